@@ -1,0 +1,109 @@
+"""How times are taken: interleaved A B A B, medians, ratios within one run; and how FLOPs are counted.
+
+On a GPU a time is the median of triton.testing.do_bench: calls back to back (a sustained load, not a burst), the L2
+cache cleared between calls, random normal inputs. On a CPU it is the median of perf_counter over repeated calls.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from benchmarks.rivals import Rival
+
+WARMUP_MS = 10.0
+
+
+def attention_flops(batch: int, nheads: int, seqlen_q: int, seqlen_k: int, headdim: int, causal: bool) -> float:
+    """Floating-point operations of a forward: two matrix products, a multiply-add is two; causal counts half."""
+    return 4.0 * batch * nheads * seqlen_q * seqlen_k * headdim * (0.5 if causal else 1.0)
+
+
+@dataclass
+class Budget:
+    """The wall-clock time that a benchmark may use."""
+
+    seconds: float
+    started: float = field(default_factory=time.monotonic)
+
+    def left(self) -> float:
+        return self.seconds - (time.monotonic() - self.started)
+
+    def share(self, parts: int) -> float:
+        """What each of `parts` equal parts of the time left gets, in milliseconds."""
+        return max(0.0, self.left()) * 1e3 / max(1, parts)
+
+
+def time_cuda(call: Callable[[], Any], rep_ms: float) -> float:
+    """Median milliseconds of one call on the GPU."""
+    from triton.testing import do_bench
+
+    return float(do_bench(call, warmup=WARMUP_MS, rep=rep_ms, return_mode="median"))
+
+
+def time_cpu(call: Callable[[], Any], rep_ms: float) -> float:
+    """Median milliseconds of one call on the CPU: repeated for `rep_ms`, three times at least."""
+    times: list[float] = []
+    deadline = time.perf_counter() + rep_ms / 1e3
+    while len(times) < 3 or time.perf_counter() < deadline:
+        start = time.perf_counter()
+        call()
+        times.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(times)
+
+
+def timer_for(device: torch.device) -> Callable[[Callable[[], Any], float], float]:
+    return time_cuda if device.type == "cuda" else time_cpu
+
+
+@dataclass
+class Timing:
+    """One contender's medians, one for each round, in milliseconds."""
+
+    rounds: list[float]
+
+    @property
+    def ms(self) -> float:
+        return statistics.median(self.rounds)
+
+    @property
+    def spread(self) -> float:
+        """(slowest - fastest) / median over the rounds."""
+        return (max(self.rounds) - min(self.rounds)) / self.ms
+
+
+def ratio(ours: Timing, theirs: Timing) -> float:
+    """How many times faster `ours` is: the median over rounds, each against its neighbour in time, so that a drift of
+    clocks and power cancels."""
+    return statistics.median(b / a for a, b in zip(ours.rounds, theirs.rounds, strict=True))
+
+
+def interleave(
+    contenders: Mapping[Rival, Callable[[], Any]],
+    measure: Callable[[Callable[[], Any], float], float],
+    *,
+    rounds: int,
+    rep_ms: float,
+) -> dict[str, Timing]:
+    """Measures A B C, A B C, ...: `rounds` medians of each contender, by name."""
+    medians: dict[str, list[float]] = {rival.name: [] for rival in contenders}
+    for rival, call in contenders.items():
+        with rival.active():  # compiles, tunes and touches memory before any clock runs
+            call()
+    for _ in range(rounds):
+        for rival, call in contenders.items():
+            with rival.active():
+                medians[rival.name].append(measure(call, rep_ms))
+    return {name: Timing(times) for name, times in medians.items()}
+
+
+def matmul_ceiling(device: torch.device, dtype: torch.dtype, size: int = 8192) -> float:
+    """TFLOP/s of a size³ matrix product on random data: what the machine gives on the day of the run."""
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    milliseconds = timer_for(device)(lambda: a @ b, 50.0)
+    return 2.0 * size**3 / milliseconds / 1e9

@@ -1,0 +1,66 @@
+"""Fills the result blocks of the README and the docs from benchmarks/results/, so that no figure is typed by hand.
+
+A block lies between `<!-- results:NAME begin -->` and `<!-- results:NAME end -->`; NAME is a file of the results.
+
+  python -m benchmarks.report                             rewrite the blocks
+  python -m benchmarks.report --check                     say which files differ from the results, exit 1 if any does
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from benchmarks import provenance, tables
+
+BLOCK = re.compile(r"(<!-- results:(?P<name>[\w.-]+) begin -->\n).*?(<!-- results:(?P=name) end -->)", re.DOTALL)
+MARK = re.compile(r"<!-- results:[\w.-]+ (?:begin|end) -->")
+
+
+def fill(text: str, results: Path) -> str:
+    """The text with every block filled. A block without a result says so; an unpaired mark is an error."""
+
+    def replace(match: re.Match[str]) -> str:
+        path = results / f"{match['name']}.json"
+        body = tables.render(provenance.load(path)) if path.exists() else "Not measured yet."
+        return f"{match[1]}\n{body}\n\n{match[3]}"
+
+    unpaired = MARK.search(BLOCK.sub("", text))
+    if unpaired:
+        raise ValueError(f"{unpaired.group()} has no partner on a line of its own")
+    return BLOCK.sub(replace, text)
+
+
+def documents(root: Path = provenance.ROOT) -> list[Path]:
+    """The files that may hold result blocks."""
+    return [path for path in [root / "README.md", *sorted((root / "docs").glob("*.md"))] if path.exists()]
+
+
+def outdated(paths: Iterable[Path], results: Path) -> list[tuple[Path, str]]:
+    """The files whose blocks differ from the results, each with its new text."""
+    texts = [(path, path.read_text(encoding="utf-8")) for path in paths]
+    filled = [(path, text, fill(text, results)) for path, text in texts]
+    return [(path, new) for path, old, new in filled if new != old]
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 when a file differs")
+    parser.add_argument("--results", type=Path, default=provenance.RESULTS)
+    parser.add_argument("files", nargs="*", type=Path, help="default: README.md and docs/*.md")
+    arguments = parser.parse_args(argv)
+    changes = outdated(arguments.files or documents(), arguments.results)
+    for path, text in changes:
+        if arguments.check:
+            print(f"{path}: its result blocks differ from {arguments.results}; run python -m benchmarks.report")
+        else:
+            provenance.write_atomically(path, text)
+            print(f"filled: {path}")
+    if arguments.check and changes:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""The implementations that benchmarks compare: this library's backends and PyTorch's.
+
+A rival binds [batch, seqlen, heads, headdim] tensors to a call without arguments; what is not attention (transposed
+views, choosing PyTorch's kernel) happens outside that call. One that cannot run says why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+Call = Callable[[], Tensor]
+
+
+class Rival:
+    """One implementation of the forward. `name` is what tables call it."""
+
+    name: str
+
+    def bind(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
+        """A call that computes attention, to be called within `active()`."""
+        raise NotImplementedError
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """The state that the call needs around it: no autograd, and for PyTorch the chosen kernel."""
+        with torch.no_grad():
+            yield
+
+    def output(self, result: Tensor) -> Tensor:
+        """A call's result as [batch, seqlen, heads, headdim]."""
+        return result
+
+    def unsupported(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> str | None:
+        """Why it cannot run on these tensors, found by trying; None when it can."""
+        try:
+            with self.active():
+                self.bind(q, k, v, causal)()
+        except (RuntimeError, NotImplementedError, ImportError) as error:
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            return lines[0]
+        return None
+
+
+class Mini(Rival):
+    """flash_attn_mini with one of its backends, called as a user calls it."""
+
+    def __init__(self, backend: str) -> None:
+        self.name = backend
+        self.backend = backend
+
+    def bind(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
+        from flash_attn_mini import flash_attn_func
+
+        return cast(Call, partial(flash_attn_func, q, k, v, causal=causal, backend=self.backend))
+
+
+class Sdpa(Rival):
+    """torch.nn.functional.scaled_dot_product_attention, held to one of its kernels or left to choose."""
+
+    def __init__(self, name: str, kernel: SDPBackend | None) -> None:
+        self.name = name
+        self.kernel = kernel
+
+    def bind(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
+        if causal and q.shape[1] != k.shape[1]:
+            raise NotImplementedError("PyTorch aligns causal to the top left: only equal lengths compare")
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        grouped = q.shape[1] != k.shape[1]
+        return partial(F.scaled_dot_product_attention, q, k, v, is_causal=causal, enable_gqa=grouped)
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        with torch.no_grad(), sdpa_kernel(self.kernel) if self.kernel is not None else contextlib.nullcontext():
+            yield
+
+    def output(self, result: Tensor) -> Tensor:
+        return result.transpose(1, 2)
+
+
+RIVALS: dict[str, Rival] = {
+    rival.name: rival
+    for rival in (
+        Mini("cuda"),
+        Mini("triton"),
+        Mini("cpu"),
+        Sdpa("FLASH_ATTENTION", SDPBackend.FLASH_ATTENTION),
+        Sdpa("cuDNN", SDPBackend.CUDNN_ATTENTION),
+        Sdpa("MATH", SDPBackend.MATH),
+        Sdpa("SDPA", None),
+    )
+}
+
+
+def select(names: list[str]) -> list[Rival]:
+    """The rivals of these names; an unknown name is an error that lists the known ones."""
+    unknown = [name for name in names if name not in RIVALS]
+    if unknown:
+        raise ValueError(f"unknown implementation {', '.join(unknown)}; known: {', '.join(RIVALS)}")
+    return [RIVALS[name] for name in names]

@@ -1,0 +1,83 @@
+"""`make bench`: every benchmark that this machine can run, within one time budget, each in a process of its own.
+
+A benchmark that fails leaves its earlier result as it was, and so does one that is not done when its share of the time
+is up (it writes NAME_partial); the others run on, and the exit status is 1. The extension must be built already.
+
+  python -m benchmarks.run_all --seconds 240 --out-dir benchmarks/results
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks import cli, provenance, report
+from benchmarks.methods import Budget
+
+MIN_SECONDS = 5.0  # with less left, a step is not started and counts as failed
+GRACE_SECONDS = 45.0  # that a step may outlast the whole budget by before it is stopped
+
+
+@dataclass(frozen=True)
+class Step:
+    """One benchmark: its module, its arguments, and its share of the time relative to the other steps."""
+
+    module: str
+    arguments: tuple[str, ...] = ()
+    weight: float = 1.0
+
+    @property
+    def label(self) -> str:
+        return " ".join([self.module, *self.arguments])
+
+
+# The figures that matter most come first: what is late is cut.
+GPU_STEPS = (
+    Step("bench_forward", ("--grid", "perf"), 5.0),
+    Step("bench_overhead", (), 1.0),
+    Step("bench_memory", (), 1.0),
+    Step("bench_forward", ("--grid", "triton"), 4.0),  # tunes first, which can take longer than the measuring
+    Step("accuracy", (), 3.0),
+)
+CPU_STEPS = (Step("bench_overhead", ("--device", "cpu")), Step("accuracy", ("--backend", "cpu")))
+
+
+def run_step(step: Step, seconds: float, limit: float, passed_on: list[str]) -> bool:
+    """Runs a step that is asked to take `seconds` and stopped after `limit`."""
+    command = [sys.executable, "-m", f"benchmarks.{step.module}", *step.arguments, "--seconds", f"{seconds:.0f}"]
+    start = time.monotonic()
+    try:
+        status = subprocess.run([*command, *passed_on], cwd=provenance.ROOT, timeout=limit).returncode
+        outcome = "done" if status == 0 else f"failed with status {status}"
+    except subprocess.TimeoutExpired:
+        status, outcome = 1, "stopped: out of time"
+    print(f"== {step.label}: {outcome} after {time.monotonic() - start:.0f} s\n", flush=True)
+    return status == 0
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = cli.parser_for(__doc__, seconds=240.0)
+    parser.add_argument("--only", help="run only the steps whose module name contains this")
+    arguments = parser.parse_args(argv)
+    here = GPU_STEPS if torch.cuda.is_available() else CPU_STEPS
+    steps = [step for step in here if not arguments.only or arguments.only in step.module]
+    passed_on = ["--out-dir", str(arguments.out_dir.resolve()), *(["--quick"] if arguments.quick else [])]
+    budget = Budget(arguments.seconds)
+    failed = []
+    for number, step in enumerate(steps):
+        left = budget.left()
+        share = left * step.weight / sum(later.weight for later in steps[number:])
+        if left < MIN_SECONDS or not run_step(step, share, left + GRACE_SECONDS, passed_on):
+            failed.append(step.label)
+    if arguments.out_dir.resolve() == provenance.RESULTS and not arguments.quick:
+        report.main([])
+    if failed:
+        raise SystemExit(f"failed: {'; '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""Compiles the CUDA kernels, which know nothing of torch, into objects cached by content.
+
+An object's name holds a hash over everything that it is made from: compiler version, flags, CUTLASS, and the text of
+the source and of every file of csrc/ that it includes. So nothing unchanged is compiled twice, and the cache folder
+can be copied to any machine with the same CUDA version.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from third_party.fetch_cutlass import CutlassError, cutlass_include_dir
+
+from .selection import ALL_DTYPES, Selection
+
+CSRC = Path(__file__).resolve().parent.parent / "csrc"
+NVCC_FLAGS = (
+    "-O3",
+    "-std=c++17",
+    "--expt-relaxed-constexpr",
+    "--expt-extended-lambda",
+    "-Xcompiler=-fPIC",
+    "-Xptxas=-v",  # registers and spills, kept beside each object
+    "-lineinfo",
+    "-DNDEBUG",
+)
+_INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class KernelObject:
+    """One object file: a source compiled with a set of defines."""
+
+    name: str
+    source: Path
+    defines: tuple[str, ...]
+
+
+def kernel_objects(selection: Selection) -> list[KernelObject]:
+    """The objects of a selection, those that take longest first."""
+    objects = [
+        KernelObject(
+            name=f"flash_fwd_hdim{hdim}_{dtype}_sm80",
+            source=CSRC / "sm80" / "flash_fwd_instantiation.cu",
+            defines=(f"-DFLASH_HEADDIM={hdim}", f"-DFLASH_DTYPE={ALL_DTYPES[dtype]}"),
+        )
+        for hdim in sorted(selection.hdims, reverse=True)
+        for dtype in selection.dtypes
+    ]
+    objects.append(KernelObject("flash_attn_minimal", CSRC / "minimal" / "flash_attn_minimal.cu", ()))
+    return objects
+
+
+def cache_dir() -> Path:
+    """FLASH_ATTN_MINI_CACHE, else flash_attn_mini/ in the user's cache folder."""
+    configured = os.environ.get("FLASH_ATTN_MINI_CACHE")
+    if configured:
+        return Path(configured).expanduser().resolve()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flash_attn_mini" / "kernels"
+
+
+def cuda_home() -> Path:
+    """The CUDA toolkit: CUDA_HOME, else around the nvcc on PATH, else /usr/local/cuda.
+
+    Raises:
+        SystemExit: If there is no nvcc.
+    """
+    candidates = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
+    on_path = shutil.which("nvcc")
+    if on_path:
+        candidates.append(str(Path(on_path).resolve().parent.parent))
+    candidates.append("/usr/local/cuda")
+    for candidate in candidates:
+        if candidate and all((Path(candidate) / part).is_file() for part in ("bin/nvcc", "include/cuda_runtime.h")):
+            return Path(candidate)
+    raise SystemExit(
+        "CUDA kernels are to be built, but there is no nvcc: install the CUDA toolkit or set CUDA_HOME, or build "
+        "the CPU backend alone with: FLASH_ATTN_MINI_ARCHS=none pip install ."
+    )
+
+
+def build_kernels(selection: Selection, jobs: int) -> list[Path]:
+    """Compile what the cache lacks, `jobs` at a time; returns the object files to link."""
+    nvcc = cuda_home() / "bin" / "nvcc"
+    try:
+        include_dirs = (CSRC, cutlass_include_dir())
+    except CutlassError as error:
+        raise SystemExit(str(error)) from None
+    flags = [*NVCC_FLAGS, *(_gencode(arch) for arch in selection.archs)]
+    fingerprint = [_nvcc_version(nvcc), _cutlass_version(include_dirs[1]), *flags]
+
+    folder = cache_dir()
+    folder.mkdir(parents=True, exist_ok=True)
+    wanted = {kernel: folder / f"{kernel.name}-{_content_hash(kernel, fingerprint)}.o" for kernel in kernel_objects(selection)}
+    missing = [(kernel, path) for kernel, path in wanted.items() if not path.is_file()]
+    print(f"kernels: {len(wanted)} objects, {len(missing)} to compile, {jobs} at a time, cache {folder}", flush=True)
+
+    def compile_one(item: tuple[KernelObject, Path]) -> None:
+        kernel, path = item
+        includes = [f"-I{directory}" for directory in include_dirs]
+        command = [str(nvcc), "-c", str(kernel.source), *kernel.defines, *flags, *includes]
+        _run_nvcc(command, kernel.name, path)
+
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(compile_one, missing))  # list(): raise the first failure
+    return list(wanted.values())
+
+
+def _run_nvcc(command: list[str], name: str, path: Path) -> None:
+    """Compile into a temporary file and move it in place, so that an interrupted build leaves no broken object."""
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        unfinished = Path(scratch) / path.name
+        result = subprocess.run(
+            [*command, "-o", str(unfinished)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        if result.returncode != 0:
+            print(result.stdout, file=sys.stderr)
+            raise SystemExit(f"nvcc failed on {name}: {' '.join(command)}")
+        path.with_suffix(".ptxas.txt").write_text(result.stdout)
+        unfinished.replace(path)
+    print(f"kernels: {name} compiled in {time.monotonic() - start:.0f} s", flush=True)
+
+
+def _gencode(arch: str) -> str:
+    return f"-gencode=arch=compute_{arch},code=sm_{arch}"
+
+
+def _nvcc_version(nvcc: Path) -> str:
+    return subprocess.run([str(nvcc), "--version"], capture_output=True, text=True, check=True).stdout
+
+
+def _cutlass_version(include_dir: Path) -> str:
+    return (include_dir / "cutlass" / "version.h").read_text()
+
+
+def _content_hash(kernel: KernelObject, fingerprint: list[str]) -> str:
+    digest = hashlib.sha256()
+    for text in (*fingerprint, *kernel.defines, *(path.read_text() for path in _sources(kernel.source))):
+        digest.update(text.encode())
+        digest.update(b"\0")
+    return digest.hexdigest()[:20]
+
+
+def _sources(source: Path) -> list[Path]:
+    """`source` and every file of csrc/ that it includes, directly or not, in a stable order."""
+    found: dict[Path, None] = {}
+    waiting = [source]
+    while waiting:
+        path = waiting.pop()
+        if path in found:
+            continue
+        found[path] = None
+        for name in _INCLUDE.findall(path.read_text()):
+            for candidate in (path.parent / name, CSRC / name):
+                if candidate.is_file():
+                    waiting.append(candidate.resolve())
+                    break
+    return sorted(found)

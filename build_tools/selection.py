@@ -1,0 +1,112 @@
+"""What to build: GPU architectures, head dims and dtypes, from the environment or from the machine.
+
+FLASH_ATTN_MINI_ARCHS, FLASH_ATTN_MINI_HDIMS and FLASH_ATTN_MINI_DTYPES are lists separated by ';' or ','.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from dataclasses import dataclass
+
+ALL_HDIMS = (32, 64, 96, 128, 192, 256)
+ALL_DTYPES = {"fp16": "float16", "bf16": "bfloat16"}  # the name in the environment -> flash::DType
+DEFAULT_ARCHS = ("80", "90a")  # when there is no GPU to look at
+OLDEST_ARCH = 80
+
+GIB = 1 << 30
+MEMORY_PER_JOB = 3 * GIB  # measured: one sm80 kernel file of head dim 256 peaks below 2 GiB
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which CUDA kernels a build holds; no architecture means the CPU backend only."""
+
+    archs: tuple[str, ...]  # "80", "90a", ... as nvcc writes them after sm_
+    hdims: tuple[int, ...]
+    dtypes: tuple[str, ...]  # keys of ALL_DTYPES
+
+    @property
+    def capabilities(self) -> tuple[int, ...]:
+        """The architectures as compute capabilities: 90 for "90a"."""
+        return tuple(int(arch.rstrip("af")) for arch in self.archs)
+
+
+def _items(variable: str) -> list[str]:
+    return [item for item in re.split(r"[;,\s]+", os.environ.get(variable, "")) if item]
+
+
+def _invalid(variable: str, item: str, allowed: str) -> SystemExit:
+    return SystemExit(f"{variable} holds {item!r}; allowed: {allowed}, separated by ';'")
+
+
+def select_archs() -> tuple[str, ...]:
+    """The architectures asked for, else those of the GPUs present, else DEFAULT_ARCHS."""
+    variable = "FLASH_ATTN_MINI_ARCHS"
+    items = _items(variable)
+    if items == ["none"]:
+        return ()
+    for item in items:
+        if not re.fullmatch(r"\d{2,3}[af]?", item) or int(item.rstrip("af")) < OLDEST_ARCH:
+            raise _invalid(variable, item, "none, or compute capabilities from 80 up, such as 80, 86, 89, 90a, 120")
+    return tuple(dict.fromkeys(items)) or _archs_of_gpus_present() or DEFAULT_ARCHS
+
+
+def _archs_of_gpus_present() -> tuple[str, ...]:
+    try:
+        answer = subprocess.run(
+            ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    capabilities = sorted({line.strip().replace(".", "") for line in answer.stdout.splitlines() if line.strip()})
+    archs = [c for c in capabilities if c.isdigit() and int(c) >= OLDEST_ARCH]
+    return tuple("90a" if arch == "90" else arch for arch in archs)
+
+
+def select_hdims() -> tuple[int, ...]:
+    """The head dims asked for, else all."""
+    variable = "FLASH_ATTN_MINI_HDIMS"
+    items = _items(variable)
+    for item in items:
+        if item not in map(str, ALL_HDIMS):
+            raise _invalid(variable, item, ", ".join(map(str, ALL_HDIMS)))
+    return tuple(sorted({int(item) for item in items})) or ALL_HDIMS
+
+
+def select_dtypes() -> tuple[str, ...]:
+    """The dtypes asked for, else all."""
+    variable = "FLASH_ATTN_MINI_DTYPES"
+    items = _items(variable)
+    for item in items:
+        if item not in ALL_DTYPES:
+            raise _invalid(variable, item, ", ".join(ALL_DTYPES))
+    return tuple(dict.fromkeys(items)) or tuple(ALL_DTYPES)
+
+
+def max_jobs() -> int:
+    """MAX_JOBS when set, else as many compiler runs as cores and free memory bear."""
+    asked = os.environ.get("MAX_JOBS")
+    if asked is not None:
+        if not asked.isdigit() or int(asked) < 1:
+            raise SystemExit(f"MAX_JOBS is {asked!r}; allowed: a whole number from 1 up")
+        return int(asked)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(cores, _free_memory() // MEMORY_PER_JOB))
+
+
+def _free_memory() -> int:
+    """Bytes that new processes may take; where the system does not say, enough for 4 jobs."""
+    try:
+        with open("/proc/meminfo") as meminfo:
+            for line in meminfo:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return 4 * MEMORY_PER_JOB

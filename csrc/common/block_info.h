@@ -1,0 +1,29 @@
+// Which key blocks a block of query rows visits, and from which on they need a mask: the causal diagonal and a ragged
+// end of the keys are one matter, the end of the range of keys that a row sees.
+#pragma once
+
+#include "../flash.h"
+
+namespace flash {
+
+// For the query rows [m_block * kBlockM, (m_block + 1) * kBlockM) of one sequence: the key blocks [0, n_block_max), of
+// which those below n_full_end are seen whole by every row.
+template <int kBlockM, int kBlockN, bool Is_causal>
+struct BlockInfo {
+    int seqlen_q, seqlen_k;
+    int n_block_max, n_full_end;
+
+    __device__ BlockInfo(const Flash_fwd_params &params, int m_block)
+        : seqlen_q(params.seqlen_q), seqlen_k(params.seqlen_k) {
+        const int first_row = m_block * kBlockM;
+        n_block_max = (max(end_key(first_row + kBlockM - 1), 0) + kBlockN - 1) / kBlockN;
+        n_full_end = max(end_key(first_row), 0) / kBlockN;
+    }
+
+    // Row i sees the keys [0, end_key(i)); causal is aligned to the bottom right.
+    __device__ __forceinline__ int end_key(int row) const {
+        return Is_causal ? min(seqlen_k, row + seqlen_k - seqlen_q + 1) : seqlen_k;
+    }
+};
+
+}  // namespace flash

@@ -1,0 +1,38 @@
+// Views of an mma accumulator: as rows and columns for softmax, as the A operand of the next product.
+#pragma once
+
+#include <cute/tensor.hpp>
+#include <cutlass/numeric_conversion.h>
+
+namespace flash {
+
+using namespace cute;
+
+// (MMA=4, MMA_M, MMA_N) -> (row=(2, MMA_M), col=(2, MMA_N)) for accumulators of m16n8 shape.
+template <typename Layout0>
+__device__ auto rowcol_layout(Layout0 acc_layout) {
+    static_assert(decltype(size<0>(acc_layout))::value == 4 && decltype(rank(acc_layout))::value == 3,
+                  "an m16n8 accumulator holds 4 values in each thread");
+    auto split = logical_divide(acc_layout, Shape<_2>{});  // ((2, 2), MMA_M, MMA_N)
+    return make_layout(make_layout(get<0, 1>(split), get<1>(split)), make_layout(get<0, 0>(split), get<2>(split)));
+}
+
+// (MMA=4, MMA_M, MMA_N) -> (MMA=(4, 2), MMA_M, MMA_N / 2): two n8 accumulators side by side are one k16 operand.
+template <typename Layout0>
+__device__ auto operand_A_layout(Layout0 acc_layout) {
+    auto split = logical_divide(acc_layout, Shape<Underscore, Underscore, _2>{});  // (4, MMA_M, (2, MMA_N / 2))
+    return make_layout(make_layout(get<0>(split), get<2, 0>(split)), get<1>(split), get<2, 1>(split));
+}
+
+// float32 registers rounded to Element, in the same layout.
+template <typename Element, typename Engine, typename Layout0>
+__device__ auto convert_type(const Tensor<Engine, Layout0> &source) {
+    constexpr int kCount = decltype(size(source))::value;
+    cutlass::NumericArrayConverter<Element, float, kCount> convert;
+    auto converted = convert(*reinterpret_cast<const cutlass::Array<float, kCount> *>(source.data()));
+    Tensor result = make_tensor<Element>(source.layout());
+    copy(make_tensor(make_rmem_ptr<Element>(&converted), source.layout()), result);
+    return result;
+}
+
+}  // namespace flash

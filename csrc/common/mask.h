@@ -1,0 +1,26 @@
+// Scores that a row may not see become -inf. Only the steps at the end of the rows' key ranges call this.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+namespace flash {
+
+using namespace cute;
+
+// scores: (row, col) registers of the tile (m_block, n_block); coords: the same layout holding (row, col) in the tile.
+template <int kBlockM, int kBlockN, typename Info, typename TensorS, typename TensorC>
+__device__ __forceinline__ void apply_mask(TensorS &scores, const TensorC &coords, const Info &info, int m_block,
+                                           int n_block) {
+    CUTE_UNROLL
+    for (int row = 0; row < size<0>(scores); ++row) {
+        const int query = m_block * kBlockM + get<0>(coords(row, 0));
+        const int end = info.end_key(query) - n_block * kBlockN;
+        CUTE_UNROLL
+        for (int col = 0; col < size<1>(scores); ++col) {
+            const int key = get<1>(coords(row, col));
+            if (key >= end) { scores(row, col) = -INFINITY; }
+        }
+    }
+}
+
+}  // namespace flash

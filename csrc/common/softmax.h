@@ -1,0 +1,129 @@
+// The online softmax over the rows that one thread holds, in base 2: p = 2^(score * scale_log2 - row_max * scale_log2).
+// Derived in docs/algorithm.md.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+namespace flash {
+
+using namespace cute;
+
+__device__ __forceinline__ float exp2_approx(float x) {
+    float result;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+    return result;
+}
+
+// Reduces over the 4 lanes that hold one row of an m16n8 accumulator.
+template <typename Operator>
+__device__ __forceinline__ float quad_allreduce(float x, Operator op) {
+    x = op(x, __shfl_xor_sync(0xffffffffu, x, 2));
+    return op(x, __shfl_xor_sync(0xffffffffu, x, 1));
+}
+
+template <int kNRows>
+struct Softmax {
+    // A row's reference maximum may lag behind its true maximum by this much, in powers of 2: p then reaches 2^8, which
+    // float32 sums and 16-bit operands hold, and O need not be rescaled at nearly every step.
+    static constexpr float kRescaleThreshold = 8.0f;
+    // From this magnitude on, the rounding of row_max * scale_log2 alone would show in p: subtract first, scale then.
+    static constexpr float kLargeExponent = 4096.0f;
+
+    float scale_log2;
+    float row_max[kNRows];  // reference maximum of each row, unscaled; -inf before the first key
+    float row_sum[kNRows];  // this thread's share of each row's sum
+    bool is_large = false;  // the same in every lane of the warp
+
+    __device__ explicit Softmax(float scale_log2) : scale_log2(scale_log2) {
+        CUTE_UNROLL
+        for (int row = 0; row < kNRows; ++row) {
+            row_max[row] = -INFINITY;
+            row_sum[row] = 0.0f;
+        }
+    }
+
+    // One step over a key block: scores (row, col) become probabilities relative to row_max; acc_o (row, col) and
+    // row_sum follow when row_max moves.
+    template <typename TensorS, typename TensorO>
+    __device__ __forceinline__ void step(TensorS &scores, TensorO &acc_o) {
+        static_assert(decltype(size<0>(scores))::value == kNRows);
+        float new_max[kNRows];
+        bool must_rescale = false;
+        CUTE_UNROLL
+        for (int row = 0; row < kNRows; ++row) {
+            new_max[row] = fmaxf(row_max[row], maximum_of(scores, row));
+            must_rescale |= (new_max[row] - row_max[row]) * scale_log2 > kRescaleThreshold;
+        }
+        if (__any_sync(0xffffffffu, must_rescale)) { rescale(new_max, acc_o); }
+        if (is_large) {
+            exponentiate</*Subtract_first=*/true>(scores);
+        } else {
+            exponentiate</*Subtract_first=*/false>(scores);
+        }
+        sum(scores);
+    }
+
+    // After the last step: acc_o becomes the output, the return value row `row`'s log-sum-exp (natural log).
+    template <typename TensorO>
+    __device__ __forceinline__ void finalize(TensorO &acc_o, float (&lse)[kNRows]) {
+        CUTE_UNROLL
+        for (int row = 0; row < kNRows; ++row) {
+            const float total = quad_allreduce(row_sum[row], [](float a, float b) { return a + b; });
+            const float inverse = total == 0.0f ? 0.0f : 1.0f / total;
+            lse[row] = total == 0.0f ? -INFINITY : (row_max[row] * scale_log2 + log2f(total)) * float(M_LN2);
+            CUTE_UNROLL
+            for (int col = 0; col < size<1>(acc_o); ++col) { acc_o(row, col) *= inverse; }
+        }
+    }
+
+private:
+    template <typename TensorS>
+    __device__ __forceinline__ float maximum_of(const TensorS &scores, int row) {
+        float maximum = scores(row, 0);
+        CUTE_UNROLL
+        for (int col = 1; col < size<1>(scores); ++col) { maximum = fmaxf(maximum, scores(row, col)); }
+        return quad_allreduce(maximum, [](float a, float b) { return fmaxf(a, b); });
+    }
+
+    template <typename TensorO>
+    __device__ __forceinline__ void rescale(const float (&new_max)[kNRows], TensorO &acc_o) {
+        bool large = false;
+        CUTE_UNROLL
+        for (int row = 0; row < kNRows; ++row) {
+            // -inf - -inf would be NaN: a row that has seen no key keeps factor 1 (its sum and output are 0).
+            const float factor =
+                new_max[row] == -INFINITY ? 1.0f : exp2_approx((row_max[row] - new_max[row]) * scale_log2);
+            row_max[row] = new_max[row];
+            large |= fabsf(new_max[row] * scale_log2) > kLargeExponent && new_max[row] != -INFINITY;
+            row_sum[row] *= factor;
+            CUTE_UNROLL
+            for (int col = 0; col < size<1>(acc_o); ++col) { acc_o(row, col) *= factor; }
+        }
+        is_large = __any_sync(0xffffffffu, large);
+    }
+
+    template <bool Subtract_first, typename TensorS>
+    __device__ __forceinline__ void exponentiate(TensorS &scores) {
+        CUTE_UNROLL
+        for (int row = 0; row < kNRows; ++row) {
+            const float reference = row_max[row] == -INFINITY ? 0.0f : row_max[row];
+            const float reference_scaled = reference * scale_log2;
+            CUTE_UNROLL
+            for (int col = 0; col < size<1>(scores); ++col) {
+                scores(row, col) = exp2_approx(Subtract_first ? (scores(row, col) - reference) * scale_log2
+                                                              : scores(row, col) * scale_log2 - reference_scaled);
+            }
+        }
+    }
+
+    template <typename TensorS>
+    __device__ __forceinline__ void sum(const TensorS &scores) {
+        CUTE_UNROLL
+        for (int row = 0; row < kNRows; ++row) {
+            CUTE_UNROLL
+            for (int col = 0; col < size<1>(scores); ++col) { row_sum[row] += scores(row, col); }
+        }
+    }
+};
+
+}  // namespace flash

@@ -1,0 +1,35 @@
+// The CPU forward compiled for AVX2, FMA and F16C, whatever the compiler's -march. Everything after the target pragma may only be
+// called where the CPU has it (flash_fwd_cpu.cpp asks), so headers of other libraries come before it.
+#include "row_block.h"
+
+#if defined(__x86_64__) && defined(__GNUC__)
+
+#include <c10/util/Half.h>
+#include <immintrin.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), \
+                             apply_to = function)
+#else
+#pragma GCC target("avx2,fma,f16c")
+#endif
+
+#define FLASH_CPU_ISA 2
+#define FLASH_CPU_NAMESPACE avx2
+#include "flash_fwd_kernel_fma.h"
+
+namespace flash::cpu {
+Kernel kernel_avx2(const Flash_fwd_params &params) { return avx2::select_kernel(params); }
+}  // namespace flash::cpu
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+
+#endif

@@ -1,0 +1,16 @@
+// The CPU forward for what the compiler assumes: SSE2 on x86-64, NEON on AArch64, and any other machine.
+#include <c10/util/Half.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+
+#define FLASH_CPU_ISA 0
+#define FLASH_CPU_NAMESPACE baseline
+#include "flash_fwd_kernel_fma.h"
+
+namespace flash::cpu {
+Kernel kernel_baseline(const Flash_fwd_params &params) { return baseline::select_kernel(params); }
+}  // namespace flash::cpu

@@ -1,0 +1,173 @@
+// The two matrix products of a step in bfloat16 on AMX tiles, queries along the columns of the accumulators as in
+// products_fma.h. Tile registers: 0-3 accumulate a 32 x 32 block, 4-5 hold keys (columns of V in the second product),
+// 6-7 hold queries, whose numbers AMX wants in pairs: [pair][query][2].
+#pragma once
+
+#include <immintrin.h>
+
+#include "rows.h"
+
+namespace flash::cpu::FLASH_CPU_NAMESPACE {
+
+constexpr int kTileRows = 16;             // of every tile register, each row 64 bytes
+constexpr int kAmxBlock = 2 * kTileRows;  // both products work in blocks of 32 x 32 x 32
+constexpr int kAmxPanel = kAmxBlock;      // queries
+
+// Sets the tile registers' shapes for as long as it lives; leaves the caller's as they were.
+class TileConfig {
+  public:
+    TileConfig() {
+        _tile_storeconfig(&before_);
+        alignas(64) Config config{};
+        config.palette = 1;
+        for (int i = 0; i < 8; ++i) {
+            config.row_bytes[i] = 64;
+            config.rows[i] = kTileRows;
+        }
+        _tile_loadconfig(&config);
+    }
+    ~TileConfig() {
+        if (before_.palette == 0) _tile_release();
+        else _tile_loadconfig(&before_);
+    }
+    TileConfig(const TileConfig &) = delete;
+    TileConfig &operator=(const TileConfig &) = delete;
+
+  private:
+    struct alignas(64) Config {
+        uint8_t palette, start_row, reserved[14];
+        uint16_t row_bytes[16];
+        uint8_t rows[16];
+    };
+    Config before_;
+};
+
+// GCC's tile intrinsics do not say that they read memory: stores must be done before, loads wait until after.
+FLASH_INLINE void compiler_barrier() { __asm__ volatile("" ::: "memory"); }
+
+template <int kUsedVecs>
+FLASH_INLINE void multiply_tiles() {
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(2, 5, 6);
+    if constexpr (kUsedVecs > 1) {
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+}
+
+// s[key][query] = k . q for 32 keys.
+template <int kUsedVecs>
+FLASH_INLINE void scores_block(const BFloat16 *k /* [32][d] */, const uint32_t *q /* [d / 2][kAmxPanel] pairs */, int d,
+                               float *s /* [32][kAmxPanel] */) {
+    compiler_barrier();
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int c = 0; c < d; c += kAmxBlock) {
+        _tile_loadd(4, k + c, d * 2);
+        _tile_loadd(5, k + kTileRows * d + c, d * 2);
+        _tile_loadd(6, q + c / 2 * kAmxPanel, kAmxPanel * 4);
+        if constexpr (kUsedVecs > 1) _tile_loadd(7, q + c / 2 * kAmxPanel + kTileRows, kAmxPanel * 4);
+        multiply_tiles<kUsedVecs>();
+    }
+    _tile_stored(0, s, kAmxPanel * 4);
+    _tile_stored(2, s + kTileRows * kAmxPanel, kAmxPanel * 4);
+    if constexpr (kUsedVecs > 1) {
+        _tile_stored(1, s + kTileRows, kAmxPanel * 4);
+        _tile_stored(3, s + kTileRows * kAmxPanel + kTileRows, kAmxPanel * 4);
+    }
+    compiler_barrier();
+}
+
+// o[column][query] += sum over keys of v * p, for 32 columns. keys: a multiple of 32.
+template <int kUsedVecs>
+FLASH_INLINE void output_block(const BFloat16 *v /* [32][stride]: column, key */, int stride,
+                               const uint32_t *p /* [keys / 2][kAmxPanel] pairs */, int keys,
+                               float *o /* [32][kAmxPanel] */) {
+    compiler_barrier();
+    _tile_loadd(0, o, kAmxPanel * 4);
+    _tile_loadd(2, o + kTileRows * kAmxPanel, kAmxPanel * 4);
+    if constexpr (kUsedVecs > 1) {
+        _tile_loadd(1, o + kTileRows, kAmxPanel * 4);
+        _tile_loadd(3, o + kTileRows * kAmxPanel + kTileRows, kAmxPanel * 4);
+    }
+    for (int n = 0; n < keys; n += kAmxBlock) {
+        _tile_loadd(4, v + n, stride * 2);
+        _tile_loadd(5, v + kTileRows * stride + n, stride * 2);
+        _tile_loadd(6, p + n / 2 * kAmxPanel, kAmxPanel * 4);
+        if constexpr (kUsedVecs > 1) _tile_loadd(7, p + n / 2 * kAmxPanel + kTileRows, kAmxPanel * 4);
+        multiply_tiles<kUsedVecs>();
+    }
+    _tile_stored(0, o, kAmxPanel * 4);
+    _tile_stored(2, o + kTileRows * kAmxPanel, kAmxPanel * 4);
+    if constexpr (kUsedVecs > 1) {
+        _tile_stored(1, o + kTileRows, kAmxPanel * 4);
+        _tile_stored(3, o + kTileRows * kAmxPanel + kTileRows, kAmxPanel * 4);
+    }
+    compiler_barrier();
+}
+
+// The same with plain arithmetic, for masked steps whose V holds an infinity or a NaN: a key whose p is 0 adds nothing.
+inline void output_block_skip_zeros(const BFloat16 *v, int stride, const uint32_t *p, int keys, float *o) {
+    for (int c = 0; c < kAmxBlock; ++c) {
+        for (int n = 0; n < keys; ++n) {
+            float v_n;
+            convert_row(v + c * stride + n, &v_n, 1);
+            for (int i = 0; i < kAmxPanel; ++i) {
+                const uint32_t pair = p[n / 2 * kAmxPanel + i];
+                const uint32_t bits = n % 2 == 0 ? pair << 16 : pair & 0xffff0000u;
+                float p_n;
+                std::memcpy(&p_n, &bits, 4);
+                if (p_n != 0) o[c * kAmxPanel + i] += v_n * p_n;
+            }
+        }
+    }
+}
+
+// Transposes a 16 x 16 square of 32-bit numbers.
+FLASH_INLINE void transpose16(__m512i *x) {
+    __m512i y[16];
+    for (int i = 0; i < 16; i += 2) {
+        y[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
+        y[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4) {  // x[i + j]: column 4 * lane + j of rows i .. i + 3
+        x[i] = _mm512_unpacklo_epi64(y[i], y[i + 2]);
+        x[i + 1] = _mm512_unpackhi_epi64(y[i], y[i + 2]);
+        x[i + 2] = _mm512_unpacklo_epi64(y[i + 1], y[i + 3]);
+        x[i + 3] = _mm512_unpackhi_epi64(y[i + 1], y[i + 3]);
+    }
+    for (int j = 0; j < 4; ++j) {
+        const __m512i a = _mm512_shuffle_i32x4(x[j], x[4 + j], 0x88);       // rows 0-7, lanes 0 and 2
+        const __m512i b = _mm512_shuffle_i32x4(x[j], x[4 + j], 0xdd);       // rows 0-7, lanes 1 and 3
+        const __m512i c = _mm512_shuffle_i32x4(x[8 + j], x[12 + j], 0x88);  // rows 8-15
+        const __m512i d = _mm512_shuffle_i32x4(x[8 + j], x[12 + j], 0xdd);
+        y[j] = _mm512_shuffle_i32x4(a, c, 0x88);
+        y[4 + j] = _mm512_shuffle_i32x4(b, d, 0x88);
+        y[8 + j] = _mm512_shuffle_i32x4(a, c, 0xdd);
+        y[12 + j] = _mm512_shuffle_i32x4(b, d, 0xdd);
+    }
+    for (int i = 0; i < 16; ++i) x[i] = y[i];
+}
+
+// columns[column][key] of 16 columns and 32 keys; a row pointer may be null: zeros. width: columns there are, at most 16.
+// Returns whether one of the numbers is infinite or NaN.
+FLASH_INLINE bool transpose_values(const BFloat16 *const *rows, int width, BFloat16 *columns, int stride) {
+    const __mmask16 mask = __mmask16((1u << width) - 1);
+    __m512i x[16];
+    __mmask32 special = 0;
+    for (int i = 0; i < 16; ++i) {
+        const __m256i zero = _mm256_setzero_si256();
+        const __m256i even = rows[2 * i] ? _mm256_maskz_loadu_epi16(mask, rows[2 * i]) : zero;
+        const __m256i odd = rows[2 * i + 1] ? _mm256_maskz_loadu_epi16(mask, rows[2 * i + 1]) : zero;
+        x[i] = _mm512_or_si512(_mm512_cvtepu16_epi32(even), _mm512_slli_epi32(_mm512_cvtepu16_epi32(odd), 16));
+        const __m512i exponent = _mm512_set1_epi16(0x7f80);
+        special |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(x[i], exponent), exponent);
+    }
+    transpose16(x);
+    for (int c = 0; c < 16; ++c) _mm512_storeu_si512(columns + c * stride, x[c]);
+    return special != 0;
+}
+
+}  // namespace flash::cpu::FLASH_CPU_NAMESPACE

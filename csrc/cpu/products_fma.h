@@ -1,0 +1,96 @@
+// The two matrix products of a step by multiply-add (float, double; 16-bit types after conversion), queries in the lanes of the vectors: a panel of kFmaPanel queries is a row of
+// registers, keys (first product) or columns of V (second) are broadcast one number at a time. So neither K nor V is
+// transposed, and the softmax between the products runs down the keys without a sum across lanes.
+#pragma once
+
+#include "simd.h"
+
+namespace flash::cpu::FLASH_CPU_NAMESPACE {
+
+// Register tile: kTile x kVecs accumulators. 24 of the 32 registers of AVX-512 and NEON, 12 of the 16 of AVX2 and SSE2.
+constexpr int kVecs = 3;
+#if FLASH_CPU_ISA == 3 || defined(__aarch64__)
+constexpr int kTile = 8;
+#else
+constexpr int kTile = 4;
+#endif
+
+template <typename T>
+constexpr int kFmaPanel = kVecs * kLanes<T>;  // queries
+
+// s[key][query] = k . q for kTile keys, and row_max[query] = max(row_max, s). k_rows: one pointer per key.
+template <typename T, int kUsedVecs>
+FLASH_INLINE void scores_tile(const T *const *k_rows, const T *q /* [d][kFmaPanel] */, int d, T *s /* [kTile][kFmaPanel] */,
+                              Vec<T> *row_max) {
+    const T *k[kTile];
+    Vec<T> acc[kTile][kUsedVecs];
+#pragma GCC unroll 8
+    for (int i = 0; i < kTile; ++i) {
+        k[i] = k_rows[i];
+#pragma GCC unroll 4
+        for (int j = 0; j < kUsedVecs; ++j) acc[i][j] = Vec<T>{};
+    }
+    for (int c = 0; c < d; ++c) {
+        Vec<T> x[kUsedVecs];
+#pragma GCC unroll 4
+        for (int j = 0; j < kUsedVecs; ++j) x[j] = load<T>(q + c * kFmaPanel<T> + j * kLanes<T>);
+#pragma GCC unroll 8
+        for (int i = 0; i < kTile; ++i) {
+            const Vec<T> y = broadcast<T>(k[i][c]);
+#pragma GCC unroll 4
+            for (int j = 0; j < kUsedVecs; ++j) acc[i][j] = fma<T>(y, x[j], acc[i][j]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < kTile; ++i) {
+#pragma GCC unroll 4
+        for (int j = 0; j < kUsedVecs; ++j) {
+            store<T>(s + i * kFmaPanel<T> + j * kLanes<T>, acc[i][j]);
+            row_max[j] = max<T>(acc[i][j], row_max[j]);
+        }
+    }
+}
+
+// The layout of V in output_tile: strips[column / kTile][key][column % kTile] = row[column] of one key; columns past d are 0.
+template <typename T>
+FLASH_INLINE void row_to_strips(const T *row, int d, int64_t strip_stride, T *strips) {
+    int c = 0;
+    for (; c + kTile <= d; c += kTile, strips += strip_stride) {
+        for (int i = 0; i < kTile; ++i) strips[i] = row[c + i];
+    }
+    for (int i = 0; c < d && i < kTile; ++i) strips[i] = c + i < d ? row[c + i] : T(0);
+}
+
+// o[column][query] = alpha[query] * o + sum over keys of v[key][column] * p[key][query], for kTile columns.
+// kSkipZeros: a key whose p is 0 adds nothing even if its v is infinite or NaN.
+template <typename T, int kUsedVecs, bool kSkipZeros>
+FLASH_INLINE void output_tile(const T *p /* [keys][kFmaPanel] */, const T *v /* [keys][kTile] */, int keys,
+                              const Vec<T> *alpha, T *o /* [kTile][kFmaPanel] */) {
+    Vec<T> acc[kTile][kUsedVecs];
+#pragma GCC unroll 8
+    for (int i = 0; i < kTile; ++i) {
+#pragma GCC unroll 4
+        for (int j = 0; j < kUsedVecs; ++j) acc[i][j] = alpha[j] * load<T>(o + i * kFmaPanel<T> + j * kLanes<T>);
+    }
+    for (int n = 0; n < keys; ++n) {
+        Vec<T> x[kUsedVecs];
+#pragma GCC unroll 4
+        for (int j = 0; j < kUsedVecs; ++j) x[j] = load<T>(p + n * kFmaPanel<T> + j * kLanes<T>);
+#pragma GCC unroll 8
+        for (int i = 0; i < kTile; ++i) {
+            const Vec<T> y = broadcast<T>(v[n * kTile + i]);
+#pragma GCC unroll 4
+            for (int j = 0; j < kUsedVecs; ++j) {
+                const Vec<T> sum = fma<T>(y, x[j], acc[i][j]);
+                acc[i][j] = kSkipZeros ? (x[j] == Vec<T>{} ? acc[i][j] : sum) : sum;
+            }
+        }
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < kTile; ++i) {
+#pragma GCC unroll 4
+        for (int j = 0; j < kUsedVecs; ++j) store<T>(o + i * kFmaPanel<T> + j * kLanes<T>, acc[i][j]);
+    }
+}
+
+}  // namespace flash::cpu::FLASH_CPU_NAMESPACE

@@ -1,0 +1,32 @@
+// What flash_fwd_cpu.cpp (scheduling) and the kernels compiled per instruction set (isa_*.cpp) agree on.
+#pragma once
+
+#include <cstddef>
+
+#include "../flash.h"
+
+namespace flash::cpu {
+
+// Query heads that share a key/value head form one group, whose rows are numbered
+// row = query * h_h_k_ratio + head_in_group. A row block is a run of rows of one group.
+struct RowBlock {
+    int64_t bidb = 0;       // batch index
+    int64_t bidh_k = 0;     // key/value head
+    int64_t row_begin = 0;  // first row
+    int64_t rows = 0;       // at most max_rows
+};
+
+// One dtype's forward, compiled for one instruction set.
+struct Kernel {
+    int panel_rows = 0;  // queries that the innermost loops handle together; row blocks are multiples of it
+    int max_rows = 0;    // largest sensible row block for this head dim
+    size_t (*scratch_bytes)(const Flash_fwd_params &, int64_t max_rows) = nullptr;
+    void (*compute_attn_1rowblock)(const Flash_fwd_params &, const RowBlock &, void *scratch) = nullptr;
+};
+
+Kernel kernel_baseline(const Flash_fwd_params &params);
+Kernel kernel_avx2(const Flash_fwd_params &params);
+Kernel kernel_avx512(const Flash_fwd_params &params);
+Kernel kernel_amx(const Flash_fwd_params &params);  // bfloat16 only
+
+}  // namespace flash::cpu

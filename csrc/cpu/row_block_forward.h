@@ -1,0 +1,163 @@
+// What the forward of one row block is whatever the arithmetic: rows and the keys they see, the loop over key blocks,
+// the epilogue. flash_fwd_kernel_fma.h and flash_fwd_kernel_amx.h derive from it and supply load_q, load_kv and step.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <type_traits>
+
+#include "row_block.h"
+#include "rows.h"
+#include "softmax.h"
+
+namespace flash::cpu::FLASH_CPU_NAMESPACE {
+
+constexpr int round_up(int64_t x, int multiple) { return int((x + multiple - 1) / multiple * multiple); }
+
+// Self: the derived class. kPanel: queries that the products handle together. kBlockN: keys per step.
+template <typename Self, typename Element, int kPanel, int kBlockN>
+class RowBlockForward {
+  protected:
+    using Acc = typename AccOf<Element>::type;
+    using Int = typename Simd<Acc>::Int;
+    static constexpr bool kConvert = sizeof(Element) != sizeof(Acc);
+
+  public:
+    void compute() {
+        set_key_ranges();
+        set_scale();
+        for (int index = 0; index < panels_; ++index) {
+            self().load_q(panel(index));
+            std::fill_n(panel(index).state.m, kPanel, -std::numeric_limits<Acc>::infinity());
+            std::fill_n(panel(index).state.l, kPanel, Acc(0));
+        }
+        for (int n_begin = n_min_; n_begin < n_max_; n_begin += kBlockN) {
+            const int n_end = std::min(n_begin + kBlockN, n_max_);
+            self().load_kv(n_begin, n_end);
+            for (int index = 0; index < panels_; ++index) step(panel(index), n_begin, n_end);
+        }
+        for (int index = 0; index < panels_; ++index) store_out(panel(index));
+    }
+
+    static Kernel kernel(int max_rows) {
+        return {kPanel, max_rows, [](const Flash_fwd_params &p, int64_t rows) { return Self(p, {0, 0, 0, rows}, nullptr).scratch_end_; },
+                [](const Flash_fwd_params &p, const RowBlock &block, void *scratch) {
+                    Self(p, block, static_cast<char *>(scratch)).compute();
+                }};
+    }
+
+  protected:
+    // Some of the block's rows, in the lanes of the vectors.
+    struct Panel {
+        int index;
+        int64_t row;              // first row, counted from the block's
+        int rows;                 // used lanes
+        SoftmaxState<Acc> state;  // [kPanel] each
+        Int *lo, *hi;             // [kPanel]: the keys [lo, hi) that a query sees; both rise with the row
+    };
+
+    RowBlockForward(const Flash_fwd_params &params, const RowBlock &block, char *scratch)
+        : params_(params), block_(block), d_(params.d), panels_(round_up(block.rows, kPanel) / kPanel), scratch_(scratch) {
+        take(m_, panels_ * kPanel);
+        take(l_, panels_ * kPanel);
+        take(lo_, panels_ * kPanel);
+        take(hi_, panels_ * kPanel);
+    }
+
+    // The next `count` elements of scratch memory. With scratch_ null this only counts, for scratch_bytes.
+    template <typename T>
+    void take(T *&ptr, int64_t count) {
+        if (scratch_ != nullptr) ptr = reinterpret_cast<T *>(scratch_ + scratch_end_);
+        scratch_end_ += (sizeof(T) * size_t(count) + 63) / 64 * 64;
+    }
+
+    Panel panel(int index) const {
+        const int64_t row = int64_t(index) * kPanel;
+        return {index, row, int(std::min<int64_t>(block_.rows - row, kPanel)), {m_ + row, l_ + row}, lo_ + row, hi_ + row};
+    }
+
+    int64_t query(int64_t row) const { return (block_.row_begin + row) / params_.h_h_k_ratio; }
+    int64_t head(int64_t row) const {
+        return block_.bidh_k * params_.h_h_k_ratio + (block_.row_begin + row) % params_.h_h_k_ratio;
+    }
+    // First element of a row of q or o, of a key of k or v.
+    Element *row_ptr(const TensorRef &t, int64_t row) const {
+        return static_cast<Element *>(t.ptr) + block_.bidb * t.batch_stride + query(row) * t.row_stride +
+               head(row) * t.head_stride;
+    }
+    const Element *key_ptr(const TensorRef &t, int64_t key) const {
+        return static_cast<const Element *>(t.ptr) + block_.bidb * t.batch_stride + key * t.row_stride +
+               block_.bidh_k * t.head_stride;
+    }
+
+    // The softmax wants a positive scale, so load_q multiplies q by sign_.
+    void set_scale() {
+        const double scale = params_.softmax_scale;
+        sign_ = scale > 0 ? 1 : scale < 0 ? -1 : 0;
+        scale_ = scale == 0 ? Acc(1) : Acc(std::abs(scale));
+        scale_log2_ = scale == 0 ? Acc(1) : Acc(std::abs(scale) * 1.4426950408889634074);
+    }
+
+    // [lo, hi) of every row, and [n_min, n_max) of the block. Lanes past the last row see what that row sees.
+    void set_key_ranges() {
+        n_min_ = params_.seqlen_k;
+        n_max_ = 0;
+        for (int64_t row = 0; row < int64_t(panels_) * kPanel; ++row) {
+            const int64_t diagonal =
+                query(std::min(row, block_.rows - 1)) + int64_t(params_.seqlen_k) - params_.seqlen_q;
+            int64_t lo = params_.window_size_left < 0 ? 0 : diagonal - params_.window_size_left;
+            int64_t hi = params_.window_size_right < 0 ? params_.seqlen_k : diagonal + params_.window_size_right + 1;
+            lo_[row] = Int(std::clamp<int64_t>(lo, 0, params_.seqlen_k));
+            hi_[row] = Int(std::clamp<int64_t>(hi, 0, params_.seqlen_k));
+            if (lo_[row] < hi_[row]) {
+                n_min_ = std::min(n_min_, int(lo_[row]));
+                n_max_ = std::max(n_max_, int(hi_[row]));
+            }
+        }
+        n_min_ -= n_min_ % kBlockN;  // steps cut the keys at the same places for every row block
+    }
+
+    // One block of keys against one panel: product, softmax, product. Keys that no query of the panel sees are cut off;
+    // a mask is needed only where some query sees less than another.
+    void step(const Panel &p, int n_begin, int n_end) {
+        int n_first = std::max(n_begin, int(p.lo[0]));
+        n_first -= (n_first - n_begin) % Self::kKeyStep;
+        const int n_last = std::min(n_end, int(p.hi[p.rows - 1]));
+        if (n_first >= n_last) return;
+        const bool masked = n_first < p.lo[p.rows - 1] || n_last > p.hi[0];
+        self().step_vecs(p, (p.rows + kLanes<Acc> - 1) / kLanes<Acc>, n_begin, n_first, n_last, masked);
+    }
+
+    void store_out(const Panel &p) {
+        Acc *rows[kPanel];
+        for (int i = 0; i < p.rows; ++i) {
+            const int64_t row = p.row + i;
+            const Acc m = p.state.m[i], l = p.state.l[i];
+            static_cast<Acc *>(params_.softmax_lse)[(block_.bidb * params_.h + head(row)) * params_.seqlen_q + query(row)] =
+                l == 0 ? -std::numeric_limits<Acc>::infinity() : m * scale_ + std::log(l);
+            p.state.l[i] = l == 0 ? Acc(0) : 1 / l;
+            if constexpr (kConvert) rows[i] = self().out_rows() + i * d_;
+            else rows[i] = row_ptr(params_.o, row);
+        }
+        panel_to_rows<Acc, kPanel>(self().out(p), p.state.l, p.rows, d_, rows);
+        if constexpr (kConvert) {
+            for (int i = 0; i < p.rows; ++i) convert_row(rows[i], row_ptr(params_.o, p.row + i), d_);
+        }
+    }
+
+    Self &self() { return static_cast<Self &>(*this); }
+
+    const Flash_fwd_params &params_;
+    const RowBlock block_;
+    const int d_, panels_;
+    int n_min_ = 0, n_max_ = 0;
+    int sign_ = 1;
+    Acc scale_ = 1, scale_log2_ = 1;
+
+    char *const scratch_;
+    size_t scratch_end_ = 0;
+    Acc *m_ = nullptr, *l_ = nullptr;    // [rows]
+    Int *lo_ = nullptr, *hi_ = nullptr;  // [rows]
+};
+
+}  // namespace flash::cpu::FLASH_CPU_NAMESPACE

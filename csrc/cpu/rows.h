@@ -1,0 +1,157 @@
+// Rows of q, k, v and o: conversion between the tensors' element type and the type computed in, and the transposition
+// between rows and the [column][query] panels that the products read.
+#pragma once
+
+#include "simd.h"
+
+namespace flash::cpu::FLASH_CPU_NAMESPACE {
+
+struct Half {
+    uint16_t bits;
+};
+struct BFloat16 {
+    uint16_t bits;
+};
+
+// Element: in memory. Acc: of every product, sum and exponential.
+template <typename Element>
+struct AccOf {
+    using type = float;
+};
+template <>
+struct AccOf<double> {
+    using type = double;
+};
+
+inline void convert_row(const BFloat16 *src, float *dst, int n) {
+    for (int i = 0; i < n; ++i) {
+        const uint32_t bits = uint32_t(src[i].bits) << 16;
+        std::memcpy(dst + i, &bits, 4);
+    }
+}
+
+// Rounds to nearest even; a NaN stays one.
+inline void convert_row(const float *src, BFloat16 *dst, int n) {
+    for (int i = 0; i < n; ++i) {
+        uint32_t bits;
+        std::memcpy(&bits, src + i, 4);
+        const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+        dst[i].bits = uint16_t((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
+    }
+}
+
+inline void convert_row(const Half *src, float *dst, int n) {
+    int i = 0;
+#if FLASH_CPU_ISA > 0
+    for (; i + 8 <= n; i += 8) {
+        _mm256_storeu_ps(dst + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(src + i))));
+    }
+#endif
+    for (; i < n; ++i) dst[i] = c10::detail::fp16_ieee_to_fp32_value(src[i].bits);
+}
+
+inline void convert_row(const float *src, Half *dst, int n) {
+    int i = 0;
+#if FLASH_CPU_ISA > 0
+    for (; i + 8 <= n; i += 8) {
+        _mm_storeu_si128(reinterpret_cast<__m128i *>(dst + i),
+                         _mm256_cvtps_ph(_mm256_loadu_ps(src + i), _MM_FROUND_TO_NEAREST_INT));
+    }
+#endif
+    for (; i < n; ++i) dst[i].bits = c10::detail::fp16_ieee_from_fp32_value(src[i]);
+}
+
+// 16-byte vectors and the transposition of a square of them: 4 x 4 floats or 2 x 2 doubles.
+template <typename T>
+struct Quad;
+template <>
+struct Quad<float> {
+    static constexpr int kLanes = 4;
+    typedef float Vec __attribute__((vector_size(16), may_alias));
+    typedef float UnalignedVec __attribute__((vector_size(16), may_alias, aligned(4)));
+};
+template <>
+struct Quad<double> {
+    static constexpr int kLanes = 2;
+    typedef double Vec __attribute__((vector_size(16), may_alias));
+    typedef double UnalignedVec __attribute__((vector_size(16), may_alias, aligned(8)));
+};
+
+#if defined(__clang__)
+#define FLASH_SHUFFLE(Int, a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define FLASH_SHUFFLE(Int, a, b, ...) __builtin_shuffle(a, b, Int{__VA_ARGS__})
+#endif
+
+FLASH_INLINE void transpose(Quad<float>::Vec *x) {
+    typedef int32_t Int __attribute__((vector_size(16)));
+    const Quad<float>::Vec a = FLASH_SHUFFLE(Int, x[0], x[1], 0, 4, 1, 5);
+    const Quad<float>::Vec b = FLASH_SHUFFLE(Int, x[0], x[1], 2, 6, 3, 7);
+    const Quad<float>::Vec c = FLASH_SHUFFLE(Int, x[2], x[3], 0, 4, 1, 5);
+    const Quad<float>::Vec d = FLASH_SHUFFLE(Int, x[2], x[3], 2, 6, 3, 7);
+    x[0] = FLASH_SHUFFLE(Int, a, c, 0, 1, 4, 5);
+    x[1] = FLASH_SHUFFLE(Int, a, c, 2, 3, 6, 7);
+    x[2] = FLASH_SHUFFLE(Int, b, d, 0, 1, 4, 5);
+    x[3] = FLASH_SHUFFLE(Int, b, d, 2, 3, 6, 7);
+}
+
+FLASH_INLINE void transpose(Quad<double>::Vec *x) {
+    typedef int64_t Int __attribute__((vector_size(16)));
+    const Quad<double>::Vec a = FLASH_SHUFFLE(Int, x[0], x[1], 0, 2);
+    x[1] = FLASH_SHUFFLE(Int, x[0], x[1], 1, 3);
+    x[0] = a;
+}
+
+#undef FLASH_SHUFFLE
+
+// panel[column][i] = rows[i][column] for n_rows rows of d columns; the panel's other lanes become 0.
+template <typename T, int kPanel>
+void rows_to_panel(const T *const *rows, int n_rows, int d, T *panel) {
+    constexpr int kQuad = Quad<T>::kLanes;
+    std::memset(panel, 0, sizeof(T) * size_t(d) * kPanel);
+    for (int i = 0; i < n_rows; i += kQuad) {
+        int c = 0;
+        if (i + kQuad <= n_rows) {
+            for (; c + kQuad <= d; c += kQuad) {
+                typename Quad<T>::Vec x[kQuad];
+                for (int r = 0; r < kQuad; ++r) {
+                    x[r] = *reinterpret_cast<const typename Quad<T>::UnalignedVec *>(rows[i + r] + c);
+                }
+                transpose(x);
+                for (int r = 0; r < kQuad; ++r) {
+                    *reinterpret_cast<typename Quad<T>::Vec *>(panel + (c + r) * kPanel + i) = x[r];
+                }
+            }
+        }
+        for (int r = i; r < i + kQuad && r < n_rows; ++r) {
+            for (int e = c; e < d; ++e) panel[e * kPanel + r] = rows[r][e];
+        }
+    }
+}
+
+// rows[i][column] = factor[i] * panel[column][i] for n_rows rows of d columns.
+template <typename T, int kPanel>
+void panel_to_rows(const T *panel, const T *factor, int n_rows, int d, T *const *rows) {
+    constexpr int kQuad = Quad<T>::kLanes;
+    for (int i = 0; i < n_rows; i += kQuad) {
+        int c = 0;
+        if (i + kQuad <= n_rows) {
+            const auto factor_i = *reinterpret_cast<const typename Quad<T>::Vec *>(factor + i);
+            for (; c + kQuad <= d; c += kQuad) {
+                typename Quad<T>::Vec x[kQuad];
+                for (int r = 0; r < kQuad; ++r) {
+                    x[r] = factor_i * *reinterpret_cast<const typename Quad<T>::Vec *>(panel + (c + r) * kPanel + i);
+                }
+                transpose(x);
+                for (int r = 0; r < kQuad; ++r) {
+                    *reinterpret_cast<typename Quad<T>::UnalignedVec *>(rows[i + r] + c) = x[r];
+                }
+            }
+        }
+        for (int r = i; r < i + kQuad && r < n_rows; ++r) {
+            for (int e = c; e < d; ++e) rows[r][e] = factor[r] * panel[e * kPanel + r];
+        }
+    }
+}
+
+}  // namespace flash::cpu::FLASH_CPU_NAMESPACE

@@ -1,0 +1,91 @@
+// The online softmax of one step, on scores laid out [key][query]: mask, exponentiate, sum; each lane is a query.
+// kPanel queries make a row of the scores, of which the first kUsedVecs vectors are in use.
+#pragma once
+
+#include "simd.h"
+
+namespace flash::cpu::FLASH_CPU_NAMESPACE {
+
+// The running state of a panel's queries: over the keys seen so far, m is the largest score (unscaled) and
+// l the sum of 2^(scale_log2 * (score - m)).
+template <typename T>
+struct SoftmaxState {
+    T *m;  // [kPanel], -inf before the first key
+    T *l;  // [kPanel]
+};
+
+// Sets scores of keys outside [lo, hi) to -inf and recomputes their maxima. Key n of s is key n_begin + n of K.
+template <typename T, int kPanel, int kUsedVecs>
+FLASH_INLINE void mask_scores(T *s, int n_begin, int keys, const typename Simd<T>::Int *lo,
+                              const typename Simd<T>::Int *hi, Vec<T> *row_max) {
+    const Vec<T> minus_inf = broadcast<T>(-std::numeric_limits<T>::infinity());
+#pragma GCC unroll 4
+    for (int j = 0; j < kUsedVecs; ++j) {
+        const auto lo_j = *reinterpret_cast<const IntVec<T> *>(lo + j * kLanes<T>);
+        const auto hi_j = *reinterpret_cast<const IntVec<T> *>(hi + j * kLanes<T>);
+        row_max[j] = minus_inf;
+        for (int n = 0; n < keys; ++n) {
+            const IntVec<T> key = IntVec<T>{} + typename Simd<T>::Int(n_begin + n);
+            T *s_n = s + n * kPanel + j * kLanes<T>;
+            const Vec<T> x = ((key >= lo_j) & (key < hi_j)) ? load<T>(s_n) : minus_inf;
+            store<T>(s_n, x);
+            row_max[j] = max<T>(x, row_max[j]);
+        }
+    }
+}
+
+template <typename T, int kPanel, int kUsedVecs>
+FLASH_INLINE void find_max(const T *s, int keys, Vec<T> *row_max) {
+#pragma GCC unroll 4
+    for (int j = 0; j < kUsedVecs; ++j) row_max[j] = broadcast<T>(-std::numeric_limits<T>::infinity());
+#pragma GCC unroll 2
+    for (int n = 0; n < keys; ++n) {
+#pragma GCC unroll 4
+        for (int j = 0; j < kUsedVecs; ++j) row_max[j] = max<T>(load<T>(s + n * kPanel + j * kLanes<T>), row_max[j]);
+    }
+}
+
+// Takes in the maxima of a step: m becomes the new maximum, safe_m the same with 0 for "no key seen yet" (so that
+// -inf - safe_m is -inf, not NaN), alpha what earlier sums and outputs shrink by.
+template <typename T, int kUsedVecs>
+FLASH_INLINE void update_max(const Vec<T> *row_max, T scale_log2, SoftmaxState<T> state, Vec<T> *safe_m,
+                             Vec<T> *alpha) {
+    const Vec<T> minus_inf = broadcast<T>(-std::numeric_limits<T>::infinity());
+#pragma GCC unroll 4
+    for (int j = 0; j < kUsedVecs; ++j) {
+        const Vec<T> m_old = load<T>(state.m + j * kLanes<T>);
+        const Vec<T> m_new = max<T>(row_max[j], m_old);
+        store<T>(state.m + j * kLanes<T>, m_new);
+        safe_m[j] = m_new == minus_inf ? Vec<T>{} : m_new;
+        alpha[j] = exp2_nonpositive<T>((m_old - safe_m[j]) * broadcast<T>(scale_log2));
+    }
+}
+
+template <typename T, int kUsedVecs>
+FLASH_INLINE void update_sum(const Vec<T> *sum, const Vec<T> *alpha, SoftmaxState<T> state) {
+#pragma GCC unroll 4
+    for (int j = 0; j < kUsedVecs; ++j) {
+        T *l = state.l + j * kLanes<T>;
+        store<T>(l, fma<T>(load<T>(l), alpha[j], sum[j]));
+    }
+}
+
+// s becomes p = 2^(scale_log2 * (s - m)); sum is its sum over the keys.
+template <typename T, int kPanel, int kUsedVecs>
+FLASH_INLINE void exponentiate(T *s, int keys, T scale_log2, const Vec<T> *safe_m, Vec<T> *sum) {
+    const Vec<T> scale = broadcast<T>(scale_log2);
+#pragma GCC unroll 4
+    for (int j = 0; j < kUsedVecs; ++j) sum[j] = Vec<T>{};
+#pragma GCC unroll 2
+    for (int n = 0; n < keys; ++n) {
+#pragma GCC unroll 4
+        for (int j = 0; j < kUsedVecs; ++j) {
+            T *s_n = s + n * kPanel + j * kLanes<T>;
+            const Vec<T> p = exp2_nonpositive<T>((load<T>(s_n) - safe_m[j]) * scale);
+            store<T>(s_n, p);
+            sum[j] += p;
+        }
+    }
+}
+
+}  // namespace flash::cpu::FLASH_CPU_NAMESPACE

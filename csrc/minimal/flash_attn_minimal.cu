@@ -1,0 +1,183 @@
+// The kernel to read first: FlashAttention's forward for one head in plain CUDA, float32, no CuTe, no tensor cores.
+// The whole algorithm is the loop over key tiles in flash_attn_minimal_kernel; sm80/ runs the same loop, with tensor
+// cores for the two products and copies that overlap them. docs/algorithm.md derives the online softmax.
+#include "flash_attn_minimal.h"
+
+#include <cuda_runtime.h>
+
+#include <stdexcept>
+#include <string>
+
+namespace flash {
+namespace {
+
+// One thread block computes kBlockM rows of the output and walks over the keys kBlockN at a time. Four neighbouring
+// threads share a row: thread t of the four owns the keys t, t + 4, t + 8, ... of a tile, and the same columns of the
+// output. So everything about a row stays within four lanes of one warp, and they talk through shuffles.
+constexpr int kBlockM = 64;                             // queries per thread block
+constexpr int kBlockN = 64;                             // keys per step
+constexpr int kMaxHeadDim = 128;                        // columns of q, k, v and o
+constexpr int kThreadsPerRow = 4;                       // threads that share one row
+constexpr int kThreads = kBlockM * kThreadsPerRow;      // 256
+constexpr int kKeys = kBlockN / kThreadsPerRow;         // scores that a thread holds: 16
+constexpr int kColumns = kMaxHeadDim / kThreadsPerRow;  // output columns that a thread holds: 32
+
+// A row of a tile takes headdim + 1 floats of shared memory. Without the one, the rows that a warp reads side by side
+// would start in the same memory bank and wait for one another.
+__host__ __device__ constexpr int tile_stride(int headdim) {
+    return headdim + 1;
+}
+
+// Three tiles: Q, K, V. At head dim 128 that is 97 KB: more than the 48 KB that a kernel gets without asking, less than
+// the 99 KB of the smallest GPUs since Ampere.
+constexpr int smem_bytes(int headdim) {
+    return (kBlockM + 2 * kBlockN) * tile_stride(headdim) * static_cast<int>(sizeof(float));
+}
+
+// Copies rows [first_row, first_row + 64) of a [seqlen, headdim] matrix to shared memory, all threads together.
+// Rows past the end become zeros: they are never read from memory, which may end there.
+__device__ void load_tile(float *tile, const float *matrix, int first_row, int seqlen, int headdim) {
+    static_assert(kBlockM == kBlockN, "load_tile serves q, k and v alike");
+    for (int i = threadIdx.x; i < kBlockN * headdim; i += kThreads) {
+        const int row = i / headdim, col = i % headdim;
+        const bool inside = first_row + row < seqlen;
+        tile[row * tile_stride(headdim) + col] =
+            inside ? matrix[static_cast<size_t>(first_row + row) * headdim + col] : 0.f;
+    }
+}
+
+// Maximum and sum over the four threads of a row: exchange with the neighbour, then with the neighbouring pair.
+__device__ float row_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
+    return fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
+}
+
+__device__ float row_sum(float x) {
+    x += __shfl_xor_sync(0xffffffff, x, 1);
+    return x + __shfl_xor_sync(0xffffffff, x, 2);
+}
+
+__global__ void __launch_bounds__(kThreads)
+    flash_attn_minimal_kernel(const float *__restrict__ q, const float *__restrict__ k, const float *__restrict__ v,
+                              float *__restrict__ o, int seqlen_q, int seqlen_k, int headdim, float softmax_scale,
+                              bool causal) {
+    extern __shared__ float smem[];
+    const int stride = tile_stride(headdim);
+    float *sQ = smem;                   // (kBlockM, headdim)
+    float *sK = sQ + kBlockM * stride;  // (kBlockN, headdim)
+    float *sV = sK + kBlockN * stride;  // (kBlockN, headdim)
+
+    const int row = threadIdx.x / kThreadsPerRow;  // my row of the tile
+    const int t = threadIdx.x % kThreadsPerRow;    // which of its four threads I am
+    const int first_row = blockIdx.x * kBlockM;    // first query of the tile
+
+    // The keys that a query may see end before key_end: at the sequence's end, and when causal at the diagonal. No row
+    // of the tile sees further than the last row, so the loop stops there: causal does half of the work.
+    const int diagonal = seqlen_k - seqlen_q;
+    const int last_row = min(first_row + kBlockM, seqlen_q) - 1;
+    const int key_end = causal ? min(seqlen_k, first_row + row + diagonal + 1) : seqlen_k;
+    const int loop_end = causal ? min(seqlen_k, last_row + diagonal + 1) : seqlen_k;
+
+    // What the online softmax remembers of the keys seen so far. The true output would be acc / sum.
+    float max_score = -INFINITY;  // largest score of my row
+    float sum = 0.f;              // sum over the keys of exp(score - max_score)
+    float acc[kColumns] = {0.f};  // sum over the keys of exp(score - max_score) * v[key], my columns
+
+    load_tile(sQ, q, first_row, seqlen_q, headdim);
+
+    for (int first_key = 0; first_key < loop_end; first_key += kBlockN) {
+        __syncthreads();  // everyone is done with the previous sK and sV
+        load_tile(sK, k, first_key, seqlen_k, headdim);
+        load_tile(sV, v, first_key, seqlen_k, headdim);
+        __syncthreads();  // sQ, sK and sV are complete
+
+        // 1. Scores S = scale * Q Kᵀ: my row against my 16 keys of the tile.
+        float s[kKeys] = {0.f};
+        for (int d = 0; d < headdim; ++d) {
+            const float q_d = sQ[row * stride + d];
+#pragma unroll
+            for (int i = 0; i < kKeys; ++i) s[i] += q_d * sK[(i * kThreadsPerRow + t) * stride + d];
+        }
+
+        // 2. Masking: a key that the query must not see scores -inf, so its exponential is 0.
+        float tile_max = -INFINITY;
+#pragma unroll
+        for (int i = 0; i < kKeys; ++i) {
+            const int key = first_key + i * kThreadsPerRow + t;
+            s[i] = key < key_end ? s[i] * softmax_scale : -INFINITY;
+            tile_max = fmaxf(tile_max, s[i]);
+        }
+
+        // 3. Online softmax. The tile may raise the maximum; then all that was summed against the old one is too large
+        // by exp(new - old) and is scaled down. While a row has seen no key its maximum is -inf, and -inf - -inf would
+        // be NaN: any finite stand-in gives the zeros we want.
+        const float new_max = fmaxf(max_score, row_max(tile_max));
+        const float shift = new_max == -INFINITY ? 0.f : new_max;
+        const float rescale = expf(max_score - shift);
+        float tile_sum = 0.f;
+#pragma unroll
+        for (int i = 0; i < kKeys; ++i) {
+            s[i] = expf(s[i] - shift);  // s holds P from here on
+            tile_sum += s[i];
+        }
+        max_score = new_max;
+        sum = sum * rescale + row_sum(tile_sum);
+
+        // 4. Output O = rescale * O + P V. P never goes to memory: key 4 * i + owner lies in s[i] of thread `owner`,
+        // and a shuffle hands it to the row's four threads.
+#pragma unroll
+        for (int c = 0; c < kColumns; ++c) acc[c] *= rescale;
+#pragma unroll
+        for (int i = 0; i < kKeys; ++i) {
+            for (int owner = 0; owner < kThreadsPerRow; ++owner) {
+                const float p = __shfl_sync(0xffffffff, s[i], owner, kThreadsPerRow);
+                const float *v_row = sV + (i * kThreadsPerRow + owner) * stride;
+#pragma unroll
+                for (int c = 0; c < kColumns; ++c) {
+                    const int col = c * kThreadsPerRow + t;
+                    if (col < headdim) acc[c] += p * v_row[col];
+                }
+            }
+        }
+    }
+
+    // A row that saw no key has sum = 0; its output is 0, not 0 / 0.
+    if (first_row + row >= seqlen_q) return;
+    const float inv_sum = sum == 0.f ? 0.f : 1.f / sum;
+    float *o_row = o + static_cast<size_t>(first_row + row) * headdim;
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+        const int col = c * kThreadsPerRow + t;
+        if (col < headdim) o_row[col] = acc[c] * inv_sum;
+    }
+}
+
+void check(cudaError_t status, const char *what) {
+    if (status != cudaSuccess) {
+        throw std::runtime_error(std::string("flash_attn_minimal: ") + what + ": " + cudaGetErrorString(status));
+    }
+}
+
+}  // namespace
+
+void run_flash_attn_minimal(const float *q, const float *k, const float *v, float *o, int seqlen_q, int seqlen_k,
+                            int headdim, float softmax_scale, bool causal, cudaStream_t stream) {
+    if (headdim < 1 || headdim > kMaxHeadDim) {
+        throw std::invalid_argument("flash_attn_minimal: headdim is " + std::to_string(headdim) +
+                                    ", must be between 1 and " + std::to_string(kMaxHeadDim));
+    }
+    if (seqlen_q < 0 || seqlen_k < 0) {
+        throw std::invalid_argument("flash_attn_minimal: seqlen_q and seqlen_k must not be negative, got " +
+                                    std::to_string(seqlen_q) + " and " + std::to_string(seqlen_k));
+    }
+    if (seqlen_q == 0) return;  // a grid of no blocks is an error to CUDA
+    check(cudaFuncSetAttribute(flash_attn_minimal_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               smem_bytes(headdim)),
+          "shared memory");
+    const int blocks = (seqlen_q - 1) / kBlockM + 1;
+    flash_attn_minimal_kernel<<<blocks, kThreads, smem_bytes(headdim), stream>>>(q, k, v, o, seqlen_q, seqlen_k,
+                                                                                 headdim, softmax_scale, causal);
+    check(cudaGetLastError(), "launch");
+}
+
+}  // namespace flash

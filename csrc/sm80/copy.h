@@ -1,0 +1,59 @@
+// Moves of one tile between global memory, shared memory and registers, and the products on them.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+namespace flash::sm80 {
+
+using namespace cute;
+
+// Starts the copy of a tile; rows from rows_left on and columns outside the head dim become zeros in shared memory.
+// source, target, coords: (copy, rows, columns) of one thread; column_in_range: (columns).
+template <typename TiledCopy, typename TensorG, typename TensorS, typename TensorC, typename TensorP>
+__device__ __forceinline__ void copy_tile_async(const TiledCopy &tiled_copy, const TensorG &source, TensorS &&target,
+                                                const TensorC &coords, const TensorP &column_in_range, int rows_left) {
+    CUTE_UNROLL
+    for (int row = 0; row < size<1>(source); ++row) {
+        const bool row_in_range = get<0>(coords(0, row, 0)) < rows_left;
+        CUTE_UNROLL
+        for (int col = 0; col < size<2>(source); ++col) {
+            copy(tiled_copy.with(row_in_range && column_in_range(col)), source(_, row, col), target(_, row, col));
+        }
+    }
+}
+
+// acc += A B with A and B in shared memory: the operands of step k + 1 are fetched while step k multiplies.
+template <bool A_in_registers = false, typename TensorAcc, typename TensorrA, typename TensorrB, typename TensorsA,
+          typename TensorsB, typename TiledMma, typename CopyA, typename CopyB, typename ThrCopyA, typename ThrCopyB>
+__device__ __forceinline__ void gemm(TensorAcc &acc, TensorrA &rA, TensorrB &rB, const TensorsA &sA, const TensorsB &sB,
+                                     const TiledMma &tiled_mma, const CopyA &copy_A, const CopyB &copy_B,
+                                     const ThrCopyA &thr_copy_A, const ThrCopyB &thr_copy_B) {
+    Tensor rA_view = thr_copy_A.retile_D(rA);
+    Tensor rB_view = thr_copy_B.retile_D(rB);
+    if constexpr (!A_in_registers) { copy(copy_A, sA(_, _, _0{}), rA_view(_, _, _0{})); }
+    copy(copy_B, sB(_, _, _0{}), rB_view(_, _, _0{}));
+    CUTE_UNROLL
+    for (int k = 0; k < size<2>(rA); ++k) {
+        if (k + 1 < size<2>(rA)) {
+            if constexpr (!A_in_registers) { copy(copy_A, sA(_, _, k + 1), rA_view(_, _, k + 1)); }
+            copy(copy_B, sB(_, _, k + 1), rB_view(_, _, k + 1));
+        }
+        cute::gemm(tiled_mma, rA(_, _, k), rB(_, _, k), acc);
+    }
+}
+
+// acc += A B with A in registers, as P is after softmax.
+template <typename TensorAcc, typename TensorrA, typename TensorrB, typename TensorsB, typename TiledMma, typename CopyB,
+          typename ThrCopyB>
+__device__ __forceinline__ void gemm_rs(TensorAcc &acc, const TensorrA &rA, TensorrB &rB, const TensorsB &sB,
+                                        const TiledMma &tiled_mma, const CopyB &copy_B, const ThrCopyB &thr_copy_B) {
+    Tensor rB_view = thr_copy_B.retile_D(rB);
+    copy(copy_B, sB(_, _, _0{}), rB_view(_, _, _0{}));
+    CUTE_UNROLL
+    for (int k = 0; k < size<2>(rA); ++k) {
+        if (k + 1 < size<2>(rA)) { copy(copy_B, sB(_, _, k + 1), rB_view(_, _, k + 1)); }
+        cute::gemm(tiled_mma, rA(_, _, k), rB(_, _, k), acc);
+    }
+}
+
+}  // namespace flash::sm80

@@ -1,0 +1,66 @@
+// What leaves the kernel: O, normalised and rounded, through shared memory so that rows go out in 16-byte pieces, and
+// the log-sum-exp of every row.
+#pragma once
+
+#include "../common/layout.h"
+#include "mainloop_fwd.h"
+
+namespace flash::sm80 {
+
+// Stores this thread's (copy, rows, columns) pieces that lie inside the tensor.
+template <typename TiledCopy, typename TensorR, typename TensorG, typename TensorC>
+__device__ __forceinline__ void store_tile(const TiledCopy &tiled_copy, const TensorR &source, TensorG &&target,
+                                           const TensorC &coords, int rows_left, int d) {
+    CUTE_UNROLL
+    for (int row = 0; row < size<1>(source); ++row) {
+        if (get<0>(coords(0, row, 0)) < rows_left) {
+            CUTE_UNROLL
+            for (int col = 0; col < size<2>(source); ++col) {
+                if (get<1>(coords(0, row, col)) < d) { copy(tiled_copy, source(_, row, col), target(_, row, col)); }
+            }
+        }
+    }
+}
+
+template <typename Traits, typename SharedStorage, typename TensorO, typename SoftmaxState>
+__device__ __forceinline__ void epilogue_fwd(const Flash_fwd_params &params, SharedStorage &shared, int bidb, int bidh,
+                                             int m_block, TensorO &acc_o, SoftmaxState &softmax) {
+    using Element = typename Traits::Element;
+    constexpr int kBlockM = Traits::kBlockM, kHeadDim = Traits::kHeadDim;
+    const int tidx = threadIdx.x;
+    const int rows_left = params.seqlen_q - m_block * kBlockM;
+
+    // Normalise, and write the log-sum-exp: of the four lanes that share a row, the one that holds column 0.
+    Tensor acc_o_rowcol = make_tensor(acc_o.data(), rowcol_layout(acc_o.layout()));
+    float lse[decltype(size<0>(acc_o_rowcol))::value];
+    softmax.finalize(acc_o_rowcol, lse);
+    typename Traits::TiledMma tiled_mma;
+    Tensor tOcO = tiled_mma.get_thread_slice(tidx).partition_C(make_identity_tensor(Shape<Int<kBlockM>, Int<kHeadDim>>{}));
+    Tensor coords = make_tensor(tOcO.data(), rowcol_layout(tOcO.layout()));  // (row, col) -> (row, column)
+    float *gLSE = static_cast<float *>(params.softmax_lse) + (int64_t(bidb) * params.h + bidh) * params.seqlen_q +
+                  m_block * kBlockM;
+    CUTE_UNROLL
+    for (int row = 0; row < size<0>(coords); ++row) {
+        if (get<1>(coords(row, 0)) == 0 && get<0>(coords(row, 0)) < rows_left) { gLSE[get<0>(coords(row, 0))] = lse[row]; }
+    }
+
+    // Registers to shared memory to global memory.
+    Tensor rO = convert_type<Element>(acc_o);
+    Tensor sO = make_tensor(make_smem_ptr(shared.o), typename Traits::SmemLayoutO{});  // (BLK_M, HD)
+    auto smem_copy = make_tiled_copy_C(typename Traits::SmemCopyAtomO{}, tiled_mma);
+    auto thr_smem_copy = smem_copy.get_thread_slice(tidx);
+    __syncthreads();  // all are done with Q, whose room O takes
+    copy(smem_copy, thr_smem_copy.retile_S(rO), thr_smem_copy.partition_D(sO));
+    __syncthreads();  // O is whole
+
+    Tensor mO = head_tensor<Element>(params.o, bidb, bidh, params.seqlen_q, params.d);          // (seqlen_q, d)
+    Tensor gO = local_tile(mO, Shape<Int<kBlockM>, Int<kHeadDim>>{}, make_coord(m_block, 0));  // (BLK_M, HD)
+    typename Traits::GmemTiledCopyO gmem_copy;
+    auto thr_gmem_copy = gmem_copy.get_thread_slice(tidx);
+    Tensor tOgO = thr_gmem_copy.partition_D(gO);
+    Tensor tOrO = make_tensor<Element>(shape(tOgO));
+    copy(gmem_copy, thr_gmem_copy.partition_S(sO), tOrO);
+    store_tile(gmem_copy, tOrO, tOgO, thr_gmem_copy.partition_D(make_identity_tensor(Shape<Int<kBlockM>, Int<kHeadDim>>{})), rows_left, params.d);
+}
+
+}  // namespace flash::sm80

@@ -1,0 +1,134 @@
+// The loop over key blocks for one block of query rows: Q K^T on tensor cores, online softmax, P V, with K and V
+// brought in by cp.async one product ahead. Called by compute_attn_1rowblock; leaves O in registers.
+#pragma once
+
+#include "../common/block_info.h"
+#include "../common/layout.h"
+#include "../common/mask.h"
+#include "../common/softmax.h"
+#include "copy.h"
+#include "kernel_traits.h"
+
+namespace flash::sm80 {
+
+// threadIdx.x, read anew: what is derived from it is not kept in registers over the whole loop.
+__device__ __forceinline__ int thread_index() {
+    int index;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+    return index;
+}
+
+// A [seqlen, headdim] slice of one head as a CuTe tensor.
+template <typename Element>
+__device__ auto head_tensor(const TensorRef &x, int bidb, int bidh, int seqlen, int d) {
+    Element *base = static_cast<Element *>(x.ptr) + bidb * x.batch_stride + bidh * x.head_stride;
+    return make_tensor(make_gmem_ptr(base), make_shape(seqlen, d), make_stride(x.row_stride, _1{}));
+}
+
+// acc_o (MMA, MMA_M, MMA_K) gets the unnormalised output, softmax its row statistics.
+template <typename Traits, typename Info, typename SharedStorage, typename TensorO, typename SoftmaxState>
+__device__ __forceinline__ void mainloop_fwd(const Flash_fwd_params &params, const Info &info, SharedStorage &shared,
+                                             int bidb, int bidh, int m_block, TensorO &acc_o, SoftmaxState &softmax) {
+    using Element = typename Traits::Element;
+    constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN, kHeadDim = Traits::kHeadDim;
+    const int tidx = threadIdx.x;
+    const int bidh_k = bidh / params.h_h_k_ratio;
+
+    // Tensors: global (g), shared (s).
+    Tensor mQ = head_tensor<Element>(params.q, bidb, bidh, info.seqlen_q, params.d);                // (seqlen_q, d)
+    Tensor mK = head_tensor<Element>(params.k, bidb, bidh_k, info.seqlen_k, params.d);              // (seqlen_k, d)
+    Tensor mV = head_tensor<Element>(params.v, bidb, bidh_k, info.seqlen_k, params.d);              // (seqlen_k, d)
+    Tensor gQ = local_tile(mQ, Shape<Int<kBlockM>, Int<kHeadDim>>{}, make_coord(m_block, 0));       // (BLK_M, HD)
+    Tensor gK = local_tile(mK, Shape<Int<kBlockN>, Int<kHeadDim>>{}, make_coord(_, 0));             // (BLK_N, HD, n)
+    Tensor gV = local_tile(mV, Shape<Int<kBlockN>, Int<kHeadDim>>{}, make_coord(_, 0));             // (BLK_N, HD, n)
+    Tensor sQ = make_tensor(make_smem_ptr(shared.q), typename Traits::SmemLayoutQ{});               // (BLK_M, HD)
+    Tensor sK = make_tensor(make_smem_ptr(shared.k), typename Traits::SmemLayoutKV{});              // (BLK_N, HD)
+    Tensor sV = make_tensor(make_smem_ptr(shared.v), typename Traits::SmemLayoutKV{});              // (BLK_N, HD)
+    Tensor sVt = make_tensor(make_smem_ptr(shared.v), typename Traits::SmemLayoutVt{});             // (HD, BLK_N)
+
+    // Partition of the copies from global to shared memory.
+    typename Traits::GmemTiledCopyQKV gmem_copy;
+    auto thr_gmem_copy = gmem_copy.get_thread_slice(tidx);
+    Tensor tQgQ = thr_gmem_copy.partition_S(gQ);  // (CPY, CPY_M, CPY_K)
+    Tensor tQsQ = thr_gmem_copy.partition_D(sQ);  // (CPY, CPY_M, CPY_K)
+    Tensor tKgK = thr_gmem_copy.partition_S(gK);  // (CPY, CPY_N, CPY_K, n)
+    Tensor tKsK = thr_gmem_copy.partition_D(sK);  // (CPY, CPY_N, CPY_K)
+    Tensor tVgV = thr_gmem_copy.partition_S(gV);  // (CPY, CPY_N, CPY_K, n)
+    Tensor tVsV = thr_gmem_copy.partition_D(sV);  // (CPY, CPY_N, CPY_K)
+    Tensor cQ = make_identity_tensor(Shape<Int<kBlockM>, Int<kHeadDim>>{});  // (row, column)
+    Tensor cK = make_identity_tensor(Shape<Int<kBlockN>, Int<kHeadDim>>{});  // (key, column)
+    Tensor tQcQ = thr_gmem_copy.partition_S(cQ);                             // (CPY, CPY_M, CPY_K)
+    Tensor tKcK = thr_gmem_copy.partition_S(cK);                             // (CPY, CPY_N, CPY_K)
+    Tensor column_in_range = make_tensor<bool>(make_shape(size<2>(tQsQ)));     // (CPY_K)
+    CUTE_UNROLL
+    for (int col = 0; col < size(column_in_range); ++col) { column_in_range(col) = get<1>(tQcQ(0, 0, col)) < params.d; }
+
+    // Partition of the products and of the copies from shared memory to registers.
+    typename Traits::TiledMma tiled_mma;
+    auto thr_mma = tiled_mma.get_thread_slice(tidx);
+    Tensor tSrQ = thr_mma.partition_fragment_A(sQ);    // (MMA, MMA_M, MMA_K)
+    Tensor tSrK = thr_mma.partition_fragment_B(sK);    // (MMA, MMA_N, MMA_K)
+    Tensor tOrVt = thr_mma.partition_fragment_B(sVt);  // (MMA, MMA_K, MMA_N)
+    auto smem_copy_Q = make_tiled_copy_A(typename Traits::SmemCopyAtom{}, tiled_mma);
+    auto smem_copy_K = make_tiled_copy_B(typename Traits::SmemCopyAtom{}, tiled_mma);
+    auto smem_copy_V = make_tiled_copy_B(typename Traits::SmemCopyAtomTransposed{}, tiled_mma);
+    auto thr_copy_Q = smem_copy_Q.get_thread_slice(tidx);
+    auto thr_copy_K = smem_copy_K.get_thread_slice(tidx);
+    auto thr_copy_V = smem_copy_V.get_thread_slice(tidx);
+    Tensor tSsQ = thr_copy_Q.partition_S(sQ);
+    Tensor tSsK = thr_copy_K.partition_S(sK);
+    Tensor tOsVt = thr_copy_V.partition_S(sVt);
+    Tensor acc_o_rowcol = make_tensor(acc_o.data(), rowcol_layout(acc_o.layout()));
+
+    auto load_KV = [&](auto const &gX, auto const &sX, int n_block) {
+        auto thr_gmem_copy = gmem_copy.get_thread_slice(thread_index());
+        Tensor tKcK = thr_gmem_copy.partition_S(cK);                             // (CPY, CPY_N, CPY_K)
+        copy_tile_async(gmem_copy, thr_gmem_copy.partition_S(gX(_, _, n_block)), thr_gmem_copy.partition_D(sX), tKcK, column_in_range, info.seqlen_k - n_block * kBlockN);
+        cp_async_fence();
+    };
+
+    // One key block. On entry K(n_block) is on its way and nobody reads V's room any more.
+    auto step = [&](int n_block) {
+        cp_async_wait<0>();
+        __syncthreads();  // K has landed for all; all are done with the V of the step before
+        load_KV(gV, sV, n_block);
+
+        Tensor acc_s = partition_fragment_C(tiled_mma, Shape<Int<kBlockM>, Int<kBlockN>>{});  // (MMA, MMA_M, MMA_N)
+        clear(acc_s);
+        gemm<Traits::kQ_in_registers>(acc_s, tSrQ, tSrK, tSsQ, tSsK, tiled_mma, smem_copy_Q, smem_copy_K, thr_copy_Q,
+                                      thr_copy_K);
+        cp_async_wait<0>();
+        __syncthreads();  // V has landed for all; all are done with K
+        if (n_block > 0) { load_KV(gK, sK, n_block - 1); }
+
+        Tensor scores = make_tensor(acc_s.data(), rowcol_layout(acc_s.layout()));
+        if (n_block >= info.n_full_end) {
+            Tensor cS = make_identity_tensor(Shape<Int<kBlockM>, Int<kBlockN>>{});
+            Tensor tScS = tiled_mma.get_thread_slice(thread_index()).partition_C(cS);
+            Tensor coords = make_tensor(tScS.data(), rowcol_layout(tScS.layout()));  // (row, col) -> (row, key)
+            apply_mask<kBlockM, kBlockN>(scores, coords, info, m_block, n_block);
+        }
+        softmax.step(scores, acc_o_rowcol);
+
+        Tensor rP = convert_type<Element>(acc_s);
+        Tensor tOrP = make_tensor(rP.data(), operand_A_layout(rP.layout()));  // (MMA, MMA_M, MMA_K)
+        gemm_rs(acc_o, tOrP, tOrVt, tOsVt, tiled_mma, smem_copy_V, thr_copy_V);
+    };
+
+    // Prologue: Q, then the last K.
+    const int rows_left = info.seqlen_q - m_block * kBlockM;
+    copy_tile_async(gmem_copy, tQgQ, tQsQ, tQcQ, column_in_range, rows_left);
+    cp_async_fence();
+    int n_block = info.n_block_max - 1;
+    load_KV(gK, sK, n_block);
+    if constexpr (Traits::kQ_in_registers) {
+        cp_async_wait<1>();
+        __syncthreads();  // Q has landed for all
+        copy(smem_copy_Q, tSsQ, thr_copy_Q.retile_D(tSrQ));
+    }
+
+    // Main loop, from the last key block down, so that the ragged and the causal edge come first.
+    for (; n_block >= 0; --n_block) { step(n_block); }
+}
+
+}  // namespace flash::sm80

@@ -1,0 +1,31 @@
+// Tile sizes of the sm80 forward per head dim: the one table. docs/tuning.md says how they were found.
+#pragma once
+
+namespace flash::sm80 {
+
+template <int kBlockM_, int kBlockN_, int kNWarps_, int kMinBlocksPerSM_, bool kQ_in_registers_ = false>
+struct Tile_fwd {
+    static constexpr int kBlockM = kBlockM_;                  // query rows of a thread block
+    static constexpr int kBlockN = kBlockN_;                  // keys of a step
+    static constexpr int kNWarps = kNWarps_;                  // warps, 16 rows each at a time
+    static constexpr int kMinBlocksPerSM = kMinBlocksPerSM_;  // what the register count has to allow
+    static constexpr bool kQ_in_registers = kQ_in_registers_;
+};
+
+template <int kHeadDim, bool Is_causal>
+struct Tile_sizes_fwd;
+
+template <bool Is_causal>
+struct Tile_sizes_fwd<32, Is_causal> : Tile_fwd<128, 128, 4, 2> {};
+template <bool Is_causal>
+struct Tile_sizes_fwd<64, Is_causal> : Tile_fwd<128, 128, 4, 2> {};
+template <bool Is_causal>
+struct Tile_sizes_fwd<96, Is_causal> : Tile_fwd<128, 64, 4, 2> {};
+template <bool Is_causal>
+struct Tile_sizes_fwd<128, Is_causal> : Tile_fwd<128, 64, 4, 2> {};
+template <bool Is_causal>
+struct Tile_sizes_fwd<192, Is_causal> : Tile_fwd<128, 64, 8, 1> {};
+template <bool Is_causal>
+struct Tile_sizes_fwd<256, Is_causal> : Tile_fwd<64, 64, 4, 2> {};
+
+}  // namespace flash::sm80

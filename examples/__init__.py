@@ -1,0 +1,1 @@
+"""Examples; each runs from the repository root with python -m examples.NAME."""

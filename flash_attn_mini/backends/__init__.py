@@ -1,0 +1,120 @@
+"""The registry of backends and the one place where a call's backend is chosen.
+
+Order: ``backend=`` on the call, else ``use_backend(...)``, else FLASH_ATTN_MINI_BACKEND, else by device. A backend
+asked for by name runs or raises; only the choice by device may pick a second best (``triton`` when no CUDA kernel
+was compiled for the GPU at hand).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from . import cpu, cuda, triton_adapter
+
+ENVIRONMENT_VARIABLE = "FLASH_ATTN_MINI_BACKEND"
+
+ForwardFunction = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One implementation of attention.
+
+    Attributes:
+        name: What a caller writes in ``backend=``.
+        forward: The arguments of the custom op, less ``backend``, to (out, softmax_lse, S_dmask, rng_state); checks
+            them through csrc/checks.h.
+        unavailable_reason: ``(device) -> None`` when the backend can run there, else one sentence saying why not.
+    """
+
+    name: str
+    forward: ForwardFunction
+    unavailable_reason: Callable[[torch.device], str | None]
+
+
+BACKENDS: dict[str, Backend] = {
+    backend.name: backend
+    for backend in (
+        Backend("cuda", cuda.forward, cuda.unavailable_reason),
+        Backend("triton", triton_adapter.forward, triton_adapter.unavailable_reason),
+        Backend("cpu", cpu.forward, cpu.unavailable_reason),
+    )
+}
+
+_chosen: contextvars.ContextVar[str | None] = contextvars.ContextVar("flash_attn_mini_backend", default=None)
+
+
+@contextlib.contextmanager
+def use_backend(name: str) -> Iterator[None]:
+    """Run the calls inside the ``with`` block on the backend ``name`` (per thread, nestable).
+
+    Args:
+        name: ``"cuda"``, ``"triton"`` or ``"cpu"``.
+
+    Raises:
+        ValueError: If there is no backend of that name.
+
+    Example:
+        >>> import torch, flash_attn_mini
+        >>> q = torch.randn(1, 8, 2, 16)
+        >>> with flash_attn_mini.use_backend("cpu"):
+        ...     flash_attn_mini.flash_attn_func(q, q, q).shape
+        torch.Size([1, 8, 2, 16])
+    """
+    token = _chosen.set(_known(name, "use_backend()").name)
+    try:
+        yield
+    finally:
+        _chosen.reset(token)
+
+
+def available_backends(device: torch.device | str) -> list[str]:
+    """Names of the backends that can run on ``device``, the best first."""
+    return [name for name, backend in BACKENDS.items() if backend.unavailable_reason(torch.device(device)) is None]
+
+
+def select_backend(device: torch.device, requested: str | None = None) -> Backend:
+    """The backend that a call with tensors on ``device`` takes.
+
+    Args:
+        device: Where q, k and v live.
+        requested: The call's ``backend=`` argument.
+
+    Raises:
+        ValueError: If a name asked for is not that of a backend.
+        RuntimeError: If the backend asked for, or every backend, cannot run on ``device``.
+    """
+    name, source = requested, "the backend argument"
+    if name is None:
+        name, source = _chosen.get(), "use_backend()"
+    if name is None:
+        name, source = os.environ.get(ENVIRONMENT_VARIABLE) or None, ENVIRONMENT_VARIABLE
+    if name is not None:
+        backend = _known(name, source)
+        reason = backend.unavailable_reason(device)
+        if reason is not None:
+            raise RuntimeError(
+                f"flash_attn_mini: backend '{name}', asked for by {source}, cannot run on {device}: {reason}"
+            )
+        return backend
+
+    reasons = []
+    for backend in BACKENDS.values():
+        reason = backend.unavailable_reason(device)
+        if reason is None:
+            return backend
+        reasons.append(f"{backend.name}: {reason}")
+    raise RuntimeError(f"flash_attn_mini: no backend can run on {device}; " + "; ".join(reasons))
+
+
+def _known(name: str, source: str) -> Backend:
+    backend = BACKENDS.get(name)
+    if backend is None:
+        raise ValueError(f"flash_attn_mini: backend {name!r}, given by {source}, is unknown; known: {', '.join(BACKENDS)}")
+    return backend

@@ -1,0 +1,45 @@
+"""The CUDA backend: ``_C.fwd`` and the compiled CuTe kernels behind it.
+
+The kernels move 16 bytes at a time, so a head dim that is not a multiple of 8 is padded here with zeros, as the
+official package does; zeros change neither the scores nor, once sliced off, the output.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from . import extension
+
+HEADDIM_MULTIPLE = 8  # 16 bytes of a 16-bit type
+
+
+def unavailable_reason(device: torch.device) -> str | None:
+    """None when this backend runs on ``device``, else why not."""
+    if device.type != "cuda":
+        return "it takes CUDA tensors"
+    return extension.missing_reason() or _not_built_reason(device.index)
+
+
+@functools.cache
+def _not_built_reason(device_index: int | None) -> str | None:
+    major, minor = torch.cuda.get_device_capability(device_index)
+    return extension.load().cuda_unavailable_reason(major, minor) or None
+
+
+def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: Any) -> Any:
+    """``_C.fwd`` on CUDA tensors; ``arguments`` are those of the custom op after q, k and v."""
+    alibi_slopes, *scalars = arguments
+    module = extension.load()
+    if q.ndim != 4 or q.shape[-1] % HEADDIM_MULTIPLE == 0:
+        return module.fwd(q, k, v, None, alibi_slopes, *scalars, None)
+
+    module.check_fwd(q, k, v, *arguments, "cuda")
+    headdim = q.shape[-1]
+    pad = (0, -headdim % HEADDIM_MULTIPLE)
+    padded = (F.pad(x, pad) for x in (q, k, v))
+    out, softmax_lse, S_dmask, rng_state = module.fwd(*padded, None, alibi_slopes, *scalars, None)
+    return torch.empty_like(q).copy_(out[..., :headdim]), softmax_lse, S_dmask, rng_state

@@ -1,0 +1,25 @@
+"""The Triton backend behind the registry: the shared argument checks, then backends/triton/.
+
+backends/triton/ itself imports only torch and Triton, so that its kernels can be read and tuned on their own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from . import extension, triton
+
+
+def unavailable_reason(device: torch.device) -> str | None:
+    """None when this backend runs on ``device``, else why not."""
+    return extension.missing_reason() or triton.unavailable_reason(device)
+
+
+def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: Any) -> Any:
+    """Check as every backend does, then run the Triton kernel; ``arguments`` are those of the custom op."""
+    extension.load().check_fwd(q, k, v, *arguments, "triton")
+    _, _, softmax_scale, causal, *_ = arguments
+    out, softmax_lse = triton.forward(q, k, v, softmax_scale=softmax_scale, causal=causal)
+    return out, softmax_lse, q.new_empty((0,)), q.new_empty((0,), dtype=torch.int64)

@@ -1,0 +1,198 @@
+"""The public functions, with the names, argument order and defaults of flash-attn 2.8: the top of the call chain.
+
+Each checks types, fills in defaults and enters the custom op of ops.py; values, shapes and dtypes are checked once, in
+csrc/checks.cpp, whatever the backend.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import Any, NoReturn
+
+import torch
+
+from . import tracing
+from .ops import flash_attn_forward
+
+WindowSize = tuple[int, int]
+
+
+class FlashAttnFunc(torch.autograd.Function):
+    """Attention as autograd sees it. The forward is complete; the backward says that it is not there yet."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Any:
+        out, softmax_lse, S_dmask, _ = flash_attn_forward(*arguments)
+        ctx.mark_non_differentiable(S_dmask)
+        return out, softmax_lse, S_dmask
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> NoReturn:
+        raise NotImplementedError(
+            "flash_attn_mini: no backend implements the backward in this version; backends that have it: none. "
+            "Call flash_attn_func under torch.no_grad() for inference, or "
+            "torch.nn.functional.scaled_dot_product_attention for training."
+        )
+
+
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    backend: str | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Exact attention, ``softmax(softmax_scale * q @ k.T + mask) @ v``, in O(seqlen) memory.
+
+    Follows "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning" (Dao, 2023).
+
+    Args:
+        q: Queries, ``[batch, seqlen_q, nheads, headdim]``; headdim 1 to 256; the last dimension contiguous. float16 or
+            bfloat16; on the ``cpu`` backend also float32 and float64.
+        k: Keys, ``[batch, seqlen_k, nheads_k, headdim]``, dtype and device of q. nheads is a multiple of nheads_k:
+            query head h reads key head ``h // (nheads / nheads_k)`` (GQA; MQA when nheads_k is 1).
+        v: Values, shaped like k.
+        dropout_p: Probability of dropping an attention probability, in [0, 1). Default 0. Above 0 is not implemented
+            in this version.
+        softmax_scale: Factor on the scores ``q @ k.T``. Default ``1 / sqrt(headdim)``.
+        causal: Mask aligned to the bottom right: query i sees key j when ``j <= i + seqlen_k - seqlen_q``.
+        window_size: ``(left, right)`` in keys, -1 for unbounded. Only ``(-1, -1)`` is implemented in this version.
+        softcap: Above 0, scores become ``softcap * tanh(score / softcap)``. Not implemented in this version.
+        alibi_slopes: float32 ``[nheads]`` or ``[batch, nheads]``. Not implemented in this version.
+        deterministic: Asks for a bitwise repeatable backward. The forward always is.
+        return_attn_probs: Return ``(out, softmax_lse, S_dmask)`` in place of ``out``.
+        backend: ``"cuda"``, ``"triton"`` or ``"cpu"``. Default: ``use_backend``, else FLASH_ATTN_MINI_BACKEND, else by
+            the device of q.
+
+    Returns:
+        out, shaped like q in its dtype; or with ``return_attn_probs`` also softmax_lse, the natural logarithm of each
+        row's sum of exponentials, float32 (float64 for float64 inputs) ``[batch, nheads, seqlen_q]``, and S_dmask,
+        empty without dropout. A query with no key to attend to has out 0 and softmax_lse -inf.
+
+    Raises:
+        TypeError: For an argument of a wrong type or dtype.
+        ValueError: For a wrong shape, device, stride or value.
+        NotImplementedError: For a feature that the backend lacks.
+        RuntimeError: When the machine lacks what a backend needs.
+
+    Example:
+        >>> import torch
+        >>> from flash_attn_mini import flash_attn_func
+        >>> q = torch.randn(2, 128, 8, 64)
+        >>> k, v = torch.randn(2, 2, 256, 2, 64)
+        >>> flash_attn_func(q, k, v, causal=True).shape
+        torch.Size([2, 128, 8, 64])
+    """
+    _check_types(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, backend)
+    if softmax_scale is None:
+        softmax_scale = 1.0 / math.sqrt(max(q.shape[-1], 1)) if q.ndim else 1.0
+    if tracing.enabled():
+        tracing.trace("flash_attn_func", q=q, k=k, v=v, causal=causal, softmax_scale=softmax_scale)
+    window_size_left, window_size_right = window_size
+    arguments = (
+        q,
+        k,
+        v,
+        alibi_slopes,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size_left,
+        0 if causal and window_size_right >= -1 else window_size_right,
+        softcap,
+        return_attn_probs and dropout_p > 0,
+        backend,
+    )
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        out, softmax_lse, S_dmask = FlashAttnFunc.apply(*arguments)
+    else:
+        out, softmax_lse, S_dmask, _ = flash_attn_forward(*arguments)
+    return (out, softmax_lse, S_dmask) if return_attn_probs else out
+
+
+def flash_attn_kvpacked_func(*arguments: Any, **keywords: Any) -> NoReturn:
+    """flash_attn_func with ``kv [batch, seqlen_k, 2, nheads_k, headdim]``. Not implemented in this version."""
+    _not_implemented("flash_attn_kvpacked_func", "flash_attn_func(q, kv[:, :, 0], kv[:, :, 1])")
+
+
+def flash_attn_qkvpacked_func(*arguments: Any, **keywords: Any) -> NoReturn:
+    """flash_attn_func with ``qkv [batch, seqlen, 3, nheads, headdim]``. Not implemented in this version."""
+    _not_implemented("flash_attn_qkvpacked_func", "flash_attn_func(*qkv.unbind(2))")
+
+
+def flash_attn_varlen_func(*arguments: Any, **keywords: Any) -> NoReturn:
+    """Attention over a batch of sequences of different lengths. Not implemented in this version."""
+    _not_implemented("flash_attn_varlen_func", "flash_attn_func on each sequence")
+
+
+def flash_attn_varlen_kvpacked_func(*arguments: Any, **keywords: Any) -> NoReturn:
+    """flash_attn_varlen_func with packed keys and values. Not implemented in this version."""
+    _not_implemented("flash_attn_varlen_kvpacked_func", "flash_attn_func on each sequence")
+
+
+def flash_attn_varlen_qkvpacked_func(*arguments: Any, **keywords: Any) -> NoReturn:
+    """flash_attn_varlen_func with packed queries, keys and values. Not implemented in this version."""
+    _not_implemented("flash_attn_varlen_qkvpacked_func", "flash_attn_func on each sequence")
+
+
+def flash_attn_with_kvcache(*arguments: Any, **keywords: Any) -> NoReturn:
+    """Attention of new tokens over a key/value cache. Not implemented in this version."""
+    _not_implemented("flash_attn_with_kvcache", "flash_attn_func on the filled part of the cache")
+
+
+def _not_implemented(function: str, instead: str) -> NoReturn:
+    raise NotImplementedError(
+        f"flash_attn_mini: {function} is not implemented in this version; backends that have it: none. "
+        f"Available now: {instead}"
+    )
+
+
+def _check_types(
+    q: object,
+    k: object,
+    v: object,
+    dropout_p: object,
+    softmax_scale: object,
+    causal: object,
+    window_size: object,
+    softcap: object,
+    alibi_slopes: object,
+    backend: object,
+) -> None:
+    """Raise TypeError for arguments that the custom op could not even receive."""
+    tensor = torch.Tensor
+    if not (isinstance(q, tensor) and isinstance(k, tensor) and isinstance(v, tensor)):
+        for name, value in (("q", q), ("k", k), ("v", v)):
+            if not isinstance(value, tensor):
+                raise _wrong_type(name, value, "a torch.Tensor")
+    if not isinstance(dropout_p, (float, int)):
+        raise _wrong_type("dropout_p", dropout_p, "a number in [0, 1)")
+    if softmax_scale is not None and not isinstance(softmax_scale, (float, int)):
+        raise _wrong_type("softmax_scale", softmax_scale, "a number, or None for 1/sqrt(headdim)")
+    if not isinstance(causal, bool):
+        raise _wrong_type("causal", causal, "True or False")
+    if not (
+        isinstance(window_size, (tuple, list))
+        and len(window_size) == 2
+        and all(isinstance(side, numbers.Integral) or isinstance(side, torch.SymInt) for side in window_size)
+    ):
+        raise _wrong_type("window_size", window_size, "a pair of integers (left, right), -1 for unbounded")
+    if not isinstance(softcap, (float, int)):
+        raise _wrong_type("softcap", softcap, "a number, 0 for off")
+    if alibi_slopes is not None and not isinstance(alibi_slopes, tensor):
+        raise _wrong_type("alibi_slopes", alibi_slopes, "a float32 torch.Tensor, or None")
+    if backend is not None and not isinstance(backend, str):
+        raise _wrong_type("backend", backend, "the name of a backend, or None")
+
+
+def _wrong_type(name: str, value: object, allowed: str) -> TypeError:
+    return TypeError(f"flash_attn_mini: {name} is {value!r} ({type(value).__name__}); allowed: {allowed}")

@@ -1,0 +1,36 @@
+"""Attention in float64, written to be read: what every function of this package means, said in a few lines of PyTorch.
+
+The tests hold each backend against these functions. They form the whole score matrix, so they need memory
+quadratic in the sequence length. They import torch alone, run on CPU and CUDA, and are differentiable.
+"""
+
+from .attention import attention_probabilities, attention_reference, attention_scores, softmax_with_lse
+from .kvcache import attention_kvcache_reference
+from .masks import alibi_bias, visible_keys
+from .packed import (
+    attention_kvpacked_reference,
+    attention_qkvpacked_reference,
+    attention_varlen_kvpacked_reference,
+    attention_varlen_qkvpacked_reference,
+)
+from .paging import page_slots, read_pages
+from .rotary import apply_rotary_reference
+from .varlen import attention_varlen_reference
+
+__all__ = [
+    "alibi_bias",
+    "apply_rotary_reference",
+    "attention_kvcache_reference",
+    "attention_kvpacked_reference",
+    "attention_probabilities",
+    "attention_qkvpacked_reference",
+    "attention_reference",
+    "attention_scores",
+    "attention_varlen_kvpacked_reference",
+    "attention_varlen_qkvpacked_reference",
+    "attention_varlen_reference",
+    "page_slots",
+    "read_pages",
+    "softmax_with_lse",
+    "visible_keys",
+]

@@ -1,0 +1,70 @@
+"""Which key a query sees, and how far apart the two are. First step of `attention_scores`.
+
+Queries are aligned with the *end* of the keys: with fewer queries than keys, the last query stands at the last key,
+as when a few new tokens attend to a long cache. Query i therefore stands at key position i + seqlen_k - seqlen_q.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def query_positions(seqlen_q: int, seqlen_k: int, device: torch.device | str | None = None) -> Tensor:
+    """The key position of each query, int64 ``[seqlen_q]``. Negative where a query stands before the first key."""
+    return torch.arange(seqlen_q, device=device) + (seqlen_k - seqlen_q)
+
+
+def visible_keys(
+    seqlen_q: int,
+    seqlen_k: int,
+    *,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """True where query i sees key j: ``i + seqlen_k - seqlen_q - left <= j <= i + seqlen_k - seqlen_q + right``.
+
+    Args:
+        seqlen_q, seqlen_k: numbers of queries and keys.
+        causal: a query sees no key after its own position; the same as ``right = 0``, which it overrides.
+        window_size: ``(left, right)``, in keys; -1 = unbounded.
+
+    Returns:
+        bool ``[seqlen_q, seqlen_k]``.
+
+    >>> visible_keys(2, 3, causal=True).int()
+    tensor([[1, 1, 0],
+            [1, 1, 1]], dtype=torch.int32)
+    """
+    left, right = window_size
+    if left < -1 or right < -1:
+        raise ValueError(f"window_size must be (left, right), each -1 (unbounded) or more; given {window_size}")
+    if causal:
+        right = 0
+    position = query_positions(seqlen_q, seqlen_k, device)[:, None]
+    key = torch.arange(seqlen_k, device=device)[None, :]
+    visible = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=device)
+    if left >= 0:
+        visible &= key >= position - left
+    if right >= 0:
+        visible &= key <= position + right
+    return visible
+
+
+def alibi_bias(slopes: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:
+    """ALiBi (Press et al., "Train Short, Test Long", arXiv 2108.12409): ``-slope * |i + seqlen_k - seqlen_q - j|``.
+
+    Args:
+        slopes: ``[nheads]`` or ``[batch, nheads]``.
+
+    Returns:
+        ``[1 or batch, nheads, seqlen_q, seqlen_k]`` in the dtype of `slopes`.
+    """
+    if slopes.dim() not in (1, 2):
+        raise ValueError(f"alibi_slopes must be [nheads] or [batch, nheads]; given {list(slopes.shape)}")
+    position = query_positions(seqlen_q, seqlen_k, slopes.device)[:, None]
+    key = torch.arange(seqlen_k, device=slopes.device)[None, :]
+    distance = (position - key).abs().to(slopes.dtype)
+    per_head = slopes.reshape(-1, slopes.shape[-1], 1, 1)
+    return -per_head * distance

@@ -1,0 +1,113 @@
+"""Builds the one extension flash_attn_mini._C: a few host files against the target environment's torch, plus kernel
+objects that know nothing of torch (build_tools/kernels.py). `python setup.py build_kernels` compiles only the latter.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from setuptools import Command, Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT))  # an isolated build does not put this folder on the path
+
+from build_tools import kernels, selection, target_torch  # noqa: E402
+
+HOST_SOURCES = [
+    "csrc/flash_api.cpp",
+    "csrc/checks.cpp",
+    "csrc/set_params.cpp",
+    "csrc/run_mha.cpp",
+    "csrc/cpu/flash_fwd_cpu.cpp",
+    "csrc/cpu/isa_avx2.cpp",
+    "csrc/cpu/isa_avx512.cpp",
+    "csrc/cpu/isa_baseline.cpp",
+]
+NEEDS_TORCH = {"build", "build_ext", "bdist_wheel", "install", "develop", "egg_info", "dist_info", "editable_wheel"}
+
+
+def selected(archs: tuple[str, ...]) -> selection.Selection:
+    return selection.Selection(archs, selection.select_hdims(), selection.select_dtypes())
+
+
+class BuildKernels(Command):
+    """Fills the kernel cache; needs nvcc, but neither torch nor a GPU."""
+
+    description = "compile the CUDA kernels into the cache"
+    user_options: list[tuple[str, str | None, str]] = []
+
+    def initialize_options(self) -> None:
+        pass
+
+    def finalize_options(self) -> None:
+        pass
+
+    def run(self) -> None:
+        kernels.build_kernels(selected(selection.select_archs()), selection.max_jobs())
+
+
+class BuildExtension(build_ext):
+    """Decides what to build once torch is known, then hands over to torch's own BuildExtension."""
+
+    def run(self) -> None:
+        target_torch.import_path()
+        jobs = selection.max_jobs()
+        os.environ["MAX_JOBS"] = str(jobs)  # torch's BuildExtension hands it to ninja
+
+        import torch
+
+        archs = selection.select_archs() if torch.version.cuda else ()
+        if archs:
+            os.environ["CUDA_HOME"] = str(kernels.cuda_home())  # read when cpp_extension is imported
+        elif torch.version.cuda:
+            print("flash_attn_mini: FLASH_ATTN_MINI_ARCHS=none, so only the CPU backend is built", flush=True)
+        else:
+            print(f"flash_attn_mini: torch {torch.__version__} has no CUDA, so only the CPU backend is built", flush=True)
+
+        from torch.utils import cpp_extension
+
+        extension = self.distribution.ext_modules[0]
+        self.describe(extension, cpp_extension, selected(archs), jobs)
+        command = cpp_extension.BuildExtension.with_options(no_python_abi_suffix=False)(self.distribution)
+        for option in ("inplace", "build_lib", "build_temp", "editable_mode", "force", "debug"):
+            setattr(command, option, getattr(self, option))
+        command.ensure_finalized()
+        command.run()
+
+    def describe(self, extension: Extension, cpp_extension, chosen: selection.Selection, jobs: int) -> None:
+        import torch
+
+        defines = [("FLASH_TORCH_VERSION", f'"{torch.__version__}"')]
+        extra: dict = {}
+        factory = cpp_extension.CppExtension
+        if chosen.archs:
+            factory = cpp_extension.CUDAExtension
+            defines += [
+                ("FLASH_WITH_CUDA", None),
+                ("FLASH_ARCHS", ",".join(map(str, chosen.capabilities))),
+                ("FLASH_HDIMS", ",".join(map(str, chosen.hdims))),
+                ("FLASH_DTYPES", ",".join(f"flash::DType::{selection.ALL_DTYPES[name]}" for name in chosen.dtypes)),
+            ]
+            extra["extra_objects"] = [str(path) for path in kernels.build_kernels(chosen, jobs)]
+        configured = factory(
+            name=extension.name,
+            sources=HOST_SOURCES,
+            include_dirs=[str(ROOT / "csrc")],
+            define_macros=defines,
+            extra_compile_args={"cxx": ["-O3", "-fopenmp", "-fvisibility=hidden"]},
+            extra_link_args=["-fopenmp"],
+            **extra,
+        )
+        vars(extension).update(vars(configured))
+
+
+if NEEDS_TORCH & set(sys.argv) and target_torch.find_torch() is None:
+    raise SystemExit(target_torch.INSTALL_HINT.format(python=target_torch.target_python()))
+
+setup(
+    ext_modules=[Extension("flash_attn_mini._C", HOST_SOURCES)],
+    cmdclass={"build_ext": BuildExtension, "build_kernels": BuildKernels},
+)

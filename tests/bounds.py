@@ -1,0 +1,148 @@
+"""How far from the truth a result may be: twice as far as PyTorch's own computation in the same dtype, and a floor.
+
+The truth is `flash_attn_mini.reference` in float64 on the very inputs that the backend got. Nothing here is a tolerance
+that somebody found convenient: where PyTorch is precise, the backend has to be.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flash_attn_mini.reference import attention_reference, visible_keys
+
+TIMES_PYTORCH = 2.0
+FLOOR = {torch.float16: 1e-5, torch.bfloat16: 1e-5, torch.float32: 1e-5, torch.float64: 1e-12}
+
+
+def pytorch_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, softmax_scale: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attention as one writes it in PyTorch, every intermediate result in the dtype of q; the lse summed in float32.
+
+    Returns out ``[batch, seqlen_q, nheads, headdim]`` and lse ``[batch, nheads, seqlen_q]``.
+    """
+    seqlen_q, nheads, headdim = q.shape[1:]
+    seqlen_k, nheads_k = k.shape[1], k.shape[2]
+    scale = 1.0 / math.sqrt(headdim) if softmax_scale is None else softmax_scale
+    q, k, v = (x.contiguous().transpose(1, 2) for x in (q, k, v))  # [batch, nheads, seqlen, headdim]
+    k, v = (x.repeat_interleave(nheads // nheads_k, dim=1) for x in (k, v))
+    scores = (q * scale) @ k.transpose(-1, -2)
+    visible = visible_keys(seqlen_q, seqlen_k, causal=causal, device=q.device)
+    scores = scores.masked_fill(~visible, -math.inf)
+    no_key = ~visible.any(dim=-1)[:, None]
+    out = (torch.softmax(scores, dim=-1).masked_fill(no_key, 0.0) @ v).transpose(1, 2)
+    wide = scores if scores.dtype == torch.float64 else scores.float()
+    return out, torch.logsumexp(wide, dim=-1) if seqlen_k else wide.new_full(wide.shape[:-1], -math.inf)
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """The largest error of a tensor, where it is, and the largest error it may have."""
+
+    what: str
+    error: float
+    bound: float
+    pytorch_error: float
+    index: tuple[int, ...]
+    got: float
+    expected: float
+
+    @property
+    def passed(self) -> bool:
+        return self.error <= self.bound  # False for NaN
+
+    def __str__(self) -> str:
+        return (
+            f"{self.what}: error {self.error:.3e}, bound {self.bound:.3e} ({TIMES_PYTORCH:g} x "
+            f"{self.pytorch_error:.3e} of PyTorch in the same dtype + floor), worst at {self.index}: "
+            f"got {self.got:.9g}, expected {self.expected:.9g}"
+        )
+
+
+def accuracy(what: str, got: Tensor, expected: Tensor, pytorch: Tensor, floor: float) -> Accuracy:
+    """Compare `got` with `expected` (float64) beside `pytorch`, all of one shape. Equal infinities are no error."""
+    if expected.numel() == 0:
+        return Accuracy(what, 0.0, floor, 0.0, (), math.nan, math.nan)
+
+    def errors(x: Tensor) -> Tensor:
+        x = x.to(expected.dtype)
+        return torch.where(x == expected, 0.0, (x - expected).abs())
+
+    pytorch_error = errors(pytorch).max().item()
+    error = errors(got).nan_to_num(nan=math.inf, posinf=math.inf)
+    worst = int(error.argmax())
+    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), expected.shape))
+    return Accuracy(
+        what,
+        error.flatten()[worst].item(),
+        TIMES_PYTORCH * pytorch_error + floor,
+        pytorch_error,
+        index,
+        got[index].item(),
+        expected[index].item(),
+    )
+
+
+def forward_accuracy(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+) -> list[Accuracy]:
+    """The accuracy of a forward's out and lse."""
+    options = {"causal": causal, "softmax_scale": softmax_scale}
+    expected_out, expected_lse = attention_reference(q, k, v, **options)
+    pytorch_out, pytorch_lse = pytorch_attention(q, k, v, **options)
+    if q.dtype == torch.float16 and (pytorch_lse.isnan() | pytorch_lse.isposinf()).any():
+        # Scores beyond float16: PyTorch's float32 stands in, rounded at the end.
+        pytorch_out, pytorch_lse = pytorch_attention(q.float(), k.float(), v.float(), **options)
+        pytorch_out = pytorch_out.to(q.dtype)
+    floor = FLOOR[q.dtype]
+    floor_out = floor_lse = floor
+    if q.dtype == torch.float64 and expected_lse.numel():
+        # The reference has float64's rounding too; it grows with the size of the scores and of v.
+        scores = max(1.0, expected_lse.masked_fill(expected_lse == -math.inf, 0.0).abs().max().item())
+        floor_lse = floor * scores
+        floor_out = floor * scores * max(1.0, v.abs().max().item() if v.numel() else 0.0)
+    return [
+        accuracy("out", out, expected_out, pytorch_out, floor_out),
+        accuracy("softmax_lse", lse, expected_lse, pytorch_lse, floor_lse),
+    ]
+
+
+def assert_forward_accurate(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    case: str,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+) -> None:
+    """Fail with the case, the error, the bound and the worst index unless out and lse are as API.md says.
+
+    `case` names the case, its shape and the seed: whatever it takes to run it again.
+    """
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    batch, seqlen_q, nheads, _ = q.shape
+    shown = f"\n  case {case}"
+    assert out.shape == q.shape, f"out has shape {list(out.shape)}, q {list(q.shape)}{shown}"
+    assert out.dtype == q.dtype, f"out has dtype {out.dtype}, q {q.dtype}{shown}"
+    assert out.device == q.device, f"out is on {out.device}, q on {q.device}{shown}"
+    assert lse.shape == (batch, nheads, seqlen_q), f"softmax_lse has shape {list(lse.shape)}{shown}"
+    assert lse.dtype == lse_dtype, f"softmax_lse has dtype {lse.dtype}, not {lse_dtype}{shown}"
+    results = forward_accuracy(q, k, v, out, lse, causal=causal, softmax_scale=softmax_scale)
+    failed = [str(r) for r in results if not r.passed]
+    assert not failed, "\n  ".join(failed) + shown
+    no_key = (lse == -math.inf).transpose(1, 2)[..., None]
+    assert not (out.masked_fill(~no_key, 0.0) != 0.0).any(), f"a row without keys has an out other than 0{shown}"

@@ -1,0 +1,83 @@
+"""What every test gets: the session's seed, and the backends and dtypes that this machine can run.
+
+A CPU machine runs the `cpu` backend in four dtypes; a GPU machine adds `cuda` and `triton` in float16 and bfloat16.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import zlib
+
+import pytest
+import torch
+
+SEED_VARIABLE = "FLASH_ATTN_MINI_SEED"
+HAS_GPU = torch.cuda.is_available()
+
+CPU_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+GPU_DTYPES = (torch.float16, torch.bfloat16)
+DTYPES = {"cpu": CPU_DTYPES, "cuda": GPU_DTYPES, "triton": GPU_DTYPES}
+BACKENDS = ("cpu", "cuda", "triton") if HAS_GPU else ("cpu",)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Set in the environment so that the workers of pytest-xdist, and subprocesses, share it.
+    os.environ.setdefault(SEED_VARIABLE, str(secrets.randbelow(2**31)))
+    for marker in (
+        "gpu: needs a CUDA GPU",
+        "slow: takes more than a few seconds",
+        "sanitize: small enough to run under compute-sanitizer",
+    ):
+        config.addinivalue_line("markers", marker)
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"{SEED_VARIABLE}={os.environ[SEED_VARIABLE]} (set it to run with the same values)"
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """`backend`, or `backend` and `dtype`, as arguments of a test: it runs for each that this machine has."""
+
+    def param(backend: str, *values: object) -> object:
+        marks = [] if backend == "cpu" else [pytest.mark.gpu]
+        names = [backend, *(str(v).removeprefix("torch.") for v in values)]
+        return pytest.param(backend, *values, marks=marks, id="-".join(names))
+
+    if "backend" not in metafunc.fixturenames:
+        return
+    if "dtype" in metafunc.fixturenames:
+        pairs = [param(backend, dtype) for backend in BACKENDS for dtype in DTYPES[backend]]
+        metafunc.parametrize(("backend", "dtype"), pairs)
+    else:
+        metafunc.parametrize("backend", [param(backend) for backend in BACKENDS])
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if not HAS_GPU and item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="no CUDA GPU on this machine"))
+
+
+@pytest.fixture
+def device(backend: str) -> str:
+    """Where the backend's tensors live."""
+    return "cpu" if backend == "cpu" else "cuda"
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """A seed of this test in this session, whatever else runs and in which order."""
+    return (int(os.environ[SEED_VARIABLE]) + zlib.crc32(request.node.nodeid.encode())) % 2**31
+
+
+@pytest.fixture
+def described_seed() -> str:
+    """How to get the same values again, for failure messages."""
+    return f"{SEED_VARIABLE}={os.environ[SEED_VARIABLE]}"
+
+
+@pytest.fixture(autouse=True)
+def _no_backend_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("FLASH_ATTN_MINI_BACKEND", "FLASH_ATTN_MINI_TRACE", "FLASH_ATTN_MINI_CHECK"):
+        monkeypatch.delenv(variable, raising=False)

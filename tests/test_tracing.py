@@ -1,0 +1,63 @@
+"""FLASH_ATTN_MINI_TRACE=1 prints each link of the call chain, in order, and nothing is printed without it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import torch
+from flash_attn_mini import flash_attn_func
+q = torch.randn(2, 33, 4, 64, dtype=torch.float16, device="{device}")
+k = torch.randn(2, 65, 2, 64, dtype=torch.float16, device="{device}")
+flash_attn_func(q, k, k, causal=True, backend="{backend}")
+"""
+
+PYTHON_LINKS = ["flash_attn_func", "_flash_attn_forward"]
+LINKS = {
+    "cpu": [*PYTHON_LINKS, "mha_fwd", "set_params_fprop", "run_mha_fwd", "run_mha_fwd_cpu"],
+    "cuda": [*PYTHON_LINKS, "mha_fwd", "set_params_fprop", "run_mha_fwd", "run_flash_fwd"],
+    "triton": PYTHON_LINKS,
+}
+# What the issue of a bug report needs to see in the line of each link.
+FIELDS = {
+    "flash_attn_func": ["float16[2,33,4,64]", "float16[2,65,2,64]", "causal=True"],
+    "_flash_attn_forward": ["backend="],
+    "mha_fwd": ["backend="],
+    "set_params_fprop": ["seqlen_q=33", "seqlen_k=65", "h=4", "h_k=2", "d=64"],
+    "run_mha_fwd": ["device="],
+    "run_flash_fwd": ["grid", "threads", "smem"],
+}
+CUDA_FIELDS = {"run_flash_fwd"}
+
+
+def run(backend: str, device: str, trace: str | None) -> str:
+    environment = {k: v for k, v in os.environ.items() if k != "FLASH_ATTN_MINI_TRACE"}
+    if trace is not None:
+        environment["FLASH_ATTN_MINI_TRACE"] = trace
+    script = SCRIPT.format(device=device, backend=backend)
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ""
+    return done.stderr
+
+
+def test_trace_prints_each_link_in_order(backend: str, device: str) -> None:
+    lines = [line.split() for line in run(backend, device, "1").splitlines() if line.startswith("[flash_attn_mini]")]
+    links = [line[1] for line in lines]
+    remaining = iter(links)
+    for link in LINKS[backend]:
+        assert link in remaining, f"{link} is missing or out of order in {links}"
+    by_link = {line[1]: " ".join(line[2:]) for line in lines}
+    for link in LINKS[backend]:
+        for field in FIELDS.get(link, []):
+            assert field in by_link[link], f"{link} does not show {field}: {by_link[link]}"
+    assert f"backend={backend}" in by_link["_flash_attn_forward"]
+
+
+@pytest.mark.parametrize("trace", [None, "0", ""])
+def test_nothing_is_printed_without_it(trace: str | None) -> None:
+    assert "[flash_attn_mini]" not in run("cpu", "cpu", trace)
