@@ -57,8 +57,8 @@ lint: $(LINT)  ## formatting, style and types of everything
 
 format: $(LINT)  ## what lint can repair by itself
 	git ls-files -co --exclude-standard 'csrc/*.h' 'csrc/*.cuh' 'csrc/*.cpp' 'csrc/*.cu' | xargs -r clang-format -i
-	ruff check --fix .
 	ruff format .
+	ruff check --fix .
 
 sanitize: $(TEST) build  ## small cases under compute-sanitizer (memcheck, racecheck)
 	$(SANITIZER) --tool memcheck --error-exitcode 9 $(PY) -m tests.sanitize_driver

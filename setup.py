@@ -21,10 +21,7 @@ HOST_SOURCES = [
     "csrc/checks.cpp",
     "csrc/set_params.cpp",
     "csrc/run_mha.cpp",
-    "csrc/cpu/flash_fwd_cpu.cpp",
-    "csrc/cpu/isa_avx2.cpp",
-    "csrc/cpu/isa_avx512.cpp",
-    "csrc/cpu/isa_baseline.cpp",
+    *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc" / "cpu").glob("*.cpp")),
 ]
 NEEDS_TORCH = {"build", "build_ext", "bdist_wheel", "install", "develop", "egg_info", "dist_info", "editable_wheel"}
 

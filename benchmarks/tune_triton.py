@@ -11,7 +11,6 @@ import argparse
 import importlib
 import math
 import statistics
-import subprocess
 import sys
 import time
 import types
@@ -49,65 +48,57 @@ def import_backend() -> tuple[Any, Any]:
     return importlib.import_module(f"{base}.launch"), importlib.import_module(f"{base}.configs")
 
 
-def grid_of_configs(tile: Callable[..., Any], head_dim: int) -> list[tuple[str, Any, bool, dict[str, Any]]]:
-    """(label, configuration, TMA, kernel arguments) to time; the most promising first, as time may run out."""
+def listed_configs(tile: Callable[..., Any], head_dim: int) -> list[Any]:
+    """The configurations to time; the most promising first, as time may run out."""
     if head_dim == 64:
-        explicit = [
-            (tile(128, 128, 4, 2, warp_specialize=True), True),
-            (tile(128, 64, 8, 3), True),
-            (tile(64, 64, 4, 3), True),
-            (tile(128, 128, 8, 3), True),
-            (tile(128, 128, 4, 3, warp_specialize=True), True),
-            (tile(64, 128, 4, 2), True),
-            (tile(64, 128, 4, 2, maxnreg=128), True),
-            (tile(128, 64, 8, 3, maxnreg=80), True),
-            (tile(128, 64, 4, 3), True),
-            (tile(128, 64, 4, 3, warp_specialize=True), True),
-            (tile(128, 128, 8, 2, maxnreg=128), True),
-            (tile(128, 32, 8, 4), True),
-            (tile(64, 64, 4, 2), True),
-            (tile(128, 64, 8, 3), False),
-            (tile(128, 64, 4, 3), False),
+        return [
+            tile(128, 64, 4, 3),
+            tile(128, 64, 8, 3, tma=False),
+            tile(64, 128, 4, 2),
+            tile(128, 64, 4, 3, tma=False),
+            tile(128, 128, 8, 2, maxnreg=128),
+            tile(64, 128, 4, 2, tma=False),
+            tile(64, 128, 4, 3),
+            tile(128, 64, 4, 4),
+            tile(128, 64, 4, 2),
+            tile(256, 64, 8, 3),
+            tile(128, 64, 8, 4, tma=False),
+            tile(128, 128, 4, 2),
+            tile(64, 64, 4, 3, tma=False),
+            tile(64, 64, 4, 4),
+            tile(128, 64, 8, 3),
+            tile(64, 64, 4, 3),
         ]
-    elif head_dim == 128:
-        explicit = [
-            (tile(128, 128, 4, 2, warp_specialize=True), True),
-            (tile(128, 64, 8, 2, maxnreg=128), True),
-            (tile(128, 64, 8, 3), True),
-            (tile(128, 128, 8, 2), True),
-            (tile(64, 64, 4, 2), True),
-            (tile(128, 64, 4, 3, warp_specialize=True), True),
-            (tile(64, 64, 4, 3), True),
-            (tile(128, 32, 8, 3, maxnreg=128), True),
-            (tile(64, 32, 4, 3), True),
-            (tile(64, 128, 4, 2), True),
-            (tile(128, 64, 8, 4), True),
-            (tile(128, 64, 4, 2), True),
-            (tile(128, 64, 8, 3), False),
-            (tile(128, 64, 8, 2, maxnreg=128), False),
+    if head_dim == 128:
+        return [
+            tile(128, 64, 4, 2),
+            tile(64, 64, 4, 3),
+            tile(128, 64, 8, 3),
+            tile(128, 64, 8, 2, maxnreg=128),
+            tile(128, 64, 4, 2, tma=False),
+            tile(64, 64, 4, 3, tma=False),
+            tile(128, 32, 4, 3),
+            tile(256, 64, 8, 2),
+            tile(256, 64, 8, 3),
+            tile(128, 32, 4, 4),
+            tile(128, 64, 8, 3, tma=False),
+            tile(128, 64, 8, 4),
+            tile(64, 64, 4, 4),
         ]
-    else:
-        explicit = [
-            (tile(128, 64, 4, 2, warp_specialize=True), True),
-            (tile(128, 64, 8, 2), True),
-            (tile(128, 32, 8, 3), True),
-            (tile(64, 64, 4, 2), True),
-            (tile(128, 32, 4, 3, warp_specialize=True), True),
-            (tile(64, 32, 4, 2), True),
-            (tile(128, 64, 8, 2), False),
-        ]
-    entries = [(label(config, tma), config, tma, {}) for config, tma in explicit]
-    # One experiment: the maximum subtracted before scaling, two instructions for a score instead of one.
-    entries[3:3] = [(f"{name} unfused", config, tma, {"FUSE_SCALE": False}) for name, config, tma, _ in entries[:2]]
-    return entries
+    return [
+        tile(128, 64, 8, 2),
+        tile(128, 64, 8, 2, tma=False),
+        tile(128, 32, 8, 3),
+        tile(128, 32, 8, 4),
+        tile(64, 32, 4, 2),
+        tile(64, 32, 4, 3),
+    ]
 
 
-def label(config: Any, tma: bool) -> str:
+def label(config: Any) -> str:
     tiles = config.kwargs
     name = f"{tiles['BLOCK_M']:>3}x{tiles['BLOCK_N']:<3} warps {config.num_warps} stages {config.num_stages}"
-    name += " ws" if tiles["WARP_SPECIALIZE"] else ""
-    name += f" maxnreg {config.maxnreg}" if config.maxnreg else ""
-    return name + ("" if tma else " no-tma")
+    return name + (f" maxnreg {config.maxnreg}" if config.maxnreg else "") + ("" if tiles["USE_TMA"] else " no-tma")
 
 
 def random_inputs(
@@ -135,43 +126,34 @@ def attention_in(
     return (p @ v).transpose(1, 2), lse
 
 
-def check(launch: Any, configs: Any, warp_specialized: bool) -> bool:
-    """Errors of every kind of configuration against float64, beside PyTorch's in the same 16-bit dtype.
-
-    With ``warp_specialized`` only the configurations that are, else only those that are not.
-    """
+def check(launch: Any, configs: Any) -> bool:
+    """Errors of every configuration in the tables against float64, beside PyTorch's in the same 16-bit dtype."""
     print(f"{'case':<44}{'configuration':<40}{'error':>10}{'torch':>10}{'lse error':>11}")
     good = True
+    limit = torch.cuda.get_device_properties(0).shared_memory_per_block_optin
     for dtype in (torch.float16, torch.bfloat16):
         for head_dim, seqlen_q, seqlen_k, nheads, nheads_k, causal in CHECKS:
             q, k, v = random_inputs(2, seqlen_q, seqlen_k, nheads, nheads_k, head_dim, dtype)
             expected, expected_lse = attention_in(torch.float64, q, k, v, causal)
             rival = (attention_in(dtype, q, k, v, causal)[0].double() - expected).abs().max().item()
-            block_d = launch.head_dim_block(head_dim)
-            limit = torch.cuda.get_device_properties(0).shared_memory_per_block_optin
-            tables = [(True, configs.HOPPER)] if launch.has_tma(q.device) else []
-            for use_tma, table in [*tables, (False, configs.PLAIN)]:
-                listed = configs.feasible(table[max(block_d, 64)], block_d, head_dim, 2, limit)
-                for config in listed if use_tma else listed[:1]:
-                    if config.kwargs["WARP_SPECIALIZE"] != warp_specialized:
-                        continue
-                    out = torch.full_like(q, math.nan)
-                    lse = torch.full((2, nheads, seqlen_q), math.nan, device="cuda")
-                    case = f"{str(dtype)[6:]} d{head_dim} {seqlen_q}x{seqlen_k} h{nheads}/{nheads_k} causal={causal}"
-                    try:
-                        launch.launch(q, k, v, out, lse, head_dim**-0.5, causal, use_tma, config)
-                        torch.cuda.synchronize()
-                    except Exception as error:
-                        print(f"{case:<44}{label(config, use_tma):<40}failed: {reason(error)}")
-                        good = False
-                        continue
-                    worst = (out.double() - expected).abs().max().item()
-                    empty = expected_lse == -math.inf
-                    worst_lse = (lse - expected_lse).masked_fill(empty & (lse == -math.inf), 0.0).abs().max().item()
-                    passed = worst <= 2 * rival + 1e-5 and worst_lse < 1e-3
-                    good &= passed
-                    verdict = "" if passed else "  WRONG"
-                    print(f"{case:<44}{label(config, use_tma):<40}{worst:10.2e}{rival:10.2e}{worst_lse:11.2e}{verdict}")
+            case = f"{str(dtype)[6:]} d{head_dim} {seqlen_q}x{seqlen_k} h{nheads}/{nheads_k} causal={causal}"
+            for config in configs.candidates(launch.head_dim_block(head_dim), 2, launch.has_tma(q.device), limit):
+                out = torch.full_like(q, math.nan)
+                lse = torch.full((2, nheads, seqlen_q), math.nan, device="cuda")
+                try:
+                    launch.launch(q, k, v, out, lse, head_dim**-0.5, causal, config)
+                    torch.cuda.synchronize()
+                except Exception as error:
+                    print(f"{case:<44}{label(config):<40}failed: {reason(error)}")
+                    good = False
+                    continue
+                worst = (out.double() - expected).abs().max().item()
+                empty = expected_lse == -math.inf
+                worst_lse = (lse - expected_lse).masked_fill(empty & (lse == -math.inf), 0.0).abs().max().item()
+                passed = worst <= 2 * rival + 1e-5 and worst_lse < 1e-3
+                good &= passed
+                verdict = "" if passed else "  WRONG"
+                print(f"{case:<44}{label(config):<40}{worst:10.2e}{rival:10.2e}{worst_lse:11.2e}{verdict}")
     return good
 
 
@@ -185,23 +167,8 @@ def milliseconds(call: Callable[[], Any]) -> float:
     return float(triton.testing.do_bench(call, warmup=10, rep=60, return_mode="median"))
 
 
-def warp_specialization_works() -> bool:
-    """Checks those configurations in a process of their own, as a kernel that hangs can only be killed."""
-    command = [sys.executable, __file__, "--check-warp-specialized"]
-    try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=150)
-    except subprocess.TimeoutExpired as error:
-        shown = error.stdout.decode() if isinstance(error.stdout, bytes) else error.stdout
-        print(f"{shown or ''}\nwarp specialisation: no end within 150 s, left out")
-        return False
-    print(result.stdout[-12000:], end="")
-    if result.returncode:
-        print(f"warp specialisation: exit {result.returncode}, left out; {' '.join(result.stderr.split())[-300:]}")
-    return result.returncode == 0
-
-
 def time_problem(
-    launch: Any, configs: Any, head_dim: int, seqlen: int, causal: bool, deadline: float, warp_specialized: bool
+    launch: Any, configs: Any, head_dim: int, seqlen: int, causal: bool, deadline: float
 ) -> list[tuple[str, float, float]]:
     """(label, TFLOP/s, ratio to FLASH_ATTENTION) of each configuration, best first."""
     q, k, v = random_inputs(BATCH, seqlen, seqlen, NHEADS, NHEADS, head_dim, torch.float16)
@@ -214,17 +181,16 @@ def time_problem(
 
     rows: list[tuple[str, float, float]] = []
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION), torch.no_grad():
-        for name, config, use_tma, overrides in grid_of_configs(configs.tile, head_dim):
+        for config in listed_configs(configs.tile, head_dim):
             if time.monotonic() > deadline:
                 print("  (out of time: the rest of this problem is left out)")
                 break
-            if use_tma and not launch.has_tma(q.device):
+            if config.kwargs["USE_TMA"] and not launch.has_tma(q.device):
                 continue
-            if config.kwargs["WARP_SPECIALIZE"] and not warp_specialized:
-                continue
+            name = label(config)
 
-            def ours(config: Any = config, use_tma: bool = use_tma, more: dict[str, Any] = overrides) -> None:
-                launch.launch(q, k, v, out, lse, head_dim**-0.5, causal, use_tma, config, **more)
+            def ours(config: Any = config) -> None:
+                launch.launch(q, k, v, out, lse, head_dim**-0.5, causal, config)
 
             try:
                 ours()
@@ -245,7 +211,6 @@ def main() -> int:
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 16384])
     parser.add_argument("--top", type=int, default=20, help="rows to print per table")
     parser.add_argument("--skip-check", action="store_true")
-    parser.add_argument("--check-warp-specialized", action="store_true", help="check only those, then exit")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("tune_triton: no GPU here", file=sys.stderr)
@@ -254,21 +219,18 @@ def main() -> int:
     deadline = time.monotonic() + arguments.seconds
     torch.manual_seed(0)
     launch, configs = import_backend()
-    if arguments.check_warp_specialized:
-        return 0 if check(launch, configs, True) else 1
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    good = arguments.skip_check or check(launch, configs, False)
-    warp_specialized = launch.has_tma(torch.device("cuda", 0)) and warp_specialization_works()
+    good = arguments.skip_check or check(launch, configs)
     problems = [(d, s, c) for s in arguments.lengths for d in arguments.head_dims for c in (False, True)]
     for number, (head_dim, seqlen, causal) in enumerate(problems):
         now = time.monotonic()
         share = now + (deadline - now) / (len(problems) - number)
         kind = "causal" if causal else "full"
         print(f"\nd{head_dim} S={seqlen} {kind}, fp16, B={BATCH} H={NHEADS}")
-        rows = time_problem(launch, configs, head_dim, seqlen, causal, share, warp_specialized)
-        print(f"  {'configuration':<48}{'TFLOP/s':>8}{'ratio':>7}")
+        rows = time_problem(launch, configs, head_dim, seqlen, causal, share)
+        print(f"  {'configuration':<40}{'TFLOP/s':>8}{'ratio':>7}")
         for name, tflops, ratio in rows[: arguments.top]:
-            print(f"  {name:<48}{tflops:8.1f}{ratio:7.3f}")
+            print(f"  {name:<40}{tflops:8.1f}{ratio:7.3f}")
     print("\nall checks passed" if good else "\nsome checks FAILED")
     return 0 if good else 1
 

@@ -1,6 +1,7 @@
 // The checks that checks.h declares, from the shape of the call to what a backend lacks.
 #include "checks.h"
 
+#include <ATen/MemoryOverlap.h>
 #include <c10/util/Exception.h>
 
 #include <cmath>
@@ -78,6 +79,8 @@ void check_out(const at::Tensor &out, const at::Tensor &q) {
     check_same_kind({"out", out}, q);
     TORCH_CHECK_VALUE(out.sizes() == q.sizes(), "out has shape ", out.sizes(), "; allowed: the shape of q, ", q.sizes());
     check_last_dim_contiguous({"out", out});
+    TORCH_CHECK_VALUE(at::has_internal_overlap(out) == at::MemOverlap::No, "out has strides ", out.strides(),
+                      " (shape ", out.sizes(), "); allowed: every element in memory of its own");
 }
 
 void check_alibi_slopes(const at::Tensor &slopes, const at::Tensor &q) {
@@ -96,11 +99,8 @@ void check_alibi_slopes(const at::Tensor &slopes, const at::Tensor &q) {
 void check_scalars(const Fwd_args &args) {
     TORCH_CHECK_VALUE(args.p_dropout >= 0.0 && args.p_dropout < 1.0, "dropout_p is ", args.p_dropout,
                       "; allowed: at least 0 and below 1");
-    // The kernels order scores before they scale them, so the scale keeps the order; float32 must hold it.
-    constexpr double kSmallest = std::numeric_limits<float>::min(), kLargest = std::numeric_limits<float>::max() / 2;
-    TORCH_CHECK_VALUE(args.softmax_scale >= kSmallest && args.softmax_scale <= kLargest, "softmax_scale is ",
-                      args.softmax_scale, "; allowed: a positive finite number (", kSmallest, " to ", kLargest,
-                      "), or None for 1/sqrt(headdim)");
+    TORCH_CHECK_VALUE(std::isfinite(args.softmax_scale), "softmax_scale is ", args.softmax_scale,
+                      "; allowed: a finite number, or None for 1/sqrt(headdim)");
     TORCH_CHECK_VALUE(args.window_size_left >= -1, "window_size has left ", args.window_size_left,
                       "; allowed: -1 (unbounded) or at least 0 keys");
     TORCH_CHECK_VALUE(args.window_size_right >= -1, "window_size has right ", args.window_size_right,
@@ -132,7 +132,13 @@ void check_fwd(const Fwd_args &args, const std::string &backend) {
     check_same_kind({"v", args.v}, args.q);
     check_shapes(args.q, args.k, args.v);
     for (const Named &x : {Named{"q", args.q}, Named{"k", args.k}, Named{"v", args.v}}) { check_last_dim_contiguous(x); }
-    if (args.out.has_value()) { check_out(*args.out, args.q); }
+    if (args.out.has_value()) {
+        check_out(*args.out, args.q);
+        for (const Named &x : {Named{"q", args.q}, Named{"k", args.k}, Named{"v", args.v}}) {
+            TORCH_CHECK_VALUE(at::get_overlap_status(*args.out, x.tensor) == at::MemOverlapStatus::No, "out shares memory with ", x.name,
+                              "; allowed: memory of its own");
+        }
+    }
     if (args.alibi_slopes.has_value()) { check_alibi_slopes(*args.alibi_slopes, args.q); }
     check_scalars(args);
     check_implemented(args, backend);

@@ -44,6 +44,14 @@ at::Tensor readable_by_kernel(const at::Tensor &x, const char *name) {
     return x.clone(at::MemoryFormat::Contiguous);
 }
 
+// The kernels find the largest score before they scale it, so they need a scale above 0 (a normal float32 number). A
+// negative scale moves its sign into q, which is exact; a scale of 0 weighs all visible keys alike, as q = 0 does.
+std::pair<at::Tensor, double> with_positive_scale(const at::Tensor &q, double softmax_scale) {
+    if (softmax_scale >= std::numeric_limits<float>::min()) { return {q, softmax_scale}; }
+    if (softmax_scale <= -std::numeric_limits<float>::min()) { return {q.neg(), -softmax_scale}; }
+    return {at::zeros_like(q), 1.0};
+}
+
 // softmax_lse has float32, and float64 for float64 inputs: as precise as the sums that it holds.
 at::ScalarType lse_dtype(const at::Tensor &q) { return q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat; }
 
@@ -74,11 +82,12 @@ std::vector<at::Tensor> mha_fwd(const at::Tensor &q, const at::Tensor &k, const 
     } else if (q.numel() > 0) {
         const bool writes_in_place = out.is_cpu() || is_vector_aligned(out);
         const at::Tensor kernel_out = writes_in_place ? out : at::empty(out.sizes(), out.options());
-        const at::Tensor kernel_q = readable_by_kernel(q, "q"), kernel_k = readable_by_kernel(k, "k"),
+        const auto [scaled_q, positive_scale] = with_positive_scale(q, softmax_scale);
+        const at::Tensor kernel_q = readable_by_kernel(scaled_q, "q"), kernel_k = readable_by_kernel(k, "k"),
                          kernel_v = readable_by_kernel(v, "v");
         Flash_fwd_params params =
             set_params_fprop(kernel_q, kernel_k, kernel_v, kernel_out, softmax_lse,
-                             {softmax_scale, is_causal, window_size_left, window_size_right, softcap});
+                             {positive_scale, is_causal, window_size_left, window_size_right, softcap});
         run_mha_fwd(params, q.device());
         if (!writes_in_place) { out.copy_(kernel_out); }
     }

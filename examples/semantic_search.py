@@ -95,7 +95,9 @@ def compare_backends(device: str, sentences: list[str]) -> Embed:
     print(f"\n{len(sentences)} sentences on {device} in {str(dtype).removeprefix('torch.')}, against PyTorch's SDPA")
     print(f"{'backend':<10}{'cosine, least':>16}{'error, largest':>17}{'time':>12}{'of SDPA':>10}")
     for name, (vectors, seconds) in results.items():
-        cosine = (vectors.double() * exact.double()).sum(dim=1) / (vectors.double().norm(dim=1) * exact.double().norm(dim=1))
+        cosine = (vectors.double() * exact.double()).sum(dim=1) / (
+            vectors.double().norm(dim=1) * exact.double().norm(dim=1)
+        )
         error = (vectors - exact).abs().max().item()
         ratio = seconds / sdpa_seconds
         print(f"{name:<10}{cosine.min().item():>16.8f}{error:>17.1e}{seconds * 1e3:>9.1f} ms{ratio:>9.2f}x")

@@ -93,6 +93,7 @@ def flash_attn_func(
         torch.Size([2, 128, 8, 64])
     """
     _check_types(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, backend)
+    _check_flags(deterministic, return_attn_probs)
     if softmax_scale is None:
         softmax_scale = 1.0 / math.sqrt(max(q.shape[-1], 1)) if q.ndim else 1.0
     if tracing.enabled():
@@ -157,9 +158,9 @@ def _not_implemented(function: str, instead: str) -> NoReturn:
 
 
 def _check_types(
-    q: object,
-    k: object,
-    v: object,
+    q: Any,
+    k: Any,
+    v: Any,
     dropout_p: object,
     softmax_scale: object,
     causal: object,
@@ -174,6 +175,11 @@ def _check_types(
         for name, value in (("q", q), ("k", k), ("v", v)):
             if not isinstance(value, tensor):
                 raise _wrong_type(name, value, "a torch.Tensor")
+    for name, value in (("q", q), ("k", k), ("v", v)):
+        if value.layout is not torch.strided:
+            raise TypeError(f"flash_attn_mini: {name} has layout {value.layout}; allowed: torch.strided")
+        if value.device != q.device:
+            raise ValueError(f"flash_attn_mini: {name} is on {value.device}; allowed: the device of q, {q.device}")
     if not isinstance(dropout_p, (float, int)):
         raise _wrong_type("dropout_p", dropout_p, "a number in [0, 1)")
     if softmax_scale is not None and not isinstance(softmax_scale, (float, int)):
@@ -192,6 +198,12 @@ def _check_types(
         raise _wrong_type("alibi_slopes", alibi_slopes, "a float32 torch.Tensor, or None")
     if backend is not None and not isinstance(backend, str):
         raise _wrong_type("backend", backend, "the name of a backend, or None")
+
+
+def _check_flags(deterministic: object, return_attn_probs: object) -> None:
+    for name, value in (("deterministic", deterministic), ("return_attn_probs", return_attn_probs)):
+        if not isinstance(value, bool):
+            raise _wrong_type(name, value, "True or False")
 
 
 def _wrong_type(name: str, value: object, allowed: str) -> TypeError:

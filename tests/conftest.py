@@ -28,12 +28,18 @@ def pytest_configure(config: pytest.Config) -> None:
         "gpu: needs a CUDA GPU",
         "slow: takes more than a few seconds",
         "sanitize: small enough to run under compute-sanitizer",
+        "backends(*names): run on these backends only",
     ):
         config.addinivalue_line("markers", marker)
 
 
 def pytest_report_header(config: pytest.Config) -> str:
     return f"{SEED_VARIABLE}={os.environ[SEED_VARIABLE]} (set it to run with the same values)"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int) -> None:
+    if exitstatus == pytest.ExitCode.TESTS_FAILED:
+        terminalreporter.write_line(f"the same values again: {SEED_VARIABLE}={os.environ[SEED_VARIABLE]}")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -46,11 +52,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
     if "backend" not in metafunc.fixturenames:
         return
+    only = metafunc.definition.get_closest_marker("backends")
+    backends = [backend for backend in BACKENDS if only is None or backend in only.args]
     if "dtype" in metafunc.fixturenames:
-        pairs = [param(backend, dtype) for backend in BACKENDS for dtype in DTYPES[backend]]
+        pairs = [param(backend, dtype) for backend in backends for dtype in DTYPES[backend]]
         metafunc.parametrize(("backend", "dtype"), pairs)
     else:
-        metafunc.parametrize("backend", [param(backend) for backend in BACKENDS])
+        metafunc.parametrize("backend", [param(backend) for backend in backends])
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -69,6 +77,12 @@ def device(backend: str) -> str:
 def seed(request: pytest.FixtureRequest) -> int:
     """A seed of this test in this session, whatever else runs and in which order."""
     return (int(os.environ[SEED_VARIABLE]) + zlib.crc32(request.node.nodeid.encode())) % 2**31
+
+
+@pytest.fixture
+def draw(seed: int) -> torch.Generator:
+    """Random numbers from the test's seed."""
+    return torch.Generator().manual_seed(seed)
 
 
 @pytest.fixture

@@ -3,25 +3,45 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import re
 import threading
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
 import flash_attn_mini
-from flash_attn_mini import available_backends, flash_attn_func, use_backend
+from flash_attn_mini import available_backends, backends, flash_attn_func, use_backend
 from flash_attn_mini.backends import BACKENDS, select_backend
 
 CPU = torch.device("cpu")
 VARIABLE = "FLASH_ATTN_MINI_BACKEND"
 
 
+@contextlib.contextmanager
+def reasons(answer: Callable[[str], str | None]) -> Iterator[None]:
+    """Every backend gives ``answer(name)`` as its reason not to run, None for "it can", on any device."""
+
+    def forget() -> None:
+        for function in vars(backends).values():
+            if hasattr(function, "cache_clear"):
+                function.cache_clear()
+
+    forget()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, entry in BACKENDS.items():
+            changed = dataclasses.replace(entry, unavailable_reason=lambda device, name=name: answer(name))
+            patch.setitem(BACKENDS, name, changed)
+        yield
+    forget()
+
+
 @pytest.fixture
-def everything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every backend claims to run everywhere: the order of selection alone is under test."""
-    for name, entry in BACKENDS.items():
-        monkeypatch.setitem(BACKENDS, name, type(entry)(entry.name, entry.forward, lambda device: None))
+def everything_runs() -> Iterator[None]:
+    """The order of selection alone is under test."""
+    with reasons(lambda name: None):
+        yield
 
 
 @pytest.mark.usefixtures("everything_runs")
@@ -50,22 +70,24 @@ def test_use_backend_nests_and_ends_on_an_exception() -> None:
 def test_use_backend_is_per_thread() -> None:
     """A server's threads choose for themselves."""
     entered, leave = threading.Event(), threading.Event()
+    default = select_backend(CPU).name
+    assert default != "triton"
     seen: list[str] = []
 
     def other() -> None:
-        seen.append(select_backend(CPU, None).name)
-        with use_backend("triton"):
+        seen.append(select_backend(CPU).name)
+        with use_backend("cpu"):
             entered.set()
             leave.wait(10)
 
-    with use_backend("cpu"):
+    with use_backend("triton"):
         thread = threading.Thread(target=other)
         thread.start()
         assert entered.wait(10)
-        assert select_backend(CPU).name == "cpu"
+        assert select_backend(CPU).name == "triton"
         leave.set()
         thread.join()
-    assert seen == [next(iter(BACKENDS))], "a new thread does not start with the choice of the one that made it"
+    assert seen == [default], "a new thread starts with the default, not with the choice of the one that made it"
 
 
 def test_empty_environment_variable_is_unset(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,6 +100,12 @@ def test_default_follows_the_device(backend: str, device: str) -> None:
     expected = available_backends(device)[0]
     assert select_backend(torch.device(device)).name == expected
     assert expected == ("cpu" if device == "cpu" else "cuda")
+
+
+def test_cpu_tensors_take_the_cpu_backend_although_triton_could_interpret() -> None:
+    """TRITON_INTERPRET=1 makes triton available on the CPU; that is for debugging, never a default."""
+    with reasons(lambda name: "it takes CUDA tensors" if name == "cuda" else None):
+        assert select_backend(CPU).name == "cpu"
 
 
 def test_cpu_tensors_never_take_cuda() -> None:
@@ -123,13 +151,13 @@ def test_cpu_backend_refuses_cuda_tensors() -> None:
         flash_attn_func(q, q, q, backend="cpu")
 
 
-def test_no_backend_gives_every_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, entry in BACKENDS.items():
-        refuses = type(entry)(entry.name, entry.forward, lambda device, name=name: f"{name} is out of order")
-        monkeypatch.setitem(BACKENDS, name, refuses)
+def test_no_backend_gives_the_reason() -> None:
     q = torch.zeros(1, 2, 1, 8)
-    with pytest.raises(RuntimeError, match=r"no backend.*cpu.*cuda is out of order.*triton is .*cpu is "):
-        flash_attn_func(q, q, q)
+    with reasons(lambda name: f"{name} is out of order"):
+        with pytest.raises(RuntimeError, match=r"no backend.*cpu is out of order"):
+            flash_attn_func(q, q, q)
+        with pytest.raises(RuntimeError, match=r"'triton'.*the backend argument.*triton is out of order"):
+            flash_attn_func(q, q, q, backend="triton")
 
 
 def test_package_exports_what_its_users_need() -> None:

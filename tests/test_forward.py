@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -76,6 +77,7 @@ def test_forward_repeats_bitwise(case: Case, backend: str, device: str, dtype: t
         assert torch.equal(lse, again_lse)
 
 
+@pytest.mark.backends("cpu", "cuda")  # triton may be tuned to other tiles for another batch
 @pytest.mark.parametrize("case", REPEATED_CASES, ids=str)
 def test_batch_and_head_do_not_change_a_row(case: Case, backend: str, device: str, seed: int) -> None:
     """A sequence gives the same bits alone as in a batch: results do not depend on who shares the machine."""
@@ -105,6 +107,19 @@ def test_cpu_result_does_not_depend_on_the_number_of_threads(case: Case, dtype: 
     for out, lse in results[1:]:
         assert torch.equal(out, results[0][0])
         assert torch.equal(lse, results[0][1])
+
+
+def test_concurrent_calls_do_not_share_anything(backend: str, device: str, seed: int) -> None:
+    """Calls from several Python threads at once, each of its own shape."""
+    cases = [BY_NAME[n] for n in ("gqa_4", "long_keys", "headdim_40_causal", "masked_rows")]
+    inputs = [make_inputs(case, torch.float16, device, seed) for case in cases]
+    expected = [forward(case, *qkv, backend)[0] for case, qkv in zip(cases, inputs, strict=True)]
+    with ThreadPoolExecutor(len(cases)) as pool:
+        futures = [
+            pool.submit(forward, c, *qkv, backend) for _ in range(5) for c, qkv in zip(cases, inputs, strict=True)
+        ]
+        for i, future in enumerate(futures):
+            assert torch.equal(future.result()[0], expected[i % len(cases)])
 
 
 def test_out_has_the_strides_of_empty_like_q(backend: str, device: str, seed: int) -> None:
@@ -173,13 +188,12 @@ def test_causal_means_a_right_window_of_0(right: int, backend: str, device: str,
 OUT_LAYOUTS = ("none", "bshd", "strided", "misaligned")
 
 
+@pytest.mark.backends("cpu", "cuda")
 @pytest.mark.parametrize("out_layout", OUT_LAYOUTS)
 @pytest.mark.parametrize("name", ["gqa_4", "masked_rows", "no_keys", "headdim_40_causal"])
 def test_extension_fwd_writes_out_in_place(
     name: str, out_layout: str, backend: str, device: str, seed: int, described_seed: str
 ) -> None:
-    if backend == "triton":
-        pytest.skip("_C.fwd is the cpu and the cuda backend")
     case = BY_NAME[name]
     q, k, v = make_inputs(case, torch.float16, device, seed)
     b, s, h, d = q.shape
@@ -200,6 +214,21 @@ def test_extension_fwd_writes_out_in_place(
         intact.check()
     described = f"{case.name}, out {out_layout}, {backend}\n  {described_seed}"
     assert_forward_accurate(q, k, v, returned, lse, case=described, causal=case.causal)
+
+
+@pytest.mark.backends("cpu", "cuda")
+def test_out_may_lie_between_the_rows_of_q(backend: str, device: str, seed: int, described_seed: str) -> None:
+    """One buffer, two tensors that interleave and share no element: legal, as for PyTorch's own out= arguments."""
+    values = make_inputs(BY_NAME["gqa_4"], torch.float16, device, seed)
+    b, s, h, d = values[0].shape
+    buffer = torch.empty(b, s, 2, h, d, dtype=torch.float16, device=device)
+    q, out = buffer.unbind(2)
+    q.copy_(values[0])
+    k, v = values[1:]
+    returned, lse, *_ = _C.fwd(q, k, v, out, None, 0.0, d**-0.5, False, -1, -1, 0.0, False, None)
+    assert returned.data_ptr() == out.data_ptr()
+    assert torch.equal(q, values[0])
+    assert_forward_accurate(q, k, v, out, lse, case=f"out beside q, {backend}\n  {described_seed}")
 
 
 def test_masked_rows_are_exactly_as_documented(backend: str, device: str, dtype: torch.dtype, seed: int) -> None:

@@ -107,7 +107,7 @@ def test_cuda_graph_replays_with_new_inputs(name: str, gpu_backend: str, seed: i
 def extra_bytes(backend: str, seqlen: int, causal: bool) -> int:
     """Peak memory of a call beyond its inputs, out and softmax_lse."""
     q, k, v = inputs(1, seqlen, 4, 128)
-    flash_attn_func(q[:, :128], k[:, :128], v[:, :128], causal=causal, backend=backend)
+    flash_attn_func(q, k, v, causal=causal, backend=backend)  # compiles and tunes where there is something to
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -96,9 +97,11 @@ def test_dynamic_shapes_do_not_recompile(backend: str, device: str) -> None:
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(Layer(backend), fullgraph=True, dynamic=True, backend=counter)
-    for sizes in SIZES:
+    compiled(*inputs(5, 33, 50, device))  # no two sizes equal: PyTorch takes equal ones for the same symbol
+    compiled_once = counter.frame_count
+    for sizes in ((5, 17, 51), (6, 53, 19), (7, 65, 66)):
         compiled(*inputs(*sizes, device))
-    assert counter.frame_count == 1
+    assert counter.frame_count == compiled_once
 
 
 @pytest.mark.gpu
@@ -144,12 +147,8 @@ def test_export_with_dynamic_shapes(backend: str, device: str) -> None:
             assert torch.equal(a, b)
 
 
-def test_vmap_is_refused_or_right(backend: str, device: str) -> None:
-    """Without a batching rule PyTorch must say so, or loop; never mix samples."""
+def test_vmap_keeps_samples_apart(backend: str, device: str) -> None:
+    """There is no batching rule: PyTorch loops over the samples."""
     q = torch.randn(3, 2, 9, 2, 16, device=device).half()
     expected = torch.stack([flash_attn_func(x, x, x, backend=backend) for x in q])
-    try:
-        got = torch.vmap(lambda x: flash_attn_func(x, x, x, backend=backend))(q)
-    except RuntimeError as error:
-        pytest.skip(f"refused: {error}")
-    assert torch.equal(got, expected)
+    assert torch.equal(torch.vmap(lambda x: flash_attn_func(x, x, x, backend=backend))(q), expected)

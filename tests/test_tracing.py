@@ -19,19 +19,18 @@ flash_attn_func(q, k, k, causal=True, backend="{backend}")
 PYTHON_LINKS = ["flash_attn_func", "_flash_attn_forward"]
 LINKS = {
     "cpu": [*PYTHON_LINKS, "mha_fwd", "set_params_fprop", "run_mha_fwd", "run_mha_fwd_cpu"],
-    "cuda": [*PYTHON_LINKS, "mha_fwd", "set_params_fprop", "run_mha_fwd", "run_flash_fwd"],
+    "cuda": [*PYTHON_LINKS, "mha_fwd", "set_params_fprop", "run_mha_fwd", "flash_fwd_kernel"],
     "triton": PYTHON_LINKS,
 }
-# What the issue of a bug report needs to see in the line of each link.
+# What a bug report needs to show in the line of each link.
 FIELDS = {
     "flash_attn_func": ["float16[2,33,4,64]", "float16[2,65,2,64]", "causal=True"],
     "_flash_attn_forward": ["backend="],
     "mha_fwd": ["backend="],
     "set_params_fprop": ["seqlen_q=33", "seqlen_k=65", "h=4", "h_k=2", "d=64"],
     "run_mha_fwd": ["device="],
-    "run_flash_fwd": ["grid", "threads", "smem"],
+    "flash_fwd_kernel": ["kBlockM=", "kBlockN=", "grid=", "threads=", "smem="],
 }
-CUDA_FIELDS = {"run_flash_fwd"}
 
 
 def run(backend: str, device: str, trace: str | None) -> str:

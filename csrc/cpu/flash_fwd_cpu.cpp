@@ -34,16 +34,16 @@ bool enable_amx_bf16() {
 #endif
 
 // torch's own choice of instruction set, so ATEN_CPU_CAPABILITY (avx512, avx2, default) lowers it here too.
-Kernel select_kernel(const Flash_fwd_params &params) {
+Kernel select_kernel(DType dtype) {
 #if defined(__x86_64__) && defined(__GNUC__)
     static const std::string capability = at::get_cpu_capability();
     static const bool has_f16c = __builtin_cpu_supports("f16c");
     static const bool has_amx = capability == "AVX512" && enable_amx_bf16();
-    if (has_amx && params.dtype == DType::bfloat16) return kernel_amx(params);
-    if (capability == "AVX512" && has_f16c) return kernel_avx512(params);
-    if (capability == "AVX2" && has_f16c) return kernel_avx2(params);
+    if (has_amx && dtype == DType::bfloat16) return kernel_amx();
+    if (capability == "AVX512" && has_f16c) return kernel_avx512(dtype);
+    if (capability == "AVX2" && has_f16c) return kernel_avx2(dtype);
 #endif
-    return kernel_baseline(params);
+    return kernel_baseline(dtype);
 }
 
 constexpr std::align_val_t kScratchAlignment{64};
@@ -58,7 +58,7 @@ void run_mha_fwd_cpu(const Flash_fwd_params &params) {
     const int64_t groups = int64_t(params.b) * params.h_k;
     const int64_t rows = int64_t(params.seqlen_q) * params.h_h_k_ratio;
     if (groups == 0 || rows == 0) return;
-    const cpu::Kernel kernel = cpu::select_kernel(params);
+    const cpu::Kernel kernel = cpu::select_kernel(params.dtype);
 
     // Row blocks as large as the kernel likes, but enough of them to go round. Their size never changes a result: every
     // row meets the keys in the same steps.
@@ -77,10 +77,9 @@ void run_mha_fwd_cpu(const Flash_fwd_params &params) {
         for (int64_t i = next++; i < blocks * groups; i = next++) {
             const int64_t group = i % groups;
             const int64_t row_begin = (blocks - 1 - i / groups) * block_rows;
-            kernel.compute_attn_1rowblock(params,
-                                          {group / params.h_k, group % params.h_k, row_begin,
-                                           std::min(block_rows, rows - row_begin)},
-                                          scratch.get());
+            kernel.compute_attn_1rowblock(
+                params, {group / params.h_k, group % params.h_k, row_begin, std::min(block_rows, rows - row_begin)},
+                scratch.get());
         }
     });
 }

@@ -10,11 +10,15 @@ namespace flash::cpu::FLASH_CPU_NAMESPACE {
 // Scores [kAmxBlockN][kAmxPanel] are 32 KB, probabilities 16 KB. Longer steps rescale the output less often.
 constexpr int kAmxBlockN = 256;
 
+// Minimax polynomial for 2^r, relative error 3e-6: enough for what is rounded to 8 bits.
+constexpr float kExp2BFloat16[] = {9.5701018633e-3f, 5.59178603406e-2f, 0.240247448315f, 0.693121814743f,
+                                   0.999999261442f};
+
 // Like exponentiate(), but p goes out as bfloat16 pairs [key / 2][query][2], up to the next multiple of 32 keys, where
 // keys from `keys` on get 0.
 template <int kUsedVecs>
-FLASH_INLINE void exponentiate_to_pairs(const float *s, int keys, float scale_log2, const Vec<float> *safe_m, uint32_t *p,
-                                        Vec<float> *sum) {
+FLASH_INLINE void exponentiate_to_pairs(const float *s, int keys, float scale_log2, const Vec<float> *safe_m,
+                                        uint32_t *p, Vec<float> *sum) {
     const Vec<float> scale = broadcast(scale_log2);
     const __m512i half = _mm512_set1_epi32(0x8000);  // rounds to nearest
     const __m512i high = _mm512_set1_epi32(int(0xffff0000u));
@@ -25,8 +29,9 @@ FLASH_INLINE void exponentiate_to_pairs(const float *s, int keys, float scale_lo
         for (int j = 0; j < kUsedVecs; ++j) {
             const float *s_n = s + n * kAmxPanel + j * kLanes<float>;
             Vec<float> even{}, odd{};
-            if (n < keys) even = exp2_nonpositive<float>((load<float>(s_n) - safe_m[j]) * scale);
-            if (n + 1 < keys) odd = exp2_nonpositive<float>((load<float>(s_n + kAmxPanel) - safe_m[j]) * scale);
+            if (n < keys) even = exp2_nonpositive<float>((load<float>(s_n) - safe_m[j]) * scale, kExp2BFloat16);
+            if (n + 1 < keys)
+                odd = exp2_nonpositive<float>((load<float>(s_n + kAmxPanel) - safe_m[j]) * scale, kExp2BFloat16);
             sum[j] += even + odd;
             const __m512i low = _mm512_srli_epi32(_mm512_add_epi32(_mm512_castps_si512(even), half), 16);
             const __m512i top = _mm512_and_si512(_mm512_add_epi32(_mm512_castps_si512(odd), half), high);
@@ -42,7 +47,7 @@ class AmxForward : public RowBlockForward<AmxForward, BFloat16, kAmxPanel, kAmxB
     static constexpr int kBlockN = kAmxBlockN;
     static constexpr int kKeyStep = kAmxBlock;  // a step begins at a multiple of it within the key block
 
-  public:
+public:
     AmxForward(const Flash_fwd_params &params, const RowBlock &block, char *scratch)
         : Base(params, block, scratch), d_padded_(round_up(params.d, kAmxBlock)) {
         const int64_t keys = std::min(kBlockN, round_up(params.seqlen_k, kAmxBlock));
@@ -61,7 +66,7 @@ class AmxForward : public RowBlockForward<AmxForward, BFloat16, kAmxPanel, kAmxB
         Base::compute();
     }
 
-  private:
+private:
     float *out(const Panel &p) const { return o_ + p.row * d_padded_; }
     float *out_rows() const { return rows_; }
 
@@ -79,7 +84,8 @@ class AmxForward : public RowBlockForward<AmxForward, BFloat16, kAmxPanel, kAmxB
             pairs[i] = reinterpret_cast<const float *>(to);
         }
         // Pairs of bfloat16 travel as one float each.
-        rows_to_panel<float, kPanel>(pairs, p.rows, d_padded_ / 2, reinterpret_cast<float *>(q_ + p.row * d_padded_ / 2));
+        rows_to_panel<float, kPanel>(pairs, p.rows, d_padded_ / 2,
+                                     reinterpret_cast<float *>(q_ + p.row * d_padded_ / 2));
         std::fill_n(out(p), size_t(d_padded_) * kPanel, 0.0f);
     }
 
@@ -94,14 +100,17 @@ class AmxForward : public RowBlockForward<AmxForward, BFloat16, kAmxPanel, kAmxB
                 for (int i = 0; i < kAmxBlock; ++i) {
                     rows[i] = n + i < n_end && c < d_ ? key_ptr(params_.v, n + i) + c : nullptr;
                 }
-                v_special_ |= transpose_values(rows, std::clamp(d_ - c, 0, kTileRows), v_ + c * kBlockN + n - n_begin, kBlockN);
+                v_special_ |=
+                    transpose_values(rows, std::clamp(d_ - c, 0, kTileRows), v_ + c * kBlockN + n - n_begin, kBlockN);
             }
         }
     }
 
     void step_vecs(const Panel &p, int used_vecs, int n_begin, int n_first, int n_last, bool masked) {
-        if (used_vecs == 1) step<1>(p, n_begin, n_first, n_last, masked);
-        else step<2>(p, n_begin, n_first, n_last, masked);
+        if (used_vecs == 1)
+            step<1>(p, n_begin, n_first, n_last, masked);
+        else
+            step<2>(p, n_begin, n_first, n_last, masked);
     }
 
     template <int kUsedVecs>
@@ -109,11 +118,14 @@ class AmxForward : public RowBlockForward<AmxForward, BFloat16, kAmxPanel, kAmxB
         const int keys = n_last - n_first, keys_padded = round_up(keys, kAmxBlock);
         Vec<float> row_max[kUsedVecs], safe_m[kUsedVecs], alpha[kUsedVecs], sum[kUsedVecs];
         for (int n = 0; n < keys_padded; n += kAmxBlock) {
+            prefetch_next_keys(n_begin, n, keys, kAmxBlock);
             scores_block<kUsedVecs>(k_ + (n_first - n_begin + n) * d_padded_, q_ + p.row * d_padded_ / 2, d_padded_,
                                     s_ + n * kPanel);
         }
-        if (masked) mask_scores<float, kPanel, kUsedVecs>(s_, n_first, keys, p.lo, p.hi, row_max);
-        else find_max<float, kPanel, kUsedVecs>(s_, keys, row_max);
+        if (masked)
+            mask_scores<float, kPanel, kUsedVecs>(s_, n_first, keys, p.lo, p.hi, row_max);
+        else
+            find_max<float, kPanel, kUsedVecs>(s_, keys, row_max);
         update_max<float, kUsedVecs>(row_max, scale_log2_, p.state, safe_m, alpha);
         exponentiate_to_pairs<kUsedVecs>(s_, keys, scale_log2_, safe_m, p_, sum);
         update_sum<float, kUsedVecs>(sum, alpha, p.state);
@@ -121,8 +133,10 @@ class AmxForward : public RowBlockForward<AmxForward, BFloat16, kAmxPanel, kAmxB
         for (int c = 0; c < d_padded_; c += kAmxBlock) {
             const BFloat16 *v = v_ + c * kBlockN + n_first - n_begin;
             float *o = out(p) + c * kPanel;
-            if (masked && v_special_) output_block_skip_zeros(v, kBlockN, p_, keys_padded, o);
-            else output_block<kUsedVecs>(v, kBlockN, p_, keys_padded, o);
+            if (masked && v_special_)
+                output_block_skip_zeros(v, kBlockN, p_, keys_padded, o);
+            else
+                output_block<kUsedVecs>(v, kBlockN, p_, keys_padded, o);
         }
     }
 
@@ -141,14 +155,14 @@ class AmxForward : public RowBlockForward<AmxForward, BFloat16, kAmxPanel, kAmxB
     }
 
     const int d_padded_;
-    bool v_special_ = false;   // whether the current keys' V holds an infinity or a NaN
-    float *s_ = nullptr;       // [keys][kPanel]: scores of one panel
-    uint32_t *p_ = nullptr;    // [keys / 2][kPanel] pairs: probabilities of one panel
-    BFloat16 *k_ = nullptr;    // [keys][d_padded]: K of the current keys
-    BFloat16 *v_ = nullptr;    // [d_padded][kBlockN]: V of the current keys
-    float *rows_ = nullptr;    // [kPanel][d_padded]: rows of q and o
-    uint32_t *q_ = nullptr;    // [panels][d_padded / 2][kPanel] pairs
-    float *o_ = nullptr;       // [panels][d_padded][kPanel]
+    bool v_special_ = false;  // whether the current keys' V holds an infinity or a NaN
+    float *s_ = nullptr;      // [keys][kPanel]: scores of one panel
+    uint32_t *p_ = nullptr;   // [keys / 2][kPanel] pairs: probabilities of one panel
+    BFloat16 *k_ = nullptr;   // [keys][d_padded]: K of the current keys
+    BFloat16 *v_ = nullptr;   // [d_padded][kBlockN]: V of the current keys
+    float *rows_ = nullptr;   // [kPanel][d_padded]: rows of q and o
+    uint32_t *q_ = nullptr;   // [panels][d_padded / 2][kPanel] pairs
+    float *o_ = nullptr;      // [panels][d_padded][kPanel]
 };
 
 }  // namespace flash::cpu::FLASH_CPU_NAMESPACE

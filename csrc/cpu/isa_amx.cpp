@@ -1,5 +1,5 @@
-// The CPU forward compiled for AMX (bfloat16 only), whatever the compiler's -march. Everything after the target pragma may only be
-// called where the CPU has it (flash_fwd_cpu.cpp asks), so headers of other libraries come before it.
+// The CPU forward compiled for AMX (bfloat16 only), whatever the compiler's -march. Everything after the target pragma
+// may only be called where the CPU has it (flash_fwd_cpu.cpp asks), so headers of other libraries come before it.
 #include "row_block.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)
@@ -14,8 +14,9 @@
 #include <type_traits>
 
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,amx-tile,amx-bf16"))), \
-                             apply_to = function)
+#pragma clang attribute push(                                                                      \
+    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,amx-tile,amx-bf16"))), \
+    apply_to = function)
 #else
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,amx-tile,amx-bf16,prefer-vector-width=512")
 #pragma GCC diagnostic ignored "-Wuninitialized"  // GCC 12: its own AVX-512 intrinsics pass undefined vectors
@@ -27,7 +28,9 @@
 #include "flash_fwd_kernel_amx.h"
 
 namespace flash::cpu {
-Kernel kernel_amx(const Flash_fwd_params &params) { return amx::AmxForward::kernel(amx::kAmxPanel * (params.d <= 128 ? 16 : 8)); }
+Kernel kernel_amx() {
+    return amx::AmxForward::kernel(16);
+}
 }  // namespace flash::cpu
 
 #if defined(__clang__)

@@ -1,5 +1,5 @@
-// The CPU forward compiled for AVX2, FMA and F16C, whatever the compiler's -march. Everything after the target pragma may only be
-// called where the CPU has it (flash_fwd_cpu.cpp asks), so headers of other libraries come before it.
+// The CPU forward compiled for AVX2, FMA and F16C, whatever the compiler's -march. Everything after the target pragma
+// may only be called where the CPU has it (flash_fwd_cpu.cpp asks), so headers of other libraries come before it.
 #include "row_block.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)
@@ -14,8 +14,7 @@
 #include <type_traits>
 
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), \
-                             apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
 #else
 #pragma GCC target("avx2,fma,f16c")
 #endif
@@ -25,7 +24,9 @@
 #include "flash_fwd_kernel_fma.h"
 
 namespace flash::cpu {
-Kernel kernel_avx2(const Flash_fwd_params &params) { return avx2::select_kernel(params); }
+Kernel kernel_avx2(DType dtype) {
+    return avx2::select_kernel(dtype);
+}
 }  // namespace flash::cpu
 
 #if defined(__clang__)

@@ -27,7 +27,9 @@
 #include "flash_fwd_kernel_fma.h"
 
 namespace flash::cpu {
-Kernel kernel_avx512(const Flash_fwd_params &params) { return avx512::select_kernel(params); }
+Kernel kernel_avx512(DType dtype) {
+    return avx512::select_kernel(dtype);
+}
 }  // namespace flash::cpu
 
 #if defined(__clang__)

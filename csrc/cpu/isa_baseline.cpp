@@ -12,5 +12,7 @@
 #include "flash_fwd_kernel_fma.h"
 
 namespace flash::cpu {
-Kernel kernel_baseline(const Flash_fwd_params &params) { return baseline::select_kernel(params); }
+Kernel kernel_baseline(DType dtype) {
+    return baseline::select_kernel(dtype);
+}
 }  // namespace flash::cpu

@@ -15,7 +15,7 @@ constexpr int kAmxPanel = kAmxBlock;      // queries
 
 // Sets the tile registers' shapes for as long as it lives; leaves the caller's as they were.
 class TileConfig {
-  public:
+public:
     TileConfig() {
         _tile_storeconfig(&before_);
         alignas(64) Config config{};
@@ -27,13 +27,15 @@ class TileConfig {
         _tile_loadconfig(&config);
     }
     ~TileConfig() {
-        if (before_.palette == 0) _tile_release();
-        else _tile_loadconfig(&before_);
+        if (before_.palette == 0)
+            _tile_release();
+        else
+            _tile_loadconfig(&before_);
     }
     TileConfig(const TileConfig &) = delete;
     TileConfig &operator=(const TileConfig &) = delete;
 
-  private:
+private:
     struct alignas(64) Config {
         uint8_t palette, start_row, reserved[14];
         uint16_t row_bytes[16];
@@ -43,7 +45,9 @@ class TileConfig {
 };
 
 // GCC's tile intrinsics do not say that they read memory: stores must be done before, loads wait until after.
-FLASH_INLINE void compiler_barrier() { __asm__ volatile("" ::: "memory"); }
+FLASH_INLINE void compiler_barrier() {
+    __asm__ volatile("" ::: "memory");
+}
 
 template <int kUsedVecs>
 FLASH_INLINE void multiply_tiles() {
@@ -151,8 +155,8 @@ FLASH_INLINE void transpose16(__m512i *x) {
     for (int i = 0; i < 16; ++i) x[i] = y[i];
 }
 
-// columns[column][key] of 16 columns and 32 keys; a row pointer may be null: zeros. width: columns there are, at most 16.
-// Returns whether one of the numbers is infinite or NaN.
+// columns[column][key] of 16 columns and 32 keys; a row pointer may be null: zeros. width: columns there are, at
+// most 16. Returns whether one of the numbers is infinite or NaN.
 FLASH_INLINE bool transpose_values(const BFloat16 *const *rows, int width, BFloat16 *columns, int stride) {
     const __mmask16 mask = __mmask16((1u << width) - 1);
     __m512i x[16];

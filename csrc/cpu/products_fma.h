@@ -1,6 +1,7 @@
-// The two matrix products of a step by multiply-add (float, double; 16-bit types after conversion), queries in the lanes of the vectors: a panel of kFmaPanel queries is a row of
-// registers, keys (first product) or columns of V (second) are broadcast one number at a time. So neither K nor V is
-// transposed, and the softmax between the products runs down the keys without a sum across lanes.
+// The two matrix products of a step by multiply-add (float, double; 16-bit types after conversion), queries in the
+// lanes of the vectors: a panel of kFmaPanel queries is a row of registers, keys (first product) or columns of V
+// (second) are broadcast one number at a time. So neither K nor V is transposed, and the softmax between the products
+// runs down the keys without a sum across lanes.
 #pragma once
 
 #include "simd.h"
@@ -18,15 +19,16 @@ constexpr int kTile = 4;
 template <typename T>
 constexpr int kFmaPanel = kVecs * kLanes<T>;  // queries
 
-// s[key][query] = k . q for kTile keys, and row_max[query] = max(row_max, s). k_rows: one pointer per key.
+// s[key][query] = k . q for kTile keys, and row_max[query] = max(row_max, s). With fewer than kTile keys left the last
+// one is repeated: that changes no maximum, and nobody looks at its further rows of s.
 template <typename T, int kUsedVecs>
-FLASH_INLINE void scores_tile(const T *const *k_rows, const T *q /* [d][kFmaPanel] */, int d, T *s /* [kTile][kFmaPanel] */,
-                              Vec<T> *row_max) {
+FLASH_NOINLINE void scores_tile(const T *k_row, int64_t k_stride, int keys, const T *q /* [d][kFmaPanel] */, int d,
+                                T *s /* [kTile][kFmaPanel] */, Vec<T> *row_max) {
     const T *k[kTile];
     Vec<T> acc[kTile][kUsedVecs];
 #pragma GCC unroll 8
     for (int i = 0; i < kTile; ++i) {
-        k[i] = k_rows[i];
+        k[i] = k_row + (i < keys ? i : keys - 1) * k_stride;
 #pragma GCC unroll 4
         for (int j = 0; j < kUsedVecs; ++j) acc[i][j] = Vec<T>{};
     }
@@ -51,21 +53,32 @@ FLASH_INLINE void scores_tile(const T *const *k_rows, const T *q /* [d][kFmaPane
     }
 }
 
-// The layout of V in output_tile: strips[column / kTile][key][column % kTile] = row[column] of one key; columns past d are 0.
 template <typename T>
-FLASH_INLINE void row_to_strips(const T *row, int d, int64_t strip_stride, T *strips) {
-    int c = 0;
-    for (; c + kTile <= d; c += kTile, strips += strip_stride) {
-        for (int i = 0; i < kTile; ++i) strips[i] = row[c + i];
+struct Strip {
+    typedef T Vec __attribute__((vector_size(kTile * sizeof(T)), may_alias, aligned(sizeof(T))));
+};
+
+// The layout of V in output_tile: strips[column / kTile][key][column % kTile] = row[column] of one key; columns past d
+// are 0. An infinity or a NaN among the numbers leaves a NaN in check.
+template <typename T>
+FLASH_INLINE void row_to_strips(const T *row, int d, int64_t strip_stride, T *strips, typename Strip<T>::Vec &check) {
+    using StripVec = typename Strip<T>::Vec;
+    for (; d > 0; d -= kTile, row += kTile, strips += strip_stride) {
+        StripVec x{};
+        if (d >= kTile)
+            x = *reinterpret_cast<const StripVec *>(row);
+        else
+            std::memcpy(&x, row, sizeof(T) * size_t(d));
+        *reinterpret_cast<StripVec *>(strips) = x;
+        check += x * T(0);
     }
-    for (int i = 0; c < d && i < kTile; ++i) strips[i] = c + i < d ? row[c + i] : T(0);
 }
 
 // o[column][query] = alpha[query] * o + sum over keys of v[key][column] * p[key][query], for kTile columns.
 // kSkipZeros: a key whose p is 0 adds nothing even if its v is infinite or NaN.
 template <typename T, int kUsedVecs, bool kSkipZeros>
-FLASH_INLINE void output_tile(const T *p /* [keys][kFmaPanel] */, const T *v /* [keys][kTile] */, int keys,
-                              const Vec<T> *alpha, T *o /* [kTile][kFmaPanel] */) {
+FLASH_NOINLINE void output_tile(const T *p /* [keys][kFmaPanel] */, const T *v /* [keys][kTile] */, int keys,
+                                const Vec<T> *alpha, T *o /* [kTile][kFmaPanel] */) {
     Vec<T> acc[kTile][kUsedVecs];
 #pragma GCC unroll 8
     for (int i = 0; i < kTile; ++i) {

@@ -19,14 +19,14 @@ struct RowBlock {
 // One dtype's forward, compiled for one instruction set.
 struct Kernel {
     int panel_rows = 0;  // queries that the innermost loops handle together; row blocks are multiples of it
-    int max_rows = 0;    // largest sensible row block for this head dim
+    int max_rows = 0;    // largest sensible row block
     size_t (*scratch_bytes)(const Flash_fwd_params &, int64_t max_rows) = nullptr;
     void (*compute_attn_1rowblock)(const Flash_fwd_params &, const RowBlock &, void *scratch) = nullptr;
 };
 
-Kernel kernel_baseline(const Flash_fwd_params &params);
-Kernel kernel_avx2(const Flash_fwd_params &params);
-Kernel kernel_avx512(const Flash_fwd_params &params);
-Kernel kernel_amx(const Flash_fwd_params &params);  // bfloat16 only
+Kernel kernel_baseline(DType dtype);
+Kernel kernel_avx2(DType dtype);
+Kernel kernel_avx512(DType dtype);
+Kernel kernel_amx();  // bfloat16 only
 
 }  // namespace flash::cpu

@@ -12,17 +12,19 @@
 
 namespace flash::cpu::FLASH_CPU_NAMESPACE {
 
-constexpr int round_up(int64_t x, int multiple) { return int((x + multiple - 1) / multiple * multiple); }
+constexpr int round_up(int64_t x, int multiple) {
+    return int((x + multiple - 1) / multiple * multiple);
+}
 
 // Self: the derived class. kPanel: queries that the products handle together. kBlockN: keys per step.
 template <typename Self, typename Element, int kPanel, int kBlockN>
 class RowBlockForward {
-  protected:
+protected:
     using Acc = typename AccOf<Element>::type;
     using Int = typename Simd<Acc>::Int;
     static constexpr bool kConvert = sizeof(Element) != sizeof(Acc);
 
-  public:
+public:
     void compute() {
         set_key_ranges();
         set_scale();
@@ -39,14 +41,15 @@ class RowBlockForward {
         for (int index = 0; index < panels_; ++index) store_out(panel(index));
     }
 
-    static Kernel kernel(int max_rows) {
-        return {kPanel, max_rows, [](const Flash_fwd_params &p, int64_t rows) { return Self(p, {0, 0, 0, rows}, nullptr).scratch_end_; },
+    static Kernel kernel(int max_panels) {
+        return {kPanel, kPanel * max_panels,
+                [](const Flash_fwd_params &p, int64_t rows) { return Self(p, {0, 0, 0, rows}, nullptr).scratch_end_; },
                 [](const Flash_fwd_params &p, const RowBlock &block, void *scratch) {
                     Self(p, block, static_cast<char *>(scratch)).compute();
                 }};
     }
 
-  protected:
+protected:
     // Some of the block's rows, in the lanes of the vectors.
     struct Panel {
         int index;
@@ -57,7 +60,11 @@ class RowBlockForward {
     };
 
     RowBlockForward(const Flash_fwd_params &params, const RowBlock &block, char *scratch)
-        : params_(params), block_(block), d_(params.d), panels_(round_up(block.rows, kPanel) / kPanel), scratch_(scratch) {
+        : params_(params),
+          block_(block),
+          d_(params.d),
+          panels_(round_up(block.rows, kPanel) / kPanel),
+          scratch_(scratch) {
         take(m_, panels_ * kPanel);
         take(l_, panels_ * kPanel);
         take(lo_, panels_ * kPanel);
@@ -73,7 +80,8 @@ class RowBlockForward {
 
     Panel panel(int index) const {
         const int64_t row = int64_t(index) * kPanel;
-        return {index, row, int(std::min<int64_t>(block_.rows - row, kPanel)), {m_ + row, l_ + row}, lo_ + row, hi_ + row};
+        return {index,     row,      int(std::min<int64_t>(block_.rows - row, kPanel)), {m_ + row, l_ + row},
+                lo_ + row, hi_ + row};
     }
 
     int64_t query(int64_t row) const { return (block_.row_begin + row) / params_.h_h_k_ratio; }
@@ -125,7 +133,21 @@ class RowBlockForward {
         const int n_last = std::min(n_end, int(p.hi[p.rows - 1]));
         if (n_first >= n_last) return;
         const bool masked = n_first < p.lo[p.rows - 1] || n_last > p.hi[0];
+        prefetch_row_ = 2 * kBlockN * p.index / panels_;
+        prefetch_end_ = 2 * kBlockN * (p.index + 1) / panels_;
         self().step_vecs(p, (p.rows + kLanes<Acc> - 1) / kLanes<Acc>, n_begin, n_first, n_last, masked);
+    }
+
+    // Brings in the K and V of the next key block, while the caller multiplies: each panel its share, a few rows for
+    // each `tile` of the step's keys.
+    void prefetch_next_keys(int n_begin, int keys_done, int keys, int tile) {
+        int count = (prefetch_end_ - prefetch_row_) * tile / (keys - keys_done) + 1;
+        for (; count > 0 && prefetch_row_ < prefetch_end_; --count, ++prefetch_row_) {
+            const int key = n_begin + kBlockN + prefetch_row_ / 2;
+            if (key >= n_max_) return;
+            const auto *row = reinterpret_cast<const char *>(key_ptr(prefetch_row_ % 2 ? params_.v : params_.k, key));
+            for (size_t i = 0; i < sizeof(Element) * size_t(d_); i += 64) __builtin_prefetch(row + i, 0, 2);
+        }
     }
 
     void store_out(const Panel &p) {
@@ -133,11 +155,14 @@ class RowBlockForward {
         for (int i = 0; i < p.rows; ++i) {
             const int64_t row = p.row + i;
             const Acc m = p.state.m[i], l = p.state.l[i];
-            static_cast<Acc *>(params_.softmax_lse)[(block_.bidb * params_.h + head(row)) * params_.seqlen_q + query(row)] =
+            static_cast<Acc *>(
+                params_.softmax_lse)[(block_.bidb * params_.h + head(row)) * params_.seqlen_q + query(row)] =
                 l == 0 ? -std::numeric_limits<Acc>::infinity() : m * scale_ + std::log(l);
             p.state.l[i] = l == 0 ? Acc(0) : 1 / l;
-            if constexpr (kConvert) rows[i] = self().out_rows() + i * d_;
-            else rows[i] = row_ptr(params_.o, row);
+            if constexpr (kConvert)
+                rows[i] = self().out_rows() + i * d_;
+            else
+                rows[i] = row_ptr(params_.o, row);
         }
         panel_to_rows<Acc, kPanel>(self().out(p), p.state.l, p.rows, d_, rows);
         if constexpr (kConvert) {
@@ -151,6 +176,7 @@ class RowBlockForward {
     const RowBlock block_;
     const int d_, panels_;
     int n_min_ = 0, n_max_ = 0;
+    int prefetch_row_ = 0, prefetch_end_ = 0;  // rows of the next key block: of K and V in turn
     int sign_ = 1;
     Acc scale_ = 1, scale_log2_ = 1;
 

@@ -77,28 +77,27 @@ struct Quad<double> {
     typedef double UnalignedVec __attribute__((vector_size(16), may_alias, aligned(8)));
 };
 
-#if defined(__clang__)
-#define FLASH_SHUFFLE(Int, a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+// __builtin_shufflevector, which GCC has from version 12 on.
+#if defined(__clang__) || __GNUC__ >= 12
+#define FLASH_SHUFFLE __builtin_shufflevector
 #else
-#define FLASH_SHUFFLE(Int, a, b, ...) __builtin_shuffle(a, b, Int{__VA_ARGS__})
+#define FLASH_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, decltype((a) == (b)){__VA_ARGS__})
 #endif
 
 FLASH_INLINE void transpose(Quad<float>::Vec *x) {
-    typedef int32_t Int __attribute__((vector_size(16)));
-    const Quad<float>::Vec a = FLASH_SHUFFLE(Int, x[0], x[1], 0, 4, 1, 5);
-    const Quad<float>::Vec b = FLASH_SHUFFLE(Int, x[0], x[1], 2, 6, 3, 7);
-    const Quad<float>::Vec c = FLASH_SHUFFLE(Int, x[2], x[3], 0, 4, 1, 5);
-    const Quad<float>::Vec d = FLASH_SHUFFLE(Int, x[2], x[3], 2, 6, 3, 7);
-    x[0] = FLASH_SHUFFLE(Int, a, c, 0, 1, 4, 5);
-    x[1] = FLASH_SHUFFLE(Int, a, c, 2, 3, 6, 7);
-    x[2] = FLASH_SHUFFLE(Int, b, d, 0, 1, 4, 5);
-    x[3] = FLASH_SHUFFLE(Int, b, d, 2, 3, 6, 7);
+    const Quad<float>::Vec a = FLASH_SHUFFLE(x[0], x[1], 0, 4, 1, 5);
+    const Quad<float>::Vec b = FLASH_SHUFFLE(x[0], x[1], 2, 6, 3, 7);
+    const Quad<float>::Vec c = FLASH_SHUFFLE(x[2], x[3], 0, 4, 1, 5);
+    const Quad<float>::Vec d = FLASH_SHUFFLE(x[2], x[3], 2, 6, 3, 7);
+    x[0] = FLASH_SHUFFLE(a, c, 0, 1, 4, 5);
+    x[1] = FLASH_SHUFFLE(a, c, 2, 3, 6, 7);
+    x[2] = FLASH_SHUFFLE(b, d, 0, 1, 4, 5);
+    x[3] = FLASH_SHUFFLE(b, d, 2, 3, 6, 7);
 }
 
 FLASH_INLINE void transpose(Quad<double>::Vec *x) {
-    typedef int64_t Int __attribute__((vector_size(16)));
-    const Quad<double>::Vec a = FLASH_SHUFFLE(Int, x[0], x[1], 0, 2);
-    x[1] = FLASH_SHUFFLE(Int, x[0], x[1], 1, 3);
+    const Quad<double>::Vec a = FLASH_SHUFFLE(x[0], x[1], 0, 2);
+    x[1] = FLASH_SHUFFLE(x[0], x[1], 1, 3);
     x[0] = a;
 }
 

@@ -16,8 +16,8 @@ struct SoftmaxState {
 
 // Sets scores of keys outside [lo, hi) to -inf and recomputes their maxima. Key n of s is key n_begin + n of K.
 template <typename T, int kPanel, int kUsedVecs>
-FLASH_INLINE void mask_scores(T *s, int n_begin, int keys, const typename Simd<T>::Int *lo,
-                              const typename Simd<T>::Int *hi, Vec<T> *row_max) {
+FLASH_NOINLINE void mask_scores(T *s, int n_begin, int keys, const typename Simd<T>::Int *lo,
+                                const typename Simd<T>::Int *hi, Vec<T> *row_max) {
     const Vec<T> minus_inf = broadcast<T>(-std::numeric_limits<T>::infinity());
 #pragma GCC unroll 4
     for (int j = 0; j < kUsedVecs; ++j) {
@@ -35,7 +35,7 @@ FLASH_INLINE void mask_scores(T *s, int n_begin, int keys, const typename Simd<T
 }
 
 template <typename T, int kPanel, int kUsedVecs>
-FLASH_INLINE void find_max(const T *s, int keys, Vec<T> *row_max) {
+FLASH_NOINLINE void find_max(const T *s, int keys, Vec<T> *row_max) {
 #pragma GCC unroll 4
     for (int j = 0; j < kUsedVecs; ++j) row_max[j] = broadcast<T>(-std::numeric_limits<T>::infinity());
 #pragma GCC unroll 2
@@ -57,7 +57,7 @@ FLASH_INLINE void update_max(const Vec<T> *row_max, T scale_log2, SoftmaxState<T
         const Vec<T> m_new = max<T>(row_max[j], m_old);
         store<T>(state.m + j * kLanes<T>, m_new);
         safe_m[j] = m_new == minus_inf ? Vec<T>{} : m_new;
-        alpha[j] = exp2_nonpositive<T>((m_old - safe_m[j]) * broadcast<T>(scale_log2));
+        alpha[j] = exp2_nonpositive((m_old - safe_m[j]) * broadcast<T>(scale_log2));
     }
 }
 
@@ -72,7 +72,7 @@ FLASH_INLINE void update_sum(const Vec<T> *sum, const Vec<T> *alpha, SoftmaxStat
 
 // s becomes p = 2^(scale_log2 * (s - m)); sum is its sum over the keys.
 template <typename T, int kPanel, int kUsedVecs>
-FLASH_INLINE void exponentiate(T *s, int keys, T scale_log2, const Vec<T> *safe_m, Vec<T> *sum) {
+FLASH_NOINLINE void exponentiate(T *s, int keys, T scale_log2, const Vec<T> *safe_m, Vec<T> *sum) {
     const Vec<T> scale = broadcast<T>(scale_log2);
 #pragma GCC unroll 4
     for (int j = 0; j < kUsedVecs; ++j) sum[j] = Vec<T>{};
@@ -81,7 +81,7 @@ FLASH_INLINE void exponentiate(T *s, int keys, T scale_log2, const Vec<T> *safe_
 #pragma GCC unroll 4
         for (int j = 0; j < kUsedVecs; ++j) {
             T *s_n = s + n * kPanel + j * kLanes<T>;
-            const Vec<T> p = exp2_nonpositive<T>((load<T>(s_n) - safe_m[j]) * scale);
+            const Vec<T> p = exp2_nonpositive((load<T>(s_n) - safe_m[j]) * scale);
             store<T>(s_n, p);
             sum[j] += p;
         }

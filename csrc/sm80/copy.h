@@ -22,22 +22,19 @@ __device__ __forceinline__ void copy_tile_async(const TiledCopy &tiled_copy, con
     }
 }
 
-// acc += A B with A and B in shared memory: the operands of step k + 1 are fetched while step k multiplies.
-template <bool A_in_registers = false, typename TensorAcc, typename TensorrA, typename TensorrB, typename TensorsA,
+// acc += A B with A and B in shared memory. The compiler moves the loads of later steps ahead by itself; asking for it
+// here only costs registers.
+template <typename TensorAcc, typename TensorrA, typename TensorrB, typename TensorsA,
           typename TensorsB, typename TiledMma, typename CopyA, typename CopyB, typename ThrCopyA, typename ThrCopyB>
 __device__ __forceinline__ void gemm(TensorAcc &acc, TensorrA &rA, TensorrB &rB, const TensorsA &sA, const TensorsB &sB,
                                      const TiledMma &tiled_mma, const CopyA &copy_A, const CopyB &copy_B,
                                      const ThrCopyA &thr_copy_A, const ThrCopyB &thr_copy_B) {
     Tensor rA_view = thr_copy_A.retile_D(rA);
     Tensor rB_view = thr_copy_B.retile_D(rB);
-    if constexpr (!A_in_registers) { copy(copy_A, sA(_, _, _0{}), rA_view(_, _, _0{})); }
-    copy(copy_B, sB(_, _, _0{}), rB_view(_, _, _0{}));
     CUTE_UNROLL
     for (int k = 0; k < size<2>(rA); ++k) {
-        if (k + 1 < size<2>(rA)) {
-            if constexpr (!A_in_registers) { copy(copy_A, sA(_, _, k + 1), rA_view(_, _, k + 1)); }
-            copy(copy_B, sB(_, _, k + 1), rB_view(_, _, k + 1));
-        }
+        copy(copy_A, sA(_, _, k), rA_view(_, _, k));
+        copy(copy_B, sB(_, _, k), rB_view(_, _, k));
         cute::gemm(tiled_mma, rA(_, _, k), rB(_, _, k), acc);
     }
 }
@@ -48,10 +45,9 @@ template <typename TensorAcc, typename TensorrA, typename TensorrB, typename Ten
 __device__ __forceinline__ void gemm_rs(TensorAcc &acc, const TensorrA &rA, TensorrB &rB, const TensorsB &sB,
                                         const TiledMma &tiled_mma, const CopyB &copy_B, const ThrCopyB &thr_copy_B) {
     Tensor rB_view = thr_copy_B.retile_D(rB);
-    copy(copy_B, sB(_, _, _0{}), rB_view(_, _, _0{}));
     CUTE_UNROLL
     for (int k = 0; k < size<2>(rA); ++k) {
-        if (k + 1 < size<2>(rA)) { copy(copy_B, sB(_, _, k + 1), rB_view(_, _, k + 1)); }
+        copy(copy_B, sB(_, _, k), rB_view(_, _, k));
         cute::gemm(tiled_mma, rA(_, _, k), rB(_, _, k), acc);
     }
 }

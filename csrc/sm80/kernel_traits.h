@@ -25,7 +25,6 @@ struct Flash_fwd_kernel_traits {
     static constexpr int kBlockN = Tile::kBlockN;
     static constexpr int kNWarps = Tile::kNWarps;
     static constexpr int kNThreads = kNWarps * 32;
-    static constexpr bool kQ_in_registers = Tile::kQ_in_registers;
 
     // m16n8k16 on the tensor cores; each warp owns 16 rows out of every 16 * kNWarps.
     using Mma_atom = std::conditional_t<kDType == DType::float16, MMA_Atom<SM80_16x8x16_F32F16F16F32_TN>,

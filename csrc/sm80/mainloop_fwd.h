@@ -72,11 +72,7 @@ __device__ __forceinline__ void mainloop_fwd(const Flash_fwd_params &params, con
     auto smem_copy_Q = make_tiled_copy_A(typename Traits::SmemCopyAtom{}, tiled_mma);
     auto smem_copy_K = make_tiled_copy_B(typename Traits::SmemCopyAtom{}, tiled_mma);
     auto smem_copy_V = make_tiled_copy_B(typename Traits::SmemCopyAtomTransposed{}, tiled_mma);
-    auto thr_copy_Q = smem_copy_Q.get_thread_slice(tidx);
-    auto thr_copy_K = smem_copy_K.get_thread_slice(tidx);
     auto thr_copy_V = smem_copy_V.get_thread_slice(tidx);
-    Tensor tSsQ = thr_copy_Q.partition_S(sQ);
-    Tensor tSsK = thr_copy_K.partition_S(sK);
     Tensor tOsVt = thr_copy_V.partition_S(sVt);
     Tensor acc_o_rowcol = make_tensor(acc_o.data(), rowcol_layout(acc_o.layout()));
 
@@ -95,7 +91,12 @@ __device__ __forceinline__ void mainloop_fwd(const Flash_fwd_params &params, con
 
         Tensor acc_s = partition_fragment_C(tiled_mma, Shape<Int<kBlockM>, Int<kBlockN>>{});  // (MMA, MMA_M, MMA_N)
         clear(acc_s);
-        gemm<Traits::kQ_in_registers>(acc_s, tSrQ, tSrK, tSsQ, tSsK, tiled_mma, smem_copy_Q, smem_copy_K, thr_copy_Q,
+        const int tidx = thread_index();
+        auto thr_copy_Q = smem_copy_Q.get_thread_slice(tidx);
+        auto thr_copy_K = smem_copy_K.get_thread_slice(tidx);
+        Tensor tSsQ = thr_copy_Q.partition_S(sQ);
+        Tensor tSsK = thr_copy_K.partition_S(sK);
+        gemm(acc_s, tSrQ, tSrK, tSsQ, tSsK, tiled_mma, smem_copy_Q, smem_copy_K, thr_copy_Q,
                                       thr_copy_K);
         cp_async_wait<0>();
         __syncthreads();  // V has landed for all; all are done with K
@@ -121,12 +122,6 @@ __device__ __forceinline__ void mainloop_fwd(const Flash_fwd_params &params, con
     cp_async_fence();
     int n_block = info.n_block_max - 1;
     load_KV(gK, sK, n_block);
-    if constexpr (Traits::kQ_in_registers) {
-        cp_async_wait<1>();
-        __syncthreads();  // Q has landed for all
-        copy(smem_copy_Q, tSsQ, thr_copy_Q.retile_D(tSrQ));
-    }
-
     // Main loop, from the last key block down, so that the ragged and the causal edge come first.
     for (; n_block >= 0; --n_block) { step(n_block); }
 }

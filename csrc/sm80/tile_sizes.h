@@ -3,13 +3,12 @@
 
 namespace flash::sm80 {
 
-template <int kBlockM_, int kBlockN_, int kNWarps_, int kMinBlocksPerSM_, bool kQ_in_registers_ = false>
+template <int kBlockM_, int kBlockN_, int kNWarps_, int kMinBlocksPerSM_>
 struct Tile_fwd {
     static constexpr int kBlockM = kBlockM_;                  // query rows of a thread block
     static constexpr int kBlockN = kBlockN_;                  // keys of a step
     static constexpr int kNWarps = kNWarps_;                  // warps, 16 rows each at a time
     static constexpr int kMinBlocksPerSM = kMinBlocksPerSM_;  // what the register count has to allow
-    static constexpr bool kQ_in_registers = kQ_in_registers_;
 };
 
 template <int kHeadDim, bool Is_causal>

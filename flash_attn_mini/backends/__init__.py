@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -95,6 +96,11 @@ def select_backend(device: torch.device, requested: str | None = None) -> Backen
         name, source = _chosen.get(), "use_backend()"
     if name is None:
         name, source = os.environ.get(ENVIRONMENT_VARIABLE) or None, ENVIRONMENT_VARIABLE
+    return _resolve(device, name, source)
+
+
+@functools.cache  # what a device can run does not change while the process lives
+def _resolve(device: torch.device, name: str | None, source: str) -> Backend:
     if name is not None:
         backend = _known(name, source)
         reason = backend.unavailable_reason(device)

@@ -1,4 +1,4 @@
-"""flash_attn_mini as an attention implementation of Hugging Face transformers (AttentionInterface: 4.53 or later, BERT 5.0 or later).
+"""flash_attn_mini as an attention implementation of transformers (AttentionInterface; 4.53 or later, BERT 5 or later).
 
     model = AutoModel.from_pretrained(path, attn_implementation=register())
 
@@ -9,7 +9,7 @@ Two functions are registered under one name: `attention_mask` says before the fi
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -65,7 +65,9 @@ def register(name: str = ATTENTION_NAME) -> str:
     except ImportError as error:
         raise ImportError("transformers 4.53 or later is needed: pip install 'transformers>=4.53'") from error
     if "flash" in name:
-        raise ValueError(f"name must not contain 'flash', which transformers reserves for its own kernels; got {name!r}")
+        raise ValueError(
+            f"name must not contain 'flash', which transformers reserves for its own kernels; got {name!r}"
+        )
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, attention_mask)
     return name
@@ -83,7 +85,7 @@ def attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The attention of one layer: `[batch, heads, seqlen, headdim]` in, `([batch, seqlen_q, heads, headdim], None)` out.
+    """One layer's attention: `[batch, heads, seqlen, headdim]` in, `([batch, seqlen_q, heads, headdim], None)` out.
 
     Transposed views go to the kernels as they are. Key and value heads are not repeated: grouped-query attention is the
     kernels' own. A mask given here decides over causality; without one `is_causal` does, else `module.is_causal`.
@@ -103,7 +105,7 @@ def attention(
         causal = _causal_of(attention_mask, query.shape[2], key.shape[2])
     q, k, v = (states.transpose(1, 2) for states in (query, key, value))
     out = flash_attn_func(q, k, v, softmax_scale=scaling, causal=causal)
-    return out, None
+    return cast(Tensor, out), None
 
 
 def attention_mask(
@@ -128,7 +130,7 @@ def attention_mask(
         mask_function = masking_utils.causal_mask_function
     if cache_position is not None:  # transformers before 5: the queries' positions instead of their number and offset
         q_length, q_offset = cache_position.shape[0], cache_position[0]
-        place = {"cache_position": cache_position}
+        place: dict[str, Any] = {"cache_position": cache_position}
     else:
         place = {"q_length": q_length, "q_offset": q_offset}
 

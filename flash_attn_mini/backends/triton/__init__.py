@@ -6,20 +6,24 @@ Nothing here needs the compiled extension, and Triton itself is imported at the 
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
+from functools import cache
 
 import torch
 
 __all__ = ["forward", "unavailable_reason"]
 
 MIN_CAPABILITY = (8, 0)
+MIN_VERSION = (3, 4)  # TensorDescriptor, and autotuning results kept on disk
 
 
 def unavailable_reason(device: torch.device) -> str | None:
     """None when this backend can run on ``device``, else one sentence that says why it cannot."""
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed"
+    reason = _triton_missing_reason()
+    if reason is not None:
+        return reason
     if os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes"):
         return None
     if device.type != "cuda":
@@ -29,6 +33,19 @@ def unavailable_reason(device: torch.device) -> str | None:
     if torch.cuda.get_device_capability(device) < MIN_CAPABILITY:
         major, minor = torch.cuda.get_device_capability(device)
         return f"the triton backend needs compute capability 8.0 or newer; this GPU has {major}.{minor}"
+    return None
+
+
+@cache
+def _triton_missing_reason() -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    try:
+        version = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:  # a build under another name: no telling how old it is
+        return None
+    if tuple(int(part) for part in version.split(".")[:2]) < MIN_VERSION:
+        return f"the triton backend needs triton 3.4 or newer; version {version} is installed"
     return None
 
 

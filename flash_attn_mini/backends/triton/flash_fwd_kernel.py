@@ -73,11 +73,9 @@ def attend_blocks(
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
     USE_TMA: tl.constexpr,
-    WARP_SPECIALIZE: tl.constexpr,
-    FUSE_SCALE: tl.constexpr = True,
 ):
     """Attend to keys [n_begin, n_end), BLOCK_N at a time. MASKED: some of them may lie beyond `last_key`."""
-    for n in tl.range(n_begin, n_end, BLOCK_N, warp_specialize=WARP_SPECIALIZE):
+    for n in tl.range(n_begin, n_end, BLOCK_N):
         k_tile = load_rows(
             k, k_stride_b, k_stride_h, k_stride_s, batch, head_k, n, seqlen_k,
             HEAD_DIM, BLOCK_D, BLOCK_N, MASKED, USE_TMA,
@@ -87,19 +85,13 @@ def attend_blocks(
             scores = -scores
         if MASKED:
             scores = tl.where(n + tl.arange(0, BLOCK_N)[None, :] <= last_key[:, None], scores, float("-inf"))
-        if FUSE_SCALE:
-            new_max = tl.maximum(row_max, tl.max(scores, 1) * qk_scale)
-        else:
-            new_max = tl.maximum(row_max, tl.max(scores, 1))
+        new_max = tl.maximum(row_max, tl.max(scores, 1))
         shift = new_max
         if MASKED:  # a row that has seen no key yet: -inf - -inf would make its probabilities NaN
             shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        if FUSE_SCALE:
-            p = tl.math.exp2(scores * qk_scale - shift[:, None])
-            alpha = tl.math.exp2(row_max - shift)
-        else:
-            p = tl.math.exp2((scores - shift[:, None]) * qk_scale)
-            alpha = tl.math.exp2((row_max - shift) * qk_scale)
+        # Not scores * qk_scale - shift * qk_scale: one FFMA, but 2^-24 of a score of 1e9 is an exponent of 60.
+        p = tl.math.exp2((scores - shift[:, None]) * qk_scale)
+        alpha = tl.math.exp2((row_max - shift) * qk_scale)
         acc = acc * alpha[:, None]
         v_tile = load_rows(
             v, v_stride_b, v_stride_h, v_stride_s, batch, head_k, n, seqlen_k,
@@ -118,7 +110,7 @@ NOT_SPECIALIZED = ["seqlen_q", "seqlen_k", "batch_heads", "nheads", "heads_per_k
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def flash_fwd_kernel(
-    q,  # [batch, seqlen_q, nheads, headdim]: a pointer, or with USE_TMA a descriptor over [batch, heads, seqlen, headdim]
+    q,  # [batch, seqlen_q, nheads, headdim]: a pointer, or what load_rows calls a descriptor
     k,  # [batch, seqlen_k, nheads_k, headdim], likewise
     v,  # [batch, seqlen_k, nheads_k, headdim], likewise
     out,  # [batch, seqlen_q, nheads, headdim]: always a pointer
@@ -145,13 +137,11 @@ def flash_fwd_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,  # HEAD_DIM rounded up to a power of two
     CAUSAL: tl.constexpr,
-    EVEN_N: tl.constexpr,  # seqlen_k is a multiple of BLOCK_N
+    EVEN_N: tl.constexpr,  # without the causal mask: seqlen_k is a multiple of BLOCK_N
     NEGATIVE_SCALE: tl.constexpr,
     USE_TMA: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    WARP_SPECIALIZE: tl.constexpr,
-    FUSE_SCALE: tl.constexpr = True,
 ):
     """Grid: cdiv(seqlen_q, BLOCK_M) * batch * nheads programs."""
     # Which rows of which head. Programs start in order of their id: heads that share the L2 cache run together, and
@@ -185,47 +175,28 @@ def flash_fwd_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    if WARP_SPECIALIZE:
-        # The compiler gives one loop a producer warp group and splits BLOCK_M between two consumer warp groups. It
-        # takes a single loop only, and splits Q only as a two-dimensional descriptor made inside the kernel.
-        q_descriptor = tl.make_tensor_descriptor(
-            q + batch.to(tl.int64) * q_stride_b + head.to(tl.int64) * q_stride_h,
-            shape=[seqlen_q, HEAD_DIM],
-            strides=[q_stride_s, 1],
-            block_shape=[BLOCK_M, BLOCK_D],
-        )
-        q_tile = q_descriptor.load([start_m, 0])
+    q_tile = load_rows(
+        q, q_stride_b, q_stride_h, q_stride_s, batch, head, start_m, seqlen_q,
+        HEAD_DIM, BLOCK_D, BLOCK_M, True, USE_TMA,
+    )  # fmt: skip
+    acc, row_sum, row_max = attend_blocks(
+        acc, row_sum, row_max, q_tile, k, v,
+        k_stride_b, k_stride_h, k_stride_s, v_stride_b, v_stride_h, v_stride_s, batch, head_k, last_key,
+        0, n_full, seqlen_k, qk_scale,
+        NEGATIVE_SCALE, HEAD_DIM, BLOCK_D, BLOCK_N, False, USE_TMA,
+    )  # fmt: skip
+    if CAUSAL or not EVEN_N:
         acc, row_sum, row_max = attend_blocks(
             acc, row_sum, row_max, q_tile, k, v,
             k_stride_b, k_stride_h, k_stride_s, v_stride_b, v_stride_h, v_stride_s, batch, head_k, last_key,
-            0, n_end, seqlen_k, qk_scale,
-            NEGATIVE_SCALE, HEAD_DIM, BLOCK_D, BLOCK_N, CAUSAL or not EVEN_N, USE_TMA, True, FUSE_SCALE,
+            n_full, n_end, seqlen_k, qk_scale,
+            NEGATIVE_SCALE, HEAD_DIM, BLOCK_D, BLOCK_N, True, USE_TMA,
         )  # fmt: skip
-    else:
-        q_tile = load_rows(
-            q, q_stride_b, q_stride_h, q_stride_s, batch, head, start_m, seqlen_q,
-            HEAD_DIM, BLOCK_D, BLOCK_M, True, USE_TMA,
-        )  # fmt: skip
-        acc, row_sum, row_max = attend_blocks(
-            acc, row_sum, row_max, q_tile, k, v,
-            k_stride_b, k_stride_h, k_stride_s, v_stride_b, v_stride_h, v_stride_s, batch, head_k, last_key,
-            0, n_full, seqlen_k, qk_scale,
-            NEGATIVE_SCALE, HEAD_DIM, BLOCK_D, BLOCK_N, False, USE_TMA, False, FUSE_SCALE,
-        )  # fmt: skip
-        if CAUSAL or not EVEN_N:
-            acc, row_sum, row_max = attend_blocks(
-                acc, row_sum, row_max, q_tile, k, v,
-                k_stride_b, k_stride_h, k_stride_s, v_stride_b, v_stride_h, v_stride_s, batch, head_k, last_key,
-                n_full, n_end, seqlen_k, qk_scale,
-                NEGATIVE_SCALE, HEAD_DIM, BLOCK_D, BLOCK_N, True, USE_TMA, False, FUSE_SCALE,
-            )  # fmt: skip
 
     # Rows without any key: out 0, lse -inf.
     divisor = tl.where(row_sum == 0.0, 1.0, row_sum)
-    acc = acc / divisor[:, None]
-    if not FUSE_SCALE:
-        row_max = row_max * qk_scale
-    row_lse = (row_max + tl.math.log2(divisor)) * 0.6931471805599453
+    acc = acc * (1.0 / divisor)[:, None]
+    row_lse = (row_max * qk_scale + tl.math.log2(divisor)) * 0.6931471805599453
     tl.store(lse + batch_head.to(tl.int64) * seqlen_q + rows, row_lse, mask=rows < seqlen_q)
     cols = tl.arange(0, BLOCK_D)
     pointers = (

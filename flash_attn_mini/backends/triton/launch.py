@@ -7,8 +7,7 @@ head dim, causal, lengths rounded up to a power of two) tunes; the choice is kep
 from __future__ import annotations
 
 import math
-from functools import lru_cache, partial
-from typing import Any
+from functools import cache, partial
 
 import torch
 import triton
@@ -21,6 +20,8 @@ from .tuner import choose_config
 
 LOG2_E = math.log2(math.e)
 MIN_SCALE = 1e-37  # stands for a scale of 0, which would turn the -inf of a masked score into NaN
+
+NO_STRIDES = (0,) * 9
 
 # Under TRITON_INTERPRET=1 triton.jit returns a Python function that runs anywhere.
 INTERPRETED = not isinstance(flash_fwd_kernel, triton.JITFunction)
@@ -44,17 +45,19 @@ def forward(
         return out.zero_(), lse.fill_(-math.inf)
     if out.numel() == 0:
         return out, lse
-    use_tma = not INTERPRETED and tma_reaches(q) and tma_reaches(k) and tma_reaches(v)
-    launch_with = partial(launch, q, k, v, out, lse, softmax_scale, causal, use_tma)
-    config = choose_config(
-        q,
-        k,
-        block_d=head_dim_block(head_dim),
-        causal=causal,
-        use_tma=use_tma,
-        interpreted=INTERPRETED,
-        launch_with=launch_with,
-    )
+    launch_with = partial(launch, q, k, v, out, lse, softmax_scale, causal)
+    reached = not INTERPRETED and tma_reaches(q) and tma_reaches(k) and tma_reaches(v)
+    config = choose_config(q, k, head_dim_block(head_dim), causal, reached, INTERPRETED, launch_with)
+    if tracing_enabled():
+        trace(
+            "triton.flash_fwd_kernel",
+            dtype=q.dtype,
+            headdim=head_dim,
+            causal=causal,
+            **config.all_kwargs(),
+            grid=launch_grid(q, config),
+            interpreted=INTERPRETED,
+        )
     launch_with(config)
     return out, lse
 
@@ -67,79 +70,52 @@ def launch(
     lse: torch.Tensor,
     softmax_scale: float,
     causal: bool,
-    use_tma: bool,
     config: triton.Config,
-    **overrides: Any,
 ) -> None:
-    """Run the kernel with one configuration on tensors that are not empty; ``overrides`` are kernel arguments."""
+    """Run the kernel with one configuration on tensors that are not empty."""
     batch, seqlen_q, nheads, head_dim = q.shape
     seqlen_k, nheads_k = k.shape[1], k.shape[2]
-    block_m, block_n = config.kwargs["BLOCK_M"], config.kwargs["BLOCK_N"]
-    warp_specialize = config.kwargs["WARP_SPECIALIZE"]
+    block_m, block_n, use_tma = (config.kwargs[name] for name in ("BLOCK_M", "BLOCK_N", "USE_TMA"))
     block_d = head_dim_block(head_dim)
-    grid = (-(-seqlen_q // block_m) * batch * nheads,)
-    q_strides = (q.stride(0), q.stride(2), q.stride(1))
-    k_strides = (k.stride(0), k.stride(2), k.stride(1))
-    v_strides = (v.stride(0), v.stride(2), v.stride(1))
-    q_arg, k_arg, v_arg = q, k, v
     if use_tma:
-        k_arg, k_strides = descriptor(k, block_n, block_d), (0, 0, 0)
-        v_arg, v_strides = descriptor(v, block_n, block_d), (0, 0, 0)
-        if warp_specialize:
-            triton.set_allocator(allocate_scratch)
-        else:
-            q_arg, q_strides = descriptor(q, block_m, block_d), (0, 0, 0)
-    if tracing_enabled():
-        trace(
-            "triton.flash_fwd_kernel",
-            dtype=q.dtype,
-            headdim=head_dim,
-            causal=causal,
-            block_m=block_m,
-            block_n=block_n,
-            warps=config.num_warps,
-            stages=config.num_stages,
-            maxnreg=config.maxnreg,
-            warp_specialize=warp_specialize,
-            tma=use_tma,
-            grid=grid,
-            interpreted=INTERPRETED,
-        )
+        operands = (descriptor(q, block_m, block_d), descriptor(k, block_n, block_d), descriptor(v, block_n, block_d))
+        strides = NO_STRIDES  # the descriptors have them
+    else:
+        operands = (q, k, v)
+        strides = (*strides_bhs(q), *strides_bhs(k), *strides_bhs(v))
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     if config.maxnreg is not None:
         options["maxnreg"] = config.maxnreg
     with torch.cuda.device_of(q):
-        flash_fwd_kernel[grid](
-            q_arg,
-            k_arg,
-            v_arg,
+        flash_fwd_kernel[launch_grid(q, config)](
+            *operands,
             out,
             lse,
-            *q_strides,
-            *k_strides,
-            *v_strides,
-            out.stride(0),
-            out.stride(2),
-            out.stride(1),
+            *strides,
+            *strides_bhs(out),
             max(abs(softmax_scale) * LOG2_E, MIN_SCALE),
             seqlen_q,
             seqlen_k,
             batch * nheads,
             nheads,
             nheads // nheads_k,
-            heads_per_group(k, nheads // nheads_k) if causal else 1,
+            min(batch * nheads, heads_per_group(k, nheads // nheads_k)) if causal else 1,
             HEAD_DIM=head_dim,
             BLOCK_D=block_d,
             CAUSAL=causal,
-            EVEN_N=seqlen_k % block_n == 0,
+            EVEN_N=causal or seqlen_k % block_n == 0,
             NEGATIVE_SCALE=softmax_scale < 0,
             USE_TMA=use_tma,
             BLOCK_M=block_m,
             BLOCK_N=block_n,
-            WARP_SPECIALIZE=warp_specialize,
             **options,
-            **overrides,
         )
+
+
+def launch_grid(q: torch.Tensor, config: triton.Config) -> tuple[int]:
+    """One program for each block of rows of each head. One dimension, as the others hold no more than 65535."""
+    batch, seqlen_q, nheads, _ = q.shape
+    return (-(-seqlen_q // config.kwargs["BLOCK_M"]) * batch * nheads,)
 
 
 def head_dim_block(head_dim: int) -> int:
@@ -153,13 +129,15 @@ def heads_per_group(k: torch.Tensor, heads_per_kv: int) -> int:
     return max(1, l2_cache_size(k.device) // 2 // bytes_per_head) * heads_per_kv
 
 
-@lru_cache(maxsize=None)
+@cache
 def l2_cache_size(device: torch.device) -> int:
+    """Bytes of the GPU's L2 cache; some value for the interpreter."""
     return torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 1 << 25
 
 
-@lru_cache(maxsize=None)
+@cache
 def has_tma(device: torch.device) -> bool:
+    """Whether the GPU has a tensor memory accelerator: Hopper and later."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
@@ -174,23 +152,18 @@ def tma_reaches(tensor: torch.Tensor) -> bool:
     )
 
 
+def strides_bhs(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """Strides of batch, head and row. That of a dimension of one element is free: torch may have any value there."""
+    batch, seqlen, heads, _ = tensor.shape
+    stride_b, stride_s, stride_h, _ = tensor.stride()
+    return (stride_b if batch > 1 else 16, stride_h if heads > 1 else 16, stride_s if seqlen > 1 else 16)
+
+
 def descriptor(tensor: torch.Tensor, block_rows: int, block_d: int) -> TensorDescriptor:
     """``[batch, seqlen, heads, headdim]`` seen as [batch, heads, seqlen, headdim], read in blocks of one head's rows.
 
     What lies beyond seqlen or headdim reads as zero.
     """
     batch, seqlen, heads, head_dim = tensor.shape
-    # The stride of a dimension of one element is free, and torch leaves odd values there.
-    any_stride = 16
-    strides = [
-        tensor.stride(0) if batch > 1 else any_stride,
-        tensor.stride(2) if heads > 1 else any_stride,
-        tensor.stride(1) if seqlen > 1 else any_stride,
-        1,
-    ]
+    strides = [*strides_bhs(tensor), 1]
     return TensorDescriptor(tensor, [batch, heads, seqlen, head_dim], strides, [1, 1, block_rows, block_d])
-
-
-def allocate_scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
-    """Memory for the descriptors that a warp-specialised kernel makes on the device."""
-    return torch.empty(size, dtype=torch.int8, device="cuda")

@@ -8,22 +8,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 import triton
-from triton.runtime.errors import PTXASError
 
-from .configs import FLOAT32, HOPPER, PLAIN, candidates, feasible
+from .configs import FLOAT32, HOPPER, PLAIN, candidates
 from .flash_fwd_kernel import flash_fwd_kernel
 
 # Below so many operations (some 20 microseconds of an H200) a table serves as well, and nobody waits for compilers.
 MIN_TUNED_FLOPS = 1 << 33
 MAX_LENGTH_BUCKET = 4096
+INTERPRETER_SHARED_MEMORY = 1 << 30  # nothing is too large for it
 
 ENVIRONMENT_VARIABLE = "FLASH_ATTN_MINI_TRITON_AUTOTUNE"
 
-KEY = ["device_name", "dtype", "head_dim", "block_d", "causal", "use_tma", "length_q", "length_k"]
+KEY = ["device_name", "dtype", "head_dim", "block_d", "causal", "tma_reaches", "length_q", "length_k"]
 
 _chosen: dict[tuple[Any, ...], triton.Config] = {}
 
@@ -32,23 +33,17 @@ class TimedLaunch:
     """What triton.autotune times: a launch of the kernel with the tile sizes, warps and stages it is given."""
 
     fn = flash_fwd_kernel  # whose source is part of the key on disk
-    arg_names = [*KEY, "shared_memory_limit", "launch_with"]
+    arg_names = (*KEY, "shared_memory_limit", "launch_with")
 
     def run(self, *arguments: Any, grid: Any, warmup: bool, num_ctas: int = 1, **config: Any) -> None:
         options = {name: config.pop(name, None) for name in ("num_warps", "num_stages", "maxnreg")}
-        try:
-            arguments[-1](triton.Config(config, **options))
-        except RuntimeError as error:  # a pass that gives up: this configuration is out, the others are not
-            if isinstance(error, torch.cuda.OutOfMemoryError) or "PassManager" not in str(error):
-                raise
-            raise PTXASError(str(error)) from error
+        arguments[-1](triton.Config(config, **options))
 
 
 def prune(configs: list[triton.Config], arguments: dict[str, Any], **_: Any) -> list[triton.Config]:
     """The candidates of this dtype, head dim and kind of loads that fit in shared memory."""
     itemsize = 4 if arguments["dtype"] == "torch.float32" else 2
-    table = candidates(arguments["block_d"], itemsize, arguments["use_tma"])
-    return feasible(table, arguments["block_d"], arguments["head_dim"], itemsize, arguments["shared_memory_limit"])
+    return candidates(arguments["block_d"], itemsize, arguments["tma_reaches"], arguments["shared_memory_limit"])
 
 
 ALL_CONFIGS = [config for table in (HOPPER, PLAIN, FLOAT32) for configs in table.values() for config in configs]
@@ -61,39 +56,46 @@ timed_launch = triton.autotune(
 def choose_config(
     q: torch.Tensor,
     k: torch.Tensor,
-    *,
     block_d: int,
     causal: bool,
-    use_tma: bool,
+    tma_reaches: bool,
     interpreted: bool,
     launch_with: Callable[[triton.Config], None],
 ) -> triton.Config:
-    """The configuration for attention of ``q`` to ``k``; ``launch_with(config)`` runs the call, for timing."""
-    key = (q.device, q.dtype, q.shape[3], causal, use_tma, length_bucket(q.shape[1]), length_bucket(k.shape[1]))
+    """The configuration for attention of ``q`` to ``k``.
+
+    Args:
+        q: ``[batch, seqlen_q, nheads, headdim]``.
+        k: ``[batch, seqlen_k, nheads_k, headdim]``.
+        block_d: The head dim rounded up to a power of two.
+        causal: Whether the mask is causal.
+        tma_reaches: Whether TMA can address q, k and v on this GPU.
+        interpreted: Whether the kernel runs in the interpreter, where nothing can be timed.
+        launch_with: ``launch_with(config)`` runs the call, for timing.
+    """
+    key = (q.device, q.dtype, q.shape[3], causal, tma_reaches, length_bucket(q.shape[1]), length_bucket(k.shape[1]))
     config = _chosen.get(key)
     if config is not None:
         return config
-    itemsize = q.element_size()
     if interpreted:
-        return candidates(block_d, itemsize, use_tma)[0]
+        return candidates(block_d, q.element_size(), False, INTERPRETER_SHARED_MEMORY)[0]
 
-    properties = torch.cuda.get_device_properties(q.device)
-    limit = properties.shared_memory_per_block_optin
+    limit = shared_memory_limit(q.device)
     flops = 4 * q.shape[0] * q.shape[2] * q.shape[1] * k.shape[1] * q.shape[3]
     if (
         flops < MIN_TUNED_FLOPS
         or os.environ.get(ENVIRONMENT_VARIABLE, "1") == "0"
         or torch.cuda.is_current_stream_capturing()
     ):
-        return feasible(candidates(block_d, itemsize, use_tma), block_d, q.shape[3], itemsize, limit)[0]
+        return candidates(block_d, q.element_size(), tma_reaches, limit)[0]
 
     timed_launch.run(
-        properties.name,
+        torch.cuda.get_device_name(q.device),
         str(q.dtype),
         q.shape[3],
         block_d,
         causal,
-        use_tma,
+        tma_reaches,
         length_bucket(q.shape[1]),
         length_bucket(k.shape[1]),
         limit,
@@ -103,6 +105,13 @@ def choose_config(
     )
     _chosen[key] = timed_launch.best_config
     return timed_launch.best_config
+
+
+@cache
+def shared_memory_limit(device: torch.device) -> int:
+    """Bytes of shared memory that one block of a kernel may take."""
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    return int(triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"])
 
 
 def length_bucket(length: int) -> int:

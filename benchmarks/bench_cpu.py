@@ -1,0 +1,121 @@
+"""Forward of the cpu backend against PyTorch's scaled_dot_product_attention and a matrix product, in one run.
+
+  python -m benchmarks.bench_cpu                                  float32, one and two threads
+  python -m benchmarks.bench_cpu --dtype bfloat16 --threads 1 --headdims 128 --seqlens 4096
+
+`of matmul` is the share of the speed of a 1024³ matrix product of the same dtype, taken between the other two's turns.
+"""
+
+from __future__ import annotations
+
+import statistics
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import cli, provenance
+from benchmarks.methods import Budget, attention_flops, interleave, ratio, time_cpu
+from benchmarks.rivals import Call, Rival, select
+
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+}
+MATMUL_SIZE = 1024
+
+
+class Matmul(Rival):
+    """A square matrix product in q's dtype, whatever the shapes of q, k and v."""
+
+    name = "matmul"
+
+    def bind(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
+        a, b = (torch.randn(MATMUL_SIZE, MATMUL_SIZE).to(q.dtype) for _ in range(2))
+        return partial(torch.matmul, a, b)
+
+
+def draw_inputs(batch: int, seqlen: int, nheads: int, headdim: int, dtype: torch.dtype, layout: str) -> list[Tensor]:
+    """Random normal q, k, v as [batch, seqlen, nheads, headdim], in memory in the order that `layout` says."""
+    if layout == "bshd":
+        return [torch.randn(batch, seqlen, nheads, headdim).to(dtype) for _ in range(3)]
+    return [torch.randn(batch, nheads, seqlen, headdim).to(dtype).transpose(1, 2) for _ in range(3)]
+
+
+def measure_point(q: Tensor, k: Tensor, v: Tensor, causal: bool, rounds: int) -> dict[str, Any]:
+    """One row of the result. A contender's time in a round is the median of three calls or more."""
+    batch, seqlen, nheads, headdim = q.shape
+    ours, theirs, matmul = [*select(["cpu", "SDPA"]), Matmul()]
+    calls = {rival: rival.bind(q, k, v, causal) for rival in (ours, theirs, matmul)}
+    with ours.active():
+        torch.testing.assert_close(calls[ours](), theirs.output(calls[theirs]()), rtol=2e-2, atol=2e-2)
+    timings = interleave(calls, time_cpu, rounds=rounds, rep_ms=1.0)
+    mine, rival, product = (timings[contender.name] for contender in (ours, theirs, matmul))
+    gflop = attention_flops(batch, nheads, seqlen, seqlen, headdim, causal) / 1e9
+    matmul_speed = 2 * MATMUL_SIZE**3 / 1e6 / product.ms
+    ratios = [b / a for a, b in zip(mine.rounds, rival.rounds, strict=True)]
+    return {
+        "threads": torch.get_num_threads(),
+        "dtype": str(q.dtype).removeprefix("torch."),
+        "headdim": headdim,
+        "causal": causal,
+        "batch": batch,
+        "nheads": nheads,
+        "seqlen": seqlen,
+        "ms": round(mine.ms, 3),
+        "SDPA ms": round(rival.ms, 3),
+        "GFLOP/s": round(gflop / mine.ms * 1e3, 1),
+        "ratio": round(ratio(mine, rival), 3),
+        "lowest ratio": round(min(ratios), 3),
+        "highest ratio": round(max(ratios), 3),
+        "of matmul": round(gflop / mine.ms * 1e3 / matmul_speed, 3),
+        "SDPA of matmul": round(gflop / rival.ms * 1e3 / matmul_speed, 3),
+    }
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = cli.parser_for(__doc__, seconds=300.0)
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="default: %(default)s")
+    parser.add_argument("--dtype", choices=list(DTYPES), default="float32", help="default: %(default)s")
+    parser.add_argument("--headdims", type=int, nargs="+", default=[64, 128], help="default: %(default)s")
+    parser.add_argument("--seqlens", type=int, nargs="+", default=[512, 1024, 2048, 4096], help="default: %(default)s")
+    parser.add_argument("--batch", type=int, default=1, help="default: %(default)s")
+    parser.add_argument("--nheads", type=int, default=16, help="default: %(default)s")
+    parser.add_argument(
+        "--layout", choices=["bshd", "bhsd"], default="bshd", help="order in memory (default: %(default)s)"
+    )
+    parser.add_argument("--rounds", type=int, default=7, help="interleaved rounds at each point (default: %(default)s)")
+    arguments = parser.parse_args(argv)
+    seqlens = arguments.seqlens[:1] if arguments.quick else arguments.seqlens
+    dtype = DTYPES[arguments.dtype]
+    points = [
+        (t, d, c, s) for t in arguments.threads for d in arguments.headdims for c in (False, True) for s in seqlens
+    ]
+    budget = Budget(arguments.seconds)
+    torch.manual_seed(0)
+    data = []
+    for threads, headdim, causal, seqlen in cli.progress(points, "cpu"):
+        if budget.left() <= 0:
+            break
+        torch.set_num_threads(threads)
+        q, k, v = draw_inputs(arguments.batch, seqlen, arguments.nheads, headdim, dtype, arguments.layout)
+        data.append(measure_point(q, k, v, causal, arguments.rounds))
+    notes = [f"Medians of {arguments.rounds} interleaved rounds; the inputs are {arguments.layout} in memory."]
+    if len(data) < len(points):
+        notes.append(f"{len(points) - len(data)} of {len(points)} points were left out: the time was used up.")
+    if data:
+        notes.append(f"Median of the ratios: {statistics.median(row['ratio'] for row in data):.2f}.")
+    cli.finish(
+        f"cpu_{arguments.dtype}",
+        benchmark="bench_cpu",
+        title=f"Forward of the cpu backend against PyTorch's SDPA, {arguments.dtype}",
+        data=data,
+        sources=provenance.SOURCES_OF_BACKEND["cpu"],
+        arguments=arguments,
+        notes=notes,
+        complete=len(data) == len(points),
+    )
+
+
+if __name__ == "__main__":
+    main()

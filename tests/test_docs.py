@@ -1,0 +1,78 @@
+"""The documents: their Python snippets run, their links lead somewhere, the files and variables they name exist."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import report
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "third_party" / "README.md"]
+SNIPPET = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)#\s]+)")
+FILE = re.compile(
+    r"\b(?:csrc|flash_attn_mini|tests|benchmarks|docs|examples|third_party)/[\w./-]*\w\.(?:h|cpp|cu|py|md|txt)\b"
+)
+VARIABLE = re.compile(r"\bFLASH_ATTN_MINI_[A-Z_]+[A-Z]\b")
+OF_TESTS_ALONE = {"FLASH_ATTN_MINI_SEED", "FLASH_ATTN_MINI_CHECK"}
+
+every_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+
+
+@pytest.mark.parametrize(
+    "document", [path for path in DOCUMENTS if SNIPPET.search(path.read_text())], ids=lambda p: p.name
+)
+def test_snippets_run_one_after_the_other(document: Path, tmp_path: Path) -> None:
+    if "import transformers" in document.read_text() or "from transformers" in document.read_text():
+        pytest.importorskip("transformers")
+    script = tmp_path / "snippets.py"
+    script.write_text("\n".join(SNIPPET.findall(document.read_text())))
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    result = subprocess.run([sys.executable, script], env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+@every_document
+def test_links_lead_to_files(document: Path) -> None:
+    targets = [target for target in LINK.findall(document.read_text()) if "://" not in target]
+    assert [target for target in targets if not (document.parent / target).exists()] == []
+
+
+@every_document
+def test_named_files_exist(document: Path) -> None:
+    assert [name for name in FILE.findall(document.read_text()) if not (ROOT / name).exists()] == []
+
+
+@every_document
+def test_result_blocks_are_paired(document: Path, tmp_path: Path) -> None:
+    report.fill(document.read_text(), tmp_path)
+
+
+def test_every_environment_variable_is_documented_and_no_other() -> None:
+    sources = [ROOT / "setup.py"]
+    for folder in ("build_tools", "csrc", "flash_attn_mini", "benchmarks", "tests"):
+        sources += [path for path in (ROOT / folder).rglob("*") if path.suffix in {".py", ".h", ".cpp", ".cu"}]
+    used: set[str] = set()
+    for source in sources:
+        if source != Path(__file__).resolve():
+            used |= set(VARIABLE.findall(source.read_text()))
+    table = {row for row in (ROOT / "docs" / "building.md").read_text().splitlines() if row.startswith("| `")}
+    documented = set(VARIABLE.findall("\n".join(table)))
+    assert documented == used - OF_TESTS_ALONE
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_help_lists_every_task_of_the_makefile() -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    command = ["make", "--no-print-directory", "help"]
+    listed = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
+    phony = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert phony is not None
+    assert {line.split()[0] for line in listed.splitlines()} == set(phony[1].split()) - {"build"}

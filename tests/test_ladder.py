@@ -1,0 +1,114 @@
+"""The teaching rungs that run in Python, and verify()'s report. test_minimal_cuda.py has the CUDA rung."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from flash_attn_mini.ladder import online_softmax_attention, verify
+from flash_attn_mini.ladder.rungs import KEY_LENGTHS, RUNGS, measure
+from flash_attn_mini.reference import attention_reference
+
+ROOT = Path(__file__).resolve().parent.parent
+HAS_GPU = torch.cuda.is_available()
+
+
+def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("seqlen_k", KEY_LENGTHS)
+@pytest.mark.parametrize("rung", RUNGS, ids=lambda rung: rung.name.replace(" ", "_"))
+def test_rung_is_right(rung: object, seqlen_k: int, causal: bool) -> None:
+    reason = rung.unavailable_reason()
+    if reason is not None:
+        pytest.skip(reason)
+    report = measure(rung, seqlen_k, causal)
+    assert report.passed, str(report)
+
+
+@pytest.mark.parametrize(
+    ("seqlen_q", "seqlen_k", "causal", "block_m", "block_n"),
+    [
+        pytest.param(100, 100, True, 64, 64, id="ragged"),
+        pytest.param(7, 50, True, 16, 8, id="more keys than queries"),
+        pytest.param(50, 7, True, 16, 8, id="rows without keys"),
+        pytest.param(5, 0, False, 16, 8, id="no keys"),
+        pytest.param(0, 5, False, 16, 8, id="no queries"),
+        pytest.param(33, 65, False, 1, 1, id="blocks of one"),
+        pytest.param(33, 65, False, 1000, 1000, id="one block"),
+    ],
+)
+def test_online_softmax_is_exact(seqlen_q: int, seqlen_k: int, causal: bool, block_m: int, block_n: int) -> None:
+    q, k, v = (draw(n, 24, seed=i).double() for i, n in enumerate((seqlen_q, seqlen_k, seqlen_k)))
+    out, lse = online_softmax_attention(q, k, v, causal=causal, block_m=block_m, block_n=block_n)
+    expected, expected_lse = attention_reference(*(t[None, :, None] for t in (q, k, v)), causal=causal)
+    torch.testing.assert_close(out, expected[0, :, 0], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(lse, expected_lse[0, 0], rtol=1e-12, atol=1e-12)
+
+
+def test_online_softmax_does_not_overflow() -> None:
+    q, k, v = 1e4 * draw(20, 16), 1e4 * draw(30, 16, seed=1), draw(30, 16, seed=2)
+    out, lse = online_softmax_attention(q, k, v)
+    assert out.isfinite().all()
+    assert lse.isfinite().all()
+
+
+@pytest.mark.slow
+def test_table_of_every_rung() -> None:
+    """The command, with the interpreter on where there is no GPU, so that the Triton rung runs on every machine."""
+    pytest.importorskip("triton")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"} | ({} if HAS_GPU else {"TRITON_INTERPRET": "1"})
+    command = [sys.executable, "-m", "flash_attn_mini.ladder"]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    lines = result.stdout.splitlines()
+    for name in ("online softmax", "minimal Triton"):
+        passed = [line for line in lines if line.startswith(name) and line.rstrip().endswith("passed")]
+        assert len(passed) == 2 * len(KEY_LENGTHS), result.stdout
+    assert "FAILED" not in result.stdout
+    assert any("minimal CUDA" in line for line in lines)
+
+
+def test_verify_reports_the_errors() -> None:
+    ref = torch.tensor([1.0, -2.0, 4.0, 0.0])
+    report = verify(ref + torch.tensor([0.0, 0.002, 0.0, 0.0002]), ref)
+    assert report.passed
+    assert math.isclose(report.max_abs, 0.002, rel_tol=1e-3)
+    assert math.isclose(report.mean_abs, 0.00055, rel_tol=1e-3)
+    assert math.isclose(report.max_rel, 0.2, rel_tol=1e-3)  # against the floor of 1e-3, not against 0
+    assert report.cosine > 0.999
+    assert str(report).startswith("passed: max abs 2.00e-03")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda t: t + 0.05, id="too far"),
+        pytest.param(lambda t: -t, id="other direction"),
+        pytest.param(lambda t: t.index_fill(0, torch.tensor([3]), math.nan), id="one row NaN"),
+        pytest.param(torch.zeros_like, id="all zero"),
+    ],
+)
+def test_verify_rejects(change: object) -> None:
+    ref = draw(16, 32)
+    report = verify(change(ref), ref)
+    assert not report.passed
+    assert str(report).startswith("FAILED")
+
+
+def test_verify_of_nothing_and_of_zeros_passes() -> None:
+    assert verify(torch.empty(0, 8), torch.empty(0, 8)).passed
+    assert verify(torch.zeros(3, 8), torch.zeros(3, 8)).passed
+
+
+def test_verify_refuses_other_shapes() -> None:
+    with pytest.raises(ValueError, match=r"\[2, 3\].*\[3, 2\]"):
+        verify(torch.zeros(2, 3), torch.zeros(3, 2))

@@ -1,0 +1,212 @@
+"""The Triton backend's own tests: small cases, every configuration, the choice among them, and what TMA may address.
+
+On a GPU the compiled kernel runs. Elsewhere everything runs in Triton's interpreter, which has to be switched on before
+Triton is imported: in a process of its own, started by the first test below. test_forward.py runs the full list of
+cases on a GPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flash_attn_mini.backends import triton as backend
+
+from .bounds import assert_forward_accurate
+from .cases import SMALL_FORWARD_CASES, Case, make_inputs
+
+HAS_GPU = torch.cuda.is_available()
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cuda" if HAS_GPU else "cpu"
+# The interpreter computes bfloat16 in float32, and float32 as it does float16: a few cases each are enough there.
+OTHER_DTYPES_FOR = ("square_65_causal", "masked_rows", "headdim_100", "layout_expanded", "scale_zero", "gqa_3_causal")
+
+runs_triton = pytest.mark.skipif(not HAS_GPU and not INTERPRETED, reason="runs in the interpreter's process")
+gpu = pytest.mark.gpu
+TILE_CASE = Case("tile", "a full tile and a ragged one in both directions", 1, 2, 1, 140, 150, 64)
+
+
+def cases_and_dtypes() -> list[Any]:
+    return [
+        pytest.param(case, dtype, id=f"{case}-{str(dtype).removeprefix('torch.')}")
+        for dtype in (torch.float16, torch.bfloat16, torch.float32)
+        for case in SMALL_FORWARD_CASES
+        if HAS_GPU or dtype == torch.float16 or case.name in OTHER_DTYPES_FOR
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(HAS_GPU or INTERPRETED, reason="the tests below run in this process")
+def test_all_of_this_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "pytest", __file__, "-q", "--tb=short", "-p", "no:cacheprovider"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": ""}
+    root = Path(__file__).resolve().parent.parent
+    result = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]
+
+
+def launcher() -> Any:
+    from flash_attn_mini.backends.triton import launch
+
+    return launch
+
+
+def softmax_scale(case: Case) -> float:
+    return case.headdim**-0.5 if case.softmax_scale is None else case.softmax_scale
+
+
+def tile_configs() -> list[Any]:
+    """(float32 or 16 bits, head dim, configuration) of everything in the tables."""
+    pytest.importorskip("triton")
+    from flash_attn_mini.backends.triton import configs
+
+    return [
+        pytest.param(table is configs.FLOAT32, head_dim, config, id=f"{name}-d{head_dim}-{n}")
+        for name, table in (("hopper", configs.HOPPER), ("plain", configs.PLAIN), ("float32", configs.FLOAT32))
+        for head_dim, listed in table.items()
+        for n, config in enumerate(listed)
+    ]
+
+
+@runs_triton
+@pytest.mark.parametrize(("case", "dtype"), cases_and_dtypes())
+def test_small_case_is_as_accurate_as_pytorch(case: Case, dtype: torch.dtype, seed: int, described_seed: str) -> None:
+    q, k, v = make_inputs(case, dtype, DEVICE, seed)
+    out, lse = backend.forward(q, k, v, softmax_scale=softmax_scale(case), causal=case.causal)
+    described = f"{case.name} ({case.why})\n  {case.shape} dtype={dtype}\n  {described_seed}"
+    assert_forward_accurate(q, k, v, out, lse, case=described, causal=case.causal, softmax_scale=case.softmax_scale)
+
+
+@runs_triton
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(("is_float32", "head_dim", "config"), tile_configs())
+def test_every_configuration_is_right(
+    is_float32: bool, head_dim: int, config: Any, causal: bool, seed: int, described_seed: str
+) -> None:
+    launch = launcher()
+    dtype = torch.float32 if is_float32 else torch.float16
+    case = dataclasses.replace(TILE_CASE, headdim=head_dim, causal=causal)
+    q, k, v = make_inputs(case, dtype, DEVICE, seed)
+    if HAS_GPU:
+        if config.kwargs["USE_TMA"] and not (launch.tma_reaches(q) and launch.tma_reaches(k) and launch.tma_reaches(v)):
+            pytest.skip("no TMA on this GPU")
+        from flash_attn_mini.backends.triton.configs import shared_memory
+        from flash_attn_mini.backends.triton.tuner import shared_memory_limit
+
+        if shared_memory(config, head_dim, q.element_size()) > shared_memory_limit(q.device):
+            pytest.skip("this GPU has too little shared memory")
+    out = torch.full(q.shape, math.nan, dtype=dtype, device=DEVICE)
+    lse = torch.full((case.batch, case.nheads, case.seqlen_q), math.nan, device=DEVICE)
+    launch.launch(q, k, v, out, lse, softmax_scale(case), causal, config)
+    assert_forward_accurate(q, k, v, out, lse, case=f"{config}, {case.shape}\n  {described_seed}", causal=causal)
+
+
+@runs_triton
+def test_trace_names_the_kernel_and_its_tiles(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture) -> None:
+    q, k, v = make_inputs(TILE_CASE, torch.float16, DEVICE, 0)
+    backend.forward(q, k, v, softmax_scale=0.125, causal=True)
+    assert "flash_fwd_kernel" not in capfd.readouterr().err
+    monkeypatch.setenv("FLASH_ATTN_MINI_TRACE", "1")
+    backend.forward(q, k, v, softmax_scale=0.125, causal=True)
+    lines = [line for line in capfd.readouterr().err.splitlines() if "flash_fwd_kernel" in line]
+    assert len(lines) == 1
+    for field in ("BLOCK_M=", "BLOCK_N=", "num_warps=", "num_stages=", "grid=", "USE_TMA="):
+        assert field in lines[0]
+
+
+@runs_triton
+@pytest.mark.parametrize(
+    ("shape", "strides", "offset", "reached"),
+    [
+        pytest.param((2, 8, 4, 64), (2048, 256, 64, 1), 0, True, id="contiguous"),
+        pytest.param((2, 8, 4, 64), (2048, 64, 512, 1), 0, True, id="heads_first"),
+        pytest.param((1, 8, 4, 64), (3, 256, 64, 1), 0, True, id="odd stride of a batch of one"),
+        pytest.param((2, 8, 4, 64), (2048, 256, 64, 1), 1, False, id="misaligned base"),
+        pytest.param((2, 8, 4, 64), (2048, 260, 65, 1), 0, False, id="misaligned rows"),
+        pytest.param((2, 8, 4, 64), (0, 256, 64, 1), 0, False, id="expanded batch"),
+    ],
+)
+def test_what_tma_reaches(
+    shape: tuple[int, ...], strides: tuple[int, ...], offset: int, reached: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch = launcher()
+    monkeypatch.setattr(launch, "has_tma", lambda device: True)
+    tensor = torch.zeros(8192, dtype=torch.float16, device=DEVICE).as_strided(shape, strides, offset)
+    assert launch.tma_reaches(tensor) is reached
+
+
+@runs_triton
+def test_lengths_share_a_key_up_to_a_power_of_two() -> None:
+    from flash_attn_mini.backends.triton.tuner import length_bucket
+
+    assert [length_bucket(n) for n in (1, 128, 129, 1000, 1024)] == [128, 128, 256, 1024, 1024]
+    assert length_bucket(5000) == length_bucket(1 << 20)
+
+
+@runs_triton
+def test_configurations_that_need_too_much_shared_memory_are_left_out() -> None:
+    from flash_attn_mini.backends.triton import configs
+
+    everything = configs.candidates(128, 2, True, 1 << 30)
+    assert everything == configs.HOPPER[128]
+    fitting = configs.candidates(128, 2, True, 100 * 1024)
+    assert fitting
+    assert all(configs.shared_memory(config, 128, 2) <= 100 * 1024 for config in fitting)
+    assert len(configs.candidates(128, 2, True, 1024)) == 1, "something has to be tried"
+    assert not any(config.kwargs["USE_TMA"] for config in configs.candidates(128, 2, False, 1 << 30))
+
+
+@gpu
+def test_another_length_neither_tunes_nor_compiles_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch, compiled = launcher(), []
+    from flash_attn_mini.backends.triton import tuner
+
+    def run(seqlen: int) -> None:
+        q = torch.randn(4, seqlen, 8, 64, dtype=torch.float16, device="cuda")
+        backend.forward(q, q, q, softmax_scale=0.125, causal=True)
+
+    run(2048)
+    tuned = len(tuner._chosen)
+    caches = launch.flash_fwd_kernel.device_caches
+    compiled.append(sum(len(cache[0]) for cache in caches.values()))
+    for seqlen in (1500, 1999, 1920, 1025):
+        run(seqlen)
+    compiled.append(sum(len(cache[0]) for cache in caches.values()))
+    assert len(tuner._chosen) == tuned
+    assert compiled[0] == compiled[1]
+
+
+@gpu
+def test_capture_in_a_cuda_graph_does_not_tune() -> None:
+    q = torch.randn(1, 64, 2, 64, dtype=torch.float16, device="cuda")
+    expected, _ = backend.forward(q, q, q, softmax_scale=0.125, causal=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, _ = backend.forward(q, q, q, softmax_scale=0.125, causal=True)
+    out.zero_()
+    graph.replay()
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.skipif(HAS_GPU, reason="there is a GPU")
+def test_without_gpu_and_interpreter_the_reason_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    reason = backend.unavailable_reason(torch.device("cpu"))
+    assert reason is not None
+    assert "TRITON_INTERPRET=1" in reason
+
+
+def test_interpreter_is_available_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert backend.unavailable_reason(torch.device("cpu")) is None
