@@ -125,7 +125,7 @@ def measure_point(
         "dtype": str(grid.dtype).removeprefix("torch."),
         "ms": {name: round(timing.ms, 5) for name, timing in timings.items()},
         "spread": {name: round(timing.spread, 3) for name, timing in timings.items()},
-        "tflops": {name: round(flops / timing.ms / 1e9, 4) for name, timing in timings.items()},
+        "tflops": {name: float(f"{flops / timing.ms / 1e9:.4g}") for name, timing in timings.items()},
         "ratio": {
             mine: {rival: round(ratio(timings[mine], timings[rival]), 3) for rival in theirs if rival in timings}
             for mine in ours

@@ -79,7 +79,7 @@ void check_out(const at::Tensor &out, const at::Tensor &q) {
     check_same_kind({"out", out}, q);
     TORCH_CHECK_VALUE(out.sizes() == q.sizes(), "out has shape ", out.sizes(), "; allowed: the shape of q, ", q.sizes());
     check_last_dim_contiguous({"out", out});
-    TORCH_CHECK_VALUE(at::has_internal_overlap(out) == at::MemOverlap::No, "out has strides ", out.strides(),
+    TORCH_CHECK_VALUE(at::has_internal_overlap(out) != at::MemOverlap::Yes, "out has strides ", out.strides(),
                       " (shape ", out.sizes(), "); allowed: every element in memory of its own");
 }
 
@@ -135,8 +135,9 @@ void check_fwd(const Fwd_args &args, const std::string &backend) {
     if (args.out.has_value()) {
         check_out(*args.out, args.q);
         for (const Named &x : {Named{"q", args.q}, Named{"k", args.k}, Named{"v", args.v}}) {
-            TORCH_CHECK_VALUE(at::get_overlap_status(*args.out, x.tensor) == at::MemOverlapStatus::No, "out shares memory with ", x.name,
-                              "; allowed: memory of its own");
+            const auto overlap = at::get_overlap_status(*args.out, x.tensor);
+            TORCH_CHECK_VALUE(overlap != at::MemOverlapStatus::Full && overlap != at::MemOverlapStatus::Partial,
+                              "out shares memory with ", x.name, "; allowed: memory of its own");
         }
     }
     if (args.alibi_slopes.has_value()) { check_alibi_slopes(*args.alibi_slopes, args.q); }

@@ -13,27 +13,9 @@ from typing import Any, NoReturn
 import torch
 
 from . import tracing
-from .ops import flash_attn_forward
+from .ops import flash_attn_forward_eager
 
 WindowSize = tuple[int, int]
-
-
-class FlashAttnFunc(torch.autograd.Function):
-    """Attention as autograd sees it. The forward is complete; the backward says that it is not there yet."""
-
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Any:
-        out, softmax_lse, S_dmask, _ = flash_attn_forward(*arguments)
-        ctx.mark_non_differentiable(S_dmask)
-        return out, softmax_lse, S_dmask
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> NoReturn:
-        raise NotImplementedError(
-            "flash_attn_mini: no backend implements the backward in this version; backends that have it: none. "
-            "Call flash_attn_func under torch.no_grad() for inference, or "
-            "torch.nn.functional.scaled_dot_product_attention for training."
-        )
 
 
 def flash_attn_func(
@@ -113,10 +95,7 @@ def flash_attn_func(
         return_attn_probs and dropout_p > 0,
         backend,
     )
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        out, softmax_lse, S_dmask = FlashAttnFunc.apply(*arguments)
-    else:
-        out, softmax_lse, S_dmask, _ = flash_attn_forward(*arguments)
+    out, softmax_lse, S_dmask, _ = flash_attn_forward_eager(*arguments)
     return (out, softmax_lse, S_dmask) if return_attn_probs else out
 
 

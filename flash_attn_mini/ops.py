@@ -6,6 +6,8 @@ implementation, which allocates as the backends do and computes nothing.
 
 from __future__ import annotations
 
+from typing import Any, NoReturn
+
 import torch
 
 from . import tracing
@@ -54,8 +56,40 @@ def _forward(
     )
 
 
+class FlashAttnFunc(torch.autograd.Function):
+    """Attention as autograd sees it. The forward is complete; the backward says that it is not there yet."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Any:
+        """Run the custom op below autograd; nothing is saved, as no backward will read it."""
+        out, softmax_lse, S_dmask, rng_state = _forward_below_autograd(*arguments)
+        ctx.mark_non_differentiable(S_dmask, rng_state)
+        return out, softmax_lse, S_dmask, rng_state
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> NoReturn:
+        """Refuse: a silent zero would be worse."""
+        raise NotImplementedError(
+            "flash_attn_mini: no backend implements the backward in this version; backends that have it: none. "
+            "Call flash_attn_func under torch.no_grad() for inference, or "
+            "torch.nn.functional.scaled_dot_product_attention for training."
+        )
+
+
+def _forward_below_autograd(*arguments: Any) -> Any:
+    with torch._C._AutoDispatchBelowAutograd():
+        return flash_attn_forward(*arguments)
+
+
+def _forward_autograd(*arguments: Any) -> Any:
+    if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in arguments):
+        return FlashAttnFunc.apply(*arguments)
+    return _forward_below_autograd(*arguments)
+
+
 for _dispatch_key in ("CPU", "CUDA"):
     _library.impl("_flash_attn_forward", _forward, _dispatch_key)
+_library.impl("_flash_attn_forward", _forward_autograd, "Autograd")
 
 
 @torch.library.register_fake("flash_attn_mini::_flash_attn_forward", lib=_library)
@@ -84,3 +118,22 @@ def _forward_fake(
 
 
 flash_attn_forward = torch.ops.flash_attn_mini._flash_attn_forward.default
+
+
+def flash_attn_forward_eager(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: Any) -> Any:
+    """The custom op, without the dispatcher where nobody listens to it: plain tensors, no gradient, no mode.
+
+    The dispatcher's two turns through Python cost more host time than everything below them (benchmarks/bench_overhead).
+    """
+    if (
+        torch.compiler.is_compiling()
+        or type(q) is not torch.Tensor
+        or type(k) is not torch.Tensor
+        or type(v) is not torch.Tensor
+        or (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or q.device.type not in ("cpu", "cuda")
+    ):
+        return flash_attn_forward(q, k, v, *arguments)
+    return _forward(q, k, v, *arguments)

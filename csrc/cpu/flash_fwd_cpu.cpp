@@ -12,7 +12,7 @@
 
 #include "row_block.h"
 
-#if defined(__x86_64__) && defined(__GNUC__)
+#ifdef FLASH_CPU_HAS_AMX
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -22,8 +22,9 @@ namespace flash {
 namespace cpu {
 namespace {
 
-#if defined(__x86_64__) && defined(__GNUC__)
-// Whether the CPU has AMX for bfloat16 and the kernel lets this process use it: tile data is a permission to ask for.
+#ifdef FLASH_CPU_HAS_AMX
+// Whether the CPU has AMX for bfloat16 and the operating system lets this process use it: tile data is a permission to
+// ask for.
 bool enable_amx_bf16() {
     unsigned eax, ebx, ecx, edx;
     if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return false;
@@ -35,11 +36,13 @@ bool enable_amx_bf16() {
 
 // torch's own choice of instruction set, so ATEN_CPU_CAPABILITY (avx512, avx2, default) lowers it here too.
 Kernel select_kernel(DType dtype) {
-#if defined(__x86_64__) && defined(__GNUC__)
+#ifdef FLASH_CPU_HAS_AVX
     static const std::string capability = at::get_cpu_capability();
     static const bool has_f16c = __builtin_cpu_supports("f16c");
+#ifdef FLASH_CPU_HAS_AMX
     static const bool has_amx = capability == "AVX512" && enable_amx_bf16();
     if (has_amx && dtype == DType::bfloat16) return kernel_amx();
+#endif
     if (capability == "AVX512" && has_f16c) return kernel_avx512(dtype);
     if (capability == "AVX2" && has_f16c) return kernel_avx2(dtype);
 #endif

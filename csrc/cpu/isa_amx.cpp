@@ -2,7 +2,7 @@
 // may only be called where the CPU has it (flash_fwd_cpu.cpp asks), so headers of other libraries come before it.
 #include "row_block.h"
 
-#if defined(__x86_64__) && defined(__GNUC__)
+#ifdef FLASH_CPU_HAS_AMX
 
 #include <c10/util/Half.h>
 #include <immintrin.h>
@@ -29,7 +29,8 @@
 
 namespace flash::cpu {
 Kernel kernel_amx() {
-    return amx::AmxForward::kernel(16);
+    constexpr int kMaxPanels = 16;
+    return amx::AmxForward::kernel(kMaxPanels);
 }
 }  // namespace flash::cpu
 

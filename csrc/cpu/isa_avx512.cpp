@@ -2,7 +2,7 @@
 // called where the CPU has it (flash_fwd_cpu.cpp asks), so headers of other libraries come before it.
 #include "row_block.h"
 
-#if defined(__x86_64__) && defined(__GNUC__)
+#ifdef FLASH_CPU_HAS_AVX
 
 #include <c10/util/Half.h>
 #include <immintrin.h>

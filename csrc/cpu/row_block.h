@@ -5,6 +5,14 @@
 
 #include "../flash.h"
 
+// Instruction sets that this compiler can be asked for one file at a time.
+#if defined(__x86_64__) && defined(__GNUC__)
+#define FLASH_CPU_HAS_AVX 1
+#if defined(__linux__) && (defined(__clang__) || __GNUC__ >= 11)
+#define FLASH_CPU_HAS_AMX 1
+#endif
+#endif
+
 namespace flash::cpu {
 
 // Query heads that share a key/value head form one group, whose rows are numbered

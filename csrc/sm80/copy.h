@@ -22,19 +22,22 @@ __device__ __forceinline__ void copy_tile_async(const TiledCopy &tiled_copy, con
     }
 }
 
-// acc += A B with A and B in shared memory. The compiler moves the loads of later steps ahead by itself; asking for it
-// here only costs registers.
-template <typename TensorAcc, typename TensorrA, typename TensorrB, typename TensorsA,
-          typename TensorsB, typename TiledMma, typename CopyA, typename CopyB, typename ThrCopyA, typename ThrCopyB>
+// acc += A B^T with A and B in shared memory, rA and rB their room in registers. The compiler moves the loads of later
+// steps ahead by itself; asking for it here only costs registers.
+template <typename TensorAcc, typename TensorrA, typename TensorrB, typename TensorsA, typename TensorsB,
+          typename TiledMma, typename CopyA, typename CopyB>
 __device__ __forceinline__ void gemm(TensorAcc &acc, TensorrA &rA, TensorrB &rB, const TensorsA &sA, const TensorsB &sB,
-                                     const TiledMma &tiled_mma, const CopyA &copy_A, const CopyB &copy_B,
-                                     const ThrCopyA &thr_copy_A, const ThrCopyB &thr_copy_B) {
-    Tensor rA_view = thr_copy_A.retile_D(rA);
-    Tensor rB_view = thr_copy_B.retile_D(rB);
+                                     const TiledMma &tiled_mma, const CopyA &copy_A, const CopyB &copy_B, int thread) {
+    auto thr_copy_A = copy_A.get_thread_slice(thread);
+    auto thr_copy_B = copy_B.get_thread_slice(thread);
+    Tensor tAsA = thr_copy_A.partition_S(sA);  // (CPY, CPY_M, CPY_K)
+    Tensor tBsB = thr_copy_B.partition_S(sB);  // (CPY, CPY_N, CPY_K)
+    Tensor tArA = thr_copy_A.retile_D(rA);
+    Tensor tBrB = thr_copy_B.retile_D(rB);
     CUTE_UNROLL
     for (int k = 0; k < size<2>(rA); ++k) {
-        copy(copy_A, sA(_, _, k), rA_view(_, _, k));
-        copy(copy_B, sB(_, _, k), rB_view(_, _, k));
+        copy(copy_A, tAsA(_, _, k), tArA(_, _, k));
+        copy(copy_B, tBsB(_, _, k), tBrB(_, _, k));
         cute::gemm(tiled_mma, rA(_, _, k), rB(_, _, k), acc);
     }
 }

@@ -11,7 +11,8 @@
 
 namespace flash::sm80 {
 
-// threadIdx.x, read anew: what is derived from it is not kept in registers over the whole loop.
+// threadIdx.x, read anew: the addresses derived from it are then recomputed in every step rather than kept in registers
+// over the whole loop, which are all taken by O, S and the operands (docs/tuning.md has the figures).
 __device__ __forceinline__ int thread_index() {
     int index;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
@@ -46,24 +47,17 @@ __device__ __forceinline__ void mainloop_fwd(const Flash_fwd_params &params, con
     Tensor sV = make_tensor(make_smem_ptr(shared.v), typename Traits::SmemLayoutKV{});              // (BLK_N, HD)
     Tensor sVt = make_tensor(make_smem_ptr(shared.v), typename Traits::SmemLayoutVt{});             // (HD, BLK_N)
 
-    // Partition of the copies from global to shared memory.
+    // Copies from global to shared memory.
     typename Traits::GmemTiledCopyQKV gmem_copy;
     auto thr_gmem_copy = gmem_copy.get_thread_slice(tidx);
-    Tensor tQgQ = thr_gmem_copy.partition_S(gQ);  // (CPY, CPY_M, CPY_K)
-    Tensor tQsQ = thr_gmem_copy.partition_D(sQ);  // (CPY, CPY_M, CPY_K)
-    Tensor tKgK = thr_gmem_copy.partition_S(gK);  // (CPY, CPY_N, CPY_K, n)
-    Tensor tKsK = thr_gmem_copy.partition_D(sK);  // (CPY, CPY_N, CPY_K)
-    Tensor tVgV = thr_gmem_copy.partition_S(gV);  // (CPY, CPY_N, CPY_K, n)
-    Tensor tVsV = thr_gmem_copy.partition_D(sV);  // (CPY, CPY_N, CPY_K)
-    Tensor cQ = make_identity_tensor(Shape<Int<kBlockM>, Int<kHeadDim>>{});  // (row, column)
-    Tensor cK = make_identity_tensor(Shape<Int<kBlockN>, Int<kHeadDim>>{});  // (key, column)
+    Tensor cQ = make_identity_tensor(Shape<Int<kBlockM>, Int<kHeadDim>>{});  // (BLK_M, HD) -> (row, column)
+    Tensor cK = make_identity_tensor(Shape<Int<kBlockN>, Int<kHeadDim>>{});  // (BLK_N, HD) -> (key, column)
     Tensor tQcQ = thr_gmem_copy.partition_S(cQ);                             // (CPY, CPY_M, CPY_K)
-    Tensor tKcK = thr_gmem_copy.partition_S(cK);                             // (CPY, CPY_N, CPY_K)
-    Tensor column_in_range = make_tensor<bool>(make_shape(size<2>(tQsQ)));     // (CPY_K)
+    Tensor column_in_range = make_tensor<bool>(make_shape(size<2>(tQcQ)));   // (CPY_K)
     CUTE_UNROLL
     for (int col = 0; col < size(column_in_range); ++col) { column_in_range(col) = get<1>(tQcQ(0, 0, col)) < params.d; }
 
-    // Partition of the products and of the copies from shared memory to registers.
+    // Products, and copies from shared memory to registers.
     typename Traits::TiledMma tiled_mma;
     auto thr_mma = tiled_mma.get_thread_slice(tidx);
     Tensor tSrQ = thr_mma.partition_fragment_A(sQ);    // (MMA, MMA_M, MMA_K)
@@ -73,13 +67,14 @@ __device__ __forceinline__ void mainloop_fwd(const Flash_fwd_params &params, con
     auto smem_copy_K = make_tiled_copy_B(typename Traits::SmemCopyAtom{}, tiled_mma);
     auto smem_copy_V = make_tiled_copy_B(typename Traits::SmemCopyAtomTransposed{}, tiled_mma);
     auto thr_copy_V = smem_copy_V.get_thread_slice(tidx);
-    Tensor tOsVt = thr_copy_V.partition_S(sVt);
+    Tensor tOsVt = thr_copy_V.partition_S(sVt);  // (CPY, CPY_K, CPY_N)
     Tensor acc_o_rowcol = make_tensor(acc_o.data(), rowcol_layout(acc_o.layout()));
 
+    // Starts the copy of one key block of K or V; keys past the end of the sequence arrive as zeros.
     auto load_KV = [&](auto const &gX, auto const &sX, int n_block) {
-        auto thr_gmem_copy = gmem_copy.get_thread_slice(thread_index());
-        Tensor tKcK = thr_gmem_copy.partition_S(cK);                             // (CPY, CPY_N, CPY_K)
-        copy_tile_async(gmem_copy, thr_gmem_copy.partition_S(gX(_, _, n_block)), thr_gmem_copy.partition_D(sX), tKcK, column_in_range, info.seqlen_k - n_block * kBlockN);
+        auto thr_copy = gmem_copy.get_thread_slice(thread_index());
+        copy_tile_async(gmem_copy, thr_copy.partition_S(gX(_, _, n_block)), thr_copy.partition_D(sX),
+                        thr_copy.partition_S(cK), column_in_range, info.seqlen_k - n_block * kBlockN);
         cp_async_fence();
     };
 
@@ -91,37 +86,34 @@ __device__ __forceinline__ void mainloop_fwd(const Flash_fwd_params &params, con
 
         Tensor acc_s = partition_fragment_C(tiled_mma, Shape<Int<kBlockM>, Int<kBlockN>>{});  // (MMA, MMA_M, MMA_N)
         clear(acc_s);
-        const int tidx = thread_index();
-        auto thr_copy_Q = smem_copy_Q.get_thread_slice(tidx);
-        auto thr_copy_K = smem_copy_K.get_thread_slice(tidx);
-        Tensor tSsQ = thr_copy_Q.partition_S(sQ);
-        Tensor tSsK = thr_copy_K.partition_S(sK);
-        gemm(acc_s, tSrQ, tSrK, tSsQ, tSsK, tiled_mma, smem_copy_Q, smem_copy_K, thr_copy_Q,
-                                      thr_copy_K);
+        const int thread = thread_index();
+        gemm(acc_s, tSrQ, tSrK, sQ, sK, tiled_mma, smem_copy_Q, smem_copy_K, thread);
         cp_async_wait<0>();
         __syncthreads();  // V has landed for all; all are done with K
         if (n_block > 0) { load_KV(gK, sK, n_block - 1); }
 
-        Tensor scores = make_tensor(acc_s.data(), rowcol_layout(acc_s.layout()));
+        Tensor scores = make_tensor(acc_s.data(), rowcol_layout(acc_s.layout()));  // (row, col)
         if (n_block >= info.n_full_end) {
-            Tensor cS = make_identity_tensor(Shape<Int<kBlockM>, Int<kBlockN>>{});
-            Tensor tScS = tiled_mma.get_thread_slice(thread_index()).partition_C(cS);
-            Tensor coords = make_tensor(tScS.data(), rowcol_layout(tScS.layout()));  // (row, col) -> (row, key)
+            Tensor cS = make_identity_tensor(Shape<Int<kBlockM>, Int<kBlockN>>{});    // (BLK_M, BLK_N)
+            Tensor tScS = tiled_mma.get_thread_slice(thread_index()).partition_C(cS);  // (MMA, MMA_M, MMA_N)
+            Tensor coords = make_tensor(tScS.data(), rowcol_layout(tScS.layout()));    // (row, col) -> (row, key)
             apply_mask<kBlockM, kBlockN>(scores, coords, info, m_block, n_block);
         }
         softmax.step(scores, acc_o_rowcol);
 
-        Tensor rP = convert_type<Element>(acc_s);
+        Tensor rP = convert_type<Element>(acc_s);                             // (MMA, MMA_M, MMA_N)
         Tensor tOrP = make_tensor(rP.data(), operand_A_layout(rP.layout()));  // (MMA, MMA_M, MMA_K)
         gemm_rs(acc_o, tOrP, tOrVt, tOsVt, tiled_mma, smem_copy_V, thr_copy_V);
     };
 
     // Prologue: Q, then the last K.
     const int rows_left = info.seqlen_q - m_block * kBlockM;
-    copy_tile_async(gmem_copy, tQgQ, tQsQ, tQcQ, column_in_range, rows_left);
+    copy_tile_async(gmem_copy, thr_gmem_copy.partition_S(gQ), thr_gmem_copy.partition_D(sQ), tQcQ, column_in_range,
+                    rows_left);
     cp_async_fence();
     int n_block = info.n_block_max - 1;
     load_KV(gK, sK, n_block);
+
     // Main loop, from the last key block down, so that the ragged and the causal edge come first.
     for (; n_block >= 0; --n_block) { step(n_block); }
 }

@@ -110,12 +110,14 @@ def _resolve(device: torch.device, name: str | None, source: str) -> Backend:
             )
         return backend
 
+    # A CPU tensor goes to the cpu backend even where Triton's interpreter could take it.
+    candidates = ("cpu",) if device.type == "cpu" else ("cuda", "triton")
     reasons = []
-    for backend in BACKENDS.values():
-        reason = backend.unavailable_reason(device)
+    for candidate in candidates:
+        reason = BACKENDS[candidate].unavailable_reason(device)
         if reason is None:
-            return backend
-        reasons.append(f"{backend.name}: {reason}")
+            return BACKENDS[candidate]
+        reasons.append(f"{candidate}: {reason}")
     raise RuntimeError(f"flash_attn_mini: no backend can run on {device}; " + "; ".join(reasons))
 
 
