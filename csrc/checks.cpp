@@ -2,11 +2,12 @@
 #include "checks.h"
 
 #include <ATen/MemoryOverlap.h>
-#include <c10/util/Exception.h>
 
 #include <cmath>
 #include <limits>
 #include <vector>
+
+#include "message.h"
 
 namespace flash {
 namespace {
@@ -17,7 +18,7 @@ struct Named {
 };
 
 void check_rank(const Named &x, const char *shape) {
-    TORCH_CHECK_VALUE(x.tensor.dim() == 4, x.name, " has shape ", x.tensor.sizes(), " (", x.tensor.dim(),
+    FLASH_CHECK_VALUE(x.tensor.dim() == 4, x.name, " has shape ", x.tensor.sizes(), " (", x.tensor.dim(),
                       " dimensions); allowed: 4 dimensions ", shape);
 }
 
@@ -30,18 +31,18 @@ void check_dtype(const Named &x, const std::string &backend) {
     const char *allowed = backend == "cpu"      ? "float16, bfloat16, float32, float64"
                           : backend == "triton" ? "float16, bfloat16, float32"
                                                 : "float16, bfloat16";
-    TORCH_CHECK_TYPE(is_allowed, x.name, " has dtype ", dtype, "; allowed on the ", backend, " backend: ", allowed);
+    FLASH_CHECK_TYPE(is_allowed, x.name, " has dtype ", dtype, "; allowed on the ", backend, " backend: ", allowed);
 }
 
 void check_same_kind(const Named &x, const at::Tensor &q) {
-    TORCH_CHECK_TYPE(x.tensor.scalar_type() == q.scalar_type(), x.name, " has dtype ", x.tensor.scalar_type(),
+    FLASH_CHECK_TYPE(x.tensor.scalar_type() == q.scalar_type(), x.name, " has dtype ", x.tensor.scalar_type(),
                      "; allowed: that of q, ", q.scalar_type());
-    TORCH_CHECK_VALUE(x.tensor.device() == q.device(), x.name, " is on ", x.tensor.device(),
+    FLASH_CHECK_VALUE(x.tensor.device() == q.device(), x.name, " is on ", x.tensor.device(),
                       "; allowed: the device of q, ", q.device());
 }
 
 void check_last_dim_contiguous(const Named &x) {
-    TORCH_CHECK_VALUE(x.tensor.stride(-1) == 1 || x.tensor.size(-1) == 1 || x.tensor.numel() == 0, x.name,
+    FLASH_CHECK_VALUE(x.tensor.stride(-1) == 1 || x.tensor.size(-1) == 1 || x.tensor.numel() == 0, x.name,
                       " has strides ", x.tensor.strides(),
                       "; allowed: a contiguous last dimension (stride 1), for example ", x.name, ".contiguous()");
 }
@@ -51,25 +52,25 @@ void check_shapes(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v)
     check_rank({"k", k}, "[batch, seqlen_k, nheads_k, headdim]");
     check_rank({"v", v}, "[batch, seqlen_k, nheads_k, headdim]");
     const int64_t headdim = q.size(3), nheads = q.size(2), nheads_k = k.size(2);
-    TORCH_CHECK_VALUE(headdim >= 1 && headdim <= kMaxHeadDim, "q has headdim ", headdim, " (shape ", q.sizes(),
+    FLASH_CHECK_VALUE(headdim >= 1 && headdim <= kMaxHeadDim, "q has headdim ", headdim, " (shape ", q.sizes(),
                       "); allowed: 1 to ", kMaxHeadDim);
     for (const Named &x : {Named{"k", k}, Named{"v", v}}) {
-        TORCH_CHECK_VALUE(x.tensor.size(0) == q.size(0), x.name, " has batch ", x.tensor.size(0), " (shape ",
+        FLASH_CHECK_VALUE(x.tensor.size(0) == q.size(0), x.name, " has batch ", x.tensor.size(0), " (shape ",
                           x.tensor.sizes(), "); allowed: the batch of q, ", q.size(0));
-        TORCH_CHECK_VALUE(x.tensor.size(3) == headdim, x.name, " has headdim ", x.tensor.size(3), " (shape ",
+        FLASH_CHECK_VALUE(x.tensor.size(3) == headdim, x.name, " has headdim ", x.tensor.size(3), " (shape ",
                           x.tensor.sizes(), "); allowed: the headdim of q, ", headdim);
     }
-    TORCH_CHECK_VALUE(v.size(1) == k.size(1), "v has seqlen ", v.size(1), " (shape ", v.sizes(),
+    FLASH_CHECK_VALUE(v.size(1) == k.size(1), "v has seqlen ", v.size(1), " (shape ", v.sizes(),
                       "); allowed: the seqlen of k, ", k.size(1));
-    TORCH_CHECK_VALUE(v.size(2) == nheads_k, "v has ", v.size(2), " heads (shape ", v.sizes(),
+    FLASH_CHECK_VALUE(v.size(2) == nheads_k, "v has ", v.size(2), " heads (shape ", v.sizes(),
                       "); allowed: the heads of k, ", nheads_k);
-    TORCH_CHECK_VALUE(nheads >= 1, "q has 0 heads (shape ", q.sizes(), "); allowed: at least 1");
-    TORCH_CHECK_VALUE(nheads_k >= 1, "k has 0 heads (shape ", k.sizes(), "); allowed: at least 1");
-    TORCH_CHECK_VALUE(nheads % nheads_k == 0, "q has ", nheads, " heads and k has ", nheads_k,
+    FLASH_CHECK_VALUE(nheads >= 1, "q has 0 heads (shape ", q.sizes(), "); allowed: at least 1");
+    FLASH_CHECK_VALUE(nheads_k >= 1, "k has 0 heads (shape ", k.sizes(), "); allowed: at least 1");
+    FLASH_CHECK_VALUE(nheads % nheads_k == 0, "q has ", nheads, " heads and k has ", nheads_k,
                       "; allowed: nheads of q a multiple of nheads of k");
     constexpr int64_t kMaxSize = std::numeric_limits<int32_t>::max();
     for (const Named &x : {Named{"q", q}, Named{"k", k}}) {
-        TORCH_CHECK_VALUE(x.tensor.size(0) <= kMaxSize && x.tensor.size(1) <= kMaxSize / 2 && x.tensor.size(2) <= kMaxSize,
+        FLASH_CHECK_VALUE(x.tensor.size(0) <= kMaxSize && x.tensor.size(1) <= kMaxSize / 2 && x.tensor.size(2) <= kMaxSize,
                           x.name, " has shape ", x.tensor.sizes(), "; allowed: seqlen up to ", kMaxSize / 2,
                           ", batch and heads up to ", kMaxSize);
     }
@@ -77,44 +78,44 @@ void check_shapes(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v)
 
 void check_out(const at::Tensor &out, const at::Tensor &q) {
     check_same_kind({"out", out}, q);
-    TORCH_CHECK_VALUE(out.sizes() == q.sizes(), "out has shape ", out.sizes(), "; allowed: the shape of q, ", q.sizes());
+    FLASH_CHECK_VALUE(out.sizes() == q.sizes(), "out has shape ", out.sizes(), "; allowed: the shape of q, ", q.sizes());
     check_last_dim_contiguous({"out", out});
-    TORCH_CHECK_VALUE(at::has_internal_overlap(out) != at::MemOverlap::Yes, "out has strides ", out.strides(),
+    FLASH_CHECK_VALUE(at::has_internal_overlap(out) != at::MemOverlap::Yes, "out has strides ", out.strides(),
                       " (shape ", out.sizes(), "); allowed: every element in memory of its own");
 }
 
 void check_alibi_slopes(const at::Tensor &slopes, const at::Tensor &q) {
-    TORCH_CHECK_TYPE(slopes.scalar_type() == at::kFloat, "alibi_slopes has dtype ", slopes.scalar_type(),
+    FLASH_CHECK_TYPE(slopes.scalar_type() == at::kFloat, "alibi_slopes has dtype ", slopes.scalar_type(),
                      "; allowed: float32");
-    TORCH_CHECK_VALUE(slopes.device() == q.device(), "alibi_slopes is on ", slopes.device(),
+    FLASH_CHECK_VALUE(slopes.device() == q.device(), "alibi_slopes is on ", slopes.device(),
                       "; allowed: the device of q, ", q.device());
     const std::vector<int64_t> per_head{q.size(2)}, per_batch{q.size(0), q.size(2)};
-    TORCH_CHECK_VALUE(slopes.sizes() == per_head || slopes.sizes() == per_batch, "alibi_slopes has shape ",
+    FLASH_CHECK_VALUE(slopes.sizes() == per_head || slopes.sizes() == per_batch, "alibi_slopes has shape ",
                       slopes.sizes(), "; allowed: [nheads] = [", q.size(2), "] or [batch, nheads] = [", q.size(0), ", ",
                       q.size(2), "]");
-    TORCH_CHECK_VALUE(slopes.stride(-1) == 1 || slopes.size(-1) == 1, "alibi_slopes has strides ", slopes.strides(),
+    FLASH_CHECK_VALUE(slopes.stride(-1) == 1 || slopes.size(-1) == 1, "alibi_slopes has strides ", slopes.strides(),
                       "; allowed: a contiguous last dimension (stride 1)");
 }
 
 void check_scalars(const Fwd_args &args) {
-    TORCH_CHECK_VALUE(args.p_dropout >= 0.0 && args.p_dropout < 1.0, "dropout_p is ", args.p_dropout,
+    FLASH_CHECK_VALUE(args.p_dropout >= 0.0 && args.p_dropout < 1.0, "dropout_p is ", args.p_dropout,
                       "; allowed: at least 0 and below 1");
-    TORCH_CHECK_VALUE(std::isfinite(args.softmax_scale), "softmax_scale is ", args.softmax_scale,
+    FLASH_CHECK_VALUE(std::isfinite(args.softmax_scale), "softmax_scale is ", args.softmax_scale,
                       "; allowed: a finite number, or None for 1/sqrt(headdim)");
-    TORCH_CHECK_VALUE(args.window_size_left >= -1, "window_size has left ", args.window_size_left,
+    FLASH_CHECK_VALUE(args.window_size_left >= -1, "window_size has left ", args.window_size_left,
                       "; allowed: -1 (unbounded) or at least 0 keys");
-    TORCH_CHECK_VALUE(args.window_size_right >= -1, "window_size has right ", args.window_size_right,
+    FLASH_CHECK_VALUE(args.window_size_right >= -1, "window_size has right ", args.window_size_right,
                       "; allowed: -1 (unbounded) or at least 0 keys");
-    TORCH_CHECK_VALUE(std::isfinite(args.softcap) && args.softcap >= 0.0, "softcap is ", args.softcap,
+    FLASH_CHECK_VALUE(std::isfinite(args.softcap) && args.softcap >= 0.0, "softcap is ", args.softcap,
                       "; allowed: 0 (off) or a positive finite number");
-    TORCH_CHECK_VALUE(!(args.softcap > 0.0 && args.p_dropout > 0.0), "softcap is ", args.softcap, " and dropout_p is ",
+    FLASH_CHECK_VALUE(!(args.softcap > 0.0 && args.p_dropout > 0.0), "softcap is ", args.softcap, " and dropout_p is ",
                       args.p_dropout, "; allowed: one of the two, not both");
 }
 
 // Later versions shrink this list; `have_it` then names the backends that do.
 void check_implemented(const Fwd_args &args, const std::string &backend) {
     const auto lacks = [&](bool asked, const char *feature) {
-        TORCH_CHECK_NOT_IMPLEMENTED(!asked, "backend '", backend, "' does not implement ", feature,
+        FLASH_CHECK_NOT_IMPLEMENTED(!asked, "backend '", backend, "' does not implement ", feature,
                                     " in this version; backends that have it: none");
     };
     lacks(args.p_dropout > 0.0, "dropout (dropout_p > 0)");
@@ -136,7 +137,7 @@ void check_fwd(const Fwd_args &args, const std::string &backend) {
         check_out(*args.out, args.q);
         for (const Named &x : {Named{"q", args.q}, Named{"k", args.k}, Named{"v", args.v}}) {
             const auto overlap = at::get_overlap_status(*args.out, x.tensor);
-            TORCH_CHECK_VALUE(overlap != at::MemOverlapStatus::Full && overlap != at::MemOverlapStatus::Partial,
+            FLASH_CHECK_VALUE(overlap != at::MemOverlapStatus::Full && overlap != at::MemOverlapStatus::Partial,
                               "out shares memory with ", x.name, "; allowed: memory of its own");
         }
     }

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "checks.h"
+#include "message.h"
 #include "run_mha.h"
 #include "set_params.h"
 #include "static_switch.h"
@@ -60,7 +61,7 @@ std::vector<at::Tensor> mha_fwd(const at::Tensor &q, const at::Tensor &k, const 
                                 double softmax_scale, bool is_causal, int64_t window_size_left,
                                 int64_t window_size_right, double softcap, bool return_softmax,
                                 std::optional<at::Generator> /*generator*/) {
-    TORCH_CHECK_NOT_IMPLEMENTED(q.is_cpu() || q.is_cuda(), "q is on ", q.device(), "; allowed: cpu and cuda devices");
+    FLASH_CHECK_NOT_IMPLEMENTED(q.is_cpu() || q.is_cuda(), "q is on ", q.device(), "; allowed: cpu and cuda devices");
     const std::string backend = q.is_cpu() ? "cpu" : "cuda";
     if (trace_enabled()) {
         trace("mha_fwd", "backend=%s seqlen_q=%ld seqlen_k=%ld", backend.c_str(), q.dim() > 1 ? long(q.size(1)) : -1L,
@@ -68,7 +69,7 @@ std::vector<at::Tensor> mha_fwd(const at::Tensor &q, const at::Tensor &k, const 
     }
     check_fwd({q, k, v, out_, alibi_slopes, p_dropout, softmax_scale, is_causal, window_size_left, window_size_right,
                softcap, return_softmax}, backend);
-    TORCH_CHECK_VALUE(q.is_cpu() || q.size(3) % 8 == 0, "q has headdim ", q.size(3),
+    FLASH_CHECK_VALUE(q.is_cpu() || q.size(3) % 8 == 0, "q has headdim ", q.size(3),
                       "; allowed: a multiple of 8 (flash_attn_func pads other sizes)");
 
     const c10::OptionalDeviceGuard device_guard(q.device());
@@ -127,13 +128,13 @@ pybind11::dict build_info() {
 at::Tensor minimal_fwd(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, double softmax_scale,
                        bool is_causal) {
     for (const at::Tensor &x : {q, k, v}) {
-        TORCH_CHECK_VALUE(x.dim() == 2 && x.is_cuda() && x.is_contiguous() && x.size(1) == q.size(1) && x.size(1) <= 128 &&
+        FLASH_CHECK_VALUE(x.dim() == 2 && x.is_cuda() && x.is_contiguous() && x.size(1) == q.size(1) && x.size(1) <= 128 &&
                               x.device() == q.device(),
                           "minimal_fwd takes contiguous [seqlen, headdim] tensors on one GPU, headdim up to 128; given: ",
                           x.sizes(), " on ", x.device());
-        TORCH_CHECK_TYPE(x.scalar_type() == at::kFloat, "minimal_fwd takes float32; given: ", x.scalar_type());
+        FLASH_CHECK_TYPE(x.scalar_type() == at::kFloat, "minimal_fwd takes float32; given: ", x.scalar_type());
     }
-    TORCH_CHECK_VALUE(k.size(0) == v.size(0), "k has seqlen ", k.size(0), " and v ", v.size(0), "; allowed: equal");
+    FLASH_CHECK_VALUE(k.size(0) == v.size(0), "k has seqlen ", k.size(0), " and v ", v.size(0), "; allowed: equal");
     const c10::OptionalDeviceGuard device_guard(q.device());
     at::Tensor out = at::empty_like(q);
     if (q.numel() > 0) {

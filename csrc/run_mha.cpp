@@ -1,11 +1,9 @@
 // The one place where run-time values become template arguments.
 #include "run_mha.h"
 
-#include <c10/util/Exception.h>
-
-#include <sstream>
 
 #include "cpu/flash_fwd_cpu.h"
+#include "message.h"
 #include "static_switch.h"
 #include "trace.h"
 
@@ -34,17 +32,6 @@ bool runs_on(int major, int minor) {
     return false;
 }
 
-template <typename Range>
-std::string join(const Range &range) {
-    std::ostringstream text;
-    const char *separator = "";
-    for (const auto &value : range) {
-        text << separator << value;
-        separator = ", ";
-    }
-    return text.str();
-}
-
 void run_mha_fwd_cuda(Flash_fwd_params &params) {
     const int device = c10::cuda::current_device();
     int major = 0, minor = 0;
@@ -52,13 +39,11 @@ void run_mha_fwd_cuda(Flash_fwd_params &params) {
     C10_CUDA_CHECK(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
     C10_CUDA_CHECK(cudaDeviceGetAttribute(&params.num_sm, cudaDevAttrMultiProcessorCount, device));
     const std::string reason = cuda_unavailable_reason(major, minor);
-    TORCH_CHECK(reason.empty(), reason);
-    TORCH_CHECK(is_built(params.dtype), "no kernel was compiled for this dtype; build it with: "
+    FLASH_CHECK(reason.empty(), reason);
+    FLASH_CHECK(is_built(params.dtype), "no kernel was compiled for this dtype; build it with: ",
                 "FLASH_ATTN_MINI_DTYPES=\"fp16;bf16\" pip install .");
-    TORCH_CHECK(built_headdim_for(params.d) != 0, "no kernel was compiled for headdim ", params.d,
-                "; compiled: ", join(kBuiltHeadDims), "; build it with: FLASH_ATTN_MINI_HDIMS=\"", join(kBuiltHeadDims),
-                ", ", (params.d <= 32 ? 32 : params.d <= 64 ? 64 : params.d <= 96 ? 96 : params.d <= 128 ? 128 : params.d <= 192 ? 192 : 256),
-                "\" pip install .");
+    FLASH_CHECK(built_headdim_for(params.d) != 0, "no kernel was compiled for headdim ", params.d, "; compiled: ",
+                list_of(kBuiltHeadDims), "; build them all with: FLASH_ATTN_MINI_HDIMS= pip install .");
     const cudaStream_t stream = c10::cuda::getCurrentCUDAStream().stream();
     FP16_SWITCH(params.dtype, [&] {
         HEADDIM_SWITCH(params.d, [&] {
@@ -76,19 +61,15 @@ void run_mha_fwd_cuda(Flash_fwd_params &params) {
 
 std::string cuda_unavailable_reason(int major, int minor) {
     if (runs_on(major, minor)) { return {}; }
-    std::ostringstream text;
-    text << "no kernel was compiled for compute capability " << major << "." << minor << " (compiled: "
-         << join(kBuiltArchs) << "); build it with: FLASH_ATTN_MINI_ARCHS=" << major << minor << " pip install .";
-    return text.str();
+    return message("no kernel was compiled for compute capability ", major, ".", minor, "; compiled: ",
+                   list_of(kBuiltArchs), "; build it with: FLASH_ATTN_MINI_ARCHS=", major, minor, " pip install .");
 }
 
 #else
 
 std::string cuda_unavailable_reason(int major, int minor) {
-    std::ostringstream text;
-    text << "this build has no CUDA kernels; with a CUDA build of torch and nvcc, build them with: "
-            "FLASH_ATTN_MINI_ARCHS=" << major << minor << " pip install .";
-    return text.str();
+    return message("this build has no CUDA kernels; with a CUDA build of torch and nvcc, build them with: ",
+                   "FLASH_ATTN_MINI_ARCHS=", major, minor, " pip install .");
 }
 
 #endif
@@ -102,7 +83,7 @@ void run_mha_fwd(Flash_fwd_params &params, c10::Device device) {
 #ifdef FLASH_WITH_CUDA
     run_mha_fwd_cuda(params);
 #else
-    TORCH_CHECK(false, cuda_unavailable_reason(9, 0));
+    FLASH_CHECK(false, cuda_unavailable_reason(9, 0));
 #endif
 }
 

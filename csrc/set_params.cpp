@@ -1,11 +1,11 @@
 // set_params_fprop: between mha_fwd, which checked and allocated, and run_mha_fwd, which picks the kernel.
 #include "set_params.h"
 
-#include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <cmath>
 
+#include "message.h"
 #include "trace.h"
 
 namespace flash {
@@ -18,7 +18,7 @@ DType dtype_of(const at::Tensor &x) {
         case at::kBFloat16: return DType::bfloat16;
         case at::kFloat: return DType::float32;
         case at::kDouble: return DType::float64;
-        default: TORCH_CHECK_TYPE(false, "dtype ", x.scalar_type(), " has no kernel");
+        default: FLASH_CHECK_TYPE(false, "dtype ", x.scalar_type(), " has no kernel");
     }
 }
 

@@ -10,6 +10,7 @@
 #include <new>
 #include <string>
 
+#include "../trace.h"
 #include "row_block.h"
 
 #ifdef FLASH_CPU_HAS_AMX
@@ -34,6 +35,11 @@ bool enable_amx_bf16() {
 }
 #endif
 
+Kernel named(const char *isa, Kernel kernel) {
+    kernel.isa = isa;
+    return kernel;
+}
+
 // torch's own choice of instruction set, so ATEN_CPU_CAPABILITY (avx512, avx2, default) lowers it here too.
 Kernel select_kernel(DType dtype) {
 #ifdef FLASH_CPU_HAS_AVX
@@ -41,12 +47,12 @@ Kernel select_kernel(DType dtype) {
     static const bool has_f16c = __builtin_cpu_supports("f16c");
 #ifdef FLASH_CPU_HAS_AMX
     static const bool has_amx = capability == "AVX512" && enable_amx_bf16();
-    if (has_amx && dtype == DType::bfloat16) return kernel_amx();
+    if (has_amx && dtype == DType::bfloat16) return named("amx", kernel_amx());
 #endif
-    if (capability == "AVX512" && has_f16c) return kernel_avx512(dtype);
-    if (capability == "AVX2" && has_f16c) return kernel_avx2(dtype);
+    if (capability == "AVX512" && has_f16c) return named("avx512", kernel_avx512(dtype));
+    if (capability == "AVX2" && has_f16c) return named("avx2", kernel_avx2(dtype));
 #endif
-    return kernel_baseline(dtype);
+    return named("baseline", kernel_baseline(dtype));
 }
 
 constexpr std::align_val_t kScratchAlignment{64};
@@ -70,6 +76,12 @@ void run_mha_fwd_cpu(const Flash_fwd_params &params) {
     int64_t block_rows = std::min<int64_t>(kernel.max_rows, (rows + wanted_blocks - 1) / wanted_blocks);
     block_rows = (block_rows + kernel.panel_rows - 1) / kernel.panel_rows * kernel.panel_rows;
     const int64_t blocks = (rows + block_rows - 1) / block_rows;  // per group
+
+    if (trace_enabled()) {
+        trace("run_mha_fwd_cpu", "isa=%s row_block=%lld blocks=%lld threads=%lld", kernel.isa,
+              static_cast<long long>(block_rows), static_cast<long long>(blocks * groups),
+              static_cast<long long>(std::min(threads, blocks * groups)));
+    }
 
     // Threads draw row blocks from one counter, the last of each group first: causal ones are longest there.
     std::atomic<int64_t> next{0};

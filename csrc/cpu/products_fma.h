@@ -83,7 +83,7 @@ FLASH_NOINLINE void output_tile(const T *p /* [keys][kFmaPanel] */, const T *v /
 #pragma GCC unroll 8
     for (int i = 0; i < kTile; ++i) {
 #pragma GCC unroll 4
-        for (int j = 0; j < kUsedVecs; ++j) acc[i][j] = alpha[j] * load<T>(o + i * kFmaPanel<T> + j * kLanes<T>);
+        for (int j = 0; j < kUsedVecs; ++j) acc[i][j] = Vec<T>{};  // not o: each step sums apart, so errors do not pile up
     }
     for (int n = 0; n < keys; ++n) {
         Vec<T> x[kUsedVecs];
@@ -102,7 +102,10 @@ FLASH_NOINLINE void output_tile(const T *p /* [keys][kFmaPanel] */, const T *v /
 #pragma GCC unroll 8
     for (int i = 0; i < kTile; ++i) {
 #pragma GCC unroll 4
-        for (int j = 0; j < kUsedVecs; ++j) store<T>(o + i * kFmaPanel<T> + j * kLanes<T>, acc[i][j]);
+        for (int j = 0; j < kUsedVecs; ++j) {
+            T *target = o + i * kFmaPanel<T> + j * kLanes<T>;
+            store<T>(target, fma<T>(alpha[j], load<T>(target), acc[i][j]));
+        }
     }
 }
 

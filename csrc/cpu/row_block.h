@@ -30,6 +30,7 @@ struct Kernel {
     int max_rows = 0;    // largest sensible row block
     size_t (*scratch_bytes)(const Flash_fwd_params &, int64_t max_rows) = nullptr;
     void (*compute_attn_1rowblock)(const Flash_fwd_params &, const RowBlock &, void *scratch) = nullptr;
+    const char *isa = "";  // instruction set, for the trace
 };
 
 Kernel kernel_baseline(DType dtype);

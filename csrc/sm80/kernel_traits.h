@@ -26,6 +26,8 @@ struct Flash_fwd_kernel_traits {
     static constexpr int kNWarps = Tile::kNWarps;
     static constexpr int kNThreads = kNWarps * 32;
 
+    static_assert(kBlockM % (16 * kNWarps) == 0 && kBlockN % 16 == 0, "a tile is a whole number of m16n8k16 products");
+
     // m16n8k16 on the tensor cores; each warp owns 16 rows out of every 16 * kNWarps.
     using Mma_atom = std::conditional_t<kDType == DType::float16, MMA_Atom<SM80_16x8x16_F32F16F16F32_TN>,
                                         MMA_Atom<SM80_16x8x16_F32BF16BF16F32_TN>>;
@@ -55,6 +57,8 @@ struct Flash_fwd_kernel_traits {
     // Global memory moves in 16-byte pieces, whole 128-byte (64-byte) lines to neighbouring threads.
     static constexpr int kVector = 16 / sizeof(Element);
     static constexpr int kThreadsPerRow = kSmemRow / kVector;
+    static_assert(kBlockM % (kNThreads / kThreadsPerRow) == 0 && kBlockN % (kNThreads / kThreadsPerRow) == 0,
+                  "a tile is a whole number of passes of the copy");
     using GmemThreadLayout = Layout<Shape<Int<kNThreads / kThreadsPerRow>, Int<kThreadsPerRow>>,
                                     Stride<Int<kThreadsPerRow>, _1>>;
     using GmemTiledCopyQKV = decltype(make_tiled_copy(Copy_Atom<SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<uint128_t>, Element>{},

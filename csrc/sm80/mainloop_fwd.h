@@ -11,9 +11,11 @@
 
 namespace flash::sm80 {
 
-// threadIdx.x, read anew: the addresses derived from it are then recomputed in every step rather than kept in registers
-// over the whole loop, which are all taken by O, S and the operands (docs/tuning.md has the figures).
+// threadIdx.x; to spare registers it is read anew, so that the addresses derived from it are recomputed in every step
+// rather than kept over the whole loop.
+template <bool kSpares_registers>
 __device__ __forceinline__ int thread_index() {
+    if constexpr (!kSpares_registers) { return threadIdx.x; }
     int index;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
     return index;
@@ -32,6 +34,7 @@ __device__ __forceinline__ void mainloop_fwd(const Flash_fwd_params &params, con
                                              int bidb, int bidh, int m_block, TensorO &acc_o, SoftmaxState &softmax) {
     using Element = typename Traits::Element;
     constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN, kHeadDim = Traits::kHeadDim;
+    constexpr bool kSpares_registers = Traits::Tile::kSpares_registers;
     const int tidx = threadIdx.x;
     const int bidh_k = bidh / params.h_h_k_ratio;
 
@@ -72,7 +75,7 @@ __device__ __forceinline__ void mainloop_fwd(const Flash_fwd_params &params, con
 
     // Starts the copy of one key block of K or V; keys past the end of the sequence arrive as zeros.
     auto load_KV = [&](auto const &gX, auto const &sX, int n_block) {
-        auto thr_copy = gmem_copy.get_thread_slice(thread_index());
+        auto thr_copy = gmem_copy.get_thread_slice(thread_index<kSpares_registers>());
         copy_tile_async(gmem_copy, thr_copy.partition_S(gX(_, _, n_block)), thr_copy.partition_D(sX),
                         thr_copy.partition_S(cK), column_in_range, info.seqlen_k - n_block * kBlockN);
         cp_async_fence();
@@ -86,8 +89,8 @@ __device__ __forceinline__ void mainloop_fwd(const Flash_fwd_params &params, con
 
         Tensor acc_s = partition_fragment_C(tiled_mma, Shape<Int<kBlockM>, Int<kBlockN>>{});  // (MMA, MMA_M, MMA_N)
         clear(acc_s);
-        const int thread = thread_index();
-        gemm(acc_s, tSrQ, tSrK, sQ, sK, tiled_mma, smem_copy_Q, smem_copy_K, thread);
+        gemm</*Fetches_ahead=*/!kSpares_registers>(acc_s, tSrQ, tSrK, sQ, sK, tiled_mma, smem_copy_Q, smem_copy_K,
+                                                   thread_index<kSpares_registers>());
         cp_async_wait<0>();
         __syncthreads();  // V has landed for all; all are done with K
         if (n_block > 0) { load_KV(gK, sK, n_block - 1); }
@@ -95,7 +98,7 @@ __device__ __forceinline__ void mainloop_fwd(const Flash_fwd_params &params, con
         Tensor scores = make_tensor(acc_s.data(), rowcol_layout(acc_s.layout()));  // (row, col)
         if (n_block >= info.n_full_end) {
             Tensor cS = make_identity_tensor(Shape<Int<kBlockM>, Int<kBlockN>>{});    // (BLK_M, BLK_N)
-            Tensor tScS = tiled_mma.get_thread_slice(thread_index()).partition_C(cS);  // (MMA, MMA_M, MMA_N)
+            Tensor tScS = tiled_mma.get_thread_slice(thread_index<true>()).partition_C(cS);  // (MMA, MMA_M, MMA_N)
             Tensor coords = make_tensor(tScS.data(), rowcol_layout(tScS.layout()));    // (row, col) -> (row, key)
             apply_mask<kBlockM, kBlockN>(scores, coords, info, m_block, n_block);
         }
@@ -103,7 +106,7 @@ __device__ __forceinline__ void mainloop_fwd(const Flash_fwd_params &params, con
 
         Tensor rP = convert_type<Element>(acc_s);                             // (MMA, MMA_M, MMA_N)
         Tensor tOrP = make_tensor(rP.data(), operand_A_layout(rP.layout()));  // (MMA, MMA_M, MMA_K)
-        gemm_rs(acc_o, tOrP, tOrVt, tOsVt, tiled_mma, smem_copy_V, thr_copy_V);
+        gemm_rs</*Fetches_ahead=*/!kSpares_registers>(acc_o, tOrP, tOrVt, tOsVt, tiled_mma, smem_copy_V, thr_copy_V);
     };
 
     // Prologue: Q, then the last K.

@@ -11,8 +11,6 @@ import torch
 
 from . import extension, triton
 
-FLOAT32_TINY = torch.finfo(torch.float32).tiny
-
 
 def unavailable_reason(device: torch.device) -> str | None:
     """None when this backend runs on ``device``, else why not."""
@@ -23,7 +21,5 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: Any) 
     """Check as every backend does, then run the Triton kernel; ``arguments`` are those of the custom op."""
     extension.load().check_fwd(q, k, v, *arguments, "triton")
     _, _, softmax_scale, causal, *_ = arguments
-    if softmax_scale < FLOAT32_TINY:  # the kernel needs a scale above 0: see with_positive_scale in csrc/flash_api.cpp
-        q, softmax_scale = (-q, -softmax_scale) if softmax_scale <= -FLOAT32_TINY else (torch.zeros_like(q), 1.0)
     out, softmax_lse = triton.forward(q, k, v, softmax_scale=softmax_scale, causal=causal)
     return out, softmax_lse, q.new_empty((0,)), q.new_empty((0,), dtype=torch.int64)

@@ -7,6 +7,7 @@ head dim, causal, lengths rounded up to a power of two) tunes; the choice is kep
 from __future__ import annotations
 
 import math
+import threading
 from functools import cache, partial
 
 import torch
@@ -22,6 +23,7 @@ LOG2_E = math.log2(math.e)
 MIN_SCALE = 1e-37  # stands for a scale of 0, which would turn the -inf of a masked score into NaN
 
 NO_STRIDES = (0,) * 9
+_thread = threading.local()
 
 # Under TRITON_INTERPRET=1 triton.jit returns a Python function that runs anywhere.
 INTERPRETED = not isinstance(flash_fwd_kernel, triton.JITFunction)
@@ -39,12 +41,14 @@ def forward(
         out, lse = forward(q.float(), k.float(), v.float(), softmax_scale=softmax_scale, causal=causal)
         return out.to(torch.bfloat16), lse
     batch, seqlen_q, nheads, head_dim = q.shape
-    out = torch.empty((batch, seqlen_q, nheads, head_dim), dtype=q.dtype, device=q.device)
+    out = torch.empty_like(q)
     lse = torch.empty((batch, nheads, seqlen_q), dtype=torch.float32, device=q.device)
     if k.shape[1] == 0:
         return out.zero_(), lse.fill_(-math.inf)
     if out.numel() == 0:
         return out, lse
+    if not INTERPRETED:
+        bind_context(q.device)
     launch_with = partial(launch, q, k, v, out, lse, softmax_scale, causal)
     reached = not INTERPRETED and tma_reaches(q) and tma_reaches(k) and tma_reaches(v)
     config = choose_config(q, k, head_dim_block(head_dim), causal, reached, INTERPRETED, launch_with)
@@ -60,6 +64,14 @@ def forward(
         )
     launch_with(config)
     return out, lse
+
+
+def bind_context(device: torch.device) -> None:
+    """Make the device's context current in this thread: making a TMA descriptor needs one, and does not ask for it."""
+    bound = _thread.__dict__.setdefault("devices", set())
+    if device not in bound:
+        torch.cuda.mem_get_info(device)
+        bound.add(device)
 
 
 def launch(
