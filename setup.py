@@ -62,7 +62,9 @@ class BuildExtension(build_ext):
         elif torch.version.cuda:
             print("flash_attn_mini: FLASH_ATTN_MINI_ARCHS=none, so only the CPU backend is built", flush=True)
         else:
-            print(f"flash_attn_mini: torch {torch.__version__} has no CUDA, so only the CPU backend is built", flush=True)
+            print(
+                f"flash_attn_mini: torch {torch.__version__} has no CUDA, so only the CPU backend is built", flush=True
+            )
 
         from torch.utils import cpp_extension
 

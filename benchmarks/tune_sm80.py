@@ -14,14 +14,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# head dim -> (kBlockM, kBlockN, kNWarps, kMinBlocksPerSM, kSpares_registers)
-CANDIDATES: dict[int, list[tuple[int, int, int, int, int]]] = {
-    32: [(128, 128, 4, 2, 0), (128, 64, 4, 3, 0), (128, 64, 4, 4, 1)],
-    64: [(128, 128, 4, 2, 0), (128, 112, 4, 2, 0), (128, 96, 4, 2, 0), (128, 112, 4, 2, 1)],
-    96: [(128, 64, 4, 2, 0), (128, 64, 4, 2, 1)],
-    128: [(128, 64, 4, 2, 0), (128, 64, 4, 2, 1)],
-    192: [(64, 64, 4, 2, 0), (64, 80, 4, 2, 0)],
-    256: [(64, 64, 4, 2, 0), (64, 64, 4, 2, 1)],
+# head dim -> (kBlockM, kBlockN, kNWarps, kMinBlocksPerSM, kSpares_registers, kQ_steps_in_registers)
+CANDIDATES: dict[int, list[tuple[int, int, int, int, int, int]]] = {
+    32: [(128, 128, 4, 2, 0, 0), (128, 64, 4, 3, 0, 0), (128, 64, 4, 4, 1, 0)],
+    64: [(128, 128, 4, 2, 0, 0), (128, 112, 4, 2, 0, 0), (128, 96, 4, 2, 0, 0), (128, 64, 4, 2, 0, 4)],
+    96: [(128, 64, 4, 2, 0, 0), (128, 64, 4, 2, 1, 0)],
+    128: [(128, 64, 4, 2, 0, 0), (128, 64, 4, 2, 1, 0), (128, 32, 4, 2, 0, 0), (128, 128, 8, 1, 0, 0)],
+    192: [(64, 64, 4, 2, 0, 12), (64, 80, 4, 2, 0, 8), (64, 64, 4, 2, 0, 0), (128, 64, 8, 1, 0, 0)],
+    256: [(64, 64, 4, 2, 0, 8), (64, 64, 4, 2, 0, 6), (64, 64, 4, 2, 0, 0), (128, 64, 8, 1, 0, 0)],
 }
 TEMPLATE = """
 #include "sm80/flash_fwd_launch_template.h"
@@ -51,9 +51,7 @@ def compile_candidates(folder: Path, arch: str, csrc: Path, hdims: list[int]) ->
     folder.mkdir(parents=True, exist_ok=True)
     for hdim in hdims:
         tiles = CANDIDATES[hdim]
-        cases = "\n".join(
-            CASE.format(i=i, hdim=hdim, tile=", ".join(map(str, tile))) for i, tile in enumerate(tiles)
-        )
+        cases = "\n".join(CASE.format(i=i, hdim=hdim, tile=", ".join(map(str, tile))) for i, tile in enumerate(tiles))
         source = folder / f"tune_{hdim}.cu"
         source.write_text(TEMPLATE % cases)
         command = ["nvcc", "-shared", "-O3", "-std=c++17", "--expt-relaxed-constexpr", "--expt-extended-lambda"]
@@ -62,8 +60,12 @@ def compile_candidates(folder: Path, arch: str, csrc: Path, hdims: list[int]) ->
         command += [str(source), "-o", str(folder / f"tune_{hdim}.so")]
         result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         (folder / f"tune_{hdim}.ptxas.txt").write_text(result.stdout)
-        print(hdim, "spilling kernels:", sum("spill stores" in line and " 0 bytes spill stores" not in line
-                                             for line in result.stdout.splitlines()), flush=True)
+        print(
+            hdim,
+            "spilling kernels:",
+            sum("spill stores" in line and " 0 bytes spill stores" not in line for line in result.stdout.splitlines()),
+            flush=True,
+        )
         if result.returncode:
             sys.exit(result.stdout[-3000:])
 

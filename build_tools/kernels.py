@@ -101,7 +101,9 @@ def build_kernels(selection: Selection, jobs: int) -> list[Path]:
 
     folder = cache_dir()
     folder.mkdir(parents=True, exist_ok=True)
-    wanted = {kernel: folder / f"{kernel.name}-{_content_hash(kernel, fingerprint)}.o" for kernel in kernel_objects(selection)}
+    wanted = {
+        kernel: folder / f"{kernel.name}-{_content_hash(kernel, fingerprint)}.o" for kernel in kernel_objects(selection)
+    }
     missing = [(kernel, path) for kernel, path in wanted.items() if not path.is_file()]
     print(f"kernels: {len(wanted)} objects, {len(missing)} to compile, {jobs} at a time, cache {folder}", flush=True)
 

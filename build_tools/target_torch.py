@@ -3,6 +3,7 @@
 An isolated build hides it (pip puts a folder of its own on PYTHONPATH, whose sitecustomize takes site-packages away),
 but the interpreter is the environment's own, so a child that ignores PYTHON* variables sees what users will see.
 """
+
 from __future__ import annotations
 
 import importlib.util

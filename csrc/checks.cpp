@@ -70,15 +70,17 @@ void check_shapes(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v)
                       "; allowed: nheads of q a multiple of nheads of k");
     constexpr int64_t kMaxSize = std::numeric_limits<int32_t>::max();
     for (const Named &x : {Named{"q", q}, Named{"k", k}}) {
-        FLASH_CHECK_VALUE(x.tensor.size(0) <= kMaxSize && x.tensor.size(1) <= kMaxSize / 2 && x.tensor.size(2) <= kMaxSize,
-                          x.name, " has shape ", x.tensor.sizes(), "; allowed: seqlen up to ", kMaxSize / 2,
-                          ", batch and heads up to ", kMaxSize);
+        FLASH_CHECK_VALUE(
+            x.tensor.size(0) <= kMaxSize && x.tensor.size(1) <= kMaxSize / 2 && x.tensor.size(2) <= kMaxSize, x.name,
+            " has shape ", x.tensor.sizes(), "; allowed: seqlen up to ", kMaxSize / 2, ", batch and heads up to ",
+            kMaxSize);
     }
 }
 
 void check_out(const at::Tensor &out, const at::Tensor &q) {
     check_same_kind({"out", out}, q);
-    FLASH_CHECK_VALUE(out.sizes() == q.sizes(), "out has shape ", out.sizes(), "; allowed: the shape of q, ", q.sizes());
+    FLASH_CHECK_VALUE(out.sizes() == q.sizes(), "out has shape ", out.sizes(), "; allowed: the shape of q, ",
+                      q.sizes());
     check_last_dim_contiguous({"out", out});
     FLASH_CHECK_VALUE(at::has_internal_overlap(out) != at::MemOverlap::Yes, "out has strides ", out.strides(),
                       " (shape ", out.sizes(), "); allowed: every element in memory of its own");
@@ -119,7 +121,8 @@ void check_implemented(const Fwd_args &args, const std::string &backend) {
                                     " in this version; backends that have it: none");
     };
     lacks(args.p_dropout > 0.0, "dropout (dropout_p > 0)");
-    lacks(args.window_size_left >= 0 || (args.window_size_right >= 0 && !args.is_causal), "local windows (window_size)");
+    lacks(args.window_size_left >= 0 || (args.window_size_right >= 0 && !args.is_causal),
+          "local windows (window_size)");
     lacks(args.softcap > 0.0, "softcap");
     lacks(args.alibi_slopes.has_value(), "ALiBi (alibi_slopes)");
     lacks(args.return_softmax, "returning the dropout mask (return_softmax)");
@@ -132,7 +135,9 @@ void check_fwd(const Fwd_args &args, const std::string &backend) {
     check_same_kind({"k", args.k}, args.q);
     check_same_kind({"v", args.v}, args.q);
     check_shapes(args.q, args.k, args.v);
-    for (const Named &x : {Named{"q", args.q}, Named{"k", args.k}, Named{"v", args.v}}) { check_last_dim_contiguous(x); }
+    for (const Named &x : {Named{"q", args.q}, Named{"k", args.k}, Named{"v", args.v}}) {
+        check_last_dim_contiguous(x);
+    }
     if (args.out.has_value()) {
         check_out(*args.out, args.q);
         for (const Named &x : {Named{"q", args.q}, Named{"k", args.k}, Named{"v", args.v}}) {
@@ -141,7 +146,9 @@ void check_fwd(const Fwd_args &args, const std::string &backend) {
                               "out shares memory with ", x.name, "; allowed: memory of its own");
         }
     }
-    if (args.alibi_slopes.has_value()) { check_alibi_slopes(*args.alibi_slopes, args.q); }
+    if (args.alibi_slopes.has_value()) {
+        check_alibi_slopes(*args.alibi_slopes, args.q);
+    }
     check_scalars(args);
     check_implemented(args, backend);
 }

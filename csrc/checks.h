@@ -11,9 +11,9 @@ namespace flash {
 
 // The arguments of fwd in the official order, less the generator.
 struct Fwd_args {
-    const at::Tensor &q;  // [batch, seqlen_q, nheads, headdim]
-    const at::Tensor &k;  // [batch, seqlen_k, nheads_k, headdim]
-    const at::Tensor &v;  // [batch, seqlen_k, nheads_k, headdim]
+    const at::Tensor &q;                            // [batch, seqlen_q, nheads, headdim]
+    const at::Tensor &k;                            // [batch, seqlen_k, nheads_k, headdim]
+    const at::Tensor &v;                            // [batch, seqlen_k, nheads_k, headdim]
     const std::optional<at::Tensor> &out;           // like q
     const std::optional<at::Tensor> &alibi_slopes;  // float32 [nheads] or [batch, nheads]
     double p_dropout;

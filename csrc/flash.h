@@ -17,11 +17,11 @@ struct TensorRef {
 };
 
 struct Flash_fwd_params {
-    TensorRef q;                   // [b, seqlen_q, h, d]
-    TensorRef k;                   // [b, seqlen_k, h_k, d]
-    TensorRef v;                   // [b, seqlen_k, h_k, d]
-    TensorRef o;                   // [b, seqlen_q, h, d]
-    void *softmax_lse = nullptr;   // [b, h, seqlen_q] contiguous, natural log; float32 (float64 for DType::float64)
+    TensorRef q;                  // [b, seqlen_q, h, d]
+    TensorRef k;                  // [b, seqlen_k, h_k, d]
+    TensorRef v;                  // [b, seqlen_k, h_k, d]
+    TensorRef o;                  // [b, seqlen_q, h, d]
+    void *softmax_lse = nullptr;  // [b, h, seqlen_q] contiguous, natural log; float32 (float64 for DType::float64)
 
     DType dtype = DType::float16;  // of q, k, v and o
     int b = 0;                     // batch

@@ -31,34 +31,48 @@ constexpr int64_t kVectorBytes = 16;  // what one cp.async moves
 // Whether every row of x starts on a 16-byte boundary, as the CUDA kernels need; strides of single-element dimensions
 // are never walked.
 bool is_vector_aligned(const at::Tensor &x) {
-    if (reinterpret_cast<uintptr_t>(x.data_ptr()) % kVectorBytes != 0) { return false; }
+    if (reinterpret_cast<uintptr_t>(x.data_ptr()) % kVectorBytes != 0) {
+        return false;
+    }
     for (int64_t dim = 0; dim + 1 < x.dim(); ++dim) {
-        if (x.size(dim) > 1 && x.stride(dim) * x.element_size() % kVectorBytes != 0) { return false; }
+        if (x.size(dim) > 1 && x.stride(dim) * x.element_size() % kVectorBytes != 0) {
+            return false;
+        }
     }
     return true;
 }
 
 // x itself on the CPU and where the CUDA kernels can read it, else a contiguous copy.
 at::Tensor readable_by_kernel(const at::Tensor &x, const char *name) {
-    if (x.device().is_cpu() || is_vector_aligned(x)) { return x; }
-    if (trace_enabled()) { trace("mha_fwd", "%s is not 16-byte aligned: copied", name); }
+    if (x.device().is_cpu() || is_vector_aligned(x)) {
+        return x;
+    }
+    if (trace_enabled()) {
+        trace("mha_fwd", "%s is not 16-byte aligned: copied", name);
+    }
     return x.clone(at::MemoryFormat::Contiguous);
 }
 
 // The kernels find the largest score before they scale it, so they need a scale above 0 (a normal float32 number). A
 // negative scale moves its sign into q, which is exact; a scale of 0 weighs all visible keys alike, as q = 0 does.
 std::pair<at::Tensor, double> with_positive_scale(const at::Tensor &q, double softmax_scale) {
-    if (softmax_scale >= std::numeric_limits<float>::min()) { return {q, softmax_scale}; }
-    if (softmax_scale <= -std::numeric_limits<float>::min()) { return {q.neg(), -softmax_scale}; }
+    if (softmax_scale >= std::numeric_limits<float>::min()) {
+        return {q, softmax_scale};
+    }
+    if (softmax_scale <= -std::numeric_limits<float>::min()) {
+        return {q.neg(), -softmax_scale};
+    }
     return {at::zeros_like(q), 1.0};
 }
 
 // softmax_lse has float32, and float64 for float64 inputs: as precise as the sums that it holds.
-at::ScalarType lse_dtype(const at::Tensor &q) { return q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat; }
+at::ScalarType lse_dtype(const at::Tensor &q) {
+    return q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
 
 std::vector<at::Tensor> mha_fwd(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v,
-                                std::optional<at::Tensor> out_, std::optional<at::Tensor> alibi_slopes, double p_dropout,
-                                double softmax_scale, bool is_causal, int64_t window_size_left,
+                                std::optional<at::Tensor> out_, std::optional<at::Tensor> alibi_slopes,
+                                double p_dropout, double softmax_scale, bool is_causal, int64_t window_size_left,
                                 int64_t window_size_right, double softcap, bool return_softmax,
                                 std::optional<at::Generator> /*generator*/) {
     FLASH_CHECK_NOT_IMPLEMENTED(q.is_cpu() || q.is_cuda(), "q is on ", q.device(), "; allowed: cpu and cuda devices");
@@ -68,7 +82,8 @@ std::vector<at::Tensor> mha_fwd(const at::Tensor &q, const at::Tensor &k, const 
               k.dim() > 1 ? long(k.size(1)) : -1L);
     }
     check_fwd({q, k, v, out_, alibi_slopes, p_dropout, softmax_scale, is_causal, window_size_left, window_size_right,
-               softcap, return_softmax}, backend);
+               softcap, return_softmax},
+              backend);
     FLASH_CHECK_VALUE(q.is_cpu() || q.size(3) % 8 == 0, "q has headdim ", q.size(3),
                       "; allowed: a multiple of 8 (flash_attn_func pads other sizes)");
 
@@ -90,7 +105,9 @@ std::vector<at::Tensor> mha_fwd(const at::Tensor &q, const at::Tensor &k, const 
             set_params_fprop(kernel_q, kernel_k, kernel_v, kernel_out, softmax_lse,
                              {positive_scale, is_causal, window_size_left, window_size_right, softcap});
         run_mha_fwd(params, q.device());
-        if (!writes_in_place) { out.copy_(kernel_out); }
+        if (!writes_in_place) {
+            out.copy_(kernel_out);
+        }
     }
     return {out, softmax_lse, S_dmask, rng_state};
 }
@@ -101,7 +118,8 @@ void check_fwd_for(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v
                    int64_t window_size_left, int64_t window_size_right, double softcap, bool return_softmax,
                    const std::string &backend) {
     check_fwd({q, k, v, std::nullopt, alibi_slopes, p_dropout, softmax_scale, is_causal, window_size_left,
-               window_size_right, softcap, return_softmax}, backend);
+               window_size_right, softcap, return_softmax},
+              backend);
 }
 
 pybind11::dict build_info() {
@@ -111,7 +129,9 @@ pybind11::dict build_info() {
     info["archs"] = std::vector<int>{FLASH_ARCHS};
     info["hdims"] = std::vector<int>(std::begin(kBuiltHeadDims), std::end(kBuiltHeadDims));
     std::vector<std::string> dtypes;
-    for (DType dtype : kBuiltDTypes) { dtypes.emplace_back(dtype == DType::float16 ? "fp16" : "bf16"); }
+    for (DType dtype : kBuiltDTypes) {
+        dtypes.emplace_back(dtype == DType::float16 ? "fp16" : "bf16");
+    }
     info["dtypes"] = dtypes;
     info["cuda"] = CUDART_VERSION;
 #else
@@ -128,10 +148,11 @@ pybind11::dict build_info() {
 at::Tensor minimal_fwd(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, double softmax_scale,
                        bool is_causal) {
     for (const at::Tensor &x : {q, k, v}) {
-        FLASH_CHECK_VALUE(x.dim() == 2 && x.is_cuda() && x.is_contiguous() && x.size(1) == q.size(1) && x.size(1) <= 128 &&
-                              x.device() == q.device(),
-                          "minimal_fwd takes contiguous [seqlen, headdim] tensors on one GPU, headdim up to 128; given: ",
-                          x.sizes(), " on ", x.device());
+        FLASH_CHECK_VALUE(
+            x.dim() == 2 && x.is_cuda() && x.is_contiguous() && x.size(1) == q.size(1) && x.size(1) <= 128 &&
+                x.device() == q.device(),
+            "minimal_fwd takes contiguous [seqlen, headdim] tensors on one GPU, headdim up to 128; given: ", x.sizes(),
+            " on ", x.device());
         FLASH_CHECK_TYPE(x.scalar_type() == at::kFloat, "minimal_fwd takes float32; given: ", x.scalar_type());
     }
     FLASH_CHECK_VALUE(k.size(0) == v.size(0), "k has seqlen ", k.size(0), " and v ", v.size(0), "; allowed: equal");
@@ -140,7 +161,8 @@ at::Tensor minimal_fwd(const at::Tensor &q, const at::Tensor &k, const at::Tenso
     if (q.numel() > 0) {
         run_flash_attn_minimal(q.data_ptr<float>(), k.data_ptr<float>(), v.data_ptr<float>(), out.data_ptr<float>(),
                                static_cast<int>(q.size(0)), static_cast<int>(k.size(0)), static_cast<int>(q.size(1)),
-                               static_cast<float>(softmax_scale), is_causal, c10::cuda::getCurrentCUDAStream().stream());
+                               static_cast<float>(softmax_scale), is_causal,
+                               c10::cuda::getCurrentCUDAStream().stream());
     }
     return out;
 }

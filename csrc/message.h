@@ -13,10 +13,18 @@
 
 namespace flash {
 
-inline std::string text_of(const char *text) { return text; }
-inline std::string text_of(const std::string &text) { return text; }
-inline std::string text_of(c10::ScalarType dtype) { return c10::toString(dtype); }
-inline std::string text_of(const c10::Device &device) { return device.str(); }
+inline std::string text_of(const char *text) {
+    return text;
+}
+inline std::string text_of(const std::string &text) {
+    return text;
+}
+inline std::string text_of(c10::ScalarType dtype) {
+    return c10::toString(dtype);
+}
+inline std::string text_of(const c10::Device &device) {
+    return device.str();
+}
 
 template <typename T, std::enable_if_t<std::is_integral_v<T>, int> = 0>
 std::string text_of(T number) {
@@ -33,11 +41,15 @@ inline std::string text_of(double number) {
 template <typename Range>
 std::string list_of(const Range &numbers) {
     std::string text = "[";
-    for (const auto &number : numbers) { text += (text.size() > 1 ? ", " : "") + text_of(number); }
+    for (const auto &number : numbers) {
+        text += (text.size() > 1 ? ", " : "") + text_of(number);
+    }
     return text + "]";
 }
 
-inline std::string text_of(c10::IntArrayRef numbers) { return list_of(numbers); }
+inline std::string text_of(c10::IntArrayRef numbers) {
+    return list_of(numbers);
+}
 
 template <typename... Parts>
 std::string message(const Parts &...parts) {

@@ -1,7 +1,6 @@
 // The one place where run-time values become template arguments.
 #include "run_mha.h"
 
-
 #include "cpu/flash_fwd_cpu.h"
 #include "message.h"
 #include "static_switch.h"
@@ -27,7 +26,9 @@ constexpr int kBuiltArchs[] = {FLASH_ARCHS};
 // Machine code runs on the same major version from its minor version up.
 bool runs_on(int major, int minor) {
     for (int arch : kBuiltArchs) {
-        if (arch / 10 == major && arch % 10 <= minor) { return true; }
+        if (arch / 10 == major && arch % 10 <= minor) {
+            return true;
+        }
     }
     return false;
 }
@@ -42,14 +43,15 @@ void run_mha_fwd_cuda(Flash_fwd_params &params) {
     FLASH_CHECK(reason.empty(), reason);
     FLASH_CHECK(is_built(params.dtype), "no kernel was compiled for this dtype; build it with: ",
                 "FLASH_ATTN_MINI_DTYPES=\"fp16;bf16\" pip install .");
-    FLASH_CHECK(built_headdim_for(params.d) != 0, "no kernel was compiled for headdim ", params.d, "; compiled: ",
-                list_of(kBuiltHeadDims), "; build them all with: FLASH_ATTN_MINI_HDIMS= pip install .");
+    FLASH_CHECK(built_headdim_for(params.d) != 0, "no kernel was compiled for headdim ", params.d,
+                "; compiled: ", list_of(kBuiltHeadDims), "; build them all with: FLASH_ATTN_MINI_HDIMS= pip install .");
     const cudaStream_t stream = c10::cuda::getCurrentCUDAStream().stream();
     FP16_SWITCH(params.dtype, [&] {
         HEADDIM_SWITCH(params.d, [&] {
             BOOL_SWITCH(params.is_causal, Is_causal, [&] {
                 if (trace_enabled()) {
-                    trace("run_mha_fwd", "device=cuda arch=sm80 kHeadDim=%d Is_causal=%s", kHeadDim, name_of(Is_causal));
+                    trace("run_mha_fwd", "device=cuda arch=sm80 kHeadDim=%d Is_causal=%s", kHeadDim,
+                          name_of(Is_causal));
                 }
                 sm80::run_flash_fwd<kDType, kHeadDim, Is_causal>(params, stream);
             });
@@ -60,9 +62,12 @@ void run_mha_fwd_cuda(Flash_fwd_params &params) {
 }  // namespace
 
 std::string cuda_unavailable_reason(int major, int minor) {
-    if (runs_on(major, minor)) { return {}; }
-    return message("no kernel was compiled for compute capability ", major, ".", minor, "; compiled: ",
-                   list_of(kBuiltArchs), "; build it with: FLASH_ATTN_MINI_ARCHS=", major, minor, " pip install .");
+    if (runs_on(major, minor)) {
+        return {};
+    }
+    return message("no kernel was compiled for compute capability ", major, ".", minor,
+                   "; compiled: ", list_of(kBuiltArchs), "; build it with: FLASH_ATTN_MINI_ARCHS=", major, minor,
+                   " pip install .");
 }
 
 #else
@@ -76,7 +81,9 @@ std::string cuda_unavailable_reason(int major, int minor) {
 
 void run_mha_fwd(Flash_fwd_params &params, c10::Device device) {
     if (device.is_cpu()) {
-        if (trace_enabled()) { trace("run_mha_fwd", "device=cpu d=%d is_causal=%s", params.d, name_of(params.is_causal)); }
+        if (trace_enabled()) {
+            trace("run_mha_fwd", "device=cpu d=%d is_causal=%s", params.d, name_of(params.is_causal));
+        }
         run_mha_fwd_cpu(params);
         return;
     }

@@ -1,7 +1,6 @@
 // set_params_fprop: between mha_fwd, which checked and allocated, and run_mha_fwd, which picks the kernel.
 #include "set_params.h"
 
-
 #include <algorithm>
 #include <cmath>
 
@@ -10,15 +9,22 @@
 
 namespace flash {
 
-TensorRef tensor_ref(const at::Tensor &x) { return {x.data_ptr(), x.stride(0), x.stride(1), x.stride(2)}; }
+TensorRef tensor_ref(const at::Tensor &x) {
+    return {x.data_ptr(), x.stride(0), x.stride(1), x.stride(2)};
+}
 
 DType dtype_of(const at::Tensor &x) {
     switch (x.scalar_type()) {
-        case at::kHalf: return DType::float16;
-        case at::kBFloat16: return DType::bfloat16;
-        case at::kFloat: return DType::float32;
-        case at::kDouble: return DType::float64;
-        default: FLASH_CHECK_TYPE(false, "dtype ", x.scalar_type(), " has no kernel");
+        case at::kHalf:
+            return DType::float16;
+        case at::kBFloat16:
+            return DType::bfloat16;
+        case at::kFloat:
+            return DType::float32;
+        case at::kDouble:
+            return DType::float64;
+        default:
+            FLASH_CHECK_TYPE(false, "dtype ", x.scalar_type(), " has no kernel");
     }
 }
 
@@ -48,7 +54,7 @@ Flash_fwd_params set_params_fprop(const at::Tensor &q, const at::Tensor &k, cons
     const int64_t all = int64_t{params.seqlen_q} + params.seqlen_k;
     params.is_causal = softmax.is_causal;
     params.window_size_left = softmax.window_size_left >= all ? -1 : static_cast<int>(softmax.window_size_left);
-    params.window_size_right = softmax.is_causal                    ? 0
+    params.window_size_right = softmax.is_causal                  ? 0
                                : softmax.window_size_right >= all ? -1
                                                                   : static_cast<int>(softmax.window_size_right);
     if (trace_enabled()) {

@@ -17,14 +17,18 @@ inline constexpr DType kBuiltDTypes[] = {DType::float64};
 
 constexpr bool is_built(int headdim) {
     for (int built : kBuiltHeadDims) {
-        if (built == headdim) { return true; }
+        if (built == headdim) {
+            return true;
+        }
     }
     return false;
 }
 
 constexpr bool is_built(DType dtype) {
     for (DType built : kBuiltDTypes) {
-        if (built == dtype) { return true; }
+        if (built == dtype) {
+            return true;
+        }
     }
     return false;
 }
@@ -33,7 +37,9 @@ constexpr bool is_built(DType dtype) {
 constexpr int built_headdim_for(int d) {
     int best = 0;
     for (int built : kBuiltHeadDims) {
-        if (built >= d && (best == 0 || built < best)) { best = built; }
+        if (built >= d && (best == 0 || built < best)) {
+            best = built;
+        }
     }
     return best;
 }
@@ -41,49 +47,49 @@ constexpr int built_headdim_for(int d) {
 }  // namespace flash
 
 // BOOL_SWITCH(flag, NAME, [&] { f<NAME>(); })
-#define BOOL_SWITCH(COND, CONST_NAME, ...)        \
-    [&] {                                         \
-        if (COND) {                               \
+#define BOOL_SWITCH(COND, CONST_NAME, ...)            \
+    [&] {                                             \
+        if (COND) {                                   \
             constexpr static bool CONST_NAME = true;  \
-            return __VA_ARGS__();                 \
-        } else {                                  \
+            return __VA_ARGS__();                     \
+        } else {                                      \
             constexpr static bool CONST_NAME = false; \
-            return __VA_ARGS__();                 \
-        }                                         \
+            return __VA_ARGS__();                     \
+        }                                             \
     }()
 
 // FP16_SWITCH(dtype, [&] { f<kDType>(); }): float16 or bfloat16, whichever of the two is built.
-#define FP16_SWITCH(DTYPE, ...)                                   \
-    [&] {                                                         \
-        if constexpr (::flash::is_built(::flash::DType::float16)) { \
-            if ((DTYPE) == ::flash::DType::float16) {             \
-                constexpr static ::flash::DType kDType = ::flash::DType::float16; \
-                return __VA_ARGS__();                             \
-            }                                                     \
-        }                                                         \
-        if constexpr (::flash::is_built(::flash::DType::bfloat16)) { \
-            if ((DTYPE) == ::flash::DType::bfloat16) {            \
+#define FP16_SWITCH(DTYPE, ...)                                                    \
+    [&] {                                                                          \
+        if constexpr (::flash::is_built(::flash::DType::float16)) {                \
+            if ((DTYPE) == ::flash::DType::float16) {                              \
+                constexpr static ::flash::DType kDType = ::flash::DType::float16;  \
+                return __VA_ARGS__();                                              \
+            }                                                                      \
+        }                                                                          \
+        if constexpr (::flash::is_built(::flash::DType::bfloat16)) {               \
+            if ((DTYPE) == ::flash::DType::bfloat16) {                             \
                 constexpr static ::flash::DType kDType = ::flash::DType::bfloat16; \
-                return __VA_ARGS__();                             \
-            }                                                     \
-        }                                                         \
+                return __VA_ARGS__();                                              \
+            }                                                                      \
+        }                                                                          \
     }()
 
-#define HEADDIM_CASE(HEADDIM, SIZE, ...)                  \
-    if constexpr (::flash::is_built(SIZE)) {              \
-        if ((HEADDIM) <= SIZE) {                          \
-            constexpr static int kHeadDim = SIZE;         \
-            return __VA_ARGS__();                         \
-        }                                                 \
+#define HEADDIM_CASE(HEADDIM, SIZE, ...)          \
+    if constexpr (::flash::is_built(SIZE)) {      \
+        if ((HEADDIM) <= SIZE) {                  \
+            constexpr static int kHeadDim = SIZE; \
+            return __VA_ARGS__();                 \
+        }                                         \
     }
 
 // HEADDIM_SWITCH(d, [&] { f<kHeadDim>(); }): the smallest built kernel head dim that holds d.
-#define HEADDIM_SWITCH(HEADDIM, ...)              \
-    [&] {                                         \
-        HEADDIM_CASE(HEADDIM, 32, __VA_ARGS__)    \
-        HEADDIM_CASE(HEADDIM, 64, __VA_ARGS__)    \
-        HEADDIM_CASE(HEADDIM, 96, __VA_ARGS__)    \
-        HEADDIM_CASE(HEADDIM, 128, __VA_ARGS__)   \
-        HEADDIM_CASE(HEADDIM, 192, __VA_ARGS__)   \
-        HEADDIM_CASE(HEADDIM, 256, __VA_ARGS__)   \
+#define HEADDIM_SWITCH(HEADDIM, ...)            \
+    [&] {                                       \
+        HEADDIM_CASE(HEADDIM, 32, __VA_ARGS__)  \
+        HEADDIM_CASE(HEADDIM, 64, __VA_ARGS__)  \
+        HEADDIM_CASE(HEADDIM, 96, __VA_ARGS__)  \
+        HEADDIM_CASE(HEADDIM, 128, __VA_ARGS__) \
+        HEADDIM_CASE(HEADDIM, 192, __VA_ARGS__) \
+        HEADDIM_CASE(HEADDIM, 256, __VA_ARGS__) \
     }()

@@ -25,6 +25,8 @@ inline void trace(const char *link, const char *format, ...) {
     std::fflush(stderr);
 }
 
-inline const char *name_of(bool value) { return value ? "true" : "false"; }
+inline const char *name_of(bool value) {
+    return value ? "true" : "false";
+}
 
 }  // namespace flash

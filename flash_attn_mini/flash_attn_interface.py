@@ -168,7 +168,7 @@ def _check_types(
     if not (
         isinstance(window_size, (tuple, list))
         and len(window_size) == 2
-        and all(isinstance(side, numbers.Integral) or isinstance(side, torch.SymInt) for side in window_size)
+        and all(isinstance(side, (numbers.Integral, torch.SymInt)) for side in window_size)
     ):
         raise _wrong_type("window_size", window_size, "a pair of integers (left, right), -1 for unbounded")
     if not isinstance(softcap, (float, int)):

@@ -123,7 +123,7 @@ flash_attn_forward = torch.ops.flash_attn_mini._flash_attn_forward.default
 def flash_attn_forward_eager(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: Any) -> Any:
     """The custom op, without the dispatcher where nobody listens to it: plain tensors, no gradient, no mode.
 
-    The dispatcher's two turns through Python cost more host time than everything below them (benchmarks/bench_overhead).
+    The dispatcher's two turns through Python cost more host time than all below them (benchmarks/bench_overhead.py).
     """
     if (
         torch.compiler.is_compiling()

@@ -1,8 +1,8 @@
 // Views of an mma accumulator: as rows and columns for softmax, as the A operand of the next product.
 #pragma once
 
-#include <cute/tensor.hpp>
 #include <cutlass/numeric_conversion.h>
+#include <cute/tensor.hpp>
 
 namespace flash {
 

@@ -18,7 +18,9 @@ __device__ __forceinline__ void apply_mask(TensorS &scores, const TensorC &coord
         CUTE_UNROLL
         for (int col = 0; col < size<1>(scores); ++col) {
             const int key = get<1>(coords(row, col));
-            if (key >= end) { scores(row, col) = -INFINITY; }
+            if (key >= end) {
+                scores(row, col) = -INFINITY;
+            }
         }
     }
 }

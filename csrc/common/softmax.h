@@ -54,7 +54,9 @@ struct Softmax {
             new_max[row] = fmaxf(row_max[row], maximum_of(scores, row));
             must_rescale |= (new_max[row] - row_max[row]) * scale_log2 > kRescaleThreshold;
         }
-        if (__any_sync(0xffffffffu, must_rescale)) { rescale(new_max, acc_o); }
+        if (__any_sync(0xffffffffu, must_rescale)) {
+            rescale(new_max, acc_o);
+        }
         if (is_large) {
             exponentiate</*Subtract_first=*/true>(scores);
         } else {
@@ -72,7 +74,9 @@ struct Softmax {
             const float inverse = total == 0.0f ? 0.0f : 1.0f / total;
             lse[row] = total == 0.0f ? -INFINITY : (row_max[row] * scale_log2 + log2f(total)) * float(M_LN2);
             CUTE_UNROLL
-            for (int col = 0; col < size<1>(acc_o); ++col) { acc_o(row, col) *= inverse; }
+            for (int col = 0; col < size<1>(acc_o); ++col) {
+                acc_o(row, col) *= inverse;
+            }
         }
     }
 
@@ -81,7 +85,9 @@ private:
     __device__ __forceinline__ float maximum_of(const TensorS &scores, int row) {
         float maximum = scores(row, 0);
         CUTE_UNROLL
-        for (int col = 1; col < size<1>(scores); ++col) { maximum = fmaxf(maximum, scores(row, col)); }
+        for (int col = 1; col < size<1>(scores); ++col) {
+            maximum = fmaxf(maximum, scores(row, col));
+        }
         return quad_allreduce(maximum, [](float a, float b) { return fmaxf(a, b); });
     }
 
@@ -97,7 +103,9 @@ private:
             large |= fabsf(new_max[row] * scale_log2) > kLargeExponent && new_max[row] != -INFINITY;
             row_sum[row] *= factor;
             CUTE_UNROLL
-            for (int col = 0; col < size<1>(acc_o); ++col) { acc_o(row, col) *= factor; }
+            for (int col = 0; col < size<1>(acc_o); ++col) {
+                acc_o(row, col) *= factor;
+            }
         }
         is_large = __any_sync(0xffffffffu, large);
     }
@@ -121,7 +129,9 @@ private:
         CUTE_UNROLL
         for (int row = 0; row < kNRows; ++row) {
             CUTE_UNROLL
-            for (int col = 0; col < size<1>(scores); ++col) { row_sum[row] += scores(row, col); }
+            for (int col = 0; col < size<1>(scores); ++col) {
+                row_sum[row] += scores(row, col);
+            }
         }
     }
 };

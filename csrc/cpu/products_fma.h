@@ -83,7 +83,8 @@ FLASH_NOINLINE void output_tile(const T *p /* [keys][kFmaPanel] */, const T *v /
 #pragma GCC unroll 8
     for (int i = 0; i < kTile; ++i) {
 #pragma GCC unroll 4
-        for (int j = 0; j < kUsedVecs; ++j) acc[i][j] = Vec<T>{};  // not o: each step sums apart, so errors do not pile up
+        for (int j = 0; j < kUsedVecs; ++j)
+            acc[i][j] = Vec<T>{};  // not o: each step sums apart, so errors do not pile up
     }
     for (int n = 0; n < keys; ++n) {
         Vec<T> x[kUsedVecs];

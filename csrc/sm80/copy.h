@@ -22,9 +22,10 @@ __device__ __forceinline__ void copy_tile_async(const TiledCopy &tiled_copy, con
     }
 }
 
-// acc += A B^T with A and B in shared memory, rA and rB their room in registers. Fetches_ahead: the operands of step k + 1
-// are asked for before step k multiplies; otherwise the compiler decides, and takes fewer registers.
-template <bool Fetches_ahead, typename TensorAcc, typename TensorrA, typename TensorrB, typename TensorsA,
+// acc += A B^T with A and B in shared memory, rA and rB their room in registers. Fetches_ahead: the operands of step k
+// + 1 are asked for before step k multiplies; otherwise the compiler decides, and takes fewer registers. The first
+// kA_steps of A are in rA already.
+template <bool Fetches_ahead, int kA_steps, typename TensorAcc, typename TensorrA, typename TensorrB, typename TensorsA,
           typename TensorsB, typename TiledMma, typename CopyA, typename CopyB>
 __device__ __forceinline__ void gemm(TensorAcc &acc, TensorrA &rA, TensorrB &rB, const TensorsA &sA, const TensorsB &sB,
                                      const TiledMma &tiled_mma, const CopyA &copy_A, const CopyB &copy_B, int thread) {
@@ -35,14 +36,20 @@ __device__ __forceinline__ void gemm(TensorAcc &acc, TensorrA &rA, TensorrB &rB,
     Tensor tArA = thr_copy_A.retile_D(rA);
     Tensor tBrB = thr_copy_B.retile_D(rB);
     auto fetch = [&](auto k) {
-        copy(copy_A, tAsA(_, _, k), tArA(_, _, k));
+        if (k >= kA_steps) {
+            copy(copy_A, tAsA(_, _, k), tArA(_, _, k));
+        }
         copy(copy_B, tBsB(_, _, k), tBrB(_, _, k));
     };
-    if constexpr (Fetches_ahead) { fetch(_0{}); }
+    if constexpr (Fetches_ahead) {
+        fetch(_0{});
+    }
     CUTE_UNROLL
     for (int k = 0; k < size<2>(rA); ++k) {
         const int next = Fetches_ahead ? k + 1 : k;
-        if (next < size<2>(rA)) { fetch(next); }
+        if (next < size<2>(rA)) {
+            fetch(next);
+        }
         cute::gemm(tiled_mma, rA(_, _, k), rB(_, _, k), acc);
     }
 }
@@ -53,11 +60,15 @@ template <bool Fetches_ahead, typename TensorAcc, typename TensorrA, typename Te
 __device__ __forceinline__ void gemm_rs(TensorAcc &acc, const TensorrA &rA, TensorrB &rB, const TensorsB &sB,
                                         const TiledMma &tiled_mma, const CopyB &copy_B, const ThrCopyB &thr_copy_B) {
     Tensor tBrB = thr_copy_B.retile_D(rB);
-    if constexpr (Fetches_ahead) { copy(copy_B, sB(_, _, _0{}), tBrB(_, _, _0{})); }
+    if constexpr (Fetches_ahead) {
+        copy(copy_B, sB(_, _, _0{}), tBrB(_, _, _0{}));
+    }
     CUTE_UNROLL
     for (int k = 0; k < size<2>(rA); ++k) {
         const int next = Fetches_ahead ? k + 1 : k;
-        if (next < size<2>(rA)) { copy(copy_B, sB(_, _, next), tBrB(_, _, next)); }
+        if (next < size<2>(rA)) {
+            copy(copy_B, sB(_, _, next), tBrB(_, _, next));
+        }
         cute::gemm(tiled_mma, rA(_, _, k), rB(_, _, k), acc);
     }
 }

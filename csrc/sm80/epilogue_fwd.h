@@ -16,7 +16,9 @@ __device__ __forceinline__ void store_tile(const TiledCopy &tiled_copy, const Te
         if (get<0>(coords(0, row, 0)) < rows_left) {
             CUTE_UNROLL
             for (int col = 0; col < size<2>(source); ++col) {
-                if (get<1>(coords(0, row, col)) < d) { copy(tiled_copy, source(_, row, col), target(_, row, col)); }
+                if (get<1>(coords(0, row, col)) < d) {
+                    copy(tiled_copy, source(_, row, col), target(_, row, col));
+                }
             }
         }
     }
@@ -35,13 +37,16 @@ __device__ __forceinline__ void epilogue_fwd(const Flash_fwd_params &params, Sha
     float lse[decltype(size<0>(acc_o_rowcol))::value];
     softmax.finalize(acc_o_rowcol, lse);
     typename Traits::TiledMma tiled_mma;
-    Tensor tOcO = tiled_mma.get_thread_slice(tidx).partition_C(make_identity_tensor(Shape<Int<kBlockM>, Int<kHeadDim>>{}));
+    Tensor tOcO =
+        tiled_mma.get_thread_slice(tidx).partition_C(make_identity_tensor(Shape<Int<kBlockM>, Int<kHeadDim>>{}));
     Tensor coords = make_tensor(tOcO.data(), rowcol_layout(tOcO.layout()));  // (row, col) -> (row, column)
     float *gLSE = static_cast<float *>(params.softmax_lse) + (int64_t(bidb) * params.h + bidh) * params.seqlen_q +
                   m_block * kBlockM;
     CUTE_UNROLL
     for (int row = 0; row < size<0>(coords); ++row) {
-        if (get<1>(coords(row, 0)) == 0 && get<0>(coords(row, 0)) < rows_left) { gLSE[get<0>(coords(row, 0))] = lse[row]; }
+        if (get<1>(coords(row, 0)) == 0 && get<0>(coords(row, 0)) < rows_left) {
+            gLSE[get<0>(coords(row, 0))] = lse[row];
+        }
     }
 
     // Registers to shared memory to global memory.
@@ -53,14 +58,16 @@ __device__ __forceinline__ void epilogue_fwd(const Flash_fwd_params &params, Sha
     copy(smem_copy, thr_smem_copy.retile_S(rO), thr_smem_copy.partition_D(sO));
     __syncthreads();  // O is whole
 
-    Tensor mO = head_tensor<Element>(params.o, bidb, bidh, params.seqlen_q, params.d);          // (seqlen_q, d)
+    Tensor mO = head_tensor<Element>(params.o, bidb, bidh, params.seqlen_q, params.d);         // (seqlen_q, d)
     Tensor gO = local_tile(mO, Shape<Int<kBlockM>, Int<kHeadDim>>{}, make_coord(m_block, 0));  // (BLK_M, HD)
     typename Traits::GmemTiledCopyO gmem_copy;
     auto thr_gmem_copy = gmem_copy.get_thread_slice(tidx);
     Tensor tOgO = thr_gmem_copy.partition_D(gO);
     Tensor tOrO = make_tensor<Element>(shape(tOgO));
     copy(gmem_copy, thr_gmem_copy.partition_S(sO), tOrO);
-    store_tile(gmem_copy, tOrO, tOgO, thr_gmem_copy.partition_D(make_identity_tensor(Shape<Int<kBlockM>, Int<kHeadDim>>{})), rows_left, params.d);
+    store_tile(gmem_copy, tOrO, tOgO,
+               thr_gmem_copy.partition_D(make_identity_tensor(Shape<Int<kBlockM>, Int<kHeadDim>>{})), rows_left,
+               params.d);
 }
 
 }  // namespace flash::sm80

@@ -9,7 +9,8 @@ namespace flash::sm80 {
 // One block of query rows of one head: load, loop over the key blocks, write. A block whose rows see no key falls
 // through the loop and writes zeros and -inf.
 template <typename Traits, bool Is_causal>
-__device__ __forceinline__ void compute_attn_1rowblock(const Flash_fwd_params &params, int bidb, int bidh, int m_block) {
+__device__ __forceinline__ void compute_attn_1rowblock(const Flash_fwd_params &params, int bidb, int bidh,
+                                                       int m_block) {
     extern __shared__ char smem[];
     auto &shared = *reinterpret_cast<typename Traits::SharedStorage *>(smem);
     const BlockInfo<Traits::kBlockM, Traits::kBlockN, Is_causal> info(params, m_block);

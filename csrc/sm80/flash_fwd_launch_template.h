@@ -23,8 +23,9 @@ void launch_flash_fwd(const Flash_fwd_params &params, cudaStream_t stream) {
     const int64_t num_m_blocks = (params.seqlen_q + Traits::kBlockM - 1) / Traits::kBlockM;
     const int64_t grid = num_m_blocks * params.h * params.b;
     if (grid > INT32_MAX) {
-        throw std::runtime_error("flash_attn_mini: batch * nheads * ceil(seqlen_q / " + std::to_string(Traits::kBlockM) +
-                                 ") is " + std::to_string(grid) + "; allowed: up to 2147483647 thread blocks");
+        throw std::runtime_error("flash_attn_mini: batch * nheads * ceil(seqlen_q / " +
+                                 std::to_string(Traits::kBlockM) + ") is " + std::to_string(grid) +
+                                 "; allowed: up to 2147483647 thread blocks");
     }
     constexpr int kDefaultSmem = 48 * 1024;  // bytes a block may use without asking
     if (Traits::kSmemSize > kDefaultSmem) {
@@ -32,8 +33,8 @@ void launch_flash_fwd(const Flash_fwd_params &params, cudaStream_t stream) {
                    "reserving shared memory");
     }
     if (trace_enabled()) {
-        trace("flash_fwd_kernel", "kBlockM=%d kBlockN=%d grid=%lld threads=%d smem=%d", Traits::kBlockM, Traits::kBlockN,
-              static_cast<long long>(grid), Traits::kNThreads, Traits::kSmemSize);
+        trace("flash_fwd_kernel", "kBlockM=%d kBlockN=%d grid=%lld threads=%d smem=%d", Traits::kBlockM,
+              Traits::kBlockN, static_cast<long long>(grid), Traits::kNThreads, Traits::kSmemSize);
     }
     kernel<<<static_cast<unsigned>(grid), Traits::kNThreads, Traits::kSmemSize, stream>>>(params);
     check_cuda(cudaGetLastError(), "launching flash_fwd_kernel");

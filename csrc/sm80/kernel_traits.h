@@ -1,8 +1,8 @@
 // The types of the sm80 forward kernel: tile sizes, shared memory layouts, copies and the tensor-core mma.
 #pragma once
 
-#include <cute/tensor.hpp>
 #include <cutlass/numeric_types.h>
+#include <cute/tensor.hpp>
 
 #include <type_traits>
 
@@ -59,8 +59,8 @@ struct Flash_fwd_kernel_traits {
     static constexpr int kThreadsPerRow = kSmemRow / kVector;
     static_assert(kBlockM % (kNThreads / kThreadsPerRow) == 0 && kBlockN % (kNThreads / kThreadsPerRow) == 0,
                   "a tile is a whole number of passes of the copy");
-    using GmemThreadLayout = Layout<Shape<Int<kNThreads / kThreadsPerRow>, Int<kThreadsPerRow>>,
-                                    Stride<Int<kThreadsPerRow>, _1>>;
+    using GmemThreadLayout =
+        Layout<Shape<Int<kNThreads / kThreadsPerRow>, Int<kThreadsPerRow>>, Stride<Int<kThreadsPerRow>, _1>>;
     using GmemTiledCopyQKV = decltype(make_tiled_copy(Copy_Atom<SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<uint128_t>, Element>{},
                                                       GmemThreadLayout{}, Layout<Shape<_1, Int<kVector>>>{}));
     using GmemTiledCopyO = decltype(make_tiled_copy(Copy_Atom<UniversalCopy<uint128_t>, Element>{}, GmemThreadLayout{},

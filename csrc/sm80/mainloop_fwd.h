@@ -15,7 +15,9 @@ namespace flash::sm80 {
 // rather than kept over the whole loop.
 template <bool kSpares_registers>
 __device__ __forceinline__ int thread_index() {
-    if constexpr (!kSpares_registers) { return threadIdx.x; }
+    if constexpr (!kSpares_registers) {
+        return threadIdx.x;
+    }
     int index;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
     return index;
@@ -35,20 +37,21 @@ __device__ __forceinline__ void mainloop_fwd(const Flash_fwd_params &params, con
     using Element = typename Traits::Element;
     constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN, kHeadDim = Traits::kHeadDim;
     constexpr bool kSpares_registers = Traits::Tile::kSpares_registers;
+    constexpr int kQ_steps = Traits::Tile::kQ_steps_in_registers;
     const int tidx = threadIdx.x;
     const int bidh_k = bidh / params.h_h_k_ratio;
 
     // Tensors: global (g), shared (s).
-    Tensor mQ = head_tensor<Element>(params.q, bidb, bidh, info.seqlen_q, params.d);                // (seqlen_q, d)
-    Tensor mK = head_tensor<Element>(params.k, bidb, bidh_k, info.seqlen_k, params.d);              // (seqlen_k, d)
-    Tensor mV = head_tensor<Element>(params.v, bidb, bidh_k, info.seqlen_k, params.d);              // (seqlen_k, d)
-    Tensor gQ = local_tile(mQ, Shape<Int<kBlockM>, Int<kHeadDim>>{}, make_coord(m_block, 0));       // (BLK_M, HD)
-    Tensor gK = local_tile(mK, Shape<Int<kBlockN>, Int<kHeadDim>>{}, make_coord(_, 0));             // (BLK_N, HD, n)
-    Tensor gV = local_tile(mV, Shape<Int<kBlockN>, Int<kHeadDim>>{}, make_coord(_, 0));             // (BLK_N, HD, n)
-    Tensor sQ = make_tensor(make_smem_ptr(shared.q), typename Traits::SmemLayoutQ{});               // (BLK_M, HD)
-    Tensor sK = make_tensor(make_smem_ptr(shared.k), typename Traits::SmemLayoutKV{});              // (BLK_N, HD)
-    Tensor sV = make_tensor(make_smem_ptr(shared.v), typename Traits::SmemLayoutKV{});              // (BLK_N, HD)
-    Tensor sVt = make_tensor(make_smem_ptr(shared.v), typename Traits::SmemLayoutVt{});             // (HD, BLK_N)
+    Tensor mQ = head_tensor<Element>(params.q, bidb, bidh, info.seqlen_q, params.d);           // (seqlen_q, d)
+    Tensor mK = head_tensor<Element>(params.k, bidb, bidh_k, info.seqlen_k, params.d);         // (seqlen_k, d)
+    Tensor mV = head_tensor<Element>(params.v, bidb, bidh_k, info.seqlen_k, params.d);         // (seqlen_k, d)
+    Tensor gQ = local_tile(mQ, Shape<Int<kBlockM>, Int<kHeadDim>>{}, make_coord(m_block, 0));  // (BLK_M, HD)
+    Tensor gK = local_tile(mK, Shape<Int<kBlockN>, Int<kHeadDim>>{}, make_coord(_, 0));        // (BLK_N, HD, n)
+    Tensor gV = local_tile(mV, Shape<Int<kBlockN>, Int<kHeadDim>>{}, make_coord(_, 0));        // (BLK_N, HD, n)
+    Tensor sQ = make_tensor(make_smem_ptr(shared.q), typename Traits::SmemLayoutQ{});          // (BLK_M, HD)
+    Tensor sK = make_tensor(make_smem_ptr(shared.k), typename Traits::SmemLayoutKV{});         // (BLK_N, HD)
+    Tensor sV = make_tensor(make_smem_ptr(shared.v), typename Traits::SmemLayoutKV{});         // (BLK_N, HD)
+    Tensor sVt = make_tensor(make_smem_ptr(shared.v), typename Traits::SmemLayoutVt{});        // (HD, BLK_N)
 
     // Copies from global to shared memory.
     typename Traits::GmemTiledCopyQKV gmem_copy;
@@ -58,7 +61,9 @@ __device__ __forceinline__ void mainloop_fwd(const Flash_fwd_params &params, con
     Tensor tQcQ = thr_gmem_copy.partition_S(cQ);                             // (CPY, CPY_M, CPY_K)
     Tensor column_in_range = make_tensor<bool>(make_shape(size<2>(tQcQ)));   // (CPY_K)
     CUTE_UNROLL
-    for (int col = 0; col < size(column_in_range); ++col) { column_in_range(col) = get<1>(tQcQ(0, 0, col)) < params.d; }
+    for (int col = 0; col < size(column_in_range); ++col) {
+        column_in_range(col) = get<1>(tQcQ(0, 0, col)) < params.d;
+    }
 
     // Products, and copies from shared memory to registers.
     typename Traits::TiledMma tiled_mma;
@@ -89,17 +94,19 @@ __device__ __forceinline__ void mainloop_fwd(const Flash_fwd_params &params, con
 
         Tensor acc_s = partition_fragment_C(tiled_mma, Shape<Int<kBlockM>, Int<kBlockN>>{});  // (MMA, MMA_M, MMA_N)
         clear(acc_s);
-        gemm</*Fetches_ahead=*/!kSpares_registers>(acc_s, tSrQ, tSrK, sQ, sK, tiled_mma, smem_copy_Q, smem_copy_K,
-                                                   thread_index<kSpares_registers>());
+        gemm</*Fetches_ahead=*/!kSpares_registers, kQ_steps>(acc_s, tSrQ, tSrK, sQ, sK, tiled_mma, smem_copy_Q,
+                                                             smem_copy_K, thread_index<kSpares_registers>());
         cp_async_wait<0>();
         __syncthreads();  // V has landed for all; all are done with K
-        if (n_block > 0) { load_KV(gK, sK, n_block - 1); }
+        if (n_block > 0) {
+            load_KV(gK, sK, n_block - 1);
+        }
 
         Tensor scores = make_tensor(acc_s.data(), rowcol_layout(acc_s.layout()));  // (row, col)
         if (n_block >= info.n_full_end) {
-            Tensor cS = make_identity_tensor(Shape<Int<kBlockM>, Int<kBlockN>>{});    // (BLK_M, BLK_N)
+            Tensor cS = make_identity_tensor(Shape<Int<kBlockM>, Int<kBlockN>>{});           // (BLK_M, BLK_N)
             Tensor tScS = tiled_mma.get_thread_slice(thread_index<true>()).partition_C(cS);  // (MMA, MMA_M, MMA_N)
-            Tensor coords = make_tensor(tScS.data(), rowcol_layout(tScS.layout()));    // (row, col) -> (row, key)
+            Tensor coords = make_tensor(tScS.data(), rowcol_layout(tScS.layout()));          // (row, col) -> (row, key)
             apply_mask<kBlockM, kBlockN>(scores, coords, info, m_block, n_block);
         }
         softmax.step(scores, acc_o_rowcol);
@@ -116,9 +123,22 @@ __device__ __forceinline__ void mainloop_fwd(const Flash_fwd_params &params, con
     cp_async_fence();
     int n_block = info.n_block_max - 1;
     load_KV(gK, sK, n_block);
+    if constexpr (kQ_steps > 0) {
+        cp_async_wait<1>();
+        __syncthreads();  // Q has landed for all
+        auto thr_copy_Q = smem_copy_Q.get_thread_slice(tidx);
+        Tensor tSsQ = thr_copy_Q.partition_S(sQ);      // (CPY, CPY_M, CPY_K)
+        Tensor tSrQ_view = thr_copy_Q.retile_D(tSrQ);  // (CPY, CPY_M, CPY_K)
+        CUTE_UNROLL
+        for (int k = 0; k < kQ_steps; ++k) {
+            copy(smem_copy_Q, tSsQ(_, _, k), tSrQ_view(_, _, k));
+        }
+    }
 
     // Main loop, from the last key block down, so that the ragged and the causal edge come first.
-    for (; n_block >= 0; --n_block) { step(n_block); }
+    for (; n_block >= 0; --n_block) {
+        step(n_block);
+    }
 }
 
 }  // namespace flash::sm80

@@ -124,5 +124,7 @@ def _resolve(device: torch.device, name: str | None, source: str) -> Backend:
 def _known(name: str, source: str) -> Backend:
     backend = BACKENDS.get(name)
     if backend is None:
-        raise ValueError(f"flash_attn_mini: backend {name!r}, given by {source}, is unknown; known: {', '.join(BACKENDS)}")
+        raise ValueError(
+            f"flash_attn_mini: backend {name!r}, given by {source}, is unknown; known: {', '.join(BACKENDS)}"
+        )
     return backend
