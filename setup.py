@@ -21,7 +21,11 @@ HOST_SOURCES = [
     "csrc/checks.cpp",
     "csrc/set_params.cpp",
     "csrc/run_mha.cpp",
-    *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc" / "cpu").glob("*.cpp")),
+    "csrc/cpu/flash_fwd_cpu.cpp",
+    "csrc/cpu/isa_amx.cpp",
+    "csrc/cpu/isa_avx2.cpp",
+    "csrc/cpu/isa_avx512.cpp",
+    "csrc/cpu/isa_baseline.cpp",
 ]
 NEEDS_TORCH = {"build", "build_ext", "bdist_wheel", "install", "develop", "egg_info", "dist_info", "editable_wheel"}
 

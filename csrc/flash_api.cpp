@@ -143,6 +143,15 @@ pybind11::dict build_info() {
     return info;
 }
 
+// The official extension's other entries, whose kernels later versions bring.
+template <const char *kName>
+[[noreturn]] void not_implemented(const pybind11::args &, const pybind11::kwargs &) {
+    FLASH_CHECK_NOT_IMPLEMENTED(false, kName, " is not implemented in this version; backends that have it: none");
+    __builtin_unreachable();
+}
+
+constexpr char kBwd[] = "bwd", kVarlenFwd[] = "varlen_fwd", kVarlenBwd[] = "varlen_bwd", kFwdKvcache[] = "fwd_kvcache";
+
 #ifdef FLASH_WITH_CUDA
 // The teaching kernel of csrc/minimal: q, k, v float32 [seqlen, headdim] contiguous on one GPU.
 at::Tensor minimal_fwd(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, double softmax_scale,
@@ -179,6 +188,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
                py::arg("out"), py::arg("alibi_slopes"), py::arg("p_dropout"), py::arg("softmax_scale"),
                py::arg("is_causal"), py::arg("window_size_left"), py::arg("window_size_right"), py::arg("softcap"),
                py::arg("return_softmax"), py::arg("generator"));
+    module.def(flash::kBwd, torch::wrap_pybind_function(flash::not_implemented<flash::kBwd>));
+    module.def(flash::kVarlenFwd, torch::wrap_pybind_function(flash::not_implemented<flash::kVarlenFwd>));
+    module.def(flash::kVarlenBwd, torch::wrap_pybind_function(flash::not_implemented<flash::kVarlenBwd>));
+    module.def(flash::kFwdKvcache, torch::wrap_pybind_function(flash::not_implemented<flash::kFwdKvcache>));
     module.def("check_fwd", torch::wrap_pybind_function(flash::check_fwd_for), "fwd's argument checks alone");
     module.def("cuda_unavailable_reason", &flash::cuda_unavailable_reason, py::arg("major"), py::arg("minor"));
     module.def("build_info", &flash::build_info, "What this extension was built with");

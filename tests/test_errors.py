@@ -311,3 +311,25 @@ def test_validity_is_checked_before_what_is_lacking(backend: str, device: str) -
     """A call that is wrong and also asks for what is lacking: the error that will remain in later versions."""
     with pytest.raises(ValueError, match="dropout_p"):
         flash_attn_func(**valid_call(device), dropout_p=1.5, window_size=(3, 3), backend=backend)
+
+
+@pytest.mark.parametrize("name", ["bwd", "varlen_fwd", "varlen_bwd", "fwd_kvcache"])
+def test_extension_entries_of_later_versions_say_so(name: str) -> None:
+    from flash_attn_mini import _C
+
+    with pytest.raises(NotImplementedError, match=f"{name} is not implemented.*backends that have it: none"):
+        getattr(_C, name)(torch.zeros(1), None, 0.5)
+
+
+def test_modules_of_later_versions_say_so() -> None:
+    from flash_attn_mini import bert_padding
+    from flash_attn_mini.layers import rotary
+
+    for function in (
+        bert_padding.index_first_axis,
+        bert_padding.pad_input,
+        bert_padding.unpad_input,
+        rotary.apply_rotary_emb,
+    ):
+        with pytest.raises(NotImplementedError, match=f"{function.__name__} is not implemented"):
+            function(torch.zeros(1), mask=None)

@@ -22,11 +22,10 @@ __device__ __forceinline__ void copy_tile_async(const TiledCopy &tiled_copy, con
     }
 }
 
-// acc += A B^T with A and B in shared memory, rA and rB their room in registers. Fetches_ahead: the operands of step k
-// + 1 are asked for before step k multiplies; otherwise the compiler decides, and takes fewer registers. The first
-// kA_steps of A are in rA already.
-template <bool Fetches_ahead, int kA_steps, typename TensorAcc, typename TensorrA, typename TensorrB, typename TensorsA,
-          typename TensorsB, typename TiledMma, typename CopyA, typename CopyB>
+// acc += A B^T with A and B in shared memory, rA and rB their room in registers; the first kA_steps of A are in rA
+// already. The compiler moves the loads of later steps ahead by itself; asking for it here costs registers and time.
+template <int kA_steps, typename TensorAcc, typename TensorrA, typename TensorrB, typename TensorsA, typename TensorsB,
+          typename TiledMma, typename CopyA, typename CopyB>
 __device__ __forceinline__ void gemm(TensorAcc &acc, TensorrA &rA, TensorrB &rB, const TensorsA &sA, const TensorsB &sB,
                                      const TiledMma &tiled_mma, const CopyA &copy_A, const CopyB &copy_B, int thread) {
     auto thr_copy_A = copy_A.get_thread_slice(thread);
@@ -35,40 +34,25 @@ __device__ __forceinline__ void gemm(TensorAcc &acc, TensorrA &rA, TensorrB &rB,
     Tensor tBsB = thr_copy_B.partition_S(sB);  // (CPY, CPY_N, CPY_K)
     Tensor tArA = thr_copy_A.retile_D(rA);
     Tensor tBrB = thr_copy_B.retile_D(rB);
-    auto fetch = [&](auto k) {
+    CUTE_UNROLL
+    for (int k = 0; k < size<2>(rA); ++k) {
         if (k >= kA_steps) {
             copy(copy_A, tAsA(_, _, k), tArA(_, _, k));
         }
         copy(copy_B, tBsB(_, _, k), tBrB(_, _, k));
-    };
-    if constexpr (Fetches_ahead) {
-        fetch(_0{});
-    }
-    CUTE_UNROLL
-    for (int k = 0; k < size<2>(rA); ++k) {
-        const int next = Fetches_ahead ? k + 1 : k;
-        if (next < size<2>(rA)) {
-            fetch(next);
-        }
         cute::gemm(tiled_mma, rA(_, _, k), rB(_, _, k), acc);
     }
 }
 
 // acc += A B with A in registers, as P is after softmax, and sB this thread's part of B.
-template <bool Fetches_ahead, typename TensorAcc, typename TensorrA, typename TensorrB, typename TensorsB,
-          typename TiledMma, typename CopyB, typename ThrCopyB>
+template <typename TensorAcc, typename TensorrA, typename TensorrB, typename TensorsB, typename TiledMma,
+          typename CopyB, typename ThrCopyB>
 __device__ __forceinline__ void gemm_rs(TensorAcc &acc, const TensorrA &rA, TensorrB &rB, const TensorsB &sB,
                                         const TiledMma &tiled_mma, const CopyB &copy_B, const ThrCopyB &thr_copy_B) {
     Tensor tBrB = thr_copy_B.retile_D(rB);
-    if constexpr (Fetches_ahead) {
-        copy(copy_B, sB(_, _, _0{}), tBrB(_, _, _0{}));
-    }
     CUTE_UNROLL
     for (int k = 0; k < size<2>(rA); ++k) {
-        const int next = Fetches_ahead ? k + 1 : k;
-        if (next < size<2>(rA)) {
-            copy(copy_B, sB(_, _, next), tBrB(_, _, next));
-        }
+        copy(copy_B, sB(_, _, k), tBrB(_, _, k));
         cute::gemm(tiled_mma, rA(_, _, k), rB(_, _, k), acc);
     }
 }

@@ -94,8 +94,8 @@ __device__ __forceinline__ void mainloop_fwd(const Flash_fwd_params &params, con
 
         Tensor acc_s = partition_fragment_C(tiled_mma, Shape<Int<kBlockM>, Int<kBlockN>>{});  // (MMA, MMA_M, MMA_N)
         clear(acc_s);
-        gemm</*Fetches_ahead=*/!kSpares_registers, kQ_steps>(acc_s, tSrQ, tSrK, sQ, sK, tiled_mma, smem_copy_Q,
-                                                             smem_copy_K, thread_index<kSpares_registers>());
+        gemm<kQ_steps>(acc_s, tSrQ, tSrK, sQ, sK, tiled_mma, smem_copy_Q, smem_copy_K,
+                       thread_index<kSpares_registers>());
         cp_async_wait<0>();
         __syncthreads();  // V has landed for all; all are done with K
         if (n_block > 0) {
@@ -113,7 +113,7 @@ __device__ __forceinline__ void mainloop_fwd(const Flash_fwd_params &params, con
 
         Tensor rP = convert_type<Element>(acc_s);                             // (MMA, MMA_M, MMA_N)
         Tensor tOrP = make_tensor(rP.data(), operand_A_layout(rP.layout()));  // (MMA, MMA_M, MMA_K)
-        gemm_rs</*Fetches_ahead=*/!kSpares_registers>(acc_o, tOrP, tOrVt, tOsVt, tiled_mma, smem_copy_V, thr_copy_V);
+        gemm_rs(acc_o, tOrP, tOrVt, tOsVt, tiled_mma, smem_copy_V, thr_copy_V);
     };
 
     // Prologue: Q, then the last K.

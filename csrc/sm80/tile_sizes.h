@@ -10,7 +10,7 @@ struct Tile_fwd {
     static constexpr int kBlockN = kBlockN_;                  // keys of a step
     static constexpr int kNWarps = kNWarps_;                  // warps, 16 rows each at a time
     static constexpr int kMinBlocksPerSM = kMinBlocksPerSM_;  // what the register count has to allow
-    // Recompute addresses in every step and fetch no operand ahead: some 3 % slower, for tiles that would spill.
+    // Recompute addresses in every step: up to 4 % slower, for tiles that would spill.
     static constexpr bool kSpares_registers = kSpares_registers_;
     // How many 16-wide slices of Q stay in registers over the loop: less to read where shared memory is the limit.
     static constexpr int kQ_steps_in_registers = kQ_steps_in_registers_;

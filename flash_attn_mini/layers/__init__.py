@@ -1,0 +1,1 @@
+"""Layers that users of the official package import beside the attention functions."""
