@@ -25,7 +25,7 @@ def kind_of(row: dict[str, Any]) -> str:
 
 
 def forward_tables(data: Rows) -> list[str]:
-    """PERF's layout: head dim and mask down, sequence length across, every contender in a cell."""
+    """Head dim and mask down, sequence length across, every contender in a cell."""
     tables = []
     for ours in dict.fromkeys(name for row in data for name in row["ratio"]):
         rows = [row for row in data if ours in row["ratio"]]
@@ -116,11 +116,26 @@ def _plain(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
+def cpu_tables(data: Rows) -> list[str]:
+    """Threads, head dim and mask down, sequence length across: GFLOP/s of ours and of SDPA, and the ratio."""
+    lengths = sorted({row["seqlen"] for row in data})
+    cells: dict[tuple[str, str], dict[int, str]] = {}
+    for row in data:
+        rival = row["GFLOP/s"] * row["ms"] / row["SDPA ms"]
+        text = f"{row['GFLOP/s']:.3g} / {rival:.3g} ({row['ratio']:.2f})"
+        cells.setdefault((f"{row['dtype']}, {row['threads']}", kind_of(row)), {})[row["seqlen"]] = text
+    body = [[*names, *(by_length.get(length, "") for length in lengths)] for names, by_length in cells.items()]
+    shape = f"batch {data[0]['batch']}, {data[0]['nheads']} heads"
+    caption = f"cpu / SDPA, GFLOP/s, and (cpu ÷ SDPA, median of the rounds' ratios), {shape}, by sequence length:"
+    return [f"{caption}\n\n{markdown_table(['dtype, threads', '', *map(str, lengths)], body)}"]
+
+
 VIEWS: dict[str, Callable[[Rows], list[str]]] = {
     "bench_forward": forward_tables,
     "bench_overhead": overhead_tables,
     "bench_memory": memory_tables,
     "bench_build": build_tables,
+    "bench_cpu": cpu_tables,
     "accuracy": accuracy_tables,
     "kernel_resources": resource_tables,
 }

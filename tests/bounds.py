@@ -129,7 +129,7 @@ def assert_forward_accurate(
     causal: bool = False,
     softmax_scale: float | None = None,
 ) -> None:
-    """Fail with the case, the error, the bound and the worst index unless out and lse are as API.md says.
+    """Fail with the case, the error, the bound and the worst index unless out and lse are as the documentation says.
 
     `case` names the case, its shape and the seed: whatever it takes to run it again.
     """

@@ -24,7 +24,6 @@ HOPPER: dict[int, list[triton.Config]] = {
         tile(64, 128, 4, 2),
         tile(128, 64, 8, 3, tma=False),
         tile(128, 64, 4, 3, tma=False),
-        tile(128, 128, 8, 2, maxnreg=128),
     ],
     128: [
         tile(64, 64, 4, 3),

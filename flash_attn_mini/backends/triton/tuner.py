@@ -19,7 +19,7 @@ from .flash_fwd_kernel import flash_fwd_kernel
 
 # Below so many operations (some 20 microseconds of an H200) a table serves as well, and nobody waits for compilers.
 MIN_TUNED_FLOPS = 1 << 33
-MAX_LENGTH_BUCKET = 4096
+MAX_LENGTH_BUCKET = 16384
 INTERPRETER_SHARED_MEMORY = 1 << 30  # nothing is too large for it
 
 ENVIRONMENT_VARIABLE = "FLASH_ATTN_MINI_TRITON_AUTOTUNE"
@@ -115,5 +115,5 @@ def shared_memory_limit(device: torch.device) -> int:
 
 
 def length_bucket(length: int) -> int:
-    """The length rounded up to a power of two, between 128 and 4096."""
+    """The length rounded up to a power of two, between 128 and 16384."""
     return min(max(128, 1 << (length - 1).bit_length()), MAX_LENGTH_BUCKET)
