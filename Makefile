@@ -56,7 +56,7 @@ lint: $(LINT)  ## formatting, style and types of everything
 	pre-commit run --all-files
 
 format: $(LINT)  ## what lint can repair by itself
-	git ls-files -co --exclude-standard 'csrc/*.h' 'csrc/*.cuh' 'csrc/*.cpp' 'csrc/*.cu' | xargs -r clang-format -i
+	git ls-files -co --exclude-standard 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' | xargs -r clang-format -i
 	ruff format .
 	ruff check --fix .
 

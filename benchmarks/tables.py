@@ -45,7 +45,8 @@ def forward_tables(data: Rows) -> list[str]:
             for rival in rivals
             if (ratios := [row["ratio"][ours][rival] for row in rows if rival in row["ratio"][ours]])
         )
-        caption = f"{' / '.join(names)}, TFLOP/s, and ({ours} ÷ {base}), by sequence length:"
+        ratio_text = f"({ours} ÷ {base}, the median of the rounds' ratios)"
+        caption = f"{' / '.join(names)}, TFLOP/s, and {ratio_text}, by sequence length:"
         tables.append(f"{caption}\n\n{markdown_table(['', *map(str, lengths)], body)}\n\n{ours} {summary}.")
     return tables
 

@@ -102,8 +102,10 @@ void check_alibi_slopes(const at::Tensor &slopes, const at::Tensor &q) {
 void check_scalars(const Fwd_args &args) {
     FLASH_CHECK_VALUE(args.p_dropout >= 0.0 && args.p_dropout < 1.0, "dropout_p is ", args.p_dropout,
                       "; allowed: at least 0 and below 1");
-    FLASH_CHECK_VALUE(std::isfinite(args.softmax_scale), "softmax_scale is ", args.softmax_scale,
-                      "; allowed: a finite number, or None for 1/sqrt(headdim)");
+    const double largest_scale = args.q.scalar_type() == at::kDouble ? std::numeric_limits<double>::max() / 2
+                                                                     : std::numeric_limits<float>::max() / 2;
+    FLASH_CHECK_VALUE(std::abs(args.softmax_scale) <= largest_scale, "softmax_scale is ", args.softmax_scale,
+                      "; allowed: a finite number of magnitude up to ", largest_scale, ", or None for 1/sqrt(headdim)");
     FLASH_CHECK_VALUE(args.window_size_left >= -1, "window_size has left ", args.window_size_left,
                       "; allowed: -1 (unbounded) or at least 0 keys");
     FLASH_CHECK_VALUE(args.window_size_right >= -1, "window_size has right ", args.window_size_right,

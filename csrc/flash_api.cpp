@@ -56,10 +56,12 @@ at::Tensor readable_by_kernel(const at::Tensor &x, const char *name) {
 // The kernels find the largest score before they scale it, so they need a scale above 0 (a normal float32 number). A
 // negative scale moves its sign into q, which is exact; a scale of 0 weighs all visible keys alike, as q = 0 does.
 std::pair<at::Tensor, double> with_positive_scale(const at::Tensor &q, double softmax_scale) {
-    if (softmax_scale >= std::numeric_limits<float>::min()) {
+    const double smallest =
+        q.scalar_type() == at::kDouble ? std::numeric_limits<double>::min() : double{std::numeric_limits<float>::min()};
+    if (softmax_scale >= smallest) {
         return {q, softmax_scale};
     }
-    if (softmax_scale <= -std::numeric_limits<float>::min()) {
+    if (softmax_scale <= -smallest) {
         return {q.neg(), -softmax_scale};
     }
     return {at::zeros_like(q), 1.0};
@@ -76,6 +78,10 @@ std::vector<at::Tensor> mha_fwd(const at::Tensor &q, const at::Tensor &k, const 
                                 int64_t window_size_right, double softcap, bool return_softmax,
                                 std::optional<at::Generator> /*generator*/) {
     FLASH_CHECK_NOT_IMPLEMENTED(q.is_cpu() || q.is_cuda(), "q is on ", q.device(), "; allowed: cpu and cuda devices");
+    if (q.is_neg() || k.is_neg() || v.is_neg()) {  // views that negate when read, which kernels do not do
+        return mha_fwd(q.resolve_neg(), k.resolve_neg(), v.resolve_neg(), out_, alibi_slopes, p_dropout, softmax_scale,
+                       is_causal, window_size_left, window_size_right, softcap, return_softmax, std::nullopt);
+    }
     const std::string backend = q.is_cpu() ? "cpu" : "cuda";
     if (trace_enabled()) {
         trace("mha_fwd", "backend=%s seqlen_q=%ld seqlen_k=%ld", backend.c_str(), q.dim() > 1 ? long(q.size(1)) : -1L,

@@ -16,6 +16,7 @@ from . import tracing
 from .ops import flash_attn_forward_eager
 
 WindowSize = tuple[int, int]
+MAX_WINDOW = 2**62  # keys: far past any sequence, and inside 64 bits
 
 
 def flash_attn_func(
@@ -50,7 +51,8 @@ def flash_attn_func(
         window_size: ``(left, right)`` in keys, -1 for unbounded. Only ``(-1, -1)`` is implemented in this version.
         softcap: Above 0, scores become ``softcap * tanh(score / softcap)``. Not implemented in this version.
         alibi_slopes: float32 ``[nheads]`` or ``[batch, nheads]``. Not implemented in this version.
-        deterministic: Asks for a bitwise repeatable backward. The forward always is.
+        deterministic: Asks for a bitwise repeatable backward. The forward always is (on ``triton``, for the
+            configuration that was chosen when its kind of call was first tuned).
         return_attn_probs: Return ``(out, softmax_lse, S_dmask)`` in place of ``out``.
         backend: ``"cuda"``, ``"triton"`` or ``"cpu"``. Default: ``use_backend``, else FLASH_ATTN_MINI_BACKEND, else by
             the device of q.
@@ -86,12 +88,12 @@ def flash_attn_func(
         k,
         v,
         alibi_slopes,
-        dropout_p,
-        softmax_scale,
+        _as_float(dropout_p),
+        _as_float(softmax_scale),
         causal,
         window_size_left,
         0 if causal and window_size_right >= -1 else window_size_right,
-        softcap,
+        _as_float(softcap),
         return_attn_probs and dropout_p > 0,
         backend,
     )
@@ -159,10 +161,9 @@ def _check_types(
             raise TypeError(f"flash_attn_mini: {name} has layout {value.layout}; allowed: torch.strided")
         if value.device != q.device:
             raise ValueError(f"flash_attn_mini: {name} is on {value.device}; allowed: the device of q, {q.device}")
-    if not isinstance(dropout_p, (float, int)):
-        raise _wrong_type("dropout_p", dropout_p, "a number in [0, 1)")
-    if softmax_scale is not None and not isinstance(softmax_scale, (float, int)):
-        raise _wrong_type("softmax_scale", softmax_scale, "a number, or None for 1/sqrt(headdim)")
+    _check_number("dropout_p", dropout_p, "a number in [0, 1)")
+    if softmax_scale is not None:
+        _check_number("softmax_scale", softmax_scale, "a finite number, or None for 1/sqrt(headdim)")
     if not isinstance(causal, bool):
         raise _wrong_type("causal", causal, "True or False")
     if not (
@@ -171,12 +172,30 @@ def _check_types(
         and all(isinstance(side, (numbers.Integral, torch.SymInt)) for side in window_size)
     ):
         raise _wrong_type("window_size", window_size, "a pair of integers (left, right), -1 for unbounded")
-    if not isinstance(softcap, (float, int)):
-        raise _wrong_type("softcap", softcap, "a number, 0 for off")
+    for side, name in zip(window_size, ("left", "right"), strict=True):
+        if isinstance(side, numbers.Integral) and abs(int(side)) > MAX_WINDOW:
+            raise ValueError(f"flash_attn_mini: window_size has {name} {side}; allowed: -1 (unbounded) to {MAX_WINDOW}")
+    _check_number("softcap", softcap, "a number, 0 for off")
     if alibi_slopes is not None and not isinstance(alibi_slopes, tensor):
         raise _wrong_type("alibi_slopes", alibi_slopes, "a float32 torch.Tensor, or None")
     if backend is not None and not isinstance(backend, str):
         raise _wrong_type("backend", backend, "the name of a backend, or None")
+
+
+def _as_float(value: Any) -> Any:
+    """NumPy's numbers and Python's integers as floats; a symbolic number as it is."""
+    return value if isinstance(value, (float, torch.SymFloat, torch.SymInt)) else float(value)
+
+
+def _check_number(name: str, value: object, allowed: str) -> None:
+    if type(value) is float or isinstance(value, (torch.SymFloat, torch.SymInt)):
+        return
+    if type(value) is bool or not isinstance(value, numbers.Real):
+        raise _wrong_type(name, value, allowed)
+    try:
+        float(value)
+    except OverflowError:
+        raise ValueError(f"flash_attn_mini: {name} is too large for a float; allowed: {allowed}") from None
 
 
 def _check_flags(deterministic: object, return_attn_probs: object) -> None:

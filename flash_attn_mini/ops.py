@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 import torch
+from torch.autograd import forward_ad
 
 from . import tracing
 from .backends import select_backend
@@ -82,7 +83,12 @@ def _forward_below_autograd(*arguments: Any) -> Any:
 
 
 def _forward_autograd(*arguments: Any) -> Any:
-    if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in arguments):
+    tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
+    if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise NotImplementedError(
+            "flash_attn_mini: no backend implements forward-mode automatic differentiation; backends that have it: none"
+        )
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return FlashAttnFunc.apply(*arguments)
     return _forward_below_autograd(*arguments)
 
@@ -131,7 +137,12 @@ def flash_attn_forward_eager(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, 
         or type(k) is not torch.Tensor
         or type(v) is not torch.Tensor
         or (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
+        or q.is_neg()
+        or k.is_neg()
+        or v.is_neg()
         or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._get_tracing_state() is not None
+        or forward_ad._current_level >= 0
         or torch._C._functorch.peek_interpreter_stack() is not None
         or q.device.type not in ("cpu", "cuda")
     ):

@@ -333,3 +333,33 @@ def test_modules_of_later_versions_say_so() -> None:
     ):
         with pytest.raises(NotImplementedError, match=f"{function.__name__} is not implemented"):
             function(torch.zeros(1), mask=None)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "error", "message"),
+    [
+        ({"softmax_scale": 10**400}, ValueError, "softmax_scale is too large"),
+        ({"softmax_scale": 1e39}, ValueError, r"softmax_scale is 1e\+39; allowed: a finite number of magnitude up to"),
+        ({"softmax_scale": True}, TypeError, "softmax_scale is True"),
+        ({"dropout_p": True}, TypeError, "dropout_p is True"),
+        ({"window_size": (10**30, -1)}, ValueError, "window_size has left 10{30}; allowed"),
+    ],
+    ids=str,
+)
+def test_numbers_out_of_range_are_named(keywords: dict[str, object], error: type[Exception], message: str) -> None:
+    q = torch.randn(1, 4, 1, 8)
+    with pytest.raises(error, match=message):
+        flash_attn_func(q, q, q, **keywords)
+
+
+def test_available_backends_of_a_device_that_is_not_there() -> None:
+    import flash_attn_mini
+
+    assert isinstance(flash_attn_mini.available_backends("cuda"), list)
+
+
+def test_tiny_scales_of_float64_are_exact() -> None:
+    q, k, v = torch.randn(3, 1, 6, 2, 16, dtype=torch.float64)
+    expected = flash_attn_func(q, k, v, softmax_scale=0.25)
+    scaled = flash_attn_func(q * 1e40, k, v, softmax_scale=0.25e-40)
+    torch.testing.assert_close(scaled, expected, rtol=1e-10, atol=1e-12)

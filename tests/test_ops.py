@@ -152,3 +152,31 @@ def test_vmap_keeps_samples_apart(backend: str, device: str) -> None:
     q = torch.randn(3, 2, 9, 2, 16, device=device).half()
     expected = torch.stack([flash_attn_func(x, x, x, backend=backend) for x in q])
     assert torch.equal(torch.vmap(lambda x: flash_attn_func(x, x, x, backend=backend))(q), expected)
+
+
+def test_a_traced_module_holds_the_operator() -> None:
+    q = torch.randn(1, 5, 2, 8)
+    traced = torch.jit.trace(lambda x: flash_attn_func(x, x, x), (q,), check_trace=False)
+    other = torch.randn(1, 5, 2, 8)
+    torch.testing.assert_close(traced(other), flash_attn_func(other, other, other))
+
+
+def test_a_negated_view_is_read_as_such() -> None:
+    x = torch.randn(1, 6, 2, 16)
+    negated = torch._neg_view(x)
+    expected = flash_attn_func(-x, x, -x)
+    torch.testing.assert_close(flash_attn_func(negated, x, negated), expected)
+    from flash_attn_mini import _C
+
+    raw = _C.fwd(negated, x, negated, None, None, 0.0, 0.25, False, -1, -1, 0.0, False, None)
+    torch.testing.assert_close(raw[0], expected)
+
+
+def test_forward_mode_differentiation_says_that_it_is_not_there() -> None:
+    x = torch.randn(1, 4, 1, 8)
+    with pytest.raises(NotImplementedError, match="forward-mode"):
+        torch.func.jvp(lambda t: flash_attn_func(t, t, t), (x,), (torch.ones_like(x),))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        with pytest.raises(NotImplementedError, match="forward-mode"):
+            flash_attn_func(dual, x, x)

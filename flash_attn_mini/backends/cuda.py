@@ -21,6 +21,8 @@ def unavailable_reason(device: torch.device) -> str | None:
     """None when this backend runs on ``device``, else why not."""
     if device.type != "cuda":
         return "it takes CUDA tensors"
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA GPU"
     return extension.missing_reason() or _not_built_reason(device.index)
 
 

@@ -11,6 +11,8 @@ import torch
 
 from . import extension, triton
 
+FLOAT32_TINY = torch.finfo(torch.float32).tiny
+
 
 def unavailable_reason(device: torch.device) -> str | None:
     """None when this backend runs on ``device``, else why not."""
@@ -21,5 +23,8 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: Any) 
     """Check as every backend does, then run the Triton kernel; ``arguments`` are those of the custom op."""
     extension.load().check_fwd(q, k, v, *arguments, "triton")
     _, _, softmax_scale, causal, *_ = arguments
+    q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
+    if abs(softmax_scale) < FLOAT32_TINY:  # 0 to the kernel: every visible key weighs the same, as q = 0 has it
+        q, softmax_scale = torch.zeros_like(q), 1.0
     out, softmax_lse = triton.forward(q, k, v, softmax_scale=softmax_scale, causal=causal)
     return out, softmax_lse, q.new_empty((0,)), q.new_empty((0,), dtype=torch.int64)

@@ -7,6 +7,7 @@ does not tune again; the timings go to Triton's disk cache, so that a new proces
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -27,6 +28,7 @@ ENVIRONMENT_VARIABLE = "FLASH_ATTN_MINI_TRITON_AUTOTUNE"
 KEY = ["device_name", "dtype", "head_dim", "block_d", "causal", "tma_reaches", "length_q", "length_k"]
 
 _chosen: dict[tuple[Any, ...], triton.Config] = {}
+_tuning = threading.Lock()
 
 
 class TimedLaunch:
@@ -73,7 +75,11 @@ def choose_config(
         interpreted: Whether the kernel runs in the interpreter, where nothing can be timed.
         launch_with: ``launch_with(config)`` runs the call, for timing.
     """
-    key = (q.device, q.dtype, q.shape[3], causal, tma_reaches, length_bucket(q.shape[1]), length_bucket(k.shape[1]))
+    flops = 4 * q.shape[0] * q.shape[2] * q.shape[1] * k.shape[1] * q.shape[3]
+    tunes = flops >= MIN_TUNED_FLOPS and os.environ.get(ENVIRONMENT_VARIABLE, "1") != "0"
+    lengths = length_bucket(q.shape[1]), length_bucket(k.shape[1])
+    # `tunes` is part of the key, so that a small call keeps its configuration when a larger one has tuned.
+    key = (q.device, q.dtype, q.shape[3], causal, tma_reaches, *lengths, tunes)
     config = _chosen.get(key)
     if config is not None:
         return config
@@ -81,30 +87,26 @@ def choose_config(
         return candidates(block_d, q.element_size(), False, INTERPRETER_SHARED_MEMORY)[0]
 
     limit = shared_memory_limit(q.device)
-    flops = 4 * q.shape[0] * q.shape[2] * q.shape[1] * k.shape[1] * q.shape[3]
-    if (
-        flops < MIN_TUNED_FLOPS
-        or os.environ.get(ENVIRONMENT_VARIABLE, "1") == "0"
-        or torch.cuda.is_current_stream_capturing()
-    ):
+    if not tunes or torch.cuda.is_current_stream_capturing():
         return candidates(block_d, q.element_size(), tma_reaches, limit)[0]
 
-    timed_launch.run(
-        torch.cuda.get_device_name(q.device),
-        str(q.dtype),
-        q.shape[3],
-        block_d,
-        causal,
-        tma_reaches,
-        length_bucket(q.shape[1]),
-        length_bucket(k.shape[1]),
-        limit,
-        launch_with,
-        grid=None,
-        warmup=False,
-    )
-    _chosen[key] = timed_launch.best_config
-    return timed_launch.best_config
+    with _tuning:  # triton.autotune keeps the state of a call on itself
+        if key not in _chosen:
+            timed_launch.run(
+                torch.cuda.get_device_name(q.device),
+                str(q.dtype),
+                q.shape[3],
+                block_d,
+                causal,
+                tma_reaches,
+                *lengths,
+                limit,
+                launch_with,
+                grid=None,
+                warmup=False,
+            )
+            _chosen[key] = timed_launch.best_config
+    return _chosen[key]
 
 
 @cache
