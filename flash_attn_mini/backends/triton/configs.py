@@ -29,8 +29,6 @@ HOPPER: dict[int, list[triton.Config]] = {
         tile(64, 64, 4, 3),
         tile(128, 64, 4, 2),
         tile(128, 64, 8, 3),
-        tile(128, 64, 8, 2, maxnreg=128),
-        tile(128, 64, 8, 3, tma=False),
     ],
     256: [
         tile(128, 64, 8, 2),
