@@ -157,7 +157,7 @@ def test_forward_benchmark_runs_end_to_end(ours: str, tmp_path: Path, capsys: py
         assert row["ratio"][ours]["SDPA"] > 0
         assert row["tflops"][ours] > 0
     assert result["stamp"]["torch"] == torch.__version__
-    assert f"({ours} ÷ SDPA)" in (tmp_path / f"forward_{ours}.md").read_text()
+    assert f"({ours} ÷ SDPA, the median of the rounds' ratios)" in (tmp_path / f"forward_{ours}.md").read_text()
     assert "d16 causal" in capsys.readouterr().out
     assert provenance.stale_results(tmp_path) == []
 
