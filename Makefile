@@ -64,8 +64,8 @@ sanitize: $(TEST) build  ## small cases under compute-sanitizer (memcheck, racec
 	$(SANITIZER) --tool memcheck --error-exitcode 9 $(PY) -m tests.sanitize_driver
 	$(SANITIZER) --tool racecheck --error-exitcode 9 $(PY) -m tests.sanitize_driver --per-headdim 2 64 128
 
-check-results: $(BASE)  ## which of benchmarks/results are older than the sources they measured
-	$(PY) -m benchmarks.provenance check
+check-results:  ## which of benchmarks/results are older than the sources they measured
+	$(PYTHON) -m benchmarks.provenance check
 
 build: $(BASE)
 	$(PY) setup.py --quiet build_ext --inplace

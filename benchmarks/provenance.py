@@ -21,8 +21,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -112,6 +110,8 @@ def _version_of(package: str) -> str | None:
 
 def stamp(sources: Iterable[str] = (), root: Path = ROOT) -> dict[str, Any]:
     """What a result was measured on: machine, versions, date (UTC), and the sources with their hash."""
+    import torch  # here, so that `check` needs no torch
+
     has_gpu = torch.cuda.is_available()
     globs = sorted(set(sources))
     return {
