@@ -21,6 +21,7 @@ HOST_SOURCES = [
     "csrc/checks.cpp",
     "csrc/set_params.cpp",
     "csrc/run_mha.cpp",
+    "csrc/cpu/flash_bwd_cpu.cpp",
     "csrc/cpu/flash_fwd_cpu.cpp",
     "csrc/cpu/isa_amx.cpp",
     "csrc/cpu/isa_avx2.cpp",

@@ -77,13 +77,36 @@ void check_shapes(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v)
     }
 }
 
-void check_out(const at::Tensor &out, const at::Tensor &q) {
-    check_same_kind({"out", out}, q);
-    FLASH_CHECK_VALUE(out.sizes() == q.sizes(), "out has shape ", out.sizes(), "; allowed: the shape of q, ",
-                      q.sizes());
-    check_last_dim_contiguous({"out", out});
-    FLASH_CHECK_VALUE(at::has_internal_overlap(out) != at::MemOverlap::Yes, "out has strides ", out.strides(),
-                      " (shape ", out.sizes(), "); allowed: every element in memory of its own");
+void check_same_shape(const Named &x, const Named &like) {
+    FLASH_CHECK_VALUE(x.tensor.sizes() == like.tensor.sizes(), x.name, " has shape ", x.tensor.sizes(),
+                      "; allowed: the shape of ", like.name, ", ", like.tensor.sizes());
+}
+
+// A tensor that a kernel writes: like `like`, dtype and device as q.
+void check_written(const Named &x, const Named &like, const at::Tensor &q) {
+    check_same_kind(x, q);
+    check_same_shape(x, like);
+    check_last_dim_contiguous(x);
+    FLASH_CHECK_VALUE(at::has_internal_overlap(x.tensor) != at::MemOverlap::Yes, x.name, " has strides ",
+                      x.tensor.strides(), " (shape ", x.tensor.sizes(),
+                      "); allowed: every element in memory of its own");
+}
+
+void check_no_overlap(const Named &written, const Named &other) {
+    const auto overlap = at::get_overlap_status(written.tensor, other.tensor);
+    FLASH_CHECK_VALUE(overlap != at::MemOverlapStatus::Full && overlap != at::MemOverlapStatus::Partial, written.name,
+                      " shares memory with ", other.name, "; allowed: memory of its own");
+}
+
+// softmax_lse, and the gradient arriving at it.
+void check_lse(const Named &x, const at::Tensor &q) {
+    FLASH_CHECK_TYPE(x.tensor.scalar_type() == lse_dtype(q), x.name, " has dtype ", x.tensor.scalar_type(),
+                     "; allowed: ", lse_dtype(q), " for inputs of ", q.scalar_type());
+    FLASH_CHECK_VALUE(x.tensor.device() == q.device(), x.name, " is on ", x.tensor.device(),
+                      "; allowed: the device of q, ", q.device());
+    const std::vector<int64_t> shape{q.size(0), q.size(2), q.size(1)};
+    FLASH_CHECK_VALUE(x.tensor.sizes() == shape, x.name, " has shape ", x.tensor.sizes(),
+                      "; allowed: [batch, nheads, seqlen_q] = ", list_of(shape));
 }
 
 void check_alibi_slopes(const at::Tensor &slopes, const at::Tensor &q) {
@@ -130,9 +153,8 @@ void check_implemented(const Fwd_args &args, const std::string &backend) {
     lacks(args.return_softmax, "returning the dropout mask (return_softmax)");
 }
 
-}  // namespace
-
-void check_fwd(const Fwd_args &args, const std::string &backend) {
+// q, k and v.
+void check_inputs(const Fwd_args &args, const std::string &backend) {
     check_dtype({"q", args.q}, backend);
     check_same_kind({"k", args.k}, args.q);
     check_same_kind({"v", args.v}, args.q);
@@ -140,19 +162,64 @@ void check_fwd(const Fwd_args &args, const std::string &backend) {
     for (const Named &x : {Named{"q", args.q}, Named{"k", args.k}, Named{"v", args.v}}) {
         check_last_dim_contiguous(x);
     }
-    if (args.out.has_value()) {
-        check_out(*args.out, args.q);
-        for (const Named &x : {Named{"q", args.q}, Named{"k", args.k}, Named{"v", args.v}}) {
-            const auto overlap = at::get_overlap_status(*args.out, x.tensor);
-            FLASH_CHECK_VALUE(overlap != at::MemOverlapStatus::Full && overlap != at::MemOverlapStatus::Partial,
-                              "out shares memory with ", x.name, "; allowed: memory of its own");
-        }
-    }
+}
+
+void check_options(const Fwd_args &args, const std::string &backend) {
     if (args.alibi_slopes.has_value()) {
         check_alibi_slopes(*args.alibi_slopes, args.q);
     }
     check_scalars(args);
     check_implemented(args, backend);
+}
+
+}  // namespace
+
+at::ScalarType lse_dtype(const at::Tensor &q) {
+    return q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+void check_fwd(const Fwd_args &args, const std::string &backend) {
+    const Named inputs[] = {{"q", args.q}, {"k", args.k}, {"v", args.v}};
+    check_inputs(args, backend);
+    if (args.out.has_value()) {
+        check_written({"out", *args.out}, {"q", args.q}, args.q);
+        for (const Named &x : inputs) {
+            check_no_overlap({"out", *args.out}, x);
+        }
+    }
+    check_options(args, backend);
+}
+
+void check_bwd(const Bwd_args &args, const std::string &backend) {
+    const Fwd_args &forward = args.forward;
+    const at::Tensor &q = forward.q, &out = *forward.out;
+    check_inputs(forward, backend);
+    for (const Named &x : {Named{"dout", args.dout}, Named{"out", out}}) {
+        check_same_kind(x, q);
+        check_same_shape(x, {"q", q});
+    }
+    check_lse({"softmax_lse", args.softmax_lse}, q);
+    if (args.dsoftmax_lse.has_value()) {
+        check_lse({"dsoftmax_lse", *args.dsoftmax_lse}, q);
+    }
+    std::vector<Named> read{{"q", q}, {"k", forward.k}, {"v", forward.v}, {"out", out}, {"dout", args.dout}};
+    const auto check_gradient = [&](const Named &x, const Named &like) {
+        check_written(x, like, q);
+        for (const Named &other : read) {
+            check_no_overlap(x, other);
+        }
+        read.push_back(x);  // the gradients share no memory with each other either
+    };
+    if (args.dq.has_value()) {
+        check_gradient({"dq", *args.dq}, {"q", q});
+    }
+    if (args.dk.has_value()) {
+        check_gradient({"dk", *args.dk}, {"k", forward.k});
+    }
+    if (args.dv.has_value()) {
+        check_gradient({"dv", *args.dv}, {"v", forward.v});
+    }
+    check_options(forward, backend);
 }
 
 }  // namespace flash

@@ -45,4 +45,26 @@ struct Flash_fwd_params {
     int num_sm = 0;  // multiprocessors of the GPU, 0 on the CPU
 };
 
+// The backward reads what the forward read and wrote (q, k, v, o, softmax_lse) and writes the gradients whole.
+struct Flash_bwd_params : Flash_fwd_params {
+    TensorRef dout;                      // [b, seqlen_q, h, d], gradient arriving at o
+    const void *dsoftmax_lse = nullptr;  // [b, h, seqlen_q] contiguous, dtype of softmax_lse; null: zeros
+    TensorRef dq;                        // [b, seqlen_q, h, d]; null pointer: not wanted
+    TensorRef dk;                        // [b, seqlen_k, h / heads_per_dkv, d]; null pointer: not wanted
+    TensorRef dv;                        // [b, seqlen_k, h / heads_per_dkv, d]; null pointer: not wanted
+    void *dsoftmax_sum = nullptr;  // delta = rowsum(dO * O) - dLSE, [b, h, seqlen_q_rounded], dtype of softmax_lse
+    int seqlen_q_rounded = 0;      // seqlen_q up to a multiple of kRowsRounded
+    int heads_per_dkv = 1;         // query heads summed into one head of dk and dv; h_h_k_ratio on the CPU
+    bool deterministic = false;    // dq bitwise repeatable too; dk and dv always are
+
+    // Scratch of the CUDA kernels.
+    float *softmax_lse_log2 = nullptr;  // [b, h, seqlen_q_rounded], in base 2; +inf for rows without a key
+    float *dq_accum = nullptr;          // [b, h, seqlen_q_rounded, d_rounded], row blocks in the mma's own order
+    int *dq_turn = nullptr;             // [b, h, seqlen_q_rounded / 32] zeros, then one ticket; null: any order
+    int d_rounded = 0;                  // head dim of the kernel
+    int max_smem = 0;                   // bytes of shared memory that a thread block may have
+
+    static constexpr int kRowsRounded = 128;
+};
+
 }  // namespace flash

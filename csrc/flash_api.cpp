@@ -1,10 +1,12 @@
-// The extension flash_attn_mini._C: pybind11 names on mha_fwd, which checks, allocates, sets params and runs. CPU and
-// CUDA tensors take the same path.
+// The extension flash_attn_mini._C: pybind11 names on mha_fwd and mha_bwd, which check, allocate, set params and run.
+// CPU and CUDA tensors take the same path.
 #include <ATen/ATen.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
+#include <array>
 #include <limits>
 #include <optional>
 #include <vector>
@@ -48,7 +50,7 @@ at::Tensor readable_by_kernel(const at::Tensor &x, const char *name) {
         return x;
     }
     if (trace_enabled()) {
-        trace("mha_fwd", "%s is not 16-byte aligned: copied", name);
+        trace("readable_by_kernel", "%s is not 16-byte aligned: copied", name);
     }
     return x.clone(at::MemoryFormat::Contiguous);
 }
@@ -65,11 +67,6 @@ std::pair<at::Tensor, double> with_positive_scale(const at::Tensor &q, double so
         return {q.neg(), -softmax_scale};
     }
     return {at::zeros_like(q), 1.0};
-}
-
-// softmax_lse has float32, and float64 for float64 inputs: as precise as the sums that it holds.
-at::ScalarType lse_dtype(const at::Tensor &q) {
-    return q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
 
 std::vector<at::Tensor> mha_fwd(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v,
@@ -118,6 +115,154 @@ std::vector<at::Tensor> mha_fwd(const at::Tensor &q, const at::Tensor &k, const 
     return {out, softmax_lse, S_dmask, rng_state};
 }
 
+// How many query heads of a group one thread block of the CUDA backward sums up in registers: the whole group, unless
+// that leaves multiprocessors idle. Where it does, dk and dv get several heads per group, which are summed afterwards.
+int heads_per_thread_block(const at::Tensor &q, const at::Tensor &k) {
+    constexpr int64_t kKeysPerBlock = 128;  // the usual tile
+    constexpr int64_t kBlocksPerSM = 2;     // enough for the last ones to balance
+    const int64_t group = q.size(2) / k.size(2);
+    const int64_t blocks_per_head = (k.size(1) + kKeysPerBlock - 1) / kKeysPerBlock * q.size(0);
+    int64_t heads = group;
+    for (int64_t parts = 1; parts <= group; ++parts) {
+        if (group % parts == 0) {
+            heads = group / parts;
+            if (blocks_per_head * k.size(2) * parts >= kBlocksPerSM * multiprocessor_count()) {
+                break;
+            }
+        }
+    }
+    return static_cast<int>(heads);
+}
+
+// A gradient of the call and the memory that the kernel writes: the same, or a temporary that is stored afterwards.
+struct Gradient {
+    at::Tensor result;   // undefined: not wanted
+    at::Tensor written;  // like result; dk and dv of the CUDA kernels may have more heads, whose groups add up
+
+    Gradient(bool wanted, const std::optional<at::Tensor> &given, const at::Tensor &like, int64_t heads) {
+        if (!wanted) {
+            return;
+        }
+        result = given.has_value() ? *given : at::empty_like(like);
+        const bool in_place = heads == like.size(2) && (like.is_cpu() || is_vector_aligned(result));
+        written = in_place ? result : at::empty({like.size(0), like.size(1), heads, like.size(3)}, like.options());
+    }
+
+    void store() {
+        if (!result.defined() || written.is_same(result)) {
+            return;
+        }
+        const int64_t heads = result.size(2);
+        if (written.size(2) == heads) {
+            result.copy_(written);
+        } else {
+            at::sum_out(result, written.unflatten(2, {heads, written.size(2) / heads}), 3);
+        }
+    }
+
+    void zero() {
+        if (result.defined()) {
+            result.zero_();
+        }
+    }
+};
+
+// Scratch of the CUDA kernels; it has to live until they are launched (the caching allocator keeps it for the stream).
+struct Cuda_scratch {
+    at::Tensor lse_log2, dq_accum, dq_turn;
+
+    Cuda_scratch(Flash_bwd_params &params, const at::Tensor &q) {
+        const int64_t b = params.b, h = params.h, rows = params.seqlen_q_rounded;
+        params.d_rounded = built_headdim_for(params.d);
+        lse_log2 = at::empty({b, h, rows}, q.options().dtype(at::kFloat));
+        params.softmax_lse_log2 = lse_log2.data_ptr<float>();
+        if (params.dq.ptr == nullptr) {
+            return;
+        }
+        dq_accum = at::empty({b, h, rows, params.d_rounded}, q.options().dtype(at::kFloat));
+        params.dq_accum = dq_accum.data_ptr<float>();
+        if (params.deterministic) {
+            constexpr int64_t kSmallestRowBlock = 32;
+            dq_turn = at::zeros({b * h * (rows / kSmallestRowBlock) + 1}, q.options().dtype(at::kInt));
+            params.dq_turn = dq_turn.data_ptr<int>();
+        }
+    }
+};
+
+// dsoftmax_lse and output_mask, which the official bwd lacks, come last. Returns dq, dk, dv and softmax_d = delta
+// [batch, nheads, seqlen_q rounded up to 128]; a gradient that is not wanted is an empty tensor.
+std::vector<at::Tensor> mha_bwd(const at::Tensor &dout, const at::Tensor &q, const at::Tensor &k, const at::Tensor &v,
+                                const at::Tensor &out, const at::Tensor &softmax_lse, std::optional<at::Tensor> dq_,
+                                std::optional<at::Tensor> dk_, std::optional<at::Tensor> dv_,
+                                std::optional<at::Tensor> alibi_slopes, double p_dropout, double softmax_scale,
+                                bool is_causal, int64_t window_size_left, int64_t window_size_right, double softcap,
+                                bool deterministic, std::optional<at::Generator> /*generator*/,
+                                std::optional<at::Tensor> /*rng_state*/, std::optional<at::Tensor> dsoftmax_lse,
+                                std::array<bool, 3> output_mask) {
+    FLASH_CHECK_NOT_IMPLEMENTED(q.is_cpu() || q.is_cuda(), "q is on ", q.device(), "; allowed: cpu and cuda devices");
+    const std::string backend = q.is_cpu() ? "cpu" : "cuda";
+    if (trace_enabled()) {
+        trace("mha_bwd", "backend=%s seqlen_q=%ld seqlen_k=%ld", backend.c_str(), q.dim() > 1 ? long(q.size(1)) : -1L,
+              k.dim() > 1 ? long(k.size(1)) : -1L);
+    }
+    const std::optional<at::Tensor> out_{out};
+    const Fwd_args forward_args{q,
+                                k,
+                                v,
+                                out_,
+                                alibi_slopes,
+                                p_dropout,
+                                softmax_scale,
+                                is_causal,
+                                window_size_left,
+                                window_size_right,
+                                softcap,
+                                /*return_softmax=*/false};
+    check_bwd({forward_args, dout, softmax_lse, dsoftmax_lse, dq_, dk_, dv_}, backend);
+    FLASH_CHECK_VALUE(q.is_cpu() || q.size(3) % 8 == 0, "q has headdim ", q.size(3),
+                      "; allowed: a multiple of 8 (flash_attn_func pads other sizes)");
+
+    const c10::OptionalDeviceGuard device_guard(q.device());
+    const int64_t nheads = q.size(2), nheads_k = k.size(2), group = nheads / nheads_k;
+    const bool has_work = q.numel() > 0 && k.numel() > 0;
+    const int heads_per_dkv = q.is_cpu() || !has_work ? static_cast<int>(group) : heads_per_thread_block(q, k);
+    Gradient dq(output_mask[0], dq_, q, nheads), dk(output_mask[1], dk_, k, nheads / heads_per_dkv),
+        dv(output_mask[2], dv_, v, nheads / heads_per_dkv);
+    constexpr int64_t kRows = Flash_bwd_params::kRowsRounded;
+    const at::Tensor softmax_d =
+        at::empty({q.size(0), nheads, (q.size(1) + kRows - 1) / kRows * kRows}, q.options().dtype(lse_dtype(q)));
+    if (!has_work) {
+        softmax_d.zero_();
+        dq.zero();
+        dk.zero();
+        dv.zero();
+    } else {
+        const auto readable = [](const at::Tensor &x, const char *name) {
+            const at::Tensor resolved = x.resolve_neg();
+            return readable_by_kernel(resolved.stride(-1) == 1 ? resolved : resolved.contiguous(), name);
+        };
+        const at::Tensor kernel_q = readable(q, "q"), kernel_k = readable(k, "k"), kernel_v = readable(v, "v"),
+                         kernel_out = readable(out, "out"), kernel_dout = readable(dout, "dout"),
+                         lse = softmax_lse.contiguous().resolve_neg(),
+                         dlse = dsoftmax_lse.has_value() ? dsoftmax_lse->contiguous().resolve_neg() : at::Tensor();
+        const Flash_fwd_params forward =
+            set_params_fprop(kernel_q, kernel_k, kernel_v, kernel_out, lse,
+                             {softmax_scale, is_causal, window_size_left, window_size_right, softcap});
+        Flash_bwd_params params = set_params_dgrad(
+            forward, {kernel_dout, dlse, dq.written, dk.written, dv.written, softmax_d}, heads_per_dkv, deterministic);
+        const std::optional<Cuda_scratch> scratch =
+            q.is_cuda() ? std::optional<Cuda_scratch>(std::in_place, params, q) : std::nullopt;
+        run_mha_bwd(params, q.device());
+        dq.store();
+        dk.store();
+        dv.store();
+    }
+    const auto or_empty = [&](const Gradient &x) {
+        return x.result.defined() ? x.result : at::empty({0}, q.options());
+    };
+    return {or_empty(dq), or_empty(dk), or_empty(dv), softmax_d};
+}
+
 // mha_fwd's checks alone, for backends that are not written in C++.
 void check_fwd_for(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v,
                    std::optional<at::Tensor> alibi_slopes, double p_dropout, double softmax_scale, bool is_causal,
@@ -126,6 +271,28 @@ void check_fwd_for(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v
     check_fwd({q, k, v, std::nullopt, alibi_slopes, p_dropout, softmax_scale, is_causal, window_size_left,
                window_size_right, softcap, return_softmax},
               backend);
+}
+
+// mha_bwd's checks alone, for backends that are not written in C++.
+void check_bwd_for(const at::Tensor &dout, const at::Tensor &q, const at::Tensor &k, const at::Tensor &v,
+                   const at::Tensor &out, const at::Tensor &softmax_lse, std::optional<at::Tensor> alibi_slopes,
+                   double p_dropout, double softmax_scale, bool is_causal, int64_t window_size_left,
+                   int64_t window_size_right, double softcap, std::optional<at::Tensor> dsoftmax_lse,
+                   const std::string &backend) {
+    const std::optional<at::Tensor> out_{out};
+    const Fwd_args forward{q,
+                           k,
+                           v,
+                           out_,
+                           alibi_slopes,
+                           p_dropout,
+                           softmax_scale,
+                           is_causal,
+                           window_size_left,
+                           window_size_right,
+                           softcap,
+                           /*return_softmax=*/false};
+    check_bwd({forward, dout, softmax_lse, dsoftmax_lse, std::nullopt, std::nullopt, std::nullopt}, backend);
 }
 
 pybind11::dict build_info() {
@@ -156,7 +323,7 @@ template <const char *kName>
     __builtin_unreachable();
 }
 
-constexpr char kBwd[] = "bwd", kVarlenFwd[] = "varlen_fwd", kVarlenBwd[] = "varlen_bwd", kFwdKvcache[] = "fwd_kvcache";
+constexpr char kVarlenFwd[] = "varlen_fwd", kVarlenBwd[] = "varlen_bwd", kFwdKvcache[] = "fwd_kvcache";
 
 #ifdef FLASH_WITH_CUDA
 // The teaching kernel of csrc/minimal: q, k, v float32 [seqlen, headdim] contiguous on one GPU.
@@ -194,11 +361,18 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
                py::arg("out"), py::arg("alibi_slopes"), py::arg("p_dropout"), py::arg("softmax_scale"),
                py::arg("is_causal"), py::arg("window_size_left"), py::arg("window_size_right"), py::arg("softcap"),
                py::arg("return_softmax"), py::arg("generator"));
-    module.def(flash::kBwd, torch::wrap_pybind_function(flash::not_implemented<flash::kBwd>));
+    module.def("bwd", torch::wrap_pybind_function_no_gil(flash::mha_bwd), "Backward: returns [dq, dk, dv, softmax_d]",
+               py::arg("dout"), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("out"), py::arg("softmax_lse"),
+               py::arg("dq"), py::arg("dk"), py::arg("dv"), py::arg("alibi_slopes"), py::arg("p_dropout"),
+               py::arg("softmax_scale"), py::arg("is_causal"), py::arg("window_size_left"),
+               py::arg("window_size_right"), py::arg("softcap"), py::arg("deterministic"), py::arg("generator"),
+               py::arg("rng_state"), py::arg("dsoftmax_lse") = py::none(),
+               py::arg("output_mask") = std::array<bool, 3>{true, true, true});
     module.def(flash::kVarlenFwd, torch::wrap_pybind_function(flash::not_implemented<flash::kVarlenFwd>));
     module.def(flash::kVarlenBwd, torch::wrap_pybind_function(flash::not_implemented<flash::kVarlenBwd>));
     module.def(flash::kFwdKvcache, torch::wrap_pybind_function(flash::not_implemented<flash::kFwdKvcache>));
     module.def("check_fwd", torch::wrap_pybind_function(flash::check_fwd_for), "fwd's argument checks alone");
+    module.def("check_bwd", torch::wrap_pybind_function(flash::check_bwd_for), "bwd's argument checks alone");
     module.def("cuda_unavailable_reason", &flash::cuda_unavailable_reason, py::arg("major"), py::arg("minor"));
     module.def("build_info", &flash::build_info, "What this extension was built with");
 #ifdef FLASH_WITH_CUDA

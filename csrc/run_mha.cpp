@@ -1,6 +1,7 @@
 // The one place where run-time values become template arguments.
 #include "run_mha.h"
 
+#include "cpu/flash_bwd_cpu.h"
 #include "cpu/flash_fwd_cpu.h"
 #include "message.h"
 #include "static_switch.h"
@@ -11,6 +12,9 @@
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAStream.h>
 
+#include <cstdlib>
+
+#include "sm80/flash_bwd.h"
 #include "sm80/flash_fwd.h"
 #endif
 
@@ -33,18 +37,35 @@ bool runs_on(int major, int minor) {
     return false;
 }
 
-void run_mha_fwd_cuda(Flash_fwd_params &params) {
-    const int device = c10::cuda::current_device();
-    int major = 0, minor = 0;
-    C10_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-    C10_CUDA_CHECK(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
-    C10_CUDA_CHECK(cudaDeviceGetAttribute(&params.num_sm, cudaDevAttrMultiProcessorCount, device));
-    const std::string reason = cuda_unavailable_reason(major, minor);
+int device_attribute(cudaDeviceAttr attribute) {
+    int value = 0;
+    C10_CUDA_CHECK(cudaDeviceGetAttribute(&value, attribute, c10::cuda::current_device()));
+    return value;
+}
+
+// Shared memory that a thread block may ask for, in bytes; FLASH_ATTN_MINI_MAX_SMEM lowers it, so that the tiles for
+// smaller GPUs can be tested on larger ones.
+int max_smem() {
+    const int limit = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+    const char *lowered = std::getenv("FLASH_ATTN_MINI_MAX_SMEM");
+    const int asked = lowered == nullptr ? 0 : std::atoi(lowered);
+    return asked > 0 && asked < limit ? asked : limit;
+}
+
+// RuntimeError unless a kernel for the GPU, the dtype and the head dim is in this build.
+void check_built(const Flash_fwd_params &params) {
+    const std::string reason = cuda_unavailable_reason(device_attribute(cudaDevAttrComputeCapabilityMajor),
+                                                       device_attribute(cudaDevAttrComputeCapabilityMinor));
     FLASH_CHECK(reason.empty(), reason);
     FLASH_CHECK(is_built(params.dtype), "no kernel was compiled for this dtype; build it with: ",
                 "FLASH_ATTN_MINI_DTYPES=\"fp16;bf16\" pip install .");
     FLASH_CHECK(built_headdim_for(params.d) != 0, "no kernel was compiled for headdim ", params.d,
                 "; compiled: ", list_of(kBuiltHeadDims), "; build them all with: FLASH_ATTN_MINI_HDIMS= pip install .");
+}
+
+void run_mha_fwd_cuda(Flash_fwd_params &params) {
+    check_built(params);
+    params.num_sm = multiprocessor_count();
     const cudaStream_t stream = c10::cuda::getCurrentCUDAStream().stream();
     FP16_SWITCH(params.dtype, [&] {
         HEADDIM_SWITCH(params.d, [&] {
@@ -59,7 +80,29 @@ void run_mha_fwd_cuda(Flash_fwd_params &params) {
     });
 }
 
+void run_mha_bwd_cuda(Flash_bwd_params &params) {
+    check_built(params);
+    params.num_sm = multiprocessor_count();
+    params.max_smem = max_smem();
+    const cudaStream_t stream = c10::cuda::getCurrentCUDAStream().stream();
+    FP16_SWITCH(params.dtype, [&] {
+        HEADDIM_SWITCH(params.d, [&] {
+            BOOL_SWITCH(params.is_causal, Is_causal, [&] {
+                if (trace_enabled()) {
+                    trace("run_mha_bwd", "device=cuda arch=sm80 kHeadDim=%d Is_causal=%s", kHeadDim,
+                          name_of(Is_causal));
+                }
+                sm80::run_flash_bwd<kDType, kHeadDim, Is_causal>(params, stream);
+            });
+        });
+    });
+}
+
 }  // namespace
+
+int multiprocessor_count() {
+    return device_attribute(cudaDevAttrMultiProcessorCount);
+}
 
 std::string cuda_unavailable_reason(int major, int minor) {
     if (runs_on(major, minor)) {
@@ -71,6 +114,10 @@ std::string cuda_unavailable_reason(int major, int minor) {
 }
 
 #else
+
+int multiprocessor_count() {
+    return 0;
+}
 
 std::string cuda_unavailable_reason(int major, int minor) {
     return message("this build has no CUDA kernels; with a CUDA build of torch and nvcc, build them with: ",
@@ -89,6 +136,21 @@ void run_mha_fwd(Flash_fwd_params &params, c10::Device device) {
     }
 #ifdef FLASH_WITH_CUDA
     run_mha_fwd_cuda(params);
+#else
+    FLASH_CHECK(false, cuda_unavailable_reason(9, 0));
+#endif
+}
+
+void run_mha_bwd(Flash_bwd_params &params, c10::Device device) {
+    if (device.is_cpu()) {
+        if (trace_enabled()) {
+            trace("run_mha_bwd", "device=cpu d=%d is_causal=%s", params.d, name_of(params.is_causal));
+        }
+        run_mha_bwd_cpu(params);
+        return;
+    }
+#ifdef FLASH_WITH_CUDA
+    run_mha_bwd_cuda(params);
 #else
     FLASH_CHECK(false, cuda_unavailable_reason(9, 0));
 #endif

@@ -1,4 +1,5 @@
-// set_params_fprop: between mha_fwd, which checked and allocated, and run_mha_fwd, which picks the kernel.
+// set_params_fprop and set_params_dgrad: between mha_fwd and mha_bwd, which checked and allocated, and run_mha_fwd and
+// run_mha_bwd, which pick the kernel.
 #include "set_params.h"
 
 #include <algorithm>
@@ -61,6 +62,28 @@ Flash_fwd_params set_params_fprop(const at::Tensor &q, const at::Tensor &k, cons
         trace("set_params_fprop", "b=%d seqlen_q=%d seqlen_k=%d h=%d h_k=%d d=%d scale=%g window=(%d,%d)", params.b,
               params.seqlen_q, params.seqlen_k, params.h, params.h_k, params.d, params.softmax_scale,
               params.window_size_left, params.window_size_right);
+    }
+    return params;
+}
+
+Flash_bwd_params set_params_dgrad(const Flash_fwd_params &forward, const Dgrad_tensors &tensors, int heads_per_dkv,
+                                  bool deterministic) {
+    const auto wanted = [](const at::Tensor &x) { return x.defined() ? tensor_ref(x) : TensorRef{}; };
+    Flash_bwd_params params;
+    static_cast<Flash_fwd_params &>(params) = forward;
+    params.dout = tensor_ref(tensors.dout);
+    params.dsoftmax_lse = tensors.dsoftmax_lse.defined() ? tensors.dsoftmax_lse.data_ptr() : nullptr;
+    params.dq = wanted(tensors.dq);
+    params.dk = wanted(tensors.dk);
+    params.dv = wanted(tensors.dv);
+    params.dsoftmax_sum = tensors.softmax_d.data_ptr();
+    params.seqlen_q_rounded = static_cast<int>(tensors.softmax_d.size(2));
+    params.heads_per_dkv = heads_per_dkv;
+    params.deterministic = deterministic;
+    if (trace_enabled()) {
+        trace("set_params_dgrad", "b=%d seqlen_q=%d seqlen_k=%d h=%d h_k=%d d=%d heads_per_dkv=%d deterministic=%s",
+              params.b, params.seqlen_q, params.seqlen_k, params.h, params.h_k, params.d, heads_per_dkv,
+              name_of(deterministic));
     }
     return params;
 }

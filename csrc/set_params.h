@@ -23,4 +23,18 @@ struct Softmax_args {
 Flash_fwd_params set_params_fprop(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const at::Tensor &out,
                                   const at::Tensor &softmax_lse, const Softmax_args &softmax);
 
+// The tensors of a backward call. dq, dk, dv undefined: not wanted. dk, dv: [batch, seqlen_k, nheads / heads_per_dkv,
+// headdim]; softmax_d: [batch, nheads, seqlen_q_rounded].
+struct Dgrad_tensors {
+    const at::Tensor &dout;
+    const at::Tensor &dsoftmax_lse;  // undefined: zeros
+    const at::Tensor &dq;
+    const at::Tensor &dk;
+    const at::Tensor &dv;
+    const at::Tensor &softmax_d;
+};
+
+Flash_bwd_params set_params_dgrad(const Flash_fwd_params &forward, const Dgrad_tensors &tensors, int heads_per_dkv,
+                                  bool deterministic);
+
 }  // namespace flash
