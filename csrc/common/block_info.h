@@ -1,5 +1,6 @@
-// Which key blocks a block of query rows visits, and from which on they need a mask: the causal diagonal and a ragged
-// end of the keys are one matter, the end of the range of keys that a row sees.
+// Which key blocks a block of query rows visits (forward) or which blocks of query rows a key block visits (backward),
+// and which pairs need a mask: the causal diagonal and a ragged end of the keys are one matter, the end of the range of
+// keys that a row sees.
 #pragma once
 
 #include "../flash.h"
@@ -23,6 +24,31 @@ struct BlockInfo {
     // Row i sees the keys [0, end_key(i)); causal is aligned to the bottom right.
     __device__ __forceinline__ int end_key(int row) const {
         return Is_causal ? min(seqlen_k, row + seqlen_k - seqlen_q + 1) : seqlen_k;
+    }
+};
+
+// For the keys [n_block * kBlockN, (n_block + 1) * kBlockN) of one sequence: the blocks [m_block_min, m_block_max) of
+// query rows, of which at least one row sees at least one of the keys.
+template <int kBlockM, int kBlockN, bool Is_causal>
+struct ColumnBlockInfo {
+    int seqlen_q, seqlen_k;
+    int n_block;
+    int m_block_min, m_block_max;
+
+    __device__ ColumnBlockInfo(const Flash_bwd_params &params, int n_block)
+        : seqlen_q(params.seqlen_q), seqlen_k(params.seqlen_k), n_block(n_block) {
+        m_block_min = Is_causal ? max(n_block * kBlockN + seqlen_q - seqlen_k, 0) / kBlockM : 0;
+        m_block_max = (seqlen_q + kBlockM - 1) / kBlockM;
+    }
+
+    // Row i sees the keys [0, end_key(i)); causal is aligned to the bottom right.
+    __device__ __forceinline__ int end_key(int row) const {
+        return Is_causal ? min(seqlen_k, row + seqlen_k - seqlen_q + 1) : seqlen_k;
+    }
+
+    // Whether some row of the block does not see some of the keys.
+    __device__ __forceinline__ bool needs_mask(int m_block) const {
+        return end_key(m_block * kBlockM) < (n_block + 1) * kBlockN;
     }
 };
 

@@ -3,9 +3,30 @@
 
 #include <cute/tensor.hpp>
 
+#include "../flash.h"
+
 namespace flash::sm80 {
 
 using namespace cute;
+
+// threadIdx.x; to spare registers it is read anew, so that the addresses derived from it are recomputed in every step
+// rather than kept over the whole loop.
+template <bool kSpares_registers>
+__device__ __forceinline__ int thread_index() {
+    if constexpr (!kSpares_registers) {
+        return threadIdx.x;
+    }
+    int index;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+    return index;
+}
+
+// A [seqlen, headdim] slice of one head as a CuTe tensor.
+template <typename Element>
+__device__ auto head_tensor(const TensorRef &x, int bidb, int bidh, int seqlen, int d) {
+    Element *base = static_cast<Element *>(x.ptr) + bidb * x.batch_stride + bidh * x.head_stride;
+    return make_tensor(make_gmem_ptr(base), make_shape(seqlen, d), make_stride(x.row_stride, _1{}));
+}
 
 // Starts the copy of a tile; rows from rows_left on and columns outside the head dim become zeros in shared memory.
 // source, target, coords: (copy, rows, columns) of one thread; column_in_range: (columns).
@@ -18,6 +39,23 @@ __device__ __forceinline__ void copy_tile_async(const TiledCopy &tiled_copy, con
         CUTE_UNROLL
         for (int col = 0; col < size<2>(source); ++col) {
             copy(tiled_copy.with(row_in_range && column_in_range(col)), source(_, row, col), target(_, row, col));
+        }
+    }
+}
+
+// Stores this thread's (copy, rows, columns) pieces that lie inside the tensor.
+template <typename TiledCopy, typename TensorR, typename TensorG, typename TensorC>
+__device__ __forceinline__ void store_tile(const TiledCopy &tiled_copy, const TensorR &source, TensorG &&target,
+                                           const TensorC &coords, int rows_left, int d) {
+    CUTE_UNROLL
+    for (int row = 0; row < size<1>(source); ++row) {
+        if (get<0>(coords(0, row, 0)) < rows_left) {
+            CUTE_UNROLL
+            for (int col = 0; col < size<2>(source); ++col) {
+                if (get<1>(coords(0, row, col)) < d) {
+                    copy(tiled_copy, source(_, row, col), target(_, row, col));
+                }
+            }
         }
     }
 }

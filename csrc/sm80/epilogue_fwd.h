@@ -7,23 +7,6 @@
 
 namespace flash::sm80 {
 
-// Stores this thread's (copy, rows, columns) pieces that lie inside the tensor.
-template <typename TiledCopy, typename TensorR, typename TensorG, typename TensorC>
-__device__ __forceinline__ void store_tile(const TiledCopy &tiled_copy, const TensorR &source, TensorG &&target,
-                                           const TensorC &coords, int rows_left, int d) {
-    CUTE_UNROLL
-    for (int row = 0; row < size<1>(source); ++row) {
-        if (get<0>(coords(0, row, 0)) < rows_left) {
-            CUTE_UNROLL
-            for (int col = 0; col < size<2>(source); ++col) {
-                if (get<1>(coords(0, row, col)) < d) {
-                    copy(tiled_copy, source(_, row, col), target(_, row, col));
-                }
-            }
-        }
-    }
-}
-
 template <typename Traits, typename SharedStorage, typename TensorO, typename SoftmaxState>
 __device__ __forceinline__ void epilogue_fwd(const Flash_fwd_params &params, SharedStorage &shared, int bidb, int bidh,
                                              int m_block, TensorO &acc_o, SoftmaxState &softmax) {

@@ -1,20 +1,12 @@
 // run_flash_fwd: tile sizes, grid and shared memory for one kernel, and its launch.
 #pragma once
 
-#include <stdexcept>
-#include <string>
-
 #include "../trace.h"
 #include "flash_fwd.h"
 #include "flash_fwd_kernel.h"
+#include "launch.h"
 
 namespace flash::sm80 {
-
-inline void check_cuda(cudaError_t error, const char *what) {
-    if (error != cudaSuccess) {
-        throw std::runtime_error(std::string("flash_attn_mini: ") + what + " failed: " + cudaGetErrorString(error));
-    }
-}
 
 template <DType kDType, int kHeadDim, bool Is_causal, typename Tile>
 void launch_flash_fwd(const Flash_fwd_params &params, cudaStream_t stream) {
@@ -22,16 +14,8 @@ void launch_flash_fwd(const Flash_fwd_params &params, cudaStream_t stream) {
     auto kernel = &flash_fwd_kernel<Traits, Is_causal>;
     const int64_t num_m_blocks = (params.seqlen_q + Traits::kBlockM - 1) / Traits::kBlockM;
     const int64_t grid = num_m_blocks * params.h * params.b;
-    if (grid > INT32_MAX) {
-        throw std::runtime_error("flash_attn_mini: batch * nheads * ceil(seqlen_q / " +
-                                 std::to_string(Traits::kBlockM) + ") is " + std::to_string(grid) +
-                                 "; allowed: up to 2147483647 thread blocks");
-    }
-    constexpr int kDefaultSmem = 48 * 1024;  // bytes a block may use without asking
-    if (Traits::kSmemSize > kDefaultSmem) {
-        check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Traits::kSmemSize),
-                   "reserving shared memory");
-    }
+    check_grid(grid, "batch * nheads * blocks of query rows");
+    reserve_smem(kernel, Traits::kSmemSize);
     if (trace_enabled()) {
         trace("flash_fwd_kernel", "kBlockM=%d kBlockN=%d grid=%lld threads=%d smem=%d", Traits::kBlockM,
               Traits::kBlockN, static_cast<long long>(grid), Traits::kNThreads, Traits::kSmemSize);

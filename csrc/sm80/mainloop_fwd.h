@@ -11,25 +11,6 @@
 
 namespace flash::sm80 {
 
-// threadIdx.x; to spare registers it is read anew, so that the addresses derived from it are recomputed in every step
-// rather than kept over the whole loop.
-template <bool kSpares_registers>
-__device__ __forceinline__ int thread_index() {
-    if constexpr (!kSpares_registers) {
-        return threadIdx.x;
-    }
-    int index;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
-    return index;
-}
-
-// A [seqlen, headdim] slice of one head as a CuTe tensor.
-template <typename Element>
-__device__ auto head_tensor(const TensorRef &x, int bidb, int bidh, int seqlen, int d) {
-    Element *base = static_cast<Element *>(x.ptr) + bidb * x.batch_stride + bidh * x.head_stride;
-    return make_tensor(make_gmem_ptr(base), make_shape(seqlen, d), make_stride(x.row_stride, _1{}));
-}
-
 // acc_o (MMA, MMA_M, MMA_K) gets the unnormalised output, softmax its row statistics.
 template <typename Traits, typename Info, typename SharedStorage, typename TensorO, typename SoftmaxState>
 __device__ __forceinline__ void mainloop_fwd(const Flash_fwd_params &params, const Info &info, SharedStorage &shared,

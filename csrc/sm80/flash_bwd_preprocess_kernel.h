@@ -1,0 +1,120 @@
+// Before the backward kernel: delta = rowsum(dO * O) - dLSE, the log-sum-exp in base 2, and zeros for dQ's accumulator.
+// After it: the accumulator becomes dQ.
+#pragma once
+
+#include <cmath>
+
+#include "../common/layout.h"
+#include "copy.h"
+#include "kernel_traits_bwd.h"
+
+namespace flash::sm80 {
+
+constexpr int kPreprocessRows = 64;  // query rows of a thread block
+constexpr int kPreprocessThreads = 256;
+
+// A group of lanes takes a row, each lane 16 bytes of it.
+template <typename Element, int kHeadDim>
+__global__ void __launch_bounds__(kPreprocessThreads)
+    flash_bwd_dot_do_o(const __grid_constant__ Flash_bwd_params params) {
+    constexpr int kVector = 16 / sizeof(Element);
+    constexpr int kVectors = kHeadDim / kVector;
+    constexpr int kLanes = kVectors <= 4 ? 4 : kVectors <= 8 ? 8 : kVectors <= 16 ? 16 : 32;  // of a row
+    const int row_blocks = params.seqlen_q_rounded / kPreprocessRows;
+    const int bh = blockIdx.x / row_blocks;  // batch * h + head
+    const int first_row = (blockIdx.x - bh * row_blocks) * kPreprocessRows;
+    const int bidb = bh / params.h, bidh = bh - bidb * params.h;
+    const int lane = threadIdx.x % kLanes;
+    const int64_t stats = int64_t(bh) * params.seqlen_q_rounded + first_row;
+
+    CUTE_UNROLL
+    for (int row = threadIdx.x / kLanes; row < kPreprocessRows; row += kPreprocessThreads / kLanes) {
+        const int query = first_row + row;
+        float dot = 0.0f;
+        if (query < params.seqlen_q && lane * kVector < params.d) {
+            const auto vector_of = [&](const TensorRef &x) {
+                const Element *source = static_cast<const Element *>(x.ptr) + bidb * x.batch_stride +
+                                        query * x.row_stride + bidh * x.head_stride + lane * kVector;
+                cutlass::Array<Element, kVector> bits;
+                *reinterpret_cast<uint4 *>(&bits) = *reinterpret_cast<const uint4 *>(source);
+                return cutlass::NumericArrayConverter<float, Element, kVector>::convert(bits);
+            };
+            const auto out = vector_of(params.o), dout = vector_of(params.dout);
+            CUTE_UNROLL
+            for (int i = 0; i < kVector; ++i) {
+                dot += out[i] * dout[i];
+            }
+        }
+        CUTE_UNROLL
+        for (int offset = kLanes / 2; offset > 0; offset /= 2) {
+            dot += __shfl_xor_sync(0xffffffffu, dot, offset);
+        }
+        if (lane == 0) {
+            float lse_log2 = INFINITY;  // rows without a key, and past the end: P = 2^(s - inf) = 0
+            if (query < params.seqlen_q) {
+                const int64_t index = int64_t(bh) * params.seqlen_q + query;
+                const float lse = static_cast<const float *>(params.softmax_lse)[index];
+                lse_log2 = lse == -INFINITY ? INFINITY : lse * float(M_LOG2E);
+                if (params.dsoftmax_lse != nullptr) {
+                    dot -= static_cast<const float *>(params.dsoftmax_lse)[index];
+                }
+            }
+            static_cast<float *>(params.dsoftmax_sum)[stats + row] = dot;
+            params.softmax_lse_log2[stats + row] = lse_log2;
+        }
+    }
+
+    if (params.dq_accum != nullptr) {
+        auto *accum = reinterpret_cast<float4 *>(params.dq_accum + stats * kHeadDim);
+        CUTE_UNROLL
+        for (int i = threadIdx.x; i < kPreprocessRows * kHeadDim / 4; i += kPreprocessThreads) {
+            accum[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        }
+    }
+}
+
+// dQ = softmax_scale * accumulator for one row block, which lies there as add_to_dq left it.
+template <typename Traits>
+__global__ void __launch_bounds__(Traits::kNThreads)
+    flash_bwd_convert_dq(const __grid_constant__ Flash_bwd_params params) {
+    using Element = typename Traits::Element;
+    using Tile = Shape<Int<Traits::kBlockM>, Int<Traits::kHeadDim>>;
+    __shared__ alignas(128) Element room[Traits::kSizeQ];
+    const int row_blocks = (params.seqlen_q + Traits::kBlockM - 1) / Traits::kBlockM;
+    const int bh = blockIdx.x / row_blocks;  // batch * h + head
+    const int m_block = blockIdx.x - bh * row_blocks;
+    const int bidb = bh / params.h, bidh = bh - bidb * params.h;
+
+    typename Traits::TiledMmadQ mma_dq;
+    Tensor acc = partition_fragment_C(mma_dq, Tile{});  // (MMA, MMA_M, MMA_K)
+    const auto *accum = reinterpret_cast<const float4 *>(
+        params.dq_accum +
+        (int64_t(bh) * params.seqlen_q_rounded + m_block * Traits::kBlockM) * int64_t(Traits::kHeadDim));
+    const float scale = float(params.softmax_scale);
+    CUTE_UNROLL
+    for (int i = 0; i < size(acc) / 4; ++i) {
+        const float4 x = accum[i * Traits::kNThreads + threadIdx.x];
+        acc(4 * i) = x.x * scale;
+        acc(4 * i + 1) = x.y * scale;
+        acc(4 * i + 2) = x.z * scale;
+        acc(4 * i + 3) = x.w * scale;
+    }
+    Tensor rdQ = convert_type<Element>(acc);
+    Tensor sdQ = make_tensor(make_smem_ptr(room), typename Traits::SmemQ::Layout{});  // (BLK_M, HD)
+    auto smem_copy = make_tiled_copy_C(typename Traits::SmemCopyAtomStore{}, mma_dq);
+    auto thr_smem_copy = smem_copy.get_thread_slice(threadIdx.x);
+    copy(smem_copy, thr_smem_copy.retile_S(rdQ), thr_smem_copy.partition_D(sdQ));
+    __syncthreads();  // the tile is whole
+
+    Tensor mdQ = head_tensor<Element>(params.dq, bidb, bidh, params.seqlen_q, params.d);  // (seqlen_q, d)
+    Tensor gdQ = local_tile(mdQ, Tile{}, make_coord(m_block, 0));                         // (BLK_M, HD)
+    typename Traits::GmemTiledCopyStore gmem_copy;
+    auto thr_gmem_copy = gmem_copy.get_thread_slice(threadIdx.x);
+    Tensor tdQgdQ = thr_gmem_copy.partition_D(gdQ);
+    Tensor tdQrdQ = make_tensor<Element>(shape(tdQgdQ));
+    copy(gmem_copy, thr_gmem_copy.partition_S(sdQ), tdQrdQ);
+    store_tile(gmem_copy, tdQrdQ, tdQgdQ, thr_gmem_copy.partition_D(make_identity_tensor(Tile{})),
+               params.seqlen_q - m_block * Traits::kBlockM, params.d);
+}
+
+}  // namespace flash::sm80

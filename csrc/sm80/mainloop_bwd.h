@@ -1,0 +1,294 @@
+// The loop over blocks of query rows for one block of keys: five products a step, dK and dV gathered in registers, dQ
+// added to a float32 accumulator in global memory. Called by compute_dq_dk_dv_1colblock.
+//
+// Scores are computed transposed, S^T = K Q^T with keys as rows, as their products want them: dV = P^T dO, dK = dS^T Q.
+#pragma once
+
+#include "../common/block_info.h"
+#include "../common/layout.h"
+#include "../common/softmax.h"
+#include "copy.h"
+#include "kernel_traits_bwd.h"
+
+namespace flash::sm80 {
+
+// The rounded accumulator of S^T or dP^T goes to shared memory as [keys, queries].
+template <typename Traits, typename TensorR, typename TensorS>
+__device__ __forceinline__ void store_probabilities(const TensorR &source, TensorS &&target, int thread) {
+    auto smem_copy = make_tiled_copy_C(typename Traits::SmemCopyAtomStore{}, typename Traits::TiledMmaSdP{});
+    auto thr_copy = smem_copy.get_thread_slice(thread);
+    copy(smem_copy, thr_copy.retile_S(source), thr_copy.partition_D(target));
+}
+
+// dQ of one row block lies in the accumulator as the threads of convert_dq will read it: value 4 * i + j of thread t at
+// (i * threads + t) * 4 + j, so that what a warp adds is contiguous.
+template <int kNThreads, typename TensorQ>
+__device__ __forceinline__ void add_to_dq(float *accum, const TensorQ &acc_dq, int thread) {
+    CUTE_UNROLL
+    for (int i = 0; i < size(acc_dq) / 4; ++i) {
+        float *target = accum + (i * kNThreads + thread) * 4;
+#if __CUDA_ARCH__ >= 900
+        atomicAdd(reinterpret_cast<float4 *>(target),
+                  make_float4(acc_dq(4 * i), acc_dq(4 * i + 1), acc_dq(4 * i + 2), acc_dq(4 * i + 3)));
+#else
+        CUTE_UNROLL
+        for (int j = 0; j < 4; ++j) {
+            atomicAdd(target + j, acc_dq(4 * i + j));
+        }
+#endif
+    }
+}
+
+// Waits until the key blocks before this one have added to the row block, in the order that makes dQ repeatable.
+__device__ __forceinline__ void wait_for_turn(const int *turn, int n_block) {
+    if (threadIdx.x == 0) {
+        int now;
+        do {
+            asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
+        } while (now != n_block);
+    }
+    __syncthreads();
+}
+
+__device__ __forceinline__ void pass_turn_on(int *turn, int n_block) {
+    __threadfence();
+    __syncthreads();  // all have added
+    if (threadIdx.x == 0) {
+        asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(turn), "r"(n_block + 1) : "memory");
+    }
+}
+
+// acc_dk, acc_dv (MMA, MMA_N, MMA_K) get the sums over the query heads [bidh, bidh + params.heads_per_dkv), all of one
+// key/value head; dK lacks the factor softmax_scale.
+template <typename Traits, typename Info, typename SharedStorage, typename TensorKV>
+__device__ __forceinline__ void mainloop_bwd(const Flash_bwd_params &params, const Info &info, SharedStorage &shared,
+                                             int bidb, int bidh, TensorKV &acc_dk, TensorKV &acc_dv) {
+    using Element = typename Traits::Element;
+    constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN, kHeadDim = Traits::kHeadDim;
+    constexpr int kSliceM = Traits::kSliceM, kSlices = Traits::Tile::kSlices, kStages = Traits::kStages;
+    constexpr bool kSpares_registers = Traits::Tile::kSpares_registers;
+    const int tidx = threadIdx.x;
+    const int n_block = info.n_block;
+    const int bidh_k = bidh / params.h_h_k_ratio;
+
+    // Global memory.
+    using TileQ = Shape<Int<kBlockM>, Int<kHeadDim>>;
+    using TileKV = Shape<Int<kBlockN>, Int<kHeadDim>>;
+    typename Traits::GmemTiledCopyAsync gmem_copy;
+    auto thr_gmem_copy = gmem_copy.get_thread_slice(tidx);
+    Tensor tQcQ = thr_gmem_copy.partition_D(make_identity_tensor(TileQ{}));   // (copy, rows, columns)
+    Tensor tKcK = thr_gmem_copy.partition_D(make_identity_tensor(TileKV{}));  // (copy, rows, columns)
+    Tensor column_in_range = make_tensor<bool>(make_shape(size<2>(tKcK)));
+    CUTE_UNROLL
+    for (int col = 0; col < size(column_in_range); ++col) {
+        column_in_range(col) = get<1>(tKcK(0, 0, col)) < params.d;
+    }
+    auto load_KV = [&](const TensorRef &x, Element *target) {
+        Tensor mX = head_tensor<Element>(x, bidb, bidh_k, info.seqlen_k, params.d);
+        Tensor gX = local_tile(mX, TileKV{}, make_coord(n_block, 0));
+        Tensor sX = make_tensor(make_smem_ptr(target), typename Traits::SmemKV::Layout{});
+        copy_tile_async(gmem_copy, thr_gmem_copy.partition_S(gX), thr_gmem_copy.partition_D(sX), tKcK, column_in_range,
+                        info.seqlen_k - n_block * kBlockN);
+    };
+
+    // The steps, flattened: per query head the row blocks from the last to the first.
+    int head = 0, m_block = info.m_block_max - 1;                              // of the next load
+    int steps = params.heads_per_dkv * (info.m_block_max - info.m_block_min);  // left to do
+    const auto advance = [&](int &head, int &m_block) {
+        if (--m_block < info.m_block_min) {
+            m_block = info.m_block_max - 1;
+            ++head;
+        }
+    };
+    auto load_step = [&](int stage) {
+        auto thr_copy = gmem_copy.get_thread_slice(thread_index<kSpares_registers>());
+        const int rows_left = info.seqlen_q - m_block * kBlockM;
+        auto load = [&](const TensorRef &x, Element *target) {
+            Tensor mX = head_tensor<Element>(x, bidb, bidh + head, info.seqlen_q, params.d);
+            Tensor gX = local_tile(mX, TileQ{}, make_coord(m_block, 0));
+            Tensor sX = make_tensor(make_smem_ptr(target), typename Traits::SmemQ::Layout{});
+            copy_tile_async(gmem_copy, thr_copy.partition_S(gX), thr_copy.partition_D(sX), tQcQ, column_in_range,
+                            rows_left);
+        };
+        load(params.q, shared.q[stage]);
+        load(params.dout, shared.dout[stage]);
+        // lse and delta, which have kRowsRounded rows and need no bounds: 16 bytes for each of the first threads.
+        constexpr int kThreads = kBlockM / 4;
+        static_assert(2 * kThreads <= Traits::kNThreads);
+        if (tidx < 2 * kThreads) {
+            const bool is_lse = tidx < kThreads;
+            const int row = (is_lse ? tidx : tidx - kThreads) * 4;
+            const float *source = is_lse ? params.softmax_lse_log2 : static_cast<const float *>(params.dsoftmax_sum);
+            source += (int64_t(bidb) * params.h + bidh + head) * params.seqlen_q_rounded + m_block * kBlockM + row;
+            float *target = (is_lse ? shared.lse_log2[stage] : shared.delta[stage]) + row;
+            SM80_CP_ASYNC_CACHEGLOBAL<uint128_t>::copy(*reinterpret_cast<const uint128_t *>(source),
+                                                       *reinterpret_cast<uint128_t *>(target));
+        }
+        cp_async_fence();
+    };
+
+    // Shared memory.
+    Tensor sK = make_tensor(make_smem_ptr(shared.k), typename Traits::SmemKV::Layout{});         // (BLK_N, HD)
+    Tensor sKt = make_tensor(make_smem_ptr(shared.k), typename Traits::SmemKV::Transposed{});    // (HD, BLK_N)
+    Tensor sV = make_tensor(make_smem_ptr(shared.v), typename Traits::SmemKV::Layout{});         // (BLK_N, HD)
+    Tensor sdS = make_tensor(make_smem_ptr(shared.ds), typename Traits::SmemdS::Layout{});       // (BLK_N, BLK_M)
+    Tensor sdSt = make_tensor(make_smem_ptr(shared.ds), typename Traits::SmemdS::Transposed{});  // (BLK_M, BLK_N)
+    Tensor sP = make_tensor(make_smem_ptr(shared.p), typename Traits::SmemdS::Layout{});         // (BLK_N, BLK_M)
+
+    // The products.
+    typename Traits::TiledMmaSdP mma_sdp;
+    typename Traits::TiledMmadKV mma_dkv;
+    typename Traits::TiledMmadQ mma_dq;
+    auto copy_sdp_A = make_tiled_copy_A(typename Traits::SmemCopyAtom{}, mma_sdp);            // K, V
+    auto copy_sdp_B = make_tiled_copy_B(typename Traits::SmemCopyAtom{}, mma_sdp);            // Q, dO
+    auto copy_dkv_A = make_tiled_copy_A(typename Traits::SmemCopyAtom{}, mma_dkv);            // P^T, dS^T
+    auto copy_dkv_B = make_tiled_copy_B(typename Traits::SmemCopyAtomTransposed{}, mma_dkv);  // dO, Q
+    auto copy_dq_A = make_tiled_copy_A(typename Traits::SmemCopyAtomTransposed{}, mma_dq);    // dS
+    auto copy_dq_B = make_tiled_copy_B(typename Traits::SmemCopyAtomTransposed{}, mma_dq);    // K
+
+    // acc += A B^T for A and B in shared memory.
+    auto multiply = [&](auto &acc, auto const &mma, auto const &copy_A, auto const &copy_B, auto const &sA,
+                        auto const &sB) {
+        const int thread = thread_index<kSpares_registers>();
+        Tensor rA = mma.get_thread_slice(tidx).partition_fragment_A(sA);
+        Tensor rB = mma.get_thread_slice(tidx).partition_fragment_B(sB);
+        gemm<0>(acc, rA, rB, sA, sB, mma, copy_A, copy_B, thread);
+    };
+    // The same with A, the transposed P or dS, still in registers.
+    auto multiply_rs = [&](auto &acc, auto const &rP, auto const &sB) {
+        auto thr_copy_B = copy_dkv_B.get_thread_slice(thread_index<kSpares_registers>());
+        Tensor rA = make_tensor(rP.data(), operand_A_layout(rP.layout()));  // (MMA, MMA_N, MMA_M)
+        Tensor rB = mma_dkv.get_thread_slice(tidx).partition_fragment_B(sB);
+        gemm_rs(acc, rA, rB, thr_copy_B.partition_S(sB), mma_dkv, copy_dkv_B, thr_copy_B);
+    };
+
+    auto step = [&](int head, int m_block, int stage) {
+        Tensor sQ = make_tensor(make_smem_ptr(shared.q[stage]), typename Traits::SmemQ::Layout{});       // (BLK_M, HD)
+        Tensor sQt = make_tensor(make_smem_ptr(shared.q[stage]), typename Traits::SmemQ::Transposed{});  // (HD, BLK_M)
+        Tensor sdO = make_tensor(make_smem_ptr(shared.dout[stage]), typename Traits::SmemQ::Layout{});   // (BLK_M, HD)
+        Tensor sdOt =
+            make_tensor(make_smem_ptr(shared.dout[stage]), typename Traits::SmemQ::Transposed{});  // (HD, BLK_M)
+        const bool needs_mask = info.needs_mask(m_block);
+
+        CUTE_UNROLL
+        for (int slice = 0; slice < kSlices; ++slice) {
+            auto const slice_of = [&](auto const &x) {  // (BLK_M, ...)
+                return local_tile(x, make_shape(Int<kSliceM>{}, size<1>(x)), make_coord(slice, 0));
+            };
+            auto const slice_of_t = [&](auto const &x) {  // (..., BLK_M)
+                return local_tile(x, make_shape(size<0>(x), Int<kSliceM>{}), make_coord(0, slice));
+            };
+            using TileS = Shape<Int<kBlockN>, Int<kSliceM>>;
+            Tensor acc_s = partition_fragment_C(mma_sdp, TileS{});                     // (MMA, MMA_N, MMA_M)
+            Tensor acc_dp = partition_fragment_C(mma_sdp, TileS{});                    // (MMA, MMA_N, MMA_M)
+            Tensor scores = make_tensor(acc_s.data(), rowcol_layout(acc_s.layout()));  // (key, query)
+            Tensor dp = make_tensor(acc_dp.data(), rowcol_layout(acc_dp.layout()));    // (key, query)
+            Tensor tScS =
+                mma_sdp.get_thread_slice(thread_index<kSpares_registers>()).partition_C(make_identity_tensor(TileS{}));
+            Tensor coords = make_tensor(tScS.data(), rowcol_layout(tScS.layout()));  // -> (key, query of the slice)
+
+            // S^T, and dP^T - delta.
+            clear(acc_s);
+            multiply(acc_s, mma_sdp, copy_sdp_A, copy_sdp_B, sK, slice_of(sQ));
+            CUTE_UNROLL
+            for (int col = 0; col < size<1>(dp); col += 2) {
+                const float2 delta =
+                    *reinterpret_cast<const float2 *>(&shared.delta[stage][slice * kSliceM + get<1>(coords(0, col))]);
+                CUTE_UNROLL
+                for (int row = 0; row < size<0>(dp); ++row) {
+                    dp(row, col) = -delta.x;
+                    dp(row, col + 1) = -delta.y;
+                }
+            }
+            multiply(acc_dp, mma_sdp, copy_sdp_A, copy_sdp_B, sV, slice_of(sdO));
+
+            // P^T = exp(S^T - lse), dS^T = P^T * (dP^T - delta).
+            CUTE_UNROLL
+            for (int col = 0; col < size<1>(scores); col += 2) {
+                const float2 lse = *reinterpret_cast<const float2 *>(
+                    &shared.lse_log2[stage][slice * kSliceM + get<1>(coords(0, col))]);
+                CUTE_UNROLL
+                for (int row = 0; row < size<0>(scores); ++row) {
+                    scores(row, col) = scores(row, col) * params.scale_softmax_log2 - lse.x;
+                    scores(row, col + 1) = scores(row, col + 1) * params.scale_softmax_log2 - lse.y;
+                }
+            }
+            if (needs_mask) {
+                CUTE_UNROLL
+                for (int col = 0; col < size<1>(scores); ++col) {
+                    const int query = m_block * kBlockM + slice * kSliceM + get<1>(coords(0, col));
+                    const int end = info.end_key(query) - n_block * kBlockN;
+                    CUTE_UNROLL
+                    for (int row = 0; row < size<0>(scores); ++row) {
+                        if (get<0>(coords(row, col)) >= end) {
+                            scores(row, col) = -INFINITY;
+                        }
+                    }
+                }
+            }
+            CUTE_UNROLL
+            for (int i = 0; i < size(acc_s); ++i) {
+                acc_s(i) = exp2_approx(acc_s(i));
+                acc_dp(i) *= acc_s(i);
+            }
+
+            Tensor rP = convert_type<Element>(acc_s);    // (MMA, MMA_N, MMA_M)
+            Tensor rdS = convert_type<Element>(acc_dp);  // (MMA, MMA_N, MMA_M)
+            const int thread = thread_index<kSpares_registers>();
+            store_probabilities<Traits>(rdS, slice_of_t(sdS), thread);
+            if constexpr (Traits::kP_in_registers) {
+                multiply_rs(acc_dv, rP, slice_of_t(sdOt));
+                multiply_rs(acc_dk, rdS, slice_of_t(sQt));
+            } else {
+                store_probabilities<Traits>(rP, sP, thread);
+            }
+        }
+        __syncthreads();  // dS is whole
+        if constexpr (!Traits::kP_in_registers) {
+            multiply(acc_dv, mma_dkv, copy_dkv_A, copy_dkv_B, sP, sdOt);
+            multiply(acc_dk, mma_dkv, copy_dkv_A, copy_dkv_B, sdS, sQt);
+        }
+    };
+
+    auto add_dq = [&](int head, int m_block) {
+        Tensor acc_dq = partition_fragment_C(mma_dq, TileQ{});  // (MMA, MMA_M, MMA_K)
+        clear(acc_dq);
+        multiply(acc_dq, mma_dq, copy_dq_A, copy_dq_B, sdSt, sKt);
+        const int64_t bh = int64_t(bidb) * params.h + bidh + head;
+        float *accum = params.dq_accum + (bh * params.seqlen_q_rounded + m_block * kBlockM) * int64_t(kHeadDim);
+        if (params.dq_turn == nullptr) {
+            add_to_dq<Traits::kNThreads>(accum, acc_dq, thread_index<kSpares_registers>());
+        } else {
+            int *turn = params.dq_turn + (bh * params.seqlen_q_rounded) / kBlockM + m_block;
+            wait_for_turn(turn, n_block);
+            add_to_dq<Traits::kNThreads>(accum, acc_dq, thread_index<kSpares_registers>());
+            pass_turn_on(turn, n_block);
+        }
+    };
+
+    // Prologue, then per step: wait for its Q and dO, start the next loads where there is room for them, compute.
+    load_KV(params.k, shared.k);
+    load_KV(params.v, shared.v);
+    load_step(0);
+    for (int stage = 0; steps > 0; --steps) {
+        const int head_now = head, m_block_now = m_block;
+        advance(head, m_block);
+        cp_async_wait<0>();
+        __syncthreads();  // Q and dO have landed for all; all are done with the step before
+        if (kStages == 2 && steps > 1) {
+            load_step(stage ^ 1);
+        }
+        step(head_now, m_block_now, stage);
+        if constexpr (kStages == 2) {
+            stage ^= 1;
+        } else if (steps > 1) {
+            __syncthreads();  // all are done with Q and dO
+            load_step(0);
+        }
+        if (params.dq_accum != nullptr) {
+            add_dq(head_now, m_block_now);
+        }
+    }
+}
+
+}  // namespace flash::sm80
