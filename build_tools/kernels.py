@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import hashlib
+import itertools
 import os
 import re
 import shutil
@@ -48,15 +49,16 @@ class KernelObject:
 
 def kernel_objects(selection: Selection) -> list[KernelObject]:
     """The objects of a selection, those that take longest first."""
-    objects = [
-        KernelObject(
-            name=f"flash_fwd_hdim{hdim}_{dtype}_sm80",
-            source=CSRC / "sm80" / "flash_fwd_instantiation.cu",
-            defines=(f"-DFLASH_HEADDIM={hdim}", f"-DFLASH_DTYPE={ALL_DTYPES[dtype]}"),
-        )
-        for hdim in sorted(selection.hdims, reverse=True)
-        for dtype in selection.dtypes
-    ]
+    objects = []
+    for hdim, dtype in itertools.product(sorted(selection.hdims, reverse=True), selection.dtypes):
+        name = f"hdim{hdim}_{dtype}"
+        defines = (f"-DFLASH_HEADDIM={hdim}", f"-DFLASH_DTYPE={ALL_DTYPES[dtype]}")
+        for mask, is_causal in (("full", "false"), ("causal", "true")):
+            source = CSRC / "sm80" / "flash_bwd_instantiation.cu"
+            objects.append(
+                KernelObject(f"flash_bwd_{name}_{mask}_sm80", source, (*defines, f"-DFLASH_CAUSAL={is_causal}"))
+            )
+        objects.append(KernelObject(f"flash_fwd_{name}_sm80", CSRC / "sm80" / "flash_fwd_instantiation.cu", defines))
     objects.append(KernelObject("flash_attn_minimal", CSRC / "minimal" / "flash_attn_minimal.cu", ()))
     return objects
 
@@ -148,13 +150,13 @@ def _cutlass_version(include_dir: Path) -> str:
 
 def _content_hash(kernel: KernelObject, fingerprint: list[str]) -> str:
     digest = hashlib.sha256()
-    for text in (*fingerprint, *kernel.defines, *(path.read_text() for path in _sources(kernel.source))):
+    for text in (*fingerprint, *kernel.defines, *(path.read_text() for path in included_files(kernel.source))):
         digest.update(text.encode())
         digest.update(b"\0")
     return digest.hexdigest()[:20]
 
 
-def _sources(source: Path) -> list[Path]:
+def included_files(source: Path) -> list[Path]:
     """`source` and every file of csrc/ that it includes, directly or not, in a stable order."""
     found: dict[Path, None] = {}
     waiting = [source]

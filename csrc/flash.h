@@ -60,11 +60,14 @@ struct Flash_bwd_params : Flash_fwd_params {
     // Scratch of the CUDA kernels.
     float *softmax_lse_log2 = nullptr;  // [b, h, seqlen_q_rounded], in base 2; +inf for rows without a key
     float *dq_accum = nullptr;          // [b, h, seqlen_q_rounded, d_rounded], row blocks in the mma's own order
-    int *dq_turn = nullptr;             // [b, h, seqlen_q_rounded / 32] zeros, then one ticket; null: any order
-    int d_rounded = 0;                  // head dim of the kernel
-    int max_smem = 0;                   // bytes of shared memory that a thread block may have
+    int *dq_turn = nullptr;  // [b, h, seqlen_q_rounded / kRowsPerTurn] zeros: key blocks added so far; null: any order
+    int *dq_ticket = nullptr;      // [1] zero: thread blocks started so far, where they have to add in order
+    int d_rounded = 0;             // head dim of the kernel
+    bool has_bulk_reduce = false;  // compute capability 9.0 and later: reductions by the copy engine
+    int max_smem = 0;              // bytes of shared memory that a thread block may have
 
     static constexpr int kRowsRounded = 128;
+    static constexpr int kRowsPerTurn = 4;  // at most this many turns: one for each warp of each row block
 };
 
 }  // namespace flash

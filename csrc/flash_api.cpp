@@ -182,9 +182,10 @@ struct Cuda_scratch {
         dq_accum = at::empty({b, h, rows, params.d_rounded}, q.options().dtype(at::kFloat));
         params.dq_accum = dq_accum.data_ptr<float>();
         if (params.deterministic) {
-            constexpr int64_t kSmallestRowBlock = 32;
-            dq_turn = at::zeros({b * h * (rows / kSmallestRowBlock) + 1}, q.options().dtype(at::kInt));
+            const int64_t turns = b * h * (rows / Flash_bwd_params::kRowsPerTurn);
+            dq_turn = at::zeros({turns + 1}, q.options().dtype(at::kInt));
             params.dq_turn = dq_turn.data_ptr<int>();
+            params.dq_ticket = params.dq_turn + turns;
         }
     }
 };
@@ -278,7 +279,8 @@ void check_bwd_for(const at::Tensor &dout, const at::Tensor &q, const at::Tensor
                    const at::Tensor &out, const at::Tensor &softmax_lse, std::optional<at::Tensor> alibi_slopes,
                    double p_dropout, double softmax_scale, bool is_causal, int64_t window_size_left,
                    int64_t window_size_right, double softcap, std::optional<at::Tensor> dsoftmax_lse,
-                   const std::string &backend) {
+                   const std::string &backend, std::optional<at::Tensor> dq, std::optional<at::Tensor> dk,
+                   std::optional<at::Tensor> dv) {
     const std::optional<at::Tensor> out_{out};
     const Fwd_args forward{q,
                            k,
@@ -292,7 +294,7 @@ void check_bwd_for(const at::Tensor &dout, const at::Tensor &q, const at::Tensor
                            window_size_right,
                            softcap,
                            /*return_softmax=*/false};
-    check_bwd({forward, dout, softmax_lse, dsoftmax_lse, std::nullopt, std::nullopt, std::nullopt}, backend);
+    check_bwd({forward, dout, softmax_lse, dsoftmax_lse, dq, dk, dv}, backend);
 }
 
 pybind11::dict build_info() {

@@ -84,6 +84,7 @@ void run_mha_bwd_cuda(Flash_bwd_params &params) {
     check_built(params);
     params.num_sm = multiprocessor_count();
     params.max_smem = max_smem();
+    params.has_bulk_reduce = device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9;
     const cudaStream_t stream = c10::cuda::getCurrentCUDAStream().stream();
     FP16_SWITCH(params.dtype, [&] {
         HEADDIM_SWITCH(params.d, [&] {

@@ -32,13 +32,31 @@ struct BlockInfo {
 template <int kBlockM, int kBlockN, bool Is_causal>
 struct ColumnBlockInfo {
     int seqlen_q, seqlen_k;
-    int n_block;
+    int n_block, num_n_blocks;
     int m_block_min, m_block_max;
 
-    __device__ ColumnBlockInfo(const Flash_bwd_params &params, int n_block)
-        : seqlen_q(params.seqlen_q), seqlen_k(params.seqlen_k), n_block(n_block) {
+    __device__ ColumnBlockInfo(const Flash_bwd_params &params, int n_block, int num_n_blocks)
+        : seqlen_q(params.seqlen_q), seqlen_k(params.seqlen_k), n_block(n_block), num_n_blocks(num_n_blocks) {
         m_block_min = Is_causal ? max(n_block * kBlockN + seqlen_q - seqlen_k, 0) / kBlockM : 0;
         m_block_max = (seqlen_q + kBlockM - 1) / kBlockM;
+    }
+
+    __device__ __forceinline__ int num_m_blocks() const { return m_block_max - m_block_min; }
+
+    // How many key blocks add to the row block before this one does, when they do it in order. Row blocks are walked
+    // upwards; causal: the later keys first, as they begin at later rows and never wait for those that come from
+    // earlier ones.
+    __device__ __forceinline__ int turn(int m_block) const {
+        if (!Is_causal) {
+            return n_block;
+        }
+        const int last_n_block = ((m_block + 1) * kBlockM - 1 + seqlen_k - seqlen_q) / kBlockN;
+        return min(last_n_block, num_n_blocks - 1) - n_block;
+    }
+
+    // The key block that has the n-th turn.
+    __device__ static __forceinline__ int n_block_in_order(int n, int num_n_blocks) {
+        return Is_causal ? num_n_blocks - 1 - n : n;
     }
 
     // Row i sees the keys [0, end_key(i)); causal is aligned to the bottom right.

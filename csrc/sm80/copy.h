@@ -61,11 +61,16 @@ __device__ __forceinline__ void store_tile(const TiledCopy &tiled_copy, const Te
 }
 
 // acc += A B^T with A and B in shared memory, rA and rB their room in registers; the first kA_steps of A are in rA
-// already. The compiler moves the loads of later steps ahead by itself; asking for it here costs registers and time.
+// already. after_step(k, steps) may put other instructions between the steps. The compiler moves the loads of later
+// steps ahead by itself; asking for it here costs registers and time.
+struct Nothing {
+    __device__ void operator()(int, int) const {}
+};
 template <int kA_steps, typename TensorAcc, typename TensorrA, typename TensorrB, typename TensorsA, typename TensorsB,
-          typename TiledMma, typename CopyA, typename CopyB>
+          typename TiledMma, typename CopyA, typename CopyB, typename AfterStep = Nothing>
 __device__ __forceinline__ void gemm(TensorAcc &acc, TensorrA &rA, TensorrB &rB, const TensorsA &sA, const TensorsB &sB,
-                                     const TiledMma &tiled_mma, const CopyA &copy_A, const CopyB &copy_B, int thread) {
+                                     const TiledMma &tiled_mma, const CopyA &copy_A, const CopyB &copy_B, int thread,
+                                     const AfterStep &after_step = {}) {
     auto thr_copy_A = copy_A.get_thread_slice(thread);
     auto thr_copy_B = copy_B.get_thread_slice(thread);
     Tensor tAsA = thr_copy_A.partition_S(sA);  // (CPY, CPY_M, CPY_K)
@@ -79,6 +84,7 @@ __device__ __forceinline__ void gemm(TensorAcc &acc, TensorrA &rA, TensorrB &rB,
         }
         copy(copy_B, tBsB(_, _, k), tBrB(_, _, k));
         cute::gemm(tiled_mma, rA(_, _, k), rB(_, _, k), acc);
+        after_step(k, decltype(size<2>(rA))::value);
     }
 }
 

@@ -9,9 +9,9 @@
 
 namespace flash::sm80 {
 
-template <DType kDType, int kHeadDim, bool Is_causal, typename Tile>
+template <DType kDType, int kHeadDim, bool Is_causal, typename Tile, bool kHas_bulk_reduce, Bwd_mode kMode>
 void launch_flash_bwd(const Flash_bwd_params &params, cudaStream_t stream) {
-    using Traits = Flash_bwd_kernel_traits<kDType, kHeadDim, Tile>;
+    using Traits = Flash_bwd_kernel_traits<kDType, kHeadDim, Tile, kHas_bulk_reduce>;
     const int64_t heads = int64_t(params.b) * params.h;
     const int64_t preprocess_grid = heads * (params.seqlen_q_rounded / kPreprocessRows);
     const int64_t grid =
@@ -29,7 +29,7 @@ void launch_flash_bwd(const Flash_bwd_params &params, cudaStream_t stream) {
         <<<static_cast<unsigned>(preprocess_grid), kPreprocessThreads, 0, stream>>>(params);
     check_cuda(cudaGetLastError(), "launching flash_bwd_dot_do_o");
 
-    auto kernel = &flash_bwd_kernel<Traits, Is_causal>;
+    auto kernel = &flash_bwd_kernel<Traits, Is_causal, kMode>;
     reserve_smem(kernel, Traits::kSmemSize);
     kernel<<<static_cast<unsigned>(grid), Traits::kNThreads, Traits::kSmemSize, stream>>>(params);
     check_cuda(cudaGetLastError(), "launching flash_bwd_kernel");
@@ -44,14 +44,36 @@ void launch_flash_bwd(const Flash_bwd_params &params, cudaStream_t stream) {
     }
 }
 
+// A kernel is empty where it would not run (flash_bwd_kernel): GPUs with and without the copy engine's reductions have
+// their own.
+template <DType kDType, int kHeadDim, bool Is_causal, Bwd_mode kMode, bool kHas_bulk_reduce>
+void choose_tile(const Flash_bwd_params &params, cudaStream_t stream) {
+    using Large = typename Tile_sizes_bwd<kHeadDim, Is_causal, kMode>::Tile;
+    using Small = typename Tile_sizes_bwd_small<kHeadDim>::Tile;
+    if (Flash_bwd_kernel_traits<kDType, kHeadDim, Large, kHas_bulk_reduce>::kSmemSize <= params.max_smem) {
+        launch_flash_bwd<kDType, kHeadDim, Is_causal, Large, kHas_bulk_reduce, kMode>(params, stream);
+    } else {
+        launch_flash_bwd<kDType, kHeadDim, Is_causal, Small, kHas_bulk_reduce, kMode>(params, stream);
+    }
+}
+
+template <DType kDType, int kHeadDim, bool Is_causal, Bwd_mode kMode>
+void choose_reduction(const Flash_bwd_params &params, cudaStream_t stream) {
+    if (params.has_bulk_reduce) {
+        choose_tile<kDType, kHeadDim, Is_causal, kMode, true>(params, stream);
+    } else {
+        choose_tile<kDType, kHeadDim, Is_causal, kMode, false>(params, stream);
+    }
+}
+
 template <DType kDType, int kHeadDim, bool Is_causal>
 void run_flash_bwd(const Flash_bwd_params &params, cudaStream_t stream) {
-    using Large = typename Tile_sizes_bwd<kHeadDim, Is_causal>::Tile;
-    using Small = typename Tile_sizes_bwd_small<kHeadDim>::Tile;
-    if (Flash_bwd_kernel_traits<kDType, kHeadDim, Large>::kSmemSize <= params.max_smem) {
-        launch_flash_bwd<kDType, kHeadDim, Is_causal, Large>(params, stream);
+    if (params.dq.ptr == nullptr || params.dk.ptr == nullptr || params.dv.ptr == nullptr) {
+        choose_reduction<kDType, kHeadDim, Is_causal, Bwd_mode::partial>(params, stream);
+    } else if (params.dq_turn != nullptr) {
+        choose_reduction<kDType, kHeadDim, Is_causal, Bwd_mode::deterministic>(params, stream);
     } else {
-        launch_flash_bwd<kDType, kHeadDim, Is_causal, Small>(params, stream);
+        choose_reduction<kDType, kHeadDim, Is_causal, Bwd_mode::all>(params, stream);
     }
 }
 

@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(kPreprocessThreads)
     }
 }
 
-// dQ = softmax_scale * accumulator for one row block, which lies there as add_to_dq left it.
+// dQ = softmax_scale * accumulator for one row block, which lies there as reduce_dq.h has it.
 template <typename Traits>
 __global__ void __launch_bounds__(Traits::kNThreads)
     flash_bwd_convert_dq(const __grid_constant__ Flash_bwd_params params) {
@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(Traits::kNThreads)
     const float scale = float(params.softmax_scale);
     CUTE_UNROLL
     for (int i = 0; i < size(acc) / 4; ++i) {
-        const float4 x = accum[i * Traits::kNThreads + threadIdx.x];
+        const float4 x = accum[(threadIdx.x / 32 * (size(acc) / 4) + i) * 32 + threadIdx.x % 32];
         acc(4 * i) = x.x * scale;
         acc(4 * i + 1) = x.y * scale;
         acc(4 * i + 2) = x.z * scale;

@@ -14,7 +14,8 @@ namespace flash::sm80 {
 
 using namespace cute;
 
-template <DType kDType, int kHeadDim_, typename Tile_>
+// kHas_bulk_reduce: for compute capability 9.0 and later.
+template <DType kDType, int kHeadDim_, typename Tile_, bool kHas_bulk_reduce_>
 struct Flash_bwd_kernel_traits {
     static_assert(kDType == DType::float16 || kDType == DType::bfloat16, "tensor cores multiply 16-bit types here");
     static_assert(kHeadDim_ % 32 == 0, "a head dim is made of 64-byte rows of shared memory");
@@ -29,10 +30,21 @@ struct Flash_bwd_kernel_traits {
     static constexpr int kNWarps = Tile::kNWarps;
     static constexpr int kNThreads = kNWarps * 32;
 
+    static constexpr bool kHas_bulk_reduce = kHas_bulk_reduce_;
+    static constexpr bool kStaged_dQ = Tile::kStages_dQ && kHas_bulk_reduce;
+
     // The accumulators of S^T and dP^T are then the A operands of dV and dK as they are.
     static constexpr bool kP_in_registers = Tile::kWarpsN_SdP == kNWarps && Tile::kWarpsN_dKV == kNWarps;
     static_assert(kP_in_registers || Tile::kSlices == 1, "slices are for P in registers");
     static_assert(Flash_bwd_params::kRowsRounded % kBlockM == 0 && kBlockM >= 32, "as the scratch is allocated");
+
+    // A tile is a whole number of the products that its warps make side by side.
+    static constexpr bool fits(int rows, int columns, int warps_rows) {
+        return kNWarps % warps_rows == 0 && rows % (16 * warps_rows) == 0 &&
+               columns % (16 * (kNWarps / warps_rows)) == 0;
+    }
+    static_assert(fits(kBlockN, kSliceM, Tile::kWarpsN_SdP) && fits(kBlockN, kHeadDim, Tile::kWarpsN_dKV) &&
+                  fits(kBlockM, kHeadDim, Tile::kWarpsM_dQ));
 
     // m16n8k16 on the tensor cores, kWarpsRows warps over the rows of the result.
     using Mma_atom = std::conditional_t<kDType == DType::float16, MMA_Atom<SM80_16x8x16_F32F16F16F32_TN>,
@@ -67,6 +79,7 @@ struct Flash_bwd_kernel_traits {
         alignas(128) Element dout[kStages][kSizeQ];
         alignas(128) Element ds[kSizedS];
         alignas(128) Element p[kP_in_registers ? 8 : kSizedS];
+        alignas(128) float dq[kStaged_dQ ? kSizeQ : 4];
         alignas(16) float lse_log2[kStages][kBlockM];
         alignas(16) float delta[kStages][kBlockM];
     };

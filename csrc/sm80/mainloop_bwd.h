@@ -9,6 +9,7 @@
 #include "../common/softmax.h"
 #include "copy.h"
 #include "kernel_traits_bwd.h"
+#include "reduce_dq.h"
 
 namespace flash::sm80 {
 
@@ -20,47 +21,9 @@ __device__ __forceinline__ void store_probabilities(const TensorR &source, Tenso
     copy(smem_copy, thr_copy.retile_S(source), thr_copy.partition_D(target));
 }
 
-// dQ of one row block lies in the accumulator as the threads of convert_dq will read it: value 4 * i + j of thread t at
-// (i * threads + t) * 4 + j, so that what a warp adds is contiguous.
-template <int kNThreads, typename TensorQ>
-__device__ __forceinline__ void add_to_dq(float *accum, const TensorQ &acc_dq, int thread) {
-    CUTE_UNROLL
-    for (int i = 0; i < size(acc_dq) / 4; ++i) {
-        float *target = accum + (i * kNThreads + thread) * 4;
-#if __CUDA_ARCH__ >= 900
-        atomicAdd(reinterpret_cast<float4 *>(target),
-                  make_float4(acc_dq(4 * i), acc_dq(4 * i + 1), acc_dq(4 * i + 2), acc_dq(4 * i + 3)));
-#else
-        CUTE_UNROLL
-        for (int j = 0; j < 4; ++j) {
-            atomicAdd(target + j, acc_dq(4 * i + j));
-        }
-#endif
-    }
-}
-
-// Waits until the key blocks before this one have added to the row block, in the order that makes dQ repeatable.
-__device__ __forceinline__ void wait_for_turn(const int *turn, int n_block) {
-    if (threadIdx.x == 0) {
-        int now;
-        do {
-            asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
-        } while (now != n_block);
-    }
-    __syncthreads();
-}
-
-__device__ __forceinline__ void pass_turn_on(int *turn, int n_block) {
-    __threadfence();
-    __syncthreads();  // all have added
-    if (threadIdx.x == 0) {
-        asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(turn), "r"(n_block + 1) : "memory");
-    }
-}
-
 // acc_dk, acc_dv (MMA, MMA_N, MMA_K) get the sums over the query heads [bidh, bidh + params.heads_per_dkv), all of one
 // key/value head; dK lacks the factor softmax_scale.
-template <typename Traits, typename Info, typename SharedStorage, typename TensorKV>
+template <typename Traits, Bwd_mode kMode, typename Info, typename SharedStorage, typename TensorKV>
 __device__ __forceinline__ void mainloop_bwd(const Flash_bwd_params &params, const Info &info, SharedStorage &shared,
                                              int bidb, int bidh, TensorKV &acc_dk, TensorKV &acc_dv) {
     using Element = typename Traits::Element;
@@ -91,12 +54,17 @@ __device__ __forceinline__ void mainloop_bwd(const Flash_bwd_params &params, con
                         info.seqlen_k - n_block * kBlockN);
     };
 
-    // The steps, flattened: per query head the row blocks from the last to the first.
-    int head = 0, m_block = info.m_block_max - 1;                              // of the next load
-    int steps = params.heads_per_dkv * (info.m_block_max - info.m_block_min);  // left to do
-    const auto advance = [&](int &head, int &m_block) {
-        if (--m_block < info.m_block_min) {
-            m_block = info.m_block_max - 1;
+    constexpr bool kPartial = kMode == Bwd_mode::partial;
+    const bool wants_dq = !kPartial || params.dq_accum != nullptr;
+    const bool wants_dk = !kPartial || params.dk.ptr != nullptr;
+    const bool wants_dv = !kPartial || params.dv.ptr != nullptr;
+
+    // The steps, flattened: the row blocks of each query head.
+    int head = 0, m_block = info.m_block_min;                // of the next load
+    int steps = params.heads_per_dkv * info.num_m_blocks();  // left to do
+    const auto advance = [&] {
+        if (++m_block == info.m_block_max) {
+            m_block = info.m_block_min;
             ++head;
         }
     };
@@ -148,11 +116,11 @@ __device__ __forceinline__ void mainloop_bwd(const Flash_bwd_params &params, con
 
     // acc += A B^T for A and B in shared memory.
     auto multiply = [&](auto &acc, auto const &mma, auto const &copy_A, auto const &copy_B, auto const &sA,
-                        auto const &sB) {
+                        auto const &sB, auto const &after_step) {
         const int thread = thread_index<kSpares_registers>();
         Tensor rA = mma.get_thread_slice(tidx).partition_fragment_A(sA);
         Tensor rB = mma.get_thread_slice(tidx).partition_fragment_B(sB);
-        gemm<0>(acc, rA, rB, sA, sB, mma, copy_A, copy_B, thread);
+        gemm<0>(acc, rA, rB, sA, sB, mma, copy_A, copy_B, thread, after_step);
     };
     // The same with A, the transposed P or dS, still in registers.
     auto multiply_rs = [&](auto &acc, auto const &rP, auto const &sB) {
@@ -162,7 +130,8 @@ __device__ __forceinline__ void mainloop_bwd(const Flash_bwd_params &params, con
         gemm_rs(acc, rA, rB, thr_copy_B.partition_S(sB), mma_dkv, copy_dkv_B, thr_copy_B);
     };
 
-    auto step = [&](int head, int m_block, int stage) {
+    // S^T, P^T, dP^T and dS^T of one step; dV and dK too when P and dS stay in registers.
+    auto step_scores = [&](int m_block, int stage) {
         Tensor sQ = make_tensor(make_smem_ptr(shared.q[stage]), typename Traits::SmemQ::Layout{});       // (BLK_M, HD)
         Tensor sQt = make_tensor(make_smem_ptr(shared.q[stage]), typename Traits::SmemQ::Transposed{});  // (HD, BLK_M)
         Tensor sdO = make_tensor(make_smem_ptr(shared.dout[stage]), typename Traits::SmemQ::Layout{});   // (BLK_M, HD)
@@ -189,7 +158,7 @@ __device__ __forceinline__ void mainloop_bwd(const Flash_bwd_params &params, con
 
             // S^T, and dP^T - delta.
             clear(acc_s);
-            multiply(acc_s, mma_sdp, copy_sdp_A, copy_sdp_B, sK, slice_of(sQ));
+            multiply(acc_s, mma_sdp, copy_sdp_A, copy_sdp_B, sK, slice_of(sQ), Nothing{});
             CUTE_UNROLL
             for (int col = 0; col < size<1>(dp); col += 2) {
                 const float2 delta =
@@ -200,7 +169,7 @@ __device__ __forceinline__ void mainloop_bwd(const Flash_bwd_params &params, con
                     dp(row, col + 1) = -delta.y;
                 }
             }
-            multiply(acc_dp, mma_sdp, copy_sdp_A, copy_sdp_B, sV, slice_of(sdO));
+            multiply(acc_dp, mma_sdp, copy_sdp_A, copy_sdp_B, sV, slice_of(sdO), Nothing{});
 
             // P^T = exp(S^T - lse), dS^T = P^T * (dP^T - delta).
             CUTE_UNROLL
@@ -237,33 +206,75 @@ __device__ __forceinline__ void mainloop_bwd(const Flash_bwd_params &params, con
             const int thread = thread_index<kSpares_registers>();
             store_probabilities<Traits>(rdS, slice_of_t(sdS), thread);
             if constexpr (Traits::kP_in_registers) {
-                multiply_rs(acc_dv, rP, slice_of_t(sdOt));
-                multiply_rs(acc_dk, rdS, slice_of_t(sQt));
+                if (wants_dv) {
+                    multiply_rs(acc_dv, rP, slice_of_t(sdOt));
+                }
+                if (wants_dk) {
+                    multiply_rs(acc_dk, rdS, slice_of_t(sQt));
+                }
             } else {
                 store_probabilities<Traits>(rP, sP, thread);
             }
         }
-        __syncthreads();  // dS is whole
-        if constexpr (!Traits::kP_in_registers) {
-            multiply(acc_dv, mma_dkv, copy_dkv_A, copy_dkv_B, sP, sdOt);
-            multiply(acc_dk, mma_dkv, copy_dkv_A, copy_dkv_B, sdS, sQt);
-        }
     };
 
-    auto add_dq = [&](int head, int m_block) {
+    // dQ = dS K of one step; dV and dK too unless they came out of registers: what adds dQ up runs behind them.
+    Turn_to_pass<Traits::kStaged_dQ> turn_to_pass;
+    auto step_products = [&](int head, int m_block, int stage) {
+        Tensor sQt = make_tensor(make_smem_ptr(shared.q[stage]), typename Traits::SmemQ::Transposed{});  // (HD, BLK_M)
+        Tensor sdOt =
+            make_tensor(make_smem_ptr(shared.dout[stage]), typename Traits::SmemQ::Transposed{});  // (HD, BLK_M)
         Tensor acc_dq = partition_fragment_C(mma_dq, TileQ{});  // (MMA, MMA_M, MMA_K)
-        clear(acc_dq);
-        multiply(acc_dq, mma_dq, copy_dq_A, copy_dq_B, sdSt, sKt);
-        const int64_t bh = int64_t(bidb) * params.h + bidh + head;
-        float *accum = params.dq_accum + (bh * params.seqlen_q_rounded + m_block * kBlockM) * int64_t(kHeadDim);
-        if (params.dq_turn == nullptr) {
-            add_to_dq<Traits::kNThreads>(accum, acc_dq, thread_index<kSpares_registers>());
-        } else {
-            int *turn = params.dq_turn + (bh * params.seqlen_q_rounded) / kBlockM + m_block;
-            wait_for_turn(turn, n_block);
-            add_to_dq<Traits::kNThreads>(accum, acc_dq, thread_index<kSpares_registers>());
-            pass_turn_on(turn, n_block);
+        constexpr int kVectors = decltype(size(acc_dq))::value / 4;
+        const int64_t row_block =
+            (int64_t(bidb) * params.h + bidh + head) * (params.seqlen_q_rounded / kBlockM) + m_block;
+        int *turns = nullptr;
+        if (kMode == Bwd_mode::deterministic || (kPartial && params.dq_turn != nullptr)) {
+            turns = params.dq_turn + row_block * Traits::kNWarps;
         }
+        const Dq_reduction<kVectors> reduction(params.dq_accum + row_block * (kBlockM * kHeadDim), turns,
+                                               info.turn(m_block));
+        constexpr bool kDV_first = Traits::Tile::kDV_first && Traits::kStaged_dQ && !Traits::kP_in_registers;
+        if (kDV_first && wants_dv) {
+            multiply(acc_dv, mma_dkv, copy_dkv_A, copy_dkv_B, sP, sdOt, Nothing{});
+        }
+        if (wants_dq) {
+            clear(acc_dq);
+            multiply(acc_dq, mma_dq, copy_dq_A, copy_dq_B, sdSt, sKt, Nothing{});
+            if constexpr (Traits::kStaged_dQ) {
+#ifdef FLASH_HAS_BULK_REDUCE
+                reduction.add_staged(acc_dq, shared.dq);
+#endif
+            } else {
+                reduction.await_turn();
+                if constexpr (Traits::kP_in_registers) {
+                    reduction.add(acc_dq, 0, kVectors);
+                }
+            }
+            turn_to_pass = {reduction.turns, reduction.turn};
+        }
+        if constexpr (!Traits::kP_in_registers) {
+            // The share of the reductions from registers that belongs after step k of product 0 or 1.
+            const auto add_share = [&](int product, int k, int steps) {
+                if (!Traits::kStaged_dQ && wants_dq) {
+                    const int share = product * steps + k, shares = 2 * steps;
+                    reduction.add(acc_dq, share * kVectors / shares, (share + 1) * kVectors / shares);
+                }
+            };
+            if (!kDV_first && wants_dv) {
+                multiply(acc_dv, mma_dkv, copy_dkv_A, copy_dkv_B, sP, sdOt,
+                         [&](int k, int steps) { add_share(0, k, steps); });
+            } else {
+                add_share(0, 0, 1);
+            }
+            if (wants_dk) {
+                multiply(acc_dk, mma_dkv, copy_dkv_A, copy_dkv_B, sdS, sQt,
+                         [&](int k, int steps) { add_share(1, k, steps); });
+            } else {
+                add_share(1, 0, 1);
+            }
+        }
+        turn_to_pass.pass();
     };
 
     // Prologue, then per step: wait for its Q and dO, start the next loads where there is room for them, compute.
@@ -272,23 +283,31 @@ __device__ __forceinline__ void mainloop_bwd(const Flash_bwd_params &params, con
     load_step(0);
     for (int stage = 0; steps > 0; --steps) {
         const int head_now = head, m_block_now = m_block;
-        advance(head, m_block);
+        advance();
         cp_async_wait<0>();
         __syncthreads();  // Q and dO have landed for all; all are done with the step before
         if (kStages == 2 && steps > 1) {
             load_step(stage ^ 1);
         }
-        step(head_now, m_block_now, stage);
-        if constexpr (kStages == 2) {
-            stage ^= 1;
-        } else if (steps > 1) {
+        step_scores(m_block_now, stage);
+        __syncthreads();  // dS and P are whole
+        if (kStages == 1 && Traits::kP_in_registers && steps > 1) {
+            load_step(0);  // all are done with Q and dO
+        }
+        step_products(head_now, m_block_now, stage);
+        if (kStages == 1 && !Traits::kP_in_registers && steps > 1) {
             __syncthreads();  // all are done with Q and dO
             load_step(0);
         }
-        if (params.dq_accum != nullptr) {
-            add_dq(head_now, m_block_now);
+        if (kStages == 2) {
+            stage ^= 1;
         }
     }
+#ifdef FLASH_HAS_BULK_REDUCE
+    if (Traits::kStaged_dQ && tidx % 32 == 0) {
+        asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");  // shared memory outlives its readers
+    }
+#endif
 }
 
 }  // namespace flash::sm80
