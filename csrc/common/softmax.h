@@ -21,13 +21,15 @@ __device__ __forceinline__ float quad_allreduce(float x, Operator op) {
     return op(x, __shfl_xor_sync(0xffffffffu, x, 1));
 }
 
+// From this magnitude on, the rounding of score * scale_log2 alone would show in a probability 2^(score * scale_log2 -
+// x).
+constexpr float kLargeExponent = 4096.0f;
+
 template <int kNRows>
 struct Softmax {
     // A row's reference maximum may lag behind its true maximum by this much, in powers of 2: p then reaches 2^8, which
     // float32 sums and 16-bit operands hold, and O need not be rescaled at nearly every step.
     static constexpr float kRescaleThreshold = 8.0f;
-    // From this magnitude on, the rounding of row_max * scale_log2 alone would show in p: subtract first, scale then.
-    static constexpr float kLargeExponent = 4096.0f;
 
     float scale_log2;
     float row_max[kNRows];  // reference maximum of each row, unscaled; -inf before the first key
@@ -65,14 +67,16 @@ struct Softmax {
         sum(scores);
     }
 
-    // After the last step: acc_o becomes the output, the return value row `row`'s log-sum-exp (natural log).
+    // After the last step: acc_o becomes the output, lse each row's log-sum-exp (natural log). It holds the product of
+    // scale and score rounded as the backward rounds it: where scores are so large that the sum adds nothing to it, the
+    // largest score's probability comes out as 1 there.
     template <typename TensorO>
-    __device__ __forceinline__ void finalize(TensorO &acc_o, float (&lse)[kNRows]) {
+    __device__ __forceinline__ void finalize(TensorO &acc_o, float softmax_scale, float (&lse)[kNRows]) {
         CUTE_UNROLL
         for (int row = 0; row < kNRows; ++row) {
             const float total = quad_allreduce(row_sum[row], [](float a, float b) { return a + b; });
             const float inverse = total == 0.0f ? 0.0f : 1.0f / total;
-            lse[row] = total == 0.0f ? -INFINITY : (row_max[row] * scale_log2 + log2f(total)) * float(M_LN2);
+            lse[row] = total == 0.0f ? -INFINITY : __fmul_rn(row_max[row], softmax_scale) + logf(total);
             CUTE_UNROLL
             for (int col = 0; col < size<1>(acc_o); ++col) {
                 acc_o(row, col) *= inverse;

@@ -5,8 +5,8 @@
 
 namespace flash {
 
-// Computes the wanted ones of params.dq, dk and dv, and params.dsoftmax_sum, on the calling thread's at::parallel_for
-// pool. Never throws for valid params.
+// Computes params.dq, dk, dv (those that are not null) and dsoftmax_sum on the calling thread's at::parallel_for pool,
+// bitwise the same for every number of threads. Throws std::bad_alloc for lack of memory.
 void run_mha_bwd_cpu(const Flash_bwd_params &params);
 
 }  // namespace flash

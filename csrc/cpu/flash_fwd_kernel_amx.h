@@ -10,18 +10,12 @@ namespace flash::cpu::FLASH_CPU_NAMESPACE {
 // Scores [kAmxBlockN][kAmxPanel] are 32 KB, probabilities 16 KB. Longer steps rescale the output less often.
 constexpr int kAmxBlockN = 256;
 
-// Minimax polynomial for 2^r, relative error 3e-6: enough for what is rounded to 8 bits.
-constexpr float kExp2BFloat16[] = {9.5701018633e-3f, 5.59178603406e-2f, 0.240247448315f, 0.693121814743f,
-                                   0.999999261442f};
-
 // Like exponentiate(), but p goes out as bfloat16 pairs [key / 2][query][2], up to the next multiple of 32 keys, where
 // keys from `keys` on get 0.
 template <int kUsedVecs>
 FLASH_INLINE void exponentiate_to_pairs(const float *s, int keys, float scale_log2, const Vec<float> *safe_m,
                                         uint32_t *p, Vec<float> *sum) {
     const Vec<float> scale = broadcast(scale_log2);
-    const __m512i half = _mm512_set1_epi32(0x8000);  // rounds to nearest
-    const __m512i high = _mm512_set1_epi32(int(0xffff0000u));
 #pragma GCC unroll 2
     for (int j = 0; j < kUsedVecs; ++j) sum[j] = Vec<float>{};
     for (int n = 0; n < round_up(keys, kAmxBlock); n += 2) {
@@ -33,9 +27,7 @@ FLASH_INLINE void exponentiate_to_pairs(const float *s, int keys, float scale_lo
             if (n + 1 < keys)
                 odd = exp2_nonpositive<float>((load<float>(s_n + kAmxPanel) - safe_m[j]) * scale, kExp2BFloat16);
             sum[j] += even + odd;
-            const __m512i low = _mm512_srli_epi32(_mm512_add_epi32(_mm512_castps_si512(even), half), 16);
-            const __m512i top = _mm512_and_si512(_mm512_add_epi32(_mm512_castps_si512(odd), half), high);
-            _mm512_store_si512(p + n / 2 * kAmxPanel + j * kLanes<float>, _mm512_or_si512(low, top));
+            _mm512_store_si512(p + n / 2 * kAmxPanel + j * kLanes<float>, round_to_pairs(even, odd));
         }
     }
 }
@@ -51,14 +43,14 @@ public:
     AmxForward(const Flash_fwd_params &params, const RowBlock &block, char *scratch)
         : Base(params, block, scratch), d_padded_(round_up(params.d, kAmxBlock)) {
         const int64_t keys = std::min(kBlockN, round_up(params.seqlen_k, kAmxBlock));
-        take(s_, keys * kPanel);
-        take(p_, keys * kPanel / 2);
-        take(k_, keys * d_padded_);
-        take(v_, int64_t(kBlockN) * d_padded_);
-        take(rows_, int64_t(kPanel) * d_padded_);
-        take(q_, int64_t(panels_) * kPanel * d_padded_ / 2);
-        take(o_, int64_t(panels_) * kPanel * d_padded_);
-        if (scratch != nullptr) std::memset(k_, 0, sizeof(BFloat16) * size_t(keys) * d_padded_);
+        scratch_.take(s_, keys * kPanel);
+        scratch_.take(p_, keys * kPanel / 2);
+        scratch_.take(k_, keys * d_padded_);
+        scratch_.take(v_, int64_t(kBlockN) * d_padded_);
+        scratch_.take(rows_, int64_t(kPanel) * d_padded_);
+        scratch_.take(q_, int64_t(panels_) * kPanel * d_padded_ / 2);
+        scratch_.take(o_, int64_t(panels_) * kPanel * d_padded_);
+        if (!scratch_.is_counting()) std::memset(k_, 0, sizeof(BFloat16) * size_t(keys) * d_padded_);
     }
 
     void compute() {
@@ -77,10 +69,7 @@ private:
         for (int i = 0; i < p.rows; ++i) {
             const BFloat16 *row = row_ptr(params_.q, p.row + i);
             BFloat16 *to = rows + i * d_padded_;
-            if (sign_ != 0) std::memcpy(to, row, sizeof(BFloat16) * size_t(d_));
-            if (sign_ < 0) {
-                for (int c = 0; c < d_; ++c) to[c].bits ^= 0x8000;
-            }
+            std::memcpy(to, row, sizeof(BFloat16) * size_t(d_));
             pairs[i] = reinterpret_cast<const float *>(to);
         }
         // Pairs of bfloat16 travel as one float each.
@@ -119,8 +108,8 @@ private:
         Vec<float> row_max[kUsedVecs], safe_m[kUsedVecs], alpha[kUsedVecs], sum[kUsedVecs];
         for (int n = 0; n < keys_padded; n += kAmxBlock) {
             prefetch_next_keys(n_begin, n, keys, kAmxBlock);
-            scores_block<kUsedVecs>(k_ + (n_first - n_begin + n) * d_padded_, q_ + p.row * d_padded_ / 2, d_padded_,
-                                    s_ + n * kPanel);
+            multiply_block<kUsedVecs, false>(k_ + (n_first - n_begin + n) * d_padded_, d_padded_,
+                                             q_ + p.row * d_padded_ / 2, kPanel, d_padded_, s_ + n * kPanel, kPanel);
         }
         if (masked)
             mask_scores<float, kPanel, kUsedVecs>(s_, n_first, keys, p.lo, p.hi, row_max);
@@ -136,7 +125,7 @@ private:
             if (masked && v_special_)
                 output_block_skip_zeros(v, kBlockN, p_, keys_padded, o);
             else
-                output_block<kUsedVecs>(v, kBlockN, p_, keys_padded, o);
+                multiply_block<kUsedVecs, true>(v, kBlockN, p_, kPanel, keys_padded, o, kPanel);
         }
     }
 

@@ -26,11 +26,11 @@ public:
     FmaForward(const Flash_fwd_params &params, const RowBlock &block, char *scratch)
         : Base(params, block, scratch), d_padded_(round_up(params.d, kTile)) {
         const int64_t keys = std::min(kBlockN, round_up(params.seqlen_k, kTile));
-        this->take(s_, keys * kPanel);
-        this->take(v_, int64_t(kBlockN) * d_padded_);
-        this->take(rows_, kConvert ? std::max<int64_t>(keys, kPanel) * d_ : 0);
-        this->take(q_, int64_t(panels_) * kPanel * d_);
-        this->take(o_, int64_t(panels_) * kPanel * d_padded_);
+        this->scratch_.take(s_, keys * kPanel);
+        this->scratch_.take(v_, int64_t(kBlockN) * d_padded_);
+        this->scratch_.take(rows_, kConvert ? std::max<int64_t>(keys, kPanel) * d_ : 0);
+        this->scratch_.take(q_, int64_t(panels_) * kPanel * d_);
+        this->scratch_.take(o_, int64_t(panels_) * kPanel * d_padded_);
     }
 
 private:
@@ -48,9 +48,7 @@ private:
                 rows[i] = row;
             }
         }
-        Acc *q = q_ + p.row * d_;
-        rows_to_panel<Acc, kPanel>(rows, p.rows, d_, q);
-        if (this->sign_ != 1) std::transform(q, q + d_ * kPanel, q, [this](Acc x) { return x * Acc(this->sign_); });
+        rows_to_panel<Acc, kPanel>(rows, p.rows, d_, q_ + p.row * d_);
         std::fill_n(out(p), size_t(d_padded_) * kPanel, Acc(0));
     }
 
@@ -152,7 +150,7 @@ private:
     Acc *o_ = nullptr;        // [panels][d_padded][kPanel]
 };
 
-inline Kernel select_kernel(DType dtype) {
+inline ForwardKernel select_forward_kernel(DType dtype) {
     constexpr int kMaxPanels =
         16;  // K and V are loaded once for all of them; 3 to 10 % faster than 4 to 8 (Xeon, AVX-512)
     switch (dtype) {

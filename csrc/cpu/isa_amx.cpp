@@ -1,5 +1,6 @@
-// The CPU forward compiled for AMX (bfloat16 only), whatever the compiler's -march. Everything after the target pragma
-// may only be called where the CPU has it (flash_fwd_cpu.cpp asks), so headers of other libraries come before it.
+// The CPU kernels compiled for AMX (bfloat16 only), whatever the compiler's -march. Everything after the target pragma
+// may only be called where the CPU has it (select_isa.h asks), so headers of other libraries come before it.
+#include "col_block.h"
 #include "row_block.h"
 
 #ifdef FLASH_CPU_HAS_AMX
@@ -25,12 +26,16 @@
 
 #define FLASH_CPU_ISA 3
 #define FLASH_CPU_NAMESPACE amx
+#include "flash_bwd_kernel_amx.h"
 #include "flash_fwd_kernel_amx.h"
 
 namespace flash::cpu {
-Kernel kernel_amx() {
+ForwardKernel forward_kernel_amx() {
     constexpr int kMaxPanels = 16;
     return amx::AmxForward::kernel(kMaxPanels);
+}
+BackwardKernel backward_kernel_amx() {
+    return amx::AmxBackward::kernel();
 }
 }  // namespace flash::cpu
 

@@ -1,5 +1,6 @@
-// The CPU forward compiled for AVX2, FMA and F16C, whatever the compiler's -march. Everything after the target pragma
-// may only be called where the CPU has it (flash_fwd_cpu.cpp asks), so headers of other libraries come before it.
+// The CPU kernels compiled for AVX2, FMA and F16C, whatever the compiler's -march. Everything after the target pragma
+// may only be called where the CPU has it (select_isa.h asks), so headers of other libraries come before it.
+#include "col_block.h"
 #include "row_block.h"
 
 #ifdef FLASH_CPU_HAS_AVX
@@ -21,11 +22,15 @@
 
 #define FLASH_CPU_ISA 2
 #define FLASH_CPU_NAMESPACE avx2
+#include "flash_bwd_kernel_fma.h"
 #include "flash_fwd_kernel_fma.h"
 
 namespace flash::cpu {
-Kernel kernel_avx2(DType dtype) {
-    return avx2::select_kernel(dtype);
+ForwardKernel forward_kernel_avx2(DType dtype) {
+    return avx2::select_forward_kernel(dtype);
+}
+BackwardKernel backward_kernel_avx2(DType dtype) {
+    return avx2::select_backward_kernel(dtype);
 }
 }  // namespace flash::cpu
 

@@ -1,5 +1,6 @@
-// The CPU forward compiled for AVX-512, whatever the compiler's -march. Everything after the target pragma may only be
-// called where the CPU has it (flash_fwd_cpu.cpp asks), so headers of other libraries come before it.
+// The CPU kernels compiled for AVX-512, whatever the compiler's -march. Everything after the target pragma may only be
+// called where the CPU has it (select_isa.h asks), so headers of other libraries come before it.
+#include "col_block.h"
 #include "row_block.h"
 
 #ifdef FLASH_CPU_HAS_AVX
@@ -24,11 +25,15 @@
 
 #define FLASH_CPU_ISA 3
 #define FLASH_CPU_NAMESPACE avx512
+#include "flash_bwd_kernel_fma.h"
 #include "flash_fwd_kernel_fma.h"
 
 namespace flash::cpu {
-Kernel kernel_avx512(DType dtype) {
-    return avx512::select_kernel(dtype);
+ForwardKernel forward_kernel_avx512(DType dtype) {
+    return avx512::select_forward_kernel(dtype);
+}
+BackwardKernel backward_kernel_avx512(DType dtype) {
+    return avx512::select_backward_kernel(dtype);
 }
 }  // namespace flash::cpu
 

@@ -6,6 +6,7 @@
 #include <immintrin.h>
 
 #include "rows.h"
+#include "simd.h"
 
 namespace flash::cpu::FLASH_CPU_NAMESPACE {
 
@@ -59,60 +60,44 @@ FLASH_INLINE void multiply_tiles() {
     }
 }
 
-// s[key][query] = k . q for 32 keys.
-template <int kUsedVecs>
-FLASH_INLINE void scores_block(const BFloat16 *k /* [32][d] */, const uint32_t *q /* [d / 2][kAmxPanel] pairs */, int d,
-                               float *s /* [32][kAmxPanel] */) {
+// c[i][column] (+)= sum over n < steps of a[i][n] * b[n][column] for 32 rows i and 16 * kUsedVecs columns; b in pairs
+// of n. steps: a multiple of 32.
+template <int kUsedVecs, bool kAdd>
+FLASH_INLINE void multiply_block(const BFloat16 *a, int64_t a_stride, const uint32_t *b /* [steps / 2][b_stride] */,
+                                 int64_t b_stride, int steps, float *c, int64_t c_stride) {
+    float *c_low = c + kTileRows * c_stride;
     compiler_barrier();
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    for (int c = 0; c < d; c += kAmxBlock) {
-        _tile_loadd(4, k + c, d * 2);
-        _tile_loadd(5, k + kTileRows * d + c, d * 2);
-        _tile_loadd(6, q + c / 2 * kAmxPanel, kAmxPanel * 4);
-        if constexpr (kUsedVecs > 1) _tile_loadd(7, q + c / 2 * kAmxPanel + kTileRows, kAmxPanel * 4);
+    if constexpr (kAdd) {
+        _tile_loadd(0, c, c_stride * 4);
+        _tile_loadd(2, c_low, c_stride * 4);
+        if constexpr (kUsedVecs > 1) {
+            _tile_loadd(1, c + kTileRows, c_stride * 4);
+            _tile_loadd(3, c_low + kTileRows, c_stride * 4);
+        }
+    } else {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    for (int n = 0; n < steps; n += kAmxBlock) {
+        _tile_loadd(4, a + n, a_stride * 2);
+        _tile_loadd(5, a + kTileRows * a_stride + n, a_stride * 2);
+        _tile_loadd(6, b + n / 2 * b_stride, b_stride * 4);
+        if constexpr (kUsedVecs > 1) _tile_loadd(7, b + n / 2 * b_stride + kTileRows, b_stride * 4);
         multiply_tiles<kUsedVecs>();
     }
-    _tile_stored(0, s, kAmxPanel * 4);
-    _tile_stored(2, s + kTileRows * kAmxPanel, kAmxPanel * 4);
+    _tile_stored(0, c, c_stride * 4);
+    _tile_stored(2, c_low, c_stride * 4);
     if constexpr (kUsedVecs > 1) {
-        _tile_stored(1, s + kTileRows, kAmxPanel * 4);
-        _tile_stored(3, s + kTileRows * kAmxPanel + kTileRows, kAmxPanel * 4);
+        _tile_stored(1, c + kTileRows, c_stride * 4);
+        _tile_stored(3, c_low + kTileRows, c_stride * 4);
     }
     compiler_barrier();
 }
 
-// o[column][query] += sum over keys of v * p, for 32 columns. keys: a multiple of 32.
-template <int kUsedVecs>
-FLASH_INLINE void output_block(const BFloat16 *v /* [32][stride]: column, key */, int stride,
-                               const uint32_t *p /* [keys / 2][kAmxPanel] pairs */, int keys,
-                               float *o /* [32][kAmxPanel] */) {
-    compiler_barrier();
-    _tile_loadd(0, o, kAmxPanel * 4);
-    _tile_loadd(2, o + kTileRows * kAmxPanel, kAmxPanel * 4);
-    if constexpr (kUsedVecs > 1) {
-        _tile_loadd(1, o + kTileRows, kAmxPanel * 4);
-        _tile_loadd(3, o + kTileRows * kAmxPanel + kTileRows, kAmxPanel * 4);
-    }
-    for (int n = 0; n < keys; n += kAmxBlock) {
-        _tile_loadd(4, v + n, stride * 2);
-        _tile_loadd(5, v + kTileRows * stride + n, stride * 2);
-        _tile_loadd(6, p + n / 2 * kAmxPanel, kAmxPanel * 4);
-        if constexpr (kUsedVecs > 1) _tile_loadd(7, p + n / 2 * kAmxPanel + kTileRows, kAmxPanel * 4);
-        multiply_tiles<kUsedVecs>();
-    }
-    _tile_stored(0, o, kAmxPanel * 4);
-    _tile_stored(2, o + kTileRows * kAmxPanel, kAmxPanel * 4);
-    if constexpr (kUsedVecs > 1) {
-        _tile_stored(1, o + kTileRows, kAmxPanel * 4);
-        _tile_stored(3, o + kTileRows * kAmxPanel + kTileRows, kAmxPanel * 4);
-    }
-    compiler_barrier();
-}
-
-// The same with plain arithmetic, for masked steps whose V holds an infinity or a NaN: a key whose p is 0 adds nothing.
+// o[column][query] += sum over keys of v[column][key] * p[key][query] for 32 columns with plain arithmetic, for masked
+// steps whose V holds an infinity or a NaN: a key whose p is 0 adds nothing.
 inline void output_block_skip_zeros(const BFloat16 *v, int stride, const uint32_t *p, int keys, float *o) {
     for (int c = 0; c < kAmxBlock; ++c) {
         for (int n = 0; n < keys; ++n) {
@@ -155,8 +140,8 @@ FLASH_INLINE void transpose16(__m512i *x) {
     for (int i = 0; i < 16; ++i) x[i] = y[i];
 }
 
-// columns[column][key] of 16 columns and 32 keys; a row pointer may be null: zeros. width: columns there are, at
-// most 16. Returns whether one of the numbers is infinite or NaN.
+// columns[column][key] of 16 columns and 32 keys; a row pointer may be null: zeros. width: columns there are, at most
+// 16. Returns whether one of the numbers is infinite or NaN.
 FLASH_INLINE bool transpose_values(const BFloat16 *const *rows, int width, BFloat16 *columns, int stride) {
     const __mmask16 mask = __mmask16((1u << width) - 1);
     __m512i x[16];
@@ -172,6 +157,34 @@ FLASH_INLINE bool transpose_values(const BFloat16 *const *rows, int width, BFloa
     transpose16(x);
     for (int c = 0; c < 16; ++c) _mm512_storeu_si512(columns + c * stride, x[c]);
     return special != 0;
+}
+
+// Minimax polynomial for 2^r, relative error 3e-6: enough for what is rounded to 8 bits.
+constexpr float kExp2BFloat16[] = {9.5701018633e-3f, 5.59178603406e-2f, 0.240247448315f, 0.693121814743f,
+                                   0.999999261442f};
+
+// Rounds 16 numbers of two rows to nearest: pairs with `even` in their lower halves.
+FLASH_INLINE __m512i round_to_pairs(Vec<float> even, Vec<float> odd) {
+    const __m512i half = _mm512_set1_epi32(0x8000), high = _mm512_set1_epi32(int(0xffff0000u));
+    const __m512i low = _mm512_srli_epi32(_mm512_add_epi32(_mm512_castps_si512(even), half), 16);
+    const __m512i top = _mm512_and_si512(_mm512_add_epi32(_mm512_castps_si512(odd), half), high);
+    return _mm512_or_si512(low, top);
+}
+
+// Takes 16 such pairs apart again.
+FLASH_INLINE void store_rows(__m512i pairs, BFloat16 *even, BFloat16 *odd) {
+    _mm256_store_si256(reinterpret_cast<__m256i *>(even), _mm512_cvtepi32_epi16(pairs));
+    _mm256_store_si256(reinterpret_cast<__m256i *>(odd), _mm512_cvtepi32_epi16(_mm512_srli_epi32(pairs, 16)));
+}
+
+// pairs[column] = (rows[column], rows[d + column]), for d a multiple of 16.
+FLASH_INLINE void pair_rows(const BFloat16 *rows, int d, uint32_t *pairs) {
+    for (int c = 0; c < d; c += 16) {
+        const __m256i even = _mm256_load_si256(reinterpret_cast<const __m256i *>(rows + c));
+        const __m256i odd = _mm256_load_si256(reinterpret_cast<const __m256i *>(rows + d + c));
+        _mm512_store_si512(
+            pairs + c, _mm512_or_si512(_mm512_cvtepu16_epi32(even), _mm512_slli_epi32(_mm512_cvtepu16_epi32(odd), 16)));
+    }
 }
 
 }  // namespace flash::cpu::FLASH_CPU_NAMESPACE

@@ -110,4 +110,72 @@ FLASH_NOINLINE void output_tile(const T *p /* [keys][kFmaPanel] */, const T *v /
     }
 }
 
+// The products of the backward, all of one form: out[i][column] (+)= sum over n of a(i, n) * x[n][column], columns in
+// the lanes.
+
+// Register tile of those whose columns are head dims: as many accumulators as kTile x kVecs.
+#if FLASH_CPU_ISA == 3 || defined(__aarch64__)
+constexpr int kWideVecs = 4;
+#else
+constexpr int kWideVecs = 2;
+#endif
+constexpr int kWideTile = kTile * kVecs / kWideVecs;  // 6
+
+template <typename T>
+struct BroadcastOperand {  // a(i, n) = ptr[i * row_stride + n * step_stride]
+    const T *ptr;
+    int64_t row_stride, step_stride;
+};
+
+template <typename T>
+struct VectorRows {  // [n][column], every row aligned to kVecBytes
+    T *ptr;
+    int64_t stride;
+};
+
+template <typename T, int kRows, int kUsedVecs, bool kAdd>
+FLASH_NOINLINE void product_tile(BroadcastOperand<T> a, VectorRows<const T> x, int steps, VectorRows<T> out) {
+    const T *a_row[kRows];
+    Vec<T> acc[kRows][kUsedVecs];
+#pragma GCC unroll 8
+    for (int i = 0; i < kRows; ++i) {
+        a_row[i] = a.ptr + i * a.row_stride;
+#pragma GCC unroll 4
+        for (int j = 0; j < kUsedVecs; ++j) {
+            acc[i][j] = Vec<T>{};  // not out: each step sums apart, so errors do not pile up
+            if (kAdd) __builtin_prefetch(out.ptr + i * out.stride + j * kLanes<T>, 1);
+        }
+    }
+#pragma GCC unroll 2
+    for (int n = 0; n < steps; ++n) {
+        Vec<T> x_n[kUsedVecs];
+#pragma GCC unroll 4
+        for (int j = 0; j < kUsedVecs; ++j) x_n[j] = load<T>(x.ptr + n * x.stride + j * kLanes<T>);
+#pragma GCC unroll 8
+        for (int i = 0; i < kRows; ++i) {
+            const Vec<T> a_in = broadcast<T>(a_row[i][n * a.step_stride]);
+#pragma GCC unroll 4
+            for (int j = 0; j < kUsedVecs; ++j) acc[i][j] = fma<T>(a_in, x_n[j], acc[i][j]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 4
+        for (int j = 0; j < kUsedVecs; ++j) {
+            T *target = out.ptr + i * out.stride + j * kLanes<T>;
+            store<T>(target, kAdd ? load<T>(target) + acc[i][j] : acc[i][j]);
+        }
+    }
+}
+
+// The first `vecs` vectors of columns, at most kMaxVecs.
+template <typename T, int kRows, int kMaxVecs, bool kAdd>
+FLASH_INLINE void product_columns(int vecs, BroadcastOperand<T> a, VectorRows<const T> x, int steps,
+                                  VectorRows<T> out) {
+    if constexpr (kMaxVecs > 1) {
+        if (vecs < kMaxVecs) return product_columns<T, kRows, kMaxVecs - 1, kAdd>(vecs, a, x, steps, out);
+    }
+    product_tile<T, kRows, kMaxVecs, kAdd>(a, x, steps, out);
+}
+
 }  // namespace flash::cpu::FLASH_CPU_NAMESPACE

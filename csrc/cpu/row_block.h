@@ -4,14 +4,7 @@
 #include <cstddef>
 
 #include "../flash.h"
-
-// Instruction sets that this compiler can be asked for one file at a time.
-#if defined(__x86_64__) && defined(__GNUC__)
-#define FLASH_CPU_HAS_AVX 1
-#if defined(__linux__) && (defined(__clang__) || __GNUC__ >= 11)
-#define FLASH_CPU_HAS_AMX 1
-#endif
-#endif
+#include "isa.h"
 
 namespace flash::cpu {
 
@@ -25,17 +18,16 @@ struct RowBlock {
 };
 
 // One dtype's forward, compiled for one instruction set.
-struct Kernel {
+struct ForwardKernel {
     int panel_rows = 0;  // queries that the innermost loops handle together; row blocks are multiples of it
     int max_rows = 0;    // largest sensible row block
     size_t (*scratch_bytes)(const Flash_fwd_params &, int64_t max_rows) = nullptr;
     void (*compute_attn_1rowblock)(const Flash_fwd_params &, const RowBlock &, void *scratch) = nullptr;
-    const char *isa = "";  // instruction set, for the trace
 };
 
-Kernel kernel_baseline(DType dtype);
-Kernel kernel_avx2(DType dtype);
-Kernel kernel_avx512(DType dtype);
-Kernel kernel_amx();  // bfloat16 only
+ForwardKernel forward_kernel_baseline(DType dtype);
+ForwardKernel forward_kernel_avx2(DType dtype);
+ForwardKernel forward_kernel_avx512(DType dtype);
+ForwardKernel forward_kernel_amx();  // bfloat16 only
 
 }  // namespace flash::cpu

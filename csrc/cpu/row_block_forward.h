@@ -6,15 +6,11 @@
 #include <cmath>
 #include <type_traits>
 
+#include "group.h"
 #include "row_block.h"
-#include "rows.h"
 #include "softmax.h"
 
 namespace flash::cpu::FLASH_CPU_NAMESPACE {
-
-constexpr int round_up(int64_t x, int multiple) {
-    return int((x + multiple - 1) / multiple * multiple);
-}
 
 // Self: the derived class. kPanel: queries that the products handle together. kBlockN: keys per step.
 template <typename Self, typename Element, int kPanel, int kBlockN>
@@ -27,7 +23,6 @@ protected:
 public:
     void compute() {
         set_key_ranges();
-        set_scale();
         for (int index = 0; index < panels_; ++index) {
             self().load_q(panel(index));
             std::fill_n(panel(index).state.m, kPanel, -std::numeric_limits<Acc>::infinity());
@@ -41,12 +36,13 @@ public:
         for (int index = 0; index < panels_; ++index) store_out(panel(index));
     }
 
-    static Kernel kernel(int max_panels) {
-        return {kPanel, kPanel * max_panels,
-                [](const Flash_fwd_params &p, int64_t rows) { return Self(p, {0, 0, 0, rows}, nullptr).scratch_end_; },
-                [](const Flash_fwd_params &p, const RowBlock &block, void *scratch) {
-                    Self(p, block, static_cast<char *>(scratch)).compute();
-                }};
+    static ForwardKernel kernel(int max_panels) {
+        return {
+            kPanel, kPanel * max_panels,
+            [](const Flash_fwd_params &p, int64_t rows) { return Self(p, {0, 0, 0, rows}, nullptr).scratch_.bytes(); },
+            [](const Flash_fwd_params &p, const RowBlock &block, void *scratch) {
+                Self(p, block, static_cast<char *>(scratch)).compute();
+            }};
     }
 
 protected:
@@ -62,20 +58,16 @@ protected:
     RowBlockForward(const Flash_fwd_params &params, const RowBlock &block, char *scratch)
         : params_(params),
           block_(block),
+          group_{params, block.bidb, block.bidh_k},
           d_(params.d),
           panels_(round_up(block.rows, kPanel) / kPanel),
+          scale_(Acc(params.softmax_scale)),
+          scale_log2_(Acc(params.softmax_scale * 1.4426950408889634074)),
           scratch_(scratch) {
-        take(m_, panels_ * kPanel);
-        take(l_, panels_ * kPanel);
-        take(lo_, panels_ * kPanel);
-        take(hi_, panels_ * kPanel);
-    }
-
-    // The next `count` elements of scratch memory. With scratch_ null this only counts, for scratch_bytes.
-    template <typename T>
-    void take(T *&ptr, int64_t count) {
-        if (scratch_ != nullptr) ptr = reinterpret_cast<T *>(scratch_ + scratch_end_);
-        scratch_end_ += (sizeof(T) * size_t(count) + 63) / 64 * 64;
+        scratch_.take(m_, panels_ * kPanel);
+        scratch_.take(l_, panels_ * kPanel);
+        scratch_.take(lo_, panels_ * kPanel);
+        scratch_.take(hi_, panels_ * kPanel);
     }
 
     Panel panel(int index) const {
@@ -84,39 +76,18 @@ protected:
                 lo_ + row, hi_ + row};
     }
 
-    int64_t query(int64_t row) const { return (block_.row_begin + row) / params_.h_h_k_ratio; }
-    int64_t head(int64_t row) const {
-        return block_.bidh_k * params_.h_h_k_ratio + (block_.row_begin + row) % params_.h_h_k_ratio;
-    }
-    // First element of a row of q or o, of a key of k or v.
-    Element *row_ptr(const TensorRef &t, int64_t row) const {
-        return static_cast<Element *>(t.ptr) + block_.bidb * t.batch_stride + query(row) * t.row_stride +
-               head(row) * t.head_stride;
-    }
-    const Element *key_ptr(const TensorRef &t, int64_t key) const {
-        return static_cast<const Element *>(t.ptr) + block_.bidb * t.batch_stride + key * t.row_stride +
-               block_.bidh_k * t.head_stride;
-    }
-
-    // The softmax wants a positive scale, so load_q multiplies q by sign_.
-    void set_scale() {
-        const double scale = params_.softmax_scale;
-        sign_ = scale > 0 ? 1 : scale < 0 ? -1 : 0;
-        scale_ = scale == 0 ? Acc(1) : Acc(std::abs(scale));
-        scale_log2_ = scale == 0 ? Acc(1) : Acc(std::abs(scale) * 1.4426950408889634074);
-    }
+    // First element of a row of q or o, of a key of k or v. Rows count from the block's.
+    Element *row_ptr(const TensorRef &t, int64_t row) const { return group_.row_ptr(t, block_.row_begin + row); }
+    const Element *key_ptr(const TensorRef &t, int64_t key) const { return group_.key_ptr(t, key); }
 
     // [lo, hi) of every row, and [n_min, n_max) of the block. Lanes past the last row see what that row sees.
     void set_key_ranges() {
         n_min_ = params_.seqlen_k;
         n_max_ = 0;
         for (int64_t row = 0; row < int64_t(panels_) * kPanel; ++row) {
-            const int64_t diagonal =
-                query(std::min(row, block_.rows - 1)) + int64_t(params_.seqlen_k) - params_.seqlen_q;
-            int64_t lo = params_.window_size_left < 0 ? 0 : diagonal - params_.window_size_left;
-            int64_t hi = params_.window_size_right < 0 ? params_.seqlen_k : diagonal + params_.window_size_right + 1;
-            lo_[row] = Int(std::clamp<int64_t>(lo, 0, params_.seqlen_k));
-            hi_[row] = Int(std::clamp<int64_t>(hi, 0, params_.seqlen_k));
+            const KeyRange keys(params_, group_.query(block_.row_begin + std::min(row, block_.rows - 1)));
+            lo_[row] = Int(keys.lo);
+            hi_[row] = Int(keys.hi);
             if (lo_[row] < hi_[row]) {
                 n_min_ = std::min(n_min_, int(lo_[row]));
                 n_max_ = std::max(n_max_, int(hi_[row]));
@@ -153,16 +124,14 @@ protected:
     void store_out(const Panel &p) {
         Acc *rows[kPanel];
         for (int i = 0; i < p.rows; ++i) {
-            const int64_t row = p.row + i;
             const Acc m = p.state.m[i], l = p.state.l[i];
-            static_cast<Acc *>(
-                params_.softmax_lse)[(block_.bidb * params_.h + head(row)) * params_.seqlen_q + query(row)] =
+            static_cast<Acc *>(params_.softmax_lse)[group_.row_index(block_.row_begin + p.row + i, params_.seqlen_q)] =
                 l == 0 ? -std::numeric_limits<Acc>::infinity() : m * scale_ + std::log(l);
             p.state.l[i] = l == 0 ? Acc(0) : 1 / l;
             if constexpr (kConvert)
                 rows[i] = self().out_rows() + i * d_;
             else
-                rows[i] = row_ptr(params_.o, row);
+                rows[i] = row_ptr(params_.o, p.row + i);
         }
         panel_to_rows<Acc, kPanel>(self().out(p), p.state.l, p.rows, d_, rows);
         if constexpr (kConvert) {
@@ -174,14 +143,12 @@ protected:
 
     const Flash_fwd_params &params_;
     const RowBlock block_;
+    const Group<Element> group_;
     const int d_, panels_;
     int n_min_ = 0, n_max_ = 0;
     int prefetch_row_ = 0, prefetch_end_ = 0;  // rows of the next key block: of K and V in turn
-    int sign_ = 1;
-    Acc scale_ = 1, scale_log2_ = 1;
-
-    char *const scratch_;
-    size_t scratch_end_ = 0;
+    const Acc scale_, scale_log2_;             // above 0
+    Scratch scratch_;
     Acc *m_ = nullptr, *l_ = nullptr;    // [rows]
     Int *lo_ = nullptr, *hi_ = nullptr;  // [rows]
 };

@@ -90,6 +90,19 @@ FLASH_INLINE Vec<T> fma(Vec<T> a, Vec<T> b, Vec<T> c) {
 #endif
 }
 
+// x itself, of which the compiler knows nothing: keeps it from fusing a product and a sum into one rounding.
+template <typename Vector>
+FLASH_INLINE Vector rounded(Vector x) {
+#if FLASH_CPU_ISA == 3
+    __asm__("" : "+v"(x));
+#elif FLASH_CPU_ISA == 2 || defined(__SSE2__)
+    __asm__("" : "+x"(x));
+#elif defined(__aarch64__)
+    __asm__("" : "+w"(x));
+#endif
+    return x;
+}
+
 // The larger of a and b; b where either is NaN.
 template <typename T>
 FLASH_INLINE Vec<T> max(Vec<T> a, Vec<T> b) {
@@ -132,6 +145,13 @@ constexpr double kExp2Double[] = {4.4352827069572771511e-10, 7.07410561350814279
                                   1.3215433089676399180e-06, 1.5252733489988525649e-05, 1.5403530462514432062e-04,
                                   1.3333558146789921722e-03, 9.6181291075883352443e-03, 5.5504108664819921605e-02,
                                   2.4022650695910156204e-01, 6.9314718055994533046e-01, 1.0};  // 3e-18
+
+constexpr auto &exp2_terms(float) {
+    return kExp2Float;
+}
+constexpr auto &exp2_terms(double) {
+    return kExp2Double;
+}
 
 FLASH_INLINE Vec<float> exp2_nonpositive(Vec<float> x) {
     return exp2_nonpositive<float>(x, kExp2Float);

@@ -18,7 +18,7 @@ __device__ __forceinline__ void epilogue_fwd(const Flash_fwd_params &params, Sha
     // Normalise, and write the log-sum-exp: of the four lanes that share a row, the one that holds column 0.
     Tensor acc_o_rowcol = make_tensor(acc_o.data(), rowcol_layout(acc_o.layout()));
     float lse[decltype(size<0>(acc_o_rowcol))::value];
-    softmax.finalize(acc_o_rowcol, lse);
+    softmax.finalize(acc_o_rowcol, float(params.softmax_scale), lse);
     typename Traits::TiledMma tiled_mma;
     Tensor tOcO =
         tiled_mma.get_thread_slice(tidx).partition_C(make_identity_tensor(Shape<Int<kBlockM>, Int<kHeadDim>>{}));

@@ -5,12 +5,13 @@
 #include <cmath>
 
 #include "../common/layout.h"
+#include "../common/softmax.h"
 #include "copy.h"
 #include "kernel_traits_bwd.h"
 
 namespace flash::sm80 {
 
-constexpr int kPreprocessRows = 64;  // query rows of a thread block
+constexpr int kPreprocessRows = 64;  // query rows of a thread block, as large_rows has it
 constexpr int kPreprocessThreads = 256;
 
 // A group of lanes takes a row, each lane 16 bytes of it.
@@ -27,6 +28,7 @@ __global__ void __launch_bounds__(kPreprocessThreads)
     const int lane = threadIdx.x % kLanes;
     const int64_t stats = int64_t(bh) * params.seqlen_q_rounded + first_row;
 
+    bool is_large = false;
     CUTE_UNROLL
     for (int row = threadIdx.x / kLanes; row < kPreprocessRows; row += kPreprocessThreads / kLanes) {
         const int query = first_row + row;
@@ -55,6 +57,7 @@ __global__ void __launch_bounds__(kPreprocessThreads)
                 const int64_t index = int64_t(bh) * params.seqlen_q + query;
                 const float lse = static_cast<const float *>(params.softmax_lse)[index];
                 lse_log2 = lse == -INFINITY ? INFINITY : lse * float(M_LOG2E);
+                is_large |= fabsf(lse_log2) > kLargeExponent && lse_log2 != INFINITY;
                 if (params.dsoftmax_lse != nullptr) {
                     dot -= static_cast<const float *>(params.dsoftmax_lse)[index];
                 }
@@ -62,6 +65,11 @@ __global__ void __launch_bounds__(kPreprocessThreads)
             static_cast<float *>(params.dsoftmax_sum)[stats + row] = dot;
             params.softmax_lse_log2[stats + row] = lse_log2;
         }
+    }
+
+    is_large = __syncthreads_or(is_large);
+    if (threadIdx.x == 0) {
+        params.large_rows[blockIdx.x] = is_large;
     }
 
     if (params.dq_accum != nullptr) {

@@ -68,6 +68,7 @@ __device__ __forceinline__ void mainloop_bwd(const Flash_bwd_params &params, con
             ++head;
         }
     };
+    bool next_is_large = false;
     auto load_step = [&](int stage) {
         auto thr_copy = gmem_copy.get_thread_slice(thread_index<kSpares_registers>());
         const int rows_left = info.seqlen_q - m_block * kBlockM;
@@ -80,6 +81,13 @@ __device__ __forceinline__ void mainloop_bwd(const Flash_bwd_params &params, con
         };
         load(params.q, shared.q[stage]);
         load(params.dout, shared.dout[stage]);
+        const int64_t first_row =
+            (int64_t(bidb) * params.h + bidh + head) * params.seqlen_q_rounded + m_block * kBlockM;
+        constexpr int kFlagRows = 64;
+        next_is_large = params.large_rows[first_row / kFlagRows] != 0;
+        if constexpr (kBlockM > kFlagRows) {
+            next_is_large |= params.large_rows[first_row / kFlagRows + 1] != 0;
+        }
         // lse and delta, which have kRowsRounded rows and need no bounds: 16 bytes for each of the first threads.
         constexpr int kThreads = kBlockM / 4;
         static_assert(2 * kThreads <= Traits::kNThreads);
@@ -87,7 +95,7 @@ __device__ __forceinline__ void mainloop_bwd(const Flash_bwd_params &params, con
             const bool is_lse = tidx < kThreads;
             const int row = (is_lse ? tidx : tidx - kThreads) * 4;
             const float *source = is_lse ? params.softmax_lse_log2 : static_cast<const float *>(params.dsoftmax_sum);
-            source += (int64_t(bidb) * params.h + bidh + head) * params.seqlen_q_rounded + m_block * kBlockM + row;
+            source += first_row + row;
             float *target = (is_lse ? shared.lse_log2[stage] : shared.delta[stage]) + row;
             SM80_CP_ASYNC_CACHEGLOBAL<uint128_t>::copy(*reinterpret_cast<const uint128_t *>(source),
                                                        *reinterpret_cast<uint128_t *>(target));
@@ -130,8 +138,26 @@ __device__ __forceinline__ void mainloop_bwd(const Flash_bwd_params &params, con
         gemm_rs(acc, rA, rB, thr_copy_B.partition_S(sB), mma_dkv, copy_dkv_B, thr_copy_B);
     };
 
+    // Scores become exponents of 2 in natural units, rounded as the forward rounded lse: at this size a float32 is
+    // coarser than 1, and only equal rounding leaves the difference right.
+    auto exponents_of_large = [&](auto &scores, auto const &coords, int head, int first_query) {
+        const float *lse =
+            static_cast<const float *>(params.softmax_lse) + (int64_t(bidb) * params.h + bidh + head) * info.seqlen_q;
+        CUTE_UNROLL
+        for (int col = 0; col < size<1>(scores); ++col) {
+            const int query = first_query + get<1>(coords(0, col));
+            float lse_query = query < info.seqlen_q ? lse[query] : -INFINITY;
+            lse_query = lse_query == -INFINITY ? INFINITY : lse_query;
+            CUTE_UNROLL
+            for (int row = 0; row < size<0>(scores); ++row) {
+                scores(row, col) =
+                    (__fmul_rn(scores(row, col), float(params.softmax_scale)) - lse_query) * float(M_LOG2E);
+            }
+        }
+    };
+
     // S^T, P^T, dP^T and dS^T of one step; dV and dK too when P and dS stay in registers.
-    auto step_scores = [&](int m_block, int stage) {
+    auto step_scores = [&](int head, int m_block, int stage, bool is_large) {
         Tensor sQ = make_tensor(make_smem_ptr(shared.q[stage]), typename Traits::SmemQ::Layout{});       // (BLK_M, HD)
         Tensor sQt = make_tensor(make_smem_ptr(shared.q[stage]), typename Traits::SmemQ::Transposed{});  // (HD, BLK_M)
         Tensor sdO = make_tensor(make_smem_ptr(shared.dout[stage]), typename Traits::SmemQ::Layout{});   // (BLK_M, HD)
@@ -172,14 +198,18 @@ __device__ __forceinline__ void mainloop_bwd(const Flash_bwd_params &params, con
             multiply(acc_dp, mma_sdp, copy_sdp_A, copy_sdp_B, sV, slice_of(sdO), Nothing{});
 
             // P^T = exp(S^T - lse), dS^T = P^T * (dP^T - delta).
-            CUTE_UNROLL
-            for (int col = 0; col < size<1>(scores); col += 2) {
-                const float2 lse = *reinterpret_cast<const float2 *>(
-                    &shared.lse_log2[stage][slice * kSliceM + get<1>(coords(0, col))]);
+            if (is_large) {
+                exponents_of_large(scores, coords, head, m_block * kBlockM + slice * kSliceM);
+            } else {
                 CUTE_UNROLL
-                for (int row = 0; row < size<0>(scores); ++row) {
-                    scores(row, col) = scores(row, col) * params.scale_softmax_log2 - lse.x;
-                    scores(row, col + 1) = scores(row, col + 1) * params.scale_softmax_log2 - lse.y;
+                for (int col = 0; col < size<1>(scores); col += 2) {
+                    const float2 lse = *reinterpret_cast<const float2 *>(
+                        &shared.lse_log2[stage][slice * kSliceM + get<1>(coords(0, col))]);
+                    CUTE_UNROLL
+                    for (int row = 0; row < size<0>(scores); ++row) {
+                        scores(row, col) = scores(row, col) * params.scale_softmax_log2 - lse.x;
+                        scores(row, col + 1) = scores(row, col + 1) * params.scale_softmax_log2 - lse.y;
+                    }
                 }
             }
             if (needs_mask) {
@@ -283,13 +313,14 @@ __device__ __forceinline__ void mainloop_bwd(const Flash_bwd_params &params, con
     load_step(0);
     for (int stage = 0; steps > 0; --steps) {
         const int head_now = head, m_block_now = m_block;
+        const bool is_large = next_is_large;
         advance();
         cp_async_wait<0>();
         __syncthreads();  // Q and dO have landed for all; all are done with the step before
         if (kStages == 2 && steps > 1) {
             load_step(stage ^ 1);
         }
-        step_scores(m_block_now, stage);
+        step_scores(head_now, m_block_now, stage, is_large);
         __syncthreads();  // dS and P are whole
         if (kStages == 1 && Traits::kP_in_registers && steps > 1) {
             load_step(0);  // all are done with Q and dO

@@ -1,0 +1,212 @@
+// What the backward of one key block is whatever the arithmetic: the loop over panels of rows, the order in which key
+// blocks add to dq, the epilogue. flash_bwd_kernel_fma.h and flash_bwd_kernel_amx.h derive from it and supply load_kv,
+// load_rows, step, store_dq and store_dk_dv.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <type_traits>
+
+#include "col_block.h"
+#include "group.h"
+#include "softmax_backward.h"
+
+namespace flash::cpu::FLASH_CPU_NAMESPACE {
+
+// Self: the derived class. kPanel: rows that the products handle together. kStep: keys likewise. Every sum runs over
+// panels and steps in their order, wherever a key block begins, so the size of key blocks changes no result.
+template <typename Self, typename Element, int kPanel, int kStep>
+class ColBlockBackward {
+protected:
+    using Acc = typename AccOf<Element>::type;
+    using Int = typename Simd<Acc>::Int;
+
+public:
+    void compute() {
+        self().load_kv();
+        for (int64_t row = 0; row < group_.rows(); row += kPanel) {
+            const Panel p = panel(row);
+            if (p.keys.hi <= block_.n_begin || p.keys.lo >= n_end_) continue;
+            set_rows(p);
+            self().load_rows(p);
+            const int turn = block_.n_begin / block_.block_keys - int(p.keys.lo) / block_.block_keys;
+            if (want_dq_) {
+                wait_for_turn(block_.blocks_done[p.index], turn);
+                if (turn == 0) std::fill_n(dq_accum(p), dq_panel_size(params_), Acc(0));
+            }
+            for (int n = block_.n_begin; n < n_end_; n += kStep) {
+                const int keys = std::min(kStep, n_end_ - n);
+                if (n + keys > p.keys.lo && n < p.keys.hi) self().step(p, n, keys);
+            }
+            if (want_dq_) {
+                if (p.keys.hi <= n_end_) self().store_dq(p);
+                finish_turn(block_.blocks_done[p.index]);
+            }
+        }
+        self().store_dk_dv();
+    }
+
+    static BackwardKernel kernel() {
+        return {
+            kPanel,
+            kStep,
+            [](const Flash_bwd_params &p) { return round_up(std::max(Self::kBlockNumbers / d_padded(p), 1), kStep); },
+            [](const Flash_bwd_params &p) {
+                const int64_t panels = (int64_t(p.seqlen_q) * p.h_h_k_ratio + kPanel - 1) / kPanel;
+                return sizeof(Acc) * size_t(panels) * dq_panel_size(p);
+            },
+            [](const Flash_bwd_params &p, int block_keys) {
+                ColBlock block;
+                block.block_keys = block_keys;
+                return Self(p, block, nullptr).scratch_.bytes();
+            },
+            compute_dot_do_o,
+            [](const Flash_bwd_params &p, const ColBlock &block, void *scratch) {
+                Self(p, block, static_cast<char *>(scratch)).compute();
+            }};
+    }
+
+protected:
+    struct Panel {
+        int64_t index;
+        int64_t row;    // first row
+        int rows;       // at most kPanel
+        KeyRange keys;  // that any of its rows sees
+    };
+
+    ColBlockBackward(const Flash_bwd_params &params, const ColBlock &block, char *scratch)
+        : params_(params),
+          block_(block),
+          group_{params, block.bidb, block.bidh_k},
+          d_(params.d),
+          d_padded_(d_padded(params)),
+          n_end_(int(std::min<int64_t>(int64_t(block.n_begin) + block.block_keys, params.seqlen_k))),
+          scale_(Acc(params.softmax_scale)),
+          want_dq_(params.dq.ptr != nullptr),
+          want_dk_(params.dk.ptr != nullptr),
+          want_dv_(params.dv.ptr != nullptr),
+          scratch_(scratch) {
+        scratch_.take(lse_, kPanel);
+        scratch_.take(delta_, kPanel);
+        scratch_.take(lo_, kPanel);
+        scratch_.take(hi_, kPanel);
+    }
+
+    static int d_padded(const Flash_bwd_params &params) { return round_up(params.d, Self::kColumns); }
+    static size_t dq_panel_size(const Flash_bwd_params &params) { return size_t(kPanel) * d_padded(params); }
+    Acc *dq_accum(const Panel &p) const {
+        return reinterpret_cast<Acc *>(block_.dq_accum) + size_t(p.index) * dq_panel_size(params_);
+    }
+
+    bool want_ds() const { return want_dq_ || want_dk_; }
+
+    Panel panel(int64_t row) const {
+        const int rows = int(std::min<int64_t>(group_.rows() - row, kPanel));
+        KeyRange keys(params_, group_.query(row));
+        keys.hi = KeyRange(params_, group_.query(row + rows - 1)).hi;
+        return {row / kPanel, row, rows, keys};
+    }
+
+    // Lanes past the last row see what that row sees; their lse makes P = 0.
+    void set_rows(const Panel &p) {
+        const auto *lse = static_cast<const Acc *>(params_.softmax_lse);
+        const auto *delta = static_cast<const Acc *>(params_.dsoftmax_sum);
+        for (int i = 0; i < kPanel; ++i) {
+            const int64_t row = p.row + std::min(i, p.rows - 1);
+            const KeyRange keys(params_, group_.query(row));
+            lo_[i] = Int(keys.lo);
+            hi_[i] = Int(keys.hi);
+            const Acc row_lse = lse[group_.row_index(row, params_.seqlen_q)];
+            const bool is_seeing = i < p.rows && row_lse != -std::numeric_limits<Acc>::infinity();
+            lse_[i] = is_seeing ? row_lse : std::numeric_limits<Acc>::infinity();
+            delta_[i] = i < p.rows ? delta[group_.row_index(row, params_.seqlen_q_rounded)] : Acc(0);
+        }
+    }
+    RowState<Acc> row_state() const { return {lse_, delta_, lo_, hi_}; }
+
+    // Whether some of the panel's rows see less of these keys than others.
+    bool is_masked(const Panel &p, int n_begin, int keys) const {
+        return n_begin < lo_[p.rows - 1] || n_begin + keys > hi_[0];
+    }
+
+    // The rows [begin, end) of the panel, or the vectors of them, that see any of these keys.
+    struct Range {
+        int begin, end;
+        bool is_empty() const { return begin >= end; }
+    };
+    Range rows_seeing(const Panel &p, int n_begin, int n_end) const {
+        return {int(std::partition_point(hi_, hi_ + p.rows, [=](Int hi) { return hi <= n_begin; }) - hi_),
+                int(std::partition_point(lo_, lo_ + p.rows, [=](Int lo) { return lo < n_end; }) - lo_)};
+    }
+
+    // The keys [begin, end), counted from n_begin, that any of the panel's rows [begin, end) sees.
+    Range keys_seen(int row_begin, int row_end, int n_begin, int keys) const {
+        return {std::max(int(lo_[row_begin]) - n_begin, 0), std::min(int(hi_[row_end - 1]) - n_begin, keys)};
+    }
+
+    // to[0 .. d) = factor * from.
+    void store_row(const Acc *from, Acc factor, Element *to) const {
+        if constexpr (std::is_same_v<Element, Acc>) {
+            for (int c = 0; c < d_; ++c) to[c] = factor * from[c];
+        } else {
+            Acc row[kMaxHeadDim];
+            for (int c = 0; c < d_; ++c) row[c] = factor * from[c];
+            convert_row(row, to, d_);
+        }
+    }
+
+    // to[0 .. d) = from, then zeros up to d_padded.
+    static void load_row(const Element *from, Acc *to, int d, int d_padded) {
+        if constexpr (std::is_same_v<Element, Acc>)
+            std::memcpy(to, from, sizeof(Acc) * size_t(d));
+        else
+            convert_row(from, to, d);
+        std::fill(to + d, to + d_padded, Acc(0));
+    }
+
+    Self &self() { return static_cast<Self &>(*this); }
+
+    static constexpr int kMaxHeadDim = 256;
+
+    const Flash_bwd_params &params_;
+    const ColBlock block_;
+    const Group<Element> group_;
+    const int d_, d_padded_;
+    const int n_end_;  // of the block's keys
+    const Acc scale_;
+    const bool want_dq_, want_dk_, want_dv_;
+    Scratch scratch_;
+
+private:
+    static void compute_dot_do_o(const Flash_bwd_params &params, int64_t begin, int64_t end) {
+        constexpr int kRowSize = round_up(kMaxHeadDim, kLanes<Acc>);
+        alignas(64) Acc dout[kRowSize], out[kRowSize];
+        const int d_padded = round_up(params.d, kLanes<Acc>);
+        for (int64_t i = begin; i < end; ++i) {
+            const int64_t query = i % params.seqlen_q, head = i / params.seqlen_q % params.h;
+            const int64_t bidb = i / params.seqlen_q / params.h;
+            const auto row_of = [&](const TensorRef &t) {
+                return static_cast<Element *>(t.ptr) + bidb * t.batch_stride + query * t.row_stride +
+                       head * t.head_stride;
+            };
+            load_row(row_of(params.dout), dout, params.d, d_padded);
+            load_row(row_of(params.o), out, params.d, d_padded);
+            Vec<Acc> products{};
+            for (int c = 0; c < d_padded; c += kLanes<Acc>)
+                products = fma<Acc>(load<Acc>(dout + c), load<Acc>(out + c), products);
+            Acc delta = 0;
+            for (int j = 0; j < kLanes<Acc>; ++j) delta += products[j];
+            if (params.dsoftmax_lse != nullptr) delta -= static_cast<const Acc *>(params.dsoftmax_lse)[i];
+            auto *sums = static_cast<Acc *>(params.dsoftmax_sum) + i / params.seqlen_q * params.seqlen_q_rounded;
+            sums[query] = delta;
+            if (query == params.seqlen_q - 1) std::fill(sums + query + 1, sums + params.seqlen_q_rounded, Acc(0));
+            if (params.dq.ptr != nullptr && KeyRange(params, query).is_empty())
+                std::memset(row_of(params.dq), 0, sizeof(Element) * size_t(params.d));
+        }
+    }
+
+    Acc *lse_ = nullptr, *delta_ = nullptr;  // [kPanel]
+    Int *lo_ = nullptr, *hi_ = nullptr;      // [kPanel]
+};
+
+}  // namespace flash::cpu::FLASH_CPU_NAMESPACE

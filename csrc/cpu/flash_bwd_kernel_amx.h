@@ -1,0 +1,198 @@
+// compute_dq_dk_dv_1colblock for bfloat16 on AMX: products in bfloat16 with float sums, softmax in float. P and dS are
+// rounded to bfloat16 for the products, as in the GPU kernels. Included by isa_amx.cpp.
+#pragma once
+
+#include "col_block_backward.h"
+#include "products_amx.h"
+
+namespace flash::cpu::FLASH_CPU_NAMESPACE {
+
+// Rows and keys that dK, dV and dQ sum over before they go back to memory.
+constexpr int kAmxBackwardPanel = 128;
+constexpr int kAmxBackwardStep = 128;
+
+class AmxBackward : public ColBlockBackward<AmxBackward, BFloat16, kAmxBackwardPanel, kAmxBackwardStep> {
+    using Base = ColBlockBackward<AmxBackward, BFloat16, kAmxBackwardPanel, kAmxBackwardStep>;
+    friend Base;
+    static constexpr int kPanel = kAmxBackwardPanel, kStep = kAmxBackwardStep;
+    static constexpr int kColumns = kAmxBlock;
+    static constexpr int kBlockNumbers = 64 << 10;  // of each of K, V, K^T, dK and dV in a key block
+
+public:
+    AmxBackward(const Flash_bwd_params &params, const ColBlock &block, char *scratch)
+        : Base(params, block, scratch), keys_padded_(block.block_keys) {
+        const int64_t key_numbers = int64_t(keys_padded_) * d_padded_;
+        for (float **x : {&s_, &dp_}) scratch_.take(*x, kAmxBlock * kAmxBlock);
+        for (BFloat16 **x : {&p_rows_, &ds_rows_}) scratch_.take(*x, kStep * kPanel);
+        scratch_.take(ds_pairs_, kStep / 2 * kPanel);
+        scratch_.take(rows_, kPanel * d_padded_);
+        scratch_.take(out_rows_, kAmxBlock * d_padded_);
+        for (uint32_t **x : {&q_panel_, &dout_panel_, &q_pairs_, &dout_pairs_})
+            scratch_.take(*x, kPanel * d_padded_ / 2);
+        for (BFloat16 **x : {&k_, &v_, &k_columns_}) scratch_.take(*x, key_numbers);
+        for (float **x : {&dk_, &dv_}) scratch_.take(*x, key_numbers);
+        if (scratch_.is_counting()) return;
+        for (BFloat16 *x : {k_, v_}) std::memset(x, 0, sizeof(BFloat16) * size_t(key_numbers));
+        for (float *x : {dk_, dv_}) std::fill_n(x, key_numbers, 0.0f);
+    }
+
+    void compute() {
+        const TileConfig tiles;
+        Base::compute();
+    }
+
+private:
+    void load_kv() {
+        for (int n = block_.n_begin; n < n_end_; ++n) {
+            const int64_t at = int64_t(n - block_.n_begin) * d_padded_;
+            std::memcpy(k_ + at, group_.key_ptr(params_.k, n), sizeof(BFloat16) * size_t(d_));
+            std::memcpy(v_ + at, group_.key_ptr(params_.v, n), sizeof(BFloat16) * size_t(d_));
+        }
+        if (!want_dq_) return;
+        for (int n = 0; n < n_end_ - block_.n_begin; n += kAmxBlock) {
+            const BFloat16 *rows[kAmxBlock];
+            for (int c = 0; c < d_padded_; c += kTileRows) {
+                for (int i = 0; i < kAmxBlock; ++i) rows[i] = k_ + int64_t(n + i) * d_padded_ + c;
+                transpose_values(rows, kTileRows, k_columns_ + int64_t(c) * keys_padded_ + n, keys_padded_);
+            }
+        }
+    }
+
+    void load_rows(const Panel &p) {
+        load_rows(p, params_.q, q_panel_, q_pairs_);
+        load_rows(p, params_.dout, dout_panel_, dout_pairs_);
+    }
+    void load_rows(const Panel &p, const TensorRef &t, uint32_t *panel, uint32_t *pairs) {
+        const float *row_ptrs[kPanel];  // pairs of bfloat16 travel as one float each
+        std::memset(rows_, 0, sizeof(BFloat16) * size_t(kPanel) * d_padded_);
+        for (int i = 0; i < p.rows; ++i) {
+            std::memcpy(rows_ + i * d_padded_, group_.row_ptr(t, p.row + i), sizeof(BFloat16) * size_t(d_));
+            row_ptrs[i] = reinterpret_cast<const float *>(rows_ + i * d_padded_);
+        }
+        for (int i = 0; i < p.rows; i += kAmxBlock)
+            rows_to_panel<float, kAmxBlock>(row_ptrs + i, std::min(kAmxBlock, p.rows - i), d_padded_ / 2,
+                                            reinterpret_cast<float *>(panel + i * d_padded_ / 2));
+        for (int i = 0; i < round_up(p.rows, kAmxBlock); i += 2)
+            pair_rows(rows_ + i * d_padded_, d_padded_, pairs + i / 2 * d_padded_);
+    }
+
+    void step(const Panel &p, int n_begin, int keys) {
+        const bool masked = is_masked(p, n_begin, keys);
+        const int at = n_begin - block_.n_begin, keys_padded = round_up(keys, kAmxBlock);
+        const int rows_padded = round_up(p.rows, kAmxBlock);
+        for (int n = 0; n < keys_padded; n += kAmxBlock) {
+            const Range rows = rows_block(p, n_begin + n, masked);
+            for (int i = rows.begin; i < rows.end; i += kAmxBlock) probabilities(n_begin, n, keys, i, masked);
+            if (rows.is_empty()) continue;
+            for (int c = 0; c < d_padded_; c += kAmxBlock) {
+                const int64_t target = int64_t(at + n) * d_padded_ + c, operand = rows.begin / 2 * d_padded_ + c;
+                const int weights = n * kPanel + rows.begin, count = rows.end - rows.begin;
+                if (want_dv_)
+                    multiply_block<2, true>(p_rows_ + weights, kPanel, dout_pairs_ + operand, d_padded_, count,
+                                            dv_ + target, d_padded_);
+                if (want_dk_)
+                    multiply_block<2, true>(ds_rows_ + weights, kPanel, q_pairs_ + operand, d_padded_, count,
+                                            dk_ + target, d_padded_);
+            }
+        }
+        if (!want_dq_) return;
+        for (int i = 0; i < rows_padded; i += kAmxBlock) {
+            Range seen{0, keys_padded};
+            if (masked) {
+                seen = keys_seen(i, std::min(i + kAmxBlock, p.rows), n_begin, keys);
+                if (seen.is_empty()) continue;
+                seen = {seen.begin / kAmxBlock * kAmxBlock, round_up(seen.end, kAmxBlock)};
+            }
+            for (int c = 0; c < d_padded_; c += kAmxBlock)
+                multiply_block<2, true>(k_columns_ + int64_t(c) * keys_padded_ + at + seen.begin, keys_padded_,
+                                        ds_pairs_ + seen.begin / 2 * kPanel + i, kPanel, seen.end - seen.begin,
+                                        dq_accum(p) + i * d_padded_ + c * kAmxBlock, kAmxBlock);
+        }
+    }
+
+    // The panel's rows, in blocks of kAmxBlock, that see one of the kAmxBlock keys from n on.
+    Range rows_block(const Panel &p, int n, bool masked) const {
+        if (!masked) return {0, round_up(p.rows, kAmxBlock)};
+        const Range rows = rows_seeing(p, n, n + kAmxBlock);
+        return {rows.begin / kAmxBlock * kAmxBlock, round_up(rows.end, kAmxBlock)};
+    }
+
+    // P and dS of kAmxBlock keys from n_begin + n on, of which there may be fewer, and of kAmxBlock rows from `row` on.
+    void probabilities(int n_begin, int n, int keys, int row, bool masked) {
+        const int64_t at = int64_t(n_begin - block_.n_begin + n) * d_padded_;
+        multiply_block<2, false>(k_ + at, d_padded_, q_panel_ + row * d_padded_ / 2, kAmxBlock, d_padded_, s_,
+                                 kAmxBlock);
+        if (want_ds())
+            multiply_block<2, false>(v_ + at, d_padded_, dout_panel_ + row * d_padded_ / 2, kAmxBlock, d_padded_, dp_,
+                                     kAmxBlock);
+        const int used_keys = std::min(kAmxBlock, keys - n);
+        if (masked || used_keys < kAmxBlock)
+            softmax<true>(n_begin + n, used_keys, n * kPanel + row, row);
+        else
+            softmax<false>(n_begin + n, used_keys, n * kPanel + row, row);
+    }
+
+    template <bool kMasked>
+    FLASH_NOINLINE void softmax(int n_begin, int keys, int target, int row) {
+        const RowState<float> rows = row_state();
+        const Vec<float> scale = broadcast(scale_);
+        for (int j = row; j < row + kAmxBlock; j += kLanes<float>) {
+            const Vec<float> lse = load<float>(rows.lse + j), delta = load<float>(rows.delta + j);
+            for (int n = 0; n < kAmxBlock; n += 2) {
+                Vec<float> p[2], ds[2];
+#pragma GCC unroll 2
+                for (int i = 0; i < 2; ++i) {
+                    const int from = (n + i) * kAmxBlock + j - row;
+                    p[i] = probability<float>(load<float>(s_ + from), scale, lse, kExp2BFloat16);
+                    ds[i] = p[i] * (load<float>(dp_ + from) - delta);
+                    if (kMasked) {
+                        p[i] = n + i < keys ? visible_or_zero<float>(p[i], n_begin + n + i, rows, j) : Vec<float>{};
+                        ds[i] = n + i < keys ? visible_or_zero<float>(ds[i], n_begin + n + i, rows, j) : Vec<float>{};
+                    }
+                }
+                const int to = target + n * kPanel + j - row;
+                store_rows(round_to_pairs(p[0], p[1]), p_rows_ + to, p_rows_ + to + kPanel);
+                const __m512i ds_pair = round_to_pairs(ds[0], ds[1]);
+                store_rows(ds_pair, ds_rows_ + to, ds_rows_ + to + kPanel);
+                _mm512_store_si512(ds_pairs_ + (target + n * kPanel - row) / kPanel / 2 * kPanel + j, ds_pair);
+            }
+        }
+    }
+
+    void store_dq(const Panel &p) const {
+        float factor[kAmxBlock];
+        float *rows[kAmxBlock];
+        std::fill_n(factor, kAmxBlock, scale_);
+        for (int i = 0; i < kAmxBlock; ++i) rows[i] = out_rows_ + i * d_padded_;
+        for (int begin = 0; begin < p.rows; begin += kAmxBlock) {
+            const int count = std::min(kAmxBlock, p.rows - begin);
+            panel_to_rows<float, kAmxBlock>(dq_accum(p) + begin * d_padded_, factor, count, d_, rows);
+            for (int i = 0; i < count; ++i) convert_row(rows[i], group_.row_ptr(params_.dq, p.row + begin + i), d_);
+        }
+    }
+
+    void store_dk_dv() const {
+        for (int n = block_.n_begin; n < n_end_; ++n) {
+            const int64_t at = int64_t(n - block_.n_begin) * d_padded_;
+            if (want_dk_) store_row(dk_ + at, scale_, group_.key_ptr(params_.dk, n));
+            if (want_dv_) store_row(dv_ + at, 1.0f, group_.key_ptr(params_.dv, n));
+        }
+    }
+
+    const int keys_padded_;
+    float *s_ = nullptr, *dp_ = nullptr;               // [kAmxBlock keys][kAmxBlock rows]
+    BFloat16 *p_rows_ = nullptr, *ds_rows_ = nullptr;  // [kStep][kPanel]
+    uint32_t *ds_pairs_ = nullptr;                     // [kStep / 2][kPanel] pairs of keys
+    BFloat16 *rows_ = nullptr;                         // [kPanel][d_padded]: rows on their way
+    float *out_rows_ = nullptr;                        // [kAmxBlock][d_padded]
+    uint32_t *q_panel_ = nullptr,
+             *dout_panel_ = nullptr;  // [kPanel / kAmxBlock][d_padded / 2][kAmxBlock] pairs
+    uint32_t *q_pairs_ = nullptr,
+             *dout_pairs_ = nullptr;        // [kPanel / 2][d_padded] pairs of rows
+    BFloat16 *k_ = nullptr, *v_ = nullptr;  // [keys_padded][d_padded]
+    BFloat16 *k_columns_ = nullptr;         // [d_padded][keys_padded]
+    float *dk_ = nullptr,
+          *dv_ = nullptr;  // [keys_padded][d_padded], dk_ without the scale
+};
+
+}  // namespace flash::cpu::FLASH_CPU_NAMESPACE

@@ -1,0 +1,210 @@
+// compute_dq_dk_dv_1colblock by multiply-add: every dtype on every CPU, 16-bit types converted to float as they are
+// loaded. Included by isa_baseline.cpp, isa_avx2.cpp and isa_avx512.cpp.
+#pragma once
+
+#include "col_block_backward.h"
+#include "products_fma.h"
+
+namespace flash::cpu::FLASH_CPU_NAMESPACE {
+
+// Scores and dP of one step, 36 KB each with AVX-512, pass through the first-level cache; what it must hold is the
+// operand in the lanes, 24 KB at d = 128. Both sizes are multiples of kTile and kWideTile.
+template <typename T>
+constexpr int kFmaBackwardPanel = 2 * kFmaPanel<T>;
+constexpr int kFmaBackwardStep = 96;
+
+template <typename Element>
+class FmaBackward : public ColBlockBackward<FmaBackward<Element>, Element,
+                                            kFmaBackwardPanel<typename AccOf<Element>::type>, kFmaBackwardStep> {
+    using Base = ColBlockBackward<FmaBackward<Element>, Element, kFmaBackwardPanel<typename AccOf<Element>::type>,
+                                  kFmaBackwardStep>;
+    friend Base;
+    using Base::d_, Base::d_padded_, Base::block_, Base::group_, Base::params_, Base::scratch_;
+    using typename Base::Acc;
+    using typename Base::Panel;
+    using typename Base::Range;
+    static constexpr int kPanel = kFmaBackwardPanel<Acc>, kSubpanel = kFmaPanel<Acc>, kStep = kFmaBackwardStep;
+    static_assert(kPanel % kWideTile == 0 && kStep % kWideTile == 0 && kStep % kTile == 0);
+    static constexpr int kColumns = kLanes<Acc>;
+    static constexpr int kBlockNumbers = (192 << 10) / sizeof(Acc);  // of each of K, V, dK and dV in a key block
+
+public:
+    FmaBackward(const Flash_bwd_params &params, const ColBlock &block, char *scratch) : Base(params, block, scratch) {
+        scratch_.take(s_, kStep * kPanel);
+        scratch_.take(dp_, kStep * kPanel);
+        for (Acc **x : {&q_, &dout_, &q_panel_, &dout_panel_}) scratch_.take(*x, kPanel * d_padded_);
+        for (Acc **x : {&k_, &v_, &dk_, &dv_}) scratch_.take(*x, int64_t(block.block_keys) * d_padded_);
+        if (scratch_.is_counting()) return;
+        for (Acc *x : {s_, dp_}) std::fill_n(x, kStep * kPanel, Acc(0));
+        for (Acc *x : {dk_, dv_}) std::fill_n(x, size_t(block.block_keys) * d_padded_, Acc(0));
+    }
+
+private:
+    void load_kv() {
+        const int keys = this->n_end_ - block_.n_begin;
+        for (int n = 0; n < keys; ++n) {
+            this->load_row(group_.key_ptr(params_.k, block_.n_begin + n), k_ + n * d_padded_, d_, d_padded_);
+            this->load_row(group_.key_ptr(params_.v, block_.n_begin + n), v_ + n * d_padded_, d_, d_padded_);
+        }
+        const int64_t missing = int64_t(round_up(keys, kTile) - keys) * d_padded_;
+        for (Acc *x : {k_, v_}) std::fill_n(x + int64_t(keys) * d_padded_, missing, Acc(0));
+    }
+
+    void load_rows(const Panel &p) {
+        load_rows(p, params_.q, q_, q_panel_);
+        load_rows(p, params_.dout, dout_, dout_panel_);
+    }
+    void load_rows(const Panel &p, const TensorRef &t, Acc *rows, Acc *panel) const {
+        const Acc *row_ptrs[kPanel];
+        for (int i = 0; i < p.rows; ++i) {
+            row_ptrs[i] = rows + i * d_padded_;
+            this->load_row(group_.row_ptr(t, p.row + i), rows + i * d_padded_, d_, d_padded_);
+        }
+        for (int i = 0; i < p.rows; i += kSubpanel)
+            rows_to_panel<Acc, kSubpanel>(row_ptrs + i, std::min(kSubpanel, p.rows - i), d_, panel + i * d_);
+    }
+
+    void step(const Panel &p, int n_begin, int keys) {
+        const bool masked = this->is_masked(p, n_begin, keys);
+        probabilities(p, n_begin, keys, masked);
+        const int64_t at = int64_t(n_begin - block_.n_begin) * d_padded_;
+        if (this->want_dv_) add_to_keys(p, n_begin, keys, masked, s_, dout_, dv_ + at);
+        if (this->want_dk_) add_to_keys(p, n_begin, keys, masked, dp_, q_, dk_ + at);
+        if (this->want_dq_) add_to_rows(p, n_begin, keys, masked, k_ + at, this->dq_accum(p));
+    }
+
+    // s_ = P and dp_ = dS, 0 where a row does not see a key, up to a multiple of kWideTile keys.
+    void probabilities(const Panel &p, int n_begin, int keys, bool masked) {
+        const int64_t at = int64_t(n_begin - block_.n_begin) * d_padded_;
+        for (int lane = 0; lane < p.rows; lane += kSubpanel) {
+            scores(p, lane, n_begin, keys, masked, k_ + at, q_panel_ + lane * d_, s_);
+            if (this->want_ds()) scores(p, lane, n_begin, keys, masked, v_ + at, dout_panel_ + lane * d_, dp_);
+            for (int n = 0; n < keys; n += kTile) {
+                const Range used = used_lanes(p, lane, n_begin + n, masked);
+                const int tile_keys = std::min(kTile, keys - n), vecs = (used.end - used.begin) / kLanes<Acc>;
+                Acc *s = s_ + n * kPanel, *dp = dp_ + n * kPanel;
+                if (masked) clear_unused(s, dp, tile_keys, lane, used);
+                if (!used.is_empty()) softmax(s, dp, n_begin + n, tile_keys, used.begin, vecs, masked);
+            }
+        }
+        for (int n = keys; n % kWideTile != 0; ++n) {
+            std::fill_n(s_ + n * kPanel, kPanel, Acc(0));
+            std::fill_n(dp_ + n * kPanel, kPanel, Acc(0));
+        }
+    }
+
+    // Lanes of the subpanel at `lane`, in whole vectors, that see one of the kTile keys from n on.
+    Range used_lanes(const Panel &p, int lane, int n, bool masked) const {
+        const int end = std::min(lane + kSubpanel, round_up(p.rows, kLanes<Acc>));
+        if (!masked) return {lane, end};
+        const Range rows = this->rows_seeing(p, n, n + kTile);
+        const int begin = rows.begin / kLanes<Acc> * kLanes<Acc>;
+        return {std::max(lane, begin), std::min(end, round_up(rows.end, kLanes<Acc>))};
+    }
+
+    void clear_unused(Acc *s, Acc *dp, int keys, int lane, Range used) const {
+        if (used.is_empty()) used = {lane, lane};
+        for (int n = 0; n < keys; ++n) {
+            for (Acc *x : {s + n * kPanel, dp + n * kPanel}) {
+                std::fill(x + lane, x + used.begin, Acc(0));
+                std::fill(x + used.end, x + lane + kSubpanel, Acc(0));
+            }
+        }
+    }
+
+    // out[key][row] = keys . panel
+    void scores(const Panel &p, int lane, int n_begin, int keys, bool masked, const Acc *key_rows, const Acc *panel,
+                Acc *out) const {
+        for (int n = 0; n < keys; n += kTile) {
+            const Range used = used_lanes(p, lane, n_begin + n, masked);
+            if (used.is_empty()) continue;
+            product_columns<Acc, kTile, kVecs, false>(
+                (used.end - used.begin) / kLanes<Acc>, {key_rows + int64_t(n) * d_padded_, d_padded_, 1},
+                {panel + used.begin - lane, kSubpanel}, d_, {out + n * kPanel + used.begin, kPanel});
+        }
+    }
+
+    void softmax(Acc *s, Acc *dp, int n_begin, int keys, int lane, int vecs, bool masked) const {
+        const auto call = [&](auto function) {
+            function(s, dp, n_begin, keys, this->scale_, this->row_state(), lane, vecs);
+        };
+        if (masked)
+            this->want_ds() ? call(softmax_backward<Acc, kPanel, true, true>)
+                            : call(softmax_backward<Acc, kPanel, true, false>);
+        else
+            this->want_ds() ? call(softmax_backward<Acc, kPanel, false, true>)
+                            : call(softmax_backward<Acc, kPanel, false, false>);
+    }
+
+    // Columns of the head dim in shares of at most kWideVecs vectors, as equal as can be.
+    template <typename Function>
+    void for_column_shares(Function &&function) const {
+        const int vecs = d_padded_ / kLanes<Acc>, shares = (vecs + kWideVecs - 1) / kWideVecs;
+        const int share = (vecs + shares - 1) / shares;
+        for (int j = 0; j < vecs; j += share) function(j * kLanes<Acc>, std::min(share, vecs - j));
+    }
+
+    // out[key] += sum over rows of weights[key][row] * x[row]: dV = P^T dO, dK = dS^T Q.
+    void add_to_keys(const Panel &p, int n_begin, int keys, bool masked, const Acc *weights, const Acc *x,
+                     Acc *out) const {
+        for_column_shares([&](int c, int vecs) {
+            for (int n = 0; n < keys; n += kWideTile) {
+                const Range rows =
+                    masked ? this->rows_seeing(p, n_begin + n, n_begin + n + kWideTile) : Range{0, p.rows};
+                if (rows.is_empty()) continue;
+                product_columns<Acc, kWideTile, kWideVecs, true>(
+                    vecs, {weights + n * kPanel + rows.begin, kPanel, 1}, {x + rows.begin * d_padded_ + c, d_padded_},
+                    rows.end - rows.begin, {out + int64_t(n) * d_padded_ + c, d_padded_});
+            }
+        });
+    }
+
+    // out[row] += sum over keys of dS[key][row] * K[key]: dQ = dS K.
+    void add_to_rows(const Panel &p, int n_begin, int keys, bool masked, const Acc *key_rows, Acc *out) const {
+        for_column_shares([&](int c, int vecs) {
+            for (int i = 0; i < p.rows; i += kWideTile) {
+                const Range seen = masked ? this->keys_seen(i, i + kWideTile, n_begin, keys) : Range{0, keys};
+                if (seen.is_empty()) continue;
+                product_columns<Acc, kWideTile, kWideVecs, true>(
+                    vecs, {dp_ + seen.begin * kPanel + i, 1, kPanel},
+                    {key_rows + int64_t(seen.begin) * d_padded_ + c, d_padded_}, seen.end - seen.begin,
+                    {out + i * d_padded_ + c, d_padded_});
+            }
+        });
+    }
+
+    void store_dq(const Panel &p) const {
+        const Acc *rows = this->dq_accum(p);
+        for (int i = 0; i < p.rows; ++i)
+            this->store_row(rows + i * d_padded_, this->scale_, group_.row_ptr(params_.dq, p.row + i));
+    }
+
+    void store_dk_dv() const {
+        for (int n = block_.n_begin; n < this->n_end_; ++n) {
+            const int64_t at = int64_t(n - block_.n_begin) * d_padded_;
+            if (this->want_dk_) this->store_row(dk_ + at, this->scale_, group_.key_ptr(params_.dk, n));
+            if (this->want_dv_) this->store_row(dv_ + at, Acc(1), group_.key_ptr(params_.dv, n));
+        }
+    }
+
+    Acc *s_ = nullptr, *dp_ = nullptr;                // [kStep][kPanel]: scores, then P; dP, then dS
+    Acc *q_ = nullptr, *dout_ = nullptr;              // [kPanel][d_padded]
+    Acc *q_panel_ = nullptr, *dout_panel_ = nullptr;  // [kPanel / kSubpanel][d][kSubpanel]
+    Acc *k_ = nullptr, *v_ = nullptr;                 // [block_keys][d_padded]
+    Acc *dk_ = nullptr, *dv_ = nullptr;               // [block_keys][d_padded], dk_ without the scale
+};
+
+inline BackwardKernel select_backward_kernel(DType dtype) {
+    switch (dtype) {
+        case DType::float16:
+            return FmaBackward<Half>::kernel();
+        case DType::bfloat16:
+            return FmaBackward<BFloat16>::kernel();
+        case DType::float32:
+            return FmaBackward<float>::kernel();
+        default:
+            return FmaBackward<double>::kernel();
+    }
+}
+
+}  // namespace flash::cpu::FLASH_CPU_NAMESPACE

@@ -1,0 +1,53 @@
+// Which of the kernels' instruction sets a call uses. Shared by flash_fwd_cpu.cpp and flash_bwd_cpu.cpp.
+#pragma once
+
+#include <ATen/Version.h>
+
+#include <string>
+
+#include "../flash.h"
+#include "isa.h"
+
+#ifdef FLASH_CPU_HAS_AMX
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace flash::cpu {
+
+enum class Isa { baseline, avx2, avx512, amx };
+
+inline const char *name_of(Isa isa) {
+    constexpr const char *kNames[] = {"baseline", "avx2", "avx512", "amx"};
+    return kNames[static_cast<int>(isa)];
+}
+
+#ifdef FLASH_CPU_HAS_AMX
+// Whether the CPU has AMX for bfloat16 and the operating system lets this process use it: tile data is a permission to
+// ask for.
+inline bool enable_amx_bf16() {
+    unsigned eax, ebx, ecx, edx;
+    if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return false;
+    const bool amx_bf16 = edx >> 22 & 1, amx_tile = edx >> 24 & 1;
+    constexpr long kArchReqXcompPerm = 0x1023, kXfeatureXtiledata = 18;
+    return amx_bf16 && amx_tile && syscall(SYS_arch_prctl, kArchReqXcompPerm, kXfeatureXtiledata) == 0;
+}
+#endif
+
+// torch's own choice of instruction set, so ATEN_CPU_CAPABILITY (avx512, avx2, default) lowers it here too.
+inline Isa select_isa([[maybe_unused]] DType dtype) {
+#ifdef FLASH_CPU_HAS_AVX
+    static const std::string capability = at::get_cpu_capability();
+    static const bool has_f16c = __builtin_cpu_supports("f16c");
+#ifdef FLASH_CPU_HAS_AMX
+    static const bool has_amx = capability == "AVX512" && enable_amx_bf16();
+    if (has_amx && dtype == DType::bfloat16) return Isa::amx;
+#endif
+    if (capability == "AVX512" && has_f16c) return Isa::avx512;
+    if (capability == "AVX2" && has_f16c) return Isa::avx2;
+#endif
+    return Isa::baseline;
+}
+
+}  // namespace flash::cpu
