@@ -58,9 +58,9 @@ struct Flash_bwd_params : Flash_fwd_params {
     bool deterministic = false;    // dq bitwise repeatable too; dk and dv always are
 
     // Scratch of the CUDA kernels.
-    float *softmax_lse_log2 = nullptr;  // [b, h, seqlen_q_rounded], in base 2; +inf for rows without a key
-    int *large_rows = nullptr;          // [b, h, seqlen_q_rounded / 64]: whether one of 64 rows has a large log-sum-exp
-    float *dq_accum = nullptr;          // [b, h, seqlen_q_rounded, d_rounded], row blocks in the mma's own order
+    float *lse_padded = nullptr;  // [b, h, seqlen_q_rounded]; +inf for rows without a key, and past the end
+    int *large_rows = nullptr;    // [b, h, seqlen_q_rounded / 64]: whether one of 64 rows has a large log-sum-exp
+    float *dq_accum = nullptr;    // [b, h, seqlen_q_rounded, d_rounded], row blocks in the mma's own order
     int *dq_turn = nullptr;  // [b, h, seqlen_q_rounded / kRowsPerTurn] zeros: key blocks added so far; null: any order
     int *dq_ticket = nullptr;      // [1] zero: thread blocks started so far, where they have to add in order
     int d_rounded = 0;             // head dim of the kernel

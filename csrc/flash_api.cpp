@@ -169,13 +169,13 @@ struct Gradient {
 
 // Scratch of the CUDA kernels; it has to live until they are launched (the caching allocator keeps it for the stream).
 struct Cuda_scratch {
-    at::Tensor lse_log2, large_rows, dq_accum, dq_turn;
+    at::Tensor lse_padded, large_rows, dq_accum, dq_turn;
 
     Cuda_scratch(Flash_bwd_params &params, const at::Tensor &q) {
         const int64_t b = params.b, h = params.h, rows = params.seqlen_q_rounded;
         params.d_rounded = built_headdim_for(params.d);
-        lse_log2 = at::empty({b, h, rows}, q.options().dtype(at::kFloat));
-        params.softmax_lse_log2 = lse_log2.data_ptr<float>();
+        lse_padded = at::empty({b, h, rows}, q.options().dtype(at::kFloat));
+        params.lse_padded = lse_padded.data_ptr<float>();
         large_rows = at::empty({b, h, rows / 64}, q.options().dtype(at::kInt));
         params.large_rows = large_rows.data_ptr<int>();
         if (params.dq.ptr == nullptr) {

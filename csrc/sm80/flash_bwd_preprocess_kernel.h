@@ -1,5 +1,5 @@
-// Before the backward kernel: delta = rowsum(dO * O) - dLSE, the log-sum-exp in base 2, and zeros for dQ's accumulator.
-// After it: the accumulator becomes dQ.
+// Before the backward kernel: delta = rowsum(dO * O) - dLSE, the log-sum-exp padded to whole tiles, and zeros for dQ's
+// accumulator. After it: the accumulator becomes dQ.
 #pragma once
 
 #include <cmath>
@@ -52,18 +52,18 @@ __global__ void __launch_bounds__(kPreprocessThreads)
             dot += __shfl_xor_sync(0xffffffffu, dot, offset);
         }
         if (lane == 0) {
-            float lse_log2 = INFINITY;  // rows without a key, and past the end: P = 2^(s - inf) = 0
+            float lse = INFINITY;  // rows without a key, and past the end: P = exp(s - inf) = 0
             if (query < params.seqlen_q) {
                 const int64_t index = int64_t(bh) * params.seqlen_q + query;
-                const float lse = static_cast<const float *>(params.softmax_lse)[index];
-                lse_log2 = lse == -INFINITY ? INFINITY : lse * float(M_LOG2E);
-                is_large |= fabsf(lse_log2) > kLargeExponent && lse_log2 != INFINITY;
+                lse = static_cast<const float *>(params.softmax_lse)[index];
+                lse = lse == -INFINITY ? INFINITY : lse;
+                is_large |= fabsf(lse) > kLargeExponent && lse != INFINITY;
                 if (params.dsoftmax_lse != nullptr) {
                     dot -= static_cast<const float *>(params.dsoftmax_lse)[index];
                 }
             }
             static_cast<float *>(params.dsoftmax_sum)[stats + row] = dot;
-            params.softmax_lse_log2[stats + row] = lse_log2;
+            params.lse_padded[stats + row] = lse;
         }
     }
 

@@ -94,9 +94,9 @@ __device__ __forceinline__ void mainloop_bwd(const Flash_bwd_params &params, con
         if (tidx < 2 * kThreads) {
             const bool is_lse = tidx < kThreads;
             const int row = (is_lse ? tidx : tidx - kThreads) * 4;
-            const float *source = is_lse ? params.softmax_lse_log2 : static_cast<const float *>(params.dsoftmax_sum);
+            const float *source = is_lse ? params.lse_padded : static_cast<const float *>(params.dsoftmax_sum);
             source += first_row + row;
-            float *target = (is_lse ? shared.lse_log2[stage] : shared.delta[stage]) + row;
+            float *target = (is_lse ? shared.lse[stage] : shared.delta[stage]) + row;
             SM80_CP_ASYNC_CACHEGLOBAL<uint128_t>::copy(*reinterpret_cast<const uint128_t *>(source),
                                                        *reinterpret_cast<uint128_t *>(target));
         }
@@ -138,32 +138,14 @@ __device__ __forceinline__ void mainloop_bwd(const Flash_bwd_params &params, con
         gemm_rs(acc, rA, rB, thr_copy_B.partition_S(sB), mma_dkv, copy_dkv_B, thr_copy_B);
     };
 
-    // Scores become exponents of 2 in natural units, rounded as the forward rounded lse: at this size a float32 is
-    // coarser than 1, and only equal rounding leaves the difference right.
-    auto exponents_of_large = [&](auto &scores, auto const &coords, int head, int first_query) {
-        const float *lse =
-            static_cast<const float *>(params.softmax_lse) + (int64_t(bidb) * params.h + bidh + head) * info.seqlen_q;
-        CUTE_UNROLL
-        for (int col = 0; col < size<1>(scores); ++col) {
-            const int query = first_query + get<1>(coords(0, col));
-            float lse_query = query < info.seqlen_q ? lse[query] : -INFINITY;
-            lse_query = lse_query == -INFINITY ? INFINITY : lse_query;
-            CUTE_UNROLL
-            for (int row = 0; row < size<0>(scores); ++row) {
-                scores(row, col) =
-                    (__fmul_rn(scores(row, col), float(params.softmax_scale)) - lse_query) * float(M_LOG2E);
-            }
-        }
-    };
-
     // S^T, P^T, dP^T and dS^T of one step; dV and dK too when P and dS stay in registers.
-    auto step_scores = [&](int head, int m_block, int stage, bool is_large) {
+    auto step_scores = [&](int m_block, int stage, bool is_large) {
         Tensor sQ = make_tensor(make_smem_ptr(shared.q[stage]), typename Traits::SmemQ::Layout{});       // (BLK_M, HD)
         Tensor sQt = make_tensor(make_smem_ptr(shared.q[stage]), typename Traits::SmemQ::Transposed{});  // (HD, BLK_M)
         Tensor sdO = make_tensor(make_smem_ptr(shared.dout[stage]), typename Traits::SmemQ::Layout{});   // (BLK_M, HD)
         Tensor sdOt =
             make_tensor(make_smem_ptr(shared.dout[stage]), typename Traits::SmemQ::Transposed{});  // (HD, BLK_M)
-        const bool needs_mask = info.needs_mask(m_block);
+        const bool needs_care = is_large || info.needs_mask(m_block);
 
         CUTE_UNROLL
         for (int slice = 0; slice < kSlices; ++slice) {
@@ -197,31 +179,30 @@ __device__ __forceinline__ void mainloop_bwd(const Flash_bwd_params &params, con
             }
             multiply(acc_dp, mma_sdp, copy_sdp_A, copy_sdp_B, sV, slice_of(sdO), Nothing{});
 
-            // P^T = exp(S^T - lse), dS^T = P^T * (dP^T - delta).
-            if (is_large) {
-                exponents_of_large(scores, coords, head, m_block * kBlockM + slice * kSliceM);
+            // P^T = exp(S^T - lse), dS^T = P^T * (dP^T - delta). With care: scores that are masked, or so large that a
+            // float32 is coarser than 1 and only rounding as the forward did leaves the difference right.
+            const float *lse = &shared.lse[stage][slice * kSliceM];
+            if (needs_care) {
+                CUTE_UNROLL
+                for (int col = 0; col < size<1>(scores); ++col) {
+                    const int query = get<1>(coords(0, col));
+                    const float lse_query = lse[query];
+                    const int end = info.end_key(m_block * kBlockM + slice * kSliceM + query) - n_block * kBlockN;
+                    CUTE_UNROLL
+                    for (int row = 0; row < size<0>(scores); ++row) {
+                        const float exponent = __fmul_rn(scores(row, col), float(params.softmax_scale)) - lse_query;
+                        scores(row, col) = get<0>(coords(row, col)) < end ? exponent * float(M_LOG2E) : -INFINITY;
+                    }
+                }
             } else {
                 CUTE_UNROLL
                 for (int col = 0; col < size<1>(scores); col += 2) {
-                    const float2 lse = *reinterpret_cast<const float2 *>(
-                        &shared.lse_log2[stage][slice * kSliceM + get<1>(coords(0, col))]);
+                    const float2 lse_pair = *reinterpret_cast<const float2 *>(&lse[get<1>(coords(0, col))]);
+                    const float lse_log2[2] = {lse_pair.x * float(M_LOG2E), lse_pair.y * float(M_LOG2E)};
                     CUTE_UNROLL
                     for (int row = 0; row < size<0>(scores); ++row) {
-                        scores(row, col) = scores(row, col) * params.scale_softmax_log2 - lse.x;
-                        scores(row, col + 1) = scores(row, col + 1) * params.scale_softmax_log2 - lse.y;
-                    }
-                }
-            }
-            if (needs_mask) {
-                CUTE_UNROLL
-                for (int col = 0; col < size<1>(scores); ++col) {
-                    const int query = m_block * kBlockM + slice * kSliceM + get<1>(coords(0, col));
-                    const int end = info.end_key(query) - n_block * kBlockN;
-                    CUTE_UNROLL
-                    for (int row = 0; row < size<0>(scores); ++row) {
-                        if (get<0>(coords(row, col)) >= end) {
-                            scores(row, col) = -INFINITY;
-                        }
+                        scores(row, col) = scores(row, col) * params.scale_softmax_log2 - lse_log2[0];
+                        scores(row, col + 1) = scores(row, col + 1) * params.scale_softmax_log2 - lse_log2[1];
                     }
                 }
             }
@@ -264,44 +245,58 @@ __device__ __forceinline__ void mainloop_bwd(const Flash_bwd_params &params, con
         }
         const Dq_reduction<kVectors> reduction(params.dq_accum + row_block * (kBlockM * kHeadDim), turns,
                                                info.turn(m_block));
-        constexpr bool kDV_first = Traits::Tile::kDV_first && Traits::kStaged_dQ && !Traits::kP_in_registers;
+        // All at once where shared memory has room for it or no product follows, else bit by bit behind their steps.
+        constexpr bool kSpread = !Traits::kP_in_registers && Traits::kDq_parts != 1;
+        const auto add_share = [&](int share, int shares) {
+            if (!wants_dq) {
+                return;
+            }
+            if constexpr (!Traits::kStaged_dQ) {
+                reduction.add(acc_dq, share * kVectors / shares, (share + 1) * kVectors / shares);
+            }
+#ifdef FLASH_HAS_BULK_REDUCE
+            if constexpr (Traits::kStaged_dQ) {
+                constexpr int kRoom = kVectors / Traits::kDq_parts;
+                const int begin = share * Traits::kDq_parts / shares, end = (share + 1) * Traits::kDq_parts / shares;
+                CUTE_UNROLL
+                for (int part = begin; part < end; ++part) {
+                    reduction.template add_staged<kRoom>(acc_dq, shared.dq, part * kRoom, (part + 1) * kRoom);
+                }
+            }
+#endif
+        };
+        constexpr bool kDV_first = Traits::Tile::kDV_first && !Traits::kP_in_registers && !kSpread;
         if (kDV_first && wants_dv) {
             multiply(acc_dv, mma_dkv, copy_dkv_A, copy_dkv_B, sP, sdOt, Nothing{});
         }
         if (wants_dq) {
             clear(acc_dq);
             multiply(acc_dq, mma_dq, copy_dq_A, copy_dq_B, sdSt, sKt, Nothing{});
-            if constexpr (Traits::kStaged_dQ) {
-#ifdef FLASH_HAS_BULK_REDUCE
-                reduction.add_staged(acc_dq, shared.dq);
-#endif
-            } else {
+            if constexpr (!Traits::kStaged_dQ) {
                 reduction.await_turn();
-                if constexpr (Traits::kP_in_registers) {
-                    reduction.add(acc_dq, 0, kVectors);
-                }
+            }
+            if constexpr (!kSpread) {
+                add_share(0, 1);
             }
             turn_to_pass = {reduction.turns, reduction.turn};
         }
         if constexpr (!Traits::kP_in_registers) {
-            // The share of the reductions from registers that belongs after step k of product 0 or 1.
-            const auto add_share = [&](int product, int k, int steps) {
-                if (!Traits::kStaged_dQ && wants_dq) {
-                    const int share = product * steps + k, shares = 2 * steps;
-                    reduction.add(acc_dq, share * kVectors / shares, (share + 1) * kVectors / shares);
+            const auto add_after_step = [&](int product, int k, int steps) {
+                if constexpr (kSpread) {
+                    add_share(product * steps + k, 2 * steps);
                 }
             };
             if (!kDV_first && wants_dv) {
                 multiply(acc_dv, mma_dkv, copy_dkv_A, copy_dkv_B, sP, sdOt,
-                         [&](int k, int steps) { add_share(0, k, steps); });
+                         [&](int k, int steps) { add_after_step(0, k, steps); });
             } else {
-                add_share(0, 0, 1);
+                add_after_step(0, 0, 1);
             }
             if (wants_dk) {
                 multiply(acc_dk, mma_dkv, copy_dkv_A, copy_dkv_B, sdS, sQt,
-                         [&](int k, int steps) { add_share(1, k, steps); });
+                         [&](int k, int steps) { add_after_step(1, k, steps); });
             } else {
-                add_share(1, 0, 1);
+                add_after_step(1, 0, 1);
             }
         }
         turn_to_pass.pass();
@@ -320,7 +315,7 @@ __device__ __forceinline__ void mainloop_bwd(const Flash_bwd_params &params, con
         if (kStages == 2 && steps > 1) {
             load_step(stage ^ 1);
         }
-        step_scores(head_now, m_block_now, stage, is_large);
+        step_scores(m_block_now, stage, is_large);
         __syncthreads();  // dS and P are whole
         if (kStages == 1 && Traits::kP_in_registers && steps > 1) {
             load_step(0);  // all are done with Q and dO
