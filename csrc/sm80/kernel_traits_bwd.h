@@ -31,8 +31,7 @@ struct Flash_bwd_kernel_traits {
     static constexpr int kNThreads = kNWarps * 32;
 
     static constexpr bool kHas_bulk_reduce = kHas_bulk_reduce_;
-    static constexpr int kDq_parts = kHas_bulk_reduce ? Tile::kDq_parts : 0;
-    static constexpr bool kStaged_dQ = kDq_parts > 0;
+    static constexpr bool kStaged_dQ = Tile::kStages_dQ && kHas_bulk_reduce;
 
     // The accumulators of S^T and dP^T are then the A operands of dV and dK as they are.
     static constexpr bool kP_in_registers = Tile::kWarpsN_SdP == kNWarps && Tile::kWarpsN_dKV == kNWarps;
@@ -80,7 +79,7 @@ struct Flash_bwd_kernel_traits {
         alignas(128) Element dout[kStages][kSizeQ];
         alignas(128) Element ds[kSizedS];
         alignas(128) Element p[kP_in_registers ? 8 : kSizedS];
-        alignas(128) float dq[kStaged_dQ ? kSizeQ / kDq_parts : 4];
+        alignas(128) float dq[kStaged_dQ ? kSizeQ : 4];
         alignas(16) float lse[kStages][kBlockM];
         alignas(16) float delta[kStages][kBlockM];
     };

@@ -164,23 +164,11 @@ __device__ __forceinline__ void mainloop_bwd(const Flash_bwd_params &params, con
                 mma_sdp.get_thread_slice(thread_index<kSpares_registers>()).partition_C(make_identity_tensor(TileS{}));
             Tensor coords = make_tensor(tScS.data(), rowcol_layout(tScS.layout()));  // -> (key, query of the slice)
 
-            // S^T, and dP^T - delta.
             clear(acc_s);
             multiply(acc_s, mma_sdp, copy_sdp_A, copy_sdp_B, sK, slice_of(sQ), Nothing{});
-            CUTE_UNROLL
-            for (int col = 0; col < size<1>(dp); col += 2) {
-                const float2 delta =
-                    *reinterpret_cast<const float2 *>(&shared.delta[stage][slice * kSliceM + get<1>(coords(0, col))]);
-                CUTE_UNROLL
-                for (int row = 0; row < size<0>(dp); ++row) {
-                    dp(row, col) = -delta.x;
-                    dp(row, col + 1) = -delta.y;
-                }
-            }
-            multiply(acc_dp, mma_sdp, copy_sdp_A, copy_sdp_B, sV, slice_of(sdO), Nothing{});
-
-            // P^T = exp(S^T - lse), dS^T = P^T * (dP^T - delta). With care: scores that are masked, or so large that a
-            // float32 is coarser than 1 and only rounding as the forward did leaves the difference right.
+            // P^T = exp(S^T - lse), dS^T = P^T * (dP^T - delta); of P^T first the exponents. With care: scores that are
+            // masked, or so large that a float32 is coarser than 1 and only rounding as the forward did leaves the
+            // difference right.
             const float *lse = &shared.lse[stage][slice * kSliceM];
             if (needs_care) {
                 CUTE_UNROLL
@@ -206,9 +194,25 @@ __device__ __forceinline__ void mainloop_bwd(const Flash_bwd_params &params, con
                     }
                 }
             }
+
+            // The exponentials run beside the products of dP^T - delta.
             CUTE_UNROLL
             for (int i = 0; i < size(acc_s); ++i) {
                 acc_s(i) = exp2_approx(acc_s(i));
+            }
+            CUTE_UNROLL
+            for (int col = 0; col < size<1>(dp); col += 2) {
+                const float2 delta =
+                    *reinterpret_cast<const float2 *>(&shared.delta[stage][slice * kSliceM + get<1>(coords(0, col))]);
+                CUTE_UNROLL
+                for (int row = 0; row < size<0>(dp); ++row) {
+                    dp(row, col) = -delta.x;
+                    dp(row, col + 1) = -delta.y;
+                }
+            }
+            multiply(acc_dp, mma_sdp, copy_sdp_A, copy_sdp_B, sV, slice_of(sdO), Nothing{});
+            CUTE_UNROLL
+            for (int i = 0; i < size(acc_s); ++i) {
                 acc_dp(i) *= acc_s(i);
             }
 
@@ -245,58 +249,44 @@ __device__ __forceinline__ void mainloop_bwd(const Flash_bwd_params &params, con
         }
         const Dq_reduction<kVectors> reduction(params.dq_accum + row_block * (kBlockM * kHeadDim), turns,
                                                info.turn(m_block));
-        // All at once where shared memory has room for it or no product follows, else bit by bit behind their steps.
-        constexpr bool kSpread = !Traits::kP_in_registers && Traits::kDq_parts != 1;
-        const auto add_share = [&](int share, int shares) {
-            if (!wants_dq) {
-                return;
-            }
-            if constexpr (!Traits::kStaged_dQ) {
-                reduction.add(acc_dq, share * kVectors / shares, (share + 1) * kVectors / shares);
-            }
-#ifdef FLASH_HAS_BULK_REDUCE
-            if constexpr (Traits::kStaged_dQ) {
-                constexpr int kRoom = kVectors / Traits::kDq_parts;
-                const int begin = share * Traits::kDq_parts / shares, end = (share + 1) * Traits::kDq_parts / shares;
-                CUTE_UNROLL
-                for (int part = begin; part < end; ++part) {
-                    reduction.template add_staged<kRoom>(acc_dq, shared.dq, part * kRoom, (part + 1) * kRoom);
-                }
-            }
-#endif
-        };
-        constexpr bool kDV_first = Traits::Tile::kDV_first && !Traits::kP_in_registers && !kSpread;
+        constexpr bool kDV_first = Traits::Tile::kDV_first && Traits::kStaged_dQ && !Traits::kP_in_registers;
         if (kDV_first && wants_dv) {
             multiply(acc_dv, mma_dkv, copy_dkv_A, copy_dkv_B, sP, sdOt, Nothing{});
         }
         if (wants_dq) {
             clear(acc_dq);
             multiply(acc_dq, mma_dq, copy_dq_A, copy_dq_B, sdSt, sKt, Nothing{});
-            if constexpr (!Traits::kStaged_dQ) {
+            if constexpr (Traits::kStaged_dQ) {
+#ifdef FLASH_HAS_BULK_REDUCE
+                reduction.add_staged(acc_dq, shared.dq);
+#endif
+            } else {
                 reduction.await_turn();
-            }
-            if constexpr (!kSpread) {
-                add_share(0, 1);
+                if constexpr (Traits::kP_in_registers) {
+                    reduction.add(acc_dq, 0, kVectors);
+                }
             }
             turn_to_pass = {reduction.turns, reduction.turn};
         }
         if constexpr (!Traits::kP_in_registers) {
-            const auto add_after_step = [&](int product, int k, int steps) {
-                if constexpr (kSpread) {
-                    add_share(product * steps + k, 2 * steps);
+            // The share of the reductions from registers that belongs after step k of product 0 or 1.
+            const auto add_share = [&](int product, int k, int steps) {
+                if (!Traits::kStaged_dQ && wants_dq) {
+                    const int share = product * steps + k, shares = 2 * steps;
+                    reduction.add(acc_dq, share * kVectors / shares, (share + 1) * kVectors / shares);
                 }
             };
             if (!kDV_first && wants_dv) {
                 multiply(acc_dv, mma_dkv, copy_dkv_A, copy_dkv_B, sP, sdOt,
-                         [&](int k, int steps) { add_after_step(0, k, steps); });
+                         [&](int k, int steps) { add_share(0, k, steps); });
             } else {
-                add_after_step(0, 0, 1);
+                add_share(0, 0, 1);
             }
             if (wants_dk) {
                 multiply(acc_dk, mma_dkv, copy_dkv_A, copy_dkv_B, sdS, sQt,
-                         [&](int k, int steps) { add_after_step(1, k, steps); });
+                         [&](int k, int steps) { add_share(1, k, steps); });
             } else {
-                add_after_step(1, 0, 1);
+                add_share(1, 0, 1);
             }
         }
         turn_to_pass.pass();

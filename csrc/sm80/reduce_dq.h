@@ -67,29 +67,26 @@ struct Dq_reduction {
     }
 
 #ifdef FLASH_HAS_BULK_REDUCE
-    // Adds the vectors [begin, end) by way of `room`, kRoom vectors of shared memory for each thread.
-    template <int kRoom, typename TensorQ>
-    __device__ __forceinline__ void add_staged(const TensorQ &acc_dq, float *room, int begin, int end) const {
+    // Adds all vectors by way of `room`, kVectors * 128 values of shared memory for each warp.
+    template <typename TensorQ>
+    __device__ __forceinline__ void add_staged(const TensorQ &acc_dq, float *room) const {
         const int lane = threadIdx.x % 32;
-        float *staged = room + threadIdx.x / 32 * kRoom * 128;
+        float *staged = room + threadIdx.x / 32 * kVectors * 128;
         if (lane == 0) {
             asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");  // the room has been read
         }
         __syncwarp();
         CUTE_UNROLL
-        for (int i = begin; i < end; ++i) {
-            *reinterpret_cast<float4 *>(staged + ((i - begin) * 32 + lane) * 4) =
+        for (int i = 0; i < kVectors; ++i) {
+            *reinterpret_cast<float4 *>(staged + (i * 32 + lane) * 4) =
                 make_float4(acc_dq(4 * i), acc_dq(4 * i + 1), acc_dq(4 * i + 2), acc_dq(4 * i + 3));
         }
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-        if (begin == 0) {
-            await_turn();
-        }
+        await_turn();
         __syncwarp();
         if (lane == 0) {
-            asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(
-                             target + begin * 128),
-                         "r"(cast_smem_ptr_to_uint(staged)), "r"((end - begin) * 512)
+            asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(target),
+                         "r"(cast_smem_ptr_to_uint(staged)), "n"(kVectors * 512)
                          : "memory");
             asm volatile("cp.async.bulk.commit_group;" ::: "memory");
         }
