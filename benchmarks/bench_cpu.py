@@ -1,7 +1,8 @@
-"""Forward of the cpu backend against PyTorch's scaled_dot_product_attention and a matrix product, in one run.
+"""The cpu backend against PyTorch's scaled_dot_product_attention and a matrix product, in one run.
 
-  python -m benchmarks.bench_cpu                                  float32, one and two threads
+  python -m benchmarks.bench_cpu                                  forward, float32, one and two threads
   python -m benchmarks.bench_cpu --dtype bfloat16 --threads 1 --headdims 128 --seqlens 4096
+  python -m benchmarks.bench_cpu --backward                       the backward op against that of SDPA's autograd
 
 `of matmul` is the share of the speed of a 1024³ matrix product of the same dtype, taken between the other two's turns.
 """
@@ -16,8 +17,10 @@ import torch
 from torch import Tensor
 
 from benchmarks import cli, provenance
-from benchmarks.methods import Budget, attention_flops, interleave, ratio, time_cpu
-from benchmarks.rivals import Call, Rival, select
+from benchmarks.backward_rivals import BACKWARD_RIVALS
+from benchmarks.methods import BACKWARD_WORK, Budget, attention_flops, interleave, ratio, time_cpu
+from benchmarks.rivals import RIVALS, Call, Rival, select
+from benchmarks.speed import check_agreement
 
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -42,16 +45,16 @@ def draw_inputs(batch: int, seqlen: int, nheads: int, headdim: int, dtype: torch
     return [torch.randn(batch, nheads, seqlen, headdim).to(dtype).transpose(1, 2) for _ in range(3)]
 
 
-def measure_point(q: Tensor, k: Tensor, v: Tensor, causal: bool, rounds: int) -> dict[str, Any]:
+def measure_point(q: Tensor, k: Tensor, v: Tensor, causal: bool, rounds: int, backward: bool) -> dict[str, Any]:
     """One row of the result. A contender's time in a round is the median of three calls or more."""
     batch, seqlen, nheads, headdim = q.shape
-    ours, theirs, matmul = [*select(["cpu", "SDPA"]), Matmul()]
+    ours, theirs, matmul = [*select(["cpu", "SDPA"], BACKWARD_RIVALS if backward else RIVALS), Matmul()]
     calls = {rival: rival.bind(q, k, v, causal) for rival in (ours, theirs, matmul)}
-    with ours.active():
-        torch.testing.assert_close(calls[ours](), theirs.output(calls[theirs]()), rtol=2e-2, atol=2e-2)
+    check_agreement([ours, theirs], calls)
     timings = interleave(calls, time_cpu, rounds=rounds, rep_ms=1.0)
     mine, rival, product = (timings[contender.name] for contender in (ours, theirs, matmul))
-    gflop = attention_flops(batch, nheads, seqlen, seqlen, headdim, causal) / 1e9
+    work = BACKWARD_WORK if backward else 1.0
+    gflop = work * attention_flops(batch, nheads, seqlen, seqlen, headdim, causal) / 1e9
     matmul_speed = 2 * MATMUL_SIZE**3 / 1e6 / product.ms
     ratios = [b / a for a, b in zip(mine.rounds, rival.rounds, strict=True)]
     return {
@@ -75,10 +78,11 @@ def measure_point(q: Tensor, k: Tensor, v: Tensor, causal: bool, rounds: int) ->
 
 def main(argv: list[str] | None = None) -> None:
     parser = cli.parser_for(__doc__, seconds=300.0)
+    parser.add_argument("--backward", action="store_true", help="measure the backward op")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="default: %(default)s")
     parser.add_argument("--dtype", choices=list(DTYPES), default="float32", help="default: %(default)s")
     parser.add_argument("--headdims", type=int, nargs="+", default=[64, 128], help="default: %(default)s")
-    parser.add_argument("--seqlens", type=int, nargs="+", default=[512, 1024, 2048, 4096], help="default: %(default)s")
+    parser.add_argument("--seqlens", type=int, nargs="+", help="default: 512 to 4096; of the backward to 2048")
     parser.add_argument("--batch", type=int, default=1, help="default: %(default)s")
     parser.add_argument("--nheads", type=int, default=16, help="default: %(default)s")
     parser.add_argument(
@@ -86,7 +90,8 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--rounds", type=int, default=7, help="interleaved rounds at each point (default: %(default)s)")
     arguments = parser.parse_args(argv)
-    seqlens = arguments.seqlens[:1] if arguments.quick else arguments.seqlens
+    asked = arguments.seqlens or [512, 1024, 2048, 4096][: 3 if arguments.backward else 4]
+    seqlens = asked[:1] if arguments.quick else asked
     dtype = DTYPES[arguments.dtype]
     points = [
         (t, d, c, s) for t in arguments.threads for d in arguments.headdims for c in (False, True) for s in seqlens
@@ -99,18 +104,20 @@ def main(argv: list[str] | None = None) -> None:
             break
         torch.set_num_threads(threads)
         q, k, v = draw_inputs(arguments.batch, seqlen, arguments.nheads, headdim, dtype, arguments.layout)
-        data.append(measure_point(q, k, v, causal, arguments.rounds))
+        data.append(measure_point(q, k, v, causal, arguments.rounds, arguments.backward))
     notes = [f"Medians of {arguments.rounds} interleaved rounds; the inputs are {arguments.layout} in memory."]
     if len(data) < len(points):
         notes.append(f"{len(points) - len(data)} of {len(points)} points were left out: the time was used up.")
     if data:
         notes.append(f"Median of the ratios: {statistics.median(row['ratio'] for row in data):.2f}.")
+    direction = "backward" if arguments.backward else "forward"
+    sources = provenance.BACKWARD_SOURCES_OF_BACKEND if arguments.backward else provenance.SOURCES_OF_BACKEND
     cli.finish(
-        f"cpu_{arguments.dtype}",
+        f"cpu_backward_{arguments.dtype}" if arguments.backward else f"cpu_{arguments.dtype}",
         benchmark="bench_cpu",
-        title=f"Forward of the cpu backend against PyTorch's SDPA, {arguments.dtype}",
+        title=f"{direction.capitalize()} of the cpu backend against PyTorch's SDPA, {arguments.dtype}",
         data=data,
-        sources=provenance.SOURCES_OF_BACKEND["cpu"],
+        sources=[*sources["cpu"], "benchmarks/speed.py"],
         arguments=arguments,
         notes=notes,
         complete=len(data) == len(points),

@@ -2,26 +2,56 @@
 
 On CUDA the calls are only enqueued inside the clock, never waited for; on the CPU the (tiny) computation is included.
 
-  python -m benchmarks.bench_overhead                     CUDA tensors
+  python -m benchmarks.bench_overhead                     a forward of CUDA tensors without autograd
+  python -m benchmarks.bench_overhead --backward          a forward and the backward of it, through autograd
   python -m benchmarks.bench_overhead --device cpu        CPU tensors
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks import cli, provenance
 from benchmarks.methods import interleave, ratio
-from benchmarks.rivals import Rival, select
+from benchmarks.rivals import Call, Rival, select
 
 SHAPES = {"cuda": ((1, 16, 1, 64), (2, 32, 4, 128)), "cpu": ((1, 1, 1, 64), (1, 8, 2, 64))}  # (b, s, h, d)
 CONTENDERS = {"cuda": ("cuda", "triton", "FLASH_ATTENTION"), "cpu": ("cpu",)}
 ROUNDS = 15
 CALLS = {"cuda": 200, "cpu": 1000}  # in a round: on CUDA fewer than the launch queue holds, so that none waits
+BACKWARD_CALLS = {"cuda": 50, "cpu": 300}  # each launches several kernels
+
+
+class Training(Rival):
+    """A forward and the backward of it, as autograd runs them."""
+
+    def __init__(self, forward: Rival) -> None:
+        self.name = forward.name
+        self.forward = forward
+
+    def bind(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
+        forward = self.forward.bind(q, k, v, causal)
+        inputs = [x.detach().requires_grad_() for x in forward.args[:3]]  # as the forward takes them
+        forward = partial(forward.func, *inputs, *forward.args[3:], **forward.keywords)
+        with self.active():
+            dout = torch.randn_like(forward())
+        return partial(self.step, forward, inputs, dout)
+
+    @staticmethod
+    def step(forward: Call, inputs: list[Tensor], dout: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(forward(), inputs, dout)
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        with self.forward.active(), torch.enable_grad():
+            yield
 
 
 def time_host(calls: int, device: torch.device) -> Callable[[Callable[[], Any], float], float]:
@@ -44,13 +74,13 @@ def time_host(calls: int, device: torch.device) -> Callable[[Callable[[], Any], 
 
 
 def measure_shape(
-    shape: tuple[int, int, int, int], names: list[str], device: torch.device, calls: int
+    shape: tuple[int, int, int, int], rivals: list[Rival], device: torch.device, calls: int
 ) -> list[dict[str, Any]]:
     """Rows for one shape: every contender that runs, in microseconds and as a multiple of SDPA's time."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     q, k, v = (torch.randn(shape, device=device).to(dtype) for _ in range(3))
     able: list[Rival] = []
-    for rival in select([*names, "SDPA"]):
+    for rival in rivals:
         reason = rival.unsupported(q, k, v, False)
         if reason is None:
             able.append(rival)
@@ -72,27 +102,37 @@ def measure_shape(
 
 def main(argv: list[str] | None = None) -> None:
     parser = cli.parser_for(__doc__, seconds=60.0)
+    parser.add_argument("--backward", action="store_true", help="measure a forward and its backward, through autograd")
     parser.add_argument("--device", choices=sorted(SHAPES), default="cuda")
     parser.add_argument("--backend", action="append", help="contender beside SDPA, repeatable (default: all)")
     arguments = parser.parse_args(argv)
     device = cli.require_gpu("bench_overhead") if arguments.device == "cuda" else torch.device("cpu")
     names = list(arguments.backend or CONTENDERS[arguments.device])
-    calls = CALLS[arguments.device] // (10 if arguments.quick else 1)
+    calls = (BACKWARD_CALLS if arguments.backward else CALLS)[arguments.device] // (10 if arguments.quick else 1)
+    rivals = select([*names, "SDPA"])
+    if arguments.backward:
+        rivals = [Training(rival) for rival in rivals]
     data: list[dict[str, Any]] = []
     for shape in SHAPES[arguments.device]:
-        data += measure_shape(shape, names, device, calls)
+        data += measure_shape(shape, rivals, device, calls)
     backends = [name for name in names if name in provenance.SOURCES_OF_BACKEND]
     missing = [name for name in names[:1] if not any(row["name"] == name for row in data)]
     if missing:
         raise SystemExit(f"bench_overhead: {missing[0]} did not run; nothing is written")
+    sources = [*provenance.HOST, *(glob for name in backends for glob in provenance.SOURCES_OF_BACKEND[name])]
+    notes = ["SDPA chooses its own kernel; its inputs are transposed views made outside the clock."]
+    if arguments.backward:
+        sources += [glob for name in backends for glob in provenance.BACKWARD_SOURCES_OF_BACKEND[name]]
+    call = "forward and backward, through autograd" if arguments.backward else "call"
     cli.finish(
-        f"overhead_{arguments.device}",
+        f"overhead_backward_{arguments.device}" if arguments.backward else f"overhead_{arguments.device}",
         benchmark="bench_overhead",
-        title=f"Host time of a call, {'bf16' if device.type == 'cuda' else 'float32'}, tiny tensors, without autograd",
+        title=f"Host time of a {call}, {'bf16' if device.type == 'cuda' else 'float32'}, tiny tensors"
+        + ("" if arguments.backward else ", without autograd"),
         data=data,
-        sources=[*provenance.HOST, *(glob for name in backends for glob in provenance.SOURCES_OF_BACKEND[name])],
+        sources=sources,
         arguments=arguments,
-        notes=["SDPA chooses its own kernel; its inputs are transposed views made outside the clock."],
+        notes=notes,
     )
 
 

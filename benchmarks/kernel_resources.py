@@ -20,6 +20,13 @@ _ENTRY = re.compile(
     re.DOTALL,
 )
 _STATIC_SMEM = re.compile(r"(\d+) bytes smem")
+# The name of flash_bwd_kernel or of flash_bwd_convert_dq, which has no mask and no mode.
+_BACKWARD = re.compile(
+    r"Flash_bwd_kernel_traits<[^<>]*?(?P<headdim>\d+), (?:sm80::)?Tile_bwd<(?P<tile>[^<>]+)>, (?P<bulk>true|false)>"
+    r"(?:, (?P<causal>true|false), \([\w:]*Bwd_mode\)(?P<mode>\d))?"
+)
+BACKWARD_MODES = ("all", "deterministic", "partial")  # enum Bwd_mode, csrc/sm80/tile_sizes_bwd.h
+BULK_REDUCE_SINCE = 90  # compute capability from which the copy engine adds up dQ
 
 
 def parse(report: str) -> list[dict[str, Any]]:
@@ -48,22 +55,46 @@ def readable(symbols: list[str]) -> list[str]:
     return [name.replace("(anonymous namespace)::", "").replace("flash::", "") for name in answer.stdout.splitlines()]
 
 
+def backward_kernel(name: str, arch: str) -> dict[str, Any] | None:
+    """The readable name of a backward kernel as fields, {} for other kernels; None for a kernel that never runs there.
+
+    GPUs with and without the copy engine's reductions have kernels of their own, which are empty where the others run.
+    """
+    found = _BACKWARD.search(name)
+    if found is None:
+        return {}
+    if (found["bulk"] == "true") != (int(re.sub(r"\D", "", arch)) >= BULK_REDUCE_SINCE):
+        return None
+    number = {"true": "1", "false": "0"}
+    fields: dict[str, Any] = {
+        "headdim": int(found["headdim"]),
+        "tile": "x".join(number.get(x, x) for x in found["tile"].split(", ")),  # as tune_sm80 takes it
+    }
+    if found["mode"] is not None:
+        fields |= {"causal": found["causal"] == "true", "mode": BACKWARD_MODES[int(found["mode"])]}
+    return fields
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = cli.parser_for(__doc__, seconds=0.0)
     arguments = parser.parse_args(argv)
     chosen = selection.Selection(selection.select_archs(), selection.select_hdims(), selection.select_dtypes())
-    data = []
+    compiled = []
     for path in kernels.build_kernels(chosen, selection.max_jobs()):
         name = path.stem.rpartition("-")[0]
-        data += [{"object": name, **row} for row in parse(path.with_suffix(".ptxas.txt").read_text(encoding="utf-8"))]
-    for row, label in zip(data, readable([row["kernel"] for row in data]), strict=True):
-        row["kernel"] = label
+        report = path.with_suffix(".ptxas.txt").read_text(encoding="utf-8")
+        compiled += [{"object": name, **row} for row in parse(report)]
+    data = []
+    for row, label in zip(compiled, readable([row["kernel"] for row in compiled]), strict=True):
+        fields = backward_kernel(label, row["arch"])
+        if fields is not None:
+            data.append({**row, "kernel": label, **fields})
     cli.finish(
         "kernel_resources",
         benchmark="kernel_resources",
         title="Registers, spills and static shared memory of the compiled kernels",
         data=data,
-        sources=[*provenance.CUDA, *provenance.MINIMAL, "csrc/flash.h"],
+        sources=[*provenance.CUDA, *provenance.CUDA_BACKWARD, *provenance.MINIMAL, "csrc/flash.h"],
         arguments=arguments,
     )
     spilling = [f"{row['object']} ({row['spill_bytes']} bytes)" for row in data if row["spill_bytes"]]

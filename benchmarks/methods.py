@@ -17,6 +17,7 @@ import torch
 from benchmarks.rivals import Rival
 
 WARMUP_MS = 10.0
+BACKWARD_WORK = 2.5  # FLOPs as a multiple of the forward's: five matrix products (S, dP, dV, dK, dQ) to two
 
 
 def attention_flops(batch: int, nheads: int, seqlen_q: int, seqlen_k: int, headdim: int, causal: bool) -> float:

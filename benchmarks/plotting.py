@@ -1,4 +1,4 @@
-"""Plots of forward results: one panel for each head dim and mask, TFLOP/s over sequence length."""
+"""Plots of results of speed, TFLOP/s over sequence length: a panel for each head dim, number of key heads and mask."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from benchmarks.tables import kind_of
 
 
 def plot(result: dict[str, Any], path: Path) -> bool:
-    """Draws a bench_forward result to `path`. False when there is nothing to draw or matplotlib is not installed."""
+    """Draws a result of speed to `path`. False when there is nothing to draw or matplotlib is not installed."""
     rows = result["data"]
-    if result["benchmark"] != "bench_forward":
+    if result["benchmark"] not in ("bench_forward", "bench_backward"):
         return False
     try:
         import matplotlib
@@ -21,14 +21,14 @@ def plot(result: dict[str, Any], path: Path) -> bool:
     except ImportError:
         return False
 
-    headdims = sorted({row["headdim"] for row in rows})
+    columns = list(dict.fromkeys((row["headdim"], row["nheads_k"]) for row in rows))
     masks = sorted({row["causal"] for row in rows})
-    size = (4.2 * len(headdims), 3.2 * len(masks) + 0.6)
-    figure, axes = plt.subplots(len(masks), len(headdims), figsize=size, squeeze=False, layout="constrained")
+    size = (4.2 * len(columns), 3.2 * len(masks) + 0.6)
+    figure, axes = plt.subplots(len(masks), len(columns), figsize=size, squeeze=False, layout="constrained")
     for i, causal in enumerate(masks):
-        for j, headdim in enumerate(headdims):
+        for j, column in enumerate(columns):
             axis = axes[i][j]
-            here = [row for row in rows if row["headdim"] == headdim and row["causal"] == causal]
+            here = [row for row in rows if (row["headdim"], row["nheads_k"]) == column and row["causal"] == causal]
             for name in dict.fromkeys(name for row in here for name in row["tflops"]):
                 points = sorted((row["seqlen"], row["tflops"][name]) for row in here if name in row["tflops"])
                 axis.plot([x for x, _ in points], [y for _, y in points], marker="o", label=name)
@@ -36,7 +36,7 @@ def plot(result: dict[str, Any], path: Path) -> bool:
             axis.set_xscale("log", base=2)
             axis.set_xticks(lengths, [str(length) for length in lengths], fontsize=8)
             axis.set_ylim(bottom=0)
-            axis.set_title(kind_of({"headdim": headdim, "causal": causal}), fontsize=10)
+            axis.set_title(kind_of(here[0]), fontsize=10)
             axis.grid(alpha=0.3)
     axes[-1][0].set_xlabel("sequence length")
     axes[0][0].set_ylabel("TFLOP/s")

@@ -21,11 +21,14 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from build_tools import kernels
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 
-# Sources by concern: globs relative to the repository root. A benchmark names the concerns that its figures depend on,
-# so that an edit of the CPU kernel leaves the GPU's results fresh.
+# Sources by concern: globs relative to the repository root; a .cu brings the files that it includes. A benchmark names
+# the concerns that its figures depend on, so that an edit of the CPU kernel leaves the GPU's results fresh, and one of
+# the backward kernel those of the forward.
 HOST = (
     "csrc/*.h",
     "csrc/*.cpp",
@@ -35,12 +38,19 @@ HOST = (
     "flash_attn_mini/backends/*.py",
 )
 LAUNCH = ("csrc/flash.h", "csrc/static_switch.h", "csrc/run_mha.*", "csrc/set_params.*")
-CUDA = ("csrc/common/**/*", "csrc/sm80/**/*", "csrc/sm90/**/*", "build_tools/kernels.py")
+CUDA = ("csrc/sm*/*fwd*.cu", "build_tools/kernels.py")
+CUDA_BACKWARD = ("csrc/sm*/*bwd*.cu", "build_tools/kernels.py")
 TRITON = ("flash_attn_mini/backends/triton/**/*.py",)
 CPU = ("csrc/common/**/*", "csrc/cpu/**/*")
 MINIMAL = ("csrc/minimal/*",)
 METHOD = ("benchmarks/methods.py", "benchmarks/rivals.py")
+BACKWARD_METHOD = ("benchmarks/backward_rivals.py",)
 SOURCES_OF_BACKEND = {"cuda": (*LAUNCH, *CUDA), "triton": TRITON, "cpu": (*LAUNCH, *CPU)}
+BACKWARD_SOURCES_OF_BACKEND = {
+    "cuda": (*LAUNCH, *CUDA_BACKWARD, *BACKWARD_METHOD),
+    "triton": (*TRITON, *BACKWARD_METHOD),
+    "cpu": (*LAUNCH, *CPU, *BACKWARD_METHOD),
+}
 
 _CPP_SUFFIXES = {".h", ".cuh", ".cu", ".cpp", ".inl"}
 _SUFFIXES = _CPP_SUFFIXES | {".py"}
@@ -70,9 +80,10 @@ def normalise(text: str, suffix: str) -> str:
 
 
 def find_sources(globs: Iterable[str], root: Path = ROOT) -> list[Path]:
-    """The source files that the globs name, sorted, each once."""
-    found = {path for pattern in globs for path in root.glob(pattern) if path.is_file() and path.suffix in _SUFFIXES}
-    return sorted(found)
+    """The source files that the globs name, and those that the .cu files among them include, sorted, each once."""
+    named = {path for pattern in globs for path in root.glob(pattern) if path.is_file() and path.suffix in _SUFFIXES}
+    included = {path for source in named if source.suffix == ".cu" for path in kernels.included_files(source)}
+    return sorted(named | included)
 
 
 def hash_sources(globs: Iterable[str], root: Path = ROOT) -> str:

@@ -1,28 +1,30 @@
-"""The implementations that benchmarks compare: this library's backends and PyTorch's.
+"""The implementations of the forward that benchmarks compare: this library's backends and PyTorch's.
 
 A rival binds [batch, seqlen, heads, headdim] tensors to a call without arguments; what is not attention (transposed
-views, choosing PyTorch's kernel) happens outside that call. One that cannot run says why.
+views, choosing PyTorch's kernel) happens outside that call. One that cannot run says why. backward_rivals.py has those
+of the backward.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-Call = Callable[[], Tensor]
+Call = partial[Any]  # whose first arguments are q, k and v as the implementation takes them, in a forward
 
 
 class Rival:
-    """One implementation of the forward. `name` is what tables call it."""
+    """One implementation. `name` is what tables call it."""
 
     name: str
+    baseline: str | None = None  # the name of the one that it is compared with in place of the others
 
     def bind(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
         """A call that computes attention, to be called within `active()`."""
@@ -34,9 +36,9 @@ class Rival:
         with torch.no_grad():
             yield
 
-    def output(self, result: Tensor) -> Tensor:
-        """A call's result as [batch, seqlen, heads, headdim]."""
-        return result
+    def outputs(self, result: Any) -> tuple[Tensor, ...]:
+        """What a call returned, as tensors [batch, seqlen, heads, headdim]."""
+        return (result,)
 
     def unsupported(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> str | None:
         """Why it cannot run on these tensors, found by trying; None when it can."""
@@ -59,7 +61,14 @@ class Mini(Rival):
     def bind(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
         from flash_attn_mini import flash_attn_func
 
-        return cast(Call, partial(flash_attn_func, q, k, v, causal=causal, backend=self.backend))
+        return partial(flash_attn_func, q, k, v, causal=causal, backend=self.backend)
+
+
+def as_sdpa_takes_them(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v as [batch, heads, seqlen, headdim] views. Raises NotImplementedError where PyTorch means another mask."""
+    if causal and q.shape[1] != k.shape[1]:
+        raise NotImplementedError("PyTorch aligns causal to the top left: only equal lengths compare")
+    return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
 
 class Sdpa(Rival):
@@ -70,9 +79,7 @@ class Sdpa(Rival):
         self.kernel = kernel
 
     def bind(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
-        if causal and q.shape[1] != k.shape[1]:
-            raise NotImplementedError("PyTorch aligns causal to the top left: only equal lengths compare")
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        q, k, v = as_sdpa_takes_them(q, k, v, causal)
         grouped = q.shape[1] != k.shape[1]
         return partial(F.scaled_dot_product_attention, q, k, v, is_causal=causal, enable_gqa=grouped)
 
@@ -81,8 +88,8 @@ class Sdpa(Rival):
         with torch.no_grad(), sdpa_kernel(self.kernel) if self.kernel is not None else contextlib.nullcontext():
             yield
 
-    def output(self, result: Tensor) -> Tensor:
-        return result.transpose(1, 2)
+    def outputs(self, result: Any) -> tuple[Tensor, ...]:
+        return (result.transpose(1, 2),)
 
 
 RIVALS: dict[str, Rival] = {
@@ -99,9 +106,9 @@ RIVALS: dict[str, Rival] = {
 }
 
 
-def select(names: list[str]) -> list[Rival]:
+def select(names: list[str], known: Mapping[str, Rival] = RIVALS) -> list[Rival]:
     """The rivals of these names; an unknown name is an error that lists the known ones."""
-    unknown = [name for name in names if name not in RIVALS]
+    unknown = [name for name in names if name not in known]
     if unknown:
-        raise ValueError(f"unknown implementation {', '.join(unknown)}; known: {', '.join(RIVALS)}")
-    return [RIVALS[name] for name in names]
+        raise ValueError(f"unknown implementation {', '.join(unknown)}; known: {', '.join(known)}")
+    return [known[name] for name in names]

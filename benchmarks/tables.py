@@ -5,6 +5,7 @@ Kept apart from the measuring code, so that a table can be laid out anew without
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -21,10 +22,13 @@ def markdown_table(headers: list[str], rows: list[list[str]]) -> str:
 
 
 def kind_of(row: dict[str, Any]) -> str:
-    return f"d{row['headdim']} {'causal' if row['causal'] else 'full'}"
+    """Head dim and mask, and the heads where the keys have fewer."""
+    kind = f"d{row['headdim']} {'causal' if row['causal'] else 'full'}"
+    grouped = row.get("nheads_k", row.get("nheads")) != row.get("nheads")
+    return f"{kind}, {row['nheads']} heads on {row['nheads_k']}" if grouped else kind
 
 
-def forward_tables(data: Rows) -> list[str]:
+def speed_tables(data: Rows) -> list[str]:
     """Head dim and mask down, sequence length across, every contender in a cell."""
     tables = []
     for ours in dict.fromkeys(name for row in data for name in row["ratio"]):
@@ -60,18 +64,21 @@ def overhead_tables(data: Rows) -> list[str]:
 
 
 def memory_tables(data: Rows) -> list[str]:
+    needed, header = "lse_bytes", "the LSE's bytes"
+    if data and needed not in data[0]:
+        needed, header = "dq_and_delta_bytes", "bytes of a float32 dQ and delta"
     body = [
         [
             row["name"],
             kind_of(row),
             str(row["seqlen"]),
             f"{row['extra_bytes']:,}",
-            f"{row['lse_bytes']:,}",
+            f"{row[needed]:,}",
             f"{row['score_matrix_bytes']:,}",
         ]
         for row in data
     ]
-    headers = ["implementation", "kind", "seqlen", "extra bytes", "the LSE's bytes", "a seqlen² buffer's bytes"]
+    headers = ["implementation", "kind", "seqlen", "extra bytes", header, "a seqlen² buffer's bytes"]
     return [markdown_table(headers, body)]
 
 
@@ -85,25 +92,61 @@ def build_tables(data: Rows) -> list[str]:
     return [markdown_table(["build", "seconds", "limit", "kernel files compiled", "cores", "machine"], body)]
 
 
+def dtype_of_object(name: str) -> str:
+    """The dtype that the name of an object file of kernels holds."""
+    found = re.search(r"_(fp16|bf16)_", name)
+    return found[1] if found else "float32"
+
+
 def resource_tables(data: Rows) -> list[str]:
-    keys = ("object", "kernel", "arch", "registers", "spill_bytes", "stack_bytes", "static_smem_bytes")
-    body = [[f"`{row[key]}`" if key == "kernel" else str(row[key]) for key in keys] for row in data]
-    headers = ["object", "kernel", "arch", "registers", "spilled bytes", "stack bytes", "static shared memory"]
-    return [markdown_table(headers, body)]
+    """One line for kernels that differ in dtype alone, then those of the backward by tile and mask."""
+    keys = ("arch", "registers", "spill_bytes", "stack_bytes", "static_smem_bytes")
+    dtypes: dict[tuple[str, ...], list[str]] = {}
+    for row in data:
+        if "tile" not in row:
+            kernel = re.sub(r"\(DType\)\d, |cutlass::\w+, |sm80::", "", row["kernel"]).replace("> >", ">>")
+            line = (f"`{kernel}`", *(str(row[key]) for key in keys))
+            dtypes.setdefault(line, []).append(dtype_of_object(row["object"]))
+    body = [[kernel, ", ".join(dict.fromkeys(names)), *rest] for (kernel, *rest), names in dtypes.items()]
+    headers = ["kernel", "dtypes", "arch", "registers", "spilled bytes", "stack bytes", "static shared memory"]
+    backward = [row for row in data if "tile" in row]
+    return [markdown_table(headers, body), *([backward_resource_table(backward)] if backward else [])]
+
+
+def backward_resource_table(data: Rows) -> str:
+    """Head dim, mask and tile of the backward down; what the kernel is asked for across, and the conversion of dQ."""
+    modes = sorted({row["mode"] for row in data if "mode" in row})
+    cells: dict[tuple[str, ...], dict[str, dict[str, str]]] = {}
+    for row in sorted(data, key=lambda row: "mode" not in row):  # the conversion, which knows no mask, joins others
+        dtype, spilled = dtype_of_object(row["object"]), row["spill_bytes"]
+        text = f"{row['registers']} ({spilled})" if spilled else str(row["registers"])
+        for causal in (row["causal"],) if "mode" in row else (False, True):
+            key = (str(row["headdim"]), "causal" if causal else "full", row["tile"], row["arch"])
+            if "mode" in row or key in cells:
+                cells.setdefault(key, {}).setdefault(row.get("mode", "dQ's conversion"), {})[dtype] = text
+    headers = ["head dim", "mask", "tile", "arch", *modes, "dQ's conversion"]
+    body = [
+        [*key, *(" / ".join(dict.fromkeys(of_dtype.get(name, {}).values())) for name in headers[4:])]
+        for key, of_dtype in cells.items()
+    ]
+    caption = "The backward: registers and (bytes spilled, where there are any), fp16 / bf16 where they differ:"
+    return f"{caption}\n\n{markdown_table(headers, body)}"
 
 
 def accuracy_tables(data: Rows) -> list[str]:
+    """Backend and dtype down; the worst share and its case of each tensor that was compared across."""
+    names = {"out": "out", "lse": "softmax_lse", "dq": "dq", "dk": "dk", "dv": "dv"}
+    compared = [key for key in names if f"{key}_share" in data[0]]
     body = [
         [
             row["backend"],
             row["dtype"],
             f"{row['cases']} of {row['all_cases']}",
-            f"{row['out_share']:.2f} ({row['out_case']})",
-            f"{row['lse_share']:.2f} ({row['lse_case']})",
+            *(f"{row[f'{key}_share']:.2f} ({row[f'{key}_case']})" for key in compared),
         ]
         for row in data
     ]
-    headers = ["backend", "dtype", "cases", "out: error ÷ allowed (case)", "softmax_lse: error ÷ allowed (case)"]
+    headers = ["backend", "dtype", "cases", *(f"{names[key]}: error ÷ allowed (case)" for key in compared)]
     return [markdown_table(headers, body)]
 
 
@@ -132,7 +175,8 @@ def cpu_tables(data: Rows) -> list[str]:
 
 
 VIEWS: dict[str, Callable[[Rows], list[str]]] = {
-    "bench_forward": forward_tables,
+    "bench_forward": speed_tables,
+    "bench_backward": speed_tables,
     "bench_overhead": overhead_tables,
     "bench_memory": memory_tables,
     "bench_build": build_tables,

@@ -1,140 +1,338 @@
-"""Finds tile sizes for the sm80 forward: compiles candidates on any machine, times them on a GPU.
+"""Finds tile sizes for the sm80 kernels: compiles candidates on any machine, times them on a GPU.
 
-`python -m benchmarks.tune_sm80 compile DIR` needs nvcc only; `python -m benchmarks.tune_sm80 run DIR` needs a GPU and
-prints TFLOP/s and the ratio to PyTorch's FLASH_ATTENTION of each candidate, interleaved in one run.
+  python -m benchmarks.tune_sm80 compile DIR              needs nvcc only
+  python -m benchmarks.tune_sm80 run DIR                  needs a GPU
+  python -m benchmarks.tune_sm80 run DIR --backward       the backward, and so for compile
+
+`compile` prints registers and spills of each candidate, `run` TFLOP/s and the ratio to PyTorch's FLASH_ATTENTION,
+interleaved in one run. Several folders, compiled with --csrc from several checkouts, compare in one run.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import ctypes
+import re
 import subprocess
-import sys
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from string import Template
+from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+import torch
+from tabulate import tabulate
+from torch import Tensor
 
-# head dim -> (kBlockM, kBlockN, kNWarps, kMinBlocksPerSM, kSpares_registers, kQ_steps_in_registers)
-CANDIDATES: dict[int, list[tuple[int, int, int, int, int, int]]] = {
-    32: [(128, 128, 4, 2, 0, 0), (128, 64, 4, 3, 0, 0), (128, 64, 4, 4, 1, 0)],
-    64: [(128, 128, 4, 2, 0, 0), (128, 112, 4, 2, 0, 0), (128, 96, 4, 2, 0, 0), (128, 64, 4, 2, 0, 4)],
-    96: [(128, 64, 4, 2, 0, 0), (128, 64, 4, 2, 1, 0)],
-    128: [(128, 64, 4, 2, 0, 0), (128, 64, 4, 2, 1, 0), (128, 32, 4, 2, 0, 0), (128, 128, 8, 1, 0, 0)],
-    192: [(64, 64, 4, 2, 0, 12), (64, 80, 4, 2, 0, 8), (64, 64, 4, 2, 0, 0), (128, 64, 8, 1, 0, 0)],
-    256: [(64, 64, 4, 2, 0, 8), (64, 64, 4, 2, 0, 6), (64, 64, 4, 2, 0, 0), (128, 64, 8, 1, 0, 0)],
+from benchmarks.backward_rivals import BACKWARD_RIVALS, upstream_gradient
+from benchmarks.kernel_resources import backward_kernel, parse, readable
+from benchmarks.methods import BACKWARD_WORK, attention_flops, interleave, ratio, time_cuda
+from benchmarks.rivals import RIVALS, Call, Rival
+from benchmarks.speed import check_agreement
+from build_tools.kernels import CSRC, NVCC_FLAGS, cuda_home
+from build_tools.selection import max_jobs
+from third_party.fetch_cutlass import cutlass_include_dir
+
+TOKENS, COLUMNS = 16384, 2048  # batch * seqlen, nheads * headdim
+ROWS_ROUNDED = 128  # Flash_bwd_params::kRowsRounded
+RIVAL = "FLASH_ATTENTION"
+
+# What to try beside the tiles kept in csrc/sm80: arguments of Tile_fwd and Tile_bwd; trailing defaults may be left out.
+FORWARD_TILES: dict[int, list[tuple[int, ...]]] = {
+    32: [(128, 128, 4, 2), (128, 64, 4, 3), (128, 64, 4, 4, 1)],
+    64: [(128, 128, 4, 2), (128, 112, 4, 2), (128, 96, 4, 2), (128, 64, 4, 2, 0, 4)],
+    96: [(128, 64, 4, 2), (128, 64, 4, 2, 1)],
+    128: [(128, 64, 4, 2), (128, 64, 4, 2, 1), (128, 32, 4, 2), (128, 128, 8, 1)],
+    192: [(64, 64, 4, 2, 0, 12), (64, 80, 4, 2, 0, 8), (64, 64, 4, 2), (128, 64, 8, 1)],
+    256: [(64, 64, 4, 2, 0, 8), (64, 64, 4, 2, 0, 6), (64, 64, 4, 2), (128, 64, 8, 1)],
 }
-TEMPLATE = """
-#include "sm80/flash_fwd_launch_template.h"
-using namespace flash;
-using namespace flash::sm80;
-extern "C" int tune_run(int candidate, void *q, void *k, void *v, void *o, void *lse, int b, int s, int h, int d,
-                        int causal, cudaStream_t stream) {
-    Flash_fwd_params p;
+BACKWARD_TILES: dict[int, list[tuple[int, ...]]] = {
+    32: [
+        (64, 128, 4, 4, 4, 2, 2, 2, 1, 2),
+        (64, 128, 4, 4, 4, 2, 2, 3, 1, 2, 1),
+    ],
+    64: [
+        (64, 128, 4, 4, 4, 2, 2, 2, 1, 2),
+        (64, 128, 4, 4, 4, 2, 2, 2, 0, 2, 1),
+        (64, 128, 8, 4, 4, 4, 2, 1, 1),
+    ],
+    96: [
+        (64, 64, 4, 2, 2, 2, 1, 2, 1),
+        (64, 64, 4, 2, 2, 4, 2, 2, 0),
+        (64, 128, 8, 4, 4, 4, 2, 1, 1),
+    ],
+    128: [
+        (64, 128, 8, 4, 4, 2, 2, 1, 1),
+        (64, 128, 8, 4, 4, 2, 2, 1, 0),
+        (64, 128, 8, 4, 4, 4, 2, 1, 1, 1, 0, 1),
+        (64, 64, 4, 2, 2, 2, 1, 2, 0),
+        (64, 64, 4, 2, 2, 2, 1, 2, 1),
+    ],
+    192: [
+        (64, 64, 8, 2, 2, 2, 2, 1, 1, 1, 0, 1),
+        (64, 64, 8, 2, 2, 2, 2, 1, 0),
+        (64, 64, 8, 4, 2, 2, 2, 1, 1),
+    ],
+    256: [
+        (64, 64, 8, 2, 2, 4, 2, 1, 0),
+        (64, 64, 8, 4, 2, 2, 2, 1, 0),
+        (64, 64, 8, 2, 2, 2, 1, 1, 1, 1, 0, 1),
+    ],
+}
+
+SHAPE = """
     TensorRef like{nullptr, int64_t(s) * h * d, int64_t(h) * d, d};
     p.q = p.k = p.v = p.o = like;
     p.q.ptr = q; p.k.ptr = k; p.v.ptr = v; p.o.ptr = o; p.softmax_lse = lse;
-    p.b = b; p.h = p.h_k = h; p.seqlen_q = p.seqlen_k = s; p.d = d; p.is_causal = causal;
+    p.dtype = DType::bfloat16; p.b = b; p.h = p.h_k = h; p.seqlen_q = p.seqlen_k = s; p.d = d; p.is_causal = causal;
     p.softmax_scale = 1 / sqrt(double(d)); p.scale_softmax_log2 = p.softmax_scale * M_LOG2E;
+"""
+ATTEMPT = """
+using namespace flash;
+using namespace flash::sm80;
+template <typename Launch, typename Params>
+static int attempt(Launch launch, const Params &params, cudaStream_t stream) {
     try {
-        switch (candidate) {
-%s
-        }
+        launch(params, stream);
         return 0;
-    } catch (std::exception &error) { fprintf(stderr, "%%s\\n", error.what()); return 1; }
+    } catch (std::exception &error) {
+        cudaGetLastError();  // not the next launch's
+        fprintf(stderr, "%s\\n", error.what());
+        return 1;
+    }
 }
 """
-CASE = """            case {i}: causal ? launch_flash_fwd<DType::bfloat16, {hdim}, true, Tile_fwd<{tile}>>(p, stream)
-                           : launch_flash_fwd<DType::bfloat16, {hdim}, false, Tile_fwd<{tile}>>(p, stream); break;"""
+FORWARD_SOURCE = """
+#include "sm80/flash_fwd_launch_template.h"
+$attempt
+extern "C" int tune_run(void *q, void *k, void *v, void *o, void *lse, int b, int s, int h, int d, int causal,
+                         cudaStream_t stream) {
+    Flash_fwd_params p;
+$shape
+    return attempt(causal ? launch_flash_fwd<DType::bfloat16, $hdim, true, Tile_fwd<$tile>>
+                          : launch_flash_fwd<DType::bfloat16, $hdim, false, Tile_fwd<$tile>>, p, stream);
+}
+"""
+BACKWARD_SOURCE = """
+#include "sm80/flash_bwd_launch_template.h"
+$attempt
+constexpr bool kHas_bulk_reduce = $has_bulk_reduce;
+template <Bwd_mode kMode>
+static int run(const Flash_bwd_params &params, cudaStream_t stream) {
+    return attempt(
+        params.is_causal ? launch_flash_bwd<DType::bfloat16, $hdim, true, Tile_bwd<$tile>, kHas_bulk_reduce, kMode>
+                         : launch_flash_bwd<DType::bfloat16, $hdim, false, Tile_bwd<$tile>, kHas_bulk_reduce, kMode>,
+        params, stream);
+}
+extern "C" int tune_run(void *q, void *k, void *v, void *o, void *lse, void *dout, void *dq, void *dk, void *dv,
+                         void *delta, void *lse_padded, void *large_rows, void *dq_accum, void *dq_turn,
+                         int b, int s, int h, int d, int causal, cudaStream_t stream) {
+    Flash_bwd_params p;
+$shape
+    p.dout = p.dq = p.dk = p.dv = like;
+    p.dout.ptr = dout; p.dq.ptr = dq; p.dk.ptr = dk; p.dv.ptr = dv;
+    p.dsoftmax_sum = delta; p.lse_padded = static_cast<float *>(lse_padded);
+    p.large_rows = static_cast<int *>(large_rows);
+    p.dq_accum = static_cast<float *>(dq_accum); p.d_rounded = $hdim;
+    p.seqlen_q_rounded = (s + p.kRowsRounded - 1) / p.kRowsRounded * p.kRowsRounded;
+    p.has_bulk_reduce = kHas_bulk_reduce;
+    if (dq_turn == nullptr) {
+        return run<Bwd_mode::all>(p, stream);
+    }
+    const int64_t turns = int64_t(b) * h * (p.seqlen_q_rounded / p.kRowsPerTurn);
+    p.deterministic = true; p.dq_turn = static_cast<int *>(dq_turn); p.dq_ticket = p.dq_turn + turns;
+    cudaMemsetAsync(dq_turn, 0, (turns + 1) * sizeof(int), stream);
+    return run<Bwd_mode::deterministic>(p, stream);
+}
+"""
 
 
-def compile_candidates(folder: Path, arch: str, csrc: Path, hdims: list[int]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    for hdim in hdims:
-        tiles = CANDIDATES[hdim]
-        cases = "\n".join(CASE.format(i=i, hdim=hdim, tile=", ".join(map(str, tile))) for i, tile in enumerate(tiles))
-        source = folder / f"tune_{hdim}.cu"
-        source.write_text(TEMPLATE % cases)
-        command = ["nvcc", "-shared", "-O3", "-std=c++17", "--expt-relaxed-constexpr", "--expt-extended-lambda"]
-        command += ["-Xcompiler=-fPIC", "-Xptxas=-v", "-DNDEBUG", f"-gencode=arch=compute_{arch},code=sm_{arch}"]
-        command += [f"-I{csrc}", f"-I{ROOT / 'third_party/cutlass/include'}", "-cudart=shared"]
-        command += [str(source), "-o", str(folder / f"tune_{hdim}.so")]
-        result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        (folder / f"tune_{hdim}.ptxas.txt").write_text(result.stdout)
-        print(
-            hdim,
-            "spilling kernels:",
-            sum("spill stores" in line and " 0 bytes spill stores" not in line for line in result.stdout.splitlines()),
-            flush=True,
+@dataclass(frozen=True)
+class Candidate:
+    """One tile configuration of one head dim."""
+
+    hdim: int
+    tile: tuple[int, ...]
+    backward: bool
+
+    @property
+    def name(self) -> str:
+        return "x".join(map(str, self.tile))
+
+    def library(self, folder: Path) -> Path:
+        return folder / f"tune_{'bwd' if self.backward else 'fwd'}_{self.hdim}_{self.name}.so"
+
+    def source(self, arch: str) -> str:
+        """`arch` as nvcc writes it after sm_, 90a for one."""
+        template = Template(BACKWARD_SOURCE if self.backward else FORWARD_SOURCE)
+        return template.substitute(
+            hdim=self.hdim,
+            tile=", ".join(map(str, self.tile)),
+            attempt=ATTEMPT,
+            shape=SHAPE,
+            has_bulk_reduce="true" if int(arch.rstrip("af")) >= 90 else "false",
         )
-        if result.returncode:
-            sys.exit(result.stdout[-3000:])
 
 
-def run_candidates(folders: list[Path], seqlens: list[int], hdims: list[int]) -> None:
-    import torch
-    import torch.nn.functional as F
-    from tabulate import tabulate
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-    from triton.testing import do_bench
+def kept_tiles(csrc: Path, hdim: int, backward: bool) -> list[tuple[int, ...]]:
+    """The tiles of a head dim in the kernels' own tables; several where masks, modes or sizes of GPU differ."""
+    header = csrc / "sm80" / ("tile_sizes_bwd.h" if backward else "tile_sizes.h")
+    entry = re.compile(rf"struct Tile_sizes_\w+<{hdim}\b[^>]*>\s*: Tile_\w+<([^>]+)>")
+    number = {"true": 1, "false": 0}
+    return [
+        tuple(number[x] if x in number else int(x) for x in re.split(r",\s*", arguments))
+        for arguments in entry.findall(header.read_text(encoding="utf-8"))
+    ]
 
-    for hdim in hdims:
-        rows = []
-        libraries = {folder.name: ctypes.CDLL(str(folder / f"tune_{hdim}.so")) for folder in folders}
+
+def choose(csrc: Path, hdims: list[int], backward: bool, asked: list[tuple[int, ...]]) -> list[Candidate]:
+    """The kept tiles of each head dim, then those asked for, or else those listed here."""
+    listed = BACKWARD_TILES if backward else FORWARD_TILES
+    return [
+        Candidate(hdim, tile, backward)
+        for hdim in hdims
+        for tile in dict.fromkeys([*kept_tiles(csrc, hdim, backward), *(asked or listed[hdim])])
+    ]
+
+
+def compile_candidate(candidate: Candidate, folder: Path, arch: str, csrc: Path) -> str:
+    """Compiles one candidate; returns what to say about it."""
+    library = candidate.library(folder)
+    source = library.with_suffix(".cu")
+    source.write_text(candidate.source(arch))
+    command = [str(cuda_home() / "bin/nvcc"), "-shared", *NVCC_FLAGS, f"-gencode=arch=compute_{arch},code=sm_{arch}"]
+    command += ["-cudart=shared", f"-I{csrc}", f"-I{cutlass_include_dir()}", str(source), "-o", str(library)]
+    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    library.with_suffix(".ptxas.txt").write_text(result.stdout)
+    if result.returncode:
+        errors = [line for line in result.stdout.splitlines() if "error" in line] or [result.stdout[-500:]]
+        return f"d{candidate.hdim} {candidate.name}: does not compile: {errors[0]}"
+    return f"d{candidate.hdim} {candidate.name}: {'; '.join(registers_and_spills(result.stdout, arch))}"
+
+
+def registers_and_spills(report: str, arch: str) -> list[str]:
+    """One phrase for each attention kernel in the output of ptxas -v."""
+    found = []
+    rows = parse(report)
+    for row, name in zip(rows, readable([row["kernel"] for row in rows]), strict=True):
+        text = f"{row['registers']} registers, {row['spill_bytes']} bytes spilled"
+        kernel = backward_kernel(name, arch) or {}
+        if "mode" in kernel:
+            text = f"{kernel['mode']}, {'causal' if kernel['causal'] else 'full'}: {text}"
+        if "mode" in kernel or "flash_bwd" not in name:  # not what never runs, nor before and after the backward
+            found.append(text)
+    return sorted(found)
+
+
+class Tuned(Rival):
+    """A compiled candidate."""
+
+    def __init__(self, candidate: Candidate, folder: Path, label: str, deterministic: bool) -> None:
+        self.name = label
+        self.backward = candidate.backward
+        self.deterministic = deterministic
+        self.library = ctypes.CDLL(str(candidate.library(folder)))
+
+    def bind(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
+        batch, seqlen, nheads, headdim = q.shape
+        sizes = (batch, seqlen, nheads, headdim, int(causal))
+        if not self.backward:
+            out, lse = torch.full_like(q, float("nan")), q.new_empty((batch, nheads, seqlen), dtype=torch.float32)
+            return partial(self.run, [q, k, v, out, lse], sizes, [out])
+        inputs = (x.transpose(1, 2) for x in (q, k, v))
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(*inputs, 0.0, causal)
+        rows = batch * nheads * (-(-seqlen // ROWS_ROUNDED) * ROWS_ROUNDED)
+        gradients = [torch.full_like(x, float("nan")) for x in (q, k, v)]
+        delta, lse_padded = (q.new_empty(rows, dtype=torch.float32) for _ in range(2))
+        large_rows = q.new_empty(rows, dtype=torch.int32)  # more than enough, as the turns
+        dq_accum = q.new_empty(rows * headdim, dtype=torch.float32)
+        turn = q.new_empty(rows + 1, dtype=torch.int32) if self.deterministic else None  # and a ticket
+        tensors = [q, k, v, out.transpose(1, 2).contiguous(), lse, upstream_gradient(q), *gradients]
+        return partial(self.run, [*tensors, delta, lse_padded, large_rows, dq_accum, turn], sizes, gradients)
+
+    def run(self, tensors: list[Tensor | None], sizes: tuple[int, ...], outputs: list[Tensor]) -> list[Tensor]:
+        pointers = [ctypes.c_void_p(x.data_ptr() if x is not None else None) for x in tensors]
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        if self.library.tune_run(*pointers, *sizes, stream) != 0:
+            raise RuntimeError(f"{self.name} does not run")
+        return outputs
+
+    def outputs(self, result: Any) -> tuple[Tensor, ...]:
+        return tuple(result)
+
+
+def agrees(tuned: Tuned, call: Call, flash: Rival, flash_call: Call) -> bool:
+    try:
+        check_agreement([tuned, flash], {tuned: call, flash: flash_call})
+    except RuntimeError as error:
+        print(f"left out: {error}")
+        return False
+    return True
+
+
+def run_candidates(
+    candidates: list[Candidate], folders: list[Path], seqlens: list[int], deterministic: bool
+) -> list[list[Any]]:
+    """[head dim, length, causal, name, TFLOP/s, ratio to FLASH_ATTENTION] of each, best first at each shape."""
+    rows = []
+    backward = candidates[0].backward
+    flash = (BACKWARD_RIVALS if backward else RIVALS)[RIVAL]
+    for hdim in dict.fromkeys(candidate.hdim for candidate in candidates):
+        tuned = [
+            Tuned(c, folder, f"{folder.name}/{c.name}" if len(folders) > 1 else c.name, deterministic)
+            for folder in folders
+            for c in candidates
+            if c.hdim == hdim and c.library(folder).exists()
+        ]
         for seqlen in seqlens:
-            batch, heads = 16384 // seqlen, 2048 // hdim
-            q, k, v = (torch.randn(batch, seqlen, heads, hdim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-            lse = torch.empty(batch, heads, seqlen, device="cuda")
+            shape = (TOKENS // seqlen, seqlen, COLUMNS // hdim, hdim)
+            q, k, v = (torch.randn(shape, device="cuda").to(torch.bfloat16) for _ in range(3))
             for causal in (False, True):
-                flop = 4 * batch * heads * seqlen * seqlen * hdim * (0.5 if causal else 1.0)
-
-                def flash(causal: bool = causal) -> torch.Tensor:
-                    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-                        return F.scaled_dot_product_attention(
-                            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=causal
-                        ).transpose(1, 2)
-
-                expected = flash()
-                runs = {"PyTorch FLASH": flash}
-                for name, library in libraries.items():
-                    for i, tile in enumerate(CANDIDATES[hdim]):
-                        out = torch.full_like(q, float("nan"))
-
-                        def ours(library=library, i=i, out=out, causal=causal):  # type: ignore[no-untyped-def]
-                            pointers = [ctypes.c_void_p(t.data_ptr()) for t in (q, k, v, out, lse)]
-                            stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-                            return library.tune_run(i, *pointers, batch, seqlen, heads, hdim, int(causal), stream)
-
-                        if ours():
-                            continue
-                        torch.cuda.synchronize()
-                        error = (out.float() - expected.float()).abs().max().item()
-                        if not error < 0.05:
-                            print("WRONG", name, hdim, tile, seqlen, causal, error)
-                            continue
-                        runs[f"{name} {'x'.join(map(str, tile))}"] = ours
-                times: dict[str, list[float]] = {run: [] for run in runs}
-                for _ in range(2):
-                    for run, function in runs.items():
-                        times[run].append(do_bench(function, warmup=5, rep=30, return_mode="median"))
-                base = min(times["PyTorch FLASH"])
-                for run, found in sorted(times.items(), key=lambda item: min(item[1])):
-                    rows.append([hdim, seqlen, causal, run, flop / min(found) / 1e9, base / min(found)])
-        print(tabulate(rows, headers=["d", "S", "causal", "candidate", "TFLOP/s", "ratio"], floatfmt=".2f"), flush=True)
+                flops = attention_flops(shape[0], shape[2], seqlen, seqlen, hdim, causal)
+                flops *= BACKWARD_WORK if backward else 1.0
+                calls: dict[Rival, Call] = {flash: flash.bind(q, k, v, causal)}
+                for contender in tuned:
+                    call = contender.bind(q, k, v, causal)
+                    if agrees(contender, call, flash, calls[flash]):
+                        calls[contender] = call
+                timings = interleave(calls, time_cuda, rounds=2, rep_ms=30.0 * (BACKWARD_WORK if backward else 1.0))
+                found: list[list[Any]] = [
+                    [hdim, seqlen, causal, name, flops / timing.ms / 1e9, ratio(timing, timings[RIVAL])]
+                    for name, timing in timings.items()
+                ]
+                rows += sorted(found, key=lambda row: -row[-1])
+    return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=["compile", "run"])
     parser.add_argument("folders", type=Path, nargs="+")
+    parser.add_argument("--backward", action="store_true")
+    parser.add_argument("--deterministic", action="store_true", help="time the backward's deterministic variant")
     parser.add_argument("--arch", default="90a")
-    parser.add_argument("--csrc", type=Path, default=ROOT / "csrc")
+    parser.add_argument("--csrc", type=Path, default=CSRC)
     parser.add_argument("--seqlens", type=int, nargs="+", default=[1024, 4096])
-    parser.add_argument("--hdims", type=int, nargs="+", default=list(CANDIDATES))
+    parser.add_argument("--hdims", type=int, nargs="+", default=sorted(FORWARD_TILES))
+    parser.add_argument("--tiles", nargs="+", help="such as 64x64x4x2, in place of the listed ones")
     arguments = parser.parse_args()
+    asked = [tuple(map(int, tile.split("x"))) for tile in arguments.tiles or ()]
+    candidates = choose(arguments.csrc, arguments.hdims, arguments.backward, asked)
     if arguments.action == "compile":
-        compile_candidates(arguments.folders[0], arguments.arch, arguments.csrc, arguments.hdims)
+        folder = arguments.folders[0].resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        build = partial(compile_candidate, folder=folder, arch=arguments.arch, csrc=arguments.csrc.resolve())
+        with concurrent.futures.ThreadPoolExecutor(max_jobs()) as pool:
+            for line in pool.map(build, reversed(candidates)):  # large head dims take longest
+                print(line, flush=True)
     else:
-        run_candidates(arguments.folders, arguments.seqlens, arguments.hdims)
+        folders = [folder.resolve() for folder in arguments.folders]
+        for hdim in arguments.hdims:
+            of_hdim = [candidate for candidate in candidates if candidate.hdim == hdim]
+            rows = run_candidates(of_hdim, folders, arguments.seqlens, arguments.deterministic)
+            headers = ["d", "S", "causal", "candidate", "TFLOP/s", "ratio"]
+            print(tabulate(rows, headers=headers, floatfmt=".2f"), flush=True)
 
 
 if __name__ == "__main__":

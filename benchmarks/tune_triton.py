@@ -1,4 +1,5 @@
-"""Checks and times explicit configurations of the Triton forward kernel on a GPU.
+"""Checks and times explicit configurations of the Triton forward kernel on a GPU; tune_triton_backward.py does so for
+the backward kernels.
 
 Run it as `python benchmarks/tune_triton.py`; only torch and Triton are needed, not the compiled extension. It prints
 errors against float64 first, then one table per problem, best configuration first, each timed against PyTorch's
@@ -38,14 +39,14 @@ CHECKS = [
 ]
 
 
-def import_backend() -> tuple[Any, Any]:
+def import_backend(launcher: str = "launch") -> tuple[Any, Any]:
     """The backend's launcher and configurations, without running the package's __init__ (it needs the extension)."""
     for name in ("flash_attn_mini", "flash_attn_mini.backends"):
         stub = types.ModuleType(name)
         stub.__path__ = [str(ROOT / name.replace(".", "/"))]
         sys.modules.setdefault(name, stub)
     base = "flash_attn_mini.backends.triton"
-    return importlib.import_module(f"{base}.launch"), importlib.import_module(f"{base}.configs")
+    return importlib.import_module(f"{base}.{launcher}"), importlib.import_module(f"{base}.configs")
 
 
 def listed_configs(tile: Callable[..., Any], head_dim: int) -> list[Any]:
@@ -137,7 +138,9 @@ def check(launch: Any, configs: Any) -> bool:
             expected, expected_lse = attention_in(torch.float64, q, k, v, causal)
             rival = (attention_in(dtype, q, k, v, causal)[0].double() - expected).abs().max().item()
             case = f"{str(dtype)[6:]} d{head_dim} {seqlen_q}x{seqlen_k} h{nheads}/{nheads_k} causal={causal}"
-            for config in configs.candidates(launch.head_dim_block(head_dim), 2, launch.has_tma(q.device), limit):
+            for config in configs.FORWARD.candidates(
+                launch.head_dim_block(head_dim), 2, launch.has_tma(q.device), limit
+            ):
                 out = torch.full_like(q, math.nan)
                 lse = torch.full((2, nheads, seqlen_q), math.nan, device="cuda")
                 try:
@@ -205,13 +208,23 @@ def time_problem(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    chooser = argparse.ArgumentParser(add_help=False)
+    chooser.add_argument("--direction", choices=("forward", "backward"), default="forward")
+    chosen, rest = chooser.parse_known_args()
+    if chosen.direction == "backward":
+        import tune_triton_backward
+
+        return tune_triton_backward.main(rest)
+
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, parents=[chooser]
+    )
     parser.add_argument("--seconds", type=float, default=420.0, help="stop starting measurements after this long")
     parser.add_argument("--head-dims", type=int, nargs="+", default=[128, 64, 256])
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 16384])
     parser.add_argument("--top", type=int, default=20, help="rows to print per table")
     parser.add_argument("--skip-check", action="store_true")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(rest)
     if not torch.cuda.is_available():
         print("tune_triton: no GPU here", file=sys.stderr)
         return 2

@@ -1,4 +1,5 @@
 """How far from the truth a result may be: twice as far as PyTorch's own computation in the same dtype, and a floor.
+A gradient: three times as far.
 
 The truth is `flash_attn_mini.reference` in float64 on the very inputs that the backend got. Nothing here is a tolerance
 that somebody found convenient: where PyTorch is precise, the backend has to be.
@@ -7,7 +8,9 @@ that somebody found convenient: where PyTorch is precise, the backend has to be.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +18,7 @@ from torch import Tensor
 from flash_attn_mini.reference import attention_reference, visible_keys
 
 TIMES_PYTORCH = 2.0
+TIMES_PYTORCH_GRADIENT = 3.0
 FLOOR = {torch.float16: 1e-5, torch.bfloat16: 1e-5, torch.float32: 1e-5, torch.float64: 1e-12}
 
 
@@ -32,11 +36,14 @@ def pytorch_attention(
     k, v = (x.repeat_interleave(nheads // nheads_k, dim=1) for x in (k, v))
     scores = (q * scale) @ k.transpose(-1, -2)
     visible = visible_keys(seqlen_q, seqlen_k, causal=causal, device=q.device)
-    scores = scores.masked_fill(~visible, -math.inf)
-    no_key = ~visible.any(dim=-1)[:, None]
-    out = (torch.softmax(scores, dim=-1).masked_fill(no_key, 0.0) @ v).transpose(1, 2)
+    no_key = ~visible.any(dim=-1)
+    # Rows without keys get finite scores and lose their results afterwards: no NaN is differentiated.
+    scores = scores.masked_fill(~visible, -math.inf).masked_fill(no_key[:, None], 0.0)
+    out = (torch.softmax(scores, dim=-1).masked_fill(no_key[:, None], 0.0) @ v).transpose(1, 2)
     wide = scores if scores.dtype == torch.float64 else scores.float()
-    return out, torch.logsumexp(wide, dim=-1) if seqlen_k else wide.new_full(wide.shape[:-1], -math.inf)
+    if seqlen_k == 0:
+        return out, wide.new_full(wide.shape[:-1], -math.inf)
+    return out, torch.logsumexp(wide, dim=-1).masked_fill(no_key, -math.inf)
 
 
 @dataclass(frozen=True)
@@ -50,6 +57,7 @@ class Accuracy:
     index: tuple[int, ...]
     got: float
     expected: float
+    times: float
 
     @property
     def passed(self) -> bool:
@@ -57,16 +65,18 @@ class Accuracy:
 
     def __str__(self) -> str:
         return (
-            f"{self.what}: error {self.error:.3e}, bound {self.bound:.3e} ({TIMES_PYTORCH:g} x "
+            f"{self.what}: error {self.error:.3e}, bound {self.bound:.3e} ({self.times:g} x "
             f"{self.pytorch_error:.3e} of PyTorch in the same dtype + floor), worst at {self.index}: "
             f"got {self.got:.9g}, expected {self.expected:.9g}"
         )
 
 
-def accuracy(what: str, got: Tensor, expected: Tensor, pytorch: Tensor, floor: float) -> Accuracy:
+def accuracy(
+    what: str, got: Tensor, expected: Tensor, pytorch: Tensor, floor: float, times: float = TIMES_PYTORCH
+) -> Accuracy:
     """Compare `got` with `expected` (float64) beside `pytorch`, all of one shape. Equal infinities are no error."""
     if expected.numel() == 0:
-        return Accuracy(what, 0.0, floor, 0.0, (), math.nan, math.nan)
+        return Accuracy(what, 0.0, floor, 0.0, (), math.nan, math.nan, times)
 
     def errors(x: Tensor) -> Tensor:
         x = x.to(expected.dtype)
@@ -79,11 +89,12 @@ def accuracy(what: str, got: Tensor, expected: Tensor, pytorch: Tensor, floor: f
     return Accuracy(
         what,
         error.flatten()[worst].item(),
-        TIMES_PYTORCH * pytorch_error + floor,
+        times * pytorch_error + floor,
         pytorch_error,
         index,
         got[index].item(),
         expected[index].item(),
+        times,
     )
 
 
@@ -146,3 +157,87 @@ def assert_forward_accurate(
     assert not failed, "\n  ".join(failed) + shown
     no_key = (lse == -math.inf).transpose(1, 2)[..., None]
     assert not (out.masked_fill(~no_key, 0.0) != 0.0).any(), f"a row without keys has an out other than 0{shown}"
+
+
+# ---- gradients ----------------------------------------------------------------------------------------------------
+
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+def differentiate(
+    attention: Callable[..., tuple[Tensor, Tensor]],
+    inputs: tuple[Tensor, ...],
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv of ``attention(q, k, v, **options) -> (out, lse)`` by autograd; None for an unused out or lse."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    with torch.enable_grad():
+        results = attention(*leaves, **options)
+    used = [  # without keys the lse is a constant
+        (x, dx.to(x.dtype)) for x, dx in zip(results, (dout, dlse), strict=True) if dx is not None and x.requires_grad
+    ]
+    outputs, arriving = zip(*used, strict=True)
+    return torch.autograd.grad(outputs, leaves, arriving, allow_unused=True, materialize_grads=True)
+
+
+def gradients_accuracy(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor | None,
+    gradients: Gradients,
+    *,
+    dlse: Tensor | None = None,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+) -> list[Accuracy]:
+    """The accuracy of a backward's dq, dk and dv; None for one that was not asked for."""
+    options = {"causal": causal, "softmax_scale": softmax_scale}
+    inputs = (q, k, v)
+    expected = differentiate(attention_reference, tuple(x.double() for x in inputs), dout, dlse, **options)
+    pytorch = differentiate(pytorch_attention, inputs, dout, dlse, **options)
+    if q.dtype == torch.float16 and not all(x.isfinite().all() for x in pytorch):
+        # Intermediate results beyond float16: PyTorch's float32 stands in, rounded at the end.
+        wide = differentiate(pytorch_attention, tuple(x.float() for x in inputs), dout, dlse, **options)
+        pytorch = (wide[0].to(q.dtype), wide[1].to(q.dtype), wide[2].to(q.dtype))
+    floor = FLOOR[q.dtype]
+    if q.dtype == torch.float64:
+        # The reference has float64's rounding too: that of dP - delta, times the factors that follow.
+        floor *= math.prod(max(1.0, x.abs().max().item()) if x.numel() else 1.0 for x in inputs)
+    return [
+        accuracy(f"d{name}", got, truth, theirs, floor, TIMES_PYTORCH_GRADIENT)
+        for name, got, truth, theirs in zip("qkv", gradients, expected, pytorch, strict=True)
+        if got is not None
+    ]
+
+
+def assert_gradients_accurate(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor | None,
+    gradients: Gradients,
+    *,
+    case: str,
+    dlse: Tensor | None = None,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+) -> None:
+    """Fail with the case, the error, the bound and the worst index unless dq, dk and dv are what they should be.
+
+    `case` names the case, its shape and the seed: whatever it takes to run it again.
+    """
+    shown = f"\n  case {case}"
+    for name, got, like in zip(("dq", "dk", "dv"), gradients, (q, k, v), strict=True):
+        if got is not None:
+            assert got.shape == like.shape, f"{name} has shape {list(got.shape)}, not {list(like.shape)}{shown}"
+            assert got.dtype == like.dtype, f"{name} has dtype {got.dtype}, not {like.dtype}{shown}"
+            assert got.device == like.device, f"{name} is on {got.device}, not {like.device}{shown}"
+    results = gradients_accuracy(q, k, v, dout, gradients, dlse=dlse, causal=causal, softmax_scale=softmax_scale)
+    failed = [str(r) for r in results if not r.passed]
+    assert not failed, "\n  ".join(failed) + shown
+    no_key = ~visible_keys(q.shape[1], k.shape[1], causal=causal, device=q.device).any(dim=-1)
+    if gradients[0] is not None:
+        assert not (gradients[0][:, no_key] != 0).any(), f"a row without keys has a dq other than 0{shown}"

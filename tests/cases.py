@@ -1,4 +1,4 @@
-"""The curated list of forward cases: one shape, layout or set of values per reason to fail.
+"""The curated list of cases: one shape, layout or set of values per reason to fail, forward or backward.
 
 It feeds the tests of every backend and the benchmarks. Each case says why it is there; a new one needs a new reason.
 """
@@ -190,7 +190,8 @@ def _draw(case: Case, generator: torch.Generator, dtype: torch.dtype) -> tuple[T
         q, k = _planted(case, generator, dtype)
         magnitude = 1e4 if case.values == "all_1e4" else math.sqrt(1e4 / math.sqrt(case.headdim))
         q, k = q * magnitude, k * magnitude
-        v = v if case.values == "scores_1e4" else _signs(shape_k, generator, dtype) * 1e4
+        # Multiples of 1/64, and signs: with a dout of signs (make_dout) their sums are exact in whatever order.
+        v = (v * 64).round() / 64 if case.values == "scores_1e4" else _signs(shape_k, generator, dtype) * 1e4
     else:
         assert case.values == "normal", case.values
     return q, k, v
@@ -222,9 +223,39 @@ def make_inputs(case: Case, dtype: torch.dtype, device: str, seed: int) -> tuple
         (case.batch, case.seqlen_k, case.nheads_k, case.headdim),
     )
     for tensor, value in zip(tensors, values, strict=True):
-        stored = tensor  # expanded layouts store one batch or one head
-        for dim in (0, 2):
-            if case.layout.startswith("expanded") and tensor.shape[dim] > 1 and tensor.stride(dim) == 0:
-                stored, value = stored.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
-        stored.copy_(value)
+        _store(tensor, value)
     return tensors
+
+
+def _store(tensor: Tensor, value: Tensor) -> None:
+    for dim in (0, 2):  # expanded layouts store one batch or one head
+        if tensor.shape[dim] > 1 and tensor.stride(dim) == 0:
+            tensor, value = tensor.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
+    tensor.copy_(value)
+
+
+def make_dout(case: Case, dtype: torch.dtype, device: str, seed: int) -> Tensor:
+    """The gradient that arrives at out, laid out as q is, in a buffer of its own, poisoned like the inputs' buffers.
+
+    Where one key takes all of the softmax, dP - delta is 0: two equal sums, taken in different orders. There dout is
+    +-1, so that both are exact, as PyTorch's gradient is, which subtracts one such sum from itself.
+    """
+    generator = torch.Generator().manual_seed(seed + 1)
+    shape_q = (case.batch, case.seqlen_q, case.nheads, case.headdim)
+    shape_k = (case.batch, case.seqlen_k, case.nheads_k, case.headdim)
+    dout = LAYOUTS[case.layout](lambda shape: poisoned(shape, dtype, device, case.poison), shape_q, shape_k)[0]
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    if case.values in ("scores_1e4", "all_1e4"):
+        _store(dout, _signs(shape_q, generator, wide))
+    else:
+        _store(dout, torch.randn(shape_q, generator=generator, dtype=wide))
+    return dout
+
+
+def make_dlse(case: Case, dtype: torch.dtype, device: str, seed: int) -> Tensor:
+    """The gradient that arrives at softmax_lse, [batch, nheads, seqlen_q], in a poisoned buffer."""
+    generator = torch.Generator().manual_seed(seed + 2)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    dlse = poisoned((case.batch, case.nheads, case.seqlen_q), wide, device, case.poison)
+    dlse.copy_(torch.randn(dlse.shape, generator=generator, dtype=wide))
+    return dlse

@@ -1,4 +1,4 @@
-"""Runs the small forward cases on the cuda backend, without pytest: what `make sanitize` puts under compute-sanitizer.
+"""Runs the small cases, forward and backward, on the cuda backend, without pytest: for `make sanitize`.
 
 Every small case under memcheck; racecheck is slow, so `--per-headdim` keeps a few for each head dim:
 
@@ -15,7 +15,7 @@ import time
 import torch
 
 from flash_attn_mini import flash_attn_func
-from tests.cases import SMALL_FORWARD_CASES, Case, make_inputs
+from tests.cases import SMALL_FORWARD_CASES, Case, make_dlse, make_dout, make_inputs
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -38,11 +38,26 @@ def choose(headdims: list[int], per_headdim: int | None) -> list[Case]:
 
 
 def run(case: Case, dtype: torch.dtype) -> None:
-    q, k, v = make_inputs(case, dtype, "cuda", seed=0)
-    out = flash_attn_func(q, k, v, softmax_scale=case.softmax_scale, causal=case.causal, backend="cuda")
-    assert isinstance(out, torch.Tensor)
-    if not bool(out.isfinite().all()):
-        raise SystemExit(f"{case.name}, {dtype}: the output is not finite; {case.shape}")
+    """The forward, and both kinds of backward: dq summed as it comes, and in order."""
+    q, k, v = (x.requires_grad_() for x in make_inputs(case, dtype, "cuda", seed=0))
+    dout, dlse = make_dout(case, dtype, "cuda", seed=0), make_dlse(case, dtype, "cuda", seed=0)
+    for deterministic in (False, True):
+        out, lse, _ = flash_attn_func(
+            q,
+            k,
+            v,
+            softmax_scale=case.softmax_scale,
+            causal=case.causal,
+            deterministic=deterministic,
+            return_attn_probs=True,
+            backend="cuda",
+        )
+        results = {"out": out}
+        gradients = torch.autograd.grad((out, lse), (q, k, v), (dout, dlse))
+        results.update(zip(("dq", "dk", "dv"), gradients, strict=True))
+        for name, result in results.items():
+            if not bool(result.isfinite().all()):
+                raise SystemExit(f"{case.name}, {dtype}: {name} is not finite; {case.shape}")
 
 
 def run_minimal() -> None:

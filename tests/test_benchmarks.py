@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
+import itertools
 import json
+import math
+import re
+import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,17 +19,24 @@ import torch
 
 from benchmarks import (
     accuracy,
+    bench_backward,
     bench_build,
+    bench_cpu,
     bench_forward,
+    bench_memory,
     bench_overhead,
     kernel_resources,
     methods,
     provenance,
     report,
     run_all,
+    speed,
     tables,
+    tune_sm80,
 )
-from benchmarks.rivals import RIVALS, select
+from benchmarks.backward_rivals import BACKWARD_RIVALS, upstream_gradient
+from benchmarks.rivals import RIVALS, Call, Rival, select
+from build_tools.selection import ALL_HDIMS
 
 
 @pytest.fixture
@@ -65,15 +79,34 @@ def test_hash_follows_files_that_come_and_go(project: Path) -> None:
     assert provenance.hash_sources(GLOBS, project) == before
 
 
+def test_hash_follows_what_a_cuda_source_includes(project: Path) -> None:
+    kernel = project / "csrc" / "kernel.cu"
+    kernel.write_text('#include "step.h"\nint tile() { return 64; }\n')
+    step = project / "csrc" / "step.h"
+    step.write_text("int step();\n")
+    before = provenance.hash_sources(["csrc/*.cu"], project)
+    step.write_text("int step(int);\n")
+    assert provenance.hash_sources(["csrc/*.cu"], project) != before
+
+
+def test_forward_results_outlive_edits_of_the_backward_kernel_and_the_other_way_round() -> None:
+    forward = set(provenance.find_sources(provenance.SOURCES_OF_BACKEND["cuda"]))
+    backward = set(provenance.find_sources(provenance.BACKWARD_SOURCES_OF_BACKEND["cuda"]))
+    sm80 = provenance.ROOT / "csrc" / "sm80"
+    assert {sm80 / "mainloop_fwd.h", sm80 / "tile_sizes.h"} <= forward - backward
+    assert {sm80 / "mainloop_bwd.h", sm80 / "tile_sizes_bwd.h"} <= backward - forward
+    assert {sm80 / "copy.h", provenance.ROOT / "csrc" / "flash.h"} <= forward & backward
+    assert set(sm80.glob("*.h")) | set(sm80.glob("*.cu")) <= forward | backward
+
+
 def test_comment_marks_inside_strings_are_code() -> None:
     assert provenance.normalise('char *url = "a//b"; // x', ".cu") == 'char*url="a//b";'
     assert provenance.normalise("int a = b /* c\n d */ / e;", ".cpp") == "inta=b/e;"
 
 
 def test_every_source_glob_of_the_benchmarks_finds_files() -> None:
-    for name, globs in provenance.SOURCES_OF_BACKEND.items():
-        assert provenance.find_sources(globs), name
-    for group in (provenance.HOST, provenance.MINIMAL, provenance.METHOD):
+    backends = (*provenance.SOURCES_OF_BACKEND.values(), *provenance.BACKWARD_SOURCES_OF_BACKEND.values())
+    for group in (*backends, provenance.HOST, provenance.MINIMAL, provenance.METHOD):
         for pattern in group:
             assert provenance.find_sources([pattern]), pattern
 
@@ -136,9 +169,78 @@ def test_grid_of_the_figures_holds_16384_tokens_and_2048_columns() -> None:
     assert all(point.batch * point.seqlen == 16384 and point.nheads * point.headdim == 2048 for point in points)
 
 
+def test_grids_of_the_backward_hold_the_shapes_of_the_figures() -> None:
+    points = bench_backward.GRIDS["perf"].points(quick=False)
+    assert {(p.headdim, p.causal, p.seqlen) for p in points} == {
+        (d, causal, s) for d in (64, 128, 256) for causal in (False, True) for s in (1024, 2048, 4096, 8192, 16384)
+    }
+    assert all(p.batch * p.seqlen == 16384 and p.nheads * p.headdim == 2048 for p in points)
+    assert all(p.nheads_k == p.nheads for p in points)
+    assert {(p.nheads, p.nheads_k) for p in bench_backward.GRIDS["gqa"].points(quick=False)} == {(32, 8), (32, 1)}
+    triton = bench_backward.GRIDS["triton"].points(quick=False)
+    assert {(p.batch, p.nheads, p.seqlen) for p in triton} == {(4, 8, s) for s in (4096, 8192, 16384)}
+
+
+def test_every_grid_names_known_contenders() -> None:
+    for direction, grids in (
+        (bench_forward.FORWARD, bench_forward.GRIDS),
+        (bench_backward.BACKWARD, bench_backward.GRIDS),
+    ):
+        for grid in grids.values():
+            select([*grid.backends, *grid.rivals], direction.rivals)
+    select([*bench_memory.CONTENDERS], RIVALS)
+    select([*bench_memory.BACKWARD_CONTENDERS], BACKWARD_RIVALS)
+
+
 def test_unknown_rival_names_the_known_ones() -> None:
     with pytest.raises(ValueError, match="known: cuda, triton, cpu, FLASH_ATTENTION, cuDNN, MATH, SDPA"):
         select(["fa9"])
+
+
+@pytest.mark.parametrize("name", ["cpu", "SDPA"])
+def test_backward_rivals_return_the_gradients_of_autograd(name: str) -> None:
+    q, k, v = (torch.randn(2, 24, 3, 16, dtype=torch.float64) for _ in range(3))
+    rival = BACKWARD_RIVALS[name]
+    with rival.active():
+        got = rival.outputs(rival.bind(q, k, v, True)())
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    q_, k_, v_ = (x.transpose(1, 2) for x in leaves)
+    scores = (q_ @ k_.transpose(-1, -2) / 4).masked_fill(torch.ones(24, 24).triu(1).bool(), -torch.inf)
+    expected = torch.autograd.grad((scores.softmax(-1) @ v_).transpose(1, 2), leaves, upstream_gradient(q))
+    for gradient, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(gradient, other, rtol=1e-6, atol=1e-8)
+
+
+class Fake(Rival):
+    """Returns q, scaled."""
+
+    def __init__(self, name: str, factor: float = 1.0, baseline: str | None = None) -> None:
+        self.name, self.factor, self.baseline = name, factor, baseline
+
+    def bind(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Call:
+        return partial(torch.mul, q, self.factor)
+
+
+def test_contenders_that_disagree_are_no_figure() -> None:
+    x = torch.randn(1, 8, 2, 16)
+    exact, close, wrong, broken = Fake("a"), Fake("b", 1.01), Fake("c", 1.1), Fake("d", math.nan)
+    calls = {rival: rival.bind(x, x, x, False) for rival in (exact, close, wrong, broken)}
+    speed.check_agreement([close, exact], calls)
+    for rival in (wrong, broken):
+        with pytest.raises(RuntimeError, match=f"{rival.name} and a disagree"):
+            speed.check_agreement([rival, exact], calls)
+
+
+def test_a_wrong_rival_is_left_out_and_a_wrong_result_of_ours_ends_the_run() -> None:
+    grid = bench_forward.GRIDS["tiny"]
+    direction = speed.Direction(
+        "forward", {name: Fake(name, factor) for name, factor in zip("abc", (1, 1, 2), strict=True)}, 1.0, {}
+    )
+    row = speed.measure_point(direction, grid.points(False)[0], grid, ["a"], ["b", "c"], 1, 1.0)
+    assert list(row["ratio"]["a"]) == ["b"]
+    assert "c and b disagree" in row["unsupported"]["c"]
+    with pytest.raises(RuntimeError, match="c and b disagree"):
+        speed.measure_point(direction, grid.points(False)[0], grid, ["a", "c"], ["b"], 1, 1.0)
 
 
 def test_rivals_that_cannot_run_say_why() -> None:
@@ -168,20 +270,116 @@ def test_forward_benchmark_without_time_writes_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_overhead_benchmark_runs_on_cpu_tensors(tmp_path: Path) -> None:
-    bench_overhead.main(["--device", "cpu", "--backend", "cpu", "--quick", "--out-dir", str(tmp_path)])
-    rows = provenance.load(tmp_path / "overhead_cpu_quick.json")["data"]
+@pytest.mark.parametrize("ours", ["SDPA", "cpu"])
+def test_backward_benchmark_runs_end_to_end(ours: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bench_backward.main(["--grid", "tiny", "--backend", ours, "--rounds", "2", "--out-dir", str(tmp_path)])
+    result = provenance.load(tmp_path / f"backward_{ours}.json")
+    assert len(result["data"]) == len(bench_backward.GRIDS["tiny"].points(quick=False))
+    for row in result["data"]:
+        assert row["ratio"][ours]["SDPA"] > 0
+        flops = 2.5 * methods.attention_flops(1, 2, row["seqlen"], row["seqlen"], row["headdim"], row["causal"])
+        assert row["tflops"][ours] == pytest.approx(flops / row["ms"][ours] / 1e9, rel=1e-2)
+    assert "d16 causal" in capsys.readouterr().out
+    assert provenance.stale_results(tmp_path) == []
+
+
+def test_a_deterministic_backward_is_compared_with_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    slowness = {"cuda": 2.0, "cuda deterministic": 2.5, "FLASH_ATTENTION": 3.0}
+
+    def interleave(calls: dict[Rival, object], *_: object, **__: object) -> dict[str, methods.Timing]:
+        return {rival.name: methods.Timing([slowness[rival.name]]) for rival in calls}
+
+    monkeypatch.setattr(speed, "interleave", interleave)
+    rivals = {name: Fake(name, baseline=BACKWARD_RIVALS[name].baseline) for name in slowness}
+    direction = speed.Direction("backward", rivals, 2.5, {})
+    grid = bench_backward.GRIDS["tiny"]
+    ours = ["cuda", "cuda deterministic"]
+    row = speed.measure_point(direction, grid.points(False)[0], grid, ours, ["FLASH_ATTENTION"], 1, 1.0)
+    assert row["ratio"] == {"cuda": {"FLASH_ATTENTION": 1.5}, "cuda deterministic": {"cuda": 0.8}}
+    against_flash, against_other = tables.speed_tables([row])
+    assert "(cuda ÷ FLASH_ATTENTION, the median of the rounds' ratios)" in against_flash
+    assert "cuda deterministic against cuda: lowest 0.80" in against_other
+
+
+def test_tables_name_grouped_heads_and_no_others() -> None:
+    row = {"headdim": 128, "causal": True, "nheads": 32, "nheads_k": 8}
+    assert tables.kind_of(row) == "d128 causal, 32 heads on 8"
+    assert tables.kind_of(row | {"nheads_k": 32}) == "d128 causal"
+    assert tables.kind_of({"headdim": 64, "causal": False}) == "d64 full"
+
+
+def test_memory_tables_say_what_each_direction_may_take() -> None:
+    row = {"name": "cuda", "headdim": 64, "causal": True, "seqlen": 8, "extra_bytes": 1, "score_matrix_bytes": 3}
+    assert "the LSE's bytes" in tables.memory_tables([row | {"lse_bytes": 2}])[0]
+    assert "bytes of a float32 dQ and delta" in tables.memory_tables([row | {"dq_and_delta_bytes": 2}])[0]
+
+
+@pytest.mark.parametrize(("extra", "enough"), [(16 * 4096 * 4 * (1 + 128), True), (2 * 16 * 4096 * 4 * 128, False)])
+def test_memory_beyond_a_float_dq_and_delta_is_a_failure(
+    extra: int, enough: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_memory.cli, "require_gpu", lambda _: torch.device("cpu"))
+    monkeypatch.setattr(bench_memory, "extra_bytes", lambda *_: extra)
+    monkeypatch.setattr(bench_memory, "BACKWARD_RIVALS", {name: Fake(name) for name in ("cuda", "FLASH_ATTENTION")})
+    options = ["--backward", "--quick", "--backend", "FLASH_ATTENTION", "--backend", "cuda", "--out-dir", str(tmp_path)]
+    if enough:
+        bench_memory.main(options)
+    else:
+        with pytest.raises(SystemExit, match=r"more than the 33,816,576 bytes allowed: cuda \(full\): 67,108,864"):
+            bench_memory.main(options)
+    rows = provenance.load(tmp_path / "memory_backward_quick.json")["data"]
+    assert [row["dq_and_delta_bytes"] for row in rows] == [16 * 4096 * 4 * (1 + 128)] * 4
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_cpu_benchmark_runs_end_to_end(backward: bool, tmp_path: Path) -> None:
+    threads = torch.get_num_threads()
+    shapes = ["--threads", "1", "--headdims", "16", "--seqlens", "32", "--nheads", "2", "--rounds", "2"]
+    bench_cpu.main([*shapes, *["--backward"] * backward, "--out-dir", str(tmp_path)])
+    torch.set_num_threads(threads)
+    name = "cpu_backward_float32" if backward else "cpu_float32"
+    result = provenance.load(tmp_path / f"{name}.json")
+    full, causal = result["data"]
+    work = 2.5 if backward else 1.0
+    assert full["GFLOP/s"] == pytest.approx(work * 4 * 2 * 32 * 32 * 16 / full["ms"] / 1e6, rel=0.2)
+    assert causal["ratio"] > 0
+    assert ("benchmarks/backward_rivals.py" in result["stamp"]["sources"]) is backward
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_overhead_benchmark_runs_on_cpu_tensors(backward: bool, tmp_path: Path) -> None:
+    options = ["--device", "cpu", "--backend", "cpu", "--quick", *["--backward"] * backward]
+    bench_overhead.main([*options, "--out-dir", str(tmp_path)])
+    name = "overhead_backward_cpu_quick" if backward else "overhead_cpu_quick"
+    rows = provenance.load(tmp_path / f"{name}.json")["data"]
     assert {row["name"] for row in rows} == {"cpu", "SDPA"}
     assert all(row["microseconds"] > 0 for row in rows)
 
 
-def test_accuracy_runs_over_the_cases(tmp_path: Path) -> None:
-    accuracy.main(["--backend", "cpu", "--quick", "--out-dir", str(tmp_path)])
+@pytest.mark.parametrize(("backward", "compared"), [(False, ["out", "lse"]), (True, ["dq", "dk", "dv"])])
+def test_accuracy_runs_over_the_cases(backward: bool, compared: list[str], tmp_path: Path) -> None:
+    accuracy.main(["--backend", "cpu", "--quick", *["--backward"] * backward, "--out-dir", str(tmp_path)])
     (path,) = tmp_path.glob("accuracy*.json")
+    assert ("backward" in path.name) is backward
     rows = provenance.load(path)["data"]
     assert [row["dtype"] for row in rows] == ["float16", "bfloat16", "float32", "float64"]
-    assert all(row["cases"] == row["all_cases"] for row in rows)
-    assert all(0 <= row["out_share"] <= 1 for row in rows)
+    for row in rows:
+        assert row["cases"] == row["all_cases"]
+        assert [key.removesuffix("_share") for key in row if key.endswith("_share")] == compared
+        assert 0 < accuracy.worst_share(row) <= 1
+    (table,) = tables.accuracy_tables(rows)
+    assert all(f"{name}: error ÷ allowed" in table for name in compared if name != "lse")
+
+
+def test_accuracy_above_the_bound_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(backend: str, dtype: torch.dtype, cases: list[object], *_: object) -> dict[str, object]:
+        row = {"backend": backend, "dtype": str(dtype), "cases": len(cases), "all_cases": len(cases)}
+        shares = {"dq_share": 0.5, "dk_share": math.inf if dtype == torch.float64 else 0.5, "dv_share": 0.5}
+        return row | shares | {"dq_case": "a", "dk_case": "b", "dv_case": "c"}
+
+    monkeypatch.setattr(accuracy, "measure", measure)
+    with pytest.raises(SystemExit, match=r"above the allowed error: cpu torch.float64$"):
+        accuracy.main(["--backend", "cpu", "--backward", "--quick", "--out-dir", str(tmp_path)])
 
 
 def test_build_times_keep_one_row_for_each_label(tmp_path: Path) -> None:
@@ -217,10 +415,83 @@ ptxas info    : Used 255 registers, used 1 barriers, 1024 bytes smem
     assert (first["static_smem_bytes"], second["static_smem_bytes"]) == (0, 1024)
 
 
+def cells_of(table: str) -> list[list[str]]:
+    """The cells of a Markdown table, without its headers."""
+    lines = [line for line in table.splitlines() if line.startswith("|")][2:]
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+
+
+def test_tables_of_resources_join_what_differs_in_dtype_alone() -> None:
+    name = "sm80::flash_fwd_kernel<sm80::Flash_fwd_kernel_traits<(DType){}, 64, sm80::Tile_sizes_fwd<64, true> >, true>"
+    row = {"arch": "sm_90a", "registers": 240, "spill_bytes": 0, "stack_bytes": 0, "static_smem_bytes": 0}
+    fp16 = row | {"object": "flash_fwd_hdim64_fp16_sm80", "kernel": name.format(0)}
+    bf16 = row | {"object": "flash_fwd_hdim64_bf16_sm80", "kernel": name.format(1)}
+    (table,) = tables.resource_tables([fp16, bf16, bf16 | {"registers": 241}])
+    short = "`flash_fwd_kernel<Flash_fwd_kernel_traits<64, Tile_sizes_fwd<64, true>>, true>`"
+    lines = [cells[:4] for cells in cells_of(table)]
+    assert lines == [[short, "fp16, bf16", "sm_90a", "240"], [short, "bf16", "sm_90a", "241"]]
+
+
+def ptxas_reports(folder: Path) -> list[Path]:
+    """Objects of the backward's kernels for two masks and two dtypes, with what ptxas said: causal kernels spill."""
+    paths = []
+    for (m, mask), (t, dtype) in itertools.product(enumerate(("full", "causal")), enumerate(("fp16", "bf16"))):
+        symbols = [f"flash_bwd_dot_do_oIN7cutlass{('6half_t', '10bfloat16_t')[t]}ELi32EEEv"]
+        for bulk in (0, 1):
+            tile = f"NS0_8Tile_bwdILi128ELi64ELi4ELi4ELi4ELi4ELi2ELi2ELb{bulk}ELi4ELb0ELb0EEE"
+            traits = f"INS0_23Flash_bwd_kernel_traitsILNS_5DTypeE{t}ELi32E{tile}Lb{bulk}EEE"
+            symbols += [f"flash_bwd_kernel{traits}Lb{m}ELNS0_8Bwd_modeE{mode}EEEv" for mode in range(3)]
+            symbols += [f"flash_bwd_convert_dq{traits}EEv"]
+        text = ""
+        for i, symbol in enumerate(symbols):
+            mangled = f"_ZN5flash4sm80{len(symbol.partition('I')[0])}{symbol}NS_16Flash_bwd_paramsE"
+            spilled = 4 * m if "flash_bwd_kernel" in symbol else 0
+            text += f"""\
+ptxas info    : Compiling entry function '{mangled}' for 'sm_90a'
+ptxas info    : Function properties for {mangled}
+    8 bytes stack frame, {spilled} bytes spill stores, {spilled} bytes spill loads
+ptxas info    : Used {100 + 10 * t + i} registers, used 1 barriers
+"""
+        paths.append(folder / f"flash_bwd_hdim32_{dtype}_{mask}_sm80-0123.o")
+        paths[-1].with_suffix(".ptxas.txt").write_text(text)
+    return paths
+
+
+@pytest.mark.skipif(shutil.which("c++filt") is None, reason="the names stay mangled")
+def test_resources_of_the_backward_say_mask_and_mode_and_leave_out_what_never_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel_resources.kernels, "build_kernels", lambda *_: ptxas_reports(tmp_path))
+    with pytest.raises(SystemExit, match=r"registers are spilled in flash_bwd_hdim32_fp16_causal_sm80 \(8 bytes\)"):
+        kernel_resources.main(["--out-dir", str(tmp_path)])
+    rows = provenance.load(tmp_path / "kernel_resources.json")["data"]
+    assert len(rows) == 4 * 5  # of each object 3 modes, a preprocessing and a conversion; not the 4 without bulk
+    others, backward = tables.resource_tables(rows)
+    assert [cells[:2] for cells in cells_of(others)] == [
+        ["`flash_bwd_dot_do_o<32>`", dtype] for dtype in ("fp16", "bf16")
+    ]
+    tile = "128x64x4x4x4x4x2x2x1x4x0x0"
+    assert cells_of(backward) == [
+        ["32", "full", tile, "sm_90a", "105 / 115", "106 / 116", "107 / 117", "108 / 118"],
+        ["32", "causal", tile, "sm_90a", "105 (8) / 115 (8)", "106 (8) / 116 (8)", "107 (8) / 117 (8)", "108 / 118"],
+    ]
+
+
+def test_modes_of_the_backward_are_those_of_the_kernel() -> None:
+    header = (tune_sm80.CSRC / "sm80" / "tile_sizes_bwd.h").read_text()
+    enumerators = re.search(r"enum class Bwd_mode \{(.*?)\}", header, re.DOTALL)
+    assert enumerators is not None
+    assert re.findall(r"^\s*(\w+),", enumerators[1], re.MULTILINE) == list(kernel_resources.BACKWARD_MODES)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU is told")
 def test_gpu_benchmarks_say_that_they_need_a_gpu() -> None:
     with pytest.raises(SystemExit, match="needs a CUDA GPU"):
         bench_forward.main(["--grid", "perf"])
+    with pytest.raises(SystemExit, match="bench_backward needs a CUDA GPU"):
+        bench_backward.main(["--grid", "gqa"])
+    with pytest.raises(SystemExit, match="bench_memory needs a CUDA GPU"):
+        bench_memory.main(["--backward"])
 
 
 def test_run_all_goes_on_after_a_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -234,6 +505,71 @@ def test_run_all_goes_on_after_a_failure(monkeypatch: pytest.MonkeyPatch, tmp_pa
     with pytest.raises(SystemExit, match="failed: "):
         run_all.main(["--out-dir", str(tmp_path)])
     assert len(seen) > 1
+
+
+def test_run_all_runs_what_was_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: list[str] = []
+
+    def run_step(step: run_all.Step, *_: object) -> bool:
+        seen.append(step.label)
+        return True
+
+    monkeypatch.setattr(run_all, "run_step", run_step)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    run_all.main(["--only", "backward", "--out-dir", str(tmp_path)])
+    assert seen[0] == "bench_backward --grid perf"
+    assert len(seen) > 1
+    assert all("backward" in label for label in seen)
+    with pytest.raises(SystemExit, match="no step contains 'sideways'"):
+        run_all.main(["--only", "sideways", "--out-dir", str(tmp_path)])
+
+
+def test_every_step_of_run_all_has_arguments_that_its_benchmark_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Parsed(Exception):
+        pass
+
+    parse_args = argparse.ArgumentParser.parse_args
+
+    def parse_and_stop(self: argparse.ArgumentParser, argv: list[str]) -> None:
+        parse_args(self, argv)
+        raise Parsed
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
+    for step in (*run_all.GPU_STEPS, *run_all.CPU_STEPS):
+        with pytest.raises(Parsed):
+            importlib.import_module(f"benchmarks.{step.module}").main([*step.arguments, "--seconds", "1"])
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_tuning_tries_the_kept_tiles_first(backward: bool) -> None:
+    candidates = tune_sm80.choose(tune_sm80.CSRC, list(ALL_HDIMS), backward, [])
+    for hdim in ALL_HDIMS:
+        kept = tune_sm80.kept_tiles(tune_sm80.CSRC, hdim, backward)
+        tiles = [candidate.tile for candidate in candidates if candidate.hdim == hdim]
+        assert kept
+        assert tiles[: len(kept)] == kept
+        assert len(tiles) == len(set(tiles)) > len(kept)
+    if backward:
+        header = (tune_sm80.CSRC / "sm80" / "tile_sizes_bwd.h").read_text()
+        kept_everywhere = [tune_sm80.kept_tiles(tune_sm80.CSRC, hdim, backward) for hdim in ALL_HDIMS]
+        assert sum(map(len, kept_everywhere)) == header.count(": Tile_bwd<")
+    tile = ", ".join(map(str, candidates[0].tile))
+    assert f"{'Tile_bwd' if backward else 'Tile_fwd'}<{tile}>" in candidates[0].source("90a")
+
+
+def test_tuning_gives_the_backward_every_scratch_that_it_has() -> None:
+    header = (tune_sm80.CSRC / "flash.h").read_text()
+    scratch = re.findall(r"\*(\w+) = nullptr;", header.partition("// Scratch of the CUDA kernels.")[2])
+    assert len(scratch) >= 4
+    source = tune_sm80.choose(tune_sm80.CSRC, [64], True, [])[0].source("90a")
+    assert [name for name in scratch if f"p.{name} = " not in source] == []
+
+
+def test_tuning_says_what_each_kernel_of_a_candidate_takes(tmp_path: Path) -> None:
+    report = ptxas_reports(tmp_path)[0].with_suffix(".ptxas.txt").read_text()
+    found = tune_sm80.registers_and_spills(report, "90a")
+    assert found[0] == "all, full: 105 registers, 0 bytes spilled"
+    assert [text.split(":")[0] for text in found] == ["all, full", "deterministic, full", "partial, full"]
 
 
 def saved_result(results: Path) -> None:

@@ -20,18 +20,23 @@ SCRIPT = """
 import sys
 import torch
 from flash_attn_mini import flash_attn_func
-from tests.bounds import assert_forward_accurate
-from tests.cases import SMALL_FORWARD_CASES, make_inputs
+from tests.bounds import assert_forward_accurate, assert_gradients_accurate
+from tests.cases import SMALL_FORWARD_CASES, make_dout, make_inputs
 
 level, seed = sys.argv[1], int(sys.argv[2])
 assert torch.backends.cpu.get_cpu_capability() == level
 torch.set_num_threads(1)
 for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
     for case in SMALL_FORWARD_CASES:
-        q, k, v = make_inputs(case, dtype, "cpu", seed)
+        described = f"{case} {case.shape} {dtype} {level} {seed}"
+        inputs = [x.requires_grad_() for x in make_inputs(case, dtype, "cpu", seed)]
+        dout = make_dout(case, dtype, "cpu", seed)
         options = {"causal": case.causal, "softmax_scale": case.softmax_scale}
-        out, lse, _ = flash_attn_func(q, k, v, return_attn_probs=True, backend="cpu", **options)
-        assert_forward_accurate(q, k, v, out, lse, case=f"{case} {case.shape} {dtype} {level} {seed}", **options)
+        out, lse, _ = flash_attn_func(*inputs, return_attn_probs=True, backend="cpu", **options)
+        gradients = torch.autograd.grad(out, inputs, dout)
+        with torch.no_grad():
+            assert_forward_accurate(*inputs, out, lse, case=described, **options)
+            assert_gradients_accurate(*inputs, dout, gradients, case=described, **options)
 print("checked", len(SMALL_FORWARD_CASES))
 """
 

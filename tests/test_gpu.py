@@ -9,8 +9,8 @@ from torch import Tensor
 from flash_attn_mini import flash_attn_func
 from flash_attn_mini.backends import BACKENDS
 
-from .bounds import assert_forward_accurate
-from .cases import FORWARD_CASES, make_inputs
+from .bounds import assert_forward_accurate, assert_gradients_accurate
+from .cases import FORWARD_CASES, make_dout, make_inputs
 from .conftest import HAS_GPU
 from .poison import memory_shortage
 
@@ -167,3 +167,224 @@ def test_cuda_and_triton_agree_with_each_other(seed: int) -> None:
     q, k, v = make_inputs(BY_NAME["long_causal"], torch.bfloat16, "cuda", seed)
     a, b = (flash_attn_func(q, k, v, causal=True, backend=name).float() for name in ("cuda", "triton"))
     torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+
+
+# ---- the backward -------------------------------------------------------------------------------------------------
+
+
+def gradients(
+    inputs: list[Tensor], dout: Tensor, backend: str, causal: bool = False, deterministic: bool = False
+) -> tuple[Tensor, ...]:
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    out = flash_attn_func(*leaves, causal=causal, deterministic=deterministic, backend=backend)
+    return torch.autograd.grad(out, leaves, dout)
+
+
+@each_gpu_backend
+def test_backward_runs_on_the_stream_of_its_forward(gpu_backend: str) -> None:
+    """Autograd runs a backward on the stream of the forward; the gradient arrives late on it."""
+    source = inputs(2, 512, 4, 64)
+    dout = torch.randn_like(source[0])
+    expected = gradients(source, dout, gpu_backend, deterministic=True)
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        late = torch.zeros_like(dout)
+        leaves = [x.detach().requires_grad_() for x in source]
+        out = flash_attn_func(*leaves, deterministic=True, backend=gpu_backend)
+        torch.cuda._sleep(200_000_000)  # about 0.1 s
+        late.copy_(dout)
+        got = torch.autograd.grad(out, leaves, late)
+        late.zero_()
+    side.synchronize()
+    for a, b in zip(got, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+@each_gpu_backend
+@pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "deterministic"])
+def test_backward_does_not_synchronize(deterministic: bool, gpu_backend: str) -> None:
+    qkv = inputs(2, 512, 4, 64)
+    dout = torch.randn_like(qkv[0])
+    gradients(qkv, dout, gpu_backend, deterministic=deterministic)
+    torch.cuda.synchronize()
+    busy = torch.cuda.Event()
+    torch.cuda._sleep(1_000_000_000)  # about 0.5 s
+    busy.record()
+    gradients(qkv, dout, gpu_backend, deterministic=deterministic)
+    assert not busy.query(), "the call waited for the GPU"
+    torch.cuda.synchronize()
+
+
+@each_gpu_backend
+@pytest.mark.skipif(not HAS_GPU or torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_backward_runs_on_the_device_of_q(gpu_backend: str) -> None:
+    source = inputs(2, 130, 4, 64)
+    dout = torch.randn_like(source[0])
+    expected = gradients(source, dout, gpu_backend, deterministic=True)
+    with torch.cuda.device(0):
+        got = gradients([x.to("cuda:1") for x in source], dout.to("cuda:1"), gpu_backend, deterministic=True)
+    for a, b in zip(got, expected, strict=True):
+        assert a.device == torch.device("cuda:1")
+        assert torch.equal(a.to(b.device), b)
+
+
+@each_gpu_backend
+@pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "deterministic"])
+@pytest.mark.parametrize(
+    "name", ["gqa_3_causal", "masked_rows", "decode", "layout_misaligned", "headdim_100", "no_keys"]
+)
+def test_cuda_graph_of_forward_and_backward_replays_with_new_inputs(
+    name: str, deterministic: bool, gpu_backend: str, seed: int, described_seed: str
+) -> None:
+    case, dtype = BY_NAME[name], torch.bfloat16
+    qkv = [x.detach().requires_grad_() for x in make_inputs(case, dtype, "cuda", seed)]
+    dout = make_dout(case, dtype, "cuda", seed)
+
+    def call() -> tuple[Tensor, ...]:
+        out = flash_attn_func(*qkv, causal=case.causal, deterministic=deterministic, backend=gpu_backend)
+        return torch.autograd.grad(out, qkv, dout)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call()
+    for change in range(1, 4):
+        with torch.no_grad():
+            for to, x in zip(qkv, make_inputs(case, dtype, "cuda", seed + change), strict=True):
+                to.copy_(x)
+            dout.copy_(make_dout(case, dtype, "cuda", seed + change))
+        graph.replay()
+        described = f"{name}, replay {change}, {gpu_backend}\n  {described_seed}"
+        tensors = [x.detach() for x in qkv]
+        assert_gradients_accurate(*tensors, dout, captured, case=described, causal=case.causal)
+        if deterministic:
+            for a, b in zip(captured, call(), strict=True):
+                assert torch.equal(a, b)
+
+
+@each_gpu_backend
+def test_graphed_callable_trains_as_eager_does(gpu_backend: str) -> None:
+    """torch.cuda.make_graphed_callables captures forward and backward of a layer, as training loops use it."""
+
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.project = torch.nn.Linear(64, 3 * 64, device="cuda", dtype=torch.bfloat16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.project(x).unflatten(-1, (3, 4, 16)).unbind(2)
+            return flash_attn_func(q, k, v, causal=True, deterministic=True, backend=gpu_backend).flatten(2)
+
+    x = torch.randn(2, 130, 64, device="cuda", dtype=torch.bfloat16)
+    eager = Layer()
+    graphed = torch.cuda.make_graphed_callables(Layer(), (x.clone(),))
+    for _ in range(3):
+        x = torch.randn_like(x)
+        losses = []
+        for layer in (eager, graphed):
+            layer.project.zero_grad()
+            loss = layer(x).float().square().mean()
+            loss.backward()
+            losses.append(loss.item())
+        assert losses[0] == losses[1]
+        assert torch.equal(eager.project.weight.grad, graphed.project.weight.grad)
+
+
+def extra_bytes_of_backward(backend: str, seqlen: int, causal: bool, deterministic: bool) -> int:
+    """Peak memory of a backward beyond what was there before it and the gradients."""
+    qkv = inputs(1, seqlen, 4, 128)
+    dout = torch.randn_like(qkv[0])
+    gradients(qkv, dout, backend, causal, deterministic)  # compiles and tunes where there is something to
+    leaves = [x.detach().requires_grad_() for x in qkv]
+    out = flash_attn_func(*leaves, causal=causal, deterministic=deterministic, backend=backend)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    computed = torch.autograd.grad(out, leaves, dout)
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before - sum(x.nbytes for x in computed)
+
+
+@each_gpu_backend
+@pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "deterministic"])
+def test_memory_of_backward_at_32k_is_linear(deterministic: bool, gpu_backend: str) -> None:
+    """A float32 dq and delta beyond the gradients, with or without deterministic; the score matrix would take 8 GiB."""
+    seqlen, nheads, headdim = 32768, 4, 128
+    float32_dq, per_row = 4 * seqlen * nheads * headdim, 4 * seqlen * nheads
+    assert extra_bytes_of_backward(gpu_backend, seqlen, True, deterministic) <= float32_dq + 4 * per_row + (1 << 20)
+
+
+@each_gpu_backend
+def test_gradients_beyond_31_bits(gpu_backend: str, described_seed: str) -> None:
+    """q and dq of 2^31 + elements: the last batch and heads are right, and so are dk and dv, which sum over heads."""
+    shortage = memory_shortage(42.0, "cuda")
+    if shortage:
+        pytest.skip(shortage)
+    batch, seqlen_q, nheads, headdim = 33, 1024, 512, 128
+    q, dout = (torch.empty(batch, seqlen_q, nheads, headdim, device="cuda", dtype=torch.float16) for _ in range(2))
+    assert q.numel() > 1 << 31
+    for b in range(batch):
+        q[b].normal_()
+        dout[b].normal_()
+    k, v = torch.randn(2, batch, 96, 8, headdim, device="cuda", dtype=torch.float16)
+    dq, dk, dv = gradients([q, k, v], dout, gpu_backend)
+    for b in (0, batch - 1):
+        own, heads = slice(b, b + 1), slice(448, 512)  # the queries of the last key head
+        part = [x[own, :, heads] for x in (q, dout, dq)]
+        last = [x[own, :, 7:] for x in (k, v, dk, dv)]
+        assert_gradients_accurate(
+            part[0], last[0], last[1], part[1], (part[2], last[2], last[3]), case=f"batch {b}\n  {described_seed}"
+        )
+
+
+RACE_SHAPES = [  # batch, seqlen, nheads, nheads_k, headdim, causal
+    (2, 300, 4, 4, 64, True),
+    (1, 513, 6, 2, 128, False),
+    (3, 129, 2, 1, 256, True),
+    (2, 200, 4, 2, 96, True),
+    (4, 64, 8, 8, 32, False),
+]
+
+
+@each_gpu_backend
+@pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "deterministic"])
+def test_no_race_shows_in_a_thousand_backwards(deterministic: bool, gpu_backend: str) -> None:
+    """Mixed shapes beside other work on the GPU: dk and dv have the same bits each time, dq where it promises so."""
+    calls, expected = [], []
+    for batch, seqlen, nheads, nheads_k, headdim, causal in RACE_SHAPES:
+        q, dout = torch.randn(2, batch, seqlen, nheads, headdim, device="cuda", dtype=torch.bfloat16)
+        k, v = torch.randn(2, batch, seqlen, nheads_k, headdim, device="cuda", dtype=torch.bfloat16)
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        out = flash_attn_func(*leaves, causal=causal, deterministic=deterministic, backend=gpu_backend)
+        calls.append((out, leaves, dout))
+        expected.append(torch.autograd.grad(out, leaves, dout, retain_graph=True))
+    first = 0 if deterministic or gpu_backend == "triton" else 1  # dq of the fast CUDA backward sums in any order
+    noise = torch.randn(1024, 1024, device="cuda")
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    differs = torch.zeros((), device="cuda", dtype=torch.int64)
+    for repeat in range(1000):
+        if repeat % 3 == 0:
+            with torch.cuda.stream(side):
+                noise = torch.tanh(noise @ noise)
+        (out, leaves, dout), before = calls[repeat % len(calls)], expected[repeat % len(calls)]
+        got = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+        for a, b in zip(got[first:], before[first:], strict=True):
+            differs += (a != b).sum()
+    torch.cuda.synchronize()
+    assert int(differs) == 0
+
+
+def test_cuda_and_triton_agree_on_gradients(seed: int) -> None:
+    case = BY_NAME["long_causal"]
+    qkv = list(make_inputs(case, torch.bfloat16, "cuda", seed))
+    dout = make_dout(case, torch.bfloat16, "cuda", seed)
+    for a, b in zip(*(gradients(qkv, dout, name, causal=True) for name in ("cuda", "triton")), strict=True):
+        torch.testing.assert_close(a.float(), b.float(), rtol=3e-2, atol=3e-2)

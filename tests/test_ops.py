@@ -27,7 +27,7 @@ CASES = [
 
 def arguments(case: Case, q: Tensor, k: Tensor, v: Tensor, backend: str | None) -> tuple[Any, ...]:
     right = 0 if case.causal else -1
-    return (q, k, v, None, 0.0, 0.125, case.causal, -1, right, 0.0, False, backend)
+    return (q, k, v, None, 0.0, 0.125, case.causal, -1, right, 0.0, False, False, backend)
 
 
 @pytest.mark.parametrize("case", CASES[:6], ids=str)
@@ -55,7 +55,7 @@ def test_operator_signature_is_stable() -> None:
     names = [argument.name for argument in schema.arguments]
     assert names == [
         "q", "k", "v", "alibi_slopes", "dropout_p", "softmax_scale", "causal", "window_size_left", "window_size_right",
-        "softcap", "return_softmax", "backend",
+        "softcap", "return_softmax", "deterministic", "backend",
     ]  # fmt: skip
     assert [result.name for result in schema.returns] == ["out", "softmax_lse", "S_dmask", "rng_state"]
     assert not schema.is_mutable

@@ -18,6 +18,7 @@ from flash_attn_mini.reference import (
     attention,
     attention_probabilities,
     attention_reference,
+    backward,
     masks,
     visible_keys,
 )
@@ -31,7 +32,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, **options: object) -> Tensor:
     return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), **options).transpose(1, 2)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("module", [masks, attention])
+@pytest.mark.parametrize("module", [masks, attention, backward])
 def test_docstring_examples_run(module: ModuleType) -> None:
     results = doctest.testmod(module)
     assert results.attempted > 0

@@ -11,25 +11,35 @@ import pytest
 SCRIPT = """
 import torch
 from flash_attn_mini import flash_attn_func
-q = torch.randn(2, 33, 4, 64, dtype=torch.float16, device="{device}")
+q = torch.randn(2, 33, 4, 64, dtype=torch.float16, device="{device}", requires_grad=True)
 k = torch.randn(2, 65, 2, 64, dtype=torch.float16, device="{device}")
-flash_attn_func(q, k, k, causal=True, backend="{backend}")
+flash_attn_func(q, k, k, causal=True, backend="{backend}").sum().backward()
 """
 
-PYTHON_LINKS = ["flash_attn_func", "_flash_attn_forward"]
 LINKS = {
-    "cpu": [*PYTHON_LINKS, "mha_fwd", "set_params_fprop", "run_mha_fwd", "run_mha_fwd_cpu"],
-    "cuda": [*PYTHON_LINKS, "mha_fwd", "set_params_fprop", "run_mha_fwd", "flash_fwd_kernel"],
-    "triton": PYTHON_LINKS,
-}
+    "cpu": [
+        "flash_attn_func", "_flash_attn_forward", "mha_fwd", "set_params_fprop", "run_mha_fwd", "run_mha_fwd_cpu",
+        "_flash_attn_backward", "mha_bwd", "set_params_dgrad", "run_mha_bwd", "run_mha_bwd_cpu",
+    ],
+    "cuda": [
+        "flash_attn_func", "_flash_attn_forward", "mha_fwd", "set_params_fprop", "run_mha_fwd", "flash_fwd_kernel",
+        "_flash_attn_backward", "mha_bwd", "set_params_dgrad", "run_mha_bwd", "flash_bwd_kernel",
+    ],
+    "triton": ["flash_attn_func", "_flash_attn_forward", "_flash_attn_backward"],
+}  # fmt: skip
 # What a bug report needs to show in the line of each link.
 FIELDS = {
     "flash_attn_func": ["float16[2,33,4,64]", "float16[2,65,2,64]", "causal=True"],
     "_flash_attn_forward": ["backend="],
+    "_flash_attn_backward": ["float16[2,33,4,64]", "output_mask=(True,False,False)", "backend="],
     "mha_fwd": ["backend="],
     "set_params_fprop": ["seqlen_q=33", "seqlen_k=65", "h=4", "h_k=2", "d=64"],
     "run_mha_fwd": ["device="],
     "flash_fwd_kernel": ["kBlockM=", "kBlockN=", "grid=", "threads=", "smem="],
+    "mha_bwd": ["backend="],
+    "set_params_dgrad": ["seqlen_q=33", "seqlen_k=65", "h=4", "h_k=2", "d=64", "deterministic="],
+    "run_mha_bwd": ["device="],
+    "flash_bwd_kernel": ["kBlockM=", "kBlockN=", "grid=", "threads=", "smem="],
 }
 
 
@@ -55,6 +65,7 @@ def test_trace_prints_each_link_in_order(backend: str, device: str) -> None:
         for field in FIELDS.get(link, []):
             assert field in by_link[link], f"{link} does not show {field}: {by_link[link]}"
     assert f"backend={backend}" in by_link["_flash_attn_forward"]
+    assert f"backend={backend}" in by_link["_flash_attn_backward"]
 
 
 @pytest.mark.parametrize("trace", [None, "0", ""])

@@ -181,3 +181,23 @@ def test_feature_that_is_lacking_is_refused(argument: dict[str, Any], message: s
 def test_name_that_transformers_reserves_is_refused() -> None:
     with pytest.raises(ValueError, match="must not contain 'flash'"):
         integration.register("flash_attn_mini")
+
+
+@needs_replaceable_bert
+@pytest.mark.parametrize(
+    "make", [pytest.param(bert, id="encoder"), pytest.param(lambda name: causal_lm("Llama", name), id="decoder")]
+)
+def test_fine_tuning_gives_the_gradients_that_sdpa_gives(make: Callable[[str], Model]) -> None:
+    """Without dropout, which this version refuses: eval() mode, gradients of every parameter."""
+    gradients = []
+    for name in (integration.ATTENTION_NAME, "sdpa"):
+        model = make(name)
+        model(tokens())[0].square().mean().backward()
+        gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    ours, theirs = gradients
+    assert ours.keys() == theirs.keys()
+    assert len(ours) > 10
+    for parameter, expected in theirs.items():
+        torch.testing.assert_close(
+            ours[parameter], expected, rtol=1e-3, atol=1e-5, msg=lambda m, p=parameter: f"{p}: {m}"
+        )

@@ -70,9 +70,9 @@ def tile_configs() -> list[Any]:
     from flash_attn_mini.backends.triton import configs
 
     return [
-        pytest.param(table is configs.FLOAT32, head_dim, config, id=f"{name}-d{head_dim}-{n}")
-        for name, table in (("hopper", configs.HOPPER), ("plain", configs.PLAIN), ("float32", configs.FLOAT32))
-        for head_dim, listed in table.items()
+        pytest.param(name == "float32", head_dim, config, id=f"{name}-d{head_dim}-{n}")
+        for name in ("hopper", "plain", "float32")
+        for head_dim, listed in getattr(configs.FORWARD, name).items()
         for n, config in enumerate(listed)
     ]
 
@@ -99,10 +99,10 @@ def test_every_configuration_is_right(
     if HAS_GPU:
         if config.kwargs["USE_TMA"] and not (launch.tma_reaches(q) and launch.tma_reaches(k) and launch.tma_reaches(v)):
             pytest.skip("no TMA on this GPU")
-        from flash_attn_mini.backends.triton.configs import shared_memory
+        from flash_attn_mini.backends.triton.configs import FORWARD
         from flash_attn_mini.backends.triton.tuner import shared_memory_limit
 
-        if shared_memory(config, head_dim, q.element_size()) > shared_memory_limit(q.device):
+        if FORWARD.shared_memory(config, head_dim, q.element_size()) > shared_memory_limit(q.device):
             pytest.skip("this GPU has too little shared memory")
     out = torch.full(q.shape, math.nan, dtype=dtype, device=DEVICE)
     lse = torch.full((case.batch, case.nheads, case.seqlen_q), math.nan, device=DEVICE)
@@ -157,32 +157,35 @@ def test_lengths_share_a_key_up_to_a_power_of_two() -> None:
 def test_configurations_that_need_too_much_shared_memory_are_left_out() -> None:
     from flash_attn_mini.backends.triton import configs
 
-    everything = configs.candidates(128, 2, True, 1 << 30)
-    assert everything == configs.HOPPER[128]
-    fitting = configs.candidates(128, 2, True, 100 * 1024)
-    assert fitting
-    assert all(configs.shared_memory(config, 128, 2) <= 100 * 1024 for config in fitting)
-    assert len(configs.candidates(128, 2, True, 1024)) == 1, "something has to be tried"
-    assert not any(config.kwargs["USE_TMA"] for config in configs.candidates(128, 2, False, 1 << 30))
+    for tables in (configs.FORWARD, configs.BACKWARD_DQ, configs.BACKWARD_DKV):
+        everything = tables.candidates(128, 2, True, 1 << 30)
+        assert everything == tables.hopper[128]
+        fitting = tables.candidates(128, 2, True, 120 * 1024)
+        assert fitting
+        assert all(tables.shared_memory(config, 128, 2) <= 120 * 1024 for config in fitting)
+        assert len(tables.candidates(128, 2, True, 1024)) == 1, "something has to be tried"
+        for head_dim in (64, 128, 256):  # consumer Blackwell has TMA and 99 KiB
+            fitting = tables.candidates(head_dim, 2, True, 99 * 1024)
+            assert all(tables.shared_memory(config, head_dim, 2) <= 99 * 1024 for config in fitting)
+        assert not any(config.kwargs["USE_TMA"] for config in tables.candidates(128, 2, False, 1 << 30))
 
 
 @gpu
 def test_another_length_neither_tunes_nor_compiles_again(monkeypatch: pytest.MonkeyPatch) -> None:
     launch, compiled = launcher(), []
-    from flash_attn_mini.backends.triton import tuner
 
     def run(seqlen: int) -> None:
         q = torch.randn(4, seqlen, 8, 64, dtype=torch.float16, device="cuda")
         backend.forward(q, q, q, softmax_scale=0.125, causal=True)
 
     run(2048)
-    tuned = len(tuner._chosen)
+    tuned = len(launch.TUNER.chosen)
     caches = launch.flash_fwd_kernel.device_caches
     compiled.append(sum(len(cache[0]) for cache in caches.values()))
     for seqlen in (1500, 1999, 1920, 1025):
         run(seqlen)
     compiled.append(sum(len(cache[0]) for cache in caches.values()))
-    assert len(tuner._chosen) == tuned
+    assert len(launch.TUNER.chosen) == tuned
     assert compiled[0] == compiled[1]
 
 

@@ -118,9 +118,15 @@ private:
         for (int n = 0; n < keys; n += kTile) {
             const Range used = used_lanes(p, lane, n_begin + n, masked);
             if (used.is_empty()) continue;
-            product_columns<Acc, kTile, kVecs, false>(
-                (used.end - used.begin) / kLanes<Acc>, {key_rows + int64_t(n) * d_padded_, d_padded_, 1},
-                {panel + used.begin - lane, kSubpanel}, d_, {out + n * kPanel + used.begin, kPanel});
+            const int vecs = (used.end - used.begin) / kLanes<Acc>;
+            const BroadcastOperand<Acc> a{key_rows + int64_t(n) * d_padded_, d_padded_, 1};
+            const VectorRows<const Acc> x{panel + used.begin - lane, kSubpanel};
+            const VectorRows<Acc> sums{out + n * kPanel + used.begin, kPanel};
+            product_columns<Acc, kTile, kVecs, false>(vecs, a, x, std::min(d_, kDotSteps), sums);
+            for (int c = kDotSteps; c < d_; c += kDotSteps)
+                product_columns<Acc, kTile, kVecs, true>(vecs, {a.ptr + c, a.row_stride, a.step_stride},
+                                                         {x.ptr + c * x.stride, x.stride}, std::min(d_ - c, kDotSteps),
+                                                         sums);
         }
     }
 

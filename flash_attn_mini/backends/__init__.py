@@ -17,10 +17,11 @@ from dataclasses import dataclass
 import torch
 
 from . import cpu, cuda, triton_adapter
+from .extension import Gradients as Gradients
 
 ENVIRONMENT_VARIABLE = "FLASH_ATTN_MINI_BACKEND"
 
-ForwardFunction = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]
+FourTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -29,22 +30,26 @@ class Backend:
 
     Attributes:
         name: What a caller writes in ``backend=``.
-        forward: The arguments of the custom op, less ``backend``, to (out, softmax_lse, S_dmask, rng_state); checks
-            them through csrc/checks.h.
+        forward: The arguments of the custom op ``_flash_attn_forward`` up to return_softmax, to (out, softmax_lse,
+            S_dmask, rng_state); checks them through csrc/checks.h.
+        backward: The arguments of ``_flash_attn_backward``, less ``backend``, to (dq, dk, dv, softmax_d); checks them
+            likewise. A gradient that output_mask leaves out is an empty tensor. ``into=(dq, dk, dv)`` names tensors to
+            write the gradients to, None for a new one.
         unavailable_reason: ``(device) -> None`` when the backend can run there, else one sentence saying why not.
     """
 
     name: str
-    forward: ForwardFunction
+    forward: Callable[..., FourTensors]
+    backward: Callable[..., FourTensors]
     unavailable_reason: Callable[[torch.device], str | None]
 
 
 BACKENDS: dict[str, Backend] = {
     backend.name: backend
     for backend in (
-        Backend("cuda", cuda.forward, cuda.unavailable_reason),
-        Backend("triton", triton_adapter.forward, triton_adapter.unavailable_reason),
-        Backend("cpu", cpu.forward, cpu.unavailable_reason),
+        Backend("cuda", cuda.forward, cuda.backward, cuda.unavailable_reason),
+        Backend("triton", triton_adapter.forward, triton_adapter.backward, triton_adapter.unavailable_reason),
+        Backend("cpu", cpu.forward, cpu.backward, cpu.unavailable_reason),
     )
 }
 
@@ -54,6 +59,9 @@ _chosen: contextvars.ContextVar[str | None] = contextvars.ContextVar("flash_attn
 @contextlib.contextmanager
 def use_backend(name: str) -> Iterator[None]:
     """Run the calls inside the ``with`` block on the backend ``name`` (per thread, nestable).
+
+    Their gradients come from the same backend, wherever ``backward()`` is called. A training step compiled by
+    torch.compile keeps the backend under which it was traced, and raises RuntimeError where another is asked for.
 
     Args:
         name: ``"cuda"``, ``"triton"`` or ``"cpu"``.
@@ -92,11 +100,41 @@ def select_backend(device: torch.device, requested: str | None = None) -> Backen
         RuntimeError: If the backend asked for, or every backend, cannot run on ``device``.
     """
     name, source = requested, "the backend argument"
+    if name is not None and name.endswith(_SETTLED):
+        name = name.removesuffix(_SETTLED)
+        if _chosen.get() not in (None, name):
+            raise RuntimeError(
+                f"flash_attn_mini: use_backend({_chosen.get()!r}) is active, but this call was compiled for training "
+                f"on backend '{name}'; allowed: a function compiled anew inside the block (torch.compiler.reset())"
+            )
     if name is None:
         name, source = _chosen.get(), "use_backend()"
     if name is None:
         name, source = os.environ.get(ENVIRONMENT_VARIABLE) or None, ENVIRONMENT_VARIABLE
     return _resolve(device, name, source)
+
+
+_SETTLED = " (when traced)"
+
+
+def settle_backend(device: torch.device, requested: str | None) -> str | None:
+    """The backend argument of a forward op whose backward has to take the same one, possibly traced now and run later.
+
+    A choice by ``use_backend`` or by device is put down as a name that `select_backend` recognises: the traced program
+    keeps to it, and refuses to run where ``use_backend`` then asks for another. None where no backend can run, as when
+    a program for another machine is traced.
+    """
+    if requested is not None:
+        return requested
+    try:
+        return select_backend(device).name + _SETTLED
+    except RuntimeError:
+        return None
+
+
+def settled_name(name: str | None) -> str | None:
+    """What `settle_backend` returned, as a name and nothing more: right for the backward, wherever it runs."""
+    return None if name is None else name.removesuffix(_SETTLED)
 
 
 @functools.cache  # what a device can run does not change while the process lives

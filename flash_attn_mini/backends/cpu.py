@@ -1,4 +1,4 @@
-"""The C++ CPU backend: the same ``_C.fwd`` chain as CUDA, ending in csrc/cpu/."""
+"""The C++ CPU backend: the same ``_C.fwd`` and ``_C.bwd`` chains as CUDA, ending in csrc/cpu/."""
 
 from __future__ import annotations
 
@@ -20,3 +20,8 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: Any) 
     """``_C.fwd`` on CPU tensors; ``arguments`` are those of the custom op after q, k and v."""
     alibi_slopes, *scalars = arguments
     return extension.load().fwd(q, k, v, None, alibi_slopes, *scalars, None)
+
+
+def backward(dout: torch.Tensor, *arguments: Any, into: extension.Gradients = (None, None, None)) -> Any:
+    """``_C.bwd`` on CPU tensors; ``arguments`` are those of the custom op after dout."""
+    return extension.bwd(dout, *arguments, into=into)

@@ -1,7 +1,7 @@
-"""The CUDA backend: ``_C.fwd`` and the compiled CuTe kernels behind it.
+"""The CUDA backend: ``_C.fwd``, ``_C.bwd`` and the compiled CuTe kernels behind them.
 
 The kernels move 16 bytes at a time, so a head dim that is not a multiple of 8 is padded here with zeros, as the
-official package does; zeros change neither the scores nor, once sliced off, the output.
+official package does; zeros change neither the scores nor, once sliced off, the output and the gradients.
 """
 
 from __future__ import annotations
@@ -45,3 +45,28 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: Any) 
     padded = (F.pad(x, pad) for x in (q, k, v))
     out, softmax_lse, S_dmask, rng_state = module.fwd(*padded, None, alibi_slopes, *scalars, None)
     return torch.empty_like(q).copy_(out[..., :headdim]), softmax_lse, S_dmask, rng_state
+
+
+def backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    *arguments: Any,
+    into: extension.Gradients = (None, None, None),
+) -> Any:
+    """``_C.bwd`` on CUDA tensors; ``arguments`` are those of the custom op after out."""
+    if q.ndim != 4 or q.shape[-1] % HEADDIM_MULTIPLE == 0:
+        return extension.bwd(dout, q, k, v, out, *arguments, into=into)
+
+    extension.check_bwd(dout, q, k, v, out, *arguments, backend="cuda", into=into)
+    headdim = q.shape[-1]
+    pad = (0, -headdim % HEADDIM_MULTIPLE)
+    *gradients, softmax_d = extension.bwd(*(F.pad(x, pad) for x in (dout, q, k, v, out)), *arguments)
+    wanted = arguments[-1]
+    dq, dk, dv = (
+        extension.stored(gradient[..., :headdim], like, given) if is_wanted else gradient
+        for gradient, like, given, is_wanted in zip(gradients, (q, k, v), into, wanted, strict=True)
+    )
+    return dq, dk, dv, softmax_d

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import importlib
 from types import ModuleType
+from typing import Any
+
+import torch
+
+Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 _module: ModuleType | None = None
 _error: str | None = None
@@ -28,3 +33,46 @@ def load() -> ModuleType:
     if _module is None:
         raise RuntimeError(f"flash_attn_mini: {_error}")
     return _module
+
+
+def bwd(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    softmax_lse: torch.Tensor,
+    dsoftmax_lse: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
+    *arguments: Any,
+    into: Gradients = (None, None, None),
+) -> Any:
+    """``_C.bwd`` with the arguments of the custom op; ``into`` are dq, dk, dv to write to, None for new ones."""
+    *scalars, rng_state, output_mask = arguments
+    generator = None
+    return load().bwd(
+        dout, q, k, v, out, softmax_lse, *into, alibi_slopes, *scalars, generator, rng_state, dsoftmax_lse, output_mask
+    )
+
+
+def check_bwd(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    softmax_lse: torch.Tensor,
+    dsoftmax_lse: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
+    *arguments: Any,
+    backend: str,
+    into: Gradients,
+) -> None:
+    """The checks of `bwd` alone, as ``backend`` is to make them."""
+    *scalars, _deterministic, _rng_state, _output_mask = arguments
+    load().check_bwd(dout, q, k, v, out, softmax_lse, alibi_slopes, *scalars, dsoftmax_lse, backend, *into)
+
+
+def stored(gradient: torch.Tensor, like: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
+    """``gradient`` in the tensor that the caller gave, or in a new one like ``like``."""
+    return (torch.empty_like(like) if into is None else into).copy_(gradient)

@@ -48,7 +48,7 @@ def register(name: str = ATTENTION_NAME) -> str:
     Models run where and in the dtype in which they are loaded; the backend is chosen as for any call
     (`flash_attn_mini.use_backend`, `FLASH_ATTN_MINI_BACKEND`, else by device). Batches must hold sequences of equal
     length: a mask with padding raises NotImplementedError, as do dropout, sliding windows that cut keys off, softcap,
-    sinks, position biases and `output_attentions`.
+    sinks, position biases and `output_attentions`. They also train, with attention dropout set to 0.
 
     Example:
         >>> import torch

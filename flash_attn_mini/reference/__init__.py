@@ -5,6 +5,7 @@ quadratic in the sequence length. They import torch alone, run on CPU and CUDA, 
 """
 
 from .attention import attention_probabilities, attention_reference, attention_scores, softmax_with_lse
+from .backward import attention_reference_backward
 from .kvcache import attention_kvcache_reference
 from .masks import alibi_bias, visible_keys
 from .packed import (
@@ -25,6 +26,7 @@ __all__ = [
     "attention_probabilities",
     "attention_qkvpacked_reference",
     "attention_reference",
+    "attention_reference_backward",
     "attention_scores",
     "attention_varlen_kvpacked_reference",
     "attention_varlen_qkvpacked_reference",

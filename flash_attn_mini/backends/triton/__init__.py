@@ -1,7 +1,8 @@
-"""The Triton backend: a forward kernel, the tile sizes it may use, and the launcher that picks among them.
+"""The Triton backend: the kernels of forward and backward, the tile sizes they may use, and what picks among them.
 
-The chain: torch.ops.flash_attn_mini._flash_attn_forward -> forward (here) -> launch.forward -> flash_fwd_kernel.
-Nothing here needs the compiled extension, and Triton itself is imported at the first call.
+The chains: torch.ops.flash_attn_mini._flash_attn_forward -> forward (here) -> launch.forward -> flash_fwd_kernel, and
+torch.ops.flash_attn_mini._flash_attn_backward -> backward (here) -> launch_bwd.backward -> flash_bwd_dq_kernel, then
+flash_bwd_dkv_kernel. Nothing here needs the compiled extension, and Triton itself is imported at the first call.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from functools import cache
 
 import torch
 
-__all__ = ["forward", "unavailable_reason"]
+__all__ = ["backward", "forward", "unavailable_reason"]
 
 MIN_CAPABILITY = (8, 0)
 MIN_VERSION = (3, 4)  # TensorDescriptor, and autotuning results kept on disk
@@ -68,3 +69,47 @@ def forward(
     from . import launch
 
     return launch.forward(q, k, v, softmax_scale=softmax_scale, causal=causal)
+
+
+def backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    softmax_lse: torch.Tensor,
+    dsoftmax_lse: torch.Tensor | None,
+    *,
+    softmax_scale: float,
+    causal: bool,
+    output_mask: tuple[bool, bool, bool] = (True, True, True),
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
+    """Gradients of exact attention, of checked arguments. The same inputs give the same bits, always.
+
+    P = exp(scale * q k^T - lse), delta = rowsum(dout * out) - dlse, dS = P * (dout v^T - delta); then dv = P^T dout,
+    dq = scale * dS k and dk = scale * dS^T q (Dao 2023, arXiv:2307.08691, section 3.1.2; delta takes in the gradient
+    of the lse).
+
+    Args:
+        dout: The gradient of out, ``[batch, seqlen_q, nheads, headdim]``, of q's dtype; any strides.
+        q: ``[batch, seqlen_q, nheads, headdim]``, float16, bfloat16 or float32; any strides with a last one of 1.
+        k: ``[batch, seqlen_k, nheads_k, headdim]``, likewise; nheads is a multiple of nheads_k.
+        v: Like k.
+        out: What the forward returned, like q.
+        softmax_lse: What the forward returned, float32 ``[batch, nheads, seqlen_q]``.
+        dsoftmax_lse: The gradient of softmax_lse, likewise; None for zeros.
+        softmax_scale: What the scores were multiplied with; any finite number.
+        causal: Query i sees key j only when ``j <= i + seqlen_k - seqlen_q``.
+        output_mask: Which of dq, dk, dv are wanted; the others are not computed.
+
+    Returns:
+        ``dq`` like q, ``dk`` and ``dv`` like k, strides too, None where not wanted; and delta, float32 ``[batch,
+        nheads, seqlen_q rounded up to a multiple of 128]``, 0 past seqlen_q. A query that sees no key has dq 0 and adds
+        nothing to dk and dv.
+    """
+    from . import launch_bwd
+
+    return launch_bwd.backward(
+        dout, q, k, v, out, softmax_lse, dsoftmax_lse,
+        softmax_scale=softmax_scale, causal=causal, output_mask=output_mask,
+    )  # fmt: skip

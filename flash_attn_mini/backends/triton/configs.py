@@ -1,4 +1,4 @@
-"""Tile sizes, warps, stages and kind of loads of the Triton kernel: what is tried, and what is taken untried.
+"""Tile sizes, warps, stages and kind of loads of the Triton kernels: what is tried, and what is taken untried.
 
 tuner.py asks here. A configuration is a triton.Config over BLOCK_M, BLOCK_N and USE_TMA; the figures behind the lists
 are in docs/tuning.md.
@@ -6,7 +6,12 @@ are in docs/tuning.md.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import triton
+
+# By head dim, rounded up to a power of two; the first of a list is the one taken untried.
+ByHeadDim = dict[int, list[triton.Config]]
 
 
 def tile(
@@ -17,66 +22,164 @@ def tile(
     return triton.Config(kwargs, num_warps=num_warps, num_stages=num_stages, maxnreg=maxnreg)
 
 
-# By head dim, rounded up to a power of two; the first of a list is the one taken untried.
-HOPPER: dict[int, list[triton.Config]] = {
-    64: [
-        tile(128, 64, 4, 3),
-        tile(64, 128, 4, 2),
-        tile(128, 64, 8, 3, tma=False),
-        tile(128, 64, 4, 3, tma=False),
-    ],
-    128: [
-        tile(64, 64, 4, 3),
-        tile(128, 64, 4, 2),
-        tile(128, 64, 8, 3),
-    ],
-    256: [
-        tile(128, 64, 8, 2),
-        tile(128, 32, 8, 3),
-        tile(128, 64, 8, 2, tma=False),
-        tile(64, 32, 4, 2),
-    ],
-}
+@dataclass(frozen=True)
+class Tables:
+    """The configurations of one kernel."""
 
-# Ampere, Ada, and tensors that TMA cannot address.
-PLAIN: dict[int, list[triton.Config]] = {
-    64: [
-        tile(128, 64, 8, 3, tma=False),
-        tile(128, 64, 4, 3, tma=False),
-        tile(64, 64, 4, 3, tma=False),
-        tile(128, 32, 4, 4, tma=False),
-    ],
-    128: [
-        tile(128, 64, 8, 3, tma=False),
-        tile(64, 64, 4, 2, tma=False),
-        tile(128, 32, 4, 3, tma=False),
-        tile(128, 32, 8, 3, tma=False),
-    ],
-    256: [
-        tile(128, 64, 8, 2, tma=False),
-        tile(64, 64, 4, 2, tma=False),
-        tile(128, 32, 8, 2, tma=False),
-        tile(64, 32, 4, 2, tma=False),
-    ],
-}
+    hopper: ByHeadDim
+    plain: ByHeadDim  # Ampere, Ada, and tensors that TMA cannot address
+    float32: ByHeadDim
+    resident: str  # the kind of block that a program keeps: BLOCK_M or BLOCK_N; the other kind streams by
+    resident_tiles: int  # how many tensors it keeps a block of; two stream by
 
-# No tensor core keeps float32's precision: small tiles, as the operands of the products sit in registers.
-FLOAT32: dict[int, list[triton.Config]] = {
-    64: [tile(64, 32, 4, 2, tma=False)],
-    128: [tile(32, 32, 4, 2, tma=False)],
-    256: [tile(32, 16, 4, 1, tma=False)],
-}
+    def every_config(self) -> list[triton.Config]:
+        return [c for table in (self.hopper, self.plain, self.float32) for configs in table.values() for c in configs]
+
+    def candidates(
+        self, block_d: int, itemsize: int, tma_reaches: bool, shared_memory_limit: int
+    ) -> list[triton.Config]:
+        """The configurations worth trying, the most likely first: those that fit in shared memory, or the smallest."""
+        tables = [self.float32] if itemsize == 4 else [self.hopper, self.plain] if tma_reaches else [self.plain]
+        for table in tables:  # a GPU with TMA may have less shared memory than Hopper
+            configs = table[min(max(block_d, 64), 256)]
+            fitting = [c for c in configs if self.shared_memory(c, block_d, itemsize) <= shared_memory_limit]
+            if fitting:
+                return fitting
+        return [min(configs, key=lambda c: self.shared_memory(c, block_d, itemsize))]
+
+    def shared_memory(self, config: triton.Config, block_d: int, itemsize: int) -> int:
+        """Bytes of the blocks kept and of the stages of those that stream by, and 2 KiB for what the compiler adds."""
+        streamed = "BLOCK_N" if self.resident == "BLOCK_M" else "BLOCK_M"
+        rows = self.resident_tiles * config.kwargs[self.resident] + 2 * config.num_stages * config.kwargs[streamed]
+        return int(rows * block_d * itemsize) + 2048
 
 
-def candidates(block_d: int, itemsize: int, tma_reaches: bool, shared_memory_limit: int) -> list[triton.Config]:
-    """The configurations worth trying, the most likely first: those that fit in shared memory, or else the smallest."""
-    table = FLOAT32 if itemsize == 4 else HOPPER if tma_reaches else PLAIN
-    configs = table[min(max(block_d, 64), 256)]
-    fitting = [c for c in configs if shared_memory(c, block_d, itemsize) <= shared_memory_limit]
-    return fitting or [min(configs, key=lambda c: shared_memory(c, block_d, itemsize))]
+FORWARD = Tables(
+    hopper={
+        64: [
+            tile(128, 64, 4, 3),
+            tile(64, 128, 4, 2),
+            tile(128, 64, 8, 3, tma=False),
+            tile(128, 64, 4, 3, tma=False),
+        ],
+        128: [
+            tile(64, 64, 4, 3),
+            tile(128, 64, 4, 2),
+            tile(128, 64, 8, 3),
+        ],
+        256: [
+            tile(128, 64, 8, 2),
+            tile(128, 32, 8, 3),
+            tile(128, 64, 8, 2, tma=False),
+            tile(64, 32, 4, 2),
+        ],
+    },
+    plain={
+        64: [
+            tile(128, 64, 8, 3, tma=False),
+            tile(128, 64, 4, 3, tma=False),
+            tile(64, 64, 4, 3, tma=False),
+            tile(128, 32, 4, 4, tma=False),
+        ],
+        128: [
+            tile(128, 64, 8, 3, tma=False),
+            tile(64, 64, 4, 2, tma=False),
+            tile(128, 32, 4, 3, tma=False),
+            tile(128, 32, 8, 3, tma=False),
+        ],
+        256: [
+            tile(128, 64, 8, 2, tma=False),
+            tile(64, 64, 4, 2, tma=False),
+            tile(128, 32, 8, 2, tma=False),
+            tile(64, 32, 4, 2, tma=False),
+        ],
+    },
+    # No tensor core keeps float32's precision: small tiles, as the operands of the products sit in registers.
+    float32={
+        64: [tile(64, 32, 4, 2, tma=False)],
+        128: [tile(32, 32, 4, 2, tma=False)],
+        256: [tile(32, 16, 4, 1, tma=False)],
+    },
+    resident="BLOCK_M",
+    resident_tiles=1,  # Q
+)
 
+# BLOCK_M divides launch_bwd.ROW_STATS_MULTIPLE here and in the next one.
+BACKWARD_DQ = Tables(
+    hopper={
+        64: [
+            tile(128, 64, 4, 3),
+            tile(64, 64, 4, 3),
+            tile(64, 64, 4, 2),
+        ],
+        128: [
+            tile(128, 64, 8, 3),
+            tile(64, 64, 4, 2),
+        ],
+        256: [tile(64, 32, 4, 3)],
+    },
+    plain={
+        64: [
+            tile(128, 64, 8, 2, tma=False),
+            tile(64, 64, 4, 2, tma=False),
+            tile(64, 32, 4, 2, tma=False),
+        ],
+        128: [
+            tile(64, 64, 4, 2, tma=False),
+            tile(128, 64, 8, 2, tma=False),
+            tile(64, 32, 4, 2, tma=False),
+        ],
+        256: [
+            tile(64, 32, 8, 2, tma=False),
+            tile(128, 32, 8, 2, tma=False),
+            tile(32, 32, 4, 1, tma=False),
+        ],
+    },
+    float32={
+        64: [tile(32, 32, 4, 2, tma=False)],
+        128: [tile(32, 32, 8, 1, tma=False)],
+        256: [tile(16, 16, 4, 1, tma=False)],
+    },
+    resident="BLOCK_M",
+    resident_tiles=2,  # Q and dO
+)
 
-def shared_memory(config: triton.Config, block_d: int, itemsize: int) -> int:
-    """Bytes of the Q block and the K and V stages, and 2 KiB for what the compiler adds."""
-    rows = config.kwargs["BLOCK_M"] + 2 * config.num_stages * config.kwargs["BLOCK_N"]
-    return int(rows * block_d * itemsize) + 2048
+BACKWARD_DKV = Tables(
+    hopper={
+        64: [
+            tile(64, 64, 4, 3),
+            tile(64, 64, 4, 3, maxnreg=168),
+            tile(64, 64, 4, 2, maxnreg=168),
+        ],
+        128: [tile(64, 64, 4, 2)],
+        256: [
+            tile(64, 64, 4, 2),
+            tile(32, 64, 4, 3),
+            tile(32, 128, 8, 2),
+        ],
+    },
+    plain={
+        64: [
+            tile(32, 64, 4, 2, tma=False),
+            tile(64, 128, 8, 2, tma=False),
+            tile(64, 64, 4, 2, tma=False),
+        ],
+        128: [
+            tile(64, 64, 8, 2, tma=False),
+            tile(32, 128, 8, 2, tma=False),
+            tile(32, 64, 4, 2, tma=False),
+        ],
+        256: [
+            tile(32, 64, 8, 2, tma=False),
+            tile(32, 128, 8, 2, tma=False),
+            tile(32, 32, 4, 1, tma=False),
+        ],
+    },
+    float32={
+        64: [tile(32, 32, 8, 2, tma=False)],
+        128: [tile(32, 32, 4, 1, tma=False)],
+        256: [tile(16, 16, 4, 1, tma=False)],
+    },
+    resident="BLOCK_N",
+    resident_tiles=2,  # K and V
+)

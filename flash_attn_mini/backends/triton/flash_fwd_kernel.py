@@ -10,40 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def load_rows(
-    src,  # USE_TMA: a descriptor over [batch, heads, seqlen, headdim]; else a pointer to the first element
-    stride_b,
-    stride_h,
-    stride_s,
-    batch,
-    head,
-    start,
-    end,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    CHECK_ROWS: tl.constexpr,
-    USE_TMA: tl.constexpr,
-):
-    """Rows [start, start + BLOCK_ROWS) of src[batch, :, head, :]; zeros beyond row `end` and beyond HEAD_DIM."""
-    if USE_TMA:
-        tile = src.load([batch, head, start, 0]).reshape(BLOCK_ROWS, BLOCK_D)
-    else:
-        first = src + batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h + tl.cast(start, tl.int64) * stride_s
-        rows = tl.arange(0, BLOCK_ROWS)
-        cols = tl.arange(0, BLOCK_D)
-        pointers = first + rows[:, None].to(tl.int64) * stride_s + cols[None, :]
-        if CHECK_ROWS and HEAD_DIM != BLOCK_D:
-            tile = tl.load(pointers, mask=(rows[:, None] < end - start) & (cols[None, :] < HEAD_DIM), other=0.0)
-        elif CHECK_ROWS:
-            tile = tl.load(pointers, mask=rows[:, None] < end - start, other=0.0)
-        elif HEAD_DIM != BLOCK_D:
-            tile = tl.load(pointers, mask=cols[None, :] < HEAD_DIM, other=0.0)
-        else:
-            tile = tl.load(pointers)
-    return tile
+from .tiles import assigned_block, load_rows, store_rows
 
 
 @triton.jit
@@ -144,17 +111,9 @@ def flash_fwd_kernel(
     BLOCK_N: tl.constexpr,
 ):
     """Grid: cdiv(seqlen_q, BLOCK_M) * batch * nheads programs."""
-    # Which rows of which head. Programs start in order of their id: heads that share the L2 cache run together, and
-    # within them the causal blocks with the most keys come first, so that short ones fill the end.
+    # Which rows of which head.
     num_m_blocks = tl.cdiv(seqlen_q, BLOCK_M)
-    program = tl.program_id(0)
-    first_head = program // (heads_per_group * num_m_blocks) * heads_per_group
-    group_heads = tl.minimum(heads_per_group, batch_heads - first_head)
-    within_group = program - first_head * num_m_blocks
-    m_block = within_group // group_heads
-    if CAUSAL:
-        m_block = num_m_blocks - 1 - m_block
-    batch_head = first_head + within_group % group_heads
+    m_block, batch_head = assigned_block(num_m_blocks, batch_heads, heads_per_group, CAUSAL)
     batch = batch_head // nheads
     head = batch_head % nheads
     head_k = head // heads_per_kv
@@ -198,13 +157,7 @@ def flash_fwd_kernel(
     acc = acc * (1.0 / divisor)[:, None]
     row_lse = (row_max * qk_scale + tl.math.log2(divisor)) * 0.6931471805599453
     tl.store(lse + batch_head.to(tl.int64) * seqlen_q + rows, row_lse, mask=rows < seqlen_q)
-    cols = tl.arange(0, BLOCK_D)
-    pointers = (
-        out
-        + (batch.to(tl.int64) * o_stride_b + head.to(tl.int64) * o_stride_h)
-        + (rows[:, None].to(tl.int64) * o_stride_s + cols[None, :])
-    )
-    in_range = rows[:, None] < seqlen_q
-    if HEAD_DIM != BLOCK_D:
-        in_range = in_range & (cols[None, :] < HEAD_DIM)
-    tl.store(pointers, acc.to(out.dtype.element_ty), mask=in_range)
+    store_rows(
+        out, acc, o_stride_b, o_stride_h, o_stride_s, batch, head, start_m, seqlen_q,
+        HEAD_DIM, BLOCK_D, BLOCK_M,
+    )  # fmt: skip

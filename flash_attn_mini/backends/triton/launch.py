@@ -1,7 +1,8 @@
-"""The launcher of the Triton kernel: outputs, TMA descriptors, grid, and the choice of a configuration.
+"""The launcher of the Triton forward kernel: outputs, TMA descriptors, grid, and the choice of a configuration.
 
 The chain: backends.triton.forward -> forward (here) -> launch -> flash_fwd_kernel. The first call of a kind (dtype,
-head dim, causal, lengths rounded up to a power of two) tunes; the choice is kept in Triton's cache on disk.
+head dim, causal, lengths rounded up to a power of two) tunes; the choice is kept in Triton's cache on disk. launch_bwd
+uses what is here too.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...tracing import enabled as tracing_enabled
 from ...tracing import trace
+from .configs import FORWARD
 from .flash_fwd_kernel import flash_fwd_kernel
-from .tuner import choose_config
+from .tuner import Tuner
 
 LOG2_E = math.log2(math.e)
 MIN_SCALE = 1e-37  # stands for a scale of 0, which would turn the -inf of a masked score into NaN
 
-NO_STRIDES = (0,) * 9
+NO_STRIDES = (0, 0, 0)  # of a tensor behind a descriptor, which has them
+TUNER = Tuner(flash_fwd_kernel, FORWARD)
 _thread = threading.local()
 
 # Under TRITON_INTERPRET=1 triton.jit returns a Python function that runs anywhere.
@@ -51,7 +54,7 @@ def forward(
         bind_context(q.device)
     launch_with = partial(launch, q, k, v, out, lse, softmax_scale, causal)
     reached = not INTERPRETED and tma_reaches(q) and tma_reaches(k) and tma_reaches(v)
-    config = choose_config(q, k, head_dim_block(head_dim), causal, reached, INTERPRETED, launch_with)
+    config = TUNER.choose(q, k, head_dim_block(head_dim), causal, reached, INTERPRETED, launch_with)
     if tracing_enabled():
         trace(
             "triton.flash_fwd_kernel",
@@ -91,13 +94,10 @@ def launch(
     block_d = head_dim_block(head_dim)
     if use_tma:
         operands = (descriptor(q, block_m, block_d), descriptor(k, block_n, block_d), descriptor(v, block_n, block_d))
-        strides = NO_STRIDES  # the descriptors have them
+        strides = NO_STRIDES * 3
     else:
         operands = (q, k, v)
         strides = (*strides_bhs(q), *strides_bhs(k), *strides_bhs(v))
-    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    if config.maxnreg is not None:
-        options["maxnreg"] = config.maxnreg
     with torch.cuda.device_of(q):
         flash_fwd_kernel[launch_grid(q, config)](
             *operands,
@@ -111,7 +111,7 @@ def launch(
             batch * nheads,
             nheads,
             nheads // nheads_k,
-            min(batch * nheads, heads_per_group(k, nheads // nheads_k)) if causal else 1,
+            min(batch * nheads, heads_per_group(k) * (nheads // nheads_k)) if causal else 1,
             HEAD_DIM=head_dim,
             BLOCK_D=block_d,
             CAUSAL=causal,
@@ -120,8 +120,16 @@ def launch(
             USE_TMA=use_tma,
             BLOCK_M=block_m,
             BLOCK_N=block_n,
-            **options,
+            **launch_options(config),
         )
+
+
+def launch_options(config: triton.Config) -> dict[str, int]:
+    """What the compiler is told beside the kernel's own arguments."""
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    if config.maxnreg is not None:
+        options["maxnreg"] = config.maxnreg
+    return options
 
 
 def launch_grid(q: torch.Tensor, config: triton.Config) -> tuple[int]:
@@ -135,10 +143,10 @@ def head_dim_block(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def heads_per_group(k: torch.Tensor, heads_per_kv: int) -> int:
-    """Query heads whose K and V fill half of the L2 cache. A multiple of ``heads_per_kv``."""
-    bytes_per_head = 2 * k.shape[1] * k.shape[3] * k.element_size()
-    return max(1, l2_cache_size(k.device) // 2 // bytes_per_head) * heads_per_kv
+def heads_per_group(tensor: torch.Tensor) -> int:
+    """Heads of ``tensor`` and of another one like it that fill half of the L2 cache together; at least one."""
+    bytes_per_head = 2 * tensor.shape[1] * tensor.shape[3] * tensor.element_size()
+    return max(1, l2_cache_size(tensor.device) // 2 // bytes_per_head)
 
 
 @cache
@@ -178,4 +186,13 @@ def descriptor(tensor: torch.Tensor, block_rows: int, block_d: int) -> TensorDes
     """
     batch, seqlen, heads, head_dim = tensor.shape
     strides = [*strides_bhs(tensor), 1]
-    return TensorDescriptor(tensor, [batch, heads, seqlen, head_dim], strides, [1, 1, block_rows, block_d])
+    return unchecked_descriptor(tensor, [batch, heads, seqlen, head_dim], strides, [1, 1, block_rows, block_d])
+
+
+def unchecked_descriptor(
+    base: torch.Tensor, shape: list[int], strides: list[int], block_shape: list[int]
+) -> TensorDescriptor:
+    """A TensorDescriptor without its constructor's checks, most of its cost: what tma_reaches is known to be right."""
+    made = TensorDescriptor.__new__(TensorDescriptor)
+    made.base, made.shape, made.strides, made.block_shape = base, shape, strides, block_shape
+    return made

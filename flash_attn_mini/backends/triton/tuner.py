@@ -1,7 +1,7 @@
 """Which configuration a call runs with: remembered, tuned by triton.autotune, or taken from the table.
 
-launch.forward asks choose_config. Lengths enter the key rounded up to a power of two and capped, so that a new length
-does not tune again; the timings go to Triton's disk cache, so that a new process does not either.
+The launchers ask the Tuner of their kernel. Lengths enter the key rounded up to a power of two and capped, so that a
+new length does not tune again; the timings go to Triton's disk cache, so that a new process does not either.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from typing import Any
 import torch
 import triton
 
-from .configs import FLOAT32, HOPPER, PLAIN, candidates
-from .flash_fwd_kernel import flash_fwd_kernel
+from .configs import Tables
 
 # Below so many operations (some 20 microseconds of an H200) a table serves as well, and nobody waits for compilers.
 MIN_TUNED_FLOPS = 1 << 33
@@ -25,88 +24,100 @@ INTERPRETER_SHARED_MEMORY = 1 << 30  # nothing is too large for it
 
 ENVIRONMENT_VARIABLE = "FLASH_ATTN_MINI_TRITON_AUTOTUNE"
 
-KEY = ["device_name", "dtype", "head_dim", "block_d", "causal", "tma_reaches", "length_q", "length_k"]
+KEY = ["device_name", "dtype", "head_dim", "block_d", "causal", "variant", "tma_reaches", "length_q", "length_k"]
 
-_chosen: dict[tuple[Any, ...], triton.Config] = {}
 _tuning = threading.Lock()
 
 
 class TimedLaunch:
     """What triton.autotune times: a launch of the kernel with the tile sizes, warps and stages it is given."""
 
-    fn = flash_fwd_kernel  # whose source is part of the key on disk
     arg_names = (*KEY, "shared_memory_limit", "launch_with")
+
+    def __init__(self, kernel: Any) -> None:
+        self.fn = kernel  # whose source is part of the key on disk
 
     def run(self, *arguments: Any, grid: Any, warmup: bool, num_ctas: int = 1, **config: Any) -> None:
         options = {name: config.pop(name, None) for name in ("num_warps", "num_stages", "maxnreg")}
         arguments[-1](triton.Config(config, **options))
 
 
-def prune(configs: list[triton.Config], arguments: dict[str, Any], **_: Any) -> list[triton.Config]:
-    """The candidates of this dtype, head dim and kind of loads that fit in shared memory."""
-    itemsize = 4 if arguments["dtype"] == "torch.float32" else 2
-    return candidates(arguments["block_d"], itemsize, arguments["tma_reaches"], arguments["shared_memory_limit"])
+class Tuner:
+    """Chooses among the configurations of one kernel."""
 
+    def __init__(self, kernel: Any, tables: Tables) -> None:
+        self.tables = tables
+        self.chosen: dict[tuple[Any, ...], triton.Config] = {}
+        self.timed_launch = triton.autotune(
+            configs=tables.every_config(),
+            key=KEY,
+            prune_configs_by={"early_config_prune": self._prune},
+            cache_results=True,
+        )(TimedLaunch(kernel))
 
-ALL_CONFIGS = [config for table in (HOPPER, PLAIN, FLOAT32) for configs in table.values() for config in configs]
+    def _prune(self, configs: list[triton.Config], arguments: dict[str, Any], **_: Any) -> list[triton.Config]:
+        """The candidates of this dtype, head dim and kind of loads that fit in shared memory."""
+        itemsize = 4 if arguments["dtype"] == "torch.float32" else 2
+        limit = arguments["shared_memory_limit"]
+        return self.tables.candidates(arguments["block_d"], itemsize, arguments["tma_reaches"], limit)
 
-timed_launch = triton.autotune(
-    configs=ALL_CONFIGS, key=KEY, prune_configs_by={"early_config_prune": prune}, cache_results=True
-)(TimedLaunch())
+    def choose(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        block_d: int,
+        causal: bool,
+        tma_reaches: bool,
+        interpreted: bool,
+        launch_with: Callable[[triton.Config], None],
+        variant: str = "",
+    ) -> triton.Config:
+        """The configuration for attention of ``q`` to ``k``.
 
+        Args:
+            q: ``[batch, seqlen_q, nheads, headdim]``.
+            k: ``[batch, seqlen_k, nheads_k, headdim]``.
+            block_d: The head dim rounded up to a power of two.
+            causal: Whether the mask is causal.
+            tma_reaches: Whether TMA can address every tensor that streams by, on this GPU.
+            interpreted: Whether the kernel runs in the interpreter, where nothing can be timed.
+            launch_with: ``launch_with(config)`` runs the call, for timing.
+            variant: What else makes the compiled kernel another one.
+        """
+        flops = 4 * q.shape[0] * q.shape[2] * q.shape[1] * k.shape[1] * q.shape[3]
+        tunes = flops >= MIN_TUNED_FLOPS and os.environ.get(ENVIRONMENT_VARIABLE, "1") != "0"
+        lengths = length_bucket(q.shape[1]), length_bucket(k.shape[1])
+        # `tunes` is part of the key, so that a small call keeps its configuration when a larger one has tuned.
+        key = (q.device, q.dtype, q.shape[3], causal, variant, tma_reaches, *lengths, tunes)
+        config = self.chosen.get(key)
+        if config is not None:
+            return config
+        limit = INTERPRETER_SHARED_MEMORY if interpreted else shared_memory_limit(q.device)
+        candidates = self.tables.candidates(block_d, q.element_size(), tma_reaches, limit)
+        if interpreted or not tunes or len(candidates) == 1:
+            self.chosen[key] = candidates[0]
+            return candidates[0]
+        if torch.cuda.is_current_stream_capturing():
+            return candidates[0]
 
-def choose_config(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    block_d: int,
-    causal: bool,
-    tma_reaches: bool,
-    interpreted: bool,
-    launch_with: Callable[[triton.Config], None],
-) -> triton.Config:
-    """The configuration for attention of ``q`` to ``k``.
-
-    Args:
-        q: ``[batch, seqlen_q, nheads, headdim]``.
-        k: ``[batch, seqlen_k, nheads_k, headdim]``.
-        block_d: The head dim rounded up to a power of two.
-        causal: Whether the mask is causal.
-        tma_reaches: Whether TMA can address q, k and v on this GPU.
-        interpreted: Whether the kernel runs in the interpreter, where nothing can be timed.
-        launch_with: ``launch_with(config)`` runs the call, for timing.
-    """
-    flops = 4 * q.shape[0] * q.shape[2] * q.shape[1] * k.shape[1] * q.shape[3]
-    tunes = flops >= MIN_TUNED_FLOPS and os.environ.get(ENVIRONMENT_VARIABLE, "1") != "0"
-    lengths = length_bucket(q.shape[1]), length_bucket(k.shape[1])
-    # `tunes` is part of the key, so that a small call keeps its configuration when a larger one has tuned.
-    key = (q.device, q.dtype, q.shape[3], causal, tma_reaches, *lengths, tunes)
-    config = _chosen.get(key)
-    if config is not None:
-        return config
-    if interpreted:
-        return candidates(block_d, q.element_size(), False, INTERPRETER_SHARED_MEMORY)[0]
-
-    limit = shared_memory_limit(q.device)
-    if not tunes or torch.cuda.is_current_stream_capturing():
-        return candidates(block_d, q.element_size(), tma_reaches, limit)[0]
-
-    with _tuning:  # triton.autotune keeps the state of a call on itself
-        if key not in _chosen:
-            timed_launch.run(
-                torch.cuda.get_device_name(q.device),
-                str(q.dtype),
-                q.shape[3],
-                block_d,
-                causal,
-                tma_reaches,
-                *lengths,
-                limit,
-                launch_with,
-                grid=None,
-                warmup=False,
-            )
-            _chosen[key] = timed_launch.best_config
-    return _chosen[key]
+        with _tuning:  # triton.autotune keeps the state of a call on itself
+            if key not in self.chosen:
+                self.timed_launch.run(
+                    torch.cuda.get_device_name(q.device),
+                    str(q.dtype),
+                    q.shape[3],
+                    block_d,
+                    causal,
+                    variant,
+                    tma_reaches,
+                    *lengths,
+                    limit,
+                    launch_with,
+                    grid=None,
+                    warmup=False,
+                )
+                self.chosen[key] = self.timed_launch.best_config
+        return self.chosen[key]
 
 
 @cache

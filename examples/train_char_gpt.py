@@ -1,0 +1,416 @@
+"""Trains a small character-level GPT with flash_attn_mini and with PyTorch's SDPA, and compares their loss curves.
+
+`python -m examples.train_char_gpt`: equal weights, equal batches, step by step in turn. Rounding alone drives two such
+runs apart, faster and faster, so a third one measures it: SDPA again, in another of its kernels and with the sequences
+of each batch in reverse order. flash_attn_mini may stray from SDPA by FACTOR times as much as SDPA from itself.
+
+The text is the manual that every CPython carries for help("if") and the like (pydoc_data.topics): some 460 kB of
+English, there without a network, read and not copied; --text takes another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import importlib
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+import torch
+import torch.nn.functional as F
+from tabulate import tabulate
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from tqdm import tqdm
+
+import flash_attn_mini
+from flash_attn_mini import flash_attn_func
+
+DEFAULT_OUT = Path(__file__).resolve().parent.parent / "build" / "train_char_gpt"
+FILES = ("losses.json", "losses.png")
+OURS, SDPA, NOISE = "flash_attn_mini", "SDPA", "SDPA, rounded otherwise"
+# Measured on the CPU over 300 steps, three seeds: four SDPA runs in different roundings strayed at most 2 times as far
+# as one another, and one whose dk was 0.1 % off at least 31 times. That holds at the learning rates of SIZES; at twice
+# the rate the training itself is unstable, rounding grows to visible differences, and chance makes 35 times of it.
+FACTOR = 10.0
+LOSS_SPACING = 2.0**-21  # of float32 between 4 and 8: what rounding the loss itself amounts to
+VALIDATION_BATCHES = 8
+LEAST_CONTEXTS = 20  # that a text must fill, so that its last tenth fills more than one
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v [batch, seqlen, heads, headdim] -> the same
+
+
+@dataclass(frozen=True)
+class Size:
+    """The model and its training; `context` in characters, `batch` in sequences."""
+
+    layers: int
+    heads: int
+    width: int
+    context: int
+    batch: int
+    learning_rate: float
+    steps: int
+
+
+SIZES = {
+    "cpu": Size(layers=4, heads=4, width=128, context=256, batch=4, learning_rate=1e-3, steps=500),
+    "cuda": Size(layers=6, heads=6, width=384, context=1024, batch=16, learning_rate=5e-4, steps=800),
+}
+
+
+def attend_with_flash_attn_mini(backend: str) -> Attention:
+    return lambda q, k, v: flash_attn_func(q, k, v, causal=True, backend=backend)
+
+
+def attend_with_sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+
+def attend_with_other_kernel(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with sdpa_kernel(SDPBackend.MATH if q.device.type == "cpu" else SDPBackend.EFFICIENT_ATTENTION):
+        return attend_with_sdpa(q, k, v)
+
+
+class Block(nn.Module):
+    """Attention and a perceptron, each behind a LayerNorm and added to what came in."""
+
+    def __init__(self, width: int, heads: int, attend: Attention) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attend = attend
+        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm_1(x)).unflatten(-1, (3, self.heads, -1)).unbind(2)
+        x = x + self.out(self.attend(rotate(q, rotation), rotate(k, rotation), v).flatten(2))
+        return x + self.mlp(self.norm_2(x))
+
+
+class GPT(nn.Module):
+    """Characters `[batch, seqlen]` to the logits of the characters that follow, `[batch, seqlen, characters]`."""
+
+    rotation: Tensor
+
+    def __init__(self, characters: int, size: Size, attend: Attention) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(characters, size.width)
+        self.blocks = nn.ModuleList(Block(size.width, size.heads, attend) for _ in range(size.layers))
+        self.norm = nn.LayerNorm(size.width)
+        self.head = nn.Linear(size.width, characters, bias=False)
+        self.head.weight = self.embedding.weight
+        nn.init.normal_(self.embedding.weight, std=0.02)
+        headdim = size.width // size.heads
+        frequencies = 10000.0 ** -(torch.arange(0, headdim, 2) / headdim)
+        angles = torch.outer(torch.arange(size.context), frequencies)
+        rotation = torch.stack((angles.cos(), angles.sin()))[:, :, None]  # [2, context, 1, headdim / 2]
+        self.register_buffer("rotation", rotation, persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        rotation = self.rotation[:, : tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x, rotation)
+        return self.head(self.norm(x))
+
+
+def rotate(x: Tensor, rotation: Tensor) -> Tensor:
+    """Rotary position embedding (Su et al., 2021) of `[batch, seqlen, heads, headdim]`, first half with second."""
+    cos, sin = rotation
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+def loss_of(model: nn.Module, sequences: Tensor) -> Tensor:
+    """Mean cross entropy, in nats, of each character of `[batch, 1 + seqlen]` given those before it."""
+    with torch.autocast(sequences.device.type, torch.bfloat16, enabled=sequences.device.type == "cuda"):
+        logits = model(sequences[:, :-1])
+    return F.cross_entropy(logits.flatten(0, 1).float(), sequences[:, 1:].flatten())
+
+
+@dataclass
+class Run:
+    """One training: a model with its attention, and what came of it."""
+
+    model: GPT
+    size: Size
+    reverse: bool = False  # the sequences of each batch
+    losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    validation: float = math.nan
+
+    def __post_init__(self) -> None:
+        rate, steps = self.size.learning_rate, self.size.steps
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=rate, betas=(0.9, 0.99), weight_decay=0.1)
+        warmup = max(1, steps // 10)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda step: min((step + 1) / warmup, 0.5 + 0.5 * math.cos(math.pi * step / steps))
+        )
+
+    def step(self, sequences: Tensor) -> None:
+        if self.reverse:
+            sequences = sequences.flip(0)
+        start = time.perf_counter()
+        loss = loss_of(self.model, sequences)
+        self.optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.schedule.step()
+        self.losses.append(loss.item())  # waits for the device
+        self.seconds.append(time.perf_counter() - start)
+
+    @torch.no_grad()
+    def validate(self, batches: Sequence[Tensor]) -> None:
+        self.validation = statistics.fmean(loss_of(self.model, batch).item() for batch in batches)
+
+
+class Text:
+    """A text as numbers, the last tenth of it kept for validation."""
+
+    def __init__(self, text: str) -> None:
+        self.alphabet = sorted(set(text))
+        number = {character: i for i, character in enumerate(self.alphabet)}
+        tokens = torch.tensor([number[character] for character in text])
+        self.training, self.validation = tokens.split([len(tokens) - len(tokens) // 10, len(tokens) // 10])
+
+    def draw(self, tokens: Tensor, size: Size, generator: torch.Generator, device: torch.device) -> Tensor:
+        """A batch of random pieces, `[batch, 1 + context]`."""
+        starts = torch.randint(len(tokens) - size.context, (size.batch,), generator=generator)
+        return torch.stack([tokens[i : i + size.context + 1] for i in starts.tolist()]).to(device)
+
+
+def read_text(path: Path | None) -> str:
+    """Raises OSError, UnicodeDecodeError or ImportError."""
+    if path is not None:
+        return path.read_text(encoding="utf-8")
+    topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
+    return "\n\n".join(topics[name] for name in sorted(topics))
+
+
+def make_runs(text: Text, size: Size, device: torch.device, backend: str, seed: int) -> dict[str, Run]:
+    """The three trainings, their weights equal."""
+    torch.manual_seed(seed)
+    model = GPT(len(text.alphabet), size, attend_with_sdpa).to(device)
+    runs = {}
+    attentions = {OURS: attend_with_flash_attn_mini(backend), SDPA: attend_with_sdpa, NOISE: attend_with_other_kernel}
+    for name, attend in attentions.items():
+        runs[name] = Run(copy.deepcopy(model), size, reverse=name == NOISE)
+        for block in runs[name].model.blocks:
+            block.attend = attend
+    return runs
+
+
+def train(runs: dict[str, Run], text: Text, size: Size, device: torch.device, seed: int) -> None:
+    """All runs over the same batches, step by step in turn, so that the machine's load meets all of them alike."""
+    generator = torch.Generator().manual_seed(seed)
+    order = list(runs.values())
+    bar = tqdm(range(size.steps), desc="training", unit="step", disable=None)
+    for step in bar:
+        sequences = text.draw(text.training, size, generator, device)
+        for run in order:
+            run.step(sequences)
+        order.append(order.pop(0))
+        if step % 10 == 0:
+            bar.set_postfix_str(f"loss {runs[OURS].losses[-1]:.3f}, of SDPA {runs[SDPA].losses[-1]:.3f}")
+    batches = [text.draw(text.validation, size, generator, device) for _ in range(VALIDATION_BATCHES)]
+    for run in runs.values():
+        run.validate(batches)
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How far flash_attn_mini's losses are from SDPA's, and how far they may be, up to and at each step."""
+
+    strayed: list[float]
+    allowed: list[float]
+
+    @property
+    def worst(self) -> int:
+        """The step at which the most of what is allowed was used."""
+        return max(range(len(self.strayed)), key=lambda step: self.strayed[step] / max(self.allowed[step], 1e-30))
+
+    @property
+    def passed(self) -> bool:
+        return all(strayed <= allowed for strayed, allowed in zip(self.strayed, self.allowed, strict=True))
+
+    def __str__(self) -> str:
+        step = self.worst
+        return (
+            f"{'agree' if self.passed else 'DO NOT AGREE'} within noise: up to any step, the largest difference may be "
+            f"{FACTOR:g} times SDPA's from itself\nin another rounding and a float32's spacing together. It was "
+            f"{self.strayed[-1]:.1e} at the end, and nearest to that\nbound by step {step + 1}: "
+            f"{self.strayed[step]:.1e} of {self.allowed[step]:.1e}"
+        )
+
+
+def largest_so_far(a: Sequence[float], b: Sequence[float]) -> list[float]:
+    """The largest |a - b| up to each step, infinity from the first that is no number on."""
+    differences = (torch.tensor(a, dtype=torch.float64) - torch.tensor(b, dtype=torch.float64)).abs()
+    return differences.nan_to_num(nan=math.inf, posinf=math.inf).cummax(0).values.tolist()
+
+
+def compare(ours: Sequence[float], sdpa: Sequence[float], noise: Sequence[float]) -> Agreement:
+    """Holds the losses of flash_attn_mini against two trainings by SDPA that differ in their rounding alone."""
+    allowed = [FACTOR * (far + LOSS_SPACING) for far in largest_so_far(noise, sdpa)]
+    return Agreement(largest_so_far(ours, sdpa), [-math.inf if math.isinf(far) else far for far in allowed])
+
+
+@torch.no_grad()
+def sample(model: GPT, text: Text, size: Size, device: torch.device, seed: int, length: int) -> str:
+    """What the model writes after a line's end."""
+    generator = torch.Generator(device).manual_seed(seed)
+    tokens = torch.full((1, 1), text.alphabet.index("\n") if "\n" in text.alphabet else 0, device=device)
+    for _ in range(length):
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            logits = model(tokens[:, -size.context :])[0, -1].float()
+        following = torch.multinomial((logits / 0.8).softmax(dim=0), 1, generator=generator)
+        tokens = torch.cat((tokens, following[None]), dim=1)
+    return "".join(text.alphabet[token] for token in tokens[0].tolist()).strip()
+
+
+def plot(runs: dict[str, Run], agreement: Agreement, title: str, path: Path) -> None:
+    figure, (above, below) = plt.subplots(2, figsize=(8, 6), sharex=True, layout="constrained", height_ratios=(3, 2))
+    steps = range(1, len(agreement.strayed) + 1)
+    for name, style in ((SDPA, "-"), (OURS, "--")):
+        above.plot(steps, runs[name].losses, style, label=name, linewidth=1)
+    above.set_ylabel("training loss, nats a character")
+    above.set_title(title, fontsize=10)
+    reference = torch.tensor(runs[SDPA].losses, dtype=torch.float64)
+    for name, colour in ((NOISE, "0.6"), (OURS, "C1")):
+        differences = (torch.tensor(runs[name].losses, dtype=torch.float64) - reference).abs()
+        below.plot(steps, differences.clamp(min=1e-8), ".", markersize=2, color=colour, label=f"{name} − SDPA")
+    below.plot(steps, agreement.allowed, color="C3", linewidth=1, label="largest allowed so far")
+    below.set_yscale("log")
+    below.set_ylabel("difference (0 at 1e-8)")
+    below.set_xlabel("step")
+    for axis in (above, below):
+        axis.grid(alpha=0.3)
+    above.legend(fontsize=8)
+    below.legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, frameon=False, markerscale=3)
+    figure.savefig(path, dpi=90)
+    plt.close(figure)
+
+
+def write_results(
+    out: Path, runs: dict[str, Run], agreement: Agreement, setting: dict[str, object], title: str
+) -> None:
+    results = {
+        name: {
+            "losses": run.losses,
+            "validation_loss": run.validation,
+            "median_seconds_per_step": statistics.median(run.seconds),
+        }
+        for name, run in runs.items()
+    }
+    result = {"setting": setting, "agrees": agreement.passed, "runs": results}
+    out.mkdir(parents=True, exist_ok=True)
+    (out / FILES[0]).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    plot(runs, agreement, title, out / FILES[1])
+
+
+def print_table(runs: dict[str, Run]) -> None:
+    rows = []
+    for name, run in runs.items():
+        far = largest_so_far(run.losses, runs[SDPA].losses)[-1]
+        last = statistics.fmean(run.losses[-max(1, len(run.losses) // 20) :])
+        milliseconds = statistics.median(run.seconds) * 1e3
+        rows.append([name, f"{last:.4f}", f"{run.validation:.4f}", f"{far:.1e}", f"{milliseconds:.1f}"])
+    headers = ["attention", "loss, last 5 %", "validation loss", "largest difference from SDPA", "ms a step"]
+    print(tabulate(rows, headers, colalign=("left", *["right"] * 4), disable_numparse=True))
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.train_char_gpt", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if there is")
+    parser.add_argument("--backend", help="of flash_attn_mini (default: the best of the device)")
+    parser.add_argument("--steps", type=int, help="default: 500 on the CPU, 800 on a GPU")
+    parser.add_argument("--text", type=Path, help="a UTF-8 file to learn from (default: Python's own manual)")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default: %(default)s)")
+    parser.add_argument("--out", type=Path, help="a folder for losses.json and losses.png, not there yet")
+    return parser
+
+
+def check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> tuple[torch.device, str, str]:
+    """Device, backend and text, or an end with status 2 that says what is wrong, before any work is done."""
+    if arguments.device == "auto":
+        arguments.device = "cuda" if torch.cuda.is_available() else "cpu"
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: PyTorch sees no CUDA GPU")
+    device = torch.device(arguments.device)
+    backends = flash_attn_mini.available_backends(device)
+    if arguments.backend is None and not backends:
+        parser.error(f"no backend of flash_attn_mini runs on {device}: python -m flash_attn_mini says why")
+    if arguments.backend not in (None, *backends):
+        parser.error(f"--backend {arguments.backend}: on {device} there are {', '.join(backends)}")
+    if arguments.steps is not None and arguments.steps < 1:
+        parser.error(f"--steps {arguments.steps}: at least 1")
+    if arguments.out is not None:
+        for path in (arguments.out / name for name in FILES):
+            if path.exists():
+                parser.error(f"--out {arguments.out}: {path} is there already and is not overwritten")
+        if arguments.out.exists() and not arguments.out.is_dir():
+            parser.error(f"--out {arguments.out}: not a folder")
+    try:
+        content = read_text(arguments.text)
+    except ImportError:
+        parser.error("this Python comes without pydoc_data.topics; name a text with --text FILE")
+    except (OSError, UnicodeDecodeError) as error:
+        parser.error(f"--text {arguments.text}: {error}")
+    least = LEAST_CONTEXTS * SIZES[device.type].context
+    if len(content) < least:
+        parser.error(f"--text {arguments.text}: has {len(content)} characters; at least {least} are needed")
+    return device, arguments.backend or backends[0], content
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns 0 when the loss curves agree, 1 when they do not."""
+    parser = make_parser()
+    arguments = parser.parse_args(argv)
+    device, backend, content = check(parser, arguments)
+    size = SIZES[device.type]
+    if arguments.steps is not None:
+        size = replace(size, steps=arguments.steps)
+    text = Text(content)
+    out = arguments.out or DEFAULT_OUT
+
+    runs = make_runs(text, size, device, backend, arguments.seed)
+    parameters = sum(parameter.numel() for parameter in runs[SDPA].model.parameters())
+    dtype = "bfloat16 autocast" if device.type == "cuda" else f"float32, threads: {torch.get_num_threads()}"
+    machine = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    title = (
+        f"GPT of {parameters / 1e6:.1f} M parameters, {size.layers} layers, {size.heads} heads of "
+        f"{size.width // size.heads}, {size.batch} × {size.context} characters a step\n"
+        f"{machine}, {dtype}, backend {backend}, seed {arguments.seed}"
+    )
+    print(f"{title}\n{len(content)} characters of text, {len(text.alphabet)} different ones", flush=True)
+    train(runs, text, size, device, arguments.seed)
+
+    agreement = compare(*(runs[name].losses for name in (OURS, SDPA, NOISE)))
+    setting = asdict(size) | {"device": machine, "dtype": dtype, "backend": backend, "seed": arguments.seed}
+    write_results(out, runs, agreement, setting | {"torch": torch.__version__}, title)
+    if agreement.passed:
+        print(f"\n{sample(runs[OURS].model, text, size, device, arguments.seed, length=300)}\n")
+    print_table(runs)
+    print(f"\nthe loss curves {agreement}\nwritten: {out / FILES[1]}, {FILES[0]}")
+    return 0 if agreement.passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

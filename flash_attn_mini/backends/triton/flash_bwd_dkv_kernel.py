@@ -1,0 +1,205 @@
+"""The second backward kernel in Triton: dK and dV of one block of BLOCK_N keys of one key head.
+
+The chain: launch_bwd.backward -> flash_bwd_dkv_kernel -> accumulate_dkv -> tiles.load_rows. A program reads K and V of
+its keys once and walks over the queries of every query head that shares them, so that no sum needs an atomic. It works
+on the transposed S^T = K Q^T, whose registers are those of an operand of P^T dO and dS^T Q.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .tiles import assigned_block, load_rows, store_rows
+
+
+@triton.jit
+def load_stat(
+    row_stats,  # USE_TMA: a descriptor over [2, batch * nheads, padded_q]; else a pointer to the first element
+    which,  # 0: delta; 1: lse * log2(e)
+    head,  # of batch * nheads
+    start,
+    num_heads,  # batch * nheads
+    padded_q,
+    BLOCK_M: tl.constexpr,
+    USE_TMA: tl.constexpr,
+):
+    """row_stats[which, head, start:start + BLOCK_M]."""
+    if USE_TMA:
+        stat = row_stats.load([which, head, start]).reshape(BLOCK_M)
+    else:
+        first = (tl.cast(which, tl.int64) * num_heads + head) * padded_q + start
+        stat = tl.load(row_stats + first + tl.arange(0, BLOCK_M))
+    return stat
+
+
+@triton.jit
+def accumulate_dkv(
+    dk_acc,  # (BLOCK_N, BLOCK_D) float32: dK so far, before the scale
+    dv_acc,  # (BLOCK_N, BLOCK_D) float32: dV so far
+    k_tile,  # (BLOCK_N, BLOCK_D)
+    v_tile,  # (BLOCK_N, BLOCK_D)
+    row_stats,
+    q,
+    dout,
+    q_stride_b,
+    q_stride_h,
+    q_stride_s,
+    do_stride_b,
+    do_stride_h,
+    do_stride_s,
+    batch,
+    head,
+    batch_head,
+    num_heads,
+    first_row,  # (BLOCK_N,) int32: the first row that sees each key
+    m_begin,
+    m_end,
+    seqlen_q,
+    padded_q,
+    qk_scale,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    MASKED: tl.constexpr,
+    EVEN_M: tl.constexpr,
+    WANT_DK: tl.constexpr,
+    WANT_DV: tl.constexpr,
+    USE_TMA: tl.constexpr,
+):
+    """Add what rows [m_begin, m_end) give, BLOCK_M at a time. MASKED: some of them may lie before `first_row`."""
+    for m in tl.range(m_begin, m_end, BLOCK_M):
+        q_tile = load_rows(
+            q, q_stride_b, q_stride_h, q_stride_s, batch, head, m, seqlen_q,
+            HEAD_DIM, BLOCK_D, BLOCK_M, not EVEN_M, USE_TMA,
+        )  # fmt: skip
+        do_tile = load_rows(
+            dout, do_stride_b, do_stride_h, do_stride_s, batch, head, m, seqlen_q,
+            HEAD_DIM, BLOCK_D, BLOCK_M, not EVEN_M, USE_TMA,
+        )  # fmt: skip
+        lse_log2 = load_stat(row_stats, 1, batch_head, m, num_heads, padded_q, BLOCK_M, USE_TMA)
+        scores_t = tl.dot(k_tile, q_tile.T, input_precision="ieee")
+        p_t = tl.math.exp2(scores_t * qk_scale - lse_log2[None, :])
+        if MASKED:
+            p_t = tl.where(m + tl.arange(0, BLOCK_M)[None, :] >= first_row[:, None], p_t, 0.0)
+        if WANT_DV:
+            dv_acc = tl.dot(p_t.to(do_tile.dtype), do_tile, dv_acc, input_precision="ieee")
+        if WANT_DK:
+            delta = load_stat(row_stats, 0, batch_head, m, num_heads, padded_q, BLOCK_M, USE_TMA)
+            dp_t = tl.dot(v_tile, do_tile.T, input_precision="ieee")
+            ds_t = p_t * (dp_t - delta[None, :])
+            dk_acc = tl.dot(ds_t.to(q_tile.dtype), q_tile, dk_acc, input_precision="ieee")
+    return dk_acc, dv_acc
+
+
+# Another length or number of heads must not compile another kernel.
+NOT_SPECIALIZED = ["seqlen_q", "seqlen_k", "batch_heads", "nheads_k", "heads_per_kv", "heads_per_group"]
+
+
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
+def flash_bwd_dkv_kernel(
+    q,  # [batch, seqlen_q, nheads, headdim]: a pointer, or what load_rows calls a descriptor
+    k,  # [batch, seqlen_k, nheads_k, headdim], likewise
+    v,  # [batch, seqlen_k, nheads_k, headdim], likewise
+    dout,  # [batch, seqlen_q, nheads, headdim], likewise
+    dk,  # [batch, seqlen_k, nheads_k, headdim]: a pointer; not WANT_DK: not written
+    dv,  # [batch, seqlen_k, nheads_k, headdim]: a pointer; not WANT_DV: not written
+    row_stats,  # [2, batch * nheads, padded_q] float32, as flash_bwd_dq_kernel left it: what load_stat calls so
+    q_stride_b,
+    q_stride_h,
+    q_stride_s,
+    k_stride_b,
+    k_stride_h,
+    k_stride_s,
+    v_stride_b,
+    v_stride_h,
+    v_stride_s,
+    do_stride_b,
+    do_stride_h,
+    do_stride_s,
+    dk_stride_b,
+    dk_stride_h,
+    dk_stride_s,
+    dv_stride_b,
+    dv_stride_h,
+    dv_stride_s,
+    softmax_scale,
+    qk_scale,  # softmax_scale * log2(e)
+    seqlen_q,
+    seqlen_k,
+    batch_heads,  # batch * nheads_k
+    nheads_k,
+    heads_per_kv,  # nheads / nheads_k
+    heads_per_group,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,  # HEAD_DIM rounded up to a power of two
+    CAUSAL: tl.constexpr,
+    EVEN_M: tl.constexpr,  # seqlen_q is a multiple of BLOCK_M, or TMA minds the end
+    WANT_DK: tl.constexpr,
+    WANT_DV: tl.constexpr,
+    ROW_STATS_MULTIPLE: tl.constexpr,
+    USE_TMA: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Grid: cdiv(seqlen_k, BLOCK_N) * batch * nheads_k programs."""
+    # Which keys of which head. Under the causal mask the first keys have the most rows.
+    n_block, batch_head = assigned_block(tl.cdiv(seqlen_k, BLOCK_N), batch_heads, heads_per_group, False)
+    batch = batch_head // nheads_k
+    head_k = batch_head % nheads_k
+    start_n = n_block * BLOCK_N
+
+    # Which rows: [m_begin, m_full) need a mask, [m_full, seqlen_q) see every key of the block.
+    if CAUSAL:
+        diagonal = seqlen_k - seqlen_q
+        first_row = start_n + tl.arange(0, BLOCK_N) - diagonal
+        m_begin = tl.maximum(start_n - diagonal, 0) // BLOCK_M * BLOCK_M
+        m_full = tl.cdiv(tl.maximum(start_n + BLOCK_N - 1 - diagonal, 0), BLOCK_M) * BLOCK_M
+        m_full = tl.minimum(m_full, tl.cdiv(seqlen_q, BLOCK_M) * BLOCK_M)
+    else:
+        first_row = tl.full([BLOCK_N], 0, tl.int32)
+        m_begin = 0
+        m_full = 0
+
+    # Keys beyond the last are zeros: what they add goes to rows of dK and dV that are not stored.
+    k_tile = load_rows(
+        k, k_stride_b, k_stride_h, k_stride_s, batch, head_k, start_n, seqlen_k,
+        HEAD_DIM, BLOCK_D, BLOCK_N, True, USE_TMA,
+    )  # fmt: skip
+    v_tile = k_tile
+    if WANT_DK:
+        v_tile = load_rows(
+            v, v_stride_b, v_stride_h, v_stride_s, batch, head_k, start_n, seqlen_k,
+            HEAD_DIM, BLOCK_D, BLOCK_N, True, USE_TMA,
+        )  # fmt: skip
+    dk_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    padded_q = tl.cdiv(seqlen_q, ROW_STATS_MULTIPLE) * ROW_STATS_MULTIPLE
+    num_heads = batch_heads * heads_per_kv
+    for group_head in range(heads_per_kv):
+        head = head_k * heads_per_kv + group_head
+        stats_head = batch_head * heads_per_kv + group_head
+        if CAUSAL:
+            dk_acc, dv_acc = accumulate_dkv(
+                dk_acc, dv_acc, k_tile, v_tile, row_stats, q, dout,
+                q_stride_b, q_stride_h, q_stride_s, do_stride_b, do_stride_h, do_stride_s, batch, head,
+                stats_head, num_heads, first_row, m_begin, m_full, seqlen_q, padded_q, qk_scale,
+                HEAD_DIM, BLOCK_D, BLOCK_M, True, EVEN_M, WANT_DK, WANT_DV, USE_TMA,
+            )  # fmt: skip
+        dk_acc, dv_acc = accumulate_dkv(
+            dk_acc, dv_acc, k_tile, v_tile, row_stats, q, dout,
+            q_stride_b, q_stride_h, q_stride_s, do_stride_b, do_stride_h, do_stride_s, batch, head,
+            stats_head, num_heads, first_row, m_full, seqlen_q, seqlen_q, padded_q, qk_scale,
+            HEAD_DIM, BLOCK_D, BLOCK_M, False, EVEN_M, WANT_DK, WANT_DV, USE_TMA,
+        )  # fmt: skip
+
+    if WANT_DK:
+        store_rows(
+            dk, dk_acc * softmax_scale, dk_stride_b, dk_stride_h, dk_stride_s, batch, head_k, start_n, seqlen_k,
+            HEAD_DIM, BLOCK_D, BLOCK_N,
+        )  # fmt: skip
+    if WANT_DV:
+        store_rows(
+            dv, dv_acc, dv_stride_b, dv_stride_h, dv_stride_s, batch, head_k, start_n, seqlen_k,
+            HEAD_DIM, BLOCK_D, BLOCK_N,
+        )  # fmt: skip

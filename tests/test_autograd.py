@@ -1,0 +1,512 @@
+"""flash_attn_func between PyTorch's operators: what is saved, what is computed, autocast, checkpointing, torch.func."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flash_attn_mini import flash_attn_func, use_backend
+from flash_attn_mini.backends import BACKENDS
+
+FORWARD = torch.ops.flash_attn_mini._flash_attn_forward.default
+BACKWARD = torch.ops.flash_attn_mini._flash_attn_backward.default
+
+
+def qkv(device: str, dtype: torch.dtype = torch.float16, requires_grad: bool = True) -> list[Tensor]:
+    """[2, 9, 4, 16] and twice [2, 13, 2, 16]."""
+    shapes = [(2, 9, 4, 16), (2, 13, 2, 16), (2, 13, 2, 16)]
+    return [torch.randn(s, device=device).to(dtype).requires_grad_(requires_grad) for s in shapes]
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """PyTorch's, on tensors laid out as ours."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **options).transpose(1, 2)
+
+
+@pytest.fixture
+def backward_calls(backend: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
+    """What reaches the backward of each backend, which then runs."""
+    from flash_attn_mini import backends
+
+    calls: list[dict[str, Any]] = []
+
+    def spying(name: str, backward: Callable[..., Any]) -> Callable[..., Any]:
+        def spy(*arguments: Any, **keywords: Any) -> Any:
+            calls.append({"backend": name, "deterministic": arguments[14], "output_mask": tuple(arguments[16])})
+            return backward(*arguments, **keywords)
+
+        return spy
+
+    backends._resolve.cache_clear()
+    for name, entry in BACKENDS.items():
+        monkeypatch.setitem(BACKENDS, name, dataclasses.replace(entry, backward=spying(name, entry.backward)))
+    yield calls
+    backends._resolve.cache_clear()
+
+
+# ---- what is saved and what is computed ---------------------------------------------------------------------------
+
+
+def saved_by(call: Callable[[], Any]) -> list[Tensor]:
+    saved: list[Tensor] = []
+
+    def pack(x: Tensor) -> Tensor:
+        saved.append(x)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        call()
+    return saved
+
+
+def test_only_inputs_out_and_lse_are_saved(backend: str, device: str) -> None:
+    q, k, v = qkv(device)
+    results: list[Tensor] = []
+    saved = saved_by(lambda: results.extend(flash_attn_func(q, k, v, return_attn_probs=True, backend=backend)))
+    assert [x.data_ptr() for x in saved] == [x.data_ptr() for x in (q, k, v, *results[:2])]
+
+
+def test_nothing_is_saved_where_no_gradient_will_be_asked_for(backend: str, device: str) -> None:
+    inputs = qkv(device)
+
+    def no_grad() -> None:
+        with torch.no_grad():
+            assert flash_attn_func(*inputs, backend=backend).grad_fn is None
+
+    def inference_mode() -> None:
+        with torch.inference_mode():
+            assert flash_attn_func(*inputs, backend=backend).is_inference()
+
+    for call in (no_grad, inference_mode):
+        assert saved_by(call) == []
+    detached = [x.detach() for x in inputs]
+    assert saved_by(lambda: flash_attn_func(*detached, backend=backend)) == []
+    assert not flash_attn_func(*detached, backend=backend).requires_grad
+
+
+@pytest.mark.parametrize("wanted", [(True, False, False), (False, True, True), (True, True, True)])
+def test_only_gradients_that_are_needed_are_computed(
+    wanted: tuple[bool, ...], backend: str, device: str, backward_calls: list[dict[str, Any]]
+) -> None:
+    inputs = [x.requires_grad_(w) for x, w in zip(qkv(device, requires_grad=False), wanted, strict=True)]
+    flash_attn_func(*inputs, backend=backend).sum().backward()
+    assert [call["output_mask"] for call in backward_calls] == [wanted]
+    assert [x.grad is not None for x in inputs] == list(wanted)
+
+
+def test_unused_outputs_cost_no_backward(backend: str, device: str, backward_calls: list[dict[str, Any]]) -> None:
+    q, k, v = qkv(device)
+    out, lse, _ = flash_attn_func(q, k, v, return_attn_probs=True, backend=backend)
+    assert out.requires_grad
+    assert lse.requires_grad
+    (q.sum() + 0 * k.sum()).backward()
+    assert backward_calls == []
+
+
+def test_s_dmask_has_no_gradient(backend: str, device: str) -> None:
+    s_dmask = flash_attn_func(*qkv(device), return_attn_probs=True, backend=backend)[2]
+    assert not s_dmask.requires_grad
+
+
+def test_deterministic_reaches_the_backend(backend: str, device: str, backward_calls: list[dict[str, Any]]) -> None:
+    inputs = qkv(device)
+    for deterministic in (False, True):
+        flash_attn_func(*inputs, deterministic=deterministic, backend=backend).sum().backward()
+    assert [call["deterministic"] for call in backward_calls] == [False, True]
+
+
+def test_deterministic_algorithms_mean_a_deterministic_backward(
+    backend: str, device: str, backward_calls: list[dict[str, Any]]
+) -> None:
+    out = flash_attn_func(*qkv(device), backend=backend)
+    torch.use_deterministic_algorithms(True)
+    try:
+        out.sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert [call["deterministic"] for call in backward_calls] == [True]
+
+
+@pytest.mark.parametrize("backward_under", ["nothing", "another_use_backend", "another_environment"])
+def test_backward_runs_on_the_backend_of_the_forward(
+    backward_under: str,
+    backend: str,
+    device: str,
+    backward_calls: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with use_backend(backend):
+        out = flash_attn_func(*qkv(device))
+    other = "cuda" if backend != "cuda" else "triton"
+    if backward_under == "another_use_backend":
+        with use_backend(other):
+            out.sum().backward()
+    else:
+        if backward_under == "another_environment":
+            monkeypatch.setenv("FLASH_ATTN_MINI_BACKEND", other)
+        out.sum().backward()
+    assert [call["backend"] for call in backward_calls] == [backend]
+
+
+# ---- the graph ----------------------------------------------------------------------------------------------------
+
+
+def test_gradients_accumulate_over_uses(backend: str, device: str) -> None:
+    """One tensor as q, k and v, and a graph that is walked twice."""
+    x = torch.randn(2, 7, 3, 16, device=device).half().requires_grad_()
+    separate = [x.detach().requires_grad_() for _ in range(3)]
+    flash_attn_func(*separate, deterministic=True, backend=backend).sum().backward()
+    out = flash_attn_func(x, x, x, deterministic=True, backend=backend).sum()
+    out.backward(retain_graph=True)
+    expected = sum(s.grad for s in separate)
+    torch.testing.assert_close(x.grad, expected, rtol=2e-3, atol=2e-3)
+    once = x.grad.clone()
+    out.backward()
+    torch.testing.assert_close(x.grad, 2 * once)
+
+
+def test_changing_a_saved_tensor_in_place_is_found_out(backend: str, device: str) -> None:
+    q, k, v = qkv(device)
+    for changed in ("out", "k"):
+        inner = k * 1
+        out = flash_attn_func(q, inner, v, backend=backend)
+        total = out.sum()
+        (out if changed == "out" else inner).detach().zero_()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            total.backward()
+
+
+def test_second_derivative_says_that_it_is_not_there(backend: str, device: str) -> None:
+    """The first is right, also under create_graph; only what would be a silent zero raises."""
+    q, k, v = qkv(device)
+    (dq,) = torch.autograd.grad(flash_attn_func(q, k, v, backend=backend).sum(), q)
+    (with_graph,) = torch.autograd.grad(flash_attn_func(q, k, v, backend=backend).sum(), q, create_graph=True)
+    torch.testing.assert_close(with_graph, dq, rtol=1e-3, atol=1e-3)
+    with pytest.raises(NotImplementedError, match=r"double backward.*backends that have it: none"):
+        with_graph.square().sum().backward()
+
+
+def test_second_derivative_through_the_gradient_of_out_is_refused_too(backend: str, device: str) -> None:
+    """dq is linear in dout; that derivative is not there either."""
+    q, k, v = qkv(device)
+    dout = torch.ones_like(q).requires_grad_()
+    (dq,) = torch.autograd.grad(flash_attn_func(q, k, v, backend=backend), q, dout, create_graph=True)
+    with pytest.raises(NotImplementedError, match="double backward"):
+        torch.autograd.grad(dq.sum(), dout)
+
+
+def test_raw_operators_are_differentiable_once(backend: str, device: str) -> None:
+    q, k, v = qkv(device)
+    expected = torch.autograd.grad(flash_attn_func(q, k, v, deterministic=True, backend=backend).sum(), (q, k, v))
+    out, lse, *_ = FORWARD(q, k, v, None, 0.0, 0.25, False, -1, -1, 0.0, False, True, backend)
+    for a, b in zip(torch.autograd.grad(out.sum(), (q, k, v)), expected, strict=True):
+        assert torch.equal(a, b)
+    dq, *_ = BACKWARD(
+        torch.ones_like(q), q, k, v, out.detach(), lse.detach(), None, None, 0.0, 0.25, False, -1, -1, 0.0, True,
+        None, [True, False, False], backend,
+    )  # fmt: skip
+    assert torch.equal(dq, expected[0])
+    with pytest.raises(NotImplementedError, match="double backward"):
+        dq.sum().backward()
+
+
+class Counting(TorchDispatchMode):
+    """Counts the operators that pass the dispatcher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_modes_see_both_operators(backend: str, device: str) -> None:
+    """The short way of plain eager calls goes round nobody who listens."""
+    q, k, v = qkv(device)
+    expected = torch.autograd.grad(flash_attn_func(q, k, v, deterministic=True, backend=backend).sum(), (q, k, v))
+    with Counting() as mode:
+        got = torch.autograd.grad(flash_attn_func(q, k, v, deterministic=True, backend=backend).sum(), (q, k, v))
+    assert mode.seen.count(FORWARD) == mode.seen.count(BACKWARD) == 1
+    for a, b in zip(got, expected, strict=True):
+        assert torch.equal(a, b)
+    with Counting() as mode:
+        flash_attn_func(q.detach(), k.detach(), v.detach(), backend=backend)
+    assert mode.seen.count(FORWARD) == 1
+    out = flash_attn_func(q, k, v, backend=backend)
+    with Counting() as mode:  # the backward alone
+        out.sum().backward()
+    assert mode.seen.count(BACKWARD) == 1
+
+
+class PassOn(TorchFunctionMode):
+    """As torch.device("cuda") in a with statement is."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_parameters_and_function_modes_work(backend: str, device: str) -> None:
+    q, k, v = (torch.nn.Parameter(x.detach()) for x in qkv(device))
+    with PassOn():
+        flash_attn_func(q, k, v, backend=backend).sum().backward()
+    assert all(x.grad is not None for x in (q, k, v))
+
+
+# ---- checkpointing ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True], ids=["hooks", "reentrant"])
+def test_checkpointing_gives_the_same_gradients(use_reentrant: bool, backend: str, device: str) -> None:
+    def attention(*inputs: Tensor) -> Tensor:
+        return flash_attn_func(*inputs, causal=True, deterministic=True, backend=backend)
+
+    inputs = qkv(device)
+    expected = torch.autograd.grad(attention(*inputs).square().sum(), inputs)
+    checkpoint.checkpoint(attention, *inputs, use_reentrant=use_reentrant).square().sum().backward()
+    for x, e in zip(inputs, expected, strict=True):
+        assert torch.equal(x.grad, e)
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["kept", "recomputed"])
+def test_selective_checkpointing_knows_the_operator(kept: bool, backend: str, device: str) -> None:
+    """A policy that names the forward op keeps its results in place of running it again."""
+    seen: list[Any] = []
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        if op is FORWARD:
+            seen.append(context.is_recompute)
+        must_keep = kept and op is FORWARD
+        policies = checkpoint.CheckpointPolicy
+        return policies.MUST_SAVE if must_keep else policies.PREFER_RECOMPUTE
+
+    def attention(*inputs: Tensor) -> Tensor:
+        return flash_attn_func(*inputs, deterministic=True, backend=backend)
+
+    inputs = qkv(device)
+    expected = torch.autograd.grad(attention(*inputs).square().sum(), inputs)
+    out = checkpoint.checkpoint(
+        attention,
+        *inputs,
+        use_reentrant=False,
+        context_fn=lambda: checkpoint.create_selective_checkpoint_contexts(policy),
+    )
+    out.square().sum().backward()
+    assert seen[0] is False
+    for x, e in zip(inputs, expected, strict=True):
+        assert torch.equal(x.grad, e)
+
+
+# ---- autocast -----------------------------------------------------------------------------------------------------
+
+AUTOCAST_DTYPES = [torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("to", AUTOCAST_DTYPES, ids=str)
+@pytest.mark.parametrize("given", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_autocast_casts_as_sdpa_does(given: torch.dtype, to: torch.dtype, backend: str, device: str) -> None:
+    inputs = qkv(device, given)
+    with torch.autocast(device, dtype=to):
+        out, lse, _ = flash_attn_func(*inputs, return_attn_probs=True, backend=backend)
+        theirs = sdpa(*inputs)
+    assert out.dtype == theirs.dtype == to
+    assert lse.dtype == torch.float32
+    by_hand = flash_attn_func(*(x.to(to) for x in inputs), backend=backend)
+    assert torch.equal(out, by_hand)
+    (out.sum() + lse.sum()).backward()
+    assert [x.grad.dtype for x in inputs] == [given] * 3
+    grads = [x.grad for x in inputs]
+    expected = torch.autograd.grad(theirs.sum(), inputs)
+    assert [x.dtype for x in expected] == [g.dtype for g in grads]
+
+
+@pytest.mark.parametrize("to", AUTOCAST_DTYPES, ids=str)
+def test_autocast_gradients_are_those_of_the_cast_by_hand(to: torch.dtype, backend: str, device: str) -> None:
+    inputs = qkv(device, torch.float32)
+    with torch.autocast(device, dtype=to):
+        total = flash_attn_func(*inputs, deterministic=True, backend=backend).float().square().sum()
+        inside = torch.autograd.grad(total, inputs, retain_graph=True)
+    outside = torch.autograd.grad(total, inputs)
+    by_hand = flash_attn_func(*(x.to(to) for x in inputs), deterministic=True, backend=backend)
+    expected = torch.autograd.grad(by_hand.float().square().sum(), inputs)
+    for a, b, c in zip(inside, outside, expected, strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(a, c)
+
+
+def test_autocast_casts_a_mixture_of_dtypes(backend: str, device: str) -> None:
+    """As projections in different precisions hand it over: without autocast a TypeError."""
+    q, k, v = qkv(device, torch.float32)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        assert flash_attn_func(q, k.bfloat16(), v.half(), backend=backend).dtype == torch.bfloat16
+    with pytest.raises(TypeError, match="k has dtype"):
+        flash_attn_func(q.half(), k.bfloat16(), v.half(), backend=backend)
+
+
+@pytest.mark.filterwarnings("ignore:CUDA is not available")
+def test_autocast_that_is_off_or_of_another_device_changes_nothing(backend: str, device: str) -> None:
+    inputs = qkv(device)
+    other = "cuda" if device == "cpu" else "cpu"
+    with torch.autocast(other, dtype=torch.bfloat16):
+        assert flash_attn_func(*inputs, backend=backend).dtype == torch.float16
+    with torch.autocast(device, dtype=torch.bfloat16), torch.autocast(device, enabled=False):
+        assert flash_attn_func(*inputs, backend=backend).dtype == torch.float16
+
+
+def test_autocast_leaves_float64_alone() -> None:
+    inputs = qkv("cpu", torch.float64)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert flash_attn_func(*inputs).dtype == sdpa(*inputs).dtype == torch.float64
+
+
+def test_autocast_in_the_operator_and_on_the_short_way_agree(backend: str, device: str) -> None:
+    q, k, v = qkv(device, torch.float32)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        short = flash_attn_func(q, k, v, deterministic=True, backend=backend)
+        out = FORWARD(q, k, v, None, 0.0, 0.25, False, -1, -1, 0.0, False, True, backend)[0]
+        with torch.no_grad():
+            plain = flash_attn_func(q, k, v, backend=backend)
+    assert torch.equal(short, out)
+    assert torch.equal(short, plain)
+    for a, b in zip(
+        torch.autograd.grad(short.sum(), (q, k, v)), torch.autograd.grad(out.sum(), (q, k, v)), strict=True
+    ):
+        assert torch.equal(a, b)
+
+
+# ---- torch.func ---------------------------------------------------------------------------------------------------
+
+
+def test_func_grad_is_autograds(backend: str, device: str) -> None:
+    q, k, v = qkv(device)
+
+    def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flash_attn_func(q, k, v, causal=True, deterministic=True, backend=backend).float().square().sum()
+
+    expected = torch.autograd.grad(loss(q, k, v), (q, k, v))
+    q, k, v = (x.detach() for x in (q, k, v))
+    for a, b in zip(torch.func.grad(loss, argnums=(0, 1, 2))(q, k, v), expected, strict=True):
+        assert torch.equal(a, b)
+    _, pullback = torch.func.vjp(loss, q, k, v)
+    for a, b in zip(pullback(torch.ones((), device=device)), expected, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_per_sample_gradients_are_those_of_each_sample(backend: str, device: str) -> None:
+    """vmap of grad: there is no batching rule, PyTorch loops over the samples, forward and backward."""
+    q, k, v = (x.detach() for x in qkv(device))
+
+    def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flash_attn_func(q, k, v, deterministic=True, backend=backend).float().square().sum()
+
+    samples = [x[:, None] for x in (q, k, v)]
+    got = torch.vmap(torch.func.grad(loss, argnums=(0, 1, 2)))(*samples)
+    for i in range(2):
+        expected = torch.func.grad(loss, argnums=(0, 1, 2))(*(x[i] for x in samples))
+        for a, b in zip(got, expected, strict=True):
+            torch.testing.assert_close(a[i], b, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_gradients_of_vmapped_calls_are_those_of_a_loop(backend: str, device: str) -> None:
+    x = torch.randn(3, 2, 5, 2, 16, device=device).half().requires_grad_()
+
+    def attention(q: Tensor) -> Tensor:
+        return flash_attn_func(q, q, q, deterministic=True, backend=backend).float().square().sum()
+
+    (got,) = torch.autograd.grad(torch.vmap(attention)(x).sum(), x)
+    (expected,) = torch.autograd.grad(sum(attention(sample) for sample in x), x)
+    torch.testing.assert_close(got, expected, rtol=1e-2, atol=2e-3)  # summed in float16, in another order
+
+
+@pytest.mark.parametrize(
+    ("transform", "says"),
+    [
+        (lambda f: torch.func.grad(lambda x: torch.func.grad(f)(x).sum()), "double backward"),
+        (lambda f: torch.func.jacrev(torch.func.grad(f)), "double backward"),
+        (torch.func.hessian, "forward-mode"),
+        (torch.func.jacfwd, "forward-mode"),
+    ],
+    ids=["grad_of_grad", "jacrev_of_grad", "hessian", "jacfwd"],
+)
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_transforms_without_a_derivative_say_so(
+    transform: Callable[..., Any], says: str, backend: str, device: str
+) -> None:
+    """Never a silent zero."""
+    x = torch.randn(1, 3, 1, 8, device=device).half()
+    with pytest.raises(NotImplementedError, match=says):
+        transform(lambda q: flash_attn_func(q, x, x, backend=backend).float().square().sum())(x)
+
+
+# ---- training -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("to", AUTOCAST_DTYPES, ids=str)
+@pytest.mark.backends("cuda", "triton")
+def test_mixed_precision_training_with_a_scaler_follows_sdpa(to: torch.dtype, backend: str, device: str) -> None:
+    """float32 parameters, autocast, GradScaler: the losses of SDPA within the rounding of the dtype."""
+
+    def losses(attention: Callable[..., Tensor]) -> list[float]:
+        torch.manual_seed(0)
+        project = torch.nn.Linear(64, 3 * 64, device=device)
+        scaler = torch.amp.GradScaler(device, enabled=to == torch.float16)
+        optimizer = torch.optim.AdamW(project.parameters(), lr=3e-3)
+        x, target = torch.randn(2, 4, 40, 64, device=device).unbind()
+        history = []
+        for _ in range(20):
+            optimizer.zero_grad()
+            with torch.autocast(device, dtype=to):
+                q, k, v = project(x).view(4, 40, 3, 4, 16).unbind(2)
+                out = attention(q, k, v)
+                assert out.dtype == to
+                loss = F.mse_loss(out.flatten(2).float(), target)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            history.append(loss.item())
+        return history
+
+    ours = losses(lambda q, k, v: flash_attn_func(q, k, v, causal=True, backend=backend))
+    theirs = losses(lambda q, k, v: sdpa(q, k, v, is_causal=True))
+    assert ours[-1] < ours[0]
+    assert ours == pytest.approx(theirs, rel=1e-2)
+
+
+def test_mixed_precision_training_follows_sdpa_on_the_cpu() -> None:
+    """The same in bfloat16 under CPU autocast, which needs no scaler."""
+
+    def losses(attention: Callable[..., Tensor]) -> list[float]:
+        torch.manual_seed(0)
+        project = torch.nn.Linear(32, 3 * 32)
+        optimizer = torch.optim.AdamW(project.parameters(), lr=3e-3)
+        x, target = torch.randn(2, 2, 20, 32).unbind()
+        history = []
+        for _ in range(10):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                q, k, v = project(x).view(2, 20, 3, 2, 16).unbind(2)
+                loss = F.mse_loss(attention(q, k, v).flatten(2).float(), target)
+            loss.backward()
+            assert project.weight.grad.dtype == torch.float32
+            optimizer.step()
+            history.append(loss.item())
+        return history
+
+    ours = losses(lambda q, k, v: flash_attn_func(q, k, v, causal=True))
+    theirs = losses(lambda q, k, v: sdpa(q, k, v, is_causal=True))
+    assert ours[-1] < ours[0]
+    assert ours == pytest.approx(theirs, rel=1e-2)

@@ -1,0 +1,243 @@
+"""Training as PyTorch's compilers see it: opcheck of both operators, torch.compile of a block, export, fake results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.testing
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from flash_attn_mini import flash_attn_func, use_backend
+
+from .cases import SMALL_FORWARD_CASES, Case, make_dlse, make_dout, make_inputs
+
+FORWARD = torch.ops.flash_attn_mini._flash_attn_forward.default
+BACKWARD = torch.ops.flash_attn_mini._flash_attn_backward.default
+CASES = [c for c in SMALL_FORWARD_CASES if c.values == "normal"]  # shapes and layouts; values are nothing to a compiler
+BY_NAME = {c.name: c for c in CASES}
+
+
+def options(case: Case) -> tuple[Any, ...]:
+    """alibi_slopes to softcap."""
+    return (None, 0.0, 0.125, case.causal, -1, 0 if case.causal else -1, 0.0)
+
+
+def backward_arguments(
+    case: Case, dtype: torch.dtype, device: str, seed: int, backend: str, with_lse: bool, mask: list[bool]
+) -> tuple[Any, ...]:
+    q, k, v = make_inputs(case, dtype, device, seed)
+    out, lse, *_ = FORWARD(q, k, v, *options(case), False, True, backend)
+    dlse = make_dlse(case, dtype, device, seed) if with_lse else None
+    return (make_dout(case, dtype, device, seed), q, k, v, out, lse, dlse, *options(case), True, None, mask, backend)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_opcheck_of_a_forward_that_needs_gradients(case: Case, backend: str, device: str, seed: int) -> None:
+    inputs = [x.detach().requires_grad_() for x in make_inputs(case, torch.float16, device, seed)]
+    torch.library.opcheck(FORWARD, (*inputs, *options(case), False, True, backend))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_opcheck_of_the_backward(case: Case, backend: str, device: str, seed: int) -> None:
+    mask = [case.seqlen_q % 2 == 0, True, case.seqlen_k % 2 == 0]
+    arguments = backward_arguments(case, torch.float16, device, seed, backend, case.causal, mask)
+    torch.library.opcheck(BACKWARD, arguments)
+
+
+@pytest.mark.parametrize("mask", [[True, True, True], [True, False, False], [False, True, False]], ids=str)
+@pytest.mark.parametrize("name", ["mqa", "no_keys", "no_queries", "headdim_33", "layout_bhsd", "layout_sbhd"])
+def test_fake_gradients_look_like_real_ones(
+    name: str, mask: list[bool], backend: str, device: str, dtype: torch.dtype, seed: int
+) -> None:
+    arguments = backward_arguments(BY_NAME[name], dtype, device, seed, backend, False, mask)
+    real = BACKWARD(*arguments)
+    with FakeTensorMode() as mode:
+        fake = BACKWARD(*(mode.from_tensor(x) if isinstance(x, Tensor) else x for x in arguments))
+    for result, r, f in zip(("dq", "dk", "dv", "softmax_d"), real, fake, strict=True):
+        assert (r.shape, r.stride(), r.dtype, r.device) == (f.shape, f.stride(), f.dtype, f.device), result
+
+
+def test_backward_operator_signature_is_stable() -> None:
+    schema = BACKWARD._schema
+    assert [argument.name for argument in schema.arguments] == [
+        "dout", "q", "k", "v", "out", "softmax_lse", "dsoftmax_lse", "alibi_slopes", "dropout_p", "softmax_scale",
+        "causal", "window_size_left", "window_size_right", "softcap", "deterministic", "rng_state", "output_mask",
+        "backend",
+    ]  # fmt: skip
+    assert [result.name for result in schema.returns] == ["dq", "dk", "dv", "softmax_d"]
+    assert not schema.is_mutable
+
+
+# ---- a transformer block ------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """Pre-norm attention (grouped heads) and MLP."""
+
+    def __init__(self, backend: str | None, width: int = 48, heads: int = 4, heads_k: int = 2) -> None:
+        super().__init__()
+        self.backend, self.heads, self.heads_k, self.headdim = backend, heads, heads_k, width // heads
+        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.project_q = nn.Linear(width, width)
+        self.project_kv = nn.Linear(width, 2 * heads_k * self.headdim)
+        self.project_out = nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm_1(x)
+        q = self.project_q(y).unflatten(-1, (self.heads, self.headdim))
+        k, v = self.project_kv(y).unflatten(-1, (2, self.heads_k, self.headdim)).unbind(2)
+        attended = flash_attn_func(q, k, v, causal=True, deterministic=True, backend=self.backend)
+        x = x + self.project_out(attended.flatten(2))
+        return x + self.mlp(self.norm_2(x))
+
+
+def block_dtype(backend: str) -> torch.dtype:
+    return torch.float32 if backend == "cpu" else torch.bfloat16
+
+
+def train(
+    block: nn.Module, step: Callable[[Tensor], Tensor], device: str, dtype: torch.dtype, steps: int = 5
+) -> list[float]:
+    """The losses of a few steps towards a fixed target."""
+    generator = torch.Generator().manual_seed(1)
+    x, target = torch.randn(2, 3, 37, 48, generator=generator).to(device, dtype).unbind()
+    optimizer = torch.optim.AdamW(block.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = F.mse_loss(step(x).float(), target.float())
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def new_block(backend: str | None, device: str, dtype: torch.dtype) -> Block:
+    torch.manual_seed(0)
+    return Block(backend).to(device, dtype)
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_compiled_block_trains_without_graph_breaks_as_eager_does(dynamic: bool, backend: str, device: str) -> None:
+    torch._dynamo.reset()
+    dtype = block_dtype(backend)
+    eager, compiled = (new_block(backend, device, dtype) for _ in range(2))
+    run = torch.compile(compiled, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    losses = train(compiled, run, device, dtype)
+    assert losses == train(eager, eager, device, dtype)
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.backends("cuda", "triton")
+def test_inductor_trains_the_block_as_eager_does(backend: str, device: str) -> None:
+    torch._dynamo.reset()
+    dtype = block_dtype(backend)
+    eager, compiled = (new_block(backend, device, dtype) for _ in range(2))
+    losses = train(compiled, torch.compile(compiled, fullgraph=True), device, dtype)
+    assert losses == pytest.approx(train(eager, eager, device, dtype), rel=3e-2)
+    assert losses[-1] < losses[0]
+
+
+def test_compiled_block_trains_under_autocast(backend: str, device: str) -> None:
+    torch._dynamo.reset()
+
+    def under_autocast(block: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        def step(x: Tensor) -> Tensor:
+            with torch.autocast(device, dtype=torch.bfloat16):
+                return block(x)
+
+        return step
+
+    eager, compiled = (new_block(backend, device, torch.float32) for _ in range(2))
+    run = torch.compile(under_autocast(compiled), fullgraph=True, backend="aot_eager")
+    losses = train(compiled, run, device, torch.float32)
+    # The compiler keeps some casts in float32 that eager rounds.
+    assert losses == pytest.approx(train(eager, under_autocast(eager), device, torch.float32), rel=2e-2)
+
+
+def test_other_lengths_neither_recompile_nor_differ(backend: str, device: str) -> None:
+    torch._dynamo.reset()
+    dtype = block_dtype(backend)
+    block = new_block(backend, device, dtype)
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    run = torch.compile(block, fullgraph=True, dynamic=True, backend=counter)
+    for i, (batch, length) in enumerate([(3, 37), (5, 20), (2, 131)]):
+        x = torch.randn(batch, length, 48, device=device, dtype=dtype)
+        gradients = []
+        for step in (run, block):
+            block.zero_grad()
+            step(x).square().mean().backward()
+            gradients.append([p.grad.clone() for p in block.parameters()])
+        for a, b in zip(*gradients, strict=True):
+            torch.testing.assert_close(a, b)
+        if i == 0:
+            compiled_once = counter.frame_count
+    assert counter.frame_count == compiled_once
+
+
+class WithLse(nn.Module):
+    """A loss on the lse beside the one on out, as z-loss regularisation has it."""
+
+    def __init__(self, backend: str) -> None:
+        super().__init__()
+        self.backend = backend
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out, lse, _ = flash_attn_func(q, k, v, return_attn_probs=True, deterministic=True, backend=self.backend)
+        return out.float().square().mean() + 0.1 * lse.square().mean()
+
+
+@pytest.mark.parametrize("wanted", [(True, True, True), (False, True, False)], ids=["qkv", "k"])
+def test_compiled_gradients_through_the_lse(wanted: tuple[bool, ...], backend: str, device: str, seed: int) -> None:
+    torch._dynamo.reset()
+    module = WithLse(backend)
+    inputs = make_inputs(BY_NAME["mqa"], torch.float16, device, seed)
+    leaves = [x.contiguous().requires_grad_(w) for x, w in zip(inputs, wanted, strict=True)]
+    asked = [x for x in leaves if x.requires_grad]
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    for a, b in zip(
+        torch.autograd.grad(compiled(*leaves), asked), torch.autograd.grad(module(*leaves), asked), strict=True
+    ):
+        assert torch.equal(a, b)
+
+
+# ---- which backend a compiled training step takes -----------------------------------------------------------------
+
+
+def test_training_step_compiled_under_use_backend_keeps_its_backend(backend: str, device: str) -> None:
+    """Forward and backward take the same one; another use_backend later is an error and no silent mixture."""
+    torch._dynamo.reset()
+    dtype = block_dtype(backend)
+    eager, compiled = (new_block(None, device, dtype) for _ in range(2))
+    run = torch.compile(compiled, fullgraph=True, backend="aot_eager")
+    with use_backend(backend):
+        expected = train(eager, eager, device, dtype)
+        assert train(compiled, run, device, dtype) == expected
+    x = torch.randn(3, 37, 48, device=device, dtype=dtype)
+    run(x).sum().backward()
+    other = "cuda" if backend != "cuda" else "triton"
+    with use_backend(other), pytest.raises(RuntimeError, match=rf"use_backend\('{other}'\).*compiled.*'{backend}'"):
+        run(x)
+
+
+# ---- export -------------------------------------------------------------------------------------------------------
+
+
+def test_exported_block_trains(backend: str, device: str) -> None:
+    dtype = block_dtype(backend)
+    eager, source = (new_block(backend, device, dtype) for _ in range(2))
+    x = torch.randn(3, 37, 48, device=device, dtype=dtype)
+    batch, length = (torch.export.Dim(n, min=2, max=512) for n in ("batch", "length"))
+    program = torch.export.export(source, (x,), dynamic_shapes=({0: batch, 1: length},))
+    assert FORWARD in [node.target for node in program.graph.nodes]
+    module = program.module()
+    assert train(module, module, device, dtype) == train(eager, eager, device, dtype)
+    assert module(x[:2, :9]).shape == (2, 9, 48)

@@ -1,0 +1,292 @@
+"""The Triton backward's own tests: small cases, every configuration, subsets of the gradients, and its memory's edges.
+
+On a GPU the compiled kernels run. Elsewhere everything runs in Triton's interpreter, which has to be switched on before
+Triton is imported: in a process of its own, started by the first test below. test_backward.py runs the full list of
+cases on a GPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flash_attn_mini.backends import triton as backend
+
+from .bounds import FLOOR, assert_gradients_accurate
+from .cases import SMALL_FORWARD_CASES, Case, make_dlse, make_dout, make_inputs
+from .poison import Guard, PoisonIntact, poisoned
+
+HAS_GPU = torch.cuda.is_available()
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cuda" if HAS_GPU else "cpu"
+# The interpreter computes bfloat16 in float32, and float32 as it does float16: a few cases each are enough there.
+OTHER_DTYPES_FOR = ("square_65_causal", "masked_rows", "headdim_100", "layout_expanded", "scale_zero", "gqa_3_causal")
+WITH_DLSE = ("square_65", "more_keys", "masked_rows", "mqa", "scale_negative", "headdim_192_causal", "few_queries")
+
+runs_triton = pytest.mark.skipif(not HAS_GPU and not INTERPRETED, reason="runs in the interpreter's process")
+gpu = pytest.mark.gpu
+TILE_CASE = Case("tile", "a full tile and a ragged one in both directions", 1, 2, 1, 140, 150, 64)
+MASKED_CASE = Case("masked", "grouped heads, rows without keys, a diagonal", 2, 4, 2, 90, 77, 64, causal=True)
+SUBSETS = [mask for mask in itertools.product((False, True), repeat=3) if not all(mask)]
+
+
+def cases_and_dtypes() -> list[Any]:
+    return [
+        pytest.param(case, dtype, id=f"{case}-{str(dtype).removeprefix('torch.')}")
+        for dtype in (torch.float16, torch.bfloat16, torch.float32)
+        for case in SMALL_FORWARD_CASES
+        if HAS_GPU or dtype == torch.float16 or case.name in OTHER_DTYPES_FOR
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(HAS_GPU or INTERPRETED, reason="the tests below run in this process")
+def test_all_of_this_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "pytest", __file__, "-q", "--tb=short", "-p", "no:cacheprovider"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": ""}
+    root = Path(__file__).resolve().parent.parent
+    result = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]
+
+
+def launcher() -> Any:
+    from flash_attn_mini.backends.triton import launch_bwd
+
+    return launch_bwd
+
+
+def softmax_scale(case: Case) -> float:
+    return case.headdim**-0.5 if case.softmax_scale is None else case.softmax_scale
+
+
+@dataclasses.dataclass
+class Problem:
+    """A case's tensors, with what the forward kernel returned."""
+
+    case: Case
+    inputs: tuple[Tensor, Tensor, Tensor]
+    dout: Tensor
+    dlse: Tensor | None
+    out: Tensor
+    lse: Tensor
+
+    @classmethod
+    def make(cls, case: Case, dtype: torch.dtype, seed: int, *, with_dlse: bool = False) -> Problem:
+        inputs = make_inputs(case, dtype, DEVICE, seed)
+        out, lse = backend.forward(*inputs, softmax_scale=softmax_scale(case), causal=case.causal)
+        dlse = make_dlse(case, dtype, DEVICE, seed) if with_dlse else None
+        return cls(case, inputs, make_dout(case, dtype, DEVICE, seed), dlse, out, lse)
+
+    def backward(self, **options: Any) -> Any:
+        scale, causal = softmax_scale(self.case), self.case.causal
+        return backend.backward(
+            self.dout, *self.inputs, self.out, self.lse, self.dlse, softmax_scale=scale, causal=causal, **options
+        )
+
+    def assert_accurate(self, gradients: Any, described: str) -> None:
+        assert_gradients_accurate(
+            *self.inputs,
+            self.dout,
+            gradients,
+            case=f"{self.case.name} ({self.case.why})\n  {self.case.shape} dtype={self.dout.dtype}\n  {described}",
+            dlse=self.dlse,
+            causal=self.case.causal,
+            softmax_scale=self.case.softmax_scale,
+        )
+
+    def delta(self) -> Tensor:
+        """What softmax_d should be, in float64."""
+        products = (self.dout.double() * self.out.double()).sum(-1).transpose(1, 2)
+        return products if self.dlse is None else products - self.dlse.double()
+
+
+def tile_configs() -> list[Any]:
+    """(kernel, table, head dim, configuration) of everything in the tables."""
+    pytest.importorskip("triton")
+    from flash_attn_mini.backends.triton import configs
+
+    return [
+        pytest.param(kernel, name, head_dim, config, id=f"{kernel}-{name}-d{head_dim}-{n}")
+        for kernel, tables in (("dq", configs.BACKWARD_DQ), ("dkv", configs.BACKWARD_DKV))
+        for name in ("hopper", "plain", "float32")
+        for head_dim, listed in getattr(tables, name).items()
+        for n, config in enumerate(listed)
+    ]
+
+
+@runs_triton
+@pytest.mark.parametrize(("case", "dtype"), cases_and_dtypes())
+def test_gradients_of_a_small_case_are_as_accurate_as_pytorch(
+    case: Case, dtype: torch.dtype, seed: int, described_seed: str
+) -> None:
+    problem = Problem.make(case, dtype, seed, with_dlse=case.name in WITH_DLSE)
+    guard = Guard(*problem.inputs, problem.dout)
+    *gradients, softmax_d = problem.backward()
+    guard.check()
+    problem.assert_accurate(tuple(gradients), described_seed)
+    for gradient, like in zip(gradients, problem.inputs, strict=True):
+        assert gradient.stride() == torch.empty_like(like).stride(), f"strides {gradient.stride()}, {list(like.shape)}"
+    assert softmax_d.shape == (case.batch, case.nheads, -(-case.seqlen_q // 128) * 128)
+    assert not softmax_d[..., case.seqlen_q :].any()
+    assert softmax_d.dtype == torch.float32
+    if softmax_d.numel():
+        size = (problem.dout.double() * problem.out.double()).abs().sum(-1).max().item()
+        error = (softmax_d[..., : case.seqlen_q] - problem.delta()).abs().max().item()
+        assert error <= FLOOR[torch.float32] * max(1.0, size), f"softmax_d is off by {error}"
+
+
+@runs_triton
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(("kernel", "table", "head_dim", "config"), tile_configs())
+def test_every_configuration_is_right(
+    kernel: str, table: str, head_dim: int, config: Any, causal: bool, seed: int, described_seed: str
+) -> None:
+    launch_bwd = launcher()
+    dtype = torch.float32 if table == "float32" else torch.float16
+    case = dataclasses.replace(TILE_CASE, headdim=head_dim, causal=causal)
+    problem = Problem.make(case, dtype, seed)
+    tuner = launch_bwd.DQ_TUNER if kernel == "dq" else launch_bwd.DKV_TUNER
+    if HAS_GPU:
+        from flash_attn_mini.backends.triton.tuner import shared_memory_limit
+
+        if config.kwargs["USE_TMA"] and not all(launch_bwd.tma_reaches(t) for t in (*problem.inputs, problem.dout)):
+            pytest.skip("no TMA on this GPU")
+        if tuner.tables.shared_memory(config, head_dim, dtype.itemsize) > shared_memory_limit(problem.dout.device):
+            pytest.skip("this GPU has too little shared memory")
+    arguments = (problem.dout, *problem.inputs, problem.out, problem.lse, None, softmax_scale(case), causal)
+    call = launch_bwd.prepare(*arguments, (True, True, True))
+    for tensor in (call.dq, call.dk, call.dv, call.row_stats):
+        tensor.fill_(math.nan)
+    if kernel == "dq":
+        launch_bwd.launch_dq(call, config)
+        gradients = (call.dq, None, None)
+    else:
+        launch_bwd.launch_dq(call, launch_bwd.DQ_TUNER.tables.plain[head_dim][0] if dtype.itemsize == 2 else config)
+        for want_dk, want_dv in launch_bwd.dkv_launches(call):
+            launch_bwd.launch_dkv(call, config, want_dk=want_dk, want_dv=want_dv)
+        gradients = (None, call.dk, call.dv)
+    assert not call.row_stats.isnan().any()
+    problem.assert_accurate(gradients, f"{config}\n  {described_seed}")
+
+
+@runs_triton
+@pytest.mark.parametrize("mask", SUBSETS, ids=str)
+@pytest.mark.parametrize("headdim", [64, 160])
+def test_unwanted_gradients_are_not_computed(mask: tuple[bool, bool, bool], headdim: int, seed: int) -> None:
+    problem = Problem.make(dataclasses.replace(MASKED_CASE, headdim=headdim), torch.float16, seed, with_dlse=True)
+    *everything, delta = problem.backward()
+    *some, softmax_d = problem.backward(output_mask=mask)
+    assert torch.equal(softmax_d, delta)
+    for gradient, whole, wanted in zip(some, everything, mask, strict=True):
+        assert (gradient is not None) == wanted
+        assert gradient is None or torch.equal(gradient, whole)
+
+
+@runs_triton
+def test_unwanted_gradients_cost_no_kernel(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture) -> None:
+    problem = Problem.make(TILE_CASE, torch.float16, 0)
+    monkeypatch.setenv("FLASH_ATTN_MINI_TRACE", "1")
+    capfd.readouterr()
+
+    def launched(mask: tuple[bool, bool, bool]) -> list[str]:
+        problem.backward(output_mask=mask)
+        return [line for line in capfd.readouterr().err.splitlines() if "triton.flash_bwd" in line]
+
+    assert len(launched((True, False, False))) == 1
+    delta_only, dkv = launched((False, True, False))
+    assert "flash_bwd_dq_kernel" in delta_only
+    assert "dq=False" in delta_only
+    assert "flash_bwd_dkv_kernel" in dkv
+    for field in ("dk=True", "dv=False", "BLOCK_M=", "BLOCK_N=", "num_warps=", "num_stages=", "grid=", "USE_TMA="):
+        assert field in dkv
+
+
+@runs_triton
+def test_nothing_is_written_outside_the_gradients(seed: int) -> None:
+    launch_bwd = launcher()
+    problem = Problem.make(MASKED_CASE, torch.float16, seed, with_dlse=True)
+    scale, causal = softmax_scale(MASKED_CASE), MASKED_CASE.causal
+    arguments = (problem.dout, *problem.inputs, problem.out, problem.lse, problem.dlse, scale, causal)
+    call = launch_bwd.prepare(*arguments, (True, True, True))
+    written = {name: getattr(call, name) for name in ("dq", "dk", "dv", "row_stats")}
+    inside = {name: poisoned(tuple(t.shape), t.dtype, DEVICE) for name, t in written.items()}
+    intact = [PoisonIntact(t) for t in inside.values()]
+    launch_bwd.run(dataclasses.replace(call, **inside))
+    for check in intact:
+        check.check()
+    assert not any(t.isnan().any() for t in inside.values()), "something was left unwritten"
+
+
+@runs_triton
+def test_a_gradient_of_stride_zero_is_taken(seed: int) -> None:
+    problem = Problem.make(MASKED_CASE, torch.float16, seed)
+    problem.dout = torch.ones((), dtype=torch.float16, device=DEVICE).expand(problem.out.shape)  # out.sum().backward()
+    problem.dlse = torch.ones((), device=DEVICE).expand(problem.lse.shape)
+    problem.assert_accurate(problem.backward()[:3], "expanded ones")
+
+
+@runs_triton
+def test_repeated_calls_give_the_same_bits(seed: int) -> None:
+    case = dataclasses.replace(MASKED_CASE, seqlen_q=300, seqlen_k=333) if HAS_GPU else MASKED_CASE
+    problem = Problem.make(case, torch.float16, seed, with_dlse=True)
+    first = problem.backward()
+    for _ in range(20 if HAS_GPU else 2):
+        assert all(torch.equal(a, b) for a, b in zip(first, problem.backward(), strict=True))
+
+
+@runs_triton
+def test_every_block_divides_the_padding_of_row_stats() -> None:
+    launch_bwd = launcher()
+    for tuner in (launch_bwd.DQ_TUNER, launch_bwd.DKV_TUNER):
+        for config in tuner.tables.every_config():
+            assert launch_bwd.ROW_STATS_MULTIPLE % config.kwargs["BLOCK_M"] == 0
+
+
+@gpu
+def test_another_length_neither_tunes_nor_compiles_again() -> None:
+    launch_bwd = launcher()
+
+    def run(seqlen: int) -> None:
+        q = torch.randn(4, seqlen, 8, 64, dtype=torch.float16, device="cuda")
+        out, lse = backend.forward(q, q, q, softmax_scale=0.125, causal=True)
+        backend.backward(q, q, q, q, out, lse, None, softmax_scale=0.125, causal=True)
+
+    def count() -> tuple[int, ...]:
+        kernels = (launch_bwd.flash_bwd_dq_kernel, launch_bwd.flash_bwd_dkv_kernel)
+        compiled = (sum(len(cache[0]) for cache in kernel.device_caches.values()) for kernel in kernels)
+        return (*compiled, len(launch_bwd.DQ_TUNER.chosen), len(launch_bwd.DKV_TUNER.chosen))
+
+    run(2048)
+    before = count()
+    for seqlen in (1500, 1999, 1920, 1025):
+        run(seqlen)
+    assert count() == before
+
+
+@gpu
+def test_capture_in_a_cuda_graph_does_not_tune() -> None:
+    q = torch.randn(1, 64, 2, 64, dtype=torch.float16, device="cuda")
+    out, lse = backend.forward(q, q, q, softmax_scale=0.125, causal=True)
+
+    def gradients() -> list[Tensor]:
+        return list(backend.backward(q, q, q, q, out, lse, None, softmax_scale=0.125, causal=True))
+
+    expected = gradients()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = gradients()
+    for tensor in captured:
+        tensor.zero_()
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(captured, expected, strict=True))
