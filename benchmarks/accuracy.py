@@ -20,7 +20,7 @@ from benchmarks.methods import Budget
 from flash_attn_mini import flash_attn_func
 from flash_attn_mini.backends import BACKENDS
 from tests.bounds import Accuracy, differentiate, forward_accuracy, gradients_accuracy
-from tests.cases import FORWARD_CASES, SMALL_FORWARD_CASES, Case, make_dout, make_inputs
+from tests.cases import FORWARD_CASES, SMALL_FORWARD_CASES, Case, make_dout, make_inputs, unreachable_gradients
 
 DEVICES = {"cuda": "cuda", "triton": "cuda", "cpu": "cpu"}
 DTYPES = {
@@ -61,6 +61,8 @@ def measure(
 ) -> dict[str, Any]:
     """One row: the worst shares over the cases, and how many of them the time was enough for."""
     worst = dict.fromkeys(("dq", "dk", "dv") if backward else ("out", "lse"), (0.0, ""))
+    if backward:
+        cases = [case for case in cases if unreachable_gradients(case, backend) is None]
     done = 0
     for case in cli.progress(cases, f"{backend} {dtype}"):
         if budget.left() <= 0:
@@ -103,6 +105,10 @@ def main(argv: list[str] | None = None) -> None:
         rows = [measure(backend, dtype, cases, budget, arguments.seed, arguments.backward) for dtype in DTYPES[backend]]
         data += [row for row in rows if row["cases"]]
     unfinished = [f"{row['backend']} {row['dtype']}" for row in data if row["cases"] < row["all_cases"]]
+    notes = [f"The time was not enough for every case of {', '.join(unfinished)}."] if unfinished else []
+    if arguments.backward:
+        left_out = {(name, case.name): unreachable_gradients(case, name) for name in backends for case in cases}
+        notes += [f"Left out on {name}: {case} ({reason})." for (name, case), reason in left_out.items() if reason]
     sources = [glob for name in backends for glob in provenance.SOURCES_OF_BACKEND[name]]
     if arguments.backward:
         sources += [glob for name in backends for glob in provenance.BACKWARD_SOURCES_OF_BACKEND[name]]
@@ -119,7 +125,7 @@ def main(argv: list[str] | None = None) -> None:
             "tests/poison.py",
         ],
         arguments=arguments,
-        notes=[f"The time was not enough for every case of {', '.join(unfinished)}."] if unfinished else [],
+        notes=notes,
         complete=not unfinished,
     )
     failed = [f"{row['backend']} {row['dtype']}" for row in data if not worst_share(row) <= 1]

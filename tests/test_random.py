@@ -1,4 +1,5 @@
-"""Random shapes, layouts and scales from the session's seed, held to the same bound as the curated cases."""
+"""Random shapes, layouts and scales from the session's seed, held to the curated cases' bound; gradients to PyTorch's
+formula and its way of FlashAttention, whichever errs more."""
 
 from __future__ import annotations
 
@@ -58,6 +59,5 @@ def test_random_case_is_as_accurate_as_pytorch(
         described = f"{case.shape} dtype={dtype} backend={backend}\n  {described_seed}"
         with torch.no_grad():
             assert_forward_accurate(q, k, v, out, lse, case=described, **options)
-        # The gradients of a peaked softmax, whose error is that of a sum over headdim in the scores, are cases.py's.
-        if case.softmax_scale is None or case.softmax_scale * case.headdim**0.5 < 2.0:
-            assert_gradients_accurate(q, k, v, dout, gradients, case=described, **options)
+        # Lengths of 2 to 8 and peaked softmaxes come here, whose gradients cancel in PyTorch's formula (bounds.py).
+        assert_gradients_accurate(q, k, v, dout, gradients, case=described, beside_flash=True, **options)
