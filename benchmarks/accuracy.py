@@ -20,7 +20,8 @@ from benchmarks.methods import Budget
 from flash_attn_mini import flash_attn_func
 from flash_attn_mini.backends import BACKENDS
 from tests.bounds import Accuracy, differentiate, forward_accuracy, gradients_accuracy
-from tests.cases import FORWARD_CASES, SMALL_FORWARD_CASES, Case, make_dout, make_inputs, unreachable_gradients
+from tests.cases import FORWARD_CASES, SMALL_FORWARD_CASES, Case, make_dout, make_inputs
+from tests.limits import unreachable_gradients
 
 DEVICES = {"cuda": "cuda", "triton": "cuda", "cpu": "cpu"}
 DTYPES = {

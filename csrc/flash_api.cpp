@@ -117,18 +117,21 @@ std::vector<at::Tensor> mha_fwd(const at::Tensor &q, const at::Tensor &k, const 
 
 // How many query heads of a group one thread block of the CUDA backward sums up in registers: the whole group, unless
 // that leaves multiprocessors idle. Where it does, dk and dv get several heads per group, which are summed afterwards.
-int heads_per_thread_block(const at::Tensor &q, const at::Tensor &k, bool is_causal) {
-    constexpr int64_t kKeysPerBlock = 128;             // the usual tile
-    const int64_t blocks_per_sm = is_causal ? 16 : 4;  // causal blocks differ in length and need more to balance
+int heads_per_thread_block(const at::Tensor &q, const at::Tensor &k) {
+    constexpr int64_t kKeysPerBlock = 128;  // the usual tile
+    constexpr int64_t kBlocksPerSM = 2;     // enough for the last ones to balance
     const int64_t group = q.size(2) / k.size(2);
     const int64_t blocks_per_head = (k.size(1) + kKeysPerBlock - 1) / kKeysPerBlock * q.size(0);
-    const int64_t blocks_wanted = blocks_per_sm * multiprocessor_count();
-    for (int64_t parts = 1; parts < group; ++parts) {
-        if (group % parts == 0 && blocks_per_head * k.size(2) * parts >= blocks_wanted) {
-            return static_cast<int>(group / parts);
+    int64_t heads = group;
+    for (int64_t parts = 1; parts <= group; ++parts) {
+        if (group % parts == 0) {
+            heads = group / parts;
+            if (blocks_per_head * k.size(2) * parts >= kBlocksPerSM * multiprocessor_count()) {
+                break;
+            }
         }
     }
-    return 1;
+    return static_cast<int>(heads);
 }
 
 // A gradient of the call and the memory that the kernel writes: the same, or a temporary that is stored afterwards.
@@ -225,8 +228,7 @@ std::vector<at::Tensor> mha_bwd(const at::Tensor &dout, const at::Tensor &q, con
     const c10::OptionalDeviceGuard device_guard(q.device());
     const int64_t nheads = q.size(2), nheads_k = k.size(2), group = nheads / nheads_k;
     const bool has_work = q.numel() > 0 && k.numel() > 0;
-    const int heads_per_dkv =
-        q.is_cpu() || !has_work ? static_cast<int>(group) : heads_per_thread_block(q, k, is_causal);
+    const int heads_per_dkv = q.is_cpu() || !has_work ? static_cast<int>(group) : heads_per_thread_block(q, k);
     Gradient dq(output_mask[0], dq_, q, nheads), dk(output_mask[1], dk_, k, nheads / heads_per_dkv),
         dv(output_mask[2], dv_, v, nheads / heads_per_dkv);
     constexpr int64_t kRows = Flash_bwd_params::kRowsRounded;

@@ -182,31 +182,6 @@ def differentiate(
     return torch.autograd.grad(outputs, leaves, arriving, allow_unused=True, materialize_grads=True)
 
 
-def flash_gradients(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *, causal: bool = False, softmax_scale: float | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv in PyTorch as FlashAttention computes them, and SDPA where it takes its flash kernel.
-
-    P comes from the lse, delta = rowsum(dO * O) from the rounded O (https://arxiv.org/abs/2205.14135, appendix B). P
-    and dS are rounded to the dtype of q for the products; sums and elementwise arithmetic are float32.
-    """
-    seqlen_q, nheads, headdim = q.shape[1:]
-    seqlen_k, nheads_k = k.shape[1], k.shape[2]
-    dtype, wide = q.dtype, torch.float64 if q.dtype == torch.float64 else torch.float32
-    scale = 1.0 / math.sqrt(headdim) if softmax_scale is None else softmax_scale
-    q, k, v, dout = (x.detach().to(wide).transpose(1, 2) for x in (q, k, v, dout))  # [batch, nheads, seqlen, headdim]
-    k, v = (x.repeat_interleave(nheads // nheads_k, dim=1) for x in (k, v))
-    visible = visible_keys(seqlen_q, seqlen_k, causal=causal, device=q.device)
-    scores = (q @ k.mT * scale).masked_fill(~visible, -math.inf)
-    p = torch.exp(scores - torch.logsumexp(scores, dim=-1, keepdim=True)).masked_fill(~visible, 0.0)
-    out = (p.to(dtype).to(wide) @ v).to(dtype).to(wide)
-    delta = (dout * out).sum(dim=-1, keepdim=True)
-    ds = (p * (dout @ v.mT - delta)).to(dtype).to(wide)
-    dq = scale * (ds @ k)
-    dk, dv = (x.unflatten(1, (nheads_k, -1)).sum(dim=2) for x in (scale * (ds.mT @ q), p.to(dtype).to(wide).mT @ dout))
-    return dq.to(dtype).transpose(1, 2), dk.to(dtype).transpose(1, 2), dv.to(dtype).transpose(1, 2)
-
-
 def gradients_accuracy(
     q: Tensor,
     k: Tensor,
@@ -217,14 +192,8 @@ def gradients_accuracy(
     dlse: Tensor | None = None,
     causal: bool = False,
     softmax_scale: float | None = None,
-    beside_flash: bool = False,
 ) -> list[Accuracy]:
-    """The accuracy of a backward's dq, dk and dv; None for one that was not asked for.
-
-    beside_flash: PyTorch's own error is the larger of those of its formula and of `flash_gradients`, without dlse. With
-    few keys, or one that takes nearly all of the softmax, the formula's dP - sum(P dP) cancels to the bit, as both come
-    from one dP; with delta from the rounded O that cannot be, in any FlashAttention.
-    """
+    """The accuracy of a backward's dq, dk and dv; None for one that was not asked for."""
     options = {"causal": causal, "softmax_scale": softmax_scale}
     inputs = (q, k, v)
     expected = differentiate(attention_reference, tuple(x.double() for x in inputs), dout, dlse, **options)
@@ -237,17 +206,11 @@ def gradients_accuracy(
     if q.dtype == torch.float64:
         # The reference has float64's rounding too: that of dP - delta, times the factors that follow.
         floor *= math.prod(max(1.0, x.abs().max().item()) if x.numel() else 1.0 for x in inputs)
-    rivals = [pytorch]
-    if beside_flash:
-        assert dout is not None, "flash_gradients are those of out"
-        assert dlse is None, "flash_gradients are those of out alone"
-        rivals.append(flash_gradients(q, k, v, dout, **options))
-    results = []
-    for name, got, truth, *theirs in zip("qkv", gradients, expected, *rivals, strict=True):
-        if got is not None:
-            beside = [accuracy(f"d{name}", got, truth, x, floor, TIMES_PYTORCH_GRADIENT) for x in theirs]
-            results.append(max(beside, key=lambda result: result.bound))
-    return results
+    return [
+        accuracy(f"d{name}", got, truth, theirs, floor, TIMES_PYTORCH_GRADIENT)
+        for name, got, truth, theirs in zip("qkv", gradients, expected, pytorch, strict=True)
+        if got is not None
+    ]
 
 
 def assert_gradients_accurate(
@@ -261,12 +224,10 @@ def assert_gradients_accurate(
     dlse: Tensor | None = None,
     causal: bool = False,
     softmax_scale: float | None = None,
-    beside_flash: bool = False,
 ) -> None:
     """Fail with the case, the error, the bound and the worst index unless dq, dk and dv are what they should be.
 
-    `case` names the case, its shape and the seed: whatever it takes to run it again. beside_flash: as in
-    gradients_accuracy.
+    `case` names the case, its shape and the seed: whatever it takes to run it again.
     """
     shown = f"\n  case {case}"
     for name, got, like in zip(("dq", "dk", "dv"), gradients, (q, k, v), strict=True):
@@ -274,8 +235,7 @@ def assert_gradients_accurate(
             assert got.shape == like.shape, f"{name} has shape {list(got.shape)}, not {list(like.shape)}{shown}"
             assert got.dtype == like.dtype, f"{name} has dtype {got.dtype}, not {like.dtype}{shown}"
             assert got.device == like.device, f"{name} is on {got.device}, not {like.device}{shown}"
-    options = {"causal": causal, "softmax_scale": softmax_scale, "beside_flash": beside_flash}
-    results = gradients_accuracy(q, k, v, dout, gradients, dlse=dlse, **options)
+    results = gradients_accuracy(q, k, v, dout, gradients, dlse=dlse, causal=causal, softmax_scale=softmax_scale)
     failed = [str(r) for r in results if not r.passed]
     assert not failed, "\n  ".join(failed) + shown
     no_key = ~visible_keys(q.shape[1], k.shape[1], causal=causal, device=q.device).any(dim=-1)

@@ -160,17 +160,6 @@ LARGE_FORWARD_CASES: list[Case] = [
 
 # ---- values -------------------------------------------------------------------------------------------------------
 
-
-def unreachable_gradients(case: Case, backend: str) -> str | None:
-    """Why the backend cannot compute the gradients of the case as accurately as the others; None when it can."""
-    if backend == "triton" and case.values == "all_1e4":
-        return (
-            "scores of 8e8, where float32 counts in steps of 64: Triton fuses scale * score - lse and so cannot round "
-            "the product as lse was rounded"
-        )
-    return None
-
-
 VALUES = ("normal", "zeros", "rising", "falling", "negative", "v_1e4", "scores_1e4", "all_1e4")
 
 

@@ -25,8 +25,8 @@ from .cases import (
     make_dlse,
     make_dout,
     make_inputs,
-    unreachable_gradients,
 )
+from .limits import unreachable_gradients
 from .poison import Guard, PoisonIntact, memory_shortage, poisoned
 
 BY_NAME = {case.name: case for case in FORWARD_CASES}
