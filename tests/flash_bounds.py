@@ -1,8 +1,8 @@
 """A bound for gradients where PyTorch's formula for them is exact by cancellation, as FlashAttention's cannot be.
 
-With few keys, or one that takes nearly all of the softmax, the formula's dP - sum(P dP) cancels to the bit, as both come
-from one dP; with delta = rowsum(dO * O) from the rounded O that cannot be, in any FlashAttention. PyTorch's own error
-is then that of its computation in FlashAttention's way, which SDPA takes with its flash kernel.
+With few keys, or one that takes nearly all of the softmax, the formula's dP - sum(P dP) cancels to the bit, as both
+come from one dP; with delta = rowsum(dO * O) from the rounded O that cannot be, in any FlashAttention. PyTorch's own
+error is then that of its computation in FlashAttention's way, which SDPA takes with its flash kernel.
 """
 
 from __future__ import annotations
