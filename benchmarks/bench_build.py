@@ -1,9 +1,9 @@
 """Build times: runs a build command, times it, and keeps the time under a label in results/build.json.
 
-  python -m benchmarks.bench_build --label "CPU part" --limit 120 -- python setup.py build_ext --inplace --force
+  python -m benchmarks.bench_build --label "CPU part" --limit 120 -- python setup.py build_ext --inplace
 
 Each label has its own row with the machine it was timed on; timing a label again replaces its row. The kernel cache is
-an empty one; that the host files are compiled anew (--force) is the command's matter.
+an empty one; that the host files are compiled anew takes an empty build folder.
 """
 
 from __future__ import annotations
