@@ -1,4 +1,4 @@
-"""flash_attn_func between PyTorch's operators: what is saved, what is computed, autocast, checkpointing, torch.func."""
+"""flash_attn_func between PyTorch's operators: what is saved, what is computed, checkpointing, torch.func."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
@@ -17,20 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flash_attn_mini import flash_attn_func, use_backend
 from flash_attn_mini.backends import BACKENDS
 
+from .small_attention import qkv
+
 FORWARD = torch.ops.flash_attn_mini._flash_attn_forward.default
 BACKWARD = torch.ops.flash_attn_mini._flash_attn_backward.default
-
-
-def qkv(device: str, dtype: torch.dtype = torch.float16, requires_grad: bool = True) -> list[Tensor]:
-    """[2, 9, 4, 16] and twice [2, 13, 2, 16]."""
-    shapes = [(2, 9, 4, 16), (2, 13, 2, 16), (2, 13, 2, 16)]
-    return [torch.randn(s, device=device).to(dtype).requires_grad_(requires_grad) for s in shapes]
-
-
-def sdpa(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """PyTorch's, on tensors laid out as ours."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **options).transpose(1, 2)
 
 
 @pytest.fixture
@@ -308,83 +297,6 @@ def test_selective_checkpointing_knows_the_operator(kept: bool, backend: str, de
         assert torch.equal(x.grad, e)
 
 
-# ---- autocast -----------------------------------------------------------------------------------------------------
-
-AUTOCAST_DTYPES = [torch.bfloat16, torch.float16]
-
-
-@pytest.mark.parametrize("to", AUTOCAST_DTYPES, ids=str)
-@pytest.mark.parametrize("given", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_autocast_casts_as_sdpa_does(given: torch.dtype, to: torch.dtype, backend: str, device: str) -> None:
-    inputs = qkv(device, given)
-    with torch.autocast(device, dtype=to):
-        out, lse, _ = flash_attn_func(*inputs, return_attn_probs=True, backend=backend)
-        theirs = sdpa(*inputs)
-    assert out.dtype == theirs.dtype == to
-    assert lse.dtype == torch.float32
-    by_hand = flash_attn_func(*(x.to(to) for x in inputs), backend=backend)
-    assert torch.equal(out, by_hand)
-    (out.sum() + lse.sum()).backward()
-    assert [x.grad.dtype for x in inputs] == [given] * 3
-    grads = [x.grad for x in inputs]
-    expected = torch.autograd.grad(theirs.sum(), inputs)
-    assert [x.dtype for x in expected] == [g.dtype for g in grads]
-
-
-@pytest.mark.parametrize("to", AUTOCAST_DTYPES, ids=str)
-def test_autocast_gradients_are_those_of_the_cast_by_hand(to: torch.dtype, backend: str, device: str) -> None:
-    inputs = qkv(device, torch.float32)
-    with torch.autocast(device, dtype=to):
-        total = flash_attn_func(*inputs, deterministic=True, backend=backend).float().square().sum()
-        inside = torch.autograd.grad(total, inputs, retain_graph=True)
-    outside = torch.autograd.grad(total, inputs)
-    by_hand = flash_attn_func(*(x.to(to) for x in inputs), deterministic=True, backend=backend)
-    expected = torch.autograd.grad(by_hand.float().square().sum(), inputs)
-    for a, b, c in zip(inside, outside, expected, strict=True):
-        assert torch.equal(a, b)
-        assert torch.equal(a, c)
-
-
-def test_autocast_casts_a_mixture_of_dtypes(backend: str, device: str) -> None:
-    """As projections in different precisions hand it over: without autocast a TypeError."""
-    q, k, v = qkv(device, torch.float32)
-    with torch.autocast(device, dtype=torch.bfloat16):
-        assert flash_attn_func(q, k.bfloat16(), v.half(), backend=backend).dtype == torch.bfloat16
-    with pytest.raises(TypeError, match="k has dtype"):
-        flash_attn_func(q.half(), k.bfloat16(), v.half(), backend=backend)
-
-
-@pytest.mark.filterwarnings("ignore:CUDA is not available")
-def test_autocast_that_is_off_or_of_another_device_changes_nothing(backend: str, device: str) -> None:
-    inputs = qkv(device)
-    other = "cuda" if device == "cpu" else "cpu"
-    with torch.autocast(other, dtype=torch.bfloat16):
-        assert flash_attn_func(*inputs, backend=backend).dtype == torch.float16
-    with torch.autocast(device, dtype=torch.bfloat16), torch.autocast(device, enabled=False):
-        assert flash_attn_func(*inputs, backend=backend).dtype == torch.float16
-
-
-def test_autocast_leaves_float64_alone() -> None:
-    inputs = qkv("cpu", torch.float64)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert flash_attn_func(*inputs).dtype == sdpa(*inputs).dtype == torch.float64
-
-
-def test_autocast_in_the_operator_and_on_the_short_way_agree(backend: str, device: str) -> None:
-    q, k, v = qkv(device, torch.float32)
-    with torch.autocast(device, dtype=torch.bfloat16):
-        short = flash_attn_func(q, k, v, deterministic=True, backend=backend)
-        out = FORWARD(q, k, v, None, 0.0, 0.25, False, -1, -1, 0.0, False, True, backend)[0]
-        with torch.no_grad():
-            plain = flash_attn_func(q, k, v, backend=backend)
-    assert torch.equal(short, out)
-    assert torch.equal(short, plain)
-    for a, b in zip(
-        torch.autograd.grad(short.sum(), (q, k, v)), torch.autograd.grad(out.sum(), (q, k, v)), strict=True
-    ):
-        assert torch.equal(a, b)
-
-
 # ---- torch.func ---------------------------------------------------------------------------------------------------
 
 
@@ -449,64 +361,3 @@ def test_transforms_without_a_derivative_say_so(
     x = torch.randn(1, 3, 1, 8, device=device).half()
     with pytest.raises(NotImplementedError, match=says):
         transform(lambda q: flash_attn_func(q, x, x, backend=backend).float().square().sum())(x)
-
-
-# ---- training -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("to", AUTOCAST_DTYPES, ids=str)
-@pytest.mark.backends("cuda", "triton")
-def test_mixed_precision_training_with_a_scaler_follows_sdpa(to: torch.dtype, backend: str, device: str) -> None:
-    """float32 parameters, autocast, GradScaler: the losses of SDPA within the rounding of the dtype."""
-
-    def losses(attention: Callable[..., Tensor]) -> list[float]:
-        torch.manual_seed(0)
-        project = torch.nn.Linear(64, 3 * 64, device=device)
-        scaler = torch.amp.GradScaler(device, enabled=to == torch.float16)
-        optimizer = torch.optim.AdamW(project.parameters(), lr=3e-3)
-        x, target = torch.randn(2, 4, 40, 64, device=device).unbind()
-        history = []
-        for _ in range(20):
-            optimizer.zero_grad()
-            with torch.autocast(device, dtype=to):
-                q, k, v = project(x).view(4, 40, 3, 4, 16).unbind(2)
-                out = attention(q, k, v)
-                assert out.dtype == to
-                loss = F.mse_loss(out.flatten(2).float(), target)
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            history.append(loss.item())
-        return history
-
-    ours = losses(lambda q, k, v: flash_attn_func(q, k, v, causal=True, backend=backend))
-    theirs = losses(lambda q, k, v: sdpa(q, k, v, is_causal=True))
-    assert ours[-1] < ours[0]
-    assert ours == pytest.approx(theirs, rel=1e-2)
-
-
-def test_mixed_precision_training_follows_sdpa_on_the_cpu() -> None:
-    """The same in bfloat16 under CPU autocast, which needs no scaler."""
-
-    def losses(attention: Callable[..., Tensor]) -> list[float]:
-        torch.manual_seed(0)
-        project = torch.nn.Linear(32, 3 * 32)
-        optimizer = torch.optim.AdamW(project.parameters(), lr=3e-3)
-        x, target = torch.randn(2, 2, 20, 32).unbind()
-        history = []
-        for _ in range(10):
-            optimizer.zero_grad()
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                q, k, v = project(x).view(2, 20, 3, 2, 16).unbind(2)
-                loss = F.mse_loss(attention(q, k, v).flatten(2).float(), target)
-            loss.backward()
-            assert project.weight.grad.dtype == torch.float32
-            optimizer.step()
-            history.append(loss.item())
-        return history
-
-    ours = losses(lambda q, k, v: flash_attn_func(q, k, v, causal=True))
-    theirs = losses(lambda q, k, v: sdpa(q, k, v, is_causal=True))
-    assert ours[-1] < ours[0]
-    assert ours == pytest.approx(theirs, rel=1e-2)

@@ -1,14 +1,11 @@
-"""The benchmarks' own machinery on the CPU: they run end to end, results carry stamps that go stale, reports fill."""
+"""The benchmarks' own machinery on the CPU: they run end to end, and say what they cannot run."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import itertools
-import json
 import math
 import re
-import shutil
 import subprocess
 import sys
 from functools import partial
@@ -25,10 +22,8 @@ from benchmarks import (
     bench_forward,
     bench_memory,
     bench_overhead,
-    kernel_resources,
     methods,
     provenance,
-    report,
     run_all,
     speed,
     tables,
@@ -37,108 +32,6 @@ from benchmarks import (
 from benchmarks.backward_rivals import BACKWARD_RIVALS, upstream_gradient
 from benchmarks.rivals import RIVALS, Call, Rival, select
 from build_tools.selection import ALL_HDIMS
-
-
-@pytest.fixture
-def project(tmp_path: Path) -> Path:
-    """A small tree with one C++ and one Python source."""
-    (tmp_path / "csrc").mkdir()
-    (tmp_path / "csrc" / "kernel.cu").write_text("// a kernel\nint tile() { return 64; }\n")
-    (tmp_path / "call.py").write_text('"""A call."""\n\nSCALE = 2\n\n\ndef f():\n    """Doc."""\n    return SCALE\n')
-    return tmp_path
-
-
-GLOBS = ("csrc/**/*", "call.py")
-
-
-@pytest.mark.parametrize(
-    ("file", "old", "new", "same"),
-    [
-        pytest.param("csrc/kernel.cu", "64", "128", False, id="C++ code"),
-        pytest.param("csrc/kernel.cu", "a kernel", "the kernel", True, id="C++ comment"),
-        pytest.param("csrc/kernel.cu", "{ return", "{\n    return", True, id="C++ layout"),
-        pytest.param("call.py", "SCALE = 2", "SCALE = 3", False, id="Python code"),
-        pytest.param("call.py", "A call.", "Another call.\n\nIn full.", True, id="Python docstring"),
-        pytest.param("call.py", "\n\n\ndef", "\n# note\ndef", True, id="Python comment"),
-    ],
-)
-def test_hash_follows_code_and_nothing_else(project: Path, file: str, old: str, new: str, same: bool) -> None:
-    before = provenance.hash_sources(GLOBS, project)
-    path = project / file
-    assert old in path.read_text()
-    path.write_text(path.read_text().replace(old, new))
-    assert (provenance.hash_sources(GLOBS, project) == before) is same
-
-
-def test_hash_follows_files_that_come_and_go(project: Path) -> None:
-    before = provenance.hash_sources(GLOBS, project)
-    (project / "csrc" / "more.h").write_text("int more();\n")
-    assert provenance.hash_sources(GLOBS, project) != before
-    (project / "csrc" / "more.h").unlink()
-    (project / "csrc" / "build.o").write_text("not a source")
-    assert provenance.hash_sources(GLOBS, project) == before
-
-
-def test_hash_follows_what_a_cuda_source_includes(project: Path) -> None:
-    kernel = project / "csrc" / "kernel.cu"
-    kernel.write_text('#include "step.h"\nint tile() { return 64; }\n')
-    step = project / "csrc" / "step.h"
-    step.write_text("int step();\n")
-    before = provenance.hash_sources(["csrc/*.cu"], project)
-    step.write_text("int step(int);\n")
-    assert provenance.hash_sources(["csrc/*.cu"], project) != before
-
-
-def test_forward_results_outlive_edits_of_the_backward_kernel_and_the_other_way_round() -> None:
-    forward = set(provenance.find_sources(provenance.SOURCES_OF_BACKEND["cuda"]))
-    backward = set(provenance.find_sources(provenance.BACKWARD_SOURCES_OF_BACKEND["cuda"]))
-    sm80 = provenance.ROOT / "csrc" / "sm80"
-    assert {sm80 / "mainloop_fwd.h", sm80 / "tile_sizes.h"} <= forward - backward
-    assert {sm80 / "mainloop_bwd.h", sm80 / "tile_sizes_bwd.h"} <= backward - forward
-    assert {sm80 / "copy.h", provenance.ROOT / "csrc" / "flash.h"} <= forward & backward
-    assert set(sm80.glob("*.h")) | set(sm80.glob("*.cu")) <= forward | backward
-
-
-def test_comment_marks_inside_strings_are_code() -> None:
-    assert provenance.normalise('char *url = "a//b"; // x', ".cu") == 'char*url="a//b";'
-    assert provenance.normalise("int a = b /* c\n d */ / e;", ".cpp") == "inta=b/e;"
-
-
-def test_every_source_glob_of_the_benchmarks_finds_files() -> None:
-    backends = (*provenance.SOURCES_OF_BACKEND.values(), *provenance.BACKWARD_SOURCES_OF_BACKEND.values())
-    for group in (*backends, provenance.HOST, provenance.MINIMAL, provenance.METHOD):
-        for pattern in group:
-            assert provenance.find_sources([pattern]), pattern
-
-
-def test_stale_results_are_found(project: Path) -> None:
-    results = project / "results"
-    results.mkdir()
-    stamp = provenance.stamp(GLOBS, project)
-    (results / "forward.json").write_text(json.dumps({"name": "forward", "stamp": stamp}))
-    assert provenance.stale_results(results, project) == []
-    (project / "call.py").write_text("SCALE = 4\n")
-    assert provenance.stale_results(results, project) == [(results / "forward.json", stamp["date"])]
-
-
-def test_a_failed_write_leaves_the_earlier_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "x.json"
-    provenance.write_atomically(path, "first")
-
-    def fail(*_: object) -> None:
-        raise OSError("disk full")
-
-    monkeypatch.setattr("os.replace", fail)
-    with pytest.raises(OSError, match="disk full"):
-        provenance.write_atomically(path, "second")
-    assert path.read_text() == "first"
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_nothing_measured_writes_nothing(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="nothing was measured"):
-        provenance.save("x", benchmark="accuracy", title="", data=[], sources=(), out_dir=tmp_path)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_interleave_alternates_and_ratios_cancel_drift() -> None:
@@ -397,93 +290,6 @@ def test_a_build_that_fails_keeps_no_time(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_ptxas_reports_are_read_kernel_by_kernel() -> None:
-    report = """\
-ptxas info    : 0 bytes gmem
-ptxas info    : Compiling entry function '_Z1av' for 'sm_80'
-ptxas info    : Function properties for _Z1av
-    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
-ptxas info    : Used 112 registers, used 1 barriers
-ptxas info    : Compiling entry function '_Z1bv' for 'sm_90a'
-ptxas info    : Function properties for _Z1bv
-    8 bytes stack frame, 4 bytes spill stores, 12 bytes spill loads
-ptxas info    : Used 255 registers, used 1 barriers, 1024 bytes smem
-"""
-    first, second = kernel_resources.parse(report)
-    assert (first["kernel"], first["arch"], first["registers"], first["spill_bytes"]) == ("_Z1av", "sm_80", 112, 0)
-    assert (second["registers"], second["spill_bytes"], second["stack_bytes"]) == (255, 16, 8)
-    assert (first["static_smem_bytes"], second["static_smem_bytes"]) == (0, 1024)
-
-
-def cells_of(table: str) -> list[list[str]]:
-    """The cells of a Markdown table, without its headers."""
-    lines = [line for line in table.splitlines() if line.startswith("|")][2:]
-    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
-
-
-def test_tables_of_resources_join_what_differs_in_dtype_alone() -> None:
-    name = "sm80::flash_fwd_kernel<sm80::Flash_fwd_kernel_traits<(DType){}, 64, sm80::Tile_sizes_fwd<64, true> >, true>"
-    row = {"arch": "sm_90a", "registers": 240, "spill_bytes": 0, "stack_bytes": 0, "static_smem_bytes": 0}
-    fp16 = row | {"object": "flash_fwd_hdim64_fp16_sm80", "kernel": name.format(0)}
-    bf16 = row | {"object": "flash_fwd_hdim64_bf16_sm80", "kernel": name.format(1)}
-    (table,) = tables.resource_tables([fp16, bf16, bf16 | {"registers": 241}])
-    short = "`flash_fwd_kernel<Flash_fwd_kernel_traits<64, Tile_sizes_fwd<64, true>>, true>`"
-    lines = [cells[:4] for cells in cells_of(table)]
-    assert lines == [[short, "fp16, bf16", "sm_90a", "240"], [short, "bf16", "sm_90a", "241"]]
-
-
-def ptxas_reports(folder: Path) -> list[Path]:
-    """Objects of the backward's kernels for two masks and two dtypes, with what ptxas said: causal kernels spill."""
-    paths = []
-    for (m, mask), (t, dtype) in itertools.product(enumerate(("full", "causal")), enumerate(("fp16", "bf16"))):
-        symbols = [f"flash_bwd_dot_do_oIN7cutlass{('6half_t', '10bfloat16_t')[t]}ELi32EEEv"]
-        for bulk in (0, 1):
-            tile = f"NS0_8Tile_bwdILi128ELi64ELi4ELi4ELi4ELi4ELi2ELi2ELb{bulk}ELi4ELb0ELb0EEE"
-            traits = f"INS0_23Flash_bwd_kernel_traitsILNS_5DTypeE{t}ELi32E{tile}Lb{bulk}EEE"
-            symbols += [f"flash_bwd_kernel{traits}Lb{m}ELNS0_8Bwd_modeE{mode}EEEv" for mode in range(3)]
-            symbols += [f"flash_bwd_convert_dq{traits}EEv"]
-        text = ""
-        for i, symbol in enumerate(symbols):
-            mangled = f"_ZN5flash4sm80{len(symbol.partition('I')[0])}{symbol}NS_16Flash_bwd_paramsE"
-            spilled = 4 * m if "flash_bwd_kernel" in symbol else 0
-            text += f"""\
-ptxas info    : Compiling entry function '{mangled}' for 'sm_90a'
-ptxas info    : Function properties for {mangled}
-    8 bytes stack frame, {spilled} bytes spill stores, {spilled} bytes spill loads
-ptxas info    : Used {100 + 10 * t + i} registers, used 1 barriers
-"""
-        paths.append(folder / f"flash_bwd_hdim32_{dtype}_{mask}_sm80-0123.o")
-        paths[-1].with_suffix(".ptxas.txt").write_text(text)
-    return paths
-
-
-@pytest.mark.skipif(shutil.which("c++filt") is None, reason="the names stay mangled")
-def test_resources_of_the_backward_say_mask_and_mode_and_leave_out_what_never_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kernel_resources.kernels, "build_kernels", lambda *_: ptxas_reports(tmp_path))
-    with pytest.raises(SystemExit, match=r"registers are spilled in flash_bwd_hdim32_fp16_causal_sm80 \(8 bytes\)"):
-        kernel_resources.main(["--out-dir", str(tmp_path)])
-    rows = provenance.load(tmp_path / "kernel_resources.json")["data"]
-    assert len(rows) == 4 * 5  # of each object 3 modes, a preprocessing and a conversion; not the 4 without bulk
-    others, backward = tables.resource_tables(rows)
-    assert [cells[:2] for cells in cells_of(others)] == [
-        ["`flash_bwd_dot_do_o<32>`", dtype] for dtype in ("fp16", "bf16")
-    ]
-    tile = "128x64x4x4x4x4x2x2x1x4x0x0"
-    assert cells_of(backward) == [
-        ["32", "full", tile, "sm_90a", "105 / 115", "106 / 116", "107 / 117", "108 / 118"],
-        ["32", "causal", tile, "sm_90a", "105 (8) / 115 (8)", "106 (8) / 116 (8)", "107 (8) / 117 (8)", "108 / 118"],
-    ]
-
-
-def test_modes_of_the_backward_are_those_of_the_kernel() -> None:
-    header = (tune_sm80.CSRC / "sm80" / "tile_sizes_bwd.h").read_text()
-    enumerators = re.search(r"enum class Bwd_mode \{(.*?)\}", header, re.DOTALL)
-    assert enumerators is not None
-    assert re.findall(r"^\s*(\w+),", enumerators[1], re.MULTILINE) == list(kernel_resources.BACKWARD_MODES)
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU is told")
 def test_gpu_benchmarks_say_that_they_need_a_gpu() -> None:
     with pytest.raises(SystemExit, match="needs a CUDA GPU"):
@@ -563,54 +369,3 @@ def test_tuning_gives_the_backward_every_scratch_that_it_has() -> None:
     assert len(scratch) >= 4
     source = tune_sm80.choose(tune_sm80.CSRC, [64], True, [])[0].source("90a")
     assert [name for name in scratch if f"p.{name} = " not in source] == []
-
-
-def test_tuning_says_what_each_kernel_of_a_candidate_takes(tmp_path: Path) -> None:
-    report = ptxas_reports(tmp_path)[0].with_suffix(".ptxas.txt").read_text()
-    found = tune_sm80.registers_and_spills(report, "90a")
-    assert found[0] == "all, full: 105 registers, 0 bytes spilled"
-    assert [text.split(":")[0] for text in found] == ["all, full", "deterministic, full", "partial, full"]
-
-
-def saved_result(results: Path) -> None:
-    provenance.save("speed", benchmark="other", title="Speed", data=[{"x": 1, "y": 0.5}], sources=(), out_dir=results)
-
-
-def test_report_fills_blocks_and_filling_again_changes_nothing(tmp_path: Path) -> None:
-    saved_result(tmp_path)
-    text = "a\n<!-- results:speed begin -->\nold\n<!-- results:speed end -->\nb\n"
-    once = report.fill(text, tmp_path)
-    assert "| 1   | 0.5 |" in once
-    assert "old" not in once
-    assert once.startswith("a\n")
-    assert once.endswith("-->\nb\n")
-    assert report.fill(once, tmp_path) == once
-
-
-def test_report_check_fails_until_the_blocks_are_filled(tmp_path: Path) -> None:
-    saved_result(tmp_path)
-    readme = tmp_path / "README.md"
-    readme.write_text("<!-- results:speed begin -->\n<!-- results:speed end -->\n")
-    arguments = ["--results", str(tmp_path), str(readme)]
-    with pytest.raises(SystemExit):
-        report.main(["--check", *arguments])
-    report.main(arguments)
-    report.main(["--check", *arguments])
-
-
-def test_report_without_a_result_says_so(tmp_path: Path) -> None:
-    assert "Not measured yet." in report.fill("<!-- results:x begin -->\n<!-- results:x end -->\n", tmp_path)
-
-
-def test_report_refuses_a_mark_without_its_partner(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="has no partner"):
-        report.fill("<!-- results:x begin -->\n<!-- results:y end -->\n", tmp_path)
-
-
-def test_readme_and_docs_quote_the_committed_results() -> None:
-    assert report.outdated(report.documents(), provenance.RESULTS) == []
-
-
-def test_committed_results_render() -> None:
-    for path in provenance.RESULTS.glob("*.json"):
-        assert tables.render(provenance.load(path))

@@ -4,8 +4,8 @@
 // repeatable.
 //
 // Taking turns orders reductions, and no data is read: a turn is passed on when the reductions before it are known to
-// be done, and what comes after it depends on having seen it. So relaxed accesses do, and the caches need no fences,
-// which cost a fifth of the kernel's time.
+// be done, and what comes after it depends on having seen it. So relaxed accesses do, and the caches need no fences
+// (docs/tuning.md has what they cost).
 //
 // The accumulator holds a row block as the threads of flash_bwd_convert_dq read it: warp after warp, of a warp the i-th
 // four values of all its lanes, 16 bytes a lane. What a warp adds is contiguous, and no other warp of its block adds
@@ -101,8 +101,8 @@ private:
     }
 };
 
-// The turn that a warp still holds: passed on a step later, when what it added has long arrived and waiting costs
-// little.
+// The turn that a warp still holds: passed on at the end of the step, behind the other products, when what it added has
+// had time to arrive.
 template <bool kStaged>
 struct Turn_to_pass {
     int *turns = nullptr;

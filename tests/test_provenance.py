@@ -1,0 +1,114 @@
+"""Results carry a stamp over the sources measured, and go stale with them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import (
+    provenance,
+)
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A small tree with one C++ and one Python source."""
+    (tmp_path / "csrc").mkdir()
+    (tmp_path / "csrc" / "kernel.cu").write_text("// a kernel\nint tile() { return 64; }\n")
+    (tmp_path / "call.py").write_text('"""A call."""\n\nSCALE = 2\n\n\ndef f():\n    """Doc."""\n    return SCALE\n')
+    return tmp_path
+
+
+GLOBS = ("csrc/**/*", "call.py")
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "same"),
+    [
+        pytest.param("csrc/kernel.cu", "64", "128", False, id="C++ code"),
+        pytest.param("csrc/kernel.cu", "a kernel", "the kernel", True, id="C++ comment"),
+        pytest.param("csrc/kernel.cu", "{ return", "{\n    return", True, id="C++ layout"),
+        pytest.param("call.py", "SCALE = 2", "SCALE = 3", False, id="Python code"),
+        pytest.param("call.py", "A call.", "Another call.\n\nIn full.", True, id="Python docstring"),
+        pytest.param("call.py", "\n\n\ndef", "\n# note\ndef", True, id="Python comment"),
+    ],
+)
+def test_hash_follows_code_and_nothing_else(project: Path, file: str, old: str, new: str, same: bool) -> None:
+    before = provenance.hash_sources(GLOBS, project)
+    path = project / file
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new))
+    assert (provenance.hash_sources(GLOBS, project) == before) is same
+
+
+def test_hash_follows_files_that_come_and_go(project: Path) -> None:
+    before = provenance.hash_sources(GLOBS, project)
+    (project / "csrc" / "more.h").write_text("int more();\n")
+    assert provenance.hash_sources(GLOBS, project) != before
+    (project / "csrc" / "more.h").unlink()
+    (project / "csrc" / "build.o").write_text("not a source")
+    assert provenance.hash_sources(GLOBS, project) == before
+
+
+def test_hash_follows_what_a_cuda_source_includes(project: Path) -> None:
+    kernel = project / "csrc" / "kernel.cu"
+    kernel.write_text('#include "step.h"\nint tile() { return 64; }\n')
+    step = project / "csrc" / "step.h"
+    step.write_text("int step();\n")
+    before = provenance.hash_sources(["csrc/*.cu"], project)
+    step.write_text("int step(int);\n")
+    assert provenance.hash_sources(["csrc/*.cu"], project) != before
+
+
+def test_forward_results_outlive_edits_of_the_backward_kernel_and_the_other_way_round() -> None:
+    forward = set(provenance.find_sources(provenance.SOURCES_OF_BACKEND["cuda"]))
+    backward = set(provenance.find_sources(provenance.BACKWARD_SOURCES_OF_BACKEND["cuda"]))
+    sm80 = provenance.ROOT / "csrc" / "sm80"
+    assert {sm80 / "mainloop_fwd.h", sm80 / "tile_sizes.h"} <= forward - backward
+    assert {sm80 / "mainloop_bwd.h", sm80 / "tile_sizes_bwd.h"} <= backward - forward
+    assert {sm80 / "copy.h", provenance.ROOT / "csrc" / "flash.h"} <= forward & backward
+    assert set(sm80.glob("*.h")) | set(sm80.glob("*.cu")) <= forward | backward
+
+
+def test_comment_marks_inside_strings_are_code() -> None:
+    assert provenance.normalise('char *url = "a//b"; // x', ".cu") == 'char*url="a//b";'
+    assert provenance.normalise("int a = b /* c\n d */ / e;", ".cpp") == "inta=b/e;"
+
+
+def test_every_source_glob_of_the_benchmarks_finds_files() -> None:
+    backends = (*provenance.SOURCES_OF_BACKEND.values(), *provenance.BACKWARD_SOURCES_OF_BACKEND.values())
+    for group in (*backends, provenance.HOST, provenance.MINIMAL, provenance.METHOD):
+        for pattern in group:
+            assert provenance.find_sources([pattern]), pattern
+
+
+def test_stale_results_are_found(project: Path) -> None:
+    results = project / "results"
+    results.mkdir()
+    stamp = provenance.stamp(GLOBS, project)
+    (results / "forward.json").write_text(json.dumps({"name": "forward", "stamp": stamp}))
+    assert provenance.stale_results(results, project) == []
+    (project / "call.py").write_text("SCALE = 4\n")
+    assert provenance.stale_results(results, project) == [(results / "forward.json", stamp["date"])]
+
+
+def test_a_failed_write_leaves_the_earlier_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "x.json"
+    provenance.write_atomically(path, "first")
+
+    def fail(*_: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr("os.replace", fail)
+    with pytest.raises(OSError, match="disk full"):
+        provenance.write_atomically(path, "second")
+    assert path.read_text() == "first"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_nothing_measured_writes_nothing(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="nothing was measured"):
+        provenance.save("x", benchmark="accuracy", title="", data=[], sources=(), out_dir=tmp_path)
+    assert list(tmp_path.iterdir()) == []

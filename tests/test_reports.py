@@ -1,0 +1,156 @@
+"""What is made of results: tables, kernels' registers and spills, the blocks of README and docs."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from benchmarks import (
+    kernel_resources,
+    provenance,
+    report,
+    tables,
+    tune_sm80,
+)
+
+
+def test_ptxas_reports_are_read_kernel_by_kernel() -> None:
+    report = """\
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function '_Z1av' for 'sm_80'
+ptxas info    : Function properties for _Z1av
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 112 registers, used 1 barriers
+ptxas info    : Compiling entry function '_Z1bv' for 'sm_90a'
+ptxas info    : Function properties for _Z1bv
+    8 bytes stack frame, 4 bytes spill stores, 12 bytes spill loads
+ptxas info    : Used 255 registers, used 1 barriers, 1024 bytes smem
+"""
+    first, second = kernel_resources.parse(report)
+    assert (first["kernel"], first["arch"], first["registers"], first["spill_bytes"]) == ("_Z1av", "sm_80", 112, 0)
+    assert (second["registers"], second["spill_bytes"], second["stack_bytes"]) == (255, 16, 8)
+    assert (first["static_smem_bytes"], second["static_smem_bytes"]) == (0, 1024)
+
+
+def cells_of(table: str) -> list[list[str]]:
+    """The cells of a Markdown table, without its headers."""
+    lines = [line for line in table.splitlines() if line.startswith("|")][2:]
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+
+
+def test_tables_of_resources_join_what_differs_in_dtype_alone() -> None:
+    name = "sm80::flash_fwd_kernel<sm80::Flash_fwd_kernel_traits<(DType){}, 64, sm80::Tile_sizes_fwd<64, true> >, true>"
+    row = {"arch": "sm_90a", "registers": 240, "spill_bytes": 0, "stack_bytes": 0, "static_smem_bytes": 0}
+    fp16 = row | {"object": "flash_fwd_hdim64_fp16_sm80", "kernel": name.format(0)}
+    bf16 = row | {"object": "flash_fwd_hdim64_bf16_sm80", "kernel": name.format(1)}
+    (table,) = tables.resource_tables([fp16, bf16, bf16 | {"registers": 241}])
+    short = "`flash_fwd_kernel<Flash_fwd_kernel_traits<64, Tile_sizes_fwd<64, true>>, true>`"
+    lines = [cells[:4] for cells in cells_of(table)]
+    assert lines == [[short, "fp16, bf16", "sm_90a", "240"], [short, "bf16", "sm_90a", "241"]]
+
+
+def ptxas_reports(folder: Path) -> list[Path]:
+    """Objects of the backward's kernels for two masks and two dtypes, with what ptxas said: causal kernels spill."""
+    paths = []
+    for (m, mask), (t, dtype) in itertools.product(enumerate(("full", "causal")), enumerate(("fp16", "bf16"))):
+        symbols = [f"flash_bwd_dot_do_oIN7cutlass{('6half_t', '10bfloat16_t')[t]}ELi32EEEv"]
+        for bulk in (0, 1):
+            tile = f"NS0_8Tile_bwdILi128ELi64ELi4ELi4ELi4ELi4ELi2ELi2ELb{bulk}ELi4ELb0ELb0EEE"
+            traits = f"INS0_23Flash_bwd_kernel_traitsILNS_5DTypeE{t}ELi32E{tile}Lb{bulk}EEE"
+            symbols += [f"flash_bwd_kernel{traits}Lb{m}ELNS0_8Bwd_modeE{mode}EEEv" for mode in range(3)]
+            symbols += [f"flash_bwd_convert_dq{traits}EEv"]
+        text = ""
+        for i, symbol in enumerate(symbols):
+            mangled = f"_ZN5flash4sm80{len(symbol.partition('I')[0])}{symbol}NS_16Flash_bwd_paramsE"
+            spilled = 4 * m if "flash_bwd_kernel" in symbol else 0
+            text += f"""\
+ptxas info    : Compiling entry function '{mangled}' for 'sm_90a'
+ptxas info    : Function properties for {mangled}
+    8 bytes stack frame, {spilled} bytes spill stores, {spilled} bytes spill loads
+ptxas info    : Used {100 + 10 * t + i} registers, used 1 barriers
+"""
+        paths.append(folder / f"flash_bwd_hdim32_{dtype}_{mask}_sm80-0123.o")
+        paths[-1].with_suffix(".ptxas.txt").write_text(text)
+    return paths
+
+
+@pytest.mark.skipif(shutil.which("c++filt") is None, reason="the names stay mangled")
+def test_resources_of_the_backward_say_mask_and_mode_and_leave_out_what_never_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel_resources.kernels, "build_kernels", lambda *_: ptxas_reports(tmp_path))
+    with pytest.raises(SystemExit, match=r"registers are spilled in flash_bwd_hdim32_fp16_causal_sm80 \(8 bytes\)"):
+        kernel_resources.main(["--out-dir", str(tmp_path)])
+    rows = provenance.load(tmp_path / "kernel_resources.json")["data"]
+    assert len(rows) == 4 * 5  # of each object 3 modes, a preprocessing and a conversion; not the 4 without bulk
+    others, backward = tables.resource_tables(rows)
+    assert [cells[:2] for cells in cells_of(others)] == [
+        ["`flash_bwd_dot_do_o<32>`", dtype] for dtype in ("fp16", "bf16")
+    ]
+    tile = "128x64x4x4x4x4x2x2x1x4x0x0"
+    assert cells_of(backward) == [
+        ["32", "full", tile, "sm_90a", "105 / 115", "106 / 116", "107 / 117", "108 / 118"],
+        ["32", "causal", tile, "sm_90a", "105 (8) / 115 (8)", "106 (8) / 116 (8)", "107 (8) / 117 (8)", "108 / 118"],
+    ]
+
+
+def test_modes_of_the_backward_are_those_of_the_kernel() -> None:
+    header = (tune_sm80.CSRC / "sm80" / "tile_sizes_bwd.h").read_text()
+    enumerators = re.search(r"enum class Bwd_mode \{(.*?)\}", header, re.DOTALL)
+    assert enumerators is not None
+    assert re.findall(r"^\s*(\w+),", enumerators[1], re.MULTILINE) == list(kernel_resources.BACKWARD_MODES)
+
+
+def test_tuning_says_what_each_kernel_of_a_candidate_takes(tmp_path: Path) -> None:
+    report = ptxas_reports(tmp_path)[0].with_suffix(".ptxas.txt").read_text()
+    found = tune_sm80.registers_and_spills(report, "90a")
+    assert found[0] == "all, full: 105 registers, 0 bytes spilled"
+    assert [text.split(":")[0] for text in found] == ["all, full", "deterministic, full", "partial, full"]
+
+
+def saved_result(results: Path) -> None:
+    provenance.save("speed", benchmark="other", title="Speed", data=[{"x": 1, "y": 0.5}], sources=(), out_dir=results)
+
+
+def test_report_fills_blocks_and_filling_again_changes_nothing(tmp_path: Path) -> None:
+    saved_result(tmp_path)
+    text = "a\n<!-- results:speed begin -->\nold\n<!-- results:speed end -->\nb\n"
+    once = report.fill(text, tmp_path)
+    assert "| 1   | 0.5 |" in once
+    assert "old" not in once
+    assert once.startswith("a\n")
+    assert once.endswith("-->\nb\n")
+    assert report.fill(once, tmp_path) == once
+
+
+def test_report_check_fails_until_the_blocks_are_filled(tmp_path: Path) -> None:
+    saved_result(tmp_path)
+    readme = tmp_path / "README.md"
+    readme.write_text("<!-- results:speed begin -->\n<!-- results:speed end -->\n")
+    arguments = ["--results", str(tmp_path), str(readme)]
+    with pytest.raises(SystemExit):
+        report.main(["--check", *arguments])
+    report.main(arguments)
+    report.main(["--check", *arguments])
+
+
+def test_report_without_a_result_says_so(tmp_path: Path) -> None:
+    assert "Not measured yet." in report.fill("<!-- results:x begin -->\n<!-- results:x end -->\n", tmp_path)
+
+
+def test_report_refuses_a_mark_without_its_partner(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has no partner"):
+        report.fill("<!-- results:x begin -->\n<!-- results:y end -->\n", tmp_path)
+
+
+def test_readme_and_docs_quote_the_committed_results() -> None:
+    assert report.outdated(report.documents(), provenance.RESULTS) == []
+
+
+def test_committed_results_render() -> None:
+    for path in provenance.RESULTS.glob("*.json"):
+        assert tables.render(provenance.load(path))

@@ -1,0 +1,78 @@
+"""A valid call, and how to spoil one: what the tables of wrong calls are made of."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Call = dict[str, Any]
+BATCH, SEQLEN_Q, SEQLEN_K, NHEADS, NHEADS_K, HEADDIM = 2, 5, 7, 6, 3, 16
+
+
+def valid_call(device: str) -> Call:
+    def tensor(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, device=device, dtype=torch.float16)
+
+    return {
+        "q": tensor(BATCH, SEQLEN_Q, NHEADS, HEADDIM),
+        "k": tensor(BATCH, SEQLEN_K, NHEADS_K, HEADDIM),
+        "v": tensor(BATCH, SEQLEN_K, NHEADS_K, HEADDIM),
+    }
+
+
+@dataclass(frozen=True)
+class WrongCall:
+    name: str
+    change: Callable[[Call], object]  # what it does to the arguments of a valid call
+    error: type[Exception] | tuple[type[Exception], ...]
+    argument: str  # these three: regular expressions that the message must contain
+    given: str
+    allowed: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def shape(argument: str, *size: int) -> Callable[[Call], object]:
+    return lambda call: call.update({argument: call[argument].new_zeros(size)})
+
+
+def shapes(q: tuple[int, ...], kv: tuple[int, ...]) -> Callable[[Call], object]:
+    return lambda call: call.update(q=call["q"].new_zeros(q), k=call["k"].new_zeros(kv), v=call["v"].new_zeros(kv))
+
+
+def cast(dtype: torch.dtype, *arguments: str) -> Callable[[Call], object]:
+    return lambda call: call.update({a: call[a].to(dtype) for a in arguments})
+
+
+def given(**arguments: object) -> Callable[[Call], object]:
+    return lambda call: call.update(arguments)
+
+
+def strided(argument: str) -> Callable[[Call], object]:
+    def change(call: Call) -> None:
+        call[argument] = call[argument].repeat_interleave(2, dim=-1)[..., ::2]
+
+    return change
+
+
+def slopes(dtype: torch.dtype, *size: int) -> Callable[[Call], object]:
+    return lambda call: call.update(alibi_slopes=torch.zeros(size, dtype=dtype, device=call["q"].device))
+
+
+def meta(argument: str) -> Callable[[Call], object]:
+    return lambda call: call.update({argument: call[argument].to("meta")})
+
+
+V, T = ValueError, TypeError
+ALL = ("q", "k", "v")
+KV = (BATCH, SEQLEN_K, NHEADS_K, HEADDIM)
+
+
+def assert_says(message: str, *patterns: str) -> None:
+    for pattern in patterns:
+        assert re.search(pattern, message, re.DOTALL), f"the message does not contain /{pattern}/:\n{message}"
