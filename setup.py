@@ -19,8 +19,11 @@ from build_tools import kernels, selection, target_torch  # noqa: E402
 HOST_SOURCES = [
     "csrc/flash_api.cpp",
     "csrc/checks.cpp",
+    "csrc/kernel_memory.cpp",
     "csrc/set_params.cpp",
+    "csrc/rng_state.cpp",
     "csrc/run_mha.cpp",
+    "csrc/s_dmask.cpp",
     "csrc/cpu/flash_bwd_cpu.cpp",
     "csrc/cpu/flash_fwd_cpu.cpp",
     "csrc/cpu/isa_amx.cpp",

@@ -35,6 +35,8 @@ NVCC_FLAGS = (
     "-lineinfo",
     "-DNDEBUG",
 )
+# The kinds of call of csrc/sm80/kind.h, and the kernel that takes any call; those that take longest first.
+BACKWARD_KINDS = {"any": (), **{kind: (f"-DFLASH_KIND={kind}",) for kind in ("local", "full", "general", "varlen")}}
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 
 
@@ -53,11 +55,9 @@ def kernel_objects(selection: Selection) -> list[KernelObject]:
     for hdim, dtype in itertools.product(sorted(selection.hdims, reverse=True), selection.dtypes):
         name = f"hdim{hdim}_{dtype}"
         defines = (f"-DFLASH_HEADDIM={hdim}", f"-DFLASH_DTYPE={ALL_DTYPES[dtype]}")
-        for mask, is_causal in (("full", "false"), ("causal", "true")):
-            source = CSRC / "sm80" / "flash_bwd_instantiation.cu"
-            objects.append(
-                KernelObject(f"flash_bwd_{name}_{mask}_sm80", source, (*defines, f"-DFLASH_CAUSAL={is_causal}"))
-            )
+        source = CSRC / "sm80" / "flash_bwd_instantiation.cu"
+        for kind, extra in BACKWARD_KINDS.items():
+            objects.append(KernelObject(f"flash_bwd_{name}_{kind}_sm80", source, (*defines, *extra)))
         objects.append(KernelObject(f"flash_fwd_{name}_sm80", CSRC / "sm80" / "flash_fwd_instantiation.cu", defines))
     objects.append(KernelObject("flash_attn_minimal", CSRC / "minimal" / "flash_attn_minimal.cu", ()))
     return objects

@@ -4,6 +4,8 @@
 #include <ATen/MemoryOverlap.h>
 
 #include <cmath>
+#include <cstdlib>
+#include <cstring>
 #include <limits>
 #include <vector>
 
@@ -17,9 +19,11 @@ struct Named {
     const at::Tensor &tensor;
 };
 
-void check_rank(const Named &x, const char *shape) {
-    FLASH_CHECK_VALUE(x.tensor.dim() == 4, x.name, " has shape ", x.tensor.sizes(), " (", x.tensor.dim(),
-                      " dimensions); allowed: 4 dimensions ", shape);
+constexpr int64_t kMaxInt = std::numeric_limits<int32_t>::max();
+
+void check_rank(const Named &x, int64_t rank, const char *shape) {
+    FLASH_CHECK_VALUE(x.tensor.dim() == rank, x.name, " has shape ", x.tensor.sizes(), " (", x.tensor.dim(),
+                      " dimensions); allowed: ", rank, " dimensions ", shape);
 }
 
 void check_dtype(const Named &x, const std::string &backend) {
@@ -34,11 +38,15 @@ void check_dtype(const Named &x, const std::string &backend) {
     FLASH_CHECK_TYPE(is_allowed, x.name, " has dtype ", dtype, "; allowed on the ", backend, " backend: ", allowed);
 }
 
+void check_same_device(const Named &x, const at::Tensor &q) {
+    FLASH_CHECK_VALUE(x.tensor.device() == q.device(), x.name, " is on ", x.tensor.device(),
+                      "; allowed: the device of q, ", q.device());
+}
+
 void check_same_kind(const Named &x, const at::Tensor &q) {
     FLASH_CHECK_TYPE(x.tensor.scalar_type() == q.scalar_type(), x.name, " has dtype ", x.tensor.scalar_type(),
                      "; allowed: that of q, ", q.scalar_type());
-    FLASH_CHECK_VALUE(x.tensor.device() == q.device(), x.name, " is on ", x.tensor.device(),
-                      "; allowed: the device of q, ", q.device());
+    check_same_device(x, q);
 }
 
 void check_last_dim_contiguous(const Named &x) {
@@ -47,34 +55,55 @@ void check_last_dim_contiguous(const Named &x) {
                       "; allowed: a contiguous last dimension (stride 1), for example ", x.name, ".contiguous()");
 }
 
-void check_shapes(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v) {
-    check_rank({"q", q}, "[batch, seqlen_q, nheads, headdim]");
-    check_rank({"k", k}, "[batch, seqlen_k, nheads_k, headdim]");
-    check_rank({"v", v}, "[batch, seqlen_k, nheads_k, headdim]");
-    const int64_t headdim = q.size(3), nheads = q.size(2), nheads_k = k.size(2);
-    FLASH_CHECK_VALUE(headdim >= 1 && headdim <= kMaxHeadDim, "q has headdim ", headdim, " (shape ", q.sizes(),
+void check_same_size(const Named &x, const Named &like, int64_t dim, const char *dim_name) {
+    FLASH_CHECK_VALUE(x.tensor.size(dim) == like.tensor.size(dim), x.name, " has ", dim_name, " ", x.tensor.size(dim),
+                      " (shape ", x.tensor.sizes(), "); allowed: the ", dim_name, " of ", like.name, ", ",
+                      like.tensor.size(dim));
+}
+
+void check_at_most(const Named &x, int64_t dim, int64_t most, const char *dim_name) {
+    FLASH_CHECK_VALUE(x.tensor.size(dim) <= most, x.name, " has shape ", x.tensor.sizes(), "; allowed: ", dim_name,
+                      " up to ", most);
+}
+
+void check_heads(const Fwd_args &args) {
+    const Named q{"q", args.q}, k{"k", args.k}, v{"v", args.v};
+    const int64_t headdim = args.q.size(-1), nheads = args.q.size(-2), nheads_k = args.k.size(-2);
+    FLASH_CHECK_VALUE(headdim >= 1 && headdim <= kMaxHeadDim, "q has headdim ", headdim, " (shape ", args.q.sizes(),
                       "); allowed: 1 to ", kMaxHeadDim);
-    for (const Named &x : {Named{"k", k}, Named{"v", v}}) {
-        FLASH_CHECK_VALUE(x.tensor.size(0) == q.size(0), x.name, " has batch ", x.tensor.size(0), " (shape ",
-                          x.tensor.sizes(), "); allowed: the batch of q, ", q.size(0));
-        FLASH_CHECK_VALUE(x.tensor.size(3) == headdim, x.name, " has headdim ", x.tensor.size(3), " (shape ",
-                          x.tensor.sizes(), "); allowed: the headdim of q, ", headdim);
-    }
-    FLASH_CHECK_VALUE(v.size(1) == k.size(1), "v has seqlen ", v.size(1), " (shape ", v.sizes(),
-                      "); allowed: the seqlen of k, ", k.size(1));
-    FLASH_CHECK_VALUE(v.size(2) == nheads_k, "v has ", v.size(2), " heads (shape ", v.sizes(),
+    check_same_size(k, q, -1, "headdim");
+    check_same_size(v, q, -1, "headdim");
+    FLASH_CHECK_VALUE(args.v.size(-2) == nheads_k, "v has ", args.v.size(-2), " heads (shape ", args.v.sizes(),
                       "); allowed: the heads of k, ", nheads_k);
-    FLASH_CHECK_VALUE(nheads >= 1, "q has 0 heads (shape ", q.sizes(), "); allowed: at least 1");
-    FLASH_CHECK_VALUE(nheads_k >= 1, "k has 0 heads (shape ", k.sizes(), "); allowed: at least 1");
+    FLASH_CHECK_VALUE(nheads >= 1, "q has 0 heads (shape ", args.q.sizes(), "); allowed: at least 1");
+    FLASH_CHECK_VALUE(nheads_k >= 1, "k has 0 heads (shape ", args.k.sizes(), "); allowed: at least 1");
     FLASH_CHECK_VALUE(nheads % nheads_k == 0, "q has ", nheads, " heads and k has ", nheads_k,
                       "; allowed: nheads of q a multiple of nheads of k");
-    constexpr int64_t kMaxSize = std::numeric_limits<int32_t>::max();
-    for (const Named &x : {Named{"q", q}, Named{"k", k}}) {
-        FLASH_CHECK_VALUE(
-            x.tensor.size(0) <= kMaxSize && x.tensor.size(1) <= kMaxSize / 2 && x.tensor.size(2) <= kMaxSize, x.name,
-            " has shape ", x.tensor.sizes(), "; allowed: seqlen up to ", kMaxSize / 2, ", batch and heads up to ",
-            kMaxSize);
+    check_at_most(q, -2, kMaxInt, "heads");
+}
+
+void check_shapes(const Fwd_args &args) {
+    const Named q{"q", args.q}, k{"k", args.k}, v{"v", args.v};
+    const bool is_dense = args.varlen == nullptr, is_paged = args.is_paged();
+    check_rank(q, is_dense ? 4 : 3, is_dense ? "[batch, seqlen_q, nheads, headdim]" : "[total_q, nheads, headdim]");
+    for (const Named &x : {k, v}) {
+        check_rank(x, is_dense || is_paged ? 4 : 3,
+                   is_dense   ? "[batch, seqlen_k, nheads_k, headdim]"
+                   : is_paged ? "[num_pages, page_size, nheads_k, headdim]"
+                              : "[total_k, nheads_k, headdim]");
     }
+    const char *rows_of_k = is_dense ? "seqlen" : is_paged ? "page_size" : "total_k";
+    if (is_dense) {
+        check_same_size(k, q, 0, "batch");
+        check_same_size(v, q, 0, "batch");
+        check_at_most(q, 0, kMaxInt, "batch");
+    } else if (is_paged) {
+        check_same_size(v, k, 0, "num_pages");
+    }
+    check_same_size(v, k, -3, rows_of_k);
+    check_at_most(q, -3, kMaxInt / 2, is_dense ? "seqlen" : "total_q");
+    check_at_most(k, -3, kMaxInt / 2, rows_of_k);
+    check_heads(args);
 }
 
 void check_same_shape(const Named &x, const Named &like) {
@@ -99,25 +128,28 @@ void check_no_overlap(const Named &written, const Named &other) {
 }
 
 // softmax_lse, and the gradient arriving at it.
-void check_lse(const Named &x, const at::Tensor &q) {
+void check_lse(const Named &x, const Fwd_args &args) {
+    const at::Tensor &q = args.q;
     FLASH_CHECK_TYPE(x.tensor.scalar_type() == lse_dtype(q), x.name, " has dtype ", x.tensor.scalar_type(),
                      "; allowed: ", lse_dtype(q), " for inputs of ", q.scalar_type());
-    FLASH_CHECK_VALUE(x.tensor.device() == q.device(), x.name, " is on ", x.tensor.device(),
-                      "; allowed: the device of q, ", q.device());
-    const std::vector<int64_t> shape{q.size(0), q.size(2), q.size(1)};
+    check_same_device(x, q);
+    const bool is_varlen = args.varlen != nullptr;
+    const std::vector<int64_t> shape =
+        is_varlen ? std::vector<int64_t>{q.size(1), q.size(0)} : std::vector<int64_t>{q.size(0), q.size(2), q.size(1)};
     FLASH_CHECK_VALUE(x.tensor.sizes() == shape, x.name, " has shape ", x.tensor.sizes(),
-                      "; allowed: [batch, nheads, seqlen_q] = ", list_of(shape));
+                      "; allowed: ", is_varlen ? "[nheads, total_q]" : "[batch, nheads, seqlen_q]", " = ",
+                      list_of(shape));
 }
 
-void check_alibi_slopes(const at::Tensor &slopes, const at::Tensor &q) {
+void check_alibi_slopes(const at::Tensor &slopes, const Fwd_args &args) {
+    const Sizes sizes(args);
     FLASH_CHECK_TYPE(slopes.scalar_type() == at::kFloat, "alibi_slopes has dtype ", slopes.scalar_type(),
                      "; allowed: float32");
-    FLASH_CHECK_VALUE(slopes.device() == q.device(), "alibi_slopes is on ", slopes.device(),
-                      "; allowed: the device of q, ", q.device());
-    const std::vector<int64_t> per_head{q.size(2)}, per_batch{q.size(0), q.size(2)};
+    check_same_device({"alibi_slopes", slopes}, args.q);
+    const std::vector<int64_t> per_head{sizes.nheads}, per_batch{sizes.batch, sizes.nheads};
     FLASH_CHECK_VALUE(slopes.sizes() == per_head || slopes.sizes() == per_batch, "alibi_slopes has shape ",
-                      slopes.sizes(), "; allowed: [nheads] = [", q.size(2), "] or [batch, nheads] = [", q.size(0), ", ",
-                      q.size(2), "]");
+                      slopes.sizes(), "; allowed: [nheads] = ", list_of(per_head),
+                      " or [batch, nheads] = ", list_of(per_batch));
     FLASH_CHECK_VALUE(slopes.stride(-1) == 1 || slopes.size(-1) == 1, "alibi_slopes has strides ", slopes.strides(),
                       "; allowed: a contiguous last dimension (stride 1)");
 }
@@ -139,34 +171,127 @@ void check_scalars(const Fwd_args &args) {
                       args.p_dropout, "; allowed: one of the two, not both");
 }
 
-// Later versions shrink this list; `have_it` then names the backends that do.
+// What a backend lacks, with those that have it.
 void check_implemented(const Fwd_args &args, const std::string &backend) {
-    const auto lacks = [&](bool asked, const char *feature) {
-        FLASH_CHECK_NOT_IMPLEMENTED(!asked, "backend '", backend, "' does not implement ", feature,
-                                    " in this version; backends that have it: none");
+    const auto lacks = [&](const char *one, bool asked, const std::string &feature, const char *have_it) {
+        FLASH_CHECK_NOT_IMPLEMENTED(backend != one || !asked, "backend '", backend, "' does not implement ", feature,
+                                    " in this version; backends that have it: ", have_it);
     };
-    lacks(args.p_dropout > 0.0, "dropout (dropout_p > 0)");
-    lacks(args.window_size_left >= 0 || (args.window_size_right >= 0 && !args.is_causal),
-          "local windows (window_size)");
-    lacks(args.softcap > 0.0, "softcap");
-    lacks(args.alibi_slopes.has_value(), "ALiBi (alibi_slopes)");
-    lacks(args.return_softmax, "returning the dropout mask (return_softmax)");
+    constexpr int64_t kPageMultiple = 16;
+    lacks("cuda", args.is_paged() && args.k.size(1) % kPageMultiple != 0,
+          message("pages of ", args.is_paged() ? args.k.size(1) : 0, " keys (block_table with a page size that is no ",
+                  "multiple of ", kPageMultiple, ")"),
+          "cpu, triton");
 }
 
-// q, k and v.
+// Integers that say where the sequences lie: cu_seqlens, block_table.
+void check_index(const Named &x, const at::Tensor &q) {
+    FLASH_CHECK_TYPE(x.tensor.scalar_type() == at::kInt, x.name, " has dtype ", x.tensor.scalar_type(),
+                     "; allowed: int32");
+    check_same_device(x, q);
+}
+
+void check_cu_seqlens_shape(const Named &x, const at::Tensor &q) {
+    check_index(x, q);
+    FLASH_CHECK_VALUE(x.tensor.dim() == 1 && x.tensor.size(0) >= 1, x.name, " has shape ", x.tensor.sizes(),
+                      "; allowed: [batch + 1], one dimension of at least 1");
+    FLASH_CHECK_VALUE(x.tensor.is_contiguous(), x.name, " has strides ", x.tensor.strides(), "; allowed: contiguous");
+}
+
+// Where on each device the lengths are known without waiting for it, and where waiting was asked for.
+bool may_read(const at::Tensor &x) {
+    const char *value = std::getenv("FLASH_ATTN_MINI_CHECK");
+    return x.is_cpu() || (value != nullptr && *value != '\0' && std::strcmp(value, "0") != 0);
+}
+
+// cu_seqlens of `side`, q or k, rises from 0 to that tensor's rows (-1: any) in steps of at most max_seqlen.
+void check_cu_seqlens_values(const char *side, const at::Tensor &cu_seqlens, int64_t rows, int64_t max_seqlen) {
+    const at::Tensor on_cpu = cu_seqlens.cpu();
+    const int *values = on_cpu.data_ptr<int>();
+    const int64_t batch = on_cpu.size(0) - 1;
+    FLASH_CHECK_VALUE(values[0] == 0, "cu_seqlens_", side, " starts at ", values[0], "; allowed: 0");
+    for (int64_t i = 0; i < batch; ++i) {
+        FLASH_CHECK_VALUE(values[i + 1] >= values[i], "cu_seqlens_", side, " falls from ", values[i], " to ",
+                          values[i + 1], " at index ", i + 1, "; allowed: rising numbers");
+        FLASH_CHECK_VALUE(values[i + 1] - values[i] <= max_seqlen, "max_seqlen_", side, " is ", max_seqlen,
+                          "; allowed: at least the length of every sequence, that of sequence ", i, " is ",
+                          values[i + 1] - values[i]);
+    }
+    FLASH_CHECK_VALUE(rows < 0 || values[batch] == rows, "cu_seqlens_", side, " ends at ", values[batch],
+                      "; allowed: the rows of ", side, ", ", rows);
+}
+
+// Every page that holds a key of a sequence is one of the pool.
+void check_block_table_values(const Fwd_args &args) {
+    const at::Tensor on_cpu = args.varlen->block_table->cpu(), lengths = args.varlen->cu_seqlens_k.diff().cpu();
+    const int64_t num_pages = args.k.size(0), page_size = args.k.size(1), columns = on_cpu.size(1);
+    const auto table = on_cpu.accessor<int, 2>();
+    const auto length = lengths.accessor<int, 1>();
+    for (int64_t bidb = 0; bidb < on_cpu.size(0); ++bidb) {
+        FLASH_CHECK_VALUE(length[bidb] <= columns * page_size, "block_table has ", columns, " pages of ", page_size,
+                          " keys for each sequence; allowed: enough for every sequence, sequence ", bidb, " has ",
+                          length[bidb], " keys");
+        for (int64_t page = 0; page * page_size < length[bidb]; ++page) {
+            const int index = table[bidb][page];
+            FLASH_CHECK_VALUE(index >= 0 && index < num_pages, "block_table has page ", index, " at [", bidb, ", ",
+                              page, "]; allowed: 0 to ", num_pages - 1);
+        }
+    }
+}
+
+void check_block_table(const Fwd_args &args) {
+    const Named table{"block_table", *args.varlen->block_table};
+    check_index(table, args.q);
+    const int64_t batch = args.varlen->cu_seqlens_q.size(0) - 1, page_size = args.k.size(1);
+    FLASH_CHECK_VALUE(table.tensor.dim() == 2 && table.tensor.size(0) == batch, "block_table has shape ",
+                      table.tensor.sizes(), "; allowed: [batch, max_blocks] with batch ", batch);
+    FLASH_CHECK_VALUE(table.tensor.stride(1) == 1 || table.tensor.size(1) <= 1, "block_table has strides ",
+                      table.tensor.strides(), "; allowed: a contiguous last dimension (stride 1)");
+    FLASH_CHECK_VALUE(page_size >= 1, "k has pages of 0 keys (shape ", args.k.sizes(), "); allowed: at least 1");
+    FLASH_CHECK_VALUE(table.tensor.size(1) <= kMaxInt / 2 / page_size, "block_table has shape ", table.tensor.sizes(),
+                      "; allowed: up to ", kMaxInt / 2 / page_size, " pages of ", page_size, " keys for each sequence");
+}
+
+void check_varlen(const Fwd_args &args) {
+    const Varlen_args &varlen = *args.varlen;
+    const Named cu_q{"cu_seqlens_q", varlen.cu_seqlens_q}, cu_k{"cu_seqlens_k", varlen.cu_seqlens_k};
+    check_cu_seqlens_shape(cu_q, args.q);
+    check_cu_seqlens_shape(cu_k, args.q);
+    check_same_shape(cu_k, cu_q);
+    const auto check_max_seqlen = [](const char *name, int64_t value) {
+        FLASH_CHECK_VALUE(value >= 0 && value <= kMaxInt, name, " is ", value, "; allowed: 0 to ", kMaxInt);
+    };
+    check_max_seqlen("max_seqlen_q", varlen.max_seqlen_q);
+    check_max_seqlen("max_seqlen_k", varlen.max_seqlen_k);
+    if (args.is_paged()) {
+        check_block_table(args);
+    }
+    if (may_read(args.q)) {
+        check_cu_seqlens_values("q", varlen.cu_seqlens_q, args.q.size(0), varlen.max_seqlen_q);
+        check_cu_seqlens_values("k", varlen.cu_seqlens_k, args.is_paged() ? -1 : args.k.size(0), varlen.max_seqlen_k);
+        if (args.is_paged()) {
+            check_block_table_values(args);
+        }
+    }
+}
+
+// q, k and v, and where their sequences lie.
 void check_inputs(const Fwd_args &args, const std::string &backend) {
     check_dtype({"q", args.q}, backend);
     check_same_kind({"k", args.k}, args.q);
     check_same_kind({"v", args.v}, args.q);
-    check_shapes(args.q, args.k, args.v);
+    check_shapes(args);
     for (const Named &x : {Named{"q", args.q}, Named{"k", args.k}, Named{"v", args.v}}) {
         check_last_dim_contiguous(x);
+    }
+    if (args.varlen != nullptr) {
+        check_varlen(args);
     }
 }
 
 void check_options(const Fwd_args &args, const std::string &backend) {
     if (args.alibi_slopes.has_value()) {
-        check_alibi_slopes(*args.alibi_slopes, args.q);
+        check_alibi_slopes(*args.alibi_slopes, args);
     }
     check_scalars(args);
     check_implemented(args, backend);
@@ -198,9 +323,9 @@ void check_bwd(const Bwd_args &args, const std::string &backend) {
         check_same_kind(x, q);
         check_same_shape(x, {"q", q});
     }
-    check_lse({"softmax_lse", args.softmax_lse}, q);
+    check_lse({"softmax_lse", args.softmax_lse}, forward);
     if (args.dsoftmax_lse.has_value()) {
-        check_lse({"dsoftmax_lse", *args.dsoftmax_lse}, q);
+        check_lse({"dsoftmax_lse", *args.dsoftmax_lse}, forward);
     }
     std::vector<Named> read{{"q", q}, {"k", forward.k}, {"v", forward.v}, {"out", out}, {"dout", args.dout}};
     const auto check_gradient = [&](const Named &x, const Named &like) {
@@ -220,6 +345,25 @@ void check_bwd(const Bwd_args &args, const std::string &backend) {
         check_gradient({"dv", *args.dv}, {"v", forward.v});
     }
     check_options(forward, backend);
+}
+
+void check_rng_state(const std::optional<at::Tensor> &rng_state, double p_dropout, const at::Tensor &q) {
+    if (p_dropout == 0.0) {
+        return;
+    }
+    FLASH_CHECK_VALUE(rng_state.has_value(), "rng_state is None and dropout_p ", p_dropout,
+                      "; allowed with dropout: the rng_state that the forward returned");
+    FLASH_CHECK_TYPE(rng_state->scalar_type() == at::kLong, "rng_state has dtype ", rng_state->scalar_type(),
+                     "; allowed: int64");
+    FLASH_CHECK_VALUE(rng_state->dim() == 1 && rng_state->size(0) == 2, "rng_state has shape ", rng_state->sizes(),
+                      "; allowed with dropout: [2], as the forward returned it");
+    check_same_device({"rng_state", *rng_state}, q);
+}
+
+void check_s_dmask(const Fwd_args &args, const at::Tensor &softmax_lse, const std::optional<at::Tensor> &rng_state) {
+    check_fwd(args, args.q.is_cpu() ? "cpu" : "triton");  // of the backends there the one that takes more
+    check_lse({"softmax_lse", softmax_lse}, args);
+    check_rng_state(rng_state, args.p_dropout, args.q);
 }
 
 }  // namespace flash

@@ -1,19 +1,23 @@
-// The extension flash_attn_mini._C: pybind11 names on mha_fwd and mha_bwd, which check, allocate, set params and run.
-// CPU and CUDA tensors take the same path.
+// The extension flash_attn_mini._C: pybind11 names on mha_fwd, mha_bwd and their varlen twins, which check, allocate,
+// set params and run. CPU and CUDA tensors, dense and varlen ones take the same path.
 #include <ATen/ATen.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include <algorithm>
 #include <array>
+#include <cmath>
 #include <limits>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "checks.h"
+#include "kernel_memory.h"
 #include "message.h"
+#include "rng_state.h"
 #include "run_mha.h"
+#include "s_dmask.h"
 #include "set_params.h"
 #include "static_switch.h"
 #include "trace.h"
@@ -27,33 +31,6 @@
 
 namespace flash {
 namespace {
-
-constexpr int64_t kVectorBytes = 16;  // what one cp.async moves
-
-// Whether every row of x starts on a 16-byte boundary, as the CUDA kernels need; strides of single-element dimensions
-// are never walked.
-bool is_vector_aligned(const at::Tensor &x) {
-    if (reinterpret_cast<uintptr_t>(x.data_ptr()) % kVectorBytes != 0) {
-        return false;
-    }
-    for (int64_t dim = 0; dim + 1 < x.dim(); ++dim) {
-        if (x.size(dim) > 1 && x.stride(dim) * x.element_size() % kVectorBytes != 0) {
-            return false;
-        }
-    }
-    return true;
-}
-
-// x itself on the CPU and where the CUDA kernels can read it, else a contiguous copy.
-at::Tensor readable_by_kernel(const at::Tensor &x, const char *name) {
-    if (x.device().is_cpu() || is_vector_aligned(x)) {
-        return x;
-    }
-    if (trace_enabled()) {
-        trace("readable_by_kernel", "%s is not 16-byte aligned: copied", name);
-    }
-    return x.clone(at::MemoryFormat::Contiguous);
-}
 
 // The kernels find the largest score before they scale it, so they need a scale above 0 (a normal float32 number). A
 // negative scale moves its sign into q, which is exact; a scale of 0 weighs all visible keys alike, as q = 0 does.
@@ -69,221 +46,246 @@ std::pair<at::Tensor, double> with_positive_scale(const at::Tensor &q, double so
     return {at::zeros_like(q), 1.0};
 }
 
-std::vector<at::Tensor> mha_fwd(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v,
-                                std::optional<at::Tensor> out_, std::optional<at::Tensor> alibi_slopes,
-                                double p_dropout, double softmax_scale, bool is_causal, int64_t window_size_left,
-                                int64_t window_size_right, double softcap, bool return_softmax,
-                                std::optional<at::Generator> /*generator*/) {
+// "cpu" or "cuda", for tensors that these kernels take.
+std::string backend_of(const at::Tensor &q) {
     FLASH_CHECK_NOT_IMPLEMENTED(q.is_cpu() || q.is_cuda(), "q is on ", q.device(), "; allowed: cpu and cuda devices");
-    if (q.is_neg() || k.is_neg() || v.is_neg()) {  // views that negate when read, which kernels do not do
-        return mha_fwd(q.resolve_neg(), k.resolve_neg(), v.resolve_neg(), out_, alibi_slopes, p_dropout, softmax_scale,
-                       is_causal, window_size_left, window_size_right, softcap, return_softmax, std::nullopt);
+    return q.is_cpu() ? "cpu" : "cuda";
+}
+
+void trace_entry(const char *link, const Fwd_args &args, const std::string &backend) {
+    if (!trace_enabled()) {
+        return;
     }
-    const std::string backend = q.is_cpu() ? "cpu" : "cuda";
-    if (trace_enabled()) {
-        trace("mha_fwd", "backend=%s seqlen_q=%ld seqlen_k=%ld", backend.c_str(), q.dim() > 1 ? long(q.size(1)) : -1L,
-              k.dim() > 1 ? long(k.size(1)) : -1L);
-    }
-    check_fwd({q, k, v, out_, alibi_slopes, p_dropout, softmax_scale, is_causal, window_size_left, window_size_right,
-               softcap, return_softmax},
-              backend);
-    FLASH_CHECK_VALUE(q.is_cpu() || q.size(3) % 8 == 0, "q has headdim ", q.size(3),
+    const auto rows = [&](const at::Tensor &x) { return x.dim() > 2 ? long(x.size(-3)) : -1L; };
+    const char *format =
+        args.varlen == nullptr ? "backend=%s seqlen_q=%ld seqlen_k=%ld" : "backend=%s rows_q=%ld rows_k=%ld";
+    trace(link, format, backend.c_str(), rows(args.q), rows(args.k));
+}
+
+void check_headdim_of_kernel(const at::Tensor &q) {
+    FLASH_CHECK_VALUE(q.is_cpu() || q.size(-1) % 8 == 0, "q has headdim ", q.size(-1),
                       "; allowed: a multiple of 8 (flash_attn_func pads other sizes)");
+}
+
+at::Tensor readable_slopes(const Fwd_args &args) {
+    return args.alibi_slopes.has_value() ? without_neg(*args.alibi_slopes) : at::Tensor();
+}
+
+// The CUDA kernels keep ALiBi's slopes and the softcap in units of the scale, so that it must be a number that float32
+// divides by. Below that, q.k moves no logit, as with a scale of 0.
+double scale_of_kernel(const Fwd_args &args, double softmax_scale) {
+    constexpr double kLeast = 1e-30;
+    const double least = args.q.is_cpu()                 ? 0.0
+                         : args.softcap > 0.0            ? kLeast * args.softcap
+                         : args.alibi_slopes.has_value() ? kLeast
+                                                         : 0.0;
+    return std::abs(softmax_scale) < least ? std::copysign(least, softmax_scale) : softmax_scale;
+}
+
+// The forward, dense or varlen: returns out, softmax_lse, S_dmask and rng_state.
+std::vector<at::Tensor> forward(const Fwd_args &args, std::optional<at::Generator> generator, bool zero_tensors) {
+    const at::Tensor &q = args.q, &k = args.k;
+    const std::string backend = backend_of(q);
+    trace_entry(args.varlen == nullptr ? "mha_fwd" : "mha_varlen_fwd", args, backend);
+    check_fwd(args, backend);
+    check_headdim_of_kernel(q);
 
     const c10::OptionalDeviceGuard device_guard(q.device());
-    const at::Tensor out = out_.has_value() ? *out_ : at::empty_like(q);
-    const at::Tensor softmax_lse = at::empty({q.size(0), q.size(2), q.size(1)}, q.options().dtype(lse_dtype(q)));
-    const at::Tensor S_dmask = at::empty({0}, q.options());
-    const at::Tensor rng_state = at::empty({0}, q.options().dtype(at::kLong));
-    if (k.size(1) == 0) {
+    const Sizes sizes(args);
+    const bool is_dropping = args.p_dropout > 0.0;
+    const at::Tensor out = args.out.has_value() ? *args.out : at::empty_like(q);
+    const at::TensorOptions lse_options = q.options().dtype(lse_dtype(q));
+    const at::Tensor softmax_lse = args.varlen == nullptr
+                                       ? at::empty({sizes.batch, sizes.nheads, sizes.rows_q}, lse_options)
+                                       : at::empty({sizes.nheads, sizes.rows_q}, lse_options);
+    const at::Tensor rng_state =
+        is_dropping ? draw_rng_state(q, std::move(generator)) : at::empty({0}, q.options().dtype(at::kLong));
+    const bool has_keys = k.numel() > 0 && sizes.batch > 0;
+    if (!has_keys || zero_tensors) {
         out.zero_();
         softmax_lse.fill_(-std::numeric_limits<double>::infinity());
-    } else if (q.numel() > 0) {
-        const bool writes_in_place = out.is_cpu() || is_vector_aligned(out);
+    }
+    if (has_keys && q.numel() > 0) {
+        const bool writes_in_place = is_writable_by_kernel(out);
         const at::Tensor kernel_out = writes_in_place ? out : at::empty(out.sizes(), out.options());
-        const auto [scaled_q, positive_scale] = with_positive_scale(q, softmax_scale);
+        const auto [scaled_q, positive_scale] = with_positive_scale(without_neg(q), args.softmax_scale);
         const at::Tensor kernel_q = readable_by_kernel(scaled_q, "q"), kernel_k = readable_by_kernel(k, "k"),
-                         kernel_v = readable_by_kernel(v, "v");
+                         kernel_v = readable_by_kernel(args.v, "v"), slopes = readable_slopes(args);
         Flash_fwd_params params =
-            set_params_fprop(kernel_q, kernel_k, kernel_v, kernel_out, softmax_lse,
-                             {positive_scale, is_causal, window_size_left, window_size_right, softcap});
+            set_params_fprop({kernel_q, kernel_k, kernel_v, kernel_out, softmax_lse, slopes, rng_state}, args,
+                             scale_of_kernel(args, positive_scale));
         run_mha_fwd(params, q.device());
         if (!writes_in_place) {
             out.copy_(kernel_out);
         }
     }
+    const at::Tensor S_dmask =
+        args.return_softmax && is_dropping ? s_dmask(args, softmax_lse, rng_state) : at::empty({0}, q.options());
     return {out, softmax_lse, S_dmask, rng_state};
 }
 
-// How many query heads of a group one thread block of the CUDA backward sums up in registers: the whole group, unless
-// that leaves multiprocessors idle. Where it does, dk and dv get several heads per group, which are summed afterwards.
-int heads_per_thread_block(const at::Tensor &q, const at::Tensor &k) {
-    constexpr int64_t kKeysPerBlock = 128;  // the usual tile
-    constexpr int64_t kBlocksPerSM = 2;     // enough for the last ones to balance
-    const int64_t group = q.size(2) / k.size(2);
-    const int64_t blocks_per_head = (k.size(1) + kKeysPerBlock - 1) / kKeysPerBlock * q.size(0);
-    int64_t heads = group;
-    for (int64_t parts = 1; parts <= group; ++parts) {
-        if (group % parts == 0) {
-            heads = group / parts;
-            if (blocks_per_head * k.size(2) * parts >= kBlocksPerSM * multiprocessor_count()) {
-                break;
-            }
-        }
-    }
-    return static_cast<int>(heads);
-}
-
-// A gradient of the call and the memory that the kernel writes: the same, or a temporary that is stored afterwards.
-struct Gradient {
-    at::Tensor result;   // undefined: not wanted
-    at::Tensor written;  // like result; dk and dv of the CUDA kernels may have more heads, whose groups add up
-
-    Gradient(bool wanted, const std::optional<at::Tensor> &given, const at::Tensor &like, int64_t heads) {
-        if (!wanted) {
-            return;
-        }
-        result = given.has_value() ? *given : at::empty_like(like);
-        const bool in_place = heads == like.size(2) && (like.is_cpu() || is_vector_aligned(result));
-        written = in_place ? result : at::empty({like.size(0), like.size(1), heads, like.size(3)}, like.options());
-    }
-
-    void store() {
-        if (!result.defined() || written.is_same(result)) {
-            return;
-        }
-        const int64_t heads = result.size(2);
-        if (written.size(2) == heads) {
-            result.copy_(written);
-        } else {
-            at::sum_out(result, written.unflatten(2, {heads, written.size(2) / heads}), 3);
-        }
-    }
-
-    void zero() {
-        if (result.defined()) {
-            result.zero_();
-        }
-    }
-};
-
-// Scratch of the CUDA kernels; it has to live until they are launched (the caching allocator keeps it for the stream).
-struct Cuda_scratch {
-    at::Tensor lse_padded, large_rows, dq_accum, dq_turn;
-
-    Cuda_scratch(Flash_bwd_params &params, const at::Tensor &q) {
-        const int64_t b = params.b, h = params.h, rows = params.seqlen_q_rounded;
-        params.d_rounded = built_headdim_for(params.d);
-        lse_padded = at::empty({b, h, rows}, q.options().dtype(at::kFloat));
-        params.lse_padded = lse_padded.data_ptr<float>();
-        large_rows = at::empty({b, h, rows / 64}, q.options().dtype(at::kInt));
-        params.large_rows = large_rows.data_ptr<int>();
-        if (params.dq.ptr == nullptr) {
-            return;
-        }
-        dq_accum = at::empty({b, h, rows, params.d_rounded}, q.options().dtype(at::kFloat));
-        params.dq_accum = dq_accum.data_ptr<float>();
-        if (params.deterministic) {
-            const int64_t turns = b * h * (rows / Flash_bwd_params::kRowsPerTurn);
-            dq_turn = at::zeros({turns + 1}, q.options().dtype(at::kInt));
-            params.dq_turn = dq_turn.data_ptr<int>();
-            params.dq_ticket = params.dq_turn + turns;
-        }
-    }
-};
-
-// dsoftmax_lse and output_mask, which the official bwd lacks, come last. Returns dq, dk, dv and softmax_d = delta
-// [batch, nheads, seqlen_q rounded up to 128]; a gradient that is not wanted is an empty tensor.
-std::vector<at::Tensor> mha_bwd(const at::Tensor &dout, const at::Tensor &q, const at::Tensor &k, const at::Tensor &v,
-                                const at::Tensor &out, const at::Tensor &softmax_lse, std::optional<at::Tensor> dq_,
-                                std::optional<at::Tensor> dk_, std::optional<at::Tensor> dv_,
-                                std::optional<at::Tensor> alibi_slopes, double p_dropout, double softmax_scale,
-                                bool is_causal, int64_t window_size_left, int64_t window_size_right, double softcap,
-                                bool deterministic, std::optional<at::Generator> /*generator*/,
-                                std::optional<at::Tensor> /*rng_state*/, std::optional<at::Tensor> dsoftmax_lse,
-                                std::array<bool, 3> output_mask) {
-    FLASH_CHECK_NOT_IMPLEMENTED(q.is_cpu() || q.is_cuda(), "q is on ", q.device(), "; allowed: cpu and cuda devices");
-    const std::string backend = q.is_cpu() ? "cpu" : "cuda";
-    if (trace_enabled()) {
-        trace("mha_bwd", "backend=%s seqlen_q=%ld seqlen_k=%ld", backend.c_str(), q.dim() > 1 ? long(q.size(1)) : -1L,
-              k.dim() > 1 ? long(k.size(1)) : -1L);
-    }
-    const std::optional<at::Tensor> out_{out};
-    const Fwd_args forward_args{q,
-                                k,
-                                v,
-                                out_,
-                                alibi_slopes,
-                                p_dropout,
-                                softmax_scale,
-                                is_causal,
-                                window_size_left,
-                                window_size_right,
-                                softcap,
-                                /*return_softmax=*/false};
-    check_bwd({forward_args, dout, softmax_lse, dsoftmax_lse, dq_, dk_, dv_}, backend);
-    FLASH_CHECK_VALUE(q.is_cpu() || q.size(3) % 8 == 0, "q has headdim ", q.size(3),
-                      "; allowed: a multiple of 8 (flash_attn_func pads other sizes)");
+// The backward, dense or varlen: returns dq, dk, dv and softmax_d = delta (empty_softmax_d); a gradient that is not
+// wanted is an empty tensor.
+std::vector<at::Tensor> backward(const Bwd_args &args, bool deterministic, const std::optional<at::Tensor> &rng_state_,
+                                 std::array<bool, 3> output_mask, bool zero_tensors) {
+    const Fwd_args &forward = args.forward;
+    const at::Tensor &q = forward.q, &k = forward.k, &v = forward.v;
+    const std::string backend = backend_of(q);
+    trace_entry(forward.varlen == nullptr ? "mha_bwd" : "mha_varlen_bwd", forward, backend);
+    check_bwd(args, backend);
+    check_rng_state(rng_state_, forward.p_dropout, q);
+    check_headdim_of_kernel(q);
 
     const c10::OptionalDeviceGuard device_guard(q.device());
-    const int64_t nheads = q.size(2), nheads_k = k.size(2), group = nheads / nheads_k;
-    const bool has_work = q.numel() > 0 && k.numel() > 0;
-    const int heads_per_dkv = q.is_cpu() || !has_work ? static_cast<int>(group) : heads_per_thread_block(q, k);
-    Gradient dq(output_mask[0], dq_, q, nheads), dk(output_mask[1], dk_, k, nheads / heads_per_dkv),
-        dv(output_mask[2], dv_, v, nheads / heads_per_dkv);
-    constexpr int64_t kRows = Flash_bwd_params::kRowsRounded;
-    const at::Tensor softmax_d =
-        at::empty({q.size(0), nheads, (q.size(1) + kRows - 1) / kRows * kRows}, q.options().dtype(lse_dtype(q)));
-    if (!has_work) {
+    const Sizes sizes(forward);
+    const bool has_work = q.numel() > 0 && k.numel() > 0 && sizes.batch > 0;
+    const int heads_per_dkv =
+        q.is_cpu() || !has_work ? static_cast<int>(sizes.nheads / sizes.nheads_k) : heads_per_thread_block(forward);
+    Gradient dq(output_mask[0], args.dq, q, sizes.nheads), dk(output_mask[1], args.dk, k, sizes.nheads / heads_per_dkv),
+        dv(output_mask[2], args.dv, v, sizes.nheads / heads_per_dkv);
+    const at::Tensor softmax_d = empty_softmax_d(forward);
+    if (!has_work || zero_tensors) {
         softmax_d.zero_();
         dq.zero();
         dk.zero();
         dv.zero();
-    } else {
-        const auto readable = [](const at::Tensor &x, const char *name) {
-            const at::Tensor resolved = x.resolve_neg();
-            return readable_by_kernel(resolved.stride(-1) == 1 ? resolved : resolved.contiguous(), name);
-        };
-        const at::Tensor kernel_q = readable(q, "q"), kernel_k = readable(k, "k"), kernel_v = readable(v, "v"),
-                         kernel_out = readable(out, "out"), kernel_dout = readable(dout, "dout"),
-                         lse = softmax_lse.contiguous().resolve_neg(),
-                         dlse = dsoftmax_lse.has_value() ? dsoftmax_lse->contiguous().resolve_neg() : at::Tensor();
-        const Flash_fwd_params forward =
-            set_params_fprop(kernel_q, kernel_k, kernel_v, kernel_out, lse,
-                             {softmax_scale, is_causal, window_size_left, window_size_right, softcap});
-        Flash_bwd_params params = set_params_dgrad(
-            forward, {kernel_dout, dlse, dq.written, dk.written, dv.written, softmax_d}, heads_per_dkv, deterministic);
-        const std::optional<Cuda_scratch> scratch =
-            q.is_cuda() ? std::optional<Cuda_scratch>(std::in_place, params, q) : std::nullopt;
-        run_mha_bwd(params, q.device());
-        dq.store();
-        dk.store();
-        dv.store();
     }
-    const auto or_empty = [&](const Gradient &x) {
-        return x.result.defined() ? x.result : at::empty({0}, q.options());
-    };
-    return {or_empty(dq), or_empty(dk), or_empty(dv), softmax_d};
+    if (has_work) {
+        const auto statistic = [](const std::optional<at::Tensor> &x) {
+            return x.has_value() ? without_neg(x->contiguous()) : at::Tensor();
+        };
+        const at::Tensor kernel_q = readable_by_kernel(q, "q"), kernel_k = readable_by_kernel(k, "k"),
+                         kernel_v = readable_by_kernel(v, "v"), kernel_out = readable_by_kernel(*forward.out, "out"),
+                         kernel_dout = readable_by_kernel(args.dout, "dout"), lse = statistic(args.softmax_lse),
+                         dlse = statistic(args.dsoftmax_lse), slopes = readable_slopes(forward),
+                         rng_state = statistic(rng_state_);
+        Flash_bwd_params params = set_params_dgrad(
+            set_params_fprop({kernel_q, kernel_k, kernel_v, kernel_out, lse, slopes, rng_state}, forward,
+                             scale_of_kernel(forward, forward.softmax_scale)),
+            {kernel_dout, dlse, dq.written, dk.written, dv.written, softmax_d}, heads_per_dkv, deterministic);
+        const std::optional<Cuda_scratch> scratch =
+            q.is_cuda() ? std::optional<Cuda_scratch>(std::in_place, params, softmax_d) : std::nullopt;
+        run_mha_bwd(params, q.device());
+    }
+    dq.store();
+    dk.store();
+    dv.store();
+    return {dq.returned(q), dk.returned(q), dv.returned(q), softmax_d};
 }
 
-// mha_fwd's checks alone, for backends that are not written in C++.
-void check_fwd_for(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v,
-                   std::optional<at::Tensor> alibi_slopes, double p_dropout, double softmax_scale, bool is_causal,
-                   int64_t window_size_left, int64_t window_size_right, double softcap, bool return_softmax,
-                   const std::string &backend) {
-    check_fwd({q, k, v, std::nullopt, alibi_slopes, p_dropout, softmax_scale, is_causal, window_size_left,
-               window_size_right, softcap, return_softmax},
+using Optional = std::optional<at::Tensor>;
+
+std::vector<at::Tensor> mha_fwd(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const Optional &out,
+                                const Optional &alibi_slopes, double p_dropout, double softmax_scale, bool is_causal,
+                                int64_t window_size_left, int64_t window_size_right, double softcap,
+                                bool return_softmax, std::optional<at::Generator> generator) {
+    return forward({q, k, v, out, alibi_slopes, p_dropout, softmax_scale, is_causal, window_size_left,
+                    window_size_right, softcap, return_softmax},
+                   std::move(generator), /*zero_tensors=*/false);
+}
+
+std::vector<at::Tensor> mha_varlen_fwd(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v,
+                                       const Optional &out, const at::Tensor &cu_seqlens_q,
+                                       const at::Tensor &cu_seqlens_k, const Optional &seqused_k,
+                                       const Optional &leftpad_k, const Optional &block_table,
+                                       const Optional &alibi_slopes, int64_t max_seqlen_q, int64_t max_seqlen_k,
+                                       double p_dropout, double softmax_scale, bool zero_tensors, bool is_causal,
+                                       int64_t window_size_left, int64_t window_size_right, double softcap,
+                                       bool return_softmax, std::optional<at::Generator> generator) {
+    const auto lacks = [](const Optional &asked, const char *name) {
+        FLASH_CHECK_NOT_IMPLEMENTED(!asked.has_value(), name, " is not implemented in this version; allowed: None");
+    };
+    lacks(seqused_k, "seqused_k");
+    lacks(leftpad_k, "leftpad_k");
+    const Varlen_args varlen{cu_seqlens_q, cu_seqlens_k, block_table, max_seqlen_q, max_seqlen_k};
+    return forward({q, k, v, out, alibi_slopes, p_dropout, softmax_scale, is_causal, window_size_left,
+                    window_size_right, softcap, return_softmax, &varlen},
+                   std::move(generator), zero_tensors);
+}
+
+// dsoftmax_lse and output_mask, which the official bwd lacks, come last.
+std::vector<at::Tensor> mha_bwd(const at::Tensor &dout, const at::Tensor &q, const at::Tensor &k, const at::Tensor &v,
+                                const at::Tensor &out, const at::Tensor &softmax_lse, const Optional &dq,
+                                const Optional &dk, const Optional &dv, const Optional &alibi_slopes, double p_dropout,
+                                double softmax_scale, bool is_causal, int64_t window_size_left,
+                                int64_t window_size_right, double softcap, bool deterministic,
+                                std::optional<at::Generator> /*generator*/, const Optional &rng_state,
+                                const Optional &dsoftmax_lse, std::array<bool, 3> output_mask) {
+    const Optional out_{out};
+    const Fwd_args forward{q,
+                           k,
+                           v,
+                           out_,
+                           alibi_slopes,
+                           p_dropout,
+                           softmax_scale,
+                           is_causal,
+                           window_size_left,
+                           window_size_right,
+                           softcap,
+                           /*return_softmax=*/false};
+    return backward({forward, dout, softmax_lse, dsoftmax_lse, dq, dk, dv}, deterministic, rng_state, output_mask,
+                    /*zero_tensors=*/false);
+}
+
+std::vector<at::Tensor> mha_varlen_bwd(const at::Tensor &dout, const at::Tensor &q, const at::Tensor &k,
+                                       const at::Tensor &v, const at::Tensor &out, const at::Tensor &softmax_lse,
+                                       const Optional &dq, const Optional &dk, const Optional &dv,
+                                       const at::Tensor &cu_seqlens_q, const at::Tensor &cu_seqlens_k,
+                                       const Optional &alibi_slopes, int64_t max_seqlen_q, int64_t max_seqlen_k,
+                                       double p_dropout, double softmax_scale, bool zero_tensors, bool is_causal,
+                                       int64_t window_size_left, int64_t window_size_right, double softcap,
+                                       bool deterministic, std::optional<at::Generator> /*generator*/,
+                                       const Optional &rng_state, const Optional &dsoftmax_lse,
+                                       std::array<bool, 3> output_mask) {
+    const Optional out_{out}, block_table;
+    const Varlen_args varlen{cu_seqlens_q, cu_seqlens_k, block_table, max_seqlen_q, max_seqlen_k};
+    const Fwd_args forward{q,
+                           k,
+                           v,
+                           out_,
+                           alibi_slopes,
+                           p_dropout,
+                           softmax_scale,
+                           is_causal,
+                           window_size_left,
+                           window_size_right,
+                           softcap,
+                           /*return_softmax=*/false,
+                           &varlen};
+    return backward({forward, dout, softmax_lse, dsoftmax_lse, dq, dk, dv}, deterministic, rng_state, output_mask,
+                    zero_tensors);
+}
+
+// ---- the checks alone, for backends that are not written in C++
+
+void check_fwd_for(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const Optional &alibi_slopes,
+                   double p_dropout, double softmax_scale, bool is_causal, int64_t window_size_left,
+                   int64_t window_size_right, double softcap, bool return_softmax, const std::string &backend) {
+    const Optional out;
+    check_fwd({q, k, v, out, alibi_slopes, p_dropout, softmax_scale, is_causal, window_size_left, window_size_right,
+               softcap, return_softmax},
               backend);
 }
 
-// mha_bwd's checks alone, for backends that are not written in C++.
+void check_varlen_fwd_for(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const at::Tensor &cu_seqlens_q,
+                          const at::Tensor &cu_seqlens_k, const Optional &block_table, const Optional &alibi_slopes,
+                          int64_t max_seqlen_q, int64_t max_seqlen_k, double p_dropout, double softmax_scale,
+                          bool is_causal, int64_t window_size_left, int64_t window_size_right, double softcap,
+                          bool return_softmax, const std::string &backend) {
+    const Optional out;
+    const Varlen_args varlen{cu_seqlens_q, cu_seqlens_k, block_table, max_seqlen_q, max_seqlen_k};
+    check_fwd({q, k, v, out, alibi_slopes, p_dropout, softmax_scale, is_causal, window_size_left, window_size_right,
+               softcap, return_softmax, &varlen},
+              backend);
+}
+
 void check_bwd_for(const at::Tensor &dout, const at::Tensor &q, const at::Tensor &k, const at::Tensor &v,
-                   const at::Tensor &out, const at::Tensor &softmax_lse, std::optional<at::Tensor> alibi_slopes,
-                   double p_dropout, double softmax_scale, bool is_causal, int64_t window_size_left,
-                   int64_t window_size_right, double softcap, std::optional<at::Tensor> dsoftmax_lse,
-                   const std::string &backend, std::optional<at::Tensor> dq, std::optional<at::Tensor> dk,
-                   std::optional<at::Tensor> dv) {
-    const std::optional<at::Tensor> out_{out};
+                   const at::Tensor &out, const at::Tensor &softmax_lse, const Optional &alibi_slopes, double p_dropout,
+                   double softmax_scale, bool is_causal, int64_t window_size_left, int64_t window_size_right,
+                   double softcap, const Optional &dsoftmax_lse, const std::string &backend, const Optional &dq,
+                   const Optional &dk, const Optional &dv) {
+    const Optional out_{out};
     const Fwd_args forward{q,
                            k,
                            v,
@@ -297,6 +299,61 @@ void check_bwd_for(const at::Tensor &dout, const at::Tensor &q, const at::Tensor
                            softcap,
                            /*return_softmax=*/false};
     check_bwd({forward, dout, softmax_lse, dsoftmax_lse, dq, dk, dv}, backend);
+}
+
+void check_varlen_bwd_for(const at::Tensor &dout, const at::Tensor &q, const at::Tensor &k, const at::Tensor &v,
+                          const at::Tensor &out, const at::Tensor &softmax_lse, const at::Tensor &cu_seqlens_q,
+                          const at::Tensor &cu_seqlens_k, const Optional &alibi_slopes, int64_t max_seqlen_q,
+                          int64_t max_seqlen_k, double p_dropout, double softmax_scale, bool is_causal,
+                          int64_t window_size_left, int64_t window_size_right, double softcap,
+                          const Optional &dsoftmax_lse, const std::string &backend, const Optional &dq,
+                          const Optional &dk, const Optional &dv) {
+    const Optional out_{out}, block_table;
+    const Varlen_args varlen{cu_seqlens_q, cu_seqlens_k, block_table, max_seqlen_q, max_seqlen_k};
+    const Fwd_args forward{q,
+                           k,
+                           v,
+                           out_,
+                           alibi_slopes,
+                           p_dropout,
+                           softmax_scale,
+                           is_causal,
+                           window_size_left,
+                           window_size_right,
+                           softcap,
+                           /*return_softmax=*/false,
+                           &varlen};
+    check_bwd({forward, dout, softmax_lse, dsoftmax_lse, dq, dk, dv}, backend);
+}
+
+// s_dmask for backends that are not written in C++; cu_seqlens None: dense.
+at::Tensor s_dmask_for(const at::Tensor &q, const at::Tensor &k, const at::Tensor &softmax_lse,
+                       const Optional &rng_state, const Optional &cu_seqlens_q, const Optional &cu_seqlens_k,
+                       int64_t max_seqlen_q, int64_t max_seqlen_k, const Optional &alibi_slopes, double p_dropout,
+                       double softmax_scale, bool is_causal, int64_t window_size_left, int64_t window_size_right,
+                       double softcap, const Optional &block_table) {
+    FLASH_CHECK_VALUE(cu_seqlens_q.has_value() == cu_seqlens_k.has_value(),
+                      "one of cu_seqlens_q and cu_seqlens_k is None; allowed: both or neither");
+    const bool is_varlen = cu_seqlens_q.has_value();
+    const Optional out;
+    const Varlen_args varlen{is_varlen ? *cu_seqlens_q : q, is_varlen ? *cu_seqlens_k : k, block_table, max_seqlen_q,
+                             max_seqlen_k};
+    const Fwd_args args{q,
+                        k,
+                        k,
+                        out,
+                        alibi_slopes,
+                        p_dropout,
+                        softmax_scale,
+                        is_causal,
+                        window_size_left,
+                        window_size_right,
+                        softcap,
+                        /*return_softmax=*/true,
+                        is_varlen ? &varlen : nullptr};
+    check_s_dmask(args, softmax_lse, rng_state);
+    const c10::OptionalDeviceGuard device_guard(q.device());
+    return s_dmask(args, softmax_lse, rng_state.value_or(at::Tensor()));
 }
 
 pybind11::dict build_info() {
@@ -327,7 +384,7 @@ template <const char *kName>
     __builtin_unreachable();
 }
 
-constexpr char kVarlenFwd[] = "varlen_fwd", kVarlenBwd[] = "varlen_bwd", kFwdKvcache[] = "fwd_kvcache";
+constexpr char kFwdKvcache[] = "fwd_kvcache";
 
 #ifdef FLASH_WITH_CUDA
 // The teaching kernel of csrc/minimal: q, k, v float32 [seqlen, headdim] contiguous on one GPU.
@@ -372,11 +429,37 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
                py::arg("window_size_right"), py::arg("softcap"), py::arg("deterministic"), py::arg("generator"),
                py::arg("rng_state"), py::arg("dsoftmax_lse") = py::none(),
                py::arg("output_mask") = std::array<bool, 3>{true, true, true});
-    module.def(flash::kVarlenFwd, torch::wrap_pybind_function(flash::not_implemented<flash::kVarlenFwd>));
-    module.def(flash::kVarlenBwd, torch::wrap_pybind_function(flash::not_implemented<flash::kVarlenBwd>));
+    module.def("varlen_fwd", torch::wrap_pybind_function_no_gil(flash::mha_varlen_fwd),
+               "Forward of packed sequences: returns [out, softmax_lse, S_dmask, rng_state]", py::arg("q"),
+               py::arg("k"), py::arg("v"), py::arg("out"), py::arg("cu_seqlens_q"), py::arg("cu_seqlens_k"),
+               py::arg("seqused_k"), py::arg("leftpad_k"), py::arg("block_table"), py::arg("alibi_slopes"),
+               py::arg("max_seqlen_q"), py::arg("max_seqlen_k"), py::arg("p_dropout"), py::arg("softmax_scale"),
+               py::arg("zero_tensors"), py::arg("is_causal"), py::arg("window_size_left"), py::arg("window_size_right"),
+               py::arg("softcap"), py::arg("return_softmax"), py::arg("generator"));
+    module.def("varlen_bwd", torch::wrap_pybind_function_no_gil(flash::mha_varlen_bwd),
+               "Backward of packed sequences: returns [dq, dk, dv, softmax_d]", py::arg("dout"), py::arg("q"),
+               py::arg("k"), py::arg("v"), py::arg("out"), py::arg("softmax_lse"), py::arg("dq"), py::arg("dk"),
+               py::arg("dv"), py::arg("cu_seqlens_q"), py::arg("cu_seqlens_k"), py::arg("alibi_slopes"),
+               py::arg("max_seqlen_q"), py::arg("max_seqlen_k"), py::arg("p_dropout"), py::arg("softmax_scale"),
+               py::arg("zero_tensors"), py::arg("is_causal"), py::arg("window_size_left"), py::arg("window_size_right"),
+               py::arg("softcap"), py::arg("deterministic"), py::arg("generator"), py::arg("rng_state"),
+               py::arg("dsoftmax_lse") = py::none(), py::arg("output_mask") = std::array<bool, 3>{true, true, true});
     module.def(flash::kFwdKvcache, torch::wrap_pybind_function(flash::not_implemented<flash::kFwdKvcache>));
     module.def("check_fwd", torch::wrap_pybind_function(flash::check_fwd_for), "fwd's argument checks alone");
     module.def("check_bwd", torch::wrap_pybind_function(flash::check_bwd_for), "bwd's argument checks alone");
+    module.def("check_varlen_fwd", torch::wrap_pybind_function(flash::check_varlen_fwd_for), "varlen_fwd's alone");
+    module.def("check_varlen_bwd", torch::wrap_pybind_function(flash::check_varlen_bwd_for), "varlen_bwd's alone");
+    module.def("check_rng_state", torch::wrap_pybind_function(flash::check_rng_state),
+               "The check of a backward's rng_state alone", py::arg("rng_state"), py::arg("p_dropout"), py::arg("q"));
+    module.def("draw_rng_state", torch::wrap_pybind_function_no_gil(flash::draw_rng_state),
+               "Seed and offset for the dropout of one call, int64 [2]", py::arg("like"),
+               py::arg("generator") = py::none());
+    module.def("s_dmask", torch::wrap_pybind_function_no_gil(flash::s_dmask_for),
+               "Probabilities whose signs are the dropout mask; cu_seqlens None: dense", py::arg("q"), py::arg("k"),
+               py::arg("softmax_lse"), py::arg("rng_state"), py::arg("cu_seqlens_q"), py::arg("cu_seqlens_k"),
+               py::arg("max_seqlen_q"), py::arg("max_seqlen_k"), py::arg("alibi_slopes"), py::arg("p_dropout"),
+               py::arg("softmax_scale"), py::arg("is_causal"), py::arg("window_size_left"),
+               py::arg("window_size_right"), py::arg("softcap"), py::arg("block_table") = py::none());
     module.def("cuda_unavailable_reason", &flash::cuda_unavailable_reason, py::arg("major"), py::arg("minor"));
     module.def("build_info", &flash::build_info, "What this extension was built with");
 #ifdef FLASH_WITH_CUDA

@@ -63,18 +63,28 @@ void check_built(const Flash_fwd_params &params) {
                 "; compiled: ", list_of(kBuiltHeadDims), "; build them all with: FLASH_ATTN_MINI_HDIMS= pip install .");
 }
 
+// The kernel that a call needs.
+sm80::Kind kind_of(const Flash_fwd_params &params) {
+    using sm80::Kind;
+    if (params.block_table != nullptr) {
+        return Kind::paged;
+    }
+    if (params.softcap > 0.0 || params.alibi_slopes != nullptr || params.rng_state != nullptr) {
+        return Kind::general;
+    }
+    return params.cu_seqlens_q != nullptr ? Kind::varlen : params.is_local() ? Kind::local : Kind::full;
+}
+
 void run_mha_fwd_cuda(Flash_fwd_params &params) {
     check_built(params);
-    params.num_sm = multiprocessor_count();
     const cudaStream_t stream = c10::cuda::getCurrentCUDAStream().stream();
     FP16_SWITCH(params.dtype, [&] {
         HEADDIM_SWITCH(params.d, [&] {
-            BOOL_SWITCH(params.is_causal, Is_causal, [&] {
+            KIND_SWITCH(kind_of(params), [&] {
                 if (trace_enabled()) {
-                    trace("run_mha_fwd", "device=cuda arch=sm80 kHeadDim=%d Is_causal=%s", kHeadDim,
-                          name_of(Is_causal));
+                    trace("run_mha_fwd", "device=cuda arch=sm80 kHeadDim=%d kKind=%s", kHeadDim, sm80::name_of(kKind));
                 }
-                sm80::run_flash_fwd<kDType, kHeadDim, Is_causal>(params, stream);
+                sm80::run_flash_fwd<kDType, kHeadDim, kKind>(params, stream);
             });
         });
     });
@@ -82,18 +92,18 @@ void run_mha_fwd_cuda(Flash_fwd_params &params) {
 
 void run_mha_bwd_cuda(Flash_bwd_params &params) {
     check_built(params);
-    params.num_sm = multiprocessor_count();
     params.max_smem = max_smem();
     params.has_bulk_reduce = device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9;
     const cudaStream_t stream = c10::cuda::getCurrentCUDAStream().stream();
     FP16_SWITCH(params.dtype, [&] {
         HEADDIM_SWITCH(params.d, [&] {
-            BOOL_SWITCH(params.is_causal, Is_causal, [&] {
+            KIND_SWITCH(kind_of(params), [&] {
                 if (trace_enabled()) {
-                    trace("run_mha_bwd", "device=cuda arch=sm80 kHeadDim=%d Is_causal=%s", kHeadDim,
-                          name_of(Is_causal));
+                    trace("run_mha_bwd", "device=cuda arch=sm80 kHeadDim=%d kKind=%s", kHeadDim, sm80::name_of(kKind));
                 }
-                sm80::run_flash_bwd<kDType, kHeadDim, Is_causal>(params, stream);
+                if constexpr (kKind != sm80::Kind::paged) {  // which has no backward
+                    sm80::run_flash_bwd<kDType, kHeadDim, kKind>(params, stream);
+                }
             });
         });
     });

@@ -1,5 +1,5 @@
 // set_params_fprop and set_params_dgrad: between mha_fwd and mha_bwd, which checked and allocated, and run_mha_fwd and
-// run_mha_bwd, which pick the kernel.
+// run_mha_bwd, which pick the kernel. Dense and varlen calls differ here alone.
 #include "set_params.h"
 
 #include <algorithm>
@@ -10,8 +10,19 @@
 
 namespace flash {
 
+namespace {
+
+// Of a tensor [batch, nheads, rows], or of [nheads, rows], whose batch stride is 0.
+struct Row_strides {
+    int64_t batch, head;
+
+    explicit Row_strides(const at::Tensor &x) : batch(x.dim() == 3 ? x.stride(0) : 0), head(x.stride(-2)) {}
+};
+
+}  // namespace
+
 TensorRef tensor_ref(const at::Tensor &x) {
-    return {x.data_ptr(), x.stride(0), x.stride(1), x.stride(2)};
+    return {x.data_ptr(), x.dim() == 4 ? x.stride(0) : 0, x.stride(-3), x.stride(-2)};
 }
 
 DType dtype_of(const at::Tensor &x) {
@@ -29,39 +40,67 @@ DType dtype_of(const at::Tensor &x) {
     }
 }
 
-Flash_fwd_params set_params_fprop(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const at::Tensor &out,
-                                  const at::Tensor &softmax_lse, const Softmax_args &softmax) {
+Flash_fwd_params set_params_fprop(const Fprop_tensors &tensors, const Fwd_args &args, double softmax_scale) {
+    const Sizes sizes(args);
     Flash_fwd_params params;
-    params.q = tensor_ref(q);
-    params.k = tensor_ref(k);
-    params.v = tensor_ref(v);
-    params.o = tensor_ref(out);
-    params.softmax_lse = softmax_lse.data_ptr();
+    params.q = tensor_ref(tensors.q);
+    params.k = tensor_ref(tensors.k);
+    params.v = tensor_ref(tensors.v);
+    params.o = tensor_ref(tensors.out);
+    params.softmax_lse = tensors.softmax_lse.data_ptr();
+    const Row_strides lse(tensors.softmax_lse);
+    params.lse_batch_stride = lse.batch;
+    params.lse_head_stride = lse.head;
 
-    params.dtype = dtype_of(q);
-    params.b = static_cast<int>(q.size(0));
-    params.seqlen_q = static_cast<int>(q.size(1));
-    params.h = static_cast<int>(q.size(2));
-    params.d = static_cast<int>(q.size(3));
-    params.seqlen_k = static_cast<int>(k.size(1));
-    params.h_k = static_cast<int>(k.size(2));
+    params.dtype = dtype_of(tensors.q);
+    params.b = static_cast<int>(sizes.batch);
+    params.h = static_cast<int>(sizes.nheads);
+    params.h_k = static_cast<int>(sizes.nheads_k);
     params.h_h_k_ratio = params.h / params.h_k;
+    params.seqlen_q = static_cast<int>(sizes.seqlen_q);
+    params.seqlen_k = static_cast<int>(sizes.seqlen_k);
+    params.d = static_cast<int>(sizes.headdim);
 
-    params.softmax_scale = softmax.softmax_scale;
-    params.scale_softmax_log2 = static_cast<float>(softmax.softmax_scale * M_LOG2E);
-    params.softcap = static_cast<float>(softmax.softcap);
+    if (args.varlen != nullptr) {
+        params.cu_seqlens_q = args.varlen->cu_seqlens_q.data_ptr<int>();
+        params.cu_seqlens_k = args.varlen->cu_seqlens_k.data_ptr<int>();
+        params.total_q = sizes.rows_q;
+        params.total_k = args.is_paged() ? 0 : sizes.rows_k;
+    }
+    if (args.is_paged()) {
+        params.block_table = args.varlen->block_table->data_ptr<int>();
+        params.block_table_batch_stride = args.varlen->block_table->stride(0);
+        params.page_size = static_cast<int>(tensors.k.size(1));
+    }
+
+    params.softmax_scale = softmax_scale;
+    params.scale_softmax_log2 = static_cast<float>(softmax_scale * M_LOG2E);
+    params.softcap = args.softcap;
+
+    if (tensors.alibi_slopes.defined()) {
+        params.alibi_slopes = tensors.alibi_slopes.data_ptr<float>();
+        params.alibi_slopes_batch_stride = tensors.alibi_slopes.dim() == 2 ? tensors.alibi_slopes.stride(0) : 0;
+    }
+    if (args.p_dropout > 0.0) {
+        params.p_dropout = args.p_dropout;
+        params.dropout_threshold = static_cast<unsigned>(std::floor(args.p_dropout * 65536.0 + 0.5));
+        params.rng_state = tensors.rng_state.data_ptr<int64_t>();
+    }
 
     // A window that reaches over every key is unbounded; beyond that it would only overflow index arithmetic.
-    const int64_t all = int64_t{params.seqlen_q} + params.seqlen_k;
-    params.is_causal = softmax.is_causal;
-    params.window_size_left = softmax.window_size_left >= all ? -1 : static_cast<int>(softmax.window_size_left);
-    params.window_size_right = softmax.is_causal                  ? 0
-                               : softmax.window_size_right >= all ? -1
-                                                                  : static_cast<int>(softmax.window_size_right);
+    const int64_t all = sizes.rows_q + sizes.rows_k;
+    const auto window = [all](int64_t size) { return size >= all ? -1 : static_cast<int>(size); };
+    params.is_causal = args.is_causal;
+    params.window_size_left = window(args.window_size_left);
+    params.window_size_right = args.is_causal ? 0 : window(args.window_size_right);
     if (trace_enabled()) {
-        trace("set_params_fprop", "b=%d seqlen_q=%d seqlen_k=%d h=%d h_k=%d d=%d scale=%g window=(%d,%d)", params.b,
-              params.seqlen_q, params.seqlen_k, params.h, params.h_k, params.d, params.softmax_scale,
-              params.window_size_left, params.window_size_right);
+        trace("set_params_fprop",
+              "b=%d seqlen_q=%d seqlen_k=%d h=%d h_k=%d d=%d scale=%g window=(%d,%d) softcap=%g alibi=%s p_dropout=%g "
+              "varlen=%s page_size=%d",
+              params.b, params.seqlen_q, params.seqlen_k, params.h, params.h_k, params.d, params.softmax_scale,
+              params.window_size_left, params.window_size_right, params.softcap,
+              name_of(params.alibi_slopes != nullptr), params.p_dropout, name_of(params.cu_seqlens_q != nullptr),
+              params.page_size);
     }
     return params;
 }
@@ -77,7 +116,9 @@ Flash_bwd_params set_params_dgrad(const Flash_fwd_params &forward, const Dgrad_t
     params.dk = wanted(tensors.dk);
     params.dv = wanted(tensors.dv);
     params.dsoftmax_sum = tensors.softmax_d.data_ptr();
-    params.seqlen_q_rounded = static_cast<int>(tensors.softmax_d.size(2));
+    const Row_strides padded(tensors.softmax_d);
+    params.padded_batch_stride = padded.batch;
+    params.padded_head_stride = padded.head;
     params.heads_per_dkv = heads_per_dkv;
     params.deterministic = deterministic;
     if (trace_enabled()) {

@@ -3,28 +3,31 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "checks.h"
 #include "flash.h"
 
 namespace flash {
 
-TensorRef tensor_ref(const at::Tensor &x);  // x: [batch, seqlen, heads, headdim]
+// x: [batch, seqlen, heads, headdim], or [total, heads, headdim], whose batch stride is 0.
+TensorRef tensor_ref(const at::Tensor &x);
 
 DType dtype_of(const at::Tensor &x);
 
-struct Softmax_args {
-    double softmax_scale;
-    bool is_causal;
-    int64_t window_size_left;   // keys, -1 = unbounded
-    int64_t window_size_right;  // keys, -1 = unbounded
-    double softcap;
+// The tensors of a forward call as the kernels read and write them; args says the rest.
+struct Fprop_tensors {
+    const at::Tensor &q;
+    const at::Tensor &k;
+    const at::Tensor &v;
+    const at::Tensor &out;           // like q
+    const at::Tensor &softmax_lse;   // [batch, nheads, seqlen_q], varlen [nheads, total_q]; contiguous
+    const at::Tensor &alibi_slopes;  // undefined: off
+    const at::Tensor &rng_state;     // int64 [2], contiguous; read with dropout alone
 };
 
-// out: like q; softmax_lse: [batch, nheads, seqlen_q] contiguous.
-Flash_fwd_params set_params_fprop(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const at::Tensor &out,
-                                  const at::Tensor &softmax_lse, const Softmax_args &softmax);
+Flash_fwd_params set_params_fprop(const Fprop_tensors &tensors, const Fwd_args &args, double softmax_scale);
 
-// The tensors of a backward call. dq, dk, dv undefined: not wanted. dk, dv: [batch, seqlen_k, nheads / heads_per_dkv,
-// headdim]; softmax_d: [batch, nheads, seqlen_q_rounded].
+// The tensors of a backward call. dq, dk, dv undefined: not wanted. dk, dv: like k, of nheads / heads_per_dkv heads;
+// softmax_d: [batch, nheads, seqlen_q_rounded], varlen [nheads, total_q_rounded].
 struct Dgrad_tensors {
     const at::Tensor &dout;
     const at::Tensor &dsoftmax_lse;  // undefined: zeros

@@ -1,8 +1,9 @@
 // Run-time values become template arguments here, and only run_mha.cpp does it: FP16_SWITCH, HEADDIM_SWITCH and
-// BOOL_SWITCH each call a lambda in whose body the value is a constant.
+// KIND_SWITCH each call a lambda in whose body the value is a constant.
 #pragma once
 
 #include "flash.h"
+#include "sm80/kind.h"
 
 namespace flash {
 
@@ -46,16 +47,20 @@ constexpr int built_headdim_for(int d) {
 
 }  // namespace flash
 
-// BOOL_SWITCH(flag, NAME, [&] { f<NAME>(); })
-#define BOOL_SWITCH(COND, CONST_NAME, ...)            \
-    [&] {                                             \
-        if (COND) {                                   \
-            constexpr static bool CONST_NAME = true;  \
-            return __VA_ARGS__();                     \
-        } else {                                      \
-            constexpr static bool CONST_NAME = false; \
-            return __VA_ARGS__();                     \
-        }                                             \
+#define KIND_CASE(KIND, NAME, ...)                                              \
+    if ((KIND) == ::flash::sm80::Kind::NAME) {                                  \
+        constexpr static ::flash::sm80::Kind kKind = ::flash::sm80::Kind::NAME; \
+        return __VA_ARGS__();                                                   \
+    }
+
+// KIND_SWITCH(kind, [&] { f<kKind>(); }): the kind of call (sm80/kind.h).
+#define KIND_SWITCH(KIND, ...)                \
+    [&] {                                     \
+        KIND_CASE(KIND, full, __VA_ARGS__)    \
+        KIND_CASE(KIND, local, __VA_ARGS__)   \
+        KIND_CASE(KIND, varlen, __VA_ARGS__)  \
+        KIND_CASE(KIND, general, __VA_ARGS__) \
+        KIND_CASE(KIND, paged, __VA_ARGS__)   \
     }()
 
 // FP16_SWITCH(dtype, [&] { f<kDType>(); }): float16 or bfloat16, whichever of the two is built.

@@ -1,4 +1,4 @@
-// Scores that a row may not see become -inf. Only the steps at the end of the rows' key ranges call this.
+// Scores that a row may not see become -inf. Only the steps at the ends of the rows' key ranges call this.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -14,11 +14,11 @@ __device__ __forceinline__ void apply_mask(TensorS &scores, const TensorC &coord
     CUTE_UNROLL
     for (int row = 0; row < size<0>(scores); ++row) {
         const int query = m_block * kBlockM + get<0>(coords(row, 0));
-        const int end = info.end_key(query) - n_block * kBlockN;
+        const int begin = info.begin_key(query) - n_block * kBlockN, end = info.end_key(query) - n_block * kBlockN;
         CUTE_UNROLL
         for (int col = 0; col < size<1>(scores); ++col) {
             const int key = get<1>(coords(row, col));
-            if (key >= end) {
+            if (key >= end || (Info::Is_local && key < begin)) {
                 scores(row, col) = -INFINITY;
             }
         }

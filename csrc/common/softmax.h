@@ -69,13 +69,14 @@ struct Softmax {
 
     // After the last step: acc_o becomes the output, lse each row's log-sum-exp (natural log). It holds the product of
     // scale and score rounded as the backward rounds it: where scores are so large that the sum adds nothing to it, the
-    // largest score's probability comes out as 1 there.
+    // largest score's probability comes out as 1 there. out_factor: what the output is multiplied by besides.
     template <typename TensorO>
-    __device__ __forceinline__ void finalize(TensorO &acc_o, float softmax_scale, float (&lse)[kNRows]) {
+    __device__ __forceinline__ void finalize(TensorO &acc_o, float softmax_scale, float out_factor,
+                                             float (&lse)[kNRows]) {
         CUTE_UNROLL
         for (int row = 0; row < kNRows; ++row) {
             const float total = quad_allreduce(row_sum[row], [](float a, float b) { return a + b; });
-            const float inverse = total == 0.0f ? 0.0f : 1.0f / total;
+            const float inverse = total == 0.0f ? 0.0f : out_factor / total;
             lse[row] = total == 0.0f ? -INFINITY : __fmul_rn(row_max[row], softmax_scale) + logf(total);
             CUTE_UNROLL
             for (int col = 0; col < size<1>(acc_o); ++col) {

@@ -1,6 +1,6 @@
 // What the backward of one key block is whatever the arithmetic: the loop over panels of rows, the order in which key
 // blocks add to dq, the epilogue. flash_bwd_kernel_fma.h and flash_bwd_kernel_amx.h derive from it and supply load_kv,
-// load_rows, step, store_dq and store_dk_dv.
+// load_rows, step, store_dq and store_dk_dv. They sum dq in runs of kDqRows rows.
 #pragma once
 
 #include <algorithm>
@@ -8,7 +8,9 @@
 #include <type_traits>
 
 #include "col_block.h"
+#include "dropout.h"
 #include "group.h"
+#include "score_mod.h"
 #include "softmax_backward.h"
 
 namespace flash::cpu::FLASH_CPU_NAMESPACE {
@@ -31,8 +33,8 @@ public:
             self().load_rows(p);
             const int turn = block_.n_begin / block_.block_keys - int(p.keys.lo) / block_.block_keys;
             if (want_dq_) {
-                wait_for_turn(block_.blocks_done[p.index], turn);
-                if (turn == 0) std::fill_n(dq_accum(p), dq_panel_size(params_), Acc(0));
+                if (block_.blocks_done != nullptr) wait_for_turn(block_.blocks_done[p.index], turn);
+                if (turn == 0) std::fill_n(dq_accum(p), size_t(dq_rows(p.rows)) * d_padded_, Acc(0));
             }
             for (int n = block_.n_begin; n < n_end_; n += kStep) {
                 const int keys = std::min(kStep, n_end_ - n);
@@ -40,7 +42,7 @@ public:
             }
             if (want_dq_) {
                 if (p.keys.hi <= n_end_) self().store_dq(p);
-                finish_turn(block_.blocks_done[p.index]);
+                if (block_.blocks_done != nullptr) finish_turn(block_.blocks_done[p.index]);
             }
         }
         self().store_dk_dv();
@@ -51,9 +53,8 @@ public:
             kPanel,
             kStep,
             [](const Flash_bwd_params &p) { return round_up(std::max(Self::kBlockNumbers / d_padded(p), 1), kStep); },
-            [](const Flash_bwd_params &p) {
-                const int64_t panels = (int64_t(p.seqlen_q) * p.h_h_k_ratio + kPanel - 1) / kPanel;
-                return sizeof(Acc) * size_t(panels) * dq_panel_size(p);
+            [](const Flash_bwd_params &p, int64_t rows) {
+                return sizeof(Acc) * size_t(dq_rows(rows)) * size_t(d_padded(p));
             },
             [](const Flash_bwd_params &p, int block_keys) {
                 ColBlock block;
@@ -80,8 +81,10 @@ protected:
           group_{params, block.bidb, block.bidh_k},
           d_(params.d),
           d_padded_(d_padded(params)),
-          n_end_(int(std::min<int64_t>(int64_t(block.n_begin) + block.block_keys, params.seqlen_k))),
+          n_end_(int(std::min<int64_t>(int64_t(block.n_begin) + block.block_keys, group_.seq.seqlen_k))),
           scale_(Acc(params.softmax_scale)),
+          score_mod_(params),
+          dropout_(params),
           want_dq_(params.dq.ptr != nullptr),
           want_dk_(params.dk.ptr != nullptr),
           want_dv_(params.dv.ptr != nullptr),
@@ -90,36 +93,40 @@ protected:
         scratch_.take(delta_, kPanel);
         scratch_.take(lo_, kPanel);
         scratch_.take(hi_, kPanel);
+        scratch_.take(own_dq_, want_dq_ ? int64_t(kPanel) * d_padded_ : 0);
+        score_mod_.take(scratch_, kPanel);
+        dropout_.take(scratch_, kStep);
     }
 
     static int d_padded(const Flash_bwd_params &params) { return round_up(params.d, Self::kColumns); }
-    static size_t dq_panel_size(const Flash_bwd_params &params) { return size_t(kPanel) * d_padded(params); }
+    static int64_t dq_rows(int64_t rows) { return (rows + Self::kDqRows - 1) / Self::kDqRows * Self::kDqRows; }
     Acc *dq_accum(const Panel &p) const {
-        return reinterpret_cast<Acc *>(block_.dq_accum) + size_t(p.index) * dq_panel_size(params_);
+        if (block_.blocks_done == nullptr) return own_dq_;
+        return reinterpret_cast<Acc *>(block_.dq_accum) + size_t(p.row) * d_padded_;
     }
 
     bool want_ds() const { return want_dq_ || want_dk_; }
 
     Panel panel(int64_t row) const {
         const int rows = int(std::min<int64_t>(group_.rows() - row, kPanel));
-        KeyRange keys(params_, group_.query(row));
-        keys.hi = KeyRange(params_, group_.query(row + rows - 1)).hi;
+        KeyRange keys = group_.keys_seen(row);
+        keys.hi = group_.keys_seen(row + rows - 1).hi;
         return {row / kPanel, row, rows, keys};
     }
 
     // Lanes past the last row see what that row sees; their lse makes P = 0.
     void set_rows(const Panel &p) {
         const auto *lse = static_cast<const Acc *>(params_.softmax_lse);
-        const auto *delta = static_cast<const Acc *>(params_.dsoftmax_sum);
         for (int i = 0; i < kPanel; ++i) {
             const int64_t row = p.row + std::min(i, p.rows - 1);
-            const KeyRange keys(params_, group_.query(row));
+            const KeyRange keys = group_.keys_seen(row);
             lo_[i] = Int(keys.lo);
             hi_[i] = Int(keys.hi);
-            const Acc row_lse = lse[group_.row_index(row, params_.seqlen_q)];
+            score_mod_.set_row(group_, row, i);
+            const Acc row_lse = lse[group_.lse_index(row)];
             const bool is_seeing = i < p.rows && row_lse != -std::numeric_limits<Acc>::infinity();
             lse_[i] = is_seeing ? row_lse : std::numeric_limits<Acc>::infinity();
-            delta_[i] = i < p.rows ? delta[group_.row_index(row, params_.seqlen_q_rounded)] : Acc(0);
+            delta_[i] = i < p.rows ? sums_of_head(params_, group_.bidb, group_.head(row))[group_.query(row)] : Acc(0);
         }
     }
     RowState<Acc> row_state() const { return {lse_, delta_, lo_, hi_}; }
@@ -174,39 +181,45 @@ protected:
     const int d_, d_padded_;
     const int n_end_;  // of the block's keys
     const Acc scale_;
+    ScoreMod<Acc> score_mod_;
+    Dropout<kPanel> dropout_;
     const bool want_dq_, want_dk_, want_dv_;
     Scratch scratch_;
 
 private:
-    static void compute_dot_do_o(const Flash_bwd_params &params, int64_t begin, int64_t end) {
+    // dsoftmax_sum of a head of a sequence, by query.
+    static Acc *sums_of_head(const Flash_bwd_params &params, int64_t bidb, int64_t bidh) {
+        return static_cast<Acc *>(params.dsoftmax_sum) + bidb * params.padded_batch_stride +
+               bidh * params.padded_head_stride + padded_begin(params, int(bidb));
+    }
+
+    static void compute_dot_do_o(const Flash_bwd_params &params, int bidb, int bidh, int64_t begin, int64_t end) {
         constexpr int kRowSize = round_up(kMaxHeadDim, kLanes<Acc>);
         alignas(64) Acc dout[kRowSize], out[kRowSize];
         const int d_padded = round_up(params.d, kLanes<Acc>);
-        for (int64_t i = begin; i < end; ++i) {
-            const int64_t query = i % params.seqlen_q, head = i / params.seqlen_q % params.h;
-            const int64_t bidb = i / params.seqlen_q / params.h;
-            const auto row_of = [&](const TensorRef &t) {
-                return static_cast<Element *>(t.ptr) + bidb * t.batch_stride + query * t.row_stride +
-                       head * t.head_stride;
-            };
-            load_row(row_of(params.dout), dout, params.d, d_padded);
-            load_row(row_of(params.o), out, params.d, d_padded);
+        const int64_t ratio = params.h_h_k_ratio;
+        const Group<Element> group{params, bidb, bidh / ratio};
+        Acc *const sums = sums_of_head(params, bidb, bidh);
+        for (int64_t query = begin; query < end; ++query) {
+            const int64_t row = query * ratio + bidh % ratio;
+            load_row(group.row_ptr(params.dout, row), dout, params.d, d_padded);
+            load_row(group.row_ptr(params.o, row), out, params.d, d_padded);
             Vec<Acc> products{};
             for (int c = 0; c < d_padded; c += kLanes<Acc>)
                 products = fma<Acc>(load<Acc>(dout + c), load<Acc>(out + c), products);
             Acc delta = 0;
             for (int j = 0; j < kLanes<Acc>; ++j) delta += products[j];
-            if (params.dsoftmax_lse != nullptr) delta -= static_cast<const Acc *>(params.dsoftmax_lse)[i];
-            auto *sums = static_cast<Acc *>(params.dsoftmax_sum) + i / params.seqlen_q * params.seqlen_q_rounded;
+            if (params.dsoftmax_lse != nullptr)
+                delta -= static_cast<const Acc *>(params.dsoftmax_lse)[group.lse_index(row)];
             sums[query] = delta;
-            if (query == params.seqlen_q - 1) std::fill(sums + query + 1, sums + params.seqlen_q_rounded, Acc(0));
-            if (params.dq.ptr != nullptr && KeyRange(params, query).is_empty())
-                std::memset(row_of(params.dq), 0, sizeof(Element) * size_t(params.d));
+            if (params.dq.ptr != nullptr && group.keys_seen(row).is_empty())
+                std::memset(group.row_ptr(params.dq, row), 0, sizeof(Element) * size_t(params.d));
         }
     }
 
     Acc *lse_ = nullptr, *delta_ = nullptr;  // [kPanel]
     Int *lo_ = nullptr, *hi_ = nullptr;      // [kPanel]
+    Acc *own_dq_ = nullptr;                  // [kPanel][d_padded]: sums of dq, if this is the only block
 };
 
 }  // namespace flash::cpu::FLASH_CPU_NAMESPACE

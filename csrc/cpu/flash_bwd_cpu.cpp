@@ -1,16 +1,14 @@
 // run_mha_bwd_cpu: chooses the kernel for the dtype and the CPU, cuts the keys into blocks, and hands them out.
 #include "flash_bwd_cpu.h"
 
-#include <ATen/Parallel.h>
-
 #include <algorithm>
-#include <atomic>
+#include <cstring>
 #include <thread>
 #include <vector>
 
 #include "../trace.h"
 #include "col_block.h"
-#include "scratch.h"
+#include "schedule.h"
 #include "select_isa.h"
 
 namespace flash {
@@ -34,6 +32,113 @@ BackwardKernel select_kernel(Isa isa, DType dtype) {
     }
 }
 
+// dsoftmax_sum of every query; dq = 0 where one sees no key.
+void compute_dot_do_o(const Flash_bwd_params &params, const BackwardKernel &kernel) {
+    constexpr int64_t kGrain = 1 << 16;  // numbers of dout
+    const bool is_varlen = params.cu_seqlens_q != nullptr;
+    const int64_t queries = is_varlen ? params.total_q : int64_t(params.b) * params.seqlen_q;
+    // Numbered sequence after sequence, in each head after head.
+    at::parallel_for(0, queries * params.h, std::max<int64_t>(1, kGrain / params.d), [&](int64_t begin, int64_t end) {
+        int64_t first = 0;  // of the sequence
+        for (int bidb = 0; bidb < params.b && first < end; ++bidb) {
+            const int64_t seqlen_q = sequence(params, bidb).seqlen_q, last = first + seqlen_q * params.h;
+            for (int64_t i = std::max(begin, first); i < std::min(end, last);) {
+                const int64_t bidh = (i - first) / seqlen_q, query = (i - first) % seqlen_q;
+                const int64_t count = std::min(seqlen_q - query, end - i);
+                kernel.compute_dot_do_o(params, bidb, int(bidh), query, query + count);
+                i += count;
+            }
+            first = last;
+        }
+    });
+}
+
+// The rows of dsoftmax_sum that pad each sequence become 0.
+void clear_padding(const Flash_bwd_params &params) {
+    constexpr int64_t kRows = Flash_bwd_params::kRowsRounded;
+    const size_t row_bytes = params.dtype == DType::float64 ? 8 : 4;
+    for (int bidb = 0; bidb < params.b; ++bidb) {
+        const Sequence seq = sequence(params, bidb);
+        const int64_t begin = bidb * params.padded_batch_stride + padded_begin(params, bidb);
+        const int64_t rows = params.cu_seqlens_q == nullptr
+                                 ? (seq.seqlen_q + kRows - 1) / kRows * kRows
+                                 : padded_begin(params, bidb + 1) - padded_begin(params, bidb);
+        for (int64_t bidh = 0; bidh < params.h; ++bidh) {
+            const int64_t unused = begin + bidh * params.padded_head_stride + seq.seqlen_q;
+            std::memset(static_cast<char *>(params.dsoftmax_sum) + size_t(unused) * row_bytes, 0,
+                        size_t(rows - seq.seqlen_q) * row_bytes);
+        }
+    }
+}
+
+struct Task {
+    ColBlock block;      // of every key/value head
+    int64_t pairs_left;  // the work of this block and of those after it in the sequence
+};
+
+// Key blocks as large as the kernel likes, but enough of them to go round; their size never changes a result. Those
+// that have most work behind them come first, which keeps each sequence's in order.
+std::vector<Task> cut_keys(const Flash_bwd_params &params, const BackwardKernel &kernel, int64_t threads) {
+    const TaskCount count(params, threads);
+    std::vector<Task> tasks;
+    for (int bidb = 0; bidb < params.b; ++bidb) {
+        const Sequence seq = sequence(params, bidb);
+        const int64_t wanted = count.of_sequence(bidb);
+        int64_t block_keys = std::min<int64_t>(kernel.max_keys(params), (seq.seqlen_k + wanted - 1) / wanted);
+        block_keys = (block_keys + kernel.step_keys - 1) / kernel.step_keys * kernel.step_keys;
+        const size_t first = tasks.size();
+        for (int64_t begin = 0; begin < seq.seqlen_k; begin += block_keys) {
+            const int64_t end = std::min<int64_t>(begin + block_keys, seq.seqlen_k);
+            Task task;
+            task.block.bidb = bidb;
+            task.block.n_begin = int(begin);
+            task.block.block_keys = int(block_keys);
+            task.pairs_left = QueryRange(params, seq, begin, end).size() * (end - begin);
+            tasks.push_back(task);
+        }
+        for (size_t i = tasks.size(); i-- > first + 1;) tasks[i - 1].pairs_left += tasks[i].pairs_left;
+    }
+    std::stable_sort(tasks.begin(), tasks.end(),
+                     [](const Task &a, const Task &b) { return a.pairs_left > b.pairs_left; });
+    return tasks;
+}
+
+// The memory through which the key blocks of a group add to one dq, where a sequence has several.
+class SharedDq {
+public:
+    SharedDq(const Flash_bwd_params &params, const BackwardKernel &kernel, const std::vector<Task> &tasks)
+        : of_sequence_(size_t(params.b)) {
+        if (params.dq.ptr == nullptr) return;
+        size_t bytes = 0, panels = 0;
+        for (const Task &task : tasks) {
+            Share &share = of_sequence_[size_t(task.block.bidb)];
+            if (task.block.n_begin == 0 || share.panels > 0) continue;
+            const int64_t rows = int64_t(sequence(params, int(task.block.bidb)).seqlen_q) * params.h_h_k_ratio;
+            share = {bytes, kernel.dq_accum_bytes(params, rows), panels,
+                     size_t((rows + kernel.panel_rows - 1) / kernel.panel_rows)};
+            bytes += share.bytes * size_t(params.h_k);
+            panels += share.panels * size_t(params.h_k);
+        }
+        dq_accum_ = allocate_scratch(bytes);
+        blocks_done_ = std::vector<std::atomic<int>>(panels);
+    }
+
+    void give(ColBlock &block) {
+        const Share &share = of_sequence_[size_t(block.bidb)];
+        if (share.panels == 0) return;
+        block.dq_accum = static_cast<char *>(dq_accum_.get()) + share.first_byte + share.bytes * size_t(block.bidh_k);
+        block.blocks_done = blocks_done_.data() + share.first_panel + share.panels * size_t(block.bidh_k);
+    }
+
+private:
+    struct Share {  // of the first key/value head; those of the others follow
+        size_t first_byte = 0, bytes = 0, first_panel = 0, panels = 0;
+    };
+    std::vector<Share> of_sequence_;
+    ScratchMemory dq_accum_;
+    std::vector<std::atomic<int>> blocks_done_;
+};
+
 }  // namespace
 
 void wait_for_turn(const std::atomic<int> &done, int turn) {
@@ -47,55 +152,30 @@ void finish_turn(std::atomic<int> &done) {
 }  // namespace cpu
 
 void run_mha_bwd_cpu(const Flash_bwd_params &params) {
-    const int64_t groups = int64_t(params.b) * params.h_k;
-    const int64_t rows = int64_t(params.seqlen_q) * params.h_h_k_ratio;  // of a group
-    if (groups == 0 || rows == 0) return;
     const cpu::Isa isa = cpu::select_isa(params.dtype);
     const cpu::BackwardKernel kernel = cpu::select_kernel(isa, params.dtype);
+    cpu::compute_dot_do_o(params, kernel);
+    cpu::clear_padding(params);
+    if (params.dq.ptr == nullptr && params.dk.ptr == nullptr && params.dv.ptr == nullptr) return;
 
-    constexpr int64_t kDotGrain = 1 << 16;  // numbers
-    at::parallel_for(0, groups * rows, std::max<int64_t>(1, kDotGrain / params.d),
-                     [&](int64_t begin, int64_t end) { kernel.compute_dot_do_o(params, begin, end); });
-    const bool want_dq = params.dq.ptr != nullptr;
-    if (!want_dq && params.dk.ptr == nullptr && params.dv.ptr == nullptr) return;
-
-    // Key blocks as large as the kernel likes, but enough of them to go round. Their size never changes a result.
     const int64_t threads = at::get_num_threads();
-    const int64_t wanted_blocks = threads == 1 ? 1 : (4 * threads + groups - 1) / groups;  // per group
-    int64_t block_keys =
-        std::min<int64_t>(kernel.max_keys(params), (params.seqlen_k + wanted_blocks - 1) / wanted_blocks);
-    block_keys = (block_keys + kernel.step_keys - 1) / kernel.step_keys * kernel.step_keys;
-    const int64_t blocks = (params.seqlen_k + block_keys - 1) / block_keys;  // per group
-
+    const std::vector<cpu::Task> tasks = cpu::cut_keys(params, kernel, threads);
+    int block_keys = 0;  // of the largest block
+    for (const cpu::Task &task : tasks) block_keys = std::max(block_keys, task.block.block_keys);
     if (trace_enabled()) {
-        trace("run_mha_bwd_cpu", "isa=%s key_block=%lld blocks=%lld threads=%lld", cpu::name_of(isa),
-              static_cast<long long>(block_keys), static_cast<long long>(blocks * groups),
-              static_cast<long long>(std::min(threads, blocks * groups)));
+        const int64_t blocks = int64_t(tasks.size()) * params.h_k;
+        trace("run_mha_bwd_cpu", "isa=%s key_block=%d blocks=%lld threads=%lld", cpu::name_of(isa), block_keys,
+              static_cast<long long>(blocks), static_cast<long long>(std::min(threads, blocks)));
     }
-
-    const int64_t panels = (rows + kernel.panel_rows - 1) / kernel.panel_rows;  // per group
-    const size_t dq_bytes = want_dq ? kernel.dq_accum_bytes(params) : 0;        // per group
-    const cpu::ScratchMemory dq_accum = cpu::allocate_scratch(dq_bytes * size_t(groups));
-    std::vector<std::atomic<int>> blocks_done(size_t(groups * panels));
-
-    // Threads draw key blocks from one counter, in order within each group: whichever block one waits for is done or in
-    // the hands of a thread.
-    std::atomic<int64_t> next{0};
-    at::parallel_for(0, std::min(threads, blocks * groups), 1, [&](int64_t begin, int64_t end) {
-        (void)begin, (void)end;
-        const cpu::ScratchMemory scratch = cpu::allocate_scratch(kernel.scratch_bytes(params, int(block_keys)));
-        for (int64_t i = next++; i < blocks * groups; i = next++) {
-            const int64_t group = i % groups;
-            cpu::ColBlock block;
-            block.bidb = group / params.h_k;
-            block.bidh_k = group % params.h_k;
-            block.n_begin = int(i / groups * block_keys);
-            block.block_keys = int(block_keys);
-            block.dq_accum = static_cast<char *>(dq_accum.get()) + dq_bytes * size_t(group);
-            block.blocks_done = blocks_done.data() + group * panels;
-            kernel.compute_dq_dk_dv_1colblock(params, block, scratch.get());
-        }
-    });
+    if (tasks.empty()) return;
+    cpu::SharedDq shared(params, kernel, tasks);
+    cpu::run_tasks(tasks, params.h_k, threads, kernel.scratch_bytes(params, block_keys),
+                   [&](const cpu::Task &task, int64_t bidh_k, void *scratch) {
+                       cpu::ColBlock block = task.block;
+                       block.bidh_k = bidh_k;
+                       shared.give(block);
+                       kernel.compute_dq_dk_dv_1colblock(params, block, scratch);
+                   });
 }
 
 }  // namespace flash

@@ -15,7 +15,7 @@ class AmxBackward : public ColBlockBackward<AmxBackward, BFloat16, kAmxBackwardP
     using Base = ColBlockBackward<AmxBackward, BFloat16, kAmxBackwardPanel, kAmxBackwardStep>;
     friend Base;
     static constexpr int kPanel = kAmxBackwardPanel, kStep = kAmxBackwardStep;
-    static constexpr int kColumns = kAmxBlock;
+    static constexpr int kColumns = kAmxBlock, kDqRows = kAmxBlock;
     static constexpr int kBlockNumbers = 64 << 10;  // of each of K, V, K^T, dK and dV in a key block
 
 public:
@@ -23,6 +23,7 @@ public:
         : Base(params, block, scratch), keys_padded_(block.block_keys) {
         const int64_t key_numbers = int64_t(keys_padded_) * d_padded_;
         for (float **x : {&s_, &dp_}) scratch_.take(*x, kAmxBlock * kAmxBlock);
+        scratch_.take(derivative_, score_mod_.is_capped ? kAmxBlock * kAmxBlock : 0);
         for (BFloat16 **x : {&p_rows_, &ds_rows_}) scratch_.take(*x, kStep * kPanel);
         scratch_.take(ds_pairs_, kStep / 2 * kPanel);
         scratch_.take(rows_, kPanel * d_padded_);
@@ -80,6 +81,7 @@ private:
         const bool masked = is_masked(p, n_begin, keys);
         const int at = n_begin - block_.n_begin, keys_padded = round_up(keys, kAmxBlock);
         const int rows_padded = round_up(p.rows, kAmxBlock);
+        if (dropout_.is_on) dropout_.draw(group_, p.row, p.rows, n_begin, keys);
         for (int n = 0; n < keys_padded; n += kAmxBlock) {
             const Range rows = rows_block(p, n_begin + n, masked);
             for (int i = rows.begin; i < rows.end; i += kAmxBlock) probabilities(n_begin, n, keys, i, masked);
@@ -117,7 +119,8 @@ private:
         return {rows.begin / kAmxBlock * kAmxBlock, round_up(rows.end, kAmxBlock)};
     }
 
-    // P and dS of kAmxBlock keys from n_begin + n on, of which there may be fewer, and of kAmxBlock rows from `row` on.
+    // P, without what is dropped, and dS of kAmxBlock keys from n_begin + n on, of which there may be fewer, and of
+    // kAmxBlock rows from `row` on.
     void probabilities(int n_begin, int n, int keys, int row, bool masked) {
         const int64_t at = int64_t(n_begin - block_.n_begin + n) * d_padded_;
         multiply_block<2, false>(k_ + at, d_padded_, q_panel_ + row * d_padded_ / 2, kAmxBlock, d_padded_, s_,
@@ -125,17 +128,33 @@ private:
         if (want_ds())
             multiply_block<2, false>(v_ + at, d_padded_, dout_panel_ + row * d_padded_ / 2, kAmxBlock, d_padded_, dp_,
                                      kAmxBlock);
-        const int used_keys = std::min(kAmxBlock, keys - n);
-        if (masked || used_keys < kAmxBlock)
-            softmax<true>(n_begin + n, used_keys, n * kPanel + row, row);
+        const int used_keys = std::min(kAmxBlock, keys - n), target = n * kPanel + row;
+        constexpr int kVecsOfBlock = kAmxBlock / kLanes<float>;
+        if (score_mod_.is_on())
+            score_mod_.apply<kAmxBlock>(s_, derivative_, n_begin + n, kAmxBlock, row, 0, kVecsOfBlock);
+        if (dropout_.is_on && want_ds())
+            drop<float, kAmxBlock, kPanel>(dp_, float(dropout_.scale), dropout_.keep(n) + row, used_keys, kVecsOfBlock);
+        if (score_mod_.is_capped)
+            softmax<true, true>(n_begin + n, used_keys, target, row);
+        else if (masked || used_keys < kAmxBlock)
+            softmax<true, false>(n_begin + n, used_keys, target, row);
         else
-            softmax<false>(n_begin + n, used_keys, n * kPanel + row, row);
+            softmax<false, false>(n_begin + n, used_keys, target, row);
+        if (dropout_.is_on) drop_rows(p_rows_ + target, dropout_.keep(n) + row, used_keys);
     }
 
-    template <bool kMasked>
+    // P = 0 where it is dropped.
+    static void drop_rows(BFloat16 *p, const uint16_t *keep, int keys) {
+        for (int n = 0; n < keys; ++n) {
+            auto *row = reinterpret_cast<__m512i *>(p + n * kPanel);  // kAmxBlock numbers
+            *row = _mm512_and_si512(*row, *reinterpret_cast<const __m512i *>(keep + n * kPanel));
+        }
+    }
+
+    template <bool kMasked, bool kCapped>
     FLASH_NOINLINE void softmax(int n_begin, int keys, int target, int row) {
         const RowState<float> rows = row_state();
-        const Vec<float> scale = broadcast(scale_);
+        const Vec<float> scale = broadcast(score_mod_.scale_left());
         for (int j = row; j < row + kAmxBlock; j += kLanes<float>) {
             const Vec<float> lse = load<float>(rows.lse + j), delta = load<float>(rows.delta + j);
             for (int n = 0; n < kAmxBlock; n += 2) {
@@ -145,6 +164,7 @@ private:
                     const int from = (n + i) * kAmxBlock + j - row;
                     p[i] = probability<float>(load<float>(s_ + from), scale, lse, kExp2BFloat16);
                     ds[i] = p[i] * (load<float>(dp_ + from) - delta);
+                    if (kCapped) ds[i] *= load<float>(derivative_ + from);
                     if (kMasked) {
                         p[i] = n + i < keys ? visible_or_zero<float>(p[i], n_begin + n + i, rows, j) : Vec<float>{};
                         ds[i] = n + i < keys ? visible_or_zero<float>(ds[i], n_begin + n + i, rows, j) : Vec<float>{};
@@ -175,12 +195,13 @@ private:
         for (int n = block_.n_begin; n < n_end_; ++n) {
             const int64_t at = int64_t(n - block_.n_begin) * d_padded_;
             if (want_dk_) store_row(dk_ + at, scale_, group_.key_ptr(params_.dk, n));
-            if (want_dv_) store_row(dv_ + at, 1.0f, group_.key_ptr(params_.dv, n));
+            if (want_dv_) store_row(dv_ + at, float(dropout_.scale), group_.key_ptr(params_.dv, n));
         }
     }
 
     const int keys_padded_;
     float *s_ = nullptr, *dp_ = nullptr;               // [kAmxBlock keys][kAmxBlock rows]
+    float *derivative_ = nullptr;                      // likewise: of softcap
     BFloat16 *p_rows_ = nullptr, *ds_rows_ = nullptr;  // [kStep][kPanel]
     uint32_t *ds_pairs_ = nullptr;                     // [kStep / 2][kPanel] pairs of keys
     BFloat16 *rows_ = nullptr;                         // [kPanel][d_padded]: rows on their way
@@ -192,7 +213,7 @@ private:
     BFloat16 *k_ = nullptr, *v_ = nullptr;  // [keys_padded][d_padded]
     BFloat16 *k_columns_ = nullptr;         // [d_padded][keys_padded]
     float *dk_ = nullptr,
-          *dv_ = nullptr;  // [keys_padded][d_padded], dk_ without the scale
+          *dv_ = nullptr;  // [keys_padded][d_padded], without their factors
 };
 
 }  // namespace flash::cpu::FLASH_CPU_NAMESPACE

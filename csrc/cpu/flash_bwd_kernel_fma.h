@@ -25,13 +25,14 @@ class FmaBackward : public ColBlockBackward<FmaBackward<Element>, Element,
     using typename Base::Range;
     static constexpr int kPanel = kFmaBackwardPanel<Acc>, kSubpanel = kFmaPanel<Acc>, kStep = kFmaBackwardStep;
     static_assert(kPanel % kWideTile == 0 && kStep % kWideTile == 0 && kStep % kTile == 0);
-    static constexpr int kColumns = kLanes<Acc>;
+    static constexpr int kColumns = kLanes<Acc>, kDqRows = kWideTile;
     static constexpr int kBlockNumbers = (192 << 10) / sizeof(Acc);  // of each of K, V, dK and dV in a key block
 
 public:
     FmaBackward(const Flash_bwd_params &params, const ColBlock &block, char *scratch) : Base(params, block, scratch) {
         scratch_.take(s_, kStep * kPanel);
         scratch_.take(dp_, kStep * kPanel);
+        scratch_.take(derivative_, this->score_mod_.is_capped ? kTile * kPanel : 0);
         for (Acc **x : {&q_, &dout_, &q_panel_, &dout_panel_}) scratch_.take(*x, kPanel * d_padded_);
         for (Acc **x : {&k_, &v_, &dk_, &dv_}) scratch_.take(*x, int64_t(block.block_keys) * d_padded_);
         if (scratch_.is_counting()) return;
@@ -66,6 +67,7 @@ private:
 
     void step(const Panel &p, int n_begin, int keys) {
         const bool masked = this->is_masked(p, n_begin, keys);
+        if (this->dropout_.is_on) this->dropout_.draw(group_, p.row, p.rows, n_begin, keys);
         probabilities(p, n_begin, keys, masked);
         const int64_t at = int64_t(n_begin - block_.n_begin) * d_padded_;
         if (this->want_dv_) add_to_keys(p, n_begin, keys, masked, s_, dout_, dv_ + at);
@@ -73,7 +75,8 @@ private:
         if (this->want_dq_) add_to_rows(p, n_begin, keys, masked, k_ + at, this->dq_accum(p));
     }
 
-    // s_ = P and dp_ = dS, 0 where a row does not see a key, up to a multiple of kWideTile keys.
+    // s_ = P, without what is dropped, and dp_ = dS; 0 where a row does not see a key, up to a multiple of kWideTile
+    // keys.
     void probabilities(const Panel &p, int n_begin, int keys, bool masked) {
         const int64_t at = int64_t(n_begin - block_.n_begin) * d_padded_;
         for (int lane = 0; lane < p.rows; lane += kSubpanel) {
@@ -84,7 +87,11 @@ private:
                 const int tile_keys = std::min(kTile, keys - n), vecs = (used.end - used.begin) / kLanes<Acc>;
                 Acc *s = s_ + n * kPanel, *dp = dp_ + n * kPanel;
                 if (masked) clear_unused(s, dp, tile_keys, lane, used);
-                if (!used.is_empty()) softmax(s, dp, n_begin + n, tile_keys, used.begin, vecs, masked);
+                if (used.is_empty()) continue;
+                if (this->score_mod_.is_on() || this->dropout_.is_on)
+                    softmax_with_features(s, dp, n_begin, n, tile_keys, used.begin, vecs, masked);
+                else
+                    softmax(s, dp, n_begin + n, tile_keys, used.begin, vecs, masked);
             }
         }
         for (int n = keys; n % kWideTile != 0; ++n) {
@@ -132,7 +139,7 @@ private:
 
     void softmax(Acc *s, Acc *dp, int n_begin, int keys, int lane, int vecs, bool masked) const {
         const auto call = [&](auto function) {
-            function(s, dp, n_begin, keys, this->scale_, this->row_state(), lane, vecs);
+            function(s, dp, n_begin, keys, this->score_mod_.scale_left(), this->row_state(), lane, vecs);
         };
         if (masked)
             this->want_ds() ? call(softmax_backward<Acc, kPanel, true, true>)
@@ -140,6 +147,19 @@ private:
         else
             this->want_ds() ? call(softmax_backward<Acc, kPanel, false, true>)
                             : call(softmax_backward<Acc, kPanel, false, false>);
+    }
+
+    // Likewise, with softcap, ALiBi or dropout. Key n of the step is the first of these.
+    void softmax_with_features(Acc *s, Acc *dp, int n_begin, int n, int keys, int lane, int vecs, bool masked) const {
+        const auto drop_some = [&](Acc *x, double factor) {
+            drop<Acc, kPanel, kPanel>(x + lane, Acc(factor), this->dropout_.keep(n) + lane, keys, vecs);
+        };
+        this->score_mod_.template apply<kPanel>(s, derivative_, n_begin + n, keys, 0, lane, vecs);
+        if (this->dropout_.is_on && this->want_ds()) drop_some(dp, this->dropout_.scale);
+        softmax(s, dp, n_begin + n, keys, lane, vecs, masked);
+        if (this->score_mod_.is_capped && this->want_ds())
+            multiply_by_derivative<Acc, kPanel>(dp, derivative_, keys, lane, vecs);
+        if (this->dropout_.is_on) drop_some(s, 1);
     }
 
     // Columns of the head dim in shares of at most kWideVecs vectors, as equal as can be.
@@ -189,15 +209,16 @@ private:
         for (int n = block_.n_begin; n < this->n_end_; ++n) {
             const int64_t at = int64_t(n - block_.n_begin) * d_padded_;
             if (this->want_dk_) this->store_row(dk_ + at, this->scale_, group_.key_ptr(params_.dk, n));
-            if (this->want_dv_) this->store_row(dv_ + at, Acc(1), group_.key_ptr(params_.dv, n));
+            if (this->want_dv_) this->store_row(dv_ + at, Acc(this->dropout_.scale), group_.key_ptr(params_.dv, n));
         }
     }
 
     Acc *s_ = nullptr, *dp_ = nullptr;                // [kStep][kPanel]: scores, then P; dP, then dS
+    Acc *derivative_ = nullptr;                       // [kTile][kPanel]: of softcap
     Acc *q_ = nullptr, *dout_ = nullptr;              // [kPanel][d_padded]
     Acc *q_panel_ = nullptr, *dout_panel_ = nullptr;  // [kPanel / kSubpanel][d][kSubpanel]
     Acc *k_ = nullptr, *v_ = nullptr;                 // [block_keys][d_padded]
-    Acc *dk_ = nullptr, *dv_ = nullptr;               // [block_keys][d_padded], dk_ without the scale
+    Acc *dk_ = nullptr, *dv_ = nullptr;               // [block_keys][d_padded], without their factors
 };
 
 inline BackwardKernel select_backward_kernel(DType dtype) {

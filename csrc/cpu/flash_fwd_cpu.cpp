@@ -1,14 +1,12 @@
 // run_mha_fwd_cpu: chooses the kernel for the dtype and the CPU, cuts the work into row blocks, and hands them out.
 #include "flash_fwd_cpu.h"
 
-#include <ATen/Parallel.h>
-
 #include <algorithm>
-#include <atomic>
+#include <vector>
 
 #include "../trace.h"
 #include "row_block.h"
-#include "scratch.h"
+#include "schedule.h"
 #include "select_isa.h"
 
 namespace flash {
@@ -32,44 +30,56 @@ ForwardKernel select_kernel(Isa isa, DType dtype) {
     }
 }
 
+struct Task {
+    RowBlock block;  // of every key/value head
+    int64_t pairs;   // its work
+};
+
+// Row blocks as large as the kernel likes, but enough of them to go round; the longest first. Their size never changes
+// a result: every row meets the keys in the same steps.
+std::vector<Task> cut_rows(const Flash_fwd_params &params, const ForwardKernel &kernel, int64_t threads) {
+    const TaskCount count(params, threads);
+    std::vector<Task> tasks;
+    for (int bidb = 0; bidb < params.b; ++bidb) {
+        const Sequence seq = sequence(params, bidb);
+        const int64_t ratio = params.h_h_k_ratio, rows = seq.seqlen_q * ratio, wanted = count.of_sequence(bidb);
+        int64_t block_rows = std::min<int64_t>(kernel.max_rows, (rows + wanted - 1) / wanted);
+        block_rows = (block_rows + kernel.panel_rows - 1) / kernel.panel_rows * kernel.panel_rows;
+        for (int64_t begin = 0; begin < rows; begin += block_rows) {
+            const int64_t end = std::min(begin + block_rows, rows);
+            const int64_t pairs = visible_pairs(params, seq, begin / ratio, (end + ratio - 1) / ratio);
+            tasks.push_back({{bidb, 0, begin, end - begin}, pairs});
+        }
+    }
+    std::stable_sort(tasks.begin(), tasks.end(), [](const Task &a, const Task &b) { return a.pairs > b.pairs; });
+    return tasks;
+}
+
 }  // namespace
 }  // namespace cpu
 
 void run_mha_fwd_cpu(const Flash_fwd_params &params) {
-    const int64_t groups = int64_t(params.b) * params.h_k;
-    const int64_t rows = int64_t(params.seqlen_q) * params.h_h_k_ratio;
-    if (groups == 0 || rows == 0) return;
     const cpu::Isa isa = cpu::select_isa(params.dtype);
     const cpu::ForwardKernel kernel = cpu::select_kernel(isa, params.dtype);
-
-    // Row blocks as large as the kernel likes, but enough of them to go round. Their size never changes a result: every
-    // row meets the keys in the same steps.
     const int64_t threads = at::get_num_threads();
-    const int64_t wanted_blocks = threads == 1 ? 1 : (4 * threads + groups - 1) / groups;  // per group
-    int64_t block_rows = std::min<int64_t>(kernel.max_rows, (rows + wanted_blocks - 1) / wanted_blocks);
+    const std::vector<cpu::Task> tasks = cpu::cut_rows(params, kernel, threads);
+
+    int64_t block_rows = 0;  // of the largest block
+    for (const cpu::Task &task : tasks) block_rows = std::max(block_rows, task.block.rows);
     block_rows = (block_rows + kernel.panel_rows - 1) / kernel.panel_rows * kernel.panel_rows;
-    const int64_t blocks = (rows + block_rows - 1) / block_rows;  // per group
-
     if (trace_enabled()) {
+        const int64_t blocks = int64_t(tasks.size()) * params.h_k;
         trace("run_mha_fwd_cpu", "isa=%s row_block=%lld blocks=%lld threads=%lld", cpu::name_of(isa),
-              static_cast<long long>(block_rows), static_cast<long long>(blocks * groups),
-              static_cast<long long>(std::min(threads, blocks * groups)));
+              static_cast<long long>(block_rows), static_cast<long long>(blocks),
+              static_cast<long long>(std::min(threads, blocks)));
     }
-
-    // Threads draw row blocks from one counter, the last of each group first: causal ones are longest there.
-    std::atomic<int64_t> next{0};
-    at::parallel_for(0, std::min(threads, blocks * groups), 1, [&](int64_t begin, int64_t end) {
-        (void)begin, (void)end;
-        const cpu::ScratchMemory scratch =
-            cpu::allocate_scratch(kernel.scratch_bytes(params, std::min(block_rows, rows)));
-        for (int64_t i = next++; i < blocks * groups; i = next++) {
-            const int64_t group = i % groups;
-            const int64_t row_begin = (blocks - 1 - i / groups) * block_rows;
-            kernel.compute_attn_1rowblock(
-                params, {group / params.h_k, group % params.h_k, row_begin, std::min(block_rows, rows - row_begin)},
-                scratch.get());
-        }
-    });
+    if (tasks.empty()) return;
+    cpu::run_tasks(tasks, params.h_k, threads, kernel.scratch_bytes(params, block_rows),
+                   [&](const cpu::Task &task, int64_t bidh_k, void *scratch) {
+                       cpu::RowBlock block = task.block;
+                       block.bidh_k = bidh_k;
+                       kernel.compute_attn_1rowblock(params, block, scratch);
+                   });
 }
 
 }  // namespace flash

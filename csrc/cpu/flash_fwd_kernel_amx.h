@@ -42,15 +42,16 @@ class AmxForward : public RowBlockForward<AmxForward, BFloat16, kAmxPanel, kAmxB
 public:
     AmxForward(const Flash_fwd_params &params, const RowBlock &block, char *scratch)
         : Base(params, block, scratch), d_padded_(round_up(params.d, kAmxBlock)) {
-        const int64_t keys = std::min(kBlockN, round_up(params.seqlen_k, kAmxBlock));
-        scratch_.take(s_, keys * kPanel);
-        scratch_.take(p_, keys * kPanel / 2);
-        scratch_.take(k_, keys * d_padded_);
+        scratch_.take(s_, kBlockN * kPanel);
+        scratch_.take(p_, kBlockN * kPanel / 2);
+        scratch_.take(k_, int64_t(kBlockN) * d_padded_);
         scratch_.take(v_, int64_t(kBlockN) * d_padded_);
         scratch_.take(rows_, int64_t(kPanel) * d_padded_);
         scratch_.take(q_, int64_t(panels_) * kPanel * d_padded_ / 2);
         scratch_.take(o_, int64_t(panels_) * kPanel * d_padded_);
-        if (!scratch_.is_counting()) std::memset(k_, 0, sizeof(BFloat16) * size_t(keys) * d_padded_);
+        if (scratch_.is_counting()) return;
+        const int keys = std::min(kBlockN, round_up(group_.seq.seqlen_k, kAmxBlock));
+        std::memset(k_, 0, sizeof(BFloat16) * size_t(keys) * d_padded_);
     }
 
     void compute() {
@@ -111,6 +112,7 @@ private:
             multiply_block<kUsedVecs, false>(k_ + (n_first - n_begin + n) * d_padded_, d_padded_,
                                              q_ + p.row * d_padded_ / 2, kPanel, d_padded_, s_ + n * kPanel, kPanel);
         }
+        make_logits(p, s_, kUsedVecs, n_first, keys);
         if (masked)
             mask_scores<float, kPanel, kUsedVecs>(s_, n_first, keys, p.lo, p.hi, row_max);
         else
@@ -118,6 +120,7 @@ private:
         update_max<float, kUsedVecs>(row_max, scale_log2_, p.state, safe_m, alpha);
         exponentiate_to_pairs<kUsedVecs>(s_, keys, scale_log2_, safe_m, p_, sum);
         update_sum<float, kUsedVecs>(sum, alpha, p.state);
+        if (dropout_.is_on) drop_probabilities(p, n_first, keys);
         rescale<kUsedVecs>(out(p), alpha);
         for (int c = 0; c < d_padded_; c += kAmxBlock) {
             const BFloat16 *v = v_ + c * kBlockN + n_first - n_begin;
@@ -126,6 +129,20 @@ private:
                 output_block_skip_zeros(v, kBlockN, p_, keys_padded, o);
             else
                 multiply_block<kUsedVecs, true>(v, kBlockN, p_, kPanel, keys_padded, o, kPanel);
+        }
+    }
+
+    FLASH_NOINLINE void drop_probabilities(const Panel &p, int n_first, int keys) {
+        dropout_.draw(group_, block_.row_begin + p.row, p.rows, n_first, keys);
+        for (int n = 0; n < keys; n += 2) {
+            const auto *even = reinterpret_cast<const __m256i *>(dropout_.keep(n));
+            const auto *odd = reinterpret_cast<const __m256i *>(dropout_.keep(n + 1));
+            for (int j = 0; j < kPanel / kLanes<float>; ++j) {
+                uint32_t *pair = p_ + n / 2 * kPanel + j * kLanes<float>;
+                const __m512i kept = _mm512_or_si512(_mm512_cvtepu16_epi32(even[j]),
+                                                     _mm512_slli_epi32(_mm512_cvtepu16_epi32(odd[j]), 16));
+                _mm512_store_si512(pair, _mm512_and_si512(_mm512_load_si512(pair), kept));
+            }
         }
     }
 
@@ -145,9 +162,9 @@ private:
 
     const int d_padded_;
     bool v_special_ = false;  // whether the current keys' V holds an infinity or a NaN
-    float *s_ = nullptr;      // [keys][kPanel]: scores of one panel
-    uint32_t *p_ = nullptr;   // [keys / 2][kPanel] pairs: probabilities of one panel
-    BFloat16 *k_ = nullptr;   // [keys][d_padded]: K of the current keys
+    float *s_ = nullptr;      // [kBlockN][kPanel]: scores of one panel
+    uint32_t *p_ = nullptr;   // [kBlockN / 2][kPanel] pairs: probabilities of one panel
+    BFloat16 *k_ = nullptr;   // [kBlockN][d_padded]: K of the current keys
     BFloat16 *v_ = nullptr;   // [d_padded][kBlockN]: V of the current keys
     float *rows_ = nullptr;   // [kPanel][d_padded]: rows of q and o
     uint32_t *q_ = nullptr;   // [panels][d_padded / 2][kPanel] pairs

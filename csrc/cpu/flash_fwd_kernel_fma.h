@@ -24,11 +24,12 @@ class FmaForward
 
 public:
     FmaForward(const Flash_fwd_params &params, const RowBlock &block, char *scratch)
-        : Base(params, block, scratch), d_padded_(round_up(params.d, kTile)) {
-        const int64_t keys = std::min(kBlockN, round_up(params.seqlen_k, kTile));
-        this->scratch_.take(s_, keys * kPanel);
+        : Base(params, block, scratch),
+          d_padded_(round_up(params.d, kTile)),
+          copies_k_(kConvert || params.block_table != nullptr) {
+        this->scratch_.take(s_, kBlockN * kPanel);
         this->scratch_.take(v_, int64_t(kBlockN) * d_padded_);
-        this->scratch_.take(rows_, kConvert ? std::max<int64_t>(keys, kPanel) * d_ : 0);
+        this->scratch_.take(rows_, copies_k_ ? int64_t(std::max(kBlockN, kPanel)) * d_ : 0);
         this->scratch_.take(q_, int64_t(panels_) * kPanel * d_);
         this->scratch_.take(o_, int64_t(panels_) * kPanel * d_padded_);
     }
@@ -62,6 +63,8 @@ private:
                 convert_row(this->key_ptr(params_.v, n), row, d_);
                 row_to_strips<Acc>(row, d_, kBlockN * kTile, strips, check);
             } else {
+                if (copies_k_)
+                    std::memcpy(rows_ + (n - n_begin) * d_, this->key_ptr(params_.k, n), sizeof(Acc) * size_t(d_));
                 row_to_strips<Acc>(this->key_ptr(params_.v, n), d_, kBlockN * kTile, strips, check);
             }
         }
@@ -86,14 +89,25 @@ private:
         Vec<Acc> row_max[kUsedVecs], safe_m[kUsedVecs], alpha[kUsedVecs], sum[kUsedVecs];
         for (int j = 0; j < kUsedVecs; ++j) row_max[j] = broadcast<Acc>(-std::numeric_limits<Acc>::infinity());
         scores<kUsedVecs>(p, 0, n_begin, n_first, 0, keys, row_max);
-        if (masked) mask_scores<Acc, kPanel, kUsedVecs>(s_, n_first, keys, p.lo, p.hi, row_max);
+        const bool changed = this->make_logits(p, s_, kUsedVecs, n_first, keys);
+        if (masked)
+            mask_scores<Acc, kPanel, kUsedVecs>(s_, n_first, keys, p.lo, p.hi, row_max);
+        else if (changed)
+            find_max<Acc, kPanel, kUsedVecs>(s_, keys, row_max);
         update_max<Acc, kUsedVecs>(row_max, this->scale_log2_, p.state, safe_m, alpha);
         exponentiate<Acc, kPanel, kUsedVecs>(s_, keys, this->scale_log2_, safe_m, sum);
         update_sum<Acc, kUsedVecs>(sum, alpha, p.state);
+        if (this->dropout_.is_on) drop_probabilities<kUsedVecs>(p, n_first, keys);
         if (masked && v_special_)
             output<kUsedVecs, true>(p, 0, n_begin, n_first, 0, keys, alpha);
         else
             output<kUsedVecs, false>(p, 0, n_begin, n_first, 0, keys, alpha);
+    }
+
+    template <int kUsedVecs>
+    void drop_probabilities(const Panel &p, int n_first, int keys) {
+        this->dropout_.draw(this->group_, this->block_.row_begin + p.row, p.rows, n_first, keys);
+        drop<Acc, kPanel, kPanel>(s_, Acc(1), this->dropout_.keep(0), keys, kUsedVecs);
     }
 
     // How many of the step's keys the queries of a vector see: under a causal mask the first vectors stop early, and
@@ -106,12 +120,11 @@ private:
     // unset: mask_scores overwrites them.
     template <int kUsedVecs>
     void scores(const Panel &p, int vec, int n_begin, int n_first, int done, int keys, Vec<Acc> *row_max) {
-        const Acc *k;
+        const Acc *k = rows_ + (n_first - n_begin) * d_;
         int64_t k_stride = d_;
-        if constexpr (kConvert)
-            k = rows_ + (n_first - n_begin) * d_;
-        else
-            k = this->key_ptr(params_.k, n_first), k_stride = params_.k.row_stride;
+        if constexpr (!kConvert) {
+            if (!copies_k_) k = this->key_ptr(params_.k, n_first), k_stride = params_.k.row_stride;
+        }
         for (const int end = seen_keys(p, vec, n_first, keys); done < end; done += kTile) {
             this->prefetch_next_keys(n_begin, done, keys, kTile);
             scores_tile<Acc, kUsedVecs>(k + done * k_stride, k_stride, keys - done, q_ + p.row * d_ + vec * kLanes<Acc>,
@@ -142,10 +155,11 @@ private:
     }
 
     const int d_padded_;
+    const bool copies_k_;     // the products read K from rows_, not from the tensor
     bool v_special_ = false;  // whether the current keys' V holds an infinity or a NaN
-    Acc *s_ = nullptr;        // [keys][kPanel]: scores, then probabilities, of one panel
+    Acc *s_ = nullptr;        // [kBlockN][kPanel]: scores, then probabilities, of one panel
     Acc *v_ = nullptr;        // [d_padded / kTile][kBlockN][kTile]: V of the current keys
-    Acc *rows_ = nullptr;     // [keys or kPanel][d]: K of the current keys, or rows of q and o, where converted
+    Acc *rows_ = nullptr;     // [kBlockN or kPanel][d]: K of the current keys, or rows of q and o on their way
     Acc *q_ = nullptr;        // [panels][d][kPanel]
     Acc *o_ = nullptr;        // [panels][d_padded][kPanel]
 };

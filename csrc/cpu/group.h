@@ -1,8 +1,7 @@
-// The rows and keys of one group (row_block.h): where they lie in the tensors, which keys a row sees.
+// The rows and keys of one group (row_block.h): where they lie in the tensors.
 #pragma once
 
-#include <algorithm>
-
+#include "key_range.h"
 #include "rows.h"
 
 namespace flash::cpu::FLASH_CPU_NAMESPACE {
@@ -33,37 +32,28 @@ template <typename Element>
 struct Group {
     const Flash_fwd_params &params;
     int64_t bidb, bidh_k;
+    Sequence seq = sequence(params, int(bidb));
 
-    int64_t rows() const { return int64_t(params.seqlen_q) * params.h_h_k_ratio; }
+    int64_t rows() const { return int64_t(seq.seqlen_q) * params.h_h_k_ratio; }
     int64_t query(int64_t row) const { return row / params.h_h_k_ratio; }
     int64_t head(int64_t row) const { return bidh_k * params.h_h_k_ratio + row % params.h_h_k_ratio; }
+    KeyRange keys_seen(int64_t row) const { return KeyRange(params, seq, query(row)); }
 
     // First element of a row of q or o, of a key of k or v.
     Element *row_ptr(const TensorRef &t, int64_t row) const {
-        return static_cast<Element *>(t.ptr) + bidb * t.batch_stride + query(row) * t.row_stride +
+        return static_cast<Element *>(t.ptr) + bidb * t.batch_stride + (seq.q_begin + query(row)) * t.row_stride +
                head(row) * t.head_stride;
     }
     Element *key_ptr(const TensorRef &t, int64_t key) const {
-        return static_cast<Element *>(t.ptr) + bidb * t.batch_stride + key * t.row_stride + bidh_k * t.head_stride;
+        Element *const of_head = static_cast<Element *>(t.ptr) + bidh_k * t.head_stride;
+        if (params.block_table == nullptr) return of_head + bidb * t.batch_stride + (seq.k_begin + key) * t.row_stride;
+        const int64_t page = params.block_table[bidb * params.block_table_batch_stride + key / params.page_size];
+        return of_head + page * t.batch_stride + key % params.page_size * t.row_stride;
     }
-    // In [b, h, row_length], as softmax_lse is.
-    int64_t row_index(int64_t row, int64_t row_length) const {
-        return (bidb * params.h + head(row)) * row_length + query(row);
+    // Where softmax_lse has a row's value.
+    int64_t lse_index(int64_t row) const {
+        return bidb * params.lse_batch_stride + head(row) * params.lse_head_stride + seq.q_begin + query(row);
     }
-};
-
-// The keys [lo, hi) that a query sees. Both rise with the query.
-struct KeyRange {
-    int64_t lo, hi;
-
-    KeyRange(const Flash_fwd_params &params, int64_t query) {
-        const int64_t diagonal = query + params.seqlen_k - params.seqlen_q;
-        lo = params.window_size_left < 0 ? 0 : diagonal - params.window_size_left;
-        hi = params.window_size_right < 0 ? params.seqlen_k : diagonal + params.window_size_right + 1;
-        lo = std::clamp<int64_t>(lo, 0, params.seqlen_k);
-        hi = std::clamp<int64_t>(hi, 0, params.seqlen_k);
-    }
-    bool is_empty() const { return lo >= hi; }
 };
 
 }  // namespace flash::cpu::FLASH_CPU_NAMESPACE

@@ -1,6 +1,8 @@
 // The CPU kernels compiled for AVX-512, whatever the compiler's -march. Everything after the target pragma may only be
 // called where the CPU has it (select_isa.h asks), so headers of other libraries come before it.
+#include "../common/philox.h"
 #include "col_block.h"
+#include "key_range.h"
 #include "row_block.h"
 
 #ifdef FLASH_CPU_HAS_AVX

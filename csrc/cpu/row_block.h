@@ -9,11 +9,11 @@
 namespace flash::cpu {
 
 // Query heads that share a key/value head form one group, whose rows are numbered
-// row = query * h_h_k_ratio + head_in_group. A row block is a run of rows of one group.
+// row = query * h_h_k_ratio + head_in_group. A row block is a run of rows of one group of one sequence.
 struct RowBlock {
-    int64_t bidb = 0;       // batch index
+    int64_t bidb = 0;       // sequence
     int64_t bidh_k = 0;     // key/value head
-    int64_t row_begin = 0;  // first row
+    int64_t row_begin = 0;  // first row, a multiple of panel_rows
     int64_t rows = 0;       // at most max_rows
 };
 

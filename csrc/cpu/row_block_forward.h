@@ -6,8 +6,10 @@
 #include <cmath>
 #include <type_traits>
 
+#include "dropout.h"
 #include "group.h"
 #include "row_block.h"
+#include "score_mod.h"
 #include "softmax.h"
 
 namespace flash::cpu::FLASH_CPU_NAMESPACE {
@@ -61,13 +63,17 @@ protected:
           group_{params, block.bidb, block.bidh_k},
           d_(params.d),
           panels_(round_up(block.rows, kPanel) / kPanel),
-          scale_(Acc(params.softmax_scale)),
-          scale_log2_(Acc(params.softmax_scale * 1.4426950408889634074)),
+          score_mod_(params),
+          dropout_(params),
+          scale_(score_mod_.scale_left()),
+          scale_log2_(Acc((score_mod_.is_on() ? 1 : params.softmax_scale) * 1.4426950408889634074)),
           scratch_(scratch) {
         scratch_.take(m_, panels_ * kPanel);
         scratch_.take(l_, panels_ * kPanel);
         scratch_.take(lo_, panels_ * kPanel);
         scratch_.take(hi_, panels_ * kPanel);
+        score_mod_.take(scratch_, int64_t(panels_) * kPanel);
+        dropout_.take(scratch_, kBlockN);
     }
 
     Panel panel(int index) const {
@@ -82,10 +88,12 @@ protected:
 
     // [lo, hi) of every row, and [n_min, n_max) of the block. Lanes past the last row see what that row sees.
     void set_key_ranges() {
-        n_min_ = params_.seqlen_k;
+        n_min_ = group_.seq.seqlen_k;
         n_max_ = 0;
         for (int64_t row = 0; row < int64_t(panels_) * kPanel; ++row) {
-            const KeyRange keys(params_, group_.query(block_.row_begin + std::min(row, block_.rows - 1)));
+            const int64_t group_row = block_.row_begin + std::min(row, block_.rows - 1);
+            const KeyRange keys = group_.keys_seen(group_row);
+            score_mod_.set_row(group_, group_row, row);
             lo_[row] = Int(keys.lo);
             hi_[row] = Int(keys.hi);
             if (lo_[row] < hi_[row]) {
@@ -109,6 +117,13 @@ protected:
         self().step_vecs(p, (p.rows + kLanes<Acc> - 1) / kLanes<Acc>, n_begin, n_first, n_last, masked);
     }
 
+    // The step's scores become logits, where they are not; says whether they were changed.
+    bool make_logits(const Panel &p, Acc *s, int vecs, int n_first, int keys) const {
+        if (!score_mod_.is_on()) return false;
+        score_mod_.template apply<kPanel>(s, nullptr, n_first, keys, p.row, 0, vecs);
+        return true;
+    }
+
     // Brings in the K and V of the next key block, while the caller multiplies: each panel its share, a few rows for
     // each `tile` of the step's keys.
     void prefetch_next_keys(int n_begin, int keys_done, int keys, int tile) {
@@ -125,9 +140,10 @@ protected:
         Acc *rows[kPanel];
         for (int i = 0; i < p.rows; ++i) {
             const Acc m = p.state.m[i], l = p.state.l[i];
-            static_cast<Acc *>(params_.softmax_lse)[group_.row_index(block_.row_begin + p.row + i, params_.seqlen_q)] =
+            const int64_t row = block_.row_begin + p.row + i;
+            static_cast<Acc *>(params_.softmax_lse)[group_.lse_index(row)] =
                 l == 0 ? -std::numeric_limits<Acc>::infinity() : m * scale_ + std::log(l);
-            p.state.l[i] = l == 0 ? Acc(0) : 1 / l;
+            p.state.l[i] = l == 0 ? Acc(0) : Acc(dropout_.scale) / l;
             if constexpr (kConvert)
                 rows[i] = self().out_rows() + i * d_;
             else
@@ -147,7 +163,9 @@ protected:
     const int d_, panels_;
     int n_min_ = 0, n_max_ = 0;
     int prefetch_row_ = 0, prefetch_end_ = 0;  // rows of the next key block: of K and V in turn
-    const Acc scale_, scale_log2_;             // above 0
+    ScoreMod<Acc> score_mod_;
+    Dropout<kPanel> dropout_;
+    const Acc scale_, scale_log2_;  // of the softmax; above 0
     Scratch scratch_;
     Acc *m_ = nullptr, *l_ = nullptr;    // [rows]
     Int *lo_ = nullptr, *hi_ = nullptr;  // [rows]

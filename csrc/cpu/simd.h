@@ -121,21 +121,35 @@ FLASH_INLINE Vec<T> max(Vec<T> a, Vec<T> b) {
 #endif
 }
 
-// 2^x for x <= 0, 0 where 2^x would be subnormal, NaN where x is NaN. x = n + r, n an integer, |r| <= 1/2: 2^r is the
-// polynomial of the given coefficients, highest power first; adding `magic` leaves n plus the exponent's bias in the
-// low bits of the sum, and a shift makes 2^n of it.
+// The largest exponent, which is also what is added to exponents in memory.
+template <typename T>
+constexpr T kExponentBias = T(std::numeric_limits<T>::max_exponent - 1);
+
+// x = n + r, n an integer, |r| <= 1/2, for x above -kExponentBias: adding `magic` leaves n plus the exponent's bias in
+// the low bits of the sum, and a shift makes 2^n of it.
+template <typename T>
+struct SplitExponent {
+    Vec<T> r, pow2n;
+};
+
+template <typename T>
+FLASH_INLINE SplitExponent<T> split_exponent(Vec<T> x) {
+    constexpr int kMantissa = std::numeric_limits<T>::digits - 1;
+    const Vec<T> magic = broadcast<T>(T(3) * T(int64_t(1) << (kMantissa - 1)) + kExponentBias<T>);
+    const Vec<T> t = x + magic;
+    return {x - (t - magic), (Vec<T>)((IntVec<T>)t << kMantissa)};
+}
+
+// 2^x for x <= 0, 0 below 2^-101 (double: 2^-818), NaN where x is NaN. So small a probability counts for nothing beside
+// that of the largest score, but its products would be subnormal numbers, which take some CPUs 100 times as long:
+// ALiBi's slopes make many of them. 2^r is the polynomial of the given coefficients, highest power first.
 template <typename T, int kTerms>
 FLASH_INLINE Vec<T> exp2_nonpositive(Vec<T> x, const T (&coefficients)[kTerms]) {
-    constexpr int kMantissa = std::numeric_limits<T>::digits - 1;
-    constexpr T kBias = T(std::numeric_limits<T>::max_exponent - 1);
-    const Vec<T> magic = broadcast<T>(T(3) * T(int64_t(1) << (kMantissa - 1)) + kBias);
-    const Vec<T> t = x + magic;
-    const Vec<T> r = x - (t - magic);
+    const SplitExponent<T> split = split_exponent<T>(x);
     Vec<T> p = broadcast<T>(coefficients[0]);
 #pragma GCC unroll 16
-    for (int i = 1; i < kTerms; ++i) p = fma<T>(p, r, broadcast<T>(coefficients[i]));
-    const Vec<T> pow2n = (Vec<T>)((IntVec<T>)t << kMantissa);
-    return x < broadcast<T>(T(1) - kBias) ? Vec<T>{} : p * pow2n;
+    for (int i = 1; i < kTerms; ++i) p = fma<T>(p, split.r, broadcast<T>(coefficients[i]));
+    return x < broadcast<T>(T(-0.8) * kExponentBias<T>) ? Vec<T>{} : p * split.pow2n;
 }
 
 // Minimax polynomials for 2^r; the relative error is theirs alone, before rounding.

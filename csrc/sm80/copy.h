@@ -21,10 +21,11 @@ __device__ __forceinline__ int thread_index() {
     return index;
 }
 
-// A [seqlen, headdim] slice of one head as a CuTe tensor.
+// A [seqlen, headdim] slice of one head of one sequence, whose rows begin at `row`, as a CuTe tensor.
 template <typename Element>
-__device__ auto head_tensor(const TensorRef &x, int bidb, int bidh, int seqlen, int d) {
-    Element *base = static_cast<Element *>(x.ptr) + bidb * x.batch_stride + bidh * x.head_stride;
+__device__ auto head_tensor(const TensorRef &x, int bidb, int bidh, int row, int seqlen, int d) {
+    Element *base =
+        static_cast<Element *>(x.ptr) + bidb * x.batch_stride + bidh * x.head_stride + int64_t(row) * x.row_stride;
     return make_tensor(make_gmem_ptr(base), make_shape(seqlen, d), make_stride(x.row_stride, _1{}));
 }
 
@@ -39,6 +40,28 @@ __device__ __forceinline__ void copy_tile_async(const TiledCopy &tiled_copy, con
         CUTE_UNROLL
         for (int col = 0; col < size<2>(source); ++col) {
             copy(tiled_copy.with(row_in_range && column_in_range(col)), source(_, row, col), target(_, row, col));
+        }
+    }
+}
+
+// The same for the keys from first_key on of a paged K or V, whose rows the block table finds: `head` is page 0 of the
+// key's head, `target` the tile in shared memory.
+template <typename TiledCopy, typename Element, typename TensorS, typename TensorC, typename TensorP>
+__device__ __forceinline__ void copy_paged_tile_async(const TiledCopy &tiled_copy, const TensorRef &x,
+                                                      const Element *head, const int *pages, int page_size,
+                                                      TensorS &&target, const TensorC &coords,
+                                                      const TensorP &column_in_range, int first_key, int seqlen_k) {
+    CUTE_UNROLL
+    for (int row = 0; row < size<1>(target); ++row) {
+        const int key = first_key + get<0>(coords(0, row, 0));
+        const bool row_in_range = key < seqlen_k;
+        const int64_t page = row_in_range ? pages[key / page_size] : 0;
+        const Element *source_row = head + page * x.batch_stride + key % page_size * x.row_stride;
+        CUTE_UNROLL
+        for (int col = 0; col < size<2>(target); ++col) {
+            Tensor source =
+                make_tensor(make_gmem_ptr(source_row + get<1>(coords(0, row, col))), shape(target(_, row, col)));
+            copy(tiled_copy.with(row_in_range && column_in_range(col)), source, target(_, row, col));
         }
     }
 }

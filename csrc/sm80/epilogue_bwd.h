@@ -3,6 +3,7 @@
 #pragma once
 
 #include "../common/layout.h"
+#include "../common/sequence.h"
 #include "copy.h"
 #include "kernel_traits_bwd.h"
 
@@ -11,9 +12,9 @@ namespace flash::sm80 {
 // acc (MMA, MMA_N, MMA_K) times factor becomes the key block n_block of `target`, whose head bidh it is. All threads
 // are done with `room`, kBlockN * kHeadDim elements of shared memory.
 template <typename Traits, typename TensorKV>
-__device__ __forceinline__ void store_dkv(const Flash_bwd_params &params, const TensorRef &target, TensorKV &acc,
-                                          float factor, typename Traits::Element *room, int bidb, int bidh,
-                                          int n_block) {
+__device__ __forceinline__ void store_dkv(const Flash_bwd_params &params, const Sequence &sequence,
+                                          const TensorRef &target, TensorKV &acc, float factor,
+                                          typename Traits::Element *room, int bidb, int bidh, int n_block) {
     using Element = typename Traits::Element;
     using Tile = Shape<Int<Traits::kBlockN>, Int<Traits::kHeadDim>>;
     CUTE_UNROLL
@@ -27,26 +28,28 @@ __device__ __forceinline__ void store_dkv(const Flash_bwd_params &params, const 
     copy(smem_copy, thr_smem_copy.retile_S(rX), thr_smem_copy.partition_D(sX));
     __syncthreads();  // the tile is whole
 
-    Tensor mX = head_tensor<Element>(target, bidb, bidh, params.seqlen_k, params.d);  // (seqlen_k, d)
-    Tensor gX = local_tile(mX, Tile{}, make_coord(n_block, 0));                       // (BLK_N, HD)
+    Tensor mX =
+        head_tensor<Element>(target, bidb, bidh, sequence.k_begin, sequence.seqlen_k, params.d);  // (seqlen_k, d)
+    Tensor gX = local_tile(mX, Tile{}, make_coord(n_block, 0));                                   // (BLK_N, HD)
     typename Traits::GmemTiledCopyStore gmem_copy;
     auto thr_gmem_copy = gmem_copy.get_thread_slice(threadIdx.x);
     Tensor tXgX = thr_gmem_copy.partition_D(gX);
     Tensor tXrX = make_tensor<Element>(shape(tXgX));
     copy(gmem_copy, thr_gmem_copy.partition_S(sX), tXrX);
     store_tile(gmem_copy, tXrX, tXgX, thr_gmem_copy.partition_D(make_identity_tensor(Tile{})),
-               params.seqlen_k - n_block * Traits::kBlockN, params.d);
+               sequence.seqlen_k - n_block * Traits::kBlockN, params.d);
 }
 
-template <typename Traits, typename SharedStorage, typename TensorKV>
-__device__ __forceinline__ void epilogue_bwd(const Flash_bwd_params &params, SharedStorage &shared, int bidb, int bidh,
-                                             int n_block, TensorKV &acc_dk, TensorKV &acc_dv) {
+template <typename Traits, Kind kKind, typename SharedStorage, typename TensorKV>
+__device__ __forceinline__ void epilogue_bwd(const Flash_bwd_params &params, const Sequence &seq, SharedStorage &shared,
+                                             int bidb, int bidh, int n_block, TensorKV &acc_dk, TensorKV &acc_dv) {
     __syncthreads();  // all are done with K and V, whose room dK and dV take
+    const float keep_factor = kKind == Kind::general ? float(1.0 / (1.0 - params.p_dropout)) : 1.0f;
     if (params.dk.ptr != nullptr) {
-        store_dkv<Traits>(params, params.dk, acc_dk, float(params.softmax_scale), shared.k, bidb, bidh, n_block);
+        store_dkv<Traits>(params, seq, params.dk, acc_dk, float(params.softmax_scale), shared.k, bidb, bidh, n_block);
     }
     if (params.dv.ptr != nullptr) {
-        store_dkv<Traits>(params, params.dv, acc_dv, 1.0f, shared.v, bidb, bidh, n_block);
+        store_dkv<Traits>(params, seq, params.dv, acc_dv, keep_factor, shared.v, bidb, bidh, n_block);
     }
 }
 

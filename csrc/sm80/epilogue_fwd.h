@@ -7,24 +7,27 @@
 
 namespace flash::sm80 {
 
-template <typename Traits, typename SharedStorage, typename TensorO, typename SoftmaxState>
-__device__ __forceinline__ void epilogue_fwd(const Flash_fwd_params &params, SharedStorage &shared, int bidb, int bidh,
-                                             int m_block, TensorO &acc_o, SoftmaxState &softmax) {
+template <typename Traits, Kind kKind, typename SharedStorage, typename TensorO, typename SoftmaxState>
+__device__ __forceinline__ void epilogue_fwd(const Flash_fwd_params &params, const Sequence &sequence,
+                                             SharedStorage &shared, int bidb, int bidh, int m_block, TensorO &acc_o,
+                                             SoftmaxState &softmax) {
     using Element = typename Traits::Element;
     constexpr int kBlockM = Traits::kBlockM, kHeadDim = Traits::kHeadDim;
     const int tidx = threadIdx.x;
-    const int rows_left = params.seqlen_q - m_block * kBlockM;
+    const int rows_left = sequence.seqlen_q - m_block * kBlockM;
 
     // Normalise, and write the log-sum-exp: of the four lanes that share a row, the one that holds column 0.
     Tensor acc_o_rowcol = make_tensor(acc_o.data(), rowcol_layout(acc_o.layout()));
     float lse[decltype(size<0>(acc_o_rowcol))::value];
-    softmax.finalize(acc_o_rowcol, float(params.softmax_scale), lse);
+    const float softmax_scale = has_extras(kKind) ? Score_mod::softmax_scale(params) : float(params.softmax_scale);
+    const float keep_factor = has_extras(kKind) ? float(1.0 / (1.0 - params.p_dropout)) : 1.0f;
+    softmax.finalize(acc_o_rowcol, softmax_scale, keep_factor, lse);
     typename Traits::TiledMma tiled_mma;
     Tensor tOcO =
         tiled_mma.get_thread_slice(tidx).partition_C(make_identity_tensor(Shape<Int<kBlockM>, Int<kHeadDim>>{}));
     Tensor coords = make_tensor(tOcO.data(), rowcol_layout(tOcO.layout()));  // (row, col) -> (row, column)
-    float *gLSE = static_cast<float *>(params.softmax_lse) + (int64_t(bidb) * params.h + bidh) * params.seqlen_q +
-                  m_block * kBlockM;
+    float *gLSE = static_cast<float *>(params.softmax_lse) + bidb * params.lse_batch_stride +
+                  bidh * params.lse_head_stride + sequence.q_begin + m_block * kBlockM;
     CUTE_UNROLL
     for (int row = 0; row < size<0>(coords); ++row) {
         if (get<1>(coords(row, 0)) == 0 && get<0>(coords(row, 0)) < rows_left) {
@@ -41,8 +44,9 @@ __device__ __forceinline__ void epilogue_fwd(const Flash_fwd_params &params, Sha
     copy(smem_copy, thr_smem_copy.retile_S(rO), thr_smem_copy.partition_D(sO));
     __syncthreads();  // O is whole
 
-    Tensor mO = head_tensor<Element>(params.o, bidb, bidh, params.seqlen_q, params.d);         // (seqlen_q, d)
-    Tensor gO = local_tile(mO, Shape<Int<kBlockM>, Int<kHeadDim>>{}, make_coord(m_block, 0));  // (BLK_M, HD)
+    Tensor mO =
+        head_tensor<Element>(params.o, bidb, bidh, sequence.q_begin, sequence.seqlen_q, params.d);  // (seqlen_q, d)
+    Tensor gO = local_tile(mO, Shape<Int<kBlockM>, Int<kHeadDim>>{}, make_coord(m_block, 0));       // (BLK_M, HD)
     typename Traits::GmemTiledCopyO gmem_copy;
     auto thr_gmem_copy = gmem_copy.get_thread_slice(tidx);
     Tensor tOgO = thr_gmem_copy.partition_D(gO);

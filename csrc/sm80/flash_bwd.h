@@ -1,14 +1,18 @@
-// What run_mha.cpp calls: one launch function per (dtype, head dim, mask), instantiated in flash_bwd_instantiation.cu.
+// What run_mha.cpp calls: one launch function per (dtype, head dim, kind of call), instantiated in
+// flash_bwd_instantiation.cu.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 #include "../flash.h"
+#include "kind.h"
 
 namespace flash::sm80 {
 
-// Throws std::runtime_error when a launch fails.
-template <DType kDType, int kHeadDim, bool Is_causal>
+// Throw std::runtime_error when a launch fails. The general one takes any call: other kinds hand it what is rare.
+template <DType kDType, int kHeadDim, Kind kKind>
 void run_flash_bwd(const Flash_bwd_params &params, cudaStream_t stream);
+template <DType kDType, int kHeadDim>
+void run_flash_bwd_general(const Flash_bwd_params &params, cudaStream_t stream);
 
 }  // namespace flash::sm80

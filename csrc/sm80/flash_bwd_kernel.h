@@ -7,30 +7,32 @@
 namespace flash::sm80 {
 
 // One block of keys of one head of dK and dV: load K and V, loop over the query rows that see them, write.
-template <typename Traits, bool Is_causal, Bwd_mode kMode>
-__device__ __forceinline__ void compute_dq_dk_dv_1colblock(const Flash_bwd_params &params, int bidb, int bidh_dkv,
-                                                           int n_block, int num_n_blocks) {
+template <typename Traits, Kind kKind, Bwd_mode kMode>
+__device__ __forceinline__ void compute_dq_dk_dv_1colblock(const Flash_bwd_params &params, const Sequence &sequence,
+                                                           int bidb, int bidh_dkv, int n_block) {
     extern __shared__ char smem[];
     auto &shared = *reinterpret_cast<typename Traits::SharedStorage *>(smem);
-    const ColumnBlockInfo<Traits::kBlockM, Traits::kBlockN, Is_causal> info(params, n_block, num_n_blocks);
+    const ColumnBlockInfo<Traits::kBlockM, Traits::kBlockN, is_local(kKind)> info(params, sequence, n_block);
 
     using Tile = Shape<Int<Traits::kBlockN>, Int<Traits::kHeadDim>>;
     Tensor acc_dk = partition_fragment_C(typename Traits::TiledMmadKV{}, Tile{});  // (MMA, MMA_N, MMA_K)
     Tensor acc_dv = partition_fragment_C(typename Traits::TiledMmadKV{}, Tile{});  // (MMA, MMA_N, MMA_K)
     clear(acc_dk);
     clear(acc_dv);
-    mainloop_bwd<Traits, kMode>(params, info, shared, bidb, bidh_dkv * params.heads_per_dkv, acc_dk, acc_dv);
-    epilogue_bwd<Traits>(params, shared, bidb, bidh_dkv, n_block, acc_dk, acc_dv);
+    if (info.num_m_blocks() > 0) {
+        mainloop_bwd<Traits, kKind, kMode>(params, info, shared, bidb, bidh_dkv * params.heads_per_dkv, acc_dk, acc_dv);
+    }
+    epilogue_bwd<Traits, kKind>(params, sequence, shared, bidb, bidh_dkv, n_block, acc_dk, acc_dv);
 }
 
 // Thread blocks walk the key blocks of a head, then the heads, then the batch, so that neighbours share Q and dO in L2;
 // when causal the first key blocks are seen by most rows, so that the last thread blocks to finish are short.
 // In order: a thread block must not wait for one that it keeps from starting, so each takes its place in the order when
 // it starts.
-template <typename Traits, bool Is_causal, Bwd_mode kMode>
+template <typename Traits, Kind kKind, Bwd_mode kMode>
 __device__ __forceinline__ void compute_dq_dk_dv(const Flash_bwd_params &params) {
     const bool is_in_order =
-        kMode == Bwd_mode::deterministic || (kMode == Bwd_mode::partial && params.dq_turn != nullptr);
+        kMode == Bwd_mode::deterministic || (kMode == Bwd_mode::general && params.dq_turn != nullptr);
     int tile = blockIdx.x;
     if (is_in_order) {
         extern __shared__ char smem[];
@@ -42,18 +44,17 @@ __device__ __forceinline__ void compute_dq_dk_dv(const Flash_bwd_params &params)
         tile = ticket;
         __syncthreads();  // all have read it
     }
-    const int num_n_blocks = (params.seqlen_k + Traits::kBlockN - 1) / Traits::kBlockN;
-    const int heads_dkv = params.h / params.heads_per_dkv;
-    const int head = tile / num_n_blocks;  // of all batch * heads_dkv
-    int n_block = tile - head * num_n_blocks;
-    if (is_in_order) {
-        n_block = ColumnBlockInfo<Traits::kBlockM, Traits::kBlockN, Is_causal>::n_block_in_order(n_block, num_n_blocks);
+    // In order and local, the last key blocks have the first turns (ColumnBlockInfo::turn).
+    const auto [bidb, bidh_dkv, n_block] =
+        key_blocks<may_be_varlen(kKind)>(params, params.h / params.heads_per_dkv, Traits::kBlockN)
+            .place(tile, is_in_order && is_local(kKind));
+    const Sequence seq = sequence<may_be_varlen(kKind)>(params, bidb);
+    if (n_block * Traits::kBlockN < seq.seqlen_k) {
+        compute_dq_dk_dv_1colblock<Traits, kKind, kMode>(params, seq, bidb, bidh_dkv, n_block);
     }
-    compute_dq_dk_dv_1colblock<Traits, Is_causal, kMode>(params, head / heads_dkv, head % heads_dkv, n_block,
-                                                         num_n_blocks);
 }
 
-template <typename Traits, bool Is_causal, Bwd_mode kMode>
+template <typename Traits, Kind kKind, Bwd_mode kMode>
 __global__ void __launch_bounds__(Traits::kNThreads, Traits::Tile::kMinBlocksPerSM)
     flash_bwd_kernel(const __grid_constant__ Flash_bwd_params params) {
 #ifdef FLASH_HAS_BULK_REDUCE
@@ -62,7 +63,7 @@ __global__ void __launch_bounds__(Traits::kNThreads, Traits::Tile::kMinBlocksPer
     constexpr bool kHas_bulk_reduce = false;
 #endif
     if constexpr (Traits::kHas_bulk_reduce == kHas_bulk_reduce) {
-        compute_dq_dk_dv<Traits, Is_causal, kMode>(params);
+        compute_dq_dk_dv<Traits, kKind, kMode>(params);
     }
 }
 

@@ -9,14 +9,13 @@
 
 namespace flash::sm80 {
 
-template <DType kDType, int kHeadDim, bool Is_causal, typename Tile, bool kHas_bulk_reduce, Bwd_mode kMode>
+template <DType kDType, int kHeadDim, Kind kKind, typename Tile, bool kHas_bulk_reduce, Bwd_mode kMode>
 void launch_flash_bwd(const Flash_bwd_params &params, cudaStream_t stream) {
-    using Traits = Flash_bwd_kernel_traits<kDType, kHeadDim, Tile, kHas_bulk_reduce>;
-    const int64_t heads = int64_t(params.b) * params.h;
-    const int64_t preprocess_grid = heads * (params.seqlen_q_rounded / kPreprocessRows);
-    const int64_t grid =
-        (int64_t(params.seqlen_k) + Traits::kBlockN - 1) / Traits::kBlockN * (heads / params.heads_per_dkv);
-    const int64_t convert_grid = heads * ((int64_t(params.seqlen_q) + Traits::kBlockM - 1) / Traits::kBlockM);
+    using Traits = Flash_bwd_kernel_traits<kDType, kHeadDim, Tile, kHas_bulk_reduce, kKind>;
+    const int64_t preprocess_grid = padded_rows(params) / kPreprocessRows;
+    const int64_t grid = key_blocks(params, params.h / params.heads_per_dkv, Traits::kBlockN).count();
+    const int64_t convert_grid = row_blocks(params, Traits::kBlockM).count();
+    check_grid(padded_rows(params), "batch * nheads * query rows");
     check_grid(preprocess_grid, "batch * nheads * blocks of query rows");
     check_grid(grid, "batch * nheads * blocks of keys");
     if (trace_enabled()) {
@@ -29,7 +28,7 @@ void launch_flash_bwd(const Flash_bwd_params &params, cudaStream_t stream) {
         <<<static_cast<unsigned>(preprocess_grid), kPreprocessThreads, 0, stream>>>(params);
     check_cuda(cudaGetLastError(), "launching flash_bwd_dot_do_o");
 
-    auto kernel = &flash_bwd_kernel<Traits, Is_causal, kMode>;
+    auto kernel = &flash_bwd_kernel<Traits, kKind, kMode>;
     reserve_smem(kernel, Traits::kSmemSize);
     kernel<<<static_cast<unsigned>(grid), Traits::kNThreads, Traits::kSmemSize, stream>>>(params);
     check_cuda(cudaGetLastError(), "launching flash_bwd_kernel");
@@ -44,36 +43,47 @@ void launch_flash_bwd(const Flash_bwd_params &params, cudaStream_t stream) {
     }
 }
 
+// GPUs whose thread blocks get too little shared memory for the usual tile run everything on the most general kernel,
+// in a tile of its own.
+template <DType kDType, int kHeadDim, Kind kKind, Bwd_mode kMode, bool kHas_bulk_reduce>
+void choose_tile(const Flash_bwd_params &params, cudaStream_t stream) {
+    using Large = typename Tile_sizes_bwd<kHeadDim, kKind, kMode>::Tile;
+    using Small = typename Tile_sizes_bwd_small<kHeadDim>::Tile;
+    constexpr int kSmem = Flash_bwd_kernel_traits<kDType, kHeadDim, Large, kHas_bulk_reduce, kKind>::kSmemSize;
+    if (kSmem <= kLeastSmem || kSmem <= params.max_smem) {
+        launch_flash_bwd<kDType, kHeadDim, kKind, Large, kHas_bulk_reduce, kMode>(params, stream);
+    } else if constexpr (kSmem > kLeastSmem && kMode == Bwd_mode::general) {
+        launch_flash_bwd<kDType, kHeadDim, kKind, Small, kHas_bulk_reduce, kMode>(params, stream);
+    } else if constexpr (kSmem > kLeastSmem) {
+        run_flash_bwd_general<kDType, kHeadDim>(params, stream);
+    }
+}
+
 // A kernel is empty where it would not run (flash_bwd_kernel): GPUs with and without the copy engine's reductions have
 // their own.
-template <DType kDType, int kHeadDim, bool Is_causal, Bwd_mode kMode, bool kHas_bulk_reduce>
-void choose_tile(const Flash_bwd_params &params, cudaStream_t stream) {
-    using Large = typename Tile_sizes_bwd<kHeadDim, Is_causal, kMode>::Tile;
-    using Small = typename Tile_sizes_bwd_small<kHeadDim>::Tile;
-    if (Flash_bwd_kernel_traits<kDType, kHeadDim, Large, kHas_bulk_reduce>::kSmemSize <= params.max_smem) {
-        launch_flash_bwd<kDType, kHeadDim, Is_causal, Large, kHas_bulk_reduce, kMode>(params, stream);
-    } else {
-        launch_flash_bwd<kDType, kHeadDim, Is_causal, Small, kHas_bulk_reduce, kMode>(params, stream);
-    }
-}
-
-template <DType kDType, int kHeadDim, bool Is_causal, Bwd_mode kMode>
+template <DType kDType, int kHeadDim, Kind kKind, Bwd_mode kMode>
 void choose_reduction(const Flash_bwd_params &params, cudaStream_t stream) {
     if (params.has_bulk_reduce) {
-        choose_tile<kDType, kHeadDim, Is_causal, kMode, true>(params, stream);
+        choose_tile<kDType, kHeadDim, kKind, kMode, true>(params, stream);
     } else {
-        choose_tile<kDType, kHeadDim, Is_causal, kMode, false>(params, stream);
+        choose_tile<kDType, kHeadDim, kKind, kMode, false>(params, stream);
     }
 }
 
-template <DType kDType, int kHeadDim, bool Is_causal>
+template <DType kDType, int kHeadDim>
+void run_flash_bwd_general(const Flash_bwd_params &params, cudaStream_t stream) {
+    choose_reduction<kDType, kHeadDim, Kind::general, Bwd_mode::general>(params, stream);
+}
+
+template <DType kDType, int kHeadDim, Kind kKind>
 void run_flash_bwd(const Flash_bwd_params &params, cudaStream_t stream) {
-    if (params.dq.ptr == nullptr || params.dk.ptr == nullptr || params.dv.ptr == nullptr) {
-        choose_reduction<kDType, kHeadDim, Is_causal, Bwd_mode::partial>(params, stream);
-    } else if (params.dq_turn != nullptr) {
-        choose_reduction<kDType, kHeadDim, Is_causal, Bwd_mode::deterministic>(params, stream);
-    } else {
-        choose_reduction<kDType, kHeadDim, Is_causal, Bwd_mode::all>(params, stream);
+    const bool wants_all = params.dq.ptr != nullptr && params.dk.ptr != nullptr && params.dv.ptr != nullptr;
+    if (!wants_all || (may_be_varlen(kKind) && params.deterministic)) {
+        run_flash_bwd_general<kDType, kHeadDim>(params, stream);
+    } else if (!params.deterministic) {
+        choose_reduction<kDType, kHeadDim, kKind, Bwd_mode::all>(params, stream);
+    } else if constexpr (!may_be_varlen(kKind)) {
+        choose_reduction<kDType, kHeadDim, kKind, Bwd_mode::deterministic>(params, stream);
     }
 }
 

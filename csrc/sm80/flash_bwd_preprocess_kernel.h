@@ -5,13 +5,14 @@
 #include <cmath>
 
 #include "../common/layout.h"
+#include "../common/sequence.h"
 #include "../common/softmax.h"
 #include "copy.h"
 #include "kernel_traits_bwd.h"
 
 namespace flash::sm80 {
 
-constexpr int kPreprocessRows = 64;  // query rows of a thread block, as large_rows has it
+constexpr int kPreprocessRows = Flash_bwd_params::kRowsPerFlag;  // query rows of a thread block
 constexpr int kPreprocessThreads = 256;
 
 // A group of lanes takes a row, each lane 16 bytes of it.
@@ -21,22 +22,25 @@ __global__ void __launch_bounds__(kPreprocessThreads)
     constexpr int kVector = 16 / sizeof(Element);
     constexpr int kVectors = kHeadDim / kVector;
     constexpr int kLanes = kVectors <= 4 ? 4 : kVectors <= 8 ? 8 : kVectors <= 16 ? 16 : 32;  // of a row
-    const int row_blocks = params.seqlen_q_rounded / kPreprocessRows;
-    const int bh = blockIdx.x / row_blocks;  // batch * h + head
-    const int first_row = (blockIdx.x - bh * row_blocks) * kPreprocessRows;
-    const int bidb = bh / params.h, bidh = bh - bidb * params.h;
+    constexpr int kRounded = Flash_bwd_params::kRowsRounded;
+    const int64_t stats = int64_t(blockIdx.x) * kPreprocessRows;  // padded row
+    const Row_blocks::Place place =
+        row_blocks(params, kRounded).place(static_cast<int>(stats / kRounded), /*is_reversed=*/false);
+    const int bidb = place.bidb, bidh = place.bidh;
+    const Sequence seq = sequence(params, bidb);
+    const int first_row = place.block * kRounded + static_cast<int>(stats % kRounded);
     const int lane = threadIdx.x % kLanes;
-    const int64_t stats = int64_t(bh) * params.seqlen_q_rounded + first_row;
 
     bool is_large = false;
     CUTE_UNROLL
     for (int row = threadIdx.x / kLanes; row < kPreprocessRows; row += kPreprocessThreads / kLanes) {
         const int query = first_row + row;
         float dot = 0.0f;
-        if (query < params.seqlen_q && lane * kVector < params.d) {
+        if (query < seq.seqlen_q && lane * kVector < params.d) {
             const auto vector_of = [&](const TensorRef &x) {
                 const Element *source = static_cast<const Element *>(x.ptr) + bidb * x.batch_stride +
-                                        query * x.row_stride + bidh * x.head_stride + lane * kVector;
+                                        int64_t(seq.q_begin + query) * x.row_stride + bidh * x.head_stride +
+                                        lane * kVector;
                 cutlass::Array<Element, kVector> bits;
                 *reinterpret_cast<uint4 *>(&bits) = *reinterpret_cast<const uint4 *>(source);
                 return cutlass::NumericArrayConverter<float, Element, kVector>::convert(bits);
@@ -53,8 +57,9 @@ __global__ void __launch_bounds__(kPreprocessThreads)
         }
         if (lane == 0) {
             float lse = INFINITY;  // rows without a key, and past the end: P = exp(s - inf) = 0
-            if (query < params.seqlen_q) {
-                const int64_t index = int64_t(bh) * params.seqlen_q + query;
+            if (query < seq.seqlen_q) {
+                const int64_t index =
+                    bidb * params.lse_batch_stride + bidh * params.lse_head_stride + seq.q_begin + query;
                 lse = static_cast<const float *>(params.softmax_lse)[index];
                 lse = lse == -INFINITY ? INFINITY : lse;
                 is_large |= fabsf(lse) > kLargeExponent && lse != INFINITY;
@@ -88,16 +93,18 @@ __global__ void __launch_bounds__(Traits::kNThreads)
     using Element = typename Traits::Element;
     using Tile = Shape<Int<Traits::kBlockM>, Int<Traits::kHeadDim>>;
     __shared__ alignas(128) Element room[Traits::kSizeQ];
-    const int row_blocks = (params.seqlen_q + Traits::kBlockM - 1) / Traits::kBlockM;
-    const int bh = blockIdx.x / row_blocks;  // batch * h + head
-    const int m_block = blockIdx.x - bh * row_blocks;
-    const int bidb = bh / params.h, bidh = bh - bidb * params.h;
+    const auto [bidb, bidh, m_block] = row_blocks(params, Traits::kBlockM).place(blockIdx.x, /*is_reversed=*/false);
+    const Sequence seq = sequence(params, bidb);
+    if (m_block * Traits::kBlockM >= seq.seqlen_q) {
+        return;
+    }
 
     typename Traits::TiledMmadQ mma_dq;
     Tensor acc = partition_fragment_C(mma_dq, Tile{});  // (MMA, MMA_M, MMA_K)
     const auto *accum = reinterpret_cast<const float4 *>(
-        params.dq_accum +
-        (int64_t(bh) * params.seqlen_q_rounded + m_block * Traits::kBlockM) * int64_t(Traits::kHeadDim));
+        params.dq_accum + (bidb * params.padded_batch_stride + bidh * params.padded_head_stride +
+                           padded_begin(params, bidb) + m_block * Traits::kBlockM) *
+                              Traits::kHeadDim);
     const float scale = float(params.softmax_scale);
     CUTE_UNROLL
     for (int i = 0; i < size(acc) / 4; ++i) {
@@ -114,15 +121,15 @@ __global__ void __launch_bounds__(Traits::kNThreads)
     copy(smem_copy, thr_smem_copy.retile_S(rdQ), thr_smem_copy.partition_D(sdQ));
     __syncthreads();  // the tile is whole
 
-    Tensor mdQ = head_tensor<Element>(params.dq, bidb, bidh, params.seqlen_q, params.d);  // (seqlen_q, d)
-    Tensor gdQ = local_tile(mdQ, Tile{}, make_coord(m_block, 0));                         // (BLK_M, HD)
+    Tensor mdQ = head_tensor<Element>(params.dq, bidb, bidh, seq.q_begin, seq.seqlen_q, params.d);  // (seqlen_q, d)
+    Tensor gdQ = local_tile(mdQ, Tile{}, make_coord(m_block, 0));                                   // (BLK_M, HD)
     typename Traits::GmemTiledCopyStore gmem_copy;
     auto thr_gmem_copy = gmem_copy.get_thread_slice(threadIdx.x);
     Tensor tdQgdQ = thr_gmem_copy.partition_D(gdQ);
     Tensor tdQrdQ = make_tensor<Element>(shape(tdQgdQ));
     copy(gmem_copy, thr_gmem_copy.partition_S(sdQ), tdQrdQ);
     store_tile(gmem_copy, tdQrdQ, tdQgdQ, thr_gmem_copy.partition_D(make_identity_tensor(Tile{})),
-               params.seqlen_q - m_block * Traits::kBlockM, params.d);
+               seq.seqlen_q - m_block * Traits::kBlockM, params.d);
 }
 
 }  // namespace flash::sm80

@@ -3,7 +3,13 @@
 
 namespace flash::sm80 {
 
-template void run_flash_fwd<DType::FLASH_DTYPE, FLASH_HEADDIM, false>(const Flash_fwd_params &, cudaStream_t);
-template void run_flash_fwd<DType::FLASH_DTYPE, FLASH_HEADDIM, true>(const Flash_fwd_params &, cudaStream_t);
+#define INSTANTIATE(KIND) \
+    template void run_flash_fwd<DType::FLASH_DTYPE, FLASH_HEADDIM, Kind::KIND>(const Flash_fwd_params &, cudaStream_t);
+
+INSTANTIATE(full)
+INSTANTIATE(local)
+INSTANTIATE(varlen)
+INSTANTIATE(general)
+INSTANTIATE(paged)
 
 }  // namespace flash::sm80

@@ -8,12 +8,11 @@
 
 namespace flash::sm80 {
 
-template <DType kDType, int kHeadDim, bool Is_causal, typename Tile>
+template <DType kDType, int kHeadDim, Kind kKind, typename Tile>
 void launch_flash_fwd(const Flash_fwd_params &params, cudaStream_t stream) {
     using Traits = Flash_fwd_kernel_traits<kDType, kHeadDim, Tile>;
-    auto kernel = &flash_fwd_kernel<Traits, Is_causal>;
-    const int64_t num_m_blocks = (params.seqlen_q + Traits::kBlockM - 1) / Traits::kBlockM;
-    const int64_t grid = num_m_blocks * params.h * params.b;
+    auto kernel = &flash_fwd_kernel<Traits, kKind>;
+    const int64_t grid = row_blocks(params, Traits::kBlockM).count();
     check_grid(grid, "batch * nheads * blocks of query rows");
     reserve_smem(kernel, Traits::kSmemSize);
     if (trace_enabled()) {
@@ -24,9 +23,10 @@ void launch_flash_fwd(const Flash_fwd_params &params, cudaStream_t stream) {
     check_cuda(cudaGetLastError(), "launching flash_fwd_kernel");
 }
 
-template <DType kDType, int kHeadDim, bool Is_causal>
+template <DType kDType, int kHeadDim, Kind kKind>
 void run_flash_fwd(const Flash_fwd_params &params, cudaStream_t stream) {
-    launch_flash_fwd<kDType, kHeadDim, Is_causal, Tile_sizes_fwd<kHeadDim, Is_causal>>(params, stream);
+    using Tile = Tile_sizes_fwd<kHeadDim, has_extras(kKind)>;
+    launch_flash_fwd<kDType, kHeadDim, kKind, Tile>(params, stream);
 }
 
 }  // namespace flash::sm80

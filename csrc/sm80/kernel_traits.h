@@ -6,7 +6,7 @@
 
 #include <type_traits>
 
-#include "../flash.h"
+#include "../common/sequence.h"
 #include "tile_sizes.h"
 
 namespace flash::sm80 {
@@ -51,6 +51,8 @@ struct Flash_fwd_kernel_traits {
         };
         alignas(128) Element k[cosize_v<SmemLayoutKV>];
         alignas(128) Element v[cosize_v<SmemLayoutKV>];
+        Row_blocks::Place place;  // what varlen's epilogue works on: in registers it would cost the main loop
+        Sequence sequence;
     };
     static constexpr int kSmemSize = sizeof(SharedStorage);
 

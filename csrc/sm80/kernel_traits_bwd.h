@@ -15,7 +15,7 @@ namespace flash::sm80 {
 using namespace cute;
 
 // kHas_bulk_reduce: for compute capability 9.0 and later.
-template <DType kDType, int kHeadDim_, typename Tile_, bool kHas_bulk_reduce_>
+template <DType kDType, int kHeadDim_, typename Tile_, bool kHas_bulk_reduce_, Kind kKind>
 struct Flash_bwd_kernel_traits {
     static_assert(kDType == DType::float16 || kDType == DType::bfloat16, "tensor cores multiply 16-bit types here");
     static_assert(kHeadDim_ % 32 == 0, "a head dim is made of 64-byte rows of shared memory");
@@ -52,7 +52,13 @@ struct Flash_bwd_kernel_traits {
     template <int kWarpsRows>
     using TiledMma = TiledMMA<Mma_atom, Layout<Shape<Int<kWarpsRows>, Int<kNWarps / kWarpsRows>, _1>>,
                               cute::Tile<Int<16 * kWarpsRows>, Int<16 * (kNWarps / kWarpsRows)>, _16>>;
-    using TiledMmaSdP = TiledMma<Tile::kWarpsN_SdP>;  // [keys, queries]
+    // [keys, queries]; of a general call, each warp's queries are whole runs of 16, as dropout wants them.
+    using TiledMmaSdP = std::conditional_t<
+        kKind == Kind::general,
+        TiledMMA<Mma_atom, Layout<Shape<Int<Tile::kWarpsN_SdP>, Int<kNWarps / Tile::kWarpsN_SdP>, _1>>,
+                 cute::Tile<Int<16 * Tile::kWarpsN_SdP>,
+                            Layout<Shape<_8, Int<kNWarps / Tile::kWarpsN_SdP>, _2>, Stride<_1, _16, _8>>, _16>>,
+        TiledMma<Tile::kWarpsN_SdP>>;
     using TiledMmadKV = TiledMma<Tile::kWarpsN_dKV>;  // [keys, head dim]
     using TiledMmadQ = TiledMma<Tile::kWarpsM_dQ>;    // [queries, head dim]
 

@@ -5,7 +5,9 @@
 #pragma once
 
 #include "../common/block_info.h"
+#include "../common/dropout.h"
 #include "../common/layout.h"
+#include "../common/score_mod.h"
 #include "../common/softmax.h"
 #include "copy.h"
 #include "kernel_traits_bwd.h"
@@ -21,9 +23,41 @@ __device__ __forceinline__ void store_probabilities(const TensorR &source, Tenso
     copy(smem_copy, thr_copy.retile_S(source), thr_copy.partition_D(target));
 }
 
+// acc times what this thread stored in `source` by store_probabilities.
+template <typename Traits, typename TensorAcc, typename TensorS>
+__device__ __forceinline__ void multiply_by_stored(TensorAcc &acc, TensorS &&source, int thread) {
+    auto smem_copy = make_tiled_copy_C(typename Traits::SmemCopyAtomStore{}, typename Traits::TiledMmaSdP{});
+    auto thr_copy = smem_copy.get_thread_slice(thread);
+    Tensor factor = make_tensor<typename Traits::Element>(acc.layout());
+    copy(smem_copy, thr_copy.partition_D(source), thr_copy.retile_S(factor));
+    CUTE_UNROLL
+    for (int i = 0; i < size(acc); ++i) {
+        acc(i) *= float(factor(i));
+    }
+}
+
+// scores (key, query) become logits. The derivative of softcap, 1 - tanh^2, waits in the room of dS^T, each thread's
+// own elements: in registers it would have to last over a product.
+template <typename Traits, typename Info, typename TensorS, typename TensorC, typename TensorD>
+__device__ __forceinline__ void apply_score_mod(const Flash_bwd_params &params, const Info &info, int bidb, int bidh,
+                                                TensorS &scores, const TensorC &coords, const TensorC &offsets,
+                                                int first_query, TensorD &&room, int thread) {
+    using TileS = Shape<Int<Traits::kBlockN>, Int<Traits::kSliceM>>;
+    Tensor derivative = make_tensor<typename Traits::Element>(
+        partition_fragment_C(typename Traits::TiledMmaSdP{}, TileS{}).layout());  // (MMA, MMA_N, MMA_M)
+    Tensor derivative_rowcol = make_tensor(derivative.data(), rowcol_layout(derivative.layout()));
+    const Score_mod mod(params, bidb, bidh, info.seqlen_k - info.seqlen_q);
+    mod.apply</*kTransposed=*/true>(
+        scores, coords, offsets, first_query, info.n_block * Traits::kBlockN,
+        [&](int row, int col, float t) { derivative_rowcol(row, col) = typename Traits::Element(1.0f - t * t); });
+    if (params.softcap > 0.0) {
+        store_probabilities<Traits>(derivative, room, thread);
+    }
+}
+
 // acc_dk, acc_dv (MMA, MMA_N, MMA_K) get the sums over the query heads [bidh, bidh + params.heads_per_dkv), all of one
 // key/value head; dK lacks the factor softmax_scale.
-template <typename Traits, Bwd_mode kMode, typename Info, typename SharedStorage, typename TensorKV>
+template <typename Traits, Kind kKind, Bwd_mode kMode, typename Info, typename SharedStorage, typename TensorKV>
 __device__ __forceinline__ void mainloop_bwd(const Flash_bwd_params &params, const Info &info, SharedStorage &shared,
                                              int bidb, int bidh, TensorKV &acc_dk, TensorKV &acc_dv) {
     using Element = typename Traits::Element;
@@ -47,17 +81,23 @@ __device__ __forceinline__ void mainloop_bwd(const Flash_bwd_params &params, con
         column_in_range(col) = get<1>(tKcK(0, 0, col)) < params.d;
     }
     auto load_KV = [&](const TensorRef &x, Element *target) {
-        Tensor mX = head_tensor<Element>(x, bidb, bidh_k, info.seqlen_k, params.d);
+        Tensor mX = head_tensor<Element>(x, bidb, bidh_k, info.k_begin, info.seqlen_k, params.d);
         Tensor gX = local_tile(mX, TileKV{}, make_coord(n_block, 0));
         Tensor sX = make_tensor(make_smem_ptr(target), typename Traits::SmemKV::Layout{});
         copy_tile_async(gmem_copy, thr_gmem_copy.partition_S(gX), thr_gmem_copy.partition_D(sX), tKcK, column_in_range,
                         info.seqlen_k - n_block * kBlockN);
     };
 
-    constexpr bool kPartial = kMode == Bwd_mode::partial;
-    const bool wants_dq = !kPartial || params.dq_accum != nullptr;
-    const bool wants_dk = !kPartial || params.dk.ptr != nullptr;
-    const bool wants_dv = !kPartial || params.dv.ptr != nullptr;
+    constexpr bool kGeneral = kKind == Kind::general, kAsks = kMode == Bwd_mode::general;
+    const bool wants_dq = !kAsks || params.dq_accum != nullptr;
+    const bool wants_dk = !kAsks || params.dk.ptr != nullptr;
+    const bool wants_dv = !kAsks || params.dv.ptr != nullptr;
+    const bool has_score_mod = kGeneral && Score_mod::is_on(params);
+    const bool has_dropout = kGeneral && params.rng_state != nullptr;
+
+    // Of the statistics and of dQ's accumulator, the first padded row of the sequence's first head here.
+    const int padded_row = static_cast<int>(bidb * params.padded_batch_stride + bidh * params.padded_head_stride +
+                                            padded_begin<may_be_varlen(kKind)>(params, bidb));
 
     // The steps, flattened: the row blocks of each query head.
     int head = 0, m_block = info.m_block_min;                // of the next load
@@ -73,7 +113,7 @@ __device__ __forceinline__ void mainloop_bwd(const Flash_bwd_params &params, con
         auto thr_copy = gmem_copy.get_thread_slice(thread_index<kSpares_registers>());
         const int rows_left = info.seqlen_q - m_block * kBlockM;
         auto load = [&](const TensorRef &x, Element *target) {
-            Tensor mX = head_tensor<Element>(x, bidb, bidh + head, info.seqlen_q, params.d);
+            Tensor mX = head_tensor<Element>(x, bidb, bidh + head, info.q_begin, info.seqlen_q, params.d);
             Tensor gX = local_tile(mX, TileQ{}, make_coord(m_block, 0));
             Tensor sX = make_tensor(make_smem_ptr(target), typename Traits::SmemQ::Layout{});
             copy_tile_async(gmem_copy, thr_copy.partition_S(gX), thr_copy.partition_D(sX), tQcQ, column_in_range,
@@ -81,9 +121,8 @@ __device__ __forceinline__ void mainloop_bwd(const Flash_bwd_params &params, con
         };
         load(params.q, shared.q[stage]);
         load(params.dout, shared.dout[stage]);
-        const int64_t first_row =
-            (int64_t(bidb) * params.h + bidh + head) * params.seqlen_q_rounded + m_block * kBlockM;
-        constexpr int kFlagRows = 64;
+        const int first_row = padded_row + head * int(params.padded_head_stride) + m_block * kBlockM;
+        constexpr int kFlagRows = Flash_bwd_params::kRowsPerFlag;
         next_is_large = params.large_rows[first_row / kFlagRows] != 0;
         if constexpr (kBlockM > kFlagRows) {
             next_is_large |= params.large_rows[first_row / kFlagRows + 1] != 0;
@@ -139,7 +178,7 @@ __device__ __forceinline__ void mainloop_bwd(const Flash_bwd_params &params, con
     };
 
     // S^T, P^T, dP^T and dS^T of one step; dV and dK too when P and dS stay in registers.
-    auto step_scores = [&](int m_block, int stage, bool is_large) {
+    auto step_scores = [&](int head, int m_block, int stage, bool is_large) {
         Tensor sQ = make_tensor(make_smem_ptr(shared.q[stage]), typename Traits::SmemQ::Layout{});       // (BLK_M, HD)
         Tensor sQt = make_tensor(make_smem_ptr(shared.q[stage]), typename Traits::SmemQ::Transposed{});  // (HD, BLK_M)
         Tensor sdO = make_tensor(make_smem_ptr(shared.dout[stage]), typename Traits::SmemQ::Layout{});   // (BLK_M, HD)
@@ -160,9 +199,11 @@ __device__ __forceinline__ void mainloop_bwd(const Flash_bwd_params &params, con
             Tensor acc_dp = partition_fragment_C(mma_sdp, TileS{});                    // (MMA, MMA_N, MMA_M)
             Tensor scores = make_tensor(acc_s.data(), rowcol_layout(acc_s.layout()));  // (key, query)
             Tensor dp = make_tensor(acc_dp.data(), rowcol_layout(acc_dp.layout()));    // (key, query)
-            Tensor tScS =
-                mma_sdp.get_thread_slice(thread_index<kSpares_registers>()).partition_C(make_identity_tensor(TileS{}));
-            Tensor coords = make_tensor(tScS.data(), rowcol_layout(tScS.layout()));  // -> (key, query of the slice)
+            const auto coords_of = [&](int thread) {                                   // -> (key, query of the slice)
+                Tensor tScS = mma_sdp.get_thread_slice(thread).partition_C(make_identity_tensor(TileS{}));
+                return make_tensor(tScS.data(), rowcol_layout(tScS.layout()));
+            };
+            Tensor coords = coords_of(thread_index<kSpares_registers>());
 
             clear(acc_s);
             multiply(acc_s, mma_sdp, copy_sdp_A, copy_sdp_B, sK, slice_of(sQ), Nothing{});
@@ -170,16 +211,28 @@ __device__ __forceinline__ void mainloop_bwd(const Flash_bwd_params &params, con
             // masked, or so large that a float32 is coarser than 1 and only rounding as the forward did leaves the
             // difference right.
             const float *lse = &shared.lse[stage][slice * kSliceM];
+            const float *delta = &shared.delta[stage][slice * kSliceM];
+            const int first_query = m_block * kBlockM + slice * kSliceM;
+            const int thread = thread_index<kSpares_registers>();
+            if (has_score_mod) {  // what the softmax has to multiply by is Score_mod::softmax_scale from here on
+                apply_score_mod<Traits>(params, info, bidb, bidh + head, scores, coords, coords_of(0), first_query,
+                                        slice_of_t(sdS), thread);
+            }
+            const float scale = kGeneral ? Score_mod::softmax_scale(params) : float(params.softmax_scale);
+            const float scale_log2 = kGeneral ? scale * float(M_LOG2E) : params.scale_softmax_log2;
             if (needs_care) {
                 CUTE_UNROLL
                 for (int col = 0; col < size<1>(scores); ++col) {
                     const int query = get<1>(coords(0, col));
                     const float lse_query = lse[query];
-                    const int end = info.end_key(m_block * kBlockM + slice * kSliceM + query) - n_block * kBlockN;
+                    const int begin = info.begin_key(first_query + query) - n_block * kBlockN;
+                    const int end = info.end_key(first_query + query) - n_block * kBlockN;
                     CUTE_UNROLL
                     for (int row = 0; row < size<0>(scores); ++row) {
-                        const float exponent = __fmul_rn(scores(row, col), float(params.softmax_scale)) - lse_query;
-                        scores(row, col) = get<0>(coords(row, col)) < end ? exponent * float(M_LOG2E) : -INFINITY;
+                        const int key = get<0>(coords(row, col));
+                        const float exponent = __fmul_rn(scores(row, col), scale) - lse_query;
+                        const bool is_visible = key < end && (!Info::Is_local || key >= begin);
+                        scores(row, col) = is_visible ? exponent * float(M_LOG2E) : -INFINITY;
                     }
                 }
             } else {
@@ -189,8 +242,8 @@ __device__ __forceinline__ void mainloop_bwd(const Flash_bwd_params &params, con
                     const float lse_log2[2] = {lse_pair.x * float(M_LOG2E), lse_pair.y * float(M_LOG2E)};
                     CUTE_UNROLL
                     for (int row = 0; row < size<0>(scores); ++row) {
-                        scores(row, col) = scores(row, col) * params.scale_softmax_log2 - lse_log2[0];
-                        scores(row, col + 1) = scores(row, col + 1) * params.scale_softmax_log2 - lse_log2[1];
+                        scores(row, col) = scores(row, col) * scale_log2 - lse_log2[0];
+                        scores(row, col + 1) = scores(row, col + 1) * scale_log2 - lse_log2[1];
                     }
                 }
             }
@@ -200,25 +253,46 @@ __device__ __forceinline__ void mainloop_bwd(const Flash_bwd_params &params, con
             for (int i = 0; i < size(acc_s); ++i) {
                 acc_s(i) = exp2_approx(acc_s(i));
             }
+            if (has_dropout) {
+                const Dropout_stream stream(params.rng_state, bidb, params.h, bidh + head);
+                mark_dropped_transposed(scores, coords, stream, params.dropout_threshold, first_query,
+                                        n_block * kBlockN);
+            }
             CUTE_UNROLL
             for (int col = 0; col < size<1>(dp); col += 2) {
-                const float2 delta =
-                    *reinterpret_cast<const float2 *>(&shared.delta[stage][slice * kSliceM + get<1>(coords(0, col))]);
+                const float2 delta_pair = *reinterpret_cast<const float2 *>(&delta[get<1>(coords(0, col))]);
                 CUTE_UNROLL
                 for (int row = 0; row < size<0>(dp); ++row) {
-                    dp(row, col) = -delta.x;
-                    dp(row, col + 1) = -delta.y;
+                    dp(row, col) = has_dropout ? 0.0f : -delta_pair.x;
+                    dp(row, col + 1) = has_dropout ? 0.0f : -delta_pair.y;
                 }
             }
             multiply(acc_dp, mma_sdp, copy_sdp_A, copy_sdp_B, sV, slice_of(sdO), Nothing{});
-            CUTE_UNROLL
-            for (int i = 0; i < size(acc_s); ++i) {
-                acc_dp(i) *= acc_s(i);
+            if (has_dropout) {  // dP and P lose what was dropped; delta belongs to all
+                const float keep_factor = float(1.0 / (1.0 - params.p_dropout));
+                CUTE_UNROLL
+                for (int col = 0; col < size<1>(dp); ++col) {
+                    const float delta_query = delta[get<1>(coords(0, col))];
+                    CUTE_UNROLL
+                    for (int row = 0; row < size<0>(dp); ++row) {
+                        const float p = scores(row, col);
+                        const float dp_kept = is_marked(p) ? 0.0f : dp(row, col) * keep_factor;
+                        dp(row, col) = fabsf(p) * (dp_kept - delta_query);
+                        scores(row, col) = fmaxf(p, 0.0f);
+                    }
+                }
+            } else {
+                CUTE_UNROLL
+                for (int i = 0; i < size(acc_s); ++i) {
+                    acc_dp(i) *= acc_s(i);
+                }
+            }
+            if (kGeneral && params.softcap > 0.0) {
+                multiply_by_stored<Traits>(acc_dp, slice_of_t(sdS), thread);
             }
 
             Tensor rP = convert_type<Element>(acc_s);    // (MMA, MMA_N, MMA_M)
             Tensor rdS = convert_type<Element>(acc_dp);  // (MMA, MMA_N, MMA_M)
-            const int thread = thread_index<kSpares_registers>();
             store_probabilities<Traits>(rdS, slice_of_t(sdS), thread);
             if constexpr (Traits::kP_in_registers) {
                 if (wants_dv) {
@@ -241,13 +315,12 @@ __device__ __forceinline__ void mainloop_bwd(const Flash_bwd_params &params, con
             make_tensor(make_smem_ptr(shared.dout[stage]), typename Traits::SmemQ::Transposed{});  // (HD, BLK_M)
         Tensor acc_dq = partition_fragment_C(mma_dq, TileQ{});  // (MMA, MMA_M, MMA_K)
         constexpr int kVectors = decltype(size(acc_dq))::value / 4;
-        const int64_t row_block =
-            (int64_t(bidb) * params.h + bidh + head) * (params.seqlen_q_rounded / kBlockM) + m_block;
+        const int row_block = (padded_row + head * int(params.padded_head_stride)) / kBlockM + m_block;
         int *turns = nullptr;
-        if (kMode == Bwd_mode::deterministic || (kPartial && params.dq_turn != nullptr)) {
-            turns = params.dq_turn + row_block * Traits::kNWarps;
+        if (kMode == Bwd_mode::deterministic || (kAsks && params.dq_turn != nullptr)) {
+            turns = params.dq_turn + int64_t(row_block) * Traits::kNWarps;
         }
-        const Dq_reduction<kVectors> reduction(params.dq_accum + row_block * (kBlockM * kHeadDim), turns,
+        const Dq_reduction<kVectors> reduction(params.dq_accum + int64_t(row_block) * (kBlockM * kHeadDim), turns,
                                                info.turn(m_block));
         constexpr bool kDV_first = Traits::Tile::kDV_first && Traits::kStaged_dQ && !Traits::kP_in_registers;
         if (kDV_first && wants_dv) {
@@ -305,7 +378,7 @@ __device__ __forceinline__ void mainloop_bwd(const Flash_bwd_params &params, con
         if (kStages == 2 && steps > 1) {
             load_step(stage ^ 1);
         }
-        step_scores(m_block_now, stage, is_large);
+        step_scores(head_now, m_block_now, stage, is_large);
         __syncthreads();  // dS and P are whole
         if (kStages == 1 && Traits::kP_in_registers && steps > 1) {
             load_step(0);  // all are done with Q and dO

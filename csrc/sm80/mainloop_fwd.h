@@ -3,16 +3,19 @@
 #pragma once
 
 #include "../common/block_info.h"
+#include "../common/dropout.h"
 #include "../common/layout.h"
 #include "../common/mask.h"
+#include "../common/score_mod.h"
 #include "../common/softmax.h"
 #include "copy.h"
 #include "kernel_traits.h"
 
 namespace flash::sm80 {
 
-// acc_o (MMA, MMA_M, MMA_K) gets the unnormalised output, softmax its row statistics.
-template <typename Traits, typename Info, typename SharedStorage, typename TensorO, typename SoftmaxState>
+// acc_o (MMA, MMA_M, MMA_K) gets the unnormalised output, softmax its row statistics. Softcap, ALiBi and dropout
+// are decided at run time in the kinds that have them.
+template <typename Traits, Kind kKind, typename Info, typename SharedStorage, typename TensorO, typename SoftmaxState>
 __device__ __forceinline__ void mainloop_fwd(const Flash_fwd_params &params, const Info &info, SharedStorage &shared,
                                              int bidb, int bidh, int m_block, TensorO &acc_o, SoftmaxState &softmax) {
     using Element = typename Traits::Element;
@@ -23,16 +26,16 @@ __device__ __forceinline__ void mainloop_fwd(const Flash_fwd_params &params, con
     const int bidh_k = bidh / params.h_h_k_ratio;
 
     // Tensors: global (g), shared (s).
-    Tensor mQ = head_tensor<Element>(params.q, bidb, bidh, info.seqlen_q, params.d);           // (seqlen_q, d)
-    Tensor mK = head_tensor<Element>(params.k, bidb, bidh_k, info.seqlen_k, params.d);         // (seqlen_k, d)
-    Tensor mV = head_tensor<Element>(params.v, bidb, bidh_k, info.seqlen_k, params.d);         // (seqlen_k, d)
-    Tensor gQ = local_tile(mQ, Shape<Int<kBlockM>, Int<kHeadDim>>{}, make_coord(m_block, 0));  // (BLK_M, HD)
-    Tensor gK = local_tile(mK, Shape<Int<kBlockN>, Int<kHeadDim>>{}, make_coord(_, 0));        // (BLK_N, HD, n)
-    Tensor gV = local_tile(mV, Shape<Int<kBlockN>, Int<kHeadDim>>{}, make_coord(_, 0));        // (BLK_N, HD, n)
-    Tensor sQ = make_tensor(make_smem_ptr(shared.q), typename Traits::SmemLayoutQ{});          // (BLK_M, HD)
-    Tensor sK = make_tensor(make_smem_ptr(shared.k), typename Traits::SmemLayoutKV{});         // (BLK_N, HD)
-    Tensor sV = make_tensor(make_smem_ptr(shared.v), typename Traits::SmemLayoutKV{});         // (BLK_N, HD)
-    Tensor sVt = make_tensor(make_smem_ptr(shared.v), typename Traits::SmemLayoutVt{});        // (HD, BLK_N)
+    Tensor mQ = head_tensor<Element>(params.q, bidb, bidh, info.q_begin, info.seqlen_q, params.d);    // (seqlen_q, d)
+    Tensor mK = head_tensor<Element>(params.k, bidb, bidh_k, info.k_begin, info.seqlen_k, params.d);  // (seqlen_k, d)
+    Tensor mV = head_tensor<Element>(params.v, bidb, bidh_k, info.k_begin, info.seqlen_k, params.d);  // (seqlen_k, d)
+    Tensor gQ = local_tile(mQ, Shape<Int<kBlockM>, Int<kHeadDim>>{}, make_coord(m_block, 0));         // (BLK_M, HD)
+    Tensor gK = local_tile(mK, Shape<Int<kBlockN>, Int<kHeadDim>>{}, make_coord(_, 0));               // (BLK_N, HD, n)
+    Tensor gV = local_tile(mV, Shape<Int<kBlockN>, Int<kHeadDim>>{}, make_coord(_, 0));               // (BLK_N, HD, n)
+    Tensor sQ = make_tensor(make_smem_ptr(shared.q), typename Traits::SmemLayoutQ{});                 // (BLK_M, HD)
+    Tensor sK = make_tensor(make_smem_ptr(shared.k), typename Traits::SmemLayoutKV{});                // (BLK_N, HD)
+    Tensor sV = make_tensor(make_smem_ptr(shared.v), typename Traits::SmemLayoutKV{});                // (BLK_N, HD)
+    Tensor sVt = make_tensor(make_smem_ptr(shared.v), typename Traits::SmemLayoutVt{});               // (HD, BLK_N)
 
     // Copies from global to shared memory.
     typename Traits::GmemTiledCopyQKV gmem_copy;
@@ -60,18 +63,32 @@ __device__ __forceinline__ void mainloop_fwd(const Flash_fwd_params &params, con
     Tensor acc_o_rowcol = make_tensor(acc_o.data(), rowcol_layout(acc_o.layout()));
 
     // Starts the copy of one key block of K or V; keys past the end of the sequence arrive as zeros.
-    auto load_KV = [&](auto const &gX, auto const &sX, int n_block) {
+    auto load_KV = [&](const TensorRef &x, auto const &gX, auto const &sX, int n_block) {
         auto thr_copy = gmem_copy.get_thread_slice(thread_index<kSpares_registers>());
+        if (kKind == Kind::paged) {
+            const Element *head = static_cast<const Element *>(x.ptr) + bidh_k * x.head_stride;
+            const int *pages = params.block_table + bidb * params.block_table_batch_stride;
+            copy_paged_tile_async(gmem_copy, x, head, pages, params.page_size, thr_copy.partition_D(sX),
+                                  thr_copy.partition_S(cK), column_in_range, n_block * kBlockN, info.seqlen_k);
+            cp_async_fence();
+            return;
+        }
         copy_tile_async(gmem_copy, thr_copy.partition_S(gX(_, _, n_block)), thr_copy.partition_D(sX),
                         thr_copy.partition_S(cK), column_in_range, info.seqlen_k - n_block * kBlockN);
         cp_async_fence();
+    };
+
+    auto coords_of_scores = [&](int thread) {                                   // (row, col) -> (row, key)
+        Tensor cS = make_identity_tensor(Shape<Int<kBlockM>, Int<kBlockN>>{});  // (BLK_M, BLK_N)
+        Tensor tScS = tiled_mma.get_thread_slice(thread).partition_C(cS);       // (MMA, MMA_M, MMA_N)
+        return make_tensor(tScS.data(), rowcol_layout(tScS.layout()));
     };
 
     // One key block. On entry K(n_block) is on its way and nobody reads V's room any more.
     auto step = [&](int n_block) {
         cp_async_wait<0>();
         __syncthreads();  // K has landed for all; all are done with the V of the step before
-        load_KV(gV, sV, n_block);
+        load_KV(params.v, gV, sV, n_block);
 
         Tensor acc_s = partition_fragment_C(tiled_mma, Shape<Int<kBlockM>, Int<kBlockN>>{});  // (MMA, MMA_M, MMA_N)
         clear(acc_s);
@@ -79,18 +96,25 @@ __device__ __forceinline__ void mainloop_fwd(const Flash_fwd_params &params, con
                        thread_index<kSpares_registers>());
         cp_async_wait<0>();
         __syncthreads();  // V has landed for all; all are done with K
-        if (n_block > 0) {
-            load_KV(gK, sK, n_block - 1);
+        if (n_block > info.n_block_min) {
+            load_KV(params.k, gK, sK, n_block - 1);
         }
 
         Tensor scores = make_tensor(acc_s.data(), rowcol_layout(acc_s.layout()));  // (row, col)
-        if (n_block >= info.n_full_end) {
-            Tensor cS = make_identity_tensor(Shape<Int<kBlockM>, Int<kBlockN>>{});           // (BLK_M, BLK_N)
-            Tensor tScS = tiled_mma.get_thread_slice(thread_index<true>()).partition_C(cS);  // (MMA, MMA_M, MMA_N)
-            Tensor coords = make_tensor(tScS.data(), rowcol_layout(tScS.layout()));          // (row, col) -> (row, key)
-            apply_mask<kBlockM, kBlockN>(scores, coords, info, m_block, n_block);
+        if (has_extras(kKind) && Score_mod::is_on(params)) {
+            const Score_mod mod(params, bidb, bidh, info.seqlen_k - info.seqlen_q);
+            mod.apply</*kTransposed=*/false>(scores, coords_of_scores(thread_index<true>()), coords_of_scores(0),
+                                             m_block * kBlockM, n_block * kBlockN, [](int, int, float) {});
+        }
+        if (info.needs_mask(n_block)) {
+            apply_mask<kBlockM, kBlockN>(scores, coords_of_scores(thread_index<true>()), info, m_block, n_block);
         }
         softmax.step(scores, acc_o_rowcol);
+        if (has_extras(kKind) && params.rng_state != nullptr) {
+            const Dropout_stream stream(params.rng_state, bidb, params.h, bidh);
+            drop(scores, coords_of_scores(thread_index<true>()), stream, params.dropout_threshold, m_block * kBlockM,
+                 n_block * kBlockN);
+        }
 
         Tensor rP = convert_type<Element>(acc_s);                             // (MMA, MMA_M, MMA_N)
         Tensor tOrP = make_tensor(rP.data(), operand_A_layout(rP.layout()));  // (MMA, MMA_M, MMA_K)
@@ -103,7 +127,7 @@ __device__ __forceinline__ void mainloop_fwd(const Flash_fwd_params &params, con
                     rows_left);
     cp_async_fence();
     int n_block = info.n_block_max - 1;
-    load_KV(gK, sK, n_block);
+    load_KV(params.k, gK, sK, n_block);
     if constexpr (kQ_steps > 0) {
         cp_async_wait<1>();
         __syncthreads();  // Q has landed for all
@@ -117,7 +141,7 @@ __device__ __forceinline__ void mainloop_fwd(const Flash_fwd_params &params, con
     }
 
     // Main loop, from the last key block down, so that the ragged and the causal edge come first.
-    for (; n_block >= 0; --n_block) {
+    for (; n_block >= info.n_block_min; --n_block) {
         step(n_block);
     }
 }

@@ -16,20 +16,25 @@ struct Tile_fwd {
     static constexpr int kQ_steps_in_registers = kQ_steps_in_registers_;
 };
 
-template <int kHeadDim, bool Is_causal>
+// The kinds that have extras want fewer registers for the tile.
+template <int kHeadDim, bool kHas_extras>
 struct Tile_sizes_fwd;
 
-template <bool Is_causal>
-struct Tile_sizes_fwd<32, Is_causal> : Tile_fwd<128, 64, 4, 3> {};
-template <bool Is_causal>
-struct Tile_sizes_fwd<64, Is_causal> : Tile_fwd<128, 128, 4, 2> {};
-template <bool Is_causal>
-struct Tile_sizes_fwd<96, Is_causal> : Tile_fwd<128, 64, 4, 2> {};
-template <bool Is_causal>
-struct Tile_sizes_fwd<128, Is_causal> : Tile_fwd<128, 64, 4, 2, true> {};
-template <bool Is_causal>
-struct Tile_sizes_fwd<192, Is_causal> : Tile_fwd<64, 64, 4, 2, false, 12> {};
-template <bool Is_causal>
-struct Tile_sizes_fwd<256, Is_causal> : Tile_fwd<64, 64, 4, 2, false, 8> {};
+template <bool kHas_extras>
+struct Tile_sizes_fwd<32, kHas_extras> : Tile_fwd<128, 64, 4, 3> {};
+template <>
+struct Tile_sizes_fwd<64, false> : Tile_fwd<128, 128, 4, 2> {};
+template <>
+struct Tile_sizes_fwd<64, true> : Tile_fwd<64, 128, 4, 3> {};
+template <bool kHas_extras>
+struct Tile_sizes_fwd<96, kHas_extras> : Tile_fwd<128, 64, 4, 2> {};
+template <bool kHas_extras>
+struct Tile_sizes_fwd<128, kHas_extras> : Tile_fwd<128, 64, 4, 2, true> {};
+template <bool kHas_extras>
+struct Tile_sizes_fwd<192, kHas_extras> : Tile_fwd<64, 64, 4, 2, false, 12> {};
+template <>
+struct Tile_sizes_fwd<256, false> : Tile_fwd<64, 64, 4, 2, false, 8> {};
+template <>
+struct Tile_sizes_fwd<256, true> : Tile_fwd<64, 64, 4, 2, false, 6> {};
 
 }  // namespace flash::sm80

@@ -1,6 +1,8 @@
 // Tile sizes of the sm80 backward per head dim: the one table. docs/tuning.md says how they were found.
 #pragma once
 
+#include "kind.h"
+
 namespace flash::sm80 {
 
 // What a kernel is asked for. One that decides in its loop at run time is up to 22 % slower than one that does not have
@@ -8,7 +10,7 @@ namespace flash::sm80 {
 enum class Bwd_mode {
     all,            // dQ, dK and dV; dQ added up in any order
     deterministic,  // dQ, dK and dV; dQ added up key block by key block
-    partial,        // some of dQ, dK and dV, in any order or not: decided at run time
+    general,        // some or all of dQ, dK and dV, in any order or not: decided at run time
 };
 
 // The three kinds of product spread the warps over a tile in their own way: kWarps* over its rows, the rest over its
@@ -33,31 +35,33 @@ struct Tile_bwd {
     static constexpr bool kDV_first = kDV_first_;                  // dV before dQ rather than behind its reductions
 };
 
-// For GPUs that give a thread block enough shared memory, and for those that do not (99 KB on compute capability 8.6).
-template <int kHeadDim, bool Is_causal, Bwd_mode kMode>
+constexpr int kLeastSmem = 99 * 1024;  // bytes that a thread block may have on every GPU (compute capability 8.6)
+
+// For GPUs that give a thread block enough shared memory, and for those that do not.
+template <int kHeadDim, Kind kKind, Bwd_mode kMode>
 struct Tile_sizes_bwd;
 template <int kHeadDim>
 struct Tile_sizes_bwd_small;
 
-template <bool Is_causal, Bwd_mode kMode>
-struct Tile_sizes_bwd<32, Is_causal, kMode> : Tile_bwd<128, 128, 4, 4, 4, 4, 2, 2, true, 4> {};
-template <bool Is_causal, Bwd_mode kMode>
-struct Tile_sizes_bwd<64, Is_causal, kMode> : Tile_bwd<64, 128, 4, 4, 4, 2, 1, 2, true, 2> {};
+template <Kind kKind, Bwd_mode kMode>
+struct Tile_sizes_bwd<32, kKind, kMode> : Tile_bwd<128, 128, 4, 4, 4, 4, 2, 2, true, 4> {};
+template <Kind kKind, Bwd_mode kMode>
+struct Tile_sizes_bwd<64, kKind, kMode> : Tile_bwd<64, 128, 4, 4, 4, 2, 1, 2, true, 2> {};
 template <>
-struct Tile_sizes_bwd<64, true, Bwd_mode::all> : Tile_bwd<64, 128, 4, 4, 4, 2, 1, 2, true, 2, true> {};
-template <bool Is_causal, Bwd_mode kMode>
-struct Tile_sizes_bwd<96, Is_causal, kMode> : Tile_bwd<64, 64, 4, 2, 2, 2, 2, 2, false> {};
-template <bool Is_causal>
-struct Tile_sizes_bwd<96, Is_causal, Bwd_mode::deterministic>
-    : Tile_bwd<64, 128, 8, 4, 4, 4, 2, 1, true, 1, false, true> {};
-template <bool Is_causal, Bwd_mode kMode>
-struct Tile_sizes_bwd<128, Is_causal, kMode> : Tile_bwd<64, 128, 8, 4, 4, 2, 2, 1, true, 1, false, true> {};
-template <bool Is_causal, Bwd_mode kMode>
-struct Tile_sizes_bwd<192, Is_causal, kMode> : Tile_bwd<64, 64, 8, 2, 2, 2, 2, 1, true> {};
-template <bool Is_causal, Bwd_mode kMode>
-struct Tile_sizes_bwd<256, Is_causal, kMode> : Tile_bwd<64, 64, 8, 2, 2, 2, 1, 1, true> {};
+struct Tile_sizes_bwd<64, Kind::local, Bwd_mode::all> : Tile_bwd<64, 128, 4, 4, 4, 2, 1, 2, true, 2, true> {};
+template <Kind kKind, Bwd_mode kMode>
+struct Tile_sizes_bwd<96, kKind, kMode> : Tile_bwd<64, 64, 4, 2, 2, 2, 2, 2, false> {};
+template <Kind kKind>
+struct Tile_sizes_bwd<96, kKind, Bwd_mode::deterministic> : Tile_bwd<64, 128, 8, 4, 4, 4, 2, 1, true, 1, false, true> {
+};
+template <Kind kKind, Bwd_mode kMode>
+struct Tile_sizes_bwd<128, kKind, kMode> : Tile_bwd<64, 128, 8, 4, 4, 2, 2, 1, true, 1, false, true> {};
+template <Kind kKind, Bwd_mode kMode>
+struct Tile_sizes_bwd<192, kKind, kMode> : Tile_bwd<64, 64, 8, 2, 2, 2, 2, 1, true> {};
+template <Kind kKind, Bwd_mode kMode>
+struct Tile_sizes_bwd<256, kKind, kMode> : Tile_bwd<64, 64, 8, 2, 2, 2, 1, 1, true> {};
 template <>
-struct Tile_sizes_bwd<256, false, Bwd_mode::all> : Tile_bwd<64, 64, 8, 2, 2, 2, 2, 1, false> {};
+struct Tile_sizes_bwd<256, Kind::full, Bwd_mode::all> : Tile_bwd<64, 64, 8, 2, 2, 2, 2, 1, false> {};
 
 template <>
 struct Tile_sizes_bwd_small<32> : Tile_bwd<64, 64, 4, 2, 2, 2, 1, 1, false> {};

@@ -1,0 +1,58 @@
+// How the sequences of a call are cut into tasks for the threads, and how those draw them. Shared by flash_fwd_cpu.cpp
+// and flash_bwd_cpu.cpp.
+#pragma once
+
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <atomic>
+#include <vector>
+
+#include "key_range.h"
+#include "scratch.h"
+
+namespace flash::cpu {
+
+// The work that a head of some queries is: pairs of a query and a key that it sees.
+inline int64_t visible_pairs(const Flash_fwd_params &params, const Sequence &seq, int64_t begin, int64_t end) {
+    int64_t pairs = 0;
+    for (int64_t query = begin; query < end; ++query) pairs += KeyRange(params, seq, query).size();
+    return pairs;
+}
+
+// Into how many tasks a head of a sequence is cut: all together a few for each thread, each sequence as many as its
+// part of the work. No result depends on it.
+class TaskCount {
+public:
+    TaskCount(const Flash_fwd_params &params, int64_t threads) : wanted_(threads == 1 ? 0 : 4 * threads) {
+        for (int bidb = 0; bidb < params.b; ++bidb) {
+            const Sequence seq = sequence(params, bidb);
+            pairs_.push_back(visible_pairs(params, seq, 0, seq.seqlen_q));
+            all_pairs_ += pairs_.back() * params.h_k;
+        }
+    }
+    int64_t of_sequence(int bidb) const {
+        return all_pairs_ == 0 ? 1 : std::max<int64_t>(1, (wanted_ * pairs_[bidb] + all_pairs_ - 1) / all_pairs_);
+    }
+
+private:
+    const int64_t wanted_;
+    int64_t all_pairs_ = 0;
+    std::vector<int64_t> pairs_;  // of a key/value head of each sequence
+};
+
+// Calls compute(task, key/value head, scratch) for each pair of those. Threads draw them from one counter in the tasks'
+// order, of each task head after head; each thread has its own scratch memory.
+template <typename Task, typename Compute>
+void run_tasks(const std::vector<Task> &tasks, int64_t heads, int64_t threads, size_t scratch_bytes,
+               const Compute &compute) {
+    const int64_t count = int64_t(tasks.size()) * heads;
+    std::atomic<int64_t> next{0};
+    at::parallel_for(0, std::min(threads, count), 1, [&](int64_t begin, int64_t end) {
+        (void)begin, (void)end;
+        const ScratchMemory scratch = allocate_scratch(scratch_bytes);
+        for (int64_t i = next++; i < count; i = next++) compute(tasks[size_t(i / heads)], i % heads, scratch.get());
+    });
+}
+
+}  // namespace flash::cpu

@@ -1,0 +1,129 @@
+// Softcap and ALiBi: scores q . k become the logits of the softmax, in the forward and, from the same scores and by the
+// same arithmetic, in the backward. Scores lie as in softmax.h: [key][row], each lane a row.
+#pragma once
+
+#include "group.h"
+#include "simd.h"
+
+namespace flash::cpu::FLASH_CPU_NAMESPACE {
+
+// tanh(y) and its derivative 1 - tanh(y)^2, each to a few units in the last place, near 0 and far from it too.
+template <typename T>
+struct Tanh {
+    Vec<T> value, derivative;
+};
+
+// Of y = s * factor / (2 log2(e)); the factor may be negative. With e = exp(-2 |y|), and u = e - 1 made without
+// cancellation: tanh(|y|) = -u / (2 + u), its derivative is 4 e / (2 + u)^2. e = 2^n 2^r.
+template <typename T, int kTerms>
+FLASH_INLINE Tanh<T> tanh_of(Vec<T> s, Vec<T> factor, const T (&exp2_terms)[kTerms]) {
+    const IntVec<T> sign_bit = (IntVec<T>)broadcast<T>(T(-0.0));
+    const IntVec<T> scaled = (IntVec<T>)(s * factor), sign = scaled & sign_bit;
+    const Vec<T> x = max<T>(broadcast<T>(-100), (Vec<T>)(scaled | sign_bit));  // -|s * factor|; NaN stays
+    const auto [r, pow2n] = split_exponent<T>(x);
+    Vec<T> p = broadcast<T>(exp2_terms[0]);
+#pragma GCC unroll 16
+    for (int i = 1; i < kTerms - 1; ++i) p = fma<T>(p, r, broadcast<T>(exp2_terms[i]));
+    const Vec<T> pow2r_1 = p * r;  // 2^r - 1: the last term is 1
+    const Vec<T> u = fma<T>(pow2r_1, pow2n, pow2n - broadcast<T>(1));
+    const Vec<T> e = fma<T>(pow2r_1, pow2n, pow2n);
+    const Vec<T> inverse = broadcast<T>(1) / (broadcast<T>(2) + u);
+    return {(Vec<T>)((IntVec<T>)(-u * inverse) | sign), broadcast<T>(4) * e * inverse * inverse};
+}
+
+// s = cap * tanh(s * scale / cap). kWithDerivative: the factor of its gradient goes to `derivative`, laid out like s.
+template <typename T, int kStride, bool kWithDerivative>
+FLASH_NOINLINE void cap_scores(T *s, T *derivative, int keys, T cap, T tanh_factor, int lane, int vecs) {
+    for (int n = 0; n < keys; ++n) {
+        for (int j = 0; j < vecs; ++j) {
+            const int at = n * kStride + lane + j * kLanes<T>;
+            const Tanh<T> tanh = tanh_of<T>(load<T>(s + at), broadcast<T>(tanh_factor), exp2_terms(T()));
+            store<T>(s + at, broadcast<T>(cap) * tanh.value);
+            if (kWithDerivative) store<T>(derivative + at, tanh.derivative);
+        }
+    }
+}
+
+// s = s * scale - slope * |position - key|, for keys from n_begin on. Positions count from n_begin here, so that small
+// distances are exact whatever the sequence's length.
+template <typename T, int kStride>
+FLASH_NOINLINE void add_alibi(T *s, int n_begin, int keys, T scale, const T *slope,
+                              const typename Simd<T>::Int *position, int lane, int vecs) {
+    for (int j = 0; j < vecs; ++j) {
+        const int at = lane + j * kLanes<T>;
+        const auto position_j = *reinterpret_cast<const IntVec<T> *>(position + at);
+        const Vec<T> from_begin =
+            __builtin_convertvector(position_j - (IntVec<T>{} + typename Simd<T>::Int(n_begin)), Vec<T>);
+        const Vec<T> minus_slope = -load<T>(slope + at), scale_vec = broadcast<T>(scale);
+        for (int n = 0; n < keys; ++n) {
+            const Vec<T> difference = from_begin - broadcast<T>(T(n));
+            const Vec<T> distance = max<T>(difference, -difference);
+            T *s_n = s + n * kStride + at;
+            store<T>(s_n, fma<T>(minus_slope, distance, rounded(load<T>(s_n) * scale_vec)));
+        }
+    }
+}
+
+template <typename T>
+class ScoreMod {
+public:
+    explicit ScoreMod(const Flash_fwd_params &params)
+        : is_capped(params.softcap > 0),
+          is_biased(params.alibi_slopes != nullptr),
+          scale_(T(params.softmax_scale)),
+          cap_(T(params.softcap)),
+          tanh_factor_(is_capped ? T(2 * 1.4426950408889634074 * params.softmax_scale / params.softcap) : T(0)) {}
+
+    bool is_on() const { return is_capped || is_biased; }
+
+    // What the softmax still has to multiply by: logits are scaled scores.
+    T scale_left() const { return is_on() ? T(1) : scale_; }
+
+    void take(Scratch &scratch, int64_t rows) {
+        scratch.take(slope_, is_biased ? rows : 0);
+        scratch.take(position_, is_biased ? rows : 0);
+    }
+
+    // Row `row` of the group is in lane `i` of the rows taken.
+    template <typename Element>
+    void set_row(const Group<Element> &group, int64_t row, int64_t i) {
+        if (!is_biased) return;
+        const Flash_fwd_params &params = group.params;
+        slope_[i] = T(params.alibi_slopes[group.bidb * params.alibi_slopes_batch_stride + group.head(row)]);
+        position_[i] = typename Simd<T>::Int(group.query(row) + group.seq.seqlen_k - group.seq.seqlen_q);
+    }
+
+    // Scores of keys [n_begin, n_begin + keys) become logits, in `vecs` vectors from `lane` on; `first` is the row of
+    // lane 0. derivative, laid out like s, gets the factor that softcap gives the gradient; null: not wanted.
+    template <int kStride>
+    void apply(T *s, T *derivative, int n_begin, int keys, int64_t first, int lane, int vecs) const {
+        if (is_capped) {
+            derivative == nullptr ? cap_scores<T, kStride, false>(s, nullptr, keys, cap_, tanh_factor_, lane, vecs)
+                                  : cap_scores<T, kStride, true>(s, derivative, keys, cap_, tanh_factor_, lane, vecs);
+        }
+        if (is_biased) {
+            add_alibi<T, kStride>(s, n_begin, keys, is_capped ? T(1) : scale_, slope_ + first, position_ + first, lane,
+                                  vecs);
+        }
+    }
+
+    const bool is_capped, is_biased;
+
+private:
+    const T scale_, cap_, tanh_factor_;
+    T *slope_ = nullptr;                         // of each row
+    typename Simd<T>::Int *position_ = nullptr;  // the key at whose place each row's query stands
+};
+
+// ds *= derivative.
+template <typename T, int kStride>
+FLASH_NOINLINE void multiply_by_derivative(T *ds, const T *derivative, int keys, int lane, int vecs) {
+    for (int n = 0; n < keys; ++n) {
+        for (int j = 0; j < vecs; ++j) {
+            const int at = n * kStride + lane + j * kLanes<T>;
+            store<T>(ds + at, load<T>(ds + at) * load<T>(derivative + at));
+        }
+    }
+}
+
+}  // namespace flash::cpu::FLASH_CPU_NAMESPACE

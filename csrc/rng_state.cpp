@@ -1,0 +1,23 @@
+// draw_rng_state of rng_state.h.
+#include "rng_state.h"
+
+#include <ATen/ATen.h>
+#include <c10/core/DeviceGuard.h>
+
+#include <limits>
+#include <utility>
+
+#include "message.h"
+
+namespace flash {
+
+at::Tensor draw_rng_state(const at::Tensor &like, std::optional<at::Generator> generator) {
+    FLASH_CHECK_VALUE(!generator.has_value() || generator->device().type() == like.device().type(), "generator is for ",
+                      generator.has_value() ? generator->device() : like.device(),
+                      "; allowed: one for the device of q, ", like.device());
+    const c10::OptionalDeviceGuard device_guard(like.device());
+    at::Tensor state = at::empty({2}, like.options().dtype(at::kLong).layout(at::kStrided));
+    return state.random_(std::numeric_limits<int64_t>::min(), std::nullopt, std::move(generator));  // all 64 bits
+}
+
+}  // namespace flash
