@@ -35,22 +35,29 @@ class Backend:
         backward: The arguments of ``_flash_attn_backward``, less ``backend``, to (dq, dk, dv, softmax_d); checks them
             likewise. A gradient that output_mask leaves out is an empty tensor. ``into=(dq, dk, dv)`` names tensors to
             write the gradients to, None for a new one.
+        varlen_forward: The same for ``_flash_attn_varlen_forward``.
+        varlen_backward: The same for ``_flash_attn_varlen_backward``.
         unavailable_reason: ``(device) -> None`` when the backend can run there, else one sentence saying why not.
     """
 
     name: str
     forward: Callable[..., FourTensors]
     backward: Callable[..., FourTensors]
+    varlen_forward: Callable[..., FourTensors]
+    varlen_backward: Callable[..., FourTensors]
     unavailable_reason: Callable[[torch.device], str | None]
 
 
 BACKENDS: dict[str, Backend] = {
-    backend.name: backend
-    for backend in (
-        Backend("cuda", cuda.forward, cuda.backward, cuda.unavailable_reason),
-        Backend("triton", triton_adapter.forward, triton_adapter.backward, triton_adapter.unavailable_reason),
-        Backend("cpu", cpu.forward, cpu.backward, cpu.unavailable_reason),
+    name: Backend(
+        name,
+        module.forward,
+        module.backward,
+        module.varlen_forward,
+        module.varlen_backward,
+        module.unavailable_reason,
     )
+    for name, module in (("cuda", cuda), ("triton", triton_adapter), ("cpu", cpu))
 }
 
 _chosen: contextvars.ContextVar[str | None] = contextvars.ContextVar("flash_attn_mini_backend", default=None)

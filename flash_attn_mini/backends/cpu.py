@@ -1,8 +1,6 @@
-"""The C++ CPU backend: the same ``_C.fwd`` and ``_C.bwd`` chains as CUDA, ending in csrc/cpu/."""
+"""The C++ CPU backend: the same chains as CUDA, ``_C.fwd`` and its siblings, ending in csrc/cpu/."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 
@@ -16,12 +14,8 @@ def unavailable_reason(device: torch.device) -> str | None:
     return extension.missing_reason()
 
 
-def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: Any) -> Any:
-    """``_C.fwd`` on CPU tensors; ``arguments`` are those of the custom op after q, k and v."""
-    alibi_slopes, *scalars = arguments
-    return extension.load().fwd(q, k, v, None, alibi_slopes, *scalars, None)
-
-
-def backward(dout: torch.Tensor, *arguments: Any, into: extension.Gradients = (None, None, None)) -> Any:
-    """``_C.bwd`` on CPU tensors; ``arguments`` are those of the custom op after dout."""
-    return extension.bwd(dout, *arguments, into=into)
+# All take the arguments of the custom ops: the forwards up to return_softmax, the backwards less `backend`.
+forward = extension.fwd
+backward = extension.bwd
+varlen_forward = extension.varlen_fwd
+varlen_backward = extension.varlen_bwd

@@ -35,6 +35,50 @@ def load() -> ModuleType:
     return _module
 
 
+def fwd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, alibi_slopes: torch.Tensor | None, *scalars: Any) -> Any:
+    """``_C.fwd`` with the arguments of the custom op up to return_softmax."""
+    out = generator = None
+    return load().fwd(q, k, v, out, alibi_slopes, *scalars, generator)
+
+
+def varlen_fwd(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    block_table: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float,
+    *scalars: Any,
+) -> Any:
+    """``_C.varlen_fwd`` with the arguments of the custom op up to return_softmax."""
+    out = seqused_k = leftpad_k = generator = None
+    zero_tensors = False
+    return load().varlen_fwd(
+        q,
+        k,
+        v,
+        out,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        seqused_k,
+        leftpad_k,
+        block_table,
+        alibi_slopes,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p,
+        softmax_scale,
+        zero_tensors,
+        *scalars,
+        generator,
+    )
+
+
 def bwd(
     dout: torch.Tensor,
     q: torch.Tensor,
@@ -55,6 +99,51 @@ def bwd(
     )
 
 
+def varlen_bwd(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    softmax_lse: torch.Tensor,
+    dsoftmax_lse: torch.Tensor | None,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    alibi_slopes: torch.Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float,
+    *arguments: Any,
+    into: Gradients = (None, None, None),
+) -> Any:
+    """``_C.varlen_bwd`` likewise."""
+    *scalars, rng_state, output_mask = arguments
+    zero_tensors, generator = False, None
+    return load().varlen_bwd(
+        dout,
+        q,
+        k,
+        v,
+        out,
+        softmax_lse,
+        *into,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        alibi_slopes,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p,
+        softmax_scale,
+        zero_tensors,
+        *scalars,
+        generator,
+        rng_state,
+        dsoftmax_lse,
+        output_mask,
+    )
+
+
 def check_bwd(
     dout: torch.Tensor,
     q: torch.Tensor,
@@ -63,14 +152,30 @@ def check_bwd(
     out: torch.Tensor,
     softmax_lse: torch.Tensor,
     dsoftmax_lse: torch.Tensor | None,
-    alibi_slopes: torch.Tensor | None,
     *arguments: Any,
     backend: str,
     into: Gradients,
 ) -> None:
     """The checks of `bwd` alone, as ``backend`` is to make them."""
-    *scalars, _deterministic, _rng_state, _output_mask = arguments
-    load().check_bwd(dout, q, k, v, out, softmax_lse, alibi_slopes, *scalars, dsoftmax_lse, backend, *into)
+    *options, _deterministic, _rng_state, _output_mask = arguments
+    load().check_bwd(dout, q, k, v, out, softmax_lse, *options, dsoftmax_lse, backend, *into)
+
+
+def check_varlen_bwd(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    softmax_lse: torch.Tensor,
+    dsoftmax_lse: torch.Tensor | None,
+    *arguments: Any,
+    backend: str,
+    into: Gradients,
+) -> None:
+    """The checks of `varlen_bwd` alone, likewise."""
+    *options, _deterministic, _rng_state, _output_mask = arguments
+    load().check_varlen_bwd(dout, q, k, v, out, softmax_lse, *options, dsoftmax_lse, backend, *into)
 
 
 def stored(gradient: torch.Tensor, like: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:

@@ -2,8 +2,9 @@
 
     model = AutoModel.from_pretrained(path, attn_implementation=register())
 
-Two functions are registered under one name: `attention_mask` says before the first layer which scores a query may use,
-`attention` computes every layer. What the kernels cannot express raises NotImplementedError; no mask is ever ignored.
+Two functions are registered under one name: `attention_mask` says before the first layer which tokens there are and
+which keys a query sees, `attention` computes every layer. What the kernels cannot express raises NotImplementedError;
+no mask is ever ignored. Tested with transformers 5.23.
 """
 
 from __future__ import annotations
@@ -12,22 +13,23 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flash_attn_mini.flash_attn_interface import flash_attn_func
+from flash_attn_mini.bert_padding import index_first_axis, index_put_first_axis
+from flash_attn_mini.flash_attn_interface import flash_attn_func, flash_attn_varlen_func
+
+from .transformers_masks import Layout, Seen, layout_of, seen_of
 
 ATTENTION_NAME = "attn_mini"
 
 # Arguments by which transformers asks for what this version lacks, and what to call it. Any other is layout or
 # bookkeeping (position_ids, use_cache, ...) and has no influence on the result.
 _UNSUPPORTED = {
-    "softcap": "softcap",
     "s_aux": "attention sinks (s_aux)",
     "position_bias": "an additive position bias",
     "head_mask": "a head mask",
     "cache": "a paged cache (continuous batching)",
-    "cu_seq_lens_q": "packed sequences (cu_seq_lens_q)",
-    "cu_seq_lens_k": "packed sequences (cu_seq_lens_k)",
 }
 
 
@@ -46,9 +48,13 @@ def register(name: str = ATTENTION_NAME) -> str:
         ValueError: `name` contains "flash".
 
     Models run where and in the dtype in which they are loaded; the backend is chosen as for any call
-    (`flash_attn_mini.use_backend`, `FLASH_ATTN_MINI_BACKEND`, else by device). Batches must hold sequences of equal
-    length: a mask with padding raises NotImplementedError, as do dropout, sliding windows that cut keys off, softcap,
-    sinks, position biases and `output_attentions`. They also train, with attention dropout set to 0.
+    (`flash_attn_mini.use_backend`, `FLASH_ATTN_MINI_BACKEND`, else by device). Batches may be padded on either side, or
+    hold several sequences to a row (`position_ids` that start again, or `cu_seq_lens_q`). Grouped heads, sliding
+    windows, softcap and attention dropout are the model's to configure; softcap and dropout do not go together.
+    Generation uses transformers' own caches. Sinks, position biases, masks of any other pattern and
+    `output_attentions` raise NotImplementedError.
+
+    Rows of padding: under a causal mask or a window their attention output is 0, and costs nothing.
 
     Example:
         >>> import torch
@@ -56,9 +62,10 @@ def register(name: str = ATTENTION_NAME) -> str:
         >>> from flash_attn_mini.integrations.transformers import register
         >>> config = BertConfig(hidden_size=64, num_attention_heads=2, num_hidden_layers=1, intermediate_size=64,
         ...                     attn_implementation=register())
-        >>> hidden = BertModel(config).eval()(torch.tensor([[101, 7592, 102]])).last_hidden_state
+        >>> tokens = torch.tensor([[101, 7592, 102], [101, 102, 0]])
+        >>> hidden = BertModel(config).eval()(tokens, attention_mask=tokens != 0).last_hidden_state
         >>> hidden.shape
-        torch.Size([1, 3, 64])
+        torch.Size([2, 3, 64])
     """
     try:
         from transformers import AttentionInterface, AttentionMaskInterface
@@ -78,34 +85,61 @@ def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Layout | Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
     is_causal: bool | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_q: int | None = None,
+    max_length_k: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """One layer's attention: `[batch, heads, seqlen, headdim]` in, `([batch, seqlen_q, heads, headdim], None)` out.
 
     Transposed views go to the kernels as they are. Key and value heads are not repeated: grouped-query attention is the
-    kernels' own. A mask given here decides over causality; without one `is_causal` does, else `module.is_causal`.
+    kernels' own. A mask given here decides over causality and window, as it does in transformers' own eager attention;
+    without one `is_causal` does, else `module.is_causal`, and `sliding_window`.
     """
-    if dropout:
-        raise _lacking(f"attention dropout (dropout={dropout}); call model.eval() or set its attention dropout to 0")
-    if sliding_window is not None and key.shape[2] > sliding_window:
-        raise _lacking(f"a sliding window (of {sliding_window} for {key.shape[2]} keys)")
     if kwargs.get("output_attentions"):
         raise _lacking("output_attentions=True; the probabilities are never stored")
     for argument, feature in _UNSUPPORTED.items():
         if kwargs.get(argument) is not None:
             raise _lacking(feature)
 
-    causal = bool(is_causal if is_causal is not None else getattr(module, "is_causal", True))
-    if attention_mask is not None:
-        causal = _causal_of(attention_mask, query.shape[2], key.shape[2])
     q, k, v = (states.transpose(1, 2) for states in (query, key, value))
-    out = flash_attn_func(q, k, v, softmax_scale=scaling, causal=causal)
-    return cast(Tensor, out), None
+    causal = bool(is_causal if is_causal is not None else getattr(module, "is_causal", True))
+    layout = _layout(attention_mask, q, k, causal, sliding_window)
+    options: dict[str, Any] = {
+        "dropout_p": dropout,
+        "softmax_scale": scaling,
+        "causal": layout.right == 0,
+        "window_size": (layout.left, layout.right),
+        "softcap": softcap or 0.0,
+    }
+    if layout.kv_end < k.shape[1]:
+        k, v = k[:, : layout.kv_end], v[:, : layout.kv_end]
+    v_headdim = v.shape[-1]
+    if v_headdim < q.shape[-1]:  # the kernels know one head dim
+        v = F.pad(v, (0, q.shape[-1] - v_headdim))
+    lengths = layout.lengths
+    if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
+        if cu_seq_lens_q is None or cu_seq_lens_k is None:
+            raise _lacking("cu_seq_lens_q without cu_seq_lens_k, or the other way round")
+        if layout.indices_q is not None or layout.indices_k is not None:
+            raise _lacking("cu_seq_lens_q together with padding")
+        lengths = _given_lengths(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
+    if lengths is None:
+        return cast(Tensor, flash_attn_func(q, k, v, **options))[..., :v_headdim], None
+
+    batch, q_length = q.shape[:2]
+    k, v = _packed(k, layout.indices_k), _packed(v, layout.indices_k)
+    out = cast(Tensor, flash_attn_varlen_func(_packed(q, layout.indices_q), k, v, *lengths, **options))
+    if layout.indices_q is not None:
+        out = index_put_first_axis(out, layout.indices_q, batch * q_length)
+    return out.view(batch, q_length, *out.shape[1:])[..., :v_headdim], None
 
 
 def attention_mask(
@@ -115,17 +149,19 @@ def attention_mask(
     q_offset: int | Tensor = 0,
     kv_offset: int = 0,
     mask_function: Callable[..., Any] | None = None,
-    attention_mask: Tensor | None = None,
+    attention_mask: Layout | Tensor | None = None,
     cache_position: Tensor | None = None,
     **kwargs: Any,
-) -> Tensor | None:
-    """None where causal or full attention over all keys says it all, else the mask `[batch, 1, seqlen_q, seqlen_k]`.
+) -> Layout | Tensor:
+    """Where the tokens are and which keys they see, for all layers.
 
-    The common cases cost nothing. Any other pattern (padding, packed sequences, windows, a static cache) is drawn out,
-    and `attention` looks whether it comes to one of the two after all.
+    Where there is a padding mask, a look at it waits for the GPU, once per forward. A pattern that is not known here is
+    drawn out, `[batch, 1, seqlen_q, seqlen_k]`, and `attention` looks whether it comes to causal or full attention.
     """
     from transformers import masking_utils
 
+    if isinstance(attention_mask, Layout):  # generate() asked before, and the model does again
+        return attention_mask
     if mask_function is None:
         mask_function = masking_utils.causal_mask_function
     if cache_position is not None:  # transformers before 5: the queries' positions instead of their number and offset
@@ -134,12 +170,11 @@ def attention_mask(
     else:
         place = {"q_length": q_length, "q_offset": q_offset}
 
-    unpadded = attention_mask is None or (attention_mask.shape[-1] == kv_length and bool(attention_mask.all()))
-    if unpadded and mask_function is getattr(masking_utils, "bidirectional_mask_function", None):
-        return None
-    ends_meet = int(q_offset) + (q_length or 0) == kv_offset + kv_length  # what bottom-right alignment means
-    if unpadded and ends_meet and mask_function is masking_utils.causal_mask_function:
-        return None
+    seen = seen_of(mask_function)
+    if seen is not None:
+        layout = layout_of(seen, batch_size, q_length or 0, kv_length, int(q_offset), kv_offset, attention_mask)
+        if layout is not None:
+            return layout
     kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
     drawn: Tensor = masking_utils.sdpa_mask(
         batch_size=batch_size,
@@ -153,9 +188,47 @@ def attention_mask(
     return drawn
 
 
+def _layout(mask: Layout | Tensor | None, q: Tensor, k: Tensor, causal: bool, sliding_window: int | None) -> Layout:
+    """The layout of a mask from whatever source; causal and sliding_window are the layer's own."""
+    batch, q_length = q.shape[:2]
+    kv_length = k.shape[1]
+    if isinstance(mask, Layout):
+        if (mask.q_length, mask.kv_length) != (q_length, kv_length):
+            raise _lacking(
+                f"a mask for {mask.q_length} queries and {mask.kv_length} keys in a layer that has {q_length} and "
+                f"{kv_length}"
+            )
+        return mask if mask.lengths is None or mask.lengths[0].device == q.device else mask.to(q.device)
+    if mask is not None and mask.ndim != 2:
+        return Layout(q_length, kv_length, kv_length, -1, 0 if _causal_of(mask, q_length, kv_length) else -1)
+    window = -1 if sliding_window is None else sliding_window - 1  # of so many keys, to either side unless causal
+    seen = Seen(left=window, right=0 if causal else window)
+    layout = layout_of(seen, batch, q_length, kv_length, kv_length - q_length, 0, mask)
+    if layout is None:
+        raise _lacking("a padding mask with holes in a layer with a sliding window")
+    return layout
+
+
+def _packed(states: Tensor, indices: Tensor | None) -> Tensor:
+    """The tokens `indices` of ``[batch, seqlen, heads, headdim]``, end to end; None = all of them."""
+    flat = states.flatten(0, 1)
+    return flat if indices is None else index_first_axis(flat, indices)
+
+
+def _given_lengths(
+    cu_seq_lens_q: Tensor, cu_seq_lens_k: Tensor, max_length_q: int | None, max_length_k: int | None
+) -> tuple[Tensor, Tensor, int, int]:
+    """What a collator that packs sequences puts into the batch, as `flash_attn_varlen_func` takes it."""
+    if max_length_q is None:
+        max_length_q = int(cu_seq_lens_q.diff().max())
+    if max_length_k is None:
+        max_length_k = int(cu_seq_lens_k.diff().max())
+    return cu_seq_lens_q.to(torch.int32), cu_seq_lens_k.to(torch.int32), int(max_length_q), int(max_length_k)
+
+
 def _causal_of(mask: Tensor, seqlen_q: int, seqlen_k: int) -> bool:
-    """Whether a mask is the causal one (True) or lets every query see every key (False); any other raises."""
-    allowed = mask if mask.dtype == torch.bool else mask == (1 if mask.ndim == 2 else 0)  # 4-d floats are added
+    """Whether a drawn mask is the causal one (True) or lets every query see every key (False); any other raises."""
+    allowed = mask if mask.dtype == torch.bool else mask == 0  # floats are added to the scores
     if bool(allowed.all()):
         return False
     if mask.ndim == 4 and mask.shape[-2:] == (seqlen_q, seqlen_k):
@@ -163,8 +236,8 @@ def _causal_of(mask: Tensor, seqlen_q: int, seqlen_k: int) -> bool:
         if bool((allowed == causal).all()):
             return True
     raise _lacking(
-        f"this attention mask, of shape {tuple(mask.shape)}: it hides keys (padding, packed sequences, a window or a "
-        "static cache). Batch sequences of equal length together, without padding"
+        f"this attention mask, of shape {tuple(mask.shape)}: neither causal nor full, nor one whose pattern is known "
+        "(padding, packed sequences, a sliding window)"
     )
 
 

@@ -15,6 +15,7 @@ from .packed import (
     attention_varlen_qkvpacked_reference,
 )
 from .paging import page_slots, read_pages
+from .philox import dropout_mask, dropout_masks_varlen
 from .rotary import apply_rotary_reference
 from .varlen import attention_varlen_reference
 
@@ -31,6 +32,8 @@ __all__ = [
     "attention_varlen_kvpacked_reference",
     "attention_varlen_qkvpacked_reference",
     "attention_varlen_reference",
+    "dropout_mask",
+    "dropout_masks_varlen",
     "page_slots",
     "read_pages",
     "softmax_with_lse",

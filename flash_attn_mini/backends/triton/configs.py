@@ -1,7 +1,7 @@
 """Tile sizes, warps, stages and kind of loads of the Triton kernels: what is tried, and what is taken untried.
 
 tuner.py asks here. A configuration is a triton.Config over BLOCK_M, BLOCK_N and USE_TMA; the figures behind the lists
-are in docs/tuning.md.
+are in docs/tuning.md. Kinds of calls that nobody times, such as those with dropout, have lists of their own.
 """
 
 from __future__ import annotations
@@ -29,17 +29,24 @@ class Tables:
     hopper: ByHeadDim
     plain: ByHeadDim  # Ampere, Ada, and tensors that TMA cannot address
     float32: ByHeadDim
+    untimed_hopper: ByHeadDim  # what windows, softcap, ALiBi and dropout leave the registers for
+    untimed_plain: ByHeadDim  # likewise, and sequences of variable length
     resident: str  # the kind of block that a program keeps: BLOCK_M or BLOCK_N; the other kind streams by
     resident_tiles: int  # how many tensors it keeps a block of; two stream by
 
     def every_config(self) -> list[triton.Config]:
+        """What is timed."""
         return [c for table in (self.hopper, self.plain, self.float32) for configs in table.values() for c in configs]
 
     def candidates(
-        self, block_d: int, itemsize: int, tma_reaches: bool, shared_memory_limit: int
+        self, block_d: int, itemsize: int, tma_reaches: bool, shared_memory_limit: int, *, timed: bool = True
     ) -> list[triton.Config]:
-        """The configurations worth trying, the most likely first: those that fit in shared memory, or the smallest."""
-        tables = [self.float32] if itemsize == 4 else [self.hopper, self.plain] if tma_reaches else [self.plain]
+        """The configurations worth trying, the most likely first: those that fit in shared memory, or the smallest.
+
+        Untimed, the rest are there for a GPU on which the first runs out of resources.
+        """
+        hopper, plain = (self.hopper, self.plain) if timed else (self.untimed_hopper, self.untimed_plain)
+        tables = [self.float32] if itemsize == 4 else [hopper, plain] if tma_reaches else [plain]
         for table in tables:  # a GPU with TMA may have less shared memory than Hopper
             configs = table[min(max(block_d, 64), 256)]
             fitting = [c for c in configs if self.shared_memory(c, block_d, itemsize) <= shared_memory_limit]
@@ -100,6 +107,16 @@ FORWARD = Tables(
         128: [tile(32, 32, 4, 2, tma=False)],
         256: [tile(32, 16, 4, 1, tma=False)],
     },
+    untimed_hopper={
+        64: [tile(128, 64, 8, 3, tma=False), tile(64, 64, 4, 2)],
+        128: [tile(64, 64, 4, 3), tile(64, 64, 4, 2), tile(64, 32, 4, 2)],
+        256: [tile(128, 32, 8, 3), tile(64, 32, 4, 2)],
+    },
+    untimed_plain={
+        64: [tile(128, 64, 8, 3, tma=False), tile(64, 64, 4, 2, tma=False)],
+        128: [tile(128, 64, 8, 3, tma=False), tile(128, 32, 8, 3, tma=False), tile(64, 32, 4, 2, tma=False)],
+        256: [tile(128, 64, 8, 2, tma=False), tile(128, 32, 8, 2, tma=False), tile(64, 32, 4, 2, tma=False)],
+    },
     resident="BLOCK_M",
     resident_tiles=1,  # Q
 )
@@ -140,6 +157,16 @@ BACKWARD_DQ = Tables(
         128: [tile(32, 32, 8, 1, tma=False)],
         256: [tile(16, 16, 4, 1, tma=False)],
     },
+    untimed_hopper={
+        64: [tile(64, 64, 4, 3), tile(64, 64, 4, 2)],
+        128: [tile(128, 64, 8, 3), tile(64, 64, 4, 2)],
+        256: [tile(64, 32, 4, 3), tile(64, 32, 4, 2)],
+    },
+    untimed_plain={
+        64: [tile(128, 64, 8, 2, tma=False), tile(64, 32, 4, 2, tma=False)],
+        128: [tile(128, 64, 8, 2, tma=False), tile(64, 32, 4, 2, tma=False)],
+        256: [tile(64, 32, 8, 2, tma=False), tile(32, 32, 4, 1, tma=False)],
+    },
     resident="BLOCK_M",
     resident_tiles=2,  # Q and dO
 )
@@ -179,6 +206,16 @@ BACKWARD_DKV = Tables(
         64: [tile(32, 32, 8, 2, tma=False)],
         128: [tile(32, 32, 4, 1, tma=False)],
         256: [tile(16, 16, 4, 1, tma=False)],
+    },
+    untimed_hopper={
+        64: [tile(32, 128, 8, 3), tile(32, 64, 4, 2)],
+        128: [tile(32, 128, 8, 2), tile(32, 64, 4, 2)],
+        256: [tile(32, 128, 8, 2), tile(32, 64, 4, 2)],
+    },
+    untimed_plain={
+        64: [tile(32, 128, 8, 2, tma=False), tile(32, 64, 4, 2, tma=False)],
+        128: [tile(32, 64, 8, 2, tma=False), tile(32, 32, 4, 1, tma=False)],
+        256: [tile(32, 64, 8, 2, tma=False), tile(32, 32, 4, 1, tma=False)],
     },
     resident="BLOCK_N",
     resident_tiles=2,  # K and V

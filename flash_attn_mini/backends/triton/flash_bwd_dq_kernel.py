@@ -9,7 +9,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .dropout import dropout_stream, keep_tile
+from .score_mod import alibi_bias, capped, capped_derivative, tanh_gap
+from .sequences import find_block, sequence_rows
 from .tiles import assigned_block, load_rows, store_rows
+from .visible import visible_keys
 
 
 @triton.jit
@@ -29,18 +33,25 @@ def accumulate_dq(
     v_stride_s,
     batch,
     head_k,
+    first_key,  # (BLOCK_M,) int32: the first key that each row sees; counts with WINDOW
     last_key,  # (BLOCK_M,) int32: the last key that each row sees
     n_begin,
     n_end,
     seqlen_k,
     qk_scale,
+    softcap,  # as in attend_blocks, and slope and position
+    slope,
+    position,
+    dropout,  # (stream, threshold, start_m, keep_scale), or None
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
+    WINDOW: tl.constexpr,
     USE_TMA: tl.constexpr,
 ):
-    """Add what keys [n_begin, n_end) give, BLOCK_N at a time. MASKED: some of them may lie beyond `last_key`."""
+    """Add what keys [n_begin, n_end) give, BLOCK_N at a time. MASKED: a row may not see all of them."""
     for n in tl.range(n_begin, n_end, BLOCK_N):
         k_tile = load_rows(
             k, k_stride_b, k_stride_h, k_stride_s, batch, head_k, n, seqlen_k,
@@ -52,16 +63,38 @@ def accumulate_dq(
         )  # fmt: skip
         scores = tl.dot(q_tile, k_tile.T, input_precision="ieee")
         dp = tl.dot(do_tile, v_tile.T, input_precision="ieee")
-        p = tl.math.exp2(scores * qk_scale - lse_log2[:, None])
+        if softcap is None and slope is None:
+            p = tl.math.exp2(scores * qk_scale - lse_log2[:, None])
+        else:
+            if softcap is None:
+                logits = scores * qk_scale
+            else:
+                gap = tanh_gap(scores, qk_scale)
+                logits = capped(gap, softcap)
+            if slope is not None:
+                logits += alibi_bias(slope, position - n, BLOCK_N)
+            p = tl.math.exp2(logits - lse_log2[:, None])
         if MASKED:
-            p = tl.where(n + tl.arange(0, BLOCK_N)[None, :] <= last_key[:, None], p, 0.0)
+            keys = n + tl.arange(0, BLOCK_N)
+            visible = keys[None, :] <= last_key[:, None]
+            if WINDOW:
+                visible = visible & (keys[None, :] >= first_key[:, None])
+            p = tl.where(visible, p, 0.0)
+        if dropout is not None:
+            stream, threshold, start_m, keep_scale = dropout
+            dp = tl.where(keep_tile(stream, threshold, start_m, n, BLOCK_M, BLOCK_N), dp * keep_scale, 0.0)
         ds = p * (dp - delta[:, None])
+        if softcap is not None:
+            ds *= capped_derivative(gap)
         acc = tl.dot(ds.to(k_tile.dtype), k_tile, acc, input_precision="ieee")
     return acc
 
 
-# Another length or number of heads must not compile another kernel.
-NOT_SPECIALIZED = ["seqlen_q", "seqlen_k", "batch_heads", "nheads", "heads_per_kv", "heads_per_group"]
+# Another length, number of heads or window must not compile another kernel.
+NOT_SPECIALIZED = [
+    "seqlen_q", "seqlen_k", "batch_heads", "nheads", "heads_per_kv", "heads_per_group",
+    "num_sequences", "window_left", "window_right", "alibi_stride", "threshold",
+]  # fmt: skip
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -74,7 +107,7 @@ def flash_bwd_dq_kernel(
     dq,  # [batch, seqlen_q, nheads, headdim]: a pointer; DELTA_ONLY: not written
     lse,  # [batch, nheads, seqlen_q] float32, contiguous
     dlse,  # likewise, or None: zeros
-    row_stats,  # [2, batch, nheads, seqlen_q rounded up to ROW_STATS_MULTIPLE] float32: delta, and lse * log2(e)
+    row_stats,  # [2, batch, nheads, padded_q] float32: delta, and lse * log2(e)
     q_stride_b,
     q_stride_h,
     q_stride_s,
@@ -94,13 +127,24 @@ def flash_bwd_dq_kernel(
     dq_stride_h,
     dq_stride_s,
     softmax_scale,
-    qk_scale,  # softmax_scale * log2(e)
-    seqlen_q,
+    qk_scale,  # softmax_scale * log2(e); softcap: 2 * softmax_scale / softcap * log2(e)
+    seqlen_q,  # variable length: the rows of all sequences, of which the tensors have one batch
     seqlen_k,
     batch_heads,  # batch * nheads
     nheads,
     heads_per_kv,  # nheads / nheads_k
     heads_per_group,
+    cu_seqlens_q,  # from here to keep_scale as in flash_fwd_kernel
+    cu_seqlens_k,
+    num_sequences,
+    window_left,
+    window_right,
+    softcap,
+    alibi_slopes,
+    alibi_stride,
+    rng_state,
+    threshold,
+    keep_scale,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,  # HEAD_DIM rounded up to a power of two
     CAUSAL: tl.constexpr,
@@ -111,13 +155,38 @@ def flash_bwd_dq_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Grid: (seqlen_q rounded up to ROW_STATS_MULTIPLE) / BLOCK_M * batch * nheads programs."""
-    # Which rows of which head.
-    padded_q = tl.cdiv(seqlen_q, ROW_STATS_MULTIPLE) * ROW_STATS_MULTIPLE
+    """Grid: padded_q / BLOCK_M * batch * nheads programs."""
+    # Which rows of which head. padded_q is seqlen_q rounded up to ROW_STATS_MULTIPLE; of variable length, each sequence
+    # begins at a multiple of it, at the first block that find_block gives it.
+    if cu_seqlens_q is None:
+        padded_q = tl.cdiv(seqlen_q, ROW_STATS_MULTIPLE) * ROW_STATS_MULTIPLE
+    else:
+        padded_q = (seqlen_q // ROW_STATS_MULTIPLE + num_sequences) * ROW_STATS_MULTIPLE
     m_block, batch_head = assigned_block(padded_q // BLOCK_M, batch_heads, heads_per_group, CAUSAL)
     batch = batch_head // nheads
     head = batch_head % nheads
     head_k = head // heads_per_kv
+    stats = row_stats + batch_head.to(tl.int64) * padded_q + m_block * BLOCK_M + tl.arange(0, BLOCK_M)
+    lse_offset = batch_head.to(tl.int64) * seqlen_q
+    sequence = batch
+    if cu_seqlens_q is not None:
+        PER_UNIT: tl.constexpr = ROW_STATS_MULTIPLE // BLOCK_M
+        sequence, unit = find_block(cu_seqlens_q, num_sequences, m_block // PER_UNIT, ROW_STATS_MULTIPLE)
+        m_block = unit * PER_UNIT + m_block % PER_UNIT
+        q_begin, seqlen_q = sequence_rows(cu_seqlens_q, sequence)
+        k_begin, seqlen_k = sequence_rows(cu_seqlens_k, sequence)
+        if m_block * BLOCK_M >= seqlen_q:  # padding
+            tl.store(stats, tl.zeros([BLOCK_M], tl.float32))
+            tl.store(stats + batch_heads.to(tl.int64) * padded_q, tl.full([BLOCK_M], float("inf"), tl.float32))
+            return
+        q += q_begin.to(tl.int64) * q_stride_s
+        dout += q_begin.to(tl.int64) * do_stride_s
+        out += q_begin.to(tl.int64) * o_stride_s
+        k += k_begin.to(tl.int64) * k_stride_s
+        v += k_begin.to(tl.int64) * v_stride_s
+        lse_offset += q_begin
+        if not DELTA_ONLY:
+            dq += q_begin.to(tl.int64) * dq_stride_s
     start_m = m_block * BLOCK_M
     rows = start_m + tl.arange(0, BLOCK_M)
 
@@ -131,48 +200,60 @@ def flash_bwd_dq_kernel(
         HEAD_DIM, BLOCK_D, BLOCK_M, True, False,
     )  # fmt: skip
     in_range = rows < seqlen_q
-    row_offset = batch_head.to(tl.int64) * seqlen_q + rows
+    row_offset = lse_offset + rows
     delta = tl.sum(do_tile.to(tl.float32) * o_tile.to(tl.float32), 1)
     if dlse is not None:
         delta -= tl.load(dlse + row_offset, mask=in_range, other=0.0)
     row_lse = tl.load(lse + row_offset, mask=in_range, other=float("-inf"))
     lse_log2 = tl.where(row_lse == float("-inf"), float("inf"), row_lse * 1.4426950408889634)
-    stats = row_stats + batch_head.to(tl.int64) * padded_q + rows
     tl.store(stats, delta)
     tl.store(stats + batch_heads.to(tl.int64) * padded_q, lse_log2)
 
     if not DELTA_ONLY:
-        # Which keys: [0, n_full) are seen by every row of the block, [n_full, n_end) need a mask.
-        if CAUSAL:
-            diagonal = seqlen_k - seqlen_q
-            last_key = tl.minimum(rows + diagonal, seqlen_k - 1)
-            n_full = tl.maximum(tl.minimum(start_m + diagonal + 1, seqlen_k), 0) // BLOCK_N * BLOCK_N
-            n_end = tl.minimum(start_m + BLOCK_M + diagonal, seqlen_k)
-        else:
-            last_key = tl.full([BLOCK_M], 0, tl.int32) + (seqlen_k - 1)
-            n_full = seqlen_k // BLOCK_N * BLOCK_N
-            n_end = seqlen_k
+        # Which keys.
+        first_key, last_key, n_begin, full_begin, full_end, n_end = visible_keys(
+            start_m, rows, seqlen_q, seqlen_k, window_left, window_right, CAUSAL, BLOCK_M, BLOCK_N
+        )
         if start_m >= seqlen_q:  # only here to fill row_stats
-            n_full = 0
-            n_end = 0
+            if window_left is not None:
+                full_begin = n_begin
+            full_end = full_begin
+            n_end = full_begin
+
+        # What becomes of the scores and the probabilities.
+        slope = None
+        position = None
+        if alibi_slopes is not None:
+            slope = tl.load(alibi_slopes + sequence.to(tl.int64) * alibi_stride + head) * 1.4426950408889634
+            position = rows + (seqlen_k - seqlen_q)
+        dropout = None
+        if rng_state is not None:
+            dropout = (dropout_stream(rng_state, sequence * nheads + head), threshold, start_m, keep_scale)
 
         q_tile = load_rows(
             q, q_stride_b, q_stride_h, q_stride_s, batch, head, start_m, seqlen_q,
             HEAD_DIM, BLOCK_D, BLOCK_M, True, USE_TMA,
         )  # fmt: skip
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        if window_left is not None:
+            acc = accumulate_dq(
+                acc, q_tile, do_tile, lse_log2, delta, k, v,
+                k_stride_b, k_stride_h, k_stride_s, v_stride_b, v_stride_h, v_stride_s, batch, head_k,
+                first_key, last_key, n_begin, full_begin, seqlen_k, qk_scale, softcap, slope, position, dropout,
+                HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, True, True, USE_TMA,
+            )  # fmt: skip
         acc = accumulate_dq(
             acc, q_tile, do_tile, lse_log2, delta, k, v,
-            k_stride_b, k_stride_h, k_stride_s, v_stride_b, v_stride_h, v_stride_s, batch, head_k, last_key,
-            0, n_full, seqlen_k, qk_scale,
-            HEAD_DIM, BLOCK_D, BLOCK_N, False, USE_TMA,
+            k_stride_b, k_stride_h, k_stride_s, v_stride_b, v_stride_h, v_stride_s, batch, head_k,
+            first_key, last_key, full_begin, full_end, seqlen_k, qk_scale, softcap, slope, position, dropout,
+            HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, False, False, USE_TMA,
         )  # fmt: skip
         if CAUSAL or not EVEN_N:
             acc = accumulate_dq(
                 acc, q_tile, do_tile, lse_log2, delta, k, v,
-                k_stride_b, k_stride_h, k_stride_s, v_stride_b, v_stride_h, v_stride_s, batch, head_k, last_key,
-                n_full, n_end, seqlen_k, qk_scale,
-                HEAD_DIM, BLOCK_D, BLOCK_N, True, USE_TMA,
+                k_stride_b, k_stride_h, k_stride_s, v_stride_b, v_stride_h, v_stride_s, batch, head_k,
+                first_key, last_key, full_end, n_end, seqlen_k, qk_scale, softcap, slope, position, dropout,
+                HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, True, window_left is not None, USE_TMA,
             )  # fmt: skip
         store_rows(
             dq, acc * softmax_scale, dq_stride_b, dq_stride_h, dq_stride_s, batch, head, start_m, seqlen_q,

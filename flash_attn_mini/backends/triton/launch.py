@@ -1,15 +1,17 @@
 """The launcher of the Triton forward kernel: outputs, TMA descriptors, grid, and the choice of a configuration.
 
-The chain: backends.triton.forward -> forward (here) -> launch -> flash_fwd_kernel. The first call of a kind (dtype,
-head dim, causal, lengths rounded up to a power of two) tunes; the choice is kept in Triton's cache on disk. launch_bwd
-uses what is here too.
+The chain: backends.triton.forward or varlen_forward -> forward (here) -> launch -> flash_fwd_kernel. The first call of
+a kind (dtype, head dim, causal, lengths rounded up to a power of two) tunes; the choice is kept in Triton's cache on
+disk. launch_bwd uses what is here too.
 """
 
 from __future__ import annotations
 
 import math
 import threading
+from dataclasses import dataclass
 from functools import cache, partial
+from typing import Any
 
 import torch
 import triton
@@ -19,9 +21,9 @@ from ...tracing import enabled as tracing_enabled
 from ...tracing import trace
 from .configs import FORWARD
 from .flash_fwd_kernel import flash_fwd_kernel
+from .options import Options
 from .tuner import Tuner
 
-LOG2_E = math.log2(math.e)
 MIN_SCALE = 1e-37  # stands for a scale of 0, which would turn the -inf of a masked score into NaN
 
 NO_STRIDES = (0, 0, 0)  # of a tensor behind a descriptor, which has them
@@ -36,37 +38,83 @@ if INTERPRETED:
     allow_loop_bounds()
 
 
-def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, softmax_scale: float, causal: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See backends.triton.forward."""
+@dataclass(eq=False)
+class Call:
+    """One forward call on tensors that are not empty; sequences of variable length are one batch of all rows."""
+
+    q: torch.Tensor  # [batch, seqlen_q, nheads, headdim]
+    k: torch.Tensor  # [batch, seqlen_k, nheads_k, headdim]; pages: [pages, page_size, nheads_k, headdim]
+    v: torch.Tensor  # like k
+    out: torch.Tensor  # like q
+    lse: torch.Tensor  # float32 [batch, nheads, seqlen_q], contiguous
+    options: Options
+    causal: bool  # the mask is causal and nothing more
+    window: tuple[int, int] | None
+
+
+def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
+    """See backends.triton.forward and varlen_forward."""
     if INTERPRETED and q.dtype == torch.bfloat16:  # the interpreter's dot product misreads bfloat16
-        out, lse = forward(q.float(), k.float(), v.float(), softmax_scale=softmax_scale, causal=causal)
+        out, lse = forward(q.float(), k.float(), v.float(), options)
         return out.to(torch.bfloat16), lse
-    batch, seqlen_q, nheads, head_dim = q.shape
-    out = torch.empty_like(q)
+    call = prepare(q, k, v, options)
+    if call.k.numel() == 0:
+        call.out.zero_()
+        call.lse.fill_(-math.inf)
+    elif call.q.numel() > 0:
+        run(call)
+    return (call.out, call.lse) if options.cu_seqlens_q is None else (call.out[0], call.lse[0])
+
+
+def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> Call:
+    """The arguments as the kernel takes them, with unset memory for what it writes."""
+    q, k, v = as_batch(q, options), as_batch(k, options), as_batch(v, options)
+    batch, seqlen_q, nheads, _ = q.shape
     lse = torch.empty((batch, nheads, seqlen_q), dtype=torch.float32, device=q.device)
-    if k.shape[1] == 0:
-        return out.zero_(), lse.fill_(-math.inf)
-    if out.numel() == 0:
-        return out, lse
+    return Call(q, k, v, torch.empty_like(q), lse, options, *options.mask(*options.lengths(q, k)))
+
+
+def as_batch(tensor: torch.Tensor, options: Options) -> torch.Tensor:
+    """Rows of variable length sequences ``[total, heads, headdim]`` as a batch of one; others as they are."""
+    return tensor if tensor.ndim == 4 or options.cu_seqlens_q is None else tensor.unsqueeze(0)
+
+
+def run(call: Call) -> None:
+    """Choose a configuration and launch the kernel."""
+    q, k, options = call.q, call.k, call.options
     if not INTERPRETED:
         bind_context(q.device)
-    launch_with = partial(launch, q, k, v, out, lse, softmax_scale, causal)
-    reached = not INTERPRETED and tma_reaches(q) and tma_reaches(k) and tma_reaches(v)
-    config = TUNER.choose(q, k, head_dim_block(head_dim), causal, reached, INTERPRETED, launch_with)
+    config = choose(TUNER, call, partial(launch, call), q, k, call.v)
     if tracing_enabled():
-        trace(
-            "triton.flash_fwd_kernel",
-            dtype=q.dtype,
-            headdim=head_dim,
-            causal=causal,
-            **config.all_kwargs(),
-            grid=launch_grid(q, config),
-            interpreted=INTERPRETED,
-        )
-    launch_with(config)
-    return out, lse
+        trace_launch("flash_fwd_kernel", call, config, launch_grid(q, options, config))
+    launch(call, config)
+
+
+def choose(tuner: Tuner, call: Any, launch_with: Any, *tensors: torch.Tensor, variant: str = "") -> triton.Config:
+    """The configuration of a forward or backward call; ``tensors`` are those that TMA would have to address."""
+    options, block_d = call.options, head_dim_block(call.q.shape[3])
+    reached = not INTERPRETED and options.cu_seqlens_q is None and all(tma_reaches(t) for t in tensors)
+    if call.window is None and not options.features:
+        return tuner.choose(call.q, call.k, block_d, call.causal, reached, INTERPRETED, launch_with, variant)
+    kind = (variant, options.features, call.causal, call.window is not None)
+    return tuner.choose_untimed(call.q, block_d, kind, reached, INTERPRETED, launch_with)
+
+
+def trace_launch(name: str, call: Any, config: triton.Config, grid: tuple[int], **wanted: bool) -> None:
+    """One line of the trace, of a forward or backward call."""
+    features = call.options.features
+    trace(
+        f"triton.{name}",
+        dtype=call.q.dtype,
+        headdim=call.q.shape[3],
+        causal=call.causal,
+        **({} if call.window is None else {"window": call.options.window_size}),
+        **({"features": features} if features else {}),
+        **wanted,
+        **config.all_kwargs(),
+        grid=grid,
+        interpreted=INTERPRETED,
+    )
 
 
 def bind_context(device: torch.device) -> None:
@@ -77,19 +125,11 @@ def bind_context(device: torch.device) -> None:
         bound.add(device)
 
 
-def launch(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    softmax_scale: float,
-    causal: bool,
-    config: triton.Config,
-) -> None:
-    """Run the kernel with one configuration on tensors that are not empty."""
+def launch(call: Call, config: triton.Config) -> None:
+    """Run the kernel with one configuration."""
+    q, k, v, options = call.q, call.k, call.v, call.options
     batch, seqlen_q, nheads, head_dim = q.shape
-    seqlen_k, nheads_k = k.shape[1], k.shape[2]
+    nheads_k = k.shape[2]
     block_m, block_n, use_tma = (config.kwargs[name] for name in ("BLOCK_M", "BLOCK_N", "USE_TMA"))
     block_d = head_dim_block(head_dim)
     if use_tma:
@@ -98,30 +138,38 @@ def launch(
     else:
         operands = (q, k, v)
         strides = (*strides_bhs(q), *strides_bhs(k), *strides_bhs(v))
+    mods = options.modifies_scores
     with torch.cuda.device_of(q):
-        flash_fwd_kernel[launch_grid(q, config)](
+        flash_fwd_kernel[launch_grid(q, options, config)](
             *operands,
-            out,
-            lse,
+            call.out,
+            call.lse,
             *strides,
-            *strides_bhs(out),
-            max(abs(softmax_scale) * LOG2_E, MIN_SCALE),
+            *strides_bhs(call.out),
+            options.qk_scale if mods else max(abs(options.qk_scale), MIN_SCALE),
             seqlen_q,
-            seqlen_k,
+            k.shape[1],
             batch * nheads,
             nheads,
             nheads // nheads_k,
-            min(batch * nheads, heads_per_group(k) * (nheads // nheads_k)) if causal else 1,
+            min(batch * nheads, heads_per_group(k, options) * (nheads // nheads_k)) if call.causal else 1,
+            **options.kernel_arguments(call.window),
+            **options.page_arguments(k),
             HEAD_DIM=head_dim,
             BLOCK_D=block_d,
-            CAUSAL=causal,
-            EVEN_N=causal or seqlen_k % block_n == 0,
-            NEGATIVE_SCALE=softmax_scale < 0,
+            CAUSAL=call.causal,
+            EVEN_N=call.causal or is_even(options, call.window, k.shape[1], block_n),
+            NEGATIVE_SCALE=options.softmax_scale < 0 and not mods,
             USE_TMA=use_tma,
             BLOCK_M=block_m,
             BLOCK_N=block_n,
             **launch_options(config),
         )
+
+
+def is_even(options: Options, window: tuple[int, int] | None, seqlen: int, block: int) -> bool:
+    """Whether a kernel without a mask needs to mind no end of a sequence in the middle of a block."""
+    return window is None and options.cu_seqlens_q is None and seqlen % block == 0
 
 
 def launch_options(config: triton.Config) -> dict[str, int]:
@@ -132,10 +180,15 @@ def launch_options(config: triton.Config) -> dict[str, int]:
     return options
 
 
-def launch_grid(q: torch.Tensor, config: triton.Config) -> tuple[int]:
+def launch_grid(q: torch.Tensor, options: Options, config: triton.Config) -> tuple[int]:
     """One program for each block of rows of each head. One dimension, as the others hold no more than 65535."""
-    batch, seqlen_q, nheads, _ = q.shape
-    return (-(-seqlen_q // config.kwargs["BLOCK_M"]) * batch * nheads,)
+    return (num_blocks(q, options.cu_seqlens_q, config.kwargs["BLOCK_M"]) * q.shape[0] * q.shape[2],)
+
+
+def num_blocks(tensor: torch.Tensor, cu_seqlens: torch.Tensor | None, block: int) -> int:
+    """Blocks of rows of one head of ``tensor``; with variable lengths those that sequences.find_block counts."""
+    rows = tensor.shape[1]
+    return -(-rows // block) if cu_seqlens is None else rows // block + cu_seqlens.numel() - 1
 
 
 def head_dim_block(head_dim: int) -> int:
@@ -143,9 +196,10 @@ def head_dim_block(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def heads_per_group(tensor: torch.Tensor) -> int:
-    """Heads of ``tensor`` and of another one like it that fill half of the L2 cache together; at least one."""
-    bytes_per_head = 2 * tensor.shape[1] * tensor.shape[3] * tensor.element_size()
+def heads_per_group(tensor: torch.Tensor, options: Options) -> int:
+    """Heads of one sequence of ``tensor`` and of another like it that fill half of the L2 cache; at least one."""
+    rows = max(1, *options.lengths(tensor, tensor))
+    bytes_per_head = 2 * rows * tensor.shape[3] * tensor.element_size()
     return max(1, l2_cache_size(tensor.device) // 2 // bytes_per_head)
 
 

@@ -15,23 +15,26 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...tracing import enabled as tracing_enabled
-from ...tracing import trace
+from . import Wanted
 from .configs import BACKWARD_DKV, BACKWARD_DQ
 from .flash_bwd_dkv_kernel import flash_bwd_dkv_kernel
 from .flash_bwd_dq_kernel import flash_bwd_dq_kernel
 from .launch import (
     INTERPRETED,
-    LOG2_E,
     NO_STRIDES,
     bind_context,
+    choose,
     descriptor,
     head_dim_block,
     heads_per_group,
+    is_even,
     launch_options,
+    num_blocks,
     strides_bhs,
-    tma_reaches,
+    trace_launch,
     unchecked_descriptor,
 )
+from .options import Options
 from .tuner import Tuner
 
 ROW_STATS_MULTIPLE = 128  # a multiple of every BLOCK_M, so that dK and dV read whole blocks of row_stats
@@ -41,23 +44,24 @@ DQ_TUNER = Tuner(flash_bwd_dq_kernel, BACKWARD_DQ)
 DKV_TUNER = Tuner(flash_bwd_dkv_kernel, BACKWARD_DKV)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Call:
-    """One backward call on tensors that are not empty; layouts as in backends.triton.backward."""
+    """One backward call on tensors that are not empty; sequences of variable length are one batch of all rows."""
 
-    dout: torch.Tensor
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    out: torch.Tensor
-    softmax_lse: torch.Tensor  # contiguous
-    dsoftmax_lse: torch.Tensor | None  # contiguous
-    dq: torch.Tensor | None
-    dk: torch.Tensor | None
-    dv: torch.Tensor | None
-    row_stats: torch.Tensor  # float32 [2, batch, nheads, seqlen_q rounded up to ROW_STATS_MULTIPLE]: delta comes first
-    softmax_scale: float
-    causal: bool
+    dout: torch.Tensor  # [batch, seqlen_q, nheads, headdim]
+    q: torch.Tensor  # likewise
+    k: torch.Tensor  # [batch, seqlen_k, nheads_k, headdim]
+    v: torch.Tensor  # likewise
+    out: torch.Tensor  # like q
+    softmax_lse: torch.Tensor  # float32 [batch, nheads, seqlen_q], contiguous
+    dsoftmax_lse: torch.Tensor | None  # likewise
+    dq: torch.Tensor | None  # like q
+    dk: torch.Tensor | None  # like k
+    dv: torch.Tensor | None  # like k
+    row_stats: torch.Tensor  # float32 [2, batch, nheads, padded rows]: delta comes first
+    options: Options
+    causal: bool  # the mask is causal and nothing more
+    window: tuple[int, int] | None
 
 
 def backward(
@@ -68,25 +72,30 @@ def backward(
     out: torch.Tensor,
     softmax_lse: torch.Tensor,
     dsoftmax_lse: torch.Tensor | None,
-    *,
-    softmax_scale: float,
-    causal: bool,
+    options: Options,
     output_mask: tuple[bool, bool, bool],
+    into: Wanted = (None, None, None),
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
-    """See backends.triton.backward."""
+    """See backends.triton.backward and varlen_backward."""
     if INTERPRETED and q.dtype == torch.bfloat16:  # the interpreter's dot product misreads bfloat16
         dq, dk, dv, softmax_d = backward(
-            dout.float(), q.float(), k.float(), v.float(), out.float(), softmax_lse, dsoftmax_lse,
-            softmax_scale=softmax_scale, causal=causal, output_mask=output_mask,
-        )  # fmt: skip
-        dq, dk, dv = (None if g is None else g.to(torch.bfloat16) for g in (dq, dk, dv))
+            dout.float(), q.float(), k.float(), v.float(), out.float(), softmax_lse, dsoftmax_lse, options, output_mask
+        )
+        dq, dk, dv = (
+            None if g is None else g.to(torch.bfloat16) if given is None else given.copy_(g)
+            for g, given in zip((dq, dk, dv), into, strict=True)
+        )
         return dq, dk, dv, softmax_d
-    call = prepare(dout, q, k, v, out, softmax_lse, dsoftmax_lse, softmax_scale, causal, output_mask)
-    if q.numel() == 0 or k.numel() == 0:
+    call = prepare(dout, q, k, v, out, softmax_lse, dsoftmax_lse, options, output_mask, into)
+    if q.numel() == 0 or (k.numel() == 0 and options.cu_seqlens_q is None):
         without_kernel(call)
     else:
         run(call)
-    return call.dq, call.dk, call.dv, call.row_stats[0]
+    results = (call.dq, call.dk, call.dv, call.row_stats[0])
+    if options.cu_seqlens_q is None:
+        return results
+    dq, dk, dv = (None if gradient is None else gradient[0] for gradient in results[:3])
+    return dq, dk, dv, results[3][0]
 
 
 def prepare(
@@ -97,15 +106,23 @@ def prepare(
     out: torch.Tensor,
     softmax_lse: torch.Tensor,
     dsoftmax_lse: torch.Tensor | None,
-    softmax_scale: float,
-    causal: bool,
+    options: Options,
     output_mask: tuple[bool, bool, bool],
+    into: Wanted = (None, None, None),
 ) -> Call:
     """The arguments as the kernels take them, with unset memory for what the kernels write."""
-    batch, seqlen_q, nheads, _ = q.shape
-    padded_q = -(-seqlen_q // ROW_STATS_MULTIPLE) * ROW_STATS_MULTIPLE
+    if options.cu_seqlens_q is not None:
+        dout, q, k, v, out, softmax_lse = (t.unsqueeze(0) for t in (dout, q, k, v, out, softmax_lse))
+        dsoftmax_lse = None if dsoftmax_lse is None else dsoftmax_lse.unsqueeze(0)
+        into_q, into_k, into_v = (None if t is None else t.unsqueeze(0) for t in into)
+        into = (into_q, into_k, into_v)
+    batch, _, nheads, _ = q.shape
+    padded_q = num_blocks(q, options.cu_seqlens_q, ROW_STATS_MULTIPLE) * ROW_STATS_MULTIPLE
     row_stats = torch.empty((2, batch, nheads, padded_q), dtype=torch.float32, device=q.device)
-    dq, dk, dv = (torch.empty_like(t) if wanted else None for t, wanted in zip((q, k, v), output_mask, strict=True))
+    dq, dk, dv = (
+        None if not wanted else torch.empty_like(like) if given is None else given
+        for like, wanted, given in zip((q, k, v), output_mask, into, strict=True)
+    )
     return Call(
         dout if dout.stride(-1) == 1 else dout.contiguous(),  # that of out.sum() has strides of 0
         q,
@@ -118,8 +135,8 @@ def prepare(
         dk,
         dv,
         row_stats,
-        softmax_scale,
-        causal,
+        options,
+        *options.mask(*options.lengths(q, k)),
     )
 
 
@@ -135,24 +152,23 @@ def without_kernel(call: Call) -> None:
 
 def run(call: Call) -> None:
     """Launch the kernels that the wanted gradients need."""
-    q, k = call.q, call.k
     if not INTERPRETED:
-        bind_context(q.device)
-    block_d = head_dim_block(q.shape[3])
-    reached = not INTERPRETED and all(tma_reaches(t) for t in (q, k, call.v, call.dout))
+        bind_context(call.q.device)
 
-    def choose(tuner: Tuner, launch: Any, variant: str) -> triton.Config:
-        return tuner.choose(q, k, block_d, call.causal, reached, INTERPRETED, partial(launch, call), variant)
+    def chosen(tuner: Tuner, launch: Any, variant: str) -> triton.Config:
+        return choose(tuner, call, launch, call.q, call.k, call.v, call.dout, variant=variant)
 
-    with torch.cuda.device_of(q):
-        config = choose(DQ_TUNER, launch_dq, "delta" if call.dq is None else "dq")
-        trace_launch("flash_bwd_dq_kernel", call, config, dq_grid(call, config), dq=call.dq is not None)
+    with torch.cuda.device_of(call.q):
+        config = chosen(DQ_TUNER, partial(launch_dq, call), "delta" if call.dq is None else "dq")
+        if tracing_enabled():
+            trace_launch("flash_bwd_dq_kernel", call, config, dq_grid(call, config), dq=call.dq is not None)
         launch_dq(call, config)
         for want_dk, want_dv in dkv_launches(call):
-            launch = partial(launch_dkv, want_dk=want_dk, want_dv=want_dv)
-            config = choose(DKV_TUNER, launch, "dk" * want_dk + "dv" * want_dv)
-            trace_launch("flash_bwd_dkv_kernel", call, config, dkv_grid(call, config), dk=want_dk, dv=want_dv)
-            launch(call, config)
+            launch = partial(launch_dkv, call, want_dk=want_dk, want_dv=want_dv)
+            config = chosen(DKV_TUNER, launch, "dk" * want_dk + "dv" * want_dv)
+            if tracing_enabled():
+                trace_launch("flash_bwd_dkv_kernel", call, config, dkv_grid(call, config), dk=want_dk, dv=want_dv)
+            launch(config)
 
 
 def dkv_launches(call: Call) -> list[tuple[bool, bool]]:
@@ -161,21 +177,6 @@ def dkv_launches(call: Call) -> list[tuple[bool, bool]]:
     if all(wanted) and head_dim_block(call.q.shape[3]) > MAX_SHARED_BLOCK_D:
         return [(True, False), (False, True)]
     return [wanted] if any(wanted) else []
-
-
-def trace_launch(name: str, call: Call, config: triton.Config, grid: tuple[int], **wanted: bool) -> None:
-    """One line of the trace."""
-    if tracing_enabled():
-        trace(
-            f"triton.{name}",
-            dtype=call.q.dtype,
-            headdim=call.q.shape[3],
-            causal=call.causal,
-            **wanted,
-            **config.all_kwargs(),
-            grid=grid,
-            interpreted=INTERPRETED,
-        )
 
 
 def launch_dq(call: Call, config: triton.Config) -> None:
@@ -198,18 +199,19 @@ def launch_dq(call: Call, config: triton.Config) -> None:
         *strides,
         *strides_bhs(call.out),
         *(NO_STRIDES if dq is None else strides_bhs(dq)),
-        float(call.softmax_scale),
-        call.softmax_scale * LOG2_E,
+        float(call.options.softmax_scale),
+        call.options.qk_scale,
         seqlen_q,
         seqlen_k,
         batch * nheads,
         nheads,
         heads_per_kv,
-        min(batch * nheads, heads_per_group(k) * heads_per_kv) if call.causal else 1,
+        min(batch * nheads, heads_per_group(k, call.options) * heads_per_kv) if call.causal else 1,
+        **call.options.kernel_arguments(call.window),
         HEAD_DIM=head_dim,
         BLOCK_D=head_dim_block(head_dim),
         CAUSAL=call.causal,
-        EVEN_N=call.causal or seqlen_k % block_n == 0,
+        EVEN_N=call.causal or is_even(call.options, call.window, seqlen_k, block_n),
         DELTA_ONLY=dq is None,
         ROW_STATS_MULTIPLE=ROW_STATS_MULTIPLE,
         **config.kwargs,
@@ -234,18 +236,19 @@ def launch_dkv(call: Call, config: triton.Config, *, want_dk: bool = True, want_
         *strides,
         *(NO_STRIDES if dk is None else strides_bhs(dk)),
         *(NO_STRIDES if dv is None else strides_bhs(dv)),
-        float(call.softmax_scale),
-        call.softmax_scale * LOG2_E,
+        float(call.options.softmax_scale),
+        call.options.qk_scale,
         seqlen_q,
         seqlen_k,
         batch * nheads_k,
         nheads_k,
         heads_per_kv,
-        min(batch * nheads_k, max(1, heads_per_group(q) // heads_per_kv)) if call.causal else 1,
+        min(batch * nheads_k, max(1, heads_per_group(q, call.options) // heads_per_kv)) if call.causal else 1,
+        **call.options.kernel_arguments(call.window),
         HEAD_DIM=head_dim,
         BLOCK_D=head_dim_block(head_dim),
         CAUSAL=call.causal,
-        EVEN_M=use_tma or seqlen_q % block_m == 0,
+        EVEN_M=use_tma or is_even(call.options, None, seqlen_q, block_m),
         WANT_DK=want_dk,
         WANT_DV=want_dv,
         ROW_STATS_MULTIPLE=ROW_STATS_MULTIPLE,
@@ -279,5 +282,5 @@ def dq_grid(call: Call, config: triton.Config) -> tuple[int]:
 
 def dkv_grid(call: Call, config: triton.Config) -> tuple[int]:
     """One program for each block of keys of each key head."""
-    batch, seqlen_k, nheads_k, _ = call.k.shape
-    return (-(-seqlen_k // config.kwargs["BLOCK_N"]) * batch * nheads_k,)
+    batch, _, nheads_k, _ = call.k.shape
+    return (num_blocks(call.k, call.options.cu_seqlens_k, config.kwargs["BLOCK_N"]) * batch * nheads_k,)

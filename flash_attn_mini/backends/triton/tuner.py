@@ -119,6 +119,42 @@ class Tuner:
                 self.chosen[key] = self.timed_launch.best_config
         return self.chosen[key]
 
+    def choose_untimed(
+        self,
+        q: torch.Tensor,
+        block_d: int,
+        kind: tuple[Any, ...],
+        tma_reaches: bool,
+        interpreted: bool,
+        launch_with: Callable[[triton.Config], None],
+    ) -> triton.Config:
+        """The first configuration of the table that the GPU has the resources for; nothing is timed.
+
+        For kinds of calls that are too many to time each, such as those with dropout. Arguments as in `choose`.
+
+        Args:
+            kind: What makes the compiled kernel another one.
+        """
+        key = (q.device, q.dtype, q.shape[3], kind, tma_reaches)
+        config = self.chosen.get(key)
+        if config is None:
+            limit = INTERPRETER_SHARED_MEMORY if interpreted else shared_memory_limit(q.device)
+            candidates = self.tables.candidates(block_d, q.element_size(), tma_reaches, limit, timed=False)
+            config = candidates[0] if interpreted else first_that_launches(candidates, launch_with)
+            self.chosen[key] = config
+        return config
+
+
+def first_that_launches(candidates: list[triton.Config], launch_with: Callable[[triton.Config], None]) -> triton.Config:
+    """The first that does not run out of registers or shared memory; the last one's error where all do."""
+    for config in candidates[:-1]:
+        try:
+            launch_with(config)
+        except triton.runtime.errors.OutOfResources:
+            continue
+        return config
+    return candidates[-1]
+
 
 @cache
 def shared_memory_limit(device: torch.device) -> int:

@@ -1,0 +1,168 @@
+"""`import flash_attn` gives this package: for code that imports the official one and cannot be changed.
+
+    import flash_attn_mini.compat
+
+    flash_attn_mini.compat.install()
+
+In the running process, from then on, these imports resolve to this package's modules: ``flash_attn``,
+``flash_attn.flash_attn_interface``, ``flash_attn.bert_padding``, ``flash_attn.layers``, ``flash_attn.layers.rotary``,
+and ``flash_attn_2_cuda`` where the extension was built. Any other module of the official package is a
+ModuleNotFoundError, also where the official package is installed and was forced aside: the two are never mixed.
+
+Version checks see `VERSION`, the release whose API this is: in ``flash_attn.__version__``, and as the metadata of a
+distribution ``flash-attn``, which is what transformers' ``is_flash_attn_2_available`` asks for. (transformers keeps the
+answer, so install first; and it answers no on machines without a GPU, whatever is installed. There
+`flash_attn_mini.integrations.transformers.register` does without `install`.)
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+import flash_attn_mini
+
+from .backends import extension
+
+VERSION = "2.8.3"
+
+_EXTENSION = "flash_attn_2_cuda"
+_MODULES = ("flash_attn_interface", "bert_padding", "layers", "layers.rotary")
+
+
+class _Distribution(importlib.metadata.Distribution):
+    """What importlib.metadata says of ``flash-attn``."""
+
+    def read_text(self, filename: str) -> str | None:
+        return {
+            "METADATA": f"Metadata-Version: 2.1\nName: flash-attn\nVersion: {VERSION}\n",
+            "top_level.txt": f"flash_attn\n{_EXTENSION}\n",
+        }.get(filename)
+
+    def locate_file(self, path: str | os.PathLike[str]) -> Any:
+        raise NotImplementedError("flash_attn_mini.compat: this distribution has no files")
+
+
+class _Finder(MetaPathFinder):
+    """Finds no module (they are in sys.modules already), and one distribution."""
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
+        return None
+
+    def find_distributions(
+        self, context: importlib.metadata.DistributionFinder.Context | None = None
+    ) -> Iterable[importlib.metadata.Distribution]:
+        name = None if context is None else context.name
+        return [_Distribution()] if name is None or name.lower().replace("-", "_") == "flash_attn" else []
+
+
+class _Installed:
+    """What `install` did, and what it put aside."""
+
+    def __init__(self, modules: dict[str, ModuleType], put_aside: dict[str, ModuleType]) -> None:
+        self.modules = modules
+        self.put_aside = put_aside
+        self.finder = _Finder()
+
+
+_installed: _Installed | None = None
+
+
+def install(force: bool = False) -> None:
+    """Make ``import flash_attn`` and its modules resolve to this package, in this process. Says so on stderr.
+
+    Modules that imported the official package before keep what they have. Does nothing when done already.
+
+    Args:
+        force: Do so also where the official package is installed.
+
+    Raises:
+        RuntimeError: When the official package is installed, or imported, and `force` is False.
+
+    Example:
+        >>> import flash_attn_mini.compat
+        >>> flash_attn_mini.compat.install()
+        >>> from flash_attn import flash_attn_func
+        >>> flash_attn_func.__module__
+        'flash_attn_mini.flash_attn_interface'
+        >>> flash_attn_mini.compat.uninstall()
+    """
+    global _installed
+    if _installed is not None:
+        return
+    official = _official()
+    if official is not None and not force:
+        raise RuntimeError(
+            f"flash_attn_mini.compat: the official package is there ({official}) and 'import flash_attn' means it. "
+            "install(force=True) puts it aside in this process; pip uninstall flash-attn for good"
+        )
+    modules = _modules()
+    put_aside = {name: sys.modules.pop(name) for name in list(sys.modules) if _is_ours_to_name(name)}
+    sys.modules.update(modules)
+    _installed = _Installed(modules, put_aside)
+    sys.meta_path.insert(0, _installed.finder)
+    names = "flash_attn" if _EXTENSION not in modules else f"flash_attn and {_EXTENSION}"
+    instead = "" if official is None else f" instead of {official}"
+    print(
+        f"[flash_attn_mini] compat: import {names} ({VERSION}) now gives flash_attn_mini {flash_attn_mini.__version__}"
+        f"{instead}, in this process",
+        file=sys.stderr,
+    )
+
+
+def uninstall() -> None:
+    """Undo `install`: the next ``import flash_attn`` is that of the official package, or fails. Else does nothing."""
+    global _installed
+    if _installed is None:
+        return
+    sys.meta_path.remove(_installed.finder)
+    for name in [name for name in sys.modules if _is_ours_to_name(name)]:
+        del sys.modules[name]
+    sys.modules.update(_installed.put_aside)
+    _installed = None
+
+
+def _official() -> str | None:
+    """Where the official package is, or would be imported from; None where it is not."""
+    for name in ("flash_attn", _EXTENSION):
+        if name in sys.modules:
+            return getattr(sys.modules[name], "__file__", None) or f"{name} in sys.modules"
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.origin is not None:  # a folder of that name without code has none
+            return spec.origin
+    return None
+
+
+def _is_ours_to_name(module: str) -> bool:
+    return module.partition(".")[0] in ("flash_attn", _EXTENSION)
+
+
+def _modules() -> dict[str, ModuleType]:
+    """What goes into sys.modules. The package is a module of its own, for its version; the others are ours by name."""
+    package = ModuleType("flash_attn", flash_attn_mini.__doc__)
+    package.__spec__ = ModuleSpec("flash_attn", None, origin=flash_attn_mini.__file__, is_package=True)
+    package.__file__ = flash_attn_mini.__file__
+    package.__path__ = []
+    package.__version__ = VERSION  # type: ignore[attr-defined]
+    functions = [name for name in flash_attn_mini.__all__ if name.startswith("flash_attn_")]
+    package.__all__ = functions  # type: ignore[attr-defined]
+    for name in functions:
+        setattr(package, name, getattr(flash_attn_mini, name))
+
+    modules = {"flash_attn": package}
+    for name in _MODULES:
+        module = importlib.import_module(f"flash_attn_mini.{name}")
+        modules[f"flash_attn.{name}"] = module
+        if "." not in name:
+            setattr(package, name, module)
+    if extension.missing_reason() is None:
+        modules[_EXTENSION] = extension.load()
+    return modules

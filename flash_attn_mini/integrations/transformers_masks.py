@@ -1,0 +1,181 @@
+"""What a transformers mask means to the kernels: which tokens there are, and which interval of keys a query sees.
+
+transformers describes a mask by a function of (batch, head, query, key) and a padding mask, and asks before the first
+layer to have it drawn. `seen_of` recognises the functions whose meaning is an interval of keys around each query, and
+`layout_of` finds where the tokens are: both once per forward, for all layers. Nothing quadratic is drawn.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A query at position p sees the keys from p - left to p + right, -1 = unbounded, of its own segment."""
+
+    left: int = -1
+    right: int = -1
+    segments: Tensor | None = None  # [batch, seqlen], counting up along a row: sequences packed into one; None = one
+
+    def __and__(self, other: Seen) -> Seen:
+        segments = self.segments if other.segments is None else other.segments
+        return Seen(tighter(self.left, other.left), tighter(self.right, other.right), segments)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A mask as the kernels take it: for `flash_attn_func` without lengths, else for `flash_attn_varlen_func`.
+
+    transformers hands it from layer to layer in place of the mask it would have drawn.
+    """
+
+    q_length: int
+    kv_length: int
+    kv_end: int  # keys from here on are seen by no query: the free room of a static cache
+    left: int
+    right: int
+    lengths: tuple[Tensor, Tensor, int, int] | None = None  # cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    indices_q: Tensor | None = None  # of the tokens among all [batch * q_length]; None = all
+    indices_k: Tensor | None = None  # likewise among [batch * kv_end]
+
+    ndim = 4  # of the mask that it stands for
+
+    def contiguous(self) -> Layout:
+        """Itself: generate() asks its masks to be so, where it makes them (for a static cache)."""
+        return self
+
+    def to(self, device: torch.device | str, **options: Any) -> Layout:
+        """On another device: for models that are spread over several."""
+
+        def moved(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.to(device, **options)
+
+        lengths = self.lengths and (self.lengths[0].to(device), self.lengths[1].to(device), *self.lengths[2:])
+        return replace(self, lengths=lengths, indices_q=moved(self.indices_q), indices_k=moved(self.indices_k))
+
+
+def tighter(first: int, second: int) -> int:
+    """The smaller of two bounds, of which -1 is none."""
+    return second if first < 0 else first if second < 0 else min(first, second)
+
+
+def seen_of(mask_function: Callable[..., Any]) -> Seen | None:
+    """The interval of keys that a mask function of transformers stands for; None for one that is not known here."""
+    from transformers import masking_utils
+
+    if mask_function is masking_utils.causal_mask_function:
+        return Seen(right=0)
+    if mask_function is getattr(masking_utils, "bidirectional_mask_function", None):
+        return Seen()
+    if getattr(mask_function, "__module__", None) != masking_utils.__name__:
+        return None
+    made_by = mask_function.__qualname__.partition(".")[0]
+    made_of = inspect.getclosurevars(mask_function).nonlocals
+    if made_by == "sliding_window_overlay":
+        return Seen(left=made_of["sliding_window"] - 1)
+    if made_by == "sliding_window_bidirectional_overlay":
+        return Seen(left=made_of["sliding_window"], right=made_of["sliding_window"])
+    if made_by == "and_masks":
+        return _intersection(made_of["mask_functions"])
+    return None
+
+
+def _intersection(mask_functions: tuple[Callable[..., Any], ...]) -> Seen | None:
+    """Of a packed batch transformers makes the pair (same segment, mask function of the positions within it)."""
+    makers = tuple(getattr(function, "__qualname__", "").partition(".")[0] for function in mask_functions)
+    if makers == ("packed_sequence_mask_function", "remap_positions_for_packed_sequence"):
+        segments, remapped = (inspect.getclosurevars(function).nonlocals for function in mask_functions)
+        within = seen_of(remapped["mask_function"])
+        return None if within is None else within & Seen(segments=segments["packed_sequence_mask"])
+    together = Seen()
+    for function in mask_functions:
+        part = seen_of(function)
+        if part is None:
+            return None
+        together = together & part
+    return together
+
+
+def layout_of(
+    seen: Seen, batch: int, q_length: int, kv_length: int, q_offset: int, kv_offset: int, padding: Tensor | None
+) -> Layout | None:
+    """Where the tokens are that take part in attention; None where the mask cannot be said to the kernels.
+
+    Args:
+        seen: What a query sees, by position.
+        batch: The number of rows.
+        q_length: The number of queries, at positions q_offset, ...
+        kv_length: The number of keys, at positions kv_offset, ...
+        q_offset: The position of the first query.
+        kv_offset: The position of the first key.
+        padding: ``[batch, n]`` by position, False for padding; past its end is padding too. None = no padding.
+
+    Under a causal mask or a window, queries and keys are the same tokens, and padding is dropped on either side; its
+    rows of the output become 0. Without, the mask says nothing of the queries (those of a cross-attention are others'),
+    and all of them are computed.
+    """
+    kv_end, q_end = kv_length, q_offset + q_length
+    if seen.right == 0:
+        kv_end = min(kv_end, q_end - kv_offset)
+    aligned = q_end == kv_offset + kv_end  # the last query stands at the last key, as the kernels have it
+    by_position = seen.left >= 0 or seen.right >= 0
+    if seen.segments is not None:
+        if padding is not None or seen.segments.shape != (batch, q_length) or kv_length != q_length:
+            return None
+        return _packed(seen, seen.segments)
+    if padding is not None:
+        padding = F.pad(padding, (0, max(kv_offset + kv_end - padding.shape[1], 0)))
+        if bool(padding[:, kv_offset : kv_offset + kv_end].all()):
+            padding = None
+    if by_position and not aligned:
+        return None
+    left = -1 if seen.left >= q_end - kv_offset - 1 else seen.left  # a window that cuts nothing off
+    right = -1 if seen.right >= kv_end - 1 and seen.right > 0 else seen.right
+    if padding is None:
+        return Layout(q_length, kv_length, kv_end, left, right)
+
+    keys = padding[:, kv_offset : kv_offset + kv_end].bool()
+    queries = torch.ones(batch, q_length, dtype=torch.bool, device=keys.device)
+    if by_position:
+        queries = keys[:, kv_end - q_length :]
+        begins = keys & ~F.pad(keys, (1, 0))[:, :-1]
+        if (left >= 0 or right > 0) and bool((begins.sum(dim=1) > 1).any()):
+            return None  # distances across a hole would shrink
+    indices_q, cu_seqlens_q, max_seqlen_q = _tokens(queries)
+    indices_k, cu_seqlens_k, max_seqlen_k = _tokens(keys)
+    return Layout(
+        q_length,
+        kv_length,
+        kv_end,
+        left,
+        right,
+        (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
+        None if indices_q.shape[0] == queries.numel() else indices_q,
+        None if indices_k.shape[0] == keys.numel() else indices_k,
+    )
+
+
+def _tokens(kept: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Indices, cu_seqlens and the greatest length of the rows of a bool ``[batch, seqlen]``."""
+    seqlens = kept.sum(dim=1, dtype=torch.int32)
+    cu_seqlens = F.pad(seqlens.cumsum(0, dtype=torch.int32), (1, 0))
+    return kept.flatten().nonzero().flatten(), cu_seqlens, int(seqlens.max()) if seqlens.numel() else 0
+
+
+def _packed(seen: Seen, segments: Tensor) -> Layout:
+    """Every token takes part; a sequence ends with its row, or where the segment changes."""
+    batch, seqlen = segments.shape
+    begins = torch.ones_like(segments, dtype=torch.bool)
+    begins[:, 1:] = segments[:, 1:] != segments[:, :-1]
+    starts = begins.flatten().nonzero().flatten()
+    cu_seqlens = F.pad(starts, (0, 1), value=batch * seqlen).to(torch.int32)
+    longest = int(cu_seqlens.diff().max()) if starts.numel() else 0
+    return Layout(seqlen, seqlen, seqlen, seen.left, seen.right, (cu_seqlens, cu_seqlens, longest, longest))

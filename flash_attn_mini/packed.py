@@ -1,0 +1,304 @@
+"""The public functions for q, k and v, or k and v, in one tensor.
+
+The kernels read views of it, and write views of its gradient: nothing is copied or concatenated on either way.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from . import tracing
+from .argument_checks import (
+    WindowSize,
+    as_length,
+    check_packed,
+    check_tensor,
+    check_varlen,
+    checked_options,
+)
+from .autograd import packed_forward_eager
+from .ops import DENSE, VARLEN, Kind
+
+Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def flash_attn_qkvpacked_func(
+    qkv: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    backend: str | None = None,
+) -> Result:
+    """`flash_attn_func` of q, k and v in one tensor, whose gradient is written as one.
+
+    Args:
+        qkv: ``[batch, seqlen, 3, nheads, headdim]``, the last dimension contiguous.
+        dropout_p: As in `flash_attn_func`, like the other arguments that are not named here.
+        softmax_scale: Likewise.
+        causal: Likewise.
+        window_size: Likewise.
+        softcap: Likewise.
+        alibi_slopes: Likewise.
+        deterministic: Likewise.
+        return_attn_probs: Likewise.
+        backend: Likewise.
+
+    Returns:
+        As `flash_attn_func`: out ``[batch, seqlen, nheads, headdim]``.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError, RuntimeError: As in `flash_attn_func`.
+
+    Example:
+        >>> import torch
+        >>> from flash_attn_mini import flash_attn_qkvpacked_func
+        >>> flash_attn_qkvpacked_func(torch.randn(2, 128, 3, 8, 64), causal=True).shape
+        torch.Size([2, 128, 8, 64])
+    """
+    check_packed("qkv", qkv, 3, "[batch, seqlen, 3, nheads, headdim]")
+    options = checked_options(
+        qkv,
+        qkv,
+        qkv,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+        backend,
+    )
+    if tracing.enabled():
+        tracing.trace("flash_attn_qkvpacked_func", qkv=qkv, causal=causal)
+    return _attend(DENSE, options, return_attn_probs, None, qkv, alibi_slopes)
+
+
+def flash_attn_kvpacked_func(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    backend: str | None = None,
+) -> Result:
+    """`flash_attn_func` of q, and of k and v in one tensor, whose gradient is written as one.
+
+    Args:
+        q: As in `flash_attn_func`, like the other arguments that are not named here.
+        kv: ``[batch, seqlen_k, 2, nheads_k, headdim]``, the last dimension contiguous.
+        dropout_p: As in `flash_attn_func`.
+        softmax_scale: Likewise.
+        causal: Likewise.
+        window_size: Likewise.
+        softcap: Likewise.
+        alibi_slopes: Likewise.
+        deterministic: Likewise.
+        return_attn_probs: Likewise.
+        backend: Likewise.
+
+    Returns:
+        As `flash_attn_func`.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError, RuntimeError: As in `flash_attn_func`.
+
+    Example:
+        >>> import torch
+        >>> from flash_attn_mini import flash_attn_kvpacked_func
+        >>> flash_attn_kvpacked_func(torch.randn(2, 128, 8, 64), torch.randn(2, 256, 2, 2, 64), causal=True).shape
+        torch.Size([2, 128, 8, 64])
+    """
+    check_packed("kv", kv, 2, "[batch, seqlen_k, 2, nheads_k, headdim]")
+    options = checked_options(
+        q,
+        kv,
+        kv,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+        backend,
+    )
+    if tracing.enabled():
+        tracing.trace("flash_attn_kvpacked_func", q=q, kv=kv, causal=causal)
+    return _attend(DENSE, options, return_attn_probs, q, kv, alibi_slopes)
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    backend: str | None = None,
+) -> Result:
+    """`flash_attn_varlen_func` of q, k and v in one tensor, whose gradient is written as one.
+
+    Args:
+        qkv: ``[total, 3, nheads, headdim]``, the last dimension contiguous.
+        cu_seqlens: int32 ``[batch + 1]``, of queries and keys; see `flash_attn_varlen_func`.
+        max_seqlen: The longest sequence, or more.
+        dropout_p: As in `flash_attn_func`, like the other arguments that are not named here.
+        softmax_scale: Likewise.
+        causal: Likewise.
+        window_size: Likewise.
+        softcap: Likewise.
+        alibi_slopes: Likewise.
+        deterministic: Likewise.
+        return_attn_probs: Likewise.
+        backend: Likewise.
+
+    Returns:
+        As `flash_attn_varlen_func`: out ``[total, nheads, headdim]``.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError, RuntimeError: As in `flash_attn_func`.
+
+    Example:
+        >>> import torch
+        >>> from flash_attn_mini import flash_attn_varlen_qkvpacked_func
+        >>> cu_seqlens = torch.tensor([0, 5, 12], dtype=torch.int32)  # sequences of 5 and 7 tokens
+        >>> flash_attn_varlen_qkvpacked_func(torch.randn(12, 3, 8, 64), cu_seqlens, 7, causal=True).shape
+        torch.Size([12, 8, 64])
+    """
+    check_packed("qkv", qkv, 3, "[total, 3, nheads, headdim]")
+    options = checked_options(
+        qkv,
+        qkv,
+        qkv,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+        backend,
+    )
+    check_tensor("cu_seqlens", cu_seqlens)
+    max_seqlen = as_length("max_seqlen", max_seqlen)
+    options = (
+        max_seqlen,
+        max_seqlen,
+        *options,
+    )
+    if tracing.enabled():
+        tracing.trace("flash_attn_varlen_qkvpacked_func", qkv=qkv, cu_seqlens=cu_seqlens, causal=causal)
+    return _attend(VARLEN, options, return_attn_probs, None, qkv, cu_seqlens, cu_seqlens, None, alibi_slopes)
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    backend: str | None = None,
+) -> Result:
+    """`flash_attn_varlen_func` of q, and of k and v in one tensor, whose gradient is written as one.
+
+    Args:
+        q: As in `flash_attn_varlen_func`, like the other arguments that are not named here.
+        kv: ``[total_k, 2, nheads_k, headdim]``, the last dimension contiguous.
+        cu_seqlens_q: As in `flash_attn_varlen_func`.
+        cu_seqlens_k: Likewise.
+        max_seqlen_q: Likewise.
+        max_seqlen_k: Likewise.
+        dropout_p: Likewise.
+        softmax_scale: Likewise.
+        causal: Likewise.
+        window_size: Likewise.
+        softcap: Likewise.
+        alibi_slopes: Likewise.
+        deterministic: Likewise.
+        return_attn_probs: Likewise.
+        backend: Likewise.
+
+    Returns:
+        As `flash_attn_varlen_func`.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError, RuntimeError: As in `flash_attn_func`.
+
+    Example:
+        >>> import torch
+        >>> from flash_attn_mini import flash_attn_varlen_kvpacked_func
+        >>> cu_seqlens_q, cu_seqlens_k = torch.tensor([[0, 2, 3], [0, 5, 12]], dtype=torch.int32)
+        >>> q, kv = torch.randn(3, 8, 64), torch.randn(12, 2, 2, 64)
+        >>> flash_attn_varlen_kvpacked_func(q, kv, cu_seqlens_q, cu_seqlens_k, 2, 7, causal=True).shape
+        torch.Size([3, 8, 64])
+    """
+    check_packed("kv", kv, 2, "[total_k, 2, nheads_k, headdim]")
+    options = checked_options(
+        q,
+        kv,
+        kv,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+        backend,
+    )
+    check_varlen(cu_seqlens_q, cu_seqlens_k, None)
+    options = (
+        as_length("max_seqlen_q", max_seqlen_q),
+        as_length("max_seqlen_k", max_seqlen_k),
+        *options,
+    )
+    if tracing.enabled():
+        tracing.trace("flash_attn_varlen_kvpacked_func", q=q, kv=kv, cu_seqlens_q=cu_seqlens_q, causal=causal)
+    return _attend(VARLEN, options, return_attn_probs, q, kv, cu_seqlens_q, cu_seqlens_k, None, alibi_slopes)
+
+
+def _attend(
+    kind: Kind,
+    options: tuple[Any, ...],
+    return_attn_probs: bool,
+    q: torch.Tensor | None,
+    packed: torch.Tensor,
+    *others: torch.Tensor | None,
+) -> Result:
+    out, softmax_lse, S_dmask, _ = packed_forward_eager(kind, options, q, packed, *others)
+    return (out, softmax_lse, S_dmask) if return_attn_probs else out

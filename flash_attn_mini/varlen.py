@@ -1,0 +1,209 @@
+"""The public functions for sequences of different lengths, laid end to end without padding (varlen)."""
+
+from __future__ import annotations
+
+import torch
+
+from . import tracing
+from .argument_checks import (
+    WindowSize,
+    as_length,
+    check_backward_tensors,
+    check_flags,
+    check_number,
+    check_varlen,
+    checked_options,
+)
+from .autograd import backward_into, forward_eager
+from .ops import VARLEN
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: torch.Tensor | None = None,
+    *,
+    backend: str | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`flash_attn_func` within each sequence of a batch whose sequences have different lengths, without padding.
+
+    Sequence b is rows ``cu_seqlens[b] .. cu_seqlens[b + 1] - 1``. Masks and ALiBi are aligned to the end of each
+    sequence. Sequences may be empty, and as many as one likes. Nothing waits for the GPU: cu_seqlens is read by the
+    kernels alone, and checked only where it lies on the CPU or under FLASH_ATTN_MINI_CHECK=1.
+
+    Args:
+        q: Queries, ``[total_q, nheads, headdim]``; otherwise as in `flash_attn_func`.
+        k: Keys, ``[total_k, nheads_k, headdim]``; with a block_table ``[num_pages, page_size, nheads_k, headdim]``.
+        v: Values, shaped like k.
+        cu_seqlens_q: int32 ``[batch + 1]`` on the device of q, rising from 0 to total_q: the sums of the lengths of the
+            sequences before each.
+        cu_seqlens_k: Likewise for k. With a block_table its differences are lengths and nothing more.
+        max_seqlen_q: The longest sequence of q, or more. An integer tensor will do, which waits for it where it lies on
+            a GPU.
+        max_seqlen_k: Likewise for k.
+        dropout_p: As in `flash_attn_func`, like the other arguments that are not named here.
+        softmax_scale: Likewise.
+        causal: Likewise.
+        window_size: Likewise.
+        softcap: Likewise.
+        alibi_slopes: Likewise; ``[batch, nheads]`` has slopes for each sequence.
+        deterministic: Likewise.
+        return_attn_probs: Likewise.
+        block_table: int32 ``[batch, max_pages]``: key n of sequence b is row ``n % page_size`` of page
+            ``block_table[b, n // page_size]``; page_size is a multiple of 16. Without gradients.
+        backend: As in `flash_attn_func`.
+
+    Returns:
+        out, shaped like q; or with ``return_attn_probs`` also softmax_lse ``[nheads, total_q]`` and S_dmask, of
+        ``[batch, nheads, max_seqlen_q, max_seqlen_k]`` with both lengths rounded up; see `flash_attn_func`.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: As in `flash_attn_func`.
+        NotImplementedError: So too, and for gradients with a block_table.
+
+    Example:
+        >>> import torch
+        >>> from flash_attn_mini import flash_attn_varlen_func
+        >>> cu_seqlens = torch.tensor([0, 5, 5, 12], dtype=torch.int32)  # sequences of 5, 0 and 7 tokens
+        >>> q, k, v = torch.randn(3, 12, 8, 64)
+        >>> flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, 7, 7, causal=True).shape
+        torch.Size([12, 8, 64])
+    """
+    options = checked_options(
+        q,
+        k,
+        v,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+        backend,
+    )
+    check_varlen(cu_seqlens_q, cu_seqlens_k, block_table)
+    options = (
+        as_length("max_seqlen_q", max_seqlen_q),
+        as_length("max_seqlen_k", max_seqlen_k),
+        *options,
+    )
+    if tracing.enabled():
+        tracing.trace("flash_attn_varlen_func", q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, causal=causal)
+    others = (cu_seqlens_q, cu_seqlens_k, block_table, alibi_slopes)
+    out, softmax_lse, S_dmask, _ = forward_eager(VARLEN, options, q, k, v, *others)
+    return (out, softmax_lse, S_dmask) if return_attn_probs else out
+
+
+def _flash_attn_varlen_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    return_softmax: bool = False,
+    block_table: torch.Tensor | None = None,
+    leftpad_k: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    zero_tensors: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The forward as code written for the official package calls it, for one, to put its own autograd around it.
+
+    Arguments, backend and errors as in `flash_attn_varlen_func`; ``return_softmax`` asks for S_dmask. leftpad_k and
+    seqused_k are not implemented; zero_tensors changes nothing, as results are always written whole.
+
+    Returns:
+        out, softmax_lse and S_dmask as `flash_attn_varlen_func` returns them, and rng_state, int64 ``[2]``, empty
+        without dropout.
+    """
+    for name, value in (("leftpad_k", leftpad_k), ("seqused_k", seqused_k)):
+        if value is not None:
+            raise NotImplementedError(
+                f"flash_attn_mini: {name} is not implemented in this version; backends that have it: none. "
+                "Available now: cu_seqlens_k of the keys that are used"
+            )
+    window_size = (window_size_left, window_size_right)
+    check_number("softmax_scale", softmax_scale, "a finite number")
+    check_flags(return_softmax=return_softmax)
+    check_varlen(cu_seqlens_q, cu_seqlens_k, block_table)
+    options = (
+        as_length("max_seqlen_q", max_seqlen_q),
+        as_length("max_seqlen_k", max_seqlen_k),
+        *checked_options(
+            q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, False, return_softmax, None
+        ),
+    )
+    others = (cu_seqlens_q, cu_seqlens_k, block_table, alibi_slopes)
+    out, softmax_lse, S_dmask, rng_state = forward_eager(VARLEN, options, q, k, v, *others)
+    return out, softmax_lse, S_dmask, rng_state
+
+
+def _flash_attn_varlen_backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    softmax_lse: torch.Tensor,
+    dq: torch.Tensor | None,
+    dk: torch.Tensor | None,
+    dv: torch.Tensor | None,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
+    deterministic: bool,
+    rng_state: torch.Tensor | None = None,
+    zero_tensors: bool = False,
+) -> torch.Tensor:
+    """The backward as code written for the official package calls it: writes dq, dk and dv in place.
+
+    Arguments as in `_flash_attn_backward` and `flash_attn_varlen_func`; zero_tensors changes nothing.
+
+    Returns:
+        softmax_d, the sum over headdim of ``dout * out``, in the dtype of softmax_lse, ``[nheads, (total_q // 128 +
+        batch) * 128]``: that of sequence b begins at ``(cu_seqlens_q[b] // 128 + b) * 128``; what lies between
+        sequences means nothing.
+    """
+    window_size = (window_size_left, window_size_right)
+    check_number("softmax_scale", softmax_scale, "a finite number")
+    check_flags(deterministic=deterministic)
+    check_varlen(cu_seqlens_q, cu_seqlens_k, None)
+    check_backward_tensors(dout, out, softmax_lse, dq, dk, dv, rng_state)
+    *scalars, _return_softmax, _deterministic, _backend = checked_options(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, False, None
+    )
+    lengths = (as_length("max_seqlen_q", max_seqlen_q), as_length("max_seqlen_k", max_seqlen_k))
+    others = (cu_seqlens_q, cu_seqlens_k, alibi_slopes)
+    arguments = (dout, q, k, v, out, softmax_lse, None, *others, *lengths, *scalars, deterministic, rng_state)
+    return backward_into(VARLEN, (dq, dk, dv), *arguments)
