@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_attn_mini.reference import attention_reference, visible_keys
+from flash_attn_mini.reference import alibi_bias, attention_reference, visible_keys
 
 TIMES_PYTORCH = 2.0
 TIMES_PYTORCH_GRADIENT = 3.0
@@ -23,7 +23,17 @@ FLOOR = {torch.float16: 1e-5, torch.bfloat16: 1e-5, torch.float32: 1e-5, torch.f
 
 
 def pytorch_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, softmax_scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention as one writes it in PyTorch, every intermediate result in the dtype of q; the lse summed in float32.
 
@@ -35,15 +45,80 @@ def pytorch_attention(
     q, k, v = (x.contiguous().transpose(1, 2) for x in (q, k, v))  # [batch, nheads, seqlen, headdim]
     k, v = (x.repeat_interleave(nheads // nheads_k, dim=1) for x in (k, v))
     scores = (q * scale) @ k.transpose(-1, -2)
-    visible = visible_keys(seqlen_q, seqlen_k, causal=causal, device=q.device)
+    if softcap > 0.0:
+        scores = softcap * torch.tanh(scores / softcap)
+    if alibi_slopes is not None:
+        scores = scores + alibi_bias(alibi_slopes, seqlen_q, seqlen_k).to(scores.dtype)
+    visible = visible_keys(seqlen_q, seqlen_k, causal=causal, window_size=window_size, device=q.device)
     no_key = ~visible.any(dim=-1)
     # Rows without keys get finite scores and lose their results afterwards: no NaN is differentiated.
     scores = scores.masked_fill(~visible, -math.inf).masked_fill(no_key[:, None], 0.0)
-    out = (torch.softmax(scores, dim=-1).masked_fill(no_key[:, None], 0.0) @ v).transpose(1, 2)
+    probabilities = torch.softmax(scores, dim=-1).masked_fill(no_key[:, None], 0.0)
+    if dropout_p > 0.0:
+        assert dropout_mask is not None
+        probabilities = probabilities * (dropout_mask / (1.0 - dropout_p)).to(probabilities.dtype)
+    out = (probabilities @ v).transpose(1, 2)
     wide = scores if scores.dtype == torch.float64 else scores.float()
     if seqlen_k == 0:
         return out, wide.new_full(wide.shape[:-1], -math.inf)
     return out, torch.logsumexp(wide, dim=-1).masked_fill(no_key, -math.inf)
+
+
+Attention = Callable[..., tuple[Tensor, ...]]
+Cumulative = tuple[Tensor, Tensor]  # cu_seqlens_q, cu_seqlens_k
+
+
+def by_sequence(attention: Attention, cu_seqlens: Cumulative | None) -> Attention:
+    """``attention(q, k, v, *others, **options)`` of each sequence of a varlen batch, its results end to end.
+
+    Others are laid out as q is. The dropout_mask is a list with one for each sequence. Itself without cu_seqlens.
+    """
+    if cu_seqlens is None:
+        return attention
+    lengths = list(zip(*(x.diff().tolist() for x in cu_seqlens), strict=True))
+    alike: dict[tuple[int, int], list[int]] = {}  # sequences of the same lengths are one batch
+    for b, pair in enumerate(lengths):
+        alike.setdefault(pair, []).append(b)
+    starts_q, starts_k = (x.tolist() for x in cu_seqlens)
+
+    def run(q: Tensor, k: Tensor, v: Tensor, *others: Tensor, **options: Any) -> tuple[Tensor, ...]:
+        slopes, masks = options.pop("alibi_slopes", None), options.pop("dropout_mask", None)
+        results: list[list[Tensor]] = [[] for _ in lengths]
+        for (length_q, length_k), members in alike.items():
+
+            def rows(x: Tensor, starts: list[int], length: int, members: list[int] = members) -> Tensor:
+                return torch.stack([x[starts[b] : starts[b] + length] for b in members])
+
+            batch = attention(
+                rows(q, starts_q, length_q),
+                rows(k, starts_k, length_k),
+                rows(v, starts_k, length_k),
+                *(rows(x, starts_q, length_q) for x in others),
+                alibi_slopes=slopes[members] if slopes is not None and slopes.dim() == 2 else slopes,
+                dropout_mask=None if masks is None else torch.stack([masks[b] for b in members]),
+                **options,
+            )
+            for i, b in enumerate(members):
+                results[b] = [x[i] for x in batch]
+        # The rows of an lse [nheads, seqlen_q] are its last dimension.
+        return tuple(torch.cat(parts, dim=-1 if parts[0].dim() == 2 else 0) for parts in zip(*results, strict=True))
+
+    return run
+
+
+def rows_without_keys(
+    q: Tensor, k: Tensor, cu_seqlens: Cumulative | None, causal: bool, window_size: tuple[int, int]
+) -> Tensor:
+    """bool ``[seqlen_q]``, varlen ``[total_q]``."""
+
+    def blind(seqlen_q: int, seqlen_k: int) -> Tensor:
+        visible = visible_keys(seqlen_q, seqlen_k, causal=causal, window_size=window_size, device=q.device)
+        return ~visible.any(dim=-1)
+
+    if cu_seqlens is None:
+        return blind(q.shape[1], k.shape[1])
+    lengths = zip(*(x.diff().tolist() for x in cu_seqlens), strict=True)
+    return torch.cat([q.new_zeros(0, dtype=torch.bool), *(blind(*pair) for pair in lengths)])
 
 
 @dataclass(frozen=True)
@@ -69,6 +144,21 @@ class Accuracy:
             f"{self.pytorch_error:.3e} of PyTorch in the same dtype + floor), worst at {self.index}: "
             f"got {self.got:.9g}, expected {self.expected:.9g}"
         )
+
+
+class InaccurateError(AssertionError):
+    """A result beyond its bound; ``excess`` is how many times the bound its error is."""
+
+    def __init__(self, message: str, excess: float) -> None:
+        super().__init__(message)
+        self.excess = excess
+
+
+def refuse(failed: list[Accuracy], shown: str) -> None:
+    """Raise unless the list is empty."""
+    if failed:
+        excess = max(x.error / x.bound for x in failed)
+        raise InaccurateError("\n  ".join(str(x) for x in failed) + shown, excess)
 
 
 def accuracy(
@@ -105,16 +195,18 @@ def forward_accuracy(
     out: Tensor,
     lse: Tensor,
     *,
-    causal: bool = False,
-    softmax_scale: float | None = None,
+    cu_seqlens: Cumulative | None = None,
+    **options: Any,
 ) -> list[Accuracy]:
-    """The accuracy of a forward's out and lse."""
-    options = {"causal": causal, "softmax_scale": softmax_scale}
-    expected_out, expected_lse = attention_reference(q, k, v, **options)
-    pytorch_out, pytorch_lse = pytorch_attention(q, k, v, **options)
+    """The accuracy of a forward's out and lse; options as `attention_reference` takes them."""
+    if cu_seqlens is not None and cu_seqlens[0].numel() == 1:  # a batch of none
+        return []
+    reference, theirs = (by_sequence(f, cu_seqlens) for f in (attention_reference, pytorch_attention))
+    expected_out, expected_lse = reference(q, k, v, **options)
+    pytorch_out, pytorch_lse = theirs(q, k, v, **options)
     if q.dtype == torch.float16 and (pytorch_lse.isnan() | pytorch_lse.isposinf()).any():
         # Scores beyond float16: PyTorch's float32 stands in, rounded at the end.
-        pytorch_out, pytorch_lse = pytorch_attention(q.float(), k.float(), v.float(), **options)
+        pytorch_out, pytorch_lse = theirs(q.float(), k.float(), v.float(), **options)
         pytorch_out = pytorch_out.to(q.dtype)
     floor = FLOOR[q.dtype]
     floor_out = floor_lse = floor
@@ -137,25 +229,25 @@ def assert_forward_accurate(
     lse: Tensor,
     *,
     case: str,
-    causal: bool = False,
-    softmax_scale: float | None = None,
+    cu_seqlens: Cumulative | None = None,
+    **options: Any,
 ) -> None:
     """Fail with the case, the error, the bound and the worst index unless out and lse are as the documentation says.
 
-    `case` names the case, its shape and the seed: whatever it takes to run it again.
+    `case` names the case, its shape and the seed: whatever it takes to run it again. Options as `attention_reference`
+    takes them; with cu_seqlens, q, k and v are a varlen batch and the dropout_mask is a list.
     """
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    batch, seqlen_q, nheads, _ = q.shape
+    lse_shape = (*q.shape[:-3], q.shape[-2], q.shape[-3])
     shown = f"\n  case {case}"
     assert out.shape == q.shape, f"out has shape {list(out.shape)}, q {list(q.shape)}{shown}"
     assert out.dtype == q.dtype, f"out has dtype {out.dtype}, q {q.dtype}{shown}"
     assert out.device == q.device, f"out is on {out.device}, q on {q.device}{shown}"
-    assert lse.shape == (batch, nheads, seqlen_q), f"softmax_lse has shape {list(lse.shape)}{shown}"
+    assert lse.shape == lse_shape, f"softmax_lse has shape {list(lse.shape)}{shown}"
     assert lse.dtype == lse_dtype, f"softmax_lse has dtype {lse.dtype}, not {lse_dtype}{shown}"
-    results = forward_accuracy(q, k, v, out, lse, causal=causal, softmax_scale=softmax_scale)
-    failed = [str(r) for r in results if not r.passed]
-    assert not failed, "\n  ".join(failed) + shown
-    no_key = (lse == -math.inf).transpose(1, 2)[..., None]
+    results = forward_accuracy(q, k, v, out, lse, cu_seqlens=cu_seqlens, **options)
+    refuse([r for r in results if not r.passed], shown)
+    no_key = (lse == -math.inf).transpose(-1, -2)[..., None]
     assert not (out.masked_fill(~no_key, 0.0) != 0.0).any(), f"a row without keys has an out other than 0{shown}"
 
 
@@ -190,25 +282,27 @@ def gradients_accuracy(
     gradients: Gradients,
     *,
     dlse: Tensor | None = None,
-    causal: bool = False,
-    softmax_scale: float | None = None,
+    cu_seqlens: Cumulative | None = None,
+    **options: Any,
 ) -> list[Accuracy]:
-    """The accuracy of a backward's dq, dk and dv; None for one that was not asked for."""
-    options = {"causal": causal, "softmax_scale": softmax_scale}
+    """The accuracy of a backward's dq, dk and dv; None for one that was not asked for. Options as the forward's."""
+    if cu_seqlens is not None and cu_seqlens[0].numel() == 1:  # a batch of none
+        return []
     inputs = (q, k, v)
-    expected = differentiate(attention_reference, tuple(x.double() for x in inputs), dout, dlse, **options)
-    pytorch = differentiate(pytorch_attention, inputs, dout, dlse, **options)
+    reference, theirs = (by_sequence(f, cu_seqlens) for f in (attention_reference, pytorch_attention))
+    expected = differentiate(reference, tuple(x.double() for x in inputs), dout, dlse, **options)
+    pytorch = differentiate(theirs, inputs, dout, dlse, **options)
     if q.dtype == torch.float16 and not all(x.isfinite().all() for x in pytorch):
         # Intermediate results beyond float16: PyTorch's float32 stands in, rounded at the end.
-        wide = differentiate(pytorch_attention, tuple(x.float() for x in inputs), dout, dlse, **options)
+        wide = differentiate(theirs, tuple(x.float() for x in inputs), dout, dlse, **options)
         pytorch = (wide[0].to(q.dtype), wide[1].to(q.dtype), wide[2].to(q.dtype))
     floor = FLOOR[q.dtype]
     if q.dtype == torch.float64:
         # The reference has float64's rounding too: that of dP - delta, times the factors that follow.
         floor *= math.prod(max(1.0, x.abs().max().item()) if x.numel() else 1.0 for x in inputs)
     return [
-        accuracy(f"d{name}", got, truth, theirs, floor, TIMES_PYTORCH_GRADIENT)
-        for name, got, truth, theirs in zip("qkv", gradients, expected, pytorch, strict=True)
+        accuracy(f"d{name}", got, truth, beside, floor, TIMES_PYTORCH_GRADIENT)
+        for name, got, truth, beside in zip("qkv", gradients, expected, pytorch, strict=True)
         if got is not None
     ]
 
@@ -222,12 +316,12 @@ def assert_gradients_accurate(
     *,
     case: str,
     dlse: Tensor | None = None,
-    causal: bool = False,
-    softmax_scale: float | None = None,
+    cu_seqlens: Cumulative | None = None,
+    **options: Any,
 ) -> None:
     """Fail with the case, the error, the bound and the worst index unless dq, dk and dv are what they should be.
 
-    `case` names the case, its shape and the seed: whatever it takes to run it again.
+    `case` and options as in `assert_forward_accurate`.
     """
     shown = f"\n  case {case}"
     for name, got, like in zip(("dq", "dk", "dv"), gradients, (q, k, v), strict=True):
@@ -235,9 +329,23 @@ def assert_gradients_accurate(
             assert got.shape == like.shape, f"{name} has shape {list(got.shape)}, not {list(like.shape)}{shown}"
             assert got.dtype == like.dtype, f"{name} has dtype {got.dtype}, not {like.dtype}{shown}"
             assert got.device == like.device, f"{name} is on {got.device}, not {like.device}{shown}"
-    results = gradients_accuracy(q, k, v, dout, gradients, dlse=dlse, causal=causal, softmax_scale=softmax_scale)
-    failed = [str(r) for r in results if not r.passed]
-    assert not failed, "\n  ".join(failed) + shown
-    no_key = ~visible_keys(q.shape[1], k.shape[1], causal=causal, device=q.device).any(dim=-1)
+    results = gradients_accuracy(q, k, v, dout, gradients, dlse=dlse, cu_seqlens=cu_seqlens, **options)
+    refuse([r for r in results if not r.passed], shown)
     if gradients[0] is not None:
-        assert not (gradients[0][:, no_key] != 0).any(), f"a row without keys has a dq other than 0{shown}"
+        assert_no_gradient_without_keys(q, k, gradients[0], case, cu_seqlens, **options)
+
+
+def assert_no_gradient_without_keys(
+    q: Tensor,
+    k: Tensor,
+    dq: Tensor,
+    case: str,
+    cu_seqlens: Cumulative | None,
+    *,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    **_options: Any,
+) -> None:
+    no_key = rows_without_keys(q, k, cu_seqlens, causal, window_size)
+    rows = dq[:, no_key] if cu_seqlens is None else dq[no_key]
+    assert not (rows != 0).any(), f"a row without keys has a dq other than 0\n  case {case}"

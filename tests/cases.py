@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +31,10 @@ class Case:
     softmax_scale: float | None = None
     poison: float = math.nan  # what lies around the tensors
     memory_gib: float = 0.0  # what the inputs need in a 16-bit dtype, where it is more than a laptop's share
+    window_size: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    alibi: str | None = None  # "heads": slopes [nheads]; "batch": [batch, nheads]
+    dropout_p: float = 0.0
 
     def __str__(self) -> str:
         return self.name
@@ -39,7 +44,8 @@ class Case:
         return (
             f"batch={self.batch} nheads={self.nheads} nheads_k={self.nheads_k} seqlen_q={self.seqlen_q} "
             f"seqlen_k={self.seqlen_k} headdim={self.headdim} causal={self.causal} layout={self.layout} "
-            f"values={self.values} softmax_scale={self.softmax_scale}"
+            f"values={self.values} softmax_scale={self.softmax_scale} window_size={self.window_size} "
+            f"softcap={self.softcap} alibi={self.alibi} dropout_p={self.dropout_p}"
         )
 
 
@@ -213,6 +219,27 @@ def _planted(case: Case, generator: torch.Generator, dtype: torch.dtype) -> tupl
     return q.transpose(1, 2), k
 
 
+def make_slopes(alibi: str | None, batch: int, nheads: int, device: str) -> Tensor | None:
+    """The ALiBi slopes of a case: a geometric series over the heads, as the paper has it, other in each sequence."""
+    if alibi is None:
+        return None
+    heads = 2.0 ** (-8.0 * torch.arange(1, nheads + 1, device=device) / nheads)
+    sequences = 1.0 + torch.arange(batch, device=device) / 4.0
+    return (heads if alibi == "heads" else sequences[:, None] * heads).float()
+
+
+def options_of(case: Any, device: str) -> dict[str, Any]:
+    """What a case (also a VarlenCase) asks for beyond q, k and v, as the public functions and the reference take it."""
+    return {
+        "softmax_scale": case.softmax_scale,
+        "causal": case.causal,
+        "window_size": case.window_size,
+        "softcap": case.softcap,
+        "alibi_slopes": make_slopes(case.alibi, case.batch, case.nheads, device),
+        "dropout_p": case.dropout_p,
+    }
+
+
 def make_inputs(case: Case, dtype: torch.dtype, device: str, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v of a case, inside buffers poisoned with `case.poison`. The same seed gives the same values everywhere."""
     generator = torch.Generator().manual_seed(seed)
@@ -223,12 +250,13 @@ def make_inputs(case: Case, dtype: torch.dtype, device: str, seed: int) -> tuple
         (case.batch, case.seqlen_k, case.nheads_k, case.headdim),
     )
     for tensor, value in zip(tensors, values, strict=True):
-        _store(tensor, value)
+        store(tensor, value)
     return tensors
 
 
-def _store(tensor: Tensor, value: Tensor) -> None:
-    for dim in (0, 2):  # expanded layouts store one batch or one head
+def store(tensor: Tensor, value: Tensor) -> None:
+    """Write the value where the layout may hold one batch or one head for all."""
+    for dim in (0, 2):
         if tensor.shape[dim] > 1 and tensor.stride(dim) == 0:
             tensor, value = tensor.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
     tensor.copy_(value)
@@ -246,9 +274,9 @@ def make_dout(case: Case, dtype: torch.dtype, device: str, seed: int) -> Tensor:
     dout = LAYOUTS[case.layout](lambda shape: poisoned(shape, dtype, device, case.poison), shape_q, shape_k)[0]
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     if case.values in ("scores_1e4", "all_1e4"):
-        _store(dout, _signs(shape_q, generator, wide))
+        store(dout, _signs(shape_q, generator, wide))
     else:
-        _store(dout, torch.randn(shape_q, generator=generator, dtype=wide))
+        store(dout, torch.randn(shape_q, generator=generator, dtype=wide))
     return dout
 
 

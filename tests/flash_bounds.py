@@ -8,17 +8,39 @@ error is then that of its computation in FlashAttention's way, which SDPA takes 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from flash_attn_mini.reference import attention_reference, visible_keys
+from flash_attn_mini.reference import alibi_bias, attention_reference, visible_keys
 
-from .bounds import FLOOR, TIMES_PYTORCH_GRADIENT, accuracy, differentiate, gradients_accuracy
+from .bounds import (
+    FLOOR,
+    TIMES_PYTORCH_GRADIENT,
+    Cumulative,
+    accuracy,
+    assert_no_gradient_without_keys,
+    by_sequence,
+    differentiate,
+    gradients_accuracy,
+    refuse,
+)
 
 
 def flash_gradients(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *, causal: bool = False, softmax_scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv in PyTorch as FlashAttention computes them (https://arxiv.org/abs/2205.14135, appendix B).
 
@@ -31,14 +53,23 @@ def flash_gradients(
     scale = 1.0 / math.sqrt(headdim) if softmax_scale is None else softmax_scale
     q, k, v, dout = (x.detach().to(wide).transpose(1, 2) for x in (q, k, v, dout))  # [batch, nheads, seqlen, headdim]
     k, v = (x.repeat_interleave(nheads // nheads_k, dim=1) for x in (k, v))
-    visible = visible_keys(seqlen_q, seqlen_k, causal=causal, device=q.device)
-    scores = (q @ k.mT * scale).masked_fill(~visible, -math.inf)
+    visible = visible_keys(seqlen_q, seqlen_k, causal=causal, window_size=window_size, device=q.device)
+    scores = q @ k.mT * scale
+    slope = torch.ones_like(scores)  # of the softcap
+    if softcap > 0.0:
+        tanh = torch.tanh(scores / softcap)
+        scores, slope = softcap * tanh, 1.0 - tanh.square()
+    if alibi_slopes is not None:
+        scores = scores + alibi_bias(alibi_slopes, seqlen_q, seqlen_k)
+    scores = scores.masked_fill(~visible, -math.inf)
     p = torch.exp(scores - torch.logsumexp(scores, dim=-1, keepdim=True)).masked_fill(~visible, 0.0)
-    out = (p.to(dtype).to(wide) @ v).to(dtype).to(wide)
+    kept = torch.ones_like(p) if dropout_mask is None else dropout_mask.to(wide) / (1.0 - dropout_p)
+    p_kept = (p * kept).to(dtype).to(wide)
+    out = (p_kept @ v).to(dtype).to(wide)
     delta = (dout * out).sum(dim=-1, keepdim=True)
-    ds = (p * (dout @ v.mT - delta)).to(dtype).to(wide)
+    ds = (p * (kept * (dout @ v.mT) - delta) * slope).to(dtype).to(wide)
     dq = scale * (ds @ k)
-    dk, dv = (x.unflatten(1, (nheads_k, -1)).sum(dim=2) for x in (scale * (ds.mT @ q), p.to(dtype).to(wide).mT @ dout))
+    dk, dv = (x.unflatten(1, (nheads_k, -1)).sum(dim=2) for x in (scale * (ds.mT @ q), p_kept.mT @ dout))
     return dq.to(dtype).transpose(1, 2), dk.to(dtype).transpose(1, 2), dv.to(dtype).transpose(1, 2)
 
 
@@ -50,22 +81,22 @@ def assert_gradients_accurate_beside_flash(
     gradients: tuple[Tensor, Tensor, Tensor],
     *,
     case: str,
-    causal: bool = False,
-    softmax_scale: float | None = None,
+    cu_seqlens: Cumulative | None = None,
+    **options: Any,
 ) -> None:
     """Fail unless dq, dk and dv are within the curated cases' bound or that of `flash_gradients`.
 
-    `case` names the case, its shape and the seed: whatever it takes to run it again.
+    `case` and options as in `assert_forward_accurate`.
     """
-    strict = gradients_accuracy(q, k, v, dout, gradients, causal=causal, softmax_scale=softmax_scale)
-    doubles = (q.double(), k.double(), v.double())
-    expected = differentiate(attention_reference, doubles, dout, None, causal=causal, softmax_scale=softmax_scale)
-    flash = flash_gradients(q, k, v, dout, causal=causal, softmax_scale=softmax_scale)
-    failed = []
-    for result, got, truth, theirs in zip(strict, gradients, expected, flash, strict=True):
-        beside = accuracy(result.what, got, truth, theirs, FLOOR[q.dtype], TIMES_PYTORCH_GRADIENT)
-        if not (result.passed or beside.passed):
-            failed.append(str(max(result, beside, key=lambda x: x.bound)))
-    assert not failed, "\n  ".join(failed) + f"\n  case {case}"
-    no_key = ~visible_keys(q.shape[1], k.shape[1], causal=causal, device=q.device).any(dim=-1)
-    assert not (gradients[0][:, no_key] != 0).any(), f"a row without keys has a dq other than 0\n  case {case}"
+    strict = gradients_accuracy(q, k, v, dout, gradients, cu_seqlens=cu_seqlens, **options)
+    if not all(result.passed for result in strict):
+        doubles = (q.double(), k.double(), v.double())
+        expected = differentiate(by_sequence(attention_reference, cu_seqlens), doubles, dout, None, **options)
+        flash = by_sequence(flash_gradients, cu_seqlens)(q, k, v, dout, **options)
+        failed = []
+        for result, got, truth, theirs in zip(strict, gradients, expected, flash, strict=True):
+            beside = accuracy(result.what, got, truth, theirs, FLOOR[q.dtype], TIMES_PYTORCH_GRADIENT)
+            if not (result.passed or beside.passed):
+                failed.append(max(result, beside, key=lambda x: x.bound))
+        refuse(failed, f"\n  case {case}")
+    assert_no_gradient_without_keys(q, k, gradients[0], case, cu_seqlens, **options)

@@ -1,6 +1,7 @@
 """Runs the small cases, forward and backward, on the cuda backend, without pytest: for `make sanitize`.
 
-Every small case under memcheck; racecheck is slow, so `--per-headdim` keeps a few for each head dim:
+Every small case, dense and varlen, with and without features, under memcheck; racecheck is slow, so `--per-headdim`
+keeps a few for each head dim, mask and feature:
 
     compute-sanitizer --tool memcheck --error-exitcode 9 python -m tests.sanitize_driver
     compute-sanitizer --tool racecheck --error-exitcode 9 python -m tests.sanitize_driver --per-headdim 2 64 128
@@ -13,51 +14,80 @@ import os
 import time
 
 import torch
+from torch import Tensor
 
-from flash_attn_mini import flash_attn_func
-from tests.cases import SMALL_FORWARD_CASES, Case, make_dlse, make_dout, make_inputs
+from flash_attn_mini import flash_attn_func, flash_attn_varlen_func
+from tests.cases import SMALL_FORWARD_CASES, Case, make_dlse, make_dout, make_inputs, options_of
+from tests.feature_cases import SMALL_FEATURE_CASES
+from tests.varlen_cases import SMALL_VARLEN_CASES, VarlenCase, make_batch
+
+AnyCase = Case | VarlenCase
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-def choose(headdims: list[int], per_headdim: int | None) -> list[Case]:
-    """The small cases of these head dims (all when none is named), at most `per_headdim` of each kind of mask.
+def size(case: AnyCase) -> int:
+    if isinstance(case, VarlenCase):
+        return sum(q * k for q, k in zip(case.lengths_q, case.lengths_k, strict=True))
+    return case.seqlen_q * case.seqlen_k
+
+
+def kind_of(case: AnyCase) -> tuple[object, ...]:
+    """Cases of one kind run much the same code."""
+    features = (case.window_size != (-1, -1), case.softcap > 0, case.alibi is not None, case.dropout_p > 0)
+    return (type(case), getattr(case, "page_size", 0) > 0, case.headdim, case.causal, *features)
+
+
+def choose(headdims: list[int], per_headdim: int | None) -> list[AnyCase]:
+    """The small cases of these head dims (all when none is named), at most `per_headdim` of each kind.
 
     The largest come first: they have the most steps, and so the most that can race.
     """
-    chosen: list[Case] = []
-    taken: dict[tuple[int, bool], int] = {}
-    for case in sorted(SMALL_FORWARD_CASES, key=lambda case: -case.seqlen_q * case.seqlen_k):
+    chosen: list[AnyCase] = []
+    taken: dict[tuple[object, ...], int] = {}
+    every: list[AnyCase] = [*SMALL_FORWARD_CASES, *SMALL_FEATURE_CASES, *SMALL_VARLEN_CASES]
+    for case in sorted(every, key=lambda case: -size(case)):
         if headdims and case.headdim not in headdims:
             continue
-        kind = (case.headdim, case.causal)
+        kind = kind_of(case)
         taken[kind] = taken.get(kind, 0) + 1
         if per_headdim is None or taken[kind] <= per_headdim:
             chosen.append(case)
     return chosen
 
 
-def run(case: Case, dtype: torch.dtype) -> None:
+def run(case: AnyCase, dtype: torch.dtype) -> None:
     """The forward, and both kinds of backward: dq summed as it comes, and in order."""
-    q, k, v = (x.requires_grad_() for x in make_inputs(case, dtype, "cuda", seed=0))
-    dout, dlse = make_dout(case, dtype, "cuda", seed=0), make_dlse(case, dtype, "cuda", seed=0)
     for deterministic in (False, True):
-        out, lse, _ = flash_attn_func(
-            q,
-            k,
-            v,
-            softmax_scale=case.softmax_scale,
-            causal=case.causal,
-            deterministic=deterministic,
-            return_attn_probs=True,
-            backend="cuda",
-        )
-        results = {"out": out}
-        gradients = torch.autograd.grad((out, lse), (q, k, v), (dout, dlse))
-        results.update(zip(("dq", "dk", "dv"), gradients, strict=True))
-        for name, result in results.items():
+        results = (run_varlen if isinstance(case, VarlenCase) else run_dense)(case, dtype, deterministic)
+        for name, result in zip(("out", "dq", "dk", "dv"), results, strict=False):
             if not bool(result.isfinite().all()):
                 raise SystemExit(f"{case.name}, {dtype}: {name} is not finite; {case.shape}")
+
+
+def run_dense(case: Case, dtype: torch.dtype, deterministic: bool) -> list[Tensor]:
+    q, k, v = (x.requires_grad_() for x in make_inputs(case, dtype, "cuda", seed=0))
+    dout, dlse = make_dout(case, dtype, "cuda", seed=0), make_dlse(case, dtype, "cuda", seed=0)
+    options = options_of(case, "cuda")
+    out, lse, _ = flash_attn_func(
+        q, k, v, **options, deterministic=deterministic, return_attn_probs=True, backend="cuda"
+    )
+    return [out, *torch.autograd.grad((out, lse), (q, k, v), (dout, dlse))]
+
+
+def run_varlen(case: VarlenCase, dtype: torch.dtype, deterministic: bool) -> list[Tensor]:
+    batch = make_batch(case, dtype, "cuda", seed=0)
+    inputs = [x.requires_grad_(not case.page_size) for x in (batch.q, batch.k, batch.v)]
+    options = options_of(case, "cuda")
+    out = flash_attn_varlen_func(
+        *inputs,
+        *batch.lengths,
+        **options,
+        deterministic=deterministic,
+        block_table=batch.block_table,
+        backend="cuda",
+    )
+    return [out] if case.page_size else [out, *torch.autograd.grad(out, inputs, batch.dout)]
 
 
 def run_minimal() -> None:
@@ -73,7 +103,7 @@ def run_minimal() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("headdims", nargs="*", type=int, help="default: all")
-    parser.add_argument("--per-headdim", type=int, help="at most so many cases of each head dim and mask")
+    parser.add_argument("--per-headdim", type=int, help="at most so many cases of each head dim, mask and feature")
     parser.add_argument("--dtypes", nargs="+", choices=sorted(DTYPES), default=sorted(DTYPES))
     arguments = parser.parse_args()
     # Without PyTorch's pool every tensor is an allocation of its own, and memcheck knows its bounds.

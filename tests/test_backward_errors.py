@@ -156,20 +156,26 @@ def test_wrong_gradients_of_the_lse_are_named(headdim: int, backend: str, device
         call(lse.half())
 
 
-BACKWARD_LACKING = {
-    "dropout": {"dropout_p": 0.1},
-    "window_size": {"window_size_left": 3, "window_size_right": 0},
-    "softcap": {"softcap": 30.0},
-    "alibi_slopes": {"alibi_slopes": torch.zeros(NHEADS)},
+WRONG_RNG_STATES = {
+    "missing": (lambda device: None, ValueError, "None", "rng_state that the forward returned"),
+    "empty": (lambda device: torch.zeros(0, dtype=torch.int64, device=device), ValueError, r"\[0\]", r"\[2\]"),
+    "shape": (lambda device: torch.zeros(2, 1, dtype=torch.int64, device=device), ValueError, r"\[2, 1\]", r"\[2\]"),
+    "dtype": (lambda device: torch.zeros(2, device=device), TypeError, "(?i)float", "int64"),
+    "elsewhere": (lambda device: torch.zeros(2, dtype=torch.int64, device="meta"), ValueError, "meta", "device of q"),
 }
 
 
-@pytest.mark.parametrize("feature", BACKWARD_LACKING)
-def test_backward_names_the_feature_that_it_lacks(feature: str, backend: str, device: str) -> None:
-    options = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in BACKWARD_LACKING[feature].items()}
-    with flash_attn_mini.use_backend(backend), pytest.raises(NotImplementedError) as raised:
-        _flash_attn_backward(**{**valid_backward_call(device), **options})
-    assert_says(str(raised.value), f"'{backend}'", feature, "backends that have it: ")
+@pytest.mark.backends("cpu", "cuda")
+@pytest.mark.parametrize("wrong", WRONG_RNG_STATES)
+def test_wrong_rng_state_is_named(wrong: str, backend: str, device: str) -> None:
+    make, error, was_given, allowed = WRONG_RNG_STATES[wrong]
+    call = {**valid_backward_call(device), "dropout_p": 0.1, "rng_state": make(device)}
+    with flash_attn_mini.use_backend(backend), pytest.raises(error) as raised:
+        _flash_attn_backward(**call)
+    assert_says(str(raised.value), "rng_state", was_given, allowed)
+    with pytest.raises(error):  # what backends that are not written in C++ call
+        _C.check_rng_state(call["rng_state"], 0.1, call["q"])
+    _C.check_rng_state(call["rng_state"], 0.0, call["q"])  # not read without dropout
 
 
 @pytest.mark.parametrize(

@@ -355,12 +355,11 @@ def test_tuning_tries_the_kept_tiles_first(backward: bool) -> None:
         assert kept
         assert tiles[: len(kept)] == kept
         assert len(tiles) == len(set(tiles)) > len(kept)
-    if backward:
-        header = (tune_sm80.CSRC / "sm80" / "tile_sizes_bwd.h").read_text()
-        kept_everywhere = [tune_sm80.kept_tiles(tune_sm80.CSRC, hdim, backward) for hdim in ALL_HDIMS]
-        assert sum(map(len, kept_everywhere)) == header.count(": Tile_bwd<")
+    name, table = ("Tile_bwd", "tile_sizes_bwd.h") if backward else ("Tile_fwd", "tile_sizes.h")
+    kept_everywhere = [tune_sm80.kept_tiles(tune_sm80.CSRC, hdim, backward) for hdim in ALL_HDIMS]
+    assert sum(map(len, kept_everywhere)) == (tune_sm80.CSRC / "sm80" / table).read_text().count(f": {name}<")
     tile = ", ".join(map(str, candidates[0].tile))
-    assert f"{'Tile_bwd' if backward else 'Tile_fwd'}<{tile}>" in candidates[0].source("90a")
+    assert f"{name}<{tile}>" in candidates[0].source("90a")
 
 
 def test_tuning_gives_the_backward_every_scratch_that_it_has() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -21,7 +22,7 @@ FILE = re.compile(
     r"\b(?:csrc|flash_attn_mini|tests|benchmarks|docs|examples|third_party)/[\w./-]*\w\.(?:h|cpp|cu|py|md|txt)\b"
 )
 VARIABLE = re.compile(r"\bFLASH_ATTN_MINI_[A-Z_]+[A-Z]\b")
-OF_TESTS_ALONE = {"FLASH_ATTN_MINI_SEED", "FLASH_ATTN_MINI_CHECK"}
+OF_TESTS_ALONE = {"FLASH_ATTN_MINI_SEED", "FLASH_ATTN_MINI_RANDOM_CASES"}
 
 every_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
 
@@ -76,3 +77,9 @@ def test_help_lists_every_task_of_the_makefile() -> None:
     phony = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert phony is not None
     assert {line.split()[0] for line in listed.splitlines()} == set(phony[1].split()) - {"build"}
+
+
+def test_picture_of_the_masks_is_current() -> None:
+    draw_masks = runpy.run_path(str(ROOT / "docs" / "draw_masks.py"))
+    message = "the reference's masks or the drawing changed: python docs/draw_masks.py"
+    assert draw_masks["PICTURE"].read_text(encoding="utf-8") == draw_masks["picture"](), message

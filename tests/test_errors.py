@@ -147,40 +147,11 @@ def test_tensors_on_cpu_and_gpu_together_are_refused(argument: str, backend: str
 
 # ---- what this version lacks --------------------------------------------------------------------------------------
 
-LACKING = {
-    "dropout": {"dropout_p": 0.1},
-    "window_size": {"window_size": (3, 0)},
-    "window_size_right": {"window_size": (-1, 2)},
-    "window_size_left_causal": {"window_size": (4, -1), "causal": True},
-    "softcap": {"softcap": 30.0},
-    "alibi_slopes": {"alibi_slopes": torch.zeros(NHEADS)},
-}
 
-
-@pytest.mark.parametrize("feature", LACKING)
-def test_lacking_feature_names_backend_feature_and_who_has_it(feature: str, backend: str, device: str) -> None:
-    options = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in LACKING[feature].items()}
+def test_lacking_function_says_so() -> None:
     with pytest.raises(NotImplementedError) as raised:
-        flash_attn_func(**valid_call(device), **options, backend=backend)
-    name = feature.removesuffix("_left_causal").removesuffix("_right")
-    assert_says(str(raised.value), f"'{backend}'", name, "backends that have it: ")
-
-
-FUNCTIONS = (
-    "flash_attn_kvpacked_func",
-    "flash_attn_qkvpacked_func",
-    "flash_attn_varlen_func",
-    "flash_attn_varlen_kvpacked_func",
-    "flash_attn_varlen_qkvpacked_func",
-    "flash_attn_with_kvcache",
-)
-
-
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_lacking_function_says_so(function: str) -> None:
-    with pytest.raises(NotImplementedError) as raised:
-        getattr(flash_attn_mini, function)(torch.zeros(1, 2, 3, 4, 8), causal=True)
-    assert_says(str(raised.value), function, "backends that have it: none", "flash_attn_func")
+        flash_attn_mini.flash_attn_with_kvcache(torch.zeros(1, 2, 3, 4, 8), causal=True)
+    assert_says(str(raised.value), "flash_attn_with_kvcache", "backends that have it: none", "flash_attn_func")
 
 
 # ---- the extension's own entry ------------------------------------------------------------------------------------
@@ -218,32 +189,9 @@ def test_extension_checks_without_python(backend: str, device: str) -> None:
         _C.fwd(q, k, v)
 
 
-def test_validity_is_checked_before_what_is_lacking(backend: str, device: str) -> None:
-    """A call that is wrong and also asks for what is lacking: the error that will remain in later versions."""
-    with pytest.raises(ValueError, match="dropout_p"):
-        flash_attn_func(**valid_call(device), dropout_p=1.5, window_size=(3, 3), backend=backend)
-
-
-@pytest.mark.parametrize("name", ["varlen_fwd", "varlen_bwd", "fwd_kvcache"])
-def test_extension_entries_of_later_versions_say_so(name: str) -> None:
-    from flash_attn_mini import _C
-
-    with pytest.raises(NotImplementedError, match=f"{name} is not implemented.*backends that have it: none"):
-        getattr(_C, name)(torch.zeros(1), None, 0.5)
-
-
-def test_modules_of_later_versions_say_so() -> None:
-    from flash_attn_mini import bert_padding
-    from flash_attn_mini.layers import rotary
-
-    for function in (
-        bert_padding.index_first_axis,
-        bert_padding.pad_input,
-        bert_padding.unpad_input,
-        rotary.apply_rotary_emb,
-    ):
-        with pytest.raises(NotImplementedError, match=f"{function.__name__} is not implemented"):
-            function(torch.zeros(1), mask=None)
+def test_extension_entries_of_later_versions_say_so() -> None:
+    with pytest.raises(NotImplementedError, match=r"fwd_kvcache is not implemented.*backends that have it: none"):
+        _C.fwd_kvcache(torch.zeros(1), None, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -264,8 +212,6 @@ def test_numbers_out_of_range_are_named(keywords: dict[str, object], error: type
 
 
 def test_available_backends_of_a_device_that_is_not_there() -> None:
-    import flash_attn_mini
-
     assert isinstance(flash_attn_mini.available_backends("cuda"), list)
 
 

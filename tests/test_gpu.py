@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import Tensor
 
-from flash_attn_mini import flash_attn_func
+from flash_attn_mini import flash_attn_func, flash_attn_varlen_func
 from flash_attn_mini.backends import BACKENDS
 
 from .bounds import assert_forward_accurate, assert_gradients_accurate
-from .cases import FORWARD_CASES, make_dout, make_inputs
+from .cases import FORWARD_CASES, make_dout, make_inputs, options_of
 from .conftest import HAS_GPU
 from .poison import memory_shortage
+from .varlen_cases import VARLEN_CASES, make_batch
 
 pytestmark = pytest.mark.gpu
 
 BY_NAME = {case.name: case for case in FORWARD_CASES}
+VARLEN = {case.name: case for case in VARLEN_CASES}
 GPU_BACKENDS = [name for name in BACKENDS if name != "cpu"]
 each_gpu_backend = pytest.mark.parametrize("gpu_backend", GPU_BACKENDS)
 
@@ -102,6 +106,44 @@ def test_cuda_graph_replays_with_new_inputs(name: str, gpu_backend: str, seed: i
         expected_out, expected_lse = call(q, k, v)
         assert torch.equal(out, expected_out)
         assert torch.equal(lse, expected_lse)
+
+
+@each_gpu_backend
+@pytest.mark.parametrize("name", ["more_and_less_causal", "together", "headdim_33", "pages_16"])
+def test_cuda_graph_of_varlen_replays_with_other_lengths(
+    name: str, gpu_backend: str, seed: int, described_seed: str
+) -> None:
+    """cu_seqlens is data that the kernels read: a graph serves every batch within its totals."""
+    case = dataclasses.replace(VARLEN[name], dropout_p=0.0)
+    batch = make_batch(case, torch.bfloat16, "cuda", seed)
+    options = options_of(case, "cuda")
+
+    def call() -> tuple[Tensor, Tensor]:
+        return flash_attn_varlen_func(
+            *(batch.q, batch.k, batch.v),
+            *batch.lengths,
+            **options,
+            return_attn_probs=True,
+            block_table=batch.block_table,
+            backend=gpu_backend,
+        )[:2]
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = call()
+    for change in range(2):
+        batch.q.normal_()
+        if change and not case.page_size:  # the same tokens, cut elsewhere
+            batch.cu_seqlens_q[1] -= 3
+        graph.replay()
+        rows = (batch.q, batch.rows(batch.k), batch.rows(batch.v))
+        described = f"{name}, replay {change}, {gpu_backend}\n  {described_seed}"
+        assert_forward_accurate(*rows, out, lse, case=described, cu_seqlens=batch.cu_seqlens, **options)
 
 
 def extra_bytes(backend: str, seqlen: int, causal: bool) -> int:
@@ -342,6 +384,46 @@ def test_gradients_beyond_31_bits(gpu_backend: str, described_seed: str) -> None
         assert_gradients_accurate(
             part[0], last[0], last[1], part[1], (part[2], last[2], last[3]), case=f"batch {b}\n  {described_seed}"
         )
+
+
+@each_gpu_backend
+@pytest.mark.parametrize("kind", ["dense", "varlen"])
+def test_every_tensor_beyond_31_bits(kind: str, gpu_backend: str, described_seed: str) -> None:
+    """q, k, v, out, dout, dq, dk and dv of 2^31 + elements each: the last sequence and heads are right."""
+    shortage = memory_shortage(70.0, "cuda")
+    if shortage:
+        pytest.skip(shortage)
+    batch, seqlen, nheads, headdim = 258, 512, 128, 128
+    shape = (batch, seqlen, nheads, headdim) if kind == "dense" else (batch * seqlen, nheads, headdim)
+    q, k, v, dout = (torch.empty(shape, device="cuda", dtype=torch.float16) for _ in range(4))
+    assert q.numel() > 1 << 31
+    rows = 4096 if kind == "varlen" else 8
+    for x in (q, k, v, dout):
+        for part in x.split(rows):
+            part.normal_()
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    if kind == "dense":
+        out, lse, _ = flash_attn_func(*leaves, causal=True, return_attn_probs=True, backend=gpu_backend)
+    else:
+        cu_seqlens = torch.arange(batch + 1, device="cuda", dtype=torch.int32) * seqlen
+        lengths = (cu_seqlens, cu_seqlens, seqlen, seqlen)
+        out, lse, _ = flash_attn_varlen_func(
+            *leaves, *lengths, causal=True, return_attn_probs=True, backend=gpu_backend
+        )
+    computed = torch.autograd.grad(out, leaves, dout)
+
+    def part(x: Tensor, b: int) -> Tensor:
+        """The last heads of a sequence, as a batch of one."""
+        own = x[b : b + 1] if kind == "dense" else x[b * seqlen : (b + 1) * seqlen][None]
+        return own[:, :, nheads - 2 :].detach()
+
+    for b in (0, batch // 2, batch - 1):
+        own_lse = lse[b : b + 1, -2:] if kind == "dense" else lse[None, -2:, b * seqlen : (b + 1) * seqlen]
+        case = f"{kind}, sequence {b}\n  {described_seed}"
+        inputs = [part(x, b) for x in (q, k, v)]
+        assert_forward_accurate(*inputs, part(out, b), own_lse.detach(), case=case, causal=True)
+        gradients_of_part = [part(x, b) for x in computed]
+        assert_gradients_accurate(*inputs, part(dout, b), tuple(gradients_of_part), case=case, causal=True)
 
 
 RACE_SHAPES = [  # batch, seqlen, nheads, nheads_k, headdim, causal

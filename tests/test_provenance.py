@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,21 @@ def test_forward_results_outlive_edits_of_the_backward_kernel_and_the_other_way_
     assert {sm80 / "mainloop_bwd.h", sm80 / "tile_sizes_bwd.h"} <= backward - forward
     assert {sm80 / "copy.h", provenance.ROOT / "csrc" / "flash.h"} <= forward & backward
     assert set(sm80.glob("*.h")) | set(sm80.glob("*.cu")) <= forward | backward
+    common = {sm80.parent / "common" / f"{name}.h" for name in ("sequence", "score_mod", "dropout", "philox")}
+    assert {sm80 / "kind.h", *common} <= forward & backward
+
+
+def test_host_time_goes_stale_with_every_module_between_the_call_and_the_backend() -> None:
+    package = provenance.ROOT / "flash_attn_mini"
+    found, waiting = set(), {package / "flash_attn_interface.py"}
+    while waiting:
+        path = waiting.pop()
+        found.add(path)
+        names = re.findall(r"^from \.(?: import )?(\w+)", path.read_text(), re.MULTILINE)
+        waiting |= {package / f"{name}.py" for name in names if (package / f"{name}.py").is_file()} - found
+    assert {"autograd", "argument_checks", "ops", "packed", "tracing", "varlen"} <= {path.stem for path in found}
+    csrc = provenance.ROOT / "csrc"
+    assert found | {*csrc.glob("*.cpp"), *csrc.glob("*.h")} <= set(provenance.find_sources(provenance.HOST))
 
 
 def test_comment_marks_inside_strings_are_code() -> None:

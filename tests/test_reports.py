@@ -43,73 +43,97 @@ def cells_of(table: str) -> list[list[str]]:
 
 
 def test_tables_of_resources_join_what_differs_in_dtype_alone() -> None:
-    name = "sm80::flash_fwd_kernel<sm80::Flash_fwd_kernel_traits<(DType){}, 64, sm80::Tile_sizes_fwd<64, true> >, true>"
-    row = {"arch": "sm_90a", "registers": 240, "spill_bytes": 0, "stack_bytes": 0, "static_smem_bytes": 0}
-    fp16 = row | {"object": "flash_fwd_hdim64_fp16_sm80", "kernel": name.format(0)}
-    bf16 = row | {"object": "flash_fwd_hdim64_bf16_sm80", "kernel": name.format(1)}
-    (table,) = tables.resource_tables([fp16, bf16, bf16 | {"registers": 241}])
-    short = "`flash_fwd_kernel<Flash_fwd_kernel_traits<64, Tile_sizes_fwd<64, true>>, true>`"
+    name = "sm80::flash_bwd_dot_do_o<cutlass::{}, 64>"
+    row = {"arch": "sm_90a", "registers": 40, "spill_bytes": 0, "stack_bytes": 0, "static_smem_bytes": 0}
+    fp16 = row | {"object": "flash_bwd_hdim64_fp16_any_sm80", "kernel": name.format("half_t")}
+    bf16 = row | {"object": "flash_bwd_hdim64_bf16_any_sm80", "kernel": name.format("bfloat16_t")}
+    (table,) = tables.resource_tables([fp16, bf16, bf16 | {"registers": 41}])
+    short = "`flash_bwd_dot_do_o<64>`"
     lines = [cells[:4] for cells in cells_of(table)]
-    assert lines == [[short, "fp16, bf16", "sm_90a", "240"], [short, "bf16", "sm_90a", "241"]]
+    assert lines == [[short, "fp16, bf16", "sm_90a", "40"], [short, "bf16", "sm_90a", "41"]]
+
+
+def test_resources_of_the_forward_stand_by_kind() -> None:
+    rows = []
+    for (k, kind), (t, dtype) in itertools.product(enumerate(kernel_resources.KINDS), enumerate(("fp16", "bf16"))):
+        tile = f"sm80::Tile_sizes_fwd<64, {'true' if kind in ('general', 'paged') else 'false'}>"
+        kernel = f"sm80::flash_fwd_kernel<sm80::Flash_fwd_kernel_traits<(DType){t}, 64, {tile} >, (sm80::Kind){k}>"
+        fields = kernel_resources.fields_of(kernel, "sm_90a")
+        assert fields == {"headdim": 64, "kind": kind}
+        row = {"object": f"flash_fwd_hdim64_{dtype}_sm80", "kernel": kernel, "arch": "sm_90a"}
+        rows.append({**row, **fields, "registers": 100 + 10 * k + t * k, "spill_bytes": 8 * (kind == "local")})
+    (table,) = tables.resource_tables(rows)
+    headers = next(line for line in table.splitlines() if line.startswith("|"))
+    assert headers.replace("|", " ").split() == ["head", "dim", "arch", *sorted(kernel_resources.KINDS)]
+    assert cells_of(table) == [
+        ["64", "sm_90a", "100", "130 / 133", "110 (8) / 111 (8)", "140 / 144", "120 / 122"],
+    ]
 
 
 def ptxas_reports(folder: Path) -> list[Path]:
-    """Objects of the backward's kernels for two masks and two dtypes, with what ptxas said: causal kernels spill."""
+    """Objects of the backward's kernels for two kinds and two dtypes, with what ptxas said: local kernels spill."""
     paths = []
-    for (m, mask), (t, dtype) in itertools.product(enumerate(("full", "causal")), enumerate(("fp16", "bf16"))):
+    for (k, kind), (t, dtype) in itertools.product(enumerate(("full", "local")), enumerate(("fp16", "bf16"))):
         symbols = [f"flash_bwd_dot_do_oIN7cutlass{('6half_t', '10bfloat16_t')[t]}ELi32EEEv"]
         for bulk in (0, 1):
             tile = f"NS0_8Tile_bwdILi128ELi64ELi4ELi4ELi4ELi4ELi2ELi2ELb{bulk}ELi4ELb0ELb0EEE"
-            traits = f"INS0_23Flash_bwd_kernel_traitsILNS_5DTypeE{t}ELi32E{tile}Lb{bulk}EEE"
-            symbols += [f"flash_bwd_kernel{traits}Lb{m}ELNS0_8Bwd_modeE{mode}EEEv" for mode in range(3)]
+            traits = f"INS0_23Flash_bwd_kernel_traitsILNS_5DTypeE{t}ELi32E{tile}Lb{bulk}ELNS0_4KindE{k}EEE"
+            symbols += [f"flash_bwd_kernel{traits}LNS0_4KindE{k}ELNS0_8Bwd_modeE{mode}EEEv" for mode in range(3)]
             symbols += [f"flash_bwd_convert_dq{traits}EEv"]
         text = ""
         for i, symbol in enumerate(symbols):
             mangled = f"_ZN5flash4sm80{len(symbol.partition('I')[0])}{symbol}NS_16Flash_bwd_paramsE"
-            spilled = 4 * m if "flash_bwd_kernel" in symbol else 0
+            spilled = 4 * k if "flash_bwd_kernel" in symbol else 0
             text += f"""\
 ptxas info    : Compiling entry function '{mangled}' for 'sm_90a'
 ptxas info    : Function properties for {mangled}
     8 bytes stack frame, {spilled} bytes spill stores, {spilled} bytes spill loads
 ptxas info    : Used {100 + 10 * t + i} registers, used 1 barriers
 """
-        paths.append(folder / f"flash_bwd_hdim32_{dtype}_{mask}_sm80-0123.o")
+        paths.append(folder / f"flash_bwd_hdim32_{dtype}_{kind}_sm80-0123.o")
         paths[-1].with_suffix(".ptxas.txt").write_text(text)
     return paths
 
 
 @pytest.mark.skipif(shutil.which("c++filt") is None, reason="the names stay mangled")
-def test_resources_of_the_backward_say_mask_and_mode_and_leave_out_what_never_runs(
+def test_resources_of_the_backward_say_kind_and_mode_and_leave_out_what_never_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernel_resources.kernels, "build_kernels", lambda *_: ptxas_reports(tmp_path))
-    with pytest.raises(SystemExit, match=r"registers are spilled in flash_bwd_hdim32_fp16_causal_sm80 \(8 bytes\)"):
+    with pytest.raises(SystemExit, match=r"registers are spilled in flash_bwd_hdim32_fp16_local_sm80 \(8 bytes\)"):
         kernel_resources.main(["--out-dir", str(tmp_path)])
     rows = provenance.load(tmp_path / "kernel_resources.json")["data"]
     assert len(rows) == 4 * 5  # of each object 3 modes, a preprocessing and a conversion; not the 4 without bulk
-    others, backward = tables.resource_tables(rows)
+    backward, others = tables.resource_tables(rows)
     assert [cells[:2] for cells in cells_of(others)] == [
         ["`flash_bwd_dot_do_o<32>`", dtype] for dtype in ("fp16", "bf16")
     ]
     tile = "128x64x4x4x4x4x2x2x1x4x0x0"
     assert cells_of(backward) == [
         ["32", "full", tile, "sm_90a", "105 / 115", "106 / 116", "107 / 117", "108 / 118"],
-        ["32", "causal", tile, "sm_90a", "105 (8) / 115 (8)", "106 (8) / 116 (8)", "107 (8) / 117 (8)", "108 / 118"],
+        ["32", "local", tile, "sm_90a", "105 (8) / 115 (8)", "106 (8) / 116 (8)", "107 (8) / 117 (8)", "108 / 118"],
     ]
 
 
-def test_modes_of_the_backward_are_those_of_the_kernel() -> None:
-    header = (tune_sm80.CSRC / "sm80" / "tile_sizes_bwd.h").read_text()
-    enumerators = re.search(r"enum class Bwd_mode \{(.*?)\}", header, re.DOTALL)
+@pytest.mark.parametrize(
+    ("header", "enum", "names"),
+    [
+        ("kind.h", "Kind", kernel_resources.KINDS),
+        ("tile_sizes_bwd.h", "Bwd_mode", kernel_resources.BACKWARD_MODES),
+    ],
+)
+def test_names_of_kinds_and_modes_are_those_of_the_kernels(header: str, enum: str, names: tuple[str, ...]) -> None:
+    text = (tune_sm80.CSRC / "sm80" / header).read_text()
+    enumerators = re.search(rf"enum class {enum} \{{(.*?)\}}", text, re.DOTALL)
     assert enumerators is not None
-    assert re.findall(r"^\s*(\w+),", enumerators[1], re.MULTILINE) == list(kernel_resources.BACKWARD_MODES)
+    assert re.findall(r"^\s*(\w+),", enumerators[1], re.MULTILINE) == list(names)
 
 
 def test_tuning_says_what_each_kernel_of_a_candidate_takes(tmp_path: Path) -> None:
     report = ptxas_reports(tmp_path)[0].with_suffix(".ptxas.txt").read_text()
     found = tune_sm80.registers_and_spills(report, "90a")
     assert found[0] == "all, full: 105 registers, 0 bytes spilled"
-    assert [text.split(":")[0] for text in found] == ["all, full", "deterministic, full", "partial, full"]
+    assert [text.split(":")[0] for text in found] == ["all, full", "deterministic, full", "general, full"]
 
 
 def saved_result(results: Path) -> None:

@@ -1,4 +1,7 @@
-"""flash_attn_mini inside transformers' models: as accurate as PyTorch's SDPA, and no mask or feature ever ignored."""
+"""flash_attn_mini inside transformers' models: as accurate as PyTorch's SDPA, and no mask or feature ever ignored.
+
+test_transformers_batches.py has padded and packed batches, windows, and generation.
+"""
 
 from __future__ import annotations
 
@@ -115,59 +118,19 @@ def test_heads_reach_the_kernel_without_a_copy(monkeypatch: pytest.MonkeyPatch) 
     assert seen["causal"] is True
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize(
-    "make",
-    [
-        pytest.param(bert, id="encoder", marks=needs_replaceable_bert),
-        pytest.param(lambda: causal_lm("Llama"), id="decoder"),
-    ],
-)
-def test_padding_is_refused(make: Callable[[], Model], side: str) -> None:
-    mask = torch.ones(2, 13, dtype=torch.long)
-    mask[1, slice(0, 3) if side == "left" else slice(10, 13)] = 0
-    with pytest.raises(NotImplementedError, match="equal length"):
-        make()(tokens(), attention_mask=mask)
-
-
-def test_packed_sequences_are_refused() -> None:
-    positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2, 3]])
-    with pytest.raises(NotImplementedError, match="packed"):
-        causal_lm("Llama")(tokens(batch=1), position_ids=positions, use_cache=False)
-
-
-def test_static_cache_is_refused() -> None:
-    model = causal_lm("Llama")
-    cache = transformers.StaticCache(config=model.config, max_cache_len=32)
-    with pytest.raises(NotImplementedError, match="static cache"):
-        model(tokens(batch=1), past_key_values=cache, use_cache=True)
-
-
 def test_custom_mask_is_refused() -> None:
     mask = torch.rand(2, 1, 13, 13, generator=torch.Generator().manual_seed(0)) > 0.5
     with pytest.raises(NotImplementedError, match="attention mask"):
         causal_lm("Llama")(tokens(), attention_mask=mask)
 
 
-def test_window_that_cuts_keys_off_is_refused() -> None:
-    with pytest.raises(NotImplementedError, match="sliding window"):
-        causal_lm("Mistral", sliding_window=4)(tokens())
-
-
-@needs_replaceable_bert
-def test_dropout_is_refused() -> None:
-    with pytest.raises(NotImplementedError, match="dropout"):
-        bert().train()(tokens())
-
-
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ({"softcap": 30.0}, "softcap"),
         ({"s_aux": torch.zeros(4)}, "sinks"),
         ({"position_bias": torch.zeros(1, 4, 5, 5)}, "position bias"),
         ({"head_mask": torch.ones(4)}, "head mask"),
-        ({"cu_seq_lens_q": torch.tensor([0, 5])}, "packed sequences"),
+        ({"cu_seq_lens_q": torch.tensor([0, 5])}, "without cu_seq_lens_k"),
         ({"output_attentions": True}, "output_attentions"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
@@ -181,23 +144,3 @@ def test_feature_that_is_lacking_is_refused(argument: dict[str, Any], message: s
 def test_name_that_transformers_reserves_is_refused() -> None:
     with pytest.raises(ValueError, match="must not contain 'flash'"):
         integration.register("flash_attn_mini")
-
-
-@needs_replaceable_bert
-@pytest.mark.parametrize(
-    "make", [pytest.param(bert, id="encoder"), pytest.param(lambda name: causal_lm("Llama", name), id="decoder")]
-)
-def test_fine_tuning_gives_the_gradients_that_sdpa_gives(make: Callable[[str], Model]) -> None:
-    """Without dropout, which this version refuses: eval() mode, gradients of every parameter."""
-    gradients = []
-    for name in (integration.ATTENTION_NAME, "sdpa"):
-        model = make(name)
-        model(tokens())[0].square().mean().backward()
-        gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
-    ours, theirs = gradients
-    assert ours.keys() == theirs.keys()
-    assert len(ours) > 10
-    for parameter, expected in theirs.items():
-        torch.testing.assert_close(
-            ours[parameter], expected, rtol=1e-3, atol=1e-5, msg=lambda m, p=parameter: f"{p}: {m}"
-        )

@@ -92,6 +92,8 @@ def test_small_case_is_as_accurate_as_pytorch(case: Case, dtype: torch.dtype, se
 def test_every_configuration_is_right(
     is_float32: bool, head_dim: int, config: Any, causal: bool, seed: int, described_seed: str
 ) -> None:
+    from flash_attn_mini.backends.triton.options import Options
+
     launch = launcher()
     dtype = torch.float32 if is_float32 else torch.float16
     case = dataclasses.replace(TILE_CASE, headdim=head_dim, causal=causal)
@@ -104,10 +106,13 @@ def test_every_configuration_is_right(
 
         if FORWARD.shared_memory(config, head_dim, q.element_size()) > shared_memory_limit(q.device):
             pytest.skip("this GPU has too little shared memory")
-    out = torch.full(q.shape, math.nan, dtype=dtype, device=DEVICE)
-    lse = torch.full((case.batch, case.nheads, case.seqlen_q), math.nan, device=DEVICE)
-    launch.launch(q, k, v, out, lse, softmax_scale(case), causal, config)
-    assert_forward_accurate(q, k, v, out, lse, case=f"{config}, {case.shape}\n  {described_seed}", causal=causal)
+    call = launch.prepare(q, k, v, Options(softmax_scale(case), causal))
+    call.out.fill_(math.nan)
+    call.lse.fill_(math.nan)
+    launch.launch(call, config)
+    assert_forward_accurate(
+        q, k, v, call.out, call.lse, case=f"{config}, {case.shape}\n  {described_seed}", causal=causal
+    )
 
 
 @runs_triton
@@ -165,8 +170,9 @@ def test_configurations_that_need_too_much_shared_memory_are_left_out() -> None:
         assert all(tables.shared_memory(config, 128, 2) <= 120 * 1024 for config in fitting)
         assert len(tables.candidates(128, 2, True, 1024)) == 1, "something has to be tried"
         for head_dim in (64, 128, 256):  # consumer Blackwell has TMA and 99 KiB
-            fitting = tables.candidates(head_dim, 2, True, 99 * 1024)
-            assert all(tables.shared_memory(config, head_dim, 2) <= 99 * 1024 for config in fitting)
+            for timed in (True, False):
+                fitting = tables.candidates(head_dim, 2, True, 99 * 1024, timed=timed)
+                assert all(tables.shared_memory(config, head_dim, 2) <= 99 * 1024 for config in fitting)
         assert not any(config.kwargs["USE_TMA"] for config in tables.candidates(128, 2, False, 1 << 30))
 
 

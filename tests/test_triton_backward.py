@@ -152,6 +152,8 @@ def test_gradients_of_a_small_case_are_as_accurate_as_pytorch(
 def test_every_configuration_is_right(
     kernel: str, table: str, head_dim: int, config: Any, causal: bool, seed: int, described_seed: str
 ) -> None:
+    from flash_attn_mini.backends.triton.options import Options
+
     launch_bwd = launcher()
     dtype = torch.float32 if table == "float32" else torch.float16
     case = dataclasses.replace(TILE_CASE, headdim=head_dim, causal=causal)
@@ -164,7 +166,8 @@ def test_every_configuration_is_right(
             pytest.skip("no TMA on this GPU")
         if tuner.tables.shared_memory(config, head_dim, dtype.itemsize) > shared_memory_limit(problem.dout.device):
             pytest.skip("this GPU has too little shared memory")
-    arguments = (problem.dout, *problem.inputs, problem.out, problem.lse, None, softmax_scale(case), causal)
+    options = Options(softmax_scale(case), causal)
+    arguments = (problem.dout, *problem.inputs, problem.out, problem.lse, None, options)
     call = launch_bwd.prepare(*arguments, (True, True, True))
     for tensor in (call.dq, call.dk, call.dv, call.row_stats):
         tensor.fill_(math.nan)
@@ -214,10 +217,12 @@ def test_unwanted_gradients_cost_no_kernel(monkeypatch: pytest.MonkeyPatch, capf
 
 @runs_triton
 def test_nothing_is_written_outside_the_gradients(seed: int) -> None:
+    from flash_attn_mini.backends.triton.options import Options
+
     launch_bwd = launcher()
     problem = Problem.make(MASKED_CASE, torch.float16, seed, with_dlse=True)
-    scale, causal = softmax_scale(MASKED_CASE), MASKED_CASE.causal
-    arguments = (problem.dout, *problem.inputs, problem.out, problem.lse, problem.dlse, scale, causal)
+    options = Options(softmax_scale(MASKED_CASE), MASKED_CASE.causal)
+    arguments = (problem.dout, *problem.inputs, problem.out, problem.lse, problem.dlse, options)
     call = launch_bwd.prepare(*arguments, (True, True, True))
     written = {name: getattr(call, name) for name in ("dq", "dk", "dv", "row_stats")}
     inside = {name: poisoned(tuple(t.shape), t.dtype, DEVICE) for name, t in written.items()}
@@ -226,6 +231,18 @@ def test_nothing_is_written_outside_the_gradients(seed: int) -> None:
     for check in intact:
         check.check()
     assert not any(t.isnan().any() for t in inside.values()), "something was left unwritten"
+
+
+@runs_triton
+def test_gradients_go_where_the_caller_wants_them(seed: int) -> None:
+    problem = Problem.make(dataclasses.replace(MASKED_CASE, seqlen_k=90, nheads_k=4), torch.float16, seed)
+    expected = problem.backward()[:3]
+    packed = torch.full((2, 90, 3, 4, 64), math.nan, dtype=torch.float16, device=DEVICE)
+    given = tuple(packed.unbind(2))
+    returned = problem.backward(into=given)[:3]
+    for got, to, like in zip(returned, given, expected, strict=True):
+        assert got.data_ptr() == to.data_ptr()
+        assert torch.equal(to, like)
 
 
 @runs_triton
@@ -249,7 +266,9 @@ def test_repeated_calls_give_the_same_bits(seed: int) -> None:
 def test_every_block_divides_the_padding_of_row_stats() -> None:
     launch_bwd = launcher()
     for tuner in (launch_bwd.DQ_TUNER, launch_bwd.DKV_TUNER):
-        for config in tuner.tables.every_config():
+        untimed = (tuner.tables.untimed_hopper, tuner.tables.untimed_plain)
+        listed = (config for table in untimed for configs in table.values() for config in configs)
+        for config in (*tuner.tables.every_config(), *listed):
             assert launch_bwd.ROW_STATS_MULTIPLE % config.kwargs["BLOCK_M"] == 0
 
 

@@ -24,6 +24,40 @@ def valid_call(device: str) -> Call:
     }
 
 
+TOTAL_Q, TOTAL_K = 9, 14  # of three sequences
+
+
+def valid_varlen_call(device: str) -> Call:
+    """Three sequences of (4, 0, 5) queries and (7, 2, 5) keys."""
+
+    def tensor(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, device=device, dtype=torch.float16)
+
+    return {
+        "q": tensor(TOTAL_Q, NHEADS, HEADDIM),
+        "k": tensor(TOTAL_K, NHEADS_K, HEADDIM),
+        "v": tensor(TOTAL_K, NHEADS_K, HEADDIM),
+        "cu_seqlens_q": torch.tensor([0, 4, 4, 9], device=device, dtype=torch.int32),
+        "cu_seqlens_k": torch.tensor([0, 7, 9, 14], device=device, dtype=torch.int32),
+        "max_seqlen_q": 5,
+        "max_seqlen_k": 7,
+    }
+
+
+PAGE_SIZE, NUM_PAGES = 16, 6
+
+
+def valid_paged_call(device: str) -> Call:
+    """Three sequences of (4, 0, 5) queries and (20, 2, 33) keys in pages of 16."""
+    call = valid_varlen_call(device)
+    pool = torch.zeros(NUM_PAGES, PAGE_SIZE, NHEADS_K, HEADDIM, device=device, dtype=torch.float16)
+    call.update(k=pool, v=pool.clone(), max_seqlen_k=33)
+    call["cu_seqlens_k"] = torch.tensor([0, 20, 22, 55], device=device, dtype=torch.int32)
+    # Entries past a sequence's last page are not read.
+    call["block_table"] = torch.tensor([[3, 0, -1], [5, 99, 99], [1, 2, 4]], device=device, dtype=torch.int32)
+    return call
+
+
 @dataclass(frozen=True)
 class WrongCall:
     name: str
@@ -62,6 +96,11 @@ def strided(argument: str) -> Callable[[Call], object]:
 
 def slopes(dtype: torch.dtype, *size: int) -> Callable[[Call], object]:
     return lambda call: call.update(alibi_slopes=torch.zeros(size, dtype=dtype, device=call["q"].device))
+
+
+def numbers(argument: str, values: object) -> Callable[[Call], object]:
+    """Replaces a tensor by another with these values, of the same dtype on the same device."""
+    return lambda call: call.update({argument: call[argument].new_tensor(values)})
 
 
 def meta(argument: str) -> Callable[[Call], object]:

@@ -1,0 +1,132 @@
+"""Packing of padded batches: there and back, gradients, masks of every kind, and wrong calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flash_attn_mini.bert_padding import index_first_axis, index_put_first_axis, pad_input, unpad_input
+
+# Left and right padding, a hole, an empty row, a full row.
+ROWS = [[0, 0, 1, 1, 1], [1, 1, 0, 0, 0], [1, 0, 1, 0, 1], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1]]
+LENGTHS = [3, 2, 3, 0, 5]
+MASK = torch.tensor(ROWS)
+DTYPES = [torch.bool, torch.int32, torch.int64, torch.uint8, torch.float32]
+
+
+def hidden(*trailing: int, draw: torch.Generator) -> Tensor:
+    return torch.randn(*MASK.shape, *trailing, dtype=torch.float64, generator=draw)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize("trailing", [(), (4,), (2, 3)], ids=["token", "features", "heads"])
+def test_what_is_unpadded_is_what_the_mask_says(
+    dtype: torch.dtype, trailing: tuple[int, ...], draw: torch.Generator
+) -> None:
+    states = hidden(*trailing, draw=draw)
+    packed, indices, cu_seqlens, max_seqlen, seqused = unpad_input(states, MASK.to(dtype))
+    assert torch.equal(packed, states[MASK.bool()])
+    assert torch.equal(indices, MASK.flatten().nonzero().flatten())
+    assert indices.dtype == torch.int64
+    assert cu_seqlens.dtype == seqused.dtype == torch.int32
+    assert cu_seqlens.tolist() == [0, 3, 5, 8, 8, 13]
+    assert type(max_seqlen) is int
+    assert max_seqlen == 5
+    assert seqused.tolist() == LENGTHS
+
+
+def test_there_and_back_leaves_zeros_in_the_padding(draw: torch.Generator) -> None:
+    states = hidden(2, 3, draw=draw)
+    packed, indices, *_ = unpad_input(states, MASK)
+    padded = pad_input(packed, indices, *MASK.shape)
+    assert padded.shape == states.shape
+    assert torch.equal(padded, states * MASK[:, :, None, None])
+
+
+def test_back_and_there_is_the_identity(draw: torch.Generator) -> None:
+    packed = torch.randn(13, 4, dtype=torch.float64, generator=draw)
+    indices = MASK.flatten().nonzero().flatten()
+    again, indices_again, *_ = unpad_input(pad_input(packed, indices, *MASK.shape), MASK)
+    assert torch.equal(again, packed)
+    assert torch.equal(indices_again, indices)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=lambda dtype: str(dtype).removeprefix("torch."))
+def test_unused_tokens_are_kept_but_do_not_count(dtype: torch.dtype, draw: torch.Generator) -> None:
+    used = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]])
+    unused = torch.tensor([[0, 0, 1, 0], [1, 1, 1, 1], [0, 0, 0, 0]])  # a token of both masks is one token
+    states = torch.randn(3, 4, 2, generator=draw)
+    packed, _, cu_seqlens, max_seqlen, seqused = unpad_input(states, used.to(dtype), unused.to(dtype))
+    assert torch.equal(packed, states[(used | unused).bool()])
+    assert cu_seqlens.tolist() == [0, 3, 7, 7]
+    assert max_seqlen == 4
+    assert seqused.tolist() == [2, 1, 0]
+
+
+def test_a_batch_of_strided_states(draw: torch.Generator) -> None:
+    states = hidden(4, draw=draw).transpose(0, 1).contiguous().transpose(0, 1)
+    assert torch.equal(unpad_input(states, MASK)[0], states[MASK.bool()])
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (3, 0), (0, 0)], ids=str)
+def test_batches_of_nothing(shape: tuple[int, int]) -> None:
+    packed, indices, cu_seqlens, max_seqlen, seqused = unpad_input(torch.zeros(*shape, 2), torch.zeros(shape).bool())
+    assert packed.shape == (0, 2)
+    assert max_seqlen == 0
+    assert cu_seqlens.tolist() == [0] * (shape[0] + 1)
+    assert seqused.tolist() == [0] * shape[0]
+    assert pad_input(packed, indices, *shape).shape == (*shape, 2)
+
+
+def test_gradients_there_and_back(draw: torch.Generator) -> None:
+    states = hidden(2, draw=draw).requires_grad_()
+
+    def there(states: Tensor) -> Tensor:
+        return unpad_input(states, MASK)[0]
+
+    indices = MASK.flatten().nonzero().flatten()
+    packed = there(states).detach().requires_grad_()
+    for function, inputs in (
+        (there, (states,)),
+        (lambda packed: pad_input(packed, indices, *MASK.shape), (packed,)),
+        (lambda packed: index_put_first_axis(packed, indices.int(), 40), (packed,)),
+        (lambda packed: index_first_axis(packed, torch.tensor([3, 0, 3])), (packed,)),  # repeated rows add up
+    ):
+        assert torch.autograd.gradcheck(function, inputs)
+        assert torch.autograd.gradgradcheck(function, inputs)
+
+
+def test_padding_gets_no_gradient(draw: torch.Generator) -> None:
+    states = hidden(2, draw=draw).requires_grad_()
+    unpad_input(states, MASK)[0].sum().backward()
+    assert torch.equal(states.grad, MASK[:, :, None].expand_as(states).double())
+
+
+def test_indices_of_the_mask_serve_other_tensors(draw: torch.Generator) -> None:
+    """As users' code does: labels and positions are packed by the indices of the hidden states."""
+    _, indices, *_ = unpad_input(hidden(2, draw=draw), MASK)
+    labels = torch.arange(MASK.numel()).reshape(MASK.shape)
+    assert torch.equal(index_first_axis(labels.flatten(0, 1), indices), labels[MASK.bool()])
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: unpad_input(torch.zeros(2, 3), torch.ones(2, 4)), ValueError, r"attention_mask has shape \[2, 4\]"),
+        (lambda: unpad_input(torch.zeros(2, 3), torch.ones(2, 3, 1)), ValueError, r"allowed: \[2, 3\]"),
+        (lambda: unpad_input(torch.zeros(3), torch.ones(3)), ValueError, "hidden_states has shape"),
+        (lambda: unpad_input(torch.zeros(2, 3), [[1, 1, 1]] * 2), TypeError, "attention_mask is list"),
+        (lambda: unpad_input(torch.zeros(1, 2), torch.tensor([[0.0, -1e9]])), ValueError, "added to scores"),
+        (lambda: unpad_input(torch.zeros(1, 2), torch.ones(1, 2), torch.ones(2, 1)), ValueError, "unused_mask has"),
+        (lambda: pad_input(torch.zeros(2, 3), torch.tensor([0]), 1, 4), ValueError, "one for each of the 2 rows"),
+        (lambda: pad_input(torch.zeros(1, 3), torch.tensor([0.0]), 1, 4), TypeError, "indices is torch.float32"),
+        (lambda: index_first_axis(torch.zeros(2, 3), torch.tensor([[0]])), ValueError, "indices has shape"),
+        (lambda: index_first_axis(torch.tensor(1.0), torch.tensor([0])), ValueError, "input has shape"),
+    ],
+)
+def test_wrong_calls(call: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()

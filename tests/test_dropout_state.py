@@ -1,0 +1,290 @@
+"""Dropout's random numbers and its mask as S_dmask shows it: draw_rng_state and s_dmask of the extension.
+
+Neither needs a kernel: draw_rng_state asks torch's generator, s_dmask computes in operators of torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flash_attn_mini import _C
+from flash_attn_mini.reference import (
+    attention_reference,
+    attention_scores,
+    dropout_mask,
+    dropout_masks_varlen,
+    read_pages,
+    softmax_with_lse,
+)
+
+SEEDS = [(0, 0), (42, 0), (-1, 7), (2**63 - 1, 2**40 + 3), (-(2**62), -5)]
+ROUNDED = 128
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"causal": True},
+    {"window_size": (9, 4)},
+    {"causal": True, "window_size": (5, -1)},
+    {"softmax_scale": -0.3},
+    {"alibi": "heads"},
+    {"alibi": "batch", "causal": True},
+]
+P = 0.3
+
+
+@pytest.fixture
+def like(device: str) -> Tensor:
+    return torch.empty(0, device=device, dtype=torch.float16)
+
+
+def round_up(length: int) -> int:
+    return -(-length // ROUNDED) * ROUNDED
+
+
+def is_negative(x: Tensor) -> Tensor:
+    """The sign bit: True for -0.0 too."""
+    return torch.signbit(x)
+
+
+def s_dmask(
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    rng_state: Tensor | None,
+    *,
+    p: float = P,
+    cu_seqlens: tuple[Tensor, Tensor] | tuple[None, None] = (None, None),
+    max_seqlens: tuple[int, int] = (0, 0),
+    softmax_scale: float = 0.25,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    block_table: Tensor | None = None,
+) -> Tensor:
+    return _C.s_dmask(
+        q, k, lse, rng_state, *cu_seqlens, *max_seqlens, alibi_slopes, p, softmax_scale, causal, *window_size, softcap,
+        block_table,
+    )  # fmt: skip
+
+
+def assert_is_mask_of(
+    S_dmask: Tensor, probabilities: Tensor, visible: Tensor, kept: Tensor, dtype: torch.dtype
+) -> None:
+    """One head or many: the last two dimensions are a sequence's queries and keys, S_dmask's padded."""
+    queries, keys = probabilities.shape[-2:]
+    assert S_dmask.dtype == dtype
+    inside = S_dmask[..., :queries, :keys]
+    tolerance = 4 * torch.finfo(dtype).eps
+    torch.testing.assert_close(inside.abs().double(), probabilities, rtol=tolerance, atol=1e-6)
+    assert torch.equal(is_negative(inside), visible & ~kept)
+    outside = torch.ones(S_dmask.shape, dtype=torch.bool, device=S_dmask.device)
+    outside[..., :queries, :keys] = ~visible
+    assert (S_dmask[outside] == 0).all()
+    assert not is_negative(S_dmask[outside]).any()
+
+
+# ---- draw_rng_state -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.backends("cpu", "cuda")
+def test_a_seed_repeats_the_state_and_draws_differ(backend: str, device: str, like: Tensor) -> None:
+    torch.manual_seed(5)
+    first, second = _C.draw_rng_state(like), _C.draw_rng_state(like)
+    assert (first.dtype, first.shape, first.device.type) == (torch.int64, (2,), device)
+    assert not torch.equal(first, second)
+    torch.manual_seed(5)
+    assert torch.equal(_C.draw_rng_state(like), first)
+    torch.manual_seed(6)
+    assert not torch.equal(_C.draw_rng_state(like), first)
+
+
+@pytest.mark.backends("cpu", "cuda")
+def test_a_given_generator_is_the_one_that_moves(backend: str, device: str, like: Tensor) -> None:
+    generator = torch.Generator(device=device).manual_seed(5)
+    torch.manual_seed(7)
+    default = _C.draw_rng_state(like)
+    torch.manual_seed(7)
+    first, second = _C.draw_rng_state(like, generator), _C.draw_rng_state(like, generator)
+    assert torch.equal(_C.draw_rng_state(like), default), "the default generator moved"
+    assert not torch.equal(first, second)
+    assert torch.equal(_C.draw_rng_state(like, generator.manual_seed(5)), first)
+
+
+@pytest.mark.backends("cpu", "cuda")
+def test_the_state_of_the_generator_can_be_put_back(backend: str, device: str, like: Tensor) -> None:
+    """What activation checkpointing does before it runs a forward again."""
+    generator = torch.Generator(device=device).manual_seed(11)
+    _C.draw_rng_state(like, generator)
+    saved = generator.get_state()
+    first = _C.draw_rng_state(like, generator)
+    generator.set_state(saved)
+    assert torch.equal(_C.draw_rng_state(like, generator), first)
+
+
+def test_all_128_bits_are_drawn() -> None:
+    generator = torch.Generator().manual_seed(3)
+    states = torch.stack([_C.draw_rng_state(torch.empty(0), generator) for _ in range(400)])
+    bits = (states[..., None] >> torch.arange(64)) & 1
+    share = bits.double().mean(dim=0)
+    assert ((share - 0.5).abs() < 6 * 0.5 / 400**0.5).all()
+
+
+def test_a_generator_of_another_device_is_named() -> None:
+    meta = torch.empty(0, device="meta")
+    with pytest.raises(ValueError, match="generator is for cpu; allowed: one for the device of q, meta"):
+        _C.draw_rng_state(meta, torch.Generator())
+
+
+@pytest.mark.gpu
+def test_a_gpu_draw_moves_the_offset_by_four_and_waits_for_nothing() -> None:
+    like = torch.empty(0, device="cuda")
+    generator = torch.Generator(device="cuda").manual_seed(5)
+    before = generator.get_offset()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        _C.draw_rng_state(like, generator)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert generator.get_offset() == before + 4
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_draws_anew_at_every_replay() -> None:
+    like = torch.empty(0, device="cuda")
+    torch.cuda.manual_seed(9)
+    expected = [_C.draw_rng_state(like) for _ in range(3)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        state = _C.draw_rng_state(like)
+    torch.cuda.manual_seed(9)
+    for drawn in expected:
+        graph.replay()
+        assert torch.equal(state, drawn)
+
+
+# ---- s_dmask ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.backends("cpu", "cuda")
+@pytest.mark.parametrize("seed_and_offset", SEEDS, ids=str)
+def test_the_mask_is_that_of_the_reference(
+    seed_and_offset: tuple[int, int], backend: str, device: str, draw: torch.Generator
+) -> None:
+    q, k = (torch.randn(2, n, h, 16, generator=draw).to(device, torch.float16) for n, h in ((37, 4), (150, 2)))
+    _, lse = attention_reference(q, k, k, softmax_scale=0.25)
+    rng_state = torch.tensor(seed_and_offset, device=device)
+    S_dmask = s_dmask(q, k, lse.float(), rng_state)
+    assert S_dmask.shape == (2, 4, 128, 256)
+    kept = dropout_mask(rng_state, P, 2, 4, 37, 150, device=device)
+    assert torch.equal(is_negative(S_dmask[..., :37, :150]), ~kept)
+
+
+@pytest.mark.backends("cpu", "cuda")
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_probabilities_and_signs_of_dense_calls(
+    options: dict[str, Any], backend: str, device: str, dtype: torch.dtype, draw: torch.Generator
+) -> None:
+    batch, seqlen_q, seqlen_k, nheads = 2, 33, 21, 4
+    q = torch.randn(batch, seqlen_q, nheads, 16, generator=draw).to(device, dtype)
+    k = torch.randn(batch, seqlen_k, 2, 16, generator=draw).to(device, dtype)
+    options = {"softmax_scale": 0.25, **options}
+    if "alibi" in options:
+        size = (nheads,) if options.pop("alibi") == "heads" else (batch, nheads)
+        options["alibi_slopes"] = torch.rand(size, generator=draw).to(device)
+    scores = attention_scores(q, k, **options)
+    probabilities, lse = softmax_with_lse(scores)
+    rng_state = torch.tensor([123, 4], device=device)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    S_dmask = s_dmask(q, k, lse.to(wide), rng_state, **options)
+    kept = dropout_mask(rng_state, P, batch, nheads, seqlen_q, seqlen_k, device=device)
+    assert_is_mask_of(S_dmask, probabilities, scores.isfinite(), kept, dtype)
+
+
+@pytest.mark.backends("cpu", "cuda")
+def test_softcap_without_dropout(backend: str, device: str, draw: torch.Generator) -> None:
+    q, k = (torch.randn(1, n, 2, 16, generator=draw).to(device, torch.float16) for n in (20, 30))
+    scores = attention_scores(q, k, softmax_scale=2.0, softcap=3.0)
+    probabilities, lse = softmax_with_lse(scores)
+    S_dmask = s_dmask(q, k, lse.float(), None, p=0.0, softmax_scale=2.0, softcap=3.0)
+    assert_is_mask_of(S_dmask, probabilities, scores.isfinite(), torch.ones_like(scores) > 0, torch.float16)
+
+
+@pytest.mark.backends("cpu", "cuda")
+@pytest.mark.parametrize("paged", [False, True], ids=["packed", "paged"])
+def test_sequences_of_variable_length(paged: bool, backend: str, device: str, draw: torch.Generator) -> None:
+    lengths_q, lengths_k, nheads = [5, 0, 33, 1], [40, 3, 0, 17], 4
+    cu_q, cu_k = (torch.tensor([0, *n], device=device).cumsum(0, dtype=torch.int32) for n in (lengths_q, lengths_k))
+    q = torch.randn(sum(lengths_q), nheads, 16, generator=draw).to(device, torch.float16)
+    block_table = None
+    if paged:
+        pool = torch.randn(20, 8, 2, 16, generator=draw).to(device, torch.float16)
+        block_table = torch.randperm(20, generator=draw).reshape(4, 5).to(device, torch.int32)
+        k = pool
+        of_sequence = [read_pages(pool, block_table, bidb, 0, n) for bidb, n in enumerate(lengths_k)]
+    else:
+        k = torch.randn(sum(lengths_k), 2, 16, generator=draw).to(device, torch.float16)
+        of_sequence = list(k.split(lengths_k))
+    scores = [
+        attention_scores(x[None], y[None], softmax_scale=0.25, causal=True)
+        for x, y in zip(q.split(lengths_q), of_sequence, strict=True)
+    ]
+    softmax = [softmax_with_lse(x) for x in scores]
+    lse = torch.cat([x[0] for _, x in softmax], dim=-1).float()
+    rng_state = torch.tensor([77, 8], device=device)
+    S_dmask = s_dmask(
+        q, k, lse, rng_state, cu_seqlens=(cu_q, cu_k), max_seqlens=(33, 40), causal=True, block_table=block_table
+    )
+    assert S_dmask.shape == (4, nheads, 128, 128)
+    kept = dropout_masks_varlen(rng_state, P, nheads, cu_q, cu_k)
+    for i, (probabilities, _) in enumerate(softmax):
+        assert_is_mask_of(S_dmask[i], probabilities[0], scores[i][0].isfinite(), kept[i], torch.float16)
+
+
+@pytest.mark.backends("cpu", "cuda")
+def test_forward_returns_the_state_that_it_drew(backend: str, device: str, draw: torch.Generator) -> None:
+    q, k, v = (torch.randn(1, n, 2, 16, generator=draw).to(device, torch.float16) for n in (20, 30, 30))
+    arguments = (None, None, P, 0.25, True, -1, -1, 0.0)
+    torch.manual_seed(21)
+    expected = _C.draw_rng_state(q)
+    torch.manual_seed(21)
+    _, lse, S_dmask, rng_state = _C.fwd(q, k, v, *arguments, True, None)
+    assert torch.equal(rng_state, expected)
+    assert torch.equal(S_dmask, s_dmask(q, k, lse, rng_state, causal=True))
+    _, _, S_dmask, rng_state = _C.fwd(q, k, v, *arguments, False, torch.Generator(device=device).manual_seed(21))
+    assert (S_dmask.shape, rng_state.shape) == ((0,), (2,))
+    _, _, S_dmask, rng_state = _C.fwd(q, k, v, None, None, 0.0, 0.25, True, -1, -1, 0.0, True, None)
+    assert (S_dmask.shape, rng_state.shape) == ((0,), (0,))
+
+
+@pytest.mark.gpu
+def test_s_dmask_waits_for_nothing() -> None:
+    q = torch.randn(40, 2, 16, device="cuda", dtype=torch.float16)
+    cu_seqlens = torch.tensor([0, 13, 40], device="cuda", dtype=torch.int32)
+    lse, rng_state = torch.zeros(2, 40, device="cuda"), torch.zeros(2, device="cuda", dtype=torch.int64)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        s_dmask(q, q, lse, rng_state, cu_seqlens=(cu_seqlens, cu_seqlens), max_seqlens=(27, 27), causal=True)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("rows", [(0, 5), (5, 0)], ids=["no_queries", "no_keys"])
+def test_nothing_to_show(rows: tuple[int, int]) -> None:
+    q, k = (torch.zeros(2, n, 2, 8) for n in rows)
+    S_dmask = s_dmask(q, k, torch.zeros(2, 2, rows[0]), torch.zeros(2, dtype=torch.int64))
+    assert S_dmask.shape == (2, 2, round_up(rows[0]), round_up(rows[1]))
+    assert not S_dmask.any()
+
+
+def test_wrong_arguments_of_s_dmask_are_named() -> None:
+    q, lse, rng_state = torch.zeros(1, 5, 2, 8), torch.zeros(1, 2, 5), torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"softmax_lse has shape \[1, 5, 2\]"):
+        s_dmask(q, q, lse.transpose(1, 2), rng_state)
+    with pytest.raises(TypeError, match=r"rng_state has dtype .*; allowed: int64"):
+        s_dmask(q, q, lse, rng_state.float())
+    with pytest.raises(ValueError, match=r"one of cu_seqlens_q and cu_seqlens_k is None; allowed: both or neither"):
+        s_dmask(q, q, lse, rng_state, cu_seqlens=(torch.zeros(1, dtype=torch.int32), None))  # type: ignore[arg-type]

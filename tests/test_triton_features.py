@@ -1,0 +1,372 @@
+"""The Triton backend beyond plain attention: windows, softcap, ALiBi, dropout, sequences of variable length, pages.
+
+Where these tests run, and in which process: as test_triton.py says. test_features.py and test_varlen.py run the full
+lists of cases on a GPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flash_attn_mini.backends import triton as backend
+from flash_attn_mini.reference import attention_varlen_reference, dropout_mask, dropout_masks_varlen, visible_keys
+
+from .bounds import assert_forward_accurate, assert_gradients_accurate
+from .cases import Case, make_dlse, make_dout, make_inputs, options_of
+from .feature_cases import FEATURE_CASES
+from .poison import Guard
+from .varlen_cases import VARLEN_CASES, VarlenCase, expectation_options, make_batch
+
+HAS_GPU = torch.cuda.is_available()
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cuda" if HAS_GPU else "cpu"
+
+runs_triton = pytest.mark.skipif(not HAS_GPU and not INTERPRETED, reason="runs in the interpreter's process")
+gpu = pytest.mark.gpu
+
+# What the interpreter has the time for; a few in other dtypes, as its float32 is the kernels' and its bfloat16 float32.
+DENSE_IN_THE_INTERPRETER = (
+    *("softcap_scores_1e4", "softcap_masked_rows", "dropout_half", "dropout_most", "dropout_one_key"),
+    *("dropout_no_keys", "window_0_0_decode", "alibi_decode", "together_odd_head_dim", "together_layout"),
+)
+VARLEN_IN_THE_INTERPRETER = (
+    *("mixed_causal", "more_and_less", "one_token_each", "empty_around", "all_empty", "no_queries", "no_keys"),
+    *("no_sequences", "layout_misaligned", "window_0_0", "together", "together_softcap", "alibi_batch"),
+    *("pages_48", "pages_decode", "pages_window", "pages_dropout"),
+)
+OTHER_DTYPES_FOR = ("together_odd_head_dim", "mixed_causal")
+FEATURES_BY_NAME = {case.name: case for case in FEATURE_CASES}
+VARLEN_BY_NAME = {case.name: case for case in VARLEN_CASES}
+
+
+def with_dtypes(cases: list[Any], in_the_interpreter: tuple[str, ...]) -> list[Any]:
+    return [
+        pytest.param(case, dtype, id=f"{case}-{str(dtype).removeprefix('torch.')}")
+        for dtype in (torch.float16, torch.bfloat16, torch.float32)
+        for case in cases
+        if HAS_GPU or case.name in (in_the_interpreter if dtype == torch.float16 else OTHER_DTYPES_FOR)
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(HAS_GPU or INTERPRETED, reason="the tests below run in this process")
+def test_all_of_this_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "pytest", __file__, "-q", "--tb=short", "-p", "no:cacheprovider"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": ""}
+    root = Path(__file__).resolve().parent.parent
+    result = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]
+
+
+def rng_state_of(seed: int) -> Tensor:
+    """A state that needs all its 64 bits, twice."""
+    return torch.tensor([seed * 0x9E3779B97F4A7C15 % 2**64 - 2**63, (seed << 31) + 5], device=DEVICE)
+
+
+def package_options(case: Any, rng_state: Tensor) -> dict[str, Any]:
+    options = options_of(case, DEVICE)
+    if options["softmax_scale"] is None:
+        options["softmax_scale"] = case.headdim**-0.5
+    return {**options, "rng_state": rng_state if case.dropout_p > 0 else None}
+
+
+@runs_triton
+@pytest.mark.parametrize(("case", "dtype"), with_dtypes(FEATURE_CASES, DENSE_IN_THE_INTERPRETER))
+def test_features_are_as_accurate_as_pytorch(case: Case, dtype: torch.dtype, seed: int, described_seed: str) -> None:
+    inputs, dout = make_inputs(case, dtype, DEVICE, seed), make_dout(case, dtype, DEVICE, seed)
+    dlse = make_dlse(case, dtype, DEVICE, seed) if seed % 2 else None
+    guard = Guard(*inputs, dout)
+    rng_state = rng_state_of(seed)
+    options = package_options(case, rng_state)
+    out, lse = backend.forward(*inputs, **options)
+    *gradients, softmax_d = backend.backward(dout, *inputs, out, lse, dlse, **options)
+    guard.check()
+    expected = options_of(case, DEVICE)
+    if case.dropout_p > 0:
+        sizes = (case.batch, case.nheads, case.seqlen_q, case.seqlen_k)
+        expected["dropout_mask"] = dropout_mask(rng_state, case.dropout_p, *sizes, device=DEVICE)
+    described = f"{case.name} ({case.why})\n  {case.shape} dtype={dtype}\n  {described_seed}"
+    assert_forward_accurate(*inputs, out, lse, case=described, **expected)
+    assert_gradients_accurate(*inputs, dout, tuple(gradients), case=described, dlse=dlse, **expected)
+    assert softmax_d.shape == (case.batch, case.nheads, -(-case.seqlen_q // 128) * 128)
+    assert not softmax_d[..., case.seqlen_q :].any()
+
+
+@runs_triton
+@pytest.mark.parametrize(("case", "dtype"), with_dtypes(VARLEN_CASES, VARLEN_IN_THE_INTERPRETER))
+def test_variable_lengths_are_as_accurate_as_pytorch(
+    case: VarlenCase, dtype: torch.dtype, seed: int, described_seed: str
+) -> None:
+    batch, rng_state = make_batch(case, dtype, DEVICE, seed), rng_state_of(seed)
+    options = package_options(case, rng_state)
+    guard = Guard(batch.q, batch.k, batch.v, batch.dout)
+    out, lse = backend.varlen_forward(
+        batch.q, batch.k, batch.v, *batch.lengths, **options, block_table=batch.block_table
+    )
+    inputs = (batch.q, batch.rows(batch.k), batch.rows(batch.v))
+    *gradients, softmax_d = backend.varlen_backward(batch.dout, *inputs, out, lse, None, *batch.lengths, **options)
+    guard.check()
+    expected = expectation_options(case, batch, rng_state)
+    described = f"{case.name} ({case.why})\n  {case.shape} dtype={dtype}\n  {described_seed}"
+    assert_forward_accurate(*inputs, out, lse, case=described, **expected)
+    assert_gradients_accurate(*inputs, batch.dout, tuple(gradients), case=described, **expected)
+
+    total_q = sum(case.lengths_q)
+    assert softmax_d.shape == (case.nheads, (total_q // 128 + case.batch) * 128)
+    delta = (batch.dout.double() * out.double()).sum(-1).T
+    padded = torch.zeros(softmax_d.shape, dtype=torch.float64, device=DEVICE)
+    for b, (begin, length) in enumerate(zip(batch.cu_seqlens_q.tolist(), case.lengths_q, strict=False)):
+        first = (begin // 128 + b) * 128
+        padded[:, first : first + length] = delta[:, begin : begin + length]
+    torch.testing.assert_close(softmax_d.double(), padded, rtol=1e-4, atol=1e-4)
+
+
+@runs_triton
+@pytest.mark.parametrize("name", ["more_and_less", *["together"] * HAS_GPU])
+def test_gradients_of_the_lse_of_variable_lengths(name: str, seed: int, described_seed: str) -> None:
+    case = VARLEN_BY_NAME[name]
+    batch, rng_state = make_batch(case, torch.float16, DEVICE, seed), rng_state_of(seed)
+    inputs, options = (batch.q, batch.k, batch.v), package_options(case, rng_state)
+    dlse = torch.randn(case.nheads, sum(case.lengths_q), device=DEVICE)
+    out, lse = backend.varlen_forward(*inputs, *batch.lengths, **options)
+    *gradients, _ = backend.varlen_backward(batch.dout, *inputs, out, lse, dlse, *batch.lengths, **options)
+    options = {**options_of(case, DEVICE), **expectation_options(case, batch, rng_state)}
+    cumulative, masks = options.pop("cu_seqlens"), options.pop("dropout_mask", None)
+    leaves = [x.double().requires_grad_() for x in inputs]
+    expected = attention_varlen_reference(*leaves, *cumulative, **options, dropout_masks=masks)
+    seen = expected[1] != -torch.inf
+    total = (expected[0] * batch.dout).sum() + (expected[1][seen] * dlse[seen]).sum()
+    for got, true in zip(gradients, torch.autograd.grad(total, leaves), strict=True):
+        torch.testing.assert_close(got.double(), true, rtol=2e-2, atol=2e-2, msg=lambda m: f"{m}\n{described_seed}")
+
+
+@runs_triton
+@pytest.mark.parametrize("is_float32", [False, True], ids=["float16", "float32"])
+def test_the_mask_of_dropout_is_that_of_the_reference_bit_for_bit(is_float32: bool, seed: int) -> None:
+    """With v the identity, out is the probabilities; dv of ones at one query shows the backward's mask."""
+    dtype, p = (torch.float32 if is_float32 else torch.float16), 0.4
+    q, k = torch.zeros(2, 70, 2, 32, dtype=dtype, device=DEVICE), torch.zeros(2, 32, 2, 32, dtype=dtype, device=DEVICE)
+    v = torch.eye(32, dtype=dtype, device=DEVICE)[None, :, None].expand(2, 32, 2, 32).contiguous()
+    options = {"softmax_scale": 1.0, "causal": False, "dropout_p": p, "rng_state": rng_state_of(seed)}
+    mask = dropout_mask(options["rng_state"], p, 2, 2, 70, 32, device=DEVICE)
+    out, lse = backend.forward(q, k, v, **options)
+    assert torch.equal(out.transpose(1, 2) != 0, mask)
+    dout = torch.zeros_like(q)
+    dout[:, :32] = v  # dv[j, i] = P[i, j] of the first 32 queries
+    _, _, dv, _ = backend.backward(dout, q, k, v, out, lse, None, **options)
+    assert torch.equal(dv.permute(0, 2, 3, 1) != 0, mask[:, :, :32])
+
+
+@runs_triton
+def test_the_mask_of_dropout_counts_within_each_sequence(seed: int) -> None:
+    cumulative = torch.tensor([0, 37, 37, 120, 121], dtype=torch.int32, device=DEVICE)
+    q = torch.zeros(121, 2, 128, dtype=torch.float16, device=DEVICE)
+    rows = torch.cat([torch.arange(n) for n in (37, 0, 83, 1)])
+    v = torch.eye(128, dtype=torch.float16)[rows][:, None].expand(121, 2, 128).contiguous().to(DEVICE)
+    options = {"softmax_scale": 1.0, "causal": False, "dropout_p": 0.25, "rng_state": rng_state_of(seed)}
+    out, _ = backend.varlen_forward(q, q, v, cumulative, cumulative, 83, 83, **options)
+    masks = dropout_masks_varlen(options["rng_state"], 0.25, 2, cumulative, cumulative)
+    for b, mask in enumerate(masks):
+        begin, end = cumulative[b : b + 2].tolist()
+        assert torch.equal(out[begin:end].transpose(0, 1)[..., : end - begin] != 0, mask)
+
+
+@gpu
+@pytest.mark.parametrize("name", ["together", "together_softcap"])
+def test_repeated_calls_give_the_same_bits(name: str, seed: int) -> None:
+    case = FEATURES_BY_NAME[name]
+    inputs, dout = make_inputs(case, torch.float16, DEVICE, seed), make_dout(case, torch.float16, DEVICE, seed)
+    options = package_options(case, rng_state_of(seed))
+
+    def run() -> list[Tensor]:
+        out, lse = backend.forward(*inputs, **options)
+        return [out, lse, *backend.backward(dout, *inputs, out, lse, None, **options)]
+
+    first = run()
+    for _ in range(20):
+        assert all(torch.equal(a, b) for a, b in zip(first, run(), strict=True))
+
+
+@runs_triton
+def test_trace_names_the_features(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture) -> None:
+    case = FEATURES_BY_NAME["together_layout"]
+    inputs = make_inputs(case, torch.float16, DEVICE, 0)
+    monkeypatch.setenv("FLASH_ATTN_MINI_TRACE", "1")
+    backend.forward(*inputs, **package_options(case, rng_state_of(0)))
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if "triton.flash_fwd_kernel" in line]
+    assert "features=alibi+dropout" in line
+    assert "window=" in line
+
+
+def looks(ranges: Tensor, visible: Tensor, block: int, step: int) -> None:
+    """``ranges`` [blocks of rows, 4] against ``visible`` [rows, columns]: all that is seen is visited, no step in which
+    nothing is seen, and none without a mask in which anything is not."""
+    for b, (begin, full_begin, full_end, end) in enumerate(ranges.tolist()):
+        rows = visible[b * block : (b + 1) * block]
+        columns = rows.any(0).nonzero().flatten().tolist()
+        masked = [*range(begin, full_begin, step), *range(full_end, end, step)]
+        full = [*range(full_begin, full_end, step)]
+        steps = [(first, min(first + step, visible.shape[1])) for first in sorted((*masked, *full))]
+        assert all(first % step == 0 for first, _ in steps)
+        assert len(set(steps)) == len(steps)
+        assert set(columns) <= {column for first, last in steps for column in range(first, last)}
+        assert all(rows[:, first:last].any() for first, last in steps if rows.any()), f"block {b}: {steps}"
+        assert all(rows[:, first : first + step].all() for first in full), f"block {b}: {full}"
+
+
+@runs_triton
+@pytest.mark.parametrize("lengths", [(200, 200), (77, 300), (300, 77), (130, 1), (1, 130)], ids=str)
+def test_blocks_out_of_sight_are_skipped_and_only_edges_masked(lengths: tuple[int, int]) -> None:
+    from . import triton_probes
+
+    (seqlen_q, seqlen_k), (block_m, block_n) = lengths, (64, 32)
+    for left, right in itertools.product((0, 31, 150, 2**31 - 1), repeat=2):
+        window = (-1 if left > 1000 else left, -1 if right > 1000 else right)
+        visible = visible_keys(seqlen_q, seqlen_k, window_size=window)
+        for probe, seen, block, step in (
+            (triton_probes.visible_keys_probe, visible, block_m, block_n),
+            (triton_probes.visible_queries_probe, visible.T, block_n, block_m),
+        ):
+            ranges = torch.empty(-(-seen.shape[0] // block), 4, dtype=torch.int32, device=DEVICE)
+            probe[(ranges.shape[0],)](ranges, seqlen_q, seqlen_k, left, right, False, block_m, block_n)
+            looks(ranges, seen, block, step)
+
+
+@runs_triton
+@pytest.mark.parametrize("lengths", [(5, 0, 64, 1, 130, 0), (0, 0), (17,), tuple(i * 7 % 40 for i in range(300))])
+def test_every_block_of_every_sequence_is_found_once(lengths: tuple[int, ...]) -> None:
+    """300 sequences are more than are looked at together: the search halves first."""
+    from . import triton_probes
+
+    cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=DEVICE)
+    blocks = sum(lengths) // 16 + len(lengths)
+    found = torch.empty(blocks, 2, dtype=torch.int32, device=DEVICE)
+    triton_probes.find_block_probe[(blocks,)](cu_seqlens, len(lengths), found, 16)
+    real = [(b, block) for b, block in found.tolist() if block * 16 < lengths[b]]
+    assert real == [(b, block) for b, length in enumerate(lengths) for block in range(-(-length // 16))]
+
+
+@runs_triton
+def test_a_kind_that_nobody_times_falls_back_where_resources_run_out() -> None:
+    from triton.runtime.errors import OutOfResources
+
+    from flash_attn_mini.backends.triton import configs
+    from flash_attn_mini.backends.triton.tuner import first_that_launches
+
+    tried = []
+
+    def launch(config: Any) -> None:
+        tried.append(config)
+        if config.num_warps == 8:
+            raise OutOfResources(250_000, 232_448, "shared memory")
+
+    candidates = configs.FORWARD.candidates(128, 2, False, 1 << 30, timed=False)
+    assert [config.num_warps for config in candidates] == [8, 8, 4]
+    assert first_that_launches(candidates, launch) is candidates[2]
+    assert tried == candidates[:2]
+    assert first_that_launches(candidates[2:], launch) is candidates[2]
+
+
+def untimed_configs() -> list[Any]:
+    """(kernel, table, head dim, configuration) of everything in the tables that nobody times."""
+    pytest.importorskip("triton")
+    from flash_attn_mini.backends.triton import configs
+
+    return [
+        pytest.param(kernel, head_dim, config, id=f"{kernel}-{name}-d{head_dim}-{n}")
+        for kernel, tables in (
+            ("fwd", configs.FORWARD), ("dq", configs.BACKWARD_DQ), ("dkv", configs.BACKWARD_DKV)
+        )
+        for name in ("untimed_hopper", "untimed_plain")
+        for head_dim, listed in getattr(tables, name).items()
+        for n, config in enumerate(listed)
+    ]  # fmt: skip
+
+
+@gpu
+@pytest.mark.parametrize(("kernel", "head_dim", "config"), untimed_configs())
+def test_every_untimed_configuration_is_right(
+    kernel: str, head_dim: int, config: Any, seed: int, described_seed: str
+) -> None:
+    from flash_attn_mini.backends.triton import launch, launch_bwd
+    from flash_attn_mini.backends.triton.options import Options
+    from flash_attn_mini.backends.triton.tuner import shared_memory_limit
+
+    case = dataclasses.replace(FEATURES_BY_NAME["together"], headdim=head_dim)
+    inputs, dout = make_inputs(case, torch.float16, DEVICE, seed), make_dout(case, torch.float16, DEVICE, seed)
+    if config.kwargs["USE_TMA"] and not all(launch.tma_reaches(x) for x in inputs):
+        pytest.skip("no TMA on this GPU")
+    tuner = {"fwd": launch.TUNER, "dq": launch_bwd.DQ_TUNER, "dkv": launch_bwd.DKV_TUNER}[kernel]
+    if tuner.tables.shared_memory(config, head_dim, 2) > shared_memory_limit(inputs[0].device):
+        pytest.skip("this GPU has too little shared memory")
+    options = Options(**package_options(case, rng_state := rng_state_of(seed)))
+    expected = options_of(case, DEVICE)
+    sizes = (case.batch, case.nheads, case.seqlen_q, case.seqlen_k)
+    expected["dropout_mask"] = dropout_mask(rng_state, case.dropout_p, *sizes, device=DEVICE)
+    described = f"{config}, {case.shape}\n  {described_seed}"
+    if kernel == "fwd":
+        call = launch.prepare(*inputs, options)
+        launch.launch(call, config)
+        assert_forward_accurate(*inputs, call.out, call.lse, case=described, **expected)
+        return
+    out, lse = launch.forward(*inputs, options)
+    call = launch_bwd.prepare(dout, *inputs, out, lse, None, options, (True, True, True))
+    launch_bwd.run(call)
+    gradients: Any = (call.dq, None, None)
+    if kernel == "dq":
+        call.dq.fill_(float("nan"))
+        launch_bwd.launch_dq(call, config)
+    else:
+        call.dk.fill_(float("nan"))
+        call.dv.fill_(float("nan"))
+        for want_dk, want_dv in launch_bwd.dkv_launches(call):
+            launch_bwd.launch_dkv(call, config, want_dk=want_dk, want_dv=want_dv)
+        gradients = (None, call.dk, call.dv)
+    assert_gradients_accurate(*inputs, dout, gradients, case=described, **expected)
+
+
+@gpu
+def test_no_length_or_window_compiles_another_kernel() -> None:
+    from flash_attn_mini.backends.triton import launch
+
+    def run(lengths: tuple[int, ...], window: int) -> int:
+        cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cuda")
+        q = torch.randn(sum(lengths), 2, 64, dtype=torch.float16, device="cuda")
+        options = {"softmax_scale": 0.1, "causal": True, "window_size": (window, 0)}
+        backend.varlen_forward(q, q, q, cu_seqlens, cu_seqlens, max(lengths), max(lengths), **options)
+        return sum(len(cache[0]) for cache in launch.flash_fwd_kernel.device_caches.values())
+
+    first = run((128, 256), 64)
+    assert [run((333, 17, 1), 63), run((500,), 1), run((90, 0, 200), 16)] == [first] * 3
+
+
+@gpu
+def test_capture_in_a_cuda_graph(seed: int) -> None:
+    """Nothing of a call with variable lengths waits for the GPU, or it could not be captured."""
+    case = VARLEN_BY_NAME["together"]
+    batch, rng_state = make_batch(case, torch.float16, DEVICE, seed), rng_state_of(seed)
+    inputs, options = (batch.q, batch.k, batch.v), package_options(case, rng_state)
+
+    def run() -> list[Tensor]:
+        out, lse = backend.varlen_forward(*inputs, *batch.lengths, **options)
+        return [out, *backend.varlen_backward(batch.dout, *inputs, out, lse, None, *batch.lengths, **options)]
+
+    expected = run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    for tensor in captured:
+        tensor.zero_()
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(captured, expected, strict=True))

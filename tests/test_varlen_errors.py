@@ -1,0 +1,295 @@
+"""Wrong calls of the varlen entries: each raises a named exception, as test_errors.py has it of the dense ones.
+
+Against the extension, where all checks of values live: the entries themselves, and check_varlen_fwd and
+check_varlen_bwd, which backends that are not written in C++ call.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from flash_attn_mini import _C, flash_attn_varlen_func
+
+from .wrong_calls import (
+    ALL,
+    NHEADS,
+    TOTAL_Q,
+    Call,
+    T,
+    V,
+    WrongCall,
+    assert_says,
+    cast,
+    given,
+    meta,
+    numbers,
+    shape,
+    slopes,
+    strided,
+    valid_paged_call,
+    valid_varlen_call,
+)
+
+DEFAULTS: Call = {
+    "out": None,
+    "block_table": None,
+    "alibi_slopes": None,
+    "p_dropout": 0.0,
+    "softmax_scale": 0.25,
+    "is_causal": False,
+    "window_size_left": -1,
+    "window_size_right": -1,
+    "softcap": 0.0,
+    "return_softmax": False,
+}
+
+
+def forward(call: Call) -> Any:
+    return _C.varlen_fwd(
+        **{**DEFAULTS, "seqused_k": None, "leftpad_k": None, "zero_tensors": False, "generator": None, **call}
+    )
+
+
+def check_forward(call: Call, backend: str) -> None:
+    names = (
+        "q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "block_table", "alibi_slopes", "max_seqlen_q", "max_seqlen_k",
+        "p_dropout", "softmax_scale", "is_causal", "window_size_left", "window_size_right", "softcap", "return_softmax",
+    )  # fmt: skip
+    call = {**DEFAULTS, **call}
+    _C.check_varlen_fwd(*(call[name] for name in names), backend)
+
+
+def valid_backward_call(device: str) -> Call:
+    call = valid_varlen_call(device)
+    tensors = {
+        "dout": torch.ones_like(call["q"]),
+        "out": torch.zeros_like(call["q"]),
+        "softmax_lse": torch.zeros(NHEADS, TOTAL_Q, device=device),
+        "dsoftmax_lse": None,
+        **{f"d{name}": torch.zeros_like(call[name]) for name in ALL},
+    }
+    options = {key: value for key, value in DEFAULTS.items() if key not in ("out", "block_table", "return_softmax")}
+    return {**options, **call, **tensors}
+
+
+def backward(call: Call) -> Any:
+    return _C.varlen_bwd(
+        **{"zero_tensors": False, "deterministic": False, "generator": None, "rng_state": None, **call},
+    )
+
+
+def check_backward(call: Call, backend: str) -> None:
+    names = (
+        "dout", "q", "k", "v", "out", "softmax_lse", "cu_seqlens_q", "cu_seqlens_k", "alibi_slopes", "max_seqlen_q",
+        "max_seqlen_k", "p_dropout", "softmax_scale", "is_causal", "window_size_left", "window_size_right", "softcap",
+        "dsoftmax_lse",
+    )  # fmt: skip
+    _C.check_varlen_bwd(*(call[name] for name in names), backend, *(call[f"d{name}"] for name in ALL))
+
+
+def index_dtype(argument: str) -> Callable[[Call], object]:
+    return cast(torch.int64, argument)
+
+
+def spread(argument: str) -> Callable[[Call], object]:
+    """The same values, not contiguous."""
+    return lambda call: call.update({argument: call[argument].repeat_interleave(2, -1)[..., ::2]})
+
+
+# Of tensors alone; known without reading them.
+WRONG_SHAPES = [
+    WrongCall("q_rank_4", shape("q", 1, 9, 6, 16), V, r"\bq\b", r"\[1, 9, 6, 16\]", r"3 dim.*total_q, nheads, headdim"),
+    WrongCall("k_rank_2", shape("k", 14, 48), V, r"\bk\b", r"\[14, 48\]", r"3 dimensions.*total_k"),
+    WrongCall("v_rank_4", shape("v", 1, 14, 3, 16), V, r"\bv\b", r"\[1, 14, 3, 16\]", r"3 dimensions"),
+    WrongCall("v_total", shape("v", 15, 3, 16), V, r"\bv\b.*total_k 15", r"\[15, 3, 16\]", "total_k of k, 14"),
+    WrongCall("k_headdim", shape("k", 14, 3, 8), V, r"\bk\b.*headdim 8", r"\[14, 3, 8\]", "headdim of q, 16"),
+    WrongCall("v_heads", shape("v", 14, 6, 16), V, r"\bv\b.*6 heads", r"\[14, 6, 16\]", "heads of k, 3"),
+    WrongCall("heads_no_multiple", shape("q", 9, 7, 16), V, r"\bq\b.*7 heads", r"\bk\b.*\b3\b", "multiple"),
+    WrongCall("k_dtype", cast(torch.bfloat16, "k"), T, r"\bk\b.*dtype", "(?i)bfloat16", "(?i)that of q"),
+    WrongCall("int32", cast(torch.int32, *ALL), T, r"\bq\b.*dtype", "(?i)int", "float16, bfloat16"),
+    WrongCall("v_elsewhere", meta("v"), V, r"\bv\b", "meta", "device of q"),
+    WrongCall("q_strided", strided("q"), V, r"\bq\b.*strides", r", 2\]", "contiguous last dimension"),
+    WrongCall("cu_q_dtype", index_dtype("cu_seqlens_q"), T, "cu_seqlens_q.*dtype", "(?i)long", "int32"),
+    WrongCall("cu_k_dtype", cast(torch.float32, "cu_seqlens_k"), T, "cu_seqlens_k.*dtype", "(?i)float", "int32"),
+    WrongCall("cu_q_elsewhere", meta("cu_seqlens_q"), V, "cu_seqlens_q", "meta", "device of q"),
+    WrongCall("cu_q_rank", numbers("cu_seqlens_q", [[0, 4, 4, 9]]), V, "cu_seqlens_q", r"\[1, 4\]", r"\[batch \+ 1\]"),
+    WrongCall("cu_k_empty", numbers("cu_seqlens_k", []), V, "cu_seqlens_k", r"\[0\]", r"\[batch \+ 1\]"),
+    WrongCall("cu_strided", spread("cu_seqlens_q"), V, "cu_seqlens_q", r"strides \[2\]", "contiguous"),
+    WrongCall(
+        "cu_k_of_another_batch", numbers("cu_seqlens_k", [0, 14]), V, "cu_seqlens_k", r"\[2\]", r"cu_seqlens_q, \[4\]"
+    ),
+    WrongCall("max_q_negative", given(max_seqlen_q=-1), V, "max_seqlen_q", "-1", "0 to"),
+    WrongCall("max_k_huge", given(max_seqlen_k=2**40), V, "max_seqlen_k", str(2**40), "0 to"),
+    WrongCall("dropout_1", given(p_dropout=1.0), V, "dropout_p", "1", "at least 0 and below 1"),
+    WrongCall("scale_nan", given(softmax_scale=math.nan), V, "softmax_scale", "nan", "finite"),
+    WrongCall("softcap_and_dropout", given(softcap=9.0, p_dropout=0.1), V, "softcap", "9.*dropout_p", "not both"),
+    WrongCall("window_left", given(window_size_left=-2), V, "window_size", "-2", "-1.*unbounded"),
+    WrongCall("alibi_batch", slopes(torch.float32, 2, 6), V, "alibi_slopes", r"\[2, 6\]", r"batch, nheads\] = \[3, 6"),
+    WrongCall("alibi_dtype", slopes(torch.float16, 6), T, "alibi_slopes", "(?i)half", "float32"),
+]  # fmt: skip
+
+# Of the numbers in cu_seqlens: read on the CPU, and on a GPU where FLASH_ATTN_MINI_CHECK asks for it.
+WRONG_SEQLENS = [
+    WrongCall("q_start", numbers("cu_seqlens_q", [1, 4, 4, 9]), V, "cu_seqlens_q", "starts at 1", "allowed: 0"),
+    WrongCall("k_start", numbers("cu_seqlens_k", [-1, 7, 9, 14]), V, "cu_seqlens_k", "starts at -1", "allowed: 0"),
+    WrongCall("q_falls", numbers("cu_seqlens_q", [0, 4, 3, 9]), V, "cu_seqlens_q", "from 4 to 3.*index 2", "rising"),
+    WrongCall("k_falls", numbers("cu_seqlens_k", [0, 7, 14, 9]), V, "cu_seqlens_k", "14 to 9.*index 3", "rising"),
+    WrongCall("q_end", numbers("cu_seqlens_q", [0, 4, 4, 8]), V, "cu_seqlens_q", "ends at 8", "rows of q, 9"),
+    WrongCall("k_end", numbers("cu_seqlens_k", [0, 7, 9, 15]), V, "cu_seqlens_k", "ends at 15", "rows of k, 14"),
+    WrongCall(
+        "no_sequences", lambda c: c.update({n: c[n][:1] for n in ("cu_seqlens_q", "cu_seqlens_k")}), V, "cu_seqlens_q",
+        "ends at 0", "rows of q, 9",
+    ),
+    WrongCall("max_q", given(max_seqlen_q=4), V, "max_seqlen_q", "is 4", "sequence 2 is 5"),
+    WrongCall("max_k", given(max_seqlen_k=6), V, "max_seqlen_k", "is 6", "sequence 0 is 7"),
+]  # fmt: skip
+
+TABLE = "block_table"
+WRONG_PAGES = [
+    WrongCall("k_rank_3", shape("k", 96, 3, 16), V, r"\bk\b", r"\[96, 3, 16\]", "4 dimensions.*num_pages, page_size"),
+    WrongCall("v_pages", shape("v", 5, 16, 3, 16), V, r"\bv\b.*num_pages 5", r"\[5, 16", "num_pages of k, 6"),
+    WrongCall("v_page_size", shape("v", 6, 32, 3, 16), V, r"\bv\b.*page_size 32", r"\[6, 32", "page_size of k, 16"),
+    WrongCall("dtype", index_dtype(TABLE), T, "block_table.*dtype", "(?i)long", "int32"),
+    WrongCall("elsewhere", meta(TABLE), V, TABLE, "meta", "device of q"),
+    WrongCall("rank", numbers(TABLE, [3, 0, 5]), V, TABLE, r"\[3\]", r"\[batch, max_blocks\] with batch 3"),
+    WrongCall("batch", numbers(TABLE, [[3, 0, 1], [5, 2, 4]]), V, TABLE, r"\[2, 3\]", "batch 3"),
+    WrongCall("strided", spread(TABLE), V, TABLE, r"strides \[6, 2\]", "contiguous last dimension"),
+]  # fmt: skip
+WRONG_PAGE_NUMBERS = [
+    WrongCall(
+        "past_the_pool", numbers(TABLE, [[3, 6, 0], [5, 0, 0], [1, 2, 4]]), V, TABLE, r"page 6 at \[0, 1\]", "0 to 5"
+    ),
+    WrongCall(
+        "negative", numbers(TABLE, [[3, 0, 0], [-1, 0, 0], [1, 2, 4]]), V, TABLE, r"page -1 at \[1, 0\]", "0 to 5"
+    ),
+    WrongCall("too_few", numbers(TABLE, [[3, 0], [5, 0], [1, 2]]), V, TABLE, "2 pages of 16", "sequence 2 has 33"),
+]  # fmt: skip
+
+
+def assert_named(wrong: WrongCall, run: Callable[[], object]) -> None:
+    with pytest.raises(wrong.error) as raised:
+        run()
+    assert_says(str(raised.value), wrong.argument, wrong.given, wrong.allowed)
+
+
+@pytest.mark.backends("cpu", "cuda")
+def test_the_valid_calls_are_valid(backend: str, device: str) -> None:
+    out, lse, S_dmask, rng_state = forward(valid_varlen_call(device))
+    assert (out.shape, lse.shape) == ((TOTAL_Q, NHEADS, 16), (NHEADS, TOTAL_Q))
+    assert (S_dmask.numel(), rng_state.numel()) == (0, 0)
+    dq, dk, dv, softmax_d = backward(valid_backward_call(device))
+    assert (dq.shape[0], dk.shape[0], dv.shape[0]) == (9, 14, 14)
+    assert softmax_d.shape == (NHEADS, (9 // 128 + 3) * 128)
+    assert forward(valid_paged_call(device))[0].shape == out.shape
+
+
+@pytest.mark.parametrize("wrong", WRONG_SHAPES + WRONG_SEQLENS, ids=str)
+def test_wrong_varlen_call_is_named(
+    wrong: WrongCall, backend: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASH_ATTN_MINI_CHECK", "1")
+    call = valid_varlen_call(device)
+    wrong.change(call)
+    assert_named(wrong, lambda: check_forward(call, backend))
+    if backend != "triton":
+        assert_named(wrong, lambda: forward(call))
+    call = valid_backward_call(device)
+    wrong.change(call)
+    assert_named(wrong, lambda: check_backward(call, backend))
+    if backend != "triton":
+        assert_named(wrong, lambda: backward(call))
+
+
+@pytest.mark.parametrize("wrong", WRONG_PAGES + WRONG_PAGE_NUMBERS, ids=str)
+def test_wrong_paged_call_is_named(
+    wrong: WrongCall, backend: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASH_ATTN_MINI_CHECK", "1")
+    call = valid_paged_call(device)
+    wrong.change(call)
+    assert_named(wrong, lambda: check_forward(call, backend))
+
+
+LSE, OF_Q, OF_K = r"nheads, total_q\] = \[6, 9\]", r"shape of q, \[9, 6, 16\]", r"shape of k, \[14, 3, 16\]"
+WRONG_BACKWARD_CALLS = [
+    WrongCall("dout_shape", shape("dout", 9, 3, 16), V, r"\bdout\b", r"\[9, 3, 16\]", OF_Q),
+    WrongCall("out_rank", shape("out", 1, 9, 6, 16), V, r"\bout\b", r"\[1, 9, 6, 16\]", OF_Q),
+    WrongCall("lse_of_dense", shape("softmax_lse", 3, 6, 5), V, "softmax_lse", r"\[3, 6, 5\]", LSE),
+    WrongCall("lse_transposed", shape("softmax_lse", 9, 6), V, "softmax_lse", r"\[9, 6\]", LSE),
+    WrongCall("lse_dtype", cast(torch.float16, "softmax_lse"), T, "softmax_lse.*dtype", "(?i)half", "(?i)float"),
+    WrongCall("dlse", given(dsoftmax_lse=torch.zeros(6, 8)), V, "dsoftmax_lse", r"\[6, 8\]|cpu", f"{LSE}|device of q"),
+    WrongCall("dq_shape", shape("dq", 10, 6, 16), V, r"\bdq\b", r"\[10, 6, 16\]", OF_Q),
+    WrongCall("dk_shape", shape("dk", 14, 6, 16), V, r"\bdk\b", r"\[14, 6, 16\]", OF_K),
+    WrongCall("dv_is_dk", lambda c: c.update(dv=c["dk"]), V, r"\bdv\b", "memory with dk", "memory of its own"),
+    WrongCall("dq_strided", strided("dq"), V, r"\bdq\b.*strides", r", 2\]", "contiguous last dimension"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", WRONG_BACKWARD_CALLS, ids=str)
+def test_wrong_varlen_backward_call_is_named(wrong: WrongCall, backend: str, device: str) -> None:
+    call = valid_backward_call(device)
+    wrong.change(call)
+    assert_named(wrong, lambda: check_backward(call, backend))
+    if backend != "triton":
+        assert_named(wrong, lambda: backward(call))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("wrong", WRONG_SEQLENS + WRONG_PAGE_NUMBERS, ids=str)
+def test_numbers_on_a_gpu_are_not_read_unless_asked(wrong: WrongCall) -> None:
+    call = valid_paged_call("cuda") if wrong in WRONG_PAGE_NUMBERS else valid_varlen_call("cuda")
+    wrong.change(call)
+    check_forward(call, "cuda")
+
+
+@pytest.mark.backends("cpu", "cuda")
+@pytest.mark.parametrize("argument", ["seqused_k", "leftpad_k"])
+def test_lacking_arguments_say_so(argument: str, backend: str, device: str) -> None:
+    call = {**valid_varlen_call(device), argument: torch.zeros(3, dtype=torch.int32, device=device)}
+    with pytest.raises(NotImplementedError, match=f"{argument} is not implemented.*None"):
+        forward(call)
+
+
+def test_pages_that_one_backend_lacks_name_those_that_have_them() -> None:
+    call = valid_paged_call("cpu")
+    call.update({name: call[name].new_zeros(20, 5, 3, 16) for name in ("k", "v")})
+    call["block_table"] = torch.arange(21, dtype=torch.int32).reshape(3, 7) % 20
+    for backend in ("cpu", "triton"):
+        check_forward(call, backend)
+    with pytest.raises(
+        NotImplementedError, match=r"'cuda' does not implement pages of 5 keys.*16.*have it: cpu, triton"
+    ):
+        check_forward(call, "cuda")
+
+
+def test_missing_arguments_are_named_by_the_bindings() -> None:
+    call = valid_varlen_call("cpu")
+    with pytest.raises(TypeError, match="incompatible"):
+        _C.varlen_fwd(*call.values())
+    with pytest.raises(TypeError, match="incompatible"):
+        forward({**call, "cu_seqlens_q": None})
+    with pytest.raises(TypeError, match="incompatible"):
+        forward({**call, "max_seqlen_q": 1.5})
+
+
+# Through the public function: what Python checks before the extension, and that the rest gets there.
+PUBLIC = [
+    WrongCall("cu_list", given(cu_seqlens_q=[0, 4, 4, 9]), T, "cu_seqlens_q", r"\[0, 4, 4, 9\].*list", "torch.Tensor"),
+    WrongCall("cu_none", given(cu_seqlens_k=None), T, "cu_seqlens_k", "None", "torch.Tensor"),
+    WrongCall("max_text", given(max_seqlen_q="5"), T, "max_seqlen_q", "'5'", "int"),
+    WrongCall("table_list", given(block_table=[[0]]), T, "block_table", r"\[\[0\]\].*list", "torch.Tensor, or None"),
+    WrongCall("q_rank_4", shape("q", 1, 9, 6, 16), V, r"\bq\b", r"\[1, 9, 6, 16\]", r"3 dimensions"),
+    WrongCall("cu_q_dtype", index_dtype("cu_seqlens_q"), T, "cu_seqlens_q.*dtype", "(?i)long", "int32"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", PUBLIC, ids=str)
+def test_wrong_public_varlen_call_is_named(wrong: WrongCall, backend: str, device: str) -> None:
+    call = valid_varlen_call(device)
+    wrong.change(call)
+    assert_named(wrong, lambda: flash_attn_varlen_func(**call, backend=backend))
