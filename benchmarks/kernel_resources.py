@@ -20,12 +20,16 @@ _ENTRY = re.compile(
     re.DOTALL,
 )
 _STATIC_SMEM = re.compile(r"(\d+) bytes smem")
-# The name of flash_bwd_kernel or of flash_bwd_convert_dq, which has no mask and no mode.
-_BACKWARD = re.compile(
-    r"Flash_bwd_kernel_traits<[^<>]*?(?P<headdim>\d+), (?:sm80::)?Tile_bwd<(?P<tile>[^<>]+)>, (?P<bulk>true|false)>"
-    r"(?:, (?P<causal>true|false), \([\w:]*Bwd_mode\)(?P<mode>\d))?"
+_FORWARD = re.compile(
+    r"Flash_fwd_kernel_traits<[^<>]*?(?P<headdim>\d+), (?:sm80::)?Tile_[^()]*, \([\w:]*Kind\)(?P<kind>\d)"
 )
-BACKWARD_MODES = ("all", "deterministic", "partial")  # enum Bwd_mode, csrc/sm80/tile_sizes_bwd.h
+# The name of flash_bwd_kernel or of flash_bwd_convert_dq, which has no mode.
+_BACKWARD = re.compile(
+    r"Flash_bwd_kernel_traits<[^<>]*?(?P<headdim>\d+), (?:sm80::)?Tile_bwd<(?P<tile>[^<>]+)>, (?P<bulk>true|false), "
+    r"\([\w:]*Kind\)(?P<kind>\d)>(?:, \([\w:]*Kind\)\d, \([\w:]*Bwd_mode\)(?P<mode>\d))?"
+)
+KINDS = ("full", "local", "varlen", "general", "paged")  # enum Kind, csrc/sm80/kind.h
+BACKWARD_MODES = ("all", "deterministic", "general")  # enum Bwd_mode, csrc/sm80/tile_sizes_bwd.h
 BULK_REDUCE_SINCE = 90  # compute capability from which the copy engine adds up dQ
 
 
@@ -55,11 +59,15 @@ def readable(symbols: list[str]) -> list[str]:
     return [name.replace("(anonymous namespace)::", "").replace("flash::", "") for name in answer.stdout.splitlines()]
 
 
-def backward_kernel(name: str, arch: str) -> dict[str, Any] | None:
-    """The readable name of a backward kernel as fields, {} for other kernels; None for a kernel that never runs there.
+def fields_of(name: str, arch: str) -> dict[str, Any] | None:
+    """The readable name of an attention kernel as fields, {} for others; None for a kernel that never runs there.
 
-    GPUs with and without the copy engine's reductions have kernels of their own, which are empty where the others run.
+    GPUs with and without the copy engine's reductions have backward kernels of their own, which are empty where the
+    others run.
     """
+    forward = _FORWARD.search(name)
+    if forward is not None:
+        return {"headdim": int(forward["headdim"]), "kind": KINDS[int(forward["kind"])]}
     found = _BACKWARD.search(name)
     if found is None:
         return {}
@@ -68,10 +76,11 @@ def backward_kernel(name: str, arch: str) -> dict[str, Any] | None:
     number = {"true": "1", "false": "0"}
     fields: dict[str, Any] = {
         "headdim": int(found["headdim"]),
+        "kind": KINDS[int(found["kind"])],
         "tile": "x".join(number.get(x, x) for x in found["tile"].split(", ")),  # as tune_sm80 takes it
     }
     if found["mode"] is not None:
-        fields |= {"causal": found["causal"] == "true", "mode": BACKWARD_MODES[int(found["mode"])]}
+        fields["mode"] = BACKWARD_MODES[int(found["mode"])]
     return fields
 
 
@@ -86,7 +95,7 @@ def main(argv: list[str] | None = None) -> None:
         compiled += [{"object": name, **row} for row in parse(report)]
     data = []
     for row, label in zip(compiled, readable([row["kernel"] for row in compiled]), strict=True):
-        fields = backward_kernel(label, row["arch"])
+        fields = fields_of(label, row["arch"])
         if fields is not None:
             data.append({**row, "kernel": label, **fields})
     cli.finish(

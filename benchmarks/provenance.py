@@ -33,6 +33,10 @@ HOST = (
     "csrc/*.h",
     "csrc/*.cpp",
     "flash_attn_mini/flash_attn_interface.py",
+    "flash_attn_mini/varlen.py",
+    "flash_attn_mini/packed.py",
+    "flash_attn_mini/argument_checks.py",
+    "flash_attn_mini/autograd.py",
     "flash_attn_mini/ops.py",
     "flash_attn_mini/tracing.py",
     "flash_attn_mini/backends/*.py",
@@ -47,7 +51,7 @@ METHOD = ("benchmarks/methods.py", "benchmarks/rivals.py")
 BACKWARD_METHOD = ("benchmarks/backward_rivals.py",)
 SOURCES_OF_BACKEND = {"cuda": (*LAUNCH, *CUDA), "triton": TRITON, "cpu": (*LAUNCH, *CPU)}
 BACKWARD_SOURCES_OF_BACKEND = {
-    "cuda": (*LAUNCH, *CUDA_BACKWARD, *BACKWARD_METHOD),
+    "cuda": (*LAUNCH, "csrc/kernel_memory.*", *CUDA_BACKWARD, *BACKWARD_METHOD),
     "triton": (*TRITON, *BACKWARD_METHOD),
     "cpu": (*LAUNCH, *CPU, *BACKWARD_METHOD),
 }

@@ -98,39 +98,47 @@ def dtype_of_object(name: str) -> str:
     return found[1] if found else "float32"
 
 
+# Of a backward kernel: headers and fields.
+BACKWARD_KEYS = {"head dim": "headdim", "kind": "kind", "tile": "tile", "arch": "arch"}
+
+
 def resource_tables(data: Rows) -> list[str]:
-    """One line for kernels that differ in dtype alone, then those of the backward by tile and mask."""
+    """The forward by kind, the backward by kind, tile and mode; of other kernels, a line for those that differ in dtype
+    alone."""
+    forward = [row for row in data if "kind" in row and "tile" not in row]
+    backward = [row for row in data if "kind" in row and "tile" in row]
     keys = ("arch", "registers", "spill_bytes", "stack_bytes", "static_smem_bytes")
     dtypes: dict[tuple[str, ...], list[str]] = {}
     for row in data:
-        if "tile" not in row:
+        if "kind" not in row:
             kernel = re.sub(r"\(DType\)\d, |cutlass::\w+, |sm80::", "", row["kernel"]).replace("> >", ">>")
             line = (f"`{kernel}`", *(str(row[key]) for key in keys))
             dtypes.setdefault(line, []).append(dtype_of_object(row["object"]))
     body = [[kernel, ", ".join(dict.fromkeys(names)), *rest] for (kernel, *rest), names in dtypes.items()]
     headers = ["kernel", "dtypes", "arch", "registers", "spilled bytes", "stack bytes", "static shared memory"]
-    backward = [row for row in data if "tile" in row]
-    return [markdown_table(headers, body), *([backward_resource_table(backward)] if backward else [])]
+    return [
+        *([register_table("forward", forward, {"head dim": "headdim", "arch": "arch"}, "kind")] if forward else []),
+        *([register_table("backward", backward, BACKWARD_KEYS, "mode", "dQ's conversion")] if backward else []),
+        *([markdown_table(headers, body)] if body else []),
+    ]
 
 
-def backward_resource_table(data: Rows) -> str:
-    """Head dim, mask and tile of the backward down; what the kernel is asked for across, and the conversion of dQ."""
-    modes = sorted({row["mode"] for row in data if "mode" in row})
+def register_table(direction: str, data: Rows, keys: dict[str, str], across: str, other: str = "") -> str:
+    """The fields `keys` down, by their headers; the values of the field `across` across, then `other`, for kernels that
+    have no such field."""
     cells: dict[tuple[str, ...], dict[str, dict[str, str]]] = {}
-    for row in sorted(data, key=lambda row: "mode" not in row):  # the conversion, which knows no mask, joins others
+    for row in data:
         dtype, spilled = dtype_of_object(row["object"]), row["spill_bytes"]
         text = f"{row['registers']} ({spilled})" if spilled else str(row["registers"])
-        for causal in (row["causal"],) if "mode" in row else (False, True):
-            key = (str(row["headdim"]), "causal" if causal else "full", row["tile"], row["arch"])
-            if "mode" in row or key in cells:
-                cells.setdefault(key, {}).setdefault(row.get("mode", "dQ's conversion"), {})[dtype] = text
-    headers = ["head dim", "mask", "tile", "arch", *modes, "dQ's conversion"]
+        of_kernel = cells.setdefault(tuple(str(row[key]) for key in keys.values()), {})
+        of_kernel.setdefault(row.get(across, other), {})[dtype] = text
+    columns = [*sorted({row[across] for row in data if across in row}), *([other] if other else [])]
     body = [
-        [*key, *(" / ".join(dict.fromkeys(of_dtype.get(name, {}).values())) for name in headers[4:])]
-        for key, of_dtype in cells.items()
+        [*key, *(" / ".join(dict.fromkeys(of_kernel.get(name, {}).values())) for name in columns)]
+        for key, of_kernel in cells.items()
     ]
-    caption = "The backward: registers and (bytes spilled, where there are any), fp16 / bf16 where they differ:"
-    return f"{caption}\n\n{markdown_table(headers, body)}"
+    caption = f"The {direction}: registers and (bytes spilled, where there are any), fp16 / bf16 where they differ:"
+    return f"{caption}\n\n{markdown_table([*keys, *columns], body)}"
 
 
 def accuracy_tables(data: Rows) -> list[str]:
@@ -174,6 +182,37 @@ def cpu_tables(data: Rows) -> list[str]:
     return [f"{caption}\n\n{markdown_table(['dtype, threads', '', *map(str, lengths)], body)}"]
 
 
+# What bench_features makes of its times: a caption, and how a value is written.
+FEATURE_FIGURES: dict[str, tuple[str, str]] = {
+    "window": (
+        "Time ÷ (the plain full call's × the share of blocks that the window shows), at most as asked:",
+        "{:.2f}",
+    ),
+    "cost": ("Time added to the plain call's, in percent, at most as asked:", "{:+.1f}"),
+    "varlen": ("Speedup over the padded batch ÷ (padded FLOPs ÷ tokens' FLOPs), at least as asked:", "{:.2f}"),
+}
+
+
+def feature_tables(data: Rows) -> list[str]:
+    """A table for each figure: feature and direction down, heads and mask across."""
+    tables = []
+    for figure, (caption, style) in FEATURE_FIGURES.items():
+        cells: dict[tuple[str, str], dict[str, str]] = {}
+        for row in (row for row in data if row["figure"] == figure):
+            kind = f"{row['nheads']} heads of {row['headdim']}, {'causal' if row['causal'] else 'full'}"
+            asked = "" if row["asked"] is None else f"{row['asked']:g}"
+            of_call = cells.setdefault((row["feature"], row["direction"]), {"asked": asked})
+            of_call[kind] = style.format(row["value"])
+        if cells:
+            kinds = list(dict.fromkeys(kind for of_call in cells.values() for kind in of_call if kind != "asked"))
+            headers = ["", "", *kinds, "asked"]
+            body = [[*names, *(of_call.get(header, "") for header in headers[2:])] for names, of_call in cells.items()]
+            shape = next(row for row in data if row["figure"] == figure)
+            where = f"Batch {shape['batch']}, {shape['seqlen']} tokens."
+            tables.append(f"{where} {caption}\n\n{markdown_table(headers, body)}")
+    return tables
+
+
 VIEWS: dict[str, Callable[[Rows], list[str]]] = {
     "bench_forward": speed_tables,
     "bench_backward": speed_tables,
@@ -181,6 +220,7 @@ VIEWS: dict[str, Callable[[Rows], list[str]]] = {
     "bench_memory": memory_tables,
     "bench_build": build_tables,
     "bench_cpu": cpu_tables,
+    "bench_features": feature_tables,
     "accuracy": accuracy_tables,
     "kernel_resources": resource_tables,
 }

@@ -26,7 +26,7 @@ from tabulate import tabulate
 from torch import Tensor
 
 from benchmarks.backward_rivals import BACKWARD_RIVALS, upstream_gradient
-from benchmarks.kernel_resources import backward_kernel, parse, readable
+from benchmarks.kernel_resources import fields_of, parse, readable
 from benchmarks.methods import BACKWARD_WORK, attention_flops, interleave, ratio, time_cuda
 from benchmarks.rivals import RIVALS, Call, Rival
 from benchmarks.speed import check_agreement
@@ -85,7 +85,9 @@ SHAPE = """
     TensorRef like{nullptr, int64_t(s) * h * d, int64_t(h) * d, d};
     p.q = p.k = p.v = p.o = like;
     p.q.ptr = q; p.k.ptr = k; p.v.ptr = v; p.o.ptr = o; p.softmax_lse = lse;
-    p.dtype = DType::bfloat16; p.b = b; p.h = p.h_k = h; p.seqlen_q = p.seqlen_k = s; p.d = d; p.is_causal = causal;
+    p.dtype = DType::bfloat16; p.b = b; p.h = p.h_k = h; p.seqlen_q = p.seqlen_k = s; p.d = d;
+    p.lse_batch_stride = int64_t(h) * s; p.lse_head_stride = s;
+    p.is_causal = causal; p.window_size_right = causal ? 0 : -1;
     p.softmax_scale = 1 / sqrt(double(d)); p.scale_softmax_log2 = p.softmax_scale * M_LOG2E;
 """
 ATTEMPT = """
@@ -110,8 +112,8 @@ extern "C" int tune_run(void *q, void *k, void *v, void *o, void *lse, int b, in
                          cudaStream_t stream) {
     Flash_fwd_params p;
 $shape
-    return attempt(causal ? launch_flash_fwd<DType::bfloat16, $hdim, true, Tile_fwd<$tile>>
-                          : launch_flash_fwd<DType::bfloat16, $hdim, false, Tile_fwd<$tile>>, p, stream);
+    return attempt(causal ? launch_flash_fwd<DType::bfloat16, $hdim, Kind::local, Tile_fwd<$tile>>
+                          : launch_flash_fwd<DType::bfloat16, $hdim, Kind::full, Tile_fwd<$tile>>, p, stream);
 }
 """
 BACKWARD_SOURCE = """
@@ -120,9 +122,10 @@ $attempt
 constexpr bool kHas_bulk_reduce = $has_bulk_reduce;
 template <Bwd_mode kMode>
 static int run(const Flash_bwd_params &params, cudaStream_t stream) {
+    using Tile = Tile_bwd<$tile>;
     return attempt(
-        params.is_causal ? launch_flash_bwd<DType::bfloat16, $hdim, true, Tile_bwd<$tile>, kHas_bulk_reduce, kMode>
-                         : launch_flash_bwd<DType::bfloat16, $hdim, false, Tile_bwd<$tile>, kHas_bulk_reduce, kMode>,
+        params.is_causal ? launch_flash_bwd<DType::bfloat16, $hdim, Kind::local, Tile, kHas_bulk_reduce, kMode>
+                         : launch_flash_bwd<DType::bfloat16, $hdim, Kind::full, Tile, kHas_bulk_reduce, kMode>,
         params, stream);
 }
 extern "C" int tune_run(void *q, void *k, void *v, void *o, void *lse, void *dout, void *dq, void *dk, void *dv,
@@ -135,12 +138,13 @@ $shape
     p.dsoftmax_sum = delta; p.lse_padded = static_cast<float *>(lse_padded);
     p.large_rows = static_cast<int *>(large_rows);
     p.dq_accum = static_cast<float *>(dq_accum); p.d_rounded = $hdim;
-    p.seqlen_q_rounded = (s + p.kRowsRounded - 1) / p.kRowsRounded * p.kRowsRounded;
+    p.padded_head_stride = (s + p.kRowsRounded - 1) / p.kRowsRounded * p.kRowsRounded;
+    p.padded_batch_stride = h * p.padded_head_stride;
     p.has_bulk_reduce = kHas_bulk_reduce;
     if (dq_turn == nullptr) {
         return run<Bwd_mode::all>(p, stream);
     }
-    const int64_t turns = int64_t(b) * h * (p.seqlen_q_rounded / p.kRowsPerTurn);
+    const int64_t turns = padded_rows(p) / p.kRowsPerTurn;
     p.deterministic = true; p.dq_turn = static_cast<int *>(dq_turn); p.dq_ticket = p.dq_turn + turns;
     cudaMemsetAsync(dq_turn, 0, (turns + 1) * sizeof(int), stream);
     return run<Bwd_mode::deterministic>(p, stream);
@@ -176,7 +180,7 @@ class Candidate:
 
 
 def kept_tiles(csrc: Path, hdim: int, backward: bool) -> list[tuple[int, ...]]:
-    """The tiles of a head dim in the kernels' own tables; several where masks, modes or sizes of GPU differ."""
+    """The tiles of a head dim in the kernels' own tables; several where kinds, modes or sizes of GPU differ."""
     header = csrc / "sm80" / ("tile_sizes_bwd.h" if backward else "tile_sizes.h")
     entry = re.compile(rf"struct Tile_sizes_\w+<{hdim}\b[^>]*>\s*: Tile_\w+<([^>]+)>")
     number = {"true": 1, "false": 0}
@@ -217,9 +221,10 @@ def registers_and_spills(report: str, arch: str) -> list[str]:
     rows = parse(report)
     for row, name in zip(rows, readable([row["kernel"] for row in rows]), strict=True):
         text = f"{row['registers']} registers, {row['spill_bytes']} bytes spilled"
-        kernel = backward_kernel(name, arch) or {}
-        if "mode" in kernel:
-            text = f"{kernel['mode']}, {'causal' if kernel['causal'] else 'full'}: {text}"
+        kernel = fields_of(name, arch) or {}
+        what = [kernel[key] for key in ("mode", "kind") if key in kernel]
+        if what:
+            text = f"{', '.join(what)}: {text}"
         if "mode" in kernel or "flash_bwd" not in name:  # not what never runs, nor before and after the backward
             found.append(text)
     return sorted(found)

@@ -141,10 +141,10 @@ def check(launch: Any, configs: Any) -> bool:
             for config in configs.FORWARD.candidates(
                 launch.head_dim_block(head_dim), 2, launch.has_tma(q.device), limit
             ):
-                out = torch.full_like(q, math.nan)
-                lse = torch.full((2, nheads, seqlen_q), math.nan, device="cuda")
+                call = launch.prepare(q, k, v, launch.Options(head_dim**-0.5, causal))
+                out, lse = call.out.fill_(math.nan), call.lse.fill_(math.nan)
                 try:
-                    launch.launch(q, k, v, out, lse, head_dim**-0.5, causal, config)
+                    launch.launch(call, config)
                     torch.cuda.synchronize()
                 except Exception as error:
                     print(f"{case:<44}{label(config):<40}failed: {reason(error)}")
@@ -175,7 +175,7 @@ def time_problem(
 ) -> list[tuple[str, float, float]]:
     """(label, TFLOP/s, ratio to FLASH_ATTENTION) of each configuration, best first."""
     q, k, v = random_inputs(BATCH, seqlen, seqlen, NHEADS, NHEADS, head_dim, torch.float16)
-    out, lse = torch.empty_like(q), torch.empty(BATCH, NHEADS, seqlen, device="cuda")
+    call = launch.prepare(q, k, v, launch.Options(head_dim**-0.5, causal))
     flops = 4 * BATCH * NHEADS * seqlen * seqlen * head_dim / (2 if causal else 1)
     transposed = [t.transpose(1, 2) for t in (q, k, v)]
 
@@ -193,7 +193,7 @@ def time_problem(
             name = label(config)
 
             def ours(config: Any = config) -> None:
-                launch.launch(q, k, v, out, lse, head_dim**-0.5, causal, config)
+                launch.launch(call, config)
 
             try:
                 ours()

@@ -157,7 +157,8 @@ def prepared(launch_bwd: Any, inputs: tuple[torch.Tensor, ...], dout: torch.Tens
     """A call on what float64 says the forward returns; its outputs are full of NaN."""
     out, lse = attention_in(torch.float64, *inputs, causal)
     scale = inputs[0].shape[-1] ** -0.5
-    arguments = (dout, *inputs, out.to(dout.dtype), lse.float(), None, scale, causal)
+    options = launch_bwd.Options(scale, causal)
+    arguments = (dout, *inputs, out.to(dout.dtype), lse.float(), None, options)
     call = launch_bwd.prepare(*arguments, (True, True, True))
     for tensor in (call.dq, call.dk, call.dv, call.row_stats):
         tensor.fill_(math.nan)
@@ -246,7 +247,7 @@ class Timed:
         lse = torch.ops.aten._scaled_dot_product_flash_attention(*(t.detach() for t in leaves), 0.0, causal)[1]
         scale = head_dim**-0.5
         tensors = (dout, q.detach(), k.detach(), v.detach(), out.detach().transpose(1, 2), lse, None)
-        self.prepare = partial(launch_bwd.prepare, *tensors, scale, causal, (True, True, True))
+        self.prepare = partial(launch_bwd.prepare, *tensors, launch_bwd.Options(scale, causal), (True, True, True))
         self.call = self.prepare()
 
     def difference(self, gradients: tuple[torch.Tensor, ...]) -> float:

@@ -10,7 +10,6 @@ import argparse
 import os
 import statistics
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +27,7 @@ from flash_attn_mini.integrations.transformers import register
 
 HERE = Path(__file__).resolve().parent
 REPEATS = 5
+BATCH = 32
 Embed = Callable[[list[str]], torch.Tensor]
 
 
@@ -40,15 +40,15 @@ def embedder(model: Any, tokenizer: Any) -> Embed:
 
     @torch.inference_mode()
     def embed(sentences: list[str]) -> torch.Tensor:
-        tokens = tokenizer(sentences, truncation=True, max_length=256)["input_ids"]
-        by_length: dict[int, list[int]] = defaultdict(list)
-        for index, ids in enumerate(tokens):
-            by_length[len(ids)].append(index)
-        vectors = torch.empty(len(sentences), model.config.hidden_size)
-        for indices in by_length.values():  # batches of equal length need no padding, hence no mask
-            ids = torch.tensor([tokens[index] for index in indices], device=model.device)
-            vectors[indices] = model(ids).last_hidden_state.float().mean(dim=1).cpu()
-        return F.normalize(vectors, dim=1)
+        vectors = []
+        for begin in range(0, len(sentences), BATCH):
+            batch = tokenizer(
+                sentences[begin : begin + BATCH], padding=True, truncation=True, max_length=256, return_tensors="pt"
+            ).to(model.device)
+            hidden = model(**batch).last_hidden_state.float()
+            tokens = batch["attention_mask"].unsqueeze(-1)  # 0 for the padding of shorter sentences
+            vectors.append((hidden * tokens).sum(dim=1) / tokens.sum(dim=1))
+        return F.normalize(torch.cat(vectors), dim=1).cpu()
 
     return embed
 

@@ -1,0 +1,325 @@
+"""What features cost: each call against the plain call of the same shape in the same run, forward and backward.
+
+  windows   the time over the share of the plain full call's time that its visible blocks have
+  scores    softcap, ALiBi and dropout: the time that they add, in percent
+  varlen    sequences of many lengths against the padded batch: the speedup over the ratio of their FLOPs
+
+The result is named after the backend measured:
+
+  python -m benchmarks.bench_features                     the cuda backend, bf16
+  python -m benchmarks.bench_features --backend triton
+  python -m benchmarks.bench_features --grid tiny         the cpu backend on shapes that take no time
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import cli, provenance
+from benchmarks.feature_rivals import (
+    PLAIN,
+    Feature,
+    FeatureBackward,
+    FeatureForward,
+    assert_close_share,
+    check_tail,
+)
+from benchmarks.methods import Budget, attention_flops, interleave, ratio, timer_for
+from benchmarks.rivals import Call, Rival
+from benchmarks.speed import DISAGREEMENT, MAX_REP_MS, MEASURE_OVERHEAD_MS, MIN_REP_MS
+
+BLOCK = 128  # queries and keys of a block, where the share of visible blocks is counted
+DIRECTIONS: dict[str, type[FeatureForward] | type[FeatureBackward]] = {
+    "forward": FeatureForward,
+    "backward": FeatureBackward,
+}
+FLOAT32_DISAGREEMENT = 1e-4
+
+IDEAL = (
+    f"A window's ideal share is that of the blocks of {BLOCK} queries and keys in which a query sees a key, of all "
+    "blocks of the plain full call. A varlen batch is held against the padded one, both causal."
+)
+
+# What each figure may be at most (at least: varlen), by feature and direction.
+ASKED = {
+    ("window", "forward"): 1.3,
+    ("window", "backward"): 1.3,
+    ("softcap", "forward"): 25.0,
+    ("ALiBi", "forward"): 10.0,
+    ("dropout", "forward"): 35.0,
+    ("dropout", "backward"): 25.0,
+    ("varlen", "forward"): 0.9,
+    ("varlen", "backward"): 0.9,
+}
+
+
+@dataclass(frozen=True)
+class Group:
+    """Features measured together with plain calls, interleaved in one run."""
+
+    figure: str  # what is made of the times: a key of FIGURES
+    batch: int
+    seqlen: int
+    heads: tuple[tuple[int, int], ...]  # (nheads, headdim)
+    plain: tuple[tuple[Feature, bool], ...]  # with causal
+    calls: tuple[tuple[Feature, bool], ...]  # each held against the plain call with its mask, or else the first
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What a run measures."""
+
+    device: str
+    dtype: torch.dtype
+    backend: str
+    groups: tuple[Group, ...]
+
+
+@dataclass(frozen=True)
+class Point:
+    """One shape of a group, in one direction."""
+
+    group: Group
+    nheads: int
+    headdim: int
+    direction: str
+
+
+def draw_lengths(count: int, shortest: int, longest: int) -> tuple[int, ...]:
+    """Lengths of sequences, the same in every run."""
+    draw = random.Random(0)
+    return tuple(draw.randint(shortest, longest) for _ in range(count))
+
+
+def window_group(size: int, seqlen: int, heads: tuple[tuple[int, int], ...]) -> Group:
+    """One sequence; a window of `size` keys to the left, and half of it to each side."""
+    behind, around = (size, 0), (size // 2, size // 2)
+    calls = tuple((Feature(f"window {window}", window_size=window), window is behind) for window in (behind, around))
+    return Group("window", 1, seqlen, heads, ((PLAIN, False),), calls)
+
+
+def cost_group(batch: int, seqlen: int, heads: tuple[tuple[int, int], ...]) -> Group:
+    """What is done to every score or probability, with each mask."""
+    features = (
+        Feature("softcap 30", softcap=30.0),
+        Feature("ALiBi", alibi=True),
+        Feature("dropout 0.1", dropout_p=0.1),
+    )
+    masks = (False, True)
+    calls = tuple((feature, causal) for causal in masks for feature in features)
+    return Group("cost", batch, seqlen, heads, tuple((PLAIN, causal) for causal in masks), calls)
+
+
+def varlen_group(count: int, shortest: int, longest: int, heads: tuple[tuple[int, int], ...]) -> Group:
+    """Sequences of lengths drawn from a range, packed and padded."""
+    lengths = draw_lengths(count, shortest, longest)
+    packed = Feature(f"varlen {count} of {shortest} to {longest}", lengths=lengths, is_packed=True)
+    return Group("varlen", count, longest, heads, ((Feature("padded", lengths=lengths), True),), ((packed, True),))
+
+
+GRIDS = {
+    "perf": Grid(
+        "cuda",
+        torch.bfloat16,
+        "cuda",
+        (
+            window_group(1024, 16384, ((16, 128), (32, 64))),
+            cost_group(4, 4096, ((16, 128), (32, 64))),
+            varlen_group(64, 16, 4096, ((8, 128), (8, 64))),
+        ),
+    ),
+    "tiny": Grid(
+        "cpu",
+        torch.float32,
+        "cpu",
+        (
+            window_group(64, 512, ((2, 16),)),
+            cost_group(1, 96, ((2, 16),)),
+            varlen_group(4, 3, 70, ((2, 16),)),
+        ),
+    ),
+}
+
+
+def visible_share(feature: Feature, seqlen: int, causal: bool) -> float:
+    """The blocks of BLOCK queries and BLOCK keys in which some query sees some key, as a share of all."""
+    left, right = feature.window_size
+    right = 0 if causal else right
+    count = -(-seqlen // BLOCK)
+    visible = 0
+    for block in range(count):
+        first, last = block * BLOCK, min((block + 1) * BLOCK, seqlen) - 1
+        begin = 0 if left < 0 else max(0, first - left)
+        end = seqlen if right < 0 else min(seqlen, last + right + 1)
+        visible += -(-end // BLOCK) - begin // BLOCK
+    return visible / count**2
+
+
+def true_share(feature: Feature, point: Point, causal: bool) -> float:
+    """FLOPs of the tokens as a share of those of the padded batch."""
+
+    def flops(batch: int, length: int) -> float:
+        return attention_flops(batch, point.nheads, length, length, point.headdim, causal)
+
+    return sum(flops(1, length) for length in feature.lengths) / flops(point.group.batch, point.group.seqlen)
+
+
+# From how many times faster a call is than the plain one, and its share of the work, to the group's figure.
+FIGURES: dict[str, Callable[[float, float], float]] = {
+    "window": lambda faster, share: 1.0 / (faster * share),
+    "cost": lambda faster, _: (1.0 / faster - 1.0) * 100.0,
+    "varlen": lambda faster, share: faster * share,
+}
+
+
+def share_of_work(point: Point, feature: Feature, causal: bool) -> float:
+    """The work of a call as a share of that of the plain call that it is held against."""
+    if point.group.figure == "window":
+        return visible_share(feature, point.group.seqlen, causal)
+    return true_share(feature, point, causal) if feature.is_packed else 1.0
+
+
+@dataclass
+class Contender:
+    """A call of a group."""
+
+    rival: FeatureForward | FeatureBackward
+    causal: bool
+    plain: Contender | None = None  # what it is held against; None: nothing
+
+    @property
+    def feature(self) -> Feature:
+        return self.rival.feature
+
+
+def contenders_of(point: Point, backend: str) -> list[Contender]:
+    """The plain calls, then the others; names within a run say the mask."""
+
+    def named(feature: Feature, causal: bool, plain: Contender | None = None) -> Contender:
+        rival = DIRECTIONS[point.direction](backend, feature)
+        rival.name = f"{feature.name} {'causal' if causal else 'full'}"
+        return Contender(rival, causal, plain)
+
+    plain = [named(*call) for call in point.group.plain]
+    with_mask = {contender.causal: contender for contender in plain}
+    return plain + [named(*call, with_mask.get(call[1], plain[0])) for call in point.group.calls]
+
+
+def check(contenders: list[Contender], direction: str, inputs: list[Tensor]) -> None:
+    """The time of a wrong result is no figure: a forward must agree with the definition, varlen calls with the padded
+    batch, and every gradient must be finite."""
+    allowed = FLOAT32_DISAGREEMENT if inputs[0].dtype == torch.float32 else DISAGREEMENT
+    for contender in contenders:
+        rival, feature = contender.rival, contender.feature
+        what = f"{rival.backend} with {rival.name}, {direction},"
+        with rival.active():
+            results = rival.outputs(rival.bind(*inputs, contender.causal)())
+            if feature.is_packed and contender.plain is not None:
+                plain = contender.plain.rival
+                expected = [feature.packed(x) for x in plain.outputs(plain.bind(*inputs, contender.causal)())]
+                assert_close_share(f"{what} and {plain.name}", results, expected, allowed)
+            elif direction == "forward":
+                check_tail(rival.backend, feature, *inputs, contender.causal, allowed)
+        if not all(x.isfinite().all() for x in results):
+            raise RuntimeError(f"{what} is not finite")
+
+
+def measure_point(point: Point, grid: Grid, backend: str, rounds: int, rep_ms: float) -> list[dict[str, Any]]:
+    """A row for each call of the group that is not plain."""
+    group, device = point.group, torch.device(grid.device)
+    size = (group.batch, group.seqlen, point.nheads, point.headdim)
+    inputs = [torch.randn(size, device=device).to(grid.dtype) for _ in range(3)]
+    contenders = contenders_of(point, backend)
+    check(contenders, point.direction, inputs)
+    calls: dict[Rival, Call] = {x.rival: x.rival.bind(*inputs, x.causal) for x in contenders}
+    timings = interleave(calls, timer_for(device), rounds=rounds, rep_ms=rep_ms)
+
+    rows = []
+    for contender in contenders:
+        if contender.plain is None:
+            continue
+        ours, plain = timings[contender.rival.name], timings[contender.plain.rival.name]
+        share = share_of_work(point, contender.feature, contender.causal)
+        rows.append(
+            {
+                "feature": contender.feature.name,
+                "direction": point.direction,
+                "figure": group.figure,
+                "batch": group.batch,
+                "nheads": point.nheads,
+                "nheads_k": point.nheads,
+                "seqlen": group.seqlen,
+                "headdim": point.headdim,
+                "causal": contender.causal,
+                "dtype": str(grid.dtype).removeprefix("torch."),
+                "ms": round(ours.ms, 5),
+                "plain_ms": round(plain.ms, 5),
+                "spread": round(max(ours.spread, plain.spread), 3),
+                "share_of_work": float(f"{share:.4g}"),
+                "value": float(f"{FIGURES[group.figure](ratio(ours, plain), share):.4g}"),
+                "asked": ASKED.get((contender.feature.name.split()[0], point.direction)),
+            }
+        )
+    return rows
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = cli.parser_for(__doc__, seconds=180.0)
+    parser.add_argument("--grid", choices=sorted(GRIDS), default="perf")
+    parser.add_argument("--backend", help="ours (default: the grid's)")
+    parser.add_argument("--figure", choices=sorted(FIGURES), help="only this group")
+    parser.add_argument("--rounds", type=int, default=3, help="interleaved rounds at each point (default: %(default)s)")
+    arguments = parser.parse_args(argv)
+    grid = GRIDS[arguments.grid]
+    backend = arguments.backend or grid.backend
+    if grid.device == "cuda":
+        cli.require_gpu("bench_features")
+    chosen = [group for group in grid.groups if arguments.figure in (None, group.figure)]
+    points = [
+        Point(group, *heads, direction)
+        for group in chosen
+        for heads in (group.heads[:1] if arguments.quick else group.heads)
+        for direction in DIRECTIONS
+    ]
+    budget = Budget(arguments.seconds)
+    torch.manual_seed(0)
+    data: list[dict[str, Any]] = []
+    skipped = 0
+    for number, point in enumerate(cli.progress(points, arguments.grid)):
+        if budget.left() <= 0:
+            skipped += 1
+            continue
+        calls = sum(len(later.group.calls) + len(later.group.plain) for later in points[number:])
+        rep_ms = budget.share(calls * arguments.rounds) - MEASURE_OVERHEAD_MS
+        rep_ms = 1.0 if grid.device == "cpu" else min(MAX_REP_MS, max(MIN_REP_MS, rep_ms))
+        data += measure_point(point, grid, backend, arguments.rounds, rep_ms)
+    notes = [
+        f"Medians of {arguments.rounds} interleaved rounds, each against the plain call beside it.",
+        IDEAL,
+    ]
+    if skipped:
+        notes.append(f"{skipped} of {len(points)} points were left out: the {arguments.seconds:.0f} s were used up.")
+    forward, backward = provenance.SOURCES_OF_BACKEND[backend], provenance.BACKWARD_SOURCES_OF_BACKEND[backend]
+    figure = f"_{arguments.figure}" if arguments.figure else ""
+    cli.finish(
+        f"features_{backend}{figure}",
+        benchmark="bench_features",
+        title=f"What features cost on the {backend} backend, {str(grid.dtype).removeprefix('torch.')}",
+        data=data,
+        sources=["benchmarks/speed.py", "benchmarks/feature_rivals.py", "csrc/rng_state.*", *forward, *backward],
+        arguments=arguments,
+        notes=notes,
+        complete=skipped == 0,
+    )
+    if skipped:
+        raise SystemExit(f"bench_features: {notes[-1]}")
+
+
+if __name__ == "__main__":
+    main()
