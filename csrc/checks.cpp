@@ -360,9 +360,8 @@ void check_rng_state(const std::optional<at::Tensor> &rng_state, double p_dropou
     check_same_device({"rng_state", *rng_state}, q);
 }
 
-void check_s_dmask(const Fwd_args &args, const at::Tensor &softmax_lse, const std::optional<at::Tensor> &rng_state) {
+void check_s_dmask(const Fwd_args &args, const std::optional<at::Tensor> &rng_state) {
     check_fwd(args, args.q.is_cpu() ? "cpu" : "triton");  // of the backends there the one that takes more
-    check_lse({"softmax_lse", softmax_lse}, args);
     check_rng_state(rng_state, args.p_dropout, args.q);
 }
 

@@ -85,6 +85,6 @@ void check_bwd(const Bwd_args &args, const std::string &backend);
 void check_rng_state(const std::optional<at::Tensor> &rng_state, double p_dropout, const at::Tensor &q);
 
 // What s_dmask takes beside the arguments of the forward.
-void check_s_dmask(const Fwd_args &args, const at::Tensor &softmax_lse, const std::optional<at::Tensor> &rng_state);
+void check_s_dmask(const Fwd_args &args, const std::optional<at::Tensor> &rng_state);
 
 }  // namespace flash

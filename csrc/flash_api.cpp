@@ -120,7 +120,7 @@ std::vector<at::Tensor> forward(const Fwd_args &args, std::optional<at::Generato
         }
     }
     const at::Tensor S_dmask =
-        args.return_softmax && is_dropping ? s_dmask(args, softmax_lse, rng_state) : at::empty({0}, q.options());
+        args.return_softmax && is_dropping ? s_dmask(args, rng_state) : at::empty({0}, q.options());
     return {out, softmax_lse, S_dmask, rng_state};
 }
 
@@ -327,11 +327,11 @@ void check_varlen_bwd_for(const at::Tensor &dout, const at::Tensor &q, const at:
 }
 
 // s_dmask for backends that are not written in C++; cu_seqlens None: dense.
-at::Tensor s_dmask_for(const at::Tensor &q, const at::Tensor &k, const at::Tensor &softmax_lse,
-                       const Optional &rng_state, const Optional &cu_seqlens_q, const Optional &cu_seqlens_k,
-                       int64_t max_seqlen_q, int64_t max_seqlen_k, const Optional &alibi_slopes, double p_dropout,
-                       double softmax_scale, bool is_causal, int64_t window_size_left, int64_t window_size_right,
-                       double softcap, const Optional &block_table) {
+at::Tensor s_dmask_for(const at::Tensor &q, const at::Tensor &k, const Optional &rng_state,
+                       const Optional &cu_seqlens_q, const Optional &cu_seqlens_k, int64_t max_seqlen_q,
+                       int64_t max_seqlen_k, const Optional &alibi_slopes, double p_dropout, double softmax_scale,
+                       bool is_causal, int64_t window_size_left, int64_t window_size_right, double softcap,
+                       const Optional &block_table) {
     FLASH_CHECK_VALUE(cu_seqlens_q.has_value() == cu_seqlens_k.has_value(),
                       "one of cu_seqlens_q and cu_seqlens_k is None; allowed: both or neither");
     const bool is_varlen = cu_seqlens_q.has_value();
@@ -351,9 +351,9 @@ at::Tensor s_dmask_for(const at::Tensor &q, const at::Tensor &k, const at::Tenso
                         softcap,
                         /*return_softmax=*/true,
                         is_varlen ? &varlen : nullptr};
-    check_s_dmask(args, softmax_lse, rng_state);
+    check_s_dmask(args, rng_state);
     const c10::OptionalDeviceGuard device_guard(q.device());
-    return s_dmask(args, softmax_lse, rng_state.value_or(at::Tensor()));
+    return s_dmask(args, rng_state.value_or(at::Tensor()));
 }
 
 pybind11::dict build_info() {
@@ -456,10 +456,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
                py::arg("generator") = py::none());
     module.def("s_dmask", torch::wrap_pybind_function_no_gil(flash::s_dmask_for),
                "Probabilities whose signs are the dropout mask; cu_seqlens None: dense", py::arg("q"), py::arg("k"),
-               py::arg("softmax_lse"), py::arg("rng_state"), py::arg("cu_seqlens_q"), py::arg("cu_seqlens_k"),
-               py::arg("max_seqlen_q"), py::arg("max_seqlen_k"), py::arg("alibi_slopes"), py::arg("p_dropout"),
-               py::arg("softmax_scale"), py::arg("is_causal"), py::arg("window_size_left"),
-               py::arg("window_size_right"), py::arg("softcap"), py::arg("block_table") = py::none());
+               py::arg("rng_state"), py::arg("cu_seqlens_q"), py::arg("cu_seqlens_k"), py::arg("max_seqlen_q"),
+               py::arg("max_seqlen_k"), py::arg("alibi_slopes"), py::arg("p_dropout"), py::arg("softmax_scale"),
+               py::arg("is_causal"), py::arg("window_size_left"), py::arg("window_size_right"), py::arg("softcap"),
+               py::arg("block_table") = py::none());
     module.def("cuda_unavailable_reason", &flash::cuda_unavailable_reason, py::arg("major"), py::arg("minor"));
     module.def("build_info", &flash::build_info, "What this extension was built with");
 #ifdef FLASH_WITH_CUDA

@@ -4,6 +4,7 @@
 #include <ATen/ATen.h>
 
 #include <cmath>
+#include <limits>
 #include <utility>
 #include <vector>
 
@@ -124,7 +125,7 @@ struct Sequences {
 
 }  // namespace
 
-at::Tensor s_dmask(const Fwd_args &args, const at::Tensor &softmax_lse, const at::Tensor &rng_state) {
+at::Tensor s_dmask(const Fwd_args &args, const at::Tensor &rng_state) {
     const Sizes sizes(args);
     const Sequences sequences(args);
     const int64_t batch = sizes.batch, heads = sizes.nheads, rows = sequences.query.size(0),
@@ -146,16 +147,16 @@ at::Tensor s_dmask(const Fwd_args &args, const at::Tensor &softmax_lse, const at
             (sequences.query + sequences.seqlen_k - sequences.seqlen_q - sequences.key).abs().to(wide);
         logits = logits - args.alibi_slopes->to(wide).view({-1, heads, 1, 1}) * distance;
     }
-    const at::Tensor lse = rows_at(softmax_lse.dim() == 3 ? softmax_lse.transpose(1, 2).flatten(0, 1) : softmax_lse.t(),
-                                   sequences.index_q, wide);  // (b, rows, h)
-    const at::Tensor visible = sequences.is_visible(args);
-    at::Tensor probability = (logits - lse.transpose(1, 2).unsqueeze(-1)).exp();
+    const at::Tensor hidden = sequences.is_visible(args).logical_not();
+    const at::Tensor largest =
+        logits.masked_fill(hidden, -std::numeric_limits<double>::infinity()).amax(-1, /*keepdim=*/true);
+    at::Tensor probability = (logits - largest).exp();
     if (args.p_dropout > 0.0) {
         const at::Tensor bits = random_bits16(rng_state, batch, heads, rows, keys);
         const auto threshold = static_cast<int64_t>(std::floor(args.p_dropout * 65536.0 + 0.5));
         probability = at::where(bits.lt(threshold), -probability, probability);
     }
-    return at::where(visible, probability, at::zeros({}, probability.options())).to(args.q.scalar_type());
+    return probability.masked_fill(hidden, 0.0).to(args.q.scalar_type());
 }
 
 }  // namespace flash

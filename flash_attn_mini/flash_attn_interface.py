@@ -89,9 +89,9 @@ def flash_attn_func(
     Returns:
         out, shaped like q in its dtype; or with ``return_attn_probs`` also softmax_lse, the natural logarithm of each
         row's sum of exponentials, float32 (float64 for float64 inputs) ``[batch, nheads, seqlen_q]``, and S_dmask, for
-        tests: with dropout the probabilities ``[batch, nheads, seqlen_q, seqlen_k]``, both lengths rounded up to a
-        multiple of 128, negative where dropped (the sign bit, for -0.0 too); without dropout empty. A query with no
-        key to attend to has out 0 and softmax_lse -inf.
+        tests: with dropout the probabilities before it, divided by the largest of their row, ``[batch, nheads,
+        seqlen_q, seqlen_k]``, both lengths rounded up to a multiple of 128, negative where dropped (the sign bit, for
+        -0.0 too); without dropout empty. A query with no key to attend to has out 0 and softmax_lse -inf.
 
     Raises:
         TypeError: For an argument of a wrong type or dtype.
@@ -125,6 +125,15 @@ def flash_attn_func(
         tracing.trace("flash_attn_func", q=q, k=k, v=v, causal=causal, softmax_scale=options[1])
     out, softmax_lse, S_dmask, _ = forward_eager(DENSE, options, q, k, v, alibi_slopes)
     return (out, softmax_lse, S_dmask) if return_attn_probs else out
+
+
+def _get_block_size_n(device: Any, head_dim: int, is_dropout: bool, is_causal: bool) -> int:
+    """How many keys the rows of S_dmask are relative to the largest logit of: all.
+
+    Tests written for the official package multiply S_dmask by ``exp(largest logit - softmax_lse)`` to get
+    probabilities, with the largest logit of the last keys in blocks of this many.
+    """
+    return 1 << 30
 
 
 def _flash_attn_forward(

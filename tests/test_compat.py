@@ -51,7 +51,8 @@ def test_users_imports_give_this_package() -> None:
         from flash_attn import flash_attn_varlen_qkvpacked_func, flash_attn_with_kvcache
         from flash_attn.bert_padding import index_first_axis, pad_input, unpad_input
         from flash_attn.flash_attn_interface import (
-            _flash_attn_backward, _flash_attn_forward, _flash_attn_varlen_backward, _flash_attn_varlen_forward
+            _flash_attn_backward, _flash_attn_forward, _flash_attn_varlen_backward, _flash_attn_varlen_forward,
+            _get_block_size_n,
         )
         from flash_attn.layers.rotary import apply_rotary_emb
 

@@ -12,8 +12,19 @@ from torch import Tensor
 from torch.utils import checkpoint
 
 from flash_attn_mini import flash_attn_func, flash_attn_varlen_func, use_backend
-from flash_attn_mini.flash_attn_interface import _flash_attn_backward, _flash_attn_forward, _flash_attn_varlen_forward
-from flash_attn_mini.reference import attention_probabilities, dropout_mask, dropout_masks_varlen, visible_keys
+from flash_attn_mini.flash_attn_interface import (
+    _flash_attn_backward,
+    _flash_attn_forward,
+    _flash_attn_varlen_forward,
+    _get_block_size_n,
+)
+from flash_attn_mini.reference import (
+    attention_probabilities,
+    attention_scores,
+    dropout_mask,
+    dropout_masks_varlen,
+    visible_keys,
+)
 from flash_attn_mini.reference.philox import dropout_threshold, philox4x32, random_bits
 
 from .small_attention import qkv
@@ -141,7 +152,7 @@ def test_masks_of_varlen_sequences_count_from_their_own_beginning(causal: bool, 
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_s_dmask_is_the_probabilities_with_the_mask_as_sign(causal: bool, backend: str, device: str) -> None:
+def test_s_dmask_is_probabilities_with_the_mask_as_sign(causal: bool, backend: str, device: str) -> None:
     q, k, v = qkv(device, requires_grad=False)
     with use_backend(backend):
         out, _lse, s_dmask, rng_state = _flash_attn_forward(q, k, v, 0.4, 0.25, causal, -1, -1, 0.0, None, True)
@@ -151,12 +162,28 @@ def test_s_dmask_is_the_probabilities_with_the_mask_as_sign(causal: bool, backen
     visible = visible_keys(9, 13, causal=causal, device=device)
     assert torch.equal(torch.signbit(s_dmask[..., :9, :13]) & visible, ~kept & visible)
     probabilities = attention_probabilities(q, k, softmax_scale=0.25, causal=causal)
-    torch.testing.assert_close(s_dmask[..., :9, :13].abs().double(), probabilities, rtol=2e-3, atol=1e-4)
+    relative = probabilities / probabilities.amax(dim=-1, keepdim=True)
+    torch.testing.assert_close(s_dmask[..., :9, :13].abs().double(), relative, rtol=2e-3, atol=1e-4)
     assert (s_dmask[..., 9:, :] == 0).all()
     assert (s_dmask[..., 13:] == 0).all()
     v_of_head = v.repeat_interleave(2, dim=2).double()
     expected = torch.einsum("bhij,bjhd->bihd", probabilities * kept / 0.6, v_of_head)
     torch.testing.assert_close(out.double(), expected, rtol=2e-3, atol=2e-3)
+
+
+def test_s_dmask_normalised_block_by_block_is_the_probabilities(backend: str, device: str) -> None:
+    """What tests written for the official package do with it, given the size of a block."""
+    q, k, v = qkv(device, requires_grad=False)
+    with use_backend(backend):
+        _out, lse, s_dmask, _ = _flash_attn_forward(q, k, v, 0.4, 0.25, False, -1, -1, 0.0, None, True)
+    keys_of_block = _get_block_size_n(q.device, q.shape[-1], True, False)
+    largest, blocks = torch.full_like(lse, -math.inf), []
+    scores = attention_scores(q, k, softmax_scale=0.25).split(keys_of_block, dim=-1)
+    for own, part in zip(reversed(scores), reversed(s_dmask[..., :9, :13].split(keys_of_block, dim=-1)), strict=True):
+        largest = torch.maximum(largest, own.amax(dim=-1))
+        blocks.insert(0, part.abs().double() * (largest - lse).exp()[..., None])
+    probabilities = attention_probabilities(q, k, softmax_scale=0.25)
+    torch.testing.assert_close(torch.cat(blocks, dim=-1), probabilities, rtol=2e-3, atol=1e-4)
 
 
 def test_s_dmask_comes_with_return_attn_probs_alone(backend: str, device: str) -> None:

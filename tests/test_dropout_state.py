@@ -13,12 +13,10 @@ from torch import Tensor
 
 from flash_attn_mini import _C
 from flash_attn_mini.reference import (
-    attention_reference,
     attention_scores,
     dropout_mask,
     dropout_masks_varlen,
     read_pages,
-    softmax_with_lse,
 )
 
 SEEDS = [(0, 0), (42, 0), (-1, 7), (2**63 - 1, 2**40 + 3), (-(2**62), -5)]
@@ -52,7 +50,6 @@ def is_negative(x: Tensor) -> Tensor:
 def s_dmask(
     q: Tensor,
     k: Tensor,
-    lse: Tensor,
     rng_state: Tensor | None,
     *,
     p: float = P,
@@ -66,20 +63,26 @@ def s_dmask(
     block_table: Tensor | None = None,
 ) -> Tensor:
     return _C.s_dmask(
-        q, k, lse, rng_state, *cu_seqlens, *max_seqlens, alibi_slopes, p, softmax_scale, causal, *window_size, softcap,
+        q, k, rng_state, *cu_seqlens, *max_seqlens, alibi_slopes, p, softmax_scale, causal, *window_size, softcap,
         block_table,
     )  # fmt: skip
 
 
-def assert_is_mask_of(
-    S_dmask: Tensor, probabilities: Tensor, visible: Tensor, kept: Tensor, dtype: torch.dtype
-) -> None:
+def relative_to_largest(scores: Tensor) -> Tensor:
+    """exp(score - largest score of the row), 0 where masked."""
+    if scores.numel() == 0:
+        return scores
+    return (scores - scores.amax(dim=-1, keepdim=True)).exp().nan_to_num(nan=0.0)
+
+
+def assert_is_mask_of(S_dmask: Tensor, scores: Tensor, kept: Tensor, dtype: torch.dtype) -> None:
     """One head or many: the last two dimensions are a sequence's queries and keys, S_dmask's padded."""
-    queries, keys = probabilities.shape[-2:]
+    queries, keys = scores.shape[-2:]
+    visible = scores.isfinite()
     assert S_dmask.dtype == dtype
     inside = S_dmask[..., :queries, :keys]
     tolerance = 4 * torch.finfo(dtype).eps
-    torch.testing.assert_close(inside.abs().double(), probabilities, rtol=tolerance, atol=1e-6)
+    torch.testing.assert_close(inside.abs().double(), relative_to_largest(scores), rtol=tolerance, atol=1e-6)
     assert torch.equal(is_negative(inside), visible & ~kept)
     outside = torch.ones(S_dmask.shape, dtype=torch.bool, device=S_dmask.device)
     outside[..., :queries, :keys] = ~visible
@@ -175,9 +178,8 @@ def test_the_mask_is_that_of_the_reference(
     seed_and_offset: tuple[int, int], backend: str, device: str, draw: torch.Generator
 ) -> None:
     q, k = (torch.randn(2, n, h, 16, generator=draw).to(device, torch.float16) for n, h in ((37, 4), (150, 2)))
-    _, lse = attention_reference(q, k, k, softmax_scale=0.25)
     rng_state = torch.tensor(seed_and_offset, device=device)
-    S_dmask = s_dmask(q, k, lse.float(), rng_state)
+    S_dmask = s_dmask(q, k, rng_state)
     assert S_dmask.shape == (2, 4, 128, 256)
     kept = dropout_mask(rng_state, P, 2, 4, 37, 150, device=device)
     assert torch.equal(is_negative(S_dmask[..., :37, :150]), ~kept)
@@ -196,21 +198,18 @@ def test_probabilities_and_signs_of_dense_calls(
         size = (nheads,) if options.pop("alibi") == "heads" else (batch, nheads)
         options["alibi_slopes"] = torch.rand(size, generator=draw).to(device)
     scores = attention_scores(q, k, **options)
-    probabilities, lse = softmax_with_lse(scores)
     rng_state = torch.tensor([123, 4], device=device)
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    S_dmask = s_dmask(q, k, lse.to(wide), rng_state, **options)
+    S_dmask = s_dmask(q, k, rng_state, **options)
     kept = dropout_mask(rng_state, P, batch, nheads, seqlen_q, seqlen_k, device=device)
-    assert_is_mask_of(S_dmask, probabilities, scores.isfinite(), kept, dtype)
+    assert_is_mask_of(S_dmask, scores, kept, dtype)
 
 
 @pytest.mark.backends("cpu", "cuda")
 def test_softcap_without_dropout(backend: str, device: str, draw: torch.Generator) -> None:
     q, k = (torch.randn(1, n, 2, 16, generator=draw).to(device, torch.float16) for n in (20, 30))
     scores = attention_scores(q, k, softmax_scale=2.0, softcap=3.0)
-    probabilities, lse = softmax_with_lse(scores)
-    S_dmask = s_dmask(q, k, lse.float(), None, p=0.0, softmax_scale=2.0, softcap=3.0)
-    assert_is_mask_of(S_dmask, probabilities, scores.isfinite(), torch.ones_like(scores) > 0, torch.float16)
+    S_dmask = s_dmask(q, k, None, p=0.0, softmax_scale=2.0, softcap=3.0)
+    assert_is_mask_of(S_dmask, scores, torch.ones_like(scores) > 0, torch.float16)
 
 
 @pytest.mark.backends("cpu", "cuda")
@@ -232,16 +231,14 @@ def test_sequences_of_variable_length(paged: bool, backend: str, device: str, dr
         attention_scores(x[None], y[None], softmax_scale=0.25, causal=True)
         for x, y in zip(q.split(lengths_q), of_sequence, strict=True)
     ]
-    softmax = [softmax_with_lse(x) for x in scores]
-    lse = torch.cat([x[0] for _, x in softmax], dim=-1).float()
     rng_state = torch.tensor([77, 8], device=device)
     S_dmask = s_dmask(
-        q, k, lse, rng_state, cu_seqlens=(cu_q, cu_k), max_seqlens=(33, 40), causal=True, block_table=block_table
+        q, k, rng_state, cu_seqlens=(cu_q, cu_k), max_seqlens=(33, 40), causal=True, block_table=block_table
     )
     assert S_dmask.shape == (4, nheads, 128, 128)
     kept = dropout_masks_varlen(rng_state, P, nheads, cu_q, cu_k)
-    for i, (probabilities, _) in enumerate(softmax):
-        assert_is_mask_of(S_dmask[i], probabilities[0], scores[i][0].isfinite(), kept[i], torch.float16)
+    for i, own in enumerate(scores):
+        assert_is_mask_of(S_dmask[i], own[0], kept[i], torch.float16)
 
 
 @pytest.mark.backends("cpu", "cuda")
@@ -251,9 +248,9 @@ def test_forward_returns_the_state_that_it_drew(backend: str, device: str, draw:
     torch.manual_seed(21)
     expected = _C.draw_rng_state(q)
     torch.manual_seed(21)
-    _, lse, S_dmask, rng_state = _C.fwd(q, k, v, *arguments, True, None)
+    _, _, S_dmask, rng_state = _C.fwd(q, k, v, *arguments, True, None)
     assert torch.equal(rng_state, expected)
-    assert torch.equal(S_dmask, s_dmask(q, k, lse, rng_state, causal=True))
+    assert torch.equal(S_dmask, s_dmask(q, k, rng_state, causal=True))
     _, _, S_dmask, rng_state = _C.fwd(q, k, v, *arguments, False, torch.Generator(device=device).manual_seed(21))
     assert (S_dmask.shape, rng_state.shape) == ((0,), (2,))
     _, _, S_dmask, rng_state = _C.fwd(q, k, v, None, None, 0.0, 0.25, True, -1, -1, 0.0, True, None)
@@ -264,10 +261,10 @@ def test_forward_returns_the_state_that_it_drew(backend: str, device: str, draw:
 def test_s_dmask_waits_for_nothing() -> None:
     q = torch.randn(40, 2, 16, device="cuda", dtype=torch.float16)
     cu_seqlens = torch.tensor([0, 13, 40], device="cuda", dtype=torch.int32)
-    lse, rng_state = torch.zeros(2, 40, device="cuda"), torch.zeros(2, device="cuda", dtype=torch.int64)
+    rng_state = torch.zeros(2, device="cuda", dtype=torch.int64)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        s_dmask(q, q, lse, rng_state, cu_seqlens=(cu_seqlens, cu_seqlens), max_seqlens=(27, 27), causal=True)
+        s_dmask(q, q, rng_state, cu_seqlens=(cu_seqlens, cu_seqlens), max_seqlens=(27, 27), causal=True)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -275,16 +272,14 @@ def test_s_dmask_waits_for_nothing() -> None:
 @pytest.mark.parametrize("rows", [(0, 5), (5, 0)], ids=["no_queries", "no_keys"])
 def test_nothing_to_show(rows: tuple[int, int]) -> None:
     q, k = (torch.zeros(2, n, 2, 8) for n in rows)
-    S_dmask = s_dmask(q, k, torch.zeros(2, 2, rows[0]), torch.zeros(2, dtype=torch.int64))
+    S_dmask = s_dmask(q, k, torch.zeros(2, dtype=torch.int64))
     assert S_dmask.shape == (2, 2, round_up(rows[0]), round_up(rows[1]))
     assert not S_dmask.any()
 
 
 def test_wrong_arguments_of_s_dmask_are_named() -> None:
-    q, lse, rng_state = torch.zeros(1, 5, 2, 8), torch.zeros(1, 2, 5), torch.zeros(2, dtype=torch.int64)
-    with pytest.raises(ValueError, match=r"softmax_lse has shape \[1, 5, 2\]"):
-        s_dmask(q, q, lse.transpose(1, 2), rng_state)
+    q, rng_state = torch.zeros(1, 5, 2, 8), torch.zeros(2, dtype=torch.int64)
     with pytest.raises(TypeError, match=r"rng_state has dtype .*; allowed: int64"):
-        s_dmask(q, q, lse, rng_state.float())
+        s_dmask(q, q, rng_state.float())
     with pytest.raises(ValueError, match=r"one of cu_seqlens_q and cu_seqlens_k is None; allowed: both or neither"):
-        s_dmask(q, q, lse, rng_state, cu_seqlens=(torch.zeros(1, dtype=torch.int32), None))  # type: ignore[arg-type]
+        s_dmask(q, q, rng_state, cu_seqlens=(torch.zeros(1, dtype=torch.int32), None))  # type: ignore[arg-type]

@@ -77,7 +77,7 @@ def _forward(
     S_dmask = q.new_empty((0,))
     if return_softmax and dropout_p > 0:
         S_dmask = extension.load().s_dmask(
-            q, k, softmax_lse, rng_state, *lengths, alibi_slopes, dropout_p, softmax_scale, *mask, softcap, block_table
+            q, k, rng_state, *lengths, alibi_slopes, dropout_p, softmax_scale, *mask, softcap, block_table
         )
     return out, softmax_lse, S_dmask, rng_state
 
