@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+import tarfile
 import venv
 from pathlib import Path
 
@@ -50,6 +52,26 @@ def test_without_torch_the_build_ends_with_one_line_that_says_what_to_run(python
     message = result.stderr.strip().splitlines()[-1]
     assert message == target_torch.INSTALL_HINT.format(python=python_without_torch)
     assert "pip install torch" in message
+
+
+def test_an_unpacked_sdist_has_everything_that_the_build_reads(tmp_path: Path) -> None:
+    base = ["egg_info", "--egg-base", str(tmp_path)]  # elsewhere than in this checkout
+    command = [sys.executable, "setup.py", "--quiet", *base, "sdist", "--dist-dir", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as packed:
+        packed.extractall(tmp_path, filter="data")
+    unpacked = tmp_path / archive.name.removesuffix(".tar.gz")
+    for folder, suffixes in {"csrc": {".h", ".cpp", ".cu"}, "build_tools": {".py"}}.items():
+        here, there = (
+            {path.relative_to(root) for path in (root / folder).rglob("*") if path.suffix in suffixes}
+            for root in (ROOT, unpacked)
+        )
+        assert there == here
+    assert (unpacked / "third_party" / "cutlass.txt").is_file()
+    command = [sys.executable, "setup.py", "--version"]
+    result = subprocess.run(command, cwd=unpacked, capture_output=True, text=True)
+    assert re.fullmatch(r"\d+(\.\d+)+", result.stdout.strip()), result.stderr
 
 
 def test_default_selection_is_everything(monkeypatch: pytest.MonkeyPatch) -> None:
