@@ -31,7 +31,10 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if HAS_GPU else "cpu"
 # The interpreter computes bfloat16 in float32, and float32 as it does float16: a few cases each are enough there.
 OTHER_DTYPES_FOR = ("square_65_causal", "masked_rows", "headdim_100", "layout_expanded", "scale_zero", "gqa_3_causal")
-WITH_DLSE = ("square_65", "more_keys", "masked_rows", "mqa", "scale_negative", "headdim_192_causal", "few_queries")
+WITH_DLSE = (
+    *("square_65", "more_keys", "masked_rows", "no_keys", "mqa", "scale_negative", "headdim_192_causal"),
+    "few_queries",
+)
 
 runs_triton = pytest.mark.skipif(not HAS_GPU and not INTERPRETED, reason="runs in the interpreter's process")
 gpu = pytest.mark.gpu
@@ -106,9 +109,10 @@ class Problem:
         )
 
     def delta(self) -> Tensor:
-        """What softmax_d should be, in float64."""
+        """What softmax_d should be, in float64: 0 for a row that sees no key."""
         products = (self.dout.double() * self.out.double()).sum(-1).transpose(1, 2)
-        return products if self.dlse is None else products - self.dlse.double()
+        delta = products if self.dlse is None else products - self.dlse.double()
+        return delta.masked_fill(self.lse == -math.inf, 0.0)
 
 
 def tile_configs() -> list[Any]:
@@ -243,6 +247,18 @@ def test_gradients_go_where_the_caller_wants_them(seed: int) -> None:
     for got, to, like in zip(returned, given, expected, strict=True):
         assert got.data_ptr() == to.data_ptr()
         assert torch.equal(to, like)
+
+
+@runs_triton
+@pytest.mark.parametrize("arriving", [math.nan, math.inf, -math.inf], ids=str)
+def test_what_arrives_at_the_lse_of_a_row_without_keys_goes_nowhere(arriving: float, seed: int) -> None:
+    problem = Problem.make(MASKED_CASE, torch.float16, seed, with_dlse=True)
+    assert problem.dlse is not None
+    expected = problem.backward()
+    unseen = MASKED_CASE.seqlen_q - MASKED_CASE.seqlen_k
+    problem.dlse[:, :, :unseen] = arriving
+    for got, before in zip(problem.backward(), expected, strict=True):
+        assert torch.equal(got, before)
 
 
 @runs_triton

@@ -182,8 +182,8 @@ def backward(
 
     Returns:
         ``dq`` like q, ``dk`` and ``dv`` like k, strides too, None where not wanted; and delta, float32 ``[batch,
-        nheads, seqlen_q rounded up to a multiple of 128]``, 0 past seqlen_q. A query that sees no key has dq 0 and adds
-        nothing to dk and dv.
+        nheads, seqlen_q rounded up to a multiple of 128]``, 0 past seqlen_q. A query that sees no key has dq 0 and
+        delta 0, whatever arrives at its lse, and adds nothing to dk and dv.
     """
     from . import launch_bwd
     from .options import Options

@@ -205,7 +205,9 @@ def flash_bwd_dq_kernel(
     if dlse is not None:
         delta -= tl.load(dlse + row_offset, mask=in_range, other=0.0)
     row_lse = tl.load(lse + row_offset, mask=in_range, other=float("-inf"))
-    lse_log2 = tl.where(row_lse == float("-inf"), float("inf"), row_lse * 1.4426950408889634)
+    sees_nothing = row_lse == float("-inf")
+    delta = tl.where(sees_nothing, 0.0, delta)  # whatever arrived: P * delta with a P of 0 and a delta of NaN is NaN
+    lse_log2 = tl.where(sees_nothing, float("inf"), row_lse * 1.4426950408889634)
     tl.store(stats, delta)
     tl.store(stats + batch_heads.to(tl.int64) * padded_q, lse_log2)
 
