@@ -377,14 +377,11 @@ pybind11::dict build_info() {
     return info;
 }
 
-// The official extension's other entries, whose kernels later versions bring.
-template <const char *kName>
-[[noreturn]] void not_implemented(const pybind11::args &, const pybind11::kwargs &) {
-    FLASH_CHECK_NOT_IMPLEMENTED(false, kName, " is not implemented in this version; backends that have it: none");
+// Named, so that calls of the official extension's entry end in an error that says so.
+[[noreturn]] void fwd_kvcache(const pybind11::args &, const pybind11::kwargs &) {
+    FLASH_CHECK_NOT_IMPLEMENTED(false, "fwd_kvcache is not implemented in this version; backends that have it: none");
     __builtin_unreachable();
 }
-
-constexpr char kFwdKvcache[] = "fwd_kvcache";
 
 #ifdef FLASH_WITH_CUDA
 // The teaching kernel of csrc/minimal: q, k, v float32 [seqlen, headdim] contiguous on one GPU.
@@ -444,7 +441,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
                py::arg("zero_tensors"), py::arg("is_causal"), py::arg("window_size_left"), py::arg("window_size_right"),
                py::arg("softcap"), py::arg("deterministic"), py::arg("generator"), py::arg("rng_state"),
                py::arg("dsoftmax_lse") = py::none(), py::arg("output_mask") = std::array<bool, 3>{true, true, true});
-    module.def(flash::kFwdKvcache, torch::wrap_pybind_function(flash::not_implemented<flash::kFwdKvcache>));
+    module.def("fwd_kvcache", torch::wrap_pybind_function(flash::fwd_kvcache));
     module.def("check_fwd", torch::wrap_pybind_function(flash::check_fwd_for), "fwd's argument checks alone");
     module.def("check_bwd", torch::wrap_pybind_function(flash::check_bwd_for), "bwd's argument checks alone");
     module.def("check_varlen_fwd", torch::wrap_pybind_function(flash::check_varlen_fwd_for), "varlen_fwd's alone");
@@ -455,11 +452,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
                "Seed and offset for the dropout of one call, int64 [2]", py::arg("like"),
                py::arg("generator") = py::none());
     module.def("s_dmask", torch::wrap_pybind_function_no_gil(flash::s_dmask_for),
-               "Probabilities whose signs are the dropout mask; cu_seqlens None: dense", py::arg("q"), py::arg("k"),
-               py::arg("rng_state"), py::arg("cu_seqlens_q"), py::arg("cu_seqlens_k"), py::arg("max_seqlen_q"),
-               py::arg("max_seqlen_k"), py::arg("alibi_slopes"), py::arg("p_dropout"), py::arg("softmax_scale"),
-               py::arg("is_causal"), py::arg("window_size_left"), py::arg("window_size_right"), py::arg("softcap"),
-               py::arg("block_table") = py::none());
+               "exp(score - largest of its row), negative where dropped; cu_seqlens None: dense", py::arg("q"),
+               py::arg("k"), py::arg("rng_state"), py::arg("cu_seqlens_q"), py::arg("cu_seqlens_k"),
+               py::arg("max_seqlen_q"), py::arg("max_seqlen_k"), py::arg("alibi_slopes"), py::arg("p_dropout"),
+               py::arg("softmax_scale"), py::arg("is_causal"), py::arg("window_size_left"),
+               py::arg("window_size_right"), py::arg("softcap"), py::arg("block_table") = py::none());
     module.def("cuda_unavailable_reason", &flash::cuda_unavailable_reason, py::arg("major"), py::arg("minor"));
     module.def("build_info", &flash::build_info, "What this extension was built with");
 #ifdef FLASH_WITH_CUDA

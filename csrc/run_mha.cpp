@@ -1,4 +1,5 @@
-// The one place where run-time values become template arguments.
+// Where dtype, head dim and kind of call become template arguments. What the backward chooses beside them is in
+// sm80/flash_bwd_launch_template.h.
 #include "run_mha.h"
 
 #include "cpu/flash_bwd_cpu.h"
@@ -130,9 +131,10 @@ int multiprocessor_count() {
     return 0;
 }
 
+constexpr char kNo_cuda[] = "this build has no CUDA kernels; with a CUDA build of torch and nvcc, build them with: ";
+
 std::string cuda_unavailable_reason(int major, int minor) {
-    return message("this build has no CUDA kernels; with a CUDA build of torch and nvcc, build them with: ",
-                   "FLASH_ATTN_MINI_ARCHS=", major, minor, " pip install .");
+    return message(kNo_cuda, "FLASH_ATTN_MINI_ARCHS=", major, minor, " pip install .");
 }
 
 #endif
@@ -148,7 +150,7 @@ void run_mha_fwd(Flash_fwd_params &params, c10::Device device) {
 #ifdef FLASH_WITH_CUDA
     run_mha_fwd_cuda(params);
 #else
-    FLASH_CHECK(false, cuda_unavailable_reason(9, 0));
+    FLASH_CHECK(false, kNo_cuda, "pip install .");
 #endif
 }
 
@@ -163,7 +165,7 @@ void run_mha_bwd(Flash_bwd_params &params, c10::Device device) {
 #ifdef FLASH_WITH_CUDA
     run_mha_bwd_cuda(params);
 #else
-    FLASH_CHECK(false, cuda_unavailable_reason(9, 0));
+    FLASH_CHECK(false, kNo_cuda, "pip install .");
 #endif
 }
 

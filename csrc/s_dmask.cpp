@@ -3,7 +3,6 @@
 
 #include <ATen/ATen.h>
 
-#include <cmath>
 #include <limits>
 #include <utility>
 #include <vector>
@@ -153,7 +152,7 @@ at::Tensor s_dmask(const Fwd_args &args, const at::Tensor &rng_state) {
     at::Tensor probability = (logits - largest).exp();
     if (args.p_dropout > 0.0) {
         const at::Tensor bits = random_bits16(rng_state, batch, heads, rows, keys);
-        const auto threshold = static_cast<int64_t>(std::floor(args.p_dropout * 65536.0 + 0.5));
+        const auto threshold = static_cast<int64_t>(dropout_threshold(args.p_dropout));
         probability = at::where(bits.lt(threshold), -probability, probability);
     }
     return probability.masked_fill(hidden, 0.0).to(args.q.scalar_type());

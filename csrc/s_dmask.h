@@ -1,5 +1,5 @@
-// S_dmask: attention probabilities with the dropout mask in their signs, for tests of dropout. As large as the scores,
-// so ATen operators compute it, not a kernel.
+// S_dmask: exp(score - largest of its row) with the dropout mask in the signs, for tests of dropout. As large as the
+// scores, so ATen operators compute it, not a kernel.
 #pragma once
 
 #include <ATen/core/Tensor.h>

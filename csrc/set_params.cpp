@@ -1,10 +1,11 @@
 // set_params_fprop and set_params_dgrad: between mha_fwd and mha_bwd, which checked and allocated, and run_mha_fwd and
-// run_mha_bwd, which pick the kernel. Dense and varlen calls differ here alone.
+// run_mha_bwd, which pick the kernel.
 #include "set_params.h"
 
 #include <algorithm>
 #include <cmath>
 
+#include "common/philox.h"
 #include "message.h"
 #include "trace.h"
 
@@ -83,7 +84,7 @@ Flash_fwd_params set_params_fprop(const Fprop_tensors &tensors, const Fwd_args &
     }
     if (args.p_dropout > 0.0) {
         params.p_dropout = args.p_dropout;
-        params.dropout_threshold = static_cast<unsigned>(std::floor(args.p_dropout * 65536.0 + 0.5));
+        params.dropout_threshold = dropout_threshold(args.p_dropout);
         params.rng_state = tensors.rng_state.data_ptr<int64_t>();
     }
 

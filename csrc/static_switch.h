@@ -1,5 +1,5 @@
-// Run-time values become template arguments here, and only run_mha.cpp does it: FP16_SWITCH, HEADDIM_SWITCH and
-// KIND_SWITCH each call a lambda in whose body the value is a constant.
+// Dtype, head dim and kind of call become template arguments here, and only run_mha.cpp does it: FP16_SWITCH,
+// HEADDIM_SWITCH and KIND_SWITCH each call a lambda in whose body the value is a constant.
 #pragma once
 
 #include "flash.h"

@@ -7,6 +7,7 @@
 // where q < 8 and k < 8 is even.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 
 #include "sequence.h"
@@ -14,6 +15,11 @@
 namespace flash {
 
 constexpr int kPhiloxRounds = 7;  // the fewest that pass every test of the paper; docs/tuning.md has what 10 cost
+
+// A pair is dropped when its 16 bits are below this: p_dropout to the next 2^-16.
+inline unsigned dropout_threshold(double p_dropout) {
+    return static_cast<unsigned>(std::floor(p_dropout * 65536.0 + 0.5));
+}
 
 struct Random4 {
     uint32_t x[4];
@@ -52,12 +58,6 @@ struct Dropout_stream {
     FLASH_HOST_DEVICE Random4 bits(uint32_t query, uint32_t key) const {
         const uint32_t lane = query % 8 * 4 + key % 8 / 2;
         return philox4x32({query / 16 * 32 + lane, key / 16, head, offset}, key0, key1);
-    }
-
-    // The 16 bits of one pair: it is dropped when they are below the threshold.
-    FLASH_HOST_DEVICE uint32_t bits16(uint32_t query, uint32_t key) const {
-        const uint32_t both = bits(query, key).x[2 * (key & 1) + (key / 8 & 1)];
-        return query / 8 % 2 == 0 ? both & 0xffffu : both >> 16;
     }
 };
 

@@ -5,8 +5,8 @@
 
 namespace flash {
 
-// Computes params.o and params.softmax_lse on the calling thread's at::parallel_for pool. Never throws for valid
-// params.
+// Computes params.o and params.softmax_lse on the calling thread's at::parallel_for pool. Throws
+// std::bad_alloc for lack of memory.
 void run_mha_fwd_cpu(const Flash_fwd_params &params);
 
 }  // namespace flash

@@ -61,11 +61,13 @@ __global__ void __launch_bounds__(kPreprocessThreads)
                 const int64_t index =
                     bidb * params.lse_batch_stride + bidh * params.lse_head_stride + seq.q_begin + query;
                 lse = static_cast<const float *>(params.softmax_lse)[index];
-                lse = lse == -INFINITY ? INFINITY : lse;
-                is_large |= fabsf(lse) > kLargeExponent && lse != INFINITY;
-                if (params.dsoftmax_lse != nullptr) {
+                if (lse == -INFINITY) {  // without a key: no gradient, whatever arrives (0 * NaN would be one)
+                    lse = INFINITY;
+                    dot = 0.0f;
+                } else if (params.dsoftmax_lse != nullptr) {
                     dot -= static_cast<const float *>(params.dsoftmax_lse)[index];
                 }
+                is_large |= fabsf(lse) > kLargeExponent && lse != INFINITY;
             }
             static_cast<float *>(params.dsoftmax_sum)[stats + row] = dot;
             params.lse_padded[stats + row] = lse;

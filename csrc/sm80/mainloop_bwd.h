@@ -92,6 +92,7 @@ __device__ __forceinline__ void mainloop_bwd(const Flash_bwd_params &params, con
     const bool wants_dq = !kAsks || params.dq_accum != nullptr;
     const bool wants_dk = !kAsks || params.dk.ptr != nullptr;
     const bool wants_dv = !kAsks || params.dv.ptr != nullptr;
+    const bool wants_ds = wants_dq || wants_dk;
     const bool has_score_mod = kGeneral && Score_mod::is_on(params);
     const bool has_dropout = kGeneral && params.rng_state != nullptr;
 
@@ -267,7 +268,9 @@ __device__ __forceinline__ void mainloop_bwd(const Flash_bwd_params &params, con
                     dp(row, col + 1) = has_dropout ? 0.0f : -delta_pair.y;
                 }
             }
-            multiply(acc_dp, mma_sdp, copy_sdp_A, copy_sdp_B, sV, slice_of(sdO), Nothing{});
+            if (wants_ds) {
+                multiply(acc_dp, mma_sdp, copy_sdp_A, copy_sdp_B, sV, slice_of(sdO), Nothing{});
+            }
             if (has_dropout) {  // dP and P lose what was dropped; delta belongs to all
                 const float keep_factor = float(1.0 / (1.0 - params.p_dropout));
                 CUTE_UNROLL
@@ -293,7 +296,9 @@ __device__ __forceinline__ void mainloop_bwd(const Flash_bwd_params &params, con
 
             Tensor rP = convert_type<Element>(acc_s);    // (MMA, MMA_N, MMA_M)
             Tensor rdS = convert_type<Element>(acc_dp);  // (MMA, MMA_N, MMA_M)
-            store_probabilities<Traits>(rdS, slice_of_t(sdS), thread);
+            if (wants_ds) {
+                store_probabilities<Traits>(rdS, slice_of_t(sdS), thread);
+            }
             if constexpr (Traits::kP_in_registers) {
                 if (wants_dv) {
                     multiply_rs(acc_dv, rP, slice_of_t(sdOt));
