@@ -48,7 +48,7 @@ test: $(TEST) build  ## the tests that need no GPU
 test-gpu: $(TEST) build  ## the tests that need a GPU
 	$(PY) -m pytest -m gpu $(PYTEST_ARGS)
 
-bench: $(TEST) build  ## measure against PyTorch, write benchmarks/results and fill the README's tables
+bench: $(TEST) build  ## measure the GPU, else the CPU, against PyTorch; write benchmarks/results and fill the tables
 	$(PY) -m benchmarks $(BENCH_ARGS)
 
 kernels: $(BASE)  ## compile the CUDA kernels alone (no torch, no GPU needed)

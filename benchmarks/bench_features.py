@@ -47,7 +47,7 @@ IDEAL = (
 )
 
 # What each figure may be at most (at least: varlen), by feature and direction.
-ASKED = {
+LIMITS = {
     ("window", "forward"): 1.3,
     ("window", "backward"): 1.3,
     ("softcap", "forward"): 25.0,
@@ -263,7 +263,7 @@ def measure_point(point: Point, grid: Grid, backend: str, rounds: int, rep_ms: f
                 "spread": round(max(ours.spread, plain.spread), 3),
                 "share_of_work": float(f"{share:.4g}"),
                 "value": float(f"{FIGURES[group.figure](ratio(ours, plain), share):.4g}"),
-                "asked": ASKED.get((contender.feature.name.split()[0], point.direction)),
+                "asked": LIMITS.get((contender.feature.name.split()[0], point.direction)),
             }
         )
     return rows

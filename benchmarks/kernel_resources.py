@@ -1,6 +1,7 @@
 """Registers, spills and shared memory of every compiled CUDA kernel, read from what ptxas -v said when it was built.
 
-A spill is a defect: it makes the exit status 1. Needs nvcc, no GPU; what the kernel cache lacks is compiled first.
+Any spill makes the exit status 1 and is named: those that docs/tuning.md keeps, and whatever a change brought. Needs
+nvcc, no GPU; what the kernel cache lacks is compiled first.
 """
 
 from __future__ import annotations

@@ -185,11 +185,11 @@ def cpu_tables(data: Rows) -> list[str]:
 # What bench_features makes of its times: a caption, and how a value is written.
 FEATURE_FIGURES: dict[str, tuple[str, str]] = {
     "window": (
-        "Time ÷ (the plain full call's × the share of blocks that the window shows), at most as asked:",
+        "Time ÷ (the plain full call's × the share of blocks that the window shows), at most the limit:",
         "{:.2f}",
     ),
-    "cost": ("Time added to the plain call's, in percent, at most as asked:", "{:+.1f}"),
-    "varlen": ("Speedup over the padded batch ÷ (padded FLOPs ÷ tokens' FLOPs), at least as asked:", "{:.2f}"),
+    "cost": ("Time added to the plain call's, in percent, at most the limit:", "{:+.1f}"),
+    "varlen": ("Speedup over the padded batch ÷ (padded FLOPs ÷ tokens' FLOPs), at least the limit:", "{:.2f}"),
 }
 
 
@@ -200,12 +200,12 @@ def feature_tables(data: Rows) -> list[str]:
         cells: dict[tuple[str, str], dict[str, str]] = {}
         for row in (row for row in data if row["figure"] == figure):
             kind = f"{row['nheads']} heads of {row['headdim']}, {'causal' if row['causal'] else 'full'}"
-            asked = "" if row["asked"] is None else f"{row['asked']:g}"
-            of_call = cells.setdefault((row["feature"], row["direction"]), {"asked": asked})
+            limit = "" if row["asked"] is None else f"{row['asked']:g}"
+            of_call = cells.setdefault((row["feature"], row["direction"]), {"limit": limit})
             of_call[kind] = style.format(row["value"])
         if cells:
-            kinds = list(dict.fromkeys(kind for of_call in cells.values() for kind in of_call if kind != "asked"))
-            headers = ["", "", *kinds, "asked"]
+            kinds = list(dict.fromkeys(kind for of_call in cells.values() for kind in of_call if kind != "limit"))
+            headers = ["", "", *kinds, "limit"]
             body = [[*names, *(of_call.get(header, "") for header in headers[2:])] for names, of_call in cells.items()]
             shape = next(row for row in data if row["figure"] == figure)
             where = f"Batch {shape['batch']}, {shape['seqlen']} tokens."

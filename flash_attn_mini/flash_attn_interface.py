@@ -63,14 +63,15 @@ def flash_attn_func(
 
     Args:
         q: Queries, ``[batch, seqlen_q, nheads, headdim]``; headdim 1 to 256; the last dimension contiguous. float16 or
-            bfloat16; on the ``cpu`` backend also float32 and float64.
+            bfloat16; on the ``triton`` backend also float32, on ``cpu`` also float32 and float64.
         k: Keys, ``[batch, seqlen_k, nheads_k, headdim]``, dtype and device of q. nheads is a multiple of nheads_k:
             query head h reads key head ``h // (nheads / nheads_k)`` (GQA; MQA when nheads_k is 1).
         v: Values, shaped like k.
         dropout_p: Probability of dropping an attention probability after the softmax, in [0, 1), to the next 2^-16;
-            those kept are scaled by ``1 / (1 - dropout_p)``. Which ones is drawn from the state of torch's generator of
-            q's device: ``torch.manual_seed`` repeats it, on every backend alike, checkpointing draws the same again,
-            and each replay of a CUDA graph draws anew. Not together with softcap.
+            those kept are scaled by ``1 / (1 - dropout_p)``. Which ones is drawn from torch's generator of q's device
+            (a seed and an offset, ``rng_state``, for which every backend drops the same): ``torch.manual_seed`` repeats
+            it on the same device, checkpointing draws the same again, and each replay of a CUDA graph draws anew. Not
+            together with softcap.
         softmax_scale: Factor on the scores ``q @ k.T``. Default ``1 / sqrt(headdim)``.
         causal: Mask aligned to the bottom right: query i sees key j when ``j <= i + seqlen_k - seqlen_q``.
         window_size: ``(left, right)`` in keys, -1 for unbounded: query i sees key j when
@@ -229,7 +230,11 @@ def _flash_attn_backward(
 
 
 def flash_attn_with_kvcache(*arguments: Any, **keywords: Any) -> NoReturn:
-    """Attention of new tokens over a key/value cache. Not implemented in this version."""
+    """Attention of new tokens over a key/value cache. Not implemented in this version.
+
+    Raises:
+        NotImplementedError: Always.
+    """
     _not_implemented("flash_attn_with_kvcache", "flash_attn_func on the filled part of the cache")
 
 

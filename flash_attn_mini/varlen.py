@@ -62,8 +62,8 @@ def flash_attn_varlen_func(
         alibi_slopes: Likewise; ``[batch, nheads]`` has slopes for each sequence.
         deterministic: Likewise.
         return_attn_probs: Likewise.
-        block_table: int32 ``[batch, max_pages]``: key n of sequence b is row ``n % page_size`` of page
-            ``block_table[b, n // page_size]``; page_size is a multiple of 16. Without gradients.
+        block_table: int32 ``[batch, max_blocks]``: key n of sequence b is row ``n % page_size`` of page
+            ``block_table[b, n // page_size]``; on ``cuda`` page_size is a multiple of 16. Without gradients.
         backend: As in `flash_attn_func`.
 
     Returns:

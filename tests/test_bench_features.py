@@ -171,7 +171,5 @@ def test_it_says_that_it_needs_a_gpu() -> None:
         bench_features.main([])
 
 
-def test_run_all_runs_it_for_both_backends() -> None:
-    labels = [step.label for step in run_all.GPU_STEPS]
-    assert "bench_features" in labels
-    assert "bench_features --backend triton" in labels
+def test_run_all_runs_it() -> None:
+    assert "bench_features" in [step.label for step in run_all.GPU_STEPS]

@@ -1,8 +1,9 @@
 """The launcher of the Triton forward kernel: outputs, TMA descriptors, grid, and the choice of a configuration.
 
-The chain: backends.triton.forward or varlen_forward -> forward (here) -> launch -> flash_fwd_kernel. The first call of
-a kind (dtype, head dim, causal, lengths rounded up to a power of two) tunes; the choice is kept in Triton's cache on
-disk. launch_bwd uses what is here too.
+The chain: backends.triton.forward or varlen_forward -> forward (here) -> launch -> flash_fwd_kernel. The first plain
+call of a kind (dtype, head dim, causal, lengths rounded up to a power of two) tunes, and the choice is kept in Triton's
+cache on disk; calls with windows, softcap, ALiBi, dropout or variable length are never timed and take the first
+configuration of the table that fits. launch_bwd uses what is here too.
 """
 
 from __future__ import annotations
