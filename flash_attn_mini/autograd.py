@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
+from torch._C._functorch import is_legacy_batchedtensor
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
@@ -151,6 +152,7 @@ def _gradients(
     """dq, dk and dv, None for those that are not wanted; ``kept`` is what `_keep` saved after the inputs."""
     out, softmax_lse, rng_state, *others = kept
     options = ctx.options
+    arriving = [x for x in (dout, dsoftmax_lse) if x is not None]
     if dout is None:
         dout = torch.zeros_like(out)
     arguments = (
@@ -168,7 +170,7 @@ def _gradients(
     )
     if into is not None:
         dq, dk, dv, _ = run_backward(ctx.kind, *arguments, into=into)
-    elif torch.is_grad_enabled() or overheard(qkv[0], dout):
+    elif torch.is_grad_enabled() or overheard(qkv[0], *arriving):
         dq, dk, dv, _ = ctx.kind.backward(*arguments)
     else:
         dq, dk, dv, _ = run_backward(ctx.kind, *arguments)
@@ -290,17 +292,22 @@ _apply_packed: Callable[..., Outputs] = super(torch.autograd.Function, FlashAttn
 
 
 def overheard(q: torch.Tensor, *others: torch.Tensor) -> bool:
-    """Whether anybody listens to the dispatcher: a tensor subclass, a mode, a tracer, a transform or a third device."""
+    """Whether anybody listens to the dispatcher: a tensor subclass, a mode, a tracer, a transform or a third device.
+
+    Batched gradients (is_grads_batched, vectorize) come by a vmap that is no transform of torch.func: their tensors say
+    so themselves.
+    """
+    if torch.compiler.is_compiling():
+        return True
     for x in (q, *others):
-        if type(x) is not torch.Tensor:
+        if type(x) is not torch.Tensor or is_legacy_batchedtensor(x):
             return True
     return (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
+        torch._C._len_torch_dispatch_stack() > 0
         or torch._C._get_tracing_state() is not None
         or forward_ad._current_level >= 0
         or _is_transformed()
-        or q.device.type not in ("cpu", "cuda")
+        or not (q.is_cuda or q.is_cpu)
     )
 
 

@@ -13,7 +13,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flash_attn_mini import flash_attn_func, use_backend
+from flash_attn_mini import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_varlen_func,
+    use_backend,
+)
 from flash_attn_mini.backends import BACKENDS
 
 from .small_attention import qkv
@@ -295,6 +300,62 @@ def test_selective_checkpointing_knows_the_operator(kept: bool, backend: str, de
     assert seen[0] is False
     for x, e in zip(inputs, expected, strict=True):
         assert torch.equal(x.grad, e)
+
+
+# ---- batched gradients --------------------------------------------------------------------------------------------
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, backend: str) -> Any:
+    return flash_attn_func(q, k, v, deterministic=True, return_attn_probs=True, backend=backend)
+
+
+def packed(q: Tensor, k: Tensor, v: Tensor, backend: str) -> Any:
+    with use_backend(backend):
+        return flash_attn_kvpacked_func(q, torch.stack([k, v], dim=2), deterministic=True, return_attn_probs=True)
+
+
+def varlen(q: Tensor, k: Tensor, v: Tensor, backend: str) -> Any:
+    lengths = [torch.tensor([0, length, 2 * length], dtype=torch.int32, device=q.device) for length in (9, 13)]
+    rows = (x.flatten(0, 1) for x in (q, k, v))
+    with use_backend(backend):
+        return flash_attn_varlen_func(*rows, *lengths, 9, 13, deterministic=True, return_attn_probs=True)
+
+
+@pytest.mark.parametrize("asked", [(0,), (1,), (0, 1)], ids=["out", "lse", "out_and_lse"])
+@pytest.mark.parametrize("attention", [dense, packed, varlen])
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_batched_gradients_are_those_of_a_loop(
+    attention: Callable[..., Any], asked: tuple[int, ...], backend: str, device: str
+) -> None:
+    """What arrives is batched by PyTorch's older vmap, which torch.func's does not know."""
+    inputs = qkv(device)
+    results = attention(*inputs, backend)
+    outputs = [results[i] for i in asked]
+    arriving = [torch.randn(3, *x.shape, device=device).to(x.dtype) for x in outputs]
+    loop = [torch.autograd.grad(outputs, inputs, [x[i] for x in arriving], retain_graph=True) for i in range(3)]
+    batched = torch.autograd.grad(outputs, inputs, arriving, is_grads_batched=True)
+    for got, expected in zip(batched, zip(*loop, strict=True), strict=True):
+        assert torch.equal(got, torch.stack(expected))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_vectorized_jacobian_is_the_plain_one(backend: str, device: str) -> None:
+    q, k, v = (x[:1, :2, :2].contiguous() for x in qkv(device, requires_grad=False))
+
+    def attention(*inputs: Tensor) -> Tensor:
+        return flash_attn_func(*inputs, deterministic=True, backend=backend)
+
+    jacobian = torch.autograd.functional.jacobian
+    for got, expected in zip(
+        jacobian(attention, (q, k, v), vectorize=True), jacobian(attention, (q, k, v)), strict=True
+    ):
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_gradcheck_of_batched_gradients() -> None:
+    inputs = [torch.randn(1, 3, 2, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    assert torch.autograd.gradcheck(lambda *qkv: dense(*qkv, backend="cpu")[:2], inputs, check_batched_grad=True)
 
 
 # ---- torch.func ---------------------------------------------------------------------------------------------------
