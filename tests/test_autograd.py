@@ -48,6 +48,22 @@ def backward_calls(backend: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[li
     backends._resolve.cache_clear()
 
 
+def dense(q: Tensor, k: Tensor, v: Tensor, backend: str) -> Any:
+    return flash_attn_func(q, k, v, deterministic=True, return_attn_probs=True, backend=backend)
+
+
+def packed(q: Tensor, k: Tensor, v: Tensor, backend: str) -> Any:
+    with use_backend(backend):
+        return flash_attn_kvpacked_func(q, torch.stack([k, v], dim=2), deterministic=True, return_attn_probs=True)
+
+
+def varlen(q: Tensor, k: Tensor, v: Tensor, backend: str) -> Any:
+    lengths = [torch.tensor([0, length, 2 * length], dtype=torch.int32, device=q.device) for length in (9, 13)]
+    rows = (x.flatten(0, 1) for x in (q, k, v))
+    with use_backend(backend):
+        return flash_attn_varlen_func(*rows, *lengths, 9, 13, deterministic=True, return_attn_probs=True)
+
+
 # ---- what is saved and what is computed ---------------------------------------------------------------------------
 
 
@@ -98,13 +114,32 @@ def test_only_gradients_that_are_needed_are_computed(
     assert [x.grad is not None for x in inputs] == list(wanted)
 
 
-def test_unused_outputs_cost_no_backward(backend: str, device: str, backward_calls: list[dict[str, Any]]) -> None:
-    q, k, v = qkv(device)
-    out, lse, _ = flash_attn_func(q, k, v, return_attn_probs=True, backend=backend)
-    assert out.requires_grad
-    assert lse.requires_grad
-    (q.sum() + 0 * k.sum()).backward()
+class Ignores(torch.autograd.Function):
+    """Zero, whose gradient with respect to any input is not there."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Tensor) -> Tensor:
+        ctx.number = len(inputs)
+        return inputs[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
+        return (None,) * ctx.number
+
+
+@pytest.mark.parametrize("is_packed", [False, True], ids=["separate", "packed"])
+def test_outputs_that_no_gradient_reaches_cost_no_backward(
+    is_packed: bool, backend: str, device: str, backward_calls: list[dict[str, Any]]
+) -> None:
+    """The node runs all the same, with None for both gradients."""
+    inputs = qkv(device)
+    out, lse, _ = (packed if is_packed else dense)(*inputs, backend)
+    nodes: list[Any] = []
+    out.grad_fn.register_hook(lambda _, arriving: nodes.append(arriving[:2]))
+    (Ignores.apply(out, lse) + inputs[0].sum()).backward()
+    assert nodes == [(None, None)]
     assert backward_calls == []
+    assert [x.grad is not None for x in inputs] == [True, False, False]
 
 
 def test_s_dmask_has_no_gradient(backend: str, device: str) -> None:
@@ -303,22 +338,6 @@ def test_selective_checkpointing_knows_the_operator(kept: bool, backend: str, de
 
 
 # ---- batched gradients --------------------------------------------------------------------------------------------
-
-
-def dense(q: Tensor, k: Tensor, v: Tensor, backend: str) -> Any:
-    return flash_attn_func(q, k, v, deterministic=True, return_attn_probs=True, backend=backend)
-
-
-def packed(q: Tensor, k: Tensor, v: Tensor, backend: str) -> Any:
-    with use_backend(backend):
-        return flash_attn_kvpacked_func(q, torch.stack([k, v], dim=2), deterministic=True, return_attn_probs=True)
-
-
-def varlen(q: Tensor, k: Tensor, v: Tensor, backend: str) -> Any:
-    lengths = [torch.tensor([0, length, 2 * length], dtype=torch.int32, device=q.device) for length in (9, 13)]
-    rows = (x.flatten(0, 1) for x in (q, k, v))
-    with use_backend(backend):
-        return flash_attn_varlen_func(*rows, *lengths, 9, 13, deterministic=True, return_attn_probs=True)
 
 
 @pytest.mark.parametrize("asked", [(0,), (1,), (0, 1)], ids=["out", "lse", "out_and_lse"])
