@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .argument_checks import wrong_type
+
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
     """The rows ``input[indices]``.
@@ -127,7 +129,7 @@ def _check_indices(indices: Tensor) -> None:
 
 def _as_bool(name: str, mask: Tensor, hidden_states: Tensor) -> Tensor:
     if not isinstance(mask, Tensor) or mask.is_complex():
-        raise TypeError(f"flash_attn_mini: {name} is {_what(mask)}; allowed: a tensor of bool or integers")
+        raise wrong_type(name, getattr(mask, "dtype", mask), "a tensor of bool or integers")
     if mask.shape != hidden_states.shape[:2]:
         raise ValueError(
             f"flash_attn_mini: {name} has shape {list(mask.shape)}; allowed: {list(hidden_states.shape[:2])}, "
@@ -139,7 +141,3 @@ def _as_bool(name: str, mask: Tensor, hidden_states: Tensor) -> Tensor:
             "bool or integers, true for the tokens that count"
         )
     return mask if mask.dtype == torch.bool else mask != 0
-
-
-def _what(value: object) -> str:
-    return str(value.dtype) if isinstance(value, Tensor) else type(value).__name__

@@ -27,7 +27,7 @@ class Case:
     headdim: int
     causal: bool = False
     layout: str = "bshd"  # a key of poison.LAYOUTS
-    values: str = "normal"  # a key of VALUES
+    values: str = "normal"  # what `_draw` makes of it
     softmax_scale: float | None = None
     poison: float = math.nan  # what lies around the tensors
     memory_gib: float = 0.0  # what the inputs need in a 16-bit dtype, where it is more than a laptop's share
@@ -165,8 +165,6 @@ LARGE_FORWARD_CASES: list[Case] = [
 ]
 
 # ---- values -------------------------------------------------------------------------------------------------------
-
-VALUES = ("normal", "zeros", "rising", "falling", "negative", "v_1e4", "scores_1e4", "all_1e4")
 
 
 def _signs(shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Tensor:

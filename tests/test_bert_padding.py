@@ -118,7 +118,7 @@ def test_indices_of_the_mask_serve_other_tensors(draw: torch.Generator) -> None:
         (lambda: unpad_input(torch.zeros(2, 3), torch.ones(2, 4)), ValueError, r"attention_mask has shape \[2, 4\]"),
         (lambda: unpad_input(torch.zeros(2, 3), torch.ones(2, 3, 1)), ValueError, r"allowed: \[2, 3\]"),
         (lambda: unpad_input(torch.zeros(3), torch.ones(3)), ValueError, "hidden_states has shape"),
-        (lambda: unpad_input(torch.zeros(2, 3), [[1, 1, 1]] * 2), TypeError, "attention_mask is list"),
+        (lambda: unpad_input(torch.zeros(2, 3), [[1, 1, 1]] * 2), TypeError, r"attention_mask is .*\(list\)"),
         (lambda: unpad_input(torch.zeros(1, 2), torch.tensor([[0.0, -1e9]])), ValueError, "added to scores"),
         (lambda: unpad_input(torch.zeros(1, 2), torch.ones(1, 2), torch.ones(2, 1)), ValueError, "unused_mask has"),
         (lambda: pad_input(torch.zeros(2, 3), torch.tensor([0]), 1, 4), ValueError, "one for each of the 2 rows"),

@@ -61,6 +61,18 @@ def test_online_softmax_does_not_overflow() -> None:
     assert lse.isfinite().all()
 
 
+@pytest.mark.parametrize("on", ["1", "true", "on", "yes"])
+def test_the_triton_rung_runs_wherever_the_interpreter_does(on: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    (rung,) = (rung for rung in RUNGS if rung.name == "minimal Triton")
+    monkeypatch.setenv("TRITON_INTERPRET", on)
+    assert rung.unavailable_reason() is None
+    assert rung.device() == "cpu"
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    assert rung.device() == "cuda"
+    assert (rung.unavailable_reason() is None) == HAS_GPU
+
+
 @pytest.mark.slow
 def test_table_of_every_rung() -> None:
     """The command, with the interpreter on where there is no GPU, so that the Triton rung runs on every machine."""

@@ -177,7 +177,7 @@ def test_configurations_that_need_too_much_shared_memory_are_left_out() -> None:
 
 
 @gpu
-def test_another_length_neither_tunes_nor_compiles_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_length_neither_tunes_nor_compiles_again() -> None:
     launch, compiled = launcher(), []
 
     def run(seqlen: int) -> None:

@@ -109,7 +109,6 @@ def meta(argument: str) -> Callable[[Call], object]:
 
 V, T = ValueError, TypeError
 ALL = ("q", "k", "v")
-KV = (BATCH, SEQLEN_K, NHEADS_K, HEADDIM)
 
 
 def assert_says(message: str, *patterns: str) -> None:

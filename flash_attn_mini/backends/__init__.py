@@ -91,7 +91,19 @@ def use_backend(name: str) -> Iterator[None]:
 
 
 def available_backends(device: torch.device | str) -> list[str]:
-    """Names of the backends that can run on ``device``, the best first."""
+    """Names of the backends that can run on a device.
+
+    Args:
+        device: Where the tensors of a call would live.
+
+    Returns:
+        The best first.
+
+    Example:
+        >>> import flash_attn_mini
+        >>> "cpu" in flash_attn_mini.available_backends("cpu")
+        True
+    """
     return [name for name, backend in BACKENDS.items() if backend.unavailable_reason(torch.device(device)) is None]
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from ..backends import extension
+from ..backends import extension, triton
 from ..reference import attention_reference
 from .online_softmax import online_softmax_attention
 from .verify import VerifyReport, verify
@@ -41,15 +39,12 @@ def _run_online_softmax(
 
 
 def _triton_unavailable() -> str | None:
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed"
-    if os.environ.get("TRITON_INTERPRET", "0") != "1" and not torch.cuda.is_available():
-        return "needs a GPU, or TRITON_INTERPRET=1 in the environment"
-    return None
+    return triton.unavailable_reason(torch.device(_fastest_device()))
 
 
 def _triton_device() -> str:
-    return "cpu" if os.environ.get("TRITON_INTERPRET", "0") == "1" else "cuda"
+    """The CPU under Triton's interpreter, which alone runs there."""
+    return "cpu" if triton.unavailable_reason(torch.device("cpu")) is None else "cuda"
 
 
 def _run_minimal_triton(

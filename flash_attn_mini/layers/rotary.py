@@ -11,7 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from .rotary_op import apply_rotary, check, check_flags, rotate
+from ..argument_checks import check_flags
+from .rotary_op import apply_rotary, check, rotate
 
 
 def apply_rotary_emb(
@@ -93,6 +94,10 @@ def apply_rotary_emb_qkv_(
 
     Returns:
         `qkv`.
+
+    Raises:
+        ValueError: For a qkv of another shape.
+        TypeError, ValueError, NotImplementedError: As `apply_rotary_emb`.
     """
     if num_heads_q is None:
         if qkv.dim() != 5 or qkv.shape[2] != 3:
@@ -121,10 +126,21 @@ def apply_rotary_emb_qkv_(
 def apply_rotary_emb_kv_(
     kv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, seqlen_offsets: int | Tensor = 0
 ) -> Tensor:
-    """`apply_rotary_emb` of k within ``kv [batch, seqlen, 2, nheads_k, headdim]``, in place.
+    """`apply_rotary_emb` of k within kv, in place.
+
+    Args:
+        kv: ``[batch, seqlen, 2, nheads_k, headdim]``.
+        cos: As in `apply_rotary_emb`, like the other arguments.
+        sin: Likewise.
+        interleaved: Likewise.
+        seqlen_offsets: Likewise.
 
     Returns:
         `kv`.
+
+    Raises:
+        ValueError: For a kv of another shape.
+        TypeError, ValueError, NotImplementedError: As `apply_rotary_emb`.
     """
     if kv.dim() != 5 or kv.shape[2] != 2:
         raise ValueError(
@@ -145,6 +161,9 @@ def apply_rotary_emb_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: boo
         cos: ``[seqlen, rotary_dim / 2]`` or ``[batch, seqlen, rotary_dim / 2]``: a row for each token.
         sin: Likewise.
         interleaved: As in `apply_rotary_emb`.
+
+    Returns:
+        A new tensor like `x`, in the dtype that PyTorch promotes those of the arguments to.
     """
     rotary_dim = 2 * cos.shape[-1]
     pairs, rest = x[..., :rotary_dim], x[..., rotary_dim:]
@@ -211,6 +230,9 @@ class RotaryEmbedding(nn.Module):
 
         Returns:
             qkv, or q and kv.
+
+        Raises:
+            TypeError, ValueError, NotImplementedError: As `apply_rotary_emb_qkv_` and `apply_rotary_emb_kv_`.
         """
         positions = qkv.shape[1] + (seqlen_offset if isinstance(seqlen_offset, int) else 0)
         cos, sin, cos_k, sin_k = self._tables_for(positions if max_seqlen is None else max_seqlen, qkv)

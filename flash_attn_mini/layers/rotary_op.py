@@ -13,6 +13,8 @@ import os
 import torch
 from torch import Tensor
 
+from ..argument_checks import wrong_type
+
 
 @torch.library.custom_op("flash_attn_mini::_apply_rotary", mutates_args=())
 def apply_rotary(
@@ -151,7 +153,7 @@ def check(
     """Raise for arguments of `apply_rotary_emb` that are wrong whatever the tensors hold."""
     for name, value in (("x", x), ("cos", cos), ("sin", sin)):
         if not isinstance(value, Tensor) or not value.is_floating_point():
-            raise TypeError(f"flash_attn_mini: {name} is {_what(value)}; allowed: a floating-point torch.Tensor")
+            raise wrong_type(name, getattr(value, "dtype", value), "a floating-point torch.Tensor")
     shape = "[batch, seqlen, nheads, headdim]" if cu_seqlens is None else "[total, nheads, headdim] with cu_seqlens"
     if x.dim() != (4 if cu_seqlens is None else 3):
         raise ValueError(f"flash_attn_mini: x has shape {list(x.shape)}; allowed: {shape}")
@@ -173,7 +175,7 @@ def check(
             raise ValueError(f"flash_attn_mini: cu_seqlens has shape {list(cu_seqlens.shape)}; allowed: [batch + 1]")
     if offsets is None:
         if isinstance(offset, bool) or not isinstance(offset, (int, torch.SymInt)):
-            raise TypeError(f"flash_attn_mini: seqlen_offsets is {_what(offset)}; allowed: an integer or a tensor")
+            raise wrong_type("seqlen_offsets", offset, "an integer or a tensor")
         if offset < 0:
             raise ValueError(f"flash_attn_mini: seqlen_offsets is {offset}; allowed: 0 or more")
     else:
@@ -185,7 +187,7 @@ def check(
         if other is not None and other.device != x.device:
             raise ValueError(f"flash_attn_mini: {name} is on {other.device}; allowed: the device of x, {x.device}")
     if max_seqlen is not None and (isinstance(max_seqlen, bool) or not isinstance(max_seqlen, (int, torch.SymInt))):
-        raise TypeError(f"flash_attn_mini: max_seqlen is {_what(max_seqlen)}; allowed: an integer or None")
+        raise wrong_type("max_seqlen", max_seqlen, "an integer or None")
     longest = x.shape[1] if cu_seqlens is None else max_seqlen
     if longest is not None and longest + offset > cos.shape[0]:
         raise ValueError(
@@ -196,14 +198,7 @@ def check(
 def _check_integers(name: str, value: object, dtypes: tuple[torch.dtype, ...]) -> None:
     if not isinstance(value, Tensor) or value.dtype not in dtypes:
         allowed = " or ".join(str(dtype) for dtype in dtypes)
-        raise TypeError(f"flash_attn_mini: {name} is {_what(value)}; allowed: a tensor of {allowed}")
-
-
-def check_flags(**flags: object) -> None:
-    """Raise TypeError for what is no bool."""
-    for name, value in flags.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"flash_attn_mini: {name} is {value!r}; allowed: True or False")
+        raise wrong_type(name, getattr(value, "dtype", value), f"a tensor of {allowed}")
 
 
 def _check_positions(x: Tensor, cos: Tensor, offset: int, offsets: Tensor | None, cu_seqlens: Tensor | None) -> None:
@@ -222,7 +217,3 @@ def _check_positions(x: Tensor, cos: Tensor, offset: int, offsets: Tensor | None
             f"flash_attn_mini: tokens stand at positions {least} to {most}; allowed: 0 to {cos.shape[0] - 1}, the rows "
             "of cos"
         )
-
-
-def _what(value: object) -> str:
-    return str(value.dtype) if isinstance(value, Tensor) else f"{value!r} ({type(value).__name__})"

@@ -21,7 +21,6 @@ KEY_STEPS = (0x9E3779B9, 0xBB67AE85)  # the golden ratio and sqrt(3) - 1, as the
 WORD = 0xFFFFFFFF  # 32 bits; words are held in int64, whose products wrap around without losing any of theirs
 
 TILE = 16  # queries and keys that one tile of counters covers
-WORDS = 4  # words of 32 bits that one counter gives, each two times 16 bits
 
 
 def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]) -> tuple[Tensor, ...]:
