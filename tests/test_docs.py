@@ -22,6 +22,10 @@ FILE = re.compile(
     r"\b(?:csrc|flash_attn_mini|tests|benchmarks|docs|examples|third_party)/[\w./-]*\w\.(?:h|cpp|cu|py|md|txt)\b"
 )
 VARIABLE = re.compile(r"\bFLASH_ATTN_MINI_[A-Z_]+[A-Z]\b")
+FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+IDENTIFIER = re.compile(r"`((?:\w+(?:\.|::))*\w+)(?:\(\))?`")
+FILE_ENDING = re.compile(r"\.(?:h|cpp|cu|py|md|txt|json)$")
+OF_OTHERS = re.compile(r"(?:torch\.|at::|sgemm_$)")  # PyTorch's and MKL's
 OF_TESTS_ALONE = {"FLASH_ATTN_MINI_SEED", "FLASH_ATTN_MINI_RANDOM_CASES"}
 
 every_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
@@ -49,6 +53,29 @@ def test_links_lead_to_files(document: Path) -> None:
 @every_document
 def test_named_files_exist(document: Path) -> None:
     assert [name for name in FILE.findall(document.read_text()) if not (ROOT / name).exists()] == []
+
+
+@pytest.fixture(scope="module")
+def words_of_the_sources() -> set[str]:
+    """Every word of the code, but not of this file, whose words would vouch for themselves."""
+    sources = [ROOT / "setup.py", ROOT / "pyproject.toml", ROOT / "Makefile"]
+    for folder in ("build_tools", "csrc", "flash_attn_mini", "benchmarks", "tests", "examples"):
+        sources += [path for path in (ROOT / folder).rglob("*") if path.suffix in {".py", ".h", ".cpp", ".cu"}]
+    here = Path(__file__).resolve()
+    return {word for path in sources if path != here for word in re.findall(r"\w+", path.read_text())}
+
+
+@every_document
+def test_named_identifiers_occur_in_the_sources(document: Path, words_of_the_sources: set[str]) -> None:
+    names = [
+        name
+        for name in IDENTIFIER.findall(FENCED.sub("", document.read_text()))
+        if ("_" in name or "::" in name)
+        and not name.isupper()
+        and not FILE_ENDING.search(name)
+        and not OF_OTHERS.match(name)
+    ]
+    assert [name for name in names if not words_of_the_sources.issuperset(re.findall(r"\w+", name))] == []
 
 
 @every_document
