@@ -241,7 +241,7 @@ def _register_autograd(kind: Kind) -> None:
     def forward(*arguments: Any) -> Any:
         tensors = arguments[: kind.tensors]
         _refuse_forward_mode(tensors)
-        if not _needs_grad(tensors):
+        if not _needs_grad(tensors[:3]):  # alibi_slopes get no gradient
             return _below_autograd(kind.forward, *arguments)
         *scalars, backend = complete(kind.forward, arguments)[kind.tensors :]
         options = (*scalars, settle_backend(tensors[0].device, backend))

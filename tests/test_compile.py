@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flash_attn_mini import flash_attn_func, use_backend
+from flash_attn_mini import flash_attn_func, flash_attn_varlen_func, use_backend
 
 from .cases import SMALL_FORWARD_CASES, Case, make_dlse, make_dout, make_inputs
+from .small_attention import qkv
 
 FORWARD = torch.ops.flash_attn_mini._flash_attn_forward.default
 BACKWARD = torch.ops.flash_attn_mini._flash_attn_backward.default
@@ -207,6 +208,31 @@ def test_compiled_gradients_through_the_lse(wanted: tuple[bool, ...], backend: s
         torch.autograd.grad(compiled(*leaves), asked), torch.autograd.grad(module(*leaves), asked), strict=True
     ):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("is_varlen", [False, True], ids=["dense", "varlen"])
+def test_slopes_that_require_a_gradient_make_none(is_varlen: bool, backend: str, device: str) -> None:
+    """alibi_slopes get no gradient: a result of them alone has none either, eager or compiled."""
+    torch._dynamo.reset()
+    q, k, v = (x[:1] for x in qkv(device, requires_grad=False))
+    slopes = torch.rand(4, device=device).requires_grad_()
+    lengths = [torch.tensor([0, length], dtype=torch.int32, device=device) for length in (9, 13)]
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:
+        if is_varlen:
+            rows = (x[0] for x in (q, k, v))
+            return flash_attn_varlen_func(*rows, *lengths, 9, 13, alibi_slopes=slopes)
+        return flash_attn_func(q, k, v, alibi_slopes=slopes)
+
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    with use_backend(backend):
+        for run in (attention, compiled):
+            assert not run(q, k, v, slopes).requires_grad
+            q.requires_grad_()
+            dq, dslopes = torch.autograd.grad(run(q, k, v, slopes).sum(), (q, slopes), allow_unused=True)
+            assert dq is not None
+            assert dslopes is None
+            q.requires_grad_(False)
 
 
 # ---- which backend a compiled training step takes -----------------------------------------------------------------
