@@ -98,6 +98,8 @@ class BuildExtension(build_ext):
                 ("FLASH_HDIMS", ",".join(map(str, chosen.hdims))),
                 ("FLASH_DTYPES", ",".join(f"flash::DType::{selection.ALL_DTYPES[name]}" for name in chosen.dtypes)),
             ]
+            if chosen.has_sm90:
+                defines.append(("FLASH_WITH_SM90", None))
             extra["extra_objects"] = [str(path) for path in kernels.build_kernels(chosen, jobs)]
         configured = factory(
             name=extension.name,

@@ -37,29 +37,37 @@ NVCC_FLAGS = (
 )
 # The kinds of call of csrc/sm80/kind.h, and the kernel that takes any call; those that take longest first.
 BACKWARD_KINDS = {"any": (), **{kind: (f"-DFLASH_KIND={kind}",) for kind in ("local", "full", "general", "varlen")}}
+LEAST_HDIM_OF_SM90 = 64  # has_headdim of csrc/sm90/kind.h
+SM90_DEFINES = ("-DCUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED",)  # wgmma of every multiple of 8 columns
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class KernelObject:
-    """One object file: a source compiled with a set of defines."""
+    """One object file: a source compiled with a set of defines, for some architectures."""
 
     name: str
     source: Path
     defines: tuple[str, ...]
+    archs: tuple[str, ...]
 
 
 def kernel_objects(selection: Selection) -> list[KernelObject]:
     """The objects of a selection, those that take longest first."""
     objects = []
+    archs = selection.archs
     for hdim, dtype in itertools.product(sorted(selection.hdims, reverse=True), selection.dtypes):
         name = f"hdim{hdim}_{dtype}"
         defines = (f"-DFLASH_HEADDIM={hdim}", f"-DFLASH_DTYPE={ALL_DTYPES[dtype]}")
         source = CSRC / "sm80" / "flash_bwd_instantiation.cu"
         for kind, extra in BACKWARD_KINDS.items():
-            objects.append(KernelObject(f"flash_bwd_{name}_{kind}_sm80", source, (*defines, *extra)))
-        objects.append(KernelObject(f"flash_fwd_{name}_sm80", CSRC / "sm80" / "flash_fwd_instantiation.cu", defines))
-    objects.append(KernelObject("flash_attn_minimal", CSRC / "minimal" / "flash_attn_minimal.cu", ()))
+            objects.append(KernelObject(f"flash_bwd_{name}_{kind}_sm80", source, (*defines, *extra), archs))
+        if selection.has_sm90 and hdim >= LEAST_HDIM_OF_SM90:
+            source = CSRC / "sm90" / "flash_fwd_instantiation.cu"
+            objects.append(KernelObject(f"flash_fwd_{name}_sm90", source, (*defines, *SM90_DEFINES), ("90a",)))
+        source = CSRC / "sm80" / "flash_fwd_instantiation.cu"
+        objects.append(KernelObject(f"flash_fwd_{name}_sm80", source, defines, archs))
+    objects.append(KernelObject("flash_attn_minimal", CSRC / "minimal" / "flash_attn_minimal.cu", (), archs))
     return objects
 
 
@@ -98,8 +106,7 @@ def build_kernels(selection: Selection, jobs: int) -> list[Path]:
         include_dirs = (CSRC, cutlass_include_dir())
     except CutlassError as error:
         raise SystemExit(str(error)) from None
-    flags = [*NVCC_FLAGS, *(_gencode(arch) for arch in selection.archs)]
-    fingerprint = [_nvcc_version(nvcc), _cutlass_version(include_dirs[1]), *flags]
+    fingerprint = [_nvcc_version(nvcc), _cutlass_version(include_dirs[1]), *NVCC_FLAGS]
 
     folder = cache_dir()
     folder.mkdir(parents=True, exist_ok=True)
@@ -112,7 +119,7 @@ def build_kernels(selection: Selection, jobs: int) -> list[Path]:
     def compile_one(item: tuple[KernelObject, Path]) -> None:
         kernel, path = item
         includes = [f"-I{directory}" for directory in include_dirs]
-        command = [str(nvcc), "-c", str(kernel.source), *kernel.defines, *flags, *includes]
+        command = [str(nvcc), "-c", str(kernel.source), *_flags_of(kernel), *NVCC_FLAGS, *includes]
         _run_nvcc(command, kernel.name, path)
 
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
@@ -136,8 +143,8 @@ def _run_nvcc(command: list[str], name: str, path: Path) -> None:
     print(f"kernels: {name} compiled in {time.monotonic() - start:.0f} s", flush=True)
 
 
-def _gencode(arch: str) -> str:
-    return f"-gencode=arch=compute_{arch},code=sm_{arch}"
+def _flags_of(kernel: KernelObject) -> list[str]:
+    return [*kernel.defines, *(f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in kernel.archs)]
 
 
 def _nvcc_version(nvcc: Path) -> str:
@@ -150,7 +157,7 @@ def _cutlass_version(include_dir: Path) -> str:
 
 def _content_hash(kernel: KernelObject, fingerprint: list[str]) -> str:
     digest = hashlib.sha256()
-    for text in (*fingerprint, *kernel.defines, *(path.read_text() for path in included_files(kernel.source))):
+    for text in (*fingerprint, *_flags_of(kernel), *(path.read_text() for path in included_files(kernel.source))):
         digest.update(text.encode())
         digest.update(b"\0")
     return digest.hexdigest()[:20]

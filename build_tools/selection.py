@@ -28,6 +28,11 @@ class Selection:
     dtypes: tuple[str, ...]  # keys of ALL_DTYPES
 
     @property
+    def has_sm90(self) -> bool:
+        """Whether the kernels of csrc/sm90 are built, which need Hopper's own instructions."""
+        return "90a" in self.archs
+
+    @property
     def capabilities(self) -> tuple[int, ...]:
         """The architectures as compute capabilities: 90 for "90a"."""
         return tuple(int(arch.rstrip("af")) for arch in self.archs)

@@ -17,6 +17,8 @@
 
 #include "sm80/flash_bwd.h"
 #include "sm80/flash_fwd.h"
+#include "sm90/flash_fwd.h"
+#include "sm90/tma_limits.h"
 #endif
 
 namespace flash {
@@ -76,14 +78,68 @@ sm80::Kind kind_of(const Flash_fwd_params &params) {
     return params.cu_seqlens_q != nullptr ? Kind::varlen : params.is_local() ? Kind::local : Kind::full;
 }
 
+// Whether FLASH_ATTN_MINI_ARCH asks for the kernels of Hopper: "90". Without it, those of sm80 run.
+bool asks_for_sm90() {
+    const char *asked = std::getenv("FLASH_ATTN_MINI_ARCH");
+    const std::string arch = asked == nullptr ? "" : asked;
+    FLASH_CHECK_VALUE(arch.empty() || arch == "80" || arch == "90", "FLASH_ATTN_MINI_ARCH is '", arch,
+                      "'; allowed: 80, 90");
+    return arch == "90";
+}
+
+#ifdef FLASH_WITH_SM90
+constexpr bool kHas_sm90 = true;
+#else
+constexpr bool kHas_sm90 = false;
+#endif
+
+// The kinds of call that sm90 has kernels for bear the names of sm80's.
+constexpr bool is_kind_of_sm90(sm80::Kind kind) {
+    return kind == sm80::Kind::full || kind == sm80::Kind::local || kind == sm80::Kind::varlen;
+}
+constexpr sm90::Kind kind_of_sm90(sm80::Kind kind) {
+    return kind == sm80::Kind::full    ? sm90::Kind::full
+           : kind == sm80::Kind::local ? sm90::Kind::local
+                                       : sm90::Kind::varlen;
+}
+
+// Whether the build has a kernel of sm90 for a call.
+constexpr bool has_sm90_kernel(int headdim, sm80::Kind kind) {
+    return kHas_sm90 && sm90::has_headdim(headdim) && is_kind_of_sm90(kind);
+}
+
+// Why a call runs on a kernel of sm80 (empty: nobody asked for another); null when it runs on one of sm90.
+template <int kHeadDim, sm80::Kind kKind>
+const char *reason_against_sm90(const Flash_fwd_params &params) {
+    if (!asks_for_sm90()) {
+        return "";
+    }
+    if (!has_sm90_kernel(kHeadDim, kKind)) {
+        return "not in this build";
+    }
+    if (device_attribute(cudaDevAttrComputeCapabilityMajor) != 9) {
+        return "not this GPU's";
+    }
+    return sm90::can_describe_inputs(params) ? nullptr : "TMA takes no such strides";
+}
+
 void run_mha_fwd_cuda(Flash_fwd_params &params) {
     check_built(params);
     const cudaStream_t stream = c10::cuda::getCurrentCUDAStream().stream();
     FP16_SWITCH(params.dtype, [&] {
         HEADDIM_SWITCH(params.d, [&] {
             KIND_SWITCH(kind_of(params), [&] {
+                const char *reason = reason_against_sm90<kHeadDim, kKind>(params);
                 if (trace_enabled()) {
-                    trace("run_mha_fwd", "device=cuda arch=sm80 kHeadDim=%d kKind=%s", kHeadDim, sm80::name_of(kKind));
+                    const char *arch = reason == nullptr ? "sm90" : "sm80", *why = reason == nullptr ? "" : reason;
+                    trace("run_mha_fwd", "device=cuda arch=%s kHeadDim=%d kKind=%s%s%s", arch, kHeadDim,
+                          sm80::name_of(kKind), *why == '\0' ? "" : " because: ", why);
+                }
+                if constexpr (has_sm90_kernel(kHeadDim, kKind)) {
+                    if (reason == nullptr) {
+                        sm90::run_flash_fwd<kDType, kHeadDim, kind_of_sm90(kKind)>(params, stream);
+                        return;
+                    }
                 }
                 sm80::run_flash_fwd<kDType, kHeadDim, kKind>(params, stream);
             });

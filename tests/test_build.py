@@ -126,16 +126,28 @@ def test_number_of_jobs_follows_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert selection.max_jobs() == 7
 
 
+def test_kernels_of_hopper_are_compiled_for_it_alone() -> None:
+    built = selection.Selection(archs=("80", "90a"), hdims=(32, 128), dtypes=("bf16",))
+    archs = {kernel.name: kernel.archs for kernel in kernels.kernel_objects(built)}
+    assert archs["flash_fwd_hdim128_bf16_sm90"] == ("90a",)
+    assert archs["flash_fwd_hdim128_bf16_sm80"] == ("80", "90a")
+    assert "flash_fwd_hdim32_bf16_sm90" not in archs
+    for others in (("80",), ("90",)):  # plain sm_90 lacks the instructions
+        without = selection.Selection(archs=others, hdims=(128,), dtypes=("bf16",))
+        assert not any(kernel.name.endswith("sm90") for kernel in kernels.kernel_objects(without))
+
+
 def test_kernel_objects_are_compiled_anew_when_an_included_file_changes(tmp_path: Path) -> None:
     (tmp_path / "inner.h").write_text("int value = 1;")
     (tmp_path / "outer.h").write_text('#include "inner.h"')
     source = tmp_path / "kernel.cu"
     source.write_text('#include "outer.h"')
-    kernel = kernels.KernelObject("kernel", source, ("-DA=1",))
+    kernel = kernels.KernelObject("kernel", source, ("-DA=1",), ("80",))
     before = kernels._content_hash(kernel, ["nvcc 13"])
     assert kernels._content_hash(kernel, ["nvcc 13"]) == before
     assert kernels._content_hash(kernel, ["nvcc 14"]) != before
-    assert kernels._content_hash(kernels.KernelObject("kernel", source, ("-DA=2",)), ["nvcc 13"]) != before
+    for defines, archs in ((("-DA=2",), ("80",)), (("-DA=1",), ("80", "90a"))):
+        assert kernels._content_hash(kernels.KernelObject("kernel", source, defines, archs), ["nvcc 13"]) != before
     (tmp_path / "inner.h").write_text("int value = 2;")
     assert kernels._content_hash(kernel, ["nvcc 13"]) != before
 

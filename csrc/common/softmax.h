@@ -85,7 +85,7 @@ struct Softmax {
         }
     }
 
-private:
+protected:
     template <typename TensorS>
     __device__ __forceinline__ float maximum_of(const TensorS &scores, int row) {
         float maximum = scores(row, 0);

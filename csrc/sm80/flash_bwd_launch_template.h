@@ -5,7 +5,7 @@
 #include "flash_bwd.h"
 #include "flash_bwd_kernel.h"
 #include "flash_bwd_preprocess_kernel.h"
-#include "launch.h"
+#include "../common/launch.h"
 
 namespace flash::sm80 {
 

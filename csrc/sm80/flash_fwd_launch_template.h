@@ -4,7 +4,7 @@
 #include "../trace.h"
 #include "flash_fwd.h"
 #include "flash_fwd_kernel.h"
-#include "launch.h"
+#include "../common/launch.h"
 
 namespace flash::sm80 {
 

@@ -7,7 +7,7 @@
 #include <stdexcept>
 #include <string>
 
-namespace flash::sm80 {
+namespace flash {
 
 inline void check_cuda(cudaError_t error, const char *what) {
     if (error != cudaSuccess) {
@@ -33,4 +33,4 @@ void reserve_smem(Kernel *kernel, int smem) {
     }
 }
 
-}  // namespace flash::sm80
+}  // namespace flash

@@ -1,0 +1,13 @@
+// Compiled once per dtype and head dim: build_tools/kernels.py defines FLASH_DTYPE and FLASH_HEADDIM.
+#include "flash_fwd_launch_template.h"
+
+namespace flash::sm90 {
+
+#define INSTANTIATE(KIND) \
+    template void run_flash_fwd<DType::FLASH_DTYPE, FLASH_HEADDIM, Kind::KIND>(const Flash_fwd_params &, cudaStream_t);
+
+INSTANTIATE(full)
+INSTANTIATE(local)
+INSTANTIATE(varlen)
+
+}  // namespace flash::sm90

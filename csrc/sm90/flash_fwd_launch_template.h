@@ -1,0 +1,66 @@
+// run_flash_fwd: the TMA descriptors, grid and shared memory of one kernel, and its launch.
+#pragma once
+
+#include <algorithm>
+
+#include "../common/launch.h"
+#include "../trace.h"
+#include "flash_fwd.h"
+#include "flash_fwd_kernel.h"
+
+namespace flash::sm90 {
+
+inline int multiprocessors() {
+    int device = 0, count = 0;
+    check_cuda(cudaGetDevice(&device), "asking for the device");
+    check_cuda(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "counting multiprocessors");
+    return count;
+}
+
+// (seqlen, d, heads, batch); varlen (total, d, heads, 1). The stride of a dimension of one element says nothing, and is
+// replaced by one that TMA takes.
+template <typename Element>
+auto global_tensor(const TensorRef &x, int64_t rows, int d, int heads, int batch) {
+    const auto stride = [](int size, int64_t stride) { return size > 1 ? stride : int64_t(16 / sizeof(Element)); };
+    return make_tensor(make_gmem_ptr(static_cast<const Element *>(x.ptr)),
+                       make_shape(static_cast<int>(rows), d, heads, batch),
+                       make_stride(stride(static_cast<int>(rows), x.row_stride), _1{}, stride(heads, x.head_stride),
+                                   stride(batch, x.batch_stride)));
+}
+
+template <typename Traits>
+typename Traits::Copies make_copies(const Flash_fwd_params &params) {
+    using Element = typename Traits::Element;
+    const bool is_varlen = params.cu_seqlens_q != nullptr;
+    const int64_t rows_q = is_varlen ? params.total_q : params.seqlen_q;
+    const int64_t rows_k = is_varlen ? params.total_k : params.seqlen_k;
+    const int batch = is_varlen ? 1 : params.b;
+    const auto of_KV = [&](const TensorRef &x) {
+        return make_tma_copy(SM90_TMA_LOAD{}, global_tensor<Element>(x, rows_k, params.d, params.h_k, batch),
+                             take<0, 2>(typename Traits::SmemLayoutKV{}), typename Traits::TileKV{}, _1{});
+    };
+    return {make_tma_copy(SM90_TMA_LOAD{}, global_tensor<Element>(params.q, rows_q, params.d, params.h, batch),
+                          take<0, 2>(typename Traits::SmemLayoutQ{}), typename Traits::TileQ{}, _1{}),
+            of_KV(params.k), of_KV(params.v)};
+}
+
+template <DType kDType, int kHeadDim, Kind kKind>
+void run_flash_fwd(const Flash_fwd_params &params, cudaStream_t stream) {
+    using Traits = Flash_fwd_kernel_traits<kDType, kHeadDim, Tile_sizes_fwd<kHeadDim, is_local(kKind)>>;
+    constexpr int kMax_smem = 227 * 1024;
+    static_assert(Traits::kSmemSize <= kMax_smem, "more shared memory than a thread block may have");
+    auto kernel = &flash_fwd_kernel<Traits, kKind>;
+    const int64_t tiles = row_blocks<may_be_varlen(kKind)>(params, Traits::kBlockM).count();
+    check_grid(tiles, "batch * nheads * blocks of query rows");
+    const int grid = static_cast<int>(std::min<int64_t>(tiles, multiprocessors()));
+    reserve_smem(kernel, Traits::kSmemSize);
+    if (trace_enabled()) {
+        trace("flash_fwd_kernel", "kBlockM=%d kBlockN=%d stages=%d grid=%d tiles=%lld threads=%d smem=%d",
+              Traits::kBlockM, Traits::kBlockN, Traits::kStages, grid, static_cast<long long>(tiles), Traits::kNThreads,
+              Traits::kSmemSize);
+    }
+    kernel<<<grid, Traits::kNThreads, Traits::kSmemSize, stream>>>(params, make_copies<Traits>(params));
+    check_cuda(cudaGetLastError(), "launching flash_fwd_kernel");
+}
+
+}  // namespace flash::sm90

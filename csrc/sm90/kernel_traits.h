@@ -1,0 +1,86 @@
+// The types of the sm90 forward kernel: tiles, wgmma, shared memory layouts and TMA copies.
+#pragma once
+
+#ifndef CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED  // build_tools/kernels.py defines it
+#error "without it CuTe knows wgmma of few widths alone, and cuts the others into pieces of 16 columns"
+#endif
+
+#include <cutlass/numeric_types.h>
+#include <cute/tensor.hpp>
+
+#include <type_traits>
+
+#include "../flash.h"
+#include "pipeline.h"
+#include "tile_sizes.h"
+
+namespace flash::sm90 {
+
+using namespace cute;
+
+template <DType kDType, int kHeadDim_, typename Tile_>
+struct Flash_fwd_kernel_traits {
+    static_assert(kDType == DType::float16 || kDType == DType::bfloat16, "tensor cores multiply 16-bit types here");
+
+    using Element = std::conditional_t<kDType == DType::float16, cutlass::half_t, cutlass::bfloat16_t>;
+    using Tile = Tile_;
+    static constexpr int kHeadDim = kHeadDim_;
+    static constexpr int kBlockM = Tile::kBlockM;
+    static constexpr int kBlockN = Tile::kBlockN;
+    static constexpr int kStages = Tile::kStages;
+    static constexpr int kConsumers = Tile::kConsumers;
+    static constexpr int kNThreads = 128 * (kConsumers + 1);
+    static constexpr int kRows = 64;  // query rows of a consumer warpgroup: the m64 of wgmma
+
+    // S = Q K^T with both in shared memory; O += P V with P in registers and V as it lies there, transposed.
+    using TileQ = Shape<Int<kRows>, Int<kHeadDim>>;
+    using TileKV = Shape<Int<kBlockN>, Int<kHeadDim>>;
+    using TileS = Shape<Int<kRows>, Int<kBlockN>>;
+    using TiledMmaQK = decltype(make_tiled_mma(
+        GMMA::ss_op_selector<Element, Element, float, Shape<Int<kRows>, Int<kBlockN>, Int<kHeadDim>>>()));
+    using TiledMmaPV = decltype(make_tiled_mma(
+        GMMA::rs_op_selector<Element, Element, float, Shape<Int<kRows>, Int<kHeadDim>, Int<kBlockN>>, GMMA::Major::K,
+                             GMMA::Major::MN>()));
+
+    // Rows of 128 bytes (64 for head dims that 64 does not divide), swizzled as wgmma and TMA have it.
+    using SmemLayoutAtom =
+        std::conditional_t<kHeadDim % 64 == 0, GMMA::Layout_K_SW128_Atom<Element>, GMMA::Layout_K_SW64_Atom<Element>>;
+    using SmemLayoutQ = decltype(tile_to_shape(SmemLayoutAtom{}, Shape<Int<kRows>, Int<kHeadDim>, Int<kConsumers>>{}));
+    using SmemLayoutKV = decltype(tile_to_shape(SmemLayoutAtom{}, Shape<Int<kBlockN>, Int<kHeadDim>, Int<kStages>>{}));
+    using SmemLayoutVt = decltype(composition(
+        SmemLayoutKV{}, make_layout(Shape<Int<kHeadDim>, Int<kBlockN>, Int<kStages>>{},
+                                    Stride<Int<kBlockN>, _1, Int<kBlockN * kHeadDim>>{})));  // (headdim, key, stage)
+
+    // TMA reads tensors (seqlen, d, heads, batch); what lies outside arrives as zeros.
+    using GlobalTensor = decltype(make_tensor(make_gmem_ptr(static_cast<const Element *>(nullptr)),
+                                              Shape<int, int, int, int>{}, Stride<int64_t, _1, int64_t, int64_t>{}));
+    using TMA_Q = decltype(make_tma_copy(SM90_TMA_LOAD{}, GlobalTensor{}, take<0, 2>(SmemLayoutQ{}), TileQ{}, _1{}));
+    using TMA_KV = decltype(make_tma_copy(SM90_TMA_LOAD{}, GlobalTensor{}, take<0, 2>(SmemLayoutKV{}), TileKV{}, _1{}));
+    struct Copies {
+        TMA_Q q;
+        TMA_KV k, v;
+    };
+    static constexpr int kBytesQ = kRows * kHeadDim * sizeof(Element);
+    static constexpr int kBytesKV = kBlockN * kHeadDim * sizeof(Element);
+
+    static constexpr int kAlignment = 1024;  // bytes: of the swizzled layouts
+    struct SharedStorage {
+        alignas(kAlignment) Element q[cosize_v<SmemLayoutQ>];  // O leaves through the room of Q
+        alignas(kAlignment) Element k[cosize_v<SmemLayoutKV>];
+        alignas(kAlignment) Element v[cosize_v<SmemLayoutKV>];
+        Barriers<kConsumers> q_barriers;  // one tile for each consumer warpgroup
+        Barriers<kStages> k_barriers, v_barriers;
+    };
+    static constexpr int kSmemSize = sizeof(SharedStorage) + kAlignment;  // dynamic shared memory is aligned by hand
+
+    // O goes from registers to shared memory by stmatrix, and on in 16-byte pieces.
+    using SmemCopyAtomO = Copy_Atom<SM90_U32x4_STSM_N, Element>;
+    static constexpr int kVector = 16 / sizeof(Element);
+    static constexpr int kThreadsPerRow = (kHeadDim % 64 == 0 ? 64 : 32) / kVector;
+    using GmemTiledCopyO = decltype(make_tiled_copy(
+        Copy_Atom<UniversalCopy<uint128_t>, Element>{},
+        Layout<Shape<Int<128 / kThreadsPerRow>, Int<kThreadsPerRow>>, Stride<Int<kThreadsPerRow>, _1>>{},
+        Layout<Shape<_1, Int<kVector>>>{}));
+};
+
+}  // namespace flash::sm90

@@ -1,0 +1,53 @@
+// Rings of tiles in shared memory between the producer, for whom TMA fills them, and the consumer warpgroups.
+#pragma once
+
+#include <cutlass/arch/barrier.h>
+
+#include <cstdint>
+
+namespace flash::sm90 {
+
+template <int kStages>
+struct Barriers {
+    cutlass::arch::ClusterTransactionBarrier full[kStages];  // the tile has landed
+    cutlass::arch::ClusterBarrier empty[kStages];            // nobody needs it any more
+
+    // By one thread. warps: how many have to release a tile.
+    __device__ void init(int warps) {
+        for (int stage = 0; stage < kStages; ++stage) {
+            full[stage].init(1);
+            empty[stage].init(warps);
+        }
+    }
+};
+
+// Where the producer or a consumer is on its way around the ring.
+template <int kStages>
+struct Ring {
+    int stage = 0;
+    uint32_t phase = 0;  // flips each time around
+
+    __device__ __forceinline__ void advance() {
+        if (++stage == kStages) {
+            stage = 0;
+            phase ^= 1;
+        }
+    }
+
+    // The producer waits until the tile is free; `bytes` will come. Returns the barrier that TMA completes.
+    __device__ __forceinline__ uint64_t &acquire(Barriers<kStages> &barriers, int bytes) const {
+        barriers.empty[stage].wait(phase ^ 1);
+        barriers.full[stage].arrive_and_expect_tx(bytes);
+        return *reinterpret_cast<uint64_t *>(&barriers.full[stage]);
+    }
+
+    // Consumers wait for the tile, and give it back, each warp for itself.
+    __device__ __forceinline__ void wait(Barriers<kStages> &barriers) const { barriers.full[stage].wait(phase); }
+    __device__ __forceinline__ void release(Barriers<kStages> &barriers) const {
+        if (threadIdx.x % 32 == 0) {
+            barriers.empty[stage].arrive();
+        }
+    }
+};
+
+}  // namespace flash::sm90

@@ -1,0 +1,34 @@
+// Tile sizes of the sm90 forward per head dim: the one table. docs/tuning.md says how they were found.
+#pragma once
+
+namespace flash::sm90 {
+
+template <int kConsumers_, int kBlockN_, int kStages_, bool kTakes_turns_>
+struct Tile_fwd {
+    static constexpr int kConsumers = kConsumers_;       // consumer warpgroups, 64 query rows each
+    static constexpr int kBlockN = kBlockN_;             // keys of a step
+    static constexpr int kStages = kStages_;             // tiles of K, and of V, in shared memory
+    static constexpr bool kTakes_turns = kTakes_turns_;  // consumers issue their products one after the other
+    static constexpr int kBlockM = 64 * kConsumers;
+    // setmaxnreg: what the producer gives up, the consumers get.
+    static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 24;
+    static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 240;
+};
+
+template <int kHeadDim, bool kIs_local>
+struct Tile_sizes_fwd;
+
+template <bool kIs_local>
+struct Tile_sizes_fwd<64, kIs_local> : Tile_fwd<3, 128, 2, true> {};
+template <bool kIs_local>
+struct Tile_sizes_fwd<96, kIs_local> : Tile_fwd<2, 128, 2, true> {};
+template <>
+struct Tile_sizes_fwd<128, false> : Tile_fwd<2, 176, 2, true> {};
+template <>
+struct Tile_sizes_fwd<128, true> : Tile_fwd<2, 128, 2, true> {};
+template <bool kIs_local>
+struct Tile_sizes_fwd<192, kIs_local> : Tile_fwd<2, 112, 2, false> {};
+template <bool kIs_local>
+struct Tile_sizes_fwd<256, kIs_local> : Tile_fwd<2, 80, 2, false> {};
+
+}  // namespace flash::sm90

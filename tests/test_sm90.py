@@ -1,0 +1,148 @@
+"""The kernels of csrc/sm90, which FLASH_ATTN_MINI_ARCH=90 asks for: which calls they take, and how exact they are."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from flash_attn_mini import flash_attn_func, flash_attn_varlen_func
+from flash_attn_mini.backends import available_backends
+
+from .bounds import assert_forward_accurate
+from .cases import FORWARD_CASES, Case, make_inputs, options_of
+from .conftest import HAS_GPU
+from .feature_cases import FEATURE_CASES
+from .varlen_cases import VARLEN_CASES, VarlenCase, expectation_options, make_batch
+
+IS_HOPPER = HAS_GPU and torch.cuda.get_device_capability()[0] == 9
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not IS_HOPPER, reason="no Hopper GPU on this machine")]
+
+DTYPES = (torch.float16, torch.bfloat16)
+
+
+def is_masked_alone(case: Case | VarlenCase) -> bool:
+    return case.softcap == 0.0 and case.alibi is None and case.dropout_p == 0.0
+
+
+DENSE = [case for case in (*FORWARD_CASES, *FEATURE_CASES) if is_masked_alone(case)]
+VARLEN = [case for case in VARLEN_CASES if is_masked_alone(case) and not case.page_size]
+
+
+@pytest.fixture(autouse=True)
+def ask_for_sm90(monkeypatch: pytest.MonkeyPatch) -> None:
+    if "cuda" not in available_backends("cuda"):
+        pytest.skip("the build has no CUDA kernels for this GPU")
+    monkeypatch.setenv("FLASH_ATTN_MINI_ARCH", "90")
+
+
+def qkv(*shape: int, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+    return [torch.randn(*shape, device="cuda", dtype=dtype) for _ in range(3)]
+
+
+# ---- which calls ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("headdim", [40, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (33, 7)}], ids=str)
+def test_kernel_runs(
+    options: dict[str, object], headdim: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FLASH_ATTN_MINI_TRACE", "1")
+    flash_attn_func(*qkv(2, 200, 4, headdim), **options)
+    assert "arch=sm90" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("why", "headdim", "options"),
+    [("not in this build", 32, {}), ("not in this build", 64, {"softcap": 5.0}), ("TMA takes no such strides", 64, {})],
+    ids=["headdim_32", "softcap", "expanded"],
+)
+def test_other_calls_run_on_sm80_and_the_trace_says_why(
+    why: str,
+    headdim: int,
+    options: dict[str, object],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    q, k, v = qkv(2, 70, 4, headdim)
+    if "TMA" in why:
+        k = k[:, :, :1].expand(-1, -1, 4, -1)
+    monkeypatch.setenv("FLASH_ATTN_MINI_TRACE", "1")
+    flash_attn_func(q, k, v, **options)
+    assert f"arch=sm80 kHeadDim={headdim}" in (err := capfd.readouterr().err)
+    assert f"because: {why}" in err
+
+
+def test_another_architecture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASH_ATTN_MINI_ARCH", "100")
+    with pytest.raises(ValueError, match="FLASH_ATTN_MINI_ARCH is '100'; allowed: 80, 90"):
+        flash_attn_func(*qkv(1, 16, 1, 64))
+
+
+# ---- accuracy ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", DENSE, ids=str)
+def test_forward_is_as_accurate_as_pytorch(case: Case, dtype: torch.dtype, seed: int, described_seed: str) -> None:
+    q, k, v = make_inputs(case, dtype, "cuda", seed)
+    options = options_of(case, "cuda")
+    out, lse, _ = flash_attn_func(q, k, v, return_attn_probs=True, backend="cuda", **options)
+    described = f"{case.name} ({case.why})\n  {case.shape} dtype={dtype} sm90\n  {described_seed}"
+    assert_forward_accurate(q, k, v, out, lse, case=described, **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", VARLEN, ids=str)
+def test_varlen_is_as_accurate_as_pytorch(case: VarlenCase, dtype: torch.dtype, seed: int, described_seed: str) -> None:
+    batch = make_batch(case, dtype, "cuda", seed)
+    out, lse, _ = flash_attn_varlen_func(
+        *(batch.q, batch.k, batch.v), *batch.lengths, return_attn_probs=True, backend="cuda", **options_of(case, "cuda")
+    )
+    options = expectation_options(case, batch, torch.empty(0))
+    described = f"{case.name} ({case.why})\n  {case.shape} dtype={dtype} sm90\n  {described_seed}"
+    assert_forward_accurate(batch.q, batch.k, batch.v, out, lse, case=described, **options)
+
+
+def test_infinity_in_one_sequence_stays_there() -> None:
+    """A tile of V reaches into the next sequence, where 0 times infinity is not 0."""
+    q, k, v = qkv(200, 2, 64)
+    cu_seqlens = torch.tensor([0, 100, 200], device="cuda", dtype=torch.int32)
+    clean = flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, 100, 100)
+    for value in (math.inf, math.nan):
+        v[100:] = value
+        out = flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, 100, 100)
+        assert torch.equal(out[:100], clean[:100])
+
+
+# ---- order of events -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("headdim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_no_race_shows_in_a_thousand_runs(causal: bool, headdim: int) -> None:
+    """Several tiles for a thread block, some without keys, and other work on the GPU beside it."""
+    q, (k, v) = torch.randn(3, 700, 16, headdim, device="cuda").bfloat16(), qkv(3, 500, 4, headdim)[:2]
+    expected_out, expected_lse, _ = flash_attn_func(q, k, v, causal=causal, return_attn_probs=True)
+    noise, other = torch.randn(1024, 1024, device="cuda"), torch.cuda.Stream()
+    different = torch.zeros((), device="cuda", dtype=torch.int64)
+    for _ in range(1000):
+        with torch.cuda.stream(other):
+            noise @ noise
+        out, lse, _ = flash_attn_func(q, k, v, causal=causal, return_attn_probs=True)
+        different += (out != expected_out).any() | (lse != expected_lse).any()
+    assert different.item() == 0
+
+
+def test_ten_thousand_launches_on_two_streams_end() -> None:
+    inputs = [qkv(2, seqlen, 4, headdim) for seqlen, headdim in ((64, 64), (300, 128), (1000, 64), (129, 256))]
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    torch.cuda.synchronize()
+    for i in range(10_000):
+        with torch.cuda.stream(streams[i % 2]):
+            out = flash_attn_func(*inputs[i % len(inputs)], causal=i % 3 == 0)
+    torch.cuda.synchronize()
+    assert out.isfinite().all()
