@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from flash_attn_mini import _C
 from .bounds import assert_gradients_accurate
 from .conftest import CPU_DTYPES
 from .poison import LAYOUTS, Guard, PoisonIntact, poisoned
+from .threads import number_of_threads_kept
 
 ROUNDS = 12
 THREADS = (1, 2, 3, 8)
@@ -97,14 +97,6 @@ def equal_bits(a: list[Tensor], b: list[Tensor]) -> bool:
     return all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(a, b, strict=True))
 
 
-@pytest.fixture
-def threads() -> Iterator[None]:
-    """Puts torch's number of threads back."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 def length(draw: random.Random) -> int:
     """Near an edge of the kernels' blocks (32, 96, 128 and multiples), or anything."""
     edge = draw.choice((32, 48, 96, 128, 192, 384)) + draw.randint(-1, 1)
@@ -165,13 +157,13 @@ def test_random_gradients_into_strided_poisoned_tensors(
     ],
     ids=["one_head", "one_head_causal", "groups", "many_heads"],
 )
+@number_of_threads_kept()
 def test_gradients_do_not_depend_on_the_threads(
     q_shape: tuple[int, int, int, int],
     k_shape: tuple[int, int, int, int],
     causal: bool,
     dtype: torch.dtype,
     draw: torch.Generator,
-    threads: None,
 ) -> None:
     problem = make_problem(q_shape, k_shape, dtype, draw, causal=causal)
     torch.set_num_threads(THREADS[0])

@@ -5,13 +5,8 @@ How accurate the features are is asked of every backend, in test_features.py and
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
-import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,11 +16,10 @@ from torch import Tensor
 from flash_attn_mini import _C
 from flash_attn_mini.reference import dropout_mask
 
-from .conftest import CPU_DTYPES, SEED_VARIABLE
+from .conftest import CPU_DTYPES
+from .instruction_sets import LESSER, run_on
+from .threads import number_of_threads_kept
 
-LEVELS = ["DEFAULT", "AVX2", "AVX512"]
-MACHINE = torch.backends.cpu.get_cpu_capability()
-LESSER = LEVELS[: LEVELS.index(MACHINE)] if MACHINE in LEVELS else []  # other architectures have the one kernel
 ROUNDS = 8
 THREADS = (1, 2, 3, 8)
 each_dtype = pytest.mark.parametrize("dtype", CPU_DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
@@ -138,18 +132,11 @@ def assert_equal_bits(got: list[Tensor], expected: list[Tensor], where: str) -> 
         assert torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8)), f"result {i} of {where}"
 
 
-@pytest.fixture
-def threads() -> Iterator[None]:
-    """Puts torch's number of threads back."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 @each_dtype
 @pytest.mark.parametrize("round_", range(ROUNDS))
+@number_of_threads_kept()
 def test_random_batches_do_not_depend_on_the_threads(
-    round_: int, dtype: torch.dtype, seed: int, draw: torch.Generator, described_seed: str, threads: None
+    round_: int, dtype: torch.dtype, seed: int, draw: torch.Generator, described_seed: str
 ) -> None:
     batch = random_batch(dtype, seed, draw)
     torch.set_num_threads(THREADS[0])
@@ -257,15 +244,10 @@ def test_alibi_of_large_scores_leaves_the_probability_of_the_largest_at_1(draw: 
 
 
 SCRIPT = """
-import sys
-import torch
 from tests.feature_cases import SMALL_FEATURE_CASES
 from tests.feature_checks import check_dense, check_varlen
 from tests.varlen_cases import SMALL_VARLEN_CASES
 
-level, seed = sys.argv[1], int(sys.argv[2])
-assert torch.backends.cpu.get_cpu_capability() == level
-torch.set_num_threads(1)
 for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
     for case in SMALL_FEATURE_CASES[::3]:
         check_dense(case, "cpu", "cpu", dtype, seed, f"{level} {seed}")
@@ -277,14 +259,4 @@ print("checked")
 
 @pytest.mark.parametrize("level", LESSER)
 def test_features_on_a_lesser_instruction_set(level: str) -> None:
-    environment = {**os.environ, "ATEN_CPU_CAPABILITY": level.lower()}
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, level, os.environ[SEED_VARIABLE]],
-        env=environment,
-        cwd=Path(__file__).parent.parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.startswith("checked")
+    run_on(level, SCRIPT)

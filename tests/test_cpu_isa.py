@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
-import torch
 
-from .conftest import SEED_VARIABLE
-
-LEVELS = ["DEFAULT", "AVX2", "AVX512"]
-MACHINE = torch.backends.cpu.get_cpu_capability()
-LESSER = LEVELS[: LEVELS.index(MACHINE)] if MACHINE in LEVELS else []  # other architectures have the one kernel
+from .instruction_sets import LESSER, run_on
 
 SCRIPT = """
-import sys
-import torch
 from flash_attn_mini import flash_attn_func
 from tests.bounds import assert_forward_accurate, assert_gradients_accurate
 from tests.cases import SMALL_FORWARD_CASES, make_dout, make_inputs
 
-level, seed = sys.argv[1], int(sys.argv[2])
-assert torch.backends.cpu.get_cpu_capability() == level
-torch.set_num_threads(1)
 for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
     for case in SMALL_FORWARD_CASES:
         described = f"{case} {case.shape} {dtype} {level} {seed}"
@@ -43,14 +28,4 @@ print("checked", len(SMALL_FORWARD_CASES))
 
 @pytest.mark.parametrize("level", LESSER)
 def test_small_cases_on_a_lesser_instruction_set(level: str) -> None:
-    environment = {**os.environ, "ATEN_CPU_CAPABILITY": level.lower()}
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, level, os.environ[SEED_VARIABLE]],
-        env=environment,
-        cwd=Path(__file__).parent.parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.startswith("checked")
+    run_on(level, SCRIPT)

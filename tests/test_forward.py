@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -16,6 +15,7 @@ from flash_attn_mini.reference import attention_reference
 from .bounds import assert_forward_accurate
 from .cases import FORWARD_CASES, LARGE_FORWARD_CASES, SMALL_FORWARD_CASES, Case, make_inputs
 from .poison import Guard, PoisonIntact, memory_shortage, poisoned
+from .threads import number_of_threads_kept
 
 BY_NAME = {case.name: case for case in FORWARD_CASES}
 LAYOUT_CASES = [c for c in FORWARD_CASES if c.layout != "bshd" or not math.isnan(c.poison)]
@@ -88,16 +88,9 @@ def test_batch_and_head_do_not_change_a_row(case: Case, backend: str, device: st
     assert torch.equal(lse[-1:], last_lse)
 
 
-@pytest.fixture
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("case", REPEATED_CASES, ids=str)
+@number_of_threads_kept()
 def test_cpu_result_does_not_depend_on_the_number_of_threads(case: Case, dtype: torch.dtype, seed: int) -> None:
     q, k, v = make_inputs(case, dtype, "cpu", seed)
     results = []

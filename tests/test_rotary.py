@@ -7,10 +7,6 @@ be switched on before Triton is imported: in a process of its own, started by th
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,10 +23,10 @@ from flash_attn_mini.layers.rotary import (
 )
 from flash_attn_mini.reference import apply_rotary_reference
 
+from .interpreter import INTERPRETED, run_in_the_interpreter, starts_the_interpreter
+
 HAS_GPU = torch.cuda.is_available()
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if HAS_GPU else "cpu"
-ROOT = Path(__file__).resolve().parent.parent
 LENGTHS = [7, 0, 20, 1, 33]
 CU_SEQLENS = [0, *itertools.accumulate(LENGTHS)]
 
@@ -47,13 +43,9 @@ def _in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(HAS_GPU or INTERPRETED, reason="the tests below run the kernel in this process")
+@starts_the_interpreter
 def test_all_of_this_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", __file__, "-q", "--tb=short", "-p", "no:cacheprovider"]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": ""}
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]
+    run_in_the_interpreter(__file__)
 
 
 def table(rows: int, rotary_dim: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:

@@ -16,8 +16,8 @@ transformers = pytest.importorskip("transformers")
 
 from flash_attn_mini.integrations import transformers as integration  # noqa: E402
 
-SMALL = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 96, "vocab_size": 99}
-GROUPED = {**SMALL, "num_key_value_heads": 2, "eos_token_id": None, "pad_token_id": 0}
+from .tiny_transformers import DECODER, LENGTH, SMALL, tokens  # noqa: E402
+
 Model = torch.nn.Module
 needs_replaceable_bert = pytest.mark.skipif(
     int(transformers.__version__.split(".")[0]) < 5, reason="BERT's attention cannot be replaced before transformers 5"
@@ -37,12 +37,8 @@ def bert(attention: str = integration.ATTENTION_NAME, **options: Any) -> Model:
 
 def causal_lm(kind: str, attention: str = integration.ATTENTION_NAME, **options: Any) -> Model:
     torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**GROUPED, **options)
+    config = getattr(transformers, f"{kind}Config")(**DECODER, **options)
     return transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
-
-
-def tokens(batch: int = 2, length: int = 13) -> torch.Tensor:
-    return torch.randint(1, 99, (batch, length), generator=torch.Generator().manual_seed(1))
 
 
 @torch.no_grad()
@@ -60,7 +56,7 @@ def test_encoder_matches_sdpa() -> None:
 
 @needs_replaceable_bert
 def test_encoder_takes_a_mask_without_padding() -> None:
-    mask = torch.ones(2, 13, dtype=torch.long)
+    mask = torch.ones(3, LENGTH, dtype=torch.long)
     assert_as_accurate_as_sdpa(bert, lambda model: model(tokens(), attention_mask=mask).last_hidden_state)
 
 
@@ -119,7 +115,7 @@ def test_heads_reach_the_kernel_without_a_copy(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_custom_mask_is_refused() -> None:
-    mask = torch.rand(2, 1, 13, 13, generator=torch.Generator().manual_seed(0)) > 0.5
+    mask = torch.rand(3, 1, LENGTH, LENGTH, generator=torch.Generator().manual_seed(0)) > 0.5
     with pytest.raises(NotImplementedError, match="attention mask"):
         causal_lm("Llama")(tokens(), attention_mask=mask)
 

@@ -21,11 +21,10 @@ from transformers import masking_utils  # noqa: E402
 from flash_attn_mini.integrations import transformers as integration  # noqa: E402
 from flash_attn_mini.integrations import transformers_masks  # noqa: E402
 
+from .tiny_transformers import DECODER, LENGTH, SMALL, tokens  # noqa: E402
+
 Model = torch.nn.Module
-LENGTH = 13
 LENGTHS = [13, 8, 1]
-SMALL = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 96, "vocab_size": 99}
-DECODER = {**SMALL, "num_key_value_heads": 2, "eos_token_id": None, "pad_token_id": 0}
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", "AutoModelForCausalLM", DECODER),
     "gemma2": (
@@ -70,10 +69,6 @@ def make(name: str, attention: str = integration.ATTENTION_NAME, **options: Any)
         if parameter.ndim == 2:
             torch.nn.init.normal_(parameter, std=0.2)  # so that attention is far from uniform
     return model
-
-
-def tokens(batch: int = len(LENGTHS), length: int = LENGTH) -> Tensor:
-    return torch.randint(1, 99, (batch, length), generator=torch.Generator().manual_seed(1))
 
 
 def padding(side: str, lengths: list[int] = LENGTHS, length: int = LENGTH) -> Tensor:
@@ -268,7 +263,7 @@ def test_attention_to_another_sequence_of_the_same_length() -> None:
     for attention in (integration.ATTENTION_NAME, "eager"):
         torch.manual_seed(0)
         model = transformers.AutoModel.from_config(config, attn_implementation=attention).eval()
-        output = model(tokens(), attention_mask=padding("right"), decoder_input_ids=tokens() + 1 - 1)
+        output = model(tokens(), attention_mask=padding("right"), decoder_input_ids=tokens())
         outputs.append(output.last_hidden_state)
     torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-4)
 

@@ -9,10 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,9 +18,9 @@ from flash_attn_mini.backends import triton as backend
 
 from .bounds import assert_forward_accurate
 from .cases import SMALL_FORWARD_CASES, Case, make_inputs
+from .interpreter import INTERPRETED, run_in_the_interpreter, starts_the_interpreter
 
 HAS_GPU = torch.cuda.is_available()
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if HAS_GPU else "cpu"
 # The interpreter computes bfloat16 in float32, and float32 as it does float16: a few cases each are enough there.
 OTHER_DTYPES_FOR = ("square_65_causal", "masked_rows", "headdim_100", "layout_expanded", "scale_zero", "gqa_3_causal")
@@ -44,14 +40,9 @@ def cases_and_dtypes() -> list[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(HAS_GPU or INTERPRETED, reason="the tests below run in this process")
+@starts_the_interpreter
 def test_all_of_this_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", __file__, "-q", "--tb=short", "-p", "no:cacheprovider"]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": ""}
-    root = Path(__file__).resolve().parent.parent
-    result = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]
+    run_in_the_interpreter(__file__)
 
 
 def launcher() -> Any:

@@ -8,10 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,11 +20,11 @@ from flash_attn_mini.reference import attention_varlen_reference, dropout_mask, 
 from .bounds import assert_forward_accurate, assert_gradients_accurate
 from .cases import Case, make_dlse, make_dout, make_inputs, options_of
 from .feature_cases import FEATURE_CASES
+from .interpreter import INTERPRETED, run_in_the_interpreter, starts_the_interpreter
 from .poison import Guard
 from .varlen_cases import VARLEN_CASES, VarlenCase, expectation_options, make_batch
 
 HAS_GPU = torch.cuda.is_available()
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if HAS_GPU else "cpu"
 
 runs_triton = pytest.mark.skipif(not HAS_GPU and not INTERPRETED, reason="runs in the interpreter's process")
@@ -59,14 +55,9 @@ def with_dtypes(cases: list[Any], in_the_interpreter: tuple[str, ...]) -> list[A
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(HAS_GPU or INTERPRETED, reason="the tests below run in this process")
+@starts_the_interpreter
 def test_all_of_this_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", __file__, "-q", "--tb=short", "-p", "no:cacheprovider"]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": ""}
-    root = Path(__file__).resolve().parent.parent
-    result = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]
+    run_in_the_interpreter(__file__)
 
 
 def rng_state_of(seed: int) -> Tensor:

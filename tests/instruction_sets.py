@@ -1,0 +1,39 @@
+"""The cpu backend on lesser instruction sets than this machine's, which ATEN_CPU_CAPABILITY chooses for a process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from .conftest import SEED_VARIABLE
+
+LEVELS = ["DEFAULT", "AVX2", "AVX512"]
+MACHINE = torch.backends.cpu.get_cpu_capability()
+LESSER = LEVELS[: LEVELS.index(MACHINE)] if MACHINE in LEVELS else []  # other architectures have the one kernel
+
+PROLOGUE = """
+import sys
+import torch
+
+level, seed = sys.argv[1], int(sys.argv[2])
+assert torch.backends.cpu.get_cpu_capability() == level
+torch.set_num_threads(1)
+"""
+
+
+def run_on(level: str, script: str) -> None:
+    """Run a script that knows `level` and `seed`, and prints "checked" at its end."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROLOGUE + script, level, os.environ[SEED_VARIABLE]],
+        env={**os.environ, "ATEN_CPU_CAPABILITY": level.lower()},
+        cwd=Path(__file__).parent.parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.startswith("checked")

@@ -1,0 +1,26 @@
+"""A second run of a test file in Triton's interpreter, which has to be switched on before Triton is imported."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+starts_the_interpreter = pytest.mark.skipif(
+    torch.cuda.is_available() or INTERPRETED, reason="the kernels run in this process"
+)
+
+
+def run_in_the_interpreter(file: str) -> None:
+    """The tests of a file, in a process of its own."""
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "pytest", file, "-q", "--tb=short", "-p", "no:cacheprovider"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": ""}
+    root = Path(__file__).resolve().parent.parent
+    result = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]

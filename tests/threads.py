@@ -1,0 +1,18 @@
+"""torch's number of threads, which is the process's, around a test that changes it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+
+@contextlib.contextmanager
+def number_of_threads_kept() -> Iterator[None]:
+    """Puts torch's number of threads back; as a decorator too."""
+    before = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
