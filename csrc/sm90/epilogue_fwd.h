@@ -79,6 +79,7 @@ __device__ __forceinline__ void store(const Output<Traits> &output, float softma
     Tensor sO = make_tensor(make_smem_ptr(shared.q), typename Traits::SmemLayoutQ{})(_, _, warpgroup);  // (64, HD)
     auto smem_copy = make_tiled_copy_C(typename Traits::SmemCopyAtomO{}, mma_pv);
     auto thr_smem_copy = smem_copy.get_thread_slice(tidx);
+    sync(Barrier::warpgroup, warpgroup, 128);  // all four warps are done with Q
     copy(smem_copy, thr_smem_copy.retile_S(rO), thr_smem_copy.partition_D(as_position_independent_swizzle_tensor(sO)));
     sync(Barrier::warpgroup, warpgroup, 128);  // O is whole
     Tensor tOsO = typename Traits::GmemTiledCopyO{}.get_thread_slice(tidx).partition_S(sO);

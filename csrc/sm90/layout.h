@@ -9,14 +9,14 @@ using namespace cute;
 
 // ((2, 2, N / 8), MMA_M, MMA_N) -> (row=(2, MMA_M), col=(2, N / 8, MMA_N)).
 template <typename Layout0>
-__device__ auto rowcol_layout(Layout0 acc) {
+CUTE_HOST_DEVICE auto rowcol_layout(Layout0 acc) {
     return make_layout(make_layout(get<0, 1>(acc), get<1>(acc)),
                        make_layout(get<0, 0>(acc), get<0, 2>(acc), get<2>(acc)));
 }
 
 // ((2, 2, N / 8), MMA_M, MMA_N) -> ((2, 2, 2), MMA_M, (N / 16, MMA_N)): two n8 pieces side by side are one k16 operand.
 template <typename Layout0>
-__device__ auto operand_A_layout(Layout0 acc) {
+CUTE_HOST_DEVICE auto operand_A_layout(Layout0 acc) {
     auto split = logical_divide(get<0, 2>(acc), Layout<_2>{});  // (2, N / 16)
     return make_layout(make_layout(get<0, 0>(acc), get<0, 1>(acc), get<0>(split)), get<1>(acc),
                        coalesce(make_layout(get<1>(split), get<2>(acc))));

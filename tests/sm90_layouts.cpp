@@ -1,0 +1,78 @@
+// Facts about the layouts of csrc/sm90 that need no GPU to be checked: CuTe's layouts are functions, and run on the
+// host. Prints one line per tile: how many facts are wrong.
+#include <cuda_runtime.h>
+
+#include <cstdio>
+
+const uint3 threadIdx{};  // the kernels' headers name it, and nobody asks for it here
+
+#include "sm90/kernel_traits.h"
+#include "sm90/layout.h"
+
+namespace flash::sm90 {
+
+template <int kHeadDim, bool kIs_local>
+void check() {
+    using Traits = Flash_fwd_kernel_traits<DType::bfloat16, kHeadDim, Tile_sizes_fwd<kHeadDim, kIs_local>>;
+    constexpr int kBlockN = Traits::kBlockN, kRows = Traits::kRows;
+    const auto identity = make_identity_tensor(typename Traits::TileS{});
+    int wrong = 0;
+    for (int thread = 0; thread < 128; ++thread) {
+        // What a thread holds of S, register by register, is what it holds of P as an operand.
+        Tensor of_S = typename Traits::TiledMmaQK{}.get_slice(thread).partition_C(identity);
+        Tensor of_P = typename Traits::TiledMmaPV{}.get_slice(thread).partition_A(identity);
+        Tensor as_operand = make_tensor(of_S.data(), operand_A_layout(of_S.layout()));
+        wrong += size(as_operand) != size(of_P) || size<2>(as_operand) != size<2>(of_P);
+        for (int i = 0; i < size(of_P); ++i) {
+            wrong += as_operand(i) != of_P(i);
+        }
+        // Rows are rows and columns are columns.
+        Tensor rowcol = make_tensor(of_S.data(), rowcol_layout(of_S.layout()));
+        for (int row = 0; row < size<0>(rowcol); ++row) {
+            for (int col = 0; col < size<1>(rowcol); ++col) {
+                wrong += get<0>(rowcol(row, col)) != get<0>(rowcol(row, 0));
+                wrong += get<1>(rowcol(row, col)) != get<1>(rowcol(0, col));
+            }
+        }
+    }
+    // Registers of P lie in memory as those of S, which round_P counts on.
+    Tensor acc_s = partition_fragment_C(typename Traits::TiledMmaQK{}, typename Traits::TileS{});
+    for (int i = 0; i < size(acc_s); ++i) {
+        wrong += int(acc_s.layout()(i)) != i;
+    }
+    wrong += int(cosize(operand_A_layout(acc_s.layout()))) != int(size(acc_s));
+    // V transposed is V.
+    const typename Traits::SmemLayoutKV v;
+    const typename Traits::SmemLayoutVt vt;
+    for (int stage = 0; stage < Traits::kStages; ++stage) {
+        for (int key = 0; key < kBlockN; ++key) {
+            for (int column = 0; column < kHeadDim; ++column) {
+                wrong += int(v(key, column, stage)) != int(vt(column, key, stage));
+            }
+        }
+    }
+    // Every element of O leaves once.
+    int stores[kRows][kHeadDim] = {};
+    for (int thread = 0; thread < 128; ++thread) {
+        Tensor coords = typename Traits::GmemTiledCopyO{}.get_slice(thread).partition_D(
+            make_identity_tensor(typename Traits::TileQ{}));
+        for (int i = 0; i < size(coords); ++i) {
+            ++stores[get<0>(coords(i))][get<1>(coords(i))];
+        }
+    }
+    for (const auto &row : stores) {
+        for (int count : row) {
+            wrong += count != 1;
+        }
+    }
+    std::printf("headdim=%d is_local=%d wrong=%d\n", kHeadDim, kIs_local, wrong);
+}
+
+}  // namespace flash::sm90
+
+int main() {
+    flash::sm90::check<64, false>();
+    flash::sm90::check<96, false>();   // rows of 64 bytes
+    flash::sm90::check<128, false>();  // keys that are no power of two
+    flash::sm90::check<256, true>();
+}
