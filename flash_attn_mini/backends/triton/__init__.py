@@ -15,6 +15,8 @@ from functools import cache
 
 import torch
 
+from .options import Options
+
 __all__ = ["backward", "forward", "unavailable_reason", "varlen_backward", "varlen_forward"]
 
 Wanted = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
@@ -88,7 +90,6 @@ def forward(
         query that sees no key has out 0 and lse -inf.
     """
     from . import launch
-    from .options import Options
 
     return launch.forward(
         q, k, v, Options(softmax_scale, causal, window_size, softcap, alibi_slopes, dropout_p, rng_state)
@@ -131,7 +132,6 @@ def varlen_forward(
         ``out`` like q, contiguous, and ``softmax_lse`` float32 ``[nheads, total_q]``.
     """
     from . import launch
-    from .options import Options
 
     options = Options(
         softmax_scale, causal, window_size, softcap, alibi_slopes, dropout_p, rng_state,
@@ -186,7 +186,6 @@ def backward(
         delta 0, whatever arrives at its lse, and adds nothing to dk and dv.
     """
     from . import launch_bwd
-    from .options import Options
 
     options = Options(softmax_scale, causal, window_size, softcap, alibi_slopes, dropout_p, rng_state)
     return launch_bwd.backward(dout, q, k, v, out, softmax_lse, dsoftmax_lse, options, output_mask, into)
@@ -222,7 +221,6 @@ def varlen_backward(
         where sequence b begins at ``(cu_seqlens_q[b] // 128 + b) * 128`` and is followed by zeros.
     """
     from . import launch_bwd
-    from .options import Options
 
     options = Options(
         softmax_scale, causal, window_size, softcap, alibi_slopes, dropout_p, rng_state,

@@ -169,17 +169,6 @@ def flash_bwd_dkv_kernel(
     nheads_k,
     heads_per_kv,  # nheads / nheads_k
     heads_per_group,
-    cu_seqlens_q,  # from here to keep_scale as in flash_fwd_kernel
-    cu_seqlens_k,
-    num_sequences,
-    window_left,
-    window_right,
-    softcap,
-    alibi_slopes,
-    alibi_stride,
-    rng_state,
-    threshold,
-    keep_scale,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,  # HEAD_DIM rounded up to a power of two
     CAUSAL: tl.constexpr,
@@ -190,6 +179,17 @@ def flash_bwd_dkv_kernel(
     USE_TMA: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    cu_seqlens_q=None,  # from here on as in flash_fwd_kernel
+    cu_seqlens_k=None,
+    num_sequences=None,
+    window_left=None,
+    window_right=None,
+    softcap=None,
+    alibi_slopes=None,
+    alibi_stride=None,
+    rng_state=None,
+    threshold=None,
+    keep_scale=None,
 ):
     """Grid: cdiv(seqlen_k, BLOCK_N) * batch * nheads_k programs; variable length: see find_block, times nheads_k."""
     # Which keys of which head. Under the causal mask the first keys have the most rows.

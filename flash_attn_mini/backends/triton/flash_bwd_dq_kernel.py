@@ -134,17 +134,6 @@ def flash_bwd_dq_kernel(
     nheads,
     heads_per_kv,  # nheads / nheads_k
     heads_per_group,
-    cu_seqlens_q,  # from here to keep_scale as in flash_fwd_kernel
-    cu_seqlens_k,
-    num_sequences,
-    window_left,
-    window_right,
-    softcap,
-    alibi_slopes,
-    alibi_stride,
-    rng_state,
-    threshold,
-    keep_scale,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,  # HEAD_DIM rounded up to a power of two
     CAUSAL: tl.constexpr,
@@ -154,6 +143,17 @@ def flash_bwd_dq_kernel(
     USE_TMA: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    cu_seqlens_q=None,  # from here on as in flash_fwd_kernel
+    cu_seqlens_k=None,
+    num_sequences=None,
+    window_left=None,
+    window_right=None,
+    softcap=None,
+    alibi_slopes=None,
+    alibi_stride=None,
+    rng_state=None,
+    threshold=None,
+    keep_scale=None,
 ):
     """Grid: padded_q / BLOCK_M * batch * nheads programs."""
     # Which rows of which head. padded_q is seqlen_q rounded up to ROW_STATS_MULTIPLE; of variable length, each sequence

@@ -147,20 +147,6 @@ def flash_fwd_kernel(
     nheads,
     heads_per_kv,  # nheads / nheads_k
     heads_per_group,  # heads that are worked on together, so that their K and V stay in the L2 cache
-    cu_seqlens_q,  # [num_sequences + 1] int32; None: all sequences have the same lengths
-    cu_seqlens_k,  # likewise
-    num_sequences,
-    block_table,  # [num_sequences, most pages] int32; None: keys lie one after the other
-    block_table_stride,
-    page_size,
-    window_left,  # None: no window but CAUSAL
-    window_right,
-    softcap,  # softcap * log2(e), or None
-    alibi_slopes,  # [sequences, nheads] float32, or None
-    alibi_stride,  # between sequences
-    rng_state,  # [2] int64: seed and offset; None: no dropout
-    threshold,  # see keep_tile
-    keep_scale,  # 1 / (1 - dropout_p)
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,  # HEAD_DIM rounded up to a power of two
     CAUSAL: tl.constexpr,
@@ -169,6 +155,21 @@ def flash_fwd_kernel(
     USE_TMA: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    # From here on what most calls do without, and need not pass: each argument costs host time.
+    cu_seqlens_q=None,  # [num_sequences + 1] int32; None: all sequences have the same lengths
+    cu_seqlens_k=None,  # likewise
+    num_sequences=None,
+    block_table=None,  # [num_sequences, most pages] int32; None: keys lie one after the other
+    block_table_stride=None,
+    page_size=None,
+    window_left=None,  # None: no window but CAUSAL
+    window_right=None,
+    softcap=None,  # softcap * log2(e), or None
+    alibi_slopes=None,  # [sequences, nheads] float32, or None
+    alibi_stride=None,  # between sequences
+    rng_state=None,  # [2] int64: seed and offset; None: no dropout
+    threshold=None,  # see keep_tile
+    keep_scale=None,  # 1 / (1 - dropout_p)
 ):
     """Grid: cdiv(seqlen_q, BLOCK_M) * batch * nheads programs; variable length: see find_block, times nheads."""
     # Which rows of which head.

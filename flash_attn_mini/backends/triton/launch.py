@@ -69,15 +69,11 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options)
 
 def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> Call:
     """The arguments as the kernel takes them, with unset memory for what it writes."""
-    q, k, v = as_batch(q, options), as_batch(k, options), as_batch(v, options)
+    if options.cu_seqlens_q is not None:  # rows [total, heads, headdim] are a batch of one; pages are one already
+        q, k, v = (t if t.ndim == 4 else t.unsqueeze(0) for t in (q, k, v))
     batch, seqlen_q, nheads, _ = q.shape
     lse = torch.empty((batch, nheads, seqlen_q), dtype=torch.float32, device=q.device)
     return Call(q, k, v, torch.empty_like(q), lse, options, *options.mask(*options.lengths(q, k)))
-
-
-def as_batch(tensor: torch.Tensor, options: Options) -> torch.Tensor:
-    """Rows of variable length sequences ``[total, heads, headdim]`` as a batch of one; others as they are."""
-    return tensor if tensor.ndim == 4 or options.cu_seqlens_q is None else tensor.unsqueeze(0)
 
 
 def run(call: Call) -> None:
@@ -85,17 +81,17 @@ def run(call: Call) -> None:
     q, k, options = call.q, call.k, call.options
     if not INTERPRETED:
         bind_context(q.device)
-    config = choose(TUNER, call, partial(launch, call), q, k, call.v)
+    reached = options.cu_seqlens_q is None and tma_reaches(q, k, call.v)
+    config = choose(TUNER, call, partial(launch, call), reached)
     if tracing_enabled():
         trace_launch("flash_fwd_kernel", call, config, launch_grid(q, options, config))
     launch(call, config)
 
 
-def choose(tuner: Tuner, call: Any, launch_with: Any, *tensors: torch.Tensor, variant: str = "") -> triton.Config:
-    """The configuration of a forward or backward call; ``tensors`` are those that TMA would have to address."""
+def choose(tuner: Tuner, call: Any, launch_with: Any, reached: bool, variant: str = "") -> triton.Config:
+    """The configuration of a forward or backward call; ``reached`` is whether it may load by TMA."""
     options, block_d = call.options, head_dim_block(call.q.shape[3])
-    reached = not INTERPRETED and options.cu_seqlens_q is None and all(tma_reaches(t) for t in tensors)
-    if call.window is None and not options.features:
+    if call.window is None and options.is_plain:
         return tuner.choose(call.q, call.k, block_d, call.causal, reached, INTERPRETED, launch_with, variant)
     kind = (variant, options.features, call.causal, call.window is not None)
     return tuner.choose_untimed(call.q, block_d, kind, reached, INTERPRETED, launch_with)
@@ -131,7 +127,7 @@ def launch(call: Call, config: triton.Config) -> None:
     q, k, v, options = call.q, call.k, call.v, call.options
     batch, seqlen_q, nheads, head_dim = q.shape
     nheads_k = k.shape[2]
-    block_m, block_n, use_tma = (config.kwargs[name] for name in ("BLOCK_M", "BLOCK_N", "USE_TMA"))
+    block_m, block_n, use_tma = config.kwargs["BLOCK_M"], config.kwargs["BLOCK_N"], config.kwargs["USE_TMA"]
     block_d = head_dim_block(head_dim)
     if use_tma:
         operands = (descriptor(q, block_m, block_d), descriptor(k, block_n, block_d), descriptor(v, block_n, block_d))
@@ -161,9 +157,7 @@ def launch(call: Call, config: triton.Config) -> None:
             CAUSAL=call.causal,
             EVEN_N=call.causal or is_even(options, call.window, k.shape[1], block_n),
             NEGATIVE_SCALE=options.softmax_scale < 0 and not mods,
-            USE_TMA=use_tma,
-            BLOCK_M=block_m,
-            BLOCK_N=block_n,
+            **config.kwargs,
             **launch_options(config),
         )
 
@@ -212,19 +206,25 @@ def l2_cache_size(device: torch.device) -> int:
 
 @cache
 def has_tma(device: torch.device) -> bool:
-    """Whether the GPU has a tensor memory accelerator: Hopper and later."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    """Whether the GPU has a tensor memory accelerator: Hopper and later. Interpreted kernels make no use of it."""
+    return not INTERPRETED and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def tma_reaches(tensor: torch.Tensor) -> bool:
-    """Whether TMA can address ``tensor``: base and strides on 16 bytes, no dimension expanded by a stride of 0."""
-    if not has_tma(tensor.device) or tensor.data_ptr() % 16:
+def tma_reaches(*tensors: torch.Tensor) -> bool:
+    """Whether TMA can address tensors of one GPU: base and strides on 16 bytes, no dimension expanded by a stride of 0.
+
+    Written out, as generators would double its time.
+    """
+    if not has_tma(tensors[0].device):
         return False
-    itemsize = tensor.element_size()
-    return all(
-        size == 1 or (stride > 0 and stride * itemsize % 16 == 0)
-        for size, stride in zip(tensor.shape[:3], tensor.stride()[:3], strict=True)
-    )
+    for tensor in tensors:
+        if tensor.data_ptr() % 16:
+            return False
+        itemsize = tensor.element_size()
+        for size, stride in zip(tensor.shape[:3], tensor.stride()[:3], strict=True):
+            if size != 1 and (stride <= 0 or stride * itemsize % 16):
+                return False
+    return True
 
 
 def strides_bhs(tensor: torch.Tensor) -> tuple[int, int, int]:

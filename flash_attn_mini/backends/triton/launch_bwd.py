@@ -31,6 +31,7 @@ from .launch import (
     launch_options,
     num_blocks,
     strides_bhs,
+    tma_reaches,
     trace_launch,
     unchecked_descriptor,
 )
@@ -153,18 +154,17 @@ def run(call: Call) -> None:
     if not INTERPRETED:
         bind_context(call.q.device)
 
-    def chosen(tuner: Tuner, launch: Any, variant: str) -> triton.Config:
-        return choose(tuner, call, launch, call.q, call.k, call.v, call.dout, variant=variant)
-
+    reached = call.options.cu_seqlens_q is None and tma_reaches(call.q, call.k, call.v, call.dout)
+    is_traced = tracing_enabled()
     with torch.cuda.device_of(call.q):
-        config = chosen(DQ_TUNER, partial(launch_dq, call), "delta" if call.dq is None else "dq")
-        if tracing_enabled():
+        config = choose(DQ_TUNER, call, partial(launch_dq, call), reached, "delta" if call.dq is None else "dq")
+        if is_traced:
             trace_launch("flash_bwd_dq_kernel", call, config, dq_grid(call, config), dq=call.dq is not None)
         launch_dq(call, config)
         for want_dk, want_dv in dkv_launches(call):
             launch = partial(launch_dkv, call, want_dk=want_dk, want_dv=want_dv)
-            config = chosen(DKV_TUNER, launch, "dk" * want_dk + "dv" * want_dv)
-            if tracing_enabled():
+            config = choose(DKV_TUNER, call, launch, reached, "dk" * want_dk + "dv" * want_dv)
+            if is_traced:
                 trace_launch("flash_bwd_dkv_kernel", call, config, dkv_grid(call, config), dk=want_dk, dv=want_dv)
             launch(config)
 

@@ -1,39 +1,19 @@
 """What a call asks for beside its tensors, and how the kernels are told.
 
-The launchers make an Options of a call's arguments. A kernel gets None for what a call does not use, and compiles
-without it.
+The launchers make an Options of a call's arguments. What a call does not use is None to a kernel, by default, and not
+compiled in.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
 
 LOG2_E = math.log2(math.e)
 UNBOUNDED = 2**31 - 1  # a window's side, to a kernel
-
-KERNEL_ARGUMENTS = (
-    "cu_seqlens_q",
-    "cu_seqlens_k",
-    "num_sequences",
-    "window_left",
-    "window_right",
-    "softcap",
-    "alibi_slopes",
-    "alibi_stride",
-    "rng_state",
-    "threshold",
-    "keep_scale",
-)
-PAGE_ARGUMENTS = ("block_table", "block_table_stride", "page_size")  # of the forward kernel alone
-
-
-NO_ARGUMENTS: dict[str, Any] = dict.fromkeys(KERNEL_ARGUMENTS)
-NO_PAGES: dict[str, Any] = dict.fromkeys(PAGE_ARGUMENTS)
 
 
 @dataclass(eq=False)  # frozen would cost each call microseconds
@@ -84,11 +64,14 @@ class Options:
         scale = self.softmax_scale * LOG2_E
         return 2 * scale / self.softcap if self.softcap > 0 else scale
 
-    @cached_property
+    @property
+    def is_plain(self) -> bool:
+        """Whether the kernels are compiled with nothing beyond dense attention, the window apart."""
+        return self.cu_seqlens_q is None and self.alibi_slopes is None and self.softcap == 0 and self.dropout_p == 0
+
+    @property
     def features(self) -> str:
         """What the kernels are compiled with beyond dense attention, the window apart: "" or names."""
-        if self.cu_seqlens_q is None and self.alibi_slopes is None and self.softcap == 0 and self.dropout_p == 0:
-            return ""
         used = {
             "varlen": self.cu_seqlens_q is not None,
             "paged": self.block_table is not None,
@@ -99,10 +82,10 @@ class Options:
         return "+".join(name for name, is_used in used.items() if is_used)
 
     def kernel_arguments(self, window: tuple[int, int] | None) -> dict[str, Any]:
-        """The KERNEL_ARGUMENTS of a call with this window."""
-        if window is None and not self.features:
-            return NO_ARGUMENTS
-        arguments = dict(NO_ARGUMENTS)
+        """The arguments of the kernels that a call with this window does not leave out."""
+        if window is None and self.is_plain:
+            return {}
+        arguments: dict[str, Any] = {}
         if self.cu_seqlens_q is not None and self.cu_seqlens_k is not None:
             arguments["cu_seqlens_q"] = self.cu_seqlens_q.contiguous()
             arguments["cu_seqlens_k"] = self.cu_seqlens_k.contiguous()
@@ -123,8 +106,8 @@ class Options:
         return arguments
 
     def page_arguments(self, k: torch.Tensor) -> dict[str, Any]:
-        """The PAGE_ARGUMENTS, for k ``[pages, page_size, nheads_k, headdim]`` where there are pages."""
+        """Likewise those of the forward alone, for k ``[pages, page_size, nheads_k, headdim]``."""
         if self.block_table is None:
-            return NO_PAGES
+            return {}
         table = self.block_table.contiguous()
-        return dict(zip(PAGE_ARGUMENTS, (table, table.shape[1], k.shape[1]), strict=True))
+        return {"block_table": table, "block_table_stride": table.shape[1], "page_size": k.shape[1]}

@@ -84,11 +84,13 @@ class Tuner:
             launch_with: ``launch_with(config)`` runs the call, for timing.
             variant: What else makes the compiled kernel another one.
         """
-        flops = 4 * q.shape[0] * q.shape[2] * q.shape[1] * k.shape[1] * q.shape[3]
+        batch, seqlen_q, nheads, head_dim = q.shape
+        seqlen_k = k.shape[1]
+        flops = 4 * batch * nheads * seqlen_q * seqlen_k * head_dim
         tunes = flops >= MIN_TUNED_FLOPS and os.environ.get(ENVIRONMENT_VARIABLE, "1") != "0"
-        lengths = length_bucket(q.shape[1]), length_bucket(k.shape[1])
+        lengths = length_bucket(seqlen_q), length_bucket(seqlen_k)
         # `tunes` is part of the key, so that a small call keeps its configuration when a larger one has tuned.
-        key = (q.device, q.dtype, q.shape[3], causal, variant, tma_reaches, *lengths, tunes)
+        key = (q.device, q.dtype, head_dim, causal, variant, tma_reaches, *lengths, tunes)
         config = self.chosen.get(key)
         if config is not None:
             return config
@@ -105,7 +107,7 @@ class Tuner:
                 self.timed_launch.run(
                     torch.cuda.get_device_name(q.device),
                     str(q.dtype),
-                    q.shape[3],
+                    head_dim,
                     block_d,
                     causal,
                     variant,
