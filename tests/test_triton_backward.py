@@ -23,33 +23,16 @@ from torch import Tensor
 from flash_attn_mini.backends import triton as backend
 
 from .bounds import FLOOR, assert_gradients_accurate
-from .cases import SMALL_FORWARD_CASES, Case, make_dlse, make_dout, make_inputs
+from .cases import Case, make_dlse, make_dout, make_inputs
 from .poison import Guard, PoisonIntact, poisoned
+from .test_triton import DEVICE, HAS_GPU, INTERPRETED, TILE_CASE, cases_and_dtypes, gpu, runs_triton, softmax_scale
 
-HAS_GPU = torch.cuda.is_available()
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cuda" if HAS_GPU else "cpu"
-# The interpreter computes bfloat16 in float32, and float32 as it does float16: a few cases each are enough there.
-OTHER_DTYPES_FOR = ("square_65_causal", "masked_rows", "headdim_100", "layout_expanded", "scale_zero", "gqa_3_causal")
 WITH_DLSE = (
     *("square_65", "more_keys", "masked_rows", "no_keys", "mqa", "scale_negative", "headdim_192_causal"),
     "few_queries",
 )
-
-runs_triton = pytest.mark.skipif(not HAS_GPU and not INTERPRETED, reason="runs in the interpreter's process")
-gpu = pytest.mark.gpu
-TILE_CASE = Case("tile", "a full tile and a ragged one in both directions", 1, 2, 1, 140, 150, 64)
 MASKED_CASE = Case("masked", "grouped heads, rows without keys, a diagonal", 2, 4, 2, 90, 77, 64, causal=True)
 SUBSETS = [mask for mask in itertools.product((False, True), repeat=3) if not all(mask)]
-
-
-def cases_and_dtypes() -> list[Any]:
-    return [
-        pytest.param(case, dtype, id=f"{case}-{str(dtype).removeprefix('torch.')}")
-        for dtype in (torch.float16, torch.bfloat16, torch.float32)
-        for case in SMALL_FORWARD_CASES
-        if HAS_GPU or dtype == torch.float16 or case.name in OTHER_DTYPES_FOR
-    ]
 
 
 @pytest.mark.slow
@@ -69,8 +52,11 @@ def launcher() -> Any:
     return launch_bwd
 
 
-def softmax_scale(case: Case) -> float:
-    return case.headdim**-0.5 if case.softmax_scale is None else case.softmax_scale
+def numpy_rounds_alike() -> bool:
+    """Whether the interpreter's products of q and k have the same bits in both kernels' tiles. OpenBLAS: by CPU."""
+    q, k = (torch.randn(rows, 64).numpy() for rows in (128, 64))
+    scores = q @ k.T
+    return all((scores[m : m + 32] == (k @ q[m : m + 32].T).T).all() for m in range(0, 128, 32))
 
 
 @dataclasses.dataclass
@@ -134,6 +120,8 @@ def tile_configs() -> list[Any]:
 def test_gradients_of_a_small_case_are_as_accurate_as_pytorch(
     case: Case, dtype: torch.dtype, seed: int, described_seed: str
 ) -> None:
+    if INTERPRETED and "1e4" in case.values and not numpy_rounds_alike():
+        pytest.skip("numpy rounds q.k otherwise than k.q: P = exp(score - lse) of such scores may be anything")
     problem = Problem.make(case, dtype, seed, with_dlse=case.name in WITH_DLSE)
     guard = Guard(*problem.inputs, problem.dout)
     *gradients, softmax_d = problem.backward()
