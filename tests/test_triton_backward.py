@@ -10,10 +10,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,8 +20,9 @@ from flash_attn_mini.backends import triton as backend
 
 from .bounds import FLOOR, assert_gradients_accurate
 from .cases import Case, make_dlse, make_dout, make_inputs
+from .interpreter import INTERPRETED, run_in_the_interpreter, starts_the_interpreter
 from .poison import Guard, PoisonIntact, poisoned
-from .test_triton import DEVICE, HAS_GPU, INTERPRETED, TILE_CASE, cases_and_dtypes, gpu, runs_triton, softmax_scale
+from .test_triton import DEVICE, HAS_GPU, TILE_CASE, cases_and_dtypes, gpu, runs_triton, softmax_scale
 
 WITH_DLSE = (
     *("square_65", "more_keys", "masked_rows", "no_keys", "mqa", "scale_negative", "headdim_192_causal"),
@@ -36,14 +33,9 @@ SUBSETS = [mask for mask in itertools.product((False, True), repeat=3) if not al
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(HAS_GPU or INTERPRETED, reason="the tests below run in this process")
+@starts_the_interpreter
 def test_all_of_this_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", __file__, "-q", "--tb=short", "-p", "no:cacheprovider"]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": ""}
-    root = Path(__file__).resolve().parent.parent
-    result = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]
+    run_in_the_interpreter(__file__)
 
 
 def launcher() -> Any:
