@@ -323,16 +323,20 @@ def assert_gradients_accurate(
 
     `case` and options as in `assert_forward_accurate`.
     """
+    assert_like_inputs(q, k, v, gradients, case)
+    results = gradients_accuracy(q, k, v, dout, gradients, dlse=dlse, cu_seqlens=cu_seqlens, **options)
+    refuse([r for r in results if not r.passed], f"\n  case {case}")
+    if gradients[0] is not None:
+        assert_no_gradient_without_keys(q, k, gradients[0], case, cu_seqlens, **options)
+
+
+def assert_like_inputs(q: Tensor, k: Tensor, v: Tensor, gradients: Gradients, case: str) -> None:
     shown = f"\n  case {case}"
     for name, got, like in zip(("dq", "dk", "dv"), gradients, (q, k, v), strict=True):
         if got is not None:
             assert got.shape == like.shape, f"{name} has shape {list(got.shape)}, not {list(like.shape)}{shown}"
             assert got.dtype == like.dtype, f"{name} has dtype {got.dtype}, not {like.dtype}{shown}"
             assert got.device == like.device, f"{name} is on {got.device}, not {like.device}{shown}"
-    results = gradients_accuracy(q, k, v, dout, gradients, dlse=dlse, cu_seqlens=cu_seqlens, **options)
-    refuse([r for r in results if not r.passed], shown)
-    if gradients[0] is not None:
-        assert_no_gradient_without_keys(q, k, gradients[0], case, cu_seqlens, **options)
 
 
 def assert_no_gradient_without_keys(

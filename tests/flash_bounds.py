@@ -1,8 +1,8 @@
 """A bound for gradients where PyTorch's formula for them is exact by cancellation, as FlashAttention's cannot be.
 
-With few keys, or one that takes nearly all of the softmax, the formula's dP - sum(P dP) cancels to the bit, as both
-come from one dP; with delta = rowsum(dO * O) from the rounded O that cannot be, in any FlashAttention. PyTorch's own
-error is then that of its computation in FlashAttention's way, which SDPA takes with its flash kernel.
+With few keys, one that takes nearly all of the softmax, or a head dim of 1, the formula's dP - sum(P dP) cancels to the
+bit, as both come from one dP; with delta = rowsum(dO * O) from the rounded O that cannot be, in any FlashAttention.
+PyTorch's own error is then that of its computation in FlashAttention's way, which SDPA takes with its flash kernel.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from .bounds import (
     TIMES_PYTORCH_GRADIENT,
     Cumulative,
     accuracy,
+    assert_like_inputs,
     assert_no_gradient_without_keys,
     by_sequence,
     differentiate,
@@ -55,6 +56,7 @@ def flash_gradients(
     alibi_slopes: Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_mask: Tensor | None = None,
+    dlse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv in PyTorch as FlashAttention computes them (https://arxiv.org/abs/2205.14135, appendix B).
 
@@ -80,6 +82,8 @@ def flash_gradients(
     kept = torch.ones_like(p) if dropout_mask is None else dropout_mask.to(wide) / (1.0 - dropout_p)
     p_kept = (p * kept).to(dtype).to(wide)
     delta = rounded_delta(dout, (p * kept) @ v, (p_kept @ v).to(dtype).to(wide), torch.finfo(dtype).eps)
+    if dlse is not None:
+        delta = delta - dlse.to(wide)[..., None]
     ds = (p * (kept * (dout @ v.mT) - delta) * slope).to(dtype).to(wide)
     dq = scale * (ds @ k)
     dk, dv = (x.unflatten(1, (nheads_k, -1)).sum(dim=2) for x in (scale * (ds.mT @ q), p_kept.mT @ dout))
@@ -94,18 +98,21 @@ def assert_gradients_accurate_beside_flash(
     gradients: tuple[Tensor, Tensor, Tensor],
     *,
     case: str,
+    dlse: Tensor | None = None,
     cu_seqlens: Cumulative | None = None,
     **options: Any,
 ) -> None:
     """Fail unless dq, dk and dv are within the curated cases' bound or that of `flash_gradients`.
 
-    `case` and options as in `assert_forward_accurate`.
+    `case` and options as in `assert_forward_accurate`; a dlse of dense calls alone.
     """
-    strict = gradients_accuracy(q, k, v, dout, gradients, cu_seqlens=cu_seqlens, **options)
+    assert_like_inputs(q, k, v, gradients, case)
+    strict = gradients_accuracy(q, k, v, dout, gradients, dlse=dlse, cu_seqlens=cu_seqlens, **options)
     if not all(result.passed for result in strict):
         doubles = (q.double(), k.double(), v.double())
-        expected = differentiate(by_sequence(attention_reference, cu_seqlens), doubles, dout, None, **options)
-        flash = by_sequence(flash_gradients, cu_seqlens)(q, k, v, dout, **options)
+        expected = differentiate(by_sequence(attention_reference, cu_seqlens), doubles, dout, dlse, **options)
+        arriving = {} if dlse is None else {"dlse": dlse}
+        flash = by_sequence(flash_gradients, cu_seqlens)(q, k, v, dout, **options, **arriving)
         failed = []
         for result, got, truth, theirs in zip(strict, gradients, expected, flash, strict=True):
             beside = accuracy(result.what, got, truth, theirs, FLOOR[q.dtype], TIMES_PYTORCH_GRADIENT)
