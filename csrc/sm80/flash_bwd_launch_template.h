@@ -1,11 +1,11 @@
 // run_flash_bwd: tile sizes, grids and shared memory of the three kernels of a backward, and their launches.
 #pragma once
 
+#include "../common/launch.h"
 #include "../trace.h"
 #include "flash_bwd.h"
 #include "flash_bwd_kernel.h"
 #include "flash_bwd_preprocess_kernel.h"
-#include "../common/launch.h"
 
 namespace flash::sm80 {
 

@@ -1,10 +1,10 @@
 // run_flash_fwd: tile sizes, grid and shared memory for one kernel, and its launch.
 #pragma once
 
+#include "../common/launch.h"
 #include "../trace.h"
 #include "flash_fwd.h"
 #include "flash_fwd_kernel.h"
-#include "../common/launch.h"
 
 namespace flash::sm80 {
 
