@@ -20,6 +20,7 @@ HOST_SOURCES = [
     "csrc/flash_api.cpp",
     "csrc/checks.cpp",
     "csrc/kernel_memory.cpp",
+    "csrc/python_backends.cpp",
     "csrc/set_params.cpp",
     "csrc/rng_state.cpp",
     "csrc/run_mha.cpp",

@@ -15,6 +15,7 @@
 #include "checks.h"
 #include "kernel_memory.h"
 #include "message.h"
+#include "python_backends.h"
 #include "rng_state.h"
 #include "run_mha.h"
 #include "s_dmask.h"
@@ -257,105 +258,6 @@ std::vector<at::Tensor> mha_varlen_bwd(const at::Tensor &dout, const at::Tensor 
                     zero_tensors);
 }
 
-// ---- the checks alone, for backends that are not written in C++
-
-void check_fwd_for(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const Optional &alibi_slopes,
-                   double p_dropout, double softmax_scale, bool is_causal, int64_t window_size_left,
-                   int64_t window_size_right, double softcap, bool return_softmax, const std::string &backend) {
-    const Optional out;
-    check_fwd({q, k, v, out, alibi_slopes, p_dropout, softmax_scale, is_causal, window_size_left, window_size_right,
-               softcap, return_softmax},
-              backend);
-}
-
-void check_varlen_fwd_for(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const at::Tensor &cu_seqlens_q,
-                          const at::Tensor &cu_seqlens_k, const Optional &block_table, const Optional &alibi_slopes,
-                          int64_t max_seqlen_q, int64_t max_seqlen_k, double p_dropout, double softmax_scale,
-                          bool is_causal, int64_t window_size_left, int64_t window_size_right, double softcap,
-                          bool return_softmax, const std::string &backend) {
-    const Optional out;
-    const Varlen_args varlen{cu_seqlens_q, cu_seqlens_k, block_table, max_seqlen_q, max_seqlen_k};
-    check_fwd({q, k, v, out, alibi_slopes, p_dropout, softmax_scale, is_causal, window_size_left, window_size_right,
-               softcap, return_softmax, &varlen},
-              backend);
-}
-
-void check_bwd_for(const at::Tensor &dout, const at::Tensor &q, const at::Tensor &k, const at::Tensor &v,
-                   const at::Tensor &out, const at::Tensor &softmax_lse, const Optional &alibi_slopes, double p_dropout,
-                   double softmax_scale, bool is_causal, int64_t window_size_left, int64_t window_size_right,
-                   double softcap, const Optional &dsoftmax_lse, const std::string &backend, const Optional &dq,
-                   const Optional &dk, const Optional &dv) {
-    const Optional out_{out};
-    const Fwd_args forward{q,
-                           k,
-                           v,
-                           out_,
-                           alibi_slopes,
-                           p_dropout,
-                           softmax_scale,
-                           is_causal,
-                           window_size_left,
-                           window_size_right,
-                           softcap,
-                           /*return_softmax=*/false};
-    check_bwd({forward, dout, softmax_lse, dsoftmax_lse, dq, dk, dv}, backend);
-}
-
-void check_varlen_bwd_for(const at::Tensor &dout, const at::Tensor &q, const at::Tensor &k, const at::Tensor &v,
-                          const at::Tensor &out, const at::Tensor &softmax_lse, const at::Tensor &cu_seqlens_q,
-                          const at::Tensor &cu_seqlens_k, const Optional &alibi_slopes, int64_t max_seqlen_q,
-                          int64_t max_seqlen_k, double p_dropout, double softmax_scale, bool is_causal,
-                          int64_t window_size_left, int64_t window_size_right, double softcap,
-                          const Optional &dsoftmax_lse, const std::string &backend, const Optional &dq,
-                          const Optional &dk, const Optional &dv) {
-    const Optional out_{out}, block_table;
-    const Varlen_args varlen{cu_seqlens_q, cu_seqlens_k, block_table, max_seqlen_q, max_seqlen_k};
-    const Fwd_args forward{q,
-                           k,
-                           v,
-                           out_,
-                           alibi_slopes,
-                           p_dropout,
-                           softmax_scale,
-                           is_causal,
-                           window_size_left,
-                           window_size_right,
-                           softcap,
-                           /*return_softmax=*/false,
-                           &varlen};
-    check_bwd({forward, dout, softmax_lse, dsoftmax_lse, dq, dk, dv}, backend);
-}
-
-// s_dmask for backends that are not written in C++; cu_seqlens None: dense.
-at::Tensor s_dmask_for(const at::Tensor &q, const at::Tensor &k, const Optional &rng_state,
-                       const Optional &cu_seqlens_q, const Optional &cu_seqlens_k, int64_t max_seqlen_q,
-                       int64_t max_seqlen_k, const Optional &alibi_slopes, double p_dropout, double softmax_scale,
-                       bool is_causal, int64_t window_size_left, int64_t window_size_right, double softcap,
-                       const Optional &block_table) {
-    FLASH_CHECK_VALUE(cu_seqlens_q.has_value() == cu_seqlens_k.has_value(),
-                      "one of cu_seqlens_q and cu_seqlens_k is None; allowed: both or neither");
-    const bool is_varlen = cu_seqlens_q.has_value();
-    const Optional out;
-    const Varlen_args varlen{is_varlen ? *cu_seqlens_q : q, is_varlen ? *cu_seqlens_k : k, block_table, max_seqlen_q,
-                             max_seqlen_k};
-    const Fwd_args args{q,
-                        k,
-                        k,
-                        out,
-                        alibi_slopes,
-                        p_dropout,
-                        softmax_scale,
-                        is_causal,
-                        window_size_left,
-                        window_size_right,
-                        softcap,
-                        /*return_softmax=*/true,
-                        is_varlen ? &varlen : nullptr};
-    check_s_dmask(args, rng_state);
-    const c10::OptionalDeviceGuard device_guard(q.device());
-    return s_dmask(args, rng_state.value_or(at::Tensor()));
-}
-
 pybind11::dict build_info() {
     pybind11::dict info;
     info["torch"] = FLASH_TORCH_VERSION;
@@ -442,21 +344,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
                py::arg("softcap"), py::arg("deterministic"), py::arg("generator"), py::arg("rng_state"),
                py::arg("dsoftmax_lse") = py::none(), py::arg("output_mask") = std::array<bool, 3>{true, true, true});
     module.def("fwd_kvcache", torch::wrap_pybind_function(flash::fwd_kvcache));
-    module.def("check_fwd", torch::wrap_pybind_function(flash::check_fwd_for), "fwd's argument checks alone");
-    module.def("check_bwd", torch::wrap_pybind_function(flash::check_bwd_for), "bwd's argument checks alone");
-    module.def("check_varlen_fwd", torch::wrap_pybind_function(flash::check_varlen_fwd_for), "varlen_fwd's alone");
-    module.def("check_varlen_bwd", torch::wrap_pybind_function(flash::check_varlen_bwd_for), "varlen_bwd's alone");
-    module.def("check_rng_state", torch::wrap_pybind_function(flash::check_rng_state),
-               "The check of a backward's rng_state alone", py::arg("rng_state"), py::arg("p_dropout"), py::arg("q"));
-    module.def("draw_rng_state", torch::wrap_pybind_function_no_gil(flash::draw_rng_state),
-               "Seed and offset for the dropout of one call, int64 [2]", py::arg("like"),
-               py::arg("generator") = py::none());
-    module.def("s_dmask", torch::wrap_pybind_function_no_gil(flash::s_dmask_for),
-               "exp(score - largest of its row), negative where dropped; cu_seqlens None: dense", py::arg("q"),
-               py::arg("k"), py::arg("rng_state"), py::arg("cu_seqlens_q"), py::arg("cu_seqlens_k"),
-               py::arg("max_seqlen_q"), py::arg("max_seqlen_k"), py::arg("alibi_slopes"), py::arg("p_dropout"),
-               py::arg("softmax_scale"), py::arg("is_causal"), py::arg("window_size_left"),
-               py::arg("window_size_right"), py::arg("softcap"), py::arg("block_table") = py::none());
+    flash::bind_for_python_backends(module);
     module.def("cuda_unavailable_reason", &flash::cuda_unavailable_reason, py::arg("major"), py::arg("minor"));
     module.def("build_info", &flash::build_info, "What this extension was built with");
 #ifdef FLASH_WITH_CUDA
