@@ -78,13 +78,13 @@ sm80::Kind kind_of(const Flash_fwd_params &params) {
     return params.cu_seqlens_q != nullptr ? Kind::varlen : params.is_local() ? Kind::local : Kind::full;
 }
 
-// Whether FLASH_ATTN_MINI_ARCH asks for the kernels of Hopper: "90". Without it, those of sm80 run.
-bool asks_for_sm90() {
+// The architecture whose kernels FLASH_ATTN_MINI_ARCH asks for, to compare them: 80 or 90; 0: the best there are.
+int asked_arch() {
     const char *asked = std::getenv("FLASH_ATTN_MINI_ARCH");
     const std::string arch = asked == nullptr ? "" : asked;
     FLASH_CHECK_VALUE(arch.empty() || arch == "80" || arch == "90", "FLASH_ATTN_MINI_ARCH is '", arch,
                       "'; allowed: 80, 90");
-    return arch == "90";
+    return arch.empty() ? 0 : std::stoi(arch);
 }
 
 #ifdef FLASH_WITH_SM90
@@ -108,17 +108,17 @@ constexpr bool has_sm90_kernel(int headdim, sm80::Kind kind) {
     return kHas_sm90 && sm90::has_headdim(headdim) && is_kind_of_sm90(kind);
 }
 
-// Why a call runs on a kernel of sm80 (empty: nobody asked for another); null when it runs on one of sm90.
+// Why a call runs on a kernel of sm80; null when it runs on one of sm90.
 template <int kHeadDim, sm80::Kind kKind>
 const char *reason_against_sm90(const Flash_fwd_params &params) {
-    if (!asks_for_sm90()) {
-        return "";
-    }
-    if (!has_sm90_kernel(kHeadDim, kKind)) {
-        return "not in this build";
+    if (asked_arch() == 80) {
+        return "FLASH_ATTN_MINI_ARCH asks for it";
     }
     if (device_attribute(cudaDevAttrComputeCapabilityMajor) != 9) {
-        return "not this GPU's";
+        return "the GPU is not a Hopper";
+    }
+    if (!has_sm90_kernel(kHeadDim, kKind)) {
+        return "this build has no kernel of sm90 for the call";
     }
     return sm90::can_describe_inputs(params) ? nullptr : "TMA takes no such strides";
 }
@@ -131,9 +131,9 @@ void run_mha_fwd_cuda(Flash_fwd_params &params) {
             KIND_SWITCH(kind_of(params), [&] {
                 const char *reason = reason_against_sm90<kHeadDim, kKind>(params);
                 if (trace_enabled()) {
-                    const char *arch = reason == nullptr ? "sm90" : "sm80", *why = reason == nullptr ? "" : reason;
-                    trace("run_mha_fwd", "device=cuda arch=%s kHeadDim=%d kKind=%s%s%s", arch, kHeadDim,
-                          sm80::name_of(kKind), *why == '\0' ? "" : " because: ", why);
+                    const bool is_sm90 = reason == nullptr;
+                    trace("run_mha_fwd", "device=cuda arch=%s kHeadDim=%d kKind=%s%s%s", is_sm90 ? "sm90" : "sm80",
+                          kHeadDim, sm80::name_of(kKind), is_sm90 ? "" : " because: ", is_sm90 ? "" : reason);
                 }
                 if constexpr (has_sm90_kernel(kHeadDim, kKind)) {
                     if (reason == nullptr) {

@@ -2,9 +2,17 @@
 // host. Prints one line per tile: how many facts are wrong.
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cstdio>
 
-const uint3 threadIdx{};  // the kernels' headers name it, and nobody asks for it here
+// The kernels' headers name these, and nobody asks for them here.
+const uint3 threadIdx{}, blockIdx{};
+const dim3 gridDim{};
+unsigned __reduce_or_sync(unsigned, unsigned x) {
+    return x;
+}
+void __syncwarp() {}
+using std::max, std::min;
 
 #include "sm90/kernel_traits.h"
 #include "sm90/layout.h"
@@ -51,18 +59,17 @@ void check() {
             }
         }
     }
-    // Every element of O leaves once.
-    int stores[kRows][kHeadDim] = {};
+    // Where the epilogue takes a thread's columns of O to be.
     for (int thread = 0; thread < 128; ++thread) {
-        Tensor coords = typename Traits::GmemTiledCopyO{}.get_slice(thread).partition_D(
+        Tensor of_O = typename Traits::TiledMmaPV{}.get_slice(thread).partition_C(
             make_identity_tensor(typename Traits::TileQ{}));
-        for (int i = 0; i < size(coords); ++i) {
-            ++stores[get<0>(coords(i))][get<1>(coords(i))];
-        }
-    }
-    for (const auto &row : stores) {
-        for (int count : row) {
-            wrong += count != 1;
+        Tensor rowcol = make_tensor(of_O.data(), rowcol_layout(of_O.layout()));
+        wrong += size<0>(rowcol) != 2 || size<1>(rowcol) != kHeadDim / 4;
+        for (int row = 0; row < size<0>(rowcol); ++row) {
+            for (int col = 0; col < size<1>(rowcol); ++col) {
+                wrong += get<0>(rowcol(row, col)) != thread / 32 * 16 + thread % 32 / 4 + row * 8;
+                wrong += get<1>(rowcol(row, col)) != col / 2 * 8 + thread % 4 * 2 + col % 2;
+            }
         }
     }
     std::printf("headdim=%d is_local=%d wrong=%d\n", kHeadDim, kIs_local, wrong);

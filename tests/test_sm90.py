@@ -1,8 +1,9 @@
-"""The kernels of csrc/sm90, which FLASH_ATTN_MINI_ARCH=90 asks for: which calls they take, and how exact they are."""
+"""The kernels of csrc/sm90: which calls they take, and how exact they are."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -32,10 +33,10 @@ VARLEN = [case for case in VARLEN_CASES if is_masked_alone(case) and not case.pa
 
 
 @pytest.fixture(autouse=True)
-def ask_for_sm90(monkeypatch: pytest.MonkeyPatch) -> None:
+def default_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     if "cuda" not in available_backends("cuda"):
         pytest.skip("the build has no CUDA kernels for this GPU")
-    monkeypatch.setenv("FLASH_ATTN_MINI_ARCH", "90")
+    monkeypatch.delenv("FLASH_ATTN_MINI_ARCH", raising=False)
 
 
 def qkv(*shape: int, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
@@ -57,8 +58,13 @@ def test_kernel_runs(
 
 @pytest.mark.parametrize(
     ("why", "headdim", "options"),
-    [("not in this build", 32, {}), ("not in this build", 64, {"softcap": 5.0}), ("TMA takes no such strides", 64, {})],
-    ids=["headdim_32", "softcap", "expanded"],
+    [
+        ("this build has no kernel of sm90 for the call", 32, {}),
+        ("this build has no kernel of sm90 for the call", 64, {"softcap": 5.0}),
+        ("TMA takes no such strides", 64, {}),
+        ("FLASH_ATTN_MINI_ARCH asks for it", 64, {}),
+    ],
+    ids=["headdim_32", "softcap", "expanded", "asked_for"],
 )
 def test_other_calls_run_on_sm80_and_the_trace_says_why(
     why: str,
@@ -70,6 +76,8 @@ def test_other_calls_run_on_sm80_and_the_trace_says_why(
     q, k, v = qkv(2, 70, 4, headdim)
     if "TMA" in why:
         k = k[:, :, :1].expand(-1, -1, 4, -1)
+    if "ARCH" in why:
+        monkeypatch.setenv("FLASH_ATTN_MINI_ARCH", "80")
     monkeypatch.setenv("FLASH_ATTN_MINI_TRACE", "1")
     flash_attn_func(q, k, v, **options)
     assert f"arch=sm80 kHeadDim={headdim}" in (err := capfd.readouterr().err)
@@ -82,29 +90,78 @@ def test_another_architecture_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         flash_attn_func(*qkv(1, 16, 1, 64))
 
 
-# ---- accuracy ------------------------------------------------------------------------------------------------------
+# ---- accuracy: also of the kernels that run on other GPUs ------------------------------------------------------------
+
+ARCHS = pytest.mark.parametrize("arch", [90, 80], ids=lambda arch: f"sm{arch}")
 
 
+@pytest.fixture
+def hold_to(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    return lambda arch: monkeypatch.setenv("FLASH_ATTN_MINI_ARCH", str(arch))
+
+
+@ARCHS
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", DENSE, ids=str)
-def test_forward_is_as_accurate_as_pytorch(case: Case, dtype: torch.dtype, seed: int, described_seed: str) -> None:
+def test_forward_is_as_accurate_as_pytorch(
+    case: Case, dtype: torch.dtype, arch: int, hold_to: Callable[[int], None], seed: int, described_seed: str
+) -> None:
+    hold_to(arch)
     q, k, v = make_inputs(case, dtype, "cuda", seed)
     options = options_of(case, "cuda")
     out, lse, _ = flash_attn_func(q, k, v, return_attn_probs=True, backend="cuda", **options)
-    described = f"{case.name} ({case.why})\n  {case.shape} dtype={dtype} sm90\n  {described_seed}"
+    described = f"{case.name} ({case.why})\n  {case.shape} dtype={dtype} sm{arch}\n  {described_seed}"
     assert_forward_accurate(q, k, v, out, lse, case=described, **options)
 
 
+@ARCHS
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", VARLEN, ids=str)
-def test_varlen_is_as_accurate_as_pytorch(case: VarlenCase, dtype: torch.dtype, seed: int, described_seed: str) -> None:
+def test_varlen_is_as_accurate_as_pytorch(
+    case: VarlenCase, dtype: torch.dtype, arch: int, hold_to: Callable[[int], None], seed: int, described_seed: str
+) -> None:
+    hold_to(arch)
     batch = make_batch(case, dtype, "cuda", seed)
     out, lse, _ = flash_attn_varlen_func(
         *(batch.q, batch.k, batch.v), *batch.lengths, return_attn_probs=True, backend="cuda", **options_of(case, "cuda")
     )
     options = expectation_options(case, batch, torch.empty(0))
-    described = f"{case.name} ({case.why})\n  {case.shape} dtype={dtype} sm90\n  {described_seed}"
+    described = f"{case.name} ({case.why})\n  {case.shape} dtype={dtype} sm{arch}\n  {described_seed}"
     assert_forward_accurate(batch.q, batch.k, batch.v, out, lse, case=described, **options)
+
+
+@pytest.mark.parametrize("headdim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("per_block", [-100.0, 5.0, 40.0, 100.0, 400.0], ids=lambda step: f"steps_of_{step:g}")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_scores_that_grow_from_block_to_block(
+    dtype: torch.dtype, per_block: float, causal: bool, headdim: int, seed: int, described_seed: str
+) -> None:
+    """Key blocks are visited from the last to the first: each brings scores `per_block` above those before it, so that
+    the reference of the softmax is too small at every step, and from 89 on a probability overflows."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    q, k, v = (torch.randn(2, 500, 3, headdim, device="cuda", generator=generator) for _ in range(3))
+    direction = torch.nn.functional.normalize(torch.randn(headdim, device="cuda", generator=generator), dim=0)
+    growth = per_block / 128 * torch.arange(500, 0, -1, device="cuda").view(1, -1, 1, 1)
+    q = (q + direction * math.sqrt(headdim)).to(dtype)
+    k, v = (k + direction * growth).to(dtype), v.to(dtype)
+    out, lse, _ = flash_attn_func(q, k, v, causal=causal, return_attn_probs=True)
+    described = f"scores grow by {per_block} a block\n  headdim={headdim} causal={causal} {dtype}\n  {described_seed}"
+    assert_forward_accurate(q, k, v, out, lse, case=described, causal=causal)
+
+
+@pytest.mark.parametrize("headdim", [64, 128, 256])
+@pytest.mark.parametrize("seqlen", [600, 1300], ids="seqlen_{}".format)
+def test_pairs_of_tiles_cover_every_row(seqlen: int, headdim: int, seed: int, described_seed: str) -> None:
+    """So many causal tiles that they go in pairs, with an odd number for each head."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    shape = (4, seqlen, 48 * 1024 // seqlen, headdim)
+    q, k, v = (torch.randn(shape, device="cuda", generator=generator).half() for _ in range(3))
+    out, lse, _ = flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
+    described = f"pairs\n  {shape} sm90\n  {described_seed}"
+    for i in range(shape[0]):
+        one = slice(i, i + 1)
+        assert_forward_accurate(q[one], k[one], v[one], out[one], lse[one], case=described, causal=True)
 
 
 def test_infinity_in_one_sequence_stays_there() -> None:

@@ -1,101 +1,106 @@
-// What leaves a consumer warpgroup: 64 rows of O, normalised and rounded, through the room of its Q, and the
-// log-sum-exp of each.
+// What leaves a consumer warpgroup: 64 rows of O, normalised and rounded, and the log-sum-exp of each. It goes straight
+// from registers to global memory, so that Q of the next tile need not wait for a room.
 #pragma once
 
 #include "mainloop_fwd.h"
 
 namespace flash::sm90 {
 
+// The four lanes of a quad each hold a 4x4 matrix's column; afterwards each holds a row.
+__device__ __forceinline__ void transpose_in_quad(uint32_t (&words)[4]) {
+    const bool is_odd = threadIdx.x & 1, is_upper = threadIdx.x & 2;
+    const auto exchange = [](uint32_t &low, uint32_t &high, bool keeps_high, int mask) {
+        const uint32_t got = __shfl_xor_sync(0xffffffffu, keeps_high ? low : high, mask);
+        (keeps_high ? low : high) = got;
+    };
+    exchange(words[0], words[1], is_odd, 1);
+    exchange(words[2], words[3], is_odd, 1);
+    exchange(words[0], words[2], is_upper, 2);
+    exchange(words[1], words[3], is_upper, 2);
+}
+
 // Where the rows of one consumer warpgroup go.
 template <typename Traits>
 struct Output {
     using Element = typename Traits::Element;
+    using Vector = cute::uint128_t;
+    static constexpr int kVector = sizeof(Vector) / sizeof(Element);
+
     float *lse;      // of the first row
     Element *o;      // likewise
     int64_t stride;  // elements between rows of O
     int rows_left;   // of the sequence, from the first row on
     int d;
 
-    __device__ Output(const Flash_fwd_params &params, const Sequence &sequence, int bidb, int bidh, int first_row)
-        : stride(params.o.row_stride), rows_left(sequence.seqlen_q - first_row), d(params.d) {
-        const int64_t row = sequence.q_begin + first_row;
+    __device__ Output(const Flash_fwd_params &params, const Tile &tile, int warpgroup) : stride(params.o.row_stride) {
+        const int bidb = tile.place.bidb, bidh = tile.place.bidh;
+        const int first_row = tile.place.block * Traits::kBlockM + warpgroup * Traits::kRows;
+        const int64_t row = tile.sequence.q_begin + first_row;
         lse = static_cast<float *>(params.softmax_lse) + bidb * params.lse_batch_stride +
               bidh * params.lse_head_stride + row;
         o = static_cast<Element *>(params.o.ptr) + bidb * params.o.batch_stride + bidh * params.o.head_stride +
             row * stride;
+        rows_left = tile.sequence.seqlen_q - first_row;
+        d = params.d;
     }
 
-    // Stores vector(row, col) of 16 bytes to every (row, col) that lies inside. vector takes this thread's indices.
-    template <typename VectorOf>
-    __device__ __forceinline__ void store(const VectorOf &vector_of) const {
-        typename Traits::GmemTiledCopyO gmem_copy;
-        auto thr_copy = gmem_copy.get_thread_slice(threadIdx.x % 128);
-        Tensor gO = make_tensor(make_gmem_ptr(o), typename Traits::TileQ{}, make_stride(stride, _1{}));  // (64, HD)
-        Tensor tOgO = thr_copy.partition_D(gO);  // (CPY, row, col)
-        Tensor tOcO = thr_copy.partition_D(make_identity_tensor(typename Traits::TileQ{}));
-        CUTE_UNROLL
-        for (int row = 0; row < size<1>(tOgO); ++row) {
-            if (get<0>(tOcO(0, row, 0)) < rows_left) {
-                CUTE_UNROLL
-                for (int col = 0; col < size<2>(tOgO); ++col) {
-                    if (get<1>(tOcO(0, row, col)) < d) {
-                        copy(gmem_copy, vector_of(row, col), tOgO(_, row, col));
-                    }
-                }
-            }
+    __device__ __forceinline__ void store_lse(int row, float value) const {
+        if (row < rows_left) {
+            lse[row] = value;
+        }
+    }
+    __device__ __forceinline__ void store(int row, int col, const Vector &vector) const {
+        if (row < rows_left && col < d) {
+            *reinterpret_cast<Vector *>(o + row * stride + col) = vector;
         }
     }
 };
 
-// acc_o and softmax as mma leaves them.
+// acc_o: (row, col).
 template <typename Traits, typename TensorO, typename SoftmaxState>
-__device__ __forceinline__ void store(const Output<Traits> &output, float softmax_scale,
-                                      typename Traits::SharedStorage &shared, int warpgroup, TensorO &acc_o,
-                                      SoftmaxState &softmax) {
+__device__ __forceinline__ void store(const Output<Traits> &output, float softmax_scale, const TensorO &acc_o,
+                                      const SoftmaxState &softmax) {
     using Element = typename Traits::Element;
-    const int tidx = threadIdx.x % 128;
-
-    // Normalise, and write the log-sum-exp: of the four lanes that share a row, the one that holds column 0.
-    Tensor acc_o_rowcol = make_tensor(acc_o.data(), rowcol_layout(acc_o.layout()));
-    constexpr int kRowsOfThread = decltype(size<0>(acc_o_rowcol))::value;
-    float lse[kRowsOfThread];
-    softmax.finalize(acc_o_rowcol, softmax_scale, /*out_factor=*/1.0f, lse);
-    typename Traits::TiledMmaPV mma_pv;
-    Tensor tOcO = mma_pv.get_slice(tidx).partition_C(make_identity_tensor(typename Traits::TileQ{}));
-    Tensor coords = make_tensor(tOcO.data(), rowcol_layout(tOcO.layout()));  // (row, col) -> (row, column)
+    using Pair = cutlass::Array<Element, 2>;
+    // A thread holds columns 2 q, 2 q + 1 of every 8 columns of two rows, where q is its lane in its quad.
+    constexpr int kRowsOfThread = decltype(size<0>(acc_o))::value;
+    const int quad = threadIdx.x % 4, first_row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+    float lse[kRowsOfThread], factor[kRowsOfThread];
+    softmax.finalize(softmax_scale, lse, factor);
     CUTE_UNROLL
-    for (int row = 0; row < kRowsOfThread; ++row) {
-        if (get<1>(coords(row, 0)) == 0 && get<0>(coords(row, 0)) < output.rows_left) {
-            output.lse[get<0>(coords(row, 0))] = lse[row];
+    for (int i = 0; i < kRowsOfThread; ++i) {
+        const int row = first_row + i * 8;
+        if (quad == 0) {
+            output.store_lse(row, lse[i]);
+        }
+        // Of each 32 columns a lane collects 8 that lie side by side.
+        CUTE_UNROLL
+        for (int col = 0; col < Traits::kHeadDim; col += 32) {
+            uint32_t words[4];
+            CUTE_UNROLL
+            for (int j = 0; j < 4; ++j) {
+                const int at = col / 4 + 2 * j;
+                const Pair pair = cutlass::NumericArrayConverter<Element, float, 2>::convert(
+                    {acc_o(i, at) * factor[i], acc_o(i, at + 1) * factor[i]});
+                words[j] = reinterpret_cast<const uint32_t &>(pair);
+            }
+            transpose_in_quad(words);
+            output.store(row, col + quad * Output<Traits>::kVector,
+                         reinterpret_cast<const typename Output<Traits>::Vector &>(words));
         }
     }
-
-    // Registers to shared memory to global memory.
-    Tensor rO = make_tensor<Element>(acc_o.layout());
-    constexpr int kCount = decltype(size(rO))::value;
-    *reinterpret_cast<cutlass::Array<Element, kCount> *>(rO.data()) =
-        cutlass::NumericArrayConverter<Element, float, kCount>::convert(
-            *reinterpret_cast<const cutlass::Array<float, kCount> *>(acc_o.data()));
-    Tensor sO = make_tensor(make_smem_ptr(shared.q), typename Traits::SmemLayoutQ{})(_, _, warpgroup);  // (64, HD)
-    auto smem_copy = make_tiled_copy_C(typename Traits::SmemCopyAtomO{}, mma_pv);
-    auto thr_smem_copy = smem_copy.get_thread_slice(tidx);
-    sync(Barrier::warpgroup, warpgroup, 128);  // all four warps are done with Q
-    copy(smem_copy, thr_smem_copy.retile_S(rO), thr_smem_copy.partition_D(as_position_independent_swizzle_tensor(sO)));
-    sync(Barrier::warpgroup, warpgroup, 128);  // O is whole
-    Tensor tOsO = typename Traits::GmemTiledCopyO{}.get_thread_slice(tidx).partition_S(sO);
-    output.store([&](int row, int col) { return tOsO(_, row, col); });
 }
 
-// Rows that see no key: zeros and -inf. Shared memory is left alone: Q's room may hold the next block's already.
+// Rows that see no key: zeros and -inf.
 template <typename Traits>
 __device__ __forceinline__ void store_nothing(const Output<Traits> &output) {
-    const int tidx = threadIdx.x % 128;
-    if (tidx < Traits::kRows && tidx < output.rows_left) {
-        output.lse[tidx] = -INFINITY;
+    constexpr int kVector = Output<Traits>::kVector, kVectors = Traits::kHeadDim / kVector;
+    for (int i = threadIdx.x % 128; i < Traits::kRows * kVectors; i += 128) {
+        output.store(i / kVectors, i % kVectors * kVector, {0, 0});
     }
-    Tensor zeros = make_tensor<typename Traits::Element>(Shape<Int<Traits::kVector>>{});
-    clear(zeros);
-    output.store([&](int, int) { return zeros; });
+    for (int row = threadIdx.x % 128; row < Traits::kRows; row += 128) {
+        output.store_lse(row, -INFINITY);
+    }
 }
 
 }  // namespace flash::sm90

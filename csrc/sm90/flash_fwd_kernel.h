@@ -1,5 +1,5 @@
-// The forward kernel: flash_fwd_kernel -> compute_attn -> compute_attn_1rowblock, which the producer warpgroup
-// (load_1rowblock) and the consumer warpgroups (mma_1rowblock) go through side by side.
+// The forward kernel: flash_fwd_kernel -> compute_attn, where the warpgroups part: the producer goes to load_tiles, the
+// consumers to mma_tiles, and both walk the same tiles.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -10,87 +10,67 @@
 
 namespace flash::sm90 {
 
-// The producer's part of one block of query rows of one head.
-template <typename Traits, Kind kKind, typename Info>
-__device__ __forceinline__ void load_1rowblock(const Flash_fwd_params &params, const typename Traits::Copies &copies,
-                                               const Info &info, typename Traits::SharedStorage &shared,
-                                               Rings<Traits> &rings, const Row_blocks::Place &place) {
-    if (info.n_block_max > info.n_block_min) {
-        load<Traits, kKind>(params, copies, info, shared, rings, place.bidb, place.bidh, place.block);
+// The producer: one warp finds the tiles, tells the consumers, and has TMA load them.
+template <typename Traits, Kind kKind>
+__device__ __forceinline__ void load_tiles(const Flash_fwd_params &params, const typename Traits::Copies &copies,
+                                           typename Traits::SharedStorage &shared, const Tile_order &order) {
+    Tile_scheduler<kKind, Traits::kBlockM, Traits::kBlockN> scheduler(params, order);
+    Tile_ring tiles{shared.tiles};
+    Rings<Traits> rings;
+    const auto find = [&] { return tiles.push(scheduler.next()); };
+    for (int tile = find(), ahead; tiles[tile].state != Tile::is_no_tile; tile = ahead) {
+        ahead = find();  // before the loads of this tile, which may have to wait
+        if (tiles[tile].state == Tile::has_keys) {
+            load<Traits, kKind>(params, copies, tiles[tile], shared, rings);
+        }
     }
 }
 
-// A consumer's part: 64 of the rows.
-template <typename Traits, Kind kKind, typename Info, typename TurnsState>
-__device__ __forceinline__ void mma_1rowblock(const Flash_fwd_params &params, const Info &info,
-                                              typename Traits::SharedStorage &shared, Rings<Traits> &rings,
-                                              const Row_blocks::Place &place, int warpgroup, const TurnsState &turns) {
-    const int first_row = place.block * Traits::kBlockM + warpgroup * Traits::kRows;
-    const Output<Traits> output(params, info, place.bidb, place.bidh, first_row);
-    if (info.n_block_max <= info.n_block_min) {
-        store_nothing(output);
-        return;
-    }
-    Tensor acc_o =
-        partition_fragment_C(typename Traits::TiledMmaPV{}, typename Traits::TileQ{});  // (MMA, MMA_M, MMA_K)
-    clear(acc_o);
-    Softmax<2> softmax(params.scale_softmax_log2);
-    mma<Traits, kKind>(info, shared, rings, place.block, warpgroup, acc_o, softmax, turns);
-    store(output, float(params.softmax_scale), shared, warpgroup, acc_o, softmax);
-    cutlass::arch::fence_view_async_shared();  // TMA writes where O was written
-    __syncwarp();
-    Ring<Traits::kConsumers> own_q = rings.q;
-    own_q.stage = warpgroup;
-    own_q.release(shared.q_barriers);
-    rings.q.phase ^= 1;
-}
-
-// One block of query rows of one head, by a warpgroup in either role: compute(info).
-template <typename Traits, Kind kKind, typename Compute>
-__device__ __forceinline__ void compute_attn_1rowblock(const Flash_fwd_params &params, const Row_blocks::Place &place,
-                                                       const Compute &compute) {
-    const Sequence seq = sequence<may_be_varlen(kKind)>(params, place.bidb);
-    if (place.block * Traits::kBlockM < seq.seqlen_q) {
-        compute(BlockInfo<Traits::kBlockM, Traits::kBlockN, is_local(kKind)>(params, seq, place.block));
-    }
+// A consumer warpgroup: 64 rows of every tile.
+template <typename Traits, Kind kKind>
+__device__ __forceinline__ void mma_tiles(const Flash_fwd_params &params, typename Traits::SharedStorage &shared,
+                                          int warpgroup) {
+    Tile_ring tiles{shared.tiles};
+    const auto output_of = [&](int tile) { return Output<Traits>(params, tiles[tile], warpgroup); };
+    const auto next_tile = [&](int &tile) {
+        for (;;) {
+            tile = tiles.take();
+            const int state = uniform(tiles[tile].state);
+            if (state != Tile::has_no_keys) {
+                return state == Tile::has_keys;
+            }
+            store_nothing(output_of(tile));
+            tiles.release(tile);
+        }
+    };
+    const auto store_tile = [&](int tile, const auto &acc_o, const auto &softmax) {
+        store(output_of(tile), static_cast<float>(params.softmax_scale), acc_o, softmax);
+        tiles.release(tile);
+    };
+    Consumer<Traits, kKind>(params, shared, warpgroup).mma(tiles, next_tile, store_tile);
 }
 
 template <typename Traits, Kind kKind>
 __device__ __forceinline__ void compute_attn(const Flash_fwd_params &params, const typename Traits::Copies &copies,
-                                             typename Traits::SharedStorage &shared) {
-    Tile_scheduler<kKind, Traits::kBlockM> scheduler(params);
-    Rings<Traits> rings;
+                                             typename Traits::SharedStorage &shared, const Tile_order &order) {
     if (threadIdx.x / 128 == 0) {
-        cutlass::arch::warpgroup_reg_dealloc<Traits::Tile::kProducerRegisters>();
-        if (threadIdx.x == 0) {
-            for (; scheduler.has_tile(); scheduler.next()) {
-                const Row_blocks::Place place = scheduler.place();
-                compute_attn_1rowblock<Traits, kKind>(params, place, [&](const auto &info) {
-                    load_1rowblock<Traits, kKind>(params, copies, info, shared, rings, place);
-                });
-            }
+        cutlass::arch::warpgroup_reg_dealloc<Traits::Tile_size::kProducerRegisters>();
+        if (threadIdx.x < 32) {
+            load_tiles<Traits, kKind>(params, copies, shared, order);
         }
     } else {
-        cutlass::arch::warpgroup_reg_alloc<Traits::Tile::kConsumerRegisters>();
-        const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0) - 1;  // known to be the same in the warp
-        const Turns<Traits::kConsumers, Traits::Tile::kTakes_turns> turns(warpgroup);
-        for (; scheduler.has_tile(); scheduler.next()) {
-            const Row_blocks::Place place = scheduler.place();
-            compute_attn_1rowblock<Traits, kKind>(params, place, [&](const auto &info) {
-                mma_1rowblock<Traits, kKind>(params, info, shared, rings, place, warpgroup, turns);
-            });
-        }
+        cutlass::arch::warpgroup_reg_alloc<Traits::Tile_size::kConsumerRegisters>();
+        mma_tiles<Traits, kKind>(params, shared, __shfl_sync(0xffffffffu, threadIdx.x / 128, 0) - 1);
     }
 }
 
 template <typename Traits, Kind kKind>
 __global__ void __launch_bounds__(Traits::kNThreads, 1)
     flash_fwd_kernel(const __grid_constant__ Flash_fwd_params params,
-                     const __grid_constant__ typename Traits::Copies copies) {
-    extern __shared__ char smem[];
-    const uintptr_t aligned =
-        (reinterpret_cast<uintptr_t>(smem) + Traits::kAlignment - 1) / Traits::kAlignment * Traits::kAlignment;
-    auto &shared = *reinterpret_cast<typename Traits::SharedStorage *>(aligned);
+                     const __grid_constant__ typename Traits::Copies copies, const __grid_constant__ Tile_order order) {
+    extern __shared__ __align__(1024) char smem[];
+    static_assert(Traits::kAlignment == 1024);
+    auto &shared = *reinterpret_cast<typename Traits::SharedStorage *>(smem);
     if (threadIdx.x == 0) {
         constexpr int kWarps = 4;  // of a warpgroup
         prefetch_tma_descriptor(copies.q.get_tma_descriptor());
@@ -99,10 +79,11 @@ __global__ void __launch_bounds__(Traits::kNThreads, 1)
         shared.q_barriers.init(kWarps);
         shared.k_barriers.init(kWarps * Traits::kConsumers);
         shared.v_barriers.init(kWarps * Traits::kConsumers);
+        shared.tiles.barriers.init(kWarps * Traits::kConsumers);
         cutlass::arch::fence_barrier_init();
     }
     __syncthreads();  // the barriers are there for all
-    compute_attn<Traits, kKind>(params, copies, shared);
+    compute_attn<Traits, kKind>(params, copies, shared, order);
 }
 
 }  // namespace flash::sm90

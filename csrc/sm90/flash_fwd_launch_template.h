@@ -44,23 +44,37 @@ typename Traits::Copies make_copies(const Flash_fwd_params &params) {
             of_KV(params.k), of_KV(params.v)};
 }
 
-template <DType kDType, int kHeadDim, Kind kKind>
-void run_flash_fwd(const Flash_fwd_params &params, cudaStream_t stream) {
-    using Traits = Flash_fwd_kernel_traits<kDType, kHeadDim, Tile_sizes_fwd<kHeadDim, is_local(kKind)>>;
+template <typename Traits, Kind kKind>
+void launch(const Flash_fwd_params &params, cudaStream_t stream) {
     constexpr int kMax_smem = 227 * 1024;
     static_assert(Traits::kSmemSize <= kMax_smem, "more shared memory than a thread block may have");
     auto kernel = &flash_fwd_kernel<Traits, kKind>;
-    const int64_t tiles = row_blocks<may_be_varlen(kKind)>(params, Traits::kBlockM).count();
-    check_grid(tiles, "batch * nheads * blocks of query rows");
-    const int grid = static_cast<int>(std::min<int64_t>(tiles, multiprocessors()));
+    const Row_blocks blocks = row_blocks<may_be_varlen(kKind)>(params, Traits::kBlockM);
+    check_grid(blocks.count(), "batch * nheads * blocks of query rows");
+    const int sms = multiprocessors();
+    const Tile_order order(blocks, is_local(kKind), sms);
+    const int grid = std::min(order.units, sms);
     reserve_smem(kernel, Traits::kSmemSize);
     if (trace_enabled()) {
-        trace("flash_fwd_kernel", "kBlockM=%d kBlockN=%d stages=%d grid=%d tiles=%lld threads=%d smem=%d",
-              Traits::kBlockM, Traits::kBlockN, Traits::kStages, grid, static_cast<long long>(tiles), Traits::kNThreads,
+        trace("flash_fwd_kernel", "kBlockM=%d kBlockN=%d stages=%d grid=%d units=%d threads=%d smem=%d",
+              Traits::kBlockM, Traits::kBlockN, Traits::kStages, grid, order.units, Traits::kNThreads,
               Traits::kSmemSize);
     }
-    kernel<<<grid, Traits::kNThreads, Traits::kSmemSize, stream>>>(params, make_copies<Traits>(params));
+    kernel<<<grid, Traits::kNThreads, Traits::kSmemSize, stream>>>(params, make_copies<Traits>(params), order);
     check_cuda(cudaGetLastError(), "launching flash_fwd_kernel");
+}
+
+template <DType kDType, int kHeadDim, Kind kKind>
+void run_flash_fwd(const Flash_fwd_params &params, cudaStream_t stream) {
+    using Tile_size = Tile_sizes_fwd<kHeadDim, is_local(kKind)>;
+    using Short = Tile_sizes_fwd_short<kHeadDim>;
+    if constexpr (kKind == Kind::local && Short::kBlockM != Tile_size::kBlockM) {
+        if (params.seqlen_q <= kShort_seqlen) {
+            launch<Flash_fwd_kernel_traits<kDType, kHeadDim, Short>, kKind>(params, stream);
+            return;
+        }
+    }
+    launch<Flash_fwd_kernel_traits<kDType, kHeadDim, Tile_size>, kKind>(params, stream);
 }
 
 }  // namespace flash::sm90

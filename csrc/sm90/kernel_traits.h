@@ -12,23 +12,25 @@
 
 #include "../flash.h"
 #include "pipeline.h"
+#include "tile_scheduler.h"
 #include "tile_sizes.h"
 
 namespace flash::sm90 {
 
 using namespace cute;
 
-template <DType kDType, int kHeadDim_, typename Tile_>
+template <DType kDType, int kHeadDim_, typename Tile_size_>
 struct Flash_fwd_kernel_traits {
     static_assert(kDType == DType::float16 || kDType == DType::bfloat16, "tensor cores multiply 16-bit types here");
 
     using Element = std::conditional_t<kDType == DType::float16, cutlass::half_t, cutlass::bfloat16_t>;
-    using Tile = Tile_;
+    using Tile_size = Tile_size_;
     static constexpr int kHeadDim = kHeadDim_;
-    static constexpr int kBlockM = Tile::kBlockM;
-    static constexpr int kBlockN = Tile::kBlockN;
-    static constexpr int kStages = Tile::kStages;
-    static constexpr int kConsumers = Tile::kConsumers;
+    static constexpr int kBlockM = Tile_size::kBlockM;
+    static constexpr int kBlockN = Tile_size::kBlockN;
+    static constexpr int kStages = Tile_size::kStages;
+    static constexpr int kConsumers = Tile_size::kConsumers;
+    static constexpr int kQ_rooms = Tile_size::kQ_rooms;  // for each consumer
     static constexpr int kNThreads = 128 * (kConsumers + 1);
     static constexpr int kRows = 64;  // query rows of a consumer warpgroup: the m64 of wgmma
 
@@ -45,7 +47,8 @@ struct Flash_fwd_kernel_traits {
     // Rows of 128 bytes (64 for head dims that 64 does not divide), swizzled as wgmma and TMA have it.
     using SmemLayoutAtom =
         std::conditional_t<kHeadDim % 64 == 0, GMMA::Layout_K_SW128_Atom<Element>, GMMA::Layout_K_SW64_Atom<Element>>;
-    using SmemLayoutQ = decltype(tile_to_shape(SmemLayoutAtom{}, Shape<Int<kRows>, Int<kHeadDim>, Int<kConsumers>>{}));
+    using SmemLayoutQ =
+        decltype(tile_to_shape(SmemLayoutAtom{}, Shape<Int<kRows>, Int<kHeadDim>, Int<kConsumers * kQ_rooms>>{}));
     using SmemLayoutKV = decltype(tile_to_shape(SmemLayoutAtom{}, Shape<Int<kBlockN>, Int<kHeadDim>, Int<kStages>>{}));
     using SmemLayoutVt = decltype(composition(
         SmemLayoutKV{}, make_layout(Shape<Int<kHeadDim>, Int<kBlockN>, Int<kStages>>{},
@@ -65,22 +68,14 @@ struct Flash_fwd_kernel_traits {
 
     static constexpr int kAlignment = 1024;  // bytes: of the swizzled layouts
     struct SharedStorage {
-        alignas(kAlignment) Element q[cosize_v<SmemLayoutQ>];  // O leaves through the room of Q
+        alignas(kAlignment) Element q[cosize_v<SmemLayoutQ>];
         alignas(kAlignment) Element k[cosize_v<SmemLayoutKV>];
         alignas(kAlignment) Element v[cosize_v<SmemLayoutKV>];
-        Barriers<kConsumers> q_barriers;  // one tile for each consumer warpgroup
+        Barriers<kConsumers * kQ_rooms> q_barriers;  // the first rooms of all consumers, then the second
         Barriers<kStages> k_barriers, v_barriers;
+        Tile_ring::SharedStorage tiles;
     };
-    static constexpr int kSmemSize = sizeof(SharedStorage) + kAlignment;  // dynamic shared memory is aligned by hand
-
-    // O goes from registers to shared memory by stmatrix, and on in 16-byte pieces.
-    using SmemCopyAtomO = Copy_Atom<SM90_U32x4_STSM_N, Element>;
-    static constexpr int kVector = 16 / sizeof(Element);
-    static constexpr int kThreadsPerRow = (kHeadDim % 64 == 0 ? 64 : 32) / kVector;
-    using GmemTiledCopyO = decltype(make_tiled_copy(
-        Copy_Atom<UniversalCopy<uint128_t>, Element>{},
-        Layout<Shape<Int<128 / kThreadsPerRow>, Int<kThreadsPerRow>>, Stride<Int<kThreadsPerRow>, _1>>{},
-        Layout<Shape<_1, Int<kVector>>>{}));
+    static constexpr int kSmemSize = sizeof(SharedStorage);
 };
 
 }  // namespace flash::sm90

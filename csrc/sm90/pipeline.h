@@ -27,16 +27,21 @@ struct Ring {
     int stage = 0;
     uint32_t phase = 0;  // flips each time around
 
-    __device__ __forceinline__ void advance() {
-        if (++stage == kStages) {
-            stage = 0;
+    // steps: a divisor of kStages.
+    __device__ __forceinline__ void advance(int steps = 1) {
+        stage += steps;
+        if (stage >= kStages) {
+            stage -= kStages;
             phase ^= 1;
         }
     }
 
-    // The producer waits until the tile is free; `bytes` will come. Returns the barrier that TMA completes.
-    __device__ __forceinline__ uint64_t &acquire(Barriers<kStages> &barriers, int bytes) const {
+    // The producer waits until the tile is free. One of its threads says how many bytes will come; returns the barrier
+    // that TMA completes.
+    __device__ __forceinline__ void acquire(Barriers<kStages> &barriers) const {
         barriers.empty[stage].wait(phase ^ 1);
+    }
+    __device__ __forceinline__ uint64_t &expect(Barriers<kStages> &barriers, int bytes) const {
         barriers.full[stage].arrive_and_expect_tx(bytes);
         return *reinterpret_cast<uint64_t *>(&barriers.full[stage]);
     }
