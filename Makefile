@@ -63,8 +63,7 @@ format: $(LINT)  ## what lint can repair by itself
 	ruff check --fix .
 
 sanitize: $(TEST) build  ## small cases under compute-sanitizer (memcheck, racecheck)
-	$(SANITIZER) --tool memcheck --error-exitcode 9 $(PY) -m tests.sanitize_driver
-	$(SANITIZER) --tool racecheck --error-exitcode 9 $(PY) -m tests.sanitize_driver --per-headdim 2 64 128
+	SANITIZER=$(SANITIZER) $(PY) -m benchmarks.sanitize
 
 check-results:  ## which of benchmarks/results are older than the sources they measured
 	$(PYTHON) -m benchmarks.provenance check

@@ -1,8 +1,9 @@
 """Forward speed against PyTorch's kernels over a grid of shapes: TFLOP/s and ratios within one run.
 
-The result is named after the backend measured, forward_cuda for one:
+The result is named after the first backend measured, forward_cuda for one:
 
   python -m benchmarks.bench_forward                      the cuda backend, bf16, 16,384 tokens, nheads * headdim = 2048
+  python -m benchmarks.bench_forward --grid fp16          the cuda backend, fp16, batch 4, 8 heads
   python -m benchmarks.bench_forward --grid triton        the triton backend, fp16, batch 4, 8 heads
   python -m benchmarks.bench_forward --grid tiny          the cpu backend on shapes that take no time
 """
@@ -22,11 +23,22 @@ GRIDS = {
         title="Forward, bf16, 16,384 tokens a batch, nheads * headdim = 2048",
         device="cuda",
         dtype=torch.bfloat16,
-        backends=("cuda",),
-        rivals=("FLASH_ATTENTION", "cuDNN"),
+        backends=("cuda", "cuda sm80"),
+        rivals=("cuDNN", "FLASH_ATTENTION"),
         headdims=(64, 128, 256),
         seqlens=(512, 1024, 2048, 4096, 8192, 16384),
         shape_of=lambda seqlen, headdim: (16384 // seqlen, 2048 // headdim),
+    ),
+    "fp16": Grid(
+        title="Forward, fp16, batch 4, 8 heads",
+        device="cuda",
+        dtype=torch.float16,
+        backends=("cuda", "cuda sm80", "triton"),
+        rivals=("cuDNN", "FLASH_ATTENTION"),
+        headdims=(64, 128),
+        seqlens=(256, 512, 1024, 2048, 4096, 8192, 16384),
+        shape_of=lambda seqlen, headdim: (4, 8),
+        suffix="_fp16",
     ),
     "triton": Grid(
         title="Forward of the Triton backend, fp16, batch 4, 8 heads",

@@ -6,7 +6,8 @@ The rivals of bench_features.py, which compares each with the plain one of its o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.backward_rivals import upstream_gradient
-from benchmarks.rivals import Call, Rival
+from benchmarks.rivals import Call, Rival, kernels_of
 
 TAIL = 64  # last queries that are compared with the reference
 
@@ -59,7 +60,9 @@ PLAIN = Feature("plain")
 
 
 class FeatureForward(Rival):
-    """A forward called as a user calls it."""
+    """A forward called as a user calls it; `arch` holds the cuda backend to its kernels."""
+
+    arch: int | None = None
 
     def __init__(self, backend: str, feature: Feature) -> None:
         self.name = feature.name
@@ -82,6 +85,11 @@ class FeatureForward(Rival):
         if feature.is_packed:
             return partial(flash_attn_varlen_func, *inputs, *feature.where(q.device), **options)
         return partial(flash_attn_func, *inputs, **options)
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        with super().active(), kernels_of(self.arch):
+            yield
 
 
 class FeatureBackward(Rival):

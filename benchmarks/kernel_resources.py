@@ -22,14 +22,16 @@ _ENTRY = re.compile(
 )
 _STATIC_SMEM = re.compile(r"(\d+) bytes smem")
 _FORWARD = re.compile(
-    r"Flash_fwd_kernel_traits<[^<>]*?(?P<headdim>\d+), (?:sm80::)?Tile_[^()]*, \([\w:]*Kind\)(?P<kind>\d)"
+    r"(?P<family>sm\d+)::Flash_fwd_kernel_traits<[^<>]*?(?P<headdim>\d+), (?:sm\d+::)?(?P<tile>Tile_\w*)[^()]*, "
+    r"\([\w:]*Kind\)(?P<kind>\d)"
 )
 # The name of flash_bwd_kernel or of flash_bwd_convert_dq, which has no mode.
 _BACKWARD = re.compile(
     r"Flash_bwd_kernel_traits<[^<>]*?(?P<headdim>\d+), (?:sm80::)?Tile_bwd<(?P<tile>[^<>]+)>, (?P<bulk>true|false), "
     r"\([\w:]*Kind\)(?P<kind>\d)>(?:, \([\w:]*Kind\)\d, \([\w:]*Bwd_mode\)(?P<mode>\d))?"
 )
-KINDS = ("full", "local", "varlen", "general", "paged")  # enum Kind, csrc/sm80/kind.h
+# enum Kind of csrc/sm80/kind.h; that of csrc/sm90 has the first three.
+KINDS = ("full", "local", "varlen", "general", "paged")
 BACKWARD_MODES = ("all", "deterministic", "general")  # enum Bwd_mode, csrc/sm80/tile_sizes_bwd.h
 BULK_REDUCE_SINCE = 90  # compute capability from which the copy engine adds up dQ
 
@@ -68,7 +70,9 @@ def fields_of(name: str, arch: str) -> dict[str, Any] | None:
     """
     forward = _FORWARD.search(name)
     if forward is not None:
-        return {"headdim": int(forward["headdim"]), "kind": KINDS[int(forward["kind"])]}
+        is_short = forward["tile"].endswith("_short")
+        kind = KINDS[int(forward["kind"])] + (" of short sequences" if is_short else "")
+        return {"headdim": int(forward["headdim"]), "family": forward["family"], "kind": kind}
     found = _BACKWARD.search(name)
     if found is None:
         return {}

@@ -32,6 +32,8 @@ def plot(result: dict[str, Any], path: Path) -> bool:
             for name in dict.fromkeys(name for row in here for name in row["tflops"]):
                 points = sorted((row["seqlen"], row["tflops"][name]) for row in here if name in row["tflops"])
                 axis.plot([x for x, _ in points], [y for _, y in points], marker="o", label=name)
+            if "ceiling_tflops" in here[0]:
+                axis.axhline(here[0]["ceiling_tflops"], color="gray", linestyle="--", label="matrix product")
             lengths = sorted({row["seqlen"] for row in here})
             axis.set_xscale("log", base=2)
             axis.set_xticks(lengths, [str(length) for length in lengths], fontsize=8)

@@ -8,6 +8,7 @@ of the backward.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+ARCH = "FLASH_ATTN_MINI_ARCH"
 Call = partial[Any]  # whose first arguments are q, k and v as the implementation takes them, in a forward
 
 
@@ -52,16 +54,36 @@ class Rival:
 
 
 class Mini(Rival):
-    """flash_attn_mini with one of its backends, called as a user calls it."""
+    """flash_attn_mini with one of its backends, called as a user calls it. `arch` holds cuda to its kernels."""
 
-    def __init__(self, backend: str) -> None:
-        self.name = backend
+    def __init__(self, backend: str, *, arch: int | None = None) -> None:
+        self.name = backend if arch is None else f"{backend} sm{arch}"
         self.backend = backend
+        self.arch = arch
 
     def bind(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
         from flash_attn_mini import flash_attn_func
 
         return partial(flash_attn_func, q, k, v, causal=causal, backend=self.backend)
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        with torch.no_grad(), kernels_of(self.arch):
+            yield
+
+
+@contextlib.contextmanager
+def kernels_of(arch: int | None) -> Iterator[None]:
+    """FLASH_ATTN_MINI_ARCH set to an architecture, or unset."""
+    before = os.environ.pop(ARCH, None)
+    if arch is not None:
+        os.environ[ARCH] = str(arch)
+    try:
+        yield
+    finally:
+        os.environ.pop(ARCH, None)
+        if before is not None:
+            os.environ[ARCH] = before
 
 
 def as_sdpa_takes_them(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -96,6 +118,7 @@ RIVALS: dict[str, Rival] = {
     rival.name: rival
     for rival in (
         Mini("cuda"),
+        Mini("cuda", arch=80),
         Mini("triton"),
         Mini("cpu"),
         Sdpa("FLASH_ATTENTION", SDPBackend.FLASH_ATTENTION),

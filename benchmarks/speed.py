@@ -160,9 +160,10 @@ def measure_grid(direction: Direction, grid_name: str, grid: Grid, arguments: ar
     notes = [
         f"Medians of {arguments.rounds} interleaved rounds under sustained load, the L2 cache cleared between calls."
     ]
+    ceiling = None
     if grid.device == "cuda":
-        ceiling = matmul_ceiling(torch.device(grid.device), grid.dtype)
-        notes.append(f"In the same run an 8192³ matrix product of this dtype reached {ceiling:.0f} TFLOP/s.")
+        ceiling = round(matmul_ceiling(torch.device(grid.device), grid.dtype))
+        notes.append(f"In the same run an 8192³ matrix product of this dtype reached {ceiling} TFLOP/s.")
     min_rep_ms, max_rep_ms, overhead_ms = (
         direction.work * time for time in (MIN_REP_MS, MAX_REP_MS, MEASURE_OVERHEAD_MS)
     )
@@ -175,7 +176,7 @@ def measure_grid(direction: Direction, grid_name: str, grid: Grid, arguments: ar
         parts = (len(points) - number) * arguments.rounds * (len(ours) + len(theirs))
         rep_ms = 1.0 if grid.device == "cpu" else min(max_rep_ms, max(min_rep_ms, budget.share(parts) - overhead_ms))
         row = measure_point(direction, point, grid, ours, theirs, arguments.rounds, rep_ms)
-        data.append(row)
+        data.append(row if ceiling is None else {**row, "ceiling_tflops": ceiling})
         for name, reason in row["unsupported"].items():
             print(f"{name} cannot run {point}: {reason}")
     if skipped:
@@ -183,9 +184,8 @@ def measure_grid(direction: Direction, grid_name: str, grid: Grid, arguments: ar
     missing = [name for name in ours if not any(name in row["ratio"] for row in data)]
     if missing:
         raise SystemExit(f"{direction.benchmark}: {', '.join(missing)} ran at no point; nothing is written")
-    backends = [rival.name for rival in select(ours, direction.rivals) if rival.baseline is None]
     cli.finish(
-        arguments.name or f"{direction.name}_{'_'.join(backends)}{grid.suffix}",
+        arguments.name or f"{direction.name}_{ours[0]}{grid.suffix}",
         benchmark=direction.benchmark,
         title=grid.title,
         data=data,

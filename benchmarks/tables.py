@@ -63,6 +63,11 @@ def overhead_tables(data: Rows) -> list[str]:
     return [markdown_table(["device", "q shape", "implementation", "µs a call", "× SDPA's"], body)]
 
 
+def sanitize_tables(data: Rows) -> list[str]:
+    body = [[row["tool"], str(row["cases"]), row["dtypes"], str(row["errors"])] for row in data]
+    return [markdown_table(["tool", "cases", "dtypes", "errors"], body)]
+
+
 def memory_tables(data: Rows) -> list[str]:
     needed, header = "lse_bytes", "the LSE's bytes"
     if data and needed not in data[0]:
@@ -98,7 +103,8 @@ def dtype_of_object(name: str) -> str:
     return found[1] if found else "float32"
 
 
-# Of a backward kernel: headers and fields.
+# Of a forward and of a backward kernel: headers and fields.
+FORWARD_KEYS = {"head dim": "headdim", "kernels of": "family", "arch": "arch"}
 BACKWARD_KEYS = {"head dim": "headdim", "kind": "kind", "tile": "tile", "arch": "arch"}
 
 
@@ -117,7 +123,7 @@ def resource_tables(data: Rows) -> list[str]:
     body = [[kernel, ", ".join(dict.fromkeys(names)), *rest] for (kernel, *rest), names in dtypes.items()]
     headers = ["kernel", "dtypes", "arch", "registers", "spilled bytes", "stack bytes", "static shared memory"]
     return [
-        *([register_table("forward", forward, {"head dim": "headdim", "arch": "arch"}, "kind")] if forward else []),
+        *([register_table("forward", forward, FORWARD_KEYS, "kind")] if forward else []),
         *([register_table("backward", backward, BACKWARD_KEYS, "mode", "dQ's conversion")] if backward else []),
         *([markdown_table(headers, body)] if body else []),
     ]
@@ -223,6 +229,7 @@ VIEWS: dict[str, Callable[[Rows], list[str]]] = {
     "bench_features": feature_tables,
     "accuracy": accuracy_tables,
     "kernel_resources": resource_tables,
+    "sanitize": sanitize_tables,
 }
 
 

@@ -86,7 +86,7 @@ def test_every_grid_names_known_contenders() -> None:
 
 
 def test_unknown_rival_names_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="known: cuda, triton, cpu, FLASH_ATTENTION, cuDNN, MATH, SDPA"):
+    with pytest.raises(ValueError, match="known: cuda, cuda sm80, triton, cpu, FLASH_ATTENTION, cuDNN, MATH, SDPA"):
         select(["fa9"])
 
 

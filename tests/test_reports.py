@@ -59,15 +59,23 @@ def test_resources_of_the_forward_stand_by_kind() -> None:
         tile = f"sm80::Tile_sizes_fwd<64, {'true' if kind in ('general', 'paged') else 'false'}>"
         kernel = f"sm80::flash_fwd_kernel<sm80::Flash_fwd_kernel_traits<(DType){t}, 64, {tile} >, (sm80::Kind){k}>"
         fields = kernel_resources.fields_of(kernel, "sm_90a")
-        assert fields == {"headdim": 64, "kind": kind}
+        assert fields == {"headdim": 64, "family": "sm80", "kind": kind}
         row = {"object": f"flash_fwd_hdim64_{dtype}_sm80", "kernel": kernel, "arch": "sm_90a"}
         rows.append({**row, **fields, "registers": 100 + 10 * k + t * k, "spill_bytes": 8 * (kind == "local")})
     (table,) = tables.resource_tables(rows)
     headers = next(line for line in table.splitlines() if line.startswith("|"))
-    assert headers.replace("|", " ").split() == ["head", "dim", "arch", *sorted(kernel_resources.KINDS)]
+    names = ["head", "dim", "kernels", "of", "arch", *sorted(kernel_resources.KINDS)]
+    assert headers.replace("|", " ").split() == names
     assert cells_of(table) == [
-        ["64", "sm_90a", "100", "130 / 133", "110 (8) / 111 (8)", "140 / 144", "120 / 122"],
+        ["64", "sm80", "sm_90a", "100", "130 / 133", "110 (8) / 111 (8)", "140 / 144", "120 / 122"],
     ]
+
+
+def test_resources_of_the_hopper_forward_say_for_which_lengths() -> None:
+    for tile, kind in (("Tile_sizes_fwd<64, true>", "local"), ("Tile_sizes_fwd_short<64>", "local of short sequences")):
+        traits = f"sm90::Flash_fwd_kernel_traits<(DType)1, 64, sm90::{tile} >"
+        fields = kernel_resources.fields_of(f"sm90::flash_fwd_kernel<{traits}, (sm90::Kind)1>", "sm_90a")
+        assert fields == {"headdim": 64, "family": "sm90", "kind": kind}
 
 
 def ptxas_reports(folder: Path) -> list[Path]:

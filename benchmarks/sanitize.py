@@ -1,0 +1,73 @@
+"""The small cases under compute-sanitizer: how many errors and hazards it finds in this package's kernels.
+
+  python -m benchmarks.sanitize                           memcheck on all small cases, racecheck on a few of each kind
+
+Exits with 1 when there is one. tests/sanitize_driver.py runs the cases.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import cli, provenance
+
+TOOLS: dict[str, tuple[str, ...]] = {"memcheck": (), "racecheck": ("--per-headdim", "2", "64", "128")}
+SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:errors?|hazards? displayed)")
+RAN = re.compile(r"ran (\d+) cases in ([^:]+)")
+
+
+def compute_sanitizer() -> str:
+    """The program: SANITIZER, else on PATH, else of /usr/local/cuda."""
+    candidates = (
+        os.environ.get("SANITIZER"),
+        shutil.which("compute-sanitizer"),
+        "/usr/local/cuda/bin/compute-sanitizer",
+    )
+    for candidate in candidates:
+        if candidate and Path(candidate).is_file():
+            return candidate
+    raise SystemExit("sanitize: there is no compute-sanitizer; it comes with the CUDA toolkit")
+
+
+def row_of(tool: str, output: str) -> dict[str, Any]:
+    """What a run of `tool` says at its end. Raises SystemExit where it did not come to an end."""
+    found, ran = SUMMARY.search(output), RAN.search(output)
+    if found is None or ran is None:
+        raise SystemExit(f"sanitize: {tool} did not come to an end\n{output[-2000:]}")
+    return {"tool": tool, "cases": int(ran[1]), "dtypes": ran[2], "errors": int(found[1])}
+
+
+def run(tool: str, arguments: Sequence[str]) -> dict[str, Any]:
+    driver = [sys.executable, "-m", "tests.sanitize_driver", *arguments]
+    result = subprocess.run(
+        [compute_sanitizer(), "--tool", tool, *driver], cwd=provenance.ROOT, capture_output=True, text=True
+    )
+    return row_of(tool, result.stdout + result.stderr)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = cli.parser_for(__doc__, seconds=600.0)
+    arguments = parser.parse_args(argv)
+    cli.require_gpu("sanitize")
+    rows = [run(tool, extra) for tool, extra in cli.progress(list(TOOLS.items()), "sanitize")]
+    cli.finish(
+        "sanitize",
+        benchmark="sanitize",
+        title="What compute-sanitizer finds",
+        data=rows,
+        sources=["tests/sanitize_driver.py", *provenance.LAUNCH, *provenance.CUDA, *provenance.CUDA_BACKWARD],
+        arguments=arguments,
+    )
+    if any(row["errors"] for row in rows):
+        raise SystemExit("sanitize: there are errors")
+
+
+if __name__ == "__main__":
+    main()
