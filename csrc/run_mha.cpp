@@ -17,8 +17,8 @@
 
 #include "sm80/flash_bwd.h"
 #include "sm80/flash_fwd.h"
+#include "sm90/call_limits.h"
 #include "sm90/flash_fwd.h"
-#include "sm90/tma_limits.h"
 #endif
 
 namespace flash {
@@ -120,7 +120,7 @@ const char *reason_against_sm90(const Flash_fwd_params &params) {
     if (!has_sm90_kernel(kHeadDim, kKind)) {
         return "this build has no kernel of sm90 for the call";
     }
-    return sm90::can_describe_inputs(params) ? nullptr : "TMA takes no such strides";
+    return sm90::reason_against(params);
 }
 
 void run_mha_fwd_cuda(Flash_fwd_params &params) {

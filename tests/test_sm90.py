@@ -63,8 +63,9 @@ def test_kernel_runs(
         ("this build has no kernel of sm90 for the call", 64, {"softcap": 5.0}),
         ("TMA takes no such strides", 64, {}),
         ("FLASH_ATTN_MINI_ARCH asks for it", 64, {}),
+        ("rows may see no key", 64, {"causal": True}),
     ],
-    ids=["headdim_32", "softcap", "expanded", "asked_for"],
+    ids=["headdim_32", "softcap", "expanded", "asked_for", "more_queries"],
 )
 def test_other_calls_run_on_sm80_and_the_trace_says_why(
     why: str,
@@ -76,6 +77,8 @@ def test_other_calls_run_on_sm80_and_the_trace_says_why(
     q, k, v = qkv(2, 70, 4, headdim)
     if "TMA" in why:
         k = k[:, :, :1].expand(-1, -1, 4, -1)
+    if "no key" in why:
+        q = qkv(2, 71, 4, headdim)[0]
     if "ARCH" in why:
         monkeypatch.setenv("FLASH_ATTN_MINI_ARCH", "80")
     monkeypatch.setenv("FLASH_ATTN_MINI_TRACE", "1")
@@ -122,8 +125,11 @@ def test_varlen_is_as_accurate_as_pytorch(
 ) -> None:
     hold_to(arch)
     batch = make_batch(case, dtype, "cuda", seed)
+    lengths = batch.lengths
+    if case.lengths_q == case.lengths_k:  # one tensor for both, as sm90 needs it
+        lengths = (lengths[0], lengths[0], *lengths[2:])
     out, lse, _ = flash_attn_varlen_func(
-        *(batch.q, batch.k, batch.v), *batch.lengths, return_attn_probs=True, backend="cuda", **options_of(case, "cuda")
+        *(batch.q, batch.k, batch.v), *lengths, return_attn_probs=True, backend="cuda", **options_of(case, "cuda")
     )
     options = expectation_options(case, batch, torch.empty(0))
     described = f"{case.name} ({case.why})\n  {case.shape} dtype={dtype} sm{arch}\n  {described_seed}"
@@ -162,6 +168,21 @@ def test_pairs_of_tiles_cover_every_row(seqlen: int, headdim: int, seed: int, de
     for i in range(shape[0]):
         one = slice(i, i + 1)
         assert_forward_accurate(q[one], k[one], v[one], out[one], lse[one], case=described, causal=True)
+
+
+@pytest.mark.parametrize(
+    ("nheads", "seqlen_q", "seqlen_k", "headdim"), [(16, 4096, 1024, 128), (32, 4096, 1024, 64), (64, 2048, 512, 128)]
+)
+def test_many_blocks_of_rows_without_keys(
+    nheads: int, seqlen_q: int, seqlen_k: int, headdim: int, seed: int, described_seed: str
+) -> None:
+    """A list of tiles with keys and several without between them: it ends, and the rows without keys are 0."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    q = torch.randn(1, seqlen_q, nheads, headdim, device="cuda", generator=generator).bfloat16()
+    k, v = (torch.randn(1, seqlen_k, nheads, headdim, device="cuda", generator=generator).bfloat16() for _ in range(2))
+    out, lse, _ = flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
+    case = f"rows without keys\n  {seqlen_q} x {seqlen_k} nheads={nheads} headdim={headdim}\n  {described_seed}"
+    assert_forward_accurate(q, k, v, out, lse, case=case, causal=True)
 
 
 def test_infinity_in_one_sequence_stays_there() -> None:

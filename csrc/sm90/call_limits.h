@@ -1,4 +1,4 @@
-// Which tensors TMA can describe (CUDA driver API, cuTensorMapEncodeTiled). Host code, no CUDA.
+// Which calls of the kinds that have a kernel run on sm80 all the same. Host code, no CUDA.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,8 @@
 
 namespace flash::sm90 {
 
-// Strides are positive multiples of 16 bytes below 2^40, where a dimension has more than one element.
+// What TMA can describe (CUDA driver API, cuTensorMapEncodeTiled): strides are positive multiples of 16 bytes below
+// 2^40, where a dimension has more than one element.
 inline bool can_describe(const TensorRef &x, int64_t rows, int heads, int batch) {
     constexpr int64_t kBytes = 2, kAlignment = 16, kLimit = int64_t{1} << 40;  // 16-bit types
     const auto is_taken = [](int64_t size, int64_t stride) {
@@ -24,6 +25,23 @@ inline bool can_describe_inputs(const Flash_fwd_params &params) {
     const int batch = is_varlen ? 1 : params.b;
     return can_describe(params.q, rows_q, params.h, batch) && can_describe(params.k, rows_k, params.h_k, batch) &&
            can_describe(params.v, rows_k, params.h_k, batch);
+}
+
+// Whether some block of query rows may see no key while others do. The list of tiles waits for consumers that wait for
+// it when several of those follow one another.
+inline bool may_have_rows_without_keys(const Flash_fwd_params &params) {
+    if (params.cu_seqlens_q != nullptr) {  // the lengths are on the GPU: equal ones are known to be
+        return params.cu_seqlens_q != params.cu_seqlens_k;
+    }
+    return params.window_size_right >= 0 && params.seqlen_q - params.seqlen_k > params.window_size_right;
+}
+
+// Null: none.
+inline const char *reason_against(const Flash_fwd_params &params) {
+    if (!can_describe_inputs(params)) {
+        return "TMA takes no such strides";
+    }
+    return may_have_rows_without_keys(params) ? "rows may see no key" : nullptr;
 }
 
 }  // namespace flash::sm90
