@@ -9,6 +9,7 @@
 #include "trace.h"
 
 #ifdef FLASH_WITH_CUDA
+#include <ATen/ops/zeros.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAStream.h>
@@ -123,6 +124,10 @@ const char *reason_against_sm90(const Flash_fwd_params &params) {
     return sm90::reason_against(params);
 }
 
+at::Tensor zero_on_gpu() {
+    return at::zeros({1}, at::TensorOptions(at::kInt).device(c10::Device(at::kCUDA, c10::cuda::current_device())));
+}
+
 void run_mha_fwd_cuda(Flash_fwd_params &params) {
     check_built(params);
     const cudaStream_t stream = c10::cuda::getCurrentCUDAStream().stream();
@@ -137,7 +142,10 @@ void run_mha_fwd_cuda(Flash_fwd_params &params) {
                 }
                 if constexpr (has_sm90_kernel(kHeadDim, kKind)) {
                     if (reason == nullptr) {
-                        sm90::run_flash_fwd<kDType, kHeadDim, kind_of_sm90(kKind)>(params, stream);
+                        constexpr sm90::Kind kKind90 = kind_of_sm90(kKind);
+                        const at::Tensor ticket = sm90::may_be_varlen(kKind90) ? zero_on_gpu() : at::Tensor();
+                        int *tile_ticket = ticket.defined() ? ticket.data_ptr<int>() : nullptr;
+                        sm90::run_flash_fwd<kDType, kHeadDim, kKind90>(params, tile_ticket, stream);
                         return;
                     }
                 }

@@ -65,7 +65,7 @@ class Size:
 
 SIZES = {
     "cpu": Size(layers=4, heads=4, width=128, context=256, batch=4, learning_rate=1e-3, steps=500),
-    "cuda": Size(layers=6, heads=6, width=384, context=1024, batch=16, learning_rate=5e-4, steps=800),
+    "cuda": Size(layers=6, heads=6, width=384, context=1024, batch=16, learning_rate=2e-4, steps=800),
 }
 
 

@@ -6,16 +6,24 @@
 #include <cstdio>
 
 // The kernels' headers name these, and nobody asks for them here.
-const uint3 threadIdx{}, blockIdx{};
+uint3 threadIdx{};
+const uint3 blockIdx{};
 const dim3 gridDim{};
 unsigned __reduce_or_sync(unsigned, unsigned x) {
     return x;
+}
+int __shfl_sync(unsigned, int x, int) {
+    return x;
+}
+int atomicAdd(int *, int) {
+    return 0;
 }
 void __syncwarp() {}
 using std::max, std::min;
 
 #include "sm90/kernel_traits.h"
 #include "sm90/layout.h"
+#include "sm90/mask.h"
 
 namespace flash::sm90 {
 
@@ -41,6 +49,18 @@ void check() {
                 wrong += get<0>(rowcol(row, col)) != get<0>(rowcol(row, 0));
                 wrong += get<1>(rowcol(row, col)) != get<1>(rowcol(0, col));
             }
+        }
+    }
+    // The mask counts a thread's columns before a key as they are.
+    for (threadIdx.x = 0; threadIdx.x < 128; ++threadIdx.x) {
+        Tensor of_S = typename Traits::TiledMmaQK{}.get_slice(int(threadIdx.x)).partition_C(identity);
+        Tensor rowcol = make_tensor(of_S.data(), rowcol_layout(of_S.layout()));
+        for (int key = -9; key < kBlockN + 9; ++key) {
+            int before = 0;
+            for (int col = 0; col < size<1>(rowcol); ++col) {
+                before += get<1>(rowcol(0, col)) < key;
+            }
+            wrong += std::min(columns_before(key), int(size<1>(rowcol))) != before;
         }
     }
     // Registers of P lie in memory as those of S, which round_P counts on.

@@ -27,21 +27,9 @@ inline bool can_describe_inputs(const Flash_fwd_params &params) {
            can_describe(params.v, rows_k, params.h_k, batch);
 }
 
-// Whether some block of query rows may see no key while others do. The list of tiles waits for consumers that wait for
-// it when several of those follow one another.
-inline bool may_have_rows_without_keys(const Flash_fwd_params &params) {
-    if (params.cu_seqlens_q != nullptr) {  // the lengths are on the GPU: equal ones are known to be
-        return params.cu_seqlens_q != params.cu_seqlens_k;
-    }
-    return params.window_size_right >= 0 && params.seqlen_q - params.seqlen_k > params.window_size_right;
-}
-
 // Null: none.
 inline const char *reason_against(const Flash_fwd_params &params) {
-    if (!can_describe_inputs(params)) {
-        return "TMA takes no such strides";
-    }
-    return may_have_rows_without_keys(params) ? "rows may see no key" : nullptr;
+    return can_describe_inputs(params) ? nullptr : "TMA takes no such strides";
 }
 
 }  // namespace flash::sm90

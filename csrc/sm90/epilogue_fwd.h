@@ -6,24 +6,30 @@
 
 namespace flash::sm90 {
 
-// The four lanes of a quad each hold a 4x4 matrix's column; afterwards each holds a row.
-__device__ __forceinline__ void transpose_in_quad(uint32_t (&words)[4]) {
-    const bool is_odd = threadIdx.x & 1, is_upper = threadIdx.x & 2;
-    const auto exchange = [](uint32_t &low, uint32_t &high, bool keeps_high, int mask) {
-        const uint32_t got = __shfl_xor_sync(0xffffffffu, keeps_high ? low : high, mask);
-        (keeps_high ? low : high) = got;
-    };
-    exchange(words[0], words[1], is_odd, 1);
-    exchange(words[2], words[3], is_odd, 1);
-    exchange(words[0], words[2], is_upper, 2);
-    exchange(words[1], words[3], is_upper, 2);
+// kLanes neighbours each hold a column of a square matrix; afterwards each holds a row.
+template <int kLanes>
+__device__ __forceinline__ void transpose_among_lanes(uint32_t (&words)[kLanes]) {
+    CUTE_UNROLL
+    for (int mask = 1; mask < kLanes; mask *= 2) {
+        const bool is_upper = threadIdx.x & mask;
+        CUTE_UNROLL
+        for (int j = 0; j < kLanes; ++j) {
+            if ((j & mask) == 0) {
+                uint32_t &low = words[j], &high = words[j + mask];
+                const uint32_t got = __shfl_xor_sync(0xffffffffu, is_upper ? low : high, mask);
+                low = is_upper ? got : low;
+                high = is_upper ? high : got;
+            }
+        }
+    }
 }
 
-// Where the rows of one consumer warpgroup go.
+// Where the rows of one consumer warpgroup go, and those behind them.
 template <typename Traits>
 struct Output {
     using Element = typename Traits::Element;
-    using Vector = cute::uint128_t;
+    // A store of 8 bytes takes fewer exchanges between lanes, one of 16 fewer stores, which count where rows are long.
+    using Vector = std::conditional_t<Traits::kHeadDim <= 64, uint2, uint4>;
     static constexpr int kVector = sizeof(Vector) / sizeof(Element);
 
     float *lse;      // of the first row
@@ -73,32 +79,37 @@ __device__ __forceinline__ void store(const Output<Traits> &output, float softma
         if (quad == 0) {
             output.store_lse(row, lse[i]);
         }
-        // Of each 32 columns a lane collects 8 that lie side by side.
+        // Of kLanes groups of 8 columns, of which it holds 2 each, a lane collects kVector that lie side by side.
+        using Vector = typename Output<Traits>::Vector;
+        constexpr int kVector = Output<Traits>::kVector, kLanes = kVector / 2;
+        const int of_lane = quad % kLanes * 8 + quad / kLanes * kVector;
         CUTE_UNROLL
-        for (int col = 0; col < Traits::kHeadDim; col += 32) {
-            uint32_t words[4];
+        for (int col = 0; col < Traits::kHeadDim; col += 8 * kLanes) {
+            uint32_t words[kLanes];
             CUTE_UNROLL
-            for (int j = 0; j < 4; ++j) {
+            for (int j = 0; j < kLanes; ++j) {
                 const int at = col / 4 + 2 * j;
                 const Pair pair = cutlass::NumericArrayConverter<Element, float, 2>::convert(
                     {acc_o(i, at) * factor[i], acc_o(i, at + 1) * factor[i]});
                 words[j] = reinterpret_cast<const uint32_t &>(pair);
             }
-            transpose_in_quad(words);
-            output.store(row, col + quad * Output<Traits>::kVector,
-                         reinterpret_cast<const typename Output<Traits>::Vector &>(words));
+            transpose_among_lanes(words);
+            output.store(row, col + of_lane, reinterpret_cast<const Vector &>(words));
         }
     }
 }
 
-// Rows that see no key: zeros and -inf.
+// Rows that see no key: zeros and -inf, of a whole tile, by one warp.
 template <typename Traits>
 __device__ __forceinline__ void store_nothing(const Output<Traits> &output) {
     constexpr int kVector = Output<Traits>::kVector, kVectors = Traits::kHeadDim / kVector;
-    for (int i = threadIdx.x % 128; i < Traits::kRows * kVectors; i += 128) {
-        output.store(i / kVectors, i % kVectors * kVector, {0, 0});
+    const int lane = threadIdx.x % 32;
+    CUTE_NO_UNROLL
+    for (int i = lane; i < Traits::kBlockM * kVectors; i += 32) {
+        output.store(i / kVectors, i % kVectors * kVector, {});
     }
-    for (int row = threadIdx.x % 128; row < Traits::kRows; row += 128) {
+    CUTE_NO_UNROLL
+    for (int row = lane; row < Traits::kBlockM; row += 32) {
         output.store_lse(row, -INFINITY);
     }
 }

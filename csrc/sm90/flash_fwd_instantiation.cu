@@ -3,8 +3,9 @@
 
 namespace flash::sm90 {
 
-#define INSTANTIATE(KIND) \
-    template void run_flash_fwd<DType::FLASH_DTYPE, FLASH_HEADDIM, Kind::KIND>(const Flash_fwd_params &, cudaStream_t);
+#define INSTANTIATE(KIND)                                                                                       \
+    template void run_flash_fwd<DType::FLASH_DTYPE, FLASH_HEADDIM, Kind::KIND>(const Flash_fwd_params &, int *, \
+                                                                               cudaStream_t);
 
 INSTANTIATE(full)
 INSTANTIATE(local)

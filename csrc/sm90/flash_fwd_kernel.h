@@ -6,23 +6,45 @@
 
 #include "epilogue_fwd.h"
 #include "mainloop_fwd.h"
+#include "tile_ring.h"
 #include "tile_scheduler.h"
 
 namespace flash::sm90 {
 
-// The producer: one warp finds the tiles, tells the consumers, and has TMA load them.
+// The producer's warp that finds the tiles and tells the others. Tiles whose rows see no key it stores itself.
+template <typename Traits, Kind kKind>
+__device__ __forceinline__ void find_tiles(const Flash_fwd_params &params, typename Traits::SharedStorage &shared,
+                                           const Tile_order &order) {
+    Tile_scheduler<kKind, Traits::kBlockM, Traits::kBlockN> scheduler(params, order);
+    Tile_ring<Traits::kConsumers> tiles{shared.tiles};
+    for (;;) {
+        const Tile tile = scheduler.next();
+        if (!tile.is_end && !tile.has_keys()) {
+            store_nothing(Output<Traits>(params, tile, /*warpgroup=*/0));
+            continue;
+        }
+        tiles.push(tile, [&](int consumer) {
+            const int m_block = tile.place.block * Traits::kConsumers + consumer;
+            Key_blocks blocks = key_blocks<kKind, Traits::kRows, Traits::kBlockN>(params, tile.sequence, m_block,
+                                                                                  tile.n_block_min, tile.n_block_max);
+            blocks.flags |= tile.is_end ? Key_blocks::is_end : 0;
+            return blocks;
+        });
+        if (tile.is_end) {
+            return;
+        }
+    }
+}
+
+// The producer's warp that has TMA load them.
 template <typename Traits, Kind kKind>
 __device__ __forceinline__ void load_tiles(const Flash_fwd_params &params, const typename Traits::Copies &copies,
-                                           typename Traits::SharedStorage &shared, const Tile_order &order) {
-    Tile_scheduler<kKind, Traits::kBlockM, Traits::kBlockN> scheduler(params, order);
-    Tile_ring tiles{shared.tiles};
+                                           typename Traits::SharedStorage &shared) {
+    Tile_ring<Traits::kConsumers> tiles{shared.tiles};
     Rings<Traits> rings;
-    const auto find = [&] { return tiles.push(scheduler.next()); };
-    for (int tile = find(), ahead; tiles[tile].state != Tile::is_no_tile; tile = ahead) {
-        ahead = find();  // before the loads of this tile, which may have to wait
-        if (tiles[tile].state == Tile::has_keys) {
-            load<Traits, kKind>(params, copies, tiles[tile], shared, rings);
-        }
+    for (int tile = tiles.take(); !tiles[tile].is_end; tile = tiles.take()) {
+        load<Traits, kKind>(params, copies, tiles[tile], shared, rings);
+        tiles.release(tile);
     }
 }
 
@@ -30,24 +52,10 @@ __device__ __forceinline__ void load_tiles(const Flash_fwd_params &params, const
 template <typename Traits, Kind kKind>
 __device__ __forceinline__ void mma_tiles(const Flash_fwd_params &params, typename Traits::SharedStorage &shared,
                                           int warpgroup) {
-    Tile_ring tiles{shared.tiles};
-    const auto output_of = [&](int tile) { return Output<Traits>(params, tiles[tile], warpgroup); };
-    const auto next_tile = [&](int &tile) {
-        for (;;) {
-            tile = tiles.take();
-            const int state = uniform(tiles[tile].state);
-            if (state != Tile::has_no_keys) {
-                return state == Tile::has_keys;
-            }
-            store_nothing(output_of(tile));
-            tiles.release(tile);
-        }
-    };
-    const auto store_tile = [&](int tile, const auto &acc_o, const auto &softmax) {
-        store(output_of(tile), static_cast<float>(params.softmax_scale), acc_o, softmax);
-        tiles.release(tile);
-    };
-    Consumer<Traits, kKind>(params, shared, warpgroup).mma(tiles, next_tile, store_tile);
+    Consumer<Traits, kKind>(params, shared, warpgroup)
+        .mma([&](const Tile &tile, const auto &acc_o, const auto &softmax) {
+            store(Output<Traits>(params, tile, warpgroup), static_cast<float>(params.softmax_scale), acc_o, softmax);
+        });
 }
 
 template <typename Traits, Kind kKind>
@@ -55,8 +63,10 @@ __device__ __forceinline__ void compute_attn(const Flash_fwd_params &params, con
                                              typename Traits::SharedStorage &shared, const Tile_order &order) {
     if (threadIdx.x / 128 == 0) {
         cutlass::arch::warpgroup_reg_dealloc<Traits::Tile_size::kProducerRegisters>();
-        if (threadIdx.x < 32) {
-            load_tiles<Traits, kKind>(params, copies, shared, order);
+        if (threadIdx.x / 32 == 0) {
+            load_tiles<Traits, kKind>(params, copies, shared);
+        } else if (threadIdx.x / 32 == 1) {
+            find_tiles<Traits, kKind>(params, shared, order);
         }
     } else {
         cutlass::arch::warpgroup_reg_alloc<Traits::Tile_size::kConsumerRegisters>();
@@ -79,7 +89,7 @@ __global__ void __launch_bounds__(Traits::kNThreads, 1)
         shared.q_barriers.init(kWarps);
         shared.k_barriers.init(kWarps * Traits::kConsumers);
         shared.v_barriers.init(kWarps * Traits::kConsumers);
-        shared.tiles.barriers.init(kWarps * Traits::kConsumers);
+        shared.tiles.barriers.init(kWarps * Traits::kConsumers + 1);  // and the warp that loads
         cutlass::arch::fence_barrier_init();
     }
     __syncthreads();  // the barriers are there for all

@@ -45,14 +45,14 @@ typename Traits::Copies make_copies(const Flash_fwd_params &params) {
 }
 
 template <typename Traits, Kind kKind>
-void launch(const Flash_fwd_params &params, cudaStream_t stream) {
+void launch(const Flash_fwd_params &params, int *tile_ticket, cudaStream_t stream) {
     constexpr int kMax_smem = 227 * 1024;
     static_assert(Traits::kSmemSize <= kMax_smem, "more shared memory than a thread block may have");
     auto kernel = &flash_fwd_kernel<Traits, kKind>;
     const Row_blocks blocks = row_blocks<may_be_varlen(kKind)>(params, Traits::kBlockM);
     check_grid(blocks.count(), "batch * nheads * blocks of query rows");
     const int sms = multiprocessors();
-    const Tile_order order(blocks, is_local(kKind), sms);
+    const Tile_order order(blocks, kKind, sms, tile_ticket);
     const int grid = std::min(order.units, sms);
     reserve_smem(kernel, Traits::kSmemSize);
     if (trace_enabled()) {
@@ -64,17 +64,30 @@ void launch(const Flash_fwd_params &params, cudaStream_t stream) {
     check_cuda(cudaGetLastError(), "launching flash_fwd_kernel");
 }
 
+// Whether full attention takes less time in blocks of the shorter tile's rows, as those of the longer one would leave
+// multiprocessors idle.
+template <typename Tile_size, typename Short>
+bool fills_better_in_short_tiles(const Flash_fwd_params &params) {
+    const auto rows_of_busiest = [&, sms = multiprocessors()](int kBlockM) {
+        const int64_t count = row_blocks</*May_be_varlen=*/false>(params, kBlockM).count();
+        return (count + sms - 1) / sms * kBlockM;
+    };
+    return kCost_of_short_tiles * rows_of_busiest(Short::kBlockM) < rows_of_busiest(Tile_size::kBlockM);
+}
+
 template <DType kDType, int kHeadDim, Kind kKind>
-void run_flash_fwd(const Flash_fwd_params &params, cudaStream_t stream) {
+void run_flash_fwd(const Flash_fwd_params &params, int *tile_ticket, cudaStream_t stream) {
     using Tile_size = Tile_sizes_fwd<kHeadDim, is_local(kKind)>;
     using Short = Tile_sizes_fwd_short<kHeadDim>;
-    if constexpr (kKind == Kind::local && Short::kBlockM != Tile_size::kBlockM) {
-        if (params.seqlen_q <= kShort_seqlen) {
-            launch<Flash_fwd_kernel_traits<kDType, kHeadDim, Short>, kKind>(params, stream);
+    if constexpr (kKind != Kind::varlen && Short::kBlockM != Tile_size::kBlockM) {
+        const bool is_short = kKind == Kind::local ? params.seqlen_q <= kShort_seqlen
+                                                   : fills_better_in_short_tiles<Tile_size, Short>(params);
+        if (is_short) {  // full attention is a window without ends
+            launch<Flash_fwd_kernel_traits<kDType, kHeadDim, Short>, Kind::local>(params, tile_ticket, stream);
             return;
         }
     }
-    launch<Flash_fwd_kernel_traits<kDType, kHeadDim, Tile_size>, kKind>(params, stream);
+    launch<Flash_fwd_kernel_traits<kDType, kHeadDim, Tile_size>, kKind>(params, tile_ticket, stream);
 }
 
 }  // namespace flash::sm90

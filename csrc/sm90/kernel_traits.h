@@ -12,7 +12,7 @@
 
 #include "../flash.h"
 #include "pipeline.h"
-#include "tile_scheduler.h"
+#include "tile_ring.h"
 #include "tile_sizes.h"
 
 namespace flash::sm90 {
@@ -33,6 +33,10 @@ struct Flash_fwd_kernel_traits {
     static constexpr int kQ_rooms = Tile_size::kQ_rooms;  // for each consumer
     static constexpr int kNThreads = 128 * (kConsumers + 1);
     static constexpr int kRows = 64;  // query rows of a consumer warpgroup: the m64 of wgmma
+
+    // At either end of a tile's keys at most one block goes by a consumer; more, and it would wait for blocks that have
+    // no room in the ring.
+    static_assert(kRows * (kConsumers - 1) <= kBlockN && kStages >= 2);
 
     // S = Q K^T with both in shared memory; O += P V with P in registers and V as it lies there, transposed.
     using TileQ = Shape<Int<kRows>, Int<kHeadDim>>;
@@ -73,7 +77,7 @@ struct Flash_fwd_kernel_traits {
         alignas(kAlignment) Element v[cosize_v<SmemLayoutKV>];
         Barriers<kConsumers * kQ_rooms> q_barriers;  // the first rooms of all consumers, then the second
         Barriers<kStages> k_barriers, v_barriers;
-        Tile_ring::SharedStorage tiles;
+        typename Tile_ring<kConsumers>::SharedStorage tiles;
     };
     static constexpr int kSmemSize = sizeof(SharedStorage);
 };

@@ -4,13 +4,14 @@
 
 #include <cutlass/numeric_conversion.h>
 
-#include "../common/block_info.h"
 #include "kernel_traits.h"
+#include "key_blocks.h"
 #include "kind.h"
 #include "layout.h"
+#include "mask.h"
 #include "named_barriers.h"
 #include "softmax.h"
-#include "tile_scheduler.h"
+#include "tile_ring.h"
 
 namespace flash::sm90 {
 
@@ -71,11 +72,13 @@ __device__ __forceinline__ void load(const Flash_fwd_params &params, const typen
     };
 
     int n_block = tile.n_block_max - 1;
-    load_Q(0);
+    if (Traits::kQ_rooms > 1) {
+        load_Q(0);
+    }
     load_K(n_block);
     CUTE_NO_UNROLL
-    for (int warpgroup = 1; warpgroup < Traits::kConsumers; ++warpgroup) {
-        load_Q(warpgroup);
+    for (int warpgroup = Traits::kQ_rooms > 1 ? 1 : 0; warpgroup < Traits::kConsumers; ++warpgroup) {
+        load_Q(warpgroup);  // with one room, it gets free later than K's
     }
     CUTE_NO_UNROLL
     for (; n_block > tile.n_block_min; --n_block) {
@@ -107,14 +110,16 @@ __device__ __forceinline__ void wait_for(TensorC &acc) {
     warpgroup_fence_operand(acc);
 }
 
-// Writes zeros over the rows of sV from `rows` on: those of another sequence, whose NaN or infinity times a probability
-// of 0 would not be 0. Every consumer does it for itself, so that none waits for another.
-template <typename Traits, typename TensorV>
-__device__ __forceinline__ void clear_rows_from(int rows, TensorV &&sV, int warpgroup) {
+// Writes zeros over the rows of sX (rows, headdim) from `rows` on, which are another sequence's. Every consumer does it
+// for itself, so that none waits for another.
+template <typename Traits, typename TensorX>
+__device__ __forceinline__ void clear_rows_from(int rows, TensorX &&sX, int warpgroup) {
     using Vector = cute::uint128_t;
+    constexpr int kRows = decltype(size<0>(sX))::value;
     constexpr int kVector = sizeof(Vector) / sizeof(typename Traits::Element), kVectors = Traits::kHeadDim / kVector;
-    for (int i = threadIdx.x % 128; i < (Traits::kBlockN - rows) * kVectors; i += 128) {
-        *reinterpret_cast<Vector *>(&sV(rows + i / kVectors, i % kVectors * kVector)) = Vector{0, 0};
+    rows = max(rows, 0);
+    for (int i = threadIdx.x % 128; i < (kRows - rows) * kVectors; i += 128) {
+        *reinterpret_cast<Vector *>(&sX(rows + i / kVectors, i % kVectors * kVector)) = Vector{0, 0};
     }
     cutlass::arch::fence_view_async_shared();  // wgmma reads it
     sync(Barrier::warpgroup, warpgroup, 128);
@@ -130,53 +135,54 @@ class Consumer {
 
 public:
     __device__ Consumer(const Flash_fwd_params &params, typename Traits::SharedStorage &shared, int warpgroup)
-        : params(params), shared(shared), warpgroup(warpgroup), turns(warpgroup) {
+        : params(params), shared(shared), warpgroup(warpgroup), tiles{shared.tiles}, turns(warpgroup) {
         rings.q.stage = warpgroup;
     }
 
     // All tiles, each from its last key block to its first. In the step from one tile to the next, the products and the
-    // softmax overlap as within a tile. next_tile(tile) says whether there is another, and where in the ring;
-    // store(tile, acc_o, softmax) gets a tile's unnormalised output and its statistics.
-    template <typename NextTile, typename Store>
-    __device__ __forceinline__ void mma(const Tile_ring &tiles, const NextTile &next_tile, const Store &store) {
+    // softmax overlap as within a tile. store(tile, acc_o, softmax) gets a tile's unnormalised output and its
+    // statistics.
+    template <typename Store>
+    __device__ __forceinline__ void mma(const Store &store) {
         Tensor acc_s = partition_fragment_C(TiledMmaQK{}, typename Traits::TileS{});     // (MMA, MMA_M, MMA_N)
         Tensor acc_o = partition_fragment_C(TiledMmaPV{}, typename Traits::TileQ{});     // (MMA, MMA_M, MMA_K)
         Tensor acc_o_rowcol = make_tensor(acc_o.data(), rowcol_layout(acc_o.layout()));  // (row, col)
         Tensor tOrP = make_tensor<Element>(operand_A_layout(acc_s.layout()));            // (MMA, MMA_M, MMA_K)
 
-        int tile, next;
-        if (!next_tile(tile)) {
+        int tile = tiles.take();
+        Key_blocks blocks = key_blocks_of(tile);
+        if (blocks.has(Key_blocks::is_end)) {
             return;
         }
-        Key_blocks blocks(params, tiles[tile], warpgroup);
+        int n_block = blocks.n_block_max - 1;
         Softmax<Element, 2> softmax(params.scale_softmax_log2);
 
         // The first key block of all has no product of another beside it.
-        rings.q.wait(shared.q_barriers);
-        skip_K(blocks);
+        wait_for_Q(tile);
+        let_K_go_by(blocks.has(Key_blocks::goes_by_first));
         rings.k.wait(shared.k_barriers);
         turns.await();
         issue_S(acc_s);
         turns.pass();
         wait_for<0>(acc_s);
-        softmax_step</*Is_first=*/true>(tiles[tile], blocks, acc_s, softmax);
-        release_after_S(blocks.is_at_end());
-        skip_V(blocks);
+        softmax_step</*Is_first=*/true>(tile, blocks, n_block, acc_s, softmax);
+        release_after_S(n_block == blocks.n_block_min);
+        let_V_go_by(blocks.has(Key_blocks::goes_by_first));
         round_P(acc_s, tOrP);
 
         for (bool adds = false;; adds = false) {
             // Per step: S of the next block and O of this one are issued together; the softmax runs beside the second.
-            while (!blocks.is_at_end()) {
+            while (n_block > blocks.n_block_min) {
                 rings.k.wait(shared.k_barriers);
                 turns.await();
                 issue_S(acc_s);
-                issue_O(adds, tiles[tile], blocks, tOrP, acc_o);
+                issue_O(adds, tile, n_block, tOrP, acc_o);
                 turns.pass();
-                --blocks.n_block;
+                --n_block;
                 adds = true;
                 wait_for<1>(acc_s);
-                const auto rescale = softmax_step</*Is_first=*/false>(tiles[tile], blocks, acc_s, softmax);
-                release_after_S(blocks.is_at_end());
+                const auto rescale = softmax_step</*Is_first=*/false>(tile, blocks, n_block, acc_s, softmax);
+                release_after_S(n_block == blocks.n_block_min);
                 wait_for<0>(acc_o);
                 release_V();
                 softmax.apply(rescale, acc_o_rowcol);
@@ -184,70 +190,69 @@ public:
             }
 
             // Likewise from the tile's last block to the first of the next tile.
-            if (!next_tile(next)) {
-                issue_O(adds, tiles[tile], blocks, tOrP, acc_o);
+            const int next = tiles.take();
+            const Key_blocks next_blocks = key_blocks_of(next);
+            let_K_go_by(blocks.has(Key_blocks::goes_by_last));
+            if (next_blocks.has(Key_blocks::is_end)) {
+                issue_O(adds, tile, n_block, tOrP, acc_o);
                 wait_for<0>(acc_o);
                 release_V();
-                store(tile, acc_o_rowcol, softmax);
+                let_V_go_by(blocks.has(Key_blocks::goes_by_last));
+                store(tiles[tile], acc_o_rowcol, softmax);
                 return;
             }
-            const Key_blocks next_blocks(params, tiles[next], warpgroup);
-            rings.q.wait(shared.q_barriers);
-            skip_K(next_blocks);
+            wait_for_Q(next);
+            let_K_go_by(next_blocks.has(Key_blocks::goes_by_first));
             rings.k.wait(shared.k_barriers);
             turns.await();
             issue_S(acc_s);
-            issue_O(adds, tiles[tile], blocks, tOrP, acc_o);
+            issue_O(adds, tile, n_block, tOrP, acc_o);
             turns.pass();
             const auto ended = softmax;
             softmax = Softmax<Element, 2>(params.scale_softmax_log2);
-            blocks = next_blocks;
+            n_block = next_blocks.n_block_max - 1;
             wait_for<1>(acc_s);
-            softmax_step</*Is_first=*/true>(tiles[next], blocks, acc_s, softmax);
-            release_after_S(blocks.is_at_end());
+            softmax_step</*Is_first=*/true>(next, next_blocks, n_block, acc_s, softmax);
+            release_after_S(n_block == next_blocks.n_block_min);
             wait_for<0>(acc_o);
             release_V();
-            skip_V(blocks);
-            store(tile, acc_o_rowcol, ended);
+            let_V_go_by(blocks.has(Key_blocks::goes_by_last));
+            let_V_go_by(next_blocks.has(Key_blocks::goes_by_first));
+            store(tiles[tile], acc_o_rowcol, ended);
+            tiles.release(tile);
             tile = next;
+            blocks = next_blocks;
             round_P(acc_s, tOrP);
         }
     }
 
 private:
-    // What the loop over a tile's key blocks needs, in uniform registers. The last of them, which is the first to come,
-    // may be one that only other consumers' rows see.
-    struct Key_blocks {
-        int n_block, n_block_min, n_full_begin, n_full_end;
-        int skipped;  // key blocks
-
-        __device__ Key_blocks(const Flash_fwd_params &params, const Tile &tile, int warpgroup)
-            : n_block_min(uniform(tile.n_block_min)) {
-            const int n_block_max = uniform(tile.n_block_max);
-            if (is_local(kKind)) {
-                const int m_block = tile.place.block * Traits::kConsumers + warpgroup;  // of kRows rows
-                const BlockInfo<kRows, kBlockN, is_local(kKind)> own(params, tile.sequence, m_block);
-                n_block = uniform(min(max(own.n_block_max, tile.n_block_min + 1), tile.n_block_max)) - 1;
-                n_full_begin = uniform(own.n_full_begin);
-                n_full_end = uniform(own.n_full_end);
-            } else {
-                n_block = n_block_max - 1;
-                n_full_end = uniform(tile.sequence.seqlen_k) / kBlockN;
-            }
-            skipped = n_block_max - 1 - n_block;
-        }
-
-        __device__ bool is_at_end() const { return n_block == n_block_min; }
-        __device__ bool needs_mask() const {
-            return n_block >= n_full_end || (is_local(kKind) && n_block < n_full_begin);
-        }
-    };
-
     const Flash_fwd_params &params;
     typename Traits::SharedStorage &shared;
     const int warpgroup;
+    Tile_ring<Traits::kConsumers> tiles;
     const Turns<Traits::kConsumers, Traits::Tile_size::kTakes_turns> turns;
     Rings<Traits> rings;
+
+    __device__ __forceinline__ Key_blocks key_blocks_of(int tile) const {
+        return tiles.key_blocks(tile, warpgroup).template to_registers<kKind>();
+    }
+
+    __device__ __forceinline__ int first_row(int tile) const {
+        return (tiles[tile].place.block * Traits::kConsumers + warpgroup) * kRows;
+    }
+
+    // Rows of another sequence would take part in what the softmax decides for a whole warp.
+    __device__ __forceinline__ void wait_for_Q(int tile) {
+        rings.q.wait(shared.q_barriers);
+        if (may_be_varlen(kKind)) {
+            const int rows = uniform(tiles[tile].sequence.seqlen_q - first_row(tile));
+            if (rows < kRows) {
+                Tensor sQ = make_tensor(make_smem_ptr(shared.q), typename Traits::SmemLayoutQ{});  // (64, HD, room)
+                clear_rows_from<Traits>(rows, sQ(_, _, rings.q.stage), warpgroup);
+            }
+        }
+    }
 
     // What wgmma takes for shared memory: descriptors.
     template <typename TensorS>
@@ -261,15 +266,14 @@ private:
     }
 
     template <typename TensorP, typename TensorO>
-    __device__ __forceinline__ void issue_O(bool adds, const Tile &tile, const Key_blocks &blocks, TensorP &tOrP,
-                                            TensorO &acc_o) const {
+    __device__ __forceinline__ void issue_O(bool adds, int tile, int n_block, TensorP &tOrP, TensorO &acc_o) const {
         Tensor sVt = make_tensor(make_smem_ptr(shared.v), typename Traits::SmemLayoutVt{});  // (HD, BLK_N, stage)
         auto thr_mma = TiledMmaPV{}.get_slice(int(threadIdx.x % 128));
         Tensor tOrVt =
             thr_mma.make_fragment_B(thr_mma.partition_B(sVt))(_, _, _, rings.v.stage);  // (MMA, MMA_N, MMA_K)
         rings.v.wait(shared.v_barriers);
-        if (may_be_varlen(kKind)) {
-            const int rows = uniform(tile.sequence.seqlen_k) - blocks.n_block * kBlockN;
+        if (may_be_varlen(kKind)) {  // NaN or infinity of another sequence times a probability of 0 would not be 0
+            const int rows = uniform(tiles[tile].sequence.seqlen_k) - n_block * kBlockN;
             if (rows < kBlockN) {
                 Tensor sV =
                     make_tensor(make_smem_ptr(shared.v), typename Traits::SmemLayoutKV{});  // (BLK_N, HD, stage)
@@ -293,9 +297,9 @@ private:
         rings.v.advance();
     }
 
-    // Key blocks that are for other consumers go by.
-    __device__ __forceinline__ void skip_K(const Key_blocks &blocks) {
-        for (int i = 0; is_local(kKind) && i < blocks.skipped; ++i) {
+    // A key block that only other consumers' rows see.
+    __device__ __forceinline__ void let_K_go_by(bool goes_by) {
+        if (is_local(kKind) && goes_by) {
             rings.k.wait(shared.k_barriers);
             rings.k.release(shared.k_barriers);
             rings.k.advance();
@@ -303,8 +307,8 @@ private:
             turns.pass();
         }
     }
-    __device__ __forceinline__ void skip_V(const Key_blocks &blocks) {
-        for (int i = 0; is_local(kKind) && i < blocks.skipped; ++i) {
+    __device__ __forceinline__ void let_V_go_by(bool goes_by) {
+        if (is_local(kKind) && goes_by) {
             rings.v.wait(shared.v_barriers);
             release_V();
         }
@@ -312,14 +316,16 @@ private:
 
     // Scores become probabilities; returns what O has to be multiplied by.
     template <bool Is_first, typename TensorS, typename SoftmaxState>
-    __device__ __forceinline__ auto softmax_step(const Tile &tile, const Key_blocks &blocks, TensorS &acc_s,
+    __device__ __forceinline__ auto softmax_step(int tile, const Key_blocks &blocks, int n_block, TensorS &acc_s,
                                                  SoftmaxState &softmax) const {
         Tensor scores = make_tensor(acc_s.data(), rowcol_layout(acc_s.layout()));  // (row, col)
-        mask(tile, blocks, scores);
-        return softmax.template step<Is_first>(scores, blocks.needs_mask(), [&](auto &scores) {
-            recompute(scores);
-            mask(tile, blocks, scores);
-        });
+        const bool needs_mask = blocks.needs_mask(n_block);
+        mask(needs_mask, tile, n_block, scores);
+        return softmax.template step<Is_first>(scores, needs_mask && blocks.has(Key_blocks::may_see_few),
+                                               [&](auto &scores) {
+                                                   recompute(scores);
+                                                   mask(needs_mask, tile, n_block, scores);
+                                               });
     }
 
     // (row, col) -> (row, key) in the tile of S.
@@ -330,36 +336,21 @@ private:
     }
 
     template <typename TensorS>
-    __device__ __forceinline__ void mask(const Tile &tile, const Key_blocks &blocks, TensorS &scores) const {
-        if (blocks.needs_mask()) {
-            const Key_range<is_local(kKind)> range(params, tile.sequence.seqlen_q, tile.sequence.seqlen_k);
-            const int first_row = (tile.place.block * Traits::kConsumers + warpgroup) * kRows;
-            const int first_key = blocks.n_block * kBlockN;
-            const auto coords = coords_of_scores();
-            CUTE_UNROLL
-            for (int row = 0; row < size<0>(scores); ++row) {
-                const int end = range.end_key(first_row + get<0>(coords(row, 0))) - first_key;
-                CUTE_UNROLL
-                for (int col = 0; col < size<1>(scores); ++col) {
-                    scores(row, col) = get<1>(coords(row, col)) < end ? scores(row, col) : -INFINITY;
-                }
-            }
-            if (!is_local(kKind) || params.window_size_left < 0) {
-                return;  // all rows' keys begin with the first
-            }
-            CUTE_UNROLL
-            for (int row = 0; row < size<0>(scores); ++row) {
-                const int begin = range.begin_key(first_row + get<0>(coords(row, 0))) - first_key;
-                CUTE_UNROLL
-                for (int col = 0; col < size<1>(scores); ++col) {
-                    scores(row, col) = get<1>(coords(row, col)) >= begin ? scores(row, col) : -INFINITY;
-                }
-            }
+    __device__ __forceinline__ void mask(bool needs_mask, int tile, int n_block, TensorS &scores) const {
+        if (needs_mask) {
+            const Key_range<is_local(kKind)> range(params, tiles[tile].sequence.seqlen_q,
+                                                   tiles[tile].sequence.seqlen_k);
+            const int row_of_thread = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+            const int first_key = n_block * kBlockN;
+            const auto query = [&](int row) { return first_row(tile) + row_of_thread + row * 8; };
+            apply_mask(
+                scores, [&](int row) { return range.begin_key(query(row)) - first_key; },
+                [&](int row) { return range.end_key(query(row)) - first_key; });
         }
     }
 
-    // The scores once more, by ordinary instructions and slowly, as the tensor cores may be at work for O: a
-    // probability overflows only where a score exceeds all before it by a factor of 2^128.
+    // The scores once more, by ordinary instructions and slowly, as the tensor cores may be at work for O: it
+    // takes a score whose probability exceeds 2^100, or in a tile's first step one below 2^-80.
     template <typename TensorS>
     __device__ __forceinline__ void recompute(TensorS &scores) const {
         Tensor sQ =

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cutlass/arch/barrier.h>
+#include <cute/arch/cluster_sm90.hpp>
 
 #include <cstdint>
 
@@ -49,7 +50,7 @@ struct Ring {
     // Consumers wait for the tile, and give it back, each warp for itself.
     __device__ __forceinline__ void wait(Barriers<kStages> &barriers) const { barriers.full[stage].wait(phase); }
     __device__ __forceinline__ void release(Barriers<kStages> &barriers) const {
-        if (threadIdx.x % 32 == 0) {
+        if (cute::elect_one_sync()) {
             barriers.empty[stage].arrive();
         }
     }

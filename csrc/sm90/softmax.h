@@ -39,13 +39,13 @@ struct Softmax : flash::Softmax<kNRows> {
     };
 
     // One step over a key block: scores (row, col) become probabilities relative to row_max. Is_first: of a tile, where
-    // rows with masked keys take the maximum: a row that sees one key has the probability 1, and no rounded one.
-    // recompute(scores) brings the scores back.
+    // rows that may see few keys in all take the maximum: a row that sees one key has the probability 1, and no rounded
+    // one. recompute(scores) brings the scores back.
     template <bool Is_first, typename TensorS, typename Recompute>
-    __device__ __forceinline__ Rescale step(TensorS &scores, bool is_masked, const Recompute &recompute) {
+    __device__ __forceinline__ Rescale step(TensorS &scores, bool may_see_few, const Recompute &recompute) {
         Rescale rescale;
         rescale.is_needed = false;
-        if (Is_first ? kHas_wide_range && !is_masked : !needs_maximum) {
+        if (Is_first ? kHas_wide_range && !may_see_few : !needs_maximum) {
             if (Is_first) {
                 CUTE_UNROLL
                 for (int row = 0; row < kNRows; ++row) {
@@ -107,7 +107,7 @@ struct Softmax : flash::Softmax<kNRows> {
         for (int row = 0; row < kNRows; ++row) {
             const float total = quad_allreduce(row_sum[row], [](float a, float b) { return a + b; });
             factor[row] = total == 0.0f ? 0.0f : __fdividef(1.0f, total);
-            lse[row] = total == 0.0f ? -INFINITY : __fmul_rn(row_max[row], softmax_scale) + logf(total);
+            lse[row] = total == 0.0f ? -INFINITY : __fmul_rn(row_max[row], softmax_scale) + __logf(total);
         }
     }
 

@@ -7,81 +7,71 @@
 
 #include "../common/block_info.h"
 #include "kind.h"
-#include "pipeline.h"
 
 namespace flash::sm90 {
 
-// A number that is the same in every lane of the warp, in a register of the warp's from here on.
-__device__ __forceinline__ int uniform(int x) {
-    return static_cast<int>(__reduce_or_sync(0xffffffffu, static_cast<unsigned>(x)));
-}
-
 // A block of query rows of one head, and which key blocks it visits.
 struct Tile {
-    enum State : int {
-        has_keys,
-        has_no_keys,  // the rows see none
-        is_no_tile,   // the list has ended
-    };
-
-    State state;
     Row_blocks::Place place;
     Sequence sequence;
     int n_block_min, n_block_max;
+    bool is_end;  // no tile: the list has ended
+
+    __device__ bool has_keys() const { return n_block_max > n_block_min; }
 };
 
 // In which order blocks of query rows are worked on: one after the other, or when local in pairs of a long and a short
-// one, which together take the same time. Made by the host: divisions are slow.
+// one, which together take the same time. Pairs fill whole rounds of the multiprocessors; the heads that are left go
+// block by block from long to short, as a round that not all take part in ends sooner so. Made by the host: divisions
+// are slow.
 struct Tile_order {
-    int units;  // of work, which thread blocks take: pairs, then the single blocks
-    int pairs;
-    int per_head;                                                       // blocks
-    int total_heads;                                                    // of all sequences
-    cutlass::FastDivmod by_blocks, by_pairs, by_heads, by_total_heads;  // of a head, of a head, of a sequence, of all
+    int per_head;               // blocks
+    int paired_heads = 0;       // of all sequences' heads, the first; 0 where pairs would be coarse
+    int pairs, middles, units;  // of work, which thread blocks take: pairs, blocks between those, and all
+    cutlass::FastDivmod by_blocks, by_pairs, by_heads, by_heads_left;  // of a head, of a head, of a sequence, of all
+    int *ticket;                                                       // varlen: how many blocks have been taken
 
-    Tile_order(const Row_blocks &blocks, bool is_local, int multiprocessors)
-        : per_head(blocks.per_head),
-          total_heads(static_cast<int>(blocks.count() / std::max(per_head, 1))),
-          by_blocks(std::max(per_head, 1)),
-          by_pairs(std::max(per_head / 2, 1)),
-          by_heads(blocks.heads),
-          by_total_heads(std::max(total_heads, 1)) {
-        // Pairs take as long as two blocks: with few of them for each multiprocessor, the last would keep some waiting.
-        const bool is_paired = is_local && blocks.count() >= 6 * int64_t(multiprocessors);
-        pairs = is_paired ? total_heads * (per_head / 2) : 0;
-        units = is_paired ? total_heads * ((per_head + 1) / 2) : static_cast<int>(blocks.count());
+    Tile_order(const Row_blocks &blocks, Kind kind, int multiprocessors, int *ticket)
+        : per_head(std::max(blocks.per_head, 1)), by_blocks(per_head), by_heads(blocks.heads), ticket(ticket) {
+        const int heads = static_cast<int>(blocks.count() / per_head), per_head_in_pairs = per_head / 2;
+        if (kind == Kind::local && blocks.count() >= 6 * int64_t(multiprocessors) && per_head_in_pairs > 0) {
+            const int rounds = heads * per_head_in_pairs / multiprocessors;
+            paired_heads = rounds * multiprocessors / per_head_in_pairs;
+        }
+        pairs = paired_heads * per_head_in_pairs;
+        middles = paired_heads * (per_head % 2);
+        units = pairs + middles + (heads - paired_heads) * per_head;
+        by_pairs = cutlass::FastDivmod(std::max(per_head_in_pairs, 1));
+        by_heads_left = cutlass::FastDivmod(std::max(heads - paired_heads, 1));
     }
 };
 
 // The tiles of one thread block: of n, number i takes the i-th unit of a round of n units, and in every second round
 // the i-th from its end, so that where the units of a round go from long to short nobody gets the longest of each.
+// Varlen: the host does not know how long they are, and who is done takes the next.
 template <Kind kKind, int kBlockM, int kBlockN>
 class Tile_scheduler {
 public:
     __device__ Tile_scheduler(const Flash_fwd_params &params, const Tile_order &order) : params(params), order(order) {}
 
+    // By a whole warp.
     __device__ Tile next() {
         for (;;) {
-            const int first = round * gridDim.x;
-            const int unit = first + (round % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x);
+            const Unit unit = may_be_varlen(kKind) ? by_ticket() : by_turn();
             Tile tile{};
-            if (first >= order.units) {
-                tile.state = Tile::is_no_tile;
+            if (unit.is_end) {
+                tile.is_end = true;
                 return tile;
             }
-            const bool is_second = is_second_of_pair;
-            is_second_of_pair = unit < order.pairs && !is_second;
-            round += is_second_of_pair ? 0 : 1;
-            if (unit >= order.units) {
+            if (unit.index >= order.units) {
                 continue;
             }
-            tile.place = place(unit, is_second);
+            tile.place = place(unit);
             tile.sequence = sequence<may_be_varlen(kKind)>(params, tile.place.bidb);
             if (tile.place.block * kBlockM >= tile.sequence.seqlen_q) {
                 continue;
             }
             const BlockInfo<kBlockM, kBlockN, is_local(kKind)> info(params, tile.sequence, tile.place.block);
-            tile.state = info.n_block_max > info.n_block_min ? Tile::has_keys : Tile::has_no_keys;
             tile.n_block_min = info.n_block_min;
             tile.n_block_max = info.n_block_max;
             return tile;
@@ -94,16 +84,44 @@ private:
     int round = 0;
     bool is_second_of_pair = false;
 
-    __device__ Row_blocks::Place place(int unit, bool is_second) const {
+    struct Unit {
+        int index;
+        bool is_second;  // block of a pair
+        bool is_end;     // there is no unit left, here and from here on
+    };
+
+    __device__ Unit by_turn() {
+        const int first = round * gridDim.x;
+        const int index = first + (round % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x);
+        const bool is_second = is_second_of_pair;
+        is_second_of_pair = index < order.pairs && !is_second;
+        round += is_second_of_pair ? 0 : 1;
+        return {index, is_second, first >= order.units};
+    }
+
+    __device__ Unit by_ticket() const {
+        int index = 0;
+        if (threadIdx.x % 32 == 0) {
+            index = atomicAdd(order.ticket, 1);
+        }
+        index = __shfl_sync(0xffffffffu, index, 0);
+        return {index, false, index >= order.units};
+    }
+
+    __device__ Row_blocks::Place place(const Unit &unit) const {
         int head, block;
-        if (!is_local(kKind)) {  // head after head, so that thread blocks share K and V in L2
-            order.by_blocks(head, block, unit);
-        } else if (unit < order.pairs) {  // likewise
-            order.by_pairs(head, block, unit);
-            block = is_second ? block : order.per_head - 1 - block;
-        } else {  // over all heads from long to short; behind pairs there is one left of each head
-            order.by_total_heads(block, head, unit - order.pairs);
-            block = order.pairs > 0 ? order.per_head / 2 : order.per_head - 1 - block;
+        if (kKind != Kind::local) {  // head after head, so that thread blocks share K and V in L2
+            order.by_blocks(head, block, unit.index);
+        } else if (unit.index < order.pairs) {  // likewise
+            order.by_pairs(head, block, unit.index);
+            block = unit.is_second ? block : order.per_head - 1 - block;
+        } else if (unit.index < order.pairs + order.middles) {  // of an odd number of blocks, one is in no pair
+            head = unit.index - order.pairs;
+            block = order.per_head / 2;
+        } else {
+            order.by_heads_left(block, head, unit.index - order.pairs - order.middles);
+            head += order.paired_heads;
+            block = order.per_head - 1 - block;
         }
         if (may_be_varlen(kKind)) {
             const Sequence_block found = find_block(params.cu_seqlens_q, params.b, kBlockM, block);
@@ -112,44 +130,6 @@ private:
         int bidb, bidh;
         order.by_heads(bidb, bidh, head);
         return {bidb, bidh, block};
-    }
-};
-
-// The tiles on their way from the producer's warp to the consumers, in shared memory, where a consumer leaves what it
-// needs once a tile.
-struct Tile_ring {
-    static constexpr int kStages = 4;  // a consumer holds two at once, and the producer is ahead
-    struct SharedStorage {
-        Tile tiles[kStages];
-        Barriers<kStages> barriers;
-    };
-    SharedStorage &shared;
-    Ring<kStages> ring = {};
-
-    // Both return where in the ring the tile is.
-    __device__ __forceinline__ int push(const Tile &tile) {
-        ring.acquire(shared.barriers);
-        if (threadIdx.x % 32 == 0) {
-            shared.tiles[ring.stage] = tile;
-            shared.barriers.full[ring.stage].arrive();
-        }
-        __syncwarp();
-        const int stage = ring.stage;
-        ring.advance();
-        return stage;
-    }
-    __device__ __forceinline__ int take() {
-        ring.wait(shared.barriers);
-        const int stage = ring.stage;
-        ring.advance();
-        return stage;
-    }
-
-    __device__ __forceinline__ const Tile &operator[](int stage) const { return shared.tiles[stage]; }
-
-    __device__ __forceinline__ void release(int stage) {
-        __syncwarp();
-        Ring<kStages>{stage}.release(shared.barriers);
     }
 };
 

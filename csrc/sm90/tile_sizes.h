@@ -30,9 +30,11 @@ struct Tile_sizes_fwd<192, kIs_local> : Tile_fwd<2, 112, 2, 1, false> {};
 template <bool kIs_local>
 struct Tile_sizes_fwd<256, kIs_local> : Tile_fwd<2, 80, 2, 1, false> {};
 
-// Local calls of up to kShort_seqlen queries: blocks of more rows would lose more at the sequence's end and under the
-// mask than they gain.
+// Tiles of fewer rows. Local calls of up to kShort_seqlen queries: longer ones would lose more at the sequence's end
+// and under the mask than they gain. Full ones where longer tiles leave multiprocessors idle; a row costs more in short
+// ones.
 constexpr int kShort_seqlen = 1024;
+constexpr double kCost_of_short_tiles = 1.2;
 template <int kHeadDim>
 struct Tile_sizes_fwd_short : Tile_sizes_fwd<kHeadDim, true> {};
 template <>

@@ -1,0 +1,62 @@
+// Which key blocks a consumer warpgroup visits of those that its thread block loads, and where it needs a mask: found
+// by the producer, which has time.
+#pragma once
+
+#include "../common/block_info.h"
+#include "kind.h"
+
+namespace flash::sm90 {
+
+// A number that is the same in every lane of the warp, in a register of the warp's from here on.
+__device__ __forceinline__ int uniform(int x) {
+    return static_cast<int>(__reduce_or_sync(0xffffffffu, static_cast<unsigned>(x)));
+}
+
+// Of one consumer and one tile: it visits [n_block_min, n_block_max) from the last to the first.
+struct Key_blocks {
+    enum Flag : int {
+        is_end = 1,         // no tile: the list has ended
+        goes_by_first = 2,  // the first block that is loaded is only seen by other consumers' rows
+        goes_by_last = 4,   // likewise the last
+        may_see_few = 8,    // some row may see few keys in all, or none of the first visited block
+    };
+
+    int n_block_min, n_block_max;
+    int n_full_begin, n_full_end;  // the blocks in between are seen whole by every row
+    int flags;
+
+    __device__ __forceinline__ bool has(Flag flag) const { return (flags & flag) != 0; }
+    __device__ __forceinline__ bool needs_mask(int n_block) const {
+        return n_block >= n_full_end || n_block < n_full_begin;
+    }
+
+    // From the producer's ring: uniform registers. What a kind knows is a constant.
+    template <Kind kKind>
+    __device__ __forceinline__ Key_blocks to_registers() const {
+        return {is_local(kKind) ? uniform(n_block_min) : 0, uniform(n_block_max),
+                is_local(kKind) ? uniform(n_full_begin) : 0, uniform(n_full_end), uniform(flags)};
+    }
+};
+
+// For rows [m_block * kRows, (m_block + 1) * kRows) of a tile for which [n_block_min, n_block_max) are loaded, at least
+// one. Rows that see none of these, or lie past the sequence's end, visit one block all the same.
+template <Kind kKind, int kRows, int kBlockN>
+__device__ __forceinline__ Key_blocks key_blocks(const Flash_fwd_params &params, const Sequence &sequence, int m_block,
+                                                 int n_block_min, int n_block_max) {
+    const BlockInfo<kRows, kBlockN, is_local(kKind)> info(params, sequence, m_block);
+    Key_blocks blocks;
+    blocks.n_block_max = min(max(info.n_block_max, n_block_min + 1), n_block_max);
+    blocks.n_block_min = max(min(info.n_block_min, blocks.n_block_max - 1), n_block_min);
+    blocks.n_full_begin = info.n_full_begin;
+    blocks.n_full_end = info.n_full_end;
+    const int first = blocks.n_block_max - 1;
+    const int left = params.window_size_left;
+    const bool has_one = first == blocks.n_block_min, is_narrow = left >= 0 && left < kBlockN;
+    const bool hides_from_first_row = info.end_key(m_block * kRows) <= first * kBlockN;
+    blocks.flags = (blocks.n_block_max < n_block_max ? Key_blocks::goes_by_first : 0) |
+                   (blocks.n_block_min > n_block_min ? Key_blocks::goes_by_last : 0) |
+                   (has_one || is_narrow || hides_from_first_row ? Key_blocks::may_see_few : 0);
+    return blocks;
+}
+
+}  // namespace flash::sm90
