@@ -81,8 +81,8 @@ void check() {
     }
     // Where the epilogue takes a thread's columns of O to be.
     for (int thread = 0; thread < 128; ++thread) {
-        Tensor of_O = typename Traits::TiledMmaPV{}.get_slice(thread).partition_C(
-            make_identity_tensor(typename Traits::TileQ{}));
+        Tensor of_O =
+            typename Traits::TiledMmaPV{}.get_slice(thread).partition_C(make_identity_tensor(typename Traits::TileQ{}));
         Tensor rowcol = make_tensor(of_O.data(), rowcol_layout(of_O.layout()));
         wrong += size<0>(rowcol) != 2 || size<1>(rowcol) != kHeadDim / 4;
         for (int row = 0; row < size<0>(rowcol); ++row) {

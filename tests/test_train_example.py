@@ -80,6 +80,7 @@ def test_a_difference_may_be_a_multiple_of_the_noise_so_far() -> None:
     early = example.compare([4.0, 3.05, 2.0], sdpa, noise)
     assert not early.passed, "later noise does not excuse an earlier difference"
     assert early.worst == 1
+    assert example.compare([4.0, 3.05, 2.0], sdpa, noise, [4.0, 3.01, 2.0]).passed, "the largest noise counts"
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

@@ -40,12 +40,7 @@ __device__ __forceinline__ void find_tiles(const Flash_fwd_params &params, typen
 template <typename Traits, Kind kKind>
 __device__ __forceinline__ void load_tiles(const Flash_fwd_params &params, const typename Traits::Copies &copies,
                                            typename Traits::SharedStorage &shared) {
-    Tile_ring<Traits::kConsumers> tiles{shared.tiles};
-    Rings<Traits> rings;
-    for (int tile = tiles.take(); !tiles[tile].is_end; tile = tiles.take()) {
-        load<Traits, kKind>(params, copies, tiles[tile], shared, rings);
-        tiles.release(tile);
-    }
+    Loader<Traits, kKind>(params, copies, shared).load();
 }
 
 // A consumer warpgroup: 64 rows of every tile.

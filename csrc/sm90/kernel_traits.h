@@ -67,8 +67,6 @@ struct Flash_fwd_kernel_traits {
         TMA_Q q;
         TMA_KV k, v;
     };
-    static constexpr int kBytesQ = kRows * kHeadDim * sizeof(Element);
-    static constexpr int kBytesKV = kBlockN * kHeadDim * sizeof(Element);
 
     static constexpr int kAlignment = 1024;  // bytes: of the swizzled layouts
     struct SharedStorage {

@@ -1,5 +1,5 @@
-// What the two kinds of warpgroup do for one tile: the producer has TMA load Q, K and V (load), the consumers multiply,
-// and take the softmax of one key block while the tensor cores work on another (Consumer::mma).
+// What the two kinds of warpgroup do for their tiles: the producer has TMA load Q, K and V (Loader), the consumers
+// multiply, and take the softmax of one key block while the tensor cores work on another (Consumer).
 #pragma once
 
 #include <cutlass/numeric_conversion.h>
@@ -21,72 +21,130 @@ struct Rings {
     Ring<Traits::kStages> k, v;
 };
 
-// The producer's warp: the loads of one tile, in the order in which the consumers need them.
+// The producer's warp that has TMA load the tiles, in the order in which the consumers need them: K of a block before V
+// of the block before it, which may be the last of another tile.
 template <typename Traits, Kind kKind>
-__device__ __forceinline__ void load(const Flash_fwd_params &params, const typename Traits::Copies &copies,
-                                     const Tile &tile, typename Traits::SharedStorage &shared, Rings<Traits> &rings) {
-    using TileQ = typename Traits::TileQ;
-    using TileKV = typename Traits::TileKV;
-    constexpr bool kVarlen = may_be_varlen(kKind);
-    const int bidb = tile.place.bidb, bidh = tile.place.bidh, bidh_k = bidh / params.h_h_k_ratio;
+class Loader {
+public:
+    __device__ Loader(const Flash_fwd_params &params, const typename Traits::Copies &copies,
+                      typename Traits::SharedStorage &shared)
+        : params(params), copies(copies), shared(shared), tiles{shared.tiles} {}
 
-    // Tensors: as TMA knows them (m), in tiles (g), in shared memory (s). Varlen: sequences are rows of one batch.
-    const auto head_of = [&](const auto &copy, int rows, int heads, int bidh, int begin) {
-        Tensor mX = copy.get_tma_tensor(make_shape(rows, params.d, heads, kVarlen ? 1 : params.b));
-        return domain_offset(make_coord(begin, 0), mX(_, _, bidh, kVarlen ? 0 : bidb));  // (seqlen, d)
-    };
-    const int rows_q = kVarlen ? int(params.total_q) : params.seqlen_q;
-    const int rows_k = kVarlen ? int(params.total_k) : params.seqlen_k;
-    Tensor mQ = head_of(copies.q, rows_q, params.h, bidh, tile.sequence.q_begin);
-    Tensor mK = head_of(copies.k, rows_k, params.h_k, bidh_k, tile.sequence.k_begin);
-    Tensor mV = head_of(copies.v, rows_k, params.h_k, bidh_k, tile.sequence.k_begin);
-    Tensor gQ = local_tile(mQ, TileQ{}, make_coord(_, 0));                              // (64, HD, m)
-    Tensor gK = local_tile(mK, TileKV{}, make_coord(_, 0));                             // (BLK_N, HD, n)
-    Tensor gV = local_tile(mV, TileKV{}, make_coord(_, 0));                             // (BLK_N, HD, n)
-    Tensor sQ = make_tensor(make_smem_ptr(shared.q), typename Traits::SmemLayoutQ{});   // (64, HD, room)
-    Tensor sK = make_tensor(make_smem_ptr(shared.k), typename Traits::SmemLayoutKV{});  // (BLK_N, HD, stage)
-    Tensor sV = make_tensor(make_smem_ptr(shared.v), typename Traits::SmemLayoutKV{});  // (BLK_N, HD, stage)
-    const auto partition = [](const auto &copy, const auto &gX, const auto &sX) {       // pairs of (TMA, tile)
-        return tma_partition(copy, _0{}, Layout<_1>{}, group_modes<0, 2>(sX), group_modes<0, 2>(gX));
-    };
-    const auto of_Q = partition(copies.q, gQ, sQ);
-    const auto of_K = partition(copies.k, gK, sK);
-    const auto of_V = partition(copies.v, gV, sV);
+    __device__ __forceinline__ void load() {
+        Source tile = take(), next;
+        if (tile.is_end) {
+            return;
+        }
+        load_K(tile, tile.n_block_max - 1);
+        load_Q(tile);
+        for (;; tile = next) {
+            // With two rooms, Q of the next tile is loaded two blocks before it is needed; with one, when that gets
+            // free.
+            constexpr bool kHas_room = Traits::kQ_rooms > 1;
+            const auto take_next = [&] {
+                next = take();
+                if (kHas_room && !next.is_end) {
+                    load_Q(next);
+                }
+            };
+            const int last = tile.n_block_max - 1, when = min(tile.n_block_min + 2, last);
+            if (last == tile.n_block_min) {
+                take_next();
+            }
+            CUTE_NO_UNROLL
+            for (int n_block = last; n_block > tile.n_block_min; --n_block) {
+                load_K(tile, n_block - 1);
+                load_V(tile, n_block);
+                if (n_block == when) {
+                    take_next();
+                }
+            }
+            if (!next.is_end) {
+                load_K(next, next.n_block_max - 1);
+            }
+            load_V(tile, tile.n_block_min);
+            if (next.is_end) {
+                return;
+            }
+            if (!kHas_room) {
+                load_Q(next);
+            }
+        }
+    }
 
-    const auto load_tile = [](const auto &tma, auto &ring, auto &barriers, int bytes, const auto &of_X, int tile) {
+private:
+    static constexpr bool kVarlen = may_be_varlen(kKind);
+    const Flash_fwd_params &params;
+    const typename Traits::Copies &copies;
+    typename Traits::SharedStorage &shared;
+    Tile_ring<Traits::kConsumers> tiles;
+    Rings<Traits> rings;
+
+    // Where a tile's blocks lie: what costs time is found once, as consumers wait between a room's release and its
+    // load.
+    struct Source {
+        int bidb, bidh, bidh_k, q_begin, k_begin, block;
+        int n_block_min, n_block_max;
+        bool is_end;
+    };
+
+    __device__ __forceinline__ Source take() {
+        const int stage = tiles.take();
+        const Tile tile = tiles[stage];
+        tiles.release(stage);
+        return {kVarlen ? 0 : uniform(tile.place.bidb),
+                uniform(tile.place.bidh),
+                uniform(tile.place.bidh / params.h_h_k_ratio),
+                kVarlen ? uniform(tile.sequence.q_begin) : 0,
+                kVarlen ? uniform(tile.sequence.k_begin) : 0,
+                uniform(tile.place.block),
+                uniform(tile.n_block_min),
+                uniform(tile.n_block_max),
+                uniform(tile.is_end) != 0};
+    }
+
+    // Block number `block` of a head's rows, of which `begin` are other sequences', into the ring. gX: (block, HD, n).
+    template <typename TMA, typename Shape, typename Layout, typename Element, typename RingX, typename BarriersX>
+    __device__ __forceinline__ void load_block(const TMA &tma, Shape, Layout, Element *smem, RingX &ring,
+                                               BarriersX &barriers, int rows, int heads, int bidh, int bidb, int begin,
+                                               int block) {
+        Tensor mX = tma.get_tma_tensor(make_shape(rows, params.d, heads, kVarlen ? 1 : params.b));
+        Tensor gX = local_tile(domain_offset(make_coord(begin, 0), mX(_, _, bidh, bidb)), Shape{}, make_coord(_, 0));
+        Tensor sX = make_tensor(make_smem_ptr(smem), Layout{});         // (block, HD, stage)
+        const auto of_X = tma_partition(tma, _0{}, cute::Layout<_1>{},  // pairs of (TMA, n), (TMA, stage)
+                                        group_modes<0, 2>(sX), group_modes<0, 2>(gX));
+        constexpr int kBytes = size(Shape{}) * sizeof(Element);
         ring.acquire(barriers);
-        if (threadIdx.x == 0) {
-            copy(tma.with(ring.expect(barriers, bytes)), get<0>(of_X)(_, tile), get<1>(of_X)(_, ring.stage));
+        if (cute::elect_one_sync()) {
+            copy(tma.with(ring.expect(barriers, kBytes)), get<0>(of_X)(_, block), get<1>(of_X)(_, ring.stage));
         }
         ring.advance();
-    };
-    const auto load_Q = [&](int warpgroup) {
-        load_tile(copies.q, rings.q, shared.q_barriers, Traits::kBytesQ, of_Q,
-                  tile.place.block * Traits::kConsumers + warpgroup);
-    };
-    const auto load_K = [&](int n_block) {
-        load_tile(copies.k, rings.k, shared.k_barriers, Traits::kBytesKV, of_K, n_block);
-    };
-    const auto load_V = [&](int n_block) {
-        load_tile(copies.v, rings.v, shared.v_barriers, Traits::kBytesKV, of_V, n_block);
-    };
+    }
 
-    int n_block = tile.n_block_max - 1;
-    if (Traits::kQ_rooms > 1) {
-        load_Q(0);
+    __device__ __forceinline__ void load_Q(const Source &tile) {
+        CUTE_NO_UNROLL
+        for (int warpgroup = 0; warpgroup < Traits::kConsumers; ++warpgroup) {
+            load_block(copies.q, typename Traits::TileQ{}, typename Traits::SmemLayoutQ{}, shared.q, rings.q,
+                       shared.q_barriers, kVarlen ? int(params.total_q) : params.seqlen_q, params.h, tile.bidh,
+                       tile.bidb, tile.q_begin, tile.block * Traits::kConsumers + warpgroup);
+        }
     }
-    load_K(n_block);
-    CUTE_NO_UNROLL
-    for (int warpgroup = Traits::kQ_rooms > 1 ? 1 : 0; warpgroup < Traits::kConsumers; ++warpgroup) {
-        load_Q(warpgroup);  // with one room, it gets free later than K's
+
+    template <typename Element>
+    __device__ __forceinline__ void load_KV(const typename Traits::TMA_KV &tma, Element *smem,
+                                            Ring<Traits::kStages> &ring, Barriers<Traits::kStages> &barriers,
+                                            const Source &tile, int n_block) {
+        load_block(tma, typename Traits::TileKV{}, typename Traits::SmemLayoutKV{}, smem, ring, barriers,
+                   kVarlen ? int(params.total_k) : params.seqlen_k, params.h_k, tile.bidh_k, tile.bidb, tile.k_begin,
+                   n_block);
     }
-    CUTE_NO_UNROLL
-    for (; n_block > tile.n_block_min; --n_block) {
-        load_K(n_block - 1);
-        load_V(n_block);
+    __device__ __forceinline__ void load_K(const Source &tile, int n_block) {
+        load_KV(copies.k, shared.k, rings.k, shared.k_barriers, tile, n_block);
     }
-    load_V(n_block);
-}
+    __device__ __forceinline__ void load_V(const Source &tile, int n_block) {
+        load_KV(copies.v, shared.v, rings.v, shared.v_barriers, tile, n_block);
+    }
+};
 
 // acc (+)= A B, issued and not waited for.
 template <typename TiledMma, typename TensorA, typename TensorB, typename TensorC>

@@ -112,7 +112,8 @@ private:
         int head, block;
         if (kKind != Kind::local) {  // head after head, so that thread blocks share K and V in L2
             order.by_blocks(head, block, unit.index);
-        } else if (unit.index < order.pairs) {  // likewise
+            block = order.per_head - 1 - block;  // varlen and causal: so that the end of the list is short
+        } else if (unit.index < order.pairs) {   // likewise
             order.by_pairs(head, block, unit.index);
             block = unit.is_second ? block : order.per_head - 1 - block;
         } else if (unit.index < order.pairs + order.middles) {  // of an odd number of blocks, one is in no pair
