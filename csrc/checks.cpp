@@ -20,6 +20,7 @@ struct Named {
 };
 
 constexpr int64_t kMaxInt = std::numeric_limits<int32_t>::max();
+constexpr int64_t kMaxRows = kMaxInt / 4;  // of a tensor: nothing is as far apart as kFar of common/block_info.h
 
 void check_rank(const Named &x, int64_t rank, const char *shape) {
     FLASH_CHECK_VALUE(x.tensor.dim() == rank, x.name, " has shape ", x.tensor.sizes(), " (", x.tensor.dim(),
@@ -101,8 +102,8 @@ void check_shapes(const Fwd_args &args) {
         check_same_size(v, k, 0, "num_pages");
     }
     check_same_size(v, k, -3, rows_of_k);
-    check_at_most(q, -3, kMaxInt / 2, is_dense ? "seqlen" : "total_q");
-    check_at_most(k, -3, kMaxInt / 2, rows_of_k);
+    check_at_most(q, -3, kMaxRows, is_dense ? "seqlen" : "total_q");
+    check_at_most(k, -3, kMaxRows, rows_of_k);
     check_heads(args);
 }
 
@@ -248,8 +249,8 @@ void check_block_table(const Fwd_args &args) {
     FLASH_CHECK_VALUE(table.tensor.stride(1) == 1 || table.tensor.size(1) <= 1, "block_table has strides ",
                       table.tensor.strides(), "; allowed: a contiguous last dimension (stride 1)");
     FLASH_CHECK_VALUE(page_size >= 1, "k has pages of 0 keys (shape ", args.k.sizes(), "); allowed: at least 1");
-    FLASH_CHECK_VALUE(table.tensor.size(1) <= kMaxInt / 2 / page_size, "block_table has shape ", table.tensor.sizes(),
-                      "; allowed: up to ", kMaxInt / 2 / page_size, " pages of ", page_size, " keys for each sequence");
+    FLASH_CHECK_VALUE(table.tensor.size(1) <= kMaxRows / page_size, "block_table has shape ", table.tensor.sizes(),
+                      "; allowed: up to ", kMaxRows / page_size, " pages of ", page_size, " keys for each sequence");
 }
 
 void check_varlen(const Fwd_args &args) {

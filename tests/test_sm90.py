@@ -150,6 +150,40 @@ def test_scores_that_grow_from_block_to_block(
     assert_forward_accurate(q, k, v, out, lse, case=described, causal=causal)
 
 
+@pytest.mark.parametrize("headdim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_keys_of_minus_infinity_are_as_if_not_there(
+    dtype: torch.dtype, headdim: int, seed: int, described_seed: str
+) -> None:
+    """A bias added to the scores through one more feature takes keys out, among them those of the first steps: whole
+    warps see no finite score for more than a step."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    q, k, v = (torch.randn(2, n, 3, headdim, device="cuda", generator=generator).to(dtype) for n in (130, 500, 500))
+    q[..., -1] = 1.0
+    k[:, 100:, :, -1] = -math.inf
+    out, lse, _ = flash_attn_func(q, k, v, return_attn_probs=True)
+    described = f"keys of minus infinity\n  headdim={headdim} {dtype}\n  {described_seed}"
+    assert_forward_accurate(q, k[:, :100], v[:, :100], out, lse, case=described)
+
+
+@pytest.mark.parametrize("window_size", [(10, 0), (0, 0), (200, 30), (1000, 0)], ids=str)
+def test_windows_over_many_tiles(window_size: tuple[int, int], seed: int, described_seed: str) -> None:
+    """Three consumers, of which some let the first, the last or both of a tile's key blocks go by."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    q, k, v = (torch.randn(1, 1300, 3, 64, device="cuda", generator=generator).bfloat16() for _ in range(3))
+    out, lse, _ = flash_attn_func(q, k, v, window_size=window_size, return_attn_probs=True)
+    described = f"window {window_size}\n  {described_seed}"
+    assert_forward_accurate(q, k, v, out, lse, case=described, window_size=window_size)
+    cu_seqlens_q, cu_seqlens_k = (torch.tensor([0, n], device="cuda", dtype=torch.int32) for n in (798, 442))
+    q, k, v = q[0, :798], k[0, :442], v[0, :442]
+    out, lse, _ = flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, 798, 442, window_size=window_size, return_attn_probs=True
+    )
+    assert_forward_accurate(
+        q[None], k[None], v[None], out[None], lse[None], case=f"varlen, {described}", window_size=window_size
+    )
+
+
 @pytest.mark.parametrize("headdim", [64, 128, 256])
 @pytest.mark.parametrize("seqlen", [600, 1100, 1300], ids="seqlen_{}".format)
 def test_pairs_of_tiles_cover_every_row(seqlen: int, headdim: int, seed: int, described_seed: str) -> None:

@@ -1,5 +1,5 @@
-// The forward kernel: flash_fwd_kernel -> compute_attn, where the warpgroups part: the producer goes to load_tiles, the
-// consumers to mma_tiles, and both walk the same tiles.
+// The forward kernel: flash_fwd_kernel -> compute_attn, where the warps part: the producer's go to find_tiles and
+// load_tiles, the consumers' to mma_tiles, and all walk the same tiles.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>

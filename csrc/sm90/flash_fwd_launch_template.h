@@ -50,8 +50,8 @@ void launch(const Flash_fwd_params &params, int *tile_ticket, cudaStream_t strea
     static_assert(Traits::kSmemSize <= kMax_smem, "more shared memory than a thread block may have");
     auto kernel = &flash_fwd_kernel<Traits, kKind>;
     const Row_blocks blocks = row_blocks<may_be_varlen(kKind)>(params, Traits::kBlockM);
-    check_grid(blocks.count(), "batch * nheads * blocks of query rows");
     const int sms = multiprocessors();
+    check_grid(blocks.count() + sms, "batch * nheads * blocks of query rows");  // thread blocks count on to the end
     const Tile_order order(blocks, kKind, sms, tile_ticket);
     const int grid = std::min(order.units, sms);
     reserve_smem(kernel, Traits::kSmemSize);

@@ -82,6 +82,7 @@ struct Softmax : flash::Softmax<kNRows> {
                 for (int row = 0; row < kNRows; ++row) {
                     row_max[row] = -INFINITY;
                 }
+                needs_maximum = true;  // until all rows have one, which scores of -inf put off
             }
         }
         return step_with_maximum(scores);

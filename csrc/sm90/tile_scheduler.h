@@ -21,9 +21,9 @@ struct Tile {
 };
 
 // In which order blocks of query rows are worked on: one after the other, or when local in pairs of a long and a short
-// one, which together take the same time. Pairs fill whole rounds of the multiprocessors; the heads that are left go
-// block by block from long to short, as a round that not all take part in ends sooner so. Made by the host: divisions
-// are slow.
+// one, which together take the same time. Pairs of whole heads fill rounds of the multiprocessors; the heads that are
+// left go block by block from long to short, as a round that not all take part in ends sooner so. Made by the host:
+// divisions are slow.
 struct Tile_order {
     int per_head;               // blocks
     int paired_heads = 0;       // of all sequences' heads, the first; 0 where pairs would be coarse
@@ -48,7 +48,7 @@ struct Tile_order {
 
 // The tiles of one thread block: of n, number i takes the i-th unit of a round of n units, and in every second round
 // the i-th from its end, so that where the units of a round go from long to short nobody gets the longest of each.
-// Varlen: the host does not know how long they are, and who is done takes the next.
+// Varlen: the host does not know how long they are, and who has room for another (Tile_ring) takes the next.
 template <Kind kKind, int kBlockM, int kBlockN>
 class Tile_scheduler {
 public:
