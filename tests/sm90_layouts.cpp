@@ -79,15 +79,16 @@ void check() {
             }
         }
     }
-    // Where the epilogue takes a thread's columns of O to be.
+    // Where the mask and the epilogue take a thread's rows, and the epilogue its columns of O, to be.
     for (int thread = 0; thread < 128; ++thread) {
+        threadIdx.x = thread;
         Tensor of_O =
             typename Traits::TiledMmaPV{}.get_slice(thread).partition_C(make_identity_tensor(typename Traits::TileQ{}));
         Tensor rowcol = make_tensor(of_O.data(), rowcol_layout(of_O.layout()));
         wrong += size<0>(rowcol) != 2 || size<1>(rowcol) != kHeadDim / 4;
         for (int row = 0; row < size<0>(rowcol); ++row) {
             for (int col = 0; col < size<1>(rowcol); ++col) {
-                wrong += get<0>(rowcol(row, col)) != thread / 32 * 16 + thread % 32 / 4 + row * 8;
+                wrong += get<0>(rowcol(row, col)) != first_row_of_thread() + row * 8;
                 wrong += get<1>(rowcol(row, col)) != col / 2 * 8 + thread % 4 * 2 + col % 2;
             }
         }

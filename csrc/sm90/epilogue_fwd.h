@@ -70,12 +70,12 @@ __device__ __forceinline__ void store(const Output<Traits> &output, float softma
     using Pair = cutlass::Array<Element, 2>;
     // A thread holds columns 2 q, 2 q + 1 of every 8 columns of two rows, where q is its lane in its quad.
     constexpr int kRowsOfThread = decltype(size<0>(acc_o))::value;
-    const int quad = threadIdx.x % 4, first_row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+    const int quad = threadIdx.x % 4;
     float lse[kRowsOfThread], factor[kRowsOfThread];
     softmax.finalize(softmax_scale, lse, factor);
     CUTE_UNROLL
     for (int i = 0; i < kRowsOfThread; ++i) {
-        const int row = first_row + i * 8;
+        const int row = first_row_of_thread() + i * 8;
         if (quad == 0) {
             output.store_lse(row, lse[i]);
         }

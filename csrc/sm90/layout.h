@@ -7,6 +7,11 @@ namespace flash::sm90 {
 
 using namespace cute;
 
+// The first of a warpgroup's 64 rows of which this thread holds columns; the second is 8 further on.
+__device__ __forceinline__ int first_row_of_thread() {
+    return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+}
+
 // ((2, 2, N / 8), MMA_M, MMA_N) -> (row=(2, MMA_M), col=(2, N / 8, MMA_N)).
 template <typename Layout0>
 CUTE_HOST_DEVICE auto rowcol_layout(Layout0 acc) {

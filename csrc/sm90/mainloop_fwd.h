@@ -398,9 +398,8 @@ private:
         if (needs_mask) {
             const Key_range<is_local(kKind)> range(params, tiles[tile].sequence.seqlen_q,
                                                    tiles[tile].sequence.seqlen_k);
-            const int row_of_thread = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
             const int first_key = n_block * kBlockN;
-            const auto query = [&](int row) { return first_row(tile) + row_of_thread + row * 8; };
+            const auto query = [&](int row) { return first_row(tile) + first_row_of_thread() + row * 8; };
             apply_mask(
                 scores, [&](int row) { return range.begin_key(query(row)) - first_key; },
                 [&](int row) { return range.end_key(query(row)) - first_key; });

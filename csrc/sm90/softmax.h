@@ -51,7 +51,6 @@ struct Softmax : flash::Softmax<kNRows> {
                 for (int row = 0; row < kNRows; ++row) {
                     row_max[row] = 0.0f;
                 }
-                needs_maximum = false;
             }
             float sums[kNRows];
             exponentiate(scores, row_max, sums);
@@ -71,6 +70,7 @@ struct Softmax : flash::Softmax<kNRows> {
                 for (int row = 0; row < kNRows; ++row) {
                     row_sum[row] += sums[row];
                 }
+                needs_maximum = false;
                 return rescale;
             }
             if (!__any_sync(0xffffffffu, is_lost)) {
@@ -82,7 +82,6 @@ struct Softmax : flash::Softmax<kNRows> {
                 for (int row = 0; row < kNRows; ++row) {
                     row_max[row] = -INFINITY;
                 }
-                needs_maximum = true;  // until all rows have one, which scores of -inf put off
             }
         }
         return step_with_maximum(scores);
