@@ -2,6 +2,7 @@
 
   windows   the time over the share of the plain full call's time that its visible blocks have
   scores    softcap, ALiBi and dropout: the time that they add, in percent
+  hopper    the same calls: the time on the kernels of sm80 over that on Hopper's
   varlen    sequences of many lengths against the padded batch: the speedup over the ratio of their FLOPs
 
 The result is named after the backend measured:
@@ -69,6 +70,7 @@ class Group:
     heads: tuple[tuple[int, int], ...]  # (nheads, headdim)
     plain: tuple[tuple[Feature, bool], ...]  # with causal
     calls: tuple[tuple[Feature, bool], ...]  # each held against the plain call with its mask, or else the first
+    directions: tuple[str, ...] = ("forward", "backward")
 
 
 @dataclass(frozen=True)
@@ -104,16 +106,24 @@ def window_group(size: int, seqlen: int, heads: tuple[tuple[int, int], ...]) -> 
     return Group("window", 1, seqlen, heads, ((PLAIN, False),), calls)
 
 
+SCORE_FEATURES = (
+    Feature("softcap 30", softcap=30.0),
+    Feature("ALiBi", alibi=True),
+    Feature("dropout 0.1", dropout_p=0.1),
+)
+MASKS = (False, True)
+
+
 def cost_group(batch: int, seqlen: int, heads: tuple[tuple[int, int], ...]) -> Group:
     """What is done to every score or probability, with each mask."""
-    features = (
-        Feature("softcap 30", softcap=30.0),
-        Feature("ALiBi", alibi=True),
-        Feature("dropout 0.1", dropout_p=0.1),
-    )
-    masks = (False, True)
-    calls = tuple((feature, causal) for causal in masks for feature in features)
-    return Group("cost", batch, seqlen, heads, tuple((PLAIN, causal) for causal in masks), calls)
+    calls = tuple((feature, causal) for causal in MASKS for feature in SCORE_FEATURES)
+    return Group("cost", batch, seqlen, heads, tuple((PLAIN, causal) for causal in MASKS), calls)
+
+
+def hopper_group(batch: int, seqlen: int, heads: tuple[tuple[int, int], ...]) -> Group:
+    """The same and the plain call, each held against itself on the kernels of sm80."""
+    calls = tuple((feature, causal) for causal in MASKS for feature in (PLAIN, *SCORE_FEATURES))
+    return Group("hopper", batch, seqlen, heads, calls, calls, directions=("forward",))
 
 
 def varlen_group(count: int, shortest: int, longest: int, heads: tuple[tuple[int, int], ...]) -> Group:
@@ -131,6 +141,7 @@ GRIDS = {
         (
             window_group(1024, 16384, ((16, 128), (32, 64))),
             cost_group(4, 4096, ((16, 128), (32, 64))),
+            hopper_group(4, 4096, ((16, 128), (32, 64), (8, 256))),
             varlen_group(64, 16, 4096, ((8, 128), (8, 64))),
         ),
     ),
@@ -141,6 +152,7 @@ GRIDS = {
         (
             window_group(64, 512, ((2, 16),)),
             cost_group(1, 96, ((2, 16),)),
+            hopper_group(1, 96, ((2, 16),)),
             varlen_group(4, 3, 70, ((2, 16),)),
         ),
     ),
@@ -174,6 +186,7 @@ def true_share(feature: Feature, point: Point, causal: bool) -> float:
 FIGURES: dict[str, Callable[[float, float], float]] = {
     "window": lambda faster, share: 1.0 / (faster * share),
     "cost": lambda faster, _: (1.0 / faster - 1.0) * 100.0,
+    "hopper": lambda faster, _: faster,
     "varlen": lambda faster, share: faster * share,
 }
 
@@ -200,15 +213,21 @@ class Contender:
 
 def contenders_of(point: Point, backend: str) -> list[Contender]:
     """The plain calls, then the others; names within a run say the mask."""
+    figure = point.group.figure
 
     def named(feature: Feature, causal: bool, plain: Contender | None = None) -> Contender:
         rival = DIRECTIONS[point.direction](backend, feature)
         rival.name = f"{feature.name} {'causal' if causal else 'full'}"
-        if point.group.figure == "cost" and isinstance(rival, FeatureForward):
-            rival.arch = 80  # whose kernels have every feature: what one costs is not the difference of architectures
+        is_of_sm80 = figure == "cost" or (figure == "hopper" and plain is None)
+        if is_of_sm80 and isinstance(rival, FeatureForward):
+            rival.arch = 80
+        if figure == "hopper" and plain is None:
+            rival.name += " on sm80"
         return Contender(rival, causal, plain)
 
     plain = [named(*call) for call in point.group.plain]
+    if figure == "hopper":
+        return plain + [named(*call, itself) for call, itself in zip(point.group.calls, plain, strict=True)]
     with_mask = {contender.causal: contender for contender in plain}
     return plain + [named(*call, with_mask.get(call[1], plain[0])) for call in point.group.calls]
 
@@ -287,7 +306,7 @@ def main(argv: list[str] | None = None) -> None:
         Point(group, *heads, direction)
         for group in chosen
         for heads in (group.heads[:1] if arguments.quick else group.heads)
-        for direction in DIRECTIONS
+        for direction in group.directions
     ]
     budget = Budget(arguments.seconds)
     torch.manual_seed(0)

@@ -194,7 +194,11 @@ FEATURE_FIGURES: dict[str, tuple[str, str]] = {
         "Time ÷ (the plain full call's × the share of blocks that the window shows), at most the limit:",
         "{:.2f}",
     ),
-    "cost": ("Time added to the plain call's, in percent, at most the limit:", "{:+.1f}"),
+    "cost": (
+        "On the kernels of sm80, time added to the plain call's, in percent, at most the limit:",
+        "{:+.1f}",
+    ),
+    "hopper": ("Time on the kernels of sm80 ÷ time on those that the GPU's calls run on:", "{:.2f}"),
     "varlen": ("Speedup over the padded batch ÷ (padded FLOPs ÷ tokens' FLOPs), at least the limit:", "{:.2f}"),
 }
 

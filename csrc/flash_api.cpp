@@ -1,6 +1,8 @@
 // The extension flash_attn_mini._C: pybind11 names on mha_fwd, mha_bwd and their varlen twins, which check, allocate,
 // set params and run. CPU and CUDA tensors, dense and varlen ones take the same path.
-#include <ATen/ATen.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/zeros_like.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>

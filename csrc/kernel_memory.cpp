@@ -1,7 +1,10 @@
 // What kernel_memory.h declares, in ATen alone.
 #include "kernel_memory.h"
 
-#include <ATen/ATen.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/sum.h>
+#include <ATen/ops/zeros.h>
 
 #include "run_mha.h"
 #include "static_switch.h"

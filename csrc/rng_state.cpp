@@ -1,7 +1,7 @@
 // draw_rng_state of rng_state.h.
 #include "rng_state.h"
 
-#include <ATen/ATen.h>
+#include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
 
 #include <limits>

@@ -94,19 +94,16 @@ constexpr bool kHas_sm90 = true;
 constexpr bool kHas_sm90 = false;
 #endif
 
-// The kinds of call that sm90 has kernels for bear the names of sm80's.
-constexpr bool is_kind_of_sm90(sm80::Kind kind) {
-    return kind == sm80::Kind::full || kind == sm80::Kind::local || kind == sm80::Kind::varlen;
-}
+// The kind of sm90 that takes the calls of one of sm80: its general kernels take varlen calls too, and no pages.
 constexpr sm90::Kind kind_of_sm90(sm80::Kind kind) {
     return kind == sm80::Kind::full    ? sm90::Kind::full
            : kind == sm80::Kind::local ? sm90::Kind::local
-                                       : sm90::Kind::varlen;
+                                       : sm90::Kind::general;
 }
 
 // Whether the build has a kernel of sm90 for a call.
 constexpr bool has_sm90_kernel(int headdim, sm80::Kind kind) {
-    return kHas_sm90 && sm90::has_headdim(headdim) && is_kind_of_sm90(kind);
+    return kHas_sm90 && sm90::has_headdim(headdim) && kind != sm80::Kind::paged;
 }
 
 // Why a call runs on a kernel of sm80; null when it runs on one of sm90.
@@ -142,10 +139,9 @@ void run_mha_fwd_cuda(Flash_fwd_params &params) {
                 }
                 if constexpr (has_sm90_kernel(kHeadDim, kKind)) {
                     if (reason == nullptr) {
-                        constexpr sm90::Kind kKind90 = kind_of_sm90(kKind);
-                        const at::Tensor ticket = sm90::may_be_varlen(kKind90) ? zero_on_gpu() : at::Tensor();
+                        const at::Tensor ticket = params.cu_seqlens_q != nullptr ? zero_on_gpu() : at::Tensor();
                         int *tile_ticket = ticket.defined() ? ticket.data_ptr<int>() : nullptr;
-                        sm90::run_flash_fwd<kDType, kHeadDim, kKind90>(params, tile_ticket, stream);
+                        sm90::run_flash_fwd<kDType, kHeadDim, kind_of_sm90(kKind)>(params, tile_ticket, stream);
                         return;
                     }
                 }

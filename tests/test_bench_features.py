@@ -13,7 +13,7 @@ from benchmarks.feature_rivals import PLAIN, Feature, FeatureBackward, FeatureFo
 from benchmarks.rivals import Rival
 from flash_attn_mini.reference import visible_keys
 
-FIGURES = ("window", "cost", "varlen")
+FIGURES = ("window", "cost", "hopper", "varlen")
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def test_visible_blocks_are_those_of_the_mask(feature: Feature, causal: bool, se
 
 
 def test_the_grid_holds_the_shapes_of_the_figures() -> None:
-    window, cost, varlen = GRIDS["perf"].groups
+    window, cost, hopper, varlen = GRIDS["perf"].groups
     assert (window.batch, window.seqlen, window.heads) == (1, 16384, ((16, 128), (32, 64)))
     assert [(feature.window_size, causal) for feature, causal in window.calls] == [
         ((1024, 0), True),
@@ -53,6 +53,7 @@ def test_the_grid_holds_the_shapes_of_the_figures() -> None:
     ]
     assert (cost.batch, cost.seqlen, cost.heads) == (4, 4096, ((16, 128), (32, 64)))
     assert {causal for _, causal in cost.calls} == {False, True}
+    assert set(cost.calls) < set(hopper.calls) == set(hopper.plain)
     ((packed, causal),) = varlen.calls
     assert causal
     assert len(packed.lengths) == varlen.batch == 64
@@ -79,6 +80,14 @@ def test_every_call_is_held_against_a_plain_one(figure: str, direction: str) -> 
         if figure != "window":
             assert contender.plain.causal == contender.causal
         assert figure != "varlen" or contender.plain.feature.lengths == contender.feature.lengths
+        assert figure != "hopper" or contender.plain.feature == contender.feature
+
+
+def test_hoppers_kernels_are_held_against_those_of_sm80() -> None:
+    (group,) = (group for group in GRIDS["perf"].groups if group.figure == "hopper")
+    for contender in contenders_of(Point(group, 2, 16, "forward"), "cuda"):
+        assert isinstance(contender.rival, FeatureForward)
+        assert contender.rival.arch == (80 if contender.plain is None else None)
 
 
 def test_figures_of_known_times(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +104,7 @@ def test_figures_of_known_times(monkeypatch: pytest.MonkeyPatch) -> None:
         for group in grid.groups
         for row in bench_features.measure_point(Point(group, 2, 16, "forward"), grid, "cpu", 1, 1.0)
     ]
-    by_feature = {row["feature"].split()[0]: row for row in rows}
+    by_feature = {row["feature"].split()[0]: row for row in rows if row["figure"] != "hopper"}
     window, varlen = by_feature["window"], by_feature["varlen"]
     assert window["value"] == pytest.approx(0.5 / window["share_of_work"], rel=1e-3)
     assert by_feature["softcap"]["value"] == pytest.approx(20.0)
@@ -110,8 +119,9 @@ def test_figures_of_known_times(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_benchmark_runs_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bench_features.main(["--grid", "tiny", "--rounds", "2", "--out-dir", str(tmp_path)])
     result = provenance.load(tmp_path / "features_cpu.json")
-    calls = sum(len(group.calls) * len(group.heads) for group in GRIDS["tiny"].groups)
-    assert len(result["data"]) == 2 * calls
+    groups = GRIDS["tiny"].groups
+    calls = sum(len(group.calls) * len(group.heads) * len(group.directions) for group in groups)
+    assert len(result["data"]) == calls
     assert {row["figure"] for row in result["data"]} == set(FIGURES)
     assert all(row["ms"] > 0 and row["plain_ms"] > 0 for row in result["data"])
     assert "window (64, 0)" in (tmp_path / "features_cpu.md").read_text()

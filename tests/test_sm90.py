@@ -4,32 +4,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from flash_attn_mini import flash_attn_func, flash_attn_varlen_func
+from flash_attn_mini import flash_attn_func, flash_attn_varlen_func, use_backend
 from flash_attn_mini.backends import available_backends
+from flash_attn_mini.flash_attn_interface import _flash_attn_forward, _flash_attn_varlen_forward
 
 from .bounds import assert_forward_accurate
-from .cases import FORWARD_CASES, Case, make_inputs, options_of
+from .cases import FORWARD_CASES, Case, make_inputs
 from .conftest import HAS_GPU
 from .feature_cases import FEATURE_CASES
+from .feature_checks import expected_options, official_options
 from .varlen_cases import VARLEN_CASES, VarlenCase, expectation_options, make_batch
 
 IS_HOPPER = HAS_GPU and torch.cuda.get_device_capability()[0] == 9
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not IS_HOPPER, reason="no Hopper GPU on this machine")]
 
 DTYPES = (torch.float16, torch.bfloat16)
-
-
-def is_masked_alone(case: Case | VarlenCase) -> bool:
-    return case.softcap == 0.0 and case.alibi is None and case.dropout_p == 0.0
-
-
-DENSE = [case for case in (*FORWARD_CASES, *FEATURE_CASES) if is_masked_alone(case)]
-VARLEN = [case for case in VARLEN_CASES if is_masked_alone(case) and not case.page_size]
+DENSE = (*FORWARD_CASES, *FEATURE_CASES)
+VARLEN = [case for case in VARLEN_CASES if not case.page_size]
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +44,9 @@ def qkv(*shape: int, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("headdim", [40, 64, 96, 128, 192, 256])
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (33, 7)}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True}, {"window_size": (33, 7)}, {"softcap": 5.0}, {"dropout_p": 0.1}], ids=str
+)
 def test_kernel_runs(
     options: dict[str, object], headdim: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -60,11 +59,10 @@ def test_kernel_runs(
     ("why", "headdim", "options"),
     [
         ("this build has no kernel of sm90 for the call", 32, {}),
-        ("this build has no kernel of sm90 for the call", 64, {"softcap": 5.0}),
         ("TMA takes no such strides", 64, {}),
         ("FLASH_ATTN_MINI_ARCH asks for it", 64, {}),
     ],
-    ids=["headdim_32", "softcap", "expanded", "asked_for"],
+    ids=["headdim_32", "expanded", "asked_for"],
 )
 def test_other_calls_run_on_sm80_and_the_trace_says_why(
     why: str,
@@ -108,8 +106,9 @@ def test_forward_is_as_accurate_as_pytorch(
 ) -> None:
     hold_to(arch)
     q, k, v = make_inputs(case, dtype, "cuda", seed)
-    options = options_of(case, "cuda")
-    out, lse, _ = flash_attn_func(q, k, v, return_attn_probs=True, backend="cuda", **options)
+    with use_backend("cuda"):
+        out, lse, _, rng_state = _flash_attn_forward(q, k, v, **official_options(case, "cuda"), return_softmax=False)
+    options = expected_options(case, rng_state, "cuda")
     described = f"{case.name} ({case.why})\n  {case.shape} dtype={dtype} sm{arch}\n  {described_seed}"
     assert_forward_accurate(q, k, v, out, lse, case=described, **options)
 
@@ -122,10 +121,11 @@ def test_varlen_is_as_accurate_as_pytorch(
 ) -> None:
     hold_to(arch)
     batch = make_batch(case, dtype, "cuda", seed)
-    out, lse, _ = flash_attn_varlen_func(
-        *(batch.q, batch.k, batch.v), *batch.lengths, return_attn_probs=True, backend="cuda", **options_of(case, "cuda")
-    )
-    options = expectation_options(case, batch, torch.empty(0))
+    with use_backend("cuda"):
+        out, lse, _, rng_state = _flash_attn_varlen_forward(
+            *(batch.q, batch.k, batch.v), *batch.lengths, **official_options(case, "cuda")
+        )
+    options = expectation_options(case, batch, rng_state)
     described = f"{case.name} ({case.why})\n  {case.shape} dtype={dtype} sm{arch}\n  {described_seed}"
     assert_forward_accurate(batch.q, batch.k, batch.v, out, lse, case=described, **options)
 
@@ -164,6 +164,22 @@ def test_keys_of_minus_infinity_are_as_if_not_there(
     out, lse, _ = flash_attn_func(q, k, v, return_attn_probs=True)
     described = f"keys of minus infinity\n  headdim={headdim} {dtype}\n  {described_seed}"
     assert_forward_accurate(q, k[:, :100], v[:, :100], out, lse, case=described)
+
+
+@pytest.mark.parametrize("slope", [0.01, 0.3, 4.0], ids="slope_{}".format)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_biases_that_grow_from_block_to_block(
+    dtype: torch.dtype, causal: bool, slope: float, seed: int, described_seed: str
+) -> None:
+    """Where keys lie behind their query, ALiBi lifts the scores of each block above those visited before it."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    few, many = (torch.randn(1, n, 3, 64, device="cuda", generator=generator).to(dtype) for n in (400, 1500))
+    slopes = torch.full((3,), slope, device="cuda")
+    for q, k, v in ((few, many, many), (many, few, few)):
+        out, lse, _ = flash_attn_func(q, k, v, causal=causal, alibi_slopes=slopes, return_attn_probs=True)
+        described = f"biases\n  slope={slope} causal={causal} {dtype} {tuple(q.shape)}\n  {described_seed}"
+        assert_forward_accurate(q, k, v, out, lse, case=described, causal=causal, alibi_slopes=slopes)
 
 
 @pytest.mark.parametrize("window_size", [(10, 0), (0, 0), (200, 30), (1000, 0)], ids=str)
@@ -262,17 +278,19 @@ def test_a_sequence_does_not_depend_on_its_neighbours(dtype: torch.dtype, causal
 
 
 @pytest.mark.parametrize("headdim", [64, 96, 128, 192, 256])
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_no_race_shows_in_a_thousand_runs(causal: bool, headdim: int) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True}, {"causal": True, "softcap": 20.0}], ids=["full", "causal", "softcap"]
+)
+def test_no_race_shows_in_a_thousand_runs(options: dict[str, Any], headdim: int) -> None:
     """Several tiles for a thread block, some without keys, and other work on the GPU beside it."""
     q, (k, v) = torch.randn(3, 700, 16, headdim, device="cuda").bfloat16(), qkv(3, 500, 4, headdim)[:2]
-    expected_out, expected_lse, _ = flash_attn_func(q, k, v, causal=causal, return_attn_probs=True)
+    expected_out, expected_lse, _ = flash_attn_func(q, k, v, return_attn_probs=True, **options)
     noise, other = torch.randn(1024, 1024, device="cuda"), torch.cuda.Stream()
     different = torch.zeros((), device="cuda", dtype=torch.int64)
     for _ in range(1000):
         with torch.cuda.stream(other):
             noise @ noise
-        out, lse, _ = flash_attn_func(q, k, v, causal=causal, return_attn_probs=True)
+        out, lse, _ = flash_attn_func(q, k, v, return_attn_probs=True, **options)
         different += (out != expected_out).any() | (lse != expected_lse).any()
     assert different.item() == 0
 
@@ -283,6 +301,6 @@ def test_ten_thousand_launches_on_two_streams_end() -> None:
     torch.cuda.synchronize()
     for i in range(10_000):
         with torch.cuda.stream(streams[i % 2]):
-            out = flash_attn_func(*inputs[i % len(inputs)], causal=i % 3 == 0)
+            out = flash_attn_func(*inputs[i % len(inputs)], causal=i % 3 == 0, softcap=30.0 if i % 5 == 0 else 0.0)
     torch.cuda.synchronize()
     assert out.isfinite().all()

@@ -9,8 +9,8 @@
 
 namespace flash::sm90 {
 
-// tile_ticket: Kind::varlen's, a 0 in the GPU's memory, from which thread blocks take tickets for their work; else
-// null. Throws std::runtime_error when the launch fails.
+// tile_ticket: varlen, a 0 in the GPU's memory, from which thread blocks take tickets for their work; else null. Throws
+// std::runtime_error when the launch fails.
 template <DType kDType, int kHeadDim, Kind kKind>
 void run_flash_fwd(const Flash_fwd_params &params, int *tile_ticket, cudaStream_t stream);
 

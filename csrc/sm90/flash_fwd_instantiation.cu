@@ -9,6 +9,6 @@ namespace flash::sm90 {
 
 INSTANTIATE(full)
 INSTANTIATE(local)
-INSTANTIATE(varlen)
+INSTANTIATE(general)
 
 }  // namespace flash::sm90

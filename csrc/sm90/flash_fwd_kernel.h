@@ -18,12 +18,13 @@ __device__ __forceinline__ void find_tiles(const Flash_fwd_params &params, typen
     Tile_scheduler<kKind, Traits::kBlockM, Traits::kBlockN> scheduler(params, order);
     Tile_ring<Traits::kConsumers> tiles{shared.tiles};
     for (;;) {
-        const Tile tile = scheduler.next();
-        if (!tile.is_end && !tile.has_keys()) {
+        tiles.await_room();  // before the next tile is taken, so that varlen others with more room may take it
+        Tile tile = scheduler.next();
+        while (!tile.is_end && !tile.has_keys()) {
             store_nothing(Output<Traits>(params, tile, /*warpgroup=*/0));
-            continue;
+            tile = scheduler.next();
         }
-        tiles.push(tile, [&](int consumer) {
+        tiles.template push<kKind>(params, tile, [&](int consumer) {
             const int m_block = tile.place.block * Traits::kConsumers + consumer;
             Key_blocks blocks = key_blocks<kKind, Traits::kRows, Traits::kBlockN>(params, tile.sequence, m_block,
                                                                                   tile.n_block_min, tile.n_block_max);
@@ -49,7 +50,7 @@ __device__ __forceinline__ void mma_tiles(const Flash_fwd_params &params, typena
                                           int warpgroup) {
     Consumer<Traits, kKind>(params, shared, warpgroup)
         .mma([&](const Tile &tile, const auto &acc_o, const auto &softmax) {
-            store(Output<Traits>(params, tile, warpgroup), static_cast<float>(params.softmax_scale), acc_o, softmax);
+            store<Traits, kKind>(params, Output<Traits>(params, tile, warpgroup), acc_o, softmax);
         });
 }
 

@@ -49,15 +49,15 @@ void launch(const Flash_fwd_params &params, int *tile_ticket, cudaStream_t strea
     constexpr int kMax_smem = 227 * 1024;
     static_assert(Traits::kSmemSize <= kMax_smem, "more shared memory than a thread block may have");
     auto kernel = &flash_fwd_kernel<Traits, kKind>;
-    const Row_blocks blocks = row_blocks<may_be_varlen(kKind)>(params, Traits::kBlockM);
+    const Row_blocks blocks = row_blocks<is_general(kKind)>(params, Traits::kBlockM);
     const int sms = multiprocessors();
     check_grid(blocks.count() + sms, "batch * nheads * blocks of query rows");  // thread blocks count on to the end
-    const Tile_order order(blocks, kKind, sms, tile_ticket);
+    const Tile_order order(blocks, params.is_local(), sms, tile_ticket);
     const int grid = std::min(order.units, sms);
     reserve_smem(kernel, Traits::kSmemSize);
     if (trace_enabled()) {
-        trace("flash_fwd_kernel", "kBlockM=%d kBlockN=%d stages=%d grid=%d units=%d threads=%d smem=%d",
-              Traits::kBlockM, Traits::kBlockN, Traits::kStages, grid, order.units, Traits::kNThreads,
+        trace("flash_fwd_kernel", "kKind=%s kBlockM=%d kBlockN=%d stages=%d grid=%d units=%d threads=%d smem=%d",
+              name_of(kKind), Traits::kBlockM, Traits::kBlockN, Traits::kStages, grid, order.units, Traits::kNThreads,
               Traits::kSmemSize);
     }
     kernel<<<grid, Traits::kNThreads, Traits::kSmemSize, stream>>>(params, make_copies<Traits>(params), order);
@@ -79,7 +79,7 @@ template <DType kDType, int kHeadDim, Kind kKind>
 void run_flash_fwd(const Flash_fwd_params &params, int *tile_ticket, cudaStream_t stream) {
     using Tile_size = Tile_sizes_fwd<kHeadDim, is_local(kKind)>;
     using Short = Tile_sizes_fwd_short<kHeadDim>;
-    if constexpr (kKind != Kind::varlen && Short::kBlockM != Tile_size::kBlockM) {
+    if constexpr (!is_general(kKind) && Short::kBlockM != Tile_size::kBlockM) {
         const bool is_short = kKind == Kind::local ? params.seqlen_q <= kShort_seqlen
                                                    : fills_better_in_short_tiles<Tile_size, Short>(params);
         if (is_short) {  // full attention is a window without ends

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "../common/block_info.h"
+#include "../common/score_mod.h"
 #include "kind.h"
 
 namespace flash::sm90 {
@@ -19,10 +20,14 @@ struct Key_blocks {
         goes_by_first = 2,  // the first block that is loaded is only seen by other consumers' rows
         goes_by_last = 4,   // likewise the last
         may_see_few = 8,    // some row may see few keys in all, or none of the first visited block
+        has_score_mod = 16,
+        has_alibi = 32,
+        has_dropout = 64,
     };
 
     int n_block_min, n_block_max;
     int n_full_begin, n_full_end;  // the blocks in between are seen whole by every row
+    int n_rising_begin;            // ALiBi: these blocks may be nearer than those visited before, and scores higher
     int flags;
 
     __device__ __forceinline__ bool has(Flag flag) const { return (flags & flag) != 0; }
@@ -33,8 +38,9 @@ struct Key_blocks {
     // From the producer's ring: uniform registers. What a kind knows is a constant.
     template <Kind kKind>
     __device__ __forceinline__ Key_blocks to_registers() const {
-        return {is_local(kKind) ? uniform(n_block_min) : 0, uniform(n_block_max),
-                is_local(kKind) ? uniform(n_full_begin) : 0, uniform(n_full_end), uniform(flags)};
+        return {is_local(kKind) ? uniform(n_block_min) : 0,      uniform(n_block_max),
+                is_local(kKind) ? uniform(n_full_begin) : 0,     uniform(n_full_end),
+                is_general(kKind) ? uniform(n_rising_begin) : 0, uniform(flags)};
     }
 };
 
@@ -56,6 +62,12 @@ __device__ __forceinline__ Key_blocks key_blocks(const Flash_fwd_params &params,
     blocks.flags = (blocks.n_block_max < n_block_max ? Key_blocks::goes_by_first : 0) |
                    (blocks.n_block_min > n_block_min ? Key_blocks::goes_by_last : 0) |
                    (has_one || is_narrow || hides_from_first_row ? Key_blocks::may_see_few : 0);
+    if (is_general(kKind)) {
+        blocks.n_rising_begin = max(m_block * kRows + sequence.seqlen_k - sequence.seqlen_q, 0) / kBlockN;
+        blocks.flags |= (Score_mod::is_on(params) ? Key_blocks::has_score_mod : 0) |
+                        (params.alibi_slopes != nullptr ? Key_blocks::has_alibi : 0) |
+                        (params.rng_state != nullptr ? Key_blocks::has_dropout : 0);
+    }
     return blocks;
 }
 

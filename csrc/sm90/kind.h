@@ -4,21 +4,21 @@
 namespace flash::sm90 {
 
 enum class Kind {
-    full,    // every query sees every key
-    local,   // causal or with a window
-    varlen,  // lengths of each sequence's own, with any mask
+    full,     // every query sees every key
+    local,    // causal or with a window
+    general,  // any mask, softcap, ALiBi, dropout, lengths of each sequence's own: what is rarer is decided at run time
 };
 
 constexpr bool is_local(Kind kind) {
     return kind != Kind::full;
 }
 
-constexpr bool may_be_varlen(Kind kind) {
-    return kind == Kind::varlen;
+constexpr bool is_general(Kind kind) {
+    return kind == Kind::general;
 }
 
 constexpr const char *name_of(Kind kind) {
-    constexpr const char *kNames[] = {"full", "local", "varlen"};
+    constexpr const char *kNames[] = {"full", "local", "general"};
     return kNames[static_cast<int>(kind)];
 }
 

@@ -12,11 +12,11 @@ __device__ __forceinline__ int first_row_of_thread() {
     return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
 }
 
-// ((2, 2, N / 8), MMA_M, MMA_N) -> (row=(2, MMA_M), col=(2, N / 8, MMA_N)).
+// ((2, 2, N / 8), MMA_M, MMA_N) -> (row=(2, MMA_M), col=(2, (N / 8, MMA_N))): as sm80's with n8 pieces of its own.
 template <typename Layout0>
 CUTE_HOST_DEVICE auto rowcol_layout(Layout0 acc) {
     return make_layout(make_layout(get<0, 1>(acc), get<1>(acc)),
-                       make_layout(get<0, 0>(acc), get<0, 2>(acc), get<2>(acc)));
+                       make_layout(get<0, 0>(acc), make_layout(get<0, 2>(acc), get<2>(acc))));
 }
 
 // ((2, 2, N / 8), MMA_M, MMA_N) -> ((2, 2, 2), MMA_M, (N / 16, MMA_N)): two n8 pieces side by side are one k16 operand.

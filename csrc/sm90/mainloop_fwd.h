@@ -4,6 +4,8 @@
 
 #include <cutlass/numeric_conversion.h>
 
+#include "../common/dropout.h"
+#include "../common/score_mod.h"
 #include "kernel_traits.h"
 #include "key_blocks.h"
 #include "kind.h"
@@ -73,7 +75,7 @@ public:
     }
 
 private:
-    static constexpr bool kVarlen = may_be_varlen(kKind);
+    static constexpr bool kIs_general = is_general(kKind);
     const Flash_fwd_params &params;
     const typename Traits::Copies &copies;
     typename Traits::SharedStorage &shared;
@@ -92,23 +94,25 @@ private:
         const int stage = tiles.take();
         const Tile tile = tiles[stage];
         tiles.release(stage);
-        return {kVarlen ? 0 : uniform(tile.place.bidb),
+        const bool is_varlen = kIs_general && params.cu_seqlens_q != nullptr;
+        return {is_varlen ? 0 : uniform(tile.place.bidb),
                 uniform(tile.place.bidh),
                 uniform(tile.place.bidh / params.h_h_k_ratio),
-                kVarlen ? uniform(tile.sequence.q_begin) : 0,
-                kVarlen ? uniform(tile.sequence.k_begin) : 0,
+                kIs_general ? uniform(tile.sequence.q_begin) : 0,
+                kIs_general ? uniform(tile.sequence.k_begin) : 0,
                 uniform(tile.place.block),
                 uniform(tile.n_block_min),
                 uniform(tile.n_block_max),
                 uniform(tile.is_end) != 0};
     }
 
-    // Block number `block` of a head's rows, of which `begin` are other sequences', into the ring. gX: (block, HD, n).
+    // Block number `block` of a head's rows, of which `begin` are other sequences', into the ring. gX (block, HD, n)
+    // holds coordinates: where the tensor ends, TMA knows.
     template <typename TMA, typename Shape, typename Layout, typename Element, typename RingX, typename BarriersX>
     __device__ __forceinline__ void load_block(const TMA &tma, Shape, Layout, Element *smem, RingX &ring,
                                                BarriersX &barriers, int rows, int heads, int bidh, int bidb, int begin,
                                                int block) {
-        Tensor mX = tma.get_tma_tensor(make_shape(rows, params.d, heads, kVarlen ? 1 : params.b));
+        Tensor mX = tma.get_tma_tensor(make_shape(rows, params.d, heads, params.b));
         Tensor gX = local_tile(domain_offset(make_coord(begin, 0), mX(_, _, bidh, bidb)), Shape{}, make_coord(_, 0));
         Tensor sX = make_tensor(make_smem_ptr(smem), Layout{});         // (block, HD, stage)
         const auto of_X = tma_partition(tma, _0{}, cute::Layout<_1>{},  // pairs of (TMA, n), (TMA, stage)
@@ -125,8 +129,8 @@ private:
         CUTE_NO_UNROLL
         for (int warpgroup = 0; warpgroup < Traits::kConsumers; ++warpgroup) {
             load_block(copies.q, typename Traits::TileQ{}, typename Traits::SmemLayoutQ{}, shared.q, rings.q,
-                       shared.q_barriers, kVarlen ? int(params.total_q) : params.seqlen_q, params.h, tile.bidh,
-                       tile.bidb, tile.q_begin, tile.block * Traits::kConsumers + warpgroup);
+                       shared.q_barriers, params.seqlen_q, params.h, tile.bidh, tile.bidb, tile.q_begin,
+                       tile.block * Traits::kConsumers + warpgroup);
         }
     }
 
@@ -135,8 +139,7 @@ private:
                                             Ring<Traits::kStages> &ring, Barriers<Traits::kStages> &barriers,
                                             const Source &tile, int n_block) {
         load_block(tma, typename Traits::TileKV{}, typename Traits::SmemLayoutKV{}, smem, ring, barriers,
-                   kVarlen ? int(params.total_k) : params.seqlen_k, params.h_k, tile.bidh_k, tile.bidb, tile.k_begin,
-                   n_block);
+                   params.seqlen_k, params.h_k, tile.bidh_k, tile.bidb, tile.k_begin, n_block);
     }
     __device__ __forceinline__ void load_K(const Source &tile, int n_block) {
         load_KV(copies.k, shared.k, rings.k, shared.k_barriers, tile, n_block);
@@ -190,6 +193,7 @@ class Consumer {
     using TiledMmaQK = typename Traits::TiledMmaQK;
     using TiledMmaPV = typename Traits::TiledMmaPV;
     static constexpr int kBlockN = Traits::kBlockN, kRows = Traits::kRows;
+    static constexpr bool kIs_general = is_general(kKind);
 
 public:
     __device__ Consumer(const Flash_fwd_params &params, typename Traits::SharedStorage &shared, int warpgroup)
@@ -213,7 +217,7 @@ public:
             return;
         }
         int n_block = blocks.n_block_max - 1;
-        Softmax<Element, 2> softmax(params.scale_softmax_log2);
+        Softmax<Element, 2> softmax(scale_log2());
 
         // The first key block of all has no product of another beside it.
         wait_for_Q(tile);
@@ -226,7 +230,7 @@ public:
         softmax_step</*Is_first=*/true>(tile, blocks, n_block, acc_s, softmax);
         release_after_S(n_block == blocks.n_block_min);
         let_V_go_by(blocks.has(Key_blocks::goes_by_first));
-        round_P(acc_s, tOrP);
+        round_P(tile, blocks, n_block, acc_s, tOrP);
 
         for (bool adds = false;; adds = false) {
             // Per step: S of the next block and O of this one are issued together; the softmax runs beside the second.
@@ -244,7 +248,7 @@ public:
                 wait_for<0>(acc_o);
                 release_V();
                 softmax.apply(rescale, acc_o_rowcol);
-                round_P(acc_s, tOrP);
+                round_P(tile, blocks, n_block, acc_s, tOrP);
             }
 
             // Likewise from the tile's last block to the first of the next tile.
@@ -267,7 +271,7 @@ public:
             issue_O(adds, tile, n_block, tOrP, acc_o);
             turns.pass();
             const auto ended = softmax;
-            softmax = Softmax<Element, 2>(params.scale_softmax_log2);
+            softmax = Softmax<Element, 2>(scale_log2());
             n_block = next_blocks.n_block_max - 1;
             wait_for<1>(acc_s);
             softmax_step</*Is_first=*/true>(next, next_blocks, n_block, acc_s, softmax);
@@ -280,7 +284,7 @@ public:
             tiles.release(tile);
             tile = next;
             blocks = next_blocks;
-            round_P(acc_s, tOrP);
+            round_P(tile, blocks, n_block, acc_s, tOrP);
         }
     }
 
@@ -291,6 +295,10 @@ private:
     Tile_ring<Traits::kConsumers> tiles;
     const Turns<Traits::kConsumers, Traits::Tile_size::kTakes_turns> turns;
     Rings<Traits> rings;
+
+    __device__ __forceinline__ float scale_log2() const {
+        return kIs_general ? Score_mod::softmax_scale(params) * float(M_LOG2E) : params.scale_softmax_log2;
+    }
 
     __device__ __forceinline__ Key_blocks key_blocks_of(int tile) const {
         return tiles.key_blocks(tile, warpgroup).template to_registers<kKind>();
@@ -303,7 +311,7 @@ private:
     // Rows of another sequence would take part in what the softmax decides for a whole warp.
     __device__ __forceinline__ void wait_for_Q(int tile) {
         rings.q.wait(shared.q_barriers);
-        if (may_be_varlen(kKind)) {
+        if (kIs_general) {
             const int rows = uniform(tiles[tile].sequence.seqlen_q - first_row(tile));
             if (rows < kRows) {
                 Tensor sQ = make_tensor(make_smem_ptr(shared.q), typename Traits::SmemLayoutQ{});  // (64, HD, room)
@@ -330,7 +338,7 @@ private:
         Tensor tOrVt =
             thr_mma.make_fragment_B(thr_mma.partition_B(sVt))(_, _, _, rings.v.stage);  // (MMA, MMA_N, MMA_K)
         rings.v.wait(shared.v_barriers);
-        if (may_be_varlen(kKind)) {  // NaN or infinity of another sequence times a probability of 0 would not be 0
+        if (kIs_general) {  // NaN or infinity of another sequence times a probability of 0 would not be 0
             const int rows = uniform(tiles[tile].sequence.seqlen_k) - n_block * kBlockN;
             if (rows < kBlockN) {
                 Tensor sV =
@@ -378,17 +386,44 @@ private:
                                                  SoftmaxState &softmax) const {
         Tensor scores = make_tensor(acc_s.data(), rowcol_layout(acc_s.layout()));  // (row, col)
         const bool needs_mask = blocks.needs_mask(n_block);
+        modify(tile, blocks, n_block, scores);
         mask(needs_mask, tile, n_block, scores);
-        return softmax.template step<Is_first>(scores, needs_mask && blocks.has(Key_blocks::may_see_few),
-                                               [&](auto &scores) {
-                                                   recompute(scores);
-                                                   mask(needs_mask, tile, n_block, scores);
-                                               });
+        const bool may_see_few = Is_first && needs_mask && blocks.has(Key_blocks::may_see_few);
+        const bool may_rise =
+            kIs_general && blocks.has(Key_blocks::has_alibi) && (Is_first || n_block >= blocks.n_rising_begin);
+        return softmax.template step<Is_first>(scores, may_see_few || may_rise, [&](auto &scores) {
+            recompute(scores);
+            modify(tile, blocks, n_block, scores);
+            mask(needs_mask, tile, n_block, scores);
+        });
     }
 
-    // (row, col) -> (row, key) in the tile of S.
-    __device__ __forceinline__ static auto coords_of_scores() {
-        auto thr_mma = TiledMmaQK{}.get_slice(int(threadIdx.x % 128));
+    // Softcap and ALiBi.
+    template <typename TensorS>
+    __device__ __forceinline__ void modify(int tile, const Key_blocks &blocks, int n_block, TensorS &scores) const {
+        if (kIs_general && blocks.has(Key_blocks::has_score_mod)) {
+            tiles.score_mod(tile).template apply</*kTransposed=*/false>(scores, coords_of_scores(threadIdx.x % 128),
+                                                                        coords_of_scores(0), first_row(tile),
+                                                                        n_block * kBlockN, [](int, int, float) {});
+        }
+    }
+
+    // Dropout.
+    template <typename TensorS>
+    __device__ __forceinline__ void drop_some(int tile, const Key_blocks &blocks, int n_block, TensorS &acc_s) const {
+        if (kIs_general && blocks.has(Key_blocks::has_dropout)) {
+            Tensor p = make_tensor(acc_s.data(), rowcol_layout(acc_s.layout()));  // (row, col)
+            Dropout_stream stream = tiles.dropout(tile);
+            stream.key0 = uniform(stream.key0);
+            stream.key1 = uniform(stream.key1);
+            drop(p, coords_of_scores(threadIdx.x % 128), stream, params.dropout_threshold, first_row(tile),
+                 n_block * kBlockN);
+        }
+    }
+
+    // (row, col) -> (row, key) in the tile of S, of those that a thread holds.
+    __device__ __forceinline__ static auto coords_of_scores(int thread) {
+        auto thr_mma = TiledMmaQK{}.get_slice(thread);
         Tensor tScS = thr_mma.partition_C(make_identity_tensor(typename Traits::TileS{}));  // (MMA, MMA_M, MMA_N)
         return make_tensor(tScS.data(), rowcol_layout(tScS.layout()));
     }
@@ -414,7 +449,7 @@ private:
             make_tensor(make_smem_ptr(shared.q), typename Traits::SmemLayoutQ{})(_, _, rings.q.stage);  // (64, HD)
         Tensor sK =
             make_tensor(make_smem_ptr(shared.k), typename Traits::SmemLayoutKV{})(_, _, rings.k.stage);  // (BLK_N, HD)
-        const auto coords = coords_of_scores();
+        const auto coords = coords_of_scores(threadIdx.x % 128);
         clear(scores);
         CUTE_NO_UNROLL
         for (int i = 0; i < Traits::kHeadDim; ++i) {
@@ -429,9 +464,12 @@ private:
         }
     }
 
-    // The registers of S in their order are those of the operand.
+    // The registers of S in their order are those of the operand. Dropout comes last, when those of the operand before
+    // are free.
     template <typename TensorS, typename TensorP>
-    __device__ __forceinline__ static void round_P(const TensorS &acc_s, TensorP &tOrP) {
+    __device__ __forceinline__ void round_P(int tile, const Key_blocks &blocks, int n_block, TensorS &acc_s,
+                                            TensorP &tOrP) const {
+        drop_some(tile, blocks, n_block, acc_s);
         constexpr int kCount = decltype(size(acc_s))::value;
         using Rounded = cutlass::Array<Element, kCount>;
         *reinterpret_cast<Rounded *>(tOrP.data()) = cutlass::NumericArrayConverter<Element, float, kCount>::convert(

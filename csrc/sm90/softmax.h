@@ -38,14 +38,14 @@ struct Softmax : flash::Softmax<kNRows> {
         bool is_needed;  // the same in every lane of the warp
     };
 
-    // One step over a key block: scores (row, col) become probabilities relative to row_max. Is_first: of a tile, where
-    // rows that may see few keys in all take the maximum: a row that sees one key has the probability 1, and no rounded
-    // one. recompute(scores) brings the scores back.
+    // One step over a key block: scores (row, col) become probabilities relative to row_max. Is_first: of a tile.
+    // takes_maximum: begin with it, as in a tile's first step where rows may see few keys in all: a row that sees one
+    // key has the probability 1, and no rounded one. recompute(scores) brings the scores back.
     template <bool Is_first, typename TensorS, typename Recompute>
-    __device__ __forceinline__ Rescale step(TensorS &scores, bool may_see_few, const Recompute &recompute) {
+    __device__ __forceinline__ Rescale step(TensorS &scores, bool takes_maximum, const Recompute &recompute) {
         Rescale rescale;
         rescale.is_needed = false;
-        if (Is_first ? kHas_wide_range && !may_see_few : !needs_maximum) {
+        if (!takes_maximum && (Is_first ? kHas_wide_range : !needs_maximum)) {
             if (Is_first) {
                 CUTE_UNROLL
                 for (int row = 0; row < kNRows; ++row) {
@@ -101,12 +101,14 @@ struct Softmax : flash::Softmax<kNRows> {
         }
     }
 
-    // After the last step: each row's log-sum-exp (natural log), and what its output has to be multiplied by.
-    __device__ __forceinline__ void finalize(float softmax_scale, float (&lse)[kNRows], float (&factor)[kNRows]) const {
+    // After the last step: each row's log-sum-exp (natural log), and what its output has to be multiplied by, of which
+    // out_factor is a part.
+    __device__ __forceinline__ void finalize(float softmax_scale, float out_factor, float (&lse)[kNRows],
+                                             float (&factor)[kNRows]) const {
         CUTE_UNROLL
         for (int row = 0; row < kNRows; ++row) {
             const float total = quad_allreduce(row_sum[row], [](float a, float b) { return a + b; });
-            factor[row] = total == 0.0f ? 0.0f : __fdividef(1.0f, total);
+            factor[row] = total == 0.0f ? 0.0f : __fdividef(out_factor, total);
             lse[row] = total == 0.0f ? -INFINITY : __fmul_rn(row_max[row], softmax_scale) + __logf(total);
         }
     }

@@ -2,6 +2,8 @@
 // shared memory, where a consumer leaves what it needs once a tile.
 #pragma once
 
+#include "../common/dropout.h"
+#include "../common/score_mod.h"
 #include "key_blocks.h"
 #include "pipeline.h"
 #include "tile_scheduler.h"
@@ -12,25 +14,37 @@ namespace flash::sm90 {
 // last one back.
 template <int kConsumers>
 struct Tile_ring {
-    static constexpr int kStages = 4;  // a consumer holds two at once, and the others are ahead
+    static constexpr int kStages = 3;  // a consumer holds two at once, and the other is ahead
     struct SharedStorage {
         Tile tiles[kStages];
         Key_blocks key_blocks[kStages][kConsumers];
+        Score_mod score_mods[kStages];     // of the general kind
+        Dropout_stream dropouts[kStages];  // likewise
         Barriers<kStages> barriers;
     };
     SharedStorage &shared;
     Ring<kStages> ring = {};
 
-    // By the warp that finds tiles: puts one there, with what key_blocks_of(consumer) says.
-    template <typename Key_blocks_of>
-    __device__ __forceinline__ void push(const Tile &tile, const Key_blocks_of &key_blocks_of) {
+    // By the warp that finds tiles: waits for room for another.
+    __device__ __forceinline__ void await_room() const { ring.acquire(shared.barriers); }
+
+    // Likewise: puts one there, with what key_blocks_of(consumer) says.
+    template <Kind kKind, typename Key_blocks_of>
+    __device__ __forceinline__ void push(const Flash_fwd_params &params, const Tile &tile,
+                                         const Key_blocks_of &key_blocks_of) {
         const int lane = threadIdx.x % 32, stage = ring.stage;
-        ring.acquire(shared.barriers);
         if (lane < kConsumers) {
             shared.key_blocks[stage][lane] = key_blocks_of(lane);
         }
         if (lane == 0) {
             shared.tiles[stage] = tile;
+        }
+        if (is_general(kKind) && Score_mod::is_on(params)) {
+            shared.score_mods[stage] =
+                Score_mod(params, tile.place.bidb, tile.place.bidh, tile.sequence.seqlen_k - tile.sequence.seqlen_q);
+        }
+        if (is_general(kKind) && params.rng_state != nullptr) {
+            shared.dropouts[stage] = Dropout_stream(params.rng_state, tile.place.bidb, params.h, tile.place.bidh);
         }
         __syncwarp();
         if (lane == 0) {
@@ -51,6 +65,9 @@ struct Tile_ring {
     __device__ __forceinline__ const Key_blocks &key_blocks(int stage, int consumer) const {
         return shared.key_blocks[stage][consumer];
     }
+
+    __device__ __forceinline__ const Score_mod &score_mod(int stage) const { return shared.score_mods[stage]; }
+    __device__ __forceinline__ const Dropout_stream &dropout(int stage) const { return shared.dropouts[stage]; }
 
     __device__ __forceinline__ void release(int stage) {
         __syncwarp();

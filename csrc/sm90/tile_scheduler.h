@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "../common/block_info.h"
+#include "block_by_length.h"
 #include "kind.h"
 
 namespace flash::sm90 {
@@ -20,21 +21,28 @@ struct Tile {
     __device__ bool has_keys() const { return n_block_max > n_block_min; }
 };
 
-// In which order blocks of query rows are worked on: one after the other, or when local in pairs of a long and a short
-// one, which together take the same time. Pairs of whole heads fill rounds of the multiprocessors; the heads that are
-// left go block by block from long to short, as a round that not all take part in ends sooner so. Made by the host:
-// divisions are slow.
+// In which order blocks of query rows are worked on: head after head, so that thread blocks share K and V in L2, or
+// when local in pairs of a long and a short one, which together take the same time. Pairs of whole heads fill rounds of
+// the multiprocessors; the heads that are left go block by block from long to short, as a round that not all take part
+// in ends sooner so. Made by the host: divisions are slow.
 struct Tile_order {
+    bool is_head_by_head;       // head after head
     int per_head;               // blocks
     int paired_heads = 0;       // of all sequences' heads, the first; 0 where pairs would be coarse
     int pairs, middles, units;  // of work, which thread blocks take: pairs, blocks between those, and all
     cutlass::FastDivmod by_blocks, by_pairs, by_heads, by_heads_left;  // of a head, of a head, of a sequence, of all
-    int *ticket;                                                       // varlen: how many blocks have been taken
+    int *ticket;          // varlen: how many blocks have been taken; else null
+    bool ends_by_length;  // varlen and causal: the last head's blocks go from long to short
 
-    Tile_order(const Row_blocks &blocks, Kind kind, int multiprocessors, int *ticket)
-        : per_head(std::max(blocks.per_head, 1)), by_blocks(per_head), by_heads(blocks.heads), ticket(ticket) {
+    Tile_order(const Row_blocks &blocks, bool is_local, int multiprocessors, int *ticket)
+        : is_head_by_head(ticket != nullptr || !is_local),
+          per_head(std::max(blocks.per_head, 1)),
+          by_blocks(per_head),
+          by_heads(blocks.heads),
+          ticket(ticket),
+          ends_by_length(ticket != nullptr && is_local && blocks.b <= kMax_sequences) {
         const int heads = static_cast<int>(blocks.count() / per_head), per_head_in_pairs = per_head / 2;
-        if (kind == Kind::local && blocks.count() >= 6 * int64_t(multiprocessors) && per_head_in_pairs > 0) {
+        if (!is_head_by_head && blocks.count() >= 6 * int64_t(multiprocessors) && per_head_in_pairs > 0) {
             const int rounds = heads * per_head_in_pairs / multiprocessors;
             paired_heads = rounds * multiprocessors / per_head_in_pairs;
         }
@@ -57,7 +65,7 @@ public:
     // By a whole warp.
     __device__ Tile next() {
         for (;;) {
-            const Unit unit = may_be_varlen(kKind) ? by_ticket() : by_turn();
+            const Unit unit = is_general(kKind) && order.ticket != nullptr ? by_ticket() : by_turn();
             Tile tile{};
             if (unit.is_end) {
                 tile.is_end = true;
@@ -67,7 +75,7 @@ public:
                 continue;
             }
             tile.place = place(unit);
-            tile.sequence = sequence<may_be_varlen(kKind)>(params, tile.place.bidb);
+            tile.sequence = sequence<is_general(kKind)>(params, tile.place.bidb);
             if (tile.place.block * kBlockM >= tile.sequence.seqlen_q) {
                 continue;
             }
@@ -110,7 +118,7 @@ private:
 
     __device__ Row_blocks::Place place(const Unit &unit) const {
         int head, block;
-        if (kKind != Kind::local) {  // head after head, so that thread blocks share K and V in L2
+        if (order.is_head_by_head) {
             order.by_blocks(head, block, unit.index);
             block = order.per_head - 1 - block;  // varlen and causal: so that the end of the list is short
         } else if (unit.index < order.pairs) {   // likewise
@@ -124,8 +132,11 @@ private:
             head += order.paired_heads;
             block = order.per_head - 1 - block;
         }
-        if (may_be_varlen(kKind)) {
-            const Sequence_block found = find_block(params.cu_seqlens_q, params.b, kBlockM, block);
+        if (is_general(kKind) && params.cu_seqlens_q != nullptr) {
+            const bool is_by_length = order.ends_by_length && head == params.h - 1;
+            const Sequence_block found =
+                is_by_length ? find_block_by_length<kBlockM>(params.cu_seqlens_q, params.b, order.per_head - 1 - block)
+                             : find_block(params.cu_seqlens_q, params.b, kBlockM, block);
             return {found.bidb, head, found.block};
         }
         int bidb, bidh;
