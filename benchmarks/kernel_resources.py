@@ -30,8 +30,8 @@ _BACKWARD = re.compile(
     r"Flash_bwd_kernel_traits<[^<>]*?(?P<headdim>\d+), (?:sm80::)?Tile_bwd<(?P<tile>[^<>]+)>, (?P<bulk>true|false), "
     r"\([\w:]*Kind\)(?P<kind>\d)>(?:, \([\w:]*Kind\)\d, \([\w:]*Bwd_mode\)(?P<mode>\d))?"
 )
-# enum Kind of csrc/sm80/kind.h; that of csrc/sm90 has the first three.
-KINDS = ("full", "local", "varlen", "general", "paged")
+# enum Kind of each family's kind.h.
+KINDS = {"sm80": ("full", "local", "varlen", "general", "paged"), "sm90": ("full", "local", "general")}
 BACKWARD_MODES = ("all", "deterministic", "general")  # enum Bwd_mode, csrc/sm80/tile_sizes_bwd.h
 BULK_REDUCE_SINCE = 90  # compute capability from which the copy engine adds up dQ
 
@@ -71,7 +71,7 @@ def fields_of(name: str, arch: str) -> dict[str, Any] | None:
     forward = _FORWARD.search(name)
     if forward is not None:
         is_short = forward["tile"].endswith("_short")
-        kind = KINDS[int(forward["kind"])] + (" of short sequences" if is_short else "")
+        kind = KINDS[forward["family"]][int(forward["kind"])] + (" of short sequences" if is_short else "")
         return {"headdim": int(forward["headdim"]), "family": forward["family"], "kind": kind}
     found = _BACKWARD.search(name)
     if found is None:
@@ -81,7 +81,7 @@ def fields_of(name: str, arch: str) -> dict[str, Any] | None:
     number = {"true": "1", "false": "0"}
     fields: dict[str, Any] = {
         "headdim": int(found["headdim"]),
-        "kind": KINDS[int(found["kind"])],
+        "kind": KINDS["sm80"][int(found["kind"])],
         "tile": "x".join(number.get(x, x) for x in found["tile"].split(", ")),  # as tune_sm80 takes it
     }
     if found["mode"] is not None:

@@ -20,6 +20,7 @@ from benchmarks import cli, provenance
 
 TOOLS: dict[str, tuple[str, ...]] = {"memcheck": (), "racecheck": ("--per-headdim", "2", "64", "128")}
 SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:errors?|hazards? displayed)")
+MAX_LINES = 40  # of what a tool found
 RAN = re.compile(r"ran (\d+) cases in ([^:]+)")
 
 
@@ -49,7 +50,12 @@ def run(tool: str, arguments: Sequence[str]) -> dict[str, Any]:
     result = subprocess.run(
         [compute_sanitizer(), "--tool", tool, *driver], cwd=provenance.ROOT, capture_output=True, text=True
     )
-    return row_of(tool, result.stdout + result.stderr)
+    output = result.stdout + result.stderr
+    row = row_of(tool, output)
+    if row["errors"]:
+        found = [line for line in output.splitlines() if line.startswith("=========")]
+        print(f"{tool} says first:", *found[:MAX_LINES], sep="\n", file=sys.stderr)
+    return row
 
 
 def main(argv: list[str] | None = None) -> None:

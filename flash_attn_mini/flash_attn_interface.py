@@ -67,11 +67,11 @@ def flash_attn_func(
         k: Keys, ``[batch, seqlen_k, nheads_k, headdim]``, dtype and device of q. nheads is a multiple of nheads_k:
             query head h reads key head ``h // (nheads / nheads_k)`` (GQA; MQA when nheads_k is 1).
         v: Values, shaped like k.
-        dropout_p: Probability of dropping an attention probability after the softmax, in [0, 1), to the next 2^-16;
-            those kept are scaled by ``1 / (1 - dropout_p)``. Which ones is drawn from torch's generator of q's device
-            (a seed and an offset, ``rng_state``, for which every backend drops the same): ``torch.manual_seed`` repeats
-            it on the same device, checkpointing draws the same again, and each replay of a CUDA graph draws anew. Not
-            together with softcap.
+        dropout_p: Probability of dropping an attention probability after the softmax, in [0, 1 - 2^-17), to the next
+            2^-16; those kept are scaled by ``1 / (1 - dropout_p)``. Which ones is drawn from torch's generator of q's
+            device (a seed and an offset, ``rng_state``, for which every backend drops the same): ``torch.manual_seed``
+            repeats it on the same device, checkpointing draws the same again, and each replay of a CUDA graph draws
+            anew. Not together with softcap.
         softmax_scale: Factor on the scores ``q @ k.T``. Default ``1 / sqrt(headdim)``.
         causal: Mask aligned to the bottom right: query i sees key j when ``j <= i + seqlen_k - seqlen_q``.
         window_size: ``(left, right)`` in keys, -1 for unbounded: query i sees key j when

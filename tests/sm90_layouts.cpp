@@ -12,8 +12,29 @@ const dim3 gridDim{};
 unsigned __reduce_or_sync(unsigned, unsigned x) {
     return x;
 }
+int __reduce_add_sync(unsigned, int x) {
+    return x;
+}
+int __reduce_max_sync(unsigned, int x) {
+    return x;
+}
+unsigned __ballot_sync(unsigned, int x) {
+    return x != 0;
+}
 int __shfl_sync(unsigned, int x, int) {
     return x;
+}
+int __shfl_xor_sync(unsigned, int x, int) {
+    return x;
+}
+int __popc(unsigned) {
+    return 0;
+}
+int __ffs(int) {
+    return 0;
+}
+int __float_as_int(float) {
+    return 0;
 }
 int atomicAdd(int *, int) {
     return 0;

@@ -73,6 +73,7 @@ WRONG_CALLS = [
     # numbers
     WrongCall("dropout_1", given(dropout_p=1.0), V, "dropout_p", "1", "at least 0 and below 1"),
     WrongCall("dropout_1_5", given(dropout_p=1.5), V, "dropout_p", "1.5", "at least 0 and below 1"),
+    WrongCall("dropout_nearly_1", given(dropout_p=1 - 2.0**-17), V, "dropout_p", "0.99999", r"below 1 - 2\^-17"),
     WrongCall("dropout_negative", given(dropout_p=-0.1), V, "dropout_p", "-0.1", "at least 0 and below 1"),
     WrongCall("dropout_nan", given(dropout_p=math.nan), V, "dropout_p", "nan", "at least 0 and below 1"),
     WrongCall("dropout_text", given(dropout_p="0.1"), T, "dropout_p", "'0.1'.*str", "number"),

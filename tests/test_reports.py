@@ -55,8 +55,8 @@ def test_tables_of_resources_join_what_differs_in_dtype_alone() -> None:
 
 
 def test_resources_of_the_forward_stand_by_kind() -> None:
-    rows = []
-    for (k, kind), (t, dtype) in itertools.product(enumerate(kernel_resources.KINDS), enumerate(("fp16", "bf16"))):
+    rows, kinds = [], kernel_resources.KINDS["sm80"]
+    for (k, kind), (t, dtype) in itertools.product(enumerate(kinds), enumerate(("fp16", "bf16"))):
         tile = f"sm80::Tile_sizes_fwd<64, {'true' if kind in ('general', 'paged') else 'false'}>"
         kernel = f"sm80::flash_fwd_kernel<sm80::Flash_fwd_kernel_traits<(DType){t}, 64, {tile} >, (sm80::Kind){k}>"
         fields = kernel_resources.fields_of(kernel, "sm_90a")
@@ -65,7 +65,7 @@ def test_resources_of_the_forward_stand_by_kind() -> None:
         rows.append({**row, **fields, "registers": 100 + 10 * k + t * k, "spill_bytes": 8 * (kind == "local")})
     (table,) = tables.resource_tables(rows)
     headers = next(line for line in table.splitlines() if line.startswith("|"))
-    names = ["head", "dim", "kernels", "of", "arch", *sorted(kernel_resources.KINDS)]
+    names = ["head", "dim", "kernels", "of", "arch", *sorted(kinds)]
     assert headers.replace("|", " ").split() == names
     assert cells_of(table) == [
         ["64", "sm80", "sm_90a", "100", "130 / 133", "110 (8) / 111 (8)", "140 / 144", "120 / 122"],
@@ -147,12 +147,13 @@ def test_resources_of_the_backward_say_kind_and_mode_and_leave_out_what_never_ru
 @pytest.mark.parametrize(
     ("header", "enum", "names"),
     [
-        ("kind.h", "Kind", kernel_resources.KINDS),
-        ("tile_sizes_bwd.h", "Bwd_mode", kernel_resources.BACKWARD_MODES),
+        ("sm80/kind.h", "Kind", kernel_resources.KINDS["sm80"]),
+        ("sm90/kind.h", "Kind", kernel_resources.KINDS["sm90"]),
+        ("sm80/tile_sizes_bwd.h", "Bwd_mode", kernel_resources.BACKWARD_MODES),
     ],
 )
 def test_names_of_kinds_and_modes_are_those_of_the_kernels(header: str, enum: str, names: tuple[str, ...]) -> None:
-    text = (tune_sm80.CSRC / "sm80" / header).read_text()
+    text = (tune_sm80.CSRC / header).read_text()
     enumerators = re.search(rf"enum class {enum} \{{(.*?)\}}", text, re.DOTALL)
     assert enumerators is not None
     assert re.findall(r"^\s*(\w+),", enumerators[1], re.MULTILINE) == list(names)

@@ -26,7 +26,13 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not IS_HOPPER, reason="no Hopp
 
 DTYPES = (torch.float16, torch.bfloat16)
 DENSE = (*FORWARD_CASES, *FEATURE_CASES)
-VARLEN = [case for case in VARLEN_CASES if not case.page_size]
+# Sequences as many as the last head's blocks are sorted of, and more: up to 299 tokens, a fifth of them empty.
+LENGTHS = tuple(i * 37 % 300 * (i % 5 > 0) for i in range(129))
+SORTED = [
+    VarlenCase(f"sequences_{count}", "blocks from long to short", LENGTHS[:count], LENGTHS[:count], causal=True)
+    for count in (31, 40, 128, 129)
+]
+VARLEN = [*(case for case in VARLEN_CASES if not case.page_size), *SORTED]
 
 
 @pytest.fixture(autouse=True)
@@ -80,6 +86,15 @@ def test_other_calls_run_on_sm80_and_the_trace_says_why(
     flash_attn_func(q, k, v, **options)
     assert f"arch=sm80 kHeadDim={headdim}" in (err := capfd.readouterr().err)
     assert f"because: {why}" in err
+
+
+def test_pages_run_on_sm80(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("FLASH_ATTN_MINI_TRACE", "1")
+    q, (k, v) = qkv(1, 4, 64)[0], qkv(3, 16, 4, 64)[:2]
+    cu_seqlens_q, cu_seqlens_k = torch.tensor([[0, 1], [0, 40]], device="cuda", dtype=torch.int32)
+    pages = torch.arange(3, device="cuda", dtype=torch.int32)[None]
+    flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, 1, 40, block_table=pages)
+    assert "arch=sm80 kHeadDim=64 kKind=paged because: this build has no kernel of sm90" in capfd.readouterr().err
 
 
 def test_another_architecture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +181,7 @@ def test_keys_of_minus_infinity_are_as_if_not_there(
     assert_forward_accurate(q, k[:, :100], v[:, :100], out, lse, case=described)
 
 
-@pytest.mark.parametrize("slope", [0.01, 0.3, 4.0], ids="slope_{}".format)
+@pytest.mark.parametrize("slope", [0.01, 0.3, 4.0, -0.3, -4.0], ids="slope_{}".format)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_biases_that_grow_from_block_to_block(
@@ -278,19 +293,30 @@ def test_a_sequence_does_not_depend_on_its_neighbours(dtype: torch.dtype, causal
 
 
 @pytest.mark.parametrize("headdim", [64, 96, 128, 192, 256])
-@pytest.mark.parametrize(
-    "options", [{}, {"causal": True}, {"causal": True, "softcap": 20.0}], ids=["full", "causal", "softcap"]
-)
-def test_no_race_shows_in_a_thousand_runs(options: dict[str, Any], headdim: int) -> None:
+@pytest.mark.parametrize("call", ["full", "causal", "softcap", "alibi_and_dropout", "varlen"])
+def test_no_race_shows_in_a_thousand_runs(call: str, headdim: int) -> None:
     """Several tiles for a thread block, some without keys, and other work on the GPU beside it."""
     q, (k, v) = torch.randn(3, 700, 16, headdim, device="cuda").bfloat16(), qkv(3, 500, 4, headdim)[:2]
-    expected_out, expected_lse, _ = flash_attn_func(q, k, v, return_attn_probs=True, **options)
+    options: dict[str, Any] = {"causal": call != "full", "return_attn_probs": True}
+    options["softcap"] = 20.0 if call == "softcap" else 0.0
+    if call == "alibi_and_dropout":  # of each head its own
+        options |= {"alibi_slopes": torch.rand(3, 16, device="cuda"), "dropout_p": 0.2}
+
+    cu_seqlens = torch.tensor([[0, 300, 1700, 2100], [0, 700, 900, 1500]], device="cuda", dtype=torch.int32)
+
+    def once() -> tuple[Tensor, Tensor]:
+        torch.cuda.manual_seed(5)
+        if call != "varlen":
+            return flash_attn_func(q, k, v, **options)[:2]
+        return flash_attn_varlen_func(*(x.flatten(0, 1) for x in (q, k, v)), *cu_seqlens, 1400, 700, **options)[:2]
+
+    expected_out, expected_lse = once()
     noise, other = torch.randn(1024, 1024, device="cuda"), torch.cuda.Stream()
     different = torch.zeros((), device="cuda", dtype=torch.int64)
     for _ in range(1000):
         with torch.cuda.stream(other):
             noise @ noise
-        out, lse, _ = flash_attn_func(q, k, v, return_attn_probs=True, **options)
+        out, lse = once()
         different += (out != expected_out).any() | (lse != expected_lse).any()
     assert different.item() == 0
 

@@ -85,7 +85,17 @@ def alone(case: VarlenCase, batch: Batch, backend: str, device: str) -> list[tup
 @pytest.mark.backends("cpu", "cuda")  # triton may be tuned to other tiles for a varlen call
 @pytest.mark.parametrize(
     "name",
-    ["mixed_causal", "more_and_less_causal", "long_and_short", "gqa", "headdim_33", "window", "softcap", "alibi_batch"],
+    [
+        "mixed_causal",
+        "more_and_less_causal",
+        "long_and_short",
+        "gqa",
+        "headdim_33",
+        "headdim_192",
+        "window",
+        "softcap",
+        "alibi_batch",
+    ],
 )
 def test_sequences_give_the_bits_that_they_give_alone(name: str, backend: str, device: str, seed: int) -> None:
     case = BY_NAME[name]

@@ -10,8 +10,6 @@ namespace flash::sm90 {
 // Of the blocks of b sequences, number `index` of a list in which those come first that follow most others of their
 // sequence: where causal, those that take longest. Past its end: a block that its sequence has not. By a whole warp,
 // which looks at every sequence several times.
-constexpr int kMax_sequences = 128;
-
 template <int kBlock>
 __device__ __forceinline__ Sequence_block find_block_by_length(const int *cu_seqlens, int b, int index) {
     constexpr unsigned kAll_lanes = 0xffffffffu;

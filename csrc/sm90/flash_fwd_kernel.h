@@ -11,6 +11,11 @@
 
 namespace flash::sm90 {
 
+__device__ __forceinline__ float alibi_slope(const Flash_fwd_params &params, const Tile &tile) {
+    const int64_t index = tile.place.bidb * params.alibi_slopes_batch_stride + tile.place.bidh;
+    return params.alibi_slopes == nullptr ? 0.0f : params.alibi_slopes[index];
+}
+
 // The producer's warp that finds the tiles and tells the others. Tiles whose rows see no key it stores itself.
 template <typename Traits, Kind kKind>
 __device__ __forceinline__ void find_tiles(const Flash_fwd_params &params, typename Traits::SharedStorage &shared,
@@ -18,16 +23,17 @@ __device__ __forceinline__ void find_tiles(const Flash_fwd_params &params, typen
     Tile_scheduler<kKind, Traits::kBlockM, Traits::kBlockN> scheduler(params, order);
     Tile_ring<Traits::kConsumers> tiles{shared.tiles};
     for (;;) {
-        tiles.await_room();  // before the next tile is taken, so that varlen others with more room may take it
+        tiles.await_room();  // varlen: before a tile is taken, as a thread block with more room may take it
         Tile tile = scheduler.next();
         while (!tile.is_end && !tile.has_keys()) {
             store_nothing(Output<Traits>(params, tile, /*warpgroup=*/0));
             tile = scheduler.next();
         }
+        const float slope = is_general(kKind) ? alibi_slope(params, tile) : 0.0f;
         tiles.template push<kKind>(params, tile, [&](int consumer) {
             const int m_block = tile.place.block * Traits::kConsumers + consumer;
-            Key_blocks blocks = key_blocks<kKind, Traits::kRows, Traits::kBlockN>(params, tile.sequence, m_block,
-                                                                                  tile.n_block_min, tile.n_block_max);
+            Key_blocks blocks = key_blocks<kKind, Traits::kRows, Traits::kBlockN>(
+                params, tile.sequence, m_block, tile.n_block_min, tile.n_block_max, slope);
             blocks.flags |= tile.is_end ? Key_blocks::is_end : 0;
             return blocks;
         });

@@ -16,18 +16,18 @@ __device__ __forceinline__ int uniform(int x) {
 // Of one consumer and one tile: it visits [n_block_min, n_block_max) from the last to the first.
 struct Key_blocks {
     enum Flag : int {
-        is_end = 1,         // no tile: the list has ended
-        goes_by_first = 2,  // the first block that is loaded is only seen by other consumers' rows
-        goes_by_last = 4,   // likewise the last
-        may_see_few = 8,    // some row may see few keys in all, or none of the first visited block
-        has_score_mod = 16,
-        has_alibi = 32,
+        is_end = 1,          // no tile: the list has ended
+        goes_by_first = 2,   // the first block that is loaded is only seen by other consumers' rows
+        goes_by_last = 4,    // likewise the last
+        may_see_few = 8,     // some row may see few keys in all, or none of the first visited block
+        has_score_mod = 16,  // softcap or ALiBi
+        has_alibi = 32,      // of a slope other than 0
         has_dropout = 64,
     };
 
     int n_block_min, n_block_max;
     int n_full_begin, n_full_end;  // the blocks in between are seen whole by every row
-    int n_rising_begin;            // ALiBi: these blocks may be nearer than those visited before, and scores higher
+    int n_rising_begin;            // ALiBi: from here on its bias may be above that of the blocks visited before
     int flags;
 
     __device__ __forceinline__ bool has(Flag flag) const { return (flags & flag) != 0; }
@@ -45,10 +45,10 @@ struct Key_blocks {
 };
 
 // For rows [m_block * kRows, (m_block + 1) * kRows) of a tile for which [n_block_min, n_block_max) are loaded, at least
-// one. Rows that see none of these, or lie past the sequence's end, visit one block all the same.
+// one. Rows that see none of these, or lie past the sequence's end, visit one block all the same. slope: ALiBi's.
 template <Kind kKind, int kRows, int kBlockN>
 __device__ __forceinline__ Key_blocks key_blocks(const Flash_fwd_params &params, const Sequence &sequence, int m_block,
-                                                 int n_block_min, int n_block_max) {
+                                                 int n_block_min, int n_block_max, float slope) {
     const BlockInfo<kRows, kBlockN, is_local(kKind)> info(params, sequence, m_block);
     Key_blocks blocks;
     blocks.n_block_max = min(max(info.n_block_max, n_block_min + 1), n_block_max);
@@ -63,9 +63,10 @@ __device__ __forceinline__ Key_blocks key_blocks(const Flash_fwd_params &params,
                    (blocks.n_block_min > n_block_min ? Key_blocks::goes_by_last : 0) |
                    (has_one || is_narrow || hides_from_first_row ? Key_blocks::may_see_few : 0);
     if (is_general(kKind)) {
-        blocks.n_rising_begin = max(m_block * kRows + sequence.seqlen_k - sequence.seqlen_q, 0) / kBlockN;
-        blocks.flags |= (Score_mod::is_on(params) ? Key_blocks::has_score_mod : 0) |
-                        (params.alibi_slopes != nullptr ? Key_blocks::has_alibi : 0) |
+        const int nearest = max(m_block * kRows + sequence.seqlen_k - sequence.seqlen_q, 0);  // key, to the first row
+        blocks.n_rising_begin = slope < 0.0f ? 0 : nearest / kBlockN;
+        blocks.flags |= (params.softcap > 0.0 || slope != 0.0f ? Key_blocks::has_score_mod : 0) |
+                        (slope != 0.0f ? Key_blocks::has_alibi : 0) |
                         (params.rng_state != nullptr ? Key_blocks::has_dropout : 0);
     }
     return blocks;

@@ -297,7 +297,8 @@ private:
     Rings<Traits> rings;
 
     __device__ __forceinline__ float scale_log2() const {
-        return kIs_general ? Score_mod::softmax_scale(params) * float(M_LOG2E) : params.scale_softmax_log2;
+        return kIs_general && params.softcap > 0.0 ? Score_mod::softmax_scale(params) * float(M_LOG2E)
+                                                   : params.scale_softmax_log2;
     }
 
     __device__ __forceinline__ Key_blocks key_blocks_of(int tile) const {
@@ -414,7 +415,7 @@ private:
         if (kIs_general && blocks.has(Key_blocks::has_dropout)) {
             Tensor p = make_tensor(acc_s.data(), rowcol_layout(acc_s.layout()));  // (row, col)
             Dropout_stream stream = tiles.dropout(tile);
-            stream.key0 = uniform(stream.key0);
+            stream.key0 = uniform(stream.key0);  // each round's keys follow from these, in uniform registers
             stream.key1 = uniform(stream.key1);
             drop(p, coords_of_scores(threadIdx.x % 128), stream, params.dropout_threshold, first_row(tile),
                  n_block * kBlockN);

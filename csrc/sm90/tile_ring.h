@@ -1,5 +1,5 @@
 // The tiles on their way from the producer's warp that finds them to the one that loads them and the consumers, in
-// shared memory, where a consumer leaves what it needs once a tile.
+// shared memory, where a consumer leaves what has no room in registers.
 #pragma once
 
 #include "../common/dropout.h"
@@ -38,13 +38,16 @@ struct Tile_ring {
         }
         if (lane == 0) {
             shared.tiles[stage] = tile;
-        }
-        if (is_general(kKind) && Score_mod::is_on(params)) {
-            shared.score_mods[stage] =
-                Score_mod(params, tile.place.bidb, tile.place.bidh, tile.sequence.seqlen_k - tile.sequence.seqlen_q);
+            if (is_general(kKind) && Score_mod::is_on(params)) {
+                shared.score_mods[stage] = Score_mod(params, tile.place.bidb, tile.place.bidh,
+                                                     tile.sequence.seqlen_k - tile.sequence.seqlen_q);
+            }
         }
         if (is_general(kKind) && params.rng_state != nullptr) {
-            shared.dropouts[stage] = Dropout_stream(params.rng_state, tile.place.bidb, params.h, tile.place.bidh);
+            const Dropout_stream dropout(params.rng_state, tile.place.bidb, params.h, tile.place.bidh);
+            if (lane == 0) {
+                shared.dropouts[stage] = dropout;
+            }
         }
         __syncwarp();
         if (lane == 0) {

@@ -26,13 +26,15 @@ struct Tile {
 // the multiprocessors; the heads that are left go block by block from long to short, as a round that not all take part
 // in ends sooner so. Made by the host: divisions are slow.
 struct Tile_order {
-    bool is_head_by_head;       // head after head
+    static constexpr int kMax_sorted = 128;  // sequences: with more, their lengths would take too long to look at
+
+    bool is_head_by_head;       // else pairs, then block by block
     int per_head;               // blocks
     int paired_heads = 0;       // of all sequences' heads, the first; 0 where pairs would be coarse
     int pairs, middles, units;  // of work, which thread blocks take: pairs, blocks between those, and all
     cutlass::FastDivmod by_blocks, by_pairs, by_heads, by_heads_left;  // of a head, of a head, of a sequence, of all
     int *ticket;          // varlen: how many blocks have been taken; else null
-    bool ends_by_length;  // varlen and causal: the last head's blocks go from long to short
+    bool ends_by_length;  // varlen: the last head's blocks go from long to short
 
     Tile_order(const Row_blocks &blocks, bool is_local, int multiprocessors, int *ticket)
         : is_head_by_head(ticket != nullptr || !is_local),
@@ -40,7 +42,7 @@ struct Tile_order {
           by_blocks(per_head),
           by_heads(blocks.heads),
           ticket(ticket),
-          ends_by_length(ticket != nullptr && is_local && blocks.b <= kMax_sequences) {
+          ends_by_length(ticket != nullptr && is_local && blocks.b <= kMax_sorted) {
         const int heads = static_cast<int>(blocks.count() / per_head), per_head_in_pairs = per_head / 2;
         if (!is_head_by_head && blocks.count() >= 6 * int64_t(multiprocessors) && per_head_in_pairs > 0) {
             const int rounds = heads * per_head_in_pairs / multiprocessors;
@@ -121,7 +123,7 @@ private:
         if (order.is_head_by_head) {
             order.by_blocks(head, block, unit.index);
             block = order.per_head - 1 - block;  // varlen and causal: so that the end of the list is short
-        } else if (unit.index < order.pairs) {   // likewise
+        } else if (unit.index < order.pairs) {   // head after head too, for K and V in L2
             order.by_pairs(head, block, unit.index);
             block = unit.is_second ? block : order.per_head - 1 - block;
         } else if (unit.index < order.pairs + order.middles) {  // of an odd number of blocks, one is in no pair
