@@ -29,6 +29,9 @@ def plot(result: dict[str, Any], path: Path) -> bool:
         for j, column in enumerate(columns):
             axis = axes[i][j]
             here = [row for row in rows if (row["headdim"], row["nheads_k"]) == column and row["causal"] == causal]
+            if not here:  # of a result that is not complete
+                axis.axis("off")
+                continue
             for name in dict.fromkeys(name for row in here for name in row["tflops"]):
                 points = sorted((row["seqlen"], row["tflops"][name]) for row in here if name in row["tflops"])
                 axis.plot([x for x, _ in points], [y for _, y in points], marker="o", label=name)

@@ -215,7 +215,7 @@ def feature_tables(data: Rows) -> list[str]:
             of_call[kind] = style.format(row["value"])
         if cells:
             kinds = list(dict.fromkeys(kind for of_call in cells.values() for kind in of_call if kind != "limit"))
-            headers = ["", "", *kinds, "limit"]
+            headers = ["", "", *kinds, *(["limit"] if caption.endswith("limit:") else [])]
             body = [[*names, *(of_call.get(header, "") for header in headers[2:])] for names, of_call in cells.items()]
             shape = next(row for row in data if row["figure"] == figure)
             where = f"Batch {shape['batch']}, {shape['seqlen']} tokens."

@@ -23,6 +23,7 @@ from benchmarks import (
     bench_memory,
     bench_overhead,
     methods,
+    plotting,
     provenance,
     run_all,
     speed,
@@ -368,3 +369,15 @@ def test_tuning_gives_the_backward_every_scratch_that_it_has() -> None:
     assert len(scratch) >= 4
     source = tune_sm80.choose(tune_sm80.CSRC, [64], True, [])[0].source("90a")
     assert [name for name in scratch if f"p.{name} = " not in source] == []
+
+
+def test_a_result_that_is_not_complete_is_drawn(tmp_path: Path) -> None:
+    """The time ended before one of its panels had a point."""
+    pytest.importorskip("matplotlib")
+    row = {"nheads_k": 8, "nheads": 8, "batch": 1, "dtype": "float16", "seqlen": 256, "tflops": {"cuda": 1.0}}
+    rows = [row | {"headdim": 64, "causal": causal} for causal in (False, True)] + [
+        row | {"headdim": 128, "causal": True}
+    ]
+    result = {"benchmark": "bench_backward", "title": "Backward", "stamp": {}, "data": rows}
+    assert plotting.plot(result, tmp_path / "backward.png")
+    assert (tmp_path / "backward.png").stat().st_size > 0
