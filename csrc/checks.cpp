@@ -9,7 +9,6 @@
 #include <limits>
 #include <vector>
 
-#include "common/philox.h"
 #include "message.h"
 
 namespace flash {
@@ -157,10 +156,9 @@ void check_alibi_slopes(const at::Tensor &slopes, const Fwd_args &args) {
 }
 
 void check_scalars(const Fwd_args &args) {
-    FLASH_CHECK_VALUE(args.p_dropout >= 0.0 && args.p_dropout < 1.0, "dropout_p is ", args.p_dropout,
-                      "; allowed: at least 0 and below 1");
-    FLASH_CHECK_VALUE(dropout_threshold(args.p_dropout) <= 0xffff, "dropout_p is ", args.p_dropout,
-                      "; allowed: at least 0 and below 1 - 2^-17: one probability of 2^16 is kept at least");
+    constexpr double kNearly_1 = 1.0 - 1.0 / (1 << 17);  // from here on dropout_threshold says to drop all
+    FLASH_CHECK_VALUE(args.p_dropout >= 0.0 && args.p_dropout < kNearly_1, "dropout_p is ", args.p_dropout,
+                      "; allowed: at least 0 and below 1 - 2^-17");
     const double largest_scale = args.q.scalar_type() == at::kDouble ? std::numeric_limits<double>::max() / 2
                                                                      : std::numeric_limits<float>::max() / 2;
     FLASH_CHECK_VALUE(std::abs(args.softmax_scale) <= largest_scale, "softmax_scale is ", args.softmax_scale,

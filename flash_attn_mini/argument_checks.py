@@ -54,7 +54,7 @@ def check_types(
             raise TypeError(f"flash_attn_mini: {name} has layout {value.layout}; allowed: torch.strided")
         if value.device != q.device:
             raise ValueError(f"flash_attn_mini: {name} is on {value.device}; allowed: the device of q, {q.device}")
-    check_number("dropout_p", dropout_p, "a number in [0, 1)")
+    check_number("dropout_p", dropout_p, "a number in [0, 1 - 2^-17)")
     if softmax_scale is not None:
         check_number("softmax_scale", softmax_scale, "a finite number, or None for 1/sqrt(headdim)")
     if not isinstance(causal, bool):

@@ -373,7 +373,6 @@ def test_tuning_gives_the_backward_every_scratch_that_it_has() -> None:
 
 def test_a_result_that_is_not_complete_is_drawn(tmp_path: Path) -> None:
     """The time ended before one of its panels had a point."""
-    pytest.importorskip("matplotlib")
     row = {"nheads_k": 8, "nheads": 8, "batch": 1, "dtype": "float16", "seqlen": 256, "tflops": {"cuda": 1.0}}
     rows = [row | {"headdim": 64, "causal": causal} for causal in (False, True)] + [
         row | {"headdim": 128, "causal": True}

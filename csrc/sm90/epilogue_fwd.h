@@ -72,7 +72,7 @@ __device__ __forceinline__ void store(const Flash_fwd_params &params, const Outp
     constexpr int kRowsOfThread = decltype(size<0>(acc_o))::value;
     const int quad = threadIdx.x % 4;
     const float softmax_scale = is_general(kKind) ? Score_mod::softmax_scale(params) : float(params.softmax_scale);
-    // Without a division of doubles, whose registers there are not beside the next tile's scores.
+    // In float32: a division of doubles takes registers, which the next tile's scores occupy.
     const float keep_factor = is_general(kKind) ? __fdividef(1.0f, float(1.0 - params.p_dropout)) : 1.0f;
     float lse[kRowsOfThread], factor[kRowsOfThread];
     softmax.finalize(softmax_scale, keep_factor, lse, factor);
