@@ -267,6 +267,7 @@ def measure_point(point: Point, grid: Grid, backend: str, rounds: int, rep_ms: f
             continue
         ours, plain = timings[contender.rival.name], timings[contender.plain.rival.name]
         share = share_of_work(point, contender.feature, contender.causal)
+        feature = contender.feature.name.split()[0]
         rows.append(
             {
                 "feature": contender.feature.name,
@@ -284,7 +285,7 @@ def measure_point(point: Point, grid: Grid, backend: str, rounds: int, rep_ms: f
                 "spread": round(max(ours.spread, plain.spread), 3),
                 "share_of_work": float(f"{share:.4g}"),
                 "value": float(f"{FIGURES[group.figure](ratio(ours, plain), share):.4g}"),
-                "asked": LIMITS.get((contender.feature.name.split()[0], point.direction)),
+                "asked": None if group.figure == "hopper" else LIMITS.get((feature, point.direction)),
             }
         )
     return rows

@@ -20,8 +20,8 @@ from benchmarks import cli, provenance
 
 TOOLS: dict[str, tuple[str, ...]] = {"memcheck": (), "racecheck": ("--per-headdim", "2", "64", "128")}
 SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:errors?|hazards? displayed)")
-MAX_LINES = 40  # of what a tool found
 RAN = re.compile(r"ran (\d+) cases in ([^:]+)")
+MAX_LINES = 40  # of what a tool found
 
 
 def compute_sanitizer() -> str:

@@ -166,6 +166,24 @@ def test_scores_that_grow_from_block_to_block(
 
 
 @pytest.mark.parametrize("headdim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("level", [-90.0, -30.0, -10.0, -5.0, -4.0, 5.0, 6.0, 9.0, 30.0, 90.0], ids="level_{}".format)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_scores_around_any_level(
+    dtype: torch.dtype, level: float, headdim: int, seed: int, described_seed: str
+) -> None:
+    """A tile's first step takes probabilities relative to 0. Those of 128 keys sum up to about 2^(7 + level / ln 2): in
+    fp16 0 serves from 1 (a level of -5) to 2^13 a thread (of 5.5), in bf16 from 2^-60 to 2^60, and beyond 2^-80 and
+    2^100 the scores are computed again."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    q, k, v = (torch.randn(2, n, 3, headdim, device="cuda", generator=generator) for n in (200, 400, 400))
+    direction = torch.nn.functional.normalize(torch.randn(headdim, device="cuda", generator=generator), dim=0)
+    q, k, v = (q + direction * math.sqrt(headdim)).to(dtype), (k + direction * level).to(dtype), v.to(dtype)
+    out, lse, _ = flash_attn_func(q, k, v, return_attn_probs=True)
+    described = f"scores around {level}\n  headdim={headdim} {dtype}\n  {described_seed}"
+    assert_forward_accurate(q, k, v, out, lse, case=described)
+
+
+@pytest.mark.parametrize("headdim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_keys_of_minus_infinity_are_as_if_not_there(
     dtype: torch.dtype, headdim: int, seed: int, described_seed: str

@@ -5,16 +5,12 @@
 #include <cutlass/arch/reg_reconfig.h>
 
 #include "epilogue_fwd.h"
+#include "load_fwd.h"
 #include "mainloop_fwd.h"
 #include "tile_ring.h"
 #include "tile_scheduler.h"
 
 namespace flash::sm90 {
-
-__device__ __forceinline__ float alibi_slope(const Flash_fwd_params &params, const Tile &tile) {
-    const int64_t index = tile.place.bidb * params.alibi_slopes_batch_stride + tile.place.bidh;
-    return params.alibi_slopes == nullptr ? 0.0f : params.alibi_slopes[index];
-}
 
 // The producer's warp that finds the tiles and tells the others. Tiles whose rows see no key it stores itself.
 template <typename Traits, Kind kKind>
@@ -29,11 +25,12 @@ __device__ __forceinline__ void find_tiles(const Flash_fwd_params &params, typen
             store_nothing(Output<Traits>(params, tile, /*warpgroup=*/0));
             tile = scheduler.next();
         }
-        const float slope = is_general(kKind) ? alibi_slope(params, tile) : 0.0f;
-        tiles.template push<kKind>(params, tile, [&](int consumer) {
+        const Score_mod score_mod(params, tile.place.bidb, tile.place.bidh,
+                                  tile.sequence.seqlen_k - tile.sequence.seqlen_q);
+        tiles.template push<kKind>(params, tile, score_mod, [&](int consumer) {
             const int m_block = tile.place.block * Traits::kConsumers + consumer;
             Key_blocks blocks = key_blocks<kKind, Traits::kRows, Traits::kBlockN>(
-                params, tile.sequence, m_block, tile.n_block_min, tile.n_block_max, slope);
+                params, tile.sequence, m_block, tile.n_block_min, tile.n_block_max, score_mod);
             blocks.flags |= tile.is_end ? Key_blocks::is_end : 0;
             return blocks;
         });
@@ -91,7 +88,7 @@ __global__ void __launch_bounds__(Traits::kNThreads, 1)
         shared.q_barriers.init(kWarps);
         shared.k_barriers.init(kWarps * Traits::kConsumers);
         shared.v_barriers.init(kWarps * Traits::kConsumers);
-        shared.tiles.barriers.init(kWarps * Traits::kConsumers + 1);  // and the warp that loads
+        shared.tiles.barriers.init(kWarps * Traits::kConsumers + 1, /*writers=*/Traits::kConsumers);  // 1: the loader
         cutlass::arch::fence_barrier_init();
     }
     __syncthreads();  // the barriers are there for all

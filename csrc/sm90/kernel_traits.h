@@ -78,6 +78,11 @@ struct Flash_fwd_kernel_traits {
         typename Tile_ring<kConsumers>::SharedStorage tiles;
     };
     static constexpr int kSmemSize = sizeof(SharedStorage);
+
+    struct Rings {  // where a warp is on its way around each
+        Ring<kConsumers * kQ_rooms> q;
+        Ring<kStages> k, v;
+    };
 };
 
 }  // namespace flash::sm90

@@ -27,6 +27,7 @@ struct Key_blocks {
 
     int n_block_min, n_block_max;
     int n_full_begin, n_full_end;  // the blocks in between are seen whole by every row
+    int n_ragged;                  // general: the block in which the sequence's keys end, or the one behind them
     int n_rising_begin;            // ALiBi: from here on its bias may be above that of the blocks visited before
     int flags;
 
@@ -38,17 +39,21 @@ struct Key_blocks {
     // From the producer's ring: uniform registers. What a kind knows is a constant.
     template <Kind kKind>
     __device__ __forceinline__ Key_blocks to_registers() const {
-        return {is_local(kKind) ? uniform(n_block_min) : 0,      uniform(n_block_max),
-                is_local(kKind) ? uniform(n_full_begin) : 0,     uniform(n_full_end),
-                is_general(kKind) ? uniform(n_rising_begin) : 0, uniform(flags)};
+        return {is_local(kKind) ? uniform(n_block_min) : 0,
+                uniform(n_block_max),
+                is_local(kKind) ? uniform(n_full_begin) : 0,
+                uniform(n_full_end),
+                is_general(kKind) ? uniform(n_ragged) : 0,
+                is_general(kKind) ? uniform(n_rising_begin) : 0,
+                uniform(flags)};
     }
 };
 
 // For rows [m_block * kRows, (m_block + 1) * kRows) of a tile for which [n_block_min, n_block_max) are loaded, at least
-// one. Rows that see none of these, or lie past the sequence's end, visit one block all the same. slope: ALiBi's.
+// one. Rows that see none of these, or lie past the sequence's end, visit one block all the same.
 template <Kind kKind, int kRows, int kBlockN>
 __device__ __forceinline__ Key_blocks key_blocks(const Flash_fwd_params &params, const Sequence &sequence, int m_block,
-                                                 int n_block_min, int n_block_max, float slope) {
+                                                 int n_block_min, int n_block_max, const Score_mod &score_mod) {
     const BlockInfo<kRows, kBlockN, is_local(kKind)> info(params, sequence, m_block);
     Key_blocks blocks;
     blocks.n_block_max = min(max(info.n_block_max, n_block_min + 1), n_block_max);
@@ -63,10 +68,12 @@ __device__ __forceinline__ Key_blocks key_blocks(const Flash_fwd_params &params,
                    (blocks.n_block_min > n_block_min ? Key_blocks::goes_by_last : 0) |
                    (has_one || is_narrow || hides_from_first_row ? Key_blocks::may_see_few : 0);
     if (is_general(kKind)) {
+        blocks.n_ragged = sequence.seqlen_k / kBlockN;
         const int nearest = max(m_block * kRows + sequence.seqlen_k - sequence.seqlen_q, 0);  // key, to the first row
-        blocks.n_rising_begin = slope < 0.0f ? 0 : nearest / kBlockN;
-        blocks.flags |= (params.softcap > 0.0 || slope != 0.0f ? Key_blocks::has_score_mod : 0) |
-                        (slope != 0.0f ? Key_blocks::has_alibi : 0) |
+        const bool has_softcap = score_mod.cap_scale != 0.0f, has_alibi = score_mod.slope != 0.0f;
+        blocks.n_rising_begin = score_mod.slope < 0.0f ? 0 : nearest / kBlockN;
+        blocks.flags |= (has_softcap || has_alibi ? Key_blocks::has_score_mod : 0) |
+                        (has_alibi ? Key_blocks::has_alibi : 0) |
                         (params.rng_state != nullptr ? Key_blocks::has_dropout : 0);
     }
     return blocks;

@@ -1,5 +1,5 @@
-// What the two kinds of warpgroup do for their tiles: the producer has TMA load Q, K and V (Loader), the consumers
-// multiply, and take the softmax of one key block while the tensor cores work on another (Consumer).
+// The consumers' side of the mainloop: a warpgroup multiplies, and takes the softmax of one key block while the tensor
+// cores work on another.
 #pragma once
 
 #include <cutlass/numeric_conversion.h>
@@ -14,177 +14,9 @@
 #include "named_barriers.h"
 #include "softmax.h"
 #include "tile_ring.h"
+#include "wgmma.h"
 
 namespace flash::sm90 {
-
-template <typename Traits>
-struct Rings {
-    Ring<Traits::kConsumers * Traits::kQ_rooms> q;
-    Ring<Traits::kStages> k, v;
-};
-
-// The producer's warp that has TMA load the tiles, in the order in which the consumers need them: K of a block before V
-// of the block before it, which may be the last of another tile.
-template <typename Traits, Kind kKind>
-class Loader {
-public:
-    __device__ Loader(const Flash_fwd_params &params, const typename Traits::Copies &copies,
-                      typename Traits::SharedStorage &shared)
-        : params(params), copies(copies), shared(shared), tiles{shared.tiles} {}
-
-    __device__ __forceinline__ void load() {
-        Source tile = take(), next;
-        if (tile.is_end) {
-            return;
-        }
-        load_K(tile, tile.n_block_max - 1);
-        load_Q(tile);
-        for (;; tile = next) {
-            // With two rooms, Q of the next tile is loaded two blocks before it is needed; with one, when that gets
-            // free.
-            constexpr bool kHas_room = Traits::kQ_rooms > 1;
-            const auto take_next = [&] {
-                next = take();
-                if (kHas_room && !next.is_end) {
-                    load_Q(next);
-                }
-            };
-            const int last = tile.n_block_max - 1, when = min(tile.n_block_min + 2, last);
-            if (last == tile.n_block_min) {
-                take_next();
-            }
-            CUTE_NO_UNROLL
-            for (int n_block = last; n_block > tile.n_block_min; --n_block) {
-                load_K(tile, n_block - 1);
-                load_V(tile, n_block);
-                if (n_block == when) {
-                    take_next();
-                }
-            }
-            if (!next.is_end) {
-                load_K(next, next.n_block_max - 1);
-            }
-            load_V(tile, tile.n_block_min);
-            if (next.is_end) {
-                return;
-            }
-            if (!kHas_room) {
-                load_Q(next);
-            }
-        }
-    }
-
-private:
-    static constexpr bool kIs_general = is_general(kKind);
-    const Flash_fwd_params &params;
-    const typename Traits::Copies &copies;
-    typename Traits::SharedStorage &shared;
-    Tile_ring<Traits::kConsumers> tiles;
-    Rings<Traits> rings;
-
-    // Where a tile's blocks lie: what costs time is found once, as consumers wait between a room's release and its
-    // load.
-    struct Source {
-        int bidb, bidh, bidh_k, q_begin, k_begin, block;
-        int n_block_min, n_block_max;
-        bool is_end;
-    };
-
-    __device__ __forceinline__ Source take() {
-        const int stage = tiles.take();
-        const Tile tile = tiles[stage];
-        tiles.release(stage);
-        const bool is_varlen = kIs_general && params.cu_seqlens_q != nullptr;
-        return {is_varlen ? 0 : uniform(tile.place.bidb),
-                uniform(tile.place.bidh),
-                uniform(tile.place.bidh / params.h_h_k_ratio),
-                kIs_general ? uniform(tile.sequence.q_begin) : 0,
-                kIs_general ? uniform(tile.sequence.k_begin) : 0,
-                uniform(tile.place.block),
-                uniform(tile.n_block_min),
-                uniform(tile.n_block_max),
-                uniform(tile.is_end) != 0};
-    }
-
-    // Block number `block` of a head's rows, of which `begin` are other sequences', into the ring. gX (block, HD, n)
-    // holds coordinates: where the tensor ends, TMA knows.
-    template <typename TMA, typename Shape, typename Layout, typename Element, typename RingX, typename BarriersX>
-    __device__ __forceinline__ void load_block(const TMA &tma, Shape, Layout, Element *smem, RingX &ring,
-                                               BarriersX &barriers, int rows, int heads, int bidh, int bidb, int begin,
-                                               int block) {
-        Tensor mX = tma.get_tma_tensor(make_shape(rows, params.d, heads, params.b));
-        Tensor gX = local_tile(domain_offset(make_coord(begin, 0), mX(_, _, bidh, bidb)), Shape{}, make_coord(_, 0));
-        Tensor sX = make_tensor(make_smem_ptr(smem), Layout{});         // (block, HD, stage)
-        const auto of_X = tma_partition(tma, _0{}, cute::Layout<_1>{},  // pairs of (TMA, n), (TMA, stage)
-                                        group_modes<0, 2>(sX), group_modes<0, 2>(gX));
-        constexpr int kBytes = size(Shape{}) * sizeof(Element);
-        ring.acquire(barriers);
-        if (cute::elect_one_sync()) {
-            copy(tma.with(ring.expect(barriers, kBytes)), get<0>(of_X)(_, block), get<1>(of_X)(_, ring.stage));
-        }
-        ring.advance();
-    }
-
-    __device__ __forceinline__ void load_Q(const Source &tile) {
-        CUTE_NO_UNROLL
-        for (int warpgroup = 0; warpgroup < Traits::kConsumers; ++warpgroup) {
-            load_block(copies.q, typename Traits::TileQ{}, typename Traits::SmemLayoutQ{}, shared.q, rings.q,
-                       shared.q_barriers, params.seqlen_q, params.h, tile.bidh, tile.bidb, tile.q_begin,
-                       tile.block * Traits::kConsumers + warpgroup);
-        }
-    }
-
-    template <typename Element>
-    __device__ __forceinline__ void load_KV(const typename Traits::TMA_KV &tma, Element *smem,
-                                            Ring<Traits::kStages> &ring, Barriers<Traits::kStages> &barriers,
-                                            const Source &tile, int n_block) {
-        load_block(tma, typename Traits::TileKV{}, typename Traits::SmemLayoutKV{}, smem, ring, barriers,
-                   params.seqlen_k, params.h_k, tile.bidh_k, tile.bidb, tile.k_begin, n_block);
-    }
-    __device__ __forceinline__ void load_K(const Source &tile, int n_block) {
-        load_KV(copies.k, shared.k, rings.k, shared.k_barriers, tile, n_block);
-    }
-    __device__ __forceinline__ void load_V(const Source &tile, int n_block) {
-        load_KV(copies.v, shared.v, rings.v, shared.v_barriers, tile, n_block);
-    }
-};
-
-// acc (+)= A B, issued and not waited for.
-template <typename TiledMma, typename TensorA, typename TensorB, typename TensorC>
-__device__ __forceinline__ void issue(bool adds, const TensorA &A, const TensorB &B, TensorC &acc) {
-    TiledMma tiled_mma;
-    tiled_mma.accumulate_ = adds ? GMMA::ScaleOut::One : GMMA::ScaleOut::Zero;
-    warpgroup_fence_operand(acc);
-    warpgroup_arrive();
-    CUTE_UNROLL
-    for (int k = 0; k < size<2>(A); ++k) {
-        cute::gemm(tiled_mma, A(_, _, k), B(_, _, k), acc);
-        tiled_mma.accumulate_ = GMMA::ScaleOut::One;
-    }
-    warpgroup_commit_batch();
-}
-
-// Waits until at most kIn_flight products are under way, among which `acc` is not.
-template <int kIn_flight, typename TensorC>
-__device__ __forceinline__ void wait_for(TensorC &acc) {
-    warpgroup_wait<kIn_flight>();
-    warpgroup_fence_operand(acc);
-}
-
-// Writes zeros over the rows of sX (rows, headdim) from `rows` on, which are another sequence's. Every consumer does it
-// for itself, so that none waits for another.
-template <typename Traits, typename TensorX>
-__device__ __forceinline__ void clear_rows_from(int rows, TensorX &&sX, int warpgroup) {
-    using Vector = cute::uint128_t;
-    constexpr int kRows = decltype(size<0>(sX))::value;
-    constexpr int kVector = sizeof(Vector) / sizeof(typename Traits::Element), kVectors = Traits::kHeadDim / kVector;
-    rows = max(rows, 0);
-    for (int i = threadIdx.x % 128; i < (kRows - rows) * kVectors; i += 128) {
-        *reinterpret_cast<Vector *>(&sX(rows + i / kVectors, i % kVectors * kVector)) = Vector{0, 0};
-    }
-    cutlass::arch::fence_view_async_shared();  // wgmma reads it
-    sync(Barrier::warpgroup, warpgroup, 128);
-}
 
 // A consumer warpgroup: it computes 64 query rows of each tile.
 template <typename Traits, Kind kKind>
@@ -238,7 +70,7 @@ public:
                 rings.k.wait(shared.k_barriers);
                 turns.await();
                 issue_S(acc_s);
-                issue_O(adds, tile, n_block, tOrP, acc_o);
+                issue_O(adds, tile, blocks, n_block, tOrP, acc_o);
                 turns.pass();
                 --n_block;
                 adds = true;
@@ -256,7 +88,7 @@ public:
             const Key_blocks next_blocks = key_blocks_of(next);
             let_K_go_by(blocks.has(Key_blocks::goes_by_last));
             if (next_blocks.has(Key_blocks::is_end)) {
-                issue_O(adds, tile, n_block, tOrP, acc_o);
+                issue_O(adds, tile, blocks, n_block, tOrP, acc_o);
                 wait_for<0>(acc_o);
                 release_V();
                 let_V_go_by(blocks.has(Key_blocks::goes_by_last));
@@ -268,7 +100,7 @@ public:
             rings.k.wait(shared.k_barriers);
             turns.await();
             issue_S(acc_s);
-            issue_O(adds, tile, n_block, tOrP, acc_o);
+            issue_O(adds, tile, blocks, n_block, tOrP, acc_o);
             turns.pass();
             const auto ended = softmax;
             softmax = Softmax<Element, 2>(scale_log2());
@@ -284,6 +116,9 @@ public:
             tiles.release(tile);
             tile = next;
             blocks = next_blocks;
+            if (kIs_general) {  // P is not rounded, and spilled, before O is stored
+                warpgroup_fence_operand(acc_s);
+            }
             round_P(tile, blocks, n_block, acc_s, tOrP);
         }
     }
@@ -294,7 +129,7 @@ private:
     const int warpgroup;
     Tile_ring<Traits::kConsumers> tiles;
     const Turns<Traits::kConsumers, Traits::Tile_size::kTakes_turns> turns;
-    Rings<Traits> rings;
+    typename Traits::Rings rings;
 
     __device__ __forceinline__ float scale_log2() const {
         return kIs_general && params.softcap > 0.0 ? Score_mod::softmax_scale(params) * float(M_LOG2E)
@@ -333,19 +168,17 @@ private:
     }
 
     template <typename TensorP, typename TensorO>
-    __device__ __forceinline__ void issue_O(bool adds, int tile, int n_block, TensorP &tOrP, TensorO &acc_o) const {
+    __device__ __forceinline__ void issue_O(bool adds, int tile, const Key_blocks &blocks, int n_block, TensorP &tOrP,
+                                            TensorO &acc_o) const {
         Tensor sVt = make_tensor(make_smem_ptr(shared.v), typename Traits::SmemLayoutVt{});  // (HD, BLK_N, stage)
         auto thr_mma = TiledMmaPV{}.get_slice(int(threadIdx.x % 128));
         Tensor tOrVt =
             thr_mma.make_fragment_B(thr_mma.partition_B(sVt))(_, _, _, rings.v.stage);  // (MMA, MMA_N, MMA_K)
         rings.v.wait(shared.v_barriers);
-        if (kIs_general) {  // NaN or infinity of another sequence times a probability of 0 would not be 0
-            const int rows = uniform(tiles[tile].sequence.seqlen_k) - n_block * kBlockN;
-            if (rows < kBlockN) {
-                Tensor sV =
-                    make_tensor(make_smem_ptr(shared.v), typename Traits::SmemLayoutKV{});  // (BLK_N, HD, stage)
-                clear_rows_from<Traits>(rows, sV(_, _, rings.v.stage), warpgroup);
-            }
+        if (kIs_general && n_block >= blocks.n_ragged) {  // another sequence's NaN or infinity times 0 would not be 0
+            Tensor sV = make_tensor(make_smem_ptr(shared.v), typename Traits::SmemLayoutKV{});  // (BLK_N, HD, stage)
+            const int rows = tiles[tile].sequence.seqlen_k - n_block * kBlockN;
+            clear_rows_from<Traits>(rows, sV(_, _, rings.v.stage), warpgroup);
         }
         warpgroup_fence_operand(tOrP);
         issue<TiledMmaPV>(adds, tOrP, tOrVt, acc_o);

@@ -13,10 +13,10 @@ struct Barriers {
     cutlass::arch::ClusterTransactionBarrier full[kStages];  // the tile has landed
     cutlass::arch::ClusterBarrier empty[kStages];            // nobody needs it any more
 
-    // By one thread. warps: how many have to release a tile.
-    __device__ void init(int warps) {
+    // By one thread. warps: how many have to release a tile; writers: how many threads fill it.
+    __device__ void init(int warps, int writers = 1) {
         for (int stage = 0; stage < kStages; ++stage) {
-            full[stage].init(1);
+            full[stage].init(writers);
             empty[stage].init(warps);
         }
     }

@@ -30,17 +30,13 @@ struct Tile_ring {
 
     // Likewise: puts one there, with what key_blocks_of(consumer) says.
     template <Kind kKind, typename Key_blocks_of>
-    __device__ __forceinline__ void push(const Flash_fwd_params &params, const Tile &tile,
+    __device__ __forceinline__ void push(const Flash_fwd_params &params, const Tile &tile, const Score_mod &score_mod,
                                          const Key_blocks_of &key_blocks_of) {
         const int lane = threadIdx.x % 32, stage = ring.stage;
-        if (lane < kConsumers) {
-            shared.key_blocks[stage][lane] = key_blocks_of(lane);
-        }
         if (lane == 0) {
             shared.tiles[stage] = tile;
-            if (is_general(kKind) && Score_mod::is_on(params)) {
-                shared.score_mods[stage] = Score_mod(params, tile.place.bidb, tile.place.bidh,
-                                                     tile.sequence.seqlen_k - tile.sequence.seqlen_q);
+            if (is_general(kKind)) {
+                shared.score_mods[stage] = score_mod;
             }
         }
         if (is_general(kKind) && params.rng_state != nullptr) {
@@ -49,9 +45,9 @@ struct Tile_ring {
                 shared.dropouts[stage] = dropout;
             }
         }
-        __syncwarp();
-        if (lane == 0) {
-            shared.barriers.full[stage].arrive();
+        if (lane < kConsumers) {
+            shared.key_blocks[stage][lane] = key_blocks_of(lane);
+            shared.barriers.full[stage].arrive();  // each thread that has written for itself
         }
         ring.advance();
     }

@@ -1,0 +1,50 @@
+// Products of a warpgroup: issued, waited for, and zeros over rows of an operand that another sequence has.
+#pragma once
+
+#include <cutlass/arch/barrier.h>
+#include <cute/tensor.hpp>
+
+#include "named_barriers.h"
+
+namespace flash::sm90 {
+
+using namespace cute;
+
+// acc (+)= A B, issued and not waited for.
+template <typename TiledMma, typename TensorA, typename TensorB, typename TensorC>
+__device__ __forceinline__ void issue(bool adds, const TensorA &A, const TensorB &B, TensorC &acc) {
+    TiledMma tiled_mma;
+    tiled_mma.accumulate_ = adds ? GMMA::ScaleOut::One : GMMA::ScaleOut::Zero;
+    warpgroup_fence_operand(acc);
+    warpgroup_arrive();
+    CUTE_UNROLL
+    for (int k = 0; k < size<2>(A); ++k) {
+        cute::gemm(tiled_mma, A(_, _, k), B(_, _, k), acc);
+        tiled_mma.accumulate_ = GMMA::ScaleOut::One;
+    }
+    warpgroup_commit_batch();
+}
+
+// Waits until at most kIn_flight products are under way, among which `acc` is not.
+template <int kIn_flight, typename TensorC>
+__device__ __forceinline__ void wait_for(TensorC &acc) {
+    warpgroup_wait<kIn_flight>();
+    warpgroup_fence_operand(acc);
+}
+
+// Writes zeros over the rows of sX (rows, headdim) from `rows` on, which are another sequence's. Every consumer does it
+// for itself, so that none waits for another.
+template <typename Traits, typename TensorX>
+__device__ __forceinline__ void clear_rows_from(int rows, TensorX &&sX, int warpgroup) {
+    using Vector = cute::uint128_t;
+    constexpr int kRows = decltype(size<0>(sX))::value;
+    constexpr int kVector = sizeof(Vector) / sizeof(typename Traits::Element), kVectors = Traits::kHeadDim / kVector;
+    rows = max(rows, 0);
+    for (int i = threadIdx.x % 128; i < (kRows - rows) * kVectors; i += 128) {
+        *reinterpret_cast<Vector *>(&sX(rows + i / kVectors, i % kVectors * kVector)) = Vector{0, 0};
+    }
+    cutlass::arch::fence_view_async_shared();  // wgmma reads it
+    sync(Barrier::warpgroup, warpgroup, 128);
+}
+
+}  // namespace flash::sm90
