@@ -31,7 +31,7 @@ from benchmarks.feature_rivals import (
     assert_close_share,
     check_tail,
 )
-from benchmarks.methods import Budget, attention_flops, interleave, ratio, timer_for
+from benchmarks.methods import Budget, attention_flops, interleave, ratio, recorded, timer_for
 from benchmarks.rivals import Call, Rival
 from benchmarks.speed import DISAGREEMENT, MAX_REP_MS, MEASURE_OVERHEAD_MS, MIN_REP_MS
 
@@ -259,7 +259,8 @@ def measure_point(point: Point, grid: Grid, backend: str, rounds: int, rep_ms: f
     contenders = contenders_of(point, backend)
     check(contenders, point.direction, inputs)
     calls: dict[Rival, Call] = {x.rival: x.rival.bind(*inputs, x.causal) for x in contenders}
-    timings = interleave(calls, timer_for(device), rounds=rounds, rep_ms=rep_ms)
+    timed = recorded(calls) if device.type == "cuda" else calls
+    timings = interleave(timed, timer_for(device), rounds=rounds, rep_ms=rep_ms)
 
     rows = []
     for contender in contenders:

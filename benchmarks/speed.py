@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks import cli
-from benchmarks.methods import Budget, attention_flops, interleave, matmul_ceiling, ratio, timer_for
+from benchmarks.methods import Budget, attention_flops, interleave, matmul_ceiling, ratio, recorded, timer_for
 from benchmarks.rivals import Call, Rival, select
 
 # For one median of a forward; a backward gets as much more as it has more to do.
@@ -116,7 +116,8 @@ def measure_point(
                 raise
             reasons[rival.name] = str(error)
             del calls[rival]
-    timings = interleave(calls, timer_for(device), rounds=rounds, rep_ms=rep_ms)
+    timed = recorded(calls) if device.type == "cuda" else calls
+    timings = interleave(timed, timer_for(device), rounds=rounds, rep_ms=rep_ms)
     flops = direction.work * attention_flops(
         point.batch, point.nheads, point.seqlen, point.seqlen, point.headdim, point.causal
     )
@@ -162,6 +163,7 @@ def measure_grid(direction: Direction, grid_name: str, grid: Grid, arguments: ar
     ]
     ceiling = None
     if grid.device == "cuda":
+        notes.append("Calls are replayed as CUDA graphs: the time is the GPU's alone.")
         ceiling = round(matmul_ceiling(torch.device(grid.device), grid.dtype))
         notes.append(f"In the same run an 8192³ matrix product of this dtype reached {ceiling} TFLOP/s.")
     min_rep_ms, max_rep_ms, overhead_ms = (
