@@ -62,18 +62,17 @@ struct Output {
     }
 };
 
-// acc_o: (row, col).
-template <typename Traits, Kind kKind, typename TensorO, typename SoftmaxState>
+// acc_o: (row, col). scales: of the general kind.
+template <typename Traits, Kind kKind, typename Scales, typename TensorO, typename SoftmaxState>
 __device__ __forceinline__ void store(const Flash_fwd_params &params, const Output<Traits> &output,
-                                      const TensorO &acc_o, const SoftmaxState &softmax) {
+                                      const Scales &scales, const TensorO &acc_o, const SoftmaxState &softmax) {
     using Element = typename Traits::Element;
     using Pair = cutlass::Array<Element, 2>;
     // A thread holds columns 2 q, 2 q + 1 of every 8 columns of two rows, where q is its lane in its quad.
     constexpr int kRowsOfThread = decltype(size<0>(acc_o))::value;
     const int quad = threadIdx.x % 4;
-    const float softmax_scale = is_general(kKind) ? Score_mod::softmax_scale(params) : float(params.softmax_scale);
-    // In float32: a division of doubles takes registers, which the next tile's scores occupy.
-    const float keep_factor = is_general(kKind) ? __fdividef(1.0f, float(1.0 - params.p_dropout)) : 1.0f;
+    const float softmax_scale = is_general(kKind) ? scales.softmax_scale : float(params.softmax_scale);
+    const float keep_factor = is_general(kKind) ? scales.keep_factor : 1.0f;
     float lse[kRowsOfThread], factor[kRowsOfThread];
     softmax.finalize(softmax_scale, keep_factor, lse, factor);
     CUTE_UNROLL

@@ -18,6 +18,9 @@ __device__ __forceinline__ void find_tiles(const Flash_fwd_params &params, typen
                                            const Tile_order &order) {
     Tile_scheduler<kKind, Traits::kBlockM, Traits::kBlockN> scheduler(params, order);
     Tile_ring<Traits::kConsumers> tiles{shared.tiles};
+    if (is_general(kKind)) {
+        tiles.set_scales(params);
+    }
     for (;;) {
         tiles.await_room();  // varlen: before a tile is taken, as a thread block with more room may take it
         Tile tile = scheduler.next();
@@ -52,8 +55,8 @@ template <typename Traits, Kind kKind>
 __device__ __forceinline__ void mma_tiles(const Flash_fwd_params &params, typename Traits::SharedStorage &shared,
                                           int warpgroup) {
     Consumer<Traits, kKind>(params, shared, warpgroup)
-        .mma([&](const Tile &tile, const auto &acc_o, const auto &softmax) {
-            store<Traits, kKind>(params, Output<Traits>(params, tile, warpgroup), acc_o, softmax);
+        .mma([&](const Tile &tile, const auto &scales, const auto &acc_o, const auto &softmax) {
+            store<Traits, kKind>(params, Output<Traits>(params, tile, warpgroup), scales, acc_o, softmax);
         });
 }
 

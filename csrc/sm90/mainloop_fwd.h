@@ -34,7 +34,7 @@ public:
     }
 
     // All tiles, each from its last key block to its first. In the step from one tile to the next, the products and the
-    // softmax overlap as within a tile. store(tile, acc_o, softmax) gets a tile's unnormalised output and its
+    // softmax overlap as within a tile. store(tile, scales, acc_o, softmax) gets a tile's unnormalised output and its
     // statistics.
     template <typename Store>
     __device__ __forceinline__ void mma(const Store &store) {
@@ -92,7 +92,7 @@ public:
                 wait_for<0>(acc_o);
                 release_V();
                 let_V_go_by(blocks.has(Key_blocks::goes_by_last));
-                store(tiles[tile], acc_o_rowcol, softmax);
+                store(tiles[tile], tiles.scales(), acc_o_rowcol, softmax);
                 return;
             }
             wait_for_Q(next);
@@ -103,7 +103,7 @@ public:
             issue_O(adds, tile, blocks, n_block, tOrP, acc_o);
             turns.pass();
             const auto ended = softmax;
-            softmax = Softmax<Element, 2>(scale_log2());
+            softmax = Softmax<Element, 2>(softmax.scale_log2);
             n_block = next_blocks.n_block_max - 1;
             wait_for<1>(acc_s);
             softmax_step</*Is_first=*/true>(next, next_blocks, n_block, acc_s, softmax);
@@ -112,7 +112,7 @@ public:
             release_V();
             let_V_go_by(blocks.has(Key_blocks::goes_by_last));
             let_V_go_by(next_blocks.has(Key_blocks::goes_by_first));
-            store(tiles[tile], acc_o_rowcol, ended);
+            store(tiles[tile], tiles.scales(), acc_o_rowcol, ended);
             tiles.release(tile);
             tile = next;
             blocks = next_blocks;

@@ -15,17 +15,31 @@ namespace flash::sm90 {
 template <int kConsumers>
 struct Tile_ring {
     static constexpr int kStages = 3;  // a consumer holds two at once, and the other is ahead
+    // What of the call's parameters, which are doubles, consumers need for every tile. Instructions of doubles wait for
+    // the tensor cores, whose pipe they share.
+    struct Scales {
+        float softmax_scale;
+        float keep_factor;  // of dropout: what the output is multiplied by
+    };
     struct SharedStorage {
         Tile tiles[kStages];
         Key_blocks key_blocks[kStages][kConsumers];
         Score_mod score_mods[kStages];     // of the general kind
         Dropout_stream dropouts[kStages];  // likewise
+        Scales scales;                     // likewise
         Barriers<kStages> barriers;
     };
     SharedStorage &shared;
     Ring<kStages> ring = {};
 
-    // By the warp that finds tiles: waits for room for another.
+    // By the warp that finds tiles, before the first.
+    __device__ __forceinline__ void set_scales(const Flash_fwd_params &params) const {
+        if (threadIdx.x % 32 == 0) {
+            shared.scales = {Score_mod::softmax_scale(params), static_cast<float>(1.0 / (1.0 - params.p_dropout))};
+        }
+    }
+
+    // Likewise: waits for room for another.
     __device__ __forceinline__ void await_room() const { ring.acquire(shared.barriers); }
 
     // Likewise: puts one there, with what key_blocks_of(consumer) says.
@@ -67,6 +81,7 @@ struct Tile_ring {
 
     __device__ __forceinline__ const Score_mod &score_mod(int stage) const { return shared.score_mods[stage]; }
     __device__ __forceinline__ const Dropout_stream &dropout(int stage) const { return shared.dropouts[stage]; }
+    __device__ __forceinline__ const Scales &scales() const { return shared.scales; }
 
     __device__ __forceinline__ void release(int stage) {
         __syncwarp();
