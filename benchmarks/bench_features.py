@@ -31,9 +31,9 @@ from benchmarks.feature_rivals import (
     assert_close_share,
     check_tail,
 )
-from benchmarks.methods import Budget, attention_flops, interleave, ratio, recorded, timer_for
-from benchmarks.rivals import Call, Rival
-from benchmarks.speed import DISAGREEMENT, MAX_REP_MS, MEASURE_OVERHEAD_MS, MIN_REP_MS
+from benchmarks.methods import Budget, as_timed, attention_flops, interleave, ratio, timer_for
+from benchmarks.rivals import Rival
+from benchmarks.speed import DISAGREEMENT, GRAPHS, MAX_REP_MS, MEASURE_OVERHEAD_MS, MIN_REP_MS
 
 BLOCK = 128  # queries and keys of a block, where the share of visible blocks is counted
 DIRECTIONS: dict[str, type[FeatureForward] | type[FeatureBackward]] = {
@@ -258,9 +258,9 @@ def measure_point(point: Point, grid: Grid, backend: str, rounds: int, rep_ms: f
     inputs = [torch.randn(size, device=device).to(grid.dtype) for _ in range(3)]
     contenders = contenders_of(point, backend)
     check(contenders, point.direction, inputs)
-    calls: dict[Rival, Call] = {x.rival: x.rival.bind(*inputs, x.causal) for x in contenders}
-    timed = recorded(calls) if device.type == "cuda" else calls
-    timings = interleave(timed, timer_for(device), rounds=rounds, rep_ms=rep_ms)
+    bound = {x.rival: x.rival.bind(*inputs, x.causal) for x in contenders}
+    calls: dict[Rival, Callable[[], Any]] = {rival: as_timed(rival, call, device) for rival, call in bound.items()}
+    timings = interleave(calls, timer_for(device), rounds=rounds, rep_ms=rep_ms)
 
     rows = []
     for contender in contenders:
@@ -326,6 +326,8 @@ def main(argv: list[str] | None = None) -> None:
         f"Medians of {arguments.rounds} interleaved rounds, each against the plain call beside it.",
         IDEAL,
     ]
+    if grid.device == "cuda":
+        notes.append(GRAPHS)
     if skipped:
         notes.append(f"{skipped} of {len(points)} points were left out: the {arguments.seconds:.0f} s were used up.")
     forward, backward = provenance.SOURCES_OF_BACKEND[backend], provenance.BACKWARD_SOURCES_OF_BACKEND[backend]

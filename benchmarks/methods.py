@@ -1,9 +1,9 @@
 """How times are taken: interleaved A B A B, medians, ratios within one run; and how FLOPs are counted.
 
 On a GPU a time is the median of triton.testing.do_bench: calls back to back (a sustained load, not a burst), the L2
-cache cleared between calls, random normal inputs. A call is recorded as a CUDA graph first and replayed, so that the
-time is the GPU's alone, also where a host is too slow to keep a short call's GPU busy (bench_overhead.py has the
-host's). On a CPU it is the median of perf_counter over repeated calls.
+cache cleared between calls, random normal inputs. What speed.py and bench_features.py time are replays of CUDA graphs,
+so that the time is the GPU's alone, also where a host is too slow to keep a short call's GPU busy (bench_overhead.py
+has the host's). On a CPU it is the median of perf_counter over repeated calls.
 """
 
 from __future__ import annotations
@@ -49,17 +49,30 @@ def time_cuda(call: Callable[[], Any], rep_ms: float) -> float:
     return float(do_bench(call, warmup=WARMUP_MS, rep=rep_ms, return_mode="median"))
 
 
-def recorded(contenders: Mapping[Rival, Callable[[], Any]]) -> dict[Rival, Callable[[], Any]]:
-    """Each call as the replay of a CUDA graph of it: every kernel that it launches, and nothing that the host does."""
-    replays: dict[Rival, Callable[[], Any]] = {}
-    for rival, call in contenders.items():
-        graph = torch.cuda.CUDAGraph()
-        with rival.active():
-            call()  # compiles, tunes and allocates what stays
-            with torch.cuda.graph(graph):
-                call()
-        replays[rival] = graph.replay
-    return replays
+@dataclass(frozen=True)
+class Replay:
+    """A call recorded as a CUDA graph: every kernel that it launches, and nothing that the host does. With dropout,
+    PyTorch sets the generator's state by two small kernels before each replay."""
+
+    call: Callable[[], Any]  # holds the inputs
+    graph: torch.cuda.CUDAGraph
+    result: Any
+
+    def __call__(self) -> Any:
+        self.graph.replay()
+        return self.result
+
+
+def as_timed(rival: Rival, call: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
+    """What is timed of a rival's call: on a GPU its replay. Raises RuntimeError where a call cannot be recorded."""
+    if device.type != "cuda":
+        return call
+    graph = torch.cuda.CUDAGraph()
+    with rival.active():
+        call()  # compiles, tunes and allocates what stays
+        with torch.cuda.graph(graph):
+            result = call()
+    return Replay(call, graph, result)
 
 
 def time_cpu(call: Callable[[], Any], rep_ms: float) -> float:

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 
 from benchmarks import cli
-from benchmarks.methods import Budget, attention_flops, interleave, matmul_ceiling, ratio, recorded, timer_for
-from benchmarks.rivals import Call, Rival, select
+from benchmarks.methods import Budget, as_timed, attention_flops, interleave, matmul_ceiling, ratio, timer_for
+from benchmarks.rivals import Rival, select
 
 # For one median of a forward; a backward gets as much more as it has more to do.
 MIN_REP_MS, MAX_REP_MS = 20.0, 100.0
 MEASURE_OVERHEAD_MS = 40.0  # what one do_bench costs beside its timed repetitions
+GRAPHS = "Calls are replayed as CUDA graphs: the time is the GPU's alone."
 DISAGREEMENT = 2e-2  # largest difference between two contenders, as a share of the largest value: 16-bit rounding
 
 
@@ -74,7 +75,7 @@ class Direction:
         return f"bench_{self.name}"
 
 
-def check_agreement(rivals: Sequence[Rival], calls: Mapping[Rival, Call]) -> None:
+def check_agreement(rivals: Sequence[Rival], calls: Mapping[Rival, Callable[[], Any]]) -> None:
     """The time of a wrong result is no figure: every contender must agree with the last one."""
     results = {}
     for rival in rivals:
@@ -105,8 +106,17 @@ def measure_point(
     q, k, v = draw_inputs(point, device, grid.dtype)
     contenders = select([*ours, *theirs], direction.rivals)
     reasons = {rival.name: rival.unsupported(q, k, v, point.causal) for rival in contenders}
-    able = [rival for rival in contenders if reasons[rival.name] is None]
-    calls = {rival: rival.bind(q, k, v, point.causal) for rival in able}
+    calls: dict[Rival, Callable[[], Any]] = {}
+    for rival in contenders:
+        if reasons[rival.name] is not None:
+            continue
+        try:
+            calls[rival] = as_timed(rival, rival.bind(q, k, v, point.causal), device)
+        except RuntimeError as error:
+            if rival.name in ours:
+                raise
+            reasons[rival.name] = str(error).splitlines()[0]
+    able = list(calls)
     reference = next((rival for rival in able if rival.name in theirs), able[-1])
     for rival in able:
         try:
@@ -116,8 +126,7 @@ def measure_point(
                 raise
             reasons[rival.name] = str(error)
             del calls[rival]
-    timed = recorded(calls) if device.type == "cuda" else calls
-    timings = interleave(timed, timer_for(device), rounds=rounds, rep_ms=rep_ms)
+    timings = interleave(calls, timer_for(device), rounds=rounds, rep_ms=rep_ms)
     flops = direction.work * attention_flops(
         point.batch, point.nheads, point.seqlen, point.seqlen, point.headdim, point.causal
     )
@@ -163,7 +172,7 @@ def measure_grid(direction: Direction, grid_name: str, grid: Grid, arguments: ar
     ]
     ceiling = None
     if grid.device == "cuda":
-        notes.append("Calls are replayed as CUDA graphs: the time is the GPU's alone.")
+        notes.append(GRAPHS)
         ceiling = round(matmul_ceiling(torch.device(grid.device), grid.dtype))
         notes.append(f"In the same run an 8192³ matrix product of this dtype reached {ceiling} TFLOP/s.")
     min_rep_ms, max_rep_ms, overhead_ms = (

@@ -93,15 +93,15 @@ private:
 
     // Rows from first_row on of a head into the ring. gX (block, HD) holds coordinates: where the tensor ends, TMA
     // knows.
-    template <typename TMA, typename Tile, typename Layout, typename Element, typename RingX, typename BarriersX>
-    __device__ __forceinline__ void load_block(const TMA &tma, Tile tile, Layout, Element *smem, RingX &ring,
+    template <typename TMA, typename Block, typename Layout, typename Element, typename RingX, typename BarriersX>
+    __device__ __forceinline__ void load_block(const TMA &tma, Block block, Layout, Element *smem, RingX &ring,
                                                BarriersX &barriers, int first_row, int bidh, int bidb) {
-        Tensor tensor = tma.get_tma_tensor(append<4>(tile, _1{}));
+        Tensor tensor = tma.get_tma_tensor(append<4>(block, _1{}));
         Tensor gX = domain_offset(make_coord(first_row, 0, bidh, bidb), tensor)(_, _, 0, 0);
         Tensor sX = make_tensor(make_smem_ptr(smem), Layout{});         // (block, HD, stage)
         const auto of_X = tma_partition(tma, _0{}, cute::Layout<_1>{},  // pairs of (TMA), (TMA, stage)
                                         group_modes<0, 2>(sX), group_modes<0, 2>(gX));
-        constexpr int kBytes = size(Tile{}) * sizeof(Element);
+        constexpr int kBytes = size(Block{}) * sizeof(Element);
         ring.acquire(barriers);
         if (cute::elect_one_sync()) {
             copy(tma.with(ring.expect(barriers, kBytes)), get<0>(of_X), get<1>(of_X)(_, ring.stage));

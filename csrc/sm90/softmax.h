@@ -19,11 +19,10 @@ struct Softmax : flash::Softmax<kNRows> {
     using Base::is_large, Base::row_max, Base::row_sum, Base::scale_log2;
 
     // A thread's share of a row's probabilities of one step may sum up to this, and all of a row's in the first step
-    // must sum up to that: what the type of P holds in full precision. bfloat16 has float32's exponents; what float16
-    // rounds below its smallest normal number of 2^-14 does not count in a sum of 1.
+    // must sum up to that: what the type of P holds in full precision. bfloat16 has float32's exponents, and so a
+    // reference of 0 serves any usual scores; float16 needs one near the largest.
     static constexpr bool kHas_wide_range = std::is_same_v<Element, cutlass::bfloat16_t>;
-    static constexpr float kLargestSum = kHas_wide_range ? 0x1p60f : 0x1p13f;
-    static constexpr float kSmallestSum = kHas_wide_range ? 0x1p-60f : 1.0f;
+    static constexpr float kLargestSum = kHas_wide_range ? 0x1p60f : 0x1p13f, kSmallestSum = 0x1p-60f;
     // Beyond these, probabilities may be infinite or 0, and the factors that undo it too.
     static constexpr float kOverflow = 0x1p100f, kUnderflow = 0x1p-80f;
 
@@ -46,8 +45,8 @@ struct Softmax : flash::Softmax<kNRows> {
     __device__ __forceinline__ Rescale step(TensorS &scores, bool takes_maximum, const Recompute &recompute) {
         Rescale rescale;
         rescale.is_needed = false;
-        if (!takes_maximum && (Is_first || !needs_maximum)) {
-            if (Is_first) {  // a reference of 0 serves any usual scores
+        if (!takes_maximum && (Is_first ? kHas_wide_range : !needs_maximum)) {
+            if (Is_first) {
                 CUTE_UNROLL
                 for (int row = 0; row < kNRows; ++row) {
                     row_max[row] = 0.0f;

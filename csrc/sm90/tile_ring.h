@@ -15,8 +15,8 @@ namespace flash::sm90 {
 template <int kConsumers>
 struct Tile_ring {
     static constexpr int kStages = 3;  // a consumer holds two at once, and the other is ahead
-    // What of the call's parameters, which are doubles, consumers need for every tile. Instructions of doubles wait for
-    // the tensor cores, whose pipe they share.
+    // What of the call's parameters, which are doubles, consumers of the general kind need for every tile: instructions
+    // of doubles wait for the tensor cores, whose pipe they share.
     struct Scales {
         float softmax_scale;
         float keep_factor;  // of dropout: what the output is multiplied by
@@ -32,14 +32,14 @@ struct Tile_ring {
     SharedStorage &shared;
     Ring<kStages> ring = {};
 
-    // By the warp that finds tiles, before the first.
+    // By the warp that finds tiles, before it puts the first one there, which hands them over.
     __device__ __forceinline__ void set_scales(const Flash_fwd_params &params) const {
         if (threadIdx.x % 32 == 0) {
             shared.scales = {Score_mod::softmax_scale(params), static_cast<float>(1.0 / (1.0 - params.p_dropout))};
         }
     }
 
-    // Likewise: waits for room for another.
+    // By the warp that finds tiles: waits for room for another.
     __device__ __forceinline__ void await_room() const { ring.acquire(shared.barriers); }
 
     // Likewise: puts one there, with what key_blocks_of(consumer) says.
@@ -61,7 +61,7 @@ struct Tile_ring {
         }
         if (lane < kConsumers) {
             shared.key_blocks[stage][lane] = key_blocks_of(lane);
-            shared.barriers.full[stage].arrive();  // each thread that has written for itself
+            shared.barriers.full[stage].arrive();  // every lane that wrote, so that its own writes are there
         }
         ring.advance();
     }
