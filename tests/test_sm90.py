@@ -186,7 +186,7 @@ def test_scores_around_any_level(
 @pytest.mark.parametrize("headdim", [64, 128, 256])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_key_that_takes_all_of_a_row(dtype: torch.dtype, headdim: int, seed: int, described_seed: str) -> None:
-    """The output is that key's value: in fp16 to the bit, in bf16 within the rounding of a probability and of itself."""
+    """The output is that key's value: in fp16 to the bit, in bf16 within the rounding of a probability and its own."""
     generator = torch.Generator("cuda").manual_seed(seed)
     direction = torch.nn.functional.normalize(torch.randn(headdim, device="cuda", generator=generator), dim=0)
     q = (direction * math.sqrt(headdim)).expand(1, 200, 2, headdim).to(dtype)
