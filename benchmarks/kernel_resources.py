@@ -27,12 +27,12 @@ _FORWARD = re.compile(
 )
 # The name of flash_bwd_kernel or of flash_bwd_convert_dq, which has no mode.
 _BACKWARD = re.compile(
-    r"Flash_bwd_kernel_traits<[^<>]*?(?P<headdim>\d+), (?:sm80::)?Tile_bwd<(?P<tile>[^<>]+)>, (?P<bulk>true|false), "
-    r"\([\w:]*Kind\)(?P<kind>\d)>(?:, \([\w:]*Kind\)\d, \([\w:]*Bwd_mode\)(?P<mode>\d))?"
+    r"Flash_bwd_kernel_traits<[^<>]*?(?P<headdim>\d+), (?:sm80::)?TileBwd<(?P<tile>[^<>]+)>, (?P<bulk>true|false), "
+    r"\([\w:]*Kind\)(?P<kind>\d)>(?:, \([\w:]*Kind\)\d, \([\w:]*BwdMode\)(?P<mode>\d))?"
 )
 # enum Kind of each family's kind.h.
 KINDS = {"sm80": ("full", "local", "varlen", "general", "paged"), "sm90": ("full", "local", "general")}
-BACKWARD_MODES = ("all", "deterministic", "general")  # enum Bwd_mode, csrc/sm80/tile_sizes_bwd.h
+BACKWARD_MODES = ("all", "deterministic", "general")  # enum BwdMode, csrc/sm80/tile_sizes_bwd.h
 BULK_REDUCE_SINCE = 90  # compute capability from which the copy engine adds up dQ
 
 

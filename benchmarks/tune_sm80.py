@@ -38,7 +38,7 @@ TOKENS, COLUMNS = 16384, 2048  # batch * seqlen, nheads * headdim
 ROWS_ROUNDED = 128  # Flash_bwd_params::kRowsRounded
 RIVAL = "FLASH_ATTENTION"
 
-# What to try beside the tiles kept in csrc/sm80: arguments of Tile_fwd and Tile_bwd; trailing defaults may be left out.
+# What to try beside the tiles kept in csrc/sm80: arguments of TileFwd and TileBwd; trailing defaults may be left out.
 FORWARD_TILES: dict[int, list[tuple[int, ...]]] = {
     32: [(128, 128, 4, 2), (128, 64, 4, 3), (128, 64, 4, 4, 1)],
     64: [(128, 128, 4, 2), (128, 112, 4, 2), (128, 96, 4, 2), (128, 64, 4, 2, 0, 4)],
@@ -112,24 +112,24 @@ extern "C" int tune_run(void *q, void *k, void *v, void *o, void *lse, int b, in
                          cudaStream_t stream) {
     Flash_fwd_params p;
 $shape
-    return attempt(causal ? launch_flash_fwd<DType::bfloat16, $hdim, Kind::local, Tile_fwd<$tile>>
-                          : launch_flash_fwd<DType::bfloat16, $hdim, Kind::full, Tile_fwd<$tile>>, p, stream);
+    return attempt(causal ? launch_flash_fwd<DType::bfloat16, $hdim, Kind::local, TileFwd<$tile>>
+                          : launch_flash_fwd<DType::bfloat16, $hdim, Kind::full, TileFwd<$tile>>, p, stream);
 }
 """
 BACKWARD_SOURCE = """
 #include "sm80/flash_bwd_launch_template.h"
 $attempt
-constexpr bool kHas_bulk_reduce = $has_bulk_reduce;
-template <Bwd_mode kMode>
+constexpr bool kHasBulkReduce = $has_bulk_reduce;
+template <BwdMode kMode>
 static int run(const Flash_bwd_params &params, cudaStream_t stream) {
-    using Tile = Tile_bwd<$tile>;
+    using Tile = TileBwd<$tile>;
     return attempt(
-        params.is_causal ? launch_flash_bwd<DType::bfloat16, $hdim, Kind::local, Tile, kHas_bulk_reduce, kMode>
-                         : launch_flash_bwd<DType::bfloat16, $hdim, Kind::full, Tile, kHas_bulk_reduce, kMode>,
+        params.is_causal ? launch_flash_bwd<DType::bfloat16, $hdim, Kind::local, Tile, kHasBulkReduce, kMode>
+                         : launch_flash_bwd<DType::bfloat16, $hdim, Kind::full, Tile, kHasBulkReduce, kMode>,
         params, stream);
 }
 extern "C" int tune_run(void *q, void *k, void *v, void *o, void *lse, void *dout, void *dq, void *dk, void *dv,
-                         void *delta, void *lse_padded, void *large_rows, void *dq_accum, void *dq_turn,
+                         void *delta, void *lse_padded, void *large_rows, void *dq_accum, void *dq_semaphore,
                          int b, int s, int h, int d, int causal, cudaStream_t stream) {
     Flash_bwd_params p;
 $shape
@@ -140,14 +140,14 @@ $shape
     p.dq_accum = static_cast<float *>(dq_accum); p.d_rounded = $hdim;
     p.padded_head_stride = (s + p.kRowsRounded - 1) / p.kRowsRounded * p.kRowsRounded;
     p.padded_batch_stride = h * p.padded_head_stride;
-    p.has_bulk_reduce = kHas_bulk_reduce;
-    if (dq_turn == nullptr) {
-        return run<Bwd_mode::all>(p, stream);
+    p.has_bulk_reduce = kHasBulkReduce;
+    if (dq_semaphore == nullptr) {
+        return run<BwdMode::all>(p, stream);
     }
-    const int64_t turns = padded_rows(p) / p.kRowsPerTurn;
-    p.deterministic = true; p.dq_turn = static_cast<int *>(dq_turn); p.dq_ticket = p.dq_turn + turns;
-    cudaMemsetAsync(dq_turn, 0, (turns + 1) * sizeof(int), stream);
-    return run<Bwd_mode::deterministic>(p, stream);
+    const int64_t turns = padded_rows(p) / p.kRowsPerSemaphore;
+    p.deterministic = true; p.dq_semaphore = static_cast<int *>(dq_semaphore); p.dq_tile_counter = p.dq_semaphore + turns;
+    cudaMemsetAsync(dq_semaphore, 0, (turns + 1) * sizeof(int), stream);
+    return run<BwdMode::deterministic>(p, stream);
 }
 """
 

@@ -67,7 +67,7 @@ void check_at_most(const Named &x, int64_t dim, int64_t most, const char *dim_na
                       " up to ", most);
 }
 
-void check_heads(const Fwd_args &args) {
+void check_heads(const FwdArgs &args) {
     const Named q{"q", args.q}, k{"k", args.k}, v{"v", args.v};
     const int64_t headdim = args.q.size(-1), nheads = args.q.size(-2), nheads_k = args.k.size(-2);
     FLASH_CHECK_VALUE(headdim >= 1 && headdim <= kMaxHeadDim, "q has headdim ", headdim, " (shape ", args.q.sizes(),
@@ -83,7 +83,7 @@ void check_heads(const Fwd_args &args) {
     check_at_most(q, -2, kMaxInt, "heads");
 }
 
-void check_shapes(const Fwd_args &args) {
+void check_shapes(const FwdArgs &args) {
     const Named q{"q", args.q}, k{"k", args.k}, v{"v", args.v};
     const bool is_dense = args.varlen == nullptr, is_paged = args.is_paged();
     check_rank(q, is_dense ? 4 : 3, is_dense ? "[batch, seqlen_q, nheads, headdim]" : "[total_q, nheads, headdim]");
@@ -129,7 +129,7 @@ void check_no_overlap(const Named &written, const Named &other) {
 }
 
 // softmax_lse, and the gradient arriving at it.
-void check_lse(const Named &x, const Fwd_args &args) {
+void check_lse(const Named &x, const FwdArgs &args) {
     const at::Tensor &q = args.q;
     FLASH_CHECK_TYPE(x.tensor.scalar_type() == lse_dtype(q), x.name, " has dtype ", x.tensor.scalar_type(),
                      "; allowed: ", lse_dtype(q), " for inputs of ", q.scalar_type());
@@ -142,7 +142,7 @@ void check_lse(const Named &x, const Fwd_args &args) {
                       list_of(shape));
 }
 
-void check_alibi_slopes(const at::Tensor &slopes, const Fwd_args &args) {
+void check_alibi_slopes(const at::Tensor &slopes, const FwdArgs &args) {
     const Sizes sizes(args);
     FLASH_CHECK_TYPE(slopes.scalar_type() == at::kFloat, "alibi_slopes has dtype ", slopes.scalar_type(),
                      "; allowed: float32");
@@ -155,9 +155,9 @@ void check_alibi_slopes(const at::Tensor &slopes, const Fwd_args &args) {
                       "; allowed: a contiguous last dimension (stride 1)");
 }
 
-void check_scalars(const Fwd_args &args) {
-    constexpr double kNearly_1 = 1.0 - 1.0 / (1 << 17);  // from here on dropout_threshold says to drop all
-    FLASH_CHECK_VALUE(args.p_dropout >= 0.0 && args.p_dropout < kNearly_1, "dropout_p is ", args.p_dropout,
+void check_scalars(const FwdArgs &args) {
+    constexpr double kNearly1 = 1.0 - 1.0 / (1 << 17);  // from here on dropout_threshold says to drop all
+    FLASH_CHECK_VALUE(args.p_dropout >= 0.0 && args.p_dropout < kNearly1, "dropout_p is ", args.p_dropout,
                       "; allowed: at least 0 and below 1 - 2^-17");
     const double largest_scale = args.q.scalar_type() == at::kDouble ? std::numeric_limits<double>::max() / 2
                                                                      : std::numeric_limits<float>::max() / 2;
@@ -174,7 +174,7 @@ void check_scalars(const Fwd_args &args) {
 }
 
 // What a backend lacks, with those that have it.
-void check_implemented(const Fwd_args &args, const std::string &backend) {
+void check_implemented(const FwdArgs &args, const std::string &backend) {
     const auto lacks = [&](const char *one, bool asked, const std::string &feature, const char *have_it) {
         FLASH_CHECK_NOT_IMPLEMENTED(backend != one || !asked, "backend '", backend, "' does not implement ", feature,
                                     " in this version; backends that have it: ", have_it);
@@ -224,7 +224,7 @@ void check_cu_seqlens_values(const char *side, const at::Tensor &cu_seqlens, int
 }
 
 // Every page that holds a key of a sequence is one of the pool.
-void check_block_table_values(const Fwd_args &args) {
+void check_block_table_values(const FwdArgs &args) {
     const at::Tensor on_cpu = args.varlen->block_table->cpu(), lengths = args.varlen->cu_seqlens_k.diff().cpu();
     const int64_t num_pages = args.k.size(0), page_size = args.k.size(1), columns = on_cpu.size(1);
     const auto table = on_cpu.accessor<int, 2>();
@@ -241,7 +241,7 @@ void check_block_table_values(const Fwd_args &args) {
     }
 }
 
-void check_block_table(const Fwd_args &args) {
+void check_block_table(const FwdArgs &args) {
     const Named table{"block_table", *args.varlen->block_table};
     check_index(table, args.q);
     const int64_t batch = args.varlen->cu_seqlens_q.size(0) - 1, page_size = args.k.size(1);
@@ -254,8 +254,8 @@ void check_block_table(const Fwd_args &args) {
                       "; allowed: up to ", kMaxRows / page_size, " pages of ", page_size, " keys for each sequence");
 }
 
-void check_varlen(const Fwd_args &args) {
-    const Varlen_args &varlen = *args.varlen;
+void check_varlen(const FwdArgs &args) {
+    const VarlenArgs &varlen = *args.varlen;
     const Named cu_q{"cu_seqlens_q", varlen.cu_seqlens_q}, cu_k{"cu_seqlens_k", varlen.cu_seqlens_k};
     check_cu_seqlens_shape(cu_q, args.q);
     check_cu_seqlens_shape(cu_k, args.q);
@@ -278,7 +278,7 @@ void check_varlen(const Fwd_args &args) {
 }
 
 // q, k and v, and where their sequences lie.
-void check_inputs(const Fwd_args &args, const std::string &backend) {
+void check_inputs(const FwdArgs &args, const std::string &backend) {
     check_dtype({"q", args.q}, backend);
     check_same_kind({"k", args.k}, args.q);
     check_same_kind({"v", args.v}, args.q);
@@ -291,7 +291,7 @@ void check_inputs(const Fwd_args &args, const std::string &backend) {
     }
 }
 
-void check_options(const Fwd_args &args, const std::string &backend) {
+void check_options(const FwdArgs &args, const std::string &backend) {
     if (args.alibi_slopes.has_value()) {
         check_alibi_slopes(*args.alibi_slopes, args);
     }
@@ -305,7 +305,7 @@ at::ScalarType lse_dtype(const at::Tensor &q) {
     return q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
 
-void check_fwd(const Fwd_args &args, const std::string &backend) {
+void check_fwd(const FwdArgs &args, const std::string &backend) {
     const Named inputs[] = {{"q", args.q}, {"k", args.k}, {"v", args.v}};
     check_inputs(args, backend);
     if (args.out.has_value()) {
@@ -317,8 +317,8 @@ void check_fwd(const Fwd_args &args, const std::string &backend) {
     check_options(args, backend);
 }
 
-void check_bwd(const Bwd_args &args, const std::string &backend) {
-    const Fwd_args &forward = args.forward;
+void check_bwd(const BwdArgs &args, const std::string &backend) {
+    const FwdArgs &forward = args.forward;
     const at::Tensor &q = forward.q, &out = *forward.out;
     check_inputs(forward, backend);
     for (const Named &x : {Named{"dout", args.dout}, Named{"out", out}}) {
@@ -362,7 +362,7 @@ void check_rng_state(const std::optional<at::Tensor> &rng_state, double p_dropou
     check_same_device({"rng_state", *rng_state}, q);
 }
 
-void check_s_dmask(const Fwd_args &args, const std::optional<at::Tensor> &rng_state) {
+void check_s_dmask(const FwdArgs &args, const std::optional<at::Tensor> &rng_state) {
     check_fwd(args, args.q.is_cpu() ? "cpu" : "triton");  // of the backends there the one that takes more
     check_rng_state(rng_state, args.p_dropout, args.q);
 }

@@ -8,6 +8,9 @@ namespace flash {
 
 enum class DType : int8_t { float16, bfloat16, float32, float64 };
 
+constexpr int kMaxHeadDim = 256;
+constexpr double kLog2e = 1.4426950408889634074;
+
 // A [batch, seqlen, heads, headdim] tensor whose last dimension is contiguous. Strides count elements.
 struct TensorRef {
     void *ptr = nullptr;
@@ -16,9 +19,9 @@ struct TensorRef {
     int64_t head_stride = 0;
 };
 
-// A batch has b sequences. Of equal length, they are the first dimension of the tensors. Of variable length (varlen),
-// they lie one after the other in tensors [total, heads, headdim], whose batch strides are 0, and cu_seqlens says where
-// each begins. common/sequence.h finds a sequence either way.
+// A batch holds b sequences. Equal lengths: q is [b, seqlen_q, h, d]. Variable lengths (varlen): the sequences are
+// concatenated in tensors [total, heads, headdim] with batch stride 0, and cu_seqlens holds the first row of each.
+// common/sequence.h returns the rows of a sequence in both cases.
 struct Flash_fwd_params {
     TensorRef q;                   // [b, seqlen_q, h, d]; varlen [total_q, h, d]
     TensorRef k;                   // [b, seqlen_k, h_k, d]; varlen [total_k, h_k, d]; paged [pages, page_size, h_k, d]
@@ -36,26 +39,35 @@ struct Flash_fwd_params {
     int h_h_k_ratio = 1;           // h / h_k: query heads that share one key/value head
     int seqlen_q = 0;              // queries per sequence; varlen: of the longest
     int seqlen_k = 0;              // keys per sequence; varlen: of the longest
-    int d = 0;                     // head dim, at most 256
+    int d = 0;                     // head dim, at most kMaxHeadDim
 
     const int *cu_seqlens_q = nullptr;     // varlen: [b + 1] rows of q before each sequence; null: equal lengths
-    const int *cu_seqlens_k = nullptr;     // varlen: [b + 1] likewise for k and v; paged: its differences are lengths
+    const int *cu_seqlens_k = nullptr;     // varlen: [b + 1] the same for k and v; paged: only its differences count
     int64_t total_q = 0;                   // varlen: rows of q
-    int64_t total_k = 0;                   // varlen: rows of k and v; 0 when paged
-    const int *block_table = nullptr;      // [b, pages of the longest]: the pages of each sequence; null: not paged
+    int64_t total_k = 0;                   // varlen: rows of k and v; paged: keys in max_pages pages
+    const int *block_table = nullptr;      // [b, max_pages]: the pages of each sequence; null: not paged
     int64_t block_table_batch_stride = 0;  // elements
-    int page_size = 0;                     // keys of a page
+    int max_pages = 0;                     // columns of block_table
+    int num_pages = 0;                     // pages in k and v
+    int page_size = 0;                     // keys per page
 
-    double softmax_scale = 1.0;       // scores = softmax_scale * q.k
-    float scale_softmax_log2 = 1.0f;  // softmax_scale * log2(e), for exp2
-    double softcap = 0.0;             // 0 = off, else scores become softcap * tanh(score / softcap)
+    double softmax_scale = 1.0;  // scores = softmax_scale * q.k
+    double softcap = 0.0;        // 0 = off, else scores become softcap * tanh(score / softcap)
+
+    // The factors of the CUDA kernels, computed once on the host (set_params.cpp) from the doubles above. With a softcap
+    // the kernels hold tanh(softcap_scale * q.k) as the score, and the softmax multiplies it by softcap.
+    float qk_scale = 1.0f;            // softmax_scale: factor of dq and dk
+    float softcap_scale = 0.0f;       // softmax_scale / softcap; 0 without a softcap
+    float scale_softmax = 1.0f;       // what the softmax multiplies a score by: softcap if > 0, else softmax_scale
+    float scale_softmax_log2 = 1.0f;  // scale_softmax * log2(e), for exp2
 
     const float *alibi_slopes = nullptr;    // [b, h]: scores get -slope * |i + seqlen_k - seqlen_q - j|; null: off
     int64_t alibi_slopes_batch_stride = 0;  // elements; 0 when all sequences have the same slopes
 
-    double p_dropout = 0.0;              // a probability is dropped, 0 = off; others are divided by 1 - p_dropout
-    unsigned dropout_threshold = 0;      // round(p_dropout * 2^16): dropped are those whose 16 random bits are below
-    const int64_t *rng_state = nullptr;  // [2] seed and offset of common/philox.h, where the tensors are
+    double p_dropout = 0.0;              // probability of dropping an attention probability; 0 = off
+    float rp_dropout = 1.0f;             // 1 / (1 - p_dropout): factor of the probabilities that are kept
+    unsigned dropout_threshold = 0;      // round(p_dropout * 2^16): a pair is dropped if its 16 random bits are below
+    const int64_t *rng_state = nullptr;  // [2] seed and offset of common/philox.h, on the device of q; null: no dropout
 
     // Query i sees key j when  i + seqlen_k - seqlen_q - window_size_left <= j <= i + seqlen_k - seqlen_q +
     // window_size_right, with the lengths of its own sequence; -1 = unbounded. Causal is window_size_right = 0
@@ -68,34 +80,34 @@ struct Flash_fwd_params {
     bool is_local() const { return window_size_left >= 0 || window_size_right >= 0; }
 };
 
-// The backward reads what the forward read and wrote (q, k, v, o, softmax_lse) and writes the gradients whole.
+// The backward reads the tensors of the forward (q, k, v, o, softmax_lse) and overwrites the gradients.
 struct Flash_bwd_params : Flash_fwd_params {
-    TensorRef dout;                      // like q, gradient arriving at o
-    const void *dsoftmax_lse = nullptr;  // like softmax_lse; null: zeros
+    TensorRef dout;                      // like q: gradient of o
+    const void *dsoftmax_lse = nullptr;  // like softmax_lse: gradient of softmax_lse; null: zeros
     TensorRef dq;                        // like q; null pointer: not wanted
-    TensorRef dk;                        // like k, of h / heads_per_dkv heads; null pointer: not wanted
-    TensorRef dv;                        // like k, of h / heads_per_dkv heads; null pointer: not wanted
-    // Per-row statistics are padded: a sequence begins at a multiple of kRowsRounded rows. [b, h, seqlen_q_rounded];
+    TensorRef dk;                        // like k, with h / heads_per_dkv heads; null pointer: not wanted
+    TensorRef dv;                        // like k, with h / heads_per_dkv heads; null pointer: not wanted
+    // Row statistics are padded: each sequence begins at a multiple of kRowsRounded rows. [b, h, seqlen_q_rounded];
     // varlen [h, total_q_rounded], where sequence i begins at (cu_seqlens_q[i] / kRowsRounded + i) * kRowsRounded.
     void *dsoftmax_sum = nullptr;     // delta = rowsum(dO * O) - dLSE, padded, dtype of softmax_lse
     int64_t padded_batch_stride = 0;  // rows; varlen 0
     int64_t padded_head_stride = 0;   // rows: seqlen_q_rounded, varlen total_q_rounded
     int heads_per_dkv = 1;            // query heads summed into one head of dk and dv; h_h_k_ratio on the CPU
-    bool deterministic = false;       // dq bitwise repeatable too; dk and dv always are
+    bool deterministic = false;       // dq is bitwise repeatable too; dk and dv always are
 
     // Scratch of the CUDA kernels.
-    float *lse_padded = nullptr;   // padded rows; +inf for rows without a key, and past the end
-    int *large_rows = nullptr;     // padded rows / kRowsPerFlag: whether one of them has a large log-sum-exp
-    float *dq_accum = nullptr;     // padded rows, of d_rounded; row blocks in the mma's own order
-    int *dq_turn = nullptr;        // padded rows / kRowsPerTurn zeros: key blocks added so far; null: any order
-    int *dq_ticket = nullptr;      // [1] zero: thread blocks started so far, where they have to add in order
-    int d_rounded = 0;             // head dim of the kernel
-    bool has_bulk_reduce = false;  // compute capability 9.0 and later: reductions by the copy engine
-    int max_smem = 0;              // bytes of shared memory that a thread block may have
+    float *lse_padded = nullptr;     // padded rows; +inf for rows without a key, and past the end
+    int *large_rows = nullptr;       // padded rows / kRowsPerFlag: 1 if one of the rows has a large log-sum-exp
+    float *dq_accum = nullptr;       // padded rows x d_rounded; each row block in the order of the mma's registers
+    int *dq_semaphore = nullptr;     // padded rows / kRowsPerSemaphore zeros: key blocks added so far; null: any order
+    int *dq_tile_counter = nullptr;  // [1] zero: CTAs started so far; used with dq_semaphore
+    int d_rounded = 0;               // head dim of the kernel
+    bool has_bulk_reduce = false;    // compute capability 9.0 and later: cp.reduce.async.bulk
+    int max_smem = 0;                // bytes of shared memory that a CTA may have
 
     static constexpr int kRowsRounded = 128;
     static constexpr int kRowsPerFlag = 64;
-    static constexpr int kRowsPerTurn = 4;  // at most this many turns: one for each warp of each row block
+    static constexpr int kRowsPerSemaphore = 4;  // at most one semaphore per warp of a row block
 };
 
 }  // namespace flash

@@ -55,7 +55,7 @@ std::string backend_of(const at::Tensor &q) {
     return q.is_cpu() ? "cpu" : "cuda";
 }
 
-void trace_entry(const char *link, const Fwd_args &args, const std::string &backend) {
+void trace_entry(const char *link, const FwdArgs &args, const std::string &backend) {
     if (!trace_enabled()) {
         return;
     }
@@ -70,13 +70,13 @@ void check_headdim_of_kernel(const at::Tensor &q) {
                       "; allowed: a multiple of 8 (flash_attn_func pads other sizes)");
 }
 
-at::Tensor readable_slopes(const Fwd_args &args) {
+at::Tensor readable_slopes(const FwdArgs &args) {
     return args.alibi_slopes.has_value() ? without_neg(*args.alibi_slopes) : at::Tensor();
 }
 
 // The CUDA kernels keep ALiBi's slopes and the softcap in units of the scale, so that it must be a number that float32
 // divides by. Below that, q.k moves no logit, as with a scale of 0.
-double scale_of_kernel(const Fwd_args &args, double softmax_scale) {
+double scale_of_kernel(const FwdArgs &args, double softmax_scale) {
     constexpr double kLeast = 1e-30;
     const double least = args.q.is_cpu()                 ? 0.0
                          : args.softcap > 0.0            ? kLeast * args.softcap
@@ -86,7 +86,7 @@ double scale_of_kernel(const Fwd_args &args, double softmax_scale) {
 }
 
 // The forward, dense or varlen: returns out, softmax_lse, S_dmask and rng_state.
-std::vector<at::Tensor> forward(const Fwd_args &args, std::optional<at::Generator> generator, bool zero_tensors) {
+std::vector<at::Tensor> forward(const FwdArgs &args, std::optional<at::Generator> generator, bool zero_tensors) {
     const at::Tensor &q = args.q, &k = args.k;
     const std::string backend = backend_of(q);
     trace_entry(args.varlen == nullptr ? "mha_fwd" : "mha_varlen_fwd", args, backend);
@@ -129,9 +129,9 @@ std::vector<at::Tensor> forward(const Fwd_args &args, std::optional<at::Generato
 
 // The backward, dense or varlen: returns dq, dk, dv and softmax_d = delta (empty_softmax_d); a gradient that is not
 // wanted is an empty tensor.
-std::vector<at::Tensor> backward(const Bwd_args &args, bool deterministic, const std::optional<at::Tensor> &rng_state_,
+std::vector<at::Tensor> backward(const BwdArgs &args, bool deterministic, const std::optional<at::Tensor> &rng_state_,
                                  std::array<bool, 3> output_mask, bool zero_tensors) {
-    const Fwd_args &forward = args.forward;
+    const FwdArgs &forward = args.forward;
     const at::Tensor &q = forward.q, &k = forward.k, &v = forward.v;
     const std::string backend = backend_of(q);
     trace_entry(forward.varlen == nullptr ? "mha_bwd" : "mha_varlen_bwd", forward, backend);
@@ -166,8 +166,8 @@ std::vector<at::Tensor> backward(const Bwd_args &args, bool deterministic, const
             set_params_fprop({kernel_q, kernel_k, kernel_v, kernel_out, lse, slopes, rng_state}, forward,
                              scale_of_kernel(forward, forward.softmax_scale)),
             {kernel_dout, dlse, dq.written, dk.written, dv.written, softmax_d}, heads_per_dkv, deterministic);
-        const std::optional<Cuda_scratch> scratch =
-            q.is_cuda() ? std::optional<Cuda_scratch>(std::in_place, params, softmax_d) : std::nullopt;
+        const std::optional<CudaScratch> scratch =
+            q.is_cuda() ? std::optional<CudaScratch>(std::in_place, params, softmax_d) : std::nullopt;
         run_mha_bwd(params, q.device());
     }
     dq.store();
@@ -200,7 +200,7 @@ std::vector<at::Tensor> mha_varlen_fwd(const at::Tensor &q, const at::Tensor &k,
     };
     lacks(seqused_k, "seqused_k");
     lacks(leftpad_k, "leftpad_k");
-    const Varlen_args varlen{cu_seqlens_q, cu_seqlens_k, block_table, max_seqlen_q, max_seqlen_k};
+    const VarlenArgs varlen{cu_seqlens_q, cu_seqlens_k, block_table, max_seqlen_q, max_seqlen_k};
     return forward({q, k, v, out, alibi_slopes, p_dropout, softmax_scale, is_causal, window_size_left,
                     window_size_right, softcap, return_softmax, &varlen},
                    std::move(generator), zero_tensors);
@@ -215,7 +215,7 @@ std::vector<at::Tensor> mha_bwd(const at::Tensor &dout, const at::Tensor &q, con
                                 std::optional<at::Generator> /*generator*/, const Optional &rng_state,
                                 const Optional &dsoftmax_lse, std::array<bool, 3> output_mask) {
     const Optional out_{out};
-    const Fwd_args forward{q,
+    const FwdArgs forward{q,
                            k,
                            v,
                            out_,
@@ -242,8 +242,8 @@ std::vector<at::Tensor> mha_varlen_bwd(const at::Tensor &dout, const at::Tensor 
                                        const Optional &rng_state, const Optional &dsoftmax_lse,
                                        std::array<bool, 3> output_mask) {
     const Optional out_{out}, block_table;
-    const Varlen_args varlen{cu_seqlens_q, cu_seqlens_k, block_table, max_seqlen_q, max_seqlen_k};
-    const Fwd_args forward{q,
+    const VarlenArgs varlen{cu_seqlens_q, cu_seqlens_k, block_table, max_seqlen_q, max_seqlen_k};
+    const FwdArgs forward{q,
                            k,
                            v,
                            out_,

@@ -54,7 +54,7 @@ bool is_writable_by_kernel(const at::Tensor &x) {
     return x.is_cpu() || is_vector_aligned(x);
 }
 
-int heads_per_thread_block(const Fwd_args &args) {
+int heads_per_thread_block(const FwdArgs &args) {
     constexpr int64_t kKeysPerBlock = 128;                 // the usual tile
     const int64_t blocks_per_sm = args.is_causal ? 8 : 2;  // enough for the last ones to balance, of unequal ones more
     const Sizes sizes(args);
@@ -107,7 +107,7 @@ at::Tensor Gradient::returned(const at::Tensor &like) const {
     return result.defined() ? result : at::empty({0}, like.options());
 }
 
-at::Tensor empty_softmax_d(const Fwd_args &args) {
+at::Tensor empty_softmax_d(const FwdArgs &args) {
     constexpr int64_t kRows = Flash_bwd_params::kRowsRounded;
     const Sizes sizes(args);
     const at::TensorOptions options = args.q.options().dtype(lse_dtype(args.q));
@@ -117,7 +117,7 @@ at::Tensor empty_softmax_d(const Fwd_args &args) {
     return at::empty({sizes.batch, sizes.nheads, (sizes.rows_q + kRows - 1) / kRows * kRows}, options);
 }
 
-Cuda_scratch::Cuda_scratch(Flash_bwd_params &params, const at::Tensor &softmax_d) {
+CudaScratch::CudaScratch(Flash_bwd_params &params, const at::Tensor &softmax_d) {
     const int64_t rows = softmax_d.numel();
     params.d_rounded = built_headdim_for(params.d);
     lse_padded = at::empty({rows}, softmax_d.options().dtype(at::kFloat));
@@ -130,10 +130,10 @@ Cuda_scratch::Cuda_scratch(Flash_bwd_params &params, const at::Tensor &softmax_d
     dq_accum = at::empty({rows, params.d_rounded}, softmax_d.options().dtype(at::kFloat));
     params.dq_accum = dq_accum.data_ptr<float>();
     if (params.deterministic) {
-        const int64_t turns = rows / Flash_bwd_params::kRowsPerTurn;
-        dq_turn = at::zeros({turns + 1}, softmax_d.options().dtype(at::kInt));
-        params.dq_turn = dq_turn.data_ptr<int>();
-        params.dq_ticket = params.dq_turn + turns;
+        const int64_t turns = rows / Flash_bwd_params::kRowsPerSemaphore;
+        dq_semaphore = at::zeros({turns + 1}, softmax_d.options().dtype(at::kInt));
+        params.dq_semaphore = dq_semaphore.data_ptr<int>();
+        params.dq_tile_counter = params.dq_semaphore + turns;
     }
 }
 

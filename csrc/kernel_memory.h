@@ -23,7 +23,7 @@ bool is_writable_by_kernel(const at::Tensor &x);
 
 // How many query heads of a group one thread block of the CUDA backward sums up in registers: the whole group, unless
 // that leaves multiprocessors idle. Where it does, dk and dv get several heads per group, which are summed afterwards.
-int heads_per_thread_block(const Fwd_args &args);
+int heads_per_thread_block(const FwdArgs &args);
 
 // A gradient of the call and the memory that the kernel writes: the same, or a temporary that is stored afterwards.
 struct Gradient {
@@ -42,13 +42,13 @@ struct Gradient {
 };
 
 // delta of every row, padded (Flash_bwd_params): [batch, nheads, seqlen_q_rounded], varlen [nheads, total_q_rounded].
-at::Tensor empty_softmax_d(const Fwd_args &args);
+at::Tensor empty_softmax_d(const FwdArgs &args);
 
 // Scratch of the CUDA kernels; it has to live until they are launched (the caching allocator keeps it for the stream).
-struct Cuda_scratch {
-    at::Tensor lse_padded, large_rows, dq_accum, dq_turn;
+struct CudaScratch {
+    at::Tensor lse_padded, large_rows, dq_accum, dq_semaphore;
 
-    Cuda_scratch(Flash_bwd_params &params, const at::Tensor &softmax_d);
+    CudaScratch(Flash_bwd_params &params, const at::Tensor &softmax_d);
 };
 
 }  // namespace flash

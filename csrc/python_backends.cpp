@@ -33,7 +33,7 @@ void check_varlen_fwd_for(const at::Tensor &q, const at::Tensor &k, const at::Te
                           bool is_causal, int64_t window_size_left, int64_t window_size_right, double softcap,
                           bool return_softmax, const std::string &backend) {
     const Optional out;
-    const Varlen_args varlen{cu_seqlens_q, cu_seqlens_k, block_table, max_seqlen_q, max_seqlen_k};
+    const VarlenArgs varlen{cu_seqlens_q, cu_seqlens_k, block_table, max_seqlen_q, max_seqlen_k};
     check_fwd({q, k, v, out, alibi_slopes, p_dropout, softmax_scale, is_causal, window_size_left, window_size_right,
                softcap, return_softmax, &varlen},
               backend);
@@ -45,7 +45,7 @@ void check_bwd_for(const at::Tensor &dout, const at::Tensor &q, const at::Tensor
                    double softcap, const Optional &dsoftmax_lse, const std::string &backend, const Optional &dq,
                    const Optional &dk, const Optional &dv) {
     const Optional out_{out};
-    const Fwd_args forward{q,
+    const FwdArgs forward{q,
                            k,
                            v,
                            out_,
@@ -68,8 +68,8 @@ void check_varlen_bwd_for(const at::Tensor &dout, const at::Tensor &q, const at:
                           const Optional &dsoftmax_lse, const std::string &backend, const Optional &dq,
                           const Optional &dk, const Optional &dv) {
     const Optional out_{out}, block_table;
-    const Varlen_args varlen{cu_seqlens_q, cu_seqlens_k, block_table, max_seqlen_q, max_seqlen_k};
-    const Fwd_args forward{q,
+    const VarlenArgs varlen{cu_seqlens_q, cu_seqlens_k, block_table, max_seqlen_q, max_seqlen_k};
+    const FwdArgs forward{q,
                            k,
                            v,
                            out_,
@@ -95,9 +95,9 @@ at::Tensor s_dmask_for(const at::Tensor &q, const at::Tensor &k, const Optional 
                       "one of cu_seqlens_q and cu_seqlens_k is None; allowed: both or neither");
     const bool is_varlen = cu_seqlens_q.has_value();
     const Optional out;
-    const Varlen_args varlen{is_varlen ? *cu_seqlens_q : q, is_varlen ? *cu_seqlens_k : k, block_table, max_seqlen_q,
+    const VarlenArgs varlen{is_varlen ? *cu_seqlens_q : q, is_varlen ? *cu_seqlens_k : k, block_table, max_seqlen_q,
                              max_seqlen_k};
-    const Fwd_args args{q,
+    const FwdArgs args{q,
                         k,
                         k,
                         out,

@@ -8,7 +8,7 @@
 
 namespace flash {
 
-// int64 [2] where `like` is: a seed and an offset for Dropout_stream, drawn from `generator`, or else from the default
+// int64 [2] where `like` is: a seed and an offset for DropoutStream, drawn from `generator`, or else from the default
 // one of the device. torch.manual_seed repeats them, and every draw moves the generator on. An operator of torch draws
 // them, on a GPU from its Philox stream (4 steps of it), so nothing waits, and a captured CUDA graph draws new ones at
 // every replay.

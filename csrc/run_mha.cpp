@@ -68,8 +68,8 @@ void check_built(const Flash_fwd_params &params) {
 }
 
 // The kernel that a call needs.
-sm80::Kind kind_of(const Flash_fwd_params &params) {
-    using sm80::Kind;
+Kind kind_of(const Flash_fwd_params &params) {
+    using Kind;
     if (params.block_table != nullptr) {
         return Kind::paged;
     }
@@ -89,25 +89,18 @@ int asked_arch() {
 }
 
 #ifdef FLASH_WITH_SM90
-constexpr bool kHas_sm90 = true;
+constexpr bool kHasSm90 = true;
 #else
-constexpr bool kHas_sm90 = false;
+constexpr bool kHasSm90 = false;
 #endif
 
-// The kind of sm90 that takes the calls of one of sm80: its general kernels take varlen calls too, and no pages.
-constexpr sm90::Kind kind_of_sm90(sm80::Kind kind) {
-    return kind == sm80::Kind::full    ? sm90::Kind::full
-           : kind == sm80::Kind::local ? sm90::Kind::local
-                                       : sm90::Kind::general;
-}
-
 // Whether the build has a kernel of sm90 for a call.
-constexpr bool has_sm90_kernel(int headdim, sm80::Kind kind) {
-    return kHas_sm90 && sm90::has_headdim(headdim) && kind != sm80::Kind::paged;
+constexpr bool has_sm90_kernel(int headdim, Kind kind) {
+    return kHasSm90 && headdim >= kLeastHeadDimSm90 && kind != Kind::paged;
 }
 
 // Why a call runs on a kernel of sm80; null when it runs on one of sm90.
-template <int kHeadDim, sm80::Kind kKind>
+template <int kHeadDim, Kind kKind>
 const char *reason_against_sm90(const Flash_fwd_params &params) {
     if (asked_arch() == 80) {
         return "FLASH_ATTN_MINI_ARCH asks for it";
@@ -135,13 +128,13 @@ void run_mha_fwd_cuda(Flash_fwd_params &params) {
                 if (trace_enabled()) {
                     const bool is_sm90 = reason == nullptr;
                     trace("run_mha_fwd", "device=cuda arch=%s kHeadDim=%d kKind=%s%s%s", is_sm90 ? "sm90" : "sm80",
-                          kHeadDim, sm80::name_of(kKind), is_sm90 ? "" : " because: ", is_sm90 ? "" : reason);
+                          kHeadDim, name_of(kKind), is_sm90 ? "" : " because: ", is_sm90 ? "" : reason);
                 }
                 if constexpr (has_sm90_kernel(kHeadDim, kKind)) {
                     if (reason == nullptr) {
                         const at::Tensor ticket = params.cu_seqlens_q != nullptr ? zero_on_gpu() : at::Tensor();
-                        int *tile_ticket = ticket.defined() ? ticket.data_ptr<int>() : nullptr;
-                        sm90::run_flash_fwd<kDType, kHeadDim, kind_of_sm90(kKind)>(params, tile_ticket, stream);
+                        int *tile_counter = ticket.defined() ? ticket.data_ptr<int>() : nullptr;
+                        sm90::run_flash_fwd<kDType, kHeadDim, kind_of_sm90(kKind)>(params, tile_counter, stream);
                         return;
                     }
                 }
@@ -160,9 +153,9 @@ void run_mha_bwd_cuda(Flash_bwd_params &params) {
         HEADDIM_SWITCH(params.d, [&] {
             KIND_SWITCH(kind_of(params), [&] {
                 if (trace_enabled()) {
-                    trace("run_mha_bwd", "device=cuda arch=sm80 kHeadDim=%d kKind=%s", kHeadDim, sm80::name_of(kKind));
+                    trace("run_mha_bwd", "device=cuda arch=sm80 kHeadDim=%d kKind=%s", kHeadDim, name_of(kKind));
                 }
-                if constexpr (kKind != sm80::Kind::paged) {  // which has no backward
+                if constexpr (kKind != Kind::paged) {  // which has no backward
                     sm80::run_flash_bwd<kDType, kHeadDim, kKind>(params, stream);
                 }
             });
@@ -191,10 +184,10 @@ int multiprocessor_count() {
     return 0;
 }
 
-constexpr char kNo_cuda[] = "this build has no CUDA kernels; with a CUDA build of torch and nvcc, build them with: ";
+constexpr char kNoCuda[] = "this build has no CUDA kernels; with a CUDA build of torch and nvcc, build them with: ";
 
 std::string cuda_unavailable_reason(int major, int minor) {
-    return message(kNo_cuda, "FLASH_ATTN_MINI_ARCHS=", major, minor, " pip install .");
+    return message(kNoCuda, "FLASH_ATTN_MINI_ARCHS=", major, minor, " pip install .");
 }
 
 #endif
@@ -210,7 +203,7 @@ void run_mha_fwd(Flash_fwd_params &params, c10::Device device) {
 #ifdef FLASH_WITH_CUDA
     run_mha_fwd_cuda(params);
 #else
-    FLASH_CHECK(false, kNo_cuda, "pip install .");
+    FLASH_CHECK(false, kNoCuda, "pip install .");
 #endif
 }
 
@@ -225,7 +218,7 @@ void run_mha_bwd(Flash_bwd_params &params, c10::Device device) {
 #ifdef FLASH_WITH_CUDA
     run_mha_bwd_cuda(params);
 #else
-    FLASH_CHECK(false, kNo_cuda, "pip install .");
+    FLASH_CHECK(false, kNoCuda, "pip install .");
 #endif
 }
 

@@ -82,9 +82,9 @@ struct Sequences {
     at::Tensor seqlen_q, seqlen_k;  // int64 [batch, 1, 1, 1]
     at::Tensor index_q, index_k;    // int64 [batch, rows], [batch, keys]: rows of the flat tensors
 
-    explicit Sequences(const Fwd_args &args) {
+    explicit Sequences(const FwdArgs &args) {
         const Sizes sizes(args);
-        const Varlen_args *varlen = args.varlen;
+        const VarlenArgs *varlen = args.varlen;
         const at::TensorOptions options = args.q.options().dtype(at::kLong);
         const at::Tensor row = at::arange(round_up(varlen == nullptr ? sizes.seqlen_q : varlen->max_seqlen_q), options);
         const at::Tensor column =
@@ -108,7 +108,7 @@ struct Sequences {
     }
 
     // Whether a query sees a key, [batch, 1, rows, keys].
-    at::Tensor is_visible(const Fwd_args &args) const {
+    at::Tensor is_visible(const FwdArgs &args) const {
         const at::Tensor ahead = key - query - (seqlen_k - seqlen_q);  // keys from the diagonal
         at::Tensor visible = query.lt(seqlen_q).logical_and(key.lt(seqlen_k));
         const int64_t right = args.is_causal ? 0 : args.window_size_right;
@@ -124,7 +124,7 @@ struct Sequences {
 
 }  // namespace
 
-at::Tensor s_dmask(const Fwd_args &args, const at::Tensor &rng_state) {
+at::Tensor s_dmask(const FwdArgs &args, const at::Tensor &rng_state) {
     const Sizes sizes(args);
     const Sequences sequences(args);
     const int64_t batch = sizes.batch, heads = sizes.nheads, rows = sequences.query.size(0),

@@ -13,6 +13,6 @@ namespace flash {
 // the padding. The official package's is relative to the largest logit of the blocks of keys that its kernel has been
 // through, which tests of it correct; here one block holds all keys (_get_block_size_n of the interface says so).
 // rng_state: int64 [2], read with dropout alone. Never waits for the GPU.
-at::Tensor s_dmask(const Fwd_args &args, const at::Tensor &rng_state);
+at::Tensor s_dmask(const FwdArgs &args, const at::Tensor &rng_state);
 
 }  // namespace flash

@@ -14,10 +14,10 @@ namespace flash {
 namespace {
 
 // Of a tensor [batch, nheads, rows], or of [nheads, rows], whose batch stride is 0.
-struct Row_strides {
+struct RowStrides {
     int64_t batch, head;
 
-    explicit Row_strides(const at::Tensor &x) : batch(x.dim() == 3 ? x.stride(0) : 0), head(x.stride(-2)) {}
+    explicit RowStrides(const at::Tensor &x) : batch(x.dim() == 3 ? x.stride(0) : 0), head(x.stride(-2)) {}
 };
 
 }  // namespace
@@ -41,7 +41,7 @@ DType dtype_of(const at::Tensor &x) {
     }
 }
 
-Flash_fwd_params set_params_fprop(const Fprop_tensors &tensors, const Fwd_args &args, double softmax_scale) {
+Flash_fwd_params set_params_fprop(const FpropTensors &tensors, const FwdArgs &args, double softmax_scale) {
     const Sizes sizes(args);
     Flash_fwd_params params;
     params.q = tensor_ref(tensors.q);
@@ -49,7 +49,7 @@ Flash_fwd_params set_params_fprop(const Fprop_tensors &tensors, const Fwd_args &
     params.v = tensor_ref(tensors.v);
     params.o = tensor_ref(tensors.out);
     params.softmax_lse = tensors.softmax_lse.data_ptr();
-    const Row_strides lse(tensors.softmax_lse);
+    const RowStrides lse(tensors.softmax_lse);
     params.lse_batch_stride = lse.batch;
     params.lse_head_stride = lse.head;
 
@@ -66,17 +66,24 @@ Flash_fwd_params set_params_fprop(const Fprop_tensors &tensors, const Fwd_args &
         params.cu_seqlens_q = args.varlen->cu_seqlens_q.data_ptr<int>();
         params.cu_seqlens_k = args.varlen->cu_seqlens_k.data_ptr<int>();
         params.total_q = sizes.rows_q;
-        params.total_k = args.is_paged() ? 0 : sizes.rows_k;
+        params.total_k = sizes.rows_k;
     }
     if (args.is_paged()) {
         params.block_table = args.varlen->block_table->data_ptr<int>();
         params.block_table_batch_stride = args.varlen->block_table->stride(0);
+        params.max_pages = static_cast<int>(args.varlen->block_table->size(1));
+        params.num_pages = static_cast<int>(tensors.k.size(0));
         params.page_size = static_cast<int>(tensors.k.size(1));
     }
 
     params.softmax_scale = softmax_scale;
-    params.scale_softmax_log2 = static_cast<float>(softmax_scale * M_LOG2E);
     params.softcap = args.softcap;
+    const bool has_softcap = args.softcap > 0.0;
+    const double scale_softmax = has_softcap ? args.softcap : softmax_scale;
+    params.qk_scale = static_cast<float>(softmax_scale);
+    params.softcap_scale = has_softcap ? static_cast<float>(softmax_scale / args.softcap) : 0.0f;
+    params.scale_softmax = static_cast<float>(scale_softmax);
+    params.scale_softmax_log2 = static_cast<float>(scale_softmax * kLog2e);
 
     if (tensors.alibi_slopes.defined()) {
         params.alibi_slopes = tensors.alibi_slopes.data_ptr<float>();
@@ -84,6 +91,7 @@ Flash_fwd_params set_params_fprop(const Fprop_tensors &tensors, const Fwd_args &
     }
     if (args.p_dropout > 0.0) {
         params.p_dropout = args.p_dropout;
+        params.rp_dropout = static_cast<float>(1.0 / (1.0 - args.p_dropout));
         params.dropout_threshold = dropout_threshold(args.p_dropout);
         params.rng_state = tensors.rng_state.data_ptr<int64_t>();
     }
@@ -106,7 +114,7 @@ Flash_fwd_params set_params_fprop(const Fprop_tensors &tensors, const Fwd_args &
     return params;
 }
 
-Flash_bwd_params set_params_dgrad(const Flash_fwd_params &forward, const Dgrad_tensors &tensors, int heads_per_dkv,
+Flash_bwd_params set_params_dgrad(const Flash_fwd_params &forward, const DgradTensors &tensors, int heads_per_dkv,
                                   bool deterministic) {
     const auto wanted = [](const at::Tensor &x) { return x.defined() ? tensor_ref(x) : TensorRef{}; };
     Flash_bwd_params params;
@@ -117,7 +125,7 @@ Flash_bwd_params set_params_dgrad(const Flash_fwd_params &forward, const Dgrad_t
     params.dk = wanted(tensors.dk);
     params.dv = wanted(tensors.dv);
     params.dsoftmax_sum = tensors.softmax_d.data_ptr();
-    const Row_strides padded(tensors.softmax_d);
+    const RowStrides padded(tensors.softmax_d);
     params.padded_batch_stride = padded.batch;
     params.padded_head_stride = padded.head;
     params.heads_per_dkv = heads_per_dkv;

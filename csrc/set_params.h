@@ -14,7 +14,7 @@ TensorRef tensor_ref(const at::Tensor &x);
 DType dtype_of(const at::Tensor &x);
 
 // The tensors of a forward call as the kernels read and write them; args says the rest.
-struct Fprop_tensors {
+struct FpropTensors {
     const at::Tensor &q;
     const at::Tensor &k;
     const at::Tensor &v;
@@ -24,11 +24,11 @@ struct Fprop_tensors {
     const at::Tensor &rng_state;     // int64 [2], contiguous; read with dropout alone
 };
 
-Flash_fwd_params set_params_fprop(const Fprop_tensors &tensors, const Fwd_args &args, double softmax_scale);
+Flash_fwd_params set_params_fprop(const FpropTensors &tensors, const FwdArgs &args, double softmax_scale);
 
 // The tensors of a backward call. dq, dk, dv undefined: not wanted. dk, dv: like k, of nheads / heads_per_dkv heads;
 // softmax_d: [batch, nheads, seqlen_q_rounded], varlen [nheads, total_q_rounded].
-struct Dgrad_tensors {
+struct DgradTensors {
     const at::Tensor &dout;
     const at::Tensor &dsoftmax_lse;  // undefined: zeros
     const at::Tensor &dq;
@@ -37,7 +37,7 @@ struct Dgrad_tensors {
     const at::Tensor &softmax_d;
 };
 
-Flash_bwd_params set_params_dgrad(const Flash_fwd_params &forward, const Dgrad_tensors &tensors, int heads_per_dkv,
+Flash_bwd_params set_params_dgrad(const Flash_fwd_params &forward, const DgradTensors &tensors, int heads_per_dkv,
                                   bool deterministic);
 
 }  // namespace flash

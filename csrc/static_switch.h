@@ -3,7 +3,7 @@
 #pragma once
 
 #include "flash.h"
-#include "sm80/kind.h"
+#include "kind.h"
 
 namespace flash {
 
@@ -48,8 +48,8 @@ constexpr int built_headdim_for(int d) {
 }  // namespace flash
 
 #define KIND_CASE(KIND, NAME, ...)                                              \
-    if ((KIND) == ::flash::sm80::Kind::NAME) {                                  \
-        constexpr static ::flash::sm80::Kind kKind = ::flash::sm80::Kind::NAME; \
+    if ((KIND) == ::flash::Kind::NAME) {                                  \
+        constexpr static ::flash::Kind kKind = ::flash::Kind::NAME; \
         return __VA_ARGS__();                                                   \
     }
 

@@ -90,7 +90,7 @@ class FlashAttnPackedFunc(torch.autograd.Function):
         qkv = unpacked(q, packed)
         arriving = [x for x in (dout, dsoftmax_lse) if x is not None]
         dq = dpacked = None
-        if torch.is_grad_enabled() or overheard(packed, *arriving):
+        if torch.is_grad_enabled() or needs_dispatcher(packed, *arriving):
             gradients = _gradients(ctx, dout, dsoftmax_lse, qkv, kept, wanted)
             dq = None if q is None else gradients[0]
             if needs_packed:
@@ -170,7 +170,7 @@ def _gradients(
     )
     if into is not None:
         dq, dk, dv, _ = run_backward(ctx.kind, *arguments, into=into)
-    elif torch.is_grad_enabled() or overheard(qkv[0], *arriving):
+    elif torch.is_grad_enabled() or needs_dispatcher(qkv[0], *arriving):
         dq, dk, dv, _ = ctx.kind.backward(*arguments)
     else:
         dq, dk, dv, _ = run_backward(ctx.kind, *arguments)
@@ -291,7 +291,7 @@ _apply: Callable[..., Outputs] = super(torch.autograd.Function, FlashAttnFunc).a
 _apply_packed: Callable[..., Outputs] = super(torch.autograd.Function, FlashAttnPackedFunc).apply
 
 
-def overheard(q: torch.Tensor, *others: torch.Tensor) -> bool:
+def needs_dispatcher(q: torch.Tensor, *others: torch.Tensor) -> bool:
     """Whether anybody listens to the dispatcher: a tensor subclass, a mode, a tracer, a transform or a third device.
 
     Batched gradients (is_grads_batched, vectorize) come by a vmap that is no transform of torch.func: their tensors say
@@ -323,7 +323,7 @@ def forward_eager(
 
     The dispatcher's turns through Python cost more host time than all below them (benchmarks/bench_overhead.py).
     """
-    if overheard(q, k, v):
+    if needs_dispatcher(q, k, v):
         return kind.forward(q, k, v, *others, *options)
     if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(q.device.type):
         q, k, v = (_autocast(x, q.device.type) for x in (q, k, v))
@@ -337,7 +337,7 @@ def packed_forward_eager(
     kind: Kind, options: tuple[Any, ...], q: torch.Tensor | None, packed: torch.Tensor, *others: torch.Tensor | None
 ) -> Any:
     """`forward_eager` of a packed qkv (q is None) or of q and a packed kv."""
-    if overheard(packed if q is None else q, packed):
+    if needs_dispatcher(packed if q is None else q, packed):
         return kind.forward(*unpacked(q, packed), *others, *options)
     if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(packed.device.type):
         q = None if q is None else _autocast(q, packed.device.type)
@@ -358,7 +358,7 @@ def backward_into(kind: Kind, gradients: Gradients, *arguments: Any) -> torch.Te
     given = [x for x in gradients if x is not None]
     softmax_d: torch.Tensor
     dout, *qkv = arguments[:4]
-    if overheard(*qkv, dout, *given):
+    if needs_dispatcher(*qkv, dout, *given):
         *computed, softmax_d = kind.backward(*arguments, wanted)
         for to, gradient in zip(gradients, computed, strict=True):
             if to is not None:

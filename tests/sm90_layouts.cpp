@@ -48,9 +48,9 @@ using std::max, std::min;
 
 namespace flash::sm90 {
 
-template <int kHeadDim, bool kIs_local>
+template <int kHeadDim, bool kIsLocal>
 void check() {
-    using Traits = Flash_fwd_kernel_traits<DType::bfloat16, kHeadDim, Tile_sizes_fwd<kHeadDim, kIs_local>>;
+    using Traits = Flash_fwd_kernel_traits<DType::bfloat16, kHeadDim, TileSizesFwd<kHeadDim, kIsLocal>>;
     constexpr int kBlockN = Traits::kBlockN, kRows = Traits::kRows;
     const auto identity = make_identity_tensor(typename Traits::TileS{});
     int wrong = 0;
@@ -114,7 +114,7 @@ void check() {
             }
         }
     }
-    std::printf("headdim=%d is_local=%d wrong=%d\n", kHeadDim, kIs_local, wrong);
+    std::printf("headdim=%d is_local=%d wrong=%d\n", kHeadDim, kIsLocal, wrong);
 }
 
 }  // namespace flash::sm90

@@ -57,7 +57,7 @@ def test_tables_of_resources_join_what_differs_in_dtype_alone() -> None:
 def test_resources_of_the_forward_stand_by_kind() -> None:
     rows, kinds = [], kernel_resources.KINDS["sm80"]
     for (k, kind), (t, dtype) in itertools.product(enumerate(kinds), enumerate(("fp16", "bf16"))):
-        tile = f"sm80::Tile_sizes_fwd<64, {'true' if kind in ('general', 'paged') else 'false'}>"
+        tile = f"sm80::TileSizesFwd<64, {'true' if kind in ('general', 'paged') else 'false'}>"
         kernel = f"sm80::flash_fwd_kernel<sm80::Flash_fwd_kernel_traits<(DType){t}, 64, {tile} >, (sm80::Kind){k}>"
         fields = kernel_resources.fields_of(kernel, "sm_90a")
         assert fields == {"headdim": 64, "family": "sm80", "kind": kind}
@@ -73,7 +73,7 @@ def test_resources_of_the_forward_stand_by_kind() -> None:
 
 
 def test_resources_of_the_hopper_forward_say_for_which_lengths() -> None:
-    for tile, kind in (("Tile_sizes_fwd<64, true>", "local"), ("Tile_sizes_fwd_short<64>", "local of short sequences")):
+    for tile, kind in (("TileSizesFwd<64, true>", "local"), ("TileSizesFwdShort<64>", "local of short sequences")):
         traits = f"sm90::Flash_fwd_kernel_traits<(DType)1, 64, sm90::{tile} >"
         fields = kernel_resources.fields_of(f"sm90::flash_fwd_kernel<{traits}, (sm90::Kind)1>", "sm_90a")
         assert fields == {"headdim": 64, "family": "sm90", "kind": kind}
@@ -149,7 +149,7 @@ def test_resources_of_the_backward_say_kind_and_mode_and_leave_out_what_never_ru
     [
         ("sm80/kind.h", "Kind", kernel_resources.KINDS["sm80"]),
         ("sm90/kind.h", "Kind", kernel_resources.KINDS["sm90"]),
-        ("sm80/tile_sizes_bwd.h", "Bwd_mode", kernel_resources.BACKWARD_MODES),
+        ("sm80/tile_sizes_bwd.h", "BwdMode", kernel_resources.BACKWARD_MODES),
     ],
 )
 def test_names_of_kinds_and_modes_are_those_of_the_kernels(header: str, enum: str, names: tuple[str, ...]) -> None:

@@ -1,21 +1,21 @@
-// Which key blocks a block of query rows visits (forward) or which blocks of query rows a key block visits (backward),
-// and which pairs need a mask: causal and local windows and a ragged end of the keys are one matter, the range of keys
-// that a row sees.
+// The range of key blocks that a block of query rows visits (forward), or of row blocks that a key block visits
+// (backward), and which of these need a mask. Causal masks, windows and the ragged end of the keys are one rule: row i
+// sees the keys [begin_key(i), end_key(i)).
 #pragma once
 
 #include "sequence.h"
 
 namespace flash {
 
-// The keys [begin_key(i), end_key(i)) that row i of one sequence sees. Is_local: they depend on the row; aligned to the
-// bottom right.
+// Is_local: the range depends on the row (causal or windowed), aligned to the bottom right.
 template <bool Is_local>
-struct Key_range {
-    int seqlen_k;
-    int begin_shift, end_shift;  // of a row's number, to where its keys begin and end
+struct KeyRange {
+    int seqlen_q, seqlen_k;
+    int begin_shift, end_shift;  // begin_key(i) = max(i + begin_shift, 0), end_key(i) = min(i + end_shift, seqlen_k)
 
-    __device__ Key_range(const Flash_fwd_params &params, int seqlen_q, int seqlen_k) : seqlen_k(seqlen_k) {
-        constexpr int64_t kFar = 1 << 29;  // no row or key is as far, and no sum with one overflows
+    __device__ KeyRange(const Flash_fwd_params &params, int seqlen_q, int seqlen_k)
+        : seqlen_q(seqlen_q), seqlen_k(seqlen_k) {
+        constexpr int64_t kFar = 1 << 29;  // larger than any row or key; a sum with one of them fits into 32 bits
         const int64_t offset = int64_t(seqlen_k) - seqlen_q;
         const int left = params.window_size_left, right = params.window_size_right;
         begin_shift = left < 0 ? -kFar : max(offset - left, -kFar);
@@ -26,19 +26,28 @@ struct Key_range {
     __device__ __forceinline__ int end_key(int row) const {
         return Is_local ? min(row + end_shift, seqlen_k) : seqlen_k;
     }
+
+    // The rows [begin_row(), end_row()) see at least one key. Rows outside of it get output 0 and no gradient, and NaN
+    // or infinity in them must not reach other rows: kernels load zeros in their place.
+    __device__ __forceinline__ int begin_row() const {
+        return Is_local ? min(max(1 - end_shift, 0), seqlen_q) : 0;
+    }
+    __device__ __forceinline__ int end_row() const {
+        return seqlen_k == 0 ? 0 : Is_local ? min(max(seqlen_k - begin_shift, 0), seqlen_q) : seqlen_q;
+    }
 };
 
-// For the query rows [m_block * kBlockM, (m_block + 1) * kBlockM) of one sequence: the key blocks [n_block_min,
-// n_block_max), of which those in [n_full_begin, n_full_end) are seen whole by every row.
+// For the query rows [m_block * kBlockM, (m_block + 1) * kBlockM) of one sequence: the key blocks to visit,
+// [n_block_min, n_block_max). Every row sees all keys of the blocks [n_full_begin, n_full_end).
 template <int kBlockM, int kBlockN, bool Is_local_>
-struct BlockInfo : Sequence, Key_range<Is_local_> {
+struct BlockInfo : Sequence, KeyRange<Is_local_> {
     static constexpr bool Is_local = Is_local_;
     int n_block_min, n_block_max, n_full_begin, n_full_end;
 
-    using Sequence::seqlen_k;
+    using Sequence::seqlen_k, Sequence::seqlen_q;
 
     __device__ BlockInfo(const Flash_fwd_params &params, const Sequence &sequence, int m_block)
-        : Sequence(sequence), Key_range<Is_local>(params, sequence.seqlen_q, sequence.seqlen_k) {
+        : Sequence(sequence), KeyRange<Is_local>(params, sequence.seqlen_q, sequence.seqlen_k) {
         const int first_row = m_block * kBlockM, last_row = first_row + kBlockM - 1;
         n_block_min = this->begin_key(first_row) / kBlockN;
         n_block_max = (max(this->end_key(last_row), 0) + kBlockN - 1) / kBlockN;
@@ -46,24 +55,24 @@ struct BlockInfo : Sequence, Key_range<Is_local_> {
         n_full_end = max(this->end_key(first_row), 0) / kBlockN;
     }
 
-    // Whether some row of the block does not see some of the keys.
+    // True if some row of the block does not see some of the keys.
     __device__ __forceinline__ bool needs_mask(int n_block) const {
         return n_block >= n_full_end || (Is_local && n_block < n_full_begin);
     }
 };
 
-// For the keys [n_block * kBlockN, (n_block + 1) * kBlockN) of one sequence: the blocks [m_block_min, m_block_max) of
-// query rows, of which at least one row sees at least one of the keys.
+// For the keys [n_block * kBlockN, (n_block + 1) * kBlockN) of one sequence: the row blocks to visit, [m_block_min,
+// m_block_max). In each, at least one row sees at least one of the keys.
 template <int kBlockM, int kBlockN, bool Is_local_>
-struct ColumnBlockInfo : Sequence, Key_range<Is_local_> {
+struct ColumnBlockInfo : Sequence, KeyRange<Is_local_> {
     static constexpr bool Is_local = Is_local_;
     int n_block;
     int m_block_min, m_block_max;
 
-    using Sequence::seqlen_k;
+    using Sequence::seqlen_k, Sequence::seqlen_q;
 
     __device__ ColumnBlockInfo(const Flash_fwd_params &params, const Sequence &sequence, int n_block)
-        : Sequence(sequence), Key_range<Is_local>(params, sequence.seqlen_q, sequence.seqlen_k), n_block(n_block) {
+        : Sequence(sequence), KeyRange<Is_local>(params, sequence.seqlen_q, sequence.seqlen_k), n_block(n_block) {
         m_block_min = 0;
         m_block_max = (seqlen_q + kBlockM - 1) / kBlockM;
         if (Is_local) {
@@ -75,10 +84,9 @@ struct ColumnBlockInfo : Sequence, Key_range<Is_local_> {
 
     __device__ __forceinline__ int num_m_blocks() const { return max(m_block_max - m_block_min, 0); }
 
-    // How many key blocks add to the row block before this one does, when they do it in order. Row blocks are walked
-    // upwards; local: the later keys first, as they begin at later rows and never wait for those that come from
-    // earlier ones.
-    __device__ __forceinline__ int turn(int m_block) const {
+    // Deterministic dQ: how many key blocks add to the row block before this one. Every key block walks its row blocks
+    // upwards. Local: the last key blocks add first, because they start at later rows and so wait for nobody.
+    __device__ __forceinline__ int order_in(int m_block) const {
         if (!Is_local) {
             return n_block;
         }
@@ -86,7 +94,7 @@ struct ColumnBlockInfo : Sequence, Key_range<Is_local_> {
         return last_key / kBlockN - n_block;
     }
 
-    // Whether some row of the block does not see some of the keys.
+    // True if some row of the block does not see some of the keys.
     __device__ __forceinline__ bool needs_mask(int m_block) const {
         const int first_row = m_block * kBlockM;
         return this->end_key(first_row) < (n_block + 1) * kBlockN ||

@@ -18,7 +18,7 @@ __device__ __forceinline__ bool is_below(uint32_t both, bool upper, unsigned thr
 // columns keys, two neighbours of MMA_N 16 keys; coords: the same layout holding (row, col) in a tile that begins at
 // first_query and first_key.
 template <typename TensorP, typename TensorC>
-__device__ __forceinline__ void drop(TensorP &p, const TensorC &coords, const Dropout_stream &stream,
+__device__ __forceinline__ void drop(TensorP &p, const TensorC &coords, const DropoutStream &stream,
                                      unsigned threshold, int first_query, int first_key) {
     static_assert(decltype(size<1, 1>(p))::value % 2 == 0);
     CUTE_UNROLL
@@ -45,7 +45,7 @@ __device__ __forceinline__ void drop(TensorP &p, const TensorC &coords, const Dr
 // A thread holds one key of a pair (k, k + 1) and both queries of a pair: the lane that has the other key needs the
 // other half of the same two calls, so each makes one of them.
 template <typename TensorP, typename TensorC>
-__device__ __forceinline__ void mark_dropped_transposed(TensorP &p, const TensorC &coords, const Dropout_stream &stream,
+__device__ __forceinline__ void mark_dropped_transposed(TensorP &p, const TensorC &coords, const DropoutStream &stream,
                                                         unsigned threshold, int first_query, int first_key) {
     static_assert(decltype(size<1, 1>(p))::value % 2 == 0);
     const bool is_odd = get<0>(coords(0, 0)) % 2 != 0;  // of the key, in every row: tiles begin at even ones

@@ -38,10 +38,10 @@ FLASH_HOST_DEVICE Random4 philox4x32(Random4 counter, uint32_t key0, uint32_t ke
 }
 
 // The stream of one head of one sequence.
-struct Dropout_stream {
+struct DropoutStream {
     uint32_t key0, key1, head, offset;
 
-    FLASH_HOST_DEVICE Dropout_stream(const int64_t *rng_state, int bidb, int h, int bidh)
+    FLASH_HOST_DEVICE DropoutStream(const int64_t *rng_state, int bidb, int h, int bidh)
         : key0(uint32_t(uint64_t(rng_state[0]))),
           key1(uint32_t(uint64_t(rng_state[0]) >> 32) ^ uint32_t(uint64_t(rng_state[1]) >> 32)),
           head(uint32_t(bidb) * uint32_t(h) + uint32_t(bidh)),

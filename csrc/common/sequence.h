@@ -1,4 +1,7 @@
-// Where one sequence of the batch lies, whether its length is that of all or its own.
+// Sequences of a batch and their blocks of rows. Equal lengths and variable lengths (varlen) share this code.
+//
+// cu_seqlens lies in GPU memory, so the host does not check its values. Every value is clamped where it is loaded: a
+// sequence is a range inside [0, total], whatever cu_seqlens holds, and its length is at least 0.
 #pragma once
 
 #include "../flash.h"
@@ -11,59 +14,78 @@
 
 namespace flash {
 
+FLASH_HOST_DEVICE int clamp_to(int x, int low, int high) {
+    return x < low ? low : x > high ? high : x;
+}
+
+// The first row of sequence `bidb`; for bidb = b the end of the last one. total: rows of the tensor.
+FLASH_HOST_DEVICE int load_cu_seqlen(const int *cu_seqlens, int bidb, int64_t total) {
+    return clamp_to(cu_seqlens[bidb], 0, static_cast<int>(total));
+}
+
 struct Sequence {
-    int q_begin;   // rows of q, o and the statistics before it, beyond the batch stride; 0 unless varlen
-    int k_begin;   // rows of k and v likewise
+    int q_begin;   // first row in q, o and the row statistics; 0 for equal lengths (the batch stride counts instead)
+    int k_begin;   // first row in k and v; 0 for equal lengths
     int seqlen_q;  // queries
     int seqlen_k;  // keys
 };
 
-// May_be_varlen: false where the caller knows that lengths are equal, and code for others would cost.
-template <bool May_be_varlen = true>
+// kMayBeVarlen: false where the caller knows that the lengths are equal.
+template <bool kMayBeVarlen = true>
 FLASH_HOST_DEVICE Sequence sequence(const Flash_fwd_params &params, int bidb) {
-    if (!May_be_varlen || params.cu_seqlens_q == nullptr) {
+    if (!kMayBeVarlen || params.cu_seqlens_q == nullptr) {
         return {0, 0, params.seqlen_q, params.seqlen_k};
     }
-    const int q_begin = params.cu_seqlens_q[bidb], k_begin = params.cu_seqlens_k[bidb];
-    return {q_begin, k_begin, params.cu_seqlens_q[bidb + 1] - q_begin, params.cu_seqlens_k[bidb + 1] - k_begin};
+    const int total_q = static_cast<int>(params.total_q), total_k = static_cast<int>(params.total_k);
+    const int q_begin = load_cu_seqlen(params.cu_seqlens_q, bidb, total_q);
+    const int q_end = clamp_to(params.cu_seqlens_q[bidb + 1], q_begin, total_q);
+    if (params.block_table != nullptr) {  // cu_seqlens_k only says how many keys each sequence has
+        const int64_t keys = int64_t{params.cu_seqlens_k[bidb + 1]} - params.cu_seqlens_k[bidb];
+        return {q_begin, 0, q_end - q_begin, keys < 0 ? 0 : keys > total_k ? total_k : static_cast<int>(keys)};
+    }
+    const int k_begin = load_cu_seqlen(params.cu_seqlens_k, bidb, total_k);
+    const int k_end = clamp_to(params.cu_seqlens_k[bidb + 1], k_begin, total_k);
+    return {q_begin, k_begin, q_end - q_begin, k_end - k_begin};
 }
 
-// Blocks of kBlock rows cut from a run of sequences: a sequence that follows `rows` others' rows in `bidb` sequences
-// has its first block at this index. Each may leave a block unused, but nobody has to add lengths up to know where it
-// is.
+// Blocks of kBlock rows over concatenated sequences. Sequence `bidb`, preceded by `rows` rows, gets the block indices
+// from rows / kBlock + bidb on. This leaves at most one unused index per sequence, and needs no sum over lengths.
+// Example: kBlock = 64, lengths 100 and 30: blocks 0, 1 and 2 (100 / 64 + 1).
 FLASH_HOST_DEVICE int64_t first_block(int64_t rows, int64_t bidb, int kBlock) {
     return rows / kBlock + bidb;
 }
 
-// Which sequence the block with this index belongs to, and which of its blocks it is: past the sequence's end where
-// unused.
-struct Sequence_block {
+struct SequenceBlock {
     int bidb;
-    int block;
+    int block;  // number of the block within its sequence; past the sequence's end if the index is unused
 };
 
-FLASH_HOST_DEVICE Sequence_block find_block(const int *cu_seqlens, int b, int kBlock, int64_t index) {
-    int low = 0, high = b;  // first_block(low) <= index < first_block(high)
+// The sequence and the block with this block index. Never negative, whatever cu_seqlens holds.
+FLASH_HOST_DEVICE SequenceBlock find_block(const int *cu_seqlens, int b, int64_t total, int kBlock, int64_t index) {
+    int low = 0, high = b;  // first_block(low) <= index < first_block(high) for rising cu_seqlens
     while (high - low > 1) {
         const int middle = (low + high) / 2;
-        if (first_block(cu_seqlens[middle], middle, kBlock) <= index) {
+        if (first_block(load_cu_seqlen(cu_seqlens, middle, total), middle, kBlock) <= index) {
             low = middle;
         } else {
             high = middle;
         }
     }
-    return {low, static_cast<int>(index - first_block(cu_seqlens[low], low, kBlock))};
+    const int block = static_cast<int>(index - first_block(load_cu_seqlen(cu_seqlens, low, total), low, kBlock));
+    return {low, block < 0 ? 0 : block};
 }
 
-// The thread blocks that cut the rows (queries or keys) of all sequences and heads into blocks: head after head, and of
-// a head sequence after sequence; of equal lengths, sequence after sequence and of a sequence head after head.
-struct Row_blocks {
+// The blocks of rows (queries or keys) of all sequences and heads, in the order in which CTAs take them. Varlen: head by
+// head, the sequences of a head one after the other. Equal lengths: sequence by sequence, then head by head.
+struct RowBlocks {
     const int *cu_seqlens;  // null: equal lengths
+    int64_t total;          // varlen: rows of the tensor
     int b, heads, kBlock;
     int per_head;  // blocks
 
-    FLASH_HOST_DEVICE Row_blocks(const int *cu_seqlens, int64_t total, int seqlen, int b, int heads, int kBlock)
+    FLASH_HOST_DEVICE RowBlocks(const int *cu_seqlens, int64_t total, int seqlen, int b, int heads, int kBlock)
         : cu_seqlens(cu_seqlens),
+          total(total),
           b(b),
           heads(heads),
           kBlock(kBlock),
@@ -72,41 +94,40 @@ struct Row_blocks {
     FLASH_HOST_DEVICE int64_t count() const { return int64_t(per_head) * heads * (cu_seqlens == nullptr ? b : 1); }
 
     struct Place {
-        int bidb, bidh, block;  // the block may lie past the end of its sequence: unused
+        int bidb, bidh, block;  // the block may lie past the end of its sequence (unused)
     };
     // is_reversed: the last blocks of a head come first.
     FLASH_HOST_DEVICE Place place(int index, bool is_reversed) const {
-        const int head = index / per_head;  // of equal lengths: of all b * heads
+        const int head = index / per_head;  // equal lengths: among all b * heads
         int block = index - head * per_head;
         block = is_reversed ? per_head - 1 - block : block;
         if (cu_seqlens == nullptr) {
             return {head / heads, head % heads, block};
         }
-        const Sequence_block found = find_block(cu_seqlens, b, kBlock, block);
+        const SequenceBlock found = find_block(cu_seqlens, b, total, kBlock, block);
         return {found.bidb, head, found.block};
     }
 };
 
-template <bool May_be_varlen = true>
-FLASH_HOST_DEVICE Row_blocks row_blocks(const Flash_fwd_params &params, int kBlockM) {
-    return {
-        May_be_varlen ? params.cu_seqlens_q : nullptr, params.total_q, params.seqlen_q, params.b, params.h, kBlockM};
+template <bool kMayBeVarlen = true>
+FLASH_HOST_DEVICE RowBlocks row_blocks(const Flash_fwd_params &params, int kBlockM) {
+    return {kMayBeVarlen ? params.cu_seqlens_q : nullptr, params.total_q, params.seqlen_q, params.b, params.h, kBlockM};
 }
 
 // heads: of dK and dV.
-template <bool May_be_varlen = true>
-FLASH_HOST_DEVICE Row_blocks key_blocks(const Flash_fwd_params &params, int heads, int kBlockN) {
-    return {May_be_varlen ? params.cu_seqlens_k : nullptr, params.total_k, params.seqlen_k, params.b, heads, kBlockN};
+template <bool kMayBeVarlen = true>
+FLASH_HOST_DEVICE RowBlocks key_blocks(const Flash_fwd_params &params, int heads, int kBlockN) {
+    return {kMayBeVarlen ? params.cu_seqlens_k : nullptr, params.total_k, params.seqlen_k, params.b, heads, kBlockN};
 }
 
-// The first padded row of a sequence within its head (see Flash_bwd_params).
-template <bool May_be_varlen = true>
+// The first padded row of a sequence within its head (Flash_bwd_params).
+template <bool kMayBeVarlen = true>
 FLASH_HOST_DEVICE int64_t padded_begin(const Flash_bwd_params &params, int bidb) {
-    if (!May_be_varlen || params.cu_seqlens_q == nullptr) {
+    if (!kMayBeVarlen || params.cu_seqlens_q == nullptr) {
         return 0;
     }
     constexpr int kRows = Flash_bwd_params::kRowsRounded;
-    return first_block(params.cu_seqlens_q[bidb], bidb, kRows) * kRows;
+    return first_block(load_cu_seqlen(params.cu_seqlens_q, bidb, params.total_q), bidb, kRows) * kRows;
 }
 
 // Padded rows of all heads and sequences.

@@ -60,9 +60,9 @@ struct Softmax {
             rescale(new_max, acc_o);
         }
         if (is_large) {
-            exponentiate</*Subtract_first=*/true>(scores);
+            exponentiate</*kSubtractFirst=*/true>(scores);
         } else {
-            exponentiate</*Subtract_first=*/false>(scores);
+            exponentiate</*kSubtractFirst=*/false>(scores);
         }
         sum(scores);
     }
@@ -115,7 +115,7 @@ protected:
         is_large = __any_sync(0xffffffffu, large);
     }
 
-    template <bool Subtract_first, typename TensorS>
+    template <bool kSubtractFirst, typename TensorS>
     __device__ __forceinline__ void exponentiate(TensorS &scores) {
         CUTE_UNROLL
         for (int row = 0; row < kNRows; ++row) {
@@ -123,7 +123,7 @@ protected:
             const float reference_scaled = reference * scale_log2;
             CUTE_UNROLL
             for (int col = 0; col < size<1>(scores); ++col) {
-                scores(row, col) = exp2_approx(Subtract_first ? (scores(row, col) - reference) * scale_log2
+                scores(row, col) = exp2_approx(kSubtractFirst ? (scores(row, col) - reference) * scale_log2
                                                               : scores(row, col) * scale_log2 - reference_scaled);
             }
         }

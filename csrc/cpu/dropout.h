@@ -52,7 +52,7 @@ constexpr int kPairTile = 16;  // queries and keys over which Philox calls sprea
 
 // keep[key][query] = 0xffff where the pair of the tile is kept, 0 where it is dropped; of the queries [begin, end) at
 // least.
-FLASH_INLINE void draw_tile(const Dropout_stream &stream, unsigned threshold, uint32_t tile_query, uint32_t tile_key,
+FLASH_INLINE void draw_tile(const DropoutStream &stream, unsigned threshold, uint32_t tile_query, uint32_t tile_key,
                             int begin, int end, uint16_t (&keep)[kPairTile][kPairTile]) {
     WideVec lane{};
     for (int i = 0; i < kCalls; ++i) lane[i] = uint64_t(i);
@@ -110,7 +110,7 @@ private:
     void draw_head(const Group<Element> &group, int64_t row, int rows, int n_begin, int keys, int64_t head) {
         const Flash_fwd_params &params = group.params;
         const int64_t ratio = params.h_h_k_ratio;
-        const Dropout_stream stream(params.rng_state, int(group.bidb), params.h, int(group.bidh_k * ratio + head));
+        const DropoutStream stream(params.rng_state, int(group.bidb), params.h, int(group.bidh_k * ratio + head));
         // The head's rows among these are those of the queries [begin, end).
         const int64_t begin = (row - head + ratio - 1) / ratio, end = (row + rows - head + ratio - 1) / ratio;
         uint16_t tile[kPairTile][kPairTile];

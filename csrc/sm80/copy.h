@@ -11,9 +11,9 @@ using namespace cute;
 
 // threadIdx.x; to spare registers it is read anew, so that the addresses derived from it are recomputed in every step
 // rather than kept over the whole loop.
-template <bool kSpares_registers>
+template <bool kSparesRegisters>
 __device__ __forceinline__ int thread_index() {
-    if constexpr (!kSpares_registers) {
+    if constexpr (!kSparesRegisters) {
         return threadIdx.x;
     }
     int index;
@@ -83,13 +83,13 @@ __device__ __forceinline__ void store_tile(const TiledCopy &tiled_copy, const Te
     }
 }
 
-// acc += A B^T with A and B in shared memory, rA and rB their room in registers; the first kA_steps of A are in rA
+// acc += A B^T with A and B in shared memory, rA and rB their room in registers; the first kASteps of A are in rA
 // already. after_step(k, steps) may put other instructions between the steps. The compiler moves the loads of later
 // steps ahead by itself; asking for it here costs registers and time.
 struct Nothing {
     __device__ void operator()(int, int) const {}
 };
-template <int kA_steps, typename TensorAcc, typename TensorrA, typename TensorrB, typename TensorsA, typename TensorsB,
+template <int kASteps, typename TensorAcc, typename TensorrA, typename TensorrB, typename TensorsA, typename TensorsB,
           typename TiledMma, typename CopyA, typename CopyB, typename AfterStep = Nothing>
 __device__ __forceinline__ void gemm(TensorAcc &acc, TensorrA &rA, TensorrB &rB, const TensorsA &sA, const TensorsB &sB,
                                      const TiledMma &tiled_mma, const CopyA &copy_A, const CopyB &copy_B, int thread,
@@ -102,7 +102,7 @@ __device__ __forceinline__ void gemm(TensorAcc &acc, TensorrA &rA, TensorrB &rB,
     Tensor tBrB = thr_copy_B.retile_D(rB);
     CUTE_UNROLL
     for (int k = 0; k < size<2>(rA); ++k) {
-        if (k >= kA_steps) {
+        if (k >= kASteps) {
             copy(copy_A, tAsA(_, _, k), tArA(_, _, k));
         }
         copy(copy_B, tBsB(_, _, k), tBrB(_, _, k));

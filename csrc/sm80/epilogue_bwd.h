@@ -2,7 +2,7 @@
 // pieces.
 #pragma once
 
-#include "../common/layout.h"
+#include "layout.h"
 #include "../common/sequence.h"
 #include "copy.h"
 #include "kernel_traits_bwd.h"
@@ -44,12 +44,12 @@ template <typename Traits, Kind kKind, typename SharedStorage, typename TensorKV
 __device__ __forceinline__ void epilogue_bwd(const Flash_bwd_params &params, const Sequence &seq, SharedStorage &shared,
                                              int bidb, int bidh, int n_block, TensorKV &acc_dk, TensorKV &acc_dv) {
     __syncthreads();  // all are done with K and V, whose room dK and dV take
-    const float keep_factor = kKind == Kind::general ? float(1.0 / (1.0 - params.p_dropout)) : 1.0f;
+    const float rp_dropout = kKind == Kind::general ? params.rp_dropout : 1.0f;
     if (params.dk.ptr != nullptr) {
-        store_dkv<Traits>(params, seq, params.dk, acc_dk, float(params.softmax_scale), shared.k, bidb, bidh, n_block);
+        store_dkv<Traits>(params, seq, params.dk, acc_dk, params.qk_scale, shared.k, bidb, bidh, n_block);
     }
     if (params.dv.ptr != nullptr) {
-        store_dkv<Traits>(params, seq, params.dv, acc_dv, keep_factor, shared.v, bidb, bidh, n_block);
+        store_dkv<Traits>(params, seq, params.dv, acc_dv, rp_dropout, shared.v, bidb, bidh, n_block);
     }
 }
 

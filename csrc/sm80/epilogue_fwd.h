@@ -2,7 +2,7 @@
 // the log-sum-exp of every row.
 #pragma once
 
-#include "../common/layout.h"
+#include "layout.h"
 #include "mainloop_fwd.h"
 
 namespace flash::sm80 {
@@ -19,9 +19,8 @@ __device__ __forceinline__ void epilogue_fwd(const Flash_fwd_params &params, con
     // Normalise, and write the log-sum-exp: of the four lanes that share a row, the one that holds column 0.
     Tensor acc_o_rowcol = make_tensor(acc_o.data(), rowcol_layout(acc_o.layout()));
     float lse[decltype(size<0>(acc_o_rowcol))::value];
-    const float softmax_scale = has_extras(kKind) ? Score_mod::softmax_scale(params) : float(params.softmax_scale);
-    const float keep_factor = has_extras(kKind) ? float(1.0 / (1.0 - params.p_dropout)) : 1.0f;
-    softmax.finalize(acc_o_rowcol, softmax_scale, keep_factor, lse);
+    const float rp_dropout = is_general(kKind) ? params.rp_dropout : 1.0f;
+    softmax.finalize(acc_o_rowcol, params.scale_softmax, rp_dropout, lse);
     typename Traits::TiledMma tiled_mma;
     Tensor tOcO =
         tiled_mma.get_thread_slice(tidx).partition_C(make_identity_tensor(Shape<Int<kBlockM>, Int<kHeadDim>>{}));

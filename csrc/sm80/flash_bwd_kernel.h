@@ -7,7 +7,7 @@
 namespace flash::sm80 {
 
 // One block of keys of one head of dK and dV: load K and V, loop over the query rows that see them, write.
-template <typename Traits, Kind kKind, Bwd_mode kMode>
+template <typename Traits, Kind kKind, BwdMode kMode>
 __device__ __forceinline__ void compute_dq_dk_dv_1colblock(const Flash_bwd_params &params, const Sequence &sequence,
                                                            int bidb, int bidh_dkv, int n_block) {
     extern __shared__ char smem[];
@@ -29,16 +29,16 @@ __device__ __forceinline__ void compute_dq_dk_dv_1colblock(const Flash_bwd_param
 // when causal the first key blocks are seen by most rows, so that the last thread blocks to finish are short.
 // In order: a thread block must not wait for one that it keeps from starting, so each takes its place in the order when
 // it starts.
-template <typename Traits, Kind kKind, Bwd_mode kMode>
+template <typename Traits, Kind kKind, BwdMode kMode>
 __device__ __forceinline__ void compute_dq_dk_dv(const Flash_bwd_params &params) {
     const bool is_in_order =
-        kMode == Bwd_mode::deterministic || (kMode == Bwd_mode::general && params.dq_turn != nullptr);
+        kMode == BwdMode::deterministic || (kMode == BwdMode::general && params.dq_semaphore != nullptr);
     int tile = blockIdx.x;
     if (is_in_order) {
         extern __shared__ char smem[];
         int &ticket = *reinterpret_cast<int *>(smem);
         if (threadIdx.x == 0) {
-            ticket = atomicAdd(params.dq_ticket, 1);
+            ticket = atomicAdd(params.dq_tile_counter, 1);
         }
         __syncthreads();
         tile = ticket;
@@ -54,15 +54,15 @@ __device__ __forceinline__ void compute_dq_dk_dv(const Flash_bwd_params &params)
     }
 }
 
-template <typename Traits, Kind kKind, Bwd_mode kMode>
+template <typename Traits, Kind kKind, BwdMode kMode>
 __global__ void __launch_bounds__(Traits::kNThreads, Traits::Tile::kMinBlocksPerSM)
     flash_bwd_kernel(const __grid_constant__ Flash_bwd_params params) {
 #ifdef FLASH_HAS_BULK_REDUCE
-    constexpr bool kHas_bulk_reduce = true;
+    constexpr bool kHasBulkReduce = true;
 #else
-    constexpr bool kHas_bulk_reduce = false;
+    constexpr bool kHasBulkReduce = false;
 #endif
-    if constexpr (Traits::kHas_bulk_reduce == kHas_bulk_reduce) {
+    if constexpr (Traits::kHasBulkReduce == kHasBulkReduce) {
         compute_dq_dk_dv<Traits, kKind, kMode>(params);
     }
 }

@@ -9,9 +9,9 @@
 
 namespace flash::sm80 {
 
-template <DType kDType, int kHeadDim, Kind kKind, typename Tile, bool kHas_bulk_reduce, Bwd_mode kMode>
+template <DType kDType, int kHeadDim, Kind kKind, typename Tile, bool kHasBulkReduce, BwdMode kMode>
 void launch_flash_bwd(const Flash_bwd_params &params, cudaStream_t stream) {
-    using Traits = Flash_bwd_kernel_traits<kDType, kHeadDim, Tile, kHas_bulk_reduce, kKind>;
+    using Traits = Flash_bwd_kernel_traits<kDType, kHeadDim, Tile, kHasBulkReduce, kKind>;
     const int64_t preprocess_grid = padded_rows(params) / kPreprocessRows;
     const int64_t grid = key_blocks(params, params.h / params.heads_per_dkv, Traits::kBlockN).count();
     const int64_t convert_grid = row_blocks(params, Traits::kBlockM).count();
@@ -45,15 +45,15 @@ void launch_flash_bwd(const Flash_bwd_params &params, cudaStream_t stream) {
 
 // GPUs whose thread blocks get too little shared memory for the usual tile run everything on the most general kernel,
 // in a tile of its own.
-template <DType kDType, int kHeadDim, Kind kKind, Bwd_mode kMode, bool kHas_bulk_reduce>
+template <DType kDType, int kHeadDim, Kind kKind, BwdMode kMode, bool kHasBulkReduce>
 void choose_tile(const Flash_bwd_params &params, cudaStream_t stream) {
-    using Large = typename Tile_sizes_bwd<kHeadDim, kKind, kMode>::Tile;
-    using Small = typename Tile_sizes_bwd_small<kHeadDim>::Tile;
-    constexpr int kSmem = Flash_bwd_kernel_traits<kDType, kHeadDim, Large, kHas_bulk_reduce, kKind>::kSmemSize;
+    using Large = typename TileSizesBwd<kHeadDim, kKind, kMode>::Tile;
+    using Small = typename TileSizesBwdSmall<kHeadDim>::Tile;
+    constexpr int kSmem = Flash_bwd_kernel_traits<kDType, kHeadDim, Large, kHasBulkReduce, kKind>::kSmemSize;
     if (kSmem <= kLeastSmem || kSmem <= params.max_smem) {
-        launch_flash_bwd<kDType, kHeadDim, kKind, Large, kHas_bulk_reduce, kMode>(params, stream);
-    } else if constexpr (kSmem > kLeastSmem && kMode == Bwd_mode::general) {
-        launch_flash_bwd<kDType, kHeadDim, kKind, Small, kHas_bulk_reduce, kMode>(params, stream);
+        launch_flash_bwd<kDType, kHeadDim, kKind, Large, kHasBulkReduce, kMode>(params, stream);
+    } else if constexpr (kSmem > kLeastSmem && kMode == BwdMode::general) {
+        launch_flash_bwd<kDType, kHeadDim, kKind, Small, kHasBulkReduce, kMode>(params, stream);
     } else if constexpr (kSmem > kLeastSmem) {
         run_flash_bwd_general<kDType, kHeadDim>(params, stream);
     }
@@ -61,7 +61,7 @@ void choose_tile(const Flash_bwd_params &params, cudaStream_t stream) {
 
 // A kernel is empty where it would not run (flash_bwd_kernel): GPUs with and without the copy engine's reductions have
 // their own.
-template <DType kDType, int kHeadDim, Kind kKind, Bwd_mode kMode>
+template <DType kDType, int kHeadDim, Kind kKind, BwdMode kMode>
 void choose_reduction(const Flash_bwd_params &params, cudaStream_t stream) {
     if (params.has_bulk_reduce) {
         choose_tile<kDType, kHeadDim, kKind, kMode, true>(params, stream);
@@ -72,7 +72,7 @@ void choose_reduction(const Flash_bwd_params &params, cudaStream_t stream) {
 
 template <DType kDType, int kHeadDim>
 void run_flash_bwd_general(const Flash_bwd_params &params, cudaStream_t stream) {
-    choose_reduction<kDType, kHeadDim, Kind::general, Bwd_mode::general>(params, stream);
+    choose_reduction<kDType, kHeadDim, Kind::general, BwdMode::general>(params, stream);
 }
 
 template <DType kDType, int kHeadDim, Kind kKind>
@@ -81,9 +81,9 @@ void run_flash_bwd(const Flash_bwd_params &params, cudaStream_t stream) {
     if (!wants_all || (may_be_varlen(kKind) && params.deterministic)) {
         run_flash_bwd_general<kDType, kHeadDim>(params, stream);
     } else if (!params.deterministic) {
-        choose_reduction<kDType, kHeadDim, kKind, Bwd_mode::all>(params, stream);
+        choose_reduction<kDType, kHeadDim, kKind, BwdMode::all>(params, stream);
     } else if constexpr (!may_be_varlen(kKind)) {
-        choose_reduction<kDType, kHeadDim, kKind, Bwd_mode::deterministic>(params, stream);
+        choose_reduction<kDType, kHeadDim, kKind, BwdMode::deterministic>(params, stream);
     }
 }
 

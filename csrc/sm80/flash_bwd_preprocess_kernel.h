@@ -4,7 +4,7 @@
 
 #include <cmath>
 
-#include "../common/layout.h"
+#include "layout.h"
 #include "../common/sequence.h"
 #include "../common/softmax.h"
 #include "copy.h"
@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(kPreprocessThreads)
     constexpr int kLanes = kVectors <= 4 ? 4 : kVectors <= 8 ? 8 : kVectors <= 16 ? 16 : 32;  // of a row
     constexpr int kRounded = Flash_bwd_params::kRowsRounded;
     const int64_t stats = int64_t(blockIdx.x) * kPreprocessRows;  // padded row
-    const Row_blocks::Place place =
+    const RowBlocks::Place place =
         row_blocks(params, kRounded).place(static_cast<int>(stats / kRounded), /*is_reversed=*/false);
     const int bidb = place.bidb, bidh = place.bidh;
     const Sequence seq = sequence(params, bidb);
@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(Traits::kNThreads)
         params.dq_accum + (bidb * params.padded_batch_stride + bidh * params.padded_head_stride +
                            padded_begin(params, bidb) + m_block * Traits::kBlockM) *
                               Traits::kHeadDim);
-    const float scale = float(params.softmax_scale);
+    const float scale = params.qk_scale;
     CUTE_UNROLL
     for (int i = 0; i < size(acc) / 4; ++i) {
         const float4 x = accum[(threadIdx.x / 32 * (size(acc) / 4) + i) * 32 + threadIdx.x % 32];

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "epilogue_fwd.h"
-#include "kind.h"
+#include "../kind.h"
 #include "mainloop_fwd.h"
 
 namespace flash::sm80 {
@@ -24,7 +24,7 @@ __device__ __forceinline__ void compute_attn_1rowblock(const Flash_fwd_params &p
                                         Shape<Int<Traits::kBlockM>, Int<Traits::kHeadDim>>{});  // (MMA, MMA_M, MMA_K)
     clear(acc_o);
     const float scale_log2 =
-        has_extras(kKind) ? Score_mod::softmax_scale(params) * float(M_LOG2E) : params.scale_softmax_log2;
+        params.scale_softmax_log2;
     Softmax<2 * decltype(size<1>(acc_o))::value> softmax(scale_log2);
     if (info.n_block_max > info.n_block_min) {
         mainloop_fwd<Traits, kKind>(params, info, shared, bidb, bidh, m_block, acc_o, softmax);

@@ -25,7 +25,7 @@ void launch_flash_fwd(const Flash_fwd_params &params, cudaStream_t stream) {
 
 template <DType kDType, int kHeadDim, Kind kKind>
 void run_flash_fwd(const Flash_fwd_params &params, cudaStream_t stream) {
-    using Tile = Tile_sizes_fwd<kHeadDim, has_extras(kKind)>;
+    using Tile = TileSizesFwd<kHeadDim, is_general(kKind)>;
     launch_flash_fwd<kDType, kHeadDim, kKind, Tile>(params, stream);
 }
 

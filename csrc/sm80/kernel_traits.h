@@ -29,9 +29,9 @@ struct Flash_fwd_kernel_traits {
     static_assert(kBlockM % (16 * kNWarps) == 0 && kBlockN % 16 == 0, "a tile is a whole number of m16n8k16 products");
 
     // m16n8k16 on the tensor cores; each warp owns 16 rows out of every 16 * kNWarps.
-    using Mma_atom = std::conditional_t<kDType == DType::float16, MMA_Atom<SM80_16x8x16_F32F16F16F32_TN>,
+    using MmaAtom = std::conditional_t<kDType == DType::float16, MMA_Atom<SM80_16x8x16_F32F16F16F32_TN>,
                                         MMA_Atom<SM80_16x8x16_F32BF16BF16F32_TN>>;
-    using TiledMma = TiledMMA<Mma_atom, Layout<Shape<Int<kNWarps>, _1, _1>>, cute::Tile<Int<16 * kNWarps>, _16, _16>>;
+    using TiledMma = TiledMMA<MmaAtom, Layout<Shape<Int<kNWarps>, _1, _1>>, cute::Tile<Int<16 * kNWarps>, _16, _16>>;
 
     // Shared memory: rows of 128 bytes (64 for head dims that 64 does not divide), their 16-byte pieces permuted so
     // that both the copies into it and ldmatrix out of it touch all banks.
@@ -51,7 +51,7 @@ struct Flash_fwd_kernel_traits {
         };
         alignas(128) Element k[cosize_v<SmemLayoutKV>];
         alignas(128) Element v[cosize_v<SmemLayoutKV>];
-        Row_blocks::Place place;  // what varlen's epilogue works on: in registers it would cost the main loop
+        RowBlocks::Place place;  // what varlen's epilogue works on: in registers it would cost the main loop
         Sequence sequence;
     };
     static constexpr int kSmemSize = sizeof(SharedStorage);

@@ -14,8 +14,8 @@ namespace flash::sm80 {
 
 using namespace cute;
 
-// kHas_bulk_reduce: for compute capability 9.0 and later.
-template <DType kDType, int kHeadDim_, typename Tile_, bool kHas_bulk_reduce_, Kind kKind>
+// kHasBulkReduce: for compute capability 9.0 and later.
+template <DType kDType, int kHeadDim_, typename Tile_, bool kHasBulkReduce_, Kind kKind>
 struct Flash_bwd_kernel_traits {
     static_assert(kDType == DType::float16 || kDType == DType::bfloat16, "tensor cores multiply 16-bit types here");
     static_assert(kHeadDim_ % 32 == 0, "a head dim is made of 64-byte rows of shared memory");
@@ -30,12 +30,12 @@ struct Flash_bwd_kernel_traits {
     static constexpr int kNWarps = Tile::kNWarps;
     static constexpr int kNThreads = kNWarps * 32;
 
-    static constexpr bool kHas_bulk_reduce = kHas_bulk_reduce_;
-    static constexpr bool kStaged_dQ = Tile::kStages_dQ && kHas_bulk_reduce;
+    static constexpr bool kHasBulkReduce = kHasBulkReduce_;
+    static constexpr bool kStagedDQ = Tile::kStagesDQ && kHasBulkReduce;
 
     // The accumulators of S^T and dP^T are then the A operands of dV and dK as they are.
-    static constexpr bool kP_in_registers = Tile::kWarpsN_SdP == kNWarps && Tile::kWarpsN_dKV == kNWarps;
-    static_assert(kP_in_registers || Tile::kSlices == 1, "slices are for P in registers");
+    static constexpr bool kPInRegisters = Tile::kWarpsNSdP == kNWarps && Tile::kWarpsNDKV == kNWarps;
+    static_assert(kPInRegisters || Tile::kSlices == 1, "slices are for P in registers");
     static_assert(Flash_bwd_params::kRowsRounded % kBlockM == 0 && kBlockM >= 32, "as the scratch is allocated");
 
     // A tile is a whole number of the products that its warps make side by side.
@@ -43,24 +43,24 @@ struct Flash_bwd_kernel_traits {
         return kNWarps % warps_rows == 0 && rows % (16 * warps_rows) == 0 &&
                columns % (16 * (kNWarps / warps_rows)) == 0;
     }
-    static_assert(fits(kBlockN, kSliceM, Tile::kWarpsN_SdP) && fits(kBlockN, kHeadDim, Tile::kWarpsN_dKV) &&
-                  fits(kBlockM, kHeadDim, Tile::kWarpsM_dQ));
+    static_assert(fits(kBlockN, kSliceM, Tile::kWarpsNSdP) && fits(kBlockN, kHeadDim, Tile::kWarpsNDKV) &&
+                  fits(kBlockM, kHeadDim, Tile::kWarpsMDQ));
 
     // m16n8k16 on the tensor cores, kWarpsRows warps over the rows of the result.
-    using Mma_atom = std::conditional_t<kDType == DType::float16, MMA_Atom<SM80_16x8x16_F32F16F16F32_TN>,
+    using MmaAtom = std::conditional_t<kDType == DType::float16, MMA_Atom<SM80_16x8x16_F32F16F16F32_TN>,
                                         MMA_Atom<SM80_16x8x16_F32BF16BF16F32_TN>>;
     template <int kWarpsRows>
-    using TiledMma = TiledMMA<Mma_atom, Layout<Shape<Int<kWarpsRows>, Int<kNWarps / kWarpsRows>, _1>>,
+    using TiledMma = TiledMMA<MmaAtom, Layout<Shape<Int<kWarpsRows>, Int<kNWarps / kWarpsRows>, _1>>,
                               cute::Tile<Int<16 * kWarpsRows>, Int<16 * (kNWarps / kWarpsRows)>, _16>>;
     // [keys, queries]; of a general call, each warp's queries are whole runs of 16, as dropout wants them.
     using TiledMmaSdP = std::conditional_t<
         kKind == Kind::general,
-        TiledMMA<Mma_atom, Layout<Shape<Int<Tile::kWarpsN_SdP>, Int<kNWarps / Tile::kWarpsN_SdP>, _1>>,
-                 cute::Tile<Int<16 * Tile::kWarpsN_SdP>,
-                            Layout<Shape<_8, Int<kNWarps / Tile::kWarpsN_SdP>, _2>, Stride<_1, _16, _8>>, _16>>,
-        TiledMma<Tile::kWarpsN_SdP>>;
-    using TiledMmadKV = TiledMma<Tile::kWarpsN_dKV>;  // [keys, head dim]
-    using TiledMmadQ = TiledMma<Tile::kWarpsM_dQ>;    // [queries, head dim]
+        TiledMMA<MmaAtom, Layout<Shape<Int<Tile::kWarpsNSdP>, Int<kNWarps / Tile::kWarpsNSdP>, _1>>,
+                 cute::Tile<Int<16 * Tile::kWarpsNSdP>,
+                            Layout<Shape<_8, Int<kNWarps / Tile::kWarpsNSdP>, _2>, Stride<_1, _16, _8>>, _16>>,
+        TiledMma<Tile::kWarpsNSdP>>;
+    using TiledMmadKV = TiledMma<Tile::kWarpsNDKV>;  // [keys, head dim]
+    using TiledMmadQ = TiledMma<Tile::kWarpsMDQ>;    // [queries, head dim]
 
     // Shared memory: rows of 128 bytes (64 where 64 elements do not divide a row), their 16-byte pieces permuted so
     // that both the copies into it and ldmatrix out of it, transposed or not, touch all banks.
@@ -84,8 +84,8 @@ struct Flash_bwd_kernel_traits {
         alignas(128) Element q[kStages][kSizeQ];
         alignas(128) Element dout[kStages][kSizeQ];
         alignas(128) Element ds[kSizedS];
-        alignas(128) Element p[kP_in_registers ? 8 : kSizedS];
-        alignas(128) float dq[kStaged_dQ ? kSizeQ : 4];
+        alignas(128) Element p[kPInRegisters ? 8 : kSizedS];
+        alignas(128) float dq[kStagedDQ ? kSizeQ : 4];
         alignas(16) float lse[kStages][kBlockM];
         alignas(16) float delta[kStages][kBlockM];
     };

@@ -6,7 +6,7 @@
 
 #include "../common/block_info.h"
 #include "../common/dropout.h"
-#include "../common/layout.h"
+#include "layout.h"
 #include "../common/score_mod.h"
 #include "../common/softmax.h"
 #include "copy.h"
@@ -46,24 +46,24 @@ __device__ __forceinline__ void apply_score_mod(const Flash_bwd_params &params, 
     Tensor derivative = make_tensor<typename Traits::Element>(
         partition_fragment_C(typename Traits::TiledMmaSdP{}, TileS{}).layout());  // (MMA, MMA_N, MMA_M)
     Tensor derivative_rowcol = make_tensor(derivative.data(), rowcol_layout(derivative.layout()));
-    const Score_mod mod(params, bidb, bidh, info.seqlen_k - info.seqlen_q);
+    const ScoreMod mod(params, bidb, bidh, info.seqlen_k - info.seqlen_q);
     mod.apply</*kTransposed=*/true>(
         scores, coords, offsets, first_query, info.n_block * Traits::kBlockN,
         [&](int row, int col, float t) { derivative_rowcol(row, col) = typename Traits::Element(1.0f - t * t); });
-    if (params.softcap > 0.0) {
+    if (params.softcap_scale != 0.0f) {
         store_probabilities<Traits>(derivative, room, thread);
     }
 }
 
 // acc_dk, acc_dv (MMA, MMA_N, MMA_K) get the sums over the query heads [bidh, bidh + params.heads_per_dkv), all of one
 // key/value head; dK lacks the factor softmax_scale.
-template <typename Traits, Kind kKind, Bwd_mode kMode, typename Info, typename SharedStorage, typename TensorKV>
+template <typename Traits, Kind kKind, BwdMode kMode, typename Info, typename SharedStorage, typename TensorKV>
 __device__ __forceinline__ void mainloop_bwd(const Flash_bwd_params &params, const Info &info, SharedStorage &shared,
                                              int bidb, int bidh, TensorKV &acc_dk, TensorKV &acc_dv) {
     using Element = typename Traits::Element;
     constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN, kHeadDim = Traits::kHeadDim;
     constexpr int kSliceM = Traits::kSliceM, kSlices = Traits::Tile::kSlices, kStages = Traits::kStages;
-    constexpr bool kSpares_registers = Traits::Tile::kSpares_registers;
+    constexpr bool kSparesRegisters = Traits::Tile::kSparesRegisters;
     const int tidx = threadIdx.x;
     const int n_block = info.n_block;
     const int bidh_k = bidh / params.h_h_k_ratio;
@@ -88,12 +88,12 @@ __device__ __forceinline__ void mainloop_bwd(const Flash_bwd_params &params, con
                         info.seqlen_k - n_block * kBlockN);
     };
 
-    constexpr bool kGeneral = kKind == Kind::general, kAsks = kMode == Bwd_mode::general;
+    constexpr bool kGeneral = kKind == Kind::general, kAsks = kMode == BwdMode::general;
     const bool wants_dq = !kAsks || params.dq_accum != nullptr;
     const bool wants_dk = !kAsks || params.dk.ptr != nullptr;
     const bool wants_dv = !kAsks || params.dv.ptr != nullptr;
     const bool wants_ds = wants_dq || wants_dk;
-    const bool has_score_mod = kGeneral && Score_mod::is_on(params);
+    const bool has_score_mod = kGeneral && ScoreMod::is_on(params);
     const bool has_dropout = kGeneral && params.rng_state != nullptr;
 
     // Of the statistics and of dQ's accumulator, the first padded row of the sequence's first head here.
@@ -111,7 +111,7 @@ __device__ __forceinline__ void mainloop_bwd(const Flash_bwd_params &params, con
     };
     bool next_is_large = false;
     auto load_step = [&](int stage) {
-        auto thr_copy = gmem_copy.get_thread_slice(thread_index<kSpares_registers>());
+        auto thr_copy = gmem_copy.get_thread_slice(thread_index<kSparesRegisters>());
         const int rows_left = info.seqlen_q - m_block * kBlockM;
         auto load = [&](const TensorRef &x, Element *target) {
             Tensor mX = head_tensor<Element>(x, bidb, bidh + head, info.q_begin, info.seqlen_q, params.d);
@@ -165,14 +165,14 @@ __device__ __forceinline__ void mainloop_bwd(const Flash_bwd_params &params, con
     // acc += A B^T for A and B in shared memory.
     auto multiply = [&](auto &acc, auto const &mma, auto const &copy_A, auto const &copy_B, auto const &sA,
                         auto const &sB, auto const &after_step) {
-        const int thread = thread_index<kSpares_registers>();
+        const int thread = thread_index<kSparesRegisters>();
         Tensor rA = mma.get_thread_slice(tidx).partition_fragment_A(sA);
         Tensor rB = mma.get_thread_slice(tidx).partition_fragment_B(sB);
         gemm<0>(acc, rA, rB, sA, sB, mma, copy_A, copy_B, thread, after_step);
     };
     // The same with A, the transposed P or dS, still in registers.
     auto multiply_rs = [&](auto &acc, auto const &rP, auto const &sB) {
-        auto thr_copy_B = copy_dkv_B.get_thread_slice(thread_index<kSpares_registers>());
+        auto thr_copy_B = copy_dkv_B.get_thread_slice(thread_index<kSparesRegisters>());
         Tensor rA = make_tensor(rP.data(), operand_A_layout(rP.layout()));  // (MMA, MMA_N, MMA_M)
         Tensor rB = mma_dkv.get_thread_slice(tidx).partition_fragment_B(sB);
         gemm_rs(acc, rA, rB, thr_copy_B.partition_S(sB), mma_dkv, copy_dkv_B, thr_copy_B);
@@ -204,7 +204,7 @@ __device__ __forceinline__ void mainloop_bwd(const Flash_bwd_params &params, con
                 Tensor tScS = mma_sdp.get_thread_slice(thread).partition_C(make_identity_tensor(TileS{}));
                 return make_tensor(tScS.data(), rowcol_layout(tScS.layout()));
             };
-            Tensor coords = coords_of(thread_index<kSpares_registers>());
+            Tensor coords = coords_of(thread_index<kSparesRegisters>());
 
             clear(acc_s);
             multiply(acc_s, mma_sdp, copy_sdp_A, copy_sdp_B, sK, slice_of(sQ), Nothing{});
@@ -214,13 +214,12 @@ __device__ __forceinline__ void mainloop_bwd(const Flash_bwd_params &params, con
             const float *lse = &shared.lse[stage][slice * kSliceM];
             const float *delta = &shared.delta[stage][slice * kSliceM];
             const int first_query = m_block * kBlockM + slice * kSliceM;
-            const int thread = thread_index<kSpares_registers>();
-            if (has_score_mod) {  // what the softmax has to multiply by is Score_mod::softmax_scale from here on
+            const int thread = thread_index<kSparesRegisters>();
+            if (has_score_mod) {  // from here on in units of params.scale_softmax
                 apply_score_mod<Traits>(params, info, bidb, bidh + head, scores, coords, coords_of(0), first_query,
                                         slice_of_t(sdS), thread);
             }
-            const float scale = kGeneral ? Score_mod::softmax_scale(params) : float(params.softmax_scale);
-            const float scale_log2 = kGeneral ? scale * float(M_LOG2E) : params.scale_softmax_log2;
+            const float scale = params.scale_softmax, scale_log2 = params.scale_softmax_log2;
             if (needs_care) {
                 CUTE_UNROLL
                 for (int col = 0; col < size<1>(scores); ++col) {
@@ -233,14 +232,14 @@ __device__ __forceinline__ void mainloop_bwd(const Flash_bwd_params &params, con
                         const int key = get<0>(coords(row, col));
                         const float exponent = __fmul_rn(scores(row, col), scale) - lse_query;
                         const bool is_visible = key < end && (!Info::Is_local || key >= begin);
-                        scores(row, col) = is_visible ? exponent * float(M_LOG2E) : -INFINITY;
+                        scores(row, col) = is_visible ? exponent * float(kLog2e) : -INFINITY;
                     }
                 }
             } else {
                 CUTE_UNROLL
                 for (int col = 0; col < size<1>(scores); col += 2) {
                     const float2 lse_pair = *reinterpret_cast<const float2 *>(&lse[get<1>(coords(0, col))]);
-                    const float lse_log2[2] = {lse_pair.x * float(M_LOG2E), lse_pair.y * float(M_LOG2E)};
+                    const float lse_log2[2] = {lse_pair.x * float(kLog2e), lse_pair.y * float(kLog2e)};
                     CUTE_UNROLL
                     for (int row = 0; row < size<0>(scores); ++row) {
                         scores(row, col) = scores(row, col) * scale_log2 - lse_log2[0];
@@ -255,7 +254,7 @@ __device__ __forceinline__ void mainloop_bwd(const Flash_bwd_params &params, con
                 acc_s(i) = exp2_approx(acc_s(i));
             }
             if (has_dropout) {
-                const Dropout_stream stream(params.rng_state, bidb, params.h, bidh + head);
+                const DropoutStream stream(params.rng_state, bidb, params.h, bidh + head);
                 mark_dropped_transposed(scores, coords, stream, params.dropout_threshold, first_query,
                                         n_block * kBlockN);
             }
@@ -272,14 +271,13 @@ __device__ __forceinline__ void mainloop_bwd(const Flash_bwd_params &params, con
                 multiply(acc_dp, mma_sdp, copy_sdp_A, copy_sdp_B, sV, slice_of(sdO), Nothing{});
             }
             if (has_dropout) {  // dP and P lose what was dropped; delta belongs to all
-                const float keep_factor = float(1.0 / (1.0 - params.p_dropout));
                 CUTE_UNROLL
                 for (int col = 0; col < size<1>(dp); ++col) {
                     const float delta_query = delta[get<1>(coords(0, col))];
                     CUTE_UNROLL
                     for (int row = 0; row < size<0>(dp); ++row) {
                         const float p = scores(row, col);
-                        const float dp_kept = is_marked(p) ? 0.0f : dp(row, col) * keep_factor;
+                        const float dp_kept = is_marked(p) ? 0.0f : dp(row, col) * params.rp_dropout;
                         dp(row, col) = fabsf(p) * (dp_kept - delta_query);
                         scores(row, col) = fmaxf(p, 0.0f);
                     }
@@ -290,7 +288,7 @@ __device__ __forceinline__ void mainloop_bwd(const Flash_bwd_params &params, con
                     acc_dp(i) *= acc_s(i);
                 }
             }
-            if (kGeneral && params.softcap > 0.0) {
+            if (kGeneral && params.softcap_scale != 0.0f) {
                 multiply_by_stored<Traits>(acc_dp, slice_of_t(sdS), thread);
             }
 
@@ -299,7 +297,7 @@ __device__ __forceinline__ void mainloop_bwd(const Flash_bwd_params &params, con
             if (wants_ds) {
                 store_probabilities<Traits>(rdS, slice_of_t(sdS), thread);
             }
-            if constexpr (Traits::kP_in_registers) {
+            if constexpr (Traits::kPInRegisters) {
                 if (wants_dv) {
                     multiply_rs(acc_dv, rP, slice_of_t(sdOt));
                 }
@@ -313,7 +311,7 @@ __device__ __forceinline__ void mainloop_bwd(const Flash_bwd_params &params, con
     };
 
     // dQ = dS K of one step; dV and dK too unless they came out of registers: what adds dQ up runs behind them.
-    Turn_to_pass<Traits::kStaged_dQ> turn_to_pass;
+    TurnToPass<Traits::kStagedDQ> turn_to_pass;
     auto step_products = [&](int head, int m_block, int stage) {
         Tensor sQt = make_tensor(make_smem_ptr(shared.q[stage]), typename Traits::SmemQ::Transposed{});  // (HD, BLK_M)
         Tensor sdOt =
@@ -322,39 +320,39 @@ __device__ __forceinline__ void mainloop_bwd(const Flash_bwd_params &params, con
         constexpr int kVectors = decltype(size(acc_dq))::value / 4;
         const int row_block = (padded_row + head * int(params.padded_head_stride)) / kBlockM + m_block;
         int *turns = nullptr;
-        if (kMode == Bwd_mode::deterministic || (kAsks && params.dq_turn != nullptr)) {
-            turns = params.dq_turn + int64_t(row_block) * Traits::kNWarps;
+        if (kMode == BwdMode::deterministic || (kAsks && params.dq_semaphore != nullptr)) {
+            turns = params.dq_semaphore + int64_t(row_block) * Traits::kNWarps;
         }
-        const Dq_reduction<kVectors> reduction(params.dq_accum + int64_t(row_block) * (kBlockM * kHeadDim), turns,
-                                               info.turn(m_block));
-        constexpr bool kDV_first = Traits::Tile::kDV_first && Traits::kStaged_dQ && !Traits::kP_in_registers;
-        if (kDV_first && wants_dv) {
+        const DqReduction<kVectors> reduction(params.dq_accum + int64_t(row_block) * (kBlockM * kHeadDim), turns,
+                                               info.order_in(m_block));
+        constexpr bool kDVFirst = Traits::Tile::kDVFirst && Traits::kStagedDQ && !Traits::kPInRegisters;
+        if (kDVFirst && wants_dv) {
             multiply(acc_dv, mma_dkv, copy_dkv_A, copy_dkv_B, sP, sdOt, Nothing{});
         }
         if (wants_dq) {
             clear(acc_dq);
             multiply(acc_dq, mma_dq, copy_dq_A, copy_dq_B, sdSt, sKt, Nothing{});
-            if constexpr (Traits::kStaged_dQ) {
+            if constexpr (Traits::kStagedDQ) {
 #ifdef FLASH_HAS_BULK_REDUCE
                 reduction.add_staged(acc_dq, shared.dq);
 #endif
             } else {
                 reduction.await_turn();
-                if constexpr (Traits::kP_in_registers) {
+                if constexpr (Traits::kPInRegisters) {
                     reduction.add(acc_dq, 0, kVectors);
                 }
             }
             turn_to_pass = {reduction.turns, reduction.turn};
         }
-        if constexpr (!Traits::kP_in_registers) {
+        if constexpr (!Traits::kPInRegisters) {
             // The share of the reductions from registers that belongs after step k of product 0 or 1.
             const auto add_share = [&](int product, int k, int steps) {
-                if (!Traits::kStaged_dQ && wants_dq) {
+                if (!Traits::kStagedDQ && wants_dq) {
                     const int share = product * steps + k, shares = 2 * steps;
                     reduction.add(acc_dq, share * kVectors / shares, (share + 1) * kVectors / shares);
                 }
             };
-            if (!kDV_first && wants_dv) {
+            if (!kDVFirst && wants_dv) {
                 multiply(acc_dv, mma_dkv, copy_dkv_A, copy_dkv_B, sP, sdOt,
                          [&](int k, int steps) { add_share(0, k, steps); });
             } else {
@@ -385,11 +383,11 @@ __device__ __forceinline__ void mainloop_bwd(const Flash_bwd_params &params, con
         }
         step_scores(head_now, m_block_now, stage, is_large);
         __syncthreads();  // dS and P are whole
-        if (kStages == 1 && Traits::kP_in_registers && steps > 1) {
+        if (kStages == 1 && Traits::kPInRegisters && steps > 1) {
             load_step(0);  // all are done with Q and dO
         }
         step_products(head_now, m_block_now, stage);
-        if (kStages == 1 && !Traits::kP_in_registers && steps > 1) {
+        if (kStages == 1 && !Traits::kPInRegisters && steps > 1) {
             __syncthreads();  // all are done with Q and dO
             load_step(0);
         }
@@ -398,7 +396,7 @@ __device__ __forceinline__ void mainloop_bwd(const Flash_bwd_params &params, con
         }
     }
 #ifdef FLASH_HAS_BULK_REDUCE
-    if (Traits::kStaged_dQ && tidx % 32 == 0) {
+    if (Traits::kStagedDQ && tidx % 32 == 0) {
         asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");  // shared memory outlives its readers
     }
 #endif

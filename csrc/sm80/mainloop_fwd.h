@@ -4,8 +4,8 @@
 
 #include "../common/block_info.h"
 #include "../common/dropout.h"
-#include "../common/layout.h"
-#include "../common/mask.h"
+#include "layout.h"
+#include "mask.h"
 #include "../common/score_mod.h"
 #include "../common/softmax.h"
 #include "copy.h"
@@ -20,8 +20,8 @@ __device__ __forceinline__ void mainloop_fwd(const Flash_fwd_params &params, con
                                              int bidb, int bidh, int m_block, TensorO &acc_o, SoftmaxState &softmax) {
     using Element = typename Traits::Element;
     constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN, kHeadDim = Traits::kHeadDim;
-    constexpr bool kSpares_registers = Traits::Tile::kSpares_registers;
-    constexpr int kQ_steps = Traits::Tile::kQ_steps_in_registers;
+    constexpr bool kSparesRegisters = Traits::Tile::kSparesRegisters;
+    constexpr int kQSteps = Traits::Tile::kQStepsInRegisters;
     const int tidx = threadIdx.x;
     const int bidh_k = bidh / params.h_h_k_ratio;
 
@@ -64,7 +64,7 @@ __device__ __forceinline__ void mainloop_fwd(const Flash_fwd_params &params, con
 
     // Starts the copy of one key block of K or V; keys past the end of the sequence arrive as zeros.
     auto load_KV = [&](const TensorRef &x, auto const &gX, auto const &sX, int n_block) {
-        auto thr_copy = gmem_copy.get_thread_slice(thread_index<kSpares_registers>());
+        auto thr_copy = gmem_copy.get_thread_slice(thread_index<kSparesRegisters>());
         if (kKind == Kind::paged) {
             const Element *head = static_cast<const Element *>(x.ptr) + bidh_k * x.head_stride;
             const int *pages = params.block_table + bidb * params.block_table_batch_stride;
@@ -92,8 +92,8 @@ __device__ __forceinline__ void mainloop_fwd(const Flash_fwd_params &params, con
 
         Tensor acc_s = partition_fragment_C(tiled_mma, Shape<Int<kBlockM>, Int<kBlockN>>{});  // (MMA, MMA_M, MMA_N)
         clear(acc_s);
-        gemm<kQ_steps>(acc_s, tSrQ, tSrK, sQ, sK, tiled_mma, smem_copy_Q, smem_copy_K,
-                       thread_index<kSpares_registers>());
+        gemm<kQSteps>(acc_s, tSrQ, tSrK, sQ, sK, tiled_mma, smem_copy_Q, smem_copy_K,
+                       thread_index<kSparesRegisters>());
         cp_async_wait<0>();
         __syncthreads();  // V has landed for all; all are done with K
         if (n_block > info.n_block_min) {
@@ -101,8 +101,8 @@ __device__ __forceinline__ void mainloop_fwd(const Flash_fwd_params &params, con
         }
 
         Tensor scores = make_tensor(acc_s.data(), rowcol_layout(acc_s.layout()));  // (row, col)
-        if (has_extras(kKind) && Score_mod::is_on(params)) {
-            const Score_mod mod(params, bidb, bidh, info.seqlen_k - info.seqlen_q);
+        if (is_general(kKind) && ScoreMod::is_on(params)) {
+            const ScoreMod mod(params, bidb, bidh, info.seqlen_k - info.seqlen_q);
             mod.apply</*kTransposed=*/false>(scores, coords_of_scores(thread_index<true>()), coords_of_scores(0),
                                              m_block * kBlockM, n_block * kBlockN, [](int, int, float) {});
         }
@@ -110,8 +110,8 @@ __device__ __forceinline__ void mainloop_fwd(const Flash_fwd_params &params, con
             apply_mask<kBlockM, kBlockN>(scores, coords_of_scores(thread_index<true>()), info, m_block, n_block);
         }
         softmax.step(scores, acc_o_rowcol);
-        if (has_extras(kKind) && params.rng_state != nullptr) {
-            const Dropout_stream stream(params.rng_state, bidb, params.h, bidh);
+        if (is_general(kKind) && params.rng_state != nullptr) {
+            const DropoutStream stream(params.rng_state, bidb, params.h, bidh);
             drop(scores, coords_of_scores(thread_index<true>()), stream, params.dropout_threshold, m_block * kBlockM,
                  n_block * kBlockN);
         }
@@ -128,14 +128,14 @@ __device__ __forceinline__ void mainloop_fwd(const Flash_fwd_params &params, con
     cp_async_fence();
     int n_block = info.n_block_max - 1;
     load_KV(params.k, gK, sK, n_block);
-    if constexpr (kQ_steps > 0) {
+    if constexpr (kQSteps > 0) {
         cp_async_wait<1>();
         __syncthreads();  // Q has landed for all
         auto thr_copy_Q = smem_copy_Q.get_thread_slice(tidx);
         Tensor tSsQ = thr_copy_Q.partition_S(sQ);      // (CPY, CPY_M, CPY_K)
         Tensor tSrQ_view = thr_copy_Q.retile_D(tSrQ);  // (CPY, CPY_M, CPY_K)
         CUTE_UNROLL
-        for (int k = 0; k < kQ_steps; ++k) {
+        for (int k = 0; k < kQSteps; ++k) {
             copy(smem_copy_Q, tSsQ(_, _, k), tSrQ_view(_, _, k));
         }
     }

@@ -24,13 +24,13 @@ using namespace cute;
 
 // One warp's part of the accumulator of a row block. kVectors: times 4 values, of each thread.
 template <int kVectors>
-struct Dq_reduction {
+struct DqReduction {
     float *target;    // of this warp, in global memory
     int *turns;       // of this warp and row block: how many key blocks have added; null: any order
     int turn;         // how many have to add before this one
     bool is_my_turn;  // found so early that looking cost no time; lane 0 alone knows
 
-    __device__ Dq_reduction(float *accum, int *turns_, int turn) : turn(turn) {
+    __device__ DqReduction(float *accum, int *turns_, int turn) : turn(turn) {
         const int warp = threadIdx.x / 32;
         target = accum + warp * kVectors * 128;
         turns = turns_ == nullptr ? nullptr : turns_ + warp;
@@ -104,7 +104,7 @@ private:
 // The turn that a warp still holds: passed on at the end of the step, behind the other products, when what it added has
 // had time to arrive.
 template <bool kStaged>
-struct Turn_to_pass {
+struct TurnToPass {
     int *turns = nullptr;
     int turn = 0;
 

@@ -11,25 +11,30 @@ namespace flash::sm90 {
 // sequence: where causal, those that take longest. Past its end: a block that its sequence has not. By a whole warp,
 // which looks at every sequence several times.
 template <int kBlock>
-__device__ __forceinline__ Sequence_block find_block_by_length(const int *cu_seqlens, int b, int index) {
-    constexpr unsigned kAll_lanes = 0xffffffffu;
+__device__ __forceinline__ SequenceBlock find_block_by_length(const int *cu_seqlens, int b, int64_t total,
+                                                             int index) {
+    constexpr unsigned kAllLanes = 0xffffffffu;
     const int lane = threadIdx.x % 32;
     const auto blocks_of = [&](int bidb) {
-        return bidb < b ? (cu_seqlens[bidb + 1] - cu_seqlens[bidb] + kBlock - 1) / kBlock : 0;
+        if (bidb >= b) {
+            return 0;
+        }
+        const int begin = load_cu_seqlen(cu_seqlens, bidb, total);
+        return (clamp_to(cu_seqlens[bidb + 1], begin, static_cast<int>(total)) - begin + kBlock - 1) / kBlock;
     };
     int most = 0;
     CUTE_NO_UNROLL
     for (int bidb = lane; bidb < b; bidb += 32) {
         most = max(most, blocks_of(bidb));
     }
-    most = __reduce_max_sync(kAll_lanes, most);
+    most = __reduce_max_sync(kAllLanes, most);
     const auto count_from = [&](int block) {  // blocks with this number or a higher one
         int count = 0;
         CUTE_NO_UNROLL
         for (int bidb = lane; bidb < b; bidb += 32) {
             count += max(blocks_of(bidb) - block, 0);
         }
-        return __reduce_add_sync(kAll_lanes, count);
+        return __reduce_add_sync(kAllLanes, count);
     };
     int low = -1, high = most;  // count_from(high) <= index < count_from(low), or low is -1
     CUTE_NO_UNROLL
@@ -40,9 +45,9 @@ __device__ __forceinline__ Sequence_block find_block_by_length(const int *cu_seq
     int before = index - count_from(high);  // blocks with the number `low`
     CUTE_NO_UNROLL
     for (int first = 0; first < b && low >= 0; first += 32) {
-        const unsigned have_it = __ballot_sync(kAll_lanes, blocks_of(first + lane) > low);
+        const unsigned have_it = __ballot_sync(kAllLanes, blocks_of(first + lane) > low);
         const bool is_it = (have_it >> lane & 1) != 0 && __popc(have_it & ((1u << lane) - 1)) == before;
-        const unsigned found = __ballot_sync(kAll_lanes, is_it);
+        const unsigned found = __ballot_sync(kAllLanes, is_it);
         if (found != 0) {
             return {first + __ffs(static_cast<int>(found)) - 1, low};
         }

@@ -38,7 +38,7 @@ struct Output {
     int rows_left;   // of the sequence, from the first row on
     int d;
 
-    __device__ Output(const Flash_fwd_params &params, const Tile &tile, int warpgroup) : stride(params.o.row_stride) {
+    __device__ Output(const Flash_fwd_params &params, const WorkTile &tile, int warpgroup) : stride(params.o.row_stride) {
         const int bidb = tile.place.bidb, bidh = tile.place.bidh;
         const int first_row = tile.place.block * Traits::kBlockM + warpgroup * Traits::kRows;
         const int64_t row = tile.sequence.q_begin + first_row;
@@ -62,19 +62,18 @@ struct Output {
     }
 };
 
-// acc_o: (row, col). scales: of the general kind.
-template <typename Traits, Kind kKind, typename Scales, typename TensorO, typename SoftmaxState>
+// acc_o: (row, col).
+template <typename Traits, Kind kKind, typename TensorO, typename SoftmaxState>
 __device__ __forceinline__ void store(const Flash_fwd_params &params, const Output<Traits> &output,
-                                      const Scales &scales, const TensorO &acc_o, const SoftmaxState &softmax) {
+                                      const TensorO &acc_o, const SoftmaxState &softmax) {
     using Element = typename Traits::Element;
     using Pair = cutlass::Array<Element, 2>;
     // A thread holds columns 2 q, 2 q + 1 of every 8 columns of two rows, where q is its lane in its quad.
     constexpr int kRowsOfThread = decltype(size<0>(acc_o))::value;
     const int quad = threadIdx.x % 4;
-    const float softmax_scale = is_general(kKind) ? scales.softmax_scale : float(params.softmax_scale);
-    const float keep_factor = is_general(kKind) ? scales.keep_factor : 1.0f;
+    const float rp_dropout = is_general(kKind) ? params.rp_dropout : 1.0f;
     float lse[kRowsOfThread], factor[kRowsOfThread];
-    softmax.finalize(softmax_scale, keep_factor, lse, factor);
+    softmax.finalize(params.scale_softmax, rp_dropout, lse, factor);
     CUTE_UNROLL
     for (int i = 0; i < kRowsOfThread; ++i) {
         const int row = first_row_of_thread() + i * 8;

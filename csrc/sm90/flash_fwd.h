@@ -5,13 +5,13 @@
 #include <cuda_runtime_api.h>
 
 #include "../flash.h"
-#include "kind.h"
+#include "../kind.h"
 
 namespace flash::sm90 {
 
-// tile_ticket: varlen, a 0 in the GPU's memory, from which thread blocks take tickets for their work; else null. Throws
+// tile_counter: varlen, a 0 in the GPU's memory, from which thread blocks take tickets for their work; else null. Throws
 // std::runtime_error when the launch fails.
 template <DType kDType, int kHeadDim, Kind kKind>
-void run_flash_fwd(const Flash_fwd_params &params, int *tile_ticket, cudaStream_t stream);
+void run_flash_fwd(const Flash_fwd_params &params, int *tile_counter, cudaStream_t stream);
 
 }  // namespace flash::sm90

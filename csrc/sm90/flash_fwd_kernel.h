@@ -1,4 +1,4 @@
-// The forward kernel: flash_fwd_kernel -> compute_attn, where the warps part: the producer's go to find_tiles and
+// The forward kernel: flash_fwd_kernel -> compute_attn, where the warps part: the producer's go to schedule_tiles and
 // load_tiles, the consumers' to mma_tiles, and all walk the same tiles.
 #pragma once
 
@@ -7,34 +7,31 @@
 #include "epilogue_fwd.h"
 #include "load_fwd.h"
 #include "mainloop_fwd.h"
-#include "tile_ring.h"
+#include "work_tile_ring.h"
 #include "tile_scheduler.h"
 
 namespace flash::sm90 {
 
 // The producer's warp that finds the tiles and tells the others. Tiles whose rows see no key it stores itself.
 template <typename Traits, Kind kKind>
-__device__ __forceinline__ void find_tiles(const Flash_fwd_params &params, typename Traits::SharedStorage &shared,
-                                           const Tile_order &order) {
-    Tile_scheduler<kKind, Traits::kBlockM, Traits::kBlockN> scheduler(params, order);
-    Tile_ring<Traits::kConsumers> tiles{shared.tiles};
-    if (is_general(kKind)) {
-        tiles.set_scales(params);
-    }
+__device__ __forceinline__ void schedule_tiles(const Flash_fwd_params &params, typename Traits::SharedStorage &shared,
+                                           const WorkTileOrder &order) {
+    TileScheduler<kKind, Traits::kBlockM, Traits::kBlockN> scheduler(params, order);
+    WorkTileRing<Traits::kConsumers> tiles{shared.tiles};
     for (;;) {
         tiles.await_room();  // varlen: before a tile is taken, as a thread block with more room may take it
-        Tile tile = scheduler.next();
+        WorkTile tile = scheduler.next();
         while (!tile.is_end && !tile.has_keys()) {
             store_nothing(Output<Traits>(params, tile, /*warpgroup=*/0));
             tile = scheduler.next();
         }
-        const Score_mod score_mod(params, tile.place.bidb, tile.place.bidh,
+        const ScoreMod score_mod(params, tile.place.bidb, tile.place.bidh,
                                   tile.sequence.seqlen_k - tile.sequence.seqlen_q);
         tiles.template push<kKind>(params, tile, score_mod, [&](int consumer) {
             const int m_block = tile.place.block * Traits::kConsumers + consumer;
-            Key_blocks blocks = key_blocks<kKind, Traits::kRows, Traits::kBlockN>(
+            KeyBlocks blocks = key_blocks<kKind, Traits::kRows, Traits::kBlockN>(
                 params, tile.sequence, m_block, tile.n_block_min, tile.n_block_max, score_mod);
-            blocks.flags |= tile.is_end ? Key_blocks::is_end : 0;
+            blocks.flags |= tile.is_end ? KeyBlocks::is_end : 0;
             return blocks;
         });
         if (tile.is_end) {
@@ -55,23 +52,23 @@ template <typename Traits, Kind kKind>
 __device__ __forceinline__ void mma_tiles(const Flash_fwd_params &params, typename Traits::SharedStorage &shared,
                                           int warpgroup) {
     Consumer<Traits, kKind>(params, shared, warpgroup)
-        .mma([&](const Tile &tile, const auto &scales, const auto &acc_o, const auto &softmax) {
-            store<Traits, kKind>(params, Output<Traits>(params, tile, warpgroup), scales, acc_o, softmax);
+        .mma([&](const WorkTile &tile, const auto &acc_o, const auto &softmax) {
+            store<Traits, kKind>(params, Output<Traits>(params, tile, warpgroup), acc_o, softmax);
         });
 }
 
 template <typename Traits, Kind kKind>
 __device__ __forceinline__ void compute_attn(const Flash_fwd_params &params, const typename Traits::Copies &copies,
-                                             typename Traits::SharedStorage &shared, const Tile_order &order) {
+                                             typename Traits::SharedStorage &shared, const WorkTileOrder &order) {
     if (threadIdx.x / 128 == 0) {
-        cutlass::arch::warpgroup_reg_dealloc<Traits::Tile_size::kProducerRegisters>();
+        cutlass::arch::warpgroup_reg_dealloc<Traits::TileSize::kProducerRegisters>();
         if (threadIdx.x / 32 == 0) {
             load_tiles<Traits, kKind>(params, copies, shared);
         } else if (threadIdx.x / 32 == 1) {
-            find_tiles<Traits, kKind>(params, shared, order);
+            schedule_tiles<Traits, kKind>(params, shared, order);
         }
     } else {
-        cutlass::arch::warpgroup_reg_alloc<Traits::Tile_size::kConsumerRegisters>();
+        cutlass::arch::warpgroup_reg_alloc<Traits::TileSize::kConsumerRegisters>();
         mma_tiles<Traits, kKind>(params, shared, __shfl_sync(0xffffffffu, threadIdx.x / 128, 0) - 1);
     }
 }
@@ -79,7 +76,7 @@ __device__ __forceinline__ void compute_attn(const Flash_fwd_params &params, con
 template <typename Traits, Kind kKind>
 __global__ void __launch_bounds__(Traits::kNThreads, 1)
     flash_fwd_kernel(const __grid_constant__ Flash_fwd_params params,
-                     const __grid_constant__ typename Traits::Copies copies, const __grid_constant__ Tile_order order) {
+                     const __grid_constant__ typename Traits::Copies copies, const __grid_constant__ WorkTileOrder order) {
     extern __shared__ __align__(1024) char smem[];
     static_assert(Traits::kAlignment == 1024);
     auto &shared = *reinterpret_cast<typename Traits::SharedStorage *>(smem);

@@ -45,14 +45,14 @@ typename Traits::Copies make_copies(const Flash_fwd_params &params) {
 }
 
 template <typename Traits, Kind kKind>
-void launch(const Flash_fwd_params &params, int *tile_ticket, cudaStream_t stream) {
-    constexpr int kMax_smem = 227 * 1024;
-    static_assert(Traits::kSmemSize <= kMax_smem, "more shared memory than a thread block may have");
+void launch(const Flash_fwd_params &params, int *tile_counter, cudaStream_t stream) {
+    constexpr int kMaxSmem = 227 * 1024;
+    static_assert(Traits::kSmemSize <= kMaxSmem, "more shared memory than a thread block may have");
     auto kernel = &flash_fwd_kernel<Traits, kKind>;
-    const Row_blocks blocks = row_blocks<is_general(kKind)>(params, Traits::kBlockM);
+    const RowBlocks blocks = row_blocks<is_general(kKind)>(params, Traits::kBlockM);
     const int sms = multiprocessors();
     check_grid(blocks.count() + sms, "batch * nheads * blocks of query rows");  // thread blocks count on to the end
-    const Tile_order order(blocks, params.is_local(), sms, tile_ticket);
+    const WorkTileOrder order(blocks, params.is_local(), sms, tile_counter);
     const int grid = std::min(order.units, sms);
     reserve_smem(kernel, Traits::kSmemSize);
     if (trace_enabled()) {
@@ -66,28 +66,28 @@ void launch(const Flash_fwd_params &params, int *tile_ticket, cudaStream_t strea
 
 // Whether full attention takes less time in blocks of the shorter tile's rows, as those of the longer one would leave
 // multiprocessors idle.
-template <typename Tile_size, typename Short>
+template <typename TileSize, typename Short>
 bool fills_better_in_short_tiles(const Flash_fwd_params &params) {
     const auto rows_of_busiest = [&, sms = multiprocessors()](int kBlockM) {
-        const int64_t count = row_blocks</*May_be_varlen=*/false>(params, kBlockM).count();
+        const int64_t count = row_blocks</*kMayBeVarlen=*/false>(params, kBlockM).count();
         return (count + sms - 1) / sms * kBlockM;
     };
-    return kCost_of_short_tiles * rows_of_busiest(Short::kBlockM) < rows_of_busiest(Tile_size::kBlockM);
+    return kCostOfShortTiles * rows_of_busiest(Short::kBlockM) < rows_of_busiest(TileSize::kBlockM);
 }
 
 template <DType kDType, int kHeadDim, Kind kKind>
-void run_flash_fwd(const Flash_fwd_params &params, int *tile_ticket, cudaStream_t stream) {
-    using Tile_size = Tile_sizes_fwd<kHeadDim, is_local(kKind)>;
-    using Short = Tile_sizes_fwd_short<kHeadDim>;
-    if constexpr (!is_general(kKind) && Short::kBlockM != Tile_size::kBlockM) {
-        const bool is_short = kKind == Kind::local ? params.seqlen_q <= kShort_seqlen
-                                                   : fills_better_in_short_tiles<Tile_size, Short>(params);
+void run_flash_fwd(const Flash_fwd_params &params, int *tile_counter, cudaStream_t stream) {
+    using TileSize = TileSizesFwd<kHeadDim, is_local(kKind)>;
+    using Short = TileSizesFwdShort<kHeadDim>;
+    if constexpr (!is_general(kKind) && Short::kBlockM != TileSize::kBlockM) {
+        const bool is_short = kKind == Kind::local ? params.seqlen_q <= kShortSeqlen
+                                                   : fills_better_in_short_tiles<TileSize, Short>(params);
         if (is_short) {  // full attention is a window without ends
-            launch<Flash_fwd_kernel_traits<kDType, kHeadDim, Short>, Kind::local>(params, tile_ticket, stream);
+            launch<Flash_fwd_kernel_traits<kDType, kHeadDim, Short>, Kind::local>(params, tile_counter, stream);
             return;
         }
     }
-    launch<Flash_fwd_kernel_traits<kDType, kHeadDim, Tile_size>, kKind>(params, tile_ticket, stream);
+    launch<Flash_fwd_kernel_traits<kDType, kHeadDim, TileSize>, kKind>(params, tile_counter, stream);
 }
 
 }  // namespace flash::sm90

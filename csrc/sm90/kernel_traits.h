@@ -12,25 +12,25 @@
 
 #include "../flash.h"
 #include "pipeline.h"
-#include "tile_ring.h"
+#include "work_tile_ring.h"
 #include "tile_sizes.h"
 
 namespace flash::sm90 {
 
 using namespace cute;
 
-template <DType kDType, int kHeadDim_, typename Tile_size_>
+template <DType kDType, int kHeadDim_, typename TileSize_>
 struct Flash_fwd_kernel_traits {
     static_assert(kDType == DType::float16 || kDType == DType::bfloat16, "tensor cores multiply 16-bit types here");
 
     using Element = std::conditional_t<kDType == DType::float16, cutlass::half_t, cutlass::bfloat16_t>;
-    using Tile_size = Tile_size_;
+    using TileSize = TileSize_;
     static constexpr int kHeadDim = kHeadDim_;
-    static constexpr int kBlockM = Tile_size::kBlockM;
-    static constexpr int kBlockN = Tile_size::kBlockN;
-    static constexpr int kStages = Tile_size::kStages;
-    static constexpr int kConsumers = Tile_size::kConsumers;
-    static constexpr int kQ_rooms = Tile_size::kQ_rooms;  // for each consumer
+    static constexpr int kBlockM = TileSize::kBlockM;
+    static constexpr int kBlockN = TileSize::kBlockN;
+    static constexpr int kStages = TileSize::kStages;
+    static constexpr int kConsumers = TileSize::kConsumers;
+    static constexpr int kQStages = TileSize::kQStages;  // for each consumer
     static constexpr int kNThreads = 128 * (kConsumers + 1);
     static constexpr int kRows = 64;  // query rows of a consumer warpgroup: the m64 of wgmma
 
@@ -52,7 +52,7 @@ struct Flash_fwd_kernel_traits {
     using SmemLayoutAtom =
         std::conditional_t<kHeadDim % 64 == 0, GMMA::Layout_K_SW128_Atom<Element>, GMMA::Layout_K_SW64_Atom<Element>>;
     using SmemLayoutQ =
-        decltype(tile_to_shape(SmemLayoutAtom{}, Shape<Int<kRows>, Int<kHeadDim>, Int<kConsumers * kQ_rooms>>{}));
+        decltype(tile_to_shape(SmemLayoutAtom{}, Shape<Int<kRows>, Int<kHeadDim>, Int<kConsumers * kQStages>>{}));
     using SmemLayoutKV = decltype(tile_to_shape(SmemLayoutAtom{}, Shape<Int<kBlockN>, Int<kHeadDim>, Int<kStages>>{}));
     using SmemLayoutVt = decltype(composition(
         SmemLayoutKV{}, make_layout(Shape<Int<kHeadDim>, Int<kBlockN>, Int<kStages>>{},
@@ -73,14 +73,14 @@ struct Flash_fwd_kernel_traits {
         alignas(kAlignment) Element q[cosize_v<SmemLayoutQ>];
         alignas(kAlignment) Element k[cosize_v<SmemLayoutKV>];
         alignas(kAlignment) Element v[cosize_v<SmemLayoutKV>];
-        Barriers<kConsumers * kQ_rooms> q_barriers;  // the first rooms of all consumers, then the second
+        Barriers<kConsumers * kQStages> q_barriers;  // the first rooms of all consumers, then the second
         Barriers<kStages> k_barriers, v_barriers;
-        typename Tile_ring<kConsumers>::SharedStorage tiles;
+        typename WorkTileRing<kConsumers>::SharedStorage tiles;
     };
     static constexpr int kSmemSize = sizeof(SharedStorage);
 
     struct Rings {  // where a warp is on its way around each
-        Ring<kConsumers * kQ_rooms> q;
+        Ring<kConsumers * kQStages> q;
         Ring<kStages> k, v;
     };
 };

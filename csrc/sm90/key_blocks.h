@@ -4,7 +4,7 @@
 
 #include "../common/block_info.h"
 #include "../common/score_mod.h"
-#include "kind.h"
+#include "../kind.h"
 
 namespace flash::sm90 {
 
@@ -14,11 +14,11 @@ __device__ __forceinline__ int uniform(int x) {
 }
 
 // Of one consumer and one tile: it visits [n_block_min, n_block_max) from the last to the first.
-struct Key_blocks {
+struct KeyBlocks {
     enum Flag : int {
         is_end = 1,          // no tile: the list has ended
-        goes_by_first = 2,   // the first block that is loaded is only seen by other consumers' rows
-        goes_by_last = 4,    // likewise the last
+        skips_first = 2,   // the first block that is loaded is only seen by other consumers' rows
+        skips_last = 4,    // likewise the last
         may_see_few = 8,     // some row may see few keys in all, or none of the first visited block
         has_score_mod = 16,  // softcap or ALiBi
         has_alibi = 32,      // of a slope other than 0
@@ -38,7 +38,7 @@ struct Key_blocks {
 
     // From the producer's ring: uniform registers. What a kind knows is a constant.
     template <Kind kKind>
-    __device__ __forceinline__ Key_blocks to_registers() const {
+    __device__ __forceinline__ KeyBlocks to_registers() const {
         return {is_local(kKind) ? uniform(n_block_min) : 0,
                 uniform(n_block_max),
                 is_local(kKind) ? uniform(n_full_begin) : 0,
@@ -52,10 +52,10 @@ struct Key_blocks {
 // For rows [m_block * kRows, (m_block + 1) * kRows) of a tile for which [n_block_min, n_block_max) are loaded, at least
 // one. Rows that see none of these, or lie past the sequence's end, visit one block all the same.
 template <Kind kKind, int kRows, int kBlockN>
-__device__ __forceinline__ Key_blocks key_blocks(const Flash_fwd_params &params, const Sequence &sequence, int m_block,
-                                                 int n_block_min, int n_block_max, const Score_mod &score_mod) {
+__device__ __forceinline__ KeyBlocks key_blocks(const Flash_fwd_params &params, const Sequence &sequence, int m_block,
+                                                 int n_block_min, int n_block_max, const ScoreMod &score_mod) {
     const BlockInfo<kRows, kBlockN, is_local(kKind)> info(params, sequence, m_block);
-    Key_blocks blocks;
+    KeyBlocks blocks;
     blocks.n_block_max = min(max(info.n_block_max, n_block_min + 1), n_block_max);
     blocks.n_block_min = max(min(info.n_block_min, blocks.n_block_max - 1), n_block_min);
     blocks.n_full_begin = info.n_full_begin;
@@ -64,17 +64,17 @@ __device__ __forceinline__ Key_blocks key_blocks(const Flash_fwd_params &params,
     const int left = params.window_size_left;
     const bool has_one = first == blocks.n_block_min, is_narrow = left >= 0 && left < kBlockN;
     const bool hides_from_first_row = info.end_key(m_block * kRows) <= first * kBlockN;
-    blocks.flags = (blocks.n_block_max < n_block_max ? Key_blocks::goes_by_first : 0) |
-                   (blocks.n_block_min > n_block_min ? Key_blocks::goes_by_last : 0) |
-                   (has_one || is_narrow || hides_from_first_row ? Key_blocks::may_see_few : 0);
+    blocks.flags = (blocks.n_block_max < n_block_max ? KeyBlocks::skips_first : 0) |
+                   (blocks.n_block_min > n_block_min ? KeyBlocks::skips_last : 0) |
+                   (has_one || is_narrow || hides_from_first_row ? KeyBlocks::may_see_few : 0);
     if (is_general(kKind)) {
         blocks.n_ragged = sequence.seqlen_k / kBlockN;
         const int nearest = max(m_block * kRows + sequence.seqlen_k - sequence.seqlen_q, 0);  // key, to the first row
         const bool has_softcap = score_mod.cap_scale != 0.0f, has_alibi = score_mod.slope != 0.0f;
         blocks.n_rising_begin = score_mod.slope < 0.0f ? 0 : nearest / kBlockN;
-        blocks.flags |= (has_softcap || has_alibi ? Key_blocks::has_score_mod : 0) |
-                        (has_alibi ? Key_blocks::has_alibi : 0) |
-                        (params.rng_state != nullptr ? Key_blocks::has_dropout : 0);
+        blocks.flags |= (has_softcap || has_alibi ? KeyBlocks::has_score_mod : 0) |
+                        (has_alibi ? KeyBlocks::has_alibi : 0) |
+                        (params.rng_state != nullptr ? KeyBlocks::has_dropout : 0);
     }
     return blocks;
 }

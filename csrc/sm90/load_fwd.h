@@ -3,8 +3,8 @@
 
 #include "kernel_traits.h"
 #include "key_blocks.h"
-#include "kind.h"
-#include "tile_ring.h"
+#include "../kind.h"
+#include "work_tile_ring.h"
 
 namespace flash::sm90 {
 
@@ -27,10 +27,10 @@ public:
         for (;; tile = next) {
             // With two rooms, Q of the next tile is loaded two blocks before it is needed; with one, when that gets
             // free.
-            constexpr bool kHas_room = Traits::kQ_rooms > 1;
+            constexpr bool kHasRoom = Traits::kQStages > 1;
             const auto take_next = [&] {
                 next = take();
-                if (kHas_room && !next.is_end) {
+                if (kHasRoom && !next.is_end) {
                     load_Q(next);
                 }
             };
@@ -53,18 +53,18 @@ public:
             if (next.is_end) {
                 return;
             }
-            if (!kHas_room) {
+            if (!kHasRoom) {
                 load_Q(next);
             }
         }
     }
 
 private:
-    static constexpr bool kIs_general = is_general(kKind);
+    static constexpr bool kIsGeneral = is_general(kKind);
     const Flash_fwd_params &params;
     const typename Traits::Copies &copies;
     typename Traits::SharedStorage &shared;
-    Tile_ring<Traits::kConsumers> tiles;
+    WorkTileRing<Traits::kConsumers> tiles;
     typename Traits::Rings rings;
 
     // Where a tile's blocks lie: what costs time is found once, as consumers wait between a room's release and its
@@ -77,14 +77,14 @@ private:
 
     __device__ __forceinline__ Source take() {
         const int stage = tiles.take();
-        const Tile tile = tiles[stage];
+        const WorkTile tile = tiles[stage];
         tiles.release(stage);
-        const bool is_varlen = kIs_general && params.cu_seqlens_q != nullptr;
+        const bool is_varlen = kIsGeneral && params.cu_seqlens_q != nullptr;
         return {is_varlen ? 0 : uniform(tile.place.bidb),
                 uniform(tile.place.bidh),
                 uniform(tile.place.bidh / params.h_h_k_ratio),
-                kIs_general ? uniform(tile.sequence.q_begin) : 0,
-                kIs_general ? uniform(tile.sequence.k_begin) : 0,
+                kIsGeneral ? uniform(tile.sequence.q_begin) : 0,
+                kIsGeneral ? uniform(tile.sequence.k_begin) : 0,
                 uniform(tile.place.block),
                 uniform(tile.n_block_min),
                 uniform(tile.n_block_max),

@@ -8,12 +8,12 @@
 #include "../common/score_mod.h"
 #include "kernel_traits.h"
 #include "key_blocks.h"
-#include "kind.h"
+#include "../kind.h"
 #include "layout.h"
 #include "mask.h"
 #include "named_barriers.h"
 #include "softmax.h"
-#include "tile_ring.h"
+#include "work_tile_ring.h"
 #include "wgmma.h"
 
 namespace flash::sm90 {
@@ -25,7 +25,7 @@ class Consumer {
     using TiledMmaQK = typename Traits::TiledMmaQK;
     using TiledMmaPV = typename Traits::TiledMmaPV;
     static constexpr int kBlockN = Traits::kBlockN, kRows = Traits::kRows;
-    static constexpr bool kIs_general = is_general(kKind);
+    static constexpr bool kIsGeneral = is_general(kKind);
 
 public:
     __device__ Consumer(const Flash_fwd_params &params, typename Traits::SharedStorage &shared, int warpgroup)
@@ -34,7 +34,7 @@ public:
     }
 
     // All tiles, each from its last key block to its first. In the step from one tile to the next, the products and the
-    // softmax overlap as within a tile. store(tile, scales, acc_o, softmax) gets a tile's unnormalised output and its
+    // softmax overlap as within a tile. store(tile, acc_o, softmax) gets a tile's unnormalised output and its
     // statistics.
     template <typename Store>
     __device__ __forceinline__ void mma(const Store &store) {
@@ -44,24 +44,24 @@ public:
         Tensor tOrP = make_tensor<Element>(operand_A_layout(acc_s.layout()));            // (MMA, MMA_M, MMA_K)
 
         int tile = tiles.take();
-        Key_blocks blocks = key_blocks_of(tile);
-        if (blocks.has(Key_blocks::is_end)) {
+        KeyBlocks blocks = key_blocks_of(tile);
+        if (blocks.has(KeyBlocks::is_end)) {
             return;
         }
         int n_block = blocks.n_block_max - 1;
-        Softmax<Element, 2> softmax(scale_log2());
+        Softmax<Element, 2> softmax(params.scale_softmax_log2);
 
         // The first key block of all has no product of another beside it.
         wait_for_Q(tile);
-        let_K_go_by(blocks.has(Key_blocks::goes_by_first));
+        skip_K(blocks.has(KeyBlocks::skips_first));
         rings.k.wait(shared.k_barriers);
         turns.await();
         issue_S(acc_s);
         turns.pass();
         wait_for<0>(acc_s);
-        softmax_step</*Is_first=*/true>(tile, blocks, n_block, acc_s, softmax);
+        softmax_step</*kIsFirst=*/true>(tile, blocks, n_block, acc_s, softmax);
         release_after_S(n_block == blocks.n_block_min);
-        let_V_go_by(blocks.has(Key_blocks::goes_by_first));
+        skip_V(blocks.has(KeyBlocks::skips_first));
         round_P(tile, blocks, n_block, acc_s, tOrP);
 
         for (bool adds = false;; adds = false) {
@@ -75,7 +75,7 @@ public:
                 --n_block;
                 adds = true;
                 wait_for<1>(acc_s);
-                const auto rescale = softmax_step</*Is_first=*/false>(tile, blocks, n_block, acc_s, softmax);
+                const auto rescale = softmax_step</*kIsFirst=*/false>(tile, blocks, n_block, acc_s, softmax);
                 release_after_S(n_block == blocks.n_block_min);
                 wait_for<0>(acc_o);
                 release_V();
@@ -85,18 +85,18 @@ public:
 
             // Likewise from the tile's last block to the first of the next tile.
             const int next = tiles.take();
-            const Key_blocks next_blocks = key_blocks_of(next);
-            let_K_go_by(blocks.has(Key_blocks::goes_by_last));
-            if (next_blocks.has(Key_blocks::is_end)) {
+            const KeyBlocks next_blocks = key_blocks_of(next);
+            skip_K(blocks.has(KeyBlocks::skips_last));
+            if (next_blocks.has(KeyBlocks::is_end)) {
                 issue_O(adds, tile, blocks, n_block, tOrP, acc_o);
                 wait_for<0>(acc_o);
                 release_V();
-                let_V_go_by(blocks.has(Key_blocks::goes_by_last));
-                store(tiles[tile], tiles.scales(), acc_o_rowcol, softmax);
+                skip_V(blocks.has(KeyBlocks::skips_last));
+                store(tiles[tile], acc_o_rowcol, softmax);
                 return;
             }
             wait_for_Q(next);
-            let_K_go_by(next_blocks.has(Key_blocks::goes_by_first));
+            skip_K(next_blocks.has(KeyBlocks::skips_first));
             rings.k.wait(shared.k_barriers);
             turns.await();
             issue_S(acc_s);
@@ -106,17 +106,17 @@ public:
             softmax = Softmax<Element, 2>(softmax.scale_log2);
             n_block = next_blocks.n_block_max - 1;
             wait_for<1>(acc_s);
-            softmax_step</*Is_first=*/true>(next, next_blocks, n_block, acc_s, softmax);
+            softmax_step</*kIsFirst=*/true>(next, next_blocks, n_block, acc_s, softmax);
             release_after_S(n_block == next_blocks.n_block_min);
             wait_for<0>(acc_o);
             release_V();
-            let_V_go_by(blocks.has(Key_blocks::goes_by_last));
-            let_V_go_by(next_blocks.has(Key_blocks::goes_by_first));
-            store(tiles[tile], tiles.scales(), acc_o_rowcol, ended);
+            skip_V(blocks.has(KeyBlocks::skips_last));
+            skip_V(next_blocks.has(KeyBlocks::skips_first));
+            store(tiles[tile], acc_o_rowcol, ended);
             tiles.release(tile);
             tile = next;
             blocks = next_blocks;
-            if (kIs_general) {  // P is not rounded, and spilled, before O is stored
+            if (kIsGeneral) {  // P is not rounded, and spilled, before O is stored
                 warpgroup_fence_operand(acc_s);
             }
             round_P(tile, blocks, n_block, acc_s, tOrP);
@@ -127,16 +127,11 @@ private:
     const Flash_fwd_params &params;
     typename Traits::SharedStorage &shared;
     const int warpgroup;
-    Tile_ring<Traits::kConsumers> tiles;
-    const Turns<Traits::kConsumers, Traits::Tile_size::kTakes_turns> turns;
+    WorkTileRing<Traits::kConsumers> tiles;
+    const PingPong<Traits::kConsumers, Traits::TileSize::kPingPong> turns;
     typename Traits::Rings rings;
 
-    __device__ __forceinline__ float scale_log2() const {
-        return kIs_general && params.softcap > 0.0 ? Score_mod::softmax_scale(params) * float(M_LOG2E)
-                                                   : params.scale_softmax_log2;
-    }
-
-    __device__ __forceinline__ Key_blocks key_blocks_of(int tile) const {
+    __device__ __forceinline__ KeyBlocks key_blocks_of(int tile) const {
         return tiles.key_blocks(tile, warpgroup).template to_registers<kKind>();
     }
 
@@ -147,7 +142,7 @@ private:
     // Rows of another sequence would take part in what the softmax decides for a whole warp.
     __device__ __forceinline__ void wait_for_Q(int tile) {
         rings.q.wait(shared.q_barriers);
-        if (kIs_general) {
+        if (kIsGeneral) {
             const int rows = uniform(tiles[tile].sequence.seqlen_q - first_row(tile));
             if (rows < kRows) {
                 Tensor sQ = make_tensor(make_smem_ptr(shared.q), typename Traits::SmemLayoutQ{});  // (64, HD, room)
@@ -168,14 +163,14 @@ private:
     }
 
     template <typename TensorP, typename TensorO>
-    __device__ __forceinline__ void issue_O(bool adds, int tile, const Key_blocks &blocks, int n_block, TensorP &tOrP,
+    __device__ __forceinline__ void issue_O(bool adds, int tile, const KeyBlocks &blocks, int n_block, TensorP &tOrP,
                                             TensorO &acc_o) const {
         Tensor sVt = make_tensor(make_smem_ptr(shared.v), typename Traits::SmemLayoutVt{});  // (HD, BLK_N, stage)
         auto thr_mma = TiledMmaPV{}.get_slice(int(threadIdx.x % 128));
         Tensor tOrVt =
             thr_mma.make_fragment_B(thr_mma.partition_B(sVt))(_, _, _, rings.v.stage);  // (MMA, MMA_N, MMA_K)
         rings.v.wait(shared.v_barriers);
-        if (kIs_general && n_block >= blocks.n_ragged) {  // another sequence's NaN or infinity times 0 would not be 0
+        if (kIsGeneral && n_block >= blocks.n_ragged) {  // another sequence's NaN or infinity times 0 would not be 0
             Tensor sV = make_tensor(make_smem_ptr(shared.v), typename Traits::SmemLayoutKV{});  // (BLK_N, HD, stage)
             const int rows = tiles[tile].sequence.seqlen_k - n_block * kBlockN;
             clear_rows_from<Traits>(rows, sV(_, _, rings.v.stage), warpgroup);
@@ -198,7 +193,7 @@ private:
     }
 
     // A key block that only other consumers' rows see.
-    __device__ __forceinline__ void let_K_go_by(bool goes_by) {
+    __device__ __forceinline__ void skip_K(bool goes_by) {
         if (is_local(kKind) && goes_by) {
             rings.k.wait(shared.k_barriers);
             rings.k.release(shared.k_barriers);
@@ -207,7 +202,7 @@ private:
             turns.pass();
         }
     }
-    __device__ __forceinline__ void let_V_go_by(bool goes_by) {
+    __device__ __forceinline__ void skip_V(bool goes_by) {
         if (is_local(kKind) && goes_by) {
             rings.v.wait(shared.v_barriers);
             release_V();
@@ -215,17 +210,17 @@ private:
     }
 
     // Scores become probabilities; returns what O has to be multiplied by.
-    template <bool Is_first, typename TensorS, typename SoftmaxState>
-    __device__ __forceinline__ auto softmax_step(int tile, const Key_blocks &blocks, int n_block, TensorS &acc_s,
+    template <bool kIsFirst, typename TensorS, typename SoftmaxState>
+    __device__ __forceinline__ auto softmax_step(int tile, const KeyBlocks &blocks, int n_block, TensorS &acc_s,
                                                  SoftmaxState &softmax) const {
         Tensor scores = make_tensor(acc_s.data(), rowcol_layout(acc_s.layout()));  // (row, col)
         const bool needs_mask = blocks.needs_mask(n_block);
         modify(tile, blocks, n_block, scores);
         mask(needs_mask, tile, n_block, scores);
-        const bool may_see_few = Is_first && needs_mask && blocks.has(Key_blocks::may_see_few);
+        const bool may_see_few = kIsFirst && needs_mask && blocks.has(KeyBlocks::may_see_few);
         const bool may_rise =
-            kIs_general && blocks.has(Key_blocks::has_alibi) && (Is_first || n_block >= blocks.n_rising_begin);
-        return softmax.template step<Is_first>(scores, may_see_few || may_rise, [&](auto &scores) {
+            kIsGeneral && blocks.has(KeyBlocks::has_alibi) && (kIsFirst || n_block >= blocks.n_rising_begin);
+        return softmax.template step<kIsFirst>(scores, may_see_few || may_rise, [&](auto &scores) {
             recompute(scores);
             modify(tile, blocks, n_block, scores);
             mask(needs_mask, tile, n_block, scores);
@@ -234,8 +229,8 @@ private:
 
     // Softcap and ALiBi.
     template <typename TensorS>
-    __device__ __forceinline__ void modify(int tile, const Key_blocks &blocks, int n_block, TensorS &scores) const {
-        if (kIs_general && blocks.has(Key_blocks::has_score_mod)) {
+    __device__ __forceinline__ void modify(int tile, const KeyBlocks &blocks, int n_block, TensorS &scores) const {
+        if (kIsGeneral && blocks.has(KeyBlocks::has_score_mod)) {
             tiles.score_mod(tile).template apply</*kTransposed=*/false>(scores, coords_of_scores(threadIdx.x % 128),
                                                                         coords_of_scores(0), first_row(tile),
                                                                         n_block * kBlockN, [](int, int, float) {});
@@ -244,10 +239,10 @@ private:
 
     // Dropout.
     template <typename TensorS>
-    __device__ __forceinline__ void drop_some(int tile, const Key_blocks &blocks, int n_block, TensorS &acc_s) const {
-        if (kIs_general && blocks.has(Key_blocks::has_dropout)) {
+    __device__ __forceinline__ void drop_some(int tile, const KeyBlocks &blocks, int n_block, TensorS &acc_s) const {
+        if (kIsGeneral && blocks.has(KeyBlocks::has_dropout)) {
             Tensor p = make_tensor(acc_s.data(), rowcol_layout(acc_s.layout()));  // (row, col)
-            Dropout_stream stream = tiles.dropout(tile);
+            DropoutStream stream = tiles.dropout(tile);
             stream.key0 = uniform(stream.key0);  // each round's keys follow from these, in uniform registers
             stream.key1 = uniform(stream.key1);
             drop(p, coords_of_scores(threadIdx.x % 128), stream, params.dropout_threshold, first_row(tile),
@@ -265,7 +260,7 @@ private:
     template <typename TensorS>
     __device__ __forceinline__ void mask(bool needs_mask, int tile, int n_block, TensorS &scores) const {
         if (needs_mask) {
-            const Key_range<is_local(kKind)> range(params, tiles[tile].sequence.seqlen_q,
+            const KeyRange<is_local(kKind)> range(params, tiles[tile].sequence.seqlen_q,
                                                    tiles[tile].sequence.seqlen_k);
             const int first_key = n_block * kBlockN;
             const auto query = [&](int row) { return first_row(tile) + first_row_of_thread() + row * 8; };
@@ -301,7 +296,7 @@ private:
     // The registers of S in their order are those of the operand. Dropout comes last, when those of the operand before
     // are free.
     template <typename TensorS, typename TensorP>
-    __device__ __forceinline__ void round_P(int tile, const Key_blocks &blocks, int n_block, TensorS &acc_s,
+    __device__ __forceinline__ void round_P(int tile, const KeyBlocks &blocks, int n_block, TensorS &acc_s,
                                             TensorP &tOrP) const {
         drop_some(tile, blocks, n_block, acc_s);
         constexpr int kCount = decltype(size(acc_s))::value;

@@ -18,22 +18,22 @@ __device__ __forceinline__ void arrive(Barrier barrier, int warpgroup, int threa
 }
 
 // The consumers' turns to issue products: while one computes its softmax, the tensor cores work for another.
-template <int kConsumers, bool kIs_on>
-struct Turns {
+template <int kConsumers, bool kIsOn>
+struct PingPong {
     int warpgroup;
 
-    __device__ explicit Turns(int warpgroup) : warpgroup(warpgroup) {
+    __device__ explicit PingPong(int warpgroup) : warpgroup(warpgroup) {
         if (warpgroup == kConsumers - 1) {
             pass();  // the first turn is that of warpgroup 0
         }
     }
     __device__ __forceinline__ void await() const {
-        if (kIs_on) {
+        if (kIsOn) {
             sync(Barrier::turn, warpgroup, 256);
         }
     }
     __device__ __forceinline__ void pass() const {
-        if (kIs_on) {
+        if (kIsOn) {
             arrive(Barrier::turn, warpgroup == kConsumers - 1 ? 0 : warpgroup + 1, 256);
         }
     }

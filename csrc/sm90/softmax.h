@@ -21,8 +21,8 @@ struct Softmax : flash::Softmax<kNRows> {
     // A thread's share of a row's probabilities of one step may sum up to this, and all of a row's in the first step
     // must sum up to that: what the type of P holds in full precision. bfloat16 has float32's exponents, and so a
     // reference of 0 serves any usual scores; float16 needs one near the largest.
-    static constexpr bool kHas_wide_range = std::is_same_v<Element, cutlass::bfloat16_t>;
-    static constexpr float kLargestSum = kHas_wide_range ? 0x1p60f : 0x1p13f, kSmallestSum = 0x1p-60f;
+    static constexpr bool kHasWideRange = std::is_same_v<Element, cutlass::bfloat16_t>;
+    static constexpr float kLargestSum = kHasWideRange ? 0x1p60f : 0x1p13f, kSmallestSum = 0x1p-60f;
     // Beyond these, probabilities may be infinite or 0, and the factors that undo it too.
     static constexpr float kOverflow = 0x1p100f, kUnderflow = 0x1p-80f;
 
@@ -38,15 +38,15 @@ struct Softmax : flash::Softmax<kNRows> {
         bool is_needed;  // the same in every lane of the warp
     };
 
-    // One step over a key block: scores (row, col) become probabilities relative to row_max. Is_first: of a tile.
+    // One step over a key block: scores (row, col) become probabilities relative to row_max. kIsFirst: of a tile.
     // takes_maximum: begin with it, as in a tile's first step where rows may see few keys in all: a row that sees one
     // key has the probability 1, and no rounded one. recompute(scores) brings the scores back.
-    template <bool Is_first, typename TensorS, typename Recompute>
+    template <bool kIsFirst, typename TensorS, typename Recompute>
     __device__ __forceinline__ Rescale step(TensorS &scores, bool takes_maximum, const Recompute &recompute) {
         Rescale rescale;
         rescale.is_needed = false;
-        if (!takes_maximum && (Is_first ? kHas_wide_range : !needs_maximum)) {
-            if (Is_first) {
+        if (!takes_maximum && (kIsFirst ? kHasWideRange : !needs_maximum)) {
+            if (kIsFirst) {
                 CUTE_UNROLL
                 for (int row = 0; row < kNRows; ++row) {
                     row_max[row] = 0.0f;
@@ -59,7 +59,7 @@ struct Softmax : flash::Softmax<kNRows> {
             for (int row = 0; row < kNRows; ++row) {
                 misses |= sums[row] > kLargestSum;
                 is_lost |= sums[row] > kOverflow;
-                if (Is_first) {
+                if (kIsFirst) {
                     const float total = quad_allreduce(sums[row], [](float a, float b) { return a + b; });
                     misses |= total < kSmallestSum;
                     is_lost |= total < kUnderflow;
@@ -74,10 +74,10 @@ struct Softmax : flash::Softmax<kNRows> {
                 return rescale;
             }
             if (!__any_sync(0xffffffffu, is_lost)) {
-                return move_reference<Is_first>(scores, sums);
+                return move_reference<kIsFirst>(scores, sums);
             }
             recompute(scores);
-            if (Is_first) {
+            if (kIsFirst) {
                 CUTE_UNROLL
                 for (int row = 0; row < kNRows; ++row) {
                     row_max[row] = -INFINITY;
@@ -196,7 +196,7 @@ private:
     }
 
     // The probabilities of a step, out of range but not lost, become relative to a reference near the largest of them.
-    template <bool Is_first, typename TensorS>
+    template <bool kIsFirst, typename TensorS>
     __device__ __forceinline__ Rescale move_reference(TensorS &scores, const float (&sums)[kNRows]) {
         Rescale rescale;
         bool large = false;
@@ -204,7 +204,7 @@ private:
         for (int row = 0; row < kNRows; ++row) {
             const float largest = maximum_of(scores, row);
             const float old_reference = __fmul_rn(row_max[row], scale_log2);
-            if (Is_first || largest > 1.0f) {
+            if (kIsFirst || largest > 1.0f) {
                 row_max[row] += __fdividef(log2f(largest), scale_log2);
             }
             const float reference = __fmul_rn(row_max[row], scale_log2);

@@ -7,13 +7,13 @@
 
 #include "../common/block_info.h"
 #include "block_by_length.h"
-#include "kind.h"
+#include "../kind.h"
 
 namespace flash::sm90 {
 
 // A block of query rows of one head, and which key blocks it visits.
-struct Tile {
-    Row_blocks::Place place;
+struct WorkTile {
+    RowBlocks::Place place;
     Sequence sequence;
     int n_block_min, n_block_max;
     bool is_end;  // no tile: the list has ended
@@ -25,8 +25,8 @@ struct Tile {
 // when local in pairs of a long and a short one, which together take the same time. Pairs of whole heads fill rounds of
 // the multiprocessors; the heads that are left go block by block from long to short, as a round that not all take part
 // in ends sooner so. Made by the host: divisions are slow.
-struct Tile_order {
-    static constexpr int kMax_sorted = 128;  // sequences: with more, their lengths would take too long to look at
+struct WorkTileOrder {
+    static constexpr int kMaxSorted = 128;  // sequences: with more, their lengths would take too long to look at
 
     bool is_head_by_head;       // else pairs, then block by block
     int per_head;               // blocks
@@ -36,13 +36,13 @@ struct Tile_order {
     int *ticket;          // varlen: how many blocks have been taken; else null
     bool ends_by_length;  // varlen: the last head's blocks go from long to short
 
-    Tile_order(const Row_blocks &blocks, bool is_local, int multiprocessors, int *ticket)
+    WorkTileOrder(const RowBlocks &blocks, bool is_local, int multiprocessors, int *ticket)
         : is_head_by_head(ticket != nullptr || !is_local),
           per_head(std::max(blocks.per_head, 1)),
           by_blocks(per_head),
           by_heads(blocks.heads),
           ticket(ticket),
-          ends_by_length(ticket != nullptr && is_local && blocks.b <= kMax_sorted) {
+          ends_by_length(ticket != nullptr && is_local && blocks.b <= kMaxSorted) {
         const int heads = static_cast<int>(blocks.count() / per_head), per_head_in_pairs = per_head / 2;
         if (!is_head_by_head && blocks.count() >= 6 * int64_t(multiprocessors) && per_head_in_pairs > 0) {
             const int rounds = heads * per_head_in_pairs / multiprocessors;
@@ -58,17 +58,17 @@ struct Tile_order {
 
 // The tiles of one thread block: of n, number i takes the i-th unit of a round of n units, and in every second round
 // the i-th from its end, so that where the units of a round go from long to short nobody gets the longest of each.
-// Varlen: the host does not know how long they are, and who has room for another (Tile_ring) takes the next.
+// Varlen: the host does not know how long they are, and who has room for another (WorkTileRing) takes the next.
 template <Kind kKind, int kBlockM, int kBlockN>
-class Tile_scheduler {
+class TileScheduler {
 public:
-    __device__ Tile_scheduler(const Flash_fwd_params &params, const Tile_order &order) : params(params), order(order) {}
+    __device__ TileScheduler(const Flash_fwd_params &params, const WorkTileOrder &order) : params(params), order(order) {}
 
     // By a whole warp.
-    __device__ Tile next() {
+    __device__ WorkTile next() {
         for (;;) {
             const Unit unit = is_general(kKind) && order.ticket != nullptr ? by_ticket() : by_turn();
-            Tile tile{};
+            WorkTile tile{};
             if (unit.is_end) {
                 tile.is_end = true;
                 return tile;
@@ -90,7 +90,7 @@ public:
 
 private:
     const Flash_fwd_params &params;
-    const Tile_order &order;
+    const WorkTileOrder &order;
     int round = 0;
     bool is_second_of_pair = false;
 
@@ -118,7 +118,7 @@ private:
         return {index, false, index >= order.units};
     }
 
-    __device__ Row_blocks::Place place(const Unit &unit) const {
+    __device__ RowBlocks::Place place(const Unit &unit) const {
         int head, block;
         if (order.is_head_by_head) {
             order.by_blocks(head, block, unit.index);
@@ -136,9 +136,10 @@ private:
         }
         if (is_general(kKind) && params.cu_seqlens_q != nullptr) {
             const bool is_by_length = order.ends_by_length && head == params.h - 1;
-            const Sequence_block found =
-                is_by_length ? find_block_by_length<kBlockM>(params.cu_seqlens_q, params.b, order.per_head - 1 - block)
-                             : find_block(params.cu_seqlens_q, params.b, kBlockM, block);
+            const SequenceBlock found =
+                is_by_length ? find_block_by_length<kBlockM>(params.cu_seqlens_q, params.b, params.total_q,
+                                                             order.per_head - 1 - block)
+                             : find_block(params.cu_seqlens_q, params.b, params.total_q, kBlockM, block);
             return {found.bidb, head, found.block};
         }
         int bidb, bidh;

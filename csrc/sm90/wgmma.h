@@ -25,10 +25,10 @@ __device__ __forceinline__ void issue(bool adds, const TensorA &A, const TensorB
     warpgroup_commit_batch();
 }
 
-// Waits until at most kIn_flight products are under way, among which `acc` is not.
-template <int kIn_flight, typename TensorC>
+// Waits until at most kInFlight products are under way, among which `acc` is not.
+template <int kInFlight, typename TensorC>
 __device__ __forceinline__ void wait_for(TensorC &acc) {
-    warpgroup_wait<kIn_flight>();
+    warpgroup_wait<kInFlight>();
     warpgroup_fence_operand(acc);
 }
 

@@ -13,39 +13,25 @@ namespace flash::sm90 {
 // Every tile in the ring has keys, and its turn to be loaded comes: a consumer takes the next one before it gives the
 // last one back.
 template <int kConsumers>
-struct Tile_ring {
+struct WorkTileRing {
     static constexpr int kStages = 3;  // a consumer holds two at once, and the other is ahead
-    // What of the call's parameters, which are doubles, consumers of the general kind need for every tile: instructions
-    // of doubles wait for the tensor cores, whose pipe they share.
-    struct Scales {
-        float softmax_scale;
-        float keep_factor;  // of dropout: what the output is multiplied by
-    };
     struct SharedStorage {
-        Tile tiles[kStages];
-        Key_blocks key_blocks[kStages][kConsumers];
-        Score_mod score_mods[kStages];     // of the general kind
-        Dropout_stream dropouts[kStages];  // likewise
-        Scales scales;                     // likewise
+        WorkTile tiles[kStages];
+        KeyBlocks key_blocks[kStages][kConsumers];
+        ScoreMod score_mods[kStages];     // of the general kind
+        DropoutStream dropouts[kStages];  // likewise
         Barriers<kStages> barriers;
     };
     SharedStorage &shared;
     Ring<kStages> ring = {};
 
-    // By the warp that finds tiles, before it puts the first one there, which hands them over.
-    __device__ __forceinline__ void set_scales(const Flash_fwd_params &params) const {
-        if (threadIdx.x % 32 == 0) {
-            shared.scales = {Score_mod::softmax_scale(params), static_cast<float>(1.0 / (1.0 - params.p_dropout))};
-        }
-    }
-
     // By the warp that finds tiles: waits for room for another.
     __device__ __forceinline__ void await_room() const { ring.acquire(shared.barriers); }
 
     // Likewise: puts one there, with what key_blocks_of(consumer) says.
-    template <Kind kKind, typename Key_blocks_of>
-    __device__ __forceinline__ void push(const Flash_fwd_params &params, const Tile &tile, const Score_mod &score_mod,
-                                         const Key_blocks_of &key_blocks_of) {
+    template <Kind kKind, typename KeyBlocksOf>
+    __device__ __forceinline__ void push(const Flash_fwd_params &params, const WorkTile &tile, const ScoreMod &score_mod,
+                                         const KeyBlocksOf &key_blocks_of) {
         const int lane = threadIdx.x % 32, stage = ring.stage;
         if (lane == 0) {
             shared.tiles[stage] = tile;
@@ -54,7 +40,7 @@ struct Tile_ring {
             }
         }
         if (is_general(kKind) && params.rng_state != nullptr) {
-            const Dropout_stream dropout(params.rng_state, tile.place.bidb, params.h, tile.place.bidh);
+            const DropoutStream dropout(params.rng_state, tile.place.bidb, params.h, tile.place.bidh);
             if (lane == 0) {
                 shared.dropouts[stage] = dropout;
             }
@@ -74,14 +60,13 @@ struct Tile_ring {
         return stage;
     }
 
-    __device__ __forceinline__ const Tile &operator[](int stage) const { return shared.tiles[stage]; }
-    __device__ __forceinline__ const Key_blocks &key_blocks(int stage, int consumer) const {
+    __device__ __forceinline__ const WorkTile &operator[](int stage) const { return shared.tiles[stage]; }
+    __device__ __forceinline__ const KeyBlocks &key_blocks(int stage, int consumer) const {
         return shared.key_blocks[stage][consumer];
     }
 
-    __device__ __forceinline__ const Score_mod &score_mod(int stage) const { return shared.score_mods[stage]; }
-    __device__ __forceinline__ const Dropout_stream &dropout(int stage) const { return shared.dropouts[stage]; }
-    __device__ __forceinline__ const Scales &scales() const { return shared.scales; }
+    __device__ __forceinline__ const ScoreMod &score_mod(int stage) const { return shared.score_mods[stage]; }
+    __device__ __forceinline__ const DropoutStream &dropout(int stage) const { return shared.dropouts[stage]; }
 
     __device__ __forceinline__ void release(int stage) {
         __syncwarp();

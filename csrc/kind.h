@@ -1,0 +1,52 @@
+// The kinds of kernel, listed once: each specialises for one kind of call. build_tools/kernels.py reads FLASH_KINDS and
+// kLeastHeadDimSm90 from this file. No CUDA, no torch. docs/tuning says what each specialisation is worth.
+#pragma once
+
+namespace flash {
+
+// X(name, sm80 forward, sm80 backward, sm90 forward): 1 where the kind has a kernel of its own.
+#define FLASH_KINDS(X)     \
+    X(full, 1, 1, 1)       \
+    X(local, 1, 1, 1)      \
+    X(varlen, 1, 1, 0)     \
+    X(general, 1, 1, 1)    \
+    X(paged, 1, 0, 0)
+
+enum class Kind {
+    full,     // equal lengths; every query sees every key
+    local,    // equal lengths; causal or windowed
+    varlen,   // variable lengths, any mask
+    general,  // any lengths and mask; softcap, ALiBi and dropout are decided at run time
+    paged,    // general, with keys in pages
+};
+
+// Whether the keys that a query sees may depend on the query.
+constexpr bool is_local(Kind kind) {
+    return kind != Kind::full;
+}
+
+// Whether softcap, ALiBi and dropout are decided at run time.
+constexpr bool is_general(Kind kind) {
+    return kind == Kind::general || kind == Kind::paged;
+}
+
+constexpr bool may_be_varlen(Kind kind) {
+    return kind == Kind::varlen || is_general(kind);
+}
+
+constexpr const char *name_of(Kind kind) {
+#define FLASH_KIND_NAME(NAME, ...) #NAME,
+    constexpr const char *kNames[] = {FLASH_KINDS(FLASH_KIND_NAME)};
+#undef FLASH_KIND_NAME
+    return kNames[static_cast<int>(kind)];
+}
+
+// The kind of the sm90 forward kernel that takes the calls of `kind`. Pages have none.
+constexpr Kind kind_of_sm90(Kind kind) {
+    return kind == Kind::varlen ? Kind::general : kind;
+}
+
+// Smaller head dims run on the kernels of sm80.
+constexpr int kLeastHeadDimSm90 = 64;
+
+}  // namespace flash
