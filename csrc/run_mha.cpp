@@ -69,7 +69,6 @@ void check_built(const Flash_fwd_params &params) {
 
 // The kernel that a call needs.
 Kind kind_of(const Flash_fwd_params &params) {
-    using Kind;
     if (params.block_table != nullptr) {
         return Kind::paged;
     }

@@ -49,8 +49,9 @@ struct Flash_fwd_kernel_traits {
                              GMMA::Major::MN>()));
 
     // Rows of 128 bytes (64 bytes for head dims that are no multiple of 64), in the swizzle of wgmma and TMA.
+    static constexpr int kSmemRow = kHeadDim % 64 == 0 ? 64 : 32;  // elements
     using SmemLayoutAtom =
-        std::conditional_t<kHeadDim % 64 == 0, GMMA::Layout_K_SW128_Atom<Element>, GMMA::Layout_K_SW64_Atom<Element>>;
+        std::conditional_t<kSmemRow == 64, GMMA::Layout_K_SW128_Atom<Element>, GMMA::Layout_K_SW64_Atom<Element>>;
     using SmemLayoutQ =
         decltype(tile_to_shape(SmemLayoutAtom{}, Shape<Int<kRows>, Int<kHeadDim>, Int<kConsumers * kQStages>>{}));
     using SmemLayoutKV = decltype(tile_to_shape(SmemLayoutAtom{}, Shape<Int<kBlockN>, Int<kHeadDim>, Int<kStages>>{}));

@@ -280,7 +280,7 @@ private:
             make_tensor(make_smem_ptr(shared.q), typename Traits::SmemLayoutQ{})(_, _, states.q.stage);  // (64, HD)
         Tensor sK =
             make_tensor(make_smem_ptr(shared.k), typename Traits::SmemLayoutKV{})(_, _, states.k.stage);  // (BLK_N, HD)
-        multiply_by_mma_sync<Element>(sQ, sK, acc_s);
+        multiply_by_mma_sync<Traits>(sQ, sK, acc_s);
     }
 
     template <typename TensorS>

@@ -27,7 +27,7 @@ struct Softmax {
     // A first step without a row maximum needs scores below this magnitude (powers of 2) in a sample of its columns.
     static constexpr float kLargestSample = 32.0f;
     // A key whose probability outweighs all others by this factor decides the output alone: its rounding shows there.
-    static constexpr float kDominance = kHasWideRange ? 0x1p8f : 0x1p11f;
+    static constexpr float kDominance = kHasWideRange ? 0x1p5f : 0x1p8f;
     // The reference may lag behind the true maximum by this much (powers of 2) before O is rescaled.
     static constexpr float kRescaleThreshold = 8.0f;
     static constexpr unsigned kAllLanes = 0xffffffffu;
@@ -63,38 +63,42 @@ struct Softmax {
         if (kIsFirst && kHasWideRange && !takes_maximum) {
             takes_maximum = __any_sync(kAllLanes, has_large_sample(scores));
         }
-        if (takes_maximum || (kIsFirst ? !kHasWideRange : needs_maximum)) {
-            return step_with_maximum(scores);
-        }
-        if (kIsFirst) {
-            CUTE_UNROLL
-            for (int row = 0; row < kNRows; ++row) {
-                row_max[row] = 0.0f;
-            }
-        }
-        Rescale rescale;
-        rescale.is_needed = false;
-        float sums[kNRows];
-        exponentiate(scores, row_max, sums);
-        bool is_unusual = false;
-        CUTE_UNROLL
-        for (int row = 0; row < kNRows; ++row) {
+        if (!takes_maximum && (kIsFirst ? kHasWideRange : !needs_maximum)) {
             if (kIsFirst) {
-                const float total = quad_allreduce(sums[row], [](float a, float b) { return a + b; });
-                is_unusual |= total < kSmallestSum || sums[row] > fminf((total - sums[row]) * kDominance, kLargestSum);
-            } else {
-                is_unusual |= sums[row] > fminf(row_sum[row] * kDominance, kLargestSum);
+                CUTE_UNROLL
+                for (int row = 0; row < kNRows; ++row) {
+                    row_max[row] = 0.0f;
+                }
+            }
+            Rescale rescale;
+            rescale.is_needed = false;
+            float sums[kNRows];
+            exponentiate(scores, row_max, sums);
+            if (!__any_sync(kAllLanes, is_unusual<kIsFirst>(sums))) {
+                CUTE_UNROLL
+                for (int row = 0; row < kNRows; ++row) {
+                    row_sum[row] += sums[row];
+                }
+                needs_maximum = false;
+                return rescale;
+            }
+            if (!__any_sync(kAllLanes, is_lost<kIsFirst>(sums))) {
+                if (__any_sync(kAllLanes, is_out_of_range<kIsFirst>(sums))) {
+                    return move_reference<kIsFirst>(scores, sums);
+                }
+                correct_rounding(scores, sums);
+                needs_maximum = false;
+                return rescale;
+            }
+            recompute(scores);
+            if (kIsFirst) {
+                CUTE_UNROLL
+                for (int row = 0; row < kNRows; ++row) {
+                    row_max[row] = -INFINITY;
+                }
             }
         }
-        if (__any_sync(kAllLanes, is_unusual)) {
-            return repair<kIsFirst>(scores, sums, recompute);
-        }
-        CUTE_UNROLL
-        for (int row = 0; row < kNRows; ++row) {
-            row_sum[row] += sums[row];
-        }
-        needs_maximum = false;
-        return rescale;
+        return step_with_maximum(scores);
     }
 
     // acc_o: (row, col).
@@ -118,9 +122,7 @@ struct Softmax {
                                              float (&factor)[kNRows]) const {
         CUTE_UNROLL
         for (int row = 0; row < kNRows; ++row) {
-            const auto plus = [](float a, float b) { return a + b; };
-            const float total = quad_allreduce(row_sum[row], plus);
-            const float rounded_total = total + quad_allreduce(float(rounding[row]), plus);
+            const float total = quad_sum(row_sum[row]), rounded_total = total + quad_sum(float(rounding[row]));
             factor[row] = total == 0.0f ? 0.0f : __fdividef(out_factor, rounded_total);
             lse[row] = total == 0.0f ? -INFINITY : __fmul_rn(row_max[row], softmax_scale) + __logf(total);
         }
@@ -144,35 +146,47 @@ private:
         return is_large;
     }
 
-    // A step without a row maximum whose sums are unusual, which few steps are. Moves the reference, corrects for a
-    // dominant key, or begins again.
-    template <bool kIsFirst, typename TensorS, typename Recompute>
-    __device__ __forceinline__ Rescale repair(TensorS &scores, const float (&sums)[kNRows],
-                                              const Recompute &recompute) {
-        bool is_out_of_range = false, is_lost = false;
+    // A step without a row maximum looks at its sums alone. Few steps are unusual: the reference does not fit the
+    // scores, or one key outweighs all others in a row.
+    template <bool kIsFirst>
+    __device__ __forceinline__ bool is_unusual(const float (&sums)[kNRows]) const {
+        bool result = false;
         CUTE_UNROLL
         for (int row = 0; row < kNRows; ++row) {
-            is_out_of_range |= sums[row] > kLargestSum;
-            is_lost |= sums[row] > kOverflow;
             if (kIsFirst) {
-                const float total = quad_allreduce(sums[row], [](float a, float b) { return a + b; });
-                is_out_of_range |= total < kSmallestSum;
-                is_lost |= total < kUnderflow;
+                const float total = quad_sum(sums[row]), others = total - sums[row];
+                result |= total < kSmallestSum || sums[row] > fminf(others * kDominance, kLargestSum);
+            } else {
+                result |= sums[row] > fminf(row_sum[row] * kDominance, kLargestSum);
             }
         }
-        if (__any_sync(kAllLanes, is_lost)) {
-            recompute(scores);
-            if (kIsFirst) {
-                CUTE_UNROLL
-                for (int row = 0; row < kNRows; ++row) {
-                    row_max[row] = -INFINITY;
-                }
-            }
-            return step_with_maximum(scores);
+        return result;
+    }
+
+    // Probabilities may be infinite or 0.
+    template <bool kIsFirst>
+    __device__ __forceinline__ static bool is_lost(const float (&sums)[kNRows]) {
+        bool result = false;
+        CUTE_UNROLL
+        for (int row = 0; row < kNRows; ++row) {
+            result |= sums[row] > kOverflow || (kIsFirst && quad_sum(sums[row]) < kUnderflow);
         }
-        if (__any_sync(kAllLanes, is_out_of_range)) {
-            return move_reference<kIsFirst>(scores, sums);
+        return result;
+    }
+
+    template <bool kIsFirst>
+    __device__ __forceinline__ static bool is_out_of_range(const float (&sums)[kNRows]) {
+        bool result = false;
+        CUTE_UNROLL
+        for (int row = 0; row < kNRows; ++row) {
+            result |= sums[row] > kLargestSum || (kIsFirst && quad_sum(sums[row]) < kSmallestSum);
         }
+        return result;
+    }
+
+    // Adds the sums of a step in which some key is dominant, and notes the rounding of its probability.
+    template <typename TensorS>
+    __device__ __forceinline__ void correct_rounding(const TensorS &scores, const float (&sums)[kNRows]) {
         CUTE_UNROLL
         for (int row = 0; row < kNRows; ++row) {
             const float largest = maximum_in_thread(scores, row);
@@ -181,10 +195,10 @@ private:
             }
             row_sum[row] += sums[row];
         }
-        needs_maximum = false;
-        Rescale rescale;
-        rescale.is_needed = false;
-        return rescale;
+    }
+
+    __device__ __forceinline__ static float quad_sum(float x) {
+        return quad_allreduce(x, [](float a, float b) { return a + b; });
     }
 
     template <typename TensorS>
