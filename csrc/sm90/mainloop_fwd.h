@@ -280,6 +280,7 @@ private:
             make_tensor(make_smem_ptr(shared.q), typename Traits::SmemLayoutQ{})(_, _, states.q.stage);  // (64, HD)
         Tensor sK =
             make_tensor(make_smem_ptr(shared.k), typename Traits::SmemLayoutKV{})(_, _, states.k.stage);  // (BLK_N, HD)
+        warpgroup_wait<0>();  // the operand P of the product of O is read: its registers are free here
         multiply_by_mma_sync<Traits>(sQ, sK, acc_s);
     }
 

@@ -74,29 +74,15 @@ struct Softmax {
             rescale.is_needed = false;
             float sums[kNRows];
             exponentiate(scores, row_max, sums);
-            if (!__any_sync(kAllLanes, is_unusual<kIsFirst>(sums))) {
-                CUTE_UNROLL
-                for (int row = 0; row < kNRows; ++row) {
-                    row_sum[row] += sums[row];
-                }
-                needs_maximum = false;
-                return rescale;
+            if (__builtin_expect(__any_sync(kAllLanes, is_unusual<kIsFirst>(sums)), false)) {
+                return repair<kIsFirst>(scores, sums, recompute);
             }
-            if (!__any_sync(kAllLanes, is_lost<kIsFirst>(sums))) {
-                if (__any_sync(kAllLanes, is_out_of_range<kIsFirst>(sums))) {
-                    return move_reference<kIsFirst>(scores, sums);
-                }
-                correct_rounding(scores, sums);
-                needs_maximum = false;
-                return rescale;
+            CUTE_UNROLL
+            for (int row = 0; row < kNRows; ++row) {
+                row_sum[row] += sums[row];
             }
-            recompute(scores);
-            if (kIsFirst) {
-                CUTE_UNROLL
-                for (int row = 0; row < kNRows; ++row) {
-                    row_max[row] = -INFINITY;
-                }
-            }
+            needs_maximum = false;
+            return rescale;
         }
         return step_with_maximum(scores);
     }
@@ -182,6 +168,30 @@ private:
             result |= sums[row] > kLargestSum || (kIsFirst && quad_sum(sums[row]) < kSmallestSum);
         }
         return result;
+    }
+
+    // An unusual step: begins again, moves the reference, or corrects for a dominant key.
+    template <bool kIsFirst, typename TensorS, typename Recompute>
+    __device__ __forceinline__ Rescale repair(TensorS &scores, const float (&sums)[kNRows],
+                                              const Recompute &recompute) {
+        if (__any_sync(kAllLanes, is_lost<kIsFirst>(sums))) {
+            recompute(scores);
+            if (kIsFirst) {
+                CUTE_UNROLL
+                for (int row = 0; row < kNRows; ++row) {
+                    row_max[row] = -INFINITY;
+                }
+            }
+            return step_with_maximum(scores);
+        }
+        if (__any_sync(kAllLanes, is_out_of_range<kIsFirst>(sums))) {
+            return move_reference<kIsFirst>(scores, sums);
+        }
+        correct_rounding(scores, sums);
+        needs_maximum = false;
+        Rescale rescale;
+        rescale.is_needed = false;
+        return rescale;
     }
 
     // Adds the sums of a step in which some key is dominant, and notes the rounding of its probability.
