@@ -3,7 +3,7 @@
 
 #include <cute/tensor.hpp>
 
-#include "../flash.h"
+#include "../common/block_info.h"
 
 namespace flash::sm80 {
 
@@ -21,17 +21,17 @@ __device__ __forceinline__ int thread_index() {
     return index;
 }
 
-// The rows [begin, begin + count). begin may be negative.
+// The rows [begin, end) of a tile. begin may be negative.
 struct RowRange {
-    int begin, count;
+    int begin, end;
 
-    __device__ __forceinline__ bool contains(int row) const { return unsigned(row - begin) < unsigned(count); }
+    __device__ __forceinline__ bool contains(int row) const { return row >= begin && row < end; }
 };
 
-// The rows of the tile that begins at first_row which see at least one key. range: KeyRange.
-template <typename Range>
-__device__ __forceinline__ RowRange rows_with_key(const Range &range, int first_row) {
-    return {range.begin_row() - first_row, max(range.end_row() - range.begin_row(), 0)};
+// The rows that see at least one key, in the tile that begins at first_row.
+template <bool Is_local>
+__device__ __forceinline__ RowRange rows_with_key(const KeyRange<Is_local> &range, int first_row) {
+    return {Is_local ? range.begin_row() - first_row : 0, range.end_row() - first_row};
 }
 
 // A [seqlen, headdim] slice of one head of one sequence, whose rows begin at `row`, as a CuTe tensor.

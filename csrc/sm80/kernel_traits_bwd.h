@@ -89,6 +89,7 @@ struct Flash_bwd_kernel_traits {
         alignas(128) float dq[kStagedDQ ? kSizeQ : 4];
         alignas(16) float lse[kStages][kBlockM];
         alignas(16) float delta[kStages][kBlockM];
+        bool is_in_order;  // BwdMode::general: dQ is summed key block by key block
     };
     static constexpr int kSmemSize = sizeof(SharedStorage);
 

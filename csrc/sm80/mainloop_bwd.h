@@ -52,7 +52,10 @@ public:
     // is_in_order: dQ is summed key block by key block.
     __device__ MainloopBwd(const Flash_bwd_params &params, const Info &info, SharedStorage &shared, int bidb, int bidh,
                            bool is_in_order)
-        : params(params), info(info), shared(shared), bidb(bidb), bidh(bidh), is_in_order(is_in_order) {
+        : params(params), info(info), shared(shared), bidb(bidb), bidh(bidh) {
+        if (kDecidesAtRunTime && threadIdx.x == 0) {
+            shared.is_in_order = is_in_order;  // run() synchronises before it is read
+        }
         padded_row = static_cast<int>(bidb * params.padded_batch_stride + bidh * params.padded_head_stride +
                                       padded_begin<may_be_varlen(kKind)>(params, bidb));
         Tensor coords = thread_copy(threadIdx.x).partition_D(make_identity_tensor(TileKV{}));
@@ -114,7 +117,6 @@ private:
     const Info &info;
     SharedStorage &shared;
     const int bidb, bidh;  // bidh: the first query head
-    const bool is_in_order;
     int padded_row;                       // first row of the sequence in head bidh, in the padded row statistics
     int next_head = 0, next_m_block;      // of the step that is loaded next
     bool next_is_large = false;           // whether one of its rows has a large log-sum-exp
@@ -382,7 +384,7 @@ private:
     __device__ __forceinline__ Reduction reduction_of(const Step &step) const {
         const int row_block = (padded_row + step.head * int(params.padded_head_stride)) / kBlockM + step.m_block;
         int *counts = nullptr;
-        if (is_in_order) {
+        if (kMode == BwdMode::deterministic || (kDecidesAtRunTime && shared.is_in_order)) {
             counts = params.dq_semaphore + int64_t(row_block) * Traits::kNWarps;
         }
         return Reduction(params.dq_accum + int64_t(row_block) * (kBlockM * kHeadDim), counts,
