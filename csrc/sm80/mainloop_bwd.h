@@ -116,7 +116,7 @@ private:
     const Flash_bwd_params &params;
     const Info &info;
     SharedStorage &shared;
-    const int bidb, bidh;  // bidh: the first query head
+    const int bidb, bidh;                 // bidh: the first query head
     int padded_row;                       // first row of the sequence in head bidh, in the padded row statistics
     int next_head = 0, next_m_block;      // of the step that is loaded next
     bool next_is_large = false;           // whether one of its rows has a large log-sum-exp
