@@ -95,14 +95,14 @@ public:
                 __syncthreads();  // all threads are done with Q and dO
                 load_step(0);
             }
-            if (!kPassesInNextStep<Traits>) {
+            if (!kPassesInNextStep<Traits, kMode>) {
                 held.pass();
             }
             if (kStages == 2) {
                 stage ^= 1;
             }
         }
-        if (kPassesInNextStep<Traits>) {
+        if (kPassesInNextStep<Traits, kMode>) {
             held.pass();
         }
 #ifdef FLASH_HAS_BULK_REDUCE
@@ -284,7 +284,7 @@ private:
         clear(acc_p);
         multiply<LdMatrix, LdMatrix>(TiledMmaSdP{}, acc_p, smem_tensor<typename Traits::SmemKV::Layout>(shared.k),
                                      slice_of_rows(sQ(shared.q[step.stage]), slice));
-        if (kPassesInNextStep<Traits> && slice == 0) {
+        if (kPassesInNextStep<Traits, kMode> && slice == 0) {
             held.pass();
         }
 
