@@ -1,4 +1,4 @@
-// Dropout of probabilities in an mma accumulator, as philox.h decides it.
+// Dropout of the probabilities in an mma accumulator, with the random bits of philox.h.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -9,14 +9,14 @@ namespace flash {
 
 using namespace cute;
 
-// Of two 16-bit numbers in one word, whether the upper or the lower one is below threshold.
+// A word holds two 16-bit numbers: whether the upper or the lower one is below the threshold.
 __device__ __forceinline__ bool is_below(uint32_t both, bool upper, unsigned threshold) {
     return (upper ? both : both << 16) < threshold << 16;
 }
 
-// Forward: dropped probabilities become 0. p: (row=(2, MMA_M), col=(2, MMA_N)) as rowcol_layout makes it, rows queries,
-// columns keys, two neighbours of MMA_N 16 keys; coords: the same layout holding (row, col) in a tile that begins at
-// first_query and first_key.
+// Forward: dropped probabilities become 0. p: (row=(2, MMA_M), col=(2, MMA_N)), the layout of rowcol_layout. Rows are
+// queries, columns are keys; two consecutive MMA_N are 16 consecutive keys. coords: the same layout, holding (row, col)
+// in a tile that begins at first_query and first_key.
 template <typename TensorP, typename TensorC>
 __device__ __forceinline__ void drop(TensorP &p, const TensorC &coords, const DropoutStream &stream, unsigned threshold,
                                      int first_query, int first_key) {
@@ -39,16 +39,19 @@ __device__ __forceinline__ void drop(TensorP &p, const TensorC &coords, const Dr
     }
 }
 
-// Backward: dropped probabilities change their sign, also of 0. p: (row=(2, MMA_N), col=(2, MMA_M)), rows keys, columns
-// queries, two neighbours of MMA_M 16 queries; coords likewise.
+// Backward: dropped probabilities get a negative sign (0 becomes -0). p: (row=(2, MMA_N), col=(2, MMA_M)). Rows are
+// keys, columns are queries; two consecutive MMA_M are 16 consecutive queries. coords: the same layout, holding (row,
+// col).
 //
-// A thread holds one key of a pair (k, k + 1) and both queries of a pair: the lane that has the other key needs the
-// other half of the same two calls, so each makes one of them.
+// A thread holds one key of a pair (k, k + 1) and both queries (q, q + 1). The bits of these four pairs come from two
+// calls of Philox. The lane with the other key needs the same two calls, so each lane makes one and they exchange
+// halves.
 template <typename TensorP, typename TensorC>
 __device__ __forceinline__ void mark_dropped_transposed(TensorP &p, const TensorC &coords, const DropoutStream &stream,
                                                         unsigned threshold, int first_query, int first_key) {
     static_assert(decltype(size<1, 1>(p))::value % 2 == 0);
-    const bool is_odd = get<0>(coords(0, 0)) % 2 != 0;  // of the key, in every row: tiles begin at even ones
+    const bool is_odd = get<0>(coords(0, 0)) % 2 !=
+                        0;  // the parity of the key is the same in every row, because tiles begin at even keys
     CUTE_UNROLL
     for (int m = 0; m < size<0, 1>(p); ++m) {
         CUTE_UNROLL

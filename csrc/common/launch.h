@@ -1,4 +1,4 @@
-// What every kernel launch needs: errors as exceptions, shared memory beyond the default, a grid that CUDA takes.
+// Helpers of kernel launches: CUDA errors as exceptions, the limit of a grid, shared memory beyond the default.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -15,7 +15,7 @@ inline void check_cuda(cudaError_t error, const char *what) {
     }
 }
 
-// grid: thread blocks; what: the product that they are.
+// grid: CTAs. what: the product that gives this number, for the message.
 inline void check_grid(int64_t grid, const char *what) {
     if (grid > INT32_MAX) {
         throw std::runtime_error(std::string("flash_attn_mini: ") + what + " is " + std::to_string(grid) +
@@ -23,10 +23,10 @@ inline void check_grid(int64_t grid, const char *what) {
     }
 }
 
-// Lets thread blocks of `kernel` have smem bytes of dynamic shared memory.
+// Allows each CTA of `kernel` smem bytes of dynamic shared memory.
 template <typename Kernel>
 void reserve_smem(Kernel *kernel, int smem) {
-    constexpr int kDefaultSmem = 48 * 1024;  // bytes a block may use without asking
+    constexpr int kDefaultSmem = 48 * 1024;  // bytes that a CTA may use without this call
     if (smem > kDefaultSmem) {
         check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem),
                    "reserving shared memory");

@@ -1,6 +1,6 @@
 // The kernel to read first: FlashAttention's forward for one head in plain CUDA, float32, no CuTe, no tensor cores.
-// The whole algorithm is the loop over key tiles in flash_attn_minimal_kernel; sm80/ runs the same loop, with tensor
-// cores for the two products and copies that overlap them. docs/algorithm.md derives the online softmax.
+// The algorithm is the loop over key tiles in flash_attn_minimal_kernel. sm80/ runs the same loop with tensor cores for
+// the two products and copies that overlap them. docs/algorithm.md derives the online softmax.
 #include "flash_attn_minimal.h"
 
 #include <cuda_runtime.h>
@@ -11,10 +11,10 @@
 namespace flash {
 namespace {
 
-// One thread block computes kBlockM rows of the output and walks over the keys kBlockN at a time. Four neighbouring
-// threads share a row: thread t of the four owns the keys t, t + 4, t + 8, ... of a tile, and the same columns of the
-// output. So everything about a row stays within four lanes of one warp, and they talk through shuffles.
-constexpr int kBlockM = 64;                             // queries per thread block
+// One CTA (thread block) computes kBlockM rows of the output. Each step of its loop takes kBlockN keys. Four
+// neighbouring threads share a row: thread t of the four owns the keys t, t + 4, t + 8, ... of a tile and the same
+// columns of the output. They are lanes of one warp, so they exchange values with shuffles.
+constexpr int kBlockM = 64;                             // queries per CTA
 constexpr int kBlockN = 64;                             // keys per step
 constexpr int kMaxHeadDim = 128;                        // columns of q, k, v and o
 constexpr int kThreadsPerRow = 4;                       // threads that share one row
@@ -22,22 +22,22 @@ constexpr int kThreads = kBlockM * kThreadsPerRow;      // 256
 constexpr int kKeys = kBlockN / kThreadsPerRow;         // scores that a thread holds: 16
 constexpr int kColumns = kMaxHeadDim / kThreadsPerRow;  // output columns that a thread holds: 32
 
-// A row of a tile takes headdim + 1 floats of shared memory. Without the one, the rows that a warp reads side by side
-// would start in the same memory bank and wait for one another.
+// A row of a tile takes headdim + 1 floats of shared memory. The extra float avoids bank conflicts: a warp reads
+// several rows at once, and with headdim floats per row they would start in the same memory bank.
 __host__ __device__ constexpr int tile_stride(int headdim) {
     return headdim + 1;
 }
 
-// Three tiles: Q, K, V. At head dim 128 that is 97 KB: more than the 48 KB that a kernel gets without asking, less than
-// the 99 KB of the smallest GPUs since Ampere.
+// Three tiles: Q, K, V. At head dim 128 they take 97 KB: more than the default limit of 48 KB, less than the 99 KB that
+// every GPU since Ampere offers.
 constexpr int smem_bytes(int headdim) {
     return (kBlockM + 2 * kBlockN) * tile_stride(headdim) * static_cast<int>(sizeof(float));
 }
 
-// Copies rows [first_row, first_row + 64) of a [seqlen, headdim] matrix to shared memory, all threads together.
-// Rows past the end become zeros: they are never read from memory, which may end there.
+// Copies rows [first_row, first_row + 64) of a [seqlen, headdim] matrix to shared memory. All threads take part. Rows
+// past the end become zeros; they are not read.
 __device__ void load_tile(float *tile, const float *matrix, int first_row, int seqlen, int headdim) {
-    static_assert(kBlockM == kBlockN, "load_tile serves q, k and v alike");
+    static_assert(kBlockM == kBlockN, "load_tile copies tiles of q, k and v");
     for (int i = threadIdx.x; i < kBlockN * headdim; i += kThreads) {
         const int row = i / headdim, col = i % headdim;
         const bool inside = first_row + row < seqlen;
@@ -46,7 +46,7 @@ __device__ void load_tile(float *tile, const float *matrix, int first_row, int s
     }
 }
 
-// Maximum and sum over the four threads of a row: exchange with the neighbour, then with the neighbouring pair.
+// Maximum and sum over the four threads of a row: exchange with the neighbour, then with the other pair.
 __device__ float row_max(float x) {
     x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
     return fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
@@ -67,31 +67,31 @@ __global__ void __launch_bounds__(kThreads)
     float *sK = sQ + kBlockM * stride;  // (kBlockN, headdim)
     float *sV = sK + kBlockN * stride;  // (kBlockN, headdim)
 
-    const int row = threadIdx.x / kThreadsPerRow;  // my row of the tile
-    const int t = threadIdx.x % kThreadsPerRow;    // which of its four threads I am
+    const int row = threadIdx.x / kThreadsPerRow;  // of this thread in the tile
+    const int t = threadIdx.x % kThreadsPerRow;    // number of this thread among the four of its row
     const int first_row = blockIdx.x * kBlockM;    // first query of the tile
 
-    // The keys that a query may see end before key_end: at the sequence's end, and when causal at the diagonal. No row
-    // of the tile sees further than the last row, so the loop stops there: causal does half of the work.
+    // This row sees the keys [0, key_end): up to the end of the sequence or, if causal, up to the diagonal. The last
+    // row of the tile sees the most keys, so the loop ends at its last key. With a causal mask that halves the work.
     const int diagonal = seqlen_k - seqlen_q;
     const int last_row = min(first_row + kBlockM, seqlen_q) - 1;
     const int key_end = causal ? min(seqlen_k, first_row + row + diagonal + 1) : seqlen_k;
     const int loop_end = causal ? min(seqlen_k, last_row + diagonal + 1) : seqlen_k;
 
-    // What the online softmax remembers of the keys seen so far. The true output would be acc / sum.
-    float max_score = -INFINITY;  // largest score of my row
+    // State of the online softmax over the keys so far. The output is acc / sum.
+    float max_score = -INFINITY;  // largest score of the row
     float sum = 0.f;              // sum over the keys of exp(score - max_score)
-    float acc[kColumns] = {0.f};  // sum over the keys of exp(score - max_score) * v[key], my columns
+    float acc[kColumns] = {0.f};  // sum over the keys of exp(score - max_score) * v[key], columns of this thread
 
     load_tile(sQ, q, first_row, seqlen_q, headdim);
 
     for (int first_key = 0; first_key < loop_end; first_key += kBlockN) {
-        __syncthreads();  // everyone is done with the previous sK and sV
+        __syncthreads();  // all threads are done with the previous sK and sV
         load_tile(sK, k, first_key, seqlen_k, headdim);
         load_tile(sV, v, first_key, seqlen_k, headdim);
         __syncthreads();  // sQ, sK and sV are complete
 
-        // 1. Scores S = scale * Q Kᵀ: my row against my 16 keys of the tile.
+        // 1. Scores S = Q Kᵀ: the row and the 16 keys of this thread.
         float s[kKeys] = {0.f};
         for (int d = 0; d < headdim; ++d) {
             const float q_d = sQ[row * stride + d];
@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(kThreads)
             for (int i = 0; i < kKeys; ++i) s[i] += q_d * sK[(i * kThreadsPerRow + t) * stride + d];
         }
 
-        // 2. Masking: a key that the query must not see scores -inf, so its exponential is 0.
+        // 2. Scale and mask: a key that the query does not see gets score -inf, so its exponential is 0.
         float tile_max = -INFINITY;
 #pragma unroll
         for (int i = 0; i < kKeys; ++i) {
@@ -108,9 +108,9 @@ __global__ void __launch_bounds__(kThreads)
             tile_max = fmaxf(tile_max, s[i]);
         }
 
-        // 3. Online softmax. The tile may raise the maximum; then all that was summed against the old one is too large
-        // by exp(new - old) and is scaled down. While a row has seen no key its maximum is -inf, and -inf - -inf would
-        // be NaN: any finite stand-in gives the zeros we want.
+        // 3. Online softmax. If the tile raises the maximum, the sums so far are too large by the factor exp(new - old)
+        // and are scaled down. The maximum is -inf while a row has seen no key; -inf - -inf would be NaN, so shift is 0
+        // then, and the exponentials are 0.
         const float new_max = fmaxf(max_score, row_max(tile_max));
         const float shift = new_max == -INFINITY ? 0.f : new_max;
         const float rescale = expf(max_score - shift);
@@ -123,8 +123,8 @@ __global__ void __launch_bounds__(kThreads)
         max_score = new_max;
         sum = sum * rescale + row_sum(tile_sum);
 
-        // 4. Output O = rescale * O + P V. P never goes to memory: key 4 * i + owner lies in s[i] of thread `owner`,
-        // and a shuffle hands it to the row's four threads.
+        // 4. Output O = rescale * O + P V. P stays in registers: s[i] of thread `owner` holds key 4 * i + owner, and a
+        // shuffle sends it to the four threads of the row.
 #pragma unroll
         for (int c = 0; c < kColumns; ++c) acc[c] *= rescale;
 #pragma unroll
@@ -141,14 +141,15 @@ __global__ void __launch_bounds__(kThreads)
         }
     }
 
-    // A row that saw no key has sum = 0; its output is 0, not 0 / 0.
+    // A row without a key has sum 0. Its output is 0, even if acc is NaN because of an infinite v.
     if (first_row + row >= seqlen_q) return;
-    const float inv_sum = sum == 0.f ? 0.f : 1.f / sum;
+    const bool has_key = sum != 0.f;
+    const float inv_sum = 1.f / sum;
     float *o_row = o + static_cast<size_t>(first_row + row) * headdim;
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
         const int col = c * kThreadsPerRow + t;
-        if (col < headdim) o_row[col] = acc[c] * inv_sum;
+        if (col < headdim) o_row[col] = has_key ? acc[c] * inv_sum : 0.f;
     }
 }
 
@@ -170,7 +171,7 @@ void run_flash_attn_minimal(const float *q, const float *k, const float *v, floa
         throw std::invalid_argument("flash_attn_minimal: seqlen_q and seqlen_k must not be negative, got " +
                                     std::to_string(seqlen_q) + " and " + std::to_string(seqlen_k));
     }
-    if (seqlen_q == 0) return;  // a grid of no blocks is an error to CUDA
+    if (seqlen_q == 0) return;  // CUDA rejects an empty grid
     check(cudaFuncSetAttribute(flash_attn_minimal_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                smem_bytes(headdim)),
           "shared memory");

@@ -1,5 +1,5 @@
-// The one entry of the minimal kernel. Outside the call chain of flash_attn_func: _C.minimal_fwd and
-// tests/test_minimal_cuda.py call it, readers start with flash_attn_minimal.cu. No torch here.
+// Launch function of the minimal kernel (flash_attn_minimal.cu). It is not part of the call chain of flash_attn_func:
+// _C.minimal_fwd and tests/test_minimal_cuda.py call it. No torch here.
 #pragma once
 
 #include <cuda_runtime_api.h>

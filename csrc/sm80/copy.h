@@ -1,24 +1,37 @@
-// Moves of one tile between global memory, shared memory and registers, and the products on them.
+// Copies of one tile between global memory, shared memory and registers, and the products of tiles.
 #pragma once
 
 #include <cute/tensor.hpp>
 
-#include "../flash.h"
+#include "../common/block_info.h"
 
 namespace flash::sm80 {
 
 using namespace cute;
 
-// threadIdx.x; to spare registers it is read anew, so that the addresses derived from it are recomputed in every step
-// rather than kept over the whole loop.
-template <bool kSparesRegisters>
+// threadIdx.x. kRecomputesAddresses: the register is read again at each call, so that the compiler recomputes the
+// addresses derived from it instead of keeping them in registers.
+template <bool kRecomputesAddresses>
 __device__ __forceinline__ int thread_index() {
-    if constexpr (!kSparesRegisters) {
+    if constexpr (!kRecomputesAddresses) {
         return threadIdx.x;
     }
     int index;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
     return index;
+}
+
+// The rows [begin, end) of a tile. begin may be negative.
+struct RowRange {
+    int begin, end;
+
+    __device__ __forceinline__ bool contains(int row) const { return row >= begin && row < end; }
+};
+
+// The rows that see at least one key, in the tile that begins at first_row.
+template <bool Is_local>
+__device__ __forceinline__ RowRange rows_with_key(const KeyRange<Is_local> &range, int first_row) {
+    return {Is_local ? range.begin_row() - first_row : 0, range.end_row() - first_row};
 }
 
 // A [seqlen, headdim] slice of one head of one sequence, whose rows begin at `row`, as a CuTe tensor.
@@ -29,14 +42,15 @@ __device__ auto head_tensor(const TensorRef &x, int bidb, int bidh, int row, int
     return make_tensor(make_gmem_ptr(base), make_shape(seqlen, d), make_stride(x.row_stride, _1{}));
 }
 
-// Starts the copy of a tile; rows from rows_left on and columns outside the head dim become zeros in shared memory.
-// source, target, coords: (copy, rows, columns) of one thread; column_in_range: (columns).
+// Starts the copy of a tile. Rows outside of `rows` and columns outside of the head dim become zeros in shared memory;
+// they are not read. source, target, coords: (copy, rows, columns) of one thread; column_in_range: (columns).
 template <typename TiledCopy, typename TensorG, typename TensorS, typename TensorC, typename TensorP>
 __device__ __forceinline__ void copy_tile_async(const TiledCopy &tiled_copy, const TensorG &source, TensorS &&target,
-                                                const TensorC &coords, const TensorP &column_in_range, int rows_left) {
+                                                const TensorC &coords, const TensorP &column_in_range,
+                                                const RowRange &rows) {
     CUTE_UNROLL
     for (int row = 0; row < size<1>(source); ++row) {
-        const bool row_in_range = get<0>(coords(0, row, 0)) < rows_left;
+        const bool row_in_range = rows.contains(get<0>(coords(0, row, 0)));
         CUTE_UNROLL
         for (int col = 0; col < size<2>(source); ++col) {
             copy(tiled_copy.with(row_in_range && column_in_range(col)), source(_, row, col), target(_, row, col));
@@ -44,18 +58,18 @@ __device__ __forceinline__ void copy_tile_async(const TiledCopy &tiled_copy, con
     }
 }
 
-// The same for the keys from first_key on of a paged K or V, whose rows the block table finds: `head` is page 0 of the
-// key's head, `target` the tile in shared memory.
+// The same for the keys from first_key on of a paged K or V. head: page 0 of the key/value head; page_table: the pages
+// of the sequence, each clamped to the num_pages that there are; target: the tile in shared memory.
 template <typename TiledCopy, typename Element, typename TensorS, typename TensorC, typename TensorP>
 __device__ __forceinline__ void copy_paged_tile_async(const TiledCopy &tiled_copy, const TensorRef &x,
-                                                      const Element *head, const int *pages, int page_size,
-                                                      TensorS &&target, const TensorC &coords,
+                                                      const Element *head, const int *page_table, int num_pages,
+                                                      int page_size, TensorS &&target, const TensorC &coords,
                                                       const TensorP &column_in_range, int first_key, int seqlen_k) {
     CUTE_UNROLL
     for (int row = 0; row < size<1>(target); ++row) {
         const int key = first_key + get<0>(coords(0, row, 0));
         const bool row_in_range = key < seqlen_k;
-        const int64_t page = row_in_range ? pages[key / page_size] : 0;
+        const int64_t page = row_in_range ? min(unsigned(page_table[key / page_size]), unsigned(num_pages - 1)) : 0;
         const Element *source_row = head + page * x.batch_stride + key % page_size * x.row_stride;
         CUTE_UNROLL
         for (int col = 0; col < size<2>(target); ++col) {
@@ -83,14 +97,16 @@ __device__ __forceinline__ void store_tile(const TiledCopy &tiled_copy, const Te
     }
 }
 
-// acc += A B^T with A and B in shared memory, rA and rB their room in registers; the first kASteps of A are in rA
-// already. after_step(k, steps) may put other instructions between the steps. The compiler moves the loads of later
-// steps ahead by itself; asking for it here costs registers and time.
-struct Nothing {
-    __device__ void operator()(int, int) const {}
+struct NoOp {
+    template <typename... Args>
+    __device__ __forceinline__ void operator()(Args...) const {}
 };
+
+// acc += A B^T with A and B in shared memory; rA and rB are their fragments. The first kASteps of A are in rA already.
+// after_step(k, steps) puts other instructions between the steps. The compiler moves the loads of later steps ahead by
+// itself; asking for it here costs registers and time.
 template <int kASteps, typename TensorAcc, typename TensorrA, typename TensorrB, typename TensorsA, typename TensorsB,
-          typename TiledMma, typename CopyA, typename CopyB, typename AfterStep = Nothing>
+          typename TiledMma, typename CopyA, typename CopyB, typename AfterStep = NoOp>
 __device__ __forceinline__ void gemm(TensorAcc &acc, TensorrA &rA, TensorrB &rB, const TensorsA &sA, const TensorsB &sB,
                                      const TiledMma &tiled_mma, const CopyA &copy_A, const CopyB &copy_B, int thread,
                                      const AfterStep &after_step = {}) {
@@ -111,7 +127,7 @@ __device__ __forceinline__ void gemm(TensorAcc &acc, TensorrA &rA, TensorrB &rB,
     }
 }
 
-// acc += A B with A in registers, as P is after softmax, and sB this thread's part of B.
+// acc += A B with A in registers, as P is after the softmax. sB: this thread's part of B.
 template <typename TensorAcc, typename TensorrA, typename TensorrB, typename TensorsB, typename TiledMma,
           typename CopyB, typename ThrCopyB>
 __device__ __forceinline__ void gemm_rs(TensorAcc &acc, const TensorrA &rA, TensorrB &rB, const TensorsB &sB,

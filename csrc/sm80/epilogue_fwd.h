@@ -1,5 +1,5 @@
-// What leaves the kernel: O, normalised and rounded, through shared memory so that rows go out in 16-byte pieces, and
-// the log-sum-exp of every row.
+// Forward epilogue: normalises O, converts it, stages it in shared memory, stores 16 bytes per thread; stores the
+// log-sum-exp of every row.
 #pragma once
 
 #include "layout.h"
@@ -16,7 +16,7 @@ __device__ __forceinline__ void epilogue_fwd(const Flash_fwd_params &params, con
     const int tidx = threadIdx.x;
     const int rows_left = sequence.seqlen_q - m_block * kBlockM;
 
-    // Normalise, and write the log-sum-exp: of the four lanes that share a row, the one that holds column 0.
+    // Normalise. Four lanes share a row; the lane that holds column 0 writes its log-sum-exp.
     Tensor acc_o_rowcol = make_tensor(acc_o.data(), rowcol_layout(acc_o.layout()));
     float lse[decltype(size<0>(acc_o_rowcol))::value];
     const float rp_dropout = is_general(kKind) ? params.rp_dropout : 1.0f;
@@ -39,9 +39,9 @@ __device__ __forceinline__ void epilogue_fwd(const Flash_fwd_params &params, con
     Tensor sO = make_tensor(make_smem_ptr(shared.o), typename Traits::SmemLayoutO{});  // (BLK_M, HD)
     auto smem_copy = make_tiled_copy_C(typename Traits::SmemCopyAtomO{}, tiled_mma);
     auto thr_smem_copy = smem_copy.get_thread_slice(tidx);
-    __syncthreads();  // all are done with Q, whose room O takes
+    __syncthreads();  // all threads are done with Q: O takes its buffer
     copy(smem_copy, thr_smem_copy.retile_S(rO), thr_smem_copy.partition_D(sO));
-    __syncthreads();  // O is whole
+    __syncthreads();  // O is complete
 
     Tensor mO =
         head_tensor<Element>(params.o, bidb, bidh, sequence.q_begin, sequence.seqlen_q, params.d);  // (seqlen_q, d)

@@ -1,4 +1,4 @@
-// What run_mha.cpp calls: one launch function per (dtype, head dim, kind of call), instantiated in
+// Launch functions of the sm80 backward, called by run_mha.cpp: one for each dtype, head dim and kind, instantiated in
 // flash_bwd_instantiation.cu.
 #pragma once
 
@@ -9,7 +9,7 @@
 
 namespace flash::sm80 {
 
-// Throw std::runtime_error when a launch fails. The general one takes any call: other kinds hand it what is rare.
+// Both throw std::runtime_error if a launch fails. The general one takes any call; the others pass it the rare ones.
 template <DType kDType, int kHeadDim, Kind kKind>
 void run_flash_bwd(const Flash_bwd_params &params, cudaStream_t stream);
 template <DType kDType, int kHeadDim>

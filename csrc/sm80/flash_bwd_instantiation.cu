@@ -1,5 +1,5 @@
-// Compiled for each dtype, head dim and kind of call: build_tools/kernels.py defines FLASH_DTYPE, FLASH_HEADDIM and
-// FLASH_KIND; for the kernel that takes any call, FLASH_KIND is not defined.
+// Compiled for each dtype, head dim and kind: build_tools/kernels.py defines FLASH_DTYPE, FLASH_HEADDIM and FLASH_KIND.
+// Without FLASH_KIND it is the general kernel, which takes any call.
 #include "flash_bwd_launch_template.h"
 
 namespace flash::sm80 {

@@ -6,33 +6,48 @@
 
 namespace flash::sm80 {
 
-// One block of keys of one head of dK and dV: load K and V, loop over the query rows that see them, write.
+// One block of keys of one head of dK and dV: load K and V, loop over the query rows that see them, store.
 template <typename Traits, Kind kKind, BwdMode kMode>
 __device__ __forceinline__ void compute_dq_dk_dv_1colblock(const Flash_bwd_params &params, const Sequence &sequence,
-                                                           int bidb, int bidh_dkv, int n_block) {
+                                                           int bidb, int bidh_dkv, int n_block, bool is_in_order) {
     extern __shared__ char smem[];
     auto &shared = *reinterpret_cast<typename Traits::SharedStorage *>(smem);
     const ColumnBlockInfo<Traits::kBlockM, Traits::kBlockN, is_local(kKind)> info(params, sequence, n_block);
 
-    using Tile = Shape<Int<Traits::kBlockN>, Int<Traits::kHeadDim>>;
-    Tensor acc_dk = partition_fragment_C(typename Traits::TiledMmadKV{}, Tile{});  // (MMA, MMA_N, MMA_K)
-    Tensor acc_dv = partition_fragment_C(typename Traits::TiledMmadKV{}, Tile{});  // (MMA, MMA_N, MMA_K)
+    using TileKV = Shape<Int<Traits::kBlockN>, Int<Traits::kHeadDim>>;
+    Tensor acc_dk = partition_fragment_C(typename Traits::TiledMmadKV{}, TileKV{});  // (MMA, MMA_N, MMA_K)
+    Tensor acc_dv = partition_fragment_C(typename Traits::TiledMmadKV{}, TileKV{});  // (MMA, MMA_N, MMA_K)
     clear(acc_dk);
     clear(acc_dv);
     if (info.num_m_blocks() > 0) {
-        mainloop_bwd<Traits, kKind, kMode>(params, info, shared, bidb, bidh_dkv * params.heads_per_dkv, acc_dk, acc_dv);
+        const int bidh = bidh_dkv * params.heads_per_dkv;
+        MainloopBwd<Traits, kKind, kMode>(params, info, shared, bidb, bidh, is_in_order).run(acc_dk, acc_dv);
     }
     epilogue_bwd<Traits, kKind>(params, sequence, shared, bidb, bidh_dkv, n_block, acc_dk, acc_dv);
 }
 
-// Thread blocks walk the key blocks of a head, then the heads, then the batch, so that neighbours share Q and dO in L2;
-// when causal the first key blocks are seen by most rows, so that the last thread blocks to finish are short.
-// Deterministic: CTAs take an atomic number when they start, so that none waits for a CTA that is not scheduled yet
+// Whether dQ is summed key block by key block. cu_seqlens has to rise for it: else sequences overlap or a key block has
+// no CTA, and those that come after it would wait for ever.
+template <BwdMode kMode>
+__device__ __forceinline__ bool sums_in_order(const Flash_bwd_params &params) {
+    if (kMode != BwdMode::general || params.dq_semaphore == nullptr || params.cu_seqlens_q == nullptr) {
+        return kMode == BwdMode::deterministic || (kMode == BwdMode::general && params.dq_semaphore != nullptr);
+    }
+    bool rises = true;
+    for (int i = threadIdx.x; i < params.b; i += blockDim.x) {
+        rises &= params.cu_seqlens_q[i] <= params.cu_seqlens_q[i + 1];
+        rises &= params.cu_seqlens_k[i] <= params.cu_seqlens_k[i + 1];
+    }
+    return __syncthreads_and(rises);
+}
+
+// CTAs take the key blocks of a head, then the heads, then the batch, so that neighbours share Q and dO in L2. Causal:
+// most rows see the first key blocks, so the CTAs that finish last are short.
+// In order: CTAs take an atomic number when they start, so that none waits for a CTA that is not scheduled yet
 // (deadlock). Nothing but the number passes between them, so the atomic is relaxed.
 template <typename Traits, Kind kKind, BwdMode kMode>
 __device__ __forceinline__ void compute_dq_dk_dv(const Flash_bwd_params &params) {
-    const bool is_in_order =
-        kMode == BwdMode::deterministic || (kMode == BwdMode::general && params.dq_semaphore != nullptr);
+    const bool is_in_order = sums_in_order<kMode>(params);
     int tile = blockIdx.x;
     if (is_in_order) {
         extern __shared__ char smem[];
@@ -44,18 +59,18 @@ __device__ __forceinline__ void compute_dq_dk_dv(const Flash_bwd_params &params)
         tile = number;
         __syncthreads();  // all threads have read it
     }
-    // Deterministic and local: the last key blocks add first (ColumnBlockInfo::order_in), so they start first.
+    // In order and local: the last key blocks add first (ColumnBlockInfo::order_in), so they start first.
     const auto [bidb, bidh_dkv, n_block] =
         key_blocks<may_be_varlen(kKind)>(params, params.h / params.heads_per_dkv, Traits::kBlockN)
             .place(tile, is_in_order && is_local(kKind));
     const Sequence seq = sequence<may_be_varlen(kKind)>(params, bidb);
     if (n_block * Traits::kBlockN < seq.seqlen_k) {
-        compute_dq_dk_dv_1colblock<Traits, kKind, kMode>(params, seq, bidb, bidh_dkv, n_block);
+        compute_dq_dk_dv_1colblock<Traits, kKind, kMode>(params, seq, bidb, bidh_dkv, n_block, is_in_order);
     }
 }
 
 template <typename Traits, Kind kKind, BwdMode kMode>
-__global__ void __launch_bounds__(Traits::kNThreads, Traits::Tile::kMinBlocksPerSM)
+__global__ void __launch_bounds__(Traits::kNThreads, Traits::TileSize::kMinBlocksPerSM)
     flash_bwd_kernel(const __grid_constant__ Flash_bwd_params params) {
 #ifdef FLASH_HAS_BULK_REDUCE
     constexpr bool kHasBulkReduce = true;

@@ -1,17 +1,18 @@
 // run_flash_bwd: tile sizes, grids and shared memory of the three kernels of a backward, and their launches.
 #pragma once
 
+#include "../common/flash_bwd_preprocess_kernel.h"
 #include "../common/launch.h"
 #include "../trace.h"
 #include "flash_bwd.h"
+#include "flash_bwd_convert_dq_kernel.h"
 #include "flash_bwd_kernel.h"
-#include "flash_bwd_preprocess_kernel.h"
 
 namespace flash::sm80 {
 
-template <DType kDType, int kHeadDim, Kind kKind, typename Tile, bool kHasBulkReduce, BwdMode kMode>
+template <DType kDType, int kHeadDim, Kind kKind, typename TileSize, bool kHasBulkReduce, BwdMode kMode>
 void launch_flash_bwd(const Flash_bwd_params &params, cudaStream_t stream) {
-    using Traits = Flash_bwd_kernel_traits<kDType, kHeadDim, Tile, kHasBulkReduce, kKind>;
+    using Traits = Flash_bwd_kernel_traits<kDType, kHeadDim, TileSize, kHasBulkReduce, kKind>;
     const int64_t preprocess_grid = padded_rows(params) / kPreprocessRows;
     const int64_t grid = key_blocks(params, params.h / params.heads_per_dkv, Traits::kBlockN).count();
     const int64_t convert_grid = row_blocks(params, Traits::kBlockM).count();
@@ -43,12 +44,11 @@ void launch_flash_bwd(const Flash_bwd_params &params, cudaStream_t stream) {
     }
 }
 
-// GPUs whose thread blocks get too little shared memory for the usual tile run everything on the most general kernel,
-// in a tile of its own.
+// A GPU with too little shared memory for the tile runs the call on the general kernel, in its small tile if need be.
 template <DType kDType, int kHeadDim, Kind kKind, BwdMode kMode, bool kHasBulkReduce>
 void choose_tile(const Flash_bwd_params &params, cudaStream_t stream) {
-    using Large = typename TileSizesBwd<kHeadDim, kKind, kMode>::Tile;
-    using Small = typename TileSizesBwdSmall<kHeadDim>::Tile;
+    using Large = typename TileSizesBwd<kHeadDim, kKind, kMode>::TileSize;
+    using Small = typename TileSizesBwdSmall<kHeadDim>::TileSize;
     constexpr int kSmem = Flash_bwd_kernel_traits<kDType, kHeadDim, Large, kHasBulkReduce, kKind>::kSmemSize;
     if (kSmem <= kLeastSmem || kSmem <= params.max_smem) {
         launch_flash_bwd<kDType, kHeadDim, kKind, Large, kHasBulkReduce, kMode>(params, stream);
@@ -59,8 +59,8 @@ void choose_tile(const Flash_bwd_params &params, cudaStream_t stream) {
     }
 }
 
-// A kernel is empty where it would not run (flash_bwd_kernel): GPUs with and without the copy engine's reductions have
-// their own.
+// GPUs with and without cp.reduce.async.bulk have kernels of their own. A kernel is empty when compiled for the others
+// (flash_bwd_kernel).
 template <DType kDType, int kHeadDim, Kind kKind, BwdMode kMode>
 void choose_reduction(const Flash_bwd_params &params, cudaStream_t stream) {
     if (params.has_bulk_reduce) {

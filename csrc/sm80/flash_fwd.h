@@ -1,4 +1,4 @@
-// What run_mha.cpp calls: one launch function per (dtype, head dim, kind of call), instantiated in
+// Launch functions of the sm80 forward, called by run_mha.cpp: one for each dtype, head dim and kind, instantiated in
 // flash_fwd_instantiation.cu.
 #pragma once
 
@@ -9,7 +9,7 @@
 
 namespace flash::sm80 {
 
-// Throws std::runtime_error when the launch fails.
+// Throws std::runtime_error if the launch fails.
 template <DType kDType, int kHeadDim, Kind kKind>
 void run_flash_fwd(const Flash_fwd_params &params, cudaStream_t stream);
 

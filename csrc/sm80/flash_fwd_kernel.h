@@ -1,14 +1,14 @@
 // The forward kernel: flash_fwd_kernel -> compute_attn -> compute_attn_1rowblock.
 #pragma once
 
-#include "epilogue_fwd.h"
 #include "../kind.h"
+#include "epilogue_fwd.h"
 #include "mainloop_fwd.h"
 
 namespace flash::sm80 {
 
-// One block of query rows of one head: load, loop over the key blocks, write. A block whose rows see no key falls
-// through the loop and writes zeros and -inf.
+// One block of query rows of one head: load, loop over the key blocks, store. A block whose rows see no key skips the
+// loop and stores output 0 and log-sum-exp -inf.
 template <typename Traits, Kind kKind>
 __device__ __forceinline__ void compute_attn_1rowblock(const Flash_fwd_params &params, const Sequence &sequence,
                                                        int bidb, int bidh, int m_block) {
@@ -23,14 +23,13 @@ __device__ __forceinline__ void compute_attn_1rowblock(const Flash_fwd_params &p
     Tensor acc_o = partition_fragment_C(typename Traits::TiledMma{},
                                         Shape<Int<Traits::kBlockM>, Int<Traits::kHeadDim>>{});  // (MMA, MMA_M, MMA_K)
     clear(acc_o);
-    const float scale_log2 =
-        params.scale_softmax_log2;
-    Softmax<2 * decltype(size<1>(acc_o))::value> softmax(scale_log2);
+    Softmax<2 * decltype(size<1>(acc_o))::value> softmax(params.scale_softmax_log2);
     if (info.n_block_max > info.n_block_min) {
-        mainloop_fwd<Traits, kKind>(params, info, shared, bidb, bidh, m_block, acc_o, softmax);
+        MainloopFwd<Traits, kKind> mainloop(params, info, shared, bidb, bidh, m_block);
+        mainloop.run(acc_o, softmax);
     }
     if constexpr (may_be_varlen(kKind)) {
-        __syncthreads();  // place and sequence are there for all
+        __syncthreads();  // place and sequence are visible to all threads
         const auto [bidb, bidh, m_block] = shared.place;
         epilogue_fwd<Traits, kKind>(params, shared.sequence, shared, bidb, bidh, m_block, acc_o, softmax);
     } else {
@@ -38,9 +37,8 @@ __device__ __forceinline__ void compute_attn_1rowblock(const Flash_fwd_params &p
     }
 }
 
-// Thread blocks walk the row blocks of a head, then the heads, then the batch, so that neighbours share K and V in L2;
-// when local (causal above all) the row blocks that see most keys come first, so that the last ones to finish are
-// short.
+// CTAs take the row blocks of a head, then the heads, then the batch, so that neighbours share K and V in L2. Causal
+// and windowed: the last row blocks, which see most keys, come first, so the CTAs that finish last are short.
 template <typename Traits, Kind kKind>
 __device__ __forceinline__ void compute_attn(const Flash_fwd_params &params) {
     const auto [bidb, bidh, m_block] =
@@ -52,7 +50,7 @@ __device__ __forceinline__ void compute_attn(const Flash_fwd_params &params) {
 }
 
 template <typename Traits, Kind kKind>
-__global__ void __launch_bounds__(Traits::kNThreads, Traits::Tile::kMinBlocksPerSM)
+__global__ void __launch_bounds__(Traits::kNThreads, Traits::TileSize::kMinBlocksPerSM)
     flash_fwd_kernel(const __grid_constant__ Flash_fwd_params params) {
     compute_attn<Traits, kKind>(params);
 }

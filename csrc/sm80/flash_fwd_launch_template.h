@@ -8,9 +8,9 @@
 
 namespace flash::sm80 {
 
-template <DType kDType, int kHeadDim, Kind kKind, typename Tile>
+template <DType kDType, int kHeadDim, Kind kKind, typename TileSize>
 void launch_flash_fwd(const Flash_fwd_params &params, cudaStream_t stream) {
-    using Traits = Flash_fwd_kernel_traits<kDType, kHeadDim, Tile>;
+    using Traits = Flash_fwd_kernel_traits<kDType, kHeadDim, TileSize>;
     auto kernel = &flash_fwd_kernel<Traits, kKind>;
     const int64_t grid = row_blocks(params, Traits::kBlockM).count();
     check_grid(grid, "batch * nheads * blocks of query rows");
@@ -25,8 +25,8 @@ void launch_flash_fwd(const Flash_fwd_params &params, cudaStream_t stream) {
 
 template <DType kDType, int kHeadDim, Kind kKind>
 void run_flash_fwd(const Flash_fwd_params &params, cudaStream_t stream) {
-    using Tile = TileSizesFwd<kHeadDim, is_general(kKind)>;
-    launch_flash_fwd<kDType, kHeadDim, kKind, Tile>(params, stream);
+    using TileSize = TileSizesFwd<kHeadDim, is_general(kKind)>;
+    launch_flash_fwd<kDType, kHeadDim, kKind, TileSize>(params, stream);
 }
 
 }  // namespace flash::sm80

@@ -1,4 +1,4 @@
-// Views of an mma accumulator: as rows and columns for softmax, as the A operand of the next product.
+// Views of an m16n8 accumulator: as rows and columns for the softmax, as the A operand of the next product.
 #pragma once
 
 #include <cutlass/numeric_conversion.h>
@@ -8,7 +8,7 @@ namespace flash {
 
 using namespace cute;
 
-// (MMA=4, MMA_M, MMA_N) -> (row=(2, MMA_M), col=(2, MMA_N)) for accumulators of m16n8 shape.
+// (MMA=4, MMA_M, MMA_N) -> (row=(2, MMA_M), col=(2, MMA_N))
 template <typename Layout0>
 __device__ auto rowcol_layout(Layout0 acc_layout) {
     static_assert(decltype(size<0>(acc_layout))::value == 4 && decltype(rank(acc_layout))::value == 3,
@@ -17,7 +17,7 @@ __device__ auto rowcol_layout(Layout0 acc_layout) {
     return make_layout(make_layout(get<0, 1>(split), get<1>(split)), make_layout(get<0, 0>(split), get<2>(split)));
 }
 
-// (MMA=4, MMA_M, MMA_N) -> (MMA=(4, 2), MMA_M, MMA_N / 2): two n8 accumulators side by side are one k16 operand.
+// (MMA=4, MMA_M, MMA_N) -> (MMA=(4, 2), MMA_M, MMA_N / 2): two neighbouring n8 accumulators are one k16 operand.
 template <typename Layout0>
 __device__ auto operand_A_layout(Layout0 acc_layout) {
     auto split = logical_divide(acc_layout, Shape<Underscore, Underscore, _2>{});  // (4, MMA_M, (2, MMA_N / 2))

@@ -1,4 +1,4 @@
-// Scores that a row may not see become -inf. Only the steps at the ends of the rows' key ranges call this.
+// The mask: scores of keys that a row does not see become -inf. Only steps at the ends of the key ranges need it.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -7,7 +7,7 @@ namespace flash {
 
 using namespace cute;
 
-// scores: (row, col) registers of the tile (m_block, n_block); coords: the same layout holding (row, col) in the tile.
+// scores: (row, col) of the tile (m_block, n_block). coords: the same layout, holding (row, col) in the tile.
 template <int kBlockM, int kBlockN, typename Info, typename TensorS, typename TensorC>
 __device__ __forceinline__ void apply_mask(TensorS &scores, const TensorC &coords, const Info &info, int m_block,
                                            int n_block) {

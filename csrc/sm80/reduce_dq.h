@@ -10,6 +10,7 @@
 #include <cute/tensor.hpp>
 
 #include "../common/dq_semaphore.h"
+#include "tile_sizes_bwd.h"
 
 namespace flash::sm80 {
 
@@ -20,9 +21,10 @@ using namespace cute;
 #endif
 
 // True: a warp passes its semaphore on in the next step, behind the products of S, so that nothing waits for the
-// reduction. False: at the end of the step, so that the next key block waits less.
-template <typename Traits>
-constexpr bool kPassesInNextStep = Traits::kPInRegisters;  // dQ is then the last product of a step
+// reduction. False: at the end of the step, so that the next key block waits less, and registers are free earlier.
+template <typename Traits, BwdMode kMode>
+constexpr bool kPassesInNextStep =
+    kMode == BwdMode::deterministic && Traits::kPInRegisters;  // dQ is then the last product of a step
 
 // One warp's part of a row block. kVectors: vectors of 4 values of each lane.
 template <int kVectors, bool kStaged>

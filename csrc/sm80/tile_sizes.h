@@ -1,22 +1,22 @@
-// Tile sizes of the sm80 forward per head dim: the one table. docs/tuning.md says how they were found.
+// Tile sizes of the sm80 forward for each head dim. docs/tuning.md has the measurements.
 #pragma once
 
 namespace flash::sm80 {
 
-template <int kBlockM_, int kBlockN_, int kNWarps_, int kMinBlocksPerSM_, bool kSparesRegisters_ = false,
+template <int kBlockM_, int kBlockN_, int kNWarps_, int kMinBlocksPerSM_, bool kRecomputesAddresses_ = false,
           int kQStepsInRegisters_ = 0>
 struct TileFwd {
-    static constexpr int kBlockM = kBlockM_;                  // query rows of a thread block
+    static constexpr int kBlockM = kBlockM_;                  // query rows of a CTA
     static constexpr int kBlockN = kBlockN_;                  // keys of a step
-    static constexpr int kNWarps = kNWarps_;                  // warps, 16 rows each at a time
-    static constexpr int kMinBlocksPerSM = kMinBlocksPerSM_;  // what the register count has to allow
-    // Recompute addresses in every step: up to 4 % slower, for tiles that would spill.
-    static constexpr bool kSparesRegisters = kSparesRegisters_;
-    // How many 16-wide slices of Q stay in registers over the loop: less to read where shared memory is the limit.
+    static constexpr int kNWarps = kNWarps_;                  // each takes 16 rows at a time
+    static constexpr int kMinBlocksPerSM = kMinBlocksPerSM_;  // CTAs per SM; limits the registers of a thread
+    // Addresses are recomputed in every step: up to 4 % slower, for tiles that would spill otherwise.
+    static constexpr bool kRecomputesAddresses = kRecomputesAddresses_;
+    // 16-wide slices of Q that stay in registers over the loop: fewer reads where shared memory is the limit.
     static constexpr int kQStepsInRegisters = kQStepsInRegisters_;
 };
 
-// The kinds that have extras want fewer registers for the tile.
+// kIsGeneral: kinds with softcap, ALiBi and dropout, which leave fewer registers for the tile.
 template <int kHeadDim, bool kIsGeneral>
 struct TileSizesFwd;
 
