@@ -137,7 +137,7 @@ WRONG_SHAPES = [
 WRONG_SEQLENS = [
     WrongCall("q_start", numbers("cu_seqlens_q", [1, 4, 4, 9]), V, "cu_seqlens_q", "starts at 1", "allowed: 0"),
     WrongCall("k_start", numbers("cu_seqlens_k", [-1, 7, 9, 14]), V, "cu_seqlens_k", "starts at -1", "allowed: 0"),
-    WrongCall("q_falls", numbers("cu_seqlens_q", [0, 4, 3, 9]), V, "cu_seqlens_q", "from 4 to 3.*index 2", "never fall"),
+    WrongCall("q_falls", numbers("cu_seqlens_q", [0, 4, 3, 9]), V, "cu_seqlens_q", "4 to 3.*index 2", "never fall"),
     WrongCall("k_falls", numbers("cu_seqlens_k", [0, 7, 14, 9]), V, "cu_seqlens_k", "14 to 9.*index 3", "never fall"),
     WrongCall("q_end", numbers("cu_seqlens_q", [0, 4, 4, 8]), V, "cu_seqlens_q", "ends at 8", "rows of q, 9"),
     WrongCall("k_end", numbers("cu_seqlens_k", [0, 7, 9, 15]), V, "cu_seqlens_k", "ends at 15", "rows of k, 14"),
