@@ -131,6 +131,9 @@ at::Tensor s_dmask(const FwdArgs &args, const at::Tensor &rng_state) {
     const int64_t batch = sizes.batch, heads = sizes.nheads,
                   rows = round_up(varlen == nullptr ? sizes.seqlen_q : varlen->max_seqlen_q),
                   keys = round_up(varlen == nullptr ? sizes.seqlen_k : varlen->max_seqlen_k);
+    if (batch == 0) {  // strides of 0, as contiguous ones could overflow
+        return at::empty_strided({batch, heads, rows, keys}, {0, 0, 0, 0}, args.q.options());
+    }
     if (args.q.numel() == 0 || !sizes.has_keys || rows == 0 || keys == 0) {
         return at::zeros({batch, heads, rows, keys}, args.q.options());
     }
