@@ -1,14 +1,14 @@
-// The checks that checks.h declares, from the shape of the call to what a backend lacks.
+// The checks of checks.h: tensors, sequences, options, and what a backend does not implement.
 #include "checks.h"
 
 #include <ATen/MemoryOverlap.h>
 
 #include <cmath>
-#include <cstdlib>
-#include <cstring>
 #include <limits>
 #include <vector>
 
+#include "environment.h"
+#include "flash.h"
 #include "message.h"
 
 namespace flash {
@@ -20,7 +20,7 @@ struct Named {
 };
 
 constexpr int64_t kMaxInt = std::numeric_limits<int32_t>::max();
-constexpr int64_t kMaxRows = kMaxInt / 4;  // of a tensor: nothing is as far apart as kFar of common/block_info.h
+constexpr int64_t kMaxRows = kMaxInt / 4;  // rows of a tensor: keeps distances below kFar of common/block_info.h
 
 void check_rank(const Named &x, int64_t rank, const char *shape) {
     FLASH_CHECK_VALUE(x.tensor.dim() == rank, x.name, " has shape ", x.tensor.sizes(), " (", x.tensor.dim(),
@@ -112,7 +112,7 @@ void check_same_shape(const Named &x, const Named &like) {
                       "; allowed: the shape of ", like.name, ", ", like.tensor.sizes());
 }
 
-// A tensor that a kernel writes: like `like`, dtype and device as q.
+// A tensor that a kernel writes: the shape of `like`, the dtype and the device of q.
 void check_written(const Named &x, const Named &like, const at::Tensor &q) {
     check_same_kind(x, q);
     check_same_shape(x, like);
@@ -128,7 +128,7 @@ void check_no_overlap(const Named &written, const Named &other) {
                       " shares memory with ", other.name, "; allowed: memory of its own");
 }
 
-// softmax_lse, and the gradient arriving at it.
+// softmax_lse or its gradient.
 void check_lse(const Named &x, const FwdArgs &args) {
     const at::Tensor &q = args.q;
     FLASH_CHECK_TYPE(x.tensor.scalar_type() == lse_dtype(q), x.name, " has dtype ", x.tensor.scalar_type(),
@@ -155,28 +155,45 @@ void check_alibi_slopes(const at::Tensor &slopes, const FwdArgs &args) {
                       "; allowed: a contiguous last dimension (stride 1)");
 }
 
-void check_scalars(const FwdArgs &args) {
-    constexpr double kNearly1 = 1.0 - 1.0 / (1 << 17);  // from here on dropout_threshold says to drop all
-    FLASH_CHECK_VALUE(args.p_dropout >= 0.0 && args.p_dropout < kNearly1, "dropout_p is ", args.p_dropout,
-                      "; allowed: at least 0 and below 1 - 2^-17");
-    const double largest_scale = args.q.scalar_type() == at::kDouble ? std::numeric_limits<double>::max() / 2
-                                                                     : std::numeric_limits<float>::max() / 2;
-    FLASH_CHECK_VALUE(std::abs(args.softmax_scale) <= largest_scale, "softmax_scale is ", args.softmax_scale,
-                      "; allowed: a finite number of magnitude up to ", largest_scale, ", or None for 1/sqrt(headdim)");
-    FLASH_CHECK_VALUE(args.window_size_left >= -1, "window_size has left ", args.window_size_left,
-                      "; allowed: -1 (unbounded) or at least 0 keys");
-    FLASH_CHECK_VALUE(args.window_size_right >= -1, "window_size has right ", args.window_size_right,
-                      "; allowed: -1 (unbounded) or at least 0 keys");
-    FLASH_CHECK_VALUE(std::isfinite(args.softcap) && args.softcap >= 0.0, "softcap is ", args.softcap,
-                      "; allowed: 0 (off) or a positive finite number");
-    FLASH_CHECK_VALUE(!(args.softcap > 0.0 && args.p_dropout > 0.0), "softcap is ", args.softcap, " and dropout_p is ",
-                      args.p_dropout, "; allowed: one of the two, not both");
+// These ranges keep every factor that a kernel derives from the two, and its products with q.k of float16 inputs,
+// inside float32. float64 without a softcap multiplies by softmax_scale alone.
+void check_scale_and_softcap(const Options &options, at::ScalarType dtype) {
+    constexpr double kLeast = 1e-20, kLargest = 1e20;
+    const auto is_within = [](double x, double least, double largest) {
+        return x == 0.0 || (std::abs(x) >= least && std::abs(x) <= largest);  // false for NaN
+    };
+    const double scale = options.softmax_scale, softcap = options.softcap;
+    const bool is_wide = dtype == at::kDouble && softcap == 0.0;
+    const double least = is_wide ? 1e-300 : kLeast, largest = is_wide ? 1e300 : kLargest;
+    FLASH_CHECK_VALUE(is_within(scale, least, largest), "softmax_scale is ", scale,
+                      "; allowed: 0, a finite number of magnitude ", least, " to ", largest,
+                      ", or None for 1/sqrt(headdim)");
+    FLASH_CHECK_VALUE(softcap >= 0.0 && is_within(softcap, kLeast, kLargest), "softcap is ", softcap,
+                      "; allowed: 0 (off) or a positive number from ", kLeast, " to ", kLargest);
+    FLASH_CHECK_VALUE(softcap == 0.0 || is_within(scale / softcap, kLeast, kLargest), "softmax_scale is ", scale,
+                      " and softcap is ", softcap,
+                      "; allowed: a quotient softmax_scale / softcap of 0 or of magnitude ", kLeast, " to ", kLargest);
 }
 
-// What a backend lacks, with those that have it.
+void check_scalars(const FwdArgs &args) {
+    const Options &options = args.options;
+    constexpr double kNearly1 = 1.0 - 1.0 / (1 << 17);  // from here on dropout_threshold says to drop all
+    FLASH_CHECK_VALUE(options.p_dropout >= 0.0 && options.p_dropout < kNearly1, "dropout_p is ", options.p_dropout,
+                      "; allowed: at least 0 and below 1 - 2^-17");
+    for (const auto &[side, size] :
+         {std::pair{"left", options.window_size_left}, std::pair{"right", options.window_size_right}}) {
+        FLASH_CHECK_VALUE(size >= -1, "window_size has ", side, " ", size,
+                          "; allowed: -1 (unbounded) or at least 0 keys");
+    }
+    check_scale_and_softcap(options, args.q.scalar_type());
+    FLASH_CHECK_VALUE(options.softcap == 0.0 || options.p_dropout == 0.0, "softcap is ", options.softcap,
+                      " and dropout_p is ", options.p_dropout, "; allowed: one of the two, not both");
+}
+
+// NotImplementedError, with the backends that have the feature, if `backend` does not.
 void check_implemented(const FwdArgs &args, const std::string &backend) {
-    const auto lacks = [&](const char *one, bool asked, const std::string &feature, const char *have_it) {
-        FLASH_CHECK_NOT_IMPLEMENTED(backend != one || !asked, "backend '", backend, "' does not implement ", feature,
+    const auto lacks = [&](const char *one, bool is_used, const std::string &feature, const char *have_it) {
+        FLASH_CHECK_NOT_IMPLEMENTED(backend != one || !is_used, "backend '", backend, "' does not implement ", feature,
                                     " in this version; backends that have it: ", have_it);
     };
     constexpr int64_t kPageMultiple = 16;
@@ -186,7 +203,7 @@ void check_implemented(const FwdArgs &args, const std::string &backend) {
           "cpu, triton");
 }
 
-// Integers that say where the sequences lie: cu_seqlens, block_table.
+// cu_seqlens or block_table.
 void check_index(const Named &x, const at::Tensor &q) {
     FLASH_CHECK_TYPE(x.tensor.scalar_type() == at::kInt, x.name, " has dtype ", x.tensor.scalar_type(),
                      "; allowed: int32");
@@ -200,13 +217,13 @@ void check_cu_seqlens_shape(const Named &x, const at::Tensor &q) {
     FLASH_CHECK_VALUE(x.tensor.is_contiguous(), x.name, " has strides ", x.tensor.strides(), "; allowed: contiguous");
 }
 
-// Where on each device the lengths are known without waiting for it, and where waiting was asked for.
+// True if values of x may be read on the host: CPU tensors, or FLASH_ATTN_MINI_CHECK=1 (synchronises).
 bool may_read(const at::Tensor &x) {
-    const char *value = std::getenv("FLASH_ATTN_MINI_CHECK");
-    return x.is_cpu() || (value != nullptr && *value != '\0' && std::strcmp(value, "0") != 0);
+    return x.is_cpu() || is_switched_on("FLASH_ATTN_MINI_CHECK");
 }
 
-// cu_seqlens of `side`, q or k, rises from 0 to that tensor's rows (-1: any) in steps of at most max_seqlen.
+// cu_seqlens of `side` (q or k) starts at 0, never falls, ends at `rows` (-1: anywhere), and no sequence is longer than
+// max_seqlen.
 void check_cu_seqlens_values(const char *side, const at::Tensor &cu_seqlens, int64_t rows, int64_t max_seqlen) {
     const at::Tensor on_cpu = cu_seqlens.cpu();
     const int *values = on_cpu.data_ptr<int>();
@@ -214,16 +231,16 @@ void check_cu_seqlens_values(const char *side, const at::Tensor &cu_seqlens, int
     FLASH_CHECK_VALUE(values[0] == 0, "cu_seqlens_", side, " starts at ", values[0], "; allowed: 0");
     for (int64_t i = 0; i < batch; ++i) {
         FLASH_CHECK_VALUE(values[i + 1] >= values[i], "cu_seqlens_", side, " falls from ", values[i], " to ",
-                          values[i + 1], " at index ", i + 1, "; allowed: rising numbers");
+                          values[i + 1], " at index ", i + 1, "; allowed: values that never fall");
         FLASH_CHECK_VALUE(values[i + 1] - values[i] <= max_seqlen, "max_seqlen_", side, " is ", max_seqlen,
-                          "; allowed: at least the length of every sequence, that of sequence ", i, " is ",
+                          "; allowed: at least the length of every sequence; sequence ", i, " has length ",
                           values[i + 1] - values[i]);
     }
     FLASH_CHECK_VALUE(rows < 0 || values[batch] == rows, "cu_seqlens_", side, " ends at ", values[batch],
                       "; allowed: the rows of ", side, ", ", rows);
 }
 
-// Every page that holds a key of a sequence is one of the pool.
+// Every page that holds a key of a sequence is in the pool.
 void check_block_table_values(const FwdArgs &args) {
     const at::Tensor on_cpu = args.varlen->block_table->cpu(), lengths = args.varlen->cu_seqlens_k.diff().cpu();
     const int64_t num_pages = args.k.size(0), page_size = args.k.size(1), columns = on_cpu.size(1);
@@ -277,7 +294,7 @@ void check_varlen(const FwdArgs &args) {
     }
 }
 
-// q, k and v, and where their sequences lie.
+// q, k, v and the sequences.
 void check_inputs(const FwdArgs &args, const std::string &backend) {
     check_dtype({"q", args.q}, backend);
     check_same_kind({"k", args.k}, args.q);
@@ -292,8 +309,8 @@ void check_inputs(const FwdArgs &args, const std::string &backend) {
 }
 
 void check_options(const FwdArgs &args, const std::string &backend) {
-    if (args.alibi_slopes.has_value()) {
-        check_alibi_slopes(*args.alibi_slopes, args);
+    if (args.options.alibi_slopes.has_value()) {
+        check_alibi_slopes(*args.options.alibi_slopes, args);
     }
     check_scalars(args);
     check_implemented(args, backend);
@@ -330,22 +347,20 @@ void check_bwd(const BwdArgs &args, const std::string &backend) {
         check_lse({"dsoftmax_lse", *args.dsoftmax_lse}, forward);
     }
     std::vector<Named> read{{"q", q}, {"k", forward.k}, {"v", forward.v}, {"out", out}, {"dout", args.dout}};
-    const auto check_gradient = [&](const Named &x, const Named &like) {
+    const auto check_gradient = [&](const char *name, const std::optional<at::Tensor> &given, const Named &like) {
+        if (!given.has_value()) {
+            return;
+        }
+        const Named x{name, *given};
         check_written(x, like, q);
         for (const Named &other : read) {
             check_no_overlap(x, other);
         }
-        read.push_back(x);  // the gradients share no memory with each other either
+        read.push_back(x);  // gradients share no memory with each other
     };
-    if (args.dq.has_value()) {
-        check_gradient({"dq", *args.dq}, {"q", q});
-    }
-    if (args.dk.has_value()) {
-        check_gradient({"dk", *args.dk}, {"k", forward.k});
-    }
-    if (args.dv.has_value()) {
-        check_gradient({"dv", *args.dv}, {"v", forward.v});
-    }
+    check_gradient("dq", args.dq, {"q", q});
+    check_gradient("dk", args.dk, {"k", forward.k});
+    check_gradient("dv", args.dv, {"v", forward.v});
     check_options(forward, backend);
 }
 
@@ -363,8 +378,8 @@ void check_rng_state(const std::optional<at::Tensor> &rng_state, double p_dropou
 }
 
 void check_s_dmask(const FwdArgs &args, const std::optional<at::Tensor> &rng_state) {
-    check_fwd(args, args.q.is_cpu() ? "cpu" : "triton");  // of the backends there the one that takes more
-    check_rng_state(rng_state, args.p_dropout, args.q);
+    check_fwd(args, args.q.is_cpu() ? "cpu" : "triton");  // on a GPU, triton accepts whatever cuda accepts
+    check_rng_state(rng_state, args.options.p_dropout, args.q);
 }
 
 }  // namespace flash

@@ -1,5 +1,5 @@
-// The extension flash_attn_mini._C: pybind11 names on mha_fwd, mha_bwd and their varlen twins, which check, allocate,
-// set params and run. CPU and CUDA tensors, dense and varlen ones take the same path.
+// The extension flash_attn_mini._C: pybind11 names for mha_fwd, mha_bwd, mha_varlen_fwd and mha_varlen_bwd. Each
+// checks, allocates, sets the params and runs the kernel, for CPU and CUDA tensors.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros_like.h>
@@ -8,7 +8,6 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <array>
-#include <cmath>
 #include <limits>
 #include <optional>
 #include <utility>
@@ -35,21 +34,9 @@
 namespace flash {
 namespace {
 
-// The kernels find the largest score before they scale it, so they need a scale above 0 (a normal float32 number). A
-// negative scale moves its sign into q, which is exact; a scale of 0 weighs all visible keys alike, as q = 0 does.
-std::pair<at::Tensor, double> with_positive_scale(const at::Tensor &q, double softmax_scale) {
-    const double smallest =
-        q.scalar_type() == at::kDouble ? std::numeric_limits<double>::min() : double{std::numeric_limits<float>::min()};
-    if (softmax_scale >= smallest) {
-        return {q, softmax_scale};
-    }
-    if (softmax_scale <= -smallest) {
-        return {q.neg(), -softmax_scale};
-    }
-    return {at::zeros_like(q), 1.0};
-}
+using Optional = std::optional<at::Tensor>;
 
-// "cpu" or "cuda", for tensors that these kernels take.
+// "cpu" or "cuda".
 std::string backend_of(const at::Tensor &q) {
     FLASH_CHECK_NOT_IMPLEMENTED(q.is_cpu() || q.is_cuda(), "q is on ", q.device(), "; allowed: cpu and cuda devices");
     return q.is_cpu() ? "cpu" : "cuda";
@@ -70,24 +57,32 @@ void check_headdim_of_kernel(const at::Tensor &q) {
                       "; allowed: a multiple of 8 (flash_attn_func pads other sizes)");
 }
 
-at::Tensor readable_slopes(const FwdArgs &args) {
-    return args.alibi_slopes.has_value() ? without_neg(*args.alibi_slopes) : at::Tensor();
+// A q and a scale that give the same scores.
+struct ScaledQuery {
+    at::Tensor q;
+    double softmax_scale;
+};
+
+// The kernels divide by the scale, so it must not be 0. A scale of 0 gives equal weights to all visible keys; so does
+// q = 0.
+ScaledQuery with_nonzero_scale(const at::Tensor &q, double softmax_scale) {
+    return softmax_scale == 0.0 ? ScaledQuery{at::zeros_like(q), 1.0} : ScaledQuery{q, softmax_scale};
 }
 
-// The CUDA kernels keep ALiBi's slopes and the softcap in units of the scale, so that it must be a number that float32
-// divides by. Below that, q.k moves no logit, as with a scale of 0.
-double scale_of_kernel(const FwdArgs &args, double softmax_scale) {
-    constexpr double kLeast = 1e-30;
-    const double least = args.q.is_cpu()                 ? 0.0
-                         : args.softcap > 0.0            ? kLeast * args.softcap
-                         : args.alibi_slopes.has_value() ? kLeast
-                                                         : 0.0;
-    return std::abs(softmax_scale) < least ? std::copysign(least, softmax_scale) : softmax_scale;
+// The forward kernels find the largest score before they scale it, so the scale must be positive. The sign moves into
+// q.
+ScaledQuery with_positive_scale(const at::Tensor &q, double softmax_scale) {
+    return softmax_scale < 0.0 ? ScaledQuery{q.neg(), -softmax_scale} : with_nonzero_scale(q, softmax_scale);
 }
 
-// The forward, dense or varlen: returns out, softmax_lse, S_dmask and rng_state.
+at::Tensor readable_slopes(const Options &options) {
+    return options.alibi_slopes.has_value() ? without_neg(*options.alibi_slopes) : at::Tensor();
+}
+
+// Returns out, softmax_lse, S_dmask and rng_state.
 std::vector<at::Tensor> forward(const FwdArgs &args, std::optional<at::Generator> generator, bool zero_tensors) {
     const at::Tensor &q = args.q, &k = args.k;
+    const Options &options = args.options;
     const std::string backend = backend_of(q);
     trace_entry(args.varlen == nullptr ? "mha_fwd" : "mha_varlen_fwd", args, backend);
     check_fwd(args, backend);
@@ -95,7 +90,7 @@ std::vector<at::Tensor> forward(const FwdArgs &args, std::optional<at::Generator
 
     const c10::OptionalDeviceGuard device_guard(q.device());
     const Sizes sizes(args);
-    const bool is_dropping = args.p_dropout > 0.0;
+    const bool is_dropping = options.p_dropout > 0.0;
     const at::Tensor out = args.out.has_value() ? *args.out : at::empty_like(q);
     const at::TensorOptions lse_options = q.options().dtype(lse_dtype(q));
     const at::Tensor softmax_lse = args.varlen == nullptr
@@ -103,47 +98,46 @@ std::vector<at::Tensor> forward(const FwdArgs &args, std::optional<at::Generator
                                        : at::empty({sizes.nheads, sizes.rows_q}, lse_options);
     const at::Tensor rng_state =
         is_dropping ? draw_rng_state(q, std::move(generator)) : at::empty({0}, q.options().dtype(at::kLong));
-    const bool has_keys = k.numel() > 0 && sizes.batch > 0;
-    if (!has_keys || zero_tensors) {
+    if (!sizes.has_keys || zero_tensors) {
         out.zero_();
         softmax_lse.fill_(-std::numeric_limits<double>::infinity());
     }
-    if (has_keys && q.numel() > 0) {
+    if (sizes.has_keys && q.numel() > 0) {
         const bool writes_in_place = is_writable_by_kernel(out);
         const at::Tensor kernel_out = writes_in_place ? out : at::empty(out.sizes(), out.options());
-        const auto [scaled_q, positive_scale] = with_positive_scale(without_neg(q), args.softmax_scale);
-        const at::Tensor kernel_q = readable_by_kernel(scaled_q, "q"), kernel_k = readable_by_kernel(k, "k"),
-                         kernel_v = readable_by_kernel(args.v, "v"), slopes = readable_slopes(args);
-        Flash_fwd_params params =
-            set_params_fprop({kernel_q, kernel_k, kernel_v, kernel_out, softmax_lse, slopes, rng_state}, args,
-                             scale_of_kernel(args, positive_scale));
+        const ScaledQuery scaled = with_positive_scale(without_neg(q), options.softmax_scale);
+        const at::Tensor kernel_q = readable_by_kernel(scaled.q, "q"), kernel_k = readable_by_kernel(k, "k"),
+                         kernel_v = readable_by_kernel(args.v, "v"), slopes = readable_slopes(options);
+        Flash_fwd_params params = set_params_fprop(
+            {kernel_q, kernel_k, kernel_v, kernel_out, softmax_lse, slopes, rng_state}, args, scaled.softmax_scale);
         run_mha_fwd(params, q.device());
         if (!writes_in_place) {
             out.copy_(kernel_out);
         }
     }
     const at::Tensor S_dmask =
-        args.return_softmax && is_dropping ? s_dmask(args, rng_state) : at::empty({0}, q.options());
+        options.return_softmax && is_dropping ? s_dmask(args, rng_state) : at::empty({0}, q.options());
     return {out, softmax_lse, S_dmask, rng_state};
 }
 
-// The backward, dense or varlen: returns dq, dk, dv and softmax_d = delta (empty_softmax_d); a gradient that is not
-// wanted is an empty tensor.
-std::vector<at::Tensor> backward(const BwdArgs &args, bool deterministic, const std::optional<at::Tensor> &rng_state_,
-                                 std::array<bool, 3> output_mask, bool zero_tensors) {
+// Returns dq, dk, dv and softmax_d = delta (empty_softmax_d). A gradient that output_mask leaves out is an empty
+// tensor.
+std::vector<at::Tensor> backward(const BwdArgs &args, const Optional &rng_state_, std::array<bool, 3> output_mask,
+                                 bool zero_tensors) {
     const FwdArgs &forward = args.forward;
+    const Options &options = forward.options;
     const at::Tensor &q = forward.q, &k = forward.k, &v = forward.v;
     const std::string backend = backend_of(q);
     trace_entry(forward.varlen == nullptr ? "mha_bwd" : "mha_varlen_bwd", forward, backend);
     check_bwd(args, backend);
-    check_rng_state(rng_state_, forward.p_dropout, q);
+    check_rng_state(rng_state_, options.p_dropout, q);
     check_headdim_of_kernel(q);
 
     const c10::OptionalDeviceGuard device_guard(q.device());
     const Sizes sizes(forward);
-    const bool has_work = q.numel() > 0 && k.numel() > 0 && sizes.batch > 0;
+    const bool has_work = q.numel() > 0 && sizes.has_keys;
     const int heads_per_dkv =
-        q.is_cpu() || !has_work ? static_cast<int>(sizes.nheads / sizes.nheads_k) : heads_per_thread_block(forward);
+        q.is_cpu() || !has_work ? static_cast<int>(sizes.nheads / sizes.nheads_k) : heads_per_cta(forward);
     Gradient dq(output_mask[0], args.dq, q, sizes.nheads), dk(output_mask[1], args.dk, k, sizes.nheads / heads_per_dkv),
         dv(output_mask[2], args.dv, v, sizes.nheads / heads_per_dkv);
     const at::Tensor softmax_d = empty_softmax_d(forward);
@@ -154,20 +148,21 @@ std::vector<at::Tensor> backward(const BwdArgs &args, bool deterministic, const 
         dv.zero();
     }
     if (has_work) {
-        const auto statistic = [](const std::optional<at::Tensor> &x) {
+        const auto statistic = [](const Optional &x) {
             return x.has_value() ? without_neg(x->contiguous()) : at::Tensor();
         };
-        const at::Tensor kernel_q = readable_by_kernel(q, "q"), kernel_k = readable_by_kernel(k, "k"),
+        const ScaledQuery scaled = with_nonzero_scale(q, options.softmax_scale);
+        const at::Tensor kernel_q = readable_by_kernel(scaled.q, "q"), kernel_k = readable_by_kernel(k, "k"),
                          kernel_v = readable_by_kernel(v, "v"), kernel_out = readable_by_kernel(*forward.out, "out"),
                          kernel_dout = readable_by_kernel(args.dout, "dout"), lse = statistic(args.softmax_lse),
-                         dlse = statistic(args.dsoftmax_lse), slopes = readable_slopes(forward),
+                         dlse = statistic(args.dsoftmax_lse), slopes = readable_slopes(options),
                          rng_state = statistic(rng_state_);
         Flash_bwd_params params = set_params_dgrad(
             set_params_fprop({kernel_q, kernel_k, kernel_v, kernel_out, lse, slopes, rng_state}, forward,
-                             scale_of_kernel(forward, forward.softmax_scale)),
-            {kernel_dout, dlse, dq.written, dk.written, dv.written, softmax_d}, heads_per_dkv, deterministic);
+                             scaled.softmax_scale),
+            {kernel_dout, dlse, dq.written, dk.written, dv.written, softmax_d}, heads_per_dkv, options);
         const std::optional<CudaScratch> scratch =
-            q.is_cuda() ? std::optional<CudaScratch>(std::in_place, params, softmax_d) : std::nullopt;
+            q.is_cuda() ? std::optional<CudaScratch>(std::in_place, params, softmax_d, forward.varlen) : std::nullopt;
         run_mha_bwd(params, q.device());
     }
     dq.store();
@@ -176,15 +171,13 @@ std::vector<at::Tensor> backward(const BwdArgs &args, bool deterministic, const 
     return {dq.returned(q), dk.returned(q), dv.returned(q), softmax_d};
 }
 
-using Optional = std::optional<at::Tensor>;
-
 std::vector<at::Tensor> mha_fwd(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const Optional &out,
                                 const Optional &alibi_slopes, double p_dropout, double softmax_scale, bool is_causal,
                                 int64_t window_size_left, int64_t window_size_right, double softcap,
                                 bool return_softmax, std::optional<at::Generator> generator) {
-    return forward({q, k, v, out, alibi_slopes, p_dropout, softmax_scale, is_causal, window_size_left,
-                    window_size_right, softcap, return_softmax},
-                   std::move(generator), /*zero_tensors=*/false);
+    const Options options{alibi_slopes,     p_dropout,         softmax_scale, is_causal,
+                          window_size_left, window_size_right, softcap,       return_softmax};
+    return forward({q, k, v, out, options}, std::move(generator), /*zero_tensors=*/false);
 }
 
 std::vector<at::Tensor> mha_varlen_fwd(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v,
@@ -195,18 +188,18 @@ std::vector<at::Tensor> mha_varlen_fwd(const at::Tensor &q, const at::Tensor &k,
                                        double p_dropout, double softmax_scale, bool zero_tensors, bool is_causal,
                                        int64_t window_size_left, int64_t window_size_right, double softcap,
                                        bool return_softmax, std::optional<at::Generator> generator) {
-    const auto lacks = [](const Optional &asked, const char *name) {
-        FLASH_CHECK_NOT_IMPLEMENTED(!asked.has_value(), name, " is not implemented in this version; allowed: None");
+    const auto lacks = [](const Optional &given, const char *name) {
+        FLASH_CHECK_NOT_IMPLEMENTED(!given.has_value(), name, " is not implemented in this version; allowed: None");
     };
     lacks(seqused_k, "seqused_k");
     lacks(leftpad_k, "leftpad_k");
+    const Options options{alibi_slopes,     p_dropout,         softmax_scale, is_causal,
+                          window_size_left, window_size_right, softcap,       return_softmax};
     const VarlenArgs varlen{cu_seqlens_q, cu_seqlens_k, block_table, max_seqlen_q, max_seqlen_k};
-    return forward({q, k, v, out, alibi_slopes, p_dropout, softmax_scale, is_causal, window_size_left,
-                    window_size_right, softcap, return_softmax, &varlen},
-                   std::move(generator), zero_tensors);
+    return forward({q, k, v, out, options, &varlen}, std::move(generator), zero_tensors);
 }
 
-// dsoftmax_lse and output_mask, which the official bwd lacks, come last.
+// dsoftmax_lse and output_mask come last: the official bwd does not have them.
 std::vector<at::Tensor> mha_bwd(const at::Tensor &dout, const at::Tensor &q, const at::Tensor &k, const at::Tensor &v,
                                 const at::Tensor &out, const at::Tensor &softmax_lse, const Optional &dq,
                                 const Optional &dk, const Optional &dv, const Optional &alibi_slopes, double p_dropout,
@@ -214,20 +207,10 @@ std::vector<at::Tensor> mha_bwd(const at::Tensor &dout, const at::Tensor &q, con
                                 int64_t window_size_right, double softcap, bool deterministic,
                                 std::optional<at::Generator> /*generator*/, const Optional &rng_state,
                                 const Optional &dsoftmax_lse, std::array<bool, 3> output_mask) {
-    const Optional out_{out};
-    const FwdArgs forward{q,
-                           k,
-                           v,
-                           out_,
-                           alibi_slopes,
-                           p_dropout,
-                           softmax_scale,
-                           is_causal,
-                           window_size_left,
-                           window_size_right,
-                           softcap,
-                           /*return_softmax=*/false};
-    return backward({forward, dout, softmax_lse, dsoftmax_lse, dq, dk, dv}, deterministic, rng_state, output_mask,
+    const Options options{alibi_slopes,     p_dropout,         softmax_scale, is_causal,
+                          window_size_left, window_size_right, softcap,       /*return_softmax=*/false,
+                          deterministic};
+    return backward({{q, k, v, out, options}, dout, softmax_lse, dsoftmax_lse, dq, dk, dv}, rng_state, output_mask,
                     /*zero_tensors=*/false);
 }
 
@@ -241,30 +224,20 @@ std::vector<at::Tensor> mha_varlen_bwd(const at::Tensor &dout, const at::Tensor 
                                        bool deterministic, std::optional<at::Generator> /*generator*/,
                                        const Optional &rng_state, const Optional &dsoftmax_lse,
                                        std::array<bool, 3> output_mask) {
-    const Optional out_{out}, block_table;
-    const VarlenArgs varlen{cu_seqlens_q, cu_seqlens_k, block_table, max_seqlen_q, max_seqlen_k};
-    const FwdArgs forward{q,
-                           k,
-                           v,
-                           out_,
-                           alibi_slopes,
-                           p_dropout,
-                           softmax_scale,
-                           is_causal,
-                           window_size_left,
-                           window_size_right,
-                           softcap,
-                           /*return_softmax=*/false,
-                           &varlen};
-    return backward({forward, dout, softmax_lse, dsoftmax_lse, dq, dk, dv}, deterministic, rng_state, output_mask,
-                    zero_tensors);
+    const Options options{alibi_slopes,     p_dropout,         softmax_scale, is_causal,
+                          window_size_left, window_size_right, softcap,       /*return_softmax=*/false,
+                          deterministic};
+    const VarlenArgs varlen{cu_seqlens_q, cu_seqlens_k, std::nullopt, max_seqlen_q, max_seqlen_k};
+    return backward({{q, k, v, out, options, &varlen}, dout, softmax_lse, dsoftmax_lse, dq, dk, dv}, rng_state,
+                    output_mask, zero_tensors);
 }
 
 pybind11::dict build_info() {
     pybind11::dict info;
     info["torch"] = FLASH_TORCH_VERSION;
 #ifdef FLASH_WITH_CUDA
-    info["archs"] = std::vector<int>{FLASH_ARCHS};
+    info["archs"] = std::vector<int>(std::begin(kBuiltArchs), std::end(kBuiltArchs));
+    info["archs_exact"] = std::vector<int>(std::begin(kExactArchs), std::end(kExactArchs));
     info["hdims"] = std::vector<int>(std::begin(kBuiltHeadDims), std::end(kBuiltHeadDims));
     std::vector<std::string> dtypes;
     for (DType dtype : kBuiltDTypes) {
@@ -274,6 +247,7 @@ pybind11::dict build_info() {
     info["cuda"] = CUDART_VERSION;
 #else
     info["archs"] = std::vector<int>{};
+    info["archs_exact"] = std::vector<int>{};
     info["hdims"] = std::vector<int>{};
     info["dtypes"] = std::vector<std::string>{};
     info["cuda"] = pybind11::none();
@@ -281,7 +255,7 @@ pybind11::dict build_info() {
     return info;
 }
 
-// Named, so that calls of the official extension's entry end in an error that says so.
+// The name exists in the official extension; a call raises NotImplementedError.
 [[noreturn]] void fwd_kvcache(const pybind11::args &, const pybind11::kwargs &) {
     FLASH_CHECK_NOT_IMPLEMENTED(false, "fwd_kvcache is not implemented in this version; backends that have it: none");
     __builtin_unreachable();

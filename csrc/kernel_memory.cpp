@@ -1,22 +1,31 @@
-// What kernel_memory.h declares, in ATen alone.
+// The functions of kernel_memory.h, written with ATen operators.
 #include "kernel_memory.h"
 
+#include <ATen/ops/clamp.h>
+#include <ATen/ops/cummax.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/sum.h>
 #include <ATen/ops/zeros.h>
 
-#include "run_mha.h"
-#include "static_switch.h"
+#include <tuple>
+#include <vector>
+
+#include "built.h"
+#include "checks.h"
 #include "trace.h"
+
+#ifdef FLASH_WITH_CUDA
+#include "device.h"
+#endif
 
 namespace flash {
 namespace {
 
-constexpr int64_t kVectorBytes = 16;  // what one cp.async moves
+constexpr int64_t kVectorBytes = 16;  // one cp.async
 
-// Whether every row of x starts on a 16-byte boundary, as the CUDA kernels need; strides of single-element dimensions
-// are never walked.
+// True if every row of x starts on a 16-byte boundary, as the CUDA kernels require. The stride of a dimension of size 1
+// does not matter.
 bool is_vector_aligned(const at::Tensor &x) {
     if (reinterpret_cast<uintptr_t>(x.data_ptr()) % kVectorBytes != 0) {
         return false;
@@ -27,6 +36,22 @@ bool is_vector_aligned(const at::Tensor &x) {
         }
     }
     return true;
+}
+
+#ifdef FLASH_WITH_CUDA
+int sm_count() {
+    return device_properties().sm_count;
+}
+#else
+int sm_count() {
+    return 0;
+}
+#endif
+
+// cu_seqlens inside [0, total], each value raised to the largest before it. CTAs of a deterministic backward wait for
+// each other key block by key block; if sequences overlapped, they could wait for a key block that does not exist.
+at::Tensor never_falling(const at::Tensor &cu_seqlens, int64_t total) {
+    return std::get<0>(at::cummax(at::clamp(cu_seqlens, 0, total), 0));
 }
 
 }  // namespace
@@ -45,7 +70,7 @@ at::Tensor readable_by_kernel(const at::Tensor &x, const char *name) {
         return rows;
     }
     if (trace_enabled()) {
-        trace("readable_by_kernel", "%s is not 16-byte aligned: copied", name);
+        trace("readable_by_kernel", "copied %s: it is not 16-byte aligned", name);
     }
     return rows.clone(at::MemoryFormat::Contiguous);
 }
@@ -54,9 +79,11 @@ bool is_writable_by_kernel(const at::Tensor &x) {
     return x.is_cpu() || is_vector_aligned(x);
 }
 
-int heads_per_thread_block(const FwdArgs &args) {
-    constexpr int64_t kKeysPerBlock = 128;                 // the usual tile
-    const int64_t blocks_per_sm = args.is_causal ? 8 : 2;  // enough for the last ones to balance, of unequal ones more
+int heads_per_cta(const FwdArgs &args) {
+    constexpr int64_t kKeysPerBlock = 128;  // the usual tile
+    // Enough CTAs per SM that all SMs finish at about the same time; causal CTAs differ in length and need more.
+    const int64_t ctas_per_sm = args.options.is_causal ? 8 : 2;
+    const int64_t ctas_wanted = ctas_per_sm * sm_count();
     const Sizes sizes(args);
     const int64_t group = sizes.nheads / sizes.nheads_k;
     const int64_t blocks_per_head = args.varlen != nullptr
@@ -66,7 +93,7 @@ int heads_per_thread_block(const FwdArgs &args) {
     for (int64_t parts = 1; parts <= group; ++parts) {
         if (group % parts == 0) {
             heads = group / parts;
-            if (blocks_per_head * sizes.nheads_k * parts >= blocks_per_sm * multiprocessor_count()) {
+            if (blocks_per_head * sizes.nheads_k * parts >= ctas_wanted) {
                 break;
             }
         }
@@ -117,7 +144,7 @@ at::Tensor empty_softmax_d(const FwdArgs &args) {
     return at::empty({sizes.batch, sizes.nheads, (sizes.rows_q + kRows - 1) / kRows * kRows}, options);
 }
 
-CudaScratch::CudaScratch(Flash_bwd_params &params, const at::Tensor &softmax_d) {
+CudaScratch::CudaScratch(Flash_bwd_params &params, const at::Tensor &softmax_d, const VarlenArgs *varlen) {
     const int64_t rows = softmax_d.numel();
     params.d_rounded = built_headdim_for(params.d);
     lse_padded = at::empty({rows}, softmax_d.options().dtype(at::kFloat));
@@ -130,10 +157,16 @@ CudaScratch::CudaScratch(Flash_bwd_params &params, const at::Tensor &softmax_d) 
     dq_accum = at::empty({rows, params.d_rounded}, softmax_d.options().dtype(at::kFloat));
     params.dq_accum = dq_accum.data_ptr<float>();
     if (params.deterministic) {
-        const int64_t turns = rows / Flash_bwd_params::kRowsPerSemaphore;
-        dq_semaphore = at::zeros({turns + 1}, softmax_d.options().dtype(at::kInt));
+        const int64_t semaphores = rows / Flash_bwd_params::kRowsPerSemaphore;
+        dq_semaphore = at::zeros({semaphores + 1}, softmax_d.options().dtype(at::kInt));
         params.dq_semaphore = dq_semaphore.data_ptr<int>();
-        params.dq_tile_counter = params.dq_semaphore + turns;
+        params.dq_tile_counter = params.dq_semaphore + semaphores;
+    }
+    if (params.deterministic && varlen != nullptr) {
+        cu_seqlens_q = never_falling(varlen->cu_seqlens_q, params.total_q);
+        cu_seqlens_k = never_falling(varlen->cu_seqlens_k, params.total_k);
+        params.cu_seqlens_q = cu_seqlens_q.data_ptr<int>();
+        params.cu_seqlens_k = cu_seqlens_k.data_ptr<int>();
     }
 }
 

@@ -1,5 +1,5 @@
-// Error messages without iostreams: toolchains that link libstdc++ statically into an extension crash in ostream, whose
-// locale belongs to the other copy of the library.
+// Error messages without iostreams: an extension that links libstdc++ statically crashes in ostream, because the locale
+// belongs to the other copy of the library.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -37,7 +37,7 @@ inline std::string text_of(double number) {
     return text;
 }
 
-// [2, 3, 4], also of arrays.
+// "[2, 3, 4]" for any range, C arrays included.
 template <typename Range>
 std::string list_of(const Range &numbers) {
     std::string text = "[";
@@ -58,7 +58,7 @@ std::string message(const Parts &...parts) {
 
 }  // namespace flash
 
-// TORCH_CHECK and its kin with a message of parts; the message is built only when COND fails.
+// TORCH_CHECK and the checks of other exception types; the message is built from its parts only if COND fails.
 #define FLASH_CHECK(COND, ...) TORCH_CHECK(COND, ::flash::message(__VA_ARGS__))
 #define FLASH_CHECK_VALUE(COND, ...) TORCH_CHECK_VALUE(COND, ::flash::message(__VA_ARGS__))
 #define FLASH_CHECK_TYPE(COND, ...) TORCH_CHECK_TYPE(COND, ::flash::message(__VA_ARGS__))

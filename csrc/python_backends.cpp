@@ -1,5 +1,4 @@
-// bind_for_python_backends, and what it binds: the arguments of the entries of flash_api.cpp, checked as they check
-// them.
+// bind_for_python_backends and the functions that it binds. Their arguments are those of the entries of flash_api.cpp.
 #include "python_backends.h"
 
 #include <c10/core/DeviceGuard.h>
@@ -21,10 +20,9 @@ using Optional = std::optional<at::Tensor>;
 void check_fwd_for(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const Optional &alibi_slopes,
                    double p_dropout, double softmax_scale, bool is_causal, int64_t window_size_left,
                    int64_t window_size_right, double softcap, bool return_softmax, const std::string &backend) {
-    const Optional out;
-    check_fwd({q, k, v, out, alibi_slopes, p_dropout, softmax_scale, is_causal, window_size_left, window_size_right,
-               softcap, return_softmax},
-              backend);
+    const Options options{alibi_slopes,     p_dropout,         softmax_scale, is_causal,
+                          window_size_left, window_size_right, softcap,       return_softmax};
+    check_fwd({q, k, v, std::nullopt, options}, backend);
 }
 
 void check_varlen_fwd_for(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const at::Tensor &cu_seqlens_q,
@@ -32,11 +30,10 @@ void check_varlen_fwd_for(const at::Tensor &q, const at::Tensor &k, const at::Te
                           int64_t max_seqlen_q, int64_t max_seqlen_k, double p_dropout, double softmax_scale,
                           bool is_causal, int64_t window_size_left, int64_t window_size_right, double softcap,
                           bool return_softmax, const std::string &backend) {
-    const Optional out;
+    const Options options{alibi_slopes,     p_dropout,         softmax_scale, is_causal,
+                          window_size_left, window_size_right, softcap,       return_softmax};
     const VarlenArgs varlen{cu_seqlens_q, cu_seqlens_k, block_table, max_seqlen_q, max_seqlen_k};
-    check_fwd({q, k, v, out, alibi_slopes, p_dropout, softmax_scale, is_causal, window_size_left, window_size_right,
-               softcap, return_softmax, &varlen},
-              backend);
+    check_fwd({q, k, v, std::nullopt, options, &varlen}, backend);
 }
 
 void check_bwd_for(const at::Tensor &dout, const at::Tensor &q, const at::Tensor &k, const at::Tensor &v,
@@ -44,20 +41,9 @@ void check_bwd_for(const at::Tensor &dout, const at::Tensor &q, const at::Tensor
                    double softmax_scale, bool is_causal, int64_t window_size_left, int64_t window_size_right,
                    double softcap, const Optional &dsoftmax_lse, const std::string &backend, const Optional &dq,
                    const Optional &dk, const Optional &dv) {
-    const Optional out_{out};
-    const FwdArgs forward{q,
-                           k,
-                           v,
-                           out_,
-                           alibi_slopes,
-                           p_dropout,
-                           softmax_scale,
-                           is_causal,
-                           window_size_left,
-                           window_size_right,
-                           softcap,
-                           /*return_softmax=*/false};
-    check_bwd({forward, dout, softmax_lse, dsoftmax_lse, dq, dk, dv}, backend);
+    const Options options{alibi_slopes,     p_dropout,         softmax_scale, is_causal,
+                          window_size_left, window_size_right, softcap};
+    check_bwd({{q, k, v, out, options}, dout, softmax_lse, dsoftmax_lse, dq, dk, dv}, backend);
 }
 
 void check_varlen_bwd_for(const at::Tensor &dout, const at::Tensor &q, const at::Tensor &k, const at::Tensor &v,
@@ -67,25 +53,13 @@ void check_varlen_bwd_for(const at::Tensor &dout, const at::Tensor &q, const at:
                           int64_t window_size_left, int64_t window_size_right, double softcap,
                           const Optional &dsoftmax_lse, const std::string &backend, const Optional &dq,
                           const Optional &dk, const Optional &dv) {
-    const Optional out_{out}, block_table;
-    const VarlenArgs varlen{cu_seqlens_q, cu_seqlens_k, block_table, max_seqlen_q, max_seqlen_k};
-    const FwdArgs forward{q,
-                           k,
-                           v,
-                           out_,
-                           alibi_slopes,
-                           p_dropout,
-                           softmax_scale,
-                           is_causal,
-                           window_size_left,
-                           window_size_right,
-                           softcap,
-                           /*return_softmax=*/false,
-                           &varlen};
-    check_bwd({forward, dout, softmax_lse, dsoftmax_lse, dq, dk, dv}, backend);
+    const Options options{alibi_slopes,     p_dropout,         softmax_scale, is_causal,
+                          window_size_left, window_size_right, softcap};
+    const VarlenArgs varlen{cu_seqlens_q, cu_seqlens_k, std::nullopt, max_seqlen_q, max_seqlen_k};
+    check_bwd({{q, k, v, out, options, &varlen}, dout, softmax_lse, dsoftmax_lse, dq, dk, dv}, backend);
 }
 
-// cu_seqlens None: dense.
+// cu_seqlens None: equal lengths.
 at::Tensor s_dmask_for(const at::Tensor &q, const at::Tensor &k, const Optional &rng_state,
                        const Optional &cu_seqlens_q, const Optional &cu_seqlens_k, int64_t max_seqlen_q,
                        int64_t max_seqlen_k, const Optional &alibi_slopes, double p_dropout, double softmax_scale,
@@ -94,22 +68,11 @@ at::Tensor s_dmask_for(const at::Tensor &q, const at::Tensor &k, const Optional 
     FLASH_CHECK_VALUE(cu_seqlens_q.has_value() == cu_seqlens_k.has_value(),
                       "one of cu_seqlens_q and cu_seqlens_k is None; allowed: both or neither");
     const bool is_varlen = cu_seqlens_q.has_value();
-    const Optional out;
     const VarlenArgs varlen{is_varlen ? *cu_seqlens_q : q, is_varlen ? *cu_seqlens_k : k, block_table, max_seqlen_q,
-                             max_seqlen_k};
-    const FwdArgs args{q,
-                        k,
-                        k,
-                        out,
-                        alibi_slopes,
-                        p_dropout,
-                        softmax_scale,
-                        is_causal,
-                        window_size_left,
-                        window_size_right,
-                        softcap,
-                        /*return_softmax=*/true,
-                        is_varlen ? &varlen : nullptr};
+                            max_seqlen_k};
+    const Options options{alibi_slopes,     p_dropout,         softmax_scale, is_causal,
+                          window_size_left, window_size_right, softcap,       /*return_softmax=*/true};
+    const FwdArgs args{q, k, /*v=*/k, std::nullopt, options, is_varlen ? &varlen : nullptr};
     check_s_dmask(args, rng_state);
     const c10::OptionalDeviceGuard device_guard(q.device());
     return s_dmask(args, rng_state.value_or(at::Tensor()));
@@ -119,18 +82,21 @@ at::Tensor s_dmask_for(const at::Tensor &q, const at::Tensor &k, const Optional 
 
 void bind_for_python_backends(pybind11::module_ &module) {
     namespace py = pybind11;
-    module.def("check_fwd", torch::wrap_pybind_function(check_fwd_for), "fwd's argument checks alone");
-    module.def("check_bwd", torch::wrap_pybind_function(check_bwd_for), "bwd's argument checks alone");
-    module.def("check_varlen_fwd", torch::wrap_pybind_function(check_varlen_fwd_for), "varlen_fwd's alone");
-    module.def("check_varlen_bwd", torch::wrap_pybind_function(check_varlen_bwd_for), "varlen_bwd's alone");
+    module.def("check_fwd", torch::wrap_pybind_function(check_fwd_for), "Only the argument checks of fwd");
+    module.def("check_bwd", torch::wrap_pybind_function(check_bwd_for), "Only the argument checks of bwd");
+    module.def("check_varlen_fwd", torch::wrap_pybind_function(check_varlen_fwd_for),
+               "Only the argument checks of varlen_fwd");
+    module.def("check_varlen_bwd", torch::wrap_pybind_function(check_varlen_bwd_for),
+               "Only the argument checks of varlen_bwd");
     module.def("check_rng_state", torch::wrap_pybind_function(check_rng_state),
-               "The check of a backward's rng_state alone", py::arg("rng_state"), py::arg("p_dropout"), py::arg("q"));
+               "Only the check of the rng_state of a backward", py::arg("rng_state"), py::arg("p_dropout"),
+               py::arg("q"));
     module.def("draw_rng_state", torch::wrap_pybind_function_no_gil(draw_rng_state),
                "Seed and offset for the dropout of one call, int64 [2]", py::arg("like"),
                py::arg("generator") = py::none());
     module.def("s_dmask", torch::wrap_pybind_function_no_gil(s_dmask_for),
-               "exp(score - largest of its row), negative where dropped; cu_seqlens None: dense", py::arg("q"),
-               py::arg("k"), py::arg("rng_state"), py::arg("cu_seqlens_q"), py::arg("cu_seqlens_k"),
+               "exp(logit - largest logit of the row), negative where dropped; cu_seqlens None: equal lengths",
+               py::arg("q"), py::arg("k"), py::arg("rng_state"), py::arg("cu_seqlens_q"), py::arg("cu_seqlens_k"),
                py::arg("max_seqlen_q"), py::arg("max_seqlen_k"), py::arg("alibi_slopes"), py::arg("p_dropout"),
                py::arg("softmax_scale"), py::arg("is_causal"), py::arg("window_size_left"),
                py::arg("window_size_right"), py::arg("softcap"), py::arg("block_table") = py::none());

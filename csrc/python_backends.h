@@ -1,5 +1,5 @@
-// What backends that are written in Python, as the Triton one is, take from the extension: the checks of its entries
-// alone, the state of dropout and its mask.
+// Functions of the extension for backends that are written in Python (Triton): argument checks, the random state of
+// dropout, and S_dmask.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>

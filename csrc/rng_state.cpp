@@ -1,4 +1,4 @@
-// draw_rng_state of rng_state.h.
+// draw_rng_state (rng_state.h).
 #include "rng_state.h"
 
 #include <ATen/ops/empty.h>

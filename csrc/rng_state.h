@@ -1,4 +1,4 @@
-// The random numbers of a call with dropout: where torch's generators and common/philox.h meet.
+// The random state of a call with dropout: drawn from a torch generator, read by common/philox.h.
 #pragma once
 
 #include <ATen/core/Generator.h>
@@ -8,10 +8,10 @@
 
 namespace flash {
 
-// int64 [2] where `like` is: a seed and an offset for DropoutStream, drawn from `generator`, or else from the default
-// one of the device. torch.manual_seed repeats them, and every draw moves the generator on. An operator of torch draws
-// them, on a GPU from its Philox stream (4 steps of it), so nothing waits, and a captured CUDA graph draws new ones at
-// every replay.
+// int64 [2] on the device of `like`: the seed and offset of a DropoutStream, drawn from `generator` or, if there is
+// none, from the default generator of the device. torch.manual_seed repeats them, and every draw advances the
+// generator. A torch operator draws them (on a GPU 4 steps of the Philox stream), so the host never waits, and a
+// captured CUDA graph draws new numbers at every replay.
 at::Tensor draw_rng_state(const at::Tensor &like, std::optional<at::Generator> generator);
 
 }  // namespace flash

@@ -1,5 +1,5 @@
-// Where dtype, head dim and kind of call become template arguments. What the backward chooses beside them is in
-// sm80/flash_bwd_launch_template.h.
+// The only place where dtype, head dim and kind of call become template arguments. The choice of architecture is here
+// too; sm80/flash_bwd_launch_template.h makes the further choices of the backward.
 #include "run_mha.h"
 
 #include "cpu/flash_bwd_cpu.h"
@@ -10,12 +10,14 @@
 
 #ifdef FLASH_WITH_CUDA
 #include <ATen/ops/zeros.h>
-#include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAStream.h>
 
 #include <cstdlib>
+#include <string>
+#include <vector>
 
+#include "device.h"
 #include "sm80/flash_bwd.h"
 #include "sm80/flash_fwd.h"
 #include "sm90/call_limits.h"
@@ -28,38 +30,19 @@ namespace flash {
 
 namespace {
 
-// The compute capabilities that the kernels were compiled for, 90 for 9.0.
-constexpr int kBuiltArchs[] = {FLASH_ARCHS};
-
-// Machine code runs on the same major version from its minor version up.
-bool runs_on(int major, int minor) {
-    for (int arch : kBuiltArchs) {
-        if (arch / 10 == major && arch % 10 <= minor) {
-            return true;
-        }
-    }
-    return false;
-}
-
-int device_attribute(cudaDeviceAttr attribute) {
-    int value = 0;
-    C10_CUDA_CHECK(cudaDeviceGetAttribute(&value, attribute, c10::cuda::current_device()));
-    return value;
-}
-
-// Shared memory that a thread block may ask for, in bytes; FLASH_ATTN_MINI_MAX_SMEM lowers it, so that the tiles for
-// smaller GPUs can be tested on larger ones.
+// Bytes of shared memory that a CTA may have. FLASH_ATTN_MINI_MAX_SMEM lowers the limit, to test the tiles for smaller
+// GPUs on a larger one.
 int max_smem() {
-    const int limit = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
-    const char *lowered = std::getenv("FLASH_ATTN_MINI_MAX_SMEM");
-    const int asked = lowered == nullptr ? 0 : std::atoi(lowered);
-    return asked > 0 && asked < limit ? asked : limit;
+    const int limit = device_properties().max_smem;
+    const char *variable = std::getenv("FLASH_ATTN_MINI_MAX_SMEM");
+    const int lowered = variable == nullptr ? 0 : std::atoi(variable);
+    return lowered > 0 && lowered < limit ? lowered : limit;
 }
 
-// RuntimeError unless a kernel for the GPU, the dtype and the head dim is in this build.
+// RuntimeError unless this build has a kernel for the GPU, the dtype and the head dim.
 void check_built(const Flash_fwd_params &params) {
-    const std::string reason = cuda_unavailable_reason(device_attribute(cudaDevAttrComputeCapabilityMajor),
-                                                       device_attribute(cudaDevAttrComputeCapabilityMinor));
+    const DeviceProperties &gpu = device_properties();
+    const std::string reason = cuda_unavailable_reason(gpu.major, gpu.minor);
     FLASH_CHECK(reason.empty(), reason);
     FLASH_CHECK(is_built(params.dtype), "no kernel was compiled for this dtype; build it with: ",
                 "FLASH_ATTN_MINI_DTYPES=\"fp16;bf16\" pip install .");
@@ -78,10 +61,10 @@ Kind kind_of(const Flash_fwd_params &params) {
     return params.cu_seqlens_q != nullptr ? Kind::varlen : params.is_local() ? Kind::local : Kind::full;
 }
 
-// The architecture whose kernels FLASH_ATTN_MINI_ARCH asks for, to compare them: 80 or 90; 0: the best there are.
-int asked_arch() {
-    const char *asked = std::getenv("FLASH_ATTN_MINI_ARCH");
-    const std::string arch = asked == nullptr ? "" : asked;
+// FLASH_ATTN_MINI_ARCH names the architecture whose kernels run, to compare them: 80 or 90. 0: the best one.
+int requested_arch() {
+    const char *variable = std::getenv("FLASH_ATTN_MINI_ARCH");
+    const std::string arch = variable == nullptr ? "" : variable;
     FLASH_CHECK_VALUE(arch.empty() || arch == "80" || arch == "90", "FLASH_ATTN_MINI_ARCH is '", arch,
                       "'; allowed: 80, 90");
     return arch.empty() ? 0 : std::stoi(arch);
@@ -93,22 +76,22 @@ constexpr bool kHasSm90 = true;
 constexpr bool kHasSm90 = false;
 #endif
 
-// Whether the build has a kernel of sm90 for a call.
+// True if the build has an sm90 kernel for the call.
 constexpr bool has_sm90_kernel(int headdim, Kind kind) {
     return kHasSm90 && headdim >= kLeastHeadDimSm90 && kind != Kind::paged;
 }
 
-// Why a call runs on a kernel of sm80; null when it runs on one of sm90.
+// Null if the call runs on an sm90 kernel; else why it runs on an sm80 kernel.
 template <int kHeadDim, Kind kKind>
 const char *reason_against_sm90(const Flash_fwd_params &params) {
-    if (asked_arch() == 80) {
-        return "FLASH_ATTN_MINI_ARCH asks for it";
+    if (requested_arch() == 80) {
+        return "FLASH_ATTN_MINI_ARCH is 80";
     }
-    if (device_attribute(cudaDevAttrComputeCapabilityMajor) != 9) {
+    if (device_properties().major != 9) {
         return "the GPU is not a Hopper";
     }
     if (!has_sm90_kernel(kHeadDim, kKind)) {
-        return "this build has no kernel of sm90 for the call";
+        return "this build has no sm90 kernel for this call";
     }
     return sm90::reason_against(params);
 }
@@ -131,8 +114,8 @@ void run_mha_fwd_cuda(Flash_fwd_params &params) {
                 }
                 if constexpr (has_sm90_kernel(kHeadDim, kKind)) {
                     if (reason == nullptr) {
-                        const at::Tensor ticket = params.cu_seqlens_q != nullptr ? zero_on_gpu() : at::Tensor();
-                        int *tile_counter = ticket.defined() ? ticket.data_ptr<int>() : nullptr;
+                        const at::Tensor counter = params.cu_seqlens_q != nullptr ? zero_on_gpu() : at::Tensor();
+                        int *tile_counter = counter.defined() ? counter.data_ptr<int>() : nullptr;
                         sm90::run_flash_fwd<kDType, kHeadDim, kind_of_sm90(kKind)>(params, tile_counter, stream);
                         return;
                     }
@@ -146,7 +129,7 @@ void run_mha_fwd_cuda(Flash_fwd_params &params) {
 void run_mha_bwd_cuda(Flash_bwd_params &params) {
     check_built(params);
     params.max_smem = max_smem();
-    params.has_bulk_reduce = device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9;
+    params.has_bulk_reduce = device_properties().major >= 9;
     const cudaStream_t stream = c10::cuda::getCurrentCUDAStream().stream();
     FP16_SWITCH(params.dtype, [&] {
         HEADDIM_SWITCH(params.d, [&] {
@@ -154,7 +137,7 @@ void run_mha_bwd_cuda(Flash_bwd_params &params) {
                 if (trace_enabled()) {
                     trace("run_mha_bwd", "device=cuda arch=sm80 kHeadDim=%d kKind=%s", kHeadDim, name_of(kKind));
                 }
-                if constexpr (kKind != Kind::paged) {  // which has no backward
+                if constexpr (kKind != Kind::paged) {  // pages have no backward
                     sm80::run_flash_bwd<kDType, kHeadDim, kKind>(params, stream);
                 }
             });
@@ -164,24 +147,20 @@ void run_mha_bwd_cuda(Flash_bwd_params &params) {
 
 }  // namespace
 
-int multiprocessor_count() {
-    return device_attribute(cudaDevAttrMultiProcessorCount);
-}
-
 std::string cuda_unavailable_reason(int major, int minor) {
     if (runs_on(major, minor)) {
         return {};
     }
+    std::vector<std::string> compiled;
+    for (int arch : kBuiltArchs) {
+        compiled.push_back(message(arch, contains(kExactArchs, arch) ? "a" : ""));
+    }
     return message("no kernel was compiled for compute capability ", major, ".", minor,
-                   "; compiled: ", list_of(kBuiltArchs), "; build it with: FLASH_ATTN_MINI_ARCHS=", major, minor,
+                   "; compiled: ", list_of(compiled), "; build it with: FLASH_ATTN_MINI_ARCHS=", major, minor,
                    " pip install .");
 }
 
 #else
-
-int multiprocessor_count() {
-    return 0;
-}
 
 constexpr char kNoCuda[] = "this build has no CUDA kernels; with a CUDA build of torch and nvcc, build them with: ";
 

@@ -1,4 +1,5 @@
-// run_mha_fwd and run_mha_bwd: from a filled params struct to the kernel for this device, dtype, head dim and mask.
+// run_mha_fwd and run_mha_bwd choose the kernel for a filled params struct: by device, architecture, dtype, head dim
+// and kind of call.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -13,11 +14,7 @@ namespace flash {
 void run_mha_fwd(Flash_fwd_params &params, c10::Device device);
 void run_mha_bwd(Flash_bwd_params &params, c10::Device device);
 
-// Multiprocessors of the current GPU.
-int multiprocessor_count();
-
-// Why no compiled kernel runs on a GPU of compute capability major.minor, with the command that would build one; empty
-// when one does.
+// Empty if a compiled kernel runs on compute capability major.minor; else why not, with the command that builds one.
 std::string cuda_unavailable_reason(int major, int minor);
 
 }  // namespace flash

@@ -1,5 +1,5 @@
-// set_params_fprop and set_params_dgrad: between mha_fwd and mha_bwd, which checked and allocated, and run_mha_fwd and
-// run_mha_bwd, which pick the kernel.
+// set_params_fprop and set_params_dgrad. In the call chain: after the checks and allocations of mha_fwd and mha_bwd,
+// before run_mha_fwd and run_mha_bwd choose the kernel.
 #include "set_params.h"
 
 #include <algorithm>
@@ -13,7 +13,7 @@ namespace flash {
 
 namespace {
 
-// Of a tensor [batch, nheads, rows], or of [nheads, rows], whose batch stride is 0.
+// Strides of a tensor [batch, nheads, rows], or [nheads, rows] with batch stride 0.
 struct RowStrides {
     int64_t batch, head;
 
@@ -43,6 +43,7 @@ DType dtype_of(const at::Tensor &x) {
 
 Flash_fwd_params set_params_fprop(const FpropTensors &tensors, const FwdArgs &args, double softmax_scale) {
     const Sizes sizes(args);
+    const Options &options = args.options;
     Flash_fwd_params params;
     params.q = tensor_ref(tensors.q);
     params.k = tensor_ref(tensors.k);
@@ -77,11 +78,11 @@ Flash_fwd_params set_params_fprop(const FpropTensors &tensors, const FwdArgs &ar
     }
 
     params.softmax_scale = softmax_scale;
-    params.softcap = args.softcap;
-    const bool has_softcap = args.softcap > 0.0;
-    const double scale_softmax = has_softcap ? args.softcap : softmax_scale;
+    params.softcap = options.softcap;
+    const bool has_softcap = options.softcap > 0.0;
+    const double scale_softmax = has_softcap ? options.softcap : softmax_scale;
     params.qk_scale = static_cast<float>(softmax_scale);
-    params.softcap_scale = has_softcap ? static_cast<float>(softmax_scale / args.softcap) : 0.0f;
+    params.softcap_scale = has_softcap ? static_cast<float>(softmax_scale / options.softcap) : 0.0f;
     params.scale_softmax = static_cast<float>(scale_softmax);
     params.scale_softmax_log2 = static_cast<float>(scale_softmax * kLog2e);
 
@@ -89,19 +90,19 @@ Flash_fwd_params set_params_fprop(const FpropTensors &tensors, const FwdArgs &ar
         params.alibi_slopes = tensors.alibi_slopes.data_ptr<float>();
         params.alibi_slopes_batch_stride = tensors.alibi_slopes.dim() == 2 ? tensors.alibi_slopes.stride(0) : 0;
     }
-    if (args.p_dropout > 0.0) {
-        params.p_dropout = args.p_dropout;
-        params.rp_dropout = static_cast<float>(1.0 / (1.0 - args.p_dropout));
-        params.dropout_threshold = dropout_threshold(args.p_dropout);
+    if (options.p_dropout > 0.0) {
+        params.p_dropout = options.p_dropout;
+        params.rp_dropout = static_cast<float>(1.0 / (1.0 - options.p_dropout));
+        params.dropout_threshold = dropout_threshold(options.p_dropout);
         params.rng_state = tensors.rng_state.data_ptr<int64_t>();
     }
 
-    // A window that reaches over every key is unbounded; beyond that it would only overflow index arithmetic.
+    // A window that reaches past every key is unbounded: a larger one could overflow index arithmetic.
     const int64_t all = sizes.rows_q + sizes.rows_k;
     const auto window = [all](int64_t size) { return size >= all ? -1 : static_cast<int>(size); };
-    params.is_causal = args.is_causal;
-    params.window_size_left = window(args.window_size_left);
-    params.window_size_right = args.is_causal ? 0 : window(args.window_size_right);
+    params.is_causal = options.is_causal;
+    params.window_size_left = window(options.window_size_left);
+    params.window_size_right = options.is_causal ? 0 : window(options.window_size_right);
     if (trace_enabled()) {
         trace("set_params_fprop",
               "b=%d seqlen_q=%d seqlen_k=%d h=%d h_k=%d d=%d scale=%g window=(%d,%d) softcap=%g alibi=%s p_dropout=%g "
@@ -115,7 +116,7 @@ Flash_fwd_params set_params_fprop(const FpropTensors &tensors, const FwdArgs &ar
 }
 
 Flash_bwd_params set_params_dgrad(const Flash_fwd_params &forward, const DgradTensors &tensors, int heads_per_dkv,
-                                  bool deterministic) {
+                                  const Options &options) {
     const auto wanted = [](const at::Tensor &x) { return x.defined() ? tensor_ref(x) : TensorRef{}; };
     Flash_bwd_params params;
     static_cast<Flash_fwd_params &>(params) = forward;
@@ -129,11 +130,15 @@ Flash_bwd_params set_params_dgrad(const Flash_fwd_params &forward, const DgradTe
     params.padded_batch_stride = padded.batch;
     params.padded_head_stride = padded.head;
     params.heads_per_dkv = heads_per_dkv;
-    params.deterministic = deterministic;
+    params.deterministic = options.deterministic;
+    if (options.softmax_scale == 0.0) {  // dq and dk are 0
+        params.softmax_scale = 0.0;
+        params.qk_scale = 0.0f;
+    }
     if (trace_enabled()) {
         trace("set_params_dgrad", "b=%d seqlen_q=%d seqlen_k=%d h=%d h_k=%d d=%d heads_per_dkv=%d deterministic=%s",
               params.b, params.seqlen_q, params.seqlen_k, params.h, params.h_k, params.d, heads_per_dkv,
-              name_of(deterministic));
+              name_of(options.deterministic));
     }
     return params;
 }

@@ -1,19 +1,19 @@
-// Tensors and scalars of a checked call become the params struct that every kernel reads.
+// Fills the params struct that every kernel reads from the tensors and options of a checked call.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
-#include "checks.h"
 #include "flash.h"
+#include "options.h"
 
 namespace flash {
 
-// x: [batch, seqlen, heads, headdim], or [total, heads, headdim], whose batch stride is 0.
+// x: [batch, seqlen, heads, headdim], or [total, heads, headdim] with batch stride 0.
 TensorRef tensor_ref(const at::Tensor &x);
 
 DType dtype_of(const at::Tensor &x);
 
-// The tensors of a forward call as the kernels read and write them; args says the rest.
+// The tensors of a forward, in memory that the kernels can read and write.
 struct FpropTensors {
     const at::Tensor &q;
     const at::Tensor &k;
@@ -21,23 +21,23 @@ struct FpropTensors {
     const at::Tensor &out;           // like q
     const at::Tensor &softmax_lse;   // [batch, nheads, seqlen_q], varlen [nheads, total_q]; contiguous
     const at::Tensor &alibi_slopes;  // undefined: off
-    const at::Tensor &rng_state;     // int64 [2], contiguous; read with dropout alone
+    const at::Tensor &rng_state;     // int64 [2], contiguous; read only with dropout
 };
 
+// softmax_scale: not 0; together with tensors.q it gives the scores of args.
 Flash_fwd_params set_params_fprop(const FpropTensors &tensors, const FwdArgs &args, double softmax_scale);
 
-// The tensors of a backward call. dq, dk, dv undefined: not wanted. dk, dv: like k, of nheads / heads_per_dkv heads;
-// softmax_d: [batch, nheads, seqlen_q_rounded], varlen [nheads, total_q_rounded].
+// The tensors of a backward. A gradient that is not wanted is undefined.
 struct DgradTensors {
     const at::Tensor &dout;
     const at::Tensor &dsoftmax_lse;  // undefined: zeros
     const at::Tensor &dq;
-    const at::Tensor &dk;
-    const at::Tensor &dv;
-    const at::Tensor &softmax_d;
+    const at::Tensor &dk;         // like k, with nheads / heads_per_dkv heads
+    const at::Tensor &dv;         // like dk
+    const at::Tensor &softmax_d;  // [batch, nheads, seqlen_q_rounded], varlen [nheads, total_q_rounded]
 };
 
 Flash_bwd_params set_params_dgrad(const Flash_fwd_params &forward, const DgradTensors &tensors, int heads_per_dkv,
-                                  bool deterministic);
+                                  const Options &options);
 
 }  // namespace flash

@@ -1,20 +1,19 @@
-// FLASH_ATTN_MINI_TRACE=1 prints each link of the call chain on stderr; flash_attn_mini/tracing.py prints the same
-// format. No torch here, so that kernels' launch code can trace too.
+// FLASH_ATTN_MINI_TRACE=1 prints each link of the call chain on stderr, in the format of flash_attn_mini/tracing.py.
+// No torch here: the launch code of the kernels traces too.
 #pragma once
 
 #include <cstdarg>
 #include <cstdio>
-#include <cstdlib>
-#include <cstring>
+
+#include "environment.h"
 
 namespace flash {
 
 inline bool trace_enabled() {
-    const char *value = std::getenv("FLASH_ATTN_MINI_TRACE");
-    return value != nullptr && *value != '\0' && std::strcmp(value, "0") != 0;
+    return is_switched_on("FLASH_ATTN_MINI_TRACE");
 }
 
-// printf-like: trace("run_flash_fwd", "grid=%d", grid). Called behind `if (trace_enabled())`.
+// Arguments as for printf: trace("run_flash_fwd", "grid=%d", grid). Callers test trace_enabled() first.
 inline void trace(const char *link, const char *format, ...) {
     char fields[512];
     std::va_list arguments;

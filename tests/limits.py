@@ -1,4 +1,4 @@
-"""Which curated cases a backend is known not to compute as accurately as the others, and why."""
+"""Curated cases that a backend is known to compute less accurately than the others, with the reason."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from .cases import Case
 
 
 def unreachable_gradients(case: Case, backend: str) -> str | None:
-    """Why the gradients of the case are out of reach on the backend; None when they are not."""
+    """Why the backend cannot compute the gradients of the case accurately; None if it can."""
     if backend == "triton" and case.values == "all_1e4":
         return (
             "scores of 8e8, where float32 counts in steps of 64: Triton fuses scale * score - lse and so cannot round "

@@ -1,4 +1,4 @@
-"""Wrong backward calls: each raises a named exception, as test_errors.py has it of the forward."""
+"""Wrong backward calls: each raises a named exception that says what was given and what is allowed."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ WRONG_BACKWARD_CALLS = [
     WrongCall("dv_is_dk", same_memory("dv", "dk"), V, r"\bdv\b", r"memory with dk", "memory of its own"),
     WrongCall("dk_number", given(dk=0.0), T, r"\bdk\b", "0.0.*float", "torch.Tensor, or None"),
     WrongCall("dv_sparse", sparse("dv"), T, r"\bdv\b.*layout", "(?i)sparse", "strided"),
-    # what the forward's checks see too
+    # checks that the forward shares
     WrongCall("q_rank", shape("q", 5, 6, 16), V, r"\bq\b", r"\[5, 6, 16\]", "4 dimensions"),
     WrongCall("k_dtype", cast(torch.bfloat16, "k"), T, r"\bk\b.*dtype", "(?i)bfloat16", "(?i)that of q"),
     WrongCall("v_heads", shape("v", 2, 7, 6, 16), V, r"\bv\b.*heads", "6", "heads of k, 3"),
@@ -140,7 +140,7 @@ def test_wrong_backward_call_is_named(wrong: WrongCall, backend: str, device: st
 
 @pytest.mark.parametrize("headdim", [16, 20])
 def test_wrong_gradients_of_the_lse_are_named(headdim: int, backend: str, device: str) -> None:
-    """What only the operator takes: dsoftmax_lse."""
+    """Only the operator takes dsoftmax_lse."""
     q, k, v = (x.repeat(1, 1, 1, 2)[..., :headdim] for x in valid_call(device).values())
     lse = torch.zeros(BATCH, NHEADS, SEQLEN_Q, device=device)
 
@@ -173,7 +173,7 @@ def test_wrong_rng_state_is_named(wrong: str, backend: str, device: str) -> None
     with flash_attn_mini.use_backend(backend), pytest.raises(error) as raised:
         _flash_attn_backward(**call)
     assert_says(str(raised.value), "rng_state", was_given, allowed)
-    with pytest.raises(error):  # what backends that are not written in C++ call
+    with pytest.raises(error):  # the Triton backend calls it
         _C.check_rng_state(call["rng_state"], 0.1, call["q"])
     _C.check_rng_state(call["rng_state"], 0.0, call["q"])  # not read without dropout
 
@@ -203,7 +203,7 @@ def test_wrong_types_in_the_official_forward_are_named(
 
 @pytest.mark.backends("cpu", "cuda")
 def test_extension_checks_the_backward_without_python(backend: str, device: str) -> None:
-    """_C.bwd called as the official extension is: values by C++, types by pybind11."""
+    """_C.bwd with the arguments of the official extension: C++ checks values, pybind11 checks types."""
     call = valid_backward_call(device)
     tensors = [call[name] for name in ("dout", "q", "k", "v", "out", "softmax_lse", "dq", "dk", "dv")]
     scalars = (None, 0.0, 0.25, False, -1, -1, 0.0, False, None, None)

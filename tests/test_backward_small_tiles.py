@@ -1,4 +1,4 @@
-"""The CUDA backward with the tiles of GPUs that give a thread block less shared memory, on whatever GPU there is."""
+"""The CUDA backward with the tiles for GPUs with less shared memory per CTA, run on any GPU."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from .conftest import GPU_DTYPES
 pytestmark = pytest.mark.gpu
 
 MAX_SMEM = "FLASH_ATTN_MINI_MAX_SMEM"
-LEAST_SMEM = 101376  # bytes that a thread block may have on compute capability 8.6, 8.9 and 12.0: no GPU has less
-TOO_LITTLE = 1  # for every tile that some GPU cannot have
+LEAST_SMEM = 101376  # bytes per CTA on compute capability 8.6, 8.9 and 12.0; no supported GPU has less
+TOO_LITTLE = 1  # byte: selects the smallest tile everywhere
 EVERYTHING = (True, True, True)
 SUBSETS = [wanted for wanted in itertools.product((False, True), repeat=3) if 0 < sum(wanted) < 3]
 
@@ -59,7 +59,7 @@ def gradients(
 
 
 def launched(case: Case, capfd: pytest.CaptureFixture[str], deterministic: bool) -> tuple[int, int, int]:
-    """kBlockM, kBlockN and the bytes of shared memory of the kernel that a backward takes."""
+    """kBlockM, kBlockN and the bytes of shared memory of the kernel that a backward launches."""
     capfd.readouterr()
     gradients(
         case, make_inputs(case, torch.float16, "cuda", 0), make_dout(case, torch.float16, "cuda", 0), deterministic
@@ -80,7 +80,7 @@ def test_every_gpu_gets_a_tile_that_fits(
     monkeypatch.setenv(MAX_SMEM, str(TOO_LITTLE))
     small = launched(case, capfd, deterministic)
     assert small[2] <= LEAST_SMEM
-    assert small[2] < usual[2] if usual[2] > LEAST_SMEM else small == usual  # which then fits every GPU
+    assert small[2] < usual[2] if usual[2] > LEAST_SMEM else small == usual  # the usual tile fits every GPU
 
 
 @each_order
@@ -101,7 +101,7 @@ def test_gradients_of_small_tiles_are_as_accurate_as_pytorch(
 def test_some_gradients_of_small_tiles_are_too(
     case: Case, dtype: torch.dtype, wanted: tuple[bool, ...], small_tiles: None, seed: int, described_seed: str
 ) -> None:
-    """In any order as accurate; in order the bits of all three together."""
+    """A subset of the gradients is as accurate; with deterministic=True it has the bits of all three together."""
     inputs, dout = make_inputs(case, dtype, "cuda", seed), make_dout(case, dtype, "cuda", seed)
     described = f"{case.name}, {dtype}, output_mask={wanted}\n  {case.shape}\n  {described_seed}"
     computed = gradients(case, inputs, dout, False, wanted)
@@ -118,7 +118,7 @@ def test_some_gradients_of_small_tiles_are_too(
 def test_deterministic_small_tiles_repeat_bitwise(
     headdim: int, causal: bool, dtype: torch.dtype, small_tiles: None, seed: int
 ) -> None:
-    """With more thread blocks than run at a time, that wait for each other's turn."""
+    """More CTAs than run at a time, so that CTAs wait for the semaphore."""
     case = Case("repeated", "many key blocks", 4, 16, 4, 700, 900, headdim, causal)
     inputs, dout = make_inputs(case, dtype, "cuda", seed), make_dout(case, dtype, "cuda", seed)
     expected = gradients(case, inputs, dout, True)

@@ -1,6 +1,6 @@
 """Wrong calls: each raises a named exception that says the argument, what was given and what is allowed.
 
-Never a crash, never a wrong answer; the same on every backend, since all checks live in csrc/checks.cpp.
+Never a crash, never a wrong answer. All backends raise the same errors, since all checks are in csrc/checks.cpp.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def test_wrong_out_is_named(wrong: str, backend: str, device: str) -> None:
 
 @pytest.mark.backends("cpu", "cuda")
 def test_extension_checks_without_python(backend: str, device: str) -> None:
-    """_C.fwd called as the official extension is: the same checks, since they live in C++."""
+    """_C.fwd with the arguments of the official extension makes the same checks."""
     q, k, v = valid_call(device).values()
     with pytest.raises(ValueError, match="softmax_scale is nan"):
         _C.fwd(q, k, v, None, None, 0.0, math.nan, False, -1, -1, 0.0, False, None)
@@ -199,7 +199,7 @@ def test_extension_entries_of_later_versions_say_so() -> None:
     ("keywords", "error", "message"),
     [
         ({"softmax_scale": 10**400}, ValueError, "softmax_scale is too large"),
-        ({"softmax_scale": 1e39}, ValueError, r"softmax_scale is 1e\+39; allowed: a finite number of magnitude up to"),
+        ({"softmax_scale": 1e39}, ValueError, r"softmax_scale is 1e\+39; allowed: 0, a finite number of magnitude"),
         ({"softmax_scale": True}, TypeError, "softmax_scale is True"),
         ({"dropout_p": True}, TypeError, "dropout_p is True"),
         ({"window_size": (10**30, -1)}, ValueError, "window_size has left 10{30}; allowed"),
@@ -214,10 +214,3 @@ def test_numbers_out_of_range_are_named(keywords: dict[str, object], error: type
 
 def test_available_backends_of_a_device_that_is_not_there() -> None:
     assert isinstance(flash_attn_mini.available_backends("cuda"), list)
-
-
-def test_tiny_scales_of_float64_are_exact() -> None:
-    q, k, v = torch.randn(3, 1, 6, 2, 16, dtype=torch.float64)
-    expected = flash_attn_func(q, k, v, softmax_scale=0.25)
-    scaled = flash_attn_func(q * 1e40, k, v, softmax_scale=0.25e-40)
-    torch.testing.assert_close(scaled, expected, rtol=1e-10, atol=1e-12)

@@ -1,7 +1,7 @@
-"""Wrong calls of the varlen entries: each raises a named exception, as test_errors.py has it of the dense ones.
+"""Wrong calls of the varlen functions: each raises a named exception that says what was given and what is allowed.
 
-Against the extension, where all checks of values live: the entries themselves, and check_varlen_fwd and
-check_varlen_bwd, which backends that are not written in C++ call.
+They call the extension, which makes all checks of values: varlen_fwd and varlen_bwd, and check_varlen_fwd and
+check_varlen_bwd, which the Triton backend calls.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def spread(argument: str) -> Callable[[Call], object]:
     return lambda call: call.update({argument: call[argument].repeat_interleave(2, -1)[..., ::2]})
 
 
-# Of tensors alone; known without reading them.
+# Shapes, dtypes and options: checked without reading any values.
 WRONG_SHAPES = [
     WrongCall("q_rank_4", shape("q", 1, 9, 6, 16), V, r"\bq\b", r"\[1, 9, 6, 16\]", r"3 dim.*total_q, nheads, headdim"),
     WrongCall("k_rank_2", shape("k", 14, 48), V, r"\bk\b", r"\[14, 48\]", r"3 dimensions.*total_k"),
@@ -133,20 +133,20 @@ WRONG_SHAPES = [
     WrongCall("alibi_dtype", slopes(torch.float16, 6), T, "alibi_slopes", "(?i)half", "float32"),
 ]  # fmt: skip
 
-# Of the numbers in cu_seqlens: read on the CPU, and on a GPU where FLASH_ATTN_MINI_CHECK asks for it.
+# Values of cu_seqlens: read on the CPU, and on a GPU with FLASH_ATTN_MINI_CHECK=1.
 WRONG_SEQLENS = [
     WrongCall("q_start", numbers("cu_seqlens_q", [1, 4, 4, 9]), V, "cu_seqlens_q", "starts at 1", "allowed: 0"),
     WrongCall("k_start", numbers("cu_seqlens_k", [-1, 7, 9, 14]), V, "cu_seqlens_k", "starts at -1", "allowed: 0"),
-    WrongCall("q_falls", numbers("cu_seqlens_q", [0, 4, 3, 9]), V, "cu_seqlens_q", "from 4 to 3.*index 2", "rising"),
-    WrongCall("k_falls", numbers("cu_seqlens_k", [0, 7, 14, 9]), V, "cu_seqlens_k", "14 to 9.*index 3", "rising"),
+    WrongCall("q_falls", numbers("cu_seqlens_q", [0, 4, 3, 9]), V, "cu_seqlens_q", "4 to 3.*index 2", "never fall"),
+    WrongCall("k_falls", numbers("cu_seqlens_k", [0, 7, 14, 9]), V, "cu_seqlens_k", "14 to 9.*index 3", "never fall"),
     WrongCall("q_end", numbers("cu_seqlens_q", [0, 4, 4, 8]), V, "cu_seqlens_q", "ends at 8", "rows of q, 9"),
     WrongCall("k_end", numbers("cu_seqlens_k", [0, 7, 9, 15]), V, "cu_seqlens_k", "ends at 15", "rows of k, 14"),
     WrongCall(
         "no_sequences", lambda c: c.update({n: c[n][:1] for n in ("cu_seqlens_q", "cu_seqlens_k")}), V, "cu_seqlens_q",
         "ends at 0", "rows of q, 9",
     ),
-    WrongCall("max_q", given(max_seqlen_q=4), V, "max_seqlen_q", "is 4", "sequence 2 is 5"),
-    WrongCall("max_k", given(max_seqlen_k=6), V, "max_seqlen_k", "is 6", "sequence 0 is 7"),
+    WrongCall("max_q", given(max_seqlen_q=4), V, "max_seqlen_q", "is 4", "sequence 2 has length 5"),
+    WrongCall("max_k", given(max_seqlen_k=6), V, "max_seqlen_k", "is 6", "sequence 0 has length 7"),
 ]  # fmt: skip
 
 TABLE = "block_table"
@@ -267,6 +267,63 @@ def test_pages_that_one_backend_lacks_name_those_that_have_them() -> None:
         check_forward(call, "cuda")
 
 
+@pytest.mark.backends("cpu", "cuda")
+def test_a_block_table_without_columns_holds_no_keys(backend: str, device: str) -> None:
+    call = valid_paged_call(device)
+    call["block_table"] = call["block_table"][:, :0]
+    call["cu_seqlens_k"] = torch.zeros_like(call["cu_seqlens_k"])
+    call["q"] = torch.ones_like(call["q"])
+    out, lse, S_dmask, _ = forward({**call, "p_dropout": 0.5, "return_softmax": True})
+    assert (out == 0).all()
+    assert (lse == -math.inf).all()
+    assert S_dmask.shape == (3, NHEADS, 128, 128)
+    assert (S_dmask == 0).all()
+
+
+@pytest.mark.backends("cpu", "cuda")
+def test_no_sequences_need_no_memory_whatever_their_greatest_length(backend: str, device: str) -> None:
+    """S_dmask of no sequences is empty; its indices would fill 16 GiB."""
+    call = valid_varlen_call(device)
+    call.update({name: call[name][:0] for name in ALL})
+    call.update({name: call[name][:1] for name in ("cu_seqlens_q", "cu_seqlens_k")})
+    call.update(max_seqlen_q=2**31 - 1, max_seqlen_k=2**31 - 1, p_dropout=0.5, return_softmax=True)
+    out, _, S_dmask, _ = forward(call)
+    assert out.numel() == S_dmask.numel() == 0
+
+
+def falling(*values: int) -> torch.Tensor:
+    return torch.tensor(values, device="cuda", dtype=torch.int32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("cu_seqlens_q", "cu_seqlens_k"),
+    [
+        ([0, 4000, 1000, 5000], [0, 3000, 500, 5000]),
+        ([0, 5000, 0, 5000], [0, 5000, 0, 5000]),
+        ([5000, 4000, -7, 2**31 - 1], [2**31 - 1, 0, 5000, -(2**31)]),
+    ],
+    ids=["falls", "falls_to_0", "anything"],
+)
+def test_a_deterministic_backward_ends_whatever_cu_seqlens_holds(
+    cu_seqlens_q: list[int], cu_seqlens_k: list[int]
+) -> None:
+    """CTAs wait for each other in the order of the key blocks; cu_seqlens on a GPU is not checked before."""
+    call = valid_backward_call("cuda")
+    for name in ("dout", "q", "out", "dq"):
+        call[name] = torch.ones(5000, 2, 64, device="cuda", dtype=torch.float16)
+    for name in ("k", "v", "dk", "dv"):
+        call[name] = torch.ones(5000, 2, 64, device="cuda", dtype=torch.float16)
+    call["softmax_lse"] = torch.zeros(2, 5000, device="cuda")
+    call.update(cu_seqlens_q=falling(*cu_seqlens_q), cu_seqlens_k=falling(*cu_seqlens_k))
+    call.update(max_seqlen_q=5000, max_seqlen_k=5000)
+    given_q, given_k = call["cu_seqlens_q"].clone(), call["cu_seqlens_k"].clone()
+    backward({**call, "deterministic": True})
+    torch.cuda.synchronize()
+    assert torch.equal(call["cu_seqlens_q"], given_q)
+    assert torch.equal(call["cu_seqlens_k"], given_k)
+
+
 def test_missing_arguments_are_named_by_the_bindings() -> None:
     call = valid_varlen_call("cpu")
     with pytest.raises(TypeError, match="incompatible"):
@@ -277,7 +334,7 @@ def test_missing_arguments_are_named_by_the_bindings() -> None:
         forward({**call, "max_seqlen_q": 1.5})
 
 
-# Through the public function: what Python checks before the extension, and that the rest gets there.
+# Of the public function: checked in Python, or passed on to the extension.
 PUBLIC = [
     WrongCall("cu_list", given(cu_seqlens_q=[0, 4, 4, 9]), T, "cu_seqlens_q", r"\[0, 4, 4, 9\].*list", "torch.Tensor"),
     WrongCall("cu_none", given(cu_seqlens_k=None), T, "cu_seqlens_k", "None", "torch.Tensor"),

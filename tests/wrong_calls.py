@@ -1,4 +1,4 @@
-"""A valid call, and how to spoil one: what the tables of wrong calls are made of."""
+"""Valid calls, and changes that make them wrong: the parts of the tables of wrong calls."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ def valid_paged_call(device: str) -> Call:
 @dataclass(frozen=True)
 class WrongCall:
     name: str
-    change: Callable[[Call], object]  # what it does to the arguments of a valid call
+    change: Callable[[Call], object]  # changes the arguments of a valid call
     error: type[Exception] | tuple[type[Exception], ...]
-    argument: str  # these three: regular expressions that the message must contain
+    argument: str  # this and the next two: regular expressions that the message must contain
     given: str
     allowed: str
 
@@ -99,7 +99,7 @@ def slopes(dtype: torch.dtype, *size: int) -> Callable[[Call], object]:
 
 
 def numbers(argument: str, values: object) -> Callable[[Call], object]:
-    """Replaces a tensor by another with these values, of the same dtype on the same device."""
+    """Replaces the values of a tensor; dtype and device stay."""
     return lambda call: call.update({argument: call[argument].new_tensor(values)})
 
 
