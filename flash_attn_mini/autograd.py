@@ -1,4 +1,4 @@
-"""Autograd, autocast and torch.vmap around the custom ops of ops.py, and the direct way past the dispatcher.
+"""Autograd and autocast around the custom ops of ops.py, and the direct way past the dispatcher.
 
 The public functions enter here, through `forward_eager`, `packed_forward_eager` and `backward_into`.
 """
