@@ -122,6 +122,16 @@ def as_float(name: str, value: Any, allowed: str) -> Any:
         raise ValueError(f"flash_attn_mini: {name} is too large for a float; allowed: {allowed}") from None
 
 
+def check_number(name: str, value: Any, allowed: str) -> None:
+    """Raise unless value is a number that a float can hold."""
+    as_float(name, value, allowed)
+
+
+def as_length(name: str, value: Any) -> Any:
+    """A length as an int, from an integer of Python or NumPy or an integer tensor of one element."""
+    return as_integer(name, value, "an integer, or an integer tensor of one element")
+
+
 def as_integer(name: str, value: Any, allowed: str) -> Any:
     """An int from an integer of Python or NumPy or an integer tensor of one element; a symbolic one as it is."""
     if type(value) is int or isinstance(value, torch.SymInt):
@@ -152,6 +162,12 @@ def as_flag(name: str, value: Any) -> bool:
     raise wrong_type(name, value, "True or False, or a value of one element that is true or false")
 
 
+def check_flags(**flags: Any) -> None:
+    """Raise TypeError for a flag that `as_flag` refuses."""
+    for name, value in flags.items():
+        as_flag(name, value)
+
+
 def as_window(window_size: Any) -> WindowSize:
     """(left, right) from any sequence of two integers: a tuple, a list, a NumPy array, a tensor."""
     try:
@@ -172,14 +188,8 @@ def as_sequences(
     check_tensor("cu_seqlens_k", cu_seqlens_k)
     if block_table is not None:
         check_tensor("block_table", block_table, ", or None")
-    allowed = "an integer, or an integer tensor of one element"
-    return Sequences(
-        cu_seqlens_q,
-        cu_seqlens_k,
-        as_integer("max_seqlen_q", max_seqlen_q, allowed),
-        as_integer("max_seqlen_k", max_seqlen_k, allowed),
-        block_table,
-    )
+    longest_q, longest_k = as_length("max_seqlen_q", max_seqlen_q), as_length("max_seqlen_k", max_seqlen_k)
+    return Sequences(cu_seqlens_q, cu_seqlens_k, longest_q, longest_k, block_table)
 
 
 # ---- tensors --------------------------------------------------------------------------------------------------------

@@ -36,6 +36,8 @@ __all__ = [
     "flash_attn_with_kvcache",
 ]
 
+USE_TRITON_ROCM = False  # code written for the official package asks for it
+
 
 def flash_attn_func(
     q: torch.Tensor,

@@ -15,9 +15,7 @@ import torch
 
 from . import tracing
 from .backends import FourTensors, Gradients, backend_of_op, select_backend
-from .options import Options, Sequences
-
-ROWS_MULTIPLE = 128  # softmax_d has the rows of a sequence rounded up to it, S_dmask its rows and columns
+from .options import ROWS_MULTIPLE, Options, Sequences
 
 # The arguments beside the tensors of the official functions have the names of the fields of Options and Sequences.
 _OPTIONS = (
@@ -257,7 +255,7 @@ def _backward_fake(
     *batch, rows, nheads, _ = q.shape
     if sequences is None:
         rows = _rounded(rows)
-    else:  # each sequence begins at a multiple of 128 rows; this many rows hold any lengths
+    else:  # each sequence begins at a multiple of ROWS_MULTIPLE; this many rows hold any lengths
         rows = (rows // ROWS_MULTIPLE + sequences.cu_seqlens_q.shape[0] - 1) * ROWS_MULTIPLE
     return dq, dk, dv, q.new_empty((*batch, nheads, rows), dtype=_lse_dtype(q))
 

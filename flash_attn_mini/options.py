@@ -10,6 +10,10 @@ from typing import NamedTuple
 
 import torch
 
+# softmax_d has the rows of each sequence rounded up to this multiple, S_dmask its rows and columns. The same number is
+# Flash_bwd_params::kRowsRounded in csrc/flash.h.
+ROWS_MULTIPLE = 128
+
 
 class Options(NamedTuple):
     """Every option of an attention call, checked and with its defaults filled in.

@@ -1,4 +1,4 @@
-"""What a call accepts: all that the official package accepts gives the bits of the same call with plain Python values."""
+"""What a call accepts: values of NumPy and tensors give the bits of the same call with plain Python values."""
 
 from __future__ import annotations
 

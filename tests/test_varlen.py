@@ -183,7 +183,7 @@ def test_pages_have_a_forward_and_no_gradient(wanted: str, backend: str, device:
         out = call()
         assert out.requires_grad
         assert torch.equal(out, expected)
-        with pytest.raises(NotImplementedError, match="gradients of paged keys and values.*block_table"):
+        with pytest.raises(NotImplementedError, match=r"gradients of paged keys and values.*block_table"):
             out.sum().backward()
 
 
