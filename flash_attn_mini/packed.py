@@ -1,6 +1,6 @@
 """The public functions for q, k and v, or k and v, in one tensor.
 
-The kernels read views of it, and write views of its gradient: nothing is copied or concatenated on either way.
+The kernels read views of that tensor and write to views of its gradient: nothing is copied or concatenated.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from . import tracing
-from .argument_checks import WindowSize, as_sequences, check_packed, checked_options
+from .argument_checks import WindowSize, as_length, as_sequences, check_packed, check_tensor, checked_options
 from .autograd import packed_forward_eager
 from .options import Options, Sequences
 
@@ -28,25 +28,13 @@ def flash_attn_qkvpacked_func(
     *,
     backend: str | None = None,
 ) -> Result:
-    """`flash_attn_func` of q, k and v in one tensor, whose gradient is written as one.
+    """`flash_attn_func` of q, k and v in one tensor. Its gradient is one tensor of the same shape.
 
     Args:
         qkv: ``[batch, seqlen, 3, nheads, headdim]``, the last dimension contiguous.
-        dropout_p: As in `flash_attn_func`, like the other arguments that are not named here.
-        softmax_scale: Likewise.
-        causal: Likewise.
-        window_size: Likewise.
-        softcap: Likewise.
-        alibi_slopes: Likewise.
-        deterministic: Likewise.
-        return_attn_probs: Likewise.
-        backend: Likewise.
 
-    Returns:
-        As `flash_attn_func`: out ``[batch, seqlen, nheads, headdim]``.
-
-    Raises:
-        TypeError, ValueError, NotImplementedError, RuntimeError: As in `flash_attn_func`.
+    The other arguments, their defaults, the result and the errors are those of `flash_attn_func`;
+    out is ``[batch, seqlen, nheads, headdim]``.
 
     Example:
         >>> import torch
@@ -88,26 +76,13 @@ def flash_attn_kvpacked_func(
     *,
     backend: str | None = None,
 ) -> Result:
-    """`flash_attn_func` of q, and of k and v in one tensor, whose gradient is written as one.
+    """`flash_attn_func` of q, and of k and v in one tensor. The gradient of kv is one tensor of the same shape.
 
     Args:
-        q: As in `flash_attn_func`, like the other arguments that are not named here.
         kv: ``[batch, seqlen_k, 2, nheads_k, headdim]``, the last dimension contiguous.
-        dropout_p: As in `flash_attn_func`.
-        softmax_scale: Likewise.
-        causal: Likewise.
-        window_size: Likewise.
-        softcap: Likewise.
-        alibi_slopes: Likewise.
-        deterministic: Likewise.
-        return_attn_probs: Likewise.
-        backend: Likewise.
 
-    Returns:
-        As `flash_attn_func`.
-
-    Raises:
-        TypeError, ValueError, NotImplementedError, RuntimeError: As in `flash_attn_func`.
+    The other arguments, their defaults, the result and the errors are those of `flash_attn_func`;
+    out is shaped like q.
 
     Example:
         >>> import torch
@@ -150,27 +125,15 @@ def flash_attn_varlen_qkvpacked_func(
     *,
     backend: str | None = None,
 ) -> Result:
-    """`flash_attn_varlen_func` of q, k and v in one tensor, whose gradient is written as one.
+    """`flash_attn_varlen_func` of q, k and v in one tensor. Its gradient is one tensor of the same shape.
 
     Args:
         qkv: ``[total, 3, nheads, headdim]``, the last dimension contiguous.
-        cu_seqlens: int32 ``[batch + 1]``, of queries and keys; see `flash_attn_varlen_func`.
-        max_seqlen: The longest sequence, or more.
-        dropout_p: As in `flash_attn_func`, like the other arguments that are not named here.
-        softmax_scale: Likewise.
-        causal: Likewise.
-        window_size: Likewise.
-        softcap: Likewise.
-        alibi_slopes: Likewise.
-        deterministic: Likewise.
-        return_attn_probs: Likewise.
-        backend: Likewise.
+        cu_seqlens: int32 ``[batch + 1]`` on the device of qkv: the first row of each sequence, and the end of the last.
+        max_seqlen: The length of the longest sequence, or more.
 
-    Returns:
-        As `flash_attn_varlen_func`: out ``[total, nheads, headdim]``.
-
-    Raises:
-        TypeError, ValueError, NotImplementedError, RuntimeError: As in `flash_attn_func`.
+    The other arguments, their defaults, the result and the errors are those of `flash_attn_varlen_func`;
+    out is ``[total, nheads, headdim]``.
 
     Example:
         >>> import torch
@@ -194,6 +157,8 @@ def flash_attn_varlen_qkvpacked_func(
         return_attn_probs,
         backend,
     )
+    check_tensor("cu_seqlens", cu_seqlens)
+    max_seqlen = as_length("max_seqlen", max_seqlen)
     sequences = as_sequences(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     if tracing.enabled():
         tracing.trace("flash_attn_varlen_qkvpacked_func", qkv=qkv, cu_seqlens=cu_seqlens, causal=causal)
@@ -218,30 +183,13 @@ def flash_attn_varlen_kvpacked_func(
     *,
     backend: str | None = None,
 ) -> Result:
-    """`flash_attn_varlen_func` of q, and of k and v in one tensor, whose gradient is written as one.
+    """`flash_attn_varlen_func` of q, and of k and v in one tensor. The gradient of kv is one tensor of the same shape.
 
     Args:
-        q: As in `flash_attn_varlen_func`, like the other arguments that are not named here.
         kv: ``[total_k, 2, nheads_k, headdim]``, the last dimension contiguous.
-        cu_seqlens_q: As in `flash_attn_varlen_func`.
-        cu_seqlens_k: Likewise.
-        max_seqlen_q: Likewise.
-        max_seqlen_k: Likewise.
-        dropout_p: Likewise.
-        softmax_scale: Likewise.
-        causal: Likewise.
-        window_size: Likewise.
-        softcap: Likewise.
-        alibi_slopes: Likewise.
-        deterministic: Likewise.
-        return_attn_probs: Likewise.
-        backend: Likewise.
 
-    Returns:
-        As `flash_attn_varlen_func`.
-
-    Raises:
-        TypeError, ValueError, NotImplementedError, RuntimeError: As in `flash_attn_func`.
+    The other arguments, their defaults, the result and the errors are those of `flash_attn_varlen_func`;
+    out is shaped like q.
 
     Example:
         >>> import torch
