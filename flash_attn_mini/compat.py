@@ -10,8 +10,8 @@ and ``flash_attn_2_cuda`` if the extension was built. Any other module of the of
 ModuleNotFoundError, even if the official package is installed: the two packages are never mixed.
 
 Version checks see `VERSION`, the official release with this API: in ``flash_attn.__version__``, and as the metadata of
-a distribution ``flash-attn``, which transformers' ``is_flash_attn_2_available`` reads. transformers keeps the answer, so
-install first. Its answer is no on machines without a GPU; there use `flash_attn_mini.integrations.transformers`.
+a distribution ``flash-attn``, which transformers' ``is_flash_attn_2_available`` reads. transformers keeps the answer:
+install first. The answer is no on machines without a GPU; there use `flash_attn_mini.integrations.transformers`.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def install(force: bool = False) -> None:
     official = _official()
     if official is not None and not force:
         raise RuntimeError(
-            f"flash_attn_mini.compat: the official package is installed ({official}), and 'import flash_attn' gives it. "
+            f"flash_attn_mini.compat: the official package is installed ({official}): 'import flash_attn' gives it. "
             "install(force=True) replaces it in this process; pip uninstall flash-attn removes it"
         )
     modules = _modules()
