@@ -144,7 +144,7 @@ class Counting(TorchDispatchMode):
 
 
 @each_form
-def test_whoever_listens_sees_the_operators(form: str, backend: str, device: str) -> None:
+def test_dispatch_modes_see_the_operators(form: str, backend: str, device: str) -> None:
     inputs, packed, _ = call_of(form, backend, device)
     expected = torch.autograd.grad(packed(*inputs, deterministic=True).sum(), inputs)
     with Counting() as mode:
