@@ -43,8 +43,8 @@ def forward(
 
     extension.check_forward(q, k, v, sequences, options, "cuda")
     headdim = q.shape[-1]
-    out, *others = extension.forward(*_padded(q, k, v), sequences, options)
-    softmax_lse, S_dmask, rng_state = others
+    padded_q, padded_k, padded_v = _padded(q, k, v)
+    out, softmax_lse, S_dmask, rng_state = extension.forward(padded_q, padded_k, padded_v, sequences, options)
     return torch.empty_like(q).copy_(out[..., :headdim]), softmax_lse, S_dmask, rng_state
 
 
@@ -69,7 +69,11 @@ def backward(
 
     extension.check_backward(dout, q, k, v, out, *rest, "cuda", into)
     headdim = q.shape[-1]
-    *gradients, softmax_d = extension.backward(*_padded(dout, q, k, v, out), *rest, rng_state, output_mask)
+    padded_dout, *padded_qkv, padded_out = _padded(dout, q, k, v, out)
+    padded_q, padded_k, padded_v = padded_qkv
+    *gradients, softmax_d = extension.backward(
+        padded_dout, padded_q, padded_k, padded_v, padded_out, *rest, rng_state, output_mask
+    )
     dq, dk, dv = (
         extension.stored(gradient[..., :headdim], like, given) if is_wanted else gradient
         for gradient, like, given, is_wanted in zip(gradients, (q, k, v), into, output_mask, strict=True)
