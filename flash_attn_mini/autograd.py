@@ -18,6 +18,7 @@ from .backends import FourTensors, Gradients, name_of_traced, select_backend, tr
 from .ops import OP_PAIRS, OpPair, backward_op, forward_op, library, run_backward, run_forward
 from .options import Options, Sequences
 
+QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 PACKED_DIM = -3  # of q, k, v in qkv [..., 3, nheads, headdim], and of k, v in kv [..., 2, nheads_k, headdim]
 
 
@@ -89,10 +90,13 @@ class FlashAttnPackedFunc(torch.autograd.Function):
         return None, None, dq, dpacked
 
 
-def unpacked(q: torch.Tensor | None, packed: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """q, k and v as views of the packed tensor."""
-    parts = packed.unbind(PACKED_DIM)
-    return parts if q is None else (q, *parts)
+def unpacked(q: torch.Tensor | None, packed: torch.Tensor) -> QKV:
+    """q, k and v, with those in the packed tensor as views of it."""
+    if q is None:
+        q, k, v = packed.unbind(PACKED_DIM)
+    else:
+        k, v = packed.unbind(PACKED_DIM)
+    return q, k, v
 
 
 def _parts(q: torch.Tensor | None, dq: torch.Tensor | None, dpacked: torch.Tensor | None) -> Gradients:
@@ -130,7 +134,7 @@ def _gradients(
     ctx: Any,
     dout: torch.Tensor | None,
     dsoftmax_lse: torch.Tensor | None,
-    qkv: tuple[torch.Tensor, ...],
+    qkv: QKV,
     saved: list[Any],
     wanted: tuple[bool, ...],
     into: Gradients | None = None,
@@ -143,7 +147,8 @@ def _gradients(
     sequences = None
     if ctx.max_seqlens is not None:
         cu_seqlens_q, cu_seqlens_k, block_table = lengths
-        sequences = Sequences(cu_seqlens_q, cu_seqlens_k, *ctx.max_seqlens, block_table)
+        max_seqlen_q, max_seqlen_k = ctx.max_seqlens
+        sequences = Sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table)
     arriving = [x for x in (dout, dsoftmax_lse) if x is not None]
     if dout is None:
         dout = torch.zeros_like(out)
