@@ -38,6 +38,7 @@ HOST = (
     "flash_attn_mini/argument_checks.py",
     "flash_attn_mini/autograd.py",
     "flash_attn_mini/ops.py",
+    "flash_attn_mini/options.py",
     "flash_attn_mini/tracing.py",
     "flash_attn_mini/backends/*.py",
 )

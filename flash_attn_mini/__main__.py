@@ -1,4 +1,4 @@
-"""``python -m flash_attn_mini``: what was built, what the machine has, and which backend a call would take."""
+"""``python -m flash_attn_mini`` prints the built kernels, the devices, and the backend that a call would take."""
 
 from __future__ import annotations
 

@@ -4,15 +4,14 @@
 
     flash_attn_mini.compat.install()
 
-In the running process, from then on, these imports resolve to this package's modules: ``flash_attn``,
+From then on these imports of the running process give the modules of this package: ``flash_attn``,
 ``flash_attn.flash_attn_interface``, ``flash_attn.bert_padding``, ``flash_attn.layers``, ``flash_attn.layers.rotary``,
-and ``flash_attn_2_cuda`` where the extension was built. Any other module of the official package is a
-ModuleNotFoundError, also where the official package is installed and was forced aside: the two are never mixed.
+and ``flash_attn_2_cuda`` if the extension was built. Any other module of the official package raises
+ModuleNotFoundError, even if the official package is installed: the two packages are never mixed.
 
-Version checks see `VERSION`, the release whose API this is: in ``flash_attn.__version__``, and as the metadata of a
-distribution ``flash-attn``, which is what transformers' ``is_flash_attn_2_available`` asks for. (transformers keeps the
-answer, so install first; and it answers no on machines without a GPU, whatever is installed. There
-`flash_attn_mini.integrations.transformers.register` does without `install`.)
+Version checks see `VERSION`, the official release with this API: in ``flash_attn.__version__``, and as the metadata of
+a distribution ``flash-attn``, which transformers' ``is_flash_attn_2_available`` reads. transformers keeps the answer:
+install first. The answer is no on machines without a GPU; there use `flash_attn_mini.integrations.transformers`.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _MODULES = ("flash_attn_interface", "bert_padding", "layers", "layers.rotary")
 
 
 class _Distribution(importlib.metadata.Distribution):
-    """What importlib.metadata says of ``flash-attn``."""
+    """The distribution ``flash-attn`` that importlib.metadata finds."""
 
     def read_text(self, filename: str) -> str | None:
         return {
@@ -52,7 +51,7 @@ class _Distribution(importlib.metadata.Distribution):
 
 
 class _Finder(MetaPathFinder):
-    """Finds no module (they are in sys.modules already), and one distribution."""
+    """Finds one distribution, and no module: sys.modules already has them."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
         return None
@@ -65,7 +64,7 @@ class _Finder(MetaPathFinder):
 
 
 class _Installed:
-    """What `install` did, and what it put aside."""
+    """The modules that `install` added, and those that it removed."""
 
     def __init__(self, modules: dict[str, ModuleType], put_aside: dict[str, ModuleType]) -> None:
         self.modules = modules
@@ -77,12 +76,12 @@ _installed: _Installed | None = None
 
 
 def install(force: bool = False) -> None:
-    """Make ``import flash_attn`` and its modules resolve to this package, in this process. Says so on stderr.
+    """Make ``import flash_attn`` and its modules give this package, in this process. Prints a line to stderr.
 
-    Modules that imported the official package before keep what they have. Does nothing when done already.
+    Modules that imported the official package before keep it. A second call does nothing.
 
     Args:
-        force: Do so also where the official package is installed.
+        force: Also replace an installed official package.
 
     Raises:
         RuntimeError: When the official package is installed, or imported, and `force` is False.
@@ -101,8 +100,8 @@ def install(force: bool = False) -> None:
     official = _official()
     if official is not None and not force:
         raise RuntimeError(
-            f"flash_attn_mini.compat: the official package is there ({official}) and 'import flash_attn' means it. "
-            "install(force=True) puts it aside in this process; pip uninstall flash-attn for good"
+            f"flash_attn_mini.compat: the official package is installed ({official}): 'import flash_attn' gives it. "
+            "install(force=True) replaces it in this process; pip uninstall flash-attn removes it"
         )
     modules = _modules()
     put_aside = {name: sys.modules.pop(name) for name in list(sys.modules) if _is_ours_to_name(name)}
@@ -119,7 +118,7 @@ def install(force: bool = False) -> None:
 
 
 def uninstall() -> None:
-    """Undo `install`: the next ``import flash_attn`` is that of the official package, or fails. Else does nothing."""
+    """Undo `install`: the next ``import flash_attn`` gives the official package, or fails."""
     global _installed
     if _installed is None:
         return
@@ -131,12 +130,12 @@ def uninstall() -> None:
 
 
 def _official() -> str | None:
-    """Where the official package is, or would be imported from; None where it is not."""
+    """The file of the official package; None if it is not installed."""
     for name in ("flash_attn", _EXTENSION):
         if name in sys.modules:
             return getattr(sys.modules[name], "__file__", None) or f"{name} in sys.modules"
         spec = importlib.util.find_spec(name)
-        if spec is not None and spec.origin is not None:  # a folder of that name without code has none
+        if spec is not None and spec.origin is not None:  # a folder without code has no origin
             return spec.origin
     return None
 
@@ -146,7 +145,7 @@ def _is_ours_to_name(module: str) -> bool:
 
 
 def _modules() -> dict[str, ModuleType]:
-    """What goes into sys.modules. The package is a module of its own, for its version; the others are ours by name."""
+    """The modules for sys.modules. ``flash_attn`` is a new module with the official version; the others are ours."""
     package = ModuleType("flash_attn", flash_attn_mini.__doc__)
     package.__spec__ = ModuleSpec("flash_attn", None, origin=flash_attn_mini.__file__, is_package=True)
     package.__file__ = flash_attn_mini.__file__

@@ -1,8 +1,8 @@
 """The public functions, with the names, argument order and defaults of flash-attn 2.8: the top of the call chain.
 
-Here are those for sequences of one length; varlen.py has those for sequences of lengths of their own, packed.py those
-for q, k and v in one tensor. Each checks types, fills in defaults and enters the custom op of ops.py through
-autograd.py; values, shapes and dtypes are checked once, in csrc/checks.cpp, whatever the backend.
+This file has the functions for sequences of equal length, varlen.py those for sequences of different lengths, packed.py
+those for q, k and v in one tensor. Each checks types, fills in defaults and enters the custom op of ops.py through
+autograd.py. csrc/checks.cpp checks values, shapes and dtypes, for every backend.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from typing import Any, NoReturn
 import torch
 
 from . import tracing
-from .argument_checks import WindowSize, check_backward_tensors, check_flags, check_number, checked_options
+from .argument_checks import WindowSize, as_flag, as_float, check_backward_tensors, checked_options
 from .autograd import backward_into, forward_eager
-from .ops import DENSE
 from .packed import (
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
@@ -36,6 +35,8 @@ __all__ = [
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
 ]
+
+USE_TRITON_ROCM = False  # code written for the official package asks for it
 
 
 def flash_attn_func(
@@ -59,7 +60,10 @@ def flash_attn_func(
 
     Differentiable in q, k and v, through out and through softmax_lse, once: a second derivative raises
     NotImplementedError. The backward computes nothing for inputs that need no gradient, and runs on the backend of the
-    forward. In a torch.autocast region q, k and v are cast as those of scaled_dot_product_attention are.
+    forward. In a torch.autocast region q, k and v are cast as the inputs of scaled_dot_product_attention are.
+
+    Numbers may be of Python or NumPy, or tensors of one element (reading one from a GPU waits for it). A flag may be
+    any value with a truth value, such as 1, ``numpy.bool_`` or a tensor of one element.
 
     Args:
         q: Queries, ``[batch, seqlen_q, nheads, headdim]``; headdim 1 to 256; the last dimension contiguous. float16 or
@@ -67,32 +71,33 @@ def flash_attn_func(
         k: Keys, ``[batch, seqlen_k, nheads_k, headdim]``, dtype and device of q. nheads is a multiple of nheads_k:
             query head h reads key head ``h // (nheads / nheads_k)`` (GQA; MQA when nheads_k is 1).
         v: Values, shaped like k.
-        dropout_p: Probability of dropping an attention probability after the softmax, in [0, 1 - 2^-17), to the next
-            2^-16; those kept are scaled by ``1 / (1 - dropout_p)``. Which ones is drawn from torch's generator of q's
-            device (a seed and an offset, ``rng_state``, for which every backend drops the same): ``torch.manual_seed``
-            repeats it on the same device, checkpointing draws the same again, and each replay of a CUDA graph draws
-            anew. Not together with softcap.
+        dropout_p: Probability of dropping an attention probability after the softmax, in [0, 1 - 2^-17), rounded to a
+            multiple of 2^-16. The others are scaled by ``1 / (1 - dropout_p)``. torch's generator of q's device draws a
+            seed and an offset (``rng_state``), which determine the mask on every backend: ``torch.manual_seed`` repeats
+            it, checkpointing draws the same mask again, and each replay of a CUDA graph draws a new one. torch.vmap
+            obeys its ``randomness``. Not together with softcap.
         softmax_scale: Factor on the scores ``q @ k.T``. Default ``1 / sqrt(headdim)``.
         causal: Mask aligned to the bottom right: query i sees key j when ``j <= i + seqlen_k - seqlen_q``.
         window_size: ``(left, right)`` in keys, -1 for unbounded: query i sees key j when
-            ``i + seqlen_k - seqlen_q - left <= j <= i + seqlen_k - seqlen_q + right``. causal means a right of 0.
+            ``i + seqlen_k - seqlen_q - left <= j <= i + seqlen_k - seqlen_q + right``. causal means a right of 0. Any
+            sequence of two integers: a tuple, a list, an array, a tensor.
         softcap: Above 0, scores become ``softcap * tanh(score / softcap)`` after the scale (Gemma 2).
         alibi_slopes: float32 ``[nheads]`` or ``[batch, nheads]``: adds ``-slope * |i + seqlen_k - seqlen_q - j|`` to
             the score of query i and key j (ALiBi). The slopes get no gradient.
-        deterministic: Makes the backward bitwise repeatable on ``cuda``, where dq otherwise depends on the order in
-            which thread blocks finish; torch.use_deterministic_algorithms(True) asks for it too. dk, dv and the forward
-            always are repeatable, and all of it on ``cpu`` and ``triton`` (there, for the configuration that was chosen
-            when its kind of call was first tuned).
+        deterministic: Makes dq bitwise repeatable on ``cuda``, where its last bits otherwise depend on the order in
+            which thread blocks finish; torch.use_deterministic_algorithms(True) asks for it too. The forward, dk and dv
+            are always repeatable. On ``cpu`` dq is too; on ``triton`` it is for one tuned configuration.
         return_attn_probs: Return ``(out, softmax_lse, S_dmask)`` in place of ``out``.
         backend: ``"cuda"``, ``"triton"`` or ``"cpu"``. Default: ``use_backend``, else FLASH_ATTN_MINI_BACKEND, else by
             the device of q.
 
     Returns:
         out, shaped like q in its dtype; or with ``return_attn_probs`` also softmax_lse, the natural logarithm of each
-        row's sum of exponentials, float32 (float64 for float64 inputs) ``[batch, nheads, seqlen_q]``, and S_dmask, for
-        tests: with dropout the probabilities before it, divided by the largest of their row, ``[batch, nheads,
-        seqlen_q, seqlen_k]``, both lengths rounded up to a multiple of 128, negative where dropped (the sign bit, for
-        -0.0 too); without dropout empty. A query with no key to attend to has out 0 and softmax_lse -inf.
+        row's sum of exponentials, float32 (float64 for float64 inputs) ``[batch, nheads, seqlen_q]``, and S_dmask.
+        S_dmask is for tests: with dropout the probabilities before dropout, divided by the largest of their row,
+        ``[batch, nheads, seqlen_q, seqlen_k]``, both lengths rounded up to a multiple of 128, with the sign bit set
+        where dropped; without dropout it is empty. A query without a key has out 0 and softmax_lse -inf, and gets no
+        gradient.
 
     Raises:
         TypeError: For an argument of a wrong type or dtype.
@@ -123,16 +128,16 @@ def flash_attn_func(
         backend,
     )
     if tracing.enabled():
-        tracing.trace("flash_attn_func", q=q, k=k, v=v, causal=causal, softmax_scale=options[1])
-    out, softmax_lse, S_dmask, _ = forward_eager(DENSE, options, q, k, v, alibi_slopes)
+        tracing.trace("flash_attn_func", q=q, k=k, v=v, causal=causal, softmax_scale=options.softmax_scale)
+    out, softmax_lse, S_dmask, _ = forward_eager(q, k, v, None, options)
     return (out, softmax_lse, S_dmask) if return_attn_probs else out
 
 
 def _get_block_size_n(device: Any, head_dim: int, is_dropout: bool, is_causal: bool) -> int:
-    """How many keys the rows of S_dmask are relative to the largest logit of: all.
+    """The number of keys in a block of S_dmask: all keys, because one largest logit scales a whole row.
 
-    Tests written for the official package multiply S_dmask by ``exp(largest logit - softmax_lse)`` to get
-    probabilities, with the largest logit of the last keys in blocks of this many.
+    Tests of the official package multiply S_dmask by ``exp(largest logit of the block - softmax_lse)`` to get
+    probabilities.
     """
     return 1 << 30
 
@@ -150,21 +155,21 @@ def _flash_attn_forward(
     alibi_slopes: torch.Tensor | None,
     return_softmax: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The forward as code written for the official package calls it, for one, to put its own autograd around it.
+    """The forward with the official signature, for code that defines its own autograd function.
 
-    Arguments, backend and errors as in `flash_attn_func`; ``return_softmax`` asks for S_dmask.
+    Arguments, backend and errors are those of `flash_attn_func`; ``return_softmax`` asks for S_dmask.
 
     Returns:
         out, softmax_lse and S_dmask as `flash_attn_func` returns them, and rng_state, int64 ``[2]``: the seed and the
-        offset from which the mask of dropout was drawn; empty without dropout.
+        offset that determine the mask of dropout; empty without dropout.
     """
     window_size = (window_size_left, window_size_right)
-    check_number("softmax_scale", softmax_scale, "a finite number")
-    check_flags(return_softmax=return_softmax)
+    softmax_scale = as_float("softmax_scale", softmax_scale, "a finite number")
+    return_softmax = as_flag("return_softmax", return_softmax)
     options = checked_options(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, False, return_softmax, None
     )
-    out, softmax_lse, S_dmask, rng_state = forward_eager(DENSE, options, q, k, v, alibi_slopes)
+    out, softmax_lse, S_dmask, rng_state = forward_eager(q, k, v, None, options)
     return out, softmax_lse, S_dmask, rng_state
 
 
@@ -188,45 +193,34 @@ def _flash_attn_backward(
     deterministic: bool,
     rng_state: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The backward as code written for the official package calls it: writes dq, dk and dv in place.
+    """The backward with the official signature: writes dq, dk and dv in place.
 
     Args:
-        dout: The gradient of out, like out, any strides.
-        q: As in `flash_attn_func`, like the other arguments that are not named here.
-        k: Likewise.
-        v: Likewise.
-        out: What the forward returned.
-        softmax_lse: What the forward returned.
-        dq: Where the gradient of q goes, like q, its last dimension contiguous; None when it is not wanted.
-        dk: Likewise for k.
-        dv: Likewise for v.
-        dropout_p: As the forward had it, like the other arguments that are not named here.
-        softmax_scale: Likewise.
-        causal: Likewise.
-        window_size_left: Likewise.
-        window_size_right: Likewise.
-        softcap: Likewise.
-        alibi_slopes: Likewise.
-        deterministic: As in `flash_attn_func`.
-        rng_state: What the forward returned; needed with dropout, and read only then.
+        dout: The gradient of out, shaped like out, any strides.
+        out: As the forward returned it.
+        softmax_lse: As the forward returned it.
+        dq: The tensor that receives the gradient of q, shaped like q, its last dimension contiguous; None if the
+            gradient is not wanted.
+        dk: The tensor that receives the gradient of k, or None.
+        dv: The tensor that receives the gradient of v, or None.
+        rng_state: As the forward returned it; needed and read only with dropout.
+
+    The other arguments are those of the forward, and of `flash_attn_func`.
 
     Returns:
         softmax_d, the sum over headdim of ``dout * out``, in the dtype of softmax_lse, ``[batch, nheads, seqlen_q
-        rounded up to a multiple of 128]``; what lies past seqlen_q means nothing.
+        rounded up to a multiple of 128]``. Elements past seqlen_q are undefined.
 
     Raises:
         TypeError, ValueError, NotImplementedError, RuntimeError: As in `flash_attn_func`.
     """
     window_size = (window_size_left, window_size_right)
-    check_number("softmax_scale", softmax_scale, "a finite number")
-    check_flags(deterministic=deterministic)
+    softmax_scale = as_float("softmax_scale", softmax_scale, "a finite number")
     check_backward_tensors(dout, out, softmax_lse, dq, dk, dv, rng_state)
-    *scalars, _return_softmax, _deterministic, _backend = checked_options(
+    options = checked_options(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, False, None
     )
-    return backward_into(
-        DENSE, (dq, dk, dv), dout, q, k, v, out, softmax_lse, None, alibi_slopes, *scalars, deterministic, rng_state
-    )
+    return backward_into((dq, dk, dv), dout, q, k, v, out, softmax_lse, None, options, rng_state)
 
 
 def flash_attn_with_kvcache(*arguments: Any, **keywords: Any) -> NoReturn:

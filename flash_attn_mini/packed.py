@@ -1,25 +1,16 @@
 """The public functions for q, k and v, or k and v, in one tensor.
 
-The kernels read views of it, and write views of its gradient: nothing is copied or concatenated on either way.
+The kernels read views of that tensor and write to views of its gradient: nothing is copied or concatenated.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from . import tracing
-from .argument_checks import (
-    WindowSize,
-    as_length,
-    check_packed,
-    check_tensor,
-    check_varlen,
-    checked_options,
-)
+from .argument_checks import WindowSize, as_length, as_sequences, check_packed, check_tensor, checked_options
 from .autograd import packed_forward_eager
-from .ops import DENSE, VARLEN, Kind
+from .options import Options, Sequences
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -37,25 +28,13 @@ def flash_attn_qkvpacked_func(
     *,
     backend: str | None = None,
 ) -> Result:
-    """`flash_attn_func` of q, k and v in one tensor, whose gradient is written as one.
+    """`flash_attn_func` of q, k and v in one tensor. Its gradient is one tensor of the same shape.
 
     Args:
         qkv: ``[batch, seqlen, 3, nheads, headdim]``, the last dimension contiguous.
-        dropout_p: As in `flash_attn_func`, like the other arguments that are not named here.
-        softmax_scale: Likewise.
-        causal: Likewise.
-        window_size: Likewise.
-        softcap: Likewise.
-        alibi_slopes: Likewise.
-        deterministic: Likewise.
-        return_attn_probs: Likewise.
-        backend: Likewise.
 
-    Returns:
-        As `flash_attn_func`: out ``[batch, seqlen, nheads, headdim]``.
-
-    Raises:
-        TypeError, ValueError, NotImplementedError, RuntimeError: As in `flash_attn_func`.
+    The other arguments, their defaults, the result and the errors are those of `flash_attn_func`;
+    out is ``[batch, seqlen, nheads, headdim]``.
 
     Example:
         >>> import torch
@@ -80,7 +59,7 @@ def flash_attn_qkvpacked_func(
     )
     if tracing.enabled():
         tracing.trace("flash_attn_qkvpacked_func", qkv=qkv, causal=causal)
-    return _attend(DENSE, options, return_attn_probs, None, qkv, alibi_slopes)
+    return _attend(None, qkv, None, options, return_attn_probs)
 
 
 def flash_attn_kvpacked_func(
@@ -97,26 +76,13 @@ def flash_attn_kvpacked_func(
     *,
     backend: str | None = None,
 ) -> Result:
-    """`flash_attn_func` of q, and of k and v in one tensor, whose gradient is written as one.
+    """`flash_attn_func` of q, and of k and v in one tensor. The gradient of kv is one tensor of the same shape.
 
     Args:
-        q: As in `flash_attn_func`, like the other arguments that are not named here.
         kv: ``[batch, seqlen_k, 2, nheads_k, headdim]``, the last dimension contiguous.
-        dropout_p: As in `flash_attn_func`.
-        softmax_scale: Likewise.
-        causal: Likewise.
-        window_size: Likewise.
-        softcap: Likewise.
-        alibi_slopes: Likewise.
-        deterministic: Likewise.
-        return_attn_probs: Likewise.
-        backend: Likewise.
 
-    Returns:
-        As `flash_attn_func`.
-
-    Raises:
-        TypeError, ValueError, NotImplementedError, RuntimeError: As in `flash_attn_func`.
+    The other arguments, their defaults, the result and the errors are those of `flash_attn_func`;
+    out is shaped like q.
 
     Example:
         >>> import torch
@@ -141,7 +107,7 @@ def flash_attn_kvpacked_func(
     )
     if tracing.enabled():
         tracing.trace("flash_attn_kvpacked_func", q=q, kv=kv, causal=causal)
-    return _attend(DENSE, options, return_attn_probs, q, kv, alibi_slopes)
+    return _attend(q, kv, None, options, return_attn_probs)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -159,27 +125,15 @@ def flash_attn_varlen_qkvpacked_func(
     *,
     backend: str | None = None,
 ) -> Result:
-    """`flash_attn_varlen_func` of q, k and v in one tensor, whose gradient is written as one.
+    """`flash_attn_varlen_func` of q, k and v in one tensor. Its gradient is one tensor of the same shape.
 
     Args:
         qkv: ``[total, 3, nheads, headdim]``, the last dimension contiguous.
-        cu_seqlens: int32 ``[batch + 1]``, of queries and keys; see `flash_attn_varlen_func`.
-        max_seqlen: The longest sequence, or more.
-        dropout_p: As in `flash_attn_func`, like the other arguments that are not named here.
-        softmax_scale: Likewise.
-        causal: Likewise.
-        window_size: Likewise.
-        softcap: Likewise.
-        alibi_slopes: Likewise.
-        deterministic: Likewise.
-        return_attn_probs: Likewise.
-        backend: Likewise.
+        cu_seqlens: int32 ``[batch + 1]`` on the device of qkv: the first row of each sequence, and the end of the last.
+        max_seqlen: The length of the longest sequence, or more.
 
-    Returns:
-        As `flash_attn_varlen_func`: out ``[total, nheads, headdim]``.
-
-    Raises:
-        TypeError, ValueError, NotImplementedError, RuntimeError: As in `flash_attn_func`.
+    The other arguments, their defaults, the result and the errors are those of `flash_attn_varlen_func`;
+    out is ``[total, nheads, headdim]``.
 
     Example:
         >>> import torch
@@ -205,14 +159,10 @@ def flash_attn_varlen_qkvpacked_func(
     )
     check_tensor("cu_seqlens", cu_seqlens)
     max_seqlen = as_length("max_seqlen", max_seqlen)
-    options = (
-        max_seqlen,
-        max_seqlen,
-        *options,
-    )
+    sequences = as_sequences(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     if tracing.enabled():
         tracing.trace("flash_attn_varlen_qkvpacked_func", qkv=qkv, cu_seqlens=cu_seqlens, causal=causal)
-    return _attend(VARLEN, options, return_attn_probs, None, qkv, cu_seqlens, cu_seqlens, None, alibi_slopes)
+    return _attend(None, qkv, sequences, options, return_attn_probs)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -233,30 +183,13 @@ def flash_attn_varlen_kvpacked_func(
     *,
     backend: str | None = None,
 ) -> Result:
-    """`flash_attn_varlen_func` of q, and of k and v in one tensor, whose gradient is written as one.
+    """`flash_attn_varlen_func` of q, and of k and v in one tensor. The gradient of kv is one tensor of the same shape.
 
     Args:
-        q: As in `flash_attn_varlen_func`, like the other arguments that are not named here.
         kv: ``[total_k, 2, nheads_k, headdim]``, the last dimension contiguous.
-        cu_seqlens_q: As in `flash_attn_varlen_func`.
-        cu_seqlens_k: Likewise.
-        max_seqlen_q: Likewise.
-        max_seqlen_k: Likewise.
-        dropout_p: Likewise.
-        softmax_scale: Likewise.
-        causal: Likewise.
-        window_size: Likewise.
-        softcap: Likewise.
-        alibi_slopes: Likewise.
-        deterministic: Likewise.
-        return_attn_probs: Likewise.
-        backend: Likewise.
 
-    Returns:
-        As `flash_attn_varlen_func`.
-
-    Raises:
-        TypeError, ValueError, NotImplementedError, RuntimeError: As in `flash_attn_func`.
+    The other arguments, their defaults, the result and the errors are those of `flash_attn_varlen_func`;
+    out is shaped like q.
 
     Example:
         >>> import torch
@@ -281,24 +214,18 @@ def flash_attn_varlen_kvpacked_func(
         return_attn_probs,
         backend,
     )
-    check_varlen(cu_seqlens_q, cu_seqlens_k, None)
-    options = (
-        as_length("max_seqlen_q", max_seqlen_q),
-        as_length("max_seqlen_k", max_seqlen_k),
-        *options,
-    )
+    sequences = as_sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     if tracing.enabled():
         tracing.trace("flash_attn_varlen_kvpacked_func", q=q, kv=kv, cu_seqlens_q=cu_seqlens_q, causal=causal)
-    return _attend(VARLEN, options, return_attn_probs, q, kv, cu_seqlens_q, cu_seqlens_k, None, alibi_slopes)
+    return _attend(q, kv, sequences, options, return_attn_probs)
 
 
 def _attend(
-    kind: Kind,
-    options: tuple[Any, ...],
-    return_attn_probs: bool,
     q: torch.Tensor | None,
     packed: torch.Tensor,
-    *others: torch.Tensor | None,
+    sequences: Sequences | None,
+    options: Options,
+    return_attn_probs: bool,
 ) -> Result:
-    out, softmax_lse, S_dmask, _ = packed_forward_eager(kind, options, q, packed, *others)
+    out, softmax_lse, S_dmask, _ = packed_forward_eager(q, packed, sequences, options)
     return (out, softmax_lse, S_dmask) if return_attn_probs else out

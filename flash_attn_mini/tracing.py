@@ -1,6 +1,6 @@
 """One line per link of the call chain, on stderr, when FLASH_ATTN_MINI_TRACE=1.
 
-The C++ half (csrc/trace.h) prints the same format, so the lines of both read as one walk.
+csrc/trace.h prints the links of the C++ code in the same format.
 """
 
 from __future__ import annotations
@@ -13,7 +13,13 @@ import torch
 
 
 def enabled() -> bool:
-    """Whether FLASH_ATTN_MINI_TRACE is set to something other than 0."""
+    """Whether FLASH_ATTN_MINI_TRACE is set to something other than 0.
+
+    False while torch.compile traces, because a print breaks its graph. The compiled program prints the links from the
+    custom ops on.
+    """
+    if torch.compiler.is_compiling():
+        return False
     return os.environ.get("FLASH_ATTN_MINI_TRACE", "0") not in ("", "0")
 
 

@@ -7,15 +7,13 @@ import torch
 from . import tracing
 from .argument_checks import (
     WindowSize,
-    as_length,
+    as_flag,
+    as_float,
+    as_sequences,
     check_backward_tensors,
-    check_flags,
-    check_number,
-    check_varlen,
     checked_options,
 )
 from .autograd import backward_into, forward_eager
-from .ops import VARLEN
 
 
 def flash_attn_varlen_func(
@@ -41,38 +39,31 @@ def flash_attn_varlen_func(
     """`flash_attn_func` within each sequence of a batch whose sequences have different lengths, without padding.
 
     Sequence b is rows ``cu_seqlens[b] .. cu_seqlens[b + 1] - 1``. Masks and ALiBi are aligned to the end of each
-    sequence. Sequences may be empty, and as many as one likes. Nothing waits for the GPU: cu_seqlens is read by the
-    kernels alone, and checked only where it lies on the CPU or under FLASH_ATTN_MINI_CHECK=1.
+    sequence. Sequences may be empty, and their number has no limit. Nothing waits for the GPU: only the kernels read
+    cu_seqlens and block_table. They are checked on the host for CPU tensors, and on a GPU if FLASH_ATTN_MINI_CHECK=1.
+    Without that check, wrong values on a GPU give wrong rows, and no access outside of the tensors.
 
     Args:
-        q: Queries, ``[total_q, nheads, headdim]``; otherwise as in `flash_attn_func`.
+        q: Queries, ``[total_q, nheads, headdim]``.
         k: Keys, ``[total_k, nheads_k, headdim]``; with a block_table ``[num_pages, page_size, nheads_k, headdim]``.
         v: Values, shaped like k.
-        cu_seqlens_q: int32 ``[batch + 1]`` on the device of q, rising from 0 to total_q: the sums of the lengths of the
-            sequences before each.
-        cu_seqlens_k: Likewise for k. With a block_table its differences are lengths and nothing more.
-        max_seqlen_q: The longest sequence of q, or more. An integer tensor will do, which waits for it where it lies on
-            a GPU.
-        max_seqlen_k: Likewise for k.
-        dropout_p: As in `flash_attn_func`, like the other arguments that are not named here.
-        softmax_scale: Likewise.
-        causal: Likewise.
-        window_size: Likewise.
-        softcap: Likewise.
-        alibi_slopes: Likewise; ``[batch, nheads]`` has slopes for each sequence.
-        deterministic: Likewise.
-        return_attn_probs: Likewise.
-        block_table: int32 ``[batch, max_blocks]``: key n of sequence b is row ``n % page_size`` of page
-            ``block_table[b, n // page_size]``; on ``cuda`` page_size is a multiple of 16. Without gradients.
-        backend: As in `flash_attn_func`.
+        cu_seqlens_q: int32 ``[batch + 1]`` on the device of q: the first row of each sequence in q, from 0, and
+            total_q as the end of the last.
+        cu_seqlens_k: int32 ``[batch + 1]``, the same for k and v. With a block_table only its differences count: the
+            numbers of keys.
+        max_seqlen_q: The length of the longest sequence of q, or more. A tensor of one integer on a GPU makes the call
+            wait for it.
+        max_seqlen_k: The length of the longest sequence of k, or more.
+        alibi_slopes: As in `flash_attn_func`; ``[batch, nheads]`` has slopes for each sequence.
+        block_table: int32 ``[batch, max_pages]``: key n of sequence b is row ``n % page_size`` of page
+            ``block_table[b, n // page_size]``. On ``cuda`` page_size is a multiple of 16. The forward runs also with
+            inputs that require a gradient; the backward raises NotImplementedError.
+
+    The other arguments, their defaults and the errors are those of `flash_attn_func`.
 
     Returns:
-        out, shaped like q; or with ``return_attn_probs`` also softmax_lse ``[nheads, total_q]`` and S_dmask, of
-        ``[batch, nheads, max_seqlen_q, max_seqlen_k]`` with both lengths rounded up; see `flash_attn_func`.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: As in `flash_attn_func`.
-        NotImplementedError: So too, and for gradients with a block_table.
+        out, shaped like q; or with ``return_attn_probs`` also softmax_lse ``[nheads, total_q]`` and S_dmask ``[batch,
+        nheads, max_seqlen_q, max_seqlen_k]``, both lengths rounded up to a multiple of 128.
 
     Example:
         >>> import torch
@@ -96,16 +87,10 @@ def flash_attn_varlen_func(
         return_attn_probs,
         backend,
     )
-    check_varlen(cu_seqlens_q, cu_seqlens_k, block_table)
-    options = (
-        as_length("max_seqlen_q", max_seqlen_q),
-        as_length("max_seqlen_k", max_seqlen_k),
-        *options,
-    )
+    sequences = as_sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table)
     if tracing.enabled():
         tracing.trace("flash_attn_varlen_func", q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, causal=causal)
-    others = (cu_seqlens_q, cu_seqlens_k, block_table, alibi_slopes)
-    out, softmax_lse, S_dmask, _ = forward_eager(VARLEN, options, q, k, v, *others)
+    out, softmax_lse, S_dmask, _ = forward_eager(q, k, v, sequences, options)
     return (out, softmax_lse, S_dmask) if return_attn_probs else out
 
 
@@ -130,10 +115,10 @@ def _flash_attn_varlen_forward(
     seqused_k: torch.Tensor | None = None,
     zero_tensors: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The forward as code written for the official package calls it, for one, to put its own autograd around it.
+    """The forward with the official signature, for code that defines its own autograd function.
 
-    Arguments, backend and errors as in `flash_attn_varlen_func`; ``return_softmax`` asks for S_dmask. leftpad_k and
-    seqused_k are not implemented; zero_tensors changes nothing, as results are always written whole.
+    Arguments, backend and errors are those of `flash_attn_varlen_func`; ``return_softmax`` asks for S_dmask. leftpad_k
+    and seqused_k are not implemented. zero_tensors changes nothing, because every element of the results is written.
 
     Returns:
         out, softmax_lse and S_dmask as `flash_attn_varlen_func` returns them, and rng_state, int64 ``[2]``, empty
@@ -146,18 +131,13 @@ def _flash_attn_varlen_forward(
                 "Available now: cu_seqlens_k of the keys that are used"
             )
     window_size = (window_size_left, window_size_right)
-    check_number("softmax_scale", softmax_scale, "a finite number")
-    check_flags(return_softmax=return_softmax)
-    check_varlen(cu_seqlens_q, cu_seqlens_k, block_table)
-    options = (
-        as_length("max_seqlen_q", max_seqlen_q),
-        as_length("max_seqlen_k", max_seqlen_k),
-        *checked_options(
-            q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, False, return_softmax, None
-        ),
+    softmax_scale = as_float("softmax_scale", softmax_scale, "a finite number")
+    return_softmax = as_flag("return_softmax", return_softmax)
+    sequences = as_sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table)
+    options = checked_options(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, False, return_softmax, None
     )
-    others = (cu_seqlens_q, cu_seqlens_k, block_table, alibi_slopes)
-    out, softmax_lse, S_dmask, rng_state = forward_eager(VARLEN, options, q, k, v, *others)
+    out, softmax_lse, S_dmask, rng_state = forward_eager(q, k, v, sequences, options)
     return out, softmax_lse, S_dmask, rng_state
 
 
@@ -186,24 +166,20 @@ def _flash_attn_varlen_backward(
     rng_state: torch.Tensor | None = None,
     zero_tensors: bool = False,
 ) -> torch.Tensor:
-    """The backward as code written for the official package calls it: writes dq, dk and dv in place.
+    """The backward with the official signature: writes dq, dk and dv in place.
 
-    Arguments as in `_flash_attn_backward` and `flash_attn_varlen_func`; zero_tensors changes nothing.
+    Arguments and errors are those of `_flash_attn_backward` and `flash_attn_varlen_func`; zero_tensors changes nothing.
 
     Returns:
         softmax_d, the sum over headdim of ``dout * out``, in the dtype of softmax_lse, ``[nheads, (total_q // 128 +
-        batch) * 128]``: that of sequence b begins at ``(cu_seqlens_q[b] // 128 + b) * 128``; what lies between
-        sequences means nothing.
+        batch) * 128]``. Sequence b begins at ``(cu_seqlens_q[b] // 128 + b) * 128``. Elements between sequences are
+        undefined.
     """
     window_size = (window_size_left, window_size_right)
-    check_number("softmax_scale", softmax_scale, "a finite number")
-    check_flags(deterministic=deterministic)
-    check_varlen(cu_seqlens_q, cu_seqlens_k, None)
+    softmax_scale = as_float("softmax_scale", softmax_scale, "a finite number")
+    sequences = as_sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     check_backward_tensors(dout, out, softmax_lse, dq, dk, dv, rng_state)
-    *scalars, _return_softmax, _deterministic, _backend = checked_options(
+    options = checked_options(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, False, None
     )
-    lengths = (as_length("max_seqlen_q", max_seqlen_q), as_length("max_seqlen_k", max_seqlen_k))
-    others = (cu_seqlens_q, cu_seqlens_k, alibi_slopes)
-    arguments = (dout, q, k, v, out, softmax_lse, None, *others, *lengths, *scalars, deterministic, rng_state)
-    return backward_into(VARLEN, (dq, dk, dv), *arguments)
+    return backward_into((dq, dk, dv), dout, q, k, v, out, softmax_lse, sequences, options, rng_state)

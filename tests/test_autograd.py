@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -36,7 +37,14 @@ def backward_calls(backend: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[li
 
     def spying(name: str, backward: Callable[..., Any]) -> Callable[..., Any]:
         def spy(*arguments: Any, **keywords: Any) -> Any:
-            calls.append({"backend": name, "deterministic": arguments[14], "output_mask": tuple(arguments[16])})
+            given = inspect.signature(backward).bind(*arguments, **keywords).arguments
+            calls.append(
+                {
+                    "backend": name,
+                    "deterministic": given["options"].deterministic,
+                    "output_mask": tuple(given["output_mask"]),
+                }
+            )
             return backward(*arguments, **keywords)
 
         return spy
@@ -115,7 +123,7 @@ def test_only_gradients_that_are_needed_are_computed(
 
 
 class Ignores(torch.autograd.Function):
-    """Zero, whose gradient with respect to any input is not there."""
+    """Zero, which passes no gradient to its inputs."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Tensor) -> Tensor:
@@ -204,7 +212,7 @@ def test_gradients_accumulate_over_uses(backend: str, device: str) -> None:
     torch.testing.assert_close(x.grad, 2 * once)
 
 
-def test_changing_a_saved_tensor_in_place_is_found_out(backend: str, device: str) -> None:
+def test_changing_a_saved_tensor_in_place_raises(backend: str, device: str) -> None:
     q, k, v = qkv(device)
     for changed in ("out", "k"):
         inner = k * 1
@@ -262,7 +270,7 @@ class Counting(TorchDispatchMode):
 
 
 def test_modes_see_both_operators(backend: str, device: str) -> None:
-    """The short way of plain eager calls goes round nobody who listens."""
+    """The direct way of plain eager calls is not taken when a dispatch mode is active."""
     q, k, v = qkv(device)
     expected = torch.autograd.grad(flash_attn_func(q, k, v, deterministic=True, backend=backend).sum(), (q, k, v))
     with Counting() as mode:

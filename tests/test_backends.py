@@ -87,7 +87,7 @@ def test_use_backend_is_per_thread() -> None:
         assert select_backend(CPU).name == "triton"
         leave.set()
         thread.join()
-    assert seen == [default], "a new thread starts with the default, not with the choice of the one that made it"
+    assert seen == [default], "a new thread starts with the default, not with the choice of the thread that made it"
 
 
 def test_empty_environment_variable_is_unset(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,7 +52,7 @@ def test_users_imports_give_this_package() -> None:
         from flash_attn.bert_padding import index_first_axis, pad_input, unpad_input
         from flash_attn.flash_attn_interface import (
             _flash_attn_backward, _flash_attn_forward, _flash_attn_varlen_backward, _flash_attn_varlen_forward,
-            _get_block_size_n,
+            _get_block_size_n, USE_TRITON_ROCM,
         )
         from flash_attn.layers.rotary import apply_rotary_emb
 
@@ -61,6 +61,7 @@ def test_users_imports_give_this_package() -> None:
         assert apply_rotary_emb is flash_attn_mini.layers.rotary.apply_rotary_emb
         assert flash_attn.layers.rotary.apply_rotary_emb is apply_rotary_emb
         assert unpad_input is flash_attn_mini.bert_padding.unpad_input is flash_attn.bert_padding.unpad_input
+        assert USE_TRITON_ROCM is False
         assert callable(flash_attn_2_cuda.varlen_fwd)
         """
     )

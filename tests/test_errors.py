@@ -86,7 +86,6 @@ WRONG_CALLS = [
     WrongCall("softcap_none", given(softcap=None), T, "softcap", "None", "number"),
     WrongCall("softcap_and_dropout", given(softcap=30.0, dropout_p=0.1), V, "softcap", "30.*dropout_p", "not both"),
     WrongCall("causal_text", given(causal="yes"), T, "causal", "'yes'", "True or False"),
-    WrongCall("causal_none", given(causal=None), T, "causal", "None", "True or False"),
     # windows
     WrongCall("window_left", given(window_size=(-2, 0)), V, "window_size", "-2", "-1.*unbounded"),
     WrongCall("window_right", given(window_size=(0, -5)), V, "window_size", "-5", "-1.*unbounded"),
@@ -202,7 +201,7 @@ def test_extension_entries_of_later_versions_say_so() -> None:
         ({"softmax_scale": 1e39}, ValueError, r"softmax_scale is 1e\+39; allowed: 0, a finite number of magnitude"),
         ({"softmax_scale": True}, TypeError, "softmax_scale is True"),
         ({"dropout_p": True}, TypeError, "dropout_p is True"),
-        ({"window_size": (10**30, -1)}, ValueError, "window_size has left 10{30}; allowed"),
+        ({"window_size": (10**30, -1)}, ValueError, r"window_size\[0\] is 10{30}; allowed"),
     ],
     ids=str,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 
 import pytest
 import torch
@@ -321,6 +322,60 @@ def test_no_race_shows_in_a_thousand_backwards(deterministic: bool, gpu_backend:
             differs += (a != b).sum()
     torch.cuda.synchronize()
     assert int(differs) == 0
+
+
+STRESS_VARIABLE = "FLASH_ATTN_MINI_STRESS_RUNS"
+STRESS_SHAPES = [  # batch, nheads, seqlen_q, seqlen_k, headdim, causal; with many key blocks, many CTAs add to one dq
+    (4, 9, 512, 2048, 256, False),
+    (4, 9, 256, 512, 256, False),
+    (4, 9, 256, 512, 256, True),
+    (4, 9, 512, 2048, 192, False),
+    (4, 9, 512, 2048, 128, False),
+    (4, 9, 127, 512, 128, True),
+    (4, 9, 128, 512, 128, True),
+    (4, 9, 512, 2048, 96, False),
+    (4, 9, 512, 4096, 64, False),
+    (2, 9, 1024, 1024, 64, True),
+]
+
+
+@each_gpu_backend
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", STRESS_SHAPES, ids=str)
+def test_deterministic_backward_repeats_under_stress(
+    shape: tuple[int, int, int, int, int, bool], gpu_backend: str
+) -> None:
+    """Replays of a CUDA graph of the backward and the comparison: every run gives the bits of the first.
+
+    FLASH_ATTN_MINI_STRESS_RUNS is the number of runs of each shape. The pressure grows with processes on the same GPU:
+    pytest -n 8.
+    """
+    batch, nheads, seqlen_q, seqlen_k, headdim, causal = shape
+    runs, batch_of_runs = int(os.environ.get(STRESS_VARIABLE, "10000")), 500
+    q, dout = torch.randn(2, batch, seqlen_q, nheads, headdim, device="cuda", dtype=torch.bfloat16)
+    k, v = torch.randn(2, batch, seqlen_k, nheads, headdim, device="cuda", dtype=torch.bfloat16)
+    expected = gradients([q, k, v], dout, gpu_backend, causal, deterministic=True)
+    differs = torch.zeros(3, device="cuda", dtype=torch.int64)
+
+    def run() -> None:
+        got = gradients([q, k, v], dout, gpu_backend, causal, deterministic=True)
+        differs.add_(torch.stack([(a != b).any() for a, b in zip(got, expected, strict=True)]))
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    done = 0
+    while done < runs and not differs.any():  # waits for the GPU once in batch_of_runs runs
+        for _ in range(min(batch_of_runs, runs - done)):
+            graph.replay()
+        done += batch_of_runs
+    counts = dict(zip(("dq", "dk", "dv"), differs.tolist(), strict=True))
+    assert not any(counts.values()), f"{shape}: of {min(done, runs)} runs differ {counts}"
 
 
 def test_cuda_and_triton_agree_on_gradients(seed: int) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flash_attn_mini import flash_attn_func, use_backend
+from flash_attn_mini.options import ROWS_MULTIPLE
 
 from .cases import FORWARD_CASES, Case, make_inputs
 
@@ -47,6 +48,15 @@ def test_fake_results_look_like_real_ones(case: Case, backend: str, device: str,
         fake = operator(*arguments(case, *fakes, backend))
     for name, r, f in zip(("out", "softmax_lse", "S_dmask", "rng_state"), real, fake, strict=True):
         assert (r.shape, r.stride(), r.dtype, r.device) == (f.shape, f.stride(), f.dtype, f.device), name
+
+
+@pytest.mark.parametrize("rows", [1, ROWS_MULTIPLE, ROWS_MULTIPLE + 1])
+def test_rows_are_rounded_as_the_extension_rounds_them(rows: int, backend: str, device: str) -> None:
+    """ROWS_MULTIPLE of Python is kRowsRounded of csrc/flash.h."""
+    x, lse = torch.zeros(1, rows, 1, 8, device=device).half(), torch.zeros(1, 1, rows, device=device)
+    operator = torch.ops.flash_attn_mini._flash_attn_backward.default
+    arguments = (x, x, x, x, x, lse, None, None, 0.0, 1.0, False, -1, -1, 0.0, False, None, [True] * 3, backend)
+    assert operator(*arguments)[3].shape == (1, 1, -(-rows // ROWS_MULTIPLE) * ROWS_MULTIPLE)
 
 
 def test_operator_signature_is_stable() -> None:

@@ -113,9 +113,9 @@ def test_kernels_read_views_and_write_into_the_packed_gradient(
     seen: dict[str, tuple[Tensor | None, ...]] = {}
     run_forward, run_backward = autograd.run_forward, autograd.run_backward
 
-    def forward(kind: Any, q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Any:
+    def forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Any:
         seen["read"] = (q, k, v)
-        return run_forward(kind, q, k, v, *arguments)
+        return run_forward(q, k, v, *arguments)
 
     def backward(*arguments: Any, into: Any) -> Any:
         seen["written"] = into
@@ -144,7 +144,7 @@ class Counting(TorchDispatchMode):
 
 
 @each_form
-def test_whoever_listens_sees_the_operators(form: str, backend: str, device: str) -> None:
+def test_dispatch_modes_see_the_operators(form: str, backend: str, device: str) -> None:
     inputs, packed, _ = call_of(form, backend, device)
     expected = torch.autograd.grad(packed(*inputs, deterministic=True).sum(), inputs)
     with Counting() as mode:

@@ -71,3 +71,22 @@ def test_trace_prints_each_link_in_order(backend: str, device: str) -> None:
 @pytest.mark.parametrize("trace", [None, "0", ""])
 def test_nothing_is_printed_without_it(trace: str | None) -> None:
     assert "[flash_attn_mini]" not in run("cpu", "cpu", trace)
+
+
+COMPILED = """
+import torch
+from flash_attn_mini import flash_attn_func
+q = torch.randn(1, 9, 2, 16, device="{device}").half().requires_grad_()
+step = lambda q: flash_attn_func(q, q, q, backend="{backend}").sum()
+torch.compile(step, fullgraph=True, backend="aot_eager")(q).backward()
+"""
+
+
+def test_tracing_leaves_a_compiled_graph_whole(backend: str, device: str) -> None:
+    environment = {**os.environ, "FLASH_ATTN_MINI_TRACE": "1"}
+    script = COMPILED.format(device=device, backend=backend)
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    links = [line.split()[1] for line in done.stderr.splitlines() if line.startswith("[flash_attn_mini]")]
+    assert "_flash_attn_forward" in links, "the program that runs prints the links from the op on"
+    assert "_flash_attn_backward" in links
