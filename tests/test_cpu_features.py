@@ -1,6 +1,6 @@
-"""Features and variable length on the cpu backend: its instruction sets, its threads, its pages, its dropout's bits.
+"""Features and variable length on the cpu backend: instruction sets, threads, pages, the bits of its dropout mask.
 
-How accurate the features are is asked of every backend, in test_features.py and test_varlen.py.
+test_features.py and test_varlen.py test the accuracy of the features on every backend.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_attn_mini import _C
+from flash_attn_mini import _C, flash_attn_func
 from flash_attn_mini.reference import dropout_mask
 
 from .conftest import CPU_DTYPES
@@ -241,6 +241,39 @@ def test_alibi_of_large_scores_leaves_the_probability_of_the_largest_at_1(draw: 
     assert lse.abs().max() > 1e9
     dv = _C.bwd(dout, q, k, v, out, lse, None, None, None, *options, False, None, None)[2]
     torch.testing.assert_close(dv.sum(dim=1), dout.sum(dim=1), rtol=1e-4, atol=1e-4)
+
+
+def attention_and_gradients(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **options: float) -> tuple[Tensor, ...]:
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = flash_attn_func(*leaves, backend="cpu", **options)
+    return out.detach(), *torch.autograd.grad(out, leaves, dout)
+
+
+@each_dtype
+@pytest.mark.parametrize(("softcap", "scale"), [(1e20, 1.0), (1e18, 0.125)])
+def test_a_huge_softcap_changes_nothing(
+    softcap: float, scale: float, dtype: torch.dtype, draw: torch.Generator
+) -> None:
+    inputs = [torch.randn(2, 70, 3, 40, generator=draw).to(dtype) for _ in range(4)]
+    capped = attention_and_gradients(*inputs, softmax_scale=scale, softcap=softcap)
+    for got, expected in zip(capped, attention_and_gradients(*inputs, softmax_scale=scale), strict=True):
+        allowed = (2 if dtype.itemsize == 2 else 256) * torch.finfo(dtype).eps * expected.abs().max()
+        assert (got - expected).abs().max() <= allowed
+
+
+@each_dtype
+@pytest.mark.parametrize(("softcap", "scale"), [(1e-20, 1.0), (1e-9, 1e11)])
+def test_a_tiny_softcap_gives_all_keys_the_same_weight(
+    softcap: float, scale: float, dtype: torch.dtype, draw: torch.Generator
+) -> None:
+    q, k, v, dout = (torch.randn(2, 70, 3, 40, generator=draw).to(dtype) for _ in range(4))
+    q[:, 0] = 0.0  # tanh(0), where the slope is not 0
+    out, dq, dk, dv = attention_and_gradients(q, k, v, dout, softmax_scale=scale, softcap=softcap)
+    for got, summed in ((out, v), (dv, dout)):
+        expected = summed.double().mean(dim=1, keepdim=True).expand(got.shape)
+        torch.testing.assert_close(got, expected.to(dtype))
+    assert dq[:, 1:].abs().max() < 1e-6
+    assert dk.abs().max() < 1e-6
 
 
 SCRIPT = """

@@ -1,7 +1,7 @@
-"""Random shapes, layouts, scales and features from the session's seed, held to the curated cases' bound.
+"""Random shapes, layouts, scales and features from the session's seed, with the bounds of the curated cases.
 
-Gradients are held to that or to the one of flash_bounds.py. A case that fails is made smaller as long as it fails, and
-the smallest is what is reported, to be added to the list. FLASH_ATTN_MINI_RANDOM_CASES sets how many run per backend.
+Gradients may use the bound of flash_bounds.py instead. A failing case is shrunk while it still fails, and the smallest
+is reported, to be added to the list. FLASH_ATTN_MINI_RANDOM_CASES sets the number of cases per backend.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from .varlen_cases import VarlenCase
 
 COUNT = {"cpu": 500, "cuda": 2000, "triton": 80}  # triton compiles for each combination of features
 CHUNKS = 20  # tests that share the cases, so that several processes can run them
-# PyTorch's error over few elements may be small by luck. An error up to so many times the bound has to come again with
-# other values.
-BY_LUCK = 4.0
+# PyTorch's error over few elements may be small by chance. An error up to BY_CHANCE times the bound fails only if it
+# occurs again with other values.
+BY_CHANCE = 4.0
 SHRINKING_STEPS = 60  # runs that may be spent on making a failing case smaller
 LAYOUT_NAMES = [name for name in LAYOUTS if not name.startswith("far")]
 VARLEN_LAYOUTS = [name for name in LAYOUT_NAMES if name != "expanded"]
@@ -69,7 +69,7 @@ def options(draw: random.Random) -> dict[str, Any]:
 def random_dense(draw: random.Random) -> Case:
     return Case(
         name="random",
-        why="nobody thought of it",
+        why="drawn at random",
         batch=draw.randint(1, 2),
         seqlen_q=length(draw),
         seqlen_k=length(draw, never=1),  # whose dq and dk PyTorch finds to be 0 without rounding; cases.py has it
@@ -87,7 +87,7 @@ def random_varlen(draw: random.Random) -> VarlenCase:
     same = draw.random() < 0.5
     return VarlenCase(
         name="random",
-        why="nobody thought of it",
+        why="drawn at random",
         lengths_q=lengths_q,
         lengths_k=lengths_q if same else tuple(one_length() for _ in range(batch)),
         layout=draw.choice(VARLEN_LAYOUTS),
@@ -178,7 +178,7 @@ def test_shrinking_finds_the_smallest_failing_case() -> None:
 def outcome(
     case: AnyCase, backend: str, device: str, dtype: torch.dtype, seed: int, described_seed: str
 ) -> tuple[str | None, float]:
-    """What is wrong with the case, None for nothing, and how many times the bound the error is."""
+    """The error message, None if the case passes, and error / bound."""
     check: Any = check_varlen if isinstance(case, VarlenCase) else check_dense
     torch.manual_seed(seed)
     try:
@@ -209,7 +209,7 @@ def test_random_cases_are_as_accurate_as_pytorch(
             said = None
             for values_seed in (own_seed, own_seed + 1, own_seed + 2):
                 said, excess = outcome(case, backend, device, dtype, values_seed, f"{described_seed}, {values_seed}")
-                if said is None or excess > BY_LUCK:
+                if said is None or excess > BY_CHANCE:
                     break
             return said
 
