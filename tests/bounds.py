@@ -1,7 +1,7 @@
 """The error that a result may have: twice PyTorch's own error in the same dtype, plus a floor. A gradient: three times.
 
-Errors are differences from `flash_attn_mini.reference` in float64 on the same inputs. Beside the floor there is no fixed
-tolerance: where PyTorch is precise, the backend has to be.
+Errors are differences from `flash_attn_mini.reference` in float64 on the same inputs. There is no fixed tolerance but
+the floor: where PyTorch is precise, the backend has to be.
 """
 
 from __future__ import annotations

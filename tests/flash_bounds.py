@@ -1,8 +1,9 @@
 """A bound for gradients where PyTorch's formula for them is exact by cancellation, as FlashAttention's cannot be.
 
 With few keys, with one key that takes nearly all of the softmax, or with a head dim of 1, PyTorch's dP - sum(P dP)
-cancels exactly, because both terms come from the same dP. FlashAttention computes delta = rowsum(dO * O) from the rounded
-O, so its difference does not. Here PyTorch's error is that of FlashAttention's formula, as in SDPA's flash kernel.
+cancels exactly, because both terms come from the same dP. FlashAttention computes delta = rowsum(dO * O) from the
+rounded O, so its difference does not. Here PyTorch's error is that of FlashAttention's formula, as in SDPA's flash
+kernel.
 """
 
 from __future__ import annotations
