@@ -81,27 +81,30 @@ private:
 
     void step(const Panel &p, int n_begin, int keys) {
         const bool masked = is_masked(p, n_begin, keys);
-        const int at = n_begin - block_.n_begin, keys_padded = round_up(keys, kAmxBlock);
-        const int rows_padded = round_up(p.rows, kAmxBlock);
         if (dropout_.is_on) dropout_.draw(group_, p.row, p.rows, n_begin, keys);
-        for (int n = 0; n < keys_padded; n += kAmxBlock) {
+        for (int n = 0; n < keys; n += kAmxBlock) {
             const Range rows = rows_block(p, n_begin + n, masked);
-            for (int i = rows.begin; i < rows.end; i += kAmxBlock) probabilities(n_begin, n, keys, i, masked);
             if (rows.is_empty()) continue;
-            for (int c = 0; c < d_padded_; c += kAmxBlock) {
-                const int64_t target = int64_t(at + n) * d_padded_ + c, operand = rows.begin / 2 * d_padded_ + c;
-                const int weights = n * kPanel + rows.begin, count = rows.end - rows.begin;
-                if (want_dv_)
-                    multiply_block<2, true>(p_rows_ + weights, kPanel, dout_pairs_ + operand, d_padded_, count,
-                                            dv_ + target, d_padded_);
-                if (want_dk_)
-                    multiply_block<2, true>(ds_rows_ + weights, kPanel, q_pairs_ + operand, d_padded_, count,
-                                            dk_ + target, d_padded_);
-            }
+            for (int i = rows.begin; i < rows.end; i += kAmxBlock) probabilities(n_begin, n, keys, i, masked);
+            const int64_t at = int64_t(n_begin - block_.n_begin + n) * d_padded_;
+            if (want_dv_) add_to_keys(n, rows, p_rows_, dout_pairs_, dv_ + at);
+            if (want_dk_) add_to_keys(n, rows, ds_rows_, q_pairs_, dk_ + at);
         }
-        if (!want_dq_) return;
-        for (int i = 0; i < rows_padded; i += kAmxBlock) {
-            Range seen{0, keys_padded};
+        if (want_dq_) add_to_rows(p, n_begin, keys, masked);
+    }
+
+    // out[key] += sum over rows of weights[key][row] * x[row] for kAmxBlock keys from n on: dV = P^T dO, dK = dS^T Q.
+    void add_to_keys(int n, Range rows, const BFloat16 *weights, const uint32_t *x, float *out) const {
+        for (int c = 0; c < d_padded_; c += kAmxBlock)
+            multiply_block<2, true>(weights + n * kPanel + rows.begin, kPanel, x + rows.begin / 2 * d_padded_ + c,
+                                    d_padded_, rows.end - rows.begin, out + c, d_padded_);
+    }
+
+    // dq_accum[row] += sum over keys of dS[key][row] * K[key].
+    void add_to_rows(const Panel &p, int n_begin, int keys, bool masked) const {
+        const int at = n_begin - block_.n_begin;
+        for (int i = 0; i < p.rows; i += kAmxBlock) {
+            Range seen{0, round_up(keys, kAmxBlock)};
             if (masked) {
                 seen = keys_seen(i, std::min(i + kAmxBlock, p.rows), n_begin, keys);
                 if (seen.is_empty()) continue;
