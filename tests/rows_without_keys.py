@@ -1,4 +1,4 @@
-"""Rows that see no key: NaN and infinity in them reach no other row, and those behind the mask do not reach them."""
+"""Rows without keys: NaN and infinity in them reach no other row, and NaN and infinity in keys do not reach them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _results(inputs: dict[str, Tensor], case: Case, backend: str, device: str, s
 def check_rows_without_keys(
     case: Case, backend: str, device: str, dtype: torch.dtype, seed: int, described_seed: str
 ) -> None:
-    """Spoil q, dout and dlse in the rows without keys: every bit stays. Spoil a key: those rows stay 0."""
+    """Bad values in q, dout and dlse of rows without keys change no bit. With a bad key, out and dq of those rows are 0."""
     q, k, v = make_inputs(case, dtype, device, seed)
     inputs = {"q": q, "k": k, "v": v, "dout": make_dout(case, dtype, device, seed)}
     inputs["dlse"] = make_dlse(case, dtype, device, seed)

@@ -95,7 +95,7 @@ def test_gradients_are_as_accurate_as_pytorch(
     check(case, backend, device, dtype, seed, described_seed)
 
 
-# Beside a rowsum(dO * O) of 1e5, delta keeps in float32 but two digits of the dlse that is subtracted from it.
+# Without 1e4: at a rowsum(dO * O) of 1e5, delta in float32 keeps two digits of the dlse subtracted from it.
 @pytest.mark.parametrize(
     "case", [c for c in SMALL_FORWARD_CASES if c.layout == "bshd" and "1e4" not in c.values], ids=str
 )
@@ -110,7 +110,7 @@ def test_gradients_through_the_lse_are_too(
 def test_gradients_of_the_lse_alone(
     name: str, backend: str, device: str, dtype: torch.dtype, seed: int, described_seed: str
 ) -> None:
-    """Nothing arrives at out."""
+    """out has no gradient."""
     case = BY_NAME[name]
     inputs, dlse = make_inputs(case, dtype, device, seed), make_dlse(case, dtype, device, seed)
     computed = differentiate(attention, inputs, None, dlse, case=case, backend=backend)
@@ -184,7 +184,7 @@ DOUT_LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("layout", DOUT_LAYOUTS)
 def test_dout_may_have_any_strides(layout: str, backend: str, device: str, seed: int, described_seed: str) -> None:
-    """Autograd hands over what the operation after the attention made: out.sum() gives strides of 0."""
+    """dout has the strides that the next operation gave it: those of out.sum() are 0."""
     case, dtype = BY_NAME["gqa_3_causal"], torch.float16
     inputs = make_inputs(case, dtype, device, seed)
     dout = DOUT_LAYOUTS[layout](make_dout(case, dtype, device, seed).contiguous())
@@ -290,7 +290,7 @@ def test_official_backward_leaves_out_what_is_none(backend: str, device: str, se
 def test_one_gradient_does_not_depend_on_the_others(
     name: str, mask: tuple[bool, bool, bool], backend: str, device: str, dtype: torch.dtype, seed: int
 ) -> None:
-    """Inputs that need no gradient get none, and the others get the bits that they get together."""
+    """Inputs that need no gradient get none, and the others get the same bits as when all are computed."""
     case = BY_NAME[name]
     inputs, dout = make_inputs(case, dtype, device, seed), make_dout(case, dtype, device, seed)
     complete = gradients(case, inputs, dout, None, backend, deterministic=True)
@@ -348,7 +348,7 @@ def test_concurrent_backwards_do_not_share_anything(backend: str, device: str, s
 
 
 def test_nan_in_a_row_of_dout_stays_in_its_head(backend: str, device: str, seed: int) -> None:
-    """The row's own dq and everything that its head adds to is NaN, the rest untouched: nothing is swallowed."""
+    """The row's dq and its head's dk and dv become NaN; the rest keeps its bits."""
     case = BY_NAME["more_keys"]
     inputs, dout = make_inputs(case, torch.float16, device, seed), make_dout(case, torch.float16, device, seed)
     clean = gradients(case, inputs, dout, None, backend, deterministic=True)

@@ -28,7 +28,7 @@ each_dtype = pytest.mark.parametrize("dtype", CPU_DTYPES, ids=lambda dtype: str(
 
 @dataclass
 class Problem:
-    """Inputs of one backward, and the forward's results. NaN lies around every tensor."""
+    """Inputs of one backward, and the forward's results. Every tensor is surrounded by NaN."""
 
     q: Tensor
     k: Tensor

@@ -46,13 +46,13 @@ def length(draw: random.Random, never: int = -1) -> int:
 
 
 def options(draw: random.Random) -> dict[str, Any]:
-    """What dense and varlen cases have in common; each feature in about a third of them."""
+    """The fields that dense and varlen cases share; each feature is on in about a third of them."""
 
     def side() -> int:
         return draw.choice((-1, 0, draw.randint(1, 20), draw.randint(20, 300)))
 
     nheads_k = draw.randint(1, 2)
-    feature = draw.choice((None, "softcap", "dropout"))  # which exclude each other
+    feature = draw.choice((None, "softcap", "dropout"))  # a call has one of the two
     return {
         "nheads": nheads_k * draw.randint(1, 3),
         "nheads_k": nheads_k,
@@ -72,7 +72,7 @@ def random_dense(draw: random.Random) -> Case:
         why="drawn at random",
         batch=draw.randint(1, 2),
         seqlen_q=length(draw),
-        seqlen_k=length(draw, never=1),  # whose dq and dk PyTorch finds to be 0 without rounding; cases.py has it
+        seqlen_k=length(draw, never=1),  # cases.py has it: PyTorch's dq and dk are then exactly 0
         layout=draw.choice(LAYOUT_NAMES),
         **options(draw),
     )
@@ -101,7 +101,7 @@ def random_varlen(draw: random.Random) -> VarlenCase:
 
 
 def simpler(case: AnyCase) -> Iterator[AnyCase]:
-    """The case with one thing less."""
+    """Cases that differ from this one in one simpler or smaller field."""
     plain = {
         "window_size": (-1, -1),
         "softcap": 0.0,
@@ -140,7 +140,7 @@ def simpler(case: AnyCase) -> Iterator[AnyCase]:
 
 
 def shrunk(case: AnyCase, failure: Callable[[AnyCase], str | None], steps: int = SHRINKING_STEPS) -> AnyCase:
-    """The smallest case on the way down that still fails."""
+    """Simplifies a failing case step by step while it fails."""
     progress = True
     while progress:
         progress = False
@@ -157,7 +157,7 @@ def shrunk(case: AnyCase, failure: Callable[[AnyCase], str | None], steps: int =
 
 
 def test_shrinking_finds_the_smallest_failing_case() -> None:
-    """Of a failure that needs a softcap, two heads and five queries."""
+    """The failure needs a softcap, two heads and five queries."""
     draw = random.Random(1)
     case = dataclasses.replace(random_dense(draw), softcap=3.0, nheads=4, nheads_k=2, seqlen_q=100, dropout_p=0.0)
 

@@ -7,7 +7,7 @@
 
 namespace flash::cpu::FLASH_CPU_NAMESPACE {
 
-// Rows that dK and dV, and keys that dQ, sum over in tile registers between a load and a store.
+// Rows (for dK and dV) and keys (for dQ) of one sum in tile registers, between a load and a store.
 constexpr int kAmxBackwardPanel = 128;
 constexpr int kAmxBackwardStep = 128;
 
