@@ -39,7 +39,7 @@ def _results(inputs: dict[str, Tensor], case: Case, backend: str, device: str, s
 def check_rows_without_keys(
     case: Case, backend: str, device: str, dtype: torch.dtype, seed: int, described_seed: str
 ) -> None:
-    """Bad values in q, dout and dlse of rows without keys change no bit. A bad key leaves out and dq of those rows 0."""
+    """Bad values in q, dout and dlse of rows without keys change no bit. A bad key leaves their out and dq 0."""
     q, k, v = make_inputs(case, dtype, device, seed)
     inputs = {"q": q, "k": k, "v": v, "dout": make_dout(case, dtype, device, seed)}
     inputs["dlse"] = make_dlse(case, dtype, device, seed)
