@@ -143,17 +143,14 @@ private:
     }
 
     void softmax(Acc *s, Acc *dp, int n_begin, int keys, int lane, int vecs, bool masked) const {
-        const auto call = [&](auto function) {
-            function(s, dp, derivative_, n_begin, keys, this->score_mod_.scale_left(), this->row_state(), lane, vecs);
-        };
+        auto function = softmax_backward<Acc, kPanel, true, DsOutput::capped>;
         if (!this->want_ds())
-            masked ? call(softmax_backward<Acc, kPanel, true, DsOutput::none>)
-                   : call(softmax_backward<Acc, kPanel, false, DsOutput::none>);
-        else if (this->score_mod_.is_capped)
-            call(softmax_backward<Acc, kPanel, true, DsOutput::capped>);
-        else
-            masked ? call(softmax_backward<Acc, kPanel, true, DsOutput::plain>)
-                   : call(softmax_backward<Acc, kPanel, false, DsOutput::plain>);
+            function = masked ? softmax_backward<Acc, kPanel, true, DsOutput::none>
+                              : softmax_backward<Acc, kPanel, false, DsOutput::none>;
+        else if (!this->score_mod_.is_capped)
+            function = masked ? softmax_backward<Acc, kPanel, true, DsOutput::plain>
+                              : softmax_backward<Acc, kPanel, false, DsOutput::plain>;
+        function(s, dp, derivative_, n_begin, keys, this->score_mod_.scale_left(), this->row_state(), lane, vecs);
     }
 
     // The softmax with softcap, ALiBi or dropout. The first key is key n of the step.
