@@ -1,8 +1,7 @@
-"""How far from the truth a result may be: twice as far as PyTorch's own computation in the same dtype, and a floor.
-A gradient: three times as far.
+"""The error that a result may have: twice PyTorch's own error in the same dtype, plus a floor. A gradient: three times.
 
-The truth is `flash_attn_mini.reference` in float64 on the very inputs that the backend got. Nothing here is a tolerance
-that somebody found convenient: where PyTorch is precise, the backend has to be.
+Errors are differences from `flash_attn_mini.reference` in float64 on the same inputs. There is no fixed tolerance but
+the floor: where PyTorch is precise, the backend has to be.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def pytorch_attention(
     dropout_p: float = 0.0,
     dropout_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention as one writes it in PyTorch, every intermediate result in the dtype of q; the lse summed in float32.
+    """Plain PyTorch attention with every intermediate result in the dtype of q, and the lse in float32.
 
     Returns out ``[batch, seqlen_q, nheads, headdim]`` and lse ``[batch, nheads, seqlen_q]``.
     """
@@ -51,7 +50,7 @@ def pytorch_attention(
         scores = scores + alibi_bias(alibi_slopes, seqlen_q, seqlen_k).to(scores.dtype)
     visible = visible_keys(seqlen_q, seqlen_k, causal=causal, window_size=window_size, device=q.device)
     no_key = ~visible.any(dim=-1)
-    # Rows without keys get finite scores and lose their results afterwards: no NaN is differentiated.
+    # Rows without keys get finite scores, and their results are set to 0 afterwards, so that autograd meets no NaN.
     scores = scores.masked_fill(~visible, -math.inf).masked_fill(no_key[:, None], 0.0)
     probabilities = torch.softmax(scores, dim=-1).masked_fill(no_key[:, None], 0.0)
     if dropout_p > 0.0:
@@ -69,9 +68,9 @@ Cumulative = tuple[Tensor, Tensor]  # cu_seqlens_q, cu_seqlens_k
 
 
 def by_sequence(attention: Attention, cu_seqlens: Cumulative | None) -> Attention:
-    """``attention(q, k, v, *others, **options)`` of each sequence of a varlen batch, its results end to end.
+    """A function that runs ``attention(q, k, v, *others, **options)`` on each sequence and concatenates the results.
 
-    Others are laid out as q is. The dropout_mask is a list with one for each sequence. Itself without cu_seqlens.
+    Others have the layout of q. The dropout_mask is a list with one mask per sequence. Without cu_seqlens: `attention`.
     """
     if cu_seqlens is None:
         return attention
@@ -123,7 +122,7 @@ def rows_without_keys(
 
 @dataclass(frozen=True)
 class Accuracy:
-    """The largest error of a tensor, where it is, and the largest error it may have."""
+    """The largest error of a tensor, its index, and the largest error allowed."""
 
     what: str
     error: float
@@ -147,7 +146,7 @@ class Accuracy:
 
 
 class InaccurateError(AssertionError):
-    """A result beyond its bound; ``excess`` is how many times the bound its error is."""
+    """A result whose error is above its bound; ``excess`` is error / bound."""
 
     def __init__(self, message: str, excess: float) -> None:
         super().__init__(message)
@@ -232,10 +231,10 @@ def assert_forward_accurate(
     cu_seqlens: Cumulative | None = None,
     **options: Any,
 ) -> None:
-    """Fail with the case, the error, the bound and the worst index unless out and lse are as the documentation says.
+    """Fail with the case, the error, the bound and the worst index unless out and lse are accurate and well-formed.
 
-    `case` names the case, its shape and the seed: whatever it takes to run it again. Options as `attention_reference`
-    takes them; with cu_seqlens, q, k and v are a varlen batch and the dropout_mask is a list.
+    `case` names the case, its shape and the seed, so that it can be run again. Options as `attention_reference` takes
+    them; with cu_seqlens, q, k and v are a varlen batch and the dropout_mask is a list.
     """
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     lse_shape = (*q.shape[:-3], q.shape[-2], q.shape[-3])
@@ -319,7 +318,7 @@ def assert_gradients_accurate(
     cu_seqlens: Cumulative | None = None,
     **options: Any,
 ) -> None:
-    """Fail with the case, the error, the bound and the worst index unless dq, dk and dv are what they should be.
+    """Fail with the case, the error, the bound and the worst index unless dq, dk and dv are accurate.
 
     `case` and options as in `assert_forward_accurate`.
     """

@@ -27,10 +27,10 @@ class Case:
     headdim: int
     causal: bool = False
     layout: str = "bshd"  # a key of poison.LAYOUTS
-    values: str = "normal"  # what `_draw` makes of it
+    values: str = "normal"  # a kind of values that `_draw` knows
     softmax_scale: float | None = None
     poison: float = math.nan  # what lies around the tensors
-    memory_gib: float = 0.0  # what the inputs need in a 16-bit dtype, where it is more than a laptop's share
+    memory_gib: float = 0.0  # of the inputs in a 16-bit dtype, if a laptop may not have it
     window_size: tuple[int, int] = (-1, -1)
     softcap: float = 0.0
     alibi: str | None = None  # "heads": slopes [nheads]; "batch": [batch, nheads]
@@ -98,7 +98,7 @@ _HEADS = (
         Case("gqa_3_causal", "three query heads per key head: no power of two", 2, 9, 3, 65, 97, 64, causal=True),
         Case("mqa", "all query heads share one", 2, 6, 1, 65, 97, 64),
         Case("mqa_decode", "one query, one key head", 4, 8, 1, 1, 257, 128, causal=True),
-        Case("many_heads", "batch * nheads > 65535, the limit of a grid's y and z", 1640, 40, 40, 3, 5, 16),
+        Case("many_heads", "batch * nheads > 65535, the limit of a grid's y and z", 1640, 40, 40, 2, 3, 8),
         Case("many_batches", "batch > 65535", 65540, 1, 1, 2, 3, 8, causal=True),
     ]
 )
@@ -153,7 +153,7 @@ _VALUES = [
 
 FORWARD_CASES: list[Case] = [*_LENGTHS, *_EMPTY, *_HEADS, *_LAYOUTS, *_VALUES]
 
-# What the Triton interpreter and compute-sanitizer can afford.
+# Small enough for the Triton interpreter and for compute-sanitizer.
 SMALL_FORWARD_CASES: list[Case] = [
     c for c in FORWARD_CASES if c.batch * c.nheads <= 12 and c.seqlen_q <= 160 and c.seqlen_k <= 170
 ]
@@ -218,7 +218,7 @@ def _planted(case: Case, generator: torch.Generator, dtype: torch.dtype) -> tupl
 
 
 def make_slopes(alibi: str | None, batch: int, nheads: int, device: str) -> Tensor | None:
-    """The ALiBi slopes of a case: a geometric series over the heads, as the paper has it, other in each sequence."""
+    """The ALiBi slopes of a case: the paper's geometric series over the heads; "batch" scales it in each sequence."""
     if alibi is None:
         return None
     heads = 2.0 ** (-8.0 * torch.arange(1, nheads + 1, device=device) / nheads)
@@ -227,7 +227,7 @@ def make_slopes(alibi: str | None, batch: int, nheads: int, device: str) -> Tens
 
 
 def options_of(case: Any, device: str) -> dict[str, Any]:
-    """What a case (also a VarlenCase) asks for beyond q, k and v, as the public functions and the reference take it."""
+    """The options of a case (also a VarlenCase), as the public functions and the reference take them."""
     return {
         "softmax_scale": case.softmax_scale,
         "causal": case.causal,
@@ -253,7 +253,7 @@ def make_inputs(case: Case, dtype: torch.dtype, device: str, seed: int) -> tuple
 
 
 def store(tensor: Tensor, value: Tensor) -> None:
-    """Write the value where the layout may hold one batch or one head for all."""
+    """Copy the value; an expanded batch or head is written once."""
     for dim in (0, 2):
         if tensor.shape[dim] > 1 and tensor.stride(dim) == 0:
             tensor, value = tensor.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
@@ -261,10 +261,10 @@ def store(tensor: Tensor, value: Tensor) -> None:
 
 
 def make_dout(case: Case, dtype: torch.dtype, device: str, seed: int) -> Tensor:
-    """The gradient that arrives at out, laid out as q is, in a buffer of its own, poisoned like the inputs' buffers.
+    """The gradient of out, with the layout of q, in a poisoned buffer of its own.
 
-    Where one key takes all of the softmax, dP - delta is 0: two equal sums, taken in different orders. There dout is
-    +-1, so that both are exact, as PyTorch's gradient is, which subtracts one such sum from itself.
+    Where one key takes all of the softmax, dP - delta is a difference of two equal sums, taken in different orders.
+    There dout is +-1, so that both sums are exact and the difference is 0. PyTorch subtracts one such sum from itself.
     """
     generator = torch.Generator().manual_seed(seed + 1)
     shape_q = (case.batch, case.seqlen_q, case.nheads, case.headdim)
@@ -279,7 +279,7 @@ def make_dout(case: Case, dtype: torch.dtype, device: str, seed: int) -> Tensor:
 
 
 def make_dlse(case: Case, dtype: torch.dtype, device: str, seed: int) -> Tensor:
-    """The gradient that arrives at softmax_lse, [batch, nheads, seqlen_q], in a poisoned buffer."""
+    """The gradient of softmax_lse, [batch, nheads, seqlen_q], in a poisoned buffer."""
     generator = torch.Generator().manual_seed(seed + 2)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     dlse = poisoned((case.batch, case.nheads, case.seqlen_q), wide, device, case.poison)

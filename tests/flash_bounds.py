@@ -1,8 +1,9 @@
 """A bound for gradients where PyTorch's formula for them is exact by cancellation, as FlashAttention's cannot be.
 
-With few keys, one that takes nearly all of the softmax, or a head dim of 1, the formula's dP - sum(P dP) cancels to the
-bit, as both come from one dP; with delta = rowsum(dO * O) from the rounded O that cannot be, in any FlashAttention.
-PyTorch's own error is then that of its computation in FlashAttention's way, which SDPA takes with its flash kernel.
+With few keys, with one key that takes nearly all of the softmax, or with a head dim of 1, PyTorch's dP - sum(P dP)
+cancels exactly, because both terms come from the same dP. FlashAttention computes delta = rowsum(dO * O) from the
+rounded O, so its difference does not. Here PyTorch's error is that of FlashAttention's formula, as in SDPA's flash
+kernel.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from .bounds import (
 def rounded_delta(dout: Tensor, exact: Tensor, rounded: Tensor, eps: float) -> Tensor:
     """rowsum(dO * O) of the rounded O, at least one standard deviation of its rounding from that of the exact O.
 
-    In a row with one key this one number is all that dq and dk are made of. By luck it is as good as exact, in PyTorch
-    and not in the backend or the other way round; its size is the same for both. Rounding to nearest is at most eps / 2
-    of an element of O, uniformly distributed: a standard deviation of eps / 2 / sqrt(3).
+    In a row with one key, dq and dk depend on this error alone. It may be 0 by chance, in PyTorch or in the backend,
+    but its typical size is the same for both. Rounding to nearest changes an element of O by at most eps / 2, uniformly
+    distributed: a standard deviation of eps / 2 / sqrt(3).
     """
     products = dout * exact
     truth = products.sum(dim=-1, keepdim=True)

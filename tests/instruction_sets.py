@@ -1,4 +1,4 @@
-"""The cpu backend on lesser instruction sets than this machine's, which ATEN_CPU_CAPABILITY chooses for a process."""
+"""Runs scripts on instruction sets below the machine's, which ATEN_CPU_CAPABILITY selects for a process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ torch.set_num_threads(1)
 
 
 def run_on(level: str, script: str) -> None:
-    """Run a script that knows `level` and `seed`, and prints "checked" at its end."""
+    """Run a script with the variables `level` and `seed`; it must print "checked" at its end."""
     done = subprocess.run(
         [sys.executable, "-c", PROLOGUE + script, level, os.environ[SEED_VARIABLE]],
         env={**os.environ, "ATEN_CPU_CAPABILITY": level.lower()},

@@ -1,6 +1,6 @@
-"""Tensors inside poisoned buffers: a kernel that reads past its input gets NaN, one that writes past it is found out.
+"""Tensors inside poisoned buffers: a kernel that reads past its input gets NaN, and a write past it is detected.
 
-Every layout that `cases.py` names is built here. The buffer of a tensor is its `_base`.
+Builds every layout that `cases.py` names. The buffer of a tensor is its `_base`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def poisoned(shape: tuple[int, ...], dtype: torch.dtype, device: str, poison: fl
 
 
 class Guard:
-    """Remembers the whole buffer of each tensor; `check` says whether any byte of it has changed since."""
+    """Keeps a copy of the whole buffer of each tensor; `check` fails if any byte has changed since."""
 
     def __init__(self, *tensors: Tensor) -> None:
         self._buffers = {t._base.data_ptr(): t._base for t in tensors if t._base is not None}
@@ -40,7 +40,7 @@ class Guard:
 
 
 class PoisonIntact:
-    """For a tensor that is to be written: everything in its buffer but the tensor itself must stay as it is."""
+    """For an output tensor: `check` fails if its buffer has changed outside of the tensor."""
 
     def __init__(self, tensor: Tensor) -> None:
         base = tensor._base
@@ -144,7 +144,7 @@ LAYOUTS: dict[str, Callable[[Alloc, Shape, Shape], tuple[Tensor, Tensor, Tensor]
 
 
 def memory_shortage(gib: float, device: str) -> str | None:
-    """Why `gib` GiB cannot be had on the device, or None. On a CPU address space counts: far buffers stay untouched."""
+    """A message if the device has less than `gib` GiB, else None. On a CPU: of physical memory in all."""
     if device == "cuda":
         have = torch.cuda.mem_get_info()[0]
     else:

@@ -1,4 +1,4 @@
-"""Small inputs for tests of what surrounds attention, and PyTorch's attention on them."""
+"""Small inputs for tests of autograd, compilation and dispatch, and PyTorch's attention on them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 
 
 def qkv(device: str, dtype: torch.dtype = torch.float16, requires_grad: bool = True) -> list[Tensor]:
-    """[2, 9, 4, 16] and twice [2, 13, 2, 16]."""
+    """q [2, 9, 4, 16], k and v [2, 13, 2, 16]."""
     shapes = [(2, 9, 4, 16), (2, 13, 2, 16), (2, 13, 2, 16)]
     return [torch.randn(s, device=device).to(dtype).requires_grad_(requires_grad) for s in shapes]
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """PyTorch's, on tensors laid out as ours."""
+    """PyTorch's attention on [batch, seqlen, heads, headdim]."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **options).transpose(1, 2)

@@ -1,6 +1,6 @@
-"""Features and variable length on the cpu backend: its instruction sets, its threads, its pages, its dropout's bits.
+"""Features and variable length on the cpu backend: instruction sets, threads, pages, the bits of its dropout mask.
 
-How accurate the features are is asked of every backend, in test_features.py and test_varlen.py.
+test_features.py and test_varlen.py test the accuracy of the features on every backend.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_attn_mini import _C
+from flash_attn_mini import _C, flash_attn_func
 from flash_attn_mini.reference import dropout_mask
 
 from .conftest import CPU_DTYPES
@@ -27,7 +27,7 @@ each_dtype = pytest.mark.parametrize("dtype", CPU_DTYPES, ids=lambda dtype: str(
 
 @dataclass
 class Options:
-    """What the entries of `_C` take from alibi_slopes to softcap."""
+    """The options of the functions of `_C`, from alibi_slopes to softcap."""
 
     alibi_slopes: Tensor | None = None
     dropout_p: float = 0.0
@@ -42,7 +42,7 @@ class Options:
 
 
 def draw_options(choice: random.Random, draw: torch.Generator, batch: int, nheads: int) -> Options:
-    """Any features that go together."""
+    """A random combination of features that a call accepts."""
     softcap = choice.choice((0.0, 0.0, 2.0))
     slopes = choice.choice((None, torch.rand(nheads, generator=draw), torch.rand(batch, nheads, generator=draw)))
     window = (choice.choice((-1, 0, choice.randint(1, 150))), choice.choice((-1, 0, choice.randint(1, 150))))
@@ -58,7 +58,7 @@ def draw_options(choice: random.Random, draw: torch.Generator, batch: int, nhead
 
 @dataclass
 class Batch:
-    """Sequences of different lengths, with what arrives at the results."""
+    """Sequences of different lengths, and the gradients of their results."""
 
     q: Tensor
     k: Tensor
@@ -113,7 +113,7 @@ def make_batch(
 
 
 def random_batch(dtype: torch.dtype, seed: int, draw: torch.Generator) -> Batch:
-    """One long sequence at most among short and empty ones."""
+    """At most one long sequence, beside short and empty ones."""
     choice = random.Random(seed)
 
     def length() -> int:
@@ -152,7 +152,7 @@ def test_random_batches_do_not_depend_on_the_threads(
 def test_a_sequence_gives_the_bits_of_the_dense_call(
     round_: int, dtype: torch.dtype, seed: int, draw: torch.Generator, described_seed: str
 ) -> None:
-    """Dropout only in the first one: the number of a sequence is part of what its mask depends on."""
+    """With dropout only the first sequence is compared: a mask depends on the index of the sequence."""
     batch = random_batch(dtype, seed, draw)
     o = batch.options
     out, lse, dq, dk, dv, _ = batch.run()
@@ -186,7 +186,7 @@ def test_a_sequence_gives_the_bits_of_the_dense_call(
 def test_pages_give_the_bits_of_contiguous_keys(
     page_size: int, dtype: torch.dtype, seed: int, draw: torch.Generator, described_seed: str
 ) -> None:
-    """Pages in any order, what no sequence uses of them NaN."""
+    """Pages in random order; keys that no sequence uses are NaN."""
     batch = random_batch(dtype, seed, draw)
     pages_of = [-(-keys // page_size) for _, keys in batch.lengths]
     numbers = torch.randperm(sum(pages_of) + 2, generator=draw).tolist()
@@ -232,7 +232,7 @@ def test_dropout_keeps_what_philox_says(
 
 
 def test_alibi_of_large_scores_leaves_the_probability_of_the_largest_at_1(draw: torch.Generator) -> None:
-    """lse is then the largest logit itself, rounded to a multiple of 64: P must not become exp(rounding)."""
+    """lse is then the largest logit, rounded to a multiple of 64: P must not become exp(rounding error)."""
     q, k, v, dout = (3e4 * torch.randn(1, 70, 1, 72, generator=draw) for _ in range(4))
     dout /= 3e4
     slopes = torch.tensor([0.37])
@@ -241,6 +241,54 @@ def test_alibi_of_large_scores_leaves_the_probability_of_the_largest_at_1(draw: 
     assert lse.abs().max() > 1e9
     dv = _C.bwd(dout, q, k, v, out, lse, None, None, None, *options, False, None, None)[2]
     torch.testing.assert_close(dv.sum(dim=1), dout.sum(dim=1), rtol=1e-4, atol=1e-4)
+
+
+@each_dtype
+@pytest.mark.parametrize("nheads", [1, 32])
+def test_an_infinite_value_behind_the_mask_reaches_no_row(
+    nheads: int, dtype: torch.dtype, draw: torch.Generator
+) -> None:
+    """With 32 heads of one key head, all rows of a block are one query and see the same keys: no step is masked."""
+    q = torch.randn(1, 70, nheads, 40, generator=draw).to(dtype)
+    k, v = (torch.randn(1, 70, 1, 40, generator=draw).to(dtype) for _ in range(2))
+    clean = flash_attn_func(q, k, v, causal=True, backend="cpu")
+    v[:, 33] = torch.inf
+    out = flash_attn_func(q, k, v, causal=True, backend="cpu")
+    torch.testing.assert_close(out[:, :33], clean[:, :33])
+    assert not out[:, 33:].isfinite().any()
+
+
+def attention_and_gradients(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **options: float) -> tuple[Tensor, ...]:
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = flash_attn_func(*leaves, backend="cpu", **options)
+    return out.detach(), *torch.autograd.grad(out, leaves, dout)
+
+
+@each_dtype
+@pytest.mark.parametrize(("softcap", "scale"), [(1e20, 1.0), (1e18, 0.125)])
+def test_a_huge_softcap_changes_nothing(
+    softcap: float, scale: float, dtype: torch.dtype, draw: torch.Generator
+) -> None:
+    inputs = [torch.randn(2, 70, 3, 40, generator=draw).to(dtype) for _ in range(4)]
+    capped = attention_and_gradients(*inputs, softmax_scale=scale, softcap=softcap)
+    for got, expected in zip(capped, attention_and_gradients(*inputs, softmax_scale=scale), strict=True):
+        allowed = (2 if dtype.itemsize == 2 else 256) * torch.finfo(dtype).eps * expected.abs().max()
+        assert (got - expected).abs().max() <= allowed
+
+
+@each_dtype
+@pytest.mark.parametrize(("softcap", "scale"), [(1e-20, 1.0), (1e-9, 1e11)])
+def test_a_tiny_softcap_gives_all_keys_the_same_weight(
+    softcap: float, scale: float, dtype: torch.dtype, draw: torch.Generator
+) -> None:
+    q, k, v, dout = (torch.randn(2, 70, 3, 40, generator=draw).to(dtype) for _ in range(4))
+    q[:, 0] = 0.0  # tanh(0), where the slope is not 0
+    out, dq, dk, dv = attention_and_gradients(q, k, v, dout, softmax_scale=scale, softcap=softcap)
+    for got, summed in ((out, v), (dv, dout)):
+        expected = summed.double().mean(dim=1, keepdim=True).expand(got.shape)
+        torch.testing.assert_close(got, expected.to(dtype))
+    assert dq[:, 1:].abs().max() < 1e-6
+    assert dk.abs().max() < 1e-6
 
 
 SCRIPT = """

@@ -1,4 +1,4 @@
-"""The cpu backend's kernels for lesser instruction sets than this machine's, chosen by ATEN_CPU_CAPABILITY."""
+"""The cpu backend's kernels for instruction sets below the machine's, selected by ATEN_CPU_CAPABILITY."""
 
 from __future__ import annotations
 
@@ -25,7 +25,21 @@ for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
 print("checked", len(SMALL_FORWARD_CASES))
 """
 
+ROWS_WITHOUT_KEYS = """
+from tests.rows_without_keys import CASES, check_rows_without_keys
+
+for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
+    for case in CASES:
+        check_rows_without_keys(case, "cpu", "cpu", dtype, seed, f"{level} {seed}")
+print("checked", len(CASES))
+"""
+
 
 @pytest.mark.parametrize("level", LESSER)
 def test_small_cases_on_a_lesser_instruction_set(level: str) -> None:
     run_on(level, SCRIPT)
+
+
+@pytest.mark.parametrize("level", LESSER)
+def test_rows_without_keys_on_a_lesser_instruction_set(level: str) -> None:
+    run_on(level, ROWS_WITHOUT_KEYS)

@@ -1,4 +1,4 @@
-"""The bound of flash_bounds.py is neither luck nor a licence."""
+"""The bound of flash_bounds.py allows a typical rounding error of delta, and no more."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def test_forward_repeats_bitwise(case: Case, backend: str, device: str, dtype: t
 @pytest.mark.backends("cpu", "cuda")  # triton may be tuned to other tiles for another batch
 @pytest.mark.parametrize("case", REPEATED_CASES, ids=str)
 def test_batch_and_head_do_not_change_a_row(case: Case, backend: str, device: str, seed: int) -> None:
-    """A sequence gives the same bits alone as in a batch: results do not depend on who shares the machine."""
+    """A sequence gives the same bits alone as in a batch."""
     q, k, v = make_inputs(case, torch.float16, device, seed)
     out, lse = forward(case, q, k, v, backend)
     last_out, last_lse = forward(case, q[-1:], k[-1:], v[-1:], backend)
@@ -116,7 +116,7 @@ def test_concurrent_calls_do_not_share_anything(backend: str, device: str, seed:
 
 
 def test_out_has_the_strides_of_empty_like_q(backend: str, device: str, seed: int) -> None:
-    """What the fake implementation promises to torch.compile, for a dense q that is not contiguous."""
+    """The fake implementation has these strides for a dense q that is not contiguous."""
     q, k, v = make_inputs(BY_NAME["layout_bhsd"], torch.float16, device, seed)
     assert flash_attn_func(q, k, v, backend=backend).stride() == torch.empty_like(q).stride()
 
@@ -143,7 +143,7 @@ def test_nan_in_a_query_row_stays_in_that_row(backend: str, device: str, seed: i
 
 
 def test_nan_in_a_key_reaches_every_row_that_sees_it(backend: str, device: str, seed: int) -> None:
-    """A NaN is not swallowed by the running maximum; rows that the causal mask keeps from the key's tile are clean."""
+    """The running maximum keeps a NaN; rows whose causal mask hides the key's tile are clean."""
     q, k, v = make_inputs(BY_NAME["square_513_causal"], torch.float16, device, seed)
     clean = flash_attn_func(q, k, v, causal=True, backend=backend)
     k[0, 300, 1] = math.nan
@@ -232,7 +232,7 @@ def test_masked_rows_are_exactly_as_documented(backend: str, device: str, dtype:
     assert (out[:, :unseen] == 0).all()
     assert (lse[:, :, :unseen] == -math.inf).all()
     assert lse[:, :, unseen:].isfinite().all()
-    # The first row that sees anything sees one key: its out is that key's v.
+    # The first row with keys sees one key: its out is that key's v.
     assert torch.equal(out[:, unseen], v[:, 0])
 
 

@@ -1,7 +1,7 @@
-"""Random shapes, layouts, scales and features from the session's seed, held to the curated cases' bound.
+"""Random shapes, layouts, scales and features from the session's seed, with the bounds of the curated cases.
 
-Gradients are held to that or to the one of flash_bounds.py. A case that fails is made smaller as long as it fails, and
-the smallest is what is reported, to be added to the list. FLASH_ATTN_MINI_RANDOM_CASES sets how many run per backend.
+Gradients may use the bound of flash_bounds.py instead. A failing case is shrunk while it still fails, and the smallest
+is reported, to be added to the list. FLASH_ATTN_MINI_RANDOM_CASES sets the number of cases per backend.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from .varlen_cases import VarlenCase
 
 COUNT = {"cpu": 500, "cuda": 2000, "triton": 80}  # triton compiles for each combination of features
 CHUNKS = 20  # tests that share the cases, so that several processes can run them
-# PyTorch's error over few elements may be small by luck. An error up to so many times the bound has to come again with
-# other values.
-BY_LUCK = 4.0
+# PyTorch's error over few elements may be small by chance. An error up to BY_CHANCE times the bound fails only if it
+# occurs again with other values.
+BY_CHANCE = 4.0
 SHRINKING_STEPS = 60  # runs that may be spent on making a failing case smaller
 LAYOUT_NAMES = [name for name in LAYOUTS if not name.startswith("far")]
 VARLEN_LAYOUTS = [name for name in LAYOUT_NAMES if name != "expanded"]
@@ -46,13 +46,13 @@ def length(draw: random.Random, never: int = -1) -> int:
 
 
 def options(draw: random.Random) -> dict[str, Any]:
-    """What dense and varlen cases have in common; each feature in about a third of them."""
+    """The fields that dense and varlen cases share; each feature is on in about a third of them."""
 
     def side() -> int:
         return draw.choice((-1, 0, draw.randint(1, 20), draw.randint(20, 300)))
 
     nheads_k = draw.randint(1, 2)
-    feature = draw.choice((None, "softcap", "dropout"))  # which exclude each other
+    feature = draw.choice((None, "softcap", "dropout"))  # a call has one of the two
     return {
         "nheads": nheads_k * draw.randint(1, 3),
         "nheads_k": nheads_k,
@@ -69,10 +69,10 @@ def options(draw: random.Random) -> dict[str, Any]:
 def random_dense(draw: random.Random) -> Case:
     return Case(
         name="random",
-        why="nobody thought of it",
+        why="drawn at random",
         batch=draw.randint(1, 2),
         seqlen_q=length(draw),
-        seqlen_k=length(draw, never=1),  # whose dq and dk PyTorch finds to be 0 without rounding; cases.py has it
+        seqlen_k=length(draw, never=1),  # cases.py has it: PyTorch's dq and dk are then exactly 0
         layout=draw.choice(LAYOUT_NAMES),
         **options(draw),
     )
@@ -87,7 +87,7 @@ def random_varlen(draw: random.Random) -> VarlenCase:
     same = draw.random() < 0.5
     return VarlenCase(
         name="random",
-        why="nobody thought of it",
+        why="drawn at random",
         lengths_q=lengths_q,
         lengths_k=lengths_q if same else tuple(one_length() for _ in range(batch)),
         layout=draw.choice(VARLEN_LAYOUTS),
@@ -101,7 +101,7 @@ def random_varlen(draw: random.Random) -> VarlenCase:
 
 
 def simpler(case: AnyCase) -> Iterator[AnyCase]:
-    """The case with one thing less."""
+    """Cases that differ from this one in one simpler or smaller field."""
     plain = {
         "window_size": (-1, -1),
         "softcap": 0.0,
@@ -140,7 +140,7 @@ def simpler(case: AnyCase) -> Iterator[AnyCase]:
 
 
 def shrunk(case: AnyCase, failure: Callable[[AnyCase], str | None], steps: int = SHRINKING_STEPS) -> AnyCase:
-    """The smallest case on the way down that still fails."""
+    """Simplifies a failing case step by step while it fails."""
     progress = True
     while progress:
         progress = False
@@ -157,7 +157,7 @@ def shrunk(case: AnyCase, failure: Callable[[AnyCase], str | None], steps: int =
 
 
 def test_shrinking_finds_the_smallest_failing_case() -> None:
-    """Of a failure that needs a softcap, two heads and five queries."""
+    """The failure needs a softcap, two heads and five queries."""
     draw = random.Random(1)
     case = dataclasses.replace(random_dense(draw), softcap=3.0, nheads=4, nheads_k=2, seqlen_q=100, dropout_p=0.0)
 
@@ -178,7 +178,7 @@ def test_shrinking_finds_the_smallest_failing_case() -> None:
 def outcome(
     case: AnyCase, backend: str, device: str, dtype: torch.dtype, seed: int, described_seed: str
 ) -> tuple[str | None, float]:
-    """What is wrong with the case, None for nothing, and how many times the bound the error is."""
+    """The error message, None if the case passes, and error / bound."""
     check: Any = check_varlen if isinstance(case, VarlenCase) else check_dense
     torch.manual_seed(seed)
     try:
@@ -209,7 +209,7 @@ def test_random_cases_are_as_accurate_as_pytorch(
             said = None
             for values_seed in (own_seed, own_seed + 1, own_seed + 2):
                 said, excess = outcome(case, backend, device, dtype, values_seed, f"{described_seed}, {values_seed}")
-                if said is None or excess > BY_LUCK:
+                if said is None or excess > BY_CHANCE:
                     break
             return said
 

@@ -1,6 +1,6 @@
-// What the backward of one key block is whatever the arithmetic: the loop over panels of rows, the order in which key
-// blocks add to dq, the epilogue. flash_bwd_kernel_fma.h and flash_bwd_kernel_amx.h derive from it and supply load_kv,
-// load_rows, step, store_dq and store_dk_dv. They sum dq in runs of kDqRows rows.
+// The backward of one key block: the loop over panels of rows, the order in which key blocks add to dq, the row
+// statistics. flash_bwd_kernel_fma.h and flash_bwd_kernel_amx.h derive from it and supply the arithmetic: load_kv,
+// load_rows, step, store_dq and store_dk_dv. Their sums of dq have a multiple of kDqRows rows.
 #pragma once
 
 #include <algorithm>
@@ -15,8 +15,8 @@
 
 namespace flash::cpu::FLASH_CPU_NAMESPACE {
 
-// Self: the derived class. kPanel: rows that the products handle together. kStep: keys likewise. Every sum runs over
-// panels and steps in their order, wherever a key block begins, so the size of key blocks changes no result.
+// Self: the derived class. The products handle kPanel rows and kStep keys at a time. Every sum runs over panels and
+// steps in the same order, wherever a key block begins, so the size of key blocks changes no result.
 template <typename Self, typename Element, int kPanel, int kStep>
 class ColBlockBackward {
 protected:
@@ -31,19 +31,12 @@ public:
             if (p.keys.hi <= block_.n_begin || p.keys.lo >= n_end_) continue;
             set_rows(p);
             self().load_rows(p);
-            const int turn = block_.n_begin / block_.block_keys - int(p.keys.lo) / block_.block_keys;
-            if (want_dq_) {
-                if (block_.blocks_done != nullptr) wait_for_turn(block_.blocks_done[p.index], turn);
-                if (turn == 0) std::fill_n(dq_accum(p), size_t(dq_rows(p.rows)) * d_padded_, Acc(0));
-            }
+            if (want_dq_) begin_dq(p);
             for (int n = block_.n_begin; n < n_end_; n += kStep) {
                 const int keys = std::min(kStep, n_end_ - n);
                 if (n + keys > p.keys.lo && n < p.keys.hi) self().step(p, n, keys);
             }
-            if (want_dq_) {
-                if (p.keys.hi <= n_end_) self().store_dq(p);
-                if (block_.blocks_done != nullptr) finish_turn(block_.blocks_done[p.index]);
-            }
+            if (want_dq_) end_dq(p);
         }
         self().store_dk_dv();
     }
@@ -114,7 +107,20 @@ protected:
         return {row / kPanel, row, rows, keys};
     }
 
-    // Lanes past the last row see what that row sees; their lse makes P = 0.
+    // Waits until all key blocks before this one have added to the panel's dq. The first one clears the sums.
+    void begin_dq(const Panel &p) {
+        const int blocks_before = block_.n_begin / block_.block_keys - int(p.keys.lo) / block_.block_keys;
+        if (block_.blocks_done != nullptr) wait_until_done(block_.blocks_done[p.index], blocks_before);
+        if (blocks_before == 0) std::fill_n(dq_accum(p), size_t(dq_rows(p.rows)) * d_padded_, Acc(0));
+    }
+    // The last key block stores dq.
+    void end_dq(const Panel &p) {
+        if (p.keys.hi <= n_end_) self().store_dq(p);
+        if (block_.blocks_done != nullptr) add_done(block_.blocks_done[p.index]);
+    }
+
+    // Lanes past the last row get the keys of that row, and an lse that makes their P 0. Rows without a key get that
+    // lse too, and delta 0.
     void set_rows(const Panel &p) {
         const auto *lse = static_cast<const Acc *>(params_.softmax_lse);
         for (int i = 0; i < kPanel; ++i) {
@@ -124,29 +130,39 @@ protected:
             hi_[i] = Int(keys.hi);
             score_mod_.set_row(group_, row, i);
             const Acc row_lse = lse[group_.lse_index(row)];
-            const bool is_seeing = i < p.rows && row_lse != -std::numeric_limits<Acc>::infinity();
-            lse_[i] = is_seeing ? row_lse : std::numeric_limits<Acc>::infinity();
-            delta_[i] = i < p.rows ? sums_of_head(params_, group_.bidb, group_.head(row))[group_.query(row)] : Acc(0);
+            const bool has_keys = i < p.rows && row_lse != -std::numeric_limits<Acc>::infinity();
+            lse_[i] = has_keys ? row_lse : std::numeric_limits<Acc>::infinity();
+            delta_[i] = has_keys ? sums_of_head(params_, group_.bidb, group_.head(row))[group_.query(row)] : Acc(0);
         }
     }
     RowState<Acc> row_state() const { return {lse_, delta_, lo_, hi_}; }
 
-    // Whether some of the panel's rows see less of these keys than others.
+    // True if some of the panel's rows do not see all of these keys.
     bool is_masked(const Panel &p, int n_begin, int keys) const {
         return n_begin < lo_[p.rows - 1] || n_begin + keys > hi_[0];
     }
 
-    // The rows [begin, end) of the panel, or the vectors of them, that see any of these keys.
-    struct Range {
+    struct Range {  // [begin, end)
         int begin, end;
         bool is_empty() const { return begin >= end; }
+        bool contains(int i) const { return begin <= i && i < end; }
     };
+
+    // The panel's rows that see at least one key of the sequence. load_rows puts zeros in the place of the others,
+    // because 0 * NaN would carry a NaN or an infinity of theirs into dk and dv. store_dq leaves out the others,
+    // because compute_dot_do_o stores their dq.
+    Range rows_with_keys(const Panel &p) const {
+        const auto in_panel = [&](int64_t row) { return int(std::clamp<int64_t>(row - p.row, 0, p.rows)); };
+        return {in_panel(group_.begin_row()), in_panel(group_.end_row())};
+    }
+
+    // The panel's rows that see any of the keys [n_begin, n_end).
     Range rows_seeing(const Panel &p, int n_begin, int n_end) const {
         return {int(std::partition_point(hi_, hi_ + p.rows, [=](Int hi) { return hi <= n_begin; }) - hi_),
                 int(std::partition_point(lo_, lo_ + p.rows, [=](Int lo) { return lo < n_end; }) - lo_)};
     }
 
-    // The keys [begin, end), counted from n_begin, that any of the panel's rows [begin, end) sees.
+    // The keys, counted from n_begin, that any of the panel's rows [row_begin, row_end) sees.
     Range keys_seen(int row_begin, int row_end, int n_begin, int keys) const {
         return {std::max(int(lo_[row_begin]) - n_begin, 0), std::min(int(hi_[row_end - 1]) - n_begin, keys)};
     }
@@ -173,8 +189,6 @@ protected:
 
     Self &self() { return static_cast<Self &>(*this); }
 
-    static constexpr int kMaxHeadDim = 256;
-
     const Flash_bwd_params &params_;
     const ColBlock block_;
     const Group<Element> group_;
@@ -187,7 +201,7 @@ protected:
     Scratch scratch_;
 
 private:
-    // dsoftmax_sum of a head of a sequence, by query.
+    // dsoftmax_sum of a head of a sequence, indexed by query.
     static Acc *sums_of_head(const Flash_bwd_params &params, int64_t bidb, int64_t bidh) {
         return static_cast<Acc *>(params.dsoftmax_sum) + bidb * params.padded_batch_stride +
                bidh * params.padded_head_stride + padded_begin(params, int(bidb));
@@ -202,6 +216,12 @@ private:
         Acc *const sums = sums_of_head(params, bidb, bidh);
         for (int64_t query = begin; query < end; ++query) {
             const int64_t row = query * ratio + bidh % ratio;
+            if (group.keys_seen(row).is_empty()) {
+                sums[query] = 0;
+                if (params.dq.ptr != nullptr)
+                    std::memset(group.row_ptr(params.dq, row), 0, sizeof(Element) * size_t(params.d));
+                continue;
+            }
             load_row(group.row_ptr(params.dout, row), dout, params.d, d_padded);
             load_row(group.row_ptr(params.o, row), out, params.d, d_padded);
             Vec<Acc> products{};
@@ -212,8 +232,6 @@ private:
             if (params.dsoftmax_lse != nullptr)
                 delta -= static_cast<const Acc *>(params.dsoftmax_lse)[group.lse_index(row)];
             sums[query] = delta;
-            if (params.dq.ptr != nullptr && group.keys_seen(row).is_empty())
-                std::memset(group.row_ptr(params.dq, row), 0, sizeof(Element) * size_t(params.d));
         }
     }
 

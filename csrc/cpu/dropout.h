@@ -1,5 +1,5 @@
-// Dropout: which probabilities of a panel are kept, as ../common/philox.h decides it, and what that does to them.
-// Philox runs in vectors, a call in each lane of 64 bits.
+// Dropout: computes which probabilities of a panel are kept (../common/philox.h), and applies it. Philox runs in
+// vectors, one call in each lane of 64 bits.
 #pragma once
 
 #include "../common/philox.h"
@@ -9,7 +9,7 @@
 namespace flash::cpu::FLASH_CPU_NAMESPACE {
 
 typedef uint64_t WideVec __attribute__((vector_size(kVecBytes), may_alias));
-constexpr int kCalls = kVecBytes / 8;  // of Philox in a vector
+constexpr int kCalls = kVecBytes / 8;  // Philox calls per vector
 typedef uint16_t NarrowVec __attribute__((vector_size(2 * kCalls), may_alias, aligned(2)));
 
 // The product of the lower halves of each lane.
@@ -23,7 +23,7 @@ FLASH_INLINE WideVec multiply_low_halves(WideVec a, WideVec b) {
 #endif
 }
 
-// As many vectors at a time as there are registers for: they share each round's keys.
+// Groups of vectors that are computed together and share each round's keys; the registers limit their number.
 #if FLASH_CPU_ISA == 3 || defined(__aarch64__)
 constexpr int kChains = 4;
 #else
@@ -48,10 +48,10 @@ FLASH_INLINE void philox(WideVec (&x)[kChains][4], uint32_t key0, uint32_t key1)
     }
 }
 
-constexpr int kPairTile = 16;  // queries and keys over which Philox calls spread their 8 pairs
+constexpr int kPairTile = 16;  // a tile of 16 queries and 16 keys; each Philox call gives the bits of 8 of its pairs
 
-// keep[key][query] = 0xffff where the pair of the tile is kept, 0 where it is dropped; of the queries [begin, end) at
-// least.
+// keep[key][query] = 0xffff where the pair of the tile is kept, 0 where it is dropped, at least for the queries
+// [begin, end).
 FLASH_INLINE void draw_tile(const DropoutStream &stream, unsigned threshold, uint32_t tile_query, uint32_t tile_key,
                             int begin, int end, uint16_t (&keep)[kPairTile][kPairTile]) {
     WideVec lane{};
@@ -82,7 +82,7 @@ FLASH_INLINE void draw_tile(const DropoutStream &stream, unsigned threshold, uin
     }
 }
 
-// The flags of a panel's rows and of the keys of a step.
+// Whether each pair of a panel's rows and a step's keys is kept.
 template <int kPanel>
 class Dropout {
 public:
@@ -103,7 +103,7 @@ public:
     const uint16_t *keep(int n) const { return keep_ + n * kPanel; }
 
     const bool is_on;
-    const double scale;  // of what is kept
+    const double scale;  // factor of the probabilities that are kept
 
 private:
     template <typename Element>

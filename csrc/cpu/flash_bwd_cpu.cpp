@@ -1,4 +1,4 @@
-// run_mha_bwd_cpu: chooses the kernel for the dtype and the CPU, cuts the keys into blocks, and hands them out.
+// run_mha_bwd_cpu: selects the kernel for the dtype and the CPU, and runs it over blocks of keys on all threads.
 #include "flash_bwd_cpu.h"
 
 #include <algorithm>
@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "../trace.h"
-#include "col_block.h"
 #include "schedule.h"
 #include "select_isa.h"
 
@@ -15,29 +14,12 @@ namespace flash {
 namespace cpu {
 namespace {
 
-BackwardKernel select_kernel(Isa isa, DType dtype) {
-    switch (isa) {
-#ifdef FLASH_CPU_HAS_AMX
-        case Isa::amx:
-            return backward_kernel_amx();
-#endif
-#ifdef FLASH_CPU_HAS_AVX
-        case Isa::avx512:
-            return backward_kernel_avx512(dtype);
-        case Isa::avx2:
-            return backward_kernel_avx2(dtype);
-#endif
-        default:
-            return backward_kernel_baseline(dtype);
-    }
-}
-
-// dsoftmax_sum of every query; dq = 0 where one sees no key.
+// Stores dsoftmax_sum of every query, and dq = 0 for queries without a key.
 void compute_dot_do_o(const Flash_bwd_params &params, const BackwardKernel &kernel) {
     constexpr int64_t kGrain = 1 << 16;  // numbers of dout
     const bool is_varlen = params.cu_seqlens_q != nullptr;
     const int64_t queries = is_varlen ? params.total_q : int64_t(params.b) * params.seqlen_q;
-    // Numbered sequence after sequence, in each head after head.
+    // Index of a row: sequence by sequence, in each sequence head by head.
     at::parallel_for(0, queries * params.h, std::max<int64_t>(1, kGrain / params.d), [&](int64_t begin, int64_t end) {
         int64_t first = 0;  // of the sequence
         for (int bidb = 0; bidb < params.b && first < end; ++bidb) {
@@ -53,7 +35,7 @@ void compute_dot_do_o(const Flash_bwd_params &params, const BackwardKernel &kern
     });
 }
 
-// The rows of dsoftmax_sum that pad each sequence become 0.
+// Sets the rows of dsoftmax_sum that pad each sequence to 0.
 void clear_padding(const Flash_bwd_params &params) {
     constexpr int64_t kRows = Flash_bwd_params::kRowsRounded;
     const size_t row_bytes = params.dtype == DType::float64 ? 8 : 4;
@@ -73,11 +55,12 @@ void clear_padding(const Flash_bwd_params &params) {
 
 struct Task {
     ColBlock block;      // of every key/value head
-    int64_t pairs_left;  // the work of this block and of those after it in the sequence
+    int64_t pairs_left;  // visible pairs of a query and a key in this block and in those after it in the sequence
 };
 
-// Key blocks as large as the kernel likes, but enough of them to go round; their size never changes a result. Those
-// that have most work behind them come first, which keeps each sequence's in order.
+// Key blocks of at most max_keys keys, several for each thread; their size changes no result. The blocks with the most
+// work left in their sequence come first. So the blocks of a sequence stay in order, and none waits (wait_until_done)
+// for a block that no thread has started.
 std::vector<Task> cut_keys(const Flash_bwd_params &params, const BackwardKernel &kernel, int64_t threads) {
     const TaskCount count(params, threads);
     std::vector<Task> tasks;
@@ -103,7 +86,7 @@ std::vector<Task> cut_keys(const Flash_bwd_params &params, const BackwardKernel 
     return tasks;
 }
 
-// The memory through which the key blocks of a group add to one dq, where a sequence has several.
+// The sums of dq of each group whose sequence has several key blocks.
 class SharedDq {
 public:
     SharedDq(const Flash_bwd_params &params, const BackwardKernel &kernel, const std::vector<Task> &tasks)
@@ -131,7 +114,7 @@ public:
     }
 
 private:
-    struct Share {  // of the first key/value head; those of the others follow
+    struct Share {  // of the first key/value head; the shares of the other heads follow it
         size_t first_byte = 0, bytes = 0, first_panel = 0, panels = 0;
     };
     std::vector<Share> of_sequence_;
@@ -141,11 +124,11 @@ private:
 
 }  // namespace
 
-void wait_for_turn(const std::atomic<int> &done, int turn) {
-    while (done.load(std::memory_order_acquire) < turn) std::this_thread::yield();
+void wait_until_done(const std::atomic<int> &done, int blocks) {
+    while (done.load(std::memory_order_acquire) < blocks) std::this_thread::yield();
 }
 
-void finish_turn(std::atomic<int> &done) {
+void add_done(std::atomic<int> &done) {
     done.fetch_add(1, std::memory_order_release);
 }
 
@@ -153,7 +136,7 @@ void finish_turn(std::atomic<int> &done) {
 
 void run_mha_bwd_cpu(const Flash_bwd_params &params) {
     const cpu::Isa isa = cpu::select_isa(params.dtype);
-    const cpu::BackwardKernel kernel = cpu::select_kernel(isa, params.dtype);
+    const cpu::BackwardKernel kernel = cpu::kernels_of(isa).backward(params.dtype);
     cpu::compute_dot_do_o(params, kernel);
     cpu::clear_padding(params);
     if (params.dq.ptr == nullptr && params.dk.ptr == nullptr && params.dv.ptr == nullptr) return;

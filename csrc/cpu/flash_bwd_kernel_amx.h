@@ -7,7 +7,7 @@
 
 namespace flash::cpu::FLASH_CPU_NAMESPACE {
 
-// Rows and keys that dK, dV and dQ sum over before they go back to memory.
+// Rows (for dK and dV) and keys (for dQ) of one sum in tile registers, between a load and a store.
 constexpr int kAmxBackwardPanel = 128;
 constexpr int kAmxBackwardStep = 128;
 
@@ -64,11 +64,13 @@ private:
         load_rows(p, params_.dout, dout_panel_, dout_pairs_);
     }
     void load_rows(const Panel &p, const TensorRef &t, uint32_t *panel, uint32_t *pairs) {
-        const float *row_ptrs[kPanel];  // pairs of bfloat16 travel as one float each
+        const float *row_ptrs[kPanel];  // a pair of bfloat16 is moved as one float
+        const Range with_keys = rows_with_keys(p);
         std::memset(rows_, 0, sizeof(BFloat16) * size_t(kPanel) * d_padded_);
         for (int i = 0; i < p.rows; ++i) {
-            std::memcpy(rows_ + i * d_padded_, group_.row_ptr(t, p.row + i), sizeof(BFloat16) * size_t(d_));
-            row_ptrs[i] = reinterpret_cast<const float *>(rows_ + i * d_padded_);
+            BFloat16 *row = rows_ + i * d_padded_;
+            row_ptrs[i] = reinterpret_cast<const float *>(row);
+            if (with_keys.contains(i)) std::memcpy(row, group_.row_ptr(t, p.row + i), sizeof(BFloat16) * size_t(d_));
         }
         for (int i = 0; i < p.rows; i += kAmxBlock)
             rows_to_panel<float, kAmxBlock>(row_ptrs + i, std::min(kAmxBlock, p.rows - i), d_padded_ / 2,
@@ -79,27 +81,30 @@ private:
 
     void step(const Panel &p, int n_begin, int keys) {
         const bool masked = is_masked(p, n_begin, keys);
-        const int at = n_begin - block_.n_begin, keys_padded = round_up(keys, kAmxBlock);
-        const int rows_padded = round_up(p.rows, kAmxBlock);
         if (dropout_.is_on) dropout_.draw(group_, p.row, p.rows, n_begin, keys);
-        for (int n = 0; n < keys_padded; n += kAmxBlock) {
+        for (int n = 0; n < keys; n += kAmxBlock) {
             const Range rows = rows_block(p, n_begin + n, masked);
-            for (int i = rows.begin; i < rows.end; i += kAmxBlock) probabilities(n_begin, n, keys, i, masked);
             if (rows.is_empty()) continue;
-            for (int c = 0; c < d_padded_; c += kAmxBlock) {
-                const int64_t target = int64_t(at + n) * d_padded_ + c, operand = rows.begin / 2 * d_padded_ + c;
-                const int weights = n * kPanel + rows.begin, count = rows.end - rows.begin;
-                if (want_dv_)
-                    multiply_block<2, true>(p_rows_ + weights, kPanel, dout_pairs_ + operand, d_padded_, count,
-                                            dv_ + target, d_padded_);
-                if (want_dk_)
-                    multiply_block<2, true>(ds_rows_ + weights, kPanel, q_pairs_ + operand, d_padded_, count,
-                                            dk_ + target, d_padded_);
-            }
+            for (int i = rows.begin; i < rows.end; i += kAmxBlock) probabilities(n_begin, n, keys, i, masked);
+            const int64_t at = int64_t(n_begin - block_.n_begin + n) * d_padded_;
+            if (want_dv_) add_to_keys(n, rows, p_rows_, dout_pairs_, dv_ + at);
+            if (want_dk_) add_to_keys(n, rows, ds_rows_, q_pairs_, dk_ + at);
         }
-        if (!want_dq_) return;
-        for (int i = 0; i < rows_padded; i += kAmxBlock) {
-            Range seen{0, keys_padded};
+        if (want_dq_) add_to_rows(p, n_begin, keys, masked);
+    }
+
+    // out[key] += sum over rows of weights[key][row] * x[row] for kAmxBlock keys from n on: dV = P^T dO, dK = dS^T Q.
+    void add_to_keys(int n, Range rows, const BFloat16 *weights, const uint32_t *x, float *out) const {
+        for (int c = 0; c < d_padded_; c += kAmxBlock)
+            multiply_block<2, true>(weights + n * kPanel + rows.begin, kPanel, x + rows.begin / 2 * d_padded_ + c,
+                                    d_padded_, rows.end - rows.begin, out + c, d_padded_);
+    }
+
+    // dq_accum[row] += sum over keys of dS[key][row] * K[key].
+    void add_to_rows(const Panel &p, int n_begin, int keys, bool masked) const {
+        const int at = n_begin - block_.n_begin;
+        for (int i = 0; i < p.rows; i += kAmxBlock) {
+            Range seen{0, round_up(keys, kAmxBlock)};
             if (masked) {
                 seen = keys_seen(i, std::min(i + kAmxBlock, p.rows), n_begin, keys);
                 if (seen.is_empty()) continue;
@@ -112,15 +117,15 @@ private:
         }
     }
 
-    // The panel's rows, in blocks of kAmxBlock, that see one of the kAmxBlock keys from n on.
+    // The panel's rows, in blocks of kAmxBlock, that see any of the kAmxBlock keys from n on.
     Range rows_block(const Panel &p, int n, bool masked) const {
         if (!masked) return {0, round_up(p.rows, kAmxBlock)};
         const Range rows = rows_seeing(p, n, n + kAmxBlock);
         return {rows.begin / kAmxBlock * kAmxBlock, round_up(rows.end, kAmxBlock)};
     }
 
-    // P, without what is dropped, and dS of kAmxBlock keys from n_begin + n on, of which there may be fewer, and of
-    // kAmxBlock rows from `row` on.
+    // P (0 where dropped) and dS of the kAmxBlock keys from n_begin + n on and the kAmxBlock rows from `row` on. Both
+    // are 0 in keys past n_begin + keys.
     void probabilities(int n_begin, int n, int keys, int row, bool masked) {
         const int64_t at = int64_t(n_begin - block_.n_begin + n) * d_padded_;
         multiply_block<2, false>(k_ + at, d_padded_, q_panel_ + row * d_padded_ / 2, kAmxBlock, d_padded_, s_,
@@ -182,12 +187,16 @@ private:
     void store_dq(const Panel &p) const {
         float factor[kAmxBlock];
         float *rows[kAmxBlock];
+        const Range with_keys = rows_with_keys(p);
         std::fill_n(factor, kAmxBlock, scale_);
         for (int i = 0; i < kAmxBlock; ++i) rows[i] = out_rows_ + i * d_padded_;
         for (int begin = 0; begin < p.rows; begin += kAmxBlock) {
             const int count = std::min(kAmxBlock, p.rows - begin);
             panel_to_rows<float, kAmxBlock>(dq_accum(p) + begin * d_padded_, factor, count, d_, rows);
-            for (int i = 0; i < count; ++i) convert_row(rows[i], group_.row_ptr(params_.dq, p.row + begin + i), d_);
+            for (int i = 0; i < count; ++i) {
+                if (with_keys.contains(begin + i))
+                    convert_row(rows[i], group_.row_ptr(params_.dq, p.row + begin + i), d_);
+            }
         }
     }
 
@@ -201,10 +210,10 @@ private:
 
     const int keys_padded_;
     float *s_ = nullptr, *dp_ = nullptr;               // [kAmxBlock keys][kAmxBlock rows]
-    float *derivative_ = nullptr;                      // likewise: of softcap
+    float *derivative_ = nullptr;                      // [kAmxBlock keys][kAmxBlock rows]: of softcap
     BFloat16 *p_rows_ = nullptr, *ds_rows_ = nullptr;  // [kStep][kPanel]
     uint32_t *ds_pairs_ = nullptr;                     // [kStep / 2][kPanel] pairs of keys
-    BFloat16 *rows_ = nullptr;                         // [kPanel][d_padded]: rows on their way
+    BFloat16 *rows_ = nullptr;                         // [kPanel][d_padded]: rows of q or dout
     float *out_rows_ = nullptr;                        // [kAmxBlock][d_padded]
     uint32_t *q_panel_ = nullptr,
              *dout_panel_ = nullptr;  // [kPanel / kAmxBlock][d_padded / 2][kAmxBlock] pairs
@@ -213,7 +222,11 @@ private:
     BFloat16 *k_ = nullptr, *v_ = nullptr;  // [keys_padded][d_padded]
     BFloat16 *k_columns_ = nullptr;         // [d_padded][keys_padded]
     float *dk_ = nullptr,
-          *dv_ = nullptr;  // [keys_padded][d_padded], without their factors
+          *dv_ = nullptr;  // [keys_padded][d_padded], before they are scaled
 };
+
+BackwardKernel backward_kernel(DType) {
+    return AmxBackward::kernel();
+}
 
 }  // namespace flash::cpu::FLASH_CPU_NAMESPACE

@@ -1,4 +1,4 @@
-// compute_dq_dk_dv_1colblock by multiply-add: every dtype on every CPU, 16-bit types converted to float as they are
+// compute_dq_dk_dv_1colblock with multiply-add: every dtype on every CPU. 16-bit types are converted to float when
 // loaded. Included by isa_baseline.cpp, isa_avx2.cpp and isa_avx512.cpp.
 #pragma once
 
@@ -7,8 +7,8 @@
 
 namespace flash::cpu::FLASH_CPU_NAMESPACE {
 
-// Scores and dP of one step, 36 KB each with AVX-512, pass through the first-level cache; what it must hold is the
-// operand in the lanes, 24 KB at d = 128. Both sizes are multiples of kTile and kWideTile.
+// The first-level cache holds the vector operand of a product, 24 KB at d = 128. Scores and dP of one step, 36 KB each
+// with AVX-512, stream through it. Both sizes are multiples of kTile and kWideTile.
 template <typename T>
 constexpr int kFmaBackwardPanel = 2 * kFmaPanel<T>;
 constexpr int kFmaBackwardStep = 96;
@@ -57,9 +57,14 @@ private:
     }
     void load_rows(const Panel &p, const TensorRef &t, Acc *rows, Acc *panel) const {
         const Acc *row_ptrs[kPanel];
+        const Range with_keys = this->rows_with_keys(p);
         for (int i = 0; i < p.rows; ++i) {
-            row_ptrs[i] = rows + i * d_padded_;
-            this->load_row(group_.row_ptr(t, p.row + i), rows + i * d_padded_, d_, d_padded_);
+            Acc *row = rows + i * d_padded_;
+            row_ptrs[i] = row;
+            if (with_keys.contains(i))
+                this->load_row(group_.row_ptr(t, p.row + i), row, d_, d_padded_);
+            else
+                std::fill_n(row, d_padded_, Acc(0));
         }
         for (int i = 0; i < p.rows; i += kSubpanel)
             rows_to_panel<Acc, kSubpanel>(row_ptrs + i, std::min(kSubpanel, p.rows - i), d_, panel + i * d_);
@@ -75,8 +80,8 @@ private:
         if (this->want_dq_) add_to_rows(p, n_begin, keys, masked, k_ + at, this->dq_accum(p));
     }
 
-    // s_ = P, without what is dropped, and dp_ = dS; 0 where a row does not see a key, up to a multiple of kWideTile
-    // keys.
+    // s_ = P, 0 where dropped, and dp_ = dS. Both are 0 where a row does not see a key, and in the keys that round the
+    // step up to a multiple of kWideTile.
     void probabilities(const Panel &p, int n_begin, int keys, bool masked) {
         const int64_t at = int64_t(n_begin - block_.n_begin) * d_padded_;
         for (int lane = 0; lane < p.rows; lane += kSubpanel) {
@@ -100,7 +105,7 @@ private:
         }
     }
 
-    // Lanes of the subpanel at `lane`, in whole vectors, that see one of the kTile keys from n on.
+    // Lanes of the subpanel at `lane`, in whole vectors, that see any of the kTile keys from n on.
     Range used_lanes(const Panel &p, int lane, int n, bool masked) const {
         const int end = std::min(lane + kSubpanel, round_up(p.rows, kLanes<Acc>));
         if (!masked) return {lane, end};
@@ -138,18 +143,17 @@ private:
     }
 
     void softmax(Acc *s, Acc *dp, int n_begin, int keys, int lane, int vecs, bool masked) const {
-        const auto call = [&](auto function) {
-            function(s, dp, n_begin, keys, this->score_mod_.scale_left(), this->row_state(), lane, vecs);
-        };
-        if (masked)
-            this->want_ds() ? call(softmax_backward<Acc, kPanel, true, true>)
-                            : call(softmax_backward<Acc, kPanel, true, false>);
-        else
-            this->want_ds() ? call(softmax_backward<Acc, kPanel, false, true>)
-                            : call(softmax_backward<Acc, kPanel, false, false>);
+        auto function = softmax_backward<Acc, kPanel, true, DsOutput::capped>;
+        if (!this->want_ds())
+            function = masked ? softmax_backward<Acc, kPanel, true, DsOutput::none>
+                              : softmax_backward<Acc, kPanel, false, DsOutput::none>;
+        else if (!this->score_mod_.is_capped)
+            function = masked ? softmax_backward<Acc, kPanel, true, DsOutput::plain>
+                              : softmax_backward<Acc, kPanel, false, DsOutput::plain>;
+        function(s, dp, derivative_, n_begin, keys, this->score_mod_.scale_left(), this->row_state(), lane, vecs);
     }
 
-    // Likewise, with softcap, ALiBi or dropout. Key n of the step is the first of these.
+    // The softmax with softcap, ALiBi or dropout. The first key is key n of the step.
     void softmax_with_features(Acc *s, Acc *dp, int n_begin, int n, int keys, int lane, int vecs, bool masked) const {
         const auto drop_some = [&](Acc *x, double factor) {
             drop<Acc, kPanel, kPanel>(x + lane, Acc(factor), this->dropout_.keep(n) + lane, keys, vecs);
@@ -157,12 +161,11 @@ private:
         this->score_mod_.template apply<kPanel>(s, derivative_, n_begin + n, keys, 0, lane, vecs);
         if (this->dropout_.is_on && this->want_ds()) drop_some(dp, this->dropout_.scale);
         softmax(s, dp, n_begin + n, keys, lane, vecs, masked);
-        if (this->score_mod_.is_capped && this->want_ds())
-            multiply_by_derivative<Acc, kPanel>(dp, derivative_, keys, lane, vecs);
         if (this->dropout_.is_on) drop_some(s, 1);
     }
 
-    // Columns of the head dim in shares of at most kWideVecs vectors, as equal as can be.
+    // Calls function(first column, vectors) for shares of the head dim: at most kWideVecs vectors, of equal size but
+    // for the last.
     template <typename Function>
     void for_column_shares(Function &&function) const {
         const int vecs = d_padded_ / kLanes<Acc>, shares = (vecs + kWideVecs - 1) / kWideVecs;
@@ -201,7 +204,8 @@ private:
 
     void store_dq(const Panel &p) const {
         const Acc *rows = this->dq_accum(p);
-        for (int i = 0; i < p.rows; ++i)
+        const Range with_keys = this->rows_with_keys(p);
+        for (int i = with_keys.begin; i < with_keys.end; ++i)
             this->store_row(rows + i * d_padded_, this->scale_, group_.row_ptr(params_.dq, p.row + i));
     }
 
@@ -218,10 +222,10 @@ private:
     Acc *q_ = nullptr, *dout_ = nullptr;              // [kPanel][d_padded]
     Acc *q_panel_ = nullptr, *dout_panel_ = nullptr;  // [kPanel / kSubpanel][d][kSubpanel]
     Acc *k_ = nullptr, *v_ = nullptr;                 // [block_keys][d_padded]
-    Acc *dk_ = nullptr, *dv_ = nullptr;               // [block_keys][d_padded], without their factors
+    Acc *dk_ = nullptr, *dv_ = nullptr;               // [block_keys][d_padded], before they are scaled
 };
 
-inline BackwardKernel select_backward_kernel(DType dtype) {
+BackwardKernel backward_kernel(DType dtype) {
     switch (dtype) {
         case DType::float16:
             return FmaBackward<Half>::kernel();

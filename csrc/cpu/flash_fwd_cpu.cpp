@@ -1,11 +1,10 @@
-// run_mha_fwd_cpu: chooses the kernel for the dtype and the CPU, cuts the work into row blocks, and hands them out.
+// run_mha_fwd_cpu: selects the kernel for the dtype and the CPU, and runs it over row blocks on all threads.
 #include "flash_fwd_cpu.h"
 
 #include <algorithm>
 #include <vector>
 
 #include "../trace.h"
-#include "row_block.h"
 #include "schedule.h"
 #include "select_isa.h"
 
@@ -13,30 +12,13 @@ namespace flash {
 namespace cpu {
 namespace {
 
-ForwardKernel select_kernel(Isa isa, DType dtype) {
-    switch (isa) {
-#ifdef FLASH_CPU_HAS_AMX
-        case Isa::amx:
-            return forward_kernel_amx();
-#endif
-#ifdef FLASH_CPU_HAS_AVX
-        case Isa::avx512:
-            return forward_kernel_avx512(dtype);
-        case Isa::avx2:
-            return forward_kernel_avx2(dtype);
-#endif
-        default:
-            return forward_kernel_baseline(dtype);
-    }
-}
-
 struct Task {
     RowBlock block;  // of every key/value head
-    int64_t pairs;   // its work
+    int64_t pairs;   // visible pairs of a query and a key: the work
 };
 
-// Row blocks as large as the kernel likes, but enough of them to go round; the longest first. Their size never changes
-// a result: every row meets the keys in the same steps.
+// Row blocks of at most max_rows rows, several for each thread; those with most work first. Their size changes no
+// result: every row visits the keys in the same steps.
 std::vector<Task> cut_rows(const Flash_fwd_params &params, const ForwardKernel &kernel, int64_t threads) {
     const TaskCount count(params, threads);
     std::vector<Task> tasks;
@@ -60,7 +42,7 @@ std::vector<Task> cut_rows(const Flash_fwd_params &params, const ForwardKernel &
 
 void run_mha_fwd_cpu(const Flash_fwd_params &params) {
     const cpu::Isa isa = cpu::select_isa(params.dtype);
-    const cpu::ForwardKernel kernel = cpu::select_kernel(isa, params.dtype);
+    const cpu::ForwardKernel kernel = cpu::kernels_of(isa).forward(params.dtype);
     const int64_t threads = at::get_num_threads();
     const std::vector<cpu::Task> tasks = cpu::cut_rows(params, kernel, threads);
 

@@ -7,11 +7,12 @@
 
 namespace flash::cpu::FLASH_CPU_NAMESPACE {
 
-// Scores [kAmxBlockN][kAmxPanel] are 32 KB, probabilities 16 KB. Longer steps rescale the output less often.
+// Keys of a step: scores [kAmxBlockN][kAmxPanel] are 32 KB, probabilities 16 KB. Longer steps rescale the output less
+// often.
 constexpr int kAmxBlockN = 256;
 
-// Like exponentiate(), but p goes out as bfloat16 pairs [key / 2][query][2], up to the next multiple of 32 keys, where
-// keys from `keys` on get 0.
+// Like exponentiate(), but stores p as pairs of bfloat16, [key / 2][query][2]. Keys from `keys` up to the next multiple
+// of kAmxBlock get 0.
 template <int kUsedVecs>
 FLASH_INLINE void exponentiate_to_pairs(const float *s, int keys, float scale_log2, const Vec<float> *safe_m,
                                         uint32_t *p, Vec<float> *sum) {
@@ -37,7 +38,7 @@ class AmxForward : public RowBlockForward<AmxForward, BFloat16, kAmxPanel, kAmxB
     friend Base;
     static constexpr int kPanel = kAmxPanel;
     static constexpr int kBlockN = kAmxBlockN;
-    static constexpr int kKeyStep = kAmxBlock;  // a step begins at a multiple of it within the key block
+    static constexpr int kKeyStep = kAmxBlock;  // a step begins and ends at a multiple of it within the key block
 
 public:
     AmxForward(const Flash_fwd_params &params, const RowBlock &block, char *scratch)
@@ -73,7 +74,7 @@ private:
             std::memcpy(to, row, sizeof(BFloat16) * size_t(d_));
             pairs[i] = reinterpret_cast<const float *>(to);
         }
-        // Pairs of bfloat16 travel as one float each.
+        // A pair of bfloat16 is moved as one float.
         rows_to_panel<float, kPanel>(pairs, p.rows, d_padded_ / 2,
                                      reinterpret_cast<float *>(q_ + p.row * d_padded_ / 2));
         std::fill_n(out(p), size_t(d_padded_) * kPanel, 0.0f);
@@ -122,10 +123,11 @@ private:
         update_sum<float, kUsedVecs>(sum, alpha, p.state);
         if (dropout_.is_on) drop_probabilities(p, n_first, keys);
         rescale<kUsedVecs>(out(p), alpha);
+        const bool has_unseen_keys = masked || keys < keys_padded;
         for (int c = 0; c < d_padded_; c += kAmxBlock) {
             const BFloat16 *v = v_ + c * kBlockN + n_first - n_begin;
             float *o = out(p) + c * kPanel;
-            if (masked && v_special_)
+            if (has_unseen_keys && v_special_)
                 output_block_skip_zeros(v, kBlockN, p_, keys_padded, o);
             else
                 multiply_block<kUsedVecs, true>(v, kBlockN, p_, kPanel, keys_padded, o, kPanel);
@@ -146,7 +148,7 @@ private:
         }
     }
 
-    // o *= alpha, unless no maximum has grown.
+    // o *= alpha, if a maximum has grown.
     template <int kUsedVecs>
     void rescale(float *o, const Vec<float> *alpha) const {
         bool grown = false;
@@ -161,7 +163,7 @@ private:
     }
 
     const int d_padded_;
-    bool v_special_ = false;  // whether the current keys' V holds an infinity or a NaN
+    bool v_special_ = false;  // V of the current keys holds an infinity or a NaN
     float *s_ = nullptr;      // [kBlockN][kPanel]: scores of one panel
     uint32_t *p_ = nullptr;   // [kBlockN / 2][kPanel] pairs: probabilities of one panel
     BFloat16 *k_ = nullptr;   // [kBlockN][d_padded]: K of the current keys
@@ -170,5 +172,10 @@ private:
     uint32_t *q_ = nullptr;   // [panels][d_padded / 2][kPanel] pairs
     float *o_ = nullptr;      // [panels][d_padded][kPanel]
 };
+
+ForwardKernel forward_kernel(DType) {
+    constexpr int kMaxPanels = 16;
+    return AmxForward::kernel(kMaxPanels);
+}
 
 }  // namespace flash::cpu::FLASH_CPU_NAMESPACE

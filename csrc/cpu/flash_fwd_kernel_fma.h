@@ -1,4 +1,4 @@
-// compute_attn_1rowblock by multiply-add: every dtype on every CPU, 16-bit types converted to float as they are loaded.
+// compute_attn_1rowblock with multiply-add: every dtype on every CPU. 16-bit types are converted to float when loaded.
 // Included by isa_baseline.cpp, isa_avx2.cpp and isa_avx512.cpp.
 #pragma once
 
@@ -20,7 +20,7 @@ class FmaForward
     using typename Base::Panel;
     static constexpr int kPanel = kFmaPanel<Acc>;
     static constexpr int kBlockN = kFmaBlockN;
-    static constexpr int kKeyStep = 1;  // a step may begin at any key
+    static constexpr int kKeyStep = 1;  // a step may begin and end at any key
 
 public:
     FmaForward(const Flash_fwd_params &params, const RowBlock &block, char *scratch)
@@ -59,7 +59,7 @@ private:
             Acc *strips = v_ + (n - n_begin) * kTile;
             if constexpr (kConvert) {
                 convert_row(this->key_ptr(params_.k, n), rows_ + (n - n_begin) * d_, d_);
-                Acc row[256];
+                Acc row[kMaxHeadDim];
                 convert_row(this->key_ptr(params_.v, n), row, d_);
                 row_to_strips<Acc>(row, d_, kBlockN * kTile, strips, check);
             } else {
@@ -110,14 +110,14 @@ private:
         drop<Acc, kPanel, kPanel>(s_, Acc(1), this->dropout_.keep(0), keys, kUsedVecs);
     }
 
-    // How many of the step's keys the queries of a vector see: under a causal mask the first vectors stop early, and
-    // both products go on without them.
+    // How many of the step's keys the queries of a vector see. Under a causal mask the first vectors see fewer keys, so
+    // both products leave them out for the remaining keys.
     int seen_keys(const Panel &p, int vec, int n_first, int keys) const {
         return std::min(keys, int(p.hi[(vec + 1) * kLanes<Acc> - 1]) - n_first);
     }
 
-    // First product, for vectors from `vec` on and keys from `done` on. Scores that no query of a vector sees may stay
-    // unset: mask_scores overwrites them.
+    // First product, for the vectors from `vec` on and the keys from `done` on. Scores that no query of a vector sees
+    // stay unset: mask_scores overwrites them.
     template <int kUsedVecs>
     void scores(const Panel &p, int vec, int n_begin, int n_first, int done, int keys, Vec<Acc> *row_max) {
         const Acc *k = rows_ + (n_first - n_begin) * d_;
@@ -135,7 +135,7 @@ private:
         }
     }
 
-    // Second product, likewise.
+    // Second product, for the same vectors and keys.
     template <int kUsedVecs, bool kSkipZeros>
     void output(const Panel &p, int vec, int n_begin, int n_first, int done, int keys, Vec<Acc> *alpha) {
         const int end = seen_keys(p, vec, n_first, keys);
@@ -156,17 +156,16 @@ private:
 
     const int d_padded_;
     const bool copies_k_;     // the products read K from rows_, not from the tensor
-    bool v_special_ = false;  // whether the current keys' V holds an infinity or a NaN
+    bool v_special_ = false;  // V of the current keys holds an infinity or a NaN
     Acc *s_ = nullptr;        // [kBlockN][kPanel]: scores, then probabilities, of one panel
     Acc *v_ = nullptr;        // [d_padded / kTile][kBlockN][kTile]: V of the current keys
-    Acc *rows_ = nullptr;     // [kBlockN or kPanel][d]: K of the current keys, or rows of q and o on their way
+    Acc *rows_ = nullptr;     // [kBlockN or kPanel][d]: K of the current keys, or converted rows of q and o
     Acc *q_ = nullptr;        // [panels][d][kPanel]
     Acc *o_ = nullptr;        // [panels][d_padded][kPanel]
 };
 
-inline ForwardKernel select_forward_kernel(DType dtype) {
-    constexpr int kMaxPanels =
-        16;  // K and V are loaded once for all of them; 3 to 10 % faster than 4 to 8 (Xeon, AVX-512)
+ForwardKernel forward_kernel(DType dtype) {
+    constexpr int kMaxPanels = 16;  // share the loaded K and V; 3 to 10 % faster than 4 to 8 (Xeon, AVX-512)
     switch (dtype) {
         case DType::float16:
             return FmaForward<Half>::kernel(kMaxPanels);

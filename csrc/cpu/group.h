@@ -1,4 +1,4 @@
-// The rows and keys of one group (row_block.h): where they lie in the tensors.
+// The rows and keys of one group (row_block.h), and their addresses in the tensors.
 #pragma once
 
 #include "key_range.h"
@@ -10,7 +10,7 @@ constexpr int round_up(int64_t x, int multiple) {
     return int((x + multiple - 1) / multiple * multiple);
 }
 
-// Hands out pieces of a thread's scratch memory. Without memory it only counts.
+// Allocates arrays in a thread's scratch memory. Without memory it only counts bytes.
 class Scratch {
 public:
     explicit Scratch(char *memory) : memory_(memory) {}
@@ -38,8 +38,11 @@ struct Group {
     int64_t query(int64_t row) const { return row / params.h_h_k_ratio; }
     int64_t head(int64_t row) const { return bidh_k * params.h_h_k_ratio + row % params.h_h_k_ratio; }
     KeyRange keys_seen(int64_t row) const { return KeyRange(params, seq, query(row)); }
+    // The rows [begin_row(), end_row()) see at least one key. The others get output 0 and no gradient, and give none.
+    int64_t begin_row() const { return QueryRange(params, seq, 0, seq.seqlen_k).lo * params.h_h_k_ratio; }
+    int64_t end_row() const { return QueryRange(params, seq, 0, seq.seqlen_k).hi * params.h_h_k_ratio; }
 
-    // First element of a row of q or o, of a key of k or v.
+    // First element of a row of q or o, or of a key of k or v.
     Element *row_ptr(const TensorRef &t, int64_t row) const {
         return static_cast<Element *>(t.ptr) + bidb * t.batch_stride + (seq.q_begin + query(row)) * t.row_stride +
                head(row) * t.head_stride;
@@ -50,7 +53,7 @@ struct Group {
         const int64_t page = params.block_table[bidb * params.block_table_batch_stride + key / params.page_size];
         return of_head + page * t.batch_stride + key % params.page_size * t.row_stride;
     }
-    // Where softmax_lse has a row's value.
+    // Index of a row in softmax_lse.
     int64_t lse_index(int64_t row) const {
         return bidb * params.lse_batch_stride + head(row) * params.lse_head_stride + seq.q_begin + query(row);
     }

@@ -1,4 +1,4 @@
-// Instruction sets that this compiler can be asked for one file at a time, whatever its -march.
+// Instruction sets that this compiler can target in a single file, whatever -march is.
 #pragma once
 
 #if defined(__x86_64__) && defined(__GNUC__)

@@ -1,9 +1,9 @@
-// The CPU kernels compiled for AMX (bfloat16 only), whatever the compiler's -march. Everything after the target pragma
-// may only be called where the CPU has it (select_isa.h asks), so headers of other libraries come before it.
+// The CPU kernels for AMX (bfloat16 only). The target pragma holds for every function after it, whatever -march
+// is, so headers of other libraries come before it. These functions run only on a CPU that has the instructions
+// (select_isa.h).
 #include "../common/philox.h"
-#include "col_block.h"
+#include "kernels.h"
 #include "key_range.h"
-#include "row_block.h"
 
 #ifdef FLASH_CPU_HAS_AMX
 
@@ -30,16 +30,6 @@
 #define FLASH_CPU_NAMESPACE amx
 #include "flash_bwd_kernel_amx.h"
 #include "flash_fwd_kernel_amx.h"
-
-namespace flash::cpu {
-ForwardKernel forward_kernel_amx() {
-    constexpr int kMaxPanels = 16;
-    return amx::AmxForward::kernel(kMaxPanels);
-}
-BackwardKernel backward_kernel_amx() {
-    return amx::AmxBackward::kernel();
-}
-}  // namespace flash::cpu
 
 #if defined(__clang__)
 #pragma clang attribute pop

@@ -1,9 +1,9 @@
-// The CPU kernels compiled for AVX2, FMA and F16C, whatever the compiler's -march. Everything after the target pragma
-// may only be called where the CPU has it (select_isa.h asks), so headers of other libraries come before it.
+// The CPU kernels for AVX2, FMA and F16C. The target pragma holds for every function after it, whatever -march
+// is, so headers of other libraries come before it. These functions run only on a CPU that has the instructions
+// (select_isa.h).
 #include "../common/philox.h"
-#include "col_block.h"
+#include "kernels.h"
 #include "key_range.h"
-#include "row_block.h"
 
 #ifdef FLASH_CPU_HAS_AVX
 
@@ -26,15 +26,6 @@
 #define FLASH_CPU_NAMESPACE avx2
 #include "flash_bwd_kernel_fma.h"
 #include "flash_fwd_kernel_fma.h"
-
-namespace flash::cpu {
-ForwardKernel forward_kernel_avx2(DType dtype) {
-    return avx2::select_forward_kernel(dtype);
-}
-BackwardKernel backward_kernel_avx2(DType dtype) {
-    return avx2::select_backward_kernel(dtype);
-}
-}  // namespace flash::cpu
 
 #if defined(__clang__)
 #pragma clang attribute pop

@@ -1,5 +1,5 @@
-// Which keys a query sees, and which queries see some keys. Shared by the scheduling and the kernels; nothing here
-// depends on an instruction set.
+// The keys that a query sees, and the queries that see given keys. The scheduling and the kernels share this file;
+// nothing here depends on an instruction set.
 #pragma once
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 
 namespace flash::cpu {
 
-// The keys [lo, hi) that a query sees. Both rise with the query.
+// The keys [lo, hi) that a query sees. lo and hi rise with the query.
 struct KeyRange {
     int64_t lo, hi;
 
@@ -24,12 +24,12 @@ struct KeyRange {
     int64_t size() const { return hi - lo; }
 };
 
-// The queries [lo, hi) that see any of the keys [begin, end).
+// The queries [lo, hi) that see at least one of the keys [begin, end).
 struct QueryRange {
     int64_t lo, hi;
 
     QueryRange(const Flash_fwd_params &params, const Sequence &seq, int64_t begin, int64_t end) {
-        const int64_t shift = int64_t(seq.seqlen_q) - seq.seqlen_k, queries = seq.seqlen_q;
+        const int64_t shift = int64_t(seq.seqlen_q) - seq.seqlen_k, queries = begin < end ? seq.seqlen_q : 0;
         lo = params.window_size_right < 0 ? 0 : begin + shift - params.window_size_right;
         hi = params.window_size_left < 0 ? queries : end + shift + params.window_size_left;
         lo = std::clamp<int64_t>(lo, 0, queries);

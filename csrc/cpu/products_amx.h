@@ -1,6 +1,6 @@
-// The two matrix products of a step in bfloat16 on AMX tiles, queries along the columns of the accumulators as in
+// The two matrix products of a step in bfloat16 on AMX tiles. Queries are the columns of the accumulators, as in
 // products_fma.h. Tile registers: 0-3 accumulate a 32 x 32 block, 4-5 hold keys (columns of V in the second product),
-// 6-7 hold queries, whose numbers AMX wants in pairs: [pair][query][2].
+// 6-7 hold queries in pairs, as AMX needs them: [pair][query][2].
 #pragma once
 
 #include <immintrin.h>
@@ -10,11 +10,11 @@
 
 namespace flash::cpu::FLASH_CPU_NAMESPACE {
 
-constexpr int kTileRows = 16;             // of every tile register, each row 64 bytes
+constexpr int kTileRows = 16;             // rows of a tile register, each of 64 bytes
 constexpr int kAmxBlock = 2 * kTileRows;  // both products work in blocks of 32 x 32 x 32
 constexpr int kAmxPanel = kAmxBlock;      // queries
 
-// Sets the tile registers' shapes for as long as it lives; leaves the caller's as they were.
+// Sets the shapes of the tile registers. Its destructor restores the caller's.
 class TileConfig {
 public:
     TileConfig() {
@@ -45,7 +45,8 @@ private:
     Config before_;
 };
 
-// GCC's tile intrinsics do not say that they read memory: stores must be done before, loads wait until after.
+// GCC's tile intrinsics do not declare that they access memory. The compiler must not move loads and stores across
+// them.
 FLASH_INLINE void compiler_barrier() {
     __asm__ volatile("" ::: "memory");
 }
@@ -96,8 +97,8 @@ FLASH_INLINE void multiply_block(const BFloat16 *a, int64_t a_stride, const uint
     compiler_barrier();
 }
 
-// o[column][query] += sum over keys of v[column][key] * p[key][query] for 32 columns with plain arithmetic, for masked
-// steps whose V holds an infinity or a NaN: a key whose p is 0 adds nothing.
+// o[column][query] += sum over keys of v[column][key] * p[key][query] for 32 columns with plain arithmetic. For steps
+// that have unseen keys and a V with an infinity or a NaN: a key whose p is 0 adds nothing.
 inline void output_block_skip_zeros(const BFloat16 *v, int stride, const uint32_t *p, int keys, float *o) {
     for (int c = 0; c < kAmxBlock; ++c) {
         for (int n = 0; n < keys; ++n) {
@@ -140,8 +141,8 @@ FLASH_INLINE void transpose16(__m512i *x) {
     for (int i = 0; i < 16; ++i) x[i] = y[i];
 }
 
-// columns[column][key] of 16 columns and 32 keys; a row pointer may be null: zeros. width: columns there are, at most
-// 16. Returns whether one of the numbers is infinite or NaN.
+// columns[column][key] = rows[key][column] for 16 columns and 32 keys. A null row pointer gives zeros, and so do
+// columns from `width` on (at most 16). Returns true if one of the numbers is infinite or NaN.
 FLASH_INLINE bool transpose_values(const BFloat16 *const *rows, int width, BFloat16 *columns, int stride) {
     const __mmask16 mask = __mmask16((1u << width) - 1);
     __m512i x[16];
@@ -159,11 +160,11 @@ FLASH_INLINE bool transpose_values(const BFloat16 *const *rows, int width, BFloa
     return special != 0;
 }
 
-// Minimax polynomial for 2^r, relative error 3e-6: enough for what is rounded to 8 bits.
+// Minimax polynomial for 2^r, relative error 3e-6; its results are rounded to 8 bits.
 constexpr float kExp2BFloat16[] = {9.5701018633e-3f, 5.59178603406e-2f, 0.240247448315f, 0.693121814743f,
                                    0.999999261442f};
 
-// Rounds 16 numbers of two rows to nearest: pairs with `even` in their lower halves.
+// Rounds 16 numbers of two rows to the nearest bfloat16. Returns pairs with `even` in their lower halves.
 FLASH_INLINE __m512i round_to_pairs(Vec<float> even, Vec<float> odd) {
     const __m512i half = _mm512_set1_epi32(0x8000), high = _mm512_set1_epi32(int(0xffff0000u));
     const __m512i low = _mm512_srli_epi32(_mm512_add_epi32(_mm512_castps_si512(even), half), 16);
@@ -171,7 +172,7 @@ FLASH_INLINE __m512i round_to_pairs(Vec<float> even, Vec<float> odd) {
     return _mm512_or_si512(low, top);
 }
 
-// Takes 16 such pairs apart again.
+// Stores the two rows of 16 such pairs.
 FLASH_INLINE void store_rows(__m512i pairs, BFloat16 *even, BFloat16 *odd) {
     _mm256_store_si256(reinterpret_cast<__m256i *>(even), _mm512_cvtepi32_epi16(pairs));
     _mm256_store_si256(reinterpret_cast<__m256i *>(odd), _mm512_cvtepi32_epi16(_mm512_srli_epi32(pairs, 16)));

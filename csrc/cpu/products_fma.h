@@ -1,7 +1,6 @@
-// The two matrix products of a step by multiply-add (float, double; 16-bit types after conversion), queries in the
-// lanes of the vectors: a panel of kFmaPanel queries is a row of registers, keys (first product) or columns of V
-// (second) are broadcast one number at a time. So neither K nor V is transposed, and the softmax between the products
-// runs down the keys without a sum across lanes.
+// The two matrix products of a step with multiply-add (float, double; 16-bit types after conversion). Queries are in
+// the lanes of the vectors: a row of registers is a panel of kFmaPanel queries. Numbers of K (first product) or V
+// (second) are broadcast one at a time. So neither K nor V is transposed, and the softmax needs no sum across lanes.
 #pragma once
 
 #include "simd.h"
@@ -19,13 +18,13 @@ constexpr int kTile = 4;
 template <typename T>
 constexpr int kFmaPanel = kVecs * kLanes<T>;  // queries
 
-// Head dims that a score sums in one go; what is more is summed apart and added, which at d = 240 halves the error of
-// gradients through a peaked softmax. Sums of 64 would cost the forward 2 % at d = 96. The backward sums as the forward
-// does: its scores have to be, to the bit, those that lse was made of.
+// A score is the sum of partial sums over kDotSteps head dims. At d = 240 this halves the error of gradients through a
+// peaked softmax. Partial sums of 64 would cost the forward 2 % at d = 96. The backward uses the same partial sums,
+// because its scores must have the bits that the forward's lse was computed from.
 constexpr int kDotSteps = 128;
 
-// s[key][query] = k . q for kTile keys, and row_max[query] = max(row_max, s). With fewer than kTile keys left the last
-// one is repeated: that changes no maximum, and nobody looks at its further rows of s.
+// s[key][query] = k . q for kTile keys, and row_max[query] = max(row_max, s). If fewer than kTile keys are left, the
+// last one is repeated: that changes no maximum, and its extra rows of s are not read.
 template <typename T, int kUsedVecs>
 FLASH_NOINLINE void scores_tile(const T *k_row, int64_t k_stride, int keys, const T *q /* [d][kFmaPanel] */, int d,
                                 T *s /* [kTile][kFmaPanel] */, Vec<T> *row_max) {
@@ -33,7 +32,8 @@ FLASH_NOINLINE void scores_tile(const T *k_row, int64_t k_stride, int keys, cons
     Vec<T> acc[kTile][kUsedVecs];
 #pragma GCC unroll 8
     for (int i = 0; i < kTile; ++i) k[i] = k_row + (i < keys ? i : keys - 1) * k_stride;
-    for (int begin = 0; begin < d; begin += kDotSteps) {
+    int begin = 0;
+    do {  // d is at least 1
 #pragma GCC unroll 8
         for (int i = 0; i < kTile; ++i) {
 #pragma GCC unroll 4
@@ -59,7 +59,8 @@ FLASH_NOINLINE void scores_tile(const T *k_row, int64_t k_stride, int keys, cons
                 store<T>(target, acc[i][j]);
             }
         }
-    }
+        begin += kDotSteps;
+    } while (begin < d);
 #pragma GCC unroll 8
     for (int i = 0; i < kTile; ++i) {
 #pragma GCC unroll 4
@@ -72,8 +73,8 @@ struct Strip {
     typedef T Vec __attribute__((vector_size(kTile * sizeof(T)), may_alias, aligned(sizeof(T))));
 };
 
-// The layout of V in output_tile: strips[column / kTile][key][column % kTile] = row[column] of one key; columns past d
-// are 0. An infinity or a NaN among the numbers leaves a NaN in check.
+// Writes the row of one key in the layout of V in output_tile: strips[column / kTile][key][column % kTile] =
+// row[column]. Columns past d are 0. check becomes NaN if the row holds an infinity or a NaN.
 template <typename T>
 FLASH_INLINE void row_to_strips(const T *row, int d, int64_t strip_stride, T *strips, typename Strip<T>::Vec &check) {
     using StripVec = typename Strip<T>::Vec;
@@ -98,7 +99,7 @@ FLASH_NOINLINE void output_tile(const T *p /* [keys][kFmaPanel] */, const T *v /
     for (int i = 0; i < kTile; ++i) {
 #pragma GCC unroll 4
         for (int j = 0; j < kUsedVecs; ++j)
-            acc[i][j] = Vec<T>{};  // not o: each step sums apart, so errors do not pile up
+            acc[i][j] = Vec<T>{};  // not o: each step has a sum of its own, which keeps rounding errors small
     }
     for (int n = 0; n < keys; ++n) {
         Vec<T> x[kUsedVecs];
@@ -127,7 +128,7 @@ FLASH_NOINLINE void output_tile(const T *p /* [keys][kFmaPanel] */, const T *v /
 // The products of the backward, all of one form: out[i][column] (+)= sum over n of a(i, n) * x[n][column], columns in
 // the lanes.
 
-// Register tile of those whose columns are head dims: as many accumulators as kTile x kVecs.
+// Register tile of products whose columns are head dims: as many accumulators as kTile x kVecs.
 #if FLASH_CPU_ISA == 3 || defined(__aarch64__)
 constexpr int kWideVecs = 4;
 #else
@@ -156,7 +157,7 @@ FLASH_NOINLINE void product_tile(BroadcastOperand<T> a, VectorRows<const T> x, i
         a_row[i] = a.ptr + i * a.row_stride;
 #pragma GCC unroll 4
         for (int j = 0; j < kUsedVecs; ++j) {
-            acc[i][j] = Vec<T>{};  // not out: each step sums apart, so errors do not pile up
+            acc[i][j] = Vec<T>{};  // not out: each step has a sum of its own, which keeps rounding errors small
             if (kAdd) __builtin_prefetch(out.ptr + i * out.stride + j * kLanes<T>, 1);
         }
     }

@@ -1,15 +1,15 @@
-// What flash_fwd_cpu.cpp (scheduling) and the kernels compiled per instruction set (isa_*.cpp) agree on.
+// The interface between flash_fwd_cpu.cpp (scheduling) and the forward kernels, which are compiled once per instruction
+// set (isa_*.cpp).
 #pragma once
 
 #include <cstddef>
 
 #include "../flash.h"
-#include "isa.h"
 
 namespace flash::cpu {
 
 // Query heads that share a key/value head form one group, whose rows are numbered
-// row = query * h_h_k_ratio + head_in_group. A row block is a run of rows of one group of one sequence.
+// row = query * h_h_k_ratio + head_in_group. A row block is consecutive rows of one group of one sequence.
 struct RowBlock {
     int64_t bidb = 0;       // sequence
     int64_t bidh_k = 0;     // key/value head
@@ -20,14 +20,9 @@ struct RowBlock {
 // One dtype's forward, compiled for one instruction set.
 struct ForwardKernel {
     int panel_rows = 0;  // queries that the innermost loops handle together; row blocks are multiples of it
-    int max_rows = 0;    // largest sensible row block
+    int max_rows = 0;    // rows of the largest block that the caches hold
     size_t (*scratch_bytes)(const Flash_fwd_params &, int64_t max_rows) = nullptr;
     void (*compute_attn_1rowblock)(const Flash_fwd_params &, const RowBlock &, void *scratch) = nullptr;
 };
-
-ForwardKernel forward_kernel_baseline(DType dtype);
-ForwardKernel forward_kernel_avx2(DType dtype);
-ForwardKernel forward_kernel_avx512(DType dtype);
-ForwardKernel forward_kernel_amx();  // bfloat16 only
 
 }  // namespace flash::cpu

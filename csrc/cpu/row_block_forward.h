@@ -1,5 +1,6 @@
-// What the forward of one row block is whatever the arithmetic: rows and the keys they see, the loop over key blocks,
-// the epilogue. flash_fwd_kernel_fma.h and flash_fwd_kernel_amx.h derive from it and supply load_q, load_kv and step.
+// The forward of one row block: the keys that each row sees, the loop over key blocks, the epilogue.
+// flash_fwd_kernel_fma.h and flash_fwd_kernel_amx.h derive from it and supply the arithmetic: load_q, load_kv,
+// step_vecs.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +15,7 @@
 
 namespace flash::cpu::FLASH_CPU_NAMESPACE {
 
-// Self: the derived class. kPanel: queries that the products handle together. kBlockN: keys per step.
+// Self: the derived class. The products handle kPanel queries and at most kBlockN keys at a time.
 template <typename Self, typename Element, int kPanel, int kBlockN>
 class RowBlockForward {
 protected:
@@ -48,10 +49,10 @@ public:
     }
 
 protected:
-    // Some of the block's rows, in the lanes of the vectors.
+    // kPanel of the block's rows, in the lanes of the vectors.
     struct Panel {
         int index;
-        int64_t row;              // first row, counted from the block's
+        int64_t row;              // first row, counted from the block's first row
         int rows;                 // used lanes
         SoftmaxState<Acc> state;  // [kPanel] each
         Int *lo, *hi;             // [kPanel]: the keys [lo, hi) that a query sees; both rise with the row
@@ -66,7 +67,7 @@ protected:
           score_mod_(params),
           dropout_(params),
           scale_(score_mod_.scale_left()),
-          scale_log2_(Acc((score_mod_.is_on() ? 1 : params.softmax_scale) * 1.4426950408889634074)),
+          scale_log2_(Acc((score_mod_.is_on() ? 1 : params.softmax_scale) * kLog2e)),
           scratch_(scratch) {
         scratch_.take(m_, panels_ * kPanel);
         scratch_.take(l_, panels_ * kPanel);
@@ -82,11 +83,11 @@ protected:
                 lo_ + row, hi_ + row};
     }
 
-    // First element of a row of q or o, of a key of k or v. Rows count from the block's.
+    // First element of a row of q or o, or of a key of k or v. Rows are counted from the block's first row.
     Element *row_ptr(const TensorRef &t, int64_t row) const { return group_.row_ptr(t, block_.row_begin + row); }
     const Element *key_ptr(const TensorRef &t, int64_t key) const { return group_.key_ptr(t, key); }
 
-    // [lo, hi) of every row, and [n_min, n_max) of the block. Lanes past the last row see what that row sees.
+    // Sets [lo, hi) of every row, and [n_min, n_max) of the block. Lanes past the last row get the keys of that row.
     void set_key_ranges() {
         n_min_ = group_.seq.seqlen_k;
         n_max_ = 0;
@@ -104,8 +105,9 @@ protected:
         n_min_ -= n_min_ % kBlockN;  // steps cut the keys at the same places for every row block
     }
 
-    // One block of keys against one panel: product, softmax, product. Keys that no query of the panel sees are cut off;
-    // a mask is needed only where some query sees less than another.
+    // One block of keys against one panel: product, softmax, product. Keys that no query of the panel sees are left
+    // out. The step is masked if some query does not see all keys that are left. The derived class rounds the step to
+    // multiples of kKeyStep keys, counted from n_begin.
     void step(const Panel &p, int n_begin, int n_end) {
         int n_first = std::max(n_begin, int(p.lo[0]));
         n_first -= (n_first - n_begin) % Self::kKeyStep;
@@ -117,15 +119,15 @@ protected:
         self().step_vecs(p, (p.rows + kLanes<Acc> - 1) / kLanes<Acc>, n_begin, n_first, n_last, masked);
     }
 
-    // The step's scores become logits, where they are not; says whether they were changed.
+    // Applies softcap and ALiBi to the step's scores. Returns true if the scores changed.
     bool make_logits(const Panel &p, Acc *s, int vecs, int n_first, int keys) const {
         if (!score_mod_.is_on()) return false;
         score_mod_.template apply<kPanel>(s, nullptr, n_first, keys, p.row, 0, vecs);
         return true;
     }
 
-    // Brings in the K and V of the next key block, while the caller multiplies: each panel its share, a few rows for
-    // each `tile` of the step's keys.
+    // Prefetches K and V of the next key block while the caller multiplies. Each panel prefetches its share: a few rows
+    // for every `tile` keys of the step.
     void prefetch_next_keys(int n_begin, int keys_done, int keys, int tile) {
         int count = (prefetch_end_ - prefetch_row_) * tile / (keys - keys_done) + 1;
         for (; count > 0 && prefetch_row_ < prefetch_end_; --count, ++prefetch_row_) {
@@ -162,10 +164,10 @@ protected:
     const Group<Element> group_;
     const int d_, panels_;
     int n_min_ = 0, n_max_ = 0;
-    int prefetch_row_ = 0, prefetch_end_ = 0;  // rows of the next key block: of K and V in turn
+    int prefetch_row_ = 0, prefetch_end_ = 0;  // of the next key block: row 2 i is row i of K, row 2 i + 1 of V
     ScoreMod<Acc> score_mod_;
     Dropout<kPanel> dropout_;
-    const Acc scale_, scale_log2_;  // of the softmax; above 0
+    const Acc scale_, scale_log2_;  // factors of the logits in the softmax; above 0
     Scratch scratch_;
     Acc *m_ = nullptr, *l_ = nullptr;    // [rows]
     Int *lo_ = nullptr, *hi_ = nullptr;  // [rows]

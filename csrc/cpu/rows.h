@@ -1,5 +1,5 @@
-// Rows of q, k, v and o: conversion between the tensors' element type and the type computed in, and the transposition
-// between rows and the [column][query] panels that the products read.
+// Rows of q, k, v and o: conversion between the element type of the tensors and the type of the arithmetic, and
+// transposition between rows and the [column][query] panels that the products read.
 #pragma once
 
 #include "simd.h"
@@ -13,7 +13,7 @@ struct BFloat16 {
     uint16_t bits;
 };
 
-// Element: in memory. Acc: of every product, sum and exponential.
+// Element: the type in memory. Acc: the type of every product, sum and exponential.
 template <typename Element>
 struct AccOf {
     using type = float;

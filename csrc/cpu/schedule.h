@@ -1,5 +1,5 @@
-// How the sequences of a call are cut into tasks for the threads, and how those draw them. Shared by flash_fwd_cpu.cpp
-// and flash_bwd_cpu.cpp.
+// Divides the sequences of a call into tasks, and runs the tasks on all threads. flash_fwd_cpu.cpp and
+// flash_bwd_cpu.cpp share it.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -13,15 +13,15 @@
 
 namespace flash::cpu {
 
-// The work that a head of some queries is: pairs of a query and a key that it sees.
+// The work of one head for the queries [begin, end): pairs of a query and a key that it sees.
 inline int64_t visible_pairs(const Flash_fwd_params &params, const Sequence &seq, int64_t begin, int64_t end) {
     int64_t pairs = 0;
     for (int64_t query = begin; query < end; ++query) pairs += KeyRange(params, seq, query).size();
     return pairs;
 }
 
-// Into how many tasks a head of a sequence is cut: all together a few for each thread, each sequence as many as its
-// part of the work. No result depends on it.
+// Number of tasks for one head of each sequence, in proportion to its work; about four per thread in all. No result
+// depends on it.
 class TaskCount {
 public:
     TaskCount(const Flash_fwd_params &params, int64_t threads) : wanted_(threads == 1 ? 0 : 4 * threads) {
@@ -38,11 +38,11 @@ public:
 private:
     const int64_t wanted_;
     int64_t all_pairs_ = 0;
-    std::vector<int64_t> pairs_;  // of a key/value head of each sequence
+    std::vector<int64_t> pairs_;  // [sequence]: of one key/value head
 };
 
-// Calls compute(task, key/value head, scratch) for each pair of those. Threads draw them from one counter in the tasks'
-// order, of each task head after head; each thread has its own scratch memory.
+// Calls compute(task, key/value head, scratch) for every task and head, in the order of the tasks, all heads of a task
+// before the next one. Threads take the calls from one counter. Each thread has its own scratch memory.
 template <typename Task, typename Compute>
 void run_tasks(const std::vector<Task> &tasks, int64_t heads, int64_t threads, size_t scratch_bytes,
                const Compute &compute) {

@@ -1,5 +1,5 @@
-// Softcap and ALiBi: scores q . k become the logits of the softmax, in the forward and, from the same scores and by the
-// same arithmetic, in the backward. Scores lie as in softmax.h: [key][row], each lane a row.
+// Softcap and ALiBi: turn scores q . k into the logits of the softmax. Forward and backward use the same arithmetic on
+// the same scores. Layout as in softmax.h: [key][row], each lane a row.
 #pragma once
 
 #include "group.h"
@@ -7,19 +7,19 @@
 
 namespace flash::cpu::FLASH_CPU_NAMESPACE {
 
-// tanh(y) and its derivative 1 - tanh(y)^2, each to a few units in the last place, near 0 and far from it too.
+// tanh(y) and its derivative 1 - tanh(y)^2, each with a relative error of a few units in the last place for every y.
 template <typename T>
 struct Tanh {
     Vec<T> value, derivative;
 };
 
-// Of y = s * factor / (2 log2(e)); the factor may be negative. With e = exp(-2 |y|), and u = e - 1 made without
-// cancellation: tanh(|y|) = -u / (2 + u), its derivative is 4 e / (2 + u)^2. e = 2^n 2^r.
+// Of y = s * factor / (2 log2(e)); the factor may be negative. With e = exp(-2 |y|) = 2^n 2^r, and u = e - 1 computed
+// without cancellation: tanh(|y|) = -u / (2 + u), its derivative is 4 e / (2 + u)^2.
 template <typename T, int kTerms>
 FLASH_INLINE Tanh<T> tanh_of(Vec<T> s, Vec<T> factor, const T (&exp2_terms)[kTerms]) {
     const IntVec<T> sign_bit = (IntVec<T>)broadcast<T>(T(-0.0));
     const IntVec<T> scaled = (IntVec<T>)(s * factor), sign = scaled & sign_bit;
-    const Vec<T> x = max<T>(broadcast<T>(-100), (Vec<T>)(scaled | sign_bit));  // -|s * factor|; NaN stays
+    const Vec<T> x = max<T>(broadcast<T>(-100), (Vec<T>)(scaled | sign_bit));  // -|s * factor|; NaN stays NaN
     const auto [r, pow2n] = split_exponent<T>(x);
     Vec<T> p = broadcast<T>(exp2_terms[0]);
 #pragma GCC unroll 16
@@ -31,7 +31,7 @@ FLASH_INLINE Tanh<T> tanh_of(Vec<T> s, Vec<T> factor, const T (&exp2_terms)[kTer
     return {(Vec<T>)((IntVec<T>)(-u * inverse) | sign), broadcast<T>(4) * e * inverse * inverse};
 }
 
-// s = cap * tanh(s * scale / cap). kWithDerivative: the factor of its gradient goes to `derivative`, laid out like s.
+// s = cap * tanh(s * scale / cap). kWithDerivative: stores the derivative of tanh in `derivative`, laid out like s.
 template <typename T, int kStride, bool kWithDerivative>
 FLASH_NOINLINE void cap_scores(T *s, T *derivative, int keys, T cap, T tanh_factor, int lane, int vecs) {
     for (int n = 0; n < keys; ++n) {
@@ -44,8 +44,8 @@ FLASH_NOINLINE void cap_scores(T *s, T *derivative, int keys, T cap, T tanh_fact
     }
 }
 
-// s = s * scale - slope * |position - key|, for keys from n_begin on. Positions count from n_begin here, so that small
-// distances are exact whatever the sequence's length.
+// s = s * scale - slope * |position - key|, for keys from n_begin on. Positions are counted from n_begin, so that small
+// distances are exact in sequences of any length.
 template <typename T, int kStride>
 FLASH_NOINLINE void add_alibi(T *s, int n_begin, int keys, T scale, const T *slope,
                               const typename Simd<T>::Int *position, int lane, int vecs) {
@@ -72,11 +72,11 @@ public:
           is_biased(params.alibi_slopes != nullptr),
           scale_(T(params.softmax_scale)),
           cap_(T(params.softcap)),
-          tanh_factor_(is_capped ? T(2 * 1.4426950408889634074 * params.softmax_scale / params.softcap) : T(0)) {}
+          tanh_factor_(is_capped ? T(2 * kLog2e * params.softmax_scale / params.softcap) : T(0)) {}
 
     bool is_on() const { return is_capped || is_biased; }
 
-    // What the softmax still has to multiply by: logits are scaled scores.
+    // The factor by which the softmax multiplies: 1 where softcap or ALiBi have scaled the scores.
     T scale_left() const { return is_on() ? T(1) : scale_; }
 
     void take(Scratch &scratch, int64_t rows) {
@@ -84,7 +84,7 @@ public:
         scratch.take(position_, is_biased ? rows : 0);
     }
 
-    // Row `row` of the group is in lane `i` of the rows taken.
+    // Lane `i` holds row `row` of the group.
     template <typename Element>
     void set_row(const Group<Element> &group, int64_t row, int64_t i) {
         if (!is_biased) return;
@@ -93,8 +93,8 @@ public:
         position_[i] = typename Simd<T>::Int(group.query(row) + group.seq.seqlen_k - group.seq.seqlen_q);
     }
 
-    // Scores of keys [n_begin, n_begin + keys) become logits, in `vecs` vectors from `lane` on; `first` is the row of
-    // lane 0. derivative, laid out like s, gets the factor that softcap gives the gradient; null: not wanted.
+    // Turns the scores of keys [n_begin, n_begin + keys) into logits, in `vecs` vectors from `lane` on; `first` is the
+    // row of lane 0. derivative, laid out like s, gets the softcap's derivative; null: not wanted.
     template <int kStride>
     void apply(T *s, T *derivative, int n_begin, int keys, int64_t first, int lane, int vecs) const {
         if (is_capped) {
@@ -112,18 +112,7 @@ public:
 private:
     const T scale_, cap_, tanh_factor_;
     T *slope_ = nullptr;                         // of each row
-    typename Simd<T>::Int *position_ = nullptr;  // the key at whose place each row's query stands
+    typename Simd<T>::Int *position_ = nullptr;  // of each row: the key at the query's own position
 };
-
-// ds *= derivative.
-template <typename T, int kStride>
-FLASH_NOINLINE void multiply_by_derivative(T *ds, const T *derivative, int keys, int lane, int vecs) {
-    for (int n = 0; n < keys; ++n) {
-        for (int j = 0; j < vecs; ++j) {
-            const int at = n * kStride + lane + j * kLanes<T>;
-            store<T>(ds + at, load<T>(ds + at) * load<T>(derivative + at));
-        }
-    }
-}
 
 }  // namespace flash::cpu::FLASH_CPU_NAMESPACE

@@ -1,4 +1,4 @@
-// Memory of one thread's task: aligned, handed out in pieces by the kernels.
+// Aligned scratch memory of one thread. group.h divides it into arrays.
 #pragma once
 
 #include <cstddef>

@@ -1,12 +1,11 @@
-// Which of the kernels' instruction sets a call uses. Shared by flash_fwd_cpu.cpp and flash_bwd_cpu.cpp.
+// Selects the instruction set of a call, and its kernels. flash_fwd_cpu.cpp and flash_bwd_cpu.cpp share it.
 #pragma once
 
 #include <ATen/Version.h>
 
 #include <string>
 
-#include "../flash.h"
-#include "isa.h"
+#include "kernels.h"
 
 #ifdef FLASH_CPU_HAS_AMX
 #include <cpuid.h>
@@ -24,8 +23,8 @@ inline const char *name_of(Isa isa) {
 }
 
 #ifdef FLASH_CPU_HAS_AMX
-// Whether the CPU has AMX for bfloat16 and the operating system lets this process use it: tile data is a permission to
-// ask for.
+// True if the CPU has AMX for bfloat16 and Linux lets this process use the tile registers: a process has to ask for
+// permission.
 inline bool enable_amx_bf16() {
     unsigned eax, ebx, ecx, edx;
     if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return false;
@@ -35,7 +34,7 @@ inline bool enable_amx_bf16() {
 }
 #endif
 
-// torch's own choice of instruction set, so ATEN_CPU_CAPABILITY (avx512, avx2, default) lowers it here too.
+// The instruction set that torch selected, so ATEN_CPU_CAPABILITY (avx512, avx2, default) lowers it here too.
 inline Isa select_isa([[maybe_unused]] DType dtype) {
 #ifdef FLASH_CPU_HAS_AVX
     static const std::string capability = at::get_cpu_capability();
@@ -48,6 +47,28 @@ inline Isa select_isa([[maybe_unused]] DType dtype) {
     if (capability == "AVX2" && has_f16c) return Isa::avx2;
 #endif
     return Isa::baseline;
+}
+
+struct Kernels {
+    ForwardKernel (*forward)(DType);
+    BackwardKernel (*backward)(DType);
+};
+
+inline Kernels kernels_of(Isa isa) {
+    switch (isa) {
+#ifdef FLASH_CPU_HAS_AMX
+        case Isa::amx:
+            return {amx::forward_kernel, amx::backward_kernel};
+#endif
+#ifdef FLASH_CPU_HAS_AVX
+        case Isa::avx512:
+            return {avx512::forward_kernel, avx512::backward_kernel};
+        case Isa::avx2:
+            return {avx2::forward_kernel, avx2::backward_kernel};
+#endif
+        default:
+            return {baseline::forward_kernel, baseline::backward_kernel};
+    }
 }
 
 }  // namespace flash::cpu

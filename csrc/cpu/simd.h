@@ -1,6 +1,6 @@
-// Vector types and the few operations that the kernel needs, for the instruction set FLASH_CPU_ISA of the including
-// isa_*.cpp: 0 = whatever the compiler assumes (SSE2, NEON: 16-byte vectors), 2 = AVX2 + FMA, 3 = AVX-512.
-// Written with the vector extension of GCC and Clang; intrinsics only where it has no word for the operation.
+// Vector types and operations of the kernels for the instruction set FLASH_CPU_ISA, which isa_*.cpp defines: 0 =
+// 16-byte vectors of the compiler's target (SSE2, NEON), 2 = AVX2 + FMA, 3 = AVX-512. Uses the vector extension of GCC
+// and Clang, and intrinsics where the extension lacks the operation.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@
 #endif
 
 #define FLASH_INLINE inline __attribute__((always_inline))
-#define FLASH_NOINLINE __attribute__((noinline))  // keeps the register allocation of an inner loop to itself
+#define FLASH_NOINLINE __attribute__((noinline))  // an inner loop gets its own register allocation
 
 namespace flash::cpu::FLASH_CPU_NAMESPACE {
 
@@ -90,7 +90,7 @@ FLASH_INLINE Vec<T> fma(Vec<T> a, Vec<T> b, Vec<T> c) {
 #endif
 }
 
-// x itself, of which the compiler knows nothing: keeps it from fusing a product and a sum into one rounding.
+// Returns x, opaque to the compiler. So a product and a sum are not fused into one operation with one rounding.
 template <typename Vector>
 FLASH_INLINE Vector rounded(Vector x) {
 #if FLASH_CPU_ISA == 3
@@ -121,12 +121,12 @@ FLASH_INLINE Vec<T> max(Vec<T> a, Vec<T> b) {
 #endif
 }
 
-// The largest exponent, which is also what is added to exponents in memory.
+// The largest exponent, which is also the bias of stored exponents.
 template <typename T>
 constexpr T kExponentBias = T(std::numeric_limits<T>::max_exponent - 1);
 
-// x = n + r, n an integer, |r| <= 1/2, for x above -kExponentBias: adding `magic` leaves n plus the exponent's bias in
-// the low bits of the sum, and a shift makes 2^n of it.
+// x = n + r, n an integer, |r| <= 1/2, for x above -kExponentBias. The low bits of x + magic are n plus the exponent's
+// bias; a shift turns them into 2^n.
 template <typename T>
 struct SplitExponent {
     Vec<T> r, pow2n;
@@ -140,9 +140,10 @@ FLASH_INLINE SplitExponent<T> split_exponent(Vec<T> x) {
     return {x - (t - magic), (Vec<T>)((IntVec<T>)t << kMantissa)};
 }
 
-// 2^x for x <= 0, 0 below 2^-101 (double: 2^-818), NaN where x is NaN. So small a probability counts for nothing beside
-// that of the largest score, but its products would be subnormal numbers, which take some CPUs 100 times as long:
-// ALiBi's slopes make many of them. 2^r is the polynomial of the given coefficients, highest power first.
+// 2^x for x <= 0; 0 where the result is below 2^-101 (double: 2^-818); NaN where x is NaN. Such a small probability
+// does not change a sum with that of the largest score. But its products would be subnormal numbers, which are 100
+// times as slow on some CPUs; ALiBi's slopes make many of them. coefficients: of a polynomial for 2^r, highest power
+// first.
 template <typename T, int kTerms>
 FLASH_INLINE Vec<T> exp2_nonpositive(Vec<T> x, const T (&coefficients)[kTerms]) {
     const SplitExponent<T> split = split_exponent<T>(x);
@@ -152,7 +153,7 @@ FLASH_INLINE Vec<T> exp2_nonpositive(Vec<T> x, const T (&coefficients)[kTerms]) 
     return x < broadcast<T>(T(-0.8) * kExponentBias<T>) ? Vec<T>{} : p * split.pow2n;
 }
 
-// Minimax polynomials for 2^r; the relative error is theirs alone, before rounding.
+// Minimax polynomials for 2^r, with their relative error before rounding.
 constexpr float kExp2Float[] = {1.5345812161311630e-4f, 1.3399931177239738e-3f, 9.6184889563311816e-3f,  // 2e-9
                                 5.5503287771053248e-2f, 2.4022646890645521e-1f, 6.9314720573719576e-1f, 1.0f};
 constexpr double kExp2Double[] = {4.4352827069572771511e-10, 7.0741056135081427963e-09, 1.0178198021671930844e-07,

@@ -1,13 +1,13 @@
-// The online softmax of one step, on scores laid out [key][query]: mask, exponentiate, sum; each lane is a query.
-// kPanel queries make a row of the scores, of which the first kUsedVecs vectors are in use.
+// The online softmax of one step, on scores laid out [key][query]: mask, exponentiate, sum; each lane is a query. A row
+// of scores has kPanel queries; the first kUsedVecs vectors are in use.
 #pragma once
 
 #include "simd.h"
 
 namespace flash::cpu::FLASH_CPU_NAMESPACE {
 
-// The running state of a panel's queries: over the keys seen so far, m is the largest score (unscaled) and
-// l the sum of 2^(scale_log2 * (score - m)).
+// The running state of a panel's queries over the keys visited: m is the largest score (unscaled), l the sum of
+// 2^(scale_log2 * (score - m)).
 template <typename T>
 struct SoftmaxState {
     T *m;  // [kPanel], -inf before the first key
@@ -45,8 +45,8 @@ FLASH_NOINLINE void find_max(const T *s, int keys, Vec<T> *row_max) {
     }
 }
 
-// Takes in the maxima of a step: m becomes the new maximum, safe_m the same with 0 for "no key seen yet" (so that
-// -inf - safe_m is -inf, not NaN), alpha what earlier sums and outputs shrink by.
+// Updates m with the maxima of a step. safe_m is m, or 0 before the first key, so that -inf - safe_m is -inf and not
+// NaN. alpha is the factor that rescales the sums and outputs so far.
 template <typename T, int kUsedVecs>
 FLASH_INLINE void update_max(const Vec<T> *row_max, T scale_log2, SoftmaxState<T> state, Vec<T> *safe_m,
                              Vec<T> *alpha) {
