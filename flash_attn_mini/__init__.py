@@ -1,5 +1,6 @@
 """flash_attn_mini: exact attention with FlashAttention-2's API and call chain, on CUDA, Triton and the CPU."""
 
+from . import vmap as vmap  # registers the kernels that torch.vmap needs
 from .backends import available_backends, use_backend
 from .flash_attn_interface import (
     flash_attn_func,

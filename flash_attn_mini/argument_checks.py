@@ -1,6 +1,8 @@
 """Types of arguments, before the custom ops, which could not even receive some of them.
 
-Values, shapes and dtypes are checked once, in csrc/checks.cpp, whatever the backend.
+The functions convert what the official package accepts: numbers of Python, NumPy and tensors of one element, any pair
+of integers as a window, any truth value as a flag. Values, shapes and dtypes are checked once, in csrc/checks.cpp,
+whatever the backend.
 """
 
 from __future__ import annotations
@@ -11,30 +13,37 @@ from typing import Any
 
 import torch
 
+from .backends import check_backend
+from .options import Options, Sequences
+
 WindowSize = tuple[int, int]
 MAX_INTEGER = 2**62  # keys, queries: far past any sequence, and inside 64 bits
+_PAIR = "a pair of integers (left, right), -1 for unbounded"
 
 
-def check_types(
+def checked_options(
     q: Any,
     k: Any,
     v: Any,
-    dropout_p: object,
-    softmax_scale: object,
-    causal: object,
-    window_size: object,
-    softcap: object,
-    alibi_slopes: object,
-    backend: object,
-) -> None:
-    """Raise TypeError for arguments that the custom op could not even receive."""
+    dropout_p: Any,
+    softmax_scale: Any,
+    causal: Any,
+    window_size: Any,
+    softcap: Any,
+    alibi_slopes: Any,
+    deterministic: Any,
+    return_attn_probs: Any,
+    backend: Any,
+) -> Options:
+    """Check and convert the arguments that all public functions take. Reading a number from a GPU waits for it."""
     tensor = torch.Tensor
-    if (  # the usual call, in a third of the time
+    if not (  # the usual call needs no conversion; this test takes a third of the time
         isinstance(q, tensor)
         and isinstance(k, tensor)
         and isinstance(v, tensor)
         and q.layout is k.layout is v.layout is torch.strided
         and q.device == k.device == v.device
+        and not (q.is_nested or k.is_nested or v.is_nested)
         and type(dropout_p) is float
         and (softmax_scale is None or type(softmax_scale) is float)
         and type(causal) is bool
@@ -42,105 +51,138 @@ def check_types(
         and window_size == (-1, -1)
         and type(softcap) is float
         and alibi_slopes is None
-        and (backend is None or type(backend) is str)
+        and type(deterministic) is bool
+        and type(return_attn_probs) is bool
+        and backend is None
     ):
-        return
-    if not (isinstance(q, tensor) and isinstance(k, tensor) and isinstance(v, tensor)):
-        for name, value in (("q", q), ("k", k), ("v", v)):
-            if not isinstance(value, tensor):
-                raise wrong_type(name, value, "a torch.Tensor")
-    for name, value in (("q", q), ("k", k), ("v", v)):
-        if value.layout is not torch.strided:
-            raise TypeError(f"flash_attn_mini: {name} has layout {value.layout}; allowed: torch.strided")
-        if value.device != q.device:
-            raise ValueError(f"flash_attn_mini: {name} is on {value.device}; allowed: the device of q, {q.device}")
-    check_number("dropout_p", dropout_p, "a number in [0, 1 - 2^-17)")
-    if softmax_scale is not None:
-        check_number("softmax_scale", softmax_scale, "a finite number, or None for 1/sqrt(headdim)")
-    if not isinstance(causal, bool):
-        raise wrong_type("causal", causal, "True or False")
-    if not (
-        isinstance(window_size, (tuple, list))
-        and len(window_size) == 2
-        and all(isinstance(side, (numbers.Integral, torch.SymInt)) for side in window_size)
-    ):
-        raise wrong_type("window_size", window_size, "a pair of integers (left, right), -1 for unbounded")
-    for side, name in zip(window_size, ("left", "right"), strict=True):
-        if isinstance(side, numbers.Integral) and abs(int(side)) > MAX_INTEGER:
-            raise ValueError(
-                f"flash_attn_mini: window_size has {name} {side}; allowed: -1 (unbounded) to {MAX_INTEGER}"
-            )
-    check_number("softcap", softcap, "a number, 0 for off")
-    if alibi_slopes is not None and not isinstance(alibi_slopes, tensor):
-        raise wrong_type("alibi_slopes", alibi_slopes, "a float32 torch.Tensor, or None")
-    if backend is not None and not isinstance(backend, str):
-        raise wrong_type("backend", backend, "the name of a backend, or None")
-
-
-def checked_options(
-    q: Any,
-    k: Any,
-    v: Any,
-    dropout_p: float,
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: WindowSize,
-    softcap: float,
-    alibi_slopes: torch.Tensor | None,
-    deterministic: Any,
-    return_attn_probs: Any,
-    backend: str | None,
-) -> tuple[Any, ...]:
-    """The types of the arguments that all public functions take, then those that all custom ops have at their end."""
-    check_types(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, backend)
-    if not (type(deterministic) is bool and type(return_attn_probs) is bool):
-        check_flags(deterministic=deterministic, return_attn_probs=return_attn_probs)
+        _check_qkv(q, k, v)
+        dropout_p = as_float("dropout_p", dropout_p, "a number in [0, 1 - 2^-17)")
+        if softmax_scale is not None:
+            softmax_scale = as_float("softmax_scale", softmax_scale, "a finite number, or None for 1/sqrt(headdim)")
+        causal = as_flag("causal", causal)
+        window_size = as_window(window_size)
+        softcap = as_float("softcap", softcap, "a number, 0 for off")
+        if alibi_slopes is not None:
+            check_tensor("alibi_slopes", alibi_slopes, ", float32, or None")
+        deterministic = as_flag("deterministic", deterministic)
+        return_attn_probs = as_flag("return_attn_probs", return_attn_probs)
+        if backend is not None:
+            if not isinstance(backend, str):
+                raise wrong_type("backend", backend, "the name of a backend, or None")
+            check_backend(backend)
     if softmax_scale is None:
         softmax_scale = 1.0 / math.sqrt(max(q.shape[-1], 1)) if q.ndim else 1.0
     left, right = window_size
-    return (
-        as_float(dropout_p),
-        as_float(softmax_scale),
+    return Options(
+        dropout_p,
+        softmax_scale,
         causal,
         left,
         0 if causal and right >= -1 else right,
-        as_float(softcap),
+        softcap,
+        alibi_slopes,
         return_attn_probs and dropout_p > 0,
         deterministic,
         backend,
     )
 
 
-def as_float(value: Any) -> Any:
-    """NumPy's numbers and Python's integers as floats; a symbolic number as it is."""
-    return value if isinstance(value, (float, torch.SymFloat, torch.SymInt)) else float(value)
+def _check_qkv(q: Any, k: Any, v: Any) -> None:
+    for name, value in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, value)
+    for name, value in (("k", k), ("v", v)):
+        if value.device != q.device:
+            raise ValueError(f"flash_attn_mini: {name} is on {value.device}; allowed: the device of q, {q.device}")
 
 
-def check_number(name: str, value: object, allowed: str) -> None:
-    """Raise unless value is a number that a float can hold."""
+# ---- conversions ----------------------------------------------------------------------------------------------------
+
+
+def _item(value: Any) -> Any:
+    """The element of a tensor or NumPy array of one element, as a Python number; any other value as it is."""
+    if isinstance(value, torch.Tensor):
+        return value.item() if value.numel() == 1 else value
+    if hasattr(value, "ndim") and hasattr(value, "item") and value.size == 1:
+        return value.item()
+    return value
+
+
+def as_float(name: str, value: Any, allowed: str) -> Any:
+    """A float from a number of Python or NumPy or a tensor of one element; a symbolic number as it is."""
     if type(value) is float or isinstance(value, (torch.SymFloat, torch.SymInt)):
-        return
-    if type(value) is bool or not isinstance(value, numbers.Real):
+        return value
+    number = _item(value)
+    if isinstance(number, (torch.SymFloat, torch.SymInt)):
+        return number
+    if isinstance(number, bool) or not isinstance(number, numbers.Real):
         raise wrong_type(name, value, allowed)
     try:
-        float(value)
+        return float(number)
     except OverflowError:
         raise ValueError(f"flash_attn_mini: {name} is too large for a float; allowed: {allowed}") from None
 
 
-def check_flags(**flags: object) -> None:
-    """Raise TypeError for a flag that is no bool."""
-    for name, value in flags.items():
-        if not isinstance(value, bool):
-            raise wrong_type(name, value, "True or False")
+def as_integer(name: str, value: Any, allowed: str) -> Any:
+    """An int from an integer of Python or NumPy or an integer tensor of one element; a symbolic one as it is."""
+    if type(value) is int or isinstance(value, torch.SymInt):
+        number: Any = value
+    else:
+        number = _item(value)
+        if isinstance(number, bool) or not isinstance(number, (numbers.Integral, torch.SymInt)):
+            raise wrong_type(name, value, allowed)
+        if not isinstance(number, torch.SymInt):
+            number = int(number)
+    if type(number) is int and abs(number) > MAX_INTEGER:
+        raise ValueError(f"flash_attn_mini: {name} is {number}; allowed: at most {MAX_INTEGER}")
+    return number
 
 
-def check_tensor(name: str, value: object, otherwise: str = "") -> None:
-    """Raise TypeError unless value is a strided tensor."""
-    if not isinstance(value, torch.Tensor):
-        raise wrong_type(name, value, "a torch.Tensor" + otherwise)
-    if value.layout is not torch.strided:
-        raise TypeError(f"flash_attn_mini: {name} has layout {value.layout}; allowed: torch.strided")
+def as_flag(name: str, value: Any) -> bool:
+    """True or False from a value that has a truth value of its own: a bool, a number, a tensor of one element, None.
+
+    A text or a list is no flag, as for the official package: ``"False"`` would be true.
+    """
+    if type(value) is bool:
+        return value
+    if value is None or hasattr(type(value), "__bool__"):
+        try:
+            return bool(value)
+        except (RuntimeError, ValueError):  # a tensor or an array of several elements
+            pass
+    raise wrong_type(name, value, "True or False, or a value of one element that is true or false")
+
+
+def as_window(window_size: Any) -> WindowSize:
+    """(left, right) from any sequence of two integers: a tuple, a list, a NumPy array, a tensor."""
+    try:
+        if len(window_size) != 2:
+            raise wrong_type("window_size", window_size, _PAIR)
+        left, right = window_size[0], window_size[1]
+    except (TypeError, KeyError, IndexError):
+        raise wrong_type("window_size", window_size, _PAIR) from None
+    allowed = "-1 (unbounded), or an integer: window_size is " + _PAIR
+    return as_integer("window_size[0]", left, allowed), as_integer("window_size[1]", right, allowed)
+
+
+def as_sequences(
+    cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: Any, max_seqlen_k: Any, block_table: Any = None
+) -> Sequences:
+    """The arguments of the varlen functions that say where sequences lie. Reading a length from a GPU waits for it."""
+    check_tensor("cu_seqlens_q", cu_seqlens_q)
+    check_tensor("cu_seqlens_k", cu_seqlens_k)
+    if block_table is not None:
+        check_tensor("block_table", block_table, ", or None")
+    allowed = "an integer, or an integer tensor of one element"
+    return Sequences(
+        cu_seqlens_q,
+        cu_seqlens_k,
+        as_integer("max_seqlen_q", max_seqlen_q, allowed),
+        as_integer("max_seqlen_k", max_seqlen_k, allowed),
+        block_table,
+    )
+
+
+# ---- tensors --------------------------------------------------------------------------------------------------------
 
 
 def wrong_type(name: str, value: object, allowed: str) -> TypeError:
@@ -148,23 +190,28 @@ def wrong_type(name: str, value: object, allowed: str) -> TypeError:
     return TypeError(f"flash_attn_mini: {name} is {value!r} ({type(value).__name__}); allowed: {allowed}")
 
 
+def check_tensor(name: str, value: object, otherwise: str = "") -> None:
+    """Raise TypeError unless value is a strided tensor, and not a nested one."""
+    if not isinstance(value, torch.Tensor):
+        raise wrong_type(name, value, "a torch.Tensor" + otherwise)
+    if value.is_nested:
+        raise TypeError(
+            f"flash_attn_mini: {name} is a nested tensor; allowed: a plain torch.Tensor (for sequences of different "
+            "lengths, flash_attn_varlen_func takes the values and the offsets of a jagged tensor)"
+        )
+    if value.layout is not torch.strided:
+        raise TypeError(f"flash_attn_mini: {name} has layout {value.layout}; allowed: torch.strided")
+
+
 def check_backward_tensors(
     dout: object, out: object, softmax_lse: object, dq: object, dk: object, dv: object, rng_state: object
 ) -> None:
-    """Raise TypeError for tensors of the backward functions that are none."""
+    """Raise TypeError unless the tensors of the official backward functions are tensors."""
     for name, value in (("dout", dout), ("out", out), ("softmax_lse", softmax_lse)):
         check_tensor(name, value)
     for name, optional in (("dq", dq), ("dk", dk), ("dv", dv), ("rng_state", rng_state)):
         if optional is not None:
             check_tensor(name, optional, ", or None")
-
-
-def check_varlen(cu_seqlens_q: object, cu_seqlens_k: object, block_table: object) -> None:
-    """Raise TypeError for tensors of the varlen functions that are none."""
-    check_tensor("cu_seqlens_q", cu_seqlens_q)
-    check_tensor("cu_seqlens_k", cu_seqlens_k)
-    if block_table is not None:
-        check_tensor("block_table", block_table, ", or None")
 
 
 def check_packed(name: str, value: object, parts: int, shape: str) -> None:
@@ -174,22 +221,3 @@ def check_packed(name: str, value: object, parts: int, shape: str) -> None:
     rank = len(shape.split(","))
     if value.ndim != rank or value.shape[-3] != parts:
         raise ValueError(f"flash_attn_mini: {name} has shape {list(value.shape)}; allowed: {shape}")
-
-
-def as_length(name: str, value: Any) -> Any:
-    """An integer as the custom ops take it. Reading a tensor on a GPU waits for it."""
-    length: Any
-    if type(value) is int or isinstance(value, torch.SymInt):
-        length = value
-    elif isinstance(value, torch.Tensor) and value.numel() == 1 and value.dtype in _INTEGERS:
-        length = value.item()
-    elif type(value) is not bool and isinstance(value, numbers.Integral):
-        length = int(value)
-    else:
-        raise wrong_type(name, value, "an integer, or an integer tensor of one element")
-    if type(length) is int and abs(length) > MAX_INTEGER:
-        raise ValueError(f"flash_attn_mini: {name} is {length}; allowed: at most {MAX_INTEGER}")
-    return length
-
-
-_INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)

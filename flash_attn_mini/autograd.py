@@ -1,11 +1,12 @@
-"""Autograd and autocast around the custom ops of ops.py, and the way past the dispatcher where nobody listens to it.
+"""Autograd and autocast around the custom ops of ops.py, and the direct way past the dispatcher.
 
-The same for both kinds of op, dense and varlen. flash_attn_interface.py enters here.
+The public functions enter here, through `forward_eager`, `packed_forward_eager` and `backward_into`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -13,104 +14,88 @@ from torch._C._functorch import is_legacy_batchedtensor
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
-from .backends import Gradients, select_backend, settle_backend, settled_name
-from .ops import KINDS, Kind, Outputs, complete, library, run_backward, run_forward
+from .backends import FourTensors, Gradients, name_of_traced, select_backend, traced_backend
+from .ops import OP_PAIRS, OpPair, backward_op, forward_op, library, run_backward, run_forward
+from .options import Options, Sequences
 
-# Where options are that all kinds of op have at their end: dropout_p, softmax_scale, causal, window_size_left,
-# window_size_right, softcap, return_softmax, deterministic, backend.
-DROPOUT_P, RETURN_SOFTMAX, DETERMINISTIC, BACKEND = -9, -3, -2, -1
 PACKED_DIM = -3  # of q, k, v in qkv [..., 3, nheads, headdim], and of k, v in kv [..., 2, nheads_k, headdim]
 
 
 class FlashAttnFunc(torch.autograd.Function):
-    """Attention as autograd sees it: softmax_lse is an output like any other, with a gradient of its own.
+    """Attention with its gradient. softmax_lse is an output like any other and has a gradient of its own.
 
-    Inputs: the kind of op, what runs the forward, the op's options as one tuple, q, k, v, and its other tensors. Saved
-    are q, k, v, out and softmax_lse, nothing of seqlen_q x seqlen_k. The backward runs on the forward's backend,
-    whatever ``use_backend`` says by then, and computes the gradients of those inputs alone that need one.
+    Inputs: the function that runs the forward, sequences, options, q, k and v. It saves q, k, v, out and softmax_lse,
+    and nothing of size seqlen_q x seqlen_k. The backward runs on the backend ``options.backend`` and computes only the
+    gradients that are needed.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
-        kind: Kind,
-        run: Callable[..., Outputs],
-        options: tuple[Any, ...],
+        run: Callable[..., FourTensors],
+        sequences: Sequences | None,
+        options: Options,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        *others: torch.Tensor | None,
-    ) -> Outputs:
-        """Run the forward op and keep what the backward reads."""
-        read_by_backward = kind.read_by_backward(*others)
-        results = run(kind, q, k, v, *others, *options)
-        return _keep(ctx, kind, options, results, read_by_backward, q, k, v)
+    ) -> FourTensors:
+        """Run the forward and save what the backward reads."""
+        return _save(ctx, run(q, k, v, sequences, options), sequences, options, q, k, v)
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor | None, dsoftmax_lse: torch.Tensor | None, *unused: None) -> Any:
-        """None for dout or dsoftmax_lse where nothing arrived."""
-        needs_input_grad = ctx.needs_input_grad
+        """dout or dsoftmax_lse is None if no gradient reaches that output."""
         if dout is None and dsoftmax_lse is None:
-            return (None,) * len(needs_input_grad)
-        saved = ctx.saved_tensors
-        gradients = _gradients(ctx, dout, dsoftmax_lse, saved[:3], saved[3:], needs_input_grad[3:6])
-        return (None, None, None, *gradients, *(None,) * (len(needs_input_grad) - 6))
+            return (None,) * 6
+        q, k, v, *saved = ctx.saved_tensors
+        return (None, None, None, *_gradients(ctx, dout, dsoftmax_lse, (q, k, v), saved, ctx.needs_input_grad[3:]))
 
 
 class FlashAttnPackedFunc(torch.autograd.Function):
-    """`FlashAttnFunc` of q, k and v in one tensor, or k and v in one beside q, whose gradient is one tensor too.
+    """`FlashAttnFunc` of q, k and v in one tensor, or of q, and k and v in one tensor. Its gradient is one tensor too.
 
-    Inputs: the kind of op, its options, q or None, the packed tensor, and the op's other tensors. Only for calls that
-    nobody listens to: in front of the dispatcher the parts are tensors of their own.
+    Inputs: sequences, options, q or None, and the packed tensor. Only for the direct way past the dispatcher: the ops
+    take q, k and v as separate tensors.
     """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        kind: Kind,
-        options: tuple[Any, ...],
-        q: torch.Tensor | None,
-        packed: torch.Tensor,
-        *others: torch.Tensor | None,
-    ) -> Outputs:
-        """Run the forward on views and keep the packed tensor."""
-        read_by_backward = kind.read_by_backward(*others)
-        results = run_forward(kind, *unpacked(q, packed), *others, *options)
-        return _keep(ctx, kind, options, results, read_by_backward, q, packed)
+        ctx: Any, sequences: Sequences | None, options: Options, q: torch.Tensor | None, packed: torch.Tensor
+    ) -> FourTensors:
+        """Run the forward on views and save the packed tensor."""
+        results = run_forward(*unpacked(q, packed), sequences, options)
+        return _save(ctx, results, sequences, options, q, packed)
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor | None, dsoftmax_lse: torch.Tensor | None, *unused: None) -> Any:
-        """The kernels write to views of the packed gradient, where they can be given tensors to write to."""
-        needs_input_grad = ctx.needs_input_grad
+        """Let the kernels write to views of the packed gradient, unless the call needs the dispatcher."""
         if dout is None and dsoftmax_lse is None:
-            return (None,) * len(needs_input_grad)
-        q, packed, *kept = ctx.saved_tensors
-        needs_q, needs_packed = needs_input_grad[2:4]
+            return (None,) * 4
+        q, packed, *saved = ctx.saved_tensors
+        needs_q, needs_packed = ctx.needs_input_grad[2:]
         wanted = (needs_packed if q is None else needs_q, needs_packed, needs_packed)
         qkv = unpacked(q, packed)
         arriving = [x for x in (dout, dsoftmax_lse) if x is not None]
         dq = dpacked = None
         if torch.is_grad_enabled() or needs_dispatcher(packed, *arriving):
-            gradients = _gradients(ctx, dout, dsoftmax_lse, qkv, kept, wanted)
+            gradients = _gradients(ctx, dout, dsoftmax_lse, qkv, saved, wanted)
             dq = None if q is None else gradients[0]
             if needs_packed:
                 dpacked = torch.stack([x for x in gradients[q is not None :] if x is not None], PACKED_DIM)
         else:
             dq = torch.empty_like(q) if needs_q and q is not None else None
             dpacked = torch.empty_like(packed) if needs_packed else None
-            _gradients(ctx, dout, dsoftmax_lse, qkv, kept, wanted, into=_parts(q, dq, dpacked))
-        return (None, None, dq, dpacked, *(None,) * (len(needs_input_grad) - 4))
+            _gradients(ctx, dout, dsoftmax_lse, qkv, saved, wanted, into=_parts(q, dq, dpacked))
+        return None, None, dq, dpacked
 
 
 def unpacked(q: torch.Tensor | None, packed: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """q, k and v as views."""
+    """q, k and v as views of the packed tensor."""
     parts = packed.unbind(PACKED_DIM)
     return parts if q is None else (q, *parts)
 
 
-def _parts(
-    q: torch.Tensor | None, dq: torch.Tensor | None, dpacked: torch.Tensor | None
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+def _parts(q: torch.Tensor | None, dq: torch.Tensor | None, dpacked: torch.Tensor | None) -> Gradients:
     if q is None:
         assert dpacked is not None
         dq, dk, dv = dpacked.unbind(PACKED_DIM)
@@ -121,20 +106,21 @@ def _parts(
     return dq, dk, dv
 
 
-def _keep(
-    ctx: Any,
-    kind: Kind,
-    options: tuple[Any, ...],
-    results: Outputs,
-    read_by_backward: tuple[torch.Tensor | None, ...],
-    *inputs: torch.Tensor | None,
-) -> Outputs:
-    """Save what the backward reads; returns the results."""
+def _save(
+    ctx: Any, results: FourTensors, sequences: Sequences | None, options: Options, *inputs: torch.Tensor | None
+) -> FourTensors:
+    """Save what `_gradients` reads, all tensors through save_for_backward; returns the results as a tuple."""
     out, softmax_lse, S_dmask, rng_state = results
-    drops = options[DROPOUT_P] > 0
-    ctx.save_for_backward(*inputs, out, softmax_lse, rng_state if drops else None, *read_by_backward)
-    ctx.kind = kind
-    ctx.options = options
+    if sequences is None:
+        lengths: tuple[torch.Tensor | None, ...] = ()
+        ctx.max_seqlens = None
+    else:
+        cu_seqlens_q, cu_seqlens_k, *max_seqlens, block_table = sequences
+        lengths = (cu_seqlens_q, cu_seqlens_k, block_table)
+        ctx.max_seqlens = max_seqlens
+    kept_rng_state = rng_state if options.dropout_p > 0 else None
+    ctx.save_for_backward(*inputs, out, softmax_lse, kept_rng_state, options.alibi_slopes, *lengths)
+    ctx.options = options if options.alibi_slopes is None else options._replace(alibi_slopes=None)
     ctx.mark_non_differentiable(S_dmask, rng_state)
     ctx.set_materialize_grads(False)
     return out, softmax_lse, S_dmask, rng_state
@@ -145,45 +131,39 @@ def _gradients(
     dout: torch.Tensor | None,
     dsoftmax_lse: torch.Tensor | None,
     qkv: tuple[torch.Tensor, ...],
-    kept: Sequence[Any],
+    saved: list[Any],
     wanted: tuple[bool, ...],
     into: Gradients | None = None,
-) -> tuple[torch.Tensor | None, ...]:
-    """dq, dk and dv, None for those that are not wanted; ``kept`` is what `_keep` saved after the inputs."""
-    out, softmax_lse, rng_state, *others = kept
-    options = ctx.options
+) -> Gradients:
+    """dq, dk and dv, None for those that are not wanted. ``saved`` is what `_save` saved after the inputs."""
+    out, softmax_lse, rng_state, alibi_slopes, *lengths = saved
+    options: Options = ctx.options
+    if alibi_slopes is not None:
+        options = options._replace(alibi_slopes=alibi_slopes)
+    sequences = None
+    if ctx.max_seqlens is not None:
+        cu_seqlens_q, cu_seqlens_k, block_table = lengths
+        sequences = Sequences(cu_seqlens_q, cu_seqlens_k, *ctx.max_seqlens, block_table)
     arriving = [x for x in (dout, dsoftmax_lse) if x is not None]
     if dout is None:
         dout = torch.zeros_like(out)
-    arguments = (
-        dout,
-        *qkv,
-        out,
-        softmax_lse,
-        dsoftmax_lse,
-        *others,
-        *options[:RETURN_SOFTMAX],
-        options[DETERMINISTIC],
-        rng_state,
-        wanted,
-        settled_name(options[BACKEND]),
-    )
+    arguments = (dout, *qkv, out, softmax_lse, dsoftmax_lse, sequences, options, rng_state, wanted)
     if into is not None:
-        dq, dk, dv, _ = run_backward(ctx.kind, *arguments, into=into)
+        dq, dk, dv, _ = run_backward(*arguments, into=into)
     elif torch.is_grad_enabled() or needs_dispatcher(qkv[0], *arriving):
-        dq, dk, dv, _ = ctx.kind.backward(*arguments)
+        dq, dk, dv, _ = backward_op(*arguments)
     else:
-        dq, dk, dv, _ = run_backward(ctx.kind, *arguments)
+        dq, dk, dv, _ = run_backward(*arguments)
     return dq if wanted[0] else None, dk if wanted[1] else None, dv if wanted[2] else None
 
 
 class FlashAttnBackwardFunc(torch.autograd.Function):
-    """The backward as autograd sees it under create_graph: complete, and without a derivative of its own."""
+    """The backward under create_graph: complete, and without a derivative of its own."""
 
     @staticmethod
-    def forward(ctx: Any, kind: Kind, *arguments: Any) -> Outputs:
+    def forward(ctx: Any, pair: OpPair, *arguments: Any) -> FourTensors:
         """Run the backward op."""
-        return _in_forward(kind.backward, *arguments)
+        return _in_forward(pair.backward, *arguments)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> NoReturn:
@@ -198,19 +178,27 @@ class FlashAttnBackwardFunc(torch.autograd.Function):
 # ---- the ops' own autograd ------------------------------------------------------------------------------------------
 
 
-def _below_autograd(operator: Callable[..., Outputs], *arguments: Any) -> Outputs:
+def _below_autograd(operator: Callable[..., FourTensors], *arguments: Any) -> FourTensors:
     with torch._C._AutoDispatchBelowAutograd():
         return operator(*arguments)
 
 
-def _in_forward(operator: Callable[..., Outputs], *arguments: Any) -> Outputs:
-    """`_below_autograd` within a Function's forward. That switches grad mode off, for enclosing transforms too."""
+def _in_forward(operator: Callable[..., FourTensors], *arguments: Any) -> FourTensors:
+    """`_below_autograd` within a Function's forward, which switches grad mode off, for enclosing transforms too."""
     with torch.set_grad_enabled(_is_transformed()):
         return _below_autograd(operator, *arguments)
 
 
-def _forward_op(kind: Kind, *arguments: Any) -> Outputs:
-    return _in_forward(kind.forward, *arguments)
+def _traced_forward(
+    backend: str | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sequences: Sequences | None,
+    options: Options,
+) -> FourTensors:
+    """The forward op with the backend argument that `traced_backend` chose."""
+    return _in_forward(forward_op, q, k, v, sequences, options._replace(backend=backend))
 
 
 def _is_transformed() -> bool:
@@ -219,7 +207,7 @@ def _is_transformed() -> bool:
 
 
 def _record(function: type[torch.autograd.Function], *arguments: Any) -> Any:
-    """``function.apply`` inside an autograd kernel: each torch.func.grad around it passes here, one level at a time."""
+    """``function.apply`` inside an autograd kernel: each torch.func.grad around it calls that kernel for one level."""
     with enable_single_level_autograd_function():
         return super(torch.autograd.Function, function).apply(*arguments)  # type: ignore[misc]
 
@@ -237,65 +225,67 @@ def _needs_grad(arguments: tuple[Any, ...]) -> bool:
     return torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in arguments)
 
 
-def _register_autograd(kind: Kind) -> None:
+def _register_autograd(pair: OpPair) -> None:
     def forward(*arguments: Any) -> Any:
-        tensors = arguments[: kind.tensors]
-        _refuse_forward_mode(tensors)
-        if not _needs_grad(tensors[:3]):  # alibi_slopes get no gradient
-            return _below_autograd(kind.forward, *arguments)
-        *scalars, backend = complete(kind.forward, arguments)[kind.tensors :]
-        options = (*scalars, settle_backend(tensors[0].device, backend))
-        return _record(FlashAttnFunc, kind, _forward_op, options, *tensors)
+        _refuse_forward_mode(arguments)
+        if not _needs_grad(arguments[:3]):  # alibi_slopes get no gradient
+            return _below_autograd(pair.forward, *arguments)
+        call = pair.forward_call(arguments)
+        options: Options = call["options"]
+        backend = traced_backend(call["q"].device, options.backend)
+        options = options._replace(backend=name_of_traced(backend))
+        inputs = (call["q"], call["k"], call["v"])
+        return _record(FlashAttnFunc, partial(_traced_forward, backend), call["sequences"], options, *inputs)
 
     def backward(*arguments: Any) -> Any:
         _refuse_forward_mode(arguments)
         if _needs_grad(arguments):
-            return _record(FlashAttnBackwardFunc, kind, *arguments)
-        return _below_autograd(kind.backward, *arguments)
+            return _record(FlashAttnBackwardFunc, pair, *arguments)
+        return _below_autograd(pair.backward, *arguments)
 
-    library.impl(kind.forward._opname, forward, "Autograd")
-    library.impl(kind.backward._opname, backward, "Autograd")
+    library.impl(pair.forward._opname, forward, "Autograd")
+    library.impl(pair.backward._opname, backward, "Autograd")
 
 
 # ---- autocast -------------------------------------------------------------------------------------------------------
 
 
 def _autocast(x: torch.Tensor, device_type: str) -> torch.Tensor:
-    """As PyTorch treats the inputs of scaled_dot_product_attention: all floating dtypes but float64 are cast."""
+    """Cast as PyTorch casts the inputs of scaled_dot_product_attention: all floating dtypes but float64."""
     if x.is_floating_point() and x.dtype != torch.float64 and x.device.type == device_type:
         return x.to(torch.get_autocast_dtype(device_type))
     return x
 
 
-def _register_autocast(kind: Kind, device_type: str, dispatch_key: str) -> None:
+def _register_autocast(pair: OpPair, device_type: str, dispatch_key: str) -> None:
     keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, dispatch_key))
 
     def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(keys):
             q, k, v = (_autocast(x, device_type) for x in (q, k, v))
-            return kind.forward(q, k, v, *arguments)
+            return pair.forward(q, k, v, *arguments)
 
-    library.impl(kind.forward._opname, forward, dispatch_key)
-
-
-for _kind in KINDS:
-    _register_autograd(_kind)
-    _register_autocast(_kind, "cpu", "AutocastCPU")
-    _register_autocast(_kind, "cuda", "AutocastCUDA")
+    library.impl(pair.forward._opname, forward, dispatch_key)
 
 
-# ---- the way past the dispatcher ------------------------------------------------------------------------------------
+for _pair in OP_PAIRS:
+    _register_autograd(_pair)
+    _register_autocast(_pair, "cpu", "AutocastCPU")
+    _register_autocast(_pair, "cuda", "AutocastCUDA")
+
+
+# ---- the direct way past the dispatcher -----------------------------------------------------------------------------
 
 # FlashAttnFunc.apply without the layer that torch.func needs, which costs more host time than the kernel's launch.
-_apply: Callable[..., Outputs] = super(torch.autograd.Function, FlashAttnFunc).apply
-_apply_packed: Callable[..., Outputs] = super(torch.autograd.Function, FlashAttnPackedFunc).apply
+_apply: Callable[..., FourTensors] = super(torch.autograd.Function, FlashAttnFunc).apply
+_apply_packed: Callable[..., FourTensors] = super(torch.autograd.Function, FlashAttnPackedFunc).apply
 
 
 def needs_dispatcher(q: torch.Tensor, *others: torch.Tensor) -> bool:
-    """Whether anybody listens to the dispatcher: a tensor subclass, a mode, a tracer, a transform or a third device.
+    """Whether a call must pass the dispatcher: for a tensor subclass, mode, tracer, transform or another device.
 
-    Batched gradients (is_grads_batched, vectorize) come by a vmap that is no transform of torch.func: their tensors say
-    so themselves.
+    The vmap of batched gradients (is_grads_batched, vectorize) is no transform of torch.func. Its tensors are of a type
+    of their own.
     """
     if torch.compiler.is_compiling():
         return True
@@ -312,60 +302,69 @@ def needs_dispatcher(q: torch.Tensor, *others: torch.Tensor) -> bool:
 
 
 def forward_eager(
-    kind: Kind,
-    options: tuple[Any, ...],
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *others: torch.Tensor | None,
-) -> Any:
-    """The forward op, without the dispatcher where nobody listens to it.
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences | None, options: Options
+) -> FourTensors:
+    """The forward op, without the dispatcher where possible.
 
-    The dispatcher's turns through Python cost more host time than all below them (benchmarks/bench_overhead.py).
+    The dispatcher's Python kernels cost more host time than all code below them (benchmarks/bench_overhead.py).
     """
     if needs_dispatcher(q, k, v):
-        return kind.forward(q, k, v, *others, *options)
+        return forward_op(q, k, v, sequences, options)
     if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(q.device.type):
         q, k, v = (_autocast(x, q.device.type) for x in (q, k, v))
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        options = (*options[:BACKEND], select_backend(q.device, options[BACKEND]).name)
-        return _apply(kind, run_forward, options, q, k, v, *others)
-    return run_forward(kind, q, k, v, *others, *options)
+        return _apply(run_forward, sequences, _with_backend(options, q.device), q, k, v)
+    return run_forward(q, k, v, sequences, options)
 
 
 def packed_forward_eager(
-    kind: Kind, options: tuple[Any, ...], q: torch.Tensor | None, packed: torch.Tensor, *others: torch.Tensor | None
-) -> Any:
-    """`forward_eager` of a packed qkv (q is None) or of q and a packed kv."""
+    q: torch.Tensor | None, packed: torch.Tensor, sequences: Sequences | None, options: Options
+) -> FourTensors:
+    """`forward_eager` of a packed qkv (q is None), or of q and a packed kv."""
     if needs_dispatcher(packed if q is None else q, packed):
-        return kind.forward(*unpacked(q, packed), *others, *options)
+        return forward_op(*unpacked(q, packed), sequences, options)
     if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(packed.device.type):
         q = None if q is None else _autocast(q, packed.device.type)
         packed = _autocast(packed, packed.device.type)
     if torch.is_grad_enabled() and (packed.requires_grad or (q is not None and q.requires_grad)):
-        options = (*options[:BACKEND], select_backend(packed.device, options[BACKEND]).name)
-        return _apply_packed(kind, options, q, packed, *others)
-    return run_forward(kind, *unpacked(q, packed), *others, *options)
+        return _apply_packed(sequences, _with_backend(options, packed.device), q, packed)
+    return run_forward(*unpacked(q, packed), sequences, options)
+
+
+def _with_backend(options: Options, device: torch.device) -> Options:
+    """The options with the name of the backend that is selected now, for the backward."""
+    name = select_backend(device, options.backend).name
+    return options if name == options.backend else options._replace(backend=name)
 
 
 @torch.no_grad()
-def backward_into(kind: Kind, gradients: Gradients, *arguments: Any) -> torch.Tensor:
-    """The backward op, up to its rng_state, into tensors of the caller, None where a gradient is not wanted.
+def backward_into(
+    gradients: Gradients,
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    softmax_lse: torch.Tensor,
+    sequences: Sequences | None,
+    options: Options,
+    rng_state: torch.Tensor | None,
+) -> torch.Tensor:
+    """The backward op with its results in tensors of the caller, None where a gradient is not wanted.
 
-    Returns softmax_d. The op itself allocates: autograd knows nothing of operators that write to their arguments.
+    Returns softmax_d. The op itself allocates, because autograd does not support operators that write to their
+    arguments.
     """
     wanted = tuple(x is not None for x in gradients)
     given = [x for x in gradients if x is not None]
-    softmax_d: torch.Tensor
-    dout, *qkv = arguments[:4]
-    if needs_dispatcher(*qkv, dout, *given):
-        *computed, softmax_d = kind.backward(*arguments, wanted)
+    arguments = (dout, q, k, v, out, softmax_lse, None, sequences, options, rng_state, wanted)
+    if needs_dispatcher(q, k, v, dout, *given):
+        *computed, softmax_d = backward_op(*arguments)
         for to, gradient in zip(gradients, computed, strict=True):
             if to is not None:
                 to.copy_(gradient)
     else:
-        backend = None
-        *_, softmax_d = run_backward(kind, *arguments, wanted, backend, into=gradients)
+        *_, softmax_d = run_backward(*arguments, into=gradients)
         for x in given:
             torch.autograd.graph.increment_version(x)
     return softmax_d

@@ -12,9 +12,8 @@ from typing import Any, NoReturn
 import torch
 
 from . import tracing
-from .argument_checks import WindowSize, check_backward_tensors, check_flags, check_number, checked_options
+from .argument_checks import WindowSize, as_flag, as_float, check_backward_tensors, checked_options
 from .autograd import backward_into, forward_eager
-from .ops import DENSE
 from .packed import (
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
@@ -123,8 +122,8 @@ def flash_attn_func(
         backend,
     )
     if tracing.enabled():
-        tracing.trace("flash_attn_func", q=q, k=k, v=v, causal=causal, softmax_scale=options[1])
-    out, softmax_lse, S_dmask, _ = forward_eager(DENSE, options, q, k, v, alibi_slopes)
+        tracing.trace("flash_attn_func", q=q, k=k, v=v, causal=causal, softmax_scale=options.softmax_scale)
+    out, softmax_lse, S_dmask, _ = forward_eager(q, k, v, None, options)
     return (out, softmax_lse, S_dmask) if return_attn_probs else out
 
 
@@ -159,12 +158,12 @@ def _flash_attn_forward(
         offset from which the mask of dropout was drawn; empty without dropout.
     """
     window_size = (window_size_left, window_size_right)
-    check_number("softmax_scale", softmax_scale, "a finite number")
-    check_flags(return_softmax=return_softmax)
+    softmax_scale = as_float("softmax_scale", softmax_scale, "a finite number")
+    return_softmax = as_flag("return_softmax", return_softmax)
     options = checked_options(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, False, return_softmax, None
     )
-    out, softmax_lse, S_dmask, rng_state = forward_eager(DENSE, options, q, k, v, alibi_slopes)
+    out, softmax_lse, S_dmask, rng_state = forward_eager(q, k, v, None, options)
     return out, softmax_lse, S_dmask, rng_state
 
 
@@ -218,15 +217,12 @@ def _flash_attn_backward(
         TypeError, ValueError, NotImplementedError, RuntimeError: As in `flash_attn_func`.
     """
     window_size = (window_size_left, window_size_right)
-    check_number("softmax_scale", softmax_scale, "a finite number")
-    check_flags(deterministic=deterministic)
+    softmax_scale = as_float("softmax_scale", softmax_scale, "a finite number")
     check_backward_tensors(dout, out, softmax_lse, dq, dk, dv, rng_state)
-    *scalars, _return_softmax, _deterministic, _backend = checked_options(
+    options = checked_options(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, False, None
     )
-    return backward_into(
-        DENSE, (dq, dk, dv), dout, q, k, v, out, softmax_lse, None, alibi_slopes, *scalars, deterministic, rng_state
-    )
+    return backward_into((dq, dk, dv), dout, q, k, v, out, softmax_lse, None, options, rng_state)
 
 
 def flash_attn_with_kvcache(*arguments: Any, **keywords: Any) -> NoReturn:

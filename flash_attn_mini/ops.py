@@ -1,168 +1,200 @@
-"""The custom ops ``flash_attn_mini::_flash_attn_forward``, ``_flash_attn_backward`` and their varlen siblings.
+"""The custom ops ``flash_attn_mini::_flash_attn_forward``, ``_flash_attn_backward`` and their varlen versions.
 
-What torch.compile, export and opcheck see. flash_attn_interface.py enters through autograd.py, which lies around them;
-they pick the backend and enter it. Shapes for tracing come from the fake implementations, which allocate as the
-backends do and compute nothing.
+torch.compile, export and opcheck see these ops. Each op selects the backend and calls it. The public functions enter
+through autograd.py, which adds autograd and autocast. The fake implementations give the shapes for tracing.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from . import tracing
-from .backends import Backend, Gradients, select_backend
-
-Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+from .backends import FourTensors, Gradients, backend_of_op, select_backend
+from .options import Options, Sequences
 
 ROWS_MULTIPLE = 128  # softmax_d has the rows of a sequence rounded up to it, S_dmask its rows and columns
 
+# The arguments beside the tensors of the official functions have the names of the fields of Options and Sequences.
+_OPTIONS = (
+    "float dropout_p, float softmax_scale, bool causal, SymInt window_size_left, SymInt window_size_right, "
+    "float softcap"
+)
+_LENGTHS = "SymInt max_seqlen_q, SymInt max_seqlen_k"
+_FORWARD_END = (
+    "bool return_softmax, bool deterministic=False, str? backend=None)"
+    " -> (Tensor out, Tensor softmax_lse, Tensor S_dmask, Tensor rng_state)"
+)
+_BACKWARD_TENSORS = "Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor? dsoftmax_lse"
+_BACKWARD_END = "bool deterministic, Tensor? rng_state=None, bool[3] output_mask=[True, True, True], str? backend=None"
+_BACKWARD_RETURNS = " -> (Tensor dq, Tensor dk, Tensor dv, Tensor softmax_d)"
+
 library = torch.library.Library("flash_attn_mini", "DEF")
 # The mask of dropout comes from torch's generators: no two calls are the same call, and recomputation has to draw
-# again what was drawn.
+# the same mask again.
 _forward_tags = (torch.Tag.pt2_compliant_tag, torch.Tag.nondeterministic_seeded)
 _backward_tags = (torch.Tag.pt2_compliant_tag,)
 library.define(
-    "_flash_attn_forward(Tensor q, Tensor k, Tensor v, Tensor? alibi_slopes, float dropout_p, float softmax_scale,"
-    " bool causal, SymInt window_size_left, SymInt window_size_right, float softcap, bool return_softmax,"
-    " bool deterministic=False, str? backend=None)"
-    " -> (Tensor out, Tensor softmax_lse, Tensor S_dmask, Tensor rng_state)",
+    f"_flash_attn_forward(Tensor q, Tensor k, Tensor v, Tensor? alibi_slopes, {_OPTIONS}, {_FORWARD_END}",
     tags=_forward_tags,
 )
 library.define(
-    "_flash_attn_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse,"
-    " Tensor? dsoftmax_lse, Tensor? alibi_slopes, float dropout_p, float softmax_scale, bool causal,"
-    " SymInt window_size_left, SymInt window_size_right, float softcap, bool deterministic, Tensor? rng_state=None,"
-    " bool[3] output_mask=[True, True, True], str? backend=None)"
-    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor softmax_d)",
+    f"_flash_attn_backward({_BACKWARD_TENSORS}, Tensor? alibi_slopes, {_OPTIONS}, {_BACKWARD_END}){_BACKWARD_RETURNS}",
     tags=_backward_tags,
 )
 library.define(
     "_flash_attn_varlen_forward(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k,"
-    " Tensor? block_table, Tensor? alibi_slopes, SymInt max_seqlen_q, SymInt max_seqlen_k, float dropout_p,"
-    " float softmax_scale, bool causal, SymInt window_size_left, SymInt window_size_right, float softcap,"
-    " bool return_softmax, bool deterministic=False, str? backend=None)"
-    " -> (Tensor out, Tensor softmax_lse, Tensor S_dmask, Tensor rng_state)",
+    f" Tensor? block_table, Tensor? alibi_slopes, {_LENGTHS}, {_OPTIONS}, {_FORWARD_END}",
     tags=_forward_tags,
 )
 library.define(
-    "_flash_attn_varlen_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse,"
-    " Tensor? dsoftmax_lse, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? alibi_slopes, SymInt max_seqlen_q,"
-    " SymInt max_seqlen_k, float dropout_p, float softmax_scale, bool causal, SymInt window_size_left,"
-    " SymInt window_size_right, float softcap, bool deterministic, Tensor? rng_state=None,"
-    " bool[3] output_mask=[True, True, True], str? backend=None)"
-    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor softmax_d)",
+    f"_flash_attn_varlen_backward({_BACKWARD_TENSORS}, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? alibi_slopes,"
+    f" {_LENGTHS}, {_OPTIONS}, {_BACKWARD_END}, Tensor? block_table=None){_BACKWARD_RETURNS}",
     tags=_backward_tags,
 )
 
 
 @dataclass(frozen=True)
-class Kind:
-    """What sequences of one length (dense) and those of lengths of their own (varlen) have each for themselves.
-
-    Both take q, k, v, other tensors, and options; the options end alike: dropout_p, softmax_scale, causal, the two
-    sides of the window, softcap, return_softmax, deterministic, backend.
-
-    Attributes:
-        forward: The forward op.
-        backward: The backward op.
-        run_forward: The forward on a backend: its entry in the registry.
-        run_backward: The backward likewise.
-        tensors: How many tensors the forward takes, q, k and v included.
-        read_by_backward: Those of the other tensors that the backward takes.
-    """
+class OpPair:
+    """A forward op and its backward op: for sequences of equal length (dense) or of different lengths (varlen)."""
 
     forward: torch._ops.OpOverload[..., Any]
     backward: torch._ops.OpOverload[..., Any]
-    run_forward: Callable[[Backend], Callable[..., Outputs]]
-    run_backward: Callable[[Backend], Callable[..., Outputs]]
-    tensors: int
-    read_by_backward: Callable[..., tuple[torch.Tensor | None, ...]]
+    is_varlen: bool
+
+    def forward_call(self, arguments: Sequence[Any]) -> dict[str, Any]:
+        """The arguments of a call of the forward op as q, k, v, sequences and options."""
+        return self._call(_names(self.forward), arguments)
+
+    def backward_call(self, arguments: Sequence[Any]) -> dict[str, Any]:
+        """The arguments of a call of the backward op as dout to dsoftmax_lse, sequences, options and the others."""
+        return self._call(_names(self.backward), arguments)
+
+    def _call(self, names: tuple[str, ...], arguments: Sequence[Any]) -> dict[str, Any]:
+        call = dict(zip(names, arguments, strict=False))  # the dispatcher leaves out trailing default values
+        sequences = Sequences(**_take(call, Sequences._fields)) if self.is_varlen else None
+        return {"sequences": sequences, "options": Options(**_take(call, Options._fields)), **call}
 
 
-def _read_by_varlen_backward(
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    block_table: torch.Tensor | None,
-    alibi_slopes: torch.Tensor | None,
-) -> tuple[torch.Tensor | None, ...]:
-    if block_table is not None:
-        raise NotImplementedError(
-            "flash_attn_mini: no backend implements gradients of paged keys and values (block_table, with an input "
-            "that requires a gradient); backends that have it: none. Available: torch.no_grad(), or k and v without "
-            "pages"
-        )
-    return cu_seqlens_q, cu_seqlens_k, alibi_slopes
+@functools.cache
+def _names(operator: torch._ops.OpOverload[..., Any]) -> tuple[str, ...]:
+    return tuple(argument.name for argument in operator._schema.arguments)
+
+
+def _take(call: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: call.pop(name) for name in names if name in call}
 
 
 _ops = torch.ops.flash_attn_mini
 
-DENSE = Kind(
-    forward=_ops._flash_attn_forward.default,
-    backward=_ops._flash_attn_backward.default,
-    run_forward=lambda backend: backend.forward,
-    run_backward=lambda backend: backend.backward,
-    tensors=4,
-    read_by_backward=lambda alibi_slopes: (alibi_slopes,),
-)
-VARLEN = Kind(
-    forward=_ops._flash_attn_varlen_forward.default,
-    backward=_ops._flash_attn_varlen_backward.default,
-    run_forward=lambda backend: backend.varlen_forward,
-    run_backward=lambda backend: backend.varlen_backward,
-    tensors=7,
-    read_by_backward=_read_by_varlen_backward,
-)
-KINDS = (DENSE, VARLEN)
+DENSE = OpPair(_ops._flash_attn_forward.default, _ops._flash_attn_backward.default, is_varlen=False)
+VARLEN = OpPair(_ops._flash_attn_varlen_forward.default, _ops._flash_attn_varlen_backward.default, is_varlen=True)
+OP_PAIRS = (DENSE, VARLEN)
 
 
-# ---- the ops: one turn through the registry of backends -------------------------------------------------------------
+def op_pair(sequences: Sequences | None) -> OpPair:
+    """The ops of a call: varlen with sequences, else dense."""
+    return DENSE if sequences is None else VARLEN
 
 
-def complete(operator: torch._ops.OpOverload[..., Any], arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments of a call with those trailing ones that the dispatcher left out, as they are the defaults."""
-    return (*arguments, *(x.default_value for x in operator._schema.arguments[len(arguments) :]))
+# ---- calls of the ops, through the dispatcher -----------------------------------------------------------------------
 
 
-def run_forward(kind: Kind, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: Any) -> Outputs:
-    """The forward op without the dispatcher; all its arguments."""
-    chosen = select_backend(q.device, arguments[-1])
+def forward_op(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences | None, options: Options
+) -> FourTensors:
+    """Call the forward op."""
+    keywords = {} if sequences is None else sequences._asdict()
+    return op_pair(sequences).forward(q, k, v, **keywords, **options._asdict())  # type: ignore[no-any-return]
+
+
+def backward_op(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    softmax_lse: torch.Tensor,
+    dsoftmax_lse: torch.Tensor | None,
+    sequences: Sequences | None,
+    options: Options,
+    rng_state: torch.Tensor | None,
+    output_mask: Sequence[bool],
+) -> FourTensors:
+    """Call the backward op."""
+    keywords = {} if sequences is None else sequences._asdict()
+    keywords.update(options._asdict(), rng_state=rng_state, output_mask=output_mask)
+    del keywords["return_softmax"]
+    tensors = (dout, q, k, v, out, softmax_lse, dsoftmax_lse)
+    return op_pair(sequences).backward(*tensors, **keywords)  # type: ignore[no-any-return]
+
+
+# ---- the ops themselves: select the backend and call it -------------------------------------------------------------
+
+
+def run_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences | None, options: Options
+) -> FourTensors:
+    """The forward op without the dispatcher."""
+    backend = select_backend(q.device, options.backend)
     if tracing.enabled():
-        tracing.trace(kind.forward._opname, q=q, k=k, v=v, backend=chosen.name)
-    return kind.run_forward(chosen)(q, k, v, *arguments[:-2])  # deterministic is for the backward
+        tracing.trace(op_pair(sequences).forward._opname, q=q, k=k, v=v, backend=backend.name)
+    return backend.forward(q, k, v, sequences, options)
 
 
 def run_backward(
-    kind: Kind, dout: torch.Tensor, q: torch.Tensor, *arguments: Any, into: Gradients = (None, None, None)
-) -> Outputs:
-    """The backward op without the dispatcher; all its arguments, and tensors for the gradients to be written to."""
-    deterministic, rng_state, output_mask, backend = arguments[-4:]
-    chosen = select_backend(q.device, backend)
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    softmax_lse: torch.Tensor,
+    dsoftmax_lse: torch.Tensor | None,
+    sequences: Sequences | None,
+    options: Options,
+    rng_state: torch.Tensor | None = None,
+    output_mask: Sequence[bool] = (True, True, True),
+    into: Gradients = (None, None, None),
+) -> FourTensors:
+    """The backward op without the dispatcher. ``into``: the tensors that receive dq, dk and dv, None for new ones."""
+    backend = select_backend(q.device, options.backend)
     if tracing.enabled():
-        name = kind.backward._opname
-        tracing.trace(name, dout=dout, q=q, k=arguments[0], output_mask=output_mask, backend=chosen.name)
-    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    return kind.run_backward(chosen)(dout, q, *arguments[:-4], deterministic, rng_state, output_mask, into=into)
+        name = op_pair(sequences).backward._opname
+        tracing.trace(name, dout=dout, q=q, k=k, output_mask=output_mask, backend=backend.name)
+    if sequences is not None and sequences.block_table is not None:
+        raise NotImplementedError(
+            "flash_attn_mini: no backend implements gradients of paged keys and values (the backward of a call with "
+            "block_table); backends that have it: none. Available: torch.no_grad(), or k and v without pages"
+        )
+    if torch.are_deterministic_algorithms_enabled() and not options.deterministic:
+        options = options._replace(deterministic=True)
+    tensors = (dout, q, k, v, out, softmax_lse, dsoftmax_lse)
+    return backend.backward(*tensors, sequences, options, rng_state, output_mask, into)
 
 
-def _register(kind: Kind) -> None:
-    def forward(*arguments: Any) -> Outputs:
-        return run_forward(kind, *complete(kind.forward, arguments))
+def _register(pair: OpPair) -> None:
+    def forward(*arguments: Any) -> FourTensors:
+        call = pair.forward_call(arguments)
+        options = call["options"]
+        backend = backend_of_op(options.backend)
+        if backend is not options.backend:
+            call["options"] = options._replace(backend=backend)
+        return run_forward(**call)
 
-    def backward(*arguments: Any) -> Outputs:
-        return run_backward(kind, *complete(kind.backward, arguments))
+    def backward(*arguments: Any) -> FourTensors:
+        return run_backward(**pair.backward_call(arguments))
 
     for dispatch_key in ("CPU", "CUDA"):
-        library.impl(kind.forward._opname, forward, dispatch_key)
-        library.impl(kind.backward._opname, backward, dispatch_key)
+        library.impl(pair.forward._opname, forward, dispatch_key)
+        library.impl(pair.backward._opname, backward, dispatch_key)
 
 
-for _kind in KINDS:
-    _register(_kind)
+for _pair in OP_PAIRS:
+    _register(_pair)
 
 
 # ---- shapes for tracing ---------------------------------------------------------------------------------------------
@@ -178,96 +210,69 @@ def _lse_dtype(q: torch.Tensor) -> torch.dtype:
 
 @functools.cache
 def _never_merge_calls() -> None:
-    """Two calls with equal arguments drop other elements. PyTorch's compiler would make one of them where it compiles
-    training (torch 2.13): its elimination of common subexpressions goes by this list, not by the operators' tags.
+    """Tell PyTorch's compiler that the forward ops are random: two calls with equal arguments drop different elements.
 
-    Called when one is traced, as the import takes half a second.
+    Where it compiles training (torch 2.13), its elimination of common subexpressions reads this list and not the tags
+    of the operators. Called when such an op is traced, because the import takes half a second.
     """
     from torch._functorch import compile_utils
 
     random_operators: list[Any] = getattr(compile_utils, "rand_ops", [])
-    random_operators.extend(kind.forward.overloadpacket for kind in KINDS)
+    random_operators.extend(pair.forward.overloadpacket for pair in OP_PAIRS)
 
 
-def _forward_results(
-    q: torch.Tensor, lse_shape: tuple[int, ...], dmask_shape: tuple[int, ...], dropout_p: float, return_softmax: bool
-) -> Outputs:
-    drops = dropout_p > 0
+def _forward_fake(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences | None, options: Options
+) -> FourTensors:
+    drops = options.dropout_p > 0
     if drops:
         _never_merge_calls()
+    *batch, rows, nheads, _ = q.shape
+    dmask_shape: tuple[int, ...] = (0,)
+    if drops and options.return_softmax:
+        lengths = (rows, k.shape[1]) if sequences is None else (sequences.max_seqlen_q, sequences.max_seqlen_k)
+        number = batch[0] if sequences is None else sequences.cu_seqlens_q.shape[0] - 1
+        dmask_shape = (number, nheads, _rounded(lengths[0]), _rounded(lengths[1]))
     return (
         torch.empty_like(q),
-        q.new_empty(lse_shape, dtype=_lse_dtype(q)),
-        q.new_empty(dmask_shape if drops and return_softmax else (0,)),
+        q.new_empty((*batch, nheads, rows), dtype=_lse_dtype(q)),
+        q.new_empty(dmask_shape),
         q.new_empty((2 if drops else 0,), dtype=torch.int64),
     )
 
 
-@torch.library.register_fake("flash_attn_mini::_flash_attn_forward", lib=library)
-def _forward_fake(
+def _backward_fake(
+    dout: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    alibi_slopes: torch.Tensor | None,
-    dropout_p: float,
-    softmax_scale: float,
-    causal: bool,
-    window_size_left: int,
-    window_size_right: int,
-    softcap: float,
-    return_softmax: bool,
-    deterministic: bool = False,
-    backend: str | None = None,
-) -> Outputs:
-    batch, seqlen_q, nheads, _ = q.shape
-    dmask_shape = (batch, nheads, _rounded(seqlen_q), _rounded(k.shape[1]))
-    return _forward_results(q, (batch, nheads, seqlen_q), dmask_shape, dropout_p, return_softmax)
-
-
-@torch.library.register_fake("flash_attn_mini::_flash_attn_varlen_forward", lib=library)
-def _varlen_forward_fake(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    block_table: torch.Tensor | None,
-    alibi_slopes: torch.Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float,
-    softmax_scale: float,
-    causal: bool,
-    window_size_left: int,
-    window_size_right: int,
-    softcap: float,
-    return_softmax: bool,
-    deterministic: bool = False,
-    backend: str | None = None,
-) -> Outputs:
-    total_q, nheads, _ = q.shape
-    dmask_shape = (cu_seqlens_q.shape[0] - 1, nheads, _rounded(max_seqlen_q), _rounded(max_seqlen_k))
-    return _forward_results(q, (nheads, total_q), dmask_shape, dropout_p, return_softmax)
-
-
-def _backward_results(arguments: tuple[Any, ...], operator: Any, softmax_d_shape: tuple[int, ...]) -> Outputs:
-    _dout, q, k, v, *_, output_mask, _backend = complete(operator, arguments)
+    *_results: torch.Tensor | None,
+    sequences: Sequences | None,
+    output_mask: Sequence[bool] = (True, True, True),
+    **_others: Any,
+) -> FourTensors:
     dq, dk, dv = (
         torch.empty_like(x) if wanted else x.new_empty((0,)) for x, wanted in zip((q, k, v), output_mask, strict=True)
     )
-    return dq, dk, dv, q.new_empty(softmax_d_shape, dtype=_lse_dtype(q))
+    *batch, rows, nheads, _ = q.shape
+    if sequences is None:
+        rows = _rounded(rows)
+    else:  # each sequence begins at a multiple of 128 rows; this many rows hold any lengths
+        rows = (rows // ROWS_MULTIPLE + sequences.cu_seqlens_q.shape[0] - 1) * ROWS_MULTIPLE
+    return dq, dk, dv, q.new_empty((*batch, nheads, rows), dtype=_lse_dtype(q))
 
 
-@torch.library.register_fake("flash_attn_mini::_flash_attn_backward", lib=library)
-def _backward_fake(dout: torch.Tensor, q: torch.Tensor, *arguments: Any) -> Outputs:
-    batch, seqlen_q, nheads, _ = q.shape
-    return _backward_results((dout, q, *arguments), DENSE.backward, (batch, nheads, _rounded(seqlen_q)))
+def _register_fakes(pair: OpPair) -> None:
+    def forward(*arguments: Any) -> FourTensors:
+        return _forward_fake(**pair.forward_call(arguments))
+
+    def backward(*arguments: Any) -> FourTensors:
+        return _backward_fake(**pair.backward_call(arguments))
+
+    for operator, fake in ((pair.forward, forward), (pair.backward, backward)):
+        register: Callable[..., Any] = torch.library.register_fake
+        register(operator._name.removesuffix(".default"), fake, lib=library)
 
 
-@torch.library.register_fake("flash_attn_mini::_flash_attn_varlen_backward", lib=library)
-def _varlen_backward_fake(dout: torch.Tensor, q: torch.Tensor, *arguments: Any) -> Outputs:
-    total_q, nheads, _ = q.shape
-    cu_seqlens_q = arguments[5]
-    # Each sequence begins at a multiple of 128 rows; the room for that is known without the lengths.
-    rows = (total_q // ROWS_MULTIPLE + cu_seqlens_q.shape[0] - 1) * ROWS_MULTIPLE
-    return _backward_results((dout, q, *arguments), VARLEN.backward, (nheads, rows))
+for _pair in OP_PAIRS:
+    _register_fakes(_pair)

@@ -1,7 +1,7 @@
 """The values that travel through the call chain beside q, k and v: `Options` of a call and `Sequences` of a batch.
 
-They are spelled out only at the edges that others prescribe: the public functions, the schemas of the custom ops, and
-the argument order of the official extension (backends/extension.py). Everything between passes them on whole.
+They are spelled out only where others prescribe it: in the public functions, in the schemas of the custom ops (ops.py)
+and in the argument order of the official extension (backends/extension.py). All other code passes them on whole.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import torch
 
 class Options(NamedTuple):
     """Every option of an attention call, checked and with its defaults filled in.
+
+    The fields have the names of the custom ops' arguments (ops.py).
 
     Attributes:
         dropout_p: Probability of dropping an attention probability, 0 for off.
@@ -40,7 +42,9 @@ class Options(NamedTuple):
 
 
 class Sequences(NamedTuple):
-    """Where the sequences of a variable-length batch begin; None in place of it means equal lengths.
+    """Where the sequences of a variable-length batch begin. None in its place means sequences of equal length.
+
+    The fields have the names of the varlen ops' arguments (ops.py).
 
     Attributes:
         cu_seqlens_q: int32 ``[batch + 1]``, the first row of each sequence in q, and the end of the last.

@@ -5,21 +5,12 @@ The kernels read views of it, and write views of its gradient: nothing is copied
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from . import tracing
-from .argument_checks import (
-    WindowSize,
-    as_length,
-    check_packed,
-    check_tensor,
-    check_varlen,
-    checked_options,
-)
+from .argument_checks import WindowSize, as_sequences, check_packed, checked_options
 from .autograd import packed_forward_eager
-from .ops import DENSE, VARLEN, Kind
+from .options import Options, Sequences
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -80,7 +71,7 @@ def flash_attn_qkvpacked_func(
     )
     if tracing.enabled():
         tracing.trace("flash_attn_qkvpacked_func", qkv=qkv, causal=causal)
-    return _attend(DENSE, options, return_attn_probs, None, qkv, alibi_slopes)
+    return _attend(None, qkv, None, options, return_attn_probs)
 
 
 def flash_attn_kvpacked_func(
@@ -141,7 +132,7 @@ def flash_attn_kvpacked_func(
     )
     if tracing.enabled():
         tracing.trace("flash_attn_kvpacked_func", q=q, kv=kv, causal=causal)
-    return _attend(DENSE, options, return_attn_probs, q, kv, alibi_slopes)
+    return _attend(q, kv, None, options, return_attn_probs)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -203,16 +194,10 @@ def flash_attn_varlen_qkvpacked_func(
         return_attn_probs,
         backend,
     )
-    check_tensor("cu_seqlens", cu_seqlens)
-    max_seqlen = as_length("max_seqlen", max_seqlen)
-    options = (
-        max_seqlen,
-        max_seqlen,
-        *options,
-    )
+    sequences = as_sequences(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     if tracing.enabled():
         tracing.trace("flash_attn_varlen_qkvpacked_func", qkv=qkv, cu_seqlens=cu_seqlens, causal=causal)
-    return _attend(VARLEN, options, return_attn_probs, None, qkv, cu_seqlens, cu_seqlens, None, alibi_slopes)
+    return _attend(None, qkv, sequences, options, return_attn_probs)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -281,24 +266,18 @@ def flash_attn_varlen_kvpacked_func(
         return_attn_probs,
         backend,
     )
-    check_varlen(cu_seqlens_q, cu_seqlens_k, None)
-    options = (
-        as_length("max_seqlen_q", max_seqlen_q),
-        as_length("max_seqlen_k", max_seqlen_k),
-        *options,
-    )
+    sequences = as_sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     if tracing.enabled():
         tracing.trace("flash_attn_varlen_kvpacked_func", q=q, kv=kv, cu_seqlens_q=cu_seqlens_q, causal=causal)
-    return _attend(VARLEN, options, return_attn_probs, q, kv, cu_seqlens_q, cu_seqlens_k, None, alibi_slopes)
+    return _attend(q, kv, sequences, options, return_attn_probs)
 
 
 def _attend(
-    kind: Kind,
-    options: tuple[Any, ...],
-    return_attn_probs: bool,
     q: torch.Tensor | None,
     packed: torch.Tensor,
-    *others: torch.Tensor | None,
+    sequences: Sequences | None,
+    options: Options,
+    return_attn_probs: bool,
 ) -> Result:
-    out, softmax_lse, S_dmask, _ = packed_forward_eager(kind, options, q, packed, *others)
+    out, softmax_lse, S_dmask, _ = packed_forward_eager(q, packed, sequences, options)
     return (out, softmax_lse, S_dmask) if return_attn_probs else out

@@ -7,15 +7,13 @@ import torch
 from . import tracing
 from .argument_checks import (
     WindowSize,
-    as_length,
+    as_flag,
+    as_float,
+    as_sequences,
     check_backward_tensors,
-    check_flags,
-    check_number,
-    check_varlen,
     checked_options,
 )
 from .autograd import backward_into, forward_eager
-from .ops import VARLEN
 
 
 def flash_attn_varlen_func(
@@ -96,16 +94,10 @@ def flash_attn_varlen_func(
         return_attn_probs,
         backend,
     )
-    check_varlen(cu_seqlens_q, cu_seqlens_k, block_table)
-    options = (
-        as_length("max_seqlen_q", max_seqlen_q),
-        as_length("max_seqlen_k", max_seqlen_k),
-        *options,
-    )
+    sequences = as_sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table)
     if tracing.enabled():
         tracing.trace("flash_attn_varlen_func", q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, causal=causal)
-    others = (cu_seqlens_q, cu_seqlens_k, block_table, alibi_slopes)
-    out, softmax_lse, S_dmask, _ = forward_eager(VARLEN, options, q, k, v, *others)
+    out, softmax_lse, S_dmask, _ = forward_eager(q, k, v, sequences, options)
     return (out, softmax_lse, S_dmask) if return_attn_probs else out
 
 
@@ -146,18 +138,13 @@ def _flash_attn_varlen_forward(
                 "Available now: cu_seqlens_k of the keys that are used"
             )
     window_size = (window_size_left, window_size_right)
-    check_number("softmax_scale", softmax_scale, "a finite number")
-    check_flags(return_softmax=return_softmax)
-    check_varlen(cu_seqlens_q, cu_seqlens_k, block_table)
-    options = (
-        as_length("max_seqlen_q", max_seqlen_q),
-        as_length("max_seqlen_k", max_seqlen_k),
-        *checked_options(
-            q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, False, return_softmax, None
-        ),
+    softmax_scale = as_float("softmax_scale", softmax_scale, "a finite number")
+    return_softmax = as_flag("return_softmax", return_softmax)
+    sequences = as_sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table)
+    options = checked_options(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, False, return_softmax, None
     )
-    others = (cu_seqlens_q, cu_seqlens_k, block_table, alibi_slopes)
-    out, softmax_lse, S_dmask, rng_state = forward_eager(VARLEN, options, q, k, v, *others)
+    out, softmax_lse, S_dmask, rng_state = forward_eager(q, k, v, sequences, options)
     return out, softmax_lse, S_dmask, rng_state
 
 
@@ -196,14 +183,10 @@ def _flash_attn_varlen_backward(
         sequences means nothing.
     """
     window_size = (window_size_left, window_size_right)
-    check_number("softmax_scale", softmax_scale, "a finite number")
-    check_flags(deterministic=deterministic)
-    check_varlen(cu_seqlens_q, cu_seqlens_k, None)
+    softmax_scale = as_float("softmax_scale", softmax_scale, "a finite number")
+    sequences = as_sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     check_backward_tensors(dout, out, softmax_lse, dq, dk, dv, rng_state)
-    *scalars, _return_softmax, _deterministic, _backend = checked_options(
+    options = checked_options(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, False, None
     )
-    lengths = (as_length("max_seqlen_q", max_seqlen_q), as_length("max_seqlen_k", max_seqlen_k))
-    others = (cu_seqlens_q, cu_seqlens_k, alibi_slopes)
-    arguments = (dout, q, k, v, out, softmax_lse, None, *others, *lengths, *scalars, deterministic, rng_state)
-    return backward_into(VARLEN, (dq, dk, dv), *arguments)
+    return backward_into((dq, dk, dv), dout, q, k, v, out, softmax_lse, sequences, options, rng_state)

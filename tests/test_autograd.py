@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -36,7 +37,14 @@ def backward_calls(backend: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[li
 
     def spying(name: str, backward: Callable[..., Any]) -> Callable[..., Any]:
         def spy(*arguments: Any, **keywords: Any) -> Any:
-            calls.append({"backend": name, "deterministic": arguments[14], "output_mask": tuple(arguments[16])})
+            given = inspect.signature(backward).bind(*arguments, **keywords).arguments
+            calls.append(
+                {
+                    "backend": name,
+                    "deterministic": given["options"].deterministic,
+                    "output_mask": tuple(given["output_mask"]),
+                }
+            )
             return backward(*arguments, **keywords)
 
         return spy

@@ -182,7 +182,7 @@ def test_wrong_rng_state_is_named(wrong: str, backend: str, device: str) -> None
     ("change", "argument", "was_given", "allowed"),
     [
         (given(q=None), r"\bq\b", "None", "torch.Tensor"),
-        (given(return_softmax=1), "return_softmax", "1.*int", "True or False"),
+        (given(return_softmax="no"), "return_softmax", "'no'", "True or False"),
         (given(softmax_scale=None), "softmax_scale", "None", "finite"),
         (given(window_size_left=1.5), "window_size", "1.5", "integers"),
     ],

@@ -86,7 +86,6 @@ WRONG_CALLS = [
     WrongCall("softcap_none", given(softcap=None), T, "softcap", "None", "number"),
     WrongCall("softcap_and_dropout", given(softcap=30.0, dropout_p=0.1), V, "softcap", "30.*dropout_p", "not both"),
     WrongCall("causal_text", given(causal="yes"), T, "causal", "'yes'", "True or False"),
-    WrongCall("causal_none", given(causal=None), T, "causal", "None", "True or False"),
     # windows
     WrongCall("window_left", given(window_size=(-2, 0)), V, "window_size", "-2", "-1.*unbounded"),
     WrongCall("window_right", given(window_size=(0, -5)), V, "window_size", "-5", "-1.*unbounded"),

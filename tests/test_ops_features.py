@@ -137,7 +137,7 @@ def test_varlen_signatures_are_stable() -> None:
     ]  # fmt: skip
     assert [argument.name for argument in backward.arguments] == [
         "dout", "q", "k", "v", "out", "softmax_lse", "dsoftmax_lse", "cu_seqlens_q", "cu_seqlens_k", "alibi_slopes",
-        *options, "deterministic", "rng_state", "output_mask", "backend",
+        *options, "deterministic", "rng_state", "output_mask", "backend", "block_table",
     ]  # fmt: skip
     assert [result.name for result in forward.returns] == ["out", "softmax_lse", "S_dmask", "rng_state"]
     assert [result.name for result in backward.returns] == ["dq", "dk", "dv", "softmax_d"]

@@ -113,9 +113,9 @@ def test_kernels_read_views_and_write_into_the_packed_gradient(
     seen: dict[str, tuple[Tensor | None, ...]] = {}
     run_forward, run_backward = autograd.run_forward, autograd.run_backward
 
-    def forward(kind: Any, q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Any:
+    def forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Any:
         seen["read"] = (q, k, v)
-        return run_forward(kind, q, k, v, *arguments)
+        return run_forward(q, k, v, *arguments)
 
     def backward(*arguments: Any, into: Any) -> Any:
         seen["written"] = into

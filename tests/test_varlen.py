@@ -165,20 +165,26 @@ def test_pages_may_lie_anywhere(page_size: int, backend: str, device: str, seed:
     assert_forward_accurate(*rows, out, lse, case=where, cu_seqlens=batch.cu_seqlens, causal=True)
 
 
-def test_pages_have_no_gradients(backend: str, device: str) -> None:
-    """Never a silent zero."""
+@pytest.mark.parametrize("wanted", ["q", "k"])
+def test_pages_have_a_forward_and_no_gradient(wanted: str, backend: str, device: str) -> None:
+    """The forward runs with inputs that require a gradient; the backward raises, and never gives a silent zero."""
     batch = make_batch(BY_NAME["pages_16"], torch.float16, device, 0)
-    for wanted in (batch.q, batch.k):
-        wanted.requires_grad_()
-        with pytest.raises(NotImplementedError, match=r"block_table.*requires a gradient"):
-            flash_attn_varlen_func(
-                batch.q, batch.k, batch.v, *batch.lengths, block_table=batch.block_table, backend=backend
-            )
-        with torch.no_grad():
-            flash_attn_varlen_func(
-                batch.q, batch.k, batch.v, *batch.lengths, block_table=batch.block_table, backend=backend
-            )
-        wanted.requires_grad_(False)
+    getattr(batch, wanted).requires_grad_()
+
+    def attend() -> Tensor:
+        return flash_attn_varlen_func(
+            batch.q, batch.k, batch.v, *batch.lengths, block_table=batch.block_table, backend=backend
+        )
+
+    with torch.no_grad():
+        expected = attend()
+    torch._dynamo.reset()
+    for call in (attend, torch.compile(attend, backend="aot_eager", fullgraph=True)):
+        out = call()
+        assert out.requires_grad
+        assert torch.equal(out, expected)
+        with pytest.raises(NotImplementedError, match="gradients of paged keys and values.*block_table"):
+            out.sum().backward()
 
 
 # ---- arguments ----------------------------------------------------------------------------------------------------

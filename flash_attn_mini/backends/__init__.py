@@ -1,8 +1,8 @@
 """The registry of backends and the one place where a call's backend is chosen.
 
 Order: ``backend=`` on the call, else ``use_backend(...)``, else FLASH_ATTN_MINI_BACKEND, else by device. A backend
-asked for by name runs or raises; only the choice by device may pick a second best (``triton`` when no CUDA kernel
-was compiled for the GPU at hand).
+asked for by name runs or raises. Only the choice by device may take the second best: ``triton`` when no CUDA kernel was
+compiled for this GPU.
 """
 
 from __future__ import annotations
@@ -16,48 +16,37 @@ from dataclasses import dataclass
 
 import torch
 
-from . import cpu, cuda, triton_adapter
+from . import cpu, cuda, triton
+from .extension import FourTensors as FourTensors
 from .extension import Gradients as Gradients
 
 ENVIRONMENT_VARIABLE = "FLASH_ATTN_MINI_BACKEND"
 
-FourTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-
 
 @dataclass(frozen=True)
 class Backend:
-    """One implementation of attention.
+    """One implementation of attention. Both functions check their arguments through csrc/checks.h.
 
     Attributes:
         name: What a caller writes in ``backend=``.
-        forward: The arguments of the custom op ``_flash_attn_forward`` up to return_softmax, to (out, softmax_lse,
-            S_dmask, rng_state); checks them through csrc/checks.h.
-        backward: The arguments of ``_flash_attn_backward``, less ``backend``, to (dq, dk, dv, softmax_d); checks them
-            likewise. A gradient that output_mask leaves out is an empty tensor. ``into=(dq, dk, dv)`` names tensors to
-            write the gradients to, None for a new one.
-        varlen_forward: The same for ``_flash_attn_varlen_forward``.
-        varlen_backward: The same for ``_flash_attn_varlen_backward``.
-        unavailable_reason: ``(device) -> None`` when the backend can run there, else one sentence saying why not.
+        forward: ``forward(q, k, v, sequences, options)`` returns (out, softmax_lse, S_dmask, rng_state). ``sequences``
+            is None for sequences of equal length; see `flash_attn_mini.options`.
+        backward: ``backward(dout, q, k, v, out, softmax_lse, dsoftmax_lse, sequences, options, rng_state, output_mask,
+            into=(None, None, None))`` returns (dq, dk, dv, softmax_d). A gradient that output_mask leaves out is an
+            empty tensor. ``into`` has the tensors that receive dq, dk and dv, None for a new one.
+        unavailable_reason: ``unavailable_reason(device)`` is None when the backend can run there, else one sentence
+            that says why not.
     """
 
     name: str
     forward: Callable[..., FourTensors]
     backward: Callable[..., FourTensors]
-    varlen_forward: Callable[..., FourTensors]
-    varlen_backward: Callable[..., FourTensors]
     unavailable_reason: Callable[[torch.device], str | None]
 
 
 BACKENDS: dict[str, Backend] = {
-    name: Backend(
-        name,
-        module.forward,
-        module.backward,
-        module.varlen_forward,
-        module.varlen_backward,
-        module.unavailable_reason,
-    )
-    for name, module in (("cuda", cuda), ("triton", triton_adapter), ("cpu", cpu))
+    name: Backend(name, module.forward, module.backward, module.unavailable_reason)
+    for name, module in (("cuda", cuda), ("triton", triton), ("cpu", cpu))
 }
 
 _chosen: contextvars.ContextVar[str | None] = contextvars.ContextVar("flash_attn_mini_backend", default=None)
@@ -68,7 +57,7 @@ def use_backend(name: str) -> Iterator[None]:
     """Run the calls inside the ``with`` block on the backend ``name`` (per thread, nestable).
 
     Their gradients come from the same backend, wherever ``backward()`` is called. A training step compiled by
-    torch.compile keeps the backend under which it was traced, and raises RuntimeError where another is asked for.
+    torch.compile keeps the backend that it was traced with, and raises RuntimeError inside a block with another name.
 
     Args:
         name: ``"cuda"``, ``"triton"`` or ``"cpu"``.
@@ -115,17 +104,10 @@ def select_backend(device: torch.device, requested: str | None = None) -> Backen
         requested: The call's ``backend=`` argument.
 
     Raises:
-        ValueError: If a name asked for is not that of a backend.
+        ValueError: If a requested name is not that of a backend.
         RuntimeError: If the backend asked for, or every backend, cannot run on ``device``.
     """
     name, source = requested, "the backend argument"
-    if name is not None and name.endswith(_SETTLED):
-        name = name.removesuffix(_SETTLED)
-        if _chosen.get() not in (None, name):
-            raise RuntimeError(
-                f"flash_attn_mini: use_backend({_chosen.get()!r}) is active, but this call was compiled for training "
-                f"on backend '{name}'; allowed: a function compiled anew inside the block (torch.compiler.reset())"
-            )
     if name is None:
         name, source = _chosen.get(), "use_backend()"
     if name is None:
@@ -133,27 +115,44 @@ def select_backend(device: torch.device, requested: str | None = None) -> Backen
     return _resolve(device, name, source)
 
 
-_SETTLED = " (when traced)"
+# Traced programs alone have backend arguments with this prefix: the public functions refuse it (`check_backend`).
+_TRACED = "traced:"
 
 
-def settle_backend(device: torch.device, requested: str | None) -> str | None:
-    """The backend argument of a forward op whose backward has to take the same one, possibly traced now and run later.
+def traced_backend(device: torch.device, requested: str | None) -> str | None:
+    """The backend argument of a traced forward op whose backward has to take the same backend.
 
-    A choice by ``use_backend`` or by device is put down as a name that `select_backend` recognises: the traced program
-    keeps to it, and refuses to run where ``use_backend`` then asks for another. None where no backend can run, as when
-    a program for another machine is traced.
+    A choice by ``use_backend``, environment or device becomes the backend's name with a prefix, which
+    `backend_of_op` reads. None where no backend can run, as when a program for another machine is traced.
     """
     if requested is not None:
         return requested
     try:
-        return select_backend(device).name + _SETTLED
+        return _TRACED + select_backend(device).name
     except RuntimeError:
         return None
 
 
-def settled_name(name: str | None) -> str | None:
-    """What `settle_backend` returned, as a name and nothing more: right for the backward, wherever it runs."""
-    return None if name is None else name.removesuffix(_SETTLED)
+def backend_of_op(name: str | None) -> str | None:
+    """The backend argument of an op, without the prefix of `traced_backend`.
+
+    Raises:
+        RuntimeError: If the program was traced on one backend and ``use_backend`` asks for another.
+    """
+    if name is None or not name.startswith(_TRACED):
+        return name
+    name = name.removeprefix(_TRACED)
+    if _chosen.get() not in (None, name):
+        raise RuntimeError(
+            f"flash_attn_mini: use_backend({_chosen.get()!r}) is active, but this call was compiled for training "
+            f"on backend '{name}'; allowed: a function compiled anew inside the block (torch.compiler.reset())"
+        )
+    return name
+
+
+def name_of_traced(name: str | None) -> str | None:
+    """The result of `traced_backend` as a plain name, for the backward, which ``use_backend`` does not change."""
+    return None if name is None else name.removeprefix(_TRACED)
 
 
 @functools.cache  # what a device can run does not change while the process lives
@@ -167,7 +166,7 @@ def _resolve(device: torch.device, name: str | None, source: str) -> Backend:
             )
         return backend
 
-    # A CPU tensor goes to the cpu backend even where Triton's interpreter could take it.
+    # A CPU tensor takes the cpu backend even where Triton's interpreter could run.
     candidates = ("cpu",) if device.type == "cpu" else ("cuda", "triton")
     reasons = []
     for candidate in candidates:
@@ -176,6 +175,11 @@ def _resolve(device: torch.device, name: str | None, source: str) -> Backend:
             return BACKENDS[candidate]
         reasons.append(f"{candidate}: {reason}")
     raise RuntimeError(f"flash_attn_mini: no backend can run on {device}; " + "; ".join(reasons))
+
+
+def check_backend(name: str) -> None:
+    """Raise ValueError unless ``name``, a call's ``backend=`` argument, is that of a backend."""
+    _known(name, "the backend argument")
 
 
 def _known(name: str, source: str) -> Backend:

@@ -1,4 +1,4 @@
-"""The C++ CPU backend: the same chains as CUDA, ``_C.fwd`` and its siblings, ending in csrc/cpu/."""
+"""The C++ CPU backend: the chain of the CUDA backend, ``_C.fwd`` and ``_C.bwd``, ends in csrc/cpu/ for CPU tensors."""
 
 from __future__ import annotations
 
@@ -6,16 +6,12 @@ import torch
 
 from . import extension
 
+forward = extension.forward
+backward = extension.backward
+
 
 def unavailable_reason(device: torch.device) -> str | None:
-    """None when this backend runs on ``device``, else why not."""
+    """None when this backend runs on ``device``, else one sentence that says why not."""
     if device.type != "cpu":
         return "it takes CPU tensors"
     return extension.missing_reason()
-
-
-# All take the arguments of the custom ops: the forwards up to return_softmax, the backwards less `backend`.
-forward = extension.fwd
-backward = extension.bwd
-varlen_forward = extension.varlen_fwd
-varlen_backward = extension.varlen_bwd

@@ -1,25 +1,26 @@
-"""The CUDA backend: ``_C.fwd`` and its siblings, and the compiled CuTe kernels behind them.
+"""The CUDA backend: ``_C.fwd`` and ``_C.bwd``, and the compiled CuTe kernels behind them.
 
-The kernels move 16 bytes at a time, so a head dim that is not a multiple of 8 is padded here with zeros, as the
-official package does; zeros change neither the scores nor, once sliced off, the output and the gradients.
+The kernels move 16 bytes at a time, so this module pads a head dim that is not a multiple of 8 with zeros, as the
+official package does. Zeros change no score, and they are sliced off the output and the gradients.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 
+from ..options import Options, Sequences
 from . import extension
+from .extension import FourTensors, Gradients
 
 HEADDIM_MULTIPLE = 8  # 16 bytes of a 16-bit type
 
 
 def unavailable_reason(device: torch.device) -> str | None:
-    """None when this backend runs on ``device``, else why not."""
+    """None when this backend runs on ``device``, else one sentence that says why not."""
     if device.type != "cuda":
         return "it takes CUDA tensors"
     if not torch.cuda.is_available():
@@ -33,60 +34,49 @@ def _not_built_reason(device_index: int | None) -> str | None:
     return extension.load().cuda_unavailable_reason(major, minor) or None
 
 
-def forward(*arguments: Any) -> Any:
-    """``_C.fwd`` on CUDA tensors; the arguments are those of the custom op up to return_softmax."""
-    return _padded_forward(extension.fwd, "check_fwd", *arguments)
-
-
-def varlen_forward(*arguments: Any) -> Any:
-    """``_C.varlen_fwd`` likewise."""
-    return _padded_forward(extension.varlen_fwd, "check_varlen_fwd", *arguments)
-
-
-def _padded_forward(
-    run: Callable[..., Any], check: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: Any
-) -> Any:
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences | None, options: Options
+) -> FourTensors:
+    """The forward of CUDA tensors: (out, softmax_lse, S_dmask, rng_state)."""
     if q.ndim == 0 or q.shape[-1] % HEADDIM_MULTIPLE == 0:
-        return run(q, k, v, *arguments)
+        return extension.forward(q, k, v, sequences, options)
 
-    getattr(extension.load(), check)(q, k, v, *arguments, "cuda")
+    extension.check_forward(q, k, v, sequences, options, "cuda")
     headdim = q.shape[-1]
-    pad = (0, -headdim % HEADDIM_MULTIPLE)
-    out, softmax_lse, S_dmask, rng_state = run(*(F.pad(x, pad) for x in (q, k, v)), *arguments)
+    out, *others = extension.forward(*_padded(q, k, v), sequences, options)
+    softmax_lse, S_dmask, rng_state = others
     return torch.empty_like(q).copy_(out[..., :headdim]), softmax_lse, S_dmask, rng_state
 
 
-def backward(*arguments: Any, into: extension.Gradients = (None, None, None)) -> Any:
-    """``_C.bwd`` on CUDA tensors; the arguments are those of the custom op, less ``backend``."""
-    return _padded_backward(extension.bwd, extension.check_bwd, *arguments, into=into)
-
-
-def varlen_backward(*arguments: Any, into: extension.Gradients = (None, None, None)) -> Any:
-    """``_C.varlen_bwd`` likewise."""
-    return _padded_backward(extension.varlen_bwd, extension.check_varlen_bwd, *arguments, into=into)
-
-
-def _padded_backward(
-    run: Callable[..., Any],
-    check: Callable[..., None],
+def backward(
     dout: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     out: torch.Tensor,
-    *arguments: Any,
-    into: extension.Gradients,
-) -> Any:
+    softmax_lse: torch.Tensor,
+    dsoftmax_lse: torch.Tensor | None,
+    sequences: Sequences | None,
+    options: Options,
+    rng_state: torch.Tensor | None,
+    output_mask: Sequence[bool],
+    into: Gradients = (None, None, None),
+) -> FourTensors:
+    """The backward of CUDA tensors: (dq, dk, dv, softmax_d)."""
+    rest = (softmax_lse, dsoftmax_lse, sequences, options)
     if q.ndim == 0 or q.shape[-1] % HEADDIM_MULTIPLE == 0:
-        return run(dout, q, k, v, out, *arguments, into=into)
+        return extension.backward(dout, q, k, v, out, *rest, rng_state, output_mask, into)
 
-    check(dout, q, k, v, out, *arguments, backend="cuda", into=into)
+    extension.check_backward(dout, q, k, v, out, *rest, "cuda", into)
     headdim = q.shape[-1]
-    pad = (0, -headdim % HEADDIM_MULTIPLE)
-    *gradients, softmax_d = run(*(F.pad(x, pad) for x in (dout, q, k, v, out)), *arguments)
-    wanted = arguments[-1]
+    *gradients, softmax_d = extension.backward(*_padded(dout, q, k, v, out), *rest, rng_state, output_mask)
     dq, dk, dv = (
         extension.stored(gradient[..., :headdim], like, given) if is_wanted else gradient
-        for gradient, like, given, is_wanted in zip(gradients, (q, k, v), into, wanted, strict=True)
+        for gradient, like, given, is_wanted in zip(gradients, (q, k, v), into, output_mask, strict=True)
     )
     return dq, dk, dv, softmax_d
+
+
+def _padded(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors with zeros up to the next multiple of HEADDIM_MULTIPLE in the last dimension."""
+    return [F.pad(x, (0, -x.shape[-1] % HEADDIM_MULTIPLE)) for x in tensors]

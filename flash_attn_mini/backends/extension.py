@@ -1,13 +1,20 @@
-"""The compiled extension ``flash_attn_mini._C``, shared by the backends that it serves."""
+"""The compiled extension ``flash_attn_mini._C``: the one place that spells out the official argument order.
+
+Backends pass `Sequences` (None for sequences of equal length) and `Options` whole.
+"""
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
 import torch
 
+from ..options import Options, Sequences
+
+FourTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 _module: ModuleType | None = None
@@ -35,30 +42,31 @@ def load() -> ModuleType:
     return _module
 
 
-def fwd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, alibi_slopes: torch.Tensor | None, *scalars: Any) -> Any:
-    """``_C.fwd`` with the arguments of the custom op up to return_softmax."""
-    out = generator = None
-    return load().fwd(q, k, v, out, alibi_slopes, *scalars, generator)
+def _scalars(options: Options, *zero_tensors: bool) -> tuple[Any, ...]:
+    """p_dropout to softcap in the official order; the varlen entries have zero_tensors among them."""
+    return (
+        options.dropout_p,
+        options.softmax_scale,
+        *zero_tensors,
+        options.causal,
+        options.window_size_left,
+        options.window_size_right,
+        options.softcap,
+    )
 
 
-def varlen_fwd(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    block_table: torch.Tensor | None,
-    alibi_slopes: torch.Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float,
-    softmax_scale: float,
-    *scalars: Any,
-) -> Any:
-    """``_C.varlen_fwd`` with the arguments of the custom op up to return_softmax."""
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences | None, options: Options
+) -> FourTensors:
+    """``_C.fwd``, or ``_C.varlen_fwd`` with sequences: (out, softmax_lse, S_dmask, rng_state)."""
     out = seqused_k = leftpad_k = generator = None
-    zero_tensors = False
-    return load().varlen_fwd(
+    alibi_slopes, return_softmax = options.alibi_slopes, options.return_softmax
+    results: FourTensors
+    if sequences is None:
+        results = load().fwd(q, k, v, out, alibi_slopes, *_scalars(options), return_softmax, generator)
+        return results
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table = sequences
+    results = load().varlen_fwd(
         q,
         k,
         v,
@@ -71,15 +79,14 @@ def varlen_fwd(
         alibi_slopes,
         max_seqlen_q,
         max_seqlen_k,
-        dropout_p,
-        softmax_scale,
-        zero_tensors,
-        *scalars,
+        *_scalars(options, False),
+        return_softmax,
         generator,
     )
+    return results
 
 
-def bwd(
+def backward(
     dout: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -87,64 +94,48 @@ def bwd(
     out: torch.Tensor,
     softmax_lse: torch.Tensor,
     dsoftmax_lse: torch.Tensor | None,
-    alibi_slopes: torch.Tensor | None,
-    *arguments: Any,
+    sequences: Sequences | None,
+    options: Options,
+    rng_state: torch.Tensor | None,
+    output_mask: Sequence[bool],
     into: Gradients = (None, None, None),
-) -> Any:
-    """``_C.bwd`` with the arguments of the custom op; ``into`` are dq, dk, dv to write to, None for new ones."""
-    *scalars, rng_state, output_mask = arguments
+) -> FourTensors:
+    """``_C.bwd``, or ``_C.varlen_bwd`` with sequences: (dq, dk, dv, softmax_d)."""
+    tensors = (dout, q, k, v, out, softmax_lse, *into)
     generator = None
-    return load().bwd(
-        dout, q, k, v, out, softmax_lse, *into, alibi_slopes, *scalars, generator, rng_state, dsoftmax_lse, output_mask
-    )
-
-
-def varlen_bwd(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    softmax_lse: torch.Tensor,
-    dsoftmax_lse: torch.Tensor | None,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    alibi_slopes: torch.Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float,
-    softmax_scale: float,
-    *arguments: Any,
-    into: Gradients = (None, None, None),
-) -> Any:
-    """``_C.varlen_bwd`` likewise."""
-    *scalars, rng_state, output_mask = arguments
-    zero_tensors, generator = False, None
-    return load().varlen_bwd(
-        dout,
-        q,
-        k,
-        v,
-        out,
-        softmax_lse,
-        *into,
+    rest = (options.deterministic, generator, rng_state, dsoftmax_lse, output_mask)
+    results: FourTensors
+    if sequences is None:
+        results = load().bwd(*tensors, options.alibi_slopes, *_scalars(options), *rest)
+        return results
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, _ = sequences
+    results = load().varlen_bwd(
+        *tensors,
         cu_seqlens_q,
         cu_seqlens_k,
-        alibi_slopes,
+        options.alibi_slopes,
         max_seqlen_q,
         max_seqlen_k,
-        dropout_p,
-        softmax_scale,
-        zero_tensors,
-        *scalars,
-        generator,
-        rng_state,
-        dsoftmax_lse,
-        output_mask,
+        *_scalars(options, False),
+        *rest,
     )
+    return results
 
 
-def check_bwd(
+def check_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences | None, options: Options, backend: str
+) -> None:
+    """Make the checks of `forward` for ``backend``, and nothing more."""
+    rest = (*_scalars(options), options.return_softmax, backend)
+    if sequences is None:
+        load().check_fwd(q, k, v, options.alibi_slopes, *rest)
+    else:
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table = sequences
+        tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, options.alibi_slopes)
+        load().check_varlen_fwd(*tensors, max_seqlen_q, max_seqlen_k, *rest)
+
+
+def check_backward(
     dout: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -152,32 +143,49 @@ def check_bwd(
     out: torch.Tensor,
     softmax_lse: torch.Tensor,
     dsoftmax_lse: torch.Tensor | None,
-    *arguments: Any,
+    sequences: Sequences | None,
+    options: Options,
     backend: str,
-    into: Gradients,
+    into: Gradients = (None, None, None),
 ) -> None:
-    """The checks of `bwd` alone, as ``backend`` is to make them."""
-    *options, _deterministic, _rng_state, _output_mask = arguments
-    load().check_bwd(dout, q, k, v, out, softmax_lse, *options, dsoftmax_lse, backend, *into)
+    """Make the checks of `backward` for ``backend``, and nothing more. rng_state: `check_rng_state` of the module."""
+    tensors = (dout, q, k, v, out, softmax_lse)
+    rest = (*_scalars(options), dsoftmax_lse, backend, *into)
+    if sequences is None:
+        load().check_bwd(*tensors, options.alibi_slopes, *rest)
+    else:
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, _ = sequences
+        load().check_varlen_bwd(
+            *tensors, cu_seqlens_q, cu_seqlens_k, options.alibi_slopes, max_seqlen_q, max_seqlen_k, *rest
+        )
 
 
-def check_varlen_bwd(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    softmax_lse: torch.Tensor,
-    dsoftmax_lse: torch.Tensor | None,
-    *arguments: Any,
-    backend: str,
-    into: Gradients,
-) -> None:
-    """The checks of `varlen_bwd` alone, likewise."""
-    *options, _deterministic, _rng_state, _output_mask = arguments
-    load().check_varlen_bwd(dout, q, k, v, out, softmax_lse, *options, dsoftmax_lse, backend, *into)
+def s_dmask(
+    q: torch.Tensor, k: torch.Tensor, rng_state: torch.Tensor, sequences: Sequences | None, options: Options
+) -> torch.Tensor:
+    """``_C.s_dmask``: the S_dmask of a forward with dropout that drew rng_state."""
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table = sequences or (
+        None,
+        None,
+        q.shape[1],
+        k.shape[1],
+        None,
+    )
+    result: torch.Tensor = load().s_dmask(
+        q,
+        k,
+        rng_state,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        options.alibi_slopes,
+        *_scalars(options),
+        block_table,
+    )
+    return result
 
 
 def stored(gradient: torch.Tensor, like: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
-    """``gradient`` in the tensor that the caller gave, or in a new one like ``like``."""
+    """A copy of ``gradient`` in the tensor that the caller gave, or in a new one like ``like``."""
     return (torch.empty_like(like) if into is None else into).copy_(gradient)

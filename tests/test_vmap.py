@@ -1,0 +1,130 @@
+"""torch.vmap and dropout: `randomness` decides which samples share a mask, as for PyTorch's own dropout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flash_attn_mini import flash_attn_func, flash_attn_varlen_func
+
+SAMPLES = 4
+pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")
+
+
+def dense(q: Tensor, v: Tensor, backend: str) -> Tensor:
+    return flash_attn_func(q[None], q[None], v[None], 0.5, deterministic=True, backend=backend)[0]
+
+
+def varlen(q: Tensor, v: Tensor, backend: str) -> Tensor:
+    cu_seqlens = torch.tensor([0, 20, 33], dtype=torch.int32, device=q.device)
+    lengths = (cu_seqlens, cu_seqlens, 20, 20)
+    return flash_attn_varlen_func(q, q, v, *lengths, 0.5, deterministic=True, backend=backend)
+
+
+each_call = pytest.mark.parametrize("call", [dense, varlen])
+Call = Callable[[Tensor, Tensor, str], Tensor]
+
+
+def sample(device: str, draw: torch.Generator) -> Tensor:
+    return torch.randn(33, 2, 16, generator=draw).half().to(device)
+
+
+def vmapped(call: Call, backend: str, **how: Any) -> Callable[..., Tensor]:
+    return torch.vmap(lambda q, v: call(q, v, backend), **how)
+
+
+@each_call
+@pytest.mark.parametrize("in_dims", [(0, 0), (None, 1)], ids=str)
+def test_error_is_the_default(call: Call, in_dims: Any, backend: str, device: str, draw: torch.Generator) -> None:
+    x = sample(device, draw)
+    q = x.expand(SAMPLES, *x.shape) if in_dims[0] == 0 else x
+    v = torch.stack([x] * SAMPLES, dim=in_dims[1])
+    with pytest.raises(RuntimeError, match=r"dropout.*randomness='error'"):
+        vmapped(call, backend, in_dims=in_dims)(q, v)
+
+
+def test_error_holds_for_inputs_that_are_not_batched(backend: str, device: str, draw: torch.Generator) -> None:
+    x, other = sample(device, draw), torch.zeros(SAMPLES, device=device)
+    with pytest.raises(RuntimeError, match="randomness='error'"):
+        torch.vmap(lambda t: dense(x, x, backend) + t)(other)
+
+
+@each_call
+@pytest.mark.parametrize("in_dims", [(0, 0), (None, 1)], ids=str)
+def test_same_repeats_the_mask(call: Call, in_dims: Any, backend: str, device: str, draw: torch.Generator) -> None:
+    """Each sample is what the call gives from the state of the generator before vmap."""
+    qs, vs = ([sample(device, draw) for _ in range(SAMPLES)] for _ in range(2))
+    if in_dims[0] is None:
+        qs = qs[:1] * SAMPLES
+    q = qs[0] if in_dims[0] is None else torch.stack(qs)
+    expected = []
+    for one_q, one_v in zip(qs, vs, strict=True):
+        torch.manual_seed(1)
+        expected.append(call(one_q, one_v, backend))
+    after = torch.rand(3, device=device)
+    torch.manual_seed(1)
+    got = vmapped(call, backend, in_dims=in_dims, randomness="same")(q, torch.stack(vs, dim=in_dims[1]))
+    assert torch.equal(got, torch.stack(expected))
+    assert torch.equal(torch.rand(3, device=device), after), "vmap draws once"
+
+
+@each_call
+@pytest.mark.parametrize("is_batched", [True, False], ids=["batched", "not_batched"])
+def test_different_draws_for_each_sample(
+    call: Call, is_batched: bool, backend: str, device: str, draw: torch.Generator
+) -> None:
+    x, zeros = sample(device, draw), torch.zeros(SAMPLES, 1, 1, 1, device=device).half()
+
+    def attend(t: Tensor) -> Tensor:
+        return call(x + t, x, backend) if is_batched else call(x, x, backend) + t
+
+    got = torch.vmap(attend, randomness="different")(zeros)
+    assert got.shape == (SAMPLES, *x.shape)
+    for i in range(SAMPLES):
+        assert not any(torch.equal(got[i], got[j]) for j in range(i))
+
+
+@pytest.mark.parametrize("randomness", ["same", "different"])
+def test_gradients_see_the_mask_of_their_sample(randomness: str, backend: str, device: str) -> None:
+    """v is the identity, so that out is the dropped probabilities, and the gradient of out's sum is their sum."""
+    q = torch.zeros(16, 1, 16, device=device).half()
+    v = torch.eye(16, device=device).half()[:, None].expand(SAMPLES, 16, 1, 16)
+
+    def loss(v: Tensor) -> tuple[Tensor, Tensor]:
+        out = dense(q, v, backend)
+        return out.sum(), out
+
+    dv, out = torch.vmap(torch.func.grad(loss, has_aux=True), randomness=randomness)(v)
+    torch.testing.assert_close(dv[..., 0, 0], out[:, :, 0].sum(1))
+    assert torch.equal(out[0], out[1]) == (randomness == "same")
+
+
+def test_vmap_of_vmap_asks_each_level(backend: str, device: str, draw: torch.Generator) -> None:
+    x = sample(device, draw).expand(2, SAMPLES, 33, 2, 16)
+    inner = vmapped(dense, backend, randomness="same")
+    got = torch.vmap(inner, randomness="different")(x, x)
+    assert all(torch.equal(got[i, 0], got[i, j]) for i in range(2) for j in range(SAMPLES))
+    assert not torch.equal(got[0], got[1])
+    with pytest.raises(RuntimeError, match="randomness='error'"):
+        torch.vmap(inner)(x, x)
+
+
+def test_without_dropout_randomness_means_nothing(backend: str, device: str, draw: torch.Generator) -> None:
+    x = torch.stack([sample(device, draw)[None] for _ in range(SAMPLES)])
+    expected = torch.stack([flash_attn_func(one, one, one, backend=backend) for one in x])
+    assert torch.equal(torch.vmap(lambda t: flash_attn_func(t, t, t, backend=backend))(x), expected)
+
+
+def test_same_is_never_traced(backend: str, device: str, draw: torch.Generator) -> None:
+    """A traced program would not set the generator's state: it would draw other masks without saying so."""
+    torch._dynamo.reset()
+    x = sample(device, draw).expand(SAMPLES, 33, 2, 16)
+    same = vmapped(dense, backend, randomness="same")
+    with pytest.raises(Exception, match="randomness='same' cannot be compiled"):
+        torch.compile(same, backend="aot_eager", fullgraph=True)(x, x)
+    out = torch.compile(same, backend="aot_eager")(x, x)  # with a graph break
+    assert torch.equal(out, out[:1].expand_as(out))
