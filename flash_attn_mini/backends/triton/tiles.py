@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def"
 """What all Triton kernels share: the block of a program, and loads and stores of a block of rows.
 
 A tensor is one argument: the tuple (pointer, stride_b, stride_h, stride_s) of [batch, seqlen, heads, headdim], or with
