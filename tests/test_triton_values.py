@@ -33,8 +33,8 @@ WILD_LENGTHS = {
     "begins late": [60, 2**31 - 1, 0],
     "all": [7, -(2**31), 2**31 - 1],
 }
-KEYLESS = Case("keyless", "rows without keys beside rows with keys", 2, 4, 2, 130, 100, 64, causal=True)
-MASKS = {"causal": {"causal": True}, "window": {"window_size": (40, 7)}, "right": {"window_size": (-1, 9)}}
+KEYLESS = Case("keyless", "rows without keys beside rows with keys", 1, 2, 1, 90, 66, 32, causal=True)
+MASKS = {"causal": {"causal": True}, "window": {"window_size": (40, 7)}}
 
 
 @pytest.mark.slow
@@ -130,8 +130,9 @@ def all_results(inputs: Any, dout: Tensor, use_tma: bool, **options: Any) -> dic
 
 @runs_triton
 @pytest.mark.parametrize("use_tma", [False, True], ids=["plain", "tma"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["float16", "float32"])
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(
+    ("dtype", "mask"), [(torch.float16, "causal"), (torch.float16, "window"), (torch.float32, "causal")], ids=str
+)
 @pytest.mark.parametrize("value", [math.nan, math.inf], ids=str)
 def test_nan_in_rows_without_keys_changes_nothing(
     value: float, mask: str, dtype: torch.dtype, use_tma: bool, seed: int
@@ -140,14 +141,12 @@ def test_nan_in_rows_without_keys_changes_nothing(
     expected = all_results((q, k, v), dout, use_tma, **MASKS[mask])
     keyless = expected["lse"][0, 0] == -math.inf
     assert 0 < keyless.sum() < keyless.numel()
-    for dirty in ((q,), (dout,), (q, dout)):
-        before = [x.clone() for x in dirty]
-        for x in dirty:
-            x[:, keyless] = value
+    for dirty in (q, dout):
+        before = dirty.clone()
+        dirty[:, keyless] = value
         for name, result in all_results((q, k, v), dout, use_tma, **MASKS[mask]).items():
             assert torch.equal(result, expected[name]), name
-        for x, clean in zip(dirty, before, strict=True):
-            x.copy_(clean)
+        dirty.copy_(before)
 
 
 @runs_triton

@@ -105,7 +105,7 @@ class Call:
         if self.window is not None:
             arguments["window_left"], arguments["window_right"] = self.window
         if self.modifies_scores:
-            arguments["score_mod"] = self._score_mod()
+            arguments["SCORE_MOD"], arguments["score_mod"] = True, self._score_mod()
         if self.options.dropout_p > 0:
             assert self.rng_state is not None, "dropout needs rng_state"
             arguments["rng_state"] = self.rng_state.contiguous()

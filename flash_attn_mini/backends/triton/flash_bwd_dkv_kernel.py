@@ -69,6 +69,7 @@ def accumulate_dkv(
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
     WINDOW: tl.constexpr,
+    SCORE_MOD: tl.constexpr,
     EVEN_M: tl.constexpr,
     WANT_DK: tl.constexpr,
     WANT_DV: tl.constexpr,
@@ -80,7 +81,7 @@ def accumulate_dkv(
         do_tile = load_rows(dout, batch, head, m, seqlen_q, begin_row, HEAD_DIM, BLOCK_D, BLOCK_M, not EVEN_M, USE_TMA)
         lse_log2 = load_stat(row_stats, 1, batch_head, padded_begin + m, num_heads, padded_q, BLOCK_M, USE_TMA)
         scores_t = tl.dot(k_tile, q_tile.T, input_precision="ieee")
-        if score_mod is None:
+        if not SCORE_MOD:
             p_t = tl.math.exp2(scores_t * qk_scale - lse_log2[None, :])
         else:
             logits_t, derivative_t = modified_logits(scores_t, qk_scale, score_mod, slope, position - m, BLOCK_M)
@@ -104,7 +105,7 @@ def accumulate_dkv(
             if dropout is not None:
                 dp_t = tl.where(keep_t, dp_t * keep_scale, 0.0)
             ds_t = p_t * (dp_t - delta[None, :])
-            if score_mod is not None:
+            if SCORE_MOD:
                 ds_t *= derivative_t
             if MASKED:  # 0 * dp is NaN if V holds NaN or infinity
                 ds_t = tl.where(visible_t, ds_t, 0.0)
@@ -148,6 +149,7 @@ def flash_bwd_dkv_kernel(
     num_sequences=None,
     window_left=None,
     window_right=None,
+    SCORE_MOD: tl.constexpr = False,
     score_mod=None,
     rng_state=None,
     threshold=None,
@@ -210,7 +212,7 @@ def flash_bwd_dkv_kernel(
 
         # Score modification and dropout.
         nheads = nheads_k * heads_per_kv
-        slope = head_slope(score_mod, sequence, nheads, head)
+        slope = head_slope(SCORE_MOD, score_mod, sequence, nheads, head)
         dropout = None
         if rng_state is not None:
             dropout = (dropout_stream(rng_state, sequence * nheads + head), threshold, start_n, keep_scale)
@@ -220,20 +222,20 @@ def flash_bwd_dkv_kernel(
                 dk_acc, dv_acc, k_tile, v_tile, row_stats, q, dout, batch, head, stats_head, num_heads,
                 begin_row, first_row, last_row, m_begin, full_begin, seqlen_q, padded_q, padded_begin,
                 qk_scale, score_mod, slope, position, dropout, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N,
-                True, window_left is not None, EVEN_M, dk is not None, dv is not None, USE_TMA,
+                True, window_left is not None, SCORE_MOD, EVEN_M, dk is not None, dv is not None, USE_TMA,
             )  # fmt: skip
         dk_acc, dv_acc = accumulate_dkv(
             dk_acc, dv_acc, k_tile, v_tile, row_stats, q, dout, batch, head, stats_head, num_heads,
             full_begin_row, first_row, last_row, full_begin, full_end, seqlen_q, padded_q, padded_begin,
             qk_scale, score_mod, slope, position, dropout, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N,
-            False, False, EVEN_M, dk is not None, dv is not None, USE_TMA,
+            False, False, SCORE_MOD, EVEN_M, dk is not None, dv is not None, USE_TMA,
         )  # fmt: skip
         if window_left is not None:
             dk_acc, dv_acc = accumulate_dkv(
                 dk_acc, dv_acc, k_tile, v_tile, row_stats, q, dout, batch, head, stats_head, num_heads,
                 begin_row, first_row, last_row, full_end, m_end, seqlen_q, padded_q, padded_begin,
                 qk_scale, score_mod, slope, position, dropout, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N,
-                True, True, EVEN_M, dk is not None, dv is not None, USE_TMA,
+                True, True, SCORE_MOD, EVEN_M, dk is not None, dv is not None, USE_TMA,
             )  # fmt: skip
 
     if dk is not None:

@@ -43,6 +43,7 @@ def accumulate_dq(
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
     WINDOW: tl.constexpr,
+    SCORE_MOD: tl.constexpr,
     USE_TMA: tl.constexpr,
 ):
     """Add the contributions of keys [n_begin, n_end), BLOCK_N at a time. MASKED: some row may not see all of them."""
@@ -51,7 +52,7 @@ def accumulate_dq(
         v_tile = load_rows(v, batch, head_k, n, seqlen_k, None, HEAD_DIM, BLOCK_D, BLOCK_N, MASKED, USE_TMA)
         scores = tl.dot(q_tile, k_tile.T, input_precision="ieee")
         dp = tl.dot(do_tile, v_tile.T, input_precision="ieee")
-        if score_mod is None:
+        if not SCORE_MOD:
             p = tl.math.exp2(scores * qk_scale - lse_log2[:, None])
         else:
             logits, derivative = modified_logits(scores, qk_scale, score_mod, slope, position - n, BLOCK_N)
@@ -60,7 +61,7 @@ def accumulate_dq(
             stream, threshold, start_m, keep_scale = dropout
             dp = tl.where(keep_tile(stream, threshold, start_m, n, BLOCK_M, BLOCK_N), dp * keep_scale, 0.0)
         ds = p * (dp - delta[:, None])
-        if score_mod is not None:
+        if SCORE_MOD:
             ds *= derivative
         if MASKED:  # ds and not p: 0 * dp is NaN if V holds NaN or infinity
             keys = n + tl.arange(0, BLOCK_N)
@@ -110,6 +111,7 @@ def flash_bwd_dq_kernel(
     num_sequences=None,
     window_left=None,
     window_right=None,
+    SCORE_MOD: tl.constexpr = False,
     score_mod=None,
     rng_state=None,
     threshold=None,
@@ -177,7 +179,7 @@ def flash_bwd_dq_kernel(
             n_end = full_begin
 
         # Score modification and dropout.
-        slope = head_slope(score_mod, sequence, nheads, head)
+        slope = head_slope(SCORE_MOD, score_mod, sequence, nheads, head)
         position = rows + (seqlen_k - seqlen_q)
         dropout = None
         if rng_state is not None:
@@ -189,18 +191,18 @@ def flash_bwd_dq_kernel(
             acc = accumulate_dq(
                 acc, q_tile, do_tile, lse_log2, delta, k, v, batch, head_k, first_key, last_key, n_begin, full_begin,
                 seqlen_k, qk_scale, score_mod, slope, position, dropout,
-                HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, True, True, USE_TMA,
+                HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, True, True, SCORE_MOD, USE_TMA,
             )  # fmt: skip
         acc = accumulate_dq(
             acc, q_tile, do_tile, lse_log2, delta, k, v, batch, head_k, first_key, last_key, full_begin, full_end,
             seqlen_k, qk_scale, score_mod, slope, position, dropout,
-            HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, False, False, USE_TMA,
+            HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, False, False, SCORE_MOD, USE_TMA,
         )  # fmt: skip
         if CAUSAL or not EVEN_N:
             acc = accumulate_dq(
                 acc, q_tile, do_tile, lse_log2, delta, k, v, batch, head_k, first_key, last_key, full_end, n_end,
                 seqlen_k, qk_scale, score_mod, slope, position, dropout,
-                HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, True, window_left is not None, USE_TMA,
+                HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, True, window_left is not None, SCORE_MOD, USE_TMA,
             )  # fmt: skip
         acc = tl.where(sees_nothing[:, None], 0.0, acc * softmax_scale)  # 0 * K is NaN if K holds NaN or infinity
         store_rows(dq, acc, batch, head, start_m, seqlen_q, HEAD_DIM, BLOCK_D, BLOCK_M)

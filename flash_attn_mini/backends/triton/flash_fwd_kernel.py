@@ -43,6 +43,7 @@ def attend_blocks(
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
     WINDOW: tl.constexpr,
+    SCORE_MOD: tl.constexpr,
     USE_TMA: tl.constexpr,
 ):
     """Attend to keys [n_begin, n_end), BLOCK_N at a time. MASKED: some row may not see all of them."""
@@ -50,7 +51,7 @@ def attend_blocks(
     for n in tl.range(n_begin, n_end, BLOCK_N):
         k_tile = load_keys(k, pages, batch, head_k, n, seqlen_k, HEAD_DIM, BLOCK_D, BLOCK_N, MASKED, USE_TMA)
         scores = tl.dot(q_tile, k_tile.T, input_precision="ieee")
-        if score_mod is not None:
+        if SCORE_MOD:
             scores, _ = modified_logits(scores, qk_scale, score_mod, slope, position - n, BLOCK_N)
         elif NEGATIVE_SCALE:
             scores = -scores
@@ -64,7 +65,7 @@ def attend_blocks(
         shift = new_max
         if MASKED:  # a row that has seen no key yet: -inf - -inf would make its probabilities NaN
             shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        if score_mod is None:
+        if not SCORE_MOD:
             # Not scores * qk_scale - shift * qk_scale: one FFMA, but 2^-24 of a score of 1e9 is an exponent of 60.
             p = tl.math.exp2((scores - shift[:, None]) * qk_scale)
             alpha = tl.math.exp2((row_max - shift) * qk_scale)
@@ -122,6 +123,7 @@ def flash_fwd_kernel(
     page_size=None,
     window_left=None,  # None: no window but CAUSAL
     window_right=None,
+    SCORE_MOD: tl.constexpr = False,  # see score_mod.py
     score_mod=None,
     rng_state=None,  # [2] int64: seed and offset; None: no dropout
     threshold=None,  # see keep_tile
@@ -164,7 +166,7 @@ def flash_fwd_kernel(
     )
 
     # Score modification and dropout.
-    slope = head_slope(score_mod, sequence, nheads, head)
+    slope = head_slope(SCORE_MOD, score_mod, sequence, nheads, head)
     position = rows + (seqlen_k - seqlen_q)
     dropout = None
     if rng_state is not None:
@@ -179,18 +181,18 @@ def flash_fwd_kernel(
         state = attend_blocks(
             state, q_tile, k, v, pages, batch, head_k, first_key, last_key, n_begin, full_begin,
             seqlen_k, qk_scale, score_mod, slope, position, dropout,
-            NEGATIVE_SCALE, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, True, True, USE_TMA,
+            NEGATIVE_SCALE, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, True, True, SCORE_MOD, USE_TMA,
         )  # fmt: skip
     state = attend_blocks(
         state, q_tile, k, v, pages, batch, head_k, first_key, last_key, full_begin, full_end,
         seqlen_k, qk_scale, score_mod, slope, position, dropout,
-        NEGATIVE_SCALE, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, False, False, USE_TMA,
+        NEGATIVE_SCALE, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, False, False, SCORE_MOD, USE_TMA,
     )  # fmt: skip
     if CAUSAL or not EVEN_N:
         state = attend_blocks(
             state, q_tile, k, v, pages, batch, head_k, first_key, last_key, full_end, n_end,
             seqlen_k, qk_scale, score_mod, slope, position, dropout,
-            NEGATIVE_SCALE, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, True, window_left is not None, USE_TMA,
+            NEGATIVE_SCALE, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, True, window_left is not None, SCORE_MOD, USE_TMA,
         )  # fmt: skip
 
     # A row without keys has out 0 and lse -inf. Its acc is NaN if V holds NaN or infinity.
@@ -202,7 +204,7 @@ def flash_fwd_kernel(
     else:
         acc = acc * (keep_scale / divisor)[:, None]
     acc = tl.where(is_empty[:, None], 0.0, acc)
-    if score_mod is None:
+    if not SCORE_MOD:
         row_max = row_max * qk_scale
     row_lse = (row_max + tl.math.log2(divisor)) * 0.6931471805599453
     tl.store(lse + rows, row_lse, mask=rows < seqlen_q)

@@ -2,7 +2,8 @@
 """Score modification: from products q.k to logits, with softcap and ALiBi, and the derivative for the backward.
 
 The kernels pass ``score_mod`` on whole: (softcap * log2(e) or None, slopes or None, 1 if the slopes are [batch, nheads]
-or None). It is None for plain attention, which folds its scale into exp2. Logits are in units of log 2, for exp2.
+or None). Plain attention folds its scale into exp2, and its SCORE_MOD is False: Triton cannot compare a tuple that holds
+None with None. Logits are in units of log 2, for exp2.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ import triton.language as tl
 
 
 @triton.jit
-def head_slope(score_mod, sequence, nheads, head):
+def head_slope(SCORE_MOD: tl.constexpr, score_mod, sequence, nheads, head):
     """The ALiBi slope of a head, times log2(e); 0 without ALiBi."""
     slope = 0.0
-    if score_mod is not None:
+    if SCORE_MOD:
         slopes = score_mod[1]
         if slopes is not None:
             if score_mod[2] is not None:
