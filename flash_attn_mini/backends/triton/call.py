@@ -64,6 +64,11 @@ class Call:
         return max(self.q.shape[1] - self.k.shape[1] - right, 0)
 
     @property
+    def may_have_keyless_rows(self) -> bool:
+        """True if some row sees no key, or if the lengths are not known here."""
+        return (self.causal or self.window is not None) and (self.is_varlen or self.begin_row > 0)
+
+    @property
     def modifies_scores(self) -> bool:
         """True if the logits are more than scaled products of q and k: see score_mod.py."""
         return self.options.softcap > 0 or self.options.alibi_slopes is not None

@@ -107,8 +107,6 @@ def accumulate_dkv(
             ds_t = p_t * (dp_t - delta[None, :])
             if SCORE_MOD:
                 ds_t *= derivative_t
-            if MASKED:  # 0 * dp is NaN if V holds NaN or infinity
-                ds_t = tl.where(visible_t, ds_t, 0.0)
             dk_acc = tl.dot(ds_t.to(q_tile.dtype), q_tile, dk_acc, input_precision="ieee")
     return dk_acc, dv_acc
 
@@ -141,6 +139,7 @@ def flash_bwd_dkv_kernel(
     BLOCK_D: tl.constexpr,  # HEAD_DIM rounded up to a power of two
     CAUSAL: tl.constexpr,
     EVEN_M: tl.constexpr,  # seqlen_q is a multiple of BLOCK_M, or TMA reads zeros past the end
+    KEYLESS_ROWS: tl.constexpr,  # some row may see no key
     ROW_STATS_MULTIPLE: tl.constexpr,
     USE_TMA: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -185,14 +184,14 @@ def flash_bwd_dkv_kernel(
             dv = from_row(dv, k_begin)
     start_n = n_block * BLOCK_N
 
-    # The rows. Those without keys may hold NaN or infinity, which 0 * P keeps: zeros are loaded in their place. They
-    # are in masked steps alone; a descriptor begins after them in every step.
+    # The rows. One without keys may hold NaN, which a product with P = 0 keeps: it is loaded as zeros. Only masked steps
+    # meet such rows, but with USE_TMA the descriptor begins after them for all steps.
     first_row, last_row, m_begin, full_begin, full_end, m_end = visible_queries(
         start_n, seqlen_q, seqlen_k, window_left, window_right, CAUSAL, BLOCK_M, BLOCK_N
     )
     begin_row = None
     full_begin_row = None
-    if CAUSAL or window_left is not None:
+    if KEYLESS_ROWS:
         begin_row = first_seeing_row(seqlen_q, seqlen_k, window_left, window_right)
         if USE_TMA:
             full_begin_row = begin_row

@@ -57,18 +57,18 @@ def accumulate_dq(
         else:
             logits, derivative = modified_logits(scores, qk_scale, score_mod, slope, position - n, BLOCK_N)
             p = tl.math.exp2(logits - lse_log2[:, None])
+        if MASKED:
+            keys = n + tl.arange(0, BLOCK_N)
+            visible = keys[None, :] <= last_key[:, None]
+            if WINDOW:
+                visible = visible & (keys[None, :] >= first_key[:, None])
+            p = tl.where(visible, p, 0.0)
         if dropout is not None:
             stream, threshold, start_m, keep_scale = dropout
             dp = tl.where(keep_tile(stream, threshold, start_m, n, BLOCK_M, BLOCK_N), dp * keep_scale, 0.0)
         ds = p * (dp - delta[:, None])
         if SCORE_MOD:
             ds *= derivative
-        if MASKED:  # ds and not p: 0 * dp is NaN if V holds NaN or infinity
-            keys = n + tl.arange(0, BLOCK_N)
-            visible = keys[None, :] <= last_key[:, None]
-            if WINDOW:
-                visible = visible & (keys[None, :] >= first_key[:, None])
-            ds = tl.where(visible, ds, 0.0)
         acc = tl.dot(ds.to(k_tile.dtype), k_tile, acc, input_precision="ieee")
     return acc
 
@@ -204,5 +204,7 @@ def flash_bwd_dq_kernel(
                 seqlen_k, qk_scale, score_mod, slope, position, dropout,
                 HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, True, window_left is not None, SCORE_MOD, USE_TMA,
             )  # fmt: skip
-        acc = tl.where(sees_nothing[:, None], 0.0, acc * softmax_scale)  # 0 * K is NaN if K holds NaN or infinity
+        acc = acc * softmax_scale
+        if CAUSAL or not EVEN_N:  # a row without keys: dout, K or V may have made acc NaN
+            acc = tl.where(lse_log2[:, None] == float("inf"), 0.0, acc)
         store_rows(dq, acc, batch, head, start_m, seqlen_q, HEAD_DIM, BLOCK_D, BLOCK_M)

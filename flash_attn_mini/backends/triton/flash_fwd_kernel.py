@@ -195,7 +195,7 @@ def flash_fwd_kernel(
             NEGATIVE_SCALE, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, True, window_left is not None, SCORE_MOD, USE_TMA,
         )  # fmt: skip
 
-    # A row without keys has out 0 and lse -inf. Its acc is NaN if V holds NaN or infinity.
+    # A row without keys has out 0 and lse -inf.
     acc, row_sum, row_max = state
     is_empty = row_sum == 0.0
     divisor = tl.where(is_empty, 1.0, row_sum)
@@ -203,7 +203,8 @@ def flash_fwd_kernel(
         acc = acc * (1.0 / divisor)[:, None]
     else:
         acc = acc * (keep_scale / divisor)[:, None]
-    acc = tl.where(is_empty[:, None], 0.0, acc)
+    if CAUSAL or not EVEN_N:  # NaN or infinity in V may have made acc NaN
+        acc = tl.where(is_empty[:, None], 0.0, acc)
     if not SCORE_MOD:
         row_max = row_max * qk_scale
     row_lse = (row_max + tl.math.log2(divisor)) * 0.6931471805599453

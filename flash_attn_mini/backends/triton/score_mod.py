@@ -2,8 +2,8 @@
 """Score modification: from products q.k to logits, with softcap and ALiBi, and the derivative for the backward.
 
 The kernels pass ``score_mod`` on whole: (softcap * log2(e) or None, slopes or None, 1 if the slopes are [batch, nheads]
-or None). Plain attention folds its scale into exp2, and its SCORE_MOD is False: Triton cannot compare a tuple that holds
-None with None. Logits are in units of log 2, for exp2.
+or None). SCORE_MOD is False for plain attention, which folds its scale into exp2. It is a separate flag because Triton
+3.6 cannot compare a tuple that holds None with None. Logits are in units of log 2, for exp2.
 """
 
 from __future__ import annotations
