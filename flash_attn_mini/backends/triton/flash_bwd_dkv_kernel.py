@@ -184,8 +184,8 @@ def flash_bwd_dkv_kernel(
             dv = from_row(dv, k_begin)
     start_n = n_block * BLOCK_N
 
-    # The rows. One without keys may hold NaN, which a product with P = 0 keeps: it is loaded as zeros. Only masked steps
-    # meet such rows, but with USE_TMA the descriptor begins after them for all steps.
+    # The rows. One without keys may hold NaN, which a product with P = 0 keeps: it is loaded as zeros. Only masked
+    # steps meet such rows, but with USE_TMA the descriptor begins after them for all steps.
     first_row, last_row, m_begin, full_begin, full_end, m_end = visible_queries(
         start_n, seqlen_q, seqlen_k, window_left, window_right, CAUSAL, BLOCK_M, BLOCK_N
     )
