@@ -110,8 +110,8 @@ def backward(
 
     readable: list[Any] = [None if t is None else t.resolve_neg() for t in tensors]
     into_q, into_k, into_v = (None if t is None or t.stride(-1) != 1 or t.is_neg() else t for t in into)
-    rest = (sequences, _readable(options), rng_state, output_mask)
-    *gradients, softmax_d = launch_bwd.backward(*readable, *rest, (into_q, into_k, into_v))
+    readable += [sequences, _readable(options), rng_state, output_mask, (into_q, into_k, into_v)]
+    *gradients, softmax_d = launch_bwd.backward(*readable)
     dq, dk, dv = (
         q.new_empty((0,))
         if gradient is None

@@ -67,16 +67,18 @@ def backward(
 
     The tensors of ``into`` receive dq, dk and dv; their last stride is 1.
     """
-    rest = (softmax_lse, dsoftmax_lse, options, sequences, rng_state, output_mask)
     if INTERPRETED and q.dtype == torch.bfloat16:  # the interpreter's dot product misreads bfloat16
-        floats = (t.float() for t in (dout, q, k, v, out))
-        *gradients, softmax_d = backward(*floats, *rest[:2], sequences, options, rng_state, output_mask)
+        floats: list[Any] = [t.float() for t in (dout, q, k, v, out)]
+        arguments: list[Any] = [*floats, softmax_lse, dsoftmax_lse, sequences, options, rng_state, output_mask]
+        *gradients, softmax_d = backward(*arguments)
         dq, dk, dv = (
             None if g is None else g.to(torch.bfloat16) if given is None else given.copy_(g)
             for g, given in zip(gradients, into, strict=True)
         )
         return dq, dk, dv, softmax_d
-    call = prepare(dout, q, k, v, out, *rest, into)
+    call = prepare(
+        dout, q, k, v, out, softmax_lse, dsoftmax_lse, options, sequences, rng_state, output_mask, into
+    )  # fmt: skip
     if call.q.numel() == 0 or (call.k.numel() == 0 and not call.is_varlen):
         fill_with_zeros(call)
     else:
