@@ -1,9 +1,9 @@
 """Checks and times explicit configurations of the Triton forward kernel on a GPU; tune_triton_backward.py does so for
 the backward kernels.
 
-Run it as `python benchmarks/tune_triton.py`; only torch and Triton are needed, not the compiled extension. It prints
-errors against float64 first, then one table per problem, best configuration first, each timed against PyTorch's
-FLASH_ATTENTION in turns. What is learnt goes into backends/triton/configs.py and docs/tuning.md.
+Run `python benchmarks/tune_triton.py`. It needs torch and Triton, not the compiled extension. It prints errors against
+float64 first, then one table per problem, best configuration first, each timed alternately with PyTorch's
+FLASH_ATTENTION. The results go into backends/triton/configs.py and docs/tuning.md.
 """
 
 from __future__ import annotations
@@ -40,13 +40,19 @@ CHECKS = [
 
 
 def import_backend(launcher: str = "launch") -> tuple[Any, Any]:
-    """The backend's launcher and configurations, without running the package's __init__ (it needs the extension)."""
+    """The backend's launcher and configurations, without the package's __init__, which needs the extension."""
     for name in ("flash_attn_mini", "flash_attn_mini.backends"):
         stub = types.ModuleType(name)
         stub.__path__ = [str(ROOT / name.replace(".", "/"))]
         sys.modules.setdefault(name, stub)
     base = "flash_attn_mini.backends.triton"
     return importlib.import_module(f"{base}.{launcher}"), importlib.import_module(f"{base}.configs")
+
+
+def plain_options(head_dim: int, causal: bool) -> Any:
+    """The options of plain attention."""
+    options = importlib.import_module("flash_attn_mini.options")
+    return options.Options(0.0, head_dim**-0.5, causal, -1, -1, 0.0, None)
 
 
 def listed_configs(tile: Callable[..., Any], head_dim: int) -> list[Any]:
@@ -138,10 +144,8 @@ def check(launch: Any, configs: Any) -> bool:
             expected, expected_lse = attention_in(torch.float64, q, k, v, causal)
             rival = (attention_in(dtype, q, k, v, causal)[0].double() - expected).abs().max().item()
             case = f"{str(dtype)[6:]} d{head_dim} {seqlen_q}x{seqlen_k} h{nheads}/{nheads_k} causal={causal}"
-            for config in configs.FORWARD.candidates(
-                launch.head_dim_block(head_dim), 2, launch.has_tma(q.device), limit
-            ):
-                call = launch.prepare(q, k, v, launch.Options(head_dim**-0.5, causal))
+            for config in configs.FORWARD.candidates(launch.head_dim_block(head_dim), 2, launch.tma_reaches(q), limit):
+                call = launch.prepare(q, k, v, plain_options(head_dim, causal))
                 out, lse = call.out.fill_(math.nan), call.lse.fill_(math.nan)
                 try:
                     launch.launch(call, config)
@@ -175,7 +179,7 @@ def time_problem(
 ) -> list[tuple[str, float, float]]:
     """(label, TFLOP/s, ratio to FLASH_ATTENTION) of each configuration, best first."""
     q, k, v = random_inputs(BATCH, seqlen, seqlen, NHEADS, NHEADS, head_dim, torch.float16)
-    call = launch.prepare(q, k, v, launch.Options(head_dim**-0.5, causal))
+    call = launch.prepare(q, k, v, plain_options(head_dim, causal))
     flops = 4 * BATCH * NHEADS * seqlen * seqlen * head_dim / (2 if causal else 1)
     transposed = [t.transpose(1, 2) for t in (q, k, v)]
 
@@ -188,7 +192,7 @@ def time_problem(
             if time.monotonic() > deadline:
                 print("  (out of time: the rest of this problem is left out)")
                 break
-            if config.kwargs["USE_TMA"] and not launch.has_tma(q.device):
+            if config.kwargs["USE_TMA"] and not launch.tma_reaches(q):
                 continue
             name = label(config)
 

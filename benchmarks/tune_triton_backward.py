@@ -1,10 +1,10 @@
 """Compiles, checks and times explicit configurations of the Triton backward kernels on a GPU.
 
-Run it as `python benchmarks/tune_triton_backward.py --json FILE`; only torch and Triton are needed, not the compiled
-extension. Every candidate is compiled and checked against float64 in a process of its own, many at a time, so that one
-that does not compile or breaks the CUDA context costs nothing but itself. The survivors are timed kernel by kernel; the
-best of each kernel together are timed in turns with PyTorch's FLASH_ATTENTION backward. The lists for
-backends/triton/configs.py are printed and, with every time taken, written to FILE.
+Run `python benchmarks/tune_triton_backward.py --json FILE`. It needs torch and Triton, not the compiled extension. Each
+candidate is compiled and checked against float64 in a process of its own, many at a time, so that a failure ends no
+other candidate. The correct ones are timed kernel by kernel. The best of each kernel are then timed together,
+alternately with PyTorch's FLASH_ATTENTION backward. It prints the lists for backends/triton/configs.py and writes them
+to FILE with all times.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
-from tune_triton import BATCH, NHEADS, attention_in, import_backend, milliseconds, random_inputs, reason
+from tune_triton import BATCH, NHEADS, attention_in, import_backend, milliseconds, plain_options, random_inputs, reason
 
 CHECK_TIMEOUT = 150.0  # seconds for one candidate: starting Python, four kernels to compile, a small reference
 CHECK_SHARE = 0.5  # of the time that checks may take
@@ -154,19 +154,17 @@ def gradients_in(
 
 
 def prepared(launch_bwd: Any, inputs: tuple[torch.Tensor, ...], dout: torch.Tensor, causal: bool) -> Any:
-    """A call on what float64 says the forward returns; its outputs are full of NaN."""
+    """A call with the out and lse of a float64 forward; its own outputs are full of NaN."""
     out, lse = attention_in(torch.float64, *inputs, causal)
-    scale = inputs[0].shape[-1] ** -0.5
-    options = launch_bwd.Options(scale, causal)
-    arguments = (dout, *inputs, out.to(dout.dtype), lse.float(), None, options)
-    call = launch_bwd.prepare(*arguments, (True, True, True))
+    options = plain_options(inputs[0].shape[-1], causal)
+    call = launch_bwd.prepare(dout, *inputs, out.to(dout.dtype), lse.float(), None, options)
     for tensor in (call.dq, call.dk, call.dv, call.row_stats):
         tensor.fill_(math.nan)
     return call
 
 
 def launch(launch_bwd: Any, configs: Any, kernel: str, call: Any, tile: Tile) -> None:
-    """Run one kernel; two times where dK and dV have a launch each."""
+    """Run one kernel; twice if dK and dV have a launch each."""
     config = tile.config(configs)
     if kernel == "dq":
         launch_bwd.launch_dq(call, config)
@@ -229,7 +227,7 @@ def check_all(tasks: list[tuple[str, int, Tile]], deadline: float) -> dict[tuple
 
 
 def backward_flops(head_dim: int, seqlen: int, causal: bool) -> float:
-    """Five products, as everyone counts a backward; these kernels do seven."""
+    """Operations of five products, the usual count of a backward; these kernels do seven."""
     return 10.0 * BATCH * NHEADS * seqlen * seqlen * head_dim / (2 if causal else 1)
 
 
@@ -245,9 +243,8 @@ class Timed:
         arguments = (out, leaves, dout.transpose(1, 2))
         self.flash = partial(torch.autograd.grad, *arguments, retain_graph=True)
         lse = torch.ops.aten._scaled_dot_product_flash_attention(*(t.detach() for t in leaves), 0.0, causal)[1]
-        scale = head_dim**-0.5
         tensors = (dout, q.detach(), k.detach(), v.detach(), out.detach().transpose(1, 2), lse, None)
-        self.prepare = partial(launch_bwd.prepare, *tensors, launch_bwd.Options(scale, causal), (True, True, True))
+        self.prepare = partial(launch_bwd.prepare, *tensors, plain_options(head_dim, causal))
         self.call = self.prepare()
 
     def difference(self, gradients: tuple[torch.Tensor, ...]) -> float:
@@ -259,7 +256,7 @@ class Timed:
 def time_kernel(
     launch_bwd: Any, configs: Any, timed: Timed, kernel: str, tiles: list[Tile], deadline: float
 ) -> list[tuple[Tile, float]]:
-    """(candidate, milliseconds), best first: the better of two rounds, so that a hiccup decides nothing."""
+    """(candidate, milliseconds), best first: the better of two rounds, so that one outlier does not count."""
     times: dict[Tile, float] = {}
     for _ in range(2):
         for tile in tiles:

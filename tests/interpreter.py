@@ -1,4 +1,4 @@
-"""A second run of a test file in Triton's interpreter, which has to be switched on before Triton is imported."""
+"""Runs a test file in Triton's interpreter, in a new process: Triton reads TRITON_INTERPRET when it is imported."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ starts_the_interpreter = pytest.mark.skipif(
 
 
 def run_in_the_interpreter(file: str) -> None:
-    """The tests of a file, in a process of its own."""
+    """Run the tests of a file in a new process."""
     pytest.importorskip("triton")
     command = [sys.executable, "-m", "pytest", file, "-q", "--tb=short", "-p", "no:cacheprovider"]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": ""}

@@ -1,7 +1,6 @@
-"""The Triton backend's own tests: small cases, every configuration, the choice among them, and what TMA may address.
+"""The Triton forward: small cases, every configuration, the choice of one, and the tensors that TMA can address.
 
-On a GPU the compiled kernel runs. Elsewhere everything runs in Triton's interpreter, which has to be switched on before
-Triton is imported: in a process of its own, started by the first test below. test_forward.py runs the full list of
+The first test runs the others in Triton's interpreter where there is no GPU. test_forward.py runs the full list of
 cases on a GPU.
 """
 
@@ -18,15 +17,12 @@ from flash_attn_mini.backends import triton as backend
 
 from .bounds import assert_forward_accurate
 from .cases import SMALL_FORWARD_CASES, Case, make_inputs
-from .interpreter import INTERPRETED, run_in_the_interpreter, starts_the_interpreter
+from .interpreter import run_in_the_interpreter, starts_the_interpreter
+from .triton_calls import DEVICE, HAS_GPU, forward, gpu, make_options, runs_triton, softmax_scale
 
-HAS_GPU = torch.cuda.is_available()
-DEVICE = "cuda" if HAS_GPU else "cpu"
 # The interpreter computes bfloat16 in float32, and float32 as it does float16: a few cases each are enough there.
 OTHER_DTYPES_FOR = ("square_65_causal", "masked_rows", "headdim_100", "layout_expanded", "scale_zero", "gqa_3_causal")
 
-runs_triton = pytest.mark.skipif(not HAS_GPU and not INTERPRETED, reason="runs in the interpreter's process")
-gpu = pytest.mark.gpu
 TILE_CASE = Case("tile", "a full tile and a ragged one in both directions", 1, 2, 1, 140, 150, 64)
 
 
@@ -51,10 +47,6 @@ def launcher() -> Any:
     return launch
 
 
-def softmax_scale(case: Case) -> float:
-    return case.headdim**-0.5 if case.softmax_scale is None else case.softmax_scale
-
-
 def tile_configs() -> list[Any]:
     """(float32 or 16 bits, head dim, configuration) of everything in the tables."""
     pytest.importorskip("triton")
@@ -72,7 +64,7 @@ def tile_configs() -> list[Any]:
 @pytest.mark.parametrize(("case", "dtype"), cases_and_dtypes())
 def test_small_case_is_as_accurate_as_pytorch(case: Case, dtype: torch.dtype, seed: int, described_seed: str) -> None:
     q, k, v = make_inputs(case, dtype, DEVICE, seed)
-    out, lse = backend.forward(q, k, v, softmax_scale=softmax_scale(case), causal=case.causal)
+    out, lse = forward(q, k, v, softmax_scale=softmax_scale(case), causal=case.causal)
     described = f"{case.name} ({case.why})\n  {case.shape} dtype={dtype}\n  {described_seed}"
     assert_forward_accurate(q, k, v, out, lse, case=described, causal=case.causal, softmax_scale=case.softmax_scale)
 
@@ -83,21 +75,19 @@ def test_small_case_is_as_accurate_as_pytorch(case: Case, dtype: torch.dtype, se
 def test_every_configuration_is_right(
     is_float32: bool, head_dim: int, config: Any, causal: bool, seed: int, described_seed: str
 ) -> None:
-    from flash_attn_mini.backends.triton.options import Options
-
     launch = launcher()
     dtype = torch.float32 if is_float32 else torch.float16
     case = dataclasses.replace(TILE_CASE, headdim=head_dim, causal=causal)
     q, k, v = make_inputs(case, dtype, DEVICE, seed)
     if HAS_GPU:
-        if config.kwargs["USE_TMA"] and not (launch.tma_reaches(q) and launch.tma_reaches(k) and launch.tma_reaches(v)):
+        if config.kwargs["USE_TMA"] and not (launch.tma_reaches(q, k, v)):
             pytest.skip("no TMA on this GPU")
         from flash_attn_mini.backends.triton.configs import FORWARD
         from flash_attn_mini.backends.triton.tuner import shared_memory_limit
 
         if FORWARD.shared_memory(config, head_dim, q.element_size()) > shared_memory_limit(q.device):
             pytest.skip("this GPU has too little shared memory")
-    call = launch.prepare(q, k, v, Options(softmax_scale(case), causal))
+    call = launch.prepare(q, k, v, make_options(softmax_scale(case), causal))
     call.out.fill_(math.nan)
     call.lse.fill_(math.nan)
     launch.launch(call, config)
@@ -109,10 +99,10 @@ def test_every_configuration_is_right(
 @runs_triton
 def test_trace_names_the_kernel_and_its_tiles(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture) -> None:
     q, k, v = make_inputs(TILE_CASE, torch.float16, DEVICE, 0)
-    backend.forward(q, k, v, softmax_scale=0.125, causal=True)
+    forward(q, k, v, softmax_scale=0.125, causal=True)
     assert "flash_fwd_kernel" not in capfd.readouterr().err
     monkeypatch.setenv("FLASH_ATTN_MINI_TRACE", "1")
-    backend.forward(q, k, v, softmax_scale=0.125, causal=True)
+    forward(q, k, v, softmax_scale=0.125, causal=True)
     lines = [line for line in capfd.readouterr().err.splitlines() if "flash_fwd_kernel" in line]
     assert len(lines) == 1
     for field in ("BLOCK_M=", "BLOCK_N=", "num_warps=", "num_stages=", "grid=", "USE_TMA="):
@@ -131,13 +121,14 @@ def test_trace_names_the_kernel_and_its_tiles(monkeypatch: pytest.MonkeyPatch, c
         pytest.param((2, 8, 4, 64), (0, 256, 64, 1), 0, False, id="expanded batch"),
     ],
 )
-def test_what_tma_reaches(
+def test_tma_reaches_aligned_tensors_alone(
     shape: tuple[int, ...], strides: tuple[int, ...], offset: int, reached: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launch = launcher()
-    monkeypatch.setattr(launch, "has_tma", lambda device: True)
+    from flash_attn_mini.backends.triton import operands
+
+    monkeypatch.setattr(operands, "has_tma", lambda device: True)
     tensor = torch.zeros(8192, dtype=torch.float16, device=DEVICE).as_strided(shape, strides, offset)
-    assert launch.tma_reaches(tensor) is reached
+    assert operands.tma_reaches(tensor) is reached
 
 
 @runs_triton
@@ -173,7 +164,7 @@ def test_another_length_neither_tunes_nor_compiles_again() -> None:
 
     def run(seqlen: int) -> None:
         q = torch.randn(4, seqlen, 8, 64, dtype=torch.float16, device="cuda")
-        backend.forward(q, q, q, softmax_scale=0.125, causal=True)
+        forward(q, q, q, softmax_scale=0.125, causal=True)
 
     run(2048)
     tuned = len(launch.TUNER.chosen)
@@ -189,10 +180,10 @@ def test_another_length_neither_tunes_nor_compiles_again() -> None:
 @gpu
 def test_capture_in_a_cuda_graph_does_not_tune() -> None:
     q = torch.randn(1, 64, 2, 64, dtype=torch.float16, device="cuda")
-    expected, _ = backend.forward(q, q, q, softmax_scale=0.125, causal=True)
+    expected, _ = forward(q, q, q, softmax_scale=0.125, causal=True)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out, _ = backend.forward(q, q, q, softmax_scale=0.125, causal=True)
+        out, _ = forward(q, q, q, softmax_scale=0.125, causal=True)
     out.zero_()
     graph.replay()
     assert torch.equal(out, expected)

@@ -1,7 +1,6 @@
-"""The Triton backward's own tests: small cases, every configuration, subsets of the gradients, and its memory's edges.
+"""The Triton backward: small cases, every configuration, subsets of the gradients, and writes outside of them.
 
-On a GPU the compiled kernels run. Elsewhere everything runs in Triton's interpreter, which has to be switched on before
-Triton is imported: in a process of its own, started by the first test below. test_backward.py runs the full list of
+The first test runs the others in Triton's interpreter where there is no GPU. test_backward.py runs the full list of
 cases on a GPU.
 """
 
@@ -16,14 +15,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_attn_mini.backends import triton as backend
-
 from .bounds import FLOOR, assert_gradients_accurate
 from .cases import Case, make_dlse, make_dout, make_inputs
 from .flash_bounds import assert_gradients_accurate_beside_flash
 from .interpreter import INTERPRETED, run_in_the_interpreter, starts_the_interpreter
 from .poison import Guard, PoisonIntact, poisoned
-from .test_triton import DEVICE, HAS_GPU, TILE_CASE, cases_and_dtypes, gpu, runs_triton, softmax_scale
+from .test_triton import TILE_CASE, cases_and_dtypes
+from .triton_calls import DEVICE, HAS_GPU, backward, forward, gpu, make_options, runs_triton, softmax_scale
 
 WITH_DLSE = (
     *("square_65", "more_keys", "masked_rows", "no_keys", "mqa", "scale_negative", "headdim_192_causal"),
@@ -66,13 +64,13 @@ class Problem:
     @classmethod
     def make(cls, case: Case, dtype: torch.dtype, seed: int, *, with_dlse: bool = False) -> Problem:
         inputs = make_inputs(case, dtype, DEVICE, seed)
-        out, lse = backend.forward(*inputs, softmax_scale=softmax_scale(case), causal=case.causal)
+        out, lse = forward(*inputs, softmax_scale=softmax_scale(case), causal=case.causal)
         dlse = make_dlse(case, dtype, DEVICE, seed) if with_dlse else None
         return cls(case, inputs, make_dout(case, dtype, DEVICE, seed), dlse, out, lse)
 
     def backward(self, **options: Any) -> Any:
         scale, causal = softmax_scale(self.case), self.case.causal
-        return backend.backward(
+        return backward(
             self.dout, *self.inputs, self.out, self.lse, self.dlse, softmax_scale=scale, causal=causal, **options
         )
 
@@ -89,7 +87,7 @@ class Problem:
         )
 
     def delta(self) -> Tensor:
-        """What softmax_d should be, in float64: 0 for a row that sees no key."""
+        """softmax_d in float64: 0 for a row that sees no key."""
         products = (self.dout.double() * self.out.double()).sum(-1).transpose(1, 2)
         delta = products if self.dlse is None else products - self.dlse.double()
         return delta.masked_fill(self.lse == -math.inf, 0.0)
@@ -138,8 +136,6 @@ def test_gradients_of_a_small_case_are_as_accurate_as_pytorch(
 def test_every_configuration_is_right(
     kernel: str, table: str, head_dim: int, config: Any, causal: bool, seed: int, described_seed: str
 ) -> None:
-    from flash_attn_mini.backends.triton.options import Options
-
     launch_bwd = launcher()
     dtype = torch.float32 if table == "float32" else torch.float16
     case = dataclasses.replace(TILE_CASE, headdim=head_dim, causal=causal)
@@ -152,9 +148,9 @@ def test_every_configuration_is_right(
             pytest.skip("no TMA on this GPU")
         if tuner.tables.shared_memory(config, head_dim, dtype.itemsize) > shared_memory_limit(problem.dout.device):
             pytest.skip("this GPU has too little shared memory")
-    options = Options(softmax_scale(case), causal)
+    options = make_options(softmax_scale(case), causal)
     arguments = (problem.dout, *problem.inputs, problem.out, problem.lse, None, options)
-    call = launch_bwd.prepare(*arguments, (True, True, True))
+    call = launch_bwd.prepare(*arguments)
     for tensor in (call.dq, call.dk, call.dv, call.row_stats):
         tensor.fill_(math.nan)
     if kernel == "dq":
@@ -203,13 +199,11 @@ def test_unwanted_gradients_cost_no_kernel(monkeypatch: pytest.MonkeyPatch, capf
 
 @runs_triton
 def test_nothing_is_written_outside_the_gradients(seed: int) -> None:
-    from flash_attn_mini.backends.triton.options import Options
-
     launch_bwd = launcher()
     problem = Problem.make(MASKED_CASE, torch.float16, seed, with_dlse=True)
-    options = Options(softmax_scale(MASKED_CASE), MASKED_CASE.causal)
+    options = make_options(softmax_scale(MASKED_CASE), MASKED_CASE.causal)
     arguments = (problem.dout, *problem.inputs, problem.out, problem.lse, problem.dlse, options)
-    call = launch_bwd.prepare(*arguments, (True, True, True))
+    call = launch_bwd.prepare(*arguments)
     written = {name: getattr(call, name) for name in ("dq", "dk", "dv", "row_stats")}
     inside = {name: poisoned(tuple(t.shape), t.dtype, DEVICE) for name, t in written.items()}
     intact = [PoisonIntact(t) for t in inside.values()]
@@ -220,7 +214,7 @@ def test_nothing_is_written_outside_the_gradients(seed: int) -> None:
 
 
 @runs_triton
-def test_gradients_go_where_the_caller_wants_them(seed: int) -> None:
+def test_gradients_are_written_into_the_tensors_of_the_caller(seed: int) -> None:
     problem = Problem.make(dataclasses.replace(MASKED_CASE, seqlen_k=90, nheads_k=4), torch.float16, seed)
     expected = problem.backward()[:3]
     packed = torch.full((2, 90, 3, 4, 64), math.nan, dtype=torch.float16, device=DEVICE)
@@ -232,13 +226,13 @@ def test_gradients_go_where_the_caller_wants_them(seed: int) -> None:
 
 
 @runs_triton
-@pytest.mark.parametrize("arriving", [math.nan, math.inf, -math.inf], ids=str)
-def test_what_arrives_at_the_lse_of_a_row_without_keys_goes_nowhere(arriving: float, seed: int) -> None:
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)
+def test_the_gradient_of_the_lse_of_a_row_without_keys_changes_nothing(value: float, seed: int) -> None:
     problem = Problem.make(MASKED_CASE, torch.float16, seed, with_dlse=True)
     assert problem.dlse is not None
     expected = problem.backward()
     unseen = MASKED_CASE.seqlen_q - MASKED_CASE.seqlen_k
-    problem.dlse[:, :, :unseen] = arriving
+    problem.dlse[:, :, :unseen] = value
     for got, before in zip(problem.backward(), expected, strict=True):
         assert torch.equal(got, before)
 
@@ -276,8 +270,8 @@ def test_another_length_neither_tunes_nor_compiles_again() -> None:
 
     def run(seqlen: int) -> None:
         q = torch.randn(4, seqlen, 8, 64, dtype=torch.float16, device="cuda")
-        out, lse = backend.forward(q, q, q, softmax_scale=0.125, causal=True)
-        backend.backward(q, q, q, q, out, lse, None, softmax_scale=0.125, causal=True)
+        out, lse = forward(q, q, q, softmax_scale=0.125, causal=True)
+        backward(q, q, q, q, out, lse, None, softmax_scale=0.125, causal=True)
 
     def count() -> tuple[int, ...]:
         kernels = (launch_bwd.flash_bwd_dq_kernel, launch_bwd.flash_bwd_dkv_kernel)
@@ -294,10 +288,10 @@ def test_another_length_neither_tunes_nor_compiles_again() -> None:
 @gpu
 def test_capture_in_a_cuda_graph_does_not_tune() -> None:
     q = torch.randn(1, 64, 2, 64, dtype=torch.float16, device="cuda")
-    out, lse = backend.forward(q, q, q, softmax_scale=0.125, causal=True)
+    out, lse = forward(q, q, q, softmax_scale=0.125, causal=True)
 
     def gradients() -> list[Tensor]:
-        return list(backend.backward(q, q, q, q, out, lse, None, softmax_scale=0.125, causal=True))
+        return list(backward(q, q, q, q, out, lse, None, softmax_scale=0.125, causal=True))
 
     expected = gradients()
     graph = torch.cuda.CUDAGraph()

@@ -1,7 +1,7 @@
 """The Triton backend beyond plain attention: windows, softcap, ALiBi, dropout, sequences of variable length, pages.
 
-Where these tests run, and in which process: as test_triton.py says. test_features.py and test_varlen.py run the full
-lists of cases on a GPU.
+The first test runs the others in Triton's interpreter where there is no GPU. test_features.py and test_varlen.py run
+the full lists of cases on a GPU.
 """
 
 from __future__ import annotations
@@ -14,23 +14,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_attn_mini.backends import triton as backend
+from flash_attn_mini.options import Sequences
 from flash_attn_mini.reference import attention_varlen_reference, dropout_mask, dropout_masks_varlen, visible_keys
 
 from .bounds import assert_forward_accurate, assert_gradients_accurate
 from .cases import Case, make_dlse, make_dout, make_inputs, options_of
 from .feature_cases import FEATURE_CASES
-from .interpreter import INTERPRETED, run_in_the_interpreter, starts_the_interpreter
+from .interpreter import run_in_the_interpreter, starts_the_interpreter
 from .poison import Guard
+from .triton_calls import DEVICE, HAS_GPU, backward, forward, gpu, make_options, runs_triton
 from .varlen_cases import VARLEN_CASES, VarlenCase, expectation_options, make_batch
 
-HAS_GPU = torch.cuda.is_available()
-DEVICE = "cuda" if HAS_GPU else "cpu"
-
-runs_triton = pytest.mark.skipif(not HAS_GPU and not INTERPRETED, reason="runs in the interpreter's process")
-gpu = pytest.mark.gpu
-
-# What the interpreter has the time for; a few in other dtypes, as its float32 is the kernels' and its bfloat16 float32.
+# The cases that the interpreter has time for, most of them in float16: its bfloat16 is float32.
 DENSE_IN_THE_INTERPRETER = (
     *("softcap_scores_1e4", "softcap_masked_rows", "dropout_half", "dropout_most", "dropout_one_key"),
     *("dropout_no_keys", "window_0_0_decode", "alibi_decode", "together_odd_head_dim", "together_layout"),
@@ -80,8 +75,8 @@ def test_features_are_as_accurate_as_pytorch(case: Case, dtype: torch.dtype, see
     guard = Guard(*inputs, dout)
     rng_state = rng_state_of(seed)
     options = package_options(case, rng_state)
-    out, lse = backend.forward(*inputs, **options)
-    *gradients, softmax_d = backend.backward(dout, *inputs, out, lse, dlse, **options)
+    out, lse = forward(*inputs, **options)
+    *gradients, softmax_d = backward(dout, *inputs, out, lse, dlse, **options)
     guard.check()
     expected = options_of(case, DEVICE)
     if case.dropout_p > 0:
@@ -102,11 +97,11 @@ def test_variable_lengths_are_as_accurate_as_pytorch(
     batch, rng_state = make_batch(case, dtype, DEVICE, seed), rng_state_of(seed)
     options = package_options(case, rng_state)
     guard = Guard(batch.q, batch.k, batch.v, batch.dout)
-    out, lse = backend.varlen_forward(
-        batch.q, batch.k, batch.v, *batch.lengths, **options, block_table=batch.block_table
-    )
+    sequences = Sequences(*batch.lengths, batch.block_table)
+    out, lse = forward(batch.q, batch.k, batch.v, sequences=sequences, **options)
     inputs = (batch.q, batch.rows(batch.k), batch.rows(batch.v))
-    *gradients, softmax_d = backend.varlen_backward(batch.dout, *inputs, out, lse, None, *batch.lengths, **options)
+    sequences = sequences._replace(block_table=None)
+    *gradients, softmax_d = backward(batch.dout, *inputs, out, lse, None, sequences=sequences, **options)
     guard.check()
     expected = expectation_options(case, batch, rng_state)
     described = f"{case.name} ({case.why})\n  {case.shape} dtype={dtype}\n  {described_seed}"
@@ -130,8 +125,9 @@ def test_gradients_of_the_lse_of_variable_lengths(name: str, seed: int, describe
     batch, rng_state = make_batch(case, torch.float16, DEVICE, seed), rng_state_of(seed)
     inputs, options = (batch.q, batch.k, batch.v), package_options(case, rng_state)
     dlse = torch.randn(case.nheads, sum(case.lengths_q), device=DEVICE)
-    out, lse = backend.varlen_forward(*inputs, *batch.lengths, **options)
-    *gradients, _ = backend.varlen_backward(batch.dout, *inputs, out, lse, dlse, *batch.lengths, **options)
+    sequences = Sequences(*batch.lengths)
+    out, lse = forward(*inputs, sequences=sequences, **options)
+    *gradients, _ = backward(batch.dout, *inputs, out, lse, dlse, sequences=sequences, **options)
     options = {**options_of(case, DEVICE), **expectation_options(case, batch, rng_state)}
     cumulative, masks = options.pop("cu_seqlens"), options.pop("dropout_mask", None)
     leaves = [x.double().requires_grad_() for x in inputs]
@@ -151,11 +147,11 @@ def test_the_mask_of_dropout_is_that_of_the_reference_bit_for_bit(is_float32: bo
     v = torch.eye(32, dtype=dtype, device=DEVICE)[None, :, None].expand(2, 32, 2, 32).contiguous()
     options = {"softmax_scale": 1.0, "causal": False, "dropout_p": p, "rng_state": rng_state_of(seed)}
     mask = dropout_mask(options["rng_state"], p, 2, 2, 70, 32, device=DEVICE)
-    out, lse = backend.forward(q, k, v, **options)
+    out, lse = forward(q, k, v, **options)
     assert torch.equal(out.transpose(1, 2) != 0, mask)
     dout = torch.zeros_like(q)
     dout[:, :32] = v  # dv[j, i] = P[i, j] of the first 32 queries
-    _, _, dv, _ = backend.backward(dout, q, k, v, out, lse, None, **options)
+    _, _, dv, _ = backward(dout, q, k, v, out, lse, None, **options)
     assert torch.equal(dv.permute(0, 2, 3, 1) != 0, mask[:, :, :32])
 
 
@@ -166,7 +162,7 @@ def test_the_mask_of_dropout_counts_within_each_sequence(seed: int) -> None:
     rows = torch.cat([torch.arange(n) for n in (37, 0, 83, 1)])
     v = torch.eye(128, dtype=torch.float16)[rows][:, None].expand(121, 2, 128).contiguous().to(DEVICE)
     options = {"softmax_scale": 1.0, "causal": False, "dropout_p": 0.25, "rng_state": rng_state_of(seed)}
-    out, _ = backend.varlen_forward(q, q, v, cumulative, cumulative, 83, 83, **options)
+    out, _ = forward(q, q, v, sequences=Sequences(cumulative, cumulative, 83, 83), **options)
     masks = dropout_masks_varlen(options["rng_state"], 0.25, 2, cumulative, cumulative)
     for b, mask in enumerate(masks):
         begin, end = cumulative[b : b + 2].tolist()
@@ -181,8 +177,8 @@ def test_repeated_calls_give_the_same_bits(name: str, seed: int) -> None:
     options = package_options(case, rng_state_of(seed))
 
     def run() -> list[Tensor]:
-        out, lse = backend.forward(*inputs, **options)
-        return [out, lse, *backend.backward(dout, *inputs, out, lse, None, **options)]
+        out, lse = forward(*inputs, **options)
+        return [out, lse, *backward(dout, *inputs, out, lse, None, **options)]
 
     first = run()
     for _ in range(20):
@@ -194,15 +190,17 @@ def test_trace_names_the_features(monkeypatch: pytest.MonkeyPatch, capfd: pytest
     case = FEATURES_BY_NAME["together_layout"]
     inputs = make_inputs(case, torch.float16, DEVICE, 0)
     monkeypatch.setenv("FLASH_ATTN_MINI_TRACE", "1")
-    backend.forward(*inputs, **package_options(case, rng_state_of(0)))
+    forward(*inputs, **package_options(case, rng_state_of(0)))
     (line,) = [line for line in capfd.readouterr().err.splitlines() if "triton.flash_fwd_kernel" in line]
     assert "features=alibi+dropout" in line
     assert "window=" in line
 
 
-def looks(ranges: Tensor, visible: Tensor, block: int, step: int) -> None:
-    """``ranges`` [blocks of rows, 4] against ``visible`` [rows, columns]: all that is seen is visited, no step in which
-    nothing is seen, and none without a mask in which anything is not."""
+def check_ranges(ranges: Tensor, visible: Tensor, block: int, step: int) -> None:
+    """Check ``ranges`` [blocks of rows, 4] against ``visible`` [rows, columns].
+
+    The steps cover every visible pair, each step has one, and a step without a mask has no other.
+    """
     for b, (begin, full_begin, full_end, end) in enumerate(ranges.tolist()):
         rows = visible[b * block : (b + 1) * block]
         columns = rows.any(0).nonzero().flatten().tolist()
@@ -231,25 +229,25 @@ def test_blocks_out_of_sight_are_skipped_and_only_edges_masked(lengths: tuple[in
         ):
             ranges = torch.empty(-(-seen.shape[0] // block), 4, dtype=torch.int32, device=DEVICE)
             probe[(ranges.shape[0],)](ranges, seqlen_q, seqlen_k, left, right, False, block_m, block_n)
-            looks(ranges, seen, block, step)
+            check_ranges(ranges, seen, block, step)
 
 
 @runs_triton
 @pytest.mark.parametrize("lengths", [(5, 0, 64, 1, 130, 0), (0, 0), (17,), tuple(i * 7 % 40 for i in range(300))])
 def test_every_block_of_every_sequence_is_found_once(lengths: tuple[int, ...]) -> None:
-    """300 sequences are more than are looked at together: the search halves first."""
+    """300 sequences are more than find_block loads at once: it bisects first."""
     from . import triton_probes
 
     cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=DEVICE)
     blocks = sum(lengths) // 16 + len(lengths)
     found = torch.empty(blocks, 2, dtype=torch.int32, device=DEVICE)
-    triton_probes.find_block_probe[(blocks,)](cu_seqlens, len(lengths), found, 16)
+    triton_probes.find_block_probe[(blocks,)](cu_seqlens, len(lengths), sum(lengths), found, 16)
     real = [(b, block) for b, block in found.tolist() if block * 16 < lengths[b]]
     assert real == [(b, block) for b, length in enumerate(lengths) for block in range(-(-length // 16))]
 
 
 @runs_triton
-def test_a_kind_that_nobody_times_falls_back_where_resources_run_out() -> None:
+def test_an_untimed_kind_falls_back_where_resources_run_out() -> None:
     from triton.runtime.errors import OutOfResources
 
     from flash_attn_mini.backends.triton import configs
@@ -270,7 +268,7 @@ def test_a_kind_that_nobody_times_falls_back_where_resources_run_out() -> None:
 
 
 def untimed_configs() -> list[Any]:
-    """(kernel, table, head dim, configuration) of everything in the tables that nobody times."""
+    """(kernel, head dim, configuration) of everything in the untimed tables."""
     pytest.importorskip("triton")
     from flash_attn_mini.backends.triton import configs
 
@@ -291,7 +289,6 @@ def test_every_untimed_configuration_is_right(
     kernel: str, head_dim: int, config: Any, seed: int, described_seed: str
 ) -> None:
     from flash_attn_mini.backends.triton import launch, launch_bwd
-    from flash_attn_mini.backends.triton.options import Options
     from flash_attn_mini.backends.triton.tuner import shared_memory_limit
 
     case = dataclasses.replace(FEATURES_BY_NAME["together"], headdim=head_dim)
@@ -301,18 +298,21 @@ def test_every_untimed_configuration_is_right(
     tuner = {"fwd": launch.TUNER, "dq": launch_bwd.DQ_TUNER, "dkv": launch_bwd.DKV_TUNER}[kernel]
     if tuner.tables.shared_memory(config, head_dim, 2) > shared_memory_limit(inputs[0].device):
         pytest.skip("this GPU has too little shared memory")
-    options = Options(**package_options(case, rng_state := rng_state_of(seed)))
+    rng_state = rng_state_of(seed)
+    given = package_options(case, rng_state)
+    del given["rng_state"]
+    options = make_options(**given)
     expected = options_of(case, DEVICE)
     sizes = (case.batch, case.nheads, case.seqlen_q, case.seqlen_k)
     expected["dropout_mask"] = dropout_mask(rng_state, case.dropout_p, *sizes, device=DEVICE)
     described = f"{config}, {case.shape}\n  {described_seed}"
     if kernel == "fwd":
-        call = launch.prepare(*inputs, options)
+        call = launch.prepare(*inputs, options, None, rng_state)
         launch.launch(call, config)
         assert_forward_accurate(*inputs, call.out, call.lse, case=described, **expected)
         return
-    out, lse = launch.forward(*inputs, options)
-    call = launch_bwd.prepare(dout, *inputs, out, lse, None, options, (True, True, True))
+    out, lse = launch.forward(*inputs, None, options, rng_state)
+    call = launch_bwd.prepare(dout, *inputs, out, lse, None, options, None, rng_state)
     launch_bwd.run(call)
     gradients: Any = (call.dq, None, None)
     if kernel == "dq":
@@ -335,7 +335,7 @@ def test_no_length_or_window_compiles_another_kernel() -> None:
         cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cuda")
         q = torch.randn(sum(lengths), 2, 64, dtype=torch.float16, device="cuda")
         options = {"softmax_scale": 0.1, "causal": True, "window_size": (window, 0)}
-        backend.varlen_forward(q, q, q, cu_seqlens, cu_seqlens, max(lengths), max(lengths), **options)
+        forward(q, q, q, sequences=Sequences(cu_seqlens, cu_seqlens, max(lengths), max(lengths)), **options)
         return sum(len(cache[0]) for cache in launch.flash_fwd_kernel.device_caches.values())
 
     first = run((128, 256), 64)
@@ -344,14 +344,15 @@ def test_no_length_or_window_compiles_another_kernel() -> None:
 
 @gpu
 def test_capture_in_a_cuda_graph(seed: int) -> None:
-    """Nothing of a call with variable lengths waits for the GPU, or it could not be captured."""
+    """A call with variable lengths does not wait for the GPU, or the capture would fail."""
     case = VARLEN_BY_NAME["together"]
     batch, rng_state = make_batch(case, torch.float16, DEVICE, seed), rng_state_of(seed)
     inputs, options = (batch.q, batch.k, batch.v), package_options(case, rng_state)
+    sequences = Sequences(*batch.lengths)
 
     def run() -> list[Tensor]:
-        out, lse = backend.varlen_forward(*inputs, *batch.lengths, **options)
-        return [out, *backend.varlen_backward(batch.dout, *inputs, out, lse, None, *batch.lengths, **options)]
+        out, lse = forward(*inputs, sequences=sequences, **options)
+        return [out, *backward(batch.dout, *inputs, out, lse, None, sequences=sequences, **options)]
 
     expected = run()
     graph = torch.cuda.CUDAGraph()

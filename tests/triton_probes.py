@@ -10,10 +10,10 @@ from flash_attn_mini.backends.triton.visible import visible_keys, visible_querie
 
 
 @triton.jit
-def find_block_probe(cu_seqlens, num_sequences, found, BLOCK: tl.constexpr):
+def find_block_probe(cu_seqlens, num_sequences, total, found, BLOCK: tl.constexpr):
     """found [blocks, 2]: sequence and block of it."""
     index = tl.program_id(0)
-    sequence, block = find_block(cu_seqlens, num_sequences, index, BLOCK)
+    sequence, block = find_block(cu_seqlens, num_sequences, total, index, BLOCK)
     tl.store(found + 2 * index, sequence)
     tl.store(found + 2 * index + 1, block)
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from . import cpu, cuda, triton_adapter
+from . import cpu, cuda, triton
 from .extension import FourTensors as FourTensors
 from .extension import Gradients as Gradients
 
@@ -46,7 +46,7 @@ class Backend:
 
 BACKENDS: dict[str, Backend] = {
     name: Backend(name, module.forward, module.backward, module.unavailable_reason)
-    for name, module in (("cuda", cuda), ("triton", triton_adapter), ("cpu", cpu))
+    for name, module in (("cuda", cuda), ("triton", triton), ("cpu", cpu))
 }
 
 _chosen: contextvars.ContextVar[str | None] = contextvars.ContextVar("flash_attn_mini_backend", default=None)

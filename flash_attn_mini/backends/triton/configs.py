@@ -1,7 +1,7 @@
-"""Tile sizes, warps, stages and kind of loads of the Triton kernels: what is tried, and what is taken untried.
+"""Configurations of the Triton kernels: tile sizes, warps, stages, and loads by TMA or not.
 
-tuner.py asks here. A configuration is a triton.Config over BLOCK_M, BLOCK_N and USE_TMA; the figures behind the lists
-are in docs/tuning.md. Kinds of calls that nobody times, such as those with dropout, have lists of their own.
+tuner.py reads the tables. A configuration is a triton.Config over BLOCK_M, BLOCK_N and USE_TMA. The measurements behind
+the lists are in docs/tuning.md. Kinds of calls that are not timed, such as those with dropout, have their own lists.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import triton
 
-# By head dim, rounded up to a power of two; the first of a list is the one taken untried.
+# By head dim, rounded up to a power of two. The first of a list is used where nothing is timed.
 ByHeadDim = dict[int, list[triton.Config]]
 
 
@@ -29,21 +29,21 @@ class Tables:
     hopper: ByHeadDim
     plain: ByHeadDim  # Ampere, Ada, and tensors that TMA cannot address
     float32: ByHeadDim
-    untimed_hopper: ByHeadDim  # what windows, softcap, ALiBi and dropout leave the registers for
-    untimed_plain: ByHeadDim  # likewise, and sequences of variable length
-    resident: str  # the kind of block that a program keeps: BLOCK_M or BLOCK_N; the other kind streams by
-    resident_tiles: int  # how many tensors it keeps a block of; two stream by
+    untimed_hopper: ByHeadDim  # for windows, softcap, ALiBi and dropout, which need registers
+    untimed_plain: ByHeadDim  # the same without TMA, and sequences of variable length
+    resident: str  # the rows that a program keeps: BLOCK_M or BLOCK_N; it loops over the others
+    resident_tiles: int  # number of tensors that it keeps; it loops over two
 
     def every_config(self) -> list[triton.Config]:
-        """What is timed."""
+        """The configurations that are timed."""
         return [c for table in (self.hopper, self.plain, self.float32) for configs in table.values() for c in configs]
 
     def candidates(
         self, block_d: int, itemsize: int, tma_reaches: bool, shared_memory_limit: int, *, timed: bool = True
     ) -> list[triton.Config]:
-        """The configurations worth trying, the most likely first: those that fit in shared memory, or the smallest.
+        """The configurations to try, the most likely first: those that fit in shared memory, or the smallest.
 
-        Untimed, the rest are there for a GPU on which the first runs out of resources.
+        Without timing, the others serve GPUs on which the first runs out of resources.
         """
         hopper, plain = (self.hopper, self.plain) if timed else (self.untimed_hopper, self.untimed_plain)
         tables = [self.float32] if itemsize == 4 else [hopper, plain] if tma_reaches else [plain]
@@ -55,7 +55,7 @@ class Tables:
         return [min(configs, key=lambda c: self.shared_memory(c, block_d, itemsize))]
 
     def shared_memory(self, config: triton.Config, block_d: int, itemsize: int) -> int:
-        """Bytes of the blocks kept and of the stages of those that stream by, and 2 KiB for what the compiler adds."""
+        """Bytes of the resident tiles and of all stages of the others, and 2 KiB for the compiler."""
         streamed = "BLOCK_N" if self.resident == "BLOCK_M" else "BLOCK_M"
         rows = self.resident_tiles * config.kwargs[self.resident] + 2 * config.num_stages * config.kwargs[streamed]
         return int(rows * block_d * itemsize) + 2048
@@ -121,7 +121,7 @@ FORWARD = Tables(
     resident_tiles=1,  # Q
 )
 
-# BLOCK_M divides launch_bwd.ROW_STATS_MULTIPLE here and in the next one.
+# BLOCK_M divides launch_bwd.ROW_STATS_MULTIPLE in both backward tables.
 BACKWARD_DQ = Tables(
     hopper={
         64: [

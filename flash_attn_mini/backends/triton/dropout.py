@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Dropout: which probabilities of a tile are kept, bit for bit as csrc/common/philox.h has it.
+"""Dropout: the mask of a tile, bit for bit that of csrc/common/philox.h.
 
-attend_blocks, accumulate_dq and accumulate_dkv ask for each tile anew; no mask is ever stored.
+attend_blocks, accumulate_dq and accumulate_dkv compute it for each tile. No mask is stored.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def philox4x32(c0, c1, c2, c3, key0, key1):
-    """128 random bits for each counter. All are uint32; the counters' shapes need only broadcast together.
+    """128 random bits for each counter. All arguments are uint32, and the shapes of the counters broadcast.
 
     tl.umulhi, not the upper half of a 64-bit product: the compiler gives a tile of uint64 another layout, and moves the
     result through shared memory.
@@ -33,7 +33,7 @@ def dropout_stream(
     rng_state,  # [2] int64: seed and offset
     sequence_head,  # sequence * nheads + head
 ):
-    """What the random bits of one head of one sequence depend on, beside query and key."""
+    """The key and the fixed part of the counter of philox4x32, for one head of one sequence."""
     seed = tl.load(rng_state).to(tl.uint64)
     offset = tl.load(rng_state + 1).to(tl.uint64)
     key0 = seed.to(tl.uint32)
@@ -43,7 +43,7 @@ def dropout_stream(
 
 @triton.jit
 def keep_tile(
-    stream,  # what dropout_stream returned
+    stream,  # from dropout_stream
     threshold,  # a pair is dropped when its 16 random bits are below
     start_m,  # first query and first key of the tile: multiples of 16
     start_n,
@@ -52,8 +52,8 @@ def keep_tile(
 ):
     """(BLOCK_M, BLOCK_N) booleans: which probabilities are kept.
 
-    One counter serves 8 pairs: queries r and r + 8, keys 2c, 2c + 1, 2c + 8 and 2c + 9 of 16 x 16. Tensor-core products
-    leave the same 8 in one thread, so the compiler finds a layout in which nothing has to move.
+    One counter serves 8 pairs: queries r and r + 8, keys 2c, 2c + 1, 2c + 8 and 2c + 9 of 16 x 16. A tensor-core
+    product has the same 8 in one thread, so the compiler finds a layout without data movement.
     """
     key0, key1, sequence_head, offset = stream
     m = start_m // 16 + tl.arange(0, BLOCK_M // 16)[:, None, None, None]
@@ -63,7 +63,7 @@ def keep_tile(
     x0, x1, x2, x3 = philox4x32(
         (m * 32 + (r * 4 + c)).to(tl.uint32), n.to(tl.uint32), sequence_head, offset, key0, key1
     )
-    # The key's last bit chooses between x0, x1 and x2, x3, its eights between the two; the query's eights the half.
-    bits = tl.join(tl.join(x0, x2), tl.join(x1, x3))  # (m, n, r, c, last bit, eights of the key)
-    kept = tl.join((bits & 0xFFFF) >= threshold, (bits >> 16) >= threshold)  # (..., eights of the query)
+    # Bit 0 of the key chooses x0 and x1 or x2 and x3, bit 3 one of the two; bit 3 of the query chooses the half.
+    bits = tl.join(tl.join(x0, x2), tl.join(x1, x3))  # (m, n, r, c, bit 0 of the key, bit 3 of the key)
+    kept = tl.join((bits & 0xFFFF) >= threshold, (bits >> 16) >= threshold)  # (..., bit 3 of the query)
     return kept.permute(0, 6, 2, 1, 5, 3, 4).reshape(BLOCK_M, BLOCK_N)

@@ -1,7 +1,7 @@
 """The first backward kernel in Triton: delta, and dQ of one block of BLOCK_M query rows of one head.
 
 The chain: launch_bwd.backward -> flash_bwd_dq_kernel -> accumulate_dq -> tiles.load_rows. A program reads Q, dO and O
-of its rows once and walks over the keys. flash_bwd_dkv_kernel runs after it and reads what it left in row_stats.
+of its rows once and loops over the keys. flash_bwd_dkv_kernel runs after it and reads row_stats.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 
 from .dropout import dropout_stream, keep_tile
-from .score_mod import alibi_bias, capped, capped_derivative, tanh_gap
+from .score_mod import head_slope, modified_logits
 from .sequences import find_block, sequence_rows
-from .tiles import assigned_block, load_rows, store_rows
+from .tiles import assigned_block, from_row, load_rows, store_rows
 from .visible import visible_keys
 
 
@@ -25,12 +25,6 @@ def accumulate_dq(
     delta,  # (BLOCK_M,) float32
     k,
     v,
-    k_stride_b,
-    k_stride_h,
-    k_stride_s,
-    v_stride_b,
-    v_stride_h,
-    v_stride_s,
     batch,
     head_k,
     first_key,  # (BLOCK_M,) int32: the first key that each row sees; counts with WINDOW
@@ -39,7 +33,7 @@ def accumulate_dq(
     n_end,
     seqlen_k,
     qk_scale,
-    softcap,  # as in attend_blocks, and slope and position
+    score_mod,  # as in attend_blocks, also slope and position
     slope,
     position,
     dropout,  # (stream, threshold, start_m, keep_scale), or None
@@ -49,30 +43,19 @@ def accumulate_dq(
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
     WINDOW: tl.constexpr,
+    SCORE_MOD: tl.constexpr,
     USE_TMA: tl.constexpr,
 ):
-    """Add what keys [n_begin, n_end) give, BLOCK_N at a time. MASKED: a row may not see all of them."""
+    """Add the contributions of keys [n_begin, n_end), BLOCK_N at a time. MASKED: some row may not see all of them."""
     for n in tl.range(n_begin, n_end, BLOCK_N):
-        k_tile = load_rows(
-            k, k_stride_b, k_stride_h, k_stride_s, batch, head_k, n, seqlen_k,
-            HEAD_DIM, BLOCK_D, BLOCK_N, MASKED, USE_TMA,
-        )  # fmt: skip
-        v_tile = load_rows(
-            v, v_stride_b, v_stride_h, v_stride_s, batch, head_k, n, seqlen_k,
-            HEAD_DIM, BLOCK_D, BLOCK_N, MASKED, USE_TMA,
-        )  # fmt: skip
+        k_tile = load_rows(k, batch, head_k, n, seqlen_k, None, HEAD_DIM, BLOCK_D, BLOCK_N, MASKED, USE_TMA)
+        v_tile = load_rows(v, batch, head_k, n, seqlen_k, None, HEAD_DIM, BLOCK_D, BLOCK_N, MASKED, USE_TMA)
         scores = tl.dot(q_tile, k_tile.T, input_precision="ieee")
         dp = tl.dot(do_tile, v_tile.T, input_precision="ieee")
-        if softcap is None and slope is None:
+        if not SCORE_MOD:
             p = tl.math.exp2(scores * qk_scale - lse_log2[:, None])
         else:
-            if softcap is None:
-                logits = scores * qk_scale
-            else:
-                gap = tanh_gap(scores, qk_scale)
-                logits = capped(gap, softcap)
-            if slope is not None:
-                logits += alibi_bias(slope, position - n, BLOCK_N)
+            logits, derivative = modified_logits(scores, qk_scale, score_mod, slope, position - n, BLOCK_N)
             p = tl.math.exp2(logits - lse_log2[:, None])
         if MASKED:
             keys = n + tl.arange(0, BLOCK_N)
@@ -84,51 +67,33 @@ def accumulate_dq(
             stream, threshold, start_m, keep_scale = dropout
             dp = tl.where(keep_tile(stream, threshold, start_m, n, BLOCK_M, BLOCK_N), dp * keep_scale, 0.0)
         ds = p * (dp - delta[:, None])
-        if softcap is not None:
-            ds *= capped_derivative(gap)
+        if SCORE_MOD:
+            ds *= derivative
         acc = tl.dot(ds.to(k_tile.dtype), k_tile, acc, input_precision="ieee")
     return acc
 
 
-# Another length, number of heads or window must not compile another kernel.
+# See flash_fwd_kernel.
 NOT_SPECIALIZED = [
     "seqlen_q", "seqlen_k", "batch_heads", "nheads", "heads_per_kv", "heads_per_group",
-    "num_sequences", "window_left", "window_right", "alibi_stride", "threshold",
+    "num_sequences", "window_left", "window_right", "threshold",
 ]  # fmt: skip
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def flash_bwd_dq_kernel(
-    q,  # [batch, seqlen_q, nheads, headdim]: a pointer, or what load_rows calls a descriptor
-    k,  # [batch, seqlen_k, nheads_k, headdim], likewise
-    v,  # [batch, seqlen_k, nheads_k, headdim], likewise
-    dout,  # [batch, seqlen_q, nheads, headdim], likewise
-    out,  # [batch, seqlen_q, nheads, headdim]: always a pointer
-    dq,  # [batch, seqlen_q, nheads, headdim]: a pointer; DELTA_ONLY: not written
+    q,  # [batch, seqlen_q, nheads, headdim]: a tuple or a descriptor, see tiles.py
+    k,  # [batch, seqlen_k, nheads_k, headdim], like q
+    v,  # [batch, seqlen_k, nheads_k, headdim], like q
+    dout,  # [batch, seqlen_q, nheads, headdim], like q
+    out,  # [batch, seqlen_q, nheads, headdim]: a tuple
+    dq,  # [batch, seqlen_q, nheads, headdim]: a tuple; None: dQ is not wanted
     lse,  # [batch, nheads, seqlen_q] float32, contiguous
-    dlse,  # likewise, or None: zeros
+    dlse,  # like lse, or None: zeros
     row_stats,  # [2, batch, nheads, padded_q] float32: delta, and lse * log2(e)
-    q_stride_b,
-    q_stride_h,
-    q_stride_s,
-    k_stride_b,
-    k_stride_h,
-    k_stride_s,
-    v_stride_b,
-    v_stride_h,
-    v_stride_s,
-    do_stride_b,
-    do_stride_h,
-    do_stride_s,
-    o_stride_b,
-    o_stride_h,
-    o_stride_s,
-    dq_stride_b,
-    dq_stride_h,
-    dq_stride_s,
     softmax_scale,
-    qk_scale,  # softmax_scale * log2(e); softcap: 2 * softmax_scale / softcap * log2(e)
-    seqlen_q,  # variable length: the rows of all sequences, of which the tensors have one batch
+    qk_scale,  # softmax_scale * log2(e); with score_mod see modified_logits
+    seqlen_q,  # variable length: the rows of all sequences, and the tensors have one batch entry
     seqlen_k,
     batch_heads,  # batch * nheads
     nheads,
@@ -138,27 +103,24 @@ def flash_bwd_dq_kernel(
     BLOCK_D: tl.constexpr,  # HEAD_DIM rounded up to a power of two
     CAUSAL: tl.constexpr,
     EVEN_N: tl.constexpr,  # without the causal mask: seqlen_k is a multiple of BLOCK_N
-    DELTA_ONLY: tl.constexpr,  # dQ is not wanted
     ROW_STATS_MULTIPLE: tl.constexpr,
     USE_TMA: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    cu_seqlens_q=None,  # from here on as in flash_fwd_kernel
-    cu_seqlens_k=None,
+    cu_seqlens=None,  # from here on as in flash_fwd_kernel
     num_sequences=None,
     window_left=None,
     window_right=None,
-    softcap=None,
-    alibi_slopes=None,
-    alibi_stride=None,
+    SCORE_MOD: tl.constexpr = False,
+    score_mod=None,
     rng_state=None,
     threshold=None,
     keep_scale=None,
 ):
     """Grid: padded_q / BLOCK_M * batch * nheads programs."""
-    # Which rows of which head. padded_q is seqlen_q rounded up to ROW_STATS_MULTIPLE; of variable length, each sequence
-    # begins at a multiple of it, at the first block that find_block gives it.
-    if cu_seqlens_q is None:
+    # The rows and the head of this program. padded_q is seqlen_q rounded up to ROW_STATS_MULTIPLE. Of variable length,
+    # each sequence begins at a multiple of it, at the first block that find_block gives it.
+    if cu_seqlens is None:
         padded_q = tl.cdiv(seqlen_q, ROW_STATS_MULTIPLE) * ROW_STATS_MULTIPLE
     else:
         padded_q = (seqlen_q // ROW_STATS_MULTIPLE + num_sequences) * ROW_STATS_MULTIPLE
@@ -169,36 +131,30 @@ def flash_bwd_dq_kernel(
     stats = row_stats + batch_head.to(tl.int64) * padded_q + m_block * BLOCK_M + tl.arange(0, BLOCK_M)
     lse_offset = batch_head.to(tl.int64) * seqlen_q
     sequence = batch
-    if cu_seqlens_q is not None:
+    if cu_seqlens is not None:
         PER_UNIT: tl.constexpr = ROW_STATS_MULTIPLE // BLOCK_M
-        sequence, unit = find_block(cu_seqlens_q, num_sequences, m_block // PER_UNIT, ROW_STATS_MULTIPLE)
+        sequence, unit = find_block(cu_seqlens[0], num_sequences, seqlen_q, m_block // PER_UNIT, ROW_STATS_MULTIPLE)
         m_block = unit * PER_UNIT + m_block % PER_UNIT
-        q_begin, seqlen_q = sequence_rows(cu_seqlens_q, sequence)
-        k_begin, seqlen_k = sequence_rows(cu_seqlens_k, sequence)
+        q_begin, seqlen_q = sequence_rows(cu_seqlens[0], sequence, seqlen_q)
+        k_begin, seqlen_k = sequence_rows(cu_seqlens[1], sequence, seqlen_k)
         if m_block * BLOCK_M >= seqlen_q:  # padding
             tl.store(stats, tl.zeros([BLOCK_M], tl.float32))
             tl.store(stats + batch_heads.to(tl.int64) * padded_q, tl.full([BLOCK_M], float("inf"), tl.float32))
             return
-        q += q_begin.to(tl.int64) * q_stride_s
-        dout += q_begin.to(tl.int64) * do_stride_s
-        out += q_begin.to(tl.int64) * o_stride_s
-        k += k_begin.to(tl.int64) * k_stride_s
-        v += k_begin.to(tl.int64) * v_stride_s
+        q = from_row(q, q_begin)
+        dout = from_row(dout, q_begin)
+        out = from_row(out, q_begin)
+        k = from_row(k, k_begin)
+        v = from_row(v, k_begin)
         lse_offset += q_begin
-        if not DELTA_ONLY:
-            dq += q_begin.to(tl.int64) * dq_stride_s
+        if dq is not None:
+            dq = from_row(dq, q_begin)
     start_m = m_block * BLOCK_M
     rows = start_m + tl.arange(0, BLOCK_M)
 
     # delta, and the lse as exp2 wants it. A row without keys or beyond the last has lse * log2(e) = inf: its P is 0.
-    do_tile = load_rows(
-        dout, do_stride_b, do_stride_h, do_stride_s, batch, head, start_m, seqlen_q,
-        HEAD_DIM, BLOCK_D, BLOCK_M, True, USE_TMA,
-    )  # fmt: skip
-    o_tile = load_rows(
-        out, o_stride_b, o_stride_h, o_stride_s, batch, head, start_m, seqlen_q,
-        HEAD_DIM, BLOCK_D, BLOCK_M, True, False,
-    )  # fmt: skip
+    do_tile = load_rows(dout, batch, head, start_m, seqlen_q, None, HEAD_DIM, BLOCK_D, BLOCK_M, True, USE_TMA)
+    o_tile = load_rows(out, batch, head, start_m, seqlen_q, None, HEAD_DIM, BLOCK_D, BLOCK_M, True, False)
     in_range = rows < seqlen_q
     row_offset = lse_offset + rows
     delta = tl.sum(do_tile.to(tl.float32) * o_tile.to(tl.float32), 1)
@@ -206,13 +162,13 @@ def flash_bwd_dq_kernel(
         delta -= tl.load(dlse + row_offset, mask=in_range, other=0.0)
     row_lse = tl.load(lse + row_offset, mask=in_range, other=float("-inf"))
     sees_nothing = row_lse == float("-inf")
-    delta = tl.where(sees_nothing, 0.0, delta)  # whatever arrived: P * delta with a P of 0 and a delta of NaN is NaN
+    delta = tl.where(sees_nothing, 0.0, delta)  # dout and dlse of such a row may be NaN
     lse_log2 = tl.where(sees_nothing, float("inf"), row_lse * 1.4426950408889634)
     tl.store(stats, delta)
     tl.store(stats + batch_heads.to(tl.int64) * padded_q, lse_log2)
 
-    if not DELTA_ONLY:
-        # Which keys.
+    if dq is not None:
+        # The keys.
         first_key, last_key, n_begin, full_begin, full_end, n_end = visible_keys(
             start_m, rows, seqlen_q, seqlen_k, window_left, window_right, CAUSAL, BLOCK_M, BLOCK_N
         )
@@ -222,42 +178,33 @@ def flash_bwd_dq_kernel(
             full_end = full_begin
             n_end = full_begin
 
-        # What becomes of the scores and the probabilities.
-        slope = None
-        position = None
-        if alibi_slopes is not None:
-            slope = tl.load(alibi_slopes + sequence.to(tl.int64) * alibi_stride + head) * 1.4426950408889634
-            position = rows + (seqlen_k - seqlen_q)
+        # Score modification and dropout.
+        slope = head_slope(SCORE_MOD, score_mod, sequence, nheads, head)
+        position = rows + (seqlen_k - seqlen_q)
         dropout = None
         if rng_state is not None:
             dropout = (dropout_stream(rng_state, sequence * nheads + head), threshold, start_m, keep_scale)
 
-        q_tile = load_rows(
-            q, q_stride_b, q_stride_h, q_stride_s, batch, head, start_m, seqlen_q,
-            HEAD_DIM, BLOCK_D, BLOCK_M, True, USE_TMA,
-        )  # fmt: skip
+        q_tile = load_rows(q, batch, head, start_m, seqlen_q, None, HEAD_DIM, BLOCK_D, BLOCK_M, True, USE_TMA)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         if window_left is not None:
             acc = accumulate_dq(
-                acc, q_tile, do_tile, lse_log2, delta, k, v,
-                k_stride_b, k_stride_h, k_stride_s, v_stride_b, v_stride_h, v_stride_s, batch, head_k,
-                first_key, last_key, n_begin, full_begin, seqlen_k, qk_scale, softcap, slope, position, dropout,
-                HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, True, True, USE_TMA,
+                acc, q_tile, do_tile, lse_log2, delta, k, v, batch, head_k, first_key, last_key, n_begin, full_begin,
+                seqlen_k, qk_scale, score_mod, slope, position, dropout,
+                HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, True, True, SCORE_MOD, USE_TMA,
             )  # fmt: skip
         acc = accumulate_dq(
-            acc, q_tile, do_tile, lse_log2, delta, k, v,
-            k_stride_b, k_stride_h, k_stride_s, v_stride_b, v_stride_h, v_stride_s, batch, head_k,
-            first_key, last_key, full_begin, full_end, seqlen_k, qk_scale, softcap, slope, position, dropout,
-            HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, False, False, USE_TMA,
+            acc, q_tile, do_tile, lse_log2, delta, k, v, batch, head_k, first_key, last_key, full_begin, full_end,
+            seqlen_k, qk_scale, score_mod, slope, position, dropout,
+            HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, False, False, SCORE_MOD, USE_TMA,
         )  # fmt: skip
         if CAUSAL or not EVEN_N:
             acc = accumulate_dq(
-                acc, q_tile, do_tile, lse_log2, delta, k, v,
-                k_stride_b, k_stride_h, k_stride_s, v_stride_b, v_stride_h, v_stride_s, batch, head_k,
-                first_key, last_key, full_end, n_end, seqlen_k, qk_scale, softcap, slope, position, dropout,
-                HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, True, window_left is not None, USE_TMA,
+                acc, q_tile, do_tile, lse_log2, delta, k, v, batch, head_k, first_key, last_key, full_end, n_end,
+                seqlen_k, qk_scale, score_mod, slope, position, dropout,
+                HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, True, window_left is not None, SCORE_MOD, USE_TMA,
             )  # fmt: skip
-        store_rows(
-            dq, acc * softmax_scale, dq_stride_b, dq_stride_h, dq_stride_s, batch, head, start_m, seqlen_q,
-            HEAD_DIM, BLOCK_D, BLOCK_M,
-        )  # fmt: skip
+        acc = acc * softmax_scale
+        if CAUSAL or not EVEN_N:  # a row without keys: dout, K or V may have made acc NaN
+            acc = tl.where(lse_log2[:, None] == float("inf"), 0.0, acc)
+        store_rows(dq, acc, batch, head, start_m, seqlen_q, HEAD_DIM, BLOCK_D, BLOCK_M)

@@ -1,8 +1,9 @@
 # mypy: disable-error-code="no-untyped-def"
-"""From products q.k to the logits of the softmax: scale, softcap, ALiBi.
+"""Score modification: from products q.k to logits, with softcap and ALiBi, and the derivative for the backward.
 
-Plain attention needs none of it: it folds its scale into exp2. attend_blocks, accumulate_dq and accumulate_dkv come
-here when there is a softcap or ALiBi. Logits are in units of log 2, so that exp2 takes them as they are.
+The kernels pass ``score_mod`` on whole: (softcap * log2(e) or None, slopes or None, 1 if the slopes are [batch, nheads]
+or None). SCORE_MOD is False for plain attention, which folds its scale into exp2. It is a separate flag because Triton
+3.6 cannot compare a tuple that holds None with None. Logits are in units of log 2, for exp2.
 """
 
 from __future__ import annotations
@@ -12,35 +13,55 @@ import triton.language as tl
 
 
 @triton.jit
-def tanh_gap(products, scale):
-    """u = (1 - tanh(x)) / 2 = 1 / (exp(2 x) + 1), with exp(2 x) = exp2(products * scale).
-
-    Right for every x: exp2 becomes 0 or infinity at the ends. The reciprocal is the square of a reciprocal root, which
-    is one instruction; a division takes eight more.
-    """
-    root = tl.math.rsqrt(tl.math.exp2(products * scale) + 1.0)
-    return root * root
-
-
-@triton.jit
-def capped(gap, softcap):
-    """softcap * tanh(x)"""
-    return softcap - 2.0 * softcap * gap
+def head_slope(SCORE_MOD: tl.constexpr, score_mod, sequence, nheads, head):
+    """The ALiBi slope of a head, times log2(e); 0 without ALiBi."""
+    slope = 0.0
+    if SCORE_MOD:
+        slopes = score_mod[1]
+        if slopes is not None:
+            if score_mod[2] is not None:
+                slopes += sequence.to(tl.int64) * nheads
+            slope = tl.load(slopes + head) * 1.4426950408889634
+    return slope
 
 
 @triton.jit
-def capped_derivative(gap):
-    """1 - tanh(x)^2"""
-    return 4.0 * gap * (1.0 - gap)
-
-
-@triton.jit
-def alibi_bias(
+def modified_logits(
+    products,  # (ROWS, COLS): q.k
+    scale,  # softmax_scale * log2(e); with softcap 2 * softmax_scale / softcap * log2(e)
+    score_mod,
     slope,
-    distance,  # (BLOCK_ROWS,) int32: how far each row lies behind the first column; its sign is of no concern
-    BLOCK_COLS: tl.constexpr,
+    distance,  # (ROWS,) int32: distance of each row from the first column; its sign does not matter
+    COLS: tl.constexpr,
 ):
-    """(BLOCK_ROWS, BLOCK_COLS): what each pair's distance adds. A difference of small floats is exact, and costs less
-    than making each of them from an integer."""
-    columns = tl.arange(0, BLOCK_COLS).to(tl.float32)
+    """(logits, derivative of the logits by the scaled products)."""
+    logits = products * scale
+    derivative = 1.0
+    if score_mod[0] is not None:
+        logits, derivative = capped(logits, score_mod[0])
+    if score_mod[1] is not None:
+        logits += alibi_bias(slope, distance, COLS)
+    return logits, derivative
+
+
+@triton.jit
+def capped(exponents, softcap):
+    """softcap * tanh(x) and 1 - tanh(x)^2, where exp(2 x) = exp2(exponents).
+
+    The gap (1 - tanh(x)) / 2 = 1 / (exp(2 x) + 1) is right for every x: exp2 becomes 0 or infinity at the ends. The
+    reciprocal is the square of a reciprocal root, one instruction, where a division takes nine. Near 0 the gap loses
+    the digits of x, and two terms of the series take its place, with a relative error below 1e-6.
+    """
+    root = tl.math.rsqrt(tl.math.exp2(exponents) + 1.0)
+    gap = root * root
+    x = exponents * 0.34657359027997264  # log(2) / 2
+    tanh = tl.where(tl.abs(x) < 0.05, x - x * x * x * 0.3333333333333333, 1.0 - 2.0 * gap)
+    return softcap * tanh, 4.0 * gap * (1.0 - gap)
+
+
+@triton.jit
+def alibi_bias(slope, distance, COLS: tl.constexpr):
+    """(ROWS, COLS): -slope * |distance of each pair|. The difference of small floats is exact, and costs less than a
+    conversion of each distance from an integer."""
+    columns = tl.arange(0, COLS).to(tl.float32)
     return -slope * tl.abs(distance.to(tl.float32)[:, None] - columns[None, :])

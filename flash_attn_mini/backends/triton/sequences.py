@@ -1,7 +1,9 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Where the rows of one sequence lie when the batch has sequences of different lengths, or keys in pages.
+"""Sequences of variable length, and keys in pages: the rows of each sequence, and its blocks.
 
-flash_fwd_kernel, flash_bwd_dq_kernel and flash_bwd_dkv_kernel call these; csrc/common/sequence.h does the same in C++.
+The host does not read cu_seqlens and block_table, which lie in GPU memory. Every value is clamped where it is loaded: a
+sequence is a range inside the tensor and a page is one of the pool, whatever the values. csrc/common/sequence.h has the
+same rules in C++.
 """
 
 from __future__ import annotations
@@ -9,49 +11,89 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .tiles import load_rows
+
+
+@triton.jit
+def clamped(x, low, high):
+    """x, but at least low and at most high."""
+    return tl.minimum(tl.maximum(x, low), high)
+
 
 @triton.jit
 def find_block(
-    cu_seqlens,  # [num_sequences + 1] int32: rows before each sequence
+    cu_seqlens,  # [num_sequences + 1] int32: the first row of each sequence, and the end of the last
     num_sequences,
+    total,  # rows of the tensor
     index,  # of a block in the whole batch
     BLOCK: tl.constexpr,  # rows of a block
 ):
-    """(sequence, block of it) of a block of the batch; the block lies past the sequence's end where it has no rows.
+    """(sequence, block of it) of a block of the batch. An unused block lies past the end of its sequence.
 
-    The first block of sequence i has the index ``cu_seqlens[i] // BLOCK + i``: each sequence may leave a block unused,
-    but nobody has to add lengths up, neither here nor on the host, which launches total // BLOCK + num_sequences.
+    The first block of sequence i has the index ``cu_seqlens[i] // BLOCK + i``. This leaves at most one unused block per
+    sequence and needs no sum over lengths. The host launches total // BLOCK + num_sequences blocks per head.
     """
     AT_ONCE: tl.constexpr = 128
     low = tl.cast(0, tl.int32)
     high = tl.cast(num_sequences, tl.int32)
     while high - low > AT_ONCE:  # sequence `low` begins at or before the block, sequence `high` after it
         middle = (low + high) // 2
-        is_before = tl.load(cu_seqlens + middle) // BLOCK + middle <= index
+        is_before = clamped(tl.load(cu_seqlens + middle), 0, total) // BLOCK + middle <= index
         low = tl.where(is_before, middle, low)
         high = tl.where(is_before, high, middle)
     candidates = low + tl.arange(0, AT_ONCE)
     in_range = candidates < high
-    first_blocks = tl.load(cu_seqlens + candidates, mask=in_range, other=0) // BLOCK + candidates
-    sequence = low + tl.sum((in_range & (first_blocks <= index)).to(tl.int32)) - 1
-    return sequence, index - (tl.load(cu_seqlens + sequence) // BLOCK + sequence)
+    begins = clamped(tl.load(cu_seqlens + candidates, mask=in_range, other=0), 0, total)
+    num_before = tl.sum((in_range & (begins // BLOCK + candidates <= index)).to(tl.int32))
+    sequence = low + tl.maximum(num_before - 1, 0)
+    first_block = clamped(tl.load(cu_seqlens + sequence), 0, total) // BLOCK + sequence
+    return sequence, tl.maximum(index - first_block, 0)
 
 
 @triton.jit
-def sequence_rows(cu_seqlens, sequence):
-    """(first row, rows) of a sequence."""
-    begin = tl.load(cu_seqlens + sequence)
-    return begin, tl.load(cu_seqlens + sequence + 1) - begin
+def sequence_rows(cu_seqlens, sequence, total):
+    """(first row, rows) of a sequence of a tensor with ``total`` rows."""
+    begin = clamped(tl.load(cu_seqlens + sequence), 0, total)
+    end = clamped(tl.load(cu_seqlens + sequence + 1), begin, total)
+    return begin, end - begin
+
+
+@triton.jit
+def paged_length(cu_seqlens, sequence, max_pages, page_size):
+    """Keys of a sequence in pages. Only the differences of cu_seqlens count."""
+    MAX_ROWS: tl.constexpr = 1 << 29  # no row number of a kernel overflows
+    begin = tl.load(cu_seqlens + sequence).to(tl.int64)
+    end = tl.load(cu_seqlens + sequence + 1).to(tl.int64)
+    max_keys = tl.minimum(tl.cast(max_pages, tl.int64) * page_size, MAX_ROWS)
+    return clamped(end - begin, 0, max_keys).to(tl.int32)
+
+
+@triton.jit
+def load_keys(
+    src,  # K or V as in load_rows; with pages the tuple of [num_pages, page_size, heads, headdim]
+    pages,  # (the sequence's row of block_table, num_pages, page_size), or None
+    batch,
+    head,
+    start,
+    end,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    CHECK_ROWS: tl.constexpr,
+    USE_TMA: tl.constexpr,
+):
+    """Keys [start, start + BLOCK_ROWS) of one sequence and head; zeros beyond key `end` and beyond HEAD_DIM."""
+    if pages is None:
+        tile = load_rows(src, batch, head, start, end, None, HEAD_DIM, BLOCK_D, BLOCK_ROWS, CHECK_ROWS, USE_TMA)
+    else:
+        tile = load_paged_rows(src, pages, head, start, end, HEAD_DIM, BLOCK_D, BLOCK_ROWS)
+    return tile
 
 
 @triton.jit
 def load_paged_rows(
-    src,  # a pointer to the first element of [pages, page_size, heads, headdim]
-    stride_page,
-    stride_h,
-    stride_s,
-    block_table,  # the pages of this sequence, int32
-    page_size,
+    src,
+    pages,
     head,
     start,
     end,
@@ -59,13 +101,15 @@ def load_paged_rows(
     BLOCK_D: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
 ):
-    """Rows [start, start + BLOCK_ROWS) of one sequence and head; zeros beyond row `end` and beyond HEAD_DIM."""
+    """load_keys with pages."""
+    pointer, stride_page, stride_h, stride_s = src
+    block_table, num_pages, page_size = pages
     rows = start + tl.arange(0, BLOCK_ROWS)
     cols = tl.arange(0, BLOCK_D)
     in_range = rows < end
-    pages = tl.load(block_table + rows // page_size, mask=in_range, other=0).to(tl.int64)
-    first = src + head.to(tl.int64) * stride_h
-    pointers = first + (pages * stride_page + (rows % page_size).to(tl.int64) * stride_s)[:, None] + cols[None, :]
+    page = clamped(tl.load(block_table + rows // page_size, mask=in_range, other=0), 0, num_pages - 1).to(tl.int64)
+    first = pointer + head.to(tl.int64) * stride_h
+    pointers = first + (page * stride_page + (rows % page_size).to(tl.int64) * stride_s)[:, None] + cols[None, :]
     mask = in_range[:, None]
     if HEAD_DIM != BLOCK_D:
         mask = mask & (cols[None, :] < HEAD_DIM)

@@ -1,7 +1,7 @@
-"""Which configuration a call runs with: remembered, tuned by triton.autotune, or taken from the table.
+"""The Tuner of a kernel chooses the configuration of a call: remembered, timed by triton.autotune, or from the table.
 
-The launchers ask the Tuner of their kernel. Lengths enter the key rounded up to a power of two and capped, so that a
-new length does not tune again; the timings go to Triton's disk cache, so that a new process does not either.
+The key has lengths rounded up to a power of two and capped, so that a new length does not tune again. The timings go to
+Triton's cache on disk, so that a new process does not tune again.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import triton
 
 from .configs import Tables
 
-# Below so many operations (some 20 microseconds of an H200) a table serves as well, and nobody waits for compilers.
+# With fewer operations (20 microseconds of an H200) the table serves as well, without a wait for the compiler.
 MIN_TUNED_FLOPS = 1 << 33
 MAX_LENGTH_BUCKET = 16384
-INTERPRETER_SHARED_MEMORY = 1 << 30  # nothing is too large for it
+INTERPRETER_SHARED_MEMORY = 1 << 30  # every configuration fits
 
 ENVIRONMENT_VARIABLE = "FLASH_ATTN_MINI_TRITON_AUTOTUNE"
 
@@ -30,12 +30,12 @@ _tuning = threading.Lock()
 
 
 class TimedLaunch:
-    """What triton.autotune times: a launch of the kernel with the tile sizes, warps and stages it is given."""
+    """The function that triton.autotune times: a launch with the given tile sizes, warps and stages."""
 
     arg_names = (*KEY, "shared_memory_limit", "launch_with")
 
     def __init__(self, kernel: Any) -> None:
-        self.fn = kernel  # whose source is part of the key on disk
+        self.fn = kernel  # its source is part of the key on disk
 
     def run(self, *arguments: Any, grid: Any, warmup: bool, num_ctas: int = 1, **config: Any) -> None:
         options = {name: config.pop(name, None) for name in ("num_warps", "num_stages", "maxnreg")}
@@ -79,10 +79,10 @@ class Tuner:
             k: ``[batch, seqlen_k, nheads_k, headdim]``.
             block_d: The head dim rounded up to a power of two.
             causal: Whether the mask is causal.
-            tma_reaches: Whether TMA can address every tensor that streams by, on this GPU.
+            tma_reaches: Whether TMA can address all tensors, on this GPU.
             interpreted: Whether the kernel runs in the interpreter, where nothing can be timed.
             launch_with: ``launch_with(config)`` runs the call, for timing.
-            variant: What else makes the compiled kernel another one.
+            variant: Names other differences of the compiled kernel.
         """
         batch, seqlen_q, nheads, head_dim = q.shape
         seqlen_k = k.shape[1]
@@ -130,12 +130,12 @@ class Tuner:
         interpreted: bool,
         launch_with: Callable[[triton.Config], None],
     ) -> triton.Config:
-        """The first configuration of the table that the GPU has the resources for; nothing is timed.
+        """The first configuration of the table that the GPU has the resources for, without timing.
 
-        For kinds of calls that are too many to time each, such as those with dropout. Arguments as in `choose`.
+        This is for kinds of calls that are too many to time, such as those with dropout. Arguments as in `choose`.
 
         Args:
-            kind: What makes the compiled kernel another one.
+            kind: Names the features of the compiled kernel.
         """
         key = (q.device, q.dtype, q.shape[3], kind, tma_reaches)
         config = self.chosen.get(key)
@@ -148,7 +148,7 @@ class Tuner:
 
 
 def first_that_launches(candidates: list[triton.Config], launch_with: Callable[[triton.Config], None]) -> triton.Config:
-    """The first that does not run out of registers or shared memory; the last one's error where all do."""
+    """The first that does not run out of registers or shared memory, else the last."""
     for config in candidates[:-1]:
         try:
             launch_with(config)

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Which keys a block of queries sees, and which queries see a block of keys: what is skipped, masked, or neither.
+"""The keys that a block of queries sees, and the queries that see a block of keys: ranges with and without a mask.
 
 Query i sees key j when i + seqlen_k - seqlen_q - window_left <= j <= i + seqlen_k - seqlen_q + window_right. Without a
 window (window_left is None) a query sees all keys, or under CAUSAL those with j <= i + seqlen_k - seqlen_q.
@@ -26,7 +26,7 @@ def visible_keys(
     """(first_key, last_key, n_begin, full_begin, full_end, n_end) of a block of queries.
 
     Each row sees keys first_key to last_key; first_key counts only with a window. Blocks of [n_begin, full_begin) and
-    [full_end, n_end) need a mask, those of [full_begin, full_end) are seen by every row of the block. Without a window
+    [full_end, n_end) need a mask. Every row of the block sees all keys of [full_begin, full_end). Without a window
     n_begin and full_begin are 0.
     """
     diagonal = seqlen_k - seqlen_q
@@ -34,7 +34,7 @@ def visible_keys(
     n_begin = 0
     full_begin = 0
     if window_left is not None:
-        left = tl.minimum(window_left, seqlen_k)  # as wide as it can matter: no sum below overflows
+        left = tl.minimum(window_left, seqlen_k)  # a wider window sees no more, and no sum below overflows
         right = tl.minimum(window_right, seqlen_q)
         first_key = rows + (diagonal - left)
         last_key = tl.minimum(rows + (diagonal + right), seqlen_k - 1)
@@ -56,6 +56,15 @@ def visible_keys(
 
 
 @triton.jit
+def first_seeing_row(seqlen_q, seqlen_k, window_left, window_right):
+    """The first row that sees a key, with a window or the causal mask. All rows after it see one, if there is a key."""
+    begin = seqlen_q - seqlen_k
+    if window_left is not None:
+        begin -= tl.minimum(window_right, seqlen_q)
+    return tl.maximum(begin, 0)
+
+
+@triton.jit
 def visible_queries(
     start_n,
     seqlen_q,
@@ -66,10 +75,10 @@ def visible_queries(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """(first_row, last_row, m_begin, full_begin, full_end, m_end) of a block of keys, likewise.
+    """(first_row, last_row, m_begin, full_begin, full_end, m_end) of a block of keys, as in `visible_keys`.
 
-    Each key is seen by rows first_row to last_row; last_row counts only with a window, and without one full_end is
-    seqlen_q: rows beyond it have no probability anyway.
+    Rows first_row to last_row see each key; last_row counts only with a window. Without a window full_end is seqlen_q:
+    the probabilities of rows beyond it are 0.
     """
     diagonal = seqlen_k - seqlen_q
     if window_left is not None:

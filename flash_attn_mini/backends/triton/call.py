@@ -1,0 +1,144 @@
+"""One attention call as the Triton launchers see it: tensors, mask, features, and the kernel arguments of the features.
+
+A feature that a call does not use is None to a kernel, which is the default, and is not compiled in.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...options import Options, Sequences
+
+LOG2_E = math.log2(math.e)
+UNBOUNDED = 2**31 - 1  # one side of a window, to a kernel
+
+
+@dataclass(eq=False)
+class Call:
+    """What forward and backward share. A batch of sequences of variable length is one batch entry with all rows."""
+
+    q: torch.Tensor  # [batch, seqlen_q, nheads, headdim]
+    k: torch.Tensor  # [batch, seqlen_k, nheads_k, headdim]; paged: [num_pages, page_size, nheads_k, headdim]
+    v: torch.Tensor  # like k
+    sequences: Sequences | None
+    options: Options
+    rng_state: torch.Tensor | None  # int64 [2], with dropout: seed and offset
+
+    def __post_init__(self) -> None:
+        seqlen_q, seqlen_k = self.longest(self.q, self.k)
+        left, right = self.options.window_size_left, self.options.window_size_right
+        if self.options.causal:
+            right = 0
+        if left >= seqlen_k:
+            left = -1
+        if right >= max(seqlen_q, 1):
+            right = -1
+        self.causal = left < 0 and right == 0  # the mask is causal and nothing more
+        self.window: tuple[int, int] | None = None  # None too if the window is wider than the longest sequence
+        if left >= 0 or right > 0:
+            self.window = (
+                UNBOUNDED if left < 0 else min(left, UNBOUNDED),
+                UNBOUNDED if right < 0 else min(right, UNBOUNDED),
+            )
+
+    @property
+    def is_varlen(self) -> bool:
+        return self.sequences is not None
+
+    def longest(self, q: torch.Tensor, k: torch.Tensor) -> tuple[int, int]:
+        """Queries and keys of the longest sequence, for q and k ``[batch, seqlen, heads, headdim]``."""
+        if self.sequences is None:
+            return q.shape[1], k.shape[1]
+        return self.sequences.max_seqlen_q, self.sequences.max_seqlen_k
+
+    @property
+    def begin_row(self) -> int:
+        """Equal lengths: the first row that sees a key."""
+        if not self.causal and self.window is None:
+            return 0
+        right = 0 if self.window is None else self.window[1]
+        return max(self.q.shape[1] - self.k.shape[1] - right, 0)
+
+    @property
+    def may_have_keyless_rows(self) -> bool:
+        """True if some row sees no key, or if the lengths are not known here."""
+        return (self.causal or self.window is not None) and (self.is_varlen or self.begin_row > 0)
+
+    @property
+    def modifies_scores(self) -> bool:
+        """True if the logits are more than scaled products of q and k: see score_mod.py."""
+        return self.options.softcap > 0 or self.options.alibi_slopes is not None
+
+    @property
+    def qk_scale(self) -> float:
+        """The kernels' factor on products of q and k: logits in units of log 2, with softcap the exponent of tanh."""
+        scale = self.options.softmax_scale * LOG2_E
+        return 2 * scale / self.options.softcap if self.options.softcap > 0 else scale
+
+    @property
+    def is_plain(self) -> bool:
+        """True if the kernels compile no feature in, except the causal mask."""
+        return self.window is None and not self.features
+
+    @property
+    def features(self) -> str:
+        """The features that the kernels compile in, except masks: "" or names."""
+        if self.sequences is None and not self.modifies_scores and self.options.dropout_p == 0:
+            return ""
+        used = {
+            "varlen": self.is_varlen,
+            "paged": self.sequences is not None and self.sequences.block_table is not None,
+            "softcap": self.options.softcap > 0,
+            "alibi": self.options.alibi_slopes is not None,
+            "dropout": self.options.dropout_p > 0,
+        }
+        return "+".join(name for name, is_used in used.items() if is_used)
+
+    def feature_arguments(self) -> dict[str, Any]:
+        """The arguments of the features that this call uses, pages excepted."""
+        if self.is_plain:
+            return {}
+        arguments: dict[str, Any] = {}
+        if self.sequences is not None:
+            cu_seqlens_q, cu_seqlens_k = self.sequences.cu_seqlens_q, self.sequences.cu_seqlens_k
+            arguments["cu_seqlens"] = (cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous())
+            arguments["num_sequences"] = cu_seqlens_q.numel() - 1
+        if self.window is not None:
+            arguments["window_left"], arguments["window_right"] = self.window
+        if self.modifies_scores:
+            arguments["SCORE_MOD"], arguments["score_mod"] = True, self._score_mod()
+        if self.options.dropout_p > 0:
+            assert self.rng_state is not None, "dropout needs rng_state"
+            arguments["rng_state"] = self.rng_state.contiguous()
+            arguments["threshold"] = math.floor(self.options.dropout_p * 65536 + 0.5)
+            arguments["keep_scale"] = 1.0 / (1.0 - self.options.dropout_p)
+        return arguments
+
+    def _score_mod(self) -> tuple[float | None, torch.Tensor | None, int | None]:
+        """The tuple of score_mod.py: softcap * log2(e), ALiBi slopes, and 1 if the slopes are [batch, nheads]."""
+        softcap = self.options.softcap * LOG2_E if self.options.softcap > 0 else None
+        slopes = self.options.alibi_slopes
+        if slopes is None:
+            return softcap, None, None
+        return softcap, slopes.contiguous(), 1 if slopes.ndim == 2 else None
+
+    def page_arguments(self) -> dict[str, Any]:
+        """The arguments of the forward kernel for keys in pages."""
+        if self.sequences is None or self.sequences.block_table is None:
+            return {}
+        table = self.sequences.block_table.contiguous()
+        return {
+            "block_table": table,
+            "max_pages": table.shape[1],
+            "num_pages": self.k.shape[0],
+            "page_size": self.k.shape[1],
+        }
+
+
+def as_batch(tensor: torch.Tensor) -> torch.Tensor:
+    """Rows ``[total, heads, headdim]`` as a batch of one. Pages ``[num_pages, page_size, ...]`` stay as they are."""
+    return tensor if tensor.ndim == 4 else tensor.unsqueeze(0)
