@@ -135,7 +135,7 @@ def test_indices_of_unpad_input_pack_other_tensors(draw: torch.Generator) -> Non
         (lambda: pad_input(torch.zeros(1, 3), [0], 1, 4), TypeError, r"indices is \[0\] \(list\)"),
         (lambda: pad_input(torch.zeros(1, 3), torch.tensor([0]), -1, -4), ValueError, "batch is -1; allowed: 0 or"),
         (lambda: pad_input(torch.zeros(1, 3), torch.tensor([0]), 1, 4.0), TypeError, r"seqlen is 4.0 \(float\)"),
-        (lambda: pad_input(torch.zeros(1, 3), torch.tensor([4]), 1, 4), IndexError, "out of range"),
+        (lambda: pad_input(torch.zeros(1, 3), torch.tensor([4]), 1, 4), IndexError, "index 4 is out of bounds"),
         (lambda: index_put_first_axis(torch.zeros(1, 3), torch.tensor([0]), -1), ValueError, "first_axis_dim is -1"),
         (lambda: index_first_axis([1], torch.tensor([0])), TypeError, "input is"),
         (lambda: index_first_axis(torch.zeros(2, 3), torch.tensor([[0]])), ValueError, "indices has shape"),
