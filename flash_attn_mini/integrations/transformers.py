@@ -39,7 +39,7 @@ def register(name: str = ATTENTION_NAME) -> str:
     Models keep their device and dtype. The backend is chosen as for any call (`flash_attn_mini.use_backend`,
     `FLASH_ATTN_MINI_BACKEND`, else by device). Batches may be padded on either side, or hold several sequences in a row
     (`position_ids` that start again, or `cu_seq_lens_q`). Grouped heads, sliding windows, softcap and attention dropout
-    come from the model's configuration; softcap together with dropout is an error. Generation uses transformers' caches.
+    come from the model's configuration; softcap with dropout is an error. Generation uses transformers' caches.
     Under a causal mask or a window, the attention output of padding is 0 and is not computed.
 
     The model's forward raises NotImplementedError for attention sinks, position biases, masks of any other pattern, and
@@ -227,7 +227,7 @@ def attention_mask(
 
 
 def _records_attentions() -> bool:
-    """True if the model records probabilities. GPT-2 and OPT do so without passing output_attentions to their layers."""
+    """True if the model records probabilities. GPT-2 and OPT do not pass output_attentions on to their layers."""
     try:
         from transformers.utils.output_capturing import _active_collector
     except ImportError:  # before transformers 5

@@ -30,13 +30,13 @@ def apply_rotary_emb(
 ) -> Tensor:
     """Rotate q or k by the positions of its tokens.
 
-    Each pair (a, b) of the first rotary_dim features becomes ``(a cos - b sin, a sin + b cos)``. The other features stay
-    the same. The arithmetic is float32 (float64 for float64 `x`), whatever the dtype of `cos` and `sin`.
+    Each pair (a, b) of the first rotary_dim features becomes ``(a cos - b sin, a sin + b cos)``. The other features
+    do not change. The arithmetic is float32 (float64 for float64 `x`), whatever the dtype of `cos` and `sin`.
 
     Args:
         x: ``[batch, seqlen, nheads, headdim]``, or with `cu_seqlens` ``[total, nheads, headdim]``. Any floating dtype,
             any strides.
-        cos: ``[seqlen_ro, rotary_dim / 2]``, any floating dtype; row p is for position p. rotary_dim is at most headdim.
+        cos: ``[seqlen_ro, rotary_dim / 2]``, any floating dtype. Row p is for position p, rotary_dim at most headdim.
         sin: The same shape as `cos`.
         interleaved: Pairs are features (0, 1), (2, 3), ... (GPT-J); otherwise (0, rotary_dim / 2), ... (GPT-NeoX).
         inplace: Write the result to `x`. Autograd sees the change. If `x` is a leaf that requires a gradient, which
@@ -47,8 +47,8 @@ def apply_rotary_emb(
         max_seqlen: The length of the longest sequence, optional. It is only compared with the size of the table.
 
     Returns:
-        A tensor like `x`; with `inplace` `x` itself, unless `x` is a leaf that requires a gradient. The map is linear in
-        `x` and differentiable in `x` any number of times, in reverse and in forward mode. torch.vmap works.
+        A tensor like `x`; with `inplace` `x` itself, unless `x` is a leaf that requires a gradient. Differentiable in
+        `x` any number of times, in reverse and forward mode; torch.vmap works.
 
     Raises:
         TypeError: For arguments of a wrong type or dtype.
