@@ -1,4 +1,4 @@
-"""The yardstick itself: flash_attn_mini.reference against SDPA in float64, loops over single scores, and gradcheck."""
+"""flash_attn_mini.reference compared with SDPA in float64 and with loops over single scores; gradcheck."""
 
 from __future__ import annotations
 

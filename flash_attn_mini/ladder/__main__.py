@@ -5,6 +5,8 @@ Needs PyTorch alone: no compiled extension, no other package, no GPU.
 
 from __future__ import annotations
 
+import torch
+
 from .rungs import HEADDIM, HEADERS, KEY_LENGTHS, MAX_QUERIES, table
 
 LESSON = f"""\
@@ -28,6 +30,7 @@ def _formatted(rows: list[list[str]]) -> str:
 
 def main() -> int:
     """Print the lesson, the table, and the reason for each rung that did not run. Returns 1 when a rung is wrong."""
+    torch.set_num_threads(1)  # the blocks are small: more threads only wait for each other
     rows, reasons = table(KEY_LENGTHS)
     print(LESSON)
     print(_formatted(rows))
