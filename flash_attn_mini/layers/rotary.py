@@ -272,8 +272,8 @@ class RotaryEmbedding(nn.Module):
             qkv: As in `apply_rotary_emb_qkv_`. With `kv`: q ``[batch, seqlen, nheads, headdim]``.
             kv: ``[batch, seqlen, 2, nheads_k, headdim]``.
             seqlen_offset: The position of the first token, as in `apply_rotary_emb`.
-            max_seqlen: The number of positions that the tables must have. Give it if seqlen_offset is a tensor whose
-                positions lie past those of earlier calls: the module does not read tensors.
+            max_seqlen: The number of positions that the tables must have. Give it if seqlen_offset is a tensor and
+                positions are beyond those of earlier calls: the module does not read tensors.
             num_heads_q: As in `apply_rotary_emb_qkv_`.
 
         Returns:
@@ -288,8 +288,7 @@ class RotaryEmbedding(nn.Module):
             raise ValueError(f"flash_attn_mini: qkv has shape {list(qkv.shape)}; allowed: [batch, seqlen, ...]")
         positions = qkv.shape[1]
         if not isinstance(seqlen_offset, Tensor):
-            seqlen_offset = as_length("seqlen_offset", seqlen_offset)
-            positions = positions + seqlen_offset
+            positions += as_length("seqlen_offset", seqlen_offset)
         if max_seqlen is not None:
             positions = as_length("max_seqlen", max_seqlen)
         cos, sin, cos_k, sin_k = self._tables_for(positions, qkv)
@@ -309,7 +308,8 @@ class RotaryEmbedding(nn.Module):
         return self
 
     def _frequencies(self, device: torch.device | str | None) -> Tensor:
-        return self.base ** -(torch.arange(0, self.dim, 2, device=device, dtype=torch.float32) / self.dim)
+        exponent = torch.arange(0, self.dim, 2, device=device, dtype=torch.float32) / self.dim
+        return torch.pow(self.base, -exponent)
 
     def _tables_for(self, positions: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """float32 cos and sin for q, then for k, of at least so many positions, on the device of `like`."""
@@ -348,7 +348,7 @@ class RotaryEmbedding(nn.Module):
         self._centre = centre
         feature = torch.arange(0, self.dim, 2, device=position.device, dtype=torch.float32)
         power = (position - centre) / self.scale_base
-        return ((feature + 0.4 * self.dim) / (1.4 * self.dim)) ** power[:, None]
+        return torch.pow((feature + 0.4 * self.dim) / (1.4 * self.dim), power[:, None])
 
 
 MAX_XPOS_EXPONENT = math.log(torch.finfo(torch.float32).max) / math.log(1.4 / 0.4)
@@ -375,7 +375,7 @@ def _write_back(result: Tensor, x: Tensor) -> Tensor:
     """Give `x` the values of `result`. Returns `x`, or `result` if autograd lets no operator change `x`."""
     if not _is_fixed_leaf(x):
         return x.copy_(result)
-    x.detach().copy_(result.detach())  # raises the version of x: autograd refuses what it saved of x before
+    x.detach().copy_(result.detach())  # raises the version of x, so that autograd refuses an older x that it saved
     return result
 
 

@@ -90,7 +90,7 @@ def _autograd(*arguments: Any) -> Any:
     if not any(_is_differentiated(x) for x in arguments[:3]):
         return _below_autograd(*arguments)
     with enable_single_level_autograd_function():
-        return super(torch.autograd.Function, _Rotation).apply(*arguments)  # type: ignore[misc]
+        return super(torch.autograd.Function, _Rotation).apply(*arguments)
 
 
 def _below_autograd(*arguments: Any) -> Tensor:

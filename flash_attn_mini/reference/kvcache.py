@@ -35,7 +35,7 @@ def attention_kvcache_reference(
 ) -> tuple[Tensor, Tensor]:
     """Append `k` and `v` to a KV cache that holds ``cache_seqlens`` tokens per sequence, then attend to it with `q`.
 
-    `k_cache` and `v_cache` are written in place, in their own dtype; the attention reads what was written.
+    `k_cache` and `v_cache` are written in place, in their own dtype; the attention reads the written values.
 
     Args:
         q: ``[batch, seqlen_q, nheads, headdim]``.
