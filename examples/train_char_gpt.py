@@ -20,11 +20,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-
 from . import INSTALL
 
 try:
@@ -36,6 +31,11 @@ try:
     from tqdm import tqdm
 except ImportError as error:
     raise SystemExit(f"examples.train_char_gpt: {error}. {INSTALL}") from None
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flash_attn_mini
 from flash_attn_mini import flash_attn_func

@@ -20,6 +20,7 @@ from flash_attn_mini.reference import (
 )
 
 from .loops import CLOSE, loops, qkv, randn
+from .one_thread import one_thread  # noqa: F401
 
 # ---- variable length, packed --------------------------------------------------------------------------------------
 

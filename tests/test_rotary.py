@@ -27,6 +27,7 @@ from flash_attn_mini.reference import apply_rotary_reference
 
 from .conftest import SEED_VARIABLE
 from .interpreter import INTERPRETED, run_in_the_interpreter, starts_the_interpreter
+from .one_thread import one_thread  # noqa: F401
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"

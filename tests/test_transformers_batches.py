@@ -21,6 +21,7 @@ from transformers import masking_utils  # noqa: E402
 from flash_attn_mini.integrations import transformers as integration  # noqa: E402
 from flash_attn_mini.integrations import transformers_masks  # noqa: E402
 
+from .one_thread import one_thread  # noqa: E402, F401
 from .tiny_transformers import DECODER, LENGTH, SMALL, tokens  # noqa: E402
 
 Model = torch.nn.Module
