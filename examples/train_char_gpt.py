@@ -1,11 +1,9 @@
 """Trains a small character-level GPT with flash_attn_mini and with PyTorch's SDPA, and compares their loss curves.
 
-`python -m examples.train_char_gpt`: equal weights, equal batches, step by step in turn. Rounding alone drives two such
-runs apart, faster and faster, so further ones measure it: SDPA again, in others of its kernels and with the sequences
-of each batch in reverse order. flash_attn_mini may stray from SDPA by FACTOR times as much as SDPA from itself.
-
-The text is the manual that every CPython carries for help("if") and the like (pydoc_data.topics): some 460 kB of
-English, there without a network, read and not copied; --text takes another.
+`python -m examples.train_char_gpt`: equal weights and batches, one step of each run after the other. Rounding alone
+makes two runs diverge. Further SDPA runs measure this, with other kernels and each batch in reverse order.
+flash_attn_mini may differ from SDPA by FACTOR times as much as SDPA differs from itself. The text is the manual inside
+CPython (pydoc_data.topics, 460 kB of English); --text takes another.
 """
 
 from __future__ import annotations
@@ -22,17 +20,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-import matplotlib
+from . import INSTALL
 
-matplotlib.use("Agg")
+try:
+    import matplotlib
 
-import matplotlib.pyplot as plt
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from tabulate import tabulate
+    from tqdm import tqdm
+except ImportError as error:
+    raise SystemExit(f"examples.train_char_gpt: {error}. {INSTALL}") from None
+
 import torch
 import torch.nn.functional as F
-from tabulate import tabulate
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from tqdm import tqdm
 
 import flash_attn_mini
 from flash_attn_mini import flash_attn_func
@@ -40,9 +43,9 @@ from flash_attn_mini import flash_attn_func
 DEFAULT_OUT = Path(__file__).resolve().parent.parent / "build" / "train_char_gpt"
 FILES = ("losses.json", "losses.png")
 OURS, SDPA = "flash_attn_mini", "SDPA"
-# SDPA rounded otherwise, by device: its kernel, and whether the sequences of each batch are in reverse order. Several
-# in bfloat16, where differences of 1e-5 grow a hundredfold within 20 steps, sooner in one run and later in the next:
-# on an H200, one of these alone was 18 times smaller than chance made another.
+# SDPA with other rounding, by device: its kernel, and whether the sequences of a batch are in reverse order. bfloat16
+# needs several: differences of 1e-5 grow a hundredfold within 20 steps, earlier in one run than in another. On an H200,
+# the differences of two such runs were a factor of 18 apart.
 NOISES: dict[str, dict[str, tuple[SDPBackend, bool]]] = {
     "cpu": {"SDPA, unfused, batch reversed": (SDPBackend.MATH, True)},
     "cuda": {
@@ -51,13 +54,13 @@ NOISES: dict[str, dict[str, tuple[SDPBackend, bool]]] = {
         "SDPA, unfused": (SDPBackend.MATH, False),
     },
 }
-# Measured on the CPU over 300 steps, three seeds: four SDPA runs in different roundings strayed at most 2 times as far
-# as one another, and one whose dk was 0.1 % off at least 31 times. That holds at the learning rates of SIZES; at twice
-# the rate the training itself is unstable, rounding grows to visible differences, and chance makes 35 times of it.
+# Measured on the CPU over 300 steps, three seeds: the differences of four SDPA runs with different rounding were within
+# a factor of 2; an error of 0.1 % in dk gave at least 31 times as much. This holds at the learning rates of SIZES. At
+# twice the rate the training is unstable: rounding alone gave a factor of 35.
 FACTOR = 10.0
-LOSS_SPACING = 2.0**-21  # of float32 between 4 and 8: what rounding the loss itself amounts to
+LOSS_SPACING = 2.0**-21  # of float32 between 4 and 8: the rounding of the loss itself
 VALIDATION_BATCHES = 8
-LEAST_CONTEXTS = 20  # that a text must fill, so that its last tenth fills more than one
+LEAST_CONTEXTS = 20  # the shortest text in contexts; its last tenth, for validation, then has two
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v [batch, seqlen, heads, headdim] -> the same
 
 
@@ -98,7 +101,7 @@ def attend_with_kernel(kernel: SDPBackend) -> Attention:
 
 
 class Block(nn.Module):
-    """Attention and a perceptron, each behind a LayerNorm and added to what came in."""
+    """A transformer block: LayerNorm and attention, LayerNorm and MLP, each with a residual connection."""
 
     def __init__(self, width: int, heads: int, attend: Attention) -> None:
         super().__init__()
@@ -158,7 +161,7 @@ def loss_of(model: nn.Module, sequences: Tensor) -> Tensor:
 
 @dataclass
 class Run:
-    """One training: a model with its attention, and what came of it."""
+    """One training: a model with its attention, and its losses and times."""
 
     model: GPT
     size: Size
@@ -217,12 +220,13 @@ def read_text(path: Path | None) -> str:
 
 
 def make_runs(text: Text, size: Size, device: torch.device, backend: str, seed: int) -> dict[str, Run]:
-    """The trainings, their weights equal."""
+    """All runs, with equal weights."""
     torch.manual_seed(seed)
     model = GPT(len(text.alphabet), size, attend_with_sdpa).to(device)
     runs = {}
     attentions = {OURS: (attend_with_flash_attn_mini(backend), False), SDPA: (attend_with_sdpa, False)}
-    attentions |= {name: (attend_with_kernel(kernel), turn) for name, (kernel, turn) in NOISES[device.type].items()}
+    noises = NOISES[device.type].items()
+    attentions |= {name: (attend_with_kernel(kernel), reverse) for name, (kernel, reverse) in noises}
     for name, (attend, reverse) in attentions.items():
         runs[name] = Run(copy.deepcopy(model), size, reverse)
         for block in runs[name].model.blocks:
@@ -231,7 +235,7 @@ def make_runs(text: Text, size: Size, device: torch.device, backend: str, seed: 
 
 
 def train(runs: dict[str, Run], text: Text, size: Size, device: torch.device, seed: int) -> None:
-    """All runs over the same batches, step by step in turn, so that the machine's load meets all of them alike."""
+    """Train all runs on the same batches, one step of each after the other: timings share the machine's load."""
     generator = torch.Generator().manual_seed(seed)
     order = list(runs.values())
     bar = tqdm(range(size.steps), desc="training", unit="step", disable=None)
@@ -249,38 +253,38 @@ def train(runs: dict[str, Run], text: Text, size: Size, device: torch.device, se
 
 @dataclass(frozen=True)
 class Agreement:
-    """How far flash_attn_mini's losses are from SDPA's, and how far they may be, up to and at each step."""
+    """The largest difference of flash_attn_mini's losses from SDPA's up to each step, and the largest allowed."""
 
-    strayed: list[float]
+    difference: list[float]
     allowed: list[float]
 
     @property
     def worst(self) -> int:
-        """The step at which the most of what is allowed was used."""
-        return max(range(len(self.strayed)), key=lambda step: self.strayed[step] / max(self.allowed[step], 1e-30))
+        """The step with the largest difference relative to the allowed one."""
+        return max(range(len(self.difference)), key=lambda step: self.difference[step] / max(self.allowed[step], 1e-30))
 
     @property
     def passed(self) -> bool:
-        return all(strayed <= allowed for strayed, allowed in zip(self.strayed, self.allowed, strict=True))
+        return all(difference <= allowed for difference, allowed in zip(self.difference, self.allowed, strict=True))
 
     def __str__(self) -> str:
         step = self.worst
         return (
-            f"{'agree' if self.passed else 'DO NOT AGREE'} within noise: up to any step, the largest difference may be "
-            f"{FACTOR:g} times SDPA's from itself\nin another rounding and a float32's spacing together. It was "
-            f"{self.strayed[-1]:.1e} at the end, and nearest to that\nbound by step {step + 1}: "
-            f"{self.strayed[step]:.1e} of {self.allowed[step]:.1e}"
+            f"{'agree' if self.passed else 'DO NOT AGREE'} within noise. Up to each step, a difference may be "
+            f"{FACTOR:g} times that of SDPA\nwith other rounding, plus the spacing of float32. It was "
+            f"{self.difference[-1]:.1e} at the end, and nearest to the bound\nat step {step + 1}: "
+            f"{self.difference[step]:.1e} of {self.allowed[step]:.1e}"
         )
 
 
 def largest_so_far(a: Sequence[float], b: Sequence[float]) -> list[float]:
-    """The largest |a - b| up to each step, infinity from the first that is no number on."""
+    """The largest |a - b| up to each step; infinity from the first NaN or infinity on."""
     differences = (torch.tensor(a, dtype=torch.float64) - torch.tensor(b, dtype=torch.float64)).abs()
     return differences.nan_to_num(nan=math.inf, posinf=math.inf).cummax(0).values.tolist()
 
 
 def compare(ours: Sequence[float], sdpa: Sequence[float], *noises: Sequence[float]) -> Agreement:
-    """Holds the losses of flash_attn_mini against trainings by SDPA that differ in their rounding alone."""
+    """Compare the losses of flash_attn_mini with SDPA's, relative to those of SDPA runs with other rounding."""
     far_so_far = zip(*(largest_so_far(noise, sdpa) for noise in noises), strict=True)
     allowed = [FACTOR * (max(far) + LOSS_SPACING) for far in far_so_far]
     return Agreement(largest_so_far(ours, sdpa), [-math.inf if math.isinf(far) else far for far in allowed])
@@ -288,7 +292,7 @@ def compare(ours: Sequence[float], sdpa: Sequence[float], *noises: Sequence[floa
 
 @torch.no_grad()
 def sample(model: GPT, text: Text, size: Size, device: torch.device, seed: int, length: int) -> str:
-    """What the model writes after a line's end."""
+    """Text that the model writes after a newline."""
     generator = torch.Generator(device).manual_seed(seed)
     tokens = torch.full((1, 1), text.alphabet.index("\n") if "\n" in text.alphabet else 0, device=device)
     for _ in range(length):
@@ -301,7 +305,7 @@ def sample(model: GPT, text: Text, size: Size, device: torch.device, seed: int, 
 
 def plot(runs: dict[str, Run], agreement: Agreement, title: str, path: Path) -> None:
     figure, (above, below) = plt.subplots(2, figsize=(8, 6), sharex=True, layout="constrained", height_ratios=(3, 2))
-    steps = range(1, len(agreement.strayed) + 1)
+    steps = range(1, len(agreement.difference) + 1)
     for name, style in ((SDPA, "-"), (OURS, "--")):
         above.plot(steps, runs[name].losses, style, label=name, linewidth=1)
     above.set_ylabel("training loss, nats a character")
@@ -310,7 +314,7 @@ def plot(runs: dict[str, Run], agreement: Agreement, title: str, path: Path) -> 
     noises = [name for name in runs if name not in (OURS, SDPA)]
     for name in (*noises, OURS):
         differences = (torch.tensor(runs[name].losses, dtype=torch.float64) - reference).abs()
-        label = "SDPA rounded otherwise − SDPA" if name == noises[0] else f"{OURS} − SDPA" if name == OURS else None
+        label = "SDPA with other rounding − SDPA" if name == noises[0] else f"{OURS} − SDPA" if name == OURS else None
         colour = "C1" if name == OURS else "0.6"
         below.plot(steps, differences.clamp(min=1e-8), ".", markersize=2, color=colour, label=label)
     below.plot(steps, agreement.allowed, color="C3", linewidth=1, label="largest allowed so far")
@@ -357,17 +361,19 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m examples.train_char_gpt", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if there is")
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: cuda if PyTorch sees a GPU"
+    )
     parser.add_argument("--backend", help="of flash_attn_mini (default: the best of the device)")
     parser.add_argument("--steps", type=int, help="default: 500 on the CPU, 800 on a GPU")
     parser.add_argument("--text", type=Path, help="a UTF-8 file to learn from (default: Python's own manual)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default: %(default)s)")
-    parser.add_argument("--out", type=Path, help="a folder for losses.json and losses.png, not there yet")
+    parser.add_argument("--out", type=Path, help="a folder for losses.json and losses.png, which must not exist in it")
     return parser
 
 
 def check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> tuple[torch.device, str, str]:
-    """Device, backend and text, or an end with status 2 that says what is wrong, before any work is done."""
+    """Device, backend and text; or an error message and exit status 2, before any work."""
     if arguments.device == "auto":
         arguments.device = "cuda" if torch.cuda.is_available() else "cpu"
     if arguments.device == "cuda" and not torch.cuda.is_available():
@@ -375,15 +381,15 @@ def check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> tup
     device = torch.device(arguments.device)
     backends = flash_attn_mini.available_backends(device)
     if arguments.backend is None and not backends:
-        parser.error(f"no backend of flash_attn_mini runs on {device}: python -m flash_attn_mini says why")
+        parser.error(f"no backend of flash_attn_mini runs on {device}; python -m flash_attn_mini prints why")
     if arguments.backend not in (None, *backends):
-        parser.error(f"--backend {arguments.backend}: on {device} there are {', '.join(backends)}")
+        parser.error(f"--backend {arguments.backend}: allowed on {device}: {', '.join(backends)}")
     if arguments.steps is not None and arguments.steps < 1:
         parser.error(f"--steps {arguments.steps}: at least 1")
     if arguments.out is not None:
         for path in (arguments.out / name for name in FILES):
             if path.exists():
-                parser.error(f"--out {arguments.out}: {path} is there already and is not overwritten")
+                parser.error(f"--out {arguments.out}: {path} exists and is not overwritten")
         if arguments.out.exists() and not arguments.out.is_dir():
             parser.error(f"--out {arguments.out}: not a folder")
     try:

@@ -1,34 +1,37 @@
-"""Between padded batches ``[batch, seqlen, ...]`` and packed ones ``[total, ...]``, as the official package has it.
+"""Pack padded batches ``[batch, seqlen, ...]`` to ``[total, ...]`` and back, under the official package's names.
 
-A packed batch holds the tokens of all sequences end to end, without padding: what `flash_attn_varlen_func` takes.
-Plain PyTorch operators, so every function is differentiable (twice, too) and runs wherever PyTorch does.
+A packed batch holds the tokens of all sequences end to end, without padding: the input of `flash_attn_varlen_func`.
+The functions use PyTorch's operators alone, so they are differentiable any number of times and run on every device.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .argument_checks import wrong_type
+from .argument_checks import as_length, check_tensor, wrong_type
 
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
     """The rows ``input[indices]``.
 
     Args:
-        input: ``[rows, ...]``.
-        indices: int32 or int64 ``[total]``, on the device of `input`.
+        input: ``[rows, ...]``, any dtype.
+        indices: int32 or int64 ``[total]``, each from 0 to rows - 1, on the device of `input`.
 
     Returns:
-        ``[total, ...]``.
+        ``[total, ...]``, in the dtype of `input`.
 
     Raises:
-        TypeError: For indices that are no integers.
-        ValueError: For a wrong number of dimensions.
+        TypeError: If an argument is no tensor, or indices holds no integers.
+        ValueError: For a wrong number of dimensions, or tensors on different devices.
+        IndexError: For an index that is out of range, on the CPU.
     """
     _check_rows("input", input, 1)
-    _check_indices(indices)
+    _check_indices(indices, "input", input)
     return input.index_select(0, indices)
 
 
@@ -36,16 +39,22 @@ def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -
     """The inverse of `index_first_axis`: zeros ``[first_axis_dim, ...]`` with `values` in the rows `indices`.
 
     Args:
-        values: ``[total, ...]``.
+        values: ``[total, ...]``, any dtype.
         indices: int32 or int64 ``[total]``, each row at most once, on the device of `values`.
         first_axis_dim: The number of rows of the result.
 
+    Returns:
+        ``[first_axis_dim, ...]``, in the dtype of `values`.
+
     Raises:
-        TypeError: For indices that are no integers.
-        ValueError: For a wrong number of dimensions, or as many indices as there are no values for.
+        TypeError: If an argument is of a wrong type, or indices holds no integers.
+        ValueError: For a wrong number of dimensions, tensors on different devices, a negative first_axis_dim, or if
+            the numbers of indices and values differ.
+        IndexError: For an index that is out of range, on the CPU.
     """
     _check_rows("values", values, 1)
-    _check_indices(indices)
+    _check_indices(indices, "values", values)
+    first_axis_dim = _size("first_axis_dim", first_axis_dim)
     if indices.shape[0] != values.shape[0]:
         raise ValueError(
             f"flash_attn_mini: indices has {indices.shape[0]} elements; allowed: one for each of the "
@@ -60,22 +69,24 @@ def unpad_input(
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
     """Drop the padding of a batch.
 
+    The shapes of the results depend on the values of the masks, so a call synchronises with the GPU.
+
     Args:
-        hidden_states: ``[batch, seqlen, ...]``.
-        attention_mask: bool or integer ``[batch, seqlen]``: which tokens count, wherever in the row they stand. Numbers
-            other than 0 count; a floating mask must hold nothing but 0 and 1.
-        unused_mask: Likewise: which tokens are kept although they do not count, as room for later ones.
+        hidden_states: ``[batch, seqlen, ...]``, any dtype.
+        attention_mask: bool, integer or floating ``[batch, seqlen]``, on the device of `hidden_states`: the tokens that
+            count, at any place in a row. Integers other than 0 count. A floating mask may hold only 0 and 1.
+        unused_mask: The same shape and dtypes as `attention_mask`: tokens to keep although they do not count.
 
     Returns:
-        The tokens of either mask, ``[total, ...]``; their indices among all ``batch * seqlen``, int64 ``[total]``;
-        ``cu_seqlens``, int32 ``[batch + 1]``, where each sequence begins and the last one ends; the length of the
-        longest sequence; and how many tokens of each sequence count (``seqused``), int32 ``[batch]``.
+        Five values. The tokens of either mask, ``[total, ...]``. Their indices among all ``batch * seqlen`` tokens,
+        int64 ``[total]``. ``cu_seqlens``, int32 ``[batch + 1]``: the first row of each sequence, and the end of the
+        last. The length of the longest sequence, an int. ``seqused``, int32 ``[batch]``: the number of tokens of each
+        sequence that count.
 
     Raises:
-        TypeError: For a mask that is no tensor of bool, integers or floats.
-        ValueError: For a mask of another shape than the batch, or a floating one of other values than 0 and 1.
-
-    Two of the results depend on the masks' values, so a call waits for the GPU.
+        TypeError: If hidden_states is no tensor, or a mask is no tensor of bool, integers or floats.
+        ValueError: For a mask of another shape or device than the batch, or a floating mask with values other than 0
+            and 1.
 
     Example:
         >>> import torch
@@ -97,47 +108,73 @@ def unpad_input(
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """Put the tokens of `unpad_input` back where they were, with zeros elsewhere.
+    """Put the tokens of `unpad_input` back to their places, with zeros in the padding.
 
     Args:
-        hidden_states: ``[total, ...]``.
-        indices: ``[total]``, from `unpad_input`.
+        hidden_states: ``[total, ...]``, any dtype.
+        indices: int32 or int64 ``[total]``, from `unpad_input`.
         batch: The number of sequences.
-        seqlen: Their padded length.
+        seqlen: Their padded length, in tokens.
 
     Returns:
-        ``[batch, seqlen, ...]``.
+        ``[batch, seqlen, ...]``, in the dtype of `hidden_states`.
 
     Raises:
-        TypeError, ValueError: As `index_put_first_axis`.
+        TypeError, ValueError, IndexError: As `index_put_first_axis`.
+
+    Example:
+        >>> import torch
+        >>> from flash_attn_mini.bert_padding import pad_input
+        >>> pad_input(torch.tensor([[7.0], [8.0], [9.0]]), torch.tensor([0, 2, 3]), batch=2, seqlen=2).tolist()
+        [[[7.0], [0.0]], [[8.0], [9.0]]]
     """
+    batch, seqlen = _size("batch", batch), _size("seqlen", seqlen)
     return index_put_first_axis(hidden_states, indices, batch * seqlen).view(batch, seqlen, *hidden_states.shape[1:])
 
 
 def _check_rows(name: str, value: Tensor, least: int) -> None:
+    check_tensor(name, value)
     if value.dim() < least:
         shape = "[batch, seqlen, ...]" if least == 2 else "[rows, ...]"
         raise ValueError(f"flash_attn_mini: {name} has shape {list(value.shape)}; allowed: {shape}")
 
 
-def _check_indices(indices: Tensor) -> None:
+def _check_indices(indices: Tensor, name: str, rows: Tensor) -> None:
+    check_tensor("indices", indices)
     if indices.dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"flash_attn_mini: indices is {indices.dtype}; allowed: torch.int64 or torch.int32")
+        raise wrong_type("indices", indices.dtype, "torch.int64 or torch.int32")
     if indices.dim() != 1:
         raise ValueError(f"flash_attn_mini: indices has shape {list(indices.shape)}; allowed: [total]")
+    _check_device("indices", indices, name, rows)
+
+
+def _check_device(name: str, value: Tensor, other_name: str, other: Tensor) -> None:
+    if value.device != other.device:
+        raise ValueError(
+            f"flash_attn_mini: {name} is on {value.device}; allowed: the device of {other_name}, {other.device}"
+        )
+
+
+def _size(name: str, value: Any) -> Any:
+    size = as_length(name, value)
+    if size < 0:
+        raise ValueError(f"flash_attn_mini: {name} is {size}; allowed: 0 or more")
+    return size
 
 
 def _as_bool(name: str, mask: Tensor, hidden_states: Tensor) -> Tensor:
-    if not isinstance(mask, Tensor) or mask.is_complex():
-        raise wrong_type(name, getattr(mask, "dtype", mask), "a tensor of bool or integers")
+    check_tensor(name, mask)
+    if mask.is_complex():
+        raise wrong_type(name, mask.dtype, "a tensor of bool or integers")
     if mask.shape != hidden_states.shape[:2]:
         raise ValueError(
             f"flash_attn_mini: {name} has shape {list(mask.shape)}; allowed: {list(hidden_states.shape[:2])}, "
             "the batch and sequence length of hidden_states"
         )
+    _check_device(name, mask, "hidden_states", hidden_states)
     if mask.is_floating_point() and not bool(((mask == 0) | (mask == 1)).all()):
         raise ValueError(
-            f"flash_attn_mini: {name} holds other numbers than 0 and 1, as masks that are added to scores do; allowed: "
+            f"flash_attn_mini: {name} holds numbers other than 0 and 1, like a mask that is added to scores; allowed: "
             "bool or integers, true for the tokens that count"
         )
     return mask if mask.dtype == torch.bool else mask != 0

@@ -1,4 +1,4 @@
-"""Packing of padded batches: there and back, gradients, masks of every kind, and wrong calls."""
+"""bert_padding: unpadding and padding again, gradients, masks of every dtype, and wrong calls."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def hidden(*trailing: int, draw: torch.Generator) -> Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 @pytest.mark.parametrize("trailing", [(), (4,), (2, 3)], ids=["token", "features", "heads"])
-def test_what_is_unpadded_is_what_the_mask_says(
+def test_unpad_input_keeps_the_tokens_of_the_mask(
     dtype: torch.dtype, trailing: tuple[int, ...], draw: torch.Generator
 ) -> None:
     states = hidden(*trailing, draw=draw)
@@ -38,7 +38,7 @@ def test_what_is_unpadded_is_what_the_mask_says(
     assert seqused.tolist() == LENGTHS
 
 
-def test_there_and_back_leaves_zeros_in_the_padding(draw: torch.Generator) -> None:
+def test_pad_input_after_unpad_input_has_zeros_in_the_padding(draw: torch.Generator) -> None:
     states = hidden(2, 3, draw=draw)
     packed, indices, *_ = unpad_input(states, MASK)
     padded = pad_input(packed, indices, *MASK.shape)
@@ -46,7 +46,7 @@ def test_there_and_back_leaves_zeros_in_the_padding(draw: torch.Generator) -> No
     assert torch.equal(padded, states * MASK[:, :, None, None])
 
 
-def test_back_and_there_is_the_identity(draw: torch.Generator) -> None:
+def test_unpad_input_after_pad_input_is_the_identity(draw: torch.Generator) -> None:
     packed = torch.randn(13, 4, dtype=torch.float64, generator=draw)
     indices = MASK.flatten().nonzero().flatten()
     again, indices_again, *_ = unpad_input(pad_input(packed, indices, *MASK.shape), MASK)
@@ -72,7 +72,7 @@ def test_a_batch_of_strided_states(draw: torch.Generator) -> None:
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (3, 0), (0, 0)], ids=str)
-def test_batches_of_nothing(shape: tuple[int, int]) -> None:
+def test_empty_batches(shape: tuple[int, int]) -> None:
     packed, indices, cu_seqlens, max_seqlen, seqused = unpad_input(torch.zeros(*shape, 2), torch.zeros(shape).bool())
     assert packed.shape == (0, 2)
     assert max_seqlen == 0
@@ -81,16 +81,22 @@ def test_batches_of_nothing(shape: tuple[int, int]) -> None:
     assert pad_input(packed, indices, *shape).shape == (*shape, 2)
 
 
-def test_gradients_there_and_back(draw: torch.Generator) -> None:
+def test_sizes_may_be_numpy_integers() -> None:
+    numpy = pytest.importorskip("numpy")
+    padded = pad_input(torch.ones(2, 3), torch.tensor([0, 5]), numpy.int64(2), numpy.int32(4))
+    assert padded.shape == (2, 4, 3)
+
+
+def test_gradients_of_every_function(draw: torch.Generator) -> None:
     states = hidden(2, draw=draw).requires_grad_()
 
-    def there(states: Tensor) -> Tensor:
+    def unpad(states: Tensor) -> Tensor:
         return unpad_input(states, MASK)[0]
 
     indices = MASK.flatten().nonzero().flatten()
-    packed = there(states).detach().requires_grad_()
+    packed = unpad(states).detach().requires_grad_()
     for function, inputs in (
-        (there, (states,)),
+        (unpad, (states,)),
         (lambda packed: pad_input(packed, indices, *MASK.shape), (packed,)),
         (lambda packed: index_put_first_axis(packed, indices.int(), 40), (packed,)),
         (lambda packed: index_first_axis(packed, torch.tensor([3, 0, 3])), (packed,)),  # repeated rows add up
@@ -105,8 +111,8 @@ def test_padding_gets_no_gradient(draw: torch.Generator) -> None:
     assert torch.equal(states.grad, MASK[:, :, None].expand_as(states).double())
 
 
-def test_indices_of_the_mask_serve_other_tensors(draw: torch.Generator) -> None:
-    """As users' code does: labels and positions are packed by the indices of the hidden states."""
+def test_indices_of_unpad_input_pack_other_tensors(draw: torch.Generator) -> None:
+    """User code packs labels and positions by the indices of the hidden states."""
     _, indices, *_ = unpad_input(hidden(2, draw=draw), MASK)
     labels = torch.arange(MASK.numel()).reshape(MASK.shape)
     assert torch.equal(index_first_axis(labels.flatten(0, 1), indices), labels[MASK.bool()])
@@ -119,10 +125,19 @@ def test_indices_of_the_mask_serve_other_tensors(draw: torch.Generator) -> None:
         (lambda: unpad_input(torch.zeros(2, 3), torch.ones(2, 3, 1)), ValueError, r"allowed: \[2, 3\]"),
         (lambda: unpad_input(torch.zeros(3), torch.ones(3)), ValueError, "hidden_states has shape"),
         (lambda: unpad_input(torch.zeros(2, 3), [[1, 1, 1]] * 2), TypeError, r"attention_mask is .*\(list\)"),
+        (lambda: unpad_input([1], MASK), TypeError, r"hidden_states is \[1\] \(list\); allowed: a torch.Tensor"),
+        (lambda: unpad_input(torch.zeros(1, 2), torch.ones(1, 2).cfloat()), TypeError, "attention_mask is torch.comp"),
+        (lambda: unpad_input(torch.zeros(1, 2), torch.ones(1, 2, device="meta")), ValueError, "mask is on meta"),
         (lambda: unpad_input(torch.zeros(1, 2), torch.tensor([[0.0, -1e9]])), ValueError, "added to scores"),
         (lambda: unpad_input(torch.zeros(1, 2), torch.ones(1, 2), torch.ones(2, 1)), ValueError, "unused_mask has"),
         (lambda: pad_input(torch.zeros(2, 3), torch.tensor([0]), 1, 4), ValueError, "one for each of the 2 rows"),
         (lambda: pad_input(torch.zeros(1, 3), torch.tensor([0.0]), 1, 4), TypeError, "indices is torch.float32"),
+        (lambda: pad_input(torch.zeros(1, 3), [0], 1, 4), TypeError, r"indices is \[0\] \(list\)"),
+        (lambda: pad_input(torch.zeros(1, 3), torch.tensor([0]), -1, -4), ValueError, "batch is -1; allowed: 0 or"),
+        (lambda: pad_input(torch.zeros(1, 3), torch.tensor([0]), 1, 4.0), TypeError, r"seqlen is 4.0 \(float\)"),
+        (lambda: pad_input(torch.zeros(1, 3), torch.tensor([4]), 1, 4), IndexError, "index 4 is out of bounds"),
+        (lambda: index_put_first_axis(torch.zeros(1, 3), torch.tensor([0]), -1), ValueError, "first_axis_dim is -1"),
+        (lambda: index_first_axis([1], torch.tensor([0])), TypeError, "input is"),
         (lambda: index_first_axis(torch.zeros(2, 3), torch.tensor([[0]])), ValueError, "indices has shape"),
         (lambda: index_first_axis(torch.tensor(1.0), torch.tensor([0])), ValueError, "input has shape"),
     ],

@@ -10,13 +10,14 @@ import pytest
 
 PUBLIC = {
     "backends": 2,  # with how many functions that have an example
-    "bert_padding": 1,
+    "bert_padding": 2,
     "compat": 1,
     "flash_attn_interface": 1,
     "integrations.transformers": 1,
+    "ladder.naive": 1,
     "ladder.online_softmax": 1,
     "ladder.verify": 1,
-    "layers.rotary": 2,
+    "layers.rotary": 4,
     "packed": 4,
     "reference.attention": 1,
     "reference.backward": 1,

@@ -1,4 +1,4 @@
-"""The teaching rungs that run in Python, and verify()'s report. test_minimal_cuda.py has the CUDA rung."""
+"""The rungs that run in Python, the command, and verify()'s report. test_minimal_cuda.py tests the CUDA rung."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ from flash_attn_mini.ladder import online_softmax_attention, verify
 from flash_attn_mini.ladder.rungs import KEY_LENGTHS, RUNGS, measure
 from flash_attn_mini.reference import attention_reference
 
+from .conftest import SEED_VARIABLE
+from .one_thread import one_thread  # noqa: F401
+
 ROOT = Path(__file__).resolve().parent.parent
 HAS_GPU = torch.cuda.is_available()
 
 
 def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(int(os.environ[SEED_VARIABLE]) + seed)).to(dtype)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
@@ -73,20 +76,55 @@ def test_the_triton_rung_runs_wherever_the_interpreter_does(on: str, monkeypatch
     assert (rung.unavailable_reason() is None) == HAS_GPU
 
 
+def run_the_command(start: list[str], environment: dict[str, str]) -> list[str]:
+    """The lines that it prints."""
+    command = [sys.executable, *start]
+    result = subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "FAILED" not in result.stdout
+    return result.stdout.splitlines()
+
+
+def passed(lines: list[str], name: str) -> int:
+    return sum(line.startswith(name) and line.endswith("passed") for line in lines)
+
+
 @pytest.mark.slow
 def test_table_of_every_rung() -> None:
-    """The command, with the interpreter on where there is no GPU, so that the Triton rung runs on every machine."""
+    """Without a GPU, Triton's interpreter is on, with few lengths, because it is slow."""
     pytest.importorskip("triton")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"} | ({} if HAS_GPU else {"TRITON_INTERPRET": "1"})
-    command = [sys.executable, "-m", "flash_attn_mini.ladder"]
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout + result.stderr
-    lines = result.stdout.splitlines()
-    for name in ("online softmax", "minimal Triton"):
-        passed = [line for line in lines if line.startswith(name) and line.rstrip().endswith("passed")]
-        assert len(passed) == 2 * len(KEY_LENGTHS), result.stdout
-    assert "FAILED" not in result.stdout
+    lengths = KEY_LENGTHS if HAS_GPU else (128, 500)
+    start = f"from flash_attn_mini.ladder import __main__ as command; command.KEY_LENGTHS = {lengths}; command.main()"
+    lines = run_the_command(["-c", start], {} if HAS_GPU else {"TRITON_INTERPRET": "1"})
+    for name in ("naive attention", "online softmax", "minimal Triton"):
+        assert passed(lines, name) == 2 * len(lengths), lines
     assert any("minimal CUDA" in line for line in lines)
+
+
+WITHOUT_OTHER_PACKAGES = """
+import importlib.util, runpy, sys, sysconfig
+
+class Missing:
+    NAMES = {"triton", "tabulate", "matplotlib", "tqdm", "transformers", "hypothesis", "flash_attn_mini._C"}
+    def find_spec(self, name, path=None, target=None):
+        if name in self.NAMES:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+find_spec = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name in Missing.NAMES else find_spec(name, *rest)
+sys.meta_path.insert(0, Missing())
+runpy.run_module("flash_attn_mini.ladder", run_name="__main__", alter_sys=True)
+"""
+
+
+def test_the_command_needs_torch_alone() -> None:
+    lines = run_the_command(["-c", WITHOUT_OTHER_PACKAGES], {})
+    for name in ("naive attention", "online softmax"):
+        assert passed(lines, name) == 2 * len(KEY_LENGTHS), lines
+    skipped = [line for line in lines if line.startswith("skipped: ")]
+    assert len(skipped) == 2
+    assert skipped[0].startswith("skipped: minimal Triton (flash_attn_mini/ladder/minimal_triton.py): triton is not")
+    assert skipped[1].startswith("skipped: minimal CUDA (csrc/minimal/flash_attn_minimal.cu): ")
 
 
 def test_verify_reports_the_errors() -> None:

@@ -1,4 +1,4 @@
-"""The yardstick itself: flash_attn_mini.reference against SDPA in float64, loops over single scores, and gradcheck."""
+"""flash_attn_mini.reference compared with SDPA in float64 and with loops over single scores; gradcheck."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from flash_attn_mini.reference import (
 )
 
 from .loops import CLOSE, loops, qkv, randn
+from .one_thread import one_thread  # noqa: F401
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, **options: object) -> Tensor:

@@ -1,4 +1,4 @@
-"""The references of variable length, packed forms, rotary and KV cache, against loops and against each other."""
+"""The references of variable length, packed forms, rotary and KV cache, compared with loops and with each other."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from flash_attn_mini.reference import (
 )
 
 from .loops import CLOSE, loops, qkv, randn
+from .one_thread import one_thread  # noqa: F401
 
 # ---- variable length, packed --------------------------------------------------------------------------------------
 
@@ -196,5 +197,5 @@ def test_kvcache_rotary_positions(causal: bool, interleaved: bool, draw: torch.G
 def test_kvcache_refuses_to_run_past_the_cache(draw: torch.Generator) -> None:
     q, k, v = qkv(draw, 1, 1)
     cache = randn(draw, 2, 4, 2, 8)
-    with pytest.raises(ValueError, match=r"cache_seqlens.*room for 4"):
+    with pytest.raises(ValueError, match=r"cache_seqlens.*allowed: 4"):
         attention_kvcache_reference(q, cache, cache.clone(), k, v, cache_seqlens=4)

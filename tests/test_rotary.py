@@ -1,17 +1,19 @@
-"""apply_rotary_emb against the reference: every layout, offset and pairing; gradients; compiled; and wrong calls.
+"""apply_rotary_emb against the reference: layouts, offsets, pairings, derivatives, torch.compile, and wrong calls.
 
-On a GPU the Triton kernel runs. Elsewhere PyTorch's operators do, and the kernel in Triton's interpreter, which has to
-be switched on before Triton is imported: in a process of its own, started by the first test below.
+On a GPU the Triton kernel runs. On a CPU PyTorch's operators run, and the first test below runs this file again in a
+process with Triton's interpreter, which must be switched on before Triton is imported.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from flash_attn_mini.layers import rotary_op
 from flash_attn_mini.layers.rotary import (
@@ -23,7 +25,9 @@ from flash_attn_mini.layers.rotary import (
 )
 from flash_attn_mini.reference import apply_rotary_reference
 
+from .conftest import SEED_VARIABLE
 from .interpreter import INTERPRETED, run_in_the_interpreter, starts_the_interpreter
+from .one_thread import one_thread  # noqa: F401
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
@@ -81,7 +85,12 @@ def assert_close(actual: Tensor, reference: Tensor) -> None:
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(DEVICE)
+    """The same values for the same arguments in one session; another session draws others."""
+    return (
+        torch.randn(shape, generator=torch.Generator().manual_seed(int(os.environ[SEED_VARIABLE]) + seed))
+        .to(dtype)
+        .to(DEVICE)
+    )
 
 
 @each_pairing
@@ -132,6 +141,34 @@ def test_sequences_of_different_lengths(offsets: int | list[int], interleaved: b
     assert_close(out, expected(x, cos, sin, interleaved, offsets, LENGTHS))
 
 
+def test_offsets_and_lengths_of_any_stride() -> None:
+    x = draw(sum(LENGTHS), 2, 16)
+    cos, sin = table(40, 12)
+    offsets = torch.tensor([3, 99, 0, 99, 7, 99, 1, 99, 2, 99], device=DEVICE)[::2]
+    cu_seqlens = torch.tensor(CU_SEQLENS, dtype=torch.int32, device=DEVICE).repeat_interleave(2)[::2]
+    out = apply_rotary_emb(x, cos, sin, seqlen_offsets=offsets, cu_seqlens=cu_seqlens)
+    assert_close(out, expected(x, cos, sin, False, [3, 0, 7, 1, 2], LENGTHS))
+
+
+def test_numbers_may_be_numpy_integers_or_tensors() -> None:
+    numpy = pytest.importorskip("numpy")
+    x, (cos, sin) = draw(2, 5, 2, 8), table(16, 8)
+    wanted = apply_rotary_emb(x, cos, sin, seqlen_offsets=3)
+    for offset in (numpy.int64(3), numpy.int32(3), torch.tensor(3, device=DEVICE)):
+        assert torch.equal(apply_rotary_emb(x, cos, sin, numpy.bool_(False), seqlen_offsets=offset), wanted)
+    cu_seqlens = torch.tensor([0, 5, 10], dtype=torch.int32, device=DEVICE)
+    packed = apply_rotary_emb(x.flatten(0, 1), cos, sin, False, 0, numpy.int64(3), cu_seqlens, numpy.int64(5))
+    assert torch.equal(packed, wanted.flatten(0, 1))
+    qkv = draw(2, 5, 8, 16)
+    results = [
+        RotaryEmbedding(n(16), base=n(100), device=DEVICE)(qkv.clone(), None, n(3), n(9), n(4))
+        for n in (int, numpy.int64)
+    ]
+    assert torch.equal(*results)
+    at_the_end = RotaryEmbedding(16, base=100, device=DEVICE)(qkv.clone(), seqlen_offset=numpy.int64(3), num_heads_q=4)
+    assert torch.equal(at_the_end, results[0])
+
+
 @pytest.mark.parametrize("lengths", [[9], [0, 0, 9], [9, 0], [1] * 40], ids=str)
 def test_unusual_batches_of_different_lengths(lengths: list[int]) -> None:
     x = draw(sum(lengths), 2, 8)
@@ -141,7 +178,7 @@ def test_unusual_batches_of_different_lengths(lengths: list[int]) -> None:
 
 
 @pytest.mark.parametrize("shape", [(0, 5, 2, 8), (2, 0, 2, 8), (2, 5, 0, 8)], ids=str)
-def test_nothing_to_rotate(shape: tuple[int, ...]) -> None:
+def test_empty_tensors(shape: tuple[int, ...]) -> None:
     assert apply_rotary_emb(draw(*shape), *table(5, 8)).shape == shape
     x, cu_seqlens = draw(0, 2, 8), torch.zeros(3, dtype=torch.int32, device=DEVICE)
     assert apply_rotary_emb(x, *table(0, 8), cu_seqlens=cu_seqlens).shape == x.shape
@@ -177,7 +214,7 @@ def test_in_place(wants_gradient: bool, interleaved: bool) -> None:
 
 
 def test_in_place_of_a_leaf_that_requires_a_gradient() -> None:
-    """As the official package's tests do: its values change, and its gradient is that of before."""
+    """The official package's tests do this: the values of the leaf change, and it gets its usual gradient."""
     cos, sin = table(6, 6)
     for shape, rotate in (
         ((2, 6, 2, 8), lambda x: apply_rotary_emb(x, cos, sin, inplace=True)),
@@ -202,9 +239,8 @@ def test_autograd_notices_that_a_leaf_has_changed() -> None:
         square.sum().backward()
 
 
-@each_pairing
-@pytest.mark.parametrize("layout", ["batch", "offsets", "varlen"])
-def test_gradients(layout: str, interleaved: bool) -> None:
+def rotations_of(layout: str, interleaved: bool = False) -> tuple[Any, Any, Tensor]:
+    """The rotation and its transpose as functions of x, and an x, all float64."""
     cos, sin = table(8, 4, torch.float64)
     options: dict[str, Any] = {}
     x = draw(2, 3, 2, 6, dtype=torch.float64)
@@ -213,17 +249,97 @@ def test_gradients(layout: str, interleaved: bool) -> None:
     elif layout == "varlen":
         x = x.flatten(0, 1)
         options["cu_seqlens"] = torch.tensor([0, 2, 2, 6], dtype=torch.int32, device=DEVICE)
+    return (
+        lambda x: apply_rotary_emb(x, cos, sin, interleaved, **options),
+        lambda x: apply_rotary_emb(x, cos, -sin, interleaved, **options),
+        x,
+    )
+
+
+each_layout = pytest.mark.parametrize("layout", ["batch", "offsets", "varlen"])
+
+
+@each_pairing
+@each_layout
+def test_gradients(layout: str, interleaved: bool) -> None:
+    rotate, _, x = rotations_of(layout, interleaved)
     x.requires_grad_()
+    assert torch.autograd.gradcheck(rotate, (x,), check_forward_ad=True, fast_mode=True)
+    assert torch.autograd.gradgradcheck(rotate, (x,), fast_mode=True)
 
-    def rotate(x: Tensor) -> Tensor:
-        return apply_rotary_emb(x, cos, sin, interleaved, **options)
 
-    assert torch.autograd.gradcheck(rotate, (x,))
-    assert torch.autograd.gradgradcheck(rotate, (x,))
+@each_layout
+def test_forward_mode_gives_the_rotated_tangent(layout: str) -> None:
+    rotate, _, x = rotations_of(layout)
+    tangent = draw(*x.shape, dtype=x.dtype, seed=1)
+    assert_close(torch.func.jvp(rotate, (x,), (tangent,))[1], rotate(tangent))
+    assert_close(torch.func.jacfwd(rotate)(x), torch.func.jacrev(rotate)(x))
+    with forward_ad.dual_level():
+        primal, out_tangent = forward_ad.unpack_dual(rotate(forward_ad.make_dual(x, tangent)))
+        assert_close(primal, rotate(x))
+        assert_close(out_tangent, rotate(tangent))
+
+
+def test_forward_mode_in_place() -> None:
+    x, tangent, (cos, sin) = draw(2, 6, 2, 8), draw(2, 6, 2, 8, seed=1), table(6, 8)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x.clone(), tangent.clone())
+        apply_rotary_emb(dual, cos, sin, inplace=True)
+        for part, of in zip(forward_ad.unpack_dual(dual), (x, tangent), strict=True):
+            assert_close(part, apply_rotary_emb(of, cos, sin))
+
+
+@each_layout
+def test_torch_func_transforms(layout: str) -> None:
+    rotate, back, x = rotations_of(layout)
+
+    def loss(x: Tensor) -> Tensor:
+        return rotate(x).pow(3).sum()
+
+    assert_close(torch.func.grad(loss)(x), back(3 * rotate(x).square()))
+    many = torch.stack([x, -2 * x, x + 1])
+    assert_close(torch.vmap(rotate)(many), torch.stack([rotate(one) for one in many]))
+    assert_close(torch.vmap(rotate, 2, 1)(many.movedim(0, 2)), torch.stack([rotate(one) for one in many], 1))
+    gradients = torch.stack([torch.func.grad(loss)(one) for one in many])
+    assert_close(torch.vmap(torch.func.grad(loss))(many), gradients)
+    tangent = draw(*x.shape, dtype=x.dtype, seed=1)
+    product = back(6 * rotate(x) * rotate(tangent))  # of the Hessian and the tangent
+    assert_close(torch.func.jvp(torch.func.grad(loss), (x,), (tangent,))[1], product)
+    assert_close(torch.func.grad(lambda x: (torch.func.grad(loss)(x) * tangent).sum())(x), product)
+
+
+def test_vmap_over_tables_and_offsets() -> None:
+    x, (cos, sin) = draw(3, 2, 4, 2, 8), table(9, 8)
+    tables, offsets = torch.stack([cos, 2 * cos, -cos]), torch.tensor([[0, 5], [1, 1], [2, 0]], device=DEVICE)
+
+    def rotate(x: Tensor, cos: Tensor, offsets: Tensor) -> Tensor:
+        return apply_rotary_emb(x, cos, sin, seqlen_offsets=offsets)
+
+    wanted = torch.stack([rotate(*arguments) for arguments in zip(x, tables, offsets, strict=True)])
+    assert_close(torch.vmap(rotate)(x, tables, offsets), wanted)
+    assert_close(
+        torch.vmap(rotate, (1, None, None))(x.movedim(0, 1), cos, offsets[0])[1], rotate(x[1], cos, offsets[0])
+    )
+
+
+def test_tables_that_require_a_gradient_are_an_error_of_the_derivative_alone() -> None:
+    x, (cos, sin) = draw(2, 6, 2, 8).requires_grad_(), table(6, 8)
+    wanted = apply_rotary_emb(x, cos, sin)
+    for learnt, inplace in itertools.product(
+        ((cos.clone().requires_grad_(), sin), (cos, sin.clone().requires_grad_())), (0, 1)
+    ):
+        out = apply_rotary_emb(x * 1, *learnt, inplace=bool(inplace))
+        assert torch.equal(out, wanted)
+        with pytest.raises(NotImplementedError, match="cos and sin no derivative; detach"):
+            out.sum().backward()
+    with pytest.raises(NotImplementedError, match="cos and sin no derivative"):
+        torch.func.grad(lambda cos: apply_rotary_emb(x.detach(), cos, sin).sum())(cos)
+    with pytest.raises(NotImplementedError, match="cos and sin no derivative"):
+        torch.func.jvp(lambda sin: apply_rotary_emb(x.detach(), cos, sin), (sin,), (cos,))
 
 
 def test_scores_depend_on_distance_alone() -> None:
-    """What rotation is for: the product of a query and a key is the same wherever the pair stands."""
+    """The product of a query and a key depends on the distance of their positions only."""
     q, k = draw(1, 1, 1, 32, seed=1), draw(1, 1, 1, 32, seed=2)
     scores = [
         (
@@ -296,13 +412,53 @@ def test_module_rotates_packed_tensors(interleaved: bool) -> None:
 
 
 def test_module_with_scales() -> None:
-    """XPos: scores depend on distance alone, and fade with it."""
+    """XPos: scores depend on the distance only, and fall with it."""
     module = RotaryEmbedding(16, scale_base=16.0, device=DEVICE)
     same = draw(1, 1, 1, 1, 16).expand(1, 24, 3, 1, 16).contiguous()
     q, k, _ = module(same)[0, :, :, 0].unbind(1)
     scores = q @ k.T
     assert_close(scores[10, 6], scores[20, 16])
     assert not torch.allclose(scores[10, 6], scores[6, 10])
+
+
+@pytest.mark.parametrize("prompt", [1, 7], ids=["token-by-token", "after-a-prompt"])
+def test_decoding_with_scales_gives_the_scores_of_a_prefill(prompt: int) -> None:
+    def scores(qkv: Tensor) -> Tensor:
+        q, k, _ = qkv[0, :, :, 0].unbind(1)
+        return q @ k.T
+
+    given = draw(1, 24, 3, 1, 16)
+    whole = RotaryEmbedding(16, scale_base=16.0, device=DEVICE)(given.clone())
+    module = RotaryEmbedding(16, scale_base=16.0, device=DEVICE)
+    steps = [(0, prompt), *((at, at + 1) for at in range(prompt, 24))]
+    pieces = [module(given[:, start:stop].clone(), seqlen_offset=start) for start, stop in steps]
+    torch.testing.assert_close(scores(torch.cat(pieces, dim=1)), scores(whole), rtol=1e-4, atol=1e-4)
+
+
+def test_scales_that_float32_cannot_hold_are_refused() -> None:
+    module = RotaryEmbedding(16, scale_base=1.0, device=DEVICE)
+    module(draw(1, 60, 3, 1, 16))
+    with pytest.raises(ValueError, match="the XPos factors of 120 positions around the centre 30 do not fit float32"):
+        module(draw(1, 1, 3, 1, 16), seqlen_offset=119)
+    module.reset_parameters()
+    assert module(draw(1, 120, 3, 1, 16)).isfinite().all()
+
+
+@pytest.mark.parametrize("how", ["to_empty", "assign", "reset"])
+def test_module_made_on_the_meta_device(how: str) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), RotaryEmbedding(16, base=100.0)).to(DEVICE)
+    with torch.device("meta"):
+        copy = torch.nn.Sequential(torch.nn.Linear(4, 4), RotaryEmbedding(16, base=100.0))
+    if how != "assign":
+        copy.to_empty(device=DEVICE)
+    if how == "reset":
+        copy[1].inv_freq.fill_(float("nan"))
+        copy[1].reset_parameters()
+    copy.load_state_dict(model.state_dict(), assign=how == "assign")
+    qkv = draw(1, 9, 3, 2, 16)
+    assert torch.equal(copy[1](qkv.clone()), model[1](qkv.clone()))
+    if how != "assign":
+        assert torch.equal(copy[1].inv_freq, model[1].inv_freq)
 
 
 def test_module_keeps_exact_angles_when_the_model_is_cast() -> None:
@@ -314,11 +470,11 @@ def test_module_keeps_exact_angles_when_the_model_is_cast() -> None:
     assert_close(q, expected(before[:, :, 0], angles.cos(), angles.sin(), False))
 
 
-def test_positions_past_the_table_are_an_error_where_they_can_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_positions_past_the_table_are_an_error_where_the_host_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASH_ATTN_MINI_CHECK", "1")
     x, (cos, sin) = draw(2, 5, 2, 8), table(8, 8)
     for offsets in ([0, 4], [-1, 0]):
-        with pytest.raises(ValueError, match="tokens stand at positions"):
+        with pytest.raises(ValueError, match="the tokens have positions"):
             apply_rotary_emb(x, cos, sin, seqlen_offsets=torch.tensor(offsets, device=DEVICE))
     cu_seqlens = torch.tensor([0, 1, 10], dtype=torch.int32, device=DEVICE)
     with pytest.raises(ValueError, match="positions 0 to 8; allowed: 0 to 7"):
@@ -348,7 +504,7 @@ def test_compiled(inplace: bool) -> None:
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter cannot be traced")
-def test_custom_op_follows_the_rules() -> None:
+def test_custom_op_passes_opcheck() -> None:
     cos, sin = table(16, 6)
     x = draw(2, 6, 2, 8).requires_grad_()
     offsets = torch.tensor([1, 9], device=DEVICE)
@@ -381,11 +537,23 @@ FLAT, CU = torch.zeros(10, 3, 8), torch.tensor([0, 5, 10], dtype=torch.int32)
         (lambda: apply_rotary_emb(FLAT, COS, COS, cu_seqlens=CU, max_seqlen=6), ValueError, "at least 6"),
         (lambda: apply_rotary_emb(FLAT, COS, COS, cu_seqlens=CU, max_seqlen=6.0), TypeError, "max_seqlen is 6.0"),
         (lambda: apply_rotary_emb(X, COS.to("meta"), COS), ValueError, "cos is on meta"),
-        (lambda: apply_rotary_emb(X, COS, COS, interleaved=1), TypeError, "interleaved is 1"),
-        (lambda: apply_rotary_emb(X, COS.clone().requires_grad_(), COS), NotImplementedError, "detach"),
+        (lambda: apply_rotary_emb([1], COS, COS), TypeError, r"x is \[1\] \(list\)"),
+        (lambda: apply_rotary_emb(X, COS, COS, seqlen_offsets=True), TypeError, "seqlen_offsets is True"),
         (lambda: apply_rotary_emb_qkv_(X, COS, COS), ValueError, "qkv has shape"),
         (lambda: apply_rotary_emb_qkv_(X, COS, COS, num_heads_q=2), ValueError, "qkv has shape"),
+        (lambda: apply_rotary_emb_qkv_(X, COS, COS, num_heads_q=-1), ValueError, "num_heads_q is -1; allowed: 1 or"),
+        (lambda: apply_rotary_emb_qkv_(X, COS, COS, num_heads_q=1.0), TypeError, r"num_heads_q is 1.0 \(float\)"),
+        (lambda: apply_rotary_emb_qkv_([1], COS, COS), TypeError, "qkv is"),
         (lambda: apply_rotary_emb_kv_(X, COS, COS), ValueError, "kv has shape"),
+        (lambda: apply_rotary_emb_kv_(None, COS, COS), TypeError, "kv is None"),
+        (lambda: RotaryEmbedding(7), ValueError, "dim is 7; allowed: an even number of features"),
+        (lambda: RotaryEmbedding(-2), ValueError, "dim is -2"),
+        (lambda: RotaryEmbedding(8.0), TypeError, r"dim is 8.0 \(float\)"),
+        (lambda: RotaryEmbedding(8, base=0), ValueError, "base is 0; allowed: a number above 0"),
+        (lambda: RotaryEmbedding(8, base="10000"), TypeError, "base is '10000'"),
+        (lambda: RotaryEmbedding(8, scale_base=-1), ValueError, "scale_base is -1"),
+        (lambda: RotaryEmbedding(8)(X[0]), ValueError, r"qkv has shape \[5, 3, 8\]"),
+        (lambda: RotaryEmbedding(8)(X[:, :, None], seqlen_offset=0.5), TypeError, "seqlen_offset is 0.5"),
     ],
 )
 def test_wrong_calls(call: Any, error: type[Exception], message: str) -> None:

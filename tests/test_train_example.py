@@ -1,9 +1,11 @@
-"""examples/train_char_gpt.py: exact gradients of a whole model, and a comparison of loss curves that can fail."""
+"""examples/train_char_gpt.py: gradients of a whole model, and a comparison of loss curves that can fail."""
 
 from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,11 +14,16 @@ import torch
 from torch import Tensor, nn
 
 pytest.importorskip("matplotlib")
+pytest.importorskip("tabulate")
+pytest.importorskip("tqdm")
 
 from examples import train_char_gpt as example
 
+from .one_thread import one_thread  # noqa: F401
+
+ROOT = Path(__file__).resolve().parent.parent
 TIMES_PYTORCH = 3.0
-SMALL = replace(example.SIZES["cpu"], layers=2, width=64, heads=2, context=100, batch=3)
+SMALL = replace(example.SIZES["cpu"], layers=1, width=64, heads=2, context=64, batch=3)
 
 
 @pytest.fixture
@@ -73,6 +80,26 @@ def test_a_gradient_that_is_two_percent_off_does_not_agree(tmp_path: Path, monke
     assert not json.loads((tmp_path / "losses.json").read_text())["agrees"]
 
 
+MISSING = """
+import runpy, sys
+sys.modules[{missing!r}] = None  # import raises ImportError
+runpy.run_module("examples.{example}", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("example", "missing"),
+    [("train_char_gpt", "tqdm"), ("semantic_search", "transformers")],
+)
+def test_a_missing_package_is_named_with_the_command_to_run(example: str, missing: str) -> None:
+    command = [sys.executable, "-c", MISSING.format(example=example, missing=missing)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 1
+    assert "Traceback" not in result.stderr
+    assert missing in result.stderr
+    assert 'pip install ".[examples]"' in result.stderr
+
+
 def test_a_difference_may_be_a_multiple_of_the_noise_so_far() -> None:
     sdpa, noise = [4.0, 3.0, 2.0], [4.0, 3.0, 2.01]
     assert example.compare([4.0, 3.0, 2.05], sdpa, noise).passed
@@ -95,12 +122,12 @@ def test_a_loss_that_is_no_number_never_agrees(bad: float) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--backend", "cuda"], "--backend cuda: on cpu there are cpu"),
+        (["--backend", "cuda"], "--backend cuda: allowed on cpu: cpu"),
         (["--steps", "0"], "--steps 0: at least 1"),
         (["--text", "no such file"], "--text no such file: "),
         (["--text", "{tmp}/short"], "has 100 characters; at least"),
         (["--text", "{tmp}/binary"], "--text {tmp}/binary: "),
-        (["--out", "{tmp}/taken"], "{tmp}/taken/losses.json is there already"),
+        (["--out", "{tmp}/taken"], "{tmp}/taken/losses.json exists"),
         (["--out", "{tmp}/short"], "--out {tmp}/short: not a folder"),
     ],
 )

@@ -1,6 +1,6 @@
-"""flash_attn_mini inside transformers' models: as accurate as PyTorch's SDPA, and no mask or feature ever ignored.
+"""flash_attn_mini in transformers' models: as accurate as PyTorch's SDPA; unsupported masks and features raise.
 
-test_transformers_batches.py has padded and packed batches, windows, and generation.
+test_transformers_batches.py tests padded and packed batches, windows, and generation.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ transformers = pytest.importorskip("transformers")
 
 from flash_attn_mini.integrations import transformers as integration  # noqa: E402
 
+from .one_thread import one_thread  # noqa: E402, F401
 from .tiny_transformers import DECODER, LENGTH, SMALL, tokens  # noqa: E402
 
 Model = torch.nn.Module
@@ -78,7 +79,7 @@ def test_generation_gives_the_tokens_that_sdpa_gives() -> None:
     assert torch.equal(ours, theirs)
 
 
-def test_window_that_cuts_nothing_off_matches_sdpa() -> None:
+def test_window_that_hides_no_key_matches_sdpa() -> None:
     def make(name: str) -> Model:
         return causal_lm("Mistral", name, sliding_window=13)
 
@@ -103,7 +104,7 @@ def test_heads_reach_the_kernel_without_a_copy(monkeypatch: pytest.MonkeyPatch) 
     assert (seen["softmax_scale"], seen["causal"]) == (0.5, False)
 
     integration.attention(module, q, k, v, None)
-    assert seen["causal"] is True  # as transformers assumes of a module that does not say
+    assert seen["causal"] is True  # transformers' default for a module without is_causal
     integration.attention(module, q, k, v, torch.ones(2, 1, 5, 5, dtype=torch.bool))
     assert seen["causal"] is False
     lower = torch.ones(5, 5, dtype=torch.bool).tril()
@@ -131,10 +132,21 @@ def test_custom_mask_is_refused() -> None:
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_feature_that_is_lacking_is_refused(argument: dict[str, Any], message: str) -> None:
+def test_unsupported_feature_is_refused(argument: dict[str, Any], message: str) -> None:
     q = torch.randn(1, 4, 5, 8)
     with pytest.raises(NotImplementedError, match=message):
         integration.attention(torch.nn.Module(), q, q, q, None, **argument)
+
+
+@pytest.mark.parametrize("kind", ["GPT2", "OPT", "Llama", "Bert"])
+@pytest.mark.skipif(int(transformers.__version__.split(".")[0]) < 5, reason="transformers 5 records outputs by hooks")
+def test_output_attentions_is_refused_by_every_model(kind: str) -> None:
+    sizes: dict[str, Any] = {"vocab_size": 99, "num_hidden_layers": 1, "num_attention_heads": 4, "hidden_size": 64}
+    config = getattr(transformers, f"{kind}Config")(**sizes, **({"ffn_dim": 96} if kind == "OPT" else {}))
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=integration.ATTENTION_NAME)
+    with pytest.raises(NotImplementedError, match="output_attentions=True"):
+        model(tokens(1), output_attentions=True)
+    assert model(tokens(1), output_hidden_states=True).logits.isfinite().all()
 
 
 def test_name_that_transformers_reserves_is_refused() -> None:

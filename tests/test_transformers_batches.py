@@ -1,8 +1,8 @@
-"""Padded and packed batches inside transformers' models, against transformers' own eager attention in float64.
+"""Padded and packed batches in transformers' models, compared with transformers' eager attention in float64.
 
-Small randomly initialised models: Llama (grouped heads), Gemma 2 (softcap, every other layer a sliding window, grouped
-heads), Mistral (a window in every layer), BERT (no mask but padding), ModernBERT (windows to both sides), BART (attends
-to another sequence).
+Small randomly initialised models: Llama (grouped heads), Gemma 2 (softcap, a sliding window in every other layer,
+grouped heads), Mistral (a window in every layer), BERT (padding only), ModernBERT (windows to both sides), BART
+(cross-attention).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from transformers import masking_utils  # noqa: E402
 from flash_attn_mini.integrations import transformers as integration  # noqa: E402
 from flash_attn_mini.integrations import transformers_masks  # noqa: E402
 
+from .one_thread import one_thread  # noqa: E402, F401
 from .tiny_transformers import DECODER, LENGTH, SMALL, tokens  # noqa: E402
 
 Model = torch.nn.Module
@@ -52,7 +53,7 @@ def _registered() -> None:
 
 @pytest.fixture(autouse=True)
 def _eager_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eager hides keys by the least number of the model's dtype. Its softmax is float32's, where float64's is -inf."""
+    """Eager masks with the smallest number of the model's dtype; that of float64 is -inf in its float32 softmax."""
     masks = masking_utils.AttentionMaskInterface._global_mapping
     monkeypatch.setitem(
         masks, "eager", lambda *args, **kwargs: masking_utils.eager_mask(*args, **kwargs | {"dtype": torch.float32})
@@ -85,7 +86,7 @@ def result(model: Model, *arguments: Any, **options: Any) -> Tensor:
 def assert_like_eager(
     name: str, kept: Tensor | None, /, *arguments: Any, config: dict[str, Any] | None = None, **options: Any
 ) -> None:
-    """As close to eager attention in float64 as eager in float32 is, twice, wherever `kept` is true."""
+    """At most twice as far from eager attention in float64 as eager in float32 is, wherever `kept` is true."""
     config = config or {}
     with torch.no_grad():
         exact = result(copy.deepcopy(make(name, "eager", **config)).double(), *arguments, **options)
@@ -104,7 +105,7 @@ def test_padded_batch(name: str, side: str) -> None:
 
 
 def test_padding_rows_of_an_encoder_are_computed_as_eager_computes_them() -> None:
-    """The mask says nothing of the queries, so none is left out."""
+    """The mask describes the keys alone, so every query is computed."""
     assert_like_eager("bert", None, tokens(), attention_mask=padding("right"))
 
 
@@ -168,7 +169,7 @@ def test_generation_from_a_batch_padded_on_the_left(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_generation_with_a_static_cache(name: str) -> None:
-    """There generate() asks for the masks, and the model gets them ready."""
+    """generate() makes the masks and passes them to the model."""
     options = {"max_new_tokens": 7, "do_sample": False, "cache_implementation": "static"}
     outputs = []
     for attention in (integration.ATTENTION_NAME, "eager"):
@@ -178,7 +179,7 @@ def test_generation_with_a_static_cache(name: str) -> None:
 
 
 def test_values_of_a_smaller_head_dim() -> None:
-    """As in DeepSeek's models; the kernels have one head dim."""
+    """DeepSeek's models have it; q, k and v of the kernels share one head dim."""
     q, k, v = torch.randn(2, 4, 5, 24), torch.randn(2, 4, 5, 24), torch.randn(2, 4, 5, 16)
     mask = integration.attention_mask(2, 5, 5, attention_mask=torch.tensor([[0, 1, 1, 1, 1], [1] * 5]).bool())
     for layout in (None, mask):
@@ -190,7 +191,7 @@ def test_values_of_a_smaller_head_dim() -> None:
 
 @pytest.mark.parametrize("name", DECODERS)
 def test_generation_from_a_batch_padded_on_the_right(name: str) -> None:
-    """transformers continues such a row from its last token, which is padding; rows without any are as ever."""
+    """transformers continues a padded row from its last token, which is padding; rows without padding are right."""
     options = {"attention_mask": padding("right", [13, 13, 8]), "max_new_tokens": 5, "do_sample": False}
     ours, theirs = (make(name, attention).generate(tokens(), **options) for attention in ("attn_mini", "eager"))
     assert torch.equal(ours[:2], theirs[:2])
@@ -198,7 +199,7 @@ def test_generation_from_a_batch_padded_on_the_right(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_tokens_after_padding_on_the_right(name: str) -> None:
-    """As generation goes on: the cache of a row has padding between the prompt and what came after."""
+    """During generation, the cache of a row has padding between the prompt and the new tokens."""
     lengths, new = [13, 5, 1], tokens(3, 3)
     mask, positions = padding("right", lengths), torch.tensor(lengths)[:, None]
     logits = {}
@@ -255,7 +256,7 @@ def test_static_cache(side: str) -> None:
 
 
 def test_attention_to_another_sequence_of_the_same_length() -> None:
-    """Of an encoder that is padded: the decoder's queries are not those tokens, and all of them count."""
+    """The encoder is padded. The decoder's queries are other tokens, and all of them are computed."""
     small = {f"{part}_{name}": n for part in ("encoder", "decoder") for name, n in (("layers", 1), ("ffn_dim", 32))}
     heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
     config = transformers.BartConfig(vocab_size=99, d_model=32, max_position_embeddings=32, **small, **heads)
@@ -281,7 +282,7 @@ def test_sequences_packed_into_rows_by_their_positions(name: str) -> None:
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 @pytest.mark.parametrize("with_positions", [False, True])
 def test_sequences_packed_by_a_collator(name: str, with_positions: bool) -> None:
-    """As DataCollatorWithFlattening gives them; without positions the rotary embedding differs, so none is used."""
+    """DataCollatorWithFlattening gives these lengths, with or without position_ids."""
     cu_seqlens = torch.tensor([0, 5, 9, 13], dtype=torch.int32)
     lengths = {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens, "max_length_q": 5, "max_length_k": 5}
     positions = torch.cat([torch.arange(n) for n in (5, 4, 4)])[None]
@@ -298,7 +299,7 @@ def test_collators_lengths_with_padding_are_refused() -> None:
         make("llama")(tokens(), attention_mask=padding("left"), cu_seq_lens_q=cu_seqlens, cu_seq_lens_k=cu_seqlens)
 
 
-def test_batch_is_looked_at_once_per_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padding_mask_is_read_once_per_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     original = transformers_masks._tokens
     monkeypatch.setattr(transformers_masks, "_tokens", lambda kept: calls.append(kept.shape) or original(kept))
@@ -307,7 +308,7 @@ def test_batch_is_looked_at_once_per_forward(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_no_copy_where_every_query_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Generation from a batch padded on the left: one query for each sequence, and keys of different numbers."""
+    """Generation from a batch padded on the left: one query for each sequence, different numbers of keys."""
     seen: dict[str, Any] = {}
 
     def spy(q: Tensor, k: Tensor, v: Tensor, *lengths: Any, **options: Any) -> Tensor:
@@ -344,7 +345,7 @@ def test_layers_window_is_kept_where_no_mask_was_asked_for(monkeypatch: pytest.M
     integration.attention(torch.nn.Module(), q, q, q, None, sliding_window=9)
     assert seen["window_size"] == (-1, 0)
     integration.attention(torch.nn.Module(), q, q, q, integration.attention_mask(1, 9, 9), sliding_window=4)
-    assert seen["window_size"] == (-1, 0)  # the mask has none, and decides
+    assert seen["window_size"] == (-1, 0)  # the mask overrides the layer
 
 
 def test_padding_mask_that_a_model_passes_on_as_it_is() -> None:
@@ -394,7 +395,7 @@ def test_dropout_in_training(name: str) -> None:
         torch.testing.assert_close(first, second)
 
 
-def test_functions_of_other_patterns_are_not_taken_for_known_ones() -> None:
+def test_mask_functions_of_other_patterns_are_unknown() -> None:
     from transformers import masking_utils as masks
 
     known = transformers_masks.seen_of

@@ -1,4 +1,4 @@
-"""What the tests of transformers' models share: sizes of models that take no time, and tokens for them."""
+"""Shared by the tests of transformers' models: sizes of small models, and tokens for them."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ DECODER = {**SMALL, "num_key_value_heads": 2, "eos_token_id": None, "pad_token_i
 
 
 def tokens(batch: int = 3, length: int = LENGTH) -> torch.Tensor:
-    """The same in every call, none of them padding."""
+    """The same tokens in every call, without padding."""
     return torch.randint(1, 99, (batch, length), generator=torch.Generator().manual_seed(1))

@@ -1,1 +1,1 @@
-"""Adapters to other libraries; each imports its library only when used."""
+"""Adapters to other libraries. Each imports its library at the first use."""

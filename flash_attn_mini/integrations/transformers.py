@@ -2,9 +2,9 @@
 
     model = AutoModel.from_pretrained(path, attn_implementation=register())
 
-Two functions are registered under one name: `attention_mask` says before the first layer which tokens there are and
-which keys a query sees, `attention` computes every layer. What the kernels cannot express raises NotImplementedError;
-no mask is ever ignored. Tested with transformers 5.23.
+`register` registers two functions under one name. transformers calls `attention_mask` once before the first layer and
+`attention` in every layer. What the kernels cannot compute raises NotImplementedError; no mask is ignored. Tested with
+transformers 5.23.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from .transformers_masks import Layout, Seen, layout_of, seen_of
 
 ATTENTION_NAME = "attn_mini"
 
-# Arguments by which transformers asks for what this version lacks, and what to call it. Any other is layout or
-# bookkeeping (position_ids, use_cache, ...) and has no influence on the result.
+# Arguments of transformers for features that this version lacks, and the names of those in error messages. Other
+# arguments (position_ids, use_cache, ...) do not change the result.
 _UNSUPPORTED = {
     "s_aux": "attention sinks (s_aux)",
     "position_bias": "an additive position bias",
@@ -34,27 +34,27 @@ _UNSUPPORTED = {
 
 
 def register(name: str = ATTENTION_NAME) -> str:
-    """Makes `attn_implementation=name` choose flash_attn_mini in every transformers model that takes one.
+    """Make `attn_implementation=name` choose flash_attn_mini in every transformers model that takes one.
+
+    Models keep their device and dtype. The backend is chosen as for any call (`flash_attn_mini.use_backend`,
+    `FLASH_ATTN_MINI_BACKEND`, else by device). Batches may be padded on either side, or hold several sequences in a row
+    (`position_ids` that start again, or `cu_seq_lens_q`). Grouped heads, sliding windows, softcap and attention dropout
+    come from the model's configuration; softcap with dropout is an error. Generation uses transformers' caches.
+    Under a causal mask or a window, the attention output of padding is 0 and is not computed.
+
+    The model's forward raises NotImplementedError for attention sinks, position biases, masks of any other pattern, and
+    `output_attentions=True`. Before transformers 5, some models (GPT-2) do not pass `output_attentions` on: they return
+    None for each layer instead.
 
     Args:
-        name: under which to register. transformers takes every name with "flash" in it for one of its own kernels,
-            so such a name is refused.
+        name: The name to register. It may not contain "flash": transformers reserves such names for its own kernels.
 
     Returns:
-        `name`, so that `from_pretrained(path, attn_implementation=register())` is all there is to write.
+        `name`, for `from_pretrained(path, attn_implementation=register())`.
 
     Raises:
-        ImportError: transformers is missing, or older than 4.53.
-        ValueError: `name` contains "flash".
-
-    Models run where and in the dtype in which they are loaded; the backend is chosen as for any call
-    (`flash_attn_mini.use_backend`, `FLASH_ATTN_MINI_BACKEND`, else by device). Batches may be padded on either side, or
-    hold several sequences to a row (`position_ids` that start again, or `cu_seq_lens_q`). Grouped heads, sliding
-    windows, softcap and attention dropout are the model's to configure; softcap and dropout do not go together.
-    Generation uses transformers' own caches. Sinks, position biases, masks of any other pattern and
-    `output_attentions` raise NotImplementedError.
-
-    Rows of padding: under a causal mask or a window their attention output is 0, and costs nothing.
+        ImportError: If transformers is missing, or older than 4.53.
+        ValueError: If `name` contains "flash".
 
     Example:
         >>> import torch
@@ -97,13 +97,37 @@ def attention(
     max_length_k: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """One layer's attention: `[batch, heads, seqlen, headdim]` in, `([batch, seqlen_q, heads, headdim], None)` out.
+    """The attention of one layer, as transformers' AttentionInterface calls it.
 
-    Transposed views go to the kernels as they are. Key and value heads are not repeated: grouped-query attention is the
-    kernels' own. A mask given here decides over causality and window, as it does in transformers' own eager attention;
-    without one `is_causal` does, else `module.is_causal`, and `sliding_window`.
+    Transposed views are not copied, and key and value heads are not repeated: the kernels know grouped-query attention.
+    As in transformers' eager attention, a mask overrides causality and window. Without a mask `is_causal` (else
+    `module.is_causal`) and `sliding_window` decide.
+
+    Args:
+        module: The attention layer.
+        query: ``[batch, nheads, seqlen_q, headdim]``.
+        key: ``[batch, nheads_k, seqlen_k, headdim]``.
+        value: ``[batch, nheads_k, seqlen_k, headdim_v]``, headdim_v at most headdim.
+        attention_mask: The result of `attention_mask`, a padding mask ``[batch, seqlen_k]``, a causal or full mask
+            ``[batch, 1, seqlen_q, seqlen_k]``, or None.
+        dropout: The probability of dropping an attention probability.
+        scaling: The factor on the scores; default ``1 / sqrt(headdim)``.
+        sliding_window: The number of keys that a query sees, its own included, to each side (causal: to the left).
+        softcap: Scores become ``softcap * tanh(score / softcap)``; None for off.
+        is_causal: A query sees no later key.
+        cu_seq_lens_q: ``[sequences + 1]``, the first row of each sequence in a batch that a collator packed.
+        cu_seq_lens_k: The same for keys.
+        max_length_q: The longest sequence of cu_seq_lens_q.
+        max_length_k: The longest sequence of cu_seq_lens_k.
+        kwargs: Other arguments of transformers.
+
+    Returns:
+        ``[batch, seqlen_q, nheads, headdim_v]``, and None in place of the probabilities.
+
+    Raises:
+        NotImplementedError: For masks and features that the kernels lack.
     """
-    if kwargs.get("output_attentions"):
+    if kwargs.get("output_attentions") or _records_attentions():
         raise _lacking("output_attentions=True; the probabilities are never stored")
     for argument, feature in _UNSUPPORTED.items():
         if kwargs.get(argument) is not None:
@@ -122,7 +146,7 @@ def attention(
     if layout.kv_end < k.shape[1]:
         k, v = k[:, : layout.kv_end], v[:, : layout.kv_end]
     v_headdim = v.shape[-1]
-    if v_headdim < q.shape[-1]:  # the kernels know one head dim
+    if v_headdim < q.shape[-1]:  # q, k and v of the kernels share one head dim
         v = F.pad(v, (0, q.shape[-1] - v_headdim))
     lengths = layout.lengths
     if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
@@ -153,18 +177,32 @@ def attention_mask(
     cache_position: Tensor | None = None,
     **kwargs: Any,
 ) -> Layout | Tensor:
-    """Where the tokens are and which keys they see, for all layers.
+    """The mask of all layers, as transformers' AttentionMaskInterface calls it.
 
-    Where there is a padding mask, a look at it waits for the GPU, once per forward. A pattern that is not known here is
-    drawn out, `[batch, 1, seqlen_q, seqlen_k]`, and `attention` looks whether it comes to causal or full attention.
+    A padding mask is read on the host, once per forward, which synchronises with the GPU.
+
+    Args:
+        batch_size: The number of rows.
+        q_length: The number of queries.
+        kv_length: The number of keys.
+        q_offset: The position of the first query.
+        kv_offset: The position of the first key.
+        mask_function: transformers' function of (batch, head, query, key); default causal.
+        attention_mask: The padding mask ``[batch, n]``, or an earlier result of this function.
+        cache_position: The positions of the queries; before transformers 5 in place of q_length and q_offset.
+        kwargs: Other arguments of transformers.
+
+    Returns:
+        A `Layout`; for a mask function that is not known here a bool mask ``[batch, 1, seqlen_q, seqlen_k]``, which
+        `attention` accepts if it is causal or full.
     """
     from transformers import masking_utils
 
-    if isinstance(attention_mask, Layout):  # generate() asked before, and the model does again
+    if isinstance(attention_mask, Layout):  # generate() makes the mask, then the model asks again
         return attention_mask
     if mask_function is None:
         mask_function = masking_utils.causal_mask_function
-    if cache_position is not None:  # transformers before 5: the queries' positions instead of their number and offset
+    if cache_position is not None:
         q_length, q_offset = cache_position.shape[0], cache_position[0]
         place: dict[str, Any] = {"cache_position": cache_position}
     else:
@@ -188,8 +226,18 @@ def attention_mask(
     return drawn
 
 
+def _records_attentions() -> bool:
+    """True if the model records probabilities. GPT-2 and OPT do not pass output_attentions on to their layers."""
+    try:
+        from transformers.utils.output_capturing import _active_collector
+    except ImportError:  # before transformers 5
+        return False
+    recorded = _active_collector.get()
+    return recorded is not None and any(key.endswith("attentions") for key in recorded)
+
+
 def _layout(mask: Layout | Tensor | None, q: Tensor, k: Tensor, causal: bool, sliding_window: int | None) -> Layout:
-    """The layout of a mask from whatever source; causal and sliding_window are the layer's own."""
+    """The layout of a mask of any form, or of the layer's causal and sliding_window without one."""
     batch, q_length = q.shape[:2]
     kv_length = k.shape[1]
     if isinstance(mask, Layout):
@@ -201,7 +249,7 @@ def _layout(mask: Layout | Tensor | None, q: Tensor, k: Tensor, causal: bool, sl
         return mask if mask.lengths is None or mask.lengths[0].device == q.device else mask.to(q.device)
     if mask is not None and mask.ndim != 2:
         return Layout(q_length, kv_length, kv_length, -1, 0 if _causal_of(mask, q_length, kv_length) else -1)
-    window = -1 if sliding_window is None else sliding_window - 1  # of so many keys, to either side unless causal
+    window = -1 if sliding_window is None else sliding_window - 1  # keys beside the query's own
     seen = Seen(left=window, right=0 if causal else window)
     layout = layout_of(seen, batch, q_length, kv_length, kv_length - q_length, 0, mask)
     if layout is None:
@@ -210,7 +258,7 @@ def _layout(mask: Layout | Tensor | None, q: Tensor, k: Tensor, causal: bool, sl
 
 
 def _packed(states: Tensor, indices: Tensor | None) -> Tensor:
-    """The tokens `indices` of ``[batch, seqlen, heads, headdim]``, end to end; None = all of them."""
+    """The tokens `indices` of ``[batch, seqlen, heads, headdim]``, end to end; None for all tokens."""
     flat = states.flatten(0, 1)
     return flat if indices is None else index_first_axis(flat, indices)
 
@@ -218,7 +266,7 @@ def _packed(states: Tensor, indices: Tensor | None) -> Tensor:
 def _given_lengths(
     cu_seq_lens_q: Tensor, cu_seq_lens_k: Tensor, max_length_q: int | None, max_length_k: int | None
 ) -> tuple[Tensor, Tensor, int, int]:
-    """What a collator that packs sequences puts into the batch, as `flash_attn_varlen_func` takes it."""
+    """The lengths from a collator that packs sequences, as arguments of `flash_attn_varlen_func`."""
     if max_length_q is None:
         max_length_q = int(cu_seq_lens_q.diff().max())
     if max_length_k is None:
@@ -227,7 +275,7 @@ def _given_lengths(
 
 
 def _causal_of(mask: Tensor, seqlen_q: int, seqlen_k: int) -> bool:
-    """Whether a drawn mask is the causal one (True) or lets every query see every key (False); any other raises."""
+    """True for a causal mask tensor, False for a mask that hides no key; any other raises NotImplementedError."""
     allowed = mask if mask.dtype == torch.bool else mask == 0  # floats are added to the scores
     if bool(allowed.all()):
         return False

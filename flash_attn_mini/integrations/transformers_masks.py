@@ -1,8 +1,8 @@
-"""What a transformers mask means to the kernels: which tokens there are, and which interval of keys a query sees.
+"""Translates a transformers mask for the kernels: the tokens that take part, and the keys that each query sees.
 
-transformers describes a mask by a function of (batch, head, query, key) and a padding mask, and asks before the first
-layer to have it drawn. `seen_of` recognises the functions whose meaning is an interval of keys around each query, and
-`layout_of` finds where the tokens are: both once per forward, for all layers. Nothing quadratic is drawn.
+transformers describes a mask by a function of (batch, head, query, key) and a padding mask. `seen_of` recognises the
+functions that stand for an interval of keys around each query. `layout_of` finds the tokens. Both run once per forward,
+for all layers, and form no seqlen_q x seqlen_k tensor.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Seen:
-    """A query at position p sees the keys from p - left to p + right, -1 = unbounded, of its own segment."""
+    """A query at position p sees the keys p - left .. p + right of its own segment; -1 for unbounded."""
 
     left: int = -1
     right: int = -1
-    segments: Tensor | None = None  # [batch, seqlen], counting up along a row: sequences packed into one; None = one
+    segments: Tensor | None = None  # [batch, seqlen], a rising number for each sequence of a row; None for one sequence
 
     def __and__(self, other: Seen) -> Seen:
         segments = self.segments if other.segments is None else other.segments
@@ -32,28 +32,28 @@ class Seen:
 
 @dataclass(frozen=True)
 class Layout:
-    """A mask as the kernels take it: for `flash_attn_func` without lengths, else for `flash_attn_varlen_func`.
+    """A mask as arguments of `flash_attn_func`, or with lengths of `flash_attn_varlen_func`.
 
-    transformers hands it from layer to layer in place of the mask it would have drawn.
+    transformers passes it to each layer in place of a mask tensor.
     """
 
     q_length: int
     kv_length: int
-    kv_end: int  # keys from here on are seen by no query: the free room of a static cache
+    kv_end: int  # no query sees the keys from here on: the unused end of a static cache
     left: int
     right: int
     lengths: tuple[Tensor, Tensor, int, int] | None = None  # cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    indices_q: Tensor | None = None  # of the tokens among all [batch * q_length]; None = all
-    indices_k: Tensor | None = None  # likewise among [batch * kv_end]
+    indices_q: Tensor | None = None  # the queries that take part, among [batch * q_length]; None for all
+    indices_k: Tensor | None = None  # the keys that take part, among [batch * kv_end]; None for all
 
-    ndim = 4  # of the mask that it stands for
+    ndim = 4  # as the mask tensor [batch, 1, seqlen_q, seqlen_k]: transformers reads it
 
     def contiguous(self) -> Layout:
-        """Itself: generate() asks its masks to be so, where it makes them (for a static cache)."""
+        """Returns itself; generate() calls this on masks for a static cache."""
         return self
 
     def to(self, device: torch.device | str, **options: Any) -> Layout:
-        """On another device: for models that are spread over several."""
+        """A copy on another device, for models that span several devices."""
 
         def moved(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else tensor.to(device, **options)
@@ -63,12 +63,12 @@ class Layout:
 
 
 def tighter(first: int, second: int) -> int:
-    """The smaller of two bounds, of which -1 is none."""
+    """The smaller of two bounds; -1 stands for no bound."""
     return second if first < 0 else first if second < 0 else min(first, second)
 
 
 def seen_of(mask_function: Callable[..., Any]) -> Seen | None:
-    """The interval of keys that a mask function of transformers stands for; None for one that is not known here."""
+    """The interval of keys that a mask function of transformers stands for; None for an unknown function."""
     from transformers import masking_utils
 
     if mask_function is masking_utils.causal_mask_function:
@@ -89,7 +89,7 @@ def seen_of(mask_function: Callable[..., Any]) -> Seen | None:
 
 
 def _intersection(mask_functions: tuple[Callable[..., Any], ...]) -> Seen | None:
-    """Of a packed batch transformers makes the pair (same segment, mask function of the positions within it)."""
+    """The intersection. For packed rows transformers intersects (same segment, a mask function within the segment)."""
     makers = tuple(getattr(function, "__qualname__", "").partition(".")[0] for function in mask_functions)
     if makers == ("packed_sequence_mask_function", "remap_positions_for_packed_sequence"):
         segments, remapped = (inspect.getclosurevars(function).nonlocals for function in mask_functions)
@@ -107,25 +107,25 @@ def _intersection(mask_functions: tuple[Callable[..., Any], ...]) -> Seen | None
 def layout_of(
     seen: Seen, batch: int, q_length: int, kv_length: int, q_offset: int, kv_offset: int, padding: Tensor | None
 ) -> Layout | None:
-    """Where the tokens are that take part in attention; None where the mask cannot be said to the kernels.
+    """The tokens that take part in attention; None if the kernels cannot express the mask.
+
+    Under a causal mask or a window, queries and keys are the same tokens. Padding is dropped from both, and its rows of
+    the output become 0. Otherwise the padding mask describes the keys alone, and all queries are computed: those of a
+    cross-attention are other tokens.
 
     Args:
-        seen: What a query sees, by position.
+        seen: The keys that a query sees, by position.
         batch: The number of rows.
         q_length: The number of queries, at positions q_offset, ...
         kv_length: The number of keys, at positions kv_offset, ...
         q_offset: The position of the first query.
         kv_offset: The position of the first key.
-        padding: ``[batch, n]`` by position, False for padding; past its end is padding too. None = no padding.
-
-    Under a causal mask or a window, queries and keys are the same tokens, and padding is dropped on either side; its
-    rows of the output become 0. Without, the mask says nothing of the queries (those of a cross-attention are others'),
-    and all of them are computed.
+        padding: ``[batch, n]`` by position, False for padding. Positions from n on are padding. None for no padding.
     """
     kv_end, q_end = kv_length, q_offset + q_length
     if seen.right == 0:
         kv_end = min(kv_end, q_end - kv_offset)
-    aligned = q_end == kv_offset + kv_end  # the last query stands at the last key, as the kernels have it
+    aligned = q_end == kv_offset + kv_end  # the kernels place the last query at the last key
     by_position = seen.left >= 0 or seen.right >= 0
     if seen.segments is not None:
         if padding is not None or seen.segments.shape != (batch, q_length) or kv_length != q_length:
@@ -137,7 +137,7 @@ def layout_of(
             padding = None
     if by_position and not aligned:
         return None
-    left = -1 if seen.left >= q_end - kv_offset - 1 else seen.left  # a window that cuts nothing off
+    left = -1 if seen.left >= q_end - kv_offset - 1 else seen.left  # the window hides no key
     right = -1 if seen.right >= kv_end - 1 and seen.right > 0 else seen.right
     if padding is None:
         return Layout(q_length, kv_length, kv_end, left, right)
@@ -148,7 +148,7 @@ def layout_of(
         queries = keys[:, kv_end - q_length :]
         begins = keys & ~F.pad(keys, (1, 0))[:, :-1]
         if (left >= 0 or right > 0) and bool((begins.sum(dim=1) > 1).any()):
-            return None  # distances across a hole would shrink
+            return None  # dropping the tokens of a hole would shorten distances across it
     indices_q, cu_seqlens_q, max_seqlen_q = _tokens(queries)
     indices_k, cu_seqlens_k, max_seqlen_k = _tokens(keys)
     return Layout(
@@ -164,14 +164,14 @@ def layout_of(
 
 
 def _tokens(kept: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Indices, cu_seqlens and the greatest length of the rows of a bool ``[batch, seqlen]``."""
+    """Indices, cu_seqlens and the largest row length of the true elements of ``[batch, seqlen]``."""
     seqlens = kept.sum(dim=1, dtype=torch.int32)
     cu_seqlens = F.pad(seqlens.cumsum(0, dtype=torch.int32), (1, 0))
     return kept.flatten().nonzero().flatten(), cu_seqlens, int(seqlens.max()) if seqlens.numel() else 0
 
 
 def _packed(seen: Seen, segments: Tensor) -> Layout:
-    """Every token takes part; a sequence ends with its row, or where the segment changes."""
+    """The layout of packed rows: every token takes part; a sequence ends where its row or segment ends."""
     batch, seqlen = segments.shape
     begins = torch.ones_like(segments, dtype=torch.bool)
     begins[:, 1:] = segments[:, 1:] != segments[:, :-1]

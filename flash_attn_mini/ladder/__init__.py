@@ -1,10 +1,11 @@
-"""The ladder: one attention, three times over, each rung closer to the machine.
+"""The ladder: the same attention in several rungs, each closer to the machine.
 
-online_softmax.py (PyTorch), minimal_triton.py (Triton), csrc/minimal/flash_attn_minimal.cu (CUDA), and then the
-backends. `python -m flash_attn_mini.ladder` runs them and holds each against the reference with verify().
+naive.py and online_softmax.py (PyTorch), minimal_triton.py (Triton), csrc/minimal/flash_attn_minimal.cu (CUDA); the
+backends follow. `python -m flash_attn_mini.ladder` runs the rungs and compares each with the reference by verify().
 """
 
+from .naive import naive_attention
 from .online_softmax import online_softmax_attention
 from .verify import VerifyReport, verify
 
-__all__ = ["VerifyReport", "online_softmax_attention", "verify"]
+__all__ = ["VerifyReport", "naive_attention", "online_softmax_attention", "verify"]

@@ -1,6 +1,6 @@
-"""The second rung: the loop of online_softmax.py as a Triton kernel for a single head, with nothing but what it needs.
+"""The second rung: the loop of online_softmax.py as a minimal Triton kernel for a single head.
 
-Plain loads, one tile size, every block masked. backends/triton/ is this kernel grown up. Needs a GPU, or
+Plain loads, one tile size, a mask in every block. backends/triton/ has the full kernels. Needs a GPU, or
 TRITON_INTERPRET=1 set before Triton is imported.
 """
 
@@ -76,18 +76,18 @@ def minimal_triton_attention(
         q: ``[seqlen_q, headdim]``, float16 or float32 (bfloat16 too on a GPU); headdim 16, 32, 64 or 128.
         k: ``[seqlen_k, headdim]``, at least one key.
         v: ``[seqlen_k, headdim]``.
-        softmax_scale: What the scores are multiplied with; default ``1 / sqrt(headdim)``.
+        softmax_scale: The factor on the scores; default ``1 / sqrt(headdim)``.
         causal: Query i sees key j only when ``j <= i + seqlen_k - seqlen_q``.
 
     Returns:
         out like q; 0 for a query that sees no key.
 
     Raises:
-        ValueError: If the head dim is none of those.
+        ValueError: For any other head dim.
     """
     seqlen_q, headdim = q.shape
     if headdim not in (16, 32, 64, 128):
-        raise ValueError(f"minimal_triton_attention: headdim is {headdim}; allowed are 16, 32, 64 and 128")
+        raise ValueError(f"minimal_triton_attention: headdim is {headdim}; allowed: 16, 32, 64 and 128")
     scale = 1.0 / math.sqrt(headdim) if softmax_scale is None else softmax_scale
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     out = torch.empty_like(q)

@@ -1,18 +1,18 @@
 """The first rung: FlashAttention's loop in plain PyTorch, one block of keys at a time. Every later rung is this loop.
 
-For one query with scores s_j and values v_j, attention is  o = sum_j exp(s_j) v_j / sum_j exp(s_j). Read once, it needs
-all scores at hand. Online softmax gets by with three running quantities over the keys seen so far:
+For one query with scores s_j and values v_j, attention is  o = sum_j exp(s_j) v_j / sum_j exp(s_j). Naive attention
+needs all scores at once. Online softmax keeps three running quantities over the keys read so far:
 
     m = max_j s_j          l = sum_j exp(s_j - m)          a = sum_j exp(s_j - m) v_j
 
-The maximum keeps the exponentials from overflowing; it cancels in a / l. When a block of keys with maximum m_b arrives,
-the new maximum is m' = max(m, m_b), and since exp(s - m') = exp(s - m) exp(m - m'), the old sums are brought to the new
-maximum by one factor, alpha = exp(m - m'):
+The maximum keeps the exponentials from overflowing; it cancels in a / l. A block of keys with maximum m_b gives the new
+maximum m' = max(m, m_b). Since exp(s - m') = exp(s - m) exp(m - m'), one factor, alpha = exp(m - m'), converts the old
+sums to the new maximum:
 
     l' = alpha l + sum_{j in block} exp(s_j - m')          a' = alpha a + sum_{j in block} exp(s_j - m') v_j
 
-After the last block  o = a / l  and the log-sum-exp of the scores is  m + log l. The whole matrix of scores is never
-formed. Online softmax: Milakov and Gimelshein, arXiv 1805.02867; its use here: Dao et al., arXiv 2205.14135.
+After the last block  o = a / l, and the log-sum-exp of the scores is  m + log l. The matrix of scores never exists.
+Online softmax: Milakov and Gimelshein, arXiv 1805.02867. FlashAttention: Dao et al., arXiv 2205.14135.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def online_softmax_attention(
         q: ``[seqlen_q, headdim]``, any floating dtype; the arithmetic is float32 (float64 for float64).
         k: ``[seqlen_k, headdim]``.
         v: ``[seqlen_k, headdim]``.
-        softmax_scale: What the scores are multiplied with; default ``1 / sqrt(headdim)``.
+        softmax_scale: The factor on the scores; default ``1 / sqrt(headdim)``.
         causal: Query i sees key j only when ``j <= i + seqlen_k - seqlen_q``.
         block_m: Queries per block.
         block_n: Keys per block.
@@ -78,7 +78,7 @@ def online_softmax_attention(
                 scores = scores.masked_fill(~visible, -math.inf)
 
             new_max = torch.maximum(row_max, scores.amax(dim=1, keepdim=True))
-            # A row that has seen no key yet has a maximum of -inf, and -inf - -inf is NaN: any finite shift will do.
+            # Before its first key a row has the maximum -inf, and -inf - -inf is NaN. Any finite shift is right.
             shift = new_max.masked_fill(new_max == -math.inf, 0.0)
             p = torch.exp(scores - shift)
             alpha = torch.exp(row_max - shift)

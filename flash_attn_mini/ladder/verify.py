@@ -1,4 +1,4 @@
-"""How far one tensor is from another, in four numbers and a verdict: the report that every rung of the ladder gets."""
+"""Compare two tensors: four measures of the error and a verdict, for the table of the ladder."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class VerifyReport:
     Attributes:
         max_abs: Largest absolute error.
         mean_abs: Mean absolute error.
-        max_rel: Largest of ``|out - ref| / max(|ref|, ATOL)``, so that a tiny reference does not make it meaningless.
-        cosine: Cosine similarity of the two tensors seen as one vector each; 1 when both are zero.
+        max_rel: Largest ``|out - ref| / max(|ref|, ATOL)``. The floor ATOL keeps it finite where ref is 0.
+        cosine: Cosine similarity of the two flattened tensors; 1 when both are zero.
         passed: Every element within ``ATOL + RTOL * |ref|``, nothing NaN, and ``cosine > MIN_COSINE``.
     """
 
@@ -44,8 +44,8 @@ def verify(out: torch.Tensor, ref: torch.Tensor) -> VerifyReport:
         ref: The reference, of the same shape.
 
     Returns:
-        A report whose ``passed`` says whether ``out`` is right within rtol 1e-2 and atol 1e-3 and points the same way
-        (cosine similarity above 0.999).
+        A report. ``passed`` is true if every element is within rtol 1e-2 and atol 1e-3, and the cosine similarity is
+        above 0.999.
 
     Raises:
         ValueError: If the shapes differ.
@@ -58,7 +58,7 @@ def verify(out: torch.Tensor, ref: torch.Tensor) -> VerifyReport:
         True
     """
     if out.shape != ref.shape:
-        raise ValueError(f"verify: out has shape {list(out.shape)}, ref {list(ref.shape)}; they must be the same")
+        raise ValueError(f"verify: out has shape {list(out.shape)}, ref {list(ref.shape)}; allowed: equal shapes")
     if ref.numel() == 0:
         return VerifyReport(0.0, 0.0, 0.0, 1.0, True)
     out, ref = out.detach().double().flatten().cpu(), ref.detach().double().flatten().cpu()

@@ -1,1 +1,1 @@
-"""Layers that users of the official package import beside the attention functions."""
+"""Layers of the official package that go with attention: rotary embedding."""

@@ -1,18 +1,21 @@
 """Rotary position embedding (Su et al., "RoFormer", arXiv 2104.09864), under the official package's names.
 
-A Triton kernel on CUDA tensors (rotary_triton.py), PyTorch's operators elsewhere; both behind one custom op
-(rotary_op.py), so that torch.compile and autograd see the same thing everywhere.
+A Triton kernel rotates CUDA tensors (rotary_triton.py), PyTorch's operators rotate other tensors. One custom op
+contains both (rotary_op.py), so that torch.compile, autograd and torch.func see the same operator on every device.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..argument_checks import check_flags
-from .rotary_op import apply_rotary, check, rotate
+from ..argument_checks import as_length, check_number, check_tensor
+from ..autograd import needs_dispatcher
+from .rotary_op import apply_rotary, checked_offsets, rotate
 
 
 def apply_rotary_emb(
@@ -27,29 +30,32 @@ def apply_rotary_emb(
 ) -> Tensor:
     """Rotate q or k by the positions of its tokens.
 
-    Each pair (a, b) of the first rotary_dim features becomes ``(a cos - b sin, a sin + b cos)``; the others stay.
-    Computed in float32 (float64 for float64) whatever the dtype of `cos` and `sin`.
+    Each pair (a, b) of the first rotary_dim features becomes ``(a cos - b sin, a sin + b cos)``. The other features
+    do not change. The arithmetic is float32 (float64 for float64 `x`), whatever the dtype of `cos` and `sin`.
 
     Args:
-        x: ``[batch, seqlen, nheads, headdim]``, or with `cu_seqlens` ``[total, nheads, headdim]``; any strides.
-        cos: ``[seqlen_ro, rotary_dim / 2]``, row p for position p; rotary_dim is at most headdim.
-        sin: Likewise.
+        x: ``[batch, seqlen, nheads, headdim]``, or with `cu_seqlens` ``[total, nheads, headdim]``. Any floating dtype,
+            any strides.
+        cos: ``[seqlen_ro, rotary_dim / 2]``, any floating dtype. Row p is for position p, rotary_dim at most headdim.
+        sin: The same shape as `cos`.
         interleaved: Pairs are features (0, 1), (2, 3), ... (GPT-J); otherwise (0, rotary_dim / 2), ... (GPT-NeoX).
-        inplace: Write the result to `x`, which autograd sees. Of a leaf that requires a gradient, which autograd does
-            not let anyone change, the values are replaced and the result is a tensor of its own.
-        seqlen_offsets: The position of the first token, of all sequences or int32 or int64 ``[batch]`` of each.
+        inplace: Write the result to `x`. Autograd sees the change. If `x` is a leaf that requires a gradient, which
+            autograd lets no operator change, its values are replaced and the result is another tensor.
+        seqlen_offsets: The position of the first token: one integer for all sequences (Python, NumPy or a tensor
+            without dimensions), or an int32 or int64 tensor ``[batch]``.
         cu_seqlens: int32 ``[batch + 1]``: sequence b is rows cu[b] .. cu[b + 1] - 1 of `x`.
-        max_seqlen: The longest sequence's length. Only compared with the size of the table; may be left out.
+        max_seqlen: The length of the longest sequence, optional. It is only compared with the size of the table.
 
     Returns:
-        Like `x`; with `inplace` `x` itself, but for a leaf. Differentiable (twice, too) in `x`.
+        A tensor like `x`; with `inplace` `x` itself, unless `x` is a leaf that requires a gradient. Differentiable in
+        `x` any number of times, in reverse and forward mode; torch.vmap works.
 
     Raises:
         TypeError: For arguments of a wrong type or dtype.
-        ValueError: For wrong shapes or devices, or a position that the table does not reach. Positions that depend on a
-            GPU tensor are looked at under FLASH_ATTN_MINI_CHECK=1 only; without it, tokens past the table stay as they
-            are.
-        NotImplementedError: When `cos` or `sin` require a gradient.
+        ValueError: For wrong shapes or devices, or a position outside the table. Positions that depend on a GPU tensor
+            are checked under FLASH_ATTN_MINI_CHECK=1 only; without it, tokens outside the table are not rotated.
+        NotImplementedError: From the backward, or from forward-mode differentiation, when a derivative with respect to
+            `cos` or `sin` is asked for.
 
     Example:
         >>> import torch
@@ -59,10 +65,9 @@ def apply_rotary_emb(
         >>> apply_rotary_emb(q, angles.cos(), angles.sin(), seqlen_offsets=torch.tensor([0, 12])).shape
         torch.Size([2, 20, 8, 64])
     """
-    offset, offsets = (0, seqlen_offsets) if isinstance(seqlen_offsets, Tensor) else (seqlen_offsets, None)
-    check(x, cos, sin, offset, offsets, cu_seqlens, max_seqlen)
-    check_flags(interleaved=interleaved, inplace=inplace)
-    if inplace and not torch.compiler.is_compiling() and not (torch.is_grad_enabled() and x.requires_grad):
+    offset, offsets = checked_offsets(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen)
+    interleaved = bool(interleaved)
+    if inplace and not _needs_grad(x, cos, sin) and not needs_dispatcher(x, cos, sin):
         rotate(x, x, cos, sin, offset, offsets, cu_seqlens, interleaved, False)
         return x
     rotated: Tensor = apply_rotary(x, cos, sin, offset, offsets, cu_seqlens, interleaved, False)
@@ -79,36 +84,50 @@ def apply_rotary_emb_qkv_(
     seqlen_offsets: int | Tensor = 0,
     num_heads_q: int | None = None,
 ) -> Tensor:
-    """`apply_rotary_emb` of q and k within qkv, in place.
+    """Rotate q and k of a packed qkv in place. See `apply_rotary_emb`.
 
     Args:
         qkv: ``[batch, seqlen, 3, nheads, headdim]``, or with `num_heads_q` ``[batch, seqlen, num_heads_q + 2 *
             nheads_k, headdim]``.
-        cos: As in `apply_rotary_emb`, like the other arguments that are not named here.
-        sin: Likewise.
+        cos: ``[seqlen_ro, rotary_dim / 2]``, the table for q, and for k unless `cos_k` is given.
+        sin: The same shape as `cos`.
         cos_k: Another table for k.
-        sin_k: Likewise.
-        interleaved: Likewise.
-        seqlen_offsets: Likewise.
-        num_heads_q: The number of query heads where q, k and v lie one after the other along the heads.
+        sin_k: The same shape as `cos_k`.
+        interleaved: As in `apply_rotary_emb`.
+        seqlen_offsets: As in `apply_rotary_emb`.
+        num_heads_q: The number of query heads, if the heads of q, k and v share one dimension, in this order.
 
     Returns:
-        `qkv`.
+        `qkv`. If `qkv` is a leaf that requires a gradient, another tensor with the same values.
 
     Raises:
-        ValueError: For a qkv of another shape.
+        TypeError: If qkv is no tensor or num_heads_q is no integer.
+        ValueError: For a qkv of another shape, or num_heads_q below 1.
         TypeError, ValueError, NotImplementedError: As `apply_rotary_emb`.
+
+    Example:
+        >>> import torch
+        >>> from flash_attn_mini.layers.rotary import apply_rotary_emb_qkv_
+        >>> angles = torch.outer(torch.arange(20), 10000 ** -(torch.arange(0, 64, 2) / 64))
+        >>> qkv = torch.randn(2, 20, 8 + 2 * 2, 64)  # 8 query heads, 2 key and 2 value heads
+        >>> apply_rotary_emb_qkv_(qkv, angles.cos(), angles.sin(), num_heads_q=8) is qkv
+        True
     """
+    check_tensor("qkv", qkv)
     if num_heads_q is None:
         if qkv.dim() != 5 or qkv.shape[2] != 3:
             raise ValueError(
                 f"flash_attn_mini: qkv has shape {list(qkv.shape)}; allowed: [batch, seqlen, 3, nheads, headdim]"
             )
-    elif qkv.dim() != 4 or qkv.shape[2] <= num_heads_q or (qkv.shape[2] - num_heads_q) % 2:
-        raise ValueError(
-            f"flash_attn_mini: qkv has shape {list(qkv.shape)}; allowed: [batch, seqlen, nheads, headdim], "
-            f"nheads = num_heads_q + 2 * nheads_k, with num_heads_q = {num_heads_q}"
-        )
+    else:
+        num_heads_q = as_length("num_heads_q", num_heads_q)
+        if num_heads_q < 1:
+            raise ValueError(f"flash_attn_mini: num_heads_q is {num_heads_q}; allowed: 1 or more")
+        if qkv.dim() != 4 or qkv.shape[2] <= num_heads_q or (qkv.shape[2] - num_heads_q) % 2:
+            raise ValueError(
+                f"flash_attn_mini: qkv has shape {list(qkv.shape)}; allowed: [batch, seqlen, nheads, headdim], "
+                f"nheads = num_heads_q + 2 * nheads_k, with num_heads_q = {num_heads_q}"
+            )
 
     def rotate_parts(qkv: Tensor) -> None:
         if num_heads_q is None:
@@ -126,22 +145,31 @@ def apply_rotary_emb_qkv_(
 def apply_rotary_emb_kv_(
     kv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, seqlen_offsets: int | Tensor = 0
 ) -> Tensor:
-    """`apply_rotary_emb` of k within kv, in place.
+    """Rotate k of a packed kv in place. See `apply_rotary_emb`.
 
     Args:
         kv: ``[batch, seqlen, 2, nheads_k, headdim]``.
-        cos: As in `apply_rotary_emb`, like the other arguments.
-        sin: Likewise.
-        interleaved: Likewise.
-        seqlen_offsets: Likewise.
+        cos: ``[seqlen_ro, rotary_dim / 2]``.
+        sin: The same shape as `cos`.
+        interleaved: As in `apply_rotary_emb`.
+        seqlen_offsets: As in `apply_rotary_emb`.
 
     Returns:
-        `kv`.
+        `kv`. If `kv` is a leaf that requires a gradient, another tensor with the same values.
 
     Raises:
+        TypeError: If kv is no tensor.
         ValueError: For a kv of another shape.
         TypeError, ValueError, NotImplementedError: As `apply_rotary_emb`.
+
+    Example:
+        >>> import torch
+        >>> from flash_attn_mini.layers.rotary import apply_rotary_emb_kv_
+        >>> angles = torch.outer(torch.arange(20), 10000 ** -(torch.arange(0, 64, 2) / 64))
+        >>> apply_rotary_emb_kv_(torch.randn(2, 20, 2, 8, 64), angles.cos(), angles.sin()).shape
+        torch.Size([2, 20, 2, 8, 64])
     """
+    check_tensor("kv", kv)
     if kv.dim() != 5 or kv.shape[2] != 2:
         raise ValueError(
             f"flash_attn_mini: kv has shape {list(kv.shape)}; allowed: [batch, seqlen, 2, nheads_k, headdim]"
@@ -154,16 +182,16 @@ def apply_rotary_emb_kv_(
 
 
 def apply_rotary_emb_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """The rotation in PyTorch's operators alone, in the dtype of its arguments: what others' tests compare with.
+    """The rotation in PyTorch's operators alone, in the dtype of its arguments. Other projects' tests compare with it.
 
     Args:
         x: ``[batch, seqlen, nheads, headdim]``.
-        cos: ``[seqlen, rotary_dim / 2]`` or ``[batch, seqlen, rotary_dim / 2]``: a row for each token.
-        sin: Likewise.
+        cos: ``[seqlen, rotary_dim / 2]`` or ``[batch, seqlen, rotary_dim / 2]``: one row for each token.
+        sin: The same shape as `cos`.
         interleaved: As in `apply_rotary_emb`.
 
     Returns:
-        A new tensor like `x`, in the dtype that PyTorch promotes those of the arguments to.
+        A new tensor like `x`, in the dtype that PyTorch's type promotion gives.
     """
     rotary_dim = 2 * cos.shape[-1]
     pairs, rest = x[..., :rotary_dim], x[..., rotary_dim:]
@@ -176,17 +204,26 @@ def apply_rotary_emb_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: boo
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotates q and k within packed tensors, in place, by tables of angles that grow with the sequences seen.
+    """Rotates q and k of packed tensors in place. The tables of cos and sin grow with the positions in use.
 
-    The angle of pair i at position p is ``p * base ** (-2 i / dim)``. With `scale_base`, the rotation also scales
-    (XPos: Sun et al., arXiv 2212.10554), keys by the inverse of what queries are scaled by.
+    The angle of pair i at position p is ``p * base ** (-2 i / dim)``.
+
+    With `scale_base` (XPos: Sun et al., arXiv 2212.10554) the module also multiplies queries by ``s_i ** ((p - c) /
+    scale_base)``, ``s_i = (2 i + 0.4 dim) / (1.4 dim)``, and divides keys by it, so that scores fall with the distance.
+    The centre c is half of the positions of the first call. It stays, so that keys in a cache still fit when the table
+    grows: decoding token by token gives the scores of a prefill. The official package moves the centre with each new
+    table; scores within one table are the same. `reset_parameters` forgets the centre.
 
     Args:
-        dim: How many features of a head are rotated.
-        base: Of the angles.
+        dim: The number of features of a head to rotate, an even integer.
+        base: The base of the angles, above 0.
         interleaved: As in `apply_rotary_emb`.
-        scale_base: For XPos; None = without.
-        device: Of the frequencies.
+        scale_base: The length over which XPos scales, in positions, above 0; None for rotation alone.
+        device: The device of the frequencies.
+
+    Raises:
+        TypeError: For arguments of a wrong type.
+        ValueError: For a dim that is not even, or a number that is not above 0.
 
     Example:
         >>> import torch
@@ -206,9 +243,20 @@ class RotaryEmbedding(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        self.dim, self.base, self.interleaved, self.scale_base = dim, float(base), interleaved, scale_base
+        self.dim = as_length("dim", dim)
+        if self.dim < 2 or self.dim % 2:
+            raise ValueError(f"flash_attn_mini: dim is {dim}; allowed: an even number of features, 2 or more")
+        self.base = _positive("base", base)
+        self.interleaved = bool(interleaved)
+        self.scale_base = None if scale_base is None else _positive("scale_base", scale_base)
         self.register_buffer("inv_freq", self._frequencies(device), persistent=False)
         self._tables: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+        self._centre: int | None = None
+
+    def reset_parameters(self) -> None:
+        """Compute the frequencies again, and forget the tables and the centre of XPos."""
+        self.inv_freq = self._frequencies(self.inv_freq.device)
+        self._tables = self._centre = None
 
     def forward(
         self,
@@ -221,21 +269,29 @@ class RotaryEmbedding(nn.Module):
         """Rotate in place.
 
         Args:
-            qkv: As in `apply_rotary_emb_qkv_`; beside `kv` q ``[batch, seqlen, nheads, headdim]``.
+            qkv: As in `apply_rotary_emb_qkv_`. With `kv`: q ``[batch, seqlen, nheads, headdim]``.
             kv: ``[batch, seqlen, 2, nheads_k, headdim]``.
-            seqlen_offset: As in `apply_rotary_emb`.
-            max_seqlen: How many positions there may be; needed where seqlen_offset is a tensor that goes past those
-                of before.
+            seqlen_offset: The position of the first token, as in `apply_rotary_emb`.
+            max_seqlen: The number of positions that the tables must have. Give it if seqlen_offset is a tensor and
+                positions are beyond those of earlier calls: the module does not read tensors.
             num_heads_q: As in `apply_rotary_emb_qkv_`.
 
         Returns:
             qkv, or q and kv.
 
         Raises:
+            ValueError: If an XPos factor does not fit float32: a position too far from the centre.
             TypeError, ValueError, NotImplementedError: As `apply_rotary_emb_qkv_` and `apply_rotary_emb_kv_`.
         """
-        positions = qkv.shape[1] + (seqlen_offset if isinstance(seqlen_offset, int) else 0)
-        cos, sin, cos_k, sin_k = self._tables_for(positions if max_seqlen is None else max_seqlen, qkv)
+        check_tensor("qkv", qkv)
+        if qkv.dim() < 4:
+            raise ValueError(f"flash_attn_mini: qkv has shape {list(qkv.shape)}; allowed: [batch, seqlen, ...]")
+        positions = qkv.shape[1]
+        if not isinstance(seqlen_offset, Tensor):
+            positions += as_length("seqlen_offset", seqlen_offset)
+        if max_seqlen is not None:
+            positions = as_length("max_seqlen", max_seqlen)
+        cos, sin, cos_k, sin_k = self._tables_for(positions, qkv)
         if kv is None:
             return apply_rotary_emb_qkv_(
                 qkv, cos, sin, cos_k, sin_k, self.interleaved, seqlen_offset, num_heads_q=num_heads_q
@@ -243,35 +299,70 @@ class RotaryEmbedding(nn.Module):
         q = apply_rotary_emb(qkv, cos, sin, self.interleaved, True, seqlen_offset)
         return q, apply_rotary_emb_kv_(kv, cos_k, sin_k, self.interleaved, seqlen_offset)
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryEmbedding:
+        """Move the buffer, as nn.Module does. Memory that replaces a meta tensor (`to_empty`) is not initialised."""
+        was_meta = self.inv_freq.is_meta
+        super()._apply(fn, recurse)
+        if was_meta and not self.inv_freq.is_meta:
+            self.reset_parameters()
+        return self
+
     def _frequencies(self, device: torch.device | str | None) -> Tensor:
-        return self.base ** -(torch.arange(0, self.dim, 2, device=device, dtype=torch.float32) / self.dim)
+        exponent = torch.arange(0, self.dim, 2, device=device, dtype=torch.float32) / self.dim
+        return torch.pow(self.base, -exponent)
 
     def _tables_for(self, positions: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """cos and sin for q, then for k, of at least so many positions, where `like` is; in float32 for any dtype."""
+        """float32 cos and sin for q, then for k, of at least so many positions, on the device of `like`."""
         tables = self._tables
         if (
             tables is None
             or tables[0].shape[0] < positions
             or tables[0].device != like.device
-            or (tables[0].is_inference() and not torch.is_inference_mode_enabled())  # autograd takes none of those
+            or (tables[0].is_inference() and not torch.is_inference_mode_enabled())  # autograd refuses these
         ):
-            # In float32, whatever a cast of the whole model has made of the buffer: positions are large numbers.
-            exact = self.inv_freq.dtype == torch.float32
+            # A cast of the model to a 16-bit dtype rounds the buffer, and large positions multiply the error.
+            exact = self.inv_freq.dtype == torch.float32 and not self.inv_freq.is_meta
             frequencies = self.inv_freq.to(like.device) if exact else self._frequencies(like.device)
             position = torch.arange(positions, device=like.device, dtype=torch.float32)
             angles = torch.outer(position, frequencies)
             cos, sin = angles.cos(), angles.sin()
-            scale = torch.ones_like(cos)
+            tables = (cos, sin, cos, sin)
             if self.scale_base is not None:
-                feature = torch.arange(0, self.dim, 2, device=like.device, dtype=torch.float32)
-                power = (position - positions // 2) / self.scale_base
-                scale = ((feature + 0.4 * self.dim) / (1.4 * self.dim)) ** power[:, None]
-            tables = self._tables = (cos * scale, sin * scale, cos / scale, sin / scale)
+                scale = self._xpos_scale(position)
+                tables = (cos * scale, sin * scale, cos / scale, sin / scale)
+            self._tables = tables
         return tables
+
+    def _xpos_scale(self, position: Tensor) -> Tensor:
+        """The factor of each query and pair, float32 ``[positions, dim / 2]``."""
+        assert self.scale_base is not None
+        positions = position.shape[0]
+        centre = positions // 2 if self._centre is None else self._centre
+        reach = int(MAX_XPOS_EXPONENT * self.scale_base)
+        if max(centre, positions - 1 - centre) > reach:
+            raise ValueError(
+                f"flash_attn_mini: the XPos factors of {positions} positions around the centre {centre} do not fit "
+                f"float32; allowed: at most {reach} positions from the centre. reset_parameters() and a first call "
+                "with max_seqlen choose another centre"
+            )
+        self._centre = centre
+        feature = torch.arange(0, self.dim, 2, device=position.device, dtype=torch.float32)
+        power = (position - centre) / self.scale_base
+        return torch.pow((feature + 0.4 * self.dim) / (1.4 * self.dim), power[:, None])
+
+
+MAX_XPOS_EXPONENT = math.log(torch.finfo(torch.float32).max) / math.log(1.4 / 0.4)
+
+
+def _positive(name: str, value: Any) -> float:
+    check_number(name, value, "a number above 0")
+    if not 0 < float(value) < math.inf:
+        raise ValueError(f"flash_attn_mini: {name} is {value}; allowed: a number above 0")
+    return float(value)
 
 
 def _in_place(rotate_parts: Callable[[Tensor], None], packed: Tensor) -> Tensor:
-    """Rotate parts of a tensor; of a leaf that requires a gradient, parts of a copy."""
+    """Rotate parts of a tensor, or of a copy if it is a leaf that requires a gradient."""
     if not _is_fixed_leaf(packed):
         rotate_parts(packed)
         return packed
@@ -281,12 +372,16 @@ def _in_place(rotate_parts: Callable[[Tensor], None], packed: Tensor) -> Tensor:
 
 
 def _write_back(result: Tensor, x: Tensor) -> Tensor:
-    """Give `x` the values of `result`, and return the one of them that has the gradient."""
+    """Give `x` the values of `result`. Returns `x`, or `result` if autograd lets no operator change `x`."""
     if not _is_fixed_leaf(x):
         return x.copy_(result)
-    x.detach().copy_(result.detach())  # autograd counts it as a change of x, so nothing saved before is misused
+    x.detach().copy_(result.detach())  # raises the version of x, so that autograd refuses an older x that it saved
     return result
 
 
 def _is_fixed_leaf(x: Tensor) -> bool:
-    return x.is_leaf and x.requires_grad and torch.is_grad_enabled()
+    return x.is_leaf and _needs_grad(x)
+
+
+def _needs_grad(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)

@@ -1,6 +1,7 @@
-"""The rotation behind layers/rotary.py: its checks, the custom op, and the implementation in PyTorch's operators.
+"""The rotation behind layers/rotary.py: the custom op with its derivatives, the two implementations, the checks.
 
-The op is what torch.compile and autograd see. CUDA tensors go to the Triton kernel of rotary_triton.py.
+The op is what torch.compile, autograd and torch.func see. CUDA tensors go to the Triton kernel of rotary_triton.py,
+other tensors to PyTorch's operators.
 """
 
 from __future__ import annotations
@@ -9,57 +10,123 @@ import functools
 import importlib.util
 import itertools
 import os
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd import forward_ad
 
-from ..argument_checks import wrong_type
+from ..argument_checks import as_length, check_tensor, wrong_type
+
+library = torch.library.Library("flash_attn_mini", "FRAGMENT")
+library.define(
+    "_apply_rotary(Tensor x, Tensor cos, Tensor sin, SymInt offset, Tensor? offsets, Tensor? cu_seqlens,"
+    " bool interleaved, bool conjugate) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+apply_rotary = torch.ops.flash_attn_mini._apply_rotary.default
 
 
-@torch.library.custom_op("flash_attn_mini::_apply_rotary", mutates_args=())
-def apply_rotary(
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    offset: int,
-    offsets: Tensor | None,
-    cu_seqlens: Tensor | None,
-    interleaved: bool,
-    conjugate: bool,
-) -> Tensor:
-    """The rotated tensor; backwards with `conjugate`."""
+def _apply_rotary(x: Tensor, *arguments: Any) -> Tensor:
+    """The rotated tensor; rotated backwards with `conjugate`."""
     out = torch.empty_like(x)
-    rotate(x, out, cos, sin, offset, offsets, cu_seqlens, interleaved, conjugate)
+    rotate(x, out, *arguments)
     return out
 
 
-@apply_rotary.register_fake
-def _(x: Tensor, *arguments: object) -> Tensor:
+def _apply_rotary_fake(x: Tensor, *arguments: Any) -> Tensor:
     return torch.empty_like(x)
 
 
-def _keep_for_backward(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[object, ...], output: Tensor) -> None:
-    _, cos, sin, ctx.offset, offsets, cu_seqlens, ctx.interleaved, ctx.conjugate = inputs  # type: ignore[attr-defined]
-    ctx.save_for_backward(cos, sin, offsets, cu_seqlens)  # type: ignore[arg-type]
+library.impl("_apply_rotary", _apply_rotary, "CompositeExplicitAutograd")
+torch.library.register_fake("flash_attn_mini::_apply_rotary", _apply_rotary_fake, lib=library)
 
 
-def _backward(ctx: torch.autograd.function.FunctionCtx, dout: Tensor) -> tuple[Tensor | None, ...]:
-    """A rotation's transpose is the rotation backwards."""
-    cos, sin, offsets, cu_seqlens = ctx.saved_tensors  # type: ignore[attr-defined]
-    dx = apply_rotary(
-        dout,
-        cos,
-        sin,
-        ctx.offset,  # type: ignore[attr-defined]
-        offsets,
-        cu_seqlens,
-        ctx.interleaved,  # type: ignore[attr-defined]
-        not ctx.conjugate,  # type: ignore[attr-defined]
-    )
-    return dx, None, None, None, None, None, None, None
+# ---- derivatives -----------------------------------------------------------------------------------------------------
 
 
-apply_rotary.register_autograd(_backward, setup_context=_keep_for_backward)
+class _Rotation(torch.autograd.Function):
+    """The rotation as autograd sees it: linear in x, without a derivative with respect to cos and sin."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, *arguments: Any) -> Tensor:
+        ctx.offset, offsets, cu_seqlens, ctx.interleaved, ctx.conjugate = arguments
+        ctx.save_for_backward(cos, sin, offsets, cu_seqlens)
+        ctx.save_for_forward(cos, sin, offsets, cu_seqlens)
+        ctx.set_materialize_grads(False)
+        # A Function's forward switches both modes off. The torch.func transforms around this one still need them.
+        with torch.set_grad_enabled(_is_transformed()), forward_ad._set_fwd_grad_enabled(_is_transformed()):
+            return _below_autograd(x, cos, sin, *arguments)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None) -> tuple[Tensor | None, ...]:
+        """The transpose of a rotation is the rotation by the negative angle."""
+        if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
+            raise _no_table_derivative()
+        dx = None if dout is None else _of_saved(ctx, dout, not ctx.conjugate)
+        return dx, None, None, None, None, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, x_tangent: Tensor | None, cos_tangent: Any, sin_tangent: Any, *others: Any) -> Tensor | None:
+        """The tangent of a linear map is the map of the tangent."""
+        if cos_tangent is not None or sin_tangent is not None:
+            raise _no_table_derivative()
+        return None if x_tangent is None else _of_saved(ctx, x_tangent, ctx.conjugate)
+
+
+def _of_saved(ctx: Any, x: Tensor, conjugate: bool) -> Tensor:
+    cos, sin, offsets, cu_seqlens = ctx.saved_tensors
+    rotated: Tensor = apply_rotary(x, cos, sin, ctx.offset, offsets, cu_seqlens, ctx.interleaved, conjugate)
+    return rotated
+
+
+def _no_table_derivative() -> NotImplementedError:
+    return NotImplementedError("flash_attn_mini: apply_rotary_emb gives cos and sin no derivative; detach them")
+
+
+def _autograd(*arguments: Any) -> Any:
+    """The op's autograd kernel. Each torch.func.grad or jvp around it passes here, one level at a time."""
+    if not any(_is_differentiated(x) for x in arguments[:3]):
+        return _below_autograd(*arguments)
+    with enable_single_level_autograd_function():
+        return super(torch.autograd.Function, _Rotation).apply(*arguments)
+
+
+def _below_autograd(*arguments: Any) -> Tensor:
+    with torch._C._AutoDispatchBelowAutograd():
+        rotated: Tensor = apply_rotary(*arguments)
+    return rotated
+
+
+def _is_differentiated(x: Tensor) -> bool:
+    if torch.is_grad_enabled() and x.requires_grad:
+        return True
+    if forward_ad._current_level < 0 and not _is_transformed():
+        return False
+    return forward_ad.unpack_dual(x, level=0).tangent is not None  # PyTorch has one level of dual numbers
+
+
+def _is_transformed() -> bool:
+    """True inside torch.func.grad, jvp, vmap or another transform."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def _vmap(info: Any, in_dims: tuple[int | None, ...], x: Tensor, *arguments: Any) -> tuple[Tensor, int]:
+    """torch.vmap over x alone adds heads; over other tensors it calls the op once for each."""
+    x_dim, *other_dims = in_dims
+    if x_dim is not None and all(dim is None for dim in other_dims):
+        x = x.movedim(x_dim, -3)  # [..., vmap, nheads, headdim]
+        return apply_rotary(x.flatten(-3, -2), *arguments).unflatten(-2, x.shape[-3:-1]), x.dim() - 3
+    calls = [
+        [a if dim is None else a.select(dim, i) for a, dim in zip((x, *arguments), in_dims, strict=True)]
+        for i in range(info.batch_size)
+    ]
+    return torch.stack([apply_rotary(*call) for call in calls]), 0
+
+
+library.impl("_apply_rotary", _autograd, "Autograd")
+torch.library.register_vmap("flash_attn_mini::_apply_rotary", _vmap, lib=library)
 
 
 # ---- the two implementations -----------------------------------------------------------------------------------------
@@ -105,7 +172,7 @@ def rotate_by_torch(
     interleaved: bool,
     conjugate: bool,
 ) -> None:
-    """As rotary_triton.rotate."""
+    """Write the rotated features to `out`, which may be `x`, as rotary_triton.rotate does."""
     rows, half = cos.shape
     if x.numel() == 0 or half == 0:
         return
@@ -141,19 +208,18 @@ def _positions(x: Tensor, offset: int, offsets: Tensor | None, cu_seqlens: Tenso
 # ---- checks ----------------------------------------------------------------------------------------------------------
 
 
-def check(
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    offset: int,
-    offsets: Tensor | None,
-    cu_seqlens: Tensor | None,
-    max_seqlen: int | None,
-) -> None:
-    """Raise for arguments of `apply_rotary_emb` that are wrong whatever the tensors hold."""
+def checked_offsets(
+    x: Tensor, cos: Tensor, sin: Tensor, seqlen_offsets: Any, cu_seqlens: Tensor | None, max_seqlen: Any
+) -> tuple[int, Tensor | None]:
+    """Check the arguments of `apply_rotary_emb`, but not the values in tensors.
+
+    Returns:
+        The offset that all sequences share, and the integers ``[batch]`` to add to it, or None.
+    """
     for name, value in (("x", x), ("cos", cos), ("sin", sin)):
-        if not isinstance(value, Tensor) or not value.is_floating_point():
-            raise wrong_type(name, getattr(value, "dtype", value), "a floating-point torch.Tensor")
+        check_tensor(name, value)
+        if not value.is_floating_point():
+            raise wrong_type(name, value.dtype, "a floating-point torch.Tensor")
     shape = "[batch, seqlen, nheads, headdim]" if cu_seqlens is None else "[total, nheads, headdim] with cu_seqlens"
     if x.dim() != (4 if cu_seqlens is None else 3):
         raise ValueError(f"flash_attn_mini: x has shape {list(x.shape)}; allowed: {shape}")
@@ -167,32 +233,35 @@ def check(
             f"flash_attn_mini: cos of {cos.shape[1]} columns rotates {2 * cos.shape[1]} features; allowed: at most "
             f"headdim, {x.shape[-1]}"
         )
-    if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
-        raise NotImplementedError("flash_attn_mini: apply_rotary_emb gives cos and sin no gradient; detach them")
     if cu_seqlens is not None:
         _check_integers("cu_seqlens", cu_seqlens, (torch.int32,))
         if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0:
             raise ValueError(f"flash_attn_mini: cu_seqlens has shape {list(cu_seqlens.shape)}; allowed: [batch + 1]")
-    if offsets is None:
-        if isinstance(offset, bool) or not isinstance(offset, (int, torch.SymInt)):
-            raise wrong_type("seqlen_offsets", offset, "an integer or a tensor")
+    offset, offsets = 0, None
+    if isinstance(seqlen_offsets, Tensor):
+        _check_integers("seqlen_offsets", seqlen_offsets, (torch.int32, torch.int64))
+        batch = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        if seqlen_offsets.shape not in ((), (batch,)):
+            raise ValueError(
+                f"flash_attn_mini: seqlen_offsets has shape {list(seqlen_offsets.shape)}; allowed: [{batch}], or a "
+                "single number"
+            )
+        offsets = seqlen_offsets.expand(batch)
+    else:
+        offset = as_length("seqlen_offsets", seqlen_offsets)
         if offset < 0:
             raise ValueError(f"flash_attn_mini: seqlen_offsets is {offset}; allowed: 0 or more")
-    else:
-        _check_integers("seqlen_offsets", offsets, (torch.int32, torch.int64))
-        batch = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        if offsets.shape != (batch,):
-            raise ValueError(f"flash_attn_mini: seqlen_offsets has shape {list(offsets.shape)}; allowed: [{batch}]")
     for name, other in (("cos", cos), ("sin", sin), ("seqlen_offsets", offsets), ("cu_seqlens", cu_seqlens)):
         if other is not None and other.device != x.device:
             raise ValueError(f"flash_attn_mini: {name} is on {other.device}; allowed: the device of x, {x.device}")
-    if max_seqlen is not None and (isinstance(max_seqlen, bool) or not isinstance(max_seqlen, (int, torch.SymInt))):
-        raise wrong_type("max_seqlen", max_seqlen, "an integer or None")
+    if max_seqlen is not None:
+        max_seqlen = as_length("max_seqlen", max_seqlen)
     longest = x.shape[1] if cu_seqlens is None else max_seqlen
     if longest is not None and longest + offset > cos.shape[0]:
         raise ValueError(
             f"flash_attn_mini: cos has {cos.shape[0]} rows; allowed: at least {longest + offset}, one for each position"
         )
+    return offset, offsets
 
 
 def _check_integers(name: str, value: object, dtypes: tuple[torch.dtype, ...]) -> None:
@@ -202,7 +271,7 @@ def _check_integers(name: str, value: object, dtypes: tuple[torch.dtype, ...]) -
 
 
 def _check_positions(x: Tensor, cos: Tensor, offset: int, offsets: Tensor | None, cu_seqlens: Tensor | None) -> None:
-    """Raise ValueError for cu_seqlens that do not divide the tokens, and positions that the table does not have."""
+    """Raise ValueError for cu_seqlens that do not divide the tokens, and for positions outside the table."""
     if cu_seqlens is not None:
         ends = cu_seqlens.tolist()
         if ends[0] != 0 or ends[-1] != x.shape[0] or any(a > b for a, b in itertools.pairwise(ends)):
@@ -214,6 +283,6 @@ def _check_positions(x: Tensor, cos: Tensor, offset: int, offsets: Tensor | None
     least, most = (int(extreme) for extreme in _positions(x, offset, offsets, cu_seqlens).aminmax())
     if least < 0 or most >= cos.shape[0]:
         raise ValueError(
-            f"flash_attn_mini: tokens stand at positions {least} to {most}; allowed: 0 to {cos.shape[0] - 1}, the rows "
+            f"flash_attn_mini: the tokens have positions {least} to {most}; allowed: 0 to {cos.shape[0] - 1}, the rows "
             "of cos"
         )

@@ -1,7 +1,7 @@
-"""Rotary position embedding as a Triton kernel; layers/rotary.py checks the arguments and comes here for CUDA tensors.
+"""Rotary position embedding as a Triton kernel. rotary_op.py calls it for CUDA tensors, with checked arguments.
 
-A program takes a block of tokens, counted through the whole batch, and rotates some heads of theirs. Each token looks
-up its own position, so that no block is left empty whatever the lengths of the sequences are.
+Tokens are numbered through the whole batch. A program rotates a block of tokens in a block of heads. Each token looks
+up its own position, so that no program is empty, whatever the lengths of the sequences are.
 """
 
 # Kernels are written in Triton's language, not Python's: their arguments have no Python types.
@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK_TOKENS = 16
-ELEMENTS = 4096  # of x that a program holds at a time: 128 threads with 32 each
+ELEMENTS = 4096  # of x in one program: 32 for each of 128 threads
 
 
 @triton.jit
@@ -24,8 +24,8 @@ def rotary_kernel(
     out_ptr,  # like x; may be x
     cos_ptr,  # [rows, half]
     sin_ptr,
-    offsets_ptr,  # integers [batch] that are added to `offset`; None = 0
-    cu_seqlens_ptr,  # int32 [batch + 1] or None
+    offsets_ptr,  # integers [batch], contiguous, to add to `offset`; None = 0
+    cu_seqlens_ptr,  # int32 [batch + 1], contiguous, or None
     offset,
     tokens,
     seqlen,  # not read with cu_seqlens
@@ -45,15 +45,15 @@ def rotary_kernel(
     cos_stride,
     sin_row_stride,
     sin_stride,
-    SEARCH_STEPS: tl.constexpr,  # halvings that leave one sequence of the batch
+    SEARCH_STEPS: tl.constexpr,  # steps of the binary search for the sequence of a token
     INTERLEAVED: tl.constexpr,
-    CONJUGATE: tl.constexpr,  # rotate backwards, as gradients are
+    CONJUGATE: tl.constexpr,  # rotate by the negative angle, for gradients
     COMPUTE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
 ):
-    """One block of tokens, one of heads."""
+    """Rotate BLOCK_M tokens in BLOCK_H heads."""
     token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)  # [BLOCK_H]
     column = tl.arange(0, BLOCK_HALF)  # [BLOCK_HALF]
@@ -130,7 +130,7 @@ def rotate(
     interleaved: bool,
     conjugate: bool,
 ) -> None:
-    """Write the first ``2 * cos.shape[1]`` features of `x`, rotated, to `out`, which may be `x`. Checks nothing."""
+    """Write the first ``2 * cos.shape[1]`` features of `x`, rotated, to `out`, which may be `x`. No checks."""
     *_, nheads, _ = x.shape
     half = cos.shape[1]
     if cu_seqlens is None:
@@ -142,6 +142,8 @@ def rotate(
         x_strides, out_strides = (0, *x.stride()), (0, *out.stride())
     if 0 in (tokens, batch, nheads, half):
         return
+    offsets = None if offsets is None else offsets.contiguous()
+    cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
     blocks = block_sizes(half, nheads)
     grid = (triton.cdiv(tokens, blocks["BLOCK_M"]), triton.cdiv(nheads, blocks["BLOCK_H"]))
     with torch.cuda.device_of(x):

@@ -1,6 +1,6 @@
 """The definition of attention in this package: scores, softmax with its log-sum-exp, and the weighted sum of v.
 
-Every other reference (varlen.py, kvcache.py, packed.py) arranges its tensors and calls `attention_reference`.
+The other references (varlen.py, kvcache.py, packed.py) arrange their tensors and call `attention_reference`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from .masks import alibi_bias, visible_keys
 
 
 def expand_heads(kv: Tensor, nheads: int) -> Tensor:
-    """Give each query head its key/value head: query head h reads key/value head ``h // (nheads / nheads_k)``.
+    """Repeat key/value heads for the query heads: query head h reads key/value head ``h // (nheads / nheads_k)``.
 
     Grouped-query attention (Ainslie et al., arXiv 2305.13245); nheads_k = 1 is multi-query attention.
 
     Args:
         kv: ``[batch, seqlen_k, nheads_k, headdim]``.
+        nheads: The number of query heads, a multiple of nheads_k.
 
     Returns:
         ``[batch, seqlen_k, nheads, headdim]``.
@@ -45,7 +46,7 @@ def attention_scores(
 ) -> Tensor:
     """The logits of the softmax, in this order: scale, softcap, ALiBi, additive bias, mask.
 
-    Arguments as in `attention_reference`.
+    Args: as in `attention_reference`.
 
     Returns:
         ``[batch, nheads, seqlen_q, seqlen_k]`` in `dtype`, -inf where a query does not see a key.
@@ -70,8 +71,8 @@ def attention_scores(
 def softmax_with_lse(scores: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Softmax over the keys and its log-sum-exp (natural logarithm), defined for rows that see no key.
 
-    A sink (Xiao et al., arXiv 2309.17453, in the learned per-head form) is a logit without a value: it takes part in
-    the sum of the softmax and so in the lse, and takes its share of the probability away from the keys.
+    A sink (Xiao et al., arXiv 2309.17453, in the learned per-head form) is a logit without a value. It is part of the
+    sum of the softmax and of the lse, so the probabilities of the keys sum to less than 1.
 
     A row whose every logit is -inf gives probabilities 0 and lse -inf; with a sink, probabilities 0 and lse = the sink.
     Gradients are finite in both cases: 0 for the scores of such a row.
@@ -95,7 +96,7 @@ def softmax_with_lse(scores: Tensor, sinks: Tensor | None = None) -> tuple[Tenso
     row_max = row_max.masked_fill(no_key, 0.0)
     weights = torch.exp(logits - row_max)
     row_sum = weights.sum(dim=-1, keepdim=True)
-    # Keeps 0/0 and log(0) out of the graph: a later torch.where would hide their value but not their NaN gradient.
+    # No 0/0 and log(0) in the graph: a later torch.where would replace their values but not their NaN gradients.
     row_sum = row_sum.masked_fill(no_key, 1.0)
     lse = (row_max + torch.log(row_sum)).masked_fill(no_key, -math.inf)
     return weights[..., :-1] / row_sum, lse.squeeze(-1)
@@ -111,16 +112,11 @@ def attention_reference(
     k: Tensor,
     v: Tensor,
     *,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    attn_bias: Tensor | None = None,
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_mask: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
+    **score_options: Any,
 ) -> tuple[Tensor, Tensor]:
     """``softmax(scale * q k^T + ...) v`` (Vaswani et al., arXiv 1706.03762), and the log-sum-exp of its scores.
 
@@ -128,7 +124,7 @@ def attention_reference(
         q: ``[batch, seqlen_q, nheads, headdim]``, any floating dtype and strides.
         k: ``[batch, seqlen_k, nheads_k, headdim]``; nheads is a multiple of nheads_k.
         v: ``[batch, seqlen_k, nheads_k, headdim_v]``; headdim_v may differ from headdim.
-        softmax_scale: default ``1 / sqrt(headdim)``.
+        softmax_scale: the factor on the scores, default ``1 / sqrt(headdim)``.
         causal: query i sees key j when ``j <= i + seqlen_k - seqlen_q`` (aligned to the bottom right).
         window_size: ``(left, right)`` keys around the query's position, -1 = unbounded; see `visible_keys`.
         softcap: if positive, a scaled score s becomes ``softcap * tanh(s / softcap)`` (Gemma 2, arXiv 2408.00118).
@@ -136,8 +132,8 @@ def attention_reference(
         attn_bias: added after softcap; broadcasts to ``[batch, nheads, seqlen_q, seqlen_k]``; may hold -inf.
         sinks: ``[nheads]`` logits without values; see `softmax_with_lse`.
         dropout_p: probability of dropping, in [0, 1); kept probabilities are scaled by ``1 / (1 - dropout_p)``.
-        dropout_mask: bool ``[batch, nheads, seqlen_q, seqlen_k]``, True = kept; needed when dropout_p > 0.
-        dtype: of the computation and of both results.
+        dropout_mask: bool ``[batch, nheads, seqlen_q, seqlen_k]``, True = kept; required when dropout_p > 0.
+        dtype: the dtype of the computation and of both results.
 
     Returns:
         out ``[batch, seqlen_q, nheads, headdim_v]`` and lse ``[batch, nheads, seqlen_q]``, natural logarithm, before
@@ -154,17 +150,7 @@ def attention_reference(
         raise ValueError(
             "dropout_mask (True = kept) is needed when dropout_p > 0: the reference draws no random numbers"
         )
-    scores = attention_scores(
-        q,
-        k,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=window_size,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        attn_bias=attn_bias,
-        dtype=dtype,
-    )
+    scores = attention_scores(q, k, dtype=dtype, **score_options)
     probabilities, lse = softmax_with_lse(scores, sinks)
     if dropout_p > 0.0 and dropout_mask is not None:
         probabilities = probabilities * dropout_mask.to(dtype) / (1.0 - dropout_p)

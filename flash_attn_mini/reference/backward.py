@@ -1,12 +1,13 @@
-"""The gradients of attention, written out as the kernels compute them: from q, k, v, out and the log-sum-exp alone.
+"""The gradients of attention as the kernels compute them: from q, k, v, out and the log-sum-exp alone.
 
-The forward keeps no probabilities; exp(score - lse) gives them back. "FlashAttention-2" (Dao, arXiv 2307.08691),
-algorithm 2, with one term more: delta takes in the gradient that arrives at the lse.
+The forward stores no probabilities; exp(score - lse) recomputes them. "FlashAttention-2" (Dao, arXiv 2307.08691),
+algorithm 2, with one more term: delta includes the gradient of the lse.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,23 +25,22 @@ def attention_reference_backward(
     dlse: Tensor | None = None,
     *,
     softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_mask: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
+    **score_options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v, given those of the results of `attention_reference`.
 
     Args:
         dout: ``[batch, seqlen_q, nheads, headdim_v]``, the gradient of out.
-        q, k, v: as the forward had them.
-        out, lse: what it returned.
+        q, k, v: the inputs of the forward.
+        out, lse: the results of the forward.
         dlse: ``[batch, nheads, seqlen_q]``, the gradient of lse; None for zeros.
-        softmax_scale, causal, window_size, softcap, alibi_slopes, dropout_p, dropout_mask: as the forward had them.
-        dtype: of the computation and of the results.
+        softmax_scale, softcap, dropout_p, dropout_mask: the arguments of the forward.
+        dtype: the dtype of the computation and of the results.
+        score_options: causal, window_size and alibi_slopes of the forward.
 
     Returns:
         dq, dk and dv, shaped like q, k and v. A query that sees no key has dq 0 and adds nothing to dk and dv. The
@@ -57,28 +57,19 @@ def attention_reference_backward(
     q, k, v, out, lse, dout = (x.to(dtype) for x in (q, k, v, out, lse, dout))
     k_of_head, v_of_head = expand_heads(k, nheads), expand_heads(v, nheads)
 
-    scores = attention_scores(
-        q,
-        k,
-        softmax_scale=scale,
-        causal=causal,
-        window_size=window_size,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        dtype=dtype,
-    )
+    scores = attention_scores(q, k, softmax_scale=scale, softcap=softcap, dtype=dtype, **score_options)
     no_key = (lse == -math.inf)[..., None]
     probabilities = torch.exp(scores - lse[..., None].masked_fill(no_key, 0.0))  # exp(-inf) = 0 in rows without keys
     delta = torch.einsum("bihd,bihd->bhi", dout, out)
     if dlse is not None:
         delta = delta - dlse.to(dtype)
 
-    kept = probabilities  # what the values were multiplied with
+    kept = probabilities  # the factors of the values, after dropout
     dprobabilities = torch.einsum("bihd,bjhd->bhij", dout, v_of_head)
     if dropout_p > 0.0 and dropout_mask is not None:
         factor = dropout_mask.to(dtype) / (1.0 - dropout_p)
         kept, dprobabilities = kept * factor, dprobabilities * factor
-    # delta is sum(P dP) with dropout too: what was dropped is in neither dP nor out.
+    # delta is sum(P dP) with dropout too: a dropped element is in neither dP nor out.
     dscores = probabilities * (dprobabilities - delta[..., None])  # before the scale
     if softcap > 0.0:
         capped = attention_scores(q, k, softmax_scale=scale, softcap=softcap, dtype=dtype)

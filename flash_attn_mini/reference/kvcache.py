@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,18 +26,16 @@ def attention_kvcache_reference(
     cache_batch_idx: Tensor | None = None,
     cache_leftpad: Tensor | None = None,
     block_table: Tensor | None = None,
-    softmax_scale: float | None = None,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
     rotary_interleaved: bool = True,
     alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Append `k` and `v` to a KV cache that holds ``cache_seqlens`` tokens per sequence, then attend to it with `q`.
 
-    `k_cache` and `v_cache` are written in place, in their own dtype; the attention reads what was written.
+    `k_cache` and `v_cache` are written in place, in their own dtype; the attention reads the written values.
 
     Args:
         q: ``[batch, seqlen_q, nheads, headdim]``.
@@ -46,12 +45,14 @@ def attention_kvcache_reference(
         rotary_cos, rotary_sin: ``[seqlen_ro, rotary_dim / 2]``. New key n is rotated at position cache_seqlens + n.
             Query i is rotated at cache_seqlens + i when causal or windowed, otherwise every query at cache_seqlens.
             Positions count from the start of the cache, left padding included. Needs `k`.
-        cache_seqlens: int or int32 ``[batch]``, tokens already in the cache, left padding included; default full.
+        cache_seqlens: int or int32 ``[batch]``, tokens in the cache before the call, left padding included; default:
+            the capacity.
         cache_batch_idx: int32 ``[batch]``, the cache row of each sequence; default 0, 1, ...; not with a block table.
         cache_leftpad: int32 ``[batch]``, the index at which the sequence starts in its cache row; default 0.
         block_table: int32 ``[batch, max_blocks]``; see `page_slots`.
         rotary_interleaved: see `apply_rotary_reference`.
-        Others as in `attention_reference`; masks and ALiBi are aligned to the last key, appended ones included.
+        causal, window_size, alibi_slopes, dtype, options: as in `attention_reference`, without dropout. Masks and ALiBi
+            are aligned to the last key, appended ones included.
 
     Returns:
         out ``[batch, seqlen_q, nheads, headdim]`` and lse ``[batch, nheads, seqlen_q]``.
@@ -79,7 +80,7 @@ def attention_kvcache_reference(
         used, total = lengths[b], lengths[b] + seqlen_new
         if total > capacity:
             raise ValueError(
-                f"cache_seqlens of sequence {b} plus {seqlen_new} new tokens is {total}; room for {capacity}"
+                f"cache_seqlens of sequence {b} plus {seqlen_new} new tokens is {total}; allowed: {capacity}"
             )
         slots = _slots(k_cache, block_table, b, cache_rows[b], total)
         q_b = q[b].to(dtype)
@@ -99,13 +100,11 @@ def attention_kvcache_reference(
             q_b[None],
             k_cache[seen][None],
             v_cache[seen][None],
-            softmax_scale=softmax_scale,
             causal=causal,
             window_size=window_size,
-            softcap=softcap,
             alibi_slopes=alibi_slopes[b] if alibi_slopes is not None and alibi_slopes.dim() == 2 else alibi_slopes,
-            sinks=sinks,
             dtype=dtype,
+            **options,
         )
         out[b], lse[b] = out_b[0], lse_b[0]
     return out, lse

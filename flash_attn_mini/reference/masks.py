@@ -1,7 +1,7 @@
-"""Which key a query sees, and how far apart the two are. First step of `attention_scores`.
+"""The keys that a query sees, and the distance between a query and a key. Used by `attention_scores`.
 
-Queries are aligned with the *end* of the keys: with fewer queries than keys, the last query stands at the last key,
-as when a few new tokens attend to a long cache. Query i therefore stands at key position i + seqlen_k - seqlen_q.
+The last query has the position of the last key, as when a few new tokens attend to a long cache. Query i therefore has
+the key position i + seqlen_k - seqlen_q.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def query_positions(seqlen_q: int, seqlen_k: int, device: torch.device | str | None = None) -> Tensor:
-    """The key position of each query, int64 ``[seqlen_q]``. Negative where a query stands before the first key."""
+    """The key position of each query, int64 ``[seqlen_q]``. Negative for a query before the first key."""
     return torch.arange(seqlen_q, device=device) + (seqlen_k - seqlen_q)
 
 

@@ -1,4 +1,4 @@
-"""The packed forms: q, k, v, or k and v, in one tensor along a dimension of 3 or 2. Each unpacks and calls on."""
+"""The packed forms: q, k and v, or k and v, in one tensor along a dimension of 3 or 2."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def attention_kvpacked_reference(q: Tensor, kv: Tensor, **options: Any) -> tuple
 
 
 def attention_varlen_qkvpacked_reference(qkv: Tensor, cu_seqlens: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    """`attention_varlen_reference` of qkv ``[total, 3, nheads, headdim]``; cu_seqlens serves queries and keys."""
+    """`attention_varlen_reference` of qkv ``[total, 3, nheads, headdim]``; cu_seqlens is that of queries and keys."""
     q, k, v = qkv.unbind(dim=1)
     return attention_varlen_reference(q, k, v, cu_seqlens, cu_seqlens, **options)
 

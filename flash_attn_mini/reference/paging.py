@@ -1,6 +1,6 @@
-"""A paged cache: where the tokens of a sequence lie. Used by varlen.py and kvcache.py.
+"""A paged cache: the places of the tokens of a sequence. Used by varlen.py and kvcache.py.
 
-PagedAttention (Kwon et al., arXiv 2309.06180): a table lists, per sequence, the pages that hold its tokens.
+PagedAttention (Kwon et al., arXiv 2309.06180): a table lists the pages of each sequence.
 """
 
 from __future__ import annotations

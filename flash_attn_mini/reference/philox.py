@@ -1,10 +1,9 @@
-"""Dropout: which probabilities are dropped, as one function of (seed, offset, sequence, head, query, key).
+"""Dropout: the probabilities to drop, as one function of (seed, offset, sequence, head, query, key).
 
-The same on every backend, whatever its tiles: csrc/common/philox.h says it to the C++ and CUDA kernels, this file to
-the tests. Philox4x32-7 (Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", SC 2011) is a
-cipher of seven rounds, the fewest that pass every test of the paper, as many as flash-attn has: it turns a counter into
-bits that look random, so any of them can be had at any time, in any order, and the backward draws again what the
-forward drew.
+The function is the same on every backend and for all tile sizes: csrc/common/philox.h has it for C++ and CUDA, this
+file for the tests. Philox4x32-7 (Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", SC 2011)
+maps a counter to random bits. Seven rounds are the fewest that pass every test of the paper, and as many as flash-attn
+has. Any bits can be computed at any time, so the backward computes those of the forward again.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from torch import Tensor
 ROUNDS = 7
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_STEPS = (0x9E3779B9, 0xBB67AE85)  # the golden ratio and sqrt(3) - 1, as the paper has them
-WORD = 0xFFFFFFFF  # 32 bits; words are held in int64, whose products wrap around without losing any of theirs
+WORD = 0xFFFFFFFF  # 32 bits. Words are int64: the low 64 bits of a product of two words are exact
 
-TILE = 16  # queries and keys that one tile of counters covers
+TILE = 16  # queries and keys of one tile of counters
 
 
 def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]) -> tuple[Tensor, ...]:
@@ -63,12 +62,13 @@ def dropout_threshold(dropout_p: float) -> int:
 def random_bits(rng_state: Tensor | tuple[int, int], heads: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:
     """The 16 random bits of each (query, key).
 
-    A counter serves eight pairs, as far apart as a thread holds them in an accumulator of tensor-core products: of a
-    tile of 16 x 16 queries and keys, the queries r and r + 8 and the keys 2c, 2c + 1, 2c + 8 and 2c + 9.
+    A counter gives the bits of eight pairs, those that one thread holds in the accumulator of a tensor-core product: in
+    a tile of 16 x 16 queries and keys, the queries r and r + 8 and the keys 2c, 2c + 1, 2c + 8 and 2c + 9.
 
     Args:
-        rng_state: the seed and the offset, 64 bits each, as the forward returned them.
-        heads: integers, ``sequence * nheads + head`` of each head asked for; any shape.
+        rng_state: the seed and the offset, 64 bits each, from the forward.
+        heads: integers ``sequence * nheads + head``, any shape.
+        seqlen_q, seqlen_k: the numbers of queries and keys.
 
     Returns:
         int64 ``[*heads.shape, seqlen_q, seqlen_k]``, below 2^16.
@@ -102,10 +102,10 @@ def dropout_mask(
     seqlen_k: int,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """The probabilities that dropout keeps: what `attention_reference` takes as its ``dropout_mask``.
+    """The probabilities that dropout keeps: the ``dropout_mask`` of `attention_reference`.
 
     Args:
-        rng_state: int64 ``[2]``, the seed and the offset, as the forward returned them; or a pair of integers.
+        rng_state: int64 ``[2]``, the seed and the offset from the forward; or a pair of integers.
         dropout_p: probability of dropping.
 
     Returns:

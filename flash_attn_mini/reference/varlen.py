@@ -1,8 +1,9 @@
-"""Sequences of different lengths laid end to end: `attention_reference` of one sequence after the other."""
+"""Sequences of different lengths, packed end to end: `attention_reference` of each sequence."""
 
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,16 +19,11 @@ def attention_varlen_reference(
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
     *,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    dropout_p: float = 0.0,
     dropout_masks: list[Tensor] | None = None,
     block_table: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Attention within each sequence of a batch without padding.
 
@@ -39,7 +35,7 @@ def attention_varlen_reference(
         alibi_slopes: ``[nheads]`` or ``[batch, nheads]``.
         dropout_masks: one bool ``[nheads, seqlen_q, seqlen_k]`` per sequence, True = kept.
         block_table: int32 ``[batch, max_blocks]``; see `page_slots`.
-        Others as in `attention_reference`; masks are aligned to the end of each sequence.
+        dtype, options: as in `attention_reference`. Masks are aligned to the end of each sequence.
 
     Returns:
         out ``[total_q, nheads, headdim_v]`` and lse ``[nheads, total_q]``.
@@ -51,7 +47,7 @@ def attention_varlen_reference(
             f"cu_seqlens_q and cu_seqlens_k must have the same length; given {len(spans_q) + 1} and {len(spans_k) + 1}"
         )
     nheads = q.shape[1]
-    outs = [v.new_zeros(0, nheads, v.shape[-1], dtype=dtype)]  # so that a batch of none concatenates to empty results
+    outs = [v.new_zeros(0, nheads, v.shape[-1], dtype=dtype)]  # an empty batch concatenates to empty results
     lses = [q.new_zeros(nheads, 0, dtype=dtype)]
     for b, ((q_start, q_stop), (k_start, k_stop)) in enumerate(zip(spans_q, spans_k, strict=True)):
         if block_table is None:
@@ -63,15 +59,10 @@ def attention_varlen_reference(
             q[q_start:q_stop][None],
             k_b[None],
             v_b[None],
-            softmax_scale=softmax_scale,
-            causal=causal,
-            window_size=window_size,
-            softcap=softcap,
             alibi_slopes=alibi_slopes[b] if alibi_slopes is not None and alibi_slopes.dim() == 2 else alibi_slopes,
-            sinks=sinks,
-            dropout_p=dropout_p,
             dropout_mask=None if dropout_masks is None else dropout_masks[b][None],
             dtype=dtype,
+            **options,
         )
         outs.append(out[0])
         lses.append(lse[0])
