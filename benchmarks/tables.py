@@ -1,6 +1,6 @@
-"""Results as Markdown tables: one view for each kind of result, chosen by the benchmark that measured it.
+"""Results as Markdown tables: one layout for each benchmark.
 
-Kept apart from the measuring code, so that a table can be laid out anew without measuring again.
+Measuring code is elsewhere, so that a change of layout does not make results stale.
 """
 
 from __future__ import annotations
@@ -90,11 +90,10 @@ def memory_tables(data: Rows) -> list[str]:
 def build_tables(data: Rows) -> list[str]:
     body = []
     for row in data:
-        limit = "" if row.get("limit_seconds") is None else f"{row['limit_seconds']:.0f}"
         longest = max(row["kernels"].items(), key=lambda item: item[1], default=None)
         slowest = f"{len(row['kernels'])}, the slowest {longest[0]} in {longest[1]:.0f} s" if longest else "none"
-        body.append([row["label"], f"{row['seconds']:.0f}", limit, slowest, str(row["cores"]), row["machine"]])
-    return [markdown_table(["build", "seconds", "limit", "kernel files compiled", "cores", "machine"], body)]
+        body.append([row["label"], f"{row['seconds']:.0f}", slowest, str(row["cores"]), row["machine"]])
+    return [markdown_table(["build", "seconds", "kernel files compiled", "cores", "machine"], body)]
 
 
 def dtype_of_object(name: str) -> str:
@@ -188,18 +187,12 @@ def cpu_tables(data: Rows) -> list[str]:
     return [f"{caption}\n\n{markdown_table(['dtype, threads', '', *map(str, lengths)], body)}"]
 
 
-# What bench_features makes of its times: a caption, and how a value is written.
+# The figures of bench_features: a caption, and the format of a value.
 FEATURE_FIGURES: dict[str, tuple[str, str]] = {
-    "window": (
-        "Time ÷ (the plain full call's × the share of blocks that the window shows), at most the limit:",
-        "{:.2f}",
-    ),
-    "cost": (
-        "On the kernels of sm80, time added to the plain call's, in percent, at most the limit:",
-        "{:+.1f}",
-    ),
-    "hopper": ("Time on the kernels of sm80 ÷ time on those that the GPU's calls run on:", "{:.2f}"),
-    "varlen": ("Speedup over the padded batch ÷ (padded FLOPs ÷ tokens' FLOPs), at least the limit:", "{:.2f}"),
+    "window": ("Time ÷ (time of the plain full call × share of blocks that the window shows):", "{:.2f}"),
+    "cost": ("Time added to the plain call's on the kernels of sm80, in percent:", "{:+.1f}"),
+    "hopper": ("Time on the kernels of sm80 ÷ time on those of Hopper:", "{:.2f}"),
+    "varlen": ("Speedup over the padded batch ÷ (padded FLOPs ÷ tokens' FLOPs):", "{:.2f}"),
 }
 
 
@@ -207,29 +200,42 @@ def feature_tables(data: Rows) -> list[str]:
     """A table for each figure: feature and direction down, heads and mask across."""
     tables = []
     for figure, (caption, style) in FEATURE_FIGURES.items():
+        rows = [row for row in data if row["figure"] == figure]
         cells: dict[tuple[str, str], dict[str, str]] = {}
-        for row in (row for row in data if row["figure"] == figure):
+        for row in rows:
             kind = f"{row['nheads']} heads of {row['headdim']}, {'causal' if row['causal'] else 'full'}"
-            limit = "" if row["asked"] is None else f"{row['asked']:g}"
-            of_call = cells.setdefault((row["feature"], row["direction"]), {"limit": limit})
-            of_call[kind] = style.format(row["value"])
-        if cells:
-            kinds = list(dict.fromkeys(kind for of_call in cells.values() for kind in of_call if kind != "limit"))
-            headers = ["", "", *kinds, *(["limit"] if caption.endswith("limit:") else [])]
-            body = [[*names, *(of_call.get(header, "") for header in headers[2:])] for names, of_call in cells.items()]
-            shape = next(row for row in data if row["figure"] == figure)
-            where = f"Batch {shape['batch']}, {shape['seqlen']} tokens."
-            tables.append(f"{where} {caption}\n\n{markdown_table(headers, body)}")
+            cells.setdefault((row["feature"], row["direction"]), {})[kind] = style.format(row["value"])
+        if rows:
+            kinds = list(dict.fromkeys(kind for of_call in cells.values() for kind in of_call))
+            body = [[*names, *(of_call.get(kind, "") for kind in kinds)] for names, of_call in cells.items()]
+            where = f"Batch {rows[0]['batch']}, {rows[0]['seqlen']} tokens."
+            tables.append(f"{where} {caption}\n\n{markdown_table(['', '', *kinds], body)}")
     return tables
 
 
+def value_tables(data: Rows) -> list[str]:
+    """Head dim, mask and length down, values across: our speed ÷ the rival's, and that ÷ the first values' ratio."""
+    cells: dict[tuple[str, str], dict[str, str]] = {}
+    for row in data:
+        text = f"{row['ratio']:.2f} ({row['relative_ratio']:.2f})"
+        cells.setdefault((kind_of(row), str(row["seqlen"])), {})[row["values"]] = text
+    values = list(dict.fromkeys(row["values"] for row in data))
+    body = [[*names, *(by_values.get(name, "") for name in values)] for names, by_values in cells.items()]
+    ours, theirs = data[0]["ms"]
+    lowest = min(data, key=lambda row: row["relative_ratio"])
+    where = f"{kind_of(lowest)}, {lowest['seqlen']}, {lowest['values']}"
+    caption = f"{ours} ÷ {theirs}, speed, and (that ÷ the value at {values[0]}):"
+    table = markdown_table(["", "length", *values], body)
+    return [f"{caption}\n\n{table}\n\nLowest in brackets: {lowest['relative_ratio']:.2f} ({where})."]
+
+
 VIEWS: dict[str, Callable[[Rows], list[str]]] = {
-    "bench_forward": speed_tables,
-    "bench_backward": speed_tables,
+    "bench_speed": speed_tables,
     "bench_overhead": overhead_tables,
     "bench_memory": memory_tables,
     "bench_build": build_tables,
     "bench_cpu": cpu_tables,
+    "bench_values": value_tables,
     "bench_features": feature_tables,
     "accuracy": accuracy_tables,
     "kernel_resources": resource_tables,
