@@ -1,4 +1,4 @@
-"""What features cost: each call against the plain call of the same shape in the same run, forward and backward.
+"""Time of calls with features, each compared with the plain call of the same shape in the same run.
 
   window    time ÷ (time of the plain full call × share of blocks that the window shows)
   cost      time that softcap, ALiBi and dropout add, in percent
@@ -298,7 +298,7 @@ def main(argv: list[str] | None = None) -> None:
         rep_ms = 1.0 if grid.device == "cpu" else min(MAX_REP_MS, max(MIN_REP_MS, rep_ms))
         data += measure_point(point, grid, backend, arguments.rounds, rep_ms)
     notes = [
-        f"Medians of {arguments.rounds} interleaved rounds, each against the plain call beside it.",
+        f"Medians of {arguments.rounds} interleaved rounds, each compared with the plain call of the same round.",
         IDEAL,
     ]
     if grid.device == "cuda":

@@ -1,9 +1,9 @@
-"""Fills the result blocks of the README and the docs from benchmarks/results/, so that no figure is typed by hand.
+"""Fills the result blocks of the README and the docs from benchmarks/results/.
 
 A block lies between `<!-- results:NAME begin -->` and `<!-- results:NAME end -->`; NAME is a file of the results.
 
   python -m benchmarks.report                             rewrite the blocks
-  python -m benchmarks.report --check                     say which files differ from the results, exit 1 if any does
+  python -m benchmarks.report --check                     list the files that differ from the results; exit 1 if any
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MARK = re.compile(r"<!-- results:[\w.-]+ (?:begin|end) -->")
 
 
 def fill(text: str, results: Path) -> str:
-    """The text with every block filled. A block without a result says so; an unpaired mark is an error."""
+    """The text with every block filled; an unpaired mark is an error."""
 
     def replace(match: re.Match[str]) -> str:
         path = results / f"{match['name']}.json"

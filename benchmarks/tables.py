@@ -97,19 +97,18 @@ def build_tables(data: Rows) -> list[str]:
 
 
 def dtype_of_object(name: str) -> str:
-    """The dtype that the name of an object file of kernels holds."""
+    """The dtype in the name of an object file of kernels."""
     found = re.search(r"_(fp16|bf16)_", name)
     return found[1] if found else "float32"
 
 
-# Of a forward and of a backward kernel: headers and fields.
+# Headers and fields of forward and backward kernels.
 FORWARD_KEYS = {"head dim": "headdim", "kernels of": "family", "arch": "arch"}
 BACKWARD_KEYS = {"head dim": "headdim", "kind": "kind", "tile": "tile", "arch": "arch"}
 
 
 def resource_tables(data: Rows) -> list[str]:
-    """The forward by kind, the backward by kind, tile and mode; of other kernels, a line for those that differ in dtype
-    alone."""
+    """The forward by kind, the backward by kind, tile and mode; other kernels in one line for all dtypes."""
     forward = [row for row in data if "kind" in row and "tile" not in row]
     backward = [row for row in data if "kind" in row and "tile" in row]
     keys = ("arch", "registers", "spill_bytes", "stack_bytes", "static_smem_bytes")
@@ -129,8 +128,7 @@ def resource_tables(data: Rows) -> list[str]:
 
 
 def register_table(direction: str, data: Rows, keys: dict[str, str], across: str, other: str = "") -> str:
-    """The fields `keys` down, by their headers; the values of the field `across` across, then `other`, for kernels that
-    have no such field."""
+    """The fields `keys` down, the values of the field `across` across; `other` is the column of kernels without it."""
     cells: dict[tuple[str, ...], dict[str, dict[str, str]]] = {}
     for row in data:
         dtype, spilled = dtype_of_object(row["object"]), row["spill_bytes"]
@@ -147,7 +145,7 @@ def register_table(direction: str, data: Rows, keys: dict[str, str], across: str
 
 
 def accuracy_tables(data: Rows) -> list[str]:
-    """Backend and dtype down; the worst share and its case of each tensor that was compared across."""
+    """Backend and dtype down; the worst share of each tensor and its case across."""
     names = {"out": "out", "lse": "softmax_lse", "dq": "dq", "dk": "dk", "dv": "dv"}
     compared = [key for key in names if f"{key}_share" in data[0]]
     body = [
@@ -164,7 +162,7 @@ def accuracy_tables(data: Rows) -> list[str]:
 
 
 def plain_tables(data: Rows) -> list[str]:
-    """Any result without a view of its own: its keys across, its rows down."""
+    """The layout of other results: keys across, rows down."""
     headers = list(dict.fromkeys(key for row in data for key in row))
     return [markdown_table(headers, [[_plain(row.get(key, "")) for key in headers] for row in data])]
 

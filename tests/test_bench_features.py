@@ -1,4 +1,4 @@
-"""The benchmark of features on the CPU: it runs end to end, counts shares of work, and refuses wrong results."""
+"""The benchmark of features on the CPU: it runs end to end, computes shares of work, and refuses wrong results."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_the_share_of_a_varlen_batch_counts_squares() -> None:
 
 @pytest.mark.parametrize("direction", bench_features.DIRECTIONS)
 @pytest.mark.parametrize("figure", FIGURES)
-def test_every_call_is_held_against_a_plain_one(figure: str, direction: str) -> None:
+def test_every_call_is_compared_with_a_plain_one(figure: str, direction: str) -> None:
     (group,) = (group for group in GRIDS["perf"].groups if group.figure == figure)
     contenders = contenders_of(Point(group, 2, 16, direction), "cpu")
     names = [contender.rival.name for contender in contenders]
@@ -83,7 +83,7 @@ def test_every_call_is_held_against_a_plain_one(figure: str, direction: str) -> 
         assert figure != "hopper" or contender.plain.feature == contender.feature
 
 
-def test_hoppers_kernels_are_held_against_those_of_sm80() -> None:
+def test_hoppers_kernels_are_compared_with_those_of_sm80() -> None:
     (group,) = (group for group in GRIDS["perf"].groups if group.figure == "hopper")
     for contender in contenders_of(Point(group, 2, 16, "forward"), "cuda"):
         assert contender.rival.arch == (80 if contender.plain is None else None)
@@ -147,7 +147,7 @@ class Wrong(Mini):
         return (result * torch.nan,)
 
 
-def test_a_wrong_result_is_no_figure(monkeypatch: pytest.MonkeyPatch, inputs: list[torch.Tensor]) -> None:
+def test_a_wrong_result_is_an_error(monkeypatch: pytest.MonkeyPatch, inputs: list[torch.Tensor]) -> None:
     group = bench_features.cost_group(1, 40, ((2, 16),))
     point = Point(group, 2, 16, "forward")
     bench_features.check(contenders_of(point, "cpu"), "forward", inputs)
