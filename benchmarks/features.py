@@ -41,10 +41,18 @@ class Feature:
         """Varlen: the tokens of a padded batch, one sequence after the other; otherwise the batch itself."""
         return x[self.valid_rows(x)] if self.is_packed else x
 
-    def where(self, device: torch.device) -> tuple[Any, ...]:
-        """Varlen: cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k."""
+    def sequences(self, device: torch.device) -> dict[str, Any]:
+        """The arguments of a varlen call that say where sequences begin; {} for a batch."""
+        if not self.is_packed:
+            return {}
         cu_seqlens = torch.tensor([0, *self.lengths], device=device).cumsum(0, dtype=torch.int32)
-        return cu_seqlens, cu_seqlens, max(self.lengths), max(self.lengths)
+        longest = max(self.lengths)
+        return {
+            "cu_seqlens_q": cu_seqlens,
+            "cu_seqlens_k": cu_seqlens,
+            "max_seqlen_q": longest,
+            "max_seqlen_k": longest,
+        }
 
 
 PLAIN = Feature("plain")

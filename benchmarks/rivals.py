@@ -114,34 +114,39 @@ class Mini(Rival):
             "backend": self.backend,
         }
         inputs = [feature.packed(x) for x in (q, k, v)]
-        if feature.is_packed:
-            return partial(flash_attn_varlen_func, *inputs, *feature.where(q.device), **options)
-        return partial(flash_attn_func, *inputs, **options)
+        function = flash_attn_varlen_func if feature.is_packed else flash_attn_func
+        return partial(function, *inputs, **feature.sequences(q.device), **options)
 
     def bind_backward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
-        import flash_attn_mini  # noqa: F401  # registers the ops
+        import flash_attn_mini  # noqa: F401  # defines the ops
 
-        ops, feature = torch.ops.flash_attn_mini, self.feature
+        feature = self.feature
         dout = upstream_gradient(q)
         if feature.lengths:  # padding gets no gradient
             dout.mul_(feature.valid_rows(q)[..., None, None])
         dout, q, k, v = (feature.packed(x) for x in (dout, q, k, v))
-        slopes = feature.slopes(q)
         left, right = feature.window_size
-        scalars = (feature.dropout_p, q.shape[-1] ** -0.5, causal, left, 0 if causal else right, feature.softcap)
-        last = (False, self.deterministic, self.backend)  # return_softmax, deterministic, backend
-        wanted = [True, True, True]
+        options: dict[str, Any] = {
+            **feature.sequences(q.device),
+            "alibi_slopes": feature.slopes(q),
+            "dropout_p": feature.dropout_p,
+            "softmax_scale": q.shape[-1] ** -0.5,
+            "causal": causal,
+            "window_size_left": left,
+            "window_size_right": 0 if causal else right,
+            "softcap": feature.softcap,
+            "deterministic": self.deterministic,
+            "backend": self.backend,
+        }
+        ops = torch.ops.flash_attn_mini
+        if feature.is_packed:
+            forward = partial(ops._flash_attn_varlen_forward.default, block_table=None)
+            backward = ops._flash_attn_varlen_backward.default
+        else:
+            forward, backward = ops._flash_attn_forward.default, ops._flash_attn_backward.default
         with torch.no_grad():
-            if not feature.is_packed:
-                out, lse, _, rng_state = ops._flash_attn_forward(q, k, v, slopes, *scalars, *last)
-                options = (slopes, *scalars, self.deterministic, rng_state, wanted, self.backend)
-                return partial(ops._flash_attn_backward.default, dout, q, k, v, out, lse, None, *options)
-            cu_q, cu_k, *longest = feature.where(q.device)
-            out, lse, _, rng_state = ops._flash_attn_varlen_forward(
-                q, k, v, cu_q, cu_k, None, slopes, *longest, *scalars, *last
-            )
-            options = (cu_q, cu_k, slopes, *longest, *scalars, self.deterministic, rng_state, wanted, self.backend)
-            return partial(ops._flash_attn_varlen_backward.default, dout, q, k, v, out, lse, None, *options)
+            out, lse, _, rng_state = forward(q, k, v, return_softmax=False, **options)
+        return partial(backward, dout, q, k, v, out, lse, None, rng_state=rng_state, **options)
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:

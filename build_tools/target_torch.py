@@ -37,12 +37,13 @@ def find_torch() -> Path | None:
         return Path(spec.submodule_search_locations[0])
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     with tempfile.TemporaryDirectory() as empty:  # a folder ./torch would be found as the package
+        command = [target_python(), "-c", _QUERY]
         try:
-            answer = subprocess.run([target_python(), "-c", _QUERY], env=env, cwd=empty, capture_output=True, text=True)
-        except OSError as error:
-            what = f"FLASH_ATTN_MINI_PYTHON is {target_python()!r}; allowed: a Python interpreter"
-            raise SystemExit(f"{what}. It cannot be run: {error.strerror}") from None
-    return Path(answer.stdout.strip()) if answer.returncode == 0 and answer.stdout.strip() else None
+            answer = subprocess.run(command, env=env, cwd=empty, capture_output=True, text=True, check=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            what = f"FLASH_ATTN_MINI_PYTHON is {command[0]!r}; allowed: a Python interpreter"
+            raise SystemExit(f"{what}. It cannot be run: {getattr(error, 'strerror', error)}") from None
+    return Path(answer.stdout.strip()) if answer.stdout.strip() else None
 
 
 def require_torch() -> Path:

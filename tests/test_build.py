@@ -60,9 +60,16 @@ def test_without_torch_the_build_ends_with_one_line_that_says_what_to_run(
     assert "pip install torch" in target_torch.INSTALL_HINT
 
 
-@pytest.mark.parametrize("name", ["missing", "folder", "text"])
+def program(path: Path, script: str) -> Path:
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.mark.parametrize("name", ["missing", "folder", "text", "other program"])
 def test_an_interpreter_that_cannot_be_run_is_named(name: str, tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
+    program(tmp_path / "other program", "exit 3")
     (tmp_path / "text").write_text("no program")
     environment = os.environ | {"FLASH_ATTN_MINI_PYTHON": str(tmp_path / name)}
     command = [sys.executable, "setup.py", "--quiet", "build_ext", "--build-temp", str(tmp_path)]
@@ -198,12 +205,6 @@ def test_kinds_are_those_of_the_header(tmp_path: Path) -> None:
         (tmp_path / "kind.h").write_text(header.replace(old, new))
         with pytest.raises(ValueError, match=r"kind\.h must define"):
             kernels.read_kinds(tmp_path / "kind.h")
-
-
-def program(path: Path, script: str) -> Path:
-    path.write_text(f"#!/bin/sh\n{script}\n")
-    path.chmod(0o755)
-    return path
 
 
 def test_the_cache_key_covers_the_host_compiler_and_nvccs_own_flags(
