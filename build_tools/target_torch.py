@@ -22,7 +22,8 @@ _QUERY = "import importlib.util as u; s = u.find_spec('torch'); print(s.submodul
 
 
 def target_python() -> str:
-    return os.environ.get("FLASH_ATTN_MINI_PYTHON") or sys.executable
+    chosen = os.environ.get("FLASH_ATTN_MINI_PYTHON") or sys.executable
+    return os.path.abspath(chosen) if os.sep in chosen else chosen  # a bare name is looked up on PATH
 
 
 def find_torch() -> Path | None:
