@@ -10,6 +10,7 @@ matmul` is the speed ÷ that of a 1024³ matrix product of the same dtype.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import statistics
@@ -39,6 +40,7 @@ flash_attn_func(x, x, x, backend="cpu")
 """
 
 
+@functools.cache
 def instruction_set(dtype: str) -> str:
     """The instruction set of the cpu backend's kernel for a dtype, as the trace of a call names it."""
     command = [sys.executable, "-c", ONE_CALL.format(dtype)]
