@@ -27,8 +27,8 @@ __device__ __forceinline__ void compute_dq_dk_dv_1colblock(const Flash_bwd_param
 
 // Thread blocks walk the key blocks of a head, then the heads, then the batch, so that neighbours share Q and dO in L2;
 // when causal the first key blocks are seen by most rows, so that the last thread blocks to finish are short.
-// In order: a thread block must not wait for one that it keeps from starting, so each takes its place in the order when
-// it starts.
+// Deterministic: CTAs take an atomic number when they start, so that none waits for a CTA that is not scheduled yet
+// (deadlock). Nothing but the number passes between them, so the atomic is relaxed.
 template <typename Traits, Kind kKind, BwdMode kMode>
 __device__ __forceinline__ void compute_dq_dk_dv(const Flash_bwd_params &params) {
     const bool is_in_order =
@@ -36,15 +36,15 @@ __device__ __forceinline__ void compute_dq_dk_dv(const Flash_bwd_params &params)
     int tile = blockIdx.x;
     if (is_in_order) {
         extern __shared__ char smem[];
-        int &ticket = *reinterpret_cast<int *>(smem);
+        int &number = *reinterpret_cast<int *>(smem);
         if (threadIdx.x == 0) {
-            ticket = atomicAdd(params.dq_tile_counter, 1);
+            number = atomicAdd(params.dq_tile_counter, 1);
         }
         __syncthreads();
-        tile = ticket;
-        __syncthreads();  // all have read it
+        tile = number;
+        __syncthreads();  // all threads have read it
     }
-    // In order and local, the last key blocks have the first turns (ColumnBlockInfo::turn).
+    // Deterministic and local: the last key blocks add first (ColumnBlockInfo::order_in), so they start first.
     const auto [bidb, bidh_dkv, n_block] =
         key_blocks<may_be_varlen(kKind)>(params, params.h / params.heads_per_dkv, Traits::kBlockN)
             .place(tile, is_in_order && is_local(kKind));

@@ -6,11 +6,11 @@
 
 #include "../common/block_info.h"
 #include "../common/dropout.h"
-#include "layout.h"
 #include "../common/score_mod.h"
 #include "../common/softmax.h"
 #include "copy.h"
 #include "kernel_traits_bwd.h"
+#include "layout.h"
 #include "reduce_dq.h"
 
 namespace flash::sm80 {
@@ -178,6 +178,8 @@ __device__ __forceinline__ void mainloop_bwd(const Flash_bwd_params &params, con
         gemm_rs(acc, rA, rB, thr_copy_B.partition_S(sB), mma_dkv, copy_dkv_B, thr_copy_B);
     };
 
+    DqSemaphore<Traits::kStagedDQ> held;  // of the last row block this warp added to; passed on later
+
     // S^T, P^T, dP^T and dS^T of one step; dV and dK too when P and dS stay in registers.
     auto step_scores = [&](int head, int m_block, int stage, bool is_large) {
         Tensor sQ = make_tensor(make_smem_ptr(shared.q[stage]), typename Traits::SmemQ::Layout{});       // (BLK_M, HD)
@@ -208,6 +210,9 @@ __device__ __forceinline__ void mainloop_bwd(const Flash_bwd_params &params, con
 
             clear(acc_s);
             multiply(acc_s, mma_sdp, copy_sdp_A, copy_sdp_B, sK, slice_of(sQ), Nothing{});
+            if (kPassesInNextStep<Traits> && slice == 0) {
+                held.pass();
+            }
             // P^T = exp(S^T - lse), dS^T = P^T * (dP^T - delta); of P^T first the exponents. With care: scores that are
             // masked, or so large that a float32 is coarser than 1 and only rounding as the forward did leaves the
             // difference right.
@@ -311,7 +316,6 @@ __device__ __forceinline__ void mainloop_bwd(const Flash_bwd_params &params, con
     };
 
     // dQ = dS K of one step; dV and dK too unless they came out of registers: what adds dQ up runs behind them.
-    TurnToPass<Traits::kStagedDQ> turn_to_pass;
     auto step_products = [&](int head, int m_block, int stage) {
         Tensor sQt = make_tensor(make_smem_ptr(shared.q[stage]), typename Traits::SmemQ::Transposed{});  // (HD, BLK_M)
         Tensor sdOt =
@@ -319,12 +323,12 @@ __device__ __forceinline__ void mainloop_bwd(const Flash_bwd_params &params, con
         Tensor acc_dq = partition_fragment_C(mma_dq, TileQ{});  // (MMA, MMA_M, MMA_K)
         constexpr int kVectors = decltype(size(acc_dq))::value / 4;
         const int row_block = (padded_row + head * int(params.padded_head_stride)) / kBlockM + m_block;
-        int *turns = nullptr;
+        int *counts = nullptr;
         if (kMode == BwdMode::deterministic || (kAsks && params.dq_semaphore != nullptr)) {
-            turns = params.dq_semaphore + int64_t(row_block) * Traits::kNWarps;
+            counts = params.dq_semaphore + int64_t(row_block) * Traits::kNWarps;
         }
-        const DqReduction<kVectors> reduction(params.dq_accum + int64_t(row_block) * (kBlockM * kHeadDim), turns,
-                                               info.order_in(m_block));
+        const DqReduction<kVectors, Traits::kStagedDQ> reduction(
+            params.dq_accum + int64_t(row_block) * (kBlockM * kHeadDim), counts, info.order_in(m_block));
         constexpr bool kDVFirst = Traits::Tile::kDVFirst && Traits::kStagedDQ && !Traits::kPInRegisters;
         if (kDVFirst && wants_dv) {
             multiply(acc_dv, mma_dkv, copy_dkv_A, copy_dkv_B, sP, sdOt, Nothing{});
@@ -337,12 +341,12 @@ __device__ __forceinline__ void mainloop_bwd(const Flash_bwd_params &params, con
                 reduction.add_staged(acc_dq, shared.dq);
 #endif
             } else {
-                reduction.await_turn();
+                reduction.semaphore.wait(reduction.is_reached);
                 if constexpr (Traits::kPInRegisters) {
                     reduction.add(acc_dq, 0, kVectors);
                 }
             }
-            turn_to_pass = {reduction.turns, reduction.turn};
+            held = reduction.semaphore;
         }
         if constexpr (!Traits::kPInRegisters) {
             // The share of the reductions from registers that belongs after step k of product 0 or 1.
@@ -365,7 +369,6 @@ __device__ __forceinline__ void mainloop_bwd(const Flash_bwd_params &params, con
                 add_share(1, 0, 1);
             }
         }
-        turn_to_pass.pass();
     };
 
     // Prologue, then per step: wait for its Q and dO, start the next loads where there is room for them, compute.
@@ -391,9 +394,15 @@ __device__ __forceinline__ void mainloop_bwd(const Flash_bwd_params &params, con
             __syncthreads();  // all are done with Q and dO
             load_step(0);
         }
+        if (!kPassesInNextStep<Traits>) {
+            held.pass();
+        }
         if (kStages == 2) {
             stage ^= 1;
         }
+    }
+    if (kPassesInNextStep<Traits>) {
+        held.pass();
     }
 #ifdef FLASH_HAS_BULK_REDUCE
     if (Traits::kStagedDQ && tidx % 32 == 0) {

@@ -1,0 +1,76 @@
+// Deterministic dQ: the key blocks add to a row block in a fixed order, which a semaphore in global memory keeps. It
+// counts the key blocks that have added. The order is release and acquire at gpu scope, with a fence between the two
+// proxies where the copy engine adds.
+#pragma once
+
+namespace flash {
+
+// The part of one warp. No other warp of its CTA adds to the same values.
+// kCopyEngine: the warp adds with cp.reduce.async.bulk, issued by lane 0; else every lane adds from registers.
+template <bool kCopyEngine>
+struct DqSemaphore {
+    int *count = nullptr;  // null: any order
+    int order = 0;         // key blocks that add before this one
+
+    // Lane 0: whether all of them have added. Relaxed: wait() orders what follows, so this may be called early, where
+    // the latency of the load is hidden.
+    __device__ __forceinline__ bool is_reached() const {
+        int added;
+        asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(added) : "l"(count) : "memory");
+        return added == order;
+    }
+
+    // All lanes: waits until all of them have added; the reductions that follow come after theirs. is_known_reached:
+    // what is_reached() said before.
+    __device__ __forceinline__ void wait(bool is_known_reached) const {
+        if (count == nullptr) {
+            return;
+        }
+        if (threadIdx.x % 32 == 0) {
+            if (!is_known_reached) {
+                while (!is_reached()) {
+                }
+            }
+            acquire();
+        }
+        __syncwarp();
+    }
+
+    // All lanes: lets the next key block add, when the reductions of this warp are complete.
+    __device__ __forceinline__ void pass() {
+        if (count == nullptr) {
+            return;
+        }
+        if constexpr (!kCopyEngine) {
+            __syncwarp();  // the release of lane 0 covers what the other lanes added
+        }
+        if (threadIdx.x % 32 == 0) {
+#if __CUDA_ARCH__ >= 900
+            if constexpr (kCopyEngine) {
+                // Waits for the sums to be written. Completion is a fence from the async proxy to the generic proxy.
+                asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+            }
+#endif
+            asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(count), "r"(order + 1) : "memory");
+        }
+        count = nullptr;
+    }
+
+private:
+    // With the relaxed load before it an acquire. fence.acquire only discards lines of the L1 cache; fence.acq_rel
+    // waits for earlier accesses as well.
+    __device__ __forceinline__ static void acquire() {
+#if __CUDA_ARCH__ >= 900 && __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1208
+        asm volatile("fence.acquire.gpu;" ::: "memory");
+#else
+        asm volatile("fence.acq_rel.gpu;" ::: "memory");
+#endif
+#if __CUDA_ARCH__ >= 900
+        if constexpr (kCopyEngine) {
+            asm volatile("fence.proxy.async.global;" ::: "memory");
+        }
+#endif
+    }
+};
+
+}  // namespace flash
