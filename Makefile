@@ -1,6 +1,5 @@
-# One line per task; `make help` lists them. demo, test and lint keep their own environment in .venv. With USE_SYSTEM=1
-# $(PYTHON) and the packages it has are used as they are and nothing is downloaded; the GPU tasks do so by themselves
-# where $(PYTHON) has torch.
+# `make help` lists the tasks. demo, test and lint install what they need into .venv. USE_SYSTEM=1 uses $(PYTHON) with its
+# packages and downloads nothing; this is the default of the GPU tasks where $(PYTHON) has torch.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -30,47 +29,49 @@ LINT := $(VENV)/.lint
 export PATH := $(BIN):$(PATH)
 endif
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
+# One pytest process for each core, up to 8, each with one thread; one process where pytest-xdist is missing.
+XDIST = $(if $(shell $(PY) -c "import xdist" 2>/dev/null && echo 1),-n logical --maxprocesses 8 --dist worksteal)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-gpu bench kernels lint format sanitize check-results build clean
 
-help:  ## this list
+help:  ## list the tasks
 	@sed -n 's/^\([a-z-]*\):[^#]*## */\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
 
-demo: $(DEMO) build  ## search by meaning with a pretrained model, then train a small GPT, each beside PyTorch's SDPA
+demo: $(DEMO) build  ## run the examples: semantic search, training a small GPT; each compared with PyTorch's SDPA
 	$(PY) -m examples.semantic_search
 	$(PY) -m examples.train_char_gpt --steps 300
 
-test: $(TEST) build  ## the tests that need no GPU
-	$(PY) -m pytest -m "not gpu" $(PYTEST_ARGS)
+test: $(TEST) build  ## run the tests that need no GPU
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not gpu" $(XDIST) $(PYTEST_ARGS)
 
-test-gpu: $(TEST) build  ## the tests that need a GPU
+test-gpu: $(TEST) build  ## run the tests that need a GPU
 	$(PY) -m pytest -m gpu $(PYTEST_ARGS)
 
-bench: $(TEST) build  ## measure the GPU, else the CPU, against PyTorch; write benchmarks/results and fill the tables
+bench: $(TEST) build  ## compare the GPU, else the CPU, with PyTorch; write benchmarks/results and the documents' tables
 	$(PY) -m benchmarks $(BENCH_ARGS)
 
-kernels: $(BASE)  ## compile the CUDA kernels alone (no torch, no GPU needed)
+kernels: $(BASE)  ## compile only the CUDA kernels (needs no torch and no GPU)
 	$(PY) setup.py build_kernels
 
-lint: $(LINT)  ## formatting, style and types of everything
+lint: $(LINT)  ## check formatting, style and types
 	pre-commit run --all-files
 
-format: $(LINT)  ## what lint can repair by itself
+format: $(LINT)  ## format the sources and repair what ruff can repair
 	git ls-files -co --exclude-standard 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' | xargs -r clang-format -i
 	ruff format .
 	ruff check --fix .
 
-sanitize: $(TEST) build  ## small cases under compute-sanitizer (memcheck, racecheck)
+sanitize: $(TEST) build  ## run small cases under compute-sanitizer (memcheck, racecheck)
 	$(PY) -m benchmarks.sanitize
 
-check-results:  ## which of benchmarks/results are older than the sources they measured
+check-results:  ## list the results in benchmarks/results whose sources have changed
 	$(PYTHON) -m benchmarks.provenance check
 
 build: $(BASE)
 	$(PY) setup.py --quiet build_ext --inplace
 
-clean:  ## remove build products; environments and third_party/cutlass stay
+clean:  ## remove build products; keep environments and third_party/cutlass
 	rm -rf build dist *.egg-info flash_attn_mini/*.so
 	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 

@@ -1,5 +1,5 @@
-"""Builds the one extension flash_attn_mini._C: a few host files against the target environment's torch, plus kernel
-objects that know nothing of torch (build_tools/kernels.py). `python setup.py build_kernels` compiles only the latter.
+"""Builds the extension flash_attn_mini._C from host files, compiled against the target environment's torch, and kernel
+objects that do not depend on torch (build_tools/kernels.py). `python setup.py build_kernels` compiles only the kernels.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ HOST_SOURCES = [
     "csrc/cpu/isa_avx512.cpp",
     "csrc/cpu/isa_baseline.cpp",
 ]
-NEEDS_TORCH = {"build", "build_ext", "bdist_wheel", "install", "develop", "egg_info", "dist_info", "editable_wheel"}
 
 
 def selected(archs: tuple[str, ...]) -> selection.Selection:
@@ -56,12 +55,12 @@ class BuildKernels(Command):
 
 
 class BuildExtension(build_ext):
-    """Decides what to build once torch is known, then hands over to torch's own BuildExtension."""
+    """Finds torch, chooses what to build, then runs torch's own BuildExtension."""
 
     def run(self) -> None:
         target_torch.import_path()
         jobs = selection.max_jobs()
-        os.environ["MAX_JOBS"] = str(jobs)  # torch's BuildExtension hands it to ninja
+        os.environ["MAX_JOBS"] = str(jobs)  # torch's BuildExtension passes it to ninja
 
         import torch
 
@@ -96,6 +95,7 @@ class BuildExtension(build_ext):
             defines += [
                 ("FLASH_WITH_CUDA", None),
                 ("FLASH_ARCHS", ",".join(map(str, chosen.capabilities))),
+                ("FLASH_ARCHS_EXACT", ",".join(map(str, chosen.exact_capabilities))),
                 ("FLASH_HDIMS", ",".join(map(str, chosen.hdims))),
                 ("FLASH_DTYPES", ",".join(f"flash::DType::{selection.ALL_DTYPES[name]}" for name in chosen.dtypes)),
             ]
@@ -113,9 +113,6 @@ class BuildExtension(build_ext):
         )
         vars(extension).update(vars(configured))
 
-
-if NEEDS_TORCH & set(sys.argv) and target_torch.find_torch() is None:
-    raise SystemExit(target_torch.INSTALL_HINT.format(python=target_torch.target_python()))
 
 setup(
     ext_modules=[Extension("flash_attn_mini._C", HOST_SOURCES)],

@@ -1,4 +1,4 @@
-"""A CUDA build on a machine without a GPU: the extension loads, says what it holds, and computes on the CPU."""
+"""Checks a CUDA build on a machine without a GPU: the extension loads, describes its build, and runs on the CPU."""
 
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,7 @@
-"""Accuracy over the whole list of tests/cases.py: the worst error of each backend and dtype as a share of the allowed.
+"""Accuracy over the cases of tests/cases.py: the worst error of each backend and dtype ÷ the allowed error.
 
-Allowed is what tests/bounds.py says: twice the error of PyTorch's own computation in the same dtype, three times for
-gradients, and a floor. A share above 1 is a failure, of the exit status too.
+tests/bounds.py defines the allowed error: twice that of PyTorch's own computation in the same dtype, three times for
+gradients, and a floor. A share above 1 makes the exit status 1.
 
   python -m benchmarks.accuracy                   out and softmax_lse
   python -m benchmarks.accuracy --backward        dq, dk and dv, through autograd
@@ -50,7 +50,7 @@ def accuracy_of_case(case: Case, backend: str, dtype: torch.dtype, seed: int, ba
 
 
 def shares(results: list[Accuracy]) -> dict[str, float]:
-    """Each error divided by the one that it may be."""
+    """Each error ÷ the allowed error."""
     return {
         SHORT_NAMES.get(result.what, result.what): result.error / result.bound if result.bound else math.inf
         for result in results
@@ -60,7 +60,7 @@ def shares(results: list[Accuracy]) -> dict[str, float]:
 def measure(
     backend: str, dtype: torch.dtype, cases: list[Case], budget: Budget, seed: int, backward: bool
 ) -> dict[str, Any]:
-    """One row: the worst shares over the cases, and how many of them the time was enough for."""
+    """One row: the worst shares over the cases, and the number of cases done in time."""
     worst = dict.fromkeys(("dq", "dk", "dv") if backward else ("out", "lse"), (0.0, ""))
     if backward:
         cases = [case for case in cases if unreachable_gradients(case, backend) is None]

@@ -1,9 +1,9 @@
-"""Build times: runs a build command, times it, and keeps the time under a label in results/build.json.
+"""Build times: runs a build command, times it, and stores the time under a label in results/build.json.
 
   python -m benchmarks.bench_build --label "CPU part" --limit 120 -- python setup.py build_ext --inplace
 
-Each label has its own row with the machine it was timed on; timing a label again replaces its row. The kernel cache is
-an empty one; that the host files are compiled anew takes an empty build folder.
+Each label has its own row with the machine that it was timed on; timing a label again replaces its row. The kernel
+cache is empty at the start; delete build/ first, so that the host files are compiled too.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def usable_cores() -> int:
 
 
 def run_and_listen(command: list[str]) -> dict[str, float]:
-    """Runs the build with an empty kernel cache, shows its output, and returns the seconds it names for each kernel."""
+    """Runs the build with an empty kernel cache, shows its output, and returns the seconds of each kernel in it."""
     kernels: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as cache:
         environment = {**os.environ, "FLASH_ATTN_MINI_CACHE": cache}
@@ -47,7 +47,7 @@ def run_and_listen(command: list[str]) -> dict[str, float]:
 
 
 def time_command(label: str, command: list[str], limit: float | None) -> dict[str, Any]:
-    """The row for one build. A command that fails is an error, and its time is not kept."""
+    """The row of one build. A command that fails is an error, and its time is not stored."""
     start = time.perf_counter()
     kernels = run_and_listen(command)
     seconds = time.perf_counter() - start
@@ -58,12 +58,12 @@ def time_command(label: str, command: list[str], limit: float | None) -> dict[st
         "limit_seconds": limit,
         "cores": usable_cores(),
         "machine": provenance.stamp()["cpu"],
-        "command": [Path(command[0]).name, *command[1:]],  # where a program lies says nothing elsewhere
+        "command": [Path(command[0]).name, *command[1:]],  # the program's folder is left out
     }
 
 
 def merge(row: dict[str, Any], path: Path) -> list[dict[str, Any]]:
-    """The rows of an earlier result whose sources are those of now, with this label's row new."""
+    """The rows of an earlier result, if its sources have not changed, with this label's row replaced."""
     rows: list[dict[str, Any]] = []
     if path.exists():
         earlier = json.loads(path.read_text(encoding="utf-8"))

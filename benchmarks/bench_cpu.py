@@ -1,15 +1,21 @@
-"""The cpu backend against PyTorch's scaled_dot_product_attention and a matrix product, in one run.
+"""The cpu backend against PyTorch's scaled_dot_product_attention and a matrix product, interleaved in one run.
 
   python -m benchmarks.bench_cpu                                  forward, float32, one and two threads
-  python -m benchmarks.bench_cpu --dtype bfloat16 --threads 1 --headdims 128 --seqlens 4096
+  python -m benchmarks.bench_cpu --dtype bfloat16 --isa amx       ends with an error where the CPU has no AMX
   python -m benchmarks.bench_cpu --backward                       the backward op against that of SDPA's autograd
 
-`of matmul` is the share of the speed of a 1024³ matrix product of the same dtype, taken between the other two's turns.
+The results are cpu_DTYPE and cpu_backward_DTYPE; their stamp holds the instruction set that the kernels ran on. `of
+matmul` is the speed ÷ that of a 1024³ matrix product of the same dtype.
 """
 
 from __future__ import annotations
 
+import functools
+import os
+import re
 import statistics
+import subprocess
+import sys
 from functools import partial
 from typing import Any
 
@@ -17,15 +23,33 @@ import torch
 from torch import Tensor
 
 from benchmarks import cli, provenance
-from benchmarks.backward_rivals import BACKWARD_RIVALS
-from benchmarks.methods import BACKWARD_WORK, Budget, attention_flops, interleave, ratio, time_cpu
-from benchmarks.rivals import RIVALS, Call, Rival, select
-from benchmarks.speed import check_agreement
+from benchmarks.methods import Budget, attention_flops, interleave, ratio, time_cpu
+from benchmarks.rivals import Call, Rival, select
+from benchmarks.speed import BACKWARD, FORWARD, Direction, check_agreement
 
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 }
 MATMUL_SIZE = 1024
+ISAS = ("baseline", "avx2", "avx512", "amx")  # csrc/cpu/select_isa.h
+ONE_CALL = """
+import torch
+from flash_attn_mini import flash_attn_func
+x = torch.zeros(1, 1, 1, 16, dtype=torch.{})
+flash_attn_func(x, x, x, backend="cpu")
+"""
+
+
+@functools.cache
+def instruction_set(dtype: str) -> str:
+    """The instruction set of the cpu backend's kernel for a dtype, as the trace of a call names it."""
+    command = [sys.executable, "-c", ONE_CALL.format(dtype)]
+    environment = {**os.environ, "FLASH_ATTN_MINI_TRACE": "1"}
+    run = subprocess.run(command, cwd=provenance.ROOT, env=environment, capture_output=True, text=True)
+    found = re.search(r"run_mha_fwd_cpu.* isa=(\w+)", run.stderr)
+    if found is None:
+        raise SystemExit(f"bench_cpu: the trace of a call names no instruction set\n{run.stderr.strip()}")
+    return found[1]
 
 
 class Matmul(Rival):
@@ -45,16 +69,15 @@ def draw_inputs(batch: int, seqlen: int, nheads: int, headdim: int, dtype: torch
     return [torch.randn(batch, nheads, seqlen, headdim).to(dtype).transpose(1, 2) for _ in range(3)]
 
 
-def measure_point(q: Tensor, k: Tensor, v: Tensor, causal: bool, rounds: int, backward: bool) -> dict[str, Any]:
+def measure_point(direction: Direction, q: Tensor, k: Tensor, v: Tensor, causal: bool, rounds: int) -> dict[str, Any]:
     """One row of the result. A contender's time in a round is the median of three calls or more."""
     batch, seqlen, nheads, headdim = q.shape
-    ours, theirs, matmul = [*select(["cpu", "SDPA"], BACKWARD_RIVALS if backward else RIVALS), Matmul()]
+    ours, theirs, matmul = [*select(["cpu", "SDPA"], direction.rivals), Matmul()]
     calls = {rival: rival.bind(q, k, v, causal) for rival in (ours, theirs, matmul)}
     check_agreement([ours, theirs], calls)
     timings = interleave(calls, time_cpu, rounds=rounds, rep_ms=1.0)
     mine, rival, product = (timings[contender.name] for contender in (ours, theirs, matmul))
-    work = BACKWARD_WORK if backward else 1.0
-    gflop = work * attention_flops(batch, nheads, seqlen, seqlen, headdim, causal) / 1e9
+    gflop = direction.work * attention_flops(batch, nheads, seqlen, seqlen, headdim, causal) / 1e9
     matmul_speed = 2 * MATMUL_SIZE**3 / 1e6 / product.ms
     ratios = [b / a for a, b in zip(mine.rounds, rival.rounds, strict=True)]
     return {
@@ -81,6 +104,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--backward", action="store_true", help="measure the backward op")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="default: %(default)s")
     parser.add_argument("--dtype", choices=list(DTYPES), default="float32", help="default: %(default)s")
+    parser.add_argument("--isa", choices=ISAS, help="end with an error where the kernels run on another one")
     parser.add_argument("--headdims", type=int, nargs="+", default=[64, 128], help="default: %(default)s")
     parser.add_argument("--seqlens", type=int, nargs="+", help="default: 512 to 4096; of the backward to 2048")
     parser.add_argument("--batch", type=int, default=1, help="default: %(default)s")
@@ -90,6 +114,10 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--rounds", type=int, default=7, help="interleaved rounds at each point (default: %(default)s)")
     arguments = parser.parse_args(argv)
+    direction = BACKWARD if arguments.backward else FORWARD
+    isa = instruction_set(arguments.dtype)
+    if arguments.isa not in (None, isa):
+        raise SystemExit(f"bench_cpu: {arguments.dtype} runs on {isa} here, --isa asks for {arguments.isa}")
     asked = arguments.seqlens or [512, 1024, 2048, 4096][: 3 if arguments.backward else 4]
     seqlens = asked[:1] if arguments.quick else asked
     dtype = DTYPES[arguments.dtype]
@@ -104,23 +132,22 @@ def main(argv: list[str] | None = None) -> None:
             break
         torch.set_num_threads(threads)
         q, k, v = draw_inputs(arguments.batch, seqlen, arguments.nheads, headdim, dtype, arguments.layout)
-        data.append(measure_point(q, k, v, causal, arguments.rounds, arguments.backward))
+        data.append(measure_point(direction, q, k, v, causal, arguments.rounds))
     notes = [f"Medians of {arguments.rounds} interleaved rounds; the inputs are {arguments.layout} in memory."]
     if len(data) < len(points):
         notes.append(f"{len(points) - len(data)} of {len(points)} points were left out: the time was used up.")
     if data:
         notes.append(f"Median of the ratios: {statistics.median(row['ratio'] for row in data):.2f}.")
-    direction = "backward" if arguments.backward else "forward"
-    sources = provenance.BACKWARD_SOURCES_OF_BACKEND if arguments.backward else provenance.SOURCES_OF_BACKEND
     cli.finish(
         f"cpu_backward_{arguments.dtype}" if arguments.backward else f"cpu_{arguments.dtype}",
         benchmark="bench_cpu",
-        title=f"{direction.capitalize()} of the cpu backend against PyTorch's SDPA, {arguments.dtype}",
+        title=f"{direction.name.capitalize()} of the cpu backend against PyTorch's SDPA, {arguments.dtype}",
         data=data,
-        sources=[*sources["cpu"], "benchmarks/speed.py"],
+        sources=[*direction.sources["cpu"], "benchmarks/speed.py"],
         arguments=arguments,
         notes=notes,
         complete=len(data) == len(points),
+        extra={"instruction_set": isa},
     )
 
 

@@ -1,9 +1,9 @@
-"""What features cost: each call against the plain call of the same shape in the same run, forward and backward.
+"""Time of calls with features, each compared with the plain call of the same shape in the same run.
 
-  windows   the time over the share of the plain full call's time that its visible blocks have
-  scores    softcap, ALiBi and dropout: the time that they add, in percent
-  hopper    the same calls: the time on the kernels of sm80 over that on Hopper's
-  varlen    sequences of many lengths against the padded batch: the speedup over the ratio of their FLOPs
+  window    time ÷ (time of the plain full call × share of blocks that the window shows)
+  cost      time that softcap, ALiBi and dropout add, in percent
+  hopper    time of the same calls on the kernels of sm80 ÷ time on those of Hopper
+  varlen    speedup of packed sequences over the padded batch ÷ ratio of their FLOPs
 
 The result is named after the backend measured:
 
@@ -23,59 +23,37 @@ import torch
 from torch import Tensor
 
 from benchmarks import cli, provenance
-from benchmarks.feature_rivals import (
-    PLAIN,
-    Feature,
-    FeatureBackward,
-    FeatureForward,
-    assert_close_share,
-    check_tail,
-)
+from benchmarks.features import PLAIN, Feature, assert_close_share, check_tail
 from benchmarks.methods import Budget, as_timed, attention_flops, interleave, ratio, timer_for
-from benchmarks.rivals import Rival
+from benchmarks.rivals import Mini, Rival
 from benchmarks.speed import DISAGREEMENT, GRAPHS, MAX_REP_MS, MEASURE_OVERHEAD_MS, MIN_REP_MS
 
-BLOCK = 128  # queries and keys of a block, where the share of visible blocks is counted
-DIRECTIONS: dict[str, type[FeatureForward] | type[FeatureBackward]] = {
-    "forward": FeatureForward,
-    "backward": FeatureBackward,
-}
+BLOCK = 128  # queries and keys of a block in the share of visible blocks
+DIRECTIONS = ("forward", "backward")
 FLOAT32_DISAGREEMENT = 1e-4
 
 IDEAL = (
-    f"A window's ideal share is that of the blocks of {BLOCK} queries and keys in which a query sees a key, of all "
-    "blocks of the plain full call. A varlen batch is held against the padded one, both causal."
+    f"A window's share of blocks is the number of blocks of {BLOCK} queries and keys in which a query sees a key ÷ the "
+    "number of all blocks. A varlen batch is compared with the padded batch, both causal."
 )
-
-# What each figure may be at most (at least: varlen), by feature and direction.
-LIMITS = {
-    ("window", "forward"): 1.3,
-    ("window", "backward"): 1.3,
-    ("softcap", "forward"): 25.0,
-    ("ALiBi", "forward"): 10.0,
-    ("dropout", "forward"): 35.0,
-    ("dropout", "backward"): 25.0,
-    ("varlen", "forward"): 0.9,
-    ("varlen", "backward"): 0.9,
-}
 
 
 @dataclass(frozen=True)
 class Group:
     """Features measured together with plain calls, interleaved in one run."""
 
-    figure: str  # what is made of the times: a key of FIGURES
+    figure: str  # a key of FIGURES
     batch: int
     seqlen: int
     heads: tuple[tuple[int, int], ...]  # (nheads, headdim)
     plain: tuple[tuple[Feature, bool], ...]  # with causal
-    calls: tuple[tuple[Feature, bool], ...]  # each held against the plain call with its mask, or else the first
-    directions: tuple[str, ...] = ("forward", "backward")
+    calls: tuple[tuple[Feature, bool], ...]  # each compared with the plain call of its mask, or else the first one
+    directions: tuple[str, ...] = DIRECTIONS
 
 
 @dataclass(frozen=True)
 class Grid:
-    """What a run measures."""
+    """The groups of a run, their backend and dtype."""
 
     device: str
     dtype: torch.dtype
@@ -94,7 +72,7 @@ class Point:
 
 
 def draw_lengths(count: int, shortest: int, longest: int) -> tuple[int, ...]:
-    """Lengths of sequences, the same in every run."""
+    """Random lengths of sequences, the same in every run."""
     draw = random.Random(0)
     return tuple(draw.randint(shortest, longest) for _ in range(count))
 
@@ -115,13 +93,13 @@ MASKS = (False, True)
 
 
 def cost_group(batch: int, seqlen: int, heads: tuple[tuple[int, int], ...]) -> Group:
-    """What is done to every score or probability, with each mask."""
+    """Features that act on every score or probability, with each mask."""
     calls = tuple((feature, causal) for causal in MASKS for feature in SCORE_FEATURES)
     return Group("cost", batch, seqlen, heads, tuple((PLAIN, causal) for causal in MASKS), calls)
 
 
 def hopper_group(batch: int, seqlen: int, heads: tuple[tuple[int, int], ...]) -> Group:
-    """The same and the plain call, each held against itself on the kernels of sm80."""
+    """These features and the plain call, each compared with the same call on the kernels of sm80."""
     calls = tuple((feature, causal) for causal in MASKS for feature in (PLAIN, *SCORE_FEATURES))
     return Group("hopper", batch, seqlen, heads, calls, calls, directions=("forward",))
 
@@ -174,7 +152,7 @@ def visible_share(feature: Feature, seqlen: int, causal: bool) -> float:
 
 
 def true_share(feature: Feature, point: Point, causal: bool) -> float:
-    """FLOPs of the tokens as a share of those of the padded batch."""
+    """FLOPs of the tokens ÷ FLOPs of the padded batch."""
 
     def flops(batch: int, length: int) -> float:
         return attention_flops(batch, point.nheads, length, length, point.headdim, causal)
@@ -182,7 +160,7 @@ def true_share(feature: Feature, point: Point, causal: bool) -> float:
     return sum(flops(1, length) for length in feature.lengths) / flops(point.group.batch, point.group.seqlen)
 
 
-# From how many times faster a call is than the plain one, and its share of the work, to the group's figure.
+# A group's figure from two numbers: time of the plain call ÷ time of the call, and the call's share of the work.
 FIGURES: dict[str, Callable[[float, float], float]] = {
     "window": lambda faster, share: 1.0 / (faster * share),
     "cost": lambda faster, _: (1.0 / faster - 1.0) * 100.0,
@@ -192,7 +170,7 @@ FIGURES: dict[str, Callable[[float, float], float]] = {
 
 
 def share_of_work(point: Point, feature: Feature, causal: bool) -> float:
-    """The work of a call as a share of that of the plain call that it is held against."""
+    """Work of a call ÷ work of the plain call that it is compared with."""
     if point.group.figure == "window":
         return visible_share(feature, point.group.seqlen, causal)
     return true_share(feature, point, causal) if feature.is_packed else 1.0
@@ -202,9 +180,9 @@ def share_of_work(point: Point, feature: Feature, causal: bool) -> float:
 class Contender:
     """A call of a group."""
 
-    rival: FeatureForward | FeatureBackward
+    rival: Mini
     causal: bool
-    plain: Contender | None = None  # what it is held against; None: nothing
+    plain: Contender | None = None  # the call that it is compared with; None for a plain call
 
     @property
     def feature(self) -> Feature:
@@ -212,15 +190,14 @@ class Contender:
 
 
 def contenders_of(point: Point, backend: str) -> list[Contender]:
-    """The plain calls, then the others; names within a run say the mask."""
+    """The plain calls, then the others; the names include the mask."""
     figure = point.group.figure
 
     def named(feature: Feature, causal: bool, plain: Contender | None = None) -> Contender:
-        rival = DIRECTIONS[point.direction](backend, feature)
-        rival.name = f"{feature.name} {'causal' if causal else 'full'}"
         is_of_sm80 = figure == "cost" or (figure == "hopper" and plain is None)
-        if is_of_sm80 and isinstance(rival, FeatureForward):
-            rival.arch = 80
+        arch = 80 if is_of_sm80 and point.direction == "forward" else None
+        rival = Mini(backend, feature, arch=arch, backward=point.direction == "backward")
+        rival.name = f"{feature.name} {'causal' if causal else 'full'}"
         if figure == "hopper" and plain is None:
             rival.name += " on sm80"
         return Contender(rival, causal, plain)
@@ -233,8 +210,8 @@ def contenders_of(point: Point, backend: str) -> list[Contender]:
 
 
 def check(contenders: list[Contender], direction: str, inputs: list[Tensor]) -> None:
-    """The time of a wrong result is no figure: a forward must agree with the definition, varlen calls with the padded
-    batch, and every gradient must be finite."""
+    """RuntimeError unless a forward agrees with the definition, varlen calls with the padded batch, and every gradient
+    is finite: wrong results are not timed."""
     allowed = FLOAT32_DISAGREEMENT if inputs[0].dtype == torch.float32 else DISAGREEMENT
     for contender in contenders:
         rival, feature = contender.rival, contender.feature
@@ -268,7 +245,6 @@ def measure_point(point: Point, grid: Grid, backend: str, rounds: int, rep_ms: f
             continue
         ours, plain = timings[contender.rival.name], timings[contender.plain.rival.name]
         share = share_of_work(point, contender.feature, contender.causal)
-        feature = contender.feature.name.split()[0]
         rows.append(
             {
                 "feature": contender.feature.name,
@@ -286,7 +262,6 @@ def measure_point(point: Point, grid: Grid, backend: str, rounds: int, rep_ms: f
                 "spread": round(max(ours.spread, plain.spread), 3),
                 "share_of_work": float(f"{share:.4g}"),
                 "value": float(f"{FIGURES[group.figure](ratio(ours, plain), share):.4g}"),
-                "asked": None if group.figure == "hopper" else LIMITS.get((feature, point.direction)),
             }
         )
     return rows
@@ -323,7 +298,7 @@ def main(argv: list[str] | None = None) -> None:
         rep_ms = 1.0 if grid.device == "cpu" else min(MAX_REP_MS, max(MIN_REP_MS, rep_ms))
         data += measure_point(point, grid, backend, arguments.rounds, rep_ms)
     notes = [
-        f"Medians of {arguments.rounds} interleaved rounds, each against the plain call beside it.",
+        f"Medians of {arguments.rounds} interleaved rounds, each compared with the plain call of the same round.",
         IDEAL,
     ]
     if grid.device == "cuda":
@@ -337,7 +312,7 @@ def main(argv: list[str] | None = None) -> None:
         benchmark="bench_features",
         title=f"What features cost on the {backend} backend, {str(grid.dtype).removeprefix('torch.')}",
         data=data,
-        sources=["benchmarks/speed.py", "benchmarks/feature_rivals.py", "csrc/rng_state.*", *forward, *backward],
+        sources=["benchmarks/speed.py", "csrc/rng_state.*", *forward, *backward],
         arguments=arguments,
         notes=notes,
         complete=skipped == 0,

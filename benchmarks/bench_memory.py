@@ -3,7 +3,7 @@
   python -m benchmarks.bench_memory               the forward: O(seqlen) means the LSE and nothing of seqlen²
   python -m benchmarks.bench_memory --backward    the backward: a float32 dQ and delta, and nothing of seqlen²
 
-Outputs of the backward are the three gradients. One of this library's calls that takes more than it may is an error.
+Outputs of the backward are the three gradients. If one of this library's calls takes more, the exit status is 1.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from benchmarks import cli, provenance
-from benchmarks.backward_rivals import BACKWARD_RIVALS
-from benchmarks.rivals import RIVALS, Rival, select
+from benchmarks.rivals import Rival, select
+from benchmarks.speed import BACKWARD, FORWARD
 
 BATCH, NHEADS, HEADDIM = 1, 16, 128
 FLOAT_BYTES = 4
@@ -28,7 +28,7 @@ def extra_bytes(rival: Rival, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     """Bytes that one call allocates at its peak beyond what was there before and the outputs that it returns."""
     call = rival.bind(q, k, v, causal)
     with rival.active():
-        call()  # one-time allocations (workspaces, tuning) are not the call's
+        call()  # one-time allocations (workspaces, tuning) do not count
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -48,14 +48,12 @@ def main(argv: list[str] | None = None) -> None:
     seqlen = 4096 if arguments.quick else arguments.seqlen
     lse_bytes = BATCH * NHEADS * seqlen * FLOAT_BYTES
     if arguments.backward:
-        rivals, contenders, sources = BACKWARD_RIVALS, BACKWARD_CONTENDERS, provenance.BACKWARD_SOURCES_OF_BACKEND
-        needed = lse_bytes * (1 + HEADDIM)  # delta, and dQ in float32
+        direction, contenders, needed = BACKWARD, BACKWARD_CONTENDERS, lse_bytes * (1 + HEADDIM)  # delta, float32 dQ
     else:
-        rivals, contenders, sources = RIVALS, CONTENDERS, provenance.SOURCES_OF_BACKEND
-        needed = lse_bytes
+        direction, contenders, needed = FORWARD, CONTENDERS, lse_bytes
     q, k, v = (torch.randn(BATCH, seqlen, NHEADS, HEADDIM, device=device).to(torch.bfloat16) for _ in range(3))
     data: list[dict[str, Any]] = []
-    for rival in select(arguments.backend or contenders, rivals):
+    for rival in select(arguments.backend or contenders, direction.rivals):
         for causal in (False, True):
             reason = rival.unsupported(q, k, v, causal)
             if reason is not None:
@@ -74,13 +72,12 @@ def main(argv: list[str] | None = None) -> None:
                     "score_matrix_bytes": BATCH * NHEADS * seqlen * seqlen * 2,
                 }
             )
-    direction = "backward" if arguments.backward else "forward"
     cli.finish(
         "memory_backward" if arguments.backward else "memory",
         benchmark="bench_memory",
-        title=f"Peak extra memory of a {direction}, bf16, {seqlen:,} tokens, {NHEADS} heads",
+        title=f"Peak extra memory of a {direction.name}, bf16, {seqlen:,} tokens, {NHEADS} heads",
         data=data,
-        sources=[*provenance.HOST, *sources["cuda"], *sources["triton"]],
+        sources=[*provenance.HOST, *direction.sources["cuda"], *direction.sources["triton"]],
         arguments=arguments,
     )
     greedy = [

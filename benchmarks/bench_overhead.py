@@ -1,6 +1,6 @@
-"""Host time of a call on tiny tensors, against PyTorch's SDPA: what a call costs before any kernel matters.
+"""Host time of a call on tiny tensors, compared with PyTorch's SDPA.
 
-On CUDA the calls are only enqueued inside the clock, never waited for; on the CPU the (tiny) computation is included.
+On CUDA the clock covers only the enqueuing of calls; on the CPU it includes the (tiny) computation.
 
   python -m benchmarks.bench_overhead                     a forward of CUDA tensors without autograd
   python -m benchmarks.bench_overhead --backward          a forward and the backward of it, through autograd
@@ -25,12 +25,12 @@ from benchmarks.rivals import Call, Rival, select
 SHAPES = {"cuda": ((1, 16, 1, 64), (2, 32, 4, 128)), "cpu": ((1, 1, 1, 64), (1, 8, 2, 64))}  # (b, s, h, d)
 CONTENDERS = {"cuda": ("cuda", "triton", "FLASH_ATTENTION"), "cpu": ("cpu",)}
 ROUNDS = 15
-CALLS = {"cuda": 200, "cpu": 1000}  # in a round: on CUDA fewer than the launch queue holds, so that none waits
+CALLS = {"cuda": 200, "cpu": 1000}  # per round; on CUDA fewer than the launch queue holds, so that no call waits
 BACKWARD_CALLS = {"cuda": 50, "cpu": 300}  # each launches several kernels
 
 
 class Training(Rival):
-    """A forward and the backward of it, as autograd runs them."""
+    """A forward and its backward, as autograd runs them."""
 
     def __init__(self, forward: Rival) -> None:
         self.name = forward.name
@@ -55,7 +55,7 @@ class Training(Rival):
 
 
 def time_host(calls: int, device: torch.device) -> Callable[[Callable[[], Any], float], float]:
-    """A timer for `interleave`: milliseconds of host time a call, over `calls` calls in a row."""
+    """A timer for `interleave`: milliseconds of host time per call, over `calls` calls in a row."""
 
     def measure(call: Callable[[], Any], rep_ms: float) -> float:
         for _ in range(20):
@@ -120,7 +120,7 @@ def main(argv: list[str] | None = None) -> None:
     if missing:
         raise SystemExit(f"bench_overhead: {missing[0]} did not run; nothing is written")
     sources = [*provenance.HOST, *(glob for name in backends for glob in provenance.SOURCES_OF_BACKEND[name])]
-    notes = ["SDPA chooses its own kernel; its inputs are transposed views made outside the clock."]
+    notes = ["SDPA chooses its own kernel; its inputs are transposed views that are made before the clock starts."]
     if arguments.backward:
         sources += [glob for name in backends for glob in provenance.BACKWARD_SOURCES_OF_BACKEND[name]]
     call = "forward and backward, through autograd" if arguments.backward else "call"

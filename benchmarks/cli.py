@@ -1,10 +1,10 @@
-"""What the benchmarks' command lines share: arguments, progress, and writing a result as JSON, Markdown and plot."""
+"""Shared by the benchmarks' command lines: arguments, progress, and writing a result as JSON, Markdown and plot."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -51,10 +51,12 @@ def finish(
     arguments: argparse.Namespace,
     notes: Sequence[str] = (),
     complete: bool = True,
+    extra: Mapping[str, str] | None = None,
 ) -> None:
     """Saves the rows under `name` (stamped), with their tables as Markdown and a plot, and prints the tables.
 
-    A quick run, and one that ran out of time (not `complete`), keeps to a name of its own beside an earlier result.
+    A quick run, and one that ran out of time (not `complete`), writes under another name and keeps the earlier result.
+    `extra` is added to the stamp.
     """
     suffix = "_quick" if arguments.quick else "" if complete else "_partial"
     path = provenance.save(
@@ -65,6 +67,7 @@ def finish(
         sources=sources,
         notes=notes,
         out_dir=arguments.out_dir,
+        extra=extra,
     )
     result = provenance.load(path)
     markdown = tables.render(result)

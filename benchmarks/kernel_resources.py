@@ -1,7 +1,7 @@
-"""Registers, spills and shared memory of every compiled CUDA kernel, read from what ptxas -v said when it was built.
+"""Registers, spills and shared memory of every compiled CUDA kernel, from the output of ptxas -v at its compilation.
 
-Any spill makes the exit status 1 and is named: those that docs/tuning.md keeps, and whatever a change brought. Needs
-nvcc, no GPU; what the kernel cache lacks is compiled first.
+Names every spill, known ones (docs/tuning) included, and exits with 1 where there is one. Needs nvcc and no GPU;
+compiles what the kernel cache lacks first.
 """
 
 from __future__ import annotations
@@ -22,18 +22,17 @@ _ENTRY = re.compile(
 )
 _STATIC_SMEM = re.compile(r"(\d+) bytes smem")
 _FORWARD = re.compile(
-    r"(?P<family>sm\d+)::Flash_fwd_kernel_traits<[^<>]*?(?P<headdim>\d+), (?:sm\d+::)?(?P<tile>Tile_\w*)[^()]*, "
+    r"(?P<family>sm\d+)::Flash_fwd_kernel_traits<[^<>]*?(?P<headdim>\d+), (?:sm\d+::)?(?P<tile>Tile\w*)[^()]*, "
     r"\([\w:]*Kind\)(?P<kind>\d)"
 )
-# The name of flash_bwd_kernel or of flash_bwd_convert_dq, which has no mode.
+# flash_bwd_kernel, or flash_bwd_convert_dq, which has no mode.
 _BACKWARD = re.compile(
     r"Flash_bwd_kernel_traits<[^<>]*?(?P<headdim>\d+), (?:sm80::)?TileBwd<(?P<tile>[^<>]+)>, (?P<bulk>true|false), "
     r"\([\w:]*Kind\)(?P<kind>\d)>(?:, \([\w:]*Kind\)\d, \([\w:]*BwdMode\)(?P<mode>\d))?"
 )
-# enum Kind of each family's kind.h.
-KINDS = {"sm80": ("full", "local", "varlen", "general", "paged"), "sm90": ("full", "local", "general")}
+KINDS = kernels.read_kinds().all  # by enumerator
 BACKWARD_MODES = ("all", "deterministic", "general")  # enum BwdMode, csrc/sm80/tile_sizes_bwd.h
-BULK_REDUCE_SINCE = 90  # compute capability from which the copy engine adds up dQ
+BULK_REDUCE_SINCE = 90  # least compute capability whose copy engine adds to global memory (dQ)
 
 
 def parse(report: str) -> list[dict[str, Any]]:
@@ -63,15 +62,14 @@ def readable(symbols: list[str]) -> list[str]:
 
 
 def fields_of(name: str, arch: str) -> dict[str, Any] | None:
-    """The readable name of an attention kernel as fields, {} for others; None for a kernel that never runs there.
+    """The readable name of an attention kernel as fields, {} for other kernels; None for one that never runs on `arch`.
 
-    GPUs with and without the copy engine's reductions have backward kernels of their own, which are empty where the
-    others run.
+    A backward kernel exists with and without the copy engine's reductions; on each architecture one of them is empty.
     """
     forward = _FORWARD.search(name)
     if forward is not None:
-        is_short = forward["tile"].endswith("_short")
-        kind = KINDS[forward["family"]][int(forward["kind"])] + (" of short sequences" if is_short else "")
+        is_short = forward["tile"].endswith("Short")
+        kind = KINDS[int(forward["kind"])] + (" of short sequences" if is_short else "")
         return {"headdim": int(forward["headdim"]), "family": forward["family"], "kind": kind}
     found = _BACKWARD.search(name)
     if found is None:
@@ -81,8 +79,8 @@ def fields_of(name: str, arch: str) -> dict[str, Any] | None:
     number = {"true": "1", "false": "0"}
     fields: dict[str, Any] = {
         "headdim": int(found["headdim"]),
-        "kind": KINDS["sm80"][int(found["kind"])],
-        "tile": "x".join(number.get(x, x) for x in found["tile"].split(", ")),  # as tune_sm80 takes it
+        "kind": KINDS[int(found["kind"])],
+        "tile": "x".join(number.get(x, x) for x in found["tile"].split(", ")),  # as tune_sm80 expects it
     }
     if found["mode"] is not None:
         fields["mode"] = BACKWARD_MODES[int(found["mode"])]

@@ -1,9 +1,8 @@
-"""How times are taken: interleaved A B A B, medians, ratios within one run; and how FLOPs are counted.
+"""How benchmarks measure: interleaved A B A B, medians, ratios within one run; and how they count FLOPs.
 
-On a GPU a time is the median of triton.testing.do_bench: calls back to back (a sustained load, not a burst), the L2
-cache cleared between calls, random normal inputs. What speed.py and bench_features.py time are replays of CUDA graphs,
-so that the time is the GPU's alone, also where a host is too slow to keep a short call's GPU busy (bench_overhead.py
-has the host's). On a CPU it is the median of perf_counter over repeated calls.
+On a GPU a time is the median of triton.testing.do_bench: calls back to back (a sustained load, not a burst), with the
+L2 cache cleared between calls. as_timed turns a call into the replay of a CUDA graph, which leaves the host's time out
+(bench_overhead.py measures that). On a CPU a time is the median of perf_counter over repeated calls.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class Budget:
         return self.seconds - (time.monotonic() - self.started)
 
     def share(self, parts: int) -> float:
-        """What each of `parts` equal parts of the time left gets, in milliseconds."""
+        """The time left divided into `parts`, in milliseconds."""
         return max(0.0, self.left()) * 1e3 / max(1, parts)
 
 
@@ -51,8 +50,10 @@ def time_cuda(call: Callable[[], Any], rep_ms: float) -> float:
 
 @dataclass(frozen=True)
 class Replay:
-    """A call recorded as a CUDA graph: every kernel that it launches, and nothing that the host does. With dropout,
-    PyTorch sets the generator's state by two small kernels before each replay."""
+    """A call recorded as a CUDA graph: every kernel that it launches, without the host's work.
+
+    With dropout, PyTorch sets the generator's state by two small kernels before each replay.
+    """
 
     call: Callable[[], Any]  # holds the inputs
     graph: torch.cuda.CUDAGraph
@@ -64,12 +65,12 @@ class Replay:
 
 
 def as_timed(rival: Rival, call: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
-    """What is timed of a rival's call: on a GPU its replay. Raises RuntimeError where a call cannot be recorded."""
+    """The call to time: on a GPU its replay. Raises RuntimeError where a call cannot be recorded."""
     if device.type != "cuda":
         return call
     graph = torch.cuda.CUDAGraph()
     with rival.active():
-        call()  # compiles, tunes and allocates what stays
+        call()  # compiles, tunes and allocates workspaces
         with torch.cuda.graph(graph):
             result = call()
     return Replay(call, graph, result)
@@ -107,8 +108,7 @@ class Timing:
 
 
 def ratio(ours: Timing, theirs: Timing) -> float:
-    """How many times faster `ours` is: the median over rounds, each against its neighbour in time, so that a drift of
-    clocks and power cancels."""
+    """Speed of `ours` ÷ speed of `theirs`: the median over the rounds' ratios, so that a drift of clocks cancels."""
     return statistics.median(b / a for a, b in zip(ours.rounds, theirs.rounds, strict=True))
 
 
@@ -132,7 +132,7 @@ def interleave(
 
 
 def matmul_ceiling(device: torch.device, dtype: torch.dtype, size: int = 8192) -> float:
-    """TFLOP/s of a size³ matrix product on random data: what the machine gives on the day of the run."""
+    """TFLOP/s of a size³ matrix product on random data: the machine's limit at the time of the run."""
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     milliseconds = timer_for(device)(lambda: a @ b, 50.0)
     return 2.0 * size**3 / milliseconds / 1e9

@@ -11,7 +11,7 @@ from benchmarks.tables import kind_of
 def plot(result: dict[str, Any], path: Path) -> bool:
     """Draws a result of speed to `path`. False when there is nothing to draw or matplotlib is not installed."""
     rows = result["data"]
-    if result["benchmark"] not in ("bench_forward", "bench_backward"):
+    if result["benchmark"] != "bench_speed":
         return False
     try:
         import matplotlib
@@ -29,7 +29,7 @@ def plot(result: dict[str, Any], path: Path) -> bool:
         for j, column in enumerate(columns):
             axis = axes[i][j]
             here = [row for row in rows if (row["headdim"], row["nheads_k"]) == column and row["causal"] == causal]
-            if not here:  # of a result that is not complete
+            if not here:  # an incomplete result
                 axis.axis("off")
                 continue
             for name in dict.fromkeys(name for row in here for name in row["tflops"]):

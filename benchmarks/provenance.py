@@ -1,4 +1,4 @@
-"""Provenance of a result: what machine and which sources it was measured on, and whether those sources have changed.
+"""Provenance of a result: the machine and the sources that it was measured on, and whether the sources have changed.
 
 Every benchmark saves through `save`; `python -m benchmarks.provenance check` lists the results in benchmarks/results/
 whose sources differ from the working tree.
@@ -17,7 +17,7 @@ import platform
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 
 # Sources by concern: globs relative to the repository root; a .cu brings the files that it includes. A benchmark names
-# the concerns that its figures depend on, so that an edit of the CPU kernel leaves the GPU's results fresh, and one of
-# the backward kernel those of the forward.
+# the concerns that its figures depend on: an edit of the CPU kernel leaves the GPU's results fresh, for example.
 HOST = (
     "csrc/*.h",
     "csrc/*.cpp",
@@ -42,19 +41,18 @@ HOST = (
     "flash_attn_mini/tracing.py",
     "flash_attn_mini/backends/*.py",
 )
-LAUNCH = ("csrc/flash.h", "csrc/static_switch.h", "csrc/run_mha.*", "csrc/set_params.*")
+LAUNCH = ("csrc/flash.h", "csrc/kind.h", "csrc/static_switch.h", "csrc/run_mha.*", "csrc/set_params.*")
 CUDA = ("csrc/sm*/*fwd*.cu", "build_tools/kernels.py")
 CUDA_BACKWARD = ("csrc/sm*/*bwd*.cu", "build_tools/kernels.py")
 TRITON = ("flash_attn_mini/backends/triton/**/*.py",)
 CPU = ("csrc/common/**/*", "csrc/cpu/**/*")
 MINIMAL = ("csrc/minimal/*",)
-METHOD = ("benchmarks/methods.py", "benchmarks/rivals.py")
-BACKWARD_METHOD = ("benchmarks/backward_rivals.py",)
+METHOD = ("benchmarks/methods.py", "benchmarks/rivals.py", "benchmarks/features.py")
 SOURCES_OF_BACKEND = {"cuda": (*LAUNCH, *CUDA), "triton": TRITON, "cpu": (*LAUNCH, *CPU)}
 BACKWARD_SOURCES_OF_BACKEND = {
-    "cuda": (*LAUNCH, "csrc/kernel_memory.*", *CUDA_BACKWARD, *BACKWARD_METHOD),
-    "triton": (*TRITON, *BACKWARD_METHOD),
-    "cpu": (*LAUNCH, *CPU, *BACKWARD_METHOD),
+    "cuda": (*LAUNCH, "csrc/kernel_memory.*", *CUDA_BACKWARD),
+    "triton": TRITON,
+    "cpu": (*LAUNCH, *CPU),
 }
 
 _CPP_SUFFIXES = {".h", ".cuh", ".cu", ".cpp", ".inl"}
@@ -75,7 +73,7 @@ def _docstring_lines(text: str) -> set[int]:
 
 
 def normalise(text: str, suffix: str) -> str:
-    """The text as far as it can change a measurement: without comments, docstrings, blank lines and, in C++, layout."""
+    """The text without comments, docstrings, blank lines and, in C++, layout: what cannot change a measurement."""
     if suffix in _CPP_SUFFIXES:
         without_comments = _CPP_TOKEN.sub(lambda match: match.group(1) or " ", text)
         return "".join(without_comments.split())
@@ -125,7 +123,7 @@ def _version_of(package: str) -> str | None:
 
 
 def stamp(sources: Iterable[str] = (), root: Path = ROOT) -> dict[str, Any]:
-    """What a result was measured on: machine, versions, date (UTC), and the sources with their hash."""
+    """The stamp of a result: machine, versions, date (UTC), and the sources with their hash."""
     import torch  # here, so that `check` needs no torch
 
     has_gpu = torch.cuda.is_available()
@@ -151,6 +149,8 @@ def stamp(sources: Iterable[str] = (), root: Path = ROOT) -> dict[str, Any]:
 def describe(stamp: dict[str, Any]) -> str:
     """The stamp in one line of prose, for captions under tables."""
     where = [stamp.get("gpu") or f"{stamp.get('cpu')}, {stamp.get('cpu_threads')} threads"]
+    if stamp.get("instruction_set"):
+        where.append(f"instruction set {stamp['instruction_set']}")
     for key, label in (("driver", "driver"), ("cuda", "CUDA"), ("torch", "torch"), ("triton", "triton")):
         if stamp.get(key) and (stamp.get("gpu") or key == "torch"):
             where.append(f"{label} {stamp[key]}")
@@ -183,11 +183,12 @@ def save(
     sources: Iterable[str],
     notes: Sequence[str] = (),
     out_dir: Path = RESULTS,
+    extra: Mapping[str, str] | None = None,
 ) -> Path:
     """Writes `out_dir/name.json`: the rows measured and their stamp.
 
-    `benchmark` names the module that measured, which also picks the tables of tables.py; its source and those of the
-    method are part of the stamp.
+    `benchmark` names the module that measured; tables.py chooses the layout by it. The stamp covers its source and
+    those of the method. `extra` is added to the stamp.
     """
     if not data:
         raise RuntimeError(f"{name}: nothing was measured, so nothing is written")
@@ -197,12 +198,19 @@ def save(
         "benchmark": benchmark,
         "title": title,
         "notes": list(notes),
-        "stamp": stamp(globs),
+        "stamp": {**stamp(globs), **(extra or {})},
         "data": data,
     }
     path = out_dir / f"{name}.json"
-    write_atomically(path, json.dumps(result, indent=1) + "\n")
+    write_atomically(path, as_json(result))
     return path
+
+
+def as_json(result: dict[str, Any]) -> str:
+    """The result as JSON with one line for each row of the data."""
+    head = json.dumps({**result, "data": []}, indent=1, ensure_ascii=False)
+    rows = ",\n".join("  " + json.dumps(row, ensure_ascii=False) for row in result["data"])
+    return f"{head.removesuffix('[]' + chr(10) + '}')}[\n{rows}\n ]\n}}\n"
 
 
 def load(path: Path) -> dict[str, Any]:

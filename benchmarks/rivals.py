@@ -1,8 +1,8 @@
-"""The implementations of the forward that benchmarks compare: this library's backends and PyTorch's.
+"""The implementations that benchmarks compare, forward and backward: this library's backends and PyTorch's.
 
-A rival binds [batch, seqlen, heads, headdim] tensors to a call without arguments; what is not attention (transposed
-views, choosing PyTorch's kernel) happens outside that call. One that cannot run says why. backward_rivals.py has those
-of the backward.
+A rival binds [batch, seqlen, heads, headdim] tensors to a call without arguments. A backward rival runs its forward in
+`bind`: the call is the backward op alone, with every kernel that it launches (delta, zeroing, the main kernel,
+conversion, sums over heads) and without autograd. Views and the choice of PyTorch's kernel are outside the call too.
 """
 
 from __future__ import annotations
@@ -18,32 +18,40 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.features import PLAIN, Feature
+
 ARCH = "FLASH_ATTN_MINI_ARCH"
-Call = partial[Any]  # whose first arguments are q, k and v as the implementation takes them, in a forward
+Call = partial[Any]  # a forward's first arguments are q, k and v as the implementation takes them
+aten = torch.ops.aten
+
+
+def upstream_gradient(q: Tensor) -> Tensor:
+    """dO: random normal, laid out like q, the same for every rival."""
+    return torch.empty_like(q).normal_(generator=torch.Generator(q.device).manual_seed(0))
 
 
 class Rival:
-    """One implementation. `name` is what tables call it."""
+    """One implementation of one direction. `name` is its name in tables."""
 
     name: str
-    baseline: str | None = None  # the name of the one that it is compared with in place of the others
+    baseline: str | None = None  # the contender that it is compared with; None: with PyTorch's
 
     def bind(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
-        """A call that computes attention, to be called within `active()`."""
+        """A call that computes attention or its gradients, to be called within `active()`."""
         raise NotImplementedError
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """The state that the call needs around it: no autograd, and for PyTorch the chosen kernel."""
+        """The state that the call needs: no autograd, and for PyTorch the chosen kernel."""
         with torch.no_grad():
             yield
 
     def outputs(self, result: Any) -> tuple[Tensor, ...]:
-        """What a call returned, as tensors [batch, seqlen, heads, headdim]."""
+        """The results of a call as tensors [batch, seqlen, heads, headdim]."""
         return (result,)
 
     def unsupported(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> str | None:
-        """Why it cannot run on these tensors, found by trying; None when it can."""
+        """Why it cannot run on these tensors, from an attempt; None when it can."""
         try:
             with self.active():
                 self.bind(q, k, v, causal)()
@@ -51,25 +59,6 @@ class Rival:
             lines = str(error).strip().splitlines() or [type(error).__name__]
             return lines[0]
         return None
-
-
-class Mini(Rival):
-    """flash_attn_mini with one of its backends, called as a user calls it. `arch` holds cuda to its kernels."""
-
-    def __init__(self, backend: str, *, arch: int | None = None) -> None:
-        self.name = backend if arch is None else f"{backend} sm{arch}"
-        self.backend = backend
-        self.arch = arch
-
-    def bind(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
-        from flash_attn_mini import flash_attn_func
-
-        return partial(flash_attn_func, q, k, v, causal=causal, backend=self.backend)
-
-    @contextlib.contextmanager
-    def active(self) -> Iterator[None]:
-        with torch.no_grad(), kernels_of(self.arch):
-            yield
 
 
 @contextlib.contextmanager
@@ -86,6 +75,88 @@ def kernels_of(arch: int | None) -> Iterator[None]:
             os.environ[ARCH] = before
 
 
+class Mini(Rival):
+    """flash_attn_mini with one of its backends: a forward as users call it, or the backward op.
+
+    `arch` restricts the cuda backend to the kernels of that architecture.
+    """
+
+    def __init__(
+        self,
+        backend: str,
+        feature: Feature = PLAIN,
+        *,
+        arch: int | None = None,
+        backward: bool = False,
+        deterministic: bool = False,
+    ) -> None:
+        self.name = " ".join([backend, *[f"sm{arch}"] * (arch is not None), *["deterministic"] * deterministic])
+        self.baseline = backend if deterministic else None
+        self.backend = backend
+        self.feature = feature
+        self.arch = arch
+        self.backward = backward
+        self.deterministic = deterministic
+
+    def bind(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
+        return (self.bind_backward if self.backward else self.bind_forward)(q, k, v, causal)
+
+    def bind_forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
+        from flash_attn_mini import flash_attn_func, flash_attn_varlen_func
+
+        feature = self.feature
+        options: dict[str, Any] = {
+            "dropout_p": feature.dropout_p,
+            "causal": causal,
+            "window_size": feature.window_size,
+            "softcap": feature.softcap,
+            "alibi_slopes": feature.slopes(q),
+            "backend": self.backend,
+        }
+        inputs = [feature.packed(x) for x in (q, k, v)]
+        function = flash_attn_varlen_func if feature.is_packed else flash_attn_func
+        return partial(function, *inputs, **feature.sequences(q.device), **options)
+
+    def bind_backward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
+        import flash_attn_mini  # noqa: F401  # defines the ops
+
+        feature = self.feature
+        dout = upstream_gradient(q)
+        if feature.lengths:  # padding gets no gradient
+            dout.mul_(feature.valid_rows(q)[..., None, None])
+        dout, q, k, v = (feature.packed(x) for x in (dout, q, k, v))
+        left, right = feature.window_size
+        options: dict[str, Any] = {
+            **feature.sequences(q.device),
+            "alibi_slopes": feature.slopes(q),
+            "dropout_p": feature.dropout_p,
+            "softmax_scale": q.shape[-1] ** -0.5,
+            "causal": causal,
+            "window_size_left": left,
+            "window_size_right": 0 if causal else right,
+            "softcap": feature.softcap,
+            "deterministic": self.deterministic,
+            "backend": self.backend,
+        }
+        ops = torch.ops.flash_attn_mini
+        if feature.is_packed:
+            forward = partial(ops._flash_attn_varlen_forward.default, block_table=None)
+            backward = ops._flash_attn_varlen_backward.default
+        else:
+            forward, backward = ops._flash_attn_forward.default, ops._flash_attn_backward.default
+        with torch.no_grad():
+            out, lse, _, rng_state = forward(q, k, v, return_softmax=False, **options)
+        return partial(backward, dout, q, k, v, out, lse, None, rng_state=rng_state, **options)
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        with torch.no_grad(), kernels_of(self.arch):
+            yield
+
+    def outputs(self, result: Any) -> tuple[Tensor, ...]:
+        return tuple(result[:3]) if self.backward else (result,)
+
+
 def as_sdpa_takes_them(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v as [batch, heads, seqlen, headdim] views. Raises NotImplementedError where PyTorch means another mask."""
     if causal and q.shape[1] != k.shape[1]:
@@ -94,7 +165,7 @@ def as_sdpa_takes_them(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[T
 
 
 class Sdpa(Rival):
-    """torch.nn.functional.scaled_dot_product_attention, held to one of its kernels or left to choose."""
+    """torch.nn.functional.scaled_dot_product_attention with one of its kernels, or with PyTorch's choice."""
 
     def __init__(self, name: str, kernel: SDPBackend | None) -> None:
         self.name = name
@@ -114,19 +185,85 @@ class Sdpa(Rival):
         return (result.transpose(1, 2),)
 
 
-RIVALS: dict[str, Rival] = {
-    rival.name: rival
-    for rival in (
-        Mini("cuda"),
-        Mini("cuda", arch=80),
-        Mini("triton"),
-        Mini("cpu"),
-        Sdpa("FLASH_ATTENTION", SDPBackend.FLASH_ATTENTION),
-        Sdpa("cuDNN", SDPBackend.CUDNN_ATTENTION),
-        Sdpa("MATH", SDPBackend.MATH),
-        Sdpa("SDPA", None),
-    )
-}
+class AtenBackward(Rival):
+    """One of PyTorch's backward ops, on [batch, heads, seqlen, headdim] views."""
+
+    name: str
+
+    def bind(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
+        inputs = as_sdpa_takes_them(q, k, v, causal)
+        with torch.no_grad():
+            return self.bind_op(upstream_gradient(q).transpose(1, 2), *inputs, causal)
+
+    def bind_op(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
+        """The backward op with the results of its forward op."""
+        raise NotImplementedError
+
+    def outputs(self, result: Any) -> tuple[Tensor, ...]:
+        return tuple(gradient.transpose(1, 2) for gradient in result)
+
+
+class FlashAttention(AtenBackward):
+    """PyTorch's build of FlashAttention-2."""
+
+    name = "FLASH_ATTENTION"
+
+    def bind_op(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
+        out, lse, cum_q, cum_k, max_q, max_k, *rng, _ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
+        lengths = (cum_q, cum_k, max_q, max_k)
+        backward = aten._scaled_dot_product_flash_attention_backward.default
+        return partial(backward, dout, q, k, v, out, lse, *lengths, 0.0, causal, *rng)
+
+
+class CuDnn(AtenBackward):
+    """cuDNN's kernels as PyTorch calls them."""
+
+    name = "cuDNN"
+
+    def bind_op(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
+        results = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal)
+        out, lse, cum_q, cum_k, max_q, max_k, *rng, _ = results
+        lengths = (cum_q, cum_k, max_q, max_k)
+        backward = aten._scaled_dot_product_cudnn_attention_backward.default
+        return partial(backward, dout, q, k, v, out, lse, *rng, None, *lengths, 0.0, causal)
+
+
+class CpuSdpa(AtenBackward):
+    """The op that scaled_dot_product_attention's autograd runs on CPU tensors."""
+
+    name = "SDPA"
+
+    def bind_op(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
+        if q.shape[1] != k.shape[1]:
+            raise NotImplementedError("PyTorch's CPU kernel takes as many key heads as query heads")
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+        backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+        return partial(backward, dout, q, k, v, out, lse, 0.0, causal)
+
+
+def _by_name(*rivals: Rival) -> dict[str, Rival]:
+    return {rival.name: rival for rival in rivals}
+
+
+RIVALS = _by_name(
+    Mini("cuda"),
+    Mini("cuda", arch=80),
+    Mini("triton"),
+    Mini("cpu"),
+    Sdpa("FLASH_ATTENTION", SDPBackend.FLASH_ATTENTION),
+    Sdpa("cuDNN", SDPBackend.CUDNN_ATTENTION),
+    Sdpa("MATH", SDPBackend.MATH),
+    Sdpa("SDPA", None),
+)
+BACKWARD_RIVALS = _by_name(
+    Mini("cuda", backward=True),
+    Mini("cuda", backward=True, deterministic=True),
+    Mini("triton", backward=True),
+    Mini("cpu", backward=True),
+    FlashAttention(),
+    CuDnn(),
+    CpuSdpa(),
+)
 
 
 def select(names: list[str], known: Mapping[str, Rival] = RIVALS) -> list[Rival]:

@@ -1,10 +1,10 @@
-"""`make bench`: the benchmarks whose results the documents show, within one time budget, each in a process of its own.
+"""`make bench`: runs the benchmarks whose results the documents show within one time budget, each in its own process.
 
-On a machine with a GPU those that need one, elsewhere those of the cpu backend. Build times and kernels' registers
-(bench_build, kernel_resources) are measured by hand: docs/measurements.md says how.
+On a machine with a GPU it runs those of the GPU, elsewhere those of the cpu backend. bench_build, kernel_resources and
+bench_values are run by hand (docs/measurements.md).
 
-A benchmark that fails leaves its earlier result as it was, and so does one that is not done when its share of the time
-is up (it writes NAME_partial); the others run on, and the exit status is 1. The extension must be built already.
+A benchmark that fails leaves its earlier result as it was. One that is not done in its share of the time writes
+NAME_partial. The others still run, and the exit status is 1. The extension must be built already.
 
   python -m benchmarks.run_all --seconds 480 --out-dir benchmarks/results
   python -m benchmarks.run_all --only backward --seconds 240
@@ -22,8 +22,8 @@ import torch
 from benchmarks import cli, provenance, report
 from benchmarks.methods import Budget
 
-MIN_SECONDS = 5.0  # with less left, a step is not started and counts as failed
-GRACE_SECONDS = 45.0  # that a step may outlast the whole budget by before it is stopped
+MIN_SECONDS = 5.0  # with less time left, a step is not started and counts as failed
+GRACE_SECONDS = 45.0  # a step is stopped this long after the end of the whole budget
 
 
 @dataclass(frozen=True)
@@ -39,32 +39,28 @@ class Step:
         return " ".join([self.module, *self.arguments])
 
 
-# The figures that matter most come first: what is late is cut. The Triton grids tune first, which can take longer than
-# the measuring.
+# The most important figures come first, because late steps may be cut. The Triton grids tune before they measure.
 GPU_STEPS = (
-    Step("bench_forward", ("--grid", "perf", "--rounds", "5"), 13.0),
-    Step("bench_forward", ("--grid", "fp16"), 6.0),
-    Step("bench_backward", ("--grid", "perf"), 8.0),
+    Step("bench_speed", ("--grid", "perf", "--rounds", "5"), 13.0),
+    Step("bench_speed", ("--grid", "fp16"), 6.0),
+    Step("bench_speed", ("--backward", "--grid", "perf"), 8.0),
     Step("bench_features", (), 5.0),
     Step("bench_overhead", (), 1.0),
     Step("bench_overhead", ("--backward",), 1.0),
     Step("bench_memory", (), 1.0),
     Step("bench_memory", ("--backward",), 1.0),
-    Step("bench_forward", ("--grid", "triton"), 7.0),
-    Step("bench_backward", ("--grid", "triton"), 10.0),
+    Step("bench_speed", ("--grid", "triton"), 7.0),
+    Step("bench_speed", ("--backward", "--grid", "triton"), 10.0),
     Step("accuracy", (), 5.0),
     Step("accuracy", ("--backward", "--backend", "cuda", "--backend", "triton"), 12.0),
-    Step("bench_backward", ("--grid", "headdims", "--rounds", "2"), 2.0),
-    Step("bench_backward", ("--grid", "gqa", "--rounds", "2"), 2.0),
+    Step("bench_speed", ("--backward", "--grid", "headdims", "--rounds", "2"), 2.0),
+    Step("bench_speed", ("--backward", "--grid", "gqa", "--rounds", "2"), 2.0),
 )
-CPU_STEPS = (
-    Step("bench_cpu"),
-    Step("bench_cpu", ("--backward",)),
-)
+CPU_STEPS = (Step("bench_cpu"), Step("bench_cpu", ("--backward",)))
 
 
 def run_step(step: Step, seconds: float, limit: float, passed_on: list[str]) -> bool:
-    """Runs a step that is asked to take `seconds` and stopped after `limit`."""
+    """Runs a step with a budget of `seconds`, and stops it after `limit`."""
     command = [sys.executable, "-m", f"benchmarks.{step.module}", *step.arguments, "--seconds", f"{seconds:.0f}"]
     start = time.monotonic()
     try:

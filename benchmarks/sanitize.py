@@ -1,4 +1,4 @@
-"""The small cases under compute-sanitizer: how many errors and hazards it finds in this package's kernels.
+"""Counts the errors and hazards that compute-sanitizer finds in this package's kernels on small cases.
 
   python -m benchmarks.sanitize                           memcheck on all small cases, racecheck on a few of each kind
 
@@ -21,7 +21,7 @@ from benchmarks import cli, provenance
 TOOLS: dict[str, tuple[str, ...]] = {"memcheck": (), "racecheck": ("--per-headdim", "2", "64", "128")}
 SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:errors?|hazards? displayed)")
 RAN = re.compile(r"ran (\d+) cases in ([^:]+)")
-MAX_LINES = 40  # of what a tool found
+MAX_LINES = 40  # lines of a tool's report that are printed
 
 
 def compute_sanitizer() -> str:
@@ -38,10 +38,10 @@ def compute_sanitizer() -> str:
 
 
 def row_of(tool: str, output: str) -> dict[str, Any]:
-    """What a run of `tool` says at its end. Raises SystemExit where it did not come to an end."""
+    """The summary of a run of `tool`. Raises SystemExit where the run did not finish."""
     found, ran = SUMMARY.search(output), RAN.search(output)
     if found is None or ran is None:
-        raise SystemExit(f"sanitize: {tool} did not come to an end\n{output[-2000:]}")
+        raise SystemExit(f"sanitize: {tool} did not finish\n{output[-2000:]}")
     return {"tool": tool, "cases": int(ran[1]), "dtypes": ran[2], "errors": int(found[1])}
 
 
@@ -54,7 +54,7 @@ def run(tool: str, arguments: Sequence[str]) -> dict[str, Any]:
     row = row_of(tool, output)
     if row["errors"]:
         found = [line for line in output.splitlines() if line.startswith("=========")]
-        print(f"{tool} says first:", *found[:MAX_LINES], sep="\n", file=sys.stderr)
+        print(f"{tool} reports first:", *found[:MAX_LINES], sep="\n", file=sys.stderr)
     return row
 
 
@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> None:
     cli.finish(
         "sanitize",
         benchmark="sanitize",
-        title="What compute-sanitizer finds",
+        title="Errors that compute-sanitizer finds",
         data=rows,
         sources=["tests/sanitize_driver.py", *provenance.LAUNCH, *provenance.CUDA, *provenance.CUDA_BACKWARD],
         arguments=arguments,

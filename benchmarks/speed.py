@@ -1,23 +1,20 @@
-"""Speed on a GPU over a grid of shapes: TFLOP/s and ratios within one run. bench_forward and bench_backward name the
-grids and the contenders, and this measures.
-"""
+"""Measures points of a grid of shapes in one direction: TFLOP/s, and ratios within one run (bench_speed.py)."""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
-from benchmarks import cli
-from benchmarks.methods import Budget, as_timed, attention_flops, interleave, matmul_ceiling, ratio, timer_for
-from benchmarks.rivals import Rival, select
+from benchmarks import provenance
+from benchmarks.methods import BACKWARD_WORK, as_timed, attention_flops, interleave, ratio, timer_for
+from benchmarks.rivals import BACKWARD_RIVALS, RIVALS, Rival, select
 
-# For one median of a forward; a backward gets as much more as it has more to do.
+# Milliseconds of one median of a forward; those of a backward are Direction.work times as long.
 MIN_REP_MS, MAX_REP_MS = 20.0, 100.0
-MEASURE_OVERHEAD_MS = 40.0  # what one do_bench costs beside its timed repetitions
+MEASURE_OVERHEAD_MS = 40.0  # time of a do_bench beside its timed repetitions
 GRAPHS = "Calls are replayed as CUDA graphs: the time is the GPU's alone."
 DISAGREEMENT = 2e-2  # largest difference between two contenders, as a share of the largest value: 16-bit rounding
 
@@ -36,17 +33,17 @@ class Point:
 
 @dataclass(frozen=True)
 class Grid:
-    """Shapes and who runs them; ratios in tables are against the first rival."""
+    """Shapes and their contenders; ratios in tables are against the first rival."""
 
     title: str
-    device: str
-    dtype: torch.dtype
     backends: tuple[str, ...]
     rivals: tuple[str, ...]
     headdims: tuple[int, ...]
     seqlens: tuple[int, ...]
     shape_of: Callable[[int, int], tuple[int, int]]  # (seqlen, headdim) -> (batch, nheads)
-    nheads_k: tuple[int, ...] = ()  # numbers of key heads to measure; none: as many as query heads
+    dtype: torch.dtype = torch.bfloat16
+    device: str = "cuda"
+    nheads_k: tuple[int, ...] = ()  # numbers of key heads to measure; empty: as many as query heads
     suffix: str = ""  # of the result's name, where several grids measure the same contenders
 
     def points(self, quick: bool) -> list[Point]:
@@ -63,20 +60,20 @@ class Grid:
 
 @dataclass(frozen=True)
 class Direction:
-    """What is measured: the forward or the backward."""
+    """The forward or the backward."""
 
     name: str  # the results' names begin with it
     rivals: Mapping[str, Rival]
     work: float  # FLOPs as a multiple of the forward's
     sources: Mapping[str, Sequence[str]]  # by backend
 
-    @property
-    def benchmark(self) -> str:
-        return f"bench_{self.name}"
+
+FORWARD = Direction("forward", RIVALS, 1.0, provenance.SOURCES_OF_BACKEND)
+BACKWARD = Direction("backward", BACKWARD_RIVALS, BACKWARD_WORK, provenance.BACKWARD_SOURCES_OF_BACKEND)
 
 
 def check_agreement(rivals: Sequence[Rival], calls: Mapping[Rival, Callable[[], Any]]) -> None:
-    """The time of a wrong result is no figure: every contender must agree with the last one."""
+    """RuntimeError unless every contender's result agrees with the last one's: wrong results are not timed."""
     results = {}
     for rival in rivals:
         with rival.active():
@@ -98,9 +95,9 @@ def draw_inputs(point: Point, device: torch.device, dtype: torch.dtype) -> list[
 def measure_point(
     direction: Direction, point: Point, grid: Grid, ours: list[str], theirs: list[str], rounds: int, rep_ms: float
 ) -> dict[str, Any]:
-    """One row of the result: times, TFLOP/s, ratios, and who could not run and why.
+    """One row of the result: times, TFLOP/s, ratios, and the reasons of contenders that could not run.
 
-    One of ours whose result differs from the first rival's is an error, another rival is left out with that reason.
+    If one of ours differs from the first rival it is an error; a rival that differs is left out with that reason.
     """
     device = torch.device(grid.device)
     q, k, v = draw_inputs(point, device, grid.dtype)
@@ -144,66 +141,3 @@ def measure_point(
         },
         "unsupported": {name: reason for name, reason in reasons.items() if reason is not None},
     }
-
-
-def run(direction: Direction, grids: Mapping[str, Grid], doc: str | None, argv: list[str] | None) -> None:
-    """The command line of a benchmark of speed."""
-    parser = cli.parser_for(doc, seconds=120.0)
-    parser.add_argument("--grid", choices=sorted(grids), default="perf")
-    parser.add_argument("--backend", action="append", help="ours, repeatable (default: the grid's)")
-    parser.add_argument("--rivals", nargs="+", help="theirs; ratios in tables are against the first")
-    parser.add_argument("--rounds", type=int, default=3, help="interleaved rounds at each point (default: %(default)s)")
-    parser.add_argument("--name", help=f"of the result (default: {direction.name}_BACKEND)")
-    arguments = parser.parse_args(argv)
-    measure_grid(direction, arguments.grid, grids[arguments.grid], arguments)
-
-
-def measure_grid(direction: Direction, grid_name: str, grid: Grid, arguments: argparse.Namespace) -> None:
-    """Measures the points of a grid as far as the time goes, and saves them."""
-    if grid.device == "cuda":
-        cli.require_gpu(direction.benchmark)
-    ours = list(arguments.backend or grid.backends)
-    theirs = list(arguments.rivals or grid.rivals)
-    points = grid.points(arguments.quick)
-    budget = Budget(arguments.seconds)
-    torch.manual_seed(0)
-    notes = [
-        f"Medians of {arguments.rounds} interleaved rounds under sustained load, the L2 cache cleared between calls."
-    ]
-    ceiling = None
-    if grid.device == "cuda":
-        notes.append(GRAPHS)
-        ceiling = round(matmul_ceiling(torch.device(grid.device), grid.dtype))
-        notes.append(f"In the same run an 8192³ matrix product of this dtype reached {ceiling} TFLOP/s.")
-    min_rep_ms, max_rep_ms, overhead_ms = (
-        direction.work * time for time in (MIN_REP_MS, MAX_REP_MS, MEASURE_OVERHEAD_MS)
-    )
-    data: list[dict[str, Any]] = []
-    skipped = 0
-    for number, point in enumerate(cli.progress(points, grid_name)):
-        if budget.left() <= 0:
-            skipped += 1
-            continue
-        parts = (len(points) - number) * arguments.rounds * (len(ours) + len(theirs))
-        rep_ms = 1.0 if grid.device == "cpu" else min(max_rep_ms, max(min_rep_ms, budget.share(parts) - overhead_ms))
-        row = measure_point(direction, point, grid, ours, theirs, arguments.rounds, rep_ms)
-        data.append(row if ceiling is None else {**row, "ceiling_tflops": ceiling})
-        for name, reason in row["unsupported"].items():
-            print(f"{name} cannot run {point}: {reason}")
-    if skipped:
-        notes.append(f"{skipped} of {len(points)} points were left out: the {arguments.seconds:.0f} s were used up.")
-    missing = [name for name in ours if not any(name in row["ratio"] for row in data)]
-    if missing:
-        raise SystemExit(f"{direction.benchmark}: {', '.join(missing)} ran at no point; nothing is written")
-    cli.finish(
-        arguments.name or f"{direction.name}_{ours[0]}{grid.suffix}",
-        benchmark=direction.benchmark,
-        title=grid.title,
-        data=data,
-        sources=["benchmarks/speed.py", *(glob for name in ours for glob in direction.sources.get(name, ()))],
-        arguments=arguments,
-        notes=notes,
-        complete=skipped == 0,
-    )
-    if skipped:
-        raise SystemExit(f"{direction.benchmark}: {notes[-1]}")

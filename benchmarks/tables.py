@@ -1,6 +1,6 @@
-"""Results as Markdown tables: one view for each kind of result, chosen by the benchmark that measured it.
+"""Results as Markdown tables: one layout for each benchmark.
 
-Kept apart from the measuring code, so that a table can be laid out anew without measuring again.
+Measuring code is elsewhere, so that a change of layout does not make results stale.
 """
 
 from __future__ import annotations
@@ -90,27 +90,25 @@ def memory_tables(data: Rows) -> list[str]:
 def build_tables(data: Rows) -> list[str]:
     body = []
     for row in data:
-        limit = "" if row.get("limit_seconds") is None else f"{row['limit_seconds']:.0f}"
         longest = max(row["kernels"].items(), key=lambda item: item[1], default=None)
         slowest = f"{len(row['kernels'])}, the slowest {longest[0]} in {longest[1]:.0f} s" if longest else "none"
-        body.append([row["label"], f"{row['seconds']:.0f}", limit, slowest, str(row["cores"]), row["machine"]])
-    return [markdown_table(["build", "seconds", "limit", "kernel files compiled", "cores", "machine"], body)]
+        body.append([row["label"], f"{row['seconds']:.0f}", slowest, str(row["cores"]), row["machine"]])
+    return [markdown_table(["build", "seconds", "kernel files compiled", "cores", "machine"], body)]
 
 
 def dtype_of_object(name: str) -> str:
-    """The dtype that the name of an object file of kernels holds."""
+    """The dtype in the name of an object file of kernels."""
     found = re.search(r"_(fp16|bf16)_", name)
     return found[1] if found else "float32"
 
 
-# Of a forward and of a backward kernel: headers and fields.
+# Headers and fields of forward and backward kernels.
 FORWARD_KEYS = {"head dim": "headdim", "kernels of": "family", "arch": "arch"}
 BACKWARD_KEYS = {"head dim": "headdim", "kind": "kind", "tile": "tile", "arch": "arch"}
 
 
 def resource_tables(data: Rows) -> list[str]:
-    """The forward by kind, the backward by kind, tile and mode; of other kernels, a line for those that differ in dtype
-    alone."""
+    """The forward by kind, the backward by kind, tile and mode; other kernels in one line for all dtypes."""
     forward = [row for row in data if "kind" in row and "tile" not in row]
     backward = [row for row in data if "kind" in row and "tile" in row]
     keys = ("arch", "registers", "spill_bytes", "stack_bytes", "static_smem_bytes")
@@ -130,8 +128,7 @@ def resource_tables(data: Rows) -> list[str]:
 
 
 def register_table(direction: str, data: Rows, keys: dict[str, str], across: str, other: str = "") -> str:
-    """The fields `keys` down, by their headers; the values of the field `across` across, then `other`, for kernels that
-    have no such field."""
+    """The fields `keys` down, the values of the field `across` across; `other` is the column of kernels without it."""
     cells: dict[tuple[str, ...], dict[str, dict[str, str]]] = {}
     for row in data:
         dtype, spilled = dtype_of_object(row["object"]), row["spill_bytes"]
@@ -148,7 +145,7 @@ def register_table(direction: str, data: Rows, keys: dict[str, str], across: str
 
 
 def accuracy_tables(data: Rows) -> list[str]:
-    """Backend and dtype down; the worst share and its case of each tensor that was compared across."""
+    """Backend and dtype down; the worst share of each tensor and its case across."""
     names = {"out": "out", "lse": "softmax_lse", "dq": "dq", "dk": "dk", "dv": "dv"}
     compared = [key for key in names if f"{key}_share" in data[0]]
     body = [
@@ -165,7 +162,7 @@ def accuracy_tables(data: Rows) -> list[str]:
 
 
 def plain_tables(data: Rows) -> list[str]:
-    """Any result without a view of its own: its keys across, its rows down."""
+    """The layout of other results: keys across, rows down."""
     headers = list(dict.fromkeys(key for row in data for key in row))
     return [markdown_table(headers, [[_plain(row.get(key, "")) for key in headers] for row in data])]
 
@@ -188,18 +185,12 @@ def cpu_tables(data: Rows) -> list[str]:
     return [f"{caption}\n\n{markdown_table(['dtype, threads', '', *map(str, lengths)], body)}"]
 
 
-# What bench_features makes of its times: a caption, and how a value is written.
+# The figures of bench_features: a caption, and the format of a value.
 FEATURE_FIGURES: dict[str, tuple[str, str]] = {
-    "window": (
-        "Time ÷ (the plain full call's × the share of blocks that the window shows), at most the limit:",
-        "{:.2f}",
-    ),
-    "cost": (
-        "On the kernels of sm80, time added to the plain call's, in percent, at most the limit:",
-        "{:+.1f}",
-    ),
-    "hopper": ("Time on the kernels of sm80 ÷ time on those that the GPU's calls run on:", "{:.2f}"),
-    "varlen": ("Speedup over the padded batch ÷ (padded FLOPs ÷ tokens' FLOPs), at least the limit:", "{:.2f}"),
+    "window": ("Time ÷ (time of the plain full call × share of blocks that the window shows):", "{:.2f}"),
+    "cost": ("Time added to the plain call's on the kernels of sm80, in percent:", "{:+.1f}"),
+    "hopper": ("Time on the kernels of sm80 ÷ time on those of Hopper:", "{:.2f}"),
+    "varlen": ("Speedup over the padded batch ÷ (padded FLOPs ÷ tokens' FLOPs):", "{:.2f}"),
 }
 
 
@@ -207,29 +198,42 @@ def feature_tables(data: Rows) -> list[str]:
     """A table for each figure: feature and direction down, heads and mask across."""
     tables = []
     for figure, (caption, style) in FEATURE_FIGURES.items():
+        rows = [row for row in data if row["figure"] == figure]
         cells: dict[tuple[str, str], dict[str, str]] = {}
-        for row in (row for row in data if row["figure"] == figure):
+        for row in rows:
             kind = f"{row['nheads']} heads of {row['headdim']}, {'causal' if row['causal'] else 'full'}"
-            limit = "" if row["asked"] is None else f"{row['asked']:g}"
-            of_call = cells.setdefault((row["feature"], row["direction"]), {"limit": limit})
-            of_call[kind] = style.format(row["value"])
-        if cells:
-            kinds = list(dict.fromkeys(kind for of_call in cells.values() for kind in of_call if kind != "limit"))
-            headers = ["", "", *kinds, *(["limit"] if caption.endswith("limit:") else [])]
-            body = [[*names, *(of_call.get(header, "") for header in headers[2:])] for names, of_call in cells.items()]
-            shape = next(row for row in data if row["figure"] == figure)
-            where = f"Batch {shape['batch']}, {shape['seqlen']} tokens."
-            tables.append(f"{where} {caption}\n\n{markdown_table(headers, body)}")
+            cells.setdefault((row["feature"], row["direction"]), {})[kind] = style.format(row["value"])
+        if rows:
+            kinds = list(dict.fromkeys(kind for of_call in cells.values() for kind in of_call))
+            body = [[*names, *(of_call.get(kind, "") for kind in kinds)] for names, of_call in cells.items()]
+            where = f"Batch {rows[0]['batch']}, {rows[0]['seqlen']} tokens."
+            tables.append(f"{where} {caption}\n\n{markdown_table(['', '', *kinds], body)}")
     return tables
 
 
+def value_tables(data: Rows) -> list[str]:
+    """Head dim, mask and length down, values across: our speed ÷ the rival's, and that ÷ the first values' ratio."""
+    cells: dict[tuple[str, str], dict[str, str]] = {}
+    for row in data:
+        text = f"{row['ratio']:.2f} ({row['relative_ratio']:.2f})"
+        cells.setdefault((kind_of(row), str(row["seqlen"])), {})[row["values"]] = text
+    values = list(dict.fromkeys(row["values"] for row in data))
+    body = [[*names, *(by_values.get(name, "") for name in values)] for names, by_values in cells.items()]
+    ours, theirs = data[0]["ms"]
+    lowest = min(data, key=lambda row: row["relative_ratio"])
+    where = f"{kind_of(lowest)}, {lowest['seqlen']}, {lowest['values']}"
+    caption = f"{ours} ÷ {theirs}, speed, and (that ÷ the value at {values[0]}):"
+    table = markdown_table(["", "length", *values], body)
+    return [f"{caption}\n\n{table}\n\nLowest in brackets: {lowest['relative_ratio']:.2f} ({where})."]
+
+
 VIEWS: dict[str, Callable[[Rows], list[str]]] = {
-    "bench_forward": speed_tables,
-    "bench_backward": speed_tables,
+    "bench_speed": speed_tables,
     "bench_overhead": overhead_tables,
     "bench_memory": memory_tables,
     "bench_build": build_tables,
     "bench_cpu": cpu_tables,
+    "bench_values": value_tables,
     "bench_features": feature_tables,
     "accuracy": accuracy_tables,
     "kernel_resources": resource_tables,
@@ -242,3 +246,22 @@ def render(result: dict[str, Any]) -> str:
     parts = VIEWS.get(result["benchmark"], plain_tables)(result["data"])
     source = f"`benchmarks/results/{result['name']}.json`"
     return "\n\n".join([*parts, *result["notes"], f"Measured on {describe(result['stamp'])} ({source})."])
+
+
+def summarize(result: dict[str, Any]) -> str:
+    """One line: the first contender's ratio to each rival over all rows, and where the figures come from."""
+    data: Rows = result["data"]
+    if result["benchmark"] == "bench_cpu":
+        ours, by_rival = "cpu", {"SDPA": [row["ratio"] for row in data]}
+    else:
+        ours = next(name for row in data for name in row["ratio"])
+        rivals = dict.fromkeys(name for row in data for name in row["ratio"].get(ours, {}))
+        by_rival = {
+            rival: [row["ratio"][ours][rival] for row in data if rival in row["ratio"].get(ours, {})]
+            for rival in rivals
+        }
+    ratios = "; ".join(
+        f"{ours} ÷ {rival}: median {statistics.median(values):.2f}, lowest {min(values):.2f}"
+        for rival, values in by_rival.items()
+    )
+    return f"**{ratios}** over {len(data)} shapes ({describe(result['stamp'])})."

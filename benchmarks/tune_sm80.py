@@ -1,8 +1,8 @@
-"""Finds tile sizes for the sm80 kernels: compiles candidates on any machine, times them on a GPU.
+"""Compares tile sizes of the sm80 kernels: compiles candidates on any machine, times them on a GPU.
 
   python -m benchmarks.tune_sm80 compile DIR              needs nvcc only
   python -m benchmarks.tune_sm80 run DIR                  needs a GPU
-  python -m benchmarks.tune_sm80 run DIR --backward       the backward, and so for compile
+  python -m benchmarks.tune_sm80 run DIR --backward       the backward; compile takes --backward too
 
 `compile` prints registers and spills of each candidate, `run` TFLOP/s and the ratio to PyTorch's FLASH_ATTENTION,
 interleaved in one run. Several folders, compiled with --csrc from several checkouts, compare in one run.
@@ -25,10 +25,9 @@ import torch
 from tabulate import tabulate
 from torch import Tensor
 
-from benchmarks.backward_rivals import BACKWARD_RIVALS, upstream_gradient
 from benchmarks.kernel_resources import fields_of, parse, readable
 from benchmarks.methods import BACKWARD_WORK, attention_flops, interleave, ratio, time_cuda
-from benchmarks.rivals import RIVALS, Call, Rival
+from benchmarks.rivals import BACKWARD_RIVALS, RIVALS, Call, Rival, upstream_gradient
 from benchmarks.speed import check_agreement
 from build_tools.kernels import CSRC, NVCC_FLAGS, cuda_home
 from build_tools.selection import max_jobs
@@ -38,7 +37,7 @@ TOKENS, COLUMNS = 16384, 2048  # batch * seqlen, nheads * headdim
 ROWS_ROUNDED = 128  # Flash_bwd_params::kRowsRounded
 RIVAL = "FLASH_ATTENTION"
 
-# What to try beside the tiles kept in csrc/sm80: arguments of TileFwd and TileBwd; trailing defaults may be left out.
+# Candidates beside the tiles in csrc/sm80: arguments of TileFwd and TileBwd; trailing defaults may be left out.
 FORWARD_TILES: dict[int, list[tuple[int, ...]]] = {
     32: [(128, 128, 4, 2), (128, 64, 4, 3), (128, 64, 4, 4, 1)],
     64: [(128, 128, 4, 2), (128, 112, 4, 2), (128, 96, 4, 2), (128, 64, 4, 2, 0, 4)],
@@ -88,7 +87,8 @@ SHAPE = """
     p.dtype = DType::bfloat16; p.b = b; p.h = p.h_k = h; p.seqlen_q = p.seqlen_k = s; p.d = d;
     p.lse_batch_stride = int64_t(h) * s; p.lse_head_stride = s;
     p.is_causal = causal; p.window_size_right = causal ? 0 : -1;
-    p.softmax_scale = 1 / sqrt(double(d)); p.scale_softmax_log2 = p.softmax_scale * M_LOG2E;
+    p.softmax_scale = 1 / sqrt(double(d)); p.qk_scale = p.scale_softmax = p.softmax_scale;
+    p.scale_softmax_log2 = p.softmax_scale * kLog2e;
 """
 ATTEMPT = """
 using namespace flash;
@@ -99,7 +99,7 @@ static int attempt(Launch launch, const Params &params, cudaStream_t stream) {
         launch(params, stream);
         return 0;
     } catch (std::exception &error) {
-        cudaGetLastError();  // not the next launch's
+        cudaGetLastError();  // clears the error for the next launch
         fprintf(stderr, "%s\\n", error.what());
         return 1;
     }
@@ -144,9 +144,11 @@ $shape
     if (dq_semaphore == nullptr) {
         return run<BwdMode::all>(p, stream);
     }
-    const int64_t turns = padded_rows(p) / p.kRowsPerSemaphore;
-    p.deterministic = true; p.dq_semaphore = static_cast<int *>(dq_semaphore); p.dq_tile_counter = p.dq_semaphore + turns;
-    cudaMemsetAsync(dq_semaphore, 0, (turns + 1) * sizeof(int), stream);
+    const int64_t semaphores = padded_rows(p) / p.kRowsPerSemaphore;
+    p.deterministic = true;
+    p.dq_semaphore = static_cast<int *>(dq_semaphore);
+    p.dq_tile_counter = p.dq_semaphore + semaphores;
+    cudaMemsetAsync(dq_semaphore, 0, (semaphores + 1) * sizeof(int), stream);
     return run<BwdMode::deterministic>(p, stream);
 }
 """
@@ -182,7 +184,7 @@ class Candidate:
 def kept_tiles(csrc: Path, hdim: int, backward: bool) -> list[tuple[int, ...]]:
     """The tiles of a head dim in the kernels' own tables; several where kinds, modes or sizes of GPU differ."""
     header = csrc / "sm80" / ("tile_sizes_bwd.h" if backward else "tile_sizes.h")
-    entry = re.compile(rf"struct Tile_sizes_\w+<{hdim}\b[^>]*>\s*: Tile_\w+<([^>]+)>")
+    entry = re.compile(rf"struct TileSizes\w+<{hdim}\b[^>]*>\s*: Tile\w+<([^>]+)>")
     number = {"true": 1, "false": 0}
     return [
         tuple(number[x] if x in number else int(x) for x in re.split(r",\s*", arguments))
@@ -201,7 +203,7 @@ def choose(csrc: Path, hdims: list[int], backward: bool, asked: list[tuple[int, 
 
 
 def compile_candidate(candidate: Candidate, folder: Path, arch: str, csrc: Path) -> str:
-    """Compiles one candidate; returns what to say about it."""
+    """Compiles one candidate; returns one line about its registers, or its error."""
     library = candidate.library(folder)
     source = library.with_suffix(".cu")
     source.write_text(candidate.source(arch))
@@ -225,7 +227,7 @@ def registers_and_spills(report: str, arch: str) -> list[str]:
         what = [kernel[key] for key in ("mode", "kind") if key in kernel]
         if what:
             text = f"{', '.join(what)}: {text}"
-        if "mode" in kernel or "flash_bwd" not in name:  # not what never runs, nor before and after the backward
+        if "mode" in kernel or "flash_bwd" not in name:  # leaves out preprocessing, conversion and empty kernels
             found.append(text)
     return sorted(found)
 
@@ -250,11 +252,11 @@ class Tuned(Rival):
         rows = batch * nheads * (-(-seqlen // ROWS_ROUNDED) * ROWS_ROUNDED)
         gradients = [torch.full_like(x, float("nan")) for x in (q, k, v)]
         delta, lse_padded = (q.new_empty(rows, dtype=torch.float32) for _ in range(2))
-        large_rows = q.new_empty(rows, dtype=torch.int32)  # more than enough, as the turns
+        large_rows = q.new_empty(rows, dtype=torch.int32)  # more than enough, as are the semaphores
         dq_accum = q.new_empty(rows * headdim, dtype=torch.float32)
-        turn = q.new_empty(rows + 1, dtype=torch.int32) if self.deterministic else None  # and a ticket
+        semaphore = q.new_empty(rows + 1, dtype=torch.int32) if self.deterministic else None  # and the tile counter
         tensors = [q, k, v, out.transpose(1, 2).contiguous(), lse, upstream_gradient(q), *gradients]
-        return partial(self.run, [*tensors, delta, lse_padded, large_rows, dq_accum, turn], sizes, gradients)
+        return partial(self.run, [*tensors, delta, lse_padded, large_rows, dq_accum, semaphore], sizes, gradients)
 
     def run(self, tensors: list[Tensor | None], sizes: tuple[int, ...], outputs: list[Tensor]) -> list[Tensor]:
         pointers = [ctypes.c_void_p(x.data_ptr() if x is not None else None) for x in tensors]

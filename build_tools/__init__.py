@@ -1,1 +1,1 @@
-"""What setup.py is made of: the target environment's torch, the build selection, and the kernel cache."""
+"""Parts of the build: build backend, target environment's torch, selection of kernels, and the kernel cache."""

@@ -1,8 +1,8 @@
 """Compiles the CUDA kernels, which know nothing of torch, into objects cached by content.
 
-An object's name holds a hash over everything that it is made from: compiler version, flags, CUTLASS, and the text of
-the source and of every file of csrc/ that it includes. So nothing unchanged is compiled twice, and the cache folder
-can be copied to any machine with the same CUDA version.
+An object's name holds a hash over everything that it depends on: nvcc, the host compiler, flags, the text of CUTLASS,
+the source and every file of csrc/ that it includes. So nothing unchanged is compiled twice, and the cache folder can be
+copied to any machine with the same compilers.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from third_party.fetch_cutlass import CutlassError, cutlass_include_dir
+from third_party.fetch_cutlass import LANDMARKS, CutlassError, cutlass_include_dir
 
 from .selection import ALL_DTYPES, Selection
 
@@ -35,11 +36,12 @@ NVCC_FLAGS = (
     "-lineinfo",
     "-DNDEBUG",
 )
-# The kinds of call of csrc/sm80/kind.h, and the kernel that takes any call; those that take longest first.
-BACKWARD_KINDS = {"any": (), **{kind: (f"-DFLASH_KIND={kind}",) for kind in ("local", "full", "general", "varlen")}}
-LEAST_HDIM_OF_SM90 = 64  # has_headdim of csrc/sm90/kind.h
+NVCC_VARIABLES = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")  # nvcc adds their flags to every command line
 SM90_DEFINES = ("-DCUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED",)  # wgmma of every multiple of 8 columns
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
+_KINDS = re.compile(r"#define FLASH_KINDS\(X\)((?:\s*\\\n\s*X\(\w+(?:, [01]){3}\))+)\n")
+_KIND = re.compile(r"X\((\w+), ([01]), ([01]), ([01])\)")
+_LEAST_HEADDIM_SM90 = re.compile(r"constexpr int kLeastHeadDimSm90 = (\d+);")
 
 
 @dataclass(frozen=True)
@@ -52,17 +54,42 @@ class KernelObject:
     archs: tuple[str, ...]
 
 
+class Kinds(NamedTuple):
+    """What csrc/kind.h says: the kinds of kernel in the order of their enumerators, and Hopper's smallest head dim."""
+
+    all: tuple[str, ...]
+    backward: tuple[str, ...]  # those with a backward kernel of their own
+    least_hdim_sm90: int
+
+
+def read_kinds(header: Path = CSRC / "kind.h") -> Kinds:
+    """Reads FLASH_KINDS and kLeastHeadDimSm90; ValueError where the header is not written as expected."""
+    text = header.read_text()
+    table, least = _KINDS.search(text), _LEAST_HEADDIM_SM90.search(text)
+    if table is None or least is None:
+        raise ValueError(
+            f"{header} must define FLASH_KINDS(X) as lines X(name, 0 or 1, 0 or 1, 0 or 1), and "
+            "constexpr int kLeastHeadDimSm90"
+        )
+    rows = _KIND.findall(table[1])
+    return Kinds(
+        tuple(name for name, *_ in rows), tuple(name for name, _, backward, _ in rows if backward == "1"), int(least[1])
+    )
+
+
 def kernel_objects(selection: Selection) -> list[KernelObject]:
-    """The objects of a selection, those that take longest first."""
+    """The objects of a selection, largest head dim first because its kernels compile longest."""
     objects = []
-    archs = selection.archs
+    archs, kinds = selection.archs, read_kinds()
     for hdim, dtype in itertools.product(sorted(selection.hdims, reverse=True), selection.dtypes):
         name = f"hdim{hdim}_{dtype}"
         defines = (f"-DFLASH_HEADDIM={hdim}", f"-DFLASH_DTYPE={ALL_DTYPES[dtype]}")
         source = CSRC / "sm80" / "flash_bwd_instantiation.cu"
-        for kind, extra in BACKWARD_KINDS.items():
-            objects.append(KernelObject(f"flash_bwd_{name}_{kind}_sm80", source, (*defines, *extra), archs))
-        if selection.has_sm90 and hdim >= LEAST_HDIM_OF_SM90:
+        objects.append(KernelObject(f"flash_bwd_{name}_any_sm80", source, defines, archs))
+        for kind in kinds.backward:
+            extra = f"-DFLASH_KIND={kind}"
+            objects.append(KernelObject(f"flash_bwd_{name}_{kind}_sm80", source, (*defines, extra), archs))
+        if selection.has_sm90 and hdim >= kinds.least_hdim_sm90:
             source = CSRC / "sm90" / "flash_fwd_instantiation.cu"
             objects.append(KernelObject(f"flash_fwd_{name}_sm90", source, (*defines, *SM90_DEFINES), ("90a",)))
         source = CSRC / "sm80" / "flash_fwd_instantiation.cu"
@@ -100,13 +127,13 @@ def cuda_home() -> Path:
 
 
 def build_kernels(selection: Selection, jobs: int) -> list[Path]:
-    """Compile what the cache lacks, `jobs` at a time; returns the object files to link."""
+    """Compiles what the cache lacks, `jobs` at a time; returns the object files to link."""
     nvcc = cuda_home() / "bin" / "nvcc"
     try:
         include_dirs = (CSRC, cutlass_include_dir())
     except CutlassError as error:
         raise SystemExit(str(error)) from None
-    fingerprint = [_nvcc_version(nvcc), _cutlass_version(include_dirs[1]), *NVCC_FLAGS]
+    fingerprint = [*_compilers(nvcc), _hash_of_cutlass(include_dirs[1]), *NVCC_FLAGS]
 
     folder = cache_dir()
     folder.mkdir(parents=True, exist_ok=True)
@@ -128,7 +155,7 @@ def build_kernels(selection: Selection, jobs: int) -> list[Path]:
 
 
 def _run_nvcc(command: list[str], name: str, path: Path) -> None:
-    """Compile into a temporary file and move it in place, so that an interrupted build leaves no broken object."""
+    """Compiles into a temporary file and moves it into place: an interrupted build leaves no broken object."""
     start = time.monotonic()
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         unfinished = Path(scratch) / path.name
@@ -147,12 +174,32 @@ def _flags_of(kernel: KernelObject) -> list[str]:
     return [*kernel.defines, *(f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in kernel.archs)]
 
 
-def _nvcc_version(nvcc: Path) -> str:
-    return subprocess.run([str(nvcc), "--version"], capture_output=True, text=True, check=True).stdout
+def _compilers(nvcc: Path) -> list[str]:
+    """nvcc's version, the version of the host compiler that nvcc calls, and the flags that nvcc takes by itself."""
+    with tempfile.TemporaryDirectory() as scratch:
+        probe = Path(scratch) / "probe.cu"
+        probe.write_text("__VERSION__")  # nvcc knows which host compiler it calls: -ccbin, NVCC_CCBIN, its profile
+        versions = [
+            subprocess.run(command, capture_output=True, text=True)
+            for command in ([str(nvcc), "--version"], [str(nvcc), "-E", str(probe)])
+        ]
+    for result in versions:
+        if result.returncode != 0:
+            command = " ".join(result.args[:2])
+            raise SystemExit(f"{command} failed; nvcc needs a host compiler:\n{result.stderr.strip()}")
+    flags = [f"{name}={os.environ.get(name, '')}" for name in NVCC_VARIABLES]
+    return [versions[0].stdout, versions[1].stdout.rstrip().rpartition("\n")[2], *flags]
 
 
-def _cutlass_version(include_dir: Path) -> str:
-    return (include_dir / "cutlass" / "version.h").read_text()
+def _hash_of_cutlass(include_dir: Path) -> str:
+    """A hash over the names and the text of CUTLASS's headers; takes about 0.3 s."""
+    digest = hashlib.sha256()
+    for folder in dict.fromkeys(Path(landmark).parts[0] for landmark in LANDMARKS):
+        for path in sorted(path for path in (include_dir / folder).rglob("*") if path.is_file()):
+            content = path.read_bytes()
+            digest.update(f"{path.relative_to(include_dir).as_posix()}\0{len(content)}\0".encode())
+            digest.update(content)
+    return digest.hexdigest()
 
 
 def _content_hash(kernel: KernelObject, fingerprint: list[str]) -> str:

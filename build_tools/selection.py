@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 ALL_HDIMS = (32, 64, 96, 128, 192, 256)
 ALL_DTYPES = {"fp16": "float16", "bf16": "bfloat16"}  # the name in the environment -> flash::DType
-DEFAULT_ARCHS = ("80", "90a")  # when there is no GPU to look at
+DEFAULT_ARCHS = ("80", "90a")  # on a machine without a GPU
 OLDEST_ARCH = 80
 
 GIB = 1 << 30
-MEMORY_PER_JOB = 3 * GIB  # measured: one sm80 kernel file of head dim 256 peaks below 2 GiB
+MEMORY_PER_JOB = 3 * GIB  # an sm80 kernel file of head dim 256 needs up to 2 GiB
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,11 @@ class Selection:
         """The architectures as compute capabilities: 90 for "90a"."""
         return tuple(int(arch.rstrip("af")) for arch in self.archs)
 
+    @property
+    def exact_capabilities(self) -> tuple[int, ...]:
+        """Those compiled with 'a' alone: such code runs on its own capability and on no later minor version."""
+        return tuple(int(arch[:-1]) for arch in self.archs if arch[-1] == "a" and arch[:-1] not in self.archs)
+
 
 def _items(variable: str) -> list[str]:
     return [item for item in re.split(r"[;,\s]+", os.environ.get(variable, "")) if item]
@@ -47,7 +52,7 @@ def _invalid(variable: str, item: str, allowed: str) -> SystemExit:
 
 
 def select_archs() -> tuple[str, ...]:
-    """The architectures asked for, else those of the GPUs present, else DEFAULT_ARCHS."""
+    """The architectures in FLASH_ATTN_MINI_ARCHS, else those of the GPUs present, else DEFAULT_ARCHS."""
     variable = "FLASH_ATTN_MINI_ARCHS"
     items = _items(variable)
     if items == ["none"]:
@@ -75,7 +80,7 @@ def _archs_of_gpus_present() -> tuple[str, ...]:
 
 
 def select_hdims() -> tuple[int, ...]:
-    """The head dims asked for, else all."""
+    """The head dims in FLASH_ATTN_MINI_HDIMS, else all."""
     variable = "FLASH_ATTN_MINI_HDIMS"
     items = _items(variable)
     for item in items:
@@ -85,7 +90,7 @@ def select_hdims() -> tuple[int, ...]:
 
 
 def select_dtypes() -> tuple[str, ...]:
-    """The dtypes asked for, else all."""
+    """The dtypes in FLASH_ATTN_MINI_DTYPES, else all."""
     variable = "FLASH_ATTN_MINI_DTYPES"
     items = _items(variable)
     for item in items:
@@ -95,18 +100,18 @@ def select_dtypes() -> tuple[str, ...]:
 
 
 def max_jobs() -> int:
-    """MAX_JOBS when set, else as many compiler runs as cores and free memory bear."""
+    """MAX_JOBS when set, else the number of compiler processes that cores and free memory allow."""
     asked = os.environ.get("MAX_JOBS")
     if asked is not None:
-        if not asked.isdigit() or int(asked) < 1:
-            raise SystemExit(f"MAX_JOBS is {asked!r}; allowed: a whole number from 1 up")
+        if not re.fullmatch(r"0*[1-9][0-9]*", asked):
+            raise SystemExit(f"MAX_JOBS is {asked!r}; allowed: a whole number from 1 up, or MAX_JOBS unset")
         return int(asked)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(cores, _free_memory() // MEMORY_PER_JOB))
 
 
 def _free_memory() -> int:
-    """Bytes that new processes may take; where the system does not say, enough for 4 jobs."""
+    """Bytes of memory available to new processes; enough for 4 jobs where the system does not say."""
     try:
         with open("/proc/meminfo") as meminfo:
             for line in meminfo:

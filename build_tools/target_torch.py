@@ -1,7 +1,7 @@
-"""Finds the torch that the extension will be loaded beside: that of the environment installed into.
+"""Finds the torch of the environment that the extension is installed into.
 
-An isolated build hides it (pip puts a folder of its own on PYTHONPATH, whose sitecustomize takes site-packages away),
-but the interpreter is the environment's own, so a child that ignores PYTHON* variables sees what users will see.
+An isolated build hides it: pip puts a folder on PYTHONPATH whose sitecustomize removes site-packages. The interpreter
+is still the environment's own, so a child process without PYTHON* variables finds the environment's packages.
 """
 
 from __future__ import annotations
@@ -22,25 +22,41 @@ _QUERY = "import importlib.util as u; s = u.find_spec('torch'); print(s.submodul
 
 
 def target_python() -> str:
-    return os.environ.get("FLASH_ATTN_MINI_PYTHON") or sys.executable
+    chosen = os.environ.get("FLASH_ATTN_MINI_PYTHON") or sys.executable
+    return os.path.abspath(chosen) if os.sep in chosen else chosen  # a bare name is looked up on PATH
 
 
 def find_torch() -> Path | None:
-    """Folder of the torch package to build against; None when the target environment has none."""
+    """Folder of the torch package to build against; None when the target environment has none.
+
+    Raises:
+        SystemExit: If FLASH_ATTN_MINI_PYTHON cannot be run.
+    """
     chosen = os.environ.get("FLASH_ATTN_MINI_PYTHON")
     spec = None if chosen else importlib.util.find_spec("torch")
     if spec is not None and spec.submodule_search_locations:
         return Path(spec.submodule_search_locations[0])
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    with tempfile.TemporaryDirectory() as empty:  # so that no ./torch is taken for the package
-        answer = subprocess.run([target_python(), "-c", _QUERY], env=env, cwd=empty, capture_output=True, text=True)
-    return Path(answer.stdout.strip()) if answer.returncode == 0 and answer.stdout.strip() else None
+    with tempfile.TemporaryDirectory() as empty:  # a folder ./torch would be found as the package
+        command = [target_python(), "-c", _QUERY]
+        try:
+            answer = subprocess.run(command, env=env, cwd=empty, capture_output=True, text=True, check=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            what = f"FLASH_ATTN_MINI_PYTHON is {command[0]!r}; allowed: a Python interpreter"
+            raise SystemExit(f"{what}. It cannot be run: {getattr(error, 'strerror', error)}") from None
+    return Path(answer.stdout.strip()) if answer.stdout.strip() else None
 
 
-def import_path() -> None:
-    """Makes `import torch` work in this process; ends it with a one-line message where there is no torch."""
+def require_torch() -> Path:
+    """Folder of the torch package; ends the process with one line where there is none."""
     folder = find_torch()
     if folder is None:
         raise SystemExit(INSTALL_HINT.format(python=target_python()))
+    return folder
+
+
+def import_path() -> None:
+    """Makes `import torch` work in this process."""
+    folder = require_torch()
     if str(folder.parent) not in sys.path:
         sys.path.append(str(folder.parent))  # last: the build's own setuptools and ninja come first

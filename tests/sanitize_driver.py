@@ -1,7 +1,7 @@
-"""Runs the small cases, forward and backward, on the cuda backend, without pytest: for `make sanitize`.
+"""Runs the small cases, forward and backward, on the cuda backend, without pytest (`make sanitize`).
 
-Every small case, dense and varlen, with and without features, under memcheck; racecheck is slow, so `--per-headdim`
-keeps a few for each head dim, mask and feature:
+memcheck takes every small case, dense and varlen, with and without features. racecheck is slow: `--per-headdim` limits
+the number of cases of each head dim, mask and feature.
 
     compute-sanitizer --tool memcheck --error-exitcode 9 python -m tests.sanitize_driver
     compute-sanitizer --tool racecheck --error-exitcode 9 python -m tests.sanitize_driver --per-headdim 2 64 128
@@ -33,7 +33,7 @@ def size(case: AnyCase) -> int:
 
 
 def kind_of(case: AnyCase) -> tuple[object, ...]:
-    """Cases of one kind run much the same code."""
+    """Features of a case that choose its kernel; cases of one kind run similar code."""
     features = (case.window_size != (-1, -1), case.softcap > 0, case.alibi is not None, case.dropout_p > 0)
     return (type(case), getattr(case, "page_size", 0) > 0, case.headdim, case.causal, *features)
 
@@ -41,7 +41,7 @@ def kind_of(case: AnyCase) -> tuple[object, ...]:
 def choose(headdims: list[int], per_headdim: int | None) -> list[AnyCase]:
     """The small cases of these head dims (all when none is named), at most `per_headdim` of each kind.
 
-    The largest come first: they have the most steps, and so the most that can race.
+    The largest come first: they have the most steps, and so the most chances of a race.
     """
     chosen: list[AnyCase] = []
     taken: dict[tuple[object, ...], int] = {}
@@ -57,8 +57,7 @@ def choose(headdims: list[int], per_headdim: int | None) -> list[AnyCase]:
 
 
 def run(case: AnyCase, dtype: torch.dtype) -> None:
-    """The forward by the GPU's kernels and by those of sm80, and both kinds of backward: dq summed as it comes, and in
-    order."""
+    """Runs the GPU's forward and the default backward, then sm80's forward and the deterministic backward."""
     for deterministic in (False, True):
         os.environ["FLASH_ATTN_MINI_ARCH"] = "80" if deterministic else ""
         results = (run_varlen if isinstance(case, VarlenCase) else run_dense)(case, dtype, deterministic)
@@ -93,7 +92,7 @@ def run_varlen(case: VarlenCase, dtype: torch.dtype, deterministic: bool) -> lis
 
 
 def run_minimal() -> None:
-    """The plain kernel of csrc/minimal: ragged, and with rows that see no key."""
+    """Runs the kernel of csrc/minimal: ragged lengths, and rows without a key."""
     from flash_attn_mini import _C
 
     for seqlen_q, seqlen_k, headdim in ((130, 70, 40), (65, 129, 128)):
@@ -105,10 +104,10 @@ def run_minimal() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("headdims", nargs="*", type=int, help="default: all")
-    parser.add_argument("--per-headdim", type=int, help="at most so many cases of each head dim, mask and feature")
+    parser.add_argument("--per-headdim", type=int, help="most cases of each head dim, mask and feature")
     parser.add_argument("--dtypes", nargs="+", choices=sorted(DTYPES), default=sorted(DTYPES))
     arguments = parser.parse_args()
-    # Without PyTorch's pool every tensor is an allocation of its own, and memcheck knows its bounds.
+    # Without PyTorch's pool every tensor is its own allocation, so memcheck knows its bounds.
     os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     cases = choose(arguments.headdims, arguments.per_headdim)
     start = time.monotonic()

@@ -1,4 +1,4 @@
-"""The benchmark of features on the CPU: it runs end to end, counts shares of work, and refuses wrong results."""
+"""The benchmark of features on the CPU: it runs end to end, computes shares of work, and refuses wrong results."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 
 from benchmarks import bench_features, methods, provenance, run_all, tables
 from benchmarks.bench_features import GRIDS, Point, contenders_of
-from benchmarks.feature_rivals import PLAIN, Feature, FeatureBackward, FeatureForward, reference_tail
-from benchmarks.rivals import Rival
+from benchmarks.features import PLAIN, Feature, reference_tail
+from benchmarks.rivals import Mini, Rival
 from flash_attn_mini.reference import visible_keys
 
 FIGURES = ("window", "cost", "hopper", "varlen")
@@ -70,7 +70,7 @@ def test_the_share_of_a_varlen_batch_counts_squares() -> None:
 
 @pytest.mark.parametrize("direction", bench_features.DIRECTIONS)
 @pytest.mark.parametrize("figure", FIGURES)
-def test_every_call_is_held_against_a_plain_one(figure: str, direction: str) -> None:
+def test_every_call_is_compared_with_a_plain_one(figure: str, direction: str) -> None:
     (group,) = (group for group in GRIDS["perf"].groups if group.figure == figure)
     contenders = contenders_of(Point(group, 2, 16, direction), "cpu")
     names = [contender.rival.name for contender in contenders]
@@ -83,10 +83,9 @@ def test_every_call_is_held_against_a_plain_one(figure: str, direction: str) -> 
         assert figure != "hopper" or contender.plain.feature == contender.feature
 
 
-def test_hoppers_kernels_are_held_against_those_of_sm80() -> None:
+def test_hoppers_kernels_are_compared_with_those_of_sm80() -> None:
     (group,) = (group for group in GRIDS["perf"].groups if group.figure == "hopper")
     for contender in contenders_of(Point(group, 2, 16, "forward"), "cuda"):
-        assert isinstance(contender.rival, FeatureForward)
         assert contender.rival.arch == (80 if contender.plain is None else None)
 
 
@@ -110,7 +109,6 @@ def test_figures_of_known_times(monkeypatch: pytest.MonkeyPatch) -> None:
     assert by_feature["softcap"]["value"] == pytest.approx(20.0)
     assert by_feature["dropout"]["value"] == pytest.approx(0.0)
     assert varlen["value"] == pytest.approx(2.0 * varlen["share_of_work"], rel=1e-3)
-    assert (window["asked"], by_feature["ALiBi"]["asked"], varlen["asked"]) == (1.3, 10.0, 0.9)
     texts = tables.feature_tables(rows)
     assert len(texts) == len(FIGURES)
     assert "+20.0" in texts[1]
@@ -126,7 +124,7 @@ def test_the_benchmark_runs_end_to_end(tmp_path: Path, capsys: pytest.CaptureFix
     assert all(row["ms"] > 0 and row["plain_ms"] > 0 for row in result["data"])
     assert "window (64, 0)" in (tmp_path / "features_cpu.md").read_text()
     assert "2 heads of 16, causal" in capsys.readouterr().out
-    assert {"benchmarks/feature_rivals.py", "benchmarks/bench_features.py"} <= set(result["stamp"]["sources"])
+    assert {"benchmarks/features.py", "benchmarks/bench_features.py"} <= set(result["stamp"]["sources"])
     assert provenance.stale_results(tmp_path) == []
 
 
@@ -142,33 +140,35 @@ def test_without_time_nothing_is_written(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-class Wrong(FeatureForward):
-    """A forward that does not do what it is asked for."""
+class Wrong(Mini):
+    """A forward with a wrong result."""
 
     def outputs(self, result: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return (result * torch.nan,)
 
 
-def test_a_wrong_result_is_no_figure(monkeypatch: pytest.MonkeyPatch, inputs: list[torch.Tensor]) -> None:
+def test_a_wrong_result_is_an_error(monkeypatch: pytest.MonkeyPatch, inputs: list[torch.Tensor]) -> None:
     group = bench_features.cost_group(1, 40, ((2, 16),))
     point = Point(group, 2, 16, "forward")
     bench_features.check(contenders_of(point, "cpu"), "forward", inputs)
-    monkeypatch.setitem(bench_features.DIRECTIONS, "forward", Wrong)
+    with monkeypatch.context() as patch:
+        patch.setattr(bench_features, "Mini", Wrong)
+        wrong = contenders_of(point, "cpu")
     with pytest.raises(RuntimeError, match="plain full, forward, is not finite"):
-        bench_features.check(contenders_of(point, "cpu"), "forward", inputs)
-    monkeypatch.setattr("benchmarks.feature_rivals.reference_tail", lambda *a: 1.1 * reference_tail(*a))
+        bench_features.check(wrong, "forward", inputs)
+    monkeypatch.setattr("benchmarks.features.reference_tail", lambda *a: 1.1 * reference_tail(*a))
     with pytest.raises(RuntimeError, match="cpu with plain and the reference disagree"):
         bench_features.check(contenders_of(point, "cpu"), "forward", inputs)
 
 
-@pytest.mark.parametrize("make", [FeatureForward, FeatureBackward])
-def test_packed_and_padded_batches_agree(make: type[FeatureForward] | type[FeatureBackward]) -> None:
+@pytest.mark.parametrize("backward", [False, True])
+def test_packed_and_padded_batches_agree(backward: bool) -> None:
     lengths = (5, 40, 0, 17)
     inputs = [torch.randn(4, 40, 2, 16) for _ in range(3)]
     packed, padded = Feature("varlen", lengths=lengths, is_packed=True), Feature("padded", lengths=lengths)
     results = []
     for feature in (packed, padded):
-        rival = make("cpu", feature)
+        rival = Mini("cpu", feature, backward=backward)
         with rival.active():
             results.append(rival.outputs(rival.bind(*inputs, True)()))
     for x, y in zip(*results, strict=True):

@@ -1,11 +1,14 @@
-"""The benchmarks' own machinery on the CPU: they run end to end, and say what they cannot run."""
+"""The benchmarks on the CPU: they run end to end, and name what they cannot run."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
 import importlib
 import math
 import re
+import shutil
 import subprocess
 import sys
 from functools import partial
@@ -16,12 +19,13 @@ import torch
 
 from benchmarks import (
     accuracy,
-    bench_backward,
     bench_build,
     bench_cpu,
-    bench_forward,
     bench_memory,
     bench_overhead,
+    bench_speed,
+    bench_values,
+    compare_builds,
     methods,
     plotting,
     provenance,
@@ -30,9 +34,11 @@ from benchmarks import (
     tables,
     tune_sm80,
 )
-from benchmarks.backward_rivals import BACKWARD_RIVALS, upstream_gradient
-from benchmarks.rivals import RIVALS, Call, Rival, select
+from benchmarks.rivals import BACKWARD_RIVALS, RIVALS, Call, Rival, select, upstream_gradient
+from benchmarks.speed import BACKWARD, FORWARD
 from build_tools.selection import ALL_HDIMS
+
+FORWARD_GRIDS, BACKWARD_GRIDS = bench_speed.GRIDS["forward"], bench_speed.GRIDS["backward"]
 
 
 def test_interleave_alternates_and_ratios_cancel_drift() -> None:
@@ -58,30 +64,29 @@ def test_flops_count_two_products_and_half_of_them_when_causal() -> None:
 
 
 def test_grid_of_the_figures_holds_16384_tokens_and_2048_columns() -> None:
-    points = bench_forward.GRIDS["perf"].points(quick=False)
+    points = FORWARD_GRIDS["perf"].points(quick=False)
     assert len(points) == 36
     assert all(point.batch * point.seqlen == 16384 and point.nheads * point.headdim == 2048 for point in points)
 
 
 def test_grids_of_the_backward_hold_the_shapes_of_the_figures() -> None:
-    points = bench_backward.GRIDS["perf"].points(quick=False)
+    points = BACKWARD_GRIDS["perf"].points(quick=False)
     assert {(p.headdim, p.causal, p.seqlen) for p in points} == {
         (d, causal, s) for d in (64, 128, 256) for causal in (False, True) for s in (1024, 2048, 4096, 8192, 16384)
     }
     assert all(p.batch * p.seqlen == 16384 and p.nheads * p.headdim == 2048 for p in points)
     assert all(p.nheads_k == p.nheads for p in points)
-    assert {(p.nheads, p.nheads_k) for p in bench_backward.GRIDS["gqa"].points(quick=False)} == {(32, 8), (32, 1)}
-    triton = bench_backward.GRIDS["triton"].points(quick=False)
+    assert {(p.nheads, p.nheads_k) for p in BACKWARD_GRIDS["gqa"].points(quick=False)} == {(32, 8), (32, 1)}
+    triton = BACKWARD_GRIDS["triton"].points(quick=False)
     assert {(p.batch, p.nheads, p.seqlen) for p in triton} == {(4, 8, s) for s in (4096, 8192, 16384)}
 
 
 def test_every_grid_names_known_contenders() -> None:
-    for direction, grids in (
-        (bench_forward.FORWARD, bench_forward.GRIDS),
-        (bench_backward.BACKWARD, bench_backward.GRIDS),
-    ):
-        for grid in grids.values():
+    for direction in (FORWARD, BACKWARD):
+        for grid in bench_speed.GRIDS[direction.name].values():
             select([*grid.backends, *grid.rivals], direction.rivals)
+    for grid in bench_values.GRIDS.values():
+        select([*grid.backends, *grid.rivals], RIVALS)
     select([*bench_memory.CONTENDERS], RIVALS)
     select([*bench_memory.BACKWARD_CONTENDERS], BACKWARD_RIVALS)
 
@@ -115,7 +120,7 @@ class Fake(Rival):
         return partial(torch.mul, q, self.factor)
 
 
-def test_contenders_that_disagree_are_no_figure() -> None:
+def test_contenders_that_disagree_are_an_error() -> None:
     x = torch.randn(1, 8, 2, 16)
     exact, close, wrong, broken = Fake("a"), Fake("b", 1.01), Fake("c", 1.1), Fake("d", math.nan)
     calls = {rival: rival.bind(x, x, x, False) for rival in (exact, close, wrong, broken)}
@@ -126,7 +131,7 @@ def test_contenders_that_disagree_are_no_figure() -> None:
 
 
 def test_a_wrong_rival_is_left_out_and_a_wrong_result_of_ours_ends_the_run() -> None:
-    grid = bench_forward.GRIDS["tiny"]
+    grid = FORWARD_GRIDS["tiny"]
     direction = speed.Direction(
         "forward", {name: Fake(name, factor) for name, factor in zip("abc", (1, 1, 2), strict=True)}, 1.0, {}
     )
@@ -146,13 +151,14 @@ def test_rivals_that_cannot_run_say_why() -> None:
 
 @pytest.mark.parametrize("ours", ["MATH", "cpu"])
 def test_forward_benchmark_runs_end_to_end(ours: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    bench_forward.main(["--grid", "tiny", "--backend", ours, "--rounds", "2", "--out-dir", str(tmp_path)])
+    bench_speed.main(["--grid", "tiny", "--backend", ours, "--rounds", "2", "--out-dir", str(tmp_path)])
     result = provenance.load(tmp_path / f"forward_{ours}.json")
-    assert len(result["data"]) == len(bench_forward.GRIDS["tiny"].points(quick=False))
+    assert len(result["data"]) == len(FORWARD_GRIDS["tiny"].points(quick=False))
     for row in result["data"]:
         assert row["ratio"][ours]["SDPA"] > 0
         assert row["tflops"][ours] > 0
     assert result["stamp"]["torch"] == torch.__version__
+    assert result["notes"] == ["Medians of 2 interleaved rounds."]  # a CPU has no L2 cache that is cleared
     assert f"({ours} ÷ SDPA, the median of the rounds' ratios)" in (tmp_path / f"forward_{ours}.md").read_text()
     assert "d16 causal" in capsys.readouterr().out
     assert provenance.stale_results(tmp_path) == []
@@ -160,15 +166,15 @@ def test_forward_benchmark_runs_end_to_end(ours: str, tmp_path: Path, capsys: py
 
 def test_forward_benchmark_without_time_writes_nothing(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="nothing is written"):
-        bench_forward.main(["--grid", "tiny", "--backend", "MATH", "--seconds", "0", "--out-dir", str(tmp_path)])
+        bench_speed.main(["--grid", "tiny", "--backend", "MATH", "--seconds", "0", "--out-dir", str(tmp_path)])
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("ours", ["SDPA", "cpu"])
 def test_backward_benchmark_runs_end_to_end(ours: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    bench_backward.main(["--grid", "tiny", "--backend", ours, "--rounds", "2", "--out-dir", str(tmp_path)])
+    bench_speed.main(["--backward", "--grid", "tiny", "--backend", ours, "--rounds", "2", "--out-dir", str(tmp_path)])
     result = provenance.load(tmp_path / f"backward_{ours}.json")
-    assert len(result["data"]) == len(bench_backward.GRIDS["tiny"].points(quick=False))
+    assert len(result["data"]) == len(BACKWARD_GRIDS["tiny"].points(quick=False))
     for row in result["data"]:
         assert row["ratio"][ours]["SDPA"] > 0
         flops = 2.5 * methods.attention_flops(1, 2, row["seqlen"], row["seqlen"], row["headdim"], row["causal"])
@@ -186,7 +192,7 @@ def test_a_deterministic_backward_is_compared_with_the_other(monkeypatch: pytest
     monkeypatch.setattr(speed, "interleave", interleave)
     rivals = {name: Fake(name, baseline=BACKWARD_RIVALS[name].baseline) for name in slowness}
     direction = speed.Direction("backward", rivals, 2.5, {})
-    grid = bench_backward.GRIDS["tiny"]
+    grid = BACKWARD_GRIDS["tiny"]
     ours = ["cuda", "cuda deterministic"]
     row = speed.measure_point(direction, grid.points(False)[0], grid, ours, ["FLASH_ATTENTION"], 1, 1.0)
     assert row["ratio"] == {"cuda": {"FLASH_ATTENTION": 1.5}, "cuda deterministic": {"cuda": 0.8}}
@@ -214,7 +220,8 @@ def test_memory_beyond_a_float_dq_and_delta_is_a_failure(
 ) -> None:
     monkeypatch.setattr(bench_memory.cli, "require_gpu", lambda _: torch.device("cpu"))
     monkeypatch.setattr(bench_memory, "extra_bytes", lambda *_: extra)
-    monkeypatch.setattr(bench_memory, "BACKWARD_RIVALS", {name: Fake(name) for name in ("cuda", "FLASH_ATTENTION")})
+    rivals = {name: Fake(name) for name in ("cuda", "FLASH_ATTENTION")}
+    monkeypatch.setattr(bench_memory, "BACKWARD", dataclasses.replace(BACKWARD, rivals=rivals))
     options = ["--backward", "--quick", "--backend", "FLASH_ATTENTION", "--backend", "cuda", "--out-dir", str(tmp_path)]
     if enough:
         bench_memory.main(options)
@@ -237,7 +244,70 @@ def test_cpu_benchmark_runs_end_to_end(backward: bool, tmp_path: Path) -> None:
     work = 2.5 if backward else 1.0
     assert full["GFLOP/s"] == pytest.approx(work * 4 * 2 * 32 * 32 * 16 / full["ms"] / 1e6, rel=0.2)
     assert causal["ratio"] > 0
-    assert ("benchmarks/backward_rivals.py" in result["stamp"]["sources"]) is backward
+    assert result["stamp"]["instruction_set"] == bench_cpu.instruction_set("float32") in bench_cpu.ISAS
+    assert "L2 cache" not in " ".join(result["notes"])
+
+
+def test_cpu_benchmark_refuses_another_instruction_set(tmp_path: Path) -> None:
+    here = bench_cpu.instruction_set("bfloat16")
+    other = next(isa for isa in bench_cpu.ISAS if isa != here)
+    with pytest.raises(SystemExit, match=f"bfloat16 runs on {here} here, --isa asks for {other}"):
+        bench_cpu.main(["--dtype", "bfloat16", "--isa", other, "--out-dir", str(tmp_path)])
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("values", bench_values.VALUES, ids=lambda values: values.name)
+def test_values_have_the_logits_that_they_name(values: bench_values.Values) -> None:
+    q, k = (torch.randn(2, 400, 3, 64, dtype=torch.float64) for _ in range(2))
+    q, k = values.apply(q, k)
+    logits = torch.einsum("bqhd,bkhd->bhqk", q, k) / 8
+    if values.sink:
+        sinks = logits.mean(2).argmax(-1)  # [batch, heads]
+        assert (sinks == 0).all() if values.is_first else len(sinks.unique()) > 1
+        rest = logits.scatter(3, sinks[..., None, None].expand(*logits.shape[:3], 1), 0.0)
+        gap = logits.gather(3, sinks[..., None, None].expand(*logits.shape[:3], 1)) - rest.mean(-1, keepdim=True)
+        assert gap.mean().item() == pytest.approx(values.sink, abs=0.5)
+    else:
+        assert logits.mean().item() == pytest.approx(values.level, abs=0.05 * values.deviation)
+        assert logits.std().item() == pytest.approx(values.deviation, rel=0.05)
+
+
+def test_values_benchmark_runs_end_to_end(tmp_path: Path) -> None:
+    bench_values.main(["--grid", "tiny", "--rounds", "1", "--out-dir", str(tmp_path)])
+    result = provenance.load(tmp_path / "values_cpu.json")
+    assert [row["values"] for row in result["data"]] == [values.name for values in bench_values.VALUES] * 2
+    assert all(row["ratio"] > 0 for row in result["data"])
+    assert {row["relative_ratio"] for row in result["data"] if row["values"] == "std 1"} == {1.0}
+    assert "cpu ÷ SDPA, speed" in (tmp_path / "values_cpu.md").read_text()
+
+
+def test_two_builds_are_compared_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from flash_attn_mini import _C
+
+    (tmp_path / "old").mkdir()
+    old = shutil.copy(_C.__file__, tmp_path / "old")
+    with contextlib.suppress(SystemExit):  # the two copies differ by chance
+        compare_builds.main([str(old), _C.__file__, "--grid", "tiny", "--rounds", "2", "--rep-ms", "1"])
+    lines = capsys.readouterr().out.splitlines()
+    cells = [line.split("|") for line in lines if line.startswith("| ")][1:]
+    assert [cell[1].strip() for cell in cells] == [kind for kind in compare_builds.KINDS for _ in range(4)]
+    assert all(float(value) > 0 for cell in cells for value in cell[3:5])
+
+
+def test_a_slower_build_is_measured_again_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds_seen: list[tuple[str, int]] = []
+
+    def compare(_: object, kind: str, point: speed.Point, *, rounds: int, **__: object) -> float:
+        rounds_seen.append((kind, rounds))
+        return 0.97 if point.causal and point.headdim == 16 and (point.seqlen == 32 or rounds == 3) else 1.0
+
+    monkeypatch.setattr(compare_builds, "compare", compare)
+    monkeypatch.setattr(compare_builds, "load", lambda *_: None)
+    arguments = ["old.so", "new.so", "--grid", "tiny", "--rounds", "3"]
+    with pytest.raises(SystemExit, match=r"below 0.99: backward Point.*seqlen=32.*: 0.970$"):
+        compare_builds.main([*arguments, "--kinds", "backward"])
+    assert rounds_seen == [("backward", 3)] * 8 + [("backward", 6)] * 2
+    compare_builds.main([*arguments, "--kinds", "deterministic"])
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -294,9 +364,9 @@ def test_a_build_that_fails_keeps_no_time(tmp_path: Path) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU is told")
 def test_gpu_benchmarks_say_that_they_need_a_gpu() -> None:
     with pytest.raises(SystemExit, match="needs a CUDA GPU"):
-        bench_forward.main(["--grid", "perf"])
-    with pytest.raises(SystemExit, match="bench_backward needs a CUDA GPU"):
-        bench_backward.main(["--grid", "gqa"])
+        bench_speed.main(["--grid", "perf"])
+    with pytest.raises(SystemExit, match="bench_speed needs a CUDA GPU"):
+        bench_speed.main(["--backward", "--grid", "gqa"])
     with pytest.raises(SystemExit, match="bench_memory needs a CUDA GPU"):
         bench_memory.main(["--backward"])
 
@@ -324,7 +394,7 @@ def test_run_all_runs_what_was_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setattr(run_all, "run_step", run_step)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     run_all.main(["--only", "backward", "--out-dir", str(tmp_path)])
-    assert seen[0] == "bench_backward --grid perf"
+    assert seen[0] == "bench_speed --backward --grid perf"
     assert len(seen) > 1
     assert all("backward" in label for label in seen)
     with pytest.raises(SystemExit, match="no step contains 'sideways'"):
@@ -377,6 +447,6 @@ def test_a_result_that_is_not_complete_is_drawn(tmp_path: Path) -> None:
     rows = [row | {"headdim": 64, "causal": causal} for causal in (False, True)] + [
         row | {"headdim": 128, "causal": True}
     ]
-    result = {"benchmark": "bench_backward", "title": "Backward", "stamp": {}, "data": rows}
+    result = {"benchmark": "bench_speed", "title": "Backward", "stamp": {}, "data": rows}
     assert plotting.plot(result, tmp_path / "backward.png")
     assert (tmp_path / "backward.png").stat().st_size > 0

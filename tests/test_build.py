@@ -1,13 +1,16 @@
-"""What the build decides before it compiles: which torch, which kernels, which CUTLASS, and what is compiled anew."""
+"""What the build chooses before it compiles: torch, kernels, CUTLASS, and which cached objects it may use."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
 import venv
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -44,24 +47,66 @@ def test_torch_is_found_behind_a_build_isolation() -> None:
     assert result.stdout.strip() == str(Path(torch.__file__).parent), result.stderr
 
 
-def test_without_torch_the_build_ends_with_one_line_that_says_what_to_run(python_without_torch: str) -> None:
+def test_without_torch_the_build_ends_with_one_line_that_says_what_to_run(
+    python_without_torch: str, tmp_path: Path
+) -> None:
     environment = os.environ | {"FLASH_ATTN_MINI_PYTHON": python_without_torch}
-    command = [sys.executable, "setup.py", "build", "--help"]
+    build = [sys.executable, "setup.py", "--quiet", "build_ext", "--build-temp", str(tmp_path)]
+    wheel = [sys.executable, "-c", "from build_tools import backend; backend.get_requires_for_build_wheel()"]
+    for command in (build, wheel):
+        result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        assert result.returncode == 1
+        assert result.stderr.strip() == target_torch.INSTALL_HINT.format(python=python_without_torch)
+    assert "pip install torch" in target_torch.INSTALL_HINT
+
+
+def program(path: Path, script: str) -> Path:
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.mark.parametrize("name", ["missing", "folder", "text", "other program"])
+def test_an_interpreter_that_cannot_be_run_is_named(name: str, tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    program(tmp_path / "other program", "exit 3")
+    (tmp_path / "text").write_text("no program")
+    environment = os.environ | {"FLASH_ATTN_MINI_PYTHON": str(tmp_path / name)}
+    command = [sys.executable, "setup.py", "--quiet", "build_ext", "--build-temp", str(tmp_path)]
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert result.returncode == 1
-    message = result.stderr.strip().splitlines()[-1]
-    assert message == target_torch.INSTALL_HINT.format(python=python_without_torch)
-    assert "pip install torch" in message
+    (line,) = result.stderr.strip().splitlines()
+    assert line.startswith(f"FLASH_ATTN_MINI_PYTHON is '{tmp_path / name}'; allowed: a Python interpreter")
 
 
-def test_an_unpacked_sdist_has_everything_that_the_build_reads(tmp_path: Path) -> None:
-    base = ["egg_info", "--egg-base", str(tmp_path)]  # elsewhere than in this checkout
-    command = [sys.executable, "setup.py", "--quiet", *base, "sdist", "--dist-dir", str(tmp_path)]
+@pytest.fixture(scope="module")
+def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An sdist of this checkout, unpacked."""
+    folder = tmp_path_factory.mktemp("sdist")
+    base = ["egg_info", "--egg-base", str(folder)]  # elsewhere than in this checkout
+    command = [sys.executable, "setup.py", "--quiet", *base, "sdist", "--dist-dir", str(folder)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-    (archive,) = tmp_path.glob("*.tar.gz")
+    (archive,) = folder.glob("*.tar.gz")
     with tarfile.open(archive) as packed:
-        packed.extractall(tmp_path, filter="data")
-    unpacked = tmp_path / archive.name.removesuffix(".tar.gz")
+        packed.extractall(folder, filter="data")
+    return folder / archive.name.removesuffix(".tar.gz")
+
+
+def test_an_sdist_and_metadata_need_no_torch(unpacked: Path, python_without_torch: str, tmp_path: Path) -> None:
+    environment = os.environ | {"FLASH_ATTN_MINI_PYTHON": python_without_torch}
+    calls = (
+        "get_requires_for_build_sdist()",
+        f"build_sdist({str(tmp_path)!r})",
+        f"prepare_metadata_for_build_wheel({str(tmp_path)!r})",
+    )
+    for call in calls:
+        command = [sys.executable, "-c", f"from build_tools import backend; backend.{call}"]
+        result = subprocess.run(command, cwd=unpacked, env=environment, capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+    assert len(list(tmp_path.glob("*.tar.gz"))) == len(list(tmp_path.glob("*.dist-info"))) == 1
+
+
+def test_an_unpacked_sdist_has_everything_that_the_build_reads(unpacked: Path) -> None:
     for folder, suffixes in {"csrc": {".h", ".cpp", ".cu"}, "build_tools": {".py"}}.items():
         here, there = (
             {path.relative_to(root) for path in (root / folder).rglob("*") if path.suffix in suffixes}
@@ -106,6 +151,8 @@ def test_selection_from_the_environment(
         ("FLASH_ATTN_MINI_ARCHS", "sm_80", selection.select_archs),
         ("FLASH_ATTN_MINI_HDIMS", "100", selection.select_hdims),
         ("FLASH_ATTN_MINI_DTYPES", "fp32", selection.select_dtypes),
+        ("MAX_JOBS", "", selection.max_jobs),
+        ("MAX_JOBS", "²", selection.max_jobs),
         ("MAX_JOBS", "0", selection.max_jobs),
         ("MAX_JOBS", "many", selection.max_jobs),
     ],
@@ -137,6 +184,61 @@ def test_kernels_of_hopper_are_compiled_for_it_alone() -> None:
         assert not any(kernel.name.endswith("sm90") for kernel in kernels.kernel_objects(without))
 
 
+@pytest.mark.parametrize(
+    ("archs", "exact"), [(("100a",), (100,)), (("80", "90a", "120"), (90,)), (("90", "90a"), ()), (("100f",), ())]
+)
+def test_code_of_an_a_architecture_runs_on_it_alone(archs: tuple[str, ...], exact: tuple[int, ...]) -> None:
+    assert selection.Selection(archs, (128,), ("bf16",)).exact_capabilities == exact
+
+
+def test_kinds_are_those_of_the_header(tmp_path: Path) -> None:
+    header = (kernels.CSRC / "kind.h").read_text()
+    enumerators = re.search(r"enum class Kind \{(.*?)\}", header, re.DOTALL)
+    assert enumerators is not None
+    kinds = kernels.read_kinds()
+    assert list(kinds.all) == re.findall(r"^\s*(\w+),", enumerators[1], re.MULTILINE)
+    built = selection.Selection(archs=("80",), hdims=(64,), dtypes=("bf16",))
+    names = [kernel.name for kernel in kernels.kernel_objects(built) if "bwd" in kernel.name]
+    assert names == [f"flash_bwd_hdim64_bf16_{kind}_sm80" for kind in ("any", *kinds.backward)]
+    for old, new in (("X(full, 1, 1, 1)", "X(full, 1, yes, 1)"), ("kLeastHeadDimSm90", "kLeast")):
+        assert old in header
+        (tmp_path / "kind.h").write_text(header.replace(old, new))
+        with pytest.raises(ValueError, match=r"kind\.h must define"):
+            kernels.read_kinds(tmp_path / "kind.h")
+
+
+def test_the_cache_key_covers_the_host_compiler_and_nvccs_own_flags(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """nvcc stands in as a script that preprocesses with its host compiler, as nvcc -E does."""
+    for name in ("NVCC_CCBIN", *kernels.NVCC_VARIABLES):
+        monkeypatch.delenv(name, raising=False)
+    other = program(tmp_path / "other-g++", 'echo "\\"99.9\\""')
+    preprocess = 'exec "${NVCC_CCBIN:-g++}" -E -x c++ "$2"'
+    nvcc = program(tmp_path / "nvcc", f'if [ "$1" = --version ]; then echo nvcc 13; else {preprocess}; fi')
+    before = kernels._compilers(nvcc)
+    assert kernels._compilers(nvcc) == before
+    found = [before]
+    for name, value in (("NVCC_CCBIN", str(other)), *((name, "-lineinfo") for name in kernels.NVCC_VARIABLES)):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            found.append(kernels._compilers(nvcc))
+    assert len({tuple(key) for key in found}) == 4
+    monkeypatch.setenv("NVCC_CCBIN", str(tmp_path / "missing"))
+    with pytest.raises(SystemExit, match="nvcc needs a host compiler"):
+        kernels._compilers(nvcc)
+
+
+def test_the_cache_key_covers_the_text_of_cutlass(tmp_path: Path) -> None:
+    for landmark in ("cute/tensor.hpp", "cutlass/version.h", "cutlass/gemm/gemm.h"):
+        (tmp_path / landmark).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / landmark).write_text("#pragma once\n")
+    before = kernels._hash_of_cutlass(tmp_path)
+    assert kernels._hash_of_cutlass(tmp_path) == before
+    (tmp_path / "cutlass" / "gemm" / "gemm.h").write_text("#pragma once // changed\n")
+    assert kernels._hash_of_cutlass(tmp_path) != before
+
+
 def test_kernel_objects_are_compiled_anew_when_an_included_file_changes(tmp_path: Path) -> None:
     (tmp_path / "inner.h").write_text("int value = 1;")
     (tmp_path / "outer.h").write_text('#include "inner.h"')
@@ -150,6 +252,32 @@ def test_kernel_objects_are_compiled_anew_when_an_included_file_changes(tmp_path
         assert kernels._content_hash(kernels.KernelObject("kernel", source, defines, archs), ["nvcc 13"]) != before
     (tmp_path / "inner.h").write_text("int value = 2;")
     assert kernels._content_hash(kernel, ["nvcc 13"]) != before
+
+
+@pytest.fixture
+def fetcher(tmp_path: Path) -> list[str]:
+    """The command that unpacks a small wheel, pinned beside a copy of fetch_cutlass.py."""
+    shutil.copy(FETCH_CUTLASS, tmp_path)
+    wheel = tmp_path / "nvidia_cutlass-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name in ("cute/tensor.hpp", "cutlass/version.h", *(f"cute/{i}.hpp" for i in range(200))):
+            archive.writestr(f"cutlass_library/source/include/{name}", "#pragma once\n")
+    sha256 = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    (tmp_path / "cutlass.txt").write_text(f"nvidia-cutlass==1.0 --hash=sha256:{sha256}\n")
+    return [sys.executable, str(tmp_path / FETCH_CUTLASS.name), "--wheel", str(wheel)]
+
+
+def test_builds_that_fetch_cutlass_at_once_all_use_the_first_ones(fetcher: list[str], tmp_path: Path) -> None:
+    runs = [subprocess.Popen(fetcher, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for _ in range(4)]
+    assert [run.communicate()[0].strip() for run in runs] == [str(tmp_path / "cutlass" / "include")] * 4
+    assert [run.returncode for run in runs] == [0] * 4
+    assert not [path for path in tmp_path.glob(".cutlass-*") if path.is_dir()]
+    folder = (tmp_path / "cutlass").stat().st_ino
+    subprocess.run(fetcher, check=True, capture_output=True)  # a compiler may be reading the headers
+    assert (tmp_path / "cutlass").stat().st_ino == folder
+    (tmp_path / "cutlass" / "PIN").write_text("another version")
+    subprocess.run(fetcher, check=True, capture_output=True)
+    assert (tmp_path / "cutlass").stat().st_ino != folder
 
 
 def test_cutlass_wheel_that_is_not_the_pinned_one_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""csrc/minimal/flash_attn_minimal.cu, the plain CUDA kernel that readers start with, against the float64 reference."""
+"""csrc/minimal/flash_attn_minimal.cu, the teaching kernel, against the float64 reference."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_right_for_key_lengths(seqlen_k: int, causal: bool) -> None:
     [
         pytest.param(1, 1, 1, True, id="one number"),
         pytest.param(1, 333, 64, True, id="one query sees every key"),
-        pytest.param(65, 129, 40, False, id="one past each tile"),
+        pytest.param(65, 129, 40, False, id="one more than each tile"),
         pytest.param(70, 200, 96, True, id="diagonal to the right of the tile's corner"),
         pytest.param(63, 64, 7, True, id="odd head dim"),
     ],

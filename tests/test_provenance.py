@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import (
-    provenance,
-)
+from benchmarks import provenance
 
 
 @pytest.fixture
@@ -72,7 +70,7 @@ def test_forward_results_outlive_edits_of_the_backward_kernel_and_the_other_way_
     assert {sm80 / "copy.h", provenance.ROOT / "csrc" / "flash.h"} <= forward & backward
     assert set(sm80.glob("*.h")) | set(sm80.glob("*.cu")) <= forward | backward
     common = {sm80.parent / "common" / f"{name}.h" for name in ("sequence", "score_mod", "dropout", "philox")}
-    assert {sm80 / "kind.h", *common} <= forward & backward
+    assert {sm80.parent / "kind.h", *common} <= forward & backward
 
 
 def test_host_time_goes_stale_with_every_module_between_the_call_and_the_backend() -> None:
@@ -122,6 +120,25 @@ def test_a_failed_write_leaves_the_earlier_result(tmp_path: Path, monkeypatch: p
         provenance.write_atomically(path, "second")
     assert path.read_text() == "first"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_result_is_saved_with_a_line_for_each_row(tmp_path: Path) -> None:
+    rows = [{"x": 1, "ratio": {"a": 0.5}}, {"x": 2, "ratio": {}}]
+    path = provenance.save("x", benchmark="accuracy", title="8³", data=rows, sources=(), out_dir=tmp_path)
+    assert json.loads(path.read_text())["data"] == provenance.load(path)["data"] == rows
+    assert path.read_text().splitlines()[-5:] == [
+        ' "data": [',
+        '  {"x": 1, "ratio": {"a": 0.5}},',
+        '  {"x": 2, "ratio": {}}',
+        " ]",
+        "}",
+    ]
+    assert '"title": "8³"' in path.read_text()
+
+
+def test_committed_results_are_written_as_results_are_saved() -> None:
+    for path in provenance.RESULTS.glob("*.json"):
+        assert path.read_text(encoding="utf-8") == provenance.as_json(provenance.load(path)), path.name
 
 
 def test_nothing_measured_writes_nothing(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What is made of results: tables, kernels' registers and spills, the blocks of README and docs."""
+"""Reports of results: tables, kernels' registers and spills, the result blocks of README and docs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def cells_of(table: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
 
 
-def test_tables_of_resources_join_what_differs_in_dtype_alone() -> None:
+def test_tables_of_resources_join_kernels_that_differ_only_in_dtype() -> None:
     name = "sm80::flash_bwd_dot_do_o<cutlass::{}, 64>"
     row = {"arch": "sm_90a", "registers": 40, "spill_bytes": 0, "stack_bytes": 0, "static_smem_bytes": 0}
     fp16 = row | {"object": "flash_bwd_hdim64_fp16_any_sm80", "kernel": name.format("half_t")}
@@ -54,11 +54,11 @@ def test_tables_of_resources_join_what_differs_in_dtype_alone() -> None:
     assert lines == [[short, "fp16, bf16", "sm_90a", "40"], [short, "bf16", "sm_90a", "41"]]
 
 
-def test_resources_of_the_forward_stand_by_kind() -> None:
-    rows, kinds = [], kernel_resources.KINDS["sm80"]
+def test_resources_of_the_forward_are_listed_by_kind() -> None:
+    rows, kinds = [], kernel_resources.KINDS
     for (k, kind), (t, dtype) in itertools.product(enumerate(kinds), enumerate(("fp16", "bf16"))):
         tile = f"sm80::TileSizesFwd<64, {'true' if kind in ('general', 'paged') else 'false'}>"
-        kernel = f"sm80::flash_fwd_kernel<sm80::Flash_fwd_kernel_traits<(DType){t}, 64, {tile} >, (sm80::Kind){k}>"
+        kernel = f"sm80::flash_fwd_kernel<sm80::Flash_fwd_kernel_traits<(DType){t}, 64, {tile} >, (Kind){k}>"
         fields = kernel_resources.fields_of(kernel, "sm_90a")
         assert fields == {"headdim": 64, "family": "sm80", "kind": kind}
         row = {"object": f"flash_fwd_hdim64_{dtype}_sm80", "kernel": kernel, "arch": "sm_90a"}
@@ -72,11 +72,15 @@ def test_resources_of_the_forward_stand_by_kind() -> None:
     ]
 
 
-def test_resources_of_the_hopper_forward_say_for_which_lengths() -> None:
-    for tile, kind in (("TileSizesFwd<64, true>", "local"), ("TileSizesFwdShort<64>", "local of short sequences")):
+def test_resources_of_the_hopper_forward_name_the_kernels_of_short_sequences() -> None:
+    for tile, kind, name in (
+        ("TileSizesFwd<64, true>", 1, "local"),
+        ("TileSizesFwdShort<64>", 1, "local of short sequences"),
+        ("TileSizesFwd<64, true>", 3, "general"),
+    ):
         traits = f"sm90::Flash_fwd_kernel_traits<(DType)1, 64, sm90::{tile} >"
-        fields = kernel_resources.fields_of(f"sm90::flash_fwd_kernel<{traits}, (sm90::Kind)1>", "sm_90a")
-        assert fields == {"headdim": 64, "family": "sm90", "kind": kind}
+        fields = kernel_resources.fields_of(f"sm90::flash_fwd_kernel<{traits}, (Kind){kind}>", "sm_90a")
+        assert fields == {"headdim": 64, "family": "sm90", "kind": name}
 
 
 @pytest.mark.parametrize(
@@ -88,26 +92,26 @@ def test_resources_of_the_hopper_forward_say_for_which_lengths() -> None:
         ("racecheck", "========= RACECHECK SUMMARY: 12 hazards displayed (12 errors, 0 warnings)", 12),
     ],
 )
-def test_what_the_sanitizer_found_is_read(tool: str, summary: str, errors: int) -> None:
+def test_the_number_of_errors_of_the_sanitizer_is_read(tool: str, summary: str, errors: int) -> None:
     row = sanitize.row_of(tool, f"ran 38 cases in bfloat16, float16: 70 s\n{summary}\n")
     assert row == {"tool": tool, "cases": 38, "dtypes": "bfloat16, float16", "errors": errors}
 
 
-def test_a_sanitizer_that_did_not_come_to_an_end_found_nothing_out() -> None:
+def test_a_sanitizer_that_did_not_finish_is_an_error() -> None:
     for output in ("========= ERROR SUMMARY: 0 errors\n", "ran 38 cases in bfloat16: 70 s\n"):
-        with pytest.raises(SystemExit, match="memcheck did not come to an end"):
+        with pytest.raises(SystemExit, match="memcheck did not finish"):
             sanitize.row_of("memcheck", output)
 
 
 def ptxas_reports(folder: Path) -> list[Path]:
-    """Objects of the backward's kernels for two kinds and two dtypes, with what ptxas said: local kernels spill."""
+    """Objects of backward kernels for two kinds and two dtypes, with reports of ptxas: local kernels spill."""
     paths = []
     for (k, kind), (t, dtype) in itertools.product(enumerate(("full", "local")), enumerate(("fp16", "bf16"))):
         symbols = [f"flash_bwd_dot_do_oIN7cutlass{('6half_t', '10bfloat16_t')[t]}ELi32EEEv"]
         for bulk in (0, 1):
-            tile = f"NS0_8Tile_bwdILi128ELi64ELi4ELi4ELi4ELi4ELi2ELi2ELb{bulk}ELi4ELb0ELb0EEE"
-            traits = f"INS0_23Flash_bwd_kernel_traitsILNS_5DTypeE{t}ELi32E{tile}Lb{bulk}ELNS0_4KindE{k}EEE"
-            symbols += [f"flash_bwd_kernel{traits}LNS0_4KindE{k}ELNS0_8Bwd_modeE{mode}EEEv" for mode in range(3)]
+            tile = f"NS0_7TileBwdILi128ELi64ELi4ELi4ELi4ELi4ELi2ELi2ELb{bulk}ELi4ELb0ELb0EEE"
+            traits = f"INS0_23Flash_bwd_kernel_traitsILNS_5DTypeE{t}ELi32E{tile}Lb{bulk}ELNS_4KindE{k}EEE"
+            symbols += [f"flash_bwd_kernel{traits}LNS_4KindE{k}ELNS0_7BwdModeE{mode}EEEv" for mode in range(3)]
             symbols += [f"flash_bwd_convert_dq{traits}EEv"]
         text = ""
         for i, symbol in enumerate(symbols):
@@ -144,22 +148,14 @@ def test_resources_of_the_backward_say_kind_and_mode_and_leave_out_what_never_ru
     ]
 
 
-@pytest.mark.parametrize(
-    ("header", "enum", "names"),
-    [
-        ("sm80/kind.h", "Kind", kernel_resources.KINDS["sm80"]),
-        ("sm90/kind.h", "Kind", kernel_resources.KINDS["sm90"]),
-        ("sm80/tile_sizes_bwd.h", "BwdMode", kernel_resources.BACKWARD_MODES),
-    ],
-)
-def test_names_of_kinds_and_modes_are_those_of_the_kernels(header: str, enum: str, names: tuple[str, ...]) -> None:
-    text = (tune_sm80.CSRC / header).read_text()
-    enumerators = re.search(rf"enum class {enum} \{{(.*?)\}}", text, re.DOTALL)
+def test_names_of_modes_are_those_of_the_kernels() -> None:
+    text = (tune_sm80.CSRC / "sm80" / "tile_sizes_bwd.h").read_text()
+    enumerators = re.search(r"enum class BwdMode \{(.*?)\}", text, re.DOTALL)
     assert enumerators is not None
-    assert re.findall(r"^\s*(\w+),", enumerators[1], re.MULTILINE) == list(names)
+    assert tuple(re.findall(r"^\s*(\w+),", enumerators[1], re.MULTILINE)) == kernel_resources.BACKWARD_MODES
 
 
-def test_tuning_says_what_each_kernel_of_a_candidate_takes(tmp_path: Path) -> None:
+def test_tuning_reports_the_registers_of_each_kernel_of_a_candidate(tmp_path: Path) -> None:
     report = ptxas_reports(tmp_path)[0].with_suffix(".ptxas.txt").read_text()
     found = tune_sm80.registers_and_spills(report, "90a")
     assert found[0] == "all, full: 105 registers, 0 bytes spilled"

@@ -1,4 +1,4 @@
-"""The layouts of the Hopper kernels, checked on the host: who holds which element, with no GPU."""
+"""The layouts of the Hopper kernels, checked on the host: which thread holds which element. Needs no GPU."""
 
 from __future__ import annotations
 

@@ -1,12 +1,15 @@
 """Puts CUTLASS's headers, pinned in cutlass.txt, into third_party/cutlass (git-ignored); the CUDA build calls it.
 
 pip downloads the wheel and verifies its checksum. CUTLASS_PATH, a CUTLASS checkout or its include folder, takes
-precedence: nothing is fetched then. Run `python third_party/fetch_cutlass.py --help` for machines without a network.
+precedence: nothing is fetched then. One build fetches while the others wait for its lock, and current headers are never
+replaced. Run `python third_party/fetch_cutlass.py --help` for machines without a network.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import hashlib
 import os
 import re
@@ -15,11 +18,13 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 REQUIREMENT = HERE / "cutlass.txt"
 TARGET = HERE / "cutlass"
+LOCK = HERE / ".cutlass-lock"
 IN_WHEEL = "cutlass_library/source/include/"
 LANDMARKS = ("cute/tensor.hpp", "cutlass/version.h")
 
@@ -37,9 +42,22 @@ def cutlass_include_dir() -> Path:
                 return folder.resolve()
         raise CutlassError(f"CUTLASS_PATH={override} holds no {' and '.join(LANDMARKS)}, nor does its include folder")
     if not _is_current():
-        with tempfile.TemporaryDirectory() as scratch:
-            _unpack(_download(Path(scratch)))
+        with _locked(), tempfile.TemporaryDirectory() as scratch:
+            if not _is_current():  # else another build fetched them in the meantime
+                _unpack(_download(Path(scratch)))
     return TARGET / "include"
+
+
+@contextlib.contextmanager
+def _locked() -> Iterator[None]:
+    """One process at a time; the system releases the lock of a process that dies."""
+    try:
+        file = LOCK.open("w")
+    except OSError as error:
+        raise CutlassError(f"{HERE} cannot be written ({error.strerror}); set CUTLASS_PATH") from None
+    with file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _pin() -> tuple[str, str]:
@@ -93,11 +111,13 @@ def _pip(environment: dict[str, str]) -> list[str]:
 
 
 def _unpack(wheel: Path) -> None:
-    """Replaces third_party/cutlass by the wheel's headers in one rename, so that no reader sees half of them."""
+    """Puts the wheel's headers into third_party/cutlass by one rename, so that no reader sees half of them."""
     requirement, sha256 = _pin()
     found = hashlib.sha256(wheel.read_bytes()).hexdigest()
     if found != sha256:
         raise CutlassError(f"{wheel} is not {requirement}: its sha256 is {found}, cutlass.txt says {sha256}")
+    if _is_current():
+        return
     with tempfile.TemporaryDirectory(prefix=".cutlass-", dir=HERE) as scratch:
         fresh = Path(scratch) / "cutlass"
         with zipfile.ZipFile(wheel) as archive:
@@ -114,13 +134,9 @@ def _unpack(wheel: Path) -> None:
         if not _has_headers(fresh / "include"):
             raise CutlassError(f"{wheel} holds no {IN_WHEEL}{LANDMARKS[0]}")
         (fresh / "PIN").write_text(" ".join(_pin()))
-        if TARGET.exists():
+        if TARGET.exists():  # of another version
             TARGET.rename(Path(scratch) / "old")
-        try:
-            fresh.rename(TARGET)
-        except OSError:
-            if not _is_current():  # else another build put them there in the meantime
-                raise
+        fresh.rename(TARGET)
 
 
 def main() -> int:
@@ -130,7 +146,8 @@ def main() -> int:
     wheel = parser.parse_args().wheel
     try:
         if wheel is not None:
-            _unpack(wheel)
+            with _locked():
+                _unpack(wheel)
         print(cutlass_include_dir())
     except (CutlassError, OSError, zipfile.BadZipFile) as error:
         print(error, file=sys.stderr)
