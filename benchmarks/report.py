@@ -1,6 +1,7 @@
 """Fills the result blocks of the README and the docs from benchmarks/results/, so that no figure is typed by hand.
 
-A block lies between `<!-- results:NAME begin -->` and `<!-- results:NAME end -->`; NAME is a file of the results.
+A block lies between `<!-- results:NAME begin -->` and `<!-- results:NAME end -->`. NAME is a file of the results, for
+its tables, or FILE.summary, for one line of its figures.
 
   python -m benchmarks.report                             rewrite the blocks
   python -m benchmarks.report --check                     say which files differ from the results, exit 1 if any does
@@ -17,14 +18,16 @@ from benchmarks import provenance, tables
 
 BLOCK = re.compile(r"(<!-- results:(?P<name>[\w.-]+) begin -->\n).*?(<!-- results:(?P=name) end -->)", re.DOTALL)
 MARK = re.compile(r"<!-- results:[\w.-]+ (?:begin|end) -->")
+SUMMARY = ".summary"
 
 
 def fill(text: str, results: Path) -> str:
     """The text with every block filled. A block without a result says so; an unpaired mark is an error."""
 
     def replace(match: re.Match[str]) -> str:
-        path = results / f"{match['name']}.json"
-        body = tables.render(provenance.load(path)) if path.exists() else "Not measured yet."
+        view = tables.summarize if match["name"].endswith(SUMMARY) else tables.render
+        path = results / f"{match['name'].removesuffix(SUMMARY)}.json"
+        body = view(provenance.load(path)) if path.exists() else "Not measured yet."
         return f"{match[1]}\n{body}\n\n{match[3]}"
 
     unpaired = MARK.search(BLOCK.sub("", text))
@@ -35,7 +38,7 @@ def fill(text: str, results: Path) -> str:
 
 def documents(root: Path = provenance.ROOT) -> list[Path]:
     """The files that may hold result blocks."""
-    return [path for path in [root / "README.md", *sorted((root / "docs").glob("*.md"))] if path.exists()]
+    return [path for path in [root / "README.md", *sorted((root / "docs").rglob("*.md"))] if path.exists()]
 
 
 def outdated(paths: Iterable[Path], results: Path) -> list[tuple[Path, str]]:
@@ -49,7 +52,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 when a file differs")
     parser.add_argument("--results", type=Path, default=provenance.RESULTS)
-    parser.add_argument("files", nargs="*", type=Path, help="default: README.md and docs/*.md")
+    parser.add_argument("files", nargs="*", type=Path, help="default: README.md and docs/**/*.md")
     arguments = parser.parse_args(argv)
     changes = outdated(arguments.files or documents(), arguments.results)
     for path, text in changes:

@@ -242,3 +242,21 @@ def render(result: dict[str, Any]) -> str:
     parts = VIEWS.get(result["benchmark"], plain_tables)(result["data"])
     source = f"`benchmarks/results/{result['name']}.json`"
     return "\n\n".join([*parts, *result["notes"], f"Measured on {describe(result['stamp'])} ({source})."])
+
+
+def summarize(result: dict[str, Any]) -> str:
+    """One line: the first contender's ratio to each rival over all rows, and where the figures come from."""
+    data: Rows = result["data"]
+    if result["benchmark"] == "bench_cpu":
+        ours, by_rival = "cpu", {"SDPA": [row["ratio"] for row in data]}
+    else:
+        ours = next(name for row in data for name in row["ratio"])
+        rivals = dict.fromkeys(name for row in data for name in row["ratio"].get(ours, {}))
+        by_rival = {
+            rival: [row["ratio"][ours][rival] for row in data if rival in row["ratio"].get(ours, {})] for rival in rivals
+        }
+    ratios = "; ".join(
+        f"{ours} ÷ {rival}: median {statistics.median(values):.2f}, lowest {min(values):.2f}"
+        for rival, values in by_rival.items()
+    )
+    return f"**{ratios}** over {len(data)} shapes ({describe(result['stamp'])})."
