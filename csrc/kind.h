@@ -5,11 +5,11 @@
 namespace flash {
 
 // X(name, sm80 forward, sm80 backward, sm90 forward): 1 where the kind has a kernel of its own.
-#define FLASH_KINDS(X)     \
-    X(full, 1, 1, 1)       \
-    X(local, 1, 1, 1)      \
-    X(varlen, 1, 1, 0)     \
-    X(general, 1, 1, 1)    \
+#define FLASH_KINDS(X)  \
+    X(full, 1, 1, 1)    \
+    X(local, 1, 1, 1)   \
+    X(varlen, 1, 1, 0)  \
+    X(general, 1, 1, 1) \
     X(paged, 1, 0, 0)
 
 enum class Kind {

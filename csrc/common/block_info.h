@@ -29,9 +29,7 @@ struct KeyRange {
 
     // The rows [begin_row(), end_row()) see at least one key. Rows outside of it get output 0 and no gradient, and NaN
     // or infinity in them must not reach other rows: kernels load zeros in their place.
-    __device__ __forceinline__ int begin_row() const {
-        return Is_local ? min(max(1 - end_shift, 0), seqlen_q) : 0;
-    }
+    __device__ __forceinline__ int begin_row() const { return Is_local ? min(max(1 - end_shift, 0), seqlen_q) : 0; }
     __device__ __forceinline__ int end_row() const {
         return seqlen_k == 0 ? 0 : Is_local ? min(max(seqlen_k - begin_shift, 0), seqlen_q) : seqlen_q;
     }

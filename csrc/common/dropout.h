@@ -18,8 +18,8 @@ __device__ __forceinline__ bool is_below(uint32_t both, bool upper, unsigned thr
 // columns keys, two neighbours of MMA_N 16 keys; coords: the same layout holding (row, col) in a tile that begins at
 // first_query and first_key.
 template <typename TensorP, typename TensorC>
-__device__ __forceinline__ void drop(TensorP &p, const TensorC &coords, const DropoutStream &stream,
-                                     unsigned threshold, int first_query, int first_key) {
+__device__ __forceinline__ void drop(TensorP &p, const TensorC &coords, const DropoutStream &stream, unsigned threshold,
+                                     int first_query, int first_key) {
     static_assert(decltype(size<1, 1>(p))::value % 2 == 0);
     CUTE_UNROLL
     for (int m = 0; m < size<0, 1>(p); ++m) {

@@ -75,8 +75,8 @@ FLASH_HOST_DEVICE SequenceBlock find_block(const int *cu_seqlens, int b, int64_t
     return {low, block < 0 ? 0 : block};
 }
 
-// The blocks of rows (queries or keys) of all sequences and heads, in the order in which CTAs take them. Varlen: head by
-// head, the sequences of a head one after the other. Equal lengths: sequence by sequence, then head by head.
+// The blocks of rows (queries or keys) of all sequences and heads, in the order in which CTAs take them. Varlen: head
+// by head, the sequences of a head one after the other. Equal lengths: sequence by sequence, then head by head.
 struct RowBlocks {
     const int *cu_seqlens;  // null: equal lengths
     int64_t total;          // varlen: rows of the tensor

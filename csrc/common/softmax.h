@@ -1,5 +1,5 @@
 // The online softmax over the rows that one thread holds, in base 2: p = 2^(score * scale_log2 - row_max * scale_log2).
-// Derived in docs/algorithm.md.
+// docs/algorithm.md derives it. Hopper's own is in sm90/softmax.h.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -21,14 +21,14 @@ __device__ __forceinline__ float quad_allreduce(float x, Operator op) {
     return op(x, __shfl_xor_sync(0xffffffffu, x, 1));
 }
 
-// From this magnitude on, the rounding of score * scale_log2 alone would show in a probability 2^(score * scale_log2 -
-// x).
+// From this magnitude of score * scale_log2 on, its rounding shows in the probability, and row_max is subtracted before
+// the scaling.
 constexpr float kLargeExponent = 4096.0f;
 
 template <int kNRows>
 struct Softmax {
-    // A row's reference maximum may lag behind its true maximum by this much, in powers of 2: p then reaches 2^8, which
-    // float32 sums and 16-bit operands hold, and O need not be rescaled at nearly every step.
+    // row_max may lag behind the true maximum by this much (powers of 2). A probability is then at most 2^8, which
+    // float32 sums and 16-bit operands hold, and O is rescaled in few steps.
     static constexpr float kRescaleThreshold = 8.0f;
 
     float scale_log2;
@@ -67,9 +67,9 @@ struct Softmax {
         sum(scores);
     }
 
-    // After the last step: acc_o becomes the output, lse each row's log-sum-exp (natural log). It holds the product of
-    // scale and score rounded as the backward rounds it: where scores are so large that the sum adds nothing to it, the
-    // largest score's probability comes out as 1 there. out_factor: what the output is multiplied by besides.
+    // After the last step: acc_o becomes the output times out_factor, and lse the log-sum-exp of each row (natural
+    // log). A row without a key gets output 0, even if V holds NaN or infinity. The product of score and scale is
+    // rounded as in the backward, so that the probability of a very large score is exactly 1 there.
     template <typename TensorO>
     __device__ __forceinline__ void finalize(TensorO &acc_o, float softmax_scale, float out_factor,
                                              float (&lse)[kNRows]) {
@@ -80,12 +80,12 @@ struct Softmax {
             lse[row] = total == 0.0f ? -INFINITY : __fmul_rn(row_max[row], softmax_scale) + logf(total);
             CUTE_UNROLL
             for (int col = 0; col < size<1>(acc_o); ++col) {
-                acc_o(row, col) *= inverse;
+                acc_o(row, col) = total == 0.0f ? 0.0f : acc_o(row, col) * inverse;
             }
         }
     }
 
-protected:
+private:
     template <typename TensorS>
     __device__ __forceinline__ float maximum_of(const TensorS &scores, int row) {
         float maximum = scores(row, 0);

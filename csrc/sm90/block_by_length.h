@@ -1,4 +1,5 @@
-// Varlen: a head's blocks of query rows from long to short, which only the GPU knows how to find.
+// Varlen: the blocks of query rows of a head, sorted from long to short on the device, because the host does not know
+// the lengths.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -7,12 +8,11 @@
 
 namespace flash::sm90 {
 
-// Of the blocks of b sequences, number `index` of a list in which those come first that follow most others of their
-// sequence: where causal, those that take longest. Past its end: a block that its sequence has not. By a whole warp,
-// which looks at every sequence several times.
+// The blocks of b sequences are listed by their number within their sequence, the highest number first: under a causal
+// mask these take longest. Returns entry `index` of the list; past its end, a block that its sequence does not have.
+// Called by a whole warp; it reads every length several times.
 template <int kBlock>
-__device__ __forceinline__ SequenceBlock find_block_by_length(const int *cu_seqlens, int b, int64_t total,
-                                                             int index) {
+__device__ __forceinline__ SequenceBlock find_block_by_length(const int *cu_seqlens, int b, int64_t total, int index) {
     constexpr unsigned kAllLanes = 0xffffffffu;
     const int lane = threadIdx.x % 32;
     const auto blocks_of = [&](int bidb) {

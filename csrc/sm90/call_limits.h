@@ -1,4 +1,4 @@
-// Which calls of the kinds that have a kernel run on sm80 all the same. Host code, no CUDA.
+// Calls that have an sm90 kernel but cannot use it, because TMA cannot describe their tensors. Host code, no CUDA.
 #pragma once
 
 #include <cstdint>
@@ -7,8 +7,8 @@
 
 namespace flash::sm90 {
 
-// What TMA can describe (CUDA driver API, cuTensorMapEncodeTiled): strides are positive multiples of 16 bytes below
-// 2^40, where a dimension has more than one element.
+// TMA's limits (CUDA driver API, cuTensorMapEncodeTiled): a 16-byte aligned address, and for every dimension of more
+// than one element a stride that is a positive multiple of 16 bytes below 2^40.
 inline bool can_describe(const TensorRef &x, int64_t rows, int heads, int batch) {
     constexpr int64_t kBytes = 2, kAlignment = 16, kLimit = int64_t{1} << 40;  // 16-bit types
     const auto is_taken = [](int64_t size, int64_t stride) {
@@ -27,9 +27,9 @@ inline bool can_describe_inputs(const Flash_fwd_params &params) {
            can_describe(params.v, rows_k, params.h_k, batch);
 }
 
-// Null: none.
+// Why a call cannot run on the sm90 kernels; null if it can.
 inline const char *reason_against(const Flash_fwd_params &params) {
-    return can_describe_inputs(params) ? nullptr : "TMA takes no such strides";
+    return can_describe_inputs(params) ? nullptr : "TMA cannot describe these strides";
 }
 
 }  // namespace flash::sm90

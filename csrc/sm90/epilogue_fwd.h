@@ -1,12 +1,13 @@
-// What leaves a consumer warpgroup: 64 rows of O, normalised and rounded, and the log-sum-exp of each. It goes straight
-// from registers to global memory, so that Q of the next tile need not wait for a room.
+// Forward epilogue: normalises and rounds the 64 rows of O of a consumer warpgroup, and stores them with their
+// log-sum-exp. O goes from registers to global memory, so that no buffer in shared memory delays Q of the next work
+// tile.
 #pragma once
 
 #include "mainloop_fwd.h"
 
 namespace flash::sm90 {
 
-// kLanes neighbours each hold a column of a square matrix; afterwards each holds a row.
+// Transposes a square matrix: each of kLanes neighbouring lanes holds a column before, and a row after.
 template <int kLanes>
 __device__ __forceinline__ void transpose_among_lanes(uint32_t (&words)[kLanes]) {
     CUTE_UNROLL
@@ -24,21 +25,22 @@ __device__ __forceinline__ void transpose_among_lanes(uint32_t (&words)[kLanes])
     }
 }
 
-// Where the rows of one consumer warpgroup go, and those behind them.
+// The rows of q's shape that one consumer warpgroup stores.
 template <typename Traits>
 struct Output {
     using Element = typename Traits::Element;
-    // A store of 8 bytes takes fewer exchanges between lanes, one of 16 fewer stores, which count where rows are long.
+    // Stores of 8 bytes need fewer exchanges between lanes; stores of 16 bytes are fewer, which pays for long rows.
     using Vector = std::conditional_t<Traits::kHeadDim <= 64, uint2, uint4>;
     static constexpr int kVector = sizeof(Vector) / sizeof(Element);
 
-    float *lse;      // of the first row
-    Element *o;      // likewise
+    float *lse;      // at the first row
+    Element *o;      // at the first row
     int64_t stride;  // elements between rows of O
-    int rows_left;   // of the sequence, from the first row on
+    int rows_left;   // from the first row to the end of the sequence
     int d;
 
-    __device__ Output(const Flash_fwd_params &params, const WorkTile &tile, int warpgroup) : stride(params.o.row_stride) {
+    __device__ Output(const Flash_fwd_params &params, const WorkTile &tile, int warpgroup)
+        : stride(params.o.row_stride) {
         const int bidb = tile.place.bidb, bidh = tile.place.bidh;
         const int first_row = tile.place.block * Traits::kBlockM + warpgroup * Traits::kRows;
         const int64_t row = tile.sequence.q_begin + first_row;
@@ -62,25 +64,41 @@ struct Output {
     }
 };
 
+// Rows without a key (factor 0) become zeros in acc_o (row, col): P is 0 there, but P times NaN or infinity in V is
+// NaN.
+template <int kRows, typename TensorO>
+__device__ __forceinline__ void clear_rows_without_keys(const float (&factor)[kRows], TensorO &acc_o) {
+    CUTE_UNROLL
+    for (int row = 0; row < kRows; ++row) {
+        if (factor[row] == 0.0f) {
+            CUTE_UNROLL
+            for (int col = 0; col < size<1>(acc_o); ++col) {
+                acc_o(row, col) = 0.0f;
+            }
+        }
+    }
+}
+
 // acc_o: (row, col).
 template <typename Traits, Kind kKind, typename TensorO, typename SoftmaxState>
-__device__ __forceinline__ void store(const Flash_fwd_params &params, const Output<Traits> &output,
-                                      const TensorO &acc_o, const SoftmaxState &softmax) {
+__device__ __forceinline__ void store(const Flash_fwd_params &params, const Output<Traits> &output, TensorO &acc_o,
+                                      const SoftmaxState &softmax) {
     using Element = typename Traits::Element;
     using Pair = cutlass::Array<Element, 2>;
-    // A thread holds columns 2 q, 2 q + 1 of every 8 columns of two rows, where q is its lane in its quad.
+    // A thread holds the columns 2 q and 2 q + 1 of every 8 columns of two rows, where q is its lane in its quad.
     constexpr int kRowsOfThread = decltype(size<0>(acc_o))::value;
     const int quad = threadIdx.x % 4;
     const float rp_dropout = is_general(kKind) ? params.rp_dropout : 1.0f;
     float lse[kRowsOfThread], factor[kRowsOfThread];
     softmax.finalize(params.scale_softmax, rp_dropout, lse, factor);
+    clear_rows_without_keys(factor, acc_o);
     CUTE_UNROLL
     for (int i = 0; i < kRowsOfThread; ++i) {
         const int row = first_row_of_thread() + i * 8;
         if (quad == 0) {
             output.store_lse(row, lse[i]);
         }
-        // Of kLanes groups of 8 columns, of which it holds 2 each, a lane collects kVector that lie side by side.
+        // A lane holds 2 columns of each of kLanes groups of 8. The transposition gives it kVector adjacent columns.
         using Vector = typename Output<Traits>::Vector;
         constexpr int kVector = Output<Traits>::kVector, kLanes = kVector / 2;
         const int of_lane = quad % kLanes * 8 + quad / kLanes * kVector;
@@ -100,7 +118,7 @@ __device__ __forceinline__ void store(const Flash_fwd_params &params, const Outp
     }
 }
 
-// Rows that see no key: zeros and -inf, of a whole tile, by one warp.
+// Stores a whole work tile whose rows see no key: zeros and -inf. Called by one warp.
 template <typename Traits>
 __device__ __forceinline__ void store_nothing(const Output<Traits> &output) {
     constexpr int kVector = Output<Traits>::kVector, kVectors = Traits::kHeadDim / kVector;

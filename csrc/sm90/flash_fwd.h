@@ -9,7 +9,7 @@
 
 namespace flash::sm90 {
 
-// tile_counter: varlen, a 0 in the GPU's memory, from which thread blocks take tickets for their work; else null. Throws
+// tile_counter: varlen, a zero in GPU memory; CTAs take the number of their next work tile from it. Else null. Throws
 // std::runtime_error when the launch fails.
 template <DType kDType, int kHeadDim, Kind kKind>
 void run_flash_fwd(const Flash_fwd_params &params, int *tile_counter, cudaStream_t stream);

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <algorithm>
+#include <cstring>
+#include <stdexcept>
 
 #include "../common/launch.h"
 #include "../trace.h"
@@ -17,8 +19,8 @@ inline int multiprocessors() {
     return count;
 }
 
-// (seqlen, d, heads, batch); varlen (total, d, heads, 1). The stride of a dimension of one element says nothing, and is
-// replaced by one that TMA takes.
+// A tensor (seqlen, d, heads, batch); varlen (total, d, heads, 1). The stride of a dimension of one element has no
+// meaning, and TMA may not accept it: it is replaced.
 template <typename Element>
 auto global_tensor(const TensorRef &x, int64_t rows, int d, int heads, int batch) {
     const auto stride = [](int size, int64_t stride) { return size > 1 ? stride : int64_t(16 / sizeof(Element)); };
@@ -26,6 +28,16 @@ auto global_tensor(const TensorRef &x, int64_t rows, int d, int heads, int batch
                        make_shape(static_cast<int>(rows), d, heads, batch),
                        make_stride(stride(static_cast<int>(rows), x.row_stride), _1{}, stride(heads, x.head_stride),
                                    stride(batch, x.batch_stride)));
+}
+
+// cuTensorMapEncodeTiled leaves the descriptor empty when it fails, and CuTe only asserts.
+template <typename TMA>
+TMA checked(TMA tma) {
+    const TmaDescriptor empty{};
+    if (std::memcmp(tma.get_tma_descriptor(), &empty, sizeof(empty)) == 0) {
+        throw std::runtime_error("flash_attn_mini: cuTensorMapEncodeTiled does not accept the tensors of this call");
+    }
+    return tma;
 }
 
 template <typename Traits>
@@ -36,11 +48,11 @@ typename Traits::Copies make_copies(const Flash_fwd_params &params) {
     const int64_t rows_k = is_varlen ? params.total_k : params.seqlen_k;
     const int batch = is_varlen ? 1 : params.b;
     const auto of_KV = [&](const TensorRef &x) {
-        return make_tma_copy(SM90_TMA_LOAD{}, global_tensor<Element>(x, rows_k, params.d, params.h_k, batch),
-                             take<0, 2>(typename Traits::SmemLayoutKV{}), typename Traits::TileKV{}, _1{});
+        return checked(make_tma_copy(SM90_TMA_LOAD{}, global_tensor<Element>(x, rows_k, params.d, params.h_k, batch),
+                                     take<0, 2>(typename Traits::SmemLayoutKV{}), typename Traits::TileKV{}, _1{}));
     };
-    return {make_tma_copy(SM90_TMA_LOAD{}, global_tensor<Element>(params.q, rows_q, params.d, params.h, batch),
-                          take<0, 2>(typename Traits::SmemLayoutQ{}), typename Traits::TileQ{}, _1{}),
+    return {checked(make_tma_copy(SM90_TMA_LOAD{}, global_tensor<Element>(params.q, rows_q, params.d, params.h, batch),
+                                  take<0, 2>(typename Traits::SmemLayoutQ{}), typename Traits::TileQ{}, _1{})),
             of_KV(params.k), of_KV(params.v)};
 }
 
@@ -51,7 +63,7 @@ void launch(const Flash_fwd_params &params, int *tile_counter, cudaStream_t stre
     auto kernel = &flash_fwd_kernel<Traits, kKind>;
     const RowBlocks blocks = row_blocks<is_general(kKind)>(params, Traits::kBlockM);
     const int sms = multiprocessors();
-    check_grid(blocks.count() + sms, "batch * nheads * blocks of query rows");  // thread blocks count on to the end
+    check_grid(blocks.count() + sms, "batch * nheads * blocks of query rows");  // CTAs count past the end
     const WorkTileOrder order(blocks, params.is_local(), sms, tile_counter);
     const int grid = std::min(order.units, sms);
     reserve_smem(kernel, Traits::kSmemSize);
@@ -64,8 +76,7 @@ void launch(const Flash_fwd_params &params, int *tile_counter, cudaStream_t stre
     check_cuda(cudaGetLastError(), "launching flash_fwd_kernel");
 }
 
-// Whether full attention takes less time in blocks of the shorter tile's rows, as those of the longer one would leave
-// multiprocessors idle.
+// True if full attention takes less time in the shorter tiles, because the longer ones would leave SMs idle.
 template <typename TileSize, typename Short>
 bool fills_better_in_short_tiles(const Flash_fwd_params &params) {
     const auto rows_of_busiest = [&, sms = multiprocessors()](int kBlockM) {
@@ -82,7 +93,7 @@ void run_flash_fwd(const Flash_fwd_params &params, int *tile_counter, cudaStream
     if constexpr (!is_general(kKind) && Short::kBlockM != TileSize::kBlockM) {
         const bool is_short = kKind == Kind::local ? params.seqlen_q <= kShortSeqlen
                                                    : fills_better_in_short_tiles<TileSize, Short>(params);
-        if (is_short) {  // full attention is a window without ends
+        if (is_short) {  // full attention runs as a window without ends
             launch<Flash_fwd_kernel_traits<kDType, kHeadDim, Short>, Kind::local>(params, tile_counter, stream);
             return;
         }

@@ -2,7 +2,7 @@
 #pragma once
 
 #ifndef CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED  // build_tools/kernels.py defines it
-#error "without it CuTe knows wgmma of few widths alone, and cuts the others into pieces of 16 columns"
+#error "without it CuTe has few wgmma widths, and cuts other tiles into pieces of 16 columns"
 #endif
 
 #include <cutlass/numeric_types.h>
@@ -12,8 +12,8 @@
 
 #include "../flash.h"
 #include "pipeline.h"
-#include "work_tile_ring.h"
 #include "tile_sizes.h"
+#include "work_tile_ring.h"
 
 namespace flash::sm90 {
 
@@ -30,15 +30,15 @@ struct Flash_fwd_kernel_traits {
     static constexpr int kBlockN = TileSize::kBlockN;
     static constexpr int kStages = TileSize::kStages;
     static constexpr int kConsumers = TileSize::kConsumers;
-    static constexpr int kQStages = TileSize::kQStages;  // for each consumer
+    static constexpr int kQStages = TileSize::kQStages;  // per consumer
     static constexpr int kNThreads = 128 * (kConsumers + 1);
     static constexpr int kRows = 64;  // query rows of a consumer warpgroup: the m64 of wgmma
 
-    // At either end of a tile's keys at most one block goes by a consumer; more, and it would wait for blocks that have
-    // no room in the ring.
+    // A consumer skips at most one key block at either end of a work tile. With more it would wait for key blocks that
+    // find no empty stage.
     static_assert(kRows * (kConsumers - 1) <= kBlockN && kStages >= 2);
 
-    // S = Q K^T with both in shared memory; O += P V with P in registers and V as it lies there, transposed.
+    // S = Q K^T with both operands in shared memory; O += P V with P in registers and V transposed by wgmma.
     using TileQ = Shape<Int<kRows>, Int<kHeadDim>>;
     using TileKV = Shape<Int<kBlockN>, Int<kHeadDim>>;
     using TileS = Shape<Int<kRows>, Int<kBlockN>>;
@@ -48,7 +48,7 @@ struct Flash_fwd_kernel_traits {
         GMMA::rs_op_selector<Element, Element, float, Shape<Int<kRows>, Int<kHeadDim>, Int<kBlockN>>, GMMA::Major::K,
                              GMMA::Major::MN>()));
 
-    // Rows of 128 bytes (64 for head dims that 64 does not divide), swizzled as wgmma and TMA have it.
+    // Rows of 128 bytes (64 bytes for head dims that are no multiple of 64), in the swizzle of wgmma and TMA.
     using SmemLayoutAtom =
         std::conditional_t<kHeadDim % 64 == 0, GMMA::Layout_K_SW128_Atom<Element>, GMMA::Layout_K_SW64_Atom<Element>>;
     using SmemLayoutQ =
@@ -58,7 +58,7 @@ struct Flash_fwd_kernel_traits {
         SmemLayoutKV{}, make_layout(Shape<Int<kHeadDim>, Int<kBlockN>, Int<kStages>>{},
                                     Stride<Int<kBlockN>, _1, Int<kBlockN * kHeadDim>>{})));  // (headdim, key, stage)
 
-    // TMA reads tensors (seqlen, d, heads, batch); what lies outside arrives as zeros.
+    // TMA reads tensors (seqlen, d, heads, batch). Elements outside of the tensor become zeros.
     using GlobalTensor = decltype(make_tensor(make_gmem_ptr(static_cast<const Element *>(nullptr)),
                                               Shape<int, int, int, int>{}, Stride<int64_t, _1, int64_t, int64_t>{}));
     using TMA_Q = decltype(make_tma_copy(SM90_TMA_LOAD{}, GlobalTensor{}, take<0, 2>(SmemLayoutQ{}), TileQ{}, _1{}));
@@ -73,15 +73,15 @@ struct Flash_fwd_kernel_traits {
         alignas(kAlignment) Element q[cosize_v<SmemLayoutQ>];
         alignas(kAlignment) Element k[cosize_v<SmemLayoutKV>];
         alignas(kAlignment) Element v[cosize_v<SmemLayoutKV>];
-        Barriers<kConsumers * kQStages> q_barriers;  // the first rooms of all consumers, then the second
-        Barriers<kStages> k_barriers, v_barriers;
+        PipelineBarriers<kConsumers * kQStages> q_barriers;  // stage 0 of all consumers, then stage 1
+        PipelineBarriers<kStages> k_barriers, v_barriers;
         typename WorkTileRing<kConsumers>::SharedStorage tiles;
     };
     static constexpr int kSmemSize = sizeof(SharedStorage);
 
-    struct Rings {  // where a warp is on its way around each
-        Ring<kConsumers * kQStages> q;
-        Ring<kStages> k, v;
+    struct PipelineStates {
+        PipelineState<kConsumers * kQStages> q;
+        PipelineState<kStages> k, v;
     };
 };
 

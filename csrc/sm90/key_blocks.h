@@ -1,5 +1,5 @@
-// Which key blocks a consumer warpgroup visits of those that its thread block loads, and where it needs a mask: found
-// by the producer, which has time.
+// The key blocks that one consumer warpgroup visits in a work tile, and where it needs a mask. The scheduler warp
+// computes them, because it has time to spare.
 #pragma once
 
 #include "../common/block_info.h"
@@ -8,27 +8,27 @@
 
 namespace flash::sm90 {
 
-// A number that is the same in every lane of the warp, in a register of the warp's from here on.
+// Moves a number that is the same in every lane of the warp into a uniform register.
 __device__ __forceinline__ int uniform(int x) {
     return static_cast<int>(__reduce_or_sync(0xffffffffu, static_cast<unsigned>(x)));
 }
 
-// Of one consumer and one tile: it visits [n_block_min, n_block_max) from the last to the first.
+// A consumer visits the key blocks [n_block_min, n_block_max) from the last to the first.
 struct KeyBlocks {
     enum Flag : int {
-        is_end = 1,          // no tile: the list has ended
-        skips_first = 2,   // the first block that is loaded is only seen by other consumers' rows
-        skips_last = 4,    // likewise the last
+        is_end = 1,          // there is no work tile any more
+        skips_first = 2,     // the first block that is loaded: only rows of other consumers see it
+        skips_last = 4,      // the last block that is loaded: only rows of other consumers see it
         may_see_few = 8,     // some row may see few keys in all, or none of the first visited block
         has_score_mod = 16,  // softcap or ALiBi
-        has_alibi = 32,      // of a slope other than 0
+        has_alibi = 32,      // the slope is not 0
         has_dropout = 64,
     };
 
     int n_block_min, n_block_max;
-    int n_full_begin, n_full_end;  // the blocks in between are seen whole by every row
-    int n_ragged;                  // general: the block in which the sequence's keys end, or the one behind them
-    int n_rising_begin;            // ALiBi: from here on its bias may be above that of the blocks visited before
+    int n_full_begin, n_full_end;  // every row sees all keys of the blocks in between
+    int n_ragged;                  // general: the block in which the sequence's keys end, or the one after them
+    int n_rising_begin;            // ALiBi: from this block on, the bias may exceed that of the blocks visited before
     int flags;
 
     __device__ __forceinline__ bool has(Flag flag) const { return (flags & flag) != 0; }
@@ -36,7 +36,7 @@ struct KeyBlocks {
         return n_block >= n_full_end || n_block < n_full_begin;
     }
 
-    // From the producer's ring: uniform registers. What a kind knows is a constant.
+    // A copy in uniform registers. Fields that a kind does not use become constants.
     template <Kind kKind>
     __device__ __forceinline__ KeyBlocks to_registers() const {
         return {is_local(kKind) ? uniform(n_block_min) : 0,
@@ -49,11 +49,11 @@ struct KeyBlocks {
     }
 };
 
-// For rows [m_block * kRows, (m_block + 1) * kRows) of a tile for which [n_block_min, n_block_max) are loaded, at least
-// one. Rows that see none of these, or lie past the sequence's end, visit one block all the same.
+// For rows [m_block * kRows, (m_block + 1) * kRows) of a work tile whose loaded key blocks are [n_block_min,
+// n_block_max), at least one. Rows that see none of them, or lie past the sequence's end, visit one block all the same.
 template <Kind kKind, int kRows, int kBlockN>
 __device__ __forceinline__ KeyBlocks key_blocks(const Flash_fwd_params &params, const Sequence &sequence, int m_block,
-                                                 int n_block_min, int n_block_max, const ScoreMod &score_mod) {
+                                                int n_block_min, int n_block_max, const ScoreMod &score_mod) {
     const BlockInfo<kRows, kBlockN, is_local(kKind)> info(params, sequence, m_block);
     KeyBlocks blocks;
     blocks.n_block_max = min(max(info.n_block_max, n_block_min + 1), n_block_max);
@@ -69,7 +69,7 @@ __device__ __forceinline__ KeyBlocks key_blocks(const Flash_fwd_params &params, 
                    (has_one || is_narrow || hides_from_first_row ? KeyBlocks::may_see_few : 0);
     if (is_general(kKind)) {
         blocks.n_ragged = sequence.seqlen_k / kBlockN;
-        const int nearest = max(m_block * kRows + sequence.seqlen_k - sequence.seqlen_q, 0);  // key, to the first row
+        const int nearest = max(m_block * kRows + sequence.seqlen_k - sequence.seqlen_q, 0);  // key of the first row
         const bool has_softcap = score_mod.cap_scale != 0.0f, has_alibi = score_mod.slope != 0.0f;
         blocks.n_rising_begin = score_mod.slope < 0.0f ? 0 : nearest / kBlockN;
         blocks.flags |= (has_softcap || has_alibi ? KeyBlocks::has_score_mod : 0) |

@@ -1,4 +1,4 @@
-// Views of a wgmma accumulator: as rows and columns for softmax, as the A operand of the next product.
+// Views of a wgmma accumulator: rows and columns for the softmax, the A operand of the next product.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -7,12 +7,13 @@ namespace flash::sm90 {
 
 using namespace cute;
 
-// The first of a warpgroup's 64 rows of which this thread holds columns; the second is 8 further on.
+// Each thread holds columns of two of a warpgroup's 64 rows: this one and the one 8 further on.
 __device__ __forceinline__ int first_row_of_thread() {
     return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
 }
 
-// ((2, 2, N / 8), MMA_M, MMA_N) -> (row=(2, MMA_M), col=(2, (N / 8, MMA_N))): as sm80's with n8 pieces of its own.
+// ((2, 2, N / 8), MMA_M, MMA_N) -> (row=(2, MMA_M), col=(2, (N / 8, MMA_N))): like sm80's, with the n8 pieces as a
+// mode.
 template <typename Layout0>
 CUTE_HOST_DEVICE auto rowcol_layout(Layout0 acc) {
     return make_layout(make_layout(get<0, 1>(acc), get<1>(acc)),

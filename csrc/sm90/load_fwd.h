@@ -1,15 +1,15 @@
-// The producer's side of the mainloop: which tiles of Q, K and V TMA loads, and when.
+// The producer's side of the forward: the load warp lets TMA copy the tiles of Q, K and V into shared memory.
 #pragma once
 
+#include "../kind.h"
 #include "kernel_traits.h"
 #include "key_blocks.h"
-#include "../kind.h"
 #include "work_tile_ring.h"
 
 namespace flash::sm90 {
 
-// The producer's warp that has TMA load the tiles, in the order in which the consumers need them: K of a block before V
-// of the block before it, which may be the last of another tile.
+// The load warp. It loads in the order in which the consumers read: K of a key block before V of the block before it,
+// across work tiles too.
 template <typename Traits, Kind kKind>
 class Loader {
 public:
@@ -25,12 +25,11 @@ public:
         load_K(tile, tile.n_block_max - 1);
         load_Q(tile);
         for (;; tile = next) {
-            // With two rooms, Q of the next tile is loaded two blocks before it is needed; with one, when that gets
-            // free.
-            constexpr bool kHasRoom = Traits::kQStages > 1;
+            // With two stages, Q of the next work tile is loaded two key blocks ahead; with one, when it is released.
+            constexpr bool kLoadsAhead = Traits::kQStages > 1;
             const auto take_next = [&] {
                 next = take();
-                if (kHasRoom && !next.is_end) {
+                if (kLoadsAhead && !next.is_end) {
                     load_Q(next);
                 }
             };
@@ -53,7 +52,7 @@ public:
             if (next.is_end) {
                 return;
             }
-            if (!kHasRoom) {
+            if (!kLoadsAhead) {
                 load_Q(next);
             }
         }
@@ -65,10 +64,10 @@ private:
     const typename Traits::Copies &copies;
     typename Traits::SharedStorage &shared;
     WorkTileRing<Traits::kConsumers> tiles;
-    typename Traits::Rings rings;
+    typename Traits::PipelineStates states;
 
-    // Where a tile's blocks lie: what costs time is found once, as consumers wait between a room's release and its
-    // load.
+    // The coordinates of a work tile's blocks, computed once: between the release of a stage and its load, consumers
+    // wait.
     struct Source {
         int bidb, bidh, bidh_k, q_begin, k_begin, block;
         int n_block_min, n_block_max;
@@ -91,28 +90,28 @@ private:
                 uniform(tile.is_end) != 0};
     }
 
-    // Rows from first_row on of a head into the ring. gX (block, HD) holds coordinates: where the tensor ends, TMA
-    // knows.
-    template <typename TMA, typename Block, typename Layout, typename Element, typename RingX, typename BarriersX>
-    __device__ __forceinline__ void load_block(const TMA &tma, Block block, Layout, Element *smem, RingX &ring,
-                                               BarriersX &barriers, int first_row, int bidh, int bidb) {
-        Tensor tensor = tma.get_tma_tensor(append<4>(block, _1{}));
-        Tensor gX = domain_offset(make_coord(first_row, 0, bidh, bidb), tensor)(_, _, 0, 0);
-        Tensor sX = make_tensor(make_smem_ptr(smem), Layout{});         // (block, HD, stage)
+    // Loads a block of rows of one head, from first_row on, into the next stage of the pipeline. TMA knows where the
+    // tensor ends.
+    template <typename TMA, typename Block, typename Layout, typename Element, typename State, typename Barriers>
+    __device__ __forceinline__ void load_block(const TMA &tma, Block block, Layout, Element *smem, State &state,
+                                               Barriers &barriers, int first_row, int bidh, int bidb) {
+        Tensor mX = tma.get_tma_tensor(append<4>(block, _1{}));                           // coordinates
+        Tensor gX = domain_offset(make_coord(first_row, 0, bidh, bidb), mX)(_, _, 0, 0);  // (block, HD)
+        Tensor sX = make_tensor(make_smem_ptr(smem), Layout{});                           // (block, HD, stage)
         const auto of_X = tma_partition(tma, _0{}, cute::Layout<_1>{},  // pairs of (TMA), (TMA, stage)
                                         group_modes<0, 2>(sX), group_modes<0, 2>(gX));
         constexpr int kBytes = size(Block{}) * sizeof(Element);
-        ring.acquire(barriers);
+        state.acquire(barriers);
         if (cute::elect_one_sync()) {
-            copy(tma.with(ring.expect(barriers, kBytes)), get<0>(of_X), get<1>(of_X)(_, ring.stage));
+            copy(tma.with(state.expect(barriers, kBytes)), get<0>(of_X), get<1>(of_X)(_, state.stage));
         }
-        ring.advance();
+        state.advance();
     }
 
     __device__ __forceinline__ void load_Q(const Source &tile) {
         CUTE_NO_UNROLL
         for (int warpgroup = 0; warpgroup < Traits::kConsumers; ++warpgroup) {
-            load_block(copies.q, typename Traits::TileQ{}, typename Traits::SmemLayoutQ{}, shared.q, rings.q,
+            load_block(copies.q, typename Traits::TileQ{}, typename Traits::SmemLayoutQ{}, shared.q, states.q,
                        shared.q_barriers, tile.q_begin + (tile.block * Traits::kConsumers + warpgroup) * Traits::kRows,
                        tile.bidh, tile.bidb);
         }
@@ -120,16 +119,17 @@ private:
 
     template <typename Element>
     __device__ __forceinline__ void load_KV(const typename Traits::TMA_KV &tma, Element *smem,
-                                            Ring<Traits::kStages> &ring, Barriers<Traits::kStages> &barriers,
-                                            const Source &tile, int n_block) {
-        load_block(tma, typename Traits::TileKV{}, typename Traits::SmemLayoutKV{}, smem, ring, barriers,
+                                            PipelineState<Traits::kStages> &state,
+                                            PipelineBarriers<Traits::kStages> &barriers, const Source &tile,
+                                            int n_block) {
+        load_block(tma, typename Traits::TileKV{}, typename Traits::SmemLayoutKV{}, smem, state, barriers,
                    tile.k_begin + n_block * Traits::kBlockN, tile.bidh_k, tile.bidb);
     }
     __device__ __forceinline__ void load_K(const Source &tile, int n_block) {
-        load_KV(copies.k, shared.k, rings.k, shared.k_barriers, tile, n_block);
+        load_KV(copies.k, shared.k, states.k, shared.k_barriers, tile, n_block);
     }
     __device__ __forceinline__ void load_V(const Source &tile, int n_block) {
-        load_KV(copies.v, shared.v, rings.v, shared.v_barriers, tile, n_block);
+        load_KV(copies.v, shared.v, states.v, shared.v_barriers, tile, n_block);
     }
 };
 

@@ -1,4 +1,4 @@
-// Barriers among consumer warpgroups, and within one. Barrier 0 is __syncthreads'.
+// Named barriers of the consumer warpgroups. Barrier 0 belongs to __syncthreads.
 #pragma once
 
 #include <cstdint>
@@ -6,8 +6,8 @@
 namespace flash::sm90 {
 
 enum class Barrier : uint32_t {
-    turn = 1,       // + warpgroup: it may issue its products
-    warpgroup = 4,  // + warpgroup: its 128 threads are all there
+    ping_pong = 1,  // + warpgroup: it may issue its products
+    warpgroup = 4,  // + warpgroup: all of its 128 threads have arrived
 };
 
 __device__ __forceinline__ void sync(Barrier barrier, int warpgroup, int threads) {
@@ -17,24 +17,25 @@ __device__ __forceinline__ void arrive(Barrier barrier, int warpgroup, int threa
     asm volatile("bar.arrive %0, %1;" ::"r"(int(barrier) + warpgroup), "r"(threads) : "memory");
 }
 
-// The consumers' turns to issue products: while one computes its softmax, the tensor cores work for another.
+// Ping-pong: the consumer warpgroups issue their products one after the other, so that the tensor cores work for one
+// while another computes its softmax.
 template <int kConsumers, bool kIsOn>
 struct PingPong {
     int warpgroup;
 
     __device__ explicit PingPong(int warpgroup) : warpgroup(warpgroup) {
         if (warpgroup == kConsumers - 1) {
-            pass();  // the first turn is that of warpgroup 0
+            signal_next();  // warpgroup 0 goes first
         }
     }
-    __device__ __forceinline__ void await() const {
+    __device__ __forceinline__ void wait() const {
         if (kIsOn) {
-            sync(Barrier::turn, warpgroup, 256);
+            sync(Barrier::ping_pong, warpgroup, 256);
         }
     }
-    __device__ __forceinline__ void pass() const {
+    __device__ __forceinline__ void signal_next() const {
         if (kIsOn) {
-            arrive(Barrier::turn, warpgroup == kConsumers - 1 ? 0 : warpgroup + 1, 256);
+            arrive(Barrier::ping_pong, warpgroup == kConsumers - 1 ? 0 : warpgroup + 1, 256);
         }
     }
 };

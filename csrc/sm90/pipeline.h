@@ -1,4 +1,5 @@
-// Rings of tiles in shared memory between the producer, for whom TMA fills them, and the consumer warpgroups.
+// Multi-stage pipelines in shared memory: the producer fills a stage (by TMA), the consumer warpgroups read and release
+// it.
 #pragma once
 
 #include <cutlass/arch/barrier.h>
@@ -9,11 +10,11 @@
 namespace flash::sm90 {
 
 template <int kStages>
-struct Barriers {
-    cutlass::arch::ClusterTransactionBarrier full[kStages];  // the tile has landed
-    cutlass::arch::ClusterBarrier empty[kStages];            // nobody needs it any more
+struct PipelineBarriers {
+    cutlass::arch::ClusterTransactionBarrier full[kStages];  // the stage holds its data
+    cutlass::arch::ClusterBarrier empty[kStages];            // every consumer has released the stage
 
-    // By one thread. warps: how many have to release a tile; writers: how many threads fill it.
+    // Called by one thread. warps: arrivals that release a stage. writers: threads that fill it.
     __device__ void init(int warps, int writers = 1) {
         for (int stage = 0; stage < kStages; ++stage) {
             full[stage].init(writers);
@@ -22,11 +23,11 @@ struct Barriers {
     }
 };
 
-// Where the producer or a consumer is on its way around the ring.
+// The position of the producer or of one consumer in a pipeline.
 template <int kStages>
-struct Ring {
+struct PipelineState {
     int stage = 0;
-    uint32_t phase = 0;  // flips each time around
+    uint32_t phase = 0;  // flips each time the stages wrap around
 
     // steps: a divisor of kStages.
     __device__ __forceinline__ void advance(int steps = 1) {
@@ -37,19 +38,21 @@ struct Ring {
         }
     }
 
-    // The producer waits until the tile is free. One of its threads says how many bytes will come; returns the barrier
-    // that TMA completes.
-    __device__ __forceinline__ void acquire(Barriers<kStages> &barriers) const {
+    // Producer: waits until the stage is empty. Then one thread announces the bytes to come, and gets the barrier that
+    // TMA completes.
+    __device__ __forceinline__ void acquire(PipelineBarriers<kStages> &barriers) const {
         barriers.empty[stage].wait(phase ^ 1);
     }
-    __device__ __forceinline__ uint64_t &expect(Barriers<kStages> &barriers, int bytes) const {
+    __device__ __forceinline__ uint64_t &expect(PipelineBarriers<kStages> &barriers, int bytes) const {
         barriers.full[stage].arrive_and_expect_tx(bytes);
         return *reinterpret_cast<uint64_t *>(&barriers.full[stage]);
     }
 
-    // Consumers wait for the tile, and give it back, each warp for itself.
-    __device__ __forceinline__ void wait(Barriers<kStages> &barriers) const { barriers.full[stage].wait(phase); }
-    __device__ __forceinline__ void release(Barriers<kStages> &barriers) const {
+    // Consumer: waits for the data. Each warp releases the stage for itself.
+    __device__ __forceinline__ void wait(PipelineBarriers<kStages> &barriers) const {
+        barriers.full[stage].wait(phase);
+    }
+    __device__ __forceinline__ void release(PipelineBarriers<kStages> &barriers) const {
         if (cute::elect_one_sync()) {
             barriers.empty[stage].arrive();
         }

@@ -1,6 +1,7 @@
-// The online softmax of common/softmax.h, with two changes. It is cut in two, so that O, which the tensor cores still
-// add to, follows later. And a step does not look for its scores' maximum: probabilities are taken relative to the
-// reference that earlier steps left, and only when their sum shows that it does not serve is it moved afterwards.
+// The online softmax of Hopper's consumers, in base 2. It differs from common/softmax.h in two ways. The rescaling of O
+// is separate, because the tensor cores still add to O while a step runs. And most steps take no row maximum:
+// probabilities are relative to the reference that earlier steps left, and only their sum tells whether the reference
+// has to move.
 #pragma once
 
 #include <cutlass/numeric_types.h>
@@ -14,77 +15,86 @@ namespace flash::sm90 {
 using namespace cute;
 
 template <typename Element, int kNRows>
-struct Softmax : flash::Softmax<kNRows> {
-    using Base = flash::Softmax<kNRows>;
-    using Base::is_large, Base::row_max, Base::row_sum, Base::scale_log2;
-
-    // A thread's share of a row's probabilities of one step may sum up to this, and all of a row's in the first step
-    // must sum up to that: what the type of P holds in full precision. bfloat16 has float32's exponents, and so a
-    // reference of 0 serves any usual scores; float16 needs one near the largest.
+struct Softmax {
+    // bfloat16 has the exponents of float32, so a reference of 0 serves usual scores. float16 needs one near the
+    // maximum.
     static constexpr bool kHasWideRange = std::is_same_v<Element, cutlass::bfloat16_t>;
+    // The reference moves when a thread's share of a row's sum of one step is larger, or in the first step the row's
+    // sum is smaller: Element holds probabilities in between with full precision.
     static constexpr float kLargestSum = kHasWideRange ? 0x1p60f : 0x1p13f, kSmallestSum = 0x1p-60f;
-    // Beyond these, probabilities may be infinite or 0, and the factors that undo it too.
-    static constexpr float kOverflow = 0x1p100f, kUnderflow = 0x1p-80f;
+    // Beyond these sums, probabilities may be infinite or 0, and the scores have to be computed again.
+    static constexpr float kOverflow = 0x1p120f, kUnderflow = 0x1p-80f;
+    // A first step without a row maximum needs scores below this magnitude (powers of 2) in a sample of its columns.
+    static constexpr float kLargestSample = 32.0f;
+    // A key whose probability outweighs all others by this factor decides the output alone: its rounding shows there.
+    static constexpr float kDominance = kHasWideRange ? 0x1p8f : 0x1p11f;
+    // The reference may lag behind the true maximum by this much (powers of 2) before O is rescaled.
+    static constexpr float kRescaleThreshold = 8.0f;
+    static constexpr unsigned kAllLanes = 0xffffffffu;
 
-    // A step has to begin with the maximum: some row has no reference yet, or needs one near its largest score. The
-    // same in every lane of the warp.
-    bool needs_maximum = true;
+    float scale_log2;
+    float row_max[kNRows];  // reference of each row, unscaled; -inf before the first key
+    float row_sum[kNRows];  // this thread's share of each row's sum, relative to the reference
+    // By how much rounding to Element changed the probabilities of dominant keys, which row_sum holds unrounded.
+    cutlass::Array<cutlass::bfloat16_t, kNRows> rounding;
+    bool is_large = false;      // the reference is so large that score * scale_log2 would be rounded too much
+    bool needs_maximum = true;  // a step has to take the row maximum: a row has no reference yet, or is_large
 
-    __device__ explicit Softmax(float scale_log2) : Base(scale_log2) {}
+    __device__ explicit Softmax(float scale_log2) : scale_log2(scale_log2) {
+        CUTE_UNROLL
+        for (int row = 0; row < kNRows; ++row) {
+            row_max[row] = -INFINITY;
+            row_sum[row] = 0.0f;
+            rounding[row] = cutlass::bfloat16_t(0.0f);
+        }
+    }
 
-    // What O has to be multiplied by.
+    // The factors by which O follows a reference that moved.
     struct Rescale {
         float factor[kNRows];
         bool is_needed;  // the same in every lane of the warp
     };
 
-    // One step over a key block: scores (row, col) become probabilities relative to row_max. kIsFirst: of a tile.
-    // takes_maximum: begin with it, as in a tile's first step where rows may see few keys in all: a row that sees one
-    // key has the probability 1, and no rounded one. recompute(scores) brings the scores back.
+    // One step over a key block: scores (row, col) become probabilities relative to row_max. kIsFirst: the first step
+    // of a work tile. takes_maximum: take the row maximum, as in a first step whose rows may see few keys: a row that
+    // sees one key needs the probability 1, not a rounded one. recompute(scores) restores the scores.
     template <bool kIsFirst, typename TensorS, typename Recompute>
     __device__ __forceinline__ Rescale step(TensorS &scores, bool takes_maximum, const Recompute &recompute) {
-        Rescale rescale;
-        rescale.is_needed = false;
-        if (!takes_maximum && (kIsFirst ? kHasWideRange : !needs_maximum)) {
-            if (kIsFirst) {
-                CUTE_UNROLL
-                for (int row = 0; row < kNRows; ++row) {
-                    row_max[row] = 0.0f;
-                }
-            }
-            float sums[kNRows];
-            exponentiate(scores, row_max, sums);
-            bool misses = false, is_lost = false;  // the range; beyond repair
+        if (kIsFirst && kHasWideRange && !takes_maximum) {
+            takes_maximum = __any_sync(kAllLanes, has_large_sample(scores));
+        }
+        if (takes_maximum || (kIsFirst ? !kHasWideRange : needs_maximum)) {
+            return step_with_maximum(scores);
+        }
+        if (kIsFirst) {
             CUTE_UNROLL
             for (int row = 0; row < kNRows; ++row) {
-                misses |= sums[row] > kLargestSum;
-                is_lost |= sums[row] > kOverflow;
-                if (kIsFirst) {
-                    const float total = quad_allreduce(sums[row], [](float a, float b) { return a + b; });
-                    misses |= total < kSmallestSum;
-                    is_lost |= total < kUnderflow;
-                }
-            }
-            if (!__any_sync(0xffffffffu, misses)) {
-                CUTE_UNROLL
-                for (int row = 0; row < kNRows; ++row) {
-                    row_sum[row] += sums[row];
-                }
-                needs_maximum = false;
-                return rescale;
-            }
-            if (!__any_sync(0xffffffffu, is_lost)) {
-                return move_reference<kIsFirst>(scores, sums);
-            }
-            recompute(scores);
-            if (kIsFirst) {
-                CUTE_UNROLL
-                for (int row = 0; row < kNRows; ++row) {
-                    row_max[row] = -INFINITY;
-                }
+                row_max[row] = 0.0f;
             }
         }
-        return step_with_maximum(scores);
+        Rescale rescale;
+        rescale.is_needed = false;
+        float sums[kNRows];
+        exponentiate(scores, row_max, sums);
+        bool is_unusual = false;
+        CUTE_UNROLL
+        for (int row = 0; row < kNRows; ++row) {
+            if (kIsFirst) {
+                const float total = quad_allreduce(sums[row], [](float a, float b) { return a + b; });
+                is_unusual |= total < kSmallestSum || sums[row] > fminf((total - sums[row]) * kDominance, kLargestSum);
+            } else {
+                is_unusual |= sums[row] > fminf(row_sum[row] * kDominance, kLargestSum);
+            }
+        }
+        if (__any_sync(kAllLanes, is_unusual)) {
+            return repair<kIsFirst>(scores, sums, recompute);
+        }
+        CUTE_UNROLL
+        for (int row = 0; row < kNRows; ++row) {
+            row_sum[row] += sums[row];
+        }
+        needs_maximum = false;
+        return rescale;
     }
 
     // acc_o: (row, col).
@@ -101,19 +111,82 @@ struct Softmax : flash::Softmax<kNRows> {
         }
     }
 
-    // After the last step: each row's log-sum-exp (natural log), and what its output has to be multiplied by, of which
-    // out_factor is a part.
+    // After the last step: the log-sum-exp of each row (natural log), and the factor that normalises its output and
+    // includes out_factor; 0 for a row without a key. The sum that divides the output holds the dominant probability
+    // as rounded, so that its rounding cancels; the log-sum-exp holds it exactly.
     __device__ __forceinline__ void finalize(float softmax_scale, float out_factor, float (&lse)[kNRows],
                                              float (&factor)[kNRows]) const {
         CUTE_UNROLL
         for (int row = 0; row < kNRows; ++row) {
-            const float total = quad_allreduce(row_sum[row], [](float a, float b) { return a + b; });
-            factor[row] = total == 0.0f ? 0.0f : __fdividef(out_factor, total);
+            const auto plus = [](float a, float b) { return a + b; };
+            const float total = quad_allreduce(row_sum[row], plus);
+            const float rounded_total = total + quad_allreduce(float(rounding[row]), plus);
+            factor[row] = total == 0.0f ? 0.0f : __fdividef(out_factor, rounded_total);
             lse[row] = total == 0.0f ? -INFINITY : __fmul_rn(row_max[row], softmax_scale) + __logf(total);
         }
     }
 
 private:
+    // True if this thread's sample of the scores is far from 0: the reference 0 might lose them.
+    template <typename TensorS>
+    __device__ __forceinline__ bool has_large_sample(const TensorS &scores) const {
+        constexpr int kSamples = 4, kStride = decltype(size<1>(scores))::value / kSamples;
+        bool is_large = false;
+        CUTE_UNROLL
+        for (int row = 0; row < kNRows; ++row) {
+            float largest = scores(row, 0);
+            CUTE_UNROLL
+            for (int i = 1; i < kSamples; ++i) {
+                largest = fmaxf(largest, scores(row, i * kStride));
+            }
+            is_large |= fabsf(largest * scale_log2) > kLargestSample && largest != -INFINITY;
+        }
+        return is_large;
+    }
+
+    // A step without a row maximum whose sums are unusual, which few steps are. Moves the reference, corrects for a
+    // dominant key, or begins again.
+    template <bool kIsFirst, typename TensorS, typename Recompute>
+    __device__ __forceinline__ Rescale repair(TensorS &scores, const float (&sums)[kNRows],
+                                              const Recompute &recompute) {
+        bool is_out_of_range = false, is_lost = false;
+        CUTE_UNROLL
+        for (int row = 0; row < kNRows; ++row) {
+            is_out_of_range |= sums[row] > kLargestSum;
+            is_lost |= sums[row] > kOverflow;
+            if (kIsFirst) {
+                const float total = quad_allreduce(sums[row], [](float a, float b) { return a + b; });
+                is_out_of_range |= total < kSmallestSum;
+                is_lost |= total < kUnderflow;
+            }
+        }
+        if (__any_sync(kAllLanes, is_lost)) {
+            recompute(scores);
+            if (kIsFirst) {
+                CUTE_UNROLL
+                for (int row = 0; row < kNRows; ++row) {
+                    row_max[row] = -INFINITY;
+                }
+            }
+            return step_with_maximum(scores);
+        }
+        if (__any_sync(kAllLanes, is_out_of_range)) {
+            return move_reference<kIsFirst>(scores, sums);
+        }
+        CUTE_UNROLL
+        for (int row = 0; row < kNRows; ++row) {
+            const float largest = maximum_in_thread(scores, row);
+            if (sums[row] > row_sum[row] * kDominance) {
+                rounding[row] = cutlass::bfloat16_t(float(Element(largest)) - largest);
+            }
+            row_sum[row] += sums[row];
+        }
+        needs_maximum = false;
+        Rescale rescale;
+        rescale.is_needed = false;
+        return rescale;
+    }
+
     template <typename TensorS>
     __device__ __forceinline__ Rescale step_with_maximum(TensorS &scores) {
         Rescale rescale;
@@ -122,9 +195,9 @@ private:
         CUTE_UNROLL
         for (int row = 0; row < kNRows; ++row) {
             new_max[row] = fmaxf(row_max[row], maximum_of(scores, row));
-            must_rescale |= (new_max[row] - row_max[row]) * scale_log2 > Base::kRescaleThreshold;
+            must_rescale |= (new_max[row] - row_max[row]) * scale_log2 > kRescaleThreshold;
         }
-        rescale.is_needed = __any_sync(0xffffffffu, must_rescale);
+        rescale.is_needed = __any_sync(kAllLanes, must_rescale);
         if (rescale.is_needed) {
             bool large = false, unseen = false;
             CUTE_UNROLL
@@ -134,18 +207,19 @@ private:
                     new_max[row] == -INFINITY ? 1.0f : exp2_approx((row_max[row] - new_max[row]) * scale_log2);
                 row_max[row] = new_max[row];
                 row_sum[row] *= rescale.factor[row];
+                rounding[row] = cutlass::bfloat16_t(float(rounding[row]) * rescale.factor[row]);
                 unseen |= new_max[row] == -INFINITY;
                 large |= fabsf(new_max[row] * scale_log2) > kLargeExponent && new_max[row] != -INFINITY;
             }
-            is_large = __any_sync(0xffffffffu, large);
-            needs_maximum = __any_sync(0xffffffffu, large || unseen);
+            is_large = __any_sync(kAllLanes, large);
+            needs_maximum = __any_sync(kAllLanes, large || unseen);
         }
         float reference[kNRows];
         CUTE_UNROLL
         for (int row = 0; row < kNRows; ++row) {
             reference[row] = row_max[row] == -INFINITY ? 0.0f : row_max[row];
         }
-        if (is_large) {  // score * scale_log2 would be rounded too much
+        if (is_large) {  // subtract before scaling
             CUTE_UNROLL
             for (int row = 0; row < kNRows; ++row) {
                 CUTE_UNROLL
@@ -164,17 +238,21 @@ private:
         return rescale;
     }
 
-    // Several chains, so that few instructions wait for each other.
+    // The largest of this thread's scores of a row, in four chains so that few instructions wait for each other.
     template <typename TensorS>
-    __device__ __forceinline__ static float maximum_of(const TensorS &scores, int row) {
+    __device__ __forceinline__ static float maximum_in_thread(const TensorS &scores, int row) {
         constexpr int kChains = 4;
         float maximum[kChains];
         CUTE_UNROLL
         for (int col = 0; col < size<1>(scores); ++col) {
             maximum[col % kChains] = col < kChains ? scores(row, col) : fmaxf(maximum[col % kChains], scores(row, col));
         }
-        return quad_allreduce(fmaxf(fmaxf(maximum[0], maximum[1]), fmaxf(maximum[2], maximum[3])),
-                              [](float a, float b) { return fmaxf(a, b); });
+        return fmaxf(fmaxf(maximum[0], maximum[1]), fmaxf(maximum[2], maximum[3]));
+    }
+
+    template <typename TensorS>
+    __device__ __forceinline__ static float maximum_of(const TensorS &scores, int row) {
+        return quad_allreduce(maximum_in_thread(scores, row), [](float a, float b) { return fmaxf(a, b); });
     }
 
     template <typename TensorS>
@@ -210,6 +288,7 @@ private:
             const float reference = __fmul_rn(row_max[row], scale_log2);
             rescale.factor[row] = exp2_approx(old_reference - reference);
             row_sum[row] = (row_sum[row] + sums[row]) * rescale.factor[row];
+            rounding[row] = cutlass::bfloat16_t(float(rounding[row]) * rescale.factor[row]);
             large |= fabsf(reference) > kLargeExponent;
             CUTE_UNROLL
             for (int col = 0; col < size<1>(scores); ++col) {
@@ -217,7 +296,7 @@ private:
             }
         }
         rescale.is_needed = true;
-        is_large = __any_sync(0xffffffffu, large);
+        is_large = __any_sync(kAllLanes, large);
         needs_maximum = is_large;
         return rescale;
     }

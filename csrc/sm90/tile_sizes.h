@@ -5,13 +5,13 @@ namespace flash::sm90 {
 
 template <int kConsumers_, int kBlockN_, int kStages_, int kQStages_, bool kPingPong_>
 struct TileFwd {
-    static constexpr int kConsumers = kConsumers_;       // consumer warpgroups, 64 query rows each
-    static constexpr int kBlockN = kBlockN_;             // keys of a step
-    static constexpr int kStages = kStages_;             // tiles of K, and of V, in shared memory
-    static constexpr int kQStages = kQStages_;           // tiles of Q: with 2, the next one is there in time
-    static constexpr bool kPingPong = kPingPong_;  // consumers issue their products one after the other
+    static constexpr int kConsumers = kConsumers_;  // consumer warpgroups, 64 query rows each
+    static constexpr int kBlockN = kBlockN_;        // keys per step
+    static constexpr int kStages = kStages_;        // pipeline stages of K, and of V
+    static constexpr int kQStages = kQStages_;      // pipeline stages of Q: with 2, the next work tile loads ahead
+    static constexpr bool kPingPong = kPingPong_;   // consumers issue their products one after the other
     static constexpr int kBlockM = 64 * kConsumers;
-    // setmaxnreg: what the producer gives up, the consumers get.
+    // setmaxnreg: the registers that the producer gives up go to the consumers.
     static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 40;
     static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 232;
 };
@@ -30,9 +30,9 @@ struct TileSizesFwd<192, kIsLocal> : TileFwd<2, 112, 2, 1, false> {};
 template <bool kIsLocal>
 struct TileSizesFwd<256, kIsLocal> : TileFwd<2, 80, 2, 1, false> {};
 
-// Tiles of fewer rows. Local calls of up to kShortSeqlen queries: longer ones would lose more at the sequence's end
-// and under the mask than they gain. Full ones where longer tiles leave multiprocessors idle; a row costs more in short
-// ones.
+// Tiles of fewer rows, for two cases. Local calls of up to kShortSeqlen queries: large tiles waste more under the mask
+// and at the end of the sequence than they gain. Full calls for which large tiles leave SMs idle; in a short tile a row
+// costs kCostOfShortTiles times as much.
 constexpr int kShortSeqlen = 1024;
 constexpr double kCostOfShortTiles = 1.2;
 template <int kHeadDim>

@@ -1,4 +1,4 @@
-// Products of a warpgroup: issued, waited for, and zeros over rows of an operand that another sequence has.
+// Products of a warpgroup by wgmma: issue, wait, and clear rows of an operand in shared memory.
 #pragma once
 
 #include <cutlass/arch/barrier.h>
@@ -10,11 +10,11 @@ namespace flash::sm90 {
 
 using namespace cute;
 
-// acc (+)= A B, issued and not waited for.
+// Issues acc = A B, or acc += A B if `accumulates`, without waiting for it.
 template <typename TiledMma, typename TensorA, typename TensorB, typename TensorC>
-__device__ __forceinline__ void issue(bool adds, const TensorA &A, const TensorB &B, TensorC &acc) {
+__device__ __forceinline__ void issue(bool accumulates, const TensorA &A, const TensorB &B, TensorC &acc) {
     TiledMma tiled_mma;
-    tiled_mma.accumulate_ = adds ? GMMA::ScaleOut::One : GMMA::ScaleOut::Zero;
+    tiled_mma.accumulate_ = accumulates ? GMMA::ScaleOut::One : GMMA::ScaleOut::Zero;
     warpgroup_fence_operand(acc);
     warpgroup_arrive();
     CUTE_UNROLL
@@ -25,15 +25,15 @@ __device__ __forceinline__ void issue(bool adds, const TensorA &A, const TensorB
     warpgroup_commit_batch();
 }
 
-// Waits until at most kInFlight products are under way, among which `acc` is not.
+// Waits until at most kInFlight products are under way. The product into `acc` is then complete.
 template <int kInFlight, typename TensorC>
 __device__ __forceinline__ void wait_for(TensorC &acc) {
     warpgroup_wait<kInFlight>();
     warpgroup_fence_operand(acc);
 }
 
-// Writes zeros over the rows of sX (rows, headdim) from `rows` on, which are another sequence's. Every consumer does it
-// for itself, so that none waits for another.
+// Writes zeros to the rows of sX (rows, headdim) from `rows` on, which belong to another sequence. Every consumer
+// writes them for itself, so that none waits for another.
 template <typename Traits, typename TensorX>
 __device__ __forceinline__ void clear_rows_from(int rows, TensorX &&sX, int warpgroup) {
     using Vector = cute::uint128_t;
@@ -43,7 +43,7 @@ __device__ __forceinline__ void clear_rows_from(int rows, TensorX &&sX, int warp
     for (int i = threadIdx.x % 128; i < (kRows - rows) * kVectors; i += 128) {
         *reinterpret_cast<Vector *>(&sX(rows + i / kVectors, i % kVectors * kVector)) = Vector{0, 0};
     }
-    cutlass::arch::fence_view_async_shared();  // wgmma reads it
+    cutlass::arch::fence_view_async_shared();  // before wgmma reads them
     sync(Barrier::warpgroup, warpgroup, 128);
 }
 

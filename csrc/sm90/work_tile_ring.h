@@ -1,8 +1,9 @@
-// The tiles on their way from the producer's warp that finds them to the one that loads them and the consumers, in
-// shared memory, where a consumer leaves what has no room in registers.
+// The pipeline of work tiles: the scheduler warp writes them, the load warp and the consumer warpgroups read them.
 #pragma once
 
-#include "../common/dropout.h"
+#include <cute/arch/cluster_sm90.hpp>
+
+#include "../common/philox.h"
 #include "../common/score_mod.h"
 #include "key_blocks.h"
 #include "pipeline.h"
@@ -10,29 +11,27 @@
 
 namespace flash::sm90 {
 
-// Every tile in the ring has keys, and its turn to be loaded comes: a consumer takes the next one before it gives the
-// last one back.
 template <int kConsumers>
 struct WorkTileRing {
-    static constexpr int kStages = 3;  // a consumer holds two at once, and the other is ahead
+    static constexpr int kStages = 3;  // a consumer holds two at once; one more is ready
     struct SharedStorage {
         WorkTile tiles[kStages];
         KeyBlocks key_blocks[kStages][kConsumers];
-        ScoreMod score_mods[kStages];     // of the general kind
-        DropoutStream dropouts[kStages];  // likewise
-        Barriers<kStages> barriers;
+        ScoreMod score_mods[kStages];     // general kernels
+        DropoutStream dropouts[kStages];  // general kernels
+        PipelineBarriers<kStages> barriers;
     };
     SharedStorage &shared;
-    Ring<kStages> ring = {};
+    PipelineState<kStages> state = {};
 
-    // By the warp that finds tiles: waits for room for another.
-    __device__ __forceinline__ void await_room() const { ring.acquire(shared.barriers); }
+    // Scheduler warp: waits for an empty stage.
+    __device__ __forceinline__ void acquire() const { state.acquire(shared.barriers); }
 
-    // Likewise: puts one there, with what key_blocks_of(consumer) says.
+    // Scheduler warp: writes a work tile. key_blocks_of(consumer) returns the key blocks of one consumer.
     template <Kind kKind, typename KeyBlocksOf>
-    __device__ __forceinline__ void push(const Flash_fwd_params &params, const WorkTile &tile, const ScoreMod &score_mod,
-                                         const KeyBlocksOf &key_blocks_of) {
-        const int lane = threadIdx.x % 32, stage = ring.stage;
+    __device__ __forceinline__ void push(const Flash_fwd_params &params, const WorkTile &tile,
+                                         const ScoreMod &score_mod, const KeyBlocksOf &key_blocks_of) {
+        const int lane = threadIdx.x % 32, stage = state.stage;
         if (lane == 0) {
             shared.tiles[stage] = tile;
             if (is_general(kKind)) {
@@ -47,16 +46,16 @@ struct WorkTileRing {
         }
         if (lane < kConsumers) {
             shared.key_blocks[stage][lane] = key_blocks_of(lane);
-            shared.barriers.full[stage].arrive();  // every lane that wrote, so that its own writes are there
+            shared.barriers.full[stage].arrive();  // each lane that wrote arrives, which releases its own writes
         }
-        ring.advance();
+        state.advance();
     }
 
-    // The others wait for the next tile; returns where it is.
+    // Readers: wait for the next work tile. Returns its stage.
     __device__ __forceinline__ int take() {
-        ring.wait(shared.barriers);
-        const int stage = ring.stage;
-        ring.advance();
+        state.wait(shared.barriers);
+        const int stage = state.stage;
+        state.advance();
         return stage;
     }
 
@@ -68,9 +67,10 @@ struct WorkTileRing {
     __device__ __forceinline__ const ScoreMod &score_mod(int stage) const { return shared.score_mods[stage]; }
     __device__ __forceinline__ const DropoutStream &dropout(int stage) const { return shared.dropouts[stage]; }
 
+    // Readers: each warp releases the stage for itself.
     __device__ __forceinline__ void release(int stage) {
         __syncwarp();
-        Ring<kStages>{stage}.release(shared.barriers);
+        PipelineState<kStages>{stage}.release(shared.barriers);
     }
 };
 
