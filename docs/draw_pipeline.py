@@ -1,4 +1,4 @@
-"""Draws docs/images/sm90_pipeline.svg: producer, scheduler, consumers and tensor cores of the Hopper forward over time.
+"""Draws docs/images/sm90_pipeline.svg: the warps of the Hopper forward and the tensor cores over time.
 
     python docs/draw_pipeline.py
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 PICTURE = Path(__file__).resolve().parent / "images" / "sm90_pipeline.svg"
-LANES = ("scheduler warp", "producer warp", "consumer 0", "tensor cores", "consumer 1")
+LANES = ("scheduler warp", "load warp", "consumer 0", "tensor cores", "consumer 1")
 LEFT, TOP, LANE, BOX, STEP = 128, 66, 74, 34, 250
 STEPS = (
     "step: S of A1, O of A2",

@@ -181,7 +181,8 @@ def test_help_lists_every_task_of_the_makefile() -> None:
     assert {line.split()[0] for line in listed.splitlines()} == set(phony[1].split()) - {"build"}
 
 
-def test_picture_of_the_masks_is_current() -> None:
-    draw_masks = runpy.run_path(str(ROOT / "docs" / "draw_masks.py"))
-    message = "the reference's masks or the drawing changed: python docs/draw_masks.py"
-    assert draw_masks["PICTURE"].read_text(encoding="utf-8") == draw_masks["picture"](), message
+@pytest.mark.parametrize("script", ["draw_masks.py", "draw_pipeline.py"])
+def test_pictures_are_current(script: str) -> None:
+    drawing = runpy.run_path(str(ROOT / "docs" / script))
+    message = f"what the picture shows or its drawing changed: python docs/{script}"
+    assert drawing["PICTURE"].read_text(encoding="utf-8") == drawing["picture"](), message
