@@ -149,7 +149,7 @@ def test_a_summary_is_one_line_with_the_ratios_of_the_first_contender(tmp_path: 
         {"ratio": {"ours": {"rival": 1.25}}},
         {"ratio": {"ours": {"rival": 2.0}}},
     ]
-    provenance.save("speed", benchmark="bench_forward", title="Speed", data=rows, sources=(), out_dir=tmp_path)
+    provenance.save("speed", benchmark="other", title="Speed", data=rows, sources=(), out_dir=tmp_path)
     line = tables.summarize(provenance.load(tmp_path / "speed.json"))
     assert "ours ÷ rival: median 1.50, lowest 1.25; ours ÷ other: median 0.50, lowest 0.50" in line
     assert "second" not in line
