@@ -253,7 +253,8 @@ def summarize(result: dict[str, Any]) -> str:
         ours = next(name for row in data for name in row["ratio"])
         rivals = dict.fromkeys(name for row in data for name in row["ratio"].get(ours, {}))
         by_rival = {
-            rival: [row["ratio"][ours][rival] for row in data if rival in row["ratio"].get(ours, {})] for rival in rivals
+            rival: [row["ratio"][ours][rival] for row in data if rival in row["ratio"].get(ours, {})]
+            for rival in rivals
         }
     ratios = "; ".join(
         f"{ours} ÷ {rival}: median {statistics.median(values):.2f}, lowest {min(values):.2f}"
