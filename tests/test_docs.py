@@ -1,4 +1,5 @@
-"""The documents: their Python snippets run, their links lead somewhere, the files and variables they name exist."""
+"""The documents: their Python snippets run, their links lead somewhere, what they name exists, and no file is missing
+from the map."""
 
 from __future__ import annotations
 
@@ -12,21 +13,24 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import report
+from benchmarks import provenance, report, tables
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "third_party" / "README.md"]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "third_party" / "README.md"]
 SNIPPET = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
-LINK = re.compile(r"\]\(([^)#\s]+)")
+LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)")
+HEADING = re.compile(r"^#+ +(.+)$", re.MULTILINE)
 FILE = re.compile(
     r"\b(?:csrc|flash_attn_mini|tests|benchmarks|docs|examples|third_party)/[\w./-]*\w\.(?:h|cpp|cu|py|md|txt)\b"
 )
 VARIABLE = re.compile(r"\bFLASH_ATTN_MINI_[A-Z_]+[A-Z]\b")
+NAMED_DOCUMENT = re.compile(r"\bdocs/[\w/-]+(?:\.md)?\b")
+README_LINES = 240
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 IDENTIFIER = re.compile(r"`((?:\w+(?:\.|::))*\w+)(?:\(\))?`")
 FILE_ENDING = re.compile(r"\.(?:h|cpp|cu|py|md|txt|json)$")
 OF_OTHERS = re.compile(r"(?:torch\.|at::|sgemm_$)")  # PyTorch's and MKL's
-OF_TESTS_ALONE = {"FLASH_ATTN_MINI_SEED", "FLASH_ATTN_MINI_RANDOM_CASES"}
+OF_TESTS_ALONE = {"FLASH_ATTN_MINI_SEED", "FLASH_ATTN_MINI_RANDOM_CASES", "FLASH_ATTN_MINI_STRESS_RUNS"}
 
 every_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
 
@@ -44,15 +48,71 @@ def test_snippets_run_one_after_the_other(document: Path, tmp_path: Path) -> Non
     assert result.returncode == 0, result.stderr
 
 
+def anchors_of(document: Path) -> set[str]:
+    """The anchors of its headings, as GitHub makes them: lower case, no punctuation, hyphens for blanks."""
+    headings = HEADING.findall(FENCED.sub("", document.read_text()))
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @every_document
-def test_links_lead_to_files(document: Path) -> None:
-    targets = [target for target in LINK.findall(document.read_text()) if "://" not in target]
-    assert [target for target in targets if not (document.parent / target).exists()] == []
+def test_links_lead_to_files_and_headings(document: Path) -> None:
+    broken = []
+    for target, anchor in LINK.findall(document.read_text()):
+        if "://" in target:
+            continue
+        file = document.parent / target if target else document
+        if not file.exists() or (anchor and file.suffix == ".md" and anchor not in anchors_of(file)):
+            broken.append(f"{target}#{anchor}" if anchor else target)
+    assert broken == []
+
+
+def test_readme_is_short() -> None:
+    lines = len((ROOT / "README.md").read_text().splitlines())
+    assert lines <= README_LINES, f"README.md has {lines} lines, at most {README_LINES} are allowed"
 
 
 @every_document
 def test_named_files_exist(document: Path) -> None:
     assert [name for name in FILE.findall(document.read_text()) if not (ROOT / name).exists()] == []
+
+
+def test_documents_named_in_the_sources_exist() -> None:
+    sources = [path for path in ROOT.glob("*") if path.suffix in {".py", ".toml"} or path.name == "Makefile"]
+    for folder in ("build_tools", "csrc", "flash_attn_mini", "benchmarks", "tests", "examples"):
+        sources += [path for path in (ROOT / folder).rglob("*") if path.suffix in {".py", ".h", ".cpp", ".cu"}]
+    missing = {
+        f"{path.relative_to(ROOT).as_posix()}: {name}"
+        for path in sources
+        for name in NAMED_DOCUMENT.findall(path.read_text())
+        if not (ROOT / name).exists()
+    }
+    assert missing == set()
+
+
+# Sections of docs/layout.md: the folder of each, and what it lists as a whole.
+MAPPED = {
+    "flash_attn_mini": ("reference", "ladder"),
+    "csrc": ("common", "sm80", "sm90", "cpu", "minimal"),
+    "csrc/common": (),
+    "csrc/sm80": (),
+    "csrc/sm90": (),
+    "csrc/cpu": (),
+}
+
+
+@pytest.mark.parametrize("folder", MAPPED)
+def test_the_map_lists_every_file_and_no_other(folder: str) -> None:
+    section = re.search(rf"^## {folder}:.*?\n(.*?)(?=^## |\Z)", (ROOT / "docs/layout.md").read_text(), re.M | re.S)
+    assert section is not None, f"docs/layout.md has no section for {folder}"
+    cells = [row.split("|")[1] for row in section[1].splitlines() if row.startswith("| `")]
+    listed = {name.rsplit("/", 1)[-1] for cell in cells for name in re.findall(r"`([\w./]+\.\w+)`", cell)}
+    there = {
+        path.name
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in {".py", ".h", ".cpp", ".cu"}
+        and path.relative_to(ROOT / folder).parts[0] not in MAPPED[folder]
+    }
+    assert listed - {"__init__.py"} == there - {"__init__.py"}
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +143,21 @@ def test_result_blocks_are_paired(document: Path, tmp_path: Path) -> None:
     report.fill(document.read_text(), tmp_path)
 
 
+def test_a_summary_is_one_line_with_the_ratios_of_the_first_contender(tmp_path: Path) -> None:
+    rows = [
+        {"ratio": {"ours": {"rival": 1.5, "other": 0.5}, "second": {"rival": 9.0}}},
+        {"ratio": {"ours": {"rival": 1.25}}},
+        {"ratio": {"ours": {"rival": 2.0}}},
+    ]
+    provenance.save("speed", benchmark="other", title="Speed", data=rows, sources=(), out_dir=tmp_path)
+    line = tables.summarize(provenance.load(tmp_path / "speed.json"))
+    assert "ours ÷ rival: median 1.50, lowest 1.25; ours ÷ other: median 0.50, lowest 0.50" in line
+    assert "second" not in line
+    filled = report.fill("<!-- results:speed.summary begin -->\n<!-- results:speed.summary end -->\n", tmp_path)
+    assert filled == f"<!-- results:speed.summary begin -->\n\n{line}\n\n<!-- results:speed.summary end -->\n"
+    assert "\n" not in line
+
+
 def test_every_environment_variable_is_documented_and_no_other() -> None:
     sources = [ROOT / "setup.py"]
     for folder in ("build_tools", "csrc", "flash_attn_mini", "benchmarks", "tests"):
@@ -106,7 +181,8 @@ def test_help_lists_every_task_of_the_makefile() -> None:
     assert {line.split()[0] for line in listed.splitlines()} == set(phony[1].split()) - {"build"}
 
 
-def test_picture_of_the_masks_is_current() -> None:
-    draw_masks = runpy.run_path(str(ROOT / "docs" / "draw_masks.py"))
-    message = "the reference's masks or the drawing changed: python docs/draw_masks.py"
-    assert draw_masks["PICTURE"].read_text(encoding="utf-8") == draw_masks["picture"](), message
+@pytest.mark.parametrize("script", ["draw_masks.py", "draw_pipeline.py"])
+def test_pictures_are_current(script: str) -> None:
+    drawing = runpy.run_path(str(ROOT / "docs" / script))
+    message = f"what the picture shows or its drawing changed: python docs/{script}"
+    assert drawing["PICTURE"].read_text(encoding="utf-8") == drawing["picture"](), message
