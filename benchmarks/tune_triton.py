@@ -3,7 +3,7 @@ the backward kernels.
 
 Run `python benchmarks/tune_triton.py`. It needs torch and Triton, not the compiled extension. It prints errors against
 float64 first, then one table per problem, best configuration first, each timed alternately with PyTorch's
-FLASH_ATTENTION. The results go into backends/triton/configs.py and docs/tuning.md.
+FLASH_ATTENTION. The results go into backends/triton/configs.py and docs/tuning/triton.md.
 """
 
 from __future__ import annotations

@@ -76,7 +76,9 @@ struct Flash_fwd_params {
     int window_size_left = -1;   // keys
     int window_size_right = -1;  // keys
 
-    // Whether the keys that a query sees depend on the query.
+    // True if scores are modified between Q K^T and the softmax.
+    bool has_score_mod() const { return softcap > 0.0 || alibi_slopes != nullptr; }
+    // True if the keys that a query sees depend on the query.
     bool is_local() const { return window_size_left >= 0 || window_size_right >= 0; }
 };
 

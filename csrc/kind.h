@@ -16,7 +16,7 @@ enum class Kind {
     full,     // equal lengths; every query sees every key
     local,    // equal lengths; causal or windowed
     varlen,   // variable lengths, any mask
-    general,  // any lengths and mask; softcap, ALiBi and dropout are decided at run time
+    general,  // any lengths and mask; score modifiers and dropout are decided at run time
     paged,    // general, with keys in pages
 };
 
@@ -25,7 +25,7 @@ constexpr bool is_local(Kind kind) {
     return kind != Kind::full;
 }
 
-// Whether softcap, ALiBi and dropout are decided at run time.
+// True if score modifiers and dropout are decided at run time.
 constexpr bool is_general(Kind kind) {
     return kind == Kind::general || kind == Kind::paged;
 }

@@ -55,7 +55,7 @@ Kind kind_of(const Flash_fwd_params &params) {
     if (params.block_table != nullptr) {
         return Kind::paged;
     }
-    if (params.softcap > 0.0 || params.alibi_slopes != nullptr || params.rng_state != nullptr) {
+    if (params.has_score_mod() || params.rng_state != nullptr) {
         return Kind::general;
     }
     return params.cu_seqlens_q != nullptr ? Kind::varlen : params.is_local() ? Kind::local : Kind::full;

@@ -210,7 +210,7 @@ private:
 
     const int keys_padded_;
     float *s_ = nullptr, *dp_ = nullptr;               // [kAmxBlock keys][kAmxBlock rows]
-    float *derivative_ = nullptr;                      // [kAmxBlock keys][kAmxBlock rows]: of softcap
+    float *derivative_ = nullptr;                      // [kAmxBlock keys][kAmxBlock rows]: of the score modifier
     BFloat16 *p_rows_ = nullptr, *ds_rows_ = nullptr;  // [kStep][kPanel]
     uint32_t *ds_pairs_ = nullptr;                     // [kStep / 2][kPanel] pairs of keys
     BFloat16 *rows_ = nullptr;                         // [kPanel][d_padded]: rows of q or dout

@@ -153,7 +153,7 @@ private:
         function(s, dp, derivative_, n_begin, keys, this->score_mod_.scale_left(), this->row_state(), lane, vecs);
     }
 
-    // The softmax with softcap, ALiBi or dropout. The first key is key n of the step.
+    // The softmax with score modifiers or dropout. The first key is key n of the step.
     void softmax_with_features(Acc *s, Acc *dp, int n_begin, int n, int keys, int lane, int vecs, bool masked) const {
         const auto drop_some = [&](Acc *x, double factor) {
             drop<Acc, kPanel, kPanel>(x + lane, Acc(factor), this->dropout_.keep(n) + lane, keys, vecs);
@@ -218,7 +218,7 @@ private:
     }
 
     Acc *s_ = nullptr, *dp_ = nullptr;                // [kStep][kPanel]: scores, then P; dP, then dS
-    Acc *derivative_ = nullptr;                       // [kTile][kPanel]: of softcap
+    Acc *derivative_ = nullptr;                       // [kTile][kPanel]: of the score modifier
     Acc *q_ = nullptr, *dout_ = nullptr;              // [kPanel][d_padded]
     Acc *q_panel_ = nullptr, *dout_panel_ = nullptr;  // [kPanel / kSubpanel][d][kSubpanel]
     Acc *k_ = nullptr, *v_ = nullptr;                 // [block_keys][d_padded]

@@ -119,7 +119,7 @@ protected:
         self().step_vecs(p, (p.rows + kLanes<Acc> - 1) / kLanes<Acc>, n_begin, n_first, n_last, masked);
     }
 
-    // Applies softcap and ALiBi to the step's scores. Returns true if the scores changed.
+    // Applies the score modifiers to the step's scores. Returns true if the scores changed.
     bool make_logits(const Panel &p, Acc *s, int vecs, int n_first, int keys) const {
         if (!score_mod_.is_on()) return false;
         score_mod_.template apply<kPanel>(s, nullptr, n_first, keys, p.row, 0, vecs);

@@ -32,7 +32,7 @@ FLASH_INLINE Vec<T> visible_or_zero(Vec<T> x, typename Simd<T>::Int key, const R
 enum class DsOutput { none, plain, capped };
 
 // For keys [n_begin, n_begin + keys): replaces s = q.k by P = exp(scale * s - lse), and dp = dO.v by dS = P * (dp -
-// delta) (capped: times the derivative of the softcap), in `vecs` vectors of lanes from `lane` on. kMasked: both are 0
+// delta) (capped: times the derivative of the cap), in `vecs` vectors of lanes from `lane` on. kMasked: both are 0
 // where a row does not see a key.
 template <typename T, int kPanel, bool kMasked, DsOutput kDs>
 FLASH_NOINLINE void softmax_backward(T *s, T *dp, const T *derivative, int n_begin, int keys, T scale,

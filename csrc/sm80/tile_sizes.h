@@ -1,4 +1,4 @@
-// Tile sizes of the sm80 forward for each head dim. docs/tuning.md has the measurements.
+// Tile sizes of the sm80 forward for each head dim. docs/tuning/sm80_forward.md has the measurements.
 #pragma once
 
 namespace flash::sm80 {
@@ -16,7 +16,7 @@ struct TileFwd {
     static constexpr int kQStepsInRegisters = kQStepsInRegisters_;
 };
 
-// kIsGeneral: kinds with softcap, ALiBi and dropout, which leave fewer registers for the tile.
+// kIsGeneral: kinds with score modifiers and dropout, which leave fewer registers for the tile.
 template <int kHeadDim, bool kIsGeneral>
 struct TileSizesFwd;
 

@@ -1,4 +1,4 @@
-// Tile sizes of the sm80 backward for each head dim. docs/tuning.md has the measurements.
+// Tile sizes of the sm80 backward for each head dim. docs/tuning/sm80_backward.md has the measurements.
 #pragma once
 
 #include "../kind.h"

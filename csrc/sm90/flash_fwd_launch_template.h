@@ -6,18 +6,12 @@
 #include <stdexcept>
 
 #include "../common/launch.h"
+#include "../device.h"
 #include "../trace.h"
 #include "flash_fwd.h"
 #include "flash_fwd_kernel.h"
 
 namespace flash::sm90 {
-
-inline int multiprocessors() {
-    int device = 0, count = 0;
-    check_cuda(cudaGetDevice(&device), "asking for the device");
-    check_cuda(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "counting multiprocessors");
-    return count;
-}
 
 // A tensor (seqlen, d, heads, batch); varlen (total, d, heads, 1). The stride of a dimension of one element has no
 // meaning, and TMA may not accept it: it is replaced.
@@ -62,7 +56,7 @@ void launch(const Flash_fwd_params &params, int *tile_counter, cudaStream_t stre
     static_assert(Traits::kSmemSize <= kMaxSmem, "more shared memory than a thread block may have");
     auto kernel = &flash_fwd_kernel<Traits, kKind>;
     const RowBlocks blocks = row_blocks<is_general(kKind)>(params, Traits::kBlockM);
-    const int sms = multiprocessors();
+    const int sms = device_properties().sm_count;
     check_grid(blocks.count() + sms, "batch * nheads * blocks of query rows");  // CTAs count past the end
     const WorkTileOrder order(blocks, params.is_local(), sms, tile_counter);
     const int grid = std::min(order.units, sms);
@@ -79,7 +73,7 @@ void launch(const Flash_fwd_params &params, int *tile_counter, cudaStream_t stre
 // True if full attention takes less time in the shorter tiles, because the longer ones would leave SMs idle.
 template <typename TileSize, typename Short>
 bool fills_better_in_short_tiles(const Flash_fwd_params &params) {
-    const auto rows_of_busiest = [&, sms = multiprocessors()](int kBlockM) {
+    const auto rows_of_busiest = [&, sms = device_properties().sm_count](int kBlockM) {
         const int64_t count = row_blocks</*kMayBeVarlen=*/false>(params, kBlockM).count();
         return (count + sms - 1) / sms * kBlockM;
     };

@@ -16,12 +16,12 @@ __device__ __forceinline__ int uniform(int x) {
 // A consumer visits the key blocks [n_block_min, n_block_max) from the last to the first.
 struct KeyBlocks {
     enum Flag : int {
-        is_end = 1,          // there is no work tile any more
-        skips_first = 2,     // the first block that is loaded: only rows of other consumers see it
-        skips_last = 4,      // the last block that is loaded: only rows of other consumers see it
-        may_see_few = 8,     // some row may see few keys in all, or none of the first visited block
-        has_score_mod = 16,  // softcap or ALiBi
-        has_alibi = 32,      // the slope is not 0
+        is_end = 1,       // there is no work tile any more
+        skips_first = 2,  // the first block that is loaded: only rows of other consumers see it
+        skips_last = 4,   // the last block that is loaded: only rows of other consumers see it
+        may_see_few = 8,  // some row may see few keys in all, or none of the first visited block
+        has_score_mod = 16,
+        has_alibi = 32,  // the slope is not 0
         has_dropout = 64,
     };
 
@@ -70,10 +70,9 @@ __device__ __forceinline__ KeyBlocks key_blocks(const Flash_fwd_params &params, 
     if (is_general(kKind)) {
         blocks.n_ragged = sequence.seqlen_k / kBlockN;
         const int nearest = max(m_block * kRows + sequence.seqlen_k - sequence.seqlen_q, 0);  // key of the first row
-        const bool has_softcap = score_mod.cap_scale != 0.0f, has_alibi = score_mod.slope != 0.0f;
+        const bool has_cap = score_mod.cap_scale != 0.0f, has_alibi = score_mod.slope != 0.0f;
         blocks.n_rising_begin = score_mod.slope < 0.0f ? 0 : nearest / kBlockN;
-        blocks.flags |= (has_softcap || has_alibi ? KeyBlocks::has_score_mod : 0) |
-                        (has_alibi ? KeyBlocks::has_alibi : 0) |
+        blocks.flags |= (has_cap || has_alibi ? KeyBlocks::has_score_mod : 0) | (has_alibi ? KeyBlocks::has_alibi : 0) |
                         (params.rng_state != nullptr ? KeyBlocks::has_dropout : 0);
     }
     return blocks;

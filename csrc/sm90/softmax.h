@@ -25,9 +25,10 @@ struct Softmax {
     // Beyond these sums, probabilities may be infinite or 0, and the scores have to be computed again.
     static constexpr float kOverflow = 0x1p120f, kUnderflow = 0x1p-80f;
     // A first step without a row maximum needs scores below this magnitude (powers of 2) in a sample of its columns.
-    static constexpr float kLargestSample = 32.0f;
-    // A key whose probability outweighs all others by this factor decides the output alone: its rounding shows there.
-    static constexpr float kDominance = kHasWideRange ? 0x1p5f : 0x1p8f;
+    static constexpr float kLargestSample = 8.0f;
+    // A key whose probability outweighs all others by this factor nearly decides the output alone, so that its rounding
+    // shows there. A thread's share of a row's sum of one step up to kUsualSum holds none that matters.
+    static constexpr float kDominance = kHasWideRange ? 0x1p5f : 0x1p8f, kUsualSum = 0x1p8f;
     // The reference may lag behind the true maximum by this much (powers of 2) before O is rescaled.
     static constexpr float kRescaleThreshold = 8.0f;
     static constexpr unsigned kAllLanes = 0xffffffffu;
@@ -132,6 +133,11 @@ private:
         return is_large;
     }
 
+    // True if a thread's sum of a step may hold a dominant key, or is out of range. others: the sum of other keys.
+    __device__ __forceinline__ static bool exceeds(float sum, float others) {
+        return sum > fminf(fmaxf(others * kDominance, kUsualSum), kLargestSum);
+    }
+
     // A step without a row maximum looks at its sums alone. Few steps are unusual: the reference does not fit the
     // scores, or one key outweighs all others in a row.
     template <bool kIsFirst>
@@ -141,9 +147,9 @@ private:
         for (int row = 0; row < kNRows; ++row) {
             if (kIsFirst) {
                 const float total = quad_sum(sums[row]), others = total - sums[row];
-                result |= total < kSmallestSum || sums[row] > fminf(others * kDominance, kLargestSum);
+                result |= total < kSmallestSum || exceeds(sums[row], others);
             } else {
-                result |= sums[row] > fminf(row_sum[row] * kDominance, kLargestSum);
+                result |= exceeds(sums[row], row_sum[row]);
             }
         }
         return result;

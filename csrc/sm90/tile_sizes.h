@@ -1,4 +1,4 @@
-// Tile sizes of the sm90 forward per head dim: the one table. docs/tuning.md says how they were found.
+// Tile sizes of the sm90 forward per head dim: the one table. docs/tuning/sm90_forward.md says how they were found.
 #pragma once
 
 namespace flash::sm90 {

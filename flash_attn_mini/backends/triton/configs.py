@@ -1,7 +1,7 @@
 """Configurations of the Triton kernels: tile sizes, warps, stages, and loads by TMA or not.
 
 tuner.py reads the tables. A configuration is a triton.Config over BLOCK_M, BLOCK_N and USE_TMA. The measurements behind
-the lists are in docs/tuning.md. Kinds of calls that are not timed, such as those with dropout, have their own lists.
+the lists are in docs/tuning/triton.md. Kinds of calls that are not timed, such as those with dropout, have their own lists.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Tables:
     hopper: ByHeadDim
     plain: ByHeadDim  # Ampere, Ada, and tensors that TMA cannot address
     float32: ByHeadDim
-    untimed_hopper: ByHeadDim  # for windows, softcap, ALiBi and dropout, which need registers
+    untimed_hopper: ByHeadDim  # for windows, score modifiers and dropout, which need registers
     untimed_plain: ByHeadDim  # the same without TMA, and sequences of variable length
     resident: str  # the rows that a program keeps: BLOCK_M or BLOCK_N; it loops over the others
     resident_tiles: int  # number of tensors that it keeps; it loops over two
@@ -121,7 +121,7 @@ FORWARD = Tables(
     resident_tiles=1,  # Q
 )
 
-# BLOCK_M divides launch_bwd.ROW_STATS_MULTIPLE in both backward tables.
+# BLOCK_M divides options.ROWS_MULTIPLE in both backward tables.
 BACKWARD_DQ = Tables(
     hopper={
         64: [

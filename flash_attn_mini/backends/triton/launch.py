@@ -2,7 +2,7 @@
 
 The chain: backends.triton.forward -> forward (here) -> launch -> flash_fwd_kernel. The first plain call of a kind
 (dtype, head dim, causal, lengths rounded up to a power of two) tunes, and Triton's cache on disk keeps the choice.
-Calls with windows, softcap, ALiBi, dropout or variable lengths are never timed: they take the first configuration of
+Calls with windows, score modifiers, dropout or variable lengths are never timed: they take the first configuration of
 the table that fits.
 """
 

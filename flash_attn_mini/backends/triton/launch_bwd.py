@@ -15,7 +15,7 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ...options import Options, Sequences
+from ...options import ROWS_MULTIPLE, Options, Sequences
 from ...tracing import enabled as tracing_enabled
 from .call import Call, as_batch
 from .configs import BACKWARD_DKV, BACKWARD_DQ
@@ -28,7 +28,6 @@ from .tuner import Tuner
 
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
-ROW_STATS_MULTIPLE = 128  # a multiple of every BLOCK_M, so that dK and dV read whole blocks of row_stats
 MAX_SHARED_BLOCK_D = 128  # beyond it the sums of dK and dV do not fit into the registers together: one launch for each
 
 DQ_TUNER = Tuner(flash_bwd_dq_kernel, BACKWARD_DQ)
@@ -129,7 +128,7 @@ def prepare(
         dv,
         row_stats=q.new_empty(0),
     )
-    padded_q = num_blocks(call, q, ROW_STATS_MULTIPLE) * ROW_STATS_MULTIPLE
+    padded_q = num_blocks(call, q, ROWS_MULTIPLE) * ROWS_MULTIPLE
     call.row_stats = q.new_empty((2, q.shape[0], q.shape[2], padded_q), dtype=torch.float32)
     return call
 
@@ -196,7 +195,7 @@ def launch_dq(call: BackwardCall, config: triton.Config) -> None:
         BLOCK_D=head_dim_block(head_dim),
         CAUSAL=call.causal,
         EVEN_N=call.causal or (call.window is None and ends_with_block(call, k, config.kwargs["BLOCK_N"])),
-        ROW_STATS_MULTIPLE=ROW_STATS_MULTIPLE,
+        ROW_STATS_MULTIPLE=ROWS_MULTIPLE,
         **config.kwargs,
         **compiler_options(config),
     )
@@ -229,7 +228,7 @@ def launch_dkv(call: BackwardCall, config: triton.Config, *, want_dk: bool = Tru
         CAUSAL=call.causal,
         EVEN_M=use_tma or ends_with_block(call, q, block_m),
         KEYLESS_ROWS=call.may_have_keyless_rows,
-        ROW_STATS_MULTIPLE=ROW_STATS_MULTIPLE,
+        ROW_STATS_MULTIPLE=ROWS_MULTIPLE,
         **config.kwargs,
         **compiler_options(config),
     )
