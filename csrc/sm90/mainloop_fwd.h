@@ -10,7 +10,6 @@
 #include "key_blocks.h"
 #include "layout.h"
 #include "mask.h"
-#include "mma_sync.h"
 #include "named_barriers.h"
 #include "softmax.h"
 #include "wgmma.h"
@@ -243,7 +242,7 @@ private:
         const bool may_rise = kIsGeneral && step.blocks.has(KeyBlocks::has_alibi) &&
                               (kIsFirst || step.n_block >= step.blocks.n_rising_begin);
         return softmax.template step<kIsFirst>(scores, may_see_few || may_rise, [&](auto &scores) {
-            recompute_S(acc_s);
+            recompute_S(scores);
             modify(step, scores);
             mask(needs_mask, step, scores);
         });
@@ -272,16 +271,27 @@ private:
         }
     }
 
-    // S once more, for a softmax that lost it: each warp multiplies its 16 rows with mma.sync, because wgmma needs all
-    // four warps and may be at work for O.
+    // S once more, by ordinary instructions and slowly, for a softmax that lost it: the tensor cores may be at work for
+    // O. It takes a score 83 above the reference.
     template <typename TensorS>
-    __device__ __forceinline__ void recompute_S(TensorS &acc_s) const {
+    __device__ __forceinline__ void recompute_S(TensorS &scores) const {
         Tensor sQ =
             make_tensor(make_smem_ptr(shared.q), typename Traits::SmemLayoutQ{})(_, _, states.q.stage);  // (64, HD)
         Tensor sK =
             make_tensor(make_smem_ptr(shared.k), typename Traits::SmemLayoutKV{})(_, _, states.k.stage);  // (BLK_N, HD)
-        warpgroup_wait<0>();  // the operand P of the product of O is read: its registers are free here
-        multiply_by_mma_sync<Traits>(sQ, sK, acc_s);
+        const auto coords = coords_of_scores(threadIdx.x % 128);
+        clear(scores);
+        CUTE_NO_UNROLL
+        for (int i = 0; i < Traits::kHeadDim; ++i) {
+            CUTE_UNROLL
+            for (int row = 0; row < size<0>(scores); ++row) {
+                const float q = static_cast<float>(sQ(get<0>(coords(row, 0)), i));
+                CUTE_UNROLL
+                for (int col = 0; col < size<1>(scores); ++col) {
+                    scores(row, col) += q * static_cast<float>(sK(get<1>(coords(row, col)), i));
+                }
+            }
+        }
     }
 
     template <typename TensorS>
