@@ -21,17 +21,18 @@ __device__ __forceinline__ int thread_index() {
     return index;
 }
 
-// The rows [begin, end) of a tile. begin may be negative.
+// The rows [begin, end) of a tile. begin may be negative; without kHasBegin it is 0 and costs no comparison.
+template <bool kHasBegin>
 struct RowRange {
     int begin, end;
 
-    __device__ __forceinline__ bool contains(int row) const { return row >= begin && row < end; }
+    __device__ __forceinline__ bool contains(int row) const { return (!kHasBegin || row >= begin) && row < end; }
 };
 
 // The rows that see at least one key, in the tile that begins at first_row.
 template <bool Is_local>
-__device__ __forceinline__ RowRange rows_with_key(const KeyRange<Is_local> &range, int first_row) {
-    return {Is_local ? range.begin_row() - first_row : 0, range.end_row() - first_row};
+__device__ __forceinline__ RowRange<Is_local> rows_with_key(const KeyRange<Is_local> &range, int first_row) {
+    return {range.begin_row() - first_row, range.end_row() - first_row};
 }
 
 // A [seqlen, headdim] slice of one head of one sequence, whose rows begin at `row`, as a CuTe tensor.
@@ -44,10 +45,10 @@ __device__ auto head_tensor(const TensorRef &x, int bidb, int bidh, int row, int
 
 // Starts the copy of a tile. Rows outside of `rows` and columns outside of the head dim become zeros in shared memory;
 // they are not read. source, target, coords: (copy, rows, columns) of one thread; column_in_range: (columns).
-template <typename TiledCopy, typename TensorG, typename TensorS, typename TensorC, typename TensorP>
+template <typename TiledCopy, typename TensorG, typename TensorS, typename TensorC, typename TensorP, bool kHasBegin>
 __device__ __forceinline__ void copy_tile_async(const TiledCopy &tiled_copy, const TensorG &source, TensorS &&target,
                                                 const TensorC &coords, const TensorP &column_in_range,
-                                                const RowRange &rows) {
+                                                const RowRange<kHasBegin> &rows) {
     CUTE_UNROLL
     for (int row = 0; row < size<1>(source); ++row) {
         const bool row_in_range = rows.contains(get<0>(coords(0, row, 0)));

@@ -53,8 +53,7 @@ __global__ void __launch_bounds__(Traits::kNThreads)
     Tensor coords = thr_gmem_copy.partition_D(make_identity_tensor(TileQ{}));  // (copy, rows, columns)
     Tensor tdQrdQ = make_tensor<Element>(shape(tdQgdQ));
     copy(gmem_copy, thr_gmem_copy.partition_S(sdQ), tdQrdQ);
-    const RowRange rows =
-        rows_with_key(KeyRange<is_local(Traits::kKind)>(params, seq.seqlen_q, seq.seqlen_k), first_row);
+    const auto rows = rows_with_key(KeyRange<is_local(Traits::kKind)>(params, seq.seqlen_q, seq.seqlen_k), first_row);
     CUTE_UNROLL
     for (int row = 0; row < size<1>(tdQrdQ); ++row) {
         if (!rows.contains(get<0>(coords(0, row, 0)))) {

@@ -25,8 +25,7 @@ __device__ __forceinline__ void compute_attn_1rowblock(const Flash_fwd_params &p
     clear(acc_o);
     Softmax<2 * decltype(size<1>(acc_o))::value> softmax(params.scale_softmax_log2);
     if (info.n_block_max > info.n_block_min) {
-        MainloopFwd<Traits, kKind> mainloop(params, info, shared, bidb, bidh, m_block);
-        mainloop.run(acc_o, softmax);
+        mainloop_fwd<Traits, kKind>(params, info, shared, bidb, bidh, m_block, acc_o, softmax);
     }
     if constexpr (may_be_varlen(kKind)) {
         __syncthreads();  // place and sequence are visible to all threads

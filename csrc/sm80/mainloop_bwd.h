@@ -164,9 +164,9 @@ private:
         return typename Traits::GmemTiledCopyAsync{}.get_thread_slice(thread);
     }
 
-    template <typename TileShape, typename Layout>
+    template <typename TileShape, typename Layout, bool kHasBegin>
     __device__ __forceinline__ void load_tile(const TensorRef &x, int head, int first_row, int seqlen, int block,
-                                              const RowRange &rows, Element *target, int thread) {
+                                              const RowRange<kHasBegin> &rows, Element *target, int thread) {
         Tensor mX = head_tensor<Element>(x, bidb, head, first_row, seqlen, params.d);
         Tensor gX = local_tile(mX, TileShape{}, make_coord(block, 0));
         copy_tile_async(typename Traits::GmemTiledCopyAsync{}, thread_copy(thread).partition_S(gX),
@@ -175,7 +175,7 @@ private:
     }
 
     __device__ __forceinline__ void load_kv(const TensorRef &x, Element *target) {
-        const RowRange rows{0, info.seqlen_k - info.n_block * kBlockN};
+        const RowRange<false> rows{0, info.seqlen_k - info.n_block * kBlockN};
         load_tile<TileKV, typename Traits::SmemKV::Layout>(x, bidh / params.h_h_k_ratio, info.k_begin, info.seqlen_k,
                                                            info.n_block, rows, target, threadIdx.x);
     }
@@ -183,7 +183,7 @@ private:
     // Starts the loads of the next step. Rows without a key are zeros, so that NaN in them stays there.
     __device__ __forceinline__ void load_step(int stage) {
         const int thread = thread_index<kRecomputesAddresses>();
-        const RowRange rows = rows_with_key(info, next_m_block * kBlockM);
+        const auto rows = rows_with_key(info, next_m_block * kBlockM);
         const auto load = [&](const TensorRef &x, Element *target) {
             load_tile<TileQ, typename Traits::SmemQ::Layout>(x, bidh + next_head, info.q_begin, info.seqlen_q,
                                                              next_m_block, rows, target, thread);
