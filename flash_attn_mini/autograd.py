@@ -189,7 +189,7 @@ def _below_autograd(operator: Callable[..., FourTensors], *arguments: Any) -> Fo
 
 
 def _in_forward(operator: Callable[..., FourTensors], *arguments: Any) -> FourTensors:
-    """`_below_autograd` within a Function's forward, which switches both grad modes off, for enclosing transforms too."""
+    """`_below_autograd` in a Function's forward, which switches both grad modes off, for enclosing transforms too."""
     is_transformed = _is_transformed()
     with torch.set_grad_enabled(is_transformed), forward_ad._set_fwd_grad_enabled(is_transformed):
         return _below_autograd(operator, *arguments)

@@ -96,8 +96,8 @@ def backward(
 
     P = exp(score - lse), delta = rowsum(dout * out) - dlse, dS = P * (dout v^T - delta); then dv = P^T dout,
     dq = scale * dS k and dk = scale * dS^T q (Dao 2023, arXiv:2307.08691, section 3.1.2; delta includes the gradient
-    of the lse). Dropout sets P in dv and dout v^T to 0 or multiplies them by 1 / (1 - dropout_p); a score cap multiplies
-    dS by 1 - tanh^2.
+    of the lse). Dropout sets P in dv and dout v^T to 0 or multiplies them by 1 / (1 - dropout_p); a cap multiplies dS
+    by 1 - tanh^2.
 
     softmax_d is delta, float32 ``[batch, nheads, seqlen_q rounded up to a multiple of 128]`` and 0 past seqlen_q. With
     sequences it is ``[nheads, (total_q // 128 + batch) * 128]``: sequence b begins at
