@@ -1,7 +1,7 @@
 """Configurations of the Triton kernels: tile sizes, warps, stages, and loads by TMA or not.
 
-tuner.py reads the tables. A configuration is a triton.Config over BLOCK_M, BLOCK_N and USE_TMA. docs/tuning/triton.md has
-the measurements. Kinds of calls that are not timed, such as those with dropout, have their own lists.
+tuner.py reads the tables. A configuration is a triton.Config over BLOCK_M, BLOCK_N and USE_TMA. The measurements are in
+docs/tuning/triton.md. Kinds of calls that are not timed, such as those with dropout, have their own lists.
 """
 
 from __future__ import annotations
