@@ -30,8 +30,6 @@ from .feature_checks import described
 from .flash_bounds import assert_gradients_accurate_beside_flash
 from .limits import unreachable_gradients
 from .poison import Guard, PoisonIntact, memory_shortage, poisoned
-from .rows_without_keys import CASES as KEYLESS_CASES
-from .rows_without_keys import check_rows_without_keys
 
 BY_NAME = {case.name: case for case in FORWARD_CASES}
 LAYOUT_CASES = [c for c in FORWARD_CASES if c.layout != "bshd" or not math.isnan(c.poison)]
@@ -145,14 +143,6 @@ def test_empty_sequences_have_zero_gradients(name: str, backend: str, device: st
     for got, like in zip(gradients(case, inputs, dout, None, backend), inputs, strict=True):
         assert got.shape == like.shape
         assert (got == 0).all()
-
-
-@pytest.mark.parametrize("case", KEYLESS_CASES, ids=str)
-def test_rows_without_keys_have_no_part_in_any_gradient(
-    case: Case, backend: str, device: str, dtype: torch.dtype, seed: int, described_seed: str
-) -> None:
-    """``(o / o.norm(dim=-1, keepdim=True)).nan_to_num()`` sends NaN to such rows."""
-    check_rows_without_keys(case, backend, device, dtype, seed, described_seed)
 
 
 # ---- layouts of dout and of the gradients -------------------------------------------------------------------------

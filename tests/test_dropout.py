@@ -27,6 +27,7 @@ from flash_attn_mini.reference import (
 )
 from flash_attn_mini.reference.philox import dropout_threshold, philox4x32, random_bits
 
+from .gpu_calls import capture
 from .small_attention import qkv
 
 # ---- Philox itself ------------------------------------------------------------------------------------------------
@@ -384,14 +385,7 @@ def test_each_replay_of_a_cuda_graph_draws_anew(backend: str, device: str) -> No
             out, _, _, rng_state = _flash_attn_forward(q, k, v, 0.3, 0.125, False, -1, -1, 0.0, None, False)
         return (out, rng_state, *torch.autograd.grad(out, (q, k, v), dout))
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, rng_state, _dq, _dk, dv = call()
+    graph, (out, rng_state, _dq, _dk, dv) = capture(call)
     masks = []
     for _ in range(3):
         graph.replay()

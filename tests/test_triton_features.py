@@ -169,22 +169,6 @@ def test_the_mask_of_dropout_counts_within_each_sequence(seed: int) -> None:
         assert torch.equal(out[begin:end].transpose(0, 1)[..., : end - begin] != 0, mask)
 
 
-@gpu
-@pytest.mark.parametrize("name", ["together", "together_softcap"])
-def test_repeated_calls_give_the_same_bits(name: str, seed: int) -> None:
-    case = FEATURES_BY_NAME[name]
-    inputs, dout = make_inputs(case, torch.float16, DEVICE, seed), make_dout(case, torch.float16, DEVICE, seed)
-    options = package_options(case, rng_state_of(seed))
-
-    def run() -> list[Tensor]:
-        out, lse = forward(*inputs, **options)
-        return [out, lse, *backward(dout, *inputs, out, lse, None, **options)]
-
-    first = run()
-    for _ in range(20):
-        assert all(torch.equal(a, b) for a, b in zip(first, run(), strict=True))
-
-
 @runs_triton
 def test_trace_names_the_features(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture) -> None:
     case = FEATURES_BY_NAME["together_layout"]
