@@ -104,7 +104,7 @@ def test_cuda_graph_replays_with_new_inputs(name: str, gpu_backend: str, seed: i
 def test_cuda_graph_of_varlen_replays_with_other_lengths(
     name: str, gpu_backend: str, seed: int, described_seed: str
 ) -> None:
-    """cu_seqlens is data that the kernels read: a graph serves every batch within its totals."""
+    """cu_seqlens is data that the kernels read: one graph works for every batch with the same totals."""
     case = dataclasses.replace(VARLEN[name], dropout_p=0.0)
     batch = make_batch(case, torch.bfloat16, "cuda", seed)
     options = options_of(case, "cuda")
@@ -214,7 +214,7 @@ def test_cuda_graph_of_forward_and_backward_replays_with_new_inputs(
 
 @each_gpu_backend
 def test_graphed_callable_trains_as_eager_does(gpu_backend: str) -> None:
-    """torch.cuda.make_graphed_callables captures forward and backward of a layer, as training loops use it."""
+    """torch.cuda.make_graphed_callables captures forward and backward of a layer."""
 
     class Layer(torch.nn.Module):
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Rows without keys on every backend that the machine has. rows_without_keys.py says what is checked.
+"""Rows without keys on every backend that the machine has. rows_without_keys.py has the checks.
 
 test_cpu_isa.py runs the same checks on other instruction sets, test_triton_values.py in Triton's interpreter.
 """
