@@ -76,7 +76,7 @@ def test_autocast_leaves_float64_alone() -> None:
         assert flash_attn_func(*inputs).dtype == sdpa(*inputs).dtype == torch.float64
 
 
-def test_autocast_in_the_operator_and_on_the_short_way_agree(backend: str, device: str) -> None:
+def test_autocast_in_the_operator_and_in_the_shortcut_agree(backend: str, device: str) -> None:
     q, k, v = qkv(device, torch.float32)
     with torch.autocast(device, dtype=torch.bfloat16):
         short = flash_attn_func(q, k, v, deterministic=True, backend=backend)

@@ -223,7 +223,7 @@ def test_changing_a_saved_tensor_in_place_raises(backend: str, device: str) -> N
             total.backward()
 
 
-def test_second_derivative_says_that_it_is_not_there(backend: str, device: str) -> None:
+def test_second_derivative_raises(backend: str, device: str) -> None:
     """The first derivative is right, also under create_graph. Only the second, which would be a silent zero, raises."""
     q, k, v = qkv(device)
     (dq,) = torch.autograd.grad(flash_attn_func(q, k, v, backend=backend).sum(), q)
@@ -442,7 +442,7 @@ def test_gradients_of_vmapped_calls_are_those_of_a_loop(backend: str, device: st
     ids=["grad_of_grad", "jacrev_of_grad", "hessian", "jacfwd"],
 )
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_transforms_without_a_derivative_say_so(
+def test_transforms_without_a_derivative_raise(
     transform: Callable[..., Any], says: str, backend: str, device: str
 ) -> None:
     """Never a silent zero."""

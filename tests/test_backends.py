@@ -128,7 +128,7 @@ def test_unknown_name_lists_the_known_ones(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("how", ["keyword", "context", "environment"])
-def test_a_backend_asked_for_by_name_never_falls_back(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_named_backend_never_falls_back(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """CPU tensors on the cuda backend: a RuntimeError that names the backend, the device and the reason."""
     q = torch.zeros(1, 2, 1, 8)
     says = re.compile(r"'cuda'.*cpu.*CUDA tensors")

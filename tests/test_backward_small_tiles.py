@@ -98,7 +98,7 @@ def test_gradients_of_small_tiles_are_as_accurate_as_pytorch(
 @each_subset
 @each_dtype
 @pytest.mark.parametrize("case", COMPILED, ids=str)
-def test_some_gradients_of_small_tiles_are_too(
+def test_subsets_of_gradients_of_small_tiles_are_as_accurate(
     case: Case, dtype: torch.dtype, wanted: tuple[bool, ...], small_tiles: None, seed: int, described_seed: str
 ) -> None:
     """A subset of the gradients is as accurate; with deterministic=True it has the bits of all three together."""

@@ -128,7 +128,7 @@ def test_the_benchmark_runs_end_to_end(tmp_path: Path, capsys: pytest.CaptureFix
     assert provenance.stale_results(tmp_path) == []
 
 
-def test_one_figure_has_a_name_of_its_own(tmp_path: Path) -> None:
+def test_a_single_figure_has_its_own_name(tmp_path: Path) -> None:
     bench_features.main(["--grid", "tiny", "--figure", "window", "--rounds", "1", "--out-dir", str(tmp_path)])
     rows = provenance.load(tmp_path / "features_cpu_window.json")["data"]
     assert {row["figure"] for row in rows} == {"window"}

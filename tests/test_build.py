@@ -239,7 +239,7 @@ def test_the_cache_key_covers_the_text_of_cutlass(tmp_path: Path) -> None:
     assert kernels._hash_of_cutlass(tmp_path) != before
 
 
-def test_kernel_objects_are_compiled_anew_when_an_included_file_changes(tmp_path: Path) -> None:
+def test_kernel_objects_are_compiled_again_when_an_included_file_changes(tmp_path: Path) -> None:
     (tmp_path / "inner.h").write_text("int value = 1;")
     (tmp_path / "outer.h").write_text('#include "inner.h"')
     source = tmp_path / "kernel.cu"

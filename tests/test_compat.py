@@ -154,7 +154,7 @@ def test_importing_compat_changes_nothing() -> None:
     )
 
 
-def test_uninstall_undoes_it() -> None:
+def test_uninstall_reverts_install() -> None:
     run(
         """
         import importlib.metadata, importlib.util, sys
@@ -181,7 +181,7 @@ def test_uninstall_undoes_it() -> None:
 
 
 @pytest.mark.parametrize("imported", [False, True], ids=["installed", "imported"])
-def test_refuses_where_the_official_package_is(official: Path, imported: bool) -> None:
+def test_install_raises_if_the_official_package_exists(official: Path, imported: bool) -> None:
     run(
         f"""
         {"import flash_attn" if imported else ""}
@@ -200,7 +200,7 @@ def test_refuses_where_the_official_package_is(official: Path, imported: bool) -
     )
 
 
-def test_forced_where_the_official_package_is(official: Path) -> None:
+def test_install_can_be_forced_over_the_official_package(official: Path) -> None:
     result = run(
         """
         import importlib.metadata

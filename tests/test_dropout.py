@@ -218,7 +218,7 @@ def test_a_seed_repeats_the_calls_after_it(backend: str, device: str) -> None:
     assert not torch.equal(dropped(*inputs, backend=backend), first[0])
 
 
-def test_dropout_takes_its_turn_in_the_generators_stream(backend: str, device: str) -> None:
+def test_dropout_advances_the_generators_stream(backend: str, device: str) -> None:
     """No number that the generator gives before or after a call is drawn twice."""
     inputs = qkv(device, requires_grad=False)
     torch.manual_seed(5)
@@ -318,7 +318,7 @@ def test_compiled_calls_draw_as_eager_ones_do(backend: str, device: str) -> None
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
 
 
-def test_compiled_without_gradients_draws_anew_each_time(backend: str, device: str) -> None:
+def test_compiled_without_gradients_draws_a_new_mask_each_time(backend: str, device: str) -> None:
     torch._dynamo.reset()
     inputs = qkv(device, requires_grad=False)
     compiled = torch.compile(lambda *x: dropped(*x, backend=backend), fullgraph=True, backend="aot_eager")

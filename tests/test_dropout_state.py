@@ -106,7 +106,7 @@ def test_a_seed_repeats_the_state_and_draws_differ(backend: str, device: str, li
 
 
 @pytest.mark.backends("cpu", "cuda")
-def test_a_given_generator_is_the_one_that_moves(backend: str, device: str, like: Tensor) -> None:
+def test_only_the_given_generator_advances(backend: str, device: str, like: Tensor) -> None:
     generator = torch.Generator(device=device).manual_seed(5)
     torch.manual_seed(7)
     default = _C.draw_rng_state(like)
@@ -118,7 +118,7 @@ def test_a_given_generator_is_the_one_that_moves(backend: str, device: str, like
 
 
 @pytest.mark.backends("cpu", "cuda")
-def test_the_state_of_the_generator_can_be_put_back(backend: str, device: str, like: Tensor) -> None:
+def test_the_state_of_the_generator_can_be_restored(backend: str, device: str, like: Tensor) -> None:
     """Activation checkpointing restores the generator like this before it runs a forward again."""
     generator = torch.Generator(device=device).manual_seed(11)
     _C.draw_rng_state(like, generator)
@@ -143,7 +143,7 @@ def test_a_generator_of_another_device_is_named() -> None:
 
 
 @pytest.mark.gpu
-def test_a_gpu_draw_moves_the_offset_by_four_and_waits_for_nothing() -> None:
+def test_a_gpu_draw_moves_the_offset_by_four_and_does_not_wait() -> None:
     like = torch.empty(0, device="cuda")
     generator = torch.Generator(device="cuda").manual_seed(5)
     before = generator.get_offset()
@@ -258,7 +258,7 @@ def test_forward_returns_the_state_that_it_drew(backend: str, device: str, draw:
 
 
 @pytest.mark.gpu
-def test_s_dmask_waits_for_nothing() -> None:
+def test_s_dmask_does_not_wait() -> None:
     q = torch.randn(40, 2, 16, device="cuda", dtype=torch.float16)
     cu_seqlens = torch.tensor([0, 13, 40], device="cuda", dtype=torch.int32)
     rng_state = torch.zeros(2, device="cuda", dtype=torch.int64)

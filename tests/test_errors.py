@@ -148,7 +148,7 @@ def test_tensors_on_cpu_and_gpu_together_are_refused(argument: str, backend: str
 # ---- not implemented ----------------------------------------------------------------------------------------------
 
 
-def test_lacking_function_says_so() -> None:
+def test_functions_that_are_not_implemented_are_named() -> None:
     with pytest.raises(NotImplementedError) as raised:
         flash_attn_mini.flash_attn_with_kvcache(torch.zeros(1, 2, 3, 4, 8), causal=True)
     assert_says(str(raised.value), "flash_attn_with_kvcache", "backends that have it: none", "flash_attn_func")
@@ -211,5 +211,5 @@ def test_numbers_out_of_range_are_named(keywords: dict[str, object], error: type
         flash_attn_func(q, q, q, **keywords)
 
 
-def test_available_backends_of_a_device_that_is_not_there() -> None:
+def test_available_backends_of_a_missing_device() -> None:
     assert isinstance(flash_attn_mini.available_backends("cuda"), list)

@@ -122,7 +122,7 @@ def test_out_has_the_strides_of_empty_like_q(backend: str, device: str, seed: in
 
 
 @pytest.mark.parametrize("size", [1, 7])
-def test_strides_of_single_element_dimensions_mean_nothing(backend: str, device: str, size: int) -> None:
+def test_strides_of_single_element_dimensions_are_ignored(backend: str, device: str, size: int) -> None:
     """PyTorch gives a dimension of size 1 any stride; headdim 1 makes that the last one."""
     shape = (1, size, 1, 1)
     q, k, v = (torch.randn(64, device=device, dtype=torch.float16) for _ in range(3))

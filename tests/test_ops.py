@@ -182,7 +182,7 @@ def test_a_negated_view_is_read_as_such() -> None:
     torch.testing.assert_close(raw[0], expected)
 
 
-def test_forward_mode_differentiation_says_that_it_is_not_there() -> None:
+def test_forward_mode_differentiation_raises() -> None:
     x = torch.randn(1, 4, 1, 8)
     with pytest.raises(NotImplementedError, match="forward-mode"):
         torch.func.jvp(lambda t: flash_attn_func(t, t, t), (x,), (torch.ones_like(x),))

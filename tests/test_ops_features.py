@@ -82,7 +82,7 @@ def test_opcheck_of_varlen(name: str, backend: str, device: str, seed: int) -> N
     torch.library.opcheck(VARLEN_FORWARD, (*wanting, *arguments[3:]), **tests)
 
 
-def assert_alike(real: tuple[Tensor, ...], fake: tuple[Tensor, ...]) -> None:
+def assert_same_metadata(real: tuple[Tensor, ...], fake: tuple[Tensor, ...]) -> None:
     for i, (r, f) in enumerate(zip(real, fake, strict=True)):
         assert (r.shape, r.stride(), r.dtype, r.device) == (f.shape, f.stride(), f.dtype, f.device), i
 
@@ -101,13 +101,13 @@ def test_fake_varlen_results_look_like_real_ones(
     arguments = varlen_arguments(case, batch, backend, device, return_softmax=True)
     with FakeTensorMode() as mode:
         fake = VARLEN_FORWARD(*as_fake(mode, arguments))
-    assert_alike(VARLEN_FORWARD(*arguments), fake)
+    assert_same_metadata(VARLEN_FORWARD(*arguments), fake)
     if case.page_size:
         return
     arguments = varlen_backward_arguments(arguments, batch.dout, mask)
     with FakeTensorMode() as mode:
         fake = VARLEN_BACKWARD(*as_fake(mode, arguments))
-    assert_alike(VARLEN_BACKWARD(*arguments), fake)
+    assert_same_metadata(VARLEN_BACKWARD(*arguments), fake)
 
 
 @pytest.mark.parametrize("return_softmax", [False, True])
@@ -121,7 +121,7 @@ def test_fake_results_with_dropout_look_like_real_ones(
     arguments = (*inputs, slopes, *scalars(case), return_softmax, False, backend)
     with FakeTensorMode() as mode:
         fake = FORWARD(*as_fake(mode, arguments))
-    assert_alike(FORWARD(*arguments), fake)
+    assert_same_metadata(FORWARD(*arguments), fake)
 
 
 def test_varlen_signatures_are_stable() -> None:

@@ -178,7 +178,7 @@ def test_packed_compiles_without_graph_breaks(form: str, backend: str, device: s
 
 
 @each_form
-def test_second_derivative_of_packed_says_that_it_is_not_there(form: str, backend: str, device: str) -> None:
+def test_second_derivative_of_packed_raises(form: str, backend: str, device: str) -> None:
     inputs, packed, _ = call_of(form, backend, device)
     gradients = torch.autograd.grad(packed(*inputs).sum(), inputs, create_graph=True)
     with pytest.raises(NotImplementedError, match="double backward"):

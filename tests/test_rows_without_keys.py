@@ -25,7 +25,7 @@ def test_bad_values_in_rows_without_keys_and_in_keys(
 @pytest.mark.gpu
 @pytest.mark.backends("cuda")
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_same_without_deterministic(
+def test_bad_values_without_deterministic(
     case: Case | VarlenCase, backend: str, device: str, dtype: torch.dtype, seed: int, described_seed: str
 ) -> None:
     """dq is summed by other code."""

@@ -184,7 +184,7 @@ def test_scores_around_any_level(
 
 @pytest.mark.parametrize("headdim", [64, 128, 256])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_key_that_takes_all_of_a_row(dtype: torch.dtype, headdim: int, seed: int, described_seed: str) -> None:
+def test_a_key_with_probability_1(dtype: torch.dtype, headdim: int, seed: int, described_seed: str) -> None:
     """The output is the value of that key: in fp16 bit by bit, in bf16 within the rounding of one number."""
     generator = torch.Generator("cuda").manual_seed(seed)
     direction = torch.nn.functional.normalize(torch.randn(headdim, device="cuda", generator=generator), dim=0)
@@ -223,7 +223,7 @@ def test_one_key_far_above_the_rest(above: float, causal: bool, headdim: int, se
 
 @pytest.mark.parametrize("headdim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_keys_of_minus_infinity_are_as_if_not_there(
+def test_keys_with_a_bias_of_minus_infinity_are_hidden(
     dtype: torch.dtype, headdim: int, seed: int, described_seed: str
 ) -> None:
     """A bias of minus infinity, added through one more feature, hides keys, also all keys of the first steps: whole

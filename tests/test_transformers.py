@@ -73,7 +73,7 @@ def test_prompt_in_two_pieces_matches_sdpa() -> None:
     assert_as_accurate_as_sdpa(lambda name: causal_lm("Llama", name), run)
 
 
-def test_generation_gives_the_tokens_that_sdpa_gives() -> None:
+def test_generation_gives_the_tokens_of_sdpa() -> None:
     generate = {"max_new_tokens": 6, "do_sample": False}
     ours, theirs = (causal_lm("Llama", name).generate(tokens(), **generate) for name in ("attn_mini", "sdpa"))
     assert torch.equal(ours, theirs)

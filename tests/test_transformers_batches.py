@@ -104,7 +104,7 @@ def test_padded_batch(name: str, side: str) -> None:
     assert_like_eager(name, mask, tokens(), attention_mask=mask)
 
 
-def test_padding_rows_of_an_encoder_are_computed_as_eager_computes_them() -> None:
+def test_padding_rows_of_an_encoder_match_eager() -> None:
     """The mask describes the keys alone, so every query is computed."""
     assert_like_eager("bert", None, tokens(), attention_mask=padding("right"))
 
@@ -123,7 +123,7 @@ def test_holes_in_a_mask_under_a_window_are_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "bert", "gemma2"])
-def test_row_of_nothing_but_padding(name: str) -> None:
+def test_row_of_padding_only(name: str) -> None:
     mask = padding("right", [13, 0, 4])
     output = result(make(name), tokens(), attention_mask=mask)
     assert output.isfinite().all()
@@ -332,7 +332,7 @@ def test_no_copy_where_every_query_counts(monkeypatch: pytest.MonkeyPatch) -> No
     assert seen["options"]["softcap"] == 30.0
 
 
-def test_layers_window_is_kept_where_no_mask_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layers_window_is_kept_without_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, Any] = {}
     monkeypatch.setattr(
         integration, "flash_attn_func", lambda q, k, v, **options: seen.update(options) or torch.empty(q.shape)

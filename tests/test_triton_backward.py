@@ -43,7 +43,7 @@ def launcher() -> Any:
     return launch_bwd
 
 
-def numpy_rounds_alike() -> bool:
+def products_round_equally() -> bool:
     """True if the interpreter's q k^T has the same bits in both kernels' tiles. With OpenBLAS it depends on the CPU."""
     q, k = (torch.randn(rows, 64).numpy() for rows in (128, 64))
     scores = q @ k.T
@@ -112,7 +112,7 @@ def tile_configs() -> list[Any]:
 def test_gradients_of_a_small_case_are_as_accurate_as_pytorch(
     case: Case, dtype: torch.dtype, seed: int, described_seed: str
 ) -> None:
-    if INTERPRETED and "1e4" in case.values and not numpy_rounds_alike():
+    if INTERPRETED and "1e4" in case.values and not products_round_equally():
         pytest.skip("numpy rounds q.k otherwise than k.q: P = exp(score - lse) of such scores may be anything")
     problem = Problem.make(case, dtype, seed, with_dlse=case.name in WITH_DLSE)
     guard = Guard(*problem.inputs, problem.dout)

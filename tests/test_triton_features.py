@@ -200,7 +200,7 @@ def check_ranges(ranges: Tensor, visible: Tensor, block: int, step: int) -> None
 
 @runs_triton
 @pytest.mark.parametrize("lengths", [(200, 200), (77, 300), (300, 77), (130, 1), (1, 130)], ids=str)
-def test_blocks_out_of_sight_are_skipped_and_only_edges_masked(lengths: tuple[int, int]) -> None:
+def test_hidden_blocks_are_skipped_and_only_edges_masked(lengths: tuple[int, int]) -> None:
     from . import triton_probes
 
     (seqlen_q, seqlen_k), (block_m, block_n) = lengths, (64, 32)

@@ -97,7 +97,7 @@ def alone(case: VarlenCase, batch: Batch, backend: str, device: str) -> list[tup
         "alibi_batch",
     ],
 )
-def test_sequences_give_the_bits_that_they_give_alone(name: str, backend: str, device: str, seed: int) -> None:
+def test_a_batch_gives_the_bits_of_each_sequence_alone(name: str, backend: str, device: str, seed: int) -> None:
     case = BY_NAME[name]
     batch = make_batch(case, torch.float16, device, seed)
     leaves = [x.detach().requires_grad_() for x in (batch.q, batch.k, batch.v)]

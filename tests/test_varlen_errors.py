@@ -249,7 +249,7 @@ def test_numbers_on_a_gpu_are_not_read_unless_asked(wrong: WrongCall) -> None:
 
 @pytest.mark.backends("cpu", "cuda")
 @pytest.mark.parametrize("argument", ["seqused_k", "leftpad_k"])
-def test_lacking_arguments_say_so(argument: str, backend: str, device: str) -> None:
+def test_arguments_that_are_not_implemented_are_named(argument: str, backend: str, device: str) -> None:
     call = {**valid_varlen_call(device), argument: torch.zeros(3, dtype=torch.int32, device=device)}
     with pytest.raises(NotImplementedError, match=f"{argument} is not implemented.*None"):
         forward(call)
@@ -281,7 +281,7 @@ def test_a_block_table_without_columns_holds_no_keys(backend: str, device: str) 
 
 
 @pytest.mark.backends("cpu", "cuda")
-def test_no_sequences_need_no_memory_whatever_their_greatest_length(backend: str, device: str) -> None:
+def test_a_batch_of_no_sequences_needs_no_memory(backend: str, device: str) -> None:
     """S_dmask of no sequences is empty; its indices would fill 16 GiB."""
     call = valid_varlen_call(device)
     call.update({name: call[name][:0] for name in ALL})

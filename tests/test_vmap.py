@@ -113,7 +113,7 @@ def test_vmap_of_vmap_asks_each_level(backend: str, device: str, draw: torch.Gen
         torch.vmap(inner)(x, x)
 
 
-def test_without_dropout_randomness_means_nothing(backend: str, device: str, draw: torch.Generator) -> None:
+def test_randomness_is_ignored_without_dropout(backend: str, device: str, draw: torch.Generator) -> None:
     x = torch.stack([sample(device, draw)[None] for _ in range(SAMPLES)])
     expected = torch.stack([flash_attn_func(one, one, one, backend=backend) for one in x])
     assert torch.equal(torch.vmap(lambda t: flash_attn_func(t, t, t, backend=backend))(x), expected)
