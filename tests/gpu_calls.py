@@ -29,6 +29,18 @@ def gradients(
     return torch.autograd.grad(out, leaves, dout)
 
 
+def assert_captures_first_call(call: Callable[[], list[Tensor]]) -> None:
+    """A call is captured without a call on a side stream before, and a replay gives the bits of an eager call."""
+    expected = call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call()
+    for tensor in captured:
+        tensor.zero_()
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(captured, expected, strict=True))
+
+
 def capture(call: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
     """A CUDA graph of the call, captured after one call on a side stream, and the results that a replay writes."""
     side = torch.cuda.Stream()

@@ -14,6 +14,7 @@ from flash_attn_mini.reference import attention_reference
 
 from .bounds import assert_forward_accurate
 from .cases import FORWARD_CASES, LARGE_FORWARD_CASES, SMALL_FORWARD_CASES, Case, make_inputs
+from .feature_checks import described
 from .poison import Guard, PoisonIntact, memory_shortage, poisoned
 from .threads import number_of_threads_kept
 
@@ -33,8 +34,8 @@ def forward(case: Case, q: Tensor, k: Tensor, v: Tensor, backend: str) -> tuple[
 def check(case: Case, backend: str, device: str, dtype: torch.dtype, seed: int, described_seed: str) -> None:
     q, k, v = make_inputs(case, dtype, device, seed)
     out, lse = forward(case, q, k, v, backend)
-    described = f"{case.name} ({case.why})\n  {case.shape} dtype={dtype} backend={backend}\n  {described_seed}"
-    assert_forward_accurate(q, k, v, out, lse, case=described, causal=case.causal, softmax_scale=case.softmax_scale)
+    where = described(case, dtype, backend, described_seed)
+    assert_forward_accurate(q, k, v, out, lse, case=where, causal=case.causal, softmax_scale=case.softmax_scale)
 
 
 @pytest.mark.parametrize("case", FORWARD_CASES, ids=str)
@@ -205,8 +206,8 @@ def test_extension_fwd_writes_out_in_place(
         assert returned.data_ptr() == out.data_ptr()
         assert returned.stride() == out.stride()
         intact.check()
-    described = f"{case.name}, out {out_layout}, {backend}\n  {described_seed}"
-    assert_forward_accurate(q, k, v, returned, lse, case=described, causal=case.causal)
+    where = f"{case.name}, out {out_layout}, {backend}\n  {described_seed}"
+    assert_forward_accurate(q, k, v, returned, lse, case=where, causal=case.causal)
 
 
 @pytest.mark.backends("cpu", "cuda")

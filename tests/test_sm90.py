@@ -17,7 +17,7 @@ from .bounds import assert_forward_accurate
 from .cases import FORWARD_CASES, Case, make_inputs
 from .conftest import HAS_GPU
 from .feature_cases import FEATURE_CASES
-from .feature_checks import expected_options, official_options
+from .feature_checks import described, expected_options, official_options
 from .varlen_cases import VARLEN_CASES, VarlenCase, expectation_options, make_batch
 
 IS_HOPPER = HAS_GPU and torch.cuda.get_device_capability()[0] == 9
@@ -109,7 +109,7 @@ ARCHS = pytest.mark.parametrize("arch", [90, 80], ids=lambda arch: f"sm{arch}")
 
 
 @pytest.fixture
-def hold_to(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+def use_arch(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return lambda arch: monkeypatch.setenv("FLASH_ATTN_MINI_ARCH", str(arch))
 
 
@@ -117,32 +117,32 @@ def hold_to(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", DENSE, ids=str)
 def test_forward_is_as_accurate_as_pytorch(
-    case: Case, dtype: torch.dtype, arch: int, hold_to: Callable[[int], None], seed: int, described_seed: str
+    case: Case, dtype: torch.dtype, arch: int, use_arch: Callable[[int], None], seed: int, described_seed: str
 ) -> None:
-    hold_to(arch)
+    use_arch(arch)
     q, k, v = make_inputs(case, dtype, "cuda", seed)
     with use_backend("cuda"):
         out, lse, _, rng_state = _flash_attn_forward(q, k, v, **official_options(case, "cuda"), return_softmax=False)
     options = expected_options(case, rng_state, "cuda")
-    described = f"{case.name} ({case.why})\n  {case.shape} dtype={dtype} sm{arch}\n  {described_seed}"
-    assert_forward_accurate(q, k, v, out, lse, case=described, **options)
+    where = described(case, dtype, f"sm{arch}", described_seed)
+    assert_forward_accurate(q, k, v, out, lse, case=where, **options)
 
 
 @ARCHS
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", VARLEN, ids=str)
 def test_varlen_is_as_accurate_as_pytorch(
-    case: VarlenCase, dtype: torch.dtype, arch: int, hold_to: Callable[[int], None], seed: int, described_seed: str
+    case: VarlenCase, dtype: torch.dtype, arch: int, use_arch: Callable[[int], None], seed: int, described_seed: str
 ) -> None:
-    hold_to(arch)
+    use_arch(arch)
     batch = make_batch(case, dtype, "cuda", seed)
     with use_backend("cuda"):
         out, lse, _, rng_state = _flash_attn_varlen_forward(
             *(batch.q, batch.k, batch.v), *batch.lengths, **official_options(case, "cuda")
         )
     options = expectation_options(case, batch, rng_state)
-    described = f"{case.name} ({case.why})\n  {case.shape} dtype={dtype} sm{arch}\n  {described_seed}"
-    assert_forward_accurate(batch.q, batch.k, batch.v, out, lse, case=described, **options)
+    where = described(case, dtype, f"sm{arch}", described_seed)
+    assert_forward_accurate(batch.q, batch.k, batch.v, out, lse, case=where, **options)
 
 
 @pytest.mark.parametrize("headdim", [64, 96, 128, 192, 256])
@@ -161,8 +161,8 @@ def test_scores_that_grow_from_block_to_block(
     q = (q + direction * math.sqrt(headdim)).to(dtype)
     k, v = (k + direction * growth).to(dtype), v.to(dtype)
     out, lse, _ = flash_attn_func(q, k, v, causal=causal, return_attn_probs=True)
-    described = f"scores grow by {per_block} a block\n  headdim={headdim} causal={causal} {dtype}\n  {described_seed}"
-    assert_forward_accurate(q, k, v, out, lse, case=described, causal=causal)
+    where = f"scores grow by {per_block} a block\n  headdim={headdim} causal={causal} {dtype}\n  {described_seed}"
+    assert_forward_accurate(q, k, v, out, lse, case=where, causal=causal)
 
 
 @pytest.mark.parametrize("headdim", [64, 96, 128, 192, 256])
@@ -178,8 +178,8 @@ def test_scores_around_any_level(
     direction = torch.nn.functional.normalize(torch.randn(headdim, device="cuda", generator=generator), dim=0)
     q, k, v = (q + direction * math.sqrt(headdim)).to(dtype), (k + direction * level).to(dtype), v.to(dtype)
     out, lse, _ = flash_attn_func(q, k, v, return_attn_probs=True)
-    described = f"scores around {level}\n  headdim={headdim} {dtype}\n  {described_seed}"
-    assert_forward_accurate(q, k, v, out, lse, case=described)
+    where = f"scores around {level}\n  headdim={headdim} {dtype}\n  {described_seed}"
+    assert_forward_accurate(q, k, v, out, lse, case=where)
 
 
 @pytest.mark.parametrize("headdim", [64, 128, 256])
@@ -215,9 +215,9 @@ def test_one_key_far_above_the_rest(above: float, causal: bool, headdim: int, se
     q, k, v = (x.bfloat16() for x in (q, k, v))
     out, lse, _ = flash_attn_func(q, k, v, causal=causal, return_attn_probs=True)
     first = key if causal else 0  # the first row that sees the key
-    described = f"key {key} is {above} above the rest\n  headdim={headdim} causal={causal}\n  {described_seed}"
-    assert_forward_accurate(q, k, v, out, lse, case=described, causal=causal)
-    seeing = f"rows that see it, {described}"
+    where = f"key {key} is {above} above the rest\n  headdim={headdim} causal={causal}\n  {described_seed}"
+    assert_forward_accurate(q, k, v, out, lse, case=where, causal=causal)
+    seeing = f"rows that see it, {where}"
     assert_forward_accurate(q[:, first:], k, v, out[:, first:], lse[..., first:], case=seeing, causal=causal)
 
 
@@ -233,8 +233,8 @@ def test_keys_with_a_bias_of_minus_infinity_are_hidden(
     q[..., -1] = 1.0
     k[:, 100:, :, -1] = -math.inf
     out, lse, _ = flash_attn_func(q, k, v, return_attn_probs=True)
-    described = f"keys of minus infinity\n  headdim={headdim} {dtype}\n  {described_seed}"
-    assert_forward_accurate(q, k[:, :100], v[:, :100], out, lse, case=described)
+    where = f"keys of minus infinity\n  headdim={headdim} {dtype}\n  {described_seed}"
+    assert_forward_accurate(q, k[:, :100], v[:, :100], out, lse, case=where)
 
 
 @pytest.mark.parametrize("slope", [0.01, 0.3, 4.0, -0.3, -4.0], ids="slope_{}".format)
@@ -249,8 +249,8 @@ def test_biases_that_grow_from_block_to_block(
     slopes = torch.full((3,), slope, device="cuda")
     for q, k, v in ((few, many, many), (many, few, few)):
         out, lse, _ = flash_attn_func(q, k, v, causal=causal, alibi_slopes=slopes, return_attn_probs=True)
-        described = f"biases\n  slope={slope} causal={causal} {dtype} {tuple(q.shape)}\n  {described_seed}"
-        assert_forward_accurate(q, k, v, out, lse, case=described, causal=causal, alibi_slopes=slopes)
+        where = f"biases\n  slope={slope} causal={causal} {dtype} {tuple(q.shape)}\n  {described_seed}"
+        assert_forward_accurate(q, k, v, out, lse, case=where, causal=causal, alibi_slopes=slopes)
 
 
 @pytest.mark.parametrize("window_size", [(10, 0), (0, 0), (200, 30), (1000, 0)], ids=str)
@@ -259,15 +259,15 @@ def test_windows_over_many_tiles(window_size: tuple[int, int], seed: int, descri
     generator = torch.Generator("cuda").manual_seed(seed)
     q, k, v = (torch.randn(1, 1300, 3, 64, device="cuda", generator=generator).bfloat16() for _ in range(3))
     out, lse, _ = flash_attn_func(q, k, v, window_size=window_size, return_attn_probs=True)
-    described = f"window {window_size}\n  {described_seed}"
-    assert_forward_accurate(q, k, v, out, lse, case=described, window_size=window_size)
+    where = f"window {window_size}\n  {described_seed}"
+    assert_forward_accurate(q, k, v, out, lse, case=where, window_size=window_size)
     cu_seqlens_q, cu_seqlens_k = (torch.tensor([0, n], device="cuda", dtype=torch.int32) for n in (798, 442))
     q, k, v = q[0, :798], k[0, :442], v[0, :442]
     out, lse, _ = flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, 798, 442, window_size=window_size, return_attn_probs=True
     )
     assert_forward_accurate(
-        q[None], k[None], v[None], out[None], lse[None], case=f"varlen, {described}", window_size=window_size
+        q[None], k[None], v[None], out[None], lse[None], case=f"varlen, {where}", window_size=window_size
     )
 
 
@@ -279,10 +279,10 @@ def test_pairs_of_tiles_cover_every_row(seqlen: int, headdim: int, seed: int, de
     shape = (4, seqlen, 48 * 1024 // seqlen, headdim)
     q, k, v = (torch.randn(shape, device="cuda", generator=generator).half() for _ in range(3))
     out, lse, _ = flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
-    described = f"pairs\n  {shape} sm90\n  {described_seed}"
+    where = f"pairs\n  {shape} sm90\n  {described_seed}"
     for i in range(shape[0]):
         one = slice(i, i + 1)
-        assert_forward_accurate(q[one], k[one], v[one], out[one], lse[one], case=described, causal=True)
+        assert_forward_accurate(q[one], k[one], v[one], out[one], lse[one], case=where, causal=True)
 
 
 @pytest.mark.parametrize("seqlen", [200, 1000], ids="seqlen_{}".format)

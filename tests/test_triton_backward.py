@@ -18,6 +18,7 @@ from torch import Tensor
 from .bounds import FLOOR, assert_gradients_accurate
 from .cases import Case, make_dlse, make_dout, make_inputs
 from .flash_bounds import assert_gradients_accurate_beside_flash
+from .gpu_calls import assert_captures_first_call
 from .interpreter import INTERPRETED, run_in_the_interpreter, starts_the_interpreter
 from .poison import Guard, PoisonIntact, poisoned
 from .test_triton import TILE_CASE, cases_and_dtypes
@@ -284,11 +285,4 @@ def test_capture_in_a_cuda_graph_does_not_tune() -> None:
     def gradients() -> list[Tensor]:
         return list(backward(q, q, q, q, out, lse, None, softmax_scale=0.125, causal=True))
 
-    expected = gradients()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = gradients()
-    for tensor in captured:
-        tensor.zero_()
-    graph.replay()
-    assert all(torch.equal(a, b) for a, b in zip(captured, expected, strict=True))
+    assert_captures_first_call(gradients)

@@ -20,6 +20,7 @@ from flash_attn_mini.reference import attention_varlen_reference, dropout_mask, 
 from .bounds import assert_forward_accurate, assert_gradients_accurate
 from .cases import Case, make_dlse, make_dout, make_inputs, options_of
 from .feature_cases import FEATURE_CASES
+from .gpu_calls import assert_captures_first_call
 from .interpreter import run_in_the_interpreter, starts_the_interpreter
 from .poison import Guard
 from .triton_calls import DEVICE, HAS_GPU, backward, forward, gpu, make_options, runs_triton
@@ -338,11 +339,4 @@ def test_capture_in_a_cuda_graph(seed: int) -> None:
         out, lse = forward(*inputs, sequences=sequences, **options)
         return [out, *backward(batch.dout, *inputs, out, lse, None, sequences=sequences, **options)]
 
-    expected = run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run()
-    for tensor in captured:
-        tensor.zero_()
-    graph.replay()
-    assert all(torch.equal(a, b) for a, b in zip(captured, expected, strict=True))
+    assert_captures_first_call(run)
