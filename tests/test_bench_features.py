@@ -175,7 +175,7 @@ def test_packed_and_padded_batches_agree(backward: bool) -> None:
         torch.testing.assert_close(x, packed.packed(y), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU is told")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests the message on a machine without a GPU")
 def test_it_says_that_it_needs_a_gpu() -> None:
     with pytest.raises(SystemExit, match="bench_features needs a CUDA GPU"):
         bench_features.main([])

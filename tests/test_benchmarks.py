@@ -361,7 +361,7 @@ def test_a_build_that_fails_keeps_no_time(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU is told")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests the message on a machine without a GPU")
 def test_gpu_benchmarks_say_that_they_need_a_gpu() -> None:
     with pytest.raises(SystemExit, match="needs a CUDA GPU"):
         bench_speed.main(["--grid", "perf"])

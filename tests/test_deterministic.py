@@ -63,7 +63,7 @@ def test_a_thousand_forwards_repeat_bitwise(call: str, headdim: int, gpu_backend
             return flash_attn_varlen_func(*(x.flatten(0, 1) for x in (q, k, v)), *cu_seqlens, 1400, 700, **options)[:2]
         return flash_attn_func(q, k, v, **options)[:2]
 
-    assert differing_runs(run, [run(0)]) == [0, 0], "runs in which out and softmax_lse differ"
+    assert differing_runs(run, [run(0)]) == [0, 0], "number of runs in which out and softmax_lse differ"
 
 
 # ---- backward -----------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ def test_docstring_examples_run(name: str) -> None:
     if name == "integrations.transformers":
         pytest.importorskip("transformers")
     if name == "compat" and importlib.util.find_spec("flash_attn") is not None:
-        pytest.skip("the official package is installed, which the example would be refused beside")
+        pytest.skip("the official package is installed, so compat.install() of the example raises")
     module = importlib.import_module(f"flash_attn_mini.{name}")
     examples = [test for test in doctest.DocTestFinder().find(module) if test.examples]
     assert len(examples) >= PUBLIC[name]

@@ -112,7 +112,7 @@ def test_only_the_given_generator_advances(backend: str, device: str, like: Tens
     default = _C.draw_rng_state(like)
     torch.manual_seed(7)
     first, second = _C.draw_rng_state(like, generator), _C.draw_rng_state(like, generator)
-    assert torch.equal(_C.draw_rng_state(like), default), "the default generator moved"
+    assert torch.equal(_C.draw_rng_state(like), default), "the default generator advanced"
     assert not torch.equal(first, second)
     assert torch.equal(_C.draw_rng_state(like, generator.manual_seed(5)), first)
 

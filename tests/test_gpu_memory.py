@@ -38,18 +38,26 @@ def test_memory_at_32k_is_out_and_lse(causal: bool, gpu_backend: str) -> None:
     assert extra_bytes(gpu_backend, 32768, causal) <= 1 << 20
 
 
-@each_gpu_backend
-def test_outputs_beyond_31_bits(gpu_backend: str, described_seed: str) -> None:
-    """q and out of 2^31 + elements: the last batch and head are right, which needs 64-bit offsets on both sides."""
-    shortage = memory_shortage(14.0, "cuda")
+def inputs_beyond_31_bits(count: int, gib: float) -> tuple[list[Tensor], Tensor, Tensor]:
+    """`count` tensors like q of more than 2^31 elements each, then k and v. Skips the test if memory is short."""
+    shortage = memory_shortage(gib, "cuda")
     if shortage:
         pytest.skip(shortage)
-    batch, seqlen_q, nheads, headdim = 33, 1024, 512, 128
-    q = torch.empty(batch, seqlen_q, nheads, headdim, device="cuda", dtype=torch.float16)
-    assert q.numel() > 1 << 31
-    for b in range(batch):
-        q[b].normal_()
+    batch, headdim = 33, 128
+    like_q = [torch.empty(batch, 1024, 512, headdim, device="cuda", dtype=torch.float16) for _ in range(count)]
+    for x in like_q:
+        assert x.numel() > 1 << 31
+        for sequence in x:
+            sequence.normal_()
     k, v = torch.randn(2, batch, 96, 8, headdim, device="cuda", dtype=torch.float16)
+    return like_q, k, v
+
+
+@each_gpu_backend
+def test_outputs_beyond_31_bits(gpu_backend: str, described_seed: str) -> None:
+    """The last rows of the last sequence are right, which needs 64-bit offsets for q and out."""
+    (q,), k, v = inputs_beyond_31_bits(1, gib=14.0)
+    batch, seqlen_q = q.shape[:2]
     out, lse, _ = flash_attn_func(q, k, v, return_attn_probs=True, backend=gpu_backend)
     for b, at in ((0, slice(0, 8)), (batch - 1, slice(seqlen_q - 8, seqlen_q))):
         rows = (q[b : b + 1, at], k[b : b + 1], v[b : b + 1], out[b : b + 1, at], lse[b : b + 1, :, at])
@@ -83,19 +91,10 @@ def test_memory_of_backward_at_32k_is_linear(deterministic: bool, gpu_backend: s
 
 @each_gpu_backend
 def test_gradients_beyond_31_bits(gpu_backend: str, described_seed: str) -> None:
-    """q and dq of 2^31 + elements: the last batch and heads are right, and so are dk and dv, which sum over heads."""
-    shortage = memory_shortage(42.0, "cuda")
-    if shortage:
-        pytest.skip(shortage)
-    batch, seqlen_q, nheads, headdim = 33, 1024, 512, 128
-    q, dout = (torch.empty(batch, seqlen_q, nheads, headdim, device="cuda", dtype=torch.float16) for _ in range(2))
-    assert q.numel() > 1 << 31
-    for b in range(batch):
-        q[b].normal_()
-        dout[b].normal_()
-    k, v = torch.randn(2, batch, 96, 8, headdim, device="cuda", dtype=torch.float16)
+    """dq of the last sequence and heads is right, and so are dk and dv, which are sums over heads."""
+    (q, dout), k, v = inputs_beyond_31_bits(2, gib=42.0)
     dq, dk, dv = gradients([q, k, v], dout, gpu_backend)
-    for b in (0, batch - 1):
+    for b in (0, q.shape[0] - 1):
         own, heads = slice(b, b + 1), slice(448, 512)  # the queries of the last key head
         part = [x[own, :, heads] for x in (q, dout, dq)]
         last = [x[own, :, 7:] for x in (k, v, dk, dv)]

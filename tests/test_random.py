@@ -178,7 +178,7 @@ def test_shrinking_finds_the_smallest_failing_case() -> None:
 def outcome(
     case: AnyCase, backend: str, device: str, dtype: torch.dtype, seed: int, described_seed: str
 ) -> tuple[str | None, float]:
-    """The error message, None if the case passes, and error / bound."""
+    """The error message (None if the case passes) and error / bound."""
     check: Any = check_varlen if isinstance(case, VarlenCase) else check_dense
     torch.manual_seed(seed)
     try:

@@ -130,7 +130,7 @@ def test_kvcache_leftpad_batch_idx_and_lengths(draw: torch.Generator) -> None:
         torch.testing.assert_close(out[b], expected[0][0], **CLOSE)
         torch.testing.assert_close(lse[b], expected[1][0], **CLOSE)
         before[row, length : length + 2] = k[b]
-    assert torch.equal(k_cache, before), "nothing else is written"
+    assert torch.equal(k_cache, before), "other rows of the cache are written"
 
 
 def test_kvcache_pages_equal_a_flat_cache(draw: torch.Generator) -> None:

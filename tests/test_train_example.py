@@ -66,7 +66,7 @@ def test_a_short_run_agrees_and_writes_its_results(tmp_path: Path, capsys: pytes
     assert result["agrees"]
     assert [len(curve) for curve in losses.values()] == [15, 15, 15]
     assert losses[example.OURS] == pytest.approx(losses[example.SDPA], abs=1e-4)
-    assert losses[example.OURS][-1] < losses[example.OURS][0] - 0.5, "nothing was learnt"
+    assert losses[example.OURS][-1] < losses[example.OURS][0] - 0.5, "the loss did not fall"
     assert (out / "losses.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -114,7 +114,9 @@ def test_gradients_of_a_small_case_are_as_accurate_as_pytorch(
     case: Case, dtype: torch.dtype, seed: int, described_seed: str
 ) -> None:
     if INTERPRETED and "1e4" in case.values and not products_round_equally():
-        pytest.skip("numpy rounds q.k otherwise than k.q: P = exp(score - lse) of such scores may be anything")
+        pytest.skip(
+            "NumPy rounds q k^T and k q^T differently, so P = exp(score - lse) of such scores has no correct digit"
+        )
     problem = Problem.make(case, dtype, seed, with_dlse=case.name in WITH_DLSE)
     guard = Guard(*problem.inputs, problem.dout)
     *gradients, softmax_d = problem.backward()
@@ -211,7 +213,7 @@ def test_nothing_is_written_outside_the_gradients(seed: int) -> None:
     launch_bwd.run(dataclasses.replace(call, **inside))
     for check in intact:
         check.check()
-    assert not any(t.isnan().any() for t in inside.values()), "something was left unwritten"
+    assert not any(t.isnan().any() for t in inside.values()), "some elements are not written"
 
 
 @runs_triton
