@@ -114,9 +114,7 @@ def test_gradients_of_a_small_case_are_as_accurate_as_pytorch(
     case: Case, dtype: torch.dtype, seed: int, described_seed: str
 ) -> None:
     if INTERPRETED and "1e4" in case.values and not products_round_equally():
-        pytest.skip(
-            "NumPy rounds q k^T and k q^T differently, so P = exp(score - lse) of such scores has no correct digit"
-        )
+        pytest.skip("NumPy rounds q k^T and k q^T differently, so P = exp(score - lse) has no correct digit")
     problem = Problem.make(case, dtype, seed, with_dlse=case.name in WITH_DLSE)
     guard = Guard(*problem.inputs, problem.dout)
     *gradients, softmax_d = problem.backward()
