@@ -103,7 +103,6 @@ def test_any_pair_is_a_window(form: str, function: str, backend: str, device: st
     both(call, backend, {"window_size": (left, right)}, {"window_size": WINDOWS[form](left, right)})
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("minus_one", [torch.tensor(-1), np.int64(-1)], ids=["tensor", "numpy"])
 def test_an_unbounded_window_becomes_two_python_integers(minus_one: Any) -> None:
     q = torch.zeros(1, 2, 1, 8)
@@ -111,6 +110,7 @@ def test_an_unbounded_window_becomes_two_python_integers(minus_one: Any) -> None
     assert [type(side) for side in (options.window_size_left, options.window_size_right)] == [int, int]
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("window_size", [torch.tensor([3, 1]), (torch.tensor(3), torch.tensor(1))], ids=["pair", "0d"])
 def test_a_window_may_lie_on_the_gpu(window_size: Any, backend: str, device: str, draw: torch.Generator) -> None:
     on_device = window_size.to(device) if isinstance(window_size, Tensor) else [x.to(device) for x in window_size]
