@@ -1,7 +1,7 @@
-"""The error that a result may have: twice PyTorch's own error in the same dtype, plus a floor. A gradient: three times.
+"""Bounds on the error of a result: 2 times PyTorch's own error in the same dtype, 3 times for gradients, plus a floor.
 
 Errors are differences from `flash_attn_mini.reference` in float64 on the same inputs. There is no fixed tolerance but
-the floor: where PyTorch is precise, the backend has to be.
+the floor: where PyTorch is precise, the backend must be precise too.
 """
 
 from __future__ import annotations
@@ -75,15 +75,15 @@ def by_sequence(attention: Attention, cu_seqlens: Cumulative | None) -> Attentio
     if cu_seqlens is None:
         return attention
     lengths = list(zip(*(x.diff().tolist() for x in cu_seqlens), strict=True))
-    alike: dict[tuple[int, int], list[int]] = {}  # sequences of the same lengths are one batch
+    by_lengths: dict[tuple[int, int], list[int]] = {}  # sequences of equal lengths are one batch
     for b, pair in enumerate(lengths):
-        alike.setdefault(pair, []).append(b)
+        by_lengths.setdefault(pair, []).append(b)
     starts_q, starts_k = (x.tolist() for x in cu_seqlens)
 
     def run(q: Tensor, k: Tensor, v: Tensor, *others: Tensor, **options: Any) -> tuple[Tensor, ...]:
         slopes, masks = options.pop("alibi_slopes", None), options.pop("dropout_mask", None)
         results: list[list[Tensor]] = [[] for _ in lengths]
-        for (length_q, length_k), members in alike.items():
+        for (length_q, length_k), members in by_lengths.items():
 
             def rows(x: Tensor, starts: list[int], length: int, members: list[int] = members) -> Tensor:
                 return torch.stack([x[starts[b] : starts[b] + length] for b in members])
@@ -163,7 +163,7 @@ def refuse(failed: list[Accuracy], shown: str) -> None:
 def accuracy(
     what: str, got: Tensor, expected: Tensor, pytorch: Tensor, floor: float, times: float = TIMES_PYTORCH
 ) -> Accuracy:
-    """Compare `got` with `expected` (float64) beside `pytorch`, all of one shape. Equal infinities are no error."""
+    """The errors of `got` and `pytorch` from `expected` (float64), all of one shape. Equal infinities are no error."""
     if expected.numel() == 0:
         return Accuracy(what, 0.0, floor, 0.0, (), math.nan, math.nan, times)
 
@@ -204,7 +204,7 @@ def forward_accuracy(
     expected_out, expected_lse = reference(q, k, v, **options)
     pytorch_out, pytorch_lse = theirs(q, k, v, **options)
     if q.dtype == torch.float16 and (pytorch_lse.isnan() | pytorch_lse.isposinf()).any():
-        # Scores beyond float16: PyTorch's float32 stands in, rounded at the end.
+        # Scores beyond float16: compare with PyTorch's float32, rounded at the end.
         pytorch_out, pytorch_lse = theirs(q.float(), k.float(), v.float(), **options)
         pytorch_out = pytorch_out.to(q.dtype)
     floor = FLOOR[q.dtype]
@@ -292,7 +292,7 @@ def gradients_accuracy(
     expected = differentiate(reference, tuple(x.double() for x in inputs), dout, dlse, **options)
     pytorch = differentiate(theirs, inputs, dout, dlse, **options)
     if q.dtype == torch.float16 and not all(x.isfinite().all() for x in pytorch):
-        # Intermediate results beyond float16: PyTorch's float32 stands in, rounded at the end.
+        # Intermediate results beyond float16: compare with PyTorch's float32, rounded at the end.
         wide = differentiate(theirs, tuple(x.float() for x in inputs), dout, dlse, **options)
         pytorch = (wide[0].to(q.dtype), wide[1].to(q.dtype), wide[2].to(q.dtype))
     floor = FLOOR[q.dtype]
@@ -300,8 +300,8 @@ def gradients_accuracy(
         # The reference has float64's rounding too: that of dP - delta, times the factors that follow.
         floor *= math.prod(max(1.0, x.abs().max().item()) if x.numel() else 1.0 for x in inputs)
     return [
-        accuracy(f"d{name}", got, truth, beside, floor, TIMES_PYTORCH_GRADIENT)
-        for name, got, truth, beside in zip("qkv", gradients, expected, pytorch, strict=True)
+        accuracy(f"d{name}", got, truth, theirs, floor, TIMES_PYTORCH_GRADIENT)
+        for name, got, truth, theirs in zip("qkv", gradients, expected, pytorch, strict=True)
         if got is not None
     ]
 

@@ -1,6 +1,6 @@
 """The curated list of cases: one shape, layout or set of values per reason to fail, forward or backward.
 
-It feeds the tests of every backend and the benchmarks. Each case says why it is there; a new one needs a new reason.
+The tests of every backend and the benchmarks use it. Each case states its reason; a new case needs a new reason.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Case:
     layout: str = "bshd"  # a key of poison.LAYOUTS
     values: str = "normal"  # a kind of values that `_draw` knows
     softmax_scale: float | None = None
-    poison: float = math.nan  # what lies around the tensors
+    poison: float = math.nan  # the value around the tensors
     memory_gib: float = 0.0  # of the inputs in a 16-bit dtype, if a laptop may not have it
     window_size: tuple[int, int] = (-1, -1)
     softcap: float = 0.0
@@ -51,7 +51,7 @@ class Case:
 
 # ---- lengths ------------------------------------------------------------------------------------------------------
 
-TILE_EDGES = (1, 63, 64, 65, 127, 128, 129, 513)  # around the 64 and 128 rows of a tile; the last spans several
+TILE_EDGES = (1, 63, 64, 65, 127, 128, 129, 513)  # around the 64 and 128 rows of a tile; 513 is several tiles
 _LENGTHS = [
     Case(f"square_{n}{'_causal' * causal}", f"length {n} against tiles of 64 and 128", 1, 2, 2, n, n, 64, causal)
     for n in TILE_EDGES
@@ -69,7 +69,7 @@ _LENGTHS = [
     Case("long_causal", "row tiles with few and with many key tiles", 1, 1, 1, 1025, 1025, 64, causal=True),
 ]
 
-# ---- rows without keys, and nothing at all ------------------------------------------------------------------------
+# ---- rows without keys, and empty inputs --------------------------------------------------------------------------
 
 _EMPTY = [
     Case("masked_rows", "causal, seqlen_q > seqlen_k: the first rows see no key", 2, 2, 2, 108, 61, 64, causal=True),
@@ -144,7 +144,7 @@ _VALUES = [
         values="negative",
     ),
     Case("values_v_1e4", "v of 1e4: sums past 16 bits, long enough to drift", 1, 2, 2, 77, 2048, 64, values="v_1e4"),
-    Case("values_scores_1e4", "scores of 1e4: one key takes all", *_ODD_WIDE, True, values="scores_1e4"),
+    Case("values_scores_1e4", "scores of 1e4: one key has probability 1", *_ODD_WIDE, True, values="scores_1e4"),
     Case("values_all_1e4", "products pass float16, scores reach 8e8", *_ODD_WIDE, values="all_1e4"),
     Case("scale_large", "explicit softmax_scale, peaked softmax", *_ODD_WIDE, softmax_scale=1.0),
     Case("scale_zero", "softmax_scale 0: uniform, also over the causal row", *_ODD_WIDE, True, softmax_scale=0.0),
@@ -194,7 +194,7 @@ def _draw(case: Case, generator: torch.Generator, dtype: torch.dtype) -> tuple[T
         q, k = _planted(case, generator, dtype)
         magnitude = 1e4 if case.values == "all_1e4" else math.sqrt(1e4 / math.sqrt(case.headdim))
         q, k = q * magnitude, k * magnitude
-        # Multiples of 1/64, and signs: with a dout of signs (make_dout) their sums are exact in whatever order.
+        # Multiples of 1/64, and signs: with a dout of signs (make_dout), their sums are exact in any order.
         v = (v * 64).round() / 64 if case.values == "scores_1e4" else _signs(shape_k, generator, dtype) * 1e4
     else:
         assert case.values == "normal", case.values
@@ -263,8 +263,8 @@ def store(tensor: Tensor, value: Tensor) -> None:
 def make_dout(case: Case, dtype: torch.dtype, device: str, seed: int) -> Tensor:
     """The gradient of out, with the layout of q, in a poisoned buffer of its own.
 
-    Where one key takes all of the softmax, dP - delta is a difference of two equal sums, taken in different orders.
-    There dout is +-1, so that both sums are exact and the difference is 0. PyTorch subtracts one such sum from itself.
+    Where one key has probability 1, dP - delta is a difference of two equal sums, computed in different orders. There
+    dout is +-1, so that both sums are exact and the difference is 0. PyTorch subtracts one such sum from itself.
     """
     generator = torch.Generator().manual_seed(seed + 1)
     shape_q = (case.batch, case.seqlen_q, case.nheads, case.headdim)

@@ -1,4 +1,4 @@
-"""What every test gets: the session's seed, and the backends and dtypes that this machine can run.
+"""Fixtures of every test: the session's seed, and the backends and dtypes that this machine can run.
 
 A CPU machine runs the `cpu` backend in four dtypes; a GPU machine adds `cuda` and `triton` in float16 and bfloat16.
 """
@@ -75,7 +75,7 @@ def device(backend: str) -> str:
 
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
-    """A seed of this test in this session, whatever else runs and in which order."""
+    """The seed of this test in this session. It does not depend on the other tests that run."""
     return (int(os.environ[SEED_VARIABLE]) + zlib.crc32(request.node.nodeid.encode())) % 2**31
 
 
@@ -87,7 +87,7 @@ def draw(seed: int) -> torch.Generator:
 
 @pytest.fixture
 def described_seed() -> str:
-    """How to get the same values again, for failure messages."""
+    """The setting that draws the same values again, for failure messages."""
     return f"{SEED_VARIABLE}={os.environ[SEED_VARIABLE]}"
 
 

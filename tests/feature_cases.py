@@ -1,4 +1,4 @@
-"""The curated cases of windows, softcap, ALiBi and dropout, alone and together: cases.py goes on here."""
+"""The curated cases of windows, softcap, ALiBi and dropout, alone and together. cases.py has those without them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _WINDOWS = [
     Case("window_causal_more_keys", "sliding window over a longer past", *_MORE_KEYS, True, window_size=(64, -1)),
     Case(
         "window_causal_more_queries",
-        "causal rows without keys beside a window",
+        "causal rows without keys, and a window",
         *_MORE_QUERIES,
         True,
         window_size=(33, 0),
@@ -79,7 +79,7 @@ _SOFTCAPS = [
     ),
     Case("softcap_window", "capped within a band", *_SQUARE, window_size=(25, 12), softcap=5.0),
     Case("softcap_scale", "the cap comes after the scale", *_RAGGED, softmax_scale=0.5, softcap=8.0),
-    Case("softcap_scale_negative", "a scale whose sign went into q", *_RAGGED, softmax_scale=-0.3, softcap=3.0),
+    Case("softcap_scale_negative", "a scale below 0", *_RAGGED, softmax_scale=-0.3, softcap=3.0),
     Case("softcap_scale_zero", "tanh(0) everywhere", *_RAGGED, softmax_scale=0.0, softcap=3.0),
 ]
 
@@ -120,9 +120,7 @@ _DROPOUT = [
     Case("dropout_masked_rows", "rows without keys", *_MORE_QUERIES, True, dropout_p=0.3),
     Case("dropout_window", "key tiles left out before the band", *_MORE_KEYS, window_size=(40, 25), dropout_p=0.2),
     Case("dropout_half", "p = 1/2", 2, 2, 2, 65, 65, 32, dropout_p=0.5),
-    Case(
-        "dropout_most", "few are kept, scaled by 20: rows of which all is dropped", 1, 2, 2, 65, 15, 64, dropout_p=0.95
-    ),
+    Case("dropout_most", "few keys are kept, scaled by 20; some rows keep none", 1, 2, 2, 65, 15, 64, dropout_p=0.95),
     Case("dropout_tiny", "below 2^-17: drops nothing, still scales", 1, 2, 2, 65, 65, 64, dropout_p=2.0**-18),
     Case("dropout_gqa", "the mask is the query head's", 2, 6, 2, 97, 65, 64, dropout_p=0.25),
     Case("dropout_decode", "one query", 3, 4, 4, 1, 257, 128, dropout_p=0.4),

@@ -1,4 +1,4 @@
-"""One case, dense or varlen, run on a backend and held to the bounds: what the tests of features have in common."""
+"""Runs one case, dense or varlen, on a backend and checks its results against the bounds."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def official_options(case: Case | VarlenCase, device: str) -> dict[str, Any]:
 
 
 def expected_options(case: Case, rng_state: Tensor, device: str) -> dict[str, Any]:
-    """The options as the reference takes them; the mask is what the returned rng_state says."""
+    """The options as the reference takes them; the dropout mask follows from the returned rng_state."""
     options = options_of(case, device)
     if case.dropout_p > 0:
         sizes = (case.batch, case.nheads, case.seqlen_q, case.seqlen_k)

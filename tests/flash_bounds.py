@@ -1,6 +1,6 @@
-"""A bound for gradients where PyTorch's formula for them is exact by cancellation, as FlashAttention's cannot be.
+"""A bound for gradients where PyTorch's formula is exact by cancellation, and FlashAttention's cannot be exact.
 
-With few keys, with one key that takes nearly all of the softmax, or with a head dim of 1, PyTorch's dP - sum(P dP)
+With few keys, with one key whose probability is nearly 1, or with a head dim of 1, PyTorch's dP - sum(P dP)
 cancels exactly, because both terms come from the same dP. FlashAttention computes delta = rowsum(dO * O) from the
 rounded O, so its difference does not. Here PyTorch's error is that of FlashAttention's formula, as in SDPA's flash
 kernel.
@@ -116,8 +116,8 @@ def assert_gradients_accurate_beside_flash(
         flash = by_sequence(flash_gradients, cu_seqlens)(q, k, v, dout, **options, **arriving)
         failed = []
         for result, got, truth, theirs in zip(strict, gradients, expected, flash, strict=True):
-            beside = accuracy(result.what, got, truth, theirs, FLOOR[q.dtype], TIMES_PYTORCH_GRADIENT)
-            if not (result.passed or beside.passed):
-                failed.append(max(result, beside, key=lambda x: x.bound))
+            by_flash = accuracy(result.what, got, truth, theirs, FLOOR[q.dtype], TIMES_PYTORCH_GRADIENT)
+            if not (result.passed or by_flash.passed):
+                failed.append(max(result, by_flash, key=lambda x: x.bound))
         refuse(failed, f"\n  case {case}")
     assert_no_gradient_without_keys(q, k, gradients[0], case, cu_seqlens, **options)

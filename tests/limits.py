@@ -9,7 +9,7 @@ def unreachable_gradients(case: Case, backend: str) -> str | None:
     """Why the backend cannot compute the gradients of the case accurately; None if it can."""
     if backend == "triton" and case.values == "all_1e4":
         return (
-            "scores of 8e8, where float32 counts in steps of 64: Triton fuses scale * score - lse and so cannot round "
+            "scores of 8e8, where float32 has steps of 64: Triton fuses scale * score - lse and so cannot round "
             "the product as lse was rounded"
         )
     return None

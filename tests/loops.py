@@ -1,4 +1,4 @@
-"""Attention as its definition says it, one score at a time: for test_reference*.py."""
+"""Attention by its definition, one score at a time, for test_reference*.py."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def loops(
     dropout_p: float = 0.0,
     dropout_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The definition word by word, one score at a time, in Python floats; shares no code with the reference."""
+    """The definition, one score at a time, in Python floats; shares no code with the reference."""
     batch, seqlen_q, nheads, _ = q.shape
     seqlen_k, nheads_k = k.shape[1:3]
     out = torch.zeros(batch, seqlen_q, nheads, v.shape[-1], dtype=torch.float64)

@@ -33,7 +33,7 @@ def size(case: AnyCase) -> int:
 
 
 def kind_of(case: AnyCase) -> tuple[object, ...]:
-    """Features of a case that choose its kernel; cases of one kind run similar code."""
+    """The features of a case that select its kernel; cases of one kind run similar code."""
     features = (case.window_size != (-1, -1), case.softcap > 0, case.alibi is not None, case.dropout_p > 0)
     return (type(case), getattr(case, "page_size", 0) > 0, case.headdim, case.causal, *features)
 

@@ -1,11 +1,11 @@
-// Facts about the layouts of csrc/sm90 that need no GPU to be checked: CuTe's layouts are functions, and run on the
-// host. Prints one line per tile: how many facts are wrong.
+// Checks the layouts of csrc/sm90 without a GPU: CuTe's layouts are functions that also run on the host. Prints one
+// line per tile with the number of elements in a wrong place. test_sm90_layouts.py compiles and runs it.
 #include <cuda_runtime.h>
 
 #include <algorithm>
 #include <cstdio>
 
-// The kernels' headers name these, and nobody asks for them here.
+// The kernels' headers use these names. The functions checked here call none of the stubs.
 uint3 threadIdx{};
 const uint3 blockIdx{};
 const dim3 gridDim{};
@@ -55,7 +55,7 @@ void check() {
     const auto identity = make_identity_tensor(typename Traits::TileS{});
     int wrong = 0;
     for (int thread = 0; thread < 128; ++thread) {
-        // What a thread holds of S, register by register, is what it holds of P as an operand.
+        // A thread's registers of the accumulator S hold the same elements as its registers of the A operand P.
         Tensor of_S = typename Traits::TiledMmaQK{}.get_slice(thread).partition_C(identity);
         Tensor of_P = typename Traits::TiledMmaPV{}.get_slice(thread).partition_A(identity);
         Tensor as_operand = make_tensor(of_S.data(), operand_A_layout(of_S.layout()));
@@ -63,7 +63,7 @@ void check() {
         for (int i = 0; i < size(of_P); ++i) {
             wrong += as_operand(i) != of_P(i);
         }
-        // Rows are rows and columns are columns.
+        // rowcol_layout: elements of a row have one row index, elements of a column one column index.
         Tensor rowcol = make_tensor(of_S.data(), rowcol_layout(of_S.layout()));
         for (int row = 0; row < size<0>(rowcol); ++row) {
             for (int col = 0; col < size<1>(rowcol); ++col) {
@@ -72,7 +72,7 @@ void check() {
             }
         }
     }
-    // The mask counts a thread's columns before a key as they are.
+    // columns_before counts the columns of a thread that lie before a key.
     for (threadIdx.x = 0; threadIdx.x < 128; ++threadIdx.x) {
         Tensor of_S = typename Traits::TiledMmaQK{}.get_slice(int(threadIdx.x)).partition_C(identity);
         Tensor rowcol = make_tensor(of_S.data(), rowcol_layout(of_S.layout()));
@@ -84,13 +84,13 @@ void check() {
             wrong += std::min(columns_before(key), int(size<1>(rowcol))) != before;
         }
     }
-    // Registers of P lie in memory as those of S, which round_P counts on.
+    // round_P assumes that the registers of P have the order of those of S.
     Tensor acc_s = partition_fragment_C(typename Traits::TiledMmaQK{}, typename Traits::TileS{});
     for (int i = 0; i < size(acc_s); ++i) {
         wrong += int(acc_s.layout()(i)) != i;
     }
     wrong += int(cosize(operand_A_layout(acc_s.layout()))) != int(size(acc_s));
-    // V transposed is V.
+    // SmemLayoutVt is the transpose of SmemLayoutKV.
     const typename Traits::SmemLayoutKV v;
     const typename Traits::SmemLayoutVt vt;
     for (int stage = 0; stage < Traits::kStages; ++stage) {
@@ -100,7 +100,7 @@ void check() {
             }
         }
     }
-    // Where the mask and the epilogue take a thread's rows, and the epilogue its columns of O, to be.
+    // first_row_of_thread, which the mask and the epilogue use, and the columns of O that the epilogue stores.
     for (int thread = 0; thread < 128; ++thread) {
         threadIdx.x = thread;
         Tensor of_O =
@@ -122,6 +122,6 @@ void check() {
 int main() {
     flash::sm90::check<64, false>();
     flash::sm90::check<96, false>();   // rows of 64 bytes
-    flash::sm90::check<128, false>();  // keys that are no power of two
-    flash::sm90::check<256, true>();
+    flash::sm90::check<128, false>();
+    flash::sm90::check<256, true>();  // kBlockN is no power of two
 }

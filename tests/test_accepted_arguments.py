@@ -1,4 +1,4 @@
-"""What a call accepts: values of NumPy and tensors give the bits of the same call with plain Python values."""
+"""Arguments as NumPy values and tensors give the bits of the same call with plain Python values."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Call = Callable[..., Any]
 
 
 def calls(device: str, draw: torch.Generator) -> dict[str, Call]:
-    """Every public function on inputs of its own; what it takes beside them is to be given."""
+    """Every public function on its own inputs; the caller gives the options."""
     rows = sum(LENGTHS)
     qkv = torch.randn(rows, 3, 4, 16, generator=draw).half().to(device)
     q, k, v = qkv.unbind(1)

@@ -52,7 +52,7 @@ def test_autocast_gradients_are_those_of_the_cast_by_hand(to: torch.dtype, backe
 
 
 def test_autocast_casts_a_mixture_of_dtypes(backend: str, device: str) -> None:
-    """As projections in different precisions hand it over: without autocast a TypeError."""
+    """As projections in different precisions give them. Without autocast this is a TypeError."""
     q, k, v = qkv(device, torch.float32)
     with torch.autocast(device, dtype=torch.bfloat16):
         assert flash_attn_func(q, k.bfloat16(), v.half(), backend=backend).dtype == torch.bfloat16

@@ -1,4 +1,4 @@
-"""flash_attn_func between PyTorch's operators: what is saved, what is computed, checkpointing, torch.func."""
+"""flash_attn_func in autograd: saved tensors, computed gradients, checkpointing, torch.func."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BACKWARD = torch.ops.flash_attn_mini._flash_attn_backward.default
 
 @pytest.fixture
 def backward_calls(backend: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
-    """What reaches the backward of each backend, which then runs."""
+    """Records the arguments of the backward of each backend, and runs it."""
     from flash_attn_mini import backends
 
     calls: list[dict[str, Any]] = []
@@ -72,7 +72,7 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, backend: str) -> Any:
         return flash_attn_varlen_func(*rows, *lengths, 9, 13, deterministic=True, return_attn_probs=True)
 
 
-# ---- what is saved and what is computed ---------------------------------------------------------------------------
+# ---- saved tensors and computed gradients -------------------------------------------------------------------------
 
 
 def saved_by(call: Callable[[], Any]) -> list[Tensor]:
@@ -123,7 +123,7 @@ def test_only_gradients_that_are_needed_are_computed(
 
 
 class Ignores(torch.autograd.Function):
-    """Zero, which passes no gradient to its inputs."""
+    """A zero that passes no gradient to its inputs."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Tensor) -> Tensor:
@@ -139,7 +139,7 @@ class Ignores(torch.autograd.Function):
 def test_outputs_that_no_gradient_reaches_cost_no_backward(
     is_packed: bool, backend: str, device: str, backward_calls: list[dict[str, Any]]
 ) -> None:
-    """The node runs all the same, with None for both gradients."""
+    """The node runs, with None for both gradients."""
     inputs = qkv(device)
     out, lse, _ = (packed if is_packed else dense)(*inputs, backend)
     nodes: list[Any] = []
@@ -224,7 +224,7 @@ def test_changing_a_saved_tensor_in_place_raises(backend: str, device: str) -> N
 
 
 def test_second_derivative_says_that_it_is_not_there(backend: str, device: str) -> None:
-    """The first is right, also under create_graph; only what would be a silent zero raises."""
+    """The first derivative is right, also under create_graph. Only the second, which would be a silent zero, raises."""
     q, k, v = qkv(device)
     (dq,) = torch.autograd.grad(flash_attn_func(q, k, v, backend=backend).sum(), q)
     (with_graph,) = torch.autograd.grad(flash_attn_func(q, k, v, backend=backend).sum(), q, create_graph=True)
@@ -234,7 +234,7 @@ def test_second_derivative_says_that_it_is_not_there(backend: str, device: str) 
 
 
 def test_second_derivative_through_the_gradient_of_out_is_refused_too(backend: str, device: str) -> None:
-    """dq is linear in dout; that derivative is not there either."""
+    """dq is linear in dout, but this derivative is not implemented either."""
     q, k, v = qkv(device)
     dout = torch.ones_like(q).requires_grad_()
     (dq,) = torch.autograd.grad(flash_attn_func(q, k, v, backend=backend), q, dout, create_graph=True)
@@ -270,7 +270,7 @@ class Counting(TorchDispatchMode):
 
 
 def test_modes_see_both_operators(backend: str, device: str) -> None:
-    """The direct way of plain eager calls is not taken when a dispatch mode is active."""
+    """The shortcut of plain eager calls is off while a dispatch mode is active."""
     q, k, v = qkv(device)
     expected = torch.autograd.grad(flash_attn_func(q, k, v, deterministic=True, backend=backend).sum(), (q, k, v))
     with Counting() as mode:
@@ -288,7 +288,7 @@ def test_modes_see_both_operators(backend: str, device: str) -> None:
 
 
 class PassOn(TorchFunctionMode):
-    """As torch.device("cuda") in a with statement is."""
+    """For example ``with torch.device("cuda")``."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
@@ -318,7 +318,7 @@ def test_checkpointing_gives_the_same_gradients(use_reentrant: bool, backend: st
 
 @pytest.mark.parametrize("kept", [True, False], ids=["kept", "recomputed"])
 def test_selective_checkpointing_knows_the_operator(kept: bool, backend: str, device: str) -> None:
-    """A policy that names the forward op keeps its results in place of running it again."""
+    """A policy that names the forward op keeps its results instead of running it again."""
     seen: list[Any] = []
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
@@ -354,7 +354,7 @@ def test_selective_checkpointing_knows_the_operator(kept: bool, backend: str, de
 def test_batched_gradients_are_those_of_a_loop(
     attention: Callable[..., Any], asked: tuple[int, ...], backend: str, device: str
 ) -> None:
-    """What arrives is batched by PyTorch's older vmap, which torch.func's does not know."""
+    """The gradients are batched by PyTorch's older vmap, which torch.func does not know."""
     inputs = qkv(device)
     results = attention(*inputs, backend)
     outputs = [results[i] for i in asked]

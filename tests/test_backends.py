@@ -1,4 +1,4 @@
-"""Which backend a call takes: keyword, context manager, environment, device, in this order, and no silent fallback."""
+"""The choice of a backend: keyword, context manager, environment, device, in this order; no silent fallback."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def reasons(answer: Callable[[str], str | None]) -> Iterator[None]:
 
 @pytest.fixture
 def everything_runs() -> Iterator[None]:
-    """The order of selection alone is under test."""
+    """Tests the order of selection only."""
     with reasons(lambda name: None):
         yield
 
@@ -68,7 +68,7 @@ def test_use_backend_nests_and_ends_on_an_exception() -> None:
 
 @pytest.mark.usefixtures("everything_runs")
 def test_use_backend_is_per_thread() -> None:
-    """A server's threads choose for themselves."""
+    """Each thread of a server has its own choice."""
     entered, leave = threading.Event(), threading.Event()
     default = select_backend(CPU).name
     assert default != "triton"

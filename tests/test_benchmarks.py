@@ -1,4 +1,4 @@
-"""The benchmarks on the CPU: they run end to end, and name what they cannot run."""
+"""The benchmarks on the CPU run end to end, and name the implementations that they cannot run."""
 
 from __future__ import annotations
 
@@ -286,7 +286,7 @@ def test_two_builds_are_compared_side_by_side(tmp_path: Path, capsys: pytest.Cap
 
     (tmp_path / "old").mkdir()
     old = shutil.copy(_C.__file__, tmp_path / "old")
-    with contextlib.suppress(SystemExit):  # the two copies differ by chance
+    with contextlib.suppress(SystemExit):  # the two copies differ in time by chance
         compare_builds.main([str(old), _C.__file__, "--grid", "tiny", "--rounds", "2", "--rep-ms", "1"])
     lines = capsys.readouterr().out.splitlines()
     cells = [line.split("|") for line in lines if line.startswith("| ")][1:]
@@ -442,7 +442,7 @@ def test_tuning_gives_the_backward_every_scratch_that_it_has() -> None:
 
 
 def test_a_result_that_is_not_complete_is_drawn(tmp_path: Path) -> None:
-    """The time ended before one of its panels had a point."""
+    """One panel has no point, because the time ran out."""
     row = {"nheads_k": 8, "nheads": 8, "batch": 1, "dtype": "float16", "seqlen": 256, "tflops": {"cuda": 1.0}}
     rows = [row | {"headdim": 64, "causal": causal} for causal in (False, True)] + [
         row | {"headdim": 128, "causal": True}

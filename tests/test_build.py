@@ -1,4 +1,4 @@
-"""What the build chooses before it compiles: torch, kernels, CUTLASS, and which cached objects it may use."""
+"""The choices of the build before it compiles: torch, kernels, CUTLASS, cached objects."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_an_interpreter_that_cannot_be_run_is_named(name: str, tmp_path: Path) -
 def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An sdist of this checkout, unpacked."""
     folder = tmp_path_factory.mktemp("sdist")
-    base = ["egg_info", "--egg-base", str(folder)]  # elsewhere than in this checkout
+    base = ["egg_info", "--egg-base", str(folder)]  # outside of this checkout
     command = [sys.executable, "setup.py", "--quiet", *base, "sdist", "--dist-dir", str(folder)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     (archive,) = folder.glob("*.tar.gz")
@@ -210,7 +210,7 @@ def test_kinds_are_those_of_the_header(tmp_path: Path) -> None:
 def test_the_cache_key_covers_the_host_compiler_and_nvccs_own_flags(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """nvcc stands in as a script that preprocesses with its host compiler, as nvcc -E does."""
+    """A script in place of nvcc preprocesses with the host compiler, as nvcc -E does."""
     for name in ("NVCC_CCBIN", *kernels.NVCC_VARIABLES):
         monkeypatch.delenv(name, raising=False)
     other = program(tmp_path / "other-g++", 'echo "\\"99.9\\""')
@@ -256,7 +256,7 @@ def test_kernel_objects_are_compiled_anew_when_an_included_file_changes(tmp_path
 
 @pytest.fixture
 def fetcher(tmp_path: Path) -> list[str]:
-    """The command that unpacks a small wheel, pinned beside a copy of fetch_cutlass.py."""
+    """The command that unpacks a small wheel; its pin is next to a copy of fetch_cutlass.py."""
     shutil.copy(FETCH_CUTLASS, tmp_path)
     wheel = tmp_path / "nvidia_cutlass-1.0-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:

@@ -1,4 +1,4 @@
-"""compat.install(): what the names of the official package mean before and after, each case in a process of its own."""
+"""compat.install(): the names of the official package before and after. Each case runs in a new process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def run(code: str, *folders: Path) -> subprocess.CompletedProcess[str]:
-    """A process that can import this package and what lies in `folders`, in which the assertions of `code` hold."""
+    """Runs `code` in a new process that can import this package and the contents of `folders`."""
     path = os.pathsep.join(str(folder) for folder in (*folders, ROOT))
     environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-c", textwrap.dedent(code)]
@@ -25,7 +25,7 @@ def run(code: str, *folders: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def official(tmp_path: Path) -> Path:
-    """A folder that holds something under the official package's name."""
+    """A folder with a package of the official name."""
     package = tmp_path / "flash_attn"
     package.mkdir()
     (package / "__init__.py").write_text("__version__ = '2.0.0'\nflash_attn_func = 'the official one'\n")
@@ -241,7 +241,7 @@ def test_transformers_takes_it_for_flash_attention_2() -> None:
 
         import torch
         from transformers.utils import import_utils
-        import_utils.is_torch_cuda_available = lambda: True  # the one thing that is missing here
+        import_utils.is_torch_cuda_available = lambda: True  # the only thing that is missing on this machine
         assert import_utils.is_flash_attn_2_available()
         assert import_utils.is_flash_attn_greater_or_equal("2.4.1")
 

@@ -19,7 +19,7 @@ from .small_attention import qkv
 
 FORWARD = torch.ops.flash_attn_mini._flash_attn_forward.default
 BACKWARD = torch.ops.flash_attn_mini._flash_attn_backward.default
-CASES = [c for c in SMALL_FORWARD_CASES if c.values == "normal"]  # shapes and layouts; values are nothing to a compiler
+CASES = [c for c in SMALL_FORWARD_CASES if c.values == "normal"]  # shapes and layouts; a compiler does not see values
 BY_NAME = {c.name: c for c in CASES}
 
 
@@ -185,7 +185,7 @@ def test_other_lengths_neither_recompile_nor_differ(backend: str, device: str) -
 
 
 class WithLse(nn.Module):
-    """A loss on the lse beside the one on out, as z-loss regularisation has it."""
+    """A loss on out and one on the lse, as in z-loss regularisation."""
 
     def __init__(self, backend: str) -> None:
         super().__init__()
@@ -212,7 +212,7 @@ def test_compiled_gradients_through_the_lse(wanted: tuple[bool, ...], backend: s
 
 @pytest.mark.parametrize("is_varlen", [False, True], ids=["dense", "varlen"])
 def test_slopes_that_require_a_gradient_make_none(is_varlen: bool, backend: str, device: str) -> None:
-    """alibi_slopes get no gradient: a result of them alone has none either, eager or compiled."""
+    """alibi_slopes get no gradient, and a result that depends only on them has none, eager or compiled."""
     torch._dynamo.reset()
     q, k, v = (x[:1] for x in qkv(device, requires_grad=False))
     slopes = torch.rand(4, device=device).requires_grad_()
@@ -239,7 +239,7 @@ def test_slopes_that_require_a_gradient_make_none(is_varlen: bool, backend: str,
 
 
 def test_training_step_compiled_under_use_backend_keeps_its_backend(backend: str, device: str) -> None:
-    """Forward and backward take the same one; another use_backend later is an error and no silent mixture."""
+    """Forward and backward run on the same backend; another use_backend later is an error."""
     torch._dynamo.reset()
     dtype = block_dtype(backend)
     eager, compiled = (new_block(None, device, dtype) for _ in range(2))

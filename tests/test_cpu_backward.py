@@ -98,7 +98,7 @@ def equal_bits(a: list[Tensor], b: list[Tensor]) -> bool:
 
 
 def length(draw: random.Random) -> int:
-    """Near an edge of the kernels' blocks (32, 96, 128 and multiples), or anything."""
+    """A length near an edge of the kernels' blocks (32, 96, 128 and multiples), or any length."""
     edge = draw.choice((32, 48, 96, 128, 192, 384)) + draw.randint(-1, 1)
     return draw.choice((edge, draw.randint(8, 500)))
 
@@ -145,7 +145,7 @@ def test_random_gradients_into_strided_poisoned_tensors(
     )
 
 
-# One head and many, few and many key blocks per thread, rows without keys.
+# One and many heads, few and many key blocks per thread, rows without keys.
 @each_dtype
 @pytest.mark.parametrize(
     ("q_shape", "k_shape", "causal"),

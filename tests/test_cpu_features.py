@@ -113,7 +113,7 @@ def make_batch(
 
 
 def random_batch(dtype: torch.dtype, seed: int, draw: torch.Generator) -> Batch:
-    """At most one long sequence, beside short and empty ones."""
+    """At most one long sequence; the others are short or empty."""
     choice = random.Random(seed)
 
     def length() -> int:

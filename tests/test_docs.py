@@ -1,5 +1,4 @@
-"""The documents: their Python snippets run, their links lead somewhere, what they name exists, and no file is missing
-from the map."""
+"""The documents: Python snippets run, links and names exist, and the map lists every file."""
 
 from __future__ import annotations
 
@@ -89,7 +88,7 @@ def test_documents_named_in_the_sources_exist() -> None:
     assert missing == set()
 
 
-# Sections of docs/layout.md: the folder of each, and what it lists as a whole.
+# Sections of docs/layout.md: the folder of each, and the subfolders that it lists as one entry.
 MAPPED = {
     "flash_attn_mini": ("reference", "ladder"),
     "csrc": ("common", "sm80", "sm90", "cpu", "minimal"),
@@ -117,7 +116,7 @@ def test_the_map_lists_every_file_and_no_other(folder: str) -> None:
 
 @pytest.fixture(scope="module")
 def words_of_the_sources() -> set[str]:
-    """Every word of the code, but not of this file, whose words would vouch for themselves."""
+    """Every word of the code except this file, which lists the words to look for."""
     sources = [ROOT / "setup.py", ROOT / "pyproject.toml", ROOT / "Makefile"]
     for folder in ("build_tools", "csrc", "flash_attn_mini", "benchmarks", "tests", "examples"):
         sources += [path for path in (ROOT / folder).rglob("*") if path.suffix in {".py", ".h", ".cpp", ".cu"}]
@@ -184,5 +183,5 @@ def test_help_lists_every_task_of_the_makefile() -> None:
 @pytest.mark.parametrize("script", ["draw_masks.py", "draw_pipeline.py"])
 def test_pictures_are_current(script: str) -> None:
     drawing = runpy.run_path(str(ROOT / "docs" / script))
-    message = f"what the picture shows or its drawing changed: python docs/{script}"
+    message = f"the drawing or its data changed; draw it again: python docs/{script}"
     assert drawing["PICTURE"].read_text(encoding="utf-8") == drawing["picture"](), message

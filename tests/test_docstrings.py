@@ -1,4 +1,4 @@
-"""The examples in the docstrings of the public functions, and of the reference, run and show what they say."""
+"""The examples in the docstrings of the public functions, and of the reference, run and give the documented results."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import importlib.util
 import pytest
 
 PUBLIC = {
-    "backends": 2,  # with how many functions that have an example
+    "backends": 2,  # module: functions with an example
     "bert_padding": 2,
     "compat": 1,
     "flash_attn_interface": 1,

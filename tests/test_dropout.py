@@ -27,6 +27,7 @@ from flash_attn_mini.reference import (
 )
 from flash_attn_mini.reference.philox import dropout_threshold, philox4x32, random_bits
 
+from .gpu_calls import capture
 from .small_attention import qkv
 
 # ---- Philox itself ------------------------------------------------------------------------------------------------
@@ -172,7 +173,7 @@ def test_s_dmask_is_probabilities_with_the_mask_as_sign(causal: bool, backend: s
 
 
 def test_s_dmask_normalised_block_by_block_is_the_probabilities(backend: str, device: str) -> None:
-    """What tests written for the official package do with it, given the size of a block."""
+    """The steps of the official package's tests, for a given block size."""
     q, k, v = qkv(device, requires_grad=False)
     with use_backend(backend):
         _out, lse, s_dmask, _ = _flash_attn_forward(q, k, v, 0.4, 0.25, False, -1, -1, 0.0, None, True)
@@ -218,7 +219,7 @@ def test_a_seed_repeats_the_calls_after_it(backend: str, device: str) -> None:
 
 
 def test_dropout_takes_its_turn_in_the_generators_stream(backend: str, device: str) -> None:
-    """What is drawn before and after a call is drawn once."""
+    """No number that the generator gives before or after a call is drawn twice."""
     inputs = qkv(device, requires_grad=False)
     torch.manual_seed(5)
     first = torch.rand(4, device=device)
@@ -248,7 +249,7 @@ def test_checkpointing_draws_the_same_mask_again(use_reentrant: bool, backend: s
 
 
 def test_backward_uses_the_mask_of_its_forward(backend: str, device: str) -> None:
-    """Whatever is drawn between the two."""
+    """Other draws between the two change nothing."""
     inputs = qkv(device)
     torch.manual_seed(7)
     expected = torch.autograd.grad(dropped(*inputs, backend=backend).square().sum(), inputs)
@@ -348,7 +349,7 @@ def test_checkpointing_under_compile_draws_the_same_mask_again(backend: str, dev
     torch.manual_seed(10)
     v = inputs[2]
     (dv,) = torch.autograd.grad(squares.sum(), v)
-    of_groups = squares.detach().unflatten(1, (v.shape[2], -1)).sum(dim=2)  # of the query heads that share one of v
+    of_groups = squares.detach().unflatten(1, (v.shape[2], -1)).sum(dim=2)  # of the query heads of one value head
     torch.testing.assert_close((dv.float() * v.float()).sum(dim=1) / 2, of_groups, rtol=1e-2, atol=1e-3)
 
 
@@ -371,8 +372,8 @@ def test_compiled_varlen_with_dropout(backend: str, device: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.backends("cuda", "triton")
-def test_each_replay_of_a_cuda_graph_draws_anew(backend: str, device: str) -> None:
-    """Forward and backward in one graph: every replay has a mask of its own, and the backward that of its forward."""
+def test_each_replay_of_a_cuda_graph_draws_a_new_mask(backend: str, device: str) -> None:
+    """Forward and backward in one graph: every replay draws a new mask, and its backward uses the same mask."""
     batch, nheads, seqlen, headdim = 2, 4, 64, 64
     q, k = (torch.randn(batch, seqlen, nheads, headdim, device=device).half().requires_grad_() for _ in range(2))
     identity = torch.eye(seqlen, device=device).half()[None, :, None]
@@ -384,14 +385,7 @@ def test_each_replay_of_a_cuda_graph_draws_anew(backend: str, device: str) -> No
             out, _, _, rng_state = _flash_attn_forward(q, k, v, 0.3, 0.125, False, -1, -1, 0.0, None, False)
         return (out, rng_state, *torch.autograd.grad(out, (q, k, v), dout))
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, rng_state, _dq, _dk, dv = call()
+    graph, (out, rng_state, _dq, _dk, dv) = capture(call)
     masks = []
     for _ in range(3):
         graph.replay()

@@ -76,7 +76,7 @@ def relative_to_largest(scores: Tensor) -> Tensor:
 
 
 def assert_is_mask_of(S_dmask: Tensor, scores: Tensor, kept: Tensor, dtype: torch.dtype) -> None:
-    """One head or many: the last two dimensions are a sequence's queries and keys, S_dmask's padded."""
+    """For one or many heads: the last two dimensions are queries and keys; those of S_dmask are padded."""
     queries, keys = scores.shape[-2:]
     visible = scores.isfinite()
     assert S_dmask.dtype == dtype
@@ -119,7 +119,7 @@ def test_a_given_generator_is_the_one_that_moves(backend: str, device: str, like
 
 @pytest.mark.backends("cpu", "cuda")
 def test_the_state_of_the_generator_can_be_put_back(backend: str, device: str, like: Tensor) -> None:
-    """What activation checkpointing does before it runs a forward again."""
+    """Activation checkpointing restores the generator like this before it runs a forward again."""
     generator = torch.Generator(device=device).manual_seed(11)
     _C.draw_rng_state(like, generator)
     saved = generator.get_state()
@@ -156,7 +156,7 @@ def test_a_gpu_draw_moves_the_offset_by_four_and_waits_for_nothing() -> None:
 
 
 @pytest.mark.gpu
-def test_a_captured_graph_draws_anew_at_every_replay() -> None:
+def test_every_replay_of_a_graph_draws_new_numbers() -> None:
     like = torch.empty(0, device="cuda")
     torch.cuda.manual_seed(9)
     expected = [_C.draw_rng_state(like) for _ in range(3)]

@@ -145,7 +145,7 @@ def test_tensors_on_cpu_and_gpu_together_are_refused(argument: str, backend: str
     assert_says(str(raised.value), rf"\b{argument}\b", "cpu|cuda", "device of q")
 
 
-# ---- what this version lacks --------------------------------------------------------------------------------------
+# ---- not implemented ----------------------------------------------------------------------------------------------
 
 
 def test_lacking_function_says_so() -> None:

@@ -36,7 +36,7 @@ def test_small_feature_case_runs_under_compute_sanitizer(case: Case, seed: int, 
     "name", ["window_more_queries", "softcap_5", "alibi_masked_rows", "dropout_causal", "together", "together_softcap"]
 )
 def test_gradients_through_the_lse_with_features(name: str, backend: str, device: str, seed: int) -> None:
-    """Against the written-out backward, in the widest dtype that the backend has."""
+    """Compared with the explicit backward formula, in the widest dtype of the backend."""
     case, dtype = BY_NAME[name], torch.float64 if backend == "cpu" else torch.float16
     inputs = [x.requires_grad_() for x in make_inputs(case, dtype, device, seed)]
     dout, dlse = make_dout(case, dtype, device, seed), make_dlse(case, dtype, device, seed)
@@ -102,7 +102,7 @@ def test_slopes_of_zero_and_a_far_cap_change_nothing(backend: str, device: str, 
     q, k, v = make_inputs(BY_NAME["window"], torch.float16, device, seed)
     expected = flash_attn_func(q, k, v, backend=backend)
     slopes = torch.zeros(2, device=device)
-    for feature in ({"alibi_slopes": slopes}, {"softcap": 1e4}):  # by other kernels, which round elsewhere
+    for feature in ({"alibi_slopes": slopes}, {"softcap": 1e4}):  # other kernels, which round at other places
         out = flash_attn_func(q, k, v, backend=backend, **feature)
         torch.testing.assert_close(out, expected, rtol=2e-3, atol=2e-3)
 

@@ -12,7 +12,7 @@ EPS = torch.finfo(torch.float16).eps
 
 
 def test_delta_without_a_rounding_error_gets_a_typical_one() -> None:
-    """An O that float16 holds exactly has no error of its own; another O of its size has one."""
+    """An O that is exact in float16 has no rounding error; another O of the same size has one."""
     out, dout = torch.full((1, 1, 1, 64), 1.5), torch.ones(1, 1, 1, 64)
     assert rounded_delta(dout, out, out, EPS).item() == pytest.approx(96.0 + EPS / 2 / 3**0.5 * 12.0, rel=1e-6)
 
@@ -24,7 +24,7 @@ def test_delta_keeps_a_larger_error() -> None:
 
 @pytest.mark.parametrize("times", [1.0, 30.0])
 def test_one_key_may_be_off_by_the_rounding_of_its_out_and_no_more(times: float) -> None:
-    """One key takes all of the softmax, so that dq and dk are 0; delta's rounding is all that a backend may add."""
+    """One key has probability 1, so dq and dk are 0; a backend may only add the rounding of delta."""
     torch.manual_seed(0)
     q, k, v, dout = (torch.randn(1, 1, 1, 64).half() for _ in range(4))
     v = v.sign()  # out has no rounding error

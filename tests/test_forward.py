@@ -19,7 +19,7 @@ from .threads import number_of_threads_kept
 
 BY_NAME = {case.name: case for case in FORWARD_CASES}
 LAYOUT_CASES = [c for c in FORWARD_CASES if c.layout != "bshd" or not math.isnan(c.poison)]
-# Few heads and many, one tile and several, a causal diagonal: enough to see an order of summation that changes.
+# Few and many heads, one and several tiles, a causal diagonal: these show a changed order of summation.
 REPEATED_CASES = [BY_NAME[n] for n in ("gqa_4", "long_keys", "long_causal", "headdim_256_causal", "mqa_decode")]
 
 
@@ -60,7 +60,7 @@ def test_offsets_beyond_31_bits(case: Case, backend: str, device: str, seed: int
 
 
 @pytest.mark.parametrize("case", LAYOUT_CASES, ids=str)
-def test_inputs_and_what_lies_around_them_are_not_written(case: Case, backend: str, device: str, seed: int) -> None:
+def test_inputs_and_their_surroundings_are_not_written(case: Case, backend: str, device: str, seed: int) -> None:
     q, k, v = make_inputs(case, torch.float16, device, seed)
     guard = Guard(q, k, v)
     forward(case, q, k, v, backend)
@@ -103,7 +103,7 @@ def test_cpu_result_does_not_depend_on_the_number_of_threads(case: Case, dtype: 
 
 
 def test_concurrent_calls_do_not_share_anything(backend: str, device: str, seed: int) -> None:
-    """Calls from several Python threads at once, each of its own shape."""
+    """Calls from several Python threads at once, each with another shape."""
     cases = [BY_NAME[n] for n in ("gqa_4", "long_keys", "headdim_40_causal", "masked_rows")]
     inputs = [make_inputs(case, torch.float16, device, seed) for case in cases]
     expected = [forward(case, *qkv, backend)[0] for case, qkv in zip(cases, inputs, strict=True)]
@@ -221,7 +221,7 @@ def test_out_may_lie_between_the_rows_of_q(backend: str, device: str, seed: int,
     returned, lse, *_ = _C.fwd(q, k, v, out, None, 0.0, d**-0.5, False, -1, -1, 0.0, False, None)
     assert returned.data_ptr() == out.data_ptr()
     assert torch.equal(q, values[0])
-    assert_forward_accurate(q, k, v, out, lse, case=f"out beside q, {backend}\n  {described_seed}")
+    assert_forward_accurate(q, k, v, out, lse, case=f"out interleaved with q, {backend}\n  {described_seed}")
 
 
 def test_masked_rows_are_exactly_as_documented(backend: str, device: str, dtype: torch.dtype, seed: int) -> None:

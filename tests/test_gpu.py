@@ -1,9 +1,9 @@
-"""What only a GPU can show: streams, devices, CUDA graphs, races."""
+"""Behaviour that only a GPU has: streams, devices, CUDA graphs. test_deterministic.py tests repeatability."""
 
 from __future__ import annotations
 
 import dataclasses
-import os
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from flash_attn_mini import flash_attn_func, flash_attn_varlen_func
 from .bounds import assert_forward_accurate, assert_gradients_accurate
 from .cases import FORWARD_CASES, make_dout, make_inputs, options_of
 from .conftest import HAS_GPU
-from .gpu_calls import each_gpu_backend, gradients, inputs
+from .gpu_calls import capture, each_gpu_backend, gradients, inputs
 from .varlen_cases import VARLEN_CASES, make_batch
 
 pytestmark = pytest.mark.gpu
@@ -31,7 +31,7 @@ def test_the_default_on_a_gpu_is_cuda(capfd: pytest.CaptureFixture[str], monkeyp
 
 @each_gpu_backend
 def test_runs_on_the_current_stream(gpu_backend: str) -> None:
-    """The inputs arrive late on a side stream; a kernel on any other stream would read what was there before."""
+    """The inputs arrive late on a side stream; a kernel on another stream would read the old values."""
     source = inputs(2, 512, 4, 64)
     q, k, v = (torch.zeros_like(x) for x in source)
     expected = flash_attn_func(*source, backend=gpu_backend)
@@ -48,18 +48,22 @@ def test_runs_on_the_current_stream(gpu_backend: str) -> None:
     assert torch.equal(out, expected)
 
 
-@each_gpu_backend
-def test_does_not_synchronize(gpu_backend: str) -> None:
-    """A call returns while the GPU is still busy with the work before it."""
-    q, k, v = inputs(2, 512, 4, 64)
-    flash_attn_func(q, k, v, backend=gpu_backend)
+def assert_does_not_wait(call: Callable[[], object]) -> None:
+    """The call returns before the kernel that was launched before it ends."""
+    call()  # compiles and tunes
     torch.cuda.synchronize()
     busy = torch.cuda.Event()
     torch.cuda._sleep(1_000_000_000)  # about 0.5 s
     busy.record()
-    flash_attn_func(q, k, v, backend=gpu_backend)
+    call()
     assert not busy.query(), "the call waited for the GPU"
     torch.cuda.synchronize()
+
+
+@each_gpu_backend
+def test_does_not_synchronize(gpu_backend: str) -> None:
+    q, k, v = inputs(2, 512, 4, 64)
+    assert_does_not_wait(lambda: flash_attn_func(q, k, v, backend=gpu_backend))
 
 
 @each_gpu_backend
@@ -82,22 +86,15 @@ def test_cuda_graph_replays_with_new_inputs(name: str, gpu_backend: str, seed: i
     case = BY_NAME[name]
     q, k, v = make_inputs(case, torch.bfloat16, "cuda", seed)
 
-    def call(*tensors: Tensor) -> tuple[Tensor, Tensor]:
-        return flash_attn_func(*tensors, causal=case.causal, return_attn_probs=True, backend=gpu_backend)[:2]
+    def call() -> tuple[Tensor, Tensor]:
+        return flash_attn_func(q, k, v, causal=case.causal, return_attn_probs=True, backend=gpu_backend)[:2]
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        call(q, k, v)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, lse = call(q, k, v)
+    graph, (out, lse) = capture(call)
     for change in range(3):
         for to, x in zip((q, k, v), make_inputs(case, torch.bfloat16, "cuda", seed + change + 1), strict=True):
             to.copy_(x)
         graph.replay()
-        expected_out, expected_lse = call(q, k, v)
+        expected_out, expected_lse = call()
         assert torch.equal(out, expected_out)
         assert torch.equal(lse, expected_lse)
 
@@ -107,7 +104,7 @@ def test_cuda_graph_replays_with_new_inputs(name: str, gpu_backend: str, seed: i
 def test_cuda_graph_of_varlen_replays_with_other_lengths(
     name: str, gpu_backend: str, seed: int, described_seed: str
 ) -> None:
-    """cu_seqlens is data that the kernels read: a graph serves every batch within its totals."""
+    """cu_seqlens is data that the kernels read: one graph works for every batch with the same totals."""
     case = dataclasses.replace(VARLEN[name], dropout_p=0.0)
     batch = make_batch(case, torch.bfloat16, "cuda", seed)
     options = options_of(case, "cuda")
@@ -122,43 +119,15 @@ def test_cuda_graph_of_varlen_replays_with_other_lengths(
             backend=gpu_backend,
         )[:2]
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, lse = call()
+    graph, (out, lse) = capture(call)
     for change in range(2):
         batch.q.normal_()
-        if change and not case.page_size:  # the same tokens, cut elsewhere
+        if change and not case.page_size:  # the same tokens, other lengths
             batch.cu_seqlens_q[1] -= 3
         graph.replay()
         rows = (batch.q, batch.rows(batch.k), batch.rows(batch.v))
         described = f"{name}, replay {change}, {gpu_backend}\n  {described_seed}"
         assert_forward_accurate(*rows, out, lse, case=described, cu_seqlens=batch.cu_seqlens, **options)
-
-
-@each_gpu_backend
-@pytest.mark.parametrize("headdim", [64, 128, 256])
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_no_race_shows_in_many_repeats(causal: bool, headdim: int, gpu_backend: str) -> None:
-    """Every repeat gives the same bits, with another kernel on the GPU at the same time."""
-    q, k, v = inputs(4, 1000, 8, headdim, torch.bfloat16)
-    expected_out, expected_lse, _ = flash_attn_func(q, k, v, causal=causal, return_attn_probs=True, backend=gpu_backend)
-    noise = torch.randn(2048, 2048, device="cuda")
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    differs = torch.zeros((), device="cuda", dtype=torch.int64)
-    for repeat in range(100):
-        if repeat % 2:
-            with torch.cuda.stream(side):
-                noise = torch.tanh(noise @ noise)
-        out, lse, _ = flash_attn_func(q, k, v, causal=causal, return_attn_probs=True, backend=gpu_backend)
-        differs += (out != expected_out).sum() + (lse != expected_lse).sum()
-    torch.cuda.synchronize()
-    assert int(differs) == 0
 
 
 def test_cuda_and_triton_agree_with_each_other(seed: int) -> None:
@@ -196,14 +165,7 @@ def test_backward_runs_on_the_stream_of_its_forward(gpu_backend: str) -> None:
 def test_backward_does_not_synchronize(deterministic: bool, gpu_backend: str) -> None:
     qkv = inputs(2, 512, 4, 64)
     dout = torch.randn_like(qkv[0])
-    gradients(qkv, dout, gpu_backend, deterministic=deterministic)
-    torch.cuda.synchronize()
-    busy = torch.cuda.Event()
-    torch.cuda._sleep(1_000_000_000)  # about 0.5 s
-    busy.record()
-    gradients(qkv, dout, gpu_backend, deterministic=deterministic)
-    assert not busy.query(), "the call waited for the GPU"
-    torch.cuda.synchronize()
+    assert_does_not_wait(lambda: gradients(qkv, dout, gpu_backend, deterministic=deterministic))
 
 
 @each_gpu_backend
@@ -235,14 +197,7 @@ def test_cuda_graph_of_forward_and_backward_replays_with_new_inputs(
         out = flash_attn_func(*qkv, causal=case.causal, deterministic=deterministic, backend=gpu_backend)
         return torch.autograd.grad(out, qkv, dout)
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = call()
+    graph, captured = capture(call)
     for change in range(1, 4):
         with torch.no_grad():
             for to, x in zip(qkv, make_inputs(case, dtype, "cuda", seed + change), strict=True):
@@ -259,7 +214,7 @@ def test_cuda_graph_of_forward_and_backward_replays_with_new_inputs(
 
 @each_gpu_backend
 def test_graphed_callable_trains_as_eager_does(gpu_backend: str) -> None:
-    """torch.cuda.make_graphed_callables captures forward and backward of a layer, as training loops use it."""
+    """torch.cuda.make_graphed_callables captures forward and backward of a layer."""
 
     class Layer(torch.nn.Module):
         def __init__(self) -> None:
@@ -284,98 +239,6 @@ def test_graphed_callable_trains_as_eager_does(gpu_backend: str) -> None:
             losses.append(loss.item())
         assert losses[0] == losses[1]
         assert torch.equal(eager.project.weight.grad, graphed.project.weight.grad)
-
-
-RACE_SHAPES = [  # batch, seqlen, nheads, nheads_k, headdim, causal
-    (2, 300, 4, 4, 64, True),
-    (1, 513, 6, 2, 128, False),
-    (3, 129, 2, 1, 256, True),
-    (2, 200, 4, 2, 96, True),
-    (4, 64, 8, 8, 32, False),
-]
-
-
-@each_gpu_backend
-@pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "deterministic"])
-def test_no_race_shows_in_a_thousand_backwards(deterministic: bool, gpu_backend: str) -> None:
-    """Mixed shapes beside other work on the GPU: dk and dv have the same bits each time, dq where it promises so."""
-    calls, expected = [], []
-    for batch, seqlen, nheads, nheads_k, headdim, causal in RACE_SHAPES:
-        q, dout = torch.randn(2, batch, seqlen, nheads, headdim, device="cuda", dtype=torch.bfloat16)
-        k, v = torch.randn(2, batch, seqlen, nheads_k, headdim, device="cuda", dtype=torch.bfloat16)
-        leaves = [x.requires_grad_() for x in (q, k, v)]
-        out = flash_attn_func(*leaves, causal=causal, deterministic=deterministic, backend=gpu_backend)
-        calls.append((out, leaves, dout))
-        expected.append(torch.autograd.grad(out, leaves, dout, retain_graph=True))
-    first = 0 if deterministic or gpu_backend == "triton" else 1  # dq of the fast CUDA backward sums in any order
-    noise = torch.randn(1024, 1024, device="cuda")
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    differs = torch.zeros((), device="cuda", dtype=torch.int64)
-    for repeat in range(1000):
-        if repeat % 3 == 0:
-            with torch.cuda.stream(side):
-                noise = torch.tanh(noise @ noise)
-        (out, leaves, dout), before = calls[repeat % len(calls)], expected[repeat % len(calls)]
-        got = torch.autograd.grad(out, leaves, dout, retain_graph=True)
-        for a, b in zip(got[first:], before[first:], strict=True):
-            differs += (a != b).sum()
-    torch.cuda.synchronize()
-    assert int(differs) == 0
-
-
-STRESS_VARIABLE = "FLASH_ATTN_MINI_STRESS_RUNS"
-STRESS_SHAPES = [  # batch, nheads, seqlen_q, seqlen_k, headdim, causal; with many key blocks, many CTAs add to one dq
-    (4, 9, 512, 2048, 256, False),
-    (4, 9, 256, 512, 256, False),
-    (4, 9, 256, 512, 256, True),
-    (4, 9, 512, 2048, 192, False),
-    (4, 9, 512, 2048, 128, False),
-    (4, 9, 127, 512, 128, True),
-    (4, 9, 128, 512, 128, True),
-    (4, 9, 512, 2048, 96, False),
-    (4, 9, 512, 4096, 64, False),
-    (2, 9, 1024, 1024, 64, True),
-]
-
-
-@each_gpu_backend
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", STRESS_SHAPES, ids=str)
-def test_deterministic_backward_repeats_under_stress(
-    shape: tuple[int, int, int, int, int, bool], gpu_backend: str
-) -> None:
-    """Replays of a CUDA graph of the backward and the comparison: every run gives the bits of the first.
-
-    FLASH_ATTN_MINI_STRESS_RUNS is the number of runs of each shape. The pressure grows with processes on the same GPU:
-    pytest -n 8.
-    """
-    batch, nheads, seqlen_q, seqlen_k, headdim, causal = shape
-    runs, batch_of_runs = int(os.environ.get(STRESS_VARIABLE, "10000")), 500
-    q, dout = torch.randn(2, batch, seqlen_q, nheads, headdim, device="cuda", dtype=torch.bfloat16)
-    k, v = torch.randn(2, batch, seqlen_k, nheads, headdim, device="cuda", dtype=torch.bfloat16)
-    expected = gradients([q, k, v], dout, gpu_backend, causal, deterministic=True)
-    differs = torch.zeros(3, device="cuda", dtype=torch.int64)
-
-    def run() -> None:
-        got = gradients([q, k, v], dout, gpu_backend, causal, deterministic=True)
-        differs.add_(torch.stack([(a != b).any() for a, b in zip(got, expected, strict=True)]))
-
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        run()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    done = 0
-    while done < runs and not differs.any():  # waits for the GPU once in batch_of_runs runs
-        for _ in range(min(batch_of_runs, runs - done)):
-            graph.replay()
-        done += batch_of_runs
-    counts = dict(zip(("dq", "dk", "dv"), differs.tolist(), strict=True))
-    assert not any(counts.values()), f"{shape}: of {min(done, runs)} runs differ {counts}"
 
 
 def test_cuda_and_triton_agree_on_gradients(seed: int) -> None:

@@ -1,4 +1,4 @@
-"""Memory on a GPU: nothing that grows with seqlen squared, offsets of more than 31 bits, lengths that are wrong."""
+"""Memory on a GPU: no use that grows with seqlen squared, offsets of more than 31 bits, wrong lengths."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.gpu
 def extra_bytes(backend: str, seqlen: int, causal: bool) -> int:
     """Peak memory of a call beyond its inputs, out and softmax_lse."""
     q, k, v = inputs(1, seqlen, 4, 128)
-    flash_attn_func(q, k, v, causal=causal, backend=backend)  # compiles and tunes where there is something to
+    flash_attn_func(q, k, v, causal=causal, backend=backend)  # compiles and tunes
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -34,7 +34,7 @@ def extra_bytes(backend: str, seqlen: int, causal: bool) -> int:
 @each_gpu_backend
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_memory_at_32k_is_out_and_lse(causal: bool, gpu_backend: str) -> None:
-    """The score matrix would take 8 GiB; what is allowed is the allocator's rounding and a small workspace."""
+    """The score matrix would take 8 GiB. Allowed: the allocator's rounding and a small workspace."""
     assert extra_bytes(gpu_backend, 32768, causal) <= 1 << 20
 
 
@@ -57,10 +57,10 @@ def test_outputs_beyond_31_bits(gpu_backend: str, described_seed: str) -> None:
 
 
 def extra_bytes_of_backward(backend: str, seqlen: int, causal: bool, deterministic: bool) -> int:
-    """Peak memory of a backward beyond what was there before it and the gradients."""
+    """Peak memory of a backward, minus the memory before it and the gradients."""
     qkv = inputs(1, seqlen, 4, 128)
     dout = torch.randn_like(qkv[0])
-    gradients(qkv, dout, backend, causal, deterministic)  # compiles and tunes where there is something to
+    gradients(qkv, dout, backend, causal, deterministic)  # compiles and tunes
     leaves = [x.detach().requires_grad_() for x in qkv]
     out = flash_attn_func(*leaves, causal=causal, deterministic=deterministic, backend=backend)
     torch.cuda.synchronize()
@@ -75,7 +75,7 @@ def extra_bytes_of_backward(backend: str, seqlen: int, causal: bool, determinist
 @each_gpu_backend
 @pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "deterministic"])
 def test_memory_of_backward_at_32k_is_linear(deterministic: bool, gpu_backend: str) -> None:
-    """A float32 dq and delta beyond the gradients, with or without deterministic; the score matrix would take 8 GiB."""
+    """Beyond the gradients: a float32 dq and delta, deterministic or not. The score matrix would take 8 GiB."""
     seqlen, nheads, headdim = 32768, 4, 128
     float32_dq, per_row = 4 * seqlen * nheads * headdim, 4 * seqlen * nheads
     assert extra_bytes_of_backward(gpu_backend, seqlen, True, deterministic) <= float32_dq + 4 * per_row + (1 << 20)
@@ -180,7 +180,7 @@ class Guards:
         torch.cuda.empty_cache()
         blocks = [torch.full((nbytes,), GUARD, dtype=torch.uint8, device="cuda") for _ in range(2 * count + 1)]
         self._guards = blocks[::2]
-        del blocks  # frees every second one
+        del blocks  # frees every second block
 
     def check(self) -> None:
         torch.cuda.synchronize()
@@ -190,7 +190,7 @@ class Guards:
 
 
 def rows(headdim: int) -> Tensor:
-    """[ROWS, NHEADS, headdim] with NaN around it, which reaches a result if it is read."""
+    """[ROWS, NHEADS, headdim], surrounded by NaN, which reaches a result if a kernel reads it."""
     x = poisoned((ROWS, NHEADS, headdim), torch.float16, "cuda")
     return x.copy_(torch.randn(x.shape, device="cuda"))
 
@@ -207,7 +207,7 @@ def on_gpu(values: list[int]) -> Tensor:
 def test_wrong_lengths_stay_inside_the_tensors(
     wrong: str, headdim: int, deterministic: bool, gpu_backend: str, described_seed: str
 ) -> None:
-    """The kernels end, write inside their outputs alone, and the sequence whose lengths are right is right."""
+    """The kernels end, write only inside their outputs, and the sequence with right lengths has right results."""
     cu_q, cu_k, _ = WRONG_LENGTHS[wrong]
     for causal in (False, True):
         q, k, v, dout = (rows(headdim) for _ in range(4))

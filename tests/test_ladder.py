@@ -77,7 +77,7 @@ def test_the_triton_rung_runs_wherever_the_interpreter_does(on: str, monkeypatch
 
 
 def run_the_command(start: list[str], environment: dict[str, str]) -> list[str]:
-    """The lines that it prints."""
+    """The printed lines."""
     command = [sys.executable, *start]
     result = subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -91,7 +91,7 @@ def passed(lines: list[str], name: str) -> int:
 
 @pytest.mark.slow
 def test_table_of_every_rung() -> None:
-    """Without a GPU, Triton's interpreter is on, with few lengths, because it is slow."""
+    """Without a GPU, Triton's interpreter runs a few lengths, because it is slow."""
     pytest.importorskip("triton")
     lengths = KEY_LENGTHS if HAS_GPU else (128, 500)
     start = f"from flash_attn_mini.ladder import __main__ as command; command.KEY_LENGTHS = {lengths}; command.main()"

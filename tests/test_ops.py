@@ -72,7 +72,7 @@ def test_operator_signature_is_stable() -> None:
 
 
 class Layer(torch.nn.Module):
-    """What a user compiles: work before and after the attention, the lse used too."""
+    """Code that a user compiles: operators before and after the attention, and a use of the lse."""
 
     def __init__(self, backend: str) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ def test_dynamic_shapes_do_not_recompile(backend: str, device: str) -> None:
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(Layer(backend), fullgraph=True, dynamic=True, backend=counter)
-    compiled(*inputs(5, 33, 50, device))  # no two sizes equal: PyTorch takes equal ones for the same symbol
+    compiled(*inputs(5, 33, 50, device))  # all sizes differ: PyTorch gives equal sizes the same symbol
     compiled_once = counter.frame_count
     for sizes in ((5, 17, 51), (6, 53, 19), (7, 65, 66)):
         compiled(*inputs(*sizes, device))

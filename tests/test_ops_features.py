@@ -25,12 +25,12 @@ DENSE = {case.name: case for case in FEATURE_CASES}
 VARLEN = {case.name: case for case in VARLEN_CASES}
 VARLEN_NAMES = ["mixed", "more_and_less_causal", "all_empty", "no_sequences", "headdim_33", "layout_bhsd", "together"]
 
-# What opcheck compares between eager and traced calls is random with dropout: these two seed before each call.
+# opcheck compares eager and traced calls, which are random with dropout: these two seed before each call.
 UNSEEDED = ("test_schema", "test_autograd_registration", "test_faketensor")
 
 
 def scalars(case: Any) -> tuple[Any, ...]:
-    """dropout_p to softcap."""
+    """The arguments dropout_p to softcap."""
     left, right = case.window_size
     return (case.dropout_p, 0.125, case.causal, left, 0 if case.causal else right, case.softcap)
 
@@ -38,14 +38,14 @@ def scalars(case: Any) -> tuple[Any, ...]:
 def varlen_arguments(
     case: VarlenCase, batch: Batch, backend: str, device: str, return_softmax: bool = False
 ) -> tuple[Any, ...]:
-    """The forward's."""
+    """Arguments of the forward."""
     slopes = make_slopes(case.alibi, case.batch, case.nheads, device)
     tensors = (batch.q, batch.k, batch.v, batch.cu_seqlens_q, batch.cu_seqlens_k, batch.block_table, slopes)
     return (*tensors, batch.max_seqlen_q, batch.max_seqlen_k, *scalars(case), return_softmax, False, backend)
 
 
 def varlen_backward_arguments(arguments: tuple[Any, ...], dout: Tensor, mask: list[bool]) -> tuple[Any, ...]:
-    """The backward's, for the forward's."""
+    """Arguments of the backward for those of the forward."""
     q, k, v, cu_q, cu_k, _block_table, slopes, *options = arguments
     out, lse, _, rng_state = VARLEN_FORWARD(*arguments)
     *options, _return_softmax, _deterministic, backend = options
@@ -146,7 +146,7 @@ def test_varlen_signatures_are_stable() -> None:
 
 
 class Layer(nn.Module):
-    """Attention over packed sequences, the lse used too."""
+    """Attention over packed sequences, and a use of the lse."""
 
     def __init__(self, backend: str) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ def test_varlen_compiles_without_graph_breaks(dynamic: bool, backend: str, devic
     layer = Layer(backend)
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(layer, fullgraph=True, dynamic=dynamic, backend=counter)
-    # No two sizes equal: PyTorch takes equal ones for the same symbol.
+    # All sizes differ: PyTorch gives equal sizes the same symbol.
     for i, lengths in enumerate([(5, 33, 17, 1, 9), (64, 3, 2, 51, 1, 1, 7), (9, 130, 4, 4, 8, 20)]):
         inputs, *rest = packed(lengths, backend, device)
         results = [torch.autograd.grad(step(*inputs, *rest), inputs) for step in (compiled, layer)]

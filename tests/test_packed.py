@@ -1,4 +1,4 @@
-"""The packed functions: values of the unpacked ones, gradients written into one tensor, and no copies on the way."""
+"""The packed functions: the values of the unpacked ones, gradients written into one tensor, no copies."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Call = Callable[..., Any]
 def call_of(
     form: str, backend: str, device: str, headdim: int = 40, gqa: bool = True
 ) -> tuple[list[Tensor], Call, Call]:
-    """The inputs of a packed function, it, and the unpacked one on the same inputs."""
+    """Inputs, the packed function, and the unpacked function on the same inputs."""
     dtype = torch.float32 if backend == "cpu" else torch.float16
     nheads, nheads_k = 4, 2 if gqa and "qkv" not in form else 4
     cu = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0)], dtype=torch.int32, device=device)

@@ -1,4 +1,4 @@
-"""Results carry a stamp over the sources measured, and go stale with them."""
+"""Results carry a hash of the measured sources, and are out of date when these change."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ CHUNKS = 20  # tests that share the cases, so that several processes can run the
 # PyTorch's error over few elements may be small by chance. An error up to BY_CHANCE times the bound fails only if it
 # occurs again with other values.
 BY_CHANCE = 4.0
-SHRINKING_STEPS = 60  # runs that may be spent on making a failing case smaller
+SHRINKING_STEPS = 60  # most runs to make a failing case smaller
 LAYOUT_NAMES = [name for name in LAYOUTS if not name.startswith("far")]
 VARLEN_LAYOUTS = [name for name in LAYOUT_NAMES if name != "expanded"]
 
@@ -39,7 +39,7 @@ AnyCase = Case | VarlenCase
 
 
 def length(draw: random.Random, never: int = -1) -> int:
-    """Short, near a tile's edge, or anything."""
+    """A short length, one near a tile's edge, or any length."""
     edge = draw.choice((16, 32, 64, 128, 192)) + draw.randint(-1, 1)
     drawn = draw.choice((draw.randint(0, 8), edge, draw.randint(1, 260)))
     return drawn if drawn != never else length(draw, never)
@@ -72,7 +72,7 @@ def random_dense(draw: random.Random) -> Case:
         why="drawn at random",
         batch=draw.randint(1, 2),
         seqlen_q=length(draw),
-        seqlen_k=length(draw, never=1),  # cases.py has it: PyTorch's dq and dk are then exactly 0
+        seqlen_k=length(draw, never=1),  # one key is in cases.py: PyTorch's dq and dk are then exactly 0
         layout=draw.choice(LAYOUT_NAMES),
         **options(draw),
     )

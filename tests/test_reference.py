@@ -71,7 +71,7 @@ LENGTHS = [(3, 5), (5, 3), (4, 4), (1, 6), (6, 1), (3, 0), (0, 3)]
 )
 def test_matches_loops(feature: str, seqlen_q: int, seqlen_k: int, draw: torch.Generator) -> None:
     q, k, v = qkv(draw, seqlen_q, seqlen_k)
-    v = torch.cat([v, v[..., :3]], dim=-1)  # a head dim of v of its own
+    v = torch.cat([v, v[..., :3]], dim=-1)  # v has another head dim
     options = {
         "plain": dict,
         "causal": lambda: {"causal": True},

@@ -60,7 +60,7 @@ def test_varlen_block_table_is_the_same_in_pages(page_size: int, draw: torch.Gen
 def paged(
     draw: torch.Generator, pairs: list[tuple[Tensor, Tensor]], cu_k: Tensor, page_size: int
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """The sequences of k and v in shuffled pages, NaN wherever no token lies."""
+    """The sequences of k and v in shuffled pages, NaN where there is no token."""
     (k, v), lengths = pairs[0], cu_k.diff().tolist()
     per_sequence = max(-(-max(lengths) // page_size), 1) + 1
     shuffled = torch.randperm(len(lengths) * per_sequence, generator=draw)
@@ -171,7 +171,7 @@ def test_rotary_is_a_complex_product(interleaved: bool, draw: torch.Generator) -
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 def test_kvcache_rotary_positions(causal: bool, interleaved: bool, draw: torch.Generator) -> None:
-    """New keys at their place in the cache; queries too when causal, else all at the first new place."""
+    """New keys rotate by their position in the cache. Causal queries do too; others by the first new position."""
     q, k, v = qkv(draw, 3, 3)
     k_cache, v_cache = randn(draw, 2, 2, 8, 2, 8).unbind()
     angles = randn(draw, 8, 4)

@@ -66,7 +66,7 @@ def expected(
     offsets: int | list[int] = 0,
     lengths: list[int] | None = None,
 ) -> Tensor:
-    """The reference, one sequence after the other."""
+    """The reference, sequence by sequence."""
     sequences = list(x) if lengths is None else list(x.split(lengths))
     if isinstance(offsets, int):
         offsets = [offsets] * len(sequences)

@@ -1,4 +1,4 @@
-"""softmax_scale and softcap at the ends of their ranges: what is accepted is right, everything else is refused."""
+"""softmax_scale and softcap at the ends of their ranges: accepted values give right results, others raise."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EXTREMES = [
     (1e-20, 1e-20),
     (1e-20, 1.0),
 ]
-# Every row sees one key alone, and dq is the rounding of dP - delta times the scale.
+# Every row sees one key, and dq is the rounding of dP - delta times the scale.
 ONE_HOT = {(1e20, 0.0), (-1e20, 0.0)}
 
 

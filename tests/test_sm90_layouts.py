@@ -1,4 +1,4 @@
-"""The layouts of the Hopper kernels, checked on the host: which thread holds which element. Needs no GPU."""
+"""The layouts of the sm90 kernels, checked on the host: the elements that each thread holds. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SOURCE = Path(__file__).with_name("sm90_layouts.cpp")
 
 
 @pytest.mark.slow
-def test_layouts_fit_together(tmp_path: Path) -> None:
+def test_elements_of_threads_agree_between_layouts(tmp_path: Path) -> None:
     try:
         cuda, cutlass = kernels.cuda_home() / "include", cutlass_include_dir()
     except (SystemExit, CutlassError) as error:

@@ -1,4 +1,4 @@
-"""FLASH_ATTN_MINI_TRACE=1 prints each link of the call chain, in order, and nothing is printed without it."""
+"""FLASH_ATTN_MINI_TRACE=1 prints each link of the call chain, in order. Without it nothing is printed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LINKS = {
     ],
     "triton": ["flash_attn_func", "_flash_attn_forward", "_flash_attn_backward"],
 }  # fmt: skip
-# What a bug report needs to show in the line of each link.
+# Fields of each link's line that a bug report needs.
 FIELDS = {
     "flash_attn_func": ["float16[2,33,4,64]", "float16[2,65,2,64]", "causal=True"],
     "_flash_attn_forward": ["backend="],

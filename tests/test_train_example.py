@@ -32,10 +32,10 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def gradients(attend: example.Attention, device: str, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Of the loss with respect to every parameter of a small model, in float64 on the CPU."""
+    """Gradients of the loss for every parameter of a small model, in float64 on the CPU."""
     torch.manual_seed(3)
     model = example.GPT(40, SMALL, attend)
-    nn.init.normal_(model.embedding.weight, std=0.5)  # logits, and thus gradients, of some size
+    nn.init.normal_(model.embedding.weight, std=0.5)  # so that logits and gradients are not tiny
     model.to(device, dtype)
     sequences = torch.randint(40, (SMALL.batch, SMALL.context + 1)).to(device)
     example.loss_of(model, sequences).backward()

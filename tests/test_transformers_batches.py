@@ -53,7 +53,7 @@ def _registered() -> None:
 
 @pytest.fixture(autouse=True)
 def _eager_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eager masks with the smallest number of the model's dtype; that of float64 is -inf in its float32 softmax."""
+    """Eager attention masks with the dtype's smallest number. In float64 this is -inf after its cast to float32."""
     masks = masking_utils.AttentionMaskInterface._global_mapping
     monkeypatch.setitem(
         masks, "eager", lambda *args, **kwargs: masking_utils.eager_mask(*args, **kwargs | {"dtype": torch.float32})
@@ -86,7 +86,7 @@ def result(model: Model, *arguments: Any, **options: Any) -> Tensor:
 def assert_like_eager(
     name: str, kept: Tensor | None, /, *arguments: Any, config: dict[str, Any] | None = None, **options: Any
 ) -> None:
-    """At most twice as far from eager attention in float64 as eager in float32 is, wherever `kept` is true."""
+    """Where `kept` is true: the error from eager float64 is at most twice that of eager float32."""
     config = config or {}
     with torch.no_grad():
         exact = result(copy.deepcopy(make(name, "eager", **config)).double(), *arguments, **options)
@@ -179,7 +179,7 @@ def test_generation_with_a_static_cache(name: str) -> None:
 
 
 def test_values_of_a_smaller_head_dim() -> None:
-    """DeepSeek's models have it; q, k and v of the kernels share one head dim."""
+    """As in DeepSeek's models. The kernels have one head dim for q, k and v."""
     q, k, v = torch.randn(2, 4, 5, 24), torch.randn(2, 4, 5, 24), torch.randn(2, 4, 5, 16)
     mask = integration.attention_mask(2, 5, 5, attention_mask=torch.tensor([[0, 1, 1, 1, 1], [1] * 5]).bool())
     for layout in (None, mask):
@@ -372,7 +372,7 @@ def test_mask_that_moves_to_another_device() -> None:
 
 @pytest.mark.parametrize("name", ["bert", "llama"])
 def test_dropout_in_training(name: str) -> None:
-    """The same seed gives the same loss and gradients; another seed others; without training there is none."""
+    """The same seed gives the same loss and gradients, another seed others. In eval mode there is no dropout."""
     option = (
         {"attention_probs_dropout_prob": 0.5, "hidden_dropout_prob": 0.0}
         if name == "bert"

@@ -48,7 +48,7 @@ def launcher() -> Any:
 
 
 def tile_configs() -> list[Any]:
-    """(float32 or 16 bits, head dim, configuration) of everything in the tables."""
+    """(float32 or 16 bits, head dim, configuration) of every entry of the tables."""
     pytest.importorskip("triton")
     from flash_attn_mini.backends.triton import configs
 

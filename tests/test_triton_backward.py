@@ -44,7 +44,7 @@ def launcher() -> Any:
 
 
 def numpy_rounds_alike() -> bool:
-    """Whether the interpreter's products of q and k have the same bits in both kernels' tiles. OpenBLAS: by CPU."""
+    """True if the interpreter's q k^T has the same bits in both kernels' tiles. With OpenBLAS it depends on the CPU."""
     q, k = (torch.randn(rows, 64).numpy() for rows in (128, 64))
     scores = q @ k.T
     return all((scores[m : m + 32] == (k @ q[m : m + 32].T).T).all() for m in range(0, 128, 32))
@@ -52,7 +52,7 @@ def numpy_rounds_alike() -> bool:
 
 @dataclasses.dataclass
 class Problem:
-    """A case's tensors, with what the forward kernel returned."""
+    """The tensors of a case, and the results of the forward kernel."""
 
     case: Case
     inputs: tuple[Tensor, Tensor, Tensor]
@@ -94,7 +94,7 @@ class Problem:
 
 
 def tile_configs() -> list[Any]:
-    """(kernel, table, head dim, configuration) of everything in the tables."""
+    """(kernel, table, head dim, configuration) of every entry of the tables."""
     pytest.importorskip("triton")
     from flash_attn_mini.backends.triton import configs
 
@@ -243,15 +243,6 @@ def test_a_gradient_of_stride_zero_is_taken(seed: int) -> None:
     problem.dout = torch.ones((), dtype=torch.float16, device=DEVICE).expand(problem.out.shape)  # out.sum().backward()
     problem.dlse = torch.ones((), device=DEVICE).expand(problem.lse.shape)
     problem.assert_accurate(problem.backward()[:3], "expanded ones")
-
-
-@runs_triton
-def test_repeated_calls_give_the_same_bits(seed: int) -> None:
-    case = dataclasses.replace(MASKED_CASE, seqlen_q=300, seqlen_k=333) if HAS_GPU else MASKED_CASE
-    problem = Problem.make(case, torch.float16, seed, with_dlse=True)
-    first = problem.backward()
-    for _ in range(20 if HAS_GPU else 2):
-        assert all(torch.equal(a, b) for a, b in zip(first, problem.backward(), strict=True))
 
 
 @runs_triton

@@ -116,7 +116,7 @@ def test_sequences_give_the_bits_that_they_give_alone(name: str, backend: str, d
         together = torch.cat(expected, dim=-1 if what == "softmax_lse" else 0)
         if backend == "cpu" or what in ("out", "softmax_lse"):
             assert torch.equal(got, together), what
-        else:  # the CUDA backward sums as many heads in a thread block as there are blocks to fill the GPU
+        else:  # the CUDA backward sums more heads per CTA if there are CTAs enough for the GPU
             torch.testing.assert_close(got, together, rtol=2e-3, atol=2e-3)
 
 
@@ -141,7 +141,7 @@ def test_varlen_repeats_bitwise(case: VarlenCase, backend: str, device: str, dty
 
 @pytest.mark.parametrize("page_size", [16, 48, 256])
 def test_pages_may_lie_anywhere(page_size: int, backend: str, device: str, seed: int, described_seed: str) -> None:
-    """Keys and values in views of one cache, as servers keep them: pages interleaved, other heads beside them."""
+    """Keys and values are views of one cache, as in servers: interleaved pages, next to other heads."""
     lengths_q, lengths_k = (40, 1, 0, 9), (130, 257, 60, 0)
     case = VarlenCase("pages", "views", lengths_q, lengths_k, 4, 2, 64, True, page_size=page_size)
     batch = make_batch(case, torch.float16, device, seed)
@@ -229,7 +229,7 @@ def test_official_functions_write_gradients_in_place(backend: str, device: str, 
 
 
 def test_max_seqlen_may_be_an_integer_tensor(backend: str, device: str, seed: int) -> None:
-    """As padding helpers of other packages return it."""
+    """As padding helpers of other packages return them."""
     batch = make_batch(BY_NAME["mixed_causal"], torch.float16, device, seed)
     qkv, (cu_q, cu_k, max_q, max_k) = (batch.q, batch.k, batch.v), batch.lengths
     expected = flash_attn_varlen_func(*qkv, cu_q, cu_k, max_q, max_k, causal=True, backend=backend)
@@ -256,7 +256,7 @@ def test_varlen_call_does_not_synchronize(name: str, backend: str, device: str) 
         if not case.page_size:
             torch.autograd.grad(out, leaves, batch.dout)
 
-    call()  # compiles and tunes where there is something to
+    call()  # compiles and tunes
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -305,10 +305,9 @@ def falling(*values: int) -> torch.Tensor:
     ],
     ids=["falls", "falls_to_0", "anything"],
 )
-def test_a_deterministic_backward_ends_whatever_cu_seqlens_holds(
-    cu_seqlens_q: list[int], cu_seqlens_k: list[int]
-) -> None:
-    """CTAs wait for each other in the order of the key blocks; cu_seqlens on a GPU is not checked before."""
+def test_a_deterministic_backward_ends_for_any_cu_seqlens(cu_seqlens_q: list[int], cu_seqlens_k: list[int]) -> None:
+    """CTAs wait for each other in the order of the key blocks. cu_seqlens on a GPU is not checked, so sequences may
+    overlap, and some key blocks belong to no sequence."""
     call = valid_backward_call("cuda")
     for name in ("dout", "q", "out", "dq"):
         call[name] = torch.ones(5000, 2, 64, device="cuda", dtype=torch.float16)
@@ -334,7 +333,7 @@ def test_missing_arguments_are_named_by_the_bindings() -> None:
         forward({**call, "max_seqlen_q": 1.5})
 
 
-# Of the public function: checked in Python, or passed on to the extension.
+# Wrong calls of the public function: checked in Python or by the extension.
 PUBLIC = [
     WrongCall("cu_list", given(cu_seqlens_q=[0, 4, 4, 9]), T, "cu_seqlens_q", r"\[0, 4, 4, 9\].*list", "torch.Tensor"),
     WrongCall("cu_none", given(cu_seqlens_k=None), T, "cu_seqlens_k", "None", "torch.Tensor"),

@@ -56,7 +56,7 @@ def test_error_holds_for_inputs_that_are_not_batched(backend: str, device: str, 
 @each_call
 @pytest.mark.parametrize("in_dims", [(0, 0), (None, 1)], ids=str)
 def test_same_repeats_the_mask(call: Call, in_dims: Any, backend: str, device: str, draw: torch.Generator) -> None:
-    """Each sample is what the call gives from the state of the generator before vmap."""
+    """Each sample is the result of a call with the generator's state before vmap."""
     qs, vs = ([sample(device, draw) for _ in range(SAMPLES)] for _ in range(2))
     if in_dims[0] is None:
         qs = qs[:1] * SAMPLES
@@ -120,7 +120,7 @@ def test_without_dropout_randomness_means_nothing(backend: str, device: str, dra
 
 
 def test_same_is_never_traced(backend: str, device: str, draw: torch.Generator) -> None:
-    """A traced program would not set the generator's state: it would draw other masks without saying so."""
+    """A traced program would not set the generator's state: it would draw other masks without an error."""
     torch._dynamo.reset()
     x = sample(device, draw).expand(SAMPLES, 33, 2, 16)
     same = vmapped(dense, backend, randomness="same")

@@ -1,4 +1,4 @@
-"""torch's number of threads, which is the process's, around a test that changes it."""
+"""Restores torch's number of threads, which is global, after a test that changes it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @contextlib.contextmanager
 def number_of_threads_kept() -> Iterator[None]:
-    """Puts torch's number of threads back; as a decorator too."""
+    """Restores torch's number of threads; also usable as a decorator."""
     before = torch.get_num_threads()
     try:
         yield

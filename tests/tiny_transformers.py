@@ -1,4 +1,4 @@
-"""Shared by the tests of transformers' models: sizes of small models, and tokens for them."""
+"""Sizes of small models and tokens for them, for the tests of transformers' models."""
 
 from __future__ import annotations
 

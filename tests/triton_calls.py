@@ -1,6 +1,6 @@
-"""Calls of the Triton launchers with explicit rng_state, for the tests of the Triton backend, and where those run.
+"""Calls of the Triton launchers with explicit rng_state, for the tests of the Triton backend.
 
-On a GPU the compiled kernels run. Elsewhere they run in Triton's interpreter, in a process of its own: interpreter.py.
+On a GPU the compiled kernels run. Otherwise they run in Triton's interpreter, in a new process (interpreter.py).
 """
 
 from __future__ import annotations

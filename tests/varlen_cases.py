@@ -27,13 +27,13 @@ class VarlenCase:
     causal: bool = False
     layout: str = "bshd"  # a key of poison.LAYOUTS, of one batch
     softmax_scale: float | None = None
-    memory_gib: float = 0.0  # what the inputs need in a 16-bit dtype, where it is more than a laptop's share
+    memory_gib: float = 0.0  # of the inputs in a 16-bit dtype, if a laptop may not have it
     window_size: tuple[int, int] = (-1, -1)
     softcap: float = 0.0
     alibi: str | None = None  # "heads" or "batch"
     dropout_p: float = 0.0
-    page_size: int = 0  # above 0: keys and values in pages of so many rows
-    slack: int = 0  # by how much the max_seqlens are more than the longest sequences
+    page_size: int = 0  # rows of a page of keys and values; 0: no pages
+    slack: int = 0  # max_seqlen minus the length of the longest sequence
 
     def __str__(self) -> str:
         return self.name
@@ -57,7 +57,7 @@ def _same(name: str, why: str, lengths: tuple[int, ...], **options: Any) -> Varl
 
 
 _MIXED = (5, 0, 64, 1, 130)
-_MORE_AND_LESS = ((70, 5, 33, 0, 129), (40, 90, 33, 7, 0))  # queries beyond the keys, fewer, as many, none, no keys
+_MORE_AND_LESS = ((70, 5, 33, 0, 129), (40, 90, 33, 7, 0))  # more queries than keys, fewer, equal, no queries, no keys
 _LONG_AND_SHORT = (513, *(3,) * 20)
 _MANY = tuple(i * 7 % 13 for i in range(300))
 
@@ -71,7 +71,7 @@ _LENGTHS = [
     _same("long_and_short", "one long sequence, many short", _LONG_AND_SHORT, nheads_k=1),
     _same("long_and_short_causal", "the same, causal", _LONG_AND_SHORT, nheads_k=1, causal=True),
     _same("short_then_long", "the long sequence comes last", _LONG_AND_SHORT[::-1], causal=True),
-    _same("tile_edges", "sequences end on tile edges, and beside them", (63, 64, 65, 127, 128, 129), causal=True),
+    _same("tile_edges", "ends on tile edges, one row before and after", (63, 64, 65, 127, 128, 129), causal=True),
     _same("one_sequence", "a batch of one", (129,)),
     _same("empty_around", "empty sequences first, last and between", (0, 0, 33, 0, 47, 0), causal=True),
     _same("all_empty", "no tokens at all", (0, 0, 0)),
@@ -130,7 +130,7 @@ _FEATURES = [
 _DECODE_LENGTHS = ((1, 1, 1, 1), (300, 1, 0, 97))
 _PAGES = [
     VarlenCase("pages_16", "the smallest page", (70, 5, 0, 33), (70, 90, 7, 0), page_size=16, causal=True),
-    VarlenCase("pages_48", "a page that no tile is a multiple of", (70, 5, 3, 33), (100, 130, 7, 0), page_size=48),
+    VarlenCase("pages_48", "no tile is a multiple of the page", (70, 5, 3, 33), (100, 130, 7, 0), page_size=48),
     VarlenCase("pages_256", "a page larger than a tile", (33, 5), (600, 20), page_size=256, causal=True),
     VarlenCase("pages_decode", "one query per sequence", *_DECODE_LENGTHS, nheads=8, page_size=16, causal=True),
     VarlenCase("pages_window", "whole pages before the window", *_DECODE_LENGTHS, page_size=32, window_size=(40, 0)),
@@ -143,7 +143,7 @@ _PAGES = [
 VARLEN_CASES: list[VarlenCase] = [*_LENGTHS, *_HEADS, *_LAYOUTS, *_FEATURES, *_PAGES]
 SMALL_VARLEN_CASES = [c for c in VARLEN_CASES if sum(c.lengths_q) <= 400 and sum(c.lengths_k) <= 400 and c.batch <= 8]
 
-# Offsets of more than 31 bits: rows so far apart that a sequence in the middle of the batch begins beyond them.
+# Offsets of more than 31 bits: rows so far apart that a sequence in the middle of the batch begins past 2^31.
 LARGE_VARLEN_CASES: list[VarlenCase] = [
     _same(
         "far_rows", "total * row_stride passes 2^31", (60, 0, 100, 32), layout="far_rows", causal=True, memory_gib=7.0
@@ -167,7 +167,7 @@ class Batch:
 
     @property
     def lengths(self) -> tuple[Any, ...]:
-        """What the varlen functions take after q, k and v."""
+        """The arguments of the varlen functions after q, k and v."""
         return self.cu_seqlens_q, self.cu_seqlens_k, self.max_seqlen_q, self.max_seqlen_k
 
     @property
@@ -184,7 +184,7 @@ class Batch:
 
 
 def _cumulative(lengths: tuple[int, ...], device: str) -> Tensor:
-    """Between numbers that lead far away."""
+    """cu_seqlens, surrounded by numbers far outside of the tensors."""
     poison = 1 << 30
     sums = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
     buffer = torch.tensor([poison] * 4 + sums + [poison] * 4, dtype=torch.int32, device=device)
@@ -192,7 +192,7 @@ def _cumulative(lengths: tuple[int, ...], device: str) -> Tensor:
 
 
 def _paged(case: VarlenCase, k: Tensor, v: Tensor, draw: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """k and v in scattered pages among others full of poison, and the table, whose unused entries are no pages."""
+    """k and v in scattered pages among poisoned pages, and the block table. Its unused entries are no valid pages."""
     size = case.page_size
     pages_of = [-(-length // size) for length in case.lengths_k]
     width, used = max([*pages_of, 1]) + 2, sum(pages_of)
@@ -236,7 +236,7 @@ def make_batch(case: VarlenCase, dtype: torch.dtype, device: str, seed: int) -> 
 
 
 def expectation_options(case: VarlenCase, batch: Batch, rng_state: Tensor) -> dict[str, Any]:
-    """Options of bounds.py for the case: the mask is what the returned rng_state says."""
+    """Options of bounds.py for the case: the dropout mask follows from the returned rng_state."""
     options = options_of(case, batch.q.device.type)
     if case.dropout_p > 0:
         options["dropout_mask"] = dropout_masks_varlen(rng_state, case.dropout_p, case.nheads, *batch.cu_seqlens)

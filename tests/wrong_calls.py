@@ -1,4 +1,4 @@
-"""Valid calls, and changes that make them wrong: the parts of the tables of wrong calls."""
+"""Valid calls, and changes that make them wrong, for the tables of wrong calls."""
 
 from __future__ import annotations
 
