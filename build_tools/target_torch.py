@@ -42,7 +42,8 @@ def find_torch() -> Path | None:
         try:
             answer = subprocess.run(command, env=env, cwd=empty, capture_output=True, text=True, check=True)
         except (OSError, subprocess.CalledProcessError) as error:
-            what = f"FLASH_ATTN_MINI_PYTHON is {command[0]!r}; allowed: a Python interpreter"
+            name = "FLASH_ATTN_MINI_PYTHON" if os.environ.get("FLASH_ATTN_MINI_PYTHON") else "the interpreter"
+            what = f"{name} is {command[0]!r}; allowed: a Python interpreter"
             raise SystemExit(f"{what}. It cannot be run: {getattr(error, 'strerror', error)}") from None
     return Path(answer.stdout.strip()) if answer.stdout.strip() else None
 

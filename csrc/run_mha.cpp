@@ -26,6 +26,11 @@
 
 namespace flash {
 
+// Hopper's own instructions need the architecture 90a.
+static const char *best_suffix(int major, int minor) {
+    return major == 9 && minor == 0 ? "a" : "";
+}
+
 #ifdef FLASH_WITH_CUDA
 
 namespace {
@@ -157,7 +162,7 @@ std::string cuda_unavailable_reason(int major, int minor) {
     }
     return message("no kernel was compiled for compute capability ", major, ".", minor,
                    "; compiled: ", list_of(compiled), "; build it with: FLASH_ATTN_MINI_ARCHS=", major, minor,
-                   " pip install .");
+                   best_suffix(major, minor), " pip install .");
 }
 
 #else
@@ -165,7 +170,7 @@ std::string cuda_unavailable_reason(int major, int minor) {
 constexpr char kNoCuda[] = "this build has no CUDA kernels; with a CUDA build of torch and nvcc, build them with: ";
 
 std::string cuda_unavailable_reason(int major, int minor) {
-    return message(kNoCuda, "FLASH_ATTN_MINI_ARCHS=", major, minor, " pip install .");
+    return message(kNoCuda, "FLASH_ATTN_MINI_ARCHS=", major, minor, best_suffix(major, minor), " pip install .");
 }
 
 #endif

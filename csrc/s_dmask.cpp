@@ -17,7 +17,7 @@ using at::indexing::None;
 using at::indexing::Slice;
 
 int64_t round_up(int64_t x) {
-    constexpr int64_t kRounded = 128;
+    constexpr int64_t kRounded = Flash_bwd_params::kRowsRounded;
     return (x + kRounded - 1) / kRounded * kRounded;
 }
 

@@ -49,6 +49,7 @@ def checked_options(
         and type(causal) is bool
         and type(window_size) is tuple
         and window_size == (-1, -1)
+        and type(window_size[0]) is type(window_size[1]) is int
         and type(softcap) is float
         and alibi_slopes is None
         and type(deterministic) is bool
@@ -160,12 +161,6 @@ def as_flag(name: str, value: Any) -> bool:
         except (RuntimeError, ValueError):  # a tensor or an array of several elements
             pass
     raise wrong_type(name, value, "True or False, or a value of one element that is true or false")
-
-
-def check_flags(**flags: Any) -> None:
-    """Raise TypeError for a flag that `as_flag` refuses."""
-    for name, value in flags.items():
-        as_flag(name, value)
 
 
 def as_window(window_size: Any) -> WindowSize:

@@ -18,6 +18,7 @@ from flash_attn_mini import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
+from flash_attn_mini.argument_checks import checked_options
 from flash_attn_mini.flash_attn_interface import _flash_attn_forward
 
 LENGTHS = (13, 20)
@@ -102,6 +103,13 @@ def test_any_pair_is_a_window(form: str, function: str, backend: str, device: st
     both(call, backend, {"window_size": (left, right)}, {"window_size": WINDOWS[form](left, right)})
 
 
+@pytest.mark.parametrize("minus_one", [torch.tensor(-1), np.int64(-1)], ids=["tensor", "numpy"])
+def test_an_unbounded_window_becomes_two_python_integers(minus_one: Any) -> None:
+    q = torch.zeros(1, 2, 1, 8)
+    options = checked_options(q, q, q, 0.0, None, False, (minus_one, minus_one), 0.0, None, False, False, None)
+    assert [type(side) for side in (options.window_size_left, options.window_size_right)] == [int, int]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("window_size", [torch.tensor([3, 1]), (torch.tensor(3), torch.tensor(1))], ids=["pair", "0d"])
 def test_a_window_may_lie_on_the_gpu(window_size: Any, backend: str, device: str, draw: torch.Generator) -> None:
@@ -148,6 +156,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "window_floats": ({"window_size": torch.tensor([1.0, 2.0])}, r"window_size\[0\].*integer"),
     "window_set": ({"window_size": {1, 2}}, "window_size is {1, 2}.*pair of integers"),
     "window_text": ({"window_size": "12"}, r"window_size\[0\] is '1'.*integer"),
+    "window_unbounded_floats": ({"window_size": (-1.0, -1.0)}, r"window_size\[0\] is -1.0.*integer"),
     "window_0d": ({"window_size": torch.tensor(3)}, r"window_size is tensor\(3\).*pair of integers"),
     "dropout_tensor": ({"dropout_p": torch.tensor([0.1, 0.2])}, "dropout_p is tensor.*number"),
     "dropout_bool": ({"dropout_p": torch.tensor(True)}, r"dropout_p is tensor\(True\).*number"),

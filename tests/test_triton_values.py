@@ -99,6 +99,21 @@ def test_wild_lengths_stay_inside_the_tensors(wild: list[int], side: str, draw: 
 
 
 @runs_triton
+@pytest.mark.parametrize("rows", [5, 200])
+def test_rows_without_any_sequence_get_zeros(rows: int, draw: torch.Generator) -> None:
+    from flash_attn_mini.backends.triton import launch, launch_bwd
+
+    q, k, v, dout = (torch.randn(rows, 1, 32, generator=draw).half().to(DEVICE) for _ in range(4))
+    none = torch.tensor([0, 10**6], dtype=torch.int32, device=DEVICE)[:1]  # what lies behind is no length
+    sequences, options = Sequences(none, none, rows, rows), make_options(0.2)
+    out, lse = launch.forward(q, k, v, sequences, options)
+    gradients = launch_bwd.backward(dout, q, k, v, out, lse, None, sequences, options)[:3]
+    assert not out.any()
+    assert lse.isneginf().all()
+    assert not any(gradient.any() for gradient in gradients)
+
+
+@runs_triton
 @pytest.mark.parametrize("lengths_k", [[0, 60, 124], [0, 60, 2**31 - 1], [0, 2**31 - 1, -(2**31)]], ids=str)
 def test_wild_pages_stay_inside_the_pool(lengths_k: list[int], draw: torch.Generator) -> None:
     q = filled((40, 2, 32), torch.float16, draw)

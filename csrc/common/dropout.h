@@ -50,8 +50,8 @@ template <typename TensorP, typename TensorC>
 __device__ __forceinline__ void mark_dropped_transposed(TensorP &p, const TensorC &coords, const DropoutStream &stream,
                                                         unsigned threshold, int first_query, int first_key) {
     static_assert(decltype(size<1, 1>(p))::value % 2 == 0);
-    const bool is_odd = get<0>(coords(0, 0)) % 2 !=
-                        0;  // the parity of the key is the same in every row, because tiles begin at even keys
+    // The parity of the key is the same in every row, because tiles begin at even keys.
+    const bool is_odd = get<0>(coords(0, 0)) % 2 != 0;
     CUTE_UNROLL
     for (int m = 0; m < size<0, 1>(p); ++m) {
         CUTE_UNROLL

@@ -26,28 +26,14 @@ __device__ __forceinline__ void compute_dq_dk_dv_1colblock(const Flash_bwd_param
     epilogue_bwd<Traits, kKind>(params, sequence, shared, bidb, bidh_dkv, n_block, acc_dk, acc_dv);
 }
 
-// Whether dQ is summed key block by key block. cu_seqlens has to rise for it: else sequences overlap or a key block has
-// no CTA, and those that come after it would wait for ever.
-template <BwdMode kMode>
-__device__ __forceinline__ bool sums_in_order(const Flash_bwd_params &params) {
-    if (kMode != BwdMode::general || params.dq_semaphore == nullptr || params.cu_seqlens_q == nullptr) {
-        return kMode == BwdMode::deterministic || (kMode == BwdMode::general && params.dq_semaphore != nullptr);
-    }
-    bool rises = true;
-    for (int i = threadIdx.x; i < params.b; i += blockDim.x) {
-        rises &= params.cu_seqlens_q[i] <= params.cu_seqlens_q[i + 1];
-        rises &= params.cu_seqlens_k[i] <= params.cu_seqlens_k[i + 1];
-    }
-    return __syncthreads_and(rises);
-}
-
 // CTAs take the key blocks of a head, then the heads, then the batch, so that neighbours share Q and dO in L2. Causal:
 // most rows see the first key blocks, so the CTAs that finish last are short.
 // In order: CTAs take an atomic number when they start, so that none waits for a CTA that is not scheduled yet
 // (deadlock). Nothing but the number passes between them, so the atomic is relaxed.
 template <typename Traits, Kind kKind, BwdMode kMode>
 __device__ __forceinline__ void compute_dq_dk_dv(const Flash_bwd_params &params) {
-    const bool is_in_order = sums_in_order<kMode>(params);
+    const bool is_in_order =
+        kMode == BwdMode::deterministic || (kMode == BwdMode::general && params.dq_semaphore != nullptr);
     int tile = blockIdx.x;
     if (is_in_order) {
         extern __shared__ char smem[];

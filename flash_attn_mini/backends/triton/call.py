@@ -46,6 +46,11 @@ class Call:
             )
 
     @property
+    def has_no_sequence(self) -> bool:
+        """True for a batch of 0 sequences. q may have rows all the same, because the host does not read cu_seqlens."""
+        return self.sequences is not None and self.sequences.cu_seqlens_q.numel() == 1
+
+    @property
     def is_varlen(self) -> bool:
         return self.sequences is not None
 

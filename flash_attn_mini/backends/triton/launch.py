@@ -52,7 +52,7 @@ def forward(
         out, lse = forward(q.float(), k.float(), v.float(), sequences, options, rng_state)
         return out.to(torch.bfloat16), lse
     call = prepare(q, k, v, options, sequences, rng_state)
-    if call.k.numel() == 0:
+    if call.k.numel() == 0 or call.has_no_sequence:
         call.out.zero_()
         call.lse.fill_(-math.inf)
     elif call.q.numel() > 0:

@@ -78,7 +78,7 @@ def backward(
     call = prepare(
         dout, q, k, v, out, softmax_lse, dsoftmax_lse, options, sequences, rng_state, output_mask, into
     )  # fmt: skip
-    if call.q.numel() == 0 or (call.k.numel() == 0 and not call.is_varlen):
+    if call.q.numel() == 0 or call.has_no_sequence or (call.k.numel() == 0 and not call.is_varlen):
         fill_with_zeros(call)
     else:
         run(call)
