@@ -15,6 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from flash_attn_mini.options import ROWS_MULTIPLE
+
 from .bounds import FLOOR, assert_gradients_accurate
 from .cases import Case, make_dlse, make_dout, make_inputs
 from .flash_bounds import assert_gradients_accurate_beside_flash
@@ -253,7 +255,7 @@ def test_every_block_divides_the_padding_of_row_stats() -> None:
         untimed = (tuner.tables.untimed_hopper, tuner.tables.untimed_plain)
         listed = (config for table in untimed for configs in table.values() for config in configs)
         for config in (*tuner.tables.every_config(), *listed):
-            assert launch_bwd.ROW_STATS_MULTIPLE % config.kwargs["BLOCK_M"] == 0
+            assert ROWS_MULTIPLE % config.kwargs["BLOCK_M"] == 0
 
 
 @gpu

@@ -54,12 +54,12 @@ def _run_online_softmax(
 
 
 def _triton_unavailable() -> str | None:
-    return triton.unavailable_reason(torch.device(_fastest_device()))
+    return triton.kernels_unavailable_reason(torch.device(_fastest_device()))
 
 
 def _triton_device() -> str:
     """The CPU with Triton's interpreter, else CUDA."""
-    return "cpu" if triton.unavailable_reason(torch.device("cpu")) is None else "cuda"
+    return "cpu" if triton.kernels_unavailable_reason(torch.device("cpu")) is None else "cuda"
 
 
 def _run_minimal_triton(

@@ -21,7 +21,7 @@ from ...options import Options, Sequences
 from .. import extension
 from ..extension import FourTensors, Gradients
 
-__all__ = ["backward", "forward", "unavailable_reason"]
+__all__ = ["backward", "forward", "kernels_unavailable_reason", "unavailable_reason"]
 
 MIN_CAPABILITY = (8, 0)
 MIN_VERSION = (3, 4)  # TensorDescriptor, and autotuning results kept on disk
@@ -29,7 +29,12 @@ MIN_VERSION = (3, 4)  # TensorDescriptor, and autotuning results kept on disk
 
 def unavailable_reason(device: torch.device) -> str | None:
     """None when this backend runs on ``device``, else one sentence that says why not."""
-    return extension.missing_reason() or _triton_missing_reason() or _device_reason(device)
+    return extension.missing_reason() or kernels_unavailable_reason(device)
+
+
+def kernels_unavailable_reason(device: torch.device) -> str | None:
+    """The same for Triton's kernels alone, which need no extension."""
+    return _triton_missing_reason() or _device_reason(device)
 
 
 def _device_reason(device: torch.device) -> str | None:
