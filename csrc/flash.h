@@ -19,6 +19,32 @@ struct TensorRef {
     int64_t head_stride = 0;
 };
 
+// A call of flash_attn_with_kvcache: k and v of Flash_fwd_params are the caches, [batch_cache, capacity, h_k, d] or
+// pages. Lengths, batch indices and left paddings lie in GPU memory; common/sequence.h clamps them where it loads them.
+// Sequence b has the keys [leftpad, seqlens + seqlen_new) of its cache row, the new ones included.
+struct KvCache {
+    int capacity = 0;                // keys of a cache row; paged: of max_pages pages; 0: the call has no cache
+    int batch_cache = 0;             // cache rows; paged: b
+    const int *seqlens = nullptr;    // [b]: keys in the cache before the call, left padding included; null: seqlen
+    int seqlen = 0;                  // the same for every sequence
+    const int *leftpad = nullptr;    // [b]: the first valid key; null: 0
+    const int *batch_idx = nullptr;  // [b]: the cache row of each sequence; null: its own number
+    TensorRef k_new;                 // [b, seqlen_new, h_k, d], written to the cache; null pointer: nothing is appended
+    TensorRef v_new;                 // like k_new
+    int seqlen_new = 0;
+    const void *rotary_cos = nullptr;   // [rotary_seqlen, rotary_dim / 2], contiguous, dtype of q; null: no rotation
+    const void *rotary_sin = nullptr;   // like rotary_cos
+    int rotary_seqlen = 0;              // positions
+    int rotary_dim = 0;                 // columns that are rotated, a multiple of 16
+    bool is_rotary_interleaved = true;  // columns 2i and 2i + 1 are a pair; else i and i + rotary_dim / 2
+    TensorRef q_input;         // with rotary: q as given; Flash_fwd_params::q is then scratch for the rotated q
+    int num_splits = 0;        // most splits of a sequence; 0: chosen by the kernel
+    int split_keys = 0;        // keys of every split but the last; 0: chosen by the kernel
+    float *scratch = nullptr;  // CUDA: partial results of splits (kvcache/splitkv.h)
+
+    bool is_used() const { return capacity > 0; }
+};
+
 // A batch holds b sequences. Equal lengths: q is [b, seqlen_q, h, d]. Variable lengths (varlen): the sequences are
 // concatenated in tensors [total, heads, headdim] with batch stride 0, and cu_seqlens holds the first row of each.
 // common/sequence.h returns the rows of a sequence in both cases.
@@ -50,6 +76,8 @@ struct Flash_fwd_params {
     int max_pages = 0;                     // columns of block_table
     int num_pages = 0;                     // pages in k and v
     int page_size = 0;                     // keys per page
+
+    KvCache cache;
 
     double softmax_scale = 1.0;  // scores = softmax_scale * q.k
     double softcap = 0.0;        // 0 = off, else scores become softcap * tanh(score / softcap)

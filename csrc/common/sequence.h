@@ -25,27 +25,46 @@ FLASH_HOST_DEVICE int load_cu_seqlen(const int *cu_seqlens, int bidb, int64_t to
 
 struct Sequence {
     int q_begin;   // first row in q, o and the row statistics; 0 for equal lengths (the batch stride counts instead)
-    int k_begin;   // first row in k and v; 0 for equal lengths
+    int k_begin;   // first row in k and v; 0 for equal lengths; with a cache the left padding
     int seqlen_q;  // queries
     int seqlen_k;  // keys
+    int k_bidb;    // batch index in k and v; 0 for variable lengths
 };
+
+// With a cache: keys of sequence `bidb` before the call, left padding included.
+FLASH_HOST_DEVICE int cache_seqlen(const KvCache &cache, int bidb) {
+    return clamp_to(cache.seqlens == nullptr ? cache.seqlen : cache.seqlens[bidb], 0, cache.capacity);
+}
+
+// The sequence of a call with a cache, new keys included. Keys past the capacity do not exist.
+FLASH_HOST_DEVICE Sequence cache_sequence(const Flash_fwd_params &params, int bidb) {
+    const KvCache &cache = params.cache;
+    const int64_t end_of_new = int64_t{cache_seqlen(cache, bidb)} + cache.seqlen_new;
+    const int end = end_of_new < cache.capacity ? static_cast<int>(end_of_new) : cache.capacity;
+    const int begin = cache.leftpad == nullptr ? 0 : clamp_to(cache.leftpad[bidb], 0, end);
+    const int k_bidb = cache.batch_idx == nullptr ? bidb : clamp_to(cache.batch_idx[bidb], 0, cache.batch_cache - 1);
+    return {0, begin, params.seqlen_q, end - begin, k_bidb};
+}
 
 // kMayBeVarlen: false where the caller knows that the lengths are equal.
 template <bool kMayBeVarlen = true>
 FLASH_HOST_DEVICE Sequence sequence(const Flash_fwd_params &params, int bidb) {
+    if (kMayBeVarlen && params.cache.is_used()) {
+        return cache_sequence(params, bidb);
+    }
     if (!kMayBeVarlen || params.cu_seqlens_q == nullptr) {
-        return {0, 0, params.seqlen_q, params.seqlen_k};
+        return {0, 0, params.seqlen_q, params.seqlen_k, bidb};
     }
     const int total_q = static_cast<int>(params.total_q), total_k = static_cast<int>(params.total_k);
     const int q_begin = load_cu_seqlen(params.cu_seqlens_q, bidb, total_q);
     const int q_end = clamp_to(params.cu_seqlens_q[bidb + 1], q_begin, total_q);
     if (params.block_table != nullptr) {  // cu_seqlens_k only says how many keys each sequence has
         const int64_t keys = int64_t{params.cu_seqlens_k[bidb + 1]} - params.cu_seqlens_k[bidb];
-        return {q_begin, 0, q_end - q_begin, keys < 0 ? 0 : keys > total_k ? total_k : static_cast<int>(keys)};
+        return {q_begin, 0, q_end - q_begin, keys < 0 ? 0 : keys > total_k ? total_k : static_cast<int>(keys), 0};
     }
     const int k_begin = load_cu_seqlen(params.cu_seqlens_k, bidb, total_k);
     const int k_end = clamp_to(params.cu_seqlens_k[bidb + 1], k_begin, total_k);
-    return {q_begin, k_begin, q_end - q_begin, k_end - k_begin};
+    return {q_begin, k_begin, q_end - q_begin, k_end - k_begin, 0};
 }
 
 // Blocks of kBlock rows over concatenated sequences. Sequence `bidb`, preceded by `rows` rows, gets the block indices
