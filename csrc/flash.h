@@ -42,7 +42,7 @@ struct KvCache {
     int split_keys = 0;        // keys of every split but the last; 0: chosen by the kernel
     float *scratch = nullptr;  // CUDA: partial results of splits (kvcache/splitkv.h)
 
-    bool is_used() const { return capacity > 0; }
+    constexpr bool is_used() const { return capacity > 0; }
 };
 
 // A batch holds b sequences. Equal lengths: q is [b, seqlen_q, h, d]. Variable lengths (varlen): the sequences are
