@@ -4,6 +4,7 @@
 
 #include "cpu/flash_bwd_cpu.h"
 #include "cpu/flash_fwd_cpu.h"
+#include "cpu/kvcache_cpu.h"
 #include "message.h"
 #include "static_switch.h"
 #include "trace.h"
@@ -131,6 +132,12 @@ void run_mha_fwd_cuda(Flash_fwd_params &params) {
     });
 }
 
+void run_mha_fwd_kvcache_cuda(Flash_fwd_params &params) {
+    check_built(params);
+    // ---- KV cache on CUDA: append, split dispatch, combine ----
+    FLASH_CHECK_NOT_IMPLEMENTED(false, "backend 'cuda' does not implement flash_attn_with_kvcache in this version");
+}
+
 void run_mha_bwd_cuda(Flash_bwd_params &params) {
     check_built(params);
     params.max_smem = max_smem();
@@ -185,6 +192,18 @@ void run_mha_fwd(Flash_fwd_params &params, c10::Device device) {
     }
 #ifdef FLASH_WITH_CUDA
     run_mha_fwd_cuda(params);
+#else
+    FLASH_CHECK(false, kNoCuda, "pip install .");
+#endif
+}
+
+void run_mha_fwd_kvcache(Flash_fwd_params &params, c10::Device device) {
+    if (device.is_cpu()) {
+        run_mha_fwd_kvcache_cpu(params);
+        return;
+    }
+#ifdef FLASH_WITH_CUDA
+    run_mha_fwd_kvcache_cuda(params);
 #else
     FLASH_CHECK(false, kNoCuda, "pip install .");
 #endif
