@@ -63,3 +63,37 @@ class Sequences(NamedTuple):
     max_seqlen_q: int
     max_seqlen_k: int
     block_table: torch.Tensor | None = None
+
+
+class KvCache(NamedTuple):
+    """What a call with a KV cache adds to q, the caches and `Options`.
+
+    The fields have the names of the kvcache op's arguments (ops.py).
+
+    Attributes:
+        k: ``[batch, seqlen_new, nheads_k, headdim]``, keys to append, or None.
+        v: Like k.
+        rotary_cos: ``[seqlen_ro, rotary_dim / 2]``, or None without rotation.
+        rotary_sin: Like rotary_cos.
+        cache_seqlens: int32 ``[batch]``, keys in the cache before the call, left padding included, or None.
+        cache_seqlen: The same as one integer for all rows; -1 for none. The cache is full if both are missing.
+        cache_batch_idx: int32 ``[batch]``, the cache row of each sequence, or None.
+        cache_leftpad: int32 ``[batch]``, the first valid key of each row, or None.
+        block_table: int32 ``[batch, max_pages]``, the pages of each sequence, or None without pages.
+        rotary_interleaved: Rotate features 2i and 2i + 1 as a pair, else i and i + rotary_dim / 2.
+        num_splits: Most splits of a sequence; 0 for the backend's choice.
+        split_keys: Keys of every split but the last; 0 for the backend's choice.
+    """
+
+    k: torch.Tensor | None
+    v: torch.Tensor | None
+    rotary_cos: torch.Tensor | None
+    rotary_sin: torch.Tensor | None
+    cache_seqlens: torch.Tensor | None
+    cache_seqlen: int
+    cache_batch_idx: torch.Tensor | None
+    cache_leftpad: torch.Tensor | None
+    block_table: torch.Tensor | None
+    rotary_interleaved: bool
+    num_splits: int
+    split_keys: int
