@@ -1,7 +1,8 @@
-"""The values that travel through the call chain beside q, k and v: `Options` of a call and `Sequences` of a batch.
+"""The values that travel through the call chain beside q, k and v: `Options`, `Sequences` and `KvCache`.
 
-They are spelled out only where others prescribe it: in the public functions, in the schemas of the custom ops (ops.py)
-and in the argument order of the official extension (backends/extension.py). All other code passes them on whole.
+They are spelled out only where others prescribe it: in the public functions, in the schemas of the custom ops (ops.py,
+kvcache_op.py) and in the argument order of the official extension (backends/extension.py). All other code passes them
+on whole.
 """
 
 from __future__ import annotations
@@ -66,23 +67,24 @@ class Sequences(NamedTuple):
 
 
 class KvCache(NamedTuple):
-    """What a call with a KV cache adds to q, the caches and `Options`.
+    """The arguments of `flash_attn_with_kvcache` beside q, the two caches and the options.
 
-    The fields have the names of the kvcache op's arguments (ops.py).
+    The fields have the names of the custom op's arguments (kvcache_op.py).
 
     Attributes:
-        k: ``[batch, seqlen_new, nheads_k, headdim]``, keys to append, or None.
-        v: Like k.
-        rotary_cos: ``[seqlen_ro, rotary_dim / 2]``, or None without rotation.
+        k: New keys ``[batch, seqlen_new, nheads_k, headdim]``, written to the cache; None: nothing is appended.
+        v: New values, shaped like k.
+        rotary_cos: ``[positions, rotary_dim / 2]``, or None: no rotation.
         rotary_sin: Like rotary_cos.
-        cache_seqlens: int32 ``[batch]``, keys in the cache before the call, left padding included, or None.
-        cache_seqlen: The same as one integer for all rows; -1 for none. The cache is full if both are missing.
-        cache_batch_idx: int32 ``[batch]``, the cache row of each sequence, or None.
-        cache_leftpad: int32 ``[batch]``, the first valid key of each row, or None.
-        block_table: int32 ``[batch, max_pages]``, the pages of each sequence, or None without pages.
-        rotary_interleaved: Rotate features 2i and 2i + 1 as a pair, else i and i + rotary_dim / 2.
-        num_splits: Most splits of a sequence; 0 for the backend's choice.
-        split_keys: Keys of every split but the last; 0 for the backend's choice.
+        cache_seqlens: int32 ``[batch]``, keys in each cache row before the call, left padding included; or None.
+        cache_seqlen: The same number of keys for all rows, known to the host; -1: none. Set where cache_seqlens is None
+            unless the call has k.
+        cache_batch_idx: int32 ``[batch]``, the cache row of each sequence, or None: its own number.
+        cache_leftpad: int32 ``[batch]``, the first valid key of each row, or None: 0.
+        block_table: int32 ``[batch, max_pages]``, the pages of each sequence, or None: no pages.
+        rotary_interleaved: Features 2i and 2i + 1 are a pair; else i and i + rotary_dim / 2.
+        num_splits: The most splits of a row's keys; 0: chosen by the backend.
+        split_keys: Keys of every split but a row's last; 0: chosen by the backend.
     """
 
     k: torch.Tensor | None
