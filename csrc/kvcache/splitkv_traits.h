@@ -21,12 +21,13 @@ struct SplitkvTraits {
     static constexpr int kGroups = 4 / kRowWarps;         // groups of warps with key tiles of their own
     static constexpr int kGroupThreads = 32 * kRowWarps;  // threads of a group
     static constexpr int kRows = 16 * kRowTiles * kRowWarps;
-    static constexpr bool kQInRegisters = kRowTiles == 1;  // over the loop; else read again for each key tile
+    // Over the loop; else Q is read from shared memory for each key tile.
+    static constexpr bool kQInRegisters = kRowTiles == 1 && kHeadDim <= 128;
 
     // Keys of a tile; at most 32, one for each lane.
-    static constexpr int kKeys = (kRowWarps == 1 && kHeadDim > 64) || kRowTiles > 1 ? 16 : 32;
+    static constexpr int kKeys = (kRowWarps == 1 && kHeadDim > 64) || (kRowTiles > 1 && kHeadDim == 128) ? 16 : 32;
     static constexpr int kUnit = kGroups * kKeys;
-    static constexpr int kStages = kRowWarps > 1 && kHeadDim <= 128 ? 4 : 3;
+    static constexpr int kStages = kRowWarps == 1 ? 3 : kHeadDim <= 128 ? 4 : 2;
 
     static constexpr int kChunks = kHeadDim / 8;  // pieces of 16 bytes in a row
     static constexpr int kTileElements = kKeys * kHeadDim;
@@ -52,7 +53,7 @@ struct SplitkvTraits {
         typename Schedule<kThreads, kUnit>::Shared schedule;
     };
     static constexpr int kSmemSize = sizeof(SharedStorage);
-    static constexpr int kCtasPerSM = std::clamp(227 * 1024 / (kSmemSize + 1024), 1, kRowWarps == 1 ? 4 : 2);
+    static constexpr int kCtasPerSM = std::clamp(227 * 1024 / (kSmemSize + 1024), 1, kHeadDim <= 32 ? 3 : 2);
 };
 
 // Rows of a head that fit a tile of one warp.
