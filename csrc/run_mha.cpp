@@ -4,6 +4,7 @@
 
 #include "cpu/flash_bwd_cpu.h"
 #include "cpu/flash_fwd_cpu.h"
+#include "cpu/kvcache_cpu.h"
 #include "message.h"
 #include "static_switch.h"
 #include "trace.h"
@@ -171,11 +172,13 @@ void run_mha_fwd_splitkv_dispatch(Flash_fwd_params &params, bool follows_append)
 
 void run_mha_fwd_kvcache_cuda(Flash_fwd_params &params) {
     check_built(params);
-    const bool appends = params.cache.k_new.ptr != nullptr || params.cache.rotary_cos != nullptr;
+    const bool appends = params.cache.seqlen_new > 0 || params.cache.rotary_cos != nullptr;
     if (appends) {
         FP16_SWITCH(params.dtype, [&] { run_append_kv<kDType>(params, c10::cuda::getCurrentCUDAStream().stream()); });
     }
-    run_mha_fwd_splitkv_dispatch(params, appends);
+    if (params.seqlen_q > 0) {
+        run_mha_fwd_splitkv_dispatch(params, appends);
+    }
 }
 
 void run_mha_bwd_cuda(Flash_bwd_params &params) {
@@ -240,6 +243,18 @@ void run_mha_fwd(Flash_fwd_params &params, c10::Device device) {
     }
 #ifdef FLASH_WITH_CUDA
     run_mha_fwd_cuda(params);
+#else
+    FLASH_CHECK(false, kNoCuda, "pip install .");
+#endif
+}
+
+void run_mha_fwd_kvcache(Flash_fwd_params &params, c10::Device device) {
+    if (device.is_cpu()) {
+        run_mha_fwd_kvcache_cpu(params);
+        return;
+    }
+#ifdef FLASH_WITH_CUDA
+    run_mha_fwd_kvcache_cuda(params);
 #else
     FLASH_CHECK(false, kNoCuda, "pip install .");
 #endif

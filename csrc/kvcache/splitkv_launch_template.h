@@ -89,6 +89,9 @@ void launch_splitkv(const Flash_fwd_params &params, const SplitkvPlan &plan, boo
 
 template <DType kDType, int kHeadDim>
 int64_t splitkv_scratch_floats(const Flash_fwd_params &params) {
+    if (params.seqlen_q == 0) {
+        return 0;
+    }
     const SplitkvPlan plan = kvcache::plan_of<kDType, kHeadDim>(params);
     const int64_t rows = std::min<int64_t>(plan.tile_rows, int64_t{params.seqlen_q} * params.h_h_k_ratio);
     return plan.slots(params) * plan.row_tiles * rows * (kHeadDim + 2);
@@ -108,6 +111,9 @@ void run_append_kv(const Flash_fwd_params &params, cudaStream_t stream) {
     constexpr int kRowsOfCta = kvcache::kAppendThreads / 32;
     const int64_t grid = (kvcache::AppendRows(params).count() + kRowsOfCta - 1) / kRowsOfCta;
     check_grid(grid, "batch * new keys * heads");
+    if (grid == 0) {
+        return;
+    }
     if (trace_enabled()) {
         trace("append_kv_kernel", "grid=%lld threads=%d rotary_dim=%d", static_cast<long long>(grid),
               kvcache::kAppendThreads, params.cache.rotary_dim);
