@@ -30,7 +30,7 @@ from .tuner import INTERPRETER_SHARED_MEMORY, first_that_launches, shared_memory
 
 INTERPRETER_SMS = 2
 APPEND_ELEMENTS = 2048  # of a program of the append kernel
-COMBINE_SPLITS = 32  # that the combine kernel reads at once
+COMBINE_ELEMENTS = 4096  # that the combine kernel reads at once
 
 _chosen: dict[tuple[Any, ...], triton.Config] = {}
 
@@ -287,7 +287,10 @@ def launch_splitkv(call: CacheCall, config: triton.Config) -> None:
         **compiler_options(config),
     )
     if units.slots > 0:
-        flash_fwd_splitkv_combine_kernel[(batch * nheads * seqlen_q,)](
+        grid = (batch * nheads * seqlen_q,)
+        if tracing_enabled():
+            trace("triton.flash_fwd_splitkv_combine_kernel", grid=grid, interpreted=INTERPRETED)
+        flash_fwd_splitkv_combine_kernel[grid](
             partial_out,
             partial_lse,
             plan,
@@ -299,7 +302,7 @@ def launch_splitkv(call: CacheCall, config: triton.Config) -> None:
             heads_per_kv,
             HEAD_DIM=head_dim,
             BLOCK_D=block_d,
-            BLOCK_SPLITS=COMBINE_SPLITS,
+            BLOCK_SPLITS=min(64, COMBINE_ELEMENTS // block_d),
         )
 
 
