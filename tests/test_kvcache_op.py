@@ -1,4 +1,4 @@
-"""The custom op of the KV cache as PyTorch's tools see it: opcheck, fake results, compile, export, autograd, tracing."""
+"""The custom op of the KV cache as PyTorch's tools see it: opcheck, fake results, compilers, autograd, tracing."""
 
 from __future__ import annotations
 
