@@ -89,8 +89,8 @@ def forward_kvcache(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Check the arguments, append to the caches in place, then run the Triton kernels: (out, softmax_lse).
 
-    out has the strides of ``torch.empty_like(q)``. Nothing waits for the GPU. With split_keys or num_splits the scratch
-    of partial results grows with the capacity of the cache or with num_splits, otherwise it is bounded.
+    out has the strides of ``torch.empty_like(q)``. Nothing waits for the GPU. With split_keys the scratch for partial
+    results grows with the capacity of the cache; without it, it does not.
     """
     extension.check_kvcache(q, k_cache, v_cache, cache, options, "triton")
     from . import kvcache
