@@ -21,6 +21,7 @@ from .splits import find_split
 from .tiles import from_row
 from .visible import visible_keys_of_split
 
+
 @triton.jit
 def with_strides_of_8(tensor):
     """The tuple of a tensor whose strides are multiples of 8, known to the compiler, which then loads 16 bytes at once.
