@@ -96,12 +96,7 @@ def forward_kvcache(
     from . import kvcache
 
     readable = KvCache(*(x.resolve_neg() if isinstance(x, torch.Tensor) else x for x in cache))
-    caches = k_cache.resolve_neg(), v_cache.resolve_neg()
-    result = kvcache.forward_kvcache(q.resolve_neg(), *caches, readable, _readable(options))
-    for given, written in zip((k_cache, v_cache), caches, strict=True):
-        if written is not given:
-            given.copy_(written)
-    return result
+    return kvcache.forward_kvcache(q.resolve_neg(), k_cache, v_cache, readable, _readable(options))
 
 
 def backward(
