@@ -95,8 +95,8 @@ def forward_kvcache(
     extension.check_kvcache(q, k_cache, v_cache, cache, options, "triton")
     from . import kvcache
 
-    readable = KvCache(*(x.resolve_neg() if isinstance(x, torch.Tensor) else x for x in cache))
-    return kvcache.forward_kvcache(q.resolve_neg(), k_cache, v_cache, readable, _readable(options))
+    readable: list[Any] = [x.resolve_neg() if isinstance(x, torch.Tensor) else x for x in cache]
+    return kvcache.forward_kvcache(q.resolve_neg(), k_cache, v_cache, KvCache(*readable), _readable(options))
 
 
 def backward(
