@@ -95,13 +95,8 @@ def forward_kvcache(
     extension.check_kvcache(q, k_cache, v_cache, cache, options, "triton")
     from . import kvcache
 
-    readable = KvCache(*(x.resolve_neg() if isinstance(x, torch.Tensor) else x for x in cache))
-    caches = k_cache.resolve_neg(), v_cache.resolve_neg()
-    result = kvcache.forward_kvcache(q.resolve_neg(), *caches, readable, _readable(options))
-    for given, written in zip((k_cache, v_cache), caches, strict=True):
-        if written is not given:
-            given.copy_(written)
-    return result
+    readable: list[Any] = [x.resolve_neg() if isinstance(x, torch.Tensor) else x for x in cache]
+    return kvcache.forward_kvcache(q.resolve_neg(), k_cache, v_cache, KvCache(*readable), _readable(options))
 
 
 def backward(

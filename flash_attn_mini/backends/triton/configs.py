@@ -61,9 +61,9 @@ class Tables:
         return int(rows * block_d * itemsize) + 2048
 
 
-# Split-KV, by head dim: keys of a step. K and V of a step are 32 KB; three steps in flight leave two CTAs to an SM.
+# Split-KV, by head dim: keys of a step. K and V of a step are 32 KB. The stages leave two CTAs to an SM.
 SPLITKV_STEP = {64: 128, 128: 64, 256: 32}
-SPLITKV_STAGES = 4
+SPLITKV_STAGES = {16: 4, 32: 4, 64: 3, 128: 3}  # by rows of a tile
 
 
 def splitkv_configs(
@@ -79,7 +79,7 @@ def splitkv_configs(
     # Of n stages n - 1 have a buffer. A row block of S takes less than one of Q.
     extra = 2 * block_m * block_d * itemsize + 4096
     most = 1 + (shared_memory_limit - extra) // (2 * block_n * block_d * itemsize)
-    stages = max(1, min(SPLITKV_STAGES, most))
+    stages = max(1, min(SPLITKV_STAGES[block_m], most))
     return [
         tile(block_m, keys, num_warps, n + paged, tma=False)
         for keys, n in dict.fromkeys(((block_n, stages), (block_n, 2), (16, 1)))

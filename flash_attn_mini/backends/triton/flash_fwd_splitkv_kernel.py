@@ -21,6 +21,7 @@ from .splits import find_split
 from .tiles import from_row
 from .visible import visible_keys_of_split
 
+
 @triton.jit
 def with_strides_of_8(tensor):
     """The tuple of a tensor whose strides are multiples of 8, known to the compiler, which then loads 16 bytes at once.
@@ -98,7 +99,7 @@ def flash_fwd_splitkv_kernel(
     )  # fmt: skip
     if (sequence >= batch) | (split >= num_splits):
         return
-    if partial_out is not None:
+    if partial_out is not None:  # noqa: SIM102 (known to the compiler)
         if (split == 0) & (head_k == 0) & (m_block == 0):
             tl.store(plan + 2 * sequence, slot)
             tl.store(plan + 2 * sequence + 1, num_splits)
@@ -168,7 +169,7 @@ def flash_fwd_splitkv_kernel(
     if not SCORE_MOD:
         row_max = row_max * qk_scale
     row_lse = row_max + tl.math.log2(divisor)
-    if partial_out is not None:
+    if partial_out is not None:  # noqa: SIM102 (known to the compiler)
         if num_splits > 1:
             first_row = (slot.to(tl.int64) * nheads_k + head_k) * num_rows
             tl.store(partial_lse + first_row + rows, row_lse, mask=in_range)
