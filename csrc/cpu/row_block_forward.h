@@ -41,13 +41,13 @@ public:
         }
     }
 
-    static ForwardKernel kernel(int max_panels) {
-        return {
-            kPanel, kPanel * max_panels,
-            [](const Flash_fwd_params &p, int64_t rows) { return Self(p, {0, 0, 0, rows}, nullptr).scratch_.bytes(); },
-            [](const Flash_fwd_params &p, const RowBlock &block, void *scratch) {
-                Self(p, block, static_cast<char *>(scratch)).compute();
-            }};
+    static ForwardKernel kernel(int max_panels) { return {kPanel, kPanel * max_panels, &scratch_bytes, &run}; }
+
+    static size_t scratch_bytes(const Flash_fwd_params &params, int64_t rows) {
+        return Self(params, {0, 0, 0, rows}, nullptr).scratch_.bytes();
+    }
+    static void run(const Flash_fwd_params &params, const RowBlock &block, void *scratch) {
+        Self(params, block, static_cast<char *>(scratch)).compute();
     }
 
 protected:
