@@ -237,13 +237,13 @@ def test_the_valid_calls_are_valid(call: Callable[[], Call]) -> None:
     assert set(call()) <= set(ARGUMENTS)
 
 
-@pytest.mark.parametrize("backend", ["cuda", "triton"])
-def test_dtypes_that_only_the_cpu_has(backend: str) -> None:
+@pytest.mark.parametrize("checked", ["cuda", "triton"])
+def test_dtypes_that_only_the_cpu_has(checked: str) -> None:
     call = valid_call()
     call.update({name: x.double() for name, x in call.items() if x.is_floating_point()})
     check(call, "cpu")
-    with pytest.raises(TypeError, match=f"q has dtype Double; allowed on the {backend} backend"):
-        check(call, backend)
+    with pytest.raises(TypeError, match=f"q has dtype Double; allowed on the {checked} backend"):
+        check(call, checked)
 
 
 def test_what_is_legal_without_new_keys() -> None:

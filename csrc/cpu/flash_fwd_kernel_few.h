@@ -26,29 +26,85 @@ class FewRowsForward
     static constexpr int kSumTile = 8;       // keys that the second product handles together
     static constexpr int kAhead = 24;        // rows from a prefetch to the use; K and V of a step are one stream
 
+    // Memory that the heads of a block use in turn.
+    struct Shared {
+        Acc *s = nullptr;            // [kBlockN][kPanel]: scores, then probabilities
+        Acc *tile_scores = nullptr;  // [kTile][kKeyTile]
+        Acc *keys = nullptr;         // [d][kKeyTile]: keys of a tile
+        Acc *rows = nullptr;    // [kKeyTile][d_padded]: rows of k, v or o in the type of the arithmetic; 0 behind d
+        Acc *zeros = nullptr;   // [d_padded]
+        Acc *step_o = nullptr;  // [kMaxRows][d_padded]: sums of one step
+        Acc *panel = nullptr;   // [d][kPanel]
+
+        Shared(Scratch &memory, int d) {
+            const int d_padded = round_up(d, kLanes<Acc>);
+            memory.take(s, kBlockN * kPanel);
+            memory.take(tile_scores, kTile * kKeyTile);
+            memory.take(keys, int64_t(kKeyTile) * d);
+            memory.take(rows, int64_t(kKeyTile) * d_padded);
+            memory.take(zeros, d_padded);
+            memory.take(step_o, int64_t(kMaxRows) * d_padded);
+            memory.take(panel, int64_t(d) * kPanel);
+            if (memory.is_counting()) return;
+            std::fill_n(s, kBlockN * kPanel, Acc(0));  // unused lanes stay finite
+            std::fill_n(rows, int64_t(kKeyTile) * d_padded, Acc(0));
+            std::fill_n(zeros, d_padded, Acc(0));
+        }
+    };
+
 public:
     static constexpr int kMaxRows = kLanes<Acc>;  // with more rows, full lanes make flash_fwd_kernel_fma.h as fast
 
-    FewRowsForward(const Flash_fwd_params &params, const RowBlock &block, char *scratch)
-        : Base(params, block, scratch), d_padded_(round_up(params.d, kLanes<Acc>)) {
-        auto &memory = this->scratch_;
-        memory.take(s_, kBlockN * kPanel);
-        memory.take(tile_scores_, kTile * kKeyTile);
-        memory.take(keys_, int64_t(kKeyTile) * d_);
-        memory.take(rows_, int64_t(kKeyTile) * d_padded_);
-        memory.take(zeros_, d_padded_);
-        memory.take(q_, int64_t(kMaxRows) * d_);
-        memory.take(o_, int64_t(kMaxRows) * d_padded_);
-        memory.take(step_o_, int64_t(kMaxRows) * d_padded_);
-        memory.take(panel_, int64_t(d_) * kPanel);
-        if (memory.is_counting()) return;
-        std::fill_n(s_, kBlockN * kPanel, Acc(0));  // unused lanes stay finite
-        std::fill_n(rows_, int64_t(kKeyTile) * d_padded_, Acc(0));
-        std::fill_n(zeros_, d_padded_, Acc(0));
-        std::fill_n(o_, int64_t(kMaxRows) * d_padded_, Acc(0));
+    // For all heads of the largest block.
+    static size_t scratch_bytes(const Flash_fwd_params &params) {
+        Scratch memory(nullptr);
+        const Shared shared(memory, params.d);
+        FewRowsForward *heads;
+        memory.take(heads, params.h_k);
+        const FewRowsForward one(params, {0, 0, 0, kMaxRows}, nullptr, shared, 0);
+        return memory.bytes() + one.scratch_.bytes() * size_t(params.h_k);
+    }
+
+    // The heads take turns key block by key block: their rows of one key are neighbours in a cache [batch, seqlen,
+    // heads, headdim].
+    static void run(const Flash_fwd_params &params, const RowBlock &block, void *scratch) {
+        Scratch memory(static_cast<char *>(scratch));
+        const Shared shared(memory, params.d);
+        FewRowsForward *heads;
+        memory.take(heads, block.heads);
+        char *own = static_cast<char *>(scratch) + memory.bytes();
+        for (int64_t i = 0; i < block.heads; ++i) {
+            const int64_t next = i + 1 < block.heads ? 1 : 1 - block.heads;
+            new (heads + i) FewRowsForward(params, block_of_head(params, block, i), own, shared, next);
+            own += heads[i].scratch_.bytes();
+            heads[i].begin();
+        }
+        for (int n_begin = heads->n_min_; n_begin < heads->n_max_; n_begin += kBlockN) {
+            for (int64_t i = 0; i < block.heads; ++i) heads[i].visit(n_begin);
+        }
+        for (int64_t i = 0; i < block.heads; ++i) heads[i].end();
+        std::destroy_n(heads, block.heads);
     }
 
 private:
+    // next_head: distance to the head that computes after this one.
+    FewRowsForward(const Flash_fwd_params &params, const RowBlock &block, char *scratch, const Shared &shared,
+                   int64_t next_head)
+        : Base(params, block, scratch),
+          d_padded_(round_up(params.d, kLanes<Acc>)),
+          next_head_(next_head),
+          s_(shared.s),
+          tile_scores_(shared.tile_scores),
+          keys_(shared.keys),
+          rows_(shared.rows),
+          zeros_(shared.zeros),
+          step_o_(shared.step_o),
+          panel_(shared.panel) {
+        this->scratch_.take(q_, int64_t(kMaxRows) * d_);
+        this->scratch_.take(o_, int64_t(kMaxRows) * d_padded_);
+        if (!this->scratch_.is_counting()) std::fill_n(o_, int64_t(kMaxRows) * d_padded_, Acc(0));
+    }
+
     Acc *out_rows() const { return rows_; }
 
     // o as the epilogue reads it: [d][kPanel].
@@ -81,8 +137,9 @@ private:
         return copy;
     }
 
-    void prefetch(const TensorRef &t, int key) const {
-        const auto *row = reinterpret_cast<const char *>(this->key_ptr(t, key));
+    // head: counted from this one.
+    void prefetch(const TensorRef &t, int key, int64_t head = 0) const {
+        const auto *row = reinterpret_cast<const char *>(this->key_ptr(t, key) + head * t.head_stride);
         for (size_t i = 0; i < sizeof(Element) * size_t(d_); i += 64) __builtin_prefetch(row + i, 0, 2);
     }
 
@@ -149,8 +206,10 @@ private:
             for (int n = done + kAhead; n < done + kAhead + kSumTile; ++n) {
                 if (n < keys)
                     prefetch(params_.v, n_first + n);
+                else if (next_head_ > 0)
+                    prefetch(params_.k, std::min(n_first + n - keys, this->n_max_ - 1), next_head_);
                 else if (n_first + n < this->n_max_)
-                    prefetch(params_.k, n_first + n);
+                    prefetch(params_.k, n_first + n, next_head_);
             }
             for (int i = 0; i < p.rows; ++i) add_values(v, done, std::min(kSumTile, keys - done), i, masked);
         }
@@ -187,15 +246,10 @@ private:
     }
 
     const int d_padded_;
-    Acc *s_ = nullptr;            // [kBlockN][kPanel]: scores, then probabilities
-    Acc *tile_scores_ = nullptr;  // [kTile][kKeyTile]
-    Acc *keys_ = nullptr;         // [d][kKeyTile]: keys of a tile
-    Acc *rows_ = nullptr;         // [kKeyTile][d_padded]: rows of k, v or o in the type of the arithmetic; 0 behind d
-    Acc *zeros_ = nullptr;        // [d_padded]
-    Acc *q_ = nullptr;            // [kMaxRows][d]
-    Acc *o_ = nullptr;            // [kMaxRows][d_padded]
-    Acc *step_o_ = nullptr;       // [kMaxRows][d_padded]: sums of one step
-    Acc *panel_ = nullptr;        // [d][kPanel]
+    const int64_t next_head_;
+    Acc *const s_, *const tile_scores_, *const keys_, *const rows_, *const zeros_, *const step_o_, *const panel_;
+    Acc *q_ = nullptr;  // [kMaxRows][d]
+    Acc *o_ = nullptr;  // [kMaxRows][d_padded]
 };
 
 }  // namespace flash::cpu::FLASH_CPU_NAMESPACE

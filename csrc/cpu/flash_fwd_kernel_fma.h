@@ -168,8 +168,9 @@ ForwardKernel forward_kernel_of() {
     using Few = FewRowsForward<Element>;
     constexpr int kMaxPanels = 16;  // share the loaded K and V; 3 to 10 % faster than 4 to 8 (Xeon, AVX-512)
     ForwardKernel kernel = FmaForward<Element>::kernel(kMaxPanels);
+    kernel.few_rows = Few::kMaxRows;
     kernel.scratch_bytes = [](const Flash_fwd_params &params, int64_t rows) {
-        return std::max(FmaForward<Element>::scratch_bytes(params, rows), Few::scratch_bytes(params, Few::kMaxRows));
+        return std::max(FmaForward<Element>::scratch_bytes(params, rows), Few::scratch_bytes(params));
     };
     kernel.compute_attn_1rowblock = [](const Flash_fwd_params &params, const RowBlock &block, void *scratch) {
         const bool is_few = block.rows <= Few::kMaxRows && params.rng_state == nullptr;
