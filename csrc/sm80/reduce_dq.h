@@ -24,7 +24,18 @@ using namespace cute;
 // reduction. False: at the end of the step, so that the next key block waits less, and registers are free earlier.
 template <typename Traits, BwdMode kMode>
 constexpr bool kPassesInNextStep =
+#ifdef FLASH_EXPERIMENT_PASS
+    kMode == BwdMode::deterministic;
+#else
     kMode == BwdMode::deterministic && Traits::kPInRegisters;  // dQ is then the last product of a step
+#endif
+
+// A semaphore is passed on after this many row blocks.
+#ifdef FLASH_EXPERIMENT_TURN
+constexpr int kRowBlocksPerTurn = FLASH_EXPERIMENT_TURN;
+#else
+constexpr int kRowBlocksPerTurn = 1;
+#endif
 
 // One warp's part of a row block. kVectors: vectors of 4 values of each lane.
 template <int kVectors, bool kStaged>
@@ -33,12 +44,10 @@ struct DqReduction {
     DqSemaphore<kStaged> semaphore;
     bool is_reached = false;  // seen so early that looking cost no time; only lane 0 knows
 
-    // counts: of the row block, one for each warp; null: any order. order: key blocks that add before this one.
-    __device__ DqReduction(float *accum, int *counts, int order) {
-        const int warp = threadIdx.x / 32;
-        target = accum + warp * kVectors * 128;
-        if (counts != nullptr) {
-            semaphore = {counts + warp, order};
+    // semaphore: of this warp; null: any order, or this CTA's turn already.
+    __device__ DqReduction(float *accum, const DqSemaphore<kStaged> &semaphore) : semaphore(semaphore) {
+        target = accum + threadIdx.x / 32 * kVectors * 128;
+        if (semaphore.count != nullptr) {
             is_reached = threadIdx.x % 32 == 0 && semaphore.is_reached();
         }
     }
