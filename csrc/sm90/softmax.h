@@ -28,7 +28,7 @@ struct Softmax {
     // The reference also moves when a step outweighs all keys before by this factor. One key may then decide the output
     // alone, and its probability has to be kOne, not a rounded one. A step of up to kUsualSum outweighs nothing that
     // matters.
-    static constexpr float kDominance = 0x1p9f, kUsualSum = kHasWideRange ? kOne * 0x1p12f : kLargestSum;
+    static constexpr float kDominance = 0x1p5f, kUsualSum = kHasWideRange ? kOne * 0x1p12f : kLargestSum;
     // Beyond these sums, probabilities may be infinite or 0, and the scores have to be computed again.
     static constexpr float kOverflow = 0x1p120f, kUnderflow = 0x1p-80f;
     // A first step without a row maximum needs scores below this magnitude (powers of 2) in a sample of its columns.
