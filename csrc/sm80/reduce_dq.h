@@ -41,16 +41,20 @@ constexpr int kRowBlocksPerTurn = 1;
 template <int kVectors, bool kStaged>
 struct DqReduction {
     float *target;  // of this warp, in global memory
+    const int *counts;
     DqSemaphore<kStaged> semaphore;
     bool is_reached = false;  // seen so early that looking cost no time; only lane 0 knows
 
-    // semaphore: of this warp; null: any order, or this CTA's turn already.
-    __device__ DqReduction(float *accum, const DqSemaphore<kStaged> &semaphore) : semaphore(semaphore) {
+    // accum: of the row block. semaphore: of this warp, among `counts`; none: any order, or its turn already.
+    __device__ DqReduction(float *accum, const int *counts, const DqSemaphore<kStaged> &semaphore)
+        : counts(counts), semaphore(semaphore) {
         target = accum + threadIdx.x / 32 * kVectors * 128;
-        if (semaphore.count != nullptr) {
-            is_reached = threadIdx.x % 32 == 0 && semaphore.is_reached();
+        if (semaphore.index != DqSemaphore<kStaged>::kNone) {
+            is_reached = threadIdx.x % 32 == 0 && semaphore.is_reached(counts);
         }
     }
+
+    __device__ __forceinline__ void wait() const { semaphore.wait(counts, is_reached); }
 
     // Adds the vectors [begin, end) of this thread from registers. The caller has waited for the semaphore.
     template <typename TensorQ>
@@ -86,7 +90,7 @@ struct DqReduction {
                 make_float4(acc_dq(4 * i), acc_dq(4 * i + 1), acc_dq(4 * i + 2), acc_dq(4 * i + 3));
         }
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-        semaphore.wait(is_reached);
+        wait();
         __syncwarp();
         if (lane == 0) {
             asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(target),
