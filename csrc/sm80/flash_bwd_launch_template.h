@@ -17,7 +17,11 @@ namespace flash::sm80 {
 // CTAs that start together belong to different heads.
 template <typename Traits>
 int heads_at_once(const RowBlocks &blocks) {
+#ifdef FLASH_EXPERIMENT_GROUP
+    const int ctas = FLASH_EXPERIMENT_GROUP * device_properties().sm_count * Traits::TileSize::kMinBlocksPerSM;
+#else
     const int ctas = device_properties().sm_count * Traits::TileSize::kMinBlocksPerSM;
+#endif
     return clamp_to(ctas / std::max(blocks.per_sequence(), 1), 1, std::max(blocks.all_heads(), 1));
 }
 
