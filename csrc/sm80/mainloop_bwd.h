@@ -96,14 +96,14 @@ public:
                 load_step(0);
             }
             if (!kPassesInNextStep<Traits, kMode>) {
-                held.pass();
+                held.pass(params.dq_semaphore);
             }
             if (kStages == 2) {
                 stage ^= 1;
             }
         }
         if (kPassesInNextStep<Traits, kMode>) {
-            held.pass();
+            held.pass(params.dq_semaphore);
         }
 #ifdef FLASH_HAS_BULK_REDUCE
         if (Traits::kStagedDQ && threadIdx.x % 32 == 0) {
@@ -285,7 +285,7 @@ private:
         multiply<LdMatrix, LdMatrix>(TiledMmaSdP{}, acc_p, smem_tensor<typename Traits::SmemKV::Layout>(shared.k),
                                      slice_of_rows(sQ(shared.q[step.stage]), slice));
         if (kPassesInNextStep<Traits, kMode> && slice == 0) {
-            held.pass();
+            held.pass(params.dq_semaphore);
         }
 
         const float *lse = &shared.lse[step.stage][slice * kSliceM];
@@ -344,7 +344,9 @@ private:
                 TiledMmadQ{}, acc_dq, smem_tensor<typename Traits::SmemdS::Transposed>(shared.ds),
                 smem_tensor<typename Traits::SmemKV::Transposed>(shared.k));
             start_reduction(reduction, acc_dq);
-            held = reduction.semaphore;
+            if (ends_turn(step.m_block)) {
+                held = kRowBlocksPerTurn == 1 ? reduction.semaphore : semaphore_of(step);
+            }
         }
         if constexpr (!Traits::kPInRegisters) {
             // Reductions from registers are spread over the steps of the two products. This adds the share that follows
@@ -383,12 +385,30 @@ private:
 
     __device__ __forceinline__ Reduction reduction_of(const Step &step) const {
         const int row_block = (padded_row + step.head * int(params.padded_head_stride)) / kBlockM + step.m_block;
-        int *counts = nullptr;
-        if (kMode == BwdMode::deterministic || (kDecidesAtRunTime && shared.is_in_order)) {
-            counts = params.dq_semaphore + int64_t(row_block) * Traits::kNWarps;
+        DqSemaphore<Traits::kStagedDQ> semaphore;
+        if (begins_turn(step.m_block)) {
+            semaphore = semaphore_of(step);
         }
-        return Reduction(params.dq_accum + int64_t(row_block) * (kBlockM * kHeadDim), counts,
-                         info.order_in(step.m_block));
+        return Reduction(params.dq_accum + int64_t(row_block) * (kBlockM * kHeadDim), params.dq_semaphore, semaphore);
+    }
+
+    // In order, a CTA adds to kRowBlocksPerTurn row blocks in one turn: the key blocks that see one of them take turns.
+    __device__ bool begins_turn(int m_block) const {
+        return m_block % kRowBlocksPerTurn == 0 || m_block == info.m_block_min;
+    }
+    __device__ bool ends_turn(int m_block) const {
+        return m_block % kRowBlocksPerTurn == kRowBlocksPerTurn - 1 || m_block + 1 == info.m_block_max;
+    }
+
+    // This warp's, of the turn's first row block; none: any order.
+    __device__ __forceinline__ DqSemaphore<Traits::kStagedDQ> semaphore_of(const Step &step) const {
+        if (kMode == BwdMode::deterministic || (kDecidesAtRunTime && shared.is_in_order)) {
+            const int row_block = (padded_row + step.head * int(params.padded_head_stride)) / kBlockM + step.m_block -
+                                  step.m_block % kRowBlocksPerTurn;
+            return {row_block * Traits::kNWarps + int(threadIdx.x) / 32,
+                    info.order_in(step.m_block - step.m_block % kRowBlocksPerTurn + kRowBlocksPerTurn - 1)};
+        }
+        return {};
     }
 
     // Waits for the semaphore; then adds everything, unless compute_products adds it in shares.
@@ -398,7 +418,7 @@ private:
             reduction.add_staged(acc_dq, shared.dq);
 #endif
         } else {
-            reduction.semaphore.wait(reduction.is_reached);
+            reduction.wait();
             if constexpr (Traits::kPInRegisters) {
                 reduction.add(acc_dq, 0, kVectors);
             }
