@@ -1,6 +1,6 @@
-// Deterministic dQ: the key blocks add to a row block in a fixed order, which a semaphore in global memory keeps. It
-// counts the key blocks that have added. The order is release and acquire at gpu scope, with a fence between the two
-// proxies where the copy engine adds.
+// Deterministic dQ: the key blocks add to a group of row blocks in a fixed order, which a semaphore in global memory
+// keeps. It counts the key blocks that have added. The order is release and acquire at gpu scope, with a fence between
+// the two proxies where the copy engine adds.
 #pragma once
 
 namespace flash {
@@ -21,7 +21,7 @@ struct DqSemaphore {
         return added == order;
     }
 
-    // All lanes: waits until all of them have added; the reductions that follow come after theirs. is_known_reached:
+    // All lanes: waits until all of them have added; every reduction until pass() comes after theirs. is_known_reached:
     // what is_reached() said before.
     __device__ __forceinline__ void wait(const int *counts, bool is_known_reached) const {
         if (index == kNone) {
@@ -37,7 +37,7 @@ struct DqSemaphore {
         __syncwarp();
     }
 
-    // All lanes: lets the next key block add, when the reductions of this warp are complete.
+    // All lanes: lets the next key block add, when all reductions of this warp are complete.
     __device__ __forceinline__ void pass(int *counts) {
         if (index == kNone) {
             return;
@@ -48,7 +48,7 @@ struct DqSemaphore {
         if (threadIdx.x % 32 == 0) {
 #if __CUDA_ARCH__ >= 900
             if constexpr (kCopyEngine) {
-                // Waits for the sums to be written. Completion is a fence from the async proxy to the generic proxy.
+                // Waits until all sums are written. Completion is a fence from the async proxy to the generic proxy.
                 asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
             }
 #endif

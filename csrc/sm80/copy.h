@@ -26,13 +26,9 @@ template <bool kHasBegin>
 struct RowRange {
     int begin, end;
 
-#ifdef FLASH_EXPERIMENT_ROWS  // one comparison
     __device__ __forceinline__ bool contains(int row) const {
         return kHasBegin ? unsigned(row - begin) < unsigned(max(end - begin, 0)) : row < end;
     }
-#else
-    __device__ __forceinline__ bool contains(int row) const { return (!kHasBegin || row >= begin) && row < end; }
-#endif
 };
 
 // The rows that see at least one key, in the tile that begins at first_row.

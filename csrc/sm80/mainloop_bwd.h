@@ -120,7 +120,7 @@ private:
     int padded_row;                       // first row of the sequence in head bidh, in the padded row statistics
     int next_head = 0, next_m_block;      // of the step that is loaded next
     bool next_is_large = false;           // whether one of its rows has a large log-sum-exp
-    DqSemaphore<Traits::kStagedDQ> held;  // of the last row block that this warp added to
+    DqSemaphore<Traits::kStagedDQ> held;  // of the turn that has ended, until it is passed on
     decltype(make_tensor<bool>(Int<kHeadDim / Traits::SmemQ::kRow>{})) column_in_range;
 
     __device__ bool wants_dq() const { return !kDecidesAtRunTime || params.dq_accum != nullptr; }
@@ -345,7 +345,7 @@ private:
                 smem_tensor<typename Traits::SmemKV::Transposed>(shared.k));
             start_reduction(reduction, acc_dq);
             if (ends_turn(step.m_block)) {
-                held = kRowBlocksPerTurn == 1 ? reduction.semaphore : semaphore_of(step);
+                held = semaphore_of(step);
             }
         }
         if constexpr (!Traits::kPInRegisters) {
@@ -384,15 +384,20 @@ private:
     // ---- dQ ----
 
     __device__ __forceinline__ Reduction reduction_of(const Step &step) const {
-        const int row_block = (padded_row + step.head * int(params.padded_head_stride)) / kBlockM + step.m_block;
         DqSemaphore<Traits::kStagedDQ> semaphore;
         if (begins_turn(step.m_block)) {
             semaphore = semaphore_of(step);
         }
-        return Reduction(params.dq_accum + int64_t(row_block) * (kBlockM * kHeadDim), params.dq_semaphore, semaphore);
+        return Reduction(params.dq_accum + int64_t(padded_row_block(step)) * (kBlockM * kHeadDim), params.dq_semaphore,
+                         semaphore);
     }
 
-    // In order, a CTA adds to kRowBlocksPerTurn row blocks in one turn: the key blocks that see one of them take turns.
+    __device__ int padded_row_block(const Step &step) const {
+        return (padded_row + step.head * int(params.padded_head_stride)) / kBlockM + step.m_block;
+    }
+
+    // In order: the row blocks come in groups of kRowBlocksPerTurn. The key blocks that one of a group sees take turns;
+    // in its turn, a CTA adds to those that see its keys.
     __device__ bool begins_turn(int m_block) const {
         return m_block % kRowBlocksPerTurn == 0 || m_block == info.m_block_min;
     }
@@ -400,13 +405,13 @@ private:
         return m_block % kRowBlocksPerTurn == kRowBlocksPerTurn - 1 || m_block + 1 == info.m_block_max;
     }
 
-    // This warp's, of the turn's first row block; none: any order.
+    // This warp's, in the place of the group's first row block; none: any order. The last row block of the group sees
+    // the last keys, so its order counts all key blocks.
     __device__ __forceinline__ DqSemaphore<Traits::kStagedDQ> semaphore_of(const Step &step) const {
         if (kMode == BwdMode::deterministic || (kDecidesAtRunTime && shared.is_in_order)) {
-            const int row_block = (padded_row + step.head * int(params.padded_head_stride)) / kBlockM + step.m_block -
-                                  step.m_block % kRowBlocksPerTurn;
-            return {row_block * Traits::kNWarps + int(threadIdx.x) / 32,
-                    info.order_in(step.m_block - step.m_block % kRowBlocksPerTurn + kRowBlocksPerTurn - 1)};
+            const int done = step.m_block % kRowBlocksPerTurn;  // row blocks of the group before this one
+            return {(padded_row_block(step) - done) * Traits::kNWarps + int(threadIdx.x) / 32,
+                    info.order_in(step.m_block - done + kRowBlocksPerTurn - 1)};
         }
         return {};
     }

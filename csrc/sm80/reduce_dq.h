@@ -24,18 +24,11 @@ using namespace cute;
 // reduction. False: at the end of the step, so that the next key block waits less, and registers are free earlier.
 template <typename Traits, BwdMode kMode>
 constexpr bool kPassesInNextStep =
-#ifdef FLASH_EXPERIMENT_PASS
-    kMode == BwdMode::deterministic;
-#else
     kMode == BwdMode::deterministic && Traits::kPInRegisters;  // dQ is then the last product of a step
-#endif
 
-// A semaphore is passed on after this many row blocks.
-#ifdef FLASH_EXPERIMENT_TURN
-constexpr int kRowBlocksPerTurn = FLASH_EXPERIMENT_TURN;
-#else
-constexpr int kRowBlocksPerTurn = 1;
-#endif
+// In order, a CTA waits for its semaphore and passes it on once for this many row blocks. One would double what the
+// semaphore costs; with more, the key blocks behind wait longer for their turn.
+constexpr int kRowBlocksPerTurn = 2;
 
 // One warp's part of a row block. kVectors: vectors of 4 values of each lane.
 template <int kVectors, bool kStaged>

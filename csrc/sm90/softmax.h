@@ -37,11 +37,6 @@ struct Softmax {
     static constexpr float kWideSample = 32.0f;
     // The reference may lag behind the true maximum by this much (powers of 2) before O is rescaled.
     static constexpr float kRescaleThreshold = 8.0f;
-#ifdef FLASH_EXPERIMENT_STICKY  // every step of wide scores takes the maximum
-    static constexpr bool kStaysWithMaximum = true;
-#else
-    static constexpr bool kStaysWithMaximum = false;
-#endif
     static constexpr unsigned kAllLanes = 0xffffffffu;
 
     float scale_log2;
@@ -238,7 +233,7 @@ private:
             }
             is_large = __any_sync(kAllLanes, large);
             // Wide: after a loss nothing is lost again, because all steps that follow take the maximum.
-            needs_maximum = __any_sync(kAllLanes, large || unseen) || (is_wide && (!kIsFirst || kStaysWithMaximum));
+            needs_maximum = __any_sync(kAllLanes, large || unseen) || (is_wide && !kIsFirst);
         }
         float reference[kNRows];
         CUTE_UNROLL
