@@ -21,7 +21,8 @@ __device__ __forceinline__ int thread_index() {
     return index;
 }
 
-// The rows [begin, end) of a tile. begin may be negative; without kHasBegin it is 0 and costs no comparison.
+// The rows [begin, end) of a tile. begin may be negative; without kHasBegin it is 0. Either way a row costs one
+// comparison.
 template <bool kHasBegin>
 struct RowRange {
     int begin, end;

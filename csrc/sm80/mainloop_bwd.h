@@ -384,15 +384,15 @@ private:
     // ---- dQ ----
 
     __device__ __forceinline__ Reduction reduction_of(const Step &step) const {
+        const int row_block = padded_row_block(step);
         DqSemaphore<Traits::kStagedDQ> semaphore;
         if (begins_turn(step.m_block)) {
             semaphore = semaphore_of(step);
         }
-        return Reduction(params.dq_accum + int64_t(padded_row_block(step)) * (kBlockM * kHeadDim), params.dq_semaphore,
-                         semaphore);
+        return Reduction(params.dq_accum + int64_t(row_block) * (kBlockM * kHeadDim), params.dq_semaphore, semaphore);
     }
 
-    __device__ int padded_row_block(const Step &step) const {
+    __device__ __forceinline__ int padded_row_block(const Step &step) const {
         return (padded_row + step.head * int(params.padded_head_stride)) / kBlockM + step.m_block;
     }
 
@@ -409,9 +409,9 @@ private:
     // the last keys, so its order counts all key blocks.
     __device__ __forceinline__ DqSemaphore<Traits::kStagedDQ> semaphore_of(const Step &step) const {
         if (kMode == BwdMode::deterministic || (kDecidesAtRunTime && shared.is_in_order)) {
-            const int done = step.m_block % kRowBlocksPerTurn;  // row blocks of the group before this one
-            return {(padded_row_block(step) - done) * Traits::kNWarps + int(threadIdx.x) / 32,
-                    info.order_in(step.m_block - done + kRowBlocksPerTurn - 1)};
+            const int row_block = padded_row_block(step) - step.m_block % kRowBlocksPerTurn;
+            return {row_block * Traits::kNWarps + int(threadIdx.x) / 32,
+                    info.order_in(step.m_block - step.m_block % kRowBlocksPerTurn + kRowBlocksPerTurn - 1)};
         }
         return {};
     }

@@ -1,7 +1,7 @@
 // A product of one warp by mma.sync. Unlike wgmma it needs no other warp, and may run while a wgmma is in flight.
 #pragma once
 
-#include <cute/arch/copy_sm75.hpp>
+#include <cutlass/numeric_types.h>
 #include <cute/arch/mma_sm80.hpp>
 #include <cute/tensor.hpp>
 
