@@ -27,6 +27,16 @@ struct SplitkvPlan {
     }
 };
 
+// Moves a number that is the same in every lane of the warp into a uniform register. The compiler then knows that
+// branches on it do not diverge.
+__device__ __forceinline__ int uniform(int x) {
+    return static_cast<int>(__reduce_or_sync(0xffffffffu, static_cast<unsigned>(x)));
+}
+
+__device__ __forceinline__ int warp_index() {
+    return uniform(threadIdx.x / 32);
+}
+
 // The units of one sequence, the same for all of its heads.
 struct Units {
     int begin, end;  // the keys that some query sees
@@ -40,26 +50,28 @@ struct Units {
         end = max(range.end_key(sequence.seqlen_q - 1), begin);
         origin = begin;
         length = 1 << plan.log2_unit;
-        if (params.cache.split_keys > 0) {
-            length = params.cache.split_keys;
-            origin = begin / length * length;
-        } else if (params.cache.num_splits > 0) {
-            length = max(ceil_div(chosen_units(plan), params.cache.num_splits), 1) << plan.log2_unit;
+        count = static_cast<int>((unsigned(end - begin) + (1u << plan.log2_unit) - 1) >> plan.log2_unit);
+        if (plan.max_splits > 0) {
+            fix(params.cache, plan);
         }
-        const bool is_fixed = plan.max_splits > 0;
-        count = max(is_fixed ? ceil_div(end - origin, length) : chosen_units(plan), 1);
+        count = max(count, 1);
     }
 
-    __device__ int first_key(int unit) const {
-        return static_cast<int>(min(max(origin + int64_t(unit) * length, int64_t(begin)), int64_t(end)));
+    __device__ int first_key(int unit) const {  // the end of the keys if unit is count
+        const unsigned key = unsigned(origin) + unsigned(unit) * unsigned(length);
+        return static_cast<int>(min(max(key, unsigned(begin)), unsigned(end)));
     }
 
 private:
-    __device__ int chosen_units(const SplitkvPlan &plan) const {
-        return static_cast<int>((unsigned(end - begin) + (1u << plan.log2_unit) - 1) >> plan.log2_unit);
-    }
-    __device__ static int ceil_div(int a, int b) {
-        return static_cast<int>((unsigned(a) + unsigned(b) - 1) / unsigned(b));
+    // Splits of fixed length or number. Not inlined: the divisions take much code, and the function is used often.
+    __device__ __noinline__ void fix(const KvCache &cache, const SplitkvPlan &plan) {
+        if (cache.split_keys > 0) {
+            length = cache.split_keys;
+            origin = begin / length * length;
+        } else {
+            length = max((count + cache.num_splits - 1) / cache.num_splits, 1) << plan.log2_unit;
+        }
+        count = static_cast<int>((unsigned(end - origin) + unsigned(length) - 1) / unsigned(length));
     }
 };
 
@@ -120,11 +132,12 @@ public:
         const BlockScan<kThreads> scan(sum, shared.sums);
         before = scan.before;
         of_this_thread = sum;
+        const int total = uniform(scan.total);
         // A piece has `least` units or one more; chosen splits have at least two units, so some pieces may be empty.
-        const int most = plan.max_splits > 0 ? scan.total : scan.total / 2;
+        const int most = plan.max_splits > 0 ? total : total / 2;
         pieces = max(min(plan.pieces, most), 1);
-        least = scan.total / pieces;
-        longer = scan.total - least * pieces;
+        least = total / pieces;
+        longer = total - least * pieces;
     }
 
     // The first unit of a piece; the number of units from the last piece on.
@@ -150,7 +163,7 @@ public:
         __syncthreads();
         const Place place = shared.place;
         __syncthreads();  // shared may be written again
-        return place;
+        return {uniform(place.bidb), uniform(place.bidh_k), uniform(place.unit), uniform(place.head_begin)};
     }
 
 private:
