@@ -318,7 +318,7 @@ private:
 template <typename Traits>
 __device__ __forceinline__ void compute_attn_splitkv(const Flash_fwd_params &params, const SplitkvPlan &plan,
                                                      typename Traits::SharedStorage &shared) {
-    Schedule schedule(params, plan, shared.schedule);
+    const Schedule schedule(params, plan);
     const bool is_fixed = plan.max_splits > 0;
     const int piece = blockIdx.y;
     int left = schedule.begin_of(piece + 1) - schedule.begin_of(piece);

@@ -75,34 +75,6 @@ private:
     }
 };
 
-// The sum over the threads before this one, and over all. shared: [kThreads / 32].
-template <int kThreads>
-struct BlockScan {
-    int before, total;
-
-    __device__ BlockScan(int value, int *shared) {
-        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-        int sum = value;
-#pragma unroll
-        for (int step = 1; step < 32; step *= 2) {
-            const int other = __shfl_up_sync(0xffffffffu, sum, step);
-            sum += lane >= step ? other : 0;
-        }
-        if (lane == 31 && warp < kThreads / 32) {
-            shared[warp] = sum;
-        }
-        __syncthreads();
-        before = sum - value;
-        total = 0;
-#pragma unroll
-        for (int i = 0; i < kThreads / 32; ++i) {
-            before += i < warp ? shared[i] : 0;
-            total += shared[i];
-        }
-        __syncthreads();  // shared may be written again
-    }
-};
-
 // A unit of one head of one sequence.
 struct Place {
     int bidb, bidh_k, unit;
@@ -110,29 +82,24 @@ struct Place {
 };
 
 // The units of all sequences and heads, in the order sequence, head, unit; the host makes sure that 32 bits count them.
-// All threads of a CTA build it together; the first kThreads have a part each.
+// Every warp computes it for itself, so that no warp waits for another.
 class Schedule {
-    static constexpr int kThreads = 128;
-
 public:
-    struct Shared {
-        int sums[kThreads / 32];
-        Place place;
-    };
-
-    __device__ Schedule(const Flash_fwd_params &params, const SplitkvPlan &plan, Shared &shared)
-        : params(params), plan(plan), shared(shared), per_thread((params.b + kThreads - 1) / kThreads) {
-        int sum = 0;
-        if (threadIdx.x < kThreads) {
+    __device__ Schedule(const Flash_fwd_params &params, const SplitkvPlan &plan)
+        : params(params), plan(plan), per_lane((params.b + 31) / 32) {
+        const int lane = threadIdx.x % 32;
 #pragma unroll 1
-            for (int i = 0; i < per_thread; ++i) {
-                sum += units_of(threadIdx.x * per_thread + i);
-            }
+        for (int i = 0; i < per_lane; ++i) {
+            of_this_lane += units_of(lane * per_lane + i);
         }
-        const BlockScan<kThreads> scan(sum, shared.sums);
-        before = scan.before;
-        of_this_thread = sum;
-        const int total = uniform(scan.total);
+        int sum = of_this_lane;
+#pragma unroll
+        for (int step = 1; step < 32; step *= 2) {
+            const int other = __shfl_up_sync(kAllLanes, sum, step);
+            sum += lane >= step ? other : 0;
+        }
+        before = sum - of_this_lane;
+        const int total = uniform(__shfl_sync(kAllLanes, sum, 31));
         // A piece has `least` units or one more; chosen splits have at least two units, so some pieces may be empty.
         const int most = plan.max_splits > 0 ? total : total / 2;
         pieces = max(min(plan.pieces, most), 1);
@@ -148,31 +115,33 @@ public:
         return unit < in_longer ? unit / (least + 1) : longer + (unit - in_longer) / least;
     }
 
-    // Called by all threads.
-    __device__ Place find(int unit) {
-        if (unit >= before && unit < before + of_this_thread) {
-            int bidb = threadIdx.x * per_thread, left = unit - before;
+    // Called by all lanes.
+    __device__ Place find(int unit) const {
+        Place place{};
+        const bool is_here = unit >= before && unit < before + of_this_lane;
+        if (is_here) {
+            int bidb = threadIdx.x % 32 * per_lane, left = unit - before;
 #pragma unroll 1
             for (int units = units_of(bidb); left >= units; units = units_of(++bidb)) {
                 left -= units;
             }
             const int count = count_of(bidb), head = left / count;
             left -= head * count;
-            shared.place = {bidb, head, left, unit - left};
+            place = {bidb, head, left, unit - left};
         }
-        __syncthreads();
-        const Place place = shared.place;
-        __syncthreads();  // shared may be written again
-        return {uniform(place.bidb), uniform(place.bidh_k), uniform(place.unit), uniform(place.head_begin)};
+        const int source = __ffs(__ballot_sync(kAllLanes, is_here)) - 1;
+        const auto from_source = [&](int x) { return uniform(__shfl_sync(kAllLanes, x, source)); };
+        return {from_source(place.bidb), from_source(place.bidh_k), from_source(place.unit),
+                from_source(place.head_begin)};
     }
 
 private:
+    static constexpr unsigned kAllLanes = 0xffffffffu;
     const Flash_fwd_params &params;
     const SplitkvPlan &plan;
-    Shared &shared;
-    const int per_thread;        // sequences
-    int before, of_this_thread;  // units
-    int pieces, least, longer;   // pieces in use, units of each, pieces that have one unit more
+    const int per_lane;            // sequences
+    int before, of_this_lane = 0;  // units
+    int pieces, least, longer;     // pieces in use, units of each, pieces that have one unit more
 
     __device__ int count_of(int bidb) const { return Units(params, plan, cache_sequence(params, bidb)).count; }
     __device__ int units_of(int bidb) const { return bidb < params.b ? count_of(bidb) * params.h_k : 0; }
