@@ -94,6 +94,11 @@ def kernel_objects(selection: Selection) -> list[KernelObject]:
             objects.append(KernelObject(f"flash_fwd_{name}_sm90", source, (*defines, *SM90_DEFINES), ("90a",)))
         source = CSRC / "sm80" / "flash_fwd_instantiation.cu"
         objects.append(KernelObject(f"flash_fwd_{name}_sm80", source, defines, archs))
+        source = CSRC / "kvcache" / "splitkv_instantiation.cu"
+        objects.append(KernelObject(f"flash_fwd_{name}_splitkv", source, defines, archs))
+    for dtype in selection.dtypes:
+        source = CSRC / "kvcache" / "append_instantiation.cu"
+        objects.append(KernelObject(f"append_kv_{dtype}", source, (f"-DFLASH_DTYPE={ALL_DTYPES[dtype]}",), archs))
     objects.append(KernelObject("flash_attn_minimal", CSRC / "minimal" / "flash_attn_minimal.cu", (), archs))
     return objects
 

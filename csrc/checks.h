@@ -1,4 +1,4 @@
-// Every check of the arguments of a forward or backward, for every backend. A failed check names the argument, what was
+// Every check of the arguments of a call, for every backend. A failed check names the argument, what was
 // given and what is allowed. The entries of flash_api.cpp call them; the Triton backend calls them through
 // python_backends.cpp.
 #pragma once
@@ -20,6 +20,10 @@ at::ScalarType lse_dtype(const at::Tensor &q);
 // the GPU.
 void check_fwd(const FwdArgs &args, const std::string &backend);
 void check_bwd(const BwdArgs &args, const std::string &backend);
+
+// The same for a call of flash_attn_with_kvcache. Lengths, left paddings, batch indices and page numbers are checked
+// where the contents of cu_seqlens would be.
+void check_kvcache(const KvCacheArgs &args, const std::string &backend);
 
 // With dropout, a backward and s_dmask read rng_state: int64 [2] on the device of q (rng_state.h).
 void check_rng_state(const std::optional<at::Tensor> &rng_state, double p_dropout, const at::Tensor &q);

@@ -1,8 +1,8 @@
-// The extension flash_attn_mini._C: pybind11 names for mha_fwd, mha_bwd, mha_varlen_fwd and mha_varlen_bwd. Each
-// checks, allocates, sets the params and runs the kernel, for CPU and CUDA tensors.
+// The extension flash_attn_mini._C: pybind11 names for mha_fwd, mha_bwd, mha_varlen_fwd, mha_varlen_bwd and
+// mha_fwd_kvcache (kvcache_api.cpp). Each checks, allocates, sets the params and runs the kernel, for CPU and CUDA
+// tensors.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/zeros_like.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
@@ -13,8 +13,10 @@
 #include <utility>
 #include <vector>
 
+#include "api_parts.h"
 #include "checks.h"
 #include "kernel_memory.h"
+#include "kvcache_api.h"
 #include "message.h"
 #include "python_backends.h"
 #include "rng_state.h"
@@ -36,12 +38,6 @@ namespace {
 
 using Optional = std::optional<at::Tensor>;
 
-// "cpu" or "cuda".
-std::string backend_of(const at::Tensor &q) {
-    FLASH_CHECK_NOT_IMPLEMENTED(q.is_cpu() || q.is_cuda(), "q is on ", q.device(), "; allowed: cpu and cuda devices");
-    return q.is_cpu() ? "cpu" : "cuda";
-}
-
 void trace_entry(const char *link, const FwdArgs &args, const std::string &backend) {
     if (!trace_enabled()) {
         return;
@@ -55,28 +51,6 @@ void trace_entry(const char *link, const FwdArgs &args, const std::string &backe
 void check_headdim_of_kernel(const at::Tensor &q) {
     FLASH_CHECK_VALUE(q.is_cpu() || q.size(-1) % 8 == 0, "q has headdim ", q.size(-1),
                       "; allowed: a multiple of 8 (flash_attn_func pads other sizes)");
-}
-
-// A q and a scale that give the same scores.
-struct ScaledQuery {
-    at::Tensor q;
-    double softmax_scale;
-};
-
-// The kernels divide by the scale, so it must not be 0. A scale of 0 gives equal weights to all visible keys; so does
-// q = 0.
-ScaledQuery with_nonzero_scale(const at::Tensor &q, double softmax_scale) {
-    return softmax_scale == 0.0 ? ScaledQuery{at::zeros_like(q), 1.0} : ScaledQuery{q, softmax_scale};
-}
-
-// The forward kernels find the largest score before they scale it, so the scale must be positive. The sign moves into
-// q.
-ScaledQuery with_positive_scale(const at::Tensor &q, double softmax_scale) {
-    return softmax_scale < 0.0 ? ScaledQuery{q.neg(), -softmax_scale} : with_nonzero_scale(q, softmax_scale);
-}
-
-at::Tensor readable_slopes(const Options &options) {
-    return options.alibi_slopes.has_value() ? without_neg(*options.alibi_slopes) : at::Tensor();
 }
 
 // Returns out, softmax_lse, S_dmask and rng_state.
@@ -255,12 +229,6 @@ pybind11::dict build_info() {
     return info;
 }
 
-// The name exists in the official extension; a call raises NotImplementedError.
-[[noreturn]] void fwd_kvcache(const pybind11::args &, const pybind11::kwargs &) {
-    FLASH_CHECK_NOT_IMPLEMENTED(false, "fwd_kvcache is not implemented in this version; backends that have it: none");
-    __builtin_unreachable();
-}
-
 #ifdef FLASH_WITH_CUDA
 // The teaching kernel of csrc/minimal: q, k, v float32 [seqlen, headdim] contiguous on one GPU.
 at::Tensor minimal_fwd(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, double softmax_scale,
@@ -319,7 +287,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
                py::arg("zero_tensors"), py::arg("is_causal"), py::arg("window_size_left"), py::arg("window_size_right"),
                py::arg("softcap"), py::arg("deterministic"), py::arg("generator"), py::arg("rng_state"),
                py::arg("dsoftmax_lse") = py::none(), py::arg("output_mask") = std::array<bool, 3>{true, true, true});
-    module.def("fwd_kvcache", torch::wrap_pybind_function(flash::fwd_kvcache));
+    module.def("fwd_kvcache", torch::wrap_pybind_function_no_gil(flash::mha_fwd_kvcache),
+               "Append and forward with a KV cache: returns [out, softmax_lse]", py::arg("q"), py::arg("kcache"),
+               py::arg("vcache"), py::arg("k"), py::arg("v"), py::arg("seqlens_k"), py::arg("rotary_cos"),
+               py::arg("rotary_sin"), py::arg("cache_batch_idx"), py::arg("leftpad_k"), py::arg("block_table"),
+               py::arg("alibi_slopes"), py::arg("out"), py::arg("softmax_scale"), py::arg("is_causal"),
+               py::arg("window_size_left"), py::arg("window_size_right"), py::arg("softcap"),
+               py::arg("is_rotary_interleaved"), py::arg("num_splits"), py::arg("split_keys") = 0,
+               py::arg("cache_seqlen") = -1);
     flash::bind_for_python_backends(module);
     module.def("cuda_unavailable_reason", &flash::cuda_unavailable_reason, py::arg("major"), py::arg("minor"));
     module.def("build_info", &flash::build_info, "What this extension was built with");

@@ -44,6 +44,39 @@ struct FwdArgs {
     bool is_paged() const { return varlen != nullptr && varlen->block_table.has_value(); }
 };
 
+// The arguments of a call of flash_attn_with_kvcache. Lengths count from the start of a cache row, its left padding
+// included.
+struct KvCacheArgs {
+    using Optional = std::optional<at::Tensor>;
+
+    const at::Tensor &q;        // [batch, seqlen_q, nheads, headdim]
+    const at::Tensor &k_cache;  // [batch_cache, capacity, nheads_k, headdim]; paged [num_pages, page_size, nheads_k,
+                                // headdim]
+    const at::Tensor &v_cache;  // like k_cache
+    const Optional &k;          // [batch, seqlen_new, nheads_k, headdim]; none: nothing is appended
+    const Optional &v;          // like k
+    const Optional &cache_seqlens;    // int32 [batch]: keys before the call
+    const Optional &rotary_cos;       // [positions, rotary_dim / 2]
+    const Optional &rotary_sin;       // like rotary_cos
+    const Optional &cache_batch_idx;  // int32 [batch]: the cache row of each sequence
+    const Optional &cache_leftpad;    // int32 [batch]: the first valid key
+    const Optional &block_table;      // int32 [batch, max_pages]
+    const Optional &out;              // like q
+    Options options;
+    bool is_rotary_interleaved;
+    int64_t num_splits;    // most splits of a sequence; 0: chosen
+    int64_t split_keys;    // keys of every split but the last; 0: chosen
+    int64_t cache_seqlen;  // without cache_seqlens: keys before the call, the same for every sequence; -1: the capacity
+
+    // For tensors with the right number of dimensions.
+    int64_t batch() const { return q.size(0); }
+    int64_t seqlen_new() const { return k.has_value() ? k->size(1) : 0; }
+    int64_t capacity() const {
+        return block_table.has_value() ? block_table->size(1) * k_cache.size(1) : k_cache.size(1);
+    }
+    bool has_keys() const { return capacity() > 0 && k_cache.numel() > 0; }
+};
+
 // The arguments of a backward. forward.out is the result of the forward.
 struct BwdArgs {
     FwdArgs forward;

@@ -59,6 +59,20 @@ void check_varlen_bwd_for(const at::Tensor &dout, const at::Tensor &q, const at:
     check_bwd({{q, k, v, out, options, &varlen}, dout, softmax_lse, dsoftmax_lse, dq, dk, dv}, backend);
 }
 
+void check_kvcache_for(const at::Tensor &q, const at::Tensor &k_cache, const at::Tensor &v_cache, const Optional &k,
+                       const Optional &v, const Optional &cache_seqlens, const Optional &rotary_cos,
+                       const Optional &rotary_sin, const Optional &cache_batch_idx, const Optional &cache_leftpad,
+                       const Optional &block_table, const Optional &alibi_slopes, const Optional &out,
+                       double softmax_scale, bool is_causal, int64_t window_size_left, int64_t window_size_right,
+                       double softcap, bool is_rotary_interleaved, int64_t num_splits, int64_t split_keys,
+                       int64_t cache_seqlen, const std::string &backend) {
+    const Options options{alibi_slopes,     /*p_dropout=*/0.0, softmax_scale, is_causal,
+                          window_size_left, window_size_right, softcap};
+    check_kvcache({q, k_cache, v_cache, k, v, cache_seqlens, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad,
+                   block_table, out, options, is_rotary_interleaved, num_splits, split_keys, cache_seqlen},
+                  backend);
+}
+
 // cu_seqlens None: equal lengths.
 at::Tensor s_dmask_for(const at::Tensor &q, const at::Tensor &k, const Optional &rng_state,
                        const Optional &cu_seqlens_q, const Optional &cu_seqlens_k, int64_t max_seqlen_q,
@@ -88,6 +102,8 @@ void bind_for_python_backends(pybind11::module_ &module) {
                "Only the argument checks of varlen_fwd");
     module.def("check_varlen_bwd", torch::wrap_pybind_function(check_varlen_bwd_for),
                "Only the argument checks of varlen_bwd");
+    module.def("check_kvcache", torch::wrap_pybind_function(check_kvcache_for),
+               "Only the argument checks of fwd_kvcache");
     module.def("check_rng_state", torch::wrap_pybind_function(check_rng_state),
                "Only the check of the rng_state of a backward", py::arg("rng_state"), py::arg("p_dropout"),
                py::arg("q"));

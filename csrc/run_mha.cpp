@@ -4,6 +4,7 @@
 
 #include "cpu/flash_bwd_cpu.h"
 #include "cpu/flash_fwd_cpu.h"
+#include "cpu/kvcache_cpu.h"
 #include "message.h"
 #include "static_switch.h"
 #include "trace.h"
@@ -18,6 +19,7 @@
 #include <vector>
 
 #include "device.h"
+#include "kvcache/splitkv.h"
 #include "sm80/flash_bwd.h"
 #include "sm80/flash_fwd.h"
 #include "sm90/call_limits.h"
@@ -63,7 +65,8 @@ Kind kind_of(const Flash_fwd_params &params) {
     if (params.has_score_mod() || params.rng_state != nullptr) {
         return Kind::general;
     }
-    return params.cu_seqlens_q != nullptr ? Kind::varlen : params.is_local() ? Kind::local : Kind::full;
+    const bool may_differ = params.cu_seqlens_q != nullptr || params.cache.is_used();  // the lengths of sequences
+    return may_differ ? Kind::varlen : params.is_local() ? Kind::local : Kind::full;
 }
 
 // FLASH_ATTN_MINI_ARCH names the architecture whose kernels run, to compare them: 80 or 90. 0: the best one.
@@ -131,6 +134,53 @@ void run_mha_fwd_cuda(Flash_fwd_params &params) {
     });
 }
 
+// True if the kernels of the forward can read the cache: 16 bytes at a time.
+bool is_readable_by_forward(const Flash_fwd_params &params) {
+    const auto is_aligned = [](const TensorRef &x) {
+        return reinterpret_cast<uintptr_t>(x.ptr) % 16 == 0 && (x.batch_stride | x.row_stride | x.head_stride) % 8 == 0;
+    };
+    return params.d % 8 == 0 && is_aligned(params.q) && is_aligned(params.k) && is_aligned(params.v) &&
+           is_aligned(params.o);
+}
+
+// True if the queries alone fill the GPU: the kernels of the forward then multiply faster than the split-KV kernel.
+bool fills_gpu_without_splits(const Flash_fwd_params &params) {
+    constexpr int kRows = 128;  // of a work tile of the forward
+    const int64_t tiles = int64_t{params.b} * params.h * ((params.seqlen_q + kRows - 1) / kRows);
+    return params.block_table == nullptr && params.seqlen_q >= kRows && tiles * 4 >= device_properties().sm_count * 3;
+}
+
+// num_splits = 1 asks for the bits of the varlen forward, so its kernels run.
+void run_mha_fwd_splitkv_dispatch(Flash_fwd_params &params, bool follows_append) {
+    const KvCache &cache = params.cache;
+    const bool is_chosen = cache.num_splits == 0 && cache.split_keys == 0;
+    const bool wants_forward = cache.num_splits == 1 || (is_chosen && fills_gpu_without_splits(params));
+    if (wants_forward && is_readable_by_forward(params)) {
+        run_mha_fwd_cuda(params);
+        return;
+    }
+    const cudaStream_t stream = c10::cuda::getCurrentCUDAStream().stream();
+    FP16_SWITCH(params.dtype, [&] {
+        HEADDIM_SWITCH(params.d, [&] {
+            if (trace_enabled()) {
+                trace("run_mha_fwd_splitkv_dispatch", "device=cuda kHeadDim=%d", kHeadDim);
+            }
+            run_flash_fwd_splitkv<kDType, kHeadDim>(params, follows_append, stream);
+        });
+    });
+}
+
+void run_mha_fwd_kvcache_cuda(Flash_fwd_params &params) {
+    check_built(params);
+    const bool appends = params.cache.seqlen_new > 0 || params.cache.rotary_cos != nullptr;
+    if (appends) {
+        FP16_SWITCH(params.dtype, [&] { run_append_kv<kDType>(params, c10::cuda::getCurrentCUDAStream().stream()); });
+    }
+    if (params.seqlen_q > 0) {
+        run_mha_fwd_splitkv_dispatch(params, appends);
+    }
+}
+
 void run_mha_bwd_cuda(Flash_bwd_params &params) {
     check_built(params);
     params.max_smem = max_smem();
@@ -151,6 +201,14 @@ void run_mha_bwd_cuda(Flash_bwd_params &params) {
 }
 
 }  // namespace
+
+int64_t splitkv_scratch_floats(const Flash_fwd_params &params) {
+    check_built(params);
+    int64_t floats = 0;
+    FP16_SWITCH(params.dtype,
+                [&] { HEADDIM_SWITCH(params.d, [&] { floats = splitkv_scratch_floats<kDType, kHeadDim>(params); }); });
+    return floats;
+}
 
 std::string cuda_unavailable_reason(int major, int minor) {
     if (runs_on(major, minor)) {
@@ -185,6 +243,18 @@ void run_mha_fwd(Flash_fwd_params &params, c10::Device device) {
     }
 #ifdef FLASH_WITH_CUDA
     run_mha_fwd_cuda(params);
+#else
+    FLASH_CHECK(false, kNoCuda, "pip install .");
+#endif
+}
+
+void run_mha_fwd_kvcache(Flash_fwd_params &params, c10::Device device) {
+    if (device.is_cpu()) {
+        run_mha_fwd_kvcache_cpu(params);
+        return;
+    }
+#ifdef FLASH_WITH_CUDA
+    run_mha_fwd_kvcache_cuda(params);
 #else
     FLASH_CHECK(false, kNoCuda, "pip install .");
 #endif

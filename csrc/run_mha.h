@@ -14,6 +14,14 @@ namespace flash {
 void run_mha_fwd(Flash_fwd_params &params, c10::Device device);
 void run_mha_bwd(Flash_bwd_params &params, c10::Device device);
 
+// Appends the new keys of params.cache, then attends to the cache.
+void run_mha_fwd_kvcache(Flash_fwd_params &params, c10::Device device);
+
+#ifdef FLASH_WITH_CUDA
+// Floats that a call with a cache needs as KvCache::scratch on CUDA.
+int64_t splitkv_scratch_floats(const Flash_fwd_params &params);
+#endif
+
 // Empty if a compiled kernel runs on compute capability major.minor; else why not, with the command that builds one.
 std::string cuda_unavailable_reason(int major, int minor);
 

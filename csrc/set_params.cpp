@@ -1,9 +1,8 @@
-// set_params_fprop and set_params_dgrad. In the call chain: after the checks and allocations of mha_fwd and mha_bwd,
-// before run_mha_fwd and run_mha_bwd choose the kernel.
+// set_params_fprop, set_params_kvcache and set_params_dgrad. In the call chain: after the checks and allocations of
+// mha_fwd and mha_bwd, before run_mha_fwd and run_mha_bwd choose the kernel.
 #include "set_params.h"
 
-#include <algorithm>
-#include <cmath>
+#include <optional>
 
 #include "common/philox.h"
 #include "message.h"
@@ -19,6 +18,57 @@ struct RowStrides {
 
     explicit RowStrides(const at::Tensor &x) : batch(x.dim() == 3 ? x.stride(0) : 0), head(x.stride(-2)) {}
 };
+
+// keys_and_queries: at least as many as the longest sequence has together.
+void set_options(Flash_fwd_params &params, const Options &options, const at::Tensor &alibi_slopes, double softmax_scale,
+                 int64_t keys_and_queries) {
+    params.softmax_scale = softmax_scale;
+    params.softcap = options.softcap;
+    const bool has_softcap = options.softcap > 0.0;
+    const double scale_softmax = has_softcap ? options.softcap : softmax_scale;
+    params.qk_scale = static_cast<float>(softmax_scale);
+    params.softcap_scale = has_softcap ? static_cast<float>(softmax_scale / options.softcap) : 0.0f;
+    params.scale_softmax = static_cast<float>(scale_softmax);
+    params.scale_softmax_log2 = static_cast<float>(scale_softmax * kLog2e);
+
+    if (alibi_slopes.defined()) {
+        params.alibi_slopes = alibi_slopes.data_ptr<float>();
+        params.alibi_slopes_batch_stride = alibi_slopes.dim() == 2 ? alibi_slopes.stride(0) : 0;
+    }
+
+    // A window that reaches past every key is unbounded: a larger one could overflow index arithmetic.
+    const auto window = [&](int64_t size) { return size >= keys_and_queries ? -1 : static_cast<int>(size); };
+    params.is_causal = options.is_causal;
+    params.window_size_left = window(options.window_size_left);
+    params.window_size_right = options.is_causal ? 0 : window(options.window_size_right);
+}
+
+void set_heads(Flash_fwd_params &params, int64_t nheads, int64_t nheads_k, int64_t headdim) {
+    params.h = static_cast<int>(nheads);
+    params.h_k = static_cast<int>(nheads_k);
+    params.h_h_k_ratio = params.h / params.h_k;
+    params.d = static_cast<int>(headdim);
+}
+
+// table: [batch, max_pages]; pages: [num_pages, page_size, ...].
+void set_pages(Flash_fwd_params &params, const at::Tensor &table, const at::Tensor &pages) {
+    params.block_table = table.data_ptr<int>();
+    params.block_table_batch_stride = table.stride(0);
+    params.max_pages = static_cast<int>(table.size(1));
+    params.num_pages = static_cast<int>(pages.size(0));
+    params.page_size = static_cast<int>(pages.size(1));
+}
+
+void set_lse(Flash_fwd_params &params, const at::Tensor &softmax_lse) {
+    const RowStrides lse(softmax_lse);
+    params.softmax_lse = softmax_lse.data_ptr();
+    params.lse_batch_stride = lse.batch;
+    params.lse_head_stride = lse.head;
+}
+
+const int *ints_of(const std::optional<at::Tensor> &x) {
+    return x.has_value() ? x->data_ptr<int>() : nullptr;
+}
 
 }  // namespace
 
@@ -49,19 +99,12 @@ Flash_fwd_params set_params_fprop(const FpropTensors &tensors, const FwdArgs &ar
     params.k = tensor_ref(tensors.k);
     params.v = tensor_ref(tensors.v);
     params.o = tensor_ref(tensors.out);
-    params.softmax_lse = tensors.softmax_lse.data_ptr();
-    const RowStrides lse(tensors.softmax_lse);
-    params.lse_batch_stride = lse.batch;
-    params.lse_head_stride = lse.head;
-
+    set_lse(params, tensors.softmax_lse);
     params.dtype = dtype_of(tensors.q);
     params.b = static_cast<int>(sizes.batch);
-    params.h = static_cast<int>(sizes.nheads);
-    params.h_k = static_cast<int>(sizes.nheads_k);
-    params.h_h_k_ratio = params.h / params.h_k;
+    set_heads(params, sizes.nheads, sizes.nheads_k, sizes.headdim);
     params.seqlen_q = static_cast<int>(sizes.seqlen_q);
     params.seqlen_k = static_cast<int>(sizes.seqlen_k);
-    params.d = static_cast<int>(sizes.headdim);
 
     if (args.varlen != nullptr) {
         params.cu_seqlens_q = args.varlen->cu_seqlens_q.data_ptr<int>();
@@ -70,39 +113,16 @@ Flash_fwd_params set_params_fprop(const FpropTensors &tensors, const FwdArgs &ar
         params.total_k = sizes.rows_k;
     }
     if (args.is_paged()) {
-        params.block_table = args.varlen->block_table->data_ptr<int>();
-        params.block_table_batch_stride = args.varlen->block_table->stride(0);
-        params.max_pages = static_cast<int>(args.varlen->block_table->size(1));
-        params.num_pages = static_cast<int>(tensors.k.size(0));
-        params.page_size = static_cast<int>(tensors.k.size(1));
+        set_pages(params, *args.varlen->block_table, tensors.k);
     }
 
-    params.softmax_scale = softmax_scale;
-    params.softcap = options.softcap;
-    const bool has_softcap = options.softcap > 0.0;
-    const double scale_softmax = has_softcap ? options.softcap : softmax_scale;
-    params.qk_scale = static_cast<float>(softmax_scale);
-    params.softcap_scale = has_softcap ? static_cast<float>(softmax_scale / options.softcap) : 0.0f;
-    params.scale_softmax = static_cast<float>(scale_softmax);
-    params.scale_softmax_log2 = static_cast<float>(scale_softmax * kLog2e);
-
-    if (tensors.alibi_slopes.defined()) {
-        params.alibi_slopes = tensors.alibi_slopes.data_ptr<float>();
-        params.alibi_slopes_batch_stride = tensors.alibi_slopes.dim() == 2 ? tensors.alibi_slopes.stride(0) : 0;
-    }
+    set_options(params, options, tensors.alibi_slopes, softmax_scale, sizes.rows_q + sizes.rows_k);
     if (options.p_dropout > 0.0) {
         params.p_dropout = options.p_dropout;
         params.rp_dropout = static_cast<float>(1.0 / (1.0 - options.p_dropout));
         params.dropout_threshold = dropout_threshold(options.p_dropout);
         params.rng_state = tensors.rng_state.data_ptr<int64_t>();
     }
-
-    // A window that reaches past every key is unbounded: a larger one could overflow index arithmetic.
-    const int64_t all = sizes.rows_q + sizes.rows_k;
-    const auto window = [all](int64_t size) { return size >= all ? -1 : static_cast<int>(size); };
-    params.is_causal = options.is_causal;
-    params.window_size_left = window(options.window_size_left);
-    params.window_size_right = options.is_causal ? 0 : window(options.window_size_right);
     if (trace_enabled()) {
         trace("set_params_fprop",
               "b=%d seqlen_q=%d seqlen_k=%d h=%d h_k=%d d=%d scale=%g window=(%d,%d) softcap=%g alibi=%s p_dropout=%g "
@@ -111,6 +131,60 @@ Flash_fwd_params set_params_fprop(const FpropTensors &tensors, const FwdArgs &ar
               params.window_size_left, params.window_size_right, params.softcap,
               name_of(params.alibi_slopes != nullptr), params.p_dropout, name_of(params.cu_seqlens_q != nullptr),
               params.page_size);
+    }
+    return params;
+}
+
+Flash_fwd_params set_params_kvcache(const KvCacheTensors &tensors, const KvCacheArgs &args, double softmax_scale) {
+    Flash_fwd_params params;
+    const int64_t capacity = args.capacity();
+    const bool has_rotary = tensors.q_rotated.defined();
+    params.q = tensor_ref(has_rotary ? tensors.q_rotated : tensors.q);
+    params.k = tensor_ref(args.k_cache);
+    params.v = tensor_ref(args.v_cache);
+    params.o = tensor_ref(tensors.out);
+    set_lse(params, tensors.softmax_lse);
+
+    params.dtype = dtype_of(args.q);
+    params.b = static_cast<int>(args.batch());
+    set_heads(params, args.q.size(2), args.k_cache.size(2), args.q.size(3));
+    params.seqlen_q = static_cast<int>(args.q.size(1));
+    params.seqlen_k = static_cast<int>(capacity);
+    set_options(params, args.options, tensors.alibi_slopes, softmax_scale, args.q.size(1) + capacity);
+    if (args.block_table.has_value()) {
+        set_pages(params, *args.block_table, args.k_cache);
+    }
+
+    KvCache &cache = params.cache;
+    cache.capacity = static_cast<int>(capacity);
+    cache.batch_cache = static_cast<int>(args.block_table.has_value() ? args.batch() : args.k_cache.size(0));
+    cache.seqlens = ints_of(args.cache_seqlens);
+    cache.seqlen = static_cast<int>(args.cache_seqlen < 0 ? capacity : args.cache_seqlen);
+    cache.leftpad = ints_of(args.cache_leftpad);
+    cache.batch_idx = ints_of(args.cache_batch_idx);
+    cache.seqlen_new = static_cast<int>(args.seqlen_new());
+    if (cache.seqlen_new > 0) {
+        cache.k_new = tensor_ref(tensors.k);
+        cache.v_new = tensor_ref(tensors.v);
+    }
+    if (has_rotary) {
+        cache.rotary_cos = tensors.rotary_cos.data_ptr();
+        cache.rotary_sin = tensors.rotary_sin.data_ptr();
+        cache.rotary_seqlen = static_cast<int>(tensors.rotary_cos.size(0));
+        cache.rotary_dim = static_cast<int>(2 * tensors.rotary_cos.size(1));
+        cache.is_rotary_interleaved = args.is_rotary_interleaved;
+        cache.q_input = tensor_ref(tensors.q);
+    }
+    cache.num_splits = static_cast<int>(args.num_splits);
+    cache.split_keys = static_cast<int>(args.split_keys);
+    if (trace_enabled()) {
+        trace("set_params_kvcache",
+              "b=%d seqlen_q=%d capacity=%d seqlen_new=%d h=%d h_k=%d d=%d scale=%g window=(%d,%d) softcap=%g alibi=%s "
+              "rotary_dim=%d page_size=%d num_splits=%d split_keys=%d",
+              params.b, params.seqlen_q, cache.capacity, cache.seqlen_new, params.h, params.h_k, params.d,
+              params.softmax_scale, params.window_size_left, params.window_size_right, params.softcap,
+              name_of(params.alibi_slopes != nullptr), cache.rotary_dim, params.page_size, cache.num_splits,
+              cache.split_keys);
     }
     return params;
 }

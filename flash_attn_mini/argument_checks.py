@@ -34,8 +34,12 @@ def checked_options(
     deterministic: Any,
     return_attn_probs: Any,
     backend: Any,
+    names: tuple[str, str, str] = ("q", "k", "v"),
 ) -> Options:
-    """Check and convert the arguments that all public functions take. Reading a number from a GPU waits for it."""
+    """Check and convert the arguments that all public functions take. Reading a number from a GPU waits for it.
+
+    ``names``: the names of q, k and v in error messages.
+    """
     tensor = torch.Tensor
     if not (  # the usual call needs no conversion; this test takes a third of the time
         isinstance(q, tensor)
@@ -56,7 +60,7 @@ def checked_options(
         and type(return_attn_probs) is bool
         and backend is None
     ):
-        _check_qkv(q, k, v)
+        _check_qkv((q, k, v), names)
         dropout_p = as_float("dropout_p", dropout_p, "a number in [0, 1 - 2^-17)")
         if softmax_scale is not None:
             softmax_scale = as_float("softmax_scale", softmax_scale, "a finite number, or None for 1/sqrt(headdim)")
@@ -88,10 +92,10 @@ def checked_options(
     )
 
 
-def _check_qkv(q: Any, k: Any, v: Any) -> None:
-    for name, value in (("q", q), ("k", k), ("v", v)):
+def _check_qkv(tensors: tuple[Any, Any, Any], names: tuple[str, str, str]) -> None:
+    q = tensors[0]
+    for name, value in zip(names, tensors, strict=True):
         check_tensor(name, value)
-    for name, value in (("k", k), ("v", v)):
         if value.device != q.device:
             raise ValueError(f"flash_attn_mini: {name} is on {value.device}; allowed: the device of q, {q.device}")
 

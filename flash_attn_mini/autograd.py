@@ -168,7 +168,7 @@ class FlashAttnBackwardFunc(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, pair: OpPair, *arguments: Any) -> FourTensors:
         """Run the backward op."""
-        return _in_forward(pair.backward, *arguments)
+        return in_forward(pair.backward, *arguments)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> NoReturn:
@@ -183,16 +183,17 @@ class FlashAttnBackwardFunc(torch.autograd.Function):
 # ---- the ops' own autograd ------------------------------------------------------------------------------------------
 
 
-def _below_autograd(operator: Callable[..., FourTensors], *arguments: Any) -> FourTensors:
+def below_autograd(operator: Callable[..., Any], *arguments: Any) -> Any:
+    """Call an op below its autograd kernel."""
     with torch._C._AutoDispatchBelowAutograd():
         return operator(*arguments)
 
 
-def _in_forward(operator: Callable[..., FourTensors], *arguments: Any) -> FourTensors:
-    """`_below_autograd` in a Function's forward, which switches both grad modes off, for enclosing transforms too."""
+def in_forward(operator: Callable[..., Any], *arguments: Any) -> Any:
+    """`below_autograd` in a Function's forward, which switches both grad modes off, for enclosing transforms too."""
     is_transformed = _is_transformed()
     with torch.set_grad_enabled(is_transformed), forward_ad._set_fwd_grad_enabled(is_transformed):
-        return _below_autograd(operator, *arguments)
+        return below_autograd(operator, *arguments)
 
 
 def _traced_forward(
@@ -204,7 +205,8 @@ def _traced_forward(
     options: Options,
 ) -> FourTensors:
     """The forward op with the backend argument that `traced_backend` chose."""
-    return _in_forward(forward_op, q, k, v, sequences, options._replace(backend=backend))
+    options = options._replace(backend=backend)
+    return in_forward(forward_op, q, k, v, sequences, options)  # type: ignore[no-any-return]
 
 
 def _is_transformed() -> bool:
@@ -212,13 +214,14 @@ def _is_transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def _record(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+def record(function: type[torch.autograd.Function], *arguments: Any) -> Any:
     """``function.apply`` inside an autograd kernel: each torch.func.grad around it calls that kernel for one level."""
     with enable_single_level_autograd_function():
         return super(torch.autograd.Function, function).apply(*arguments)  # type: ignore[misc]
 
 
-def _refuse_forward_mode(arguments: tuple[Any, ...]) -> None:
+def refuse_forward_mode(arguments: tuple[Any, ...]) -> None:
+    """Raise NotImplementedError if a tensor among the arguments has a tangent."""
     if forward_ad._current_level < 0:
         return
     if any(isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in arguments):
@@ -227,27 +230,28 @@ def _refuse_forward_mode(arguments: tuple[Any, ...]) -> None:
         )
 
 
-def _needs_grad(arguments: tuple[Any, ...]) -> bool:
+def needs_grad(arguments: tuple[Any, ...]) -> bool:
+    """Whether gradients are recorded and a tensor among the arguments requires one."""
     return torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in arguments)
 
 
 def _register_autograd(pair: OpPair) -> None:
     def forward(*arguments: Any) -> Any:
-        _refuse_forward_mode(arguments)
-        if not _needs_grad(arguments[:3]):  # alibi_slopes get no gradient
-            return _below_autograd(pair.forward, *arguments)
+        refuse_forward_mode(arguments)
+        if not needs_grad(arguments[:3]):  # alibi_slopes get no gradient
+            return below_autograd(pair.forward, *arguments)
         call = pair.forward_call(arguments)
         options: Options = call["options"]
         backend = traced_backend(call["q"].device, options.backend)
         options = options._replace(backend=name_of_traced(backend))
         inputs = (call["q"], call["k"], call["v"])
-        return _record(FlashAttnFunc, partial(_traced_forward, backend), call["sequences"], options, *inputs)
+        return record(FlashAttnFunc, partial(_traced_forward, backend), call["sequences"], options, *inputs)
 
     def backward(*arguments: Any) -> Any:
-        _refuse_forward_mode(arguments)
-        if _needs_grad(arguments):
-            return _record(FlashAttnBackwardFunc, pair, *arguments)
-        return _below_autograd(pair.backward, *arguments)
+        refuse_forward_mode(arguments)
+        if needs_grad(arguments):
+            return record(FlashAttnBackwardFunc, pair, *arguments)
+        return below_autograd(pair.backward, *arguments)
 
     library.impl(pair.forward._opname, forward, "Autograd")
     library.impl(pair.backward._opname, backward, "Autograd")

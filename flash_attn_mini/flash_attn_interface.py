@@ -1,19 +1,20 @@
 """The public functions, with the names, argument order and defaults of flash-attn 2.8: the top of the call chain.
 
 This file has the functions for sequences of equal length, varlen.py those for sequences of different lengths, packed.py
-those for q, k and v in one tensor. Each checks types, fills in defaults and enters the custom op of ops.py through
-autograd.py. csrc/checks.cpp checks values, shapes and dtypes, for every backend.
+those for q, k and v in one tensor, kvcache.py the function for a KV cache. Each checks types, fills in defaults and
+enters its custom op (ops.py, kvcache_op.py). csrc/checks.cpp checks values, shapes and dtypes, for every backend.
 """
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from . import tracing
 from .argument_checks import WindowSize, as_flag, as_float, check_backward_tensors, checked_options
 from .autograd import backward_into, forward_eager
+from .kvcache import flash_attn_with_kvcache
 from .packed import (
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
@@ -221,19 +222,3 @@ def _flash_attn_backward(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, False, None
     )
     return backward_into((dq, dk, dv), dout, q, k, v, out, softmax_lse, None, options, rng_state)
-
-
-def flash_attn_with_kvcache(*arguments: Any, **keywords: Any) -> NoReturn:
-    """Attention of new tokens over a key/value cache. Not implemented in this version.
-
-    Raises:
-        NotImplementedError: Always.
-    """
-    _not_implemented("flash_attn_with_kvcache", "flash_attn_func on the filled part of the cache")
-
-
-def _not_implemented(function: str, instead: str) -> NoReturn:
-    raise NotImplementedError(
-        f"flash_attn_mini: {function} is not implemented in this version; backends that have it: none. "
-        f"Available now: {instead}"
-    )

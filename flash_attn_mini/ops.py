@@ -202,7 +202,8 @@ def _rounded(rows: int) -> int:
     return (rows + ROWS_MULTIPLE - 1) // ROWS_MULTIPLE * ROWS_MULTIPLE
 
 
-def _lse_dtype(q: torch.Tensor) -> torch.dtype:
+def lse_dtype(q: torch.Tensor) -> torch.dtype:
+    """The dtype of softmax_lse."""
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
@@ -233,7 +234,7 @@ def _forward_fake(
         dmask_shape = (number, nheads, _rounded(lengths[0]), _rounded(lengths[1]))
     return (
         torch.empty_like(q),
-        q.new_empty((*batch, nheads, rows), dtype=_lse_dtype(q)),
+        q.new_empty((*batch, nheads, rows), dtype=lse_dtype(q)),
         q.new_empty(dmask_shape),
         q.new_empty((2 if drops else 0,), dtype=torch.int64),
     )
@@ -257,7 +258,7 @@ def _backward_fake(
         rows = _rounded(rows)
     else:  # each sequence begins at a multiple of ROWS_MULTIPLE; this many rows hold any lengths
         rows = (rows // ROWS_MULTIPLE + sequences.cu_seqlens_q.shape[0] - 1) * ROWS_MULTIPLE
-    return dq, dk, dv, q.new_empty((*batch, nheads, rows), dtype=_lse_dtype(q))
+    return dq, dk, dv, q.new_empty((*batch, nheads, rows), dtype=lse_dtype(q))
 
 
 def _register_fakes(pair: OpPair) -> None:

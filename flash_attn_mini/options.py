@@ -1,7 +1,8 @@
-"""The values that travel through the call chain beside q, k and v: `Options` of a call and `Sequences` of a batch.
+"""The values that travel through the call chain beside q, k and v: `Options`, `Sequences` and `KvCache`.
 
-They are spelled out only where others prescribe it: in the public functions, in the schemas of the custom ops (ops.py)
-and in the argument order of the official extension (backends/extension.py). All other code passes them on whole.
+They are spelled out only where others prescribe it: in the public functions, in the schemas of the custom ops (ops.py,
+kvcache_op.py) and in the argument order of the official extension (backends/extension.py). All other code passes them
+on whole.
 """
 
 from __future__ import annotations
@@ -63,3 +64,38 @@ class Sequences(NamedTuple):
     max_seqlen_q: int
     max_seqlen_k: int
     block_table: torch.Tensor | None = None
+
+
+class KvCache(NamedTuple):
+    """The arguments of `flash_attn_with_kvcache` beside q, the two caches and the options.
+
+    The fields have the names of the custom op's arguments (kvcache_op.py).
+
+    Attributes:
+        k: New keys ``[batch, seqlen_new, nheads_k, headdim]``, written to the cache; None: nothing is appended.
+        v: New values, shaped like k.
+        rotary_cos: ``[positions, rotary_dim / 2]``, or None: no rotation.
+        rotary_sin: Like rotary_cos.
+        cache_seqlens: int32 ``[batch]``, keys in each cache row before the call, left padding included; or None.
+        cache_seqlen: The same number of keys for all rows, known to the host; -1: none. Set where cache_seqlens is None
+            unless the call has k.
+        cache_batch_idx: int32 ``[batch]``, the cache row of each sequence, or None: its own number.
+        cache_leftpad: int32 ``[batch]``, the first valid key of each row, or None: 0.
+        block_table: int32 ``[batch, max_pages]``, the pages of each sequence, or None: no pages.
+        rotary_interleaved: Features 2i and 2i + 1 are a pair; else i and i + rotary_dim / 2.
+        num_splits: The most splits of a row's keys; 0: chosen by the backend.
+        split_keys: Keys of every split but a row's last; 0: chosen by the backend.
+    """
+
+    k: torch.Tensor | None
+    v: torch.Tensor | None
+    rotary_cos: torch.Tensor | None
+    rotary_sin: torch.Tensor | None
+    cache_seqlens: torch.Tensor | None
+    cache_seqlen: int
+    cache_batch_idx: torch.Tensor | None
+    cache_leftpad: torch.Tensor | None
+    block_table: torch.Tensor | None
+    rotary_interleaved: bool
+    num_splits: int
+    split_keys: int

@@ -56,8 +56,8 @@ def flash_attn_varlen_func(
         max_seqlen_k: The length of the longest sequence of k, or more.
         alibi_slopes: As in `flash_attn_func`; ``[batch, nheads]`` has slopes for each sequence.
         block_table: int32 ``[batch, max_pages]``: key n of sequence b is row ``n % page_size`` of page
-            ``block_table[b, n // page_size]``. On ``cuda`` page_size is a multiple of 16. The forward runs also with
-            inputs that require a gradient; the backward raises NotImplementedError.
+            ``block_table[b, n // page_size]``. The forward runs also with inputs that require a gradient; the
+            backward raises NotImplementedError.
 
     The other arguments, their defaults and the errors are those of `flash_attn_func`.
 

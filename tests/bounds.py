@@ -207,16 +207,28 @@ def forward_accuracy(
         # Scores beyond float16: compare with PyTorch's float32, rounded at the end.
         pytorch_out, pytorch_lse = theirs(q.float(), k.float(), v.float(), **options)
         pytorch_out = pytorch_out.to(q.dtype)
-    floor = FLOOR[q.dtype]
+    largest_v = v.abs().max().item() if v.numel() else 0.0
+    return results_accuracy(q.dtype, largest_v, (out, lse), (expected_out, expected_lse), (pytorch_out, pytorch_lse))
+
+
+def results_accuracy(
+    dtype: torch.dtype,
+    largest_v: float,
+    got: tuple[Tensor, Tensor],
+    expected: tuple[Tensor, Tensor],
+    pytorch: tuple[Tensor, Tensor],
+) -> list[Accuracy]:
+    """The accuracy of (out, lse), given the reference's and PyTorch's. ``dtype``: of q; ``largest_v``: of all |v|."""
+    floor = FLOOR[dtype]
     floor_out = floor_lse = floor
-    if q.dtype == torch.float64 and expected_lse.numel():
+    if dtype == torch.float64 and expected[1].numel():
         # The reference has float64's rounding too; it grows with the size of the scores and of v.
-        scores = max(1.0, expected_lse.masked_fill(expected_lse == -math.inf, 0.0).abs().max().item())
+        scores = max(1.0, expected[1].masked_fill(expected[1] == -math.inf, 0.0).abs().max().item())
         floor_lse = floor * scores
-        floor_out = floor * scores * max(1.0, v.abs().max().item() if v.numel() else 0.0)
+        floor_out = floor * scores * max(1.0, largest_v)
     return [
-        accuracy("out", out, expected_out, pytorch_out, floor_out),
-        accuracy("softmax_lse", lse, expected_lse, pytorch_lse, floor_lse),
+        accuracy("out", got[0], expected[0], pytorch[0], floor_out),
+        accuracy("softmax_lse", got[1], expected[1], pytorch[1], floor_lse),
     ]
 
 

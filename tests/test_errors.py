@@ -189,11 +189,6 @@ def test_extension_checks_without_python(backend: str, device: str) -> None:
         _C.fwd(q, k, v)
 
 
-def test_extension_entries_of_later_versions_say_so() -> None:
-    with pytest.raises(NotImplementedError, match=r"fwd_kvcache is not implemented.*backends that have it: none"):
-        _C.fwd_kvcache(torch.zeros(1), None, 0.5)
-
-
 @pytest.mark.parametrize(
     ("keywords", "error", "message"),
     [

@@ -139,7 +139,12 @@ def simpler(case: AnyCase) -> Iterator[AnyCase]:
                 yield dataclasses.replace(case, **{name: less})
 
 
-def shrunk(case: AnyCase, failure: Callable[[AnyCase], str | None], steps: int = SHRINKING_STEPS) -> AnyCase:
+def shrunk(
+    case: Any,
+    failure: Callable[[Any], str | None],
+    steps: int = SHRINKING_STEPS,
+    simpler: Callable[[Any], Iterator[Any]] = simpler,
+) -> Any:
     """Simplifies a failing case step by step while it fails."""
     progress = True
     while progress:

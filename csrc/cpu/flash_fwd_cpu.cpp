@@ -17,16 +17,14 @@ struct Task {
     int64_t pairs;   // visible pairs of a query and a key: the work
 };
 
-// Row blocks of at most max_rows rows, several for each thread; those with most work first. Their size changes no
-// result: every row visits the keys in the same steps.
+// Row blocks of at most max_rows rows, several for each thread; those with most work first.
 std::vector<Task> cut_rows(const Flash_fwd_params &params, const ForwardKernel &kernel, int64_t threads) {
     const TaskCount count(params, threads);
     std::vector<Task> tasks;
     for (int bidb = 0; bidb < params.b; ++bidb) {
         const Sequence seq = sequence(params, bidb);
         const int64_t ratio = params.h_h_k_ratio, rows = seq.seqlen_q * ratio, wanted = count.of_sequence(bidb);
-        int64_t block_rows = std::min<int64_t>(kernel.max_rows, (rows + wanted - 1) / wanted);
-        block_rows = (block_rows + kernel.panel_rows - 1) / kernel.panel_rows * kernel.panel_rows;
+        const int64_t block_rows = rows_of_block(kernel, rows, wanted);
         for (int64_t begin = 0; begin < rows; begin += block_rows) {
             const int64_t end = std::min(begin + block_rows, rows);
             const int64_t pairs = visible_pairs(params, seq, begin / ratio, (end + ratio - 1) / ratio);

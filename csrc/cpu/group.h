@@ -49,9 +49,12 @@ struct Group {
     }
     Element *key_ptr(const TensorRef &t, int64_t key) const {
         Element *const of_head = static_cast<Element *>(t.ptr) + bidh_k * t.head_stride;
-        if (params.block_table == nullptr) return of_head + bidb * t.batch_stride + (seq.k_begin + key) * t.row_stride;
-        const int64_t page = params.block_table[bidb * params.block_table_batch_stride + key / params.page_size];
-        return of_head + page * t.batch_stride + key % params.page_size * t.row_stride;
+        if (params.block_table == nullptr) {
+            return of_head + seq.k_bidb * t.batch_stride + (seq.k_begin + key) * t.row_stride;
+        }
+        const int64_t place = seq.k_begin + key;
+        const int64_t page = params.block_table[bidb * params.block_table_batch_stride + place / params.page_size];
+        return of_head + page * t.batch_stride + place % params.page_size * t.row_stride;
     }
     // Index of a row in softmax_lse.
     int64_t lse_index(int64_t row) const {

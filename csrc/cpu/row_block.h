@@ -3,10 +3,20 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
+#include <limits>
 
 #include "../flash.h"
 
 namespace flash::cpu {
+
+// The state of a row after some of its keys: the output is o / l, the log-sum-exp is softmax_scale * m + log(l).
+// Elements are of the kernel's arithmetic: double for DType::float64, else float.
+struct PartialRows {
+    void *o = nullptr;  // [rows][d], not divided by l
+    void *m = nullptr;  // [rows]: the largest score; with softcap or ALiBi the largest logit, and a scale of 1
+    void *l = nullptr;  // [rows]
+};
 
 // Query heads that share a key/value head form one group, whose rows are numbered
 // row = query * h_h_k_ratio + head_in_group. A row block is consecutive rows of one group of one sequence.
@@ -15,6 +25,12 @@ struct RowBlock {
     int64_t bidh_k = 0;     // key/value head
     int64_t row_begin = 0;  // first row, a multiple of panel_rows
     int64_t rows = 0;       // at most max_rows
+
+    // Split over keys: only the keys [key_begin, key_end) count. With `partial`, the state of the rows goes there and
+    // nothing to params.o and softmax_lse.
+    int64_t key_begin = 0;
+    int64_t key_end = std::numeric_limits<int32_t>::max();
+    PartialRows partial;
 };
 
 // One dtype's forward, compiled for one instruction set.

@@ -36,7 +36,9 @@ public:
             self().load_kv(n_begin, n_end);
             for (int index = 0; index < panels_; ++index) step(panel(index), n_begin, n_end);
         }
-        for (int index = 0; index < panels_; ++index) store_out(panel(index));
+        for (int index = 0; index < panels_; ++index) {
+            block_.partial.o == nullptr ? store_out(panel(index)) : store_partial(panel(index));
+        }
     }
 
     static ForwardKernel kernel(int max_panels) {
@@ -89,20 +91,21 @@ protected:
 
     // Sets [lo, hi) of every row, and [n_min, n_max) of the block. Lanes past the last row get the keys of that row.
     void set_key_ranges() {
-        n_min_ = group_.seq.seqlen_k;
+        n_min_ = int(std::min<int64_t>(group_.seq.seqlen_k, block_.key_end));
         n_max_ = 0;
         for (int64_t row = 0; row < int64_t(panels_) * kPanel; ++row) {
             const int64_t group_row = block_.row_begin + std::min(row, block_.rows - 1);
             const KeyRange keys = group_.keys_seen(group_row);
             score_mod_.set_row(group_, group_row, row);
-            lo_[row] = Int(keys.lo);
-            hi_[row] = Int(keys.hi);
+            lo_[row] = Int(std::clamp(keys.lo, block_.key_begin, block_.key_end));
+            hi_[row] = Int(std::clamp(keys.hi, block_.key_begin, block_.key_end));
             if (lo_[row] < hi_[row]) {
                 n_min_ = std::min(n_min_, int(lo_[row]));
                 n_max_ = std::max(n_max_, int(hi_[row]));
             }
         }
-        n_min_ -= n_min_ % kBlockN;  // steps cut the keys at the same places for every row block
+        // Steps cut the keys at the same places for every row block of a split.
+        n_min_ -= (n_min_ - int(block_.key_begin)) % kBlockN;
     }
 
     // One block of keys against one panel: product, softmax, product. Keys that no query of the panel sees are left
@@ -155,6 +158,16 @@ protected:
         if constexpr (kConvert) {
             for (int i = 0; i < p.rows; ++i) convert_row(rows[i], row_ptr(params_.o, p.row + i), d_);
         }
+    }
+
+    void store_partial(const Panel &p) {
+        const int64_t first = p.row;
+        Acc *rows[kPanel], *o = static_cast<Acc *>(block_.partial.o) + first * d_;
+        std::copy_n(p.state.m, p.rows, static_cast<Acc *>(block_.partial.m) + first);
+        std::copy_n(p.state.l, p.rows, static_cast<Acc *>(block_.partial.l) + first);
+        for (int i = 0; i < p.rows; ++i) rows[i] = o + int64_t(i) * d_;
+        std::fill_n(p.state.l, kPanel, Acc(1));
+        panel_to_rows<Acc, kPanel>(self().out(p), p.state.l, p.rows, d_, rows);
     }
 
     Self &self() { return static_cast<Self &>(*this); }

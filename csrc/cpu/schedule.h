@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "key_range.h"
+#include "row_block.h"
 #include "scratch.h"
 
 namespace flash::cpu {
@@ -40,6 +41,13 @@ private:
     int64_t all_pairs_ = 0;
     std::vector<int64_t> pairs_;  // [sequence]: of one key/value head
 };
+
+// Rows of each block if `rows` rows are cut into about `wanted` blocks. Their size changes no result: every row visits
+// the keys in the same steps.
+inline int64_t rows_of_block(const ForwardKernel &kernel, int64_t rows, int64_t wanted) {
+    const int64_t block_rows = std::min<int64_t>(kernel.max_rows, (rows + wanted - 1) / wanted);
+    return (block_rows + kernel.panel_rows - 1) / kernel.panel_rows * kernel.panel_rows;
+}
 
 // Calls compute(task, key/value head, scratch) for every task and head, in the order of the tasks, all heads of a task
 // before the next one. Threads take the calls from one counter. Each thread has its own scratch memory.

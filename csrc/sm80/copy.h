@@ -60,16 +60,18 @@ __device__ __forceinline__ void copy_tile_async(const TiledCopy &tiled_copy, con
 }
 
 // The same for the keys from first_key on of a paged K or V. head: page 0 of the key/value head; page_table: the pages
-// of the sequence, each clamped to the num_pages that there are; target: the tile in shared memory.
+// of the sequence, each clamped to the num_pages that there are; leftpad: keys in the pages before the first valid
+// one; target: the tile in shared memory.
 template <typename TiledCopy, typename Element, typename TensorS, typename TensorC, typename TensorP>
 __device__ __forceinline__ void copy_paged_tile_async(const TiledCopy &tiled_copy, const TensorRef &x,
                                                       const Element *head, const int *page_table, int num_pages,
                                                       int page_size, TensorS &&target, const TensorC &coords,
-                                                      const TensorP &column_in_range, int first_key, int seqlen_k) {
+                                                      const TensorP &column_in_range, int first_key, int leftpad,
+                                                      int seqlen_k) {
     CUTE_UNROLL
     for (int row = 0; row < size<1>(target); ++row) {
-        const int key = first_key + get<0>(coords(0, row, 0));
-        const bool row_in_range = key < seqlen_k;
+        const int key = leftpad + first_key + get<0>(coords(0, row, 0));
+        const bool row_in_range = key < leftpad + seqlen_k;
         const int64_t page = row_in_range ? min(unsigned(page_table[key / page_size]), unsigned(num_pages - 1)) : 0;
         const Element *source_row = head + page * x.batch_stride + key % page_size * x.row_stride;
         CUTE_UNROLL

@@ -76,16 +76,18 @@ __device__ __forceinline__ void mainloop_fwd(const Flash_fwd_params &params, con
     const int bidh_k = bidh / params.h_h_k_ratio;
 
     // Tensors: global (g), shared (s).
-    Tensor mQ = head_tensor<Element>(params.q, bidb, bidh, info.q_begin, info.seqlen_q, params.d);    // (seqlen_q, d)
-    Tensor mK = head_tensor<Element>(params.k, bidb, bidh_k, info.k_begin, info.seqlen_k, params.d);  // (seqlen_k, d)
-    Tensor mV = head_tensor<Element>(params.v, bidb, bidh_k, info.k_begin, info.seqlen_k, params.d);  // (seqlen_k, d)
-    Tensor gQ = local_tile(mQ, Shape<Int<kBlockM>, Int<kHeadDim>>{}, make_coord(m_block, 0));         // (BLK_M, HD)
-    Tensor gK = local_tile(mK, Shape<Int<kBlockN>, Int<kHeadDim>>{}, make_coord(_, 0));               // (BLK_N, HD, n)
-    Tensor gV = local_tile(mV, Shape<Int<kBlockN>, Int<kHeadDim>>{}, make_coord(_, 0));               // (BLK_N, HD, n)
-    Tensor sQ = make_tensor(make_smem_ptr(shared.q), typename Traits::SmemLayoutQ{});                 // (BLK_M, HD)
-    Tensor sK = make_tensor(make_smem_ptr(shared.k), typename Traits::SmemLayoutKV{});                // (BLK_N, HD)
-    Tensor sV = make_tensor(make_smem_ptr(shared.v), typename Traits::SmemLayoutKV{});                // (BLK_N, HD)
-    Tensor sVt = make_tensor(make_smem_ptr(shared.v), typename Traits::SmemLayoutVt{});               // (HD, BLK_N)
+    Tensor mQ = head_tensor<Element>(params.q, bidb, bidh, info.q_begin, info.seqlen_q, params.d);  // (seqlen_q, d)
+    Tensor mK =
+        head_tensor<Element>(params.k, info.k_bidb, bidh_k, info.k_begin, info.seqlen_k, params.d);  // (seqlen_k, d)
+    Tensor mV =
+        head_tensor<Element>(params.v, info.k_bidb, bidh_k, info.k_begin, info.seqlen_k, params.d);  // (seqlen_k, d)
+    Tensor gQ = local_tile(mQ, Shape<Int<kBlockM>, Int<kHeadDim>>{}, make_coord(m_block, 0));        // (BLK_M, HD)
+    Tensor gK = local_tile(mK, Shape<Int<kBlockN>, Int<kHeadDim>>{}, make_coord(_, 0));              // (BLK_N, HD, n)
+    Tensor gV = local_tile(mV, Shape<Int<kBlockN>, Int<kHeadDim>>{}, make_coord(_, 0));              // (BLK_N, HD, n)
+    Tensor sQ = make_tensor(make_smem_ptr(shared.q), typename Traits::SmemLayoutQ{});                // (BLK_M, HD)
+    Tensor sK = make_tensor(make_smem_ptr(shared.k), typename Traits::SmemLayoutKV{});               // (BLK_N, HD)
+    Tensor sV = make_tensor(make_smem_ptr(shared.v), typename Traits::SmemLayoutKV{});               // (BLK_N, HD)
+    Tensor sVt = make_tensor(make_smem_ptr(shared.v), typename Traits::SmemLayoutVt{});              // (HD, BLK_N)
 
     // Copies from global to shared memory.
     typename Traits::GmemTiledCopyQKV gmem_copy;
@@ -120,7 +122,7 @@ __device__ __forceinline__ void mainloop_fwd(const Flash_fwd_params &params, con
             const int *page_table = params.block_table + bidb * params.block_table_batch_stride;
             copy_paged_tile_async(gmem_copy, x, head, page_table, params.num_pages, params.page_size,
                                   thr_copy.partition_D(sX), thr_copy.partition_S(cK), column_in_range,
-                                  n_block * kBlockN, info.seqlen_k);
+                                  n_block * kBlockN, info.k_begin, info.seqlen_k);
             cp_async_fence();
             return;
         }

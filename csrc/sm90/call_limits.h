@@ -22,9 +22,9 @@ inline bool can_describe_inputs(const Flash_fwd_params &params) {
     const bool is_varlen = params.cu_seqlens_q != nullptr;
     const int64_t rows_q = is_varlen ? params.total_q : params.seqlen_q;
     const int64_t rows_k = is_varlen ? params.total_k : params.seqlen_k;
-    const int batch = is_varlen ? 1 : params.b;
-    return can_describe(params.q, rows_q, params.h, batch) && can_describe(params.k, rows_k, params.h_k, batch) &&
-           can_describe(params.v, rows_k, params.h_k, batch);
+    const int batch_q = is_varlen ? 1 : params.b, batch_k = params.cache.is_used() ? params.cache.batch_cache : batch_q;
+    return can_describe(params.q, rows_q, params.h, batch_q) && can_describe(params.k, rows_k, params.h_k, batch_k) &&
+           can_describe(params.v, rows_k, params.h_k, batch_k);
 }
 
 // Why a call cannot run on the sm90 kernels; null if it can.

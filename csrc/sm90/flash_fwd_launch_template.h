@@ -40,14 +40,15 @@ typename Traits::Copies make_copies(const Flash_fwd_params &params) {
     const bool is_varlen = params.cu_seqlens_q != nullptr;
     const int64_t rows_q = is_varlen ? params.total_q : params.seqlen_q;
     const int64_t rows_k = is_varlen ? params.total_k : params.seqlen_k;
-    const int batch = is_varlen ? 1 : params.b;
+    const int batch_q = is_varlen ? 1 : params.b, batch_k = params.cache.is_used() ? params.cache.batch_cache : batch_q;
     const auto of_KV = [&](const TensorRef &x) {
-        return checked(make_tma_copy(SM90_TMA_LOAD{}, global_tensor<Element>(x, rows_k, params.d, params.h_k, batch),
+        return checked(make_tma_copy(SM90_TMA_LOAD{}, global_tensor<Element>(x, rows_k, params.d, params.h_k, batch_k),
                                      take<0, 2>(typename Traits::SmemLayoutKV{}), typename Traits::TileKV{}, _1{}));
     };
-    return {checked(make_tma_copy(SM90_TMA_LOAD{}, global_tensor<Element>(params.q, rows_q, params.d, params.h, batch),
-                                  take<0, 2>(typename Traits::SmemLayoutQ{}), typename Traits::TileQ{}, _1{})),
-            of_KV(params.k), of_KV(params.v)};
+    return {
+        checked(make_tma_copy(SM90_TMA_LOAD{}, global_tensor<Element>(params.q, rows_q, params.d, params.h, batch_q),
+                              take<0, 2>(typename Traits::SmemLayoutQ{}), typename Traits::TileQ{}, _1{})),
+        of_KV(params.k), of_KV(params.v)};
 }
 
 template <typename Traits, Kind kKind>

@@ -69,7 +69,7 @@ private:
     // The coordinates of a work tile's blocks, computed once: between the release of a stage and its load, consumers
     // wait.
     struct Source {
-        int bidb, bidh, bidh_k, q_begin, k_begin, block;
+        int bidb, bidh, k_bidb, bidh_k, q_begin, k_begin, block;
         int n_block_min, n_block_max;
         bool is_end;
     };
@@ -79,8 +79,10 @@ private:
         const WorkTile tile = tiles[stage];
         tiles.release(stage);
         const bool is_varlen = kIsGeneral && params.cu_seqlens_q != nullptr;
-        return {is_varlen ? 0 : uniform(tile.place.bidb),
+        const int bidb = is_varlen ? 0 : uniform(tile.place.bidb);
+        return {bidb,
                 uniform(tile.place.bidh),
+                kIsGeneral ? uniform(tile.sequence.k_bidb) : bidb,
                 uniform(tile.place.bidh / params.h_h_k_ratio),
                 kIsGeneral ? uniform(tile.sequence.q_begin) : 0,
                 kIsGeneral ? uniform(tile.sequence.k_begin) : 0,
@@ -123,7 +125,7 @@ private:
                                             PipelineBarriers<Traits::kStages> &barriers, const Source &tile,
                                             int n_block) {
         load_block(tma, typename Traits::TileKV{}, typename Traits::SmemLayoutKV{}, smem, state, barriers,
-                   tile.k_begin + n_block * Traits::kBlockN, tile.bidh_k, tile.bidb);
+                   tile.k_begin + n_block * Traits::kBlockN, tile.bidh_k, tile.k_bidb);
     }
     __device__ __forceinline__ void load_K(const Source &tile, int n_block) {
         load_KV(copies.k, shared.k, states.k, shared.k_barriers, tile, n_block);

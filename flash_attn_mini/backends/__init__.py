@@ -19,13 +19,14 @@ import torch
 from . import cpu, cuda, triton
 from .extension import FourTensors as FourTensors
 from .extension import Gradients as Gradients
+from .extension import TwoTensors as TwoTensors
 
 ENVIRONMENT_VARIABLE = "FLASH_ATTN_MINI_BACKEND"
 
 
 @dataclass(frozen=True)
 class Backend:
-    """One implementation of attention. Both functions check their arguments through csrc/checks.h.
+    """One implementation of attention. Its functions check their arguments through csrc/checks.h.
 
     Attributes:
         name: What a caller writes in ``backend=``.
@@ -34,6 +35,8 @@ class Backend:
         backward: ``backward(dout, q, k, v, out, softmax_lse, dsoftmax_lse, sequences, options, rng_state, output_mask,
             into=(None, None, None))`` returns (dq, dk, dv, softmax_d). A gradient that output_mask leaves out is an
             empty tensor. ``into`` has the tensors that receive dq, dk and dv, None for a new one.
+        forward_kvcache: ``forward_kvcache(q, k_cache, v_cache, cache, options)`` appends the new keys and values of
+            ``cache``, a `KvCache`, to the caches and returns (out, softmax_lse).
         unavailable_reason: ``unavailable_reason(device)`` is None when the backend can run there, else one sentence
             that says why not.
     """
@@ -41,11 +44,18 @@ class Backend:
     name: str
     forward: Callable[..., FourTensors]
     backward: Callable[..., FourTensors]
+    forward_kvcache: Callable[..., TwoTensors]
     unavailable_reason: Callable[[torch.device], str | None]
 
 
 BACKENDS: dict[str, Backend] = {
-    name: Backend(name, module.forward, module.backward, module.unavailable_reason)
+    name: Backend(
+        name,
+        module.forward,
+        module.backward,
+        getattr(module, "forward_kvcache", None),  # type: ignore[arg-type]  # until triton has it
+        module.unavailable_reason,
+    )
     for name, module in (("cuda", cuda), ("triton", triton), ("cpu", cpu))
 }
 

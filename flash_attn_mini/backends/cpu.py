@@ -1,4 +1,4 @@
-"""The C++ CPU backend: the chain of the CUDA backend, ``_C.fwd`` and ``_C.bwd``, ends in csrc/cpu/ for CPU tensors."""
+"""The C++ CPU backend: the chain of the CUDA backend, ``_C.fwd``, ``_C.bwd`` and the others, ends in csrc/cpu/."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from . import extension
 
 forward = extension.forward
 backward = extension.backward
+forward_kvcache = extension.forward_kvcache
 
 
 def unavailable_reason(device: torch.device) -> str | None:

@@ -1,7 +1,8 @@
 """The CUDA backend: ``_C.fwd`` and ``_C.bwd``, and the compiled CuTe kernels behind them.
 
 The kernels move 16 bytes at a time, so this module pads a head dim that is not a multiple of 8 with zeros, as the
-official package does. Zeros change no score, and they are sliced off the output and the gradients.
+official package does. Zeros change no score, and they are sliced off the output and the gradients. A KV cache is never
+padded: its kernels take any head dim.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from . import extension
 from .extension import FourTensors, Gradients
 
 HEADDIM_MULTIPLE = 8  # 16 bytes of a 16-bit type
+
+forward_kvcache = extension.forward_kvcache
 
 
 def unavailable_reason(device: torch.device) -> str | None:

@@ -1,6 +1,6 @@
 """The compiled extension ``flash_attn_mini._C``: the one place that spells out the official argument order.
 
-Backends pass `Sequences` (None for sequences of equal length) and `Options` whole.
+Backends pass `Sequences` (None for sequences of equal length), `KvCache` and `Options` whole.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from ..options import Options, Sequences
+from ..options import KvCache, Options, Sequences
 
+TwoTensors = tuple[torch.Tensor, torch.Tensor]
 FourTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
@@ -120,6 +121,52 @@ def backward(
         *rest,
     )
     return results
+
+
+def forward_kvcache(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, cache: KvCache, options: Options
+) -> TwoTensors:
+    """``_C.fwd_kvcache``: writes the new keys and values to the caches, then attends: (out, softmax_lse)."""
+    out, softmax_lse = load().fwd_kvcache(*_kvcache_arguments(q, k_cache, v_cache, cache, options))
+    return out, softmax_lse
+
+
+def _kvcache_arguments(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, cache: KvCache, options: Options
+) -> tuple[Any, ...]:
+    """The arguments of ``_C.fwd_kvcache``: the official ones in the official order, then two of ours."""
+    out = None
+    return (
+        q,
+        k_cache,
+        v_cache,
+        cache.k,
+        cache.v,
+        cache.cache_seqlens,
+        cache.rotary_cos,
+        cache.rotary_sin,
+        cache.cache_batch_idx,
+        cache.cache_leftpad,
+        cache.block_table,
+        options.alibi_slopes,
+        out,
+        options.softmax_scale,
+        options.causal,
+        options.window_size_left,
+        options.window_size_right,
+        options.softcap,
+        cache.rotary_interleaved,
+        cache.num_splits,
+        cache.split_keys,
+        cache.cache_seqlen,
+    )
+
+
+def check_kvcache(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, cache: KvCache, options: Options, backend: str
+) -> None:
+    """Make the checks of `forward_kvcache` for ``backend``, and nothing more."""
+    load().check_kvcache(*_kvcache_arguments(q, k_cache, v_cache, cache, options), backend)
 
 
 def check_forward(

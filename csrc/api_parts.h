@@ -1,0 +1,44 @@
+// What the entries of the extension share (flash_api.cpp, kvcache_api.cpp): the backend's name, and the q, scale and
+// slopes that kernels read.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/zeros_like.h>
+
+#include <string>
+
+#include "kernel_memory.h"
+#include "message.h"
+#include "options.h"
+
+namespace flash {
+
+// "cpu" or "cuda".
+inline std::string backend_of(const at::Tensor &q) {
+    FLASH_CHECK_NOT_IMPLEMENTED(q.is_cpu() || q.is_cuda(), "q is on ", q.device(), "; allowed: cpu and cuda devices");
+    return q.is_cpu() ? "cpu" : "cuda";
+}
+
+// A q and a scale that give the same scores.
+struct ScaledQuery {
+    at::Tensor q;
+    double softmax_scale;
+};
+
+// The kernels divide by the scale, so it must not be 0. A scale of 0 gives equal weights to all visible keys; so does
+// q = 0.
+inline ScaledQuery with_nonzero_scale(const at::Tensor &q, double softmax_scale) {
+    return softmax_scale == 0.0 ? ScaledQuery{at::zeros_like(q), 1.0} : ScaledQuery{q, softmax_scale};
+}
+
+// The forward kernels find the largest score before they scale it, so the scale must be positive. The sign moves into
+// q.
+inline ScaledQuery with_positive_scale(const at::Tensor &q, double softmax_scale) {
+    return softmax_scale < 0.0 ? ScaledQuery{q.neg(), -softmax_scale} : with_nonzero_scale(q, softmax_scale);
+}
+
+inline at::Tensor readable_slopes(const Options &options) {
+    return options.alibi_slopes.has_value() ? without_neg(*options.alibi_slopes) : at::Tensor();
+}
+
+}  // namespace flash

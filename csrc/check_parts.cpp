@@ -1,0 +1,169 @@
+// The functions of check_parts.h.
+#include "check_parts.h"
+
+#include <ATen/MemoryOverlap.h>
+
+#include <cmath>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "environment.h"
+#include "flash.h"
+#include "message.h"
+
+namespace flash {
+namespace {
+
+// These ranges keep every factor that a kernel derives from the two, and its products with q.k of float16 inputs,
+// inside float32. float64 without a softcap multiplies by softmax_scale alone.
+void check_scale_and_softcap(const Options &options, at::ScalarType dtype) {
+    constexpr double kLeast = 1e-20, kLargest = 1e20;
+    const auto is_within = [](double x, double least, double largest) {
+        return x == 0.0 || (std::abs(x) >= least && std::abs(x) <= largest);  // false for NaN
+    };
+    const double scale = options.softmax_scale, softcap = options.softcap;
+    const bool is_wide = dtype == at::kDouble && softcap == 0.0;
+    const double least = is_wide ? 1e-300 : kLeast, largest = is_wide ? 1e300 : kLargest;
+    FLASH_CHECK_VALUE(is_within(scale, least, largest), "softmax_scale is ", scale,
+                      "; allowed: 0, a finite number of magnitude ", least, " to ", largest,
+                      ", or None for 1/sqrt(headdim)");
+    FLASH_CHECK_VALUE(softcap >= 0.0 && is_within(softcap, kLeast, kLargest), "softcap is ", softcap,
+                      "; allowed: 0 (off) or a positive number from ", kLeast, " to ", kLargest);
+    FLASH_CHECK_VALUE(softcap == 0.0 || is_within(scale / softcap, kLeast, kLargest), "softmax_scale is ", scale,
+                      " and softcap is ", softcap,
+                      "; allowed: a quotient softmax_scale / softcap of 0 or of magnitude ", kLeast, " to ", kLargest);
+}
+
+}  // namespace
+
+at::ScalarType lse_dtype(const at::Tensor &q) {
+    return q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+void check_rank(const Named &x, int64_t rank, const char *shape) {
+    FLASH_CHECK_VALUE(x.tensor.dim() == rank, x.name, " has shape ", x.tensor.sizes(), " (", x.tensor.dim(),
+                      " dimensions); allowed: ", rank, " dimensions ", shape);
+}
+
+void check_dtype(const Named &x, const std::string &backend) {
+    const auto dtype = x.tensor.scalar_type();
+    const bool is_16bit = dtype == at::kHalf || dtype == at::kBFloat16;
+    const bool is_allowed = backend == "cpu"      ? is_16bit || dtype == at::kFloat || dtype == at::kDouble
+                            : backend == "triton" ? is_16bit || dtype == at::kFloat
+                                                  : is_16bit;
+    const char *allowed = backend == "cpu"      ? "float16, bfloat16, float32, float64"
+                          : backend == "triton" ? "float16, bfloat16, float32"
+                                                : "float16, bfloat16";
+    FLASH_CHECK_TYPE(is_allowed, x.name, " has dtype ", dtype, "; allowed on the ", backend, " backend: ", allowed);
+}
+
+void check_same_device(const Named &x, const at::Tensor &q) {
+    FLASH_CHECK_VALUE(x.tensor.device() == q.device(), x.name, " is on ", x.tensor.device(),
+                      "; allowed: the device of q, ", q.device());
+}
+
+void check_same_kind(const Named &x, const at::Tensor &q) {
+    FLASH_CHECK_TYPE(x.tensor.scalar_type() == q.scalar_type(), x.name, " has dtype ", x.tensor.scalar_type(),
+                     "; allowed: that of q, ", q.scalar_type());
+    check_same_device(x, q);
+}
+
+void check_last_dim_contiguous(const Named &x) {
+    FLASH_CHECK_VALUE(x.tensor.stride(-1) == 1 || x.tensor.size(-1) == 1 || x.tensor.numel() == 0, x.name,
+                      " has strides ", x.tensor.strides(),
+                      "; allowed: a contiguous last dimension (stride 1), for example ", x.name, ".contiguous()");
+}
+
+void check_same_size(const Named &x, const Named &like, int64_t dim, const char *dim_name) {
+    FLASH_CHECK_VALUE(x.tensor.size(dim) == like.tensor.size(dim), x.name, " has ", dim_name, " ", x.tensor.size(dim),
+                      " (shape ", x.tensor.sizes(), "); allowed: the ", dim_name, " of ", like.name, ", ",
+                      like.tensor.size(dim));
+}
+
+void check_at_most(const Named &x, int64_t dim, int64_t most, const char *dim_name) {
+    FLASH_CHECK_VALUE(x.tensor.size(dim) <= most, x.name, " has shape ", x.tensor.sizes(), "; allowed: ", dim_name,
+                      " up to ", most);
+}
+
+void check_heads(const Named &q, const Named &k, const Named &v) {
+    const int64_t headdim = q.tensor.size(-1), nheads = q.tensor.size(-2), nheads_k = k.tensor.size(-2);
+    FLASH_CHECK_VALUE(headdim >= 1 && headdim <= kMaxHeadDim, "q has headdim ", headdim, " (shape ", q.tensor.sizes(),
+                      "); allowed: 1 to ", kMaxHeadDim);
+    check_same_size(k, q, -1, "headdim");
+    check_same_size(v, q, -1, "headdim");
+    FLASH_CHECK_VALUE(v.tensor.size(-2) == nheads_k, v.name, " has ", v.tensor.size(-2), " heads (shape ",
+                      v.tensor.sizes(), "); allowed: the heads of ", k.name, ", ", nheads_k);
+    FLASH_CHECK_VALUE(nheads >= 1, "q has 0 heads (shape ", q.tensor.sizes(), "); allowed: at least 1");
+    FLASH_CHECK_VALUE(nheads_k >= 1, k.name, " has 0 heads (shape ", k.tensor.sizes(), "); allowed: at least 1");
+    FLASH_CHECK_VALUE(nheads % nheads_k == 0, "q has ", nheads, " heads and ", k.name, " has ", nheads_k,
+                      "; allowed: nheads of q a multiple of nheads of ", k.name);
+    check_at_most(q, -2, kMaxInt, "heads");
+}
+
+void check_same_shape(const Named &x, const Named &like) {
+    FLASH_CHECK_VALUE(x.tensor.sizes() == like.tensor.sizes(), x.name, " has shape ", x.tensor.sizes(),
+                      "; allowed: the shape of ", like.name, ", ", like.tensor.sizes());
+}
+
+void check_written(const Named &x, const Named &like, const at::Tensor &q) {
+    check_same_kind(x, q);
+    check_same_shape(x, like);
+    check_last_dim_contiguous(x);
+    FLASH_CHECK_VALUE(at::has_internal_overlap(x.tensor) != at::MemOverlap::Yes, x.name, " has strides ",
+                      x.tensor.strides(), " (shape ", x.tensor.sizes(),
+                      "); allowed: every element in memory of its own");
+}
+
+void check_no_overlap(const Named &written, const Named &other) {
+    const auto overlap = at::get_overlap_status(written.tensor, other.tensor);
+    FLASH_CHECK_VALUE(overlap != at::MemOverlapStatus::Full && overlap != at::MemOverlapStatus::Partial, written.name,
+                      " shares memory with ", other.name, "; allowed: memory of its own");
+}
+
+void check_alibi_slopes(const at::Tensor &slopes, const at::Tensor &q, int64_t batch) {
+    FLASH_CHECK_TYPE(slopes.scalar_type() == at::kFloat, "alibi_slopes has dtype ", slopes.scalar_type(),
+                     "; allowed: float32");
+    check_same_device({"alibi_slopes", slopes}, q);
+    const int64_t nheads = q.size(-2);
+    const std::vector<int64_t> per_head{nheads}, per_batch{batch, nheads};
+    FLASH_CHECK_VALUE(slopes.sizes() == per_head || slopes.sizes() == per_batch, "alibi_slopes has shape ",
+                      slopes.sizes(), "; allowed: [nheads] = ", list_of(per_head),
+                      " or [batch, nheads] = ", list_of(per_batch));
+    FLASH_CHECK_VALUE(slopes.stride(-1) == 1 || slopes.size(-1) == 1, "alibi_slopes has strides ", slopes.strides(),
+                      "; allowed: a contiguous last dimension (stride 1)");
+}
+
+void check_scalars(const Options &options, at::ScalarType dtype) {
+    for (const auto &[side, size] :
+         {std::pair{"left", options.window_size_left}, std::pair{"right", options.window_size_right}}) {
+        FLASH_CHECK_VALUE(size >= -1, "window_size has ", side, " ", size,
+                          "; allowed: -1 (unbounded) or at least 0 keys");
+    }
+    check_scale_and_softcap(options, dtype);
+}
+
+void check_index(const Named &x, const at::Tensor &q) {
+    FLASH_CHECK_TYPE(x.tensor.scalar_type() == at::kInt, x.name, " has dtype ", x.tensor.scalar_type(),
+                     "; allowed: int32");
+    check_same_device(x, q);
+}
+
+void check_block_table(const Named &table, const Named &pages, const at::Tensor &q, int64_t batch) {
+    check_index(table, q);
+    const int64_t page_size = pages.tensor.size(1);
+    FLASH_CHECK_VALUE(table.tensor.dim() == 2 && table.tensor.size(0) == batch, "block_table has shape ",
+                      table.tensor.sizes(), "; allowed: [batch, max_blocks] with batch ", batch);
+    FLASH_CHECK_VALUE(table.tensor.stride(1) == 1 || table.tensor.size(1) <= 1, "block_table has strides ",
+                      table.tensor.strides(), "; allowed: a contiguous last dimension (stride 1)");
+    FLASH_CHECK_VALUE(page_size >= 1, pages.name, " has pages of 0 keys (shape ", pages.tensor.sizes(),
+                      "); allowed: at least 1");
+    FLASH_CHECK_VALUE(table.tensor.size(1) <= kMaxRows / page_size, "block_table has shape ", table.tensor.sizes(),
+                      "; allowed: up to ", kMaxRows / page_size, " pages of ", page_size, " keys for each sequence");
+}
+
+bool may_read(const at::Tensor &x) {
+    return x.is_cpu() || is_switched_on("FLASH_ATTN_MINI_CHECK");
+}
+
+}  // namespace flash

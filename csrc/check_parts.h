@@ -1,0 +1,52 @@
+// The checks that calls of every kind share: one tensor, one option, one relation each. checks.cpp and
+// checks_kvcache.cpp put them together.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <limits>
+#include <string>
+
+#include "options.h"
+
+namespace flash {
+
+struct Named {
+    const char *name;
+    const at::Tensor &tensor;
+};
+
+constexpr int64_t kMaxInt = std::numeric_limits<int32_t>::max();
+constexpr int64_t kMaxRows = kMaxInt / 4;  // rows of a tensor: keeps distances below kFar of common/block_info.h
+
+void check_rank(const Named &x, int64_t rank, const char *shape);
+void check_dtype(const Named &x, const std::string &backend);
+void check_same_device(const Named &x, const at::Tensor &q);
+// Dtype and device of q.
+void check_same_kind(const Named &x, const at::Tensor &q);
+void check_same_size(const Named &x, const Named &like, int64_t dim, const char *dim_name);
+void check_same_shape(const Named &x, const Named &like);
+void check_at_most(const Named &x, int64_t dim, int64_t most, const char *dim_name);
+void check_last_dim_contiguous(const Named &x);
+
+// Head dim and heads of q, k and v.
+void check_heads(const Named &q, const Named &k, const Named &v);
+
+// A tensor that a kernel writes: the shape of `like`, the dtype and the device of q.
+void check_written(const Named &x, const Named &like, const at::Tensor &q);
+void check_no_overlap(const Named &written, const Named &other);
+
+// A tensor of lengths or indices: int32, on the device of q.
+void check_index(const Named &x, const at::Tensor &q);
+// int32 [batch, max_blocks]. pages: k or k_cache.
+void check_block_table(const Named &table, const Named &pages, const at::Tensor &q, int64_t batch);
+
+// True if values of x may be read on the host: CPU tensors, or FLASH_ATTN_MINI_CHECK=1 (synchronises).
+bool may_read(const at::Tensor &x);
+
+void check_alibi_slopes(const at::Tensor &slopes, const at::Tensor &q, int64_t batch);
+// Window, softmax_scale and softcap. dtype: of q.
+void check_scalars(const Options &options, at::ScalarType dtype);
+
+}  // namespace flash

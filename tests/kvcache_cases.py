@@ -1,0 +1,448 @@
+"""The cases of flash_attn_with_kvcache: a curated list, one reason to fail each, and random cases over all options."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .cases import make_slopes, store
+from .poison import LAYOUTS, poisoned
+
+POOL_FACTOR = 3  # pages in the pool for each page in use
+NO_PAGE = 1 << 30  # what block tables hold past the last page of a sequence
+LAYOUT_NAMES = [name for name in LAYOUTS if not name.startswith(("far", "expanded"))]
+MOST_ELEMENTS = 1 << 20  # of a random cache
+
+
+@dataclass(frozen=True)
+class KvCacheCase:
+    name: str
+    why: str
+    lengths: tuple[int, ...]  # keys of each sequence before the call, left padding included
+    capacity: int  # keys of a cache row; with pages rounded up to whole pages
+    seqlen_q: int = 1
+    seqlen_new: int | None = None  # None: the cache is only read
+    nheads: int = 4
+    nheads_k: int = 2
+    headdim: int = 64
+    page_size: int = 0  # 0: no pages
+    shared_pages: int = 0  # leading pages that all sequences share
+    leftpad: tuple[int, ...] | None = None
+    spare_rows: int = 0  # cache rows of nobody; above 0 cache_batch_idx is given
+    lengths_as: str = "tensor"  # cache_seqlens: "tensor", "int" (all lengths are equal) or "none" (the cache is full)
+    causal: bool = False
+    window_size: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    alibi: str | None = None  # "heads" or "batch"
+    softmax_scale: float | None = None
+    rotary_dim: int = 0  # 0: no rotation
+    rotary_interleaved: bool = True
+    num_splits: int = 0
+    split_keys: int = 0
+    layout: str = "bshd"  # of the caches, and of q, k and v; a key of poison.LAYOUTS
+    memory_gib: float = 0.0  # of the caches in a 16-bit dtype, if a laptop may not have it
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def batch(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def max_pages(self) -> int:
+        return -(-self.capacity // self.page_size)
+
+    @property
+    def keys(self) -> int:
+        """The capacity of a cache row."""
+        return self.max_pages * self.page_size if self.page_size else self.capacity
+
+    @property
+    def totals(self) -> tuple[int, ...]:
+        """Keys of each sequence after the call."""
+        return tuple(length + (self.seqlen_new or 0) for length in self.lengths)
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether the fields fit each other."""
+        if self.lengths_as == "none" and (self.seqlen_new is not None or set(self.lengths) != {self.keys}):
+            return False
+        if self.lengths_as == "int" and len(set(self.lengths)) > 1:
+            return False
+        if self.rotary_dim > (0 if self.seqlen_new is None else self.headdim):
+            return False
+        return max(self.totals) <= self.keys and (self.leftpad is None or len(self.leftpad) == self.batch)
+
+    @property
+    def shape(self) -> str:
+        fields = dataclasses.asdict(self).items()
+        return " ".join(f"{name}={value}" for name, value in fields if name not in ("name", "why", "memory_gib"))
+
+
+_case = KvCacheCase
+_MIXED = (5, 0, 130, 64, 199)
+_DECODE: dict[str, Any] = {"seqlen_new": 1, "causal": True}
+
+_LENGTHS = [
+    _case("decode", "one query and one new key, any lengths", _MIXED, 200, **_DECODE),
+    _case("read_only", "nothing is appended", _MIXED, 200),
+    _case("full", "without cache_seqlens the cache is full", (70, 70), 70, lengths_as="none", causal=True),
+    _case("int_length", "one length for all rows, known to the host", (33, 33, 33), 80, lengths_as="int", **_DECODE),
+    _case("int_zero", "an empty cache", (0, 0), 16, lengths_as="int", seqlen_new=3, seqlen_q=3, causal=True),
+    _case("no_keys", "rows without a key", (0, 0), 16, seqlen_q=2),
+    _case("to_the_end", "the new keys end with the cache", (63, 60), 64, seqlen_q=1, seqlen_new=1),
+    _case("prompt", "a prompt into an empty cache", (0, 0), 150, seqlen_q=130, seqlen_new=130, causal=True),
+    _case("chunk", "a chunk of a prompt behind another", (100, 17), 250, seqlen_q=65, seqlen_new=65, causal=True),
+    _case("speculative", "a few queries", (100, 1, 63), 128, seqlen_q=5, seqlen_new=5, nheads=8, causal=True),
+    _case("more_queries", "queries before the first key", (3, 0), 64, seqlen_q=20, seqlen_new=4, causal=True),
+    _case("fewer_queries", "more new keys than queries", (30, 8), 64, seqlen_q=2, seqlen_new=9, causal=True),
+    _case("no_new_keys", "k has no rows", (30, 8), 64, seqlen_new=0, rotary_dim=32),
+    _case("long", "many splits", (4000, 37), 4096, nheads=8, **_DECODE),
+    _case("one_row", "a batch of one", (600,), 1000, nheads=8, nheads_k=1, **_DECODE),
+]
+
+_HEADS = [
+    _case("mha", "as many key heads as query heads", _MIXED, 200, nheads_k=4, **_DECODE),
+    _case("mqa", "one key head", _MIXED, 200, nheads=8, nheads_k=1, **_DECODE),
+    _case("gqa_3", "three query heads per key head", _MIXED, 200, nheads=9, nheads_k=3, **_DECODE),
+    _case("gqa_chunk", "groups of five over several rows", (50, 3), 90, 7, 7, nheads=10, causal=True),
+] + [
+    _case(f"headdim_{d}", f"head dim {d}", (70, 0, 33), 100, nheads=16, headdim=d, **_DECODE)
+    for d in (1, 33, 40, 96, 128, 192, 200, 255, 256)
+]
+
+_ROWS = [
+    _case("leftpad", "the first keys are padding", (50, 9, 130), 140, leftpad=(7, 0, 129), **_DECODE),
+    _case("leftpad_all", "padding up to the last key", (50, 9), 140, leftpad=(51, 10), **_DECODE),
+    _case("leftpad_window", "padding and a window", (50, 90), 140, leftpad=(7, 64), window_size=(40, 3), seqlen_q=6),
+    _case("batch_idx", "cache rows in another order", _MIXED, 200, spare_rows=4, **_DECODE),
+    _case("batch_idx_leftpad", "both", (50, 9, 130), 140, spare_rows=2, leftpad=(3, 1, 0), **_DECODE),
+]
+
+_PAGES = [
+    _case(f"pages_{size}", why, (5, 0, 130, 64, 299), 300, page_size=size, **_DECODE)
+    for size, why in (
+        (1, "a page for each key"),
+        (7, "no tile is a multiple of the page"),
+        (16, "a common size"),
+        (64, "a tile"),
+        (100, "between tiles"),
+        (256, "larger than a tile"),
+        (300, "one page per row"),
+    )
+] + [
+    _case("pages_leftpad", "padding ends within a page", (50, 9, 99), 140, page_size=9, leftpad=(7, 0, 33), **_DECODE),
+    _case("pages_shared", "sequences with a common start", (70, 65, 97), 128, page_size=32, shared_pages=2, **_DECODE),
+    _case("pages_chunk", "new keys over several pages", (100, 17), 250, 65, 65, page_size=24, causal=True),
+    _case("pages_read_only", "a pool that is only read", (70, 0), 128, page_size=16, seqlen_q=3),
+    _case("pages_full", "every page of the table is full", (64, 64), 64, page_size=16, lengths_as="none"),
+    _case("pages_int", "one length for all rows", (40, 40), 64, page_size=8, lengths_as="int", **_DECODE),
+]
+
+_FEATURES = [
+    _case("window", "a band", _MIXED, 200, seqlen_q=9, window_size=(20, 5)),
+    _case("window_causal", "a sliding window", _MIXED, 200, seqlen_new=1, causal=True, window_size=(31, -1)),
+    _case("softcap", "capped scores", _MIXED, 200, softcap=3.0, **_DECODE),
+    _case("alibi", "slopes of the heads", _MIXED, 200, alibi="heads", **_DECODE),
+    _case("alibi_batch", "slopes of each sequence", _MIXED, 200, seqlen_q=4, alibi="batch", page_size=16),
+    _case("rotary", "GPT-J style, all features", _MIXED, 200, rotary_dim=64, **_DECODE),
+    _case("rotary_neox", "GPT-NeoX style, in part", _MIXED, 200, rotary_dim=32, rotary_interleaved=False, **_DECODE),
+    _case("rotary_full", "all queries at one position", (40, 3), 80, 5, 5, rotary_dim=48),
+    _case("rotary_window", "each query at its own position", (40, 3), 80, 5, 5, rotary_dim=16, window_size=(20, 4)),
+    _case("rotary_odd", "a head dim that is odd", (40, 3), 80, 5, 5, headdim=77, rotary_dim=64, causal=True),
+    _case("rotary_leftpad", "positions count the padding", (40, 9), 80, leftpad=(12, 9), rotary_dim=64, **_DECODE),
+    _case(
+        "together",
+        "rotary, window, softcap, ALiBi, padding, pages",
+        (90, 33, 150),
+        200,
+        seqlen_q=6,
+        seqlen_new=6,
+        headdim=72,
+        page_size=20,
+        leftpad=(5, 0, 41),
+        causal=True,
+        window_size=(60, -1),
+        softcap=8.0,
+        alibi="batch",
+        rotary_dim=48,
+        rotary_interleaved=False,
+    ),
+]  # fmt: skip
+
+_SPLITS = [
+    _case("splits_1", "no splits", _MIXED, 200, num_splits=1, **_DECODE),
+    _case("splits_3", "at most three", _MIXED, 200, num_splits=3, **_DECODE),
+    _case("splits_many", "more splits than tiles of keys", _MIXED, 200, num_splits=50, **_DECODE),
+    _case("split_keys", "splits of 48 keys", _MIXED, 200, split_keys=48, **_DECODE),
+    _case("split_keys_leftpad", "splits count from the padding", _MIXED, 220, split_keys=64, leftpad=(5, 0, 77, 3, 9)),
+    _case("split_keys_pages", "splits end within pages", _MIXED, 200, split_keys=40, page_size=16, seqlen_q=3),
+]
+
+_LAYOUTS = [
+    _case(f"layout_{layout}", "strides", (70, 0, 33), 100, 3, 3, headdim=d, causal=True, layout=layout)
+    for layout, d in (
+        ("bhsd", 64),
+        ("sbhd", 64),
+        ("packed", 64),
+        ("padded_dim", 40),
+        ("misaligned", 64),
+        ("odd_start", 64),
+        ("strided_rows", 64),
+    )
+] + [
+    _case("layout_pages_bhsd", "pages whose heads come first", (70, 33), 100, page_size=16, layout="bhsd", **_DECODE),
+    _case("layout_pages_packed", "keys and values in one pool", (70, 9), 100, page_size=16, layout="packed", **_DECODE),
+]  # fmt: skip
+
+KVCACHE_CASES: list[KvCacheCase] = [*_LENGTHS, *_HEADS, *_ROWS, *_PAGES, *_FEATURES, *_SPLITS, *_LAYOUTS]
+BY_NAME = {case.name: case for case in KVCACHE_CASES}
+SMALL_KVCACHE_CASES = [c for c in KVCACHE_CASES if c.keys <= 300 and c.seqlen_q <= 20]
+
+# Offsets of more than 31 bits: cache rows, or keys, so far apart that the last one begins past 2^31.
+LARGE_KVCACHE_CASES: list[KvCacheCase] = [
+    _case("far_batches", "row * batch_stride passes 2^31", (40, 90), 100, layout="far_batches", memory_gib=4.1),
+    _case("far_rows", "key * row_stride passes 2^31", (190,), 192, layout="far_rows", memory_gib=6.1, **_DECODE),
+    _case("far_pages", "page * page_stride", (1,), 2, 1, 1, page_size=2, layout="far_batches", memory_gib=8.1),
+]  # fmt: skip
+
+
+# ---- random cases ---------------------------------------------------------------------------------------------------
+
+
+def random_kvcache(draw: random.Random) -> KvCacheCase:
+    """A case with any of the options; each is on in a third of the cases or so."""
+    nheads_k = draw.choice((1, 1, 2, 3, 4))
+    nheads = nheads_k * draw.choice((1, 1, 2, 3, 4, 8))
+    headdim = draw.choice((8 * draw.randint(1, 32), draw.randint(1, 256), 64, 128))
+    batch = draw.choice((1, 2, 3, 5))
+    seqlen_q = draw.choice((1, 1, draw.randint(2, 16), draw.randint(1, 130)))
+    while batch * nheads * seqlen_q * headdim < 256:  # over few elements PyTorch's error may be small by chance
+        nheads, nheads_k = 2 * nheads, 2 * nheads_k
+    seqlen_new = draw.choice((None, None, seqlen_q, seqlen_q, draw.randint(0, 40), 0))
+    paged = draw.random() < 0.5
+    page_size = draw.choice((1, 16, 64, 256, draw.randint(1, 300), draw.randint(1, 40))) if paged else 0
+    room = draw.choice((0, draw.randint(0, 40), draw.randint(0, 200), draw.randint(0, 700)))
+    rows = batch * (POOL_FACTOR if paged else 1)
+    room = min(room, MOST_ELEMENTS // (rows * nheads_k * headdim))
+    capacity = max((seqlen_new or 0) + room, 1)
+    room = capacity - (seqlen_new or 0)
+
+    lengths_as = draw.choice(("tensor", "tensor", "tensor", "int", "none"))
+    if lengths_as == "none" and seqlen_new is not None:
+        lengths_as = "tensor"
+    if lengths_as == "none":
+        full = -(-capacity // page_size) * page_size if paged else capacity
+        lengths: tuple[int, ...] = (full,) * batch
+    elif lengths_as == "int":
+        lengths = (draw.choice((0, room, draw.randint(0, room))),) * batch
+    else:
+        lengths = tuple(
+            draw.choice((0, room, draw.randint(0, room), draw.randint(0, min(room, 20)))) for _ in range(batch)
+        )
+    leftpad = None
+    if draw.random() < 0.3:
+        leftpad = tuple(draw.choice((0, draw.randint(0, n), n + (seqlen_new or 0))) for n in lengths)
+
+    def side() -> int:
+        return draw.choice((-1, 0, draw.randint(1, 20), draw.randint(20, 300)))
+
+    rotates = seqlen_new is not None and headdim >= 16 and draw.random() < 0.5
+    split_keys = draw.choice((16, 64, draw.randint(16, 300))) if draw.random() < 0.2 else 0
+    return KvCacheCase(
+        name="random",
+        why="drawn at random",
+        lengths=lengths,
+        capacity=capacity,
+        seqlen_q=seqlen_q,
+        seqlen_new=seqlen_new,
+        nheads=nheads,
+        nheads_k=nheads_k,
+        headdim=headdim,
+        page_size=page_size,
+        leftpad=leftpad,
+        spare_rows=draw.randint(1, batch + 2) if not paged and draw.random() < 0.4 else 0,
+        lengths_as=lengths_as,
+        causal=draw.random() < 0.5,
+        window_size=(side(), side()) if draw.random() < 0.3 else (-1, -1),
+        softcap=draw.choice((0.5, 5.0, 30.0)) if draw.random() < 0.25 else 0.0,
+        alibi=draw.choice((None, None, "heads", "batch")),
+        softmax_scale=draw.choice((None, None, draw.uniform(0.01, 0.5))),
+        rotary_dim=16 * draw.randint(1, headdim // 16) if rotates else 0,
+        rotary_interleaved=draw.random() < 0.5,
+        num_splits=0 if split_keys else draw.choice((0, 0, 1, draw.randint(2, 20))),
+        split_keys=split_keys,
+        layout=draw.choice(LAYOUT_NAMES),
+    )
+
+
+def simpler_kvcache(case: KvCacheCase) -> Iterator[KvCacheCase]:
+    """Cases that differ from this one in one simpler or smaller field."""
+    return (other for other in _changed(case) if other.is_possible)
+
+
+def _changed(case: KvCacheCase) -> Iterator[KvCacheCase]:
+    for field in dataclasses.fields(case):
+        if field.default is not dataclasses.MISSING and field.name not in ("seqlen_q", "nheads", "nheads_k", "headdim"):
+            yield dataclasses.replace(case, **{field.name: field.default})
+    for b in range(case.batch if case.batch > 1 else 0):
+        leftpad = case.leftpad if case.leftpad is None else case.leftpad[:b] + case.leftpad[b + 1 :]
+        yield dataclasses.replace(case, lengths=case.lengths[:b] + case.lengths[b + 1 :], leftpad=leftpad)
+    if case.leftpad is None:
+        yield dataclasses.replace(case, lengths=tuple(n // 2 for n in case.lengths))
+        yield dataclasses.replace(case, capacity=max(*case.totals, 1))
+    if case.nheads > case.nheads_k:
+        yield dataclasses.replace(case, nheads=case.nheads_k)
+    if case.nheads_k > 1 and case.nheads == case.nheads_k:
+        yield dataclasses.replace(case, nheads=1, nheads_k=1)
+    if case.seqlen_q > 1:
+        yield dataclasses.replace(case, seqlen_q=case.seqlen_q // 2)
+    for headdim in (16, 64):
+        if headdim < case.headdim:
+            yield dataclasses.replace(case, headdim=headdim)
+
+
+# ---- the tensors of a case ------------------------------------------------------------------------------------------
+
+
+@dataclass
+class CacheCall:
+    """The tensors of a case, in buffers full of poison."""
+
+    case: KvCacheCase
+    q: Tensor  # [batch, seqlen_q, nheads, headdim]
+    k_cache: Tensor  # [batch_cache, capacity, nheads_k, headdim], or [num_pages, page_size, nheads_k, headdim]
+    v_cache: Tensor
+    new: tuple[Tensor, Tensor] | tuple[None, None]  # k and v
+    lengths: Tensor | int | None  # cache_seqlens
+    cache_batch_idx: Tensor | None
+    cache_leftpad: Tensor | None
+    block_table: Tensor | None
+    rotary: tuple[Tensor, Tensor] | tuple[None, None]  # cos and sin
+    alibi_slopes: Tensor | None
+
+    @property
+    def tensors(self) -> tuple[Any, ...]:
+        """The first five arguments."""
+        return self.q, self.k_cache, self.v_cache, *self.new
+
+    @property
+    def definition(self) -> dict[str, Any]:
+        """The other arguments that define the result, as the function and the reference take them."""
+        return {
+            "rotary_cos": self.rotary[0],
+            "rotary_sin": self.rotary[1],
+            "cache_seqlens": self.lengths,
+            "cache_batch_idx": self.cache_batch_idx,
+            "cache_leftpad": self.cache_leftpad,
+            "block_table": self.block_table,
+            "softmax_scale": self.case.softmax_scale,
+            "causal": self.case.causal,
+            "window_size": self.case.window_size,
+            "softcap": self.case.softcap,
+            "rotary_interleaved": self.case.rotary_interleaved,
+            "alibi_slopes": self.alibi_slopes,
+        }
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The other arguments of the function."""
+        return {**self.definition, "num_splits": self.case.num_splits, "split_keys": self.case.split_keys}
+
+    def slots(self, b: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """The first two indices into a cache of keys ``start .. stop - 1`` of sequence b."""
+        key = torch.arange(start, stop, device=self.q.device)
+        if self.block_table is not None:
+            return self.block_table[b].long()[key // self.case.page_size], key % self.case.page_size
+        row = b if self.cache_batch_idx is None else int(self.cache_batch_idx[b])
+        return torch.full_like(key, row), key
+
+    def visible(self, b: int) -> tuple[Tensor, Tensor]:
+        """`slots` of the keys after the call, without the left padding."""
+        return self.slots(b, 0 if self.case.leftpad is None else self.case.leftpad[b], self.case.totals[b])
+
+    def appended(self, b: int) -> tuple[Tensor, Tensor]:
+        """`slots` of the new keys."""
+        return self.slots(b, self.case.lengths[b], self.case.totals[b])
+
+
+def integers(values: Any, device: str) -> Tensor:
+    """int32 ``[n]``, surrounded by numbers far outside of any tensor."""
+    buffer = torch.tensor([NO_PAGE] * 4 + list(values) + [NO_PAGE] * 4, dtype=torch.int32, device=device)
+    return buffer[4:-4]
+
+
+def _block_table(case: KvCacheCase, draw: torch.Generator) -> tuple[Tensor, int]:
+    """A permuted block table, whose unused entries are no pages, and the number of pages in the pool."""
+    pool = POOL_FACTOR * case.batch * case.max_pages
+    numbers = torch.randperm(pool, generator=draw)[: case.batch * case.max_pages]
+    if case.layout.startswith("far"):
+        numbers = pool - 1 - torch.arange(case.batch * case.max_pages)
+    table = numbers.view(case.batch, case.max_pages).int()
+    table[:, : case.shared_pages] = table[:1, : case.shared_pages]
+    for b, total in enumerate(case.totals):
+        table[b, -(-total // case.page_size) :] = NO_PAGE if b % 2 else -7
+    return table, pool
+
+
+def make_call(case: KvCacheCase, dtype: torch.dtype, device: str, seed: int) -> CacheCall:
+    """The same seed gives the same values everywhere. What belongs to nobody is NaN."""
+    draw = torch.Generator().manual_seed(seed)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+
+    def alloc(shape: tuple[int, ...]) -> Tensor:
+        return poisoned(shape, dtype, device, math.nan)
+
+    def random_(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw, dtype=wide).to(device, dtype)
+
+    per_key, layout = (case.nheads_k, case.headdim), LAYOUTS[case.layout]
+    near = LAYOUTS["bshd" if case.layout.startswith("far") else case.layout]
+    q_shape = (case.batch, case.seqlen_q, case.nheads, case.headdim)
+    q, k, v = near(alloc, q_shape, (case.batch, case.seqlen_new or 0, *per_key))
+    for x in (q, k, v):
+        store(x, random_(*x.shape))
+
+    table, batch_idx, rows = None, None, case.batch
+    if case.page_size:
+        table, rows = _block_table(case, draw)
+        table = integers(table.flatten().tolist(), device).view(table.shape)
+    elif case.spare_rows:
+        rows += case.spare_rows
+        batch_idx = integers(torch.randperm(rows, generator=draw)[: case.batch].tolist(), device)
+    no_q = (rows, case.page_size or case.keys, 1, 1) if case.layout.startswith("far") else (1, 0, 1, 1)
+    _, k_cache, v_cache = layout(alloc, no_q, (rows, case.page_size or case.keys, *per_key))
+
+    cos = sin = None
+    if case.rotary_dim:
+        positions = case.keys + max(case.seqlen_q - (case.seqlen_new or 0), 0) + seed % 3
+        angles = torch.rand(positions, case.rotary_dim // 2, generator=draw, dtype=wide) * 6.0
+        cos, sin = (poisoned(tuple(angles.shape), dtype, device).copy_(f(angles)) for f in (torch.cos, torch.sin))
+    lengths = {"tensor": integers(case.lengths, device), "int": case.lengths[0] if case.lengths else 0, "none": None}
+    call = CacheCall(
+        case,
+        q,
+        k_cache,
+        v_cache,
+        (None, None) if case.seqlen_new is None else (k, v),
+        lengths[case.lengths_as],
+        batch_idx,
+        None if case.leftpad is None else integers(case.leftpad, device),
+        table,
+        (None, None) if cos is None or sin is None else (cos, sin),
+        make_slopes(case.alibi, case.batch, case.nheads, device),
+    )
+    for b in range(case.batch):
+        start = 0 if case.leftpad is None else min(case.leftpad[b], case.lengths[b])
+        slots = call.slots(b, start, case.lengths[b])
+        for cache in (k_cache, v_cache):
+            cache[slots] = random_(case.lengths[b] - start, *per_key)
+    return call
