@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from flash_attn_mini.bert_padding import index_first_axis, index_put_first_axis
 from flash_attn_mini.flash_attn_interface import flash_attn_func, flash_attn_varlen_func
+from flash_attn_mini.kvcache import flash_attn_with_kvcache
 
-from .transformers_masks import Layout, Seen, layout_of, seen_of
+from .transformers_masks import Layout, Seen, decoding_layout_of, layout_of, seen_of
 
 ATTENTION_NAME = "attn_mini"
 
@@ -136,8 +137,10 @@ def attention(
     q, k, v = (states.transpose(1, 2) for states in (query, key, value))
     causal = bool(is_causal if is_causal is not None else getattr(module, "is_causal", True))
     layout = _layout(attention_mask, q, k, causal, sliding_window)
+    is_packed = cu_seq_lens_q is not None or cu_seq_lens_k is not None
+    if layout.is_decoding and (is_packed or dropout or _records_gradients(q, k, v)):
+        layout = layout.packed(q.shape[0])
     options: dict[str, Any] = {
-        "dropout_p": dropout,
         "softmax_scale": scaling,
         "causal": layout.right == 0,
         "window_size": (layout.left, layout.right),
@@ -148,8 +151,13 @@ def attention(
     v_headdim = v.shape[-1]
     if v_headdim < q.shape[-1]:  # q, k and v of the kernels share one head dim
         v = F.pad(v, (0, q.shape[-1] - v_headdim))
+    if layout.is_decoding:
+        options |= {"cache_seqlens": layout.cache_seqlens, "cache_leftpad": layout.cache_leftpad}
+        return cast(Tensor, flash_attn_with_kvcache(q, k, v, **options))[..., :v_headdim], None
+
+    options["dropout_p"] = dropout
     lengths = layout.lengths
-    if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
+    if is_packed:
         if cu_seq_lens_q is None or cu_seq_lens_k is None:
             raise _lacking("cu_seq_lens_q without cu_seq_lens_k, or the other way round")
         if layout.indices_q is not None or layout.indices_k is not None:
@@ -210,7 +218,8 @@ def attention_mask(
 
     seen = seen_of(mask_function)
     if seen is not None:
-        layout = layout_of(seen, batch_size, q_length or 0, kv_length, int(q_offset), kv_offset, attention_mask)
+        place_and_padding = (batch_size, q_length or 0, kv_length, q_offset, kv_offset, attention_mask)
+        layout = decoding_layout_of(seen, *place_and_padding) or layout_of(seen, *place_and_padding)
         if layout is not None:
             return layout
     kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
@@ -236,6 +245,10 @@ def _records_attentions() -> bool:
     return recorded is not None and any(key.endswith("attentions") for key in recorded)
 
 
+def _records_gradients(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
 def _layout(mask: Layout | Tensor | None, q: Tensor, k: Tensor, causal: bool, sliding_window: int | None) -> Layout:
     """The layout of a mask of any form, or of the layer's causal and sliding_window without one."""
     batch, q_length = q.shape[:2]
@@ -246,12 +259,13 @@ def _layout(mask: Layout | Tensor | None, q: Tensor, k: Tensor, causal: bool, sl
                 f"a mask for {mask.q_length} queries and {mask.kv_length} keys in a layer that has {q_length} and "
                 f"{kv_length}"
             )
-        return mask if mask.lengths is None or mask.lengths[0].device == q.device else mask.to(q.device)
+        return mask if mask.device in (None, q.device) else mask.to(q.device)
     if mask is not None and mask.ndim != 2:
         return Layout(q_length, kv_length, kv_length, -1, 0 if _causal_of(mask, q_length, kv_length) else -1)
     window = -1 if sliding_window is None else sliding_window - 1  # keys beside the query's own
     seen = Seen(left=window, right=0 if causal else window)
-    layout = layout_of(seen, batch, q_length, kv_length, kv_length - q_length, 0, mask)
+    place_and_padding = (batch, q_length, kv_length, kv_length - q_length, 0, mask)
+    layout = decoding_layout_of(seen, *place_and_padding) or layout_of(seen, *place_and_padding)
     if layout is None:
         raise _lacking("a padding mask with holes in a layer with a sliding window")
     return layout
