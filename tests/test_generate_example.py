@@ -21,12 +21,11 @@ from .one_thread import one_thread  # noqa: F401
 SMALL = replace(train_char_gpt.SIZES["cpu"], layers=2, width=64, heads=2, context=64, batch=3)
 
 
-def random_model() -> train_char_gpt.GPT:
-    torch.manual_seed(5)
+def random_model(draw: torch.Generator) -> train_char_gpt.GPT:
     model = train_char_gpt.GPT(40, SMALL, train_char_gpt.attend_with_flash_attn_mini("cpu"))
     for parameter in model.parameters():
         if parameter.ndim == 2:
-            nn.init.normal_(parameter, std=0.3)  # so that attention is far from uniform
+            nn.init.normal_(parameter, std=0.3, generator=draw)  # so that attention is far from uniform
     return model.double().eval()
 
 
@@ -36,17 +35,17 @@ def written(model: train_char_gpt.GPT, prompt: Tensor, length: int) -> tuple[Ten
 
 
 @pytest.mark.parametrize("prompt_length", [1, 10])
-def test_text_with_the_cache_equals_text_without(prompt_length: int) -> None:
+def test_text_with_the_cache_equals_text_without(prompt_length: int, draw: torch.Generator) -> None:
     """In float64, where rounding does not decide between two characters."""
-    prompt = torch.randint(40, (3, prompt_length))
-    cached, plain = written(random_model(), prompt, SMALL.context - prompt_length)
+    prompt = torch.randint(40, (3, prompt_length), generator=draw)
+    cached, plain = written(random_model(draw), prompt, SMALL.context - prompt_length)
     assert cached.shape == (3, SMALL.context)
     assert torch.equal(cached[:, :prompt_length], prompt)
     assert torch.equal(cached, plain)
     assert len(cached.unique()) > 5, "the text is one character over and over"
 
 
-def test_text_without_rotation_of_the_cache_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_without_rotation_of_the_cache_differs(monkeypatch: pytest.MonkeyPatch, draw: torch.Generator) -> None:
     """The comparison above can fail."""
     attend = example.flash_attn_with_kvcache
 
@@ -54,7 +53,7 @@ def test_text_without_rotation_of_the_cache_differs(monkeypatch: pytest.MonkeyPa
         return attend(*tensors, **options)
 
     monkeypatch.setattr(example, "flash_attn_with_kvcache", unrotated)
-    cached, plain = written(random_model(), torch.randint(40, (3, 10)), 50)
+    cached, plain = written(random_model(draw), torch.randint(40, (3, 10), generator=draw), 50)
     assert not torch.equal(cached, plain)
 
 
