@@ -152,3 +152,18 @@ def test_dropout_behind_cached_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k = torch.randn(1, 2, 1, 8), torch.randn(1, 2, 5, 8)
     integration.attention(torch.nn.Module(), q, k, k, None, dropout=0.25)
     assert seen["dropout_p"] == 0.25
+
+
+def test_static_cache_is_compiled_once() -> None:
+    """As on a GPU, where generate() compiles the model for a static cache: lengths that grow compile nothing anew."""
+    from torch._dynamo.utils import counters
+    from transformers.generation.configuration_utils import CompileConfig
+
+    compiled = CompileConfig(fullgraph=True, backend="eager", mode=None)
+    compiled._compile_all_devices = True
+    torch._dynamo.reset()
+    counters.clear()
+    options = {"attention_mask": padding("left"), "max_new_tokens": NEW, "do_sample": False}
+    ours = make("llama").generate(tokens(), cache_implementation="static", compile_config=compiled, **options)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert torch.equal(ours, make("llama", "eager").generate(tokens(), **options))

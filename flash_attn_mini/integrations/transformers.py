@@ -40,8 +40,13 @@ def register(name: str = ATTENTION_NAME) -> str:
     Models keep their device and dtype. The backend is chosen as for any call (`flash_attn_mini.use_backend`,
     `FLASH_ATTN_MINI_BACKEND`, else by device). Batches may be padded on either side, or hold several sequences in a row
     (`position_ids` that start again, or `cu_seq_lens_q`). Grouped heads, sliding windows, softcap and attention dropout
-    come from the model's configuration; softcap with dropout is an error. Generation uses transformers' caches.
+    come from the model's configuration; softcap with dropout is an error.
     Under a causal mask or a window, the attention output of padding is 0 and is not computed.
+
+    Generation uses transformers' caches. After the prompt, each step runs `flash_attn_with_kvcache` on the cache as it
+    is, without a copy, also for batches padded on the left. A static cache gives its length as a tensor, so that no
+    step waits for the GPU and a compiled model is compiled once. With a static cache on a GPU, padding elsewhere than
+    on the left ends in a device-side assertion. Other caches and the CPU allow it: the keys are then packed.
 
     The model's forward raises NotImplementedError for attention sinks, position biases, masks of any other pattern, and
     `output_attentions=True`. Before transformers 5, some models (GPT-2) do not pass `output_attentions` on: they return
@@ -187,7 +192,8 @@ def attention_mask(
 ) -> Layout | Tensor:
     """The mask of all layers, as transformers' AttentionMaskInterface calls it.
 
-    A padding mask is read on the host, once per forward, which synchronises with the GPU.
+    A padding mask is read on the host, once per forward, which synchronises with the GPU; not so for one query for each
+    row behind a static cache.
 
     Args:
         batch_size: The number of rows.
