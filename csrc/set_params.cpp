@@ -173,6 +173,10 @@ Flash_fwd_params set_params_kvcache(const KvCacheTensors &tensors, const KvCache
         cache.rotary_seqlen = static_cast<int>(tensors.rotary_cos.size(0));
         cache.rotary_dim = static_cast<int>(2 * tensors.rotary_cos.size(1));
         cache.is_rotary_interleaved = args.is_rotary_interleaved;
+        // As the call says it: a window wider than the cache is none in params, and still gives each query its
+        // position.
+        cache.is_rotary_by_query =
+            args.options.is_causal || args.options.window_size_left >= 0 || args.options.window_size_right >= 0;
         cache.q_input = tensor_ref(tensors.q);
     }
     cache.num_splits = static_cast<int>(args.num_splits);

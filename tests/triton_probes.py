@@ -1,4 +1,4 @@
-"""Kernels that call the device functions of the Triton backend one by one, for test_triton_features.py."""
+"""Kernels that call the device functions of the Triton backend one by one, for test_triton_*.py."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from flash_attn_mini.backends.triton.sequences import find_block
+from flash_attn_mini.backends.triton.splits import find_split
 from flash_attn_mini.backends.triton.visible import visible_keys, visible_queries
 
 
@@ -48,3 +49,22 @@ def visible_queries_probe(
     tl.store(ranges + 4 * tl.program_id(0) + 1, full_begin)
     tl.store(ranges + 4 * tl.program_id(0) + 2, full_end)
     tl.store(ranges + 4 * tl.program_id(0) + 3, m_end)
+
+
+@triton.jit
+def find_split_probe(
+    found, cache_seqlens, capacity, batch, seqlen_q, window_left, units_per_sequence, split_keys, target_units,
+    FIXED_UNITS: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """found [units, 6]: what find_split returns."""
+    unit = tl.program_id(0)
+    cache = (cache_seqlens, 0, 0, None, capacity)
+    sequence, split, num_splits, begin, end, slot = find_split(
+        unit, cache, batch, seqlen_q, window_left, units_per_sequence, split_keys, target_units, FIXED_UNITS, BLOCK_N
+    )
+    tl.store(found + 6 * unit, sequence)
+    tl.store(found + 6 * unit + 1, split)
+    tl.store(found + 6 * unit + 2, num_splits)
+    tl.store(found + 6 * unit + 3, begin)
+    tl.store(found + 6 * unit + 4, end)
+    tl.store(found + 6 * unit + 5, slot)

@@ -59,7 +59,7 @@ private:
     }
 
     void rotate_query(int bidb, int64_t query) const {
-        const int64_t position = cache_seqlen(cache_, bidb) + (params_.is_causal || params_.is_local() ? query : 0);
+        const int64_t position = cache_seqlen(cache_, bidb) + (cache_.is_rotary_by_query ? query : 0);
         for (int head = 0; head < params_.h; ++head) {
             rotate(at(cache_.q_input, bidb, query, head), at(params_.q, bidb, query, head), position);
         }

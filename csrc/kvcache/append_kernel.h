@@ -98,9 +98,9 @@ __global__ void __launch_bounds__(kAppendThreads) append_kv_kernel(const __grid_
     const int bidh = static_cast<int>(index % heads), row = static_cast<int>(index / heads % length),
               bidb = static_cast<int>(index / heads / length);
     const int before = cache_seqlen(cache, bidb);
-    if (is_query) {  // causal or windowed: query i is at the position of new key i; else all are at that of the first
+    if (is_query) {
         rotate_row(params, source_row(cache.q_input, bidb, row, bidh), source_row(params.q, bidb, row, bidh),
-                   before + (params.is_local() ? row : 0));
+                   before + (cache.is_rotary_by_query ? row : 0));
         return;
     }
     Element *target = cache_row<Element>(params, is_value ? params.v : params.k, bidb, bidh, int64_t(before) + row);

@@ -53,7 +53,7 @@ BACKENDS: dict[str, Backend] = {
         name,
         module.forward,
         module.backward,
-        getattr(module, "forward_kvcache", None),  # type: ignore[arg-type]  # until triton has it
+        module.forward_kvcache,
         module.unavailable_reason,
     )
     for name, module in (("cuda", cuda), ("triton", triton), ("cpu", cpu))

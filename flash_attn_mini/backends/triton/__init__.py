@@ -1,8 +1,9 @@
 """The Triton backend: forward, backward, and whether it runs on a device.
 
-The chains: torch.ops.flash_attn_mini._flash_attn_forward -> forward (here) -> launch.forward -> flash_fwd_kernel, and
+The chains: torch.ops.flash_attn_mini._flash_attn_forward -> forward (here) -> launch.forward -> flash_fwd_kernel;
 torch.ops.flash_attn_mini._flash_attn_backward -> backward (here) -> launch_bwd.backward -> flash_bwd_dq_kernel, then
-flash_bwd_dkv_kernel. The compiled extension checks the arguments, draws rng_state and computes S_dmask. The launchers
+flash_bwd_dkv_kernel; torch.ops.flash_attn_mini._flash_attn_kvcache_forward -> forward_kvcache (here) -> kvcache.py. The
+compiled extension checks the arguments, draws rng_state and computes S_dmask. The launchers
 and kernels need only torch and Triton, which is imported at the first call.
 """
 
@@ -17,11 +18,11 @@ from typing import Any
 
 import torch
 
-from ...options import Options, Sequences
+from ...options import KvCache, Options, Sequences
 from .. import extension
 from ..extension import FourTensors, Gradients
 
-__all__ = ["backward", "forward", "kernels_unavailable_reason", "unavailable_reason"]
+__all__ = ["backward", "forward", "forward_kvcache", "kernels_unavailable_reason", "unavailable_reason"]
 
 MIN_CAPABILITY = (8, 0)
 MIN_VERSION = (3, 4)  # TensorDescriptor, and autotuning results kept on disk
@@ -81,6 +82,26 @@ def forward(
     if options.return_softmax and drops:
         S_dmask = extension.s_dmask(q, k, rng_state, sequences, options)
     return out, softmax_lse, S_dmask, rng_state
+
+
+def forward_kvcache(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, cache: KvCache, options: Options
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Check the arguments, append to the caches in place, then run the Triton kernels: (out, softmax_lse).
+
+    out has the strides of ``torch.empty_like(q)``. Nothing waits for the GPU. With split_keys or num_splits the scratch
+    of partial results grows with the capacity of the cache or with num_splits, otherwise it is bounded.
+    """
+    extension.check_kvcache(q, k_cache, v_cache, cache, options, "triton")
+    from . import kvcache
+
+    readable = KvCache(*(x.resolve_neg() if isinstance(x, torch.Tensor) else x for x in cache))
+    caches = k_cache.resolve_neg(), v_cache.resolve_neg()
+    result = kvcache.forward_kvcache(q.resolve_neg(), *caches, readable, _readable(options))
+    for given, written in zip((k_cache, v_cache), caches, strict=True):
+        if written is not given:
+            given.copy_(written)
+    return result
 
 
 def backward(

@@ -61,6 +61,11 @@ class Call:
         return self.sequences.max_seqlen_q, self.sequences.max_seqlen_k
 
     @property
+    def key_rows(self) -> int:
+        """Rows of k and v, as the forward kernel's seqlen_k."""
+        return self.k.shape[1]
+
+    @property
     def begin_row(self) -> int:
         """Equal lengths: the first row that sees a key."""
         if not self.causal and self.window is None:
@@ -115,7 +120,7 @@ class Call:
         if self.window is not None:
             arguments["window_left"], arguments["window_right"] = self.window
         if self.modifies_scores:
-            arguments["SCORE_MOD"], arguments["score_mod"] = True, self._score_mod()
+            arguments["SCORE_MOD"], arguments["score_mod"] = True, self.score_mod()
         if self.options.dropout_p > 0:
             assert self.rng_state is not None, "dropout needs rng_state"
             arguments["rng_state"] = self.rng_state.contiguous()
@@ -123,7 +128,7 @@ class Call:
             arguments["keep_scale"] = 1.0 / (1.0 - self.options.dropout_p)
         return arguments
 
-    def _score_mod(self) -> tuple[float | None, torch.Tensor | None, int | None]:
+    def score_mod(self) -> tuple[float | None, torch.Tensor | None, int | None]:
         """The tuple of score_mod.py: softcap * log2(e), ALiBi slopes, and 1 if the slopes are [batch, nheads]."""
         softcap = self.options.softcap * LOG2_E if self.options.softcap > 0 else None
         slopes = self.options.alibi_slopes

@@ -61,6 +61,24 @@ class Tables:
         return int(rows * block_d * itemsize) + 2048
 
 
+# Split-KV, by head dim: keys of a step and pipeline stages. 96 KB of K and V in flight leave two CTAs to an SM.
+SPLITKV_STEPS = {64: (128, 3), 128: (64, 3), 256: (32, 3)}
+
+
+def splitkv_configs(block_m: int, block_d: int, itemsize: int, shared_memory_limit: int) -> list[triton.Config]:
+    """The configurations of the split-KV kernel for a tile of ``block_m`` rows, the most likely first."""
+    block_n, num_stages = SPLITKV_STEPS[min(max(block_d, 64), 256)]
+    num_warps = 8 if block_m == 128 else 4
+    configs = [tile(block_m, block_n, num_warps, stages, tma=False) for stages in range(num_stages, 0, -1)]
+    fitting = [c for c in configs if FORWARD.shared_memory(c, block_d, itemsize) <= shared_memory_limit]
+    return fitting or configs[-1:]
+
+
+def splitkv_programs_per_sm(block_m: int) -> int:
+    """Programs for each SM that the splits of a call aim at: four waves of two CTAs, fewer with larger tiles."""
+    return max(2, min(8, 256 // block_m))
+
+
 FORWARD = Tables(
     hopper={
         64: [

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from .dropout import dropout_stream, keep_tile
 from .score_mod import head_slope, modified_logits
-from .sequences import find_block, load_keys, paged_length, sequence_rows
+from .sequences import cache_row, cached_keys, find_block, load_keys, paged_length, sequence_rows
 from .tiles import assigned_block, from_row, load_rows, store_rows
 from .visible import visible_keys
 
@@ -89,6 +89,7 @@ def attend_blocks(
 NOT_SPECIALIZED = [
     "seqlen_q", "seqlen_k", "batch_heads", "nheads", "heads_per_kv", "heads_per_group",
     "num_sequences", "max_pages", "num_pages", "page_size", "window_left", "window_right", "threshold",
+    "cache_seqlen", "seqlen_new", "batch_cache",
 ]  # fmt: skip
 
 
@@ -128,6 +129,13 @@ def flash_fwd_kernel(
     rng_state=None,  # [2] int64: seed and offset; None: no dropout
     threshold=None,  # see keep_tile
     keep_scale=None,  # 1 / (1 - dropout_p)
+    HAS_CACHE: tl.constexpr = False,  # k and v are KV caches, and seqlen_k is the capacity: see cached_keys
+    cache_seqlens=None,
+    cache_seqlen=None,
+    seqlen_new=None,
+    cache_leftpad=None,
+    cache_batch_idx=None,
+    batch_cache=None,
 ):
     """Grid: cdiv(seqlen_q, BLOCK_M) * batch * nheads programs; variable length: see find_block, times nheads."""
     # The rows and the head of this program.
@@ -156,7 +164,19 @@ def flash_fwd_kernel(
             v = from_row(v, k_begin)
         else:
             seqlen_k = paged_length(cu_seqlens[1], sequence, max_pages, page_size)
-            pages = (block_table + sequence.to(tl.int64) * max_pages, num_pages, page_size)
+            pages = (block_table + sequence.to(tl.int64) * max_pages, num_pages, page_size, 0)
+    batch_k = batch
+    if HAS_CACHE:
+        num_sequences = batch_heads // nheads
+        k_begin, seqlen_k = cached_keys(
+            cache_seqlens, cache_seqlen, seqlen_new, cache_leftpad, seqlen_k, sequence, num_sequences
+        )
+        if block_table is None:
+            batch_k = cache_row(cache_batch_idx, batch_cache, sequence)
+            k = from_row(k, k_begin)
+            v = from_row(v, k_begin)
+        else:
+            pages = (block_table + sequence.to(tl.int64) * max_pages, num_pages, page_size, k_begin)
 
     # The keys.
     start_m = m_block * BLOCK_M
@@ -179,18 +199,18 @@ def flash_fwd_kernel(
     q_tile = load_rows(q, batch, head, start_m, seqlen_q, None, HEAD_DIM, BLOCK_D, BLOCK_M, True, USE_TMA)
     if window_left is not None:
         state = attend_blocks(
-            state, q_tile, k, v, pages, batch, head_k, first_key, last_key, n_begin, full_begin,
+            state, q_tile, k, v, pages, batch_k, head_k, first_key, last_key, n_begin, full_begin,
             seqlen_k, qk_scale, score_mod, slope, position, dropout,
             NEGATIVE_SCALE, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, True, True, SCORE_MOD, USE_TMA,
         )  # fmt: skip
     state = attend_blocks(
-        state, q_tile, k, v, pages, batch, head_k, first_key, last_key, full_begin, full_end,
+        state, q_tile, k, v, pages, batch_k, head_k, first_key, last_key, full_begin, full_end,
         seqlen_k, qk_scale, score_mod, slope, position, dropout,
         NEGATIVE_SCALE, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, False, False, SCORE_MOD, USE_TMA,
     )  # fmt: skip
     if CAUSAL or not EVEN_N:
         state = attend_blocks(
-            state, q_tile, k, v, pages, batch, head_k, first_key, last_key, full_end, n_end,
+            state, q_tile, k, v, pages, batch_k, head_k, first_key, last_key, full_end, n_end,
             seqlen_k, qk_scale, score_mod, slope, position, dropout,
             NEGATIVE_SCALE, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, True, window_left is not None, SCORE_MOD, USE_TMA,
         )  # fmt: skip

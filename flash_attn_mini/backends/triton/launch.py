@@ -101,7 +101,7 @@ def launch(call: ForwardCall, config: triton.Config) -> None:
             call.lse,
             call.qk_scale if mods else max(abs(call.qk_scale), MIN_SCALE),
             seqlen_q,
-            k.shape[1],
+            call.key_rows,
             batch * nheads,
             nheads,
             heads_per_kv,

@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Sequences of variable length, and keys in pages: the rows of each sequence, and its blocks.
+"""Sequences of variable length, keys in pages, and keys in a KV cache: the rows of each sequence, and its blocks.
 
-The host does not read cu_seqlens and block_table, which lie in GPU memory. Every value is clamped where it is loaded: a
-sequence is a range inside the tensor and a page is one of the pool, whatever the values. csrc/common/sequence.h has the
-same rules in C++.
+The host does not read cu_seqlens, block_table and the tensors of a KV cache, which lie in GPU memory. Every value is
+clamped where it is loaded: a sequence is a range inside the tensor and a page is one of the pool, whatever the values.
+csrc/common/sequence.h has the same rules in C++.
 """
 
 from __future__ import annotations
@@ -69,9 +69,48 @@ def paged_length(cu_seqlens, sequence, max_pages, page_size):
 
 
 @triton.jit
+def filled_keys(
+    cache_seqlens,  # [batch] int32: keys in the cache before the call; None: cache_seqlen, for every sequence
+    cache_seqlen,
+    capacity,  # keys of a cache row, or of max_pages pages
+    sequence,  # a scalar or a tensor
+    batch,
+):
+    """Keys of a sequence in the KV cache before the call, left padding included; 0 past the batch."""
+    if cache_seqlens is None:
+        length = tl.zeros_like(sequence) + cache_seqlen
+    else:
+        length = tl.load(cache_seqlens + sequence, mask=sequence < batch, other=0)
+    return tl.where(sequence < batch, clamped(length, 0, capacity), 0)
+
+
+@triton.jit
+def cached_keys(cache_seqlens, cache_seqlen, seqlen_new, cache_leftpad, capacity, sequence, batch):
+    """(first key, keys) of a sequence in a KV cache, appended keys included and left padding excluded.
+
+    Appended keys past the capacity do not exist.
+    """
+    length = filled_keys(cache_seqlens, cache_seqlen, capacity, sequence, batch)
+    end = length + tl.minimum(seqlen_new, capacity - length)
+    begin = tl.zeros_like(sequence)
+    if cache_leftpad is not None:
+        begin = clamped(tl.load(cache_leftpad + sequence, mask=sequence < batch, other=0), 0, end)
+    return begin, end - begin
+
+
+@triton.jit
+def cache_row(cache_batch_idx, batch_cache, sequence):
+    """The row of a KV cache without pages that holds a sequence."""
+    row = sequence
+    if cache_batch_idx is not None:
+        row = clamped(tl.load(cache_batch_idx + sequence), 0, batch_cache - 1)
+    return row
+
+
+@triton.jit
 def load_keys(
     src,  # K or V as in load_rows; with pages the tuple of [num_pages, page_size, heads, headdim]
-    pages,  # (the sequence's row of block_table, num_pages, page_size), or None
+    pages,  # (the sequence's row of block_table, num_pages, page_size, number of its first key), or None
     batch,
     head,
     start,
@@ -103,10 +142,11 @@ def load_paged_rows(
 ):
     """load_keys with pages."""
     pointer, stride_page, stride_h, stride_s = src
-    block_table, num_pages, page_size = pages
+    block_table, num_pages, page_size, first_key = pages
     rows = start + tl.arange(0, BLOCK_ROWS)
     cols = tl.arange(0, BLOCK_D)
     in_range = rows < end
+    rows += first_key
     page = clamped(tl.load(block_table + rows // page_size, mask=in_range, other=0), 0, num_pages - 1).to(tl.int64)
     first = pointer + head.to(tl.int64) * stride_h
     pointers = first + (page * stride_page + (rows % page_size).to(tl.int64) * stride_s)[:, None] + cols[None, :]

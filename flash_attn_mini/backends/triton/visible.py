@@ -56,6 +56,48 @@ def visible_keys(
 
 
 @triton.jit
+def visible_keys_of_split(
+    queries,  # (ROWS,) int32: the query of each row of a tile
+    first_query,
+    last_query,
+    seqlen_q,
+    seqlen_k,
+    begin,
+    end,
+    window_left,
+    window_right,
+    CAUSAL: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """As `visible_keys`, for queries first_query to last_query and keys [begin, end), in blocks counted from begin."""
+    diagonal = seqlen_k - seqlen_q
+    first_key = queries
+    n_begin = begin
+    full_begin = begin
+    if window_left is not None:
+        left = tl.minimum(window_left, seqlen_k)
+        right = tl.minimum(window_right, seqlen_q)
+        first_key = queries + (diagonal - left)
+        last_key = tl.minimum(queries + (diagonal + right), end - 1)
+        n_end = tl.minimum(last_query + diagonal + right + 1, end)
+        n_begin += tl.maximum(first_query + diagonal - left - begin, 0) // BLOCK_N * BLOCK_N
+        full_begin += tl.cdiv(tl.maximum(last_query + diagonal - left - begin, 0), BLOCK_N) * BLOCK_N
+        full_begin = tl.maximum(tl.minimum(full_begin, n_end), n_begin)
+        last_full = tl.minimum(first_query + diagonal + right + 1, end)
+    elif CAUSAL:
+        last_key = tl.minimum(queries + diagonal, end - 1)
+        n_end = tl.minimum(last_query + diagonal + 1, end)
+        last_full = tl.minimum(first_query + diagonal + 1, end)
+    else:
+        last_key = tl.zeros_like(queries) + (end - 1)
+        n_end = end
+        last_full = end
+    full_end = begin + tl.maximum(last_full - begin, 0) // BLOCK_N * BLOCK_N
+    full_end = tl.maximum(full_end, full_begin)
+    return first_key, last_key, n_begin, full_begin, full_end, n_end
+
+
+@triton.jit
 def first_seeing_row(seqlen_q, seqlen_k, window_left, window_right):
     """The first row that sees a key, with a window or the causal mask. All rows after it see one, if there is a key."""
     begin = seqlen_q - seqlen_k

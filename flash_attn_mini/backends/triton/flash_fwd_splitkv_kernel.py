@@ -1,0 +1,167 @@
+"""Split-KV forward of a KV cache: one program attends a tile of queries to one split of the keys of one sequence.
+
+The chain: kvcache.forward_kvcache -> flash_fwd_splitkv_kernel -> attend_blocks, then flash_fwd_splitkv_combine_kernel
+if a sequence may have several splits. The query heads of a group share their keys, so they are the rows of one tile:
+row r is query r // heads_per_kv of head r % heads_per_kv of the group. The result of a sequence with one split goes to
+out and lse; those of several splits go to partial_out and partial_lse.
+"""
+
+# Kernels are written in Triton's language, not Python's: their arguments have no Python types.
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .flash_fwd_kernel import attend_blocks
+from .score_mod import head_slope
+from .sequences import cache_row, cached_keys
+from .splits import find_split
+from .tiles import from_row
+from .visible import visible_keys_of_split
+
+NOT_SPECIALIZED = [
+    "batch", "seqlen_q", "capacity", "nheads", "nheads_k", "heads_per_kv", "cache_seqlen", "seqlen_new", "batch_cache",
+    "max_pages", "num_pages", "page_size", "window_left", "window_right", "units_per_sequence", "split_keys",
+    "target_units",
+]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
+def flash_fwd_splitkv_kernel(
+    q,  # [batch, seqlen_q, nheads, headdim]: tuples, see tiles.py
+    k,  # [batch_cache, capacity, nheads_k, headdim]; paged: [num_pages, page_size, nheads_k, headdim]
+    v,  # like k
+    out,  # [batch, seqlen_q, nheads, headdim]
+    lse,  # [batch, nheads, seqlen_q] float32, contiguous
+    partial_out,  # [slots, nheads_k, seqlen_q * heads_per_kv, headdim] float32, contiguous; None: one split each
+    partial_lse,  # [slots, nheads_k, seqlen_q * heads_per_kv] float32, contiguous, in units of log 2
+    plan,  # [batch, 2] int32: first slot and number of splits of each sequence, for the combine kernel
+    qk_scale,  # |softmax_scale| * log2(e); with score_mod see modified_logits
+    batch,
+    seqlen_q,
+    capacity,
+    nheads,
+    nheads_k,
+    heads_per_kv,  # nheads / nheads_k
+    cache_seqlens,  # see cached_keys
+    cache_seqlen,
+    seqlen_new,
+    cache_leftpad,
+    cache_batch_idx,
+    batch_cache,
+    block_table,  # [batch, max_pages] int32, contiguous; None: no pages
+    max_pages,
+    num_pages,
+    page_size,
+    window_left,  # None: no window but CAUSAL
+    window_right,
+    score_mod,
+    units_per_sequence,  # see find_split
+    split_keys,
+    target_units,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,  # HEAD_DIM rounded up to a power of two
+    CAUSAL: tl.constexpr,
+    NEGATIVE_SCALE: tl.constexpr,
+    SCORE_MOD: tl.constexpr,
+    FIXED_UNITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    USE_TMA: tl.constexpr,
+):
+    """Grid: units * nheads_k * tiles. The tiles of one unit and head run together, so that they share keys in L2."""
+    # The tile, the head and the split of this program.
+    num_rows = seqlen_q * heads_per_kv
+    num_m_blocks = tl.cdiv(num_rows, BLOCK_M)
+    program = tl.program_id(0)
+    m_block = num_m_blocks - 1 - program % num_m_blocks  # the last see the most keys under the causal mask
+    head_k = program // num_m_blocks % nheads_k
+    unit = program // (num_m_blocks * nheads_k)
+    cache = (cache_seqlens, cache_seqlen, seqlen_new, cache_leftpad, capacity)
+    sequence, split, num_splits, begin, end, slot = find_split(
+        unit, cache, batch, seqlen_q, window_left, units_per_sequence, split_keys, target_units, FIXED_UNITS, BLOCK_N
+    )
+    if (sequence >= batch) | (split >= num_splits):
+        return
+    if partial_out is not None:
+        if (split == 0) & (head_k == 0) & (m_block == 0):
+            tl.store(plan + 2 * sequence, slot)
+            tl.store(plan + 2 * sequence + 1, num_splits)
+
+    # The rows of the tile.
+    rows = m_block * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tl.arange(0, BLOCK_D)
+    queries = rows // heads_per_kv
+    heads = head_k * heads_per_kv + rows % heads_per_kv
+    first_query = m_block * BLOCK_M // heads_per_kv
+    last_query = (tl.minimum(m_block * BLOCK_M + BLOCK_M, num_rows) - 1) // heads_per_kv
+    in_range = rows < num_rows
+    in_tile = in_range[:, None]
+    if HEAD_DIM != BLOCK_D:
+        in_tile = in_tile & (cols[None, :] < HEAD_DIM)
+
+    # The keys.
+    k_begin, seqlen_k = cached_keys(cache_seqlens, cache_seqlen, seqlen_new, cache_leftpad, capacity, sequence, batch)
+    pages = None
+    batch_k = sequence
+    if block_table is None:
+        batch_k = cache_row(cache_batch_idx, batch_cache, sequence)
+        k = from_row(k, k_begin)
+        v = from_row(v, k_begin)
+    else:
+        pages = (block_table + sequence.to(tl.int64) * max_pages, num_pages, page_size, k_begin)
+    first_key, last_key, n_begin, full_begin, full_end, n_end = visible_keys_of_split(
+        queries, first_query, last_query, seqlen_q, seqlen_k, begin, end, window_left, window_right, CAUSAL, BLOCK_N
+    )
+    slope = head_slope(SCORE_MOD, score_mod, sequence, nheads, heads[:, None])
+    position = queries + (seqlen_k - seqlen_q)
+
+    q_pointer, q_stride_b, q_stride_h, q_stride_s = q
+    q_rows = q_pointer + sequence.to(tl.int64) * q_stride_b
+    q_rows += queries.to(tl.int64)[:, None] * q_stride_s + heads.to(tl.int64)[:, None] * q_stride_h
+    q_tile = tl.load(q_rows + cols[None, :], mask=in_tile, other=0.0)
+
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    state = (acc, row_sum, row_max)
+    if window_left is not None:
+        state = attend_blocks(
+            state, q_tile, k, v, pages, batch_k, head_k, first_key, last_key, n_begin, full_begin,
+            end, qk_scale, score_mod, slope, position, None,
+            NEGATIVE_SCALE, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, True, True, SCORE_MOD, USE_TMA,
+        )  # fmt: skip
+    state = attend_blocks(
+        state, q_tile, k, v, pages, batch_k, head_k, first_key, last_key, full_begin, full_end,
+        end, qk_scale, score_mod, slope, position, None,
+        NEGATIVE_SCALE, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, False, False, SCORE_MOD, USE_TMA,
+    )  # fmt: skip
+    state = attend_blocks(
+        state, q_tile, k, v, pages, batch_k, head_k, first_key, last_key, full_end, n_end,
+        end, qk_scale, score_mod, slope, position, None,
+        NEGATIVE_SCALE, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, True, window_left is not None, SCORE_MOD, USE_TMA,
+    )  # fmt: skip
+
+    # A row without keys has out 0 and lse -inf.
+    acc, row_sum, row_max = state
+    is_empty = row_sum == 0.0
+    divisor = tl.where(is_empty, 1.0, row_sum)
+    acc = tl.where(is_empty[:, None], 0.0, acc * (1.0 / divisor)[:, None])  # NaN in V may have made acc NaN
+    if not SCORE_MOD:
+        row_max = row_max * qk_scale
+    row_lse = row_max + tl.math.log2(divisor)
+    if partial_out is not None:
+        if num_splits > 1:
+            first_row = (slot.to(tl.int64) * nheads_k + head_k) * num_rows
+            tl.store(partial_lse + first_row + rows, row_lse, mask=in_range)
+            partial_rows = partial_out + (first_row + rows)[:, None] * HEAD_DIM
+            tl.store(partial_rows + cols[None, :], acc, mask=in_tile)
+            return
+    lse_at = (sequence.to(tl.int64) * nheads + heads) * seqlen_q + queries
+    tl.store(lse + lse_at, row_lse * 0.6931471805599453, mask=in_range)
+    out_pointer, out_stride_b, out_stride_h, out_stride_s = out
+    out_rows = out_pointer + sequence.to(tl.int64) * out_stride_b
+    out_rows += queries.to(tl.int64)[:, None] * out_stride_s + heads.to(tl.int64)[:, None] * out_stride_h
+    tl.store(out_rows + cols[None, :], acc.to(out_pointer.dtype.element_ty), mask=in_tile)

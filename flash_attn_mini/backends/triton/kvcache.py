@@ -1,0 +1,332 @@
+"""The launcher of the Triton kernels for a KV cache: append, attention, combine.
+
+The chain: backends.triton.forward_kvcache -> forward_kvcache (here) -> kvcache_append_kernel, then
+flash_fwd_splitkv_kernel and flash_fwd_splitkv_combine_kernel; with num_splits=1 flash_fwd_kernel instead, for the bits
+of the variable-length forward. Grids and scratch follow from shapes alone: lengths are read on the device.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any
+
+import torch
+import triton
+
+from ...options import KvCache, Options
+from ...tracing import enabled as tracing_enabled
+from ...tracing import trace
+from .configs import splitkv_configs, splitkv_programs_per_sm
+from .flash_fwd_splitkv_combine_kernel import flash_fwd_splitkv_combine_kernel
+from .flash_fwd_splitkv_kernel import flash_fwd_splitkv_kernel
+from .interpreter import INTERPRETED
+from .kvcache_append_kernel import kvcache_append_kernel
+from .launch import MIN_SCALE, ForwardCall, compiler_options, run
+from .operands import head_dim_block, pointer_and_strides
+from .splits import MIN_SPLIT_KEYS
+from .tuner import INTERPRETER_SHARED_MEMORY, first_that_launches, shared_memory_limit
+
+INTERPRETER_SMS = 2
+APPEND_ELEMENTS = 2048  # of a program of the append kernel
+COMBINE_ELEMENTS = 4096  # that the combine kernel reads at once
+
+_chosen: dict[tuple[Any, ...], triton.Config] = {}
+
+
+@dataclass(eq=False)
+class CacheCall(ForwardCall):
+    """A forward call with a KV cache; k and v are the caches."""
+
+    cache: KvCache
+
+    @property
+    def capacity(self) -> int:
+        """Keys of a cache row, or of all pages of a sequence."""
+        table = self.cache.block_table
+        return self.k.shape[1] if table is None else table.shape[1] * self.k.shape[1]
+
+    @property
+    def key_rows(self) -> int:
+        """The capacity; the kernels read the lengths."""
+        return self.capacity
+
+    @property
+    def is_varlen(self) -> bool:
+        """True: the host does not know the lengths."""
+        return True
+
+    def longest(self, q: torch.Tensor, k: torch.Tensor) -> tuple[int, int]:
+        """Queries, and the most keys that a sequence may have."""
+        return q.shape[1], self.capacity
+
+    @property
+    def features(self) -> str:
+        """As of `Call`."""
+        used = {
+            "kvcache": True,
+            "paged": self.cache.block_table is not None,
+            "softcap": self.options.softcap > 0,
+            "alibi": self.options.alibi_slopes is not None,
+        }
+        return "+".join(name for name, is_used in used.items() if is_used)
+
+    @property
+    def seqlen_new(self) -> int:
+        """Keys to append to each sequence."""
+        return 0 if self.cache.k is None else self.cache.k.shape[1]
+
+    def length_arguments(self) -> dict[str, Any]:
+        """cache_seqlens and cache_seqlen of every kernel. Without both, the cache is full."""
+        seqlens, seqlen = self.cache.cache_seqlens, self.cache.cache_seqlen
+        return {
+            "cache_seqlens": None if seqlens is None else seqlens.contiguous(),
+            "cache_seqlen": self.capacity if seqlen < 0 else min(seqlen, self.capacity),
+        }
+
+    def row_arguments(self) -> dict[str, Any]:
+        """cache_batch_idx and batch_cache of every kernel."""
+        index = self.cache.cache_batch_idx
+        return {
+            "cache_batch_idx": None if index is None else index.contiguous(),
+            "batch_cache": self.k.shape[0],
+        }
+
+    def cache_arguments(self) -> dict[str, Any]:
+        """The arguments of the attention kernels for the keys of a cache, pages excepted."""
+        leftpad = self.cache.cache_leftpad
+        return {
+            **self.length_arguments(),
+            **self.row_arguments(),
+            "seqlen_new": self.seqlen_new,
+            "cache_leftpad": None if leftpad is None else leftpad.contiguous(),
+        }
+
+    def feature_arguments(self) -> dict[str, Any]:
+        """As of `Call`, with the cache."""
+        return {**super().feature_arguments(), **self.cache_arguments(), "HAS_CACHE": True}
+
+    def page_arguments(self) -> dict[str, Any]:
+        """As of `Call`."""
+        table = self.cache.block_table
+        if table is None:
+            return {}
+        return {
+            "block_table": table.contiguous(),
+            "max_pages": table.shape[1],
+            "num_pages": self.k.shape[0],
+            "page_size": self.k.shape[1],
+        }
+
+
+@dataclass(frozen=True)
+class Units:
+    """How the split kernel cuts the keys of the batch; see splits.py."""
+
+    count: int  # programs per head and tile
+    slots: int  # partial results; 0: each sequence has one split
+    per_sequence: int  # 0: the kernel chooses by the lengths of the whole batch
+    split_keys: int
+    target: int
+
+
+def forward_kvcache(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, cache: KvCache, options: Options
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, softmax_lse) of checked arguments; writes the new keys and values into the caches."""
+    batch, seqlen_q, nheads, _ = q.shape
+    lse = torch.empty((batch, nheads, seqlen_q), dtype=torch.float32, device=q.device)
+    call = CacheCall(q, k_cache, v_cache, None, options, None, torch.empty_like(q), lse, cache)
+    with torch.cuda.device_of(q):
+        if cache.k is not None:
+            call.q = append(call)
+        if k_cache.numel() == 0 or call.capacity == 0:
+            call.out.zero_()
+            call.lse.fill_(-math.inf)
+        elif q.numel() > 0:
+            attend(call)
+    return call.out, call.lse
+
+
+def append(call: CacheCall) -> torch.Tensor:
+    """Write the new keys and values into the caches. Returns q, rotated where the call asks for it."""
+    q, cache = call.q, call.cache
+    assert cache.k is not None
+    assert cache.v is not None
+    batch, seqlen_q, nheads, head_dim = q.shape
+    nheads_k = cache.k.shape[2]
+    cos, sin = cache.rotary_cos, cache.rotary_sin
+    rotated = q if cos is None else torch.empty_like(q)
+    block_d = head_dim_block(head_dim)
+    block_rows = max(1, APPEND_ELEMENTS // block_d)
+    blocks = 2 * triton.cdiv(call.seqlen_new * nheads_k, block_rows)
+    if cos is not None:
+        blocks += triton.cdiv(seqlen_q * nheads, block_rows)
+    grid = (batch * blocks,)
+    if grid == (0,):
+        return rotated
+    if tracing_enabled():
+        trace("triton.kvcache_append_kernel", dtype=q.dtype, headdim=head_dim, rotary=cos is not None, grid=grid)
+    is_local = call.options.causal or max(call.options.window_size_left, call.options.window_size_right) >= 0
+    pages = {"block_table": None, "max_pages": 0, "num_pages": 0, "page_size": 0, **call.page_arguments()}
+    kvcache_append_kernel[grid](
+        *(pointer_and_strides(x) for x in (q, rotated, cache.k, cache.v, call.k, call.v)),
+        None if cos is None else cos.contiguous(),
+        None if sin is None else sin.contiguous(),
+        0 if cos is None else cos.shape[0],
+        int(is_local),
+        batch,
+        seqlen_q,
+        call.seqlen_new,
+        call.capacity,
+        nheads,
+        nheads_k,
+        **call.length_arguments(),
+        **call.row_arguments(),
+        **pages,
+        HEAD_DIM=head_dim,
+        BLOCK_D=block_d,
+        ROTARY_DIM=0 if cos is None else 2 * cos.shape[1],
+        INTERLEAVED=cache.rotary_interleaved,
+        BLOCK_ROWS=block_rows,
+    )
+    return rotated
+
+
+def attend(call: CacheCall) -> None:
+    """Attend to the cache, new keys included."""
+    if INTERPRETED and call.q.dtype == torch.bfloat16:  # the interpreter's dot product misreads bfloat16
+        wide = [x.float() for x in (call.q, call.k, call.v, call.out)]
+        q, k, v, out = wide
+        attend(replace(call, q=q, k=k, v=v, out=out))
+        call.out.copy_(out)
+    elif call.cache.num_splits == 1 and call.cache.split_keys == 0:
+        run(call)
+    else:
+        run_splitkv(call)
+
+
+def run_splitkv(call: CacheCall) -> None:
+    """Choose a configuration and launch the split kernel, then the combine kernel if there may be several splits."""
+    q = call.q
+    block_m = tile_rows(call)
+    key = (q.device, q.dtype, q.shape[3], block_m, call.features, call.causal, call.window is not None)
+    config = _chosen.get(key)
+    if config is None:
+        limit = INTERPRETER_SHARED_MEMORY if INTERPRETED else shared_memory_limit(q.device)
+        candidates = splitkv_configs(block_m, head_dim_block(q.shape[3]), q.element_size(), limit)
+        config = candidates[0] if INTERPRETED else first_that_launches(candidates, partial(launch_splitkv, call))
+        _chosen[key] = config
+    launch_splitkv(call, config)
+
+
+def tile_rows(call: CacheCall) -> int:
+    """Rows of a tile: queries times the heads of a group, rounded up to a power of two from 16 to 128."""
+    rows = call.q.shape[1] * (call.q.shape[2] // call.k.shape[2])
+    return min(max(16, 1 << (rows - 1).bit_length()), 128)
+
+
+def launch_splitkv(call: CacheCall, config: triton.Config) -> None:
+    """Run both kernels with one configuration of the first."""
+    q, k = call.q, call.k
+    batch, seqlen_q, nheads, head_dim = q.shape
+    nheads_k = k.shape[2]
+    heads_per_kv = nheads // nheads_k
+    rows = seqlen_q * heads_per_kv
+    block_d = head_dim_block(head_dim)
+    units = plan_units(call, config)
+    partial_out = partial_lse = plan = None
+    if units.slots > 0:
+        partial_out = q.new_empty((units.slots, nheads_k, rows, head_dim), dtype=torch.float32)
+        partial_lse = q.new_empty((units.slots, nheads_k, rows), dtype=torch.float32)
+        plan = q.new_empty((batch, 2), dtype=torch.int32)
+    grid = (units.count * nheads_k * triton.cdiv(rows, config.kwargs["BLOCK_M"]),)
+    mods = call.modifies_scores
+    left, right = call.window or (None, None)
+    pages = {"block_table": None, "max_pages": 0, "num_pages": 0, "page_size": 0, **call.page_arguments()}
+    if tracing_enabled():
+        trace(
+            "triton.flash_fwd_splitkv_kernel",
+            dtype=q.dtype,
+            headdim=head_dim,
+            features=call.features,
+            **config.all_kwargs(),
+            grid=grid,
+            slots=units.slots,
+            interpreted=INTERPRETED,
+        )
+    flash_fwd_splitkv_kernel[grid](
+        *(pointer_and_strides(x) for x in (q, k, call.v, call.out)),
+        call.lse,
+        partial_out,
+        partial_lse,
+        plan,
+        call.qk_scale if mods else max(abs(call.qk_scale), MIN_SCALE),
+        batch,
+        seqlen_q,
+        call.capacity,
+        nheads,
+        nheads_k,
+        heads_per_kv,
+        **call.cache_arguments(),
+        **pages,
+        window_left=left,
+        window_right=right,
+        score_mod=call.score_mod() if mods else None,
+        units_per_sequence=units.per_sequence,
+        split_keys=units.split_keys,
+        target_units=units.target,
+        HEAD_DIM=head_dim,
+        BLOCK_D=block_d,
+        CAUSAL=call.causal and seqlen_q > 1,  # the last query sees every key
+        NEGATIVE_SCALE=call.options.softmax_scale < 0 and not mods,
+        SCORE_MOD=mods,
+        FIXED_UNITS=units.per_sequence > 0,
+        **config.kwargs,
+        **compiler_options(config),
+    )
+    if units.slots > 0:
+        grid = (batch * nheads * seqlen_q,)
+        if tracing_enabled():
+            trace("triton.flash_fwd_splitkv_combine_kernel", grid=grid, interpreted=INTERPRETED)
+        flash_fwd_splitkv_combine_kernel[grid](
+            partial_out,
+            partial_lse,
+            plan,
+            pointer_and_strides(call.out),
+            call.lse,
+            seqlen_q,
+            nheads,
+            nheads_k,
+            heads_per_kv,
+            HEAD_DIM=head_dim,
+            BLOCK_D=block_d,
+            BLOCK_SPLITS=min(64, COMBINE_ELEMENTS // block_d),
+        )
+
+
+def plan_units(call: CacheCall, config: triton.Config) -> Units:
+    """The units of a call, from shapes and options alone."""
+    batch, seqlen_q, nheads, _ = call.q.shape
+    nheads_k, capacity = call.k.shape[2], call.capacity
+    if call.cache.split_keys > 0:
+        split_keys = min(call.cache.split_keys, capacity)
+        per_sequence = triton.cdiv(capacity, split_keys)
+        return Units(batch * per_sequence, batch * per_sequence * (per_sequence > 1), per_sequence, split_keys, 0)
+    if call.cache.num_splits > 0:
+        per_sequence = min(call.cache.num_splits, triton.cdiv(capacity, config.kwargs["BLOCK_N"]))
+        return Units(batch * per_sequence, batch * per_sequence * (per_sequence > 1), per_sequence, 0, 0)
+    block_m = config.kwargs["BLOCK_M"]
+    programs_per_unit = nheads_k * triton.cdiv(seqlen_q * (nheads // nheads_k), block_m)
+    target = splitkv_programs_per_sm(block_m) * num_sms(call.q.device) // programs_per_unit
+    most = batch * triton.cdiv(capacity, MIN_SPLIT_KEYS.value)
+    if target <= 1 or most == batch:
+        return Units(batch, 0, 1, 0, 0)
+    return Units(min(batch + target, most), min(2 * target, most), 0, 0, target)
+
+
+@cache
+def num_sms(device: torch.device) -> int:
+    """Multiprocessors of the GPU; some number for the interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else INTERPRETER_SMS
