@@ -100,6 +100,29 @@ def test_mask_of_a_static_cache_reads_nothing_on_the_host() -> None:
         integration.attention_mask(3, 2, 32, offset, attention_mask=kept)
 
 
+@pytest.mark.gpu
+def test_decoding_step_on_a_gpu_does_not_wait_for_it(draw: torch.Generator) -> None:
+    q, k, v = (torch.randn(3, heads, n, 64, generator=draw) for heads, n in ((4, 1), (2, 32), (2, 32)))
+    kept = padding("left").bool()
+    expected, _ = integration.attention(
+        torch.nn.Module(), q, k, v, integration.attention_mask(3, 1, 32, LENGTH - 1, attention_mask=kept)
+    )
+    q, k, v = (x.to("cuda", torch.bfloat16) for x in (q, k, v))
+    kept, offset = kept.cuda(), torch.tensor(LENGTH - 1, device="cuda")
+
+    def step() -> Tensor:
+        mask = integration.attention_mask(3, 1, 32, offset, attention_mask=kept)
+        return integration.attention(torch.nn.Module(), q, k, v, mask)[0]
+
+    step()  # compiles and loads
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        out = step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.testing.assert_close(out.float().cpu(), expected, rtol=2e-2, atol=2e-2)
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_padding_between_the_keys_of_a_static_cache(name: str) -> None:
     """The kernel cannot skip it: the keys are packed instead."""

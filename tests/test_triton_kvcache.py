@@ -178,7 +178,17 @@ def test_splits_cover_every_key_once(layout: str, window_left: int | None, draw:
     units = batch * per_sequence or batch + target
     found = torch.full((units, 6), -1, dtype=torch.int32, device=DEVICE)
     triton_probes.find_split_probe[(units,)](
-        found, lengths, capacity, batch, seqlen_q, window_left, per_sequence, split_keys, target, per_sequence > 0, block_n
+        found,
+        lengths,
+        capacity,
+        batch,
+        seqlen_q,
+        window_left,
+        per_sequence,
+        split_keys,
+        target,
+        per_sequence > 0,
+        block_n,
     )
     parts: dict[int, list[list[int]]] = {}
     for sequence, *part in found.tolist():
@@ -288,7 +298,10 @@ def test_wrong_integers_read_inside_the_cache(num_splits: int, seed: int) -> Non
         torch.testing.assert_close(got.double(), true, rtol=2e-3, atol=2e-3)
 
     paged = make_call(
-        dataclasses.replace(case, page_size=20, spare_rows=0, lengths=(100, 60), causal=False), torch.float16, DEVICE, seed
+        dataclasses.replace(case, page_size=20, spare_rows=0, lengths=(100, 60), causal=False),
+        torch.float16,
+        DEVICE,
+        seed,
     )
     assert paged.block_table is not None
     pool = paged.k_cache.shape[0]

@@ -217,7 +217,7 @@ def attention_mask(
     if mask_function is None:
         mask_function = masking_utils.causal_mask_function
     if cache_position is not None:
-        q_length, q_offset = cache_position.shape[0], cache_position[0]
+        q_length, q_offset = cache_position.shape[0], int(cache_position[0])
         place: dict[str, Any] = {"cache_position": cache_position}
     else:
         place = {"q_length": q_length, "q_offset": q_offset}

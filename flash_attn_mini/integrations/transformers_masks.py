@@ -35,7 +35,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Layout:
-    """A mask as arguments of `flash_attn_func`, with lengths of `flash_attn_varlen_func`, or of `flash_attn_with_kvcache`.
+    """A mask as arguments of one of the functions of this package, chosen by `lengths` and `is_decoding`.
 
     transformers passes it to each layer in place of a mask tensor.
     """
@@ -60,7 +60,6 @@ class Layout:
 
     def to(self, device: torch.device | str, **options: Any) -> Layout:
         """A copy on another device, for models that span several devices."""
-
         names = ("indices_q", "indices_k", "cache_seqlens", "cache_leftpad")
         tensors = {name: getattr(self, name) for name in names}
         moved = {name: tensor.to(device, **options) for name, tensor in tensors.items() if tensor is not None}
@@ -137,7 +136,8 @@ def decoding_layout_of(
 ) -> Layout | None:
     """The layout of causal queries behind cached keys; None where there are none, and for padding between the keys.
 
-    The arguments are those of `layout_of`. A tensor q_offset is the length of a static cache.
+    The arguments are those of `layout_of`. A tensor q_offset is the length of a static cache. For one query, its value
+    and that of the padding stay on a GPU; padding between the keys then ends in a device-side assertion.
     """
     waits = q_length > 1 or not isinstance(q_offset, Tensor)
     if seen.right != 0 or seen.segments is not None:
