@@ -146,6 +146,7 @@ void check_scalars(const Options &options, at::ScalarType dtype) {
 void check_index(const Named &x, const at::Tensor &q) {
     FLASH_CHECK_TYPE(x.tensor.scalar_type() == at::kInt, x.name, " has dtype ", x.tensor.scalar_type(),
                      "; allowed: int32");
+    FLASH_CHECK_VALUE(!x.tensor.is_neg(), x.name, " is a lazily negated view; allowed: numbers in memory as they are");
     check_same_device(x, q);
 }
 

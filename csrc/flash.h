@@ -37,8 +37,7 @@ struct KvCache {
     int rotary_seqlen = 0;              // positions
     int rotary_dim = 0;                 // columns that are rotated, a multiple of 16
     bool is_rotary_interleaved = true;  // columns 2i and 2i + 1 are a pair; else i and i + rotary_dim / 2
-    bool is_rotary_by_query =
-        false;                 // query i has the position of new key i (causal or window); else that of new key 0
+    bool is_rotary_by_query = false;    // causal or windowed: query i has the position of new key i; else of key 0
     TensorRef q_input;         // with rotary: q as given; Flash_fwd_params::q is then scratch for the rotated q
     int num_splits = 0;        // most splits of a sequence; 0: chosen by the kernel
     int split_keys = 0;        // keys of every split but the last; 0: chosen by the kernel

@@ -100,7 +100,7 @@ def flash_attn_with_kvcache(
     Raises:
         TypeError: For an argument of a wrong type or dtype.
         ValueError: For a wrong shape, device, stride or value; for new keys that do not fit in the cache, where the
-            host knows their number; for a cache that requires a gradient while gradients are recorded.
+            host knows their number; for a cache that requires a gradient.
         NotImplementedError: For a feature that the backend lacks.
         RuntimeError: When the machine lacks what a backend needs.
 

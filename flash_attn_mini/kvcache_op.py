@@ -42,7 +42,6 @@ def forward_kvcache_eager(
     new = [x for x in (cache.k, cache.v) if x is not None]
     if needs_dispatcher(q, k_cache, v_cache, *new):
         return _call_op(q, k_cache, v_cache, cache, options)
-    _refuse_gradients_of_caches(k_cache, v_cache)
     differentiable = (q, cache.k, cache.v, cache.rotary_cos, cache.rotary_sin)
     run = partial(_run_and_mark, q, k_cache, v_cache, cache, options)
     return _apply(run, *differentiable) if needs_grad(differentiable) else run()
@@ -103,13 +102,13 @@ _apply: Callable[..., TwoTensors] = super(torch.autograd.Function, _KvCacheFunc)
 
 
 def _refuse_gradients_of_caches(k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
-    if torch.is_grad_enabled():
-        for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-            if cache.requires_grad:
-                raise ValueError(
-                    f"flash_attn_mini: {name} requires a gradient, and a KV cache has none; allowed: a cache with "
-                    f"requires_grad=False, or a call inside torch.no_grad()"
-                )
+    """The check of csrc/checks_kvcache.cpp while a program is traced, which runs with detached caches."""
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if cache.requires_grad:
+            raise ValueError(
+                f"flash_attn_mini: {name} requires a gradient; allowed: a KV cache that requires none, for example "
+                f"{name}.detach()"
+            )
 
 
 def _autograd(*arguments: Any) -> Any:

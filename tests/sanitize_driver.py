@@ -1,7 +1,7 @@
 """Runs the small cases, forward and backward, on the cuda backend, without pytest (`make sanitize`).
 
-memcheck takes every small case, dense and varlen, with and without features. racecheck is slow: `--per-headdim` limits
-the number of cases of each head dim, mask and feature.
+memcheck takes every small case: dense, varlen and KV cache, with and without features. racecheck is slow:
+`--per-headdim` limits the number of cases of each head dim, mask and feature.
 
     compute-sanitizer --tool memcheck --error-exitcode 9 python -m tests.sanitize_driver
     compute-sanitizer --tool racecheck --error-exitcode 9 python -m tests.sanitize_driver --per-headdim 2 64 128
@@ -19,9 +19,11 @@ from torch import Tensor
 from flash_attn_mini import flash_attn_func, flash_attn_varlen_func
 from tests.cases import SMALL_FORWARD_CASES, Case, make_dlse, make_dout, make_inputs, options_of
 from tests.feature_cases import SMALL_FEATURE_CASES
+from tests.kvcache_cases import SMALL_KVCACHE_CASES, KvCacheCase, make_call
+from tests.kvcache_checks import run as run_call
 from tests.varlen_cases import SMALL_VARLEN_CASES, VarlenCase, make_batch
 
-AnyCase = Case | VarlenCase
+AnyCase = Case | VarlenCase | KvCacheCase
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -29,12 +31,18 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 def size(case: AnyCase) -> int:
     if isinstance(case, VarlenCase):
         return sum(q * k for q, k in zip(case.lengths_q, case.lengths_k, strict=True))
+    if isinstance(case, KvCacheCase):
+        return case.seqlen_q * sum(case.totals)
     return case.seqlen_q * case.seqlen_k
 
 
 def kind_of(case: AnyCase) -> tuple[object, ...]:
     """The features of a case that select its kernel; cases of one kind run similar code."""
-    features = (case.window_size != (-1, -1), case.softcap > 0, case.alibi is not None, case.dropout_p > 0)
+    features = [case.window_size != (-1, -1), case.softcap > 0, case.alibi is not None]
+    if isinstance(case, KvCacheCase):
+        features += [case.leftpad is not None, case.rotary_dim > 0, case.num_splits > 0, case.split_keys > 0]
+    else:
+        features.append(case.dropout_p > 0)
     return (type(case), getattr(case, "page_size", 0) > 0, case.headdim, case.causal, *features)
 
 
@@ -45,7 +53,7 @@ def choose(headdims: list[int], per_headdim: int | None) -> list[AnyCase]:
     """
     chosen: list[AnyCase] = []
     taken: dict[tuple[object, ...], int] = {}
-    every: list[AnyCase] = [*SMALL_FORWARD_CASES, *SMALL_FEATURE_CASES, *SMALL_VARLEN_CASES]
+    every: list[AnyCase] = [*SMALL_FORWARD_CASES, *SMALL_FEATURE_CASES, *SMALL_VARLEN_CASES, *SMALL_KVCACHE_CASES]
     for case in sorted(every, key=lambda case: -size(case)):
         if headdims and case.headdim not in headdims:
             continue
@@ -60,7 +68,10 @@ def run(case: AnyCase, dtype: torch.dtype) -> None:
     """Runs the GPU's forward and the default backward, then sm80's forward and the deterministic backward."""
     for deterministic in (False, True):
         os.environ["FLASH_ATTN_MINI_ARCH"] = "80" if deterministic else ""
-        results = (run_varlen if isinstance(case, VarlenCase) else run_dense)(case, dtype, deterministic)
+        if isinstance(case, KvCacheCase):
+            results = [run_call(make_call(case, dtype, "cuda", seed=0), "cuda")[0]]
+        else:
+            results = (run_varlen if isinstance(case, VarlenCase) else run_dense)(case, dtype, deterministic)
         for name, result in zip(("out", "dq", "dk", "dv"), results, strict=False):
             if not bool(result.isfinite().all()):
                 raise SystemExit(f"{case.name}, {dtype}: {name} is not finite; {case.shape}")

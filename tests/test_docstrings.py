@@ -14,6 +14,7 @@ PUBLIC = {
     "compat": 1,
     "flash_attn_interface": 1,
     "integrations.transformers": 1,
+    "kvcache": 1,
     "ladder.naive": 1,
     "ladder.online_softmax": 1,
     "ladder.verify": 1,

@@ -145,15 +145,6 @@ def test_tensors_on_cpu_and_gpu_together_are_refused(argument: str, backend: str
     assert_says(str(raised.value), rf"\b{argument}\b", "cpu|cuda", "device of q")
 
 
-# ---- not implemented ----------------------------------------------------------------------------------------------
-
-
-def test_functions_that_are_not_implemented_are_named() -> None:
-    with pytest.raises(NotImplementedError) as raised:
-        flash_attn_mini.flash_attn_with_kvcache(torch.zeros(1, 2, 3, 4, 8), causal=True)
-    assert_says(str(raised.value), "flash_attn_with_kvcache", "backends that have it: none", "flash_attn_func")
-
-
 # ---- the extension's own entry ------------------------------------------------------------------------------------
 
 WRONG_OUTS = {

@@ -60,8 +60,9 @@ def find_split_probe(
     unit = tl.program_id(0)
     cache = (cache_seqlens, 0, 0, None, capacity)
     sequence, split, num_splits, begin, end, slot = find_split(
-        unit, cache, batch, seqlen_q, window_left, units_per_sequence, split_keys, target_units, FIXED_UNITS, BLOCK_N
-    )
+        unit, cache, batch, seqlen_q, window_left, units_per_sequence, split_keys, target_units,
+        FIXED_UNITS, BLOCK_N, 128,
+    )  # fmt: skip
     tl.store(found + 6 * unit, sequence)
     tl.store(found + 6 * unit + 1, split)
     tl.store(found + 6 * unit + 2, num_splits)

@@ -58,6 +58,44 @@ def valid_paged_call(device: str) -> Call:
     return call
 
 
+CAPACITY = 20
+
+
+def valid_kvcache_call(device: str) -> Call:
+    """Three sequences of (3, 0, 18) keys in a cache of five rows for 20 keys; two new keys, five queries."""
+
+    def tensor(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, device=device, dtype=torch.float16)
+
+    def integers(*values: int) -> torch.Tensor:
+        return torch.tensor(values, device=device, dtype=torch.int32)
+
+    return {
+        "q": tensor(3, SEQLEN_Q, NHEADS, HEADDIM),
+        "k_cache": tensor(5, CAPACITY, NHEADS_K, HEADDIM),
+        "v_cache": tensor(5, CAPACITY, NHEADS_K, HEADDIM),
+        "k": tensor(3, 2, NHEADS_K, HEADDIM),
+        "v": tensor(3, 2, NHEADS_K, HEADDIM),
+        "rotary_cos": tensor(30, HEADDIM // 2),
+        "rotary_sin": tensor(30, HEADDIM // 2),
+        "cache_seqlens": integers(3, 0, 18),
+        "cache_batch_idx": integers(4, 0, 2),
+        "cache_leftpad": integers(1, 0, 7),
+    }
+
+
+def valid_paged_kvcache_call(device: str) -> Call:
+    """The same in pages of 4: three sequences of up to five pages in a pool of 15."""
+    call = valid_kvcache_call(device)
+    pool = torch.zeros(15, 4, NHEADS_K, HEADDIM, device=device, dtype=torch.float16)
+    call.update(k_cache=pool, v_cache=pool.clone())
+    del call["cache_batch_idx"]
+    # Entries past a sequence's last page are not read.
+    table = [[9, 3, -1, 99, 99], [14, -1, 99, 99, 99], [0, 1, 2, 8, 11]]
+    call["block_table"] = torch.tensor(table, device=device, dtype=torch.int32)
+    return call
+
+
 @dataclass(frozen=True)
 class WrongCall:
     name: str

@@ -46,18 +46,20 @@ void run_mha_fwd_cpu(const Flash_fwd_params &params) {
 
     int64_t block_rows = 0;  // of the largest block
     for (const cpu::Task &task : tasks) block_rows = std::max(block_rows, task.block.rows);
+    const int64_t units = int64_t(tasks.size()) * params.h_k;
+    const int64_t heads = cpu::heads_of_call(kernel, block_rows, params.h_k, units, threads);
     block_rows = (block_rows + kernel.panel_rows - 1) / kernel.panel_rows * kernel.panel_rows;
     if (trace_enabled()) {
-        const int64_t blocks = int64_t(tasks.size()) * params.h_k;
         trace("run_mha_fwd_cpu", "isa=%s row_block=%lld blocks=%lld threads=%lld", cpu::name_of(isa),
-              static_cast<long long>(block_rows), static_cast<long long>(blocks),
-              static_cast<long long>(std::min(threads, blocks)));
+              static_cast<long long>(block_rows), static_cast<long long>(units),
+              static_cast<long long>(std::min(threads, units)));
     }
     if (tasks.empty()) return;
-    cpu::run_tasks(tasks, params.h_k, threads, kernel.scratch_bytes(params, block_rows),
-                   [&](const cpu::Task &task, int64_t bidh_k, void *scratch) {
+    cpu::run_tasks(tasks, (params.h_k + heads - 1) / heads, threads, kernel.scratch_bytes(params, block_rows),
+                   [&](const cpu::Task &task, int64_t part, void *scratch) {
                        cpu::RowBlock block = task.block;
-                       block.bidh_k = bidh_k;
+                       block.bidh_k = part * heads;
+                       block.heads = std::min(heads, params.h_k - block.bidh_k);
                        kernel.compute_attn_1rowblock(params, block, scratch);
                    });
 }

@@ -147,13 +147,16 @@ private:
         }
         if (tasks.empty()) return;
         std::stable_sort(tasks.begin(), tasks.end(), [](const Task &a, const Task &b) { return a.pairs > b.pairs; });
+        const int64_t units = int64_t(tasks.size()) * params_.h_k;
+        const int64_t heads = heads_of_call(kernel_, largest, params_.h_k, units, threads_);
         largest = ceil_div(largest, kernel_.panel_rows) * kernel_.panel_rows;
-        run_tasks(tasks, params_.h_k, threads_, kernel_.scratch_bytes(params_, largest),
-                  [&](const Task &task, int64_t bidh_k, void *scratch) {
+        run_tasks(tasks, ceil_div(params_.h_k, heads), threads_, kernel_.scratch_bytes(params_, largest),
+                  [&](const Task &task, int64_t part, void *scratch) {
                       RowBlock block = task.block;
-                      block.bidh_k = bidh_k;
+                      block.bidh_k = part * heads;
+                      block.heads = std::min(heads, params_.h_k - block.bidh_k);
                       if (splits_[size_t(block.bidb)].count() > 1) {
-                          const int64_t row = partials.first_row(block.bidb, bidh_k) + block.row_begin;
+                          const int64_t row = partials.first_row(block.bidb, block.bidh_k) + block.row_begin;
                           block.partial = partials.at(task.split - first, row);
                       }
                       kernel_.compute_attn_1rowblock(params_, block, scratch);

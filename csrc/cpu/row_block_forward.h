@@ -25,29 +25,20 @@ protected:
 
 public:
     void compute() {
-        set_key_ranges();
-        for (int index = 0; index < panels_; ++index) {
-            self().load_q(panel(index));
-            std::fill_n(panel(index).state.m, kPanel, -std::numeric_limits<Acc>::infinity());
-            std::fill_n(panel(index).state.l, kPanel, Acc(0));
-        }
-        for (int n_begin = n_min_; n_begin < n_max_; n_begin += kBlockN) {
-            const int n_end = std::min(n_begin + kBlockN, n_max_);
-            self().load_kv(n_begin, n_end);
-            for (int index = 0; index < panels_; ++index) step(panel(index), n_begin, n_end);
-        }
-        for (int index = 0; index < panels_; ++index) {
-            block_.partial.o == nullptr ? store_out(panel(index)) : store_partial(panel(index));
-        }
+        begin();
+        for (int n_begin = n_min_; n_begin < n_max_; n_begin += kBlockN) visit(n_begin);
+        end();
     }
 
-    static ForwardKernel kernel(int max_panels) {
-        return {
-            kPanel, kPanel * max_panels,
-            [](const Flash_fwd_params &p, int64_t rows) { return Self(p, {0, 0, 0, rows}, nullptr).scratch_.bytes(); },
-            [](const Flash_fwd_params &p, const RowBlock &block, void *scratch) {
-                Self(p, block, static_cast<char *>(scratch)).compute();
-            }};
+    static ForwardKernel kernel(int max_panels) { return {kPanel, kPanel * max_panels, 0, &scratch_bytes, &run}; }
+
+    static size_t scratch_bytes(const Flash_fwd_params &params, int64_t rows) {
+        return Self(params, {0, 0, 0, rows}, nullptr).scratch_.bytes();
+    }
+    static void run(const Flash_fwd_params &params, const RowBlock &block, void *scratch) {
+        for (int64_t head = 0; head < block.heads; ++head) {
+            Self(params, block_of_head(params, block, head), static_cast<char *>(scratch)).compute();
+        }
     }
 
 protected:
@@ -77,6 +68,27 @@ protected:
         scratch_.take(hi_, panels_ * kPanel);
         score_mod_.take(scratch_, int64_t(panels_) * kPanel);
         dropout_.take(scratch_, kBlockN);
+    }
+
+    void begin() {
+        set_key_ranges();
+        for (int index = 0; index < panels_; ++index) {
+            self().load_q(panel(index));
+            std::fill_n(panel(index).state.m, kPanel, -std::numeric_limits<Acc>::infinity());
+            std::fill_n(panel(index).state.l, kPanel, Acc(0));
+        }
+    }
+
+    void visit(int n_begin) {
+        const int n_end = std::min(n_begin + kBlockN, n_max_);
+        self().load_kv(n_begin, n_end);
+        for (int index = 0; index < panels_; ++index) step(panel(index), n_begin, n_end);
+    }
+
+    void end() {
+        for (int index = 0; index < panels_; ++index) {
+            block_.partial.o == nullptr ? store_out(panel(index)) : store_partial(panel(index));
+        }
     }
 
     Panel panel(int index) const {

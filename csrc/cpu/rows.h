@@ -103,14 +103,55 @@ FLASH_INLINE void transpose(Quad<double>::Vec *x) {
 
 #undef FLASH_SHUFFLE
 
+#if FLASH_CPU_ISA > 0
+// panel[column][i] = rows[i][column] for 8 rows and the first d / 8 * 8 columns.
+template <int kPanel>
+FLASH_INLINE int eight_rows_to_panel(const float *const *rows, int d, float *panel) {
+    int c = 0;
+    for (; c + 8 <= d; c += 8) {
+        __m256 x[8], y[8];
+#pragma GCC unroll 8
+        for (int r = 0; r < 8; ++r) x[r] = _mm256_loadu_ps(rows[r] + c);
+#pragma GCC unroll 4
+        for (int r = 0; r < 8; r += 2) {
+            y[r] = _mm256_unpacklo_ps(x[r], x[r + 1]);
+            y[r + 1] = _mm256_unpackhi_ps(x[r], x[r + 1]);
+        }
+#pragma GCC unroll 2
+        for (int r = 0; r < 8; r += 4) {
+            x[r] = _mm256_shuffle_ps(y[r], y[r + 2], 0x44);
+            x[r + 1] = _mm256_shuffle_ps(y[r], y[r + 2], 0xee);
+            x[r + 2] = _mm256_shuffle_ps(y[r + 1], y[r + 3], 0x44);
+            x[r + 3] = _mm256_shuffle_ps(y[r + 1], y[r + 3], 0xee);
+        }
+#pragma GCC unroll 4
+        for (int r = 0; r < 4; ++r) {
+            _mm256_store_ps(panel + (c + r) * kPanel, _mm256_permute2f128_ps(x[r], x[r + 4], 0x20));
+            _mm256_store_ps(panel + (c + r + 4) * kPanel, _mm256_permute2f128_ps(x[r], x[r + 4], 0x31));
+        }
+    }
+    return c;
+}
+#endif
+
 // panel[column][i] = rows[i][column] for n_rows rows of d columns; the panel's other lanes become 0.
 template <typename T, int kPanel>
 void rows_to_panel(const T *const *rows, int n_rows, int d, T *panel) {
     constexpr int kQuad = Quad<T>::kLanes;
-    std::memset(panel, 0, sizeof(T) * size_t(d) * kPanel);
-    for (int i = 0; i < n_rows; i += kQuad) {
+    if (n_rows < kPanel) std::memset(panel, 0, sizeof(T) * size_t(d) * kPanel);
+    int step = kQuad;
+    for (int i = 0; i < n_rows; i += step) {
         int c = 0;
-        if (i + kQuad <= n_rows) {
+        step = kQuad;
+#if FLASH_CPU_ISA > 0
+        if constexpr (std::is_same_v<T, float>) {
+            if (i + 8 <= n_rows) {
+                c = eight_rows_to_panel<kPanel>(rows + i, d, panel + i);
+                step = 8;
+            }
+        }
+#endif
+        if (step == kQuad && i + kQuad <= n_rows) {
             for (; c + kQuad <= d; c += kQuad) {
                 typename Quad<T>::Vec x[kQuad];
                 for (int r = 0; r < kQuad; ++r) {
@@ -122,7 +163,7 @@ void rows_to_panel(const T *const *rows, int n_rows, int d, T *panel) {
                 }
             }
         }
-        for (int r = i; r < i + kQuad && r < n_rows; ++r) {
+        for (int r = i; r < i + step && r < n_rows; ++r) {
             for (int e = c; e < d; ++e) panel[e * kPanel + r] = rows[r][e];
         }
     }

@@ -49,6 +49,14 @@ inline int64_t rows_of_block(const ForwardKernel &kernel, int64_t rows, int64_t 
     return (block_rows + kernel.panel_rows - 1) / kernel.panel_rows * kernel.panel_rows;
 }
 
+// Key/value heads that one call of the kernel computes together. units: row blocks of all heads. No result depends on
+// it.
+inline int64_t heads_of_call(const ForwardKernel &kernel, int64_t block_rows, int64_t heads, int64_t units,
+                             int64_t threads) {
+    if (block_rows > kernel.few_rows) return 1;
+    return threads == 1 ? heads : std::clamp<int64_t>(units / (4 * threads), 1, heads);
+}
+
 // Calls compute(task, key/value head, scratch) for every task and head, in the order of the tasks, all heads of a task
 // before the next one. Threads take the calls from one counter. Each thread has its own scratch memory.
 template <typename Task, typename Compute>

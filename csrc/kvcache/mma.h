@@ -50,6 +50,7 @@ __device__ __forceinline__ void cp_async_wait_group() {
     asm volatile("cp.async.wait_group %0;" ::"n"(kInFlight) : "memory");
 }
 
+// Two values rounded to Element.
 template <typename Element>
 __device__ __forceinline__ uint32_t pack(float low, float high) {
     uint32_t packed;

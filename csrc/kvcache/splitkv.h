@@ -11,20 +11,6 @@ typedef struct CUstream_st *cudaStream_t;
 
 namespace flash {
 
-// How one call is cut, computed from shapes alone. Lengths lie in GPU memory; the kernels read them
-// (splitkv_schedule.h).
-struct SplitkvPlan {
-    int tile_rows;    // rows of a tile: the queries of all heads that share a key/value head, query after query
-    int row_tiles;    // tiles that cover the rows of one key/value head of one sequence
-    int pieces;       // CTAs for each row tile
-    int max_splits;   // slots for the splits of a sequence and head; 0: the kernel cuts all keys into equal pieces
-    bool is_aligned;  // K and V can be loaded 16 bytes at a time
-
-    constexpr int64_t slots(const Flash_fwd_params &params) const {  // of partial results, for each row tile
-        return max_splits == 0 ? int64_t{2} * pieces : int64_t{params.b} * params.h_k * max_splits;
-    }
-};
-
 // Floats of KvCache::scratch.
 template <DType kDType, int kHeadDim>
 int64_t splitkv_scratch_floats(const Flash_fwd_params &params);

@@ -6,10 +6,26 @@
 // depend on other sequences.
 #pragma once
 
+#include <cutlass/fast_math.h>
+
 #include "../common/block_info.h"
-#include "splitkv.h"
 
 namespace flash::kvcache {
+
+// How one call is cut, computed on the host from shapes alone.
+struct SplitkvPlan {
+    int tile_rows;                 // rows of a tile: the queries of all heads that share a key/value head
+    int row_tiles;                 // tiles that cover the rows of one key/value head of one sequence
+    int pieces;                    // CTAs for each row tile
+    int max_splits;                // slots for the splits of a head; 0: all keys are cut into pieces of equal size
+    int log2_unit;                 // keys of a unit where the splits are chosen
+    bool is_aligned;               // K and V can be loaded 16 bytes at a time
+    cutlass::FastDivmod by_ratio;  // by the query heads that share a key/value head
+
+    constexpr int64_t slots(const Flash_fwd_params &params) const {  // of partial results, for each row tile
+        return max_splits == 0 ? int64_t{2} * pieces : int64_t{params.b} * params.h_k * max_splits;
+    }
+};
 
 // The units of one sequence, the same for all of its heads.
 struct Units {
@@ -18,43 +34,49 @@ struct Units {
     int length;      // keys of a unit
     int count;       // at least 1, so that rows without a key are stored
 
-    // kUnit: keys of a unit where the splits are chosen, and what splits are rounded to where their number is given.
-    __device__ Units(const Flash_fwd_params &params, const Sequence &sequence, int kUnit) {
+    __device__ Units(const Flash_fwd_params &params, const SplitkvPlan &plan, const Sequence &sequence) {
         const KeyRange<true> range(params, sequence.seqlen_q, sequence.seqlen_k);
         begin = range.begin_key(0);
         end = max(range.end_key(sequence.seqlen_q - 1), begin);
         origin = begin;
-        length = kUnit;
+        length = 1 << plan.log2_unit;
         if (params.cache.split_keys > 0) {
             length = params.cache.split_keys;
             origin = begin / length * length;
         } else if (params.cache.num_splits > 0) {
-            const int units = (end - begin + kUnit - 1) / kUnit;
-            length = max((units + params.cache.num_splits - 1) / params.cache.num_splits, 1) * kUnit;
+            length = max(ceil_div(chosen_units(plan), params.cache.num_splits), 1) << plan.log2_unit;
         }
-        count = max(static_cast<int>((int64_t(end) - origin + length - 1) / length), 1);
+        const bool is_fixed = plan.max_splits > 0;
+        count = max(is_fixed ? ceil_div(end - origin, length) : chosen_units(plan), 1);
     }
 
     __device__ int first_key(int unit) const {
         return static_cast<int>(min(max(origin + int64_t(unit) * length, int64_t(begin)), int64_t(end)));
     }
+
+private:
+    __device__ int chosen_units(const SplitkvPlan &plan) const {
+        return static_cast<int>((unsigned(end - begin) + (1u << plan.log2_unit) - 1) >> plan.log2_unit);
+    }
+    __device__ static int ceil_div(int a, int b) {
+        return static_cast<int>((unsigned(a) + unsigned(b) - 1) / unsigned(b));
+    }
 };
 
-// Sums over the threads of a CTA. kThreads: a multiple of 32, at most 1024.
+// The sum over the threads before this one, and over all. shared: [kThreads / 32].
 template <int kThreads>
 struct BlockScan {
-    int64_t before;  // sum of the threads before this one
-    int64_t total;
+    int before, total;
 
-    __device__ BlockScan(int64_t value, int64_t *shared) {  // shared: [kThreads / 32]
+    __device__ BlockScan(int value, int *shared) {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-        int64_t sum = value;
+        int sum = value;
 #pragma unroll
         for (int step = 1; step < 32; step *= 2) {
-            const int64_t other = __shfl_up_sync(0xffffffffu, sum, step);
+            const int other = __shfl_up_sync(0xffffffffu, sum, step);
             sum += lane >= step ? other : 0;
         }
-        if (lane == 31) {
+        if (lane == 31 && warp < kThreads / 32) {
             shared[warp] = sum;
         }
         __syncthreads();
@@ -69,78 +91,78 @@ struct BlockScan {
     }
 };
 
-// A run of units of one head of one sequence.
+// A unit of one head of one sequence.
 struct Place {
-    int bidb, bidh_k;
-    int unit;  // the first one
+    int bidb, bidh_k, unit;
+    int head_begin;  // the number of the head's first unit
 };
 
-// The units of all sequences and heads, in the order sequence, head, unit. Built by all threads of a CTA together.
-template <int kThreads, int kUnit>
+// The units of all sequences and heads, in the order sequence, head, unit; the host makes sure that 32 bits count them.
+// All threads of a CTA build it together; the first kThreads have a part each.
 class Schedule {
+    static constexpr int kThreads = 128;
+
 public:
     struct Shared {
-        int64_t sums[kThreads / 32];
+        int sums[kThreads / 32];
         Place place;
-        int64_t place_begin;
     };
 
-    __device__ Schedule(const Flash_fwd_params &params, Shared &shared)
-        : params(params), shared(shared), per_thread((params.b + kThreads - 1) / kThreads) {
-        int64_t sum = 0;
-        for (int i = 0; i < per_thread; ++i) {
-            sum += units_of(threadIdx.x * per_thread + i);
+    __device__ Schedule(const Flash_fwd_params &params, const SplitkvPlan &plan, Shared &shared)
+        : params(params), plan(plan), shared(shared), per_thread((params.b + kThreads - 1) / kThreads) {
+        int sum = 0;
+        if (threadIdx.x < kThreads) {
+#pragma unroll 1
+            for (int i = 0; i < per_thread; ++i) {
+                sum += units_of(threadIdx.x * per_thread + i);
+            }
         }
         const BlockScan<kThreads> scan(sum, shared.sums);
         before = scan.before;
-        in_all = scan.total;
         of_this_thread = sum;
+        // A piece has `least` units or one more; chosen splits have at least two units, so some pieces may be empty.
+        const int most = plan.max_splits > 0 ? scan.total : scan.total / 2;
+        pieces = max(min(plan.pieces, most), 1);
+        least = scan.total / pieces;
+        longer = scan.total - least * pieces;
     }
 
-    // The pieces that are not empty. Chosen splits: a piece holds at least two units.
-    __device__ int64_t used_pieces(const SplitkvPlan &plan) const {
-        const int64_t most = plan.max_splits > 0 ? in_all : in_all / 2;
-        return max(min(int64_t(plan.pieces), most), int64_t(1));
-    }
     // The first unit of a piece; the number of units from the last piece on.
-    __device__ int64_t begin_of(int64_t piece, int64_t used_pieces) const {
-        return in_all * min(piece, used_pieces) / used_pieces;
-    }
+    __device__ int begin_of(int piece) const { return min(piece, pieces) * least + min(piece, longer); }
     // The piece that holds a unit.
-    __device__ int64_t piece_of(int64_t unit, int64_t used_pieces) const {
-        return ((unit + 1) * used_pieces - 1) / in_all;
+    __device__ int piece_of(int unit) const {
+        const int in_longer = longer * (least + 1);
+        return unit < in_longer ? unit / (least + 1) : longer + (unit - in_longer) / least;
     }
 
-    // Where a unit lies, and the number of the first unit of that head. Called by all threads.
-    struct Found {
-        Place place;
-        int64_t head_begin;
-    };
-    __device__ Found find(int64_t unit) {
+    // Called by all threads.
+    __device__ Place find(int unit) {
         if (unit >= before && unit < before + of_this_thread) {
-            int bidb = threadIdx.x * per_thread;
-            int64_t left = unit - before;
-            for (int64_t units = units_of(bidb); left >= units; units = units_of(++bidb)) {
+            int bidb = threadIdx.x * per_thread, left = unit - before;
+#pragma unroll 1
+            for (int units = units_of(bidb); left >= units; units = units_of(++bidb)) {
                 left -= units;
             }
-            const int count = count_of(bidb), head = static_cast<int>(left / count);
-            shared.place = {bidb, head, static_cast<int>(left - int64_t(head) * count)};
-            shared.place_begin = unit - shared.place.unit;
+            const int count = count_of(bidb), head = left / count;
+            left -= head * count;
+            shared.place = {bidb, head, left, unit - left};
         }
         __syncthreads();
-        const Found found{shared.place, shared.place_begin};
+        const Place place = shared.place;
         __syncthreads();  // shared may be written again
-        return found;
+        return place;
     }
 
 private:
     const Flash_fwd_params &params;
+    const SplitkvPlan &plan;
     Shared &shared;
-    const int per_thread;  // sequences
-    int64_t before, of_this_thread, in_all;
+    const int per_thread;        // sequences
+    int before, of_this_thread;  // units
+    int pieces, least, longer;   // pieces in use, units of each, pieces that have one unit more
 
-    __device__ int count_of(int bidb) const { return Units(params, sequence(params, bidb), kUnit).count; }
-    __device__ int64_t units_of(int bidb) const { return bidb < params.b ? int64_t(count_of(bidb)) * params.h_k : 0; }
+    __device__ int count_of(int bidb) const { return Units(params, plan, cache_sequence(params, bidb)).count; }
+    __device__ int units_of(int bidb) const { return bidb < params.b ? count_of(bidb) * params.h_k : 0; }
 };
 
 }  // namespace flash::kvcache

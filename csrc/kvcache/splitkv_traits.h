@@ -1,5 +1,5 @@
-// The tiles of the split-KV kernel. 4 warps share a CTA in two ways. Few rows: each warp has its own pipeline of key
-// tiles, and the warps' results are summed at the end. Many rows: the warps share each key tile.
+// The tiles of the split-KV kernel, in two forms. Few rows: each of four warps has its own pipeline of key tiles, and
+// the warps' results are summed at the end. Many rows: four to eight warps have 16 rows each and share every key tile.
 #pragma once
 
 #include <cutlass/numeric_types.h>
@@ -11,71 +11,54 @@
 
 namespace flash::kvcache {
 
-template <DType kDType, int kHeadDim_, int kRowWarps_, int kRowTiles_>
+constexpr int kWarpRows = 16;  // the m16 of mma.sync
+constexpr int kMaxWarps = 8;
+
+template <DType kDType, int kHeadDim_, bool kSharesTiles_>
 struct SplitkvTraits {
     using Element = std::conditional_t<kDType == DType::float16, cutlass::half_t, cutlass::bfloat16_t>;
     static constexpr int kHeadDim = kHeadDim_;
-    static constexpr int kThreads = 128;
-    static constexpr int kRowWarps = kRowWarps_;          // warps that share a key tile
-    static constexpr int kRowTiles = kRowTiles_;          // m16 tiles of a warp
-    static constexpr int kGroups = 4 / kRowWarps;         // groups of warps with key tiles of their own
-    static constexpr int kGroupThreads = 32 * kRowWarps;  // threads of a group
-    static constexpr int kRows = 16 * kRowTiles * kRowWarps;
-    // Over the loop; else Q is read from shared memory for each key tile.
-    static constexpr bool kQInRegisters = kRowTiles == 1 && kHeadDim <= 128;
+    static constexpr bool kSharesTiles = kSharesTiles_;   // many rows
+    static constexpr int kGroups = kSharesTiles ? 1 : 4;  // groups of warps with key tiles of their own
 
-    // Keys of a tile; at most 32, one for each lane.
-    static constexpr int kKeys = (kRowWarps == 1 && kHeadDim > 64) || (kRowTiles > 1 && kHeadDim == 128) ? 16 : 32;
+    static constexpr int kKeys = !kSharesTiles && kHeadDim > 64 ? 16 : 32;  // of a tile; at most 32: one for each lane
     static constexpr int kUnit = kGroups * kKeys;
-    static constexpr int kStages = kRowWarps == 1 ? 3 : kHeadDim <= 128 ? 4 : 2;
+    static constexpr int kStages = !kSharesTiles ? 3 : kHeadDim <= 128 ? 4 : 2;
+    // Over the loop; else Q is read from shared memory for each key tile.
+    static constexpr bool kQInRegisters = !kSharesTiles && kHeadDim <= 128;
 
     static constexpr int kChunks = kHeadDim / 8;  // pieces of 16 bytes in a row
     static constexpr int kTileElements = kKeys * kHeadDim;
-    static constexpr int kQElements = kQInRegisters ? 0 : kRows * kHeadDim;
     static constexpr int kOStride = kHeadDim + 4;  // floats of a row of O in shared memory; + 4: fewer bank conflicts
 
-    struct Pipeline {
-        alignas(128) Element q[std::max(kQElements, 8)];
-        alignas(128) Element kv[kGroups][kStages][2][kTileElements];
-    };
-    struct Results {
-        float o[kGroups][kRows][kOStride];
-        float row_max[kGroups][kRows];
-        float row_sum[kGroups][kRows];
+    struct Row {
+        int query;
+        float slope;  // ALiBi slope of its head, in units of the softmax scale
     };
     struct SharedStorage {
-        union {
-            Pipeline pipeline;
-            Results results;
-        };
-        int query[kRows];    // of each row
-        float slope[kRows];  // ALiBi slope of its head, in units of the softmax scale
-        typename Schedule<kThreads, kUnit>::Shared schedule;
+        Schedule::Shared schedule;
+        Row rows[kSharesTiles ? kMaxWarps * kWarpRows : kWarpRows];
+        float row_max[kGroups][kMaxWarps * kWarpRows / kGroups];
+        float row_sum[kGroups][kMaxWarps * kWarpRows / kGroups];
+        alignas(128) Element tiles[kGroups][kStages][2][kTileElements];  // K and V; then Q, then O in the place of both
     };
-    static constexpr int kSmemSize = sizeof(SharedStorage);
-    static constexpr int kCtasPerSM = std::clamp(227 * 1024 / (kSmemSize + 1024), 1, kHeadDim <= 32 ? 3 : 2);
+
+    static constexpr int threads(int tile_rows) { return kSharesTiles ? tile_rows / kWarpRows * 32 : 128; }
+    static constexpr int smem_size(int tile_rows) {
+        const int q = tile_rows * kHeadDim * int(sizeof(Element)),
+                  o = kGroups * tile_rows * kOStride * int(sizeof(float));
+        return int(sizeof(SharedStorage)) + std::max(q, o - int(sizeof(SharedStorage::tiles)));
+    }
+    // The registers of a thread are limited to what this many CTAs of kMaxThreads threads leave.
+    static constexpr int kMaxThreads = threads(kMaxWarps * kWarpRows);
+    static constexpr int kMinCtas = kSharesTiles ? (kHeadDim <= 128 ? 2 : 1) : kHeadDim <= 128 ? 3 : 2;
 };
 
-// Rows of a head that fit a tile of one warp.
-constexpr int kFewRows = 16;
-
-// Tile rows for `rows` rows in all.
-constexpr int tile_rows_for(int64_t rows, int headdim) {
-    return rows <= kFewRows ? kFewRows : rows <= 64 || headdim > 128 ? 64 : 128;
-}
-
-// Calls function with the traits of a tile of `tile_rows` rows.
+// Calls function with the traits for tiles of `tile_rows` rows.
 template <DType kDType, int kHeadDim, typename Function>
 auto call_with_traits(int tile_rows, const Function &function) {
-    if (tile_rows == kFewRows) {
-        return function(SplitkvTraits<kDType, kHeadDim, 1, 1>{});
-    }
-    if constexpr (kHeadDim <= 128) {
-        if (tile_rows == 128) {
-            return function(SplitkvTraits<kDType, kHeadDim, 4, 2>{});
-        }
-    }
-    return function(SplitkvTraits<kDType, kHeadDim, 4, 1>{});
+    return tile_rows <= kWarpRows ? function(SplitkvTraits<kDType, kHeadDim, false>{})
+                                  : function(SplitkvTraits<kDType, kHeadDim, true>{});
 }
 
 }  // namespace flash::kvcache

@@ -89,19 +89,14 @@ def forward_kvcache(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Check the arguments, append to the caches in place, then run the Triton kernels: (out, softmax_lse).
 
-    out has the strides of ``torch.empty_like(q)``. Nothing waits for the GPU. With split_keys or num_splits the scratch
-    of partial results grows with the capacity of the cache or with num_splits, otherwise it is bounded.
+    out has the strides of ``torch.empty_like(q)``. Nothing waits for the GPU. With split_keys the scratch for partial
+    results grows with the capacity of the cache; without it, it does not.
     """
     extension.check_kvcache(q, k_cache, v_cache, cache, options, "triton")
     from . import kvcache
 
-    readable = KvCache(*(x.resolve_neg() if isinstance(x, torch.Tensor) else x for x in cache))
-    caches = k_cache.resolve_neg(), v_cache.resolve_neg()
-    result = kvcache.forward_kvcache(q.resolve_neg(), *caches, readable, _readable(options))
-    for given, written in zip((k_cache, v_cache), caches, strict=True):
-        if written is not given:
-            given.copy_(written)
-    return result
+    readable: list[Any] = [x.resolve_neg() if isinstance(x, torch.Tensor) else x for x in cache]
+    return kvcache.forward_kvcache(q.resolve_neg(), k_cache, v_cache, KvCache(*readable), _readable(options))
 
 
 def backward(

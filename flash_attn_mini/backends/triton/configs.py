@@ -61,17 +61,29 @@ class Tables:
         return int(rows * block_d * itemsize) + 2048
 
 
-# Split-KV, by head dim: keys of a step and pipeline stages. 96 KB of K and V in flight leave two CTAs to an SM.
-SPLITKV_STEPS = {64: (128, 3), 128: (64, 3), 256: (32, 3)}
+# Split-KV, by head dim: keys of a step. K and V of a step are 32 KB. The stages leave two CTAs to an SM.
+SPLITKV_STEP = {64: 128, 128: 64, 256: 32}
+SPLITKV_STAGES = {16: 4, 32: 4, 64: 3, 128: 3}  # by rows of a tile
 
 
-def splitkv_configs(block_m: int, block_d: int, itemsize: int, shared_memory_limit: int) -> list[triton.Config]:
-    """The configurations of the split-KV kernel for a tile of ``block_m`` rows, the most likely first."""
-    block_n, num_stages = SPLITKV_STEPS[min(max(block_d, 64), 256)]
+def splitkv_configs(
+    block_m: int, block_d: int, itemsize: int, shared_memory_limit: int, *, paged: bool, aligned: bool
+) -> list[triton.Config]:
+    """The configurations of the split-KV kernel for a tile of ``block_m`` rows, the most likely first.
+
+    Loads of page numbers take a pipeline stage of their own. Keys that are not aligned to 16 bytes have no asynchronous
+    loads, and large steps would spill.
+    """
+    block_n = SPLITKV_STEP[min(max(block_d, 64), 256)] if aligned else 32
     num_warps = 8 if block_m == 128 else 4
-    configs = [tile(block_m, block_n, num_warps, stages, tma=False) for stages in range(num_stages, 0, -1)]
-    fitting = [c for c in configs if FORWARD.shared_memory(c, block_d, itemsize) <= shared_memory_limit]
-    return fitting or configs[-1:]
+    # Of n stages n - 1 have a buffer. A row block of S takes less than one of Q.
+    extra = 2 * block_m * block_d * itemsize + 4096
+    most = 1 + (shared_memory_limit - extra) // (2 * block_n * block_d * itemsize)
+    stages = max(1, min(SPLITKV_STAGES[block_m], most))
+    return [
+        tile(block_m, keys, num_warps, n + paged, tma=False)
+        for keys, n in dict.fromkeys(((block_n, stages), (block_n, 2), (16, 1)))
+    ]
 
 
 def splitkv_programs_per_sm(block_m: int) -> int:

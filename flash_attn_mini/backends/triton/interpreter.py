@@ -1,7 +1,7 @@
 """Triton's interpreter (TRITON_INTERPRET=1), in which the kernels are Python functions that run on any device.
 
 The interpreter of Triton 3.6 keeps a scalar as an array of one element and makes loop bounds with int(array), which
-NumPy 2.4 refuses. This module makes it work there.
+NumPy 2.4 refuses. It also truncates float32 to bfloat16, where a GPU rounds to nearest. This module corrects both.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from triton import knobs
 INTERPRETED = bool(knobs.runtime.interpret)
 
 if INTERPRETED:
+    import numpy as np
+    import torch
+    import triton.language as tl
     from triton.runtime import interpreter
 
     _original_patch = interpreter._patch_lang_tensor
@@ -22,3 +25,13 @@ if INTERPRETED:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = _patch_lang_tensor
+
+    _original_convert_float = interpreter._convert_float
+
+    def _convert_float(values: Any, from_dtype: Any, to_dtype: Any, rounding_mode: Any) -> Any:
+        if from_dtype == tl.float32 and to_dtype == tl.bfloat16:
+            rounded = torch.from_numpy(np.array(values, dtype=np.float32)).bfloat16()
+            return rounded.view(torch.int16).numpy().view(np.uint16)
+        return _original_convert_float(values, from_dtype, to_dtype, rounding_mode)
+
+    interpreter._convert_float = _convert_float

@@ -210,12 +210,13 @@ def attend(call: CacheCall) -> None:
 def run_splitkv(call: CacheCall) -> None:
     """Choose a configuration and launch the split kernel, then the combine kernel if there may be several splits."""
     q = call.q
-    block_m = tile_rows(call)
-    key = (q.device, q.dtype, q.shape[3], block_m, call.features, call.causal, call.window is not None)
+    block_m, aligned = tile_rows(call), is_aligned(call.k, call.v)
+    key = (q.device, q.dtype, q.shape[3], block_m, aligned, call.features, call.causal, call.window is not None)
     config = _chosen.get(key)
     if config is None:
         limit = INTERPRETER_SHARED_MEMORY if INTERPRETED else shared_memory_limit(q.device)
-        candidates = splitkv_configs(block_m, head_dim_block(q.shape[3]), q.element_size(), limit)
+        block_d, paged = head_dim_block(q.shape[3]), call.cache.block_table is not None
+        candidates = splitkv_configs(block_m, block_d, q.element_size(), limit, paged=paged, aligned=aligned)
         config = candidates[0] if INTERPRETED else first_that_launches(candidates, partial(launch_splitkv, call))
         _chosen[key] = config
     launch_splitkv(call, config)
@@ -225,6 +226,11 @@ def tile_rows(call: CacheCall) -> int:
     """Rows of a tile: queries times the heads of a group, rounded up to a power of two from 16 to 128."""
     rows = call.q.shape[1] * (call.q.shape[2] // call.k.shape[2])
     return min(max(16, 1 << (rows - 1).bit_length()), 128)
+
+
+def is_aligned(*caches: torch.Tensor) -> bool:
+    """True if every row begins at a multiple of 16 bytes, for 16-bit elements."""
+    return all(x.data_ptr() % 16 == 0 and not any(stride % 8 for stride in pointer_and_strides(x)[1:]) for x in caches)
 
 
 def launch_splitkv(call: CacheCall, config: triton.Config) -> None:
@@ -283,6 +289,8 @@ def launch_splitkv(call: CacheCall, config: triton.Config) -> None:
         NEGATIVE_SCALE=call.options.softmax_scale < 0 and not mods,
         SCORE_MOD=mods,
         FIXED_UNITS=units.per_sequence > 0,
+        LENGTHS_AT_ONCE=min(max(128, triton.next_power_of_2(batch)), 1024),
+        STRIDES_OF_8=is_aligned(k, call.v),
         **config.kwargs,
         **compiler_options(config),
     )
@@ -314,12 +322,12 @@ def plan_units(call: CacheCall, config: triton.Config) -> Units:
         split_keys = min(call.cache.split_keys, capacity)
         per_sequence = triton.cdiv(capacity, split_keys)
         return Units(batch * per_sequence, batch * per_sequence * (per_sequence > 1), per_sequence, split_keys, 0)
-    if call.cache.num_splits > 0:
-        per_sequence = min(call.cache.num_splits, triton.cdiv(capacity, config.kwargs["BLOCK_N"]))
-        return Units(batch * per_sequence, batch * per_sequence * (per_sequence > 1), per_sequence, 0, 0)
     block_m = config.kwargs["BLOCK_M"]
     programs_per_unit = nheads_k * triton.cdiv(seqlen_q * (nheads // nheads_k), block_m)
     target = splitkv_programs_per_sm(block_m) * num_sms(call.q.device) // programs_per_unit
+    if call.cache.num_splits > 0:
+        per_sequence = min(call.cache.num_splits, triton.cdiv(capacity, config.kwargs["BLOCK_N"]), max(target, 1))
+        return Units(batch * per_sequence, batch * per_sequence * (per_sequence > 1), per_sequence, 0, 0)
     most = batch * triton.cdiv(capacity, MIN_SPLIT_KEYS.value)
     if target <= 1 or most == batch:
         return Units(batch, 0, 1, 0, 0)

@@ -48,6 +48,7 @@ def find_split(
     target_units,
     FIXED_UNITS: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    AT_ONCE: tl.constexpr,  # lengths that are read at once
 ):
     """(sequence, split, splits of the sequence, first key, end key, slot) of a unit.
 
@@ -67,7 +68,6 @@ def find_split(
         else:
             first = first // size * size
     else:
-        AT_ONCE: tl.constexpr = 128
         total = tl.cast(0, tl.int64)
         for begin in range(0, batch, AT_ONCE):
             first, seqlen_k = keys_to_split(cache, begin + tl.arange(0, AT_ONCE), batch, seqlen_q, window_left)

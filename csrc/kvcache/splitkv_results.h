@@ -1,0 +1,78 @@
+// Results of rows: summed over parts of the keys, stored as output and log-sum-exp or in slots of partial results.
+#pragma once
+
+#include "../common/softmax.h"
+#include "mma.h"
+#include "splitkv_schedule.h"
+
+namespace flash::kvcache {
+
+// Four columns of a row, not normalised, relative to the row's maximum.
+struct RowResult {
+    float row_max = -INFINITY;  // unscaled
+    float row_sum = 0.0f;
+    float4 o = {0.0f, 0.0f, 0.0f, 0.0f};
+
+    // Adds the result of other keys.
+    __device__ __forceinline__ void add(float other_max, float other_sum, const float4 &other_o, float scale_log2) {
+        if (other_max == -INFINITY) {  // the row sees none of these keys; its o may be NaN
+            return;
+        }
+        const float new_max = fmaxf(row_max, other_max);
+        const float weight = row_max == -INFINITY ? 0.0f : exp2_approx((row_max - new_max) * scale_log2);
+        const float other_weight = exp2_approx((other_max - new_max) * scale_log2);
+        row_max = new_max;
+        row_sum = row_sum * weight + other_sum * other_weight;
+        o.x = o.x * weight + other_o.x * other_weight;
+        o.y = o.y * weight + other_o.y * other_weight;
+        o.z = o.z * weight + other_o.z * other_weight;
+        o.w = o.w * weight + other_o.w * other_weight;
+    }
+
+    // Stores the output and, with column 0, the log-sum-exp (natural log) of a row.
+    template <typename Element>
+    __device__ __forceinline__ void store(const Flash_fwd_params &params, int bidb, int bidh, int query,
+                                          int column) const {
+        const float inverse = row_sum == 0.0f ? 0.0f : 1.0f / row_sum;
+        const uint2 rounded = {pack<Element>(o.x * inverse, o.y * inverse),
+                               pack<Element>(o.z * inverse, o.w * inverse)};
+        Element *target = static_cast<Element *>(params.o.ptr) + bidb * params.o.batch_stride +
+                          query * params.o.row_stride + bidh * params.o.head_stride + column;
+        if (column + 4 <= params.d && reinterpret_cast<uintptr_t>(target) % 8 == 0) {
+            *reinterpret_cast<uint2 *>(target) = rounded;
+        } else {
+#pragma unroll 1
+            for (int i = 0; i < min(4, params.d - column); ++i) {
+                const uint32_t pair = i < 2 ? rounded.x : rounded.y;
+                reinterpret_cast<uint16_t *>(target)[i] = static_cast<uint16_t>(i % 2 == 0 ? pair : pair >> 16);
+            }
+        }
+        if (column == 0) {
+            float *lse = static_cast<float *>(params.softmax_lse) + bidb * params.lse_batch_stride +
+                         bidh * params.lse_head_stride + query;
+            *lse = row_sum == 0.0f ? -INFINITY : __fmul_rn(row_max, params.scale_softmax) + logf(row_sum);
+        }
+    }
+};
+
+// Where the partial results of a row tile lie.
+struct Slot {
+    float *o;           // [rows, kHeadDim]
+    float *statistics;  // [rows, 2]: maximum and sum
+
+    __device__ Slot(const Flash_fwd_params &params, const SplitkvPlan &plan, int kHeadDim, int64_t slot, int row_tile) {
+        const int rows = min(plan.tile_rows, params.seqlen_q * params.h_h_k_ratio);
+        const int64_t index = slot * plan.row_tiles + row_tile, count = plan.slots(params) * plan.row_tiles;
+        o = params.cache.scratch + index * rows * kHeadDim;
+        statistics = params.cache.scratch + count * rows * kHeadDim + index * rows * 2;
+    }
+
+    __device__ __forceinline__ void store(int row, int column, int kHeadDim, const RowResult &result) const {
+        *reinterpret_cast<float4 *>(o + row * kHeadDim + column) = result.o;
+        if (column == 0) {
+            *reinterpret_cast<float2 *>(statistics + row * 2) = {result.row_max, result.row_sum};
+        }
+    }
+};
+
+}  // namespace flash::kvcache

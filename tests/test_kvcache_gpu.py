@@ -1,0 +1,157 @@
+"""flash_attn_with_kvcache on a GPU: CUDA graphs, streams, no waiting, no copy of the cache."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from flash_attn_mini import flash_attn_with_kvcache
+
+from .gpu_calls import capture, each_gpu_backend
+from .kvcache_cases import BY_NAME, CacheCall, KvCacheCase, make_call
+from .kvcache_checks import bits, check_results, copied, described, run
+from .test_gpu import assert_does_not_wait
+
+pytestmark = pytest.mark.gpu
+
+
+def refill(call: CacheCall, other: CacheCall) -> None:
+    """Overwrite the tensors of a call in place, caches included, with those of another case of the same shapes."""
+    for name in ("q", "lengths", "cache_batch_idx", "cache_leftpad", "block_table"):
+        to, new = getattr(call, name), getattr(other, name)
+        if isinstance(to, Tensor):
+            to.copy_(new)
+    for to, new in zip((*call.new, *call.rotary), (*other.new, *other.rotary), strict=True):
+        if to is not None and new is not None:
+            to.copy_(new)
+    for to, new in ((call.k_cache, other.k_cache), (call.v_cache, other.v_cache)):
+        to._base.copy_(new._base)
+    call.case = other.case
+
+
+def with_lengths(case: KvCacheCase, draw: torch.Generator) -> KvCacheCase:
+    """The case with other lengths and paddings."""
+    room = case.keys - (case.seqlen_new or 0)
+    lengths = tuple(int(n) for n in torch.randint(0, room + 1, (case.batch,), generator=draw))
+    leftpad = None
+    if case.leftpad is not None:
+        leftpad = tuple(int(torch.randint(0, n + 1, (), generator=draw)) for n in lengths)
+    return dataclasses.replace(case, lengths=lengths, leftpad=leftpad)
+
+
+@each_gpu_backend
+@pytest.mark.parametrize("num_splits", [0, 1, 3])
+@pytest.mark.parametrize(
+    "name",
+    ["decode", "read_only", "chunk", "long", "mqa", "headdim_33", "batch_idx_leftpad", "pages_1", "pages_64",
+     "pages_leftpad", "rotary_leftpad", "together", "split_keys"],
+)  # fmt: skip
+def test_a_graph_replays_with_other_lengths_rows_and_pages(
+    name: str, num_splits: int, gpu_backend: str, seed: int, draw: torch.Generator, described_seed: str
+) -> None:
+    """A captured call reads lengths, rows, paddings, pages and caches anew in each replay."""
+    case = BY_NAME[name]
+    if case.split_keys and num_splits:
+        pytest.skip("one of num_splits and split_keys")
+    case = dataclasses.replace(case, num_splits=num_splits)
+    call = make_call(case, torch.bfloat16, "cuda", seed)
+    graph, results = capture(lambda: run(call, gpu_backend))
+    for replay in range(4):
+        other = with_lengths(case, draw) if replay < 3 else case
+        refill(call, make_call(other, torch.bfloat16, "cuda", seed + 3 * replay))
+        before = copied(call.k_cache, call.v_cache)
+        graph.replay()
+        torch.cuda.synchronize()
+        where = f"replay {replay}, " + described(other, torch.bfloat16, gpu_backend, described_seed)
+        check_results(call, before, results, where)
+
+
+@each_gpu_backend
+def test_two_graphs_share_nothing(gpu_backend: str, seed: int) -> None:
+    """Two captured calls replayed at the same time on two streams give the bits of one after the other."""
+    case = BY_NAME["long"]
+    calls = [make_call(case, torch.float16, "cuda", seed + i) for i in range(2)]
+    captured = [capture(lambda call=call: run(call, gpu_backend, num_splits=4)) for call in calls]
+    expected = []
+    for graph, results in captured:
+        graph.replay()
+        torch.cuda.synchronize()
+        expected.append([x.clone() for x in results])
+    streams = [torch.cuda.Stream() for _ in captured]
+    for _ in range(20):
+        for (graph, _), stream in zip(captured, streams, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        torch.cuda.synchronize()
+        for (_, results), wanted in zip(captured, expected, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(results, wanted, strict=True))
+
+
+@each_gpu_backend
+@pytest.mark.parametrize("name", ["decode", "together", "batch_idx_leftpad", "int_length"])
+def test_does_not_wait_for_the_gpu(name: str, gpu_backend: str, seed: int) -> None:
+    call = make_call(BY_NAME[name], torch.float16, "cuda", seed)
+    assert_does_not_wait(lambda: run(call, gpu_backend))
+
+
+@each_gpu_backend
+def test_runs_on_the_current_stream(gpu_backend: str, seed: int) -> None:
+    """The inputs arrive late on a side stream."""
+    case = BY_NAME["decode"]
+    call, source = make_call(case, torch.float16, "cuda", seed), make_call(case, torch.float16, "cuda", seed + 1)
+    expected = run(make_call(case, torch.float16, "cuda", seed + 1), gpu_backend)
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(200_000_000)  # about 0.1 s
+        refill(call, source)
+        out, lse = run(call, gpu_backend)
+    side.synchronize()
+    assert torch.equal(out, expected[0])
+    assert torch.equal(lse, expected[1])
+
+
+@each_gpu_backend
+@pytest.mark.parametrize("headdim", [33, 64, 100])
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_the_cache_is_never_copied(page_size: int, headdim: int, gpu_backend: str) -> None:
+    """The memory that a call takes is a small part of the cache, whatever the head dim."""
+    rows, capacity = (256, 16384) if not page_size else (256 * 16384 // page_size, page_size)
+    caches = [torch.zeros(rows, capacity, 1, headdim, device="cuda", dtype=torch.float16) for _ in range(2)]
+    table = None
+    if page_size:
+        table = torch.arange(4 * 1024, device="cuda", dtype=torch.int32).view(4, 1024)
+    q = torch.randn(4, 1, 8, headdim, device="cuda", dtype=torch.float16)
+    k, v = torch.randn(2, 4, 1, 1, headdim, device="cuda", dtype=torch.float16)
+    lengths = torch.tensor([16000, 5, 300, 0], device="cuda", dtype=torch.int32)
+
+    def call() -> Tensor:
+        return flash_attn_with_kvcache(
+            *(q, *caches, k, v), cache_seqlens=lengths, block_table=table, causal=True, backend=gpu_backend
+        )
+
+    call()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    start = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    taken = torch.cuda.max_memory_allocated() - start
+    size = caches[0].nbytes
+    assert taken < size / 16, f"the call took {taken} bytes beside caches of {size} bytes each"
+    assert torch.equal(bits(caches[0].view(-1, 1, headdim)[16000]), bits(k[0, 0]))
+
+
+@each_gpu_backend
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_runs_on_the_device_of_q(gpu_backend: str, seed: int) -> None:
+    case = BY_NAME["decode"]
+    expected = run(make_call(case, torch.float16, "cuda:0", seed), gpu_backend)
+    with torch.cuda.device(0):
+        out, _ = run(make_call(case, torch.float16, "cuda:1", seed), gpu_backend)
+        assert torch.cuda.current_device() == 0
+    assert out.device == torch.device("cuda:1")
+    assert torch.equal(out.to("cuda:0"), expected[0])
