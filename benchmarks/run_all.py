@@ -57,7 +57,12 @@ GPU_STEPS = (
     Step("bench_speed", ("--backward", "--grid", "headdims", "--rounds", "2"), 2.0),
     Step("bench_speed", ("--backward", "--grid", "gqa", "--rounds", "2"), 2.0),
 )
-CPU_STEPS = (Step("bench_cpu"), Step("bench_cpu", ("--backward",)), Step("bench_kvcache", ("--device", "cpu")))
+CPU_STEPS = (
+    Step("bench_cpu"),
+    Step("bench_cpu", ("--backward",)),
+    Step("bench_kvcache", ("--device", "cpu")),
+    Step("bench_kvcache", ("--device", "cpu", "--dtype", "bfloat16")),
+)
 
 
 def run_step(step: Step, seconds: float, limit: float, passed_on: list[str]) -> bool:
