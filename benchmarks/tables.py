@@ -241,25 +241,25 @@ def kvcache_tables(data: Rows) -> list[str]:
 
 
 def kvcache_speed_tables(data: Rows) -> list[str]:
-    """Shape down; every contender's GB/s and our ratios across."""
+    """Shape down; every contender's GB/s, as a share of the copy's where that was measured, and our ratios across."""
     names = list(dict.fromkeys(name for row in data for name in row["gbps"]))
     ratios = list(dict.fromkeys((mine, rival) for row in data for mine in row["ratio"] for rival in row["ratio"][mine]))
-    body = [
-        [
-            *([str(row["threads"])] if "threads" in row else []),
-            cache_shape(row),
-            str(row["seqlen_q"]),
-            *(f"{row['gbps'][name]:,.4g}" if name in row["gbps"] else "–" for name in names),
-            *(
-                f"{row['ratio'][mine][rival]:.2f}" if rival in row["ratio"].get(mine, {}) else "–"
-                for mine, rival in ratios
-            ),
-        ]
-        for row in data
-    ]
+    body = []
+    for row in data:
+        ceiling = row.get("ceiling_gbps")
+        speeds = {
+            name: f"{speed:.4g}" + (f" ({speed / ceiling:.2f})" if ceiling else "")
+            for name, speed in row["gbps"].items()
+        }
+        compared = [row["ratio"].get(mine, {}).get(rival) for mine, rival in ratios]
+        threads = [str(row["threads"])] if "threads" in row else []
+        shape = [cache_shape(row), str(row["seqlen_q"])]
+        cells = [speeds.get(name, "–") for name in names]
+        body.append([*threads, *shape, *cells, *("–" if r is None else f"{r:.2f}" for r in compared)])
     threads = ["threads"] if "threads" in data[0] else []
     headers = [*threads, "cache", "queries", *(f"{name}, GB/s" for name in names), *(f"{a} ÷ {b}" for a, b in ratios)]
-    return [markdown_table(headers, body)]
+    table = markdown_table(headers, body)
+    return [f"GB/s of K and V, and (÷ the copy's):\n\n{table}" if data[0].get("ceiling_gbps") else table]
 
 
 def kvcache_time_tables(data: Rows) -> list[str]:

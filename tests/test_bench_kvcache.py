@@ -177,6 +177,17 @@ def test_table_of_pages_compares_with_the_contiguous_cache() -> None:
     ]
 
 
+def test_table_of_speed_says_the_share_of_the_ceiling_and_what_did_not_run() -> None:
+    fields = {"ceiling_gbps": 4000, "ratio": {"cuda": {"cuDNN": 1.25}}, "unsupported": {}}
+    first, second = rows_of("decode", [{}, {}], **fields, gbps={"cuda": 3000.0, "cuDNN": 2400.0})
+    second = {**second, "gbps": {"cuda": 3600.0}, "ratio": {"cuda": {}}}
+    (table,) = tables.kvcache_tables([first, second])
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("| ")]
+    assert lines[0] == ["cache", "queries", "cuda, GB/s", "cuDNN, GB/s", "cuda ÷ cuDNN"]
+    assert lines[1][1:] == ["1", "3000 (0.75)", "2400 (0.60)", "1.25"]
+    assert lines[2][1:] == ["2", "3600 (0.90)", "–", "–"]
+
+
 def test_plot_shows_the_ceiling(tmp_path: Path) -> None:
     rows = rows_of("lengths", [{"cuda": 1.0}], gbps={"cuda": 3000.0}, ceiling_gbps=4300)
     result = {"benchmark": "bench_kvcache", "title": "Decoding", "stamp": {"gpu": "H200"}, "data": rows}
