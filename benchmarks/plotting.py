@@ -1,4 +1,4 @@
-"""Plots of results of speed, TFLOP/s over sequence length: a panel for each head dim, number of key heads and mask."""
+"""Plots of results: TFLOP/s over sequence length, and of KV caches GB/s over their length and µs over queries."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from typing import Any
 
 from benchmarks.tables import kind_of
 
+KVCACHE = {"lengths": ("seqlen_k", "gbps", "keys", "GB/s of K and V"), "queries": ("seqlen_q", "us", "queries", "µs")}
+
 
 def plot(result: dict[str, Any], path: Path) -> bool:
-    """Draws a result of speed to `path`. False when there is nothing to draw or matplotlib is not installed."""
-    rows = result["data"]
-    if result["benchmark"] != "bench_speed":
+    """Draws a result to `path`. False when there is nothing to draw or matplotlib is not installed."""
+    benchmark, figure = result["benchmark"], result["data"][0].get("figure")
+    if benchmark != "bench_speed" and not (benchmark == "bench_kvcache" and figure in KVCACHE):
         return False
     try:
         import matplotlib
@@ -21,6 +23,15 @@ def plot(result: dict[str, Any], path: Path) -> bool:
     except ImportError:
         return False
 
+    drawing = draw_speed(plt, result["data"]) if benchmark == "bench_speed" else draw_kvcache(plt, result["data"])
+    drawing.suptitle(f"{result['title']}\n{result['stamp'].get('gpu') or result['stamp'].get('cpu')}", fontsize=10)
+    drawing.savefig(path, dpi=110)
+    plt.close(drawing)
+    return True
+
+
+def draw_speed(plt: Any, rows: list[dict[str, Any]]) -> Any:
+    """A panel for each head dim, number of key heads and mask."""
     columns = list(dict.fromkeys((row["headdim"], row["nheads_k"]) for row in rows))
     masks = sorted({row["causal"] for row in rows})
     size = (4.2 * len(columns), 3.2 * len(masks) + 0.6)
@@ -32,21 +43,41 @@ def plot(result: dict[str, Any], path: Path) -> bool:
             if not here:  # an incomplete result
                 axis.axis("off")
                 continue
-            for name in dict.fromkeys(name for row in here for name in row["tflops"]):
-                points = sorted((row["seqlen"], row["tflops"][name]) for row in here if name in row["tflops"])
-                axis.plot([x for x, _ in points], [y for _, y in points], marker="o", label=name)
+            draw_lines(axis, here, "seqlen", "tflops")
             if "ceiling_tflops" in here[0]:
                 axis.axhline(here[0]["ceiling_tflops"], color="gray", linestyle="--", label="matrix product")
-            lengths = sorted({row["seqlen"] for row in here})
-            axis.set_xscale("log", base=2)
-            axis.set_xticks(lengths, [str(length) for length in lengths], fontsize=8)
-            axis.set_ylim(bottom=0)
             axis.set_title(kind_of(here[0]), fontsize=10)
-            axis.grid(alpha=0.3)
     axes[-1][0].set_xlabel("sequence length")
     axes[0][0].set_ylabel("TFLOP/s")
     axes[0][0].legend(fontsize=8)
-    figure.suptitle(f"{result['title']}\n{result['stamp'].get('gpu') or result['stamp'].get('cpu')}", fontsize=10)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-    return True
+    return figure
+
+
+def draw_kvcache(plt: Any, rows: list[dict[str, Any]]) -> Any:
+    """A panel for each batch size."""
+    x, y, x_label, y_label = KVCACHE[rows[0]["figure"]]
+    batches = list(dict.fromkeys(row["batch"] for row in rows))
+    figure, axes = plt.subplots(1, len(batches), figsize=(5 * len(batches), 4), squeeze=False, layout="constrained")
+    for axis, batch in zip(axes[0], batches, strict=True):
+        here = [row for row in rows if row["batch"] == batch]
+        draw_lines(axis, here, x, y)
+        if y == "gbps" and "ceiling_gbps" in here[0]:
+            axis.axhline(here[0]["ceiling_gbps"], color="gray", linestyle="--", label="copy")
+        axis.set_title(f"batch {batch}", fontsize=10)
+        axis.set_xlabel(x_label)
+    axes[0][0].set_ylabel(y_label)
+    axes[0][0].legend(fontsize=8)
+    return figure
+
+
+def draw_lines(axis: Any, rows: list[dict[str, Any]], x: str, y: str) -> None:
+    """A line for each contender, over a logarithmic axis of lengths."""
+    for name in dict.fromkeys(name for row in rows for name in row[y]):
+        points = sorted((row[x], row[y][name]) for row in rows if name in row[y])
+        axis.plot([point[0] for point in points], [point[1] for point in points], marker="o", markersize=4, label=name)
+    values = sorted({row[x] for row in rows})
+    ticks = [value for value in values if value & (value - 1) == 0]
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(ticks, [str(value) for value in ticks], fontsize=8)
+    axis.set_ylim(bottom=0)
+    axis.grid(alpha=0.3)

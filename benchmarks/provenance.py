@@ -54,6 +54,7 @@ BACKWARD_SOURCES_OF_BACKEND = {
     "triton": TRITON,
     "cpu": (*LAUNCH, *CPU),
 }
+KVCACHE_SOURCES_OF_BACKEND = {**SOURCES_OF_BACKEND, "cuda": (*SOURCES_OF_BACKEND["cuda"], "csrc/kvcache/*")}
 
 _CPP_SUFFIXES = {".h", ".cuh", ".cu", ".cpp", ".inl"}
 _SUFFIXES = _CPP_SUFFIXES | {".py"}

@@ -44,6 +44,7 @@ GPU_STEPS = (
     Step("bench_speed", ("--grid", "perf", "--rounds", "5"), 13.0),
     Step("bench_speed", ("--grid", "fp16"), 6.0),
     Step("bench_speed", ("--backward", "--grid", "perf"), 8.0),
+    Step("bench_kvcache", (), 5.0),
     Step("bench_features", (), 5.0),
     Step("bench_overhead", (), 1.0),
     Step("bench_overhead", ("--backward",), 1.0),
@@ -56,7 +57,12 @@ GPU_STEPS = (
     Step("bench_speed", ("--backward", "--grid", "headdims", "--rounds", "2"), 2.0),
     Step("bench_speed", ("--backward", "--grid", "gqa", "--rounds", "2"), 2.0),
 )
-CPU_STEPS = (Step("bench_cpu"), Step("bench_cpu", ("--backward",)))
+CPU_STEPS = (
+    Step("bench_cpu"),
+    Step("bench_cpu", ("--backward",)),
+    Step("bench_kvcache", ("--device", "cpu")),
+    Step("bench_kvcache", ("--device", "cpu", "--dtype", "bfloat16")),
+)
 
 
 def run_step(step: Step, seconds: float, limit: float, passed_on: list[str]) -> bool:

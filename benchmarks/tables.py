@@ -227,6 +227,70 @@ def value_tables(data: Rows) -> list[str]:
     return [f"{caption}\n\n{table}\n\nLowest in brackets: {lowest['relative_ratio']:.2f} ({where})."]
 
 
+def cache_shape(row: dict[str, Any]) -> str:
+    """A shape of bench_kvcache, without its number of queries."""
+    keys = f"{row['shortest']} to {row['seqlen_k']}" if row["shortest"] else str(row["seqlen_k"])
+    pages = f", pages of {row['page_size']}" if row["page_size"] else ""
+    return f"{row['batch']} × {keys} keys{pages}, {row['nheads']} heads on {row['nheads_k']}, d{row['headdim']}"
+
+
+def kvcache_tables(data: Rows) -> list[str]:
+    """The layout of each figure of bench_kvcache."""
+    layouts = {"append": kvcache_time_tables, "pages": kvcache_time_tables, "queries": kvcache_query_tables}
+    return layouts.get(data[0]["figure"], kvcache_speed_tables)(data)
+
+
+def kvcache_speed_tables(data: Rows) -> list[str]:
+    """Shape down; every contender's GB/s, as a share of the copy's where that was measured, and our ratios across."""
+    names = list(dict.fromkeys(name for row in data for name in row["gbps"]))
+    ratios = list(dict.fromkeys((mine, rival) for row in data for mine in row["ratio"] for rival in row["ratio"][mine]))
+    body = []
+    for row in data:
+        ceiling = row.get("ceiling_gbps")
+        speeds = {
+            name: f"{speed:.4g}" + (f" ({speed / ceiling:.2f})" if ceiling else "")
+            for name, speed in row["gbps"].items()
+        }
+        compared = [row["ratio"].get(mine, {}).get(rival) for mine, rival in ratios]
+        threads = [str(row["threads"])] if "threads" in row else []
+        shape = [cache_shape(row), str(row["seqlen_q"])]
+        cells = [speeds.get(name, "–") for name in names]
+        body.append([*threads, *shape, *cells, *("–" if r is None else f"{r:.2f}" for r in compared)])
+    threads = ["threads"] if "threads" in data[0] else []
+    headers = [*threads, "cache", "queries", *(f"{name}, GB/s" for name in names), *(f"{a} ÷ {b}" for a, b in ratios)]
+    table = markdown_table(headers, body)
+    return [f"GB/s of K and V, and (÷ the copy's):\n\n{table}" if data[0].get("ceiling_gbps") else table]
+
+
+def kvcache_time_tables(data: Rows) -> list[str]:
+    """Contender down, shape across: microseconds, and their multiple of the same call on a plain contiguous cache."""
+    shapes = list(dict.fromkeys(map(cache_shape, data)))
+    cells: dict[str, dict[str, str]] = {}
+    for row in data:
+        for name, microseconds in row["us"].items():
+            plain = row["us"].get(name.partition(",")[0])
+            times = f" ({microseconds / plain:.2f})" if plain and "," in name else ""
+            cells.setdefault(name, {})[cache_shape(row)] = f"{microseconds:.1f}{times}"
+    body = [[name, *(by_shape.get(shape, "–") for shape in shapes)] for name, by_shape in cells.items()]
+    return [f"µs, and (as a multiple of the first):\n\n{markdown_table(['', *shapes], body)}"]
+
+
+def kvcache_query_tables(data: Rows) -> list[str]:
+    """Shape down, some numbers of queries across: µs. The largest step from n queries to n + 1 is the last column."""
+    shown = [n for n in (1, 2, 4, 8, 16, 32, 64, 128) if any(row["seqlen_q"] == n for row in data)]
+    times: dict[tuple[str, str], dict[int, float]] = {}
+    for row in data:
+        for name, microseconds in row["us"].items():
+            times.setdefault((name, cache_shape(row)), {})[row["seqlen_q"]] = microseconds
+    body = []
+    for names, of_queries in times.items():
+        steps = {n: of_queries[n + 1] / of_queries[n] for n in of_queries if n + 1 in of_queries}
+        worst = max(steps, key=lambda n: steps[n], default=None)
+        step = "–" if worst is None else f"{steps[worst]:.2f} ({worst} to {worst + 1})"
+        body.append([*names, *(f"{of_queries[n]:.1f}" if n in of_queries else "–" for n in shown), step])
+    return [markdown_table(["", "cache", *(f"{n} queries, µs" for n in shown), "largest step"], body)]
+
+
 VIEWS: dict[str, Callable[[Rows], list[str]]] = {
     "bench_speed": speed_tables,
     "bench_overhead": overhead_tables,
@@ -235,6 +299,7 @@ VIEWS: dict[str, Callable[[Rows], list[str]]] = {
     "bench_cpu": cpu_tables,
     "bench_values": value_tables,
     "bench_features": feature_tables,
+    "bench_kvcache": kvcache_tables,
     "accuracy": accuracy_tables,
     "kernel_resources": resource_tables,
     "sanitize": sanitize_tables,

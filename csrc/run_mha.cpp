@@ -143,18 +143,24 @@ bool is_readable_by_forward(const Flash_fwd_params &params) {
            is_aligned(params.o);
 }
 
-// True if the queries alone fill the GPU: the kernels of the forward then multiply faster than the split-KV kernel.
-bool fills_gpu_without_splits(const Flash_fwd_params &params) {
-    constexpr int kRows = 128;  // of a work tile of the forward
-    const int64_t tiles = int64_t{params.b} * params.h * ((params.seqlen_q + kRows - 1) / kRows);
-    return params.block_table == nullptr && params.seqlen_q >= kRows && tiles * 4 >= device_properties().sm_count * 3;
+// True if the kernels of the forward take less time than the split-KV kernel: the queries alone fill the GPU, and most
+// of the rows of a tile are queries. They multiply faster, but work on each head alone and do not split keys.
+bool prefers_forward(const Flash_fwd_params &params) {
+    constexpr int kRows = 128, kSpeedup = 4;  // rows of a work tile; its speed over that of the split-KV kernel
+    if (params.block_table != nullptr) {
+        return false;
+    }
+    const int64_t row_blocks = (params.seqlen_q + kRows - 1) / kRows, tiles = int64_t{params.b} * params.h * row_blocks;
+    const int64_t packed_rows = int64_t{params.seqlen_q} * params.h_h_k_ratio;
+    const bool fills_gpu = tiles * 4 >= device_properties().sm_count * 3;
+    return fills_gpu && packed_rows > 64 && row_blocks * kRows * params.h_h_k_ratio < kSpeedup * packed_rows;
 }
 
 // num_splits = 1 asks for the bits of the varlen forward, so its kernels run.
 void run_mha_fwd_splitkv_dispatch(Flash_fwd_params &params, bool follows_append) {
     const KvCache &cache = params.cache;
     const bool is_chosen = cache.num_splits == 0 && cache.split_keys == 0;
-    const bool wants_forward = cache.num_splits == 1 || (is_chosen && fills_gpu_without_splits(params));
+    const bool wants_forward = cache.num_splits == 1 || (is_chosen && prefers_forward(params));
     if (wants_forward && is_readable_by_forward(params)) {
         run_mha_fwd_cuda(params);
         return;

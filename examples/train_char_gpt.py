@@ -16,7 +16,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -112,10 +112,18 @@ class Block(nn.Module):
         self.out = nn.Linear(width, width)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
-    def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm_1(x)).unflatten(-1, (3, self.heads, -1)).unbind(2)
-        x = x + self.out(self.attend(rotate(q, rotation), rotate(k, rotation), v).flatten(2))
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        """q, k and v, `[batch, seqlen, heads, headdim]`, before the rotation."""
+        return self.qkv(self.norm_1(x)).unflatten(-1, (3, self.heads, -1)).unbind(2)
+
+    def finish(self, x: Tensor, attended: Tensor) -> Tensor:
+        """The block's result for the attention's."""
+        x = x + self.out(attended.flatten(2))
         return x + self.mlp(self.norm_2(x))
+
+    def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
+        q, k, v = self.project(x)
+        return self.finish(x, self.attend(rotate(q, rotation), rotate(k, rotation), v))
 
 
 class GPT(nn.Module):
@@ -357,18 +365,18 @@ def print_table(runs: dict[str, Run]) -> None:
     print(tabulate(rows, headers, colalign=("left", *["right"] * 4), disable_numparse=True))
 
 
-def make_parser() -> argparse.ArgumentParser:
+def parser_for(module: str, doc: str | None, steps: Mapping[str, int]) -> argparse.ArgumentParser:
+    """The arguments of every example that trains this GPT; `steps` by device."""
     parser = argparse.ArgumentParser(
-        prog="python -m examples.train_char_gpt", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        prog=f"python -m {module}", description=doc, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: cuda if PyTorch sees a GPU"
     )
     parser.add_argument("--backend", help="of flash_attn_mini (default: the best of the device)")
-    parser.add_argument("--steps", type=int, help="default: 500 on the CPU, 800 on a GPU")
+    parser.add_argument("--steps", type=int, help=f"default: {steps['cpu']} on the CPU, {steps['cuda']} on a GPU")
     parser.add_argument("--text", type=Path, help="a UTF-8 file to learn from (default: Python's own manual)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default: %(default)s)")
-    parser.add_argument("--out", type=Path, help="a folder for losses.json and losses.png, which must not exist in it")
     return parser
 
 
@@ -386,12 +394,6 @@ def check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> tup
         parser.error(f"--backend {arguments.backend}: allowed on {device}: {', '.join(backends)}")
     if arguments.steps is not None and arguments.steps < 1:
         parser.error(f"--steps {arguments.steps}: at least 1")
-    if arguments.out is not None:
-        for path in (arguments.out / name for name in FILES):
-            if path.exists():
-                parser.error(f"--out {arguments.out}: {path} exists and is not overwritten")
-        if arguments.out.exists() and not arguments.out.is_dir():
-            parser.error(f"--out {arguments.out}: not a folder")
     try:
         content = read_text(arguments.text)
     except ImportError:
@@ -404,10 +406,22 @@ def check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> tup
     return device, arguments.backend or backends[0], content
 
 
+def check_out(parser: argparse.ArgumentParser, out: Path) -> None:
+    """An error message and exit status 2 for a folder that cannot take the files."""
+    for path in (out / name for name in FILES):
+        if path.exists():
+            parser.error(f"--out {out}: {path} exists and is not overwritten")
+    if out.exists() and not out.is_dir():
+        parser.error(f"--out {out}: not a folder")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns 0 when the loss curves agree, 1 when they do not."""
-    parser = make_parser()
+    parser = parser_for("examples.train_char_gpt", __doc__, {name: size.steps for name, size in SIZES.items()})
+    parser.add_argument("--out", type=Path, help="a folder for losses.json and losses.png, which must not exist in it")
     arguments = parser.parse_args(argv)
+    if arguments.out is not None:
+        check_out(parser, arguments.out)
     device, backend, content = check(parser, arguments)
     size = SIZES[device.type]
     if arguments.steps is not None:

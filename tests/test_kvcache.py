@@ -129,8 +129,11 @@ def assert_equal(got: tuple[Tensor, ...], expected: tuple[Tensor, ...], what: st
 
 
 def assert_bits_of_varlen(call: object, results: tuple[Tensor, Tensor], backend: str) -> None:
-    assert_equal(results, varlen_results(call, backend, paged=False), "flash_attn_varlen_func")
-    if call.case.page_size and call.case.leftpad is None:
+    """On a GPU, pages have a kernel of their own, and a head dim that is no multiple of 8 is padded without a cache."""
+    is_on_gpu = backend == "cuda"
+    if not is_on_gpu or (call.case.page_size == 0 and call.case.headdim % 8 == 0):
+        assert_equal(results, varlen_results(call, backend, paged=False), "flash_attn_varlen_func")
+    if call.case.page_size and call.case.leftpad is None and (not is_on_gpu or call.case.headdim % 8 == 0):
         assert_equal(results, varlen_results(call, backend, paged=True), "flash_attn_varlen_func with a block_table")
 
 

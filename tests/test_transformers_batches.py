@@ -307,8 +307,8 @@ def test_padding_mask_is_read_once_per_forward(monkeypatch: pytest.MonkeyPatch) 
     assert len(calls) == 2  # queries and keys, for 4 layers
 
 
-def test_no_copy_where_every_query_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Generation from a batch padded on the left: one query for each sequence, different numbers of keys."""
+def test_padding_between_the_keys_copies_no_query(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One query for each sequence, different numbers of keys with padding between them."""
     seen: dict[str, Any] = {}
 
     def spy(q: Tensor, k: Tensor, v: Tensor, *lengths: Any, **options: Any) -> Tensor:
@@ -316,16 +316,18 @@ def test_no_copy_where_every_query_counts(monkeypatch: pytest.MonkeyPatch) -> No
         return torch.empty(q.shape)
 
     monkeypatch.setattr(integration, "flash_attn_varlen_func", spy)
-    mask = integration.attention_mask(3, 1, LENGTH, LENGTH - 1, attention_mask=padding("left").bool())
+    kept = padding("left")
+    kept[1, :2] = 1
+    mask = integration.attention_mask(3, 1, LENGTH, LENGTH - 1, attention_mask=kept.bool())
     q, k = torch.randn(3, 4, 1, 8), torch.randn(3, 2, LENGTH, 8)
     out, _ = integration.attention(torch.nn.Module(), q, k, k, mask, softcap=30.0, sliding_window=LENGTH)
     assert out.shape == (3, 1, 4, 8)
     assert seen["q"].data_ptr() == q.data_ptr()
-    assert seen["k"].shape == (sum(LENGTHS), 2, 8)
-    assert torch.equal(seen["k"][13:21], k[1, :, 5:].transpose(0, 1))
+    assert seen["k"].shape == (sum(LENGTHS) + 2, 2, 8)
+    assert torch.equal(seen["k"][13:23], k[1][:, kept[1].bool()].transpose(0, 1))
     cu_seqlens_q, cu_seqlens_k, *longest = seen["lengths"]
     assert cu_seqlens_q.tolist() == [0, 1, 2, 3]
-    assert cu_seqlens_k.tolist() == [0, 13, 21, 22]
+    assert cu_seqlens_k.tolist() == [0, 13, 23, 24]
     assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
     assert longest == [1, 13]
     assert seen["options"]["causal"] is True

@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(kCombineThreads)
     flash_fwd_splitkv_combine_kernel(const __grid_constant__ Flash_fwd_params params,
                                      const __grid_constant__ SplitkvPlan plan) {
     constexpr int kRows = kCombineRows<kHeadDim>;
-    const int chunks = (plan.tile_rows + kRows - 1) / kRows;
+    const int chunks = gridDim.x / plan.row_tiles;
     const int row_tile = blockIdx.x / chunks, row_begin = blockIdx.x % chunks * kRows;
     const int rows = min(plan.tile_rows, params.seqlen_q * params.h_h_k_ratio - row_tile * plan.tile_rows);
     if (row_begin >= rows) {
@@ -40,8 +40,7 @@ __global__ void __launch_bounds__(kCombineThreads)
             return;
         }
     } else {
-        __shared__ Schedule::Shared shared;
-        Schedule schedule(params, plan, shared);
+        const Schedule schedule(params, plan);
         const int piece = blockIdx.y, begin = schedule.begin_of(piece), end = schedule.begin_of(piece + 1);
         if (begin >= end) {
             return;

@@ -70,9 +70,8 @@ class TileLoader {
     using Element = typename Traits::Element;
 
 public:
-    __device__ TileLoader(const KeySource<Traits> &source, uint32_t buffers, int thread, int begin, int end, int d,
-                          bool is_aligned)
-        : source(source), buffers(buffers), thread(thread), next_key(begin), end(end), d(d), is_aligned(is_aligned) {
+    __device__ TileLoader(const KeySource<Traits> &source, uint32_t buffers, int begin, int end, int d, bool is_aligned)
+        : source(source), buffers(buffers), next_key(begin), end(end), d(d), is_aligned(is_aligned) {
         prefetch();
     }
 
@@ -97,7 +96,6 @@ private:
     static constexpr int kStageBytes = 2 * Traits::kTileElements * sizeof(Element);
     const KeySource<Traits> &source;
     const uint32_t buffers;  // address of stage 0 in shared memory
-    const int thread;        // in the group
     int next_key;            // of the next tile
     const int end, d;
     const bool is_aligned;
@@ -112,10 +110,12 @@ private:
 
     template <bool kIsAligned>
     __device__ __forceinline__ void copy_rows(uint32_t tile) {
-        constexpr int kCount = Traits::kKeys * Traits::kChunks;
-        const int step = Traits::kSharesTiles ? blockDim.x : 32;
-#pragma unroll(kIsAligned ? (Traits::kSharesTiles ? 4 : 8) : 1)
-        for (int index = thread; index < kCount; index += step) {
+        constexpr int kChunksOfWarp = 32, kSteps = Traits::kKeys * Traits::kChunks / kChunksOfWarp;
+        static_assert(Traits::kKeys * Traits::kChunks % kChunksOfWarp == 0);
+        const int first = Traits::kSharesTiles ? warp_index() : 0, stride = Traits::kSharesTiles ? blockDim.x / 32 : 1;
+#pragma unroll(kIsAligned ? (Traits::kSharesTiles ? 2 : kSteps) : 1)
+        for (int step = first; step < kSteps; step += stride) {
+            const int index = step * kChunksOfWarp + threadIdx.x % 32;
             const int row = index / Traits::kChunks, chunk = index % Traits::kChunks;
             const bool is_in_range = next_key + row < end && chunk * 8 < d;
             const Element *k = source.k + __shfl_sync(0xffffffffu, next_row.k, row) + chunk * 8;

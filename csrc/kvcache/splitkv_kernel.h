@@ -35,10 +35,10 @@ public:
         // A row tile may see less than the call as a whole, and not all of it with every row.
         const KeyRange<true> range(params, sequence.seqlen_q, sequence.seqlen_k);
         const int first_query = row_at(0).query, last_query = row_at(rows - 1).query;
-        this->begin = max(begin, range.begin_key(first_query));
-        this->end = min(end, range.end_key(last_query));
-        full_begin = range.begin_key(last_query);
-        full_end = min(range.end_key(first_query), this->end);
+        this->begin = uniform(max(begin, range.begin_key(first_query)));
+        this->end = uniform(min(end, range.end_key(last_query)));
+        full_begin = uniform(range.begin_key(last_query));
+        full_end = uniform(min(range.end_key(first_query), this->end));
     }
 
     // Leaves the results of all groups in shared memory.
@@ -105,7 +105,7 @@ private:
         return {query, bidh_k * params.h_h_k_ratio + head};
     }
     // The first row of this warp, and row i (0 or 1) of this thread.
-    __device__ static int row_of_warp() { return Traits::kSharesTiles ? threadIdx.x / 32 * kWarpRows : 0; }
+    __device__ static int row_of_warp() { return Traits::kSharesTiles ? warp_index() * kWarpRows : 0; }
     __device__ static int row_of_thread(int i) {
         return row_of_warp() + i * 8 + static_cast<int>(threadIdx.x % 32) / 4;
     }
@@ -121,11 +121,10 @@ private:
     static constexpr int kTilesElements = sizeof(shared.tiles) / sizeof(Element);
 
     __device__ __forceinline__ void loop() {
-        const int group = Traits::kSharesTiles ? 0 : threadIdx.x / 32;
-        const int thread = Traits::kSharesTiles ? threadIdx.x : threadIdx.x % 32;
+        const int group = Traits::kSharesTiles ? 0 : warp_index();
         const KeySource<Traits> source(params, sequence, bidb, bidh_k);
         const uint32_t tiles = static_cast<uint32_t>(__cvta_generic_to_shared(&shared.tiles[group]));
-        TileLoader<Traits> loader(source, tiles, thread, begin + group * kKeys, end, params.d, plan.is_aligned);
+        TileLoader<Traits> loader(source, tiles, begin + group * kKeys, end, params.d, plan.is_aligned);
         copy_rows();
         const bool is_idle = row_of_warp() >= rows;
         const int tiles_of_group = (end - begin + Traits::kUnit - 1) / Traits::kUnit;
@@ -319,7 +318,7 @@ private:
 template <typename Traits>
 __device__ __forceinline__ void compute_attn_splitkv(const Flash_fwd_params &params, const SplitkvPlan &plan,
                                                      typename Traits::SharedStorage &shared) {
-    Schedule schedule(params, plan, shared.schedule);
+    const Schedule schedule(params, plan);
     const bool is_fixed = plan.max_splits > 0;
     const int piece = blockIdx.y;
     int left = schedule.begin_of(piece + 1) - schedule.begin_of(piece);
@@ -333,16 +332,16 @@ __device__ __forceinline__ void compute_attn_splitkv(const Flash_fwd_params &par
     while (left > 0) {
         const Sequence seq = cache_sequence(params, at.bidb);
         const Units units(params, plan, seq);
-        const int run = is_fixed ? 1 : min(left, units.count - at.unit), next = at.unit + run;
+        const int count = uniform(units.count), run = is_fixed ? 1 : min(left, count - at.unit), next = at.unit + run;
         RunOfKeys<Traits> keys(params, plan, shared, seq, at.bidb, at.bidh_k, units.first_key(at.unit),
                                units.first_key(next));
         keys.compute();
-        const bool is_whole = at.unit == 0 && next == units.count;
+        const bool is_whole = at.unit == 0 && next == count;
         const int64_t fixed_slot = (int64_t(at.bidb) * params.h_k + at.bidh_k) * plan.max_splits + at.unit;
         keys.store(is_whole ? -1 : is_fixed ? fixed_slot : 2 * piece + (at.unit == 0));
         __syncthreads();  // the results are read: key tiles may take their place
         left -= run;
-        const bool is_head_done = next == units.count, is_sequence_done = is_head_done && at.bidh_k + 1 == params.h_k;
+        const bool is_head_done = next == count, is_sequence_done = is_head_done && at.bidh_k + 1 == params.h_k;
         at = {at.bidb + is_sequence_done, is_sequence_done ? 0 : at.bidh_k + is_head_done, is_head_done ? 0 : next, 0};
     }
 }

@@ -67,21 +67,23 @@ SplitkvPlan plan_of(const Flash_fwd_params &params) {
         const int row_tiles = static_cast<int>((rows + tile_rows - 1) / tile_rows);
         const int by_smem = std::max(std::min(kSmemOfSM, gpu.max_smem) / (smem_of(tile_rows) + kReserved), 1);
         const int ctas = gpu.sm_count * std::min(by_smem, Traits::kMinCtas);
-        const int pieces = row_tiles * 8 <= ctas ? ctas / row_tiles : (4 * ctas + row_tiles - 1) / row_tiles;
         const int64_t capacity = params.cache.capacity, split_keys = params.cache.split_keys;
         int log2_unit = 0;
         while ((1 << log2_unit) < Traits::kUnit || ((capacity >> log2_unit) + 1) * params.b * params.h_k > INT32_MAX) {
             ++log2_unit;
         }
-        const int unit = 1 << log2_unit;
-        const int64_t max_splits = split_keys > 0
-                                       ? (capacity + split_keys - 1) / split_keys
-                                       : std::min<int64_t>(params.cache.num_splits, (capacity + unit - 1) / unit);
+        const int64_t units = (capacity + (int64_t{1} << log2_unit) - 1) >> log2_unit;  // of a head, at most
+        const int64_t max_splits = split_keys > 0 ? (capacity + split_keys - 1) / split_keys
+                                                  : std::min<int64_t>(params.cache.num_splits, units);
+        const int wanted = row_tiles * 8 <= ctas ? ctas / row_tiles : (4 * ctas + row_tiles - 1) / row_tiles;
+        const int64_t heads = int64_t{params.b} * params.h_k,
+                      most = max_splits > 0 ? heads * max_splits : heads * units / 2;
+        const int pieces = static_cast<int>(std::clamp<int64_t>(most, 1, wanted));
         return SplitkvPlan{tile_rows,
                            row_tiles,
                            pieces,
                            static_cast<int>(max_splits),
-                           unit,
+                           log2_unit,
                            params.d % 8 == 0 && is_aligned(params.k) && is_aligned(params.v),
                            cutlass::FastDivmod(params.h_h_k_ratio)};
     });
@@ -109,8 +111,8 @@ void launch_splitkv(const Flash_fwd_params &params, const SplitkvPlan &plan, boo
         throw std::runtime_error("flash_attn_mini: batch * nheads_k is " + std::to_string(heads) +
                                  " with num_splits or split_keys; allowed: up to 65535");
     }
-    const dim3 combine_grid((plan.tile_rows + kRows - 1) / kRows * plan.row_tiles,
-                            plan.max_splits > 0 ? heads : plan.pieces);
+    const int rows = std::min(plan.tile_rows, params.seqlen_q * params.h_h_k_ratio);
+    const dim3 combine_grid((rows + kRows - 1) / kRows * plan.row_tiles, plan.max_splits > 0 ? heads : plan.pieces);
     launch(&flash_fwd_splitkv_combine_kernel<typename Traits::Element, Traits::kHeadDim>, combine_grid, kCombineThreads,
            0, true, stream, "launching flash_fwd_splitkv_combine_kernel", params, plan);
 }

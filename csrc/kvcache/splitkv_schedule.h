@@ -27,6 +27,16 @@ struct SplitkvPlan {
     }
 };
 
+// Moves a number that is the same in every lane of the warp into a uniform register. The compiler then knows that
+// branches on it do not diverge.
+__device__ __forceinline__ int uniform(int x) {
+    return static_cast<int>(__reduce_or_sync(0xffffffffu, static_cast<unsigned>(x)));
+}
+
+__device__ __forceinline__ int warp_index() {
+    return uniform(threadIdx.x / 32);
+}
+
 // The units of one sequence, the same for all of its heads.
 struct Units {
     int begin, end;  // the keys that some query sees
@@ -40,54 +50,28 @@ struct Units {
         end = max(range.end_key(sequence.seqlen_q - 1), begin);
         origin = begin;
         length = 1 << plan.log2_unit;
-        if (params.cache.split_keys > 0) {
-            length = params.cache.split_keys;
-            origin = begin / length * length;
-        } else if (params.cache.num_splits > 0) {
-            length = max(ceil_div(chosen_units(plan), params.cache.num_splits), 1) << plan.log2_unit;
+        count = static_cast<int>((unsigned(end - begin) + (1u << plan.log2_unit) - 1) >> plan.log2_unit);
+        if (plan.max_splits > 0) {
+            fix(params.cache, plan);
         }
-        const bool is_fixed = plan.max_splits > 0;
-        count = max(is_fixed ? ceil_div(end - origin, length) : chosen_units(plan), 1);
+        count = max(count, 1);
     }
 
-    __device__ int first_key(int unit) const {
-        return static_cast<int>(min(max(origin + int64_t(unit) * length, int64_t(begin)), int64_t(end)));
+    __device__ int first_key(int unit) const {  // the end of the keys if unit is count
+        const unsigned key = unsigned(origin) + unsigned(unit) * unsigned(length);
+        return static_cast<int>(min(max(key, unsigned(begin)), unsigned(end)));
     }
 
 private:
-    __device__ int chosen_units(const SplitkvPlan &plan) const {
-        return static_cast<int>((unsigned(end - begin) + (1u << plan.log2_unit) - 1) >> plan.log2_unit);
-    }
-    __device__ static int ceil_div(int a, int b) {
-        return static_cast<int>((unsigned(a) + unsigned(b) - 1) / unsigned(b));
-    }
-};
-
-// The sum over the threads before this one, and over all. shared: [kThreads / 32].
-template <int kThreads>
-struct BlockScan {
-    int before, total;
-
-    __device__ BlockScan(int value, int *shared) {
-        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-        int sum = value;
-#pragma unroll
-        for (int step = 1; step < 32; step *= 2) {
-            const int other = __shfl_up_sync(0xffffffffu, sum, step);
-            sum += lane >= step ? other : 0;
+    // Splits of fixed length or number. Not inlined: the divisions take much code, and the function is used often.
+    __device__ __noinline__ void fix(const KvCache &cache, const SplitkvPlan &plan) {
+        if (cache.split_keys > 0) {
+            length = cache.split_keys;
+            origin = begin / length * length;
+        } else {
+            length = max((count + cache.num_splits - 1) / cache.num_splits, 1) << plan.log2_unit;
         }
-        if (lane == 31 && warp < kThreads / 32) {
-            shared[warp] = sum;
-        }
-        __syncthreads();
-        before = sum - value;
-        total = 0;
-#pragma unroll
-        for (int i = 0; i < kThreads / 32; ++i) {
-            before += i < warp ? shared[i] : 0;
-            total += shared[i];
-        }
-        __syncthreads();  // shared may be written again
+        count = static_cast<int>((unsigned(end - origin) + unsigned(length) - 1) / unsigned(length));
     }
 };
 
@@ -98,33 +82,29 @@ struct Place {
 };
 
 // The units of all sequences and heads, in the order sequence, head, unit; the host makes sure that 32 bits count them.
-// All threads of a CTA build it together; the first kThreads have a part each.
+// Every warp computes it for itself, so that no warp waits for another.
 class Schedule {
-    static constexpr int kThreads = 128;
-
 public:
-    struct Shared {
-        int sums[kThreads / 32];
-        Place place;
-    };
-
-    __device__ Schedule(const Flash_fwd_params &params, const SplitkvPlan &plan, Shared &shared)
-        : params(params), plan(plan), shared(shared), per_thread((params.b + kThreads - 1) / kThreads) {
-        int sum = 0;
-        if (threadIdx.x < kThreads) {
+    __device__ Schedule(const Flash_fwd_params &params, const SplitkvPlan &plan)
+        : params(params), plan(plan), per_lane((params.b + 31) / 32) {
+        const int lane = threadIdx.x % 32;
 #pragma unroll 1
-            for (int i = 0; i < per_thread; ++i) {
-                sum += units_of(threadIdx.x * per_thread + i);
-            }
+        for (int i = 0; i < per_lane; ++i) {
+            of_this_lane += units_of(lane * per_lane + i);
         }
-        const BlockScan<kThreads> scan(sum, shared.sums);
-        before = scan.before;
-        of_this_thread = sum;
+        int sum = of_this_lane;
+#pragma unroll
+        for (int step = 1; step < 32; step *= 2) {
+            const int other = __shfl_up_sync(kAllLanes, sum, step);
+            sum += lane >= step ? other : 0;
+        }
+        before = sum - of_this_lane;
+        const int total = uniform(__shfl_sync(kAllLanes, sum, 31));
         // A piece has `least` units or one more; chosen splits have at least two units, so some pieces may be empty.
-        const int most = plan.max_splits > 0 ? scan.total : scan.total / 2;
+        const int most = plan.max_splits > 0 ? total : total / 2;
         pieces = max(min(plan.pieces, most), 1);
-        least = scan.total / pieces;
-        longer = scan.total - least * pieces;
+        least = total / pieces;
+        longer = total - least * pieces;
     }
 
     // The first unit of a piece; the number of units from the last piece on.
@@ -135,31 +115,33 @@ public:
         return unit < in_longer ? unit / (least + 1) : longer + (unit - in_longer) / least;
     }
 
-    // Called by all threads.
-    __device__ Place find(int unit) {
-        if (unit >= before && unit < before + of_this_thread) {
-            int bidb = threadIdx.x * per_thread, left = unit - before;
+    // Called by all lanes.
+    __device__ Place find(int unit) const {
+        Place place{};
+        const bool is_here = unit >= before && unit < before + of_this_lane;
+        if (is_here) {
+            int bidb = threadIdx.x % 32 * per_lane, left = unit - before;
 #pragma unroll 1
             for (int units = units_of(bidb); left >= units; units = units_of(++bidb)) {
                 left -= units;
             }
             const int count = count_of(bidb), head = left / count;
             left -= head * count;
-            shared.place = {bidb, head, left, unit - left};
+            place = {bidb, head, left, unit - left};
         }
-        __syncthreads();
-        const Place place = shared.place;
-        __syncthreads();  // shared may be written again
-        return place;
+        const int source = __ffs(__ballot_sync(kAllLanes, is_here)) - 1;
+        const auto from_source = [&](int x) { return uniform(__shfl_sync(kAllLanes, x, source)); };
+        return {from_source(place.bidb), from_source(place.bidh_k), from_source(place.unit),
+                from_source(place.head_begin)};
     }
 
 private:
+    static constexpr unsigned kAllLanes = 0xffffffffu;
     const Flash_fwd_params &params;
     const SplitkvPlan &plan;
-    Shared &shared;
-    const int per_thread;        // sequences
-    int before, of_this_thread;  // units
-    int pieces, least, longer;   // pieces in use, units of each, pieces that have one unit more
+    const int per_lane;            // sequences
+    int before, of_this_lane = 0;  // units
+    int pieces, least, longer;     // pieces in use, units of each, pieces that have one unit more
 
     __device__ int count_of(int bidb) const { return Units(params, plan, cache_sequence(params, bidb)).count; }
     __device__ int units_of(int bidb) const { return bidb < params.b ? count_of(bidb) * params.h_k : 0; }

@@ -36,7 +36,6 @@ struct SplitkvTraits {
         float slope;  // ALiBi slope of its head, in units of the softmax scale
     };
     struct SharedStorage {
-        Schedule::Shared schedule;
         Row rows[kSharesTiles ? kMaxWarps * kWarpRows : kWarpRows];
         float row_max[kGroups][kMaxWarps * kWarpRows / kGroups];
         float row_sum[kGroups][kMaxWarps * kWarpRows / kGroups];

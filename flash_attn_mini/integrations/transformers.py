@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from flash_attn_mini.bert_padding import index_first_axis, index_put_first_axis
 from flash_attn_mini.flash_attn_interface import flash_attn_func, flash_attn_varlen_func
+from flash_attn_mini.kvcache import flash_attn_with_kvcache
 
-from .transformers_masks import Layout, Seen, layout_of, seen_of
+from .transformers_masks import Layout, Seen, decoding_layout_of, layout_of, seen_of
 
 ATTENTION_NAME = "attn_mini"
 
@@ -39,8 +40,13 @@ def register(name: str = ATTENTION_NAME) -> str:
     Models keep their device and dtype. The backend is chosen as for any call (`flash_attn_mini.use_backend`,
     `FLASH_ATTN_MINI_BACKEND`, else by device). Batches may be padded on either side, or hold several sequences in a row
     (`position_ids` that start again, or `cu_seq_lens_q`). Grouped heads, sliding windows, softcap and attention dropout
-    come from the model's configuration; softcap with dropout is an error. Generation uses transformers' caches.
+    come from the model's configuration; softcap with dropout is an error.
     Under a causal mask or a window, the attention output of padding is 0 and is not computed.
+
+    Generation uses transformers' caches. After the prompt, each step runs `flash_attn_with_kvcache` on the cache as it
+    is, without a copy, also for batches padded on the left. A static cache gives its length as a tensor, so that no
+    step waits for the GPU and a compiled model is compiled once. With a static cache on a GPU, padding elsewhere than
+    on the left ends in a device-side assertion. Other caches and the CPU allow it: the keys are then packed.
 
     The model's forward raises NotImplementedError for attention sinks, position biases, masks of any other pattern, and
     `output_attentions=True`. Before transformers 5, some models (GPT-2) do not pass `output_attentions` on: they return
@@ -136,8 +142,10 @@ def attention(
     q, k, v = (states.transpose(1, 2) for states in (query, key, value))
     causal = bool(is_causal if is_causal is not None else getattr(module, "is_causal", True))
     layout = _layout(attention_mask, q, k, causal, sliding_window)
+    is_packed = cu_seq_lens_q is not None or cu_seq_lens_k is not None
+    if layout.is_decoding and (is_packed or dropout or _records_gradients(q, k, v)):
+        layout = layout.packed(q.shape[0])
     options: dict[str, Any] = {
-        "dropout_p": dropout,
         "softmax_scale": scaling,
         "causal": layout.right == 0,
         "window_size": (layout.left, layout.right),
@@ -148,8 +156,13 @@ def attention(
     v_headdim = v.shape[-1]
     if v_headdim < q.shape[-1]:  # q, k and v of the kernels share one head dim
         v = F.pad(v, (0, q.shape[-1] - v_headdim))
+    if layout.is_decoding:
+        options |= {"cache_seqlens": layout.cache_seqlens, "cache_leftpad": layout.cache_leftpad}
+        return cast(Tensor, flash_attn_with_kvcache(q, k, v, **options))[..., :v_headdim], None
+
+    options["dropout_p"] = dropout
     lengths = layout.lengths
-    if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
+    if is_packed:
         if cu_seq_lens_q is None or cu_seq_lens_k is None:
             raise _lacking("cu_seq_lens_q without cu_seq_lens_k, or the other way round")
         if layout.indices_q is not None or layout.indices_k is not None:
@@ -179,7 +192,8 @@ def attention_mask(
 ) -> Layout | Tensor:
     """The mask of all layers, as transformers' AttentionMaskInterface calls it.
 
-    A padding mask is read on the host, once per forward, which synchronises with the GPU.
+    A padding mask is read on the host, once per forward, which synchronises with the GPU; not so for one query for each
+    row behind a static cache.
 
     Args:
         batch_size: The number of rows.
@@ -203,14 +217,15 @@ def attention_mask(
     if mask_function is None:
         mask_function = masking_utils.causal_mask_function
     if cache_position is not None:
-        q_length, q_offset = cache_position.shape[0], cache_position[0]
+        q_length, q_offset = cache_position.shape[0], int(cache_position[0])
         place: dict[str, Any] = {"cache_position": cache_position}
     else:
         place = {"q_length": q_length, "q_offset": q_offset}
 
     seen = seen_of(mask_function)
     if seen is not None:
-        layout = layout_of(seen, batch_size, q_length or 0, kv_length, int(q_offset), kv_offset, attention_mask)
+        place_and_padding = (batch_size, q_length or 0, kv_length, q_offset, kv_offset, attention_mask)
+        layout = decoding_layout_of(seen, *place_and_padding) or layout_of(seen, *place_and_padding)
         if layout is not None:
             return layout
     kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
@@ -236,6 +251,10 @@ def _records_attentions() -> bool:
     return recorded is not None and any(key.endswith("attentions") for key in recorded)
 
 
+def _records_gradients(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
 def _layout(mask: Layout | Tensor | None, q: Tensor, k: Tensor, causal: bool, sliding_window: int | None) -> Layout:
     """The layout of a mask of any form, or of the layer's causal and sliding_window without one."""
     batch, q_length = q.shape[:2]
@@ -246,12 +265,13 @@ def _layout(mask: Layout | Tensor | None, q: Tensor, k: Tensor, causal: bool, sl
                 f"a mask for {mask.q_length} queries and {mask.kv_length} keys in a layer that has {q_length} and "
                 f"{kv_length}"
             )
-        return mask if mask.lengths is None or mask.lengths[0].device == q.device else mask.to(q.device)
+        return mask if mask.device in (None, q.device) else mask.to(q.device)
     if mask is not None and mask.ndim != 2:
         return Layout(q_length, kv_length, kv_length, -1, 0 if _causal_of(mask, q_length, kv_length) else -1)
     window = -1 if sliding_window is None else sliding_window - 1  # keys beside the query's own
     seen = Seen(left=window, right=0 if causal else window)
-    layout = layout_of(seen, batch, q_length, kv_length, kv_length - q_length, 0, mask)
+    place_and_padding = (batch, q_length, kv_length, kv_length - q_length, 0, mask)
+    layout = decoding_layout_of(seen, *place_and_padding) or layout_of(seen, *place_and_padding)
     if layout is None:
         raise _lacking("a padding mask with holes in a layer with a sliding window")
     return layout

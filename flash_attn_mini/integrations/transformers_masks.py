@@ -3,6 +3,9 @@
 transformers describes a mask by a function of (batch, head, query, key) and a padding mask. `seen_of` recognises the
 functions that stand for an interval of keys around each query. `layout_of` finds the tokens. Both run once per forward,
 for all layers, and form no seqlen_q x seqlen_k tensor.
+
+In generation a layer gets all keys of transformers' cache, old and new. A static cache also has an unused end. Its
+length is a tensor: one query for each row takes it to the kernel without waiting for the GPU.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Layout:
-    """A mask as arguments of `flash_attn_func`, or with lengths of `flash_attn_varlen_func`.
+    """A mask as arguments of one of the functions of this package, chosen by `lengths` and `is_decoding`.
 
     transformers passes it to each layer in place of a mask tensor.
     """
@@ -45,6 +48,9 @@ class Layout:
     lengths: tuple[Tensor, Tensor, int, int] | None = None  # cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     indices_q: Tensor | None = None  # the queries that take part, among [batch * q_length]; None for all
     indices_k: Tensor | None = None  # the keys that take part, among [batch * kv_end]; None for all
+    is_decoding: bool = False  # causal queries behind cached keys: flash_attn_with_kvcache
+    cache_seqlens: Tensor | None = None  # int32 [batch], keys of each row; None: kv_end
+    cache_leftpad: Tensor | None = None  # int32 [batch], padding before the first key of each row; None: none
 
     ndim = 4  # as the mask tensor [batch, 1, seqlen_q, seqlen_k]: transformers reads it
 
@@ -54,12 +60,27 @@ class Layout:
 
     def to(self, device: torch.device | str, **options: Any) -> Layout:
         """A copy on another device, for models that span several devices."""
-
-        def moved(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor.to(device, **options)
-
+        names = ("indices_q", "indices_k", "cache_seqlens", "cache_leftpad")
+        tensors = {name: getattr(self, name) for name in names}
+        moved = {name: tensor.to(device, **options) for name, tensor in tensors.items() if tensor is not None}
         lengths = self.lengths and (self.lengths[0].to(device), self.lengths[1].to(device), *self.lengths[2:])
-        return replace(self, lengths=lengths, indices_q=moved(self.indices_q), indices_k=moved(self.indices_k))
+        return replace(self, lengths=lengths, **moved)
+
+    @property
+    def device(self) -> torch.device | None:
+        """The device of its tensors; None without any."""
+        tensors = (self.lengths and self.lengths[0], self.cache_seqlens, self.cache_leftpad)
+        return next((tensor.device for tensor in tensors if tensor is not None), None)
+
+    def packed(self, batch: int) -> Layout:
+        """The same mask for `flash_attn_varlen_func`, which has dropout and gradients. Waits for the device."""
+        kv_end = self.kv_end if self.cache_seqlens is None else int(self.cache_seqlens[0])
+        padding = None
+        if self.cache_leftpad is not None:
+            padding = torch.arange(kv_end, device=self.cache_leftpad.device) >= self.cache_leftpad[:, None]
+        layout = layout_of(Seen(self.left, 0), batch, self.q_length, kv_end, kv_end - self.q_length, 0, padding)
+        assert layout is not None  # its keys are in a row
+        return replace(layout, kv_length=self.kv_length)
 
 
 def tighter(first: int, second: int) -> int:
@@ -104,8 +125,53 @@ def _intersection(mask_functions: tuple[Callable[..., Any], ...]) -> Seen | None
     return together
 
 
+def decoding_layout_of(
+    seen: Seen,
+    batch: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor,
+    kv_offset: int,
+    padding: Tensor | None,
+) -> Layout | None:
+    """The layout of causal queries behind cached keys; None where there are none, and for padding between the keys.
+
+    The arguments are those of `layout_of`. A tensor q_offset is the length of a static cache. For one query, its value
+    and that of the padding stay on a GPU; padding between the keys then ends in a device-side assertion.
+    """
+    waits = q_length > 1 or not isinstance(q_offset, Tensor)
+    if seen.right != 0 or seen.segments is not None:
+        return None
+    kv_end = (int(q_offset) if waits else q_offset) + q_length - kv_offset
+    if waits and not q_length < kv_end <= kv_length:
+        return None
+    leftpad = None
+    if padding is not None:
+        padding = F.pad(padding, (0, max(kv_offset + kv_length - padding.shape[1], 0)))
+        place = torch.arange(kv_length, device=padding.device)
+        kept = padding[:, kv_offset : kv_offset + kv_length].bool() & (place < kv_end)
+        before = ((kept.cumsum(dim=1) == 0) & (place < kv_end)).sum(dim=1)
+        in_a_row = (before + kept.sum(dim=1) == kv_end).all()
+        if waits or padding.device.type == "cpu":
+            if not bool(in_a_row):
+                return None
+        else:
+            torch._assert_async(in_a_row, "a static cache on a GPU allows padding on the left only")
+        leftpad = before.to(torch.int32)
+    layout = Layout(q_length, kv_length, kv_length, seen.left, 0, is_decoding=True, cache_leftpad=leftpad)
+    if isinstance(kv_end, Tensor):
+        return replace(layout, cache_seqlens=kv_end.to(torch.int32).expand(batch).contiguous())
+    return replace(layout, kv_end=kv_end, left=-1 if seen.left >= kv_end - 1 else seen.left)
+
+
 def layout_of(
-    seen: Seen, batch: int, q_length: int, kv_length: int, q_offset: int, kv_offset: int, padding: Tensor | None
+    seen: Seen,
+    batch: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor,
+    kv_offset: int,
+    padding: Tensor | None,
 ) -> Layout | None:
     """The tokens that take part in attention; None if the kernels cannot express the mask.
 
@@ -122,7 +188,7 @@ def layout_of(
         kv_offset: The position of the first key.
         padding: ``[batch, n]`` by position, False for padding. Positions from n on are padding. None for no padding.
     """
-    kv_end, q_end = kv_length, q_offset + q_length
+    kv_end, q_end = kv_length, int(q_offset) + q_length
     if seen.right == 0:
         kv_end = min(kv_end, q_end - kv_offset)
     aligned = q_end == kv_offset + kv_end  # the kernels place the last query at the last key
