@@ -111,7 +111,7 @@ void check_varlen(const FwdArgs &args) {
     check_max_seqlen("max_seqlen_q", varlen.max_seqlen_q);
     check_max_seqlen("max_seqlen_k", varlen.max_seqlen_k);
     if (args.is_paged()) {
-        check_block_table({"block_table", *varlen.block_table}, {"k", args.k}, args.q, Sizes(args).batch);
+        check_block_table({"block_table", *varlen.block_table}, {"k", args.k}, args.q, varlen.cu_seqlens_q.size(0) - 1);
     }
     if (may_read(args.q)) {
         check_cu_seqlens_values("q", varlen.cu_seqlens_q, args.q.size(0), varlen.max_seqlen_q);
