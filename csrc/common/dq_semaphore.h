@@ -1,34 +1,35 @@
-// Deterministic dQ: the key blocks add to a row block in a fixed order, which a semaphore in global memory keeps. It
-// counts the key blocks that have added. The order is release and acquire at gpu scope, with a fence between the two
-// proxies where the copy engine adds.
+// Deterministic dQ: the key blocks add to a group of row blocks in a fixed order, which a semaphore in global memory
+// keeps. It counts the key blocks that have added. The order is release and acquire at gpu scope, with a fence between
+// the two proxies where the copy engine adds.
 #pragma once
 
 namespace flash {
 
-// The part of one warp. No other warp of its CTA adds to the same values.
+// The part of one warp, among the counts of a call. No other warp of its CTA adds to the same values.
 // kCopyEngine: the warp adds with cp.reduce.async.bulk, issued by lane 0; else every lane adds from registers.
 template <bool kCopyEngine>
 struct DqSemaphore {
-    int *count = nullptr;  // null: any order
-    int order = 0;         // key blocks that add before this one
+    static constexpr int kNone = -1;
+    int index = kNone;  // of the count; none: any order. Smaller than a pointer, and registers are scarce
+    int order = 0;      // key blocks that add before this one
 
     // Lane 0: whether all of them have added. Relaxed: wait() orders what follows, so this may be called early, where
     // the latency of the load is hidden.
-    __device__ __forceinline__ bool is_reached() const {
+    __device__ __forceinline__ bool is_reached(const int *counts) const {
         int added;
-        asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(added) : "l"(count) : "memory");
+        asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(added) : "l"(counts + index) : "memory");
         return added == order;
     }
 
-    // All lanes: waits until all of them have added; the reductions that follow come after theirs. is_known_reached:
+    // All lanes: waits until all of them have added; every reduction until pass() comes after theirs. is_known_reached:
     // what is_reached() said before.
-    __device__ __forceinline__ void wait(bool is_known_reached) const {
-        if (count == nullptr) {
+    __device__ __forceinline__ void wait(const int *counts, bool is_known_reached) const {
+        if (index == kNone) {
             return;
         }
         if (threadIdx.x % 32 == 0) {
             if (!is_known_reached) {
-                while (!is_reached()) {
+                while (!is_reached(counts)) {
                 }
             }
             acquire();
@@ -36,9 +37,9 @@ struct DqSemaphore {
         __syncwarp();
     }
 
-    // All lanes: lets the next key block add, when the reductions of this warp are complete.
-    __device__ __forceinline__ void pass() {
-        if (count == nullptr) {
+    // All lanes: lets the next key block add, when all reductions of this warp are complete.
+    __device__ __forceinline__ void pass(int *counts) {
+        if (index == kNone) {
             return;
         }
         if constexpr (!kCopyEngine) {
@@ -47,13 +48,13 @@ struct DqSemaphore {
         if (threadIdx.x % 32 == 0) {
 #if __CUDA_ARCH__ >= 900
             if constexpr (kCopyEngine) {
-                // Waits for the sums to be written. Completion is a fence from the async proxy to the generic proxy.
+                // Waits until all sums are written. Completion is a fence from the async proxy to the generic proxy.
                 asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
             }
 #endif
-            asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(count), "r"(order + 1) : "memory");
+            asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(counts + index), "r"(order + 1) : "memory");
         }
-        count = nullptr;
+        index = kNone;
     }
 
 private:

@@ -112,6 +112,21 @@ struct RowBlocks {
 
     FLASH_HOST_DEVICE int64_t count() const { return int64_t(per_head) * heads * (cu_seqlens == nullptr ? b : 1); }
 
+    // Equal lengths: of all sequences.
+    FLASH_HOST_DEVICE int all_heads() const { return cu_seqlens == nullptr ? b * heads : heads; }
+
+    // Blocks of one sequence and one head; varlen: on average.
+    FLASH_HOST_DEVICE int per_sequence() const { return cu_seqlens == nullptr ? per_head : (per_head + b - 1) / b; }
+
+    // The index that comes at this position when `group` heads take turns block by block. The blocks of one head keep
+    // their order.
+    FLASH_HOST_DEVICE int in_turns(int position, int group) const {
+        const int first_head = position / (per_head * group) * group;
+        const int turn = position - first_head * per_head;
+        group = clamp_to(all_heads() - first_head, 1, group);
+        return (first_head + turn % group) * per_head + turn / group;
+    }
+
     struct Place {
         int bidb, bidh, block;  // the block may lie past the end of its sequence (unused)
     };

@@ -21,12 +21,15 @@ __device__ __forceinline__ int thread_index() {
     return index;
 }
 
-// The rows [begin, end) of a tile. begin may be negative; without kHasBegin it is 0 and costs no comparison.
+// The rows [begin, end) of a tile. begin may be negative; without kHasBegin it is 0. Either way a row costs one
+// comparison.
 template <bool kHasBegin>
 struct RowRange {
     int begin, end;
 
-    __device__ __forceinline__ bool contains(int row) const { return (!kHasBegin || row >= begin) && row < end; }
+    __device__ __forceinline__ bool contains(int row) const {
+        return kHasBegin ? unsigned(row - begin) < unsigned(max(end - begin, 0)) : row < end;
+    }
 };
 
 // The rows that see at least one key, in the tile that begins at first_row.

@@ -29,11 +29,13 @@ __device__ __forceinline__ void compute_dq_dk_dv_1colblock(const Flash_bwd_param
 // CTAs take the key blocks of a head, then the heads, then the batch, so that neighbours share Q and dO in L2. Causal:
 // most rows see the first key blocks, so the CTAs that finish last are short.
 // In order: CTAs take an atomic number when they start, so that none waits for a CTA that is not scheduled yet
-// (deadlock). Nothing but the number passes between them, so the atomic is relaxed.
+// (deadlock): a CTA waits only for smaller numbers of its own head. Nothing but the number passes between them, so the
+// atomic is relaxed. A group of heads takes turns, so that a CTA starts well after the one that it waits for.
 template <typename Traits, Kind kKind, BwdMode kMode>
 __device__ __forceinline__ void compute_dq_dk_dv(const Flash_bwd_params &params) {
     const bool is_in_order =
         kMode == BwdMode::deterministic || (kMode == BwdMode::general && params.dq_semaphore != nullptr);
+    const RowBlocks blocks = key_blocks<may_be_varlen(kKind)>(params, params.h / params.heads_per_dkv, Traits::kBlockN);
     int tile = blockIdx.x;
     if (is_in_order) {
         extern __shared__ char smem[];
@@ -42,13 +44,11 @@ __device__ __forceinline__ void compute_dq_dk_dv(const Flash_bwd_params &params)
             number = atomicAdd(params.dq_tile_counter, 1);
         }
         __syncthreads();
-        tile = number;
+        tile = blocks.in_turns(number, params.heads_in_turns);
         __syncthreads();  // all threads have read it
     }
     // In order and local: the last key blocks add first (ColumnBlockInfo::order_in), so they start first.
-    const auto [bidb, bidh_dkv, n_block] =
-        key_blocks<may_be_varlen(kKind)>(params, params.h / params.heads_per_dkv, Traits::kBlockN)
-            .place(tile, is_in_order && is_local(kKind));
+    const auto [bidb, bidh_dkv, n_block] = blocks.place(tile, is_in_order && is_local(kKind));
     const Sequence seq = sequence<may_be_varlen(kKind)>(params, bidb);
     if (n_block * Traits::kBlockN < seq.seqlen_k) {
         compute_dq_dk_dv_1colblock<Traits, kKind, kMode>(params, seq, bidb, bidh_dkv, n_block, is_in_order);

@@ -96,14 +96,14 @@ public:
                 load_step(0);
             }
             if (!kPassesInNextStep<Traits, kMode>) {
-                held.pass();
+                held.pass(params.dq_semaphore);
             }
             if (kStages == 2) {
                 stage ^= 1;
             }
         }
         if (kPassesInNextStep<Traits, kMode>) {
-            held.pass();
+            held.pass(params.dq_semaphore);
         }
 #ifdef FLASH_HAS_BULK_REDUCE
         if (Traits::kStagedDQ && threadIdx.x % 32 == 0) {
@@ -120,7 +120,7 @@ private:
     int padded_row;                       // first row of the sequence in head bidh, in the padded row statistics
     int next_head = 0, next_m_block;      // of the step that is loaded next
     bool next_is_large = false;           // whether one of its rows has a large log-sum-exp
-    DqSemaphore<Traits::kStagedDQ> held;  // of the last row block that this warp added to
+    DqSemaphore<Traits::kStagedDQ> held;  // of the turn that has ended, until it is passed on
     decltype(make_tensor<bool>(Int<kHeadDim / Traits::SmemQ::kRow>{})) column_in_range;
 
     __device__ bool wants_dq() const { return !kDecidesAtRunTime || params.dq_accum != nullptr; }
@@ -285,7 +285,7 @@ private:
         multiply<LdMatrix, LdMatrix>(TiledMmaSdP{}, acc_p, smem_tensor<typename Traits::SmemKV::Layout>(shared.k),
                                      slice_of_rows(sQ(shared.q[step.stage]), slice));
         if (kPassesInNextStep<Traits, kMode> && slice == 0) {
-            held.pass();
+            held.pass(params.dq_semaphore);
         }
 
         const float *lse = &shared.lse[step.stage][slice * kSliceM];
@@ -344,7 +344,9 @@ private:
                 TiledMmadQ{}, acc_dq, smem_tensor<typename Traits::SmemdS::Transposed>(shared.ds),
                 smem_tensor<typename Traits::SmemKV::Transposed>(shared.k));
             start_reduction(reduction, acc_dq);
-            held = reduction.semaphore;
+            if (ends_turn(step.m_block)) {
+                held = semaphore_of(step);
+            }
         }
         if constexpr (!Traits::kPInRegisters) {
             // Reductions from registers are spread over the steps of the two products. This adds the share that follows
@@ -382,13 +384,36 @@ private:
     // ---- dQ ----
 
     __device__ __forceinline__ Reduction reduction_of(const Step &step) const {
-        const int row_block = (padded_row + step.head * int(params.padded_head_stride)) / kBlockM + step.m_block;
-        int *counts = nullptr;
-        if (kMode == BwdMode::deterministic || (kDecidesAtRunTime && shared.is_in_order)) {
-            counts = params.dq_semaphore + int64_t(row_block) * Traits::kNWarps;
+        const int row_block = padded_row_block(step);
+        DqSemaphore<Traits::kStagedDQ> semaphore;
+        if (begins_turn(step.m_block)) {
+            semaphore = semaphore_of(step);
         }
-        return Reduction(params.dq_accum + int64_t(row_block) * (kBlockM * kHeadDim), counts,
-                         info.order_in(step.m_block));
+        return Reduction(params.dq_accum + int64_t(row_block) * (kBlockM * kHeadDim), params.dq_semaphore, semaphore);
+    }
+
+    __device__ __forceinline__ int padded_row_block(const Step &step) const {
+        return (padded_row + step.head * int(params.padded_head_stride)) / kBlockM + step.m_block;
+    }
+
+    // In order: the row blocks come in groups of kRowBlocksPerTurn. The key blocks that one of a group sees take turns;
+    // in its turn, a CTA adds to those that see its keys.
+    __device__ bool begins_turn(int m_block) const {
+        return m_block % kRowBlocksPerTurn == 0 || m_block == info.m_block_min;
+    }
+    __device__ bool ends_turn(int m_block) const {
+        return m_block % kRowBlocksPerTurn == kRowBlocksPerTurn - 1 || m_block + 1 == info.m_block_max;
+    }
+
+    // This warp's, in the place of the group's first row block; none: any order. The last row block of the group sees
+    // the last keys, so its order counts all key blocks.
+    __device__ __forceinline__ DqSemaphore<Traits::kStagedDQ> semaphore_of(const Step &step) const {
+        if (kMode == BwdMode::deterministic || (kDecidesAtRunTime && shared.is_in_order)) {
+            const int row_block = padded_row_block(step) - step.m_block % kRowBlocksPerTurn;
+            return {row_block * Traits::kNWarps + int(threadIdx.x) / 32,
+                    info.order_in(step.m_block - step.m_block % kRowBlocksPerTurn + kRowBlocksPerTurn - 1)};
+        }
+        return {};
     }
 
     // Waits for the semaphore; then adds everything, unless compute_products adds it in shares.
@@ -398,7 +423,7 @@ private:
             reduction.add_staged(acc_dq, shared.dq);
 #endif
         } else {
-            reduction.semaphore.wait(reduction.is_reached);
+            reduction.wait();
             if constexpr (Traits::kPInRegisters) {
                 reduction.add(acc_dq, 0, kVectors);
             }

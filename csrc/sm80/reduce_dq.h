@@ -26,22 +26,28 @@ template <typename Traits, BwdMode kMode>
 constexpr bool kPassesInNextStep =
     kMode == BwdMode::deterministic && Traits::kPInRegisters;  // dQ is then the last product of a step
 
+// In order, a CTA waits for its semaphore and passes it on once for this many row blocks. One would double what the
+// semaphore costs; with more, the key blocks behind wait longer for their turn.
+constexpr int kRowBlocksPerTurn = 2;
+
 // One warp's part of a row block. kVectors: vectors of 4 values of each lane.
 template <int kVectors, bool kStaged>
 struct DqReduction {
     float *target;  // of this warp, in global memory
+    const int *counts;
     DqSemaphore<kStaged> semaphore;
     bool is_reached = false;  // seen so early that looking cost no time; only lane 0 knows
 
-    // counts: of the row block, one for each warp; null: any order. order: key blocks that add before this one.
-    __device__ DqReduction(float *accum, int *counts, int order) {
-        const int warp = threadIdx.x / 32;
-        target = accum + warp * kVectors * 128;
-        if (counts != nullptr) {
-            semaphore = {counts + warp, order};
-            is_reached = threadIdx.x % 32 == 0 && semaphore.is_reached();
+    // accum: of the row block. semaphore: of this warp, among `counts`; none: any order, or its turn already.
+    __device__ DqReduction(float *accum, const int *counts, const DqSemaphore<kStaged> &semaphore)
+        : counts(counts), semaphore(semaphore) {
+        target = accum + threadIdx.x / 32 * kVectors * 128;
+        if (semaphore.index != DqSemaphore<kStaged>::kNone) {
+            is_reached = threadIdx.x % 32 == 0 && semaphore.is_reached(counts);
         }
     }
+
+    __device__ __forceinline__ void wait() const { semaphore.wait(counts, is_reached); }
 
     // Adds the vectors [begin, end) of this thread from registers. The caller has waited for the semaphore.
     template <typename TensorQ>
@@ -77,7 +83,7 @@ struct DqReduction {
                 make_float4(acc_dq(4 * i), acc_dq(4 * i + 1), acc_dq(4 * i + 2), acc_dq(4 * i + 3));
         }
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-        semaphore.wait(is_reached);
+        wait();
         __syncwarp();
         if (lane == 0) {
             asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(target),

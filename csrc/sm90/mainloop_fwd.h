@@ -10,6 +10,7 @@
 #include "key_blocks.h"
 #include "layout.h"
 #include "mask.h"
+#include "mma_sync.h"
 #include "named_barriers.h"
 #include "softmax.h"
 #include "wgmma.h"
@@ -271,27 +272,12 @@ private:
         }
     }
 
-    // S once more, by ordinary instructions and slowly, for a softmax that lost it: the tensor cores may be at work for
-    // O. It takes a score 83 above the reference.
+    // S once more, for a softmax that lost it. The other warps take no part, and wgmma is at work for O.
     template <typename TensorS>
     __device__ __forceinline__ void recompute_S(TensorS &scores) const {
-        Tensor sQ =
-            make_tensor(make_smem_ptr(shared.q), typename Traits::SmemLayoutQ{})(_, _, states.q.stage);  // (64, HD)
-        Tensor sK =
-            make_tensor(make_smem_ptr(shared.k), typename Traits::SmemLayoutKV{})(_, _, states.k.stage);  // (BLK_N, HD)
-        const auto coords = coords_of_scores(threadIdx.x % 128);
-        clear(scores);
-        CUTE_NO_UNROLL
-        for (int i = 0; i < Traits::kHeadDim; ++i) {
-            CUTE_UNROLL
-            for (int row = 0; row < size<0>(scores); ++row) {
-                const float q = static_cast<float>(sQ(get<0>(coords(row, 0)), i));
-                CUTE_UNROLL
-                for (int col = 0; col < size<1>(scores); ++col) {
-                    scores(row, col) += q * static_cast<float>(sK(get<1>(coords(row, col)), i));
-                }
-            }
-        }
+        Tensor sQ = make_tensor(make_smem_ptr(shared.q), typename Traits::SmemLayoutQ{});   // (64, HD, stage)
+        Tensor sK = make_tensor(make_smem_ptr(shared.k), typename Traits::SmemLayoutKV{});  // (BLK_N, HD, stage)
+        multiply_by_mma_sync<Traits>(sQ(_, _, states.q.stage), sK(_, _, states.k.stage), scores);
     }
 
     template <typename TensorS>

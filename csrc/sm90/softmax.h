@@ -19,16 +19,22 @@ struct Softmax {
     // bfloat16 has the exponents of float32, so a reference of 0 serves usual scores. float16 needs one near the
     // maximum.
     static constexpr bool kHasWideRange = std::is_same_v<Element, cutlass::bfloat16_t>;
+    // Probabilities carry the factor 2^-kHeadroom, which the quotient of output and sum removes. It leaves room for
+    // scores far above the reference.
+    static constexpr float kHeadroom = kHasWideRange ? 40.0f : 0.0f, kOne = kHasWideRange ? 0x1p-40f : 1.0f;
     // The reference moves when a thread's share of a row's sum of one step is larger, or in the first step the row's
     // sum is smaller: Element holds probabilities in between with full precision.
     static constexpr float kLargestSum = kHasWideRange ? 0x1p60f : 0x1p13f, kSmallestSum = 0x1p-60f;
     // The reference also moves when a step outweighs all keys before by this factor. One key may then decide the output
-    // alone, and its probability has to be exactly 1. A step of up to kUsualSum outweighs nothing that matters.
-    static constexpr float kDominance = 0x1p24f, kUsualSum = kHasWideRange ? 0x1p8f : kLargestSum;
+    // alone, and its probability has to be kOne, not a rounded one. A step of up to kUsualSum outweighs nothing that
+    // matters.
+    static constexpr float kDominance = 0x1p5f, kUsualSum = kHasWideRange ? kOne * 0x1p12f : kLargestSum;
     // Beyond these sums, probabilities may be infinite or 0, and the scores have to be computed again.
     static constexpr float kOverflow = 0x1p120f, kUnderflow = 0x1p-80f;
     // A first step without a row maximum needs scores below this magnitude (powers of 2) in a sample of its columns.
     static constexpr float kLargestSample = 8.0f;
+    // A larger difference within a thread's sample (powers of 2) makes the scores wide.
+    static constexpr float kWideSample = 32.0f;
     // The reference may lag behind the true maximum by this much (powers of 2) before O is rescaled.
     static constexpr float kRescaleThreshold = 8.0f;
     static constexpr unsigned kAllLanes = 0xffffffffu;
@@ -37,6 +43,7 @@ struct Softmax {
     float row_max[kNRows];      // reference of each row, unscaled; -inf before the first key
     float row_sum[kNRows];      // this thread's share of each row's sum, relative to the reference
     bool is_large = false;      // the reference is so large that score * scale_log2 would be rounded too much
+    bool is_wide = false;       // dominant keys are so common that the reference does not move for them
     bool needs_maximum = true;  // a step has to take the row maximum: a row has no reference yet, or is_large
 
     __device__ explicit Softmax(float scale_log2) : scale_log2(scale_log2) {
@@ -58,10 +65,11 @@ struct Softmax {
     // sees one key needs the probability 1, not a rounded one. recompute(scores) restores the scores.
     template <bool kIsFirst, typename TensorS, typename Recompute>
     __device__ __forceinline__ Rescale step(TensorS &scores, bool takes_maximum, const Recompute &recompute) {
-        Rescale rescale;
-        rescale.is_needed = false;
         if (kIsFirst && kHasWideRange && !takes_maximum) {
             takes_maximum = __any_sync(kAllLanes, has_large_sample(scores));
+        }
+        if (kIsFirst && kHasWideRange && takes_maximum) {
+            is_wide = __any_sync(kAllLanes, has_wide_sample(scores));
         }
         if (!takes_maximum && (kIsFirst ? kHasWideRange : !needs_maximum)) {
             if (kIsFirst) {
@@ -72,28 +80,28 @@ struct Softmax {
             }
             float sums[kNRows];
             exponentiate(scores, row_max, sums);
-            bool is_out_of_range = false, is_lost = false;
+            bool is_unusual = false;
             CUTE_UNROLL
             for (int row = 0; row < kNRows; ++row) {
                 float others = row_sum[row];
                 if (kIsFirst) {
                     const float total = quad_allreduce(sums[row], [](float a, float b) { return a + b; });
-                    is_out_of_range |= total < kSmallestSum;
-                    is_lost |= total < kUnderflow;
+                    is_unusual |= total < kSmallestSum;
                     others = total - sums[row];
                 }
-                is_out_of_range |= sums[row] > fminf(fmaxf(others * kDominance, kUsualSum), kLargestSum);
-                is_lost |= sums[row] > kOverflow;
+                is_unusual |= sums[row] > fminf(fmaxf(others * kDominance, kUsualSum), kLargestSum);
             }
-            if (!__any_sync(kAllLanes, is_out_of_range)) {
+            if (!__any_sync(kAllLanes, is_unusual) || (!kIsFirst && is_wide && !any_exceeds(sums, kLargestSum))) {
                 CUTE_UNROLL
                 for (int row = 0; row < kNRows; ++row) {
                     row_sum[row] += sums[row];
                 }
                 needs_maximum = false;
+                Rescale rescale;
+                rescale.is_needed = false;
                 return rescale;
             }
-            if (!__any_sync(kAllLanes, is_lost)) {
+            if (!is_lost<kIsFirst>(sums)) {
                 return move_reference<kIsFirst>(scores, sums);
             }
             recompute(scores);
@@ -103,8 +111,9 @@ struct Softmax {
                     row_max[row] = -INFINITY;
                 }
             }
+            is_wide = true;
         }
-        return step_with_maximum(scores);
+        return step_with_maximum<kIsFirst>(scores);
     }
 
     // acc_o: (row, col).
@@ -129,29 +138,76 @@ struct Softmax {
         for (int row = 0; row < kNRows; ++row) {
             const float total = quad_allreduce(row_sum[row], [](float a, float b) { return a + b; });
             factor[row] = total == 0.0f ? 0.0f : __fdividef(out_factor, total);
-            lse[row] = total == 0.0f ? -INFINITY : __fmul_rn(row_max[row], softmax_scale) + __logf(total);
+            lse[row] = total == 0.0f ? -INFINITY : __fmul_rn(row_max[row], softmax_scale) + __logf(total / kOne);
         }
     }
 
 private:
+    static constexpr int kSamples = 4;
+
+    template <typename TensorS>
+    __device__ __forceinline__ static constexpr int sample_stride(const TensorS &scores) {
+        return decltype(size<1>(scores))::value / kSamples;
+    }
+
     // True if this thread's sample of the scores is far from 0: the reference 0 might lose them.
     template <typename TensorS>
     __device__ __forceinline__ bool has_large_sample(const TensorS &scores) const {
-        constexpr int kSamples = 4, kStride = decltype(size<1>(scores))::value / kSamples;
         bool is_large = false;
         CUTE_UNROLL
         for (int row = 0; row < kNRows; ++row) {
             float largest = scores(row, 0);
             CUTE_UNROLL
             for (int i = 1; i < kSamples; ++i) {
-                largest = fmaxf(largest, scores(row, i * kStride));
+                largest = fmaxf(largest, scores(row, i * sample_stride(scores)));
             }
             is_large |= fabsf(largest * scale_log2) > kLargestSample && largest != -INFINITY;
         }
         return is_large;
     }
 
+    // True if the visible scores of this thread's sample lie far apart.
     template <typename TensorS>
+    __device__ __forceinline__ bool has_wide_sample(const TensorS &scores) const {
+        bool is_wide = false;
+        CUTE_UNROLL
+        for (int row = 0; row < kNRows; ++row) {
+            float largest = -INFINITY, smallest = INFINITY;
+            CUTE_UNROLL
+            for (int i = 0; i < kSamples; ++i) {
+                const float score = scores(row, i * sample_stride(scores));
+                largest = fmaxf(largest, score);
+                smallest = fminf(smallest, score == -INFINITY ? INFINITY : score);
+            }
+            is_wide |= (largest - smallest) * scale_log2 > kWideSample;
+        }
+        return is_wide;
+    }
+
+    __device__ __forceinline__ static bool any_exceeds(const float (&sums)[kNRows], float limit) {
+        bool result = false;
+        CUTE_UNROLL
+        for (int row = 0; row < kNRows; ++row) {
+            result |= sums[row] > limit;
+        }
+        return __any_sync(kAllLanes, result);
+    }
+
+    // True if probabilities of a step may be infinite or 0.
+    template <bool kIsFirst>
+    __device__ __forceinline__ static bool is_lost(const float (&sums)[kNRows]) {
+        bool result = false;
+        CUTE_UNROLL
+        for (int row = 0; row < kNRows; ++row) {
+            result |= sums[row] > kOverflow;
+            if (kIsFirst) {
+                result |= quad_allreduce(sums[row], [](float a, float b) { return a + b; }) < kUnderflow;
+            }
+        }
+        return __any_sync(kAllLanes, result);
+    }
+
+    template <bool kIsFirst, typename TensorS>
     __device__ __forceinline__ Rescale step_with_maximum(TensorS &scores) {
         Rescale rescale;
         float new_max[kNRows];
@@ -176,7 +232,8 @@ private:
                 large |= fabsf(new_max[row] * scale_log2) > kLargeExponent && new_max[row] != -INFINITY;
             }
             is_large = __any_sync(kAllLanes, large);
-            needs_maximum = __any_sync(kAllLanes, large || unseen);
+            // Wide: after a loss nothing is lost again, because all steps that follow take the maximum.
+            needs_maximum = __any_sync(kAllLanes, large || unseen) || (is_wide && !kIsFirst);
         }
         float reference[kNRows];
         CUTE_UNROLL
@@ -226,8 +283,8 @@ private:
         for (int col = 0; col < size<1>(scores); ++col) {
             CUTE_UNROLL
             for (int row = 0; row < kNRows; ++row) {
-                scores(row, col) =
-                    exp2_approx(__fmaf_rn(scores(row, col), scale_log2, -__fmul_rn(reference[row], scale_log2)));
+                const float reference_scaled = __fmaf_rn(reference[row], scale_log2, kHeadroom);
+                scores(row, col) = exp2_approx(__fmaf_rn(scores(row, col), scale_log2, -reference_scaled));
                 sums[row] += scores(row, col);
             }
         }
@@ -242,17 +299,18 @@ private:
         for (int row = 0; row < kNRows; ++row) {
             const float largest = maximum_of(scores, row);
             const float old_reference = __fmul_rn(row_max[row], scale_log2);
-            if (kIsFirst || largest > 1.0f) {
-                row_max[row] += __fdividef(log2f(largest), scale_log2);
+            if (kIsFirst || largest > kOne) {
+                row_max[row] += __fdividef(log2f(largest) + kHeadroom, scale_log2);
             }
             const float reference = __fmul_rn(row_max[row], scale_log2);
-            rescale.factor[row] = exp2_approx(old_reference - reference);
-            row_sum[row] = (row_sum[row] + sums[row]) * rescale.factor[row];
+            const float half = exp2_approx(0.5f * (old_reference - reference));  // the factor itself may vanish
+            rescale.factor[row] = half * half;
+            row_sum[row] = (row_sum[row] + sums[row]) * half * half;
 
             large |= fabsf(reference) > kLargeExponent;
             CUTE_UNROLL
             for (int col = 0; col < size<1>(scores); ++col) {
-                scores(row, col) *= rescale.factor[row];
+                scores(row, col) = scores(row, col) * half * half;
             }
         }
         rescale.is_needed = true;
