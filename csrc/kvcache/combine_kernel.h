@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kCombineThreads)
         third(params, plan, kHeadDim, slots.second + slots.stride, row_tile);
     const int64_t o_stride = third.o - second.o, statistics_stride = third.statistics - second.statistics;
     RowResult result;
-    constexpr int kBatch = 8;  // slots that are loaded together
+    constexpr int kBatch = 16;  // slots that are loaded together
 #pragma unroll 1
     for (int begin = 0; begin < slots.count; begin += kBatch) {
         float2 statistics[kBatch];
