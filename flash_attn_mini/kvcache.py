@@ -82,7 +82,8 @@ def flash_attn_with_kvcache(
             i + rotary_dim / 2 (GPT-NeoX).
         alibi_slopes: float32 ``[nheads]`` or ``[batch, nheads]``; see `flash_attn_func`.
         num_splits: The most splits of the keys of a row. 0 lets the kernels choose from the lengths that they find; 1
-            gives the bits that `flash_attn_varlen_func` gives for the same keys.
+            gives the bits that `flash_attn_varlen_func` gives for the same keys (with a block_table for the same
+            pages; on ``cuda`` for caches whose rows begin at multiples of 16 bytes).
         return_softmax_lse: Return ``(out, softmax_lse)`` in place of ``out``.
         split_keys: Split the keys of each row at multiples of this number, counted from its first valid key. The bits
             of a row then do not depend on the other rows of the batch. Default 0: off.

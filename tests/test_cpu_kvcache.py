@@ -16,7 +16,7 @@ from .instruction_sets import LESSER, run_on
 from .kvcache_calls import Call, filled_call, forward
 from .threads import number_of_threads_kept
 
-THREADS = (1, 2, 3, 8)
+THREADS = (1, 2, 5)
 SPLITS: list[Call] = [{}, {"num_splits": 1}, {"num_splits": 5}, {"split_keys": 64}, {"split_keys": 100}]
 OPTIONS: dict[str, Call] = {
     "plain": {},
@@ -29,7 +29,7 @@ each_dtype = pytest.mark.parametrize("dtype", CPU_DTYPES, ids=lambda dtype: str(
 each_options = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 
 
-def same_bits(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> bool:
+def same_bits(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
@@ -56,7 +56,7 @@ def test_splits_over_keys_are_accurate(
     dtype: torch.dtype, options: Call, draw: torch.Generator, described_seed: str
 ) -> None:
     for q_shape, nheads_k in (((1, 4, 64), 4), ((1, 6, 40), 2), ((3, 5, 128), 1), ((50, 2, 16), 1)):
-        call = {**filled_call([0, 1, 700, 1333], q_shape, nheads_k, 1400, dtype, draw), **options}
+        call = {**filled_call([0, 1, 700], q_shape, nheads_k, 720, dtype, draw), **options}
         for splits in SPLITS:
             assert_accurate({**call, **splits}, forward(call, **splits), f"{q_shape} {splits} {described_seed}")
 
@@ -88,9 +88,9 @@ def test_one_split_has_the_bits_of_the_varlen_forward(dtype: torch.dtype, option
 @each_dtype
 @number_of_threads_kept()
 def test_bits_depend_neither_on_threads_nor_on_the_other_sequences(dtype: torch.dtype, draw: torch.Generator) -> None:
-    lengths = [2100, 30, 777]
+    lengths = [1100, 30, 577]  # without a choice: 2, 1 and 1 splits
     for q_shape, nheads_k in (((1, 4, 64), 4), ((2, 6, 32), 1), ((40, 2, 24), 2)):
-        call = filled_call(lengths, q_shape, nheads_k, 2200, dtype, draw)
+        call = filled_call(lengths, q_shape, nheads_k, 1200, dtype, draw)
         for splits in SPLITS:
             results = []
             for threads in THREADS:
@@ -115,8 +115,8 @@ def test_a_row_has_the_bits_of_the_row_alone(dtype: torch.dtype, draw: torch.Gen
 
 
 def test_more_splits_than_fit_in_memory_at_once(draw: torch.Generator, described_seed: str) -> None:
-    """One state of 900 rows and 256 columns is 0.9 MB; splits of one key would need 700 of them."""
-    call = filled_call([700], (300, 3, 256), 1, 700, torch.float32, draw)
+    """One state of 300 rows and 256 columns is 0.3 MB; splits of one key would need 700 of them."""
+    call = filled_call([700], (100, 3, 256), 1, 700, torch.float32, draw)
     assert_accurate(call, forward(call, split_keys=1), described_seed)
 
 

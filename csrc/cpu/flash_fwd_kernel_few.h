@@ -59,7 +59,7 @@ public:
     static size_t scratch_bytes(const Flash_fwd_params &params) {
         Scratch memory(nullptr);
         const Shared shared(memory, params.d);
-        FewRowsForward *heads;
+        FewRowsForward *heads = nullptr;
         memory.take(heads, params.h_k);
         const FewRowsForward one(params, {0, 0, 0, kMaxRows}, nullptr, shared, 0);
         return memory.bytes() + one.scratch_.bytes() * size_t(params.h_k);
@@ -70,7 +70,7 @@ public:
     static void run(const Flash_fwd_params &params, const RowBlock &block, void *scratch) {
         Scratch memory(static_cast<char *>(scratch));
         const Shared shared(memory, params.d);
-        FewRowsForward *heads;
+        FewRowsForward *heads = nullptr;
         memory.take(heads, block.heads);
         char *own = static_cast<char *>(scratch) + memory.bytes();
         for (int64_t i = 0; i < block.heads; ++i) {

@@ -179,10 +179,11 @@ private:
     // Adds the splits of a wave to the state of each row, and stores the row after its last split.
     template <typename Element, typename Acc>
     void combine_rows(const Partials &partials, int64_t first, int64_t wave) const {
-        constexpr int64_t kGrain = 16;  // rows
+        constexpr int64_t kThreadWork = 1 << 17;  // elements that are worth a thread
         const double scale = params_.has_score_mod() ? 1.0 : params_.softmax_scale;
         const int d = params_.d, ratio = params_.h_h_k_ratio;
-        at::parallel_for(0, partials.rows(), kGrain, [&](int64_t begin, int64_t end) {
+        const int64_t grain = std::max<int64_t>(kThreadWork / (d * wave), 1);
+        at::parallel_for(0, partials.rows(), grain, [&](int64_t begin, int64_t end) {
             for (int64_t row = begin; row < end; ++row) {
                 const int64_t group = row / partials.group_rows(), group_row = row % partials.group_rows();
                 const int64_t bidb = group / params_.h_k, count = splits_[size_t(bidb)].count();

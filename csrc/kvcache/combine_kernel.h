@@ -65,13 +65,24 @@ __global__ void __launch_bounds__(kCombineThreads)
         third(params, plan, kHeadDim, slots.second + slots.stride, row_tile);
     const int64_t o_stride = third.o - second.o, statistics_stride = third.statistics - second.statistics;
     RowResult result;
-#pragma unroll 4
-    for (int i = 0; i < slots.count; ++i) {
-        const float *o = (i == 0 ? first.o : second.o + (i - 1) * o_stride) + row * kHeadDim + column;
-        const float *statistics =
-            (i == 0 ? first.statistics : second.statistics + (i - 1) * statistics_stride) + row * 2;
-        const float2 of_row = *reinterpret_cast<const float2 *>(statistics);
-        result.add(of_row.x, of_row.y, *reinterpret_cast<const float4 *>(o), params.scale_softmax_log2);
+    constexpr int kBatch = 16;  // slots that are loaded together
+#pragma unroll 1
+    for (int begin = 0; begin < slots.count; begin += kBatch) {
+        float2 statistics[kBatch];
+        float4 o[kBatch];
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+            const int slot = min(begin + i, slots.count - 1);
+            const float *of_slot = slot == 0 ? first.statistics : second.statistics + (slot - 1) * statistics_stride;
+            statistics[i] = *reinterpret_cast<const float2 *>(of_slot + row * 2);
+            const float *o_of_slot = slot == 0 ? first.o : second.o + (slot - 1) * o_stride;
+            o[i] = *reinterpret_cast<const float4 *>(o_of_slot + row * kHeadDim + column);
+        }
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+            const float maximum = begin + i < slots.count ? statistics[i].x : -INFINITY;
+            result.add(maximum, statistics[i].y, o[i], params.scale_softmax_log2);
+        }
     }
     int query, head;
     plan.by_ratio(query, head, row_tile * plan.tile_rows + row);

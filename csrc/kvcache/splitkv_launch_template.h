@@ -66,7 +66,7 @@ SplitkvPlan plan_of(const Flash_fwd_params &params) {
         constexpr int kSmemOfSM = 227 * 1024, kReserved = 1024;  // bytes; a CTA takes kReserved more than it asks for
         const int row_tiles = static_cast<int>((rows + tile_rows - 1) / tile_rows);
         const int by_smem = std::max(std::min(kSmemOfSM, gpu.max_smem) / (smem_of(tile_rows) + kReserved), 1);
-        const int ctas = gpu.sm_count * std::min(by_smem, Traits::kMinCtas);
+        const int ctas = gpu.sm_count * std::min(by_smem, Traits::ctas_by_registers(tile_rows));
         const int64_t capacity = params.cache.capacity, split_keys = params.cache.split_keys;
         int log2_unit = 0;
         while ((1 << log2_unit) < Traits::kUnit || ((capacity >> log2_unit) + 1) * params.b * params.h_k > INT32_MAX) {

@@ -13,20 +13,17 @@ struct RowResult {
     float row_sum = 0.0f;
     float4 o = {0.0f, 0.0f, 0.0f, 0.0f};
 
-    // Adds the result of other keys.
+    // Adds the result of other keys. A row that sees none of them has the maximum -inf and may have o = NaN. No branch:
+    // loads of several results stay together.
     __device__ __forceinline__ void add(float other_max, float other_sum, const float4 &other_o, float scale_log2) {
-        if (other_max == -INFINITY) {  // the row sees none of these keys; its o may be NaN
-            return;
-        }
+        const bool is_seen = other_max != -INFINITY;
         const float new_max = fmaxf(row_max, other_max);
         const float weight = row_max == -INFINITY ? 0.0f : exp2_approx((row_max - new_max) * scale_log2);
-        const float other_weight = exp2_approx((other_max - new_max) * scale_log2);
+        const float other_weight = is_seen ? exp2_approx((other_max - new_max) * scale_log2) : 0.0f;
+        const auto sum = [&](float x, float other) { return x * weight + (is_seen ? other * other_weight : 0.0f); };
         row_max = new_max;
-        row_sum = row_sum * weight + other_sum * other_weight;
-        o.x = o.x * weight + other_o.x * other_weight;
-        o.y = o.y * weight + other_o.y * other_weight;
-        o.z = o.z * weight + other_o.z * other_weight;
-        o.w = o.w * weight + other_o.w * other_weight;
+        row_sum = sum(row_sum, other_sum);
+        o = {sum(o.x, other_o.x), sum(o.y, other_o.y), sum(o.z, other_o.z), sum(o.w, other_o.w)};
     }
 
     // Stores the output and, with column 0, the log-sum-exp (natural log) of a row.

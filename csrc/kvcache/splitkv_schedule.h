@@ -52,7 +52,10 @@ struct Units {
         length = 1 << plan.log2_unit;
         count = static_cast<int>((unsigned(end - begin) + (1u << plan.log2_unit) - 1) >> plan.log2_unit);
         if (plan.max_splits > 0) {
-            fix(params.cache, plan);
+            const Fixed fixed = fix(begin, end, count, params.cache.split_keys, params.cache.num_splits, length);
+            origin = fixed.origin;
+            length = fixed.length;
+            count = fixed.count;
         }
         count = max(count, 1);
     }
@@ -63,15 +66,14 @@ struct Units {
     }
 
 private:
+    struct Fixed {
+        int origin, length, count;
+    };
     // Splits of fixed length or number. Not inlined: the divisions take much code, and the function is used often.
-    __device__ __noinline__ void fix(const KvCache &cache, const SplitkvPlan &plan) {
-        if (cache.split_keys > 0) {
-            length = cache.split_keys;
-            origin = begin / length * length;
-        } else {
-            length = max((count + cache.num_splits - 1) / cache.num_splits, 1) << plan.log2_unit;
-        }
-        count = static_cast<int>((unsigned(end - origin) + unsigned(length) - 1) / unsigned(length));
+    __device__ __noinline__ static Fixed fix(int begin, int end, int units, int split_keys, int num_splits, int unit) {
+        const int length = split_keys > 0 ? split_keys : max((units + num_splits - 1) / num_splits, 1) * unit;
+        const int origin = split_keys > 0 ? begin / length * length : begin;
+        return {origin, length, static_cast<int>((unsigned(end - origin) + unsigned(length) - 1) / unsigned(length))};
     }
 };
 

@@ -23,7 +23,7 @@ struct SplitkvTraits {
 
     static constexpr int kKeys = !kSharesTiles && kHeadDim > 64 ? 16 : 32;  // of a tile; at most 32: one for each lane
     static constexpr int kUnit = kGroups * kKeys;
-    static constexpr int kStages = !kSharesTiles ? 3 : kHeadDim <= 128 ? 4 : 2;
+    static constexpr int kStages = kSharesTiles && kHeadDim > 128 ? 2 : 3;
     // Over the loop; else Q is read from shared memory for each key tile.
     static constexpr bool kQInRegisters = !kSharesTiles && kHeadDim <= 128;
 
@@ -51,6 +51,8 @@ struct SplitkvTraits {
     // The registers of a thread are limited to what this many CTAs of kMaxThreads threads leave.
     static constexpr int kMaxThreads = threads(kMaxWarps * kWarpRows);
     static constexpr int kMinCtas = kSharesTiles ? (kHeadDim <= 128 ? 2 : 1) : kHeadDim <= 128 ? 3 : 2;
+    // CTAs that the registers of an SM hold.
+    static constexpr int ctas_by_registers(int tile_rows) { return kMinCtas * kMaxThreads / threads(tile_rows); }
 };
 
 // Calls function with the traits for tiles of `tile_rows` rows.
