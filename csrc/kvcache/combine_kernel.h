@@ -6,9 +6,12 @@
 
 namespace flash::kvcache {
 
-constexpr int kCombineThreads = 128;
+// Groups of threads take the slots in turns, because a thread waits long for each slot.
+constexpr int kCombineGroups = 4;
+constexpr int kCombineGroupThreads = 128;
+constexpr int kCombineThreads = kCombineGroups * kCombineGroupThreads;
 template <int kHeadDim>
-constexpr int kCombineRows = kCombineThreads * 4 / kHeadDim;  // of a CTA: each thread has four columns of one row
+constexpr int kCombineRows = kCombineGroupThreads * 4 / kHeadDim;  // of a CTA: a thread has four columns of one row
 
 // The slots of one head: `first`, then `count - 1` slots from `second` on, `stride` apart.
 struct Slots {
@@ -56,33 +59,41 @@ __global__ void __launch_bounds__(kCombineThreads)
     }
     wait_for_previous_kernel();  // it writes the partial results
 
-    const int row = row_begin + threadIdx.x / (kHeadDim / 4), column = threadIdx.x % (kHeadDim / 4) * 4;
-    if (row >= min(row_begin + kRows, rows)) {
-        return;
-    }
+    const int group = threadIdx.x / kCombineGroupThreads, thread = threadIdx.x % kCombineGroupThreads;
+    const int row = row_begin + thread / (kHeadDim / 4), column = thread % (kHeadDim / 4) * 4;
+    const bool is_in_range = row < min(row_begin + kRows, rows);
     const Slot first(params, plan, kHeadDim, slots.first, row_tile),
         second(params, plan, kHeadDim, slots.second, row_tile),
         third(params, plan, kHeadDim, slots.second + slots.stride, row_tile);
     const int64_t o_stride = third.o - second.o, statistics_stride = third.statistics - second.statistics;
+    const auto statistics_of = [&](int i) {
+        const float *of_slot = i == 0 ? first.statistics : second.statistics + (i - 1) * statistics_stride;
+        return *reinterpret_cast<const float2 *>(of_slot + row * 2);
+    };
     RowResult result;
-    constexpr int kBatch = 16;  // slots that are loaded together
-#pragma unroll 1
-    for (int begin = 0; begin < slots.count; begin += kBatch) {
-        float2 statistics[kBatch];
-        float4 o[kBatch];
-#pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-            const int slot = min(begin + i, slots.count - 1);
-            const float *of_slot = slot == 0 ? first.statistics : second.statistics + (slot - 1) * statistics_stride;
-            statistics[i] = *reinterpret_cast<const float2 *>(of_slot + row * 2);
-            const float *o_of_slot = slot == 0 ? first.o : second.o + (slot - 1) * o_stride;
-            o[i] = *reinterpret_cast<const float4 *>(o_of_slot + row * kHeadDim + column);
+    if (is_in_range) {  // the maximum first: the loads of a pass then wait for nothing
+#pragma unroll 4
+        for (int i = group; i < slots.count; i += kCombineGroups) {
+            result.row_max = fmaxf(result.row_max, statistics_of(i).x);
         }
-#pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-            const float maximum = begin + i < slots.count ? statistics[i].x : -INFINITY;
-            result.add(maximum, statistics[i].y, o[i], params.scale_softmax_log2);
+#pragma unroll 4
+        for (int i = group; i < slots.count; i += kCombineGroups) {
+            const float *o = (i == 0 ? first.o : second.o + (i - 1) * o_stride) + row * kHeadDim + column;
+            result.add_weighted(statistics_of(i), load_now(o), params.scale_softmax_log2);
         }
+    }
+    __shared__ RowResult of_groups[kCombineGroups - 1][kCombineGroupThreads];
+    if (group > 0) {
+        of_groups[group - 1][thread] = result;
+    }
+    __syncthreads();  // the results of the groups are there
+    if (group > 0 || !is_in_range) {
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < kCombineGroups - 1; ++i) {
+        const RowResult &other = of_groups[i][thread];
+        result.add(other.row_max, other.row_sum, other.o, params.scale_softmax_log2);
     }
     int query, head;
     plan.by_ratio(query, head, row_tile * plan.tile_rows + row);

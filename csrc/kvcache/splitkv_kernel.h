@@ -7,6 +7,7 @@
 
 #include "../common/score_mod.h"
 #include "../common/softmax.h"
+#include "cluster.h"
 #include "key_tiles.h"
 #include "splitkv_results.h"
 
@@ -59,28 +60,47 @@ public:
         __syncthreads();  // the results are complete
     }
 
-    // Sums the groups' results and stores the rows: finished, or in a slot for partial results (slot >= 0).
+    // Stores the rows: finished, or in a slot for partial results (slot >= 0).
     __device__ __forceinline__ void store(int64_t slot_index) const {
-        constexpr int kVectors = kHeadDim / 4;
         const Slot slot(params, plan, kHeadDim, slot_index, blockIdx.x);
-        const float *results = results_of(0);
 #pragma unroll 1
         for (int index = threadIdx.x; index < rows * kVectors; index += blockDim.x) {
             const int row = index / kVectors, column = index % kVectors * 4;
-            RowResult result;
-#pragma unroll
-            for (int group = 0; group < Traits::kGroups; ++group) {
-                const float *o = results + (group * plan.tile_rows + row) * Traits::kOStride + column;
-                result.add(shared.row_max[group][row], shared.row_sum[group][row], *reinterpret_cast<const float4 *>(o),
-                           params.scale_softmax_log2);
-            }
+            const RowResult result = result_of_groups(row, column);
             if (slot_index >= 0) {
                 slot.store(row, column, kHeadDim, result);
             } else {
-                const RowAt at = row_at(row);
-                result.store<Element>(params, bidb, at.bidh, at.query, column);
+                store_finished(row, column, result);
             }
         }
+    }
+
+    // The CTAs of a cluster have worked on parts of the keys of one head, in the order of their ranks. Combines their
+    // results and stores the rows.
+    __device__ __forceinline__ void store_as_cluster(int rank, int cluster) const {
+#pragma unroll 1
+        for (int index = threadIdx.x; index < rows * kVectors; index += blockDim.x) {
+            const int row = index / kVectors, column = index % kVectors * 4;
+            const RowResult result = result_of_groups(row, column);
+            *reinterpret_cast<float4 *>(results_of(0) + row * Traits::kOStride + column) = result.o;
+            if (column == 0) {
+                shared.of_cta[row] = {result.row_max, result.row_sum};
+            }
+        }
+        cluster_sync();  // the results of all CTAs are complete
+#pragma unroll 1
+        for (int index = rank * blockDim.x + threadIdx.x; index < rows * kVectors; index += cluster * blockDim.x) {
+            const int row = index / kVectors, column = index % kVectors * 4;
+            RowResult result;
+#pragma unroll 8
+            for (int i = 0; i < cluster; ++i) {
+                const uint32_t of_cta = address_in(i, &shared.of_cta[row]);
+                const float4 o = load_float4(address_in(i, results_of(0) + row * Traits::kOStride + column));
+                result.add(load_float(of_cta), load_float(of_cta + 4), o, params.scale_softmax_log2);
+            }
+            store_finished(row, column, result);
+        }
+        cluster_sync();  // shared memory outlives its readers
     }
 
 private:
@@ -94,6 +114,25 @@ private:
     const int rows;            // of this row tile
     Softmax<2> softmax;
     float acc_o[kHeadDim / 8][4];
+
+    static constexpr int kVectors = kHeadDim / 4;
+
+    // Four columns of a row, summed over the groups.
+    __device__ __forceinline__ RowResult result_of_groups(int row, int column) const {
+        RowResult result;
+#pragma unroll
+        for (int group = 0; group < Traits::kGroups; ++group) {
+            const float *o = results_of(group) + row * Traits::kOStride + column;
+            result.add(shared.row_max[group][row], shared.row_sum[group][row], *reinterpret_cast<const float4 *>(o),
+                       params.scale_softmax_log2);
+        }
+        return result;
+    }
+
+    __device__ __forceinline__ void store_finished(int row, int column, const RowResult &result) const {
+        const RowAt at = row_at(row);
+        result.store<Element>(params, bidb, at.bidh, at.query, column);
+    }
 
     struct RowAt {
         int query, bidh;
@@ -352,6 +391,27 @@ __global__ void __launch_bounds__(Traits::kMaxThreads, Traits::kMinCtas)
                              const __grid_constant__ SplitkvPlan plan) {
     extern __shared__ __align__(128) char smem[];
     compute_attn_splitkv<Traits>(params, plan, *reinterpret_cast<typename Traits::SharedStorage *>(smem));
+}
+
+// A few heads: a cluster of CTAs works on the keys of one head, so that no second kernel has to combine the results.
+template <typename Traits>
+__global__ void __launch_bounds__(Traits::kMaxThreads, Traits::kMinCtas)
+    flash_fwd_splitkv_cluster_kernel(const __grid_constant__ Flash_fwd_params params,
+                                     const __grid_constant__ SplitkvPlan plan) {
+#ifdef FLASH_HAS_CLUSTERS
+    extern __shared__ __align__(128) char smem[];
+    const int rank = blockIdx.y % plan.cluster, head = blockIdx.y / plan.cluster;
+    const int bidb = head / params.h_k, bidh_k = head % params.h_k;
+    const Sequence seq = cache_sequence(params, bidb);
+    const Units units(params, plan, seq);
+    const int least = units.count / plan.cluster, longer = units.count - least * plan.cluster;
+    const int begin = rank * least + min(rank, longer), end = begin + least + (rank < longer);
+    wait_for_previous_kernel();  // it writes keys and queries; the lengths are older
+    RunOfKeys<Traits> keys(params, plan, *reinterpret_cast<typename Traits::SharedStorage *>(smem), seq, bidb, bidh_k,
+                           units.first_key(begin), units.first_key(end));
+    keys.compute();
+    keys.store_as_cluster(rank, plan.cluster);
+#endif
 }
 
 }  // namespace flash::kvcache

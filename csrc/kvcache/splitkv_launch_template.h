@@ -16,23 +16,35 @@
 namespace flash {
 namespace kvcache {
 
-// Launches a kernel. is_programmatic: it may be scheduled before the kernel ahead of it in the stream has ended, and
-// waits for it itself (Hopper and later).
-template <typename... Parameters, typename... Args>
-void launch(void (*kernel)(Parameters...), dim3 grid, int threads, int smem, bool is_programmatic, cudaStream_t stream,
-            const char *what, const Args &...args) {
-    cudaLaunchAttribute attribute{};
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
+// A launch in clusters of `cluster` CTAs along y. is_programmatic: the kernel may be scheduled before the kernel ahead
+// of it in the stream has ended, and waits for it itself (Hopper and later).
+struct Launch {
     cudaLaunchConfig_t config{};
-    config.gridDim = grid;
-    config.blockDim = dim3(threads);
-    config.dynamicSmemBytes = smem;
-    config.stream = stream;
-    config.attrs = &attribute;
-    config.numAttrs = is_programmatic && device_properties().major >= 9 ? 1 : 0;
-    check_cuda(cudaLaunchKernelEx(&config, kernel, args...), what);
-}
+    cudaLaunchAttribute attributes[2] = {};
+
+    Launch(dim3 grid, int cluster, int threads, int smem, bool is_programmatic, cudaStream_t stream) {
+        config.gridDim = grid;
+        config.blockDim = dim3(threads);
+        config.dynamicSmemBytes = smem;
+        config.stream = stream;
+        config.attrs = attributes;
+        if (is_programmatic && device_properties().major >= 9) {
+            attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+            attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
+        }
+        if (cluster > 1) {
+            attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
+            attributes[config.numAttrs].val.clusterDim.x = attributes[config.numAttrs].val.clusterDim.z = 1;
+            attributes[config.numAttrs++].val.clusterDim.y = static_cast<unsigned>(cluster);
+        }
+    }
+    Launch(const Launch &) = delete;  // config points to attributes
+
+    template <typename... Parameters, typename... Args>
+    void run(void (*kernel)(Parameters...), const char *what, const Args &...args) const {
+        check_cuda(cudaLaunchKernelEx(&config, kernel, args...), what);
+    }
+};
 
 // True if every address of x is a multiple of 16 bytes.
 inline bool is_aligned(const TensorRef &x) {
@@ -49,19 +61,53 @@ inline int tile_rows_for(int64_t rows) {
     return std::max(static_cast<int>((of_tile + kWarpRows - 1) / kWarpRows * kWarpRows), kLeast);
 }
 
+// CTAs of a cluster, or 0. Clusters take the latency of a second kernel away, but every head has the same number of
+// CTAs, one on each SM. So they serve one sequence of few rows, if its heads occupy most SMs at once or its cache is
+// short.
+template <typename Traits>
+int cluster_for(const Flash_fwd_params &params, int smem) {
+    constexpr int kShortCache = 4096;
+    const DeviceProperties &gpu = device_properties();
+    if (gpu.major < 9 || params.b != 1 || params.h_k > gpu.sm_count / 2 || smem > gpu.max_smem) {
+        return 0;
+    }
+    int cluster = kMaxCluster;
+    while (cluster * params.h_k > gpu.sm_count) {
+        cluster /= 2;
+    }
+    const bool fills_gpu = cluster * params.h_k * 8 >= gpu.sm_count * 7;
+    if (!fills_gpu && params.cache.capacity > kShortCache) {
+        return 0;
+    }
+    auto kernel = &flash_fwd_splitkv_cluster_kernel<Traits>;
+    reserve_smem(kernel, smem);
+    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
+               "allowing clusters of 16");
+    const Launch launch(dim3(1, cluster * params.h_k), cluster, Traits::threads(kWarpRows), smem, false, nullptr);
+    int active = 0;  // clusters that run at once
+    check_cuda(cudaOccupancyMaxActiveClusters(&active, kernel, &launch.config), "reading the occupancy of clusters");
+    return active >= params.h_k ? cluster : 0;
+}
+
 template <DType kDType, int kHeadDim>
 SplitkvPlan plan_of(const Flash_fwd_params &params) {
     const int64_t rows = int64_t{params.seqlen_q} * params.h_h_k_ratio;
     const DeviceProperties &gpu = device_properties();
-    const auto smem_of = [](int tile_rows) {
-        return call_with_traits<kDType, kHeadDim>(tile_rows,
+    const bool is_fixed = params.cache.split_keys > 0 || params.cache.num_splits > 0;
+    int cluster = 0;
+    if (rows <= kWarpRows && !is_fixed) {
+        using Traits = SplitkvTraits<kDType, kHeadDim, Form::cluster>;
+        cluster = cluster_for<Traits>(params, Traits::smem_size(kWarpRows));
+    }
+    const auto smem_of = [&](int tile_rows) {
+        return call_with_traits<kDType, kHeadDim>(tile_rows, cluster > 0,
                                                   [&](auto traits) { return decltype(traits)::smem_size(tile_rows); });
     };
     int tile_rows = tile_rows_for(rows);
     if (smem_of(tile_rows) > gpu.max_smem) {
         tile_rows = 4 * kWarpRows;  // takes the least shared memory
     }
-    return call_with_traits<kDType, kHeadDim>(tile_rows, [&](auto traits) {
+    return call_with_traits<kDType, kHeadDim>(tile_rows, cluster > 0, [&](auto traits) {
         using Traits = decltype(traits);
         constexpr int kSmemOfSM = 227 * 1024, kReserved = 1024;  // bytes; a CTA takes kReserved more than it asks for
         const int row_tiles = static_cast<int>((rows + tile_rows - 1) / tile_rows);
@@ -76,12 +122,13 @@ SplitkvPlan plan_of(const Flash_fwd_params &params) {
         const int64_t max_splits = split_keys > 0 ? (capacity + split_keys - 1) / split_keys
                                                   : std::min<int64_t>(params.cache.num_splits, units);
         const int wanted = row_tiles * 8 <= ctas ? ctas / row_tiles : (4 * ctas + row_tiles - 1) / row_tiles;
-        const int64_t heads = int64_t{params.b} * params.h_k,
-                      most = max_splits > 0 ? heads * max_splits : heads * units / 2;
+        const int64_t heads = int64_t{params.b} * params.h_k;
+        const int64_t most = max_splits > 0 ? heads * max_splits : heads * units / 2;
         const int pieces = static_cast<int>(std::clamp<int64_t>(most, 1, wanted));
         return SplitkvPlan{tile_rows,
                            row_tiles,
                            pieces,
+                           cluster,
                            static_cast<int>(max_splits),
                            log2_unit,
                            params.d % 8 == 0 && is_aligned(params.k) && is_aligned(params.v),
@@ -89,32 +136,44 @@ SplitkvPlan plan_of(const Flash_fwd_params &params) {
     });
 }
 
+// Combines the partial results of launch_splitkv.
 template <typename Traits>
-void launch_splitkv(const Flash_fwd_params &params, const SplitkvPlan &plan, bool follows_append, cudaStream_t stream) {
-    auto kernel = &flash_fwd_splitkv_kernel<Traits>;
-    const int threads = Traits::threads(plan.tile_rows), smem = Traits::smem_size(plan.tile_rows);
-    const dim3 grid(plan.row_tiles, plan.pieces);
-    if (trace_enabled()) {
-        trace("flash_fwd_splitkv_kernel", "rows=%d row_tiles=%d pieces=%d splits=%s unit=%d threads=%d smem=%d",
-              plan.tile_rows, plan.row_tiles, plan.pieces,
-              plan.max_splits == 0 ? "by length" : std::to_string(plan.max_splits).c_str(), 1 << plan.log2_unit,
-              threads, smem);
-    }
-    reserve_smem(kernel, std::min(Traits::smem_size(kMaxWarps * kWarpRows), device_properties().max_smem));
-    launch(kernel, grid, threads, smem, follows_append, stream, "launching flash_fwd_splitkv_kernel", params, plan);
-    if (plan.max_splits == 1) {
-        return;
-    }
+void launch_combine(const Flash_fwd_params &params, const SplitkvPlan &plan, cudaStream_t stream) {
     constexpr int kRows = kCombineRows<Traits::kHeadDim>;
+    const int rows = std::min(plan.tile_rows, params.seqlen_q * params.h_h_k_ratio);
     const int64_t heads = int64_t{params.b} * params.h_k;
     if (plan.max_splits > 0 && heads > UINT16_MAX) {
         throw std::runtime_error("flash_attn_mini: batch * nheads_k is " + std::to_string(heads) +
                                  " with num_splits or split_keys; allowed: up to 65535");
     }
-    const int rows = std::min(plan.tile_rows, params.seqlen_q * params.h_h_k_ratio);
-    const dim3 combine_grid((rows + kRows - 1) / kRows * plan.row_tiles, plan.max_splits > 0 ? heads : plan.pieces);
-    launch(&flash_fwd_splitkv_combine_kernel<typename Traits::Element, Traits::kHeadDim>, combine_grid, kCombineThreads,
-           0, true, stream, "launching flash_fwd_splitkv_combine_kernel", params, plan);
+    const dim3 grid((rows + kRows - 1) / kRows * plan.row_tiles, plan.max_splits > 0 ? heads : plan.pieces);
+    auto kernel = &flash_fwd_splitkv_combine_kernel<typename Traits::Element, Traits::kHeadDim>;
+    Launch(grid, 1, kCombineThreads, 0, true, stream)
+        .run(kernel, "launching flash_fwd_splitkv_combine_kernel", params, plan);
+}
+
+template <typename Traits>
+void launch_splitkv(const Flash_fwd_params &params, const SplitkvPlan &plan, bool follows_append, cudaStream_t stream) {
+    const int threads = Traits::threads(plan.tile_rows), smem = Traits::smem_size(plan.tile_rows);
+    if (trace_enabled()) {
+        trace("flash_fwd_splitkv_kernel",
+              "rows=%d row_tiles=%d pieces=%d cluster=%d splits=%s unit=%d threads=%d smem=%d", plan.tile_rows,
+              plan.row_tiles, plan.pieces, plan.cluster,
+              plan.max_splits == 0 ? "by length" : std::to_string(plan.max_splits).c_str(), 1 << plan.log2_unit,
+              threads, smem);
+    }
+    if constexpr (Traits::kIsCluster) {
+        Launch(dim3(1, plan.cluster * params.h_k), plan.cluster, threads, smem, follows_append, stream)
+            .run(&flash_fwd_splitkv_cluster_kernel<Traits>, "launching flash_fwd_splitkv_cluster_kernel", params, plan);
+    } else {
+        auto kernel = &flash_fwd_splitkv_kernel<Traits>;
+        reserve_smem(kernel, std::min(Traits::smem_size(kMaxWarps * kWarpRows), device_properties().max_smem));
+        Launch(dim3(plan.row_tiles, plan.pieces), 1, threads, smem, follows_append, stream)
+            .run(kernel, "launching flash_fwd_splitkv_kernel", params, plan);
+        if (plan.max_splits != 1) {
+            launch_combine<Traits>(params, plan, stream);
+        }
+    }
 }
 
 }  // namespace kvcache
@@ -132,7 +191,7 @@ int64_t splitkv_scratch_floats(const Flash_fwd_params &params) {
 template <DType kDType, int kHeadDim>
 void run_flash_fwd_splitkv(const Flash_fwd_params &params, bool follows_append, cudaStream_t stream) {
     const kvcache::SplitkvPlan plan = kvcache::plan_of<kDType, kHeadDim>(params);
-    kvcache::call_with_traits<kDType, kHeadDim>(plan.tile_rows, [&](auto traits) {
+    kvcache::call_with_traits<kDType, kHeadDim>(plan.tile_rows, plan.cluster > 0, [&](auto traits) {
         kvcache::launch_splitkv<decltype(traits)>(params, plan, follows_append, stream);
     });
 }
@@ -150,8 +209,8 @@ void run_append_kv(const Flash_fwd_params &params, cudaStream_t stream) {
         trace("append_kv_kernel", "grid=%lld threads=%d rotary_dim=%d", static_cast<long long>(grid),
               kvcache::kAppendThreads, params.cache.rotary_dim);
     }
-    kvcache::launch(&kvcache::append_kv_kernel<Element>, dim3(static_cast<unsigned>(grid)), kvcache::kAppendThreads, 0,
-                    false, stream, "launching append_kv_kernel", params);
+    kvcache::Launch(dim3(static_cast<unsigned>(grid)), 1, kvcache::kAppendThreads, 0, false, stream)
+        .run(&kvcache::append_kv_kernel<Element>, "launching append_kv_kernel", params);
 }
 
 }  // namespace flash

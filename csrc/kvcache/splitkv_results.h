@@ -26,6 +26,15 @@ struct RowResult {
         o = {sum(o.x, other_o.x), sum(o.y, other_o.y), sum(o.z, other_o.z), sum(o.w, other_o.w)};
     }
 
+    // The same where row_max is the maximum of all results. statistics: maximum and sum.
+    __device__ __forceinline__ void add_weighted(const float2 &statistics, const float4 &other_o, float scale_log2) {
+        const bool is_seen = statistics.x != -INFINITY;
+        const float weight = is_seen ? exp2_approx((statistics.x - row_max) * scale_log2) : 0.0f;
+        const auto sum = [&](float x, float other) { return x + (is_seen ? other * weight : 0.0f); };
+        row_sum = sum(row_sum, statistics.y);
+        o = {sum(o.x, other_o.x), sum(o.y, other_o.y), sum(o.z, other_o.z), sum(o.w, other_o.w)};
+    }
+
     // Stores the output and, with column 0, the log-sum-exp (natural log) of a row.
     template <typename Element>
     __device__ __forceinline__ void store(const Flash_fwd_params &params, int bidb, int bidh, int query,
@@ -51,6 +60,13 @@ struct RowResult {
         }
     }
 };
+
+// A load that stays where it is: the compiler would make it wait for the statistics, which say whether it is needed.
+__device__ __forceinline__ float4 load_now(const float *source) {
+    float4 x;
+    asm volatile("ld.global.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "l"(source));
+    return x;
+}
 
 // Where the partial results of a row tile lie.
 struct Slot {

@@ -17,6 +17,7 @@ struct SplitkvPlan {
     int tile_rows;                 // rows of a tile: the queries of all heads that share a key/value head
     int row_tiles;                 // tiles that cover the rows of one key/value head of one sequence
     int pieces;                    // CTAs for each row tile
+    int cluster;                   // CTAs that work on one head together; 0: pieces
     int max_splits;                // slots for the splits of a head; 0: all keys are cut into pieces of equal size
     int log2_unit;                 // keys of a unit where the splits are chosen
     bool is_aligned;               // K and V can be loaded 16 bytes at a time
