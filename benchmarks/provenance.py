@@ -34,6 +34,7 @@ HOST = (
     "flash_attn_mini/flash_attn_interface.py",
     "flash_attn_mini/varlen.py",
     "flash_attn_mini/packed.py",
+    "flash_attn_mini/kvcache*.py",
     "flash_attn_mini/argument_checks.py",
     "flash_attn_mini/autograd.py",
     "flash_attn_mini/ops.py",
