@@ -157,11 +157,14 @@ bool prefers_forward(const Flash_fwd_params &params) {
 }
 
 // num_splits = 1 asks for the bits of the varlen forward, so its kernels run.
+bool runs_on_forward(const Flash_fwd_params &params) {
+    const bool is_chosen = params.cache.num_splits == 0 && params.cache.split_keys == 0;
+    const bool wants_forward = params.cache.num_splits == 1 || (is_chosen && prefers_forward(params));
+    return wants_forward && is_readable_by_forward(params);
+}
+
 void run_mha_fwd_splitkv_dispatch(Flash_fwd_params &params, bool follows_append) {
-    const KvCache &cache = params.cache;
-    const bool is_chosen = cache.num_splits == 0 && cache.split_keys == 0;
-    const bool wants_forward = cache.num_splits == 1 || (is_chosen && prefers_forward(params));
-    if (wants_forward && is_readable_by_forward(params)) {
+    if (runs_on_forward(params)) {
         run_mha_fwd_cuda(params);
         return;
     }
@@ -210,6 +213,9 @@ void run_mha_bwd_cuda(Flash_bwd_params &params) {
 
 int64_t splitkv_scratch_floats(const Flash_fwd_params &params) {
     check_built(params);
+    if (runs_on_forward(params)) {
+        return 0;
+    }
     int64_t floats = 0;
     FP16_SWITCH(params.dtype,
                 [&] { HEADDIM_SWITCH(params.d, [&] { floats = splitkv_scratch_floats<kDType, kHeadDim>(params); }); });

@@ -32,32 +32,29 @@ __global__ void __launch_bounds__(kCombineThreads)
     if (row_begin >= rows) {
         return;
     }
+    // Before the wait only lengths are read, which are older than the partial results.
     int bidb, bidh_k;
-    Slots slots;
+    Slots slots{};
     if (plan.max_splits > 0) {
         bidb = blockIdx.y / params.h_k;
         bidh_k = blockIdx.y % params.h_k;
         const int64_t first = int64_t(blockIdx.y) * plan.max_splits;
         slots = {first, first + 1, 1, Units(params, plan, cache_sequence(params, bidb)).count};
-        if (slots.count == 1) {  // stored by the kernel before
-            return;
-        }
     } else {
         const Schedule schedule(params, plan);
         const int piece = blockIdx.y, begin = schedule.begin_of(piece), end = schedule.begin_of(piece + 1);
-        if (begin >= end) {
-            return;
-        }
-        const Place place = schedule.find(end - 1);
+        const Place place = schedule.find(max(end - 1, 0));
         bidb = place.bidb;
         bidh_k = place.bidh_k;
         const int head_end = place.head_begin + Units(params, plan, cache_sequence(params, bidb)).count;
-        if (place.head_begin < begin || head_end <= end) {  // the head begins before this piece, or ends in it
-            return;
+        if (begin < end && place.head_begin >= begin && head_end > end) {  // the head begins here and does not end here
+            slots = {2 * piece + 1, 2 * (piece + 1), 2, schedule.piece_of(head_end - 1) - piece + 1};
         }
-        slots = {2 * piece + 1, 2 * (piece + 1), 2, schedule.piece_of(head_end - 1) - piece + 1};
     }
-    wait_for_previous_kernel();  // it writes the partial results
+    wait_for_previous_kernel();  // also where nothing is combined: this grid must not end before that kernel
+    if (slots.count <= 1) {      // stored by the kernel before
+        return;
+    }
 
     const int group = threadIdx.x / kCombineGroupThreads, thread = threadIdx.x % kCombineGroupThreads;
     const int row = row_begin + thread / (kHeadDim / 4), column = thread % (kHeadDim / 4) * 4;

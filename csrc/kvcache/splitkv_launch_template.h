@@ -85,7 +85,10 @@ int cluster_for(const Flash_fwd_params &params, int smem) {
                "allowing clusters of 16");
     const Launch launch(dim3(1, cluster * params.h_k), cluster, Traits::threads(kWarpRows), smem, false, nullptr);
     int active = 0;  // clusters that run at once
-    check_cuda(cudaOccupancyMaxActiveClusters(&active, kernel, &launch.config), "reading the occupancy of clusters");
+    if (cudaOccupancyMaxActiveClusters(&active, kernel, &launch.config) != cudaSuccess) {
+        cudaGetLastError();  // the GPU has no clusters of this size
+        return 0;
+    }
     return active >= params.h_k ? cluster : 0;
 }
 
@@ -94,6 +97,12 @@ SplitkvPlan plan_of(const Flash_fwd_params &params) {
     const int64_t rows = int64_t{params.seqlen_q} * params.h_h_k_ratio;
     const DeviceProperties &gpu = device_properties();
     const bool is_fixed = params.cache.split_keys > 0 || params.cache.num_splits > 0;
+    const int64_t heads = int64_t{params.b} * params.h_k, most_heads = is_fixed ? UINT16_MAX : INT32_MAX / 2;
+    if (heads > most_heads) {
+        throw std::runtime_error("flash_attn_mini: batch * nheads_k is " + std::to_string(heads) +
+                                 (is_fixed ? " with num_splits or split_keys" : "") + "; allowed: up to " +
+                                 std::to_string(most_heads));
+    }
     int cluster = 0;
     if (rows <= kWarpRows && !is_fixed) {
         using Traits = SplitkvTraits<kDType, kHeadDim, Form::cluster>;
@@ -115,14 +124,13 @@ SplitkvPlan plan_of(const Flash_fwd_params &params) {
         const int ctas = gpu.sm_count * std::min(by_smem, Traits::ctas_by_registers(tile_rows));
         const int64_t capacity = params.cache.capacity, split_keys = params.cache.split_keys;
         int log2_unit = 0;
-        while ((1 << log2_unit) < Traits::kUnit || ((capacity >> log2_unit) + 1) * params.b * params.h_k > INT32_MAX) {
+        while ((1 << log2_unit) < Traits::kUnit || ((capacity >> log2_unit) + 1) * heads > INT32_MAX) {
             ++log2_unit;
         }
         const int64_t units = (capacity + (int64_t{1} << log2_unit) - 1) >> log2_unit;  // of a head, at most
         const int64_t max_splits = split_keys > 0 ? (capacity + split_keys - 1) / split_keys
                                                   : std::min<int64_t>(params.cache.num_splits, units);
         const int wanted = row_tiles * 8 <= ctas ? ctas / row_tiles : (4 * ctas + row_tiles - 1) / row_tiles;
-        const int64_t heads = int64_t{params.b} * params.h_k;
         const int64_t most = max_splits > 0 ? heads * max_splits : heads * units / 2;
         const int pieces = static_cast<int>(std::clamp<int64_t>(most, 1, wanted));
         return SplitkvPlan{tile_rows,
@@ -136,16 +144,17 @@ SplitkvPlan plan_of(const Flash_fwd_params &params) {
     });
 }
 
+// True if several CTAs may work on the keys of a head, so that their results have to be combined by another kernel.
+inline bool has_partial_results(const SplitkvPlan &plan) {
+    return plan.cluster == 0 && plan.max_splits != 1 && (plan.max_splits > 0 || plan.pieces > 1);
+}
+
 // Combines the partial results of launch_splitkv.
 template <typename Traits>
 void launch_combine(const Flash_fwd_params &params, const SplitkvPlan &plan, cudaStream_t stream) {
     constexpr int kRows = kCombineRows<Traits::kHeadDim>;
     const int rows = std::min(plan.tile_rows, params.seqlen_q * params.h_h_k_ratio);
     const int64_t heads = int64_t{params.b} * params.h_k;
-    if (plan.max_splits > 0 && heads > UINT16_MAX) {
-        throw std::runtime_error("flash_attn_mini: batch * nheads_k is " + std::to_string(heads) +
-                                 " with num_splits or split_keys; allowed: up to 65535");
-    }
     const dim3 grid((rows + kRows - 1) / kRows * plan.row_tiles, plan.max_splits > 0 ? heads : plan.pieces);
     auto kernel = &flash_fwd_splitkv_combine_kernel<typename Traits::Element, Traits::kHeadDim>;
     Launch(grid, 1, kCombineThreads, 0, true, stream)
@@ -170,7 +179,7 @@ void launch_splitkv(const Flash_fwd_params &params, const SplitkvPlan &plan, boo
         reserve_smem(kernel, std::min(Traits::smem_size(kMaxWarps * kWarpRows), device_properties().max_smem));
         Launch(dim3(plan.row_tiles, plan.pieces), 1, threads, smem, follows_append, stream)
             .run(kernel, "launching flash_fwd_splitkv_kernel", params, plan);
-        if (plan.max_splits != 1) {
+        if (has_partial_results(plan)) {
             launch_combine<Traits>(params, plan, stream);
         }
     }
@@ -184,6 +193,9 @@ int64_t splitkv_scratch_floats(const Flash_fwd_params &params) {
         return 0;
     }
     const kvcache::SplitkvPlan plan = kvcache::plan_of<kDType, kHeadDim>(params);
+    if (!kvcache::has_partial_results(plan)) {
+        return 0;
+    }
     const int64_t rows = std::min<int64_t>(plan.tile_rows, int64_t{params.seqlen_q} * params.h_h_k_ratio);
     return plan.slots(params) * plan.row_tiles * rows * (kHeadDim + 2);
 }

@@ -72,7 +72,7 @@ private:
     };
     // Splits of fixed length or number. Not inlined: the divisions take much code, and the function is used often.
     __device__ __noinline__ static Fixed fix(int begin, int end, int units, int split_keys, int num_splits, int unit) {
-        const int length = split_keys > 0 ? split_keys : max((units + num_splits - 1) / num_splits, 1) * unit;
+        const int length = split_keys > 0 ? split_keys : max((units - 1) / num_splits + 1, 1) * unit;
         const int origin = split_keys > 0 ? begin / length * length : begin;
         return {origin, length, static_cast<int>((unsigned(end - origin) + unsigned(length) - 1) / unsigned(length))};
     }
