@@ -148,8 +148,7 @@ void check_splits(const KvCacheArgs &args) {
                       " and split_keys is ", args.split_keys, "; allowed: one of the two, the other 0");
 }
 
-// ---- memory that a call writes
-// ---------------------------------------------------------------------------------------
+// ---- memory that a call writes --------------------------------------------------------------------------------------
 
 // The bytes from the first to the last element.
 struct Interval {
@@ -236,8 +235,7 @@ void check_memory(const KvCacheArgs &args) {
                       "k_cache shares memory with v_cache; allowed with k: memory of its own");
 }
 
-// ---- values in tensors
-// -----------------------------------------------------------------------------------------------
+// ---- values in tensors ----------------------------------------------------------------------------------------------
 
 // An int32 tensor on the host; `otherwise` where the tensor is not given.
 class Values {

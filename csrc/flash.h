@@ -41,7 +41,7 @@ struct KvCache {
     TensorRef q_input;         // with rotary: q as given; Flash_fwd_params::q is then scratch for the rotated q
     int num_splits = 0;        // most splits of a sequence; 0: chosen by the kernel
     int split_keys = 0;        // keys of every split but the last; 0: chosen by the kernel
-    float *scratch = nullptr;  // CUDA: partial results of splits (kvcache/splitkv.h)
+    float *scratch = nullptr;  // CUDA: partial results of splits (kvcache/splitkv_results.h)
 
     constexpr bool is_used() const { return capacity > 0; }
 };
@@ -108,7 +108,7 @@ struct Flash_fwd_params {
     // True if scores are modified between Q K^T and the softmax.
     bool has_score_mod() const { return softcap > 0.0 || alibi_slopes != nullptr; }
     // True if the keys that a query sees depend on the query.
-    constexpr bool is_local() const { return window_size_left >= 0 || window_size_right >= 0; }
+    bool is_local() const { return window_size_left >= 0 || window_size_right >= 0; }
 };
 
 // The backward reads the tensors of the forward (q, k, v, o, softmax_lse) and overwrites the gradients.
@@ -132,7 +132,7 @@ struct Flash_bwd_params : Flash_fwd_params {
     float *dq_accum = nullptr;       // padded rows x d_rounded; each row block in the order of the mma's registers
     int *dq_semaphore = nullptr;     // padded rows / kRowsPerSemaphore zeros: key blocks added so far; null: any order
     int *dq_tile_counter = nullptr;  // [1] zero: CTAs started so far; used with dq_semaphore
-    int heads_in_turns = 1;          // with dq_semaphore: heads of dk and dv whose key blocks start in turns
+    int interleaved_heads = 1;       // with dq_semaphore: heads of dk and dv whose key blocks are interleaved
     int d_rounded = 0;               // head dim of the kernel
     bool has_bulk_reduce = false;    // compute capability 9.0 and later: cp.reduce.async.bulk
     int max_smem = 0;                // bytes of shared memory that a CTA may have

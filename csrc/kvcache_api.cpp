@@ -38,7 +38,7 @@ void trace_entry(const KvCacheArgs &args, const std::string &backend) {
           long(args.split_keys));
 }
 
-// The tensor as kernels read it: dense enough and not lazily negated; undefined if not given.
+// The tensor without a lazy negation, as kernels read it; undefined if not given.
 at::Tensor readable(const Optional &x) {
     return x.has_value() ? without_neg(*x) : at::Tensor();
 }

@@ -67,7 +67,7 @@ def flash_attn_with_kvcache(
             rotary_sin. Default None: no rotation.
         rotary_sin: Like rotary_cos.
         cache_seqlens: Keys in each cache row before this call, left padding included: int32 ``[batch]``, or one integer
-            for all rows, of which no kernel is made. Default None, without k: the cache is full.
+            for all rows, which starts no kernel. Default None: the cache is full; k must not be given.
         cache_batch_idx: int32 ``[batch]``: the cache row of each sequence. No two are equal if k is given. Not with a
             block_table. Default None: row b for sequence b.
         cache_leftpad: int32 ``[batch]``: the first valid key of each cache row. Default None: 0.

@@ -118,13 +118,13 @@ struct RowBlocks {
     // Blocks of one sequence and one head; varlen: on average.
     FLASH_HOST_DEVICE int per_sequence() const { return cu_seqlens == nullptr ? per_head : (per_head + b - 1) / b; }
 
-    // The index that comes at this position when `group` heads take turns block by block. The blocks of one head keep
-    // their order.
-    FLASH_HOST_DEVICE int in_turns(int position, int group) const {
+    // The index at this position when the blocks of `group` heads are interleaved: the first block of each head, then
+    // the second of each, and so on.
+    FLASH_HOST_DEVICE int interleaved(int position, int group) const {
         const int first_head = position / (per_head * group) * group;
-        const int turn = position - first_head * per_head;
+        const int in_group = position - first_head * per_head;
         group = clamp_to(all_heads() - first_head, 1, group);
-        return (first_head + turn % group) * per_head + turn / group;
+        return (first_head + in_group % group) * per_head + in_group / group;
     }
 
     struct Place {

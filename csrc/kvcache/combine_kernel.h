@@ -6,7 +6,7 @@
 
 namespace flash::kvcache {
 
-// Groups of threads take the slots in turns, because a thread waits long for each slot.
+// Group g of the threads reads the slots g, g + 4, g + 8, ...: a thread waits long for each slot.
 constexpr int kCombineGroups = 4;
 constexpr int kCombineGroupThreads = 128;
 constexpr int kCombineThreads = kCombineGroups * kCombineGroupThreads;

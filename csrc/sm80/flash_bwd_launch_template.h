@@ -13,11 +13,11 @@
 
 namespace flash::sm80 {
 
-// The heads whose key blocks start in turns. A CTA that adds in order waits for the one before it in its head, so CTAs
+// The heads whose key blocks are interleaved. A CTA that adds in order waits for the one before it in its head, so CTAs
 // that start together belong to different heads. They are as many as run at the same time; twice as many with small
 // tiles, where a head has so many key blocks that the last ones would start late.
 template <typename Traits>
-int heads_in_turns(const RowBlocks &blocks) {
+int interleaved_heads(const RowBlocks &blocks) {
     constexpr int kFactor = Traits::kBlockN <= 64 ? 2 : 1;
     const int ctas = kFactor * device_properties().sm_count * Traits::TileSize::kMinBlocksPerSM;
     return clamp_to(ctas / std::max(blocks.per_sequence(), 1), 1, std::max(blocks.all_heads(), 1));
@@ -29,7 +29,7 @@ void launch_flash_bwd(Flash_bwd_params params, cudaStream_t stream) {
     const int64_t preprocess_grid = padded_rows(params) / kPreprocessRows;
     const RowBlocks blocks = key_blocks(params, params.h / params.heads_per_dkv, Traits::kBlockN);
     const int64_t grid = blocks.count();
-    params.heads_in_turns = heads_in_turns<Traits>(blocks);
+    params.interleaved_heads = interleaved_heads<Traits>(blocks);
     const int64_t convert_grid = row_blocks(params, Traits::kBlockM).count();
     check_grid(padded_rows(params), "batch * nheads * query rows");
     check_grid(preprocess_grid, "batch * nheads * blocks of query rows");

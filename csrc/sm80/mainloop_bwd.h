@@ -120,7 +120,7 @@ private:
     int padded_row;                       // first row of the sequence in head bidh, in the padded row statistics
     int next_head = 0, next_m_block;      // of the step that is loaded next
     bool next_is_large = false;           // whether one of its rows has a large log-sum-exp
-    DqSemaphore<Traits::kStagedDQ> held;  // of the turn that has ended, until it is passed on
+    DqSemaphore<Traits::kStagedDQ> held;  // of the finished group of row blocks, until it is passed on
     decltype(make_tensor<bool>(Int<kHeadDim / Traits::SmemQ::kRow>{})) column_in_range;
 
     __device__ bool wants_dq() const { return !kDecidesAtRunTime || params.dq_accum != nullptr; }
@@ -344,7 +344,7 @@ private:
                 TiledMmadQ{}, acc_dq, smem_tensor<typename Traits::SmemdS::Transposed>(shared.ds),
                 smem_tensor<typename Traits::SmemKV::Transposed>(shared.k));
             start_reduction(reduction, acc_dq);
-            if (ends_turn(step.m_block)) {
+            if (ends_group(step.m_block)) {
                 held = semaphore_of(step);
             }
         }
@@ -386,7 +386,7 @@ private:
     __device__ __forceinline__ Reduction reduction_of(const Step &step) const {
         const int row_block = padded_row_block(step);
         DqSemaphore<Traits::kStagedDQ> semaphore;
-        if (begins_turn(step.m_block)) {
+        if (begins_group(step.m_block)) {
             semaphore = semaphore_of(step);
         }
         return Reduction(params.dq_accum + int64_t(row_block) * (kBlockM * kHeadDim), params.dq_semaphore, semaphore);
@@ -396,22 +396,22 @@ private:
         return (padded_row + step.head * int(params.padded_head_stride)) / kBlockM + step.m_block;
     }
 
-    // In order: the row blocks come in groups of kRowBlocksPerTurn. The key blocks that one of a group sees take turns;
-    // in its turn, a CTA adds to those that see its keys.
-    __device__ bool begins_turn(int m_block) const {
-        return m_block % kRowBlocksPerTurn == 0 || m_block == info.m_block_min;
+    // In order: the row blocks come in groups of kRowBlocksPerPass. Between its wait for the semaphore of a group and
+    // the pass, a CTA adds to those row blocks of the group that see its keys.
+    __device__ bool begins_group(int m_block) const {
+        return m_block % kRowBlocksPerPass == 0 || m_block == info.m_block_min;
     }
-    __device__ bool ends_turn(int m_block) const {
-        return m_block % kRowBlocksPerTurn == kRowBlocksPerTurn - 1 || m_block + 1 == info.m_block_max;
+    __device__ bool ends_group(int m_block) const {
+        return m_block % kRowBlocksPerPass == kRowBlocksPerPass - 1 || m_block + 1 == info.m_block_max;
     }
 
     // This warp's, in the place of the group's first row block; none: any order. The last row block of the group sees
     // the last keys, so its order counts all key blocks.
     __device__ __forceinline__ DqSemaphore<Traits::kStagedDQ> semaphore_of(const Step &step) const {
         if (kMode == BwdMode::deterministic || (kDecidesAtRunTime && shared.is_in_order)) {
-            const int row_block = padded_row_block(step) - step.m_block % kRowBlocksPerTurn;
+            const int row_block = padded_row_block(step) - step.m_block % kRowBlocksPerPass;
             return {row_block * Traits::kNWarps + int(threadIdx.x) / 32,
-                    info.order_in(step.m_block - step.m_block % kRowBlocksPerTurn + kRowBlocksPerTurn - 1)};
+                    info.order_in(step.m_block - step.m_block % kRowBlocksPerPass + kRowBlocksPerPass - 1)};
         }
         return {};
     }

@@ -27,8 +27,8 @@ constexpr bool kPassesInNextStep =
     kMode == BwdMode::deterministic && Traits::kPInRegisters;  // dQ is then the last product of a step
 
 // In order, a CTA waits for its semaphore and passes it on once for this many row blocks. One would double what the
-// semaphore costs; with more, the key blocks behind wait longer for their turn.
-constexpr int kRowBlocksPerTurn = 2;
+// semaphore costs; with more, the next key block waits longer.
+constexpr int kRowBlocksPerPass = 2;
 
 // One warp's part of a row block. kVectors: vectors of 4 values of each lane.
 template <int kVectors, bool kStaged>
@@ -38,7 +38,7 @@ struct DqReduction {
     DqSemaphore<kStaged> semaphore;
     bool is_reached = false;  // seen so early that looking cost no time; only lane 0 knows
 
-    // accum: of the row block. semaphore: of this warp, among `counts`; none: any order, or its turn already.
+    // accum: of the row block. semaphore: of this warp, among `counts`; none: any order, or it has waited already.
     __device__ DqReduction(float *accum, const int *counts, const DqSemaphore<kStaged> &semaphore)
         : counts(counts), semaphore(semaphore) {
         target = accum + threadIdx.x / 32 * kVectors * 128;
