@@ -58,7 +58,8 @@ class Kinds(NamedTuple):
     """What csrc/kind.h says: the kinds of kernel in the order of their enumerators, and Hopper's smallest head dim."""
 
     all: tuple[str, ...]
-    backward: tuple[str, ...]  # those with a backward kernel of their own
+    backward: tuple[str, ...]  # those with an sm80 backward kernel of their own
+    sm90: tuple[str, ...]  # those with sm90 kernels of their own
     least_hdim_sm90: int
 
 
@@ -73,7 +74,10 @@ def read_kinds(header: Path = CSRC / "kind.h") -> Kinds:
         )
     rows = _KIND.findall(table[1])
     return Kinds(
-        tuple(name for name, *_ in rows), tuple(name for name, _, backward, _ in rows if backward == "1"), int(least[1])
+        tuple(name for name, *_ in rows),
+        tuple(name for name, _, backward, _ in rows if backward == "1"),
+        tuple(name for name, _, _, sm90 in rows if sm90 == "1"),
+        int(least[1]),
     )
 
 
@@ -92,6 +96,10 @@ def kernel_objects(selection: Selection) -> list[KernelObject]:
         if selection.has_sm90 and hdim >= kinds.least_hdim_sm90:
             source = CSRC / "sm90" / "flash_fwd_instantiation.cu"
             objects.append(KernelObject(f"flash_fwd_{name}_sm90", source, (*defines, *SM90_DEFINES), ("90a",)))
+            source = CSRC / "sm90" / "flash_bwd_instantiation.cu"
+            for kind in kinds.sm90:
+                extra = (f"-DFLASH_KIND={kind}", *SM90_DEFINES)
+                objects.append(KernelObject(f"flash_bwd_{name}_{kind}_sm90", source, (*defines, *extra), ("90a",)))
         source = CSRC / "sm80" / "flash_fwd_instantiation.cu"
         objects.append(KernelObject(f"flash_fwd_{name}_sm80", source, defines, archs))
         source = CSRC / "kvcache" / "splitkv_instantiation.cu"

@@ -4,7 +4,8 @@
 
 namespace flash {
 
-// X(name, sm80 forward, sm80 backward, sm90 forward): 1 where the kind has a kernel of its own.
+// X(name, sm80 forward, sm80 backward, sm90): 1 where the kind has a kernel of its own. Hopper's forward and backward
+// have the same kinds.
 #define FLASH_KINDS(X)  \
     X(full, 1, 1, 1)    \
     X(local, 1, 1, 1)   \
@@ -41,7 +42,7 @@ constexpr const char *name_of(Kind kind) {
     return kNames[static_cast<int>(kind)];
 }
 
-// The kind of the sm90 forward kernel that takes the calls of `kind`. Pages have none.
+// The kind of the sm90 kernel that takes the calls of `kind`. Pages have none.
 constexpr Kind kind_of_sm90(Kind kind) {
     return kind == Kind::varlen ? Kind::general : kind;
 }

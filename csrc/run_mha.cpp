@@ -1,5 +1,5 @@
 // The only place where dtype, head dim and kind of call become template arguments. The choice of architecture is here
-// too; sm80/flash_bwd_launch_template.h makes the further choices of the backward.
+// too; sm80/flash_bwd_launch_template.h makes the further choices of sm80's backward.
 #include "run_mha.h"
 
 #include "cpu/flash_bwd_cpu.h"
@@ -23,6 +23,7 @@
 #include "sm80/flash_bwd.h"
 #include "sm80/flash_fwd.h"
 #include "sm90/call_limits.h"
+#include "sm90/flash_bwd.h"
 #include "sm90/flash_fwd.h"
 #endif
 
@@ -90,8 +91,8 @@ constexpr bool has_sm90_kernel(int headdim, Kind kind) {
 }
 
 // Null if the call runs on an sm90 kernel; else why it runs on an sm80 kernel.
-template <int kHeadDim, Kind kKind>
-const char *reason_against_sm90(const Flash_fwd_params &params) {
+template <int kHeadDim, Kind kKind, typename Params>
+const char *reason_against_sm90(const Params &params) {
     if (requested_arch() == 80) {
         return "FLASH_ATTN_MINI_ARCH is 80";
     }
@@ -102,6 +103,15 @@ const char *reason_against_sm90(const Flash_fwd_params &params) {
         return "this build has no sm90 kernel for this call";
     }
     return sm90::reason_against(params);
+}
+
+// reason: against sm90; null: none.
+void trace_arch(const char *function, const char *reason, int headdim, Kind kind) {
+    if (trace_enabled()) {
+        const bool is_sm90 = reason == nullptr;
+        trace(function, "device=cuda arch=%s kHeadDim=%d kKind=%s%s%s", is_sm90 ? "sm90" : "sm80", headdim,
+              name_of(kind), is_sm90 ? "" : " because: ", is_sm90 ? "" : reason);
+    }
 }
 
 at::Tensor zero_on_gpu() {
@@ -115,11 +125,7 @@ void run_mha_fwd_cuda(Flash_fwd_params &params) {
         HEADDIM_SWITCH(params.d, [&] {
             KIND_SWITCH(kind_of(params), [&] {
                 const char *reason = reason_against_sm90<kHeadDim, kKind>(params);
-                if (trace_enabled()) {
-                    const bool is_sm90 = reason == nullptr;
-                    trace("run_mha_fwd", "device=cuda arch=%s kHeadDim=%d kKind=%s%s%s", is_sm90 ? "sm90" : "sm80",
-                          kHeadDim, name_of(kKind), is_sm90 ? "" : " because: ", is_sm90 ? "" : reason);
-                }
+                trace_arch("run_mha_fwd", reason, kHeadDim, kKind);
                 if constexpr (has_sm90_kernel(kHeadDim, kKind)) {
                     if (reason == nullptr) {
                         const at::Tensor counter = params.cu_seqlens_q != nullptr ? zero_on_gpu() : at::Tensor();
@@ -198,8 +204,13 @@ void run_mha_bwd_cuda(Flash_bwd_params &params) {
     FP16_SWITCH(params.dtype, [&] {
         HEADDIM_SWITCH(params.d, [&] {
             KIND_SWITCH(kind_of(params), [&] {
-                if (trace_enabled()) {
-                    trace("run_mha_bwd", "device=cuda arch=sm80 kHeadDim=%d kKind=%s", kHeadDim, name_of(kKind));
+                const char *reason = reason_against_sm90<kHeadDim, kKind>(params);
+                trace_arch("run_mha_bwd", reason, kHeadDim, kKind);
+                if constexpr (has_sm90_kernel(kHeadDim, kKind)) {
+                    if (reason == nullptr) {
+                        sm90::run_flash_bwd<kDType, kHeadDim, kind_of_sm90(kKind)>(params, stream);
+                        return;
+                    }
                 }
                 if constexpr (kKind != Kind::paged) {  // pages have no backward
                     sm80::run_flash_bwd<kDType, kHeadDim, kKind>(params, stream);

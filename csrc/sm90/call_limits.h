@@ -32,4 +32,12 @@ inline const char *reason_against(const Flash_fwd_params &params) {
     return can_describe_inputs(params) ? nullptr : "TMA cannot describe these strides";
 }
 
+inline const char *reason_against(const Flash_bwd_params &params) {
+    const bool is_varlen = params.cu_seqlens_q != nullptr;
+    const bool can_describe_dout =
+        can_describe(params.dout, is_varlen ? params.total_q : params.seqlen_q, params.h, is_varlen ? 1 : params.b);
+    return can_describe_dout ? reason_against(static_cast<const Flash_fwd_params &>(params))
+                             : "TMA cannot describe these strides";
+}
+
 }  // namespace flash::sm90

@@ -4,26 +4,9 @@
 #pragma once
 
 #include "mainloop_fwd.h"
+#include "store_rows.h"
 
 namespace flash::sm90 {
-
-// Transposes a square matrix: each of kLanes neighbouring lanes holds a column before, and a row after.
-template <int kLanes>
-__device__ __forceinline__ void transpose_among_lanes(uint32_t (&words)[kLanes]) {
-    CUTE_UNROLL
-    for (int mask = 1; mask < kLanes; mask *= 2) {
-        const bool is_upper = threadIdx.x & mask;
-        CUTE_UNROLL
-        for (int j = 0; j < kLanes; ++j) {
-            if ((j & mask) == 0) {
-                uint32_t &low = words[j], &high = words[j + mask];
-                const uint32_t got = __shfl_xor_sync(0xffffffffu, is_upper ? low : high, mask);
-                low = is_upper ? got : low;
-                high = is_upper ? high : got;
-            }
-        }
-    }
-}
 
 // The rows of q's shape that one consumer warpgroup stores.
 template <typename Traits>
@@ -84,10 +67,7 @@ template <typename Traits, Kind kKind, typename TensorO, typename SoftmaxState>
 __device__ __forceinline__ void store(const Flash_fwd_params &params, const Output<Traits> &output, TensorO &acc_o,
                                       const SoftmaxState &softmax) {
     using Element = typename Traits::Element;
-    using Pair = cutlass::Array<Element, 2>;
-    // A thread holds the columns 2 q and 2 q + 1 of every 8 columns of two rows, where q is its lane in its quad.
     constexpr int kRowsOfThread = decltype(size<0>(acc_o))::value;
-    const int quad = threadIdx.x % 4;
     const float rp_dropout = is_general(kKind) ? params.rp_dropout : 1.0f;
     float lse[kRowsOfThread], factor[kRowsOfThread];
     softmax.finalize(params.scale_softmax, rp_dropout, lse, factor);
@@ -95,26 +75,11 @@ __device__ __forceinline__ void store(const Flash_fwd_params &params, const Outp
     CUTE_UNROLL
     for (int i = 0; i < kRowsOfThread; ++i) {
         const int row = first_row_of_thread() + i * 8;
-        if (quad == 0) {
+        if (threadIdx.x % 4 == 0) {
             output.store_lse(row, lse[i]);
         }
-        // A lane holds 2 columns of each of kLanes groups of 8. The transposition gives it kVector adjacent columns.
-        using Vector = typename Output<Traits>::Vector;
-        constexpr int kVector = Output<Traits>::kVector, kLanes = kVector / 2;
-        const int of_lane = quad % kLanes * 8 + quad / kLanes * kVector;
-        CUTE_UNROLL
-        for (int col = 0; col < Traits::kHeadDim; col += 8 * kLanes) {
-            uint32_t words[kLanes];
-            CUTE_UNROLL
-            for (int j = 0; j < kLanes; ++j) {
-                const int at = col / 4 + 2 * j;
-                const Pair pair = cutlass::NumericArrayConverter<Element, float, 2>::convert(
-                    {acc_o(i, at) * factor[i], acc_o(i, at + 1) * factor[i]});
-                words[j] = reinterpret_cast<const uint32_t &>(pair);
-            }
-            transpose_among_lanes(words);
-            output.store(row, col + of_lane, reinterpret_cast<const Vector &>(words));
-        }
+        store_row<Element, typename Output<Traits>::Vector>(
+            acc_o, i, factor[i], [&](int col, const auto &vector) { output.store(row, col, vector); });
     }
 }
 

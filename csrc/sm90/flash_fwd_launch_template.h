@@ -2,8 +2,6 @@
 #pragma once
 
 #include <algorithm>
-#include <cstring>
-#include <stdexcept>
 
 #include "../common/launch.h"
 #include "../device.h"
@@ -13,27 +11,6 @@
 
 namespace flash::sm90 {
 
-// A tensor (seqlen, d, heads, batch); varlen (total, d, heads, 1). The stride of a dimension of one element has no
-// meaning, and TMA may not accept it: it is replaced.
-template <typename Element>
-auto global_tensor(const TensorRef &x, int64_t rows, int d, int heads, int batch) {
-    const auto stride = [](int size, int64_t stride) { return size > 1 ? stride : int64_t(16 / sizeof(Element)); };
-    return make_tensor(make_gmem_ptr(static_cast<const Element *>(x.ptr)),
-                       make_shape(static_cast<int>(rows), d, heads, batch),
-                       make_stride(stride(static_cast<int>(rows), x.row_stride), _1{}, stride(heads, x.head_stride),
-                                   stride(batch, x.batch_stride)));
-}
-
-// cuTensorMapEncodeTiled leaves the descriptor empty when it fails, and CuTe only asserts.
-template <typename TMA>
-TMA checked(TMA tma) {
-    const TmaDescriptor empty{};
-    if (std::memcmp(tma.get_tma_descriptor(), &empty, sizeof(empty)) == 0) {
-        throw std::runtime_error("flash_attn_mini: cuTensorMapEncodeTiled does not accept the tensors of this call");
-    }
-    return tma;
-}
-
 template <typename Traits>
 typename Traits::Copies make_copies(const Flash_fwd_params &params) {
     using Element = typename Traits::Element;
@@ -42,13 +19,12 @@ typename Traits::Copies make_copies(const Flash_fwd_params &params) {
     const int64_t rows_k = is_varlen ? params.total_k : params.seqlen_k;
     const int batch_q = is_varlen ? 1 : params.b, batch_k = params.cache.is_used() ? params.cache.batch_cache : batch_q;
     const auto of_KV = [&](const TensorRef &x) {
-        return checked(make_tma_copy(SM90_TMA_LOAD{}, global_tensor<Element>(x, rows_k, params.d, params.h_k, batch_k),
-                                     take<0, 2>(typename Traits::SmemLayoutKV{}), typename Traits::TileKV{}, _1{}));
+        return make_tma_load<Element, decltype(take<0, 2>(typename Traits::SmemLayoutKV{})), typename Traits::TileKV>(
+            x, rows_k, params.d, params.h_k, batch_k);
     };
-    return {
-        checked(make_tma_copy(SM90_TMA_LOAD{}, global_tensor<Element>(params.q, rows_q, params.d, params.h, batch_q),
-                              take<0, 2>(typename Traits::SmemLayoutQ{}), typename Traits::TileQ{}, _1{})),
-        of_KV(params.k), of_KV(params.v)};
+    return {make_tma_load<Element, decltype(take<0, 2>(typename Traits::SmemLayoutQ{})), typename Traits::TileQ>(
+                params.q, rows_q, params.d, params.h, batch_q),
+            of_KV(params.k), of_KV(params.v)};
 }
 
 template <typename Traits, Kind kKind>

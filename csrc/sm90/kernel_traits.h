@@ -13,6 +13,7 @@
 #include "../flash.h"
 #include "pipeline.h"
 #include "tile_sizes.h"
+#include "tma.h"
 #include "work_tile_ring.h"
 
 namespace flash::sm90 {
@@ -59,14 +60,11 @@ struct Flash_fwd_kernel_traits {
         SmemLayoutKV{}, make_layout(Shape<Int<kHeadDim>, Int<kBlockN>, Int<kStages>>{},
                                     Stride<Int<kBlockN>, _1, Int<kBlockN * kHeadDim>>{})));  // (headdim, key, stage)
 
-    // TMA reads tensors (seqlen, d, heads, batch). Elements outside of the tensor become zeros.
-    using GlobalTensor = decltype(make_tensor(make_gmem_ptr(static_cast<const Element *>(nullptr)),
-                                              Shape<int, int, int, int>{}, Stride<int64_t, _1, int64_t, int64_t>{}));
-    using TMA_Q = decltype(make_tma_copy(SM90_TMA_LOAD{}, GlobalTensor{}, take<0, 2>(SmemLayoutQ{}), TileQ{}, _1{}));
-    using TMA_KV = decltype(make_tma_copy(SM90_TMA_LOAD{}, GlobalTensor{}, take<0, 2>(SmemLayoutKV{}), TileKV{}, _1{}));
+    using TmaQ = TmaLoad<Element, decltype(take<0, 2>(SmemLayoutQ{})), TileQ>;
+    using TmaKV = TmaLoad<Element, decltype(take<0, 2>(SmemLayoutKV{})), TileKV>;
     struct Copies {
-        TMA_Q q;
-        TMA_KV k, v;
+        TmaQ q;
+        TmaKV k, v;
     };
 
     static constexpr int kAlignment = 1024;  // bytes: of the swizzled layouts

@@ -5,13 +5,9 @@
 #include "../common/block_info.h"
 #include "../common/score_mod.h"
 #include "../kind.h"
+#include "uniform.h"
 
 namespace flash::sm90 {
-
-// Moves a number that is the same in every lane of the warp into a uniform register.
-__device__ __forceinline__ int uniform(int x) {
-    return static_cast<int>(__reduce_or_sync(0xffffffffu, static_cast<unsigned>(x)));
-}
 
 // A consumer visits the key blocks [n_block_min, n_block_max) from the last to the first.
 struct KeyBlocks {

@@ -94,18 +94,14 @@ private:
 
     // Loads a block of rows of one head, from first_row on, into the next stage of the pipeline. TMA knows where the
     // tensor ends.
-    template <typename TMA, typename Block, typename Layout, typename Element, typename State, typename Barriers>
-    __device__ __forceinline__ void load_block(const TMA &tma, Block block, Layout, Element *smem, State &state,
+    template <typename TMA, typename Tile, typename Layout, typename Element, typename State, typename Barriers>
+    __device__ __forceinline__ void load_block(const TMA &tma, Tile tile, Layout, Element *smem, State &state,
                                                Barriers &barriers, int first_row, int bidh, int bidb) {
-        Tensor mX = tma.get_tma_tensor(append<4>(block, _1{}));                           // coordinates
-        Tensor gX = domain_offset(make_coord(first_row, 0, bidh, bidb), mX)(_, _, 0, 0);  // (block, HD)
-        Tensor sX = make_tensor(make_smem_ptr(smem), Layout{});                           // (block, HD, stage)
-        const auto of_X = tma_partition(tma, _0{}, cute::Layout<_1>{},  // pairs of (TMA), (TMA, stage)
-                                        group_modes<0, 2>(sX), group_modes<0, 2>(gX));
-        constexpr int kBytes = size(Block{}) * sizeof(Element);
+        Tensor sX = make_tensor(make_smem_ptr(smem), Layout{});  // (block, HD, stage)
+        constexpr int kBytes = size(Tile{}) * sizeof(Element);
         state.acquire(barriers);
         if (cute::elect_one_sync()) {
-            copy(tma.with(state.expect(barriers, kBytes)), get<0>(of_X), get<1>(of_X)(_, state.stage));
+            load_rows(tma, tile, sX, state.stage, state.expect(barriers, kBytes), first_row, bidh, bidb);
         }
         state.advance();
     }
@@ -120,7 +116,7 @@ private:
     }
 
     template <typename Element>
-    __device__ __forceinline__ void load_KV(const typename Traits::TMA_KV &tma, Element *smem,
+    __device__ __forceinline__ void load_KV(const typename Traits::TmaKV &tma, Element *smem,
                                             PipelineState<Traits::kStages> &state,
                                             PipelineBarriers<Traits::kStages> &barriers, const Source &tile,
                                             int n_block) {

@@ -32,19 +32,25 @@ __device__ __forceinline__ void wait_for(TensorC &acc) {
     warpgroup_fence_operand(acc);
 }
 
-// Writes zeros to the rows of sX (rows, headdim) from `rows` on, which belong to another sequence. Every consumer
-// writes them for itself, so that none waits for another.
+// Writes zeros to the rows of sX (rows, headdim) before `begin` and from `end` on. Every warpgroup writes them for
+// itself, so that none waits for another.
 template <typename Traits, typename TensorX>
-__device__ __forceinline__ void clear_rows_from(int rows, TensorX &&sX, int warpgroup) {
-    using Vector = cute::uint128_t;
-    constexpr int kRows = decltype(size<0>(sX))::value;
-    constexpr int kVector = sizeof(Vector) / sizeof(typename Traits::Element), kVectors = Traits::kHeadDim / kVector;
-    rows = max(rows, 0);
-    for (int i = threadIdx.x % 128; i < (kRows - rows) * kVectors; i += 128) {
-        *reinterpret_cast<Vector *>(&sX(rows + i / kVectors, i % kVectors * kVector)) = Vector{0, 0};
+__device__ __forceinline__ void clear_rows_outside(int begin, int end, TensorX &&sX, int warpgroup) {
+    constexpr int kRows = decltype(size<0>(sX))::value, kVectors = Traits::kHeadDim / 8;
+    begin = min(max(begin, 0), kRows);
+    end = max(end, begin);
+    for (int i = threadIdx.x % 128; i < (begin + max(kRows - end, 0)) * kVectors; i += 128) {
+        const int row = i / kVectors;
+        *reinterpret_cast<uint4 *>(&sX(row < begin ? row : row - begin + end, i % kVectors * 8)) = {};
     }
     cutlass::arch::fence_view_async_shared();  // before wgmma reads them
     sync(Barrier::warpgroup, warpgroup, 128);
+}
+
+// The same for the rows from `rows` on, which belong to another sequence.
+template <typename Traits, typename TensorX>
+__device__ __forceinline__ void clear_rows_from(int rows, TensorX &&sX, int warpgroup) {
+    clear_rows_outside<Traits>(0, rows, sX, warpgroup);
 }
 
 }  // namespace flash::sm90

@@ -1,0 +1,133 @@
+// What both mainloops of the backward share: the five products, the pipelines' waits and releases, and dS on its way to
+// the dQ warpgroup.
+#pragma once
+
+#include "../kind.h"
+#include "scores_bwd.h"
+#include "wgmma.h"
+
+namespace flash::sm90 {
+
+// Keys past the end of the sequence belong to another one: they become zeros in K or V, because NaN times 0 is NaN.
+template <typename Traits, Kind kKind>
+__device__ __forceinline__ void clear_foreign_keys(const ColumnBlock<Traits, kKind> &block,
+                                                   typename Traits::Element *smem, int warpgroup) {
+    const int rows = block.seqlen_k - block.first_key();
+    if (is_general(kKind) && rows < Traits::kBlockN) {
+        Tensor sK = make_tensor(make_smem_ptr(smem), take<0, 2>(typename Traits::SmemLayoutKV{}));  // (BLK_N, HD)
+        clear_rows_from<Traits>(rows, sK, warpgroup);
+    }
+}
+
+// A consumer warpgroup. It works on 64 of the CTA's keys.
+template <typename Traits, Kind kKind>
+class ConsumerBwd {
+protected:
+    using Element = typename Traits::Element;
+    using TiledMmaSdP = typename Traits::TiledMmaSdP;
+    using TiledMmadKV = typename Traits::TiledMmadKV;
+    static constexpr int kBlockM = Traits::kBlockM, kKeys = Traits::kKeys;
+
+    const Flash_bwd_params &params;
+    typename Traits::SharedStorage &shared;
+    const ColumnBlock<Traits, kKind> &block;
+    const int warpgroup;   // of the consumers
+    const int key_offset;  // of the first of its keys in the CTA's
+    const ScoresBwd<Traits, kKind> scores;
+    Step step;
+    int steps_left;
+    PipelineState<Traits::kStages> state;  // of Q and dO
+    PipelineState<Traits::kDsStages> ds_state;
+
+public:
+    __device__ ConsumerBwd(const Flash_bwd_params &params, typename Traits::SharedStorage &shared,
+                           const ColumnBlock<Traits, kKind> &block, int warpgroup)
+        : params(params),
+          shared(shared),
+          block(block),
+          warpgroup(warpgroup),
+          key_offset(Traits::kSplitsKeys ? warpgroup * kKeys : 0),
+          scores(params, block, block.first_key() + key_offset),
+          step(block),
+          steps_left(block.num_steps()) {}
+
+protected:
+    // S^T = K Q^T. X: K and Q, or V and dO for dP^T.
+    template <typename TensorS>
+    __device__ __forceinline__ void issue_scores(Element *smem_k, Element *smem_q, int stage, TensorS &acc) const {
+        Tensor sK = make_tensor(make_smem_ptr(smem_k), take<0, 2>(typename Traits::SmemLayoutKV{}));  // (BLK_N, HD)
+        Tensor sQ = make_tensor(make_smem_ptr(smem_q), typename Traits::SmemLayoutQ{});  // (BLK_M, HD, stage)
+        Tensor sK_own = local_tile(sK, typename Traits::TiledKV{}, make_coord(key_offset / kKeys, 0));  // (64, HD)
+        auto thr_mma = TiledMmaSdP{}.get_slice(int(threadIdx.x % 128));
+        Tensor tSrK = thr_mma.make_fragment_A(thr_mma.partition_A(sK_own));                     // (MMA, MMA_M, MMA_K)
+        Tensor tSrQ = thr_mma.make_fragment_B(thr_mma.partition_B(sQ))(_, _, _, stage);         // (MMA, MMA_N, MMA_K)
+        issue<TiledMmaSdP>(/*accumulates=*/false, tSrK, tSrQ, acc);
+    }
+
+    // dV = P^T dO, with P^T in registers, or dV += P^T dO if `accumulates`; or dK and dS^T Q.
+    template <typename TensorP, typename TensorKV>
+    __device__ __forceinline__ void issue_dkv(bool accumulates, TensorP &rP, Element *smem_dout, int stage,
+                                              TensorKV &acc) const {
+        Tensor sdOt = make_tensor(make_smem_ptr(smem_dout), typename Traits::SmemLayoutQt{});  // (HD, BLK_M, stage)
+        auto thr_mma = TiledMmadKV{}.get_slice(int(threadIdx.x % 128));
+        Tensor tdVrdOt = thr_mma.make_fragment_B(thr_mma.partition_B(sdOt))(_, _, _, stage);  // (MMA, MMA_N, MMA_K)
+        warpgroup_fence_operand(rP);
+        issue<TiledMmadKV>(accumulates, rP, tdVrdOt, acc);
+    }
+
+    // Rounded dS^T goes to shared memory as dS [queries, keys], in pieces of 8 x 8 that stmatrix transposes.
+    template <typename TensorD>
+    __device__ __forceinline__ void store_ds(const TensorD &rdS) const {
+        Tensor sdS = make_tensor(make_smem_ptr(shared.ds), typename Traits::SmemLayoutdS{});  // (BLK_M, BLK_N, stage)
+        const auto *words = reinterpret_cast<const uint32_t *>(rdS.data());
+        const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
+        // Lane l holds the address of row l % 8 of piece l / 8. Two pieces lie along the keys, two along the queries.
+        Element *target =
+            &sdS(lane / 16 * 8 + lane % 8, key_offset + warp * 16 + lane / 8 % 2 * 8, ds_state.stage);
+        constexpr int kEightQueries = 8 * 64;  // elements: the swizzle repeats after 8 rows
+        CUTE_UNROLL
+        for (int i = 0; i < kBlockM / 16; ++i) {
+            SM90_U16x8_STSM_T::copy(words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3],
+                                    *reinterpret_cast<uint128_t *>(target + i * 2 * kEightQueries));
+        }
+        cutlass::arch::fence_view_async_shared();  // before wgmma reads it
+        __syncwarp();
+    }
+
+    // Where this thread's warpgroup may keep its words until dS is stored: the place of its part of dS.
+    __device__ __forceinline__ uint32_t *ds_words() const {
+        Tensor sdS = make_tensor(make_smem_ptr(shared.ds), typename Traits::SmemLayoutdS{});  // (BLK_M, BLK_N, stage)
+        return reinterpret_cast<uint32_t *>(&sdS(0, key_offset, ds_state.stage));
+    }
+
+    // Rows of Q or dO that are not the sequence's, or see no key, become zeros: NaN times 0 is NaN. Every consumer
+    // writes them for itself.
+    __device__ __forceinline__ void clear_foreign_queries(Element *smem) const {
+        if constexpr (kKind != Kind::full) {
+            const int first_row = step.m_block * kBlockM;
+            const int begin = block.begin_row() - first_row, end = block.end_row() - first_row;
+            if (begin > 0 || end < kBlockM) {
+                Tensor sQ = make_tensor(make_smem_ptr(smem), typename Traits::SmemLayoutQ{});  // (BLK_M, HD, stage)
+                clear_rows_outside<Traits>(begin, end, sQ(_, _, state.stage), warpgroup);
+            }
+        }
+    }
+
+    __device__ __forceinline__ void wait_for_Q() const {
+        state.wait(shared.q_barriers);
+        clear_foreign_queries(shared.q);
+    }
+    __device__ __forceinline__ void wait_for_dO() const {
+        state.wait(shared.dout_barriers);
+        clear_foreign_queries(shared.dout);
+    }
+
+    // K or V.
+    __device__ __forceinline__ void wait_for_KV(cutlass::arch::ClusterTransactionBarrier &barrier,
+                                                Element *smem) const {
+        barrier.wait(0);
+        clear_foreign_keys<Traits, kKind>(block, smem, warpgroup);
+    }
+};
+
+}  // namespace flash::sm90

@@ -1,0 +1,76 @@
+// run_flash_bwd: the TMA descriptors, grids and shared memory of the three kernels of a backward, and their launches.
+#pragma once
+
+#include <algorithm>
+
+#include "../common/flash_bwd_preprocess_kernel.h"
+#include "../common/launch.h"
+#include "../device.h"
+#include "../trace.h"
+#include "flash_bwd.h"
+#include "flash_bwd_convert_dq_kernel.h"
+#include "flash_bwd_kernel.h"
+
+namespace flash::sm90 {
+
+template <typename Traits>
+typename Traits::Copies make_copies_bwd(const Flash_bwd_params &params) {
+    using Element = typename Traits::Element;
+    const bool is_varlen = params.cu_seqlens_q != nullptr;
+    const int64_t rows_q = is_varlen ? params.total_q : params.seqlen_q;
+    const int64_t rows_k = is_varlen ? params.total_k : params.seqlen_k;
+    const int batch = is_varlen ? 1 : params.b;
+    const auto of_Q = [&](const TensorRef &x) {
+        return make_tma_load<Element, decltype(take<0, 2>(typename Traits::SmemLayoutQ{})), typename Traits::TileQ>(
+            x, rows_q, params.d, params.h, batch);
+    };
+    const auto of_KV = [&](const TensorRef &x) {
+        return make_tma_load<Element, decltype(take<0, 2>(typename Traits::SmemLayoutKV{})), typename Traits::TileKV>(
+            x, rows_k, params.d, params.h_k, batch);
+    };
+    return {of_Q(params.q), of_Q(params.dout), of_KV(params.k), of_KV(params.v)};
+}
+
+template <DType kDType, int kHeadDim, Kind kKind>
+void run_flash_bwd(const Flash_bwd_params &given, cudaStream_t stream) {
+    using Traits = Flash_bwd_kernel_traits<kDType, kHeadDim>;
+    Flash_bwd_params params = given;
+    const int64_t preprocess_grid = padded_rows(params) / kPreprocessRows;
+    const RowBlocks blocks = key_blocks(params, params.h / params.heads_per_dkv, Traits::kBlockN);
+    const int64_t grid = blocks.count();
+    // The heads whose key blocks are interleaved: as many as run at the same time.
+    params.interleaved_heads = clamp_to(device_properties().sm_count / std::max(blocks.per_sequence(), 1), 1,
+                                        std::max(blocks.all_heads(), 1));
+    const int64_t convert_grid = row_blocks(params, kConvertRows).count();
+    check_grid(padded_rows(params), "batch * nheads * query rows");
+    check_grid(preprocess_grid, "batch * nheads * blocks of query rows");
+    check_grid(grid, "batch * nheads * blocks of keys");
+    if (trace_enabled()) {
+        trace("flash_bwd_dot_do_o", "rows=%d grid=%lld threads=%d", kPreprocessRows,
+              static_cast<long long>(preprocess_grid), kPreprocessThreads);
+        trace("flash_bwd_kernel", "kKind=%s kBlockM=%d kBlockN=%d stages=%d grid=%lld threads=%d smem=%d",
+              name_of(kKind), Traits::kBlockM, Traits::kBlockN, Traits::kStages, static_cast<long long>(grid),
+              Traits::kNThreads, Traits::kSmemSize);
+    }
+    flash_bwd_dot_do_o<typename Traits::Element, kHeadDim>
+        <<<static_cast<unsigned>(preprocess_grid), kPreprocessThreads, 0, stream>>>(params);
+    check_cuda(cudaGetLastError(), "launching flash_bwd_dot_do_o");
+
+    auto kernel = &flash_bwd_kernel<Traits, kKind>;
+    reserve_smem(kernel, Traits::kSmemSize);
+    kernel<<<static_cast<unsigned>(grid), Traits::kNThreads, Traits::kSmemSize, stream>>>(
+        params, make_copies_bwd<Traits>(params));
+    check_cuda(cudaGetLastError(), "launching flash_bwd_kernel");
+
+    if (params.dq.ptr != nullptr) {
+        if (trace_enabled()) {
+            trace("flash_bwd_convert_dq", "rows=%d grid=%lld threads=%d", kConvertRows,
+                  static_cast<long long>(convert_grid), kConvertThreads);
+        }
+        flash_bwd_convert_dq<typename Traits::Element, kHeadDim, kKind>
+            <<<static_cast<unsigned>(convert_grid), kConvertThreads, 0, stream>>>(params);
+        check_cuda(cudaGetLastError(), "launching flash_bwd_convert_dq");
+    }
+}
+
+}  // namespace flash::sm90

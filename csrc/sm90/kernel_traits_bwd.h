@@ -1,0 +1,96 @@
+// The types of the sm90 backward kernel: tiles, wgmma, shared memory layouts and TMA copies.
+#pragma once
+
+#ifndef CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED  // build_tools/kernels.py defines it
+#error "without it CuTe has few wgmma widths, and cuts other tiles into pieces of 16 columns"
+#endif
+
+#include <cutlass/numeric_types.h>
+#include <cute/tensor.hpp>
+
+#include <type_traits>
+
+#include "../flash.h"
+#include "pipeline.h"
+#include "tile_sizes_bwd.h"
+#include "tma.h"
+
+namespace flash::sm90 {
+
+using namespace cute;
+
+template <DType kDType, int kHeadDim_>
+struct Flash_bwd_kernel_traits {
+    static_assert(kDType == DType::float16 || kDType == DType::bfloat16, "tensor cores multiply 16-bit types here");
+
+    using Element = std::conditional_t<kDType == DType::float16, cutlass::half_t, cutlass::bfloat16_t>;
+    using TileSize = TileSizesBwd<kHeadDim_>;
+    static constexpr int kHeadDim = kHeadDim_;
+    static constexpr int kBlockM = TileSize::kBlockM;
+    static constexpr int kBlockN = TileSize::kBlockN;
+    static constexpr int kStages = TileSize::kStages;
+    static constexpr int kDsStages = TileSize::kDsStages;
+    static constexpr bool kSplitsKeys = TileSize::kSplit == BwdSplit::keys;
+    static constexpr int kConsumers = 2;
+    static constexpr int kNThreads = 128 * (kConsumers + 1);
+    static constexpr int kKeys = 64;  // keys of a consumer warpgroup: the m64 of wgmma
+
+    // S^T = K Q^T and dP^T = V dO^T, keys as rows: both operands in shared memory. dV += P^T dO and dK += dS^T Q: P and
+    // dS in registers, dO and Q transposed by wgmma. dQ = dS K: both in shared memory, K transposed by wgmma.
+    using TileQ = Shape<Int<kBlockM>, Int<kHeadDim>>;
+    using TileKV = Shape<Int<kBlockN>, Int<kHeadDim>>;
+    using TileS = Shape<Int<kKeys>, Int<kBlockM>>;      // of a consumer
+    using TiledKV = Shape<Int<kKeys>, Int<kHeadDim>>;   // of a consumer
+    using TiledMmaSdP = decltype(make_tiled_mma(
+        GMMA::ss_op_selector<Element, Element, float, Shape<Int<kKeys>, Int<kBlockM>, Int<kHeadDim>>>()));
+    using TiledMmadKV = decltype(make_tiled_mma(
+        GMMA::rs_op_selector<Element, Element, float, Shape<Int<kKeys>, Int<kHeadDim>, Int<kBlockM>>, GMMA::Major::K,
+                             GMMA::Major::MN>()));
+    using TiledMmadQ = decltype(make_tiled_mma(
+        GMMA::ss_op_selector<Element, Element, float, Shape<_64, Int<TileSize::kDqColumns>, Int<kBlockN>>, GMMA::Major::K,
+                             GMMA::Major::MN>()));
+
+    // Rows of 128 bytes (64 bytes for head dims that are no multiple of 64), in the swizzle of wgmma and TMA.
+    static constexpr int kSmemRow = kHeadDim % 64 == 0 ? 64 : 32;  // elements
+    using SmemLayoutAtom =
+        std::conditional_t<kSmemRow == 64, GMMA::Layout_K_SW128_Atom<Element>, GMMA::Layout_K_SW64_Atom<Element>>;
+    using SmemLayoutQ = decltype(tile_to_shape(SmemLayoutAtom{}, Shape<Int<kBlockM>, Int<kHeadDim>, Int<kStages>>{}));
+    using SmemLayoutQt = decltype(composition(
+        SmemLayoutQ{}, make_layout(Shape<Int<kHeadDim>, Int<kBlockM>, Int<kStages>>{},
+                                   Stride<Int<kBlockM>, _1, Int<kBlockM * kHeadDim>>{})));  // (headdim, query, stage)
+    using SmemLayoutKV = decltype(tile_to_shape(SmemLayoutAtom{}, Shape<Int<kBlockN>, Int<kHeadDim>, _1>{}));
+    using SmemLayoutKt = decltype(composition(
+        take<0, 2>(SmemLayoutKV{}),
+        make_layout(Shape<Int<kHeadDim>, Int<kBlockN>>{}, Stride<Int<kBlockN>, _1>{})));  // (headdim, key)
+    // dS [queries, keys]: each consumer's 64 keys are contiguous.
+    using SmemLayoutdS = decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{},
+                                                Shape<Int<kBlockM>, Int<kBlockN>, Int<kDsStages>>{}));
+
+    using TmaQ = TmaLoad<Element, decltype(take<0, 2>(SmemLayoutQ{})), TileQ>;
+    using TmaKV = TmaLoad<Element, decltype(take<0, 2>(SmemLayoutKV{})), TileKV>;
+    struct Copies {
+        TmaQ q, dout;
+        TmaKV k, v;
+    };
+
+    static constexpr int kAlignment = 1024;  // bytes: of the swizzled layouts
+    static constexpr int kWordsOfScores = kKeys * kBlockM / 2;
+    struct SharedStorage {
+        alignas(kAlignment) Element k[kBlockN * kHeadDim];
+        alignas(kAlignment) Element v[kBlockN * kHeadDim];
+        alignas(kAlignment) Element q[kStages * kBlockM * kHeadDim];
+        alignas(kAlignment) Element dout[kStages * kBlockM * kHeadDim];
+        alignas(kAlignment) Element ds[cosize_v<SmemLayoutdS>];
+        alignas(16) uint32_t p[kSplitsKeys ? 4 : kDsStages * kWordsOfScores];  // P on its way between consumers
+        alignas(16) float lse[kStages][kBlockM];
+        alignas(16) float delta[kStages][kBlockM];
+        PipelineBarriers<kStages> q_barriers, dout_barriers;  // Q with lse, dO with delta
+        PipelineBarriers<kDsStages> ds_barriers, p_barriers;
+        cutlass::arch::ClusterTransactionBarrier k_barrier, v_barrier;
+        int tile;  // in order: the number of this CTA
+    };
+    static constexpr int kSmemSize = sizeof(SharedStorage);
+    static_assert(kSmemSize <= 227 * 1024, "more shared memory than a thread block may have");
+};
+
+}  // namespace flash::sm90

@@ -1,0 +1,98 @@
+// The loads of the backward: TMA copies K and V of a CTA once, and Q and dO of every step, into shared memory. The row
+// statistics come with them.
+#pragma once
+
+#include "kernel_traits_bwd.h"
+#include "steps_bwd.h"
+
+namespace flash::sm90 {
+
+// Warp 0 of the dQ warpgroup.
+template <typename Traits, Kind kKind>
+class LoaderBwd {
+public:
+    __device__ LoaderBwd(const Flash_bwd_params &params, const typename Traits::Copies &copies,
+                         typename Traits::SharedStorage &shared, const ColumnBlock<Traits, kKind> &block)
+        : params(params), copies(copies), shared(shared), block(block), step(block), steps_left(block.num_steps()) {
+        bidb_q = params.cu_seqlens_q != nullptr && is_general(kKind) ? 0 : block.bidb;
+    }
+
+    // K and V, and the steps that find an empty stage. Q and dO come between, because S is multiplied first.
+    __device__ __forceinline__ void load_first() {
+        load_KV(copies.k, shared.k, shared.k_barrier);
+        if (steps_left > 0) {
+            load_Q();
+        }
+        load_KV(copies.v, shared.v, shared.v_barrier);
+        if (steps_left > 0) {
+            load_dO();
+            advance();
+        }
+        CUTE_NO_UNROLL
+        for (int i = 1; i < Traits::kStages - 1; ++i) {
+            load_next();
+        }
+    }
+
+    // One more step, if any is left. Waits for its stage.
+    __device__ __forceinline__ void load_next() {
+        if (steps_left > 0) {
+            load_Q();
+            load_dO();
+            advance();
+        }
+    }
+
+private:
+    using Element = typename Traits::Element;
+    static constexpr int kBytesOfTile = Traits::kBlockM * Traits::kHeadDim * sizeof(Element);
+    static constexpr int kBytesOfRows = Traits::kBlockM * sizeof(float);
+    const Flash_bwd_params &params;
+    const typename Traits::Copies &copies;
+    typename Traits::SharedStorage &shared;
+    const ColumnBlock<Traits, kKind> &block;
+    Step step;
+    int steps_left, bidb_q;
+    PipelineState<Traits::kStages> state;
+
+    __device__ __forceinline__ void advance() {
+        step.advance(block);
+        state.advance();
+        --steps_left;
+    }
+
+    __device__ __forceinline__ void load_KV(const typename Traits::TmaKV &tma, Element *smem,
+                                            cutlass::arch::ClusterTransactionBarrier &barrier) {
+        constexpr int kBytes = Traits::kBlockN * Traits::kHeadDim * sizeof(Element);
+        if (cute::elect_one_sync()) {
+            barrier.arrive_and_expect_tx(kBytes);
+            load_rows(tma, typename Traits::TileKV{}, make_tensor(make_smem_ptr(smem), typename Traits::SmemLayoutKV{}),
+                      0, *reinterpret_cast<uint64_t *>(&barrier), block.k_begin + block.first_key(),
+                      block.bidh / params.h_h_k_ratio, is_general(kKind) ? block.k_bidb : block.bidb);
+        }
+    }
+
+    // A tile of Q or dO with a row statistic.
+    __device__ __forceinline__ void load_tile(const typename Traits::TmaQ &tma, Element *smem, const float *statistic,
+                                              float (&smem_statistic)[Traits::kStages][Traits::kBlockM],
+                                              PipelineBarriers<Traits::kStages> &barriers) {
+        state.acquire(barriers);
+        if (cute::elect_one_sync()) {
+            uint64_t &barrier = state.expect(barriers, kBytesOfTile + kBytesOfRows);
+            load_rows(tma, typename Traits::TileQ{}, make_tensor(make_smem_ptr(smem), typename Traits::SmemLayoutQ{}),
+                      state.stage, barrier, block.q_begin + step.m_block * Traits::kBlockM, block.bidh + step.head,
+                      bidb_q);
+            SM90_BULK_COPY_G2S::copy(statistic + step.padded_row(params, block), &barrier, smem_statistic[state.stage],
+                                     kBytesOfRows);
+        }
+    }
+    __device__ __forceinline__ void load_Q() {
+        load_tile(copies.q, shared.q, params.lse_padded, shared.lse, shared.q_barriers);
+    }
+    __device__ __forceinline__ void load_dO() {
+        load_tile(copies.dout, shared.dout, static_cast<const float *>(params.dsoftmax_sum), shared.delta,
+                  shared.dout_barriers);
+    }
+};
+
+}  // namespace flash::sm90

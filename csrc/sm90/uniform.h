@@ -1,0 +1,11 @@
+// Numbers that are the same in every lane of a warp.
+#pragma once
+
+namespace flash::sm90 {
+
+// Moves a number that is the same in every lane of the warp into a uniform register.
+__device__ __forceinline__ int uniform(int x) {
+    return static_cast<int>(__reduce_or_sync(0xffffffffu, static_cast<unsigned>(x)));
+}
+
+}  // namespace flash::sm90
