@@ -143,8 +143,11 @@ private:
         plan.by_ratio(query, head, blockIdx.x * plan.tile_rows + row);
         return {query, bidh_k * params.h_h_k_ratio + head};
     }
+    __device__ static int group() { return Traits::kIsOneGroup ? 0 : warp_index() / Traits::kGroupWarps; }
     // The first row of this warp, and row i (0 or 1) of this thread.
-    __device__ static int row_of_warp() { return Traits::kSharesTiles ? warp_index() * kWarpRows : 0; }
+    __device__ static int row_of_warp() {
+        return Traits::kGroupWarps == 1 ? 0 : warp_index() % Traits::kGroupWarps * kWarpRows;
+    }
     __device__ static int row_of_thread(int i) {
         return row_of_warp() + i * 8 + static_cast<int>(threadIdx.x % 32) / 4;
     }
@@ -160,13 +163,13 @@ private:
     static constexpr int kTilesElements = sizeof(shared.tiles) / sizeof(Element);
 
     __device__ __forceinline__ void loop() {
-        const int group = Traits::kSharesTiles ? 0 : warp_index();
+        const int first_key = begin + group() * kKeys;
         const KeySource<Traits> source(params, sequence, bidb, bidh_k);
-        const uint32_t tiles = static_cast<uint32_t>(__cvta_generic_to_shared(&shared.tiles[group]));
-        TileLoader<Traits> loader(source, tiles, begin + group * kKeys, end, params.d, plan.is_aligned);
+        const uint32_t tiles = static_cast<uint32_t>(__cvta_generic_to_shared(&shared.tiles[group()]));
+        TileLoader<Traits> loader(source, tiles, first_key, end, params.d, plan.is_aligned);
         copy_rows();
         const bool is_idle = row_of_warp() >= rows;
-        const int tiles_of_group = (end - begin + Traits::kUnit - 1) / Traits::kUnit;
+        const int tiles_of_group = (end - begin + Traits::kRoundKeys - 1) / Traits::kRoundKeys;
         uint32_t q[Traits::kQInRegisters ? kHeadDim / 16 : 1][4];
         int stage = 0;
         // Tile i is loaded kStages - 1 rounds before it is multiplied.
@@ -187,7 +190,7 @@ private:
             }
             loader.load();
             if (i >= 0) {
-                const int key = begin + group * kKeys + i * Traits::kUnit;
+                const int key = first_key + i * Traits::kRoundKeys;
                 if (!is_idle && key < end) {
                     step(tiles + stage * 2 * Traits::kTileElements * sizeof(Element), q, key);
                 }
@@ -197,8 +200,10 @@ private:
     }
 
     __device__ __forceinline__ static void sync_group() {
-        if constexpr (Traits::kSharesTiles) {
+        if constexpr (Traits::kIsOneGroup) {
             __syncthreads();
+        } else if constexpr (Traits::kGroupWarps > 1) {
+            named_barrier_sync(1 + group(), Traits::kGroupWarps * 32);
         } else {
             __syncwarp();
         }
@@ -220,7 +225,7 @@ private:
 #pragma unroll
             for (int n = 0; n < kKeys / 16; ++n) {
                 uint32_t b[4];
-                ldmatrix_x4(b, tile + chunk_offset<Traits>(n * 16 + lane % 8 + lane / 16 * 8, 2 * k + lane / 8 % 2));
+                ldmatrix_x4(b, tile + tile_offset(n * 16 + lane % 8 + lane / 16 * 8, 2 * k + lane / 8 % 2));
                 mma_m16n8k16<Element>(acc_s[2 * n], a, b[0], b[1]);
                 mma_m16n8k16<Element>(acc_s[2 * n + 1], a, b[2], b[3]);
             }
@@ -240,11 +245,15 @@ private:
 #pragma unroll
             for (int n = 0; n < kHeadDim / 16; ++n) {
                 uint32_t b[4];
-                ldmatrix_x4_transposed(b, tile_v + chunk_offset<Traits>(k * 16 + lane % 16, 2 * n + lane / 16));
+                ldmatrix_x4_transposed(b, tile_v + tile_offset(k * 16 + lane % 16, 2 * n + lane / 16));
                 mma_m16n8k16<Element>(acc_o[2 * n], p, b[0], b[1]);
                 mma_m16n8k16<Element>(acc_o[2 * n + 1], p, b[2], b[3]);
             }
         }
+    }
+
+    __device__ __forceinline__ static int tile_offset(int row, int chunk) {
+        return chunk_offset<kHeadDim, kKeys>(row, chunk);
     }
 
     // Softcap, ALiBi and the mask; the same arithmetic as ScoreMod::apply.
@@ -290,8 +299,6 @@ private:
     // Starts the copy of Q to shared memory, as part of the group of the first key tile, with zeros past the last row;
     // and stores what masks and ALiBi need to know of each row.
     __device__ __forceinline__ void copy_rows() const {
-        const bool is_aligned = reinterpret_cast<uintptr_t>(params.q.ptr) % 16 == 0 && params.d % 8 == 0 &&
-                                (params.q.batch_stride | params.q.row_stride | params.q.head_stride) % 8 == 0;
         const uint32_t target = static_cast<uint32_t>(__cvta_generic_to_shared(q_tile()));
 #pragma unroll 1
         for (int index = threadIdx.x; index < plan.tile_rows * Traits::kChunks; index += blockDim.x) {
@@ -301,7 +308,7 @@ private:
             const Element *source = static_cast<const Element *>(params.q.ptr) + bidb * params.q.batch_stride +
                                     at.query * params.q.row_stride + at.bidh * params.q.head_stride + chunk * 8;
             const uint32_t to = target + q_offset(row, chunk);
-            if (is_aligned) {
+            if (plan.is_q_aligned) {
                 cp_async_16(to, source, is_in_range);
             } else {
                 copy_chunk(to, source, is_in_range ? params.d - chunk * 8 : 0);
@@ -314,10 +321,8 @@ private:
     }
 
     __device__ __forceinline__ static int q_offset(int row, int chunk) {
-        constexpr int kPart = kHeadDim % 64 == 0 ? 8 : 4;  // chunks
-        const int swizzle = kPart == 8 ? row % 8 : row / 2 % 4;
         return row / kWarpRows * kWarpRows * kHeadDim * int(sizeof(Element)) +
-               (chunk / kPart * kWarpRows + row % kWarpRows) * kPart * 16 + ((chunk % kPart) ^ swizzle) * 16;
+               chunk_offset<kHeadDim, kWarpRows>(row % kWarpRows, chunk);
     }
 
     __device__ __forceinline__ uint32_t q_address(int k) const {
@@ -334,15 +339,14 @@ private:
     }
 
     __device__ __forceinline__ void store_results() {
-        const int group = Traits::kSharesTiles ? 0 : threadIdx.x / 32;
-        float *results = results_of(group);
+        float *results = results_of(group());
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
             const int at = row_of_thread(row);
             const float sum = quad_allreduce(softmax.row_sum[row], [](float a, float b) { return a + b; });
             if (threadIdx.x % 4 == 0) {
-                shared.row_max[group][at] = softmax.row_max[row];
-                shared.row_sum[group][at] = sum;
+                shared.row_max[group()][at] = softmax.row_max[row];
+                shared.row_sum[group()][at] = sum;
             }
 #pragma unroll
             for (int n = 0; n < kHeadDim / 8; ++n) {

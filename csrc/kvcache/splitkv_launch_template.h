@@ -46,16 +46,11 @@ struct Launch {
     }
 };
 
-// True if every address of x is a multiple of 16 bytes.
-inline bool is_aligned(const TensorRef &x) {
-    return reinterpret_cast<uintptr_t>(x.ptr) % 16 == 0 && (x.batch_stride | x.row_stride | x.head_stride) % 8 == 0;
-}
-
 // Rows of a tile for `rows` rows in all: as few tiles as possible, of equal size.
 inline int tile_rows_for(int64_t rows) {
     constexpr int kLeast = 64, kMost = kMaxWarps * kWarpRows;
-    if (rows <= kWarpRows) {
-        return kWarpRows;
+    if (rows <= 2 * kWarpRows) {
+        return rows <= kWarpRows ? kWarpRows : 2 * kWarpRows;
     }
     const int64_t tiles = (rows + kMost - 1) / kMost, of_tile = (rows + tiles - 1) / tiles;
     return std::max(static_cast<int>((of_tile + kWarpRows - 1) / kWarpRows * kWarpRows), kLeast);
@@ -65,10 +60,10 @@ inline int tile_rows_for(int64_t rows) {
 // CTAs, one on each SM. So they serve one sequence of few rows, if its heads occupy most SMs at once or its cache is
 // short.
 template <typename Traits>
-int cluster_for(const Flash_fwd_params &params, int smem) {
+int cluster_for(const Flash_fwd_params &params, int smem, int max_smem) {
     constexpr int kShortCache = 4096;
     const DeviceProperties &gpu = device_properties();
-    if (gpu.major < 9 || params.b != 1 || params.h_k > gpu.sm_count / 2 || smem > gpu.max_smem) {
+    if (gpu.major < 9 || params.b != 1 || params.h_k > gpu.sm_count / 2 || smem > max_smem) {
         return 0;
     }
     int cluster = kMaxCluster;
@@ -93,9 +88,8 @@ int cluster_for(const Flash_fwd_params &params, int smem) {
 }
 
 template <DType kDType, int kHeadDim>
-SplitkvPlan plan_of(const Flash_fwd_params &params) {
+SplitkvPlan plan_of(const Flash_fwd_params &params, int max_smem) {
     const int64_t rows = int64_t{params.seqlen_q} * params.h_h_k_ratio;
-    const DeviceProperties &gpu = device_properties();
     const bool is_fixed = params.cache.split_keys > 0 || params.cache.num_splits > 0;
     const int64_t heads = int64_t{params.b} * params.h_k, most_heads = is_fixed ? UINT16_MAX : INT32_MAX / 2;
     if (heads > most_heads) {
@@ -106,22 +100,22 @@ SplitkvPlan plan_of(const Flash_fwd_params &params) {
     int cluster = 0;
     if (rows <= kWarpRows && !is_fixed) {
         using Traits = SplitkvTraits<kDType, kHeadDim, Form::cluster>;
-        cluster = cluster_for<Traits>(params, Traits::smem_size(kWarpRows));
+        cluster = cluster_for<Traits>(params, Traits::smem_size(kWarpRows), max_smem);
     }
     const auto smem_of = [&](int tile_rows) {
         return call_with_traits<kDType, kHeadDim>(tile_rows, cluster > 0,
                                                   [&](auto traits) { return decltype(traits)::smem_size(tile_rows); });
     };
     int tile_rows = tile_rows_for(rows);
-    if (smem_of(tile_rows) > gpu.max_smem) {
+    if (smem_of(tile_rows) > max_smem) {
         tile_rows = 4 * kWarpRows;  // takes the least shared memory
     }
     return call_with_traits<kDType, kHeadDim>(tile_rows, cluster > 0, [&](auto traits) {
         using Traits = decltype(traits);
         constexpr int kSmemOfSM = 227 * 1024, kReserved = 1024;  // bytes; a CTA takes kReserved more than it asks for
         const int row_tiles = static_cast<int>((rows + tile_rows - 1) / tile_rows);
-        const int by_smem = std::max(std::min(kSmemOfSM, gpu.max_smem) / (smem_of(tile_rows) + kReserved), 1);
-        const int ctas = gpu.sm_count * std::min(by_smem, Traits::ctas_by_registers(tile_rows));
+        const int by_smem = std::max(std::min(kSmemOfSM, max_smem) / (smem_of(tile_rows) + kReserved), 1);
+        const int ctas = device_properties().sm_count * std::min(by_smem, Traits::ctas_by_registers(tile_rows));
         const int64_t capacity = params.cache.capacity, split_keys = params.cache.split_keys;
         int log2_unit = 0;
         while ((1 << log2_unit) < Traits::kUnit || ((capacity >> log2_unit) + 1) * heads > INT32_MAX) {
@@ -139,7 +133,8 @@ SplitkvPlan plan_of(const Flash_fwd_params &params) {
                            cluster,
                            static_cast<int>(max_splits),
                            log2_unit,
-                           params.d % 8 == 0 && is_aligned(params.k) && is_aligned(params.v),
+                           is_aligned(params.k, params.d) && is_aligned(params.v, params.d),
+                           is_aligned(params.q, params.d),
                            cutlass::FastDivmod(params.h_h_k_ratio)};
     });
 }
@@ -176,7 +171,7 @@ void launch_splitkv(const Flash_fwd_params &params, const SplitkvPlan &plan, boo
             .run(&flash_fwd_splitkv_cluster_kernel<Traits>, "launching flash_fwd_splitkv_cluster_kernel", params, plan);
     } else {
         auto kernel = &flash_fwd_splitkv_kernel<Traits>;
-        reserve_smem(kernel, std::min(Traits::smem_size(kMaxWarps * kWarpRows), device_properties().max_smem));
+        reserve_smem(kernel, std::min(Traits::smem_size(Traits::kMaxRows), device_properties().max_smem));
         Launch(dim3(plan.row_tiles, plan.pieces), 1, threads, smem, follows_append, stream)
             .run(kernel, "launching flash_fwd_splitkv_kernel", params, plan);
         if (has_partial_results(plan)) {
@@ -188,11 +183,11 @@ void launch_splitkv(const Flash_fwd_params &params, const SplitkvPlan &plan, boo
 }  // namespace kvcache
 
 template <DType kDType, int kHeadDim>
-int64_t splitkv_scratch_floats(const Flash_fwd_params &params) {
+int64_t splitkv_scratch_floats(const Flash_fwd_params &params, int max_smem) {
     if (params.seqlen_q == 0) {
         return 0;
     }
-    const kvcache::SplitkvPlan plan = kvcache::plan_of<kDType, kHeadDim>(params);
+    const kvcache::SplitkvPlan plan = kvcache::plan_of<kDType, kHeadDim>(params, max_smem);
     if (!kvcache::has_partial_results(plan)) {
         return 0;
     }
@@ -201,8 +196,8 @@ int64_t splitkv_scratch_floats(const Flash_fwd_params &params) {
 }
 
 template <DType kDType, int kHeadDim>
-void run_flash_fwd_splitkv(const Flash_fwd_params &params, bool follows_append, cudaStream_t stream) {
-    const kvcache::SplitkvPlan plan = kvcache::plan_of<kDType, kHeadDim>(params);
+void run_flash_fwd_splitkv(const Flash_fwd_params &params, int max_smem, bool follows_append, cudaStream_t stream) {
+    const kvcache::SplitkvPlan plan = kvcache::plan_of<kDType, kHeadDim>(params, max_smem);
     kvcache::call_with_traits<kDType, kHeadDim>(plan.tile_rows, plan.cluster > 0, [&](auto traits) {
         kvcache::launch_splitkv<decltype(traits)>(params, plan, follows_append, stream);
     });

@@ -20,7 +20,8 @@ struct SplitkvPlan {
     int cluster;                   // CTAs that work on one head together; 0: pieces
     int max_splits;                // slots for the splits of a head; 0: all keys are cut into pieces of equal size
     int log2_unit;                 // keys of a unit where the splits are chosen
-    bool is_aligned;               // K and V can be loaded 16 bytes at a time
+    bool is_aligned;               // K and V can be read 16 bytes at a time
+    bool is_q_aligned;             // like is_aligned
     cutlass::FastDivmod by_ratio;  // by the query heads that share a key/value head
 
     constexpr int64_t slots(const Flash_fwd_params &params) const {  // of partial results, for each row tile
