@@ -52,7 +52,8 @@ __global__ void __launch_bounds__(kCombineThreads)
         }
     }
     wait_for_previous_kernel();  // also where nothing is combined: this grid must not end before that kernel
-    if (slots.count <= 1) {      // stored by the kernel before
+    launch_dependents();
+    if (slots.count <= 1) {  // stored by the kernel before
         return;
     }
 

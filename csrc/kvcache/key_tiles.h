@@ -76,8 +76,7 @@ public:
         prefetch();
     }
 
-    // Starts the copy of the next tile and commits it, as an empty group past the last tile. Keys and columns out of
-    // range become zeros.
+    // Starts the copy of the next tile, if there is one. Keys and columns out of range become zeros.
     __device__ __forceinline__ void load() {
         if (next_key < end) {
             const uint32_t tile = buffers + stage * kStageBytes;
@@ -90,7 +89,6 @@ public:
             stage = stage + 1 == Traits::kStages ? 0 : stage + 1;
             prefetch();
         }
-        cp_async_commit();
     }
 
 private:

@@ -88,15 +88,16 @@ public:
             }
         }
         cluster_sync();  // the results of all CTAs are complete
+        const int vectors = rows * kVectors, share = (vectors + cluster - 1) / cluster;
 #pragma unroll 1
-        for (int index = rank * blockDim.x + threadIdx.x; index < rows * kVectors; index += cluster * blockDim.x) {
+        for (int index = rank * share + threadIdx.x; index < min((rank + 1) * share, vectors); index += blockDim.x) {
             const int row = index / kVectors, column = index % kVectors * 4;
             RowResult result;
 #pragma unroll 8
             for (int i = 0; i < cluster; ++i) {
-                const uint32_t of_cta = address_in(i, &shared.of_cta[row]);
+                const float2 statistics = load_float2(address_in(i, &shared.of_cta[row]));
                 const float4 o = load_float4(address_in(i, results_of(0) + row * Traits::kOStride + column));
-                result.add(load_float(of_cta), load_float(of_cta + 4), o, params.scale_softmax_log2);
+                result.add(statistics.x, statistics.y, o, params.scale_softmax_log2);
             }
             store_finished(row, column, result);
         }
@@ -167,7 +168,6 @@ private:
         const KeySource<Traits> source(params, sequence, bidb, bidh_k);
         const uint32_t tiles = static_cast<uint32_t>(__cvta_generic_to_shared(&shared.tiles[group()]));
         TileLoader<Traits> loader(source, tiles, first_key, end, params.d, plan.is_aligned);
-        copy_rows();
         const bool is_idle = row_of_warp() >= rows;
         const int tiles_of_group = (end - begin + Traits::kRoundKeys - 1) / Traits::kRoundKeys;
         uint32_t q[Traits::kQInRegisters ? kHeadDim / 16 : 1][4];
@@ -189,6 +189,10 @@ private:
                 sync_group();  // the tile is there for all threads, and all are done with the tile before
             }
             loader.load();
+            if (i == 1 - Traits::kStages) {
+                copy_rows();  // behind the keys, which come from farther away
+            }
+            cp_async_commit();
             if (i >= 0) {
                 const int key = first_key + i * Traits::kRoundKeys;
                 if (!is_idle && key < end) {
@@ -296,8 +300,8 @@ private:
 
     // ---- Q ----------------------------------------------------------------------------------------------------------
 
-    // Starts the copy of Q to shared memory, as part of the group of the first key tile, with zeros past the last row;
-    // and stores what masks and ALiBi need to know of each row.
+    // Starts the copy of Q to shared memory, with zeros past the last row; and stores what masks and ALiBi need to know
+    // of each row.
     __device__ __forceinline__ void copy_rows() const {
         const uint32_t target = static_cast<uint32_t>(__cvta_generic_to_shared(q_tile()));
 #pragma unroll 1
@@ -357,10 +361,18 @@ private:
     }
 };
 
+// The append kernel has waited for the kernel before it, so the lengths are there when it lets this kernel start.
+__device__ __forceinline__ void wait_for_lengths(const SplitkvPlan &plan) {
+    if (!plan.follows_append) {
+        wait_for_previous_kernel();
+    }
+}
+
 // The runs of keys of one CTA. Row tiles of the same keys are neighbours, so that they share the keys in L2.
 template <typename Traits>
 __device__ __forceinline__ void compute_attn_splitkv(const Flash_fwd_params &params, const SplitkvPlan &plan,
                                                      typename Traits::SharedStorage &shared) {
+    wait_for_lengths(plan);
     const Schedule schedule(params, plan);
     const bool is_fixed = plan.max_splits > 0;
     const int piece = blockIdx.y;
@@ -369,7 +381,7 @@ __device__ __forceinline__ void compute_attn_splitkv(const Flash_fwd_params &par
         return;
     }
     Place at = schedule.find(schedule.begin_of(piece));
-    wait_for_previous_kernel();  // it writes keys and queries; the lengths are older
+    wait_for_previous_kernel();  // it may write keys and queries
     launch_dependents();
 #pragma unroll 1
     while (left > 0) {
@@ -406,11 +418,13 @@ __global__ void __launch_bounds__(Traits::kMaxThreads, Traits::kMinCtas)
     extern __shared__ __align__(128) char smem[];
     const int rank = blockIdx.y % plan.cluster, head = blockIdx.y / plan.cluster;
     const int bidb = head / params.h_k, bidh_k = head % params.h_k;
+    wait_for_lengths(plan);
     const Sequence seq = cache_sequence(params, bidb);
     const Units units(params, plan, seq);
     const int least = units.count / plan.cluster, longer = units.count - least * plan.cluster;
     const int begin = rank * least + min(rank, longer), end = begin + least + (rank < longer);
-    wait_for_previous_kernel();  // it writes keys and queries; the lengths are older
+    wait_for_previous_kernel();  // it may write keys and queries
+    launch_dependents();
     RunOfKeys<Traits> keys(params, plan, *reinterpret_cast<typename Traits::SharedStorage *>(smem), seq, bidb, bidh_k,
                            units.first_key(begin), units.first_key(end));
     keys.compute();

@@ -16,26 +16,26 @@
 namespace flash {
 namespace kvcache {
 
-// A launch in clusters of `cluster` CTAs along y. is_programmatic: the kernel may be scheduled before the kernel ahead
-// of it in the stream has ended, and waits for it itself (Hopper and later).
+// A launch in clusters of `cluster` CTAs along y. On Hopper and later the launch is programmatic: the kernel may be
+// scheduled before the kernel ahead of it in the stream has ended, and waits for it itself.
 struct Launch {
     cudaLaunchConfig_t config{};
     cudaLaunchAttribute attributes[2] = {};
 
-    Launch(dim3 grid, int cluster, int threads, int smem, bool is_programmatic, cudaStream_t stream) {
+    Launch(dim3 grid, int cluster, int threads, int smem, cudaStream_t stream) {
         config.gridDim = grid;
         config.blockDim = dim3(threads);
         config.dynamicSmemBytes = smem;
         config.stream = stream;
         config.attrs = attributes;
-        if (is_programmatic && device_properties().major >= 9) {
-            attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-            attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
-        }
         if (cluster > 1) {
             attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
             attributes[config.numAttrs].val.clusterDim.x = attributes[config.numAttrs].val.clusterDim.z = 1;
             attributes[config.numAttrs++].val.clusterDim.y = static_cast<unsigned>(cluster);
+        }
+        if (device_properties().major >= 9) {
+            attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+            attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
         }
     }
     Launch(const Launch &) = delete;  // config points to attributes
@@ -78,8 +78,9 @@ int cluster_for(const Flash_fwd_params &params, int smem, int max_smem) {
     reserve_smem(kernel, smem);
     check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
                "allowing clusters of 16");
-    const Launch launch(dim3(1, cluster * params.h_k), cluster, Traits::threads(kWarpRows), smem, false, nullptr);
-    int active = 0;  // clusters that run at once
+    Launch launch(dim3(1, cluster * params.h_k), cluster, Traits::threads(kWarpRows), smem, nullptr);
+    launch.config.numAttrs = 1;  // the cluster alone
+    int active = 0;              // clusters that run at once
     if (cudaOccupancyMaxActiveClusters(&active, kernel, &launch.config) != cudaSuccess) {
         cudaGetLastError();  // the GPU has no clusters of this size
         return 0;
@@ -152,12 +153,11 @@ void launch_combine(const Flash_fwd_params &params, const SplitkvPlan &plan, cud
     const int64_t heads = int64_t{params.b} * params.h_k;
     const dim3 grid((rows + kRows - 1) / kRows * plan.row_tiles, plan.max_splits > 0 ? heads : plan.pieces);
     auto kernel = &flash_fwd_splitkv_combine_kernel<typename Traits::Element, Traits::kHeadDim>;
-    Launch(grid, 1, kCombineThreads, 0, true, stream)
-        .run(kernel, "launching flash_fwd_splitkv_combine_kernel", params, plan);
+    Launch(grid, 1, kCombineThreads, 0, stream).run(kernel, "launching flash_fwd_splitkv_combine_kernel", params, plan);
 }
 
 template <typename Traits>
-void launch_splitkv(const Flash_fwd_params &params, const SplitkvPlan &plan, bool follows_append, cudaStream_t stream) {
+void launch_splitkv(const Flash_fwd_params &params, const SplitkvPlan &plan, cudaStream_t stream) {
     const int threads = Traits::threads(plan.tile_rows), smem = Traits::smem_size(plan.tile_rows);
     if (trace_enabled()) {
         trace("flash_fwd_splitkv_kernel",
@@ -167,12 +167,12 @@ void launch_splitkv(const Flash_fwd_params &params, const SplitkvPlan &plan, boo
               threads, smem);
     }
     if constexpr (Traits::kIsCluster) {
-        Launch(dim3(1, plan.cluster * params.h_k), plan.cluster, threads, smem, follows_append, stream)
+        Launch(dim3(1, plan.cluster * params.h_k), plan.cluster, threads, smem, stream)
             .run(&flash_fwd_splitkv_cluster_kernel<Traits>, "launching flash_fwd_splitkv_cluster_kernel", params, plan);
     } else {
         auto kernel = &flash_fwd_splitkv_kernel<Traits>;
         reserve_smem(kernel, std::min(Traits::smem_size(Traits::kMaxRows), device_properties().max_smem));
-        Launch(dim3(plan.row_tiles, plan.pieces), 1, threads, smem, follows_append, stream)
+        Launch(dim3(plan.row_tiles, plan.pieces), 1, threads, smem, stream)
             .run(kernel, "launching flash_fwd_splitkv_kernel", params, plan);
         if (has_partial_results(plan)) {
             launch_combine<Traits>(params, plan, stream);
@@ -197,9 +197,10 @@ int64_t splitkv_scratch_floats(const Flash_fwd_params &params, int max_smem) {
 
 template <DType kDType, int kHeadDim>
 void run_flash_fwd_splitkv(const Flash_fwd_params &params, int max_smem, bool follows_append, cudaStream_t stream) {
-    const kvcache::SplitkvPlan plan = kvcache::plan_of<kDType, kHeadDim>(params, max_smem);
+    kvcache::SplitkvPlan plan = kvcache::plan_of<kDType, kHeadDim>(params, max_smem);
+    plan.follows_append = follows_append;
     kvcache::call_with_traits<kDType, kHeadDim>(plan.tile_rows, plan.cluster > 0, [&](auto traits) {
-        kvcache::launch_splitkv<decltype(traits)>(params, plan, follows_append, stream);
+        kvcache::launch_splitkv<decltype(traits)>(params, plan, stream);
     });
 }
 
@@ -216,7 +217,7 @@ void run_append_kv(const Flash_fwd_params &params, cudaStream_t stream) {
         trace("append_kv_kernel", "grid=%lld threads=%d rotary_dim=%d", static_cast<long long>(grid),
               kvcache::kAppendThreads, params.cache.rotary_dim);
     }
-    kvcache::Launch(dim3(static_cast<unsigned>(grid)), 1, kvcache::kAppendThreads, 0, false, stream)
+    kvcache::Launch(dim3(static_cast<unsigned>(grid)), 1, kvcache::kAppendThreads, 0, stream)
         .run(&kvcache::append_kv_kernel<Element>, "launching append_kv_kernel", params);
 }
 

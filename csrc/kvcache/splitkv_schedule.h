@@ -23,6 +23,7 @@ struct SplitkvPlan {
     bool is_aligned;               // K and V can be read 16 bytes at a time
     bool is_q_aligned;             // like is_aligned
     cutlass::FastDivmod by_ratio;  // by the query heads that share a key/value head
+    bool follows_append = false;   // the kernel before it in the stream is append_kv_kernel
 
     constexpr int64_t slots(const Flash_fwd_params &params) const {  // of partial results, for each row tile
         return max_splits == 0 ? int64_t{2} * pieces : int64_t{params.b} * params.h_k * max_splits;

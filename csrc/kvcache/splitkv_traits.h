@@ -21,23 +21,20 @@ template <DType kDType, int kHeadDim_, Form kForm>
 struct SplitkvTraits {
     using Element = std::conditional_t<kDType == DType::float16, cutlass::half_t, cutlass::bfloat16_t>;
     static constexpr int kHeadDim = kHeadDim_;
-    static constexpr bool kIsCluster = kForm == Form::cluster;  // one CTA an SM
-    static constexpr bool kIsOneGroup = kForm == Form::many_rows;
-    static constexpr bool kArePairs = kForm == Form::warp_pairs;
+    static constexpr bool kIsOneGroup = kForm == Form::many_rows, kArePairs = kForm == Form::warp_pairs;
+    static constexpr bool kIsCluster = kForm == Form::cluster;                       // one CTA an SM
     static constexpr int kGroupWarps = kIsOneGroup ? kMaxWarps : kArePairs ? 2 : 1;  // at most
     static constexpr int kGroups = kIsOneGroup ? 1 : kArePairs ? 2 : kIsCluster && kHeadDim <= 128 ? 8 : 4;
     static constexpr int kMaxRows = kGroupWarps * kWarpRows;
 
-    static constexpr int kKeys =
-        kGroupWarps == 1 && kHeadDim > 64 ? 16 : 32;    // of a tile; at most 32: one for each lane
-    static constexpr int kRoundKeys = kGroups * kKeys;  // of one tile for each group
-    // Keys of a unit of the schedule. A cluster has one head, so all of its CTAs get keys of a short cache.
+    // Of a tile; at most 32: one for each lane.
+    static constexpr int kKeys = kGroupWarps == 1 && kHeadDim > 64 ? 16 : 32;
+    static constexpr int kRoundKeys = kGroups * kKeys;  // one tile for each group
+    // Of the schedule; short in a cluster, so that a short cache has keys for all CTAs.
     static constexpr int kUnit = kIsCluster ? kKeys : kRoundKeys;
     // Few rows and warp pairs: three CTAs fit into an SM, two with head dim 192, one with 256.
-    static constexpr int kStages = kIsOneGroup                    ? (kHeadDim <= 128 ? 3 : 2)
-                                   : kIsCluster || kHeadDim > 192 ? 3
-                                   : kArePairs && kHeadDim <= 64  ? 3
-                                                                  : 2;
+    static constexpr bool kFitsThreeStages = kIsCluster || (kArePairs && kHeadDim <= 64) || kHeadDim > 192;
+    static constexpr int kStages = (kIsOneGroup ? kHeadDim <= 128 : kFitsThreeStages) ? 3 : 2;
     // Over the loop; else Q is read from shared memory for each key tile.
     static constexpr bool kQInRegisters = !kIsOneGroup && kHeadDim <= 128;
 
