@@ -88,18 +88,26 @@ public:
             }
         }
         cluster_sync();  // the results of all CTAs are complete
+        // Each CTA combines a share of the vectors. `cluster` adjacent lanes, at most half a warp, combine one of them.
         const int vectors = rows * kVectors, share = (vectors + cluster - 1) / cluster;
+        const int other_rank = threadIdx.x % cluster;
 #pragma unroll 1
-        for (int index = rank * share + threadIdx.x; index < min((rank + 1) * share, vectors); index += blockDim.x) {
-            const int row = index / kVectors, column = index % kVectors * 4;
+        for (int first = 32 / cluster * warp_index(); first < share; first += blockDim.x / cluster) {  // of the warp
+            const int of_share = first + threadIdx.x % 32 / cluster, index = rank * share + of_share;
+            const bool is_in_range = of_share < share && index < vectors;
+            const int row = is_in_range ? index / kVectors : 0, column = index % kVectors * 4;
+            const float2 statistics = load_float2(address_in(other_rank, &shared.of_cta[row]));
+            const float4 o = load_float4(address_in(other_rank, results_of(0) + row * Traits::kOStride + column));
             RowResult result;
-#pragma unroll 8
-            for (int i = 0; i < cluster; ++i) {
-                const float2 statistics = load_float2(address_in(i, &shared.of_cta[row]));
-                const float4 o = load_float4(address_in(i, results_of(0) + row * Traits::kOStride + column));
-                result.add(statistics.x, statistics.y, o, params.scale_softmax_log2);
+            result.add(statistics.x, statistics.y, o, params.scale_softmax_log2);
+#pragma unroll 1
+            for (int lanes = 1; lanes < cluster; lanes *= 2) {
+                const RowResult other = result.of_lane_xor(lanes);
+                result.add(other.row_max, other.row_sum, other.o, params.scale_softmax_log2);
             }
-            store_finished(row, column, result);
+            if (other_rank == 0 && is_in_range) {
+                store_finished(row, column, result);
+            }
         }
         cluster_sync();  // shared memory outlives its readers
     }
@@ -123,9 +131,13 @@ private:
         RowResult result;
 #pragma unroll
         for (int group = 0; group < Traits::kGroups; ++group) {
+            result.row_max = fmaxf(result.row_max, shared.row_max[group][row]);
+        }
+#pragma unroll
+        for (int group = 0; group < Traits::kGroups; ++group) {
             const float *o = results_of(group) + row * Traits::kOStride + column;
-            result.add(shared.row_max[group][row], shared.row_sum[group][row], *reinterpret_cast<const float4 *>(o),
-                       params.scale_softmax_log2);
+            result.add_weighted({shared.row_max[group][row], shared.row_sum[group][row]},
+                                *reinterpret_cast<const float4 *>(o), params.scale_softmax_log2);
         }
         return result;
     }
