@@ -150,8 +150,8 @@ template <typename Traits>
 void launch_combine(const Flash_fwd_params &params, const SplitkvPlan &plan, cudaStream_t stream) {
     constexpr int kRows = kCombineRows<Traits::kHeadDim>;
     const int rows = std::min(plan.tile_rows, params.seqlen_q * params.h_h_k_ratio);
-    const int64_t heads = int64_t{params.b} * params.h_k;
-    const dim3 grid((rows + kRows - 1) / kRows * plan.row_tiles, plan.max_splits > 0 ? heads : plan.pieces);
+    const int of_y = plan.combines_by_piece(params) ? plan.pieces : params.b * params.h_k;
+    const dim3 grid((rows + kRows - 1) / kRows * plan.row_tiles, of_y);
     auto kernel = &flash_fwd_splitkv_combine_kernel<typename Traits::Element, Traits::kHeadDim>;
     Launch(grid, 1, kCombineThreads, 0, stream).run(kernel, "launching flash_fwd_splitkv_combine_kernel", params, plan);
 }

@@ -28,6 +28,10 @@ struct SplitkvPlan {
     constexpr int64_t slots(const Flash_fwd_params &params) const {  // of partial results, for each row tile
         return max_splits == 0 ? int64_t{2} * pieces : int64_t{params.b} * params.h_k * max_splits;
     }
+    // True if a CTA of the combine kernel has a piece, because there are fewer of them than heads; else it has a head.
+    constexpr bool combines_by_piece(const Flash_fwd_params &params) const {
+        return max_splits == 0 && pieces < int64_t{params.b} * params.h_k;
+    }
 };
 
 // Moves a number that is the same in every lane of the warp into a uniform register. The compiler then knows that
@@ -138,6 +142,19 @@ public:
         const auto from_source = [&](int x) { return uniform(__shfl_sync(kAllLanes, x, source)); };
         return {from_source(place.bidb), from_source(place.bidh_k), from_source(place.unit),
                 from_source(place.head_begin)};
+    }
+
+    // The number of the head's first unit. Called by all lanes.
+    __device__ int head_begin_of(int bidb, int bidh_k) const {
+        const int source = bidb / per_lane;
+        int first = before;
+        if (static_cast<int>(threadIdx.x % 32) == source) {
+#pragma unroll 1
+            for (int other = source * per_lane; other < bidb; ++other) {
+                first += units_of(other);
+            }
+        }
+        return uniform(__shfl_sync(kAllLanes, first, source)) + bidh_k * count_of(bidb);
     }
 
 private:
