@@ -186,18 +186,17 @@ def test_a_call_reads_what_the_call_before_it_writes(name: str, seed: int) -> No
             assert all(torch.equal(a, b) for a, b in zip(outs, expected, strict=True))
 
 
-@pytest.mark.parametrize("before", ["memset", "copy", "join"])
+@pytest.mark.parametrize("before", ["copy", "join"])
 @pytest.mark.parametrize("name", ["one_row", "decode"])
-def test_a_graph_may_have_any_node_before_the_call(name: str, before: str, seed: int) -> None:
+def test_a_graph_may_have_other_nodes_before_the_call(name: str, before: str, seed: int) -> None:
+    """The lengths come from a copy, or from a kernel of another stream."""
     call = make_call(BY_NAME[name], torch.float16, "cuda", seed)
     expected, lengths = run(call, "cuda"), call.lengths
     assert isinstance(lengths, Tensor)
     source, side = lengths.clone(), torch.cuda.Stream()
 
     def prepare() -> None:
-        if before == "memset":
-            torch.zeros(2**20, device="cuda")
-        elif before == "copy":
+        if before == "copy":
             lengths.copy_(source)
         else:
             side.wait_stream(torch.cuda.current_stream())
@@ -212,8 +211,7 @@ def test_a_graph_may_have_any_node_before_the_call(name: str, before: str, seed:
 
     graph, results = capture(prepared)
     for _ in range(20):
-        if before != "memset":
-            lengths.zero_()
+        lengths.zero_()
         graph.replay()
         assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
 

@@ -176,9 +176,9 @@ private:
     static constexpr int kTilesElements = sizeof(shared.tiles) / sizeof(Element);
 
     __device__ __forceinline__ void loop() {
-        const int first_key = begin + group() * kKeys;
+        const int group = this->group(), first_key = begin + group * kKeys;
         const KeySource<Traits> source(params, sequence, bidb, bidh_k);
-        const uint32_t tiles = static_cast<uint32_t>(__cvta_generic_to_shared(&shared.tiles[group()]));
+        const uint32_t tiles = static_cast<uint32_t>(__cvta_generic_to_shared(&shared.tiles[group]));
         TileLoader<Traits> loader(source, tiles, first_key, end, params.d, plan.is_aligned);
         const bool is_idle = row_of_warp() >= rows;
         const int tiles_of_group = (end - begin + Traits::kRoundKeys - 1) / Traits::kRoundKeys;
@@ -198,7 +198,7 @@ private:
                         }
                     }
                 }
-                sync_group();  // the tile is there for all threads, and all are done with the tile before
+                sync_group(group);  // the tile is there for all threads, and all are done with the tile before
             }
             loader.load();
             if (i == 1 - Traits::kStages) {
@@ -215,11 +215,11 @@ private:
         }
     }
 
-    __device__ __forceinline__ static void sync_group() {
+    __device__ __forceinline__ static void sync_group([[maybe_unused]] int group) {
         if constexpr (Traits::kIsOneGroup) {
             __syncthreads();
         } else if constexpr (Traits::kGroupWarps > 1) {
-            named_barrier_sync(1 + group(), Traits::kGroupWarps * 32);
+            named_barrier_sync(1 + group, Traits::kGroupWarps * 32);
         } else {
             __syncwarp();
         }
@@ -355,14 +355,15 @@ private:
     }
 
     __device__ __forceinline__ void store_results() {
-        float *results = results_of(group());
+        const int group = this->group();
+        float *results = results_of(group);
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
             const int at = row_of_thread(row);
             const float sum = quad_allreduce(softmax.row_sum[row], [](float a, float b) { return a + b; });
             if (threadIdx.x % 4 == 0) {
-                shared.row_max[group()][at] = softmax.row_max[row];
-                shared.row_sum[group()][at] = sum;
+                shared.row_max[group][at] = softmax.row_max[row];
+                shared.row_sum[group][at] = sum;
             }
 #pragma unroll
             for (int n = 0; n < kHeadDim / 8; ++n) {
