@@ -172,11 +172,14 @@ def chained(call: CacheCall, waits: bool) -> list[Tensor]:
     return outs
 
 
+@pytest.mark.parametrize("appends", [False, True])
 @pytest.mark.parametrize("name", ["one_row", "long", "decode", "mqa_32", "rotary", "chunk"])
-def test_a_call_reads_what_the_call_before_it_writes(name: str, seed: int) -> None:
+def test_a_call_reads_what_the_call_before_it_writes(name: str, appends: bool, seed: int) -> None:
     """Kernels are scheduled before the kernel ahead of them ends, and wait for it: as clusters, with slots, with an
     append kernel, and in a graph."""
-    call = make_call(BY_NAME[name], torch.float16, "cuda", seed)
+    case = BY_NAME[name]
+    case = case if appends else dataclasses.replace(case, seqlen_new=None, rotary_dim=0)
+    call = make_call(case, torch.float16, "cuda", seed)
     expected = chained(call, waits=True)
     graph, captured = capture(lambda: chained(call, waits=False))
     for _ in range(20):
