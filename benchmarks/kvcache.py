@@ -233,13 +233,13 @@ def _milliseconds(turns: Turns, repeats: int) -> float:
 
 
 class Copy(Rival):
-    """Copies one half of a tensor to the other."""
+    """Copies one half of a tensor to the other in a kernel. In a CUDA graph the copy engine takes 1.6 times as long."""
 
     name = "copy"
 
     def bind_bytes(self, size: int, device: torch.device) -> Call:
-        a, b = torch.ones(2, size // 2, dtype=torch.uint8, device=device)
-        return partial(a.copy_, b)
+        a, b = torch.ones(2, size // 8, device=device)
+        return partial(torch.add, b, 0.0, out=a)
 
 
 def copy_ceiling(device: torch.device, size: int = 2**31) -> float:

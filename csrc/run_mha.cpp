@@ -142,11 +142,8 @@ void run_mha_fwd_cuda(Flash_fwd_params &params) {
 
 // True if the kernels of the forward can read the cache: 16 bytes at a time.
 bool is_readable_by_forward(const Flash_fwd_params &params) {
-    const auto is_aligned = [](const TensorRef &x) {
-        return reinterpret_cast<uintptr_t>(x.ptr) % 16 == 0 && (x.batch_stride | x.row_stride | x.head_stride) % 8 == 0;
-    };
-    return params.d % 8 == 0 && is_aligned(params.q) && is_aligned(params.k) && is_aligned(params.v) &&
-           is_aligned(params.o);
+    return is_aligned(params.q, params.d) && is_aligned(params.k, params.d) && is_aligned(params.v, params.d) &&
+           is_aligned(params.o, params.d);
 }
 
 // True if the kernels of the forward take less time than the split-KV kernel: the queries alone fill the GPU, and most
@@ -180,7 +177,7 @@ void run_mha_fwd_splitkv_dispatch(Flash_fwd_params &params, bool follows_append)
             if (trace_enabled()) {
                 trace("run_mha_fwd_splitkv_dispatch", "device=cuda kHeadDim=%d", kHeadDim);
             }
-            run_flash_fwd_splitkv<kDType, kHeadDim>(params, follows_append, stream);
+            run_flash_fwd_splitkv<kDType, kHeadDim>(params, max_smem(), follows_append, stream);
         });
     });
 }
@@ -228,8 +225,9 @@ int64_t splitkv_scratch_floats(const Flash_fwd_params &params) {
         return 0;
     }
     int64_t floats = 0;
-    FP16_SWITCH(params.dtype,
-                [&] { HEADDIM_SWITCH(params.d, [&] { floats = splitkv_scratch_floats<kDType, kHeadDim>(params); }); });
+    FP16_SWITCH(params.dtype, [&] {
+        HEADDIM_SWITCH(params.d, [&] { floats = splitkv_scratch_floats<kDType, kHeadDim>(params, max_smem()); });
+    });
     return floats;
 }
 

@@ -113,6 +113,8 @@ _HEADS = [
     _case("mha", "as many key heads as query heads", _MIXED, 200, nheads_k=4, **_DECODE),
     _case("mqa", "one key head", _MIXED, 200, nheads=8, nheads_k=1, **_DECODE),
     _case("gqa_3", "three query heads per key head", _MIXED, 200, nheads=9, nheads_k=3, **_DECODE),
+    _case("mqa_32", "two warps share key tiles", (600, 37, 300), 640, nheads=32, nheads_k=1, headdim=128, **_DECODE),
+    _case("mqa_32_256", "the same, Q in shared memory", (90, 33), 100, nheads=24, nheads_k=1, headdim=256, **_DECODE),
     _case("gqa_chunk", "groups of five over several rows", (50, 3), 90, 7, 7, nheads=10, causal=True),
 ] + [
     _case(f"headdim_{d}", f"head dim {d}", (70, 0, 33), 100, nheads=16, headdim=d, **_DECODE)

@@ -5,7 +5,6 @@ FLASH_ATTN_MINI_RANDOM_CASES sets the number of random cases per backend.
 
 from __future__ import annotations
 
-import os
 import random
 
 import pytest
@@ -14,7 +13,6 @@ from torch import Tensor
 
 from flash_attn_mini import flash_attn_with_kvcache
 
-from .bounds import InaccurateError
 from .conftest import DTYPES
 from .kvcache_cases import (
     BY_NAME,
@@ -29,10 +27,9 @@ from .kvcache_cases import (
 )
 from .kvcache_checks import bits, check_kvcache, copied, of_rows, run, varlen_results
 from .poison import memory_shortage
-from .test_random import BY_CHANCE, shrunk
+from .random_loop import CHUNKS, check_random_cases
 
 COUNT = {"cpu": 600, "cuda": 2000, "triton": 200}  # triton compiles for each combination of options
-CHUNKS = 20  # tests that share the cases, so that several processes can run them
 
 
 @pytest.mark.parametrize("case", KVCACHE_CASES, ids=str)
@@ -62,42 +59,14 @@ def test_kvcache_offsets_beyond_31_bits(
 # ---- random cases ---------------------------------------------------------------------------------------------------
 
 
-def outcome(
-    case: KvCacheCase, backend: str, device: str, dtype: torch.dtype, seed: int, described_seed: str
-) -> tuple[str | None, float]:
-    """The error message (None if the case passes) and error / bound."""
-    try:
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_random_kvcache_cases(chunk: int, backend: str, device: str, seed: int, described_seed: str) -> None:
+    def check(case: KvCacheCase, dtype: torch.dtype, seed: int, described_seed: str) -> None:
         call, results = check_kvcache(case, backend, device, dtype, seed, described_seed)
         if case.num_splits == 1 and not case.rotary_dim:
             assert_bits_of_varlen(call, results, backend)
-    except InaccurateError as error:
-        return str(error), error.excess
-    except (AssertionError, RuntimeError, ValueError, NotImplementedError) as error:
-        return f"{type(error).__name__}: {error}\n  case {case}", float("inf")
-    return None, 0.0
 
-
-@pytest.mark.parametrize("chunk", range(CHUNKS))
-def test_random_kvcache_cases(chunk: int, backend: str, device: str, seed: int, described_seed: str) -> None:
-    count = int(os.environ.get("FLASH_ATTN_MINI_RANDOM_CASES") or COUNT[backend])
-    for number in range(-(-count // CHUNKS)):
-        own_seed = (seed + number) % 2**31
-        draw = random.Random(own_seed)
-        dtype = draw.choice(DTYPES[backend])
-
-        def failure(case: KvCacheCase, dtype: torch.dtype = dtype, own_seed: int = own_seed) -> str | None:
-            said = None
-            for values_seed in (own_seed, own_seed + 1, own_seed + 2):
-                said, excess = outcome(case, backend, device, dtype, values_seed, f"{described_seed}, {values_seed}")
-                if said is None or excess > BY_CHANCE:
-                    break
-            return said
-
-        case = random_kvcache(draw)
-        said = failure(case)
-        if said is not None:
-            small = shrunk(case, failure, simpler=simpler_kvcache)
-            pytest.fail(f"{said}\n\nThe same, smaller: {small!r}\n{failure(small)}")
+    check_random_cases(random_kvcache, simpler_kvcache, check, DTYPES[backend], COUNT[backend], seed, described_seed)
 
 
 def test_random_cases_have_every_option() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from flash_attn_mini import flash_attn_with_kvcache
 
 from .gpu_calls import capture, each_gpu_backend
 from .kvcache_cases import BY_NAME, CacheCall, KvCacheCase, make_call
-from .kvcache_checks import bits, check_results, copied, described, run
+from .kvcache_checks import bits, check_kvcache, check_results, copied, described, run
 from .test_gpu import assert_does_not_wait
 
 pytestmark = pytest.mark.gpu
@@ -155,3 +156,80 @@ def test_runs_on_the_device_of_q(gpu_backend: str, seed: int) -> None:
         assert torch.cuda.current_device() == 0
     assert out.device == torch.device("cuda:1")
     assert torch.equal(out.to("cuda:0"), expected[0])
+
+
+# ---- launches that overlap ------------------------------------------------------------------------------------------
+
+
+def chained(call: CacheCall, waits: bool) -> list[Tensor]:
+    """The outputs of calls whose queries are the output of the call before."""
+    outs = []
+    for _ in range(8):
+        outs.append(run(call, "cuda")[0])
+        call = dataclasses.replace(call, q=outs[-1])
+        if waits:
+            torch.cuda.synchronize()
+    return outs
+
+
+@pytest.mark.parametrize("appends", [False, True])
+@pytest.mark.parametrize("name", ["one_row", "long", "decode", "mqa_32", "rotary", "chunk"])
+def test_a_call_reads_what_the_call_before_it_writes(name: str, appends: bool, seed: int) -> None:
+    """Kernels are scheduled before the kernel ahead of them ends, and wait for it: as clusters, with slots, with an
+    append kernel, and in a graph."""
+    case = BY_NAME[name]
+    case = case if appends else dataclasses.replace(case, seqlen_new=None, rotary_dim=0)
+    call = make_call(case, torch.float16, "cuda", seed)
+    expected = chained(call, waits=True)
+    graph, captured = capture(lambda: chained(call, waits=False))
+    for _ in range(20):
+        eager = chained(call, waits=False)
+        graph.replay()
+        for outs in (eager, captured):
+            assert all(torch.equal(a, b) for a, b in zip(outs, expected, strict=True))
+
+
+@pytest.mark.parametrize("before", ["copy", "join"])
+@pytest.mark.parametrize("name", ["one_row", "decode"])
+def test_a_graph_may_have_other_nodes_before_the_call(name: str, before: str, seed: int) -> None:
+    """The lengths come from a copy, or from a kernel of another stream."""
+    call = make_call(BY_NAME[name], torch.float16, "cuda", seed)
+    expected, lengths = run(call, "cuda"), call.lengths
+    assert isinstance(lengths, Tensor)
+    source, side = lengths.clone(), torch.cuda.Stream()
+
+    def prepare() -> None:
+        if before == "copy":
+            lengths.copy_(source)
+        else:
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                torch.add(source, 0, out=lengths)
+            torch.zeros(2**20, device="cuda").add_(1)
+            torch.cuda.current_stream().wait_stream(side)
+
+    def prepared() -> tuple[Tensor, Tensor]:
+        prepare()
+        return run(call, "cuda")
+
+    graph, results = capture(prepared)
+    for _ in range(20):
+        lengths.zero_()
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
+
+
+# ---- GPUs with less shared memory -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("smem", [163 * 1024, 99 * 1024])
+@pytest.mark.parametrize("name", ["one_row", "mqa_32", "mqa_32_256", "headdim_192", "headdim_256"])
+def test_tiles_of_gpus_with_less_shared_memory(
+    name: str, smem: int, seed: int, described_seed: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    """Without clusters, and with tiles of 64 rows where those of fewer rows do not fit."""
+    monkeypatch.setenv("FLASH_ATTN_MINI_MAX_SMEM", str(smem))
+    monkeypatch.setenv("FLASH_ATTN_MINI_TRACE", "1")
+    check_kvcache(BY_NAME[name], "cuda", "cuda", torch.float16, seed, described_seed)
+    (taken,) = {int(x) for x in re.findall(r" smem=(\d+)", capfd.readouterr().err)}
+    assert taken <= smem

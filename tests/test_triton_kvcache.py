@@ -18,7 +18,7 @@ from torch import Tensor
 from flash_attn_mini.options import KvCache, Sequences
 from flash_attn_mini.reference import attention_kvcache_reference
 
-from .bounds import assert_forward_accurate
+from .bounds import assert_forward_accurate, forward_accuracy, refuse
 from .interpreter import run_in_the_interpreter, starts_the_interpreter
 from .kvcache_cases import BY_NAME, CacheCall, KvCacheCase, integers, make_call
 from .kvcache_checks import bits, check_results, copied, described, of_rows
@@ -212,6 +212,23 @@ def test_splits_cover_every_key_once(layout: str, window_left: int | None, draw:
         assert max(slots) < 2 * target
     elif layout == "split_keys":
         assert sizes == {split_keys}
+
+
+@runs_triton
+@pytest.mark.parametrize("scale", [1.0, -1.0])
+def test_splits_of_large_scores_keep_their_weights(scale: float, seed: int, draw: torch.Generator) -> None:
+    """Scores of 10^6 that differ by small integers. Float32 holds their maximum, but not its sum with a logarithm."""
+    case = KvCacheCase("", "", (100,), 100, nheads=4, nheads_k=4, softmax_scale=scale, split_keys=48)
+    call = make_call(case, torch.float16, DEVICE, seed)
+    q, k, v = call.q, call.k_cache, call.v_cache
+    q.fill_(128.0)
+    k.fill_(128.0 * scale)
+    q[..., -1] = 1.0
+    k[..., -1] = torch.randint(-2, 3, k.shape[:-1], generator=draw).to(k)
+    results = run(call)
+    out, _ = forward_accuracy(q, k, v, *results, softmax_scale=scale)
+    refuse([] if out.passed else [out], "")
+    torch.testing.assert_close(results[1], torch.full_like(results[1], 63 * 128.0**2), rtol=1e-5, atol=0)
 
 
 @runs_triton

@@ -82,7 +82,8 @@ __device__ __forceinline__ Element *cache_row(const Flash_fwd_params &params, co
 
 template <typename Element>
 __global__ void __launch_bounds__(kAppendThreads) append_kv_kernel(const __grid_constant__ Flash_fwd_params params) {
-    launch_dependents();
+    wait_for_previous_kernel();
+    launch_dependents();  // not earlier: the next kernel reads the lengths before it waits for this one
     const KvCache &cache = params.cache;
     const AppendRows rows(params);
     int64_t index = int64_t(blockIdx.x) * (kAppendThreads / 32) + threadIdx.x / 32;

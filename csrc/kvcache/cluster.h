@@ -28,10 +28,10 @@ __device__ __forceinline__ uint32_t address_in(int rank, const T *object) {
     return address;
 }
 
-__device__ __forceinline__ float load_float(uint32_t address) {
-    float x = 0.0f;
+__device__ __forceinline__ float2 load_float2(uint32_t address) {
+    float2 x{};
 #ifdef FLASH_HAS_CLUSTERS
-    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
+    asm volatile("ld.shared::cluster.v2.f32 {%0,%1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address) : "memory");
 #endif
     return x;
 }

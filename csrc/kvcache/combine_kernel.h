@@ -19,8 +19,7 @@ struct Slots {
     int stride, count;
 };
 
-// blockIdx.x: kCombineRows rows of a row tile. blockIdx.y: with chosen splits the piece in which the head begins; with
-// fixed splits the head.
+// blockIdx.x: kCombineRows rows of a row tile. blockIdx.y: the head; if combines_by_piece the piece in which it begins.
 template <typename Element, int kHeadDim>
 __global__ void __launch_bounds__(kCombineThreads)
     flash_fwd_splitkv_combine_kernel(const __grid_constant__ Flash_fwd_params params,
@@ -33,26 +32,32 @@ __global__ void __launch_bounds__(kCombineThreads)
         return;
     }
     // Before the wait only lengths are read, which are older than the partial results.
-    int bidb, bidh_k;
+    int bidb = blockIdx.y / params.h_k, bidh_k = blockIdx.y % params.h_k;
     Slots slots{};
     if (plan.max_splits > 0) {
-        bidb = blockIdx.y / params.h_k;
-        bidh_k = blockIdx.y % params.h_k;
         const int64_t first = int64_t(blockIdx.y) * plan.max_splits;
         slots = {first, first + 1, 1, Units(params, plan, cache_sequence(params, bidb)).count};
     } else {
         const Schedule schedule(params, plan);
-        const int piece = blockIdx.y, begin = schedule.begin_of(piece), end = schedule.begin_of(piece + 1);
-        const Place place = schedule.find(max(end - 1, 0));
-        bidb = place.bidb;
-        bidh_k = place.bidh_k;
-        const int head_end = place.head_begin + Units(params, plan, cache_sequence(params, bidb)).count;
-        if (begin < end && place.head_begin >= begin && head_end > end) {  // the head begins here and does not end here
-            slots = {2 * piece + 1, 2 * (piece + 1), 2, schedule.piece_of(head_end - 1) - piece + 1};
+        const bool by_piece = plan.combines_by_piece(params);
+        int head_begin = 0;
+        if (by_piece) {  // the head of the last unit
+            const Place place = schedule.find(max(schedule.begin_of(blockIdx.y + 1) - 1, 0));
+            bidb = place.bidb;
+            bidh_k = place.bidh_k;
+            head_begin = place.head_begin;
+        } else {
+            head_begin = schedule.head_begin_of(bidb, bidh_k);
+        }
+        const int head_end = head_begin + Units(params, plan, cache_sequence(params, bidb)).count;
+        const int piece = schedule.piece_of(head_begin), last_piece = schedule.piece_of(head_end - 1);
+        if (!by_piece || piece == static_cast<int>(blockIdx.y)) {
+            slots = {2 * piece + 1, 2 * (piece + 1), 2, last_piece - piece + 1};
         }
     }
     wait_for_previous_kernel();  // also where nothing is combined: this grid must not end before that kernel
-    if (slots.count <= 1) {      // stored by the kernel before
+    launch_dependents();
+    if (slots.count <= 1) {  // stored by the kernel before
         return;
     }
 

@@ -7,13 +7,13 @@
 
 namespace flash::kvcache {
 
-// Byte offset of a 16-byte chunk of a row in a tile. Rows are cut into parts of 128 (64) bytes; chunks of a part are
-// permuted so that ldmatrix and cp.async have no bank conflicts.
-template <typename Traits>
+// Byte offset of a 16-byte chunk of a row in a tile of kRows rows. Rows are cut into parts of 128 (64) bytes; chunks of
+// a part are permuted so that ldmatrix and cp.async have no bank conflicts.
+template <int kHeadDim, int kRows>
 __device__ __forceinline__ int chunk_offset(int row, int chunk) {
-    constexpr int kPart = Traits::kHeadDim % 64 == 0 ? 8 : 4;  // chunks
+    constexpr int kPart = kHeadDim % 64 == 0 ? 8 : 4;  // chunks
     const int swizzle = kPart == 8 ? row % 8 : row / 2 % 4;
-    return (chunk / kPart * Traits::kKeys + row) * kPart * 16 + ((chunk % kPart) ^ swizzle) * 16;
+    return (chunk / kPart * kRows + row) * kPart * 16 + ((chunk % kPart) ^ swizzle) * 16;
 }
 
 // The keys of one head of one sequence.
@@ -64,7 +64,8 @@ __device__ __forceinline__ void copy_chunk(uint32_t target, const Element *sourc
     }
 }
 
-// Loads the tiles of one group: tile i holds the keys from begin + i * kUnit on. Called by all threads of the group.
+// Loads the tiles of one group: tile i holds the keys from begin + i * kRoundKeys on. Called by all threads of the
+// group.
 template <typename Traits>
 class TileLoader {
     using Element = typename Traits::Element;
@@ -75,8 +76,7 @@ public:
         prefetch();
     }
 
-    // Starts the copy of the next tile and commits it, as an empty group past the last tile. Keys and columns out of
-    // range become zeros.
+    // Starts the copy of the next tile, if there is one. Keys and columns out of range become zeros.
     __device__ __forceinline__ void load() {
         if (next_key < end) {
             const uint32_t tile = buffers + stage * kStageBytes;
@@ -85,11 +85,10 @@ public:
             } else {
                 copy_rows<false>(tile);
             }
-            next_key += Traits::kUnit;
+            next_key += Traits::kRoundKeys;
             stage = stage + 1 == Traits::kStages ? 0 : stage + 1;
             prefetch();
         }
-        cp_async_commit();
     }
 
 private:
@@ -112,15 +111,21 @@ private:
     __device__ __forceinline__ void copy_rows(uint32_t tile) {
         constexpr int kChunksOfWarp = 32, kSteps = Traits::kKeys * Traits::kChunks / kChunksOfWarp;
         static_assert(Traits::kKeys * Traits::kChunks % kChunksOfWarp == 0);
-        const int first = Traits::kSharesTiles ? warp_index() : 0, stride = Traits::kSharesTiles ? blockDim.x / 32 : 1;
-#pragma unroll(kIsAligned ? (Traits::kSharesTiles ? 2 : kSteps) : 1)
-        for (int step = first; step < kSteps; step += stride) {
+        const int first = Traits::kGroupWarps == 1 ? 0 : warp_index() % Traits::kGroupWarps;
+        const int stride = Traits::kIsOneGroup ? blockDim.x / 32 : Traits::kGroupWarps;
+#pragma unroll(kIsAligned ? (Traits::kIsOneGroup ? 2 : kSteps) : 1)
+        for (int i = 0; i < kSteps; i += stride) {
+            const int step = i + first;
+            if (Traits::kIsOneGroup && step >= kSteps) {
+                break;
+            }
             const int index = step * kChunksOfWarp + threadIdx.x % 32;
             const int row = index / Traits::kChunks, chunk = index % Traits::kChunks;
             const bool is_in_range = next_key + row < end && chunk * 8 < d;
             const Element *k = source.k + __shfl_sync(0xffffffffu, next_row.k, row) + chunk * 8;
             const Element *v = source.v + __shfl_sync(0xffffffffu, next_row.v, row) + chunk * 8;
-            const uint32_t target_k = tile + chunk_offset<Traits>(row, chunk), target_v = target_k + kStageBytes / 2;
+            const uint32_t target_k = tile + chunk_offset<Traits::kHeadDim, Traits::kKeys>(row, chunk),
+                           target_v = target_k + kStageBytes / 2;
             if constexpr (kIsAligned) {
                 cp_async_16(target_k, k, is_in_range);
                 cp_async_16(target_v, v, is_in_range);

@@ -50,6 +50,11 @@ __device__ __forceinline__ void cp_async_wait_group() {
     asm volatile("cp.async.wait_group %0;" ::"n"(kInFlight) : "memory");
 }
 
+// Waits for `threads` threads of the CTA. id: 1 to 15; __syncthreads has 0.
+__device__ __forceinline__ void named_barrier_sync(int id, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
 // Two values rounded to Element.
 template <typename Element>
 __device__ __forceinline__ uint32_t pack(float low, float high) {

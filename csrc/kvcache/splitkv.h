@@ -11,9 +11,15 @@ typedef struct CUstream_st *cudaStream_t;
 
 namespace flash {
 
-// Floats of KvCache::scratch.
+// True if the kernels can read rows of x, 2 bytes an element, 16 bytes at a time.
+inline bool is_aligned(const TensorRef &x, int headdim) {
+    return reinterpret_cast<uintptr_t>(x.ptr) % 16 == 0 &&
+           (x.batch_stride | x.row_stride | x.head_stride | headdim) % 8 == 0;
+}
+
+// Floats of KvCache::scratch. max_smem: bytes of shared memory that a CTA may have.
 template <DType kDType, int kHeadDim>
-int64_t splitkv_scratch_floats(const Flash_fwd_params &params);
+int64_t splitkv_scratch_floats(const Flash_fwd_params &params, int max_smem);
 
 // Writes k_new and v_new to the cache, and the rotated q to Flash_fwd_params::q.
 template <DType kDType>
@@ -21,6 +27,6 @@ void run_append_kv(const Flash_fwd_params &params, cudaStream_t stream);
 
 // Attention with the keys split. follows_append: run_append_kv is the call before it in the stream.
 template <DType kDType, int kHeadDim>
-void run_flash_fwd_splitkv(const Flash_fwd_params &params, bool follows_append, cudaStream_t stream);
+void run_flash_fwd_splitkv(const Flash_fwd_params &params, int max_smem, bool follows_append, cudaStream_t stream);
 
 }  // namespace flash

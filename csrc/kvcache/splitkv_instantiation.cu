@@ -3,7 +3,8 @@
 
 namespace flash {
 
-template int64_t splitkv_scratch_floats<DType::FLASH_DTYPE, FLASH_HEADDIM>(const Flash_fwd_params &);
-template void run_flash_fwd_splitkv<DType::FLASH_DTYPE, FLASH_HEADDIM>(const Flash_fwd_params &, bool, cudaStream_t);
+template int64_t splitkv_scratch_floats<DType::FLASH_DTYPE, FLASH_HEADDIM>(const Flash_fwd_params &, int);
+template void run_flash_fwd_splitkv<DType::FLASH_DTYPE, FLASH_HEADDIM>(const Flash_fwd_params &, int, bool,
+                                                                       cudaStream_t);
 
 }  // namespace flash

@@ -88,17 +88,26 @@ public:
             }
         }
         cluster_sync();  // the results of all CTAs are complete
+        // Each CTA combines a share of the vectors. `cluster` adjacent lanes, at most half a warp, combine one of them.
+        const int vectors = rows * kVectors, share = (vectors + cluster - 1) / cluster;
+        const int other_rank = threadIdx.x % cluster;
 #pragma unroll 1
-        for (int index = rank * blockDim.x + threadIdx.x; index < rows * kVectors; index += cluster * blockDim.x) {
-            const int row = index / kVectors, column = index % kVectors * 4;
+        for (int first = 32 / cluster * warp_index(); first < share; first += blockDim.x / cluster) {  // of the warp
+            const int of_share = first + threadIdx.x % 32 / cluster, index = rank * share + of_share;
+            const bool is_in_range = of_share < share && index < vectors;
+            const int row = is_in_range ? index / kVectors : 0, column = index % kVectors * 4;
+            const float2 statistics = load_float2(address_in(other_rank, &shared.of_cta[row]));
+            const float4 o = load_float4(address_in(other_rank, results_of(0) + row * Traits::kOStride + column));
             RowResult result;
-#pragma unroll 8
-            for (int i = 0; i < cluster; ++i) {
-                const uint32_t of_cta = address_in(i, &shared.of_cta[row]);
-                const float4 o = load_float4(address_in(i, results_of(0) + row * Traits::kOStride + column));
-                result.add(load_float(of_cta), load_float(of_cta + 4), o, params.scale_softmax_log2);
+            result.add(statistics.x, statistics.y, o, params.scale_softmax_log2);
+#pragma unroll 1
+            for (int lanes = 1; lanes < cluster; lanes *= 2) {
+                const RowResult other = result.of_lane_xor(lanes);
+                result.add(other.row_max, other.row_sum, other.o, params.scale_softmax_log2);
             }
-            store_finished(row, column, result);
+            if (other_rank == 0 && is_in_range) {
+                store_finished(row, column, result);
+            }
         }
         cluster_sync();  // shared memory outlives its readers
     }
@@ -122,9 +131,13 @@ private:
         RowResult result;
 #pragma unroll
         for (int group = 0; group < Traits::kGroups; ++group) {
+            result.row_max = fmaxf(result.row_max, shared.row_max[group][row]);
+        }
+#pragma unroll
+        for (int group = 0; group < Traits::kGroups; ++group) {
             const float *o = results_of(group) + row * Traits::kOStride + column;
-            result.add(shared.row_max[group][row], shared.row_sum[group][row], *reinterpret_cast<const float4 *>(o),
-                       params.scale_softmax_log2);
+            result.add_weighted({shared.row_max[group][row], shared.row_sum[group][row]},
+                                *reinterpret_cast<const float4 *>(o), params.scale_softmax_log2);
         }
         return result;
     }
@@ -143,8 +156,11 @@ private:
         plan.by_ratio(query, head, blockIdx.x * plan.tile_rows + row);
         return {query, bidh_k * params.h_h_k_ratio + head};
     }
+    __device__ static int group() { return Traits::kIsOneGroup ? 0 : warp_index() / Traits::kGroupWarps; }
     // The first row of this warp, and row i (0 or 1) of this thread.
-    __device__ static int row_of_warp() { return Traits::kSharesTiles ? warp_index() * kWarpRows : 0; }
+    __device__ static int row_of_warp() {
+        return Traits::kGroupWarps == 1 ? 0 : warp_index() % Traits::kGroupWarps * kWarpRows;
+    }
     __device__ static int row_of_thread(int i) {
         return row_of_warp() + i * 8 + static_cast<int>(threadIdx.x % 32) / 4;
     }
@@ -160,13 +176,12 @@ private:
     static constexpr int kTilesElements = sizeof(shared.tiles) / sizeof(Element);
 
     __device__ __forceinline__ void loop() {
-        const int group = Traits::kSharesTiles ? 0 : warp_index();
+        const int group = this->group(), first_key = begin + group * kKeys;
         const KeySource<Traits> source(params, sequence, bidb, bidh_k);
         const uint32_t tiles = static_cast<uint32_t>(__cvta_generic_to_shared(&shared.tiles[group]));
-        TileLoader<Traits> loader(source, tiles, begin + group * kKeys, end, params.d, plan.is_aligned);
-        copy_rows();
+        TileLoader<Traits> loader(source, tiles, first_key, end, params.d, plan.is_aligned);
         const bool is_idle = row_of_warp() >= rows;
-        const int tiles_of_group = (end - begin + Traits::kUnit - 1) / Traits::kUnit;
+        const int tiles_of_group = (end - begin + Traits::kRoundKeys - 1) / Traits::kRoundKeys;
         uint32_t q[Traits::kQInRegisters ? kHeadDim / 16 : 1][4];
         int stage = 0;
         // Tile i is loaded kStages - 1 rounds before it is multiplied.
@@ -183,11 +198,15 @@ private:
                         }
                     }
                 }
-                sync_group();  // the tile is there for all threads, and all are done with the tile before
+                sync_group(group);  // the tile is there for all threads, and all are done with the tile before
             }
             loader.load();
+            if (i == 1 - Traits::kStages) {
+                copy_rows();  // behind the keys, which come from farther away
+            }
+            cp_async_commit();
             if (i >= 0) {
-                const int key = begin + group * kKeys + i * Traits::kUnit;
+                const int key = first_key + i * Traits::kRoundKeys;
                 if (!is_idle && key < end) {
                     step(tiles + stage * 2 * Traits::kTileElements * sizeof(Element), q, key);
                 }
@@ -196,9 +215,11 @@ private:
         }
     }
 
-    __device__ __forceinline__ static void sync_group() {
-        if constexpr (Traits::kSharesTiles) {
+    __device__ __forceinline__ static void sync_group([[maybe_unused]] int group) {
+        if constexpr (Traits::kIsOneGroup) {
             __syncthreads();
+        } else if constexpr (Traits::kGroupWarps > 1) {
+            named_barrier_sync(1 + group, Traits::kGroupWarps * 32);
         } else {
             __syncwarp();
         }
@@ -220,7 +241,7 @@ private:
 #pragma unroll
             for (int n = 0; n < kKeys / 16; ++n) {
                 uint32_t b[4];
-                ldmatrix_x4(b, tile + chunk_offset<Traits>(n * 16 + lane % 8 + lane / 16 * 8, 2 * k + lane / 8 % 2));
+                ldmatrix_x4(b, tile + tile_offset(n * 16 + lane % 8 + lane / 16 * 8, 2 * k + lane / 8 % 2));
                 mma_m16n8k16<Element>(acc_s[2 * n], a, b[0], b[1]);
                 mma_m16n8k16<Element>(acc_s[2 * n + 1], a, b[2], b[3]);
             }
@@ -240,11 +261,15 @@ private:
 #pragma unroll
             for (int n = 0; n < kHeadDim / 16; ++n) {
                 uint32_t b[4];
-                ldmatrix_x4_transposed(b, tile_v + chunk_offset<Traits>(k * 16 + lane % 16, 2 * n + lane / 16));
+                ldmatrix_x4_transposed(b, tile_v + tile_offset(k * 16 + lane % 16, 2 * n + lane / 16));
                 mma_m16n8k16<Element>(acc_o[2 * n], p, b[0], b[1]);
                 mma_m16n8k16<Element>(acc_o[2 * n + 1], p, b[2], b[3]);
             }
         }
+    }
+
+    __device__ __forceinline__ static int tile_offset(int row, int chunk) {
+        return chunk_offset<kHeadDim, kKeys>(row, chunk);
     }
 
     // Softcap, ALiBi and the mask; the same arithmetic as ScoreMod::apply.
@@ -287,11 +312,9 @@ private:
 
     // ---- Q ----------------------------------------------------------------------------------------------------------
 
-    // Starts the copy of Q to shared memory, as part of the group of the first key tile, with zeros past the last row;
-    // and stores what masks and ALiBi need to know of each row.
+    // Starts the copy of Q to shared memory, with zeros past the last row; and stores what masks and ALiBi need to know
+    // of each row.
     __device__ __forceinline__ void copy_rows() const {
-        const bool is_aligned = reinterpret_cast<uintptr_t>(params.q.ptr) % 16 == 0 && params.d % 8 == 0 &&
-                                (params.q.batch_stride | params.q.row_stride | params.q.head_stride) % 8 == 0;
         const uint32_t target = static_cast<uint32_t>(__cvta_generic_to_shared(q_tile()));
 #pragma unroll 1
         for (int index = threadIdx.x; index < plan.tile_rows * Traits::kChunks; index += blockDim.x) {
@@ -301,7 +324,7 @@ private:
             const Element *source = static_cast<const Element *>(params.q.ptr) + bidb * params.q.batch_stride +
                                     at.query * params.q.row_stride + at.bidh * params.q.head_stride + chunk * 8;
             const uint32_t to = target + q_offset(row, chunk);
-            if (is_aligned) {
+            if (plan.is_q_aligned) {
                 cp_async_16(to, source, is_in_range);
             } else {
                 copy_chunk(to, source, is_in_range ? params.d - chunk * 8 : 0);
@@ -314,10 +337,8 @@ private:
     }
 
     __device__ __forceinline__ static int q_offset(int row, int chunk) {
-        constexpr int kPart = kHeadDim % 64 == 0 ? 8 : 4;  // chunks
-        const int swizzle = kPart == 8 ? row % 8 : row / 2 % 4;
         return row / kWarpRows * kWarpRows * kHeadDim * int(sizeof(Element)) +
-               (chunk / kPart * kWarpRows + row % kWarpRows) * kPart * 16 + ((chunk % kPart) ^ swizzle) * 16;
+               chunk_offset<kHeadDim, kWarpRows>(row % kWarpRows, chunk);
     }
 
     __device__ __forceinline__ uint32_t q_address(int k) const {
@@ -334,7 +355,7 @@ private:
     }
 
     __device__ __forceinline__ void store_results() {
-        const int group = Traits::kSharesTiles ? 0 : threadIdx.x / 32;
+        const int group = this->group();
         float *results = results_of(group);
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
@@ -353,10 +374,18 @@ private:
     }
 };
 
+// The append kernel has waited for the kernel before it, so the lengths are there when it lets this kernel start.
+__device__ __forceinline__ void wait_for_lengths(const SplitkvPlan &plan) {
+    if (!plan.follows_append) {
+        wait_for_previous_kernel();
+    }
+}
+
 // The runs of keys of one CTA. Row tiles of the same keys are neighbours, so that they share the keys in L2.
 template <typename Traits>
 __device__ __forceinline__ void compute_attn_splitkv(const Flash_fwd_params &params, const SplitkvPlan &plan,
                                                      typename Traits::SharedStorage &shared) {
+    wait_for_lengths(plan);
     const Schedule schedule(params, plan);
     const bool is_fixed = plan.max_splits > 0;
     const int piece = blockIdx.y;
@@ -365,7 +394,7 @@ __device__ __forceinline__ void compute_attn_splitkv(const Flash_fwd_params &par
         return;
     }
     Place at = schedule.find(schedule.begin_of(piece));
-    wait_for_previous_kernel();  // it writes keys and queries; the lengths are older
+    wait_for_previous_kernel();  // it may write keys and queries
     launch_dependents();
 #pragma unroll 1
     while (left > 0) {
@@ -402,11 +431,13 @@ __global__ void __launch_bounds__(Traits::kMaxThreads, Traits::kMinCtas)
     extern __shared__ __align__(128) char smem[];
     const int rank = blockIdx.y % plan.cluster, head = blockIdx.y / plan.cluster;
     const int bidb = head / params.h_k, bidh_k = head % params.h_k;
+    wait_for_lengths(plan);
     const Sequence seq = cache_sequence(params, bidb);
     const Units units(params, plan, seq);
     const int least = units.count / plan.cluster, longer = units.count - least * plan.cluster;
     const int begin = rank * least + min(rank, longer), end = begin + least + (rank < longer);
-    wait_for_previous_kernel();  // it writes keys and queries; the lengths are older
+    wait_for_previous_kernel();  // it may write keys and queries
+    launch_dependents();
     RunOfKeys<Traits> keys(params, plan, *reinterpret_cast<typename Traits::SharedStorage *>(smem), seq, bidb, bidh_k,
                            units.first_key(begin), units.first_key(end));
     keys.compute();

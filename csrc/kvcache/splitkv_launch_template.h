@@ -16,26 +16,26 @@
 namespace flash {
 namespace kvcache {
 
-// A launch in clusters of `cluster` CTAs along y. is_programmatic: the kernel may be scheduled before the kernel ahead
-// of it in the stream has ended, and waits for it itself (Hopper and later).
+// A launch in clusters of `cluster` CTAs along y. On Hopper and later the launch is programmatic: the kernel may be
+// scheduled before the kernel ahead of it in the stream has ended, and waits for it itself.
 struct Launch {
     cudaLaunchConfig_t config{};
     cudaLaunchAttribute attributes[2] = {};
 
-    Launch(dim3 grid, int cluster, int threads, int smem, bool is_programmatic, cudaStream_t stream) {
+    Launch(dim3 grid, int cluster, int threads, int smem, cudaStream_t stream) {
         config.gridDim = grid;
         config.blockDim = dim3(threads);
         config.dynamicSmemBytes = smem;
         config.stream = stream;
         config.attrs = attributes;
-        if (is_programmatic && device_properties().major >= 9) {
-            attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-            attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
-        }
         if (cluster > 1) {
             attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
             attributes[config.numAttrs].val.clusterDim.x = attributes[config.numAttrs].val.clusterDim.z = 1;
             attributes[config.numAttrs++].val.clusterDim.y = static_cast<unsigned>(cluster);
+        }
+        if (device_properties().major >= 9) {
+            attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+            attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
         }
     }
     Launch(const Launch &) = delete;  // config points to attributes
@@ -46,16 +46,11 @@ struct Launch {
     }
 };
 
-// True if every address of x is a multiple of 16 bytes.
-inline bool is_aligned(const TensorRef &x) {
-    return reinterpret_cast<uintptr_t>(x.ptr) % 16 == 0 && (x.batch_stride | x.row_stride | x.head_stride) % 8 == 0;
-}
-
 // Rows of a tile for `rows` rows in all: as few tiles as possible, of equal size.
 inline int tile_rows_for(int64_t rows) {
     constexpr int kLeast = 64, kMost = kMaxWarps * kWarpRows;
-    if (rows <= kWarpRows) {
-        return kWarpRows;
+    if (rows <= 2 * kWarpRows) {
+        return rows <= kWarpRows ? kWarpRows : 2 * kWarpRows;
     }
     const int64_t tiles = (rows + kMost - 1) / kMost, of_tile = (rows + tiles - 1) / tiles;
     return std::max(static_cast<int>((of_tile + kWarpRows - 1) / kWarpRows * kWarpRows), kLeast);
@@ -65,10 +60,10 @@ inline int tile_rows_for(int64_t rows) {
 // CTAs, one on each SM. So they serve one sequence of few rows, if its heads occupy most SMs at once or its cache is
 // short.
 template <typename Traits>
-int cluster_for(const Flash_fwd_params &params, int smem) {
+int cluster_for(const Flash_fwd_params &params, int smem, int max_smem) {
     constexpr int kShortCache = 4096;
     const DeviceProperties &gpu = device_properties();
-    if (gpu.major < 9 || params.b != 1 || params.h_k > gpu.sm_count / 2 || smem > gpu.max_smem) {
+    if (gpu.major < 9 || params.b != 1 || params.h_k > gpu.sm_count / 2 || smem > max_smem) {
         return 0;
     }
     int cluster = kMaxCluster;
@@ -83,8 +78,9 @@ int cluster_for(const Flash_fwd_params &params, int smem) {
     reserve_smem(kernel, smem);
     check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
                "allowing clusters of 16");
-    const Launch launch(dim3(1, cluster * params.h_k), cluster, Traits::threads(kWarpRows), smem, false, nullptr);
-    int active = 0;  // clusters that run at once
+    Launch launch(dim3(1, cluster * params.h_k), cluster, Traits::threads(kWarpRows), smem, nullptr);
+    launch.config.numAttrs = 1;  // the cluster alone
+    int active = 0;              // clusters that run at once
     if (cudaOccupancyMaxActiveClusters(&active, kernel, &launch.config) != cudaSuccess) {
         cudaGetLastError();  // the GPU has no clusters of this size
         return 0;
@@ -93,9 +89,8 @@ int cluster_for(const Flash_fwd_params &params, int smem) {
 }
 
 template <DType kDType, int kHeadDim>
-SplitkvPlan plan_of(const Flash_fwd_params &params) {
+SplitkvPlan plan_of(const Flash_fwd_params &params, int max_smem) {
     const int64_t rows = int64_t{params.seqlen_q} * params.h_h_k_ratio;
-    const DeviceProperties &gpu = device_properties();
     const bool is_fixed = params.cache.split_keys > 0 || params.cache.num_splits > 0;
     const int64_t heads = int64_t{params.b} * params.h_k, most_heads = is_fixed ? UINT16_MAX : INT32_MAX / 2;
     if (heads > most_heads) {
@@ -106,22 +101,22 @@ SplitkvPlan plan_of(const Flash_fwd_params &params) {
     int cluster = 0;
     if (rows <= kWarpRows && !is_fixed) {
         using Traits = SplitkvTraits<kDType, kHeadDim, Form::cluster>;
-        cluster = cluster_for<Traits>(params, Traits::smem_size(kWarpRows));
+        cluster = cluster_for<Traits>(params, Traits::smem_size(kWarpRows), max_smem);
     }
     const auto smem_of = [&](int tile_rows) {
         return call_with_traits<kDType, kHeadDim>(tile_rows, cluster > 0,
                                                   [&](auto traits) { return decltype(traits)::smem_size(tile_rows); });
     };
     int tile_rows = tile_rows_for(rows);
-    if (smem_of(tile_rows) > gpu.max_smem) {
+    if (smem_of(tile_rows) > max_smem) {
         tile_rows = 4 * kWarpRows;  // takes the least shared memory
     }
     return call_with_traits<kDType, kHeadDim>(tile_rows, cluster > 0, [&](auto traits) {
         using Traits = decltype(traits);
         constexpr int kSmemOfSM = 227 * 1024, kReserved = 1024;  // bytes; a CTA takes kReserved more than it asks for
         const int row_tiles = static_cast<int>((rows + tile_rows - 1) / tile_rows);
-        const int by_smem = std::max(std::min(kSmemOfSM, gpu.max_smem) / (smem_of(tile_rows) + kReserved), 1);
-        const int ctas = gpu.sm_count * std::min(by_smem, Traits::ctas_by_registers(tile_rows));
+        const int by_smem = std::max(std::min(kSmemOfSM, max_smem) / (smem_of(tile_rows) + kReserved), 1);
+        const int ctas = device_properties().sm_count * std::min(by_smem, Traits::ctas_by_registers(tile_rows));
         const int64_t capacity = params.cache.capacity, split_keys = params.cache.split_keys;
         int log2_unit = 0;
         while ((1 << log2_unit) < Traits::kUnit || ((capacity >> log2_unit) + 1) * heads > INT32_MAX) {
@@ -139,7 +134,8 @@ SplitkvPlan plan_of(const Flash_fwd_params &params) {
                            cluster,
                            static_cast<int>(max_splits),
                            log2_unit,
-                           params.d % 8 == 0 && is_aligned(params.k) && is_aligned(params.v),
+                           is_aligned(params.k, params.d) && is_aligned(params.v, params.d),
+                           is_aligned(params.q, params.d),
                            cutlass::FastDivmod(params.h_h_k_ratio)};
     });
 }
@@ -154,15 +150,14 @@ template <typename Traits>
 void launch_combine(const Flash_fwd_params &params, const SplitkvPlan &plan, cudaStream_t stream) {
     constexpr int kRows = kCombineRows<Traits::kHeadDim>;
     const int rows = std::min(plan.tile_rows, params.seqlen_q * params.h_h_k_ratio);
-    const int64_t heads = int64_t{params.b} * params.h_k;
-    const dim3 grid((rows + kRows - 1) / kRows * plan.row_tiles, plan.max_splits > 0 ? heads : plan.pieces);
+    const int of_y = plan.combines_by_piece(params) ? plan.pieces : params.b * params.h_k;
+    const dim3 grid((rows + kRows - 1) / kRows * plan.row_tiles, of_y);
     auto kernel = &flash_fwd_splitkv_combine_kernel<typename Traits::Element, Traits::kHeadDim>;
-    Launch(grid, 1, kCombineThreads, 0, true, stream)
-        .run(kernel, "launching flash_fwd_splitkv_combine_kernel", params, plan);
+    Launch(grid, 1, kCombineThreads, 0, stream).run(kernel, "launching flash_fwd_splitkv_combine_kernel", params, plan);
 }
 
 template <typename Traits>
-void launch_splitkv(const Flash_fwd_params &params, const SplitkvPlan &plan, bool follows_append, cudaStream_t stream) {
+void launch_splitkv(const Flash_fwd_params &params, const SplitkvPlan &plan, cudaStream_t stream) {
     const int threads = Traits::threads(plan.tile_rows), smem = Traits::smem_size(plan.tile_rows);
     if (trace_enabled()) {
         trace("flash_fwd_splitkv_kernel",
@@ -172,12 +167,12 @@ void launch_splitkv(const Flash_fwd_params &params, const SplitkvPlan &plan, boo
               threads, smem);
     }
     if constexpr (Traits::kIsCluster) {
-        Launch(dim3(1, plan.cluster * params.h_k), plan.cluster, threads, smem, follows_append, stream)
+        Launch(dim3(1, plan.cluster * params.h_k), plan.cluster, threads, smem, stream)
             .run(&flash_fwd_splitkv_cluster_kernel<Traits>, "launching flash_fwd_splitkv_cluster_kernel", params, plan);
     } else {
         auto kernel = &flash_fwd_splitkv_kernel<Traits>;
-        reserve_smem(kernel, std::min(Traits::smem_size(kMaxWarps * kWarpRows), device_properties().max_smem));
-        Launch(dim3(plan.row_tiles, plan.pieces), 1, threads, smem, follows_append, stream)
+        reserve_smem(kernel, std::min(Traits::smem_size(Traits::kMaxRows), device_properties().max_smem));
+        Launch(dim3(plan.row_tiles, plan.pieces), 1, threads, smem, stream)
             .run(kernel, "launching flash_fwd_splitkv_kernel", params, plan);
         if (has_partial_results(plan)) {
             launch_combine<Traits>(params, plan, stream);
@@ -188,11 +183,11 @@ void launch_splitkv(const Flash_fwd_params &params, const SplitkvPlan &plan, boo
 }  // namespace kvcache
 
 template <DType kDType, int kHeadDim>
-int64_t splitkv_scratch_floats(const Flash_fwd_params &params) {
+int64_t splitkv_scratch_floats(const Flash_fwd_params &params, int max_smem) {
     if (params.seqlen_q == 0) {
         return 0;
     }
-    const kvcache::SplitkvPlan plan = kvcache::plan_of<kDType, kHeadDim>(params);
+    const kvcache::SplitkvPlan plan = kvcache::plan_of<kDType, kHeadDim>(params, max_smem);
     if (!kvcache::has_partial_results(plan)) {
         return 0;
     }
@@ -201,10 +196,11 @@ int64_t splitkv_scratch_floats(const Flash_fwd_params &params) {
 }
 
 template <DType kDType, int kHeadDim>
-void run_flash_fwd_splitkv(const Flash_fwd_params &params, bool follows_append, cudaStream_t stream) {
-    const kvcache::SplitkvPlan plan = kvcache::plan_of<kDType, kHeadDim>(params);
+void run_flash_fwd_splitkv(const Flash_fwd_params &params, int max_smem, bool follows_append, cudaStream_t stream) {
+    kvcache::SplitkvPlan plan = kvcache::plan_of<kDType, kHeadDim>(params, max_smem);
+    plan.follows_append = follows_append;
     kvcache::call_with_traits<kDType, kHeadDim>(plan.tile_rows, plan.cluster > 0, [&](auto traits) {
-        kvcache::launch_splitkv<decltype(traits)>(params, plan, follows_append, stream);
+        kvcache::launch_splitkv<decltype(traits)>(params, plan, stream);
     });
 }
 
@@ -221,7 +217,7 @@ void run_append_kv(const Flash_fwd_params &params, cudaStream_t stream) {
         trace("append_kv_kernel", "grid=%lld threads=%d rotary_dim=%d", static_cast<long long>(grid),
               kvcache::kAppendThreads, params.cache.rotary_dim);
     }
-    kvcache::Launch(dim3(static_cast<unsigned>(grid)), 1, kvcache::kAppendThreads, 0, false, stream)
+    kvcache::Launch(dim3(static_cast<unsigned>(grid)), 1, kvcache::kAppendThreads, 0, stream)
         .run(&kvcache::append_kv_kernel<Element>, "launching append_kv_kernel", params);
 }
 

@@ -35,6 +35,12 @@ struct RowResult {
         o = {sum(o.x, other_o.x), sum(o.y, other_o.y), sum(o.z, other_o.z), sum(o.w, other_o.w)};
     }
 
+    // The result of the lane whose number differs in the bits of `bits`. Called by all lanes.
+    __device__ __forceinline__ RowResult of_lane_xor(int bits) const {
+        const auto other = [bits](float x) { return __shfl_xor_sync(0xffffffffu, x, bits); };
+        return {other(row_max), other(row_sum), {other(o.x), other(o.y), other(o.z), other(o.w)}};
+    }
+
     // Stores the output and, with column 0, the log-sum-exp (natural log) of a row.
     template <typename Element>
     __device__ __forceinline__ void store(const Flash_fwd_params &params, int bidb, int bidh, int query,

@@ -20,11 +20,17 @@ struct SplitkvPlan {
     int cluster;                   // CTAs that work on one head together; 0: pieces
     int max_splits;                // slots for the splits of a head; 0: all keys are cut into pieces of equal size
     int log2_unit;                 // keys of a unit where the splits are chosen
-    bool is_aligned;               // K and V can be loaded 16 bytes at a time
+    bool is_aligned;               // K and V can be read 16 bytes at a time
+    bool is_q_aligned;             // like is_aligned
     cutlass::FastDivmod by_ratio;  // by the query heads that share a key/value head
+    bool follows_append = false;   // the kernel before it in the stream is append_kv_kernel
 
     constexpr int64_t slots(const Flash_fwd_params &params) const {  // of partial results, for each row tile
         return max_splits == 0 ? int64_t{2} * pieces : int64_t{params.b} * params.h_k * max_splits;
+    }
+    // True if a CTA of the combine kernel has a piece, because there are fewer of them than heads; else it has a head.
+    constexpr bool combines_by_piece(const Flash_fwd_params &params) const {
+        return max_splits == 0 && pieces < int64_t{params.b} * params.h_k;
     }
 };
 
@@ -136,6 +142,19 @@ public:
         const auto from_source = [&](int x) { return uniform(__shfl_sync(kAllLanes, x, source)); };
         return {from_source(place.bidb), from_source(place.bidh_k), from_source(place.unit),
                 from_source(place.head_begin)};
+    }
+
+    // The number of the head's first unit. Called by all lanes.
+    __device__ int head_begin_of(int bidb, int bidh_k) const {
+        const int source = bidb / per_lane;
+        int first = before;
+        if (static_cast<int>(threadIdx.x % 32) == source) {
+#pragma unroll 1
+            for (int other = source * per_lane; other < bidb; ++other) {
+                first += units_of(other);
+            }
+        }
+        return uniform(__shfl_sync(kAllLanes, first, source)) + bidh_k * count_of(bidb);
     }
 
 private:

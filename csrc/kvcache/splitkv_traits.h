@@ -1,6 +1,6 @@
-// The tiles of the split-KV kernel, in three forms. Few rows: each warp has its own pipeline of key tiles, and the
-// warps' results are summed at the end; a CTA has four warps, in a cluster eight. Many rows: four to eight warps have
-// 16 rows each and share every key tile.
+// The tiles of the split-KV kernel, in four forms. A group of warps shares a pipeline of key tiles, and each of its
+// warps has 16 rows; the results of the groups are summed at the end. Few rows: four groups of one warp, in a cluster
+// eight. Warp pairs: two groups of two warps. Many rows: one group of four to eight warps.
 #pragma once
 
 #include <cutlass/numeric_types.h>
@@ -15,23 +15,28 @@ namespace flash::kvcache {
 constexpr int kWarpRows = 16;  // the m16 of mma.sync
 constexpr int kMaxWarps = 8;
 
-enum class Form { few_rows, cluster, many_rows };
+enum class Form { few_rows, cluster, warp_pairs, many_rows };
 
 template <DType kDType, int kHeadDim_, Form kForm>
 struct SplitkvTraits {
     using Element = std::conditional_t<kDType == DType::float16, cutlass::half_t, cutlass::bfloat16_t>;
     static constexpr int kHeadDim = kHeadDim_;
-    static constexpr bool kSharesTiles = kForm == Form::many_rows;
-    static constexpr bool kIsCluster = kForm == Form::cluster;  // one CTA an SM
-    // Groups of warps with key tiles of their own.
-    static constexpr int kGroups = kSharesTiles ? 1 : kIsCluster && kHeadDim <= 128 ? 8 : 4;
+    static constexpr bool kIsOneGroup = kForm == Form::many_rows, kArePairs = kForm == Form::warp_pairs;
+    static constexpr bool kIsCluster = kForm == Form::cluster;                       // one CTA an SM
+    static constexpr int kGroupWarps = kIsOneGroup ? kMaxWarps : kArePairs ? 2 : 1;  // at most
+    static constexpr int kGroups = kIsOneGroup ? 1 : kArePairs ? 2 : kIsCluster && kHeadDim <= 128 ? 8 : 4;
+    static constexpr int kMaxRows = kGroupWarps * kWarpRows;
 
-    static constexpr int kKeys = !kSharesTiles && kHeadDim > 64 ? 16 : 32;  // of a tile; at most 32: one for each lane
-    static constexpr int kUnit = kGroups * kKeys;
-    // Few rows: with two stages, three CTAs fit into an SM; with head dim 256 one CTA does, with three.
-    static constexpr int kStages = kSharesTiles ? (kHeadDim <= 128 ? 3 : 2) : kIsCluster || kHeadDim > 192 ? 3 : 2;
+    // Of a tile; at most 32: one for each lane.
+    static constexpr int kKeys = kGroupWarps == 1 && kHeadDim > 64 ? 16 : 32;
+    static constexpr int kRoundKeys = kGroups * kKeys;  // one tile for each group
+    // Of the schedule; short in a cluster, so that a short cache has keys for all CTAs.
+    static constexpr int kUnit = kIsCluster ? kKeys : kRoundKeys;
+    // Few rows and warp pairs: three CTAs fit into an SM, two with head dim 192, one with 256.
+    static constexpr bool kFitsThreeStages = kIsCluster || (kArePairs && kHeadDim <= 64) || kHeadDim > 192;
+    static constexpr int kStages = (kIsOneGroup ? kHeadDim <= 128 : kFitsThreeStages) ? 3 : 2;
     // Over the loop; else Q is read from shared memory for each key tile.
-    static constexpr bool kQInRegisters = !kSharesTiles && kHeadDim <= 128;
+    static constexpr bool kQInRegisters = !kIsOneGroup && kHeadDim <= 128;
 
     static constexpr int kChunks = kHeadDim / 8;  // pieces of 16 bytes in a row
     static constexpr int kTileElements = kKeys * kHeadDim;
@@ -42,22 +47,22 @@ struct SplitkvTraits {
         float slope;  // ALiBi slope of its head, in units of the softmax scale
     };
     struct SharedStorage {
-        Row rows[kSharesTiles ? kMaxWarps * kWarpRows : kWarpRows];
-        float row_max[kGroups][kMaxWarps * kWarpRows / kGroups];
-        float row_sum[kGroups][kMaxWarps * kWarpRows / kGroups];
-        float2 of_cta[kSharesTiles ? kMaxWarps * kWarpRows : kWarpRows];  // maximum and sum of a CTA of a cluster
+        Row rows[kMaxRows];
+        float row_max[kGroups][kMaxRows];
+        float row_sum[kGroups][kMaxRows];
+        float2 of_cta[kMaxRows];                                         // maximum and sum of a CTA of a cluster
         alignas(128) Element tiles[kGroups][kStages][2][kTileElements];  // K and V; then Q, then O in the place of both
     };
 
-    static constexpr int threads(int tile_rows) { return 32 * (kSharesTiles ? tile_rows / kWarpRows : kGroups); }
+    static constexpr int threads(int tile_rows) { return 32 * kGroups * (tile_rows / kWarpRows); }
     static constexpr int smem_size(int tile_rows) {
         const int q = tile_rows * kHeadDim * int(sizeof(Element)),
                   o = kGroups * tile_rows * kOStride * int(sizeof(float));
         return int(sizeof(SharedStorage)) + std::max(q, o - int(sizeof(SharedStorage::tiles)));
     }
     // The registers of a thread are limited to what this many CTAs of kMaxThreads threads leave.
-    static constexpr int kMaxThreads = threads(kMaxWarps * kWarpRows);
-    static constexpr int kMinCtas = kIsCluster ? 1 : (kHeadDim <= 128 ? 2 : 1) + (kSharesTiles ? 0 : 1);
+    static constexpr int kMaxThreads = threads(kMaxRows);
+    static constexpr int kMinCtas = kIsCluster ? 1 : (kHeadDim <= 128 ? 2 : 1) + (kIsOneGroup ? 0 : 1);
     // CTAs that the registers of an SM hold.
     static constexpr int ctas_by_registers(int tile_rows) { return kMinCtas * kMaxThreads / threads(tile_rows); }
 };
@@ -65,9 +70,10 @@ struct SplitkvTraits {
 // Calls function with the traits for tiles of `tile_rows` rows, in clusters or not.
 template <DType kDType, int kHeadDim, typename Function>
 auto call_with_traits(int tile_rows, bool is_cluster, const Function &function) {
-    return tile_rows > kWarpRows ? function(SplitkvTraits<kDType, kHeadDim, Form::many_rows>{})
-           : is_cluster          ? function(SplitkvTraits<kDType, kHeadDim, Form::cluster>{})
-                                 : function(SplitkvTraits<kDType, kHeadDim, Form::few_rows>{});
+    return tile_rows > 2 * kWarpRows ? function(SplitkvTraits<kDType, kHeadDim, Form::many_rows>{})
+           : tile_rows > kWarpRows   ? function(SplitkvTraits<kDType, kHeadDim, Form::warp_pairs>{})
+           : is_cluster              ? function(SplitkvTraits<kDType, kHeadDim, Form::cluster>{})
+                                     : function(SplitkvTraits<kDType, kHeadDim, Form::few_rows>{});
 }
 
 }  // namespace flash::kvcache

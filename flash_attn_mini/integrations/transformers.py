@@ -20,7 +20,7 @@ from flash_attn_mini.bert_padding import index_first_axis, index_put_first_axis
 from flash_attn_mini.flash_attn_interface import flash_attn_func, flash_attn_varlen_func
 from flash_attn_mini.kvcache import flash_attn_with_kvcache
 
-from .transformers_masks import Layout, Seen, decoding_layout_of, layout_of, seen_of
+from .transformers_masks import Layout, Mask, Seen, decoding_layout_of, layout_of, seen_of
 
 ATTENTION_NAME = "attn_mini"
 
@@ -224,8 +224,8 @@ def attention_mask(
 
     seen = seen_of(mask_function)
     if seen is not None:
-        place_and_padding = (batch_size, q_length or 0, kv_length, q_offset, kv_offset, attention_mask)
-        layout = decoding_layout_of(seen, *place_and_padding) or layout_of(seen, *place_and_padding)
+        mask = Mask(seen, batch_size, q_length or 0, kv_length, q_offset, kv_offset, attention_mask)
+        layout = decoding_layout_of(mask) or layout_of(mask)
         if layout is not None:
             return layout
     kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
@@ -270,8 +270,8 @@ def _layout(mask: Layout | Tensor | None, q: Tensor, k: Tensor, causal: bool, sl
         return Layout(q_length, kv_length, kv_length, -1, 0 if _causal_of(mask, q_length, kv_length) else -1)
     window = -1 if sliding_window is None else sliding_window - 1  # keys beside the query's own
     seen = Seen(left=window, right=0 if causal else window)
-    place_and_padding = (batch, q_length, kv_length, kv_length - q_length, 0, mask)
-    layout = decoding_layout_of(seen, *place_and_padding) or layout_of(seen, *place_and_padding)
+    padded = Mask(seen, batch, q_length, kv_length, kv_length - q_length, 0, mask)
+    layout = decoding_layout_of(padded) or layout_of(padded)
     if layout is None:
         raise _lacking("a padding mask with holes in a layer with a sliding window")
     return layout

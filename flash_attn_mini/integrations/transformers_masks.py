@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +31,28 @@ class Seen:
     def __and__(self, other: Seen) -> Seen:
         segments = self.segments if other.segments is None else other.segments
         return Seen(tighter(self.left, other.left), tighter(self.right, other.right), segments)
+
+
+class Mask(NamedTuple):
+    """A mask of transformers.
+
+    Attributes:
+        seen: The keys that a query sees, by position.
+        batch: The number of rows.
+        q_length: The number of queries, at positions q_offset, ...
+        kv_length: The number of keys, at positions kv_offset, ...
+        q_offset: The position of the first query. A tensor is the length of a static cache.
+        kv_offset: The position of the first key.
+        padding: ``[batch, n]`` by position, False for padding. Positions from n on are padding. None for no padding.
+    """
+
+    seen: Seen
+    batch: int
+    q_length: int
+    kv_length: int
+    q_offset: int | Tensor
+    kv_offset: int
+    padding: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -78,7 +100,8 @@ class Layout:
         padding = None
         if self.cache_leftpad is not None:
             padding = torch.arange(kv_end, device=self.cache_leftpad.device) >= self.cache_leftpad[:, None]
-        layout = layout_of(Seen(self.left, 0), batch, self.q_length, kv_end, kv_end - self.q_length, 0, padding)
+        mask = Mask(Seen(self.left, 0), batch, self.q_length, kv_end, kv_end - self.q_length, 0, padding)
+        layout = layout_of(mask)
         assert layout is not None  # its keys are in a row
         return replace(layout, kv_length=self.kv_length)
 
@@ -125,20 +148,13 @@ def _intersection(mask_functions: tuple[Callable[..., Any], ...]) -> Seen | None
     return together
 
 
-def decoding_layout_of(
-    seen: Seen,
-    batch: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor,
-    kv_offset: int,
-    padding: Tensor | None,
-) -> Layout | None:
+def decoding_layout_of(mask: Mask) -> Layout | None:
     """The layout of causal queries behind cached keys; None where there are none, and for padding between the keys.
 
-    The arguments are those of `layout_of`. A tensor q_offset is the length of a static cache. For one query, its value
-    and that of the padding stay on a GPU; padding between the keys then ends in a device-side assertion.
+    For one query, the values of a tensor q_offset and of the padding stay on a GPU; padding between the keys then ends
+    in a device-side assertion.
     """
+    seen, batch, q_length, kv_length, q_offset, kv_offset, padding = mask
     waits = q_length > 1 or not isinstance(q_offset, Tensor)
     if seen.right != 0 or seen.segments is not None:
         return None
@@ -164,30 +180,14 @@ def decoding_layout_of(
     return replace(layout, kv_end=kv_end, left=-1 if seen.left >= kv_end - 1 else seen.left)
 
 
-def layout_of(
-    seen: Seen,
-    batch: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor,
-    kv_offset: int,
-    padding: Tensor | None,
-) -> Layout | None:
+def layout_of(mask: Mask) -> Layout | None:
     """The tokens that take part in attention; None if the kernels cannot express the mask.
 
     Under a causal mask or a window, queries and keys are the same tokens. Padding is dropped from both, and its rows of
     the output become 0. Otherwise the padding mask describes the keys alone, and all queries are computed: those of a
     cross-attention are other tokens.
-
-    Args:
-        seen: The keys that a query sees, by position.
-        batch: The number of rows.
-        q_length: The number of queries, at positions q_offset, ...
-        kv_length: The number of keys, at positions kv_offset, ...
-        q_offset: The position of the first query.
-        kv_offset: The position of the first key.
-        padding: ``[batch, n]`` by position, False for padding. Positions from n on are padding. None for no padding.
     """
+    seen, batch, q_length, kv_length, q_offset, kv_offset, padding = mask
     kv_end, q_end = kv_length, int(q_offset) + q_length
     if seen.right == 0:
         kv_end = min(kv_end, q_end - kv_offset)

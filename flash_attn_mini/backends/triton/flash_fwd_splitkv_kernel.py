@@ -3,7 +3,7 @@
 The chain: kvcache.forward_kvcache -> flash_fwd_splitkv_kernel -> attend_blocks, then flash_fwd_splitkv_combine_kernel
 if a sequence may have several splits. The query heads of a group share their keys, so they are the rows of one tile:
 row r is query r // heads_per_kv of head r % heads_per_kv of the group. The result of a sequence with one split goes to
-out and lse; those of several splits go to partial_out and partial_lse.
+out and lse; those of several splits go to partial_out and statistics.
 """
 
 # Kernels are written in Triton's language, not Python's: their arguments have no Python types.
@@ -47,7 +47,7 @@ def flash_fwd_splitkv_kernel(
     out,  # [batch, seqlen_q, nheads, headdim]
     lse,  # [batch, nheads, seqlen_q] float32, contiguous
     partial_out,  # [slots, nheads_k, seqlen_q * heads_per_kv, headdim] float32, contiguous; None: one split each
-    partial_lse,  # [slots, nheads_k, seqlen_q * heads_per_kv] float32, contiguous, in units of log 2
+    statistics,  # [slots, nheads_k, seqlen_q * heads_per_kv, 2] float32, contiguous: as row_max and row_sum below
     plan,  # [batch, 2] int32: first slot and number of splits of each sequence, for the combine kernel
     qk_scale,  # |softmax_scale| * log2(e); with score_mod see modified_logits
     batch,
@@ -161,21 +161,24 @@ def flash_fwd_splitkv_kernel(
         NEGATIVE_SCALE, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, True, window_left is not None, SCORE_MOD, USE_TMA,
     )  # fmt: skip
 
-    # A row without keys has out 0 and lse -inf.
     acc, row_sum, row_max = state
     is_empty = row_sum == 0.0
-    divisor = tl.where(is_empty, 1.0, row_sum)
-    acc = tl.where(is_empty[:, None], 0.0, acc * (1.0 / divisor)[:, None])  # NaN in V may have made acc NaN
-    if not SCORE_MOD:
-        row_max = row_max * qk_scale
-    row_lse = row_max + tl.math.log2(divisor)
+    acc = tl.where(is_empty[:, None], 0.0, acc)  # NaN in V may have made it NaN
     if partial_out is not None:  # noqa: SIM102 (known to the compiler)
         if num_splits > 1:
             first_row = (slot.to(tl.int64) * nheads_k + head_k) * num_rows
-            tl.store(partial_lse + first_row + rows, row_lse, mask=in_range)
+            tl.store(statistics + 2 * (first_row + rows), row_max, mask=in_range)
+            tl.store(statistics + 2 * (first_row + rows) + 1, row_sum, mask=in_range)
             partial_rows = partial_out + (first_row + rows)[:, None] * HEAD_DIM
             tl.store(partial_rows + cols[None, :], acc, mask=in_tile)
             return
+
+    # A row without keys has out 0 and lse -inf.
+    divisor = tl.where(is_empty, 1.0, row_sum)
+    acc = acc * (1.0 / divisor)[:, None]
+    if not SCORE_MOD:
+        row_max = row_max * qk_scale
+    row_lse = row_max + tl.math.log2(divisor)
     lse_at = (sequence.to(tl.int64) * nheads + heads) * seqlen_q + queries
     tl.store(lse + lse_at, row_lse * 0.6931471805599453, mask=in_range)
     out_pointer, out_stride_b, out_stride_h, out_stride_s = out

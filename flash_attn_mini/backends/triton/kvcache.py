@@ -242,13 +242,14 @@ def launch_splitkv(call: CacheCall, config: triton.Config) -> None:
     rows = seqlen_q * heads_per_kv
     block_d = head_dim_block(head_dim)
     units = plan_units(call, config)
-    partial_out = partial_lse = plan = None
+    partial_out = statistics = plan = None
     if units.slots > 0:
         partial_out = q.new_empty((units.slots, nheads_k, rows, head_dim), dtype=torch.float32)
-        partial_lse = q.new_empty((units.slots, nheads_k, rows), dtype=torch.float32)
+        statistics = q.new_empty((units.slots, nheads_k, rows, 2), dtype=torch.float32)
         plan = q.new_empty((batch, 2), dtype=torch.int32)
     grid = (units.count * nheads_k * triton.cdiv(rows, config.kwargs["BLOCK_M"]),)
     mods = call.modifies_scores
+    qk_scale = call.qk_scale if mods else max(abs(call.qk_scale), MIN_SCALE)
     left, right = call.window or (None, None)
     pages = {"block_table": None, "max_pages": 0, "num_pages": 0, "page_size": 0, **call.page_arguments()}
     if tracing_enabled():
@@ -266,9 +267,9 @@ def launch_splitkv(call: CacheCall, config: triton.Config) -> None:
         *(pointer_and_strides(x) for x in (q, k, call.v, call.out)),
         call.lse,
         partial_out,
-        partial_lse,
+        statistics,
         plan,
-        call.qk_scale if mods else max(abs(call.qk_scale), MIN_SCALE),
+        qk_scale,
         batch,
         seqlen_q,
         call.capacity,
@@ -300,10 +301,11 @@ def launch_splitkv(call: CacheCall, config: triton.Config) -> None:
             trace("triton.flash_fwd_splitkv_combine_kernel", grid=grid, interpreted=INTERPRETED)
         flash_fwd_splitkv_combine_kernel[grid](
             partial_out,
-            partial_lse,
+            statistics,
             plan,
             pointer_and_strides(call.out),
             call.lse,
+            1.0 if mods else qk_scale,
             seqlen_q,
             nheads,
             nheads_k,
