@@ -99,7 +99,8 @@ def kernel_objects(selection: Selection) -> list[KernelObject]:
     for dtype in selection.dtypes:
         source = CSRC / "kvcache" / "append_instantiation.cu"
         objects.append(KernelObject(f"append_kv_{dtype}", source, (f"-DFLASH_DTYPE={ALL_DTYPES[dtype]}",), archs))
-    objects.append(KernelObject("flash_attn_minimal", CSRC / "minimal" / "flash_attn_minimal.cu", (), archs))
+    for name in ("flash_attn_minimal", "flash_attn_tensor_cores"):
+        objects.append(KernelObject(name, CSRC / "minimal" / f"{name}.cu", (), archs))
     return objects
 
 
