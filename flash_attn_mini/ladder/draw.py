@@ -24,17 +24,8 @@ def text_plot(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def save_plot(rows: list[dict[str, Any]], title: str, path: Path) -> None:
-    """TFLOP/s and extra memory of each measured rung, side by side.
-
-    Raises:
-        ImportError: If matplotlib is not installed.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+def figure_of(plt: Any, rows: list[dict[str, Any]]) -> Any:
+    """TFLOP/s and extra memory of each measured rung, side by side. ``plt`` is matplotlib.pyplot."""
     measured = [row for row in rows if "ms" in row][::-1]
     names = [row["rung"] for row in measured]
     figure, (speed, memory) = plt.subplots(1, 2, figsize=(10, 0.4 * len(names) + 1.6), layout="constrained")
@@ -48,6 +39,21 @@ def save_plot(rows: list[dict[str, Any]], title: str, path: Path) -> None:
     speed.set_title("TFLOP/s", fontsize=10)
     memory.set_title("extra memory, bytes", fontsize=10)
     memory.set_yticks([])
+    return figure
+
+
+def save_plot(rows: list[dict[str, Any]], title: str, path: Path) -> None:
+    """Draws `figure_of` to a file.
+
+    Raises:
+        ImportError: If matplotlib is not installed.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure = figure_of(plt, rows)
     figure.suptitle(title, fontsize=10)
     figure.savefig(path, dpi=110)
     plt.close(figure)

@@ -38,7 +38,9 @@ def library_attention(
         os.environ[ARCH_VARIABLE] = str(arch)
     try:
         with torch.no_grad():
-            return flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), backend=backend).transpose(1, 2)
+            out = flash_attn_func(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), backend=backend)
+        assert isinstance(out, torch.Tensor)
+        return out.transpose(1, 2)
     finally:
         os.environ.pop(ARCH_VARIABLE, None)
         if before is not None:

@@ -149,14 +149,14 @@ def run_v1(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Heads are batch entries."""
     from .flash_v1 import flash_attention
 
-    return flash_attention(*(x.flatten(0, 1) for x in (q, k, v))).view_as(q)
+    return flash_attention(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)).view_as(q)
 
 
 def run_v2(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Heads are batch entries."""
     from .flash_v2 import flash_attention_v2
 
-    return flash_attention_v2(*(x.flatten(0, 1) for x in (q, k, v))).view_as(q)
+    return flash_attention_v2(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)).view_as(q)
 
 
 RUNGS: tuple[Rung, ...] = (
