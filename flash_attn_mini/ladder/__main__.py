@@ -65,7 +65,6 @@ def machine() -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> int:
     """Print the table and the plot. Returns 1 when a rung is wrong."""
-    note = set_up_triton()
     from .draw import save_plot, text_plot
     from .reports import REPORTS
     from .rungs import BY_NAME, RUNGS, fastest_device, measure, shape_on
@@ -77,6 +76,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows")
     arguments = parser.parse_args(argv)
 
+    note = set_up_triton()
     if not torch.cuda.is_available():
         torch.set_num_threads(1)  # the blocks are small: more threads only wait for each other
     print(f"softmax(scale · q kᵀ) v: {shape_on(fastest_device())}, random normal, against float64.")
