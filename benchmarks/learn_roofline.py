@@ -66,7 +66,7 @@ def rung_rows(peak: float, gbps: float, quick: bool) -> list[dict[str, Any]]:
             "ridge": round(peak / gbps * 1e3, 1),
         }
         for row in rows
-        if "ms" in row
+        if "ms" in row and not row["interpreted"]
     ]
 
 

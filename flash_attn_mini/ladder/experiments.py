@@ -50,8 +50,9 @@ class Budget:
         self.seconds_per_work = 0.0
 
     def allows(self, work: float) -> bool:
-        """True if a call of this much work is likely to end in time."""
-        return time.perf_counter() + work * self.seconds_per_work <= self.end
+        """True for the first call, and if a call of this much work is likely to end in time."""
+        expected = work * self.seconds_per_work
+        return expected == 0.0 or time.perf_counter() + expected <= self.end
 
     def spent(self, work: float, seconds: float) -> None:
         """Notes the time of a call."""
