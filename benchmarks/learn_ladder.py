@@ -15,8 +15,6 @@ import torch
 from benchmarks import cli, provenance
 from benchmarks.methods import Budget
 
-LADDER = ("flash_attn_mini/ladder/*.py",)
-
 
 def main(argv: list[str] | None = None) -> None:
     if not torch.cuda.is_available():
@@ -29,11 +27,12 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     budget = Budget(arguments.seconds)
     device = fastest_device()
-    kernels = (*LADDER, *provenance.MINIMAL)
+    kernels = (*provenance.LADDER, *provenance.MINIMAL)
     own = provenance.SOURCES_OF_BACKEND
     library = (*own["cuda"], *own["triton"]) if device.type == "cuda" else (*own["cpu"], *own["triton"])
 
-    rows = [measure(rung, seconds=0.05 if arguments.quick else 0.5) for rung in RUNGS]
+    seconds = 0.05 if arguments.quick else 0.5 if device.type == "cuda" else 2.0
+    rows = [measure(rung, seconds) for rung in RUNGS]
     cli.finish(
         f"ladder_{device.type}",
         benchmark="learn_ladder",
@@ -70,7 +69,7 @@ def main(argv: list[str] | None = None) -> None:
             benchmark="learn_ladder",
             title=title,
             data=data(),
-            sources=LADDER,
+            sources=provenance.LADDER,
             arguments=arguments,
         )
     if device.type == "cuda":

@@ -57,7 +57,7 @@ def rung_rows(peak: float, gbps: float, quick: bool) -> list[dict[str, Any]]:
     rows = [measure(rung, seconds=0.05 if quick else 0.3) for rung in RUNGS]
     return [
         {
-            "rung": row["rung"],
+            "rung": f"{number}. {row['rung']}",
             "intensity": float(f"{row['tflops'] / row['gbps'] * 1e3:.4g}"),
             "tflops": row["tflops"],
             "roof_tflops": float(f"{min(peak, row['tflops'] / row['gbps'] * gbps):.4g}"),
@@ -65,7 +65,7 @@ def rung_rows(peak: float, gbps: float, quick: bool) -> list[dict[str, Any]]:
             "copy_gbps": gbps,
             "ridge": round(peak / gbps * 1e3, 1),
         }
-        for row in rows
+        for number, row in enumerate(rows, start=1)
         if "ms" in row and not row["interpreted"]
     ]
 
@@ -175,7 +175,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu":
-        os.environ.setdefault("TRITON_INTERPRET", "1")
+        torch.set_num_threads(1)  # as the ladder: its blocks are small
     os.environ["FLASH_ATTN_MINI_TRITON_AUTOTUNE"] = "0"
     budget = Budget(arguments.seconds)
     torch.manual_seed(0)
@@ -184,7 +184,7 @@ def main(argv: list[str] | None = None) -> None:
     limits = f"A {size}³ matrix product reached {peak} TFLOP/s and a copy {gbps} GB/s in the same run."
     own = provenance.SOURCES_OF_BACKEND
     sources = [
-        "flash_attn_mini/ladder/*.py",
+        *provenance.LADDER,
         "benchmarks/learn_grid.py",
         *provenance.MINIMAL,
         *own["triton"],

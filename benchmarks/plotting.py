@@ -124,9 +124,9 @@ def draw_roofline(plt: Any, rows: list[dict[str, Any]]) -> Any:
     left = min(row["intensity"] for row in rows) / 4
     axis.plot([left, ridge, right], [left * gbps / 1e3, peak, peak], color="gray", label="roof: copy, matrix product")
     axis.axvline(ridge, color="gray", linestyle=":", label=f"ridge: {ridge:.0f} FLOPs a byte")
-    for number, row in enumerate(rows, start=1):
-        axis.plot([row["intensity"]], [row["tflops"]], marker="o", linestyle="", label=f"{number}. {row['rung']}")
-        axis.annotate(f" {number}", (row["intensity"], row["tflops"]), fontsize=8)
+    for row in rows:
+        axis.plot([row["intensity"]], [row["tflops"]], marker="o", linestyle="", label=row["rung"])
+        axis.annotate(f" {row['rung'].split('.')[0]}", (row["intensity"], row["tflops"]), fontsize=8)
     axis.set_xscale("log")
     axis.set_yscale("log")
     axis.set_xlabel("FLOPs for each byte that the loops read and write")

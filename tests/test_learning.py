@@ -197,17 +197,25 @@ def test_the_roofline_leaves_out_what_is_interpreted(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(rungs, "measure", measured)
     rows = learn_roofline.rung_rows(4.0, 15.0, quick=True)
-    assert "naive" in {row["rung"] for row in rows}
-    assert not {"sm90", "triton", "minimal-triton"} & {row["rung"] for row in rows}
+    assert rows[0]["rung"] == "1. naive"
+    assert rows[-1]["rung"] == f"{len(rungs.RUNGS)}. cpu"
+    assert not {"sm90", "triton", "minimal-triton"} & {row["rung"].split()[1] for row in rows}
     assert all((row["intensity"], row["roof_tflops"], row["ridge"]) == (200.0, 3.0, 266.7) for row in rows)
 
 
 def test_plots_of_the_roofline_have_every_rung_and_length() -> None:
     pytest.importorskip("matplotlib")
-    row = {"rung": "naive", "intensity": 9.0, "tflops": 2.0, "peak_tflops": 100.0, "copy_gbps": 1000.0, "ridge": 100.0}
-    (axis,) = axes_of({"benchmark": "learn_roofline", "data": [row, {**row, "rung": "sm80", "intensity": 500.0}]})
+    row = {
+        "rung": "1. naive",
+        "intensity": 9.0,
+        "tflops": 2.0,
+        "peak_tflops": 100.0,
+        "copy_gbps": 1000.0,
+        "ridge": 100.0,
+    }
+    (axis,) = axes_of({"benchmark": "learn_roofline", "data": [row, {**row, "rung": "8. sm80", "intensity": 500.0}]})
     labels = [text.get_text() for text in axis.get_legend().get_texts()]
-    assert labels[-2:] == ["1. naive", "2. sm80"]
+    assert labels[-2:] == ["1. naive", "8. sm80"]
     rows = [
         {
             "head dim": 64,

@@ -31,9 +31,9 @@ def figure_of(plt: Any, rows: list[dict[str, Any]]) -> Any:
     figure, (speed, memory) = plt.subplots(1, 2, figsize=(10, 0.4 * len(names) + 1.6), layout="constrained")
     speed.barh(names, [row["tflops"] for row in measured], log=True, color="#3b6ea5")
     memory.barh(names, [max(row["extra_bytes"], 1) for row in measured], log=True, color="#a5653b")
-    for axis, key, style in ((speed, "tflops", "{:.3g}"), (memory, "extra_bytes", "{:,}")):
+    for axis, key, style, least in ((speed, "tflops", "{:.3g}", 0.0), (memory, "extra_bytes", "{:,}", 1.0)):
         for n, row in enumerate(measured):
-            axis.text(max(row[key], 1e-9), n, " " + style.format(row[key]), va="center", fontsize=8)
+            axis.text(max(row[key], least), n, " " + style.format(row[key]), va="center", fontsize=8)
         low, high = axis.get_xlim()
         axis.set_xlim(low, high * 20)
     speed.set_title("TFLOP/s", fontsize=10)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -324,8 +325,13 @@ def measure(rung: Rung, seconds: float = 0.3) -> dict[str, Any]:
     is_interpreted = device.type == "cpu" and rung.device is triton_device
     start = time.perf_counter()
     report = verify(rung.run(q, k, v), expected)
-    if is_interpreted:  # slow: one call is the check and the time
-        ms = (time.perf_counter() - start) * 1e3
+    if is_interpreted:  # slow: the call of the check counts
+        times = [(time.perf_counter() - start) * 1e3]
+        while sum(times) + times[-1] < seconds * 1e3:
+            start = time.perf_counter()
+            rung.run(q, k, v)
+            times.append((time.perf_counter() - start) * 1e3)
+        ms = statistics.median(times)
     else:
         ms = milliseconds(lambda: rung.run(q, k, v), device, seconds)
     moved = rung.bytes_moved(shape, q.element_size())
