@@ -17,14 +17,14 @@ from benchmarks.methods import Budget
 
 
 def main(argv: list[str] | None = None) -> None:
+    parser = cli.parser_for(__doc__, seconds=40.0)
+    arguments = parser.parse_args(argv)
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported
         torch.set_num_threads(1)
     from flash_attn_mini.ladder import experiments
     from flash_attn_mini.ladder.rungs import RUNGS, fastest_device, measure, shape_on, triton_unavailable_reason
 
-    parser = cli.parser_for(__doc__, seconds=40.0)
-    arguments = parser.parse_args(argv)
     budget = Budget(arguments.seconds)
     device = fastest_device()
     kernels = (*provenance.LADDER, *provenance.MINIMAL)

@@ -98,7 +98,7 @@ def build_tables(data: Rows) -> list[str]:
 
 def dtype_of_object(name: str) -> str:
     """The dtype in the name of an object file of kernels."""
-    found = re.search(r"_(fp16|bf16)_", name)
+    found = re.search(r"_(fp16|bf16)(?:_|$)", name)
     return found[1] if found else "float32"
 
 
