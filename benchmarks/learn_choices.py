@@ -9,7 +9,7 @@ The results are choice_delta, choice_autotune (the best tile of the table agains
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -48,86 +48,25 @@ def options(headdim: int, causal: bool) -> Any:
 Point = tuple[int, int, bool]  # head dim, sequence length, causal
 
 
-def points(quick: bool, masks: tuple[bool, ...]) -> list[Point]:
+def points_of(quick: bool, masks: tuple[bool, ...]) -> list[Point]:
     """Every mask is another compilation: two seconds for each tile."""
     lengths = LENGTHS[:1] if quick else LENGTHS
     return [(headdim, seqlen, causal) for headdim in HEADDIMS for causal in masks for seqlen in lengths]
 
 
-def row_of(headdim: int, seqlen: int, causal: bool) -> dict[str, Any]:
-    return {"head dim": headdim, "seqlen": seqlen, "mask": "causal" if causal else "full"}
-
-
-def delta_rows(chosen_points: list[Point], budget: Budget) -> list[dict[str, Any]]:
-    """The backward as it is, where the dQ kernel stores delta for the dK/dV kernel, and with delta computed again."""
-    from flash_attn_mini.backends.triton import configs, launch, launch_bwd
-
-    rows = []
-    for headdim, seqlen, causal in chosen_points:
+def in_time(points: list[Point], budget: Budget) -> Iterator[tuple[dict[str, Any], int, list[Tensor], Any]]:
+    """The first fields of a row, the head dim, the tensors and the options of each point, until the time is used up."""
+    for headdim, seqlen, causal in points:
         if budget.left() <= 0:
-            break
-        q, k, v, dout = inputs(seqlen, headdim)
-        chosen = options(headdim, causal)
-        forward = launch.prepare(q, k, v, chosen)
-        launch.launch(forward, configs.FORWARD.hopper[headdim][0] if hopper() else configs.FORWARD.plain[headdim][0])
-        call = launch_bwd.prepare(dout, q, k, v, forward.out, forward.lse, None, chosen)
-        alone = launch_bwd.prepare(
-            dout, q, k, v, forward.out, forward.lse, None, chosen, output_mask=(False, False, False)
-        )
-        dq_config, dkv_config = first_of(configs.BACKWARD_DQ, headdim), first_of(configs.BACKWARD_DKV, headdim)
-
-        def once(call: Any = call, dq: Any = dq_config, dkv: Any = dkv_config) -> None:
-            launch_bwd.launch_dq(call, dq)
-            launch_bwd.launch_dkv(call, dkv, want_dk=True, want_dv=True)
-
-        def twice(once: Any = once, alone: Any = alone, dq: Any = dq_config) -> None:
-            once()
-            launch_bwd.launch_dq(alone, dq)  # delta alone
-
-        ms = median_times({"once": once, "twice": twice})
-        rows.append(
-            {
-                **row_of(headdim, seqlen, causal),
-                "delta once, ms": float(f"{ms['once']:.4g}"),
-                "delta for each kernel, ms": float(f"{ms['twice']:.4g}"),
-                "saved, percent": round(100 * (ms["twice"] - ms["once"]) / ms["twice"], 1),
-            }
-        )
-    return rows
+            return
+        row = {"head dim": headdim, "seqlen": seqlen, "mask": "causal" if causal else "full"}
+        yield row, headdim, inputs(seqlen, headdim), options(headdim, causal)
 
 
-def hopper() -> bool:
-    return torch.cuda.get_device_capability() >= (9, 0)
-
-
-def first_of(tables: Any, headdim: int) -> Any:
-    return (tables.hopper if hopper() else tables.plain)[headdim][0]
-
-
-def autotune_rows(chosen_points: list[Point], budget: Budget) -> list[dict[str, Any]]:
-    """The forward with every tile of the table: the best against the first, which is the fixed one."""
-    from flash_attn_mini.backends.triton import configs, launch
-
-    rows = []
-    for headdim, seqlen, causal in chosen_points:
-        if budget.left() <= 0:
-            break
-        q, k, v, _ = inputs(seqlen, headdim)
-        call = launch.prepare(q, k, v, options(headdim, causal))
-        tiles = (configs.FORWARD.hopper if hopper() else configs.FORWARD.plain)[headdim]
-        ms = median_times({tile_name(tile): partial(launch.launch, call, tile) for tile in tiles})
-        fixed, best = ms[tile_name(tiles[0])], min(ms.values())
-        rows.append(
-            {
-                **row_of(headdim, seqlen, causal),
-                "fixed tile": tile_name(tiles[0]),
-                "its ms": float(f"{fixed:.4g}"),
-                "best tile": min(ms, key=lambda name: ms[name]),
-                "best ms": float(f"{best:.4g}"),
-                "gain, percent": round(100 * (fixed / best - 1), 1),
-            }
-        )
-    return rows
+def tiles_of(tables: Any, headdim: int) -> list[Any]:
+    """The configurations of a kernel for this GPU; the first is the fixed one."""
+    tiles: list[Any] = (tables.hopper if torch.cuda.get_device_capability() >= (9, 0) else tables.plain)[headdim]
+    return tiles
 
 
 def tile_name(config: Any) -> str:
@@ -137,29 +76,81 @@ def tile_name(config: Any) -> str:
     return f"{kwargs['BLOCK_M']}×{kwargs['BLOCK_N']} w{config.num_warps} s{config.num_stages} {loads}"
 
 
-def descriptor_rows(chosen_points: list[Point], budget: Budget) -> list[dict[str, Any]]:
+def delta_rows(points: list[Point], budget: Budget) -> list[dict[str, Any]]:
+    """The backward as it is, where the dQ kernel stores delta for the dK/dV kernel, and with delta computed again."""
+    from flash_attn_mini.backends.triton import configs, launch, launch_bwd
+
+    rows = []
+    for row, headdim, (q, k, v, dout), chosen in in_time(points, budget):
+        forward = launch.prepare(q, k, v, chosen)
+        launch.launch(forward, tiles_of(configs.FORWARD, headdim)[0])
+        prepare = partial(launch_bwd.prepare, dout, q, k, v, forward.out, forward.lse, None, chosen)
+        call, delta_alone = prepare(), prepare(output_mask=(False, False, False))
+        dq_tile, dkv_tile = (tiles_of(table, headdim)[0] for table in (configs.BACKWARD_DQ, configs.BACKWARD_DKV))
+
+        def once(call: Any = call, dq_tile: Any = dq_tile, dkv_tile: Any = dkv_tile) -> None:
+            launch_bwd.launch_dq(call, dq_tile)
+            launch_bwd.launch_dkv(call, dkv_tile)
+
+        def twice(once: Any = once, delta_alone: Any = delta_alone, dq_tile: Any = dq_tile) -> None:
+            once()
+            launch_bwd.launch_dq(delta_alone, dq_tile)
+
+        ms = median_times({"once": once, "twice": twice})
+        rows.append(
+            {
+                **row,
+                "delta once, ms": float(f"{ms['once']:.4g}"),
+                "delta for each kernel, ms": float(f"{ms['twice']:.4g}"),
+                "saved, percent": round(100 * (ms["twice"] - ms["once"]) / ms["twice"], 1),
+            }
+        )
+    return rows
+
+
+def autotune_rows(points: list[Point], budget: Budget) -> list[dict[str, Any]]:
+    """The forward with every tile of the table: the best against the first, which is the fixed one."""
+    from flash_attn_mini.backends.triton import configs, launch
+
+    rows = []
+    for row, headdim, (q, k, v, _), chosen in in_time(points, budget):
+        call = launch.prepare(q, k, v, chosen)
+        tiles = tiles_of(configs.FORWARD, headdim)
+        ms = median_times({tile_name(tile): partial(launch.launch, call, tile) for tile in tiles})
+        fixed, best = tile_name(tiles[0]), min(ms, key=lambda name: ms[name])
+        rows.append(
+            {
+                **row,
+                "fixed tile": fixed,
+                "its ms": float(f"{ms[fixed]:.4g}"),
+                "best tile": best,
+                "best ms": float(f"{ms[best]:.4g}"),
+                "gain, percent": round(100 * (ms[fixed] / ms[best] - 1), 1),
+            }
+        )
+    return rows
+
+
+def descriptor_rows(points: list[Point], budget: Budget) -> list[dict[str, Any]]:
     """The forward with the same tiles, loaded through TensorDescriptor and through pointers."""
     from flash_attn_mini.backends.triton import configs, launch
 
-    if not hopper():
+    if torch.cuda.get_device_capability() < (9, 0):
         raise SystemExit("learn_choices: TensorDescriptor needs a GPU of compute capability 9.0 or later")
     tiles = {64: [(128, 64, 4, 3), (64, 128, 4, 2)], 128: [(64, 64, 4, 3), (128, 64, 8, 3)]}
     rows = []
-    for headdim, seqlen, causal in chosen_points:
-        if budget.left() <= 0:
-            break
-        q, k, v, _ = inputs(seqlen, headdim)
-        call = launch.prepare(q, k, v, options(headdim, causal))
+    for row, headdim, (q, k, v, _), chosen in in_time(points, budget):
+        call = launch.prepare(q, k, v, chosen)
         for shape in tiles[headdim]:
-            by_loads = {tma: configs.tile(*shape, tma=tma) for tma in (True, False)}
-            ms = median_times({str(tma): partial(launch.launch, call, tile) for tma, tile in by_loads.items()})
+            by_loads = {loads: configs.tile(*shape, tma=loads == "TMA") for loads in ("TMA", "pointers")}
+            ms = median_times({loads: partial(launch.launch, call, tile) for loads, tile in by_loads.items()})
             rows.append(
                 {
-                    **row_of(headdim, seqlen, causal),
-                    "tile": tile_name(by_loads[True]).removesuffix(" TMA"),
-                    "TensorDescriptor, ms": float(f"{ms['True']:.4g}"),
-                    "pointers, ms": float(f"{ms['False']:.4g}"),
-                    "gain, percent": round(100 * (ms["False"] / ms["True"] - 1), 1),
+                    **row,
+                    "tile": tile_name(by_loads["TMA"]).removesuffix(" TMA"),
+                    "TensorDescriptor, ms": float(f"{ms['TMA']:.4g}"),
+                    "pointers, ms": float(f"{ms['pointers']:.4g}"),
+                    "gain, percent": round(100 * (ms["pointers"] / ms["TMA"] - 1), 1),
                 }
             )
     return rows
@@ -199,7 +190,7 @@ def main(argv: list[str] | None = None) -> None:
     budget = Budget(arguments.seconds)
     for name, figure in FIGURES.items():
         if arguments.figure in (None, name):
-            wanted = points(arguments.quick, figure.masks)
+            wanted = points_of(arguments.quick, figure.masks)
             rows = figure.measure(wanted, budget)
             cli.finish(
                 f"choice_{name}",

@@ -161,3 +161,48 @@ def test_a_row_of_equal_scores_is_the_mean() -> None:
     k = torch.full_like(v, math.pi)
     for name in ("flash_attention", "flash_attention_v2"):
         torch.testing.assert_close(version(name)(q, k, v), torch.full_like(q, 2.0))
+
+
+@runs_triton
+@pytest.mark.parametrize("name", ["delta", "autotune", "descriptor"])
+def test_what_the_choices_launch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every variant runs on a small shape; the times are made up."""
+    from benchmarks import learn_choices
+    from benchmarks.methods import Budget
+    from flash_attn_mini.backends.triton import launch, launch_bwd
+
+    if name == "descriptor" and (not HAS_GPU or torch.cuda.get_device_capability() < (9, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+        pytest.importorskip("triton.tools.tensor_descriptor")
+    elif not HAS_GPU:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
+    launches: list[str] = []
+    for module, function in ((launch, "launch"), (launch_bwd, "launch_dq"), (launch_bwd, "launch_dkv")):
+        original = getattr(module, function)
+
+        def counted(*arguments: Any, name: str = function, original: Any = original) -> None:
+            launches.append(name)
+            original(*arguments)
+
+        monkeypatch.setattr(module, function, counted)
+
+    def once(call: Any, rep_ms: float) -> float:
+        call()
+        return float(len(launches))
+
+    monkeypatch.setattr(learn_choices, "time_cuda", once)
+    monkeypatch.setattr(learn_choices, "ROUNDS", 1)
+    monkeypatch.setattr(
+        learn_choices, "inputs", lambda seqlen, headdim: [torch.randn(1, seqlen, 1, headdim).half().to(DEVICE)] * 4
+    )
+    figure = learn_choices.FIGURES[name]
+    rows = figure.measure([(64, 128, False)], Budget(60.0))
+    assert len(rows) == figure.rows_of_point
+    assert all((row["head dim"], row["seqlen"], row["mask"]) == (64, 128, "full") for row in rows)
+    if name == "delta":
+        assert launches == ["launch", "launch_dq", "launch_dkv", "launch_dq", "launch_dkv", "launch_dq"]
+        assert rows[0]["saved, percent"] == 50.0  # 3 launches until then, 6 until then
+    else:
+        assert launches == ["launch"] * len(launches)
+        assert len(launches) >= 3
+    assert figure.measure([(64, 128, False)], Budget(0.0)) == []  # no time
