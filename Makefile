@@ -38,7 +38,8 @@ XDIST = $(if $(shell $(PY) -c "import xdist" 2>/dev/null && echo 1),-n logical -
 help:  ## list the tasks
 	@sed -n 's/^\([a-z-]*\):[^#]*## */\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
 
-demo: $(DEMO) build  ## run the examples: semantic search, training a small GPT; each compared with PyTorch's SDPA
+demo: $(DEMO) build  ## run the ladder and the examples: semantic search, training a small GPT, compared with PyTorch's SDPA
+	$(PY) -m flash_attn_mini.ladder
 	$(PY) -m examples.semantic_search
 	$(PY) -m examples.train_char_gpt --steps 300
 

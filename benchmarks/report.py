@@ -1,7 +1,7 @@
 """Fills the result blocks of the README and the docs from benchmarks/results/, so that no figure is typed by hand.
 
 A block lies between `<!-- results:NAME begin -->` and `<!-- results:NAME end -->`. NAME is a file of the results, for
-its tables, or FILE.summary, for one line of its figures.
+its tables, FILE.summary, for one line of its figures, or FILE.plot, for its picture.
 
   python -m benchmarks.report                             rewrite the blocks
   python -m benchmarks.report --check                     say which files differ from the results, exit 1 if any does
@@ -10,6 +10,7 @@ its tables, or FILE.summary, for one line of its figures.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,22 +19,36 @@ from benchmarks import provenance, tables
 
 BLOCK = re.compile(r"(<!-- results:(?P<name>[\w.-]+) begin -->\n).*?(<!-- results:(?P=name) end -->)", re.DOTALL)
 MARK = re.compile(r"<!-- results:[\w.-]+ (?:begin|end) -->")
-SUMMARY = ".summary"
+SUMMARY, PLOT = ".summary", ".plot"
+NOT_MEASURED = "Not measured yet."
 
 
-def fill(text: str, results: Path) -> str:
-    """The text with every block filled. A block without a result says so; an unpaired mark is an error."""
+def fill(text: str, results: Path, folder: Path | None = None) -> str:
+    """The text with every block filled. A block without a result says so; an unpaired mark is an error.
+
+    `folder` is that of the document, for links to pictures (default: the folder of the results).
+    """
 
     def replace(match: re.Match[str]) -> str:
+        if match["name"].endswith(PLOT):
+            return f"{match[1]}\n{picture(results / match['name'].removesuffix(PLOT), folder or results)}\n\n{match[3]}"
         view = tables.summarize if match["name"].endswith(SUMMARY) else tables.render
         path = results / f"{match['name'].removesuffix(SUMMARY)}.json"
-        body = view(provenance.load(path)) if path.exists() else "Not measured yet."
+        body = view(provenance.load(path)) if path.exists() else NOT_MEASURED
         return f"{match[1]}\n{body}\n\n{match[3]}"
 
     unpaired = MARK.search(BLOCK.sub("", text))
     if unpaired:
         raise ValueError(f"{unpaired.group()} has no partner on a line of its own")
     return BLOCK.sub(replace, text)
+
+
+def picture(stem: Path, folder: Path) -> str:
+    """The link to the picture of a result, from a document in `folder`."""
+    json, png = stem.with_suffix(".json"), stem.with_suffix(".png")
+    if not (json.exists() and png.exists()):
+        return NOT_MEASURED
+    return f"![{provenance.load(json)['title']}]({Path(os.path.relpath(png, folder)).as_posix()})"
 
 
 def documents(root: Path = provenance.ROOT) -> list[Path]:
@@ -44,7 +59,7 @@ def documents(root: Path = provenance.ROOT) -> list[Path]:
 def outdated(paths: Iterable[Path], results: Path) -> list[tuple[Path, str]]:
     """The files whose blocks differ from the results, each with its new text."""
     texts = [(path, path.read_text(encoding="utf-8")) for path in paths]
-    filled = [(path, text, fill(text, results)) for path, text in texts]
+    filled = [(path, text, fill(text, results, path.parent)) for path, text in texts]
     return [(path, new) for path, old, new in filled if new != old]
 
 

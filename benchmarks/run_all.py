@@ -6,8 +6,9 @@ bench_values are run by hand (docs/measurements.md).
 A benchmark that fails leaves its earlier result as it was. One that is not done in its share of the time writes
 NAME_partial. The others still run, and the exit status is 1. The extension must be built already.
 
-  python -m benchmarks.run_all --seconds 480 --out-dir benchmarks/results
+  python -m benchmarks.run_all --seconds 600 --out-dir benchmarks/results
   python -m benchmarks.run_all --only backward --seconds 240
+  python -m benchmarks.run_all --only learn_ --seconds 150      the results of docs/tutorial.md
 """
 
 from __future__ import annotations
@@ -56,12 +57,19 @@ GPU_STEPS = (
     Step("accuracy", ("--backward", "--backend", "cuda", "--backend", "triton"), 12.0),
     Step("bench_speed", ("--backward", "--grid", "headdims", "--rounds", "2"), 2.0),
     Step("bench_speed", ("--backward", "--grid", "gqa", "--rounds", "2"), 2.0),
+    Step("learn_ladder", (), 4.0),
+    Step("learn_grid", (), 9.0),
+    Step("learn_roofline", (), 4.0),
+    Step("learn_negative", (), 4.0),
+    Step("learn_choices", (), 5.0),
 )
 CPU_STEPS = (
     Step("bench_cpu"),
     Step("bench_cpu", ("--backward",)),
     Step("bench_kvcache", ("--device", "cpu")),
     Step("bench_kvcache", ("--device", "cpu", "--dtype", "bfloat16")),
+    Step("learn_ladder"),
+    Step("learn_roofline"),
 )
 
 
@@ -79,7 +87,7 @@ def run_step(step: Step, seconds: float, limit: float, passed_on: list[str]) -> 
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = cli.parser_for(__doc__, seconds=480.0)
+    parser = cli.parser_for(__doc__, seconds=600.0)
     parser.add_argument("--only", help="run only the steps whose command line contains this")
     arguments = parser.parse_args(argv)
     here = GPU_STEPS if torch.cuda.is_available() else CPU_STEPS

@@ -107,7 +107,8 @@ def kernel_objects(selection: Selection) -> list[KernelObject]:
     for dtype in selection.dtypes:
         source = CSRC / "kvcache" / "append_instantiation.cu"
         objects.append(KernelObject(f"append_kv_{dtype}", source, (f"-DFLASH_DTYPE={ALL_DTYPES[dtype]}",), archs))
-    objects.append(KernelObject("flash_attn_minimal", CSRC / "minimal" / "flash_attn_minimal.cu", (), archs))
+    for source, name in (("minimal", "minimal"), ("tensor_cores", "tensor_cores_fp16")):
+        objects.append(KernelObject(f"flash_attn_{name}", CSRC / "minimal" / f"flash_attn_{source}.cu", (), archs))
     return objects
 
 

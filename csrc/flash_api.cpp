@@ -18,6 +18,7 @@
 #include "kernel_memory.h"
 #include "kvcache_api.h"
 #include "message.h"
+#include "minimal_api.h"
 #include "python_backends.h"
 #include "rng_state.h"
 #include "run_mha.h"
@@ -27,10 +28,7 @@
 #include "trace.h"
 
 #ifdef FLASH_WITH_CUDA
-#include <c10/cuda/CUDAException.h>
-#include <c10/cuda/CUDAStream.h>
-
-#include "minimal/flash_attn_minimal.h"
+#include <cuda_runtime_api.h>
 #endif
 
 namespace flash {
@@ -229,31 +227,6 @@ pybind11::dict build_info() {
     return info;
 }
 
-#ifdef FLASH_WITH_CUDA
-// The teaching kernel of csrc/minimal: q, k, v float32 [seqlen, headdim] contiguous on one GPU.
-at::Tensor minimal_fwd(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, double softmax_scale,
-                       bool is_causal) {
-    for (const at::Tensor &x : {q, k, v}) {
-        FLASH_CHECK_VALUE(
-            x.dim() == 2 && x.is_cuda() && x.is_contiguous() && x.size(1) == q.size(1) && x.size(1) <= 128 &&
-                x.device() == q.device(),
-            "minimal_fwd takes contiguous [seqlen, headdim] tensors on one GPU, headdim up to 128; given: ", x.sizes(),
-            " on ", x.device());
-        FLASH_CHECK_TYPE(x.scalar_type() == at::kFloat, "minimal_fwd takes float32; given: ", x.scalar_type());
-    }
-    FLASH_CHECK_VALUE(k.size(0) == v.size(0), "k has seqlen ", k.size(0), " and v ", v.size(0), "; allowed: equal");
-    const c10::OptionalDeviceGuard device_guard(q.device());
-    at::Tensor out = at::empty_like(q);
-    if (q.numel() > 0) {
-        run_flash_attn_minimal(q.data_ptr<float>(), k.data_ptr<float>(), v.data_ptr<float>(), out.data_ptr<float>(),
-                               static_cast<int>(q.size(0)), static_cast<int>(k.size(0)), static_cast<int>(q.size(1)),
-                               static_cast<float>(softmax_scale), is_causal,
-                               c10::cuda::getCurrentCUDAStream().stream());
-    }
-    return out;
-}
-#endif
-
 }  // namespace
 }  // namespace flash
 
@@ -298,8 +271,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     flash::bind_for_python_backends(module);
     module.def("cuda_unavailable_reason", &flash::cuda_unavailable_reason, py::arg("major"), py::arg("minor"));
     module.def("build_info", &flash::build_info, "What this extension was built with");
-#ifdef FLASH_WITH_CUDA
-    module.def("minimal_fwd", torch::wrap_pybind_function(flash::minimal_fwd), py::arg("q"), py::arg("k"), py::arg("v"),
-               py::arg("softmax_scale"), py::arg("is_causal"));
-#endif
+    flash::bind_minimal_kernels(module);
 }

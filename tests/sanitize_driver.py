@@ -103,12 +103,13 @@ def run_varlen(case: VarlenCase, dtype: torch.dtype, deterministic: bool) -> lis
 
 
 def run_minimal() -> None:
-    """Runs the kernel of csrc/minimal: ragged lengths, and rows without a key."""
-    from flash_attn_mini import _C
+    """Runs the kernels of csrc/minimal: ragged lengths, and rows without a key."""
+    from flash_attn_mini.ladder import minimal_cuda_attention, tensor_core_attention
 
-    for seqlen_q, seqlen_k, headdim in ((130, 70, 40), (65, 129, 128)):
-        q, k, v = (torch.randn(s, headdim, device="cuda") for s in (seqlen_q, seqlen_k, seqlen_k))
-        _C.minimal_fwd(q, k, v, headdim**-0.5, True)
+    for seqlen_q, seqlen_k, headdim in ((130, 70, 64), (65, 129, 128)):
+        q, k, v = (torch.randn(1, 2, s, headdim, device="cuda") for s in (seqlen_q, seqlen_k, seqlen_k))
+        minimal_cuda_attention(q, k, v, causal=True)
+        tensor_core_attention(q.half(), k.half(), v.half(), causal=True)
     torch.cuda.synchronize()
 
 

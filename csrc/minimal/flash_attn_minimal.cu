@@ -1,6 +1,6 @@
-// The kernel to read first: FlashAttention's forward for one head in plain CUDA, float32, no CuTe, no tensor cores.
-// The algorithm is the loop over key tiles in flash_attn_minimal_kernel. sm80/ runs the same loop with tensor cores for
-// the two products and copies that overlap them. docs/algorithm.md derives the online softmax.
+// The kernel to read first: FlashAttention's forward in plain CUDA, float32, no CuTe, no tensor cores. The algorithm is
+// the loop over key tiles in flash_attn_minimal_kernel. flash_attn_tensor_cores.cu runs the same loop with tensor cores
+// for the two products, sm80/ also with copies that overlap them. docs/algorithm.md derives the online softmax.
 #include "flash_attn_minimal.h"
 
 #include <cuda_runtime.h>
@@ -11,38 +11,34 @@
 namespace flash {
 namespace {
 
-// One CTA (thread block) computes kBlockM rows of the output. Each step of its loop takes kBlockN keys. Four
-// neighbouring threads share a row: thread t of the four owns the keys t, t + 4, t + 8, ... of a tile and the same
+// One CTA (thread block) computes kBlockM rows of the output of one head. Each step of its loop takes kBlockN keys.
+// Four neighbouring threads share a row: thread t of the four owns the keys t, t + 4, t + 8, ... of a tile and the same
 // columns of the output. They are lanes of one warp, so they exchange values with shuffles.
 constexpr int kBlockM = 64;                             // queries per CTA
 constexpr int kBlockN = 64;                             // keys per step
 constexpr int kMaxHeadDim = 128;                        // columns of q, k, v and o
 constexpr int kThreadsPerRow = 4;                       // threads that share one row
 constexpr int kThreads = kBlockM * kThreadsPerRow;      // 256
+constexpr int kMaxHeads = 65535;                        // of all batch entries: the limit of gridDim.y
 constexpr int kKeys = kBlockN / kThreadsPerRow;         // scores that a thread holds: 16
 constexpr int kColumns = kMaxHeadDim / kThreadsPerRow;  // output columns that a thread holds: 32
 
-// A row of a tile takes headdim + 1 floats of shared memory. The extra float avoids bank conflicts: a warp reads
-// several rows at once, and with headdim floats per row they would start in the same memory bank.
-__host__ __device__ constexpr int tile_stride(int headdim) {
-    return headdim + 1;
-}
-
+// A row of a tile takes `stride` floats of shared memory: headdim + 1 if padded. The extra float avoids bank conflicts:
+// a warp reads several rows at once, and with 64 or 128 floats per row they would start in the same one of 32 banks.
 // Three tiles: Q, K, V. At head dim 128 they take 97 KB: more than the default limit of 48 KB, less than the 99 KB that
 // every GPU since Ampere offers.
-constexpr int smem_bytes(int headdim) {
-    return (kBlockM + 2 * kBlockN) * tile_stride(headdim) * static_cast<int>(sizeof(float));
+constexpr int smem_bytes(int stride) {
+    return (kBlockM + 2 * kBlockN) * stride * static_cast<int>(sizeof(float));
 }
 
 // Copies rows [first_row, first_row + 64) of a [seqlen, headdim] matrix to shared memory. All threads take part. Rows
 // past the end become zeros; they are not read.
-__device__ void load_tile(float *tile, const float *matrix, int first_row, int seqlen, int headdim) {
+__device__ void load_tile(float *tile, const float *matrix, int first_row, int seqlen, int headdim, int stride) {
     static_assert(kBlockM == kBlockN, "load_tile copies tiles of q, k and v");
     for (int i = threadIdx.x; i < kBlockN * headdim; i += kThreads) {
         const int row = i / headdim, col = i % headdim;
         const bool inside = first_row + row < seqlen;
-        tile[row * tile_stride(headdim) + col] =
-            inside ? matrix[static_cast<size_t>(first_row + row) * headdim + col] : 0.f;
+        tile[row * stride + col] = inside ? matrix[static_cast<size_t>(first_row + row) * headdim + col] : 0.f;
     }
 }
 
@@ -59,10 +55,9 @@ __device__ float row_sum(float x) {
 
 __global__ void __launch_bounds__(kThreads)
     flash_attn_minimal_kernel(const float *__restrict__ q, const float *__restrict__ k, const float *__restrict__ v,
-                              float *__restrict__ o, int seqlen_q, int seqlen_k, int headdim, float softmax_scale,
-                              bool causal) {
+                              float *__restrict__ o, int seqlen_q, int seqlen_k, int headdim, int stride,
+                              float softmax_scale, bool causal) {
     extern __shared__ float smem[];
-    const int stride = tile_stride(headdim);
     float *sQ = smem;                   // (kBlockM, headdim)
     float *sK = sQ + kBlockM * stride;  // (kBlockN, headdim)
     float *sV = sK + kBlockN * stride;  // (kBlockN, headdim)
@@ -70,6 +65,11 @@ __global__ void __launch_bounds__(kThreads)
     const int row = threadIdx.x / kThreadsPerRow;  // of this thread in the tile
     const int t = threadIdx.x % kThreadsPerRow;    // number of this thread among the four of its row
     const int first_row = blockIdx.x * kBlockM;    // first query of the tile
+    const size_t head = blockIdx.y;                // of all batch entries
+    q += head * seqlen_q * headdim;
+    k += head * seqlen_k * headdim;
+    v += head * seqlen_k * headdim;
+    o += head * seqlen_q * headdim;
 
     // This row sees the keys [0, key_end): up to the end of the sequence or, if causal, up to the diagonal. The last
     // row of the tile sees the most keys, so the loop ends at its last key. With a causal mask that halves the work.
@@ -83,12 +83,12 @@ __global__ void __launch_bounds__(kThreads)
     float sum = 0.f;              // sum over the keys of exp(score - max_score)
     float acc[kColumns] = {0.f};  // sum over the keys of exp(score - max_score) * v[key], columns of this thread
 
-    load_tile(sQ, q, first_row, seqlen_q, headdim);
+    load_tile(sQ, q, first_row, seqlen_q, headdim, stride);
 
     for (int first_key = 0; first_key < loop_end; first_key += kBlockN) {
         __syncthreads();  // all threads are done with the previous sK and sV
-        load_tile(sK, k, first_key, seqlen_k, headdim);
-        load_tile(sV, v, first_key, seqlen_k, headdim);
+        load_tile(sK, k, first_key, seqlen_k, headdim, stride);
+        load_tile(sV, v, first_key, seqlen_k, headdim, stride);
         __syncthreads();  // sQ, sK and sV are complete
 
         // 1. Scores S = Q Kᵀ: the row and the 16 keys of this thread.
@@ -161,23 +161,26 @@ void check(cudaError_t status, const char *what) {
 
 }  // namespace
 
-void run_flash_attn_minimal(const float *q, const float *k, const float *v, float *o, int seqlen_q, int seqlen_k,
-                            int headdim, float softmax_scale, bool causal, cudaStream_t stream) {
+void run_flash_attn_minimal(const float *q, const float *k, const float *v, float *o, int heads, int seqlen_q,
+                            int seqlen_k, int headdim, float softmax_scale, bool causal, bool padded,
+                            cudaStream_t stream) {
     if (headdim < 1 || headdim > kMaxHeadDim) {
         throw std::invalid_argument("flash_attn_minimal: headdim is " + std::to_string(headdim) +
                                     ", must be between 1 and " + std::to_string(kMaxHeadDim));
     }
-    if (seqlen_q < 0 || seqlen_k < 0) {
-        throw std::invalid_argument("flash_attn_minimal: seqlen_q and seqlen_k must not be negative, got " +
-                                    std::to_string(seqlen_q) + " and " + std::to_string(seqlen_k));
+    if (seqlen_q < 0 || seqlen_k < 0 || heads < 0 || heads > kMaxHeads) {
+        throw std::invalid_argument("flash_attn_minimal: " + std::to_string(heads) + " heads of " +
+                                    std::to_string(seqlen_q) + " queries and " + std::to_string(seqlen_k) +
+                                    " keys, must be 0 to " + std::to_string(kMaxHeads) + " heads, none negative");
     }
-    if (seqlen_q == 0) return;  // CUDA rejects an empty grid
+    if (seqlen_q == 0 || heads == 0) return;  // CUDA rejects an empty grid
+    const int stride = padded ? headdim + 1 : headdim;
     check(cudaFuncSetAttribute(flash_attn_minimal_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               smem_bytes(headdim)),
+                               smem_bytes(stride)),
           "shared memory");
-    const int blocks = (seqlen_q - 1) / kBlockM + 1;
-    flash_attn_minimal_kernel<<<blocks, kThreads, smem_bytes(headdim), stream>>>(q, k, v, o, seqlen_q, seqlen_k,
-                                                                                 headdim, softmax_scale, causal);
+    const dim3 grid((seqlen_q - 1) / kBlockM + 1, heads);
+    flash_attn_minimal_kernel<<<grid, kThreads, smem_bytes(stride), stream>>>(q, k, v, o, seqlen_q, seqlen_k, headdim,
+                                                                              stride, softmax_scale, causal);
     check(cudaGetLastError(), "launch");
 }
 

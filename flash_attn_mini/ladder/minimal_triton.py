@@ -1,4 +1,4 @@
-"""The second rung: the loop of online_softmax.py as a minimal Triton kernel for a single head.
+"""Rung 3: the loop of online_softmax.py as a minimal Triton kernel for a single head.
 
 Plain loads, one tile size, a mask in every block. backends/triton/ has the full kernels. Needs a GPU, or
 TRITON_INTERPRET=1 set before Triton is imported.

@@ -1,172 +1,356 @@
-"""The list of rungs, and the table that compares each with the float64 reference."""
+"""The rungs in order: what each runs, what it teaches, how many bytes its loops move; and the measurement of one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import statistics
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
 
 import torch
 
-from ..backends import extension, triton
+from ..backends import triton
 from ..reference import attention_reference
+from . import full_kernels, minimal_cuda, tensor_cores
+from .measure import attention_flops, extra_bytes, milliseconds
 from .naive import naive_attention
 from .online_softmax import online_softmax_attention
-from .verify import VerifyReport, verify
+from .verify import verify
 
-KEY_LENGTHS = (128, 256, 500, 1000, 4096)
-HEADDIM = 128
-BLOCK = 64  # queries and keys of one block in every rung
-MAX_QUERIES = 256  # several blocks of rows, and still fast in Triton's interpreter
+Tensor = torch.Tensor
+FLOAT_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Shape:
+    """q, k and v are ``[batch, heads, seqlen, headdim]``."""
+
+    batch: int
+    heads: int
+    seqlen: int
+    headdim: int
+
+    @property
+    def tensor_elements(self) -> int:
+        return self.batch * self.heads * self.seqlen * self.headdim
+
+    @property
+    def scores(self) -> int:
+        return self.batch * self.heads * self.seqlen**2
+
+    def __str__(self) -> str:
+        return f"batch {self.batch}, {self.heads} heads, {self.seqlen} queries and keys, head dim {self.headdim}"
+
+
+GPU_SHAPE = Shape(4, 8, 4096, 128)
+CPU_SHAPE = Shape(1, 2, 256, 64)  # several blocks of queries and keys, and fast in Triton's interpreter
+
+
+# Bytes that loops read and write. Caches are left out: on a GPU the L2 cache serves most repeated reads.
+
+
+def bytes_of_naive(shape: Shape, itemsize: int) -> float:
+    """S written, read and written by the scaling, read by softmax, P written and read; q, k, v and out once."""
+    return itemsize * (6.0 * shape.scores + 4 * shape.tensor_elements)
+
+
+def bytes_of_online(shape: Shape, itemsize: int) -> float:
+    """Every operation on a block goes through memory, in float32: ten times a block of scores, six times one of out."""
+    blocks = shape.seqlen / 64
+    return FLOAT_BYTES * (10.0 * shape.scores + 9 * shape.tensor_elements * blocks) + itemsize * shape.tensor_elements
+
+
+def bytes_of_v1(shape: Shape, itemsize: int) -> float:
+    """k and v once; for each block of keys all of q, and the float32 output, maximum and sum read and written."""
+    rounds = -(-shape.seqlen // 64)
+    rows = shape.tensor_elements / shape.headdim
+    state = 2 * FLOAT_BYTES * (shape.tensor_elements + 2 * rows)
+    return itemsize * 3.0 * shape.tensor_elements + rounds * (itemsize * shape.tensor_elements + state)
+
+
+def bytes_of_v2(shape: Shape, itemsize: int, block_m: int = 64) -> float:
+    """q and out once; for each block of queries all of k and v."""
+    return itemsize * shape.tensor_elements * (2.0 + 2 * -(-shape.seqlen // block_m))
 
 
 @dataclass(frozen=True)
 class Rung:
-    """One step of the ladder: the attention of a single head, ``run(q, k, v, softmax_scale, causal) -> out``."""
+    """One step of the ladder.
+
+    Attributes:
+        name: What `--rung` takes.
+        source: The file to read.
+        lesson: What changed since the rung before, and why it matters.
+        unavailable_reason: None when it runs here, else one sentence.
+        device: Where its tensors live.
+        dtype: Of q, k and v, given the device.
+        run: ``run(q, k, v) -> out``, each ``[batch, heads, seqlen, headdim]``.
+        bytes_moved: ``bytes_moved(shape, itemsize)``: bytes that its loops read and write.
+    """
 
     name: str
     source: str
-    scores: Callable[[int, int], tuple[int, int]]  # the largest block of scores that exists, from the two lengths
-    device: Callable[[], str]
+    lesson: str
     unavailable_reason: Callable[[], str | None]
-    run: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, bool], torch.Tensor]
+    device: Callable[[], torch.device]
+    dtype: Callable[[torch.device], torch.dtype]
+    run: Callable[[Tensor, Tensor, Tensor], Tensor]
+    bytes_moved: Callable[[Shape, int], float]
 
 
-def _fastest_device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
+def fastest_device() -> torch.device:
+    """CUDA where there is a GPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _all_scores(seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
-    return seqlen_q, seqlen_k
-
-
-def _one_block(seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
-    return min(seqlen_q, BLOCK), min(seqlen_k, BLOCK)
-
-
-def _run_naive(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, causal: bool) -> torch.Tensor:
-    return naive_attention(q, k, v, softmax_scale=softmax_scale, causal=causal)
-
-
-def _run_online_softmax(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, causal: bool
-) -> torch.Tensor:
-    return online_softmax_attention(q, k, v, softmax_scale=softmax_scale, causal=causal)[0]
-
-
-def _triton_unavailable() -> str | None:
-    return triton.kernels_unavailable_reason(torch.device(_fastest_device()))
-
-
-def _triton_device() -> str:
+def triton_device() -> torch.device:
     """The CPU with Triton's interpreter, else CUDA."""
-    return "cpu" if triton.kernels_unavailable_reason(torch.device("cpu")) is None else "cuda"
+    return torch.device("cpu" if triton.kernels_unavailable_reason(torch.device("cpu")) is None else "cuda")
 
 
-def _run_minimal_triton(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, causal: bool
-) -> torch.Tensor:
+def triton_unavailable_reason() -> str | None:
+    """None when Triton's kernels run here, else one sentence."""
+    return triton.kernels_unavailable_reason(fastest_device())
+
+
+def on(name: str) -> Callable[[], torch.device]:
+    """Always this device."""
+    return lambda: torch.device(name)
+
+
+def half(device: torch.device) -> torch.dtype:
+    """Always float16."""
+    return torch.float16
+
+
+def single(device: torch.device) -> torch.dtype:
+    """Always float32."""
+    return torch.float32
+
+
+def half_on_gpu(device: torch.device) -> torch.dtype:
+    """float16 on a GPU, float32 on a CPU, which has no fast float16."""
+    return torch.float16 if device.type == "cuda" else torch.float32
+
+
+def run_minimal_triton(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The kernel takes a single head: one launch after the other."""
     from .minimal_triton import minimal_triton_attention
 
-    return minimal_triton_attention(q, k, v, softmax_scale=softmax_scale, causal=causal)
-
-
-def _cuda_unavailable() -> str | None:
-    if not torch.cuda.is_available():
-        return "needs a CUDA GPU"
-    reason = extension.missing_reason()
-    if reason is None and not hasattr(extension.load(), "minimal_fwd"):
-        return "flash_attn_mini._C was built without CUDA; build it on a machine with nvcc: pip install ."
-    return reason
-
-
-def _run_minimal_cuda(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, causal: bool
-) -> torch.Tensor:
-    out: torch.Tensor = extension.load().minimal_fwd(q, k, v, softmax_scale, causal)
+    out = torch.empty_like(q)
+    for entry in range(q.shape[0]):
+        for head in range(q.shape[1]):
+            out[entry, head] = minimal_triton_attention(q[entry, head], k[entry, head], v[entry, head])
     return out
+
+
+def run_v1(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Heads are batch entries."""
+    from .flash_v1 import flash_attention
+
+    return flash_attention(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)).view_as(q)
+
+
+def run_v2(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Heads are batch entries."""
+    from .flash_v2 import flash_attention_v2
+
+    return flash_attention_v2(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)).view_as(q)
 
 
 RUNGS: tuple[Rung, ...] = (
     Rung(
-        "naive attention (PyTorch)",
+        "naive",
         "flash_attn_mini/ladder/naive.py",
-        _all_scores,
-        _fastest_device,
+        "Every score goes through memory several times, so time and memory grow with seqlen².",
         lambda: None,
-        _run_naive,
+        fastest_device,
+        half_on_gpu,
+        naive_attention,
+        bytes_of_naive,
     ),
     Rung(
-        "online softmax (PyTorch)",
+        "online-softmax",
         "flash_attn_mini/ladder/online_softmax.py",
-        _one_block,
-        _fastest_device,
+        "A running maximum and sum replace the whole row, so the scores of one block are all that exists at a time; "
+        "in PyTorch each block still goes through memory, so it saves memory and no time.",
         lambda: None,
-        _run_online_softmax,
+        fastest_device,
+        half_on_gpu,
+        lambda q, k, v: online_softmax_attention(q, k, v)[0],
+        bytes_of_online,
     ),
     Rung(
-        "minimal Triton",
+        "minimal-triton",
         "flash_attn_mini/ladder/minimal_triton.py",
-        _one_block,
-        _triton_device,
-        _triton_unavailable,
-        _run_minimal_triton,
+        "The same loop in one kernel: the block of scores stays on chip; it takes one head, so a launch has few "
+        "programs and leaves most of a GPU idle.",
+        triton_unavailable_reason,
+        triton_device,
+        half,
+        run_minimal_triton,
+        bytes_of_v2,
     ),
     Rung(
-        "minimal CUDA",
+        "flash-v1",
+        "flash_attn_mini/ladder/flash_v1.py",
+        "All heads in one launch, keys outside: K and V are read once, but the running output of every query goes "
+        "through memory for each block of keys, and a head has one program.",
+        triton_unavailable_reason,
+        triton_device,
+        half,
+        run_v1,
+        bytes_of_v1,
+    ),
+    Rung(
+        "flash-v2",
+        "flash_attn_mini/ladder/flash_v2.py",
+        "Queries outside: the running output stays in registers and is written once, and each block of queries is a "
+        "program of its own, so the GPU is full.",
+        triton_unavailable_reason,
+        triton_device,
+        half,
+        run_v2,
+        bytes_of_v2,
+    ),
+    Rung(
+        "minimal-cuda",
         "csrc/minimal/flash_attn_minimal.cu",
-        _one_block,
-        lambda: "cuda",
-        _cuda_unavailable,
-        _run_minimal_cuda,
+        "The loop with every thread spelled out: shared memory, shuffles and bank conflicts become visible; without "
+        "tensor cores it is slower than Triton.",
+        minimal_cuda.unavailable_reason,
+        on("cuda"),
+        single,
+        lambda q, k, v: minimal_cuda.minimal_cuda_attention(q, k, v),
+        bytes_of_v2,
+    ),
+    Rung(
+        "tensor-cores",
+        "csrc/minimal/flash_attn_tensor_cores.cu",
+        "Both products on tensor cores, P handed on in registers, a swizzle instead of padding; a step still waits "
+        "for its loads.",
+        tensor_cores.unavailable_reason,
+        on("cuda"),
+        half,
+        lambda q, k, v: tensor_cores.tensor_core_attention(q, k, v),
+        bytes_of_v2,
+    ),
+    Rung(
+        "sm80",
+        "csrc/sm80/mainloop_fwd.h",
+        "cp.async copies the next tile while the tensor cores work on this one, and tiles fit the registers: the "
+        "loads disappear behind the products.",
+        partial(full_kernels.unavailable_reason, "cuda", 80),
+        on("cuda"),
+        half,
+        partial(full_kernels.library_attention, backend="cuda", arch=80),
+        partial(bytes_of_v2, block_m=128),
+    ),
+    Rung(
+        "sm90",
+        "csrc/sm90/mainloop_fwd.h",
+        "Hopper: one warp has TMA load tiles, the other warps multiply them from shared memory with wgmma, and the "
+        "softmax of one runs beside the products of another.",
+        partial(full_kernels.unavailable_reason, "cuda", 90),
+        on("cuda"),
+        half,
+        partial(full_kernels.library_attention, backend="cuda"),
+        partial(bytes_of_v2, block_m=128),
+    ),
+    Rung(
+        "triton",
+        "flash_attn_mini/backends/triton/flash_fwd_kernel.py",
+        "Rung 5 with tuned tiles, TMA loads, and separate steps with and without a mask: what a page of Triton "
+        "reaches when the compiler does the pipelining.",
+        partial(full_kernels.unavailable_reason, "triton"),
+        triton_device,
+        half,
+        partial(full_kernels.library_attention, backend="triton"),
+        partial(bytes_of_v2, block_m=128),
+    ),
+    Rung(
+        "cpu",
+        "csrc/cpu/row_block_forward.h",
+        "The same loop on a CPU: the tile lies in the caches, the products use vector instructions.",
+        partial(full_kernels.unavailable_reason, "cpu"),
+        on("cpu"),
+        single,
+        partial(full_kernels.library_attention, backend="cpu"),
+        bytes_of_v2,
     ),
 )
+BY_NAME = {rung.name: rung for rung in RUNGS}
 
 
-def measure(rung: Rung, seqlen_k: int, causal: bool, dtype: torch.dtype = torch.float32) -> VerifyReport:
-    """Run one rung on random inputs with ``seqlen_k`` keys and head dim 128, and compare it with the reference.
+def shape_on(device: torch.device) -> Shape:
+    """The shape of the table."""
+    return GPU_SHAPE if device.type == "cuda" else CPU_SHAPE
+
+
+@cache
+def inputs(shape: Shape, device: torch.device) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+    """q, k and v, random normal, rounded to float16; and their output in float64."""
+    generator = torch.Generator(device).manual_seed(0)
+    size = (shape.batch, shape.heads, shape.seqlen, shape.headdim)
+    q, k, v = (torch.randn(size, generator=generator, device=device).half() for _ in range(3))
+    expected = torch.empty(size, dtype=torch.float64, device=device)
+    for entry in range(shape.batch):  # one at a time: the reference keeps all scores
+        for head in range(shape.heads):
+            one = (x[entry : entry + 1, head : head + 1].transpose(1, 2) for x in (q, k, v))
+            expected[entry, head] = attention_reference(*one)[0][0, :, 0]
+    return (q, k, v), expected
+
+
+def measure(rung: Rung, seconds: float = 0.3) -> dict[str, Any]:
+    """One row of the table.
 
     Args:
         rung: An element of `RUNGS`.
-        seqlen_k: The number of keys; the number of queries is at most 256.
-        causal: Whether the mask is causal.
-        dtype: The dtype of q, k and v.
-
-    Raises:
-        RuntimeError: If the machine cannot run the rung.
-    """
-    reason = rung.unavailable_reason()
-    if reason is not None:
-        raise RuntimeError(f"flash_attn_mini.ladder: {rung.name}: {reason}")
-    device = rung.device()
-    generator = torch.Generator().manual_seed(seqlen_k)
-    lengths = (min(seqlen_k, MAX_QUERIES), seqlen_k, seqlen_k)
-    q, k, v = (torch.randn(n, HEADDIM, generator=generator).to(device, dtype) for n in lengths)
-    out = rung.run(q, k, v, HEADDIM**-0.5, causal)
-    expected, _ = attention_reference(*(t[None, :, None] for t in (q, k, v)), causal=causal)
-    return verify(out, expected[0, :, 0])
-
-
-def table(key_lengths: Sequence[int] = KEY_LENGTHS) -> tuple[list[list[str]], list[str]]:
-    """One row (rung, keys, mask, scores, errors, verdict) for each rung that runs here and each length.
+        seconds: Time to spend on repeated calls.
 
     Returns:
-        The rows, and one line for each rung that does not run: its name, its source and the reason.
+        The rung's name, source and lesson; with "reason" alone if it does not run here, else the measured values.
     """
-    rows, reasons = [], []
-    for rung in RUNGS:
-        reason = rung.unavailable_reason()
-        if reason is not None:
-            reasons.append(f"{rung.name} ({rung.source}): {reason}")
-            continue
-        for seqlen_k in key_lengths:
-            for causal in (False, True):
-                report = measure(rung, seqlen_k, causal)
-                errors = (f"{x:.2e}" for x in (report.max_abs, report.mean_abs, report.max_rel))
-                verdict = "passed" if report.passed else "FAILED"
-                mask = "causal" if causal else "full"
-                scores = " x ".join(map(str, rung.scores(min(seqlen_k, MAX_QUERIES), seqlen_k)))
-                rows.append([rung.name, str(seqlen_k), mask, scores, *errors, f"{report.cosine:.6f}", verdict])
-    return rows, reasons
-
-
-HEADERS = ["rung", "keys", "mask", "scores held", "max abs", "mean abs", "max rel", "cosine", "verdict"]
+    row: dict[str, Any] = {"rung": rung.name, "source": rung.source, "lesson": rung.lesson}
+    reason = rung.unavailable_reason()
+    if reason is not None:
+        return {**row, "reason": reason}
+    device = rung.device()
+    dtype = rung.dtype(device)
+    shape = shape_on(device)
+    tensors, expected = inputs(shape, device)
+    q, k, v = (x.to(dtype) for x in tensors)
+    is_interpreted = device.type == "cpu" and rung.device is triton_device
+    start = time.perf_counter()
+    report = verify(rung.run(q, k, v), expected)
+    if is_interpreted:  # slow: the call of the check counts
+        times = [(time.perf_counter() - start) * 1e3]
+        while sum(times) + times[-1] < seconds * 1e3:
+            start = time.perf_counter()
+            rung.run(q, k, v)
+            times.append((time.perf_counter() - start) * 1e3)
+        ms = statistics.median(times)
+    else:
+        ms = milliseconds(lambda: rung.run(q, k, v), device, seconds)
+    moved = rung.bytes_moved(shape, q.element_size())
+    flops = attention_flops(shape.batch * shape.heads, shape.seqlen, shape.seqlen, shape.headdim)
+    return {
+        **row,
+        "device": device.type,
+        "interpreted": is_interpreted,
+        "dtype": str(dtype).removeprefix("torch."),
+        "batch": shape.batch,
+        "heads": shape.heads,
+        "seqlen": shape.seqlen,
+        "headdim": shape.headdim,
+        "ms": float(f"{ms:.4g}"),
+        "tflops": float(f"{flops / ms / 1e9:.4g}"),
+        "gbps": float(f"{moved / ms / 1e6:.4g}"),
+        "bytes_moved": int(moved),
+        "extra_bytes": extra_bytes(lambda: rung.run(q, k, v), device),
+        "max_error": float(f"{report.max_abs:.3g}"),
+        "mean_error": float(f"{report.mean_abs:.3g}"),
+        "passed": report.passed,
+    }
