@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import io
+import os
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 from flash_attn_mini import cp_flash_attn_func, cp_flash_attn_varlen_func, packed_shards, zigzag_shards
-from flash_attn_mini.context_parallel import Shards
+from flash_attn_mini.context_parallel import Shards, ulysses
 
 Lengths = int | tuple[int, ...]  # of one sequence, or of packed documents
 
@@ -50,3 +58,147 @@ def attend(
     merged = [shards.merge(out.detach(), rows), shards.merge(lse.detach(), -1)]
     merged += [shards.merge(x, rows) for x in gradients]
     return tuple(merged) if shards.rank == 0 else None
+
+
+def attend_in_small_groups(group: Any, *arguments: Any) -> tuple[Tensor, ...] | None:
+    """`attend` with Ulysses' heads in as many groups as there can be."""
+    least, ulysses.LEAST_ROWS = ulysses.LEAST_ROWS, 1
+    try:
+        return attend(group, *arguments)
+    finally:
+        ulysses.LEAST_ROWS = least
+
+
+def repeat(group: Any, *arguments: Any) -> bool:
+    """Whether two runs have the same bits."""
+    first, second = (attend(group, *arguments) for _ in range(2))
+    return first is None or second is None or all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def merge_with_gradient(group: Any, x: Tensor, weights: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """The merged tensor, and the merged gradient of the sum of weights[rank] x (merged tensor)."""
+    shards = zigzag_shards(x.shape[1], group)
+    local = shards.split(x, 1).requires_grad_()
+    merged = shards.merge(local, 1)
+    (gradient,) = torch.autograd.grad((merged * weights[shards.rank]).sum(), local)
+    return merged.detach(), shards.merge(gradient, -2)
+
+
+def partly_wanted(group: Any, tensors: tuple[Tensor, ...], strategy: str) -> list[Tensor | None]:
+    """Gradients where only v requires one, and only the log-sum-exp of q, k in a second call."""
+    shards = zigzag_shards(tensors[0].shape[1], group)
+    q, k, v, dout, dlse = (shards.split(x, dim) for x, dim in zip(tensors, (1, 1, 1, 1, -1), strict=True))
+    v.requires_grad_()
+    out = cp_flash_attn_func(q, k, v, shards, causal=True, strategy=strategy)
+    (dv,) = torch.autograd.grad(out, v, dout)
+    q, k = q.detach().requires_grad_(), k.detach().requires_grad_()
+    _, lse, _ = cp_flash_attn_func(q, k, v.detach(), shards, causal=True, strategy=strategy, return_attn_probs=True)
+    dq, dk = torch.autograd.grad(lse, (q, k), dlse)
+    with torch.no_grad():
+        assert not cp_flash_attn_func(q, k, v, shards, causal=True, strategy=strategy).requires_grad
+    return [shards.merge(x, 1) for x in (dv, dq, dk)]
+
+
+def call_with(group: Any, changes: dict[int, dict[str, Any]]) -> None:
+    """A call of every rank; ``changes`` of a rank replace its arguments."""
+    rank = dist.get_rank(group)
+    mine = {"heads": 4, "heads_k": 2, "tokens": 0, "length": 24, "dtype": torch.float32, "options": {}} | changes.get(
+        rank, {}
+    )
+    shards = zigzag_shards(mine["length"], group)
+    tokens = shards.tokens[rank] + mine["tokens"]
+    q, k = (torch.randn(1, tokens, heads, 8).to(mine["dtype"]) for heads in (mine["heads"], mine["heads_k"]))
+    cp_flash_attn_func(q, k, k, shards, **mine["options"])
+
+
+def varlen_call_with(group: Any, options: dict[str, Any]) -> None:
+    shards = packed_shards([0, 20, 30], group)
+    q = torch.randn(shards.tokens[shards.rank], 2, 8)
+    cp_flash_attn_varlen_func(q, q, q, shards, **options)
+
+
+def dense_call_with_packed_shards(group: Any) -> None:
+    shards = packed_shards([0, 20, 30], group)
+    q = torch.randn(1, shards.tokens[shards.rank], 2, 8)
+    cp_flash_attn_func(q, q, q, shards)
+
+
+def double_backward(group: Any) -> None:
+    shards = zigzag_shards(8, group)
+    q = torch.randn(1, shards.tokens[shards.rank], 2, 8, requires_grad=True)
+    out = cp_flash_attn_func(q, q, q, shards)
+    (dq,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    dq.sum().backward()
+
+
+class Layer(nn.Module):
+    """A projection, attention and a projection back, on local rows."""
+
+    def __init__(self, shards: Shards, width: int, heads: int) -> None:
+        super().__init__()
+        self.shards, self.heads = shards, heads
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).unbind(-3)
+        return self.out(cp_flash_attn_func(q, k, v, self.shards, causal=True).flatten(-2))
+
+
+def train_layer(group: Any, x: Tensor, how: str) -> dict[str, Tensor]:
+    """The gradients of a layer's parameters for the loss mean(out squared), as every rank sees them."""
+    if how == "mesh":  # two replicas of two ranks each: a batch row for each replica
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "context"))
+        shards = zigzag_shards(x.shape[1], mesh["context"])
+        rows = x[mesh.get_local_rank("replica") :: 2]
+    else:
+        shards, rows = zigzag_shards(x.shape[1], group), x
+    graphs: list[Any] = []
+
+    def count(graph: Any, _inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    torch.manual_seed(5)
+    layer = Layer(shards, x.shape[-1], 4)
+    local = shards.split(rows, 1)
+    if how == "mesh":
+        model: Any = nn.parallel.DistributedDataParallel(layer, process_group=mesh["replica"].get_group())
+    elif how == "compiled":
+        model = torch.compile(layer, backend=count)
+    elif how == "checkpointed":
+        model = lambda x: checkpoint(layer, x, use_reentrant=False)  # noqa: E731
+    else:
+        model = layer
+    out = model(local)
+    assert how != "compiled" or len(graphs) >= 2, "the parts before and after attention are not compiled"
+    (out.square().sum() / rows.numel()).backward()
+    for parameter in layer.parameters():
+        dist.all_reduce(parameter.grad, group=shards.group)
+    return {name: parameter.grad for name, parameter in layer.named_parameters()}
+
+
+def end_in_the_middle(group: Any) -> None:
+    """The last rank ends after its first call, while the others wait for its keys."""
+    shards = zigzag_shards(64, group)
+    q = torch.randn(1, shards.tokens[shards.rank], 2, 8)
+    cp_flash_attn_func(q, q, q, shards, strategy="ring")
+    if shards.rank == shards.size - 1:
+        os._exit(1)
+    cp_flash_attn_func(q, q, q, shards, strategy="ring")
+
+
+def train_example(group: Any, folder: str) -> int:
+    """The training example, spread over the processes of the default group."""
+    example = importlib.import_module("examples.train_char_gpt")
+    size = replace(example.SIZES["cpu"], layers=1, width=64, heads=2, context=61, batch=3)
+    example.SIZES["cpu"] = size
+    return example.main(["--device", "cpu", "--steps", "8", "--context-parallel", "--out", folder])
+
+
+def traced(group: Any) -> str:
+    """What a call prints on stderr under FLASH_ATTN_MINI_TRACE=1."""
+    shards = zigzag_shards(20, group)
+    q, k = torch.randn(1, shards.tokens[shards.rank], 5, 8).split([4, 1], 2)
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
+        cp_flash_attn_func(q, k, k, shards)
+    return printed.getvalue()

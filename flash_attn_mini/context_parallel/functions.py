@@ -9,7 +9,6 @@ import os
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from .. import tracing
 from ..argument_checks import WindowSize, checked_options, wrong_type
@@ -61,7 +60,8 @@ def cp_flash_attn_func(
     equal those of `flash_attn_func` on the merged tensors, within the same allowed error. Every rank has to make the
     same calls in the same order, the backward included.
 
-    Differentiable once in q, k and v, through out and through softmax_lse. Under torch.compile the call is a graph
+    Differentiable once in q, k and v, through out and through softmax_lse; with create_graph=True the backward
+    raises NotImplementedError. Under torch.compile the call is a graph
     break. There is no dropout: the mask of dropout is a function of a row's place in one call, so it would depend on
     the number of ranks and on the strategy.
 
@@ -177,7 +177,6 @@ def choose_strategy(attention: Attention, nheads: int, nheads_k: int) -> Choice:
     return Choice(ulysses.NAME if by_ulysses < ULYSSES_SHARE * by_ring else ring.NAME, compared)
 
 
-@torch.compiler.disable
 def _call(
     name: str,
     is_packed: bool,
@@ -190,6 +189,8 @@ def _call(
     backend: Any,
 ) -> Any:
     """Both public functions."""
+    if torch.compiler.is_compiling():  # here, because the decorator makes the import of this package take two seconds
+        return torch.compiler.disable(_call)(name, is_packed, q, k, v, shards, arguments, strategy, backend)
     checks_ranks = os.environ.get("FLASH_ATTN_MINI_CHECK", "0") not in ("", "0")
     if not isinstance(shards, Shards):
         raise wrong_type("shards", shards, "what zigzag_shards or packed_shards returns")
@@ -347,8 +348,12 @@ class _ContextParallelAttention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            raise NotImplementedError(
+                f"flash_attn_mini: {ctx.attention.name} has no second derivative, so its backward does not run with "
+                "create_graph=True; backends that have it: none"
+            )
         wanted = ctx.needs_input_grad[3:]
         slopes, *saved = ctx.saved_tensors
         options = ctx.attention.options._replace(alibi_slopes=slopes)

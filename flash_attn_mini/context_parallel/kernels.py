@@ -153,6 +153,7 @@ def _offset_of(attention: Attention, call: Call, q: torch.Tensor) -> torch.Tenso
     slopes = attention.options.alibi_slopes
     if slopes is None or offset == 0:
         return None
+    slopes = slopes.to(sums_dtype(q))
     if slopes.ndim == 1:
         return slopes[:, None] * offset
     if not attention.is_packed:
