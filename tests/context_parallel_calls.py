@@ -1,4 +1,7 @@
-"""What the processes of test_context_parallel.py run: each function takes the group first."""
+"""What the processes of test_context_parallel.py and test_context_parallel_gpu.py run.
+
+Each function takes the group first.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,13 @@ from torch.utils.checkpoint import checkpoint
 
 from flash_attn_mini import cp_flash_attn_func, cp_flash_attn_varlen_func, packed_shards, zigzag_shards
 from flash_attn_mini.context_parallel import Shards, ulysses
+
+from .poison import poisoned
+
+
+def device_of(group: Any) -> str:
+    return "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+
 
 Lengths = int | tuple[int, ...]  # of one sequence, or of packed documents
 
@@ -43,6 +53,15 @@ def draw(
     return q, k, v, dout, dlse.to(torch.float64 if dtype == torch.float64 else torch.float32)
 
 
+def poisoned_rows(x: Tensor) -> Tensor:
+    """The values of x in a buffer of NaN, with rows of NaN between its rows."""
+    rows_dim = x.ndim - 3
+    rows = x.shape[rows_dim]
+    shape = (*x.shape[:rows_dim], 2 * rows, *x.shape[rows_dim + 1 :])
+    strided = poisoned(shape, x.dtype, x.device.type).unflatten(rows_dim, (rows, 2)).select(rows_dim + 1, 0)
+    return strided.copy_(x)
+
+
 def attend(
     group: Any, lengths: Lengths, tensors: tuple[Tensor, ...], strategy: str, options: dict[str, Any]
 ) -> tuple[Tensor, ...] | None:
@@ -51,13 +70,16 @@ def attend(
     is_packed = not isinstance(lengths, int)
     function = cp_flash_attn_varlen_func if is_packed else cp_flash_attn_func
     rows = 0 if is_packed else 1
-    q, k, v, dout, dlse = tensors
-    leaves = [shards.split(x, rows).requires_grad_() for x in (q, k, v)]
+    q, k, v, dout, dlse = (x.to(device_of(group)) for x in tensors)
+    slopes = options.get("alibi_slopes")
+    if slopes is not None:
+        options = options | {"alibi_slopes": slopes.to(q.device)}
+    leaves = [poisoned_rows(shards.split(x, rows)).requires_grad_() for x in (q, k, v)]
     out, lse, _ = function(*leaves, shards, **options, strategy=strategy, return_attn_probs=True)
     gradients = torch.autograd.grad((out, lse), leaves, (shards.split(dout, rows), shards.split(dlse, -1)))
     merged = [shards.merge(out.detach(), rows), shards.merge(lse.detach(), -1)]
     merged += [shards.merge(x, rows) for x in gradients]
-    return tuple(merged) if shards.rank == 0 else None
+    return tuple(x.cpu() for x in merged) if shards.rank == 0 else None
 
 
 def attend_in_small_groups(group: Any, *arguments: Any) -> tuple[Tensor, ...] | None:
@@ -146,8 +168,9 @@ class Layer(nn.Module):
 
 def train_layer(group: Any, x: Tensor, how: str) -> dict[str, Tensor]:
     """The gradients of a layer's parameters for the loss mean(out squared), as every rank sees them."""
+    device = device_of(group)
     if how == "mesh":  # two replicas of two ranks each: a batch row for each replica
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "context"))
+        mesh = init_device_mesh(device, (2, 2), mesh_dim_names=("replica", "context"))
         shards = zigzag_shards(x.shape[1], mesh["context"])
         rows = x[mesh.get_local_rank("replica") :: 2]
     else:
@@ -202,3 +225,40 @@ def traced(group: Any) -> str:
     with contextlib.redirect_stderr(io.StringIO()) as printed:
         cp_flash_attn_func(q, k, k, shards)
     return printed.getvalue()
+
+
+def repeat_behind_delays(group: Any, tensors: tuple[Tensor, ...], strategy: str) -> bool:
+    """Whether calls give the same bits while some rank's GPU is late."""
+    device = device_of(group)
+    shards = zigzag_shards(tensors[0].shape[1], group)
+    q, k, v, dout = (shards.split(x.to(device), 1).requires_grad_() for x in tensors[:4])
+    expected: tuple[Tensor, ...] | None = None
+    same = True
+    for turn in range(12):
+        if expected is not None and turn % shards.size == shards.rank:
+            torch.cuda._sleep(20_000_000)
+        out = cp_flash_attn_func(q, k, v, shards, causal=True, deterministic=True, strategy=strategy)
+        results = (out.detach(), *torch.autograd.grad(out, (q, k, v), dout.detach()))
+        scratch = torch.full((1 << 22,), float("nan"), device=device)  # reuses freed memory
+        expected = expected or results
+        same = same and all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
+        del scratch
+    return same
+
+
+def memory_of_a_ring(group: Any) -> tuple[float, float]:
+    """Bytes at the peak of a forward beside the inputs and float32 results, and the bytes of K and V."""
+    device = device_of(group)
+    shards = zigzag_shards(4096 * dist.get_world_size(group), group)
+    tokens = shards.tokens[shards.rank]
+    q, k, v = (torch.randn(1, tokens, 16, 128, device=device).bfloat16() for _ in range(3))
+    for _ in range(2):  # the first call sets up NCCL
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        cp_flash_attn_func(q, k, v, shards, causal=True, strategy="ring")
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() - before
+    block = float(k.numel() * k.element_size() * 2)
+    results = q.numel() * (4 + 2 + 2)  # float32 sum, one partial and one final result in 16 bits
+    return peak - results, block

@@ -1,6 +1,7 @@
-"""Processes of a gloo group that wait for work: started once, used by many tests.
+"""Processes of a torch.distributed group that wait for work: started once, used by many tests.
 
 A test gives a function of this package and its arguments; every chosen process runs it with a group of the chosen ones.
+With NCCL each process has a GPU of its own.
 """
 
 from __future__ import annotations
@@ -26,10 +27,14 @@ class Failure(Exception):
     """An error in a process, with its traceback."""
 
 
-def _serve(rank: int, size: int, members_of_groups: list[tuple[int, ...]], folder: str, connection: Connection) -> None:
+def _serve(
+    rank: int, size: int, members_of_groups: list[tuple[int, ...]], backend: str, folder: str, connection: Connection
+) -> None:
     torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo",
+        backend,
         store=dist.FileStore(f"{folder}/store", size),
         rank=rank,
         world_size=size,
@@ -51,14 +56,16 @@ def _serve(rank: int, size: int, members_of_groups: list[tuple[int, ...]], folde
 class Ranks:
     """Processes and the groups that they can form."""
 
-    def __init__(self, groups: Sequence[tuple[int, ...]], folder: Path) -> None:
+    def __init__(self, groups: Sequence[tuple[int, ...]], folder: Path, backend: str = "gloo") -> None:
         context = mp.get_context("spawn")
         size = 1 + max(rank for members in groups for rank in members)
         self._connections: list[Connection] = []
         self._processes = []
         for rank in range(size):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, list(groups), str(folder), there), daemon=True)
+            process = context.Process(
+                target=_serve, args=(rank, size, list(groups), backend, str(folder), there), daemon=True
+            )
             process.start()
             there.close()
             self._connections.append(here)

@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from ..backends import triton as triton_backend
+from ..backends.triton import kernels_unavailable_reason
 
 
 def merge_into(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
@@ -22,7 +22,7 @@ def merge_into(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_ls
         part: Like out, in any dtype.
         part_lse: Like lse.
     """
-    if out.is_cuda and triton_backend.unavailable_reason(out.device) is None:
+    if out.is_cuda and kernels_unavailable_reason(out.device) is None:
         from . import merge_triton
 
         merge_triton.merge_into(out, lse, part, part_lse)
