@@ -52,13 +52,14 @@ class Model:
         return forward, BACKWARD_WORK * forward
 
     def ring(self) -> float:
-        """The messages of a step hide behind its work, but for the last gradients."""
+        """The messages of a step hide behind its work, the last gradients behind three quarters of the own block."""
         forward, backward = self.work()
         sent = HALF_RING * self.tokens * 2 * self.nheads_k * self.headdim * BYTES / self.machine.link
         merged = HALF_RING * self.tokens * self.headdim * MERGE_BYTES / self.machine.memory
         forward_step = max(forward + merged * self.nheads, sent)
         backward_step = max(backward + merged * (self.nheads + 2 * self.nheads_k), 2 * sent)
-        return forward + backward + (self.size - 1) * (forward_step + backward_step) + (sent if self.size > 1 else 0.0)
+        shown = max(0.0, sent - 0.75 * backward) if self.size > 1 else 0.0
+        return forward + backward + (self.size - 1) * (forward_step + backward_step) + shown
 
     def ulysses(self) -> float:
         """Of the messages of GROUPS groups of heads, those of one group do not hide behind work."""

@@ -133,9 +133,11 @@ def test_short_documents_stay_whole(draw: torch.Generator) -> None:
 
 
 def calls_and_keys(shards: Shards, rank: int, mask: Mask, is_packed: bool) -> Iterator[tuple[Call, Tensor]]:
-    """Every call of a rank's ring, with the global rows of the keys that it counts in."""
+    """Every call of a rank's backward in the ring, with the global rows of the keys that it counts in."""
     for source in range(shards.size):
         block = blocks.block(shards, rank, source, mask, is_packed)
+        if source == rank:
+            block = block._replace(calls=[call for part in blocks.in_two_parts(block.calls, mask) for call in part])
         rows = global_rows(shards, source)
         if source != rank:
             rows = torch.cat([rows[:0], *(rows[first : first + count] for first, count in block.keys)])

@@ -139,9 +139,18 @@ class Step(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """A rank's work: with its own keys, and in every step of the ring in which keys travel."""
+    """A rank's work.
+
+    Attributes:
+        own: With its own keys.
+        own_before, own_after: The same in two parts, for the backward: the first hides the arrival of the first keys,
+            the second the return of the last gradients.
+        steps: The steps of the ring in which keys travel.
+    """
 
     own: list[Call]
+    own_before: list[Call]
+    own_after: list[Call]
     steps: list[Step]
 
 
@@ -162,9 +171,27 @@ def plan(shards: Shards, mask: Mask, is_packed: bool) -> Plan:
             )
             if step.arriving.keys or step.leaving.keys:
                 steps.append(step)
-        shards.plans[key] = Plan(block(shards, rank, rank, mask, is_packed).calls, steps)
+        own = block(shards, rank, rank, mask, is_packed).calls
+        shards.plans[key] = Plan(own, *(in_two_parts(own, mask) if steps else (own, [])), steps)
     result: Plan = shards.plans[key]
     return result
+
+
+def in_two_parts(calls: list[Call], mask: Mask) -> tuple[list[Call], list[Call]]:
+    """The same work in two lists: several calls divided, a single one with each rectangle cut in the middle."""
+    if len(calls) != 1:
+        return calls[: len(calls) // 2], calls[len(calls) // 2 :]
+    is_causal = calls[0].rectangles[0].kind == (-1, 0, 1, 0)
+    if mask.alibi or not (is_causal or calls[0].rectangles[0].kind == (-1, -1, 1, 0)):
+        return calls, []
+    upper, lower = [], []
+    for rectangle in calls[0].rectangles:
+        rows = rectangle.q_rows // 2
+        hidden = rectangle.q_rows - rows if is_causal else 0  # the last keys, which the upper rows do not see
+        if rows > 0 and hidden < rectangle.k_rows:
+            upper.append(rectangle._replace(q_rows=rows, k_rows=rectangle.k_rows - hidden))
+        lower.append(rectangle._replace(q_row=rectangle.q_row + rows, q_rows=rectangle.q_rows - rows))
+    return [Call(upper)] if upper else [], [Call(lower)]
 
 
 def plan_of_gathered(shards: Shards, mask: Mask, is_packed: bool) -> list[Call]:

@@ -1,9 +1,10 @@
 """Strategy ``ring``: K and V of one rank after another arrive and are worked on; gradients of K and V go back.
 
-In step t, rank r works on keys of rank r - t while those of rank r - t - 1 arrive. Keys come straight from their owner,
-so only those travel that some query of the receiver sees. Gradients of keys go straight back to their owner, who adds
-them in float32. One that has been through a single kernel travels in that kernel's dtype: float32 would hold the same
-values. Sums of several kernels travel in float32.
+In step t, rank r works on keys of rank r - t while those of rank r - t - 1 arrive. It works on its own keys before the
+first step; in the backward on a part of them after the last one, while the last gradients return. Keys come straight
+from their owner, so only those travel that some query of the receiver sees. Their gradients go straight back to the
+owner, who adds them in float32. A gradient that comes from a single kernel travels in that kernel's dtype, because
+float32 would hold the same values; a sum of several travels in float32.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def backward(
     def run(calls: list[blocks.Call], k: torch.Tensor, v: torch.Tensor, dk: Sum, dv: Sum) -> None:
         kernels.backward(attention, calls, dout, q, k, v, out, lse, dlse, wanted, dq, dk, dv)
 
-    run(plan.own, k, v, dk, dv)
+    run(plan.own_before, k, v, dk, dv)
     returning: tuple[Step, transport.Message] | None = None
     for step in plan.steps:
         k_arrived, v_arrived = keys.next()
@@ -66,6 +67,7 @@ def backward(
         _add_returned(returning, (dk, dv), wanted)
         returning = step, message
     keys.finish()
+    run(plan.own_after, k, v, dk, dv)
     _add_returned(returning, (dk, dv), wanted)
     results = [
         total.result(q.dtype) if is_wanted else None for total, is_wanted in zip((dq, dk, dv), wanted, strict=True)
