@@ -121,6 +121,16 @@ def partly_wanted(group: Any, tensors: tuple[Tensor, ...], strategy: str) -> lis
     return [shards.merge(x, 1) for x in (dv, dq, dk)]
 
 
+def under_autocast(group: Any, strategy: str) -> tuple[torch.dtype, torch.dtype]:
+    """The dtypes of out and dq for float32 inputs."""
+    shards = zigzag_shards(16, group)
+    q = torch.randn(1, shards.tokens[shards.rank], 2, 8, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = cp_flash_attn_func(q, q, q, shards, causal=True, strategy=strategy)
+    (dq,) = torch.autograd.grad(out.sum(), q)
+    return out.dtype, dq.dtype
+
+
 def call_with(group: Any, changes: dict[int, dict[str, Any]]) -> None:
     """A call of every rank; ``changes`` of a rank replace its arguments."""
     rank = dist.get_rank(group)
@@ -215,7 +225,7 @@ def train_example(group: Any, folder: str) -> int:
     example = importlib.import_module("examples.train_char_gpt")
     size = replace(example.SIZES["cpu"], layers=1, width=64, heads=2, context=61, batch=3)
     example.SIZES["cpu"] = size
-    return example.main(["--device", "cpu", "--steps", "8", "--context-parallel", "--out", folder])
+    return example.main(["--device", "cpu", "--steps", "4", "--context-parallel", "--out", folder])
 
 
 def traced(group: Any) -> str:

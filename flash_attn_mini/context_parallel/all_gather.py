@@ -12,7 +12,7 @@ import torch
 
 from . import blocks, kernels, transport
 from .kernels import Attention
-from .merge import Sum
+from .merge import Total
 from .ring import ThreeTensors
 
 NAME = "all_gather"
@@ -26,7 +26,7 @@ def forward(
     partial = kernels.partial_of(q)
     all_k, all_v = _gathered(attention, k, v, "forward")
     kernels.forward(attention, calls, q, all_k, all_v, partial)
-    return partial.result()
+    return partial.result_with_lse(q.dtype)
 
 
 def backward(
@@ -44,7 +44,7 @@ def backward(
     calls = blocks.plan_of_gathered(attention.shards, attention.mask, attention.is_packed)
     all_k, all_v = _gathered(attention, k, v, "backward")
     wide = kernels.sums_dtype(q)
-    dq, dk, dv = Sum(q, wide), Sum(all_k, wide), Sum(all_v, wide)
+    dq, dk, dv = Total(q, wide), Total(all_k, wide), Total(all_v, wide)
     kernels.backward(attention, calls, dout, q, all_k, all_v, out, lse, dlse, wanted, dq, dk, dv)
     shards = attention.shards
     results: list[torch.Tensor | None] = [dq.result(q.dtype) if wanted[0] else None]

@@ -13,7 +13,7 @@ import torch
 from ..ops import lse_dtype, run_backward, run_forward
 from ..options import Options
 from .blocks import FAR, Call, Mask
-from .merge import Partial, Sum
+from .merge import Total
 from .shards import Shards
 
 
@@ -49,14 +49,14 @@ def sums_dtype(q: torch.Tensor) -> torch.dtype:
     return lse_dtype(q)
 
 
-def partial_of(q: torch.Tensor) -> Partial:
+def partial_of(q: torch.Tensor) -> Total:
     """An empty result for the queries q."""
     *batch, rows, nheads, _ = q.shape
-    return Partial(q, (*batch, nheads, rows), sums_dtype(q))
+    return Total(q, sums_dtype(q), (*batch, nheads, rows))
 
 
 def forward(
-    attention: Attention, calls: list[Call], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, to: Partial
+    attention: Attention, calls: list[Call], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, to: Total
 ) -> None:
     """Run calls and add their results. k and v: the tensors in which the calls count their keys."""
     rows_dim = q.ndim - 3
@@ -88,9 +88,9 @@ def backward(
     lse: torch.Tensor,
     dlse: torch.Tensor | None,
     wanted: Sequence[bool],
-    dq: Sum,
-    dk: Sum,
-    dv: Sum,
+    dq: Total,
+    dk: Total,
+    dv: Total,
 ) -> None:
     """Run the backward of calls and add their gradients. out and lse are the merged results of all calls."""
     rows_dim = q.ndim - 3

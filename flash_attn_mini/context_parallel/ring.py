@@ -16,7 +16,7 @@ import torch
 from . import blocks, kernels, transport
 from .blocks import Interval, Step
 from .kernels import Attention
-from .merge import Sum
+from .merge import Total
 
 NAME = "ring"
 ThreeTensors = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
@@ -34,7 +34,7 @@ def forward(
         k_arrived, v_arrived = keys.next()
         kernels.forward(attention, step.arriving.calls, q, k_arrived, v_arrived, partial)
     keys.finish()
-    return partial.result()
+    return partial.result_with_lse(q.dtype)
 
 
 def backward(
@@ -52,16 +52,16 @@ def backward(
     plan = blocks.plan(attention.shards, attention.mask, attention.is_packed)
     keys = _Keys(attention, plan.steps, k, v, "backward")
     wide = kernels.sums_dtype(q)
-    dq, dk, dv = Sum(q, wide), Sum(k, wide), Sum(v, wide)
+    dq, dk, dv = Total(q, wide), Total(k, wide), Total(v, wide)
 
-    def run(calls: list[blocks.Call], k: torch.Tensor, v: torch.Tensor, dk: Sum, dv: Sum) -> None:
+    def run(calls: list[blocks.Call], k: torch.Tensor, v: torch.Tensor, dk: Total, dv: Total) -> None:
         kernels.backward(attention, calls, dout, q, k, v, out, lse, dlse, wanted, dq, dk, dv)
 
     run(plan.own_before, k, v, dk, dv)
     returning: tuple[Step, transport.Message] | None = None
     for step in plan.steps:
         k_arrived, v_arrived = keys.next()
-        dk_step, dv_step = Sum(k_arrived, wide), Sum(v_arrived, wide)
+        dk_step, dv_step = Total(k_arrived, wide), Total(v_arrived, wide)
         run(step.arriving.calls, k_arrived, v_arrived, dk_step, dv_step)
         message = _return_gradients(attention, step, k, (dk_step, dv_step), wanted)
         _add_returned(returning, (dk, dv), wanted)
@@ -82,8 +82,7 @@ class _Keys:
         self, attention: Attention, steps: list[Step], k: torch.Tensor, v: torch.Tensor, direction: str
     ) -> None:
         self._attention, self._steps, self._k, self._v, self._direction = attention, list(steps), k, v, direction
-        if steps:
-            transport.connect(attention.shards.group, k.device)
+        transport.connect(attention.shards.group, k.device)  # also where this rank has no steps
         self._message = self._start()
 
     def _start(self) -> transport.Message | None:
@@ -128,7 +127,7 @@ def _dtype_of_gradients(block: blocks.Block, k: torch.Tensor) -> torch.dtype:
 
 
 def _return_gradients(
-    attention: Attention, step: Step, k: torch.Tensor, gradients: tuple[Sum, Sum], wanted: Sequence[bool]
+    attention: Attention, step: Step, k: torch.Tensor, gradients: tuple[Total, Total], wanted: Sequence[bool]
 ) -> transport.Message:
     """Send the gradients of the keys that arrived to their owner, and receive those of the keys that left."""
     sent, received = [], []
@@ -143,7 +142,7 @@ def _return_gradients(
 
 
 def _add_returned(
-    returning: tuple[Step, transport.Message] | None, totals: tuple[Sum, Sum], wanted: Sequence[bool]
+    returning: tuple[Step, transport.Message] | None, totals: tuple[Total, Total], wanted: Sequence[bool]
 ) -> None:
     if returning is None:
         return

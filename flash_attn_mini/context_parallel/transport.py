@@ -107,7 +107,7 @@ class Message:
 
 def connect(group: Any, device: torch.device) -> None:
     """Set up NCCL for a group. Point-to-point calls, which not every rank makes, must not be its first."""
-    if device.type != "cuda":
+    if device.type != "cuda" or size_of(group) == 1:
         return
     devices = _connected.setdefault(group, set())
     if device not in devices:
