@@ -16,7 +16,7 @@ from benchmarks.methods import BACKWARD_WORK
 
 BYTES = 2  # of an element of q, k, v, and of gradients on their way
 HALF_RING = 0.75  # of a rank's keys that a causal ring sends, on average
-MERGE_BYTES = 10  # per element: a float32 sum is read and written, a 16-bit part is read
+MERGE_BYTES = 6  # per element of a step: a 16-bit part is read, a float32 sum is read and written every second step
 COPIES = 4  # reads and writes of an element in the packing and reordering of ulysses
 GROUPS = 4  # of heads in ulysses
 NODE = 8  # GPUs with NVLink between them
