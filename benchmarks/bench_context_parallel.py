@@ -177,9 +177,9 @@ def measure(point: Point, group: Any, rounds: int) -> dict[str, Any]:
             try:
                 with pytorch_step(kernel, point, total) as step:
                     times[name].append(time_step(step, repetitions))
-            except (RuntimeError, NotImplementedError, ValueError, AssertionError) as error:  # the same on every rank
+            except Exception as error:  # whatever an experimental function raises, the same on every rank
                 if rank == 0:
-                    print(f"{name} cannot run: {str(error).splitlines()[:1]}", file=sys.stderr)
+                    print(f"{name} cannot run: {(str(error).splitlines() or [repr(error)])[0]}", file=sys.stderr)
     median = {name: statistics.median(values) for name, values in times.items() if values}
     flops = 4.0 * visible_pairs(point, lengths) * point.nheads * HEADDIM * (1.0 + BACKWARD_WORK)
     return {
