@@ -191,7 +191,7 @@ def measure(point: Point, group: Any, rounds: int) -> dict[str, Any]:
         "gpus": size,
         "ms": {name: round(value, 4) for name, value in median.items()},
         "tflops": {
-            name: round(flops / value * 1e-9 / (1 if name == ONE_GPU else size), 1) for name, value in median.items()
+            name: round(flops / value * 1e-9 / (1 if name == ONE_GPU else size), 4) for name, value in median.items()
         },
         "share": {
             name: round(median[ONE_GPU] / (size * value), 4) for name, value in median.items() if name != ONE_GPU

@@ -106,6 +106,17 @@ def merge_with_gradient(group: Any, x: Tensor, weights: list[Tensor]) -> tuple[T
     return merged.detach(), shards.merge(gradient, -2)
 
 
+def compiled_split_and_merge(group: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    """A compiled function that splits and merges, and its gradient."""
+    shards = zigzag_shards(x.shape[1], group)
+    x = x.clone().requires_grad_()
+    function = torch.compile(lambda x: shards.merge(shards.split(x.sin(), 1).exp(), 1).cos(), backend="eager")
+    merged = function(x)
+    (gradient,) = torch.autograd.grad(merged.sum() / shards.size, x)
+    dist.all_reduce(gradient, group=group)
+    return merged.detach(), gradient
+
+
 def partly_wanted(group: Any, tensors: tuple[Tensor, ...], strategy: str) -> list[Tensor | None]:
     """Gradients where only v requires one, and only the log-sum-exp of q, k in a second call."""
     shards = zigzag_shards(tensors[0].shape[1], group)
@@ -153,6 +164,16 @@ def dense_call_with_packed_shards(group: Any) -> None:
     shards = packed_shards([0, 20, 30], group)
     q = torch.randn(1, shards.tokens[shards.rank], 2, 8)
     cp_flash_attn_func(q, q, q, shards)
+
+
+class Subclass(Tensor):
+    """A tensor of another type, as a DTensor is."""
+
+
+def call_with_a_subclass(group: Any) -> None:
+    shards = zigzag_shards(8, group)
+    q = torch.randn(1, shards.tokens[shards.rank], 2, 8)
+    cp_flash_attn_func(q.as_subclass(Subclass), q, q, shards)
 
 
 def double_backward(group: Any) -> None:

@@ -165,6 +165,15 @@ def test_merge_inverts_split_and_sums_gradients(ranks: Ranks, draw: torch.Genera
             torch.testing.assert_close(gradient, sum(w.float() for w in weights).to(dtype))
 
 
+def test_split_and_merge_in_a_compiled_function(ranks: Ranks, draw: torch.Generator) -> None:
+    x = torch.randn(2, 11, 3, generator=draw, requires_grad=True)
+    expected = x.sin().exp().cos()
+    (expected_gradient,) = torch.autograd.grad(expected.sum(), x)
+    for merged, gradient in ranks.run(TWO, calls.compiled_split_and_merge, x.detach()):
+        torch.testing.assert_close(merged, expected.detach())
+        torch.testing.assert_close(gradient, expected_gradient)
+
+
 # ---- inside a model -------------------------------------------------------------------------------------------------
 
 
@@ -255,6 +264,7 @@ def test_the_check_passes_equal_calls(ranks: Ranks) -> None:
     [
         (calls.dense_call_with_packed_shards, (), "ValueError", "2 packed documents; allowed: those of zigzag_shards"),
         (calls.varlen_call_with, ({"alibi_slopes": torch.rand(3, 2)},), "ValueError", "with 2 documents"),
+        (calls.call_with_a_subclass, (), "TypeError", "q is a Subclass; allowed: a plain torch.Tensor"),
         (calls.double_backward, (), "NotImplementedError", "create_graph=True"),
     ],
 )

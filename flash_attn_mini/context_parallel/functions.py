@@ -228,6 +228,12 @@ def _checked(
     """Check every argument on this rank."""
     if strategy not in STRATEGIES:
         raise ValueError(f"flash_attn_mini: strategy is {strategy!r}; allowed: {', '.join(STRATEGIES)}")
+    for tensor_name, x in (("q", q), ("k", k), ("v", v)):
+        if isinstance(x, torch.Tensor) and type(x) not in (torch.Tensor, torch.nn.Parameter):
+            raise TypeError(
+                f"flash_attn_mini: {tensor_name} is a {type(x).__name__}; allowed: a plain torch.Tensor with the local "
+                "rows (of a DTensor: to_local())"
+            )
     options = checked_options(q, k, v, 0.0, **arguments._asdict(), backend=backend)
     options = options._replace(backend=select_backend(q.device, options.backend).name, return_softmax=False)
     slopes = options.alibi_slopes

@@ -101,6 +101,11 @@ class Shards:
         Raises:
             ValueError: If ``x`` has another number of tokens.
         """
+        run = torch.compiler.disable(self._merge) if torch.compiler.is_compiling() else self._merge
+        merged: torch.Tensor = run(x, dim)
+        return merged
+
+    def _merge(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         dim = self._checked_dim(x, dim, self.tokens[self.rank], "the tokens of this rank")
         merged: torch.Tensor = _Merge.apply(self, x.movedim(dim, 0))
         return merged.movedim(0, dim)
