@@ -33,7 +33,6 @@ def forward(
     for step in plan.steps:
         k_arrived, v_arrived = keys.next()
         kernels.forward(attention, step.arriving.calls, q, k_arrived, v_arrived, partial)
-    keys.finish()
     return partial.result_with_lse(q.dtype)
 
 
@@ -66,7 +65,6 @@ def backward(
         message = _return_gradients(attention, step, k, (dk_step, dv_step), wanted)
         _add_returned(returning, (dk, dv), wanted)
         returning = step, message
-    keys.finish()
     run(plan.own_after, k, v, dk, dv)
     _add_returned(returning, (dk, dv), wanted)
     results = [
@@ -91,7 +89,7 @@ class _Keys:
         step = self._steps.pop(0)
         group = self._attention.shards.group
         sent = [rows_of(x, step.leaving.keys) for x in (self._k, self._v)] if step.leaving.keys else []
-        received = [_new_rows(x, step.arriving.rows) for x in (self._k, self._v)]
+        received = [_new_rows(x, step.arriving.rows, x.dtype) for x in (self._k, self._v)]
         what = f"step {step.number}, K and V to rank {step.sink} and from rank {step.source}"
         where = self._attention.where(NAME, self._direction, what)
         return transport.exchange(step.sink, sent, step.source, received, group, where)
@@ -103,11 +101,6 @@ class _Keys:
         self._message = self._start()
         return arrived
 
-    def finish(self) -> None:
-        """Drop the local tensors."""
-        assert self._message is None
-        del self._k, self._v
-
 
 def rows_of(x: torch.Tensor, intervals: list[Interval]) -> torch.Tensor:
     """Rows of a tensor as one contiguous tensor."""
@@ -116,10 +109,10 @@ def rows_of(x: torch.Tensor, intervals: list[Interval]) -> torch.Tensor:
     return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, rows_dim)
 
 
-def _new_rows(x: torch.Tensor, rows: int) -> torch.Tensor:
+def _new_rows(x: torch.Tensor, rows: int, dtype: torch.dtype) -> torch.Tensor:
     shape = list(x.shape)
     shape[x.ndim - 3] = rows
-    return x.new_empty(shape)
+    return x.new_empty(shape, dtype=dtype)
 
 
 def _dtype_of_gradients(block: blocks.Block, k: torch.Tensor) -> torch.dtype:
@@ -135,7 +128,7 @@ def _return_gradients(
         if is_wanted:
             if step.arriving.keys:
                 sent.append(total.result(_dtype_of_gradients(step.arriving, k)))
-            received.append(_new_rows(k, step.leaving.rows).to(_dtype_of_gradients(step.leaving, k)))
+            received.append(_new_rows(k, step.leaving.rows, _dtype_of_gradients(step.leaving, k)))
     what = f"step {step.number}, dK and dV to rank {step.source} and from rank {step.sink}"
     where = attention.where(NAME, "backward", what)
     return transport.exchange(step.source, sent, step.sink, received, attention.shards.group, where)
