@@ -250,6 +250,18 @@ def test_a_window_reaches_its_neighbours_alone() -> None:
     assert len(blocks.plan(shards, Mask(left, 0, False), False).steps) <= 2
 
 
+@pytest.mark.parametrize("mask", [CAUSAL, FULL, Mask(40, 0, False), CAUSAL._replace(alibi=True)])
+@pytest.mark.parametrize("lengths", [256, (200, 56, 300)])
+def test_work_on_own_keys_hides_the_first_and_the_last_messages(mask: Mask, lengths: Lengths) -> None:
+    for rank in range(4):
+        with rank_of(4, rank):
+            shards = shards_of(lengths)
+        plan = blocks.plan(shards, mask, not isinstance(lengths, int))
+        assert plan.steps
+        assert plan.own_before
+        assert plan.own_after
+
+
 def test_packed_documents_take_one_call_a_step(draw: torch.Generator) -> None:
     lengths = tuple(torch.randint(50, 3000, (12,), generator=draw).tolist())
     with rank_of(4):

@@ -181,17 +181,21 @@ def in_two_parts(calls: list[Call], mask: Mask) -> tuple[list[Call], list[Call]]
     """The same work in two lists: several calls divided, a single one with each rectangle cut in the middle."""
     if len(calls) != 1:
         return calls[: len(calls) // 2], calls[len(calls) // 2 :]
-    is_causal = calls[0].rectangles[0].kind == (-1, 0, 1, 0)
-    if mask.alibi or not (is_causal or calls[0].rectangles[0].kind == (-1, -1, 1, 0)):
-        return calls, []
     upper, lower = [], []
-    for rectangle in calls[0].rectangles:
-        rows = rectangle.q_rows // 2
-        hidden = rectangle.q_rows - rows if is_causal else 0  # the last keys, which the upper rows do not see
-        if rows > 0 and hidden < rectangle.k_rows:
-            upper.append(rectangle._replace(q_rows=rows, k_rows=rectangle.k_rows - hidden))
-        lower.append(rectangle._replace(q_row=rectangle.q_row + rows, q_rows=rectangle.q_rows - rows))
-    return [Call(upper)] if upper else [], [Call(lower)]
+    for whole in calls[0].rectangles:
+        rows = whole.q_rows // 2
+        rest = whole._replace(q_row=whole.q_row + rows, q_rows=whole.q_rows - rows)
+        if whole.right == 0 and whole.q_rows == whole.k_rows:  # query i sees keys i - left to i
+            upper.append(whole._replace(q_rows=rows, k_rows=rows))
+            hidden = max(0, rows - whole.left) if whole.left >= 0 else 0
+            lower.append(rest._replace(k_row=whole.k_row + hidden, k_rows=whole.k_rows - hidden))
+        elif whole.kind == (-1, -1, 1, 0) and not mask.alibi:
+            upper.append(whole._replace(q_rows=rows))
+            lower.append(rest)
+        else:
+            upper.append(whole)
+    upper = [part for part in upper if part.q_rows > 0]
+    return [Call(part) for part in (upper,) if part], [Call(part) for part in (lower,) if part]
 
 
 def plan_of_gathered(shards: Shards, mask: Mask, is_packed: bool) -> list[Call]:

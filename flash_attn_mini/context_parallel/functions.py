@@ -21,8 +21,8 @@ from .shards import Shards
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 STRATEGIES = ("auto", ring.NAME, all_gather.NAME, ulysses.NAME)
-# The ring's messages hide behind work, of Ulysses' messages the first and the last do not: Ulysses has to send this
-# much less.
+# `auto` takes ulysses where it sends less than this share of what the ring sends: the ring's messages hide behind work,
+# the first and the last ones of ulysses do not. Not tuned.
 ULYSSES_SHARE = 0.5
 
 
@@ -60,10 +60,9 @@ def cp_flash_attn_func(
     equal those of `flash_attn_func` on the merged tensors, within the same allowed error. Every rank has to make the
     same calls in the same order, the backward included.
 
-    Differentiable once in q, k and v, through out and through softmax_lse; with create_graph=True the backward
-    raises NotImplementedError. Under torch.compile the call is a graph
-    break. There is no dropout: the mask of dropout is a function of a row's place in one call, so it would depend on
-    the number of ranks and on the strategy.
+    Differentiable once in q, k and v, through out and through softmax_lse; with create_graph=True the backward raises
+    NotImplementedError. Under torch.compile the call is a graph break. There is no dropout: the mask of dropout is a
+    function of a row's place in one call, so it would depend on the number of ranks and on the strategy.
 
     Args:
         q: Local queries, ``[batch, tokens_local, nheads, headdim]``; dtypes, head dims and heads as in
