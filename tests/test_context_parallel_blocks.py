@@ -216,6 +216,27 @@ def test_calls_show_each_visible_pair_once(lengths: Lengths, size: int, alibi: b
             shards.plans.clear()
 
 
+@pytest.mark.parametrize("size", [3, 4, 8])
+def test_all_ranks_take_the_same_steps(size: int, seed: int) -> None:
+    """Messages of different steps start in one order everywhere, so that no two ranks wait for each other for ever."""
+    choice = random.Random(seed)
+    for _ in range(30):
+        lengths = tuple(choice.randrange(60) for _ in range(choice.randrange(1, 9)))
+        mask = Mask(choice.choice([0, 3, 20, FAR]), choice.choice([0, 0, 7, FAR]), False)
+        numbers = []
+        needed = set()
+        for rank in range(size):
+            with rank_of(size, rank):
+                shards = shards_of(lengths)
+            steps = blocks.plan(shards, mask, True).steps
+            numbers.append([step.number for step in steps])
+            needed |= {step.number for step in steps if step.arriving.keys or step.leaving.keys}
+            for source in range(size):
+                if source != rank and blocks.block(shards, rank, source, mask, True).keys:
+                    needed.add((rank - source) % size)
+        assert all(x == sorted(needed) for x in numbers), f"{lengths}, {mask}: {numbers}, needed {needed}"
+
+
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_a_causal_ring_works_on_half_blocks_in_one_call_a_step(size: int) -> None:
     tokens = 64

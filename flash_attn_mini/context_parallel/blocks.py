@@ -145,7 +145,7 @@ class Plan(NamedTuple):
         own: With its own keys.
         own_before, own_after: The same in two parts, for the backward: the first hides the arrival of the first keys,
             the second the return of the last gradients.
-        steps: The steps of the ring in which keys travel.
+        steps: The steps of the ring, the same numbers on every rank.
     """
 
     own: list[Call]
@@ -160,21 +160,40 @@ def plan(shards: Shards, mask: Mask, is_packed: bool) -> Plan:
     if key not in shards.plans:
         rank, size = shards.rank, shards.size
         steps = []
-        for number in range(1, size):
+        for number in steps_of_all_ranks(shards, mask):
             source, sink = (rank - number) % size, (rank + number) % size
-            step = Step(
-                number,
-                source,
-                sink,
-                block(shards, rank, source, mask, is_packed),
-                block(shards, sink, rank, mask, is_packed),
-            )
-            if step.arriving.keys or step.leaving.keys:
-                steps.append(step)
+            arriving = block(shards, rank, source, mask, is_packed)
+            leaving = block(shards, sink, rank, mask, is_packed)
+            steps.append(Step(number, source, sink, arriving, leaving))
         own = block(shards, rank, rank, mask, is_packed).calls
         shards.plans[key] = Plan(own, *(in_two_parts(own, mask) if steps else (own, [])), steps)
     result: Plan = shards.plans[key]
     return result
+
+
+def steps_of_all_ranks(shards: Shards, mask: Mask) -> list[int]:
+    """The steps in which keys travel between any two ranks.
+
+    Every rank takes all of them, also those in which it neither sends nor receives: messages of different steps start
+    in one order on all ranks, because messages that wait for each other in different orders would wait for ever.
+    """
+    of_document: dict[int, list[tuple[int, int, int]]] = {}
+    for owner, runs in enumerate(shards.runs):
+        for run in runs:
+            of_document.setdefault(run.document, []).append((run.start, run.stop, owner))
+    steps: set[int] = set()
+    for runs_of_document in of_document.values():
+        runs_of_document.sort()
+        for i, (_, stop, owner) in enumerate(runs_of_document):
+            for start, _, later_owner in runs_of_document[i + 1 :]:
+                distance = start - (stop - 1)  # the smallest between the two runs
+                if distance > max(mask.left, mask.right) or len(steps) == shards.size - 1:
+                    break
+                if distance <= mask.left and owner != later_owner:
+                    steps.add((later_owner - owner) % shards.size)
+                if distance <= mask.right and owner != later_owner:
+                    steps.add((owner - later_owner) % shards.size)
+    return sorted(steps)
 
 
 def in_two_parts(calls: list[Call], mask: Mask) -> tuple[list[Call], list[Call]]:

@@ -80,7 +80,7 @@ class _Keys:
         self, attention: Attention, steps: list[Step], k: torch.Tensor, v: torch.Tensor, direction: str
     ) -> None:
         self._attention, self._steps, self._k, self._v, self._direction = attention, list(steps), k, v, direction
-        transport.connect(attention.shards.group, k.device)  # also where this rank has no steps
+        transport.connect(attention.shards.group, k.device)
         self._message = self._start()
 
     def _start(self) -> transport.Message | None:
