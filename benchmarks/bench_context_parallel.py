@@ -38,7 +38,9 @@ from flash_attn_mini import (
     packed_shards,
     zigzag_shards,
 )
-from flash_attn_mini.context_parallel import Shards
+from flash_attn_mini.context_parallel import Shards, functions
+from flash_attn_mini.context_parallel.kernels import Attention
+from flash_attn_mini.options import Options
 
 HEADDIM = 128
 STRATEGIES = ("ring", "ulysses", "all_gather")
@@ -164,8 +166,12 @@ def measure(point: Point, group: Any, rounds: int) -> dict[str, Any]:
     size, rank = dist.get_world_size(), dist.get_rank()
     total = point.tokens * size
     lengths = documents_of(total) if point.kind == "documents" else [total]
-    shards = packed_shards([0, *torch.tensor(lengths).cumsum(0).tolist()], group) if len(lengths) > 1 else None
-    steps = contenders_of(point, lengths, shards or zigzag_shards(total, group))
+    is_packed = point.kind == "documents"
+    starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    shards = packed_shards(starts, group) if is_packed else zigzag_shards(total, group)
+    options = Options(0.0, 1.0, True, point.window or -1, 0, 0.0, None)
+    choice = functions.choose_strategy(Attention("", shards, options, is_packed), point.nheads, point.nheads_k)
+    steps = contenders_of(point, lengths, shards)
     times: dict[str, list[float]] = {name: [] for name in steps}
     rivals = PYTORCH if point.kind == "causal" else {}
     times |= {name: [] for name in rivals}
@@ -189,6 +195,7 @@ def measure(point: Point, group: Any, rounds: int) -> dict[str, Any]:
         "nheads_k": point.nheads_k,
         "headdim": HEADDIM,
         "gpus": size,
+        "auto": choice.strategy,
         "ms": {name: round(value, 4) for name, value in median.items()},
         "tflops": {
             name: round(flops / value * 1e-9 / (1 if name == ONE_GPU else size), 4) for name, value in median.items()

@@ -304,13 +304,13 @@ def context_parallel_tables(data: Rows) -> list[str]:
             for name in names
         ]
         model = ", ".join(f"{name} {share:.2f}" for name, share in row["predicted"].items())
-        body.append([row["kind"], f"{row['tokens']:,}", heads, *cells, model or "–"])
+        body.append([row["kind"], f"{row['tokens']:,}", heads, *cells, row["auto"], model or "–"])
     rates = ", ".join(f"{rate:.0f} GB/s at {size} MiB" for size, rate in data[0]["message_gbps"].items())
     caption = (
         f"TFLOP/s of each of {data[0]['gpus']} GPUs, and (relative to one GPU on the whole sequence), forward and "
         f"backward, head dim {data[0]['headdim']}:"
     )
-    table = markdown_table(["mask", "tokens a GPU", "heads", *names, "the model"], body)
+    table = markdown_table(["mask", "tokens a GPU", "heads", *names, "auto takes", "the model"], body)
     return [f"{caption}\n\n{table}\n\nMessages from each GPU to the next one: {rates}."]
 
 

@@ -98,6 +98,6 @@ class Ranks:
             with contextlib.suppress(OSError):
                 connection.send(None)
         for process in self._processes:
-            process.join(5.0)
+            process.join(1.0)
             if process.is_alive():
                 process.kill()

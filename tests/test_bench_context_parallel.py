@@ -44,6 +44,7 @@ def test_the_table_shows_rates_shares_and_the_model(tmp_path: Path) -> None:
         "nheads_k": 16,
         "headdim": 128,
         "gpus": 2,
+        "auto": "ring",
         "tflops": {bench.ONE_GPU: 400.0, "ring": 360.0},
         "share": {"ring": 0.9},
         "message_gbps": {"8": 40.0, "64": 150.0},
