@@ -286,10 +286,13 @@ def test_cases_have_names_of_their_own() -> None:
     assert {len(case.members) for case in CASES} == {1, 2, 3, 4}
 
 
-# The last test: it ends a process.
-def test_a_rank_that_dies_ends_the_others_with_a_message_that_names_the_call(ranks: Ranks) -> None:
-    results = ranks.attempt(FOUR, calls.end_in_the_middle)
-    assert not any(done for done, _ in results)
-    for _, (name, text, _) in results[:3]:
-        assert name == "RuntimeError"
-        assert "cp_flash_attn_func, strategy ring, forward: step" in text
+def test_a_rank_that_dies_ends_the_others_with_a_message_that_names_the_call(tmp_path: Path) -> None:
+    own = Ranks([TWO], tmp_path)
+    try:
+        (done, (name, text, _)), (last_done, _) = own.attempt(TWO, calls.end_in_the_middle)
+    finally:
+        own.close()
+    assert not done
+    assert not last_done
+    assert name == "RuntimeError"
+    assert "cp_flash_attn_func, strategy ring, forward: step 1, K and V to rank 1 and from rank 1" in text
