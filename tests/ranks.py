@@ -57,7 +57,10 @@ class Ranks:
     """Processes and the groups that they can form."""
 
     def __init__(self, groups: Sequence[tuple[int, ...]], folder: Path, backend: str = "gloo") -> None:
-        context = mp.get_context("spawn")
+        # The fork server imports once for all processes; CUDA does not survive a fork.
+        context = mp.get_context("spawn" if backend == "nccl" else "forkserver")
+        if backend != "nccl":
+            context.set_forkserver_preload(["tests.context_parallel_calls"])
         size = 1 + max(rank for members in groups for rank in members)
         self._connections: list[Connection] = []
         self._processes = []
