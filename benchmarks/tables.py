@@ -336,6 +336,29 @@ def grid_tables(data: Rows) -> list[str]:
     return tables
 
 
+def context_parallel_tables(data: Rows) -> list[str]:
+    """Mask, tokens and heads down, contenders across: TFLOP/s of each GPU, and relative to one GPU alone."""
+    names = list(dict.fromkeys(name for row in data for name in row["tflops"]))
+    body = []
+    for row in data:
+        heads = f"{row['nheads']}" if row["nheads"] == row["nheads_k"] else f"{row['nheads']} on {row['nheads_k']}"
+        cells = [
+            f"{row['tflops'][name]:.0f}" + (f" ({row['share'][name]:.2f})" if name in row["share"] else "")
+            if name in row["tflops"]
+            else "–"
+            for name in names
+        ]
+        model = ", ".join(f"{name} {share:.2f}" for name, share in row["predicted"].items())
+        body.append([row["kind"], f"{row['tokens']:,}", heads, *cells, row["auto"], model or "–"])
+    rates = ", ".join(f"{rate:.0f} GB/s at {size} MiB" for size, rate in data[0]["message_gbps"].items())
+    caption = (
+        f"TFLOP/s of each of {data[0]['gpus']} GPUs, and (relative to one GPU on the whole sequence), forward and "
+        f"backward, head dim {data[0]['headdim']}:"
+    )
+    table = markdown_table(["mask", "tokens a GPU", "heads", *names, "auto takes", "the model"], body)
+    return [f"{caption}\n\n{table}\n\nMessages from each GPU to the next one: {rates}."]
+
+
 VIEWS: dict[str, Callable[[Rows], list[str]]] = {
     "bench_speed": speed_tables,
     "bench_overhead": overhead_tables,
@@ -347,6 +370,7 @@ VIEWS: dict[str, Callable[[Rows], list[str]]] = {
     "bench_kvcache": kvcache_tables,
     "learn_grid": grid_tables,
     "learn_ladder": ladder_tables,
+    "bench_context_parallel": context_parallel_tables,
     "accuracy": accuracy_tables,
     "kernel_resources": resource_tables,
     "sanitize": sanitize_tables,

@@ -4,6 +4,9 @@
 makes two runs diverge. Further SDPA runs measure this, with other kernels and each batch in reverse order.
 flash_attn_mini may differ from SDPA by FACTOR times as much as SDPA differs from itself. The text is the manual inside
 CPython (pydoc_data.topics, 460 kB of English); --text takes another.
+
+`torchrun --nproc-per-node 2 -m examples.train_char_gpt --context-parallel`: the run of flash_attn_mini spreads each
+sequence over the processes (docs/context_parallel.md). Its losses have to be those of one process.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import copy
 import importlib
 import json
 import math
+import os
 import statistics
 import sys
 import time
@@ -33,12 +37,14 @@ except ImportError as error:
     raise SystemExit(f"examples.train_char_gpt: {error}. {INSTALL}") from None
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flash_attn_mini
-from flash_attn_mini import flash_attn_func
+from flash_attn_mini import cp_flash_attn_func, flash_attn_func, zigzag_shards
+from flash_attn_mini.context_parallel import Shards
 
 DEFAULT_OUT = Path(__file__).resolve().parent.parent / "build" / "train_char_gpt"
 FILES = ("losses.json", "losses.png")
@@ -85,6 +91,10 @@ SIZES = {
 
 def attend_with_flash_attn_mini(backend: str) -> Attention:
     return lambda q, k, v: flash_attn_func(q, k, v, causal=True, backend=backend)
+
+
+def attend_with_context_parallel(backend: str, shards: Shards) -> Attention:
+    return lambda q, k, v: cp_flash_attn_func(q, k, v, shards, causal=True, backend=backend)
 
 
 def attend_with_sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -145,9 +155,10 @@ class GPT(nn.Module):
         rotation = torch.stack((angles.cos(), angles.sin()))[:, :, None]  # [2, context, 1, headdim / 2]
         self.register_buffer("rotation", rotation, persistent=False)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """`positions` of the tokens in the sequence; by default they are its first ones."""
         x = self.embedding(tokens)
-        rotation = self.rotation[:, : tokens.shape[1]]
+        rotation = self.rotation[:, : tokens.shape[1]] if positions is None else self.rotation[:, positions]
         for block in self.blocks:
             x = block(x, rotation)
         return self.head(self.norm(x))
@@ -160,11 +171,19 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
-def loss_of(model: nn.Module, sequences: Tensor) -> Tensor:
-    """Mean cross entropy, in nats, of each character of `[batch, 1 + seqlen]` given those before it."""
+def loss_of(model: nn.Module, sequences: Tensor, shards: Shards | None = None) -> Tensor:
+    """Mean cross entropy, in nats, of each character of `[batch, 1 + seqlen]` given those before it.
+
+    With shards: this process's part of it. The sum over the processes is the mean over all characters.
+    """
+    inputs, targets = sequences[:, :-1], sequences[:, 1:]
+    characters, positions = targets.numel(), None
+    if shards is not None:
+        inputs, targets = shards.split(inputs, 1), shards.split(targets, 1)
+        positions = shards.positions.to(sequences.device)
     with torch.autocast(sequences.device.type, torch.bfloat16, enabled=sequences.device.type == "cuda"):
-        logits = model(sequences[:, :-1])
-    return F.cross_entropy(logits.flatten(0, 1).float(), sequences[:, 1:].flatten())
+        logits = model(inputs) if positions is None else model(inputs, positions)
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum") / characters
 
 
 @dataclass
@@ -174,6 +193,7 @@ class Run:
     model: GPT
     size: Size
     reverse: bool = False  # the sequences of each batch
+    shards: Shards | None = None  # who has which characters of a sequence, where it is spread over processes
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     validation: float = math.nan
@@ -190,9 +210,13 @@ class Run:
         if self.reverse:
             sequences = sequences.flip(0)
         start = time.perf_counter()
-        loss = loss_of(self.model, sequences)
+        loss = loss_of(self.model, sequences, self.shards)
         self.optimizer.zero_grad()
         loss.backward()
+        loss = loss.detach()
+        if self.shards is not None:
+            for x in (loss, *(p.grad for p in self.model.parameters() if p.grad is not None)):
+                dist.all_reduce(x, group=self.shards.group)
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.schedule.step()
@@ -201,7 +225,10 @@ class Run:
 
     @torch.no_grad()
     def validate(self, batches: Sequence[Tensor]) -> None:
-        self.validation = statistics.fmean(loss_of(self.model, batch).item() for batch in batches)
+        losses = torch.stack([loss_of(self.model, batch, self.shards) for batch in batches])
+        if self.shards is not None:
+            dist.all_reduce(losses, group=self.shards.group)
+        self.validation = losses.mean().item()
 
 
 class Text:
@@ -227,18 +254,22 @@ def read_text(path: Path | None) -> str:
     return "\n\n".join(topics[name] for name in sorted(topics))
 
 
-def make_runs(text: Text, size: Size, device: torch.device, backend: str, seed: int) -> dict[str, Run]:
-    """All runs, with equal weights."""
+def make_runs(
+    text: Text, size: Size, device: torch.device, backend: str, seed: int, shards: Shards | None = None
+) -> dict[str, Run]:
+    """All runs, with equal weights. With shards, the sequences of the run OURS are spread over processes."""
     torch.manual_seed(seed)
     model = GPT(len(text.alphabet), size, attend_with_sdpa).to(device)
     runs = {}
-    attentions = {OURS: (attend_with_flash_attn_mini(backend), False), SDPA: (attend_with_sdpa, False)}
+    ours = attend_with_flash_attn_mini(backend) if shards is None else attend_with_context_parallel(backend, shards)
+    attentions = {OURS: (ours, False), SDPA: (attend_with_sdpa, False)}
     noises = NOISES[device.type].items()
     attentions |= {name: (attend_with_kernel(kernel), reverse) for name, (kernel, reverse) in noises}
     for name, (attend, reverse) in attentions.items():
         runs[name] = Run(copy.deepcopy(model), size, reverse)
         for block in runs[name].model.blocks:
             block.attend = attend
+    runs[OURS].shards = shards
     return runs
 
 
@@ -246,7 +277,8 @@ def train(runs: dict[str, Run], text: Text, size: Size, device: torch.device, se
     """Train all runs on the same batches, one step of each after the other: timings share the machine's load."""
     generator = torch.Generator().manual_seed(seed)
     order = list(runs.values())
-    bar = tqdm(range(size.steps), desc="training", unit="step", disable=None)
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    bar = tqdm(range(size.steps), desc="training", unit="step", disable=None if is_first else True)
     for step in bar:
         sequences = text.draw(text.training, size, generator, device)
         for run in order:
@@ -406,6 +438,17 @@ def check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> tup
     return device, arguments.backend or backends[0], content
 
 
+def join_processes(parser: argparse.ArgumentParser, device: torch.device) -> None:
+    """Join the group of torchrun's processes, each with a GPU of its own; or an error message and exit status 2."""
+    if dist.is_initialized():
+        return
+    if "RANK" not in os.environ:
+        parser.error("--context-parallel: start it with torchrun, such as torchrun --nproc-per-node 2 -m ...")
+    if device.type == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+
+
 def check_out(parser: argparse.ArgumentParser, out: Path) -> None:
     """An error message and exit status 2 for a folder that cannot take the files."""
     for path in (out / name for name in FILES):
@@ -419,17 +462,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns 0 when the loss curves agree, 1 when they do not."""
     parser = parser_for("examples.train_char_gpt", __doc__, {name: size.steps for name, size in SIZES.items()})
     parser.add_argument("--out", type=Path, help="a folder for losses.json and losses.png, which must not exist in it")
+    parser.add_argument("--context-parallel", action="store_true", help="spread sequences over torchrun's processes")
     arguments = parser.parse_args(argv)
     if arguments.out is not None:
         check_out(parser, arguments.out)
     device, backend, content = check(parser, arguments)
+    if arguments.context_parallel:
+        join_processes(parser, device)
     size = SIZES[device.type]
     if arguments.steps is not None:
         size = replace(size, steps=arguments.steps)
     text = Text(content)
     out = arguments.out or DEFAULT_OUT
 
-    runs = make_runs(text, size, device, backend, arguments.seed)
+    shards = zigzag_shards(size.context, None) if arguments.context_parallel else None
+    is_first = shards is None or shards.rank == 0
+    runs = make_runs(text, size, device, backend, arguments.seed, shards)
     parameters = sum(parameter.numel() for parameter in runs[SDPA].model.parameters())
     dtype = "bfloat16 autocast" if device.type == "cuda" else f"float32, threads: {torch.get_num_threads()}"
     machine = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
@@ -438,13 +486,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{size.width // size.heads}, {size.batch} × {size.context} characters a step\n"
         f"{machine}, {dtype}, backend {backend}, seed {arguments.seed}"
     )
-    print(f"{title}\n{len(content)} characters of text, {len(text.alphabet)} different ones", flush=True)
+    if shards is not None:
+        title += f", each sequence over {shards.size} processes"
+    if is_first:
+        print(f"{title}\n{len(content)} characters of text, {len(text.alphabet)} different ones", flush=True)
     train(runs, text, size, device, arguments.seed)
 
     agreement = compare(*(run.losses for run in runs.values()))
+    if not is_first:
+        return 0 if agreement.passed else 1
     setting = asdict(size) | {"device": machine, "dtype": dtype, "backend": backend, "seed": arguments.seed}
     write_results(out, runs, agreement, setting | {"torch": torch.__version__}, title)
     if agreement.passed:
+        for block in runs[OURS].model.blocks:
+            block.attend = attend_with_flash_attn_mini(backend)
         print(f"\n{sample(runs[OURS].model, text, size, device, arguments.seed, length=300)}\n")
     print_table(runs)
     print(f"\nthe loss curves {agreement}\nwritten: {out / FILES[1]}, {FILES[0]}")
@@ -452,4 +507,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    sys.exit(status)

@@ -2,6 +2,7 @@
 
 from . import vmap as vmap  # registers the kernels that torch.vmap needs
 from .backends import available_backends, use_backend
+from .context_parallel import cp_flash_attn_func, cp_flash_attn_varlen_func, packed_shards, zigzag_shards
 from .flash_attn_interface import (
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -17,6 +18,8 @@ __version__ = "0.1.0"
 __all__ = [
     "__version__",
     "available_backends",
+    "cp_flash_attn_func",
+    "cp_flash_attn_varlen_func",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",
@@ -24,5 +27,7 @@ __all__ = [
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
+    "packed_shards",
     "use_backend",
+    "zigzag_shards",
 ]

@@ -12,6 +12,8 @@ PUBLIC = {
     "backends": 2,  # module: functions with an example
     "bert_padding": 2,
     "compat": 1,
+    "context_parallel.functions": 2,
+    "context_parallel.shards": 1,
     "flash_attn_interface": 1,
     "integrations.transformers": 1,
     "kvcache": 1,

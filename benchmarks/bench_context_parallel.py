@@ -1,0 +1,291 @@
+"""Context parallel, forward and backward: the rate of each GPU relative to one GPU on the same total sequence.
+
+  torchrun --nproc-per-node 2 -m benchmarks.bench_context_parallel
+
+bf16, head dim 128. Contenders: this library's strategies, and PyTorch's experimental `context_parallel` with its
+kernels, where it has the mask. Rounds interleave all contenders, one GPU included; a time is that of the slowest rank.
+Messages alone are timed too, for the model of docs/context_parallel.md. Writes context_parallel_N for N GPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import random
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks import cli, provenance
+from benchmarks.context_parallel_model import Machine, Model
+from benchmarks.methods import BACKWARD_WORK, Budget
+from flash_attn_mini import (
+    cp_flash_attn_func,
+    cp_flash_attn_varlen_func,
+    flash_attn_func,
+    flash_attn_varlen_func,
+    packed_shards,
+    zigzag_shards,
+)
+from flash_attn_mini.context_parallel import Shards, functions
+from flash_attn_mini.context_parallel.kernels import Attention
+from flash_attn_mini.options import Options
+
+HEADDIM = 128
+STRATEGIES = ("ring", "ulysses", "all_gather")
+ONE_GPU = "one GPU"
+PYTORCH = {"PyTorch FLASH": SDPBackend.FLASH_ATTENTION, "PyTorch cuDNN": SDPBackend.CUDNN_ATTENTION}
+SHORTEST, LONGEST = 1024, 32 * 1024  # documents
+MESSAGE_MIB = (8, 64, 256)
+Step = Callable[[], Any]  # a forward and a backward
+
+
+@dataclass(frozen=True)
+class Point:
+    """One row of the table. `tokens` of each GPU; window 0: causal without one."""
+
+    kind: str
+    tokens: int
+    nheads: int
+    nheads_k: int
+    window: int = 0
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"window_size": (self.window, 0)} if self.window else {"causal": True}
+
+
+POINTS = [
+    Point("causal", 8192, 16, 16),
+    Point("causal", 32768, 16, 16),
+    Point("documents", 32768, 16, 16),
+    Point("window of 4,096", 32768, 16, 16, 4096),
+    Point("causal", 8192, 32, 8),
+    Point("causal", 32768, 32, 8),
+]
+
+
+def documents_of(total: int) -> list[int]:
+    """Lengths of documents, the same on every rank."""
+    choice, lengths = random.Random(0), []
+    while sum(lengths) < total:
+        lengths.append(min(choice.randint(SHORTEST, LONGEST), total - sum(lengths)))
+    return lengths
+
+
+def visible_pairs(point: Point, lengths: list[int]) -> int:
+    """Pairs of query and key in all sequences."""
+    window = point.window or max(lengths)
+    return sum(n * (n + 1) // 2 - max(0, n - window - 1) * max(0, n - window) // 2 for n in lengths)
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+
+def step_of(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) -> Step:
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    dout = torch.randn_like(q)
+    return lambda: torch.autograd.grad(attend(*leaves), leaves, dout)
+
+
+def contenders_of(point: Point, lengths: list[int], shards: Shards) -> dict[str, Step]:
+    """The steps of one GPU and of every strategy."""
+    total, is_packed = sum(lengths), point.kind == "documents"
+    before = () if is_packed else (1,)
+
+    def tensors(tokens: int) -> list[Tensor]:
+        return [normal(*before, tokens, heads, HEADDIM) for heads in (point.nheads, point.nheads_k, point.nheads_k)]
+
+    if is_packed:
+        cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).cuda()
+        sequences = (cu_seqlens, cu_seqlens, max(lengths), max(lengths))
+        steps = {
+            ONE_GPU: step_of(lambda q, k, v: flash_attn_varlen_func(q, k, v, *sequences, causal=True), *tensors(total))
+        }
+    else:
+        steps = {ONE_GPU: step_of(lambda q, k, v: flash_attn_func(q, k, v, **point.options), *tensors(total))}
+    function = cp_flash_attn_varlen_func if is_packed else cp_flash_attn_func
+    for strategy in STRATEGIES:
+        if strategy == "ulysses" and point.nheads_k % shards.size != 0:
+            continue
+        local = tensors(shards.tokens[shards.rank])
+        steps[strategy] = step_of(
+            lambda q, k, v, strategy=strategy: function(q, k, v, shards, **point.options, strategy=strategy), *local
+        )
+    return steps
+
+
+@contextlib.contextmanager
+def pytorch_step(kernel: SDPBackend, point: Point, total: int) -> Iterator[Step]:
+    """The step of PyTorch's context_parallel, within which SDPA is patched."""
+    from torch.distributed.tensor.experimental import context_parallel
+
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+    buffers = [normal(1, heads, total, HEADDIM) for heads in (point.nheads, point.nheads_k, point.nheads_k)]
+    settings = {"buffers": buffers, "buffer_seq_dims": [2, 2, 2], "no_restore_buffers": set(buffers)}
+    with sdpa_kernel(kernel), context_parallel(mesh, **settings):  # type: ignore[arg-type]
+        attend = lambda q, k, v: F.scaled_dot_product_attention(  # noqa: E731
+            q, k, v, is_causal=True, enable_gqa=point.nheads != point.nheads_k
+        )
+        yield step_of(attend, *[x.detach() for x in buffers])
+
+
+def slowest(milliseconds: float) -> float:
+    """The largest of all ranks' values."""
+    value = torch.tensor([milliseconds], device="cuda")
+    dist.all_reduce(value, op=dist.ReduceOp.MAX)
+    return value.item()
+
+
+def time_step(step: Step, repetitions: int) -> float:
+    """Milliseconds of a step on the slowest rank, the mean of steps back to back after one that is not counted."""
+    step()
+    dist.all_reduce(torch.zeros(1, device="cuda"))  # all ranks start together
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(repetitions):
+        step()
+    end.record()
+    end.synchronize()
+    return slowest(start.elapsed_time(end) / repetitions)
+
+
+def measure(point: Point, group: Any, rounds: int) -> dict[str, Any]:
+    size, rank = dist.get_world_size(), dist.get_rank()
+    total = point.tokens * size
+    lengths = documents_of(total) if point.kind == "documents" else [total]
+    is_packed = point.kind == "documents"
+    starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    shards = packed_shards(starts, group) if is_packed else zigzag_shards(total, group)
+    options = Options(0.0, 1.0, True, point.window or -1, 0, 0.0, None)
+    choice = functions.choose_strategy(Attention("", shards, options, is_packed), point.nheads, point.nheads_k)
+    steps = contenders_of(point, lengths, shards)
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    rivals = PYTORCH if point.kind == "causal" else {}
+    times |= {name: [] for name in rivals}
+    repetitions = max(1, 65536 // total)
+    for _ in range(rounds):
+        for name, step in steps.items():
+            times[name].append(time_step(step, repetitions))
+        for name, kernel in rivals.items():
+            try:
+                with pytorch_step(kernel, point, total) as step:
+                    times[name].append(time_step(step, repetitions))
+            except Exception as error:  # whatever an experimental function raises, the same on every rank
+                if rank == 0:
+                    print(f"{name} cannot run: {(str(error).splitlines() or [repr(error)])[0]}", file=sys.stderr)
+    median = {name: statistics.median(values) for name, values in times.items() if values}
+    flops = 4.0 * visible_pairs(point, lengths) * point.nheads * HEADDIM * (1.0 + BACKWARD_WORK)
+    return {
+        "kind": point.kind,
+        "tokens": point.tokens,
+        "nheads": point.nheads,
+        "nheads_k": point.nheads_k,
+        "headdim": HEADDIM,
+        "gpus": size,
+        "auto": choice.strategy,
+        "ms": {name: round(value, 4) for name, value in median.items()},
+        "tflops": {
+            name: round(flops / value * 1e-9 / (1 if name == ONE_GPU else size), 4) for name, value in median.items()
+        },
+        "share": {
+            name: round(median[ONE_GPU] / (size * value), 4) for name, value in median.items() if name != ONE_GPU
+        },
+    }
+
+
+def message_rates(group: Any) -> dict[str, float]:
+    """GB/s that each GPU sends to the next one, by MiB of a message."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    rates = {}
+    for mebibytes in MESSAGE_MIB:
+        sent = torch.ones(mebibytes << 20, dtype=torch.uint8, device="cuda")
+        received = torch.empty_like(sent)
+
+        def step(sent: Tensor = sent, received: Tensor = received) -> None:
+            ops = [
+                dist.P2POp(dist.isend, sent, (rank + 1) % size, group),
+                dist.P2POp(dist.irecv, received, (rank - 1) % size, group),
+            ]
+            for work in dist.batch_isend_irecv(ops):
+                work.wait()
+
+        rates[str(mebibytes)] = round((mebibytes << 20) / time_step(step, 10) * 1e-6, 1)
+    return rates
+
+
+def predicted(row: dict[str, Any], rates: dict[str, float]) -> dict[str, float]:
+    """The shares that the model gives for this GPU's rate and messages of about the size of K and V."""
+    if row["kind"] != "causal":
+        return {}
+    mebibytes = row["tokens"] * row["nheads_k"] * HEADDIM * 2 >> 20
+    link = rates[min(rates, key=lambda size: abs(int(size) - mebibytes))] * 1e9
+    machine = Machine(row["tflops"][ONE_GPU] * 1e12, link)
+    shares = Model(machine, row["gpus"], row["tokens"], row["nheads"], row["nheads_k"]).shares()
+    return {name: round(share, 3) for name, share in shares.items()}
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = cli.parser_for(__doc__, seconds=60.0)
+    parser.add_argument("--rounds", type=int, default=3)
+    arguments = parser.parse_args(argv)
+    cli.require_gpu("bench_context_parallel")
+    if "RANK" not in os.environ:
+        raise SystemExit("bench_context_parallel: start it with torchrun --nproc-per-node N")
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    # NCCL's kernels have to start beside kernels that fill the GPU.
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    dist.init_process_group("nccl", timeout=timedelta(seconds=90), pg_options=options)
+    try:
+        run(arguments)
+    finally:
+        dist.destroy_process_group()
+
+
+def run(arguments: argparse.Namespace) -> None:
+    group = dist.group.WORLD
+    budget = Budget(arguments.seconds)
+    rates = message_rates(group)
+    points = POINTS[:1] if arguments.quick else POINTS
+    data = []
+    for point in points:
+        if slowest(-budget.left()) > -5.0:  # the ranks decide together
+            break
+        row = measure(point, group, arguments.rounds)
+        data.append(row | {"message_gbps": rates, "predicted": predicted(row, rates)})
+        torch.cuda.empty_cache()
+    if dist.get_rank() != 0:
+        return
+    size = dist.get_world_size()
+    sources = [
+        *provenance.HOST,
+        *provenance.BACKWARD_SOURCES_OF_BACKEND["cuda"],
+        *provenance.SOURCES_OF_BACKEND["cuda"],
+        "flash_attn_mini/context_parallel/*.py",
+    ]
+    cli.finish(
+        f"context_parallel_{size}",
+        benchmark="bench_context_parallel",
+        title=f"Context parallel on {size} GPUs, forward and backward, bf16, head dim {HEADDIM}",
+        data=data,
+        sources=sources,
+        arguments=arguments,
+        complete=len(data) == len(points),
+        extra={"gpus": str(size)},
+    )
+
+
+if __name__ == "__main__":
+    main()

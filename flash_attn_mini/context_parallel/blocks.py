@@ -1,0 +1,386 @@
+"""Which blocks of (queries of one rank) x (keys of another) there are, and the windows that the kernels take for them.
+
+Between a run of queries and a run of keys, the mask depends on the distance D = query position - key position alone: a
+query sees a key where -right <= D <= left. The kernels know their own distance, aligned at the bottom right,
+x = i + k_rows - q_rows - j = D - E, with E = (end of the queries) - (end of the keys). So a block takes the window
+(left - E, right + E). Both are at least 0 once the rows that see nothing are cut off. docs/context_parallel.md derives
+this, and the blocks of ALiBi.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import torch
+
+from ..options import Sequences
+from .shards import Run, Shards
+
+FAR = 1 << 62  # more than any distance: unbounded
+Interval = tuple[int, int]  # first row, number of rows
+
+
+class Mask(NamedTuple):
+    """What decides which blocks there are.
+
+    Attributes:
+        left: The largest distance D that is visible, FAR for all.
+        right: The largest -D that is visible, FAR for all.
+        alibi: Whether ALiBi is on.
+    """
+
+    left: int
+    right: int
+    alibi: bool
+
+
+class Rectangle(NamedTuple):
+    """Rows of queries and rows of keys of one document, of which the kernel's window shows a part.
+
+    ALiBi adds -slope |D|, the kernel -(sign x slope) |x|. The two differ by -slope x offset, a constant in the block.
+    """
+
+    document: int
+    q_row: int
+    q_rows: int
+    k_row: int
+    k_rows: int
+    left: int  # of the kernel, -1 for unbounded
+    right: int
+    sign: int = 1
+    offset: int = 0
+
+    @property
+    def kind(self) -> tuple[int, ...]:
+        """Rectangles of one kind can be sequences of one call."""
+        return self.left, self.right, self.sign, self.offset
+
+
+@dataclass
+class Call:
+    """One call of the kernels: rectangles of one kind, whose rows ascend and do not overlap."""
+
+    rectangles: list[Rectangle]
+    _sequences: dict[torch.device, tuple[Sequences, torch.Tensor]] = field(default_factory=dict)
+
+    @property
+    def q(self) -> Interval:
+        """The rows from the first query to the last."""
+        first, last = self.rectangles[0], self.rectangles[-1]
+        return first.q_row, last.q_row + last.q_rows - first.q_row
+
+    @property
+    def k(self) -> Interval:
+        """The rows from the first key to the last."""
+        first, last = self.rectangles[0], self.rectangles[-1]
+        return first.k_row, last.k_row + last.k_rows - first.k_row
+
+    def accepts(self, other: Rectangle) -> bool:
+        """Whether a rectangle can be the next sequence of this call."""
+        last = self.rectangles[-1]
+        return (
+            other.kind == last.kind
+            and other.q_row >= last.q_row + last.q_rows
+            and other.k_row >= last.k_row + last.k_rows
+        )
+
+    def sequences(self, device: torch.device) -> tuple[Sequences, torch.Tensor]:
+        """The rectangles as sequences of a varlen call on the rows `q` and `k`, and the document of each sequence.
+
+        Rows between two rectangles become a sequence of queries without keys, and one of keys without queries: the
+        kernels give them results that change nothing.
+        """
+        if device not in self._sequences:
+            lengths_q, lengths_k, documents = [], [], []
+            q_end, k_end = self.rectangles[0].q_row, self.rectangles[0].k_row
+            for rectangle in self.rectangles:
+                gaps = ((rectangle.q_row - q_end, 0), (0, rectangle.k_row - k_end))
+                for q_rows, k_rows in (*gaps, (rectangle.q_rows, rectangle.k_rows)):
+                    if q_rows > 0 or k_rows > 0:
+                        lengths_q.append(q_rows)
+                        lengths_k.append(k_rows)
+                        documents.append(rectangle.document)
+                q_end, k_end = rectangle.q_row + rectangle.q_rows, rectangle.k_row + rectangle.k_rows
+            cu_seqlens = torch.tensor([[0, *lengths_q], [0, *lengths_k]]).cumsum(1).to(torch.int32).to(device)
+            sequences = Sequences(cu_seqlens[0], cu_seqlens[1], max(lengths_q), max(lengths_k))
+            self._sequences[device] = sequences, torch.tensor(documents).to(device)
+        return self._sequences[device]
+
+
+class Block(NamedTuple):
+    """The work of one rank's queries on another rank's keys.
+
+    Attributes:
+        keys: The rows of the keys' owner that are needed; they travel one after the other.
+        calls: The calls, whose key rows count in what has travelled.
+    """
+
+    keys: list[Interval]
+    calls: list[Call]
+
+    @property
+    def rows(self) -> int:
+        """The number of keys that travel."""
+        return sum(rows for _, rows in self.keys)
+
+
+class Step(NamedTuple):
+    """One step of the ring: the keys of ``source`` arrive and are worked on, while own keys go to ``sink``."""
+
+    number: int
+    source: int
+    sink: int
+    arriving: Block
+    leaving: Block  # the sink's work on this rank's keys
+
+
+class Plan(NamedTuple):
+    """A rank's work.
+
+    Attributes:
+        own: With its own keys.
+        own_before, own_after: The same in two parts, for the backward: the first hides the arrival of the first keys,
+            the second the return of the last gradients.
+        steps: The steps of the ring, the same numbers on every rank.
+    """
+
+    own: list[Call]
+    own_before: list[Call]
+    own_after: list[Call]
+    steps: list[Step]
+
+
+def plan(shards: Shards, mask: Mask, is_packed: bool) -> Plan:
+    """The ring of this rank. Computed once for shards and mask."""
+    key = ("ring", mask, is_packed)
+    if key not in shards.plans:
+        rank, size = shards.rank, shards.size
+        steps = []
+        for number in steps_of_all_ranks(shards, mask):
+            source, sink = (rank - number) % size, (rank + number) % size
+            arriving = block(shards, rank, source, mask, is_packed)
+            leaving = block(shards, sink, rank, mask, is_packed)
+            steps.append(Step(number, source, sink, arriving, leaving))
+        own = block(shards, rank, rank, mask, is_packed).calls
+        shards.plans[key] = Plan(own, *(in_two_parts(own, mask) if steps else (own, [])), steps)
+    result: Plan = shards.plans[key]
+    return result
+
+
+def steps_of_all_ranks(shards: Shards, mask: Mask) -> list[int]:
+    """The steps in which keys travel between any two ranks.
+
+    Every rank takes all of them, also those in which it neither sends nor receives: messages of different steps start
+    in one order on all ranks, because messages that wait for each other in different orders would wait for ever.
+    """
+    of_document: dict[int, list[tuple[int, int, int]]] = {}
+    for owner, runs in enumerate(shards.runs):
+        for run in runs:
+            of_document.setdefault(run.document, []).append((run.start, run.stop, owner))
+    steps: set[int] = set()
+    for runs_of_document in of_document.values():
+        runs_of_document.sort()
+        for i, (_, stop, owner) in enumerate(runs_of_document):
+            for start, _, later_owner in runs_of_document[i + 1 :]:
+                distance = start - (stop - 1)  # the smallest between the two runs
+                if distance > max(mask.left, mask.right) or len(steps) == shards.size - 1:
+                    break
+                if distance <= mask.left and owner != later_owner:
+                    steps.add((later_owner - owner) % shards.size)
+                if distance <= mask.right and owner != later_owner:
+                    steps.add((owner - later_owner) % shards.size)
+    return sorted(steps)
+
+
+def in_two_parts(calls: list[Call], mask: Mask) -> tuple[list[Call], list[Call]]:
+    """The same work in two lists: several calls divided, a single one with each rectangle cut in the middle."""
+    if len(calls) != 1:
+        return calls[: len(calls) // 2], calls[len(calls) // 2 :]
+    upper, lower = [], []
+    for whole in calls[0].rectangles:
+        rows = whole.q_rows // 2
+        rest = whole._replace(q_row=whole.q_row + rows, q_rows=whole.q_rows - rows)
+        if whole.right == 0 and whole.q_rows == whole.k_rows:  # query i sees keys i - left to i
+            upper.append(whole._replace(q_rows=rows, k_rows=rows))
+            hidden = max(0, rows - whole.left) if whole.left >= 0 else 0
+            lower.append(rest._replace(k_row=whole.k_row + hidden, k_rows=whole.k_rows - hidden))
+        elif whole.kind == (-1, -1, 1, 0) and not mask.alibi:
+            upper.append(whole._replace(q_rows=rows))
+            lower.append(rest)
+        else:
+            upper.append(whole)
+    upper = [part for part in upper if part.q_rows > 0]
+    return [Call(part) for part in (upper,) if part], [Call(part) for part in (lower,) if part]
+
+
+def plan_of_gathered(shards: Shards, mask: Mask, is_packed: bool) -> list[Call]:
+    """The calls of this rank's queries on the keys of all ranks in global order."""
+    key = ("gathered", mask, is_packed)
+    if key not in shards.plans:
+        lengths = [stop - start for start, stop in pairwise(shards.starts)]
+        documents = [Run(i, 0, length, shards.starts[i]) for i, length in enumerate(lengths)]
+        found = _rectangles(shards.runs[shards.rank], documents, mask)
+        shards.plans[key] = _calls(_joined(found), is_packed)
+    result: list[Call] = shards.plans[key]
+    return result
+
+
+def travelling_keys(shards: Shards, mask: Mask) -> int:
+    """Keys that a rank receives in the ring, on average: those of the two ranks in the middle stand for all."""
+    key = ("travelling", mask)
+    if key not in shards.plans:
+        size = shards.size
+        received = [
+            block(shards, rank, source, mask, True).rows
+            for rank in ((size - 1) // 2, size // 2)
+            for source in range(size)
+            if source != rank
+        ]
+        shards.plans[key] = sum(received) // 2
+    result: int = shards.plans[key]
+    return result
+
+
+def block(shards: Shards, rank: int, source: int, mask: Mask, is_packed: bool) -> Block:
+    """The work of the queries of ``rank`` on the keys of ``source``, which stay where they are if it is its own."""
+    runs = shards.runs[rank]
+    if rank == source and mask.left == FAR and mask.right == 0 and not mask.alibi:
+        # Causal, own keys: the runs of a document, one after the other, are one causal sequence.
+        return Block([], _calls(list(_whole_documents(runs)), is_packed))
+    found = list(_rectangles(runs, shards.runs[source], mask))
+    if rank == source:
+        return Block([], _calls(_joined(found), is_packed))
+    keys = _union([(rectangle.k_row, rectangle.k_rows) for rectangle in found])
+    return Block(keys, _calls(_joined(_renumbered(found, keys)), is_packed))
+
+
+def _whole_documents(runs: list[Run]) -> Iterator[Rectangle]:
+    rows: dict[int, Interval] = {}
+    for run in runs:
+        row, count = rows.get(run.document, (run.row, 0))
+        rows[run.document] = row, count + run.stop - run.start
+    for document, (row, count) in rows.items():
+        yield Rectangle(document, row, count, row, count, -1, 0)
+
+
+def _rectangles(queries: list[Run], keys: list[Run], mask: Mask) -> Iterator[Rectangle]:
+    """The rectangles of all pairs of runs that see each other, in ascending rows of queries."""
+    of_document: dict[int, list[Run]] = {}
+    for run in keys:
+        of_document.setdefault(run.document, []).append(run)
+    for q in queries:
+        for k in of_document.get(q.document, ()):
+            yield from _of_pair(q, k, mask)
+
+
+def _of_pair(q: Run, k: Run, mask: Mask) -> Iterator[Rectangle]:
+    low, high = -mask.right, mask.left  # of the distance D
+    found = _cut(q, k, low, high)
+    if found is None:
+        return
+    end = found.offset
+    if not mask.alibi or end == 0:
+        yield found._replace(offset=0)
+        return
+    # |D| and |x| are linear where neither D nor x = D - E changes its sign: cut the distances at 0 and at E.
+    cuts = [low, *sorted((0, end)), high + 1]
+    for first, after in pairwise(cuts):
+        first, last = max(first, low), min(after - 1, high)
+        part = _cut(q, k, first, last) if first <= last else None
+        if part is not None:
+            is_before = first >= 0  # the keys are before the queries: D >= 0
+            end = part.offset
+            nearest = max(first, (q.start + part.q_row - q.row) - (k.start + part.k_row - k.row + part.k_rows - 1))
+            is_below = nearest >= end  # x >= 0
+            yield part._replace(sign=1 if is_before == is_below else -1, offset=end if is_before else -end)
+
+
+def _cut(q: Run, k: Run, low: int, high: int) -> Rectangle | None:
+    """The rows that see each other at distances ``low`` to ``high``. The offset is E, the difference of the ends."""
+    q_stop = min(q.stop, k.stop + high)
+    k_stop = min(k.stop, q_stop - low)
+    q_start = max(q.start, k.start + low)
+    k_start = max(k.start, q_start - high)
+    if q_start >= q_stop or k_start >= k_stop:
+        return None
+    end = q_stop - k_stop
+    left = high - end if q_stop - 1 - k_start > high else -1
+    right = end - low if q_start - (k_stop - 1) < low else -1
+    return Rectangle(
+        q.document,
+        q.row + q_start - q.start,
+        q_stop - q_start,
+        k.row + k_start - k.start,
+        k_stop - k_start,
+        left,
+        right,
+        offset=end,
+    )
+
+
+def _union(intervals: list[Interval]) -> list[Interval]:
+    """The rows of all intervals, in ascending order, each once."""
+    united: list[Interval] = []
+    for row, rows in sorted(intervals):
+        if united and row <= united[-1][0] + united[-1][1]:
+            first, count = united[-1]
+            united[-1] = first, max(count, row + rows - first)
+        else:
+            united.append((row, rows))
+    return united
+
+
+def _renumbered(rectangles: list[Rectangle], keys: list[Interval]) -> Iterator[Rectangle]:
+    """The rectangles with the rows of keys counted in what travels."""
+    firsts = [row for row, _ in keys]
+    places = list(accumulate((rows for _, rows in keys), initial=0))
+    for rectangle in rectangles:
+        interval = bisect_right(firsts, rectangle.k_row) - 1
+        yield rectangle._replace(k_row=places[interval] + rectangle.k_row - firsts[interval])
+
+
+def _joined(rectangles: Iterator[Rectangle] | list[Rectangle]) -> list[Rectangle]:
+    """Neighbours of one document that hide nothing, joined along the keys and then along the queries."""
+    joined: list[Rectangle] = []
+    for part in rectangles:
+        last = joined[-1] if joined else part
+        if (
+            joined
+            and _shows_all(last, part)
+            and (last.q_row, last.q_rows) == (part.q_row, part.q_rows)
+            and last.k_row + last.k_rows == part.k_row
+        ):
+            joined[-1] = last._replace(k_rows=last.k_rows + part.k_rows)
+        else:
+            joined.append(part)
+    result: list[Rectangle] = []
+    latest: dict[tuple[int, ...], int] = {}  # the last rectangle on the same keys
+    for part in joined:
+        keys = (part.document, part.k_row, part.k_rows)
+        above = result[latest[keys]] if keys in latest else None
+        if above is not None and _shows_all(above, part) and above.q_row + above.q_rows == part.q_row:
+            result[latest[keys]] = above._replace(q_rows=above.q_rows + part.q_rows)
+        else:
+            latest[keys] = len(result)
+            result.append(part)
+    return result
+
+
+def _shows_all(a: Rectangle, b: Rectangle) -> bool:
+    return a.document == b.document and a.kind == b.kind == (-1, -1, 1, 0)
+
+
+def _calls(rectangles: list[Rectangle], is_packed: bool) -> list[Call]:
+    """As few calls as a first fit gives. Tensors with a batch dimension take one rectangle a call."""
+    calls: list[Call] = []
+    for rectangle in rectangles:
+        fitting = next((call for call in calls if call.accepts(rectangle)), None) if is_packed else None
+        if fitting is None:
+            calls.append(Call([rectangle]))
+        else:
+            fitting.rectangles.append(rectangle)
+    return calls

@@ -1,0 +1,375 @@
+"""`cp_flash_attn_func` and `cp_flash_attn_varlen_func`: attention over tokens that are spread over ranks.
+
+Arguments are checked here, the strategy is chosen here, and autograd enters here.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NamedTuple
+
+import torch
+
+from .. import tracing
+from ..argument_checks import WindowSize, checked_options, wrong_type
+from ..autograd import _autocast
+from ..backends import extension, select_backend
+from ..options import Sequences
+from . import all_gather, blocks, ring, transport, ulysses
+from .kernels import Attention
+from .shards import Shards
+
+Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+STRATEGIES = ("auto", ring.NAME, all_gather.NAME, ulysses.NAME)
+# `auto` takes ulysses where it sends less than this share of what the ring sends: the ring's messages hide behind work,
+# the first and the last ones of ulysses do not. Not tuned.
+ULYSSES_SHARE = 0.5
+
+
+class Arguments(NamedTuple):
+    """The arguments that both public functions pass on to `checked_options`, as they were given."""
+
+    softmax_scale: Any
+    causal: Any
+    window_size: Any
+    softcap: Any
+    alibi_slopes: Any
+    deterministic: Any
+    return_attn_probs: Any
+
+
+def cp_flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    shards: Shards,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    strategy: str = "auto",
+    backend: str | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`flash_attn_func` on a sequence whose tokens are spread over the ranks of a group.
+
+    Each rank passes the rows that `Shards` gives it, and gets its rows of the result. The result and the gradients
+    equal those of `flash_attn_func` on the merged tensors, within the same allowed error. Every rank has to make the
+    same calls in the same order, the backward included.
+
+    Differentiable once in q, k and v, through out and through softmax_lse; with create_graph=True the backward raises
+    NotImplementedError. Under torch.compile the call is a graph break. There is no dropout: the mask of dropout is a
+    function of a row's place in one call, so it would depend on the number of ranks and on the strategy.
+
+    Args:
+        q: Local queries, ``[batch, tokens_local, nheads, headdim]``; dtypes, head dims and heads as in
+            `flash_attn_func`.
+        k: Local keys of the same tokens, ``[batch, tokens_local, nheads_k, headdim]``.
+        v: Local values, shaped like k.
+        shards: Who owns which tokens, from `zigzag_shards`.
+        softmax_scale: As in `flash_attn_func`, and so are causal, window_size, softcap and alibi_slopes.
+        deterministic: Make the gradients bitwise repeatable.
+        return_attn_probs: Return ``(out, softmax_lse, S_dmask)`` in place of ``out``.
+        strategy: ``"ring"``, ``"all_gather"``, ``"ulysses"``, or ``"auto"``: whichever sends less, with a bonus for the
+            ring, whose messages hide behind work. ``FLASH_ATTN_MINI_TRACE=1`` prints the choice and its reason.
+        backend: As in `flash_attn_func`.
+
+    Returns:
+        out, shaped like q; or with ``return_attn_probs`` also softmax_lse, ``[batch, nheads, tokens_local]``, and an
+        empty S_dmask.
+
+    Raises:
+        TypeError: For an argument of a wrong type or dtype.
+        ValueError: For a wrong shape, device, stride or value; for tensors without the tokens of this rank; with
+            FLASH_ATTN_MINI_CHECK=1 on every rank if the ranks' shapes, options or shards differ.
+        RuntimeError: When the machine lacks what a backend needs, and when communication fails.
+
+    Example:
+        >>> import torch, torch.distributed as dist
+        >>> from flash_attn_mini import cp_flash_attn_func, zigzag_shards
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> shards = zigzag_shards(100, dist.group.WORLD)
+        >>> q, k, v = (shards.split(torch.randn(1, 100, 2, 16), dim=1) for _ in range(3))
+        >>> cp_flash_attn_func(q, k, v, shards, causal=True).shape
+        torch.Size([1, 100, 2, 16])
+        >>> dist.destroy_process_group()
+    """
+    arguments = Arguments(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    result: Result = _call("cp_flash_attn_func", False, q, k, v, shards, arguments, strategy, backend)
+    return result
+
+
+def cp_flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    shards: Shards,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    strategy: str = "auto",
+    backend: str | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`flash_attn_varlen_func` on packed documents whose tokens are spread over the ranks of a group.
+
+    The documents' lengths are those that `packed_shards` was given. Nothing waits for the GPU.
+
+    Args:
+        q: Local queries, ``[tokens_local, nheads, headdim]``.
+        k: Local keys of the same tokens, ``[tokens_local, nheads_k, headdim]``.
+        v: Local values, shaped like k.
+        shards: Who owns which tokens, from `packed_shards` (or `zigzag_shards`: one document).
+        alibi_slopes: float32 ``[nheads]``, or ``[documents, nheads]``.
+
+    The other arguments and the errors are those of `cp_flash_attn_func`.
+
+    Returns:
+        out, shaped like q; or with ``return_attn_probs`` also softmax_lse, ``[nheads, tokens_local]``, and an empty
+        S_dmask.
+
+    Example:
+        >>> import torch, torch.distributed as dist
+        >>> from flash_attn_mini import cp_flash_attn_varlen_func, packed_shards
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> shards = packed_shards([0, 30, 30, 100], dist.group.WORLD)
+        >>> q, k, v = (shards.split(torch.randn(100, 2, 16), dim=0) for _ in range(3))
+        >>> cp_flash_attn_varlen_func(q, k, v, shards, causal=True).shape
+        torch.Size([100, 2, 16])
+        >>> dist.destroy_process_group()
+    """
+    arguments = Arguments(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    result: Result = _call("cp_flash_attn_varlen_func", True, q, k, v, shards, arguments, strategy, backend)
+    return result
+
+
+class Choice(NamedTuple):
+    """A strategy and why it was chosen."""
+
+    strategy: str
+    reason: str
+
+
+def choose_strategy(attention: Attention, nheads: int, nheads_k: int) -> Choice:
+    """The strategy that ``auto`` takes. It depends on what all ranks know, so that all choose the same one.
+
+    Compared are the elements that a rank receives, over headdim, in a forward and a backward.
+    """
+    shards = attention.shards
+    if shards.size == 1:
+        return Choice(ring.NAME, "one rank")
+    keys = blocks.travelling_keys(shards, attention.mask)
+    by_ring = 6 * keys * nheads_k  # K and V twice, dK and dV once
+    if not ulysses.divides(shards.size, nheads, nheads_k):
+        return Choice(ring.NAME, f"{nheads} and {nheads_k} heads do not divide among {shards.size} ranks")
+    by_ulysses = 2 * ulysses.travelling_elements(shards.starts[-1], shards.size, nheads, nheads_k)
+    compared = (
+        f"a rank receives {by_ring * 1e-6:.3g} M elements x headdim in the ring, {by_ulysses * 1e-6:.3g} M in ulysses"
+    )
+    return Choice(ulysses.NAME if by_ulysses < ULYSSES_SHARE * by_ring else ring.NAME, compared)
+
+
+def _call(
+    name: str,
+    is_packed: bool,
+    q: Any,
+    k: Any,
+    v: Any,
+    shards: Any,
+    arguments: Arguments,
+    strategy: Any,
+    backend: Any,
+) -> Any:
+    """Both public functions."""
+    if torch.compiler.is_compiling():  # here, because the decorator makes the import of this package take two seconds
+        return torch.compiler.disable(_call)(name, is_packed, q, k, v, shards, arguments, strategy, backend)
+    checks_ranks = os.environ.get("FLASH_ATTN_MINI_CHECK", "0") not in ("", "0")
+    if not isinstance(shards, Shards):
+        raise wrong_type("shards", shards, "what zigzag_shards or packed_shards returns")
+    try:
+        attention = _checked(name, is_packed, q, k, v, shards, arguments, strategy, backend)
+    except Exception as error:
+        if checks_ranks:
+            _compare_ranks(name, shards, f"{type(error).__name__}: {error}", None)
+        raise
+    if torch.is_autocast_enabled(q.device.type):
+        q, k, v = (_autocast(x, q.device.type) for x in (q, k, v))
+    if checks_ranks:
+        _compare_ranks(name, shards, None, _description(attention, q, k, v, arguments, strategy))
+    choice = Choice(strategy, "asked for")
+    if strategy == "auto":
+        choice = choose_strategy(attention, q.shape[-2], k.shape[-2])
+    if tracing.enabled():
+        tracing.trace(name, q=q, k=k, shards=shards, strategy=choice.strategy, reason=choice.reason)
+    returns_lse = bool(arguments.return_attn_probs)
+    out, softmax_lse = _ContextParallelAttention.apply(attention, choice.strategy, returns_lse, q, k, v)
+    return (out, softmax_lse, q.new_empty(0)) if returns_lse else out
+
+
+def _checked(
+    name: str,
+    is_packed: bool,
+    q: Any,
+    k: Any,
+    v: Any,
+    shards: Shards,
+    arguments: Arguments,
+    strategy: Any,
+    backend: Any,
+) -> Attention:
+    """Check every argument on this rank."""
+    if strategy not in STRATEGIES:
+        raise ValueError(f"flash_attn_mini: strategy is {strategy!r}; allowed: {', '.join(STRATEGIES)}")
+    for tensor_name, x in (("q", q), ("k", k), ("v", v)):
+        if isinstance(x, torch.Tensor) and type(x) not in (torch.Tensor, torch.nn.Parameter):
+            raise TypeError(
+                f"flash_attn_mini: {tensor_name} is a {type(x).__name__}; allowed: a plain torch.Tensor with the local "
+                "rows (of a DTensor: to_local())"
+            )
+    options = checked_options(q, k, v, 0.0, **arguments._asdict(), backend=backend)
+    options = options._replace(backend=select_backend(q.device, options.backend).name, return_softmax=False)
+    slopes = options.alibi_slopes
+    if is_packed:
+        documents = len(shards.starts) - 1
+        if slopes is not None and slopes.ndim == 2:
+            if slopes.shape[0] != documents:
+                raise ValueError(
+                    f"flash_attn_mini: alibi_slopes has shape {list(slopes.shape)}; allowed: [nheads] or "
+                    f"[documents, nheads] with {documents} documents"
+                )
+            slopes = None if documents == 0 else slopes[0]
+    elif len(shards.starts) != 2:
+        raise ValueError(
+            f"flash_attn_mini: shards are of {len(shards.starts) - 1} packed documents; allowed: those of "
+            "zigzag_shards (packed documents: cp_flash_attn_varlen_func)"
+        )
+    rows_dim, rank = (0, 3) if is_packed else (1, 4)
+    for tensor_name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim == rank and x.shape[rows_dim] != shards.tokens[shards.rank]:
+            raise ValueError(
+                f"flash_attn_mini: {tensor_name} has {x.shape[rows_dim]} tokens; allowed: those of this rank, "
+                f"{shards.tokens[shards.rank]} ({shards!r})"
+            )
+    sequences = _local_sequence(shards, q.device) if is_packed else None
+    assert options.backend is not None
+    extension.check_forward(q, k, v, sequences, options._replace(alibi_slopes=slopes), options.backend)
+    if strategy == ulysses.NAME and not ulysses.divides(shards.size, q.shape[-2], k.shape[-2]):
+        raise ValueError(
+            f"flash_attn_mini: strategy is 'ulysses', for {q.shape[-2]} heads of q and {k.shape[-2]} of k; allowed: "
+            f"multiples of the group's {shards.size} ranks"
+        )
+    transport.check_backend(shards.group, q.device)
+    return Attention(name, shards, options, is_packed)
+
+
+def _local_sequence(shards: Shards, device: torch.device) -> Sequences:
+    """All local tokens as one sequence, for the checks of the varlen functions."""
+    key = ("local", device)
+    if key not in shards.plans:  # the copy to a GPU waits for it
+        tokens = shards.tokens[shards.rank]
+        cu_seqlens = torch.tensor([0, tokens], dtype=torch.int32).to(device)
+        shards.plans[key] = Sequences(cu_seqlens, cu_seqlens, tokens, tokens)
+    sequences: Sequences = shards.plans[key]
+    return sequences
+
+
+def _description(
+    attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arguments: Arguments, strategy: str
+) -> dict[str, str]:
+    """What has to be the same on every rank, in words."""
+    rows_dim = q.ndim - 3
+    shapes = [[*x.shape[:rows_dim], "tokens", *x.shape[rows_dim + 1 :]] for x in (q, k)]
+    needs = [name for name, x in zip("qkv", (q, k, v), strict=True) if torch.is_grad_enabled() and x.requires_grad]
+    options, slopes = attention.options, attention.options.alibi_slopes
+    return {
+        "function": attention.name,
+        "shape of q": str(shapes[0]),
+        "shape of k": str(shapes[1]),
+        "dtype": str(q.dtype),
+        "strategy": strategy,
+        "options": str(options._replace(alibi_slopes=None)),
+        "alibi_slopes": "None" if slopes is None else str(slopes.tolist()),
+        "return_attn_probs": str(bool(arguments.return_attn_probs)),
+        "tensors with a gradient": str(needs),
+        "shards": str((attention.shards.starts, attention.shards.runs)),
+    }
+
+
+def _compare_ranks(name: str, shards: Shards, error: str | None, description: dict[str, str] | None) -> None:
+    """Raise on every rank if one rank has an error or calls with other arguments. The rank with the error returns."""
+    of_ranks = transport.gather_objects((error, description), shards.group, f"{name}, comparison of the ranks")
+    if error is not None:
+        return
+    for rank, (other, _) in enumerate(of_ranks):
+        if other is not None:
+            raise ValueError(f"flash_attn_mini: {name} was called with wrong arguments on rank {rank}: {other}")
+    first = of_ranks[0][1]
+    for rank, (_, other) in enumerate(of_ranks):
+        for what, value in first.items():
+            if other[what] != value:
+                raise ValueError(
+                    f"flash_attn_mini: {what} of {name} differs between ranks: {_short(value)} on rank 0, "
+                    f"{_short(other[what])} on rank {rank}; allowed: the same on every rank"
+                )
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 200 else text[:200] + "..."
+
+
+class _ContextParallelAttention(torch.autograd.Function):
+    """Attention with one of the strategies. The log-sum-exp is empty if ulysses need not return it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        attention: Attention,
+        strategy: str,
+        returns_lse: bool,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        slopes = attention.options.alibi_slopes
+        if strategy == ulysses.NAME:
+            out, lse, saved = ulysses.forward(attention, q, k, v, returns_lse)
+            ctx.save_for_backward(slopes, *saved)
+        else:
+            out, lse = (ring if strategy == ring.NAME else all_gather).forward(attention, q, k, v)
+            ctx.save_for_backward(slopes, q, k, v, out, lse)
+        ctx.attention = attention._replace(options=attention.options._replace(alibi_slopes=None))
+        ctx.strategy = strategy
+        ctx.shape, ctx.nheads_k = q.shape, k.shape[-2]
+        ctx.set_materialize_grads(False)
+        if not returns_lse:
+            ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            raise NotImplementedError(
+                f"flash_attn_mini: {ctx.attention.name} has no second derivative, so its backward does not run with "
+                "create_graph=True; backends that have it: none"
+            )
+        wanted = ctx.needs_input_grad[3:]
+        slopes, *saved = ctx.saved_tensors
+        options = ctx.attention.options._replace(alibi_slopes=slopes)
+        if torch.are_deterministic_algorithms_enabled():
+            options = options._replace(deterministic=True)
+        attention: Attention = ctx.attention._replace(options=options)
+        if dout is None:
+            dout = saved[0].new_zeros(ctx.shape)
+        if ctx.strategy == ulysses.NAME:
+            gradients = ulysses.backward(attention, dout, dlse, ulysses.Saved(saved), dout, ctx.nheads_k, wanted)
+        else:
+            strategy = ring if ctx.strategy == ring.NAME else all_gather
+            gradients = strategy.backward(attention, dout, *saved, dlse, wanted)
+        return None, None, None, *gradients

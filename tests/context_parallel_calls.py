@@ -1,0 +1,295 @@
+"""What the processes of test_context_parallel.py and test_context_parallel_gpu.py run.
+
+Each function takes the group first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import os
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+from flash_attn_mini import cp_flash_attn_func, cp_flash_attn_varlen_func, packed_shards, zigzag_shards
+from flash_attn_mini.context_parallel import Shards, ulysses
+
+from .poison import poisoned
+
+
+def device_of(group: Any) -> str:
+    return "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+
+
+Lengths = int | tuple[int, ...]  # of one sequence, or of packed documents
+
+
+def shards_of(lengths: Lengths, group: Any) -> Shards:
+    if isinstance(lengths, int):
+        return zigzag_shards(lengths, group)
+    return packed_shards(torch.tensor([0, *lengths]).cumsum(0), group)
+
+
+def draw(
+    lengths: Lengths, batch: int, heads: tuple[int, int], headdim: int, dtype: torch.dtype, seed: int
+) -> tuple[Tensor, ...]:
+    """q, k, v, dout and the gradient of the log-sum-exp: global tensors, packed if the lengths are."""
+    generator = torch.Generator().manual_seed(seed)
+    before = (batch, lengths) if isinstance(lengths, int) else (sum(lengths),)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    q, k, v, dout = (normal(*before, count, headdim) for count in (heads[0], heads[1], heads[1], heads[0]))
+    lse_shape = (batch, heads[0], lengths) if isinstance(lengths, int) else (heads[0], sum(lengths))
+    dlse = torch.randn(lse_shape, generator=generator, dtype=torch.float64)
+    return q, k, v, dout, dlse.to(torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+def poisoned_rows(x: Tensor) -> Tensor:
+    """The values of x in a buffer of NaN, with rows of NaN between its rows."""
+    rows_dim = x.ndim - 3
+    rows = x.shape[rows_dim]
+    shape = (*x.shape[:rows_dim], 2 * rows, *x.shape[rows_dim + 1 :])
+    strided = poisoned(shape, x.dtype, x.device.type).unflatten(rows_dim, (rows, 2)).select(rows_dim + 1, 0)
+    return strided.copy_(x)
+
+
+def attend(
+    group: Any, lengths: Lengths, tensors: tuple[Tensor, ...], strategy: str, options: dict[str, Any]
+) -> tuple[Tensor, ...] | None:
+    """out, log-sum-exp, dq, dk and dv, merged; from the first rank alone."""
+    shards = shards_of(lengths, group)
+    is_packed = not isinstance(lengths, int)
+    function = cp_flash_attn_varlen_func if is_packed else cp_flash_attn_func
+    rows = 0 if is_packed else 1
+    q, k, v, dout, dlse = (x.to(device_of(group)) for x in tensors)
+    slopes = options.get("alibi_slopes")
+    if slopes is not None:
+        options = options | {"alibi_slopes": slopes.to(q.device)}
+    leaves = [poisoned_rows(shards.split(x, rows)).requires_grad_() for x in (q, k, v)]
+    out, lse, _ = function(*leaves, shards, **options, strategy=strategy, return_attn_probs=True)
+    gradients = torch.autograd.grad((out, lse), leaves, (shards.split(dout, rows), shards.split(dlse, -1)))
+    merged = [shards.merge(out.detach(), rows), shards.merge(lse.detach(), -1)]
+    merged += [shards.merge(x, rows) for x in gradients]
+    return tuple(x.cpu() for x in merged) if shards.rank == 0 else None
+
+
+def attend_in_small_groups(group: Any, *arguments: Any) -> tuple[Tensor, ...] | None:
+    """`attend` with Ulysses' heads in as many groups as there can be."""
+    least, ulysses.LEAST_ROWS = ulysses.LEAST_ROWS, 1
+    try:
+        return attend(group, *arguments)
+    finally:
+        ulysses.LEAST_ROWS = least
+
+
+def repeat(group: Any, *arguments: Any) -> bool:
+    """Whether two runs have the same bits."""
+    first, second = (attend(group, *arguments) for _ in range(2))
+    return first is None or second is None or all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def merge_with_gradient(group: Any, x: Tensor, weights: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """The merged tensor, and the merged gradient of the sum of weights[rank] x (merged tensor)."""
+    shards = zigzag_shards(x.shape[1], group)
+    local = shards.split(x, 1).requires_grad_()
+    merged = shards.merge(local, 1)
+    (gradient,) = torch.autograd.grad((merged * weights[shards.rank]).sum(), local)
+    return merged.detach(), shards.merge(gradient, -2)
+
+
+def compiled_split_and_merge(group: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    """A compiled function that splits and merges, and its gradient."""
+    shards = zigzag_shards(x.shape[1], group)
+    x = x.clone().requires_grad_()
+    function = torch.compile(lambda x: shards.merge(shards.split(x.sin(), 1).exp(), 1).cos(), backend="eager")
+    merged = function(x)
+    (gradient,) = torch.autograd.grad(merged.sum() / shards.size, x)
+    dist.all_reduce(gradient, group=group)
+    return merged.detach(), gradient
+
+
+def partly_wanted(group: Any, tensors: tuple[Tensor, ...], strategy: str) -> list[Tensor | None]:
+    """Gradients where only v requires one, and only the log-sum-exp of q, k in a second call."""
+    shards = zigzag_shards(tensors[0].shape[1], group)
+    q, k, v, dout, dlse = (shards.split(x, dim) for x, dim in zip(tensors, (1, 1, 1, 1, -1), strict=True))
+    v.requires_grad_()
+    out = cp_flash_attn_func(q, k, v, shards, causal=True, strategy=strategy)
+    (dv,) = torch.autograd.grad(out, v, dout)
+    q, k = q.detach().requires_grad_(), k.detach().requires_grad_()
+    _, lse, _ = cp_flash_attn_func(q, k, v.detach(), shards, causal=True, strategy=strategy, return_attn_probs=True)
+    dq, dk = torch.autograd.grad(lse, (q, k), dlse)
+    with torch.no_grad():
+        assert not cp_flash_attn_func(q, k, v, shards, causal=True, strategy=strategy).requires_grad
+    return [shards.merge(x, 1) for x in (dv, dq, dk)]
+
+
+def under_autocast(group: Any, strategy: str) -> tuple[torch.dtype, torch.dtype]:
+    """The dtypes of out and dq for float32 inputs."""
+    shards = zigzag_shards(16, group)
+    q = torch.randn(1, shards.tokens[shards.rank], 2, 8, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = cp_flash_attn_func(q, q, q, shards, causal=True, strategy=strategy)
+    (dq,) = torch.autograd.grad(out.sum(), q)
+    return out.dtype, dq.dtype
+
+
+def call_with(group: Any, changes: dict[int, dict[str, Any]]) -> None:
+    """A call of every rank; ``changes`` of a rank replace its arguments."""
+    rank = dist.get_rank(group)
+    mine = {"heads": 4, "heads_k": 2, "tokens": 0, "length": 24, "dtype": torch.float32, "options": {}} | changes.get(
+        rank, {}
+    )
+    shards = zigzag_shards(mine["length"], group)
+    tokens = shards.tokens[rank] + mine["tokens"]
+    q, k = (torch.randn(1, tokens, heads, 8).to(mine["dtype"]) for heads in (mine["heads"], mine["heads_k"]))
+    cp_flash_attn_func(q, k, k, shards, **mine["options"])
+
+
+def varlen_call_with(group: Any, options: dict[str, Any]) -> None:
+    shards = packed_shards([0, 20, 30], group)
+    q = torch.randn(shards.tokens[shards.rank], 2, 8)
+    cp_flash_attn_varlen_func(q, q, q, shards, **options)
+
+
+def dense_call_with_packed_shards(group: Any) -> None:
+    shards = packed_shards([0, 20, 30], group)
+    q = torch.randn(1, shards.tokens[shards.rank], 2, 8)
+    cp_flash_attn_func(q, q, q, shards)
+
+
+class Subclass(Tensor):
+    """A tensor of another type, as a DTensor is."""
+
+
+def call_with_a_subclass(group: Any) -> None:
+    shards = zigzag_shards(8, group)
+    q = torch.randn(1, shards.tokens[shards.rank], 2, 8)
+    cp_flash_attn_func(q.as_subclass(Subclass), q, q, shards)
+
+
+def double_backward(group: Any) -> None:
+    shards = zigzag_shards(8, group)
+    q = torch.randn(1, shards.tokens[shards.rank], 2, 8, requires_grad=True)
+    out = cp_flash_attn_func(q, q, q, shards)
+    (dq,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    dq.sum().backward()
+
+
+class Layer(nn.Module):
+    """A projection, attention and a projection back, on local rows."""
+
+    def __init__(self, shards: Shards, width: int, heads: int) -> None:
+        super().__init__()
+        self.shards, self.heads = shards, heads
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).unbind(-3)
+        return self.out(cp_flash_attn_func(q, k, v, self.shards, causal=True).flatten(-2))
+
+
+def train_layer(group: Any, x: Tensor, how: str) -> dict[str, Tensor]:
+    """The gradients of a layer's parameters for the loss mean(out squared), as every rank sees them."""
+    device = device_of(group)
+    if how == "mesh":  # two replicas of two ranks each: a batch row for each replica
+        mesh = init_device_mesh(device, (2, 2), mesh_dim_names=("replica", "context"))
+        shards = zigzag_shards(x.shape[1], mesh["context"])
+        rows = x[mesh.get_local_rank("replica") :: 2]
+    else:
+        shards, rows = zigzag_shards(x.shape[1], group), x
+    graphs: list[Any] = []
+
+    def count(graph: Any, _inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    torch.manual_seed(5)
+    layer = Layer(shards, x.shape[-1], 4)
+    local = shards.split(rows, 1)
+    if how == "mesh":
+        model: Any = nn.parallel.DistributedDataParallel(layer, process_group=mesh["replica"].get_group())
+    elif how == "compiled":
+        model = torch.compile(layer, backend=count)
+    elif how == "checkpointed":
+        model = lambda x: checkpoint(layer, x, use_reentrant=False)  # noqa: E731
+    else:
+        model = layer
+    out = model(local)
+    assert how != "compiled" or len(graphs) >= 2, "the parts before and after attention are not compiled"
+    (out.square().sum() / rows.numel()).backward()
+    for parameter in layer.parameters():
+        dist.all_reduce(parameter.grad, group=shards.group)
+    return {name: parameter.grad for name, parameter in layer.named_parameters()}
+
+
+def end_in_the_middle(group: Any) -> None:
+    """The last rank ends after its first call, while the others wait for its keys."""
+    shards = zigzag_shards(64, group)
+    q = torch.randn(1, shards.tokens[shards.rank], 2, 8)
+    cp_flash_attn_func(q, q, q, shards, strategy="ring")
+    if shards.rank == shards.size - 1:
+        os._exit(1)
+    cp_flash_attn_func(q, q, q, shards, strategy="ring")
+
+
+def train_example(group: Any, folder: str) -> int:
+    """The training example, spread over the processes of the default group."""
+    example = importlib.import_module("examples.train_char_gpt")
+    size = replace(example.SIZES["cpu"], layers=1, width=64, heads=2, context=61, batch=3)
+    example.SIZES["cpu"] = size
+    return example.main(["--device", "cpu", "--steps", "4", "--context-parallel", "--out", folder])
+
+
+def traced(group: Any) -> str:
+    """What a call prints on stderr under FLASH_ATTN_MINI_TRACE=1."""
+    shards = zigzag_shards(20, group)
+    q, k = torch.randn(1, shards.tokens[shards.rank], 5, 8).split([4, 1], 2)
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
+        cp_flash_attn_func(q, k, k, shards)
+    return printed.getvalue()
+
+
+def repeat_behind_delays(group: Any, tensors: tuple[Tensor, ...], strategy: str) -> bool:
+    """Whether calls give the same bits while some rank's GPU is late."""
+    device = device_of(group)
+    shards = zigzag_shards(tensors[0].shape[1], group)
+    q, k, v, dout = (shards.split(x.to(device), 1).requires_grad_() for x in tensors[:4])
+    expected: tuple[Tensor, ...] | None = None
+    same = True
+    for turn in range(12):
+        if expected is not None and turn % shards.size == shards.rank:
+            torch.cuda._sleep(20_000_000)
+        out = cp_flash_attn_func(q, k, v, shards, causal=True, deterministic=True, strategy=strategy)
+        results = (out.detach(), *torch.autograd.grad(out, (q, k, v), dout.detach()))
+        scratch = torch.full((1 << 22,), float("nan"), device=device)  # reuses freed memory
+        expected = expected or results
+        same = same and all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
+        del scratch
+    return same
+
+
+def memory_of_a_ring(group: Any) -> tuple[float, float]:
+    """Bytes at the peak of a forward beside the inputs and float32 results, and the bytes of K and V."""
+    device = device_of(group)
+    shards = zigzag_shards(4096 * dist.get_world_size(group), group)
+    tokens = shards.tokens[shards.rank]
+    q, k, v = (torch.randn(1, tokens, 16, 128, device=device).bfloat16() for _ in range(3))
+    for _ in range(2):  # the first call sets up NCCL
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        cp_flash_attn_func(q, k, v, shards, causal=True, strategy="ring")
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() - before
+    block = float(k.numel() * k.element_size() * 2)
+    results = q.numel() * (4 + 2 + 2)  # float32 sum, one partial and one final result in 16 bits
+    return peak - results, block

@@ -1,0 +1,79 @@
+"""Attention over tokens spread over several GPUs with NCCL: the cases of the CPU in 16 bits, longer ones, streams."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from . import context_parallel_calls as calls
+from .ranks import Ranks
+from .test_context_parallel import BITS, CASES, DOCUMENTS, FOUR, ONE, TWO, Case, check, tensors_and_options
+
+GPUS = torch.cuda.device_count()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason=f"needs two GPUs, this machine has {GPUS}")]
+MEMBERS = FOUR if GPUS >= 4 else TWO
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    started = Ranks([ONE, MEMBERS], tmp_path_factory.mktemp("ranks"), "nccl")
+    yield started
+    started.close()
+
+
+def on_gpus(case: Case) -> Case:
+    """The case on all GPUs, with head dims and a dtype that CUDA kernels have."""
+    dtype = case.dtype if case.dtype in (torch.float16, torch.bfloat16) else torch.bfloat16
+    members = ONE if case.members == ONE else MEMBERS
+    return replace(case, members=members, dtype=dtype, headdim=case.headdim * 4 if case.headdim < 32 else 64)
+
+
+LONG = [
+    Case("2048 tokens, causal", MEMBERS, 2048, {"causal": True}, None, 1, (4, 4), 128, torch.bfloat16),
+    Case("2000 tokens, window", MEMBERS, 2000, {"window_size": (300, 0)}, None, 1, (4, 4), 64, torch.float16),
+    Case("long documents", MEMBERS, (900, 30, 700, 401), {"causal": True}, None, 1, (8, 4), 128, torch.bfloat16),
+    Case("1500 tokens, ALiBi", MEMBERS, 1500, {"causal": True}, "heads", 1, (4, 4), 64, torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize("case", [*map(on_gpus, CASES), *LONG], ids=lambda case: case.name.replace(" ", "-"))
+def test_results_and_gradients_are_those_of_one_gpu(case: Case, ranks: Ranks, seed: int, described_seed: str) -> None:
+    tensors, options = tensors_and_options(case, seed)
+    heads_divide = all(heads % len(case.members) == 0 for heads in case.heads)
+    for strategy in ("ring", "all_gather", *(["ulysses"] if heads_divide else [])):
+        results = ranks.run(case.members, calls.attend, case.lengths, tensors, strategy, options)[0]
+        on_gpu = [tuple(x.cuda() for x in given) for given in (tensors, results)]  # float64 is faster there
+        settings = {name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+        check(case, strategy, described_seed, on_gpu[0], settings, on_gpu[1])
+
+
+@pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses"])
+def test_streams_are_ordered_under_load(strategy: str, ranks: Ranks, seed: int) -> None:
+    """Repeated calls, each behind a delay on another rank's stream: messages wait for work, and work for messages."""
+    tensors = calls.draw(1024, 1, (8, 8), 64, torch.bfloat16, seed)
+    assert all(ranks.run(MEMBERS, calls.repeat_behind_delays, tensors, strategy))
+
+
+@pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses"])
+def test_a_deterministic_call_is_repeatable(strategy: str, ranks: Ranks, seed: int) -> None:
+    tensors = calls.draw(DOCUMENTS, 1, (8, 8), 64, torch.bfloat16, seed)
+    options = {"causal": True, "deterministic": True}
+    assert all(ranks.run(MEMBERS, calls.repeat, DOCUMENTS, tensors, strategy, options))
+
+
+def test_ulysses_has_the_bits_of_one_gpu_in_its_forward(ranks: Ranks, seed: int) -> None:
+    case = on_gpus(BITS[1])
+    tensors, options = tensors_and_options(case, seed)
+    arguments = (case.lengths, tensors, "ulysses", options)
+    several = ranks.run(MEMBERS, calls.attend_in_small_groups, *arguments)[0]
+    alone = ranks.run(ONE, calls.attend, case.lengths, tensors, "ring", options)[0]
+    for a, b in zip(several[:2], alone[:2], strict=True):
+        assert torch.equal(a, b)
+
+
+def test_memory_of_the_ring_is_that_of_two_blocks(ranks: Ranks) -> None:
+    for extra, block in ranks.run(MEMBERS, calls.memory_of_a_ring):
+        assert extra <= 2.5 * block, f"{extra:.3e} bytes beside the results, K and V have {block:.3e}"
