@@ -26,6 +26,7 @@ protected:
     using Element = typename Traits::Element;
     using TiledMmaSdP = typename Traits::TiledMmaSdP;
     using TiledMmadKV = typename Traits::TiledMmadKV;
+    using Scores = decltype(partition_fragment_C(TiledMmaSdP{}, typename Traits::TileS{}));  // (MMA, MMA_M, MMA_N)
     static constexpr int kBlockM = Traits::kBlockM, kKeys = Traits::kKeys;
 
     const Flash_bwd_params &params;
@@ -59,8 +60,8 @@ protected:
         Tensor sQ = make_tensor(make_smem_ptr(smem_q), typename Traits::SmemLayoutQ{});  // (BLK_M, HD, stage)
         Tensor sK_own = local_tile(sK, typename Traits::TiledKV{}, make_coord(key_offset / kKeys, 0));  // (64, HD)
         auto thr_mma = TiledMmaSdP{}.get_slice(int(threadIdx.x % 128));
-        Tensor tSrK = thr_mma.make_fragment_A(thr_mma.partition_A(sK_own));                     // (MMA, MMA_M, MMA_K)
-        Tensor tSrQ = thr_mma.make_fragment_B(thr_mma.partition_B(sQ))(_, _, _, stage);         // (MMA, MMA_N, MMA_K)
+        Tensor tSrK = thr_mma.make_fragment_A(thr_mma.partition_A(sK_own));              // (MMA, MMA_M, MMA_K)
+        Tensor tSrQ = thr_mma.make_fragment_B(thr_mma.partition_B(sQ))(_, _, _, stage);  // (MMA, MMA_N, MMA_K)
         issue<TiledMmaSdP>(/*accumulates=*/false, tSrK, tSrQ, acc);
     }
 
@@ -75,15 +76,29 @@ protected:
         issue<TiledMmadKV>(accumulates, rP, tdVrdOt, acc);
     }
 
-    // Rounded dS^T goes to shared memory as dS [queries, keys], in pieces of 8 x 8 that stmatrix transposes.
+    // The same for dK, with the consumer's part of dS in shared memory.
+    template <typename TensorKV>
+    __device__ __forceinline__ void issue_dk(bool accumulates, int ds_stage, int stage, TensorKV &acc) const {
+        using TiledMmadK = typename Traits::TiledMmadK;
+        using TileDSt = Shape<Int<kKeys>, Int<kBlockM>>;
+        Tensor sdSt = make_tensor(make_smem_ptr(shared.ds), typename Traits::SmemLayoutdSt{});  // (BLK_N, BLK_M, stage)
+        Tensor sQt = make_tensor(make_smem_ptr(shared.q), typename Traits::SmemLayoutQt{});     // (HD, BLK_M, stage)
+        Tensor sdSt_own = local_tile(sdSt(_, _, ds_stage), TileDSt{}, make_coord(key_offset / kKeys, _0{}));
+        auto thr_mma = TiledMmadK{}.get_slice(int(threadIdx.x % 128));
+        Tensor tdKrdSt = thr_mma.make_fragment_A(thr_mma.partition_A(sdSt_own));            // (MMA, MMA_M, MMA_K)
+        Tensor tdKrQt = thr_mma.make_fragment_B(thr_mma.partition_B(sQt))(_, _, _, stage);  // (MMA, MMA_N, MMA_K)
+        issue<TiledMmadK>(accumulates, tdKrdSt, tdKrQt, acc);
+    }
+
+    // Rounded dS^T goes to the dQ warpgroup as dS [queries, keys], in pieces of 8 x 8 that stmatrix transposes.
     template <typename TensorD>
-    __device__ __forceinline__ void store_ds(const TensorD &rdS) const {
+    __device__ __forceinline__ void send_ds(const TensorD &rdS) {
+        ds_state.acquire(shared.ds_barriers);
         Tensor sdS = make_tensor(make_smem_ptr(shared.ds), typename Traits::SmemLayoutdS{});  // (BLK_M, BLK_N, stage)
         const auto *words = reinterpret_cast<const uint32_t *>(rdS.data());
         const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
         // Lane l holds the address of row l % 8 of piece l / 8. Two pieces lie along the keys, two along the queries.
-        Element *target =
-            &sdS(lane / 16 * 8 + lane % 8, key_offset + warp * 16 + lane / 8 % 2 * 8, ds_state.stage);
+        Element *target = &sdS(lane / 16 * 8 + lane % 8, key_offset + warp * 16 + lane / 8 % 2 * 8, ds_state.stage);
         constexpr int kEightQueries = 8 * 64;  // elements: the swizzle repeats after 8 rows
         CUTE_UNROLL
         for (int i = 0; i < kBlockM / 16; ++i) {
@@ -92,6 +107,10 @@ protected:
         }
         cutlass::arch::fence_view_async_shared();  // before wgmma reads it
         __syncwarp();
+        if (cute::elect_one_sync()) {
+            shared.ds_barriers.full[ds_state.stage].arrive();
+        }
+        ds_state.advance();
     }
 
     // Where this thread's warpgroup may keep its words until dS is stored: the place of its part of dS.

@@ -9,8 +9,8 @@ namespace flash::sm90 {
 
 constexpr int kConvertRows = 64, kConvertThreads = 128;
 
-// dQ = softmax_scale * accumulator for 64 rows. Rows without a key get 0: the accumulator of such a row holds NaN if one
-// of its tiles has an infinite key.
+// dQ = softmax_scale * accumulator for 64 rows. Rows without a key get 0: the accumulator of such a row holds NaN if
+// one of its tiles has an infinite key.
 template <typename Element, int kHeadDim, Kind kKind>
 __global__ void __launch_bounds__(kConvertThreads)
     flash_bwd_convert_dq(const __grid_constant__ Flash_bwd_params params) {
@@ -21,8 +21,8 @@ __global__ void __launch_bounds__(kConvertThreads)
         return;
     }
     constexpr int kVectors = kHeadDim / 8;
-    const int64_t padded_row = bidb * params.padded_batch_stride + bidh * params.padded_head_stride +
-                               padded_begin(params, bidb) + first_row;
+    const int64_t padded_row =
+        bidb * params.padded_batch_stride + bidh * params.padded_head_stride + padded_begin(params, bidb) + first_row;
     const auto *accum = reinterpret_cast<const float4 *>(params.dq_accum + padded_row * kHeadDim) +
                         threadIdx.x / 32 * (kVectors * 32) + threadIdx.x % 32;
     Tensor acc = make_tensor<float>(Shape<_2, Int<kVectors * 2>>{});  // (row, col)
@@ -35,7 +35,8 @@ __global__ void __launch_bounds__(kConvertThreads)
         acc(1, 2 * i + 1) = x.w;
     }
     const KeyRange<is_local(kKind)> range(params, seq.seqlen_q, seq.seqlen_k);
-    Element *base = static_cast<Element *>(params.dq.ptr) + bidb * params.dq.batch_stride + bidh * params.dq.head_stride;
+    Element *base =
+        static_cast<Element *>(params.dq.ptr) + bidb * params.dq.batch_stride + bidh * params.dq.head_stride;
     CUTE_UNROLL
     for (int i = 0; i < 2; ++i) {
         const int row = first_row + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + i * 8;

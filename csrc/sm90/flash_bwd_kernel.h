@@ -22,8 +22,7 @@ __device__ __forceinline__ void compute_dq_dk_dv_1colblock(const Flash_bwd_param
         DqWarpgroup<Traits, kKind>(params, copies, shared, block).run();
     } else {
         cutlass::arch::warpgroup_reg_alloc<Traits::TileSize::kConsumerRegisters>();
-        using Accumulator =
-            decltype(partition_fragment_C(typename Traits::TiledMmadKV{}, typename Traits::TiledKV{}));
+        using Accumulator = decltype(partition_fragment_C(typename Traits::TiledMmadKV{}, typename Traits::TiledKV{}));
         if constexpr (Traits::kSplitsKeys) {
             Accumulator acc_dk, acc_dv;  // (MMA, MMA_M, MMA_N)
             KeyConsumer<Traits, kKind>(params, shared, block, role - 1).run(acc_dk, acc_dv);

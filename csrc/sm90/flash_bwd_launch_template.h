@@ -39,8 +39,8 @@ void run_flash_bwd(const Flash_bwd_params &given, cudaStream_t stream) {
     const RowBlocks blocks = key_blocks(params, params.h / params.heads_per_dkv, Traits::kBlockN);
     const int64_t grid = blocks.count();
     // The heads whose key blocks are interleaved: as many as run at the same time.
-    params.interleaved_heads = clamp_to(device_properties().sm_count / std::max(blocks.per_sequence(), 1), 1,
-                                        std::max(blocks.all_heads(), 1));
+    params.interleaved_heads =
+        clamp_to(device_properties().sm_count / std::max(blocks.per_sequence(), 1), 1, std::max(blocks.all_heads(), 1));
     const int64_t convert_grid = row_blocks(params, kConvertRows).count();
     check_grid(padded_rows(params), "batch * nheads * query rows");
     check_grid(preprocess_grid, "batch * nheads * blocks of query rows");

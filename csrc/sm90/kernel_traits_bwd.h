@@ -39,16 +39,19 @@ struct Flash_bwd_kernel_traits {
     // dS in registers, dO and Q transposed by wgmma. dQ = dS K: both in shared memory, K transposed by wgmma.
     using TileQ = Shape<Int<kBlockM>, Int<kHeadDim>>;
     using TileKV = Shape<Int<kBlockN>, Int<kHeadDim>>;
-    using TileS = Shape<Int<kKeys>, Int<kBlockM>>;      // of a consumer
-    using TiledKV = Shape<Int<kKeys>, Int<kHeadDim>>;   // of a consumer
+    using TileS = Shape<Int<kKeys>, Int<kBlockM>>;     // of a consumer
+    using TiledKV = Shape<Int<kKeys>, Int<kHeadDim>>;  // of a consumer
     using TiledMmaSdP = decltype(make_tiled_mma(
         GMMA::ss_op_selector<Element, Element, float, Shape<Int<kKeys>, Int<kBlockM>, Int<kHeadDim>>>()));
     using TiledMmadKV = decltype(make_tiled_mma(
         GMMA::rs_op_selector<Element, Element, float, Shape<Int<kKeys>, Int<kHeadDim>, Int<kBlockM>>, GMMA::Major::K,
                              GMMA::Major::MN>()));
+    using TiledMmadK = decltype(make_tiled_mma(
+        GMMA::ss_op_selector<Element, Element, float, Shape<Int<kKeys>, Int<kHeadDim>, Int<kBlockM>>, GMMA::Major::MN,
+                             GMMA::Major::MN>()));  // BwdSplit::keys: dS in shared memory, to save registers
     using TiledMmadQ = decltype(make_tiled_mma(
-        GMMA::ss_op_selector<Element, Element, float, Shape<_64, Int<TileSize::kDqColumns>, Int<kBlockN>>, GMMA::Major::K,
-                             GMMA::Major::MN>()));
+        GMMA::ss_op_selector<Element, Element, float, Shape<_64, Int<TileSize::kDqColumns>, Int<kBlockN>>,
+                             GMMA::Major::K, GMMA::Major::MN>()));
 
     // Rows of 128 bytes (64 bytes for head dims that are no multiple of 64), in the swizzle of wgmma and TMA.
     static constexpr int kSmemRow = kHeadDim % 64 == 0 ? 64 : 32;  // elements
@@ -59,12 +62,16 @@ struct Flash_bwd_kernel_traits {
         SmemLayoutQ{}, make_layout(Shape<Int<kHeadDim>, Int<kBlockM>, Int<kStages>>{},
                                    Stride<Int<kBlockM>, _1, Int<kBlockM * kHeadDim>>{})));  // (headdim, query, stage)
     using SmemLayoutKV = decltype(tile_to_shape(SmemLayoutAtom{}, Shape<Int<kBlockN>, Int<kHeadDim>, _1>{}));
-    using SmemLayoutKt = decltype(composition(
-        take<0, 2>(SmemLayoutKV{}),
-        make_layout(Shape<Int<kHeadDim>, Int<kBlockN>>{}, Stride<Int<kBlockN>, _1>{})));  // (headdim, key)
+    using SmemLayoutKt =
+        decltype(composition(take<0, 2>(SmemLayoutKV{}), make_layout(Shape<Int<kHeadDim>, Int<kBlockN>>{},
+                                                                     Stride<Int<kBlockN>, _1>{})));  // (headdim, key)
     // dS [queries, keys]: each consumer's 64 keys are contiguous.
     using SmemLayoutdS = decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{},
                                                 Shape<Int<kBlockM>, Int<kBlockN>, Int<kDsStages>>{}));
+
+    using SmemLayoutdSt = decltype(composition(
+        SmemLayoutdS{}, make_layout(Shape<Int<kBlockN>, Int<kBlockM>, Int<kDsStages>>{},
+                                    Stride<Int<kBlockM>, _1, Int<kBlockM * kBlockN>>{})));  // (key, query, stage)
 
     using TmaQ = TmaLoad<Element, decltype(take<0, 2>(SmemLayoutQ{})), TileQ>;
     using TmaKV = TmaLoad<Element, decltype(take<0, 2>(SmemLayoutKV{})), TileKV>;

@@ -1,5 +1,5 @@
-// The dQ warpgroup of the backward: dQ = dS K of every step, added to a float32 accumulator in global memory. Its warp 0
-// is also the producer that loads Q and dO (load_bwd.h).
+// The dQ warpgroup of the backward: dQ = dS K of every step, added to a float32 accumulator in global memory. Its warp
+// 0 is also the producer that loads Q and dO (load_bwd.h).
 //
 // Layout of the accumulator of 64 rows, as flash_bwd_convert_dq reads it: [warp][vector i][lane][4]. Vector i of a lane
 // is its registers 4 i to 4 i + 3: columns 8 i + 2 (lane % 4) and the next one, of the rows lane / 4 and lane / 4 + 8.
@@ -111,7 +111,8 @@ private:
             CUTE_UNROLL
             for (int i = 0; i < kColumns / 8; ++i) {
                 const int vector = slice / kCols * (4 * kVectors) + slice % kCols * (kColumns / 8) + i;
-                atomicAdd(target + vector * 32, make_float4(acc(4 * i), acc(4 * i + 1), acc(4 * i + 2), acc(4 * i + 3)));
+                atomicAdd(target + vector * 32,
+                          make_float4(acc(4 * i), acc(4 * i + 1), acc(4 * i + 2), acc(4 * i + 3)));
             }
         }
         if (is_in_order && (in_group == kRowBlocksPerPass - 1 || step.m_block + 1 == block.m_block_max)) {

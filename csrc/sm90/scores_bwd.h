@@ -34,16 +34,16 @@ public:
         return flag != 0;
     }
 
-    // S^T becomes P^T = exp(S^T - lse); with dropout, dropped probabilities are negative. `stash` receives the
-    // derivative of the softcap, for multiply_by_stash.
+    // S^T becomes P^T = exp(S^T - lse); with dropout, dropped probabilities are negative. `words` receives the
+    // derivative of the softcap.
     template <typename TensorP>
     __device__ __forceinline__ void recompute_p(const Step &step, bool is_large, TensorP &acc_p, const float *lse,
-                                                uint32_t *stash) const {
+                                                uint32_t *words) const {
         Tensor scores = make_tensor(acc_p.data(), rowcol_layout(acc_p.layout()));  // (key, query)
         const auto coords = coords_of_scores(threadIdx.x % 128);
         const int first_query = step.m_block * Traits::kBlockM;
         if (kIsGeneral && ScoreMod::is_on(params)) {
-            apply_score_mod(step, scores, coords, first_query, stash);
+            apply_score_mod(step, scores, coords, first_query, words);
         }
         if (is_large || needs_mask(first_query)) {
             to_exponents_with_care(
@@ -60,51 +60,73 @@ public:
         }
     }
 
-    // dP^T becomes dS^T = P^T (dP^T - delta). Marks of dropped probabilities become 0 in P^T.
-    template <typename TensorP, typename TensorD>
-    __device__ __forceinline__ void form_ds(TensorP &acc_p, TensorD &acc_ds, const float *delta) const {
-        Tensor p = make_tensor(acc_p.data(), rowcol_layout(acc_p.layout()));     // (key, query)
-        Tensor ds = make_tensor(acc_ds.data(), rowcol_layout(acc_ds.layout()));  // (key, query)
-        const auto coords = coords_of_scores(threadIdx.x % 128);
-        if (has_dropout()) {
-            to_ds_with_dropout(p, ds, coords, delta, params.rp_dropout);
+    // S^T becomes P^T, rounded to the A operand of dV. Four scores at a time, from the first to the last operation: of
+    // the accumulator and of P, registers then hold one whole and the other in part.
+    template <typename TensorS>
+    __device__ __forceinline__ auto rounded_p(const Step &step, bool is_large, const TensorS &acc_s,
+                                              const float *lse) const {
+        Tensor rP = make_tensor<Element>(operand_A_layout(acc_s.layout()));  // (MMA, MMA_M, MMA_K)
+        const int first_query = step.m_block * Traits::kBlockM;
+        if (is_large || needs_mask(first_query)) {
+            round_p</*kIsCareful=*/true>(first_query, acc_s, lse, rP);
         } else {
-            CUTE_UNROLL
-            for (int col = 0; col < size<1>(ds); col += 2) {
-                const float2 of_pair = *reinterpret_cast<const float2 *>(&delta[get<1>(coords(0, col))]);
-                CUTE_UNROLL
-                for (int row = 0; row < size<0>(ds); ++row) {
-                    ds(row, col) = p(row, col) * (ds(row, col) - of_pair.x);
-                    ds(row, col + 1) = p(row, col + 1) * (ds(row, col + 1) - of_pair.y);
-                }
-            }
+            round_p</*kIsCareful=*/false>(first_query, acc_s, lse, rP);
         }
+        return rP;
     }
 
-    // The same for rounded probabilities, which another consumer sent.
-    template <typename TensorP, typename TensorD>
-    __device__ __forceinline__ void form_ds_from(const TensorP &rP, TensorD &acc_ds, const float *delta) const {
-        Tensor acc_p = make_tensor<float>(acc_ds.layout());
+    // Rounds P^T to the A operand of dV, in which dropped probabilities are 0. What dS needs is the same, unless
+    // needs_words(): then, or always, `words` receive it, with the marks of dropped probabilities and times the
+    // derivative of the softcap.
+    template <bool kAlwaysStores, typename TensorP>
+    __device__ __forceinline__ auto split_p(const TensorP &acc_p, uint32_t *words) const {
+        Tensor rP = make_tensor<Element>(operand_A_layout(acc_p.layout()));  // (MMA, MMA_M, MMA_K)
         CUTE_UNROLL
-        for (int i = 0; i < size(acc_p); ++i) {
-            acc_p(i) = float(rP(i));
+        for (int i = 0; i < size(acc_p) / 2; ++i) {
+            const float x = acc_p(2 * i), y = acc_p(2 * i + 1);
+            const bool drops = has_dropout();
+            const Pair p = rounded(drops ? fmaxf(x, 0.0f) : x, drops ? fmaxf(y, 0.0f) : y);
+            reinterpret_cast<Pair *>(rP.data())[i] = p;
+            if (needs_words()) {
+                Pair factor = rounded(1.0f, 1.0f);
+                if (has_softcap()) {
+                    factor = load_pair(words, i);
+                }
+                store_pair(words, i, rounded(x * float(factor[0]), y * float(factor[1])));
+            } else if (kAlwaysStores) {
+                store_pair(words, i, p);
+            }
         }
-        form_ds(acc_p, acc_ds, delta);
+        return rP;
+    }
+    __device__ __forceinline__ bool needs_words() const { return has_softcap() || has_dropout(); }
+    __device__ __forceinline__ bool is_plain() const {
+        return !kIsGeneral || !(ScoreMod::is_on(params) || has_dropout());
+    }
+
+    // dP^T becomes dS^T = P^T (dP^T - delta), rounded to the A operand of dK. pair_of(i): elements 2 i and 2 i + 1 of
+    // P^T, as split_p leaves them.
+    template <typename PairOf, typename TensorD>
+    __device__ __forceinline__ auto rounded_ds(const PairOf &pair_of, const TensorD &acc_ds, const float *delta) const {
+        Tensor rdS = make_tensor<Element>(operand_A_layout(acc_ds.layout()));  // (MMA, MMA_M, MMA_K)
+        const int query = threadIdx.x % 4 * 2;
+        // Elements 4 j and 4 j + 1 are neighbouring queries of one key, 4 j + 2 and 4 j + 3 the same of the key 8 on.
+        CUTE_UNROLL
+        for (int j = 0; j < size(acc_ds) / 4; ++j) {
+            const float2 of_pair = *reinterpret_cast<const float2 *>(&delta[query + 8 * j]);
+            CUTE_UNROLL
+            for (int row = 0; row < 2; ++row) {
+                const int i = 2 * j + row;
+                const Pair p = pair_of(i);
+                reinterpret_cast<Pair *>(rdS.data())[i] = rounded(ds_of(float(p[0]), acc_ds(2 * i), of_pair.x),
+                                                                  ds_of(float(p[1]), acc_ds(2 * i + 1), of_pair.y));
+            }
+        }
+        return rdS;
     }
 
     __device__ __forceinline__ bool has_softcap() const { return kIsGeneral && params.softcap_scale != 0.0f; }
     __device__ __forceinline__ bool has_dropout() const { return kIsGeneral && params.rng_state != nullptr; }
-
-    // acc times what recompute_p left in `stash`.
-    template <typename TensorAcc>
-    __device__ __forceinline__ void multiply_by_stash(TensorAcc &acc, const uint32_t *stash) const {
-        CUTE_UNROLL
-        for (int i = 0; i < size(acc) / 2; ++i) {
-            const auto pair = load_pair(stash, i);
-            acc(2 * i) *= float(pair[0]);
-            acc(2 * i + 1) *= float(pair[1]);
-        }
-    }
 
     // Words of two values in shared memory, where every thread of a warpgroup has its own.
     using Pair = cutlass::Array<Element, 2>;
@@ -119,10 +141,55 @@ public:
         words[i * 128 + threadIdx.x % 128] = reinterpret_cast<const uint32_t &>(pair);
     }
 
+    template <typename TensorA>
+    __device__ __forceinline__ static Pair pair_of(const TensorA &operand, int i) {
+        return reinterpret_cast<const Pair *>(operand.data())[i];
+    }
+
 private:
     const Flash_bwd_params &params;
     const ColumnBlock<Traits, kKind> &block;
     const int first_key;
+
+    template <bool kIsCareful, typename TensorS, typename TensorA>
+    __device__ __forceinline__ void round_p(int first_query, const TensorS &acc_s, const float *lse,
+                                            TensorA &rP) const {
+        const int of_thread = threadIdx.x % 4 * 2, first_row = first_row_of_thread() + first_key;
+        CUTE_UNROLL
+        for (int j = 0; j < size(acc_s) / 4; ++j) {
+            const int query = of_thread + 8 * j;
+            const float2 of_pair = *reinterpret_cast<const float2 *>(&lse[query]);
+            float p[4];
+            CUTE_UNROLL
+            for (int c = 0; c < 2; ++c) {
+                const float lse_query = c == 0 ? of_pair.x : of_pair.y;
+                const int begin = kIsCareful && is_local(kKind) ? block.begin_key(first_query + query + c) : 0;
+                const int end = kIsCareful ? block.end_key(first_query + query + c) : 0;
+                CUTE_UNROLL
+                for (int row = 0; row < 2; ++row) {
+                    float &x = p[2 * row + c];
+                    x = acc_s(4 * j + 2 * row + c);
+                    if (kIsCareful) {  // the product is rounded as in the forward, for scores that are large
+                        const int key = first_row + 8 * row;
+                        const float exponent = (__fmul_rn(x, params.scale_softmax) - lse_query) * float(kLog2e);
+                        x = exp2_approx(key >= begin && key < end ? exponent : -INFINITY);
+                    } else {
+                        x = exp2_approx(x * params.scale_softmax_log2 - lse_query * float(kLog2e));
+                    }
+                }
+            }
+            reinterpret_cast<Pair *>(rP.data())[2 * j] = rounded(p[0], p[1]);
+            reinterpret_cast<Pair *>(rP.data())[2 * j + 1] = rounded(p[2], p[3]);
+        }
+    }
+
+    // p is negative where it was dropped. delta belongs to all keys, dropped or not.
+    __device__ __forceinline__ float ds_of(float p, float dp, float delta) const {
+        if (has_dropout()) {
+            return fabsf(p) * ((is_marked(p) ? 0.0f : dp * params.rp_dropout) - delta);
+        }
+        return p * (dp - delta);
+    }
 
     // (key, query) of each score of a thread.
     __device__ __forceinline__ static auto coords_of_scores(int thread) {
@@ -140,7 +207,7 @@ private:
     // scores (key, query) become logits.
     template <typename TensorS, typename TensorC>
     __device__ __forceinline__ void apply_score_mod(const Step &step, TensorS &scores, const TensorC &coords,
-                                                    int first_query, uint32_t *stash) const {
+                                                    int first_query, uint32_t *words) const {
         ScoreMod mod(params, block.bidb, block.bidh + step.head, block.seqlen_k - block.seqlen_q);
         if (has_softcap()) {
             CUTE_UNROLL
@@ -152,7 +219,7 @@ private:
                     t[j] = tanh_approx(score * mod.cap_scale);
                     score = t[j];
                 }
-                store_pair(stash, i, rounded(1.0f - t[0] * t[0], 1.0f - t[1] * t[1]));
+                store_pair(words, i, rounded(1.0f - t[0] * t[0], 1.0f - t[1] * t[1]));
             }
         }
         mod.cap_scale = 0.0f;  // it is applied already
@@ -160,15 +227,5 @@ private:
                                                  [](int, int, float) {});
     }
 };
-
-// Rounds an accumulator into the A operand of the next product: the registers in their order.
-template <typename TensorAcc, typename TensorA>
-__device__ __forceinline__ void round_to_operand(const TensorAcc &acc, TensorA &operand) {
-    using Element = typename TensorA::value_type;
-    constexpr int kCount = decltype(size(acc))::value;
-    *reinterpret_cast<cutlass::Array<Element, kCount> *>(operand.data()) =
-        cutlass::NumericArrayConverter<Element, float, kCount>::convert(
-            *reinterpret_cast<const cutlass::Array<float, kCount> *>(acc.data()));
-}
 
 }  // namespace flash::sm90

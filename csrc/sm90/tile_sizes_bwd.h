@@ -13,29 +13,30 @@ template <BwdSplit kSplit_, int kBlockM_, int kStages_, int kDsStages_, int kDqC
           int kConsumerRegisters_>
 struct TileBwd {
     static constexpr BwdSplit kSplit = kSplit_;
-    static constexpr int kBlockM = kBlockM_;                                   // query rows of a step
-    static constexpr int kBlockN = kSplit_ == BwdSplit::keys ? 2 * 64 : 64;    // keys of a CTA
-    static constexpr int kStages = kStages_;                                   // pipeline stages of Q, and of dO
-    static constexpr int kDsStages = kDsStages_;                               // pipeline stages of dS
+    static constexpr int kBlockM = kBlockM_;                                 // query rows of a step
+    static constexpr int kBlockN = kSplit_ == BwdSplit::keys ? 2 * 64 : 64;  // keys of a CTA
+    static constexpr int kStages = kStages_;                                 // pipeline stages of Q, and of dO
+    static constexpr int kDsStages = kDsStages_;                             // pipeline stages of dS
     static constexpr int kDqColumns = kDqColumns_;  // columns of dQ that are multiplied at a time, 64 rows each
-    // setmaxnreg. 512 together, for the dQ warpgroup and two consumers.
+    // setmaxnreg, for the dQ warpgroup and two consumers. A launch of 384 threads gets 3 * 168 = 504; with more, the
+    // kernel would wait for ever.
     static constexpr int kDqRegisters = kDqRegisters_;
     static constexpr int kConsumerRegisters = kConsumerRegisters_;
-    static_assert(kDqRegisters + 2 * kConsumerRegisters <= 512);
+    static_assert(kDqRegisters + 2 * kConsumerRegisters <= 3 * 168);
 };
 
 template <int kHeadDim>
 struct TileSizesBwd;
 
 template <>
-struct TileSizesBwd<64> : TileBwd<BwdSplit::keys, 64, 4, 3, 64, 112, 200> {};
+struct TileSizesBwd<64> : TileBwd<BwdSplit::keys, 128, 3, 2, 64, 88, 208> {};
 template <>
-struct TileSizesBwd<96> : TileBwd<BwdSplit::keys, 64, 3, 2, 32, 64, 224> {};
+struct TileSizesBwd<96> : TileBwd<BwdSplit::keys, 64, 3, 2, 96, 120, 192> {};
 template <>
-struct TileSizesBwd<128> : TileBwd<BwdSplit::keys, 64, 3, 2, 32, 64, 224> {};
+struct TileSizesBwd<128> : TileBwd<BwdSplit::keys, 64, 3, 2, 64, 88, 208> {};
 template <>
-struct TileSizesBwd<192> : TileBwd<BwdSplit::products, 64, 2, 2, 96, 128, 192> {};
+struct TileSizesBwd<192> : TileBwd<BwdSplit::products, 64, 2, 2, 64, 120, 192> {};
 template <>
-struct TileSizesBwd<256> : TileBwd<BwdSplit::products, 64, 2, 2, 128, 128, 192> {};
+struct TileSizesBwd<256> : TileBwd<BwdSplit::products, 64, 2, 2, 64, 120, 192> {};
 
 }  // namespace flash::sm90

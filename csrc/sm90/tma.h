@@ -33,8 +33,8 @@ auto global_tensor(const TensorRef &x, int64_t rows, int d, int heads, int batch
 // The descriptor for tiles of `x`. cuTensorMapEncodeTiled leaves it empty when it fails, and CuTe only asserts.
 template <typename Element, typename SmemLayout, typename Tile>
 TmaLoad<Element, SmemLayout, Tile> make_tma_load(const TensorRef &x, int64_t rows, int d, int heads, int batch) {
-    const auto tma = make_tma_copy(SM90_TMA_LOAD{}, global_tensor<Element>(x, rows, d, heads, batch), SmemLayout{},
-                                   Tile{}, _1{});
+    const auto tma =
+        make_tma_copy(SM90_TMA_LOAD{}, global_tensor<Element>(x, rows, d, heads, batch), SmemLayout{}, Tile{}, _1{});
     const TmaDescriptor empty{};
     if (std::memcmp(tma.get_tma_descriptor(), &empty, sizeof(empty)) == 0) {
         throw std::runtime_error("flash_attn_mini: cuTensorMapEncodeTiled does not accept the tensors of this call");
