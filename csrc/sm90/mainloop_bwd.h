@@ -49,10 +49,10 @@ public:
             this->issue_dkv(accumulates, rP, shared.dout, dout_state, acc_dv);
             wait_for<1>(acc_ds);
             auto rdS = form_ds(rP, acc_ds);
-            if constexpr (kComputesDq) {  // before the products that need its registers
+            const auto ds = this->send_ds(rdS);
+            if constexpr (kComputesDq) {  // the next products need the registers of rP
                 wait_for<0>(acc_dv);
             }
-            const auto ds = this->send_ds(rdS);
             const auto q = q_state;
             const auto dout = dout_state;
             if (--steps_left == 0) {
