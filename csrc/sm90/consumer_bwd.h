@@ -1,5 +1,5 @@
-// What both mainloops of the backward share: the five products, the pipelines' waits and releases, and dS on its way to
-// the dQ warpgroup.
+// What both mainloops of the backward share: the products, the pipelines' waits and releases, and dS on its way to
+// shared memory.
 #pragma once
 
 #include "../kind.h"
@@ -37,8 +37,9 @@ protected:
     const ScoresBwd<Traits, kKind> scores;
     Step step;
     int steps_left;
-    PipelineState<Traits::kStages> state;  // of Q and dO
-    PipelineState<Traits::kDsStages> ds_state;
+    PipelineState<Traits::kStagesQ> q_state;
+    PipelineState<Traits::kStagesdO> dout_state;
+    PipelineState<Traits::kStagesdS> ds_state;
 
 public:
     __device__ ConsumerBwd(const Flash_bwd_params &params, typename Traits::SharedStorage &shared,
@@ -53,47 +54,70 @@ public:
           steps_left(block.num_steps()) {}
 
 protected:
-    // S^T = K Q^T. X: K and Q, or V and dO for dP^T.
-    template <typename TensorS>
-    __device__ __forceinline__ void issue_scores(Element *smem_k, Element *smem_q, int stage, TensorS &acc) const {
+    // The stages of Q or dO (BLK_M, HD, stage), and the same as (HD, BLK_M, stage).
+    template <int kStages>
+    __device__ __forceinline__ static auto tiles(Element *smem) {
+        return make_tensor(make_smem_ptr(smem), typename Traits::template SmemLayoutQ<kStages>{});
+    }
+    template <int kStages>
+    __device__ __forceinline__ static auto transposed_tiles(Element *smem) {
+        return make_tensor(make_smem_ptr(smem), typename Traits::template SmemLayoutQt<kStages>{});
+    }
+
+    __device__ __forceinline__ void advance_step() {
+        q_state.advance();
+        dout_state.advance();
+        step.advance(block);
+    }
+
+    // S^T = K Q^T, or dP^T = V dO^T.
+    template <int kStages, typename TensorS>
+    __device__ __forceinline__ void issue_scores(Element *smem_k, Element *smem_q, const PipelineState<kStages> &state,
+                                                 TensorS &acc) const {
         Tensor sK = make_tensor(make_smem_ptr(smem_k), take<0, 2>(typename Traits::SmemLayoutKV{}));  // (BLK_N, HD)
-        Tensor sQ = make_tensor(make_smem_ptr(smem_q), typename Traits::SmemLayoutQ{});  // (BLK_M, HD, stage)
+        Tensor sQ = tiles<kStages>(smem_q);
         Tensor sK_own = local_tile(sK, typename Traits::TiledKV{}, make_coord(key_offset / kKeys, 0));  // (64, HD)
         auto thr_mma = TiledMmaSdP{}.get_slice(int(threadIdx.x % 128));
         Tensor tSrK = thr_mma.make_fragment_A(thr_mma.partition_A(sK_own));              // (MMA, MMA_M, MMA_K)
-        Tensor tSrQ = thr_mma.make_fragment_B(thr_mma.partition_B(sQ))(_, _, _, stage);  // (MMA, MMA_N, MMA_K)
+        Tensor tSrQ = thr_mma.make_fragment_B(thr_mma.partition_B(sQ))(_, _, _, state.stage);  // (MMA, MMA_N, MMA_K)
         issue<TiledMmaSdP>(/*accumulates=*/false, tSrK, tSrQ, acc);
     }
 
     // dV = P^T dO, with P^T in registers, or dV += P^T dO if `accumulates`; or dK and dS^T Q.
-    template <typename TensorP, typename TensorKV>
-    __device__ __forceinline__ void issue_dkv(bool accumulates, TensorP &rP, Element *smem_dout, int stage,
-                                              TensorKV &acc) const {
-        Tensor sdOt = make_tensor(make_smem_ptr(smem_dout), typename Traits::SmemLayoutQt{});  // (HD, BLK_M, stage)
+    template <int kStages, typename TensorP, typename TensorKV>
+    __device__ __forceinline__ void issue_dkv(bool accumulates, TensorP &rP, Element *smem_dout,
+                                              const PipelineState<kStages> &state, TensorKV &acc) const {
+        Tensor sdOt = transposed_tiles<kStages>(smem_dout);
         auto thr_mma = TiledMmadKV{}.get_slice(int(threadIdx.x % 128));
-        Tensor tdVrdOt = thr_mma.make_fragment_B(thr_mma.partition_B(sdOt))(_, _, _, stage);  // (MMA, MMA_N, MMA_K)
+        Tensor tdVrdOt = thr_mma.make_fragment_B(thr_mma.partition_B(sdOt))(_, _, _, state.stage);  // (MMA, MMA_N, MMA_K)
         warpgroup_fence_operand(rP);
         issue<TiledMmadKV>(accumulates, rP, tdVrdOt, acc);
     }
 
     // The same for dK, with the consumer's part of dS in shared memory.
     template <typename TensorKV>
-    __device__ __forceinline__ void issue_dk(bool accumulates, int ds_stage, int stage, TensorKV &acc) const {
+    __device__ __forceinline__ void issue_dk(bool accumulates, int ds_stage,
+                                             const PipelineState<Traits::kStagesQ> &state, TensorKV &acc) const {
         using TiledMmadK = typename Traits::TiledMmadK;
         using TileDSt = Shape<Int<kKeys>, Int<kBlockM>>;
         Tensor sdSt = make_tensor(make_smem_ptr(shared.ds), typename Traits::SmemLayoutdSt{});  // (BLK_N, BLK_M, stage)
-        Tensor sQt = make_tensor(make_smem_ptr(shared.q), typename Traits::SmemLayoutQt{});     // (HD, BLK_M, stage)
+        Tensor sQt = transposed_tiles<Traits::kStagesQ>(shared.q);
         Tensor sdSt_own = local_tile(sdSt(_, _, ds_stage), TileDSt{}, make_coord(key_offset / kKeys, _0{}));
         auto thr_mma = TiledMmadK{}.get_slice(int(threadIdx.x % 128));
         Tensor tdKrdSt = thr_mma.make_fragment_A(thr_mma.partition_A(sdSt_own));            // (MMA, MMA_M, MMA_K)
-        Tensor tdKrQt = thr_mma.make_fragment_B(thr_mma.partition_B(sQt))(_, _, _, stage);  // (MMA, MMA_N, MMA_K)
+        Tensor tdKrQt = thr_mma.make_fragment_B(thr_mma.partition_B(sQt))(_, _, _, state.stage);  // (MMA, MMA_N, MMA_K)
         issue<TiledMmadK>(accumulates, tdKrdSt, tdKrQt, acc);
     }
 
-    // Rounded dS^T goes to the dQ warpgroup as dS [queries, keys], in pieces of 8 x 8 that stmatrix transposes.
+    // Rounded dS^T goes to shared memory as dS [queries, keys], in pieces of 8 x 8 that stmatrix transposes. Returns its
+    // stage. Consumers that compute dQ need not wait for an empty stage: each waits for the other's dS of the step
+    // before, and the other has sent that after it finished with the stage that is written here.
     template <typename TensorD>
-    __device__ __forceinline__ void send_ds(const TensorD &rdS) {
-        ds_state.acquire(shared.ds_barriers);
+    __device__ __forceinline__ auto send_ds(const TensorD &rdS) {
+        static_assert(Traits::kStagesdS >= 2);
+        if constexpr (!Traits::kConsumersComputeDq) {
+            ds_state.acquire(shared.ds_barriers);
+        }
         Tensor sdS = make_tensor(make_smem_ptr(shared.ds), typename Traits::SmemLayoutdS{});  // (BLK_M, BLK_N, stage)
         const auto *words = reinterpret_cast<const uint32_t *>(rdS.data());
         const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
@@ -110,7 +134,9 @@ protected:
         if (cute::elect_one_sync()) {
             shared.ds_barriers.full[ds_state.stage].arrive();
         }
+        const auto sent = ds_state;
         ds_state.advance();
+        return sent;
     }
 
     // Where this thread's warpgroup may keep its words until dS is stored: the place of its part of dS.
@@ -121,24 +147,24 @@ protected:
 
     // Rows of Q or dO that are not the sequence's, or see no key, become zeros: NaN times 0 is NaN. Every consumer
     // writes them for itself.
-    __device__ __forceinline__ void clear_foreign_queries(Element *smem) const {
+    template <int kStages>
+    __device__ __forceinline__ void clear_foreign_queries(Element *smem, const PipelineState<kStages> &state) const {
         if constexpr (kKind != Kind::full) {
             const int first_row = step.m_block * kBlockM;
             const int begin = block.begin_row() - first_row, end = block.end_row() - first_row;
             if (begin > 0 || end < kBlockM) {
-                Tensor sQ = make_tensor(make_smem_ptr(smem), typename Traits::SmemLayoutQ{});  // (BLK_M, HD, stage)
-                clear_rows_outside<Traits>(begin, end, sQ(_, _, state.stage), warpgroup);
+                clear_rows_outside<Traits>(begin, end, tiles<kStages>(smem)(_, _, state.stage), warpgroup);
             }
         }
     }
 
     __device__ __forceinline__ void wait_for_Q() const {
-        state.wait(shared.q_barriers);
-        clear_foreign_queries(shared.q);
+        q_state.wait(shared.q_barriers);
+        clear_foreign_queries(shared.q, q_state);
     }
     __device__ __forceinline__ void wait_for_dO() const {
-        state.wait(shared.dout_barriers);
-        clear_foreign_queries(shared.dout);
+        dout_state.wait(shared.dout_barriers);
+        clear_foreign_queries(shared.dout, dout_state);
     }
 
     // K or V.

@@ -1,5 +1,5 @@
-// The backward kernel: flash_bwd_kernel -> compute_dq_dk_dv -> compute_dq_dk_dv_1colblock. One warpgroup loads, and
-// computes dQ (load_bwd.h, reduce_dq.h). Two are consumers, which compute dK and dV (mainloop_bwd.h).
+// The backward kernel: flash_bwd_kernel -> compute_dq_dk_dv -> compute_dq_dk_dv_1colblock. One warpgroup is
+// the producer, which loads and adds dQ (load_bwd.h, reduce_dq.h). Two are consumers, which compute (mainloop_bwd.h).
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -18,8 +18,10 @@ __device__ __forceinline__ void compute_dq_dk_dv_1colblock(const Flash_bwd_param
                                                            const ColumnBlock<Traits, kKind> &block) {
     const int role = uniform(threadIdx.x / 128);
     if (role == 0) {
-        cutlass::arch::warpgroup_reg_dealloc<Traits::TileSize::kDqRegisters>();
-        DqWarpgroup<Traits, kKind>(params, copies, shared, block).run();
+        cutlass::arch::warpgroup_reg_dealloc<Traits::TileSize::kProducerRegisters>();
+        using Producer = std::conditional_t<Traits::kConsumersComputeDq, CopyProducer<Traits, kKind>,
+                                            DqProducer<Traits, kKind>>;
+        Producer(params, copies, shared, block).run();
     } else {
         cutlass::arch::warpgroup_reg_alloc<Traits::TileSize::kConsumerRegisters>();
         using Accumulator = decltype(partition_fragment_C(typename Traits::TiledMmadKV{}, typename Traits::TiledKV{}));
@@ -47,6 +49,9 @@ __device__ __forceinline__ void init_barriers(typename Traits::SharedStorage &sh
     shared.dout_barriers.init(kWarps * Traits::kConsumers);
     shared.ds_barriers.init(kWarps, /*writers=*/Traits::kSplitsKeys ? kWarps * Traits::kConsumers : kWarps);
     shared.p_barriers.init(kWarps, /*writers=*/kWarps);
+    for (auto &barriers : shared.dq_barriers) {
+        barriers.init(/*warps=*/1, /*writers=*/kWarps);
+    }
     shared.k_barrier.init(1);
     shared.v_barrier.init(1);
     cutlass::arch::fence_barrier_init();

@@ -21,7 +21,7 @@ typename Traits::Copies make_copies_bwd(const Flash_bwd_params &params) {
     const int64_t rows_k = is_varlen ? params.total_k : params.seqlen_k;
     const int batch = is_varlen ? 1 : params.b;
     const auto of_Q = [&](const TensorRef &x) {
-        return make_tma_load<Element, decltype(take<0, 2>(typename Traits::SmemLayoutQ{})), typename Traits::TileQ>(
+        return make_tma_load<Element, decltype(take<0, 2>(typename Traits::template SmemLayoutQ<1>{})), typename Traits::TileQ>(
             x, rows_q, params.d, params.h, batch);
     };
     const auto of_KV = [&](const TensorRef &x) {
@@ -48,8 +48,8 @@ void run_flash_bwd(const Flash_bwd_params &given, cudaStream_t stream) {
     if (trace_enabled()) {
         trace("flash_bwd_dot_do_o", "rows=%d grid=%lld threads=%d", kPreprocessRows,
               static_cast<long long>(preprocess_grid), kPreprocessThreads);
-        trace("flash_bwd_kernel", "kKind=%s kBlockM=%d kBlockN=%d stages=%d grid=%lld threads=%d smem=%d",
-              name_of(kKind), Traits::kBlockM, Traits::kBlockN, Traits::kStages, static_cast<long long>(grid),
+        trace("flash_bwd_kernel", "kKind=%s kBlockM=%d kBlockN=%d stages=%d,%d grid=%lld threads=%d smem=%d",
+              name_of(kKind), Traits::kBlockM, Traits::kBlockN, Traits::kStagesQ, Traits::kStagesdO, static_cast<long long>(grid),
               Traits::kNThreads, Traits::kSmemSize);
     }
     flash_bwd_dot_do_o<typename Traits::Element, kHeadDim>
@@ -67,7 +67,7 @@ void run_flash_bwd(const Flash_bwd_params &given, cudaStream_t stream) {
             trace("flash_bwd_convert_dq", "rows=%d grid=%lld threads=%d", kConvertRows,
                   static_cast<long long>(convert_grid), kConvertThreads);
         }
-        flash_bwd_convert_dq<typename Traits::Element, kHeadDim, kKind>
+        flash_bwd_convert_dq<Traits, kKind>
             <<<static_cast<unsigned>(convert_grid), kConvertThreads, 0, stream>>>(params);
         check_cuda(cudaGetLastError(), "launching flash_bwd_convert_dq");
     }

@@ -28,9 +28,10 @@ struct Flash_bwd_kernel_traits {
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr int kBlockM = TileSize::kBlockM;
     static constexpr int kBlockN = TileSize::kBlockN;
-    static constexpr int kStages = TileSize::kStages;
-    static constexpr int kDsStages = TileSize::kDsStages;
+    static constexpr int kStagesQ = TileSize::kStagesQ, kStagesdO = TileSize::kStagesdO;
+    static constexpr int kStagesdS = TileSize::kStagesdS;
     static constexpr bool kSplitsKeys = TileSize::kSplit == BwdSplit::keys;
+    static constexpr bool kConsumersComputeDq = TileSize::kDqBy == DqBy::consumers;
     static constexpr int kConsumers = 2;
     static constexpr int kNThreads = 128 * (kConsumers + 1);
     static constexpr int kKeys = 64;  // keys of a consumer warpgroup: the m64 of wgmma
@@ -57,23 +58,26 @@ struct Flash_bwd_kernel_traits {
     static constexpr int kSmemRow = kHeadDim % 64 == 0 ? 64 : 32;  // elements
     using SmemLayoutAtom =
         std::conditional_t<kSmemRow == 64, GMMA::Layout_K_SW128_Atom<Element>, GMMA::Layout_K_SW64_Atom<Element>>;
+    template <int kStages>
     using SmemLayoutQ = decltype(tile_to_shape(SmemLayoutAtom{}, Shape<Int<kBlockM>, Int<kHeadDim>, Int<kStages>>{}));
+    template <int kStages>
     using SmemLayoutQt = decltype(composition(
-        SmemLayoutQ{}, make_layout(Shape<Int<kHeadDim>, Int<kBlockM>, Int<kStages>>{},
-                                   Stride<Int<kBlockM>, _1, Int<kBlockM * kHeadDim>>{})));  // (headdim, query, stage)
+        SmemLayoutQ<kStages>{},
+        make_layout(Shape<Int<kHeadDim>, Int<kBlockM>, Int<kStages>>{},
+                    Stride<Int<kBlockM>, _1, Int<kBlockM * kHeadDim>>{})));  // (headdim, query, stage)
     using SmemLayoutKV = decltype(tile_to_shape(SmemLayoutAtom{}, Shape<Int<kBlockN>, Int<kHeadDim>, _1>{}));
     using SmemLayoutKt =
         decltype(composition(take<0, 2>(SmemLayoutKV{}), make_layout(Shape<Int<kHeadDim>, Int<kBlockN>>{},
                                                                      Stride<Int<kBlockN>, _1>{})));  // (headdim, key)
     // dS [queries, keys]: each consumer's 64 keys are contiguous.
     using SmemLayoutdS = decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{},
-                                                Shape<Int<kBlockM>, Int<kBlockN>, Int<kDsStages>>{}));
+                                                Shape<Int<kBlockM>, Int<kBlockN>, Int<kStagesdS>>{}));
 
     using SmemLayoutdSt = decltype(composition(
-        SmemLayoutdS{}, make_layout(Shape<Int<kBlockN>, Int<kBlockM>, Int<kDsStages>>{},
+        SmemLayoutdS{}, make_layout(Shape<Int<kBlockN>, Int<kBlockM>, Int<kStagesdS>>{},
                                     Stride<Int<kBlockM>, _1, Int<kBlockM * kBlockN>>{})));  // (key, query, stage)
 
-    using TmaQ = TmaLoad<Element, decltype(take<0, 2>(SmemLayoutQ{})), TileQ>;
+    using TmaQ = TmaLoad<Element, decltype(take<0, 2>(SmemLayoutQ<1>{})), TileQ>;
     using TmaKV = TmaLoad<Element, decltype(take<0, 2>(SmemLayoutKV{})), TileKV>;
     struct Copies {
         TmaQ q, dout;
@@ -81,18 +85,24 @@ struct Flash_bwd_kernel_traits {
     };
 
     static constexpr int kAlignment = 1024;  // bytes: of the swizzled layouts
+    static constexpr int kTileOfDq = 64 * TileSize::kDqColumns;  // elements
+    static constexpr int kTilesOfDq = kBlockM * kHeadDim / kTileOfDq;
+    static_assert(!kConsumersComputeDq || kTilesOfDq == kConsumers);
     static constexpr int kWordsOfScores = kKeys * kBlockM / 2;
     struct SharedStorage {
         alignas(kAlignment) Element k[kBlockN * kHeadDim];
         alignas(kAlignment) Element v[kBlockN * kHeadDim];
-        alignas(kAlignment) Element q[kStages * kBlockM * kHeadDim];
-        alignas(kAlignment) Element dout[kStages * kBlockM * kHeadDim];
+        alignas(kAlignment) Element q[kStagesQ * kBlockM * kHeadDim];
+        alignas(kAlignment) Element dout[kStagesdO * kBlockM * kHeadDim];
         alignas(kAlignment) Element ds[cosize_v<SmemLayoutdS>];
-        alignas(16) uint32_t p[kSplitsKeys ? 4 : kDsStages * kWordsOfScores];  // P on its way between consumers
-        alignas(16) float lse[kStages][kBlockM];
-        alignas(16) float delta[kStages][kBlockM];
-        PipelineBarriers<kStages> q_barriers, dout_barriers;  // Q with lse, dO with delta
-        PipelineBarriers<kDsStages> ds_barriers, p_barriers;
+        alignas(16) uint32_t p[kSplitsKeys ? 4 : kStagesdS * kWordsOfScores];  // P on its way between consumers
+        alignas(128) float dq[kConsumersComputeDq ? kConsumers : 1][kConsumersComputeDq ? kTileOfDq : 4];
+        alignas(16) float lse[kStagesQ][kBlockM];
+        alignas(16) float delta[kStagesdO][kBlockM];
+        PipelineBarriers<kStagesQ> q_barriers;      // Q with lse
+        PipelineBarriers<kStagesdO> dout_barriers;  // dO with delta
+        PipelineBarriers<1> dq_barriers[kConsumers];
+        PipelineBarriers<kStagesdS> ds_barriers, p_barriers;
         cutlass::arch::ClusterTransactionBarrier k_barrier, v_barrier;
         int tile;  // in order: the number of this CTA
     };

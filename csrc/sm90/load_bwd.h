@@ -7,7 +7,7 @@
 
 namespace flash::sm90 {
 
-// Warp 0 of the dQ warpgroup.
+// Warp 0 of the producer warpgroup.
 template <typename Traits, Kind kKind>
 class LoaderBwd {
 public:
@@ -29,17 +29,23 @@ public:
             advance();
         }
         CUTE_NO_UNROLL
-        for (int i = 1; i < Traits::kStages - 1; ++i) {
+        for (int i = 1; i < cute::min(Traits::kStagesQ, Traits::kStagesdO) - 1; ++i) {
             load_next();
         }
     }
 
-    // One more step, if any is left. Waits for its stage.
+    // One more step, if any is left. Waits for its stages.
     __device__ __forceinline__ void load_next() {
         if (steps_left > 0) {
             load_Q();
             load_dO();
             advance();
+        }
+    }
+
+    __device__ __forceinline__ void load_rest() {
+        while (steps_left > 0) {
+            load_next();
         }
     }
 
@@ -53,11 +59,13 @@ private:
     const ColumnBlock<Traits, kKind> &block;
     Step step;
     int steps_left, bidb_q;
-    PipelineState<Traits::kStages> state;
+    PipelineState<Traits::kStagesQ> q_state;
+    PipelineState<Traits::kStagesdO> dout_state;
 
     __device__ __forceinline__ void advance() {
         step.advance(block);
-        state.advance();
+        q_state.advance();
+        dout_state.advance();
         --steps_left;
     }
 
@@ -73,24 +81,26 @@ private:
     }
 
     // A tile of Q or dO with a row statistic.
-    __device__ __forceinline__ void load_tile(const typename Traits::TmaQ &tma, Element *smem, const float *statistic,
-                                              float (&smem_statistic)[Traits::kStages][Traits::kBlockM],
-                                              PipelineBarriers<Traits::kStages> &barriers) {
+    template <int kStages>
+    __device__ __forceinline__ void load_tile(const PipelineState<kStages> &state, const typename Traits::TmaQ &tma,
+                                              Element *smem, const float *statistic,
+                                              float (&smem_statistic)[kStages][Traits::kBlockM],
+                                              PipelineBarriers<kStages> &barriers) {
         state.acquire(barriers);
         if (cute::elect_one_sync()) {
             uint64_t &barrier = state.expect(barriers, kBytesOfTile + kBytesOfRows);
-            load_rows(tma, typename Traits::TileQ{}, make_tensor(make_smem_ptr(smem), typename Traits::SmemLayoutQ{}),
-                      state.stage, barrier, block.q_begin + step.m_block * Traits::kBlockM, block.bidh + step.head,
-                      bidb_q);
+            load_rows(tma, typename Traits::TileQ{},
+                      make_tensor(make_smem_ptr(smem), typename Traits::template SmemLayoutQ<kStages>{}), state.stage,
+                      barrier, block.q_begin + step.m_block * Traits::kBlockM, block.bidh + step.head, bidb_q);
             SM90_BULK_COPY_G2S::copy(statistic + step.padded_row(params, block), &barrier, smem_statistic[state.stage],
                                      kBytesOfRows);
         }
     }
     __device__ __forceinline__ void load_Q() {
-        load_tile(copies.q, shared.q, params.lse_padded, shared.lse, shared.q_barriers);
+        load_tile(q_state, copies.q, shared.q, params.lse_padded, shared.lse, shared.q_barriers);
     }
     __device__ __forceinline__ void load_dO() {
-        load_tile(copies.dout, shared.dout, static_cast<const float *>(params.dsoftmax_sum), shared.delta,
+        load_tile(dout_state, copies.dout, shared.dout, static_cast<const float *>(params.dsoftmax_sum), shared.delta,
                   shared.dout_barriers);
     }
 };

@@ -9,34 +9,44 @@ enum class BwdSplit {
     products,  // both have the same 64 keys: one computes S and dV, the other dP and dK
 };
 
-template <BwdSplit kSplit_, int kBlockM_, int kStages_, int kDsStages_, int kDqColumns_, int kDqRegisters_,
-          int kConsumerRegisters_>
+// Who computes dQ.
+enum class DqBy {
+    consumers,  // each a half; it goes through shared memory, and the copy engine adds it to global memory
+    producer,   // the producer warpgroup, which adds it from registers
+};
+
+// Where wgmma finds dS as an operand of dK.
+enum class DsIn { registers, shared_memory };
+
+template <BwdSplit kSplit_, DqBy kDqBy_, DsIn kDsIn_, int kBlockM_, int kStagesQ_, int kStagesdO_, int kStagesdS_, int kDqColumns_,
+          int kProducerRegisters_, int kConsumerRegisters_>
 struct TileBwd {
     static constexpr BwdSplit kSplit = kSplit_;
+    static constexpr DqBy kDqBy = kDqBy_;
+    static constexpr DsIn kDsIn = kDsIn_;
     static constexpr int kBlockM = kBlockM_;                                 // query rows of a step
     static constexpr int kBlockN = kSplit_ == BwdSplit::keys ? 2 * 64 : 64;  // keys of a CTA
-    static constexpr int kStages = kStages_;                                 // pipeline stages of Q, and of dO
-    static constexpr int kDsStages = kDsStages_;                             // pipeline stages of dS
-    static constexpr int kDqColumns = kDqColumns_;  // columns of dQ that are multiplied at a time, 64 rows each
-    // setmaxnreg, for the dQ warpgroup and two consumers. A launch of 384 threads gets 3 * 168 = 504; with more, the
-    // kernel would wait for ever.
-    static constexpr int kDqRegisters = kDqRegisters_;
+    static constexpr int kStagesQ = kStagesQ_, kStagesdO = kStagesdO_, kStagesdS = kStagesdS_;  // of the pipelines
+    static constexpr int kDqColumns = kDqColumns_;  // dQ is multiplied in tiles of 64 rows and this many columns
+    // setmaxnreg, for the producer warpgroup and two consumers. A launch of 384 threads gets 3 * 168 = 504; with more,
+    // the kernel would wait for ever.
+    static constexpr int kProducerRegisters = kProducerRegisters_;
     static constexpr int kConsumerRegisters = kConsumerRegisters_;
-    static_assert(kDqRegisters + 2 * kConsumerRegisters <= 3 * 168);
+    static_assert(kProducerRegisters + 2 * kConsumerRegisters <= 3 * 168);
 };
 
 template <int kHeadDim>
 struct TileSizesBwd;
 
 template <>
-struct TileSizesBwd<64> : TileBwd<BwdSplit::keys, 128, 3, 2, 64, 88, 208> {};
+struct TileSizesBwd<64> : TileBwd<BwdSplit::keys, DqBy::consumers, DsIn::shared_memory, 128, 3, 2, 2, 64, 24, 240> {};
 template <>
-struct TileSizesBwd<96> : TileBwd<BwdSplit::keys, 64, 3, 2, 96, 120, 192> {};
+struct TileSizesBwd<96> : TileBwd<BwdSplit::keys, DqBy::producer, DsIn::shared_memory, 64, 3, 3, 2, 96, 120, 192> {};
 template <>
-struct TileSizesBwd<128> : TileBwd<BwdSplit::keys, 64, 3, 2, 64, 88, 208> {};
+struct TileSizesBwd<128> : TileBwd<BwdSplit::keys, DqBy::consumers, DsIn::registers, 64, 3, 2, 2, 64, 24, 240> {};
 template <>
-struct TileSizesBwd<192> : TileBwd<BwdSplit::products, 64, 2, 2, 64, 120, 192> {};
+struct TileSizesBwd<192> : TileBwd<BwdSplit::products, DqBy::producer, DsIn::registers, 64, 2, 2, 2, 64, 120, 192> {};
 template <>
-struct TileSizesBwd<256> : TileBwd<BwdSplit::products, 64, 2, 2, 64, 120, 192> {};
+struct TileSizesBwd<256> : TileBwd<BwdSplit::products, DqBy::producer, DsIn::registers, 64, 2, 2, 2, 64, 120, 192> {};
 
 }  // namespace flash::sm90

@@ -1,0 +1,96 @@
+// dQ = dS K in tiles of 64 rows and kDqColumns columns, and their place in the float32 accumulator in global memory.
+//
+// The tiles of 64 rows lie one after the other. A tile, as flash_bwd_convert_dq reads it: [warp][vector i][lane][4].
+// Vector i of a lane is its registers 4 i to 4 i + 3: columns 8 i + 2 (lane % 4) and the next one, of the rows lane / 4
+// and lane / 4 + 8 of the warp.
+#pragma once
+
+#include "../common/dq_semaphore.h"
+#include "steps_bwd.h"
+#include "wgmma.h"
+
+namespace flash::sm90 {
+
+// In order, a CTA waits for its semaphore and passes it on once for this many rows.
+constexpr int kRowsPerPass = 128;
+
+template <typename Traits>
+struct DqTile {
+    using TiledMma = typename Traits::TiledMmadQ;
+    static constexpr int kColumns = Traits::TileSize::kDqColumns;
+    static constexpr int kColumnTiles = Traits::kHeadDim / kColumns;
+    static constexpr int kVectors = kColumns / 8;  // of a lane
+
+    // An accumulator (MMA, MMA_M, MMA_N).
+    __device__ __forceinline__ static auto accumulator() {
+        return partition_fragment_C(TiledMma{}, Shape<_64, Int<kColumns>>{});
+    }
+
+    // Issues tile `tile` of a step. Both operands are in shared memory.
+    template <typename TensorDq>
+    __device__ __forceinline__ static void issue(typename Traits::SharedStorage &shared, int ds_stage, int tile,
+                                                 TensorDq &acc) {
+        using TileDS = Shape<_64, Int<Traits::kBlockN>>;
+        using TileK = Shape<Int<kColumns>, Int<Traits::kBlockN>>;
+        Tensor sdS = make_tensor(make_smem_ptr(shared.ds), typename Traits::SmemLayoutdS{});  // (BLK_M, BLK_N, stage)
+        Tensor sKt = make_tensor(make_smem_ptr(shared.k), typename Traits::SmemLayoutKt{});   // (HD, BLK_N)
+        Tensor sdS_rows = local_tile(sdS(_, _, ds_stage), TileDS{}, make_coord(tile / kColumnTiles, _0{}));
+        Tensor sKt_columns = local_tile(sKt, TileK{}, make_coord(tile % kColumnTiles, _0{}));
+        auto thr_mma = TiledMma{}.get_slice(int(threadIdx.x % 128));
+        Tensor tdQrdS = thr_mma.make_fragment_A(thr_mma.partition_A(sdS_rows));     // (MMA, MMA_M, MMA_K)
+        Tensor tdQrKt = thr_mma.make_fragment_B(thr_mma.partition_B(sKt_columns));  // (MMA, MMA_N, MMA_K)
+        sm90::issue<TiledMma>(/*accumulates=*/false, tdQrdS, tdQrKt, acc);
+    }
+
+    // Tile `tile` of a step in the accumulator in global memory.
+    template <typename Block>
+    __device__ __forceinline__ static float *target(const Flash_bwd_params &params, const Block &block,
+                                                    const Step &step, int tile) {
+        return params.dq_accum + int64_t(step.padded_row(params, block)) * Traits::kHeadDim + tile * Traits::kTileOfDq;
+    }
+
+    // Vector i of this thread, in a tile of float4.
+    __device__ __forceinline__ static int place(int i) {
+        return (threadIdx.x % 128 / 32 * kVectors + i) * 32 + threadIdx.x % 32;
+    }
+    template <typename TensorDq>
+    __device__ __forceinline__ static float4 vector(const TensorDq &acc, int i) {
+        return make_float4(acc(4 * i), acc(4 * i + 1), acc(4 * i + 2), acc(4 * i + 3));
+    }
+};
+
+// In order: the row blocks come in groups of kRowsPerPass rows. Between its wait for the semaphore of a group and the
+// pass, a CTA adds to those row blocks of the group that see its keys. `part` counts the warps that add for a CTA.
+template <typename Traits, bool kCopyEngine>
+class DqOrder {
+    static constexpr int kRowBlocksPerPass = kRowsPerPass / Traits::kBlockM;
+    DqSemaphore<kCopyEngine> semaphore;
+    int *counts;
+    bool passes = false;
+
+public:
+    // Waits, if it is this step's turn to.
+    template <typename Block>
+    __device__ __forceinline__ DqOrder(const Flash_bwd_params &params, const Block &block, const Step &step, int part)
+        : counts(params.dq_semaphore) {
+        if (counts != nullptr) {
+            const int row = step.padded_row(params, block);
+            const int in_group = step.m_block % kRowBlocksPerPass, first = step.m_block - in_group;
+            // In the place of the group's first row. The last row block of the group sees the last keys, so its order
+            // counts all key blocks.
+            semaphore = {(row - in_group * Traits::kBlockM) / kRowsPerPass * 4 + part,
+                         block.order_in(first + kRowBlocksPerPass - 1)};
+            passes = in_group == kRowBlocksPerPass - 1 || step.m_block + 1 == block.m_block_max;
+            if (in_group == 0 || step.m_block == block.m_block_min) {
+                semaphore.wait(counts, /*is_known_reached=*/false);
+            }
+        }
+    }
+    __device__ __forceinline__ void pass() {
+        if (passes) {
+            semaphore.pass(counts);
+        }
+    }
+};
+
+}  // namespace flash::sm90
