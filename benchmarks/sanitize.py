@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks import cli, provenance
 
-TOOLS: dict[str, tuple[str, ...]] = {"memcheck": (), "racecheck": ("--per-headdim", "2", "64", "128")}
+TOOLS: dict[str, tuple[str, ...]] = {"memcheck": (), "racecheck": ("--per-headdim", "2", "64", "128", "256")}
 SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:errors?|hazards? displayed)")
 RAN = re.compile(r"ran (\d+) cases in ([^:]+)")
 MAX_LINES = 40  # lines of a tool's report that are printed

@@ -14,6 +14,7 @@ import torch
 
 SEED_VARIABLE = "FLASH_ATTN_MINI_SEED"
 HAS_GPU = torch.cuda.is_available()
+IS_HOPPER = HAS_GPU and torch.cuda.get_device_capability()[0] == 9
 
 CPU_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 GPU_DTYPES = (torch.float16, torch.bfloat16)

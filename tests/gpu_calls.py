@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import pytest
@@ -15,6 +15,7 @@ from flash_attn_mini.backends import BACKENDS
 GPU_BACKENDS = [name for name in BACKENDS if name != "cpu"]
 each_gpu_backend = pytest.mark.parametrize("gpu_backend", GPU_BACKENDS)
 Result = TypeVar("Result")
+Results = tuple[Tensor, ...]
 
 
 def inputs(batch: int, seqlen: int, nheads: int, headdim: int, dtype: torch.dtype = torch.float16) -> list[Tensor]:
@@ -52,3 +53,20 @@ def capture(call: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
     with torch.cuda.graph(graph):
         results = call()
     return graph, results
+
+
+def differing_runs(run: Callable[[int], Results], expected: Sequence[Results], runs: int = 1000) -> list[int]:
+    """For each result, the number of runs in which it differs from ``expected[i % len(expected)]``.
+
+    Another kernel runs on the GPU at the same time.
+    """
+    noise, side = torch.randn(1024, 1024, device="cuda"), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    differs = torch.zeros(len(expected[0]), device="cuda", dtype=torch.int64)
+    for i in range(runs):
+        if i % 3 == 0:
+            with torch.cuda.stream(side):
+                noise = torch.tanh(noise @ noise)
+        differs += torch.stack([(a != b).any() for a, b in zip(run(i), expected[i % len(expected)], strict=True)])
+    torch.cuda.synchronize()
+    return differs.tolist()

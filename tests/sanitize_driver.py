@@ -4,12 +4,13 @@ memcheck takes every small case: dense, varlen and KV cache, with and without fe
 `--per-headdim` limits the number of cases of each head dim, mask and feature.
 
     compute-sanitizer --tool memcheck --error-exitcode 9 python -m tests.sanitize_driver
-    compute-sanitizer --tool racecheck --error-exitcode 9 python -m tests.sanitize_driver --per-headdim 2 64 128
+    compute-sanitizer --tool racecheck --error-exitcode 9 python -m tests.sanitize_driver --per-headdim 2 64 128 256
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import time
 
@@ -65,9 +66,10 @@ def choose(headdims: list[int], per_headdim: int | None) -> list[AnyCase]:
 
 
 def run(case: AnyCase, dtype: torch.dtype) -> None:
-    """Runs the GPU's forward and the default backward, then sm80's forward and the deterministic backward."""
-    for deterministic in (False, True):
-        os.environ["FLASH_ATTN_MINI_ARCH"] = "80" if deterministic else ""
+    """Runs the GPU's kernels and those of sm80, each with the default backward and with the deterministic one."""
+    has_backward = not isinstance(case, KvCacheCase)
+    for arch, deterministic in itertools.product(("", "80"), (False, True) if has_backward else (False,)):
+        os.environ["FLASH_ATTN_MINI_ARCH"] = arch
         if isinstance(case, KvCacheCase):
             results = [run_call(make_call(case, dtype, "cuda", seed=0), "cuda")[0]]
         else:
@@ -113,12 +115,16 @@ def run_minimal() -> None:
     torch.cuda.synchronize()
 
 
-def main() -> None:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("headdims", nargs="*", type=int, help="default: all")
     parser.add_argument("--per-headdim", type=int, help="most cases of each head dim, mask and feature")
     parser.add_argument("--dtypes", nargs="+", choices=sorted(DTYPES), default=sorted(DTYPES))
-    arguments = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    arguments = parser().parse_args()
     # Without PyTorch's pool every tensor is its own allocation, so memcheck knows its bounds.
     os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     cases = choose(arguments.headdims, arguments.per_headdim)

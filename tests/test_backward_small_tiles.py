@@ -1,4 +1,4 @@
-"""The CUDA backward with the tiles for GPUs with less shared memory per CTA, run on any GPU."""
+"""The backward of sm80 with the tiles for GPUs with less shared memory per CTA, run on any GPU."""
 
 from __future__ import annotations
 
@@ -36,6 +36,12 @@ each_order = pytest.mark.parametrize("deterministic", [False, True], ids=["fast"
 each_subset = pytest.mark.parametrize(
     "wanted", SUBSETS, ids=lambda wanted: "".join(n for n, w in zip("qkv", wanted, strict=True) if w)
 )
+
+
+@pytest.fixture(autouse=True)
+def sm80(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a Hopper GPU too."""
+    monkeypatch.setenv("FLASH_ATTN_MINI_ARCH", "80")
 
 
 @pytest.fixture

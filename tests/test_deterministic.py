@@ -6,37 +6,29 @@ test_forward.py, test_backward.py, test_features.py and test_varlen.py repeat a 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, multiprocessing
+from torch import multiprocessing
 
 from flash_attn_mini import flash_attn_func, flash_attn_varlen_func
 
-from .gpu_calls import capture, each_gpu_backend, gradients
+from .conftest import IS_HOPPER
+from .gpu_calls import GPU_BACKENDS, Results, capture, differing_runs, each_gpu_backend, gradients
 
 pytestmark = pytest.mark.gpu
 
-Results = tuple[Tensor, ...]
+# The backends, and on a Hopper GPU the kernels of sm80.
+each_kernel = pytest.mark.parametrize("kernels", [*GPU_BACKENDS, *["cuda sm80"] * IS_HOPPER], indirect=True)
 
 
-def differing_runs(run: Callable[[int], Results], expected: Sequence[Results], runs: int = 1000) -> list[int]:
-    """For each result, the number of runs in which it differs from ``expected[i % len(expected)]``.
-
-    Another kernel runs on the GPU at the same time.
-    """
-    noise, side = torch.randn(1024, 1024, device="cuda"), torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    differs = torch.zeros(len(expected[0]), device="cuda", dtype=torch.int64)
-    for i in range(runs):
-        if i % 3 == 0:
-            with torch.cuda.stream(side):
-                noise = torch.tanh(noise @ noise)
-        differs += torch.stack([(a != b).any() for a, b in zip(run(i), expected[i % len(expected)], strict=True)])
-    torch.cuda.synchronize()
-    return differs.tolist()
+@pytest.fixture
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The backend whose kernels run."""
+    backend, _, arch = request.param.partition(" sm")
+    monkeypatch.setenv("FLASH_ATTN_MINI_ARCH", arch)
+    return backend
 
 
 # ---- forward ------------------------------------------------------------------------------------------------------
@@ -77,9 +69,9 @@ MIXED_SHAPES = [  # batch, seqlen, nheads, nheads_k, headdim, causal
 ]
 
 
-@each_gpu_backend
+@each_kernel
 @pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "deterministic"])
-def test_a_thousand_backwards_of_mixed_shapes_repeat_bitwise(deterministic: bool, gpu_backend: str, seed: int) -> None:
+def test_a_thousand_backwards_of_mixed_shapes_repeat_bitwise(deterministic: bool, kernels: str, seed: int) -> None:
     """Without deterministic, dq of the CUDA backend may differ; dk and dv may not."""
     torch.manual_seed(seed)
     calls = []
@@ -87,9 +79,9 @@ def test_a_thousand_backwards_of_mixed_shapes_repeat_bitwise(deterministic: bool
         q, dout = torch.randn(2, batch, seqlen, nheads, headdim, device="cuda", dtype=torch.bfloat16)
         k, v = torch.randn(2, batch, seqlen, nheads_k, headdim, device="cuda", dtype=torch.bfloat16)
         leaves = [x.requires_grad_() for x in (q, k, v)]
-        out = flash_attn_func(*leaves, causal=causal, deterministic=deterministic, backend=gpu_backend)
+        out = flash_attn_func(*leaves, causal=causal, deterministic=deterministic, backend=kernels)
         calls.append((out, leaves, dout))
-    first = 0 if deterministic or gpu_backend == "triton" else 1
+    first = 0 if deterministic or kernels == "triton" else 1
 
     def run(i: int) -> Results:
         return torch.autograd.grad(*calls[i % len(calls)], retain_graph=True)[first:]
@@ -134,16 +126,16 @@ def assert_graph_repeats(
     assert not any(counts.values()), f"{case}: runs that differ, of {min(done, runs)}: {counts}"
 
 
-@each_gpu_backend
+@each_kernel
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("headdim", HEADDIMS)
 def test_deterministic_backward_repeats_under_stress(
-    headdim: int, causal: bool, shape: tuple[int, ...], gpu_backend: str, seed: int
+    headdim: int, causal: bool, shape: tuple[int, ...], kernels: str, seed: int
 ) -> None:
     """With relaxed memory order, 12 % of the runs differed at head dim 256, full, 512 x 2048."""
-    assert_graph_repeats(headdim, causal, shape, gpu_backend, STRESS_RUNS, seed)
+    assert_graph_repeats(headdim, causal, shape, kernels, STRESS_RUNS, seed)
 
 
 def repeat_in_process(rank: int, seed: int) -> None:
@@ -154,5 +146,7 @@ def repeat_in_process(rank: int, seed: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("kernels", ["cuda", *["cuda sm80"] * IS_HOPPER], indirect=True)
 def test_deterministic_backward_repeats_beside_other_processes(seed: int) -> None:
     multiprocessing.spawn(repeat_in_process, args=(seed,), nprocs=PROCESSES)

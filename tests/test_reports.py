@@ -18,6 +18,10 @@ from benchmarks import (
     tune_sm80,
 )
 
+from . import sanitize_driver
+from .cases import Case
+from .varlen_cases import VarlenCase
+
 
 def test_ptxas_reports_are_read_kernel_by_kernel() -> None:
     report = """\
@@ -95,6 +99,17 @@ def test_resources_of_the_hopper_forward_name_the_kernels_of_short_sequences() -
 def test_the_number_of_errors_of_the_sanitizer_is_read(tool: str, summary: str, errors: int) -> None:
     row = sanitize.row_of(tool, f"ran 38 cases in bfloat16, float16: 70 s\n{summary}\n")
     assert row == {"tool": tool, "cases": 38, "dtypes": "bfloat16, float16", "errors": errors}
+
+
+@pytest.mark.parametrize("headdim", [64, 128, 256])
+def test_the_sanitizer_looks_for_races_in_every_kind_of_kernel(headdim: int) -> None:
+    chosen = sanitize_driver.parser().parse_args(sanitize.TOOLS["racecheck"])
+    cases = [case for case in sanitize_driver.choose(chosen.headdims, chosen.per_headdim) if case.headdim == headdim]
+    dense = [case for case in cases if isinstance(case, Case)]
+    plain = [case for case in dense if (case.softcap, case.alibi, case.dropout_p) == (0.0, None, 0.0)]
+    assert {case.causal for case in plain} == {False, True}
+    assert {case.softcap > 0 for case in dense} == {case.dropout_p > 0 for case in dense} == {False, True}
+    assert any(isinstance(case, VarlenCase) for case in cases)
 
 
 def test_a_sanitizer_that_did_not_finish_is_an_error() -> None:

@@ -1,30 +1,33 @@
-"""The kernels of csrc/sm90: the calls that they take, and their accuracy."""
+"""The kernels of csrc/sm90: the calls that they take, and their accuracy. test_sm90_backward.py has the backward.
+
+Every test that runs on the default kernels of a Hopper GPU runs on them. So the kernels of sm80 run here, too.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
-from flash_attn_mini import flash_attn_func, flash_attn_varlen_func, use_backend
+from flash_attn_mini import flash_attn_func, flash_attn_varlen_func
 from flash_attn_mini.backends import available_backends, extension
-from flash_attn_mini.flash_attn_interface import _flash_attn_forward, _flash_attn_varlen_forward
 
 from .bounds import assert_forward_accurate
-from .cases import FORWARD_CASES, Case, make_inputs
-from .conftest import HAS_GPU
+from .cases import FORWARD_CASES, Case
+from .conftest import IS_HOPPER
 from .feature_cases import FEATURE_CASES
-from .feature_checks import described, expected_options, official_options
-from .varlen_cases import VARLEN_CASES, VarlenCase, expectation_options, make_batch
+from .feature_checks import check_dense, check_varlen
+from .random_loop import CHUNKS, check_random_cases
+from .rows_without_keys import CASES as KEYLESS_CASES
+from .rows_without_keys import check_rows_without_keys
+from .test_random import AnyCase, random_case, simpler
+from .varlen_cases import VARLEN_CASES, VarlenCase
 
-IS_HOPPER = HAS_GPU and torch.cuda.get_device_capability()[0] == 9
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not IS_HOPPER, reason="no Hopper GPU on this machine")]
 
 DTYPES = (torch.float16, torch.bfloat16)
-DENSE = (*FORWARD_CASES, *FEATURE_CASES)
 # Up to 299 tokens; a fifth of the sequences are empty. The blocks of the last head are sorted by length for up to 128
 # sequences (WorkTileOrder::kMaxSorted).
 LENGTHS = tuple(i * 37 % 300 * (i % 5 > 0) for i in range(129))
@@ -32,7 +35,6 @@ SORTED = [
     VarlenCase(f"sequences_{count}", "blocks from long to short", LENGTHS[:count], LENGTHS[:count], causal=True)
     for count in (31, 40, 128, 129)
 ]
-VARLEN = [*(case for case in VARLEN_CASES if not case.page_size), *SORTED]
 
 
 @pytest.fixture(autouse=True)
@@ -105,46 +107,63 @@ def test_another_architecture_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         flash_attn_func(*qkv(1, 16, 1, 64))
 
 
-# ---- accuracy: of the sm80 kernels too -----------------------------------------------------------------------------
+# ---- the kernels of sm80 -------------------------------------------------------------------------------------------
 
-ARCHS = pytest.mark.parametrize("arch", [90, 80], ids=lambda arch: f"sm{arch}")
+# Smaller head dims run on them by default.
+DENSE_ON_SM80 = [case for case in (*FORWARD_CASES, *FEATURE_CASES) if case.headdim > 32]
+VARLEN_ON_SM80 = [case for case in VARLEN_CASES if case.headdim > 32 and not case.page_size]
 
 
 @pytest.fixture
-def use_arch(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    return lambda arch: monkeypatch.setenv("FLASH_ATTN_MINI_ARCH", str(arch))
+def sm80(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASH_ATTN_MINI_ARCH", "80")
 
 
-@ARCHS
+@pytest.mark.usefixtures("sm80")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", DENSE, ids=str)
-def test_forward_is_as_accurate_as_pytorch(
-    case: Case, dtype: torch.dtype, arch: int, use_arch: Callable[[int], None], seed: int, described_seed: str
-) -> None:
-    use_arch(arch)
-    q, k, v = make_inputs(case, dtype, "cuda", seed)
-    with use_backend("cuda"):
-        out, lse, _, rng_state = _flash_attn_forward(q, k, v, **official_options(case, "cuda"), return_softmax=False)
-    options = expected_options(case, rng_state, "cuda")
-    where = described(case, dtype, f"sm{arch}", described_seed)
-    assert_forward_accurate(q, k, v, out, lse, case=where, **options)
+@pytest.mark.parametrize("case", DENSE_ON_SM80, ids=str)
+def test_sm80_is_as_accurate_as_pytorch(case: Case, dtype: torch.dtype, seed: int, described_seed: str) -> None:
+    check_dense(case, "cuda", "cuda", dtype, seed, described_seed)
 
 
-@ARCHS
+@pytest.mark.usefixtures("sm80")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", VARLEN, ids=str)
-def test_varlen_is_as_accurate_as_pytorch(
-    case: VarlenCase, dtype: torch.dtype, arch: int, use_arch: Callable[[int], None], seed: int, described_seed: str
+@pytest.mark.parametrize("case", VARLEN_ON_SM80, ids=str)
+def test_varlen_on_sm80_is_as_accurate_as_pytorch(
+    case: VarlenCase, dtype: torch.dtype, seed: int, described_seed: str
 ) -> None:
-    use_arch(arch)
-    batch = make_batch(case, dtype, "cuda", seed)
-    with use_backend("cuda"):
-        out, lse, _, rng_state = _flash_attn_varlen_forward(
-            *(batch.q, batch.k, batch.v), *batch.lengths, **official_options(case, "cuda")
-        )
-    options = expectation_options(case, batch, rng_state)
-    where = described(case, dtype, f"sm{arch}", described_seed)
-    assert_forward_accurate(batch.q, batch.k, batch.v, out, lse, case=where, **options)
+    check_varlen(case, "cuda", "cuda", dtype, seed, described_seed)
+
+
+@pytest.mark.usefixtures("sm80")
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_random_calls_on_sm80_are_as_accurate_as_pytorch(chunk: int, seed: int, described_seed: str) -> None:
+    def check(case: AnyCase, dtype: torch.dtype, seed: int, described_seed: str) -> None:
+        torch.manual_seed(seed)
+        if isinstance(case, VarlenCase):
+            check_varlen(case, "cuda", "cuda", dtype, seed, described_seed)
+        else:
+            check_dense(case, "cuda", "cuda", dtype, seed, described_seed)
+
+    check_random_cases(random_case, simpler, check, DTYPES, 400, seed, described_seed)
+
+
+@pytest.mark.usefixtures("sm80")
+@pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "deterministic"])
+@pytest.mark.parametrize("case", KEYLESS_CASES, ids=str)
+def test_bad_values_in_rows_without_keys_on_sm80(
+    case: AnyCase, deterministic: bool, seed: int, described_seed: str
+) -> None:
+    check_rows_without_keys(case, "cuda", "cuda", torch.float16, seed, described_seed, deterministic)
+
+
+# ---- accuracy ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", SORTED, ids=str)
+def test_blocks_from_long_to_short(case: VarlenCase, dtype: torch.dtype, seed: int, described_seed: str) -> None:
+    check_varlen(case, "cuda", "cuda", dtype, seed, described_seed)
 
 
 @pytest.mark.parametrize("headdim", [64, 96, 128, 192, 256])

@@ -301,14 +301,17 @@ def falling(*values: int) -> torch.Tensor:
     ],
     ids=["falls", "falls_to_0", "anything"],
 )
-def test_a_deterministic_backward_ends_for_any_cu_seqlens(cu_seqlens_q: list[int], cu_seqlens_k: list[int]) -> None:
+@pytest.mark.parametrize("headdim", [32, 64, 128, 256])  # on a Hopper GPU kernels of sm80, then of sm90
+def test_a_deterministic_backward_ends_for_any_cu_seqlens(
+    headdim: int, cu_seqlens_q: list[int], cu_seqlens_k: list[int]
+) -> None:
     """CTAs wait for each other in the order of the key blocks. cu_seqlens on a GPU is not checked, so sequences may
     overlap, and some key blocks belong to no sequence."""
     call = valid_backward_call("cuda")
     for name in ("dout", "q", "out", "dq"):
-        call[name] = torch.ones(5000, 2, 64, device="cuda", dtype=torch.float16)
+        call[name] = torch.ones(5000, 2, headdim, device="cuda", dtype=torch.float16)
     for name in ("k", "v", "dk", "dv"):
-        call[name] = torch.ones(5000, 2, 64, device="cuda", dtype=torch.float16)
+        call[name] = torch.ones(5000, 2, headdim, device="cuda", dtype=torch.float16)
     call["softmax_lse"] = torch.zeros(2, 5000, device="cuda")
     call.update(cu_seqlens_q=falling(*cu_seqlens_q), cu_seqlens_k=falling(*cu_seqlens_k))
     call.update(max_seqlen_q=5000, max_seqlen_k=5000)
