@@ -19,7 +19,16 @@ __device__ __forceinline__ void clear_foreign_keys(const ColumnBlock<Traits, kKi
     }
 }
 
-// A consumer warpgroup. It works on 64 of the CTA's keys.
+// The positions of a consumer in its pipelines. They last for all work tiles.
+template <typename Traits>
+struct ConsumerStates {
+    PipelineState<1> kv, dq;
+    PipelineState<Traits::kStagesQ> q;
+    PipelineState<Traits::kStagesdO> dout;
+    PipelineState<Traits::kStagesdS> ds, p;
+};
+
+// A consumer warpgroup in one work tile. It works on 64 of the CTA's keys.
 template <typename Traits, Kind kKind>
 class ConsumerBwd {
 protected:
@@ -37,13 +46,14 @@ protected:
     const ScoresBwd<Traits, kKind> scores;
     Step step;
     int steps_left;
+    const PipelineState<1> kv_state;
     PipelineState<Traits::kStagesQ> q_state;
     PipelineState<Traits::kStagesdO> dout_state;
     PipelineState<Traits::kStagesdS> ds_state;
 
 public:
     __device__ ConsumerBwd(const Flash_bwd_params &params, typename Traits::SharedStorage &shared,
-                           const ColumnBlock<Traits, kKind> &block, int warpgroup)
+                           const ColumnBlock<Traits, kKind> &block, ConsumerStates<Traits> &states, int warpgroup)
         : params(params),
           shared(shared),
           block(block),
@@ -51,7 +61,11 @@ public:
           key_offset(Traits::kSplitsKeys ? warpgroup * kKeys : 0),
           scores(params, block, block.first_key() + key_offset),
           step(block),
-          steps_left(block.num_steps()) {}
+          steps_left(block.num_steps()),
+          kv_state(uniform(states.kv)),
+          q_state(uniform(states.q)),
+          dout_state(uniform(states.dout)),
+          ds_state(uniform(states.ds)) {}
 
 protected:
     // The stages of Q or dO (BLK_M, HD, stage), and the same as (HD, BLK_M, stage).
@@ -62,6 +76,20 @@ protected:
     template <int kStages>
     __device__ __forceinline__ static auto transposed_tiles(Element *smem) {
         return make_tensor(make_smem_ptr(smem), typename Traits::template SmemLayoutQt<kStages>{});
+    }
+
+    // A persistent CTA has a loop around the loop of the steps. ptxas then does not see that the stage is the same in
+    // every lane, and would move each descriptor of wgmma to a uniform register.
+    template <int kStages>
+    __device__ __forceinline__ static int stage_of(const PipelineState<kStages> &state) {
+        return uniform(state.stage);
+    }
+
+    // The position of the next work tile.
+    __device__ __forceinline__ PipelineState<1> next_kv() const {
+        PipelineState<1> next = kv_state;
+        next.advance();
+        return next;
     }
 
     __device__ __forceinline__ void advance_step() {
@@ -78,8 +106,9 @@ protected:
         Tensor sQ = tiles<kStages>(smem_q);
         Tensor sK_own = local_tile(sK, typename Traits::TiledKV{}, make_coord(key_offset / kKeys, 0));  // (64, HD)
         auto thr_mma = TiledMmaSdP{}.get_slice(int(threadIdx.x % 128));
-        Tensor tSrK = thr_mma.make_fragment_A(thr_mma.partition_A(sK_own));              // (MMA, MMA_M, MMA_K)
-        Tensor tSrQ = thr_mma.make_fragment_B(thr_mma.partition_B(sQ))(_, _, _, state.stage);  // (MMA, MMA_N, MMA_K)
+        Tensor tSrK = thr_mma.make_fragment_A(thr_mma.partition_A(sK_own));  // (MMA, MMA_M, MMA_K)
+        Tensor tSrQ =
+            thr_mma.make_fragment_B(thr_mma.partition_B(sQ))(_, _, _, stage_of(state));  // (MMA, MMA_N, MMA_K)
         issue<TiledMmaSdP>(/*accumulates=*/false, tSrK, tSrQ, acc);
     }
 
@@ -89,7 +118,8 @@ protected:
                                               const PipelineState<kStages> &state, TensorKV &acc) const {
         Tensor sdOt = transposed_tiles<kStages>(smem_dout);
         auto thr_mma = TiledMmadKV{}.get_slice(int(threadIdx.x % 128));
-        Tensor tdVrdOt = thr_mma.make_fragment_B(thr_mma.partition_B(sdOt))(_, _, _, state.stage);  // (MMA, MMA_N, MMA_K)
+        Tensor tdVrdOt =
+            thr_mma.make_fragment_B(thr_mma.partition_B(sdOt))(_, _, _, stage_of(state));  // (MMA, MMA_N, MMA_K)
         warpgroup_fence_operand(rP);
         issue<TiledMmadKV>(accumulates, rP, tdVrdOt, acc);
     }
@@ -104,13 +134,14 @@ protected:
         Tensor sQt = transposed_tiles<Traits::kStagesQ>(shared.q);
         Tensor sdSt_own = local_tile(sdSt(_, _, ds_stage), TileDSt{}, make_coord(key_offset / kKeys, _0{}));
         auto thr_mma = TiledMmadK{}.get_slice(int(threadIdx.x % 128));
-        Tensor tdKrdSt = thr_mma.make_fragment_A(thr_mma.partition_A(sdSt_own));            // (MMA, MMA_M, MMA_K)
-        Tensor tdKrQt = thr_mma.make_fragment_B(thr_mma.partition_B(sQt))(_, _, _, state.stage);  // (MMA, MMA_N, MMA_K)
+        Tensor tdKrdSt = thr_mma.make_fragment_A(thr_mma.partition_A(sdSt_own));  // (MMA, MMA_M, MMA_K)
+        Tensor tdKrQt =
+            thr_mma.make_fragment_B(thr_mma.partition_B(sQt))(_, _, _, stage_of(state));  // (MMA, MMA_N, MMA_K)
         issue<TiledMmadK>(accumulates, tdKrdSt, tdKrQt, acc);
     }
 
-    // Rounded dS^T goes to shared memory as dS [queries, keys], in pieces of 8 x 8 that stmatrix transposes. Returns its
-    // stage. Consumers that compute dQ need not wait for an empty stage: each waits for the other's dS of the step
+    // Rounded dS^T goes to shared memory as dS [queries, keys], in pieces of 8 x 8 that stmatrix transposes. Returns
+    // its stage. Consumers that compute dQ need not wait for an empty stage: each waits for the other's dS of the step
     // before, and the other has sent that after it finished with the stage that is written here.
     template <typename TensorD>
     __device__ __forceinline__ auto send_ds(const TensorD &rdS) {
@@ -168,9 +199,8 @@ protected:
     }
 
     // K or V.
-    __device__ __forceinline__ void wait_for_KV(cutlass::arch::ClusterTransactionBarrier &barrier,
-                                                Element *smem) const {
-        barrier.wait(0);
+    __device__ __forceinline__ void wait_for_KV(PipelineBarriers<1> &barriers, Element *smem) const {
+        kv_state.wait(barriers);
         clear_foreign_keys<Traits, kKind>(block, smem, warpgroup);
     }
 };

@@ -60,35 +60,39 @@ struct DqTile {
 };
 
 // In order: the row blocks come in groups of kRowsPerPass rows. Between its wait for the semaphore of a group and the
-// pass, a CTA adds to those row blocks of the group that see its keys. `part` counts the warps that add for a CTA.
-template <typename Traits, bool kCopyEngine>
+// pass, a CTA adds to those row blocks of the group that see its keys. Nothing is kept in registers between the two.
+template <typename Traits, bool kCopyEngine, typename Block>
 class DqOrder {
     static constexpr int kRowBlocksPerPass = kRowsPerPass / Traits::kBlockM;
-    DqSemaphore<kCopyEngine> semaphore;
-    int *counts;
-    bool passes = false;
+    const Flash_bwd_params &params;
+    const Block &block;
+    const int part;  // counts the warps that add for a CTA
+
+    __device__ __forceinline__ bool is_in_order() const { return params.dq_semaphore != nullptr; }
+
+    // In the place of the group's first row. The last row block of the group sees the last keys, so its order counts
+    // all key blocks.
+    __device__ __forceinline__ DqSemaphore<kCopyEngine> semaphore(const Step &step) const {
+        const int in_group = step.m_block % kRowBlocksPerPass, first = step.m_block - in_group;
+        const int row = step.padded_row(params, block) - in_group * Traits::kBlockM;
+        return {row / kRowsPerPass * 4 + part, block.order_in(first + kRowBlocksPerPass - 1)};
+    }
 
 public:
-    // Waits, if it is this step's turn to.
-    template <typename Block>
-    __device__ __forceinline__ DqOrder(const Flash_bwd_params &params, const Block &block, const Step &step, int part)
-        : counts(params.dq_semaphore) {
-        if (counts != nullptr) {
-            const int row = step.padded_row(params, block);
-            const int in_group = step.m_block % kRowBlocksPerPass, first = step.m_block - in_group;
-            // In the place of the group's first row. The last row block of the group sees the last keys, so its order
-            // counts all key blocks.
-            semaphore = {(row - in_group * Traits::kBlockM) / kRowsPerPass * 4 + part,
-                         block.order_in(first + kRowBlocksPerPass - 1)};
-            passes = in_group == kRowBlocksPerPass - 1 || step.m_block + 1 == block.m_block_max;
-            if (in_group == 0 || step.m_block == block.m_block_min) {
-                semaphore.wait(counts, /*is_known_reached=*/false);
-            }
+    __device__ DqOrder(const Flash_bwd_params &params, const Block &block, int part)
+        : params(params), block(block), part(part) {}
+
+    // Before the CTA adds dQ of a step.
+    __device__ __forceinline__ void wait(const Step &step) const {
+        if (is_in_order() && (step.m_block % kRowBlocksPerPass == 0 || step.m_block == block.m_block_min)) {
+            semaphore(step).wait(params.dq_semaphore, /*is_known_reached=*/false);
         }
     }
-    __device__ __forceinline__ void pass() {
-        if (passes) {
-            semaphore.pass(counts);
+    // After it.
+    __device__ __forceinline__ void pass(const Step &step) const {
+        if (is_in_order() &&
+            (step.m_block % kRowBlocksPerPass == kRowBlocksPerPass - 1 || step.m_block + 1 == block.m_block_max)) {
+            semaphore(step).pass(params.dq_semaphore);
         }
     }
 };

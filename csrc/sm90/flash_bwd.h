@@ -9,8 +9,9 @@
 
 namespace flash::sm90 {
 
-// Throws std::runtime_error when a launch fails.
+// tile_counter: [1] zero in GPU memory, where varlen and deterministic CTAs count work tiles; else null. Throws
+// std::runtime_error when a launch fails.
 template <DType kDType, int kHeadDim, Kind kKind>
-void run_flash_bwd(const Flash_bwd_params &params, cudaStream_t stream);
+void run_flash_bwd(const Flash_bwd_params &params, int *tile_counter, cudaStream_t stream);
 
 }  // namespace flash::sm90

@@ -1,4 +1,4 @@
-// The backward kernel: flash_bwd_kernel -> compute_dq_dk_dv -> compute_dq_dk_dv_1colblock. One warpgroup is
+// The backward kernel: flash_bwd_kernel -> compute_dq_dk_dv -> compute_dk_dv_1colblock. One warpgroup is
 // the producer, which loads and adds dQ (load_bwd.h, reduce_dq.h). Two are consumers, which compute (mainloop_bwd.h).
 #pragma once
 
@@ -10,82 +10,79 @@
 
 namespace flash::sm90 {
 
-// One block of keys of one head of dK and dV.
 template <typename Traits, Kind kKind>
-__device__ __forceinline__ void compute_dq_dk_dv_1colblock(const Flash_bwd_params &params,
-                                                           const typename Traits::Copies &copies,
-                                                           typename Traits::SharedStorage &shared,
-                                                           const ColumnBlock<Traits, kKind> &block) {
-    const int role = uniform(threadIdx.x / 128);
-    if (role == 0) {
-        cutlass::arch::warpgroup_reg_dealloc<Traits::TileSize::kProducerRegisters>();
-        using Producer = std::conditional_t<Traits::kConsumersComputeDq, CopyProducer<Traits, kKind>,
-                                            DqProducer<Traits, kKind>>;
-        Producer(params, copies, shared, block).run();
+using ProducerOf =
+    std::conditional_t<Traits::kConsumersComputeDq, CopyProducer<Traits, kKind>, DqProducer<Traits, kKind>>;
+
+// The part of a consumer in one block of keys of one head of dK and dV.
+template <typename Traits, Kind kKind>
+__device__ __forceinline__ void compute_dk_dv_1colblock(const Flash_bwd_params &params,
+                                                        typename Traits::SharedStorage &shared,
+                                                        const ColumnBlock<Traits, kKind> &block,
+                                                        ConsumerStates<Traits> &states, int warpgroup) {
+    using Accumulator = decltype(partition_fragment_C(typename Traits::TiledMmadKV{}, typename Traits::TiledKV{}));
+    if constexpr (Traits::kSplitsKeys) {
+        Accumulator acc_dk, acc_dv;  // (MMA, MMA_M, MMA_N)
+        KeyConsumer<Traits, kKind> consumer(params, shared, block, states, warpgroup);
+        consumer.run(acc_dk, acc_dv);
+        states = consumer.states();
+        store_dk(params, block, acc_dk, warpgroup * Traits::kKeys);
+        store_dv(params, block, acc_dv, warpgroup * Traits::kKeys);
+    } else if (warpgroup == 0) {
+        Accumulator acc_dv;
+        ProductConsumer<Traits, kKind> consumer(params, shared, block, states, warpgroup);
+        consumer.run_dv(acc_dv);
+        states = consumer.states();
+        store_dv(params, block, acc_dv, 0);
     } else {
-        cutlass::arch::warpgroup_reg_alloc<Traits::TileSize::kConsumerRegisters>();
-        using Accumulator = decltype(partition_fragment_C(typename Traits::TiledMmadKV{}, typename Traits::TiledKV{}));
-        if constexpr (Traits::kSplitsKeys) {
-            Accumulator acc_dk, acc_dv;  // (MMA, MMA_M, MMA_N)
-            KeyConsumer<Traits, kKind>(params, shared, block, role - 1).run(acc_dk, acc_dv);
-            store_dk(params, block, acc_dk, (role - 1) * Traits::kKeys);
-            store_dv(params, block, acc_dv, (role - 1) * Traits::kKeys);
-        } else if (role == 1) {
-            Accumulator acc_dv;
-            ProductConsumer<Traits, kKind>(params, shared, block, 0).run_dv(acc_dv);
-            store_dv(params, block, acc_dv, 0);
-        } else {
-            Accumulator acc_dk;
-            ProductConsumer<Traits, kKind>(params, shared, block, 1).run_dk(acc_dk);
-            store_dk(params, block, acc_dk, 0);
-        }
+        Accumulator acc_dk;
+        ProductConsumer<Traits, kKind> consumer(params, shared, block, states, warpgroup);
+        consumer.run_dk(acc_dk);
+        states = consumer.states();
+        store_dk(params, block, acc_dk, 0);
     }
 }
 
-template <typename Traits>
+template <typename Traits, Kind kKind>
 __device__ __forceinline__ void init_barriers(typename Traits::SharedStorage &shared) {
-    constexpr int kWarps = 4;  // per warpgroup
-    shared.q_barriers.init(kWarps * Traits::kConsumers);
-    shared.dout_barriers.init(kWarps * Traits::kConsumers);
-    shared.ds_barriers.init(kWarps, /*writers=*/Traits::kSplitsKeys ? kWarps * Traits::kConsumers : kWarps);
-    shared.p_barriers.init(kWarps, /*writers=*/kWarps);
+    constexpr int kWarps = 4, kOfConsumers = kWarps * Traits::kConsumers;  // per warpgroup, of the consumers
+    constexpr int kOfDq = Traits::kConsumersComputeDq ? 0 : kWarps;        // that read dS and K for dQ alone
+    constexpr int kOfProduct = Traits::kSplitsKeys ? kOfConsumers : kWarps;
+    shared.tile_barriers.init(kOfConsumers + ProducerOf<Traits, kKind>::kWarps - 1);  // - 1: the load warp
+    shared.k_barriers.init(kOfProduct + kOfDq);
+    shared.v_barriers.init(kOfProduct);
+    shared.q_barriers.init(kOfConsumers);
+    shared.dout_barriers.init(kOfConsumers);
+    shared.ds_barriers.init(/*warps=*/kWarps, /*writers=*/kOfProduct);
+    shared.p_barriers.init(/*warps=*/kWarps, /*writers=*/kWarps);
     for (auto &barriers : shared.dq_barriers) {
         barriers.init(/*warps=*/1, /*writers=*/kWarps);
     }
-    shared.k_barrier.init(1);
-    shared.v_barrier.init(1);
     cutlass::arch::fence_barrier_init();
 }
 
-// CTAs take the key blocks of a head, then the heads, then the batch, so that neighbours share Q and dO in L2. Causal:
-// most rows see the first key blocks, so the CTAs that finish last are short.
-// In order: CTAs take an atomic number when they start, so that none waits for a CTA that is not scheduled yet
-// (deadlock): a CTA waits only for smaller numbers of its own head. Nothing but the number passes between them, so the
-// atomic is relaxed. The key blocks of several heads are interleaved, so that a CTA starts well after the one that it
-// waits for.
 template <typename Traits, Kind kKind>
 __device__ __forceinline__ void compute_dq_dk_dv(const Flash_bwd_params &params, const typename Traits::Copies &copies,
                                                  typename Traits::SharedStorage &shared) {
-    const RowBlocks blocks = key_blocks<may_be_varlen(kKind)>(params, params.h / params.heads_per_dkv, Traits::kBlockN);
-    const bool is_in_order = params.dq_semaphore != nullptr;
     if (threadIdx.x == 0) {
         prefetch_tma_descriptor(copies.q.get_tma_descriptor());
         prefetch_tma_descriptor(copies.dout.get_tma_descriptor());
         prefetch_tma_descriptor(copies.k.get_tma_descriptor());
         prefetch_tma_descriptor(copies.v.get_tma_descriptor());
-        init_barriers<Traits>(shared);
-        if (is_in_order) {
-            shared.tile = blocks.interleaved(atomicAdd(params.dq_tile_counter, 1), params.interleaved_heads);
-        }
+        init_barriers<Traits, kKind>(shared);
     }
     __syncthreads();  // every thread sees the barriers
-    // In order and local: the last key blocks add first (ColumnBlockInfo::order_in), so they start first.
-    const auto [bidb, bidh_dkv, n_block] =
-        blocks.place(uniform(is_in_order ? shared.tile : blockIdx.x), is_in_order && is_local(kKind));
-    const Sequence seq = sequence<may_be_varlen(kKind)>(params, bidb);
-    if (n_block * Traits::kBlockN < seq.seqlen_k) {
-        const ColumnBlock<Traits, kKind> block(params, seq, bidb, bidh_dkv, n_block);
-        compute_dq_dk_dv_1colblock<Traits, kKind>(params, copies, shared, block);
+    const int role = uniform(threadIdx.x / 128);
+    if (role == 0) {
+        cutlass::arch::warpgroup_reg_dealloc<Traits::TileSize::kProducerRegisters>();
+        ProducerOf<Traits, kKind>(params, copies, shared).run();
+    } else {
+        cutlass::arch::warpgroup_reg_alloc<Traits::TileSize::kConsumerRegisters>();
+        ConsumerStates<Traits> states;
+        WorkTilesBwd<Traits, kKind>(params, shared)
+            .for_each(/*is_load_warp=*/false, [&](const ColumnBlock<Traits, kKind> &block) {
+                compute_dk_dv_1colblock(params, shared, block, states, role - 1);
+            });
     }
 }
 

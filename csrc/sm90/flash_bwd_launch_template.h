@@ -21,8 +21,8 @@ typename Traits::Copies make_copies_bwd(const Flash_bwd_params &params) {
     const int64_t rows_k = is_varlen ? params.total_k : params.seqlen_k;
     const int batch = is_varlen ? 1 : params.b;
     const auto of_Q = [&](const TensorRef &x) {
-        return make_tma_load<Element, decltype(take<0, 2>(typename Traits::template SmemLayoutQ<1>{})), typename Traits::TileQ>(
-            x, rows_q, params.d, params.h, batch);
+        return make_tma_load<Element, decltype(take<0, 2>(typename Traits::template SmemLayoutQ<1>{})),
+                             typename Traits::TileQ>(x, rows_q, params.d, params.h, batch);
     };
     const auto of_KV = [&](const TensorRef &x) {
         return make_tma_load<Element, decltype(take<0, 2>(typename Traits::SmemLayoutKV{})), typename Traits::TileKV>(
@@ -32,25 +32,28 @@ typename Traits::Copies make_copies_bwd(const Flash_bwd_params &params) {
 }
 
 template <DType kDType, int kHeadDim, Kind kKind>
-void run_flash_bwd(const Flash_bwd_params &given, cudaStream_t stream) {
+void run_flash_bwd(const Flash_bwd_params &given, int *tile_counter, cudaStream_t stream) {
     using Traits = Flash_bwd_kernel_traits<kDType, kHeadDim>;
     Flash_bwd_params params = given;
     const int64_t preprocess_grid = padded_rows(params) / kPreprocessRows;
     const RowBlocks blocks = key_blocks(params, params.h / params.heads_per_dkv, Traits::kBlockN);
-    const int64_t grid = blocks.count();
-    // The heads whose key blocks are interleaved: as many as run at the same time.
-    params.interleaved_heads =
-        clamp_to(device_properties().sm_count / std::max(blocks.per_sequence(), 1), 1, std::max(blocks.all_heads(), 1));
+    const int sms = device_properties().sm_count, per_sequence = std::max(blocks.per_sequence(), 1);
+    const int64_t grid = std::min<int64_t>(blocks.count(), sms);  // persistent CTAs
+    // The heads whose key blocks are interleaved. In order: as many as run at the same time, so that a CTA starts well
+    // after the one that it waits for. Else: as fill two rounds of the SMs, which end together.
+    const int rounds = params.dq_semaphore != nullptr ? 1 : 2;
+    params.interleaved_heads = clamp_to(rounds * sms / per_sequence, 1, std::max(blocks.all_heads(), 1));
+    params.dq_tile_counter = tile_counter;
     const int64_t convert_grid = row_blocks(params, kConvertRows).count();
     check_grid(padded_rows(params), "batch * nheads * query rows");
     check_grid(preprocess_grid, "batch * nheads * blocks of query rows");
-    check_grid(grid, "batch * nheads * blocks of keys");
+    check_grid(blocks.count(), "batch * nheads * blocks of keys");
     if (trace_enabled()) {
         trace("flash_bwd_dot_do_o", "rows=%d grid=%lld threads=%d", kPreprocessRows,
               static_cast<long long>(preprocess_grid), kPreprocessThreads);
         trace("flash_bwd_kernel", "kKind=%s kBlockM=%d kBlockN=%d stages=%d,%d grid=%lld threads=%d smem=%d",
-              name_of(kKind), Traits::kBlockM, Traits::kBlockN, Traits::kStagesQ, Traits::kStagesdO, static_cast<long long>(grid),
-              Traits::kNThreads, Traits::kSmemSize);
+              name_of(kKind), Traits::kBlockM, Traits::kBlockN, Traits::kStagesQ, Traits::kStagesdO,
+              static_cast<long long>(grid), Traits::kNThreads, Traits::kSmemSize);
     }
     flash_bwd_dot_do_o<typename Traits::Element, kHeadDim>
         <<<static_cast<unsigned>(preprocess_grid), kPreprocessThreads, 0, stream>>>(params);

@@ -33,6 +33,7 @@ struct Flash_bwd_kernel_traits {
     static constexpr bool kSplitsKeys = TileSize::kSplit == BwdSplit::keys;
     static constexpr bool kConsumersComputeDq = TileSize::kDqBy == DqBy::consumers;
     static constexpr int kConsumers = 2;
+    static constexpr int kStagesOfTiles = 2;
     static constexpr int kNThreads = 128 * (kConsumers + 1);
     static constexpr int kKeys = 64;  // keys of a consumer warpgroup: the m64 of wgmma
 
@@ -84,7 +85,7 @@ struct Flash_bwd_kernel_traits {
         TmaKV k, v;
     };
 
-    static constexpr int kAlignment = 1024;  // bytes: of the swizzled layouts
+    static constexpr int kAlignment = 1024;                      // bytes: of the swizzled layouts
     static constexpr int kTileOfDq = 64 * TileSize::kDqColumns;  // elements
     static constexpr int kTilesOfDq = kBlockM * kHeadDim / kTileOfDq;
     static_assert(!kConsumersComputeDq || kTilesOfDq == kConsumers);
@@ -103,8 +104,9 @@ struct Flash_bwd_kernel_traits {
         PipelineBarriers<kStagesdO> dout_barriers;  // dO with delta
         PipelineBarriers<1> dq_barriers[kConsumers];
         PipelineBarriers<kStagesdS> ds_barriers, p_barriers;
-        cutlass::arch::ClusterTransactionBarrier k_barrier, v_barrier;
-        int tile;  // in order: the number of this CTA
+        PipelineBarriers<1> k_barriers, v_barriers;
+        PipelineBarriers<kStagesOfTiles> tile_barriers;
+        int tiles[kStagesOfTiles];  // numbers of work tiles
     };
     static constexpr int kSmemSize = sizeof(SharedStorage);
     static_assert(kSmemSize <= 227 * 1024, "more shared memory than a thread block may have");

@@ -1,5 +1,5 @@
-// The loads of the backward: TMA copies K and V of a CTA once, and Q and dO of every step, into shared memory. The row
-// statistics come with them.
+// The loads of the backward: TMA copies K and V of a work tile once, and Q and dO of every step, into shared memory.
+// The row statistics come with them.
 #pragma once
 
 #include "kernel_traits_bwd.h"
@@ -7,23 +7,41 @@
 
 namespace flash::sm90 {
 
-// Warp 0 of the producer warpgroup.
+// The positions of the load warp in its pipelines. They last for all work tiles.
+template <typename Traits>
+struct LoaderStates {
+    PipelineState<1> kv;
+    PipelineState<Traits::kStagesQ> q;
+    PipelineState<Traits::kStagesdO> dout;
+};
+
+// Warp 0 of the producer warpgroup, in one work tile.
 template <typename Traits, Kind kKind>
 class LoaderBwd {
 public:
     __device__ LoaderBwd(const Flash_bwd_params &params, const typename Traits::Copies &copies,
-                         typename Traits::SharedStorage &shared, const ColumnBlock<Traits, kKind> &block)
-        : params(params), copies(copies), shared(shared), block(block), step(block), steps_left(block.num_steps()) {
+                         typename Traits::SharedStorage &shared, const ColumnBlock<Traits, kKind> &block,
+                         LoaderStates<Traits> &states)
+        : params(params),
+          copies(copies),
+          shared(shared),
+          block(block),
+          step(block),
+          steps_left(block.num_steps()),
+          kv_state(states.kv),
+          q_state(states.q),
+          dout_state(states.dout) {
         bidb_q = params.cu_seqlens_q != nullptr && is_general(kKind) ? 0 : block.bidb;
     }
 
-    // K and V, and the steps that find an empty stage. Q and dO come between, because S is multiplied first.
+    // K and V, and the steps that the stages have room for. Q and dO come between, because S is multiplied first.
     __device__ __forceinline__ void load_first() {
-        load_KV(copies.k, shared.k, shared.k_barrier);
+        load_KV(copies.k, shared.k, shared.k_barriers);
         if (steps_left > 0) {
             load_Q();
         }
-        load_KV(copies.v, shared.v, shared.v_barrier);
+        load_KV(copies.v, shared.v, shared.v_barriers);
+        kv_state.advance();
         if (steps_left > 0) {
             load_dO();
             advance();
@@ -59,8 +77,9 @@ private:
     const ColumnBlock<Traits, kKind> &block;
     Step step;
     int steps_left, bidb_q;
-    PipelineState<Traits::kStagesQ> q_state;
-    PipelineState<Traits::kStagesdO> dout_state;
+    PipelineState<1> &kv_state;
+    PipelineState<Traits::kStagesQ> &q_state;
+    PipelineState<Traits::kStagesdO> &dout_state;
 
     __device__ __forceinline__ void advance() {
         step.advance(block);
@@ -70,13 +89,14 @@ private:
     }
 
     __device__ __forceinline__ void load_KV(const typename Traits::TmaKV &tma, Element *smem,
-                                            cutlass::arch::ClusterTransactionBarrier &barrier) {
+                                            PipelineBarriers<1> &barriers) {
         constexpr int kBytes = Traits::kBlockN * Traits::kHeadDim * sizeof(Element);
+        kv_state.acquire(barriers);
         if (cute::elect_one_sync()) {
-            barrier.arrive_and_expect_tx(kBytes);
+            uint64_t &barrier = kv_state.expect(barriers, kBytes);
             load_rows(tma, typename Traits::TileKV{}, make_tensor(make_smem_ptr(smem), typename Traits::SmemLayoutKV{}),
-                      0, *reinterpret_cast<uint64_t *>(&barrier), block.k_begin + block.first_key(),
-                      block.bidh / params.h_h_k_ratio, is_general(kKind) ? block.k_bidb : block.bidb);
+                      0, barrier, block.k_begin + block.first_key(), block.bidh / params.h_h_k_ratio,
+                      is_general(kKind) ? block.k_bidb : block.bidb);
         }
     }
 

@@ -5,42 +5,51 @@
 #include "consumer_bwd.h"
 #include "dq_tile.h"
 #include "load_bwd.h"
+#include "work_tiles_bwd.h"
 
 namespace flash::sm90 {
 
 // DqBy::consumers. Warp 1 + c adds what consumer c puts into shared memory, by the copy engine.
 template <typename Traits, Kind kKind>
 class CopyProducer {
+    using Block = ColumnBlock<Traits, kKind>;
+    const Flash_bwd_params &params;
+    const typename Traits::Copies &copies;
+    typename Traits::SharedStorage &shared;
+
 public:
+    static constexpr int kWarps = 1 + Traits::kConsumers;  // that work
+
     __device__ CopyProducer(const Flash_bwd_params &params, const typename Traits::Copies &copies,
-                            typename Traits::SharedStorage &shared, const ColumnBlock<Traits, kKind> &block)
-        : params(params), copies(copies), shared(shared), block(block) {}
+                            typename Traits::SharedStorage &shared)
+        : params(params), copies(copies), shared(shared) {}
 
     __device__ __forceinline__ void run() const {
         const int warp = uniform(threadIdx.x / 32);
         if (warp == 0) {
-            LoaderBwd<Traits, kKind> loader(params, copies, shared, block);
-            loader.load_first();
-            loader.load_rest();
-        } else if (warp <= Traits::kConsumers) {
-            add(warp - 1);
+            LoaderStates<Traits> states;
+            WorkTilesBwd<Traits, kKind>(params, shared).for_each(/*is_load_warp=*/true, [&](const Block &block) {
+                LoaderBwd<Traits, kKind> loader(params, copies, shared, block, states);
+                loader.load_first();
+                loader.load_rest();
+            });
+        } else if (warp < kWarps) {
+            PipelineState<1> state;
+            WorkTilesBwd<Traits, kKind>(params, shared).for_each(/*is_load_warp=*/false, [&](const Block &block) {
+                add(block, warp - 1, state);
+            });
         }
     }
 
 private:
-    const Flash_bwd_params &params;
-    const typename Traits::Copies &copies;
-    typename Traits::SharedStorage &shared;
-    const ColumnBlock<Traits, kKind> &block;
-
-    __device__ __forceinline__ void add(int tile) const {
+    __device__ __forceinline__ void add(const Block &block, int tile, PipelineState<1> &state) const {
+        const DqOrder<Traits, /*kCopyEngine=*/true, Block> order(params, block, tile);
         Step step(block);
-        PipelineState<1> state;
         const uint32_t source = cute::cast_smem_ptr_to_uint(shared.dq[tile]);
         for (int steps_left = block.num_steps(); steps_left > 0; --steps_left) {
             state.wait(shared.dq_barriers[tile]);
             if (params.dq_accum != nullptr) {
-                DqOrder<Traits, /*kCopyEngine=*/true> order(params, block, step, tile);
+                order.wait(step);
                 if (threadIdx.x % 32 == 0) {
                     asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(
                                      DqTile<Traits>::target(params, block, step, tile)),
@@ -49,7 +58,7 @@ private:
                     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
                     asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");  // shared memory has been read
                 }
-                order.pass();
+                order.pass(step);
                 __syncwarp();
             }
             if (threadIdx.x % 32 == 0) {
@@ -64,54 +73,55 @@ private:
 // DqBy::producer. All four warps compute dQ, and add it from registers.
 template <typename Traits, Kind kKind>
 class DqProducer {
+    using Block = ColumnBlock<Traits, kKind>;
+    using Tile = DqTile<Traits>;
+    const Flash_bwd_params &params;
+    const typename Traits::Copies &copies;
+    typename Traits::SharedStorage &shared;
+    const int warp;
+    LoaderStates<Traits> states;
+    PipelineState<1> k_state;
+    PipelineState<Traits::kStagesdS> state;
+
 public:
+    static constexpr int kWarps = 4;
+
     __device__ DqProducer(const Flash_bwd_params &params, const typename Traits::Copies &copies,
-                          typename Traits::SharedStorage &shared, const ColumnBlock<Traits, kKind> &block)
-        : params(params),
-          shared(shared),
-          block(block),
-          warp(uniform(threadIdx.x / 32)),
-          loader(params, copies, shared, block) {}
+                          typename Traits::SharedStorage &shared)
+        : params(params), copies(copies), shared(shared), warp(uniform(threadIdx.x / 32)) {}
 
     __device__ __forceinline__ void run() {
-        if (warp == 0) {
-            loader.load_first();
-        }
-        int steps_left = block.num_steps();
-        if (steps_left == 0) {
-            return;
-        }
-        const bool wants_dq = params.dq_accum != nullptr;
-        Step step(block);
-        PipelineState<Traits::kStagesdS> state;
-        shared.k_barrier.wait(0);
-        clear_foreign_keys<Traits, kKind>(block, shared.k, Traits::kConsumers);
-        for (; steps_left > 0; --steps_left) {
+        WorkTilesBwd<Traits, kKind>(params, shared).for_each(/*is_load_warp=*/warp == 0, [&](const Block &block) {
+            LoaderBwd<Traits, kKind> loader(params, copies, shared, block, states);
             if (warp == 0) {
-                loader.load_next();
+                loader.load_first();
             }
-            state.wait(shared.ds_barriers);
-            if (wants_dq) {
-                add(step, state);
-            } else {
-                state.release(shared.ds_barriers);
+            k_state.wait(shared.k_barriers);
+            clear_foreign_keys<Traits, kKind>(block, shared.k, Traits::kConsumers);
+            Step step(block);
+            for (int steps_left = block.num_steps(); steps_left > 0; --steps_left) {
+                if (warp == 0) {
+                    loader.load_next();
+                }
+                state.wait(shared.ds_barriers);
+                if (params.dq_accum != nullptr) {
+                    add(block, step);
+                } else {
+                    state.release(shared.ds_barriers);
+                }
+                state.advance();
+                step.advance(block);
             }
-            state.advance();
-            step.advance(block);
-        }
+            k_state.release(shared.k_barriers);
+            k_state.advance();
+        });
     }
 
 private:
-    using Tile = DqTile<Traits>;
-    const Flash_bwd_params &params;
-    typename Traits::SharedStorage &shared;
-    const ColumnBlock<Traits, kKind> &block;
-    const int warp;
-    LoaderBwd<Traits, kKind> loader;
-
-    __device__ __forceinline__ void add(const Step &step, const PipelineState<Traits::kStagesdS> &state) const {
-        DqOrder<Traits, /*kCopyEngine=*/false> order(params, block, step, warp);
-        CUTE_UNROLL
+    __device__ __forceinline__ void add(const Block &block, const Step &step) const {
+        const DqOrder<Traits, /*kCopyEngine=*/false, Block> order(params, block, warp);
+        order.wait(step);
+        CUTE_NO_UNROLL  // unrolled, its addresses take more registers than the warpgroup has
         for (int tile = 0; tile < Traits::kTilesOfDq; ++tile) {
             auto acc = Tile::accumulator();
             Tile::issue(shared, state.stage, tile, acc);
@@ -125,7 +135,7 @@ private:
                 atomicAdd(target + Tile::place(i), Tile::vector(acc, i));
             }
         }
-        order.pass();
+        order.pass(step);
     }
 };
 

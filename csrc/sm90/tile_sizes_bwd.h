@@ -18,14 +18,14 @@ enum class DqBy {
 // Where wgmma finds dS as an operand of dK.
 enum class DsIn { registers, shared_memory };
 
-template <BwdSplit kSplit_, DqBy kDqBy_, DsIn kDsIn_, int kBlockM_, int kStagesQ_, int kStagesdO_, int kStagesdS_, int kDqColumns_,
-          int kProducerRegisters_, int kConsumerRegisters_>
+template <BwdSplit kSplit_, DqBy kDqBy_, DsIn kDsIn_, int kBlockM_, int kStagesQ_, int kStagesdO_, int kStagesdS_,
+          int kDqColumns_, int kProducerRegisters_, int kConsumerRegisters_>
 struct TileBwd {
     static constexpr BwdSplit kSplit = kSplit_;
     static constexpr DqBy kDqBy = kDqBy_;
     static constexpr DsIn kDsIn = kDsIn_;
-    static constexpr int kBlockM = kBlockM_;                                 // query rows of a step
-    static constexpr int kBlockN = kSplit_ == BwdSplit::keys ? 2 * 64 : 64;  // keys of a CTA
+    static constexpr int kBlockM = kBlockM_;                                                    // query rows of a step
+    static constexpr int kBlockN = kSplit_ == BwdSplit::keys ? 2 * 64 : 64;                     // keys of a CTA
     static constexpr int kStagesQ = kStagesQ_, kStagesdO = kStagesdO_, kStagesdS = kStagesdS_;  // of the pipelines
     static constexpr int kDqColumns = kDqColumns_;  // dQ is multiplied in tiles of 64 rows and this many columns
     // setmaxnreg, for the producer warpgroup and two consumers. A launch of 384 threads gets 3 * 168 = 504; with more,
@@ -45,8 +45,8 @@ struct TileSizesBwd<96> : TileBwd<BwdSplit::keys, DqBy::producer, DsIn::shared_m
 template <>
 struct TileSizesBwd<128> : TileBwd<BwdSplit::keys, DqBy::consumers, DsIn::registers, 64, 3, 2, 2, 64, 24, 240> {};
 template <>
-struct TileSizesBwd<192> : TileBwd<BwdSplit::products, DqBy::producer, DsIn::registers, 64, 2, 2, 2, 64, 120, 192> {};
+struct TileSizesBwd<192> : TileBwd<BwdSplit::products, DqBy::producer, DsIn::registers, 64, 2, 2, 2, 64, 88, 208> {};
 template <>
-struct TileSizesBwd<256> : TileBwd<BwdSplit::products, DqBy::producer, DsIn::registers, 64, 2, 2, 2, 64, 120, 192> {};
+struct TileSizesBwd<256> : TileBwd<BwdSplit::products, DqBy::producer, DsIn::registers, 64, 2, 2, 2, 64, 88, 208> {};
 
 }  // namespace flash::sm90

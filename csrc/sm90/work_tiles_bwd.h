@@ -1,0 +1,86 @@
+// The work tiles of a persistent CTA of the backward, one key block of one head of dK and dV each. The load warp takes
+// them and hands them to the other warps through a pipeline.
+#pragma once
+
+#include "kernel_traits_bwd.h"
+#include "steps_bwd.h"
+
+namespace flash::sm90 {
+
+// The work tiles as one warp sees them. Every warp of a CTA sees the same.
+//
+// Their order: the key blocks of a head, then the heads, then the batch, so that CTAs that run together share Q and dO
+// in L2. Local: the key blocks of several heads are interleaved and, causal, most rows see the first ones, so that the
+// last work tiles are short.
+// Equal lengths: a static snake schedule, in which CTA i of n takes tile i in even rounds and tile n - 1 - i in odd
+// rounds, so that no CTA always gets the longest tile. Varlen, or in order: a CTA takes the next number from a counter
+// in global memory. In order, a CTA waits only for smaller numbers of its own head, and works on its tiles in the order
+// of their numbers, so none waits for a tile that nobody works on (deadlock). Nothing but the number passes between
+// CTAs here, so the atomic is relaxed.
+template <typename Traits, Kind kKind>
+class WorkTilesBwd {
+    using Block = ColumnBlock<Traits, kKind>;
+    const Flash_bwd_params &params;
+    typename Traits::SharedStorage &shared;
+    const RowBlocks blocks;
+    PipelineState<Traits::kStagesOfTiles> state;
+    int round = 0;
+
+public:
+    __device__ WorkTilesBwd(const Flash_bwd_params &params, typename Traits::SharedStorage &shared)
+        : params(params),
+          shared(shared),
+          blocks(key_blocks<may_be_varlen(kKind)>(params, params.h / params.heads_per_dkv, Traits::kBlockN)) {}
+
+    // Calls work(block) for every work tile of the CTA. is_load_warp: this warp takes the tiles.
+    template <typename Work>
+    __device__ __forceinline__ void for_each(bool is_load_warp, const Work &work) {
+        const int count = static_cast<int>(blocks.count());
+        for (;;) {
+            const int number = is_load_warp ? push() : take();
+            if (number >= count) {
+                return;
+            }
+            const bool is_in_order = params.dq_semaphore != nullptr;
+            const int index =
+                is_local(kKind) || is_in_order ? blocks.interleaved(number, params.interleaved_heads) : number;
+            // In order and local: the last key blocks add first (ColumnBlockInfo::order_in), so they start first.
+            const auto [bidb, bidh_dkv, n_block] = blocks.place(index, is_in_order && is_local(kKind));
+            const Sequence seq = sequence<may_be_varlen(kKind)>(params, bidb);
+            if (n_block * Traits::kBlockN < seq.seqlen_k) {
+                work(Block(params, seq, bidb, bidh_dkv, n_block));
+            }
+        }
+    }
+
+private:
+    __device__ __forceinline__ int push() {
+        state.acquire(shared.tile_barriers);
+        int number;
+        if (params.dq_tile_counter != nullptr) {
+            number = threadIdx.x % 32 == 0 ? atomicAdd(params.dq_tile_counter, 1) : 0;
+            number = __shfl_sync(0xffffffffu, number, 0);
+        } else {
+            number = round * gridDim.x + (round % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x);
+            ++round;
+        }
+        if (cute::elect_one_sync()) {
+            shared.tiles[state.stage] = number;
+            shared.tile_barriers.full[state.stage].arrive();
+        }
+        __syncwarp();
+        state.advance();
+        return uniform(number);
+    }
+
+    __device__ __forceinline__ int take() {
+        state.wait(shared.tile_barriers);
+        const int number = shared.tiles[state.stage];
+        __syncwarp();
+        state.release(shared.tile_barriers);
+        state.advance();
+        return uniform(number);
+    }
+};
+
+}  // namespace flash::sm90
