@@ -19,6 +19,12 @@ __device__ __forceinline__ void clear_foreign_keys(const ColumnBlock<Traits, kKi
     }
 }
 
+// The same position, in uniform registers.
+template <int kStages>
+__device__ __forceinline__ PipelineState<kStages> uniform(const PipelineState<kStages> &state) {
+    return {uniform(state.stage), static_cast<uint32_t>(uniform(static_cast<int>(state.phase)))};
+}
+
 // The positions of a consumer in its pipelines. They last for all work tiles.
 template <typename Traits>
 struct ConsumerStates {

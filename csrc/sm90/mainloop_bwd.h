@@ -207,8 +207,8 @@ public:
         auto rP = send_p(is_large, first_s);
         for (bool accumulates = false;; accumulates = true) {
             this->wait_for_dO();
+            this->issue_dkv(accumulates, rP, shared.dout, dout_state, acc_dv);
             if (--steps_left == 0) {
-                this->issue_dkv(accumulates, rP, shared.dout, dout_state, acc_dv);
                 break;
             }
             q_state.advance();
@@ -216,7 +216,6 @@ public:
             is_large = scores.is_large(step);
             Scores next_s;
             this->wait_for_Q();
-            this->issue_dkv(accumulates, rP, shared.dout, dout_state, acc_dv);
             this->issue_scores(shared.k, shared.q, q_state, next_s);
             wait_for<0>(next_s);
             warpgroup_fence_operand(acc_dv);
@@ -245,15 +244,14 @@ public:
         auto rdS = send_ds(first_ds);
         for (bool accumulates = false;; accumulates = true) {
             this->wait_for_Q();
+            this->issue_dkv(accumulates, rdS, shared.q, q_state, acc_dk);
             if (--steps_left == 0) {
-                this->issue_dkv(accumulates, rdS, shared.q, q_state, acc_dk);
                 break;
             }
             dout_state.advance();
             step.advance(this->block);
             Scores next_ds;
             this->wait_for_dO();
-            this->issue_dkv(accumulates, rdS, shared.q, q_state, acc_dk);
             this->issue_scores(shared.v, shared.dout, dout_state, next_ds);
             wait_for<0>(next_ds);
             warpgroup_fence_operand(acc_dk);

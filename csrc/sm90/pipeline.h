@@ -7,8 +7,6 @@
 
 #include <cstdint>
 
-#include "uniform.h"
-
 namespace flash::sm90 {
 
 template <int kStages>
@@ -60,11 +58,5 @@ struct PipelineState {
         }
     }
 };
-
-// The same position, in uniform registers.
-template <int kStages>
-__device__ __forceinline__ PipelineState<kStages> uniform(const PipelineState<kStages> &state) {
-    return {uniform(state.stage), static_cast<uint32_t>(uniform(static_cast<int>(state.phase)))};
-}
 
 }  // namespace flash::sm90

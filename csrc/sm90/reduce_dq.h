@@ -122,7 +122,7 @@ private:
         const DqOrder<Traits, /*kCopyEngine=*/false, Block> order(params, block, warp);
         order.wait(step);
         CUTE_NO_UNROLL  // unrolled, its addresses take more registers than the warpgroup has
-        for (int tile = 0; tile < Traits::kTilesOfDq; ++tile) {
+            for (int tile = 0; tile < Traits::kTilesOfDq; ++tile) {
             auto acc = Tile::accumulator();
             Tile::issue(shared, state.stage, tile, acc);
             wait_for<0>(acc);
