@@ -121,8 +121,9 @@ private:
     __device__ __forceinline__ void add(const Block &block, const Step &step) const {
         const DqOrder<Traits, /*kCopyEngine=*/false, Block> order(params, block, warp);
         order.wait(step);
-        CUTE_NO_UNROLL  // unrolled, its addresses take more registers than the warpgroup has
-            for (int tile = 0; tile < Traits::kTilesOfDq; ++tile) {
+        // Not unrolled: its addresses would take more registers than the warpgroup has.
+        CUTE_NO_UNROLL
+        for (int tile = 0; tile < Traits::kTilesOfDq; ++tile) {
             auto acc = Tile::accumulator();
             Tile::issue(shared, state.stage, tile, acc);
             wait_for<0>(acc);
