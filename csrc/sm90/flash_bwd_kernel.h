@@ -79,10 +79,10 @@ __device__ __forceinline__ void compute_dq_dk_dv(const Flash_bwd_params &params,
     } else {
         cutlass::arch::warpgroup_reg_alloc<Traits::TileSize::kConsumerRegisters>();
         ConsumerStates<Traits> states;
-        WorkTilesBwd<Traits, kKind>(params, shared)
-            .for_each(/*is_load_warp=*/false, [&](const ColumnBlock<Traits, kKind> &block) {
-                compute_dk_dv_1colblock(params, shared, block, states, role - 1);
-            });
+        WorkTilesBwd<Traits, kKind> tiles(params, shared);
+        while (tiles.next(/*is_load_warp=*/false)) {
+            compute_dk_dv_1colblock(params, shared, tiles.block(), states, role - 1);
+        }
     }
 }
 

@@ -19,6 +19,8 @@ class KeyConsumer : ConsumerBwd<Traits, kKind> {
     using DsState = PipelineState<Traits::kStagesdS>;
     using QState = PipelineState<Traits::kStagesQ>;
     static constexpr bool kComputesDq = Traits::kConsumersComputeDq;
+    // dQ is sent before P of the next step is formed, where both do not fit the registers.
+    static constexpr bool kSendsDqFirst = is_general(kKind) && Traits::kHeadDim > 64;
     PipelineState<1> dq_state;
 
 public:
@@ -79,11 +81,16 @@ public:
                 auto acc_dq = issue_dq(ds);
                 wait_for<2>(next_s);
                 dout.release(shared.dout_barriers);
-                rP = form_p(is_large, next_s);
+                if constexpr (!kSendsDqFirst) {
+                    rP = form_p(is_large, next_s);
+                }
                 wait_for<0>(acc_dq);
                 warpgroup_fence_operand(acc_dk);
                 q.release(shared.q_barriers);
                 send_dq(acc_dq);
+                if constexpr (kSendsDqFirst) {
+                    rP = form_p(is_large, next_s);
+                }
             } else {
                 wait_for<1>(next_s);
                 warpgroup_fence_operand(acc_dv);

@@ -26,18 +26,20 @@ public:
 
     __device__ __forceinline__ void run() const {
         const int warp = uniform(threadIdx.x / 32);
+        WorkTilesBwd<Traits, kKind> tiles(params, shared);
         if (warp == 0) {
             LoaderStates<Traits> states;
-            WorkTilesBwd<Traits, kKind>(params, shared).for_each(/*is_load_warp=*/true, [&](const Block &block) {
+            while (tiles.next(/*is_load_warp=*/true)) {
+                const Block block = tiles.block();
                 LoaderBwd<Traits, kKind> loader(params, copies, shared, block, states);
                 loader.load_first();
                 loader.load_rest();
-            });
+            }
         } else if (warp < kWarps) {
             PipelineState<1> state;
-            WorkTilesBwd<Traits, kKind>(params, shared).for_each(/*is_load_warp=*/false, [&](const Block &block) {
-                add(block, warp - 1, state);
-            });
+            while (tiles.next(/*is_load_warp=*/false)) {
+                add(tiles.block(), warp - 1, state);
+            }
         }
     }
 
@@ -91,7 +93,9 @@ public:
         : params(params), copies(copies), shared(shared), warp(uniform(threadIdx.x / 32)) {}
 
     __device__ __forceinline__ void run() {
-        WorkTilesBwd<Traits, kKind>(params, shared).for_each(/*is_load_warp=*/warp == 0, [&](const Block &block) {
+        WorkTilesBwd<Traits, kKind> tiles(params, shared);
+        while (tiles.next(/*is_load_warp=*/warp == 0)) {
+            const Block block = tiles.block();
             LoaderBwd<Traits, kKind> loader(params, copies, shared, block, states);
             if (warp == 0) {
                 loader.load_first();
@@ -114,7 +118,7 @@ public:
             }
             k_state.release(shared.k_barriers);
             k_state.advance();
-        });
+        }
     }
 
 private:

@@ -19,12 +19,13 @@ namespace flash::sm90 {
 // CTAs here, so the atomic is relaxed.
 template <typename Traits, Kind kKind>
 class WorkTilesBwd {
-    using Block = ColumnBlock<Traits, kKind>;
     const Flash_bwd_params &params;
     typename Traits::SharedStorage &shared;
     const RowBlocks blocks;
     PipelineState<Traits::kStagesOfTiles> state;
     int round = 0;
+    RowBlocks::Place place;
+    Sequence seq;
 
 public:
     __device__ WorkTilesBwd(const Flash_bwd_params &params, typename Traits::SharedStorage &shared)
@@ -32,25 +33,28 @@ public:
           shared(shared),
           blocks(key_blocks<may_be_varlen(kKind)>(params, params.h / params.heads_per_dkv, Traits::kBlockN)) {}
 
-    // Calls work(block) for every work tile of the CTA. is_load_warp: this warp takes the tiles.
-    template <typename Work>
-    __device__ __forceinline__ void for_each(bool is_load_warp, const Work &work) {
+    // Goes on to the next work tile that has keys; false: there is none. is_load_warp: this warp takes the tiles.
+    __device__ __forceinline__ bool next(bool is_load_warp) {
         const int count = static_cast<int>(blocks.count());
         for (;;) {
             const int number = is_load_warp ? push() : take();
             if (number >= count) {
-                return;
+                return false;
             }
             const bool is_in_order = params.dq_semaphore != nullptr;
             const int index =
                 is_local(kKind) || is_in_order ? blocks.interleaved(number, params.interleaved_heads) : number;
             // In order and local: the last key blocks add first (ColumnBlockInfo::order_in), so they start first.
-            const auto [bidb, bidh_dkv, n_block] = blocks.place(index, is_in_order && is_local(kKind));
-            const Sequence seq = sequence<may_be_varlen(kKind)>(params, bidb);
-            if (n_block * Traits::kBlockN < seq.seqlen_k) {
-                work(Block(params, seq, bidb, bidh_dkv, n_block));
+            place = blocks.place(index, is_in_order && is_local(kKind));
+            seq = sequence<may_be_varlen(kKind)>(params, place.bidb);
+            if (place.block * Traits::kBlockN < seq.seqlen_k) {
+                return true;
             }
         }
+    }
+
+    __device__ __forceinline__ ColumnBlock<Traits, kKind> block() const {
+        return {params, seq, place.bidb, place.bidh, place.block};
     }
 
 private:
