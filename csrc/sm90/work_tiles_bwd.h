@@ -12,11 +12,10 @@ namespace flash::sm90 {
 // Their order: the key blocks of a head, then the heads, then the batch, so that CTAs that run together share Q and dO
 // in L2. Local: the key blocks of several heads are interleaved and, causal, most rows see the first ones, so that the
 // last work tiles are short.
-// Equal lengths: a static snake schedule, in which CTA i of n takes tile i in even rounds and tile n - 1 - i in odd
-// rounds, so that no CTA always gets the longest tile. Varlen, or in order: a CTA takes the next number from a counter
-// in global memory. In order, a CTA waits only for smaller numbers of its own head, and works on its tiles in the order
-// of their numbers, so none waits for a tile that nobody works on (deadlock). Nothing but the number passes between
-// CTAs here, so the atomic is relaxed.
+// Full: a static snake schedule, in which CTA i of n takes tile i in even rounds and tile n - 1 - i in odd rounds. Else
+// work tiles differ in length, and a CTA takes the next number from a counter in global memory. In order, a CTA waits
+// only for smaller numbers of its own head, and works on its tiles in the order of their numbers, so none waits for a
+// tile that nobody works on (deadlock). Nothing but the number passes between CTAs here, so the atomic is relaxed.
 template <typename Traits, Kind kKind>
 class WorkTilesBwd {
     const Flash_bwd_params &params;
