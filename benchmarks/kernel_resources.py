@@ -30,6 +30,11 @@ _BACKWARD = re.compile(
     r"Flash_bwd_kernel_traits<[^<>]*?(?P<headdim>\d+), (?:sm80::)?TileBwd<(?P<tile>[^<>]+)>, (?P<bulk>true|false), "
     r"\([\w:]*Kind\)(?P<kind>\d)>(?:, \([\w:]*Kind\)\d, \([\w:]*BwdMode\)(?P<mode>\d))?"
 )
+# Hopper's: one kernel for every mode, which is decided at run time, and flash_bwd_convert_dq.
+_BACKWARD_SM90 = re.compile(
+    r"sm90::flash_bwd_(?P<kernel>\w+)<sm90::Flash_bwd_kernel_traits<[^<>]*?(?P<headdim>\d+) ?>, "
+    r"\([\w:]*Kind\)(?P<kind>\d)>"
+)
 KINDS = kernels.read_kinds().all  # by enumerator
 BACKWARD_MODES = ("all", "deterministic", "general")  # enum BwdMode, csrc/sm80/tile_sizes_bwd.h
 BULK_REDUCE_SINCE = 90  # least compute capability whose copy engine adds to global memory (dQ)
@@ -71,13 +76,17 @@ def fields_of(name: str, arch: str) -> dict[str, Any] | None:
         is_short = forward["tile"].endswith("Short")
         kind = KINDS[int(forward["kind"])] + (" of short sequences" if is_short else "")
         return {"headdim": int(forward["headdim"]), "family": forward["family"], "kind": kind}
+    hopper = _BACKWARD_SM90.search(name)
+    if hopper is not None:
+        fields: dict[str, Any] = {"headdim": int(hopper["headdim"]), "kind": KINDS[int(hopper["kind"])], "tile": "sm90"}
+        return fields | ({"mode": BACKWARD_MODES[0]} if hopper["kernel"] == "kernel" else {})
     found = _BACKWARD.search(name)
     if found is None:
         return {}
     if (found["bulk"] == "true") != (int(re.sub(r"\D", "", arch)) >= BULK_REDUCE_SINCE):
         return None
     number = {"true": "1", "false": "0"}
-    fields: dict[str, Any] = {
+    fields = {
         "headdim": int(found["headdim"]),
         "kind": KINDS[int(found["kind"])],
         "tile": "x".join(number.get(x, x) for x in found["tile"].split(", ")),  # as tune_sm80 expects it
