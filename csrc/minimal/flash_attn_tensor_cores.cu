@@ -48,7 +48,7 @@ struct Traits {
 template <int kHeadDim, typename TensorG, typename TensorS>
 __device__ void load_tile(const TensorG &gX, TensorS &sX, int rows_left) {
     typename Traits<kHeadDim>::GmemCopy copy_tile;
-    auto thread_copy = copy_tile.get_thread_slice(threadIdx.x);
+    auto thread_copy = copy_tile.get_thread_slice(int(threadIdx.x));
     Tensor tXgX = thread_copy.partition_S(gX);                                                 // (CPY, CPY_M, CPY_K)
     Tensor tXsX = thread_copy.partition_D(sX);                                                 // (CPY, CPY_M, CPY_K)
     Tensor tXcX = thread_copy.partition_S(make_identity_tensor(Shape<_64, Int<kHeadDim>>{}));  // (CPY, CPY_M, CPY_K)
@@ -102,16 +102,17 @@ __global__ void __launch_bounds__(kNThreads)
 
     // This thread's operands of the products S = Q K^T and O = P V, and their copies from shared memory.
     typename T::TiledMma tiled_mma;
-    auto thread_mma = tiled_mma.get_thread_slice(threadIdx.x);
+    // int: coordinates get the type of the thread's number, and are compared with numbers of keys that may be negative.
+    auto thread_mma = tiled_mma.get_thread_slice(int(threadIdx.x));
     Tensor tSrQ = thread_mma.partition_fragment_A(sQ);    // (MMA, MMA_M, MMA_K)
     Tensor tSrK = thread_mma.partition_fragment_B(sK);    // (MMA, MMA_N, MMA_K)
     Tensor tOrVt = thread_mma.partition_fragment_B(sVt);  // (MMA, MMA_K, MMA_N)
     auto copy_q = make_tiled_copy_A(typename T::SmemCopy{}, tiled_mma);
     auto copy_k = make_tiled_copy_B(typename T::SmemCopy{}, tiled_mma);
     auto copy_v = make_tiled_copy_B(typename T::SmemCopyTransposed{}, tiled_mma);
-    auto thread_copy_q = copy_q.get_thread_slice(threadIdx.x);
-    auto thread_copy_k = copy_k.get_thread_slice(threadIdx.x);
-    auto thread_copy_v = copy_v.get_thread_slice(threadIdx.x);
+    auto thread_copy_q = copy_q.get_thread_slice(int(threadIdx.x));
+    auto thread_copy_k = copy_k.get_thread_slice(int(threadIdx.x));
+    auto thread_copy_v = copy_v.get_thread_slice(int(threadIdx.x));
     Tensor tSsK = thread_copy_k.partition_S(sK);
     Tensor tOsVt = thread_copy_v.partition_S(sVt);
     Tensor tSrK_copy = thread_copy_k.retile_D(tSrK);
