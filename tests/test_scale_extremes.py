@@ -7,7 +7,8 @@ import torch
 
 from flash_attn_mini import flash_attn_func
 
-from .bounds import assert_forward_accurate, assert_gradients_accurate
+from .bounds import assert_forward_accurate
+from .flash_bounds import assert_gradients_accurate_beside_flash
 from .wrong_calls import assert_says
 
 # (softmax_scale, softcap)
@@ -52,7 +53,8 @@ def test_extreme_values_are_as_accurate_as_usual_ones(
     if (scale, softcap) not in ONE_HOT:
         out.backward(dout)
         dq, dk, dv = (x.grad for x in leaves)
-        assert_gradients_accurate(q, k, v, dout, (dq, dk, dv), case=case, **options)
+        # With a scale of 1 some rows have one key that takes nearly all.
+        assert_gradients_accurate_beside_flash(q, k, v, dout, (dq, dk, dv), case=case, **options)
 
 
 SCALES, CAPS, QUOTIENTS = r"allowed: 0, .*1e-20 to 1e\+20", r"allowed: 0 .*positive.*1e-20 to 1e\+20", "quotient.*1e-20"
