@@ -205,10 +205,12 @@ void run_mha_bwd_cuda(Flash_bwd_params &params) {
                 trace_arch("run_mha_bwd", reason, kHeadDim, kKind);
                 if constexpr (has_sm90_kernel(kHeadDim, kKind)) {
                     if (reason == nullptr) {
-                        const bool wants_counter = kKind != Kind::full && !params.deterministic;
-                        const at::Tensor counter = wants_counter ? zero_on_gpu() : at::Tensor();
-                        int *tile_counter = wants_counter ? counter.data_ptr<int>() : params.dq_tile_counter;
-                        sm90::run_flash_bwd<kDType, kHeadDim, kind_of_sm90(kKind)>(params, tile_counter, stream);
+                        at::Tensor counter;
+                        if (kKind != Kind::full && !params.deterministic) {  // deterministic calls have one already
+                            counter = zero_on_gpu();
+                            params.dq_tile_counter = counter.data_ptr<int>();
+                        }
+                        sm90::run_flash_bwd<kDType, kHeadDim, kind_of_sm90(kKind)>(params, stream);
                         return;
                     }
                 }

@@ -44,7 +44,8 @@ def test_extreme_values_are_as_accurate_as_usual_ones(
     def randn(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=draw, dtype=torch.float64).to(device, dtype)
 
-    q, k, v, dout = randn(1, 37, 4, 32), randn(1, 70, 2, 32), randn(1, 70, 2, 32), randn(1, 37, 4, 32)
+    # Many rows: with few, the error of PyTorch that the bounds multiply may be small by chance.
+    q, k, v, dout = randn(1, 150, 8, 32), randn(1, 70, 2, 32), randn(1, 70, 2, 32), randn(1, 150, 8, 32)
     options = {"softmax_scale": scale, "softcap": softcap}
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     out, lse, _ = flash_attn_func(*leaves, **options, return_attn_probs=True, backend=backend)

@@ -59,7 +59,7 @@ protected:
 
 public:
     __device__ ConsumerBwd(const Flash_bwd_params &params, typename Traits::SharedStorage &shared,
-                           const ColumnBlock<Traits, kKind> &block, ConsumerStates<Traits> &states, int warpgroup)
+                           const ColumnBlock<Traits, kKind> &block, const ConsumerStates<Traits> &states, int warpgroup)
         : params(params),
           shared(shared),
           block(block),

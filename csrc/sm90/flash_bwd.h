@@ -9,9 +9,8 @@
 
 namespace flash::sm90 {
 
-// tile_counter: [1] zero in GPU memory, where CTAs count work tiles; null: work tiles take equal time and any order.
 // Throws std::runtime_error when a launch fails.
 template <DType kDType, int kHeadDim, Kind kKind>
-void run_flash_bwd(const Flash_bwd_params &params, int *tile_counter, cudaStream_t stream);
+void run_flash_bwd(const Flash_bwd_params &params, cudaStream_t stream);
 
 }  // namespace flash::sm90

@@ -3,7 +3,7 @@
 
 namespace flash::sm90 {
 
-template void run_flash_bwd<DType::FLASH_DTYPE, FLASH_HEADDIM, Kind::FLASH_KIND>(const Flash_bwd_params &, int *,
+template void run_flash_bwd<DType::FLASH_DTYPE, FLASH_HEADDIM, Kind::FLASH_KIND>(const Flash_bwd_params &,
                                                                                  cudaStream_t);
 
 }  // namespace flash::sm90

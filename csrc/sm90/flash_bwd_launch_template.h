@@ -32,7 +32,7 @@ typename Traits::Copies make_copies_bwd(const Flash_bwd_params &params) {
 }
 
 template <DType kDType, int kHeadDim, Kind kKind>
-void run_flash_bwd(const Flash_bwd_params &given, int *tile_counter, cudaStream_t stream) {
+void run_flash_bwd(const Flash_bwd_params &given, cudaStream_t stream) {
     using Traits = Flash_bwd_kernel_traits<kDType, kHeadDim>;
     Flash_bwd_params params = given;
     const int64_t preprocess_grid = padded_rows(params) / kPreprocessRows;
@@ -43,7 +43,6 @@ void run_flash_bwd(const Flash_bwd_params &given, int *tile_counter, cudaStream_
     // after the one that it waits for. Else: as fill two rounds of the SMs, which end together.
     const int rounds = params.dq_semaphore != nullptr ? 1 : 2;
     params.interleaved_heads = clamp_to(rounds * sms / per_sequence, 1, std::max(blocks.all_heads(), 1));
-    params.dq_tile_counter = tile_counter;
     const int64_t convert_grid = row_blocks(params, kConvertRows).count();
     check_grid(padded_rows(params), "batch * nheads * query rows");
     check_grid(preprocess_grid, "batch * nheads * blocks of query rows");

@@ -25,7 +25,7 @@ class KeyConsumer : ConsumerBwd<Traits, kKind> {
 
 public:
     __device__ KeyConsumer(const Flash_bwd_params &params, typename Traits::SharedStorage &shared,
-                           const ColumnBlock<Traits, kKind> &block, ConsumerStates<Traits> &states, int warpgroup)
+                           const ColumnBlock<Traits, kKind> &block, const ConsumerStates<Traits> &states, int warpgroup)
         : Base(params, shared, block, states, warpgroup), dq_state(uniform(states.dq)) {}
 
     // acc_dk, acc_dv (MMA, MMA_M, MMA_N) get the sums over all steps. dK lacks the factor softmax_scale.
@@ -195,7 +195,8 @@ class ProductConsumer : ConsumerBwd<Traits, kKind> {
 
 public:
     __device__ ProductConsumer(const Flash_bwd_params &params, typename Traits::SharedStorage &shared,
-                               const ColumnBlock<Traits, kKind> &block, ConsumerStates<Traits> &states, int warpgroup)
+                               const ColumnBlock<Traits, kKind> &block, const ConsumerStates<Traits> &states,
+                               int warpgroup)
         : Base(params, shared, block, states, warpgroup), p_state(uniform(states.p)) {}
 
     template <typename TensorKV>
@@ -284,8 +285,8 @@ private:
     __device__ __forceinline__ auto send_p(bool is_large, Scores &acc_s) {
         p_state.acquire(shared.p_barriers);
         auto rP = form_p(is_large, acc_s);
+        __syncwarp();  // every lane has read lse and written its words
         q_state.release(shared.q_barriers);
-        __syncwarp();
         if (cute::elect_one_sync()) {
             shared.p_barriers.full[p_state.stage].arrive();
         }

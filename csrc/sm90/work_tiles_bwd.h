@@ -12,17 +12,17 @@ namespace flash::sm90 {
 // Their order: the key blocks of a head, then the heads, then the batch, so that CTAs that run together share Q and dO
 // in L2. Local: the key blocks of several heads are interleaved and, causal, most rows see the first ones, so that the
 // last work tiles are short.
-// Full: a static snake schedule, in which CTA i of n takes tile i in even rounds and tile n - 1 - i in odd rounds. Else
-// work tiles differ in length, and a CTA takes the next number from a counter in global memory. In order, a CTA waits
-// only for smaller numbers of its own head, and works on its tiles in the order of their numbers, so none waits for a
-// tile that nobody works on (deadlock). Nothing but the number passes between CTAs here, so the atomic is relaxed.
+// Full: work tiles take equal time, and CTA i of n takes tile i and every n-th one after it. Else a CTA takes the next
+// number from a counter in global memory. In order, a CTA waits only for smaller numbers of its own head, and works on
+// its tiles in the order of their numbers, so none waits for a tile that nobody works on (deadlock). Nothing but the
+// number passes between CTAs here, so the atomic is relaxed.
 template <typename Traits, Kind kKind>
 class WorkTilesBwd {
     const Flash_bwd_params &params;
     typename Traits::SharedStorage &shared;
     const RowBlocks blocks;
     PipelineState<Traits::kStagesOfTiles> state;
-    int round = 0;
+    int next_number = blockIdx.x;  // without a counter
     RowBlocks::Place place;
     Sequence seq;
 
@@ -64,8 +64,8 @@ private:
             number = threadIdx.x % 32 == 0 ? atomicAdd(params.dq_tile_counter, 1) : 0;
             number = __shfl_sync(0xffffffffu, number, 0);
         } else {
-            number = round * gridDim.x + (round % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x);
-            ++round;
+            number = next_number;
+            next_number += gridDim.x;
         }
         if (cute::elect_one_sync()) {
             shared.tiles[state.stage] = number;

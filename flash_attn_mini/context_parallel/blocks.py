@@ -39,7 +39,7 @@ class Mask(NamedTuple):
 
 
 class Rectangle(NamedTuple):
-    """Rows of queries and rows of keys of one document, of which the kernel's window shows a part.
+    """Rows of queries and rows of keys of one document. The kernel's window says which pairs are visible.
 
     ALiBi adds -slope |D|, the kernel -(sign x slope) |x|. The two differ by -slope x offset, a constant in the block.
     """

@@ -16,7 +16,7 @@ from ..autograd import _autocast
 from ..backends import extension, select_backend
 from ..options import Sequences
 from . import all_gather, blocks, ring, transport, ulysses
-from .kernels import Attention
+from .kernels import Attention, BackwardInputs
 from .shards import Shards
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -371,5 +371,6 @@ class _ContextParallelAttention(torch.autograd.Function):
             gradients = ulysses.backward(attention, dout, dlse, ulysses.Saved(saved), dout, ctx.nheads_k, wanted)
         else:
             strategy = ring if ctx.strategy == ring.NAME else all_gather
-            gradients = strategy.backward(attention, dout, *saved, dlse, wanted)
+            q, k, v, out, lse = saved
+            gradients = strategy.backward(attention, BackwardInputs(dout, q, k, v, out, lse, dlse, wanted))
         return None, None, None, *gradients

@@ -44,6 +44,26 @@ class Attention(NamedTuple):
         return f"{self.name}, strategy {strategy}, {direction}: {what}"
 
 
+class BackwardInputs(NamedTuple):
+    """The inputs of a backward.
+
+    Attributes:
+        dout: Gradient of out.
+        q, k, v: The inputs of the forward; out and lse: its results.
+        dlse: Gradient of lse, or None.
+        wanted: Whether dq, dk and dv are wanted.
+    """
+
+    dout: torch.Tensor
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+    dlse: torch.Tensor | None
+    wanted: Sequence[bool]
+
+
 def sums_dtype(q: torch.Tensor) -> torch.dtype:
     """The dtype of sums over calls: float32, float64 for float64 inputs."""
     return lse_dtype(q)
@@ -77,22 +97,13 @@ def forward(
         to.add(row, out, lse if offset is None else lse - offset)
 
 
-def backward(
-    attention: Attention,
-    calls: list[Call],
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    dlse: torch.Tensor | None,
-    wanted: Sequence[bool],
-    dq: Total,
-    dk: Total,
-    dv: Total,
-) -> None:
-    """Run the backward of calls and add their gradients. out and lse are the merged results of all calls."""
+def backward(attention: Attention, calls: list[Call], inputs: BackwardInputs, to: tuple[Total, Total, Total]) -> None:
+    """Run the backward of calls and add their gradients to dq, dk and dv.
+
+    k and v of the inputs are the tensors in which the calls count their keys. out and lse are the merged results of all
+    calls.
+    """
+    dout, q, k, v, out, lse, dlse, wanted = inputs
     rows_dim = q.ndim - 3
     for call in calls:
         row, rows = call.q
@@ -121,7 +132,7 @@ def backward(
             wanted,
         )[:3]
         places = (row, call.k[0], call.k[0])
-        for gradient, total, first, is_wanted in zip(gradients, (dq, dk, dv), places, wanted, strict=True):
+        for gradient, total, first, is_wanted in zip(gradients, to, places, wanted, strict=True):
             if is_wanted:
                 total.add(first, gradient[0] if adds_batch else gradient)
 

@@ -15,7 +15,7 @@ import torch
 
 from . import blocks, kernels, transport
 from .blocks import Interval, Step
-from .kernels import Attention
+from .kernels import Attention, BackwardInputs
 from .merge import Total
 
 NAME = "ring"
@@ -36,25 +36,16 @@ def forward(
     return partial.result_with_lse(q.dtype)
 
 
-def backward(
-    attention: Attention,
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    dlse: torch.Tensor | None,
-    wanted: Sequence[bool],
-) -> ThreeTensors:
+def backward(attention: Attention, inputs: BackwardInputs) -> ThreeTensors:
     """dq, dk and dv of the local tensors, None for those not wanted."""
     plan = blocks.plan(attention.shards, attention.mask, attention.is_packed)
+    _, q, k, v, *_, wanted = inputs
     keys = _Keys(attention, plan.steps, k, v, "backward")
     wide = kernels.sums_dtype(q)
     dq, dk, dv = Total(q, wide), Total(k, wide), Total(v, wide)
 
     def run(calls: list[blocks.Call], k: torch.Tensor, v: torch.Tensor, dk: Total, dv: Total) -> None:
-        kernels.backward(attention, calls, dout, q, k, v, out, lse, dlse, wanted, dq, dk, dv)
+        kernels.backward(attention, calls, inputs._replace(k=k, v=v), (dq, dk, dv))
 
     run(plan.own_before, k, v, dk, dv)
     returning: tuple[Step, transport.Message] | None = None

@@ -16,7 +16,7 @@ import torch
 from ..ops import run_backward, run_forward
 from ..options import Options, Sequences
 from . import transport
-from .all_gather import rows_first
+from .all_gather import tokens_first
 from .kernels import Attention, sums_dtype
 from .ring import ThreeTensors
 
@@ -47,7 +47,7 @@ def forward(
     empty.
     """
     size, groups = attention.shards.size, _number_of_groups(attention, q, k)
-    qkv = [_by_rank_and_group(rows_first(x), size, groups) for x in (q, k, v)]
+    qkv = [_by_rank_and_group(tokens_first(x), size, groups) for x in (q, k, v)]
     arriving = [_scatter_heads(attention, "forward", group, [x[group] for x in qkv]) for group in range(groups)]
     saved: list[torch.Tensor] = []
     leaving: list[list[transport.Message]] = []
@@ -56,7 +56,7 @@ def forward(
         options, sequences = _options_of(attention, group, groups, q), _sequences(attention, q)
         out, lse, _, _ = run_forward(*tensors, sequences, options)
         saved += [*tensors, out, lse]
-        results = [rows_first(out)]
+        results = [tokens_first(out)]
         if returns_lse:
             results.append(_rows_of_lse(lse))
         leaving.append([_gather_heads(attention, "forward", group, x) for x in results])
@@ -79,7 +79,7 @@ def backward(
     """dq, dk and dv of the local tensors, None for those not wanted."""
     size = attention.shards.size
     groups = len(saved.tensors) // 5
-    douts = _by_rank_and_group(rows_first(dout), size, groups)
+    douts = _by_rank_and_group(tokens_first(dout), size, groups)
     dlses = None if dlse is None else _by_rank_and_group(_rows_of_lse(dlse)[..., None], size, groups)
     arriving = []
     for group in range(groups):
@@ -99,7 +99,7 @@ def backward(
         gradients = run_backward(*tensors, sequences, options, None, wanted)[:3]
         leaving.append(
             [
-                _gather_heads(attention, "backward", group, rows_first(x)) if is_wanted else None
+                _gather_heads(attention, "backward", group, tokens_first(x)) if is_wanted else None
                 for x, is_wanted in zip(gradients, wanted, strict=True)
             ]
         )
