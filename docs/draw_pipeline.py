@@ -117,7 +117,12 @@ def picture() -> str:
     body += box(0, 120, 3 * STEP + 130, "wait for a free slot of the ring (A, B and C are in it)", WAIT)
     body += box(0, 3 * STEP + 130, 4 * STEP, "find D", RING, light=True)
     body += producer(1) + consumer(0, 2) + tensor_cores(3) + consumer(1, 4)
-    x = LEFT
+    return document(body)
+
+
+def document(body: list[str]) -> str:
+    """The picture with these elements, and what its colours mean."""
+    x, body = LEFT, list(body)
     for colour, words in ((CONSUMERS[0], "product of consumer 0"), (CONSUMERS[1], "product of consumer 1")):
         body.append(f'<rect x="{x}" y="{HEIGHT - 28}" width="14" height="14" fill="{colour}"/>')
         body.append(text(x + 20, HEIGHT - 17, words))

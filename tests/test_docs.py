@@ -181,8 +181,9 @@ def test_help_lists_every_task_of_the_makefile() -> None:
     assert {line.split()[0] for line in listed.splitlines()} == set(phony[1].split()) - {"build"}
 
 
-@pytest.mark.parametrize("script", ["draw_masks.py", "draw_pipeline.py"])
-def test_pictures_are_current(script: str) -> None:
+@pytest.mark.parametrize("script", ["draw_masks.py", "draw_pipeline.py", "draw_pipeline_backward.py"])
+def test_pictures_are_current(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
     drawing = runpy.run_path(str(ROOT / "docs" / script))
     message = f"the drawing or its data changed; draw it again: python docs/{script}"
     assert drawing["PICTURE"].read_text(encoding="utf-8") == drawing["picture"](), message

@@ -42,6 +42,7 @@ protected:
     using TiledMmaSdP = typename Traits::TiledMmaSdP;
     using TiledMmadKV = typename Traits::TiledMmadKV;
     using Scores = decltype(partition_fragment_C(TiledMmaSdP{}, typename Traits::TileS{}));  // (MMA, MMA_M, MMA_N)
+    using QueryStatistics = typename ScoresBwd<Traits, kKind>::QueryStatistics;
     static constexpr int kBlockM = Traits::kBlockM, kKeys = Traits::kKeys;
 
     const Flash_bwd_params &params;
@@ -88,7 +89,7 @@ protected:
     // every lane, and would move each descriptor of wgmma to a uniform register.
     template <int kStages>
     __device__ __forceinline__ static int stage_of(const PipelineState<kStages> &state) {
-        return uniform(state.stage);
+        return Traits::kIsPersistent ? uniform(state.stage) : state.stage;
     }
 
     // The position of the next work tile.
@@ -157,7 +158,7 @@ protected:
         }
         Tensor sdS = make_tensor(make_smem_ptr(shared.ds), typename Traits::SmemLayoutdS{});  // (BLK_M, BLK_N, stage)
         const auto *words = reinterpret_cast<const uint32_t *>(rdS.data());
-        const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
+        const int lane = scores.thread % 32, warp = scores.thread / 32;
         // Lane l holds the address of row l % 8 of piece l / 8. Two pieces lie along the keys, two along the queries.
         Element *target = &sdS(lane / 16 * 8 + lane % 8, key_offset + warp * 16 + lane / 8 % 2 * 8, ds_state.stage);
         constexpr int kEightQueries = 8 * 64;  // elements: the swizzle repeats after 8 rows

@@ -49,9 +49,23 @@ struct DqTile {
         return params.dq_accum + int64_t(step.padded_row(params, block)) * Traits::kHeadDim + tile * Traits::kTileOfDq;
     }
 
+    // Adds the thread's part of a tile. This is atomicAdd of float4, of which ptxas makes an operation that returns the
+    // old values where the loop over the tiles is not unrolled: twice the traffic.
+    template <typename TensorDq>
+    __device__ __forceinline__ static void add(float *tile, const TensorDq &acc) {
+        auto *first = reinterpret_cast<float4 *>(tile) + place(0);
+        CUTE_UNROLL
+        for (int i = 0; i < kVectors; ++i) {
+            const float4 x = vector(acc, i);
+            asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(first + i * 32), "f"(x.x),
+                         "f"(x.y), "f"(x.z), "f"(x.w)
+                         : "memory");
+        }
+    }
+
     // Vector i of this thread, in a tile of float4.
-    __device__ __forceinline__ static int place(int i) {
-        return (threadIdx.x % 128 / 32 * kVectors + i) * 32 + threadIdx.x % 32;
+    __device__ __forceinline__ static int place(int i, int thread = threadIdx.x % 128) {
+        return (thread / 32 * kVectors + i) * 32 + thread % 32;
     }
     template <typename TensorDq>
     __device__ __forceinline__ static float4 vector(const TensorDq &acc, int i) {

@@ -80,9 +80,12 @@ __device__ __forceinline__ void compute_dq_dk_dv(const Flash_bwd_params &params,
         cutlass::arch::warpgroup_reg_alloc<Traits::TileSize::kConsumerRegisters>();
         ConsumerStates<Traits> states;
         WorkTilesBwd<Traits, kKind> tiles(params, shared);
-        while (tiles.next(/*is_load_warp=*/false)) {
+        do {
+            if (!tiles.next(/*is_load_warp=*/false)) {
+                break;
+            }
             compute_dk_dv_1colblock(params, shared, tiles.block(), states, role - 1);
-        }
+        } while (Traits::kIsPersistent);
     }
 }
 

@@ -19,12 +19,14 @@ namespace flash::sm90 {
 
 using namespace cute;
 
-template <DType kDType, int kHeadDim_>
+// kIsPersistent_: as many CTAs as SMs; else one for each work tile.
+template <DType kDType, int kHeadDim_, bool kIsPersistent_ = false>
 struct Flash_bwd_kernel_traits {
     static_assert(kDType == DType::float16 || kDType == DType::bfloat16, "tensor cores multiply 16-bit types here");
 
     using Element = std::conditional_t<kDType == DType::float16, cutlass::half_t, cutlass::bfloat16_t>;
     using TileSize = TileSizesBwd<kHeadDim_>;
+    static constexpr bool kIsPersistent = kIsPersistent_;
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr int kBlockM = TileSize::kBlockM;
     static constexpr int kBlockN = TileSize::kBlockN;

@@ -15,12 +15,10 @@ class KeyConsumer : ConsumerBwd<Traits, kKind> {
     using Base = ConsumerBwd<Traits, kKind>;
     using Base::shared, Base::scores, Base::step, Base::steps_left, Base::q_state, Base::dout_state, Base::ds_state,
         Base::kv_state, Base::warpgroup;
-    using typename Base::Element, typename Base::Scores;
+    using typename Base::Element, typename Base::Scores, typename Base::QueryStatistics;
     using DsState = PipelineState<Traits::kStagesdS>;
     using QState = PipelineState<Traits::kStagesQ>;
     static constexpr bool kComputesDq = Traits::kConsumersComputeDq;
-    // dQ is sent before P of the next step is formed, where both do not fit the registers.
-    static constexpr bool kSendsDqFirst = is_general(kKind) && Traits::kHeadDim > 64;
     PipelineState<1> dq_state;
 
 public:
@@ -39,70 +37,23 @@ public:
             release_KV();
             return;
         }
-        bool is_large = scores.is_large(step);
+        const bool is_large = scores.is_large(step);
         this->wait_for_KV(shared.k_barriers, shared.k);
         this->wait_for_Q();
+        const auto lse = lse_of_step();
         Scores first_s;
         this->issue_scores(shared.k, shared.q, q_state, first_s);
         this->wait_for_KV(shared.v_barriers, shared.v);
         wait_for<0>(first_s);
-        auto rP = form_p(is_large, first_s);
-        // Nothing is under way where an iteration begins: ptxas follows products within an iteration only. S, dP and dQ
-        // are new variables in each: wgmma would keep the old values until it overwrites them.
-        for (bool accumulates = false;; accumulates = true) {
-            Scores acc_ds;
-            this->wait_for_dO();
-            this->issue_scores(shared.v, shared.dout, dout_state, acc_ds);
-            this->issue_dkv(accumulates, rP, shared.dout, dout_state, acc_dv);
-            wait_for<1>(acc_ds);
-            auto rdS = form_ds(rP, acc_ds);
-            const auto ds = this->send_ds(rdS);
-            if constexpr (kComputesDq) {  // the next products need the registers of rP
-                wait_for<0>(acc_dv);
-            }
-            const auto q = q_state;
-            const auto dout = dout_state;
-            if (--steps_left == 0) {
-                issue_dk(accumulates, ds, q, rdS, acc_dk);
-                if constexpr (kComputesDq) {
-                    auto acc_dq = issue_dq(ds);
-                    wait_for<0>(acc_dq);
-                    send_dq(acc_dq);
-                }
-                break;
-            }
-            this->advance_step();
-            is_large = scores.is_large(step);
-            Scores next_s;
-            this->wait_for_Q();
-            this->issue_scores(shared.k, shared.q, q_state, next_s);
-            issue_dk(accumulates, ds, q, rdS, acc_dk);
-            if constexpr (kComputesDq) {
-                auto acc_dq = issue_dq(ds);
-                wait_for<2>(next_s);
-                dout.release(shared.dout_barriers);
-                if constexpr (!kSendsDqFirst) {
-                    rP = form_p(is_large, next_s);
-                }
-                wait_for<0>(acc_dq);
-                warpgroup_fence_operand(acc_dk);
-                q.release(shared.q_barriers);
-                send_dq(acc_dq);
-                if constexpr (kSendsDqFirst) {
-                    rP = form_p(is_large, next_s);
-                }
-            } else {
-                wait_for<1>(next_s);
-                warpgroup_fence_operand(acc_dv);
-                dout.release(shared.dout_barriers);
-                rP = form_p(is_large, next_s);
-                wait_for<0>(acc_dk);
-                q.release(shared.q_barriers);
-            }
+        auto rP = form_p(is_large, first_s, lse);
+        if constexpr (kComputesDq && Traits::kHeadDim <= 64) {
+            run_headdim64(rP, acc_dk, acc_dv);
+        } else if constexpr (kComputesDq) {
+            run_headdim128(rP, acc_dk, acc_dv);
+        } else {
+            run_without_dq(rP, acc_dk, acc_dv);
         }
         wait_for<0>(acc_dk);
-        warpgroup_fence_operand(acc_dv);
-        dout_state.release(shared.dout_barriers);
         q_state.release(shared.q_barriers);
         release_KV();
         this->advance_step();
@@ -114,6 +65,154 @@ public:
     }
 
 private:
+    // Nothing is under way where an iteration begins: ptxas follows products within an iteration only. S, dP and dQ are
+    // new variables in each: wgmma would keep the old values until it overwrites them.
+    //
+    // A warp's loads from shared memory wait behind the products that it has issued, and its next product waits for
+    // those loads. So row statistics are loaded where other work hides them.
+
+    // Head dim 64. An iteration begins when dV of a step is complete and dS is sent. dQ is stored beside dP of the next
+    // step, when all four accumulators hold values.
+    template <typename TensorP, typename TensorKV>
+    __device__ __forceinline__ void run_headdim64(TensorP &first_p, TensorKV &acc_dk, TensorKV &acc_dv) {
+        this->wait_for_dO();
+        const auto first_delta = delta_of_step();
+        Scores first_ds;
+        issue_dp_and_dv(/*accumulates=*/false, first_p, first_ds, acc_dv);
+        wait_for<1>(first_ds);
+        auto rdS = form_ds(first_p, first_ds, first_delta);
+        auto ds = this->send_ds(rdS);
+        wait_for<0>(acc_dv);
+        dout_state.release(shared.dout_barriers);
+        bool accumulates = false;
+        for (; steps_left > 1; --steps_left, accumulates = true) {
+            Scores acc_ds, next_s;
+            const auto q = q_state;
+            this->advance_step();
+            const bool is_large = scores.is_large(step);
+            this->wait_for_Q();
+            const auto lse = lse_of_step();
+            this->issue_scores(shared.k, shared.q, q_state, next_s);
+            auto acc_dq = issue_dq(ds);
+            issue_dk(accumulates, ds, q, rdS, acc_dk);
+            wait_for<2>(next_s);
+            auto rP = form_p(is_large, next_s, lse);
+            wait_for<0>(acc_dk);
+            warpgroup_fence_operand(acc_dq);
+            q.release(shared.q_barriers);
+            this->wait_for_dO();
+            issue_dp_and_dv(/*accumulates=*/true, rP, acc_ds, acc_dv);
+            store_dq(acc_dq);
+            const auto delta = delta_of_step();
+            wait_for<1>(acc_ds);
+            rdS = form_ds(rP, acc_ds, delta);
+            ds = this->send_ds(rdS);
+            send_dq();  // behind the fence of dS
+            wait_for<0>(acc_dv);
+            dout_state.release(shared.dout_barriers);
+        }
+        auto acc_dq = issue_dq(ds);
+        issue_dk(accumulates, ds, q_state, rdS, acc_dk);
+        wait_for<1>(acc_dq);
+        store_dq(acc_dq);
+        complete_dq();
+    }
+
+    // Head dim 128. An iteration begins with dP and dV of a step. dQ is complete, and its registers are free, before
+    // the next dP needs them.
+    template <typename TensorP, typename TensorKV>
+    __device__ __forceinline__ void run_headdim128(TensorP &rP, TensorKV &acc_dk, TensorKV &acc_dv) {
+        this->wait_for_dO();
+        auto delta = delta_of_step();
+        bool accumulates = false;
+        for (; steps_left > 1; --steps_left, accumulates = true) {
+            Scores acc_ds, next_s;
+            const auto q = q_state;
+            const auto dout = dout_state;
+            issue_dp_and_dv(accumulates, rP, acc_ds, acc_dv);
+            this->advance_step();
+            const bool is_large = scores.is_large(step);
+            this->wait_for_Q();
+            const auto lse = lse_of_step();
+            wait_for<1>(acc_ds);
+            auto rdS = form_ds(rP, acc_ds, delta);
+            const auto ds = this->send_ds(rdS);
+            wait_for<0>(acc_dv);  // the next products need the registers of rP
+            dout.release(shared.dout_barriers);
+            this->issue_scores(shared.k, shared.q, q_state, next_s);
+            auto acc_dq = issue_dq(ds);
+            issue_dk(accumulates, ds, q, rdS, acc_dk);
+            wait_for<2>(next_s);
+            rP = form_p(is_large, next_s, lse);
+            this->wait_for_dO();
+            delta = delta_of_step();
+            wait_for<1>(acc_dq);
+            store_dq(acc_dq);
+            complete_dq();
+            wait_for<0>(acc_dk);
+            q.release(shared.q_barriers);
+        }
+        Scores acc_ds;
+        issue_dp_and_dv(accumulates, rP, acc_ds, acc_dv);
+        wait_for<1>(acc_ds);
+        auto rdS = form_ds(rP, acc_ds, delta);
+        const auto ds = this->send_ds(rdS);
+        wait_for<0>(acc_dv);
+        dout_state.release(shared.dout_barriers);
+        auto acc_dq = issue_dq(ds);
+        issue_dk(accumulates, ds, q_state, rdS, acc_dk);
+        wait_for<1>(acc_dq);
+        store_dq(acc_dq);
+        complete_dq();
+    }
+
+    template <typename TensorP, typename TensorKV>
+    __device__ __forceinline__ void run_without_dq(TensorP &rP, TensorKV &acc_dk, TensorKV &acc_dv) {
+        for (bool accumulates = false;; accumulates = true) {
+            Scores acc_ds;
+            this->wait_for_dO();
+            const auto delta = delta_of_step();
+            issue_dp_and_dv(accumulates, rP, acc_ds, acc_dv);
+            wait_for<1>(acc_ds);
+            auto rdS = form_ds(rP, acc_ds, delta);
+            const auto ds = this->send_ds(rdS);
+            if (--steps_left == 0) {
+                issue_dk(accumulates, ds, q_state, rdS, acc_dk);
+                warpgroup_fence_operand(acc_dv);
+                break;
+            }
+            const auto q = q_state;
+            const auto dout = dout_state;
+            this->advance_step();
+            const bool is_large = scores.is_large(step);
+            Scores next_s;
+            this->wait_for_Q();
+            const auto lse = lse_of_step();
+            this->issue_scores(shared.k, shared.q, q_state, next_s);
+            issue_dk(accumulates, ds, q, rdS, acc_dk);
+            wait_for<1>(next_s);
+            warpgroup_fence_operand(acc_dv);
+            dout.release(shared.dout_barriers);
+            rP = form_p(is_large, next_s, lse);
+            wait_for<0>(acc_dk);
+            q.release(shared.q_barriers);
+        }
+        wait_for<0>(acc_dk);
+        dout_state.release(shared.dout_barriers);
+    }
+
+    __device__ __forceinline__ auto lse_of_step() const { return scores.load_statistics(shared.lse[q_state.stage]); }
+    __device__ __forceinline__ auto delta_of_step() const {
+        return scores.load_statistics(shared.delta[dout_state.stage]);
+    }
+
+    template <typename TensorP, typename TensorKV>
+    __device__ __forceinline__ void issue_dp_and_dv(bool accumulates, TensorP &rP, Scores &acc_ds,
+                                                    TensorKV &acc_dv) const {
+        this->issue_scores(shared.v, shared.dout, dout_state, acc_ds);
+        this->issue_dkv(accumulates, rP, shared.dout, dout_state, acc_dv);
+    }
+
     __device__ __forceinline__ void release_KV() const {
         kv_state.release(shared.k_barriers);
         kv_state.release(shared.v_barriers);
@@ -126,7 +225,9 @@ private:
         if constexpr (Traits::TileSize::kDsIn == DsIn::registers) {
             this->issue_dkv(accumulates, rdS, shared.q, q, acc_dk);
         } else {
-            sync(Barrier::warpgroup, warpgroup, 128);  // its part of dS is complete
+            if constexpr (!kComputesDq) {  // else issue_dq has waited for all of dS
+                sync(Barrier::warpgroup, warpgroup, 128);
+            }
             Base::issue_dk(accumulates, this->stage_of(ds), q, acc_dk);
         }
     }
@@ -139,28 +240,32 @@ private:
         return acc;
     }
 
-    // dQ goes to the warp that adds it.
+    // dQ goes to the warp that adds it: stored, then sent behind a fence.
     template <typename TensorDq>
-    __device__ __forceinline__ void send_dq(const TensorDq &acc) {
-        auto &barriers = shared.dq_barriers[warpgroup];
-        dq_state.acquire(barriers);
+    __device__ __forceinline__ void store_dq(const TensorDq &acc) const {
+        dq_state.acquire(shared.dq_barriers[warpgroup]);
         auto *target = reinterpret_cast<float4 *>(shared.dq[warpgroup]);
         CUTE_UNROLL
         for (int i = 0; i < DqTile<Traits>::kVectors; ++i) {
-            target[DqTile<Traits>::place(i)] = DqTile<Traits>::vector(acc, i);
+            target[DqTile<Traits>::place(i, scores.thread)] = DqTile<Traits>::vector(acc, i);
         }
-        cutlass::arch::fence_view_async_shared();  // before the copy engine reads it
-        __syncwarp();
+    }
+    __device__ __forceinline__ void send_dq() {
         if (cute::elect_one_sync()) {
-            barriers.full[0].arrive();
+            shared.dq_barriers[warpgroup].full[0].arrive();
         }
         dq_state.advance();
     }
+    __device__ __forceinline__ void complete_dq() {
+        cutlass::arch::fence_view_async_shared();  // before the copy engine reads it
+        __syncwarp();
+        send_dq();
+    }
 
     // S becomes P, the A operand of dV. With softcap or dropout, what dS needs of P waits in the place of dS.
-    __device__ __forceinline__ auto form_p(bool is_large, Scores &acc_s) {
+    __device__ __forceinline__ auto form_p(bool is_large, Scores &acc_s, const QueryStatistics &lse) {
         if (scores.is_plain()) {
-            return scores.rounded_p(step, is_large, acc_s, shared.lse[q_state.stage]);
+            return scores.rounded_p(step, is_large, acc_s, lse);
         }
         if (!kComputesDq && scores.needs_words()) {
             ds_state.acquire(shared.ds_barriers);
@@ -171,8 +276,7 @@ private:
 
     // dP becomes dS, the A operand of dK.
     template <typename TensorA>
-    __device__ __forceinline__ auto form_ds(const TensorA &rP, const Scores &acc_ds) {
-        const float *delta = shared.delta[dout_state.stage];
+    __device__ __forceinline__ auto form_ds(const TensorA &rP, const Scores &acc_ds, const QueryStatistics &delta) {
         if (!scores.needs_words()) {
             return scores.rounded_ds([&](int i) { return scores.pair_of(rP, i); }, acc_ds, delta);
         }
@@ -296,7 +400,7 @@ private:
     __device__ __forceinline__ auto form_p(bool is_large, Scores &acc_s) const {
         const float *lse = shared.lse[q_state.stage];
         if (scores.is_plain()) {
-            auto rP = scores.rounded_p(step, is_large, acc_s, lse);
+            auto rP = scores.rounded_p(step, is_large, acc_s, scores.load_statistics(lse));
             CUTE_UNROLL
             for (int i = 0; i < size(rP) / 2; ++i) {
                 scores.store_pair(p_words(), i, scores.pair_of(rP, i));
@@ -312,7 +416,7 @@ private:
         p_state.wait(shared.p_barriers);
         const uint32_t *words = p_words();
         auto rdS = scores.rounded_ds([&](int i) { return scores.load_pair(words, i); }, acc_ds,
-                                     shared.delta[dout_state.stage]);
+                                     scores.load_statistics(shared.delta[dout_state.stage]));
         __syncwarp();
         p_state.release(shared.p_barriers);
         p_state.advance();

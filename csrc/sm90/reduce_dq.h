@@ -29,17 +29,23 @@ public:
         WorkTilesBwd<Traits, kKind> tiles(params, shared);
         if (warp == 0) {
             LoaderStates<Traits> states;
-            while (tiles.next(/*is_load_warp=*/true)) {
+            do {
+                if (!tiles.next(/*is_load_warp=*/true)) {
+                    break;
+                }
                 const Block block = tiles.block();
                 LoaderBwd<Traits, kKind> loader(params, copies, shared, block, states);
                 loader.load_first();
                 loader.load_rest();
-            }
+            } while (Traits::kIsPersistent);
         } else if (warp < kWarps) {
             PipelineState<1> state;
-            while (tiles.next(/*is_load_warp=*/false)) {
+            do {
+                if (!tiles.next(/*is_load_warp=*/false)) {
+                    break;
+                }
                 add(tiles.block(), warp - 1, state);
-            }
+            } while (Traits::kIsPersistent);
         }
     }
 
@@ -94,7 +100,10 @@ public:
 
     __device__ __forceinline__ void run() {
         WorkTilesBwd<Traits, kKind> tiles(params, shared);
-        while (tiles.next(/*is_load_warp=*/warp == 0)) {
+        do {
+            if (!tiles.next(/*is_load_warp=*/warp == 0)) {
+                break;
+            }
             const Block block = tiles.block();
             LoaderBwd<Traits, kKind> loader(params, copies, shared, block, states);
             if (warp == 0) {
@@ -118,7 +127,7 @@ public:
             }
             k_state.release(shared.k_barriers);
             k_state.advance();
-        }
+        } while (Traits::kIsPersistent);
     }
 
 private:
@@ -134,11 +143,7 @@ private:
             if (tile == Traits::kTilesOfDq - 1) {
                 state.release(shared.ds_barriers);
             }
-            auto *target = reinterpret_cast<float4 *>(Tile::target(params, block, step, tile));
-            CUTE_UNROLL
-            for (int i = 0; i < Tile::kVectors; ++i) {
-                atomicAdd(target + Tile::place(i), Tile::vector(acc, i));
-            }
+            Tile::add(Tile::target(params, block, step, tile), acc);
         }
         order.pass(step);
     }

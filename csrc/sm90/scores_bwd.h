@@ -21,7 +21,22 @@ class ScoresBwd {
 public:
     // first_key: of the consumer, in the sequence.
     __device__ ScoresBwd(const Flash_bwd_params &params, const ColumnBlock<Traits, kKind> &block, int first_key)
-        : params(params), block(block), first_key(first_key) {}
+        : thread(Traits::kHeadDim <= 64 ? thread_of_warpgroup() : int(threadIdx.x % 128)),
+          params(params),
+          block(block),
+          first_key(first_key) {}
+
+    // The log-sum-exp or delta of the queries of a thread's scores. Element j belongs to the scores 4 j to 4 j + 3: the
+    // first query to the even ones, the second to the odd ones.
+    using QueryStatistics = cutlass::Array<float2, Traits::kBlockM / 8>;
+    __device__ __forceinline__ QueryStatistics load_statistics(const float *smem) const {
+        QueryStatistics statistics;
+        CUTE_UNROLL
+        for (int j = 0; j < Traits::kBlockM / 8; ++j) {
+            statistics[j] = *reinterpret_cast<const float2 *>(&smem[thread % 4 * 2 + 8 * j]);
+        }
+        return statistics;
+    }
 
     // True if a row of the step has a large log-sum-exp. Loads from global memory.
     __device__ __forceinline__ bool is_large(const Step &step) const {
@@ -64,7 +79,7 @@ public:
     // the accumulator and of P, registers then hold one whole and the other in part.
     template <typename TensorS>
     __device__ __forceinline__ auto rounded_p(const Step &step, bool is_large, const TensorS &acc_s,
-                                              const float *lse) const {
+                                              const QueryStatistics &lse) const {
         Tensor rP = make_tensor<Element>(operand_A_layout(acc_s.layout()));  // (MMA, MMA_M, MMA_K)
         const int first_query = step.m_block * Traits::kBlockM;
         if (is_large || needs_mask(first_query)) {
@@ -107,13 +122,13 @@ public:
     // dP^T becomes dS^T = P^T (dP^T - delta), rounded to the A operand of dK. pair_of(i): elements 2 i and 2 i + 1 of
     // P^T, as split_p leaves them.
     template <typename PairOf, typename TensorD>
-    __device__ __forceinline__ auto rounded_ds(const PairOf &pair_of, const TensorD &acc_ds, const float *delta) const {
+    __device__ __forceinline__ auto rounded_ds(const PairOf &pair_of, const TensorD &acc_ds,
+                                               const QueryStatistics &delta) const {
         Tensor rdS = make_tensor<Element>(operand_A_layout(acc_ds.layout()));  // (MMA, MMA_M, MMA_K)
-        const int query = threadIdx.x % 4 * 2;
         // Elements 4 j and 4 j + 1 are neighbouring queries of one key, 4 j + 2 and 4 j + 3 the same of the key 8 on.
         CUTE_UNROLL
         for (int j = 0; j < size(acc_ds) / 4; ++j) {
-            const float2 of_pair = *reinterpret_cast<const float2 *>(&delta[query + 8 * j]);
+            const float2 of_pair = delta[j];
             CUTE_UNROLL
             for (int row = 0; row < 2; ++row) {
                 const int i = 2 * j + row;
@@ -146,19 +161,21 @@ public:
         return reinterpret_cast<const Pair *>(operand.data())[i];
     }
 
+    const int thread;  // of the warpgroup
+
 private:
     const Flash_bwd_params &params;
     const ColumnBlock<Traits, kKind> &block;
     const int first_key;
 
     template <bool kIsCareful, typename TensorS, typename TensorA>
-    __device__ __forceinline__ void round_p(int first_query, const TensorS &acc_s, const float *lse,
+    __device__ __forceinline__ void round_p(int first_query, const TensorS &acc_s, const QueryStatistics &lse,
                                             TensorA &rP) const {
         const int of_thread = threadIdx.x % 4 * 2, first_row = first_row_of_thread() + first_key;
         CUTE_UNROLL
         for (int j = 0; j < size(acc_s) / 4; ++j) {
             const int query = of_thread + 8 * j;
-            const float2 of_pair = *reinterpret_cast<const float2 *>(&lse[query]);
+            const float2 of_pair = lse[j];
             float p[4];
             CUTE_UNROLL
             for (int c = 0; c < 2; ++c) {

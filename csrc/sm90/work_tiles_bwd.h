@@ -1,5 +1,5 @@
-// The work tiles of a persistent CTA of the backward, one key block of one head of dK and dV each. The load warp takes
-// them and hands them to the other warps through a pipeline.
+// The work tiles of a CTA of the backward, one key block of one head of dK and dV each. A persistent CTA has many,
+// another one. The load warp takes them and hands them to the other warps through a pipeline.
 #pragma once
 
 #include "kernel_traits_bwd.h"
@@ -12,10 +12,10 @@ namespace flash::sm90 {
 // Their order: the key blocks of a head, then the heads, then the batch, so that CTAs that run together share Q and dO
 // in L2. Local: the key blocks of several heads are interleaved and, causal, most rows see the first ones, so that the
 // last work tiles are short.
-// Full: work tiles take equal time, and CTA i of n takes tile i and every n-th one after it. Else a CTA takes the next
-// number from a counter in global memory. In order, a CTA waits only for smaller numbers of its own head, and works on
-// its tiles in the order of their numbers, so none waits for a tile that nobody works on (deadlock). Nothing but the
-// number passes between CTAs here, so the atomic is relaxed.
+// CTA i of n takes number i. A persistent one goes on with every n-th number after it where work tiles take equal time
+// (full), else with the next number from a counter in global memory. In order, every CTA takes its numbers from the
+// counter: it waits only for smaller numbers of its own head, so none waits for a tile that nobody works on (deadlock).
+// Nothing but the number passes between CTAs here, so the atomic is relaxed.
 template <typename Traits, Kind kKind>
 class WorkTilesBwd {
     const Flash_bwd_params &params;
@@ -32,7 +32,8 @@ public:
           shared(shared),
           blocks(key_blocks<may_be_varlen(kKind)>(params, params.h / params.heads_per_dkv, Traits::kBlockN)) {}
 
-    // Goes on to the next work tile that has keys; false: there is none. is_load_warp: this warp takes the tiles.
+    // Goes on to the next work tile that has keys; false: there is none for this CTA. is_load_warp: this warp takes the
+    // tiles.
     __device__ __forceinline__ bool next(bool is_load_warp) {
         const int count = static_cast<int>(blocks.count());
         for (;;) {
@@ -49,6 +50,9 @@ public:
             if (place.block * Traits::kBlockN < seq.seqlen_k) {
                 return true;
             }
+            if (!Traits::kIsPersistent) {
+                return false;
+            }
         }
     }
 
@@ -60,9 +64,11 @@ private:
     __device__ __forceinline__ int push() {
         state.acquire(shared.tile_barriers);
         int number;
-        if (params.dq_tile_counter != nullptr) {
+        if (Traits::kIsPersistent ? params.dq_tile_counter != nullptr : params.dq_semaphore != nullptr) {
             number = threadIdx.x % 32 == 0 ? atomicAdd(params.dq_tile_counter, 1) : 0;
             number = __shfl_sync(0xffffffffu, number, 0);
+        } else if (!Traits::kIsPersistent) {
+            number = blockIdx.x;
         } else {
             number = next_number;
             next_number += gridDim.x;
