@@ -137,6 +137,9 @@ private:
             wait_for<1>(acc_ds);
             auto rdS = form_ds(rP, acc_ds, delta);
             const auto ds = this->send_ds(rdS);
+            if (accumulates) {
+                send_dq();  // of the step before, behind the fence of dS
+            }
             wait_for<0>(acc_dv);  // the next products need the registers of rP
             dout.release(shared.dout_barriers);
             this->issue_scores(shared.k, shared.q, q_state, next_s);
@@ -148,7 +151,6 @@ private:
             delta = delta_of_step();
             wait_for<1>(acc_dq);
             store_dq(acc_dq);
-            complete_dq();
             wait_for<0>(acc_dk);
             q.release(shared.q_barriers);
         }
@@ -157,6 +159,9 @@ private:
         wait_for<1>(acc_ds);
         auto rdS = form_ds(rP, acc_ds, delta);
         const auto ds = this->send_ds(rdS);
+        if (accumulates) {
+            send_dq();
+        }
         wait_for<0>(acc_dv);
         dout_state.release(shared.dout_barriers);
         auto acc_dq = issue_dq(ds);
