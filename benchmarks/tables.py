@@ -188,7 +188,7 @@ def cpu_tables(data: Rows) -> list[str]:
 # The figures of bench_features: a caption, and the format of a value.
 FEATURE_FIGURES: dict[str, tuple[str, str]] = {
     "window": ("Time ÷ (time of the plain full call × share of blocks that the window shows):", "{:.2f}"),
-    "cost": ("Time added to the plain call's on the kernels of sm80, in percent:", "{:+.1f}"),
+    "cost": ("Time added to the plain call's, in percent, forward on the kernels of sm80:", "{:+.1f}"),
     "hopper": ("Time on the kernels of sm80 ÷ time on those of Hopper:", "{:.2f}"),
     "varlen": ("Speedup over the padded batch ÷ (padded FLOPs ÷ tokens' FLOPs):", "{:.2f}"),
 }
