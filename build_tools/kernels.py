@@ -39,8 +39,8 @@ NVCC_FLAGS = (
 NVCC_VARIABLES = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")  # nvcc adds their flags to every command line
 SM90_DEFINES = ("-DCUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED",)  # wgmma of every multiple of 8 columns
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
-_KINDS = re.compile(r"#define FLASH_KINDS\(X\)((?:\s*\\\n\s*X\(\w+(?:, [01]){3}\))+)\n")
-_KIND = re.compile(r"X\((\w+), ([01]), ([01]), ([01])\)")
+_KINDS = re.compile(r"#define FLASH_KINDS\(X\)((?:\s*\\\n\s*X\(\w+(?:, [01]){4}\))+)\n")
+_KIND = re.compile(r"X\((\w+), ([01]), ([01]), ([01]), ([01])\)")
 _LEAST_HEADDIM_SM90 = re.compile(r"constexpr int kLeastHeadDimSm90 = (\d+);")
 
 
@@ -59,7 +59,7 @@ class Kinds(NamedTuple):
 
     all: tuple[str, ...]
     backward: tuple[str, ...]  # those with an sm80 backward kernel of their own
-    sm90: tuple[str, ...]  # those with sm90 kernels of their own
+    backward_sm90: tuple[str, ...]  # those with an sm90 backward kernel of their own
     least_hdim_sm90: int
 
 
@@ -69,14 +69,14 @@ def read_kinds(header: Path = CSRC / "kind.h") -> Kinds:
     table, least = _KINDS.search(text), _LEAST_HEADDIM_SM90.search(text)
     if table is None or least is None:
         raise ValueError(
-            f"{header} must define FLASH_KINDS(X) as lines X(name, 0 or 1, 0 or 1, 0 or 1), and "
+            f"{header} must define FLASH_KINDS(X) as lines X(name, 0 or 1, 0 or 1, 0 or 1, 0 or 1), and "
             "constexpr int kLeastHeadDimSm90"
         )
     rows = _KIND.findall(table[1])
     return Kinds(
         tuple(name for name, *_ in rows),
-        tuple(name for name, _, backward, _ in rows if backward == "1"),
-        tuple(name for name, _, _, sm90 in rows if sm90 == "1"),
+        tuple(name for name, _, backward, *_ in rows if backward == "1"),
+        tuple(name for name, *_, backward_sm90 in rows if backward_sm90 == "1"),
         int(least[1]),
     )
 
@@ -97,7 +97,7 @@ def kernel_objects(selection: Selection) -> list[KernelObject]:
             source = CSRC / "sm90" / "flash_fwd_instantiation.cu"
             objects.append(KernelObject(f"flash_fwd_{name}_sm90", source, (*defines, *SM90_DEFINES), ("90a",)))
             source = CSRC / "sm90" / "flash_bwd_instantiation.cu"
-            for kind in kinds.sm90:
+            for kind in kinds.backward_sm90:
                 extra = (f"-DFLASH_KIND={kind}", *SM90_DEFINES)
                 objects.append(KernelObject(f"flash_bwd_{name}_{kind}_sm90", source, (*defines, *extra), ("90a",)))
         source = CSRC / "sm80" / "flash_fwd_instantiation.cu"

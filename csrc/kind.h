@@ -4,14 +4,13 @@
 
 namespace flash {
 
-// X(name, sm80 forward, sm80 backward, sm90): 1 where the kind has a kernel of its own. Hopper's forward and backward
-// have the same kinds.
-#define FLASH_KINDS(X)  \
-    X(full, 1, 1, 1)    \
-    X(local, 1, 1, 1)   \
-    X(varlen, 1, 1, 0)  \
-    X(general, 1, 1, 1) \
-    X(paged, 1, 0, 0)
+// X(name, sm80 forward, sm80 backward, sm90 forward, sm90 backward): 1 where the kind has a kernel of its own.
+#define FLASH_KINDS(X)     \
+    X(full, 1, 1, 1, 1)    \
+    X(local, 1, 1, 1, 1)   \
+    X(varlen, 1, 1, 0, 1)  \
+    X(general, 1, 1, 1, 1) \
+    X(paged, 1, 0, 0, 0)
 
 enum class Kind {
     full,     // equal lengths; every query sees every key
@@ -42,8 +41,8 @@ constexpr const char *name_of(Kind kind) {
     return kNames[static_cast<int>(kind)];
 }
 
-// The kind of the sm90 kernel that takes the calls of `kind`. Pages have none.
-constexpr Kind kind_of_sm90(Kind kind) {
+// The kind of the sm90 forward kernel that takes the calls of `kind`. Pages have none.
+constexpr Kind kind_of_sm90_fwd(Kind kind) {
     return kind == Kind::varlen ? Kind::general : kind;
 }
 

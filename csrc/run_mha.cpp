@@ -130,7 +130,7 @@ void run_mha_fwd_cuda(Flash_fwd_params &params) {
                     if (reason == nullptr) {
                         const at::Tensor counter = params.cu_seqlens_q != nullptr ? zero_on_gpu() : at::Tensor();
                         int *tile_counter = counter.defined() ? counter.data_ptr<int>() : nullptr;
-                        sm90::run_flash_fwd<kDType, kHeadDim, kind_of_sm90(kKind)>(params, tile_counter, stream);
+                        sm90::run_flash_fwd<kDType, kHeadDim, kind_of_sm90_fwd(kKind)>(params, tile_counter, stream);
                         return;
                     }
                 }
@@ -210,7 +210,7 @@ void run_mha_bwd_cuda(Flash_bwd_params &params) {
                             counter = zero_on_gpu();
                             params.dq_tile_counter = counter.data_ptr<int>();
                         }
-                        sm90::run_flash_bwd<kDType, kHeadDim, kind_of_sm90(kKind)>(params, stream);
+                        sm90::run_flash_bwd<kDType, kHeadDim, kKind>(params, stream);
                         return;
                     }
                 }

@@ -178,7 +178,7 @@ def test_kernels_of_hopper_are_compiled_for_it_alone() -> None:
     archs = {kernel.name: kernel.archs for kernel in kernels.kernel_objects(built)}
     assert archs["flash_fwd_hdim128_bf16_sm90"] == ("90a",)
     assert archs["flash_fwd_hdim128_bf16_sm80"] == archs["flash_bwd_hdim128_bf16_any_sm80"] == ("80", "90a")
-    backward = {f"flash_bwd_hdim128_bf16_{kind}_sm90": ("90a",) for kind in kernels.read_kinds().sm90}
+    backward = {f"flash_bwd_hdim128_bf16_{kind}_sm90": ("90a",) for kind in kernels.read_kinds().backward_sm90}
     assert backward == {name: of for name, of in archs.items() if re.fullmatch("flash_bwd_.*_sm90", name)}
     assert "flash_fwd_hdim32_bf16_sm90" not in archs
     for others in (("80",), ("90",)):  # plain sm_90 lacks the instructions

@@ -39,44 +39,7 @@ __device__ __forceinline__ void drop(TensorP &p, const TensorC &coords, const Dr
     }
 }
 
-// Backward: dropped probabilities get a negative sign (0 becomes -0). p: (row=(2, MMA_N), col=(2, MMA_M)). Rows are
-// keys, columns are queries; two consecutive MMA_M are 16 consecutive queries. coords: the same layout, holding (row,
-// col).
-//
-// A thread holds one key of a pair (k, k + 1) and both queries (q, q + 1). The bits of these four pairs come from two
-// calls of Philox. The lane with the other key needs the same two calls, so each lane makes one and they exchange
-// halves.
-template <typename TensorP, typename TensorC>
-__device__ __forceinline__ void mark_dropped_transposed(TensorP &p, const TensorC &coords, const DropoutStream &stream,
-                                                        unsigned threshold, int first_query, int first_key) {
-    static_assert(decltype(size<1, 1>(p))::value % 2 == 0);
-    // The parity of the key is the same in every row, because tiles begin at even keys.
-    const bool is_odd = get<0>(coords(0, 0)) % 2 != 0;
-    CUTE_UNROLL
-    for (int m = 0; m < size<0, 1>(p); ++m) {
-        CUTE_UNROLL
-        for (int n = 0; n < size<1, 1>(p); n += 2) {
-            const auto first = coords(make_coord(0, m), make_coord(0, n));
-            const Random4 bits = stream.bits(first_query + get<1>(first) + is_odd, first_key + get<0>(first) - is_odd);
-            CUTE_UNROLL
-            for (int i = 0; i < 2; ++i) {  // keys 8 apart
-                const uint32_t mine = is_odd ? bits.x[2 + i] : bits.x[i];
-                const uint32_t theirs = is_odd ? bits.x[i] : bits.x[2 + i];
-                const uint32_t other = __shfl_xor_sync(0xffffffffu, theirs, 4);
-                const uint32_t of_query[2] = {is_odd ? other : mine, is_odd ? mine : other};
-                CUTE_UNROLL
-                for (int j = 0; j < 2; ++j) {  // neighbouring queries
-                    CUTE_UNROLL
-                    for (int e = 0; e < 2; ++e) {  // queries 8 apart
-                        float &x = p(make_coord(i, m), make_coord(j, n + e));
-                        x = is_below(of_query[j], e == 1, threshold) ? -x : x;
-                    }
-                }
-            }
-        }
-    }
-}
-
+// Backward: a dropped probability has a negative sign (0 becomes -0).
 __device__ __forceinline__ bool is_marked(float p) {
     return __float_as_int(p) < 0;
 }

@@ -39,7 +39,9 @@ FLASH_HOST_DEVICE Random4 philox4x32(Random4 counter, uint32_t key0, uint32_t ke
 
 // The random bits of one head of one sequence.
 struct DropoutStream {
-    uint32_t key0, key1, head, offset;
+    uint32_t key0 = 0, key1 = 0, head = 0, offset = 0;
+
+    DropoutStream() = default;
 
     FLASH_HOST_DEVICE DropoutStream(const int64_t *rng_state, int bidb, int h, int bidh)
         : key0(uint32_t(uint64_t(rng_state[0]))),

@@ -7,11 +7,11 @@
 #include "../common/block_info.h"
 #include "../common/dropout.h"
 #include "../common/score_mod.h"
-#include "../common/softmax_backward.h"
 #include "copy.h"
 #include "kernel_traits_bwd.h"
 #include "layout.h"
 #include "reduce_dq.h"
+#include "softmax_backward.h"
 
 namespace flash::sm80 {
 
@@ -304,7 +304,7 @@ private:
         exponentiate(acc_p);  // runs beside the product of form_ds
         if (has_dropout()) {
             const DropoutStream stream(params.rng_state, bidb, params.h, bidh + step.head);
-            mark_dropped_transposed(scores, coords, stream, params.dropout_threshold, first_query, first_key);
+            mark_dropped(scores, coords, stream, params.dropout_threshold, first_query, first_key);
         }
     }
 

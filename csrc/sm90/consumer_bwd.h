@@ -13,7 +13,7 @@ template <typename Traits, Kind kKind>
 __device__ __forceinline__ void clear_foreign_keys(const ColumnBlock<Traits, kKind> &block,
                                                    typename Traits::Element *smem, int warpgroup) {
     const int rows = block.seqlen_k - block.first_key();
-    if (is_general(kKind) && rows < Traits::kBlockN) {
+    if (may_be_varlen(kKind) && rows < Traits::kBlockN) {
         Tensor sK = make_tensor(make_smem_ptr(smem), take<0, 2>(typename Traits::SmemLayoutKV{}));  // (BLK_N, HD)
         clear_rows_from<Traits>(rows, sK, warpgroup);
     }
@@ -41,7 +41,9 @@ protected:
     using Element = typename Traits::Element;
     using TiledMmaSdP = typename Traits::TiledMmaSdP;
     using TiledMmadKV = typename Traits::TiledMmadKV;
-    using Scores = decltype(partition_fragment_C(TiledMmaSdP{}, typename Traits::TileS{}));  // (MMA, MMA_M, MMA_N)
+    using Scores = typename ScoresBwd<Traits, kKind>::Accumulator;  // (MMA, MMA_M, MMA_N)
+    using Operand = typename ScoresBwd<Traits, kKind>::Operand;     // of 16 bits (MMA, MMA_M, MMA_K)
+    using Probabilities = typename ScoresBwd<Traits, kKind>::Probabilities;
     using QueryStatistics = typename ScoresBwd<Traits, kKind>::QueryStatistics;
     static constexpr int kBlockM = Traits::kBlockM, kKeys = Traits::kKeys;
 
@@ -175,12 +177,6 @@ protected:
         const auto sent = ds_state;
         ds_state.advance();
         return sent;
-    }
-
-    // Where this thread's warpgroup may keep its words until dS is stored: the place of its part of dS.
-    __device__ __forceinline__ uint32_t *ds_words() const {
-        Tensor sdS = make_tensor(make_smem_ptr(shared.ds), typename Traits::SmemLayoutdS{});  // (BLK_M, BLK_N, stage)
-        return reinterpret_cast<uint32_t *>(&sdS(0, key_offset, ds_state.stage));
     }
 
     // Rows of Q or dO that are not the sequence's, or see no key, become zeros: NaN times 0 is NaN. Every consumer

@@ -31,7 +31,7 @@ public:
           kv_state(states.kv),
           q_state(states.q),
           dout_state(states.dout) {
-        bidb_q = params.cu_seqlens_q != nullptr && is_general(kKind) ? 0 : block.bidb;
+        bidb_q = params.cu_seqlens_q != nullptr && may_be_varlen(kKind) ? 0 : block.bidb;
     }
 
     // K and V, and the steps that the stages have room for. Q and dO come between, because S is multiplied first.
@@ -96,7 +96,7 @@ private:
             uint64_t &barrier = kv_state.expect(barriers, kBytes);
             load_rows(tma, typename Traits::TileKV{}, make_tensor(make_smem_ptr(smem), typename Traits::SmemLayoutKV{}),
                       0, barrier, block.k_begin + block.first_key(), block.bidh / params.h_h_k_ratio,
-                      is_general(kKind) ? block.k_bidb : block.bidb);
+                      may_be_varlen(kKind) ? block.k_bidb : block.bidb);
         }
     }
 

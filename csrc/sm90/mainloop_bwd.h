@@ -15,10 +15,12 @@ class KeyConsumer : ConsumerBwd<Traits, kKind> {
     using Base = ConsumerBwd<Traits, kKind>;
     using Base::shared, Base::scores, Base::step, Base::steps_left, Base::q_state, Base::dout_state, Base::ds_state,
         Base::kv_state, Base::warpgroup;
-    using typename Base::Element, typename Base::Scores, typename Base::QueryStatistics;
+    using typename Base::Element, typename Base::Scores, typename Base::Operand, typename Base::Probabilities,
+        typename Base::QueryStatistics;
     using DsState = PipelineState<Traits::kStagesdS>;
     using QState = PipelineState<Traits::kStagesQ>;
     static constexpr bool kComputesDq = Traits::kConsumersComputeDq;
+    static constexpr bool kHoldsPTwice = is_general(kKind);  // then no registers are left for lse beside dP
     PipelineState<1> dq_state;
 
 public:
@@ -37,21 +39,22 @@ public:
             release_KV();
             return;
         }
-        const bool is_large = scores.is_large(step);
+        const auto inputs = scores.load_inputs(step);
         this->wait_for_KV(shared.k_barriers, shared.k);
         this->wait_for_Q();
         const auto lse = lse_of_step();
         Scores first_s;
         this->issue_scores(shared.k, shared.q, q_state, first_s);
         this->wait_for_KV(shared.v_barriers, shared.v);
+        const auto draws = scores.draw(step, inputs.dropout);
         wait_for<0>(first_s);
-        auto rP = form_p(is_large, first_s, lse);
+        Probabilities p = scores.rounded_p(step, inputs, draws, first_s, lse);
         if constexpr (kComputesDq && Traits::kHeadDim <= 64) {
-            run_headdim64(rP, acc_dk, acc_dv);
+            run_headdim64(p, acc_dk, acc_dv);
         } else if constexpr (kComputesDq) {
-            run_headdim128(rP, acc_dk, acc_dv);
+            run_headdim128(p, acc_dk, acc_dv);
         } else {
-            run_without_dq(rP, acc_dk, acc_dv);
+            run_without_dq(p, acc_dk, acc_dv);
         }
         wait_for<0>(acc_dk);
         q_state.release(shared.q_barriers);
@@ -73,14 +76,14 @@ private:
 
     // Head dim 64. An iteration begins when dV of a step is complete and dS is sent. dQ is stored beside dP of the next
     // step, when all four accumulators hold values.
-    template <typename TensorP, typename TensorKV>
-    __device__ __forceinline__ void run_headdim64(TensorP &first_p, TensorKV &acc_dk, TensorKV &acc_dv) {
+    template <typename TensorKV>
+    __device__ __forceinline__ void run_headdim64(Probabilities &first_p, TensorKV &acc_dk, TensorKV &acc_dv) {
         this->wait_for_dO();
         const auto first_delta = delta_of_step();
         Scores first_ds;
         issue_dp_and_dv(/*accumulates=*/false, first_p, first_ds, acc_dv);
         wait_for<1>(first_ds);
-        auto rdS = form_ds(first_p, first_ds, first_delta);
+        Operand rdS = scores.rounded_ds(first_p.for_ds(), first_ds, first_delta);
         auto ds = this->send_ds(rdS);
         wait_for<0>(acc_dv);
         dout_state.release(shared.dout_barriers);
@@ -89,23 +92,24 @@ private:
             Scores acc_ds, next_s;
             const auto q = q_state;
             this->advance_step();
-            const bool is_large = scores.is_large(step);
+            const auto inputs = scores.load_inputs(step);
             this->wait_for_Q();
             const auto lse = lse_of_step();
             this->issue_scores(shared.k, shared.q, q_state, next_s);
             auto acc_dq = issue_dq(ds);
             issue_dk(accumulates, ds, q, rdS, acc_dk);
+            const auto draws = scores.draw(step, inputs.dropout);
             wait_for<2>(next_s);
-            auto rP = form_p(is_large, next_s, lse);
+            Probabilities p = scores.rounded_p(step, inputs, draws, next_s, lse);
             wait_for<0>(acc_dk);
             warpgroup_fence_operand(acc_dq);
             q.release(shared.q_barriers);
             this->wait_for_dO();
-            issue_dp_and_dv(/*accumulates=*/true, rP, acc_ds, acc_dv);
+            issue_dp_and_dv(/*accumulates=*/true, p, acc_ds, acc_dv);
             store_dq(acc_dq);
             const auto delta = delta_of_step();
             wait_for<1>(acc_ds);
-            rdS = form_ds(rP, acc_ds, delta);
+            rdS = scores.rounded_ds(p.for_ds(), acc_ds, delta);
             ds = this->send_ds(rdS);
             send_dq();  // behind the fence of dS
             wait_for<0>(acc_dv);
@@ -120,8 +124,8 @@ private:
 
     // Head dim 128. An iteration begins with dP and dV of a step. dQ is complete, and its registers are free, before
     // the next dP needs them.
-    template <typename TensorP, typename TensorKV>
-    __device__ __forceinline__ void run_headdim128(TensorP &rP, TensorKV &acc_dk, TensorKV &acc_dv) {
+    template <typename TensorKV>
+    __device__ __forceinline__ void run_headdim128(Probabilities &p, TensorKV &acc_dk, TensorKV &acc_dv) {
         this->wait_for_dO();
         auto delta = delta_of_step();
         bool accumulates = false;
@@ -129,35 +133,50 @@ private:
             Scores acc_ds, next_s;
             const auto q = q_state;
             const auto dout = dout_state;
-            issue_dp_and_dv(accumulates, rP, acc_ds, acc_dv);
+            issue_dp_and_dv(accumulates, p, acc_ds, acc_dv);
             this->advance_step();
-            const bool is_large = scores.is_large(step);
+            const auto inputs = scores.load_inputs(step);
             this->wait_for_Q();
-            const auto lse = lse_of_step();
+            QueryStatistics lse;
+            if (!kHoldsPTwice) {
+                lse = lse_of_step();
+            }
             wait_for<1>(acc_ds);
-            auto rdS = form_ds(rP, acc_ds, delta);
+            Operand rdS = scores.rounded_ds(p.for_ds(), acc_ds, delta);
+            if (kHoldsPTwice) {
+                lse = lse_of_step();
+            }
             const auto ds = this->send_ds(rdS);
             if (accumulates) {
                 send_dq();  // of the step before, behind the fence of dS
             }
-            wait_for<0>(acc_dv);  // the next products need the registers of rP
+            wait_for<0>(acc_dv);  // the next products need the registers of P
             dout.release(shared.dout_barriers);
             this->issue_scores(shared.k, shared.q, q_state, next_s);
             auto acc_dq = issue_dq(ds);
             issue_dk(accumulates, ds, q, rdS, acc_dk);
-            wait_for<2>(next_s);
-            rP = form_p(is_large, next_s, lse);
+            const auto draws = scores.draw(step, inputs.dropout);
+            if (kHoldsPTwice) {
+                wait_for<1>(acc_dq);
+                warpgroup_fence_operand(next_s);
+                store_dq(acc_dq);
+            } else {
+                wait_for<2>(next_s);
+            }
+            p = scores.rounded_p(step, inputs, draws, next_s, lse);
             this->wait_for_dO();
             delta = delta_of_step();
-            wait_for<1>(acc_dq);
-            store_dq(acc_dq);
+            if (!kHoldsPTwice) {
+                wait_for<1>(acc_dq);
+                store_dq(acc_dq);
+            }
             wait_for<0>(acc_dk);
             q.release(shared.q_barriers);
         }
         Scores acc_ds;
-        issue_dp_and_dv(accumulates, rP, acc_ds, acc_dv);
+        issue_dp_and_dv(accumulates, p, acc_ds, acc_dv);
         wait_for<1>(acc_ds);
-        auto rdS = form_ds(rP, acc_ds, delta);
+        Operand rdS = scores.rounded_ds(p.for_ds(), acc_ds, delta);
         const auto ds = this->send_ds(rdS);
         if (accumulates) {
             send_dq();
@@ -171,15 +190,15 @@ private:
         complete_dq();
     }
 
-    template <typename TensorP, typename TensorKV>
-    __device__ __forceinline__ void run_without_dq(TensorP &rP, TensorKV &acc_dk, TensorKV &acc_dv) {
+    template <typename TensorKV>
+    __device__ __forceinline__ void run_without_dq(Probabilities &p, TensorKV &acc_dk, TensorKV &acc_dv) {
         for (bool accumulates = false;; accumulates = true) {
             Scores acc_ds;
             this->wait_for_dO();
             const auto delta = delta_of_step();
-            issue_dp_and_dv(accumulates, rP, acc_ds, acc_dv);
+            issue_dp_and_dv(accumulates, p, acc_ds, acc_dv);
             wait_for<1>(acc_ds);
-            auto rdS = form_ds(rP, acc_ds, delta);
+            Operand rdS = scores.rounded_ds(p.for_ds(), acc_ds, delta);
             const auto ds = this->send_ds(rdS);
             if (--steps_left == 0) {
                 issue_dk(accumulates, ds, q_state, rdS, acc_dk);
@@ -189,16 +208,17 @@ private:
             const auto q = q_state;
             const auto dout = dout_state;
             this->advance_step();
-            const bool is_large = scores.is_large(step);
+            const auto inputs = scores.load_inputs(step);
             Scores next_s;
             this->wait_for_Q();
             const auto lse = lse_of_step();
             this->issue_scores(shared.k, shared.q, q_state, next_s);
             issue_dk(accumulates, ds, q, rdS, acc_dk);
+            const auto draws = scores.draw(step, inputs.dropout);
             wait_for<1>(next_s);
             warpgroup_fence_operand(acc_dv);
             dout.release(shared.dout_barriers);
-            rP = form_p(is_large, next_s, lse);
+            p = scores.rounded_p(step, inputs, draws, next_s, lse);
             wait_for<0>(acc_dk);
             q.release(shared.q_barriers);
         }
@@ -211,11 +231,11 @@ private:
         return scores.load_statistics(shared.delta[dout_state.stage]);
     }
 
-    template <typename TensorP, typename TensorKV>
-    __device__ __forceinline__ void issue_dp_and_dv(bool accumulates, TensorP &rP, Scores &acc_ds,
+    template <typename TensorKV>
+    __device__ __forceinline__ void issue_dp_and_dv(bool accumulates, Probabilities &p, Scores &acc_ds,
                                                     TensorKV &acc_dv) const {
         this->issue_scores(shared.v, shared.dout, dout_state, acc_ds);
-        this->issue_dkv(accumulates, rP, shared.dout, dout_state, acc_dv);
+        this->issue_dkv(accumulates, p.for_dv, shared.dout, dout_state, acc_dv);
     }
 
     __device__ __forceinline__ void release_KV() const {
@@ -266,29 +286,6 @@ private:
         __syncwarp();
         send_dq();
     }
-
-    // S becomes P, the A operand of dV. With softcap or dropout, what dS needs of P waits in the place of dS.
-    __device__ __forceinline__ auto form_p(bool is_large, Scores &acc_s, const QueryStatistics &lse) {
-        if (scores.is_plain()) {
-            return scores.rounded_p(step, is_large, acc_s, lse);
-        }
-        if (!kComputesDq && scores.needs_words()) {
-            ds_state.acquire(shared.ds_barriers);
-        }
-        scores.recompute_p(step, is_large, acc_s, shared.lse[q_state.stage], this->ds_words());
-        return scores.template split_p</*kAlwaysStores=*/false>(acc_s, this->ds_words());
-    }
-
-    // dP becomes dS, the A operand of dK.
-    template <typename TensorA>
-    __device__ __forceinline__ auto form_ds(const TensorA &rP, const Scores &acc_ds, const QueryStatistics &delta) {
-        if (!scores.needs_words()) {
-            return scores.rounded_ds([&](int i) { return scores.pair_of(rP, i); }, acc_ds, delta);
-        }
-        auto rdS = scores.rounded_ds([&](int i) { return scores.load_pair(this->ds_words(), i); }, acc_ds, delta);
-        sync(Barrier::warpgroup, warpgroup, 128);  // every thread has read its words
-        return rdS;
-    }
 };
 
 // BwdSplit::products. Consumer 0 computes S, P and dV. Consumer 1 gets P from it through shared memory, and computes
@@ -299,7 +296,9 @@ class ProductConsumer : ConsumerBwd<Traits, kKind> {
     using Base = ConsumerBwd<Traits, kKind>;
     using Base::shared, Base::scores, Base::step, Base::steps_left, Base::q_state, Base::dout_state, Base::ds_state,
         Base::kv_state;
-    using typename Base::Element, typename Base::Scores;
+    using typename Base::Element, typename Base::Scores, typename Base::Operand, typename Base::Probabilities;
+    using Inputs = typename ScoresBwd<Traits, kKind>::Inputs;
+    using Draws = typename ScoresBwd<Traits, kKind>::Draws;
     PipelineState<Traits::kStagesdS> p_state;
 
 public:
@@ -316,12 +315,13 @@ public:
             kv_state.release(shared.k_barriers);
             return;
         }
-        bool is_large = scores.is_large(step);
+        auto inputs = scores.load_inputs(step);
         this->wait_for_Q();
         Scores first_s;
         this->issue_scores(shared.k, shared.q, q_state, first_s);
+        const auto first_draws = scores.draw(step, inputs.dropout);
         wait_for<0>(first_s);
-        auto rP = send_p(is_large, first_s);
+        auto rP = send_p(inputs, first_draws, first_s);
         for (bool accumulates = false;; accumulates = true) {
             this->wait_for_dO();
             this->issue_dkv(accumulates, rP, shared.dout, dout_state, acc_dv);
@@ -330,15 +330,16 @@ public:
             }
             q_state.advance();
             step.advance(this->block);
-            is_large = scores.is_large(step);
+            inputs = scores.load_inputs(step);
             Scores next_s;
             this->wait_for_Q();
             this->issue_scores(shared.k, shared.q, q_state, next_s);
+            const auto draws = scores.draw(step, inputs.dropout);
             wait_for<0>(next_s);
             warpgroup_fence_operand(acc_dv);
             dout_state.release(shared.dout_barriers);
             dout_state.advance();
-            rP = send_p(is_large, next_s);
+            rP = send_p(inputs, draws, next_s);
         }
         wait_for<0>(acc_dv);
         dout_state.release(shared.dout_barriers);
@@ -391,38 +392,29 @@ private:
     __device__ __forceinline__ uint32_t *p_words() const { return shared.p + p_state.stage * Traits::kWordsOfScores; }
 
     // S becomes P, the A operand of dV. Consumer 1 finds in shared memory what dS needs of it. Q is not read any more.
-    __device__ __forceinline__ auto send_p(bool is_large, Scores &acc_s) {
+    __device__ __forceinline__ Operand send_p(const Inputs &inputs, const Draws &draws, const Scores &acc_s) {
         p_state.acquire(shared.p_barriers);
-        auto rP = form_p(is_large, acc_s);
+        const auto lse = scores.load_statistics(shared.lse[q_state.stage]);
+        const Probabilities p = scores.rounded_p(step, inputs, draws, acc_s, lse);
+        CUTE_UNROLL
+        for (int i = 0; i < size(p.for_ds()) / 2; ++i) {
+            scores.store_pair(p_words(), i, scores.pair_of(p.for_ds(), i));
+        }
         __syncwarp();  // every lane has read lse and written its words
         q_state.release(shared.q_barriers);
         if (cute::elect_one_sync()) {
             shared.p_barriers.full[p_state.stage].arrive();
         }
         p_state.advance();
-        return rP;
-    }
-    __device__ __forceinline__ auto form_p(bool is_large, Scores &acc_s) const {
-        const float *lse = shared.lse[q_state.stage];
-        if (scores.is_plain()) {
-            auto rP = scores.rounded_p(step, is_large, acc_s, scores.load_statistics(lse));
-            CUTE_UNROLL
-            for (int i = 0; i < size(rP) / 2; ++i) {
-                scores.store_pair(p_words(), i, scores.pair_of(rP, i));
-            }
-            return rP;
-        }
-        scores.recompute_p(step, is_large, acc_s, lse, p_words());
-        return scores.template split_p</*kAlwaysStores=*/true>(acc_s, p_words());
+        return p.for_dv;
     }
 
     // dP becomes dS, the A operand of dK, and goes to the dQ warpgroup. dO is not read any more.
     __device__ __forceinline__ auto send_ds(const Scores &acc_ds) {
         p_state.wait(shared.p_barriers);
         const uint32_t *words = p_words();
-        auto rdS = scores.rounded_ds([&](int i) { return scores.load_pair(words, i); }, acc_ds,
-                                     scores.load_statistics(shared.delta[dout_state.stage]));
-        __syncwarp();
+        Operand rdS = scores.rounded_ds([&](int i) { return scores.load_pair(words, i); }, acc_ds,
+                                        scores.load_statistics(shared.delta[dout_state.stage]));
         p_state.release(shared.p_barriers);
         p_state.advance();
         dout_state.release(shared.dout_barriers);

@@ -48,11 +48,12 @@ struct PipelineState {
         return *reinterpret_cast<uint64_t *>(&barriers.full[stage]);
     }
 
-    // Consumer: waits for the data. Each warp releases the stage for itself.
+    // Consumer: waits for the data. Each warp releases the stage for itself, when all of its lanes have read it.
     __device__ __forceinline__ void wait(PipelineBarriers<kStages> &barriers) const {
         barriers.full[stage].wait(phase);
     }
     __device__ __forceinline__ void release(PipelineBarriers<kStages> &barriers) const {
+        __syncwarp();
         if (cute::elect_one_sync()) {
             barriers.empty[stage].arrive();
         }

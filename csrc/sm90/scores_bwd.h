@@ -1,12 +1,14 @@
-// P and dS of a consumer warpgroup, in the registers of wgmma's accumulators: keys are rows, queries are columns. The
-// arithmetic is common/softmax_backward.h.
+// P and dS of a consumer warpgroup, in the registers of wgmma's accumulators: keys are rows, queries are columns.
+// P = exp(S - lse) and dS = P (dP - delta), derived in docs/algorithm.md.
 #pragma once
 
 #include <cutlass/numeric_conversion.h>
 
+#include <type_traits>
+
 #include "../common/dropout.h"
 #include "../common/score_mod.h"
-#include "../common/softmax_backward.h"
+#include "../common/softmax.h"
 #include "kernel_traits_bwd.h"
 #include "layout.h"
 #include "steps_bwd.h"
@@ -17,8 +19,13 @@ template <typename Traits, Kind kKind>
 class ScoresBwd {
     using Element = typename Traits::Element;
     static constexpr bool kIsGeneral = is_general(kKind);
+    static constexpr int kPairs = Traits::kKeys * Traits::kBlockM / 128 / 2;  // of a thread's scores
 
 public:
+    using Accumulator = decltype(partition_fragment_C(typename Traits::TiledMmaSdP{}, typename Traits::TileS{}));
+    using Operand =
+        decltype(make_tensor<Element>(operand_A_layout(Accumulator{}.layout())));  // (MMA, MMA_M, MMA_K)
+
     // first_key: of the consumer, in the sequence.
     __device__ ScoresBwd(const Flash_bwd_params &params, const ColumnBlock<Traits, kKind> &block, int first_key)
         : thread(Traits::kHeadDim <= 64 ? thread_of_warpgroup() : int(threadIdx.x % 128)),
@@ -38,104 +45,122 @@ public:
         return statistics;
     }
 
-    // True if a row of the step has a large log-sum-exp. Loads from global memory.
-    __device__ __forceinline__ bool is_large(const Step &step) const {
+    // What a step needs from global memory. Loaded before the step's products are issued: a warp's loads wait behind
+    // products.
+    struct Inputs {
+        bool is_large;          // a row of the step has a large log-sum-exp
+        float slope;            // kind general: ALiBi slope of the head / params.scale_softmax
+        DropoutStream dropout;  // kind general
+    };
+    __device__ __forceinline__ Inputs load_inputs(const Step &step) const {
         constexpr int kFlagRows = Flash_bwd_params::kRowsPerFlag;
         const int *flags = params.large_rows + step.padded_row(params, block) / kFlagRows;
         int flag = flags[0];
         if constexpr (Traits::kBlockM > kFlagRows) {
             flag |= flags[1];
         }
-        return flag != 0;
-    }
-
-    // S^T becomes P^T = exp(S^T - lse); with dropout, dropped probabilities are negative. `words` receives the
-    // derivative of the softcap.
-    template <typename TensorP>
-    __device__ __forceinline__ void recompute_p(const Step &step, bool is_large, TensorP &acc_p, const float *lse,
-                                                uint32_t *words) const {
-        Tensor scores = make_tensor(acc_p.data(), rowcol_layout(acc_p.layout()));  // (key, query)
-        const auto coords = coords_of_scores(threadIdx.x % 128);
-        const int first_query = step.m_block * Traits::kBlockM;
-        if (kIsGeneral && ScoreMod::is_on(params)) {
-            apply_score_mod(step, scores, coords, first_query, words);
-        }
-        if (is_large || needs_mask(first_query)) {
-            to_exponents_with_care(
-                scores, coords, lse, params.scale_softmax,
-                [&](int query) { return is_local(kKind) ? block.begin_key(first_query + query) - first_key : 0; },
-                [&](int query) { return block.end_key(first_query + query) - first_key; });
-        } else {
-            to_exponents(scores, coords, lse, params.scale_softmax_log2);
-        }
-        exponentiate(acc_p);
-        if (has_dropout()) {
-            const DropoutStream stream(params.rng_state, block.bidb, params.h, block.bidh + step.head);
-            mark_dropped_transposed(scores, coords, stream, params.dropout_threshold, first_query, first_key);
-        }
-    }
-
-    // S^T becomes P^T, rounded to the A operand of dV. Four scores at a time, from the first to the last operation: of
-    // the accumulator and of P, registers then hold one whole and the other in part.
-    template <typename TensorS>
-    __device__ __forceinline__ auto rounded_p(const Step &step, bool is_large, const TensorS &acc_s,
-                                              const QueryStatistics &lse) const {
-        Tensor rP = make_tensor<Element>(operand_A_layout(acc_s.layout()));  // (MMA, MMA_M, MMA_K)
-        const int first_query = step.m_block * Traits::kBlockM;
-        if (is_large || needs_mask(first_query)) {
-            round_p</*kIsCareful=*/true>(first_query, acc_s, lse, rP);
-        } else {
-            round_p</*kIsCareful=*/false>(first_query, acc_s, lse, rP);
-        }
-        return rP;
-    }
-
-    // Rounds P^T to the A operand of dV, in which dropped probabilities are 0. What dS needs is the same, unless
-    // needs_words(): then, or always, `words` receive it, with the marks of dropped probabilities and times the
-    // derivative of the softcap.
-    template <bool kAlwaysStores, typename TensorP>
-    __device__ __forceinline__ auto split_p(const TensorP &acc_p, uint32_t *words) const {
-        Tensor rP = make_tensor<Element>(operand_A_layout(acc_p.layout()));  // (MMA, MMA_M, MMA_K)
-        CUTE_UNROLL
-        for (int i = 0; i < size(acc_p) / 2; ++i) {
-            const float x = acc_p(2 * i), y = acc_p(2 * i + 1);
-            const bool drops = has_dropout();
-            const Pair p = rounded(drops ? fmaxf(x, 0.0f) : x, drops ? fmaxf(y, 0.0f) : y);
-            reinterpret_cast<Pair *>(rP.data())[i] = p;
-            if (needs_words()) {
-                Pair factor = rounded(1.0f, 1.0f);
-                if (has_softcap()) {
-                    factor = load_pair(words, i);
-                }
-                store_pair(words, i, rounded(x * float(factor[0]), y * float(factor[1])));
-            } else if (kAlwaysStores) {
-                store_pair(words, i, p);
+        Inputs inputs{flag != 0, 0.0f, {}};
+        if constexpr (kIsGeneral) {
+            const int bidh = block.bidh + step.head;
+            inputs.slope = ScoreMod(params, block.bidb, bidh, 0).slope;
+            if (has_dropout()) {
+                inputs.dropout = DropoutStream(params.rng_state, block.bidb, params.h, bidh);
             }
         }
-        return rP;
+        return inputs;
     }
-    __device__ __forceinline__ bool needs_words() const { return has_softcap() || has_dropout(); }
-    __device__ __forceinline__ bool is_plain() const {
-        return !kIsGeneral || !(ScoreMod::is_on(params) || has_dropout());
+
+    // Whether dropout drops, for 16 pairs of a thread's scores in a word. From draw(): lanes hold each other's bits.
+    // From exchanged(): bits i and i + 16 of word i / 16 belong to pair i.
+    struct Draws {
+        uint32_t words[kIsGeneral ? kPairs / 16 : 1];
+    };
+
+    // Computed while the tensor cores compute the scores. A thread holds one key of a pair (k, k + 1) and both queries
+    // (q, q + 1). The bits of these four come from two calls of Philox. The lane with the other key needs the same two
+    // calls, so each lane makes one: the lower half of a word is of even keys, the upper half of odd ones.
+    __device__ __forceinline__ Draws draw(const Step &step, const DropoutStream &stream) const {
+        Draws draws{};
+        if (has_dropout()) {
+            const int key = first_key + first_row_of_thread(), is_odd = key % 2;
+            const int query = step.m_block * Traits::kBlockM + threadIdx.x % 4 * 2 + is_odd;
+            CUTE_UNROLL
+            for (int w = 0; w < kPairs / 16; ++w) {
+                uint32_t word = 0;
+                CUTE_NO_UNROLL  // registers are few here
+                for (int group = 0; group < 4; ++group) {
+                    const Random4 bits = stream.bits(query + 64 * w + 16 * group, key - is_odd);
+                    uint32_t of_group = 0;
+                    CUTE_UNROLL
+                    for (int i = 0; i < 8; ++i) {  // keys 8 apart, queries 8 apart, odd keys
+                        const int far_key = i % 2, far_query = i / 2 % 2, odd_key = i / 4;
+                        const bool drops =
+                            is_below(bits.x[2 * odd_key + far_key], far_query == 1, params.dropout_threshold);
+                        of_group |= drops ? 1u << (2 * far_query + far_key + 16 * odd_key) : 0u;
+                    }
+                    word |= of_group << 4 * group;
+                }
+                draws.words[w] = word;
+            }
+        }
+        return draws;
+    }
+
+    // P^T of a thread in 16 bits. Only the kind general holds it twice.
+    struct ProbabilitiesOnce {
+        Operand for_dv;  // the A operand of dV
+        __device__ __forceinline__ const Operand &for_ds() const { return for_dv; }
+    };
+    struct ProbabilitiesTwice {
+        Operand for_dv;   // dropped ones are 0
+        Operand factors;  // of dS: dropped ones have a negative sign; times the derivative of the softcap
+        __device__ __forceinline__ const Operand &for_ds() const { return factors; }
+    };
+    using Probabilities = std::conditional_t<kIsGeneral, ProbabilitiesTwice, ProbabilitiesOnce>;
+
+    // S^T becomes P^T = exp(S^T - lse). Four scores at a time, from the first to the last operation: of the accumulator
+    // and of P, registers then hold one whole and the other in part.
+    template <typename TensorS>
+    __device__ __forceinline__ Probabilities rounded_p(const Step &step, const Inputs &inputs, const Draws &draws,
+                                                       const TensorS &acc_s, const QueryStatistics &lse) const {
+        Probabilities p;
+        const int first_query = step.m_block * Traits::kBlockM;
+        const bool is_careful = inputs.is_large || needs_mask(first_query);
+        if constexpr (kIsGeneral) {
+            const bool has_cap = has_softcap(), has_alibi = params.alibi_slopes != nullptr;
+            if (is_careful || (has_cap && has_alibi)) {
+                round_p<true>(first_query, acc_s, lse, inputs.slope, has_cap, has_alibi, p);
+            } else if (has_cap) {
+                round_p<false>(first_query, acc_s, lse, inputs.slope, true_type{}, false_type{}, p);
+            } else if (has_alibi) {
+                round_p<false>(first_query, acc_s, lse, inputs.slope, false_type{}, true_type{}, p);
+            } else {
+                round_p<false>(first_query, acc_s, lse, inputs.slope, false_type{}, false_type{}, p);
+            }
+            mark_dropped(draws, p);
+        } else if (is_careful) {
+            round_p<true>(first_query, acc_s, lse, inputs.slope, false_type{}, false_type{}, p);
+        } else {
+            round_p<false>(first_query, acc_s, lse, inputs.slope, false_type{}, false_type{}, p);
+        }
+        return p;
     }
 
     // dP^T becomes dS^T = P^T (dP^T - delta), rounded to the A operand of dK. pair_of(i): elements 2 i and 2 i + 1 of
-    // P^T, as split_p leaves them.
+    // Probabilities::for_ds().
+    template <typename TensorD>
+    __device__ __forceinline__ Operand rounded_ds(const Operand &p, const TensorD &acc_ds,
+                                                  const QueryStatistics &delta) const {
+        return rounded_ds([&](int i) { return pair_of(p, i); }, acc_ds, delta);
+    }
     template <typename PairOf, typename TensorD>
-    __device__ __forceinline__ auto rounded_ds(const PairOf &pair_of, const TensorD &acc_ds,
-                                               const QueryStatistics &delta) const {
-        Tensor rdS = make_tensor<Element>(operand_A_layout(acc_ds.layout()));  // (MMA, MMA_M, MMA_K)
-        // Elements 4 j and 4 j + 1 are neighbouring queries of one key, 4 j + 2 and 4 j + 3 the same of the key 8 on.
-        CUTE_UNROLL
-        for (int j = 0; j < size(acc_ds) / 4; ++j) {
-            const float2 of_pair = delta[j];
-            CUTE_UNROLL
-            for (int row = 0; row < 2; ++row) {
-                const int i = 2 * j + row;
-                const Pair p = pair_of(i);
-                reinterpret_cast<Pair *>(rdS.data())[i] = rounded(ds_of(float(p[0]), acc_ds(2 * i), of_pair.x),
-                                                                  ds_of(float(p[1]), acc_ds(2 * i + 1), of_pair.y));
-            }
+    __device__ __forceinline__ Operand rounded_ds(const PairOf &pair_of, const TensorD &acc_ds,
+                                                  const QueryStatistics &delta) const {
+        Operand rdS;
+        if (has_dropout()) {
+            round_ds</*kHasDropout=*/true>(pair_of, acc_ds, delta, rdS);
+        } else {
+            round_ds</*kHasDropout=*/false>(pair_of, acc_ds, delta, rdS);
         }
         return rdS;
     }
@@ -156,6 +181,17 @@ public:
         words[i * 128 + threadIdx.x % 128] = reinterpret_cast<const uint32_t &>(pair);
     }
 
+    // The pairs with negative values replaced by 0.
+    __device__ __forceinline__ static uint32_t positive_part(uint32_t pair) {
+        uint32_t result;
+        if constexpr (std::is_same_v<Element, cutlass::half_t>) {
+            asm("max.f16x2 %0, %1, %2;" : "=r"(result) : "r"(pair), "r"(0));
+        } else {
+            asm("max.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(pair), "r"(0));
+        }
+        return result;
+    }
+
     template <typename TensorA>
     __device__ __forceinline__ static Pair pair_of(const TensorA &operand, int i) {
         return reinterpret_cast<const Pair *>(operand.data())[i];
@@ -168,15 +204,21 @@ private:
     const ColumnBlock<Traits, kKind> &block;
     const int first_key;
 
-    template <bool kIsCareful, typename TensorS, typename TensorA>
+    // kIsCareful: with a mask, and for scores so large that a float32 is coarser than 1: the product is rounded as in
+    // the forward. has_softcap, has_alibi: bool, or true_type or false_type where it is known when compiled.
+    template <bool kIsCareful, typename HasSoftcap, typename HasAlibi, typename TensorS>
     __device__ __forceinline__ void round_p(int first_query, const TensorS &acc_s, const QueryStatistics &lse,
-                                            TensorA &rP) const {
+                                            float slope, HasSoftcap has_softcap, HasAlibi has_alibi,
+                                            Probabilities &rounded_p) const {
         const int of_thread = threadIdx.x % 4 * 2, first_row = first_row_of_thread() + first_key;
+        // Key minus query of the thread's first score, on the diagonal of ALiBi. float32 holds these integers exactly.
+        const float first_distance =
+            kIsGeneral ? float(first_row - of_thread - first_query - (block.seqlen_k - block.seqlen_q)) : 0.0f;
         CUTE_UNROLL
         for (int j = 0; j < size(acc_s) / 4; ++j) {
             const int query = of_thread + 8 * j;
             const float2 of_pair = lse[j];
-            float p[4];
+            float p[4], factors[4];
             CUTE_UNROLL
             for (int c = 0; c < 2; ++c) {
                 const float lse_query = c == 0 ? of_pair.x : of_pair.y;
@@ -186,7 +228,18 @@ private:
                 for (int row = 0; row < 2; ++row) {
                     float &x = p[2 * row + c];
                     x = acc_s(4 * j + 2 * row + c);
-                    if (kIsCareful) {  // the product is rounded as in the forward, for scores that are large
+                    if constexpr (kIsGeneral) {
+                        float &factor = factors[2 * row + c];
+                        factor = 1.0f;
+                        if (has_softcap) {
+                            x = tanh_approx(x * params.softcap_scale);
+                            factor = 1.0f - x * x;
+                        }
+                        if (has_alibi) {
+                            x -= slope * fabsf(first_distance + float(8 * row - 8 * j - c));
+                        }
+                    }
+                    if (kIsCareful) {
                         const int key = first_row + 8 * row;
                         const float exponent = (__fmul_rn(x, params.scale_softmax) - lse_query) * float(kLog2e);
                         x = exp2_approx(key >= begin && key < end ? exponent : -INFINITY);
@@ -195,53 +248,75 @@ private:
                     }
                 }
             }
-            reinterpret_cast<Pair *>(rP.data())[2 * j] = rounded(p[0], p[1]);
-            reinterpret_cast<Pair *>(rP.data())[2 * j + 1] = rounded(p[2], p[3]);
+            CUTE_UNROLL
+            for (int row = 0; row < 2; ++row) {
+                const int i = 2 * j + row;
+                const Pair pair = rounded(p[2 * row], p[2 * row + 1]);
+                reinterpret_cast<Pair *>(rounded_p.for_dv.data())[i] = pair;
+                if constexpr (kIsGeneral) {
+                    auto *target = reinterpret_cast<Pair *>(rounded_p.factors.data());
+                    target[i] = has_softcap ? rounded(p[2 * row] * factors[2 * row], p[2 * row + 1] * factors[2 * row + 1]) : pair;
+                }
+            }
         }
     }
 
-    // p is negative where it was dropped. delta belongs to all keys, dropped or not.
+    template <bool kHasDropout, typename PairOf, typename TensorD>
+    __device__ __forceinline__ void round_ds(const PairOf &pair_of, const TensorD &acc_ds, const QueryStatistics &delta,
+                                             Operand &rdS) const {
+        // Elements 4 j and 4 j + 1 are neighbouring queries of one key, 4 j + 2 and 4 j + 3 the same of the key 8 on.
+        CUTE_UNROLL
+        for (int j = 0; j < size(acc_ds) / 4; ++j) {
+            const float2 of_pair = delta[j];
+            CUTE_UNROLL
+            for (int row = 0; row < 2; ++row) {
+                const int i = 2 * j + row;
+                const Pair p = pair_of(i);
+                reinterpret_cast<Pair *>(rdS.data())[i] =
+                    rounded(ds_of<kHasDropout>(float(p[0]), acc_ds(2 * i), of_pair.x),
+                            ds_of<kHasDropout>(float(p[1]), acc_ds(2 * i + 1), of_pair.y));
+            }
+        }
+    }
+
+    // delta belongs to all keys, dropped or not.
+    template <bool kHasDropout>
     __device__ __forceinline__ float ds_of(float p, float dp, float delta) const {
-        if (has_dropout()) {
-            return fabsf(p) * ((is_marked(p) ? 0.0f : dp * params.rp_dropout) - delta);
+        if (kHasDropout) {
+            return fabsf(p) * (is_marked(p) ? -delta : dp * params.rp_dropout - delta);
         }
         return p * (dp - delta);
     }
 
-    // (key, query) of each score of a thread.
-    __device__ __forceinline__ static auto coords_of_scores(int thread) {
-        auto thr_mma = typename Traits::TiledMmaSdP{}.get_slice(thread);
-        Tensor coords = thr_mma.partition_C(make_identity_tensor(typename Traits::TileS{}));  // (MMA, MMA_M, MMA_N)
-        return make_tensor(coords.data(), rowcol_layout(coords.layout()));
+    __device__ __forceinline__ uint32_t exchanged(uint32_t mine) const {
+        const uint32_t theirs = __shfl_xor_sync(0xffffffffu, mine, 4);
+        return first_row_of_thread() % 2 == 0 ? __byte_perm(mine, theirs, 0x5410)   // the lower halves
+                                              : __byte_perm(theirs, mine, 0x7632);  // the upper halves
+    }
+
+    // Dropped probabilities become 0 for dV, and negative for dS.
+    __device__ __forceinline__ void mark_dropped(const Draws &draws, Probabilities &p) const {
+        if (!has_dropout()) {
+            return;
+        }
+        auto *for_dv = reinterpret_cast<uint32_t *>(p.for_dv.data());
+        auto *factors = reinterpret_cast<uint32_t *>(p.factors.data());
+        CUTE_UNROLL
+        for (int w = 0; w < kPairs / 16; ++w) {
+            const uint32_t dropped = exchanged(draws.words[w]);
+            CUTE_UNROLL
+            for (int i = 0; i < 16; ++i) {
+                const uint32_t signs = dropped << (15 - i) & 0x80008000u;
+                factors[16 * w + i] |= signs;
+                for_dv[16 * w + i] = positive_part(for_dv[16 * w + i] | signs);
+            }
+        }
     }
 
     // True if some query of the step does not see some of the consumer's keys.
     __device__ __forceinline__ bool needs_mask(int first_query) const {
         return block.end_key(first_query) < first_key + Traits::kKeys ||
                (is_local(kKind) && block.begin_key(first_query + Traits::kBlockM - 1) > first_key);
-    }
-
-    // scores (key, query) become logits.
-    template <typename TensorS, typename TensorC>
-    __device__ __forceinline__ void apply_score_mod(const Step &step, TensorS &scores, const TensorC &coords,
-                                                    int first_query, uint32_t *words) const {
-        ScoreMod mod(params, block.bidb, block.bidh + step.head, block.seqlen_k - block.seqlen_q);
-        if (has_softcap()) {
-            CUTE_UNROLL
-            for (int i = 0; i < size(scores) / 2; ++i) {
-                float t[2];
-                CUTE_UNROLL
-                for (int j = 0; j < 2; ++j) {
-                    float &score = scores.data()[2 * i + j];
-                    t[j] = tanh_approx(score * mod.cap_scale);
-                    score = t[j];
-                }
-                store_pair(words, i, rounded(1.0f - t[0] * t[0], 1.0f - t[1] * t[1]));
-            }
-        }
-        mod.cap_scale = 0.0f;  // it is applied already
-        mod.template apply</*kTransposed=*/true>(scores, coords, coords_of_scores(0), first_query, first_key,
-                                                 [](int, int, float) {});
     }
 };
 

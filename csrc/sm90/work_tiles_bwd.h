@@ -85,7 +85,6 @@ private:
     __device__ __forceinline__ int take() {
         state.wait(shared.tile_barriers);
         const int number = shared.tiles[state.stage];
-        __syncwarp();
         state.release(shared.tile_barriers);
         state.advance();
         return uniform(number);

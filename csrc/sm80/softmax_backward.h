@@ -7,10 +7,10 @@
 
 #include <cute/tensor.hpp>
 
-#include "dropout.h"
-#include "softmax.h"
+#include "../common/dropout.h"
+#include "../common/softmax.h"
 
-namespace flash {
+namespace flash::sm80 {
 
 using namespace cute;
 
@@ -59,6 +59,43 @@ __device__ __forceinline__ void exponentiate(TensorS &scores) {
     }
 }
 
+// Dropped probabilities get a negative sign (0 becomes -0). p: (row=(2, MMA_N), col=(2, MMA_M)); two consecutive MMA_M
+// are 16 consecutive queries. coords: the same layout.
+//
+// A thread holds one key of a pair (k, k + 1) and both queries (q, q + 1). The bits of these four pairs come from two
+// calls of Philox. The lane with the other key needs the same two calls, so each lane makes one and they exchange
+// halves.
+template <typename TensorP, typename TensorC>
+__device__ __forceinline__ void mark_dropped(TensorP &p, const TensorC &coords, const DropoutStream &stream,
+                                             unsigned threshold, int first_query, int first_key) {
+    static_assert(decltype(size<1, 1>(p))::value % 2 == 0);
+    // The parity of the key is the same in every row, because tiles begin at even keys.
+    const bool is_odd = get<0>(coords(0, 0)) % 2 != 0;
+    CUTE_UNROLL
+    for (int m = 0; m < size<0, 1>(p); ++m) {
+        CUTE_UNROLL
+        for (int n = 0; n < size<1, 1>(p); n += 2) {
+            const auto first = coords(make_coord(0, m), make_coord(0, n));
+            const Random4 bits = stream.bits(first_query + get<1>(first) + is_odd, first_key + get<0>(first) - is_odd);
+            CUTE_UNROLL
+            for (int i = 0; i < 2; ++i) {  // keys 8 apart
+                const uint32_t mine = is_odd ? bits.x[2 + i] : bits.x[i];
+                const uint32_t theirs = is_odd ? bits.x[i] : bits.x[2 + i];
+                const uint32_t other = __shfl_xor_sync(0xffffffffu, theirs, 4);
+                const uint32_t of_query[2] = {is_odd ? other : mine, is_odd ? mine : other};
+                CUTE_UNROLL
+                for (int j = 0; j < 2; ++j) {  // neighbouring queries
+                    CUTE_UNROLL
+                    for (int e = 0; e < 2; ++e) {  // queries 8 apart
+                        float &x = p(make_coord(i, m), make_coord(j, n + e));
+                        x = is_below(of_query[j], e == 1, threshold) ? -x : x;
+                    }
+                }
+            }
+        }
+    }
+}
+
 // dP starts at -delta, so that the product V dO^T makes it dP - delta. With dropout it starts at 0.
 template <typename TensorD, typename TensorC>
 __device__ __forceinline__ void start_dp(TensorD &dp, const TensorC &coords, const float *delta, bool has_dropout) {
@@ -82,7 +119,7 @@ __device__ __forceinline__ void to_ds(const TensorP &p, TensorD &dp) {
     }
 }
 
-// The same with dropout: dP becomes dS, and dropped probabilities, which mark_dropped_transposed made negative, become
+// The same with dropout: dP becomes dS, and dropped probabilities, which mark_dropped made negative, become
 // 0. delta belongs to all keys, dropped or not.
 template <typename TensorP, typename TensorD, typename TensorC>
 __device__ __forceinline__ void to_ds_with_dropout(TensorP &p, TensorD &dp, const TensorC &coords, const float *delta,
@@ -100,4 +137,4 @@ __device__ __forceinline__ void to_ds_with_dropout(TensorP &p, TensorD &dp, cons
     }
 }
 
-}  // namespace flash
+}  // namespace flash::sm80
