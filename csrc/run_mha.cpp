@@ -114,8 +114,8 @@ void trace_arch(const char *function, const char *reason, int headdim, Kind kind
     }
 }
 
-at::Tensor zero_on_gpu() {
-    return at::zeros({1}, at::TensorOptions(at::kInt).device(c10::Device(at::kCUDA, c10::cuda::current_device())));
+at::Tensor zeros_on_gpu(int64_t count) {
+    return at::zeros({count}, at::TensorOptions(at::kInt).device(c10::Device(at::kCUDA, c10::cuda::current_device())));
 }
 
 void run_mha_fwd_cuda(Flash_fwd_params &params) {
@@ -128,7 +128,7 @@ void run_mha_fwd_cuda(Flash_fwd_params &params) {
                 trace_arch("run_mha_fwd", reason, kHeadDim, kKind);
                 if constexpr (has_sm90_kernel(kHeadDim, kKind)) {
                     if (reason == nullptr) {
-                        const at::Tensor counter = params.cu_seqlens_q != nullptr ? zero_on_gpu() : at::Tensor();
+                        const at::Tensor counter = params.cu_seqlens_q != nullptr ? zeros_on_gpu(1) : at::Tensor();
                         int *tile_counter = counter.defined() ? counter.data_ptr<int>() : nullptr;
                         sm90::run_flash_fwd<kDType, kHeadDim, kind_of_sm90_fwd(kKind)>(params, tile_counter, stream);
                         return;
@@ -205,11 +205,9 @@ void run_mha_bwd_cuda(Flash_bwd_params &params) {
                 trace_arch("run_mha_bwd", reason, kHeadDim, kKind);
                 if constexpr (has_sm90_kernel(kHeadDim, kKind)) {
                     if (reason == nullptr) {
-                        at::Tensor counter;
-                        if (kKind != Kind::full && !params.deterministic) {  // deterministic calls have one already
-                            counter = zero_on_gpu();
-                            params.dq_tile_counter = counter.data_ptr<int>();
-                        }
+                        const int64_t sequences = params.cu_seqlens_q == nullptr ? params.b : 1;
+                        const at::Tensor counts = zeros_on_gpu(2 * sequences * (params.h / params.heads_per_dkv));
+                        params.work_counts = counts.data_ptr<int>();
                         sm90::run_flash_bwd<kDType, kHeadDim, kKind>(params, stream);
                         return;
                     }

@@ -3,13 +3,13 @@
 
 #include <algorithm>
 
-#include "../common/flash_bwd_preprocess_kernel.h"
 #include "../common/launch.h"
 #include "../device.h"
 #include "../trace.h"
 #include "flash_bwd.h"
 #include "flash_bwd_convert_dq_kernel.h"
 #include "flash_bwd_kernel.h"
+#include "flash_bwd_preprocess_kernel.h"
 
 namespace flash::sm80 {
 

@@ -19,22 +19,7 @@ __device__ __forceinline__ void clear_foreign_keys(const ColumnBlock<Traits, kKi
     }
 }
 
-// The same position, in uniform registers.
-template <int kStages>
-__device__ __forceinline__ PipelineState<kStages> uniform(const PipelineState<kStages> &state) {
-    return {uniform(state.stage), static_cast<uint32_t>(uniform(static_cast<int>(state.phase)))};
-}
-
-// The positions of a consumer in its pipelines. They last for all work tiles.
-template <typename Traits>
-struct ConsumerStates {
-    PipelineState<1> kv, dq;
-    PipelineState<Traits::kStagesQ> q;
-    PipelineState<Traits::kStagesdO> dout;
-    PipelineState<Traits::kStagesdS> ds, p;
-};
-
-// A consumer warpgroup in one work tile. It works on 64 of the CTA's keys.
+// A consumer warpgroup. It works on 64 of the CTA's keys.
 template <typename Traits, Kind kKind>
 class ConsumerBwd {
 protected:
@@ -55,14 +40,14 @@ protected:
     const ScoresBwd<Traits, kKind> scores;
     Step step;
     int steps_left;
-    const PipelineState<1> kv_state;
+    PipelineState<1> kv_state;
     PipelineState<Traits::kStagesQ> q_state;
     PipelineState<Traits::kStagesdO> dout_state;
     PipelineState<Traits::kStagesdS> ds_state;
 
 public:
     __device__ ConsumerBwd(const Flash_bwd_params &params, typename Traits::SharedStorage &shared,
-                           const ColumnBlock<Traits, kKind> &block, const ConsumerStates<Traits> &states, int warpgroup)
+                           const ColumnBlock<Traits, kKind> &block, int warpgroup)
         : params(params),
           shared(shared),
           block(block),
@@ -70,11 +55,7 @@ public:
           key_offset(Traits::kSplitsKeys ? warpgroup * kKeys : 0),
           scores(params, block, block.first_key() + key_offset),
           step(block),
-          steps_left(block.num_steps()),
-          kv_state(uniform(states.kv)),
-          q_state(uniform(states.q)),
-          dout_state(uniform(states.dout)),
-          ds_state(uniform(states.ds)) {}
+          steps_left(block.num_steps()) {}
 
 protected:
     // The stages of Q or dO (BLK_M, HD, stage), and the same as (HD, BLK_M, stage).
@@ -85,20 +66,6 @@ protected:
     template <int kStages>
     __device__ __forceinline__ static auto transposed_tiles(Element *smem) {
         return make_tensor(make_smem_ptr(smem), typename Traits::template SmemLayoutQt<kStages>{});
-    }
-
-    // A persistent CTA has a loop around the loop of the steps. ptxas then does not see that the stage is the same in
-    // every lane, and would move each descriptor of wgmma to a uniform register.
-    template <int kStages>
-    __device__ __forceinline__ static int stage_of(const PipelineState<kStages> &state) {
-        return Traits::kIsPersistent ? uniform(state.stage) : state.stage;
-    }
-
-    // The position of the next work tile.
-    __device__ __forceinline__ PipelineState<1> next_kv() const {
-        PipelineState<1> next = kv_state;
-        next.advance();
-        return next;
     }
 
     __device__ __forceinline__ void advance_step() {
@@ -117,7 +84,7 @@ protected:
         auto thr_mma = TiledMmaSdP{}.get_slice(int(threadIdx.x % 128));
         Tensor tSrK = thr_mma.make_fragment_A(thr_mma.partition_A(sK_own));  // (MMA, MMA_M, MMA_K)
         Tensor tSrQ =
-            thr_mma.make_fragment_B(thr_mma.partition_B(sQ))(_, _, _, stage_of(state));  // (MMA, MMA_N, MMA_K)
+            thr_mma.make_fragment_B(thr_mma.partition_B(sQ))(_, _, _, state.stage);  // (MMA, MMA_N, MMA_K)
         issue<TiledMmaSdP>(/*accumulates=*/false, tSrK, tSrQ, acc);
     }
 
@@ -128,7 +95,7 @@ protected:
         Tensor sdOt = transposed_tiles<kStages>(smem_dout);
         auto thr_mma = TiledMmadKV{}.get_slice(int(threadIdx.x % 128));
         Tensor tdVrdOt =
-            thr_mma.make_fragment_B(thr_mma.partition_B(sdOt))(_, _, _, stage_of(state));  // (MMA, MMA_N, MMA_K)
+            thr_mma.make_fragment_B(thr_mma.partition_B(sdOt))(_, _, _, state.stage);  // (MMA, MMA_N, MMA_K)
         warpgroup_fence_operand(rP);
         issue<TiledMmadKV>(accumulates, rP, tdVrdOt, acc);
     }
@@ -145,7 +112,7 @@ protected:
         auto thr_mma = TiledMmadK{}.get_slice(int(threadIdx.x % 128));
         Tensor tdKrdSt = thr_mma.make_fragment_A(thr_mma.partition_A(sdSt_own));  // (MMA, MMA_M, MMA_K)
         Tensor tdKrQt =
-            thr_mma.make_fragment_B(thr_mma.partition_B(sQt))(_, _, _, stage_of(state));  // (MMA, MMA_N, MMA_K)
+            thr_mma.make_fragment_B(thr_mma.partition_B(sQt))(_, _, _, state.stage);  // (MMA, MMA_N, MMA_K)
         issue<TiledMmadK>(accumulates, tdKrdSt, tdKrQt, acc);
     }
 

@@ -1,9 +1,12 @@
-// The backward kernel: flash_bwd_kernel -> compute_dq_dk_dv -> compute_dk_dv_1colblock. One warpgroup is
-// the producer, which loads and adds dQ (load_bwd.h, reduce_dq.h). Two are consumers, which compute (mainloop_bwd.h).
+// The backward kernel. A CTA has one work tile (work_tiles_bwd.h). Of phase compute: flash_bwd_kernel ->
+// compute_dq_dk_dv -> compute_dk_dv_1colblock. One warpgroup is the producer, which loads and adds dQ (load_bwd.h,
+// reduce_dq.h). Two are consumers, which compute (mainloop_bwd.h).
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
 
+#include "../common/preprocess_rows.h"
+#include "convert_dq.h"
 #include "epilogue_bwd.h"
 #include "mainloop_bwd.h"
 #include "reduce_dq.h"
@@ -18,27 +21,20 @@ using ProducerOf =
 template <typename Traits, Kind kKind>
 __device__ __forceinline__ void compute_dk_dv_1colblock(const Flash_bwd_params &params,
                                                         typename Traits::SharedStorage &shared,
-                                                        const ColumnBlock<Traits, kKind> &block,
-                                                        ConsumerStates<Traits> &states, int warpgroup) {
+                                                        const ColumnBlock<Traits, kKind> &block, int warpgroup) {
     using Accumulator = decltype(partition_fragment_C(typename Traits::TiledMmadKV{}, typename Traits::TiledKV{}));
     if constexpr (Traits::kSplitsKeys) {
         Accumulator acc_dk, acc_dv;  // (MMA, MMA_M, MMA_N)
-        KeyConsumer<Traits, kKind> consumer(params, shared, block, states, warpgroup);
-        consumer.run(acc_dk, acc_dv);
-        states = consumer.states();
+        KeyConsumer<Traits, kKind>(params, shared, block, warpgroup).run(acc_dk, acc_dv);
         store_dk(params, block, acc_dk, warpgroup * Traits::kKeys);
         store_dv(params, block, acc_dv, warpgroup * Traits::kKeys);
     } else if (warpgroup == 0) {
         Accumulator acc_dv;
-        ProductConsumer<Traits, kKind> consumer(params, shared, block, states, warpgroup);
-        consumer.run_dv(acc_dv);
-        states = consumer.states();
+        ProductConsumer<Traits, kKind>(params, shared, block, warpgroup).run_dv(acc_dv);
         store_dv(params, block, acc_dv, 0);
     } else {
         Accumulator acc_dk;
-        ProductConsumer<Traits, kKind> consumer(params, shared, block, states, warpgroup);
-        consumer.run_dk(acc_dk);
-        states = consumer.states();
+        ProductConsumer<Traits, kKind>(params, shared, block, warpgroup).run_dk(acc_dk);
         store_dk(params, block, acc_dk, 0);
     }
 }
@@ -46,11 +42,10 @@ __device__ __forceinline__ void compute_dk_dv_1colblock(const Flash_bwd_params &
 template <typename Traits, Kind kKind>
 __device__ __forceinline__ void init_barriers(typename Traits::SharedStorage &shared) {
     constexpr int kWarps = 4, kOfConsumers = kWarps * Traits::kConsumers;  // per warpgroup, of the consumers
-    constexpr int kOfDq = Traits::kConsumersComputeDq ? 0 : kWarps;        // that read dS and K for dQ alone
+    constexpr int kOfDq = Traits::kConsumersComputeDq ? 0 : kWarps;        // that read dS for dQ alone
     constexpr int kOfProduct = Traits::kSplitsKeys ? kOfConsumers : kWarps;
-    shared.tile_barriers.init(kOfConsumers + ProducerOf<Traits, kKind>::kWarps - 1);  // - 1: the load warp
-    shared.k_barriers.init(kOfProduct + kOfDq);
-    shared.v_barriers.init(kOfProduct);
+    shared.k_barriers.init(/*warps=*/1);  // K and V are loaded once
+    shared.v_barriers.init(/*warps=*/1);
     shared.q_barriers.init(kOfConsumers);
     shared.dout_barriers.init(kOfConsumers);
     shared.ds_barriers.init(/*warps=*/kWarps, /*writers=*/kOfProduct);
@@ -61,41 +56,114 @@ __device__ __forceinline__ void init_barriers(typename Traits::SharedStorage &sh
     cutlass::arch::fence_barrier_init();
 }
 
-template <typename Traits, Kind kKind>
-__device__ __forceinline__ void compute_dq_dk_dv(const Flash_bwd_params &params, const typename Traits::Copies &copies,
-                                                 typename Traits::SharedStorage &shared) {
-    if (threadIdx.x == 0) {
-        prefetch_tma_descriptor(copies.q.get_tma_descriptor());
-        prefetch_tma_descriptor(copies.dout.get_tma_descriptor());
-        prefetch_tma_descriptor(copies.k.get_tma_descriptor());
-        prefetch_tma_descriptor(copies.v.get_tma_descriptor());
-        init_barriers<Traits, kKind>(shared);
+// Phase preprocess. All threads.
+template <typename Traits>
+__device__ __forceinline__ void preprocess(const Flash_bwd_params &params, const WorkCounts &counts,
+                                           const WorkTile &tile) {
+    constexpr int kRows = Flash_bwd_params::kRowsRounded;  // of one head, one sequence
+    const int64_t rows = params.padded_head_stride * params.heads_per_dkv;  // of a head of dK and dV
+    const int64_t begin = int64_t{tile.index} * kRowsOfWorkTile, end = cute::min(begin + kRowsOfWorkTile, rows);
+    for (int64_t row = begin; row < end; row += kRows) {
+        preprocess_rows<typename Traits::Element, Traits::kHeadDim, kRows, Traits::kNThreads>(params,
+                                                                                              tile.head * rows + row);
     }
-    __syncthreads();  // every thread sees the barriers
-    const int role = uniform(threadIdx.x / 128);
-    if (role == 0) {
-        cutlass::arch::warpgroup_reg_dealloc<Traits::TileSize::kProducerRegisters>();
-        ProducerOf<Traits, kKind>(params, copies, shared).run();
-    } else {
-        cutlass::arch::warpgroup_reg_alloc<Traits::TileSize::kConsumerRegisters>();
-        ConsumerStates<Traits> states;
-        WorkTilesBwd<Traits, kKind> tiles(params, shared);
-        do {
-            if (!tiles.next(/*is_load_warp=*/false)) {
-                break;
-            }
-            compute_dk_dv_1colblock(params, shared, tiles.block(), states, role - 1);
-        } while (Traits::kIsPersistent);
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        counts.add(counts.preprocessed(tile.head));
     }
 }
 
+// Phase convert. All threads.
+template <typename Traits, Kind kKind>
+__device__ __forceinline__ void convert(const Flash_bwd_params &params, const WorkCounts &counts,
+                                        const WorkTile &tile, int work_tiles_computed) {
+    constexpr int kRows = 16;  // of a warp
+    if (threadIdx.x == 0) {
+        counts.wait(counts.computed(tile.head), work_tiles_computed * ProducerOf<Traits, kKind>::kWarpsThatAdd);
+    }
+    __syncthreads();
+    const int64_t rows = params.padded_head_stride * params.heads_per_dkv;  // of a head of dK and dV
+    const int64_t begin = int64_t{tile.index} * kRowsOfWorkTile, end = cute::min(begin + kRowsOfWorkTile, rows);
+    for (int64_t row = begin + threadIdx.x / 32 * kRows; row < end; row += Traits::kNThreads / 32 * kRows) {
+        convert_dq<Traits, kKind>(params, tile.head * rows + row);
+    }
+}
+
+// Phase compute.
+template <typename Traits, Kind kKind>
+__device__ __forceinline__ void compute_dq_dk_dv(const Flash_bwd_params &params, const typename Traits::Copies &copies,
+                                                 typename Traits::SharedStorage &shared, const WorkCounts &counts,
+                                                 const WorkOrder &order, const RowBlocks &blocks,
+                                                 const WorkTile &tile) {
+    using Producer = ProducerOf<Traits, kKind>;
+    // In order and local: the last key blocks add first (ColumnBlockInfo::order_in), so they start first.
+    const bool is_reversed = params.dq_semaphore != nullptr && is_local(kKind);
+    const RowBlocks::Place place = blocks.place(tile.head * blocks.per_head + tile.index, is_reversed);
+    const Sequence seq = sequence<may_be_varlen(kKind)>(params, place.bidb);
+    const int role = uniform(threadIdx.x / 128);
+    int *computed = params.dq_accum == nullptr ? nullptr : counts.computed(tile.head);
+    if (place.block * Traits::kBlockN >= seq.seqlen_k) {  // unused, with variable lengths
+        if (computed != nullptr && threadIdx.x == 0) {
+            counts.add(computed, Producer::kWarpsThatAdd);
+        }
+        return;
+    }
+    const ColumnBlock<Traits, kKind> block(params, seq, place.bidb, place.bidh, place.block);
+    if (role == 0) {
+        cutlass::arch::warpgroup_reg_dealloc<Traits::TileSize::kProducerRegisters>();
+        LoaderBwd<Traits, kKind> loader(params, copies, shared, block);
+        const auto wait_for_statistics = [&] {
+            if (threadIdx.x == 0) {
+                counts.wait(counts.preprocessed(tile.head), order.preprocess);
+            }
+            __syncwarp();
+            fence_copies_from_global();
+        };
+        const auto done = [&] {
+            if (computed != nullptr) {
+                counts.add(computed);
+            }
+        };
+        Producer(params, shared, block).run(loader, wait_for_statistics, done);
+    } else {
+        cutlass::arch::warpgroup_reg_alloc<Traits::TileSize::kConsumerRegisters>();
+        compute_dk_dv_1colblock(params, shared, block, role - 1);
+    }
+}
+
+// CTA i has work tile i. In order (deterministic), CTAs take their numbers from a counter: dQ of a key block waits for
+// that of others, and then even a GPU that starts CTAs in another order cannot block.
 template <typename Traits, Kind kKind>
 __global__ void __launch_bounds__(Traits::kNThreads, 1)
     flash_bwd_kernel(const __grid_constant__ Flash_bwd_params params,
                      const __grid_constant__ typename Traits::Copies copies) {
     extern __shared__ __align__(1024) char smem[];
     static_assert(Traits::kAlignment == 1024);
-    compute_dq_dk_dv<Traits, kKind>(params, copies, *reinterpret_cast<typename Traits::SharedStorage *>(smem));
+    auto &shared = *reinterpret_cast<typename Traits::SharedStorage *>(smem);
+    const RowBlocks blocks =
+        key_blocks<may_be_varlen(kKind)>(params, params.h / params.heads_per_dkv, Traits::kBlockN);
+    const WorkOrder order(params, blocks, is_local(kKind));
+    const WorkCounts counts{params.work_counts, order.heads};
+    if (threadIdx.x == 0) {
+        prefetch_tma_descriptor(copies.q.get_tma_descriptor());
+        prefetch_tma_descriptor(copies.dout.get_tma_descriptor());
+        prefetch_tma_descriptor(copies.k.get_tma_descriptor());
+        prefetch_tma_descriptor(copies.v.get_tma_descriptor());
+        init_barriers<Traits, kKind>(shared);
+    } else if (threadIdx.x == 32) {
+        const bool is_in_order = params.dq_semaphore != nullptr;
+        shared.work_tile = order.at(is_in_order ? atomicAdd(params.dq_tile_counter, 1) : int(blockIdx.x));
+    }
+    __syncthreads();  // every thread sees the barriers and the work tile
+    const WorkTile tile{static_cast<Phase>(uniform(static_cast<int>(shared.work_tile.phase))),
+                        uniform(shared.work_tile.head), uniform(shared.work_tile.index)};
+    if (tile.phase == Phase::preprocess) {
+        preprocess<Traits>(params, counts, tile);
+    } else if (tile.phase == Phase::convert) {
+        convert<Traits, kKind>(params, counts, tile, order.compute);
+    } else {
+        compute_dq_dk_dv<Traits, kKind>(params, copies, shared, counts, order, blocks, tile);
+    }
 }
 
 }  // namespace flash::sm90

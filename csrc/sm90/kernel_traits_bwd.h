@@ -14,19 +14,18 @@
 #include "pipeline.h"
 #include "tile_sizes_bwd.h"
 #include "tma.h"
+#include "work_tiles_bwd.h"
 
 namespace flash::sm90 {
 
 using namespace cute;
 
-// kIsPersistent_: as many CTAs as SMs; else one for each work tile.
-template <DType kDType, int kHeadDim_, bool kIsPersistent_ = false>
+template <DType kDType, int kHeadDim_>
 struct Flash_bwd_kernel_traits {
     static_assert(kDType == DType::float16 || kDType == DType::bfloat16, "tensor cores multiply 16-bit types here");
 
     using Element = std::conditional_t<kDType == DType::float16, cutlass::half_t, cutlass::bfloat16_t>;
     using TileSize = TileSizesBwd<kHeadDim_>;
-    static constexpr bool kIsPersistent = kIsPersistent_;
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr int kBlockM = TileSize::kBlockM;
     static constexpr int kBlockN = TileSize::kBlockN;
@@ -35,7 +34,6 @@ struct Flash_bwd_kernel_traits {
     static constexpr bool kSplitsKeys = TileSize::kSplit == BwdSplit::keys;
     static constexpr bool kConsumersComputeDq = TileSize::kDqBy == DqBy::consumers;
     static constexpr int kConsumers = 2;
-    static constexpr int kStagesOfTiles = 2;
     static constexpr int kNThreads = 128 * (kConsumers + 1);
     static constexpr int kKeys = 64;  // keys of a consumer warpgroup: the m64 of wgmma
 
@@ -107,8 +105,7 @@ struct Flash_bwd_kernel_traits {
         PipelineBarriers<1> dq_barriers[kConsumers];
         PipelineBarriers<kStagesdS> ds_barriers, p_barriers;
         PipelineBarriers<1> k_barriers, v_barriers;
-        PipelineBarriers<kStagesOfTiles> tile_barriers;
-        int tiles[kStagesOfTiles];  // numbers of work tiles
+        WorkTile work_tile;  // of the CTA
     };
     static constexpr int kSmemSize = sizeof(SharedStorage);
     static_assert(kSmemSize <= 227 * 1024, "more shared memory than a thread block may have");

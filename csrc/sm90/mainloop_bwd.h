@@ -25,8 +25,8 @@ class KeyConsumer : ConsumerBwd<Traits, kKind> {
 
 public:
     __device__ KeyConsumer(const Flash_bwd_params &params, typename Traits::SharedStorage &shared,
-                           const ColumnBlock<Traits, kKind> &block, const ConsumerStates<Traits> &states, int warpgroup)
-        : Base(params, shared, block, states, warpgroup), dq_state(uniform(states.dq)) {}
+                           const ColumnBlock<Traits, kKind> &block, int warpgroup)
+        : Base(params, shared, block, warpgroup) {}
 
     // acc_dk, acc_dv (MMA, MMA_M, MMA_N) get the sums over all steps. dK lacks the factor softmax_scale.
     template <typename TensorKV>
@@ -34,14 +34,11 @@ public:
         if (steps_left == 0) {
             clear(acc_dk);
             clear(acc_dv);
-            this->wait_for_KV(shared.k_barriers, shared.k);
-            this->wait_for_KV(shared.v_barriers, shared.v);
-            release_KV();
             return;
         }
-        const auto inputs = scores.load_inputs(step);
         this->wait_for_KV(shared.k_barriers, shared.k);
         this->wait_for_Q();
+        const auto inputs = scores.load_inputs(step);
         const auto lse = lse_of_step();
         Scores first_s;
         this->issue_scores(shared.k, shared.q, q_state, first_s);
@@ -57,14 +54,6 @@ public:
             run_without_dq(p, acc_dk, acc_dv);
         }
         wait_for<0>(acc_dk);
-        q_state.release(shared.q_barriers);
-        release_KV();
-        this->advance_step();
-    }
-
-    // After run().
-    __device__ __forceinline__ ConsumerStates<Traits> states() const {
-        return {this->next_kv(), dq_state, q_state, dout_state, ds_state, {}};
     }
 
 private:
@@ -238,11 +227,6 @@ private:
         this->issue_dkv(accumulates, p.for_dv, shared.dout, dout_state, acc_dv);
     }
 
-    __device__ __forceinline__ void release_KV() const {
-        kv_state.release(shared.k_barriers);
-        kv_state.release(shared.v_barriers);
-    }
-
     // dK += dS^T Q.
     template <typename TensorA, typename TensorKV>
     __device__ __forceinline__ void issue_dk(bool accumulates, const DsState &ds, const QState &q, TensorA &rdS,
@@ -253,7 +237,7 @@ private:
             if constexpr (!kComputesDq) {  // else issue_dq has waited for all of dS
                 sync(Barrier::warpgroup, warpgroup, 128);
             }
-            Base::issue_dk(accumulates, this->stage_of(ds), q, acc_dk);
+            Base::issue_dk(accumulates, ds.stage, q, acc_dk);
         }
     }
 
@@ -261,7 +245,7 @@ private:
     __device__ __forceinline__ auto issue_dq(const DsState &ds) const {
         auto acc = DqTile<Traits>::accumulator();
         ds.wait(shared.ds_barriers);
-        DqTile<Traits>::issue(shared, this->stage_of(ds), warpgroup, acc);
+        DqTile<Traits>::issue(shared, ds.stage, warpgroup, acc);
         return acc;
     }
 
@@ -303,20 +287,18 @@ class ProductConsumer : ConsumerBwd<Traits, kKind> {
 
 public:
     __device__ ProductConsumer(const Flash_bwd_params &params, typename Traits::SharedStorage &shared,
-                               const ColumnBlock<Traits, kKind> &block, const ConsumerStates<Traits> &states,
-                               int warpgroup)
-        : Base(params, shared, block, states, warpgroup), p_state(uniform(states.p)) {}
+                               const ColumnBlock<Traits, kKind> &block, int warpgroup)
+        : Base(params, shared, block, warpgroup) {}
 
     template <typename TensorKV>
     __device__ __forceinline__ void run_dv(TensorKV &acc_dv) {
-        this->wait_for_KV(shared.k_barriers, shared.k);
         if (steps_left == 0) {
             clear(acc_dv);
-            kv_state.release(shared.k_barriers);
             return;
         }
-        auto inputs = scores.load_inputs(step);
+        this->wait_for_KV(shared.k_barriers, shared.k);
         this->wait_for_Q();
+        auto inputs = scores.load_inputs(step);
         Scores first_s;
         this->issue_scores(shared.k, shared.q, q_state, first_s);
         const auto first_draws = scores.draw(step, inputs.dropout);
@@ -343,18 +325,15 @@ public:
         }
         wait_for<0>(acc_dv);
         dout_state.release(shared.dout_barriers);
-        kv_state.release(shared.k_barriers);
-        this->advance_step();
     }
 
     template <typename TensorKV>
     __device__ __forceinline__ void run_dk(TensorKV &acc_dk) {
-        this->wait_for_KV(shared.v_barriers, shared.v);
         if (steps_left == 0) {
             clear(acc_dk);
-            kv_state.release(shared.v_barriers);
             return;
         }
+        this->wait_for_KV(shared.v_barriers, shared.v);
         this->wait_for_dO();
         Scores first_ds;
         this->issue_scores(shared.v, shared.dout, dout_state, first_ds);
@@ -379,13 +358,6 @@ public:
         }
         wait_for<0>(acc_dk);
         q_state.release(shared.q_barriers);
-        kv_state.release(shared.v_barriers);
-        this->advance_step();
-    }
-
-    // After run_dv() or run_dk().
-    __device__ __forceinline__ ConsumerStates<Traits> states() const {
-        return {this->next_kv(), {}, q_state, dout_state, ds_state, p_state};
     }
 
 private:

@@ -39,12 +39,15 @@ struct PipelineState {
     }
 
     // Producer: waits until the stage is empty. Then one thread announces the bytes to come, and gets the barrier that
-    // TMA completes.
+    // TMA completes. Copies may be issued before that: the stage is full when the thread has arrived and all bytes have.
     __device__ __forceinline__ void acquire(PipelineBarriers<kStages> &barriers) const {
         barriers.empty[stage].wait(phase ^ 1);
     }
     __device__ __forceinline__ uint64_t &expect(PipelineBarriers<kStages> &barriers, int bytes) const {
         barriers.full[stage].arrive_and_expect_tx(bytes);
+        return full(barriers);
+    }
+    __device__ __forceinline__ uint64_t &full(PipelineBarriers<kStages> &barriers) const {
         return *reinterpret_cast<uint64_t *>(&barriers.full[stage]);
     }
 

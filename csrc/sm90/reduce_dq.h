@@ -5,7 +5,7 @@
 #include "consumer_bwd.h"
 #include "dq_tile.h"
 #include "load_bwd.h"
-#include "work_tiles_bwd.h"
+#include "work_counts.h"
 
 namespace flash::sm90 {
 
@@ -14,51 +14,44 @@ template <typename Traits, Kind kKind>
 class CopyProducer {
     using Block = ColumnBlock<Traits, kKind>;
     const Flash_bwd_params &params;
-    const typename Traits::Copies &copies;
     typename Traits::SharedStorage &shared;
+    const Block &block;
 
 public:
-    static constexpr int kWarps = 1 + Traits::kConsumers;  // that work
+    static constexpr int kWarpsThatAdd = Traits::kConsumers;
 
-    __device__ CopyProducer(const Flash_bwd_params &params, const typename Traits::Copies &copies,
-                            typename Traits::SharedStorage &shared)
-        : params(params), copies(copies), shared(shared) {}
+    __device__ CopyProducer(const Flash_bwd_params &params, typename Traits::SharedStorage &shared, const Block &block)
+        : params(params), shared(shared), block(block) {}
 
-    __device__ __forceinline__ void run() const {
+    // Calls done() in one thread of each warp that adds, when its sums are written.
+    template <typename Loader, typename Wait, typename Done>
+    __device__ __forceinline__ void run(Loader &loader, const Wait &wait_for_statistics, const Done &done) const {
         const int warp = uniform(threadIdx.x / 32);
-        WorkTilesBwd<Traits, kKind> tiles(params, shared);
         if (warp == 0) {
-            LoaderStates<Traits> states;
-            do {
-                if (!tiles.next(/*is_load_warp=*/true)) {
-                    break;
-                }
-                const Block block = tiles.block();
-                LoaderBwd<Traits, kKind> loader(params, copies, shared, block, states);
-                loader.load_first();
-                loader.load_rest();
-            } while (Traits::kIsPersistent);
-        } else if (warp < kWarps) {
-            PipelineState<1> state;
-            do {
-                if (!tiles.next(/*is_load_warp=*/false)) {
-                    break;
-                }
-                add(tiles.block(), warp - 1, state);
-            } while (Traits::kIsPersistent);
+            loader.load_first(wait_for_statistics);
+            loader.load_rest();
+        } else if (warp <= kWarpsThatAdd) {
+            add(warp - 1);
+            if (threadIdx.x % 32 == 0) {
+                // Completion is a fence from the async proxy to the generic proxy.
+                asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+                done();
+            }
         }
     }
 
 private:
-    __device__ __forceinline__ void add(const Block &block, int tile, PipelineState<1> &state) const {
+    __device__ __forceinline__ void add(int tile) const {
         const DqOrder<Traits, /*kCopyEngine=*/true, Block> order(params, block, tile);
         Step step(block);
+        PipelineState<1> state;
         const uint32_t source = cute::cast_smem_ptr_to_uint(shared.dq[tile]);
         for (int steps_left = block.num_steps(); steps_left > 0; --steps_left) {
             state.wait(shared.dq_barriers[tile]);
             if (params.dq_accum != nullptr) {
                 order.wait(step);
                 if (threadIdx.x % 32 == 0) {
+                    fence_copies_from_global();  // preprocess has written zeros there
                     asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(
                                      DqTile<Traits>::target(params, block, step, tile)),
                                  "r"(source), "n"(Traits::kTileOfDq * sizeof(float))
@@ -84,54 +77,49 @@ class DqProducer {
     using Block = ColumnBlock<Traits, kKind>;
     using Tile = DqTile<Traits>;
     const Flash_bwd_params &params;
-    const typename Traits::Copies &copies;
     typename Traits::SharedStorage &shared;
+    const Block &block;
     const int warp;
-    LoaderStates<Traits> states;
-    PipelineState<1> k_state;
     PipelineState<Traits::kStagesdS> state;
 
 public:
-    static constexpr int kWarps = 4;
+    static constexpr int kWarpsThatAdd = 4;
 
-    __device__ DqProducer(const Flash_bwd_params &params, const typename Traits::Copies &copies,
-                          typename Traits::SharedStorage &shared)
-        : params(params), copies(copies), shared(shared), warp(uniform(threadIdx.x / 32)) {}
+    __device__ DqProducer(const Flash_bwd_params &params, typename Traits::SharedStorage &shared, const Block &block)
+        : params(params), shared(shared), block(block), warp(uniform(threadIdx.x / 32)) {}
 
-    __device__ __forceinline__ void run() {
-        WorkTilesBwd<Traits, kKind> tiles(params, shared);
-        do {
-            if (!tiles.next(/*is_load_warp=*/warp == 0)) {
-                break;
-            }
-            const Block block = tiles.block();
-            LoaderBwd<Traits, kKind> loader(params, copies, shared, block, states);
-            if (warp == 0) {
-                loader.load_first();
-            }
-            k_state.wait(shared.k_barriers);
+    // As CopyProducer's.
+    template <typename Loader, typename Wait, typename Done>
+    __device__ __forceinline__ void run(Loader &loader, const Wait &wait_for_statistics, const Done &done) {
+        if (warp == 0) {
+            loader.load_first(wait_for_statistics);
+        }
+        int steps_left = block.num_steps();
+        if (steps_left > 0) {
+            PipelineState<1>().wait(shared.k_barriers);
             clear_foreign_keys<Traits, kKind>(block, shared.k, Traits::kConsumers);
-            Step step(block);
-            for (int steps_left = block.num_steps(); steps_left > 0; --steps_left) {
-                if (warp == 0) {
-                    loader.load_next();
-                }
-                state.wait(shared.ds_barriers);
-                if (params.dq_accum != nullptr) {
-                    add(block, step);
-                } else {
-                    state.release(shared.ds_barriers);
-                }
-                state.advance();
-                step.advance(block);
+        }
+        for (Step step(block); steps_left > 0; --steps_left) {
+            if (warp == 0) {
+                loader.load_next();
             }
-            k_state.release(shared.k_barriers);
-            k_state.advance();
-        } while (Traits::kIsPersistent);
+            state.wait(shared.ds_barriers);
+            if (params.dq_accum != nullptr) {
+                add(step);
+            } else {
+                state.release(shared.ds_barriers);
+            }
+            state.advance();
+            step.advance(block);
+        }
+        __syncwarp();  // one lane's release covers what the others added
+        if (threadIdx.x % 32 == 0) {
+            done();
+        }
     }
 
 private:
-    __device__ __forceinline__ void add(const Block &block, const Step &step) const {
+    __device__ __forceinline__ void add(const Step &step) const {
         const DqOrder<Traits, /*kCopyEngine=*/false, Block> order(params, block, warp);
         order.wait(step);
         // Not unrolled: its addresses would take more registers than the warpgroup has.

@@ -38,14 +38,6 @@ struct TileBwd {
 template <int kHeadDim>
 struct TileSizesBwd;
 
-// Head dims that have a kernel of persistent CTAs too. In a loop around the loop of the steps ptxas keeps less in
-// uniform registers. At head dim 64 other registers are free, and short work tiles gain more from loads beside the
-// stores of the work tile before: those of at most this many steps, with half of the rows visible twice as many.
-constexpr bool has_persistent_bwd(int headdim) {
-    return headdim == 64;
-}
-constexpr int kStepsOfShortTiles = 4;
-
 template <>
 struct TileSizesBwd<64> : TileBwd<BwdSplit::keys, DqBy::consumers, DsIn::shared_memory, 128, 3, 2, 2, 64, 24, 240> {};
 template <>

@@ -1,93 +1,97 @@
-// The work tiles of a CTA of the backward, one key block of one head of dK and dV each. A persistent CTA has many,
-// another one. The load warp takes them and hands them to the other warps through a pipeline.
+// The work tiles of the backward. One grid has three phases for each head: preprocess, compute, convert. A CTA has one
+// work tile. The phases of a head follow each other at a distance, beside other phases of other heads: memory works for
+// one head while the tensor cores work for another, and what one phase leaves for the next is still in L2.
 #pragma once
 
-#include "kernel_traits_bwd.h"
-#include "steps_bwd.h"
+#include "../common/sequence.h"
 
 namespace flash::sm90 {
 
-// The work tiles as one warp sees them. Every warp of a CTA sees the same.
+constexpr int kRowsOfWorkTile = 256;  // query rows of a work tile of preprocess or convert
+
+enum class Phase : int {
+    preprocess,  // delta, the padded log-sum-exp, zeros in the accumulator of dQ
+    compute,     // dK and dV of a key block; adds to dQ
+    convert,     // the accumulator becomes dQ
+};
+
+struct WorkTile {
+    Phase phase;
+    int head;   // of dK and dV; equal lengths: of all sequences
+    int index;  // key block, or block of kRowsOfWorkTile padded query rows of the head
+};
+
+// The order of all work tiles. Heads come in groups. First come the work tiles of preprocess of group 0. Then, for each
+// group i: those of compute of group i, and spread among them those of preprocess of group i + 1 and of convert of
+// group i - lag. Last come those of convert of the last groups.
 //
-// Their order: the key blocks of a head, then the heads, then the batch, so that CTAs that run together share Q and dO
-// in L2. Local: the key blocks of several heads are interleaved and, causal, most rows see the first ones, so that the
-// last work tiles are short.
-// CTA i of n takes number i. A persistent one goes on with every n-th number after it where work tiles take equal time
-// (full), else with the next number from a counter in global memory. In order, every CTA takes its numbers from the
-// counter: it waits only for smaller numbers of its own head, so none waits for a tile that nobody works on (deadlock).
-// Nothing but the number passes between CTAs here, so the atomic is relaxed.
-template <typename Traits, Kind kKind>
-class WorkTilesBwd {
-    const Flash_bwd_params &params;
-    typename Traits::SharedStorage &shared;
-    const RowBlocks blocks;
-    PipelineState<Traits::kStagesOfTiles> state;
-    int next_number = blockIdx.x;  // without a counter
-    RowBlocks::Place place;
-    Sequence seq;
+// A work tile waits for work tiles with smaller numbers alone (WorkCounts), and CTAs start in the order of their
+// numbers, so that none waits for a CTA that cannot start (deadlock).
+struct WorkOrder {
+    int heads, group, lag;
+    int preprocess, compute, convert;  // work tiles of a head
+    bool is_interleaved;               // compute: the first key block of each head of the group, then the second
 
-public:
-    __device__ WorkTilesBwd(const Flash_bwd_params &params, typename Traits::SharedStorage &shared)
-        : params(params),
-          shared(shared),
-          blocks(key_blocks<may_be_varlen(kKind)>(params, params.h / params.heads_per_dkv, Traits::kBlockN)) {}
+    // is_local: the work tiles of a head are of different length.
+    FLASH_HOST_DEVICE WorkOrder(const Flash_bwd_params &params, const RowBlocks &key_blocks, bool is_local)
+        : heads(key_blocks.all_heads()),
+          group(params.interleaved_heads),
+          lag(params.dq_semaphore == nullptr && is_local ? 1 : 2),
+          preprocess(static_cast<int>((params.padded_head_stride * params.heads_per_dkv + kRowsOfWorkTile - 1) /
+                                      kRowsOfWorkTile)),
+          compute(key_blocks.per_head),
+          convert(params.dq_accum == nullptr ? 0 : preprocess),
+          is_interleaved(is_local || params.dq_semaphore != nullptr) {}
 
-    // Goes on to the next work tile that has keys; false: there is none for this CTA. is_load_warp: this warp takes the
-    // tiles.
-    __device__ __forceinline__ bool next(bool is_load_warp) {
-        const int count = static_cast<int>(blocks.count());
-        for (;;) {
-            const int number = is_load_warp ? push() : take();
-            if (number >= count) {
-                return false;
-            }
-            const bool is_in_order = params.dq_semaphore != nullptr;
-            const int index =
-                is_local(kKind) || is_in_order ? blocks.interleaved(number, params.interleaved_heads) : number;
-            // In order and local: the last key blocks add first (ColumnBlockInfo::order_in), so they start first.
-            place = blocks.place(index, is_in_order && is_local(kKind));
-            seq = sequence<may_be_varlen(kKind)>(params, place.bidb);
-            if (place.block * Traits::kBlockN < seq.seqlen_k) {
-                return true;
-            }
-            if (!Traits::kIsPersistent) {
-                return false;
-            }
+    FLASH_HOST_DEVICE int64_t count() const { return (int64_t{preprocess} + compute + convert) * heads; }
+
+    // number: below count(), which fits into an int.
+    FLASH_HOST_DEVICE WorkTile at(int number) const {
+        const int groups = (heads + group - 1) / group;
+        if (number < begin(0)) {
+            return flat(Phase::preprocess, number);
         }
-    }
-
-    __device__ __forceinline__ ColumnBlock<Traits, kKind> block() const {
-        return {params, seq, place.bidb, place.bidh, place.block};
+        int i = clamp_to((number - begin(0)) / ((preprocess + compute + convert) * group), 0, groups);
+        while (i < groups && begin(i + 1) <= number) {  // fewer work tiles of convert come with the first groups
+            ++i;
+        }
+        const int position = number - begin(i);
+        const int first_converted = convert * groups_before(i - lag);
+        if (i == groups) {
+            return flat(Phase::convert, first_converted + position);
+        }
+        const int first_prepared = preprocess * groups_before(i + 1);
+        const int prepared = preprocess * groups_before(i + 2) - first_prepared;
+        const int converted = convert * groups_before(i + 1 - lag) - first_converted;
+        const int computed = compute * (groups_before(i + 1) - groups_before(i)), others = prepared + converted;
+        // The fewer are spread evenly among the more.
+        const int fewer = others < computed ? others : computed;
+        const int stride = fewer == 0 ? computed + others + 1 : (computed + others) / fewer;
+        const int round = position / stride;
+        const bool is_fewer = round < fewer && position % stride == stride - 1;
+        const int of_fewer = round < fewer ? round : fewer;
+        const int of_kind = is_fewer ? of_fewer : position - of_fewer;
+        if (is_fewer == (others < computed)) {
+            return of_kind < prepared ? flat(Phase::preprocess, first_prepared + of_kind)
+                                      : flat(Phase::convert, first_converted + of_kind - prepared);
+        }
+        const int heads_here = groups_before(i + 1) - groups_before(i), first_head = groups_before(i);
+        return is_interleaved ? WorkTile{Phase::compute, first_head + of_kind % heads_here, of_kind / heads_here}
+                              : WorkTile{Phase::compute, first_head + of_kind / compute, of_kind % compute};
     }
 
 private:
-    __device__ __forceinline__ int push() {
-        state.acquire(shared.tile_barriers);
-        int number;
-        if (Traits::kIsPersistent ? params.dq_tile_counter != nullptr : params.dq_semaphore != nullptr) {
-            number = threadIdx.x % 32 == 0 ? atomicAdd(params.dq_tile_counter, 1) : 0;
-            number = __shfl_sync(0xffffffffu, number, 0);
-        } else if (!Traits::kIsPersistent) {
-            number = blockIdx.x;
-        } else {
-            number = next_number;
-            next_number += gridDim.x;
-        }
-        if (cute::elect_one_sync()) {
-            shared.tiles[state.stage] = number;
-            shared.tile_barriers.full[state.stage].arrive();
-        }
-        __syncwarp();
-        state.advance();
-        return uniform(number);
+    // Heads of the groups before group i.
+    FLASH_HOST_DEVICE int groups_before(int i) const {
+        return i <= 0 ? 0 : int64_t{i} * group < heads ? i * group : heads;
     }
-
-    __device__ __forceinline__ int take() {
-        state.wait(shared.tile_barriers);
-        const int number = shared.tiles[state.stage];
-        state.release(shared.tile_barriers);
-        state.advance();
-        return uniform(number);
+    // The number of the first work tile that comes with group i.
+    FLASH_HOST_DEVICE int begin(int i) const {
+        return preprocess * groups_before(i + 1) + compute * groups_before(i) + convert * groups_before(i - lag);
+    }
+    FLASH_HOST_DEVICE WorkTile flat(Phase phase, int index) const {
+        const int per_head = phase == Phase::preprocess ? preprocess : convert;
+        return {phase, index / per_head, index % per_head};
     }
 };
 

@@ -1,0 +1,70 @@
+// The order of the work tiles of the sm90 backward, for random calls: every work tile has one number, and comes after
+// those that it waits for. Prints what is wrong and ends with 1. Argument: a seed.
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+#include <set>
+#include <tuple>
+#include <vector>
+
+#include "sm90/work_tiles_bwd.h"
+
+using namespace flash;
+using flash::sm90::Phase;
+using flash::sm90::WorkOrder;
+using flash::sm90::WorkTile;
+
+namespace {
+
+const char *fault(const WorkOrder &order) {
+    const int limits[3] = {order.preprocess, order.compute, order.convert};
+    std::vector<int> done[3];
+    for (auto &of_phase : done) {
+        of_phase.assign(order.heads, 0);
+    }
+    std::set<std::tuple<int, int, int>> seen;
+    for (int number = 0; number < order.count(); ++number) {
+        const WorkTile tile = order.at(number);
+        const int phase = static_cast<int>(tile.phase);
+        if (tile.head < 0 || tile.head >= order.heads || tile.index < 0 || tile.index >= limits[phase]) {
+            return "a work tile that does not exist";
+        }
+        if (!seen.insert({phase, tile.head, tile.index}).second) {
+            return "a work tile has two numbers";
+        }
+        if (phase > 0 && done[phase - 1][tile.head] < limits[phase - 1]) {
+            return "a work tile comes before one that it waits for";
+        }
+        ++done[phase][tile.head];
+    }
+    return nullptr;  // as many different ones as there are
+}
+
+}  // namespace
+
+int main(int, char **arguments) {
+    std::mt19937 random(std::strtoul(arguments[1], nullptr, 10));
+    const auto draw = [&](int low, int high) { return std::uniform_int_distribution<int>(low, high)(random); };
+    float accumulator;
+    int semaphore;
+    for (int call = 0; call < 5000; ++call) {
+        Flash_bwd_params params;
+        params.b = draw(1, 5);
+        params.heads_per_dkv = draw(1, 5);
+        params.h = draw(1, 12) * params.heads_per_dkv;
+        params.seqlen_q = draw(1, 3000);
+        params.seqlen_k = draw(1, 3000);
+        constexpr int kRows = Flash_bwd_params::kRowsRounded;
+        params.padded_head_stride = (params.seqlen_q + kRows - 1) / kRows * kRows;
+        params.dq_accum = draw(0, 3) == 0 ? nullptr : &accumulator;
+        params.dq_semaphore = draw(0, 1) == 0 ? nullptr : &semaphore;
+        const int heads = params.h / params.heads_per_dkv;
+        params.interleaved_heads = draw(1, params.b * heads);
+        const RowBlocks blocks(nullptr, 0, params.seqlen_k, params.b, heads, draw(0, 1) == 0 ? 64 : 128);
+        if (const char *what = fault(WorkOrder(params, blocks, /*is_local=*/draw(0, 1) == 0))) {
+            std::printf("%s: b=%d h=%d heads_per_dkv=%d seqlen_q=%d seqlen_k=%d group=%d\n", what, params.b, params.h,
+                        params.heads_per_dkv, params.seqlen_q, params.seqlen_k, params.interleaved_heads);
+            return 1;
+        }
+    }
+}
