@@ -39,15 +39,16 @@ FLASH_HOST_DEVICE Random4 philox4x32(Random4 counter, uint32_t key0, uint32_t ke
 
 // The random bits of one head of one sequence.
 struct DropoutStream {
-    uint32_t key0 = 0, key1 = 0, head = 0, offset = 0;
+    uint32_t key0, key1, head, offset;
 
-    DropoutStream() = default;
+    FLASH_HOST_DEVICE DropoutStream(uint64_t rng_seed, uint64_t rng_offset, int bidb, int h, int bidh)
+        : key0(uint32_t(rng_seed)),
+          key1(uint32_t(rng_seed >> 32) ^ uint32_t(rng_offset >> 32)),
+          head(uint32_t(bidb) * uint32_t(h) + uint32_t(bidh)),
+          offset(uint32_t(rng_offset)) {}
 
     FLASH_HOST_DEVICE DropoutStream(const int64_t *rng_state, int bidb, int h, int bidh)
-        : key0(uint32_t(uint64_t(rng_state[0]))),
-          key1(uint32_t(uint64_t(rng_state[0]) >> 32) ^ uint32_t(uint64_t(rng_state[1]) >> 32)),
-          head(uint32_t(bidb) * uint32_t(h) + uint32_t(bidh)),
-          offset(uint32_t(uint64_t(rng_state[1]))) {
+        : DropoutStream(uint64_t(rng_state[0]), uint64_t(rng_state[1]), bidb, h, bidh) {
 #ifdef __CUDA_ARCH__
         key0 = __shfl_sync(0xffffffffu, key0, 0);  // tells the compiler that all lanes have the same keys
         key1 = __shfl_sync(0xffffffffu, key1, 0);

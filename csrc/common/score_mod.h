@@ -25,9 +25,13 @@ struct ScoreMod {
     __device__ ScoreMod(const Flash_fwd_params &params, int bidb, int bidh, int offset)
         : cap_scale(params.softcap_scale), slope(0.0f), offset(offset) {
         if (params.alibi_slopes != nullptr) {
-            slope = params.alibi_slopes[bidb * params.alibi_slopes_batch_stride + bidh] / params.scale_softmax;
-            slope = fminf(fmaxf(slope, -FLT_MAX), FLT_MAX);  // finite, so that slope * 0 is 0
+            slope = slope_of(params, params.alibi_slopes[bidb * params.alibi_slopes_batch_stride + bidh]);
         }
+    }
+
+    // Finite, so that slope * 0 is 0.
+    __device__ static float slope_of(const Flash_fwd_params &params, float alibi_slope) {
+        return fminf(fmaxf(alibi_slope / params.scale_softmax, -FLT_MAX), FLT_MAX);
     }
 
     __device__ static bool is_on(const Flash_fwd_params &params) {

@@ -11,8 +11,9 @@ constexpr int kPreprocessThreads = 256;
 template <typename Element, int kHeadDim>
 __global__ void __launch_bounds__(kPreprocessThreads)
     flash_bwd_dot_do_o(const __grid_constant__ Flash_bwd_params params) {
-    preprocess_rows<Element, kHeadDim, kPreprocessRows, kPreprocessThreads>(params,
-                                                                            int64_t(blockIdx.x) * kPreprocessRows);
+    __shared__ FlagRows place;
+    preprocess_rows<Element, kHeadDim, kPreprocessRows, kPreprocessThreads>(
+        params, int64_t(blockIdx.x) * kPreprocessRows, kPreprocessRows, &place);
 }
 
 }  // namespace flash::sm80

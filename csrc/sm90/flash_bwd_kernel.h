@@ -5,7 +5,6 @@
 
 #include <cutlass/arch/reg_reconfig.h>
 
-#include "../common/preprocess_rows.h"
 #include "convert_dq.h"
 #include "epilogue_bwd.h"
 #include "mainloop_bwd.h"
@@ -56,17 +55,26 @@ __device__ __forceinline__ void init_barriers(typename Traits::SharedStorage &sh
     cutlass::arch::fence_barrier_init();
 }
 
+// The padded query rows of a work tile of preprocess or convert.
+struct WorkRows {
+    int64_t begin;
+    int count;  // a multiple of 128
+
+    __device__ WorkRows(const Flash_bwd_params &params, const WorkTile &tile) {
+        const int64_t of_head = params.padded_head_stride * params.heads_per_dkv;  // of dK and dV
+        const int64_t in_head = int64_t{tile.index} * kRowsOfWorkTile;
+        begin = tile.head * of_head + in_head;
+        count = static_cast<int>(cute::min(of_head - in_head, int64_t{kRowsOfWorkTile}));
+    }
+};
+
 // Phase preprocess. All threads.
 template <typename Traits>
-__device__ __forceinline__ void preprocess(const Flash_bwd_params &params, const WorkCounts &counts,
-                                           const WorkTile &tile) {
-    constexpr int kRows = Flash_bwd_params::kRowsRounded;  // of one head, one sequence
-    const int64_t rows = params.padded_head_stride * params.heads_per_dkv;  // of a head of dK and dV
-    const int64_t begin = int64_t{tile.index} * kRowsOfWorkTile, end = cute::min(begin + kRowsOfWorkTile, rows);
-    for (int64_t row = begin; row < end; row += kRows) {
-        preprocess_rows<typename Traits::Element, Traits::kHeadDim, kRows, Traits::kNThreads>(params,
-                                                                                              tile.head * rows + row);
-    }
+__device__ __forceinline__ void preprocess(const Flash_bwd_params &params, typename Traits::SharedStorage &shared,
+                                           const WorkCounts &counts, const WorkTile &tile) {
+    const WorkRows rows(params, tile);
+    preprocess_rows<typename Traits::Element, Traits::kHeadDim, kRowsOfWorkTile, Traits::kNThreads>(
+        params, rows.begin, rows.count, shared.flag_rows);
     __syncthreads();
     if (threadIdx.x == 0) {
         counts.add(counts.preprocessed(tile.head));
@@ -75,17 +83,20 @@ __device__ __forceinline__ void preprocess(const Flash_bwd_params &params, const
 
 // Phase convert. All threads.
 template <typename Traits, Kind kKind>
-__device__ __forceinline__ void convert(const Flash_bwd_params &params, const WorkCounts &counts,
-                                        const WorkTile &tile, int work_tiles_computed) {
-    constexpr int kRows = 16;  // of a warp
+__device__ __forceinline__ void convert(const Flash_bwd_params &params, typename Traits::SharedStorage &shared,
+                                        const WorkCounts &counts, const WorkTile &tile, int work_tiles_computed) {
+    constexpr int kTile = 64, kOfWarp = 16;  // rows of a tile of the accumulator, and of a warp's part of it
+    const WorkRows rows(params, tile);
+    if (threadIdx.x < rows.count / kTile) {
+        shared.dq_rows[threadIdx.x] = DqRows(params, rows.begin + threadIdx.x * kTile, is_local(kKind));
+    }
     if (threadIdx.x == 0) {
         counts.wait(counts.computed(tile.head), work_tiles_computed * ProducerOf<Traits, kKind>::kWarpsThatAdd);
     }
     __syncthreads();
-    const int64_t rows = params.padded_head_stride * params.heads_per_dkv;  // of a head of dK and dV
-    const int64_t begin = int64_t{tile.index} * kRowsOfWorkTile, end = cute::min(begin + kRowsOfWorkTile, rows);
-    for (int64_t row = begin + threadIdx.x / 32 * kRows; row < end; row += Traits::kNThreads / 32 * kRows) {
-        convert_dq<Traits, kKind>(params, tile.head * rows + row);
+    CUTE_NO_UNROLL
+    for (int row = threadIdx.x / 32 * kOfWarp; row < rows.count; row += Traits::kNThreads / 32 * kOfWarp) {
+        convert_dq<Traits>(params, shared.dq_rows[row / kTile], rows.begin + row);
     }
 }
 
@@ -158,9 +169,9 @@ __global__ void __launch_bounds__(Traits::kNThreads, 1)
     const WorkTile tile{static_cast<Phase>(uniform(static_cast<int>(shared.work_tile.phase))),
                         uniform(shared.work_tile.head), uniform(shared.work_tile.index)};
     if (tile.phase == Phase::preprocess) {
-        preprocess<Traits>(params, counts, tile);
+        preprocess<Traits>(params, shared, counts, tile);
     } else if (tile.phase == Phase::convert) {
-        convert<Traits, kKind>(params, counts, tile, order.compute);
+        convert<Traits, kKind>(params, shared, counts, tile, order.compute);
     } else {
         compute_dq_dk_dv<Traits, kKind>(params, copies, shared, counts, order, blocks, tile);
     }

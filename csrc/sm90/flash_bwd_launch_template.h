@@ -29,9 +29,8 @@ typename Traits::Copies make_copies_bwd(const Flash_bwd_params &params) {
     return {of_Q(params.q), of_Q(params.dout), of_KV(params.k), of_KV(params.v)};
 }
 
-template <DType kDType, int kHeadDim, Kind kKind>
-void run_flash_bwd(const Flash_bwd_params &given, cudaStream_t stream) {
-    using Traits = Flash_bwd_kernel_traits<kDType, kHeadDim>;
+template <typename Traits, Kind kKind>
+void launch_flash_bwd(const Flash_bwd_params &given, cudaStream_t stream) {
     Flash_bwd_params params = given;
     const RowBlocks blocks = key_blocks(params, params.h / params.heads_per_dkv, Traits::kBlockN);
     // The heads whose work tiles come together. Key blocks of equal length: as many heads as fill the SMs once. Else:
@@ -54,6 +53,17 @@ void run_flash_bwd(const Flash_bwd_params &given, cudaStream_t stream) {
     kernel<<<static_cast<unsigned>(grid), Traits::kNThreads, Traits::kSmemSize, stream>>>(
         params, make_copies_bwd<Traits>(params));
     check_cuda(cudaGetLastError(), "launching flash_bwd_kernel");
+}
+
+template <DType kDType, int kHeadDim, Kind kKind>
+void run_flash_bwd(const Flash_bwd_params &params, cudaStream_t stream) {
+    if constexpr (is_general(kKind) && has_kernel_without_factors(kHeadDim)) {
+        if (params.softcap_scale == 0.0f && params.rng_state == nullptr) {
+            launch_flash_bwd<Flash_bwd_kernel_traits<kDType, kHeadDim, /*kHasFactors=*/false>, kKind>(params, stream);
+            return;
+        }
+    }
+    launch_flash_bwd<Flash_bwd_kernel_traits<kDType, kHeadDim>, kKind>(params, stream);
 }
 
 }  // namespace flash::sm90

@@ -10,7 +10,9 @@
 
 #include <type_traits>
 
+#include "../common/preprocess_rows.h"
 #include "../flash.h"
+#include "dq_rows.h"
 #include "pipeline.h"
 #include "tile_sizes_bwd.h"
 #include "tma.h"
@@ -20,13 +22,15 @@ namespace flash::sm90 {
 
 using namespace cute;
 
-template <DType kDType, int kHeadDim_>
+// kHasFactors_: kind general: false for calls without softcap and dropout, whose dS needs nothing but P.
+template <DType kDType, int kHeadDim_, bool kHasFactors_ = true>
 struct Flash_bwd_kernel_traits {
     static_assert(kDType == DType::float16 || kDType == DType::bfloat16, "tensor cores multiply 16-bit types here");
 
     using Element = std::conditional_t<kDType == DType::float16, cutlass::half_t, cutlass::bfloat16_t>;
     using TileSize = TileSizesBwd<kHeadDim_>;
     static constexpr int kHeadDim = kHeadDim_;
+    static constexpr bool kHasFactors = kHasFactors_;
     static constexpr int kBlockM = TileSize::kBlockM;
     static constexpr int kBlockN = TileSize::kBlockN;
     static constexpr int kStagesQ = TileSize::kStagesQ, kStagesdO = TileSize::kStagesdO;
@@ -91,7 +95,11 @@ struct Flash_bwd_kernel_traits {
     static_assert(!kConsumersComputeDq || kTilesOfDq == kConsumers);
     static constexpr int kWordsOfScores = kKeys * kBlockM / 2;
     struct SharedStorage {
-        alignas(kAlignment) Element k[kBlockN * kHeadDim];
+        union {
+            alignas(kAlignment) Element k[kBlockN * kHeadDim];
+            FlagRows flag_rows[kRowsOfWorkTile / Flash_bwd_params::kRowsPerFlag];  // phase preprocess
+            DqRows dq_rows[kRowsOfWorkTile / 64];                                  // phase convert
+        };
         alignas(kAlignment) Element v[kBlockN * kHeadDim];
         alignas(kAlignment) Element q[kStagesQ * kBlockM * kHeadDim];
         alignas(kAlignment) Element dout[kStagesdO * kBlockM * kHeadDim];

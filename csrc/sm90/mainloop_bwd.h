@@ -20,7 +20,7 @@ class KeyConsumer : ConsumerBwd<Traits, kKind> {
     using DsState = PipelineState<Traits::kStagesdS>;
     using QState = PipelineState<Traits::kStagesQ>;
     static constexpr bool kComputesDq = Traits::kConsumersComputeDq;
-    static constexpr bool kHoldsPTwice = is_general(kKind);  // then no registers are left for lse beside dP
+    static constexpr bool kHoldsPTwice = is_general(kKind) && Traits::kHasFactors;  // leaves fewer registers
     PipelineState<1> dq_state;
 
 public:
@@ -43,7 +43,7 @@ public:
         Scores first_s;
         this->issue_scores(shared.k, shared.q, q_state, first_s);
         this->wait_for_KV(shared.v_barriers, shared.v);
-        const auto draws = scores.draw(step, inputs.dropout);
+        const auto draws = scores.draw(step, inputs);
         wait_for<0>(first_s);
         Probabilities p = scores.rounded_p(step, inputs, draws, first_s, lse);
         if constexpr (kComputesDq && Traits::kHeadDim <= 64) {
@@ -87,7 +87,7 @@ private:
             this->issue_scores(shared.k, shared.q, q_state, next_s);
             auto acc_dq = issue_dq(ds);
             issue_dk(accumulates, ds, q, rdS, acc_dk);
-            const auto draws = scores.draw(step, inputs.dropout);
+            const auto draws = scores.draw(step, inputs);
             wait_for<2>(next_s);
             Probabilities p = scores.rounded_p(step, inputs, draws, next_s, lse);
             wait_for<0>(acc_dk);
@@ -144,7 +144,7 @@ private:
             this->issue_scores(shared.k, shared.q, q_state, next_s);
             auto acc_dq = issue_dq(ds);
             issue_dk(accumulates, ds, q, rdS, acc_dk);
-            const auto draws = scores.draw(step, inputs.dropout);
+            const auto draws = scores.draw(step, inputs);
             if (kHoldsPTwice) {
                 wait_for<1>(acc_dq);
                 warpgroup_fence_operand(next_s);
@@ -203,7 +203,7 @@ private:
             const auto lse = lse_of_step();
             this->issue_scores(shared.k, shared.q, q_state, next_s);
             issue_dk(accumulates, ds, q, rdS, acc_dk);
-            const auto draws = scores.draw(step, inputs.dropout);
+            const auto draws = scores.draw(step, inputs);
             wait_for<1>(next_s);
             warpgroup_fence_operand(acc_dv);
             dout.release(shared.dout_barriers);
@@ -301,7 +301,7 @@ public:
         auto inputs = scores.load_inputs(step);
         Scores first_s;
         this->issue_scores(shared.k, shared.q, q_state, first_s);
-        const auto first_draws = scores.draw(step, inputs.dropout);
+        const auto first_draws = scores.draw(step, inputs);
         wait_for<0>(first_s);
         auto rP = send_p(inputs, first_draws, first_s);
         for (bool accumulates = false;; accumulates = true) {
@@ -316,7 +316,7 @@ public:
             Scores next_s;
             this->wait_for_Q();
             this->issue_scores(shared.k, shared.q, q_state, next_s);
-            const auto draws = scores.draw(step, inputs.dropout);
+            const auto draws = scores.draw(step, inputs);
             wait_for<0>(next_s);
             warpgroup_fence_operand(acc_dv);
             dout_state.release(shared.dout_barriers);

@@ -18,7 +18,7 @@ namespace flash::sm90 {
 template <typename Traits, Kind kKind>
 class ScoresBwd {
     using Element = typename Traits::Element;
-    static constexpr bool kIsGeneral = is_general(kKind);
+    static constexpr bool kIsGeneral = is_general(kKind), kHasFactors = kIsGeneral && Traits::kHasFactors;
     static constexpr int kPairs = Traits::kKeys * Traits::kBlockM / 128 / 2;  // of a thread's scores
 
 public:
@@ -48,9 +48,9 @@ public:
     // What a step needs from global memory. Loaded before the step's products are issued: a warp's loads wait behind
     // products.
     struct Inputs {
-        bool is_large;          // a row of the step has a large log-sum-exp
-        float slope;            // kind general: ALiBi slope of the head / params.scale_softmax
-        DropoutStream dropout;  // kind general
+        bool is_large;      // a row of the step has a large log-sum-exp
+        float alibi_slope;  // kind general: of the head
+        uint64_t rng_seed, rng_offset;
     };
     __device__ __forceinline__ Inputs load_inputs(const Step &step) const {
         constexpr int kFlagRows = Flash_bwd_params::kRowsPerFlag;
@@ -59,13 +59,14 @@ public:
         if constexpr (Traits::kBlockM > kFlagRows) {
             flag |= flags[1];
         }
-        Inputs inputs{flag != 0, 0.0f, {}};
-        if constexpr (kIsGeneral) {
-            const int bidh = block.bidh + step.head;
-            inputs.slope = ScoreMod(params, block.bidb, bidh, 0).slope;
-            if (has_dropout()) {
-                inputs.dropout = DropoutStream(params.rng_state, block.bidb, params.h, bidh);
-            }
+        Inputs inputs{flag != 0, 0.0f, 0, 0};
+        if (has_alibi()) {
+            inputs.alibi_slope =
+                params.alibi_slopes[block.bidb * params.alibi_slopes_batch_stride + block.bidh + step.head];
+        }
+        if (has_dropout()) {
+            inputs.rng_seed = params.rng_state[0];
+            inputs.rng_offset = params.rng_state[1];
         }
         return inputs;
     }
@@ -73,21 +74,24 @@ public:
     // Whether dropout drops, for 16 pairs of a thread's scores in a word. From draw(): lanes hold each other's bits.
     // From exchanged(): bits i and i + 16 of word i / 16 belong to pair i.
     struct Draws {
-        uint32_t words[kIsGeneral ? kPairs / 16 : 1];
+        uint32_t words[kHasFactors ? kPairs / 16 : 1];
     };
 
     // Computed while the tensor cores compute the scores. A thread holds one key of a pair (k, k + 1) and both queries
     // (q, q + 1). The bits of these four come from two calls of Philox. The lane with the other key needs the same two
     // calls, so each lane makes one: the lower half of a word is of even keys, the upper half of odd ones.
-    __device__ __forceinline__ Draws draw(const Step &step, const DropoutStream &stream) const {
+    __device__ __forceinline__ Draws draw(const Step &step, const Inputs &inputs) const {
         Draws draws{};
         if (has_dropout()) {
+            const DropoutStream stream(inputs.rng_seed, inputs.rng_offset, block.bidb, params.h,
+                                       block.bidh + step.head);
             const int key = first_key + first_row_of_thread(), is_odd = key % 2;
             const int query = step.m_block * Traits::kBlockM + threadIdx.x % 4 * 2 + is_odd;
             CUTE_UNROLL
             for (int w = 0; w < kPairs / 16; ++w) {
                 uint32_t word = 0;
-                CUTE_NO_UNROLL  // registers are few here
+                constexpr int kUnrolled = Traits::kHeadDim == 64 ? 2 : 1;  // registers are few here
+#pragma unroll kUnrolled
                 for (int group = 0; group < 4; ++group) {
                     const Random4 bits = stream.bits(query + 64 * w + 16 * group, key - is_odd);
                     uint32_t of_group = 0;
@@ -106,7 +110,7 @@ public:
         return draws;
     }
 
-    // P^T of a thread in 16 bits. Only the kind general holds it twice.
+    // P^T of a thread in 16 bits. Softcap and dropout need it twice.
     struct ProbabilitiesOnce {
         Operand for_dv;  // the A operand of dV
         __device__ __forceinline__ const Operand &for_ds() const { return for_dv; }
@@ -116,7 +120,7 @@ public:
         Operand factors;  // of dS: dropped ones have a negative sign; times the derivative of the softcap
         __device__ __forceinline__ const Operand &for_ds() const { return factors; }
     };
-    using Probabilities = std::conditional_t<kIsGeneral, ProbabilitiesTwice, ProbabilitiesOnce>;
+    using Probabilities = std::conditional_t<kHasFactors, ProbabilitiesTwice, ProbabilitiesOnce>;
 
     // S^T becomes P^T = exp(S^T - lse). Four scores at a time, from the first to the last operation: of the accumulator
     // and of P, registers then hold one whole and the other in part.
@@ -127,21 +131,23 @@ public:
         const int first_query = step.m_block * Traits::kBlockM;
         const bool is_careful = inputs.is_large || needs_mask(first_query);
         if constexpr (kIsGeneral) {
-            const bool has_cap = has_softcap(), has_alibi = params.alibi_slopes != nullptr;
-            if (is_careful || (has_cap && has_alibi)) {
-                round_p<true>(first_query, acc_s, lse, inputs.slope, has_cap, has_alibi, p);
-            } else if (has_cap) {
-                round_p<false>(first_query, acc_s, lse, inputs.slope, true_type{}, false_type{}, p);
-            } else if (has_alibi) {
-                round_p<false>(first_query, acc_s, lse, inputs.slope, false_type{}, true_type{}, p);
+            const float slope = ScoreMod::slope_of(params, inputs.alibi_slope);
+            if (is_careful || (has_softcap() && has_alibi())) {
+                round_p<true>(first_query, acc_s, lse, slope, has_softcap(), has_alibi(), p);
+            } else if (has_softcap()) {
+                round_p<false>(first_query, acc_s, lse, slope, true_type{}, false_type{}, p);
+            } else if (has_alibi()) {
+                round_p<false>(first_query, acc_s, lse, slope, false_type{}, true_type{}, p);
             } else {
-                round_p<false>(first_query, acc_s, lse, inputs.slope, false_type{}, false_type{}, p);
+                round_p<false>(first_query, acc_s, lse, slope, false_type{}, false_type{}, p);
             }
-            mark_dropped(draws, p);
+            if constexpr (kHasFactors) {
+                mark_dropped(draws, p);
+            }
         } else if (is_careful) {
-            round_p<true>(first_query, acc_s, lse, inputs.slope, false_type{}, false_type{}, p);
+            round_p<true>(first_query, acc_s, lse, 0.0f, false_type{}, false_type{}, p);
         } else {
-            round_p<false>(first_query, acc_s, lse, inputs.slope, false_type{}, false_type{}, p);
+            round_p<false>(first_query, acc_s, lse, 0.0f, false_type{}, false_type{}, p);
         }
         return p;
     }
@@ -165,8 +171,9 @@ public:
         return rdS;
     }
 
-    __device__ __forceinline__ bool has_softcap() const { return kIsGeneral && params.softcap_scale != 0.0f; }
-    __device__ __forceinline__ bool has_dropout() const { return kIsGeneral && params.rng_state != nullptr; }
+    __device__ __forceinline__ bool has_softcap() const { return kHasFactors && params.softcap_scale != 0.0f; }
+    __device__ __forceinline__ bool has_alibi() const { return kIsGeneral && params.alibi_slopes != nullptr; }
+    __device__ __forceinline__ bool has_dropout() const { return kHasFactors && params.rng_state != nullptr; }
 
     // Words of two values in shared memory, where every thread of a warpgroup has its own.
     using Pair = cutlass::Array<Element, 2>;
@@ -229,7 +236,7 @@ private:
                     float &x = p[2 * row + c];
                     x = acc_s(4 * j + 2 * row + c);
                     if constexpr (kIsGeneral) {
-                        float &factor = factors[2 * row + c];
+                        float &factor = factors[2 * row + c];  // derivative of the softcap
                         factor = 1.0f;
                         if (has_softcap) {
                             x = tanh_approx(x * params.softcap_scale);
@@ -253,7 +260,7 @@ private:
                 const int i = 2 * j + row;
                 const Pair pair = rounded(p[2 * row], p[2 * row + 1]);
                 reinterpret_cast<Pair *>(rounded_p.for_dv.data())[i] = pair;
-                if constexpr (kIsGeneral) {
+                if constexpr (kHasFactors) {
                     auto *target = reinterpret_cast<Pair *>(rounded_p.factors.data());
                     target[i] = has_softcap ? rounded(p[2 * row] * factors[2 * row], p[2 * row + 1] * factors[2 * row + 1]) : pair;
                 }

@@ -38,6 +38,12 @@ struct TileBwd {
 template <int kHeadDim>
 struct TileSizesBwd;
 
+// Head dims that have a kernel of kind general for calls with ALiBi alone. At 128, registers are too few for the factors
+// of dS that softcap and dropout need, and the kernel that holds them waits for dQ earlier.
+constexpr bool has_kernel_without_factors(int headdim) {
+    return headdim == 128;
+}
+
 template <>
 struct TileSizesBwd<64> : TileBwd<BwdSplit::keys, DqBy::consumers, DsIn::shared_memory, 128, 3, 2, 2, 64, 24, 240> {};
 template <>

@@ -7,7 +7,7 @@
 
 namespace flash::sm90 {
 
-constexpr int kRowsOfWorkTile = 256;  // query rows of a work tile of preprocess or convert
+constexpr int kRowsOfWorkTile = 512;  // query rows of a work tile of preprocess or convert
 
 enum class Phase : int {
     preprocess,  // delta, the padded log-sum-exp, zeros in the accumulator of dQ
