@@ -1,5 +1,5 @@
-// The preprocess of a backward: delta = rowsum(dO * O) - dLSE, the log-sum-exp padded to whole tiles, a flag for large
-// log-sum-exps, and zeros in the accumulator of dQ.
+// The preprocess of a backward: delta = rowsum(dO * O) - dLSE, the log-sum-exp padded to whole tiles, and a flag for
+// large log-sum-exps.
 #pragma once
 
 #include <cutlass/numeric_conversion.h>
@@ -45,16 +45,10 @@ __device__ __forceinline__ void preprocess_rows(const Flash_bwd_params &params, 
     constexpr int kLanes = kVectors <= 4 ? 4 : kVectors <= 8 ? 8 : kVectors <= 16 ? 16 : 32;
     constexpr int kFlagRows = Flash_bwd_params::kRowsPerFlag;
     constexpr int kStride = kThreads / kLanes;  // rows at a time
-    constexpr int kInFlight = cute::min((kRows + kStride - 1) / kStride, 8);  // rows of a lane whose loads wait together
+    constexpr int kInFlight = cute::min((kRows + kStride - 1) / kStride, 11);  // rows of a lane, loaded together
     if (threadIdx.x < rows / kFlagRows) {
         places[threadIdx.x] = FlagRows(params, padded_row + threadIdx.x * kFlagRows);
         params.large_rows[padded_row / kFlagRows + threadIdx.x] = 0;
-    }
-    if (params.dq_accum != nullptr) {
-        auto *accum = reinterpret_cast<float4 *>(params.dq_accum + padded_row * kHeadDim);
-        for (int i = threadIdx.x; i < rows * kHeadDim / 4; i += kThreads) {
-            accum[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        }
     }
     __syncthreads();
 

@@ -7,20 +7,15 @@
 
 namespace flash::sm90 {
 
-// dQ = softmax_scale * accumulator, for 16 padded rows of a tile, from padded_row on. Called by a warp. Rows without a
-// key get 0: the accumulator of such a row holds NaN if one of its tiles has an infinite key.
+// A warp's part of a tile of the accumulator: 16 padded rows from padded_row on, (row, col) of a thread.
 template <typename Traits>
-__device__ __forceinline__ void convert_dq(const Flash_bwd_params &params, const DqRows &place, int64_t padded_row) {
-    using Element = typename Traits::Element;
+__device__ __forceinline__ auto load_dq(const Flash_bwd_params &params, int64_t padded_row) {
     using Tile = DqTile<Traits>;
     constexpr int kHeadDim = Traits::kHeadDim, kVectors = kHeadDim / 8;
     const int first_row = static_cast<int>(padded_row % 64);  // in the tile
-    if (first_row >= place.count) {
-        return;
-    }
     const auto *accum = reinterpret_cast<const float4 *>(params.dq_accum + (padded_row - first_row) * kHeadDim);
     const int thread = first_row / 16 * 32 + threadIdx.x % 32;
-    Tensor acc = make_tensor<float>(Shape<_2, Int<kVectors * 2>>{});  // (row, col)
+    auto acc = make_tensor<float>(Shape<_2, Int<kVectors * 2>>{});
     CUTE_UNROLL
     for (int i = 0; i < kVectors; ++i) {
         const float4 x = accum[i / Tile::kVectors * (Traits::kTileOfDq / 4) + Tile::place(i % Tile::kVectors, thread)];
@@ -29,6 +24,15 @@ __device__ __forceinline__ void convert_dq(const Flash_bwd_params &params, const
         acc(1, 2 * i) = x.z;
         acc(1, 2 * i + 1) = x.w;
     }
+    return acc;
+}
+
+// dQ = softmax_scale * acc, for the rows of the tile from first_row on. Rows without a key get 0: the accumulator of
+// such a row holds NaN if one of its tiles has an infinite key.
+template <typename Traits, typename TensorDq>
+__device__ __forceinline__ void store_dq(const Flash_bwd_params &params, const DqRows &place, int first_row,
+                                         const TensorDq &acc) {
+    using Element = typename Traits::Element;
     Element *base = static_cast<Element *>(params.dq.ptr) + place.target;
     CUTE_UNROLL
     for (int i = 0; i < 2; ++i) {

@@ -73,10 +73,25 @@ template <typename Traits>
 __device__ __forceinline__ void preprocess(const Flash_bwd_params &params, typename Traits::SharedStorage &shared,
                                            const WorkCounts &counts, const WorkTile &tile) {
     const WorkRows rows(params, tile);
+    constexpr int kZeros = sizeof(shared.zeros) / sizeof(uint4);
+    for (int i = threadIdx.x; i < kZeros; i += Traits::kNThreads) {
+        shared.zeros[i] = {};
+    }
+    cutlass::arch::fence_view_async_shared();  // before the copy engine reads them
+    __syncthreads();
+    if (threadIdx.x == 0 && params.dq_accum != nullptr) {
+        auto *accum = reinterpret_cast<char *>(params.dq_accum + rows.begin * Traits::kHeadDim);
+        const auto *end = reinterpret_cast<char *>(params.dq_accum + (rows.begin + rows.count) * Traits::kHeadDim);
+        for (; accum < end; accum += sizeof(shared.zeros)) {
+            SM90_BULK_COPY_S2G::copy(shared.zeros, accum, sizeof(shared.zeros));
+        }
+        tma_store_arrive();
+    }
     preprocess_rows<typename Traits::Element, Traits::kHeadDim, kRowsOfWorkTile, Traits::kNThreads>(
         params, rows.begin, rows.count, shared.flag_rows);
     __syncthreads();
     if (threadIdx.x == 0) {
+        asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");  // the zeros are written
         counts.add(counts.preprocessed(tile.head));
     }
 }
@@ -94,9 +109,25 @@ __device__ __forceinline__ void convert(const Flash_bwd_params &params, typename
         counts.wait(counts.computed(tile.head), work_tiles_computed * ProducerOf<Traits, kKind>::kWarpsThatAdd);
     }
     __syncthreads();
+    // As many parts are loaded together as registers hold.
+    constexpr int kTogether = Traits::kHeadDim <= 64 ? 4 : Traits::kHeadDim <= 128 ? 2 : 1;
+    constexpr int kStride = Traits::kNThreads / 32 * kOfWarp;
     CUTE_NO_UNROLL
-    for (int row = threadIdx.x / 32 * kOfWarp; row < rows.count; row += Traits::kNThreads / 32 * kOfWarp) {
-        convert_dq<Traits>(params, shared.dq_rows[row / kTile], rows.begin + row);
+    for (int first = threadIdx.x / 32 * kOfWarp; first < rows.count; first += kTogether * kStride) {
+        decltype(load_dq<Traits>(params, 0)) acc[kTogether];
+        CUTE_UNROLL
+        for (int i = 0; i < kTogether; ++i) {
+            if (first + i * kStride < rows.count) {
+                acc[i] = load_dq<Traits>(params, rows.begin + first + i * kStride);
+            }
+        }
+        CUTE_UNROLL
+        for (int i = 0; i < kTogether; ++i) {
+            const int row = first + i * kStride;
+            if (row < rows.count) {
+                store_dq<Traits>(params, shared.dq_rows[row / kTile], row % kTile, acc[i]);
+            }
+        }
     }
 }
 

@@ -100,7 +100,10 @@ struct Flash_bwd_kernel_traits {
             FlagRows flag_rows[kRowsOfWorkTile / Flash_bwd_params::kRowsPerFlag];  // phase preprocess
             DqRows dq_rows[kRowsOfWorkTile / 64];                                  // phase convert
         };
-        alignas(kAlignment) Element v[kBlockN * kHeadDim];
+        union {
+            alignas(kAlignment) Element v[kBlockN * kHeadDim];
+            uint4 zeros[1024];  // phase preprocess
+        };
         alignas(kAlignment) Element q[kStagesQ * kBlockM * kHeadDim];
         alignas(kAlignment) Element dout[kStagesdO * kBlockM * kHeadDim];
         alignas(kAlignment) Element ds[cosize_v<SmemLayoutdS>];
