@@ -16,17 +16,17 @@ using flash::sm90::WorkTile;
 
 namespace {
 
-const char *fault(const WorkOrder &order) {
-    const int limits[3] = {order.preprocess, order.compute, order.convert};
+const char *fault(const WorkOrder &order, int count, bool has_convert) {
+    const int limits[3] = {order.preprocess(), order.compute, has_convert ? order.preprocess() : 0};
     std::vector<int> done[3];
     for (auto &of_phase : done) {
-        of_phase.assign(order.heads, 0);
+        of_phase.assign(order.heads(), 0);
     }
     std::set<std::tuple<int, int, int>> seen;
-    for (int number = 0; number < order.count(); ++number) {
+    for (int number = 0; number < count; ++number) {
         const WorkTile tile = order.at(number);
         const int phase = static_cast<int>(tile.phase);
-        if (tile.head < 0 || tile.head >= order.heads || tile.index < 0 || tile.index >= limits[phase]) {
+        if (tile.head < 0 || tile.head >= order.heads() || tile.index < 0 || tile.index >= limits[phase]) {
             return "a work tile that does not exist";
         }
         if (!seen.insert({phase, tile.head, tile.index}).second) {
@@ -61,7 +61,9 @@ int main(int, char **arguments) {
         const int heads = params.h / params.heads_per_dkv;
         params.interleaved_heads = draw(1, params.b * heads);
         const RowBlocks blocks(nullptr, 0, params.seqlen_k, params.b, heads, draw(0, 1) == 0 ? 64 : 128);
-        if (const char *what = fault(WorkOrder(params, blocks, /*is_local=*/draw(0, 1) == 0))) {
+        const WorkOrder order(params, blocks, /*is_local=*/draw(0, 1) == 0);
+        const int count = static_cast<int>(WorkOrder::count(params, blocks));
+        if (const char *what = fault(order, count, params.dq_accum != nullptr)) {
             std::printf("%s: b=%d h=%d heads_per_dkv=%d seqlen_q=%d seqlen_k=%d group=%d\n", what, params.b, params.h,
                         params.heads_per_dkv, params.seqlen_q, params.seqlen_k, params.interleaved_heads);
             return 1;

@@ -1,7 +1,9 @@
 // The last phase of the backward: the float32 accumulator, in the layout of dq_tile.h, becomes dQ.
 #pragma once
 
-#include "dq_rows.h"
+#include "../common/block_info.h"
+#include "../common/preprocess_rows.h"
+#include "../kind.h"
 #include "dq_tile.h"
 #include "store_rows.h"
 
@@ -27,20 +29,23 @@ __device__ __forceinline__ auto load_dq(const Flash_bwd_params &params, int64_t 
     return acc;
 }
 
-// dQ = softmax_scale * acc, for the rows of the tile from first_row on. Rows without a key get 0: the accumulator of
-// such a row holds NaN if one of its tiles has an infinite key.
-template <typename Traits, typename TensorDq>
-__device__ __forceinline__ void store_dq(const Flash_bwd_params &params, const DqRows &place, int first_row,
-                                         const TensorDq &acc) {
+// dQ = softmax_scale * acc, for 16 rows. Rows without a key get 0: the accumulator of such a row holds NaN if one of its
+// tiles has an infinite key.
+template <typename Traits, Kind kKind, typename TensorDq>
+__device__ __forceinline__ void store_dq(const Flash_bwd_params &params, const PaddedRow &first, const TensorDq &acc) {
     using Element = typename Traits::Element;
-    Element *base = static_cast<Element *>(params.dq.ptr) + place.target;
+    const Sequence &seq = first.seq;
+    const KeyRange<is_local(kKind)> range(params, seq.seqlen_q, seq.seqlen_k);
+    Element *base =
+        static_cast<Element *>(params.dq.ptr) + first.bidb * params.dq.batch_stride + first.bidh * params.dq.head_stride;
     CUTE_UNROLL
     for (int i = 0; i < 2; ++i) {
-        const int row = first_row + threadIdx.x % 32 / 4 + i * 8;
-        const bool has_keys = row >= place.has_begin && row < place.has_end;
+        const int row = first.row + threadIdx.x % 32 / 4 + i * 8;
+        const bool has_keys = row >= range.begin_row() && row < range.end_row();
         store_row<Element, uint4>(acc, i, params.qk_scale, [&](int col, const uint4 &vector) {
-            if (row < place.count && col < params.d) {
-                *reinterpret_cast<uint4 *>(base + row * params.dq.row_stride + col) = has_keys ? vector : uint4{};
+            if (row < seq.seqlen_q && col < params.d) {
+                *reinterpret_cast<uint4 *>(base + int64_t(seq.q_begin + row) * params.dq.row_stride + col) =
+                    has_keys ? vector : uint4{};
             }
         });
     }

@@ -55,31 +55,59 @@ __device__ __forceinline__ void init_barriers(typename Traits::SharedStorage &sh
     cutlass::arch::fence_barrier_init();
 }
 
-// The padded query rows of a work tile of preprocess or convert.
+// The padded query rows of a work tile of preprocess or convert. A warp has 16 of them at a time, every 12th part.
+template <typename Traits, Kind kKind>
 struct WorkRows {
-    int64_t begin;
-    int count;  // a multiple of 128
+    static constexpr int kOfWarp = 16, kWarps = Traits::kNThreads / 32;
+    int64_t begin;     // in the padded row statistics
+    int count;         // a multiple of 128
+    int bidb, bidh;    // bidh: of the first query head
+    int64_t in_heads;  // the first row, counted from the first row of that head
 
-    __device__ WorkRows(const Flash_bwd_params &params, const WorkTile &tile) {
+    __device__ WorkRows(const Flash_bwd_params &params, const WorkOrder &order, const WorkTile &tile) {
+        int bidh_dkv;
+        order.by_sequence(bidb, bidh_dkv, tile.head);
+        bidh = bidh_dkv * params.heads_per_dkv;
+        in_heads = int64_t{tile.index} * kRowsOfWorkTile;
         const int64_t of_head = params.padded_head_stride * params.heads_per_dkv;  // of dK and dV
-        const int64_t in_head = int64_t{tile.index} * kRowsOfWorkTile;
-        begin = tile.head * of_head + in_head;
-        count = static_cast<int>(cute::min(of_head - in_head, int64_t{kRowsOfWorkTile}));
+        begin = tile.head * of_head + in_heads;
+        count = static_cast<int>(cute::min(of_head - in_heads, int64_t{kRowsOfWorkTile}));
+    }
+
+    // offset: a row of the work tile.
+    __device__ __forceinline__ PaddedRow at(const Flash_bwd_params &params, int offset) const {
+        constexpr int kRounded = Flash_bwd_params::kRowsRounded;
+        int64_t in_head = in_heads + offset;
+        int head = bidh;
+        if (params.heads_per_dkv > 1) {
+            head += static_cast<int>(in_head / params.padded_head_stride);
+            in_head %= params.padded_head_stride;
+        }
+        if (!may_be_varlen(kKind) || params.cu_seqlens_q == nullptr) {
+            return {begin + offset, bidb, head, sequence<may_be_varlen(kKind)>(params, bidb), int(in_head)};
+        }
+        const auto [found, block] =
+            find_block(params.cu_seqlens_q, params.b, params.total_q, kRounded, in_head / kRounded);
+        return {begin + offset, found, head, sequence(params, found), block * kRounded + int(in_head % kRounded)};
     }
 };
 
 // Phase preprocess. All threads.
-template <typename Traits>
+template <typename Traits, Kind kKind>
 __device__ __forceinline__ void preprocess(const Flash_bwd_params &params, typename Traits::SharedStorage &shared,
-                                           const WorkCounts &counts, const WorkTile &tile) {
-    const WorkRows rows(params, tile);
-    constexpr int kZeros = sizeof(shared.zeros) / sizeof(uint4);
+                                           const WorkCounts &counts, const WorkOrder &order, const WorkTile &tile) {
+    using Rows = WorkRows<Traits, kKind>;
+    constexpr int kZeros = sizeof(shared.zeros) / sizeof(uint4), kFlagRows = Flash_bwd_params::kRowsPerFlag;
+    const Rows rows(params, order, tile);
     for (int i = threadIdx.x; i < kZeros; i += Traits::kNThreads) {
         shared.zeros[i] = {};
     }
-    cutlass::arch::fence_view_async_shared();  // before the copy engine reads them
+    if (threadIdx.x < kRowsOfWorkTile / kFlagRows) {
+        shared.large_rows[threadIdx.x] = 0;
+    }
+    cutlass::arch::fence_view_async_shared();  // before the copy engine reads the zeros
     __syncthreads();
-    if (threadIdx.x == 0 && params.dq_accum != nullptr) {
+    if (threadIdx.x == Traits::kNThreads - 32 && params.dq_accum != nullptr) {
         auto *accum = reinterpret_cast<char *>(params.dq_accum + rows.begin * Traits::kHeadDim);
         const auto *end = reinterpret_cast<char *>(params.dq_accum + (rows.begin + rows.count) * Traits::kHeadDim);
         for (; accum < end; accum += sizeof(shared.zeros)) {
@@ -87,45 +115,52 @@ __device__ __forceinline__ void preprocess(const Flash_bwd_params &params, typen
         }
         tma_store_arrive();
     }
-    preprocess_rows<typename Traits::Element, Traits::kHeadDim, kRowsOfWorkTile, Traits::kNThreads>(
-        params, rows.begin, rows.count, shared.flag_rows);
+    CUTE_NO_UNROLL
+    for (int row = threadIdx.x / 32 * Rows::kOfWarp; row < rows.count; row += Rows::kWarps * Rows::kOfWarp) {
+        const PaddedRow first = rows.at(params, row);
+        if (preprocess_rows<typename Traits::Element, Traits::kHeadDim, Rows::kOfWarp>(params, first) &&
+            threadIdx.x % 32 == 0) {
+            shared.large_rows[row / kFlagRows] = 1;
+        }
+    }
+    if (threadIdx.x == Traits::kNThreads - 32) {
+        asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");  // the zeros are written
+    }
     __syncthreads();
     if (threadIdx.x == 0) {
-        asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");  // the zeros are written
+        for (int i = 0; i < rows.count / kFlagRows; ++i) {
+            params.large_rows[rows.begin / kFlagRows + i] = shared.large_rows[i];
+        }
         counts.add(counts.preprocessed(tile.head));
     }
 }
 
 // Phase convert. All threads.
 template <typename Traits, Kind kKind>
-__device__ __forceinline__ void convert(const Flash_bwd_params &params, typename Traits::SharedStorage &shared,
-                                        const WorkCounts &counts, const WorkTile &tile, int work_tiles_computed) {
-    constexpr int kTile = 64, kOfWarp = 16;  // rows of a tile of the accumulator, and of a warp's part of it
-    const WorkRows rows(params, tile);
-    if (threadIdx.x < rows.count / kTile) {
-        shared.dq_rows[threadIdx.x] = DqRows(params, rows.begin + threadIdx.x * kTile, is_local(kKind));
-    }
+__device__ __forceinline__ void convert(const Flash_bwd_params &params, const WorkCounts &counts,
+                                        const WorkOrder &order, const WorkTile &tile) {
+    using Rows = WorkRows<Traits, kKind>;
+    const Rows rows(params, order, tile);
     if (threadIdx.x == 0) {
-        counts.wait(counts.computed(tile.head), work_tiles_computed * ProducerOf<Traits, kKind>::kWarpsThatAdd);
+        counts.wait(counts.computed(tile.head), order.compute * ProducerOf<Traits, kKind>::kWarpsThatAdd);
     }
     __syncthreads();
     // As many parts are loaded together as registers hold.
     constexpr int kTogether = Traits::kHeadDim <= 64 ? 4 : Traits::kHeadDim <= 128 ? 2 : 1;
-    constexpr int kStride = Traits::kNThreads / 32 * kOfWarp;
+    constexpr int kStride = Rows::kWarps * Rows::kOfWarp;
     CUTE_NO_UNROLL
-    for (int first = threadIdx.x / 32 * kOfWarp; first < rows.count; first += kTogether * kStride) {
+    for (int row = threadIdx.x / 32 * Rows::kOfWarp; row < rows.count; row += kTogether * kStride) {
         decltype(load_dq<Traits>(params, 0)) acc[kTogether];
         CUTE_UNROLL
         for (int i = 0; i < kTogether; ++i) {
-            if (first + i * kStride < rows.count) {
-                acc[i] = load_dq<Traits>(params, rows.begin + first + i * kStride);
+            if (row + i * kStride < rows.count) {
+                acc[i] = load_dq<Traits>(params, rows.begin + row + i * kStride);
             }
         }
         CUTE_UNROLL
         for (int i = 0; i < kTogether; ++i) {
-            const int row = first + i * kStride;
-            if (row < rows.count) {
-                store_dq<Traits>(params, shared.dq_rows[row / kTile], row % kTile, acc[i]);
+            if (row + i * kStride < rows.count) {
+                store_dq<Traits, kKind>(params, rows.at(params, row + i * kStride), acc[i]);
             }
         }
     }
@@ -135,28 +170,36 @@ __device__ __forceinline__ void convert(const Flash_bwd_params &params, typename
 template <typename Traits, Kind kKind>
 __device__ __forceinline__ void compute_dq_dk_dv(const Flash_bwd_params &params, const typename Traits::Copies &copies,
                                                  typename Traits::SharedStorage &shared, const WorkCounts &counts,
-                                                 const WorkOrder &order, const RowBlocks &blocks,
-                                                 const WorkTile &tile) {
+                                                 const WorkOrder &order, const WorkTile &tile) {
     using Producer = ProducerOf<Traits, kKind>;
-    // In order and local: the last key blocks add first (ColumnBlockInfo::order_in), so they start first.
-    const bool is_reversed = params.dq_semaphore != nullptr && is_local(kKind);
-    const RowBlocks::Place place = blocks.place(tile.head * blocks.per_head + tile.index, is_reversed);
-    const Sequence seq = sequence<may_be_varlen(kKind)>(params, place.bidb);
+    int bidb, bidh_dkv, n_block = tile.index;
+    order.by_sequence(bidb, bidh_dkv, tile.head);
+    if (params.dq_semaphore != nullptr && is_local(kKind)) {
+        // In order and local: the last key blocks add first (ColumnBlockInfo::order_in), so they start first.
+        n_block = order.compute - 1 - n_block;
+    }
+    if (may_be_varlen(kKind) && params.cu_seqlens_k != nullptr) {
+        const SequenceBlock found =
+            find_block(params.cu_seqlens_k, params.b, params.total_k, Traits::kBlockN, n_block);
+        bidb = found.bidb;
+        n_block = found.block;
+    }
+    const Sequence seq = sequence<may_be_varlen(kKind)>(params, bidb);
     const int role = uniform(threadIdx.x / 128);
     int *computed = params.dq_accum == nullptr ? nullptr : counts.computed(tile.head);
-    if (place.block * Traits::kBlockN >= seq.seqlen_k) {  // unused, with variable lengths
+    if (n_block * Traits::kBlockN >= seq.seqlen_k) {  // unused, with variable lengths
         if (computed != nullptr && threadIdx.x == 0) {
             counts.add(computed, Producer::kWarpsThatAdd);
         }
         return;
     }
-    const ColumnBlock<Traits, kKind> block(params, seq, place.bidb, place.bidh, place.block);
+    const ColumnBlock<Traits, kKind> block(params, seq, bidb, bidh_dkv, n_block);
     if (role == 0) {
         cutlass::arch::warpgroup_reg_dealloc<Traits::TileSize::kProducerRegisters>();
         LoaderBwd<Traits, kKind> loader(params, copies, shared, block);
         const auto wait_for_statistics = [&] {
             if (threadIdx.x == 0) {
-                counts.wait(counts.preprocessed(tile.head), order.preprocess);
+                counts.wait(counts.preprocessed(tile.head), order.preprocess());
             }
             __syncwarp();
             fence_copies_from_global();
@@ -178,14 +221,12 @@ __device__ __forceinline__ void compute_dq_dk_dv(const Flash_bwd_params &params,
 template <typename Traits, Kind kKind>
 __global__ void __launch_bounds__(Traits::kNThreads, 1)
     flash_bwd_kernel(const __grid_constant__ Flash_bwd_params params,
-                     const __grid_constant__ typename Traits::Copies copies) {
+                     const __grid_constant__ typename Traits::Copies copies,
+                     const __grid_constant__ WorkOrder order) {
     extern __shared__ __align__(1024) char smem[];
     static_assert(Traits::kAlignment == 1024);
     auto &shared = *reinterpret_cast<typename Traits::SharedStorage *>(smem);
-    const RowBlocks blocks =
-        key_blocks<may_be_varlen(kKind)>(params, params.h / params.heads_per_dkv, Traits::kBlockN);
-    const WorkOrder order(params, blocks, is_local(kKind));
-    const WorkCounts counts{params.work_counts, order.heads};
+    const WorkCounts counts{params.work_counts, order.heads()};
     if (threadIdx.x == 0) {
         prefetch_tma_descriptor(copies.q.get_tma_descriptor());
         prefetch_tma_descriptor(copies.dout.get_tma_descriptor());
@@ -200,11 +241,11 @@ __global__ void __launch_bounds__(Traits::kNThreads, 1)
     const WorkTile tile{static_cast<Phase>(uniform(static_cast<int>(shared.work_tile.phase))),
                         uniform(shared.work_tile.head), uniform(shared.work_tile.index)};
     if (tile.phase == Phase::preprocess) {
-        preprocess<Traits>(params, shared, counts, tile);
+        preprocess<Traits, kKind>(params, shared, counts, order, tile);
     } else if (tile.phase == Phase::convert) {
-        convert<Traits, kKind>(params, shared, counts, tile, order.compute);
+        convert<Traits, kKind>(params, counts, order, tile);
     } else {
-        compute_dq_dk_dv<Traits, kKind>(params, copies, shared, counts, order, blocks, tile);
+        compute_dq_dk_dv<Traits, kKind>(params, copies, shared, counts, order, tile);
     }
 }
 

@@ -10,9 +10,7 @@
 
 #include <type_traits>
 
-#include "../common/preprocess_rows.h"
 #include "../flash.h"
-#include "dq_rows.h"
 #include "pipeline.h"
 #include "tile_sizes_bwd.h"
 #include "tma.h"
@@ -97,8 +95,7 @@ struct Flash_bwd_kernel_traits {
     struct SharedStorage {
         union {
             alignas(kAlignment) Element k[kBlockN * kHeadDim];
-            FlagRows flag_rows[kRowsOfWorkTile / Flash_bwd_params::kRowsPerFlag];  // phase preprocess
-            DqRows dq_rows[kRowsOfWorkTile / 64];                                  // phase convert
+            int large_rows[kRowsOfWorkTile / Flash_bwd_params::kRowsPerFlag];  // phase preprocess
         };
         union {
             alignas(kAlignment) Element v[kBlockN * kHeadDim];

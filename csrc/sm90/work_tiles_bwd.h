@@ -3,6 +3,8 @@
 // one head while the tensor cores work for another, and what one phase leaves for the next is still in L2.
 #pragma once
 
+#include <cutlass/fast_math.h>
+
 #include "../common/sequence.h"
 
 namespace flash::sm90 {
@@ -27,71 +29,120 @@ struct WorkTile {
 //
 // A work tile waits for work tiles with smaller numbers alone (WorkCounts), and CTAs start in the order of their
 // numbers, so that none waits for a CTA that cannot start (deadlock).
-struct WorkOrder {
-    int heads, group, lag;
-    int preprocess, compute, convert;  // work tiles of a head
-    bool is_interleaved;               // compute: the first key block of each head of the group, then the second
+class WorkOrder {
+    using Divisor = cutlass::FastDivmod;
+    int heads_, group, groups, lag;
+    int preprocess_, convert;  // work tiles of a head
+    bool is_interleaved;       // compute: the first key block of each head of the group, then the second
+    // Of a group for which neither the first nor the last heads are near: work tiles of compute, of the other phases, and
+    // the distance at which the fewer are spread among the more.
+    int usual_computed, usual_others;
+    Divisor by_usual_count, by_usual_stride, by_group, by_rows, by_key_blocks, by_heads;
 
-    // is_local: the work tiles of a head are of different length.
-    FLASH_HOST_DEVICE WorkOrder(const Flash_bwd_params &params, const RowBlocks &key_blocks, bool is_local)
-        : heads(key_blocks.all_heads()),
+public:
+    int compute;  // work tiles of a head
+
+    // On the host. is_local: the work tiles of a head are of different length.
+    WorkOrder(const Flash_bwd_params &params, const RowBlocks &key_blocks, bool is_local)
+        : heads_(key_blocks.all_heads()),
           group(params.interleaved_heads),
+          groups((heads_ + group - 1) / group),
           lag(params.dq_semaphore == nullptr && is_local ? 1 : 2),
-          preprocess(static_cast<int>((params.padded_head_stride * params.heads_per_dkv + kRowsOfWorkTile - 1) /
-                                      kRowsOfWorkTile)),
-          compute(key_blocks.per_head),
-          convert(params.dq_accum == nullptr ? 0 : preprocess),
-          is_interleaved(is_local || params.dq_semaphore != nullptr) {}
+          preprocess_(row_tiles(params)),
+          convert(params.dq_accum == nullptr ? 0 : preprocess_),
+          is_interleaved(is_local || params.dq_semaphore != nullptr),
+          usual_computed(key_blocks.per_head * group),
+          usual_others((preprocess_ + convert) * group),
+          by_usual_count(usual_computed + usual_others),
+          by_usual_stride(stride_of(usual_computed, usual_others)),
+          by_group(group),
+          by_rows(preprocess_),
+          by_key_blocks(key_blocks.per_head > 0 ? key_blocks.per_head : 1),
+          by_heads(params.cu_seqlens_q == nullptr ? key_blocks.heads : heads_),
+          compute(key_blocks.per_head) {}
 
-    FLASH_HOST_DEVICE int64_t count() const { return (int64_t{preprocess} + compute + convert) * heads; }
+    // Work tiles of a call. The class is for calls in which they fit into an int.
+    static int64_t count(const Flash_bwd_params &params, const RowBlocks &key_blocks) {
+        const int64_t of_rows = int64_t{row_tiles(params)} * (params.dq_accum == nullptr ? 1 : 2);
+        return (of_rows + key_blocks.per_head) * key_blocks.all_heads();
+    }
 
-    // number: below count(), which fits into an int.
+    FLASH_HOST_DEVICE int heads() const { return heads_; }
+    FLASH_HOST_DEVICE int preprocess() const { return preprocess_; }  // work tiles of a head
+
+    // The place of a head of WorkTile: batch index (variable lengths: 0) and head of dK and dV.
+    FLASH_HOST_DEVICE void by_sequence(int &bidb, int &bidh_dkv, int head) const { by_heads(bidb, bidh_dkv, head); }
+
+    // number: of a CTA.
     FLASH_HOST_DEVICE WorkTile at(int number) const {
-        const int groups = (heads + group - 1) / group;
         if (number < begin(0)) {
-            return flat(Phase::preprocess, number);
+            return of_rows(Phase::preprocess, number);
         }
-        int i = clamp_to((number - begin(0)) / ((preprocess + compute + convert) * group), 0, groups);
+        int i = by_usual_count.div(number - begin(0));
+        i = i < groups ? i : groups;
         while (i < groups && begin(i + 1) <= number) {  // fewer work tiles of convert come with the first groups
             ++i;
         }
-        const int position = number - begin(i);
-        const int first_converted = convert * groups_before(i - lag);
+        int position = number - begin(i);
+        const int first_converted = convert * heads_before(i - lag);
         if (i == groups) {
-            return flat(Phase::convert, first_converted + position);
+            return of_rows(Phase::convert, first_converted + position);
         }
-        const int first_prepared = preprocess * groups_before(i + 1);
-        const int prepared = preprocess * groups_before(i + 2) - first_prepared;
-        const int converted = convert * groups_before(i + 1 - lag) - first_converted;
-        const int computed = compute * (groups_before(i + 1) - groups_before(i)), others = prepared + converted;
-        // The fewer are spread evenly among the more.
+        const int first_head = heads_before(i), heads_here = heads_before(i + 1) - first_head;
+        const int first_prepared = preprocess_ * heads_before(i + 1);
+        const int prepared = preprocess_ * heads_before(i + 2) - first_prepared;
+        const int converted = convert * heads_before(i + 1 - lag) - first_converted;
+        const int computed = compute * heads_here, others = prepared + converted;
+        int round, in_round, stride;
+        if (computed == usual_computed && others == usual_others) {
+            stride = by_usual_stride.divisor;
+            by_usual_stride(round, in_round, position);
+        } else {
+            stride = stride_of(computed, others);
+            round = position / stride;
+            in_round = position - round * stride;
+        }
         const int fewer = others < computed ? others : computed;
-        const int stride = fewer == 0 ? computed + others + 1 : (computed + others) / fewer;
-        const int round = position / stride;
-        const bool is_fewer = round < fewer && position % stride == stride - 1;
+        const bool is_fewer = round < fewer && in_round == stride - 1;
         const int of_fewer = round < fewer ? round : fewer;
-        const int of_kind = is_fewer ? of_fewer : position - of_fewer;
+        position = is_fewer ? of_fewer : position - of_fewer;
         if (is_fewer == (others < computed)) {
-            return of_kind < prepared ? flat(Phase::preprocess, first_prepared + of_kind)
-                                      : flat(Phase::convert, first_converted + of_kind - prepared);
+            return position < prepared ? of_rows(Phase::preprocess, first_prepared + position)
+                                       : of_rows(Phase::convert, first_converted + position - prepared);
         }
-        const int heads_here = groups_before(i + 1) - groups_before(i), first_head = groups_before(i);
-        return is_interleaved ? WorkTile{Phase::compute, first_head + of_kind % heads_here, of_kind / heads_here}
-                              : WorkTile{Phase::compute, first_head + of_kind / compute, of_kind % compute};
+        int head, block;
+        if (!is_interleaved) {
+            by_key_blocks(head, block, position);
+        } else if (heads_here == group) {
+            by_group(block, head, position);
+        } else {
+            block = position / heads_here;
+            head = position - block * heads_here;
+        }
+        return {Phase::compute, first_head + head, block};
     }
 
 private:
+    static int row_tiles(const Flash_bwd_params &params) {
+        return static_cast<int>((params.padded_head_stride * params.heads_per_dkv + kRowsOfWorkTile - 1) /
+                                kRowsOfWorkTile);
+    }
+    FLASH_HOST_DEVICE static int stride_of(int computed, int others) {
+        const int fewer = others < computed ? others : computed;
+        return fewer == 0 ? computed + others + 1 : (computed + others) / fewer;
+    }
     // Heads of the groups before group i.
-    FLASH_HOST_DEVICE int groups_before(int i) const {
-        return i <= 0 ? 0 : int64_t{i} * group < heads ? i * group : heads;
+    FLASH_HOST_DEVICE int heads_before(int i) const {
+        return i <= 0 ? 0 : i < groups ? i * group : heads_;
     }
     // The number of the first work tile that comes with group i.
     FLASH_HOST_DEVICE int begin(int i) const {
-        return preprocess * groups_before(i + 1) + compute * groups_before(i) + convert * groups_before(i - lag);
+        return preprocess_ * heads_before(i + 1) + compute * heads_before(i) + convert * heads_before(i - lag);
     }
-    FLASH_HOST_DEVICE WorkTile flat(Phase phase, int index) const {
-        const int per_head = phase == Phase::preprocess ? preprocess : convert;
-        return {phase, index / per_head, index % per_head};
+    FLASH_HOST_DEVICE WorkTile of_rows(Phase phase, int number) const {
+        WorkTile tile{phase, 0, 0};
+        by_rows(tile.head, tile.index, number);
+        return tile;
     }
 };
 
