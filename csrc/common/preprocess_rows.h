@@ -20,23 +20,25 @@ struct PaddedRow {
     int row;  // in the sequence; may lie past its end
 };
 
-// A warp does kRows padded rows from `first` on, of one head and one sequence. kLanes lanes share a row. Each lane reads
-// 16 bytes of it. Returns, in every lane, whether a row has a large log-sum-exp.
+// A warp does kRows padded rows from `first` on, of one head and one sequence. kLanes lanes share a row. Each lane
+// reads 16 bytes of it. Returns, in every lane, whether a row has a large log-sum-exp.
 template <typename Element, int kHeadDim, int kRows>
 __device__ __forceinline__ bool preprocess_rows(const Flash_bwd_params &params, const PaddedRow &first) {
     constexpr int kVector = 16 / sizeof(Element);
     constexpr int kVectors = kHeadDim / kVector;
     constexpr int kLanes = kVectors <= 4 ? 4 : kVectors <= 8 ? 8 : kVectors <= 16 ? 16 : 32;
-    constexpr int kStride = 32 / kLanes;                              // rows at a time
+    constexpr int kStride = 32 / kLanes;                                  // rows at a time
     constexpr int kTogether = kRows / kStride < 8 ? kRows / kStride : 8;  // rows of a lane that are loaded together
     static_assert(kRows % (kStride * kTogether) == 0);
     const int lane = threadIdx.x % kLanes, row_of_lane = threadIdx.x % 32 / kLanes;
     const int rows = first.seq.seqlen_q - first.row;  // of the sequence
     const auto base_of = [&](const TensorRef &x) {
         return static_cast<const Element *>(x.ptr) + first.bidb * x.batch_stride + first.bidh * x.head_stride +
-               int64_t(first.seq.q_begin + first.row) * x.row_stride + lane * kVector;
+               int64_t(first.seq.q_begin + first.row) * x.row_stride;
     };
     const Element *out_base = base_of(params.o), *dout_base = base_of(params.dout);
+    const bool has_columns = lane * kVector < params.d;
+    const int column = has_columns ? lane * kVector : 0;
     const int64_t lse_begin =
         first.bidb * params.lse_batch_stride + first.bidh * params.lse_head_stride + first.seq.q_begin + first.row;
     const auto *all_lse = static_cast<const float *>(params.softmax_lse) + lse_begin;
@@ -44,22 +46,26 @@ __device__ __forceinline__ bool preprocess_rows(const Flash_bwd_params &params, 
     bool is_large = false;
     CUTE_UNROLL
     for (int begin = 0; begin < kRows; begin += kStride * kTogether) {
-        uint4 out[kTogether], dout[kTogether];
-        float lse[kTogether], dlse[kTogether];
+        uint4 out[kTogether] = {}, dout[kTogether] = {};
+        float lse[kTogether], dlse[kTogether] = {};
         CUTE_UNROLL
         for (int i = 0; i < kTogether; ++i) {
-            const int row = begin + i * kStride + row_of_lane;
-            out[i] = dout[i] = {};
             lse[i] = -INFINITY;
-            dlse[i] = 0.0f;
-            if (row < rows) {
-                if (lane * kVector < params.d) {
-                    out[i] = *reinterpret_cast<const uint4 *>(out_base + row * params.o.row_stride);
-                    dout[i] = *reinterpret_cast<const uint4 *>(dout_base + row * params.dout.row_stride);
-                }
-                if (lane == 0) {
-                    lse[i] = all_lse[row];
-                    dlse[i] = all_dlse == nullptr ? 0.0f : all_dlse[lse_begin + row];
+        }
+        if (rows > 0) {
+            // Without branches between them, so that all loads wait together: rows past the end load the last one.
+            CUTE_UNROLL
+            for (int i = 0; i < kTogether; ++i) {
+                const int row = begin + i * kStride + row_of_lane, loaded = row < rows ? row : rows - 1;
+                out[i] = *reinterpret_cast<const uint4 *>(out_base + loaded * params.o.row_stride + column);
+                dout[i] = *reinterpret_cast<const uint4 *>(dout_base + loaded * params.dout.row_stride + column);
+                lse[i] = all_lse[loaded];
+            }
+            if (all_dlse != nullptr) {
+                CUTE_UNROLL
+                for (int i = 0; i < kTogether; ++i) {
+                    const int row = begin + i * kStride + row_of_lane, loaded = row < rows ? row : rows - 1;
+                    dlse[i] = all_dlse[lse_begin + loaded];
                 }
             }
         }
@@ -75,14 +81,16 @@ __device__ __forceinline__ bool preprocess_rows(const Flash_bwd_params &params, 
             for (int j = 0; j < kVector; ++j) {
                 dot += out_i[j] * dout_i[j];
             }
+            dot = has_columns ? dot : 0.0f;
             CUTE_UNROLL
             for (int offset = kLanes / 2; offset > 0; offset /= 2) {
                 dot += __shfl_xor_sync(0xffffffffu, dot, offset);
             }
             if (lane == 0) {
                 // A row without a key has no gradient, whatever dO holds. P = exp(s - inf) = 0 there and past the end.
-                const int64_t padded_row = first.padded_row + begin + i * kStride + row_of_lane;
-                const bool has_keys = lse[i] != -INFINITY;
+                const int row = begin + i * kStride + row_of_lane;
+                const int64_t padded_row = first.padded_row + row;
+                const bool has_keys = row < rows && lse[i] != -INFINITY;
                 static_cast<float *>(params.dsoftmax_sum)[padded_row] = has_keys ? dot - dlse[i] : 0.0f;
                 params.lse_padded[padded_row] = has_keys ? lse[i] : INFINITY;
                 is_large |= has_keys && fabsf(lse[i]) > kLargeExponent;

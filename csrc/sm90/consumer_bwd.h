@@ -82,9 +82,8 @@ protected:
         Tensor sQ = tiles<kStages>(smem_q);
         Tensor sK_own = local_tile(sK, typename Traits::TiledKV{}, make_coord(key_offset / kKeys, 0));  // (64, HD)
         auto thr_mma = TiledMmaSdP{}.get_slice(int(threadIdx.x % 128));
-        Tensor tSrK = thr_mma.make_fragment_A(thr_mma.partition_A(sK_own));  // (MMA, MMA_M, MMA_K)
-        Tensor tSrQ =
-            thr_mma.make_fragment_B(thr_mma.partition_B(sQ))(_, _, _, state.stage);  // (MMA, MMA_N, MMA_K)
+        Tensor tSrK = thr_mma.make_fragment_A(thr_mma.partition_A(sK_own));                    // (MMA, MMA_M, MMA_K)
+        Tensor tSrQ = thr_mma.make_fragment_B(thr_mma.partition_B(sQ))(_, _, _, state.stage);  // (MMA, MMA_N, MMA_K)
         issue<TiledMmaSdP>(/*accumulates=*/false, tSrK, tSrQ, acc);
     }
 
@@ -110,9 +109,8 @@ protected:
         Tensor sQt = transposed_tiles<Traits::kStagesQ>(shared.q);
         Tensor sdSt_own = local_tile(sdSt(_, _, ds_stage), TileDSt{}, make_coord(key_offset / kKeys, _0{}));
         auto thr_mma = TiledMmadK{}.get_slice(int(threadIdx.x % 128));
-        Tensor tdKrdSt = thr_mma.make_fragment_A(thr_mma.partition_A(sdSt_own));  // (MMA, MMA_M, MMA_K)
-        Tensor tdKrQt =
-            thr_mma.make_fragment_B(thr_mma.partition_B(sQt))(_, _, _, state.stage);  // (MMA, MMA_N, MMA_K)
+        Tensor tdKrdSt = thr_mma.make_fragment_A(thr_mma.partition_A(sdSt_own));                  // (MMA, MMA_M, MMA_K)
+        Tensor tdKrQt = thr_mma.make_fragment_B(thr_mma.partition_B(sQt))(_, _, _, state.stage);  // (MMA, MMA_N, MMA_K)
         issue<TiledMmadK>(accumulates, tdKrdSt, tdKrQt, acc);
     }
 
@@ -157,6 +155,14 @@ protected:
                 clear_rows_outside<Traits>(begin, end, tiles<kStages>(smem)(_, _, state.stage), warpgroup);
             }
         }
+    }
+
+    // Each warp releases a stage for itself, when all of its lanes have read the row statistics or words there.
+    template <int kStages>
+    __device__ __forceinline__ static void release(const PipelineState<kStages> &state,
+                                                   PipelineBarriers<kStages> &barriers) {
+        __syncwarp();
+        state.release(barriers);
     }
 
     __device__ __forceinline__ void wait_for_Q() const {

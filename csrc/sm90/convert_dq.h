@@ -29,15 +29,15 @@ __device__ __forceinline__ auto load_dq(const Flash_bwd_params &params, int64_t 
     return acc;
 }
 
-// dQ = softmax_scale * acc, for 16 rows. Rows without a key get 0: the accumulator of such a row holds NaN if one of its
-// tiles has an infinite key.
+// dQ = softmax_scale * acc, for 16 rows. Rows without a key get 0: the accumulator of such a row holds NaN if one of
+// its tiles has an infinite key.
 template <typename Traits, Kind kKind, typename TensorDq>
 __device__ __forceinline__ void store_dq(const Flash_bwd_params &params, const PaddedRow &first, const TensorDq &acc) {
     using Element = typename Traits::Element;
     const Sequence &seq = first.seq;
     const KeyRange<is_local(kKind)> range(params, seq.seqlen_q, seq.seqlen_k);
-    Element *base =
-        static_cast<Element *>(params.dq.ptr) + first.bidb * params.dq.batch_stride + first.bidh * params.dq.head_stride;
+    Element *base = static_cast<Element *>(params.dq.ptr) + first.bidb * params.dq.batch_stride +
+                    first.bidh * params.dq.head_stride;
     CUTE_UNROLL
     for (int i = 0; i < 2; ++i) {
         const int row = first.row + threadIdx.x % 32 / 4 + i * 8;

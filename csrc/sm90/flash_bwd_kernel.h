@@ -179,8 +179,7 @@ __device__ __forceinline__ void compute_dq_dk_dv(const Flash_bwd_params &params,
         n_block = order.compute - 1 - n_block;
     }
     if (may_be_varlen(kKind) && params.cu_seqlens_k != nullptr) {
-        const SequenceBlock found =
-            find_block(params.cu_seqlens_k, params.b, params.total_k, Traits::kBlockN, n_block);
+        const SequenceBlock found = find_block(params.cu_seqlens_k, params.b, params.total_k, Traits::kBlockN, n_block);
         bidb = found.bidb;
         n_block = found.block;
     }
@@ -221,30 +220,33 @@ __device__ __forceinline__ void compute_dq_dk_dv(const Flash_bwd_params &params,
 template <typename Traits, Kind kKind>
 __global__ void __launch_bounds__(Traits::kNThreads, 1)
     flash_bwd_kernel(const __grid_constant__ Flash_bwd_params params,
-                     const __grid_constant__ typename Traits::Copies copies,
-                     const __grid_constant__ WorkOrder order) {
+                     const __grid_constant__ typename Traits::Copies copies, const __grid_constant__ WorkOrder order) {
     extern __shared__ __align__(1024) char smem[];
     static_assert(Traits::kAlignment == 1024);
     auto &shared = *reinterpret_cast<typename Traits::SharedStorage *>(smem);
     const WorkCounts counts{params.work_counts, order.heads()};
-    if (threadIdx.x == 0) {
+    if (threadIdx.x == Traits::kNThreads - 32) {  // for phase compute; a warp that the others do not wait for
         prefetch_tma_descriptor(copies.q.get_tma_descriptor());
         prefetch_tma_descriptor(copies.dout.get_tma_descriptor());
         prefetch_tma_descriptor(copies.k.get_tma_descriptor());
         prefetch_tma_descriptor(copies.v.get_tma_descriptor());
         init_barriers<Traits, kKind>(shared);
-    } else if (threadIdx.x == 32) {
-        const bool is_in_order = params.dq_semaphore != nullptr;
-        shared.work_tile = order.at(is_in_order ? atomicAdd(params.dq_tile_counter, 1) : int(blockIdx.x));
     }
-    __syncthreads();  // every thread sees the barriers and the work tile
-    const WorkTile tile{static_cast<Phase>(uniform(static_cast<int>(shared.work_tile.phase))),
-                        uniform(shared.work_tile.head), uniform(shared.work_tile.index)};
+    int number = blockIdx.x;
+    if (params.dq_semaphore != nullptr) {
+        if (threadIdx.x == 0) {
+            shared.number = atomicAdd(params.dq_tile_counter, 1);
+        }
+        __syncthreads();
+        number = uniform(shared.number);
+    }
+    const WorkTile tile = order.at(number);
     if (tile.phase == Phase::preprocess) {
         preprocess<Traits, kKind>(params, shared, counts, order, tile);
     } else if (tile.phase == Phase::convert) {
         convert<Traits, kKind>(params, counts, order, tile);
     } else {
+        __syncthreads();  // every thread sees the barriers
         compute_dq_dk_dv<Traits, kKind>(params, copies, shared, counts, order, tile);
     }
 }

@@ -89,15 +89,21 @@ private:
         }
     }
 
-    // A tile of Q or dO. copy_rows() announces its bytes.
+    template <int kStages>
+    __device__ __forceinline__ static uint64_t &full_barrier(const PipelineState<kStages> &state,
+                                                             PipelineBarriers<kStages> &barriers) {
+        return *reinterpret_cast<uint64_t *>(&barriers.full[state.stage]);
+    }
+
+    // A tile of Q or dO. copy_rows() announces its bytes: the stage is full when it has done so and all have come.
     template <int kStages>
     __device__ __forceinline__ void copy_tile(const PipelineState<kStages> &state, const typename Traits::TmaQ &tma,
                                               Element *smem, PipelineBarriers<kStages> &barriers) {
         if (cute::elect_one_sync()) {
             load_rows(tma, typename Traits::TileQ{},
                       make_tensor(make_smem_ptr(smem), typename Traits::template SmemLayoutQ<kStages>{}), state.stage,
-                      state.full(barriers), block.q_begin + step.m_block * Traits::kBlockM, block.bidh + step.head,
-                      bidb_q);
+                      full_barrier(state, barriers), block.q_begin + step.m_block * Traits::kBlockM,
+                      block.bidh + step.head, bidb_q);
         }
     }
 
@@ -112,9 +118,7 @@ private:
                                      kBytesOfRows);
         }
     }
-    __device__ __forceinline__ void copy_lse() {
-        copy_rows(q_state, params.lse_padded, shared.lse, shared.q_barriers);
-    }
+    __device__ __forceinline__ void copy_lse() { copy_rows(q_state, params.lse_padded, shared.lse, shared.q_barriers); }
     __device__ __forceinline__ void copy_delta() {
         copy_rows(dout_state, static_cast<const float *>(params.dsoftmax_sum), shared.delta, shared.dout_barriers);
     }

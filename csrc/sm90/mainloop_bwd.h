@@ -40,10 +40,10 @@ public:
         this->wait_for_Q();
         const auto inputs = scores.load_inputs(step);
         const auto lse = lse_of_step();
+        const auto draws = scores.exchanged(scores.draw(step, scores.load_rng_state()));
         Scores first_s;
         this->issue_scores(shared.k, shared.q, q_state, first_s);
         this->wait_for_KV(shared.v_barriers, shared.v);
-        const auto draws = scores.draw(step, inputs);
         wait_for<0>(first_s);
         Probabilities p = scores.rounded_p(step, inputs, draws, first_s, lse);
         if constexpr (kComputesDq && Traits::kHeadDim <= 64) {
@@ -69,40 +69,44 @@ private:
     __device__ __forceinline__ void run_headdim64(Probabilities &first_p, TensorKV &acc_dk, TensorKV &acc_dv) {
         this->wait_for_dO();
         const auto first_delta = delta_of_step();
+        const auto rng_state = scores.load_rng_state();
         Scores first_ds;
         issue_dp_and_dv(/*accumulates=*/false, first_p, first_ds, acc_dv);
+        auto next_draws = scores.draw(step.next(this->block), rng_state);
         wait_for<1>(first_ds);
         Operand rdS = scores.rounded_ds(first_p.for_ds(), first_ds, first_delta);
         auto ds = this->send_ds(rdS);
         wait_for<0>(acc_dv);
-        dout_state.release(shared.dout_barriers);
+        Base::release(dout_state, shared.dout_barriers);
         bool accumulates = false;
         for (; steps_left > 1; --steps_left, accumulates = true) {
             Scores acc_ds, next_s;
             const auto q = q_state;
             this->advance_step();
             const auto inputs = scores.load_inputs(step);
+            const auto rng_state = scores.load_rng_state();
+            const auto draws = scores.exchanged(next_draws);
             this->wait_for_Q();
             const auto lse = lse_of_step();
             this->issue_scores(shared.k, shared.q, q_state, next_s);
             auto acc_dq = issue_dq(ds);
             issue_dk(accumulates, ds, q, rdS, acc_dk);
-            const auto draws = scores.draw(step, inputs);
             wait_for<2>(next_s);
             Probabilities p = scores.rounded_p(step, inputs, draws, next_s, lse);
             wait_for<0>(acc_dk);
             warpgroup_fence_operand(acc_dq);
-            q.release(shared.q_barriers);
+            Base::release(q, shared.q_barriers);
             this->wait_for_dO();
             issue_dp_and_dv(/*accumulates=*/true, p, acc_ds, acc_dv);
             store_dq(acc_dq);
+            next_draws = scores.draw(step.next(this->block), rng_state);
             const auto delta = delta_of_step();
             wait_for<1>(acc_ds);
             rdS = scores.rounded_ds(p.for_ds(), acc_ds, delta);
             ds = this->send_ds(rdS);
             send_dq();  // behind the fence of dS
             wait_for<0>(acc_dv);
-            dout_state.release(shared.dout_barriers);
+            Base::release(dout_state, shared.dout_barriers);
         }
         auto acc_dq = issue_dq(ds);
         issue_dk(accumulates, ds, q_state, rdS, acc_dk);
@@ -122,9 +126,11 @@ private:
             Scores acc_ds, next_s;
             const auto q = q_state;
             const auto dout = dout_state;
+            const auto rng_state = scores.load_rng_state();
             issue_dp_and_dv(accumulates, p, acc_ds, acc_dv);
             this->advance_step();
             const auto inputs = scores.load_inputs(step);
+            const auto own_draws = scores.draw(step, rng_state);
             this->wait_for_Q();
             QueryStatistics lse;
             if (!kHoldsPTwice) {
@@ -140,11 +146,11 @@ private:
                 send_dq();  // of the step before, behind the fence of dS
             }
             wait_for<0>(acc_dv);  // the next products need the registers of P
-            dout.release(shared.dout_barriers);
+            Base::release(dout, shared.dout_barriers);
+            const auto draws = scores.exchanged(own_draws);
             this->issue_scores(shared.k, shared.q, q_state, next_s);
             auto acc_dq = issue_dq(ds);
             issue_dk(accumulates, ds, q, rdS, acc_dk);
-            const auto draws = scores.draw(step, inputs);
             if (kHoldsPTwice) {
                 wait_for<1>(acc_dq);
                 warpgroup_fence_operand(next_s);
@@ -160,7 +166,7 @@ private:
                 store_dq(acc_dq);
             }
             wait_for<0>(acc_dk);
-            q.release(shared.q_barriers);
+            Base::release(q, shared.q_barriers);
         }
         Scores acc_ds;
         issue_dp_and_dv(accumulates, p, acc_ds, acc_dv);
@@ -171,7 +177,7 @@ private:
             send_dq();
         }
         wait_for<0>(acc_dv);
-        dout_state.release(shared.dout_barriers);
+        Base::release(dout_state, shared.dout_barriers);
         auto acc_dq = issue_dq(ds);
         issue_dk(accumulates, ds, q_state, rdS, acc_dk);
         wait_for<1>(acc_dq);
@@ -201,18 +207,18 @@ private:
             Scores next_s;
             this->wait_for_Q();
             const auto lse = lse_of_step();
+            const auto draws = scores.exchanged(scores.draw(step, scores.load_rng_state()));
             this->issue_scores(shared.k, shared.q, q_state, next_s);
             issue_dk(accumulates, ds, q, rdS, acc_dk);
-            const auto draws = scores.draw(step, inputs);
             wait_for<1>(next_s);
             warpgroup_fence_operand(acc_dv);
-            dout.release(shared.dout_barriers);
+            Base::release(dout, shared.dout_barriers);
             p = scores.rounded_p(step, inputs, draws, next_s, lse);
             wait_for<0>(acc_dk);
-            q.release(shared.q_barriers);
+            Base::release(q, shared.q_barriers);
         }
         wait_for<0>(acc_dk);
-        dout_state.release(shared.dout_barriers);
+        Base::release(dout_state, shared.dout_barriers);
     }
 
     __device__ __forceinline__ auto lse_of_step() const { return scores.load_statistics(shared.lse[q_state.stage]); }
@@ -298,10 +304,11 @@ public:
         }
         this->wait_for_KV(shared.k_barriers, shared.k);
         this->wait_for_Q();
+        const auto rng_state = scores.load_rng_state();
         auto inputs = scores.load_inputs(step);
         Scores first_s;
         this->issue_scores(shared.k, shared.q, q_state, first_s);
-        const auto first_draws = scores.draw(step, inputs);
+        const auto first_draws = scores.draw(step, rng_state);
         wait_for<0>(first_s);
         auto rP = send_p(inputs, first_draws, first_s);
         for (bool accumulates = false;; accumulates = true) {
@@ -316,15 +323,15 @@ public:
             Scores next_s;
             this->wait_for_Q();
             this->issue_scores(shared.k, shared.q, q_state, next_s);
-            const auto draws = scores.draw(step, inputs);
+            const auto draws = scores.draw(step, rng_state);
             wait_for<0>(next_s);
             warpgroup_fence_operand(acc_dv);
-            dout_state.release(shared.dout_barriers);
+            Base::release(dout_state, shared.dout_barriers);
             dout_state.advance();
             rP = send_p(inputs, draws, next_s);
         }
         wait_for<0>(acc_dv);
-        dout_state.release(shared.dout_barriers);
+        Base::release(dout_state, shared.dout_barriers);
     }
 
     template <typename TensorKV>
@@ -352,12 +359,12 @@ public:
             this->issue_scores(shared.v, shared.dout, dout_state, next_ds);
             wait_for<0>(next_ds);
             warpgroup_fence_operand(acc_dk);
-            q_state.release(shared.q_barriers);
+            Base::release(q_state, shared.q_barriers);
             q_state.advance();
             rdS = send_ds(next_ds);
         }
         wait_for<0>(acc_dk);
-        q_state.release(shared.q_barriers);
+        Base::release(q_state, shared.q_barriers);
     }
 
 private:
@@ -367,13 +374,13 @@ private:
     __device__ __forceinline__ Operand send_p(const Inputs &inputs, const Draws &draws, const Scores &acc_s) {
         p_state.acquire(shared.p_barriers);
         const auto lse = scores.load_statistics(shared.lse[q_state.stage]);
-        const Probabilities p = scores.rounded_p(step, inputs, draws, acc_s, lse);
+        const Probabilities p = scores.rounded_p(step, inputs, scores.exchanged(draws), acc_s, lse);
         CUTE_UNROLL
         for (int i = 0; i < size(p.for_ds()) / 2; ++i) {
             scores.store_pair(p_words(), i, scores.pair_of(p.for_ds(), i));
         }
-        __syncwarp();  // every lane has read lse and written its words
-        q_state.release(shared.q_barriers);
+        __syncwarp();  // every lane has written its words
+        Base::release(q_state, shared.q_barriers);
         if (cute::elect_one_sync()) {
             shared.p_barriers.full[p_state.stage].arrive();
         }
@@ -387,9 +394,9 @@ private:
         const uint32_t *words = p_words();
         Operand rdS = scores.rounded_ds([&](int i) { return scores.load_pair(words, i); }, acc_ds,
                                         scores.load_statistics(shared.delta[dout_state.stage]));
-        p_state.release(shared.p_barriers);
+        Base::release(p_state, shared.p_barriers);
         p_state.advance();
-        dout_state.release(shared.dout_barriers);
+        Base::release(dout_state, shared.dout_barriers);
         Base::send_ds(rdS);
         return rdS;
     }

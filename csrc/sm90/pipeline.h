@@ -39,24 +39,20 @@ struct PipelineState {
     }
 
     // Producer: waits until the stage is empty. Then one thread announces the bytes to come, and gets the barrier that
-    // TMA completes. Copies may be issued before that: the stage is full when the thread has arrived and all bytes have.
+    // TMA completes.
     __device__ __forceinline__ void acquire(PipelineBarriers<kStages> &barriers) const {
         barriers.empty[stage].wait(phase ^ 1);
     }
     __device__ __forceinline__ uint64_t &expect(PipelineBarriers<kStages> &barriers, int bytes) const {
         barriers.full[stage].arrive_and_expect_tx(bytes);
-        return full(barriers);
-    }
-    __device__ __forceinline__ uint64_t &full(PipelineBarriers<kStages> &barriers) const {
         return *reinterpret_cast<uint64_t *>(&barriers.full[stage]);
     }
 
-    // Consumer: waits for the data. Each warp releases the stage for itself, when all of its lanes have read it.
+    // Consumer: waits for the data. Each warp releases the stage for itself.
     __device__ __forceinline__ void wait(PipelineBarriers<kStages> &barriers) const {
         barriers.full[stage].wait(phase);
     }
     __device__ __forceinline__ void release(PipelineBarriers<kStages> &barriers) const {
-        __syncwarp();
         if (cute::elect_one_sync()) {
             barriers.empty[stage].arrive();
         }

@@ -23,8 +23,7 @@ class ScoresBwd {
 
 public:
     using Accumulator = decltype(partition_fragment_C(typename Traits::TiledMmaSdP{}, typename Traits::TileS{}));
-    using Operand =
-        decltype(make_tensor<Element>(operand_A_layout(Accumulator{}.layout())));  // (MMA, MMA_M, MMA_K)
+    using Operand = decltype(make_tensor<Element>(operand_A_layout(Accumulator{}.layout())));  // (MMA, MMA_M, MMA_K)
 
     // first_key: of the consumer, in the sequence.
     __device__ ScoresBwd(const Flash_bwd_params &params, const ColumnBlock<Traits, kKind> &block, int first_key)
@@ -50,7 +49,6 @@ public:
     struct Inputs {
         bool is_large;      // a row of the step has a large log-sum-exp
         float alibi_slope;  // kind general: of the head
-        uint64_t rng_seed, rng_offset;
     };
     __device__ __forceinline__ Inputs load_inputs(const Step &step) const {
         constexpr int kFlagRows = Flash_bwd_params::kRowsPerFlag;
@@ -59,16 +57,23 @@ public:
         if constexpr (Traits::kBlockM > kFlagRows) {
             flag |= flags[1];
         }
-        Inputs inputs{flag != 0, 0.0f, 0, 0};
+        Inputs inputs{flag != 0, 0.0f};
         if (has_alibi()) {
             inputs.alibi_slope =
                 params.alibi_slopes[block.bidb * params.alibi_slopes_batch_stride + block.bidh + step.head];
         }
-        if (has_dropout()) {
-            inputs.rng_seed = params.rng_state[0];
-            inputs.rng_offset = params.rng_state[1];
-        }
         return inputs;
+    }
+
+    // Seed and offset of dropout. Loaded before products are issued, too.
+    struct RngState {
+        uint64_t seed, offset;
+    };
+    __device__ __forceinline__ RngState load_rng_state() const {
+        if (!has_dropout()) {
+            return {};
+        }
+        return {uint64_t(params.rng_state[0]), uint64_t(params.rng_state[1])};
     }
 
     // Whether dropout drops, for 16 pairs of a thread's scores in a word. From draw(): lanes hold each other's bits.
@@ -77,14 +82,13 @@ public:
         uint32_t words[kHasFactors ? kPairs / 16 : 1];
     };
 
-    // Computed while the tensor cores compute the scores. A thread holds one key of a pair (k, k + 1) and both queries
+    // Takes hundreds of cycles, beside products. A thread holds one key of a pair (k, k + 1) and both queries
     // (q, q + 1). The bits of these four come from two calls of Philox. The lane with the other key needs the same two
     // calls, so each lane makes one: the lower half of a word is of even keys, the upper half of odd ones.
-    __device__ __forceinline__ Draws draw(const Step &step, const Inputs &inputs) const {
+    __device__ __forceinline__ Draws draw(const Step &step, const RngState &rng) const {
         Draws draws{};
         if (has_dropout()) {
-            const DropoutStream stream(inputs.rng_seed, inputs.rng_offset, block.bidb, params.h,
-                                       block.bidh + step.head);
+            const DropoutStream stream(rng.seed, rng.offset, block.bidb, params.h, block.bidh + step.head);
             const int key = first_key + first_row_of_thread(), is_odd = key % 2;
             const int query = step.m_block * Traits::kBlockM + threadIdx.x % 4 * 2 + is_odd;
             CUTE_UNROLL
@@ -108,6 +112,21 @@ public:
             }
         }
         return draws;
+    }
+
+    // A shuffle waits behind products, so lanes exchange their bits when none is under way.
+    __device__ __forceinline__ Draws exchanged(const Draws &draws) const {
+        Draws result = draws;
+        if (has_dropout()) {
+            CUTE_UNROLL
+            for (int w = 0; w < kPairs / 16; ++w) {
+                const uint32_t mine = draws.words[w], theirs = __shfl_xor_sync(0xffffffffu, mine, 4);
+                result.words[w] = first_row_of_thread() % 2 == 0
+                                      ? __byte_perm(mine, theirs, 0x5410)   // the lower halves
+                                      : __byte_perm(theirs, mine, 0x7632);  // the upper halves
+            }
+        }
+        return result;
     }
 
     // P^T of a thread in 16 bits. Softcap and dropout need it twice.
@@ -262,7 +281,9 @@ private:
                 reinterpret_cast<Pair *>(rounded_p.for_dv.data())[i] = pair;
                 if constexpr (kHasFactors) {
                     auto *target = reinterpret_cast<Pair *>(rounded_p.factors.data());
-                    target[i] = has_softcap ? rounded(p[2 * row] * factors[2 * row], p[2 * row + 1] * factors[2 * row + 1]) : pair;
+                    target[i] = has_softcap
+                                    ? rounded(p[2 * row] * factors[2 * row], p[2 * row + 1] * factors[2 * row + 1])
+                                    : pair;
                 }
             }
         }
@@ -295,12 +316,6 @@ private:
         return p * (dp - delta);
     }
 
-    __device__ __forceinline__ uint32_t exchanged(uint32_t mine) const {
-        const uint32_t theirs = __shfl_xor_sync(0xffffffffu, mine, 4);
-        return first_row_of_thread() % 2 == 0 ? __byte_perm(mine, theirs, 0x5410)   // the lower halves
-                                              : __byte_perm(theirs, mine, 0x7632);  // the upper halves
-    }
-
     // Dropped probabilities become 0 for dV, and negative for dS.
     __device__ __forceinline__ void mark_dropped(const Draws &draws, Probabilities &p) const {
         if (!has_dropout()) {
@@ -310,7 +325,7 @@ private:
         auto *factors = reinterpret_cast<uint32_t *>(p.factors.data());
         CUTE_UNROLL
         for (int w = 0; w < kPairs / 16; ++w) {
-            const uint32_t dropped = exchanged(draws.words[w]);
+            const uint32_t dropped = draws.words[w];
             CUTE_UNROLL
             for (int i = 0; i < 16; ++i) {
                 const uint32_t signs = dropped << (15 - i) & 0x80008000u;

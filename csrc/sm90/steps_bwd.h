@@ -46,6 +46,13 @@ struct Step {
         }
     }
 
+    template <typename Block>
+    __device__ __forceinline__ Step next(const Block &block) const {
+        Step step = *this;
+        step.advance(block);
+        return step;
+    }
+
     // In the padded row statistics.
     template <typename Block>
     __device__ __forceinline__ int padded_row(const Flash_bwd_params &params, const Block &block) const {

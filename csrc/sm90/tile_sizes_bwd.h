@@ -38,10 +38,10 @@ struct TileBwd {
 template <int kHeadDim>
 struct TileSizesBwd;
 
-// Head dims that have a kernel of kind general for calls with ALiBi alone. At 128, registers are too few for the factors
-// of dS that softcap and dropout need, and the kernel that holds them waits for dQ earlier.
+// Head dims that have a kernel of kind general for calls with ALiBi alone, which does not hold the factors of dS that
+// softcap and dropout need. At 128 they leave so few registers that the kernel waits for dQ earlier.
 constexpr bool has_kernel_without_factors(int headdim) {
-    return headdim == 128;
+    return headdim == 64 || headdim == 128;
 }
 
 template <>

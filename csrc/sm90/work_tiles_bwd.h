@@ -34,8 +34,8 @@ class WorkOrder {
     int heads_, group, groups, lag;
     int preprocess_, convert;  // work tiles of a head
     bool is_interleaved;       // compute: the first key block of each head of the group, then the second
-    // Of a group for which neither the first nor the last heads are near: work tiles of compute, of the other phases, and
-    // the distance at which the fewer are spread among the more.
+    // Of a group for which neither the first nor the last heads are near: work tiles of compute, of the other phases,
+    // and the distance at which the fewer are spread among the more.
     int usual_computed, usual_others;
     Divisor by_usual_count, by_usual_stride, by_group, by_rows, by_key_blocks, by_heads;
 
@@ -132,9 +132,7 @@ private:
         return fewer == 0 ? computed + others + 1 : (computed + others) / fewer;
     }
     // Heads of the groups before group i.
-    FLASH_HOST_DEVICE int heads_before(int i) const {
-        return i <= 0 ? 0 : i < groups ? i * group : heads_;
-    }
+    FLASH_HOST_DEVICE int heads_before(int i) const { return i <= 0 ? 0 : i < groups ? i * group : heads_; }
     // The number of the first work tile that comes with group i.
     FLASH_HOST_DEVICE int begin(int i) const {
         return preprocess_ * heads_before(i + 1) + compute * heads_before(i) + convert * heads_before(i - lag);
