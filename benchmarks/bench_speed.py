@@ -90,7 +90,7 @@ GRIDS: dict[str, dict[str, Grid]] = {
             ("cuda", "cuda deterministic"),
             FLASH_FIRST,
             (64, 128, 256),
-            LENGTHS[1:],
+            LENGTHS,
             of_16384_tokens,
         ),
         "headdims": Grid(
