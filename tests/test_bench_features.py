@@ -56,9 +56,9 @@ def test_the_grid_holds_the_shapes_of_the_figures() -> None:
     assert set(cost.calls) < set(hopper.calls) == set(hopper.plain)
     ((packed, causal),) = varlen.calls
     assert causal
-    assert len(packed.lengths) == varlen.batch == 64
-    assert 16 <= min(packed.lengths) < max(packed.lengths) <= varlen.seqlen == 4096
-    assert packed.lengths == bench_features.draw_lengths(64, 16, 4096)
+    assert len(packed.lengths) == varlen.batch == 32
+    assert 256 <= min(packed.lengths) < max(packed.lengths) <= varlen.seqlen == 4096
+    assert packed.lengths == bench_features.draw_lengths(32, 256, 4096)
 
 
 def test_the_share_of_a_varlen_batch_counts_squares() -> None:
