@@ -30,9 +30,9 @@ _BACKWARD = re.compile(
     r"Flash_bwd_kernel_traits<[^<>]*?(?P<headdim>\d+), (?:sm80::)?TileBwd<(?P<tile>[^<>]+)>, (?P<bulk>true|false), "
     r"\([\w:]*Kind\)(?P<kind>\d)>(?:, \([\w:]*Kind\)\d, \([\w:]*BwdMode\)(?P<mode>\d))?"
 )
-# Hopper's: one kernel for every mode, which is decided at run time, and flash_bwd_convert_dq.
+# Hopper's: one kernel for every mode, which is decided at run time; one without factors of dS for calls with ALiBi alone.
 _BACKWARD_SM90 = re.compile(
-    r"sm90::flash_bwd_(?P<kernel>\w+)<sm90::Flash_bwd_kernel_traits<[^<>]*?(?P<headdim>\d+) ?>, "
+    r"sm90::flash_bwd_kernel<sm90::Flash_bwd_kernel_traits<[^<>]*?(?P<headdim>\d+), (?P<has_factors>true|false)>, "
     r"\([\w:]*Kind\)(?P<kind>\d)>"
 )
 KINDS = kernels.read_kinds().all  # by enumerator
@@ -78,8 +78,8 @@ def fields_of(name: str, arch: str) -> dict[str, Any] | None:
         return {"headdim": int(forward["headdim"]), "family": forward["family"], "kind": kind}
     hopper = _BACKWARD_SM90.search(name)
     if hopper is not None:
-        fields: dict[str, Any] = {"headdim": int(hopper["headdim"]), "kind": KINDS[int(hopper["kind"])], "tile": "sm90"}
-        return fields | ({"mode": BACKWARD_MODES[0]} if hopper["kernel"] == "kernel" else {})
+        kind = KINDS[int(hopper["kind"])] + ("" if hopper["has_factors"] == "true" else " with ALiBi alone")
+        return {"headdim": int(hopper["headdim"]), "kind": kind, "tile": "sm90", "mode": BACKWARD_MODES[0]}
     found = _BACKWARD.search(name)
     if found is None:
         return {}

@@ -87,11 +87,11 @@ def test_resources_of_the_hopper_forward_name_the_kernels_of_short_sequences() -
         assert fields == {"headdim": 64, "family": "sm90", "kind": name}
 
 
-@pytest.mark.parametrize(("kernel", "mode"), [("kernel", {"mode": "all"}), ("convert_dq", {})])
-def test_resources_of_the_hopper_backward_are_listed_beside_those_of_sm80(kernel: str, mode: dict[str, str]) -> None:
-    name = f"void sm90::flash_bwd_{kernel}<sm90::Flash_bwd_kernel_traits<(DType)1, 96>, (Kind)1>"
+@pytest.mark.parametrize(("has_factors", "kind"), [("true", "general"), ("false", "general with ALiBi alone")])
+def test_hoppers_backward_kernels_have_fields(has_factors: str, kind: str) -> None:
+    name = f"void sm90::flash_bwd_kernel<sm90::Flash_bwd_kernel_traits<(DType)1, 96, {has_factors}>, (Kind)3>"
     fields = kernel_resources.fields_of(name, "sm_90a")
-    assert fields == {"headdim": 96, "kind": "local", "tile": "sm90"} | mode
+    assert fields == {"headdim": 96, "kind": kind, "tile": "sm90", "mode": "all"}
 
 
 @pytest.mark.parametrize(
