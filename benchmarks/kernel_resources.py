@@ -30,7 +30,7 @@ _BACKWARD = re.compile(
     r"Flash_bwd_kernel_traits<[^<>]*?(?P<headdim>\d+), (?:sm80::)?TileBwd<(?P<tile>[^<>]+)>, (?P<bulk>true|false), "
     r"\([\w:]*Kind\)(?P<kind>\d)>(?:, \([\w:]*Kind\)\d, \([\w:]*BwdMode\)(?P<mode>\d))?"
 )
-# Hopper's: one kernel for every mode, which is decided at run time; one without factors of dS for calls with ALiBi alone.
+# Hopper's: one kernel for every mode, which is decided at run time. Calls with ALiBi alone need no factors of dS.
 _BACKWARD_SM90 = re.compile(
     r"sm90::flash_bwd_kernel<sm90::Flash_bwd_kernel_traits<[^<>]*?(?P<headdim>\d+), (?P<has_factors>true|false)>, "
     r"\([\w:]*Kind\)(?P<kind>\d)>"
