@@ -136,7 +136,7 @@ struct Flash_bwd_params : Flash_fwd_params {
     int d_rounded = 0;               // head dim of the kernel
     bool has_bulk_reduce = false;    // compute capability 9.0 and later: cp.reduce.async.bulk
     int max_smem = 0;                // bytes of shared memory that a CTA may have
-    int *work_counts = nullptr;      // sm90: [2, heads of dk and dv (* b)] zeros: work tiles that are done
+    int *work_counts = nullptr;      // sm90: 2 * heads of dk and dv (* b) + 1 zeros: work tiles done, and taken
 
     static constexpr int kRowsRounded = 128;
     static constexpr int kRowsPerFlag = 64;

@@ -206,7 +206,7 @@ void run_mha_bwd_cuda(Flash_bwd_params &params) {
                 if constexpr (has_sm90_kernel(kHeadDim, kKind)) {
                     if (reason == nullptr) {
                         const int64_t sequences = params.cu_seqlens_q == nullptr ? params.b : 1;
-                        const at::Tensor counts = zeros_on_gpu(2 * sequences * (params.h / params.heads_per_dkv));
+                        const at::Tensor counts = zeros_on_gpu(2 * sequences * (params.h / params.heads_per_dkv) + 1);
                         params.work_counts = counts.data_ptr<int>();
                         sm90::run_flash_bwd<kDType, kHeadDim, kKind>(params, stream);
                         return;

@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from build_tools import kernels
-from third_party.fetch_cutlass import CutlassError, cutlass_include_dir
-
-SOURCE = Path(__file__).with_name("sm90_layouts.cpp")
+from .host_program import output_of
 
 
 @pytest.mark.slow
 def test_elements_of_threads_agree_between_layouts(tmp_path: Path) -> None:
-    try:
-        cuda, cutlass = kernels.cuda_home() / "include", cutlass_include_dir()
-    except (SystemExit, CutlassError) as error:
-        pytest.skip(f"needs the CUDA toolkit and CUTLASS: {error}")
-    program = tmp_path / "layouts"
-    includes = [f"-I{directory}" for directory in (kernels.CSRC, cutlass, cuda, cuda / "cccl")]
-    command = ["g++", "-std=c++17", *kernels.SM90_DEFINES, *includes, SOURCE, "-o", program]
-    compiled = subprocess.run(command, capture_output=True, text=True)
-    assert compiled.returncode == 0, compiled.stderr
-    lines = subprocess.run([program], capture_output=True, text=True, check=True).stdout.splitlines()
+    result = output_of(Path(__file__).with_name("sm90_layouts.cpp"), tmp_path)
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
     assert len(lines) == 4
     assert [line for line in lines if not line.endswith(" wrong=0")] == []

@@ -40,7 +40,6 @@ protected:
     const ScoresBwd<Traits, kKind> scores;
     Step step;
     int steps_left;
-    PipelineState<1> kv_state;
     PipelineState<Traits::kStagesQ> q_state;
     PipelineState<Traits::kStagesdO> dout_state;
     PipelineState<Traits::kStagesdS> ds_state;
@@ -176,7 +175,7 @@ protected:
 
     // K or V.
     __device__ __forceinline__ void wait_for_KV(PipelineBarriers<1> &barriers, Element *smem) const {
-        kv_state.wait(barriers);
+        PipelineState<1>().wait(barriers);  // loaded once
         clear_foreign_keys<Traits, kKind>(block, smem, warpgroup);
     }
 };

@@ -215,8 +215,9 @@ __device__ __forceinline__ void compute_dq_dk_dv(const Flash_bwd_params &params,
     }
 }
 
-// CTA i has work tile i. In order (deterministic), CTAs take their numbers from a counter: dQ of a key block waits for
-// that of others, and then even a GPU that starts CTAs in another order cannot block.
+// CTAs take the numbers of their work tiles when they start. A work tile waits for smaller numbers alone, and their
+// CTAs have started: in whichever order the GPU starts CTAs, none waits for one that cannot start (deadlock). Nothing
+// but the number passes between CTAs here, so the atomic is relaxed.
 template <typename Traits, Kind kKind>
 __global__ void __launch_bounds__(Traits::kNThreads, 1)
     flash_bwd_kernel(const __grid_constant__ Flash_bwd_params params,
@@ -225,28 +226,23 @@ __global__ void __launch_bounds__(Traits::kNThreads, 1)
     static_assert(Traits::kAlignment == 1024);
     auto &shared = *reinterpret_cast<typename Traits::SharedStorage *>(smem);
     const WorkCounts counts{params.work_counts, order.heads()};
-    if (threadIdx.x == Traits::kNThreads - 32) {  // for phase compute; a warp that the others do not wait for
+    if (threadIdx.x == Traits::kNThreads - 32) {  // for phase compute
         prefetch_tma_descriptor(copies.q.get_tma_descriptor());
         prefetch_tma_descriptor(copies.dout.get_tma_descriptor());
         prefetch_tma_descriptor(copies.k.get_tma_descriptor());
         prefetch_tma_descriptor(copies.v.get_tma_descriptor());
         init_barriers<Traits, kKind>(shared);
     }
-    int number = blockIdx.x;
-    if (params.dq_semaphore != nullptr) {
-        if (threadIdx.x == 0) {
-            shared.number = atomicAdd(params.dq_tile_counter, 1);
-        }
-        __syncthreads();
-        number = uniform(shared.number);
+    if (threadIdx.x == 0) {
+        shared.number = atomicAdd(counts.taken(), 1);
     }
-    const WorkTile tile = order.at(number);
+    __syncthreads();  // every thread sees the barriers and the number
+    const WorkTile tile = order.at(uniform(shared.number));
     if (tile.phase == Phase::preprocess) {
         preprocess<Traits, kKind>(params, shared, counts, order, tile);
     } else if (tile.phase == Phase::convert) {
         convert<Traits, kKind>(params, counts, order, tile);
     } else {
-        __syncthreads();  // every thread sees the barriers
         compute_dq_dk_dv<Traits, kKind>(params, copies, shared, counts, order, tile);
     }
 }

@@ -113,7 +113,7 @@ struct Flash_bwd_kernel_traits {
         PipelineBarriers<1> dq_barriers[kConsumers];
         PipelineBarriers<kStagesdS> ds_barriers, p_barriers;
         PipelineBarriers<1> k_barriers, v_barriers;
-        int number;  // of the work tile, in order
+        int number;  // of the work tile
     };
     static constexpr int kSmemSize = sizeof(SharedStorage);
     static_assert(kSmemSize <= 227 * 1024, "more shared memory than a thread block may have");

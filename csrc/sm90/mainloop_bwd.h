@@ -14,7 +14,7 @@ template <typename Traits, Kind kKind>
 class KeyConsumer : ConsumerBwd<Traits, kKind> {
     using Base = ConsumerBwd<Traits, kKind>;
     using Base::shared, Base::scores, Base::step, Base::steps_left, Base::q_state, Base::dout_state, Base::ds_state,
-        Base::kv_state, Base::warpgroup;
+        Base::warpgroup;
     using typename Base::Element, typename Base::Scores, typename Base::Operand, typename Base::Probabilities,
         typename Base::QueryStatistics;
     using DsState = PipelineState<Traits::kStagesdS>;
@@ -284,8 +284,7 @@ private:
 template <typename Traits, Kind kKind>
 class ProductConsumer : ConsumerBwd<Traits, kKind> {
     using Base = ConsumerBwd<Traits, kKind>;
-    using Base::shared, Base::scores, Base::step, Base::steps_left, Base::q_state, Base::dout_state, Base::ds_state,
-        Base::kv_state;
+    using Base::shared, Base::scores, Base::step, Base::steps_left, Base::q_state, Base::dout_state, Base::ds_state;
     using typename Base::Element, typename Base::Scores, typename Base::Operand, typename Base::Probabilities;
     using Inputs = typename ScoresBwd<Traits, kKind>::Inputs;
     using Draws = typename ScoresBwd<Traits, kKind>::Draws;

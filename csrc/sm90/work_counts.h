@@ -7,11 +7,12 @@
 namespace flash::sm90 {
 
 struct WorkCounts {
-    int *counts;  // zeros when the kernel begins
+    int *counts;  // 2 * heads + 1 zeros when the kernel begins
     int heads;    // of dK and dV; equal lengths: of all sequences
 
     __device__ __forceinline__ int *preprocessed(int head) const { return counts + head; }
     __device__ __forceinline__ int *computed(int head) const { return counts + heads + head; }
+    __device__ __forceinline__ int *taken() const { return counts + 2 * heads; }  // work tiles, by CTAs
 
     // One thread. What it, or threads before a barrier, wrote is seen by those that wait for the count.
     __device__ __forceinline__ static void add(int *count, int value = 1) {

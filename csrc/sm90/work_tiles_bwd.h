@@ -27,8 +27,7 @@ struct WorkTile {
 // group i: those of compute of group i, and spread among them those of preprocess of group i + 1 and of convert of
 // group i - lag. Last come those of convert of the last groups.
 //
-// A work tile waits for work tiles with smaller numbers alone (WorkCounts), and CTAs start in the order of their
-// numbers, so that none waits for a CTA that cannot start (deadlock).
+// A work tile waits for work tiles with smaller numbers alone (WorkCounts).
 class WorkOrder {
     using Divisor = cutlass::FastDivmod;
     int heads_, group, groups, lag;
