@@ -49,6 +49,9 @@ __device__ __forceinline__ void init_barriers(typename Traits::SharedStorage &sh
     shared.dout_barriers.init(kOfConsumers);
     shared.ds_barriers.init(/*warps=*/kWarps, /*writers=*/kOfProduct);
     shared.p_barriers.init(/*warps=*/kWarps, /*writers=*/kWarps);
+    for (auto &full : shared.draws_full) {
+        full.init(DrawingWarps<Traits, kKind>::kWarps);
+    }
     for (auto &barriers : shared.dq_barriers) {
         barriers.init(/*warps=*/1, /*writers=*/kWarps);
     }
@@ -142,7 +145,7 @@ __device__ __forceinline__ void convert(const Flash_bwd_params &params, const Wo
     using Rows = WorkRows<Traits, kKind>;
     const Rows rows(params, order, tile);
     if (threadIdx.x == 0) {
-        counts.wait(counts.computed(tile.head), order.compute * ProducerOf<Traits, kKind>::kWarpsThatAdd);
+        counts.wait(counts.computed(tile.head), order.compute * ProducerOf<Traits, kKind>::kParts);
     }
     __syncthreads();
     // As many parts are loaded together as registers hold.
@@ -188,13 +191,14 @@ __device__ __forceinline__ void compute_dq_dk_dv(const Flash_bwd_params &params,
     int *computed = params.dq_accum == nullptr ? nullptr : counts.computed(tile.head);
     if (n_block * Traits::kBlockN >= seq.seqlen_k) {  // unused, with variable lengths
         if (computed != nullptr && threadIdx.x == 0) {
-            counts.add(computed, Producer::kWarpsThatAdd);
+            counts.add(computed, Producer::kParts);
         }
         return;
     }
     const ColumnBlock<Traits, kKind> block(params, seq, bidb, bidh_dkv, n_block);
+    constexpr int kOfDraws = kHasDrawingWarps<Traits, kKind> ? (Traits::kHeadDim <= 64 ? 16 : 0) : 0;  // registers
     if (role == 0) {
-        cutlass::arch::warpgroup_reg_dealloc<Traits::TileSize::kProducerRegisters>();
+        cutlass::arch::warpgroup_reg_dealloc<Traits::TileSize::kProducerRegisters + kOfDraws>();
         LoaderBwd<Traits, kKind> loader(params, copies, shared, block);
         const auto wait_for_statistics = [&] {
             if (threadIdx.x == 0) {
@@ -203,14 +207,14 @@ __device__ __forceinline__ void compute_dq_dk_dv(const Flash_bwd_params &params,
             __syncwarp();
             fence_copies_from_global();
         };
-        const auto done = [&] {
+        const auto done = [&](int parts) {
             if (computed != nullptr) {
-                counts.add(computed);
+                counts.add(computed, parts);
             }
         };
         Producer(params, shared, block).run(loader, wait_for_statistics, done);
     } else {
-        cutlass::arch::warpgroup_reg_alloc<Traits::TileSize::kConsumerRegisters>();
+        cutlass::arch::warpgroup_reg_alloc<Traits::TileSize::kConsumerRegisters - kOfDraws / 2>();
         compute_dk_dv_1colblock(params, shared, block, role - 1);
     }
 }

@@ -40,7 +40,7 @@ public:
         this->wait_for_Q();
         const auto inputs = scores.load_inputs(step);
         const auto lse = lse_of_step();
-        const auto draws = scores.exchanged(scores.draw(step, scores.load_rng_state()));
+        const auto draws = draws_of_step();
         Scores first_s;
         this->issue_scores(shared.k, shared.q, q_state, first_s);
         this->wait_for_KV(shared.v_barriers, shared.v);
@@ -69,10 +69,8 @@ private:
     __device__ __forceinline__ void run_headdim64(Probabilities &first_p, TensorKV &acc_dk, TensorKV &acc_dv) {
         this->wait_for_dO();
         const auto first_delta = delta_of_step();
-        const auto rng_state = scores.load_rng_state();
         Scores first_ds;
         issue_dp_and_dv(/*accumulates=*/false, first_p, first_ds, acc_dv);
-        auto next_draws = scores.draw(step.next(this->block), rng_state);
         wait_for<1>(first_ds);
         Operand rdS = scores.rounded_ds(first_p.for_ds(), first_ds, first_delta);
         auto ds = this->send_ds(rdS);
@@ -84,10 +82,9 @@ private:
             const auto q = q_state;
             this->advance_step();
             const auto inputs = scores.load_inputs(step);
-            const auto rng_state = scores.load_rng_state();
-            const auto draws = scores.exchanged(next_draws);
             this->wait_for_Q();
             const auto lse = lse_of_step();
+            const auto draws = draws_of_step();
             this->issue_scores(shared.k, shared.q, q_state, next_s);
             auto acc_dq = issue_dq(ds);
             issue_dk(accumulates, ds, q, rdS, acc_dk);
@@ -99,7 +96,6 @@ private:
             this->wait_for_dO();
             issue_dp_and_dv(/*accumulates=*/true, p, acc_ds, acc_dv);
             store_dq(acc_dq);
-            next_draws = scores.draw(step.next(this->block), rng_state);
             const auto delta = delta_of_step();
             wait_for<1>(acc_ds);
             rdS = scores.rounded_ds(p.for_ds(), acc_ds, delta);
@@ -126,11 +122,9 @@ private:
             Scores acc_ds, next_s;
             const auto q = q_state;
             const auto dout = dout_state;
-            const auto rng_state = scores.load_rng_state();
             issue_dp_and_dv(accumulates, p, acc_ds, acc_dv);
             this->advance_step();
             const auto inputs = scores.load_inputs(step);
-            const auto own_draws = scores.draw(step, rng_state);
             this->wait_for_Q();
             QueryStatistics lse;
             if (!kHoldsPTwice) {
@@ -147,7 +141,7 @@ private:
             }
             wait_for<0>(acc_dv);  // the next products need the registers of P
             Base::release(dout, shared.dout_barriers);
-            const auto draws = scores.exchanged(own_draws);
+            const auto draws = draws_of_step();
             this->issue_scores(shared.k, shared.q, q_state, next_s);
             auto acc_dq = issue_dq(ds);
             issue_dk(accumulates, ds, q, rdS, acc_dk);
@@ -207,7 +201,7 @@ private:
             Scores next_s;
             this->wait_for_Q();
             const auto lse = lse_of_step();
-            const auto draws = scores.exchanged(scores.draw(step, scores.load_rng_state()));
+            const auto draws = draws_of_step();
             this->issue_scores(shared.k, shared.q, q_state, next_s);
             issue_dk(accumulates, ds, q, rdS, acc_dk);
             wait_for<1>(next_s);
@@ -221,6 +215,16 @@ private:
         Base::release(dout_state, shared.dout_barriers);
     }
 
+    // Before products are issued, which the exchange between lanes would wait for.
+    __device__ __forceinline__ Draws<Traits> draws_of_step() const {
+        if constexpr (!kHasDrawingWarps<Traits, kKind>) {
+            return scores.exchanged(scores.draw(step, scores.load_rng_state()));
+        } else if (scores.has_dropout()) {
+            shared.draws_full[q_state.stage].wait(q_state.phase);
+            return load_draws<Traits>(shared.draws[q_state.stage], warpgroup);
+        }
+        return {};
+    }
     __device__ __forceinline__ auto lse_of_step() const { return scores.load_statistics(shared.lse[q_state.stage]); }
     __device__ __forceinline__ auto delta_of_step() const {
         return scores.load_statistics(shared.delta[dout_state.stage]);
@@ -287,7 +291,6 @@ class ProductConsumer : ConsumerBwd<Traits, kKind> {
     using Base::shared, Base::scores, Base::step, Base::steps_left, Base::q_state, Base::dout_state, Base::ds_state;
     using typename Base::Element, typename Base::Scores, typename Base::Operand, typename Base::Probabilities;
     using Inputs = typename ScoresBwd<Traits, kKind>::Inputs;
-    using Draws = typename ScoresBwd<Traits, kKind>::Draws;
     PipelineState<Traits::kStagesdS> p_state;
 
 public:
@@ -370,7 +373,7 @@ private:
     __device__ __forceinline__ uint32_t *p_words() const { return shared.p + p_state.stage * Traits::kWordsOfScores; }
 
     // S becomes P, the A operand of dV. Consumer 1 finds in shared memory what dS needs of it. Q is not read any more.
-    __device__ __forceinline__ Operand send_p(const Inputs &inputs, const Draws &draws, const Scores &acc_s) {
+    __device__ __forceinline__ Operand send_p(const Inputs &inputs, const Draws<Traits> &draws, const Scores &acc_s) {
         p_state.acquire(shared.p_barriers);
         const auto lse = scores.load_statistics(shared.lse[q_state.stage]);
         const Probabilities p = scores.rounded_p(step, inputs, scores.exchanged(draws), acc_s, lse);

@@ -4,12 +4,14 @@
 
 #include "consumer_bwd.h"
 #include "dq_tile.h"
+#include "dropout_bwd.h"
 #include "load_bwd.h"
 #include "work_counts.h"
 
 namespace flash::sm90 {
 
-// DqBy::consumers. Warp 1 + c adds what consumer c puts into shared memory, by the copy engine.
+// DqBy::consumers. Warp 1 + c adds what consumer c puts into shared memory, by the copy engine. With dropout, warp 1
+// adds both, and the others draw.
 template <typename Traits, Kind kKind>
 class CopyProducer {
     using Block = ColumnBlock<Traits, kKind>;
@@ -18,55 +20,73 @@ class CopyProducer {
     const Block &block;
 
 public:
-    static constexpr int kWarpsThatAdd = Traits::kConsumers;
+    static constexpr int kParts = Traits::kConsumers;  // of dQ, each added on its own
 
     __device__ CopyProducer(const Flash_bwd_params &params, typename Traits::SharedStorage &shared, const Block &block)
         : params(params), shared(shared), block(block) {}
 
-    // Calls done() in one thread of each warp that adds, when its sums are written.
+    // Calls done(parts) in one thread when that many more parts of dQ are added, over all steps.
     template <typename Loader, typename Wait, typename Done>
     __device__ __forceinline__ void run(Loader &loader, const Wait &wait_for_statistics, const Done &done) const {
         const int warp = uniform(threadIdx.x / 32);
         if (warp == 0) {
             loader.load_first(wait_for_statistics);
             loader.load_rest();
-        } else if (warp <= kWarpsThatAdd) {
-            add(warp - 1);
-            if (threadIdx.x % 32 == 0) {
-                // Completion is a fence from the async proxy to the generic proxy.
-                asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
-                done();
+        } else if (kHasDrawingWarps<Traits, kKind> && params.rng_state != nullptr) {
+            if (warp == 1) {
+                add(0, kParts);
+                complete(kParts, done);
+            } else {
+                DrawingWarps<Traits, kKind>(params, shared, block).run();
             }
+        } else if (warp <= kParts) {
+            add(warp - 1, warp);
+            complete(1, done);
         }
     }
 
 private:
-    __device__ __forceinline__ void add(int tile) const {
-        const DqOrder<Traits, /*kCopyEngine=*/true, Block> order(params, block, tile);
+    // The tiles first_tile <= tile < end_tile of every step.
+    __device__ __forceinline__ void add(int first_tile, int end_tile) const {
         Step step(block);
         PipelineState<1> state;
-        const uint32_t source = cute::cast_smem_ptr_to_uint(shared.dq[tile]);
         for (int steps_left = block.num_steps(); steps_left > 0; --steps_left) {
-            state.wait(shared.dq_barriers[tile]);
-            if (params.dq_accum != nullptr) {
-                order.wait(step);
-                if (threadIdx.x % 32 == 0) {
-                    fence_copies_from_global();  // preprocess has written zeros there
-                    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(
-                                     DqTile<Traits>::target(params, block, step, tile)),
-                                 "r"(source), "n"(Traits::kTileOfDq * sizeof(float))
-                                 : "memory");
-                    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-                    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");  // shared memory has been read
+            for (int tile = first_tile; tile < end_tile; ++tile) {
+                state.wait(shared.dq_barriers[tile]);
+                if (params.dq_accum != nullptr) {
+                    add_tile(step, tile);
                 }
-                order.pass(step);
-                __syncwarp();
-            }
-            if (threadIdx.x % 32 == 0) {
-                shared.dq_barriers[tile].empty[0].arrive();
+                if (threadIdx.x % 32 == 0) {
+                    shared.dq_barriers[tile].empty[0].arrive();
+                }
             }
             state.advance();
             step.advance(block);
+        }
+    }
+
+    __device__ __forceinline__ void add_tile(const Step &step, int tile) const {
+        const DqOrder<Traits, /*kCopyEngine=*/true, Block> order(params, block, tile);
+        order.wait(step);
+        if (threadIdx.x % 32 == 0) {
+            fence_copies_from_global();  // preprocess has written zeros there
+            asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(
+                             DqTile<Traits>::target(params, block, step, tile)),
+                         "r"(cute::cast_smem_ptr_to_uint(shared.dq[tile])), "n"(Traits::kTileOfDq * sizeof(float))
+                         : "memory");
+            asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+            asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");  // shared memory has been read
+        }
+        order.pass(step);
+        __syncwarp();
+    }
+
+    template <typename Done>
+    __device__ __forceinline__ static void complete(int parts, const Done &done) {
+        if (threadIdx.x % 32 == 0) {
+            // Completion is a fence from the async proxy to the generic proxy.
+            asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+            done(parts);
         }
     }
 };
@@ -83,7 +103,7 @@ class DqProducer {
     PipelineState<Traits::kStagesdS> state;
 
 public:
-    static constexpr int kWarpsThatAdd = 4;
+    static constexpr int kParts = 4;
 
     __device__ DqProducer(const Flash_bwd_params &params, typename Traits::SharedStorage &shared, const Block &block)
         : params(params), shared(shared), block(block), warp(uniform(threadIdx.x / 32)) {}
@@ -114,7 +134,7 @@ public:
         }
         __syncwarp();  // one lane's release covers what the others added
         if (threadIdx.x % 32 == 0) {
-            done();
+            done(1);
         }
     }
 

@@ -6,9 +6,9 @@
 
 #include <type_traits>
 
-#include "../common/dropout.h"
 #include "../common/score_mod.h"
 #include "../common/softmax.h"
+#include "dropout_bwd.h"
 #include "kernel_traits_bwd.h"
 #include "layout.h"
 #include "steps_bwd.h"
@@ -19,7 +19,6 @@ template <typename Traits, Kind kKind>
 class ScoresBwd {
     using Element = typename Traits::Element;
     static constexpr bool kIsGeneral = is_general(kKind), kHasFactors = kIsGeneral && Traits::kHasFactors;
-    static constexpr int kPairs = Traits::kKeys * Traits::kBlockM / 128 / 2;  // of a thread's scores
 
 public:
     using Accumulator = decltype(partition_fragment_C(typename Traits::TiledMmaSdP{}, typename Traits::TileS{}));
@@ -65,7 +64,7 @@ public:
         return inputs;
     }
 
-    // Seed and offset of dropout. Loaded before products are issued, too.
+    // Seed and offset of dropout, where consumers draw. Loaded before products are issued, too.
     struct RngState {
         uint64_t seed, offset;
     };
@@ -76,57 +75,16 @@ public:
         return {uint64_t(params.rng_state[0]), uint64_t(params.rng_state[1])};
     }
 
-    // Whether dropout drops, for 16 pairs of a thread's scores in a word. From draw(): lanes hold each other's bits.
-    // From exchanged(): bits i and i + 16 of word i / 16 belong to pair i.
-    struct Draws {
-        uint32_t words[kHasFactors ? kPairs / 16 : 1];
-    };
-
-    // Takes hundreds of cycles, beside products. A thread holds one key of a pair (k, k + 1) and both queries
-    // (q, q + 1). The bits of these four come from two calls of Philox. The lane with the other key needs the same two
-    // calls, so each lane makes one: the lower half of a word is of even keys, the upper half of odd ones.
-    __device__ __forceinline__ Draws draw(const Step &step, const RngState &rng) const {
-        Draws draws{};
-        if (has_dropout()) {
-            const DropoutStream stream(rng.seed, rng.offset, block.bidb, params.h, block.bidh + step.head);
-            const int key = first_key + first_row_of_thread(), is_odd = key % 2;
-            const int query = step.m_block * Traits::kBlockM + threadIdx.x % 4 * 2 + is_odd;
-            CUTE_UNROLL
-            for (int w = 0; w < kPairs / 16; ++w) {
-                uint32_t word = 0;
-                constexpr int kUnrolled = Traits::kHeadDim == 64 ? 2 : 1;  // registers are few here
-#pragma unroll kUnrolled
-                for (int group = 0; group < 4; ++group) {
-                    const Random4 bits = stream.bits(query + 64 * w + 16 * group, key - is_odd);
-                    uint32_t of_group = 0;
-                    CUTE_UNROLL
-                    for (int i = 0; i < 8; ++i) {  // keys 8 apart, queries 8 apart, odd keys
-                        const int far_key = i % 2, far_query = i / 2 % 2, odd_key = i / 4;
-                        const bool drops =
-                            is_below(bits.x[2 * odd_key + far_key], far_query == 1, params.dropout_threshold);
-                        of_group |= drops ? 1u << (2 * far_query + far_key + 16 * odd_key) : 0u;
-                    }
-                    word |= of_group << 4 * group;
-                }
-                draws.words[w] = word;
-            }
+    // The consumer's own draws: draw() beside products, exchanged() when none is under way. Zeros without dropout.
+    __device__ __forceinline__ Draws<Traits> draw(const Step &step, const RngState &rng) const {
+        if (!has_dropout()) {
+            return {};
         }
-        return draws;
+        const DropoutStream stream(rng.seed, rng.offset, block.bidb, params.h, block.bidh + step.head);
+        return sm90::draw<Traits>(stream, step.m_block * Traits::kBlockM, first_key, params.dropout_threshold);
     }
-
-    // A shuffle waits behind products, so lanes exchange their bits when none is under way.
-    __device__ __forceinline__ Draws exchanged(const Draws &draws) const {
-        Draws result = draws;
-        if (has_dropout()) {
-            CUTE_UNROLL
-            for (int w = 0; w < kPairs / 16; ++w) {
-                const uint32_t mine = draws.words[w], theirs = __shfl_xor_sync(0xffffffffu, mine, 4);
-                result.words[w] = first_row_of_thread() % 2 == 0
-                                      ? __byte_perm(mine, theirs, 0x5410)   // the lower halves
-                                      : __byte_perm(theirs, mine, 0x7632);  // the upper halves
-            }
-        }
-        return result;
+    __device__ __forceinline__ Draws<Traits> exchanged(const Draws<Traits> &draws) const {
+        return has_dropout() ? sm90::exchanged<Traits>(draws) : draws;
     }
 
     // P^T of a thread in 16 bits. Softcap and dropout need it twice.
@@ -144,7 +102,7 @@ public:
     // S^T becomes P^T = exp(S^T - lse). Four scores at a time, from the first to the last operation: of the accumulator
     // and of P, registers then hold one whole and the other in part.
     template <typename TensorS>
-    __device__ __forceinline__ Probabilities rounded_p(const Step &step, const Inputs &inputs, const Draws &draws,
+    __device__ __forceinline__ Probabilities rounded_p(const Step &step, const Inputs &inputs, const Draws<Traits> &draws,
                                                        const TensorS &acc_s, const QueryStatistics &lse) const {
         Probabilities p;
         const int first_query = step.m_block * Traits::kBlockM;
@@ -317,14 +275,14 @@ private:
     }
 
     // Dropped probabilities become 0 for dV, and negative for dS.
-    __device__ __forceinline__ void mark_dropped(const Draws &draws, Probabilities &p) const {
+    __device__ __forceinline__ void mark_dropped(const Draws<Traits> &draws, Probabilities &p) const {
         if (!has_dropout()) {
             return;
         }
         auto *for_dv = reinterpret_cast<uint32_t *>(p.for_dv.data());
         auto *factors = reinterpret_cast<uint32_t *>(p.factors.data());
         CUTE_UNROLL
-        for (int w = 0; w < kPairs / 16; ++w) {
+        for (int w = 0; w < Traits::kWordsOfDraws; ++w) {
             const uint32_t dropped = draws.words[w];
             CUTE_UNROLL
             for (int i = 0; i < 16; ++i) {

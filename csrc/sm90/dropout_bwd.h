@@ -1,0 +1,142 @@
+// Which probabilities of a step dropout drops: one bit for each, with the random numbers of common/philox.h. Where the
+// copy engine adds dQ, the producer warpgroup has two warps left, which draw the bits beside the consumers' products
+// (DrawingWarps). Elsewhere the consumers draw them (draw, exchanged).
+#pragma once
+
+#include "../common/dropout.h"
+#include "../kind.h"
+#include "kernel_traits_bwd.h"
+#include "layout.h"
+#include "pipeline.h"
+#include "steps_bwd.h"
+#include "uniform.h"
+
+namespace flash::sm90 {
+
+template <typename Traits, Kind kKind>
+constexpr bool kHasDrawingWarps = is_general(kKind) && Traits::kHasFactors && Traits::kConsumersComputeDq;
+
+// Bits of a thread's scores, in the order of wgmma's accumulators: bits i and i + 16 of word w belong to pair 16 w + i,
+// which is one key and the queries q and q + 1. A set bit drops.
+template <typename Traits>
+struct Draws {
+    uint32_t words[Traits::kWordsOfDraws];
+};
+template <typename Traits>
+using DrawsOfCta = uint32_t[Traits::kWordsOfDraws][Traits::kConsumers * 128];  // of all consumers, in shared memory
+
+// Four bits of one call of Philox, of an even or an odd key: bit 2 * far_query + far_key, where a far key or query is 8
+// further on.
+__device__ __forceinline__ uint32_t dropped(const Random4 &bits, int odd_key, unsigned threshold) {
+    uint32_t result = 0;
+    CUTE_UNROLL
+    for (int i = 0; i < 4; ++i) {
+        result |= is_below(bits.x[2 * odd_key + i % 2], /*upper=*/i / 2 == 1, threshold) ? 1u << i : 0u;
+    }
+    return result;
+}
+
+// Warps 2 and 3 of the producer warpgroup. The bits of a step belong to its stage of Q: consumers release both at once.
+template <typename Traits, Kind kKind>
+class DrawingWarps {
+    using Block = ColumnBlock<Traits, kKind>;
+    const Flash_bwd_params &params;
+    typename Traits::SharedStorage &shared;
+    const Block &block;
+    const unsigned lane;  // of both warps
+    static constexpr int kUnrolled = Traits::kHeadDim <= 64 ? 2 : 1;  // registers are few at 128
+
+public:
+    static constexpr int kFirstWarp = 2, kWarps = 2;
+
+    __device__ DrawingWarps(const Flash_bwd_params &params, typename Traits::SharedStorage &shared, const Block &block)
+        : params(params), shared(shared), block(block), lane(threadIdx.x - kFirstWarp * 32) {}
+
+    __device__ __forceinline__ void run() const {
+        const uint64_t seed = params.rng_state[0], offset = params.rng_state[1];
+        PipelineState<Traits::kStagesQ> state;
+        Step step(block);
+        for (int steps_left = block.num_steps(); steps_left > 0; --steps_left) {
+            const DropoutStream stream(seed, offset, block.bidb, params.h, block.bidh + step.head);
+            state.acquire(shared.q_barriers);
+            // A thread draws for two others, which have the keys k and k + 1 and the same queries: the same calls of
+            // Philox have the bits of both.
+            CUTE_NO_UNROLL
+            for (unsigned pair = lane; pair < Traits::kConsumers * 64 * Traits::kWordsOfDraws; pair += kWarps * 32) {
+                draw(stream, step, shared.draws[state.stage], pair);
+            }
+            __syncwarp();
+            if (cute::elect_one_sync()) {
+                shared.draws_full[state.stage].arrive();
+            }
+            state.advance();
+            step.advance(block);
+        }
+    }
+
+private:
+    __device__ __forceinline__ void draw(const DropoutStream &stream, const Step &step, DrawsOfCta<Traits> &draws,
+                                         unsigned pair) const {
+        const unsigned column = pair % 4, row = pair / 4 % 4, warp = pair / 16 % 8, word = pair / 128;
+        const unsigned key = block.first_key() + 16 * warp + 2 * row;
+        const unsigned query = step.m_block * Traits::kBlockM + 64 * word + 2 * column;
+        uint32_t even = 0, odd = 0;  // of the thread with the even key, and with the odd one
+#pragma unroll kUnrolled
+        for (unsigned i = 0; i < 8; ++i) {
+            const unsigned group = i / 2, odd_query = i % 2, place = 4 * group + 16 * odd_query;
+            const Random4 bits = stream.bits(query + 16 * group + odd_query, key);
+            even |= dropped(bits, /*odd_key=*/0, params.dropout_threshold) << place;
+            odd |= dropped(bits, /*odd_key=*/1, params.dropout_threshold) << place;
+        }
+        const unsigned thread = 32 * warp + 8 * row + column;
+        draws[word][thread] = even;
+        draws[word][thread + 4] = odd;
+    }
+};
+
+// What DrawingWarps have drawn for this thread.
+template <typename Traits>
+__device__ __forceinline__ Draws<Traits> load_draws(const DrawsOfCta<Traits> &draws, int warpgroup) {
+    Draws<Traits> result;
+    CUTE_UNROLL
+    for (int w = 0; w < Traits::kWordsOfDraws; ++w) {
+        result.words[w] = draws[w][warpgroup * 128 + threadIdx.x % 128];
+    }
+    return result;
+}
+
+// The consumers draw. This takes hundreds of cycles, beside products. A thread holds one key of a pair (k, k + 1) and
+// both queries (q, q + 1). The bits of these four come from two calls of Philox. The lane with the other key needs the
+// same two calls, so each lane makes one: the lower half of a word is of even keys, the upper half of odd ones.
+template <typename Traits>
+__device__ __forceinline__ Draws<Traits> draw(const DropoutStream &stream, int first_query, int first_key,
+                                              unsigned threshold) {
+    Draws<Traits> draws;
+    const int key = first_key + first_row_of_thread(), is_odd = key % 2;
+    const int query = first_query + threadIdx.x % 4 * 2 + is_odd;
+    CUTE_UNROLL
+    for (int w = 0; w < Traits::kWordsOfDraws; ++w) {
+        draws.words[w] = 0;
+        CUTE_NO_UNROLL  // registers are few here
+        for (int group = 0; group < 4; ++group) {
+            const Random4 bits = stream.bits(query + 64 * w + 16 * group, key - is_odd);
+            draws.words[w] |= (dropped(bits, 0, threshold) | dropped(bits, 1, threshold) << 16) << 4 * group;
+        }
+    }
+    return draws;
+}
+
+// Lanes exchange what they have drawn for each other. A shuffle waits behind products, so none may be under way.
+template <typename Traits>
+__device__ __forceinline__ Draws<Traits> exchanged(const Draws<Traits> &draws) {
+    Draws<Traits> result;
+    CUTE_UNROLL
+    for (int w = 0; w < Traits::kWordsOfDraws; ++w) {
+        const uint32_t mine = draws.words[w], theirs = __shfl_xor_sync(0xffffffffu, mine, 4);
+        result.words[w] = first_row_of_thread() % 2 == 0 ? __byte_perm(mine, theirs, 0x5410)   // the lower halves
+                                                         : __byte_perm(theirs, mine, 0x7632);  // the upper halves
+    }
+    return result;
+}
+
+}  // namespace flash::sm90
