@@ -22,8 +22,6 @@ template <typename Traits>
 struct Draws {
     uint32_t words[Traits::kWordsOfDraws];
 };
-template <typename Traits>
-using DrawsOfCta = uint32_t[Traits::kWordsOfDraws][Traits::kConsumers * 128];  // of all consumers, in shared memory
 
 // Four bits of one call of Philox, of an even or an odd key: bit 2 * far_query + far_key, where a far key or query is 8
 // further on.
@@ -43,7 +41,7 @@ class DrawingWarps {
     const Flash_bwd_params &params;
     typename Traits::SharedStorage &shared;
     const Block &block;
-    const unsigned lane;  // of both warps
+    const unsigned lane;                                              // of both warps
     static constexpr int kUnrolled = Traits::kHeadDim <= 64 ? 2 : 1;  // registers are few at 128
 
 public:
@@ -75,8 +73,8 @@ public:
     }
 
 private:
-    __device__ __forceinline__ void draw(const DropoutStream &stream, const Step &step, DrawsOfCta<Traits> &draws,
-                                         unsigned pair) const {
+    __device__ __forceinline__ void draw(const DropoutStream &stream, const Step &step,
+                                         typename Traits::DrawsOfCta &draws, unsigned pair) const {
         const unsigned column = pair % 4, row = pair / 4 % 4, warp = pair / 16 % 8, word = pair / 128;
         const unsigned key = block.first_key() + 16 * warp + 2 * row;
         const unsigned query = step.m_block * Traits::kBlockM + 64 * word + 2 * column;
@@ -96,7 +94,7 @@ private:
 
 // What DrawingWarps have drawn for this thread.
 template <typename Traits>
-__device__ __forceinline__ Draws<Traits> load_draws(const DrawsOfCta<Traits> &draws, int warpgroup) {
+__device__ __forceinline__ Draws<Traits> load_draws(const typename Traits::DrawsOfCta &draws, int warpgroup) {
     Draws<Traits> result;
     CUTE_UNROLL
     for (int w = 0; w < Traits::kWordsOfDraws; ++w) {
@@ -118,7 +116,7 @@ __device__ __forceinline__ Draws<Traits> draw(const DropoutStream &stream, int f
     for (int w = 0; w < Traits::kWordsOfDraws; ++w) {
         draws.words[w] = 0;
         CUTE_NO_UNROLL  // registers are few here
-        for (int group = 0; group < 4; ++group) {
+            for (int group = 0; group < 4; ++group) {
             const Random4 bits = stream.bits(query + 64 * w + 16 * group, key - is_odd);
             draws.words[w] |= (dropped(bits, 0, threshold) | dropped(bits, 1, threshold) << 16) << 4 * group;
         }

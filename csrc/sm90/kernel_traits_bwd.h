@@ -93,6 +93,7 @@ struct Flash_bwd_kernel_traits {
     static_assert(!kConsumersComputeDq || kTilesOfDq == kConsumers);
     static constexpr int kWordsOfScores = kKeys * kBlockM / 2;
     static constexpr int kWordsOfDraws = kKeys * kBlockM / 128 / 32;  // of a thread
+    using DrawsOfCta = uint32_t[kWordsOfDraws][kConsumersComputeDq ? kConsumers * 128 : 1];
     struct SharedStorage {
         union {
             alignas(kAlignment) Element k[kBlockN * kHeadDim];
@@ -109,14 +110,14 @@ struct Flash_bwd_kernel_traits {
         alignas(128) float dq[kConsumersComputeDq ? kConsumers : 1][kConsumersComputeDq ? kTileOfDq : 4];
         alignas(16) float lse[kStagesQ][kBlockM];
         alignas(16) float delta[kStagesdO][kBlockM];
-        uint32_t draws[kStagesQ][kWordsOfDraws][kConsumers * 128];  // dropout: which probabilities drop, per thread
+        DrawsOfCta draws[kStagesQ];                 // dropout: which probabilities drop
         PipelineBarriers<kStagesQ> q_barriers;      // Q with lse
         PipelineBarriers<kStagesdO> dout_barriers;  // dO with delta
         PipelineBarriers<1> dq_barriers[kConsumers];
         PipelineBarriers<kStagesdS> ds_barriers, p_barriers;
         PipelineBarriers<1> k_barriers, v_barriers;
         cutlass::arch::ClusterBarrier draws_full[kStagesQ];  // the stage of Q has its draws
-        int number;  // of the work tile
+        int number;                                          // of the work tile
     };
     static constexpr int kSmemSize = sizeof(SharedStorage);
     static_assert(kSmemSize <= 227 * 1024, "more shared memory than a thread block may have");

@@ -102,8 +102,9 @@ public:
     // S^T becomes P^T = exp(S^T - lse). Four scores at a time, from the first to the last operation: of the accumulator
     // and of P, registers then hold one whole and the other in part.
     template <typename TensorS>
-    __device__ __forceinline__ Probabilities rounded_p(const Step &step, const Inputs &inputs, const Draws<Traits> &draws,
-                                                       const TensorS &acc_s, const QueryStatistics &lse) const {
+    __device__ __forceinline__ Probabilities rounded_p(const Step &step, const Inputs &inputs,
+                                                       const Draws<Traits> &draws, const TensorS &acc_s,
+                                                       const QueryStatistics &lse) const {
         Probabilities p;
         const int first_query = step.m_block * Traits::kBlockM;
         const bool is_careful = inputs.is_large || needs_mask(first_query);
