@@ -41,7 +41,7 @@ void launch_flash_bwd(const Flash_bwd_params &given, cudaStream_t stream) {
     const int per_head = is_in_order ? blocks.per_sequence() : blocks.per_head;
     params.interleaved_heads = clamp_to(ctas / std::max(per_head, 1), 1, std::max(blocks.all_heads(), 1));
     check_grid(padded_rows(params), "batch * nheads * query rows");
-    const int64_t grid = WorkOrder::count(params, blocks);
+    const int64_t grid = WorkOrder::count(params, blocks, kHasRowWarps<Traits, kKind>);
     check_grid(grid, "batch * nheads * (blocks of keys + blocks of query rows)");
     if (trace_enabled()) {
         trace("flash_bwd_kernel", "kKind=%s kBlockM=%d kBlockN=%d stages=%d,%d grid=%lld threads=%d smem=%d",
@@ -51,7 +51,8 @@ void launch_flash_bwd(const Flash_bwd_params &given, cudaStream_t stream) {
     auto kernel = &flash_bwd_kernel<Traits, kKind>;
     reserve_smem(kernel, Traits::kSmemSize);
     kernel<<<static_cast<unsigned>(grid), Traits::kNThreads, Traits::kSmemSize, stream>>>(
-        params, make_copies_bwd<Traits>(params), WorkOrder(params, blocks, is_local(kKind)));
+        params, make_copies_bwd<Traits>(params),
+        WorkOrder(params, blocks, is_local(kKind), kHasRowWarps<Traits, kKind>));
     check_cuda(cudaGetLastError(), "launching flash_bwd_kernel");
 }
 

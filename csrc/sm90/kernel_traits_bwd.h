@@ -36,6 +36,7 @@ struct Flash_bwd_kernel_traits {
     static constexpr bool kSplitsKeys = TileSize::kSplit == BwdSplit::keys;
     static constexpr bool kConsumersComputeDq = TileSize::kDqBy == DqBy::consumers;
     static constexpr int kConsumers = 2;
+    static constexpr int kPartsOfDq = kConsumersComputeDq ? kConsumers : 4;  // of a CTA, which are added one by one
     static constexpr int kNThreads = 128 * (kConsumers + 1);
     static constexpr int kKeys = 64;  // keys of a consumer warpgroup: the m64 of wgmma
 
@@ -92,7 +93,8 @@ struct Flash_bwd_kernel_traits {
     static constexpr int kTilesOfDq = kBlockM * kHeadDim / kTileOfDq;
     static_assert(!kConsumersComputeDq || kTilesOfDq == kConsumers);
     static constexpr int kWordsOfScores = kKeys * kBlockM / 2;
-    static constexpr int kWordsOfDraws = kKeys * kBlockM / 128 / 32;  // of a thread
+    static constexpr int kWordsOfDraws = kKeys * kBlockM / 128 / 32;       // of a thread
+    static constexpr int kChunksOfRowWarp = kConsumersComputeDq ? 16 : 1;  // of a lane
     using DrawsOfCta = uint32_t[kWordsOfDraws][kConsumersComputeDq ? kConsumers * 128 : 1];
     struct SharedStorage {
         union {
@@ -110,7 +112,10 @@ struct Flash_bwd_kernel_traits {
         alignas(128) float dq[kConsumersComputeDq ? kConsumers : 1][kConsumersComputeDq ? kTileOfDq : 4];
         alignas(16) float lse[kStagesQ][kBlockM];
         alignas(16) float delta[kStagesdO][kBlockM];
-        DrawsOfCta draws[kStagesQ];                 // dropout: which probabilities drop
+        union {
+            DrawsOfCta draws[kStagesQ];                                        // dropout: which probabilities drop
+            uint4 chunks[kConsumersComputeDq ? 2 : 1][kChunksOfRowWarp * 32];  // RowWarps
+        };
         PipelineBarriers<kStagesQ> q_barriers;      // Q with lse
         PipelineBarriers<kStagesdO> dout_barriers;  // dO with delta
         PipelineBarriers<1> dq_barriers[kConsumers];

@@ -10,8 +10,8 @@
 
 namespace flash::sm90 {
 
-// DqBy::consumers. Warp 1 + c adds what consumer c puts into shared memory, by the copy engine. With dropout, warp 1
-// adds both, and the others draw.
+// DqBy::consumers. Warp 1 adds what the consumers put into shared memory, by the copy engine. Warps 2 and 3 draw, or do
+// row work.
 template <typename Traits, Kind kKind>
 class CopyProducer {
     using Block = ColumnBlock<Traits, kKind>;
@@ -20,38 +20,38 @@ class CopyProducer {
     const Block &block;
 
 public:
-    static constexpr int kParts = Traits::kConsumers;  // of dQ, each added on its own
-
     __device__ CopyProducer(const Flash_bwd_params &params, typename Traits::SharedStorage &shared, const Block &block)
         : params(params), shared(shared), block(block) {}
 
-    // Calls done(parts) in one thread when that many more parts of dQ are added, over all steps.
-    template <typename Loader, typename Wait, typename Done>
-    __device__ __forceinline__ void run(Loader &loader, const Wait &wait_for_statistics, const Done &done) const {
+    // Calls done(parts) in one thread when that many more parts of dQ are added, over all steps. do_row_work() is for
+    // warps 2 and 3.
+    template <typename Loader, typename Wait, typename Done, typename RowWork>
+    __device__ __forceinline__ void run(Loader &loader, const Wait &wait_for_statistics, const Done &done,
+                                        const RowWork &do_row_work) const {
         const int warp = uniform(threadIdx.x / 32);
         if (warp == 0) {
             loader.load_first(wait_for_statistics);
             loader.load_rest();
-        } else if (kHasDrawingWarps<Traits, kKind> && params.rng_state != nullptr) {
-            if (warp == 1) {
-                add(0, kParts);
-                complete(kParts, done);
-            } else {
-                DrawingWarps<Traits, kKind>(params, shared, block).run();
+        } else if (warp == 1) {
+            add();
+            if (threadIdx.x % 32 == 0) {
+                // Completion is a fence from the async proxy to the generic proxy.
+                asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+                done(Traits::kPartsOfDq);
             }
-        } else if (warp <= kParts) {
-            add(warp - 1, warp);
-            complete(1, done);
+        } else if constexpr (!kHasDrawingWarps<Traits, kKind>) {
+            do_row_work();
+        } else if (params.rng_state != nullptr) {
+            DrawingWarps<Traits, kKind>(params, shared, block).run();
         }
     }
 
 private:
-    // The tiles first_tile <= tile < end_tile of every step.
-    __device__ __forceinline__ void add(int first_tile, int end_tile) const {
+    __device__ __forceinline__ void add() const {
         Step step(block);
         PipelineState<1> state;
         for (int steps_left = block.num_steps(); steps_left > 0; --steps_left) {
-            for (int tile = first_tile; tile < end_tile; ++tile) {
+            for (int tile = 0; tile < Traits::kConsumers; ++tile) {
                 state.wait(shared.dq_barriers[tile]);
                 if (params.dq_accum != nullptr) {
                     add_tile(step, tile);
@@ -80,15 +80,6 @@ private:
         order.pass(step);
         __syncwarp();
     }
-
-    template <typename Done>
-    __device__ __forceinline__ static void complete(int parts, const Done &done) {
-        if (threadIdx.x % 32 == 0) {
-            // Completion is a fence from the async proxy to the generic proxy.
-            asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
-            done(parts);
-        }
-    }
 };
 
 // DqBy::producer. All four warps compute dQ, and add it from registers.
@@ -103,14 +94,13 @@ class DqProducer {
     PipelineState<Traits::kStagesdS> state;
 
 public:
-    static constexpr int kParts = 4;
-
     __device__ DqProducer(const Flash_bwd_params &params, typename Traits::SharedStorage &shared, const Block &block)
         : params(params), shared(shared), block(block), warp(uniform(threadIdx.x / 32)) {}
 
-    // As CopyProducer's.
-    template <typename Loader, typename Wait, typename Done>
-    __device__ __forceinline__ void run(Loader &loader, const Wait &wait_for_statistics, const Done &done) {
+    // As CopyProducer's. All warps are busy, so do_row_work is not used.
+    template <typename Loader, typename Wait, typename Done, typename RowWork>
+    __device__ __forceinline__ void run(Loader &loader, const Wait &wait_for_statistics, const Done &done,
+                                        const RowWork &do_row_work) {
         if (warp == 0) {
             loader.load_first(wait_for_statistics);
         }
