@@ -25,10 +25,21 @@ struct Random4 {
     uint32_t x[4];
 };
 
+// The product in 64 bits. nvcc would add the upper halves of the factors, which are 0.
+FLASH_HOST_DEVICE uint64_t multiply_wide(uint32_t x, uint32_t y) {
+#ifdef __CUDA_ARCH__
+    uint64_t product;
+    asm("mul.wide.u32 %0, %1, %2;" : "=l"(product) : "r"(x), "r"(y));
+    return product;
+#else
+    return uint64_t{x} * y;
+#endif
+}
+
 FLASH_HOST_DEVICE Random4 philox4x32(Random4 counter, uint32_t key0, uint32_t key1) {
     for (int round = 0; round < kPhiloxRounds; ++round) {
-        const uint64_t product0 = uint64_t{0xD2511F53u} * counter.x[0];
-        const uint64_t product1 = uint64_t{0xCD9E8D57u} * counter.x[2];
+        const uint64_t product0 = multiply_wide(0xD2511F53u, counter.x[0]);
+        const uint64_t product1 = multiply_wide(0xCD9E8D57u, counter.x[2]);
         counter = {uint32_t(product1 >> 32) ^ counter.x[1] ^ key0, uint32_t(product1),
                    uint32_t(product0 >> 32) ^ counter.x[3] ^ key1, uint32_t(product0)};
         key0 += 0x9E3779B9u;

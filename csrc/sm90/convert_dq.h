@@ -29,11 +29,10 @@ __device__ __forceinline__ auto load_dq(const Flash_bwd_params &params, int64_t 
     return acc;
 }
 
-// dQ = softmax_scale * acc, for 16 rows, from column first_col on. Rows without a key get 0: the accumulator of such a
-// row holds NaN if one of its tiles has an infinite key.
+// dQ = softmax_scale * acc, for 16 rows. Rows without a key get 0: the accumulator of such a row holds NaN if one of
+// its tiles has an infinite key.
 template <typename Traits, Kind kKind, typename TensorDq>
-__device__ __forceinline__ void store_dq(const Flash_bwd_params &params, const PaddedRow &first, const TensorDq &acc,
-                                         int first_col = 0) {
+__device__ __forceinline__ void store_dq(const Flash_bwd_params &params, const PaddedRow &first, const TensorDq &acc) {
     using Element = typename Traits::Element;
     const Sequence &seq = first.seq;
     const KeyRange<is_local(kKind)> range(params, seq.seqlen_q, seq.seqlen_k);
@@ -44,8 +43,8 @@ __device__ __forceinline__ void store_dq(const Flash_bwd_params &params, const P
         const int row = first.row + threadIdx.x % 32 / 4 + i * 8;
         const bool has_keys = row >= range.begin_row() && row < range.end_row();
         store_row<Element, uint4>(acc, i, params.qk_scale, [&](int col, const uint4 &vector) {
-            if (row < seq.seqlen_q && first_col + col < params.d) {
-                *reinterpret_cast<uint4 *>(base + int64_t(seq.q_begin + row) * params.dq.row_stride + first_col + col) =
+            if (row < seq.seqlen_q && col < params.d) {
+                *reinterpret_cast<uint4 *>(base + int64_t(seq.q_begin + row) * params.dq.row_stride + col) =
                     has_keys ? vector : uint4{};
             }
         });

@@ -41,8 +41,7 @@ class DrawingWarps {
     const Flash_bwd_params &params;
     typename Traits::SharedStorage &shared;
     const Block &block;
-    const unsigned lane;                                              // of both warps
-    static constexpr int kUnrolled = Traits::kHeadDim <= 64 ? 2 : 1;  // registers are few at 128
+    const unsigned lane;  // of both warps
 
 public:
     static constexpr int kFirstWarp = 2, kWarps = 2;
@@ -51,7 +50,7 @@ public:
         : params(params), shared(shared), block(block), lane(threadIdx.x - kFirstWarp * 32) {}
 
     __device__ __forceinline__ void run() const {
-        const uint64_t seed = params.rng_state[0], offset = params.rng_state[1];
+        const uint64_t seed = uniform64(params.rng_state[0]), offset = uniform64(params.rng_state[1]);
         PipelineState<Traits::kStagesQ> state;
         Step step(block);
         for (int steps_left = block.num_steps(); steps_left > 0; --steps_left) {
@@ -73,15 +72,21 @@ public:
     }
 
 private:
-    __device__ __forceinline__ void draw(const DropoutStream &stream, const Step &step,
-                                         typename Traits::DrawsOfCta &draws, unsigned pair) const {
+    // Uniform registers leave the others to Philox.
+    __device__ __forceinline__ static uint64_t uniform64(int64_t x) {
+        return uint64_t(uint32_t(uniform(int(x >> 32)))) << 32 | uint32_t(uniform(int(x)));
+    }
+
+    __device__ __forceinline__ void draw(DropoutStream stream, const Step &step, typename Traits::DrawsOfCta &draws,
+                                         unsigned pair) const {
         const unsigned column = pair % 4, row = pair / 4 % 4, warp = pair / 16 % 8, word = pair / 128;
         const unsigned key = block.first_key() + 16 * warp + 2 * row;
         const unsigned query = step.m_block * Traits::kBlockM + 64 * word + 2 * column;
         uint32_t even = 0, odd = 0;  // of the thread with the even key, and with the odd one
-#pragma unroll kUnrolled
+#pragma unroll 2
         for (unsigned i = 0; i < 8; ++i) {
             const unsigned group = i / 2, odd_query = i % 2, place = 4 * group + 16 * odd_query;
+            asm volatile("" : "+r"(stream.key0), "+r"(stream.key1));  // the keys of all rounds would take 14 registers
             const Random4 bits = stream.bits(query + 16 * group + odd_query, key);
             even |= dropped(bits, /*odd_key=*/0, params.dropout_threshold) << place;
             odd |= dropped(bits, /*odd_key=*/1, params.dropout_threshold) << place;

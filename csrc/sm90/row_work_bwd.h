@@ -130,7 +130,8 @@ __device__ __forceinline__ void convert(const Flash_bwd_params &params, const Wo
 template <typename Traits, Kind kKind>
 constexpr bool kHasRowWarps = Traits::kConsumersComputeDq && !kHasDrawingWarps<Traits, kKind>;
 
-// Warps 2 and 3 of the producer warpgroup, which have few registers: what a lane loads waits in shared memory.
+// Warps 2 and 3 of the producer warpgroup. They have few registers, and what they read from shared memory or shuffle
+// waits long beside wgmma. So many loads wait together in shared memory, and lanes exchange next to nothing.
 template <typename Traits, Kind kKind>
 class RowWarps {
     using Element = typename Traits::Element;
@@ -140,7 +141,7 @@ class RowWarps {
     const WorkOrder &order;
     const WorkCounts &counts;
     const int warp, lane;
-    uint4 *const chunks;  // of this lane: every 32nd
+    uint4 *const chunks;  // [kChunks * 32] of this warp
 
 public:
     static constexpr int kFirstWarp = 2, kWarps = 2;
@@ -152,7 +153,7 @@ public:
           counts(counts),
           warp(uniform(threadIdx.x / 32) - kFirstWarp),
           lane(threadIdx.x % 32),
-          chunks(&shared.chunks[warp][lane]) {}
+          chunks(shared.chunks[warp]) {}
 
     // The row work that comes with a work tile of compute.
     __device__ __forceinline__ void run(const WorkTile &tile) const {
@@ -180,20 +181,21 @@ public:
     }
 
 private:
-    // Copies 16 bytes into chunk i of this lane.
-    __device__ __forceinline__ void load(int i, const void *source) const {
-        cute::SM80_CP_ASYNC_CACHEGLOBAL<uint4>::copy(*static_cast<const uint4 *>(source), chunks[i * 32]);
+    __device__ __forceinline__ static void load(uint4 &chunk, const void *source) {
+        cute::SM80_CP_ASYNC_CACHEGLOBAL<uint4>::copy(*static_cast<const uint4 *>(source), chunk);
     }
     __device__ __forceinline__ static void wait_for_loads() {
         cute::cp_async_fence();
         cute::cp_async_wait<0>();
+        __syncwarp();
     }
 
-    // kRowsOfUnit rows.
+    // kRowsOfUnit rows, kLoaded at a time.
     __device__ __forceinline__ void preprocess(const PaddedRow &first) const {
-        constexpr int kVector = 16 / sizeof(Element), kLanes = kHeadDim / kVector;  // lanes share a row
-        constexpr int kStride = 32 / kLanes, kTogether = kChunks / 2, kLoaded = kStride * kTogether;
-        static_assert(kLoaded <= 32 && kRowsOfUnit % kLoaded == 0);
+        constexpr int kVector = 16 / sizeof(Element), kVectors = kHeadDim / kVector;   // of a row
+        constexpr int kLoaded = kChunks * 32 / (2 * kVectors), kLanes = 32 / kLoaded;  // that share a row
+        constexpr int kTogether = kVectors / kLanes;                                   // vectors of a lane
+        static_assert(kLanes <= 2 && kRowsOfUnit % kLoaded == 0);
         if (params.dq_accum != nullptr) {
             auto *accum = reinterpret_cast<uint4 *>(params.dq_accum + first.padded_row * kHeadDim) + lane;
             CUTE_NO_UNROLL
@@ -202,46 +204,51 @@ private:
             }
         }
         const Sequence &seq = first.seq;
-        const int rows = seq.seqlen_q - first.row, column = lane % kLanes * kVector;  // rows of the sequence
-        const auto row_of = [&](const TensorRef &x, int row) {
+        const int rows = seq.seqlen_q - first.row;  // of the sequence
+        const auto begin_of = [&](const TensorRef &x) {
             return static_cast<const Element *>(x.ptr) + first.bidb * x.batch_stride + first.bidh * x.head_stride +
-                   int64_t(seq.q_begin + first.row + row) * x.row_stride + (column < params.d ? column : 0);
+                   int64_t(seq.q_begin + first.row) * x.row_stride;
         };
+        // Chunk `vector` of a row. Neighbouring rows have other banks for the same vector.
+        const auto place = [](int row, int vector) { return row * kVectors + (vector ^ row % 8); };
         const int64_t lse_begin =
             first.bidb * params.lse_batch_stride + first.bidh * params.lse_head_stride + seq.q_begin + first.row;
         bool is_large = false;
         CUTE_NO_UNROLL
         for (int begin = 0; begin < kRowsOfUnit; begin += kLoaded) {
-            const int row = begin + lane;  // whose statistics this lane stores
-            float lse = -INFINITY, dlse = 0.0f, dot_of_row = 0.0f;
-            if (row < rows && lane < kLoaded) {
-                lse = static_cast<const float *>(params.softmax_lse)[lse_begin + row];
-                if (params.dsoftmax_lse != nullptr) {
-                    dlse = static_cast<const float *>(params.dsoftmax_lse)[lse_begin + row];
-                }
-            }
+            const int row = begin + lane / kLanes;  // of this lane
+            float lse = -INFINITY, dlse = 0.0f, sum = 0.0f;
             if (begin < rows) {
+                const int vector = lane % kVectors, column = vector * kVector < params.d ? vector * kVector : 0;
+                const Element *out = begin_of(params.o) + column, *dout = begin_of(params.dout) + column;
                 CUTE_NO_UNROLL
-                for (int i = 0; i < kTogether; ++i) {  // rows past the end load the last one
-                    const int loaded = cute::min(begin + i * kStride + lane / kLanes, rows - 1);
-                    load(2 * i, row_of(params.o, loaded));
-                    load(2 * i + 1, row_of(params.dout, loaded));
+                for (int i = lane / kVectors; i < kLoaded; i += 32 / kVectors) {  // rows past the end load the last one
+                    const int loaded = cute::min(begin + i, rows - 1);
+                    load(chunks[place(i, vector)], out + loaded * params.o.row_stride);
+                    load(chunks[place(kLoaded + i, vector)], dout + loaded * params.dout.row_stride);
+                }
+                if (row < rows) {
+                    lse = static_cast<const float *>(params.softmax_lse)[lse_begin + row];
+                    if (params.dsoftmax_lse != nullptr) {
+                        dlse = static_cast<const float *>(params.dsoftmax_lse)[lse_begin + row];
+                    }
                 }
                 wait_for_loads();
-                CUTE_NO_UNROLL
+                const int in_chunks = lane / kLanes, first_vector = lane % kLanes * kTogether;
+#pragma unroll 2
                 for (int i = 0; i < kTogether; ++i) {
-                    float sum = column < params.d ? dot<Element>(chunks[2 * i * 32], chunks[(2 * i + 1) * 32]) : 0.0f;
-                    CUTE_UNROLL
-                    for (int offset = kLanes / 2; offset > 0; offset /= 2) {
-                        sum += __shfl_xor_sync(0xffffffffu, sum, offset);
-                    }
-                    sum = __shfl_sync(0xffffffffu, sum, lane % kStride * kLanes);
-                    dot_of_row = lane / kStride == i ? sum : dot_of_row;
+                    const float part = dot<Element>(chunks[place(in_chunks, first_vector + i)],
+                                                    chunks[place(kLoaded + in_chunks, first_vector + i)]);
+                    sum += (first_vector + i) * kVector < params.d ? part : 0.0f;
+                }
+                if (kLanes == 2) {
+                    sum += __shfl_xor_sync(0xffffffffu, sum, 1);
                 }
             }
-            if (lane < kLoaded) {
-                is_large |= store_statistics(params, first.padded_row + row, row < rows, dot_of_row, lse, dlse);
+            if (lane % kLanes == 0) {
+                is_large |= store_statistics(params, first.padded_row + row, row < rows, sum, lse, dlse);
             }
+            __syncwarp();  // the chunks have been read
         }
         is_large = __any_sync(0xffffffffu, is_large);
         if (lane == 0) {
@@ -249,28 +256,49 @@ private:
         }
     }
 
-    // kRowsOfUnit rows, 16 at a time.
+    // kRowsOfUnit rows, 16 at a time. Rows without a key get 0, as in store_dq.
     __device__ __forceinline__ void convert(const PaddedRow &first) const {
         using Tile = DqTile<Traits>;
-        constexpr int kVectors = kHeadDim / 8;
+        constexpr int kVectors = kHeadDim / 8;  // of a row, of 8 columns
         static_assert(kVectors <= kChunks && kRowsOfUnit == 64);
+        const Sequence &seq = first.seq;
+        const KeyRange<is_local(kKind)> range(params, seq.seqlen_q, seq.seqlen_k);
         const auto *accum = reinterpret_cast<const float4 *>(params.dq_accum + first.padded_row * kHeadDim);
+        Element *target = static_cast<Element *>(params.dq.ptr) + first.bidb * params.dq.batch_stride +
+                          first.bidh * params.dq.head_stride;
+        // The chunk of a vector and of the lane that had it in its accumulator. Neighbouring vectors have other banks.
+        const auto place = [](int vector, int of_lane) { return vector * 32 + (of_lane ^ vector % 8); };
         CUTE_NO_UNROLL
-        for (int part = 0; part < 4 && first.row + 16 * part < first.seq.seqlen_q; ++part) {
+        for (int part = 0; part < 4 && first.row + 16 * part < seq.seqlen_q; ++part) {
             CUTE_UNROLL
             for (int i = 0; i < kVectors; ++i) {
-                load(i, &accum[i / Tile::kVectors * (Traits::kTileOfDq / 4) +
-                               Tile::place(i % Tile::kVectors, 32 * part + lane)]);
+                load(chunks[place(i, lane)], &accum[i / Tile::kVectors * (Traits::kTileOfDq / 4) +
+                                                    Tile::place(i % Tile::kVectors, 32 * part + lane)]);
             }
             wait_for_loads();
-            const PaddedRow row{first.padded_row + 16 * part, first.bidb, first.bidh, first.seq, first.row + 16 * part};
-            // (row, col) of this lane, of 32 columns: vector i is the columns 2 i and 2 i + 1 of both rows.
-            using Layout = cute::Layout<Shape<_2, Shape<_2, _4>>, Stride<_2, Stride<_1, Int<128>>>>;
-            CUTE_NO_UNROLL
-            for (int i = 0; i < kVectors; i += 4) {
-                const auto *of_vector = reinterpret_cast<const float *>(&chunks[i * 32]);
-                store_dq<Traits, kKind>(params, row, make_tensor(make_smem_ptr(of_vector), Layout{}), 8 * i);
+            const int vector = lane % kVectors;
+#pragma unroll 2
+            for (int i = lane / kVectors; i < 16; i += 32 / kVectors) {
+                const int row = first.row + 16 * part + i;
+                uint32_t words[4];
+                CUTE_UNROLL
+                for (int quad = 0; quad < 4;
+                     ++quad) {  // a chunk has two columns of row i % 8 and of the row 8 further on
+                    const auto *of_row = reinterpret_cast<const float2 *>(&chunks[place(vector, i % 8 * 4 + quad)]);
+                    const float2 x = of_row[i / 8];
+                    using Pair = cutlass::Array<Element, 2>;
+                    const Pair pair = cutlass::NumericArrayConverter<Element, float, 2>::convert(
+                        {x.x * params.qk_scale, x.y * params.qk_scale});
+                    words[quad] = reinterpret_cast<const uint32_t &>(pair);
+                }
+                if (row < seq.seqlen_q && vector * 8 < params.d) {
+                    const bool has_keys = row >= range.begin_row() && row < range.end_row();
+                    *reinterpret_cast<uint4 *>(target + int64_t(seq.q_begin + row) * params.dq.row_stride +
+                                               vector * 8) =
+                        has_keys ? make_uint4(words[0], words[1], words[2], words[3]) : uint4{};
+                }
             }
+            __syncwarp();  // the chunks have been read
         }
     }
 };
