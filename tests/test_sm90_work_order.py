@@ -10,6 +10,8 @@ from .host_program import output_of
 
 
 @pytest.mark.slow
-def test_all_work_is_done_once_and_after_what_it_waits_for(tmp_path: Path, seed: int, described_seed: str) -> None:
+def test_every_work_tile_comes_once_and_after_those_that_it_waits_for(
+    tmp_path: Path, seed: int, described_seed: str
+) -> None:
     result = output_of(Path(__file__).with_name("sm90_work_order.cpp"), tmp_path, str(seed % 2**32))
     assert result.returncode == 0, f"{result.stdout}{result.stderr}{described_seed}"

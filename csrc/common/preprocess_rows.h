@@ -20,33 +20,6 @@ struct PaddedRow {
     int row;  // in the sequence; may lie past its end
 };
 
-// The part of a row's dot product that 16 bytes of each operand hold.
-template <typename Element>
-__device__ __forceinline__ float dot(const uint4 &x, const uint4 &y) {
-    constexpr int kVector = 16 / sizeof(Element);
-    using Converter = cutlass::NumericArrayConverter<float, Element, kVector>;
-    using Vector = cutlass::Array<Element, kVector>;
-    const auto floats_x = Converter::convert(reinterpret_cast<const Vector &>(x));
-    const auto floats_y = Converter::convert(reinterpret_cast<const Vector &>(y));
-    float sum = 0.0f;
-    CUTE_UNROLL
-    for (int j = 0; j < kVector; ++j) {
-        sum += floats_x[j] * floats_y[j];
-    }
-    return sum;
-}
-
-// Stores delta and the log-sum-exp of a padded row. is_row: it lies within its sequence. Returns whether the
-// log-sum-exp is large. A row without a key has no gradient, whatever dO holds. P = exp(s - inf) = 0 there and past the
-// end.
-__device__ __forceinline__ bool store_statistics(const Flash_bwd_params &params, int64_t padded_row, bool is_row,
-                                                 float dot_do_o, float lse, float dlse) {
-    const bool has_keys = is_row && lse != -INFINITY;
-    static_cast<float *>(params.dsoftmax_sum)[padded_row] = has_keys ? dot_do_o - dlse : 0.0f;
-    params.lse_padded[padded_row] = has_keys ? lse : INFINITY;
-    return has_keys && fabsf(lse) > kLargeExponent;
-}
-
 // A warp does kRows padded rows from `first` on, of one head and one sequence. kLanes lanes share a row. Each lane
 // reads 16 bytes of it. Returns, in every lane, whether a row has a large log-sum-exp.
 template <typename Element, int kHeadDim, int kRows>
@@ -98,14 +71,29 @@ __device__ __forceinline__ bool preprocess_rows(const Flash_bwd_params &params, 
         }
         CUTE_UNROLL
         for (int i = 0; i < kTogether; ++i) {
-            float sum = has_columns ? dot<Element>(out[i], dout[i]) : 0.0f;
+            const auto floats = [](const uint4 &bits) {
+                using Converter = cutlass::NumericArrayConverter<float, Element, kVector>;
+                return Converter::convert(reinterpret_cast<const cutlass::Array<Element, kVector> &>(bits));
+            };
+            const auto out_i = floats(out[i]), dout_i = floats(dout[i]);
+            float dot = 0.0f;
+            CUTE_UNROLL
+            for (int j = 0; j < kVector; ++j) {
+                dot += out_i[j] * dout_i[j];
+            }
+            dot = has_columns ? dot : 0.0f;
             CUTE_UNROLL
             for (int offset = kLanes / 2; offset > 0; offset /= 2) {
-                sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+                dot += __shfl_xor_sync(0xffffffffu, dot, offset);
             }
             if (lane == 0) {
+                // A row without a key has no gradient, whatever dO holds. P = exp(s - inf) = 0 there and past the end.
                 const int row = begin + i * kStride + row_of_lane;
-                is_large |= store_statistics(params, first.padded_row + row, row < rows, sum, lse[i], dlse[i]);
+                const int64_t padded_row = first.padded_row + row;
+                const bool has_keys = row < rows && lse[i] != -INFINITY;
+                static_cast<float *>(params.dsoftmax_sum)[padded_row] = has_keys ? dot - dlse[i] : 0.0f;
+                params.lse_padded[padded_row] = has_keys ? lse[i] : INFINITY;
+                is_large |= has_keys && fabsf(lse[i]) > kLargeExponent;
             }
         }
     }

@@ -1,6 +1,6 @@
-// Which probabilities of a step dropout drops: one bit for each, with the random numbers of common/philox.h. Where the
-// copy engine adds dQ, the producer warpgroup has two warps left, which draw the bits beside the consumers' products
-// (DrawingWarps). Elsewhere the consumers draw them (draw, exchanged).
+// Which probabilities of a step dropout drops: one bit for each, with the random numbers of common/philox.h. At head
+// dims 64 and 128 a warpgroup of its own draws them, beside the consumers' products (Drawers). At others the CTA has no
+// registers left for it, and the consumers draw (draw, exchanged).
 #pragma once
 
 #include "../common/dropout.h"
@@ -12,9 +12,6 @@
 #include "uniform.h"
 
 namespace flash::sm90 {
-
-template <typename Traits, Kind kKind>
-constexpr bool kHasDrawingWarps = is_general(kKind) && Traits::kHasFactors && Traits::kConsumersComputeDq;
 
 // Bits of a thread's scores, in the order of wgmma's accumulators: bits i and i + 16 of word w belong to pair 16 w + i,
 // which is one key and the queries q and q + 1. A set bit drops.
@@ -34,20 +31,18 @@ __device__ __forceinline__ uint32_t dropped(const Random4 &bits, int odd_key, un
     return result;
 }
 
-// Warps 2 and 3 of the producer warpgroup. The bits of a step belong to its stage of Q: consumers release both at once.
+// The warpgroup that draws. The bits of a step belong to its stage of Q: consumers release both at once.
 template <typename Traits, Kind kKind>
-class DrawingWarps {
+class Drawers {
     using Block = ColumnBlock<Traits, kKind>;
     const Flash_bwd_params &params;
     typename Traits::SharedStorage &shared;
     const Block &block;
-    const unsigned lane;  // of both warps
+    const unsigned thread;  // of the warpgroup
 
 public:
-    static constexpr int kFirstWarp = 2, kWarps = 2;
-
-    __device__ DrawingWarps(const Flash_bwd_params &params, typename Traits::SharedStorage &shared, const Block &block)
-        : params(params), shared(shared), block(block), lane(threadIdx.x - kFirstWarp * 32) {}
+    __device__ Drawers(const Flash_bwd_params &params, typename Traits::SharedStorage &shared, const Block &block)
+        : params(params), shared(shared), block(block), thread(threadIdx.x % 128) {}
 
     __device__ __forceinline__ void run() const {
         const uint64_t seed = uniform64(params.rng_state[0]), offset = uniform64(params.rng_state[1]);
@@ -59,7 +54,7 @@ public:
             // A thread draws for two others, which have the keys k and k + 1 and the same queries: the same calls of
             // Philox have the bits of both.
             CUTE_NO_UNROLL
-            for (unsigned pair = lane; pair < Traits::kConsumers * 64 * Traits::kWordsOfDraws; pair += kWarps * 32) {
+            for (unsigned pair = thread; pair < Traits::kConsumers * 64 * Traits::kWordsOfDraws; pair += 128) {
                 draw(stream, step, shared.draws[state.stage], pair);
             }
             __syncwarp();
@@ -91,13 +86,13 @@ private:
             even |= dropped(bits, /*odd_key=*/0, params.dropout_threshold) << place;
             odd |= dropped(bits, /*odd_key=*/1, params.dropout_threshold) << place;
         }
-        const unsigned thread = 32 * warp + 8 * row + column;
-        draws[word][thread] = even;
-        draws[word][thread + 4] = odd;
+        const unsigned consumer = 32 * warp + 8 * row + column;  // the thread with the even key
+        draws[word][consumer] = even;
+        draws[word][consumer + 4] = odd;
     }
 };
 
-// What DrawingWarps have drawn for this thread.
+// What Drawers have drawn for this thread.
 template <typename Traits>
 __device__ __forceinline__ Draws<Traits> load_draws(const typename Traits::DrawsOfCta &draws, int warpgroup) {
     Draws<Traits> result;

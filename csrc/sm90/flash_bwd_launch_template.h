@@ -41,7 +41,7 @@ void launch_flash_bwd(const Flash_bwd_params &given, cudaStream_t stream) {
     const int per_head = is_in_order ? blocks.per_sequence() : blocks.per_head;
     params.interleaved_heads = clamp_to(ctas / std::max(per_head, 1), 1, std::max(blocks.all_heads(), 1));
     check_grid(padded_rows(params), "batch * nheads * query rows");
-    const int64_t grid = WorkOrder::count(params, blocks, kHasRowWarps<Traits, kKind>);
+    const int64_t grid = WorkOrder::count(params, blocks);
     check_grid(grid, "batch * nheads * (blocks of keys + blocks of query rows)");
     if (trace_enabled()) {
         trace("flash_bwd_kernel", "kKind=%s kBlockM=%d kBlockN=%d stages=%d,%d grid=%lld threads=%d smem=%d",
@@ -51,20 +51,21 @@ void launch_flash_bwd(const Flash_bwd_params &given, cudaStream_t stream) {
     auto kernel = &flash_bwd_kernel<Traits, kKind>;
     reserve_smem(kernel, Traits::kSmemSize);
     kernel<<<static_cast<unsigned>(grid), Traits::kNThreads, Traits::kSmemSize, stream>>>(
-        params, make_copies_bwd<Traits>(params),
-        WorkOrder(params, blocks, is_local(kKind), kHasRowWarps<Traits, kKind>));
+        params, make_copies_bwd<Traits>(params), WorkOrder(params, blocks, is_local(kKind)));
     check_cuda(cudaGetLastError(), "launching flash_bwd_kernel");
 }
 
 template <DType kDType, int kHeadDim, Kind kKind>
 void run_flash_bwd(const Flash_bwd_params &params, cudaStream_t stream) {
-    if constexpr (is_general(kKind) && has_kernel_without_factors(kHeadDim)) {
-        if (params.softcap_scale == 0.0f && params.rng_state == nullptr) {
-            launch_flash_bwd<Flash_bwd_kernel_traits<kDType, kHeadDim, /*kHasFactors=*/false>, kKind>(params, stream);
-            return;
-        }
+    using WithFactors = Flash_bwd_kernel_traits<kDType, kHeadDim, is_general(kKind)>;
+    using WithoutFactors =
+        Flash_bwd_kernel_traits<kDType, kHeadDim, is_general(kKind) && !has_kernel_without_factors(kHeadDim)>;
+    const bool has_factors = params.softcap_scale != 0.0f || params.rng_state != nullptr;
+    if (has_factors) {
+        launch_flash_bwd<WithFactors, kKind>(params, stream);
+    } else {
+        launch_flash_bwd<WithoutFactors, kKind>(params, stream);
     }
-    launch_flash_bwd<Flash_bwd_kernel_traits<kDType, kHeadDim>, kKind>(params, stream);
 }
 
 }  // namespace flash::sm90

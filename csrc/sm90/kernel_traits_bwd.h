@@ -20,8 +20,8 @@ namespace flash::sm90 {
 
 using namespace cute;
 
-// kHasFactors_: kind general: false for calls without softcap and dropout, whose dS needs nothing but P.
-template <DType kDType, int kHeadDim_, bool kHasFactors_ = true>
+// kHasFactors_: for calls with softcap or dropout, whose dS needs more than P.
+template <DType kDType, int kHeadDim_, bool kHasFactors_>
 struct Flash_bwd_kernel_traits {
     static_assert(kDType == DType::float16 || kDType == DType::bfloat16, "tensor cores multiply 16-bit types here");
 
@@ -36,8 +36,12 @@ struct Flash_bwd_kernel_traits {
     static constexpr bool kSplitsKeys = TileSize::kSplit == BwdSplit::keys;
     static constexpr bool kConsumersComputeDq = TileSize::kDqBy == DqBy::consumers;
     static constexpr int kConsumers = 2;
-    static constexpr int kPartsOfDq = kConsumersComputeDq ? kConsumers : 4;  // of a CTA, which are added one by one
-    static constexpr int kNThreads = 128 * (kConsumers + 1);
+    static constexpr bool kHasDrawers = kHasFactors && kConsumersComputeDq;  // a warpgroup that draws for dropout
+    static constexpr int kNThreads = 128 * (kConsumers + 1 + kHasDrawers);
+    // setmaxnreg. A launch of 512 threads gets 4 * 128 registers.
+    static constexpr int kProducerRegisters = TileSize::kProducerRegisters;  // of drawers, too
+    static constexpr int kConsumerRegisters = kHasDrawers ? 256 - kProducerRegisters : TileSize::kConsumerRegisters;
+    static constexpr DsIn kDsIn = kHasDrawers ? DsIn::shared_memory : TileSize::kDsIn;  // saves registers
     static constexpr int kKeys = 64;  // keys of a consumer warpgroup: the m64 of wgmma
 
     // S^T = K Q^T and dP^T = V dO^T, keys as rows: both operands in shared memory. dV += P^T dO and dK += dS^T Q: P and
@@ -93,9 +97,8 @@ struct Flash_bwd_kernel_traits {
     static constexpr int kTilesOfDq = kBlockM * kHeadDim / kTileOfDq;
     static_assert(!kConsumersComputeDq || kTilesOfDq == kConsumers);
     static constexpr int kWordsOfScores = kKeys * kBlockM / 2;
-    static constexpr int kWordsOfDraws = kKeys * kBlockM / 128 / 32;       // of a thread
-    static constexpr int kChunksOfRowWarp = kConsumersComputeDq ? 16 : 1;  // of a lane
-    using DrawsOfCta = uint32_t[kWordsOfDraws][kConsumersComputeDq ? kConsumers * 128 : 1];
+    static constexpr int kWordsOfDraws = kKeys * kBlockM / 128 / 32;  // of a thread
+    using DrawsOfCta = uint32_t[kWordsOfDraws][kHasDrawers ? kConsumers * 128 : 1];
     struct SharedStorage {
         union {
             alignas(kAlignment) Element k[kBlockN * kHeadDim];
@@ -112,10 +115,7 @@ struct Flash_bwd_kernel_traits {
         alignas(128) float dq[kConsumersComputeDq ? kConsumers : 1][kConsumersComputeDq ? kTileOfDq : 4];
         alignas(16) float lse[kStagesQ][kBlockM];
         alignas(16) float delta[kStagesdO][kBlockM];
-        union {
-            DrawsOfCta draws[kStagesQ];                                        // dropout: which probabilities drop
-            uint4 chunks[kConsumersComputeDq ? 2 : 1][kChunksOfRowWarp * 32];  // RowWarps
-        };
+        DrawsOfCta draws[kStagesQ];                 // dropout: which probabilities drop
         PipelineBarriers<kStagesQ> q_barriers;      // Q with lse
         PipelineBarriers<kStagesdO> dout_barriers;  // dO with delta
         PipelineBarriers<1> dq_barriers[kConsumers];

@@ -20,7 +20,7 @@ class KeyConsumer : ConsumerBwd<Traits, kKind> {
     using DsState = PipelineState<Traits::kStagesdS>;
     using QState = PipelineState<Traits::kStagesQ>;
     static constexpr bool kComputesDq = Traits::kConsumersComputeDq;
-    static constexpr bool kHoldsPTwice = is_general(kKind) && Traits::kHasFactors;  // leaves fewer registers
+    static constexpr bool kHoldsPTwice = Traits::kHasFactors;  // leaves fewer registers
     PipelineState<1> dq_state;
 
 public:
@@ -217,7 +217,7 @@ private:
 
     // Before products are issued, which the exchange between lanes would wait for.
     __device__ __forceinline__ Draws<Traits> draws_of_step() const {
-        if constexpr (!kHasDrawingWarps<Traits, kKind>) {
+        if constexpr (!Traits::kHasDrawers) {
             return scores.exchanged(scores.draw(step, scores.load_rng_state()));
         } else if (scores.has_dropout()) {
             shared.draws_full[q_state.stage].wait(q_state.phase);
@@ -241,7 +241,7 @@ private:
     template <typename TensorA, typename TensorKV>
     __device__ __forceinline__ void issue_dk(bool accumulates, const DsState &ds, const QState &q, TensorA &rdS,
                                              TensorKV &acc_dk) const {
-        if constexpr (Traits::TileSize::kDsIn == DsIn::registers) {
+        if constexpr (Traits::kDsIn == DsIn::registers) {
             this->issue_dkv(accumulates, rdS, shared.q, q, acc_dk);
         } else {
             if constexpr (!kComputesDq) {  // else issue_dq has waited for all of dS

@@ -4,14 +4,12 @@
 
 #include "consumer_bwd.h"
 #include "dq_tile.h"
-#include "dropout_bwd.h"
 #include "load_bwd.h"
 #include "work_counts.h"
 
 namespace flash::sm90 {
 
-// DqBy::consumers. Warp 1 adds what the consumers put into shared memory, by the copy engine. Warps 2 and 3 draw, or do
-// row work.
+// DqBy::consumers. Warp 1 + c adds what consumer c puts into shared memory, by the copy engine.
 template <typename Traits, Kind kKind>
 class CopyProducer {
     using Block = ColumnBlock<Traits, kKind>;
@@ -20,65 +18,56 @@ class CopyProducer {
     const Block &block;
 
 public:
+    static constexpr int kWarpsThatAdd = Traits::kConsumers;
+
     __device__ CopyProducer(const Flash_bwd_params &params, typename Traits::SharedStorage &shared, const Block &block)
         : params(params), shared(shared), block(block) {}
 
-    // Calls done(parts) in one thread when that many more parts of dQ are added, over all steps. do_row_work() is for
-    // warps 2 and 3.
-    template <typename Loader, typename Wait, typename Done, typename RowWork>
-    __device__ __forceinline__ void run(Loader &loader, const Wait &wait_for_statistics, const Done &done,
-                                        const RowWork &do_row_work) const {
+    // Calls done() in one thread of each warp that adds, when its sums are written.
+    template <typename Loader, typename Wait, typename Done>
+    __device__ __forceinline__ void run(Loader &loader, const Wait &wait_for_statistics, const Done &done) const {
         const int warp = uniform(threadIdx.x / 32);
         if (warp == 0) {
             loader.load_first(wait_for_statistics);
             loader.load_rest();
-        } else if (warp == 1) {
-            add();
+        } else if (warp <= kWarpsThatAdd) {
+            add(warp - 1);
             if (threadIdx.x % 32 == 0) {
                 // Completion is a fence from the async proxy to the generic proxy.
                 asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
-                done(Traits::kPartsOfDq);
+                done();
             }
-        } else if constexpr (!kHasDrawingWarps<Traits, kKind>) {
-            do_row_work();
-        } else if (params.rng_state != nullptr) {
-            DrawingWarps<Traits, kKind>(params, shared, block).run();
         }
     }
 
 private:
-    __device__ __forceinline__ void add() const {
+    __device__ __forceinline__ void add(int tile) const {
+        const DqOrder<Traits, /*kCopyEngine=*/true, Block> order(params, block, tile);
         Step step(block);
         PipelineState<1> state;
+        const uint32_t source = cute::cast_smem_ptr_to_uint(shared.dq[tile]);
         for (int steps_left = block.num_steps(); steps_left > 0; --steps_left) {
-            for (int tile = 0; tile < Traits::kConsumers; ++tile) {
-                state.wait(shared.dq_barriers[tile]);
-                if (params.dq_accum != nullptr) {
-                    add_tile(step, tile);
-                }
+            state.wait(shared.dq_barriers[tile]);
+            if (params.dq_accum != nullptr) {
+                order.wait(step);
                 if (threadIdx.x % 32 == 0) {
-                    shared.dq_barriers[tile].empty[0].arrive();
+                    fence_copies_from_global();  // preprocess has written zeros there
+                    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(
+                                     DqTile<Traits>::target(params, block, step, tile)),
+                                 "r"(source), "n"(Traits::kTileOfDq * sizeof(float))
+                                 : "memory");
+                    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+                    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");  // shared memory has been read
                 }
+                order.pass(step);
+                __syncwarp();
+            }
+            if (threadIdx.x % 32 == 0) {
+                shared.dq_barriers[tile].empty[0].arrive();
             }
             state.advance();
             step.advance(block);
         }
-    }
-
-    __device__ __forceinline__ void add_tile(const Step &step, int tile) const {
-        const DqOrder<Traits, /*kCopyEngine=*/true, Block> order(params, block, tile);
-        order.wait(step);
-        if (threadIdx.x % 32 == 0) {
-            fence_copies_from_global();  // preprocess has written zeros there
-            asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(
-                             DqTile<Traits>::target(params, block, step, tile)),
-                         "r"(cute::cast_smem_ptr_to_uint(shared.dq[tile])), "n"(Traits::kTileOfDq * sizeof(float))
-                         : "memory");
-            asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-            asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");  // shared memory has been read
-        }
-        order.pass(step);
-        __syncwarp();
     }
 };
 
@@ -94,13 +83,14 @@ class DqProducer {
     PipelineState<Traits::kStagesdS> state;
 
 public:
+    static constexpr int kWarpsThatAdd = 4;
+
     __device__ DqProducer(const Flash_bwd_params &params, typename Traits::SharedStorage &shared, const Block &block)
         : params(params), shared(shared), block(block), warp(uniform(threadIdx.x / 32)) {}
 
-    // As CopyProducer's. All warps are busy, so do_row_work is not used.
-    template <typename Loader, typename Wait, typename Done, typename RowWork>
-    __device__ __forceinline__ void run(Loader &loader, const Wait &wait_for_statistics, const Done &done,
-                                        const RowWork &do_row_work) {
+    // As CopyProducer's.
+    template <typename Loader, typename Wait, typename Done>
+    __device__ __forceinline__ void run(Loader &loader, const Wait &wait_for_statistics, const Done &done) {
         if (warp == 0) {
             loader.load_first(wait_for_statistics);
         }
@@ -124,7 +114,7 @@ public:
         }
         __syncwarp();  // one lane's release covers what the others added
         if (threadIdx.x % 32 == 0) {
-            done(1);
+            done();
         }
     }
 

@@ -18,7 +18,8 @@ namespace flash::sm90 {
 template <typename Traits, Kind kKind>
 class ScoresBwd {
     using Element = typename Traits::Element;
-    static constexpr bool kIsGeneral = is_general(kKind), kHasFactors = kIsGeneral && Traits::kHasFactors;
+    static constexpr bool kIsGeneral = is_general(kKind), kHasFactors = Traits::kHasFactors;
+    static_assert(kIsGeneral || !kHasFactors);
 
 public:
     using Accumulator = decltype(partition_fragment_C(typename Traits::TiledMmaSdP{}, typename Traits::TileS{}));
