@@ -145,20 +145,12 @@ private:
             this->issue_scores(shared.k, shared.q, q_state, next_s);
             auto acc_dq = issue_dq(ds);
             issue_dk(accumulates, ds, q, rdS, acc_dk);
-            if (kHoldsPTwice) {
-                wait_for<1>(acc_dq);
-                warpgroup_fence_operand(next_s);
-                store_dq(acc_dq);
-            } else {
-                wait_for<2>(next_s);
-            }
+            wait_for<2>(next_s);
             p = scores.rounded_p(step, inputs, draws, next_s, lse);
             this->wait_for_dO();
             delta = delta_of_step();
-            if (!kHoldsPTwice) {
-                wait_for<1>(acc_dq);
-                store_dq(acc_dq);
-            }
+            wait_for<1>(acc_dq);
+            store_dq(acc_dq);
             wait_for<0>(acc_dk);
             Base::release(q, shared.q_barriers);
         }
