@@ -11,9 +11,6 @@
 
 namespace flash::sm90 {
 
-// In order, a CTA waits for its semaphore and passes it on once for this many rows.
-constexpr int kRowsPerPass = 128;
-
 template <typename Traits>
 struct DqTile {
     using TiledMma = typename Traits::TiledMmadQ;
@@ -77,6 +74,7 @@ struct DqTile {
 // pass, a CTA adds to those row blocks of the group that see its keys. Nothing is kept in registers between the two.
 template <typename Traits, bool kCopyEngine, typename Block>
 class DqOrder {
+    static constexpr int kRowsPerPass = kCopyEngine ? 128 : 64;
     static constexpr int kRowBlocksPerPass = kRowsPerPass / Traits::kBlockM;
     const Flash_bwd_params &params;
     const Block &block;

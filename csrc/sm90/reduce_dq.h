@@ -99,18 +99,32 @@ public:
             PipelineState<1>().wait(shared.k_barriers);
             clear_foreign_keys<Traits, kKind>(block, shared.k, Traits::kConsumers);
         }
-        for (Step step(block); steps_left > 0; --steps_left) {
+        // In order: to wait for the CTA before takes as long as a load from the L2 cache, so it comes before dS does.
+        // To pass on takes until all sums are written, so it comes a step later.
+        const DqOrder<Traits, /*kCopyEngine=*/false, Block> order(params, block, warp);
+        Step step(block), added = step;
+        for (bool has_added = false; steps_left > 0; --steps_left, has_added = true) {
             if (warp == 0) {
                 loader.load_next();
             }
+            if (params.dq_accum != nullptr) {
+                order.wait(step);
+            }
             state.wait(shared.ds_barriers);
             if (params.dq_accum != nullptr) {
+                if (has_added) {
+                    order.pass(added);
+                }
                 add(step);
             } else {
                 state.release(shared.ds_barriers);
             }
             state.advance();
+            added = step;
             step.advance(block);
+        }
+        if (params.dq_accum != nullptr && block.num_steps() > 0) {
+            order.pass(added);
         }
         __syncwarp();  // one lane's release covers what the others added
         if (threadIdx.x % 32 == 0) {
@@ -120,8 +134,6 @@ public:
 
 private:
     __device__ __forceinline__ void add(const Step &step) const {
-        const DqOrder<Traits, /*kCopyEngine=*/false, Block> order(params, block, warp);
-        order.wait(step);
         // Not unrolled: its addresses would take more registers than the warpgroup has.
         CUTE_NO_UNROLL
         for (int tile = 0; tile < Traits::kTilesOfDq; ++tile) {
@@ -133,7 +145,6 @@ private:
             }
             Tile::add(Tile::target(params, block, step, tile), acc);
         }
-        order.pass(step);
     }
 };
 
