@@ -63,6 +63,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # Long tests first: a worker that has none left takes from the end of another's list, so no long test comes last.
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     for item in items:
         if not HAS_GPU and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="no CUDA GPU on this machine"))

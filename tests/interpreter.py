@@ -11,6 +11,8 @@ import pytest
 import torch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if INTERPRETED:
+    import flash_attn_mini.backends.triton.interpreter  # noqa: F401  # corrections, for the tests' own kernels too
 starts_the_interpreter = pytest.mark.skipif(
     torch.cuda.is_available() or INTERPRETED, reason="the kernels run in this process"
 )
@@ -21,6 +23,7 @@ def run_in_the_interpreter(file: str) -> None:
     pytest.importorskip("triton")
     command = [sys.executable, "-m", "pytest", file, "-q", "--tb=short", "-p", "no:cacheprovider"]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": ""}
+    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # no plugin is needed; to import them takes as long as torch
     root = Path(__file__).resolve().parent.parent
     result = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]

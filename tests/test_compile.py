@@ -23,6 +23,21 @@ CASES = [c for c in SMALL_FORWARD_CASES if c.values == "normal"]  # shapes and l
 BY_NAME = {c.name: c for c in CASES}
 
 
+def kind_of_trace(case: Case) -> tuple[Any, ...]:
+    """What a trace with symbolic sizes depends on: sizes of 0 and 1 are constants, and equal sizes are one symbol."""
+    sizes = (case.batch, case.nheads, case.nheads_k, case.seqlen_q, case.seqlen_k, case.headdim)
+    return case.layout, case.causal, tuple(size if size < 2 else f"size {sizes.index(size)}" for size in sizes)
+
+
+TRACED = {kind_of_trace(case): case for case in reversed(CASES)}.values()  # the first case of each kind
+
+
+def opcheck(operator: Any, arguments: tuple[Any, ...], case: Case) -> None:
+    """torch.library.opcheck. Its trace with symbolic sizes takes half a second, so one case of each kind has it."""
+    tests = ["test_schema", "test_autograd_registration", "test_faketensor"]
+    torch.library.opcheck(operator, arguments, test_utils=tests + ["test_aot_dispatch_dynamic"] * (case in TRACED))
+
+
 def options(case: Case) -> tuple[Any, ...]:
     """alibi_slopes to softcap."""
     return (None, 0.0, 0.125, case.causal, -1, 0 if case.causal else -1, 0.0)
@@ -40,14 +55,14 @@ def backward_arguments(
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_opcheck_of_a_forward_that_needs_gradients(case: Case, backend: str, device: str, seed: int) -> None:
     inputs = [x.detach().requires_grad_() for x in make_inputs(case, torch.float16, device, seed)]
-    torch.library.opcheck(FORWARD, (*inputs, *options(case), False, True, backend))
+    opcheck(FORWARD, (*inputs, *options(case), False, True, backend), case)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_opcheck_of_the_backward(case: Case, backend: str, device: str, seed: int) -> None:
     mask = [case.seqlen_q % 2 == 0, True, case.seqlen_k % 2 == 0]
     arguments = backward_arguments(case, torch.float16, device, seed, backend, case.causal, mask)
-    torch.library.opcheck(BACKWARD, arguments)
+    opcheck(BACKWARD, arguments, case)
 
 
 @pytest.mark.parametrize("mask", [[True, True, True], [True, False, False], [False, True, False]], ids=str)

@@ -28,12 +28,12 @@ Combine = Callable[[list[Part], Tensor, Tensor | None], None]
 def implementations() -> list[Combine]:
     if not (HAS_GPU or INTERPRETED):
         return [merge.combine_by_torch]
-    import flash_attn_mini.backends.triton.interpreter  # noqa: F401
     from flash_attn_mini.context_parallel import merge_triton
 
     return [merge_triton.combine]
 
 
+@pytest.mark.slow
 @starts_the_interpreter
 def test_all_of_this_in_the_interpreter() -> None:
     run_in_the_interpreter(__file__)

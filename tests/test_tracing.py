@@ -7,6 +7,9 @@ import subprocess
 import sys
 
 import pytest
+import torch
+
+from flash_attn_mini import flash_attn_func
 
 SCRIPT = """
 import torch
@@ -43,19 +46,13 @@ FIELDS = {
 }
 
 
-def run(backend: str, device: str, trace: str | None) -> str:
-    environment = {k: v for k, v in os.environ.items() if k != "FLASH_ATTN_MINI_TRACE"}
-    if trace is not None:
-        environment["FLASH_ATTN_MINI_TRACE"] = trace
+def test_trace_prints_each_link_in_order(backend: str, device: str) -> None:
+    environment = {**os.environ, "FLASH_ATTN_MINI_TRACE": "1"}
     script = SCRIPT.format(device=device, backend=backend)
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout == ""
-    return done.stderr
-
-
-def test_trace_prints_each_link_in_order(backend: str, device: str) -> None:
-    lines = [line.split() for line in run(backend, device, "1").splitlines() if line.startswith("[flash_attn_mini]")]
+    lines = [line.split() for line in done.stderr.splitlines() if line.startswith("[flash_attn_mini]")]
     links = [line[1] for line in lines]
     remaining = iter(links)
     for link in LINKS[backend]:
@@ -69,24 +66,27 @@ def test_trace_prints_each_link_in_order(backend: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("trace", [None, "0", ""])
-def test_nothing_is_printed_without_it(trace: str | None) -> None:
-    assert "[flash_attn_mini]" not in run("cpu", "cpu", trace)
+def test_nothing_is_printed_without_it(
+    trace: str | None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    if trace is not None:  # conftest.py unsets it
+        monkeypatch.setenv("FLASH_ATTN_MINI_TRACE", trace)
+    exec(SCRIPT.format(device="cpu", backend="cpu"), {})
+    printed = capfd.readouterr()
+    assert printed.out == ""
+    assert "[flash_attn_mini]" not in printed.err
 
 
-COMPILED = """
-import torch
-from flash_attn_mini import flash_attn_func
-q = torch.randn(1, 9, 2, 16, device="{device}").half().requires_grad_()
-step = lambda q: flash_attn_func(q, q, q, backend="{backend}").sum()
-torch.compile(step, fullgraph=True, backend="aot_eager")(q).backward()
-"""
+def test_tracing_leaves_a_compiled_graph_whole(
+    backend: str, device: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def step(q: torch.Tensor) -> torch.Tensor:
+        return flash_attn_func(q, q, q, backend=backend).sum()
 
-
-def test_tracing_leaves_a_compiled_graph_whole(backend: str, device: str) -> None:
-    environment = {**os.environ, "FLASH_ATTN_MINI_TRACE": "1"}
-    script = COMPILED.format(device=device, backend=backend)
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    links = [line.split()[1] for line in done.stderr.splitlines() if line.startswith("[flash_attn_mini]")]
+    monkeypatch.setenv("FLASH_ATTN_MINI_TRACE", "1")
+    torch._dynamo.reset()
+    q = torch.randn(1, 9, 2, 16, device=device).half().requires_grad_()
+    torch.compile(step, fullgraph=True, backend="aot_eager")(q).backward()
+    links = [line.split()[1] for line in capfd.readouterr().err.splitlines() if line.startswith("[flash_attn_mini]")]
     assert "_flash_attn_forward" in links, "the program that runs prints the links from the op on"
     assert "_flash_attn_backward" in links

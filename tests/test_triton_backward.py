@@ -23,7 +23,7 @@ from .flash_bounds import assert_gradients_accurate_beside_flash
 from .gpu_calls import assert_captures_first_call
 from .interpreter import INTERPRETED, run_in_the_interpreter, starts_the_interpreter
 from .poison import Guard, PoisonIntact, poisoned
-from .test_triton import TILE_CASE, cases_and_dtypes
+from .test_triton import TILE_CASE, cases_and_dtypes, that_differ, tile_case
 from .triton_calls import DEVICE, HAS_GPU, backward, forward, gpu, make_options, runs_triton, softmax_scale
 
 WITH_DLSE = (
@@ -106,7 +106,7 @@ def tile_configs() -> list[Any]:
         for kernel, tables in (("dq", configs.BACKWARD_DQ), ("dkv", configs.BACKWARD_DKV))
         for name in ("hopper", "plain", "float32")
         for head_dim, listed in getattr(tables, name).items()
-        for n, config in enumerate(listed)
+        for n, config in enumerate(that_differ(listed))
     ]
 
 
@@ -141,7 +141,7 @@ def test_every_configuration_is_right(
 ) -> None:
     launch_bwd = launcher()
     dtype = torch.float32 if table == "float32" else torch.float16
-    case = dataclasses.replace(TILE_CASE, headdim=head_dim, causal=causal)
+    case = tile_case(config, head_dim, causal)
     problem = Problem.make(case, dtype, seed)
     tuner = launch_bwd.DQ_TUNER if kernel == "dq" else launch_bwd.DKV_TUNER
     if HAS_GPU:
@@ -169,16 +169,17 @@ def test_every_configuration_is_right(
 
 
 @runs_triton
-@pytest.mark.parametrize("mask", SUBSETS, ids=str)
 @pytest.mark.parametrize("headdim", [64, 160])
-def test_unwanted_gradients_are_not_computed(mask: tuple[bool, bool, bool], headdim: int, seed: int) -> None:
-    problem = Problem.make(dataclasses.replace(MASKED_CASE, headdim=headdim), torch.float16, seed, with_dlse=True)
+def test_unwanted_gradients_are_not_computed(headdim: int, seed: int) -> None:
+    case = dataclasses.replace(MASKED_CASE, batch=1, headdim=headdim)
+    problem = Problem.make(case, torch.float16, seed, with_dlse=True)
     *everything, delta = problem.backward()
-    *some, softmax_d = problem.backward(output_mask=mask)
-    assert torch.equal(softmax_d, delta)
-    for gradient, whole, wanted in zip(some, everything, mask, strict=True):
-        assert (gradient is not None) == wanted
-        assert gradient is None or torch.equal(gradient, whole)
+    for mask in SUBSETS:
+        *some, softmax_d = problem.backward(output_mask=mask)
+        assert torch.equal(softmax_d, delta), mask
+        for gradient, whole, wanted in zip(some, everything, mask, strict=True):
+            assert (gradient is not None) == wanted, mask
+            assert gradient is None or torch.equal(gradient, whole), mask
 
 
 @runs_triton

@@ -54,14 +54,14 @@ def visible_queries_probe(
 @triton.jit
 def find_split_probe(
     found, cache_seqlens, capacity, batch, seqlen_q, window_left, units_per_sequence, split_keys, target_units,
-    FIXED_UNITS: tl.constexpr, BLOCK_N: tl.constexpr,
+    FIXED_UNITS: tl.constexpr, BLOCK_N: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """found [units, 6]: what find_split returns."""
     unit = tl.program_id(0)
     cache = (cache_seqlens, 0, 0, None, capacity)
     sequence, split, num_splits, begin, end, slot = find_split(
         unit, cache, batch, seqlen_q, window_left, units_per_sequence, split_keys, target_units,
-        FIXED_UNITS, BLOCK_N, 128,
+        FIXED_UNITS, BLOCK_N, AT_ONCE,
     )  # fmt: skip
     tl.store(found + 6 * unit, sequence)
     tl.store(found + 6 * unit + 1, split)
