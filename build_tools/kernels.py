@@ -37,7 +37,6 @@ NVCC_FLAGS = (
     "-DNDEBUG",
 )
 NVCC_VARIABLES = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")  # nvcc adds their flags to every command line
-SM90_DEFINES = ("-DCUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED",)  # wgmma of every multiple of 8 columns
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 _KINDS = re.compile(r"#define FLASH_KINDS\(X\)((?:\s*\\\n\s*X\(\w+(?:, [01]){4}\))+)\n")
 _KIND = re.compile(r"X\((\w+), ([01]), ([01]), ([01]), ([01])\)")
@@ -95,11 +94,11 @@ def kernel_objects(selection: Selection) -> list[KernelObject]:
             objects.append(KernelObject(f"flash_bwd_{name}_{kind}_sm80", source, (*defines, extra), archs))
         if selection.has_sm90 and hdim >= kinds.least_hdim_sm90:
             source = CSRC / "sm90" / "flash_fwd_instantiation.cu"
-            objects.append(KernelObject(f"flash_fwd_{name}_sm90", source, (*defines, *SM90_DEFINES), ("90a",)))
+            objects.append(KernelObject(f"flash_fwd_{name}_sm90", source, defines, ("90a",)))
             source = CSRC / "sm90" / "flash_bwd_instantiation.cu"
             for kind in kinds.backward_sm90:
-                extra = (f"-DFLASH_KIND={kind}", *SM90_DEFINES)
-                objects.append(KernelObject(f"flash_bwd_{name}_{kind}_sm90", source, (*defines, *extra), ("90a",)))
+                extra = f"-DFLASH_KIND={kind}"
+                objects.append(KernelObject(f"flash_bwd_{name}_{kind}_sm90", source, (*defines, extra), ("90a",)))
         source = CSRC / "sm80" / "flash_fwd_instantiation.cu"
         objects.append(KernelObject(f"flash_fwd_{name}_sm80", source, defines, archs))
         source = CSRC / "kvcache" / "splitkv_instantiation.cu"

@@ -42,6 +42,7 @@ int atomicAdd(int *, int) {
 void __syncwarp() {}
 using std::max, std::min;
 
+#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED  // as flash_fwd_instantiation.cu, for head dim 256
 #include "sm90/kernel_traits.h"
 #include "sm90/layout.h"
 #include "sm90/mask.h"

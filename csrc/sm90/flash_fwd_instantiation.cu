@@ -1,4 +1,9 @@
 // Compiled once per dtype and head dim: build_tools/kernels.py defines FLASH_DTYPE and FLASH_HEADDIM.
+
+// wgmma of every width, for tiles of 112 and 80 keys. The headers take as long as the kernels to compile.
+#if FLASH_HEADDIM > 128
+#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
+#endif
 #include "flash_fwd_launch_template.h"
 
 namespace flash::sm90 {

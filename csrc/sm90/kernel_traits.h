@@ -1,10 +1,6 @@
 // The types of the sm90 forward kernel: tiles, wgmma, shared memory layouts and TMA copies.
 #pragma once
 
-#ifndef CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED  // build_tools/kernels.py defines it
-#error "without it CuTe has few wgmma widths, and cuts other tiles into pieces of 16 columns"
-#endif
-
 #include <cutlass/numeric_types.h>
 #include <cute/tensor.hpp>
 

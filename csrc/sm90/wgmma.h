@@ -13,6 +13,8 @@ using namespace cute;
 // Issues acc = A B, or acc += A B if `accumulates`, without waiting for it.
 template <typename TiledMma, typename TensorA, typename TensorB, typename TensorC>
 __device__ __forceinline__ void issue(bool accumulates, const TensorA &A, const TensorB &B, TensorC &acc) {
+    // Without CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED, CuTe has few wgmma widths and cuts other tiles into narrow pieces.
+    static_assert(decltype(size<1>(B))::value == 1, "one wgmma has all columns of the tile");
     TiledMma tiled_mma;
     tiled_mma.accumulate_ = accumulates ? GMMA::ScaleOut::One : GMMA::ScaleOut::Zero;
     warpgroup_fence_operand(acc);
