@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import cli, provenance
+from flash_attn_mini.ladder.full_kernels import sm80_unavailable_reason
 
 TOOLS: dict[str, tuple[str, ...]] = {"memcheck": (), "racecheck": ("--per-headdim", "2", "64", "128", "256")}
 SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:errors?|hazards? displayed)")
@@ -62,6 +63,9 @@ def main(argv: list[str] | None = None) -> None:
     parser = cli.parser_for(__doc__, seconds=600.0)
     arguments = parser.parse_args(argv)
     cli.require_gpu("sanitize")
+    reason = sm80_unavailable_reason()
+    if reason is not None:
+        print(f"sanitize: the kernels of sm80 are left out: {reason}", file=sys.stderr)
     rows = [run(tool, extra) for tool, extra in cli.progress(list(TOOLS.items()), "sanitize")]
     cli.finish(
         "sanitize",

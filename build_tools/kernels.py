@@ -57,8 +57,9 @@ class Kinds(NamedTuple):
     """What csrc/kind.h says: the kinds of kernel in the order of their enumerators, and Hopper's smallest head dim."""
 
     all: tuple[str, ...]
-    backward: tuple[str, ...]  # those with an sm80 backward kernel of their own
-    backward_sm90: tuple[str, ...]  # those with an sm90 backward kernel of their own
+    forward_sm90: tuple[str, ...]  # those whose forward has an sm90 kernel; every kind has an sm80 kernel
+    backward: tuple[str, ...]  # those with an sm80 backward kernel
+    backward_sm90: tuple[str, ...]  # those with an sm90 backward kernel
     least_hdim_sm90: int
 
 
@@ -71,43 +72,53 @@ def read_kinds(header: Path = CSRC / "kind.h") -> Kinds:
             f"{header} must define FLASH_KINDS(X) as lines X(name, 0 or 1, 0 or 1, 0 or 1, 0 or 1), and "
             "constexpr int kLeastHeadDimSm90"
         )
-    rows = _KIND.findall(table[1])
-    return Kinds(
-        tuple(name for name, *_ in rows),
-        tuple(name for name, _, backward, *_ in rows if backward == "1"),
-        tuple(name for name, *_, backward_sm90 in rows if backward_sm90 == "1"),
-        int(least[1]),
+    names, _, *columns = zip(*_KIND.findall(table[1]), strict=True)
+    backward, forward_sm90, backward_sm90 = (
+        tuple(name for name, value in zip(names, column, strict=True) if value == "1") for column in columns
     )
+    return Kinds(names, forward_sm90, backward, backward_sm90, int(least[1]))
 
 
 def kernel_objects(selection: Selection) -> list[KernelObject]:
-    """The objects of a selection, largest head dim first because its kernels compile longest."""
-    objects = []
-    archs, kinds = selection.archs, read_kinds()
+    """The objects of a selection, largest head dim first because its kernels compile longest.
+
+    Where a call has a kernel in csrc/sm90, the kernel of csrc/sm80 is not compiled for "90a".
+    """
+    objects: list[KernelObject] = []
+    kinds, others = read_kinds(), selection.archs_of_others
+
+    def archs_of_sm80(is_in_sm90: bool) -> tuple[str, ...]:
+        return selection.archs_beside_sm90 if is_in_sm90 else others
+
+    def add(name: str, source: str, defines: tuple[str, ...], archs: tuple[str, ...]) -> None:
+        if archs:
+            objects.append(KernelObject(name, CSRC / source, defines, archs))
+
     for hdim, dtype in itertools.product(sorted(selection.hdims, reverse=True), selection.dtypes):
         name = f"hdim{hdim}_{dtype}"
         defines = (f"-DFLASH_HEADDIM={hdim}", f"-DFLASH_DTYPE={ALL_DTYPES[dtype]}")
-        source = CSRC / "sm80" / "flash_bwd_instantiation.cu"
-        objects.append(KernelObject(f"flash_bwd_{name}_any_sm80", source, defines, archs))
-        for kind in kinds.backward:
-            extra = f"-DFLASH_KIND={kind}"
-            objects.append(KernelObject(f"flash_bwd_{name}_{kind}_sm80", source, (*defines, extra), archs))
-        if selection.has_sm90 and hdim >= kinds.least_hdim_sm90:
-            source = CSRC / "sm90" / "flash_fwd_instantiation.cu"
-            objects.append(KernelObject(f"flash_fwd_{name}_sm90", source, defines, ("90a",)))
-            source = CSRC / "sm90" / "flash_bwd_instantiation.cu"
+        is_for_sm90 = selection.has_sm90 and hdim >= kinds.least_hdim_sm90
+        if is_for_sm90:
+            add(f"flash_fwd_{name}_sm90", "sm90/flash_fwd_instantiation.cu", defines, ("90a",))
             for kind in kinds.backward_sm90:
-                extra = f"-DFLASH_KIND={kind}"
-                objects.append(KernelObject(f"flash_bwd_{name}_{kind}_sm90", source, (*defines, extra), ("90a",)))
-        source = CSRC / "sm80" / "flash_fwd_instantiation.cu"
-        objects.append(KernelObject(f"flash_fwd_{name}_sm80", source, defines, archs))
-        source = CSRC / "kvcache" / "splitkv_instantiation.cu"
-        objects.append(KernelObject(f"flash_fwd_{name}_splitkv", source, defines, archs))
+                extra = (*defines, f"-DFLASH_KIND={kind}")
+                add(f"flash_bwd_{name}_{kind}_sm90", "sm90/flash_bwd_instantiation.cu", extra, ("90a",))
+        source = "sm80/flash_bwd_instantiation.cu"
+        takes_all = set(kinds.backward) <= set(kinds.backward_sm90)
+        add(f"flash_bwd_{name}_any_sm80", source, defines, archs_of_sm80(is_for_sm90 and takes_all))
+        for kind in kinds.backward:
+            archs = archs_of_sm80(is_for_sm90 and kind in kinds.backward_sm90)
+            add(f"flash_bwd_{name}_{kind}_sm80", source, (*defines, f"-DFLASH_KIND={kind}"), archs)
+        source = "sm80/flash_fwd_instantiation.cu"
+        add(f"flash_fwd_{name}_sm80", source, defines, archs_of_sm80(is_for_sm90))
+        for kind in kinds.all:
+            if kind not in kinds.forward_sm90:
+                add(f"flash_fwd_{name}_{kind}_sm80", source, (*defines, f"-DFLASH_KIND={kind}"), others)
+        add(f"flash_fwd_{name}_splitkv", "kvcache/splitkv_instantiation.cu", defines, others)
     for dtype in selection.dtypes:
-        source = CSRC / "kvcache" / "append_instantiation.cu"
-        objects.append(KernelObject(f"append_kv_{dtype}", source, (f"-DFLASH_DTYPE={ALL_DTYPES[dtype]}",), archs))
-    for source, name in (("minimal", "minimal"), ("tensor_cores", "tensor_cores_fp16")):
-        objects.append(KernelObject(f"flash_attn_{name}", CSRC / "minimal" / f"flash_attn_{source}.cu", (), archs))
+        add(f"append_kv_{dtype}", "kvcache/append_instantiation.cu", (f"-DFLASH_DTYPE={ALL_DTYPES[dtype]}",), others)
+    for stem, name in (("minimal", "minimal"), ("tensor_cores", "tensor_cores_fp16")):
+        add(f"flash_attn_{name}", f"minimal/flash_attn_{stem}.cu", (), others)
     return objects
 
 

@@ -33,9 +33,19 @@ class Selection:
         return "90a" in self.archs
 
     @property
+    def archs_beside_sm90(self) -> tuple[str, ...]:
+        """Those that get the kernels of csrc/sm80 for calls that have a kernel in csrc/sm90: all but "90a"."""
+        return tuple(arch for arch in self.archs if arch != "90a")
+
+    @property
+    def archs_of_others(self) -> tuple[str, ...]:
+        """Those that get all other kernels: "90" holds the code of "90a" too."""
+        return self.archs_beside_sm90 if "90" in self.archs else self.archs
+
+    @property
     def capabilities(self) -> tuple[int, ...]:
         """The architectures as compute capabilities: 90 for "90a"."""
-        return tuple(int(arch.rstrip("af")) for arch in self.archs)
+        return tuple(dict.fromkeys(int(arch.rstrip("af")) for arch in self.archs))
 
     @property
     def exact_capabilities(self) -> tuple[int, ...]:

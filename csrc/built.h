@@ -4,6 +4,7 @@
 #include <initializer_list>
 
 #include "flash.h"
+#include "kind.h"
 
 // Compute capabilities that were compiled with the suffix 'a'. Their code runs on exactly that capability.
 #ifndef FLASH_ARCHS_EXACT
@@ -32,6 +33,40 @@ constexpr bool contains(std::initializer_list<T> list, T value) {
         }
     }
     return false;
+}
+
+// Hopper's own kernels, those of sm90/: "90a" in FLASH_ATTN_MINI_ARCHS.
+#ifdef FLASH_WITH_SM90
+inline constexpr bool kHasSm90 = true;
+#else
+inline constexpr bool kHasSm90 = false;
+#endif
+
+// "90a" alone does not compile the sm80 kernels of calls that have an sm90 kernel. True if another architecture does.
+constexpr bool compiles_all_of_sm80() {
+    for (int arch : kBuiltArchs) {
+        if (arch != 90 || !contains(kExactArchs, 90)) {
+            return true;
+        }
+    }
+    return false;
+}
+
+// True if they are compiled for Hopper: "90" in FLASH_ATTN_MINI_ARCHS.
+inline constexpr bool kHasSm80OnHopper = contains(kBuiltArchs, 90) && !contains(kExactArchs, 90);
+
+// True if the build has a kernel for calls of `kind` at a head dim that is_built.
+constexpr bool has_sm90_fwd(int headdim, Kind kind) {
+    return kHasSm90 && headdim >= kLeastHeadDimSm90 && kernels_of(kind).sm90_fwd;
+}
+constexpr bool has_sm90_bwd(int headdim, Kind kind) {
+    return kHasSm90 && headdim >= kLeastHeadDimSm90 && kernels_of(kind).sm90_bwd;
+}
+constexpr bool has_sm80_fwd(int headdim, Kind kind) {
+    return kernels_of(kind).sm80_fwd && (compiles_all_of_sm80() || !has_sm90_fwd(headdim, kind));
+}
+constexpr bool has_sm80_bwd(int headdim, Kind kind) {
+    return kernels_of(kind).sm80_bwd && (compiles_all_of_sm80() || !has_sm90_bwd(headdim, kind));
 }
 
 constexpr bool is_built(int headdim) {

@@ -207,6 +207,7 @@ std::vector<at::Tensor> mha_varlen_bwd(const at::Tensor &dout, const at::Tensor 
 pybind11::dict build_info() {
     pybind11::dict info;
     info["torch"] = FLASH_TORCH_VERSION;
+    info["arch_names"] = built_arch_names();
 #ifdef FLASH_WITH_CUDA
     info["archs"] = std::vector<int>(std::begin(kBuiltArchs), std::end(kBuiltArchs));
     info["archs_exact"] = std::vector<int>(std::begin(kExactArchs), std::end(kExactArchs));
@@ -270,6 +271,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
                py::arg("cache_seqlen") = -1);
     flash::bind_for_python_backends(module);
     module.def("cuda_unavailable_reason", &flash::cuda_unavailable_reason, py::arg("major"), py::arg("minor"));
+    module.def("sm80_unavailable_reason", &flash::sm80_unavailable_reason, py::arg("major"), py::arg("minor"));
     module.def("build_info", &flash::build_info, "What this extension was built with");
     flash::bind_minimal_kernels(module);
 }

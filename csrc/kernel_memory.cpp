@@ -16,7 +16,12 @@
 #include "trace.h"
 
 #ifdef FLASH_WITH_CUDA
+#include <ATen/ops/from_blob.h>
+#include <c10/cuda/CUDAFunctions.h>
+
 #include "device.h"
+#include "set_params.h"
+#include "sm90/call_limits.h"
 #endif
 
 namespace flash {
@@ -41,6 +46,31 @@ bool is_vector_aligned(const at::Tensor &x) {
 #ifdef FLASH_WITH_CUDA
 int sm_count() {
     return device_properties().sm_count;
+}
+
+template <typename Params>
+std::vector<at::Tensor> copies_for_tma(Params &params) {
+    const c10::Device device(at::kCUDA, c10::cuda::current_device());
+    const at::ScalarType dtype = params.dtype == DType::float16 ? at::kHalf : at::kBFloat16;
+    std::vector<at::Tensor> copies;
+    sm90::for_each_input(params, [&](const char *name, TensorRef &x, int64_t rows, int heads, int batch) {
+        if (sm90::can_describe(x, rows, heads, batch)) {
+            return;
+        }
+        if (trace_enabled()) {
+            trace("copy_for_tma", "copied %s because %s", name, sm90::kCannotDescribe);
+        }
+        const at::Tensor given = at::for_blob(x.ptr, {batch, rows, heads, params.d})
+                                     .strides({x.batch_stride, x.row_stride, x.head_stride, 1})
+                                     .options(at::TensorOptions(dtype).device(device))
+                                     .target_device(device)
+                                     .make_tensor();
+        copies.push_back(given.clone(at::MemoryFormat::Contiguous));
+        const int64_t batch_stride = x.batch_stride;
+        x = tensor_ref(copies.back());
+        x.batch_stride = batch > 1 ? x.batch_stride : batch_stride;  // varlen: 0
+    });
+    return copies;
 }
 #else
 int sm_count() {
@@ -143,6 +173,16 @@ at::Tensor empty_softmax_d(const FwdArgs &args) {
     }
     return at::empty({sizes.batch, sizes.nheads, (sizes.rows_q + kRows - 1) / kRows * kRows}, options);
 }
+
+#ifdef FLASH_WITH_CUDA
+std::vector<at::Tensor> copy_for_tma(Flash_fwd_params &params) {
+    return copies_for_tma(params);
+}
+
+std::vector<at::Tensor> copy_for_tma(Flash_bwd_params &params) {
+    return copies_for_tma(params);
+}
+#endif
 
 CudaScratch::CudaScratch(Flash_bwd_params &params, const at::Tensor &softmax_d, const VarlenArgs *varlen) {
     const int64_t rows = softmax_d.numel();

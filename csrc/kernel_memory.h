@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <optional>
+#include <vector>
 
 #include "flash.h"
 #include "options.h"
@@ -44,6 +45,13 @@ struct Gradient {
 
 // delta of every row, padded (Flash_bwd_params): [batch, nheads, seqlen_q_rounded], varlen [nheads, total_q_rounded].
 at::Tensor empty_softmax_d(const FwdArgs &args);
+
+#ifdef FLASH_WITH_CUDA
+// Copies each tensor that the kernels of sm90/ read and TMA cannot describe (sm90/call_limits.h), and points params to
+// the copies. They must live until the kernels are launched.
+std::vector<at::Tensor> copy_for_tma(Flash_fwd_params &params);
+std::vector<at::Tensor> copy_for_tma(Flash_bwd_params &params);
+#endif
 
 // Scratch memory of the CUDA backward. It must live until the kernels are launched; the caching allocator then keeps it
 // for the stream.

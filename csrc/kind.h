@@ -4,11 +4,11 @@
 
 namespace flash {
 
-// X(name, sm80 forward, sm80 backward, sm90 forward, sm90 backward): 1 where the kind has a kernel of its own.
+// X(name, sm80 forward, sm80 backward, sm90 forward, sm90 backward): 1 where a kernel takes the calls of the kind.
 #define FLASH_KINDS(X)     \
     X(full, 1, 1, 1, 1)    \
     X(local, 1, 1, 1, 1)   \
-    X(varlen, 1, 1, 0, 1)  \
+    X(varlen, 1, 1, 1, 1)  \
     X(general, 1, 1, 1, 1) \
     X(paged, 1, 0, 0, 0)
 
@@ -41,7 +41,19 @@ constexpr const char *name_of(Kind kind) {
     return kNames[static_cast<int>(kind)];
 }
 
-// The kind of the sm90 forward kernel that takes the calls of `kind`. Pages have none.
+// The columns of FLASH_KINDS.
+struct KernelsOfKind {
+    bool sm80_fwd, sm80_bwd, sm90_fwd, sm90_bwd;
+};
+
+constexpr KernelsOfKind kernels_of(Kind kind) {
+#define FLASH_KIND_KERNELS(NAME, ...) {__VA_ARGS__},
+    constexpr KernelsOfKind kKernels[] = {FLASH_KINDS(FLASH_KIND_KERNELS)};
+#undef FLASH_KIND_KERNELS
+    return kKernels[static_cast<int>(kind)];
+}
+
+// The kind of the sm90 forward kernel that takes the calls of `kind`.
 constexpr Kind kind_of_sm90_fwd(Kind kind) {
     return kind == Kind::varlen ? Kind::general : kind;
 }

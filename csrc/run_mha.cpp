@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "device.h"
+#include "kernel_memory.h"
 #include "kvcache/splitkv.h"
 #include "sm80/flash_bwd.h"
 #include "sm80/flash_fwd.h"
@@ -32,6 +33,17 @@ namespace flash {
 // Hopper's own instructions need the architecture 90a.
 static const char *best_suffix(int major, int minor) {
     return major == 9 && minor == 0 ? "a" : "";
+}
+
+std::vector<std::string> built_arch_names() {
+    std::vector<std::string> names;
+    for (int arch : kBuiltArchs) {
+        names.push_back(message(arch, contains(kExactArchs, arch) ? "a" : ""));
+        if (arch == 90 && kHasSm90 && kHasSm80OnHopper) {
+            names.push_back("90a");
+        }
+    }
+    return names;
 }
 
 #ifdef FLASH_WITH_CUDA
@@ -79,30 +91,33 @@ int requested_arch() {
     return arch.empty() ? 0 : std::stoi(arch);
 }
 
-#ifdef FLASH_WITH_SM90
-constexpr bool kHasSm90 = true;
-#else
-constexpr bool kHasSm90 = false;
-#endif
+// True if the call has an sm90 kernel, and its sm80 kernel is not compiled for this GPU. has_sm90: the build has one.
+bool has_only_sm90(bool has_sm90) {
+    return has_sm90 && !kHasSm80OnHopper && device_properties().major == 9;
+}
 
-// True if the build has an sm90 kernel for the call.
-constexpr bool has_sm90_kernel(int headdim, Kind kind) {
-    return kHasSm90 && headdim >= kLeastHeadDimSm90 && kind != Kind::paged;
+// RuntimeError if FLASH_ATTN_MINI_ARCH asks for an sm80 kernel that the build lacks.
+void check_requested_arch(bool has_sm90) {
+    if (requested_arch() == 80 && has_only_sm90(has_sm90)) {
+        const DeviceProperties &gpu = device_properties();
+        FLASH_CHECK(false, "FLASH_ATTN_MINI_ARCH is 80, but ", sm80_unavailable_reason(gpu.major, gpu.minor));
+    }
 }
 
 // Null if the call runs on an sm90 kernel; else why it runs on an sm80 kernel.
-template <int kHeadDim, Kind kKind, typename Params>
-const char *reason_against_sm90(const Params &params) {
+template <typename Params>
+const char *reason_against_sm90(const Params &params, bool has_sm90) {
+    check_requested_arch(has_sm90);
     if (requested_arch() == 80) {
         return "FLASH_ATTN_MINI_ARCH is 80";
     }
     if (device_properties().major != 9) {
         return "the GPU is not a Hopper";
     }
-    if (!has_sm90_kernel(kHeadDim, kKind)) {
+    if (!has_sm90) {
         return "this build has no sm90 kernel for this call";
     }
-    return sm90::reason_against(params);
+    return kHasSm80OnHopper ? sm90::reason_against(params) : nullptr;  // without it copy_for_tma makes copies
 }
 
 // reason: against sm90; null: none.
@@ -124,17 +139,21 @@ void run_mha_fwd_cuda(Flash_fwd_params &params) {
     FP16_SWITCH(params.dtype, [&] {
         HEADDIM_SWITCH(params.d, [&] {
             KIND_SWITCH(kind_of(params), [&] {
-                const char *reason = reason_against_sm90<kHeadDim, kKind>(params);
+                constexpr bool kHasKernelSm90 = has_sm90_fwd(kHeadDim, kKind);
+                const char *reason = reason_against_sm90(params, kHasKernelSm90);
                 trace_arch("run_mha_fwd", reason, kHeadDim, kKind);
-                if constexpr (has_sm90_kernel(kHeadDim, kKind)) {
+                if constexpr (kHasKernelSm90) {
                     if (reason == nullptr) {
+                        const std::vector<at::Tensor> copies = copy_for_tma(params);  // live until the launch
                         const at::Tensor counter = params.cu_seqlens_q != nullptr ? zeros_on_gpu(1) : at::Tensor();
                         int *tile_counter = counter.defined() ? counter.data_ptr<int>() : nullptr;
                         sm90::run_flash_fwd<kDType, kHeadDim, kind_of_sm90_fwd(kKind)>(params, tile_counter, stream);
                         return;
                     }
                 }
-                sm80::run_flash_fwd<kDType, kHeadDim, kKind>(params, stream);
+                if constexpr (has_sm80_fwd(kHeadDim, kKind)) {
+                    sm80::run_flash_fwd<kDType, kHeadDim, kKind>(params, stream);
+                }
             });
         });
     });
@@ -159,11 +178,17 @@ bool prefers_forward(const Flash_fwd_params &params) {
     return fills_gpu && packed_rows > 64 && row_blocks * kRows * params.h_h_k_ratio < kSpeedup * packed_rows;
 }
 
-// num_splits = 1 asks for the bits of the varlen forward, so its kernels run.
+// num_splits = 1 asks for the bits of the varlen forward, so its kernels run. A cache is never copied: the split-KV
+// kernel reads what they cannot.
 bool runs_on_forward(const Flash_fwd_params &params) {
     const bool is_chosen = params.cache.num_splits == 0 && params.cache.split_keys == 0;
     const bool wants_forward = params.cache.num_splits == 1 || (is_chosen && prefers_forward(params));
-    return wants_forward && is_readable_by_forward(params);
+    if (!wants_forward || !is_readable_by_forward(params)) {
+        return false;
+    }
+    const bool has_sm90 = has_sm90_fwd(built_headdim_for(params.d), kind_of(params));
+    check_requested_arch(has_sm90);  // before anything is appended
+    return !has_only_sm90(has_sm90) || sm90::can_describe_cache(params);
 }
 
 void run_mha_fwd_splitkv_dispatch(Flash_fwd_params &params, bool follows_append) {
@@ -201,10 +226,12 @@ void run_mha_bwd_cuda(Flash_bwd_params &params) {
     FP16_SWITCH(params.dtype, [&] {
         HEADDIM_SWITCH(params.d, [&] {
             KIND_SWITCH(kind_of(params), [&] {
-                const char *reason = reason_against_sm90<kHeadDim, kKind>(params);
+                constexpr bool kHasKernelSm90 = has_sm90_bwd(kHeadDim, kKind);
+                const char *reason = reason_against_sm90(params, kHasKernelSm90);
                 trace_arch("run_mha_bwd", reason, kHeadDim, kKind);
-                if constexpr (has_sm90_kernel(kHeadDim, kKind)) {
+                if constexpr (kHasKernelSm90) {
                     if (reason == nullptr) {
+                        const std::vector<at::Tensor> copies = copy_for_tma(params);  // live until the launch
                         const int64_t sequences = params.cu_seqlens_q == nullptr ? params.b : 1;
                         const at::Tensor counts = zeros_on_gpu(2 * sequences * (params.h / params.heads_per_dkv) + 1);
                         params.work_counts = counts.data_ptr<int>();
@@ -212,7 +239,7 @@ void run_mha_bwd_cuda(Flash_bwd_params &params) {
                         return;
                     }
                 }
-                if constexpr (kKind != Kind::paged) {  // pages have no backward
+                if constexpr (has_sm80_bwd(kHeadDim, kKind)) {
                     sm80::run_flash_bwd<kDType, kHeadDim, kKind>(params, stream);
                 }
             });
@@ -238,13 +265,22 @@ std::string cuda_unavailable_reason(int major, int minor) {
     if (runs_on(major, minor)) {
         return {};
     }
-    std::vector<std::string> compiled;
-    for (int arch : kBuiltArchs) {
-        compiled.push_back(message(arch, contains(kExactArchs, arch) ? "a" : ""));
-    }
     return message("no kernel was compiled for compute capability ", major, ".", minor,
-                   "; compiled: ", list_of(compiled), "; build it with: FLASH_ATTN_MINI_ARCHS=", major, minor,
+                   "; compiled: ", list_of(built_arch_names()), "; build it with: FLASH_ATTN_MINI_ARCHS=", major, minor,
                    best_suffix(major, minor), " pip install .");
+}
+
+std::string sm80_unavailable_reason(int major, int minor) {
+    const std::string reason = cuda_unavailable_reason(major, minor);
+    if (!reason.empty() || major != 9 || !kHasSm90 || kHasSm80OnHopper) {
+        return reason;
+    }
+    std::string archs = "90";
+    for (const std::string &name : built_arch_names()) {
+        archs += ";" + name;
+    }
+    return message("for compute capability 9.0 this build has sm80's kernels only where Hopper has none of its own; ",
+                   "build them all with: FLASH_ATTN_MINI_ARCHS=\"", archs, "\" pip install .");
 }
 
 #else
@@ -253,6 +289,10 @@ constexpr char kNoCuda[] = "this build has no CUDA kernels; with a CUDA build of
 
 std::string cuda_unavailable_reason(int major, int minor) {
     return message(kNoCuda, "FLASH_ATTN_MINI_ARCHS=", major, minor, best_suffix(major, minor), " pip install .");
+}
+
+std::string sm80_unavailable_reason(int major, int minor) {
+    return cuda_unavailable_reason(major, minor);
 }
 
 #endif

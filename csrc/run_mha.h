@@ -5,6 +5,7 @@
 #include <c10/core/Device.h>
 
 #include <string>
+#include <vector>
 
 #include "flash.h"
 
@@ -24,5 +25,12 @@ int64_t splitkv_scratch_floats(const Flash_fwd_params &params);
 
 // Empty if a compiled kernel runs on compute capability major.minor; else why not, with the command that builds one.
 std::string cuda_unavailable_reason(int major, int minor);
+
+// Empty if FLASH_ATTN_MINI_ARCH=80 takes every call on compute capability major.minor; else why not, with the command
+// that builds the kernels.
+std::string sm80_unavailable_reason(int major, int minor);
+
+// The architectures of this build as FLASH_ATTN_MINI_ARCHS lists them: "80", "90a".
+std::vector<std::string> built_arch_names();
 
 }  // namespace flash

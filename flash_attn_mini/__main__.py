@@ -11,14 +11,20 @@ from . import __version__
 from .backends import BACKENDS, ENVIRONMENT_VARIABLE, extension, select_backend
 
 
+def _capability(arch: str) -> str:
+    """An architecture of FLASH_ATTN_MINI_ARCHS as compute capability: 9.0a for 90a."""
+    number = arch.rstrip("af")
+    return f"{number[:-1]}.{arch[len(number) - 1 :]}"
+
+
 def _built() -> list[str]:
     reason = extension.missing_reason()
     if reason is not None:
         return [f"built        nothing: {reason}"]
     info = extension.load().build_info()
     lines = [f"built        cpu backend, for torch {info['torch']}"]
-    if info["archs"]:
-        archs = ", ".join(f"{arch // 10}.{arch % 10}" for arch in info["archs"])
+    if info["arch_names"]:
+        archs = ", ".join(map(_capability, info["arch_names"]))
         hdims, dtypes = ", ".join(map(str, info["hdims"])), ", ".join(info["dtypes"])
         lines.append(f"             CUDA kernels for compute capability {archs}; head dims {hdims}; {dtypes}")
     else:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flash_attn_mini import flash_attn_func
 from flash_attn_mini.backends import BACKENDS
+from flash_attn_mini.ladder.full_kernels import ARCH_VARIABLE, sm80_unavailable_reason
 
 GPU_BACKENDS = [name for name in BACKENDS if name != "cpu"]
 each_gpu_backend = pytest.mark.parametrize("gpu_backend", GPU_BACKENDS)
@@ -20,6 +21,14 @@ Results = tuple[Tensor, ...]
 
 def inputs(batch: int, seqlen: int, nheads: int, headdim: int, dtype: torch.dtype = torch.float16) -> list[Tensor]:
     return [torch.randn(batch, seqlen, nheads, headdim, device="cuda", dtype=dtype) for _ in range(3)]
+
+
+def run_on_sm80(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls of the cuda backend run on the kernels of sm80, on a Hopper GPU too; skips where the build lacks them."""
+    reason = sm80_unavailable_reason()
+    if reason is not None:
+        pytest.skip(reason)
+    monkeypatch.setenv(ARCH_VARIABLE, "80")
 
 
 def gradients(

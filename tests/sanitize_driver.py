@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_mini import flash_attn_func, flash_attn_varlen_func
+from flash_attn_mini.ladder.full_kernels import sm80_unavailable_reason
 from tests.cases import SMALL_FORWARD_CASES, Case, make_dlse, make_dout, make_inputs, options_of
 from tests.feature_cases import SMALL_FEATURE_CASES
 from tests.kvcache_cases import SMALL_KVCACHE_CASES, KvCacheCase, make_call
@@ -66,9 +67,11 @@ def choose(headdims: list[int], per_headdim: int | None) -> list[AnyCase]:
 
 
 def run(case: AnyCase, dtype: torch.dtype) -> None:
-    """Runs the GPU's kernels and those of sm80, each with the default backward and with the deterministic one."""
+    """Runs the GPU's kernels, and those of sm80 if the build has them for this GPU, each with the default backward and
+    with the deterministic one."""
     has_backward = not isinstance(case, KvCacheCase)
-    for arch, deterministic in itertools.product(("", "80"), (False, True) if has_backward else (False,)):
+    archs = ("", "80") if sm80_unavailable_reason() is None else ("",)
+    for arch, deterministic in itertools.product(archs, (False, True) if has_backward else (False,)):
         os.environ["FLASH_ATTN_MINI_ARCH"] = arch
         if isinstance(case, KvCacheCase):
             results = [run_call(make_call(case, dtype, "cuda", seed=0), "cuda")[0]]

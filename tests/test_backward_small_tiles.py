@@ -14,6 +14,7 @@ from flash_attn_mini import flash_attn_func
 from .bounds import assert_gradients_accurate
 from .cases import FORWARD_CASES, Case, make_dout, make_inputs
 from .conftest import GPU_DTYPES
+from .gpu_calls import run_on_sm80
 
 pytestmark = pytest.mark.gpu
 
@@ -40,8 +41,7 @@ each_subset = pytest.mark.parametrize(
 
 @pytest.fixture(autouse=True)
 def sm80(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a Hopper GPU too."""
-    monkeypatch.setenv("FLASH_ATTN_MINI_ARCH", "80")
+    run_on_sm80(monkeypatch)
 
 
 @pytest.fixture

@@ -173,24 +173,72 @@ def test_number_of_jobs_follows_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert selection.max_jobs() == 7
 
 
+def archs_by_object(*archs: str, hdims: tuple[int, ...] = (32, 128)) -> dict[str, tuple[str, ...]]:
+    """The names of the objects that a build of these architectures compiles in bf16, and the architectures of each."""
+    built = selection.Selection(archs, hdims, ("bf16",))
+    return {kernel.name: kernel.archs for kernel in kernels.kernel_objects(built)}
+
+
 def test_kernels_of_hopper_are_compiled_for_it_alone() -> None:
-    built = selection.Selection(archs=("80", "90a"), hdims=(32, 128), dtypes=("bf16",))
-    archs = {kernel.name: kernel.archs for kernel in kernels.kernel_objects(built)}
-    assert archs["flash_fwd_hdim128_bf16_sm90"] == ("90a",)
-    assert archs["flash_fwd_hdim128_bf16_sm80"] == archs["flash_bwd_hdim128_bf16_any_sm80"] == ("80", "90a")
+    archs = archs_by_object("80", "90a")
+    forward = {"flash_fwd_hdim128_bf16_sm90": ("90a",)}
+    assert forward == {name: of for name, of in archs.items() if re.fullmatch("flash_fwd_.*_sm90", name)}
     backward = {f"flash_bwd_hdim128_bf16_{kind}_sm90": ("90a",) for kind in kernels.read_kinds().backward_sm90}
     assert backward == {name: of for name, of in archs.items() if re.fullmatch("flash_bwd_.*_sm90", name)}
-    assert "flash_fwd_hdim32_bf16_sm90" not in archs
-    for others in (("80",), ("90",)):  # plain sm_90 lacks the instructions
-        without = selection.Selection(archs=others, hdims=(128,), dtypes=("bf16",))
-        assert not any(kernel.name.endswith("sm90") for kernel in kernels.kernel_objects(without))
+    for others in ("80", "90"):  # plain sm_90 lacks the instructions
+        assert not any(name.endswith("sm90") for name in archs_by_object(others))
+
+
+# Kernels of any GPU, and those of sm80 for calls that have no kernel of Hopper's own: head dim 32, and pages.
+WITHOUT_SM90 = {
+    *(f"flash_bwd_hdim32_bf16_{kind}_sm80" for kind in ("any", *kernels.read_kinds().backward)),
+    *("flash_fwd_hdim32_bf16_sm80", "flash_fwd_hdim32_bf16_paged_sm80", "flash_fwd_hdim128_bf16_paged_sm80"),
+    *("flash_fwd_hdim32_bf16_splitkv", "flash_fwd_hdim128_bf16_splitkv", "append_kv_bf16"),
+    *("flash_attn_minimal", "flash_attn_tensor_cores_fp16"),
+}
+WITH_SM90 = {
+    "flash_fwd_hdim128_bf16_sm80",
+    *(f"flash_bwd_hdim128_bf16_{kind}_sm80" for kind in ("any", *kernels.read_kinds().backward)),
+}
 
 
 @pytest.mark.parametrize(
-    ("archs", "exact"), [(("100a",), (100,)), (("80", "90a", "120"), (90,)), (("90", "90a"), ()), (("100f",), ())]
+    ("archs", "with_sm90", "without_sm90"),
+    [
+        (("90a",), (), ("90a",)),
+        (("80", "90a"), ("80",), ("80", "90a")),
+        (("90", "90a"), ("90",), ("90",)),  # code for 90 runs wherever code for 90a does
+        (("80", "90", "90a"), ("80", "90"), ("80", "90")),
+        (("80",), ("80",), ("80",)),
+        (("90",), ("90",), ("90",)),
+    ],
+    ids=lambda value: ";".join(value) if isinstance(value, tuple) else None,
 )
-def test_code_of_an_a_architecture_runs_on_it_alone(archs: tuple[str, ...], exact: tuple[int, ...]) -> None:
-    assert selection.Selection(archs, (128,), ("bf16",)).exact_capabilities == exact
+def test_hopper_gets_kernels_of_sm80_where_it_has_none_of_its_own(
+    archs: tuple[str, ...], with_sm90: tuple[str, ...], without_sm90: tuple[str, ...]
+) -> None:
+    found = {name: of for name, of in archs_by_object(*archs).items() if not name.endswith("sm90")}
+    expected = dict.fromkeys(WITHOUT_SM90, without_sm90)
+    if with_sm90:
+        expected |= dict.fromkeys(WITH_SM90, with_sm90)
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("archs", "capabilities", "exact"),
+    [
+        (("100a",), (100,), (100,)),
+        (("80", "90a", "120"), (80, 90, 120), (90,)),
+        (("90", "90a"), (90,), ()),
+        (("100f",), (100,), ()),
+    ],
+)
+def test_code_of_an_a_architecture_runs_on_it_alone(
+    archs: tuple[str, ...], capabilities: tuple[int, ...], exact: tuple[int, ...]
+) -> None:
+    chosen = selection.Selection(archs, (128,), ("bf16",))
+    assert chosen.capabilities == capabilities
+    assert chosen.exact_capabilities == exact
 
 
 def test_kinds_are_those_of_the_header(tmp_path: Path) -> None:

@@ -13,9 +13,10 @@ import torch
 from torch import multiprocessing
 
 from flash_attn_mini import flash_attn_func, flash_attn_varlen_func
+from flash_attn_mini.ladder.full_kernels import ARCH_VARIABLE
 
 from .conftest import IS_HOPPER
-from .gpu_calls import GPU_BACKENDS, Results, capture, differing_runs, each_gpu_backend, gradients
+from .gpu_calls import GPU_BACKENDS, Results, capture, differing_runs, each_gpu_backend, gradients, run_on_sm80
 
 pytestmark = pytest.mark.gpu
 
@@ -26,8 +27,10 @@ each_kernel = pytest.mark.parametrize("kernels", [*GPU_BACKENDS, *["cuda sm80"] 
 @pytest.fixture
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The backend whose kernels run."""
-    backend, _, arch = request.param.partition(" sm")
-    monkeypatch.setenv("FLASH_ATTN_MINI_ARCH", arch)
+    backend, _, arch = request.param.partition(" ")
+    monkeypatch.delenv(ARCH_VARIABLE, raising=False)
+    if arch == "sm80":
+        run_on_sm80(monkeypatch)
     return backend
 
 

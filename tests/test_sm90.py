@@ -1,24 +1,28 @@
 """The kernels of csrc/sm90: the calls that they take, and their accuracy. test_sm90_backward.py has the backward.
 
-Every test that runs on the default kernels of a Hopper GPU runs on them. So the kernels of sm80 run here, too.
+Every test that runs on the default kernels of a Hopper GPU runs on them. So the kernels of sm80 run here, too, if the
+build has them for Hopper: FLASH_ATTN_MINI_ARCHS="90;90a".
 """
 
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
 from torch import Tensor
 
-from flash_attn_mini import flash_attn_func, flash_attn_varlen_func
+from flash_attn_mini import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from flash_attn_mini.backends import available_backends, extension
+from flash_attn_mini.ladder.full_kernels import sm80_unavailable_reason
 
 from .bounds import assert_forward_accurate
 from .cases import FORWARD_CASES, Case
 from .conftest import IS_HOPPER
 from .feature_cases import FEATURE_CASES
 from .feature_checks import check_dense, check_varlen
+from .gpu_calls import run_on_sm80
 from .random_loop import CHUNKS, check_random_cases
 from .rows_without_keys import CASES as KEYLESS_CASES
 from .rows_without_keys import check_rows_without_keys
@@ -64,32 +68,88 @@ def test_kernel_runs(
 
 
 @pytest.mark.parametrize(
-    ("why", "headdim", "options"),
-    [
-        ("this build has no sm90 kernel for this call", 32, {}),
-        ("TMA cannot describe these strides", 64, {}),
-        ("FLASH_ATTN_MINI_ARCH is 80", 64, {}),
-    ],
-    ids=["headdim_32", "expanded", "asked_for"],
+    ("why", "headdim"),
+    [("this build has no sm90 kernel for this call", 32), ("FLASH_ATTN_MINI_ARCH is 80", 64)],
+    ids=["headdim_32", "asked_for"],
 )
 def test_other_calls_run_on_sm80_and_the_trace_says_why(
-    why: str,
-    headdim: int,
-    options: dict[str, object],
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    why: str, headdim: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     if headdim not in extension.load().build_info()["hdims"]:
         pytest.skip(f"this build has no kernel for headdim {headdim} alone: FLASH_ATTN_MINI_HDIMS")
-    q, k, v = qkv(2, 70, 4, headdim)
-    if "TMA" in why:
-        k = k[:, :, :1].expand(-1, -1, 4, -1)
     if "ARCH" in why:
-        monkeypatch.setenv("FLASH_ATTN_MINI_ARCH", "80")
+        run_on_sm80(monkeypatch)
     monkeypatch.setenv("FLASH_ATTN_MINI_TRACE", "1")
-    flash_attn_func(q, k, v, **options)
+    flash_attn_func(*qkv(2, 70, 4, headdim))
     assert f"arch=sm80 kHeadDim={headdim}" in (err := capfd.readouterr().err)
     assert f"because: {why}" in err
+
+
+@pytest.mark.parametrize("varlen", [False, True], ids=["dense", "varlen"])
+@pytest.mark.parametrize("expanded", ["q", "k", "v", "kv"])
+def test_tensors_that_tma_cannot_describe(
+    expanded: str, varlen: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """They are copied where the build has no sm80 kernel for Hopper: the result has the bits of contiguous tensors."""
+    shape = (140, 4, 64) if varlen else (2, 70, 4, 64)
+    given = {
+        name: x[..., :1, :].expand(shape) if name in expanded else x for name, x in zip("qkv", qkv(*shape), strict=True)
+    }
+    lengths = torch.tensor([0, 60, 140], device="cuda", dtype=torch.int32)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        if varlen:
+            return flash_attn_varlen_func(q, k, v, lengths, lengths, 80, 80, return_attn_probs=True)
+        return flash_attn_func(q, k, v, return_attn_probs=True)
+
+    monkeypatch.setenv("FLASH_ATTN_MINI_TRACE", "1")
+    out, lse, *_ = attend(**given)
+    err = capfd.readouterr().err
+    if sm80_unavailable_reason() is None:
+        assert "arch=sm80 kHeadDim=64" in err
+        assert "because: TMA cannot describe these strides" in err
+    else:
+        assert "arch=sm90 kHeadDim=64" in err
+        copied = re.findall(r"copied (\w) because TMA cannot describe these strides", err)
+        assert copied == list(expanded)
+        expected = attend(**{name: x.contiguous() for name, x in given.items()})
+        assert torch.equal(out, expected[0])
+        assert torch.equal(lse, expected[1])
+    if not varlen:
+        assert_forward_accurate(*given.values(), out, lse, case=f"{expanded} expanded")
+
+
+def test_an_expanded_cache_is_not_copied(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """num_splits=1 takes the kernels of the forward, unless the only one for this GPU needs TMA."""
+    q, k, v = qkv(2, 70, 4, 64)
+    cache_k, cache_v = (x[:1].expand_as(x) for x in (k, v))
+    monkeypatch.setenv("FLASH_ATTN_MINI_TRACE", "1")
+    out, lse = flash_attn_with_kvcache(q, cache_k, cache_v, num_splits=1, return_softmax_lse=True)
+    err = capfd.readouterr().err
+    assert "copied" not in err
+    assert ("arch=sm80 kHeadDim=64" if sm80_unavailable_reason() is None else "run_mha_fwd_splitkv_dispatch") in err
+    assert_forward_accurate(q, cache_k, cache_v, out, lse, case="expanded cache")
+
+
+def test_kernels_that_were_not_built_are_refused_with_the_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    if sm80_unavailable_reason() is None:
+        pytest.skip("this build has the kernels of sm80 for Hopper")
+    q, k, v = (x.requires_grad_() for x in qkv(2, 70, 4, 64))
+    out = flash_attn_func(q, k, v)
+    assert isinstance(out, Tensor)
+    caches = [x.detach().clone() for x in (k, v)]
+    message = 'FLASH_ATTN_MINI_ARCH is 80, but .* build them all with: FLASH_ATTN_MINI_ARCHS="90;.*90a" pip install .'
+    monkeypatch.setenv("FLASH_ATTN_MINI_ARCH", "80")
+    with pytest.raises(RuntimeError, match=message):
+        flash_attn_func(q, k, v)
+    with pytest.raises(RuntimeError, match=message):
+        out.sum().backward()
+    with torch.no_grad(), pytest.raises(RuntimeError, match=message):
+        flash_attn_with_kvcache(q, *caches, k[:, :1], v[:, :1], cache_seqlens=3, num_splits=1)
+    for cache, before in zip(caches, (k, v), strict=True):
+        assert torch.equal(cache, before), "nothing is appended"
+    with torch.no_grad():
+        flash_attn_with_kvcache(q, *caches, num_splits=2)  # the split-KV kernels are those of every GPU
 
 
 def test_pages_run_on_sm80(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
@@ -116,7 +176,7 @@ VARLEN_ON_SM80 = [case for case in VARLEN_CASES if case.headdim > 32 and not cas
 
 @pytest.fixture
 def sm80(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLASH_ATTN_MINI_ARCH", "80")
+    run_on_sm80(monkeypatch)
 
 
 @pytest.mark.usefixtures("sm80")

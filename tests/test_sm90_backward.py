@@ -21,6 +21,7 @@ from torch import Tensor
 
 from flash_attn_mini import flash_attn_func, flash_attn_varlen_func
 from flash_attn_mini.backends import available_backends, extension
+from flash_attn_mini.ladder.full_kernels import sm80_unavailable_reason
 
 from .bounds import assert_gradients_accurate
 from .cases import FORWARD_CASES, Case, make_dout, make_inputs, options_of
@@ -28,7 +29,7 @@ from .conftest import GPU_DTYPES, IS_HOPPER
 from .feature_cases import FEATURE_CASES
 from .feature_checks import check_dense, check_varlen, described
 from .flash_bounds import assert_gradients_accurate_beside_flash
-from .gpu_calls import differing_runs
+from .gpu_calls import differing_runs, run_on_sm80
 from .random_loop import CHUNKS, check_random_cases
 from .rows_without_keys import CASES as KEYLESS_CASES
 from .rows_without_keys import check_rows_without_keys
@@ -179,8 +180,6 @@ def test_other_head_dims_run_in_the_next_larger(headdim: int, compiled: int, cap
     [
         ("headdim_32_causal", NO_KERNEL),
         ("headdim_16", NO_KERNEL),
-        ("layout_expanded", NO_TMA),
-        ("layout_expanded_heads", NO_TMA),
         ("headdim_64", ARCH_IS_80),
         ("headdim_256_causal", ARCH_IS_80),
     ],
@@ -198,7 +197,7 @@ def test_other_calls_run_on_sm80_and_the_trace_says_why(
     if case.headdim < 64 and 32 not in extension.load().build_info()["hdims"]:
         pytest.skip("this build has no kernel for headdim 32: FLASH_ATTN_MINI_HDIMS")
     if why == ARCH_IS_80:
-        monkeypatch.setenv("FLASH_ATTN_MINI_ARCH", "80")
+        run_on_sm80(monkeypatch)
     inputs, dout, _ = made(case, dtype, seed)
     computed = gradients(case, inputs, dout)
     assert kernel_of(capfd) == ("sm80", max(case.headdim, 32), "local" if case.causal else "full", why)
@@ -207,17 +206,44 @@ def test_other_calls_run_on_sm80_and_the_trace_says_why(
 
 
 @pytest.mark.usefixtures("trace")
-@pytest.mark.parametrize("name", ["headdim_64", "headdim_128_causal"])
-def test_a_dout_of_equal_rows_runs_on_sm80(
+@pytest.mark.parametrize("name", ["layout_expanded", "layout_expanded_heads"])
+def test_tensors_that_tma_cannot_describe(
     name: str, capfd: pytest.CaptureFixture[str], seed: int, described_seed: str
 ) -> None:
-    """Only dout has a stride of 0: the forward runs on sm90."""
+    """They are copied where the build has no sm80 kernel for Hopper."""
+    case = DENSE[name]
+    inputs, dout, _ = made(case, torch.bfloat16, seed)
+    computed = gradients(case, inputs, dout)
+    (line,) = TRACED.findall(err := capfd.readouterr().err)
+    if sm80_unavailable_reason() is None:
+        assert (line[0], line[3]) == ("sm80", NO_TMA)
+    else:
+        assert (line[0], line[3]) == ("sm90", "")
+        assert f"copied k because {NO_TMA}" in err
+    where = described(case, dout.dtype, "cuda", described_seed)
+    assert_gradients_accurate(*inputs, dout, computed, case=where, causal=case.causal)
+
+
+@pytest.mark.usefixtures("trace")
+@each_order
+@pytest.mark.parametrize("name", ["headdim_64", "headdim_128_causal"])
+def test_a_dout_of_equal_rows(
+    name: str, deterministic: bool, capfd: pytest.CaptureFixture[str], seed: int, described_seed: str
+) -> None:
+    """Only dout has a stride of 0: it alone is copied, or the backward alone runs on sm80."""
     case = DENSE[name]
     inputs, dout, _ = made(case, torch.bfloat16, seed)
     dout = dout[:, :1].expand(dout.shape)
-    computed = gradients(case, inputs, dout)
-    assert kernel_of(capfd)[::3] == ("sm80", NO_TMA)
-    where = described(case, dout.dtype, "sm80", described_seed)
+    computed = gradients(case, inputs, dout, deterministic=deterministic)
+    (line,) = TRACED.findall(err := capfd.readouterr().err)
+    if sm80_unavailable_reason() is None:
+        assert (line[0], line[3]) == ("sm80", NO_TMA)
+    else:
+        assert (line[0], line[3]) == ("sm90", "")
+        assert re.findall(r"copied (\w+) because", err) == ["dout"]
+        expected = gradients(case, inputs, dout.contiguous(), deterministic=deterministic)
+        assert_same_bits(computed, expected, name, with_dq=deterministic)
+    where = described(case, dout.dtype, "cuda", described_seed)
     assert_gradients_accurate(*inputs, dout, computed, case=where, causal=case.causal)
 
 
@@ -426,7 +452,8 @@ def test_random_calls_in_a_fixed_order(
     chunk: int, arch: str, monkeypatch: pytest.MonkeyPatch, seed: int, described_seed: str
 ) -> None:
     """Every mask: CTAs wait for each other in the order of the key blocks that see a row block, and end."""
-    monkeypatch.setenv("FLASH_ATTN_MINI_ARCH", arch)
+    if arch == "80":
+        run_on_sm80(monkeypatch)
     check_random_cases(differentiable_case, simpler, check_order, GPU_DTYPES, 400, seed, described_seed)
 
 

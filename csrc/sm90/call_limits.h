@@ -1,11 +1,14 @@
-// Calls that have an sm90 kernel but cannot use it, because TMA cannot describe their tensors. Host code, no CUDA.
+// Which tensors TMA can read: the sm90 kernels take a call only if it can read all of them. Host code, no CUDA.
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "../flash.h"
 
 namespace flash::sm90 {
+
+constexpr char kCannotDescribe[] = "TMA cannot describe these strides";
 
 // TMA's limits (CUDA driver API, cuTensorMapEncodeTiled): a 16-byte aligned address, and for every dimension of more
 // than one element a stride that is a positive multiple of 16 bytes below 2^40.
@@ -18,26 +21,37 @@ inline bool can_describe(const TensorRef &x, int64_t rows, int heads, int batch)
            is_taken(heads, x.head_stride) && is_taken(batch, x.batch_stride);
 }
 
-inline bool can_describe_inputs(const Flash_fwd_params &params) {
+// Calls f(name, tensor, rows, heads, batch) for each tensor of a call that TMA reads.
+template <typename Params, typename F>
+void for_each_input(Params &params, const F &f) {
     const bool is_varlen = params.cu_seqlens_q != nullptr;
     const int64_t rows_q = is_varlen ? params.total_q : params.seqlen_q;
     const int64_t rows_k = is_varlen ? params.total_k : params.seqlen_k;
     const int batch_q = is_varlen ? 1 : params.b, batch_k = params.cache.is_used() ? params.cache.batch_cache : batch_q;
-    return can_describe(params.q, rows_q, params.h, batch_q) && can_describe(params.k, rows_k, params.h_k, batch_k) &&
-           can_describe(params.v, rows_k, params.h_k, batch_k);
+    f("q", params.q, rows_q, params.h, batch_q);
+    f("k", params.k, rows_k, params.h_k, batch_k);
+    f("v", params.v, rows_k, params.h_k, batch_k);
+    if constexpr (std::is_base_of_v<Flash_bwd_params, Params>) {
+        f("dout", params.dout, rows_q, params.h, batch_q);
+    }
 }
 
-// Why a call cannot run on the sm90 kernels; null if it can.
-inline const char *reason_against(const Flash_fwd_params &params) {
-    return can_describe_inputs(params) ? nullptr : "TMA cannot describe these strides";
+// Why TMA cannot read the tensors of a call as they are; null if it can.
+template <typename Params>
+const char *reason_against(const Params &params) {
+    const char *reason = nullptr;
+    for_each_input(params, [&](const char *, const TensorRef &x, int64_t rows, int heads, int batch) {
+        reason = can_describe(x, rows, heads, batch) ? reason : kCannotDescribe;
+    });
+    return reason;
 }
 
-inline const char *reason_against(const Flash_bwd_params &params) {
-    const bool is_varlen = params.cu_seqlens_q != nullptr;
-    const bool can_describe_dout =
-        can_describe(params.dout, is_varlen ? params.total_q : params.seqlen_q, params.h, is_varlen ? 1 : params.b);
-    return can_describe_dout ? reason_against(static_cast<const Flash_fwd_params &>(params))
-                             : "TMA cannot describe these strides";
+// True if TMA can read the cache of a call.
+inline bool can_describe_cache(const Flash_fwd_params &params) {
+    const auto is_described = [&](const TensorRef &x) {
+        return can_describe(x, params.seqlen_k, params.h_k, params.cache.batch_cache);
+    };
+    return is_described(params.k) && is_described(params.v);
 }
 
 }  // namespace flash::sm90

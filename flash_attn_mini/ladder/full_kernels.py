@@ -18,15 +18,20 @@ def unavailable_reason(backend: str, arch: int | None = None) -> str | None:
     if backend == "cuda" and device.type == "cpu":
         return "needs a CUDA GPU"
     reason = BACKENDS[backend].unavailable_reason(device)
-    if reason is None and arch == 90 and (torch.cuda.get_device_capability() != (9, 0) or 90 not in built_archs()):
+    if reason is None and arch == 90 and (torch.cuda.get_device_capability() != (9, 0) or "90a" not in built_archs()):
         return "needs a Hopper GPU (compute capability 9.0) and kernels that were compiled for it"
-    return reason
+    return reason or (sm80_unavailable_reason() if arch == 80 else None)
 
 
-def built_archs() -> list[int]:
-    """The architectures that the extension has kernels for."""
-    archs: list[int] = extension.load().build_info()["archs"]
+def built_archs() -> list[str]:
+    """The architectures that the extension has kernels for, as FLASH_ATTN_MINI_ARCHS lists them."""
+    archs: list[str] = extension.load().build_info()["arch_names"]
     return archs
+
+
+def sm80_unavailable_reason() -> str | None:
+    """None when the current GPU runs every call on the kernels of sm80; else one sentence with the build that does."""
+    return extension.load().sm80_unavailable_reason(*torch.cuda.get_device_capability()) or None
 
 
 def library_attention(
