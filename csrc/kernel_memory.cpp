@@ -8,6 +8,7 @@
 #include <ATen/ops/sum.h>
 #include <ATen/ops/zeros.h>
 
+#include <array>
 #include <tuple>
 #include <vector>
 
@@ -60,15 +61,16 @@ std::vector<at::Tensor> copies_for_tma(Params &params) {
         if (trace_enabled()) {
             trace("copy_for_tma", "copied %s because %s", name, sm90::kCannotDescribe);
         }
-        const at::Tensor given = at::for_blob(x.ptr, {batch, rows, heads, params.d})
-                                     .strides({x.batch_stride, x.row_stride, x.head_stride, 1})
+        const std::array<int64_t, 4> sizes{batch, rows, heads, params.d};
+        const std::array<int64_t, 4> strides{x.batch_stride, x.row_stride, x.head_stride, 1};
+        const at::Tensor given = at::for_blob(x.ptr, sizes)
+                                     .strides(strides)
                                      .options(at::TensorOptions(dtype).device(device))
                                      .target_device(device)
                                      .make_tensor();
         copies.push_back(given.clone(at::MemoryFormat::Contiguous));
-        const int64_t batch_stride = x.batch_stride;
         x = tensor_ref(copies.back());
-        x.batch_stride = batch > 1 ? x.batch_stride : batch_stride;  // varlen: 0
+        x.batch_stride = batch > 1 ? x.batch_stride : 0;  // as varlen needs it
     });
     return copies;
 }
