@@ -113,7 +113,8 @@ class BuildExtension(build_ext):
             sources=HOST_SOURCES,
             include_dirs=[str(ROOT / "csrc")],
             define_macros=defines,
-            extra_compile_args={"cxx": ["-O3", "-fopenmp", "-fvisibility=hidden"]},
+            # -g0: Python adds -g, which takes a quarter of the time.
+            extra_compile_args={"cxx": ["-O3", "-g0", "-fopenmp", "-fvisibility=hidden"]},
             extra_link_args=["-fopenmp"],
             **extra,
         )

@@ -57,7 +57,7 @@ class Kinds(NamedTuple):
     """What csrc/kind.h says: the kinds of kernel in the order of their enumerators, and Hopper's smallest head dim."""
 
     all: tuple[str, ...]
-    forward_sm90: tuple[str, ...]  # those whose forward has an sm90 kernel; every kind has an sm80 kernel
+    forward_sm90: tuple[str, ...]  # those whose forward has an sm90 kernel; all others have an sm80 kernel
     backward: tuple[str, ...]  # those with an sm80 backward kernel
     backward_sm90: tuple[str, ...]  # those with an sm90 backward kernel
     least_hdim_sm90: int
@@ -100,6 +100,7 @@ def kernel_objects(selection: Selection) -> list[KernelObject]:
         is_for_sm90 = selection.has_sm90 and hdim >= kinds.least_hdim_sm90
         if is_for_sm90:
             add(f"flash_fwd_{name}_sm90", "sm90/flash_fwd_instantiation.cu", defines, ("90a",))
+            add(f"flash_fwd_{name}_split_sm90", "sm90/flash_fwd_split_instantiation.cu", defines, ("90a",))
             for kind in kinds.backward_sm90:
                 extra = (*defines, f"-DFLASH_KIND={kind}")
                 add(f"flash_bwd_{name}_{kind}_sm90", "sm90/flash_bwd_instantiation.cu", extra, ("90a",))

@@ -10,7 +10,8 @@ namespace flash {
     X(local, 1, 1, 1, 1)   \
     X(varlen, 1, 1, 1, 1)  \
     X(general, 1, 1, 1, 1) \
-    X(paged, 1, 0, 0, 0)
+    X(paged, 1, 0, 0, 0)   \
+    X(split, 0, 0, 1, 0)
 
 enum class Kind {
     full,     // equal lengths; every query sees every key
@@ -18,6 +19,7 @@ enum class Kind {
     varlen,   // variable lengths, any mask
     general,  // any lengths and mask; score modifiers and dropout are decided at run time
     paged,    // general, with keys in pages
+    split,    // a cache: the query heads of a group in one tile, keys split over the CTAs; softcap at run time
 };
 
 // Whether the keys that a query sees may depend on the query.
@@ -27,7 +29,7 @@ constexpr bool is_local(Kind kind) {
 
 // True if score modifiers and dropout are decided at run time.
 constexpr bool is_general(Kind kind) {
-    return kind == Kind::general || kind == Kind::paged;
+    return kind == Kind::general || kind == Kind::paged || kind == Kind::split;
 }
 
 constexpr bool may_be_varlen(Kind kind) {

@@ -26,6 +26,7 @@
 #include "sm90/call_limits.h"
 #include "sm90/flash_bwd.h"
 #include "sm90/flash_fwd.h"
+#include "sm90/flash_fwd_split.h"
 #endif
 
 namespace flash {
@@ -139,7 +140,7 @@ void run_mha_fwd_cuda(Flash_fwd_params &params) {
     FP16_SWITCH(params.dtype, [&] {
         HEADDIM_SWITCH(params.d, [&] {
             KIND_SWITCH(kind_of(params), [&] {
-                constexpr bool kHasKernelSm90 = has_sm90_fwd(kHeadDim, kKind);
+                constexpr bool kHasKernelSm90 = kKind != Kind::split && has_sm90_fwd(kHeadDim, kKind);
                 const char *reason = reason_against_sm90(params, kHasKernelSm90);
                 trace_arch("run_mha_fwd", reason, kHeadDim, kKind);
                 if constexpr (kHasKernelSm90) {
@@ -165,42 +166,91 @@ bool is_readable_by_forward(const Flash_fwd_params &params) {
            is_aligned(params.o, params.d);
 }
 
-// True if the kernels of the forward take less time than the split-KV kernel: the queries alone fill the GPU, and most
-// of the rows of a tile are queries. They multiply faster, but work on each head alone and do not split keys.
-bool prefers_forward(const Flash_fwd_params &params) {
-    constexpr int kRows = 128, kSpeedup = 4;  // rows of a work tile; its speed over that of the split-KV kernel
-    if (params.block_table != nullptr) {
-        return false;
-    }
-    const int64_t row_blocks = (params.seqlen_q + kRows - 1) / kRows, tiles = int64_t{params.b} * params.h * row_blocks;
-    const int64_t packed_rows = int64_t{params.seqlen_q} * params.h_h_k_ratio;
-    const bool fills_gpu = tiles * 4 >= device_properties().sm_count * 3;
-    return fills_gpu && packed_rows > 64 && row_blocks * kRows * params.h_h_k_ratio < kSpeedup * packed_rows;
+// The kernels that may attend over a cache.
+enum class CacheKernel {
+    splitkv,     // kvcache/: any call, any GPU
+    split_sm90,  // Hopper: many rows of a group of heads
+    forward,     // those of the forward
+};
+
+constexpr int kRowsOfTile = 128;  // of split_sm90 and of the forward
+
+// Queries of all heads that share a key/value head: the rows that a tile of splitkv and split_sm90 holds.
+int64_t packed_rows(const Flash_fwd_params &params) {
+    return int64_t{params.seqlen_q} * params.h_h_k_ratio;
 }
 
-// num_splits = 1 asks for the bits of the varlen forward, so its kernels run. A cache is never copied: the split-KV
-// kernel reads what they cannot.
-bool runs_on_forward(const Flash_fwd_params &params) {
+// Work tiles of the forward, `rows` queries each.
+int64_t forward_tiles(const Flash_fwd_params &params, int rows = kRowsOfTile) {
+    return int64_t{params.b} * params.h * ((params.seqlen_q + rows - 1) / rows);
+}
+
+// True if the kernels of the forward take less time than splitkv: the queries alone fill the GPU, and most of the rows
+// of a tile are queries. They multiply faster, but work on each head alone and do not split keys.
+bool prefers_forward(const Flash_fwd_params &params) {
+    constexpr int kSpeedup = 4;  // over splitkv
+    const int64_t tiles = forward_tiles(params), rows = packed_rows(params) * params.b * params.h_k;
+    const bool fills_gpu = tiles * 4 >= device_properties().sm_count * 3;
+    return params.block_table == nullptr && fills_gpu && packed_rows(params) > 64 &&
+           tiles * kRowsOfTile < kSpeedup * rows;
+}
+
+// True if the build and the GPU have split_sm90, and it takes the call.
+bool runs_split_sm90(const Flash_fwd_params &params) {
+    return device_properties().major == 9 && requested_arch() != 80 &&
+           has_sm90_fwd(built_headdim_for(params.d), Kind::split) && params.alibi_slopes == nullptr &&
+           packed_rows(params) <= INT32_MAX - kRowsOfTile && sm90::can_split(params);
+}
+
+// True if split_sm90 takes less time than the kernels of the forward. It splits keys, so that all SMs end at once; they
+// take whole tiles, and need no second kernel.
+bool prefers_split_sm90(const Flash_fwd_params &params) {
+    const double cost = packed_rows(params) <= 64 ? 0.6 : 1.06;  // of a tile of split_sm90, in tiles of the forward
+    const int rows_of_forward = built_headdim_for(params.d) == 64 ? 192 : kRowsOfTile;
+    const int64_t sms = device_properties().sm_count;
+    const int64_t rounds = (forward_tiles(params, rows_of_forward) + sms - 1) / sms;
+    const int64_t row_tiles = (packed_rows(params) + kRowsOfTile - 1) / kRowsOfTile;
+    return params.block_table != nullptr || cost * double(row_tiles * params.b * params.h_k) < double(rounds * sms);
+}
+
+// num_splits = 1 asks for the bits of the varlen forward, so its kernels run. A cache is never copied: splitkv reads
+// what the others cannot.
+CacheKernel cache_kernel(const Flash_fwd_params &params) {
+    const int least_rows = built_headdim_for(params.d) == 64 ? 33 : 17;  // of split_sm90
     const bool is_chosen = params.cache.num_splits == 0 && params.cache.split_keys == 0;
-    const bool wants_forward = params.cache.num_splits == 1 || (is_chosen && prefers_forward(params));
-    if (!wants_forward || !is_readable_by_forward(params)) {
-        return false;
+    if (!is_readable_by_forward(params)) {
+        return CacheKernel::splitkv;
+    }
+    if (is_chosen && packed_rows(params) >= least_rows && runs_split_sm90(params)) {
+        return prefers_split_sm90(params) ? CacheKernel::split_sm90 : CacheKernel::forward;
+    }
+    if (params.cache.num_splits != 1 && !(is_chosen && prefers_forward(params))) {
+        return CacheKernel::splitkv;
     }
     const bool has_sm90 = has_sm90_fwd(built_headdim_for(params.d), kind_of(params));
     check_requested_arch(has_sm90);  // before anything is appended
-    return !has_only_sm90(has_sm90) || sm90::can_describe_cache(params);
+    return has_only_sm90(has_sm90) && !sm90::can_describe_cache(params) ? CacheKernel::splitkv : CacheKernel::forward;
 }
 
 void run_mha_fwd_splitkv_dispatch(Flash_fwd_params &params, bool follows_append) {
-    if (runs_on_forward(params)) {
+    const CacheKernel kernel = cache_kernel(params);
+    if (kernel == CacheKernel::forward) {
         run_mha_fwd_cuda(params);
         return;
     }
     const cudaStream_t stream = c10::cuda::getCurrentCUDAStream().stream();
     FP16_SWITCH(params.dtype, [&] {
         HEADDIM_SWITCH(params.d, [&] {
+            const bool is_sm90 = kernel == CacheKernel::split_sm90;
             if (trace_enabled()) {
-                trace("run_mha_fwd_splitkv_dispatch", "device=cuda kHeadDim=%d", kHeadDim);
+                trace("run_mha_fwd_splitkv_dispatch", "device=cuda%s kHeadDim=%d", is_sm90 ? " arch=sm90" : "",
+                      kHeadDim);
+            }
+            if constexpr (has_sm90_fwd(kHeadDim, Kind::split)) {
+                if (is_sm90) {
+                    sm90::run_flash_fwd_split<kDType, kHeadDim>(params, stream);
+                    return;
+                }
             }
             run_flash_fwd_splitkv<kDType, kHeadDim>(params, max_smem(), follows_append, stream);
         });
@@ -251,12 +301,21 @@ void run_mha_bwd_cuda(Flash_bwd_params &params) {
 
 int64_t splitkv_scratch_floats(const Flash_fwd_params &params) {
     check_built(params);
-    if (runs_on_forward(params)) {
+    const CacheKernel kernel = params.seqlen_q == 0 ? CacheKernel::forward : cache_kernel(params);
+    if (kernel == CacheKernel::forward) {
         return 0;
     }
     int64_t floats = 0;
     FP16_SWITCH(params.dtype, [&] {
-        HEADDIM_SWITCH(params.d, [&] { floats = splitkv_scratch_floats<kDType, kHeadDim>(params, max_smem()); });
+        HEADDIM_SWITCH(params.d, [&] {
+            if constexpr (has_sm90_fwd(kHeadDim, Kind::split)) {
+                if (kernel == CacheKernel::split_sm90) {
+                    floats = sm90::split_scratch_floats<kDType, kHeadDim>(params);
+                    return;
+                }
+            }
+            floats = splitkv_scratch_floats<kDType, kHeadDim>(params, max_smem());
+        });
     });
     return floats;
 }

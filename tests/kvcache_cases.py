@@ -215,8 +215,39 @@ _LAYOUTS = [
     _case("layout_pages_packed", "keys and values in one pool", (70, 9), 100, page_size=16, layout="packed", **_DECODE),
 ]  # fmt: skip
 
-KVCACHE_CASES: list[KvCacheCase] = [*_LENGTHS, *_HEADS, *_ROWS, *_PAGES, *_FEATURES, *_SPLITS, *_LAYOUTS]
-BY_NAME = {case.name: case for case in KVCACHE_CASES}
+# Enough rows of a group for the kernel of Hopper that splits the keys.
+_GROUP: dict[str, Any] = {"nheads": 8, "nheads_k": 2}
+_LONGER = (300, 5, 0, 707, 64)
+MANY_ROWS = [
+    _case("many_rows", "a group of four, one tile", _LONGER, 720, 16, **_GROUP),
+    _case("many_rows_causal", "each query its own keys", _LONGER, 760, 20, 20, causal=True, **_GROUP),
+    _case("many_rows_tiles", "three tiles, the last with few rows", _LONGER, 720, 33, nheads=16, causal=True),
+    _case("many_rows_129", "one row more than a tile", _LONGER, 720, 129, nheads=2, causal=True),
+    _case("many_rows_gqa_3", "a row block ends within a group", _LONGER, 720, 30, nheads=9, nheads_k=3, causal=True),
+    _case("many_rows_mqa", "all heads in one tile", (900, 1), 1000, 3, 3, nheads=24, nheads_k=1, causal=True),
+    _case("many_rows_window", "a band over several runs", _LONGER, 720, 40, window_size=(150, 20), **_GROUP),
+    _case("many_rows_far_window", "row tiles see different keys", (900, 400), 1000, 200, window_size=(30, 0), **_GROUP),
+    _case("many_rows_softcap", "capped scores", _LONGER, 720, 17, softcap=3.0, causal=True, **_GROUP),
+    _case("many_rows_wide", "references move and scores are lost", _LONGER, 720, 17, softmax_scale=5.0, **_GROUP),
+    _case("many_rows_leftpad", "padding", (300, 9, 707), 720, 20, leftpad=(37, 9, 600), causal=True, **_GROUP),
+    _case("many_rows_batch_idx", "cache rows in another order", _LONGER, 720, 20, spare_rows=3, **_GROUP),
+    _case("many_rows_rotary", "rotated queries", _LONGER, 760, 20, 20, rotary_dim=32, causal=True, **_GROUP),
+    _case("many_rows_long", "many splits", (4000, 37), 4096, 16, **_GROUP),
+    _case("many_rows_one_row", "a batch of one", (3000,), 3000, 40, nheads=8, nheads_k=1, lengths_as="none"),
+] + [
+    _case(f"many_rows_headdim_{d}", f"head dim {d}", (300, 9, 707), 720, 20, headdim=d, causal=True, **_GROUP)
+    for d in (72, 96, 128, 192, 256)
+] + [
+    _case(f"many_rows_pages_{size}", "boxes of a page", _LONGER, 760, 20, 20, page_size=size, headdim=d, causal=True,
+          **_GROUP)
+    for size, d in ((8, 64), (24, 128), (64, 128), (80, 256), (112, 192), (256, 96), (360, 128))
+]  # fmt: skip
+
+KVCACHE_CASES: list[KvCacheCase] = [
+    *(*_LENGTHS, *_HEADS, *_ROWS, *_PAGES, *_FEATURES, *_SPLITS, *_LAYOUTS),
+    *(case for case in MANY_ROWS if case.name in ("many_rows_tiles", "many_rows_gqa_3", "many_rows_pages_24")),
+]
+BY_NAME = {case.name: case for case in (*KVCACHE_CASES, *MANY_ROWS)}
 SMALL_KVCACHE_CASES = [c for c in KVCACHE_CASES if c.keys <= 300 and c.seqlen_q <= 20]
 
 # Offsets of more than 31 bits: cache rows, or keys, so far apart that the last one begins past 2^31.

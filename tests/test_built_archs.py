@@ -56,9 +56,10 @@ def test_a_build_calls_the_kernels_that_it_compiles_and_no_other(
     name, kinds = f"hdim{headdim}_bf16", kernels.read_kinds()
     lines = []
     for kind in kinds.all:
-        sm80_fwd = objects.get(f"flash_fwd_{name}_{kind}_sm80" if kind == "paged" else f"flash_fwd_{name}_sm80")
+        own = f"_{kind}" if kind in ("paged", "split") else ""  # the forward has an object of its own
+        sm80_fwd = objects.get(f"flash_fwd_{name}{own}_sm80")
         sm80_bwd = objects.get(f"flash_bwd_{name}_{kind}_sm80")
-        has_sm90_fwd = kind in kinds.forward_sm90 and f"flash_fwd_{name}_sm90" in objects
+        has_sm90_fwd = kind in kinds.forward_sm90 and f"flash_fwd_{name}{own}_sm90" in objects
         for function, is_compiled in (
             ("has_sm80_fwd", sm80_fwd is not None),
             ("has_sm80_bwd", sm80_bwd is not None),
@@ -66,7 +67,7 @@ def test_a_build_calls_the_kernels_that_it_compiles_and_no_other(
             ("has_sm90_bwd", f"flash_bwd_{name}_{kind}_sm90" in objects),
         ):
             lines.append(f"static_assert({'' if is_compiled else '!'}flash::{function}({headdim}, Kind::{kind}));")
-        if has_sm90_fwd:
+        if has_sm90_fwd and kind != "split":
             is_on_hopper = sm80_fwd is not None and "90" in sm80_fwd
             lines.append(f"static_assert({'' if is_on_hopper else '!'}flash::kHasSm80OnHopper);")
     more = ["-DFLASH_WITH_SM90"] * chosen.has_sm90

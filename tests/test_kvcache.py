@@ -149,7 +149,7 @@ def test_with_split_keys_a_row_does_not_depend_on_the_others(
 
 
 @pytest.mark.parametrize("num_splits", [0, 1, 4])
-@pytest.mark.parametrize("name", ["decode", "chunk", "long", "pages_7", "together"])
+@pytest.mark.parametrize("name", ["decode", "chunk", "long", "pages_7", "together", "many_rows_tiles"])
 def test_a_call_is_repeatable(
     name: str, num_splits: int, backend: str, device: str, dtype: torch.dtype, seed: int
 ) -> None:

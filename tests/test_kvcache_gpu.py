@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from flash_attn_mini import flash_attn_with_kvcache
 
 from .gpu_calls import capture, each_gpu_backend
-from .kvcache_cases import BY_NAME, CacheCall, KvCacheCase, make_call
+from .kvcache_cases import BY_NAME, MANY_ROWS, CacheCall, KvCacheCase, make_call
 from .kvcache_checks import bits, check_kvcache, check_results, copied, described, run
 from .test_gpu import assert_does_not_wait
 
@@ -48,7 +49,8 @@ def with_lengths(case: KvCacheCase, draw: torch.Generator) -> KvCacheCase:
 @pytest.mark.parametrize(
     "name",
     ["decode", "read_only", "chunk", "long", "mqa", "headdim_33", "batch_idx_leftpad", "pages_1", "pages_64",
-     "pages_leftpad", "rotary_leftpad", "together", "split_keys"],
+     "pages_leftpad", "rotary_leftpad", "together", "split_keys", "many_rows", "many_rows_tiles",
+     "many_rows_batch_idx", "many_rows_pages_64"],
 )  # fmt: skip
 def test_a_graph_replays_with_other_lengths_rows_and_pages(
     name: str, num_splits: int, gpu_backend: str, seed: int, draw: torch.Generator, described_seed: str
@@ -173,7 +175,7 @@ def chained(call: CacheCall, waits: bool) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("appends", [False, True])
-@pytest.mark.parametrize("name", ["one_row", "long", "decode", "mqa_32", "rotary", "chunk"])
+@pytest.mark.parametrize("name", ["one_row", "long", "decode", "mqa_32", "rotary", "chunk", "many_rows_causal"])
 def test_a_call_reads_what_the_call_before_it_writes(name: str, appends: bool, seed: int) -> None:
     """Kernels are scheduled before the kernel ahead of them ends, and wait for it: as clusters, with slots, with an
     append kernel, and in a graph."""
@@ -217,6 +219,52 @@ def test_a_graph_may_have_other_nodes_before_the_call(name: str, before: str, se
         lengths.zero_()
         graph.replay()
         assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
+
+
+# ---- many rows on Hopper -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", MANY_ROWS, ids=str)
+def test_many_rows_run_on_the_kernel_of_hopper(
+    case: KvCacheCase,
+    dtype: torch.dtype,
+    seed: int,
+    described_seed: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture,
+) -> None:
+    monkeypatch.setenv("FLASH_ATTN_MINI_TRACE", "1")
+    check_kvcache(case, "cuda", "cuda", dtype, seed, described_seed)
+    assert "flash_fwd_split_kernel" in capfd.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"alibi": "heads"},
+        {"page_size": 20},
+        {"page_size": 16, "leftpad": (3, 0, 0, 0, 0)},
+        {"headdim": 60},
+        {"headdim": 32},
+        {"split_keys": 64},
+        {"num_splits": 3},
+    ],
+    ids=str,
+)
+def test_other_calls_run_on_the_kernel_of_all_gpus(
+    changes: dict[str, Any],
+    seed: int,
+    described_seed: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture,
+) -> None:
+    monkeypatch.setenv("FLASH_ATTN_MINI_TRACE", "1")
+    case = dataclasses.replace(BY_NAME["many_rows"], **changes)
+    check_kvcache(case, "cuda", "cuda", torch.bfloat16, seed, described_seed)
+    assert "flash_fwd_splitkv_kernel" in capfd.readouterr().err
 
 
 # ---- GPUs with less shared memory -----------------------------------------------------------------------------------

@@ -45,8 +45,11 @@ struct BlockInfo : Sequence, KeyRange<Is_local_> {
     using Sequence::seqlen_k, Sequence::seqlen_q;
 
     __device__ BlockInfo(const Flash_fwd_params &params, const Sequence &sequence, int m_block)
+        : BlockInfo(params, sequence, m_block * kBlockM, m_block * kBlockM + kBlockM - 1) {}
+
+    // For the query rows [first_row, last_row].
+    __device__ BlockInfo(const Flash_fwd_params &params, const Sequence &sequence, int first_row, int last_row)
         : Sequence(sequence), KeyRange<Is_local>(params, sequence.seqlen_q, sequence.seqlen_k) {
-        const int first_row = m_block * kBlockM, last_row = first_row + kBlockM - 1;
         n_block_min = this->begin_key(first_row) / kBlockN;
         n_block_max = (max(this->end_key(last_row), 0) + kBlockN - 1) / kBlockN;
         n_full_begin = (this->begin_key(last_row) + kBlockN - 1) / kBlockN;

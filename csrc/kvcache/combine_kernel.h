@@ -6,10 +6,9 @@
 
 namespace flash::kvcache {
 
-// Group g of the threads reads the slots g, g + 4, g + 8, ...: a thread waits long for each slot.
-constexpr int kCombineGroups = 4;
+// Of n groups of threads, group g reads the slots g, g + n, g + 2 n, ...: a thread waits long for each slot.
+constexpr int kCombineGroups = 4;  // one where a head has few slots
 constexpr int kCombineGroupThreads = 128;
-constexpr int kCombineThreads = kCombineGroups * kCombineGroupThreads;
 template <int kHeadDim>
 constexpr int kCombineRows = kCombineGroupThreads * 4 / kHeadDim;  // of a CTA: a thread has four columns of one row
 
@@ -20,8 +19,8 @@ struct Slots {
 };
 
 // blockIdx.x: kCombineRows rows of a row tile. blockIdx.y: the head; if combines_by_piece the piece in which it begins.
-template <typename Element, int kHeadDim>
-__global__ void __launch_bounds__(kCombineThreads)
+template <typename Element, int kHeadDim, int kGroups>
+__global__ void __launch_bounds__(kGroups *kCombineGroupThreads)
     flash_fwd_splitkv_combine_kernel(const __grid_constant__ Flash_fwd_params params,
                                      const __grid_constant__ SplitkvPlan plan) {
     constexpr int kRows = kCombineRows<kHeadDim>;
@@ -75,27 +74,32 @@ __global__ void __launch_bounds__(kCombineThreads)
     RowResult result;
     if (is_in_range) {  // the maximum first: the loads of a pass then wait for nothing
 #pragma unroll 4
-        for (int i = group; i < slots.count; i += kCombineGroups) {
+        for (int i = group; i < slots.count; i += kGroups) {
             result.row_max = fmaxf(result.row_max, statistics_of(i).x);
         }
 #pragma unroll 4
-        for (int i = group; i < slots.count; i += kCombineGroups) {
+        for (int i = group; i < slots.count; i += kGroups) {
             const float *o = (i == 0 ? first.o : second.o + (i - 1) * o_stride) + row * kHeadDim + column;
             result.add_weighted(statistics_of(i), load_now(o), params.scale_softmax_log2);
         }
     }
-    __shared__ RowResult of_groups[kCombineGroups - 1][kCombineGroupThreads];
-    if (group > 0) {
-        of_groups[group - 1][thread] = result;
-    }
-    __syncthreads();  // the results of the groups are there
-    if (group > 0 || !is_in_range) {
-        return;
-    }
+    if constexpr (kGroups > 1) {
+        __shared__ RowResult of_groups[kGroups - 1][kCombineGroupThreads];
+        if (group > 0) {
+            of_groups[group - 1][thread] = result;
+        }
+        __syncthreads();  // the results of the groups are there
+        if (group > 0) {
+            return;
+        }
 #pragma unroll
-    for (int i = 0; i < kCombineGroups - 1; ++i) {
-        const RowResult &other = of_groups[i][thread];
-        result.add(other.row_max, other.row_sum, other.o, params.scale_softmax_log2);
+        for (int i = 0; i < kGroups - 1; ++i) {
+            const RowResult &other = of_groups[i][thread];
+            result.add(other.row_max, other.row_sum, other.o, params.scale_softmax_log2);
+        }
+    }
+    if (!is_in_range) {
+        return;
     }
     int query, head;
     plan.by_ratio(query, head, row_tile * plan.tile_rows + row);

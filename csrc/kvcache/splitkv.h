@@ -17,6 +17,14 @@ inline bool is_aligned(const TensorRef &x, int headdim) {
            (x.batch_stride | x.row_stride | x.head_stride | headdim) % 8 == 0;
 }
 
+namespace kvcache {
+struct SplitkvPlan;
+}
+
+// Combines the partial results of the heads that several CTAs worked on.
+template <DType kDType, int kHeadDim>
+void run_combine_splits(const Flash_fwd_params &params, const kvcache::SplitkvPlan &plan, cudaStream_t stream);
+
 // Floats of KvCache::scratch. max_smem: bytes of shared memory that a CTA may have.
 template <DType kDType, int kHeadDim>
 int64_t splitkv_scratch_floats(const Flash_fwd_params &params, int max_smem);

@@ -409,8 +409,7 @@ __device__ __forceinline__ void compute_attn_splitkv(const Flash_fwd_params &par
         keys.store(is_whole ? -1 : is_fixed ? fixed_slot : 2 * piece + (at.unit == 0));
         __syncthreads();  // the results are read: key tiles may take their place
         left -= run;
-        const bool is_head_done = next == count, is_sequence_done = is_head_done && at.bidh_k + 1 == params.h_k;
-        at = {at.bidb + is_sequence_done, is_sequence_done ? 0 : at.bidh_k + is_head_done, is_head_done ? 0 : next, 0};
+        at = at.after(run, count, params.h_k);
     }
 }
 

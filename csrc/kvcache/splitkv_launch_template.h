@@ -5,46 +5,16 @@
 #include <cstdint>
 #include <string>
 
-#include "../common/launch.h"
 #include "../device.h"
 #include "../trace.h"
 #include "append_kernel.h"
 #include "combine_kernel.h"
+#include "launch.h"
 #include "splitkv.h"
 #include "splitkv_kernel.h"
 
 namespace flash {
 namespace kvcache {
-
-// A launch in clusters of `cluster` CTAs along y. On Hopper and later the launch is programmatic: the kernel may be
-// scheduled before the kernel ahead of it in the stream has ended, and waits for it itself.
-struct Launch {
-    cudaLaunchConfig_t config{};
-    cudaLaunchAttribute attributes[2] = {};
-
-    Launch(dim3 grid, int cluster, int threads, int smem, cudaStream_t stream) {
-        config.gridDim = grid;
-        config.blockDim = dim3(threads);
-        config.dynamicSmemBytes = smem;
-        config.stream = stream;
-        config.attrs = attributes;
-        if (cluster > 1) {
-            attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
-            attributes[config.numAttrs].val.clusterDim.x = attributes[config.numAttrs].val.clusterDim.z = 1;
-            attributes[config.numAttrs++].val.clusterDim.y = static_cast<unsigned>(cluster);
-        }
-        if (device_properties().major >= 9) {
-            attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-            attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
-        }
-    }
-    Launch(const Launch &) = delete;  // config points to attributes
-
-    template <typename... Parameters, typename... Args>
-    void run(void (*kernel)(Parameters...), const char *what, const Args &...args) const {
-        check_cuda(cudaLaunchKernelEx(&config, kernel, args...), what);
-    }
-};
 
 // Rows of a tile for `rows` rows in all: as few tiles as possible, of equal size.
 inline int tile_rows_for(int64_t rows) {
@@ -140,24 +110,21 @@ SplitkvPlan plan_of(const Flash_fwd_params &params, int max_smem) {
     });
 }
 
+// True if one group of threads combines a head. Not behind the split-KV kernel: so small CTAs fit beside its own,
+// before it ends, and slow it down by up to a fifth.
+inline bool has_few_slots(const Flash_fwd_params &params, const SplitkvPlan &plan) {
+    constexpr int kFewSlots = 4;
+    return plan.aligned_unit > 0 && plan.pieces / (int64_t{params.b} * params.h_k) < kFewSlots;
+}
+
 // True if several CTAs may work on the keys of a head, so that their results have to be combined by another kernel.
 inline bool has_partial_results(const SplitkvPlan &plan) {
     return plan.cluster == 0 && plan.max_splits != 1 && (plan.max_splits > 0 || plan.pieces > 1);
 }
 
-// Combines the partial results of launch_splitkv.
+// Returns whether the partial results have to be combined.
 template <typename Traits>
-void launch_combine(const Flash_fwd_params &params, const SplitkvPlan &plan, cudaStream_t stream) {
-    constexpr int kRows = kCombineRows<Traits::kHeadDim>;
-    const int rows = std::min(plan.tile_rows, params.seqlen_q * params.h_h_k_ratio);
-    const int of_y = plan.combines_by_piece(params) ? plan.pieces : params.b * params.h_k;
-    const dim3 grid((rows + kRows - 1) / kRows * plan.row_tiles, of_y);
-    auto kernel = &flash_fwd_splitkv_combine_kernel<typename Traits::Element, Traits::kHeadDim>;
-    Launch(grid, 1, kCombineThreads, 0, stream).run(kernel, "launching flash_fwd_splitkv_combine_kernel", params, plan);
-}
-
-template <typename Traits>
-void launch_splitkv(const Flash_fwd_params &params, const SplitkvPlan &plan, cudaStream_t stream) {
+bool launch_splitkv(const Flash_fwd_params &params, const SplitkvPlan &plan, cudaStream_t stream) {
     const int threads = Traits::threads(plan.tile_rows), smem = Traits::smem_size(plan.tile_rows);
     if (trace_enabled()) {
         trace("flash_fwd_splitkv_kernel",
@@ -169,14 +136,13 @@ void launch_splitkv(const Flash_fwd_params &params, const SplitkvPlan &plan, cud
     if constexpr (Traits::kIsCluster) {
         Launch(dim3(1, plan.cluster * params.h_k), plan.cluster, threads, smem, stream)
             .run(&flash_fwd_splitkv_cluster_kernel<Traits>, "launching flash_fwd_splitkv_cluster_kernel", params, plan);
+        return false;
     } else {
         auto kernel = &flash_fwd_splitkv_kernel<Traits>;
         reserve_smem(kernel, std::min(Traits::smem_size(Traits::kMaxRows), device_properties().max_smem));
         Launch(dim3(plan.row_tiles, plan.pieces), 1, threads, smem, stream)
             .run(kernel, "launching flash_fwd_splitkv_kernel", params, plan);
-        if (has_partial_results(plan)) {
-            launch_combine<Traits>(params, plan, stream);
-        }
+        return has_partial_results(plan);
     }
 }
 
@@ -184,9 +150,6 @@ void launch_splitkv(const Flash_fwd_params &params, const SplitkvPlan &plan, cud
 
 template <DType kDType, int kHeadDim>
 int64_t splitkv_scratch_floats(const Flash_fwd_params &params, int max_smem) {
-    if (params.seqlen_q == 0) {
-        return 0;
-    }
     const kvcache::SplitkvPlan plan = kvcache::plan_of<kDType, kHeadDim>(params, max_smem);
     if (!kvcache::has_partial_results(plan)) {
         return 0;
@@ -196,12 +159,35 @@ int64_t splitkv_scratch_floats(const Flash_fwd_params &params, int max_smem) {
 }
 
 template <DType kDType, int kHeadDim>
+void run_combine_splits(const Flash_fwd_params &params, const kvcache::SplitkvPlan &plan, cudaStream_t stream) {
+    using Element = std::conditional_t<kDType == DType::float16, cutlass::half_t, cutlass::bfloat16_t>;
+    constexpr int kRows = kvcache::kCombineRows<kHeadDim>;
+    const int rows = std::min(plan.tile_rows, params.seqlen_q * params.h_h_k_ratio);
+    const int of_y = plan.combines_by_piece(params) ? plan.pieces : params.b * params.h_k;
+    const dim3 grid((rows + kRows - 1) / kRows * plan.row_tiles, of_y);
+    const auto launch = [&](auto groups) {
+        constexpr int kGroups = decltype(groups)::value;
+        auto kernel = &kvcache::flash_fwd_splitkv_combine_kernel<Element, kHeadDim, kGroups>;
+        kvcache::Launch(grid, 1, kGroups * kvcache::kCombineGroupThreads, 0, stream)
+            .run(kernel, "launching flash_fwd_splitkv_combine_kernel", params, plan);
+    };
+    if (kvcache::has_few_slots(params, plan)) {
+        launch(std::integral_constant<int, 1>());
+    } else {
+        launch(std::integral_constant<int, kvcache::kCombineGroups>());
+    }
+}
+
+template <DType kDType, int kHeadDim>
 void run_flash_fwd_splitkv(const Flash_fwd_params &params, int max_smem, bool follows_append, cudaStream_t stream) {
     kvcache::SplitkvPlan plan = kvcache::plan_of<kDType, kHeadDim>(params, max_smem);
     plan.follows_append = follows_append;
-    kvcache::call_with_traits<kDType, kHeadDim>(plan.tile_rows, plan.cluster > 0, [&](auto traits) {
-        kvcache::launch_splitkv<decltype(traits)>(params, plan, stream);
-    });
+    const bool is_partial = kvcache::call_with_traits<kDType, kHeadDim>(
+        plan.tile_rows, plan.cluster > 0,
+        [&](auto traits) { return kvcache::launch_splitkv<decltype(traits)>(params, plan, stream); });
+    if (is_partial) {
+        run_combine_splits<kDType, kHeadDim>(params, plan, stream);
+    }
 }
 
 template <DType kDType>

@@ -24,6 +24,7 @@ struct SplitkvPlan {
     bool is_q_aligned;             // like is_aligned
     cutlass::FastDivmod by_ratio;  // by the query heads that share a key/value head
     bool follows_append = false;   // the kernel before it in the stream is append_kv_kernel
+    int aligned_unit = 0;          // keys of a unit that begins at a multiple of them, in the place of log2_unit
 
     constexpr int64_t slots(const Flash_fwd_params &params) const {  // of partial results, for each row tile
         return max_splits == 0 ? int64_t{2} * pieces : int64_t{params.b} * params.h_k * max_splits;
@@ -58,8 +59,9 @@ struct Units {
         origin = begin;
         length = 1 << plan.log2_unit;
         count = static_cast<int>((unsigned(end - begin) + (1u << plan.log2_unit) - 1) >> plan.log2_unit);
-        if (plan.max_splits > 0) {
-            const Fixed fixed = fix(begin, end, count, params.cache.split_keys, params.cache.num_splits, length);
+        if (plan.max_splits > 0 || plan.aligned_unit > 0) {
+            const int split_keys = plan.aligned_unit > 0 ? plan.aligned_unit : params.cache.split_keys;
+            const Fixed fixed = fix(begin, end, count, split_keys, params.cache.num_splits, length);
             origin = fixed.origin;
             length = fixed.length;
             count = fixed.count;
@@ -88,6 +90,13 @@ private:
 struct Place {
     int bidb, bidh_k, unit;
     int head_begin;  // the number of the head's first unit
+
+    // Where the units go on after `run` units of a head that has `count`.
+    __device__ Place after(int run, int count, int h_k) const {
+        const int next = unit + run;
+        const bool is_head_done = next == count, is_sequence_done = is_head_done && bidh_k + 1 == h_k;
+        return {bidb + is_sequence_done, is_sequence_done ? 0 : bidh_k + is_head_done, is_head_done ? 0 : next, 0};
+    }
 };
 
 // The units of all sequences and heads, in the order sequence, head, unit; the host makes sure that 32 bits count them.

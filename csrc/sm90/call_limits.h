@@ -46,12 +46,25 @@ const char *reason_against(const Params &params) {
     return reason;
 }
 
-// True if TMA can read the cache of a call.
+// True if TMA can read the cache of a call, in pages or not.
 inline bool can_describe_cache(const Flash_fwd_params &params) {
+    const bool is_paged = params.block_table != nullptr;
     const auto is_described = [&](const TensorRef &x) {
-        return can_describe(x, params.seqlen_k, params.h_k, params.cache.batch_cache);
+        return can_describe(x, is_paged ? params.page_size : params.seqlen_k, params.h_k,
+                            is_paged ? params.num_pages : params.cache.batch_cache);
     };
     return is_described(params.k) && is_described(params.v);
+}
+
+// TMA writes boxes of this many rows, or a multiple, where wgmma's swizzle expects them.
+constexpr int kLeastBoxRows = 8;
+
+// True if the kernel with split keys can read the cache of a call. A page then has whole boxes of keys, and no left
+// padding shifts them.
+inline bool can_split(const Flash_fwd_params &params) {
+    const bool has_boxes =
+        params.block_table == nullptr || (params.page_size % kLeastBoxRows == 0 && params.cache.leftpad == nullptr);
+    return has_boxes && can_describe_cache(params);
 }
 
 }  // namespace flash::sm90

@@ -12,25 +12,24 @@
 
 namespace flash::sm90 {
 
-// The scheduler warp. It hands out the work tiles, and stores the output of tiles whose rows see no key itself.
-template <typename Traits, Kind kKind>
+// The scheduler warp. It hands out the work tiles, and passes those whose rows see no key to store_nothing(tile).
+template <typename Traits, Kind kKind, typename Scheduler, typename StoreNothing>
 __device__ __forceinline__ void schedule_tiles(const Flash_fwd_params &params, typename Traits::SharedStorage &shared,
-                                               const WorkTileOrder &order) {
-    TileScheduler<kKind, Traits::kBlockM, Traits::kBlockN> scheduler(params, order);
+                                               Scheduler scheduler, const StoreNothing &store_nothing) {
     WorkTileRing<Traits::kConsumers> tiles{shared.tiles};
     for (;;) {
         tiles.acquire();  // before a tile is taken: with varlen, another CTA may have an empty stage earlier
         WorkTile tile = scheduler.next();
         while (!tile.is_end && !tile.has_keys()) {
-            store_nothing(Output<Traits>(params, tile, /*warpgroup=*/0));
+            store_nothing(tile);
             tile = scheduler.next();
         }
         const ScoreMod score_mod(params, tile.place.bidb, tile.place.bidh,
                                  tile.sequence.seqlen_k - tile.sequence.seqlen_q);
         tiles.template push<kKind>(params, tile, score_mod, [&](int consumer) {
-            const int m_block = tile.place.block * Traits::kConsumers + consumer;
+            const int first_row = tile.place.block * Traits::kBlockM + consumer * Traits::kRows;
             KeyBlocks blocks = key_blocks<kKind, Traits::kRows, Traits::kBlockN>(
-                params, tile.sequence, m_block, tile.n_block_min, tile.n_block_max, score_mod);
+                params, tile.sequence, first_row, tile.n_block_min, tile.n_block_max, score_mod);
             blocks.flags |= tile.is_end ? KeyBlocks::is_end : 0;
             return blocks;
         });
@@ -48,7 +47,9 @@ __device__ __forceinline__ void compute_attn(const Flash_fwd_params &params, con
         if (threadIdx.x / 32 == 0) {
             Loader<Traits, kKind>(params, copies, shared).load();
         } else if (threadIdx.x / 32 == 1) {
-            schedule_tiles<Traits, kKind>(params, shared, order);
+            schedule_tiles<Traits, kKind>(
+                params, shared, TileScheduler<kKind, Traits::kBlockM, Traits::kBlockN>(params, order),
+                [&](const WorkTile &tile) { store_nothing(Output<Traits>(params, tile, /*warpgroup=*/0)); });
         }
     } else {  // consumer
         cutlass::arch::warpgroup_reg_alloc<Traits::TileSize::kConsumerRegisters>();

@@ -45,12 +45,20 @@ struct KeyBlocks {
     }
 };
 
-// For rows [m_block * kRows, (m_block + 1) * kRows) of a work tile whose loaded key blocks are [n_block_min,
-// n_block_max), at least one. Rows that see none of them, or lie past the sequence's end, visit one block all the same.
+// The query of a row of a tile. split: the rows are the query heads of a group, query by query.
+template <Kind kKind>
+__device__ __forceinline__ int query_of(const Flash_fwd_params &params, int row) {
+    return kKind == Kind::split ? row / params.h_h_k_ratio : row;
+}
+
+// For rows [first_row, first_row + kRows) of a work tile whose loaded key blocks are [n_block_min, n_block_max), at
+// least one. Rows that see none of them, or lie past the sequence's end, visit one block all the same.
 template <Kind kKind, int kRows, int kBlockN>
-__device__ __forceinline__ KeyBlocks key_blocks(const Flash_fwd_params &params, const Sequence &sequence, int m_block,
+__device__ __forceinline__ KeyBlocks key_blocks(const Flash_fwd_params &params, const Sequence &sequence, int first_row,
                                                 int n_block_min, int n_block_max, const ScoreMod &score_mod) {
-    const BlockInfo<kRows, kBlockN, is_local(kKind)> info(params, sequence, m_block);
+    const int first_query = query_of<kKind>(params, first_row),
+              last_query = query_of<kKind>(params, first_row + kRows - 1);
+    const BlockInfo<kRows, kBlockN, is_local(kKind)> info(params, sequence, first_query, last_query);
     KeyBlocks blocks;
     blocks.n_block_max = min(max(info.n_block_max, n_block_min + 1), n_block_max);
     blocks.n_block_min = max(min(info.n_block_min, blocks.n_block_max - 1), n_block_min);
@@ -59,13 +67,13 @@ __device__ __forceinline__ KeyBlocks key_blocks(const Flash_fwd_params &params, 
     const int first = blocks.n_block_max - 1;
     const int left = params.window_size_left;
     const bool has_one = first == blocks.n_block_min, is_narrow = left >= 0 && left < kBlockN;
-    const bool hides_from_first_row = info.end_key(m_block * kRows) <= first * kBlockN;
+    const bool hides_from_first_row = info.end_key(first_query) <= first * kBlockN;
     blocks.flags = (blocks.n_block_max < n_block_max ? KeyBlocks::skips_first : 0) |
                    (blocks.n_block_min > n_block_min ? KeyBlocks::skips_last : 0) |
                    (has_one || is_narrow || hides_from_first_row ? KeyBlocks::may_see_few : 0);
     if (is_general(kKind)) {
         blocks.n_ragged = sequence.seqlen_k / kBlockN;
-        const int nearest = max(m_block * kRows + sequence.seqlen_k - sequence.seqlen_q, 0);  // key of the first row
+        const int nearest = max(first_query + sequence.seqlen_k - sequence.seqlen_q, 0);  // key of the first row
         const bool has_cap = score_mod.cap_scale != 0.0f, has_alibi = score_mod.slope != 0.0f;
         blocks.n_rising_begin = score_mod.slope < 0.0f ? 0 : nearest / kBlockN;
         blocks.flags |= (has_cap || has_alibi ? KeyBlocks::has_score_mod : 0) | (has_alibi ? KeyBlocks::has_alibi : 0) |

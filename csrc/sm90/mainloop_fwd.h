@@ -26,7 +26,7 @@ class Consumer {
     using TiledMmaPV = typename Traits::TiledMmaPV;
     using SoftmaxState = Softmax<Element, 2>;
     static constexpr int kBlockN = Traits::kBlockN, kRows = Traits::kRows;
-    static constexpr bool kIsGeneral = is_general(kKind);
+    static constexpr bool kIsGeneral = is_general(kKind), kIsSplit = kKind == Kind::split;
 
     // One key block of one work tile.
     struct Step {
@@ -137,7 +137,9 @@ private:
     // Waits for Q and passes over a first key block that this consumer skips.
     __device__ __forceinline__ void begin_tile(const Step &step) {
         states.q.wait(shared.q_barriers);
-        if (kIsGeneral) {
+        if (kIsSplit) {
+            cutlass::arch::fence_view_async_shared();  // cp.async wrote Q, wgmma reads it
+        } else if (kIsGeneral) {
             // Rows past the end of the sequence belong to the next one. The softmax votes across the warp, so they
             // would change this sequence's last bits: they become zeros.
             const int rows = uniform(tiles[step.tile].sequence.seqlen_q - first_row(step.tile));
@@ -240,7 +242,7 @@ private:
         modify(step, scores);
         mask(needs_mask, step, scores);
         const bool may_see_few = kIsFirst && needs_mask && step.blocks.has(KeyBlocks::may_see_few);
-        const bool may_rise = kIsGeneral && step.blocks.has(KeyBlocks::has_alibi) &&
+        const bool may_rise = kIsGeneral && !kIsSplit && step.blocks.has(KeyBlocks::has_alibi) &&
                               (kIsFirst || step.n_block >= step.blocks.n_rising_begin);
         return softmax.template step<kIsFirst>(scores, may_see_few || may_rise, [&](auto &scores) {
             recompute_S(scores);
@@ -265,7 +267,9 @@ private:
             const Sequence &sequence = tiles[step.tile].sequence;
             const KeyRange<is_local(kKind)> range(params, sequence.seqlen_q, sequence.seqlen_k);
             const int first_key = step.n_block * kBlockN;
-            const auto query = [&](int row) { return first_row(step.tile) + first_row_of_thread() + row * 8; };
+            const auto query = [&](int row) {
+                return query_of<kKind>(params, first_row(step.tile) + first_row_of_thread() + row * 8);
+            };
             apply_mask(
                 scores, [&](int row) { return range.begin_key(query(row)) - first_key; },
                 [&](int row) { return range.end_key(query(row)) - first_key; });
@@ -282,7 +286,7 @@ private:
 
     template <typename TensorS>
     __device__ __forceinline__ void apply_dropout(const Step &step, TensorS &acc_s) const {
-        if (kIsGeneral && step.blocks.has(KeyBlocks::has_dropout)) {
+        if (kIsGeneral && !kIsSplit && step.blocks.has(KeyBlocks::has_dropout)) {
             Tensor p = make_tensor(acc_s.data(), rowcol_layout(acc_s.layout()));  // (row, col)
             DropoutStream stream = tiles.dropout(step.tile);
             stream.key0 = uniform(stream.key0);  // in uniform registers, and so the keys of all rounds

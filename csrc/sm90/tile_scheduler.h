@@ -18,6 +18,7 @@ struct WorkTile {
     Sequence sequence;
     int n_block_min, n_block_max;
     bool is_end;  // there is no work tile any more
+    int slot;     // split: of the partial result; -1: the tile has all keys of its rows
 
     __device__ bool has_keys() const { return n_block_max > n_block_min; }
 };

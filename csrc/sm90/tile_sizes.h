@@ -12,8 +12,8 @@ struct TileFwd {
     static constexpr bool kPingPong = kPingPong_;   // consumers issue their products one after the other
     static constexpr int kBlockM = 64 * kConsumers;
     // setmaxnreg: the registers that the producer gives up go to the consumers.
-    static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 40;
-    static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 232;
+    static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kConsumers == 2 ? 40 : 56;
+    static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kConsumers == 2 ? 232 : 256;
 };
 
 template <int kHeadDim, bool kIsLocal>
@@ -39,5 +39,19 @@ template <int kHeadDim>
 struct TileSizesFwdShort : TileSizesFwd<kHeadDim, true> {};
 template <>
 struct TileSizesFwdShort<64> : TileFwd<2, 128, 4, 2, true> {};
+
+// Tiles of the kernel with split keys, for more than 64 rows of a group of heads and for up to 64.
+template <int kHeadDim, bool kIsNarrow>
+struct TileSizesSplit : TileSizesFwdShort<kHeadDim> {};
+template <>
+struct TileSizesSplit<64, true> : TileFwd<1, 128, 5, 2, false> {};
+template <>
+struct TileSizesSplit<96, true> : TileFwd<1, 128, 4, 2, false> {};
+template <>
+struct TileSizesSplit<128, true> : TileFwd<1, 128, 3, 2, false> {};
+template <>
+struct TileSizesSplit<192, true> : TileFwd<1, 112, 2, 2, false> {};
+template <>
+struct TileSizesSplit<256, true> : TileFwd<1, 80, 2, 2, false> {};
 
 }  // namespace flash::sm90
