@@ -59,7 +59,7 @@ def test_tables_of_resources_join_kernels_that_differ_only_in_dtype() -> None:
 
 
 def test_resources_of_the_forward_are_listed_by_kind() -> None:
-    rows, kinds = [], kernel_resources.KINDS
+    rows, kinds = [], [kind for kind in kernel_resources.KINDS if kind != "split"]  # of sm80
     for (k, kind), (t, dtype) in itertools.product(enumerate(kinds), enumerate(("fp16", "bf16"))):
         tile = f"sm80::TileSizesFwd<64, {'true' if kind in ('general', 'paged') else 'false'}>"
         kernel = f"sm80::flash_fwd_kernel<sm80::Flash_fwd_kernel_traits<(DType){t}, 64, {tile} >, (Kind){k}>"
