@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 ALL_HDIMS = (32, 64, 96, 128, 192, 256)
 ALL_DTYPES = {"fp16": "float16", "bf16": "bfloat16"}  # the name in the environment -> flash::DType
-DEFAULT_ARCHS = ("80", "90", "90a")  # on a machine without a GPU
+DEFAULT_ARCHS = ("80", "90a")  # on a machine without a GPU
 OLDEST_ARCH = 80
 
 GIB = 1 << 30
@@ -86,7 +86,7 @@ def _archs_of_gpus_present() -> tuple[str, ...]:
         return ()
     capabilities = sorted({line.strip().replace(".", "") for line in answer.stdout.splitlines() if line.strip()})
     archs = [c for c in capabilities if c.isdigit() and int(c) >= OLDEST_ARCH]
-    return (*archs, "90a") if "90" in archs else tuple(archs)
+    return tuple("90a" if arch == "90" else arch for arch in archs)
 
 
 def select_hdims() -> tuple[int, ...]:
