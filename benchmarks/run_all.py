@@ -9,6 +9,7 @@ NAME_partial. The others still run, and the exit status is 1. The extension must
   python -m benchmarks.run_all --seconds 600 --out-dir benchmarks/results
   python -m benchmarks.run_all --only backward --seconds 240
   python -m benchmarks.run_all --only learn_ --seconds 150      the results of docs/tutorial.md
+  python -m benchmarks.run_all --stale --seconds 900            what is missing or older than its sources
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -29,11 +31,12 @@ GRACE_SECONDS = 45.0  # a step is stopped this long after the end of the whole b
 
 @dataclass(frozen=True)
 class Step:
-    """One benchmark: its module, its arguments, and its share of the time relative to the other steps."""
+    """One benchmark: its module, patterns of its results' names, its arguments, and its share of the time."""
 
     module: str
+    results: tuple[str, ...]
     arguments: tuple[str, ...] = ()
-    weight: float = 1.0
+    weight: float = 1.0  # relative to the other steps
 
     @property
     def label(self) -> str:
@@ -42,35 +45,44 @@ class Step:
 
 # The most important figures come first, because late steps may be cut. The Triton grids tune before they measure.
 GPU_STEPS = (
-    Step("bench_speed", ("--grid", "perf", "--rounds", "5"), 13.0),
-    Step("bench_speed", ("--grid", "fp16"), 6.0),
-    Step("bench_speed", ("--backward", "--grid", "perf"), 8.0),
-    Step("bench_kvcache", (), 5.0),
-    Step("bench_features", (), 5.0),
-    Step("bench_overhead", (), 1.0),
-    Step("bench_overhead", ("--backward",), 1.0),
-    Step("bench_memory", (), 1.0),
-    Step("bench_memory", ("--backward",), 1.0),
-    Step("bench_speed", ("--grid", "triton"), 7.0),
-    Step("bench_speed", ("--backward", "--grid", "triton"), 10.0),
-    Step("accuracy", (), 5.0),
-    Step("accuracy", ("--backward", "--backend", "cuda", "--backend", "triton"), 12.0),
-    Step("bench_speed", ("--backward", "--grid", "headdims", "--rounds", "2"), 2.0),
-    Step("bench_speed", ("--backward", "--grid", "gqa", "--rounds", "2"), 2.0),
-    Step("learn_ladder", (), 4.0),
-    Step("learn_grid", (), 9.0),
-    Step("learn_roofline", (), 4.0),
-    Step("learn_negative", (), 4.0),
-    Step("learn_choices", (), 5.0),
+    Step("bench_speed", ("forward_cuda",), ("--grid", "perf", "--rounds", "5"), 13.0),
+    Step("bench_speed", ("forward_cuda_fp16",), ("--grid", "fp16"), 6.0),
+    Step("bench_speed", ("backward_cuda",), ("--backward", "--grid", "perf"), 8.0),
+    Step("bench_kvcache", ("kvcache_[!c]*",), (), 5.0),
+    Step("bench_features", ("features_cuda",), (), 5.0),
+    Step("bench_overhead", ("overhead_cuda",), (), 1.0),
+    Step("bench_overhead", ("overhead_backward_cuda",), ("--backward",), 1.0),
+    Step("bench_memory", ("memory",), (), 1.0),
+    Step("bench_memory", ("memory_backward",), ("--backward",), 1.0),
+    Step("bench_speed", ("forward_triton",), ("--grid", "triton"), 7.0),
+    Step("bench_speed", ("backward_triton",), ("--backward", "--grid", "triton"), 10.0),
+    Step("accuracy", ("accuracy",), (), 5.0),
+    Step("accuracy", ("accuracy_backward",), ("--backward", "--backend", "cuda", "--backend", "triton"), 12.0),
+    Step("bench_speed", ("backward_cuda_headdims",), ("--backward", "--grid", "headdims", "--rounds", "2"), 2.0),
+    Step("bench_speed", ("backward_cuda_gqa",), ("--backward", "--grid", "gqa", "--rounds", "2"), 2.0),
+    Step("learn_ladder", ("ladder_*cuda", "bank_conflicts"), (), 4.0),
+    Step("learn_grid", ("learn_grid_cuda",), (), 9.0),
+    Step("learn_roofline", ("roofline_*cuda", "roofline_kernels"), (), 4.0),
+    Step("learn_negative", ("negative_*",), (), 4.0),
+    Step("learn_choices", ("choice_*",), (), 5.0),
 )
 CPU_STEPS = (
-    Step("bench_cpu"),
-    Step("bench_cpu", ("--backward",)),
-    Step("bench_kvcache", ("--device", "cpu")),
-    Step("bench_kvcache", ("--device", "cpu", "--dtype", "bfloat16")),
-    Step("learn_ladder"),
-    Step("learn_roofline"),
+    Step("bench_cpu", ("cpu_float32",)),
+    Step("bench_cpu", ("cpu_backward_float32",), ("--backward",)),
+    Step("bench_cpu", ("cpu_bfloat16",), ("--dtype", "bfloat16")),
+    Step("bench_cpu", ("cpu_backward_bfloat16",), ("--dtype", "bfloat16", "--backward")),
+    Step("bench_kvcache", ("kvcache_cpu_float32",), ("--device", "cpu")),
+    Step("bench_kvcache", ("kvcache_cpu_bfloat16",), ("--device", "cpu", "--dtype", "bfloat16")),
+    Step("learn_ladder", ("ladder_*cpu",)),
+    Step("learn_roofline", ("roofline_*cpu",)),
 )
+
+
+def is_stale(step: Step, results: Path) -> bool:
+    """True if a result of the step is missing or older than its sources."""
+    stale = {path for path, _ in provenance.stale_results(results)}
+    found = [list(results.glob(f"{pattern}.json")) for pattern in step.results]
+    return not all(found) or any(path in stale for paths in found for path in paths)
 
 
 def run_step(step: Step, seconds: float, limit: float, passed_on: list[str]) -> bool:
@@ -89,11 +101,14 @@ def run_step(step: Step, seconds: float, limit: float, passed_on: list[str]) -> 
 def main(argv: list[str] | None = None) -> None:
     parser = cli.parser_for(__doc__, seconds=600.0)
     parser.add_argument("--only", help="run only the steps whose command line contains this")
+    parser.add_argument("--stale", action="store_true", help="run only the steps whose results are missing or stale")
     arguments = parser.parse_args(argv)
     here = GPU_STEPS if torch.cuda.is_available() else CPU_STEPS
     steps = [step for step in here if not arguments.only or arguments.only in step.label]
     if not steps:
         raise SystemExit(f"no step contains {arguments.only!r}; the steps: {'; '.join(step.label for step in here)}")
+    if arguments.stale:
+        steps = [step for step in steps if is_stale(step, arguments.out_dir)]
     passed_on = ["--out-dir", str(arguments.out_dir.resolve()), *(["--quick"] if arguments.quick else [])]
     budget = Budget(arguments.seconds)
     failed = []

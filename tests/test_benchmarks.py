@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
-import importlib
 import math
 import re
 import shutil
@@ -29,7 +27,6 @@ from benchmarks import (
     methods,
     plotting,
     provenance,
-    run_all,
     speed,
     tables,
     tune_sm80,
@@ -369,52 +366,6 @@ def test_gpu_benchmarks_say_that_they_need_a_gpu() -> None:
         bench_speed.main(["--backward", "--grid", "gqa"])
     with pytest.raises(SystemExit, match="bench_memory needs a CUDA GPU"):
         bench_memory.main(["--backward"])
-
-
-def test_run_all_goes_on_after_a_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    seen: list[str] = []
-
-    def run_step(step: run_all.Step, seconds: float, limit: float, passed_on: list[str]) -> bool:
-        seen.append(step.label)
-        return len(seen) > 1
-
-    monkeypatch.setattr(run_all, "run_step", run_step)
-    with pytest.raises(SystemExit, match="failed: "):
-        run_all.main(["--out-dir", str(tmp_path)])
-    assert len(seen) > 1
-
-
-def test_run_all_runs_what_was_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    seen: list[str] = []
-
-    def run_step(step: run_all.Step, *_: object) -> bool:
-        seen.append(step.label)
-        return True
-
-    monkeypatch.setattr(run_all, "run_step", run_step)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    run_all.main(["--only", "backward", "--out-dir", str(tmp_path)])
-    assert seen[0] == "bench_speed --backward --grid perf"
-    assert len(seen) > 1
-    assert all("backward" in label for label in seen)
-    with pytest.raises(SystemExit, match="no step contains 'sideways'"):
-        run_all.main(["--only", "sideways", "--out-dir", str(tmp_path)])
-
-
-def test_every_step_of_run_all_has_arguments_that_its_benchmark_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Parsed(Exception):
-        pass
-
-    parse_args = argparse.ArgumentParser.parse_args
-
-    def parse_and_stop(self: argparse.ArgumentParser, argv: list[str]) -> None:
-        parse_args(self, argv)
-        raise Parsed
-
-    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
-    for step in (*run_all.GPU_STEPS, *run_all.CPU_STEPS):
-        with pytest.raises(Parsed):
-            importlib.import_module(f"benchmarks.{step.module}").main([*step.arguments, "--seconds", "1"])
 
 
 @pytest.mark.parametrize("backward", [False, True])

@@ -1,0 +1,91 @@
+"""`make bench`: which benchmarks run, and what they leave."""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import importlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import provenance, run_all
+
+BY_HAND = {"build", "context_parallel_2", "context_parallel_model", "kernel_resources", "sanitize", "values_cuda"}
+
+
+def test_run_all_goes_on_after_a_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: list[str] = []
+
+    def run_step(step: run_all.Step, seconds: float, limit: float, passed_on: list[str]) -> bool:
+        seen.append(step.label)
+        return len(seen) > 1
+
+    monkeypatch.setattr(run_all, "run_step", run_step)
+    with pytest.raises(SystemExit, match="failed: "):
+        run_all.main(["--out-dir", str(tmp_path)])
+    assert len(seen) > 1
+
+
+def test_run_all_runs_what_was_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: list[str] = []
+
+    def run_step(step: run_all.Step, *_: object) -> bool:
+        seen.append(step.label)
+        return True
+
+    monkeypatch.setattr(run_all, "run_step", run_step)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    run_all.main(["--only", "backward", "--out-dir", str(tmp_path)])
+    assert seen[0] == "bench_speed --backward --grid perf"
+    assert len(seen) > 1
+    assert all("backward" in label for label in seen)
+    with pytest.raises(SystemExit, match="no step contains 'sideways'"):
+        run_all.main(["--only", "sideways", "--out-dir", str(tmp_path)])
+
+
+def test_every_result_is_that_of_one_step_of_run_all_or_made_by_hand() -> None:
+    steps = (*run_all.GPU_STEPS, *run_all.CPU_STEPS)
+    for name in (path.stem.removesuffix("_partial") for path in provenance.RESULTS.glob("*.json")):
+        made_by = [step.label for step in steps if any(fnmatch.fnmatch(name, x) for x in step.results)]
+        assert len(made_by) == (name not in BY_HAND), f"{name}: {made_by}"
+
+
+def test_run_all_finds_the_steps_whose_results_are_missing_or_stale(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seen: list[str] = []
+
+    def run_step(step: run_all.Step, *_: object) -> bool:
+        seen.append(step.module)
+        return True
+
+    steps = tuple(run_all.Step(name, (f"{name}_*", "both")) for name in ("fresh", "stale", "missing"))
+    monkeypatch.setattr(run_all, "run_step", run_step)
+    monkeypatch.setattr(run_all, "CPU_STEPS", steps)
+    monkeypatch.setattr(run_all, "GPU_STEPS", steps)
+    for name in ("fresh_1", "fresh_2", "stale_1", "stale_2", "both"):
+        path = provenance.save(name, benchmark="x", title="", data=[{}], sources=["setup.py"], out_dir=tmp_path)
+        if name == "stale_2":
+            result = provenance.load(path)
+            result["stamp"]["sources_sha256"] = "0"
+            path.write_text(provenance.as_json(result))
+    run_all.main(["--stale", "--out-dir", str(tmp_path)])
+    assert seen == ["stale", "missing"]
+
+
+def test_every_step_of_run_all_has_arguments_that_its_benchmark_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Parsed(Exception):
+        pass
+
+    parse_args = argparse.ArgumentParser.parse_args
+
+    def parse_and_stop(self: argparse.ArgumentParser, argv: list[str]) -> None:
+        parse_args(self, argv)
+        raise Parsed
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
+    for step in (*run_all.GPU_STEPS, *run_all.CPU_STEPS):
+        with pytest.raises(Parsed):
+            importlib.import_module(f"benchmarks.{step.module}").main([*step.arguments, "--seconds", "1"])
