@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -224,23 +225,35 @@ def test_a_graph_may_have_other_nodes_before_the_call(name: str, before: str, se
 # ---- many rows on Hopper -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper")
+NEEDS_HOPPER = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper"
+)
+
+
+@pytest.fixture
+def kernels_of(
+    seed: int, described_seed: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> Callable[[KvCacheCase, torch.dtype], str]:
+    """Checks a case, and returns the trace, which names its kernels."""
+    monkeypatch.setenv("FLASH_ATTN_MINI_TRACE", "1")
+
+    def run(case: KvCacheCase, dtype: torch.dtype) -> str:
+        check_kvcache(case, "cuda", "cuda", dtype, seed, described_seed)
+        return capfd.readouterr().err
+
+    return run
+
+
+@NEEDS_HOPPER
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", MANY_ROWS, ids=str)
 def test_many_rows_run_on_the_kernel_of_hopper(
-    case: KvCacheCase,
-    dtype: torch.dtype,
-    seed: int,
-    described_seed: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture,
+    case: KvCacheCase, dtype: torch.dtype, kernels_of: Callable[[KvCacheCase, torch.dtype], str]
 ) -> None:
-    monkeypatch.setenv("FLASH_ATTN_MINI_TRACE", "1")
-    check_kvcache(case, "cuda", "cuda", dtype, seed, described_seed)
-    assert "flash_fwd_split_kernel" in capfd.readouterr().err
+    assert "flash_fwd_split_kernel" in kernels_of(case, dtype)
 
 
-@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper")
+@NEEDS_HOPPER
 @pytest.mark.parametrize(
     "changes",
     [
@@ -255,16 +268,10 @@ def test_many_rows_run_on_the_kernel_of_hopper(
     ids=str,
 )
 def test_other_calls_run_on_the_kernel_of_all_gpus(
-    changes: dict[str, Any],
-    seed: int,
-    described_seed: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture,
+    changes: dict[str, Any], kernels_of: Callable[[KvCacheCase, torch.dtype], str]
 ) -> None:
-    monkeypatch.setenv("FLASH_ATTN_MINI_TRACE", "1")
     case = dataclasses.replace(BY_NAME["many_rows"], **changes)
-    check_kvcache(case, "cuda", "cuda", torch.bfloat16, seed, described_seed)
-    assert "flash_fwd_splitkv_kernel" in capfd.readouterr().err
+    assert "flash_fwd_splitkv_kernel" in kernels_of(case, torch.bfloat16)
 
 
 # ---- GPUs with less shared memory -----------------------------------------------------------------------------------
@@ -273,12 +280,10 @@ def test_other_calls_run_on_the_kernel_of_all_gpus(
 @pytest.mark.parametrize("smem", [163 * 1024, 99 * 1024])
 @pytest.mark.parametrize("name", ["one_row", "mqa_32", "mqa_32_256", "headdim_192", "headdim_256"])
 def test_tiles_of_gpus_with_less_shared_memory(
-    name: str, smem: int, seed: int, described_seed: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+    name: str, smem: int, kernels_of: Callable[[KvCacheCase, torch.dtype], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without clusters, and with tiles of 64 rows where those of fewer rows do not fit."""
     monkeypatch.setenv("FLASH_ATTN_MINI_MAX_SMEM", str(smem))
     monkeypatch.setenv("FLASH_ATTN_MINI_ARCH", "80")  # Hopper's own kernels need all shared memory of a Hopper
-    monkeypatch.setenv("FLASH_ATTN_MINI_TRACE", "1")
-    check_kvcache(BY_NAME[name], "cuda", "cuda", torch.float16, seed, described_seed)
-    (taken,) = {int(x) for x in re.findall(r" smem=(\d+)", capfd.readouterr().err)}
+    (taken,) = {int(x) for x in re.findall(r" smem=(\d+)", kernels_of(BY_NAME[name], torch.float16))}
     assert taken <= smem
