@@ -61,6 +61,47 @@ inline void convert_row(const float *src, Half *dst, int n) {
     for (; i < n; ++i) dst[i].bits = c10::detail::fp16_ieee_from_fp32_value(src[i]);
 }
 
+// A vector of consecutive elements, in the type of the arithmetic.
+template <typename T>
+FLASH_INLINE Vec<T> load_elements(const T *src) {
+    typedef T Unaligned __attribute__((vector_size(kVecBytes), may_alias, aligned(sizeof(T))));
+    return *reinterpret_cast<const Unaligned *>(src);
+}
+
+FLASH_INLINE Vec<float> load_elements(const BFloat16 *src) {
+#if FLASH_CPU_ISA == 3
+    const __m512i bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(src)));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
+#elif FLASH_CPU_ISA == 2
+    const __m256i bits = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(src)));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(bits, 16));
+#else
+    alignas(kVecBytes) float x[kLanes<float>];
+    convert_row(src, x, kLanes<float>);
+    return load<float>(x);
+#endif
+}
+
+FLASH_INLINE Vec<float> load_elements(const Half *src) {
+#if FLASH_CPU_ISA == 3
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(src)));
+#elif FLASH_CPU_ISA == 2
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(src)));
+#else
+    alignas(kVecBytes) float x[kLanes<float>];
+    convert_row(src, x, kLanes<float>);
+    return load<float>(x);
+#endif
+}
+
+// Like load_elements, for `count` elements, fewer than a vector has; the other lanes are 0.
+template <typename Element>
+FLASH_NOINLINE Vec<typename AccOf<Element>::type> load_some_elements(const Element *src, int count) {
+    Element some[kLanes<typename AccOf<Element>::type>] = {};
+    std::memcpy(some, src, sizeof(Element) * size_t(count));
+    return load_elements(some);
+}
+
 // 16-byte vectors and the transposition of a square of them: 4 x 4 floats or 2 x 2 doubles.
 template <typename T>
 struct Quad;
@@ -99,6 +140,31 @@ FLASH_INLINE void transpose(Quad<double>::Vec *x) {
     const Quad<double>::Vec a = FLASH_SHUFFLE(x[0], x[1], 0, 2);
     x[1] = FLASH_SHUFFLE(x[0], x[1], 1, 3);
     x[0] = a;
+}
+
+// The lanes i of a and b with i & kHalf equal to kHigh ? kHalf : 0: those of a keep their order in the lanes without
+// the bit kHalf, those of b in the lanes with it.
+template <int kHalf, bool kHigh, typename Vector, int... i>
+FLASH_INLINE Vector exchange_lanes(Vector a, Vector b, std::integer_sequence<int, i...>) {
+    constexpr int kShift = kHigh ? kHalf : 0, kCount = sizeof...(i);
+    return FLASH_SHUFFLE(a, b, ((i & kHalf) == 0 ? i + kShift : kCount + i - kHalf + kShift)...);
+}
+
+// Transposes a square of vectors: exchanges the quarters off the diagonal, for halves of the square, then of its
+// quarters, down to single lanes.
+template <typename T, int kHalf = kLanes<T> / 2>
+FLASH_INLINE void transpose_square(Vec<T> *x) {
+    if constexpr (kHalf > 0) {
+        constexpr std::make_integer_sequence<int, kLanes<T>> kAllLanes;
+#pragma GCC unroll 16
+        for (int i = 0; i < kLanes<T>; ++i) {
+            if (i & kHalf) continue;
+            const Vec<T> a = x[i], b = x[i + kHalf];
+            x[i] = exchange_lanes<kHalf, false>(a, b, kAllLanes);
+            x[i + kHalf] = exchange_lanes<kHalf, true>(a, b, kAllLanes);
+        }
+        transpose_square<T, kHalf / 2>(x);
+    }
 }
 
 #undef FLASH_SHUFFLE
