@@ -385,19 +385,37 @@ def render(result: dict[str, Any]) -> str:
 
 
 def summarize(result: dict[str, Any]) -> str:
-    """One line: the first contender's ratio to each rival over all rows, and where the figures come from."""
+    """One line: the first contender's ratio to each rival over all rows, and where the figures come from.
+
+    Rows of a KV cache that have a rival are summarized in two groups: one query, and several.
+    """
     data: Rows = result["data"]
-    if result["benchmark"] == "bench_cpu":
-        ours, by_rival = "cpu", {"SDPA": [row["ratio"] for row in data]}
+    groups = {"": data}
+    if result["benchmark"] == "bench_kvcache":
+        compared = [row for row in data if any(row["ratio"].values())]
+        several = [row for row in compared if row["seqlen_q"] > 1]
+        groups = {"1 query: ": [row for row in compared if row["seqlen_q"] == 1]}
+        if several:
+            numbers = [row["seqlen_q"] for row in several]
+            groups[f"{min(numbers)} to {max(numbers)} queries: "] = several
+    ratios = "; ".join(
+        f"**{name}{ratio_summary(rows)}** over {len(rows)} shapes" for name, rows in groups.items() if rows
+    )
+    return f"{ratios} ({describe(result['stamp'])})."
+
+
+def ratio_summary(rows: Rows) -> str:
+    """The first contender's ratio to each rival: median and lowest. Rows of bench_cpu have one ratio, to SDPA."""
+    if not isinstance(rows[0]["ratio"], dict):
+        ours, by_rival = "cpu", {"SDPA": [row["ratio"] for row in rows]}
     else:
-        ours = next(name for row in data for name in row["ratio"])
-        rivals = dict.fromkeys(name for row in data for name in row["ratio"].get(ours, {}))
+        ours = next(name for row in rows for name in row["ratio"])
+        rivals = dict.fromkeys(name for row in rows for name in row["ratio"].get(ours, {}))
         by_rival = {
-            rival: [row["ratio"][ours][rival] for row in data if rival in row["ratio"].get(ours, {})]
+            rival: [row["ratio"][ours][rival] for row in rows if rival in row["ratio"].get(ours, {})]
             for rival in rivals
         }
-    ratios = "; ".join(
+    return "; ".join(
         f"{ours} ÷ {rival}: median {statistics.median(values):.2f}, lowest {min(values):.2f}"
         for rival, values in by_rival.items()
     )
-    return f"**{ratios}** over {len(data)} shapes ({describe(result['stamp'])})."

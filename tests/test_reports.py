@@ -199,6 +199,22 @@ def test_report_fills_blocks_and_filling_again_changes_nothing(tmp_path: Path) -
     assert report.fill(once, tmp_path) == once
 
 
+def test_the_summary_of_a_kv_cache_has_one_query_and_several_apart(tmp_path: Path) -> None:
+    rows = [
+        {"seqlen_q": 1, "ratio": {"ours": {"rival": 0.5}, "second": {"rival": 9.0}}},
+        {"seqlen_q": 1, "ratio": {"ours": {"rival": 1.5}}},
+        {"seqlen_q": 1, "ratio": {"ours": {}}},  # pages: no rival has them
+        {"seqlen_q": 4, "ratio": {"ours": {"rival": 3.0, "other": 2.0}}},
+        {"seqlen_q": 16, "ratio": {"ours": {"rival": 5.0}}},
+    ]
+    provenance.save("decode", benchmark="bench_kvcache", title="Speed", data=rows, sources=(), out_dir=tmp_path)
+    result = provenance.load(tmp_path / "decode.json")
+    one = "**1 query: ours ÷ rival: median 1.00, lowest 0.50** over 2 shapes"
+    ratios = "ours ÷ rival: median 4.00, lowest 3.00; ours ÷ other: median 2.00, lowest 2.00"
+    several = f"**4 to 16 queries: {ratios}** over 2 shapes"
+    assert tables.summarize(result) == f"{one}; {several} ({provenance.describe(result['stamp'])})."
+
+
 def test_report_check_fails_until_the_blocks_are_filled(tmp_path: Path) -> None:
     saved_result(tmp_path)
     readme = tmp_path / "README.md"
