@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_attn_mini import _C
+from flash_attn_mini import _C, flash_attn_func
 
 from .bounds import assert_gradients_accurate
 from .conftest import CPU_DTYPES
@@ -101,6 +101,21 @@ def length(draw: random.Random) -> int:
     """A length near an edge of the kernels' blocks (32, 96, 128 and multiples), or any length."""
     edge = draw.choice((32, 48, 96, 128, 192, 384)) + draw.randint(-1, 1)
     return draw.choice((edge, draw.randint(8, 500)))
+
+
+@each_dtype
+def test_keys_that_no_query_sees_reach_no_gradient(dtype: torch.dtype, draw: torch.Generator) -> None:
+    """Query i of 37 sees key i + 11 of 48 alone. The first keys lie in the same block as keys that are seen."""
+    q, k, v, dout = (torch.randn(1, n, 2, 64, generator=draw, dtype=torch.float64).to(dtype) for n in (37, 48, 48, 37))
+
+    def gradients() -> list[Tensor]:
+        tensors = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = flash_attn_func(*tensors, window_size=(0, 0), backend="cpu")
+        return [out.detach(), *torch.autograd.grad(out, tensors, dout)]
+
+    expected = gradients()
+    k[:, :5], v[:, :5] = torch.nan, torch.inf
+    assert equal_bits(gradients(), expected)
 
 
 @each_dtype

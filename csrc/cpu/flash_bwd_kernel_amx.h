@@ -43,8 +43,11 @@ public:
     }
 
 private:
+    // Keys that no query sees stay 0: whatever their numbers are, they reach no gradient.
     void load_kv() {
-        for (int n = block_.n_begin; n < n_end_; ++n) {
+        if (group_.begin_row() == group_.end_row()) return;
+        const int64_t lo = group_.keys_seen(group_.begin_row()).lo, hi = group_.keys_seen(group_.end_row() - 1).hi;
+        for (int n = int(std::max<int64_t>(block_.n_begin, lo)); n < int(std::min<int64_t>(n_end_, hi)); ++n) {
             const int64_t at = int64_t(n - block_.n_begin) * d_padded_;
             std::memcpy(k_ + at, group_.key_ptr(params_.k, n), sizeof(BFloat16) * size_t(d_));
             std::memcpy(v_ + at, group_.key_ptr(params_.v, n), sizeof(BFloat16) * size_t(d_));
@@ -52,9 +55,9 @@ private:
         if (!want_dq_) return;
         for (int n = 0; n < n_end_ - block_.n_begin; n += kAmxBlock) {
             const BFloat16 *rows[kAmxBlock];
+            for (int i = 0; i < kAmxBlock; ++i) rows[i] = k_ + int64_t(n + i) * d_padded_;
             for (int c = 0; c < d_padded_; c += kTileRows) {
-                for (int i = 0; i < kAmxBlock; ++i) rows[i] = k_ + int64_t(n + i) * d_padded_ + c;
-                transpose_values(rows, kTileRows, k_columns_ + int64_t(c) * keys_padded_ + n, keys_padded_);
+                transpose_values(rows, c, kTileRows, k_columns_ + int64_t(c) * keys_padded_ + n, keys_padded_);
             }
         }
     }

@@ -2,6 +2,7 @@
 // rounded to bfloat16 for the second product, as in the GPU kernels. Included by isa_amx.cpp.
 #pragma once
 
+#include "flash_fwd_kernel_few.h"
 #include "products_amx.h"
 #include "row_block_forward.h"
 
@@ -84,15 +85,14 @@ private:
         for (int n = n_begin; n < n_end; ++n) {
             std::memcpy(k_ + (n - n_begin) * d_padded_, key_ptr(params_.k, n), sizeof(BFloat16) * size_t(d_));
         }
+        static constexpr BFloat16 kZeros[kMaxHeadDim] = {};
         v_special_ = false;
         for (int n = n_begin; n < n_end; n += kAmxBlock) {
+            const BFloat16 *rows[kAmxBlock];
+            for (int i = 0; i < kAmxBlock; ++i) rows[i] = n + i < n_end ? key_ptr(params_.v, n + i) : kZeros;
             for (int c = 0; c < d_padded_; c += kTileRows) {
-                const BFloat16 *rows[kAmxBlock];
-                for (int i = 0; i < kAmxBlock; ++i) {
-                    rows[i] = n + i < n_end && c < d_ ? key_ptr(params_.v, n + i) + c : nullptr;
-                }
-                v_special_ |=
-                    transpose_values(rows, std::clamp(d_ - c, 0, kTileRows), v_ + c * kBlockN + n - n_begin, kBlockN);
+                v_special_ |= transpose_values(rows, c, std::clamp(d_ - c, 0, kTileRows),
+                                               v_ + c * kBlockN + n - n_begin, kBlockN);
             }
         }
     }
@@ -173,9 +173,22 @@ private:
     float *o_ = nullptr;      // [panels][d_padded][kPanel]
 };
 
+// Groups of few rows run on FewRowsForward, which reads K and V once and copies neither. The rows of the sequence
+// decide, and not those of the block, so that the bits of a row do not depend on the number of threads.
 ForwardKernel forward_kernel(DType) {
-    constexpr int kMaxPanels = 16;
-    return AmxForward::kernel(kMaxPanels);
+    using Few = FewRowsForward<BFloat16>;
+    constexpr int kMaxPanels = 16, kFewRows = 4;  // with 5 rows AMX is as fast (Xeon, d = 128)
+    ForwardKernel kernel = AmxForward::kernel(kMaxPanels);
+    kernel.few_rows = kFewRows;
+    kernel.scratch_bytes = [](const Flash_fwd_params &params, int64_t rows) {
+        return std::max(AmxForward::scratch_bytes(params, rows), Few::scratch_bytes(params));
+    };
+    kernel.compute_attn_1rowblock = [](const Flash_fwd_params &params, const RowBlock &block, void *scratch) {
+        const int64_t rows = Group<BFloat16>{params, block.bidb, block.bidh_k}.rows();
+        const bool is_few = rows <= kFewRows && params.rng_state == nullptr;
+        is_few ? Few::run(params, block, scratch) : AmxForward::run(params, block, scratch);
+    };
+    return kernel;
 }
 
 }  // namespace flash::cpu::FLASH_CPU_NAMESPACE

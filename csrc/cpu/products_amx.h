@@ -141,22 +141,21 @@ FLASH_INLINE void transpose16(__m512i *x) {
     for (int i = 0; i < 16; ++i) x[i] = y[i];
 }
 
-// columns[column][key] = rows[key][column] for 16 columns and 32 keys. A null row pointer gives zeros, and so do
-// columns from `width` on (at most 16). Returns true if one of the numbers is infinite or NaN.
-FLASH_INLINE bool transpose_values(const BFloat16 *const *rows, int width, BFloat16 *columns, int stride) {
+// columns[column][key] = rows[key][c + column] for 16 columns and 32 keys; 0 for columns from `width` on (at most 16).
+// Returns true if one of the numbers is infinite or NaN.
+FLASH_INLINE bool transpose_values(const BFloat16 *const *rows, int c, int width, BFloat16 *columns, int stride) {
     const __mmask16 mask = __mmask16((1u << width) - 1);
     __m512i x[16];
     __mmask32 special = 0;
     for (int i = 0; i < 16; ++i) {
-        const __m256i zero = _mm256_setzero_si256();
-        const __m256i even = rows[2 * i] ? _mm256_maskz_loadu_epi16(mask, rows[2 * i]) : zero;
-        const __m256i odd = rows[2 * i + 1] ? _mm256_maskz_loadu_epi16(mask, rows[2 * i + 1]) : zero;
+        const __m256i even = _mm256_maskz_loadu_epi16(mask, rows[2 * i] + c);
+        const __m256i odd = _mm256_maskz_loadu_epi16(mask, rows[2 * i + 1] + c);
         x[i] = _mm512_or_si512(_mm512_cvtepu16_epi32(even), _mm512_slli_epi32(_mm512_cvtepu16_epi32(odd), 16));
         const __m512i exponent = _mm512_set1_epi16(0x7f80);
         special |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(x[i], exponent), exponent);
     }
     transpose16(x);
-    for (int c = 0; c < 16; ++c) _mm512_storeu_si512(columns + c * stride, x[c]);
+    for (int i = 0; i < 16; ++i) _mm512_storeu_si512(columns + i * stride, x[i]);
     return special != 0;
 }
 
