@@ -13,6 +13,8 @@
 namespace flash {
 namespace {
 
+constexpr int64_t kMostElements = int64_t{1} << 34;  // of S_dmask: the float32 steps to it then fill 64 GiB each
+
 using at::indexing::None;
 using at::indexing::Slice;
 
@@ -137,6 +139,9 @@ at::Tensor s_dmask(const FwdArgs &args, const at::Tensor &rng_state) {
     if (args.q.numel() == 0 || !sizes.has_keys || rows == 0 || keys == 0) {
         return at::zeros({batch, heads, rows, keys}, args.q.options());
     }
+    TORCH_CHECK_VALUE(double(batch) * double(heads) * double(rows) * double(keys) <= double(kMostElements),
+                      "flash_attn_mini: S_dmask has the shape [", batch, ", ", heads, ", ", rows, ", ", keys,
+                      "] (max_seqlen_q and max_seqlen_k, rounded up); allowed: at most 2^34 elements");
     const SequenceIndices sequences(args, rows, keys);
     const at::ScalarType wide = lse_dtype(args.q);
     const at::Tensor q = rows_at(flat_rows(args.q), sequences.index_q, wide).transpose(1, 2);  // (b, h, rows, d)

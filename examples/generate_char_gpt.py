@@ -12,10 +12,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+from . import INSTALL
+
+try:
+    from tabulate import tabulate
+    from tqdm import tqdm
+except ImportError as error:
+    raise SystemExit(f"examples.generate_char_gpt: {error}. {INSTALL}") from None
+
 import torch
-from tabulate import tabulate
 from torch import Tensor
-from tqdm import tqdm
 
 from flash_attn_mini import flash_attn_with_kvcache
 

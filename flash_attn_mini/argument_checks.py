@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -170,7 +171,7 @@ def as_flag(name: str, value: Any) -> bool:
 def as_window(window_size: Any) -> WindowSize:
     """(left, right) from any sequence of two integers: a tuple, a list, a NumPy array, a tensor."""
     try:
-        if len(window_size) != 2:
+        if isinstance(window_size, (Mapping, str, bytes, bytearray)) or len(window_size) != 2:
             raise wrong_type("window_size", window_size, _PAIR)
         left, right = window_size[0], window_size[1]
     except (TypeError, KeyError, IndexError):

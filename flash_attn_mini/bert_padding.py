@@ -52,15 +52,19 @@ def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -
             the numbers of indices and values differ.
         IndexError: For an index that is out of range, on the CPU.
     """
-    _check_rows("values", values, 1)
-    _check_indices(indices, "values", values)
-    first_axis_dim = _size("first_axis_dim", first_axis_dim)
+    return _put_rows("values", values, indices, _size("first_axis_dim", first_axis_dim))
+
+
+def _put_rows(name: str, values: Tensor, indices: Tensor, count: int) -> Tensor:
+    """`index_put_first_axis`, with the name of the argument that holds the values."""
+    _check_rows(name, values, 1)
+    _check_indices(indices, name, values)
     if indices.shape[0] != values.shape[0]:
         raise ValueError(
             f"flash_attn_mini: indices has {indices.shape[0]} elements; allowed: one for each of the "
-            f"{values.shape[0]} rows of values"
+            f"{values.shape[0]} rows of {name}"
         )
-    rows: Tensor = values.new_zeros(first_axis_dim, *values.shape[1:])
+    rows: Tensor = values.new_zeros(count, *values.shape[1:])
     return rows.index_copy(0, indices.long(), values)
 
 
@@ -129,7 +133,8 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
         [[[7.0], [0.0]], [[8.0], [9.0]]]
     """
     batch, seqlen = _size("batch", batch), _size("seqlen", seqlen)
-    return index_put_first_axis(hidden_states, indices, batch * seqlen).view(batch, seqlen, *hidden_states.shape[1:])
+    rows = _put_rows("hidden_states", hidden_states, indices, batch * seqlen)
+    return rows.view(batch, seqlen, *hidden_states.shape[1:])
 
 
 def _check_rows(name: str, value: Tensor, least: int) -> None:

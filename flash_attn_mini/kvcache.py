@@ -73,7 +73,7 @@ def flash_attn_with_kvcache(
         cache_leftpad: int32 ``[batch]``: the first valid key of each cache row. Default None: 0.
         block_table: int32 ``[batch, max_pages]``: key n of sequence b is row ``n % page_size`` of page
             ``block_table[b, n // page_size]``. Any page_size from 1; the capacity is ``max_pages * page_size``. Entries
-            past the last key of a sequence are not read. Default None: no pages.
+            past the last key of a sequence may hold any number. Default None: no pages.
         softmax_scale: Factor on the scores ``q @ k.T``. Default ``1 / sqrt(headdim)``.
         causal: Mask aligned to the bottom right of the filled cache, new keys included: the last query sees all keys.
         window_size: ``(left, right)`` in keys, -1 for unbounded, aligned like causal; see `flash_attn_func`.
@@ -102,7 +102,7 @@ def flash_attn_with_kvcache(
         TypeError: For an argument of a wrong type or dtype.
         ValueError: For a wrong shape, device, stride or value; for new keys that do not fit in the cache, where the
             host knows their number; for a cache that requires a gradient.
-        NotImplementedError: For a feature that the backend lacks.
+        NotImplementedError: For a feature that the backend lacks, and under torch.vmap.
         RuntimeError: When the machine lacks what a backend needs.
 
     Example:

@@ -136,6 +136,13 @@ def _backward(dout: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
     )
 
 
+def _refuse_vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
+    raise NotImplementedError(
+        "flash_attn_mini: torch.vmap does not map flash_attn_with_kvcache, which writes to its caches. Available: one "
+        "call for the whole batch, with cache_batch_idx for the rows of the cache"
+    )
+
+
 # ---- the op itself --------------------------------------------------------------------------------------------------
 
 
@@ -163,3 +170,4 @@ library.impl("_flash_attn_kvcache_forward", _autograd, "Autograd")
 library.impl("_flash_attn_kvcache_forward", _count_writes, "ADInplaceOrView", with_keyset=True)
 torch.library.register_fake("flash_attn_mini::_flash_attn_kvcache_forward", _forward_fake, lib=library)
 torch.library.register_fake("flash_attn_mini::_flash_attn_kvcache_backward", _backward_fake, lib=library)
+torch.library.register_vmap("flash_attn_mini::_flash_attn_kvcache_forward", _refuse_vmap, lib=library)

@@ -125,6 +125,7 @@ def test_indices_of_unpad_input_pack_other_tensors(draw: torch.Generator) -> Non
         (lambda: unpad_input(torch.zeros(2, 3), torch.ones(2, 3, 1)), ValueError, r"allowed: \[2, 3\]"),
         (lambda: unpad_input(torch.zeros(3), torch.ones(3)), ValueError, "hidden_states has shape"),
         (lambda: unpad_input(torch.zeros(2, 3), [[1, 1, 1]] * 2), TypeError, r"attention_mask is .*\(list\)"),
+        (lambda: pad_input([1], torch.tensor([0]), 1, 1), TypeError, r"hidden_states is \[1\] \(list\)"),
         (lambda: unpad_input([1], MASK), TypeError, r"hidden_states is \[1\] \(list\); allowed: a torch.Tensor"),
         (lambda: unpad_input(torch.zeros(1, 2), torch.ones(1, 2).cfloat()), TypeError, "attention_mask is torch.comp"),
         (lambda: unpad_input(torch.zeros(1, 2), torch.ones(1, 2, device="meta")), ValueError, "mask is on meta"),

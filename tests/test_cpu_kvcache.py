@@ -103,7 +103,7 @@ def test_bits_depend_neither_on_threads_nor_on_the_other_sequences(dtype: torch.
 
 
 # On AMX, groups of up to 4 rows run on other arithmetic than groups of more.
-@pytest.mark.parametrize("nheads, alone", [(64, 8), (4, 1)])
+@pytest.mark.parametrize(("nheads", "alone"), [(64, 8), (4, 1)])
 @each_dtype
 def test_a_row_has_its_bits_whatever_the_number_of_rows(
     dtype: torch.dtype, nheads: int, alone: int, draw: torch.Generator

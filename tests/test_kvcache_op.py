@@ -313,3 +313,11 @@ def test_a_call_is_traced(
     assert links[:2] == ["flash_attn_with_kvcache", "_flash_attn_kvcache_forward"]
     if backend != "triton":
         assert links[2:4] == ["mha_fwd_kvcache", "set_params_kvcache"]
+
+
+def test_vmap_is_refused(backend: str, device: str, seed: int) -> None:
+    """A cache that the samples share would be written by each of them."""
+    call = make_call(BY_NAME["decode"], torch.float16, device, seed)
+    samples = torch.stack([call.q, call.q])
+    with pytest.raises(NotImplementedError, match=r"torch\.vmap does not map flash_attn_with_kvcache"):
+        torch.vmap(lambda q: flash_attn_with_kvcache(q, *call.tensors[1:], **call.arguments, backend=backend))(samples)

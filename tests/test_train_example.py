@@ -89,7 +89,7 @@ runpy.run_module("examples.{example}", run_name="__main__", alter_sys=True)
 
 @pytest.mark.parametrize(
     ("example", "missing"),
-    [("train_char_gpt", "tqdm"), ("semantic_search", "transformers")],
+    [("train_char_gpt", "tqdm"), ("semantic_search", "transformers"), ("generate_char_gpt", "tabulate")],
 )
 def test_a_missing_package_is_named_with_the_command_to_run(example: str, missing: str) -> None:
     command = [sys.executable, "-c", MISSING.format(example=example, missing=missing)]

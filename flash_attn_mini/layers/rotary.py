@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..argument_checks import as_length, check_number, check_tensor
+from ..argument_checks import as_flag, as_length, check_number, check_tensor
 from ..autograd import needs_dispatcher
-from .rotary_op import apply_rotary, checked_offsets, rotate
+from .rotary_op import apply_rotary, checked_offsets, checked_size, rotate
 
 
 def apply_rotary_emb(
@@ -66,7 +66,7 @@ def apply_rotary_emb(
         torch.Size([2, 20, 8, 64])
     """
     offset, offsets = checked_offsets(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen)
-    interleaved = bool(interleaved)
+    interleaved, inplace = as_flag("interleaved", interleaved), as_flag("inplace", inplace)
     if inplace and not _needs_grad(x, cos, sin) and not needs_dispatcher(x, cos, sin):
         rotate(x, x, cos, sin, offset, offsets, cu_seqlens, interleaved, False)
         return x
@@ -247,7 +247,7 @@ class RotaryEmbedding(nn.Module):
         if self.dim < 2 or self.dim % 2:
             raise ValueError(f"flash_attn_mini: dim is {dim}; allowed: an even number of features, 2 or more")
         self.base = _positive("base", base)
-        self.interleaved = bool(interleaved)
+        self.interleaved = as_flag("interleaved", interleaved)
         self.scale_base = None if scale_base is None else _positive("scale_base", scale_base)
         self.register_buffer("inv_freq", self._frequencies(device), persistent=False)
         self._tables: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
@@ -280,7 +280,8 @@ class RotaryEmbedding(nn.Module):
             qkv, or q and kv.
 
         Raises:
-            ValueError: If an XPos factor does not fit float32: a position too far from the centre.
+            ValueError: For a negative seqlen_offset or max_seqlen, or if an XPos factor does not fit float32: a
+                position too far from the centre.
             TypeError, ValueError, NotImplementedError: As `apply_rotary_emb_qkv_` and `apply_rotary_emb_kv_`.
         """
         check_tensor("qkv", qkv)
@@ -288,9 +289,9 @@ class RotaryEmbedding(nn.Module):
             raise ValueError(f"flash_attn_mini: qkv has shape {list(qkv.shape)}; allowed: [batch, seqlen, ...]")
         positions = qkv.shape[1]
         if not isinstance(seqlen_offset, Tensor):
-            positions += as_length("seqlen_offset", seqlen_offset)
+            positions += checked_size("seqlen_offset", seqlen_offset)
         if max_seqlen is not None:
-            positions = as_length("max_seqlen", max_seqlen)
+            positions = checked_size("max_seqlen", max_seqlen)
         cos, sin, cos_k, sin_k = self._tables_for(positions, qkv)
         if kv is None:
             return apply_rotary_emb_qkv_(

@@ -248,20 +248,26 @@ def checked_offsets(
             )
         offsets = seqlen_offsets.expand(batch)
     else:
-        offset = as_length("seqlen_offsets", seqlen_offsets)
-        if offset < 0:
-            raise ValueError(f"flash_attn_mini: seqlen_offsets is {offset}; allowed: 0 or more")
+        offset = checked_size("seqlen_offsets", seqlen_offsets)
     for name, other in (("cos", cos), ("sin", sin), ("seqlen_offsets", offsets), ("cu_seqlens", cu_seqlens)):
         if other is not None and other.device != x.device:
             raise ValueError(f"flash_attn_mini: {name} is on {other.device}; allowed: the device of x, {x.device}")
     if max_seqlen is not None:
-        max_seqlen = as_length("max_seqlen", max_seqlen)
+        max_seqlen = checked_size("max_seqlen", max_seqlen)
     longest = x.shape[1] if cu_seqlens is None else max_seqlen
     if longest is not None and longest + offset > cos.shape[0]:
         raise ValueError(
             f"flash_attn_mini: cos has {cos.shape[0]} rows; allowed: at least {longest + offset}, one for each position"
         )
     return offset, offsets
+
+
+def checked_size(name: str, value: Any) -> Any:
+    """An integer from 0 up, from what `as_length` takes."""
+    size = as_length(name, value)
+    if size < 0:
+        raise ValueError(f"flash_attn_mini: {name} is {size}; allowed: 0 or more")
+    return size
 
 
 def _check_integers(name: str, value: object, dtypes: tuple[torch.dtype, ...]) -> None:
