@@ -84,9 +84,9 @@ struct Flash_fwd_params {
     double softcap = 0.0;        // 0 = off, else scores become softcap * tanh(score / softcap)
 
     // The factors of the CUDA kernels, computed once on the host (set_params.cpp) from the doubles above. With a
-    // softcap the kernels hold tanh(softcap_scale * q.k) as the score, and the softmax multiplies it by softcap.
+    // softcap the kernels hold tanh(cap_scale * q.k) as the score, and the softmax multiplies it by softcap.
     float qk_scale = 1.0f;            // softmax_scale: factor of dq and dk
-    float softcap_scale = 0.0f;       // softmax_scale / softcap; 0 without a softcap
+    float cap_scale = 0.0f;           // softmax_scale / softcap; 0 without a softcap
     float scale_softmax = 1.0f;       // what the softmax multiplies a score by: softcap if > 0, else softmax_scale
     float scale_softmax_log2 = 1.0f;  // scale_softmax * log2(e), for exp2
 

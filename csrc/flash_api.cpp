@@ -261,14 +261,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
                py::arg("zero_tensors"), py::arg("is_causal"), py::arg("window_size_left"), py::arg("window_size_right"),
                py::arg("softcap"), py::arg("deterministic"), py::arg("generator"), py::arg("rng_state"),
                py::arg("dsoftmax_lse") = py::none(), py::arg("output_mask") = std::array<bool, 3>{true, true, true});
-    module.def("fwd_kvcache", torch::wrap_pybind_function_no_gil(flash::mha_fwd_kvcache),
-               "Append and forward with a KV cache: returns [out, softmax_lse]", py::arg("q"), py::arg("kcache"),
-               py::arg("vcache"), py::arg("k"), py::arg("v"), py::arg("seqlens_k"), py::arg("rotary_cos"),
-               py::arg("rotary_sin"), py::arg("cache_batch_idx"), py::arg("leftpad_k"), py::arg("block_table"),
-               py::arg("alibi_slopes"), py::arg("out"), py::arg("softmax_scale"), py::arg("is_causal"),
-               py::arg("window_size_left"), py::arg("window_size_right"), py::arg("softcap"),
-               py::arg("is_rotary_interleaved"), py::arg("num_splits"), py::arg("split_keys") = 0,
-               py::arg("cache_seqlen") = -1);
+    flash::bind_kvcache(module);
     flash::bind_for_python_backends(module);
     module.def("cuda_unavailable_reason", &flash::cuda_unavailable_reason, py::arg("major"), py::arg("minor"));
     module.def("sm80_unavailable_reason", &flash::sm80_unavailable_reason, py::arg("major"), py::arg("minor"));

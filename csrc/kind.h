@@ -19,7 +19,7 @@ enum class Kind {
     varlen,   // variable lengths, any mask
     general,  // any lengths and mask; score modifiers and dropout are decided at run time
     paged,    // general, with keys in pages
-    split,    // a cache: the query heads of a group in one tile, keys split over the CTAs; softcap at run time
+    split,    // a cache: the query heads of a group in one tile, keys split over the CTAs; score modifiers at run time
 };
 
 // Whether the keys that a query sees may depend on the query.
@@ -27,7 +27,7 @@ constexpr bool is_local(Kind kind) {
     return kind != Kind::full;
 }
 
-// True if score modifiers and dropout are decided at run time.
+// True if score modifiers are decided at run time, and dropout too, except for split.
 constexpr bool is_general(Kind kind) {
     return kind == Kind::general || kind == Kind::paged || kind == Kind::split;
 }

@@ -5,9 +5,11 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <c10/core/DeviceGuard.h>
+#include <torch/csrc/Exceptions.h>
 
 #include <limits>
 #include <string>
+#include <vector>
 
 #include "api_parts.h"
 #include "checks.h"
@@ -88,8 +90,8 @@ std::vector<at::Tensor> forward(const KvCacheArgs &args) {
     return {out, softmax_lse};
 }
 
-}  // namespace
-
+// In the argument order of the official extension. Returns out and softmax_lse. split_keys and cache_seqlen come last:
+// the official fwd_kvcache does not have them. cache_seqlen: seqlens_k as one number for all sequences, -1: none.
 std::vector<at::Tensor> mha_fwd_kvcache(const at::Tensor &q, const at::Tensor &k_cache, const at::Tensor &v_cache,
                                         const Optional &k, const Optional &v, const Optional &cache_seqlens,
                                         const Optional &rotary_cos, const Optional &rotary_sin,
@@ -102,6 +104,20 @@ std::vector<at::Tensor> mha_fwd_kvcache(const at::Tensor &q, const at::Tensor &k
                           window_size_left, window_size_right, softcap};
     return forward({q, k_cache, v_cache, k, v, cache_seqlens, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad,
                     block_table, out, options, is_rotary_interleaved, num_splits, split_keys, cache_seqlen});
+}
+
+}  // namespace
+
+void bind_kvcache(pybind11::module_ &module) {
+    namespace py = pybind11;
+    module.def("fwd_kvcache", torch::wrap_pybind_function_no_gil(mha_fwd_kvcache),
+               "Append and forward with a KV cache: returns [out, softmax_lse]", py::arg("q"), py::arg("kcache"),
+               py::arg("vcache"), py::arg("k"), py::arg("v"), py::arg("seqlens_k"), py::arg("rotary_cos"),
+               py::arg("rotary_sin"), py::arg("cache_batch_idx"), py::arg("leftpad_k"), py::arg("block_table"),
+               py::arg("alibi_slopes"), py::arg("out"), py::arg("softmax_scale"), py::arg("is_causal"),
+               py::arg("window_size_left"), py::arg("window_size_right"), py::arg("softcap"),
+               py::arg("is_rotary_interleaved"), py::arg("num_splits"), py::arg("split_keys") = 0,
+               py::arg("cache_seqlen") = -1);
 }
 
 }  // namespace flash

@@ -1,5 +1,5 @@
-// The only place where dtype, head dim and kind of call become template arguments. The choice of architecture is here
-// too; sm80/flash_bwd_launch_template.h makes the further choices of sm80's backward.
+// The only place where dtype, head dim and kind of call become template arguments. sm80/flash_bwd_launch_template.h
+// makes the further choices of sm80's backward.
 #include "run_mha.h"
 
 #include "cpu/flash_bwd_cpu.h"
@@ -18,12 +18,13 @@
 #include <string>
 #include <vector>
 
+#include "choose_arch.h"
+#include "choose_cache_kernel.h"
 #include "device.h"
 #include "kernel_memory.h"
 #include "kvcache/splitkv.h"
 #include "sm80/flash_bwd.h"
 #include "sm80/flash_fwd.h"
-#include "sm90/call_limits.h"
 #include "sm90/flash_bwd.h"
 #include "sm90/flash_fwd.h"
 #include "sm90/flash_fwd_split.h"
@@ -71,56 +72,6 @@ void check_built(const Flash_fwd_params &params) {
                 "; compiled: ", list_of(kBuiltHeadDims), "; build them all with: FLASH_ATTN_MINI_HDIMS= pip install .");
 }
 
-// The kernel that a call needs.
-Kind kind_of(const Flash_fwd_params &params) {
-    if (params.block_table != nullptr) {
-        return Kind::paged;
-    }
-    if (params.has_score_mod() || params.rng_state != nullptr) {
-        return Kind::general;
-    }
-    const bool may_differ = params.cu_seqlens_q != nullptr || params.cache.is_used();  // the lengths of sequences
-    return may_differ ? Kind::varlen : params.is_local() ? Kind::local : Kind::full;
-}
-
-// FLASH_ATTN_MINI_ARCH names the architecture whose kernels run, to compare them: 80 or 90. 0: the best one.
-int requested_arch() {
-    const char *variable = std::getenv("FLASH_ATTN_MINI_ARCH");
-    const std::string arch = variable == nullptr ? "" : variable;
-    FLASH_CHECK_VALUE(arch.empty() || arch == "80" || arch == "90", "FLASH_ATTN_MINI_ARCH is '", arch,
-                      "'; allowed: 80, 90");
-    return arch.empty() ? 0 : std::stoi(arch);
-}
-
-// True if the call has an sm90 kernel, and its sm80 kernel is not compiled for this GPU. has_sm90: the build has one.
-bool has_only_sm90(bool has_sm90) {
-    return has_sm90 && !kHasSm80OnHopper && device_properties().major == 9;
-}
-
-// RuntimeError if FLASH_ATTN_MINI_ARCH asks for an sm80 kernel that the build lacks.
-void check_requested_arch(bool has_sm90) {
-    if (requested_arch() == 80 && has_only_sm90(has_sm90)) {
-        const DeviceProperties &gpu = device_properties();
-        FLASH_CHECK(false, "FLASH_ATTN_MINI_ARCH is 80, but ", sm80_unavailable_reason(gpu.major, gpu.minor));
-    }
-}
-
-// Null if the call runs on an sm90 kernel; else why it runs on an sm80 kernel.
-template <typename Params>
-const char *reason_against_sm90(const Params &params, bool has_sm90) {
-    check_requested_arch(has_sm90);
-    if (requested_arch() == 80) {
-        return "FLASH_ATTN_MINI_ARCH is 80";
-    }
-    if (device_properties().major != 9) {
-        return "the GPU is not a Hopper";
-    }
-    if (!has_sm90) {
-        return "this build has no sm90 kernel for this call";
-    }
-    return kHasSm80OnHopper ? sm90::reason_against(params) : nullptr;  // without it copy_for_tma makes copies
-}
-
 // reason: against sm90; null: none.
 void trace_arch(const char *function, const char *reason, int headdim, Kind kind) {
     if (trace_enabled()) {
@@ -140,7 +91,7 @@ void run_mha_fwd_cuda(Flash_fwd_params &params) {
     FP16_SWITCH(params.dtype, [&] {
         HEADDIM_SWITCH(params.d, [&] {
             KIND_SWITCH(kind_of(params), [&] {
-                constexpr bool kHasKernelSm90 = kKind != Kind::split && has_sm90_fwd(kHeadDim, kKind);
+                constexpr bool kHasKernelSm90 = has_sm90_fwd(kHeadDim, kKind);
                 const char *reason = reason_against_sm90(params, kHasKernelSm90);
                 trace_arch("run_mha_fwd", reason, kHeadDim, kKind);
                 if constexpr (kHasKernelSm90) {
@@ -158,78 +109,6 @@ void run_mha_fwd_cuda(Flash_fwd_params &params) {
             });
         });
     });
-}
-
-// True if the kernels of the forward can read the cache: 16 bytes at a time.
-bool is_readable_by_forward(const Flash_fwd_params &params) {
-    return is_aligned(params.q, params.d) && is_aligned(params.k, params.d) && is_aligned(params.v, params.d) &&
-           is_aligned(params.o, params.d);
-}
-
-// The kernels that may attend over a cache.
-enum class CacheKernel {
-    splitkv,     // kvcache/: any call, any GPU
-    split_sm90,  // Hopper: many rows of a group of heads
-    forward,     // those of the forward
-};
-
-constexpr int kRowsOfTile = 128;  // of split_sm90 and of the forward
-
-// Queries of all heads that share a key/value head: the rows that a tile of splitkv and split_sm90 holds.
-int64_t packed_rows(const Flash_fwd_params &params) {
-    return int64_t{params.seqlen_q} * params.h_h_k_ratio;
-}
-
-// Work tiles of the forward, `rows` queries each.
-int64_t forward_tiles(const Flash_fwd_params &params, int rows = kRowsOfTile) {
-    return int64_t{params.b} * params.h * ((params.seqlen_q + rows - 1) / rows);
-}
-
-// True if the kernels of the forward take less time than splitkv: the queries alone fill the GPU, and most of the rows
-// of a tile are queries. They multiply faster, but work on each head alone and do not split keys.
-bool prefers_forward(const Flash_fwd_params &params) {
-    constexpr int kSpeedup = 4;  // over splitkv
-    const int64_t tiles = forward_tiles(params), rows = packed_rows(params) * params.b * params.h_k;
-    const bool fills_gpu = tiles * 4 >= device_properties().sm_count * 3;
-    return params.block_table == nullptr && fills_gpu && packed_rows(params) > 64 &&
-           tiles * kRowsOfTile < kSpeedup * rows;
-}
-
-// True if the build and the GPU have split_sm90, and it takes the call.
-bool runs_split_sm90(const Flash_fwd_params &params) {
-    return device_properties().major == 9 && requested_arch() != 80 &&
-           has_sm90_fwd(built_headdim_for(params.d), Kind::split) && params.alibi_slopes == nullptr &&
-           packed_rows(params) <= INT32_MAX - kRowsOfTile && sm90::can_split(params);
-}
-
-// True if split_sm90 takes less time than the kernels of the forward. It splits keys, so that all SMs end at once; they
-// take whole tiles, and need no second kernel.
-bool prefers_split_sm90(const Flash_fwd_params &params) {
-    const double cost = packed_rows(params) <= 64 ? 0.6 : 1.06;  // of a tile of split_sm90, in tiles of the forward
-    const int rows_of_forward = built_headdim_for(params.d) == 64 ? 192 : kRowsOfTile;
-    const int64_t sms = device_properties().sm_count;
-    const int64_t rounds = (forward_tiles(params, rows_of_forward) + sms - 1) / sms;
-    const int64_t row_tiles = (packed_rows(params) + kRowsOfTile - 1) / kRowsOfTile;
-    return params.block_table != nullptr || cost * double(row_tiles * params.b * params.h_k) < double(rounds * sms);
-}
-
-// num_splits = 1 asks for the bits of the varlen forward, so its kernels run. A cache is never copied: splitkv reads
-// what the others cannot.
-CacheKernel cache_kernel(const Flash_fwd_params &params) {
-    const int least_rows = built_headdim_for(params.d) == 64 ? 33 : 17;  // of split_sm90
-    const bool is_chosen = params.cache.num_splits == 0 && params.cache.split_keys == 0;
-    if (!is_readable_by_forward(params)) {
-        return CacheKernel::splitkv;
-    }
-    if (is_chosen && packed_rows(params) >= least_rows && runs_split_sm90(params)) {
-        return prefers_split_sm90(params) ? CacheKernel::split_sm90 : CacheKernel::forward;
-    }
-    if (params.cache.num_splits != 1 && !(is_chosen && prefers_forward(params))) {
-        return CacheKernel::splitkv;
-    }
-    const bool has_sm90 = has_sm90_fwd(built_headdim_for(params.d), kind_of(params));
-    check_requested_arch(has_sm90);  // before anything is appended
-    return has_only_sm90(has_sm90) && !sm90::can_describe_cache(params) ? CacheKernel::splitkv : CacheKernel::forward;
 }
 
 void run_mha_fwd_splitkv_dispatch(Flash_fwd_params &params, bool follows_append) {

@@ -27,7 +27,7 @@ void set_options(Flash_fwd_params &params, const Options &options, const at::Ten
     const bool has_softcap = options.softcap > 0.0;
     const double scale_softmax = has_softcap ? options.softcap : softmax_scale;
     params.qk_scale = static_cast<float>(softmax_scale);
-    params.softcap_scale = has_softcap ? static_cast<float>(softmax_scale / options.softcap) : 0.0f;
+    params.cap_scale = has_softcap ? static_cast<float>(softmax_scale / options.softcap) : 0.0f;
     params.scale_softmax = static_cast<float>(scale_softmax);
     params.scale_softmax_log2 = static_cast<float>(scale_softmax * kLog2e);
 

@@ -9,12 +9,16 @@
 
 namespace flash {
 
+// The kind `split` is left out: its kernel has a dispatch of its own, run_mha_fwd_splitkv_dispatch.
 template <typename Function>
 void call_with_kind(Kind kind, const Function &function) {
     switch (kind) {
-#define FLASH_KIND_CASE(NAME, ...) \
-    case Kind::NAME:               \
-        return function(std::integral_constant<Kind, Kind::NAME>());
+#define FLASH_KIND_CASE(NAME, ...)                                \
+    case Kind::NAME:                                              \
+        if constexpr (Kind::NAME != Kind::split) {                \
+            function(std::integral_constant<Kind, Kind::NAME>()); \
+        }                                                         \
+        return;
         FLASH_KINDS(FLASH_KIND_CASE)
 #undef FLASH_KIND_CASE
     }

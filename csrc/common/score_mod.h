@@ -23,7 +23,7 @@ struct ScoreMod {
     int offset;       // seqlen_k - seqlen_q
 
     __device__ ScoreMod(const Flash_fwd_params &params, int bidb, int bidh, int offset)
-        : cap_scale(params.softcap_scale), slope(0.0f), offset(offset) {
+        : cap_scale(params.cap_scale), slope(0.0f), offset(offset) {
         if (params.alibi_slopes != nullptr) {
             slope = slope_of(params, params.alibi_slopes[bidb * params.alibi_slopes_batch_stride + bidh]);
         }
@@ -35,7 +35,7 @@ struct ScoreMod {
     }
 
     __device__ static bool is_on(const Flash_fwd_params &params) {
-        return params.softcap_scale != 0.0f || params.alibi_slopes != nullptr;
+        return params.cap_scale != 0.0f || params.alibi_slopes != nullptr;
     }
 
     // scores (row, col) holds q.k on entry and logits / params.scale_softmax on return, for the tile that begins at

@@ -14,7 +14,7 @@ namespace flash::cpu {
 // Elements are of the kernel's arithmetic: double for DType::float64, else float.
 struct PartialRows {
     void *o = nullptr;  // [rows][d], not divided by l
-    void *m = nullptr;  // [rows]: the largest score; with softcap or ALiBi the largest logit, and a scale of 1
+    void *m = nullptr;  // [rows]: the largest score; with a score modifier the largest logit, and a scale of 1
     void *l = nullptr;  // [rows]
 };
 

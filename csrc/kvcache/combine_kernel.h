@@ -6,7 +6,7 @@
 
 namespace flash::kvcache {
 
-// Of n groups of threads, group g reads the slots g, g + n, g + 2 n, ...: a thread waits long for each slot.
+// Group g of n groups of threads reads the slots g, g + n, g + 2 n, ... Several groups hide the latency of the loads.
 constexpr int kCombineGroups = 4;  // one where a head has few slots
 constexpr int kCombineGroupThreads = 128;
 template <int kHeadDim>
@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kGroups *kCombineGroupThreads)
         const bool by_piece = plan.combines_by_piece(params);
         int head_begin = 0;
         if (by_piece) {  // the head of the last unit
-            const Place place = schedule.find(max(schedule.begin_of(blockIdx.y + 1) - 1, 0));
+            const UnitPlace place = schedule.find(max(schedule.begin_of(blockIdx.y + 1) - 1, 0));
             bidb = place.bidb;
             bidh_k = place.bidh_k;
             head_begin = place.head_begin;

@@ -272,16 +272,16 @@ private:
         return chunk_offset<kHeadDim, kKeys>(row, chunk);
     }
 
-    // Softcap, ALiBi and the mask; the same arithmetic as ScoreMod::apply.
+    // Score modifiers and the mask; the same arithmetic as ScoreMod::apply.
     template <typename TensorS>
     __device__ __forceinline__ void modify_and_mask(TensorS &scores, int first_key) const {
         const auto key_of = [&](int col) {
             return first_key + col / 2 * 8 + static_cast<int>(threadIdx.x % 4) * 2 + col % 2;
         };
-        if (params.softcap_scale != 0.0f) {
+        if (params.cap_scale != 0.0f) {
 #pragma unroll
             for (int i = 0; i < size(scores); ++i) {
-                scores(i) = tanh_approx(scores(i) * params.softcap_scale);
+                scores(i) = tanh_approx(scores(i) * params.cap_scale);
             }
         }
         if (params.alibi_slopes != nullptr) {
@@ -393,7 +393,7 @@ __device__ __forceinline__ void compute_attn_splitkv(const Flash_fwd_params &par
     if (left <= 0) {
         return;
     }
-    Place at = schedule.find(schedule.begin_of(piece));
+    UnitPlace at = schedule.find(schedule.begin_of(piece));
     wait_for_previous_kernel();  // it may write keys and queries
     launch_dependents();
 #pragma unroll 1

@@ -110,8 +110,8 @@ SplitkvPlan plan_of(const Flash_fwd_params &params, int max_smem) {
     });
 }
 
-// True if one group of threads combines a head. Not behind the split-KV kernel: so small CTAs fit beside its own,
-// before it ends, and slow it down by up to a fifth.
+// True if one group of 128 threads combines a head. Never behind the split-KV kernel: CTAs of 128 threads start beside
+// it before it ends, and make the call up to a fifth slower (H200).
 inline bool has_few_slots(const Flash_fwd_params &params, const SplitkvPlan &plan) {
     constexpr int kFewSlots = 4;
     return plan.aligned_unit > 0 && plan.pieces / (int64_t{params.b} * params.h_k) < kFewSlots;

@@ -9,6 +9,7 @@
 #include <cutlass/fast_math.h>
 
 #include "../common/block_info.h"
+#include "../common/uniform.h"
 
 namespace flash::kvcache {
 
@@ -24,7 +25,7 @@ struct SplitkvPlan {
     bool is_q_aligned;             // like is_aligned
     cutlass::FastDivmod by_ratio;  // by the query heads that share a key/value head
     bool follows_append = false;   // the kernel before it in the stream is append_kv_kernel
-    int aligned_unit = 0;          // keys of a unit that begins at a multiple of them, in the place of log2_unit
+    int aligned_unit = 0;          // keys of a unit; units begin at multiples of it. 0: log2_unit counts
 
     constexpr int64_t slots(const Flash_fwd_params &params) const {  // of partial results, for each row tile
         return max_splits == 0 ? int64_t{2} * pieces : int64_t{params.b} * params.h_k * max_splits;
@@ -34,12 +35,6 @@ struct SplitkvPlan {
         return max_splits == 0 && pieces < int64_t{params.b} * params.h_k;
     }
 };
-
-// Moves a number that is the same in every lane of the warp into a uniform register. The compiler then knows that
-// branches on it do not diverge.
-__device__ __forceinline__ int uniform(int x) {
-    return static_cast<int>(__reduce_or_sync(0xffffffffu, static_cast<unsigned>(x)));
-}
 
 __device__ __forceinline__ int warp_index() {
     return uniform(threadIdx.x / 32);
@@ -87,12 +82,12 @@ private:
 };
 
 // A unit of one head of one sequence.
-struct Place {
+struct UnitPlace {
     int bidb, bidh_k, unit;
     int head_begin;  // the number of the head's first unit
 
     // Where the units go on after `run` units of a head that has `count`.
-    __device__ Place after(int run, int count, int h_k) const {
+    __device__ UnitPlace after(int run, int count, int h_k) const {
         const int next = unit + run;
         const bool is_head_done = next == count, is_sequence_done = is_head_done && bidh_k + 1 == h_k;
         return {bidb + is_sequence_done, is_sequence_done ? 0 : bidh_k + is_head_done, is_head_done ? 0 : next, 0};
@@ -134,8 +129,8 @@ public:
     }
 
     // Called by all lanes.
-    __device__ Place find(int unit) const {
-        Place place{};
+    __device__ UnitPlace find(int unit) const {
+        UnitPlace place{};
         const bool is_here = unit >= before && unit < before + of_this_lane;
         if (is_here) {
             int bidb = threadIdx.x % 32 * per_lane, left = unit - before;

@@ -127,7 +127,7 @@ private:
     __device__ bool wants_dk() const { return !kDecidesAtRunTime || params.dk.ptr != nullptr; }
     __device__ bool wants_dv() const { return !kDecidesAtRunTime || params.dv.ptr != nullptr; }
     __device__ bool wants_ds() const { return wants_dq() || wants_dk(); }
-    __device__ bool has_softcap() const { return kIsGeneral && params.softcap_scale != 0.0f; }
+    __device__ bool is_capped() const { return kIsGeneral && params.cap_scale != 0.0f; }
     __device__ bool has_dropout() const { return kIsGeneral && params.rng_state != nullptr; }
 
     // ---- Views of shared memory ----
@@ -308,7 +308,7 @@ private:
         }
     }
 
-    // dS^T = P^T (dP^T - delta), times the derivative of the softcap. The marks of dropped probabilities become 0.
+    // dS^T = P^T (dP^T - delta), times the derivative of the cap. The marks of dropped probabilities become 0.
     template <typename TensorP, typename TensorC>
     __device__ __forceinline__ void form_ds(const Step &step, int slice, TensorP &acc_p, TensorP &acc_ds,
                                             const TensorC &coords) {
@@ -325,7 +325,7 @@ private:
         } else {
             to_ds(acc_p, acc_ds);
         }
-        if (has_softcap()) {
+        if (is_capped()) {
             multiply_by_stored(acc_ds, slice_of_columns(sdS(), slice), thread_index<kRecomputesAddresses>());
         }
     }
@@ -430,9 +430,9 @@ private:
         }
     }
 
-    // ---- Softcap and ALiBi ----
+    // ---- Score modifiers ----
 
-    // scores (key, query) become logits. The derivative of the softcap, 1 - tanh^2, waits in the buffer of dS^T, where
+    // scores (key, query) become logits. The derivative of the cap, 1 - tanh^2, waits in the buffer of dS^T, where
     // each thread uses its own elements: in registers it would have to last over a product.
     template <typename TensorS, typename TensorC>
     __device__ __forceinline__ void apply_score_mod(const Step &step, int slice, TensorS &scores, const TensorC &coords,
@@ -444,7 +444,7 @@ private:
         mod.apply</*kTransposed=*/true>(
             scores, coords, coords_of_scores(0), first_query, info.n_block * kBlockN,
             [&](int row, int col, float t) { derivative_rowcol(row, col) = Element(1.0f - t * t); });
-        if (has_softcap()) {
+        if (is_capped()) {
             store_scores(derivative, slice_of_columns(sdS(), slice), thread_index<kRecomputesAddresses>());
         }
     }

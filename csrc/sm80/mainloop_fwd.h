@@ -21,7 +21,7 @@ __device__ __forceinline__ auto coords_of_scores(int thread) {
     return make_tensor(tScS.data(), rowcol_layout(tScS.layout()));
 }
 
-// Softcap, ALiBi and the mask. scores: (row, col).
+// Score modifiers and the mask. scores: (row, col).
 template <typename Traits, Kind kKind, typename Info, typename TensorS>
 __device__ __forceinline__ void modify_and_mask(const Flash_fwd_params &params, const Info &info, int bidb, int bidh,
                                                 int m_block, int n_block, TensorS &scores) {

@@ -46,8 +46,8 @@ struct DqTile {
         return params.dq_accum + int64_t(step.padded_row(params, block)) * Traits::kHeadDim + tile * Traits::kTileOfDq;
     }
 
-    // Adds the thread's part of a tile. This is atomicAdd of float4, of which ptxas makes an operation that returns the
-    // old values where the loop over the tiles is not unrolled: twice the traffic.
+    // Adds the thread's part of a tile. Where the loop over the tiles is not unrolled, ptxas turns atomicAdd of float4
+    // into an operation that returns the old values: twice the traffic.
     template <typename TensorDq>
     __device__ __forceinline__ static void add(float *tile, const TensorDq &acc) {
         auto *first = reinterpret_cast<float4 *>(tile) + place(0);

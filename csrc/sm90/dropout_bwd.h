@@ -4,12 +4,12 @@
 #pragma once
 
 #include "../common/dropout.h"
+#include "../common/uniform.h"
 #include "../kind.h"
 #include "kernel_traits_bwd.h"
 #include "layout.h"
 #include "pipeline.h"
 #include "steps_bwd.h"
-#include "uniform.h"
 
 namespace flash::sm90 {
 

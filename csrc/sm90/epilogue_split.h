@@ -39,7 +39,7 @@ public:
                 *reinterpret_cast<float2 *>(slot.statistics + row * 2) = {-INFINITY, 0.0f};
                 continue;
             }
-            const Place at = place_of(row);
+            const RowPointers at = pointers_of(row);
             *at.lse = -INFINITY;
             CUTE_NO_UNROLL
             for (int column = 0; column < params.d; column += 8) {
@@ -54,11 +54,11 @@ private:
     const WorkTile &tile;
     const int first_row;  // in the tile
 
-    struct Place {
+    struct RowPointers {
         Element *o;
         float *lse;
     };
-    __device__ __forceinline__ Place place_of(int row) const {
+    __device__ __forceinline__ RowPointers pointers_of(int row) const {
         const int packed = tile.place.block * Traits::kBlockM + row, query = packed / params.h_h_k_ratio;
         const int bidh = tile.place.bidh + packed - query * params.h_h_k_ratio, bidb = tile.place.bidb;
         return {static_cast<Element *>(params.o.ptr) + bidb * params.o.batch_stride + bidh * params.o.head_stride +
@@ -80,7 +80,7 @@ private:
         for (int i = 0; i < kRowsOfThread; ++i) {
             const int row = first_row + first_row_of_thread() + i * 8;
             const bool is_in_range = row < rows_of_tile();
-            const Place at = place_of(row);
+            const RowPointers at = pointers_of(row);
             if (is_in_range && threadIdx.x % 4 == 0) {
                 *at.lse = lse[i];
             }

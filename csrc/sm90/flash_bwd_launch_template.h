@@ -60,7 +60,7 @@ void run_flash_bwd(const Flash_bwd_params &params, cudaStream_t stream) {
     using WithFactors = Flash_bwd_kernel_traits<kDType, kHeadDim, is_general(kKind)>;
     using WithoutFactors =
         Flash_bwd_kernel_traits<kDType, kHeadDim, is_general(kKind) && !has_kernel_without_factors(kHeadDim)>;
-    const bool has_factors = params.softcap_scale != 0.0f || params.rng_state != nullptr;
+    const bool has_factors = params.cap_scale != 0.0f || params.rng_state != nullptr;
     if (has_factors) {
         launch_flash_bwd<WithFactors, kKind>(params, stream);
     } else {

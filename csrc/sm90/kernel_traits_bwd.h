@@ -16,7 +16,7 @@ namespace flash::sm90 {
 
 using namespace cute;
 
-// kHasFactors_: for calls with softcap or dropout, whose dS needs more than P.
+// kHasFactors_: for calls with a cap on scores or dropout, whose dS needs more than P.
 template <DType kDType, int kHeadDim_, bool kHasFactors_>
 struct Flash_bwd_kernel_traits {
     static_assert(kDType == DType::float16 || kDType == DType::bfloat16, "tensor cores multiply 16-bit types here");

@@ -4,8 +4,8 @@
 
 #include "../common/block_info.h"
 #include "../common/score_mod.h"
+#include "../common/uniform.h"
 #include "../kind.h"
-#include "uniform.h"
 
 namespace flash::sm90 {
 

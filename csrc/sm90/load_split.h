@@ -3,10 +3,10 @@
 
 #include <cutlass/fast_math.h>
 
+#include "../common/uniform.h"
 #include "../kvcache/mma.h"
 #include "kernel_traits.h"
 #include "key_boxes.h"
-#include "uniform.h"
 #include "work_tile_ring.h"
 
 namespace flash::sm90 {
@@ -81,7 +81,8 @@ private:
         state.advance();
     }
 
-    // Lane i finds box i. Keys past the end are those of any page; the consumers mask them.
+    // Lane i computes the page and row of box i. Keys past the end come from an arbitrary page; the consumers mask
+    // them.
     __device__ __forceinline__ void load_pages(int first_key, int bidh_k, int bidb) {
         int row = first_key + static_cast<int>(threadIdx.x % 32) * rows;
         const int index = row / params.page_size;

@@ -251,7 +251,7 @@ private:
         });
     }
 
-    // Softcap and ALiBi.
+    // Score modifiers.
     template <typename TensorS>
     __device__ __forceinline__ void modify(const Step &step, TensorS &scores) const {
         if (kIsGeneral && step.blocks.has(KeyBlocks::has_score_mod)) {

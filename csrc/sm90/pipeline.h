@@ -1,5 +1,5 @@
-// Multi-stage pipelines in shared memory: the producer fills a stage (by TMA), the consumer warpgroups read and release
-// it.
+// Multi-stage pipelines in shared memory: the producer fills a stage (by TMA or cp.async), the consumer warpgroups read
+// and release it.
 #pragma once
 
 #include <cutlass/arch/barrier.h>

@@ -31,7 +31,7 @@ public:
         tile.place = {at.bidb, at.bidh_k * params.h_h_k_ratio, row_tile};
         tile.sequence = cache_sequence(params, at.bidb);
         const kvcache::Units units(params, plan, tile.sequence);
-        const int count = kvcache::uniform(units.count), run = min(left, count - at.unit);
+        const int count = uniform(units.count), run = min(left, count - at.unit);
         const BlockInfo<kBlockM, kBlockN, true> info(params, tile.sequence,
                                                      query_of<Kind::split>(params, row_tile * kBlockM),
                                                      query_of<Kind::split>(params, (row_tile + 1) * kBlockM - 1));
@@ -49,7 +49,7 @@ private:
     const kvcache::SplitkvPlan &plan;
     const int row_tile, piece;
     int left;  // units
-    kvcache::Place at{};
+    kvcache::UnitPlace at{};
 };
 
 }  // namespace flash::sm90

@@ -15,6 +15,12 @@
 
 namespace flash::sm90 {
 
+// The thread's number in its warpgroup, in a register of its own. Where a loop needs it, ptxas would read the special
+// register again in every iteration, which takes 60 to 110 cycles.
+__device__ __forceinline__ int thread_of_warpgroup() {
+    return static_cast<int>(__shfl_sync(0xffffffffu, threadIdx.x % 128, threadIdx.x % 32));
+}
+
 template <typename Traits, Kind kKind>
 class ScoresBwd {
     using Element = typename Traits::Element;
@@ -88,14 +94,14 @@ public:
         return has_dropout() ? sm90::exchanged<Traits>(draws) : draws;
     }
 
-    // P^T of a thread in 16 bits. Softcap and dropout need it twice.
+    // P^T of a thread in 16 bits. A cap on scores and dropout need it twice.
     struct ProbabilitiesOnce {
         Operand for_dv;  // the A operand of dV
         __device__ __forceinline__ const Operand &for_ds() const { return for_dv; }
     };
     struct ProbabilitiesTwice {
         Operand for_dv;   // dropped ones are 0
-        Operand factors;  // of dS: dropped ones have a negative sign; times the derivative of the softcap
+        Operand factors;  // of dS: dropped ones have a negative sign; times the derivative of the cap
         __device__ __forceinline__ const Operand &for_ds() const { return factors; }
     };
     using Probabilities = std::conditional_t<kHasFactors, ProbabilitiesTwice, ProbabilitiesOnce>;
@@ -111,9 +117,9 @@ public:
         const bool is_careful = inputs.is_large || needs_mask(first_query);
         if constexpr (kIsGeneral) {
             const float slope = ScoreMod::slope_of(params, inputs.alibi_slope);
-            if (is_careful || (has_softcap() && has_alibi())) {
-                round_p<true>(first_query, acc_s, lse, slope, has_softcap(), has_alibi(), p);
-            } else if (has_softcap()) {
+            if (is_careful || (is_capped() && has_alibi())) {
+                round_p<true>(first_query, acc_s, lse, slope, is_capped(), has_alibi(), p);
+            } else if (is_capped()) {
                 round_p<false>(first_query, acc_s, lse, slope, true_type{}, false_type{}, p);
             } else if (has_alibi()) {
                 round_p<false>(first_query, acc_s, lse, slope, false_type{}, true_type{}, p);
@@ -150,7 +156,7 @@ public:
         return rdS;
     }
 
-    __device__ __forceinline__ bool has_softcap() const { return kHasFactors && params.softcap_scale != 0.0f; }
+    __device__ __forceinline__ bool is_capped() const { return kHasFactors && params.cap_scale != 0.0f; }
     __device__ __forceinline__ bool has_alibi() const { return kIsGeneral && params.alibi_slopes != nullptr; }
     __device__ __forceinline__ bool has_dropout() const { return kHasFactors && params.rng_state != nullptr; }
 
@@ -191,10 +197,10 @@ private:
     const int first_key;
 
     // kIsCareful: with a mask, and for scores so large that a float32 is coarser than 1: the product is rounded as in
-    // the forward. has_softcap, has_alibi: bool, or true_type or false_type where it is known when compiled.
-    template <bool kIsCareful, typename HasSoftcap, typename HasAlibi, typename TensorS>
+    // the forward. is_capped, has_alibi: bool, or true_type or false_type where it is known when compiled.
+    template <bool kIsCareful, typename IsCapped, typename HasAlibi, typename TensorS>
     __device__ __forceinline__ void round_p(int first_query, const TensorS &acc_s, const QueryStatistics &lse,
-                                            float slope, HasSoftcap has_softcap, HasAlibi has_alibi,
+                                            float slope, IsCapped is_capped, HasAlibi has_alibi,
                                             Probabilities &rounded_p) const {
         const int of_thread = threadIdx.x % 4 * 2, first_row = first_row_of_thread() + first_key;
         // Key minus query of the thread's first score, on the diagonal of ALiBi. float32 holds these integers exactly.
@@ -215,10 +221,10 @@ private:
                     float &x = p[2 * row + c];
                     x = acc_s(4 * j + 2 * row + c);
                     if constexpr (kIsGeneral) {
-                        float &factor = factors[2 * row + c];  // derivative of the softcap
+                        float &factor = factors[2 * row + c];  // derivative of the cap
                         factor = 1.0f;
-                        if (has_softcap) {
-                            x = tanh_approx(x * params.softcap_scale);
+                        if (is_capped) {
+                            x = tanh_approx(x * params.cap_scale);
                             factor = 1.0f - x * x;
                         }
                         if (has_alibi) {
@@ -241,7 +247,7 @@ private:
                 reinterpret_cast<Pair *>(rounded_p.for_dv.data())[i] = pair;
                 if constexpr (kHasFactors) {
                     auto *target = reinterpret_cast<Pair *>(rounded_p.factors.data());
-                    target[i] = has_softcap
+                    target[i] = is_capped
                                     ? rounded(p[2 * row] * factors[2 * row], p[2 * row + 1] * factors[2 * row + 1])
                                     : pair;
                 }

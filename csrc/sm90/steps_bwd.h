@@ -3,8 +3,8 @@
 #pragma once
 
 #include "../common/block_info.h"
+#include "../common/uniform.h"
 #include "../kind.h"
-#include "uniform.h"
 
 namespace flash::sm90 {
 

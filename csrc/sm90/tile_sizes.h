@@ -1,4 +1,5 @@
-// Tile sizes of the sm90 forward per head dim: the one table. docs/tuning/sm90_forward.md says how they were found.
+// Tile sizes of the sm90 forward per head dim: the one table. docs/tuning/sm90_forward.md and
+// docs/tuning/kvcache.md say how they were found.
 #pragma once
 
 namespace flash::sm90 {

@@ -39,7 +39,7 @@ template <int kHeadDim>
 struct TileSizesBwd;
 
 // Head dims that have a kernel of kind general for calls with ALiBi alone, which does not hold the factors of dS that
-// softcap and dropout need, and has no drawers.
+// a cap on scores and dropout need, and has no warpgroup for dropout.
 constexpr bool has_kernel_without_factors(int headdim) {
     return headdim == 64 || headdim == 128;
 }

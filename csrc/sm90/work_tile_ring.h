@@ -1,4 +1,5 @@
-// The pipeline of work tiles: the scheduler warp writes them, the load warp and the consumer warpgroups read them.
+// The pipeline of work tiles: the scheduler warp writes them, the load warps and the consumer warpgroups read
+// them.
 #pragma once
 
 #include <cute/arch/cluster_sm90.hpp>

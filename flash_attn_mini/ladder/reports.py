@@ -15,7 +15,7 @@ The kernels of csrc/sm80 run the same loop. They differ in this:
   conflicts  a swizzle of 16-byte pieces; here one float of padding a row
   softmax    base 2, the output is rescaled only when the maximum has grown by 2^8; here base e, in every step
   mask       only in blocks at an edge; here every score is compared
-  features   any strides, grouped heads, windows, softcap, ALiBi, dropout, pages, the log-sum-exp; here none"""
+  features   any strides, grouped heads, windows, score modifiers, dropout, pages, the log-sum-exp; here none"""
 
 
 def text_of(value: Any) -> str:

@@ -68,6 +68,22 @@ def attention_scores(
     return scores.masked_fill(~visible, -math.inf)
 
 
+def score_derivative(
+    q: Tensor,
+    k: Tensor,
+    *,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    dtype: torch.dtype = torch.float64,
+    **score_options: Any,
+) -> Tensor | float:
+    """The derivative of the logits of `attention_scores` with respect to the scaled scores: 1 without a softcap."""
+    if softcap == 0.0:
+        return 1.0
+    capped = attention_scores(q, k, softmax_scale=softmax_scale, softcap=softcap, dtype=dtype)
+    return 1.0 - (capped / softcap).square()
+
+
 def softmax_with_lse(scores: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Softmax over the keys and its log-sum-exp (natural logarithm), defined for rows that see no key.
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .attention import attention_scores, expand_heads
+from .attention import attention_scores, expand_heads, score_derivative
 
 
 def attention_reference_backward(
@@ -25,7 +25,6 @@ def attention_reference_backward(
     dlse: Tensor | None = None,
     *,
     softmax_scale: float | None = None,
-    softcap: float = 0.0,
     dropout_p: float = 0.0,
     dropout_mask: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
@@ -38,9 +37,9 @@ def attention_reference_backward(
         q, k, v: the inputs of the forward.
         out, lse: the results of the forward.
         dlse: ``[batch, nheads, seqlen_q]``, the gradient of lse; None for zeros.
-        softmax_scale, softcap, dropout_p, dropout_mask: the arguments of the forward.
+        softmax_scale, dropout_p, dropout_mask: the arguments of the forward.
         dtype: the dtype of the computation and of the results.
-        score_options: causal, window_size and alibi_slopes of the forward.
+        score_options: causal, window_size and the score modifiers of the forward.
 
     Returns:
         dq, dk and dv, shaped like q, k and v. A query that sees no key has dq 0 and adds nothing to dk and dv. The
@@ -57,7 +56,7 @@ def attention_reference_backward(
     q, k, v, out, lse, dout = (x.to(dtype) for x in (q, k, v, out, lse, dout))
     k_of_head, v_of_head = expand_heads(k, nheads), expand_heads(v, nheads)
 
-    scores = attention_scores(q, k, softmax_scale=scale, softcap=softcap, dtype=dtype, **score_options)
+    scores = attention_scores(q, k, softmax_scale=scale, dtype=dtype, **score_options)
     no_key = (lse == -math.inf)[..., None]
     probabilities = torch.exp(scores - lse[..., None].masked_fill(no_key, 0.0))  # exp(-inf) = 0 in rows without keys
     delta = torch.einsum("bihd,bihd->bhi", dout, out)
@@ -71,9 +70,7 @@ def attention_reference_backward(
         kept, dprobabilities = kept * factor, dprobabilities * factor
     # delta is sum(P dP) with dropout too: a dropped element is in neither dP nor out.
     dscores = probabilities * (dprobabilities - delta[..., None])  # before the scale
-    if softcap > 0.0:
-        capped = attention_scores(q, k, softmax_scale=scale, softcap=softcap, dtype=dtype)
-        dscores = dscores * (1.0 - (capped / softcap).square())
+    dscores = dscores * score_derivative(q, k, softmax_scale=scale, dtype=dtype, **score_options)
     dq = scale * torch.einsum("bhij,bjhd->bihd", dscores, k_of_head)
     dk = scale * torch.einsum("bhij,bihd->bjhd", dscores, q)
     dv = torch.einsum("bhij,bihd->bjhd", kept, dout)

@@ -17,6 +17,11 @@ LOG2_E = math.log2(math.e)
 UNBOUNDED = 2**31 - 1  # one side of a window, to a kernel
 
 
+def score_features(options: Options) -> dict[str, bool]:
+    """Whether a call uses each score modifier."""
+    return {"softcap": options.softcap > 0, "alibi": options.alibi_slopes is not None}
+
+
 @dataclass(eq=False)
 class Call:
     """What forward and backward share. A batch of sequences of variable length is one batch entry with all rows."""
@@ -102,8 +107,7 @@ class Call:
         used = {
             "varlen": self.is_varlen,
             "paged": self.sequences is not None and self.sequences.block_table is not None,
-            "softcap": self.options.softcap > 0,
-            "alibi": self.options.alibi_slopes is not None,
+            **score_features(self.options),
             "dropout": self.options.dropout_p > 0,
         }
         return "+".join(name for name, is_used in used.items() if is_used)

@@ -18,6 +18,7 @@ import triton
 from ...options import KvCache, Options
 from ...tracing import enabled as tracing_enabled
 from ...tracing import trace
+from .call import score_features
 from .configs import splitkv_configs, splitkv_programs_per_sm
 from .flash_fwd_splitkv_combine_kernel import flash_fwd_splitkv_combine_kernel
 from .flash_fwd_splitkv_kernel import flash_fwd_splitkv_kernel
@@ -67,8 +68,7 @@ class CacheCall(ForwardCall):
         used = {
             "kvcache": True,
             "paged": self.cache.block_table is not None,
-            "softcap": self.options.softcap > 0,
-            "alibi": self.options.alibi_slopes is not None,
+            **score_features(self.options),
         }
         return "+".join(name for name, is_used in used.items() if is_used)
 

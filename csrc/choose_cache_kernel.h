@@ -1,0 +1,85 @@
+// Which kernel attends over a KV cache. The numbers were measured on an H200: docs/tuning/kvcache.md. Only run_mha.cpp
+// uses it.
+#pragma once
+
+#include <cstdint>
+
+#include "choose_arch.h"
+#include "kvcache/splitkv.h"
+
+namespace flash {
+
+// True if the kernels of the forward can read the cache: 16 bytes at a time.
+inline bool is_readable_by_forward(const Flash_fwd_params &params) {
+    return is_aligned(params.q, params.d) && is_aligned(params.k, params.d) && is_aligned(params.v, params.d) &&
+           is_aligned(params.o, params.d);
+}
+
+// The kernels that may attend over a cache.
+enum class CacheKernel {
+    splitkv,     // kvcache/: any call, any GPU
+    split_sm90,  // Hopper: many rows of a group of heads
+    forward,     // those of the forward
+};
+
+constexpr int kRowsOfTile = 128;  // of split_sm90 and of the forward, at most head dims
+
+// Queries of all heads that share a key/value head: the rows that a tile of splitkv and split_sm90 holds.
+inline int64_t packed_rows(const Flash_fwd_params &params) {
+    return int64_t{params.seqlen_q} * params.h_h_k_ratio;
+}
+
+// Work tiles of the forward, `rows` queries each.
+inline int64_t forward_tiles(const Flash_fwd_params &params, int rows = kRowsOfTile) {
+    return int64_t{params.b} * params.h * ((params.seqlen_q + rows - 1) / rows);
+}
+
+// True if the kernels of the forward take less time than splitkv: the queries alone fill the GPU, and most of the rows
+// of a tile are queries. They multiply faster, but work on each head alone and do not split keys.
+inline bool prefers_forward(const Flash_fwd_params &params) {
+    constexpr int kSpeedup = 4;  // over splitkv
+    const int64_t tiles = forward_tiles(params), rows = packed_rows(params) * params.b * params.h_k;
+    const bool fills_gpu = tiles * 4 >= device_properties().sm_count * 3;
+    return params.block_table == nullptr && fills_gpu && packed_rows(params) > 64 &&
+           tiles * kRowsOfTile < kSpeedup * rows;
+}
+
+// True if the build and the GPU have split_sm90, and it takes the call.
+inline bool runs_split_sm90(const Flash_fwd_params &params) {
+    return device_properties().major == 9 && requested_arch() != 80 &&
+           has_sm90_fwd(built_headdim_for(params.d), Kind::split) && params.alibi_slopes == nullptr &&
+           packed_rows(params) <= INT32_MAX - kRowsOfTile && sm90::can_split(params);
+}
+
+// True if split_sm90 takes less time than the kernels of the forward. It splits keys, so that all SMs end at once; they
+// take whole tiles, and need no second kernel.
+inline bool prefers_split_sm90(const Flash_fwd_params &params) {
+    const bool is_d64 = built_headdim_for(params.d) == 64;
+    const double cost = packed_rows(params) <= 64 ? 0.6 : is_d64 ? 1.0 : 1.06;  // of its tile, in tiles of the forward
+    const int rows_of_forward = is_d64 ? 192 : kRowsOfTile;
+    const int64_t sms = device_properties().sm_count;
+    const int64_t rounds = (forward_tiles(params, rows_of_forward) + sms - 1) / sms;
+    const int64_t row_tiles = (packed_rows(params) + kRowsOfTile - 1) / kRowsOfTile;
+    return params.block_table != nullptr || cost * double(row_tiles * params.b * params.h_k) < double(rounds * sms);
+}
+
+// num_splits = 1 asks for the bits of the varlen forward, so its kernels run. A cache is never copied: splitkv reads
+// what the others cannot.
+inline CacheKernel cache_kernel(const Flash_fwd_params &params) {
+    const int least_rows = built_headdim_for(params.d) == 64 ? 33 : 17;  // of split_sm90
+    const bool is_chosen = params.cache.num_splits == 0 && params.cache.split_keys == 0;
+    if (!is_readable_by_forward(params)) {
+        return CacheKernel::splitkv;
+    }
+    if (is_chosen && packed_rows(params) >= least_rows && runs_split_sm90(params)) {
+        return prefers_split_sm90(params) ? CacheKernel::split_sm90 : CacheKernel::forward;
+    }
+    if (params.cache.num_splits != 1 && !(is_chosen && prefers_forward(params))) {
+        return CacheKernel::splitkv;
+    }
+    const bool has_sm90 = has_sm90_fwd(built_headdim_for(params.d), kind_of(params));
+    check_requested_arch(has_sm90);  // before anything is appended
+    return has_only_sm90(has_sm90) && !sm90::can_describe_cache(params) ? CacheKernel::splitkv : CacheKernel::forward;
+}
+
+}  // namespace flash
