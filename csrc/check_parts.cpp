@@ -167,4 +167,8 @@ bool may_read(const at::Tensor &x) {
     return x.is_cpu() || is_switched_on("FLASH_ATTN_MINI_CHECK");
 }
 
+std::string pages_text(int64_t num_pages) {
+    return num_pages == 0 ? "none, because the cache has no pages" : message("0 to ", num_pages - 1);
+}
+
 }  // namespace flash

@@ -49,4 +49,7 @@ void check_alibi_slopes(const at::Tensor &slopes, const at::Tensor &q, int64_t b
 // Window, scales and score modifiers. dtype: of q.
 void check_scalars(const Options &options, at::ScalarType dtype);
 
+// The page numbers that a block table may hold, for a message.
+std::string pages_text(int64_t num_pages);
+
 }  // namespace flash

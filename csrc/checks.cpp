@@ -94,7 +94,7 @@ void check_block_table_values(const FwdArgs &args) {
         for (int64_t page = 0; page * page_size < length[bidb]; ++page) {
             const int index = table[bidb][page];
             FLASH_CHECK_VALUE(index >= 0 && index < num_pages, "block_table has page ", index, " at [", bidb, ", ",
-                              page, "]; allowed: 0 to ", num_pages - 1);
+                              page, "]; allowed: ", pages_text(num_pages));
         }
     }
 }

@@ -230,6 +230,16 @@ void check_memory(const KvCacheArgs &args) {
         for (const Named &x : {q, Named{"k", *args.k}, Named{"v", *args.v}}) {
             check_apart(cache, x);
         }
+        const std::pair<const char *, const std::optional<at::Tensor> &> read[] = {
+            {"cache_seqlens", args.cache_seqlens}, {"cache_batch_idx", args.cache_batch_idx},
+            {"cache_leftpad", args.cache_leftpad}, {"block_table", args.block_table},
+            {"rotary_cos", args.rotary_cos},       {"rotary_sin", args.rotary_sin},
+            {"alibi_slopes", args.options.alibi_slopes}};
+        for (const auto &[name, x] : read) {
+            if (x.has_value()) {
+                check_apart(cache, {name, *x});
+            }
+        }
     }
     FLASH_CHECK_VALUE(!caches_overlap(args.k_cache, args.v_cache),
                       "k_cache shares memory with v_cache; allowed with k: memory of its own");
@@ -322,7 +332,7 @@ void check_page_values(const KvCacheArgs &args, const std::vector<Keys> &keys) {
         for (int64_t column = first / page_size; column * page_size < end; ++column) {
             const int page = table[bidb][column];
             FLASH_CHECK_VALUE(page >= 0 && page < num_pages, "block_table has page ", page, " at [", bidb, ", ", column,
-                              "]; allowed: 0 to ", num_pages - 1);
+                              "]; allowed: ", pages_text(num_pages));
             const int64_t begin_in_page = std::max<int64_t>(before - column * page_size, 0);
             const int64_t end_in_page = std::min(end - column * page_size, page_size);
             if (begin_in_page < end_in_page && args.seqlen_new() > 0) {

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +20,8 @@ from .options import Options, Sequences
 
 WindowSize = tuple[int, int]
 MAX_INTEGER = 2**62  # keys, queries: far past any sequence, and inside 64 bits
+_REPR = reprlib.Repr()  # of values in messages, which may be large
+_REPR.maxother = _REPR.maxstring = 120
 _PAIR = "a pair of integers (left, right), -1 for unbounded"
 
 
@@ -42,7 +45,9 @@ def checked_options(
     ``names``: the names of q, k and v in error messages.
     """
     tensor = torch.Tensor
-    if not (  # the usual call needs no conversion; this test takes a third of the time
+    # The usual call needs no conversion; this test takes a third of the time. While a program is traced, the window may
+    # hold numbers that are not known yet.
+    if torch.compiler.is_compiling() or not (
         isinstance(q, tensor)
         and isinstance(k, tensor)
         and isinstance(v, tensor)
@@ -84,7 +89,7 @@ def checked_options(
         softmax_scale,
         causal,
         left,
-        0 if causal and right >= -1 else right,
+        0 if causal and (torch.compiler.is_compiling() or right >= -1) else right,
         softcap,
         alibi_slopes,
         return_attn_probs and dropout_p > 0,
@@ -148,7 +153,8 @@ def as_integer(name: str, value: Any, allowed: str) -> Any:
             raise wrong_type(name, value, allowed)
         if not isinstance(number, torch.SymInt):
             number = int(number)
-    if type(number) is int and abs(number) > MAX_INTEGER:
+    # A traced program may have a number that is not known yet: the op checks it when the program runs.
+    if type(number) is int and not torch.compiler.is_compiling() and abs(number) > MAX_INTEGER:
         raise ValueError(f"flash_attn_mini: {name} is {number}; allowed: at most {MAX_INTEGER}")
     return number
 
@@ -197,7 +203,7 @@ def as_sequences(
 
 def wrong_type(name: str, value: object, allowed: str) -> TypeError:
     """The TypeError for an argument of a wrong type."""
-    return TypeError(f"flash_attn_mini: {name} is {value!r} ({type(value).__name__}); allowed: {allowed}")
+    return TypeError(f"flash_attn_mini: {name} is {_REPR.repr(value)} ({type(value).__name__}); allowed: {allowed}")
 
 
 def check_tensor(name: str, value: object, otherwise: str = "") -> None:

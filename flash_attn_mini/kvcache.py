@@ -174,7 +174,9 @@ def _as_lengths(cache_seqlens: Any) -> tuple[torch.Tensor | None, int]:
         check_tensor("cache_seqlens", cache_seqlens)
         return cache_seqlens, -1
     length = as_integer("cache_seqlens", cache_seqlens, "an integer, an int32 tensor [batch], or None")
-    if length < 0:
+    if torch.compiler.is_compiling():
+        torch._check(length >= 0)  # when the program runs, if the number is not known yet; -1 would mean a full cache
+    elif length < 0:
         raise ValueError(f"flash_attn_mini: cache_seqlens is {length}; allowed: 0 to the capacity of the cache")
     return None, length
 

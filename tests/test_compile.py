@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flash_attn_mini import flash_attn_func, flash_attn_varlen_func, use_backend
+from flash_attn_mini import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache, use_backend
 
 from .cases import SMALL_FORWARD_CASES, Case, make_dlse, make_dout, make_inputs
 from .small_attention import qkv
@@ -248,6 +248,40 @@ def test_slopes_that_require_a_gradient_make_none(is_varlen: bool, backend: str,
             assert dq is not None
             assert dslopes is None
             q.requires_grad_(False)
+
+
+@pytest.mark.parametrize("form", ["item", "0-d tensor"])
+@torch._dynamo.config.patch(capture_scalar_outputs=True)
+def test_lengths_that_a_tensor_holds_are_compiled(form: str, backend: str, device: str) -> None:
+    """The program knows max_seqlen, cache_seqlens and the window when it runs, and not when it is traced."""
+    torch._dynamo.reset()
+    q, k, v = qkv(device, requires_grad=False)
+    lengths = torch.tensor([3, 5], dtype=torch.int32, device=device)
+
+    def number(x: Tensor) -> Any:
+        return x.item() if form == "item" else x
+
+    def attend(lengths: Tensor) -> tuple[Tensor, ...]:
+        cu_seqlens = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+        longest = number(lengths.max())
+        rows = [x[0, :8] for x in (q, k, v)]
+        varlen = flash_attn_varlen_func(*rows, cu_seqlens, cu_seqlens, longest, longest, causal=True)
+        window = flash_attn_func(q, k, v, window_size=(longest, number(lengths.min())))
+        decoded = flash_attn_with_kvcache(q[:, :1], k, v, cache_seqlens=longest)
+        return varlen, window, decoded
+
+    with use_backend(backend):
+        compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+        for values in (lengths, lengths.flip(0), lengths.new_tensor([1, 7])):
+            assert all(torch.equal(a, b) for a, b in zip(compiled(values), attend(values), strict=True))
+        if form == "item":
+            decode = torch.compile(
+                lambda n: flash_attn_with_kvcache(q[:, :1], k, v, cache_seqlens=n.item()),
+                fullgraph=True,
+                backend="aot_eager",
+            )
+            with pytest.raises(RuntimeError):
+                decode(torch.tensor(-1, device=device))
 
 
 # ---- which backend a compiled training step takes -----------------------------------------------------------------

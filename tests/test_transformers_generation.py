@@ -87,6 +87,18 @@ def test_static_cache_gives_its_length_as_a_tensor_and_is_not_copied(
     assert [options["cache_seqlens"].tolist() for _, options in calls] == [[12] * 3] * 2 + [[13] * 3] * 2
 
 
+def test_a_static_cache_filled_with_gradients_on_serves_a_step_without() -> None:
+    logits = []
+    for attention in (integration.ATTENTION_NAME, "eager"):
+        model = make("llama")
+        model.set_attn_implementation(attention)
+        cache = transformers.StaticCache(config=model.config, max_cache_len=32)
+        model(tokens()[:, :8], past_key_values=cache, use_cache=True)
+        with torch.no_grad():
+            logits.append(model(tokens()[:, 8:9], past_key_values=cache, use_cache=True).logits)
+    torch.testing.assert_close(*logits)
+
+
 def test_mask_of_a_static_cache_reads_nothing_on_the_host() -> None:
     """A meta tensor has no values: to read one raises."""
     kept = torch.ones(3, LENGTH, dtype=torch.bool, device="meta")
