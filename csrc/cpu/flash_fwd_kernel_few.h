@@ -22,34 +22,38 @@ class FewRowsForward
     static constexpr int kPanel = kLanes<Acc>;
     static constexpr int kBlockN = kFmaBlockN;
     static constexpr int kKeyStep = 1;
-    static constexpr int kKeyTile = kPanel;  // keys that the first product handles together
-    static constexpr int kRowTile = 4;       // rows of a register tile of either product
-    static constexpr int kAhead = 32;        // rows from a prefetch to the use; K and V of a step are one stream
+    static constexpr int kKeyTile = 2 * kPanel;                        // keys that the first product handles together
+    static constexpr int kColumns = kPanel * kColumnsOfWord<Element>;  // of a square of words
+    static constexpr int kRowTile = 4;                                 // rows of a register tile of either product
+    static constexpr int kAhead = 32;  // rows from a prefetch to the use; K and V of a step are one stream
     // Sums in registers in the second product: half of the registers.
 #if FLASH_CPU_ISA == 3 || defined(__aarch64__)
     static constexpr int kSums = 16;
 #else
     static constexpr int kSums = 8;
 #endif
-    static_assert(kDotSteps % kPanel == 0, "partial sums of scores end with a square of keys");
 
     // Memory that the heads of a block use in turn.
     struct Shared {
-        Acc *s = nullptr;                  // [kBlockN][kPanel]: scores, then probabilities
-        Acc *o = nullptr;                  // [kMaxRows][d_padded]: o, or rows of o in the element type
+        Acc *s = nullptr;                  // [kBlockN][kPanel] or [row][kBlockN]: scores, then probabilities
+        Acc *o = nullptr;                  // [kMaxRows][d_padded]: rows of o, for their conversion
         Acc *panel = nullptr;              // [d][kPanel]
-        const Element **keys = nullptr;    // [kBlockN]: rows of K
-        const Element **values = nullptr;  // [kBlockN]: rows of V
+        const Element **stream = nullptr;  // [2 * kBlockN + kAhead + kKeyTile]: rows of K, then of V
 
         Shared(Scratch &memory, int d) {
             memory.take(s, kBlockN * kPanel);
             memory.take(o, int64_t(kMaxRows) * round_up(d, kPanel));
             memory.take(panel, int64_t(d) * kPanel);
-            memory.take(keys, kBlockN);
-            memory.take(values, kBlockN);
+            memory.take(stream, 2 * kBlockN + kAhead + kKeyTile);
             if (memory.is_counting()) return;
             std::fill_n(s, kBlockN * kPanel, Acc(0));  // unused lanes stay finite
         }
+    };
+
+    // Probabilities of a step: p[row * row_stride + key * key_stride].
+    struct Probabilities {
+        const Acc *p;
+        int row_stride, key_stride;
     };
 
 public:
@@ -96,8 +100,7 @@ private:
           s_(shared.s),
           out_rows_(shared.o),
           panel_(shared.panel),
-          keys_(shared.keys),
-          values_(shared.values) {
+          stream_(shared.stream) {
         this->scratch_.take(q_, int64_t(kMaxRows) * d_);
         this->scratch_.take(o_, int64_t(kMaxRows) * d_padded_);
         if (!this->scratch_.is_counting()) std::fill_n(o_, int64_t(kMaxRows) * d_padded_, Acc(0));
@@ -123,10 +126,23 @@ private:
         }
     }
 
+    // The addresses of the rows of K, then of V. Prefetches may read a few addresses past the end.
     void load_kv(int n_begin, int n_end) {
-        for (int n = n_begin; n < n_end; ++n) {
-            keys_[n - n_begin] = this->key_ptr(params_.k, n);
-            values_[n - n_begin] = this->key_ptr(params_.v, n);
+        values_ = stream_ + (n_end - n_begin);
+        set_addresses(params_.k, n_begin, n_end, stream_);
+        set_addresses(params_.v, n_begin, n_end, values_);
+        std::fill_n(values_ + (n_end - n_begin), kAhead + kKeyTile, values_[n_end - n_begin - 1]);
+    }
+
+    // The keys of a page are `row_stride` apart, and so are all keys without pages.
+    void set_addresses(const TensorRef &t, int n_begin, int n_end, const Element **rows) const {
+        for (int n = n_begin; n < n_end;) {
+            const Element *row = this->key_ptr(t, n);
+            const int64_t left = params_.block_table == nullptr
+                                     ? n_end - n
+                                     : params_.page_size - (this->group_.seq.k_begin + n) % params_.page_size;
+            for (const int end = int(std::min<int64_t>(n + left, n_end)); n < end; ++n, row += t.row_stride)
+                *rows++ = row;
         }
     }
 
@@ -138,15 +154,25 @@ private:
 
     void step_vecs(const Panel &p, int, int n_begin, int n_first, int n_last, bool masked) {
         const int keys = n_last - n_first, from = n_first - n_begin;
-        AccVec row_max[1], safe_m[1], alpha[1], sum[1];
+        const bool has_keys_in_lanes = !masked && !this->score_mod_.is_on() && p.rows <= kRowTile;
         for (int done = 0; done < keys; done += kKeyTile) {
-            const Element *ahead[kKeyTile];
-            for (int i = 0; i < kKeyTile; ++i) {
-                const int n = std::min(done + kAhead + i, 2 * keys - 1);
-                ahead[i] = n < keys ? keys_[from + n] : values_[from + n - keys];
-            }
-            scores(p.rows, keys_ + from + done, ahead, std::min(kKeyTile, keys - done), s_ + done * kPanel);
+            scores(p.rows, stream_ + from + done, std::min(kKeyTile, keys - done), done, has_keys_in_lanes);
         }
+        Acc factor[kPanel];
+        has_keys_in_lanes ? softmax_of_keys_in_lanes(p, keys, factor)
+                          : softmax_of_rows(p, n_first, keys, masked, factor);
+        const Probabilities probabilities =
+            has_keys_in_lanes ? Probabilities{s_, kBlockN, 1} : Probabilities{s_, 1, kPanel};
+        for (int row = 0; row < p.rows;) {
+            const int rows = masked ? 1 : tile_rows(p.rows - row);
+            output(rows, probabilities, factor, row, n_first, from, keys, masked);
+            row += rows;
+        }
+    }
+
+    // Scores [key][row] become probabilities. factor: what rescales the sums of each row so far.
+    void softmax_of_rows(const Panel &p, int n_first, int keys, bool masked, Acc *factor) {
+        AccVec row_max[1], safe_m[1], alpha[1], sum[1];
         this->make_logits(p, s_, 1, n_first, keys);
         if (masked)
             mask_scores<Acc, kPanel, 1>(s_, n_first, keys, p.lo, p.hi, row_max);
@@ -155,74 +181,136 @@ private:
         update_max<Acc, 1>(row_max, this->scale_log2_, p.state, safe_m, alpha);
         exponentiate<Acc, kPanel, 1>(s_, keys, this->scale_log2_, safe_m, sum);
         update_sum<Acc, 1>(sum, alpha, p.state);
-        Acc factor[kPanel];
-        std::memcpy(factor, alpha, sizeof(factor));
-        for (int row = 0; row < p.rows;) {
-            const int rows = masked ? 1 : tile_rows(p.rows - row);
-            output(rows, factor, row, n_first, from, keys, masked);
-            row += rows;
+        std::memcpy(factor, alpha, sizeof(alpha));
+    }
+
+    // The same for scores [row][kBlockN] of few rows, which would leave most lanes empty above.
+    FLASH_NOINLINE void softmax_of_keys_in_lanes(const Panel &p, int keys, Acc *factor) {
+        const AccVec minus_inf = broadcast<Acc>(-std::numeric_limits<Acc>::infinity());
+        AccVec row_max[1] = {minus_inf}, safe_m[1], alpha[1], sum[1] = {};
+        for (int row = 0; row < p.rows; ++row) {
+            AccVec largest = minus_inf;
+            for (int n = 0; n < keys; n += kPanel) largest = max<Acc>(load<Acc>(s_ + row * kBlockN + n), largest);
+            Acc x = largest[0];
+            for (int lane = 1; lane < kPanel; ++lane) x = std::max(x, Acc(largest[lane]));
+            row_max[0][row] = x;
         }
+        update_max<Acc, 1>(row_max, this->scale_log2_, p.state, safe_m, alpha);
+        const AccVec scale = broadcast<Acc>(this->scale_log2_);
+        for (int row = 0; row < p.rows; ++row) {
+            Acc *const s = s_ + row * kBlockN;
+            const AccVec m = broadcast<Acc>(safe_m[0][row]);
+            for (int n = 0; n < keys; n += kPanel) store<Acc>(s + n, exp2_nonpositive((load<Acc>(s + n) - m) * scale));
+            Acc total = 0;
+            for (int n = 0; n < keys; ++n) total += s[n];  // in the order of exponentiate()
+            sum[0][row] = total;
+        }
+        update_sum<Acc, 1>(sum, alpha, p.state);
+        std::memcpy(factor, alpha, sizeof(alpha));
     }
 
     static constexpr int tile_rows(int rows) { return rows >= kRowTile ? kRowTile : rows >= 2 ? 2 : 1; }
 
-    // s[key][row] = k . q for at most kKeyTile keys.
-    void scores(int rows, const Element *const *k, const Element *const *ahead, int keys, Acc *s) const {
-        const Element *k_of_lane[kKeyTile];
+    // Scores of at most kKeyTile keys, those of the step from `done` on; `k` points to the first one in stream_.
+    void scores(int rows, const Element *const *k, int keys, int done, bool has_keys_in_lanes) {
+        const Element *const *const ahead = k + kAhead, *k_of_lane[kKeyTile];
         for (int n = 0; n < kKeyTile; ++n) k_of_lane[n] = k[std::min(n, keys - 1)];
-        AccVec by_row[kKeyTile] = {};  // [row]: the keys in the lanes
+        AccVec by_row[2][kPanel] = {};  // [half of the keys][row]: the keys in the lanes
+        const bool has_two = keys > kPanel;
         for (int row = 0; row < rows;) {
-            switch (tile_rows(rows - row)) {
-                case kRowTile:
-                    scores_of_rows<kRowTile>(k_of_lane, ahead, row, by_row + row), row += kRowTile;
-                    break;
-                case 2:
-                    scores_of_rows<2>(k_of_lane, ahead, row, by_row + row), row += 2;
-                    break;
-                default:
-                    scores_of_rows<1>(k_of_lane, ahead, row, by_row + row), row += 1;
+            const int tile = tile_rows(rows - row);
+            if (tile == kRowTile) {
+                scores_of_rows<kRowTile, 1>(k_of_lane, ahead, row, by_row);
+                if (has_two) scores_of_rows<kRowTile, 1>(k_of_lane + kPanel, ahead + kPanel, row, by_row + 1);
+            } else if (tile == 2) {
+                has_two ? scores_of_rows<2, 2>(k_of_lane, ahead, row, by_row)
+                        : scores_of_rows<2, 1>(k_of_lane, ahead, row, by_row);
+            } else {
+                has_two ? scores_of_rows<1, 2>(k_of_lane, ahead, row, by_row)
+                        : scores_of_rows<1, 1>(k_of_lane, ahead, row, by_row);
             }
+            row += tile;
         }
-        if (rows == 1) {
-            for (int n = 0; n < keys; ++n) s[n * kPanel] = by_row[0][n];
-        } else {
-            transpose_square<Acc>(by_row);
-            for (int n = 0; n < keys; ++n) store<Acc>(s + n * kPanel, by_row[n]);
+        for (int half = 0; half <= int(has_two); ++half) {
+            const int first = half * kPanel, count = std::min(kPanel, keys - first);
+            if (has_keys_in_lanes) {
+                for (int row = 0; row < rows; ++row) store<Acc>(s_ + row * kBlockN + done + first, by_row[half][row]);
+            } else {
+                transpose_square<Acc>(by_row[half]);
+                for (int n = 0; n < count; ++n) store<Acc>(s_ + (done + first + n) * kPanel, by_row[half][n]);
+            }
         }
     }
 
-    // Scores of the rows [row, row + kRows) with kKeyTile keys. A score has the partial sums of scores_tile().
-    template <int kRows>
+    // Scores of the rows [row, row + kRows) with kHalves * kPanel keys. A score has the partial sums of scores_tile().
+    // Few rows take two halves at once: a sum of one half waits for itself.
+    template <int kRows, int kHalves>
     FLASH_NOINLINE void scores_of_rows(const Element *const *k, const Element *const *ahead, int row,
-                                       AccVec *by_row) const {
+                                       AccVec (*by_row)[kPanel]) const {
+        static_assert(kDotSteps % kColumns == 0, "partial sums end where words do");
         const Acc *const q = q_ + row * d_;
-        AccVec total[kRows] = {}, acc[kRows];
+        AccVec total[kHalves][kRows] = {}, acc[kHalves][kRows];
         for (int begin = 0; begin < d_; begin += kDotSteps) {
+#pragma GCC unroll 2
+            for (int half = 0; half < kHalves; ++half) {
 #pragma GCC unroll 4
-            for (int r = 0; r < kRows; ++r) acc[r] = AccVec{};
-            const int end = std::min(begin + kDotSteps, d_);
-            for (int c = begin; c < end; c += kPanel) {
-                AccVec x[kPanel];
+                for (int r = 0; r < kRows; ++r) acc[half][r] = AccVec{};
+            }
+            const int end = std::min(begin + kDotSteps, d_), end_of_whole = end - (end - begin) % kColumns;
+            for (int c = begin; c < end_of_whole; c += kColumns) {
                 if (row == 0 && c * sizeof(Element) % 64 == 0) {
-                    for (int n = 0; n < kPanel; ++n) __builtin_prefetch(ahead[n] + c, 0, 3);
+                    for (int n = 0; n < kHalves * kPanel; ++n) __builtin_prefetch(ahead[n] + c, 0, 3);
                 }
-                if (end - c >= kPanel) {
+#pragma GCC unroll 2
+                for (int half = 0; half < kHalves; ++half) {
+                    AccVec words[kPanel];
+                    load_words(k + half * kPanel, c, words);
 #pragma GCC unroll 16
-                    for (int n = 0; n < kPanel; ++n) x[n] = load_elements(k[n] + c);
-                    transpose_square<Acc>(x);
-#pragma GCC unroll 16
-                    for (int i = 0; i < kPanel; ++i) add_column<kRows>(q + c + i, x[i], acc);
-                } else {
-                    for (int n = 0; n < kPanel; ++n) x[n] = load_some_elements(k[n] + c, end - c);
-                    transpose_square<Acc>(x);
-                    for (int i = 0; i < end - c; ++i) add_column<kRows>(q + c + i, x[i], acc);
+                    for (int i = 0; i < kPanel; ++i) {
+                        add_word<kRows>(q + c + i * kColumnsOfWord<Element>, words[i], acc[half]);
+                    }
                 }
             }
+#pragma GCC unroll 2
+            for (int half = 0; half < kHalves; ++half) {
+                if (end_of_whole < end) {
+                    add_last_columns<kRows>(k + half * kPanel, q, end_of_whole, end - end_of_whole, acc[half]);
+                }
 #pragma GCC unroll 4
-            for (int r = 0; r < kRows; ++r) total[r] = begin == 0 ? acc[r] : acc[r] + total[r];
+                for (int r = 0; r < kRows; ++r) {
+                    total[half][r] = begin == 0 ? acc[half][r] : acc[half][r] + total[half][r];
+                }
+            }
         }
+#pragma GCC unroll 2
+        for (int half = 0; half < kHalves; ++half) {
 #pragma GCC unroll 4
-        for (int r = 0; r < kRows; ++r) by_row[r] = total[r];
+            for (int r = 0; r < kRows; ++r) by_row[half][row + r] = total[half][r];
+        }
+    }
+
+    // The same for fewer columns than load_words() loads.
+    template <int kRows>
+    FLASH_NOINLINE void add_last_columns(const Element *const *k, const Acc *q, int c, int columns, AccVec *acc) const {
+        Element copies[kPanel][kColumns] = {};
+        const Element *rows[kPanel];
+        AccVec words[kPanel];
+        for (int n = 0; n < kPanel; ++n) {
+            std::memcpy(copies[n], k[n] + c, sizeof(Element) * size_t(columns));
+            rows[n] = copies[n];
+        }
+        load_words(rows, 0, words);
+        for (int i = 0; i < columns; ++i) {
+            const AccVec word = words[i / kColumnsOfWord<Element>];
+            const bool is_first = i % kColumnsOfWord<Element> == 0;
+            add_column<kRows>(q + c + i, is_first ? column_of<Element, 0>(word) : column_of<Element, 1>(word), acc);
+        }
+    }
+
+    template <int kRows>
+    FLASH_INLINE void add_word(const Acc *q, AccVec word, AccVec *acc) const {
+        add_column<kRows>(q, column_of<Element, 0>(word), acc);
+        if constexpr (kColumnsOfWord<Element> == 2) add_column<kRows>(q + 1, column_of<Element, 1>(word), acc);
     }
 
     template <int kRows>
@@ -232,45 +320,46 @@ private:
     }
 
     // o = alpha * o + sum over keys of p * v, for the rows [row, row + rows).
-    void output(int rows, const Acc *alpha, int row, int n_first, int from, int keys, bool masked) const {
+    void output(int rows, const Probabilities &p, const Acc *alpha, int row, int n_first, int from, int keys,
+                bool masked) const {
         if (masked)
-            output_of_rows<1, true>(alpha, row, n_first, from, keys);
+            output_of_rows<1, true>(p, alpha, row, n_first, from, keys);
         else if (rows == kRowTile)
-            output_of_rows<kRowTile, false>(alpha, row, n_first, from, keys);
+            output_of_rows<kRowTile, false>(p, alpha, row, n_first, from, keys);
         else if (rows == 2)
-            output_of_rows<2, false>(alpha, row, n_first, from, keys);
+            output_of_rows<2, false>(p, alpha, row, n_first, from, keys);
         else
-            output_of_rows<1, false>(alpha, row, n_first, from, keys);
+            output_of_rows<1, false>(p, alpha, row, n_first, from, keys);
     }
 
     template <int kRows, bool kSkipZeros>
-    void output_of_rows(const Acc *alpha, int row, int n_first, int from, int keys) const {
-        constexpr int kVecs = std::min(kSums / kRows, 8);
-        const bool is_first = row == 0;
+    void output_of_rows(const Probabilities &p, const Acc *alpha, int row, int n_first, int from, int keys) const {
+        constexpr int kMost = std::min(kSums / kRows, 8), kSome = std::max(kMost / 2, 1);  // vectors
         int c = 0;
-        for (; c + kVecs * kPanel <= d_; c += kVecs * kPanel) {
-            add_values<kRows, kVecs, kSkipZeros>(alpha, row, c, kPanel, n_first, from, keys, is_first && c == 0);
-        }
-        for (; c < d_; c += kPanel) {
-            add_values<kRows, 1, kSkipZeros>(alpha, row, c, std::min(d_ - c, kPanel), n_first, from, keys,
-                                             is_first && c == 0);
-        }
+        const auto add = [&](auto vecs, int width) {
+            add_values<kRows, decltype(vecs)::value, kSkipZeros>(p, alpha, row, c, width, n_first, from, keys);
+            c += decltype(vecs)::value * kPanel;
+        };
+        while (c + kMost * kPanel <= d_) add(std::integral_constant<int, kMost>(), kPanel);
+        while (c + kSome * kPanel <= d_) add(std::integral_constant<int, kSome>(), kPanel);
+        while (c < d_) add(std::integral_constant<int, 1>(), std::min(d_ - c, kPanel));
     }
 
     // The same for kVecs vectors of columns from c on; the last one has `width` columns. kSkipZeros: keys that the row
     // does not see add nothing, even if their v is infinite or NaN.
     template <int kRows, int kVecs, bool kSkipZeros>
-    FLASH_NOINLINE void add_values(const Acc *alpha, int row, int c, int width, int n_first, int from, int keys,
-                                   bool prefetches) const {
+    FLASH_NOINLINE void add_values(const Probabilities &probabilities, const Acc *alpha, int row, int c, int width,
+                                   int n_first, int from, int keys) const {
+        const bool prefetches = row == 0 && c == 0;
+        const Acc *p = probabilities.p + row * probabilities.row_stride;
         AccVec acc[kRows][kVecs];
 #pragma GCC unroll 4
         for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 8
             for (int j = 0; j < kVecs; ++j) acc[r][j] = AccVec{};
         }
-        for (int n = 0; n < keys; ++n) {
+        for (int n = 0; n < keys; ++n, p += probabilities.key_stride) {
             if (prefetches) prefetch_after_value(n + kAhead, n_first, from, keys);
-            const Acc *const p = s_ + n * kPanel + row;
             if (kSkipZeros && p[0] == 0) continue;
             const Element *const v = values_[from + n] + c;
             AccVec x[kVecs];
@@ -280,7 +369,7 @@ private:
             }
 #pragma GCC unroll 4
             for (int r = 0; r < kRows; ++r) {
-                const AccVec p_r = broadcast<Acc>(p[r]);
+                const AccVec p_r = broadcast<Acc>(p[r * probabilities.row_stride]);
 #pragma GCC unroll 8
                 for (int j = 0; j < kVecs; ++j) acc[r][j] = fma<Acc>(x[j], p_r, acc[r][j]);
             }
@@ -300,8 +389,7 @@ private:
         if (n < keys) {
             prefetch(values_[from + n]);
         } else if (next_head_ > 0) {
-            const int key = std::min(n_first + n - keys, this->n_max_ - 1);
-            prefetch(this->key_ptr(params_.k, key) + next_head_ * params_.k.head_stride);
+            prefetch(stream_[from + std::min(n - keys, keys - 1)] + next_head_ * params_.k.head_stride);
         } else if (n_first + n < this->n_max_) {
             prefetch(this->key_ptr(params_.k, n_first + n) + next_head_ * params_.k.head_stride);
         }
@@ -310,9 +398,10 @@ private:
     const int d_padded_;
     const int64_t next_head_;
     Acc *const s_, *const out_rows_, *const panel_;
-    const Element **const keys_, **const values_;  // rows of K and V of the current keys
-    Acc *q_ = nullptr;                             // [kMaxRows][d]
-    Acc *o_ = nullptr;                             // [kMaxRows][d_padded]
+    const Element **const stream_;      // rows of K of the current keys, then of V
+    const Element **values_ = nullptr;  // those of V
+    Acc *q_ = nullptr;                  // [kMaxRows][d]
+    Acc *o_ = nullptr;                  // [kMaxRows][d_padded]
 };
 
 }  // namespace flash::cpu::FLASH_CPU_NAMESPACE

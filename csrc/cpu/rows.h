@@ -167,6 +167,70 @@ FLASH_INLINE void transpose_square(Vec<T> *x) {
     }
 }
 
+// ---- keys in the lanes ----
+
+// Columns that a word holds: a word is a lane of a vector. Two numbers of bfloat16 travel as one word, because moving
+// words takes most of the time.
+template <typename Element>
+constexpr int kColumnsOfWord = std::is_same_v<Element, BFloat16> ? 2 : 1;
+
+// words[i] = the word i of rows[lane] from `column` on: the transposition of a square of words.
+template <typename Element>
+FLASH_INLINE void load_words(const Element *const *rows, int column, Vec<typename AccOf<Element>::type> *words) {
+    using Acc = typename AccOf<Element>::type;
+#if FLASH_CPU_ISA == 3
+    // Four words of the rows i, i + 4, i + 8 and i + 12 come together when they are loaded. That halves the shuffles.
+    if constexpr (kColumnsOfWord<Element> * sizeof(Element) == 4) {
+        __m512 x[16];  // x[4 * quad + i]
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) {
+            const auto *row0 = reinterpret_cast<const float *>(rows[i] + column);
+            const auto *row1 = reinterpret_cast<const float *>(rows[i + 4] + column);
+            const auto *row2 = reinterpret_cast<const float *>(rows[i + 8] + column);
+            const auto *row3 = reinterpret_cast<const float *>(rows[i + 12] + column);
+#pragma GCC unroll 4
+            for (int quad = 0; quad < 4; ++quad) {
+                __m512 y = _mm512_castps128_ps512(_mm_loadu_ps(row0 + 4 * quad));
+                y = _mm512_insertf32x4(y, _mm_loadu_ps(row1 + 4 * quad), 1);
+                y = _mm512_insertf32x4(y, _mm_loadu_ps(row2 + 4 * quad), 2);
+                x[4 * quad + i] = _mm512_insertf32x4(y, _mm_loadu_ps(row3 + 4 * quad), 3);
+            }
+        }
+#pragma GCC unroll 4
+        for (int i = 0; i < 16; i += 4) {
+            const __m512d low01 = _mm512_castps_pd(_mm512_unpacklo_ps(x[i], x[i + 1]));  // words 0 and 1 of two rows
+            const __m512d low23 = _mm512_castps_pd(_mm512_unpacklo_ps(x[i + 2], x[i + 3]));
+            const __m512d high01 = _mm512_castps_pd(_mm512_unpackhi_ps(x[i], x[i + 1]));
+            const __m512d high23 = _mm512_castps_pd(_mm512_unpackhi_ps(x[i + 2], x[i + 3]));
+            words[i] = _mm512_castpd_ps(_mm512_unpacklo_pd(low01, low23));
+            words[i + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(low01, low23));
+            words[i + 2] = _mm512_castpd_ps(_mm512_unpacklo_pd(high01, high23));
+            words[i + 3] = _mm512_castpd_ps(_mm512_unpackhi_pd(high01, high23));
+        }
+        return;
+    }
+#endif
+#pragma GCC unroll 16
+    for (int row = 0; row < kLanes<Acc>; ++row) {
+        if constexpr (kColumnsOfWord<Element> == 2)
+            words[row] = load_elements(reinterpret_cast<const float *>(rows[row] + column));
+        else
+            words[row] = load_elements(rows[row] + column);
+    }
+    transpose_square<Acc>(words);
+}
+
+// The column kPart of a word, in the type of the arithmetic.
+template <typename Element, int kPart>
+FLASH_INLINE Vec<typename AccOf<Element>::type> column_of(Vec<typename AccOf<Element>::type> word) {
+    if constexpr (kColumnsOfWord<Element> == 1) {
+        return word;
+    } else {
+        const auto bits = (IntVec<float>)word;
+        return (Vec<float>)(kPart == 0 ? bits << 16 : bits & int32_t(0xffff0000));
+    }
+}
+
 #undef FLASH_SHUFFLE
 
 #if FLASH_CPU_ISA > 0
