@@ -132,6 +132,27 @@ def partly_wanted(group: Any, tensors: tuple[Tensor, ...], strategy: str) -> lis
     return [shards.merge(x, 1) for x in (dv, dq, dk)]
 
 
+def loss_of_each_rank(
+    group: Any, lengths: Lengths, tensors: tuple[Tensor, ...], strategy: str
+) -> tuple[list[Tensor], tuple[Tensor, Tensor]]:
+    """dq, dk and dv where rank 0 uses out and the log-sum-exp, rank 1 the log-sum-exp alone, the others out alone; and
+    the gradients of out and the log-sum-exp. All merged.
+    """
+    shards = shards_of(lengths, group)
+    is_packed = not isinstance(lengths, int)
+    function = cp_flash_attn_varlen_func if is_packed else cp_flash_attn_func
+    rows = 0 if is_packed else 1
+    q, k, v, dout = (shards.split(x, rows) for x in tensors[:4])
+    dlse = shards.split(tensors[4], -1)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out, lse, _ = function(*leaves, shards, causal=True, strategy=strategy, return_attn_probs=True)
+    uses_out, uses_lse = shards.rank != 1, shards.rank <= 1
+    results = [out] * uses_out + [lse] * uses_lse
+    gradients = torch.autograd.grad(results, leaves, [dout] * uses_out + [dlse] * uses_lse)
+    used = shards.merge(dout * uses_out, rows), shards.merge(dlse * uses_lse, -1)
+    return [shards.merge(x, rows) for x in gradients], used
+
+
 def under_autocast(group: Any, strategy: str) -> tuple[torch.dtype, torch.dtype]:
     """The dtypes of out and dq for float32 inputs."""
     shards = zigzag_shards(16, group)

@@ -156,6 +156,18 @@ def test_only_the_gradients_that_are_needed(strategy: str, ranks: Ranks, seed: i
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses"])
+@pytest.mark.parametrize("lengths", [34, DOCUMENTS], ids=["sequence", "documents"])
+def test_each_rank_may_use_out_the_log_sum_exp_or_both(
+    lengths: Lengths, strategy: str, ranks: Ranks, seed: int
+) -> None:
+    tensors = calls.draw(lengths, 1, (6, 3), 8, torch.float64, seed)
+    got, used = ranks.run(THREE, calls.loss_of_each_rank, lengths, tensors, strategy)[0]
+    expected = ranks.run(ONE, calls.attend, lengths, (*tensors[:3], *used), "ring", {"causal": True})[0][2:]
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
 def test_merge_inverts_split_and_sums_gradients(ranks: Ranks, draw: torch.Generator) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         x = torch.randn(2, 13, 3, generator=draw).to(dtype)

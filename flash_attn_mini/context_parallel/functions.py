@@ -58,7 +58,8 @@ def cp_flash_attn_func(
 
     Each rank passes the rows that `Shards` gives it, and gets its rows of the result. The result and the gradients
     equal those of `flash_attn_func` on the merged tensors, within the same allowed error. Every rank has to make the
-    same calls in the same order, the backward included.
+    same calls in the same order, the backward included: the loss of every rank has to depend on its out or its
+    softmax_lse, and it may be another one on each rank.
 
     Differentiable once in q, k and v, through out and through softmax_lse; with create_graph=True the backward raises
     NotImplementedError. Under torch.compile the call is a graph break. There is no dropout: the mask of dropout is a
@@ -346,7 +347,7 @@ class _ContextParallelAttention(torch.autograd.Function):
             ctx.save_for_backward(slopes, q, k, v, out, lse)
         ctx.attention = attention._replace(options=attention.options._replace(alibi_slopes=None))
         ctx.strategy = strategy
-        ctx.shape, ctx.nheads_k = q.shape, k.shape[-2]
+        ctx.shape, ctx.nheads_k, ctx.returns_lse = q.shape, k.shape[-2], returns_lse
         ctx.set_materialize_grads(False)
         if not returns_lse:
             ctx.mark_non_differentiable(lse)
@@ -368,7 +369,10 @@ class _ContextParallelAttention(torch.autograd.Function):
         if dout is None:
             dout = saved[0].new_zeros(ctx.shape)
         if ctx.strategy == ulysses.NAME:
-            gradients = ulysses.backward(attention, dout, dlse, ulysses.Saved(saved), dout, ctx.nheads_k, wanted)
+            saved_heads = ulysses.Saved(saved)
+            gradients = ulysses.backward(
+                attention, dout, dlse, ctx.returns_lse, saved_heads, dout, ctx.nheads_k, wanted
+            )
         else:
             strategy = ring if ctx.strategy == ring.NAME else all_gather
             q, k, v, out, lse = saved

@@ -71,13 +71,20 @@ def backward(
     attention: Attention,
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
+    returned_lse: bool,
     saved: Saved,
     q_like: torch.Tensor,
     nheads_k: int,
     wanted: Sequence[bool],
 ) -> ThreeTensors:
-    """dq, dk and dv of the local tensors, None for those not wanted."""
+    """dq, dk and dv of the local tensors, None for those not wanted.
+
+    The messages depend on what all ranks share alone. A loss may use the log-sum-exp on some ranks only, so if the
+    forward returned it, its gradient travels from every rank, zeros where there is none.
+    """
     size = attention.shards.size
+    if returned_lse and dlse is None:
+        dlse = dout.new_zeros(dout[..., 0].transpose(-1, -2).shape, dtype=sums_dtype(dout))
     groups = len(saved.tensors) // 5
     douts = _by_rank_and_group(tokens_first(dout), size, groups)
     dlses = None if dlse is None else _by_rank_and_group(_rows_of_lse(dlse)[..., None], size, groups)
