@@ -17,7 +17,7 @@ from ..backends import extension, select_backend
 from ..options import Sequences
 from . import all_gather, blocks, ring, transport, ulysses
 from .kernels import Attention, BackwardInputs
-from .shards import Shards
+from .shards import Shards, kept
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 STRATEGIES = ("auto", ring.NAME, all_gather.NAME, ulysses.NAME)
@@ -272,13 +272,13 @@ def _checked(
 
 def _local_sequence(shards: Shards, device: torch.device) -> Sequences:
     """All local tokens as one sequence, for the checks of the varlen functions."""
-    key = ("local", device)
-    if key not in shards.plans:  # the copy to a GPU waits for it
+
+    def build() -> Sequences:
         tokens = shards.tokens[shards.rank]
-        cu_seqlens = torch.tensor([0, tokens], dtype=torch.int32).to(device)
-        shards.plans[key] = Sequences(cu_seqlens, cu_seqlens, tokens, tokens)
-    sequences: Sequences = shards.plans[key]
-    return sequences
+        cu_seqlens = torch.tensor([0, tokens], dtype=torch.int32, device="cpu").to(device)
+        return Sequences(cu_seqlens, cu_seqlens, tokens, tokens)
+
+    return kept(shards.plans, ("local", device), build)  # the copy to a GPU waits for it
 
 
 def _description(

@@ -6,13 +6,14 @@ Every rank computes the runs of all ranks, so no rank has to ask another what it
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
 from ..argument_checks import as_integer, wrong_type
+from ..autograd import _is_transformed
 from . import transport
 
 if TYPE_CHECKING:
@@ -23,6 +24,22 @@ if TYPE_CHECKING:
 
 MOST_WORK = 1.01  # of the rank with the most work, relative to the mean; above it one more document is cut
 MOST_TOKENS = 1.02  # of the rank with the most tokens, relative to the mean
+T = TypeVar("T")
+
+
+def kept(cache: dict[Any, Any], key: Any, build: Callable[[], T]) -> T:
+    """``cache[key]``, from the first call of ``build``: tensors that lengths alone decide.
+
+    Every later call can use them: they are no inference tensors. Those of a dispatch mode (FakeTensorMode) or of a
+    transform of torch.func are neither kept nor mixed with kept ones.
+    """
+    if not torch.compiler.is_dynamo_compiling() and (torch._C._len_torch_dispatch_stack() > 0 or _is_transformed()):
+        return build()
+    if key not in cache:
+        with torch.inference_mode(False):
+            cache[key] = build()
+    result: T = cache[key]
+    return result
 
 
 class Run(NamedTuple):
@@ -72,7 +89,7 @@ class Shards:
     @property
     def positions_in_document(self) -> torch.Tensor:
         """int64 ``[tokens_local]`` on the CPU: each local token's position in its document, for position embeddings."""
-        return torch.cat([torch.arange(0), *(torch.arange(run.start, run.stop) for run in self.runs[self.rank])])
+        return _ranges([(run.start, run.stop) for run in self.runs[self.rank]])
 
     def split(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """The local rows of a global tensor: a differentiable copy.
@@ -130,24 +147,26 @@ class Shards:
         return dim % x.ndim
 
     def _rows(self, rank: int) -> torch.Tensor:
-        starts = [self.starts[run.document] for run in self.runs[rank]]
-        rows = [
-            torch.arange(first + run.start, first + run.stop)
-            for first, run in zip(starts, self.runs[rank], strict=True)
-        ]
-        return torch.cat([torch.arange(0), *rows])
+        runs = self.runs[rank]
+        return _ranges([(self.starts[run.document] + run.start, self.starts[run.document] + run.stop) for run in runs])
 
     def _on(self, name: str, device: torch.device) -> torch.Tensor:
         """An index on a device. The copy to the device happens once."""
-        if (name, device) not in self._index:
-            if name == "local":
-                index = self.positions
-            else:
-                index = torch.cat([self._rows(rank) for rank in range(self.size)])
-                if name == "to_global":
-                    index = torch.empty_like(index).scatter_(0, index, torch.arange(len(index)))
-            self._index[name, device] = index.to(device)
-        return self._index[name, device]
+        return kept(self._index, (name, device), lambda: self._index_of(name).to(device))
+
+    def _index_of(self, name: str) -> torch.Tensor:
+        if name == "local":
+            return self.positions
+        index = torch.cat([self._rows(rank) for rank in range(self.size)])
+        if name == "to_global":
+            index = torch.empty_like(index).scatter_(0, index, torch.arange(len(index), device="cpu"))
+        return index
+
+
+def _ranges(bounds: list[tuple[int, int]]) -> torch.Tensor:
+    """int64 on the CPU, whatever the default device: start to stop - 1 of each pair, one after the other."""
+    ranges = [torch.arange(start, stop, device="cpu") for start, stop in bounds]
+    return torch.cat(ranges) if ranges else torch.arange(0, device="cpu")
 
 
 class _Merge(torch.autograd.Function):

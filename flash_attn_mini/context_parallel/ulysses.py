@@ -19,6 +19,7 @@ from . import transport
 from .all_gather import tokens_first
 from .kernels import Attention, sums_dtype
 from .ring import ThreeTensors
+from .shards import kept
 
 NAME = "ulysses"
 MOST_GROUPS = 4  # of heads; the first to arrive and the last to leave are not hidden behind work
@@ -206,14 +207,14 @@ def _sequences(attention: Attention, q: torch.Tensor) -> Sequences | None:
     """The documents of a packed tensor in global order."""
     if not attention.is_packed:
         return None
-    plans, starts = attention.shards.plans, attention.shards.starts
-    key = ("documents", q.device)
-    if key not in plans:
-        cu_seqlens = torch.tensor(starts, dtype=torch.int32).to(q.device)
+    starts = attention.shards.starts
+
+    def build() -> Sequences:
+        cu_seqlens = torch.tensor(starts, dtype=torch.int32, device="cpu").to(q.device)
         longest = max((stop - start for start, stop in pairwise(starts)), default=0)
-        plans[key] = Sequences(cu_seqlens, cu_seqlens, longest, longest)
-    result: Sequences = plans[key]
-    return result
+        return Sequences(cu_seqlens, cu_seqlens, longest, longest)
+
+    return kept(attention.shards.plans, ("documents", q.device), build)
 
 
 def travelling_elements(tokens: int, size: int, nheads: int, nheads_k: int) -> float:
