@@ -14,7 +14,7 @@ import torch
 
 from ..argument_checks import as_integer, wrong_type
 from ..autograd import _is_transformed
-from . import transport
+from . import checks, transport
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 MOST_WORK = 1.01  # of the rank with the most work, relative to the mean; above it one more document is cut
 MOST_TOKENS = 1.02  # of the rank with the most tokens, relative to the mean
+MERGE = "Shards.merge"  # its name in messages
 T = TypeVar("T")
 
 
@@ -82,6 +83,11 @@ class Shards:
         )
 
     @property
+    def description(self) -> str:
+        """What has to be the same on every rank."""
+        return str((self.starts, self.runs))
+
+    @property
     def positions(self) -> torch.Tensor:
         """int64 ``[tokens_local]`` on the CPU: the row of each local token in the global tensor."""
         return self._rows(self.rank)
@@ -109,21 +115,35 @@ class Shards:
 
         Differentiable: the gradient of the local rows is the sum of the gradients that the ranks give to those rows, as
         of any all-gather. Ranks that all compute the same loss from a merged tensor thus get ``size`` times its
-        gradient.
+        gradient. The gradient is exact for complex tensors too. There is no second derivative.
 
         Args:
-            x: The local rows, in dimension ``dim``.
+            x: The local rows, in dimension ``dim``; the same dtype and the same other dimensions on every rank.
             dim: The dimension of the tokens.
 
         Raises:
-            ValueError: If ``x`` has another number of tokens.
+            ValueError: If ``x`` has another number of tokens; with FLASH_ATTN_MINI_CHECK=1 on every rank if the ranks'
+                dtypes, shapes or shards differ.
+            NotImplementedError: Under torch.func (grad, vmap, jvp and others), and for a second derivative.
         """
         run = torch.compiler.disable(self._merge) if torch.compiler.is_compiling() else self._merge
         merged: torch.Tensor = run(x, dim)
         return merged
 
     def _merge(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        dim = self._checked_dim(x, dim, self.tokens[self.rank], "the tokens of this rank")
+        with checks.shared_errors(MERGE, self.group):
+            checks.refuse_transforms(MERGE, x)
+            dim = self._checked_dim(x, dim, self.tokens[self.rank], "the tokens of this rank")
+        if checks.compares_ranks():
+            shape = [*x.shape[:dim], "tokens", *x.shape[dim + 1 :]]
+            description = {
+                "shape of x": str(shape),
+                "dtype": str(x.dtype),
+                "device": x.device.type,
+                "gradient of x": "needed" if torch.is_grad_enabled() and x.requires_grad else "not needed",
+                "shards": self.description,
+            }
+            checks.compare_ranks(MERGE, self.group, description)
         merged: torch.Tensor = _Merge.apply(self, x.movedim(dim, 0))
         return merged.movedim(0, dim)
 
@@ -175,15 +195,18 @@ class _Merge(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shards: Shards, x: torch.Tensor) -> torch.Tensor:
         ctx.shards = shards
-        where = "Shards.merge, forward"
-        return shards.to_global(transport.all_gather_rows(x.contiguous(), shards.tokens, shards.group, where))
+        x = x.resolve_conj().resolve_neg().contiguous()
+        gathered = transport.all_gather_rows(x, shards.tokens, shards.group, f"{MERGE}, forward")
+        return shards.to_global(gathered)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
+        checks.refuse_second_derivative(MERGE)
+        checks.refuse_transforms(f"the backward of {MERGE}", gradient)
         shards: Shards = ctx.shards
-        by_rank = shards.to_ranks(gradient)
-        where = "Shards.merge, backward"
-        return None, transport.sum_of_rows(by_rank, shards.tokens, shards.group, where).to(gradient.dtype)
+        by_rank = shards.to_ranks(gradient.resolve_conj().resolve_neg())
+        summed = transport.sum_of_rows(by_rank, shards.tokens, shards.group, f"{MERGE}, backward")
+        return None, summed.to(gradient.dtype)
 
 
 def zigzag_shards(seqlen: int, group: Group) -> Shards:
