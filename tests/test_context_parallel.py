@@ -61,6 +61,8 @@ CASES = [
     Case("ALiBi, causal", THREE, 50, {"causal": True}, alibi="heads"),
     Case("ALiBi, full, slopes for each sequence", FOUR, 53, alibi="batch"),
     Case("ALiBi, window, softcap", TWO, 47, {"window_size": (20, 9), "softcap": 3.0}, alibi="heads"),
+    Case("ALiBi, far keys", TWO, 1700, alibi="heads", batch=1, heads=(2, 2)),
+    Case("documents, ALiBi, far keys", TWO, (1500, 90), {"causal": True}, "heads", heads=(2, 2)),
     Case("documents, causal", FOUR, DOCUMENTS, {"causal": True}, heads=(8, 4)),
     Case("documents, full", THREE, DOCUMENTS, heads=(6, 3)),
     Case("documents, window", FOUR, DOCUMENTS, {"window_size": (9, 4)}),

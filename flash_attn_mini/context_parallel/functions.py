@@ -56,9 +56,10 @@ def cp_flash_attn_func(
     """`flash_attn_func` on a sequence whose tokens are spread over the ranks of a group.
 
     Each rank passes the rows that `Shards` gives it, and gets its rows of the result. The result and the gradients
-    equal those of `flash_attn_func` on the merged tensors, within the same allowed error. Every rank has to make the
-    same calls in the same order, the backward included: the loss of every rank has to depend on its out or its
-    softmax_lse, and it may be another one on each rank.
+    equal those of `flash_attn_func` on the merged tensors, within the same allowed error. The exception is ALiBi with
+    float32 on the backend ``triton`` (docs/context_parallel.md). Every rank has to make the same calls in the same
+    order, the backward included: the loss of every rank has to depend on its out or on its softmax_lse. Which of the
+    two may differ between ranks.
 
     Differentiable once in q, k and v, through out and through softmax_lse; with create_graph=True the backward raises
     NotImplementedError. Under torch.compile the call is a graph break. There is no dropout: the mask of dropout is a
