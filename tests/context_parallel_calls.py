@@ -102,8 +102,13 @@ def merge_with_gradient(group: Any, x: Tensor, weights: list[Tensor]) -> tuple[T
     shards = zigzag_shards(x.shape[1], group)
     local = shards.split(x, 1).requires_grad_()
     merged = shards.merge(local, 1)
-    (gradient,) = torch.autograd.grad((merged * weights[shards.rank]).sum(), local)
+    (gradient,) = torch.autograd.grad((merged * weights[shards.rank]).sum(), local, torch.ones((), dtype=x.dtype))
     return merged.detach(), shards.merge(gradient, -2)
+
+
+def merge_conjugate(group: Any, x: Tensor) -> Tensor:
+    shards = zigzag_shards(x.shape[1], group)
+    return shards.merge(shards.split(x, 1).conj(), 1).resolve_conj()
 
 
 def compiled_split_and_merge(group: Any, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -130,6 +135,27 @@ def partly_wanted(group: Any, tensors: tuple[Tensor, ...], strategy: str) -> lis
     with torch.no_grad():
         assert not cp_flash_attn_func(q, k, v, shards, causal=True, strategy=strategy).requires_grad
     return [shards.merge(x, 1) for x in (dv, dq, dk)]
+
+
+def loss_of_each_rank(
+    group: Any, lengths: Lengths, tensors: tuple[Tensor, ...], strategy: str
+) -> tuple[list[Tensor], tuple[Tensor, Tensor]]:
+    """dq, dk and dv where rank 0 uses out and the log-sum-exp, rank 1 the log-sum-exp alone, the others out alone; and
+    the gradients of out and the log-sum-exp. All merged.
+    """
+    shards = shards_of(lengths, group)
+    is_packed = not isinstance(lengths, int)
+    function = cp_flash_attn_varlen_func if is_packed else cp_flash_attn_func
+    rows = 0 if is_packed else 1
+    q, k, v, dout = (shards.split(x, rows) for x in tensors[:4])
+    dlse = shards.split(tensors[4], -1)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out, lse, _ = function(*leaves, shards, causal=True, strategy=strategy, return_attn_probs=True)
+    uses_out, uses_lse = shards.rank != 1, shards.rank <= 1
+    results = [out] * uses_out + [lse] * uses_lse
+    gradients = torch.autograd.grad(results, leaves, [dout] * uses_out + [dlse] * uses_lse)
+    used = shards.merge(dout * uses_out, rows), shards.merge(dlse * uses_lse, -1)
+    return [shards.merge(x, rows) for x in gradients], used
 
 
 def under_autocast(group: Any, strategy: str) -> tuple[torch.dtype, torch.dtype]:
@@ -182,6 +208,54 @@ def double_backward(group: Any) -> None:
     out = cp_flash_attn_func(q, q, q, shards)
     (dq,) = torch.autograd.grad(out.sum(), q, create_graph=True)
     dq.sum().backward()
+
+
+def batched_gradients(group: Any) -> None:
+    shards = zigzag_shards(8, group)
+    q = torch.randn(1, shards.tokens[shards.rank], 2, 8, requires_grad=True)
+    out = cp_flash_attn_func(q, q, q, shards)
+    torch.autograd.grad(out, q, torch.ones(2, *out.shape), is_grads_batched=True)
+
+
+def call_under_func(group: Any, transform: str, members: tuple[int, ...], merges: bool) -> None:
+    """A call of every rank, of some of them under a transform of torch.func."""
+    shards = zigzag_shards(8, group)
+
+    def call(q: Tensor) -> Tensor:
+        return shards.merge(q, 1) if merges else cp_flash_attn_func(q, q, q, shards)
+
+    q = torch.randn(1, shards.tokens[shards.rank], 2, 8)
+    if shards.rank not in members:
+        call(q)
+    elif transform == "grad":
+        torch.func.grad(lambda x: call(x).sum())(q)
+    elif transform == "vmap":
+        torch.vmap(call)(torch.stack([q, q]))
+    else:
+        torch.func.jvp(call, (q,), (q,))
+
+
+def merge_with(group: Any, changes: dict[int, dict[str, Any]]) -> None:
+    """`Shards.merge` on every rank; ``changes`` of a rank replace its arguments."""
+    mine: dict[str, Any] = {"rows": 0, "width": 4, "dtype": torch.float32, "length": 24, "grad": False, "dim": 0}
+    mine |= changes.get(dist.get_rank(group), {})
+    shards = zigzag_shards(mine["length"], group)
+    x = torch.ones(shards.tokens[shards.rank] + mine["rows"], mine["width"], dtype=mine["dtype"])
+    shards.merge(x.requires_grad_() if mine["grad"] else x, mine["dim"])
+
+
+def merge_or_attend(group: Any) -> None:
+    """Rank 0 merges where the others call attention."""
+    if dist.get_rank(group) == 0:
+        merge_with(group, {})
+    else:
+        call_with(group, {})
+
+
+def merge_twice_differentiated(group: Any) -> None:
+    shards = zigzag_shards(8, group)
+    x = torch.randn(shards.tokens[shards.rank], requires_grad=True)
+    torch.autograd.grad(shards.merge(x, 0).square().sum(), x, create_graph=True)
 
 
 class Layer(nn.Module):

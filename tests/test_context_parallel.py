@@ -61,6 +61,8 @@ CASES = [
     Case("ALiBi, causal", THREE, 50, {"causal": True}, alibi="heads"),
     Case("ALiBi, full, slopes for each sequence", FOUR, 53, alibi="batch"),
     Case("ALiBi, window, softcap", TWO, 47, {"window_size": (20, 9), "softcap": 3.0}, alibi="heads"),
+    Case("ALiBi, far keys", TWO, 1700, alibi="heads", batch=1, heads=(2, 2)),
+    Case("documents, ALiBi, far keys", TWO, (1500, 90), {"causal": True}, "heads", heads=(2, 2)),
     Case("documents, causal", FOUR, DOCUMENTS, {"causal": True}, heads=(8, 4)),
     Case("documents, full", THREE, DOCUMENTS, heads=(6, 3)),
     Case("documents, window", FOUR, DOCUMENTS, {"window_size": (9, 4)}),
@@ -156,13 +158,30 @@ def test_only_the_gradients_that_are_needed(strategy: str, ranks: Ranks, seed: i
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses"])
+@pytest.mark.parametrize("lengths", [34, DOCUMENTS], ids=["sequence", "documents"])
+def test_each_rank_may_use_out_the_log_sum_exp_or_both(
+    lengths: Lengths, strategy: str, ranks: Ranks, seed: int
+) -> None:
+    tensors = calls.draw(lengths, 1, (6, 3), 8, torch.float64, seed)
+    got, used = ranks.run(THREE, calls.loss_of_each_rank, lengths, tensors, strategy)[0]
+    expected = ranks.run(ONE, calls.attend, lengths, (*tensors[:3], *used), "ring", {"causal": True})[0][2:]
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
 def test_merge_inverts_split_and_sums_gradients(ranks: Ranks, draw: torch.Generator) -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        x = torch.randn(2, 13, 3, generator=draw).to(dtype)
-        weights = [torch.randn(2, 13, 3, generator=draw).to(dtype) for _ in THREE]
+    for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.complex128):
+        wide = torch.promote_types(dtype, torch.float32)
+        x, *weights = torch.randn(4, 2, 13, 3, dtype=wide, generator=draw).to(dtype)
         for merged, gradient in ranks.run(THREE, calls.merge_with_gradient, x, weights):
             assert torch.equal(merged, x)
-            torch.testing.assert_close(gradient, sum(w.float() for w in weights).to(dtype))
+            torch.testing.assert_close(gradient, sum(w.to(wide) for w in weights).conj().to(dtype))
+
+
+def test_merge_takes_conjugate_views(ranks: Ranks, draw: torch.Generator) -> None:
+    x = torch.randn(2, 13, 3, dtype=torch.complex64, generator=draw)
+    assert all(torch.equal(merged, x.conj()) for merged in ranks.run(THREE, calls.merge_conjugate, x))
 
 
 def test_split_and_merge_in_a_compiled_function(ranks: Ranks, draw: torch.Generator) -> None:
@@ -255,8 +274,49 @@ def test_ranks_that_call_differently_are_an_error_on_every_rank(
             raise Exception(result[1])
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dtype": torch.float64}, "dtype of Shards.merge differs between ranks: torch.float32 on rank 0, .* rank 1"),
+        ({"width": 8}, "shape of x of Shards.merge differs"),
+        ({"rows": -1}, "wrong arguments on rank 1: ValueError: .* x has 7 rows|x has 7 rows"),
+        ({"dim": 2}, "wrong arguments on rank 1: ValueError: .* dim is 2|dim is 2"),
+        ({"length": 22}, "shards of Shards.merge differs"),
+        ({"grad": True}, "gradient of x of Shards.merge differs"),
+    ],
+)
+def test_ranks_that_merge_differently_are_an_error_on_every_rank(
+    changes: dict[str, Any], message: str, ranks: Ranks
+) -> None:
+    for done, (name, text, _) in ranks.attempt(THREE, calls.merge_with, {1: changes}, **CHECK):
+        assert not done
+        assert name == "ValueError", text
+        with pytest.raises(Exception, match=message):
+            raise Exception(text)
+
+
+def test_a_merge_beside_attention_is_an_error_on_every_rank(ranks: Ranks) -> None:
+    for done, (_, text, _) in ranks.attempt(TWO, calls.merge_or_attend, **CHECK):
+        assert not done
+        assert "differs between ranks: Shards.merge on rank 0, cp_flash_attn_func on rank 1" in text
+
+
 def test_the_check_passes_equal_calls(ranks: Ranks) -> None:
     ranks.run(THREE, calls.call_with, {}, **CHECK)
+    ranks.run(THREE, calls.merge_with, {}, **CHECK)
+    ranks.run(THREE, calls.merge_with, {0: {"dim": -2}}, **CHECK)  # another name of the same dimension
+
+
+@pytest.mark.parametrize("members", [TWO, (1,)], ids=["every-rank", "one-rank"])
+@pytest.mark.parametrize("merges", [False, True], ids=["attention", "merge"])
+@pytest.mark.parametrize("transform", ["grad", "vmap", "jvp"])
+def test_torch_func_is_refused(transform: str, merges: bool, members: tuple[int, ...], ranks: Ranks) -> None:
+    environment = CHECK if members == (1,) else {}
+    results = ranks.attempt(TWO, calls.call_under_func, transform, members, merges, **environment)
+    for rank, (done, (name, text, _)) in enumerate(results):
+        assert not done
+        assert name == ("NotImplementedError" if rank in members else "ValueError"), text
+        assert f"{'Shards.merge' if merges else 'cp_flash_attn_func'} does not run under torch.func" in text
 
 
 @pytest.mark.parametrize(
@@ -266,6 +326,8 @@ def test_the_check_passes_equal_calls(ranks: Ranks) -> None:
         (calls.varlen_call_with, ({"alibi_slopes": torch.rand(3, 2)},), "ValueError", "with 2 documents"),
         (calls.call_with_a_subclass, (), "TypeError", "q is a Subclass; allowed: a plain torch.Tensor"),
         (calls.double_backward, (), "NotImplementedError", "create_graph=True"),
+        (calls.merge_twice_differentiated, (), "NotImplementedError", "create_graph=True"),
+        (calls.batched_gradients, (), "NotImplementedError", "a batch of gradients (is_grads_batched)"),
     ],
 )
 def test_other_wrong_uses(function: Any, arguments: Any, error: str, message: str, ranks: Ranks) -> None:

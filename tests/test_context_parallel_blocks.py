@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import accumulate
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from flash_attn_mini import packed_shards, zigzag_shards
@@ -127,6 +129,66 @@ def test_short_documents_stay_whole(draw: torch.Generator) -> None:
     with rank_of(4):
         keys = blocks.travelling_keys(shards, CAUSAL)
     assert keys <= 0.2 * sum(lengths)
+
+
+def plainly(use: Callable[[], Tensor]) -> None:
+    use()
+
+
+def in_inference_mode(use: Callable[[], Tensor]) -> None:
+    with torch.inference_mode():
+        use()
+
+
+def in_fake_mode(use: Callable[[], Tensor]) -> None:
+    with FakeTensorMode():
+        use()
+
+
+def in_func_grad(use: Callable[[], Tensor]) -> None:
+    torch.func.grad(lambda x: (x * use().sum()).sum())(torch.ones(1))
+
+
+@pytest.mark.parametrize("first", [plainly, in_inference_mode, in_fake_mode, in_func_grad])
+@pytest.mark.parametrize("second", ["training", "FakeTensorMode"])
+def test_shards_work_whatever_mode_used_them_first(first: Callable[[Callable[[], Tensor]], None], second: str) -> None:
+    with rank_of(2):
+        shards = shards_of((7, 30))
+        call = blocks.plan(shards, CAUSAL, True).own[0]
+        ids = torch.arange(37)
+
+        def use() -> Tensor:
+            call.sequences(torch.device("cpu"))
+            return shards.split(torch.ones(37, 2), 0)
+
+        first(use)
+        if second == "FakeTensorMode":
+            with FakeTensorMode():
+                assert use().shape == (shards.tokens[0], 2)
+            return
+        x = ids.double().requires_grad_()
+        (shards.split(x, 0) * 2.0).sum().backward()
+        assert x.grad is not None
+        assert x.grad.nonzero().flatten().tolist() == shards.positions.tolist()
+        assert shards.to_global(shards.to_ranks(x)).tolist() == ids.tolist()
+        sequences, documents = call.sequences(torch.device("cpu"))
+        for index in (sequences.cu_seqlens_q, documents):
+            assert type(index) is Tensor
+            assert not index.is_inference()
+
+
+@pytest.mark.parametrize("lengths", [(7, 30), ()])
+def test_positions_are_on_the_cpu_whatever_the_default_device(lengths: Lengths) -> None:
+    with rank_of(2), torch.device("meta"):
+        shards = packed_shards([0, *accumulate(lengths)], None)
+        for positions in (shards.positions, shards.positions_in_document):
+            assert positions.device.type == "cpu"
+            assert positions.dtype == torch.int64
+        x = torch.ones(sum(lengths), device="cpu")
+        assert shards.split(x, 0).device.type == "cpu"
+        for call in blocks.plan(shards, CAUSAL, True).own:
+            sequences, documents = call.sequences(torch.device("cpu"))
+            assert sequences.cu_seqlens_q.device.type == documents.device.type == "cpu"
 
 
 # ---- blocks --------------------------------------------------------------------------------------------------------

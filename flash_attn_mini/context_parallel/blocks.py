@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from ..options import Sequences
-from .shards import Run, Shards
+from .shards import Run, Shards, kept
 
 FAR = 1 << 62  # more than any distance: unbounded
 Interval = tuple[int, int]  # first row, number of rows
@@ -94,21 +94,23 @@ class Call:
         Rows between two rectangles become a sequence of queries without keys, and one of keys without queries: the
         kernels give them results that change nothing.
         """
-        if device not in self._sequences:
-            lengths_q, lengths_k, documents = [], [], []
-            q_end, k_end = self.rectangles[0].q_row, self.rectangles[0].k_row
-            for rectangle in self.rectangles:
-                gaps = ((rectangle.q_row - q_end, 0), (0, rectangle.k_row - k_end))
-                for q_rows, k_rows in (*gaps, (rectangle.q_rows, rectangle.k_rows)):
-                    if q_rows > 0 or k_rows > 0:
-                        lengths_q.append(q_rows)
-                        lengths_k.append(k_rows)
-                        documents.append(rectangle.document)
-                q_end, k_end = rectangle.q_row + rectangle.q_rows, rectangle.k_row + rectangle.k_rows
-            cu_seqlens = torch.tensor([[0, *lengths_q], [0, *lengths_k]]).cumsum(1).to(torch.int32).to(device)
-            sequences = Sequences(cu_seqlens[0], cu_seqlens[1], max(lengths_q), max(lengths_k))
-            self._sequences[device] = sequences, torch.tensor(documents).to(device)
-        return self._sequences[device]
+        return kept(self._sequences, device, lambda: self._build_sequences(device))
+
+    def _build_sequences(self, device: torch.device) -> tuple[Sequences, torch.Tensor]:
+        lengths_q, lengths_k, documents = [], [], []
+        q_end, k_end = self.rectangles[0].q_row, self.rectangles[0].k_row
+        for rectangle in self.rectangles:
+            gaps = ((rectangle.q_row - q_end, 0), (0, rectangle.k_row - k_end))
+            for q_rows, k_rows in (*gaps, (rectangle.q_rows, rectangle.k_rows)):
+                if q_rows > 0 or k_rows > 0:
+                    lengths_q.append(q_rows)
+                    lengths_k.append(k_rows)
+                    documents.append(rectangle.document)
+            q_end, k_end = rectangle.q_row + rectangle.q_rows, rectangle.k_row + rectangle.k_rows
+        lengths = torch.tensor([[0, *lengths_q], [0, *lengths_k]], device="cpu")
+        cu_seqlens = lengths.cumsum(1).to(torch.int32).to(device)
+        sequences = Sequences(cu_seqlens[0], cu_seqlens[1], max(lengths_q), max(lengths_k))
+        return sequences, torch.tensor(documents, device="cpu").to(device)
 
 
 class Block(NamedTuple):

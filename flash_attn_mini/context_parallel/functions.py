@@ -5,7 +5,6 @@ Arguments are checked here, the strategy is chosen here, and autograd enters her
 
 from __future__ import annotations
 
-import os
 from typing import Any, NamedTuple
 
 import torch
@@ -15,9 +14,9 @@ from ..argument_checks import WindowSize, checked_options, wrong_type
 from ..autograd import _autocast
 from ..backends import extension, select_backend
 from ..options import Sequences
-from . import all_gather, blocks, ring, transport, ulysses
+from . import all_gather, blocks, checks, ring, transport, ulysses
 from .kernels import Attention, BackwardInputs
-from .shards import Shards
+from .shards import Shards, kept
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 STRATEGIES = ("auto", ring.NAME, all_gather.NAME, ulysses.NAME)
@@ -57,8 +56,10 @@ def cp_flash_attn_func(
     """`flash_attn_func` on a sequence whose tokens are spread over the ranks of a group.
 
     Each rank passes the rows that `Shards` gives it, and gets its rows of the result. The result and the gradients
-    equal those of `flash_attn_func` on the merged tensors, within the same allowed error. Every rank has to make the
-    same calls in the same order, the backward included.
+    equal those of `flash_attn_func` on the merged tensors, within the same allowed error. The exception is ALiBi with
+    float32 on the backend ``triton`` (docs/context_parallel.md). Every rank has to make the same calls in the same
+    order, the backward included: the loss of every rank has to depend on its out or on its softmax_lse. Which of the
+    two may differ between ranks.
 
     Differentiable once in q, k and v, through out and through softmax_lse; with create_graph=True the backward raises
     NotImplementedError. Under torch.compile the call is a graph break. There is no dropout: the mask of dropout is a
@@ -85,6 +86,7 @@ def cp_flash_attn_func(
         TypeError: For an argument of a wrong type or dtype.
         ValueError: For a wrong shape, device, stride or value; for tensors without the tokens of this rank; with
             FLASH_ATTN_MINI_CHECK=1 on every rank if the ranks' shapes, options or shards differ.
+        NotImplementedError: Under torch.func (grad, vmap, jvp and others), and for a batch of gradients.
         RuntimeError: When the machine lacks what a backend needs, and when communication fails.
 
     Example:
@@ -190,19 +192,15 @@ def _call(
     """Both public functions."""
     if torch.compiler.is_compiling():  # here, because the decorator makes the import of this package take two seconds
         return torch.compiler.disable(_call)(name, is_packed, q, k, v, shards, arguments, strategy, backend)
-    checks_ranks = os.environ.get("FLASH_ATTN_MINI_CHECK", "0") not in ("", "0")
     if not isinstance(shards, Shards):
         raise wrong_type("shards", shards, "what zigzag_shards or packed_shards returns")
-    try:
+    with checks.shared_errors(name, shards.group):
+        checks.refuse_transforms(name, q, k, v)
         attention = _checked(name, is_packed, q, k, v, shards, arguments, strategy, backend)
-    except Exception as error:
-        if checks_ranks:
-            _compare_ranks(name, shards, f"{type(error).__name__}: {error}", None)
-        raise
     if torch.is_autocast_enabled(q.device.type):
         q, k, v = (_autocast(x, q.device.type) for x in (q, k, v))
-    if checks_ranks:
-        _compare_ranks(name, shards, None, _description(attention, q, k, v, arguments, strategy))
+    if checks.compares_ranks():
+        checks.compare_ranks(name, shards.group, _description(attention, q, k, v, arguments, strategy))
     choice = Choice(strategy, "asked for")
     if strategy == "auto":
         choice = choose_strategy(attention, q.shape[-2], k.shape[-2])
@@ -271,13 +269,13 @@ def _checked(
 
 def _local_sequence(shards: Shards, device: torch.device) -> Sequences:
     """All local tokens as one sequence, for the checks of the varlen functions."""
-    key = ("local", device)
-    if key not in shards.plans:  # the copy to a GPU waits for it
+
+    def build() -> Sequences:
         tokens = shards.tokens[shards.rank]
-        cu_seqlens = torch.tensor([0, tokens], dtype=torch.int32).to(device)
-        shards.plans[key] = Sequences(cu_seqlens, cu_seqlens, tokens, tokens)
-    sequences: Sequences = shards.plans[key]
-    return sequences
+        cu_seqlens = torch.tensor([0, tokens], dtype=torch.int32, device="cpu").to(device)
+        return Sequences(cu_seqlens, cu_seqlens, tokens, tokens)
+
+    return kept(shards.plans, ("local", device), build)  # the copy to a GPU waits for it
 
 
 def _description(
@@ -289,39 +287,17 @@ def _description(
     needs = [name for name, x in zip("qkv", (q, k, v), strict=True) if torch.is_grad_enabled() and x.requires_grad]
     options, slopes = attention.options, attention.options.alibi_slopes
     return {
-        "function": attention.name,
         "shape of q": str(shapes[0]),
         "shape of k": str(shapes[1]),
         "dtype": str(q.dtype),
+        "device": q.device.type,
         "strategy": strategy,
         "options": str(options._replace(alibi_slopes=None)),
         "alibi_slopes": "None" if slopes is None else str(slopes.tolist()),
         "return_attn_probs": str(bool(arguments.return_attn_probs)),
         "tensors with a gradient": str(needs),
-        "shards": str((attention.shards.starts, attention.shards.runs)),
+        "shards": attention.shards.description,
     }
-
-
-def _compare_ranks(name: str, shards: Shards, error: str | None, description: dict[str, str] | None) -> None:
-    """Raise on every rank if one rank has an error or calls with other arguments. The rank with the error returns."""
-    of_ranks = transport.gather_objects((error, description), shards.group, f"{name}, comparison of the ranks")
-    if error is not None:
-        return
-    for rank, (other, _) in enumerate(of_ranks):
-        if other is not None:
-            raise ValueError(f"flash_attn_mini: {name} was called with wrong arguments on rank {rank}: {other}")
-    first = of_ranks[0][1]
-    for rank, (_, other) in enumerate(of_ranks):
-        for what, value in first.items():
-            if other[what] != value:
-                raise ValueError(
-                    f"flash_attn_mini: {what} of {name} differs between ranks: {_short(value)} on rank 0, "
-                    f"{_short(other[what])} on rank {rank}; allowed: the same on every rank"
-                )
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 200 else text[:200] + "..."
 
 
 class _ContextParallelAttention(torch.autograd.Function):
@@ -346,7 +322,7 @@ class _ContextParallelAttention(torch.autograd.Function):
             ctx.save_for_backward(slopes, q, k, v, out, lse)
         ctx.attention = attention._replace(options=attention.options._replace(alibi_slopes=None))
         ctx.strategy = strategy
-        ctx.shape, ctx.nheads_k = q.shape, k.shape[-2]
+        ctx.shape, ctx.nheads_k, ctx.returns_lse = q.shape, k.shape[-2], returns_lse
         ctx.set_materialize_grads(False)
         if not returns_lse:
             ctx.mark_non_differentiable(lse)
@@ -354,11 +330,8 @@ class _ContextParallelAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> Any:
-        if torch.is_grad_enabled():
-            raise NotImplementedError(
-                f"flash_attn_mini: {ctx.attention.name} has no second derivative, so its backward does not run with "
-                "create_graph=True; backends that have it: none"
-            )
+        checks.refuse_second_derivative(ctx.attention.name)
+        checks.refuse_transforms(f"the backward of {ctx.attention.name}", dout, dlse)
         wanted = ctx.needs_input_grad[3:]
         slopes, *saved = ctx.saved_tensors
         options = ctx.attention.options._replace(alibi_slopes=slopes)
@@ -368,7 +341,10 @@ class _ContextParallelAttention(torch.autograd.Function):
         if dout is None:
             dout = saved[0].new_zeros(ctx.shape)
         if ctx.strategy == ulysses.NAME:
-            gradients = ulysses.backward(attention, dout, dlse, ulysses.Saved(saved), dout, ctx.nheads_k, wanted)
+            saved_heads = ulysses.Saved(saved)
+            gradients = ulysses.backward(
+                attention, dout, dlse, ctx.returns_lse, saved_heads, dout, ctx.nheads_k, wanted
+            )
         else:
             strategy = ring if ctx.strategy == ring.NAME else all_gather
             q, k, v, out, lse = saved

@@ -84,6 +84,8 @@ def forward(
         row, rows = call.q
         q_part = q.narrow(rows_dim, row, rows)
         k_part, v_part = (x.narrow(rows_dim, *call.k) for x in (k, v))
+        if _needs_float64(attention, call, q):
+            q_part, k_part, v_part = q_part.double(), k_part.double(), v_part.double()
         options = _options_of(attention, call, q)
         if len(call.rectangles) > 1:
             sequences, _ = call.sequences(q.device)
@@ -94,7 +96,7 @@ def forward(
         else:
             out, lse, _, _ = run_forward(q_part, k_part, v_part, None, options)
         offset = _offset_of(attention, call, q)
-        to.add(row, out, lse if offset is None else lse - offset)
+        to.add(row, out, lse if offset is None else (lse - offset).to(sums_dtype(q)))
 
 
 def backward(attention: Attention, calls: list[Call], inputs: BackwardInputs, to: tuple[Total, Total, Total]) -> None:
@@ -109,10 +111,14 @@ def backward(attention: Attention, calls: list[Call], inputs: BackwardInputs, to
         row, rows = call.q
         sequences = call.sequences(q.device)[0] if len(call.rectangles) > 1 else None
         adds_batch = attention.is_packed and sequences is None
+        is_wide = _needs_float64(attention, call, q)
         offset = _offset_of(attention, call, q)
 
-        def part(x: torch.Tensor, dim: int, first: int, count: int, adds_batch: bool = adds_batch) -> torch.Tensor:
+        def part(
+            x: torch.Tensor, dim: int, first: int, count: int, adds_batch: bool = adds_batch, is_wide: bool = is_wide
+        ) -> torch.Tensor:
             x = x.narrow(dim, first, count)
+            x = x.double() if is_wide else x
             return x[None] if adds_batch else x
 
         dout_part, q_part, out_part = (part(x, rows_dim, row, rows) for x in (dout, q, out))
@@ -137,6 +143,16 @@ def backward(attention: Attention, calls: list[Call], inputs: BackwardInputs, to
                 total.add(first, gradient[0] if adds_batch else gradient)
 
 
+def _needs_float64(attention: Attention, call: Call, q: torch.Tensor) -> bool:
+    """Whether a call of float32 tensors runs in float64: in the blocks of ALiBi that have an offset.
+
+    Their scores and log-sum-exp have terms of the size slope x offset, whose float32 rounding would be larger than the
+    error of a float32 result. Only the backend ``cpu`` has kernels of float64.
+    """
+    has_offset = call.rectangles[0].offset != 0 and attention.options.alibi_slopes is not None
+    return has_offset and q.dtype == torch.float32 and attention.options.backend == "cpu"
+
+
 def _options_of(attention: Attention, call: Call, q: torch.Tensor) -> Options:
     first = call.rectangles[0]
     slopes = _slopes_of(attention, call, q)
@@ -159,12 +175,15 @@ def _slopes_of(attention: Attention, call: Call, q: torch.Tensor) -> torch.Tenso
 
 
 def _offset_of(attention: Attention, call: Call, q: torch.Tensor) -> torch.Tensor | None:
-    """What the log-sum-exp of a call's kernels lacks to that of ALiBi: slope x offset, by head, or None for nothing."""
+    """What the log-sum-exp of a call's kernels lacks to that of ALiBi: slope x offset, by head, or None for nothing.
+
+    float64 for a call that runs in it.
+    """
     offset = call.rectangles[0].offset
     slopes = attention.options.alibi_slopes
     if slopes is None or offset == 0:
         return None
-    slopes = slopes.to(sums_dtype(q))
+    slopes = slopes.to(torch.float64 if _needs_float64(attention, call, q) else sums_dtype(q))
     if slopes.ndim == 1:
         return slopes[:, None] * offset
     if not attention.is_packed:

@@ -6,14 +6,15 @@ Every rank computes the runs of all ranks, so no rank has to ask another what it
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
 from ..argument_checks import as_integer, wrong_type
-from . import transport
+from ..autograd import _is_transformed
+from . import checks, transport
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -23,6 +24,23 @@ if TYPE_CHECKING:
 
 MOST_WORK = 1.01  # of the rank with the most work, relative to the mean; above it one more document is cut
 MOST_TOKENS = 1.02  # of the rank with the most tokens, relative to the mean
+MERGE = "Shards.merge"  # its name in messages
+T = TypeVar("T")
+
+
+def kept(cache: dict[Any, Any], key: Any, build: Callable[[], T]) -> T:
+    """``cache[key]``, from the first call of ``build``: tensors that lengths alone decide.
+
+    Every later call can use them: they are no inference tensors. Those of a dispatch mode (FakeTensorMode) or of a
+    transform of torch.func are neither kept nor mixed with kept ones.
+    """
+    if not torch.compiler.is_dynamo_compiling() and (torch._C._len_torch_dispatch_stack() > 0 or _is_transformed()):
+        return build()
+    if key not in cache:
+        with torch.inference_mode(False):
+            cache[key] = build()
+    result: T = cache[key]
+    return result
 
 
 class Run(NamedTuple):
@@ -65,6 +83,11 @@ class Shards:
         )
 
     @property
+    def description(self) -> str:
+        """What has to be the same on every rank."""
+        return str((self.starts, self.runs))
+
+    @property
     def positions(self) -> torch.Tensor:
         """int64 ``[tokens_local]`` on the CPU: the row of each local token in the global tensor."""
         return self._rows(self.rank)
@@ -72,7 +95,7 @@ class Shards:
     @property
     def positions_in_document(self) -> torch.Tensor:
         """int64 ``[tokens_local]`` on the CPU: each local token's position in its document, for position embeddings."""
-        return torch.cat([torch.arange(0), *(torch.arange(run.start, run.stop) for run in self.runs[self.rank])])
+        return _ranges([(run.start, run.stop) for run in self.runs[self.rank]])
 
     def split(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """The local rows of a global tensor: a differentiable copy.
@@ -92,21 +115,35 @@ class Shards:
 
         Differentiable: the gradient of the local rows is the sum of the gradients that the ranks give to those rows, as
         of any all-gather. Ranks that all compute the same loss from a merged tensor thus get ``size`` times its
-        gradient.
+        gradient. The gradient is exact for complex tensors too. There is no second derivative.
 
         Args:
-            x: The local rows, in dimension ``dim``.
+            x: The local rows, in dimension ``dim``; the same dtype and the same other dimensions on every rank.
             dim: The dimension of the tokens.
 
         Raises:
-            ValueError: If ``x`` has another number of tokens.
+            ValueError: If ``x`` has another number of tokens; with FLASH_ATTN_MINI_CHECK=1 on every rank if the ranks'
+                dtypes, shapes or shards differ.
+            NotImplementedError: Under torch.func (grad, vmap, jvp and others), and for a second derivative.
         """
         run = torch.compiler.disable(self._merge) if torch.compiler.is_compiling() else self._merge
         merged: torch.Tensor = run(x, dim)
         return merged
 
     def _merge(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        dim = self._checked_dim(x, dim, self.tokens[self.rank], "the tokens of this rank")
+        with checks.shared_errors(MERGE, self.group):
+            checks.refuse_transforms(MERGE, x)
+            dim = self._checked_dim(x, dim, self.tokens[self.rank], "the tokens of this rank")
+        if checks.compares_ranks():
+            shape = [*x.shape[:dim], "tokens", *x.shape[dim + 1 :]]
+            description = {
+                "shape of x": str(shape),
+                "dtype": str(x.dtype),
+                "device": x.device.type,
+                "gradient of x": "needed" if torch.is_grad_enabled() and x.requires_grad else "not needed",
+                "shards": self.description,
+            }
+            checks.compare_ranks(MERGE, self.group, description)
         merged: torch.Tensor = _Merge.apply(self, x.movedim(dim, 0))
         return merged.movedim(0, dim)
 
@@ -130,24 +167,26 @@ class Shards:
         return dim % x.ndim
 
     def _rows(self, rank: int) -> torch.Tensor:
-        starts = [self.starts[run.document] for run in self.runs[rank]]
-        rows = [
-            torch.arange(first + run.start, first + run.stop)
-            for first, run in zip(starts, self.runs[rank], strict=True)
-        ]
-        return torch.cat([torch.arange(0), *rows])
+        runs = self.runs[rank]
+        return _ranges([(self.starts[run.document] + run.start, self.starts[run.document] + run.stop) for run in runs])
 
     def _on(self, name: str, device: torch.device) -> torch.Tensor:
         """An index on a device. The copy to the device happens once."""
-        if (name, device) not in self._index:
-            if name == "local":
-                index = self.positions
-            else:
-                index = torch.cat([self._rows(rank) for rank in range(self.size)])
-                if name == "to_global":
-                    index = torch.empty_like(index).scatter_(0, index, torch.arange(len(index)))
-            self._index[name, device] = index.to(device)
-        return self._index[name, device]
+        return kept(self._index, (name, device), lambda: self._index_of(name).to(device))
+
+    def _index_of(self, name: str) -> torch.Tensor:
+        if name == "local":
+            return self.positions
+        index = torch.cat([self._rows(rank) for rank in range(self.size)])
+        if name == "to_global":
+            index = torch.empty_like(index).scatter_(0, index, torch.arange(len(index), device="cpu"))
+        return index
+
+
+def _ranges(bounds: list[tuple[int, int]]) -> torch.Tensor:
+    """int64 on the CPU, whatever the default device: start to stop - 1 of each pair, one after the other."""
+    ranges = [torch.arange(start, stop, device="cpu") for start, stop in bounds]
+    return torch.cat(ranges) if ranges else torch.arange(0, device="cpu")
 
 
 class _Merge(torch.autograd.Function):
@@ -156,15 +195,18 @@ class _Merge(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shards: Shards, x: torch.Tensor) -> torch.Tensor:
         ctx.shards = shards
-        where = "Shards.merge, forward"
-        return shards.to_global(transport.all_gather_rows(x.contiguous(), shards.tokens, shards.group, where))
+        x = x.resolve_conj().resolve_neg().contiguous()
+        gathered = transport.all_gather_rows(x, shards.tokens, shards.group, f"{MERGE}, forward")
+        return shards.to_global(gathered)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
+        checks.refuse_second_derivative(MERGE)
+        checks.refuse_transforms(f"the backward of {MERGE}", gradient)
         shards: Shards = ctx.shards
-        by_rank = shards.to_ranks(gradient)
-        where = "Shards.merge, backward"
-        return None, transport.sum_of_rows(by_rank, shards.tokens, shards.group, where).to(gradient.dtype)
+        by_rank = shards.to_ranks(gradient.resolve_conj().resolve_neg())
+        summed = transport.sum_of_rows(by_rank, shards.tokens, shards.group, f"{MERGE}, backward")
+        return None, summed.to(gradient.dtype)
 
 
 def zigzag_shards(seqlen: int, group: Group) -> Shards:

@@ -174,11 +174,11 @@ def all_gather_rows(x: torch.Tensor, rows: list[int], group: Any, where: str) ->
 def sum_of_rows(x: torch.Tensor, rows: list[int], group: Any, where: str) -> torch.Tensor:
     """The sum over ranks of their values for this rank's rows, added in the order of the ranks.
 
-    ``x`` has the rows of all ranks, rank after rank. 16-bit values are added in float32.
+    ``x`` has the rows of all ranks, rank after rank. 16-bit values are added in float32, complex ones as complex.
     """
     mine = rows[rank_in(group)]
     (received,) = all_to_all_rows(x, rows, [mine] * len(rows), group, where).wait()
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    wide = torch.float32 if x.dtype.itemsize == 1 else torch.promote_types(x.dtype, torch.float32)  # float8: no rule
     return received.view(len(rows), mine, *x.shape[1:]).sum(0, dtype=wide)
 
 

@@ -19,6 +19,7 @@ from . import transport
 from .all_gather import tokens_first
 from .kernels import Attention, sums_dtype
 from .ring import ThreeTensors
+from .shards import kept
 
 NAME = "ulysses"
 MOST_GROUPS = 4  # of heads; the first to arrive and the last to leave are not hidden behind work
@@ -71,13 +72,20 @@ def backward(
     attention: Attention,
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
+    returned_lse: bool,
     saved: Saved,
     q_like: torch.Tensor,
     nheads_k: int,
     wanted: Sequence[bool],
 ) -> ThreeTensors:
-    """dq, dk and dv of the local tensors, None for those not wanted."""
+    """dq, dk and dv of the local tensors, None for those not wanted.
+
+    The messages depend on what all ranks share alone. A loss may use the log-sum-exp on some ranks only, so if the
+    forward returned it, its gradient travels from every rank, zeros where there is none.
+    """
     size = attention.shards.size
+    if returned_lse and dlse is None:
+        dlse = dout.new_zeros(dout[..., 0].transpose(-1, -2).shape, dtype=sums_dtype(dout))
     groups = len(saved.tensors) // 5
     douts = _by_rank_and_group(tokens_first(dout), size, groups)
     dlses = None if dlse is None else _by_rank_and_group(_rows_of_lse(dlse)[..., None], size, groups)
@@ -199,14 +207,14 @@ def _sequences(attention: Attention, q: torch.Tensor) -> Sequences | None:
     """The documents of a packed tensor in global order."""
     if not attention.is_packed:
         return None
-    plans, starts = attention.shards.plans, attention.shards.starts
-    key = ("documents", q.device)
-    if key not in plans:
-        cu_seqlens = torch.tensor(starts, dtype=torch.int32).to(q.device)
+    starts = attention.shards.starts
+
+    def build() -> Sequences:
+        cu_seqlens = torch.tensor(starts, dtype=torch.int32, device="cpu").to(q.device)
         longest = max((stop - start for start, stop in pairwise(starts)), default=0)
-        plans[key] = Sequences(cu_seqlens, cu_seqlens, longest, longest)
-    result: Sequences = plans[key]
-    return result
+        return Sequences(cu_seqlens, cu_seqlens, longest, longest)
+
+    return kept(attention.shards.plans, ("documents", q.device), build)
 
 
 def travelling_elements(tokens: int, size: int, nheads: int, nheads_k: int) -> float:
