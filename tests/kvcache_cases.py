@@ -241,6 +241,10 @@ MANY_ROWS = [
     _case(f"many_rows_pages_{size}", "boxes of a page", _LONGER, 760, 20, 20, page_size=size, headdim=d, causal=True,
           **_GROUP)
     for size, d in ((8, 64), (24, 128), (64, 128), (80, 256), (112, 192), (256, 96), (360, 128))
+] + [
+    _case(f"many_rows_small_{d}_{size}", "short enough for a sanitizer", (250, 9, 0), 290, 20, 20, headdim=d,
+          causal=True, window_size=(120, 0), page_size=size, **_GROUP)
+    for size, d in ((8, 64), (24, 128), (8, 256), (0, 128))
 ]  # fmt: skip
 
 KVCACHE_CASES: list[KvCacheCase] = [
@@ -248,7 +252,7 @@ KVCACHE_CASES: list[KvCacheCase] = [
     *(case for case in MANY_ROWS if case.name in ("many_rows_tiles", "many_rows_gqa_3", "many_rows_pages_24")),
 ]
 BY_NAME = {case.name: case for case in (*KVCACHE_CASES, *MANY_ROWS)}
-SMALL_KVCACHE_CASES = [c for c in KVCACHE_CASES if c.keys <= 300 and c.seqlen_q <= 20]
+SMALL_KVCACHE_CASES = [c for c in BY_NAME.values() if c.keys <= 300 and c.seqlen_q <= 20]
 
 # Offsets of more than 31 bits: cache rows, or keys, so far apart that the last one begins past 2^31.
 LARGE_KVCACHE_CASES: list[KvCacheCase] = [

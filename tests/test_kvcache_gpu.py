@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flash_attn_mini import flash_attn_with_kvcache
 
+from .conftest import IS_HOPPER
 from .gpu_calls import capture, each_gpu_backend
 from .kvcache_cases import BY_NAME, MANY_ROWS, CacheCall, KvCacheCase, make_call
 from .kvcache_checks import bits, check_kvcache, check_results, copied, described, run
@@ -225,9 +226,7 @@ def test_a_graph_may_have_other_nodes_before_the_call(name: str, before: str, se
 # ---- many rows on Hopper -------------------------------------------------------------------------------------------
 
 
-NEEDS_HOPPER = pytest.mark.skipif(
-    torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper"
-)
+NEEDS_HOPPER = pytest.mark.skipif(not IS_HOPPER, reason="no Hopper GPU on this machine")
 
 
 @pytest.fixture
