@@ -171,13 +171,18 @@ def _plain(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
+def _three_digits(value: float) -> str:
+    """Three significant digits, or all digits before the point: no exponent."""
+    return f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}"
+
+
 def cpu_tables(data: Rows) -> list[str]:
     """Threads, head dim and mask down, sequence length across: GFLOP/s of ours and of SDPA, and the ratio."""
     lengths = sorted({row["seqlen"] for row in data})
     cells: dict[tuple[str, str], dict[int, str]] = {}
     for row in data:
         rival = row["GFLOP/s"] * row["ms"] / row["SDPA ms"]
-        text = f"{row['GFLOP/s']:.3g} / {rival:.3g} ({row['ratio']:.2f})"
+        text = f"{_three_digits(row['GFLOP/s'])} / {_three_digits(rival)} ({row['ratio']:.2f})"
         cells.setdefault((f"{row['dtype']}, {row['threads']}", kind_of(row)), {})[row["seqlen"]] = text
     body = [[*names, *(by_length.get(length, "") for length in lengths)] for names, by_length in cells.items()]
     shape = f"batch {data[0]['batch']}, {data[0]['nheads']} heads"
@@ -308,7 +313,7 @@ def ladder_tables(data: Rows) -> list[str]:
                 f"{row['ms']:.4g}",
                 f"{row['tflops']:.3g}",
                 f"{row['gbps']:.4g}",
-                f"{row['extra_bytes'] / 2**20:,.3g}",
+                _three_digits(row["extra_bytes"] / 2**20),
                 f"{row['max_error']:.1e}",
                 "passed" if row["passed"] else "FAILED",
             ]

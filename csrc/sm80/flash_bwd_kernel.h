@@ -30,8 +30,8 @@ __device__ __forceinline__ void compute_dq_dk_dv_1colblock(const Flash_bwd_param
 // most rows see the first key blocks, so the CTAs that finish last are short.
 // In order: CTAs take an atomic number when they start, so that none waits for a CTA that is not scheduled yet
 // (deadlock): a CTA waits only for smaller numbers of its own head. Nothing but the number passes between them, so the
-// atomic is relaxed. The key blocks of several heads are interleaved, so that a
-// CTA starts well after the one that it waits for.
+// atomic is relaxed. The key blocks of several heads are interleaved, so that a CTA starts well after the one that it
+// waits for.
 template <typename Traits, Kind kKind, BwdMode kMode>
 __device__ __forceinline__ void compute_dq_dk_dv(const Flash_bwd_params &params) {
     const bool is_in_order =

@@ -1,6 +1,6 @@
 // Which probabilities of a step dropout drops: one bit for each, with the random numbers of common/philox.h. At head
-// dims 64 and 128 a warpgroup of its own draws them, beside the consumers' products (Drawers). At others the CTA has no
-// registers left for it, and the consumers draw (draw, exchanged).
+// dims 64 and 128 a warpgroup of its own draws them, beside the consumers' products (DropoutWarpgroup). At others the
+// CTA has no registers left for it, and the consumers draw (draw, exchanged).
 #pragma once
 
 #include "../common/dropout.h"
@@ -33,7 +33,7 @@ __device__ __forceinline__ uint32_t dropped(const Random4 &bits, int odd_key, un
 
 // The warpgroup that draws. The bits of a step belong to its stage of Q: consumers release both at once.
 template <typename Traits, Kind kKind>
-class Drawers {
+class DropoutWarpgroup {
     using Block = ColumnBlock<Traits, kKind>;
     const Flash_bwd_params &params;
     typename Traits::SharedStorage &shared;
@@ -41,7 +41,8 @@ class Drawers {
     const unsigned thread;  // of the warpgroup
 
 public:
-    __device__ Drawers(const Flash_bwd_params &params, typename Traits::SharedStorage &shared, const Block &block)
+    __device__ DropoutWarpgroup(const Flash_bwd_params &params, typename Traits::SharedStorage &shared,
+                                const Block &block)
         : params(params), shared(shared), block(block), thread(threadIdx.x % 128) {}
 
     __device__ __forceinline__ void run() const {
@@ -92,7 +93,7 @@ private:
     }
 };
 
-// What Drawers have drawn for this thread.
+// The bits that DropoutWarpgroup has drawn for this thread.
 template <typename Traits>
 __device__ __forceinline__ Draws<Traits> load_draws(const typename Traits::DrawsOfCta &draws, int warpgroup) {
     Draws<Traits> result;

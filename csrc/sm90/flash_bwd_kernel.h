@@ -149,7 +149,7 @@ __device__ __forceinline__ void convert(const Flash_bwd_params &params, const Wo
     }
     __syncthreads();
     // As many parts are loaded together as registers hold.
-    constexpr int kTogether = cute::max(128 / Traits::kHeadDim * (Traits::kHasDrawers ? 1 : 2), 1);
+    constexpr int kTogether = cute::max(128 / Traits::kHeadDim * (Traits::kHasDropoutWarpgroup ? 1 : 2), 1);
     constexpr int kStride = Rows::kWarps * Rows::kOfWarp;
     CUTE_NO_UNROLL
     for (int row = threadIdx.x / 32 * Rows::kOfWarp; row < rows.count; row += kTogether * kStride) {
@@ -215,10 +215,10 @@ __device__ __forceinline__ void compute_dq_dk_dv(const Flash_bwd_params &params,
     } else if (role <= Traits::kConsumers) {
         cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
         compute_dk_dv_1colblock(params, shared, block, role - 1);
-    } else if constexpr (Traits::kHasDrawers) {
+    } else if constexpr (Traits::kHasDropoutWarpgroup) {
         cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
         if (params.rng_state != nullptr) {
-            Drawers<Traits, kKind>(params, shared, block).run();
+            DropoutWarpgroup<Traits, kKind>(params, shared, block).run();
         }
     }
 }

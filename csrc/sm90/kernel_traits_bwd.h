@@ -32,12 +32,13 @@ struct Flash_bwd_kernel_traits {
     static constexpr bool kSplitsKeys = TileSize::kSplit == BwdSplit::keys;
     static constexpr bool kConsumersComputeDq = TileSize::kDqBy == DqBy::consumers;
     static constexpr int kConsumers = 2;
-    static constexpr bool kHasDrawers = kHasFactors && kConsumersComputeDq;  // a warpgroup that draws for dropout
-    static constexpr int kNThreads = 128 * (kConsumers + 1 + kHasDrawers);
+    static constexpr bool kHasDropoutWarpgroup = kHasFactors && kConsumersComputeDq;  // draws its bits
+    static constexpr int kNThreads = 128 * (kConsumers + 1 + kHasDropoutWarpgroup);
     // setmaxnreg. A launch of 512 threads gets 4 * 128 registers.
-    static constexpr int kProducerRegisters = TileSize::kProducerRegisters;  // of drawers, too
-    static constexpr int kConsumerRegisters = kHasDrawers ? 256 - kProducerRegisters : TileSize::kConsumerRegisters;
-    static constexpr DsIn kDsIn = kHasDrawers ? DsIn::shared_memory : TileSize::kDsIn;  // saves registers
+    static constexpr int kProducerRegisters = TileSize::kProducerRegisters;  // of the dropout warpgroup, too
+    static constexpr int kConsumerRegisters =
+        kHasDropoutWarpgroup ? 256 - kProducerRegisters : TileSize::kConsumerRegisters;
+    static constexpr DsIn kDsIn = kHasDropoutWarpgroup ? DsIn::shared_memory : TileSize::kDsIn;  // saves registers
     static constexpr int kKeys = 64;  // keys of a consumer warpgroup: the m64 of wgmma
 
     // S^T = K Q^T and dP^T = V dO^T, keys as rows: both operands in shared memory. dV += P^T dO and dK += dS^T Q: P and
@@ -94,7 +95,7 @@ struct Flash_bwd_kernel_traits {
     static_assert(!kConsumersComputeDq || kTilesOfDq == kConsumers);
     static constexpr int kWordsOfScores = kKeys * kBlockM / 2;
     static constexpr int kWordsOfDraws = kKeys * kBlockM / 128 / 32;  // of a thread
-    using DrawsOfCta = uint32_t[kWordsOfDraws][kHasDrawers ? kConsumers * 128 : 1];
+    using DrawsOfCta = uint32_t[kWordsOfDraws][kHasDropoutWarpgroup ? kConsumers * 128 : 1];
     struct SharedStorage {
         union {
             alignas(kAlignment) Element k[kBlockN * kHeadDim];

@@ -209,7 +209,7 @@ private:
 
     // Before products are issued, which the exchange between lanes would wait for.
     __device__ __forceinline__ Draws<Traits> draws_of_step() const {
-        if constexpr (!Traits::kHasDrawers) {
+        if constexpr (!Traits::kHasDropoutWarpgroup) {
             return scores.exchanged(scores.draw(step, scores.load_rng_state()));
         } else if (scores.has_dropout()) {
             shared.draws_full[q_state.stage].wait(q_state.phase);

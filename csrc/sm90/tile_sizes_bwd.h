@@ -29,7 +29,7 @@ struct TileBwd {
     static constexpr int kStagesQ = kStagesQ_, kStagesdO = kStagesdO_, kStagesdS = kStagesdS_;  // of the pipelines
     static constexpr int kDqColumns = kDqColumns_;  // dQ is multiplied in tiles of 64 rows and this many columns
     // setmaxnreg, for the producer warpgroup and two consumers. A launch of 384 threads gets 3 * 168 = 504; with more,
-    // the kernel would wait for ever. With drawers: Flash_bwd_kernel_traits::kConsumerRegisters.
+    // the kernel would wait for ever. With a dropout warpgroup: Flash_bwd_kernel_traits::kConsumerRegisters.
     static constexpr int kProducerRegisters = kProducerRegisters_;
     static constexpr int kConsumerRegisters = kConsumerRegisters_;
     static_assert(kProducerRegisters + 2 * kConsumerRegisters <= 3 * 168);

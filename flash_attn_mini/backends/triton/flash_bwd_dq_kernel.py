@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from .dropout import dropout_stream, keep_tile
-from .score_mod import head_slope, modified_logits
+from .score_mod import LOG2_E, head_slope, modified_logits
 from .sequences import find_block, sequence_rows
 from .tiles import assigned_block, from_row, load_rows, store_rows
 from .visible import visible_keys
@@ -163,7 +163,7 @@ def flash_bwd_dq_kernel(
     row_lse = tl.load(lse + row_offset, mask=in_range, other=float("-inf"))
     sees_nothing = row_lse == float("-inf")
     delta = tl.where(sees_nothing, 0.0, delta)  # dout and dlse of such a row may be NaN
-    lse_log2 = tl.where(sees_nothing, float("inf"), row_lse * 1.4426950408889634)
+    lse_log2 = tl.where(sees_nothing, float("inf"), row_lse * LOG2_E)
     tl.store(stats, delta)
     tl.store(stats + batch_heads.to(tl.int64) * padded_q, lse_log2)
 

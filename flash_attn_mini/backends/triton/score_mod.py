@@ -11,6 +11,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from . import call
+
+LOG2_E = tl.constexpr(call.LOG2_E)
+
 
 @triton.jit
 def head_slope(SCORE_MOD: tl.constexpr, score_mod, sequence, nheads, head):
@@ -21,7 +25,7 @@ def head_slope(SCORE_MOD: tl.constexpr, score_mod, sequence, nheads, head):
         if slopes is not None:
             if score_mod[2] is not None:
                 slopes += sequence.to(tl.int64) * nheads
-            slope = tl.load(slopes + head) * 1.4426950408889634
+            slope = tl.load(slopes + head) * LOG2_E
     return slope
 
 
