@@ -191,8 +191,8 @@ def below_autograd(operator: Callable[..., Any], *arguments: Any) -> Any:
 
 def in_forward(operator: Callable[..., Any], *arguments: Any) -> Any:
     """`below_autograd` in a Function's forward, which switches both grad modes off, for enclosing transforms too."""
-    is_transformed = _is_transformed()
-    with torch.set_grad_enabled(is_transformed), forward_ad._set_fwd_grad_enabled(is_transformed):
+    enabled = is_transformed()
+    with torch.set_grad_enabled(enabled), forward_ad._set_fwd_grad_enabled(enabled):
         return below_autograd(operator, *arguments)
 
 
@@ -209,7 +209,7 @@ def _traced_forward(
     return in_forward(forward_op, q, k, v, sequences, options)  # type: ignore[no-any-return]
 
 
-def _is_transformed() -> bool:
+def is_transformed() -> bool:
     """Whether torch.func.grad, vmap or another transform is active."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
@@ -306,7 +306,7 @@ def needs_dispatcher(q: torch.Tensor, *others: torch.Tensor) -> bool:
         torch._C._len_torch_dispatch_stack() > 0
         or torch._C._get_tracing_state() is not None
         or forward_ad._current_level >= 0
-        or _is_transformed()
+        or is_transformed()
         or not (q.is_cuda or q.is_cpu)
     )
 

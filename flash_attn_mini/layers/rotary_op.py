@@ -18,6 +18,7 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
 from ..argument_checks import as_length, check_tensor, wrong_type
+from ..autograd import is_transformed
 
 library = torch.library.Library("flash_attn_mini", "FRAGMENT")
 library.define(
@@ -56,7 +57,7 @@ class _Rotation(torch.autograd.Function):
         ctx.save_for_forward(cos, sin, offsets, cu_seqlens)
         ctx.set_materialize_grads(False)
         # A Function's forward switches both modes off. The torch.func transforms around this one still need them.
-        with torch.set_grad_enabled(_is_transformed()), forward_ad._set_fwd_grad_enabled(_is_transformed()):
+        with torch.set_grad_enabled(is_transformed()), forward_ad._set_fwd_grad_enabled(is_transformed()):
             return _below_autograd(x, cos, sin, *arguments)
 
     @staticmethod
@@ -102,14 +103,9 @@ def _below_autograd(*arguments: Any) -> Tensor:
 def _is_differentiated(x: Tensor) -> bool:
     if torch.is_grad_enabled() and x.requires_grad:
         return True
-    if forward_ad._current_level < 0 and not _is_transformed():
+    if forward_ad._current_level < 0 and not is_transformed():
         return False
     return forward_ad.unpack_dual(x, level=0).tangent is not None  # PyTorch has one level of dual numbers
-
-
-def _is_transformed() -> bool:
-    """True inside torch.func.grad, jvp, vmap or another transform."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _vmap(info: Any, in_dims: tuple[int | None, ...], x: Tensor, *arguments: Any) -> tuple[Tensor, int]:
