@@ -35,6 +35,14 @@ void check_scale_and_softcap(const Options &options, at::ScalarType dtype) {
                       "; allowed: a quotient softmax_scale / softcap of 0 or of magnitude ", kLeast, " to ", kLargest);
 }
 
+void check_dropout(const Options &options) {
+    constexpr double kNearly1 = 1.0 - 1.0 / (1 << 17);  // from here on dropout_threshold says to drop all
+    FLASH_CHECK_VALUE(options.p_dropout >= 0.0 && options.p_dropout < kNearly1, "dropout_p is ", options.p_dropout,
+                      "; allowed: at least 0 and below 1 - 2^-17");
+    FLASH_CHECK_VALUE(options.softcap == 0.0 || options.p_dropout == 0.0, "softcap is ", options.softcap,
+                      " and dropout_p is ", options.p_dropout, "; allowed: one of the two, not both");
+}
+
 }  // namespace
 
 at::ScalarType lse_dtype(const at::Tensor &q) {
@@ -141,6 +149,7 @@ void check_scalars(const Options &options, at::ScalarType dtype) {
                           "; allowed: -1 (unbounded) or at least 0 keys");
     }
     check_scale_and_softcap(options, dtype);
+    check_dropout(options);
 }
 
 void check_index(const Named &x, const at::Tensor &q) {

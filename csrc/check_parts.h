@@ -46,7 +46,7 @@ void check_block_table(const Named &table, const Named &pages, const at::Tensor 
 bool may_read(const at::Tensor &x);
 
 void check_alibi_slopes(const at::Tensor &slopes, const at::Tensor &q, int64_t batch);
-// Window, scales and score modifiers. dtype: of q.
+// Window, scales, score modifiers and dropout. dtype: of q.
 void check_scalars(const Options &options, at::ScalarType dtype);
 
 // The page numbers that a block table may hold, for a message.

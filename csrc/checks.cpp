@@ -48,14 +48,6 @@ void check_lse(const Named &x, const FwdArgs &args) {
                       list_of(shape));
 }
 
-void check_dropout(const Options &options) {
-    constexpr double kNearly1 = 1.0 - 1.0 / (1 << 17);  // from here on dropout_threshold says to drop all
-    FLASH_CHECK_VALUE(options.p_dropout >= 0.0 && options.p_dropout < kNearly1, "dropout_p is ", options.p_dropout,
-                      "; allowed: at least 0 and below 1 - 2^-17");
-    FLASH_CHECK_VALUE(options.softcap == 0.0 || options.p_dropout == 0.0, "softcap is ", options.softcap,
-                      " and dropout_p is ", options.p_dropout, "; allowed: one of the two, not both");
-}
-
 void check_cu_seqlens_shape(const Named &x, const at::Tensor &q) {
     check_index(x, q);
     FLASH_CHECK_VALUE(x.tensor.dim() == 1 && x.tensor.size(0) >= 1, x.name, " has shape ", x.tensor.sizes(),
@@ -142,7 +134,6 @@ void check_options(const FwdArgs &args) {
         check_alibi_slopes(*options.alibi_slopes, args.q, Sizes(args).batch);
     }
     check_scalars(options, args.q.scalar_type());
-    check_dropout(options);
 }
 
 }  // namespace

@@ -90,6 +90,8 @@ std::vector<at::Tensor> forward(const KvCacheArgs &args) {
     return {out, softmax_lse};
 }
 
+}  // namespace
+
 // In the argument order of the official extension. Returns out and softmax_lse. split_keys and cache_seqlen come last:
 // the official fwd_kvcache does not have them. cache_seqlen: seqlens_k as one number for all sequences, -1: none.
 std::vector<at::Tensor> mha_fwd_kvcache(const at::Tensor &q, const at::Tensor &k_cache, const at::Tensor &v_cache,
@@ -105,8 +107,6 @@ std::vector<at::Tensor> mha_fwd_kvcache(const at::Tensor &q, const at::Tensor &k
     return forward({q, k_cache, v_cache, k, v, cache_seqlens, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad,
                     block_table, out, options, is_rotary_interleaved, num_splits, split_keys, cache_seqlen});
 }
-
-}  // namespace
 
 void bind_kvcache(pybind11::module_ &module) {
     namespace py = pybind11;
