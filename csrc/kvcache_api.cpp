@@ -102,10 +102,11 @@ std::vector<at::Tensor> mha_fwd_kvcache(const at::Tensor &q, const at::Tensor &k
                                         double softmax_scale, bool is_causal, int64_t window_size_left,
                                         int64_t window_size_right, double softcap, bool is_rotary_interleaved,
                                         int64_t num_splits, int64_t split_keys, int64_t cache_seqlen) {
-    const Options options{alibi_slopes,     /*p_dropout=*/0.0, softmax_scale, is_causal,
-                          window_size_left, window_size_right, softcap};
     return forward({q, k_cache, v_cache, k, v, cache_seqlens, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad,
-                    block_table, out, options, is_rotary_interleaved, num_splits, split_keys, cache_seqlen});
+                    block_table, out,
+                    Options{alibi_slopes, /*p_dropout=*/0.0, softmax_scale, is_causal, window_size_left,
+                            window_size_right, softcap},
+                    is_rotary_interleaved, num_splits, split_keys, cache_seqlen});
 }
 
 void bind_kvcache(pybind11::module_ &module) {
