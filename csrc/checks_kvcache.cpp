@@ -231,9 +231,12 @@ void check_memory(const KvCacheArgs &args) {
             check_apart(cache, x);
         }
         const std::pair<const char *, const std::optional<at::Tensor> &> read[] = {
-            {"cache_seqlens", args.cache_seqlens}, {"cache_batch_idx", args.cache_batch_idx},
-            {"cache_leftpad", args.cache_leftpad}, {"block_table", args.block_table},
-            {"rotary_cos", args.rotary_cos},       {"rotary_sin", args.rotary_sin},
+            {"cache_seqlens", args.cache_seqlens},
+            {"cache_batch_idx", args.cache_batch_idx},
+            {"cache_leftpad", args.cache_leftpad},
+            {"block_table", args.block_table},
+            {"rotary_cos", args.rotary_cos},
+            {"rotary_sin", args.rotary_sin},
             {"alibi_slopes", args.options.alibi_slopes}};
         for (const auto &[name, x] : read) {
             if (x.has_value()) {
