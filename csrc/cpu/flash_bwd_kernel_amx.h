@@ -43,7 +43,7 @@ public:
     }
 
 private:
-    // Keys that no query sees stay 0: whatever their numbers are, they reach no gradient.
+    // Keys that no query sees stay 0. So a NaN in such a key reaches no gradient.
     void load_kv() {
         if (group_.begin_row() == group_.end_row()) return;
         const int64_t lo = group_.keys_seen(group_.begin_row()).lo, hi = group_.keys_seen(group_.end_row() - 1).hi;

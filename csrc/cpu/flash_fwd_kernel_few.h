@@ -22,7 +22,6 @@ class FewRowsForward
     static constexpr int kPanel = kLanes<Acc>;
     static constexpr int kBlockN = kFmaBlockN;
     static constexpr int kKeyStep = 1;
-    static constexpr int kKeyTile = 2 * kPanel;                        // keys that the first product handles together
     static constexpr int kColumns = kPanel * kColumnsOfWord<Element>;  // of a square of words
     static constexpr int kRowTile = 4;                                 // rows of a register tile of either product
     static constexpr int kAhead = 32;  // rows from a prefetch to the use; K and V of a step are one stream
@@ -38,15 +37,13 @@ class FewRowsForward
         Acc *s = nullptr;                  // [kBlockN][kPanel] or [row][kBlockN]: scores, then probabilities
         Acc *o = nullptr;                  // [kMaxRows][d_padded]: rows of o, for their conversion
         Acc *panel = nullptr;              // [d][kPanel]
-        const Element **stream = nullptr;  // [2 * kBlockN + kAhead + kKeyTile]: rows of K, then of V
+        const Element **stream = nullptr;  // [2 * kBlockN + kAhead + kPanel]: rows of K, then of V
 
         Shared(Scratch &memory, int d) {
             memory.take(s, kBlockN * kPanel);
             memory.take(o, int64_t(kMaxRows) * round_up(d, kPanel));
             memory.take(panel, int64_t(d) * kPanel);
-            memory.take(stream, 2 * kBlockN + kAhead + kKeyTile);
-            if (memory.is_counting()) return;
-            std::fill_n(s, kBlockN * kPanel, Acc(0));  // unused lanes stay finite
+            memory.take(stream, 2 * kBlockN + kAhead + kPanel);
         }
     };
 
@@ -131,7 +128,7 @@ private:
         values_ = stream_ + (n_end - n_begin);
         set_addresses(params_.k, n_begin, n_end, stream_);
         set_addresses(params_.v, n_begin, n_end, values_);
-        std::fill_n(values_ + (n_end - n_begin), kAhead + kKeyTile, values_[n_end - n_begin - 1]);
+        std::fill_n(values_ + (n_end - n_begin), kAhead + kPanel, values_[n_end - n_begin - 1]);
     }
 
     // The keys of a page are `row_stride` apart, and so are all keys without pages.
@@ -155,8 +152,8 @@ private:
     void step_vecs(const Panel &p, int, int n_begin, int n_first, int n_last, bool masked) {
         const int keys = n_last - n_first, from = n_first - n_begin;
         const bool has_keys_in_lanes = !masked && !this->score_mod_.is_on() && p.rows <= kRowTile;
-        for (int done = 0; done < keys; done += kKeyTile) {
-            scores(p.rows, stream_ + from + done, std::min(kKeyTile, keys - done), done, has_keys_in_lanes);
+        for (int done = 0; done < keys; done += kPanel) {
+            scores(p.rows, stream_ + from + done, std::min(kPanel, keys - done), done, has_keys_in_lanes);
         }
         Acc factor[kPanel];
         has_keys_in_lanes ? softmax_of_keys_in_lanes(p, keys, factor)
@@ -211,82 +208,54 @@ private:
 
     static constexpr int tile_rows(int rows) { return rows >= kRowTile ? kRowTile : rows >= 2 ? 2 : 1; }
 
-    // Scores of at most kKeyTile keys, those of the step from `done` on; `k` points to the first one in stream_.
+    // Scores of at most kPanel keys, those of the step from `done` on; `k` points to the first one in stream_.
     void scores(int rows, const Element *const *k, int keys, int done, bool has_keys_in_lanes) {
-        const Element *const *const ahead = k + kAhead, *k_of_lane[kKeyTile];
-        for (int n = 0; n < kKeyTile; ++n) k_of_lane[n] = k[std::min(n, keys - 1)];
-        AccVec by_row[2][kPanel] = {};  // [half of the keys][row]: the keys in the lanes
-        const bool has_two = keys > kPanel;
+        const Element *const *const ahead = k + kAhead, *k_of_lane[kPanel];
+        for (int n = 0; n < kPanel; ++n) k_of_lane[n] = k[std::min(n, keys - 1)];
+        AccVec by_row[kPanel] = {};  // [row]: the keys in the lanes
         for (int row = 0; row < rows;) {
             const int tile = tile_rows(rows - row);
-            if (tile == kRowTile) {
-                scores_of_rows<kRowTile, 1>(k_of_lane, ahead, row, by_row);
-                if (has_two) scores_of_rows<kRowTile, 1>(k_of_lane + kPanel, ahead + kPanel, row, by_row + 1);
-            } else if (tile == 2) {
-                has_two ? scores_of_rows<2, 2>(k_of_lane, ahead, row, by_row)
-                        : scores_of_rows<2, 1>(k_of_lane, ahead, row, by_row);
-            } else {
-                has_two ? scores_of_rows<1, 2>(k_of_lane, ahead, row, by_row)
-                        : scores_of_rows<1, 1>(k_of_lane, ahead, row, by_row);
-            }
+            if (tile == kRowTile)
+                scores_of_rows<kRowTile>(k_of_lane, ahead, row, by_row);
+            else if (tile == 2)
+                scores_of_rows<2>(k_of_lane, ahead, row, by_row);
+            else
+                scores_of_rows<1>(k_of_lane, ahead, row, by_row);
             row += tile;
         }
-        for (int half = 0; half <= int(has_two); ++half) {
-            const int first = half * kPanel, count = std::min(kPanel, keys - first);
-            if (has_keys_in_lanes) {
-                for (int row = 0; row < rows; ++row) store<Acc>(s_ + row * kBlockN + done + first, by_row[half][row]);
-            } else {
-                transpose_square<Acc>(by_row[half]);
-                for (int n = 0; n < count; ++n) store<Acc>(s_ + (done + first + n) * kPanel, by_row[half][n]);
-            }
+        if (has_keys_in_lanes) {
+            for (int row = 0; row < rows; ++row) store<Acc>(s_ + row * kBlockN + done, by_row[row]);
+        } else {
+            transpose_square<Acc>(by_row);
+            for (int n = 0; n < keys; ++n) store<Acc>(s_ + (done + n) * kPanel, by_row[n]);
         }
     }
 
-    // Scores of the rows [row, row + kRows) with kHalves * kPanel keys. A score has the partial sums of scores_tile().
-    // Few rows take two halves at once: a sum of one half waits for itself.
-    template <int kRows, int kHalves>
+    // Scores of the rows [row, row + kRows) with kPanel keys. A score has the partial sums of scores_tile().
+    template <int kRows>
     FLASH_NOINLINE void scores_of_rows(const Element *const *k, const Element *const *ahead, int row,
-                                       AccVec (*by_row)[kPanel]) const {
+                                       AccVec *by_row) const {
         static_assert(kDotSteps % kColumns == 0, "partial sums end where words do");
         const Acc *const q = q_ + row * d_;
-        AccVec total[kHalves][kRows] = {}, acc[kHalves][kRows];
+        AccVec total[kRows] = {}, acc[kRows], words[kPanel];
         for (int begin = 0; begin < d_; begin += kDotSteps) {
-#pragma GCC unroll 2
-            for (int half = 0; half < kHalves; ++half) {
 #pragma GCC unroll 4
-                for (int r = 0; r < kRows; ++r) acc[half][r] = AccVec{};
-            }
+            for (int r = 0; r < kRows; ++r) acc[r] = AccVec{};
             const int end = std::min(begin + kDotSteps, d_), end_of_whole = end - (end - begin) % kColumns;
             for (int c = begin; c < end_of_whole; c += kColumns) {
                 if (row == 0 && c * sizeof(Element) % 64 == 0) {
-                    for (int n = 0; n < kHalves * kPanel; ++n) __builtin_prefetch(ahead[n] + c, 0, 3);
+                    for (int n = 0; n < kPanel; ++n) __builtin_prefetch(ahead[n] + c, 0, 3);
                 }
-#pragma GCC unroll 2
-                for (int half = 0; half < kHalves; ++half) {
-                    AccVec words[kPanel];
-                    load_words(k + half * kPanel, c, words);
+                load_words(k, c, words);
 #pragma GCC unroll 16
-                    for (int i = 0; i < kPanel; ++i) {
-                        add_word<kRows>(q + c + i * kColumnsOfWord<Element>, words[i], acc[half]);
-                    }
-                }
+                for (int i = 0; i < kPanel; ++i) add_word<kRows>(q + c + i * kColumnsOfWord<Element>, words[i], acc);
             }
-#pragma GCC unroll 2
-            for (int half = 0; half < kHalves; ++half) {
-                if (end_of_whole < end) {
-                    add_last_columns<kRows>(k + half * kPanel, q, end_of_whole, end - end_of_whole, acc[half]);
-                }
+            if (end_of_whole < end) add_last_columns<kRows>(k, q, end_of_whole, end - end_of_whole, acc);
 #pragma GCC unroll 4
-                for (int r = 0; r < kRows; ++r) {
-                    total[half][r] = begin == 0 ? acc[half][r] : acc[half][r] + total[half][r];
-                }
-            }
+            for (int r = 0; r < kRows; ++r) total[r] = begin == 0 ? acc[r] : acc[r] + total[r];
         }
-#pragma GCC unroll 2
-        for (int half = 0; half < kHalves; ++half) {
 #pragma GCC unroll 4
-            for (int r = 0; r < kRows; ++r) by_row[half][row + r] = total[half][r];
-        }
+        for (int r = 0; r < kRows; ++r) by_row[row + r] = total[r];
     }
 
     // The same for fewer columns than load_words() loads.
