@@ -78,11 +78,15 @@ CPU_STEPS = (
 )
 
 
-def is_stale(step: Step, results: Path) -> bool:
-    """True if a result of the step is missing or older than its sources."""
+def stale_steps(steps: list[Step], results: Path) -> list[Step]:
+    """The steps of which a result is missing or older than its sources."""
     stale = {path for path, _ in provenance.stale_results(results)}
-    found = [list(results.glob(f"{pattern}.json")) for pattern in step.results]
-    return not all(found) or any(path in stale for paths in found for path in paths)
+
+    def is_stale(step: Step) -> bool:
+        found = [list(results.glob(f"{pattern}.json")) for pattern in step.results]
+        return not all(found) or any(path in stale for paths in found for path in paths)
+
+    return [step for step in steps if is_stale(step)]
 
 
 def run_step(step: Step, seconds: float, limit: float, passed_on: list[str]) -> bool:
@@ -108,7 +112,7 @@ def main(argv: list[str] | None = None) -> None:
     if not steps:
         raise SystemExit(f"no step contains {arguments.only!r}; the steps: {'; '.join(step.label for step in here)}")
     if arguments.stale:
-        steps = [step for step in steps if is_stale(step, arguments.out_dir)]
+        steps = stale_steps(steps, arguments.out_dir)
     passed_on = ["--out-dir", str(arguments.out_dir.resolve()), *(["--quick"] if arguments.quick else [])]
     budget = Budget(arguments.seconds)
     failed = []

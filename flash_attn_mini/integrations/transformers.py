@@ -158,7 +158,8 @@ def attention(
         v = F.pad(v, (0, q.shape[-1] - v_headdim))
     if layout.is_decoding:
         options |= {"cache_seqlens": layout.cache_seqlens, "cache_leftpad": layout.cache_leftpad}
-        k, v = k.detach(), v.detach()  # a static cache that was filled with gradients on
+        if k.requires_grad or v.requires_grad:  # a static cache that was filled with gradients on
+            k, v = k.detach(), v.detach()
         return cast(Tensor, flash_attn_with_kvcache(q, k, v, **options))[..., :v_headdim], None
 
     options["dropout_p"] = dropout
