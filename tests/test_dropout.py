@@ -261,6 +261,17 @@ def test_backward_uses_the_mask_of_its_forward(backend: str, device: str) -> Non
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("headdim", [32, 64, 128, 256])
+def test_a_probability_that_rounds_to_0_drops_nothing(headdim: int, backend: str, device: str) -> None:
+    inputs = [torch.randn(2, 100, 2, headdim, device=device).half().requires_grad_() for _ in range(3)]
+    results = []
+    for p in (0.0, 2.0**-18):
+        out = flash_attn_func(*inputs, dropout_p=p, backend=backend)
+        results.append((out, *torch.autograd.grad(out.float().square().sum(), inputs)))
+    for expected, given in zip(*results, strict=True):
+        torch.testing.assert_close(given, expected, rtol=0.01, atol=0.01)
+
+
 def test_official_backward_needs_the_rng_state(backend: str, device: str) -> None:
     q, k, v = qkv(device, requires_grad=False)
     options = (0.3, 0.25, False, -1, -1, 0.0, None)

@@ -253,6 +253,28 @@ def test_many_rows_run_on_the_kernel_of_hopper(
 
 
 @NEEDS_HOPPER
+def test_large_values_leave_partial_results_finite(draw: torch.Generator) -> None:
+    """Scores rise slowly from the last key to the first, so that sums grow far above 1: values still have room."""
+    batch, keys, heads_k, power = 8, 4096, 8, 2.0**80
+    q = torch.zeros(batch, 16, 4 * heads_k, 64)
+    q[..., 0] = 1.0
+    k = torch.zeros(batch, keys, heads_k, 64)
+    k[..., 0] = torch.linspace(88.0, 0.0, keys)[None, :, None]
+    v = torch.randn(batch, keys, heads_k, 64, generator=draw)
+    q, k, v = (x.to("cuda", torch.bfloat16) for x in (q, k, v))
+    small, small_lse = run_on_all_keys(q, k, v)
+    large, large_lse = run_on_all_keys(q, k, v * power)
+    assert torch.equal(large, small * power)
+    assert torch.equal(large_lse, small_lse)
+    visible = k[0, :, 0, 0].double()
+    assert (small_lse.double() - visible.logsumexp(0)).abs().max() < 1e-4
+
+
+def run_on_all_keys(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    return flash_attn_with_kvcache(q, k, v, softmax_scale=1.0, return_softmax_lse=True, backend="cuda")
+
+
+@NEEDS_HOPPER
 @pytest.mark.parametrize(
     "changes",
     [

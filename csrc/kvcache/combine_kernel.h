@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(kGroups *kCombineGroupThreads)
     }
     int query, head;
     plan.by_ratio(query, head, row_tile * plan.tile_rows + row);
-    result.store<Element>(params, bidb, bidh_k * params.h_h_k_ratio + head, query, column);
+    result.store<Element>(params, bidb, bidh_k * params.h_h_k_ratio + head, query, column, plan.sum_factor);
 }
 
 }  // namespace flash::kvcache

@@ -41,10 +41,10 @@ struct RowResult {
         return {other(row_max), other(row_sum), {other(o.x), other(o.y), other(o.z), other(o.w)}};
     }
 
-    // Stores the output and, with column 0, the log-sum-exp (natural log) of a row.
+    // Stores the output and, with column 0, the log-sum-exp (natural log) of a row. sum_factor: SplitkvPlan's.
     template <typename Element>
-    __device__ __forceinline__ void store(const Flash_fwd_params &params, int bidb, int bidh, int query,
-                                          int column) const {
+    __device__ __forceinline__ void store(const Flash_fwd_params &params, int bidb, int bidh, int query, int column,
+                                          float sum_factor = 1.0f) const {
         const float inverse = row_sum == 0.0f ? 0.0f : 1.0f / row_sum;
         const uint2 rounded = {pack<Element>(o.x * inverse, o.y * inverse),
                                pack<Element>(o.z * inverse, o.w * inverse)};
@@ -62,7 +62,7 @@ struct RowResult {
         if (column == 0) {
             float *lse = static_cast<float *>(params.softmax_lse) + bidb * params.lse_batch_stride +
                          bidh * params.lse_head_stride + query;
-            *lse = row_sum == 0.0f ? -INFINITY : __fmul_rn(row_max, params.scale_softmax) + logf(row_sum);
+            *lse = row_sum == 0.0f ? -INFINITY : __fmul_rn(row_max, params.scale_softmax) + logf(row_sum * sum_factor);
         }
     }
 };

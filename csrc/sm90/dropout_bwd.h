@@ -1,6 +1,6 @@
 // Which probabilities of a step dropout drops: one bit for each, with the random numbers of common/philox.h. At head
-// dims 64 and 128 a warpgroup of its own draws them, beside the consumers' products (DropoutWarpgroup). At others the
-// CTA has no registers left for it, and the consumers draw (draw, exchanged).
+// dims 64 and 128 five warps draw them, beside the consumers' products (DropoutWarp). At others the CTA has no registers
+// left for these warps, and the consumers draw (draw, exchanged).
 #pragma once
 
 #include "../common/dropout.h"
@@ -31,37 +31,37 @@ __device__ __forceinline__ uint32_t dropped(const Random4 &bits, int odd_key, un
     return result;
 }
 
-// The warpgroup that draws. The bits of a step belong to its stage of Q: consumers release both at once.
+// A warp that draws: one of the dropout warpgroup, or the producer's warp that has no other work. They share out the
+// draws of all steps evenly. The bits of a step belong to its stage of Q: consumers release both at once.
 template <typename Traits, Kind kKind>
-class DropoutWarpgroup {
+class DropoutWarp {
     using Block = ColumnBlock<Traits, kKind>;
     const Flash_bwd_params &params;
     typename Traits::SharedStorage &shared;
     const Block &block;
-    const unsigned thread;  // of the warpgroup
+    // A unit: the bits of 16 keys and the queries q, or q + 1, of 64 queries. A lane draws half a word for each of two
+    // threads, which have the keys k and k + 1 and the same queries: the same calls of Philox have the bits of both.
+    static constexpr int kUnits = 8 * Traits::kWordsOfDraws;  // of a step
 
 public:
-    __device__ DropoutWarpgroup(const Flash_bwd_params &params, typename Traits::SharedStorage &shared,
-                                const Block &block)
-        : params(params), shared(shared), block(block), thread(threadIdx.x % 128) {}
+    __device__ DropoutWarp(const Flash_bwd_params &params, typename Traits::SharedStorage &shared, const Block &block)
+        : params(params), shared(shared), block(block) {}
 
-    __device__ __forceinline__ void run() const {
+    // warp: 0 to Traits::kDropoutWarps - 1.
+    __device__ __forceinline__ void run(int warp) const {
         const uint64_t seed = uniform64(params.rng_state[0]), offset = uniform64(params.rng_state[1]);
         PipelineState<Traits::kStagesQ> state;
         Step step(block);
+        int unit = warp;
         for (int steps_left = block.num_steps(); steps_left > 0; --steps_left) {
             const DropoutStream stream(seed, offset, block.bidb, params.h, block.bidh + step.head);
             state.acquire(shared.q_barriers);
-            // A thread draws for two others, which have the keys k and k + 1 and the same queries: the same calls of
-            // Philox have the bits of both.
             CUTE_NO_UNROLL
-            for (unsigned pair = thread; pair < Traits::kConsumers * 64 * Traits::kWordsOfDraws; pair += 128) {
-                draw(stream, step, shared.draws[state.stage], pair);
+            for (; unit < kUnits; unit += Traits::kDropoutWarps) {
+                draw(stream, step, shared.draws[state.stage], unit);
             }
-            __syncwarp();
-            if (cute::elect_one_sync()) {
-                shared.draws_full[state.stage].arrive();
-            }
+            unit -= kUnits;
+            shared.draws_full[state.stage].arrive();
             state.advance();
             step.advance(block);
         }
@@ -73,27 +73,50 @@ private:
         return uint64_t(uint32_t(uniform(int(x >> 32)))) << 32 | uint32_t(uniform(int(x)));
     }
 
-    __device__ __forceinline__ void draw(DropoutStream stream, const Step &step, typename Traits::DrawsOfCta &draws,
-                                         unsigned pair) const {
-        const unsigned column = pair % 4, row = pair / 4 % 4, warp = pair / 16 % 8, word = pair / 128;
+    __device__ __forceinline__ void draw(const DropoutStream &stream, const Step &step,
+                                         typename Traits::DrawsOfCta &draws, int unit) const {
+        const int word = unit / 8, warp = unit / 2 % 4 * 2 + threadIdx.x / 16 % 2, odd_query = unit % 2;
+        const int column = threadIdx.x % 4, row = threadIdx.x / 4 % 4;
         const unsigned key = block.first_key() + 16 * warp + 2 * row;
-        const unsigned query = step.m_block * Traits::kBlockM + 64 * word + 2 * column;
-        uint32_t even = 0, odd = 0;  // of the thread with the even key, and with the odd one
-#pragma unroll 2
-        for (unsigned i = 0; i < 8; ++i) {
-            const unsigned group = i / 2, odd_query = i % 2, place = 4 * group + 16 * odd_query;
-            asm volatile("" : "+r"(stream.key0), "+r"(stream.key1));  // the keys of all rounds would take 14 registers
-            const Random4 bits = stream.bits(query + 16 * group + odd_query, key);
-            even |= dropped(bits, /*odd_key=*/0, params.dropout_threshold) << place;
-            odd |= dropped(bits, /*odd_key=*/1, params.dropout_threshold) << place;
+        const unsigned query = step.m_block * Traits::kBlockM + 64 * word + 2 * column + odd_query;
+        const uint32_t minus_threshold = 0u - (params.dropout_threshold << 16);
+        uint32_t even = 0, odd = 0;  // of the thread with the even key, and with the odd one: a set bit keeps
+        CUTE_UNROLL
+        for (int group = 3; group >= 0; --group) {
+            // A uniform register each time: the compiler would keep the keys of all rounds in 14 other registers.
+            DropoutStream of_call = stream;
+            of_call.key0 = uniform_now(stream.key0);
+            of_call.key1 = uniform_now(stream.key1);
+            const Random4 bits = of_call.bits(query + 16 * group, key);
+            CUTE_UNROLL
+            for (int i = 3; i >= 0; --i) {
+                const int shift = i < 2 ? 16 : 0;  // the lower half belongs to the near query
+                append_kept(even, bits.x[i % 2] << shift, minus_threshold);
+                append_kept(odd, bits.x[2 + i % 2] << shift, minus_threshold);
+            }
         }
-        const unsigned consumer = 32 * warp + 8 * row + column;  // the thread with the even key
-        draws[word][consumer] = even;
-        draws[word][consumer + 4] = odd;
+        const bool drops_none = params.dropout_threshold == 0;
+        const int consumer = 32 * warp + 8 * row + column;  // the thread with the even key
+        reinterpret_cast<uint16_t *>(&draws[word][consumer])[odd_query] = drops_none ? 0 : ~even;
+        reinterpret_cast<uint16_t *>(&draws[word][consumer + 4])[odd_query] = drops_none ? 0 : ~odd;
+    }
+
+    // x is the same in all lanes.
+    __device__ __forceinline__ static uint32_t uniform_now(uint32_t x) {
+        uint32_t result;
+        asm volatile("redux.sync.or.b32 %0, %1, 0xffffffff;" : "=r"(result) : "r"(x));
+        return result;
+    }
+
+    // Appends a bit: whether x is at least the threshold. The carry of x - threshold says it.
+    __device__ __forceinline__ static void append_kept(uint32_t &kept, uint32_t x, uint32_t minus_threshold) {
+        asm("{\n\t.reg .u32 unused;\n\tadd.cc.u32 unused, %1, %2;\n\taddc.u32 %0, %0, %0;\n\t}"
+            : "+r"(kept)
+            : "r"(x), "r"(minus_threshold));
     }
 };
 
-// The bits that DropoutWarpgroup has drawn for this thread.
+// The bits that the dropout warps have drawn for this thread.
 template <typename Traits>
 __device__ __forceinline__ Draws<Traits> load_draws(const typename Traits::DrawsOfCta &draws, int warpgroup) {
     Draws<Traits> result;

@@ -94,7 +94,6 @@ private:
 
     template <typename TensorO, typename SoftmaxState>
     __device__ __forceinline__ void store_partial(TensorO &acc_o, const SoftmaxState &softmax) const {
-        constexpr float kFactor = 1.0f / SoftmaxState::kOne;  // of sums and outputs
         const kvcache::Slot slot(params, plan, kHeadDim, tile.slot, tile.place.block);
         CUTE_UNROLL
         for (int i = 0; i < decltype(size<0>(acc_o))::value; ++i) {
@@ -104,12 +103,12 @@ private:
                 continue;
             }
             if (threadIdx.x % 4 == 0) {
-                *reinterpret_cast<float2 *>(slot.statistics + row * 2) = {softmax.row_max[i], sum * kFactor};
+                *reinterpret_cast<float2 *>(slot.statistics + row * 2) = {softmax.row_max[i], sum};
             }
             float *const o = slot.o + row * kHeadDim + threadIdx.x % 4 * 2;
             CUTE_UNROLL
             for (int col = 0; col < kHeadDim / 4; col += 2) {
-                *reinterpret_cast<float2 *>(o + col * 4) = {acc_o(i, col) * kFactor, acc_o(i, col + 1) * kFactor};
+                *reinterpret_cast<float2 *>(o + col * 4) = {acc_o(i, col), acc_o(i, col + 1)};
             }
         }
     }

@@ -62,6 +62,7 @@ kvcache::SplitkvPlan split_plan(const Flash_fwd_params &params) {
     plan.row_tiles = static_cast<int>(row_tiles);
     plan.pieces = static_cast<int>(std::clamp<int64_t>(heads * units / 2, 1, wanted));
     plan.aligned_unit = static_cast<int>(unit);
+    plan.sum_factor = 1.0f / Softmax<typename Traits::Element, 2>::kOne;
     plan.by_ratio = cutlass::FastDivmod(params.h_h_k_ratio);
     return plan;
 }

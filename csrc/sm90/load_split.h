@@ -5,6 +5,7 @@
 
 #include "../common/uniform.h"
 #include "../kvcache/mma.h"
+#include "call_limits.h"
 #include "kernel_traits.h"
 #include "key_boxes.h"
 #include "work_tile_ring.h"
@@ -84,6 +85,7 @@ private:
     // Lane i computes the page and row of box i. Keys past the end come from an arbitrary page; the consumers mask
     // them.
     __device__ __forceinline__ void load_pages(int first_key, int bidh_k, int bidb) {
+        static_assert(Traits::kBlockN / kLeastBoxRows <= 32, "more boxes than lanes");
         int row = first_key + static_cast<int>(threadIdx.x % 32) * rows;
         const int index = row / params.page_size;
         row -= index * params.page_size;
