@@ -50,6 +50,7 @@ GPU_STEPS = (
     Step("bench_speed", ("backward_cuda",), ("--backward", "--grid", "perf"), 8.0),
     Step("bench_kvcache", ("kvcache_[!c]*",), (), 5.0),
     Step("bench_features", ("features_cuda",), (), 5.0),
+    Step("bench_training", ("training_cuda",), (), 2.0),
     Step("bench_overhead", ("overhead_cuda",), (), 1.0),
     Step("bench_overhead", ("overhead_backward_cuda",), ("--backward",), 1.0),
     Step("bench_memory", ("memory",), (), 1.0),

@@ -364,6 +364,22 @@ def context_parallel_tables(data: Rows) -> list[str]:
     return [f"{caption}\n\n{table}\n\nMessages from each GPU to the next one: {rates}."]
 
 
+def training_tables(data: Rows) -> list[str]:
+    """Context and batch down, contenders across: tokens per second, and our ratio to each rival."""
+    names = list(data[0]["tokens_per_second"])
+    ((ours, ratios),) = data[0]["ratio"].items()
+    body = [
+        [
+            f"{row['context']} × {row['batch']}",
+            *(f"{row['tokens_per_second'][name]:,}" for name in names),
+            *(f"{row['ratio'][ours][rival]:.2f}" for rival in ratios),
+        ]
+        for row in data
+    ]
+    headers = ["context × batch", *(f"{name}, tokens/s" for name in names), *(f"{ours} ÷ {rival}" for rival in ratios)]
+    return [markdown_table(headers, body)]
+
+
 VIEWS: dict[str, Callable[[Rows], list[str]]] = {
     "bench_speed": speed_tables,
     "bench_overhead": overhead_tables,
@@ -373,6 +389,7 @@ VIEWS: dict[str, Callable[[Rows], list[str]]] = {
     "bench_values": value_tables,
     "bench_features": feature_tables,
     "bench_kvcache": kvcache_tables,
+    "bench_training": training_tables,
     "learn_grid": grid_tables,
     "learn_ladder": ladder_tables,
     "bench_context_parallel": context_parallel_tables,

@@ -22,6 +22,7 @@ from benchmarks import (
     bench_memory,
     bench_overhead,
     bench_speed,
+    bench_training,
     bench_values,
     compare_builds,
     methods,
@@ -315,6 +316,16 @@ def test_overhead_benchmark_runs_on_cpu_tensors(backward: bool, tmp_path: Path) 
     rows = provenance.load(tmp_path / f"{name}.json")["data"]
     assert {row["name"] for row in rows} == {"cpu", "SDPA"}
     assert all(row["microseconds"] > 0 for row in rows)
+
+
+def test_training_benchmark_runs_on_the_cpu(tmp_path: Path) -> None:
+    bench_training.main(["--device", "cpu", "--quick", "--seconds", "1", "--out-dir", str(tmp_path)])
+    result = provenance.load(tmp_path / "training_cpu_quick.json")
+    (row,) = result["data"]
+    assert row["tokens_per_second"].keys() == {"cpu", "SDPA"}
+    assert row["ratio"]["cpu"]["SDPA"] > 0
+    assert "cpu ÷ SDPA" in tables.render(result)
+    assert "cpu ÷ SDPA: median" in tables.summarize(result)
 
 
 @pytest.mark.parametrize(("backward", "compared"), [(False, ["out", "lse"]), (True, ["dq", "dk", "dv"])])

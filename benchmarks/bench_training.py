@@ -1,0 +1,117 @@
+"""Tokens per second of a training step of the GPT in examples/train_char_gpt.py, with this library and with SDPA.
+
+A step is the forward, the backward and AdamW, on random characters. On a GPU it runs under bfloat16 autocast.
+
+  python -m benchmarks.bench_training                     on a GPU
+  python -m benchmarks.bench_training --device cpu
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend
+
+from benchmarks import cli, provenance
+from benchmarks.methods import interleave, ratio, time_cpu
+from benchmarks.rivals import Rival
+from examples import train_char_gpt as example
+
+CHARACTERS = 128
+SHAPES = {"cuda": ((1024, 16), (4096, 4), (16384, 1)), "cpu": ((256, 4), (1024, 1))}  # (context, batch)
+ATTENTIONS: dict[str, dict[str, example.Attention]] = {
+    "cuda": {
+        "cuda": example.attend_with_flash_attn_mini("cuda"),
+        "cuDNN": example.attend_with_kernel(SDPBackend.CUDNN_ATTENTION),
+        "FLASH_ATTENTION": example.attend_with_kernel(SDPBackend.FLASH_ATTENTION),
+        "EFFICIENT_ATTENTION": example.attend_with_kernel(SDPBackend.EFFICIENT_ATTENTION),
+    },
+    "cpu": {"cpu": example.attend_with_flash_attn_mini("cpu"), "SDPA": example.attend_with_sdpa},
+}
+ROUNDS = 5
+
+
+class Contender(Rival):
+    """A model whose blocks attend with one implementation."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        with torch.enable_grad():
+            yield
+
+
+def training_steps(size: example.Size, device: torch.device) -> dict[Rival, Callable[[], Any]]:
+    """A step of each contender, on equal weights and one batch."""
+    torch.manual_seed(0)
+    model = example.GPT(CHARACTERS, size, example.attend_with_sdpa).to(device)
+    sequences = torch.randint(CHARACTERS, (size.batch, size.context + 1), device=device)
+    steps: dict[Rival, Callable[[], Any]] = {}
+    for name, attend in ATTENTIONS[device.type].items():
+        run = example.Run(copy.deepcopy(model), size)
+        for block in run.model.blocks:
+            block.attend = attend
+        steps[Contender(name)] = partial(run.step, sequences)
+    return steps
+
+
+def measure_shape(size: example.Size, device: torch.device, rounds: int, rep_ms: float) -> dict[str, Any]:
+    """Tokens per second of every contender, and the first one's speed relative to the others."""
+    steps = training_steps(size, device)
+    ours, *others = (rival.name for rival in steps)
+    timings = interleave(steps, time_cpu, rounds=rounds, rep_ms=rep_ms)  # a step waits for the device
+    tokens = size.batch * size.context
+    return {
+        "context": size.context,
+        "batch": size.batch,
+        "tokens_per_second": {name: round(tokens / timing.ms * 1e3) for name, timing in timings.items()},
+        "ratio": {ours: {name: round(ratio(timings[ours], timings[name]), 3) for name in others}},
+    }
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = cli.parser_for(__doc__, seconds=60.0)
+    parser.add_argument("--device", choices=sorted(SHAPES), default="cuda")
+    arguments = parser.parse_args(argv)
+    device = cli.require_gpu("bench_training") if arguments.device == "cuda" else torch.device("cpu")
+    backend = device.type
+    shapes = SHAPES[device.type][: 1 if arguments.quick else None]
+    size = example.SIZES[device.type]
+    rounds = 1 if arguments.quick else ROUNDS
+    rep_ms = arguments.seconds * 1e3 / (len(shapes) * len(ATTENTIONS[backend]) * rounds)
+    data = [
+        measure_shape(replace(size, context=context, batch=batch), device, rounds, rep_ms)
+        for context, batch in cli.progress(shapes, "training")
+    ]
+    dtype = "bfloat16 autocast" if backend == "cuda" else "float32"
+    sources = [
+        *provenance.HOST,
+        *provenance.SOURCES_OF_BACKEND[backend],
+        *provenance.BACKWARD_SOURCES_OF_BACKEND[backend],
+        *provenance.METHOD,
+        "examples/train_char_gpt.py",
+    ]
+    cli.finish(
+        f"training_{arguments.device}",
+        benchmark="bench_training",
+        title="Training a small GPT",
+        data=data,
+        sources=sources,
+        arguments=arguments,
+        notes=[
+            f"{size.layers} layers, {size.heads} heads of {size.width // size.heads}, {dtype}.",
+            "Eager: a step of short sequences waits for the host.",
+        ],
+    )
+
+
+if __name__ == "__main__":
+    main()
