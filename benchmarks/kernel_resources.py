@@ -25,6 +25,11 @@ _FORWARD = re.compile(
     r"(?P<family>sm\d+)::Flash_fwd_kernel_traits<[^<>]*?(?P<headdim>\d+), (?:sm\d+::)?(?P<tile>Tile\w*)[^()]*, "
     r"\([\w:]*Kind\)(?P<kind>\d)"
 )
+# Hopper's kernel for many rows of a KV cache.
+_SPLIT_SM90 = re.compile(
+    r"flash_fwd_split_kernel<sm90::Flash_fwd_kernel_traits<[^<>]*?(?P<headdim>\d+), sm90::TileSizesSplit<\d+, "
+    r"(?P<is_narrow>true|false)>"
+)
 # flash_bwd_kernel, or flash_bwd_convert_dq, which has no mode.
 _BACKWARD = re.compile(
     r"Flash_bwd_kernel_traits<[^<>]*?(?P<headdim>\d+), (?:sm80::)?TileBwd<(?P<tile>[^<>]+)>, (?P<bulk>true|false), "
@@ -76,6 +81,10 @@ def fields_of(name: str, arch: str) -> dict[str, Any] | None:
         is_short = forward["tile"].endswith("Short")
         kind = KINDS[int(forward["kind"])] + (" of short sequences" if is_short else "")
         return {"headdim": int(forward["headdim"]), "family": forward["family"], "kind": kind}
+    split = _SPLIT_SM90.search(name)
+    if split is not None:
+        kind = "split, up to 64 rows" if split["is_narrow"] == "true" else "split"
+        return {"headdim": int(split["headdim"]), "family": "sm90", "kind": kind}
     hopper = _BACKWARD_SM90.search(name)
     if hopper is not None:
         kind = KINDS[int(hopper["kind"])] + ("" if hopper["has_factors"] == "true" else " with ALiBi alone")

@@ -87,6 +87,13 @@ def test_resources_of_the_hopper_forward_name_the_kernels_of_short_sequences() -
         assert fields == {"headdim": 64, "family": "sm90", "kind": name}
 
 
+@pytest.mark.parametrize(("is_narrow", "kind"), [("true", "split, up to 64 rows"), ("false", "split")])
+def test_hoppers_kernels_of_many_rows_have_fields(is_narrow: str, kind: str) -> None:
+    traits = f"sm90::Flash_fwd_kernel_traits<(DType)1, 128, sm90::TileSizesSplit<128, {is_narrow}> >"
+    fields = kernel_resources.fields_of(f"sm90::flash_fwd_split_kernel<{traits} >", "sm_90a")
+    assert fields == {"headdim": 128, "family": "sm90", "kind": kind}
+
+
 @pytest.mark.parametrize(("has_factors", "kind"), [("true", "general"), ("false", "general with ALiBi alone")])
 def test_hoppers_backward_kernels_have_fields(has_factors: str, kind: str) -> None:
     name = f"void sm90::flash_bwd_kernel<sm90::Flash_bwd_kernel_traits<(DType)1, 96, {has_factors}>, (Kind)3>"
