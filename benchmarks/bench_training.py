@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.nn.attention import SDPBackend
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks import cli, provenance
 from benchmarks.methods import interleave, ratio, time_cpu
@@ -25,14 +25,13 @@ from examples import train_char_gpt as example
 
 CHARACTERS = 128
 SHAPES = {"cuda": ((1024, 16), (4096, 4), (16384, 1)), "cpu": ((256, 4), (1024, 1))}  # (context, batch)
-ATTENTIONS: dict[str, dict[str, example.Attention]] = {
+KERNELS: dict[str, dict[str, SDPBackend | None]] = {  # of SDPA; None: PyTorch's choice
     "cuda": {
-        "cuda": example.attend_with_flash_attn_mini("cuda"),
-        "cuDNN": example.attend_with_kernel(SDPBackend.CUDNN_ATTENTION),
-        "FLASH_ATTENTION": example.attend_with_kernel(SDPBackend.FLASH_ATTENTION),
-        "EFFICIENT_ATTENTION": example.attend_with_kernel(SDPBackend.EFFICIENT_ATTENTION),
+        "cuDNN": SDPBackend.CUDNN_ATTENTION,
+        "FLASH_ATTENTION": SDPBackend.FLASH_ATTENTION,
+        "EFFICIENT_ATTENTION": SDPBackend.EFFICIENT_ATTENTION,
     },
-    "cpu": {"cpu": example.attend_with_flash_attn_mini("cpu"), "SDPA": example.attend_with_sdpa},
+    "cpu": {"SDPA": None},
 }
 ROUNDS = 5
 
@@ -40,13 +39,22 @@ ROUNDS = 5
 class Contender(Rival):
     """A model whose blocks attend with one implementation."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, attend: example.Attention, kernel: SDPBackend | None = None) -> None:
         self.name = name
+        self.attend = attend
+        self.kernel = kernel
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        with torch.enable_grad():
+        with torch.enable_grad(), sdpa_kernel(self.kernel) if self.kernel is not None else contextlib.nullcontext():
             yield
+
+
+def contenders_for(device: torch.device) -> list[Contender]:
+    """This library first, with the backend of the device."""
+    ours = Contender(device.type, example.attend_with_flash_attn_mini(device.type))
+    kernels = KERNELS[device.type].items()
+    return [ours, *(Contender(name, example.attend_with_sdpa, kernel) for name, kernel in kernels)]
 
 
 def training_steps(size: example.Size, device: torch.device) -> dict[Rival, Callable[[], Any]]:
@@ -55,11 +63,11 @@ def training_steps(size: example.Size, device: torch.device) -> dict[Rival, Call
     model = example.GPT(CHARACTERS, size, example.attend_with_sdpa).to(device)
     sequences = torch.randint(CHARACTERS, (size.batch, size.context + 1), device=device)
     steps: dict[Rival, Callable[[], Any]] = {}
-    for name, attend in ATTENTIONS[device.type].items():
+    for contender in contenders_for(device):
         run = example.Run(copy.deepcopy(model), size)
         for block in run.model.blocks:
-            block.attend = attend
-        steps[Contender(name)] = partial(run.step, sequences)
+            block.attend = contender.attend
+        steps[contender] = partial(run.step, sequences)
     return steps
 
 
@@ -86,7 +94,7 @@ def main(argv: list[str] | None = None) -> None:
     shapes = SHAPES[device.type][: 1 if arguments.quick else None]
     size = example.SIZES[device.type]
     rounds = 1 if arguments.quick else ROUNDS
-    rep_ms = arguments.seconds * 1e3 / (len(shapes) * len(ATTENTIONS[backend]) * rounds)
+    rep_ms = arguments.seconds * 1e3 / (len(shapes) * len(contenders_for(device)) * rounds)
     data = [
         measure_shape(replace(size, context=context, batch=batch), device, rounds, rep_ms)
         for context, batch in cli.progress(shapes, "training")

@@ -253,7 +253,9 @@ def test_many_rows_run_on_the_kernel_of_hopper(
 
 
 @NEEDS_HOPPER
-def test_large_values_leave_partial_results_finite(draw: torch.Generator) -> None:
+def test_large_values_leave_partial_results_finite(
+    draw: torch.Generator, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
     """Scores rise slowly from the last key to the first, so that sums grow far above 1: values still have room."""
     batch, keys, heads_k, power = 8, 4096, 8, 2.0**80
     q = torch.zeros(batch, 16, 4 * heads_k, 64)
@@ -263,7 +265,10 @@ def test_large_values_leave_partial_results_finite(draw: torch.Generator) -> Non
     v = torch.randn(batch, keys, heads_k, 64, generator=draw)
     q, k, v = (x.to("cuda", torch.bfloat16) for x in (q, k, v))
     small, small_lse = run_on_all_keys(q, k, v)
+    monkeypatch.setenv("FLASH_ATTN_MINI_TRACE", "1")
     large, large_lse = run_on_all_keys(q, k, v * power)
+    (pieces,) = re.findall(r"flash_fwd_split_kernel.* pieces=(\d+)", capfd.readouterr().err)
+    assert int(pieces) > batch * heads_k, "no head has partial results"
     assert torch.equal(large, small * power)
     assert torch.equal(large_lse, small_lse)
     visible = k[0, :, 0, 0].double()

@@ -1,6 +1,6 @@
 // Which probabilities of a step dropout drops: one bit for each, with the random numbers of common/philox.h. At head
-// dims 64 and 128 five warps draw them, beside the consumers' products (DropoutWarp). At others the CTA has no registers
-// left for these warps, and the consumers draw (draw, exchanged).
+// dims 64 and 128 five warps draw them, beside the consumers' products (DropoutWarp). At others the CTA has no
+// registers left for these warps, and the consumers draw (draw, exchanged).
 #pragma once
 
 #include "../common/dropout.h"
@@ -61,7 +61,8 @@ public:
                 draw(stream, step, shared.draws[state.stage], unit);
             }
             unit -= kUnits;
-            shared.draws_full[state.stage].arrive();
+            __syncwarp();                             // the compiler moves no store behind it
+            shared.draws_full[state.stage].arrive();  // each lane, which releases its own stores
             state.advance();
             step.advance(block);
         }
