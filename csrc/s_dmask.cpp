@@ -9,6 +9,7 @@
 
 #include "checks.h"
 #include "common/philox.h"
+#include "message.h"
 
 namespace flash {
 namespace {
@@ -139,8 +140,8 @@ at::Tensor s_dmask(const FwdArgs &args, const at::Tensor &rng_state) {
     if (args.q.numel() == 0 || !sizes.has_keys || rows == 0 || keys == 0) {
         return at::zeros({batch, heads, rows, keys}, args.q.options());
     }
-    TORCH_CHECK_VALUE(double(batch) * double(heads) * double(rows) * double(keys) <= double(kMostElements),
-                      "flash_attn_mini: S_dmask has the shape [", batch, ", ", heads, ", ", rows, ", ", keys,
+    FLASH_CHECK_VALUE(double(batch) * double(heads) * double(rows) * double(keys) <= double(kMostElements),
+                      "S_dmask has the shape [", batch, ", ", heads, ", ", rows, ", ", keys,
                       "] (max_seqlen_q and max_seqlen_k, rounded up); allowed: at most 2^34 elements");
     const SequenceIndices sequences(args, rows, keys);
     const at::ScalarType wide = lse_dtype(args.q);

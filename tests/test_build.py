@@ -36,6 +36,16 @@ def python_without_torch(tmp_path: Path) -> str:
     return str(tmp_path / "empty" / "bin" / "python")
 
 
+def test_no_message_is_made_by_iostreams() -> None:
+    """An extension that links libstdc++ statically crashes in them: csrc/message.h."""
+    streams = re.compile(r"\bTORCH_(INTERNAL_ASSERT|CHECK)\w*\(|[io]stream|\bstd::c(out|err)\b")
+    for path in sorted((ROOT / "csrc").rglob("*")):
+        if path.suffix in (".h", ".cpp", ".cu") and path.name != "message.h":
+            code = re.sub(r"//[^\n]*", "", path.read_text(encoding="utf-8"))
+            found = streams.search(code)
+            assert found is None, f"{path}: {found and found[0]}"
+
+
 def test_torch_is_found_behind_a_build_isolation() -> None:
     hidden = "import importlib.util as u; assert u.find_spec('torch') is None"
     code = f"{hidden}; from build_tools import target_torch; print(target_torch.find_torch())"

@@ -180,6 +180,7 @@ WRONG_PAGED_CALLS = [
     WrongCall("table_rank", numbers("block_table", [9, 3, 1]), V, "block_table", r"\[3\]", "batch 3"),
     WrongCall("table_batch", numbers("block_table", [[9] * 5] * 2), V, "block_table", r"\[2, 5\]", "batch 3"),
     WrongCall("table_elsewhere", meta("block_table"), V, "block_table", "meta", "device of q"),
+    WrongCall("table_in_the_cache", inside("block_table", "k_cache"), V, "block_table", "k_cache", "memory of its own"),
     WrongCall("pages", shape("v_cache", 14, 4, 3, 16), V, "v_cache.*num_pages", "14", "num_pages of k_cache, 15"),
     WrongCall("page_size", shape("v_cache", 15, 8, 3, 16), V, "v_cache.*page_size", "8", "page_size of k_cache, 4"),
     WrongCall("no_room", given(cache_seqlens=19), V, "k has 2 new keys", "after 19", "block_table, 20 .5 pages of 4"),
@@ -210,7 +211,6 @@ WRONG_PAGES = [
               r"page -1 at \[1, 0\]", "0 to 14"),
     WrongCall("page_huge", numbers(TABLE, [[9, 3, 0, 0, 0], [14, 0, 0, 0, 0], [0, 1, 2, 8, 2**31 - 1]]), V, TABLE,
               r"page 2147483647 at \[2, 4\]", "0 to 14"),
-    WrongCall("pages_in_the_cache", inside(TABLE, "k_cache"), V, TABLE, "k_cache", "memory of its own"),
     WrongCall("page_of_none", lambda c: c.update({n: c[n][:0] for n in CACHES}), V, TABLE, r"page 9 at \[0, 0\]",
               "none, because the cache has no pages"),
     WrongCall("page_written_twice", numbers(TABLE, [[9, 14, 0, 0, 0], [3, 0, 0, 0, 0], [0, 1, 2, 8, 9]]), V, TABLE,
@@ -299,7 +299,7 @@ def test_the_extension_makes_the_same_checks(backend: str, device: str) -> None:
 HOSTILE = (-1, -(2**31), 2**31 - 1, 10**6, 1 << 16)
 
 
-def assert_others_untouched(call: CacheCall, before: list[Tensor], victim: int, own: tuple[Tensor, ...]) -> None:
+def assert_others_untouched(call: CacheCall, before: list[Tensor], victim: int, own: tuple[Tensor | int, ...]) -> None:
     """The buffers changed only where the other sequences append, and in the cache row or pages of the victim."""
     for cache, copy, new in zip((call.k_cache, call.v_cache), before, call.new, strict=True):
         assert new is not None
@@ -328,7 +328,7 @@ def test_hostile_values_neither_crash_nor_write_elsewhere(
     if tensor is None:
         pytest.skip(f"the case has no {argument}")
     row = call.cache_batch_idx
-    own: tuple[Tensor, ...] = () if row is None else (row[victim].long(),)
+    own: tuple[Tensor | int, ...] = (victim if row is None else row[victim].long(),)
     if call.block_table is not None:
         pages = call.block_table[victim, : -(-case.totals[victim] // case.page_size)].long()
         own = (pages,)

@@ -212,12 +212,12 @@ def attention_mask(
         A `Layout`; for a mask function that is not known here a bool mask ``[batch, 1, seqlen_q, seqlen_k]``, which
         `attention` accepts if it is causal or full.
     """
-    from transformers import masking_utils
+    from transformers.masking_utils import causal_mask_function, sdpa_mask  # torch 2.11 cannot trace `transformers`
 
     if isinstance(attention_mask, Layout):  # generate() makes the mask, then the model asks again
         return attention_mask
     if mask_function is None:
-        mask_function = masking_utils.causal_mask_function
+        mask_function = causal_mask_function
     if cache_position is not None:
         q_length, q_offset = cache_position.shape[0], int(cache_position[0])
         place: dict[str, Any] = {"cache_position": cache_position}
@@ -231,7 +231,7 @@ def attention_mask(
         if layout is not None:
             return layout
     kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
-    drawn: Tensor = masking_utils.sdpa_mask(
+    drawn: Tensor = sdpa_mask(
         batch_size=batch_size,
         kv_length=kv_length,
         kv_offset=kv_offset,
