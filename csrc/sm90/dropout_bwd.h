@@ -1,6 +1,6 @@
 // Which probabilities of a step dropout drops: one bit for each, with the random numbers of common/philox.h. At head
-// dims 64 and 128 five warps draw them, beside the consumers' products (DropoutWarp). At others the CTA has no
-// registers left for these warps, and the consumers draw (draw, exchanged).
+// dims 64 and 128 a warpgroup of its own draws them, beside the consumers' products (DropoutWarpgroup). At others the
+// CTA has no registers left for it, and the consumers draw (draw, exchanged).
 #pragma once
 
 #include "../common/dropout.h"
@@ -31,38 +31,35 @@ __device__ __forceinline__ uint32_t dropped(const Random4 &bits, int odd_key, un
     return result;
 }
 
-// A warp that draws: one of the dropout warpgroup, or the producer's warp that has no other work. They share out the
-// draws of all steps evenly. The bits of a step belong to its stage of Q: consumers release both at once.
+// The warpgroup that draws. The bits of a step belong to its stage of Q: consumers release both at once.
 template <typename Traits, Kind kKind>
-class DropoutWarp {
+class DropoutWarpgroup {
     using Block = ColumnBlock<Traits, kKind>;
     const Flash_bwd_params &params;
     typename Traits::SharedStorage &shared;
     const Block &block;
-    // A unit: the bits of 16 keys and the queries q, or q + 1, of 64 queries. A lane draws half a word for each of two
-    // threads, which have the keys k and k + 1 and the same queries: the same calls of Philox have the bits of both.
-    static constexpr int kUnits = 8 * Traits::kWordsOfDraws;  // of a step
+    const unsigned thread;  // of the warpgroup
 
 public:
-    __device__ DropoutWarp(const Flash_bwd_params &params, typename Traits::SharedStorage &shared, const Block &block)
-        : params(params), shared(shared), block(block) {}
+    __device__ DropoutWarpgroup(const Flash_bwd_params &params, typename Traits::SharedStorage &shared,
+                                const Block &block)
+        : params(params), shared(shared), block(block), thread(threadIdx.x % 128) {}
 
-    // warp: 0 to Traits::kDropoutWarps - 1.
-    __device__ __forceinline__ void run(int warp) const {
+    __device__ __forceinline__ void run() const {
         const uint64_t seed = uniform64(params.rng_state[0]), offset = uniform64(params.rng_state[1]);
         PipelineState<Traits::kStagesQ> state;
         Step step(block);
-        int unit = warp;
         for (int steps_left = block.num_steps(); steps_left > 0; --steps_left) {
             const DropoutStream stream(seed, offset, block.bidb, params.h, block.bidh + step.head);
             state.acquire(shared.q_barriers);
             CUTE_NO_UNROLL
-            for (; unit < kUnits; unit += Traits::kDropoutWarps) {
-                draw(stream, step, shared.draws[state.stage], unit);
+            for (unsigned word = 0; word < Traits::kWordsOfDraws; ++word) {
+                draw(stream, step, shared.draws[state.stage], word);
             }
-            unit -= kUnits;
-            __syncwarp();                             // the compiler moves no store behind it
-            shared.draws_full[state.stage].arrive();  // each lane, which releases its own stores
+            __syncwarp();
+            if (cute::elect_one_sync()) {
+                shared.draws_full[state.stage].arrive();
+            }
             state.advance();
             step.advance(block);
         }
@@ -74,32 +71,33 @@ private:
         return uint64_t(uint32_t(uniform(int(x >> 32)))) << 32 | uint32_t(uniform(int(x)));
     }
 
+    // A thread draws for two others, which have the keys k and k + 1 and the same queries: the same calls of Philox
+    // have the bits of both.
     __device__ __forceinline__ void draw(const DropoutStream &stream, const Step &step,
-                                         typename Traits::DrawsOfCta &draws, int unit) const {
-        const int word = unit / 8, warp = unit / 2 % 4 * 2 + threadIdx.x / 16 % 2, odd_query = unit % 2;
-        const int column = threadIdx.x % 4, row = threadIdx.x / 4 % 4;
+                                         typename Traits::DrawsOfCta &draws, unsigned word) const {
+        const unsigned column = thread % 4, row = thread / 4 % 4, warp = thread / 16;
         const unsigned key = block.first_key() + 16 * warp + 2 * row;
-        const unsigned query = step.m_block * Traits::kBlockM + 64 * word + 2 * column + odd_query;
+        const unsigned query = step.m_block * Traits::kBlockM + 64 * word + 2 * column;
         const uint32_t minus_threshold = 0u - (params.dropout_threshold << 16);
         uint32_t even = 0, odd = 0;  // of the thread with the even key, and with the odd one: a set bit keeps
-        CUTE_UNROLL
-        for (int group = 3; group >= 0; --group) {
+#pragma unroll 2
+        for (int i = 7; i >= 0; --i) {
             // A uniform register each time: the compiler would keep the keys of all rounds in 14 other registers.
             DropoutStream of_call = stream;
             of_call.key0 = uniform_now(stream.key0);
             of_call.key1 = uniform_now(stream.key1);
-            const Random4 bits = of_call.bits(query + 16 * group, key);
+            const Random4 bits = of_call.bits(query + 16 * (i % 4) + i / 4, key);
             CUTE_UNROLL
-            for (int i = 3; i >= 0; --i) {
-                const int shift = i < 2 ? 16 : 0;  // the lower half belongs to the near query
-                append_kept(even, bits.x[i % 2] << shift, minus_threshold);
-                append_kept(odd, bits.x[2 + i % 2] << shift, minus_threshold);
+            for (int place = 3; place >= 0; --place) {
+                const int shift = place < 2 ? 16 : 0;  // the lower half belongs to the near query
+                append_kept(even, bits.x[place % 2] << shift, minus_threshold);
+                append_kept(odd, bits.x[2 + place % 2] << shift, minus_threshold);
             }
         }
         const bool drops_none = params.dropout_threshold == 0;
-        const int consumer = 32 * warp + 8 * row + column;  // the thread with the even key
-        reinterpret_cast<uint16_t *>(&draws[word][consumer])[odd_query] = drops_none ? 0 : ~even;
-        reinterpret_cast<uint16_t *>(&draws[word][consumer + 4])[odd_query] = drops_none ? 0 : ~odd;
+        const unsigned consumer = 32 * warp + 8 * row + column;  // the thread with the even key
+        draws[word][consumer] = drops_none ? 0u : ~even;
+        draws[word][consumer + 4] = drops_none ? 0u : ~odd;
     }
 
     // x is the same in all lanes.
@@ -117,7 +115,7 @@ private:
     }
 };
 
-// The bits that the dropout warps have drawn for this thread.
+// The bits that DropoutWarpgroup has drawn for this thread.
 template <typename Traits>
 __device__ __forceinline__ Draws<Traits> load_draws(const typename Traits::DrawsOfCta &draws, int warpgroup) {
     Draws<Traits> result;

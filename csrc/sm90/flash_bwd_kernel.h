@@ -1,7 +1,6 @@
 // The backward kernel. A CTA has one work tile (work_tiles_bwd.h). Of phase compute: flash_bwd_kernel ->
 // compute_dq_dk_dv -> compute_dk_dv_1colblock. One warpgroup is the producer, which loads and adds dQ (load_bwd.h,
-// reduce_dq.h). Two are consumers, which compute (mainloop_bwd.h). With dropout, a fourth draws, and the producer's
-// last warp with it (dropout_bwd.h).
+// reduce_dq.h). Two are consumers, which compute (mainloop_bwd.h). With dropout, a fourth draws (dropout_bwd.h).
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -51,7 +50,7 @@ __device__ __forceinline__ void init_barriers(typename Traits::SharedStorage &sh
     shared.ds_barriers.init(/*warps=*/kWarps, /*writers=*/kOfProduct);
     shared.p_barriers.init(/*warps=*/kWarps, /*writers=*/kWarps);
     for (auto &full : shared.draws_full) {
-        full.init(32 * Traits::kDropoutWarps);
+        full.init(kWarps);
     }
     for (auto &barriers : shared.dq_barriers) {
         barriers.init(/*warps=*/1, /*writers=*/kWarps);
@@ -219,7 +218,7 @@ __device__ __forceinline__ void compute_dq_dk_dv(const Flash_bwd_params &params,
     } else if constexpr (Traits::kHasDropoutWarpgroup) {
         cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
         if (params.rng_state != nullptr) {
-            DropoutWarp<Traits, kKind>(params, shared, block).run(uniform(threadIdx.x / 32 % 4));
+            DropoutWarpgroup<Traits, kKind>(params, shared, block).run();
         }
     }
 }

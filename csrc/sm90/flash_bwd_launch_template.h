@@ -34,12 +34,14 @@ void launch_flash_bwd(const Flash_bwd_params &given, cudaStream_t stream) {
     Flash_bwd_params params = given;
     const RowBlocks blocks = key_blocks(params, params.h / params.heads_per_dkv, Traits::kBlockN);
     // The heads whose work tiles come together. Key blocks of equal length: as many heads as fill the SMs once. Else:
-    // as fill them twice, from long ones to short ones, which end together. In order, long sequences: as fill them
-    // twice. Then half of a head's key blocks run at the same time, and the last one waits for half as many before it.
+    // as fill them twice, from long ones to short ones, which end together. In order: as many as have CTAs at the same
+    // time, so that a CTA starts well after the one that it waits for, of the same sequence. Where the producer adds dQ
+    // and passes the order on a step later: twice as many for long sequences. Then half of a head's key blocks run at
+    // the same time, and the last one waits for half as many before it.
     const bool is_in_order = params.dq_semaphore != nullptr;
     const int per_head = is_in_order ? blocks.per_sequence() : blocks.per_head;
-    const bool is_long = per_head >= (is_local(kKind) ? 32 : 16);
-    const int ctas = device_properties().sm_count * ((is_in_order ? is_long : is_local(kKind)) ? 2 : 1);
+    const bool is_halved = !Traits::kConsumersComputeDq && per_head >= (is_local(kKind) ? 32 : 16);
+    const int ctas = device_properties().sm_count * ((is_in_order ? is_halved : is_local(kKind)) ? 2 : 1);
     params.interleaved_heads = clamp_to(ctas / std::max(per_head, 1), 1, std::max(blocks.all_heads(), 1));
     check_grid(padded_rows(params), "batch * nheads * query rows");
     const int64_t grid = WorkOrder::count(params, blocks);

@@ -34,7 +34,6 @@ struct Flash_bwd_kernel_traits {
     static constexpr int kConsumers = 2;
     static constexpr bool kHasDropoutWarpgroup = kHasFactors && kConsumersComputeDq;  // draws its bits
     static constexpr int kNThreads = 128 * (kConsumers + 1 + kHasDropoutWarpgroup);
-    static constexpr int kDropoutWarps = 5;  // the producer's last warp, which neither loads nor adds, is one of them
     // setmaxnreg. A launch of 512 threads gets 4 * 128 registers.
     static constexpr int kProducerRegisters = TileSize::kProducerRegisters;  // of the dropout warpgroup, too
     static constexpr int kConsumerRegisters =

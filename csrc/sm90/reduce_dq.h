@@ -37,10 +37,6 @@ public:
                 asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
                 done();
             }
-        } else if constexpr (Traits::kHasDropoutWarpgroup) {  // the last warp
-            if (params.rng_state != nullptr) {
-                DropoutWarp<Traits, kKind>(params, shared, block).run(Traits::kDropoutWarps - 1);
-            }
         }
     }
 
