@@ -87,7 +87,9 @@ def fields_of(name: str, arch: str) -> dict[str, Any] | None:
         return {"headdim": int(split["headdim"]), "family": "sm90", "kind": kind}
     hopper = _BACKWARD_SM90.search(name)
     if hopper is not None:
-        kind = KINDS[int(hopper["kind"])] + ("" if hopper["has_factors"] == "true" else " with ALiBi alone")
+        kind = KINDS[int(hopper["kind"])]
+        if kind == "general" and hopper["has_factors"] == "false":
+            kind += " with ALiBi alone"
         return {"headdim": int(hopper["headdim"]), "kind": kind, "tile": "sm90", "mode": BACKWARD_MODES[0]}
     found = _BACKWARD.search(name)
     if found is None:

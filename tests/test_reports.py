@@ -94,9 +94,12 @@ def test_hoppers_kernels_of_many_rows_have_fields(is_narrow: str, kind: str) -> 
     assert fields == {"headdim": 128, "family": "sm90", "kind": kind}
 
 
-@pytest.mark.parametrize(("has_factors", "kind"), [("true", "general"), ("false", "general with ALiBi alone")])
-def test_hoppers_backward_kernels_have_fields(has_factors: str, kind: str) -> None:
-    name = f"void sm90::flash_bwd_kernel<sm90::Flash_bwd_kernel_traits<(DType)1, 96, {has_factors}>, (Kind)3>"
+@pytest.mark.parametrize(
+    ("has_factors", "number", "kind"),
+    [("true", 3, "general"), ("false", 3, "general with ALiBi alone"), ("false", 0, "full"), ("false", 1, "local")],
+)
+def test_hoppers_backward_kernels_have_fields(has_factors: str, number: int, kind: str) -> None:
+    name = f"void sm90::flash_bwd_kernel<sm90::Flash_bwd_kernel_traits<(DType)1, 96, {has_factors}>, (Kind){number}>"
     fields = kernel_resources.fields_of(name, "sm_90a")
     assert fields == {"headdim": 96, "kind": kind, "tile": "sm90", "mode": "all"}
 
