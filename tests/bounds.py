@@ -132,6 +132,7 @@ class Accuracy:
     got: float
     expected: float
     times: float
+    elements: int  # with an error of PyTorch: few say little about its usual error
 
     @property
     def passed(self) -> bool:
@@ -146,18 +147,19 @@ class Accuracy:
 
 
 class InaccurateError(AssertionError):
-    """A result whose error is above its bound; ``excess`` is error / bound."""
+    """A result whose error is above its bound; ``excess`` is error / bound, ``elements`` that of its Accuracy."""
 
-    def __init__(self, message: str, excess: float) -> None:
+    def __init__(self, message: str, excess: float, elements: int) -> None:
         super().__init__(message)
         self.excess = excess
+        self.elements = elements
 
 
 def refuse(failed: list[Accuracy], shown: str) -> None:
     """Raise unless the list is empty."""
     if failed:
-        excess = max(x.error / x.bound for x in failed)
-        raise InaccurateError("\n  ".join(str(x) for x in failed) + shown, excess)
+        worst = max(failed, key=lambda x: x.error / x.bound)
+        raise InaccurateError("\n  ".join(str(x) for x in failed) + shown, worst.error / worst.bound, worst.elements)
 
 
 def accuracy(
@@ -165,13 +167,14 @@ def accuracy(
 ) -> Accuracy:
     """The errors of `got` and `pytorch` from `expected` (float64), all of one shape. Equal infinities are no error."""
     if expected.numel() == 0:
-        return Accuracy(what, 0.0, floor, 0.0, (), math.nan, math.nan, times)
+        return Accuracy(what, 0.0, floor, 0.0, (), math.nan, math.nan, times, 0)
 
     def errors(x: Tensor) -> Tensor:
         x = x.to(expected.dtype)
         return torch.where(x == expected, 0.0, (x - expected).abs())
 
-    pytorch_error = errors(pytorch).max().item()
+    pytorch_errors = errors(pytorch)
+    pytorch_error = pytorch_errors.max().item()
     error = errors(got).nan_to_num(nan=math.inf, posinf=math.inf)
     worst = int(error.argmax())
     index = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), expected.shape))
@@ -184,6 +187,7 @@ def accuracy(
         got[index].item(),
         expected[index].item(),
         times,
+        int(pytorch_errors.count_nonzero()),
     )
 
 

@@ -169,16 +169,22 @@ def test_random_cases_are_as_accurate_as_pytorch(
     check_random_cases(random_case, simpler, check, DTYPES[backend], COUNT[backend], seed, described_seed)
 
 
-@pytest.mark.parametrize(("times", "excess", "fails"), [(2, 3.0, False), (3, 3.0, True), (1, 5.0, True)])
-def test_a_small_error_fails_only_if_it_occurs_again(times: int, excess: float, fails: bool) -> None:
+@pytest.mark.parametrize(
+    ("times", "excess", "elements", "fails"),
+    [
+        (2, 3.0, 500, False), (3, 3.0, 500, True), (1, 5.0, 500, True), (1, 5.0, 0, True),
+        (7, 9.0, 2, False), (8, 9.0, 2, True), (1, 2000.0, 2, True),
+    ],
+)  # fmt: skip
+def test_a_small_error_fails_only_if_it_occurs_again(times: int, excess: float, elements: int, fails: bool) -> None:
     """The first case fails ``times`` times; all others pass."""
     seeds = []
 
     def check(case: AnyCase, dtype: torch.dtype, seed: int, described_seed: str) -> None:
         seeds.append(seed)
         if len(seeds) <= times:
-            raise InaccurateError("inaccurate", excess)
+            raise InaccurateError("inaccurate", excess, elements)
 
     with pytest.raises(pytest.fail.Exception, match="inaccurate") if fails else contextlib.nullcontext():
         check_random_cases(random_case, lambda case: iter(()), check, [torch.float32], CHUNKS, 7, "seed")
-    assert seeds[:times] == [7, 8, 9][:times]
+    assert seeds[:times] == list(range(7, 7 + times))
