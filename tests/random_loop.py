@@ -17,7 +17,7 @@ from .bounds import InaccurateError
 CHUNKS = 20  # tests that share the cases, so that several processes can run them
 # PyTorch's error may be small by chance, above all where it has one in few elements. So an error fails at once only if
 # it is so many times the bound, and else if it occurs with so many values, one after the other.
-OF_FEW, OF_MANY = (1000.0, 8), (4.0, 3)
+OF_FEW, OF_MANY = (100.0, 8), (4.0, 3)
 FEW = 30  # elements
 SHRINKING_STEPS = 60  # most runs to make a failing case smaller
 

@@ -26,7 +26,7 @@ struct SplitkvPlan {
     cutlass::FastDivmod by_ratio;  // by the query heads that share a key/value head
     bool follows_append = false;   // the kernel before it in the stream is append_kv_kernel
     int aligned_unit = 0;          // keys of a unit; units begin at multiples of it. 0: log2_unit counts
-    float sum_factor = 1.0f;       // makes sums of probabilities of the sums in the slots
+    float sum_factor = 1.0f;       // turns the sums in the slots into sums of probabilities
 
     constexpr int64_t slots(const Flash_fwd_params &params) const {  // of partial results, for each row tile
         return max_splits == 0 ? int64_t{2} * pieces : int64_t{params.b} * params.h_k * max_splits;

@@ -1,0 +1,33 @@
+"""The bounds of a result: PyTorch's error counts at least half a unit in the last place, and nothing where it is exact."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from .bounds import accuracy, half_unit
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_half_a_unit_is_half_the_distance_to_the_next_number(dtype: torch.dtype, draw: torch.Generator) -> None:
+    x = torch.exp2(28.0 * torch.rand(1000, generator=draw, dtype=torch.float64) - 13.5).to(dtype)
+    integers = torch.int32 if dtype == torch.float32 else torch.int16
+    following = (x.view(integers) + 1).view(dtype)
+    assert torch.equal(half_unit(-x.double(), dtype), (following.double() - x.double()) / 2.0)
+
+
+def test_rounding_is_allowed_where_pytorch_was_lucky() -> None:
+    """A float16 above 1 has an error of up to 4.9e-4 by rounding alone; here PyTorch's is 1e-4."""
+    expected = torch.tensor([1.0001, 0.25], dtype=torch.float64)
+    pytorch = torch.tensor([1.0, 0.25]).half()
+    next_one = torch.tensor([1.0 + 2**-10, 0.25]).half()
+    assert accuracy("out", next_one, expected, pytorch, 1e-5).passed
+    one_further = torch.tensor([1.0 + 2**-9, 0.25]).half()
+    assert not accuracy("out", one_further, expected, pytorch, 1e-5).passed
+
+
+def test_nothing_is_allowed_for_elements_where_pytorch_is_exact() -> None:
+    expected = torch.tensor([64.0, 0.1], dtype=torch.float64)
+    pytorch = expected.half()
+    assert not accuracy("out", torch.tensor([64.0625, 0.1]).half(), expected, pytorch, 1e-5).passed
+    assert accuracy("out", pytorch, expected, pytorch, 1e-5).passed
