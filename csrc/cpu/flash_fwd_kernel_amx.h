@@ -2,7 +2,7 @@
 // rounded to bfloat16 for the second product, as in the GPU kernels. Included by isa_amx.cpp.
 #pragma once
 
-#include "flash_fwd_kernel_few.h"
+#include "flash_fwd_kernel_few_amx.h"
 #include "products_amx.h"
 #include "row_block_forward.h"
 
@@ -173,20 +173,17 @@ private:
     float *o_ = nullptr;      // [panels][d_padded][kPanel]
 };
 
-// Groups of few rows run on FewRowsForward, which reads K and V once and copies neither. The rows of the sequence
-// decide, and not those of the block, so that the bits of a row do not depend on the number of threads.
+// Groups of few rows run on FewRowsAmx, which reads K and V once and copies neither.
 ForwardKernel forward_kernel(DType) {
-    using Few = FewRowsForward<BFloat16>;
-    constexpr int kMaxPanels = 16, kFewRows = 4;  // with 5 rows AMX is as fast (Xeon, d = 128)
+    constexpr int kMaxPanels = 16;
     ForwardKernel kernel = AmxForward::kernel(kMaxPanels);
-    kernel.few_rows = kFewRows;
+    kernel.few_rows = FewRowsAmx::kMostRows;
     kernel.scratch_bytes = [](const Flash_fwd_params &params, int64_t rows) {
-        return std::max(AmxForward::scratch_bytes(params, rows), Few::scratch_bytes(params));
+        return std::max(AmxForward::scratch_bytes(params, rows), FewRowsAmx::scratch_bytes(params));
     };
     kernel.compute_attn_1rowblock = [](const Flash_fwd_params &params, const RowBlock &block, void *scratch) {
-        const int64_t rows = Group<BFloat16>{params, block.bidb, block.bidh_k}.rows();
-        const bool is_few = rows <= kFewRows && params.rng_state == nullptr;
-        is_few ? Few::run(params, block, scratch) : AmxForward::run(params, block, scratch);
+        FewRowsAmx::takes(params, block) ? FewRowsAmx::run(params, block, scratch)
+                                         : AmxForward::run(params, block, scratch);
     };
     return kernel;
 }

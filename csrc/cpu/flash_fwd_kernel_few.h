@@ -5,26 +5,25 @@
 // first product, and the head dims for the second. Every sum has the same terms in the same order.
 #pragma once
 
+#include "few_rows.h"
 #include "products_fma.h"
-#include "row_block_forward.h"
 
 namespace flash::cpu::FLASH_CPU_NAMESPACE {
 
 template <typename Element>
-class FewRowsForward
-    : public RowBlockForward<FewRowsForward<Element>, Element, kLanes<typename AccOf<Element>::type>, kFmaBlockN> {
-    using Base = RowBlockForward<FewRowsForward<Element>, Element, kLanes<typename AccOf<Element>::type>, kFmaBlockN>;
+class FewRowsForward : public FewRows<FewRowsForward<Element>, Element, kFmaBlockN> {
+    using Base = FewRows<FewRowsForward<Element>, Element, kFmaBlockN>;
     friend Base;
-    using Base::d_, Base::params_, Base::kConvert;
+    friend typename Base::RowBlockBase;
+    using Base::d_, Base::d_padded_, Base::params_, Base::kAhead, Base::kConvert, Base::kPanel;
+    using Base::o_, Base::stream_, Base::values_;
     using typename Base::Acc;
     using typename Base::Panel;
     using AccVec = Vec<Acc>;
-    static constexpr int kPanel = kLanes<Acc>;
     static constexpr int kBlockN = kFmaBlockN;
     static constexpr int kKeyStep = 1;
     static constexpr int kColumns = kPanel * kColumnsOfWord<Element>;  // of a square of words
     static constexpr int kRowTile = 4;                                 // rows of a register tile of either product
-    static constexpr int kAhead = 32;  // rows from a prefetch to the use; K and V of a step are one stream
     // Sums in registers in the second product: half of the registers.
 #if FLASH_CPU_ISA == 3 || defined(__aarch64__)
     static constexpr int kSums = 16;
@@ -32,85 +31,26 @@ class FewRowsForward
     static constexpr int kSums = 8;
 #endif
 
-    // Memory that the heads of a block use in turn.
-    struct Shared {
-        Acc *s = nullptr;                  // [kBlockN][kPanel] or [row][kBlockN]: scores, then probabilities
-        Acc *o = nullptr;                  // [kMaxRows][d_padded]: rows of o, for their conversion
-        Acc *panel = nullptr;              // [d][kPanel]
-        const Element **stream = nullptr;  // [2 * kBlockN + kAhead + kPanel]: rows of K, then of V
+    struct Shared : Base::Shared {
+        Acc *s = nullptr;  // [kBlockN][kPanel] or [row][kBlockN]: scores, then probabilities
 
-        Shared(Scratch &memory, int d) {
-            memory.take(s, kBlockN * kPanel);
-            memory.take(o, int64_t(kMaxRows) * round_up(d, kPanel));
-            memory.take(panel, int64_t(d) * kPanel);
-            memory.take(stream, 2 * kBlockN + kAhead + kPanel);
-        }
+        Shared(Scratch &memory, int d) : Base::Shared(memory, d) { memory.take(s, kBlockN * kPanel); }
     };
 
+public:
+    using Base::kMaxRows;  // with more rows, full lanes make flash_fwd_kernel_fma.h as fast
+
+private:
     // Probabilities of a step: p[row * row_stride + key * key_stride].
     struct Probabilities {
         const Acc *p;
         int row_stride, key_stride;
     };
 
-public:
-    static constexpr int kMaxRows = kPanel;  // with more rows, full lanes make flash_fwd_kernel_fma.h as fast
-
-    // For all heads of the largest block.
-    static size_t scratch_bytes(const Flash_fwd_params &params) {
-        Scratch memory(nullptr);
-        const Shared shared(memory, params.d);
-        FewRowsForward *heads = nullptr;
-        memory.take(heads, params.h_k);
-        const FewRowsForward one(params, {0, 0, 0, kMaxRows}, nullptr, shared, 0);
-        return memory.bytes() + one.scratch_.bytes() * size_t(params.h_k);
-    }
-
-    // The heads take turns key block by key block: their rows of one key are neighbours in a cache [batch, seqlen,
-    // heads, headdim].
-    static void run(const Flash_fwd_params &params, const RowBlock &block, void *scratch) {
-        Scratch memory(static_cast<char *>(scratch));
-        const Shared shared(memory, params.d);
-        FewRowsForward *heads = nullptr;
-        memory.take(heads, block.heads);
-        char *own = static_cast<char *>(scratch) + memory.bytes();
-        for (int64_t i = 0; i < block.heads; ++i) {
-            const int64_t next = i + 1 < block.heads ? 1 : 1 - block.heads;
-            new (heads + i) FewRowsForward(params, block_of_head(params, block, i), own, shared, next);
-            own += heads[i].scratch_.bytes();
-            heads[i].begin();
-        }
-        for (int n_begin = heads->n_min_; n_begin < heads->n_max_; n_begin += kBlockN) {
-            for (int64_t i = 0; i < block.heads; ++i) heads[i].visit(n_begin);
-        }
-        for (int64_t i = 0; i < block.heads; ++i) heads[i].end();
-        std::destroy_n(heads, block.heads);
-    }
-
-private:
-    // next_head: distance to the head that computes after this one.
     FewRowsForward(const Flash_fwd_params &params, const RowBlock &block, char *scratch, const Shared &shared,
                    int64_t next_head)
-        : Base(params, block, scratch),
-          d_padded_(round_up(params.d, kPanel)),
-          next_head_(next_head),
-          s_(shared.s),
-          out_rows_(shared.o),
-          panel_(shared.panel),
-          stream_(shared.stream) {
+        : Base(params, block, scratch, shared, next_head, round_up(params.d, kPanel)), s_(shared.s) {
         this->scratch_.take(q_, int64_t(kMaxRows) * d_);
-        this->scratch_.take(o_, int64_t(kMaxRows) * d_padded_);
-        if (!this->scratch_.is_counting()) std::fill_n(o_, int64_t(kMaxRows) * d_padded_, Acc(0));
-    }
-
-    Acc *out_rows() const { return out_rows_; }
-
-    // o as the epilogue reads it: [d][kPanel].
-    Acc *out(const Panel &p) const {
-        const Acc *rows[kMaxRows];
-        for (int i = 0; i < p.rows; ++i) rows[i] = o_ + i * d_padded_;
-        rows_to_panel<Acc, kPanel>(rows, p.rows, d_, panel_);
-        return panel_;
     }
 
     void load_q(const Panel &p) {
@@ -120,32 +60,6 @@ private:
                 convert_row(row, q_ + i * d_, d_);
             else
                 std::memcpy(q_ + i * d_, row, sizeof(Acc) * size_t(d_));
-        }
-    }
-
-    // The addresses of the rows of K, then of V. Prefetches may read a few addresses past the end.
-    void load_kv(int n_begin, int n_end) {
-        values_ = stream_ + (n_end - n_begin);
-        set_addresses(params_.k, n_begin, n_end, stream_);
-        set_addresses(params_.v, n_begin, n_end, values_);
-        std::fill_n(values_ + (n_end - n_begin), kAhead + kPanel, values_[n_end - n_begin - 1]);
-    }
-
-    // The keys of a page are `row_stride` apart, and so are all keys without pages.
-    void set_addresses(const TensorRef &t, int n_begin, int n_end, const Element **rows) const {
-        for (int n = n_begin; n < n_end;) {
-            const Element *row = this->key_ptr(t, n);
-            const int64_t left = params_.block_table == nullptr
-                                     ? n_end - n
-                                     : params_.page_size - (this->group_.seq.k_begin + n) % params_.page_size;
-            for (const int end = int(std::min<int64_t>(n + left, n_end)); n < end; ++n, row += t.row_stride)
-                *rows++ = row;
-        }
-    }
-
-    void prefetch(const Element *row) const {
-        for (size_t i = 0; i < sizeof(Element) * size_t(d_); i += 64) {
-            __builtin_prefetch(reinterpret_cast<const char *>(row) + i, 0, 3);
         }
     }
 
@@ -328,7 +242,7 @@ private:
             for (int j = 0; j < kVecs; ++j) acc[r][j] = AccVec{};
         }
         for (int n = 0; n < keys; ++n, p += probabilities.key_stride) {
-            if (prefetches) prefetch_after_value(n + kAhead, n_first, from, keys);
+            if (prefetches) this->prefetch_after_value(n + kAhead, n_first, from, keys);
             if (kSkipZeros && p[0] == 0) continue;
             const Element *const v = values_[from + n] + c;
             AccVec x[kVecs];
@@ -353,24 +267,8 @@ private:
         }
     }
 
-    // Prefetches what is used after the n-th value of a step: values, then keys of the next head or key block.
-    FLASH_INLINE void prefetch_after_value(int n, int n_first, int from, int keys) const {
-        if (n < keys) {
-            prefetch(values_[from + n]);
-        } else if (next_head_ > 0) {
-            prefetch(stream_[from + std::min(n - keys, keys - 1)] + next_head_ * params_.k.head_stride);
-        } else if (n_first + n < this->n_max_) {
-            prefetch(this->key_ptr(params_.k, n_first + n) + next_head_ * params_.k.head_stride);
-        }
-    }
-
-    const int d_padded_;
-    const int64_t next_head_;
-    Acc *const s_, *const out_rows_, *const panel_;
-    const Element **const stream_;      // rows of K of the current keys, then of V
-    const Element **values_ = nullptr;  // those of V
-    Acc *q_ = nullptr;                  // [kMaxRows][d]
-    Acc *o_ = nullptr;                  // [kMaxRows][d_padded]
+    Acc *const s_;
+    Acc *q_ = nullptr;  // [kMaxRows][d]
 };
 
 }  // namespace flash::cpu::FLASH_CPU_NAMESPACE

@@ -18,7 +18,7 @@ namespace cpu {
 namespace {
 
 constexpr int64_t kLeastSplit = 512;       // keys: shorter splits of one query take more time to start than to stream
-constexpr int64_t kMostSplits = 32;        // of a sequence, if they are chosen here
+constexpr int64_t kMostSplits = 16;        // of a sequence, if they are chosen here
 constexpr int64_t kMostSplitQueries = 32;  // more queries give enough tasks without splits
 constexpr size_t kMostPartialBytes = size_t(64) << 20;
 

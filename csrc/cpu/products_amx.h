@@ -17,12 +17,13 @@ constexpr int kAmxPanel = kAmxBlock;      // queries
 // Sets the shapes of the tile registers. Its destructor restores the caller's.
 class TileConfig {
 public:
-    TileConfig() {
+    // 16 rows of 64 bytes; with fewer columns of 4 bytes in the tiles 0 and 4 to 7.
+    explicit TileConfig(int columns = kTileRows) {
         _tile_storeconfig(&before_);
         alignas(64) Config config{};
         config.palette = 1;
         for (int i = 0; i < 8; ++i) {
-            config.row_bytes[i] = 64;
+            config.row_bytes[i] = i == 0 || i >= 4 ? uint16_t(4 * columns) : 64;
             config.rows[i] = kTileRows;
         }
         _tile_loadconfig(&config);

@@ -105,9 +105,10 @@ protected:
     void set_key_ranges() {
         n_min_ = int(std::min<int64_t>(group_.seq.seqlen_k, block_.key_end));
         n_max_ = 0;
+        KeyRange keys = group_.keys_seen(block_.row_begin);
         for (int64_t row = 0; row < int64_t(panels_) * kPanel; ++row) {
             const int64_t group_row = block_.row_begin + std::min(row, block_.rows - 1);
-            const KeyRange keys = group_.keys_seen(group_row);
+            if (row > 0 && row < block_.rows) keys = group_.keys_seen(group_row);
             score_mod_.set_row(group_, group_row, row);
             lo_[row] = Int(std::clamp(keys.lo, block_.key_begin, block_.key_end));
             hi_[row] = Int(std::clamp(keys.hi, block_.key_begin, block_.key_end));
@@ -166,7 +167,7 @@ protected:
             else
                 rows[i] = row_ptr(params_.o, p.row + i);
         }
-        panel_to_rows<Acc, kPanel>(self().out(p), p.state.l, p.rows, d_, rows);
+        self().scale_rows(p, rows);
         if constexpr (kConvert) {
             for (int i = 0; i < p.rows; ++i) convert_row(rows[i], row_ptr(params_.o, p.row + i), d_);
         }
@@ -179,10 +180,16 @@ protected:
         std::copy_n(p.state.l, p.rows, static_cast<Acc *>(block_.partial.l) + first);
         for (int i = 0; i < p.rows; ++i) rows[i] = o + int64_t(i) * d_;
         std::fill_n(p.state.l, kPanel, Acc(1));
+        self().scale_rows(p, rows);
+    }
+
+    // rows[i] = l[i] * row i of o.
+    void scale_rows(const Panel &p, Acc *const *rows) const {
         panel_to_rows<Acc, kPanel>(self().out(p), p.state.l, p.rows, d_, rows);
     }
 
     Self &self() { return static_cast<Self &>(*this); }
+    const Self &self() const { return static_cast<const Self &>(*this); }
 
     const Flash_fwd_params &params_;
     const RowBlock block_;
