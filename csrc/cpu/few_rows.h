@@ -19,7 +19,8 @@ protected:
     using typename Base::Acc;
     using typename Base::Panel;
     static constexpr int kPanel = kLanes<Acc>;
-    static constexpr int kAhead = 32;      // rows from a prefetch to the use; K and V of a step are one stream
+    static constexpr int kAhead = 32;  // rows from a prefetch to the use; K and V of a step are one stream
+    static constexpr int kElementsOfLine = 64 / int(sizeof(Element));
     static constexpr int kLargestTile = 32;  // columns of a register tile: rows of o are padded to it
 
     // Memory that the heads of a block use in turn.
@@ -82,6 +83,7 @@ protected:
 
     Acc *out_rows() const { return out_rows_; }
 
+    // rows[i] = l[i] * row i of o.
     void scale_rows(const Panel &p, Acc *const *rows) const {
         for (int i = 0; i < p.rows; ++i) {
             for (int c = 0; c < d_; ++c) rows[i][c] = o_[i * d_padded_ + c] * p.state.l[i];
@@ -116,6 +118,15 @@ protected:
             prefetch(stream_[from + std::min(n - keys, keys - 1)] + next_head_ * params_.k.head_stride);
         } else if (n_first + n < this->group_.seq.seqlen_k) {
             prefetch(this->key_ptr(params_.k, n_first + n) + next_head_ * params_.k.head_stride);
+        }
+    }
+
+    // Prefetches as many cache lines of kPanel keys as a column of lines has: in the order of memory if the keys lie
+    // side by side, else the lines of the column that begins at c.
+    FLASH_INLINE void prefetch_lines(const Element *const *keys, int c) const {
+        const bool is_dense = params_.k.row_stride == d_;
+        for (int i = 0; i < kPanel; ++i) {
+            __builtin_prefetch(is_dense ? keys[0] + c * kPanel + i * kElementsOfLine : keys[i] + c, 0, 3);
         }
     }
 

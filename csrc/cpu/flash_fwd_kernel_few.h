@@ -158,7 +158,7 @@ private:
             const int end = std::min(begin + kDotSteps, d_), end_of_whole = end - (end - begin) % kColumns;
             for (int c = begin; c < end_of_whole; c += kColumns) {
                 if (row == 0 && c * sizeof(Element) % 64 == 0) {
-                    for (int n = 0; n < kPanel; ++n) __builtin_prefetch(ahead[n] + c, 0, 3);
+                    this->prefetch_lines(ahead, c);
                 }
                 load_words(k, c, words);
 #pragma GCC unroll 16

@@ -1,8 +1,8 @@
 // compute_attn_1rowblock for bfloat16 on AMX and blocks of up to 4 rows, as in decoding.
 //
-// First product: K is the left factor of the tiles, 16 keys by 32 head dims, and needs no copy. q is the right factor, in
-// pairs of head dims; most of its 16 columns stay empty. Second product: vectors of pairs of keys, as AVX-512's dot
-// product of bfloat16 reads them. The probabilities are rounded to bfloat16, as in flash_fwd_kernel_amx.h.
+// First product: K is the left factor of the tiles, 16 keys by 32 head dims, and is read in place. q is the right
+// factor, in pairs of head dims, with a column for each row of the block. Second product: AVX-512's dot product of
+// pairs of bfloat16, two keys at a time. The probabilities are rounded to bfloat16, as in flash_fwd_kernel_amx.h.
 #pragma once
 
 #include "few_rows.h"
@@ -18,14 +18,14 @@ class FewRowsAmx : public FewRows<FewRowsAmx, BFloat16, kFewAmxBlockN> {
     friend Base::RowBlockBase;
     using Float = Vec<float>;
     static constexpr int kBlockN = kFewAmxBlockN;
-    static constexpr int kKeyStep = 2;                             // pairs of keys begin at the same places in every call
-    static constexpr int kColumns = kAmxBlock;                     // of a tile of K
+    static constexpr int kKeyStep = 2;          // pairs of keys begin at the same places in every call
+    static constexpr int kColumns = kAmxBlock;  // of a tile of K
 
 public:
     static constexpr int kMostRows = 4;
 
-    // True for a group that runs here. The rows of the sequence decide, and not those of the block, so that the bits of a
-    // row do not depend on the number of threads.
+    // True for a group that runs here. The rows of the sequence decide, and not those of the block, so that the bits of
+    // a row do not depend on the number of threads.
     static bool takes(const Flash_fwd_params &params, const RowBlock &block) {
         return Group<BFloat16>{params, block.bidb, block.bidh_k}.rows() <= kMostRows && params.rng_state == nullptr;
     }
@@ -39,10 +39,10 @@ private:
     static constexpr int kPairsOfTile = kColumns / 2 * kMostRows;  // of q
 
     struct Shared : Base::Shared {
-        float *s = nullptr;        // [kBlockN][kPanel]: scores
+        float *s = nullptr;         // [kBlockN][kPanel]: scores
         float *s_of_row = nullptr;  // [kMostRows][kBlockN]
-        BFloat16 *p = nullptr;     // [kMostRows][kBlockN]: probabilities
-        BFloat16 *k = nullptr;     // [16][d_padded]: a copy of K, where the tiles can't read it in place
+        BFloat16 *p = nullptr;      // [kMostRows][kBlockN]: probabilities
+        BFloat16 *k = nullptr;      // [16][d_padded]: a copy of K, where the tiles can't read it in place
 
         Shared(Scratch &memory, int d) : Base::Shared(memory, d) {
             memory.take(s, kBlockN * kPanel);
@@ -76,36 +76,31 @@ private:
         const bool has_keys_in_lanes = p.rows == 1 && !score_mod_.is_on();
         float *const s = has_keys_in_lanes ? shared_.s_of_row : shared_.s;
         const int s_stride = has_keys_in_lanes ? 1 : kPanel;
-        switch (d_padded_ / kColumns) {
-            case 1:
-                scores<1>(k, keys, s, s_stride);
-                break;
-            case 2:
-                scores<2>(k, keys, s, s_stride);
-                break;
-            case 3:
-                scores<3>(k, keys, s, s_stride);
-                break;
-            case 4:
-                scores<4>(k, keys, s, s_stride);
-                break;
-            default:
-                scores<0>(k, keys, s, s_stride);
-        }
+        const int tiles = d_padded_ / kColumns;
+        if (tiles == 1)
+            scores<1>(k, keys, s, s_stride);
+        else if (tiles == 2)
+            scores<2>(k, keys, s, s_stride);
+        else if (tiles == 3)
+            scores<3>(k, keys, s, s_stride);
+        else if (tiles == 4)
+            scores<4>(k, keys, s, s_stride);
+        else
+            scores<0>(k, keys, s, s_stride);
         make_logits(p, shared_.s, 1, n_first, keys);
         Float alpha[1];
         softmax(p, n_first, keys, masked, has_keys_in_lanes, alpha);
         for (int row = 0; row < p.rows;) {
-            const int left = masked ? 1 : p.rows - row;
+            const int left = p.rows - row, tile = masked || left == 1 ? 1 : left < 4 ? 2 : 4;
             if (masked)
                 output_of_row_masked(p, alpha[0][row], row, n_first, from, keys);
-            else if (left == 4)
+            else if (tile == 4)
                 output<4>(alpha, row, n_first, from, keys);
-            else if (left >= 2)
+            else if (tile == 2)
                 output<2>(alpha, row, n_first, from, keys);
             else
                 output<1>(alpha, row, n_first, from, keys);
-            row += left == 3 ? 2 : left;
+            row += tile;
         }
     }
 
@@ -132,8 +127,8 @@ private:
         return {copies, d_padded_};
     }
 
-    // s[key][row] of a step; k points to the first key in stream_. kTiles: tiles of q, which stay in registers, or 0 for
-    // more of them than there are registers.
+    // s[key][row] of a step; k points to the first key in stream_. kTiles: tiles of q, which stay in registers, or 0
+    // for more of them than there are registers.
     template <int kTiles>
     FLASH_NOINLINE void scores(const BFloat16 *const *k, int keys, float *s, int s_stride) const {
         compiler_barrier();
@@ -147,28 +142,28 @@ private:
             const int64_t stride = tile.stride * 2;
             _tile_zero(0);
             if constexpr (kTiles > 0) {
-                prefetch_tile(k + n + kAhead, 0);
+                prefetch_lines(k + n + kAhead, 0);
                 _tile_loadd(1, rows, stride);
                 _tile_dpbf16ps(0, 1, 4);
             }
             if constexpr (kTiles > 1) {
-                prefetch_tile(k + n + kAhead, kColumns);
+                prefetch_lines(k + n + kAhead, kColumns);
                 _tile_loadd(2, rows + kColumns, stride);
                 _tile_dpbf16ps(0, 2, 5);
             }
             if constexpr (kTiles > 2) {
-                prefetch_tile(k + n + kAhead, 2 * kColumns);
+                prefetch_lines(k + n + kAhead, 2 * kColumns);
                 _tile_loadd(1, rows + 2 * kColumns, stride);
                 _tile_dpbf16ps(0, 1, 6);
             }
             if constexpr (kTiles > 3) {
-                prefetch_tile(k + n + kAhead, 3 * kColumns);
+                prefetch_lines(k + n + kAhead, 3 * kColumns);
                 _tile_loadd(2, rows + 3 * kColumns, stride);
                 _tile_dpbf16ps(0, 2, 7);
             }
             if constexpr (kTiles == 0) {
                 for (int c = 0; c < d_padded_; c += kColumns) {
-                    prefetch_tile(k + n + kAhead, c);
+                    prefetch_lines(k + n + kAhead, c);
                     _tile_loadd(4, q_ + c / kColumns * kPairsOfTile, kMostRows * 4);
                     _tile_loadd(1, rows + c, stride);
                     _tile_dpbf16ps(0, 1, 4);
@@ -179,17 +174,9 @@ private:
         compiler_barrier();
     }
 
-    // Prefetches as many cache lines of 16 keys as a tile has: in the order of memory if the keys lie side by side, else
-    // those of the columns from c on.
-    FLASH_INLINE void prefetch_tile(const BFloat16 *const *keys, int c) const {
-        const bool is_dense = params_.k.row_stride == d_;
-        for (int i = 0; i < kTileRows; ++i) {
-            __builtin_prefetch(is_dense ? keys[0] + c * kTileRows + i * kColumns : keys[i] + c, 0, 3);
-        }
-    }
-
     // Scores [key][row] become probabilities [row][key]; alpha: what rescales the sums of each row so far.
-    FLASH_NOINLINE void softmax(const Panel &p, int n_first, int keys, bool masked, bool has_keys_in_lanes, Float *alpha) {
+    FLASH_NOINLINE void softmax(const Panel &p, int n_first, int keys, bool masked, bool has_keys_in_lanes,
+                                Float *alpha) {
         const Float minus_inf = broadcast(-std::numeric_limits<float>::infinity());
         Float largest[kMostRows] = {minus_inf, minus_inf, minus_inf, minus_inf};
         for (int n = 0; n < keys; n += kTileRows) {
@@ -198,8 +185,8 @@ private:
                 rows[0] = load<float>(shared_.s_of_row + n);
             else
                 transpose_four_rows(shared_.s + n * kPanel, rows);
-            const IntVec<float> key = (IntVec<float>)_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1,
-                                                                      0) + n;
+            const IntVec<float> key =
+                (IntVec<float>)_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0) + n;
 #pragma GCC unroll 4
             for (int row = 0; row < kMostRows; ++row) {
                 if (row >= p.rows) break;
@@ -318,7 +305,8 @@ private:
         return _mm512_loadu_si512(v);
     }
 
-    // Adds the columns [c, c + 32) to a row of o. low, high: columns 8 i + j and 8 i + 4 + j in lane 4 i + j.
+    // o = alpha * o + acc for the columns [c, c + 32) of a row. acc[0] and acc[1] have the columns 8 i + j and 8 i + 4
+    // + j in lane 4 i + j.
     FLASH_INLINE void add_to_o(int row, int c, float alpha, const Float (&acc)[2]) const {
         const __m512i first = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);
         const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
@@ -328,7 +316,7 @@ private:
         store<float>(o + 16, fma<float>(factor, load<float>(o + 16), _mm512_permutex2var_ps(acc[0], second, acc[1])));
     }
 
-    // One row. Keys that it does not see add nothing, even if their v is infinite or NaN.
+    // The same for one row of a masked step. Keys that it does not see add nothing, even if their v is infinite or NaN.
     FLASH_NOINLINE void output_of_row_masked(const Panel &panel, float alpha, int row, int n_first, int from,
                                              int keys) const {
         const auto v_of = [&](int n) {

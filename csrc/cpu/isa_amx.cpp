@@ -17,11 +17,12 @@
 #include <type_traits>
 
 #if defined(__clang__)
-#pragma clang attribute push(                                                                      \
+#pragma clang attribute push(                                                                                 \
     __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,avx512bf16,amx-tile,amx-bf16"))), \
     apply_to = function)
 #else
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,avx512bf16,amx-tile,amx-bf16,prefer-vector-width=512")
+#pragma GCC target( \
+    "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,avx512bf16,amx-tile,amx-bf16,prefer-vector-width=512")
 #pragma GCC diagnostic ignored "-Wuninitialized"  // GCC 12: its own AVX-512 intrinsics pass undefined vectors
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif

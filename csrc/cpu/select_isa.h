@@ -23,14 +23,16 @@ inline const char *name_of(Isa isa) {
 }
 
 #ifdef FLASH_CPU_HAS_AMX
-// True if the CPU has AMX for bfloat16 and Linux lets this process use the tile registers: a process has to ask for
-// permission.
+// True if the CPU has AMX and AVX-512 for bfloat16 and Linux lets this process use the tile registers: a process has to
+// ask for permission.
 inline bool enable_amx_bf16() {
     unsigned eax, ebx, ecx, edx;
     if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return false;
     const bool amx_bf16 = edx >> 22 & 1, amx_tile = edx >> 24 & 1;
+    if (!__get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx)) return false;
+    const bool avx512_bf16 = eax >> 5 & 1;
     constexpr long kArchReqXcompPerm = 0x1023, kXfeatureXtiledata = 18;
-    return amx_bf16 && amx_tile && syscall(SYS_arch_prctl, kArchReqXcompPerm, kXfeatureXtiledata) == 0;
+    return amx_bf16 && amx_tile && avx512_bf16 && syscall(SYS_arch_prctl, kArchReqXcompPerm, kXfeatureXtiledata) == 0;
 }
 #endif
 
