@@ -102,8 +102,8 @@ def test_bits_depend_neither_on_threads_nor_on_the_other_sequences(dtype: torch.
                 assert same_bits(forward(alone, **splits), tuple(x[b : b + 1] for x in results[0])), (splits, b)
 
 
-# On AMX, groups of up to 4 rows run on other arithmetic than groups of more.
-@pytest.mark.parametrize(("nheads", "alone"), [(64, 8), (4, 1)])
+# On AMX, groups of up to 8 rows run on other arithmetic than groups of more.
+@pytest.mark.parametrize(("nheads", "alone"), [(64, 16), (8, 1), (7, 1)])
 @each_dtype
 def test_a_row_has_its_bits_whatever_the_number_of_rows(
     dtype: torch.dtype, nheads: int, alone: int, draw: torch.Generator

@@ -1,4 +1,4 @@
-// compute_attn_1rowblock for bfloat16 on AMX and blocks of up to 4 rows, as in decoding.
+// compute_attn_1rowblock for bfloat16 on AMX and blocks of up to 8 rows, as in decoding.
 //
 // First product: K is the left factor of the tiles, 16 keys by 32 head dims, and is read in place. q is the right
 // factor, in pairs of head dims, with a column for each row of the block. Second product: AVX-512's dot product of
@@ -22,7 +22,7 @@ class FewRowsAmx : public FewRows<FewRowsAmx, BFloat16, kFewAmxBlockN> {
     static constexpr int kColumns = kAmxBlock;  // of a tile of K
 
 public:
-    static constexpr int kMostRows = 4;
+    static constexpr int kMostRows = 8;  // with 16, flash_fwd_kernel_amx.h is faster (Xeon, d = 128)
 
     // True for a group that runs here. The rows of the sequence decide, and not those of the block, so that the bits of
     // a row do not depend on the number of threads.
@@ -178,29 +178,24 @@ private:
     FLASH_NOINLINE void softmax(const Panel &p, int n_first, int keys, bool masked, bool has_keys_in_lanes,
                                 Float *alpha) {
         const Float minus_inf = broadcast(-std::numeric_limits<float>::infinity());
-        Float largest[kMostRows] = {minus_inf, minus_inf, minus_inf, minus_inf};
-        for (int n = 0; n < keys; n += kTileRows) {
-            Float rows[kMostRows];
-            if (has_keys_in_lanes)
-                rows[0] = load<float>(shared_.s_of_row + n);
-            else
-                transpose_four_rows(shared_.s + n * kPanel, rows);
-            const IntVec<float> key =
-                (IntVec<float>)_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0) + n;
-#pragma GCC unroll 4
-            for (int row = 0; row < kMostRows; ++row) {
-                if (row >= p.rows) break;
-                Float x = rows[row];
-                if (masked || n + kTileRows > keys) {
-                    const int lo = int(p.lo[row]) - n_first, hi = std::min(int(p.hi[row]) - n_first, keys);
-                    x = ((key >= lo) & (key < hi)) ? x : minus_inf;
-                }
-                store<float>(shared_.s_of_row + row * kBlockN + n, x);
-                largest[row] = max<float>(x, largest[row]);
-            }
-        }
         Float row_max[1] = {minus_inf}, safe_m[1], sum[1] = {};
-        for (int row = 0; row < p.rows; ++row) row_max[0][row] = _mm512_reduce_max_ps(largest[row]);
+        for (int row = 0; row < p.rows; row += 4) {
+            const int rows = std::min(p.rows - row, 4);
+            Float largest[4] = {minus_inf, minus_inf, minus_inf, minus_inf};
+            for (int n = 0; n < keys; n += kTileRows) {
+                Float x[4];
+                if (has_keys_in_lanes)
+                    x[0] = load<float>(shared_.s_of_row + n);
+                else
+                    transpose_four_rows(shared_.s + n * kPanel + row, x);
+                for (int r = 0; r < rows; ++r) {
+                    if (masked || n + kTileRows > keys) x[r] = mask_keys(p, row + r, x[r], n_first, n, keys);
+                    store<float>(shared_.s_of_row + (row + r) * kBlockN + n, x[r]);
+                    largest[r] = max<float>(x[r], largest[r]);
+                }
+            }
+            for (int r = 0; r < rows; ++r) row_max[0][row + r] = _mm512_reduce_max_ps(largest[r]);
+        }
         update_max<float, 1>(row_max, scale_log2_, p.state, safe_m, alpha);
         const Float scale = broadcast(scale_log2_);
         for (int row = 0; row < p.rows; ++row) {
@@ -216,6 +211,14 @@ private:
             sum[0][row] = _mm512_reduce_add_ps(total);
         }
         update_sum<float, 1>(sum, alpha, p.state);
+    }
+
+    // Scores of a row with the keys n to n + 15 of a step; -inf for keys that the row does not see.
+    FLASH_INLINE static Float mask_keys(const Panel &p, int row, Float s, int n_first, int n, int keys) {
+        const __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+        const IntVec<float> key = (IntVec<float>)lane + n;
+        const int lo = int(p.lo[row]) - n_first, hi = std::min(int(p.hi[row]) - n_first, keys);
+        return ((key >= lo) & (key < hi)) ? s : broadcast(-std::numeric_limits<float>::infinity());
     }
 
     // rows[row][key] = s[key][row] for 16 keys and 4 rows.
