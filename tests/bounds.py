@@ -1,9 +1,10 @@
 """Bounds on the error of a result: 2 times PyTorch's own error in the same dtype, 3 times for gradients, plus a floor.
 
 Errors are differences from `flash_attn_mini.reference` in float64 on the same inputs. There is no fixed tolerance but
-the floor: where PyTorch is precise, the backend must be precise too. PyTorch's error counts at least half a unit in the
-last place of its least precise element, unless PyTorch is exact there: rounding alone may cost that much. A large element
-may be rounded by less by chance, above all where few are as large.
+the floor: where PyTorch is precise, the backend must be precise too.
+
+PyTorch's error counts at least half a unit in the last place of the largest element that PyTorch does not compute
+exactly. Rounding alone may cost that much. PyTorch's rounding may be smaller by chance where few elements are so large.
 """
 
 from __future__ import annotations

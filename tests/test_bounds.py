@@ -1,4 +1,4 @@
-"""The bounds of a result: PyTorch's error counts at least half a unit in the last place, and nothing where it is exact."""
+"""The bounds allow the rounding of a result where PyTorch's was small by chance, and nothing where PyTorch is exact."""
 
 from __future__ import annotations
 
