@@ -3,7 +3,7 @@
 Errors are differences from `flash_attn_mini.reference` in float64 on the same inputs. There is no fixed tolerance but
 the floor: where PyTorch is precise, the backend must be precise too.
 
-PyTorch's error counts at least half a unit in the last place of the largest element that PyTorch does not compute
+PyTorch's error is taken as at least half a unit in the last place of the largest element that PyTorch does not compute
 exactly. Rounding alone may cost that much. PyTorch's rounding may be smaller by chance where few elements are so large.
 """
 
@@ -169,7 +169,8 @@ def refuse(failed: list[Accuracy], shown: str) -> None:
 
 def half_unit(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Half a unit in the last place of each element in `dtype`: the most that rounding to nearest changes it by."""
-    return torch.exp2(torch.frexp(x).exponent.to(x.dtype)) * (torch.finfo(dtype).eps / 4.0)
+    half = torch.exp2(torch.frexp(x).exponent.to(x.dtype)) * (torch.finfo(dtype).eps / 4.0)
+    return half.masked_fill(x == 0.0, 0.0)
 
 
 def accuracy(

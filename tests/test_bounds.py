@@ -31,3 +31,10 @@ def test_nothing_is_allowed_for_elements_where_pytorch_is_exact() -> None:
     pytorch = expected.half()
     assert not accuracy("out", torch.tensor([64.0625, 0.1]).half(), expected, pytorch, 1e-5).passed
     assert accuracy("out", pytorch, expected, pytorch, 1e-5).passed
+
+
+def test_an_exact_zero_allows_no_rounding() -> None:
+    zero = torch.zeros(2, dtype=torch.float64)
+    assert torch.equal(half_unit(zero, torch.float16), zero)
+    expected, pytorch = torch.tensor([0.0, 2**-10], dtype=torch.float64), torch.tensor([1e-6, 2**-10]).half()
+    assert not accuracy("dq", torch.tensor([1e-4, 2**-10]).half(), expected, pytorch, 1e-5).passed

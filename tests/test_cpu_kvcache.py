@@ -139,6 +139,30 @@ def test_infinite_values_stay_with_their_own_keys(dtype: torch.dtype, draw: torc
         assert not out_now[:, 0].isfinite().any(), splits
 
 
+@each_dtype
+def test_a_query_has_its_bits_whatever_the_other_queries_see(dtype: torch.dtype, draw: torch.Generator) -> None:
+    """With a window the first key of a block of rows is that of its first row."""
+    for headdim, length in ((64, 333), (40, 207)):
+        call = filled_call([length], (4, 2, headdim), 2, 400, dtype, draw)
+        call.update(window_size_left=37, window_size_right=0, num_splits=1)
+        out, lse = forward(call)
+        for query in range(4):
+            own = {"q": call["q"][:, query : query + 1], "cache_seqlens": torch.tensor([length - 3 + query]).int()}
+            alone = forward({**call, **own})
+            assert same_bits(alone, (out[:, query : query + 1], lse[:, :, query : query + 1])), (headdim, query)
+
+
+@each_dtype
+def test_keys_outside_the_window_may_be_infinite(dtype: torch.dtype, draw: torch.Generator) -> None:
+    call = filled_call([600], (3, 2, 32), 1, 600, dtype, draw)
+    call.update(window_size_left=400, window_size_right=0)
+    expected = [forward(call, **splits) for splits in SPLITS]
+    call["k_cache"][0, :197] = torch.nan
+    call["k_cache"][0, 100:150] = torch.inf
+    for splits, result in zip(SPLITS, expected, strict=True):
+        assert same_bits(forward(call, **splits), result), splits
+
+
 ISA_SCRIPT = """
 import itertools
 from tests.kvcache_calls import filled_call, forward

@@ -21,15 +21,14 @@ protected:
     static constexpr int kPanel = kLanes<Acc>;
     static constexpr int kAhead = 32;  // rows from a prefetch to the use; K and V of a step are one stream
     static constexpr int kElementsOfLine = 64 / int(sizeof(Element));
-    static constexpr int kLargestTile = 32;  // columns of a register tile: rows of o are padded to it
 
     // Memory that the heads of a block use in turn.
     struct Shared {
-        Acc *o = nullptr;                  // [kMaxRows][d_padded]: rows of o, for their conversion
+        Acc *o = nullptr;                  // [kMaxRows][d]: rows of o, for their conversion
         const Element **stream = nullptr;  // [2 * kBlockN + kAhead + kPanel]: rows of K, then of V
 
         Shared(Scratch &memory, int d) {
-            memory.take(o, int64_t(kMaxRows) * round_up(d, kLargestTile));
+            memory.take(o, int64_t(kMaxRows) * d);
             memory.take(stream, 2 * kBlockN + kAhead + kPanel);
         }
     };
@@ -110,7 +109,8 @@ protected:
         }
     }
 
-    // Prefetches what is used after the n-th value of a step: values, then keys of the next head or key block.
+    // Prefetches what is used after the n-th value of a step: values, then keys of the next head, key block
+    // or split.
     FLASH_INLINE void prefetch_after_value(int n, int n_first, int from, int keys) const {
         if (n < keys) {
             prefetch(values_[from + n]);
@@ -121,8 +121,8 @@ protected:
         }
     }
 
-    // Prefetches as many cache lines of kPanel keys as a column of lines has: in the order of memory if the keys lie
-    // side by side, else the lines of the column that begins at c.
+    // Prefetches kPanel cache lines of kPanel keys: the c-th group of lines in memory if the keys lie side by side,
+    // else the line with the column c of each key.
     FLASH_INLINE void prefetch_lines(const Element *const *keys, int c) const {
         const bool is_dense = params_.k.row_stride == d_;
         for (int i = 0; i < kPanel; ++i) {

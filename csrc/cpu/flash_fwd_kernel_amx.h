@@ -173,7 +173,7 @@ private:
     float *o_ = nullptr;      // [panels][d_padded][kPanel]
 };
 
-// Groups of few rows run on FewRowsAmx, which reads K and V once and copies neither.
+// Groups of few rows run on FewRowsAmx, which reads V in place, and K where its tiles lie evenly in memory.
 ForwardKernel forward_kernel(DType) {
     constexpr int kMaxPanels = 16;
     ForwardKernel kernel = AmxForward::kernel(kMaxPanels);

@@ -157,9 +157,7 @@ private:
             for (int r = 0; r < kRows; ++r) acc[r] = AccVec{};
             const int end = std::min(begin + kDotSteps, d_), end_of_whole = end - (end - begin) % kColumns;
             for (int c = begin; c < end_of_whole; c += kColumns) {
-                if (row == 0 && c * sizeof(Element) % 64 == 0) {
-                    this->prefetch_lines(ahead, c);
-                }
+                if (row == 0 && c * sizeof(Element) % 64 == 0) this->prefetch_lines(ahead, c);
                 load_words(k, c, words);
 #pragma GCC unroll 16
                 for (int i = 0; i < kPanel; ++i) add_word<kRows>(q + c + i * kColumnsOfWord<Element>, words[i], acc);

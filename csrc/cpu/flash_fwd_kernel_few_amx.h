@@ -18,7 +18,7 @@ class FewRowsAmx : public FewRows<FewRowsAmx, BFloat16, kFewAmxBlockN> {
     friend Base::RowBlockBase;
     using Float = Vec<float>;
     static constexpr int kBlockN = kFewAmxBlockN;
-    static constexpr int kKeyStep = 2;          // pairs of keys begin at the same places in every call
+    static constexpr int kKeyStep = kTileRows;  // tiles begin at the same keys whatever the other rows see
     static constexpr int kColumns = kAmxBlock;  // of a tile of K
 
 public:

@@ -18,12 +18,17 @@ namespace cpu {
 namespace {
 
 constexpr int64_t kLeastSplit = 512;       // keys: shorter splits of one query take more time to start than to stream
-constexpr int64_t kMostSplits = 16;        // of a sequence, if they are chosen here
+constexpr int64_t kMostSplits = 16;        // of a sequence, if they are chosen here: each costs about 1 us
+constexpr int64_t kSplitStep = 16;         // chosen splits begin at its multiples, as tiles of keys in pages do
 constexpr int64_t kMostSplitQueries = 32;  // more queries give enough tasks without splits
 constexpr size_t kMostPartialBytes = size_t(64) << 20;
 
 constexpr int64_t ceil_div(int64_t x, int64_t y) {
     return (x + y - 1) / y;
+}
+
+constexpr int64_t round_up(int64_t x, int64_t multiple) {
+    return ceil_div(x, multiple) * multiple;
 }
 
 // The splits of one sequence: split i has the keys [origin + i * keys, origin + (i + 1) * keys).
@@ -40,10 +45,12 @@ struct Splits {
         if (cache.split_keys > 0) {
             keys = cache.split_keys;
         } else {
+            const bool is_chosen = cache.num_splits == 0;
             const int64_t chosen = seq.seqlen_q > kMostSplitQueries ? 1 : std::min(kMostSplits, visible / kLeastSplit);
-            const int64_t count = std::max<int64_t>(cache.num_splits > 0 ? cache.num_splits : chosen, 1);
-            origin = count == 1 ? 0 : lo;
-            keys = std::max<int64_t>(count == 1 ? seq.seqlen_k : ceil_div(visible, count), 1);
+            const int64_t count = std::max<int64_t>(is_chosen ? chosen : cache.num_splits, 1);
+            const int64_t step = is_chosen ? kSplitStep : 1;
+            origin = count == 1 ? 0 : lo / step * step;
+            keys = std::max<int64_t>(count == 1 ? seq.seqlen_k : round_up(ceil_div(hi - origin, count), step), 1);
         }
         begin = (lo - origin) / keys;
         end = visible == 0 ? begin + 1 : ceil_div(hi - origin, keys);  // one task for rows without keys

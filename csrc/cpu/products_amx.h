@@ -17,7 +17,7 @@ constexpr int kAmxPanel = kAmxBlock;      // queries
 // Sets the shapes of the tile registers. Its destructor restores the caller's.
 class TileConfig {
 public:
-    // 16 rows of 64 bytes; with fewer columns of 4 bytes in the tiles 0 and 4 to 7.
+    // Every tile has 16 rows. Those of the tiles 1 to 3 have 64 bytes, the others `columns` columns of 4 bytes.
     explicit TileConfig(int columns = kTileRows) {
         _tile_storeconfig(&before_);
         alignas(64) Config config{};
@@ -26,6 +26,7 @@ public:
             config.row_bytes[i] = i == 0 || i >= 4 ? uint16_t(4 * columns) : 64;
             config.rows[i] = kTileRows;
         }
+        __asm__ volatile("" ::"r"(&config) : "memory");  // GCC's intrinsic declares that it reads 8 of the 64 bytes
         _tile_loadconfig(&config);
     }
     ~TileConfig() {

@@ -5,6 +5,7 @@
 
 #include <string>
 
+#include "../environment.h"
 #include "kernels.h"
 
 #ifdef FLASH_CPU_HAS_AMX
@@ -42,7 +43,8 @@ inline Isa select_isa([[maybe_unused]] DType dtype) {
     static const std::string capability = at::get_cpu_capability();
     static const bool has_f16c = __builtin_cpu_supports("f16c");
 #ifdef FLASH_CPU_HAS_AMX
-    static const bool has_amx = capability == "AVX512" && enable_amx_bf16();
+    static const bool has_amx =
+        capability == "AVX512" && !is_switched_on("FLASH_ATTN_MINI_NO_AMX") && enable_amx_bf16();
     if (has_amx && dtype == DType::bfloat16) return Isa::amx;
 #endif
     if (capability == "AVX512" && has_f16c) return Isa::avx512;
