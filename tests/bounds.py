@@ -168,7 +168,7 @@ def refuse(failed: list[Accuracy], shown: str) -> None:
 
 
 def half_unit(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Half a unit in the last place of each element in `dtype`: the most that rounding to nearest changes it by."""
+    """Half a unit in the last place of each element in `dtype`, the most that rounding changes it by; 0 for 0."""
     half = torch.exp2(torch.frexp(x).exponent.to(x.dtype)) * (torch.finfo(dtype).eps / 4.0)
     return half.masked_fill(x == 0.0, 0.0)
 

@@ -109,8 +109,7 @@ protected:
         }
     }
 
-    // Prefetches what is used after the n-th value of a step: values, then keys of the next head, key block
-    // or split.
+    // Prefetches what is used after the n-th value of a step: values, then keys of the next head, key block or split.
     FLASH_INLINE void prefetch_after_value(int n, int n_first, int from, int keys) const {
         if (n < keys) {
             prefetch(values_[from + n]);
@@ -121,8 +120,8 @@ protected:
         }
     }
 
-    // Prefetches kPanel cache lines of kPanel keys: the c-th group of lines in memory if the keys lie side by side,
-    // else the line with the column c of each key.
+    // Prefetches kPanel cache lines of the kPanel keys, for the columns from c on. Keys side by side in memory are one
+    // array: the calls for all columns prefetch it in order. Otherwise a call prefetches one line of each key.
     FLASH_INLINE void prefetch_lines(const Element *const *keys, int c) const {
         const bool is_dense = params_.k.row_stride == d_;
         for (int i = 0; i < kPanel; ++i) {

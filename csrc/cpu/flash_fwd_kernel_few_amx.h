@@ -110,8 +110,8 @@ private:
         int64_t stride;
     };
 
-    // The tile of the keys k[0] to k[15], of which `keys` are in use. They are copied unless they lie evenly in memory
-    // and the head dim fills the tiles.
+    // A tile for the keys k[0] to k[15]; the first `keys` of them are used. The tile points into the tensor if the keys
+    // are evenly spaced in memory and the head dim is a multiple of 32. Otherwise the keys are copied.
     KeyTile tile_of_keys(const BFloat16 *const *k, int keys) const {
         bool is_even = keys >= kTileRows && d_ == d_padded_;
         if (is_even && params_.block_table != nullptr) {
