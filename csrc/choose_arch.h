@@ -27,6 +27,15 @@ inline Kind kind_of(const Flash_fwd_params &params) {
     return may_differ ? Kind::varlen : params.is_local() ? Kind::local : Kind::full;
 }
 
+// The same for a backward. The kernels of kind local rely on it that every query sees a key: a row without one would
+// have to become zeros in each step, because NaN times 0 is NaN.
+inline Kind kind_of(const Flash_bwd_params &params) {
+    const Kind kind = kind_of(static_cast<const Flash_fwd_params &>(params));
+    const int64_t right = params.window_size_right;
+    const bool has_rows_without_key = right >= 0 && params.seqlen_q > params.seqlen_k + right;
+    return kind == Kind::local && has_rows_without_key ? Kind::varlen : kind;
+}
+
 // FLASH_ATTN_MINI_ARCH names the architecture whose kernels run, to compare them: 80 or 90. 0: the best one.
 inline int requested_arch() {
     const char *variable = std::getenv("FLASH_ATTN_MINI_ARCH");

@@ -40,6 +40,7 @@ protected:
     const ScoresBwd<Traits, kKind> scores;
     Step step;
     int steps_left;
+    int own_begin, own_end;  // the row blocks of which every row is the sequence's and sees a key
     PipelineState<Traits::kStagesQ> q_state;
     PipelineState<Traits::kStagesdO> dout_state;
     PipelineState<Traits::kStagesdS> ds_state;
@@ -54,7 +55,12 @@ public:
           key_offset(Traits::kSplitsKeys ? warpgroup * kKeys : 0),
           scores(params, block, block.first_key() + key_offset),
           step(block),
-          steps_left(block.num_steps()) {}
+          steps_left(block.num_steps()) {
+        if constexpr (may_be_varlen(kKind)) {
+            own_begin = (block.begin_row() + kBlockM - 1) / kBlockM;
+            own_end = block.end_row() / kBlockM;
+        }
+    }
 
 protected:
     // The stages of Q or dO (BLK_M, HD, stage), and the same as (HD, BLK_M, stage).
@@ -144,16 +150,34 @@ protected:
     }
 
     // Rows of Q or dO that are not the sequence's, or see no key, become zeros: NaN times 0 is NaN. Every consumer
-    // writes them for itself.
+    // writes them for itself. The kinds full and local have no such rows: TMA writes zeros behind the last row of equal
+    // lengths, and calls with rows that see no key are of kind varlen (choose_arch.h).
     template <int kStages>
     __device__ __forceinline__ void clear_foreign_queries(Element *smem, const PipelineState<kStages> &state) const {
-        if constexpr (kKind != Kind::full) {
-            const int first_row = step.m_block * kBlockM;
-            const int begin = block.begin_row() - first_row, end = block.end_row() - first_row;
-            if (begin > 0 || end < kBlockM) {
-                clear_rows_outside<Traits>(begin, end, tiles<kStages>(smem)(_, _, state.stage), warpgroup);
+        if constexpr (may_be_varlen(kKind)) {
+            if (step.m_block < own_begin || step.m_block >= own_end) {
+                clear_rows_outside(tiles<kStages>(smem)(_, _, state.stage));
             }
         }
+    }
+
+    // The rows of a step before the first own row and behind the last one. A loop of few instructions: in the loop over
+    // the steps, more of them move other values out of the uniform registers.
+    template <typename TensorX>
+    __device__ __forceinline__ void clear_rows_outside(TensorX &&sX) const {
+        constexpr int kVectors = Traits::kHeadDim / 8, kRowsAtOnce = 128 / kVectors;
+        const int first_row = step.m_block * kBlockM;
+        const int begin = block.begin_row() - first_row, end = block.end_row() - first_row;
+        const int thread = threadIdx.x % 128, of_thread = thread / kVectors;
+        CUTE_NO_UNROLL
+        for (int first = 0; first < kBlockM; first += kRowsAtOnce) {
+            const int row = first + of_thread;
+            if ((row < begin || row >= end) && row < kBlockM && of_thread < kRowsAtOnce) {
+                *reinterpret_cast<uint4 *>(&sX(row, thread % kVectors * 8)) = {};
+            }
+        }
+        cutlass::arch::fence_view_async_shared();  // before wgmma reads them
+        sync(Barrier::warpgroup, warpgroup, 128);
     }
 
     // Each warp releases a stage for itself, when all of its lanes have read the row statistics or words there.

@@ -1,6 +1,7 @@
 // The backward kernel. A CTA has one work tile (work_tiles_bwd.h). Of phase compute: flash_bwd_kernel ->
 // compute_dq_dk_dv -> compute_dk_dv_1colblock. One warpgroup is the producer, which loads and adds dQ (load_bwd.h,
-// reduce_dq.h). Two are consumers, which compute (mainloop_bwd.h). With dropout, a fourth draws (dropout_bwd.h).
+// reduce_dq.h). Two are consumers, which compute (mainloop_bwd.h or mainloop_bwd_products.h). With dropout, a fourth
+// draws (dropout_bwd.h).
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -8,6 +9,7 @@
 #include "convert_dq.h"
 #include "epilogue_bwd.h"
 #include "mainloop_bwd.h"
+#include "mainloop_bwd_products.h"
 #include "reduce_dq.h"
 
 namespace flash::sm90 {

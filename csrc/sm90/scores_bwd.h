@@ -36,7 +36,15 @@ public:
         : thread(Traits::kHeadDim <= 64 ? thread_of_warpgroup() : int(threadIdx.x % 128)),
           params(params),
           block(block),
-          first_key(first_key) {}
+          first_key(first_key) {
+        if constexpr (is_local(kKind)) {
+            constexpr int kBlockM = Traits::kBlockM;
+            const int last_key = first_key + Traits::kKeys - 1, after_last_block = 1 << 30;
+            unmasked_begin =
+                last_key < block.seqlen_k ? max(last_key - block.end_shift + kBlockM, 0) / kBlockM : after_last_block;
+            unmasked_end = max(first_key - block.begin_shift + 1, 0) / kBlockM;
+        }
+    }
 
     // The log-sum-exp or delta of the queries of a thread's scores. Element j belongs to the scores 4 j to 4 j + 3: the
     // first query to the even ones, the second to the odd ones.
@@ -114,7 +122,7 @@ public:
                                                        const QueryStatistics &lse) const {
         Probabilities p;
         const int first_query = step.m_block * Traits::kBlockM;
-        const bool is_careful = inputs.is_large || needs_mask(first_query);
+        const bool is_careful = inputs.is_large || needs_mask(step.m_block);
         if constexpr (kIsGeneral) {
             const float slope = ScoreMod::slope_of(params, inputs.alibi_slope);
             if (is_careful || (is_capped() && has_alibi())) {
@@ -195,6 +203,7 @@ private:
     const Flash_bwd_params &params;
     const ColumnBlock<Traits, kKind> &block;
     const int first_key;
+    int unmasked_begin, unmasked_end;  // local: the row blocks in which every query sees all of the consumer's keys
 
     // kIsCareful: with a mask, and for scores so large that a float32 is coarser than 1: the product is rounded as in
     // the forward. is_capped, has_alibi: bool, or true_type or false_type where it is known when compiled.
@@ -301,10 +310,10 @@ private:
         }
     }
 
-    // True if some query of the step does not see some of the consumer's keys.
-    __device__ __forceinline__ bool needs_mask(int first_query) const {
-        return block.end_key(first_query) < first_key + Traits::kKeys ||
-               (is_local(kKind) && block.begin_key(first_query + Traits::kBlockM - 1) > first_key);
+    // True if some query of the row block does not see some of the consumer's keys.
+    __device__ __forceinline__ bool needs_mask(int m_block) const {
+        return is_local(kKind) ? m_block < unmasked_begin || m_block >= unmasked_end
+                               : block.seqlen_k < first_key + Traits::kKeys;
     }
 };
 
