@@ -15,8 +15,8 @@ namespace flash {
 
 enum class Kind {
     full,     // equal lengths; every query sees every key
-    local,    // equal lengths; causal or windowed
-    varlen,   // variable lengths, any mask
+    local,    // equal lengths; causal or windowed; backward: every query sees a key
+    varlen,   // any lengths and mask
     general,  // any lengths and mask; score modifiers and dropout are decided at run time
     paged,    // general, with keys in pages
     split,    // a cache: the query heads of a group in one tile, keys split over the CTAs; score modifiers at run time

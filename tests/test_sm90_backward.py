@@ -166,6 +166,18 @@ def test_kernel_runs_on_sequences_of_different_lengths(
 
 
 @pytest.mark.usefixtures("trace")
+@each_headdim
+@pytest.mark.parametrize(("right", "kind"), [(30, "local"), (29, "varlen")])
+def test_a_row_without_keys_decides_the_kernel(
+    right: int, kind: str, headdim: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Of 130 queries and 100 keys, the first query sees one key or none. Kind local writes no zeros over such rows."""
+    case = Case("call", "any", 2, 4, 2, 130, 100, headdim, window_size=(-1, right))
+    gradients(case, *made(case, torch.bfloat16, 0))
+    assert kernel_of(capfd) == ("sm90", headdim, kind, "")
+
+
+@pytest.mark.usefixtures("trace")
 @pytest.mark.parametrize(("headdim", "compiled"), RUNS_IN.items())
 def test_other_head_dims_run_in_the_next_larger(headdim: int, compiled: int, capfd: pytest.CaptureFixture[str]) -> None:
     case = Case("call", "any", 2, 4, 2, 100, 130, headdim)
