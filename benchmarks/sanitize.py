@@ -2,11 +2,13 @@
 
   python -m benchmarks.sanitize                           memcheck on all small cases, racecheck on a few of each kind
 
-Exits with 1 when there is one. tests/sanitize_driver.py runs the cases.
+Several processes share the cases of a tool (--parts). Exits with 1 when there is an error. tests/sanitize_driver.py
+runs the cases.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import os
 import re
 import shutil
@@ -46,8 +48,9 @@ def row_of(tool: str, output: str) -> dict[str, Any]:
     return {"tool": tool, "cases": int(ran[1]), "dtypes": ran[2], "errors": int(found[1])}
 
 
-def run(tool: str, arguments: Sequence[str]) -> dict[str, Any]:
-    driver = [sys.executable, "-m", "tests.sanitize_driver", *arguments]
+def run(tool: str, part: int, parts: int) -> dict[str, Any]:
+    """The summary of one part of a tool's cases."""
+    driver = [sys.executable, "-m", "tests.sanitize_driver", "--part", str(part), str(parts), *TOOLS[tool]]
     result = subprocess.run(
         [compute_sanitizer(), "--tool", tool, *driver], cwd=provenance.ROOT, capture_output=True, text=True
     )
@@ -59,14 +62,30 @@ def run(tool: str, arguments: Sequence[str]) -> dict[str, Any]:
     return row
 
 
+def joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One summary of all parts of a tool's cases."""
+    return parts[0] | {name: sum(part[name] for part in parts) for name in ("cases", "errors")}
+
+
+def run_all(parts: int) -> list[dict[str, Any]]:
+    """The summaries of all tools, whose parts run side by side."""
+    work = [(tool, part) for tool in TOOLS for part in range(parts)]
+    with concurrent.futures.ThreadPoolExecutor(len(work)) as pool:
+        running = [pool.submit(run, tool, part, parts) for tool, part in work]
+        rows = [future.result() for future in cli.progress(running, "sanitize")]
+    return [joined([row for row in rows if row["tool"] == tool]) for tool in TOOLS]
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = cli.parser_for(__doc__, seconds=600.0)
+    usable = max(1, min(4, (os.cpu_count() or 1) // 4))
+    parser.add_argument("--parts", type=int, default=usable, help="processes for each tool (default: %(default)s)")
     arguments = parser.parse_args(argv)
     cli.require_gpu("sanitize")
     reason = sm80_unavailable_reason()
     if reason is not None:
         print(f"sanitize: the kernels of sm80 are left out: {reason}", file=sys.stderr)
-    rows = [run(tool, extra) for tool, extra in cli.progress(list(TOOLS.items()), "sanitize")]
+    rows = run_all(arguments.parts)
     cli.finish(
         "sanitize",
         benchmark="sanitize",

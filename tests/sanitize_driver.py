@@ -1,7 +1,8 @@
 """Runs the small cases, forward and backward, on the cuda backend, without pytest (`make sanitize`).
 
 memcheck takes every small case: dense, varlen and KV cache, with and without features. racecheck is slow:
-`--per-headdim` limits the number of cases of each head dim, mask and feature.
+`--per-headdim` limits the number of cases of each head dim, mask and feature. `--part 1 4` runs the second quarter of
+the cases, so that four processes share them.
 
     compute-sanitizer --tool memcheck --error-exitcode 9 python -m tests.sanitize_driver
     compute-sanitizer --tool racecheck --error-exitcode 9 python -m tests.sanitize_driver --per-headdim 2 64 128 256
@@ -122,6 +123,7 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("headdims", nargs="*", type=int, help="default: all")
     parser.add_argument("--per-headdim", type=int, help="most cases of each head dim, mask and feature")
+    parser.add_argument("--part", nargs=2, type=int, default=(0, 1), metavar=("K", "N"), help="every Nth case, from K")
     parser.add_argument("--dtypes", nargs="+", choices=sorted(DTYPES), default=sorted(DTYPES))
     return parser
 
@@ -130,12 +132,14 @@ def main() -> None:
     arguments = parser().parse_args()
     # Without PyTorch's pool every tensor is its own allocation, so memcheck knows its bounds.
     os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
-    cases = choose(arguments.headdims, arguments.per_headdim)
+    part, parts = arguments.part
+    cases = choose(arguments.headdims, arguments.per_headdim)[part::parts]
     start = time.monotonic()
     for dtype in arguments.dtypes:
         for case in cases:
             run(case, DTYPES[dtype])
-    run_minimal()
+    if part == 0:
+        run_minimal()
     print(f"ran {len(cases)} cases in {', '.join(arguments.dtypes)}: {time.monotonic() - start:.0f} s")
 
 

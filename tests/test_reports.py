@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -127,6 +128,24 @@ def test_the_sanitizer_looks_for_races_in_every_kind_of_kernel(headdim: int) -> 
     assert {case.causal for case in plain} == {False, True}
     assert {case.softcap > 0 for case in dense} == {case.dropout_p > 0 for case in dense} == {False, True}
     assert any(isinstance(case, VarlenCase) for case in cases)
+
+
+def test_the_parts_of_the_sanitizer_have_every_case_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    every = {tool: sanitize_driver.parser().parse_args(extra) for tool, extra in sanitize.TOOLS.items()}
+    counts = {tool: len(sanitize_driver.choose(a.headdims, a.per_headdim)) for tool, a in every.items()}
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        chosen = sanitize_driver.parser().parse_args(command[command.index("tests.sanitize_driver") + 1 :])
+        part, parts = chosen.part
+        cases = sanitize_driver.choose(chosen.headdims, chosen.per_headdim)[part::parts]
+        summary = f"ran {len(cases)} cases in bfloat16: 1 s\n========= ERROR SUMMARY: {part} errors\n"
+        return subprocess.CompletedProcess(command, 0, stdout=summary, stderr="")
+
+    monkeypatch.setattr(sanitize, "compute_sanitizer", lambda: "compute-sanitizer")
+    monkeypatch.setattr(sanitize.subprocess, "run", run)
+    assert [(row["tool"], row["cases"], row["errors"]) for row in sanitize.run_all(3)] == [
+        (tool, counts[tool], 0 + 1 + 2) for tool in ("memcheck", "racecheck")
+    ]
 
 
 def test_a_sanitizer_that_did_not_finish_is_an_error() -> None:
