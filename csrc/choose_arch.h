@@ -27,15 +27,6 @@ inline Kind kind_of(const Flash_fwd_params &params) {
     return may_differ ? Kind::varlen : params.is_local() ? Kind::local : Kind::full;
 }
 
-// The same for a backward. The kernels of kind local rely on it that every query sees a key: a row without one would
-// have to become zeros in each step, because NaN times 0 is NaN.
-inline Kind kind_of(const Flash_bwd_params &params) {
-    const Kind kind = kind_of(static_cast<const Flash_fwd_params &>(params));
-    const int64_t right = params.window_size_right;
-    const bool has_rows_without_key = right >= 0 && params.seqlen_q > params.seqlen_k + right;
-    return kind == Kind::local && has_rows_without_key ? Kind::varlen : kind;
-}
-
 // FLASH_ATTN_MINI_ARCH names the architecture whose kernels run, to compare them: 80 or 90. 0: the best one.
 inline int requested_arch() {
     const char *variable = std::getenv("FLASH_ATTN_MINI_ARCH");
@@ -43,6 +34,17 @@ inline int requested_arch() {
     FLASH_CHECK_VALUE(arch.empty() || arch == "80" || arch == "90", "FLASH_ATTN_MINI_ARCH is '", arch,
                       "'; allowed: 80, 90");
     return arch.empty() ? 0 : std::stoi(arch);
+}
+
+// The kernel that a backward needs. Hopper's kernels of kind local assume that every query sees a key. Otherwise they
+// would have to write zeros over such rows in each step, because NaN times 0 is NaN. Calls without any key start no
+// kernel.
+inline Kind kind_of(const Flash_bwd_params &params) {
+    const Kind kind = kind_of(static_cast<const Flash_fwd_params &>(params));
+    const bool may_be_sm90 = device_properties().major == 9 && requested_arch() != 80;
+    const int64_t right = params.window_size_right;
+    const bool has_rows_without_key = right >= 0 && params.seqlen_q > params.seqlen_k + right;
+    return kind == Kind::local && may_be_sm90 && has_rows_without_key ? Kind::varlen : kind;
 }
 
 // True if the call has an sm90 kernel, and its sm80 kernel is not compiled for this GPU. has_sm90: the build has one.

@@ -15,7 +15,7 @@ namespace flash {
 
 enum class Kind {
     full,     // equal lengths; every query sees every key
-    local,    // equal lengths; causal or windowed; backward: every query sees a key
+    local,    // equal lengths; causal or windowed; sm90 backward: every query sees a key
     varlen,   // any lengths and mask
     general,  // any lengths and mask; score modifiers and dropout are decided at run time
     paged,    // general, with keys in pages

@@ -1,8 +1,8 @@
 """Runs the small cases, forward and backward, on the cuda backend, without pytest (`make sanitize`).
 
 memcheck takes every small case: dense, varlen and KV cache, with and without features. racecheck is slow:
-`--per-headdim` limits the number of cases of each head dim, mask and feature. `--part 1 4` runs the second quarter of
-the cases, so that four processes share them.
+`--per-headdim` limits the number of cases of each head dim, mask and feature. `--part 1 4` runs every fourth case, from
+the second on: four processes share the cases.
 
     compute-sanitizer --tool memcheck --error-exitcode 9 python -m tests.sanitize_driver
     compute-sanitizer --tool racecheck --error-exitcode 9 python -m tests.sanitize_driver --per-headdim 2 64 128 256

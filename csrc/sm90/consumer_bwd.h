@@ -40,7 +40,7 @@ protected:
     const ScoresBwd<Traits, kKind> scores;
     Step step;
     int steps_left;
-    int own_begin, own_end;  // the row blocks of which every row is the sequence's and sees a key
+    int own_begin, own_end;  // row blocks whose rows all belong to the sequence and see a key; set if may_be_varlen
     PipelineState<Traits::kStagesQ> q_state;
     PipelineState<Traits::kStagesdO> dout_state;
     PipelineState<Traits::kStagesdS> ds_state;
@@ -150,8 +150,8 @@ protected:
     }
 
     // Rows of Q or dO that are not the sequence's, or see no key, become zeros: NaN times 0 is NaN. Every consumer
-    // writes them for itself. The kinds full and local have no such rows: TMA writes zeros behind the last row of equal
-    // lengths, and calls with rows that see no key are of kind varlen (choose_arch.h).
+    // writes them for itself. The kinds full and local have no such rows: where lengths are equal, TMA fills rows past
+    // the end with zeros, and calls with rows that see no key are of kind varlen (choose_arch.h).
     template <int kStages>
     __device__ __forceinline__ void clear_foreign_queries(Element *smem, const PipelineState<kStages> &state) const {
         if constexpr (may_be_varlen(kKind)) {
@@ -161,8 +161,8 @@ protected:
         }
     }
 
-    // The rows of a step before the first own row and behind the last one. A loop of few instructions: in the loop over
-    // the steps, more of them move other values out of the uniform registers.
+    // Zeros over the rows outside of [begin_row, end_row). The loop is not unrolled: with more instructions in the loop
+    // over the steps, ptxas keeps fewer of its values in uniform registers.
     template <typename TensorX>
     __device__ __forceinline__ void clear_rows_outside(TensorX &&sX) const {
         constexpr int kVectors = Traits::kHeadDim / 8, kRowsAtOnce = 128 / kVectors;

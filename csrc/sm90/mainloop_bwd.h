@@ -8,8 +8,8 @@
 namespace flash::sm90 {
 
 // BwdSplit::keys. The consumer computes S, dP, dV and dK for its own 64 keys; with DqBy::consumers, a tile of dQ too.
-// While it computes, the tensor cores work for it: on dK and dQ beside the exponentials of the next step, on dV beside
-// dS.
+// While it computes, the tensor cores work for it: on dK beside the exponentials of the next step, on dV beside dS, on
+// dQ beside the one or the other.
 template <typename Traits, Kind kKind>
 class KeyConsumer : ConsumerBwd<Traits, kKind> {
     using Base = ConsumerBwd<Traits, kKind>;
@@ -144,7 +144,7 @@ private:
             this->issue_dkv(/*accumulates=*/true, p.for_dv, shared.dout, dout_state, acc_dv);
             wait_for<2>(acc_ds);
             rdS = scores.rounded_ds(p.for_ds(), acc_ds, delta);
-            wait_for<1>(acc_dq);  // and so the other consumer may write dS where dQ found it
+            wait_for<1>(acc_dq);  // it has read its stage of dS, which the other may overwrite when dS is sent
             store_dq(acc_dq);
             ds = this->send_ds(rdS);
             send_dq();  // behind the fence of dS
@@ -246,7 +246,7 @@ private:
         Base::release(dout_state, shared.dout_barriers);
     }
 
-    // Of the last step, behind the loop. dK is under way when this returns.
+    // dK and dQ of the last step, after the loop. dK is under way when this returns.
     template <typename TensorKV>
     __device__ __forceinline__ void compute_last_dk_and_dq(bool accumulates, const DsState &ds, Operand &rdS,
                                                            TensorKV &acc_dk) {

@@ -203,7 +203,7 @@ private:
     const Flash_bwd_params &params;
     const ColumnBlock<Traits, kKind> &block;
     const int first_key;
-    int unmasked_begin, unmasked_end;  // local: the row blocks in which every query sees all of the consumer's keys
+    int unmasked_begin, unmasked_end;  // except kind full: row blocks in which every query sees all of its keys
 
     // kIsCareful: with a mask, and for scores so large that a float32 is coarser than 1: the product is rounded as in
     // the forward. is_capped, has_alibi: bool, or true_type or false_type where it is known when compiled.
