@@ -67,7 +67,7 @@ def joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return parts[0] | {name: sum(part[name] for part in parts) for name in ("cases", "errors")}
 
 
-def run_all(parts: int) -> list[dict[str, Any]]:
+def run_tools(parts: int) -> list[dict[str, Any]]:
     """The summaries of all tools, whose parts run side by side."""
     work = [(tool, part) for tool in TOOLS for part in range(parts)]
     with concurrent.futures.ThreadPoolExecutor(len(work)) as pool:
@@ -78,14 +78,16 @@ def run_all(parts: int) -> list[dict[str, Any]]:
 
 def main(argv: list[str] | None = None) -> None:
     parser = cli.parser_for(__doc__, seconds=600.0)
-    usable = max(1, min(4, (os.cpu_count() or 1) // 4))
-    parser.add_argument("--parts", type=int, default=usable, help="processes for each tool (default: %(default)s)")
+    parts = max(1, min(4, (os.cpu_count() or 1) // 4))
+    parser.add_argument("--parts", type=int, default=parts, help="processes for each tool (default: %(default)s)")
     arguments = parser.parse_args(argv)
+    if arguments.parts < 1:
+        parser.error(f"--parts is {arguments.parts}; allowed: 1 and more")
     cli.require_gpu("sanitize")
     reason = sm80_unavailable_reason()
     if reason is not None:
         print(f"sanitize: the kernels of sm80 are left out: {reason}", file=sys.stderr)
-    rows = run_all(arguments.parts)
+    rows = run_tools(arguments.parts)
     cli.finish(
         "sanitize",
         benchmark="sanitize",

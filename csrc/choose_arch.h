@@ -41,10 +41,12 @@ inline int requested_arch() {
 // kernel.
 inline Kind kind_of(const Flash_bwd_params &params) {
     const Kind kind = kind_of(static_cast<const Flash_fwd_params &>(params));
-    const bool may_be_sm90 = device_properties().major == 9 && requested_arch() != 80;
     const int64_t right = params.window_size_right;
     const bool has_rows_without_key = right >= 0 && params.seqlen_q > params.seqlen_k + right;
-    return kind == Kind::local && may_be_sm90 && has_rows_without_key ? Kind::varlen : kind;
+    if (kind != Kind::local || !has_rows_without_key) {
+        return kind;
+    }
+    return device_properties().major == 9 && requested_arch() != 80 ? Kind::varlen : kind;
 }
 
 // True if the call has an sm90 kernel, and its sm80 kernel is not compiled for this GPU. has_sm90: the build has one.

@@ -128,11 +128,13 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main() -> None:
-    arguments = parser().parse_args()
+def main(argv: list[str] | None = None) -> None:
+    arguments = parser().parse_args(argv)
+    part, parts = arguments.part
+    if not 0 <= part < parts:
+        parser().error(f"--part is {part} {parts}; allowed: K N with 0 <= K < N")
     # Without PyTorch's pool every tensor is its own allocation, so memcheck knows its bounds.
     os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
-    part, parts = arguments.part
     cases = choose(arguments.headdims, arguments.per_headdim)[part::parts]
     start = time.monotonic()
     for dtype in arguments.dtypes:

@@ -143,9 +143,21 @@ def test_the_parts_of_the_sanitizer_have_every_case_once(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(sanitize, "compute_sanitizer", lambda: "compute-sanitizer")
     monkeypatch.setattr(sanitize.subprocess, "run", run)
-    assert [(row["tool"], row["cases"], row["errors"]) for row in sanitize.run_all(3)] == [
+    assert [(row["tool"], row["cases"], row["errors"]) for row in sanitize.run_tools(3)] == [
         (tool, counts[tool], 0 + 1 + 2) for tool in ("memcheck", "racecheck")
     ]
+
+
+@pytest.mark.parametrize("part", [("4", "4"), ("-1", "4"), ("0", "0")])
+def test_a_part_of_the_sanitizer_that_does_not_exist_is_an_error(
+    part: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        sanitize_driver.main(["--part", *part])
+    assert f"--part is {part[0]} {part[1]}; allowed" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        sanitize.main(["--parts", "0"])
+    assert "--parts is 0; allowed" in capsys.readouterr().err
 
 
 def test_a_sanitizer_that_did_not_finish_is_an_error() -> None:

@@ -178,6 +178,16 @@ def test_a_row_without_keys_decides_the_kernel(
 
 
 @pytest.mark.usefixtures("trace")
+def test_sm80_takes_rows_without_keys_on_kind_local(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run_on_sm80(monkeypatch)
+    case = Case("call", "any", 2, 4, 2, 130, 100, 64, causal=True)
+    gradients(case, *made(case, torch.bfloat16, 0))
+    assert kernel_of(capfd) == ("sm80", 64, "local", ARCH_IS_80)
+
+
+@pytest.mark.usefixtures("trace")
 @pytest.mark.parametrize(("headdim", "compiled"), RUNS_IN.items())
 def test_other_head_dims_run_in_the_next_larger(headdim: int, compiled: int, capfd: pytest.CaptureFixture[str]) -> None:
     case = Case("call", "any", 2, 4, 2, 100, 130, headdim)
