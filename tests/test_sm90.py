@@ -306,6 +306,49 @@ def test_one_key_far_above_the_rest(
     assert_forward_accurate(q[:, first:], k, v, out[:, first:], lse[..., first:], case=seeing, causal=causal)
 
 
+@pytest.mark.parametrize("headdim", [64, 128, 256])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(
+    ("deviation", "above"), [(3, 35), (5, 50), (5, 60), (5, 90), (9, 90), (9, 140), (25, 300)], ids=str
+)
+def test_one_key_far_above_scores_that_spread(
+    deviation: float, above: float, causal: bool, headdim: int, seed: int, described_seed: str
+) -> None:
+    """As before, but the other scores spread too, so that keys outweigh all before them by chance as well."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    q, k, v = (torch.randn(2, 500, 3, headdim, device="cuda", generator=generator) for _ in range(3))
+    key = int(torch.randint(500, (), device="cuda", generator=generator))
+    q *= deviation
+    q[..., -1], k[..., -1] = math.sqrt(headdim), 0.0
+    k[:, key] = 0.0
+    k[:, key, :, -1] = above
+    q, k, v = (x.bfloat16() for x in (q, k, v))
+    out, lse, _ = flash_attn_func(q, k, v, causal=causal, return_attn_probs=True)
+    where = f"key {key} is {above} above scores of std {deviation}\n  {headdim=} {causal=}\n  {described_seed}"
+    first = key if causal else 0  # the first row that sees the key
+    assert_forward_accurate(q[:, first:], k, v, out[:, first:], lse[..., first:], case=where, causal=causal)
+
+
+@pytest.mark.parametrize("headdim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("deviation", [3, 9, 25, 64, 100, 150, 300], ids="std_{}".format)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_scores_that_spread(
+    dtype: torch.dtype, deviation: float, causal: bool, headdim: int, seed: int, described_seed: str
+) -> None:
+    """In bf16 the reference then lies above the maximum, by up to 2^56, and may rise by more than 2^126 in one step.
+    Values of V near 2^-40 come out as well as those near 1."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    q, k, v = (torch.randn(2, 1333, 3, headdim, device="cuda", generator=generator) for _ in range(3))
+    q, k, v = ((q * deviation).to(dtype), k.to(dtype), v.to(dtype))
+    out, lse, _ = flash_attn_func(q, k, v, causal=causal, return_attn_probs=True)
+    where = f"scores of std {deviation}\n  {headdim=} {causal=} {dtype}\n  {described_seed}"
+    assert_forward_accurate(q, k, v, out, lse, case=where, causal=causal)
+    if dtype == torch.bfloat16:
+        out = flash_attn_func(q, k, v * 2.0**-40, causal=causal) * 2.0**40
+        assert_forward_accurate(q, k, v, out, lse, case=f"small values of V, {where}", causal=causal)
+
+
 @pytest.mark.parametrize("headdim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_keys_with_a_bias_of_minus_infinity_are_hidden(

@@ -25,26 +25,35 @@ struct Softmax {
     // The reference moves when a thread's share of a row's sum of one step is larger, or in the first step the row's
     // sum is smaller: Element holds probabilities in between with full precision.
     static constexpr float kLargestSum = kHasWideRange ? 0x1p60f : 0x1p13f, kSmallestSum = 0x1p-60f;
-    // The reference also moves when a step outweighs all keys before by this factor. One key may then decide the output
-    // alone, and its probability has to be kOne, not a rounded one. A step of up to kUsualSum outweighs nothing that
-    // matters.
-    static constexpr float kDominance = 0x1p5f, kUsualSum = kHasWideRange ? kOne * 0x1p12f : kLargestSum;
+    // The reference also moves when a step outweighs all keys before by the factor `dominance`. One key may then decide
+    // the output alone, and its probability has to be kOne, not a rounded one. All keys before count as at least this.
+    static constexpr float kLeastWeight = 0x1p7f * kOne;
     // Beyond these sums, probabilities may be infinite or 0, and the scores have to be computed again.
     static constexpr float kOverflow = 0x1p120f, kUnderflow = 0x1p-80f;
     // A first step without a row maximum needs scores below this magnitude (powers of 2) in a sample of its columns.
     static constexpr float kLargestSample = 8.0f;
-    // A larger difference within a thread's sample (powers of 2) makes the scores wide.
-    static constexpr float kWideSample = 32.0f;
+    // The spread of a first step is how far a sample of the visible scores reaches below the row maximum (this and all
+    // that follows are powers of 2). The wider the scores, the more often one key outweighs all before by chance: from
+    // kUsualSpread on, dominance is this share of the spread, infinite for very wide scores. Later scores may also
+    // exceed the maximum by more: the reference lies above it, by a share of the dominance minus kUsualRoom.
+    static constexpr float kUsualSpread = 32.0f, kDominanceInSpread = 0.35f, kLeastDominance = 0x1p5f;
+    static constexpr float kRoomInDominance = 0.7f, kUsualRoom = 8.0f, kLargestRoom = 56.0f;
+    // For larger spreads the second step takes the maximum too, sooner where some rows saw few keys in the first. For
+    // the largest, and after kMostLost losses, all steps do: then nothing is lost.
+    static constexpr float kWideMasked = 120.0f, kWide = 250.0f, kHuge = 800.0f;
+    static constexpr int kMostLost = 2;
+    static constexpr float kLargestRise = 125.0f;  // 2^-kLargestRise is still a normal number
     // The reference may lag behind the true maximum by this much (powers of 2) before O is rescaled.
     static constexpr float kRescaleThreshold = 8.0f;
     static constexpr unsigned kAllLanes = 0xffffffffu;
 
     float scale_log2;
-    float row_max[kNRows];      // reference of each row, unscaled; -inf before the first key
-    float row_sum[kNRows];      // this thread's share of each row's sum, relative to the reference
-    bool is_large = false;      // the reference is so large that score * scale_log2 would be rounded too much
-    bool is_wide = false;       // dominant keys are so common that the reference does not move for them
-    bool needs_maximum = true;  // a step has to take the row maximum: a row has no reference yet, or is_large
+    float row_max[kNRows];              // reference of each row, unscaled; -inf before the first key
+    float row_sum[kNRows];              // this thread's share of each row's sum, relative to the reference
+    bool is_large = false;              // the reference is so large that score * scale_log2 would be rounded too much
+    int n_lost = 0;                     // losses of scores, kMostLost where many are likely
+    bool needs_maximum = true;          // the next step has to take the row maximum
+    float dominance = kLeastDominance;  // the factor by which a step has to outweigh all before to move the reference
 
     __device__ explicit Softmax(float scale_log2) : scale_log2(scale_log2) {
         CUTE_UNROLL
@@ -68,9 +77,6 @@ struct Softmax {
         if (kIsFirst && kHasWideRange && !takes_maximum) {
             takes_maximum = __any_sync(kAllLanes, has_large_sample(scores));
         }
-        if (kIsFirst && kHasWideRange && takes_maximum) {
-            is_wide = __any_sync(kAllLanes, has_wide_sample(scores));
-        }
         if (!takes_maximum && (kIsFirst ? kHasWideRange : !needs_maximum)) {
             if (kIsFirst) {
                 CUTE_UNROLL
@@ -89,9 +95,9 @@ struct Softmax {
                     is_unusual |= total < kSmallestSum;
                     others = total - sums[row];
                 }
-                is_unusual |= sums[row] > fminf(fmaxf(others * kDominance, kUsualSum), kLargestSum);
+                is_unusual |= sums[row] > largest_usual_sum(others);
             }
-            if (!__any_sync(kAllLanes, is_unusual) || (!kIsFirst && is_wide && !any_exceeds(sums, kLargestSum))) {
+            if (!__any_sync(kAllLanes, is_unusual)) {
                 CUTE_UNROLL
                 for (int row = 0; row < kNRows; ++row) {
                     row_sum[row] += sums[row];
@@ -110,8 +116,10 @@ struct Softmax {
                 for (int row = 0; row < kNRows; ++row) {
                     row_max[row] = -INFINITY;
                 }
+            } else {
+                ++n_lost;
+                dominance = INFINITY;
             }
-            is_wide = true;
         }
         return step_with_maximum<kIsFirst>(scores);
     }
@@ -166,31 +174,54 @@ private:
         return is_large;
     }
 
-    // True if the visible scores of this thread's sample lie far apart.
+    // The largest share of a step's sum that a thread lets pass, after a sum of `others`.
+    __device__ __forceinline__ float largest_usual_sum(float others) const {
+        return kHasWideRange ? fminf((others + kLeastWeight) * dominance, kLargestSum) : kLargestSum;
+    }
+
+    // How far the reference moves above a row maximum that exceeds the old reference by this and lies this far below
+    // that of other rows. An integer, so that Element holds the largest probability. The room ends where the factor of
+    // an O that counts would vanish.
+    template <bool kIsFirst>
+    __device__ __forceinline__ float room_above_maximum(float exceeds, float below = 0.0f) const {
+        const float room = fmaxf(kRoomInDominance * log2f(dominance) - kUsualRoom, 0.0f) + below;
+        return kHasWideRange ? floorf(fminf(room, kIsFirst ? kLargestRoom
+                                                           : fminf(kLargestRoom, fmaxf(kLargestRise - exceeds, 0.0f))))
+                             : 0.0f;
+    }
+
+    // What the first step of a work tile says about the scores that follow.
+    struct Spread {
+        bool is_wide = false;    // the second step has to take the maximum too
+        bool is_masked = false;  // the scores are not usual, and some rows of the warp saw fewer keys than others
+    };
+
     template <typename TensorS>
-    __device__ __forceinline__ bool has_wide_sample(const TensorS &scores) const {
-        bool is_wide = false;
+    __device__ __forceinline__ Spread measure_spread(const TensorS &scores, const float (&maximum)[kNRows]) {
+        float largest_spread = 0.0f;
+        Spread spread;
         CUTE_UNROLL
         for (int row = 0; row < kNRows; ++row) {
-            float largest = -INFINITY, smallest = INFINITY;
+            float smallest = INFINITY;
+            bool is_masked = false;
             CUTE_UNROLL
             for (int i = 0; i < kSamples; ++i) {
                 const float score = scores(row, i * sample_stride(scores));
-                largest = fmaxf(largest, score);
+                is_masked |= score == -INFINITY;
                 smallest = fminf(smallest, score == -INFINITY ? INFINITY : score);
             }
-            is_wide |= (largest - smallest) * scale_log2 > kWideSample;
+            const float spread_of_row = (maximum[row] - smallest) * scale_log2;
+            spread.is_wide |= spread_of_row > (is_masked ? kWideMasked : kWide);
+            spread.is_masked |= is_masked;
+            largest_spread = fmaxf(largest_spread, spread_of_row);
         }
-        return is_wide;
-    }
-
-    __device__ __forceinline__ static bool any_exceeds(const float (&sums)[kNRows], float limit) {
-        bool result = false;
-        CUTE_UNROLL
-        for (int row = 0; row < kNRows; ++row) {
-            result |= sums[row] > limit;
+        if (!__any_sync(kAllLanes, largest_spread > kUsualSpread)) {
+            return {};
         }
-        return __any_sync(kAllLanes, result);
+        largest_spread = warp_max(largest_spread);
+        n_lost = largest_spread > kHuge ? kMostLost : 0;
+        dominance = fmaxf(exp2_approx(kDominanceInSpread * largest_spread), kLeastDominance);
+        return {__any_sync(kAllLanes, spread.is_wide) != 0, __any_sync(kAllLanes, spread.is_masked) != 0};
     }
 
     // True if probabilities of a step may be infinite or 0.
@@ -211,15 +242,40 @@ private:
     __device__ __forceinline__ Rescale step_with_maximum(TensorS &scores) {
         Rescale rescale;
         float new_max[kNRows];
+        CUTE_UNROLL
+        for (int row = 0; row < kNRows; ++row) {
+            new_max[row] = maximum_of(scores, row);
+        }
+        Spread spread;
+        if (kIsFirst && kHasWideRange) {
+            spread = measure_spread(scores, new_max);
+        }
+        float room[kNRows] = {};
+        if (kHasWideRange && dominance > kLeastDominance) {
+            float largest = -INFINITY;
+            if (spread.is_masked) {  // rows that saw few keys are likely to rise to where others are
+                CUTE_UNROLL
+                for (int row = 0; row < kNRows; ++row) {
+                    largest = fmaxf(largest, new_max[row]);
+                }
+                largest = warp_max(largest);
+            }
+            CUTE_UNROLL
+            for (int row = 0; row < kNRows; ++row) {
+                const float below = fmaxf((largest - new_max[row]) * scale_log2, 0.0f);
+                room[row] = room_above_maximum<kIsFirst>((new_max[row] - row_max[row]) * scale_log2, below);
+                new_max[row] += __fdividef(room[row], scale_log2);
+            }
+        }
         bool must_rescale = false;
         CUTE_UNROLL
         for (int row = 0; row < kNRows; ++row) {
-            new_max[row] = fmaxf(row_max[row], maximum_of(scores, row));
-            must_rescale |= (new_max[row] - row_max[row]) * scale_log2 > kRescaleThreshold;
+            new_max[row] = fmaxf(row_max[row], new_max[row]);
+            must_rescale |= (new_max[row] - row_max[row]) * scale_log2 > kRescaleThreshold + 0.5f * room[row];
         }
         rescale.is_needed = __any_sync(kAllLanes, must_rescale);
         if (rescale.is_needed) {
-            bool large = false, unseen = false;
+            bool large = false;
             CUTE_UNROLL
             for (int row = 0; row < kNRows; ++row) {
                 // -inf - -inf would be NaN: a row that has seen no key keeps factor 1 (its sum and output are 0).
@@ -227,14 +283,16 @@ private:
                     new_max[row] == -INFINITY ? 1.0f : exp2_approx((row_max[row] - new_max[row]) * scale_log2);
                 row_max[row] = new_max[row];
                 row_sum[row] *= rescale.factor[row];
-
-                unseen |= new_max[row] == -INFINITY;
                 large |= fabsf(new_max[row] * scale_log2) > kLargeExponent && new_max[row] != -INFINITY;
             }
             is_large = __any_sync(kAllLanes, large);
-            // Wide: after a loss nothing is lost again, because all steps that follow take the maximum.
-            needs_maximum = __any_sync(kAllLanes, large || unseen) || (is_wide && !kIsFirst);
         }
+        bool unseen = false;
+        CUTE_UNROLL
+        for (int row = 0; row < kNRows; ++row) {
+            unseen |= row_max[row] == -INFINITY;
+        }
+        needs_maximum = __any_sync(kAllLanes, unseen) || is_large || n_lost >= kMostLost || spread.is_wide;
         float reference[kNRows];
         CUTE_UNROLL
         for (int row = 0; row < kNRows; ++row) {
@@ -257,6 +315,12 @@ private:
             row_sum[row] += sums[row];
         }
         return rescale;
+    }
+
+    // The largest of the lanes' values, compared as integers of the same order.
+    __device__ __forceinline__ static float warp_max(float value) {
+        const auto flip = [](int bits) { return bits ^ (bits < 0 ? 0x7fffffff : 0); };
+        return __int_as_float(flip(__reduce_max_sync(kAllLanes, flip(__float_as_int(value)))));
     }
 
     // The largest score of a row, in four chains so that few instructions wait for each other.
@@ -299,8 +363,10 @@ private:
         for (int row = 0; row < kNRows; ++row) {
             const float largest = maximum_of(scores, row);
             const float old_reference = __fmul_rn(row_max[row], scale_log2);
-            if (kIsFirst || largest > kOne) {
-                row_max[row] += __fdividef(log2f(largest) + kHeadroom, scale_log2);
+            const float exceeds = log2f(largest) + kHeadroom;
+            const float rise = kIsFirst ? exceeds : exceeds + room_above_maximum<kIsFirst>(exceeds);
+            if (kIsFirst || rise > 0.0f) {
+                row_max[row] += __fdividef(rise, scale_log2);
             }
             const float reference = __fmul_rn(row_max[row], scale_log2);
             const float half = exp2_approx(0.5f * (old_reference - reference));  // the factor itself may vanish
