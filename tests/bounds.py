@@ -236,13 +236,15 @@ def results_accuracy(
     pytorch: tuple[Tensor, Tensor],
 ) -> list[Accuracy]:
     """The accuracy of (out, lse), given the reference's and PyTorch's. ``dtype``: of q; ``largest_v``: of all |v|."""
-    floor = FLOOR[dtype]
-    floor_out = floor_lse = floor
-    if dtype == torch.float64 and expected[1].numel():
+    floor_out = floor_lse = FLOOR[dtype]
+    lse = expected[1][expected[1].isfinite()]
+    scores = max(1.0, lse.abs().max().item()) if lse.numel() else 1.0
+    if dtype == torch.float64:
         # The reference has float64's rounding too; it grows with the size of the scores and of v.
-        scores = max(1.0, expected[1].masked_fill(expected[1] == -math.inf, 0.0).abs().max().item())
-        floor_lse = floor * scores
-        floor_out = floor * scores * max(1.0, largest_v)
+        floor_lse *= scores
+        floor_out *= scores * max(1.0, largest_v)
+    else:  # two units in the last place of the largest, which a maximum and a logarithm of a sum add up to
+        floor_lse = max(floor_lse, 2 * torch.finfo(torch.float32).eps * scores)
     return [
         accuracy("out", got[0], expected[0], pytorch[0], floor_out),
         accuracy("softmax_lse", got[1], expected[1], pytorch[1], floor_lse),
