@@ -263,8 +263,10 @@ private:
             CUTE_UNROLL
             for (int row = 0; row < kNRows; ++row) {
                 const float below = fmaxf((largest - new_max[row]) * scale_log2, 0.0f);
-                room[row] = room_above_maximum<kIsFirst>((new_max[row] - row_max[row]) * scale_log2, below);
-                new_max[row] += __fdividef(room[row], scale_log2);
+                if (fabsf(new_max[row] * scale_log2) < kLargeExponent) {  // else the sum would be rounded too much
+                    room[row] = room_above_maximum<kIsFirst>((new_max[row] - row_max[row]) * scale_log2, below);
+                    new_max[row] += __fdividef(room[row], scale_log2);
+                }
             }
         }
         bool must_rescale = false;
