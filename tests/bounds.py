@@ -243,7 +243,7 @@ def results_accuracy(
         # The reference has float64's rounding too; it grows with the size of the scores and of v.
         floor_lse *= scores
         floor_out *= scores * max(1.0, largest_v)
-    else:  # two units in the last place of the largest, which a maximum and a logarithm of a sum add up to
+    else:  # a few units in the last place of the largest: an lse is the sum of a maximum and a logarithm
         floor_lse = max(floor_lse, 2 * torch.finfo(torch.float32).eps * scores)
     return [
         accuracy("out", got[0], expected[0], pytorch[0], floor_out),

@@ -7,7 +7,7 @@
 
 namespace flash::kvcache {
 
-// Four columns of a row, not normalised, relative to the row's maximum.
+// Four columns of a row, not normalised, relative to a reference near the row's maximum.
 struct RowResult {
     float row_max = -INFINITY;  // unscaled
     float row_sum = 0.0f;

@@ -94,6 +94,7 @@ private:
 
     template <typename TensorO, typename SoftmaxState>
     __device__ __forceinline__ void store_partial(TensorO &acc_o, const SoftmaxState &softmax) const {
+        static_assert(!SoftmaxState::kReferenceIsAboveMaximum, "weights of slots are relative to their references");
         const kvcache::Slot slot(params, plan, kHeadDim, tile.slot, tile.place.block);
         CUTE_UNROLL
         for (int i = 0; i < decltype(size<0>(acc_o))::value; ++i) {

@@ -24,9 +24,9 @@ class Consumer {
     using Element = typename Traits::Element;
     using TiledMmaQK = typename Traits::TiledMmaQK;
     using TiledMmaPV = typename Traits::TiledMmaPV;
-    using SoftmaxState = Softmax<Element, 2>;
     static constexpr int kBlockN = Traits::kBlockN, kRows = Traits::kRows;
     static constexpr bool kIsGeneral = is_general(kKind), kIsSplit = kKind == Kind::split;
+    using SoftmaxState = Softmax<Element, 2, /*kHasRoom=*/!kIsSplit>;
 
     // One key block of one work tile.
     struct Step {

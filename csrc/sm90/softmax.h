@@ -14,11 +14,14 @@ namespace flash::sm90 {
 
 using namespace cute;
 
-template <typename Element, int kNRows>
+// kHasRoom: the reference may lie above the row maximum. Results of several parts of a row's keys, whose weights are
+// relative to their references, need one that does not.
+template <typename Element, int kNRows, bool kHasRoom = true>
 struct Softmax {
     // bfloat16 has the exponents of float32, so a reference of 0 serves usual scores. float16 needs one near the
     // maximum.
     static constexpr bool kHasWideRange = std::is_same_v<Element, cutlass::bfloat16_t>;
+    static constexpr bool kReferenceIsAboveMaximum = kHasWideRange && kHasRoom;
     // Probabilities carry the factor 2^-kHeadroom, which the quotient of output and sum removes. It leaves room for
     // scores far above the reference.
     static constexpr float kHeadroom = kHasWideRange ? 40.0f : 0.0f, kOne = kHasWideRange ? 0x1p-40f : 1.0f;
@@ -32,16 +35,16 @@ struct Softmax {
     static constexpr float kOverflow = 0x1p120f, kUnderflow = 0x1p-80f;
     // A first step without a row maximum needs scores below this magnitude (powers of 2) in a sample of its columns.
     static constexpr float kLargestSample = 8.0f;
-    // The spread of a first step is how far a sample of the visible scores reaches below the row maximum (this and all
-    // that follows are powers of 2). The wider the scores, the more often one key outweighs all before by chance: from
-    // kUsualSpread on, dominance is this share of the spread, infinite for very wide scores. Later scores may also
-    // exceed the maximum by more: the reference lies above it, by a share of the dominance minus kUsualRoom.
+    // The spread of a first step is how far a sample of the visible scores reaches below the row maximum, in powers of
+    // 2. The wider the scores, the more often one key outweighs all before by chance: from kUsualSpread on, dominance
+    // is 2^(kDominanceInSpread * spread), infinite for very wide scores. Later scores may also exceed the maximum by
+    // more. So the reference lies above it, by kRoomInDominance * log2(dominance) - kUsualRoom, at most kLargestRoom.
     static constexpr float kUsualSpread = 32.0f, kDominanceInSpread = 0.35f, kLeastDominance = 0x1p5f;
     static constexpr float kRoomInDominance = 0.7f, kUsualRoom = 8.0f, kLargestRoom = 56.0f;
-    // For larger spreads the second step takes the maximum too, sooner where some rows saw few keys in the first. For
-    // the largest, and after kMostLost losses, all steps do: then nothing is lost.
+    // From kWide on the second step takes the maximum too, from kWideMasked on where a sampled score is hidden. From
+    // kHuge on, and after kMostLost losses in later steps, all steps do: then nothing is lost.
     static constexpr float kWideMasked = 120.0f, kWide = 250.0f, kHuge = 800.0f;
-    static constexpr int kMostLost = 2;
+    static constexpr int kMostLost = kHasWideRange ? 2 : 1;
     static constexpr float kLargestRise = 125.0f;  // 2^-kLargestRise is still a normal number
     // The reference may lag behind the true maximum by this much (powers of 2) before O is rescaled.
     static constexpr float kRescaleThreshold = 8.0f;
@@ -51,7 +54,7 @@ struct Softmax {
     float row_max[kNRows];              // reference of each row, unscaled; -inf before the first key
     float row_sum[kNRows];              // this thread's share of each row's sum, relative to the reference
     bool is_large = false;              // the reference is so large that score * scale_log2 would be rounded too much
-    int n_lost = 0;                     // losses of scores, kMostLost where many are likely
+    int n_lost = 0;                     // losses of scores in later steps; kMostLost from kHuge on
     bool needs_maximum = true;          // the next step has to take the row maximum
     float dominance = kLeastDominance;  // the factor by which a step has to outweigh all before to move the reference
 
@@ -184,16 +187,17 @@ private:
     // an O that counts would vanish.
     template <bool kIsFirst>
     __device__ __forceinline__ float room_above_maximum(float exceeds, float below = 0.0f) const {
+        if (!kReferenceIsAboveMaximum) {
+            return 0.0f;
+        }
         const float room = fmaxf(kRoomInDominance * log2f(dominance) - kUsualRoom, 0.0f) + below;
-        return kHasWideRange ? floorf(fminf(room, kIsFirst ? kLargestRoom
-                                                           : fminf(kLargestRoom, fmaxf(kLargestRise - exceeds, 0.0f))))
-                             : 0.0f;
+        return floorf(fminf(room, kIsFirst ? kLargestRoom : fminf(kLargestRoom, fmaxf(kLargestRise - exceeds, 0.0f))));
     }
 
     // What the first step of a work tile says about the scores that follow.
     struct Spread {
         bool is_wide = false;    // the second step has to take the maximum too
-        bool is_masked = false;  // the scores are not usual, and some rows of the warp saw fewer keys than others
+        bool is_masked = false;  // a sampled score is hidden: some rows may have seen few keys
     };
 
     template <typename TensorS>
@@ -241,39 +245,43 @@ private:
     template <bool kIsFirst, typename TensorS>
     __device__ __forceinline__ Rescale step_with_maximum(TensorS &scores) {
         Rescale rescale;
-        float new_max[kNRows];
+        float maximum[kNRows];
         CUTE_UNROLL
         for (int row = 0; row < kNRows; ++row) {
-            new_max[row] = maximum_of(scores, row);
+            maximum[row] = maximum_of(scores, row);
         }
         Spread spread;
         if (kIsFirst && kHasWideRange) {
-            spread = measure_spread(scores, new_max);
+            spread = measure_spread(scores, maximum);
         }
-        float room[kNRows] = {};
-        if (kHasWideRange && dominance > kLeastDominance) {
+        float room[kNRows] = {}, new_reference[kNRows];
+        CUTE_UNROLL
+        for (int row = 0; row < kNRows; ++row) {
+            new_reference[row] = maximum[row];
+        }
+        if (kReferenceIsAboveMaximum && dominance > kLeastDominance) {
             float largest = -INFINITY;
             if (spread.is_masked) {  // rows that saw few keys are likely to rise to where others are
                 CUTE_UNROLL
                 for (int row = 0; row < kNRows; ++row) {
-                    largest = fmaxf(largest, new_max[row]);
+                    largest = fmaxf(largest, maximum[row]);
                 }
                 largest = warp_max(largest);
             }
             CUTE_UNROLL
             for (int row = 0; row < kNRows; ++row) {
-                const float below = fmaxf((largest - new_max[row]) * scale_log2, 0.0f);
-                if (fabsf(new_max[row] * scale_log2) < kLargeExponent) {  // else the sum would be rounded too much
-                    room[row] = room_above_maximum<kIsFirst>((new_max[row] - row_max[row]) * scale_log2, below);
-                    new_max[row] += __fdividef(room[row], scale_log2);
+                const float below = fmaxf((largest - maximum[row]) * scale_log2, 0.0f);
+                if (fabsf(maximum[row] * scale_log2) < kLargeExponent) {  // else the sum would be rounded too much
+                    room[row] = room_above_maximum<kIsFirst>((maximum[row] - row_max[row]) * scale_log2, below);
+                    new_reference[row] += __fdividef(room[row], scale_log2);
                 }
             }
         }
         bool must_rescale = false;
         CUTE_UNROLL
         for (int row = 0; row < kNRows; ++row) {
-            new_max[row] = fmaxf(row_max[row], new_max[row]);
-            must_rescale |= (new_max[row] - row_max[row]) * scale_log2 > kRescaleThreshold + 0.5f * room[row];
+            new_reference[row] = fmaxf(row_max[row], new_reference[row]);
+            must_rescale |= (new_reference[row] - row_max[row]) * scale_log2 > kRescaleThreshold + 0.5f * room[row];
         }
         rescale.is_needed = __any_sync(kAllLanes, must_rescale);
         if (rescale.is_needed) {
@@ -281,11 +289,12 @@ private:
             CUTE_UNROLL
             for (int row = 0; row < kNRows; ++row) {
                 // -inf - -inf would be NaN: a row that has seen no key keeps factor 1 (its sum and output are 0).
-                rescale.factor[row] =
-                    new_max[row] == -INFINITY ? 1.0f : exp2_approx((row_max[row] - new_max[row]) * scale_log2);
-                row_max[row] = new_max[row];
+                rescale.factor[row] = new_reference[row] == -INFINITY
+                                          ? 1.0f
+                                          : exp2_approx((row_max[row] - new_reference[row]) * scale_log2);
+                row_max[row] = new_reference[row];
                 row_sum[row] *= rescale.factor[row];
-                large |= fabsf(new_max[row] * scale_log2) > kLargeExponent && new_max[row] != -INFINITY;
+                large |= fabsf(new_reference[row] * scale_log2) > kLargeExponent && new_reference[row] != -INFINITY;
             }
             is_large = __any_sync(kAllLanes, large);
         }
@@ -366,7 +375,7 @@ private:
             const float largest = maximum_of(scores, row);
             const float old_reference = __fmul_rn(row_max[row], scale_log2);
             const float exceeds = log2f(largest) + kHeadroom;
-            const float rise = kIsFirst ? exceeds : exceeds + room_above_maximum<kIsFirst>(exceeds);
+            const float rise = exceeds + (kIsFirst ? 0.0f : room_above_maximum<kIsFirst>(exceeds));
             if (kIsFirst || rise > 0.0f) {
                 row_max[row] += __fdividef(rise, scale_log2);
             }
