@@ -35,10 +35,11 @@ struct Softmax {
     static constexpr float kOverflow = 0x1p120f, kUnderflow = 0x1p-80f;
     // A first step without a row maximum needs scores below this magnitude (powers of 2) in a sample of its columns.
     static constexpr float kLargestSample = 8.0f;
-    // The spread of a first step is how far a sample of the visible scores reaches below the row maximum, in powers of
-    // 2. The wider the scores, the more often one key outweighs all before by chance: from kUsualSpread on, dominance
-    // is 2^(kDominanceInSpread * spread), infinite for very wide scores. Later scores may also exceed the maximum by
-    // more. So the reference lies above it, by kRoomInDominance * log2(dominance) - kUsualRoom, at most kLargestRoom.
+    // The spread of the first step in which a warp sees keys is how far a sample of the visible scores reaches below
+    // the row maximum, in powers of 2. The wider the scores, the more often one key outweighs all before by chance:
+    // from kUsualSpread on, dominance is 2^(kDominanceInSpread * spread), infinite for very wide scores. Later scores
+    // may also exceed the maximum by more. So the reference lies above it, by
+    // kRoomInDominance * log2(dominance) - kUsualRoom, at most kLargestRoom.
     static constexpr float kUsualSpread = 32.0f, kDominanceInSpread = 0.35f, kLeastDominance = 0x1p5f;
     static constexpr float kRoomInDominance = 0.7f, kUsualRoom = 8.0f, kLargestRoom = 56.0f;
     // From kWide on the second step takes the maximum too, from kWideMasked on where a sampled score is hidden. From
@@ -182,19 +183,18 @@ private:
         return kHasWideRange ? fminf((others + kLeastWeight) * dominance, kLargestSum) : kLargestSum;
     }
 
-    // How far the reference moves above a row maximum that exceeds the old reference by this and lies this far below
-    // that of other rows. An integer, so that Element holds the largest probability. The room ends where the factor of
-    // an O that counts would vanish.
-    template <bool kIsFirst>
+    // How far the reference moves above a row maximum that exceeds the old reference by this (-inf where there is none)
+    // and lies this far below that of other rows. An integer, so that Element holds the largest probability. The room
+    // ends where the factor of an O that counts would vanish.
     __device__ __forceinline__ float room_above_maximum(float exceeds, float below = 0.0f) const {
         if (!kReferenceIsAboveMaximum) {
             return 0.0f;
         }
         const float room = fmaxf(kRoomInDominance * log2f(dominance) - kUsualRoom, 0.0f) + below;
-        return floorf(fminf(room, kIsFirst ? kLargestRoom : fminf(kLargestRoom, fmaxf(kLargestRise - exceeds, 0.0f))));
+        return floorf(fminf(room, fminf(kLargestRoom, fmaxf(kLargestRise - exceeds, 0.0f))));
     }
 
-    // What the first step of a work tile says about the scores that follow.
+    // What the first step in which a warp sees keys says about the scores that follow.
     struct Spread {
         bool is_wide = false;    // the second step has to take the maximum too
         bool is_masked = false;  // a sampled score is hidden: some rows may have seen few keys
@@ -250,8 +250,13 @@ private:
         for (int row = 0; row < kNRows; ++row) {
             maximum[row] = maximum_of(scores, row);
         }
+        bool has_seen = false;
+        CUTE_UNROLL
+        for (int row = 0; row < kNRows; ++row) {
+            has_seen |= row_max[row] != -INFINITY;
+        }
         Spread spread;
-        if (kIsFirst && kHasWideRange) {
+        if (kHasWideRange && (kIsFirst || !__any_sync(kAllLanes, has_seen))) {
             spread = measure_spread(scores, maximum);
         }
         float room[kNRows] = {}, new_reference[kNRows];
@@ -272,7 +277,8 @@ private:
             for (int row = 0; row < kNRows; ++row) {
                 const float below = fmaxf((largest - maximum[row]) * scale_log2, 0.0f);
                 if (fabsf(maximum[row] * scale_log2) < kLargeExponent) {  // else the sum would be rounded too much
-                    room[row] = room_above_maximum<kIsFirst>((maximum[row] - row_max[row]) * scale_log2, below);
+                    const float exceeds = (maximum[row] - row_max[row]) * scale_log2;
+                    room[row] = room_above_maximum(row_max[row] == -INFINITY ? -INFINITY : exceeds, below);
                     new_reference[row] += __fdividef(room[row], scale_log2);
                 }
             }
@@ -375,7 +381,7 @@ private:
             const float largest = maximum_of(scores, row);
             const float old_reference = __fmul_rn(row_max[row], scale_log2);
             const float exceeds = log2f(largest) + kHeadroom;
-            const float rise = exceeds + (kIsFirst ? 0.0f : room_above_maximum<kIsFirst>(exceeds));
+            const float rise = exceeds + (kIsFirst ? 0.0f : room_above_maximum(exceeds));
             if (kIsFirst || rise > 0.0f) {
                 row_max[row] += __fdividef(rise, scale_log2);
             }
