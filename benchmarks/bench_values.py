@@ -1,8 +1,9 @@
 """The forward on different values: our speed ÷ the rival's on the same inputs, which should not depend on the values.
 
 Values are logits of standard deviation 1 to 64, a constant level of up to ±400 added to every logit, and one sink key
-whose logits lie 35 or 90 above the rest. Level and sink use the last dimension of q and k. All are measured interleaved
-in one run; a ratio below 0.95 of the ratio at standard deviation 1 makes the exit status 1.
+whose logits lie 35 or 90 above the rest. Level and sink use the last dimension of q and k. Each round measures all of
+them, in a random order: the power that one call draws changes the GPU's clocks during the next. A ratio below 0.95 of
+the ratio at standard deviation 1 makes the exit status 1.
 
   python -m benchmarks.bench_values                       the cuda backend against cuDNN, bf16, 16,384 tokens
   python -m benchmarks.bench_values --grid tiny           the cpu backend on shapes that take no time
@@ -10,8 +11,8 @@ in one run; a ratio below 0.95 of the ratio at standard deviation 1 makes the ex
 
 from __future__ import annotations
 
-import copy
 import math
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from benchmarks import cli, provenance
 from benchmarks.bench_speed import of_16384_tokens
-from benchmarks.methods import Budget, as_timed, interleave, ratio, timer_for
+from benchmarks.methods import Budget, Timing, as_timed, interleave, ratio, timer_for
 from benchmarks.rivals import RIVALS, Rival
 from benchmarks.speed import GRAPHS, MAX_REP_MS, MIN_REP_MS, Grid, Point, check_agreement, draw_inputs
 
@@ -90,18 +91,21 @@ def measure_point(point: Point, grid: Grid, names: tuple[str, str], rounds: int,
     """A row for each kind of values; `ratio` is our speed ÷ the rival's."""
     device = torch.device(grid.device)
     normal_q, normal_k, v = draw_inputs(point, device, grid.dtype)
-    calls: dict[Rival, Callable[[], Any]] = {}
+    calls: dict[Values, dict[Rival, Callable[[], Any]]] = {}
     for values in VALUES:
         q, k = values.apply(normal_q, normal_k)
-        pair: dict[Rival, Callable[[], Any]] = {}
-        for name in names:
-            rival = copy.copy(RIVALS[name])
-            rival.name = f"{name}, {values.name}"
-            pair[rival] = as_timed(rival, rival.bind(q, k, v, point.causal), device)
-        check_agreement(list(pair), pair)
-        calls |= pair
-    timings = interleave(calls, timer_for(device), rounds=rounds, rep_ms=rep_ms)
-    ratios = {values: ratio(*(timings[f"{name}, {values.name}"] for name in names)) for values in VALUES}
+        calls[values] = {
+            RIVALS[name]: as_timed(RIVALS[name], RIVALS[name].bind(q, k, v, point.causal), device) for name in names
+        }
+        check_agreement(list(calls[values]), calls[values])
+    times = {values: {name: Timing([]) for name in names} for values in VALUES}
+    order = random.Random(0)
+    for _ in range(rounds):
+        for values in order.sample(VALUES, len(VALUES)):
+            pair = dict(order.sample(list(calls[values].items()), len(names)))
+            for name, timing in interleave(pair, timer_for(device), rounds=1, rep_ms=rep_ms).items():
+                times[values][name].rounds.extend(timing.rounds)
+    ratios = {values: ratio(times[values][names[0]], times[values][names[1]]) for values in VALUES}
     return [
         {
             "values": values.name,
@@ -112,8 +116,8 @@ def measure_point(point: Point, grid: Grid, names: tuple[str, str], rounds: int,
             "headdim": point.headdim,
             "causal": point.causal,
             "dtype": str(grid.dtype).removeprefix("torch."),
-            "ms": {name: round(timings[f"{name}, {values.name}"].ms, 5) for name in names},
-            "spread": {name: round(timings[f"{name}, {values.name}"].spread, 3) for name in names},
+            "ms": {name: round(times[values][name].ms, 5) for name in names},
+            "spread": {name: round(times[values][name].spread, 3) for name in names},
             "ratio": round(ratios[values], 3),
             "relative_ratio": round(ratios[values] / ratios[VALUES[0]], 3),
         }
@@ -143,7 +147,7 @@ def main(argv: list[str] | None = None) -> None:
         share = budget.share((len(points) - number) * len(VALUES) * len(names) * arguments.rounds)
         rep_ms = min(MAX_REP_MS, max(MIN_REP_MS, share / 2)) if grid.device == "cuda" else 1.0
         data += measure_point(point, grid, names, arguments.rounds, rep_ms)
-    notes = [f"Medians of {arguments.rounds} interleaved rounds; every kind of values in the same rounds."]
+    notes = [f"Medians of {arguments.rounds} interleaved rounds; every kind of values in each round, in random order."]
     if grid.device == "cuda":
         notes.append(GRAPHS)
     if skipped:
