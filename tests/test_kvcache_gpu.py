@@ -176,12 +176,19 @@ def chained(call: CacheCall, waits: bool) -> list[Tensor]:
     return outs
 
 
+# Clusters of 16 thread blocks on a GPU of 128 SMs or more, with more than 512 keys each and with up to 512.
+LONG_ROW = dataclasses.replace(
+    BY_NAME["one_row"], name="long_row", lengths=(9001,), capacity=16000, nheads=32, nheads_k=8, headdim=128
+)
+SHORT_ROW = dataclasses.replace(LONG_ROW, name="short_row", lengths=(8003,), capacity=8192)
+CHAINED = [BY_NAME[name] for name in ("one_row", "long", "decode", "mqa_32", "rotary", "chunk", "many_rows_causal")]
+
+
 @pytest.mark.parametrize("appends", [False, True])
-@pytest.mark.parametrize("name", ["one_row", "long", "decode", "mqa_32", "rotary", "chunk", "many_rows_causal"])
-def test_a_call_reads_what_the_call_before_it_writes(name: str, appends: bool, seed: int) -> None:
+@pytest.mark.parametrize("case", [*CHAINED, LONG_ROW, SHORT_ROW], ids=str)
+def test_a_call_reads_what_the_call_before_it_writes(case: KvCacheCase, appends: bool, seed: int) -> None:
     """Kernels are scheduled before the kernel ahead of them ends, and wait for it: as clusters, with slots, with an
     append kernel, and in a graph."""
-    case = BY_NAME[name]
     case = case if appends else dataclasses.replace(case, seqlen_new=None, rotary_dim=0)
     call = make_call(case, torch.float16, "cuda", seed)
     expected = chained(call, waits=True)
@@ -250,6 +257,20 @@ def test_many_rows_run_on_the_kernel_of_hopper(
     case: KvCacheCase, dtype: torch.dtype, kernels_of: Callable[[KvCacheCase, torch.dtype], str]
 ) -> None:
     assert "flash_fwd_split_kernel" in kernels_of(case, dtype)
+
+
+@NEEDS_HOPPER
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("headdim", [32, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize("case", [LONG_ROW, SHORT_ROW], ids=str)
+def test_one_sequence_runs_on_a_cluster_of_each_form(
+    case: KvCacheCase, headdim: int, dtype: torch.dtype, kernels_of: Callable[[KvCacheCase, torch.dtype], str]
+) -> None:
+    if torch.cuda.get_device_properties().multi_processor_count < 128:
+        pytest.skip("clusters of 16 thread blocks for 8 heads need 128 SMs")
+    threads = 256 if case is LONG_ROW and headdim <= 128 else 128
+    trace = kernels_of(dataclasses.replace(case, headdim=headdim), dtype)
+    assert "cluster=16 " in trace and f"threads={threads} " in trace
 
 
 @NEEDS_HOPPER

@@ -71,8 +71,15 @@ class TileLoader {
     using Element = typename Traits::Element;
 
 public:
-    __device__ TileLoader(const KeySource<Traits> &source, uint32_t buffers, int begin, int end, int d, bool is_aligned)
-        : source(source), buffers(buffers), next_key(begin), end(end), d(d), is_aligned(is_aligned) {
+    __device__ TileLoader(const KeySource<Traits> &source, const SplitkvPlan &plan, uint32_t buffers, int begin,
+                          int end, int d)
+        : source(source),
+          buffers(buffers),
+          next_key(begin),
+          end(end),
+          d(d),
+          is_aligned(plan.is_aligned),
+          policy(l2_policy(plan.row_tiles == 1)) {
         prefetch();
     }
 
@@ -98,6 +105,7 @@ private:
     int next_key;            // of the next tile
     const int end, d;
     const bool is_aligned;
+    const uint64_t policy;
     int stage = 0;
     typename KeySource<Traits>::Row next_row;  // of key `lane` of the next tile
 
@@ -127,8 +135,8 @@ private:
             const uint32_t target_k = tile + chunk_offset<Traits::kHeadDim, Traits::kKeys>(row, chunk),
                            target_v = target_k + kStageBytes / 2;
             if constexpr (kIsAligned) {
-                cp_async_16(target_k, k, is_in_range);
-                cp_async_16(target_v, v, is_in_range);
+                cp_async_16(target_k, k, is_in_range, policy);
+                cp_async_16(target_v, v, is_in_range, policy);
             } else {
                 copy_chunk(target_k, k, is_in_range ? d - chunk * 8 : 0);
                 copy_chunk(target_v, v, is_in_range ? d - chunk * 8 : 0);

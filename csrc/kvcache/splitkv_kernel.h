@@ -179,7 +179,7 @@ private:
         const int group = this->group(), first_key = begin + group * kKeys;
         const KeySource<Traits> source(params, sequence, bidb, bidh_k);
         const uint32_t tiles = static_cast<uint32_t>(__cvta_generic_to_shared(&shared.tiles[group]));
-        TileLoader<Traits> loader(source, tiles, first_key, end, params.d, plan.is_aligned);
+        TileLoader<Traits> loader(source, plan, tiles, first_key, end, params.d);
         const bool is_idle = row_of_warp() >= rows;
         const int tiles_of_group = (end - begin + Traits::kRoundKeys - 1) / Traits::kRoundKeys;
         uint32_t q[Traits::kQInRegisters ? kHeadDim / 16 : 1][4];

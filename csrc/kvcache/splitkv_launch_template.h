@@ -26,20 +26,31 @@ inline int tile_rows_for(int64_t rows) {
     return std::max(static_cast<int>((of_tile + kWarpRows - 1) / kWarpRows * kWarpRows), kLeast);
 }
 
+// The form of tiles of `tile_rows` rows outside of clusters.
+inline Form form_of(int tile_rows) {
+    return tile_rows > 2 * kWarpRows ? Form::many_rows : tile_rows > kWarpRows ? Form::warp_pairs : Form::few_rows;
+}
+
+// The most CTAs of a cluster with which the clusters of all heads fit into the GPU, one CTA an SM.
+inline int largest_cluster(const Flash_fwd_params &params) {
+    int cluster = kMaxCluster;
+    while (int64_t{cluster} * params.h_k > device_properties().sm_count) {
+        cluster /= 2;
+    }
+    return cluster;
+}
+
 // CTAs of a cluster, or 0. Clusters take the latency of a second kernel away, but every head has the same number of
 // CTAs, one on each SM. So they serve one sequence of few rows, if its heads occupy most SMs at once or its cache is
 // short.
 template <typename Traits>
-int cluster_for(const Flash_fwd_params &params, int smem, int max_smem) {
-    constexpr int kShortCache = 4096;
+int cluster_for(const Flash_fwd_params &params, int max_smem) {
+    constexpr int kShortCache = 4096, smem = Traits::smem_size(kWarpRows);
     const DeviceProperties &gpu = device_properties();
     if (gpu.major < 9 || params.b != 1 || params.h_k > gpu.sm_count / 2 || smem > max_smem) {
         return 0;
     }
-    int cluster = kMaxCluster;
-    while (cluster * params.h_k > gpu.sm_count) {
-        cluster /= 2;
-    }
+    const int cluster = largest_cluster(params);
     const bool fills_gpu = cluster * params.h_k * 8 >= gpu.sm_count * 7;
     if (!fills_gpu && params.cache.capacity > kShortCache) {
         return 0;
@@ -68,24 +79,30 @@ SplitkvPlan plan_of(const Flash_fwd_params &params, int max_smem) {
                                  (is_fixed ? " with num_splits or split_keys" : "") + "; allowed: up to " +
                                  std::to_string(most_heads));
     }
-    int cluster = 0;
-    if (rows <= kWarpRows && !is_fixed) {
-        using Traits = SplitkvTraits<kDType, kHeadDim, Form::cluster>;
-        cluster = cluster_for<Traits>(params, Traits::smem_size(kWarpRows), max_smem);
-    }
-    const auto smem_of = [&](int tile_rows) {
-        return call_with_traits<kDType, kHeadDim>(tile_rows, cluster > 0,
+    const auto smem_of = [](Form form, int tile_rows) {
+        return call_with_traits<kDType, kHeadDim>(form,
                                                   [&](auto traits) { return decltype(traits)::smem_size(tile_rows); });
     };
-    int tile_rows = tile_rows_for(rows);
-    if (smem_of(tile_rows) > max_smem) {
-        tile_rows = 4 * kWarpRows;  // takes the least shared memory
+    int tile_rows = tile_rows_for(rows), cluster = 0;
+    Form form = form_of(tile_rows);
+    if (rows <= kWarpRows && !is_fixed) {
+        // Keys of a CTA. With up to so many, the CTAs of the next call fit beside those of this one and start before it
+        // ends. With more, bandwidth counts, which takes more warps.
+        constexpr int kShortPart = 512;
+        const bool is_short = params.cache.capacity <= int64_t{kShortPart} * largest_cluster(params);
+        cluster = is_short ? cluster_for<SplitkvTraits<kDType, kHeadDim, kShortCluster<kHeadDim>>>(params, max_smem)
+                           : cluster_for<SplitkvTraits<kDType, kHeadDim, Form::cluster>>(params, max_smem);
+        form = cluster == 0 ? form : is_short ? Form::short_cluster : Form::cluster;
     }
-    return call_with_traits<kDType, kHeadDim>(tile_rows, cluster > 0, [&](auto traits) {
+    if (smem_of(form, tile_rows) > max_smem) {
+        tile_rows = 4 * kWarpRows;  // takes the least shared memory
+        form = Form::many_rows;
+    }
+    return call_with_traits<kDType, kHeadDim>(form, [&](auto traits) {
         using Traits = decltype(traits);
         constexpr int kSmemOfSM = 227 * 1024, kReserved = 1024;  // bytes; a CTA takes kReserved more than it asks for
         const int row_tiles = static_cast<int>((rows + tile_rows - 1) / tile_rows);
-        const int by_smem = std::max(std::min(kSmemOfSM, max_smem) / (smem_of(tile_rows) + kReserved), 1);
+        const int by_smem = std::max(std::min(kSmemOfSM, max_smem) / (Traits::smem_size(tile_rows) + kReserved), 1);
         const int ctas = device_properties().sm_count * std::min(by_smem, Traits::ctas_by_registers(tile_rows));
         const int64_t capacity = params.cache.capacity, split_keys = params.cache.split_keys;
         int log2_unit = 0;
@@ -98,7 +115,8 @@ SplitkvPlan plan_of(const Flash_fwd_params &params, int max_smem) {
         const int wanted = row_tiles * 8 <= ctas ? ctas / row_tiles : (4 * ctas + row_tiles - 1) / row_tiles;
         const int64_t most = max_splits > 0 ? heads * max_splits : heads * units / 2;
         const int pieces = static_cast<int>(std::clamp<int64_t>(most, 1, wanted));
-        return SplitkvPlan{tile_rows,
+        return SplitkvPlan{form,
+                           tile_rows,
                            row_tiles,
                            pieces,
                            cluster,
@@ -183,8 +201,7 @@ void run_flash_fwd_splitkv(const Flash_fwd_params &params, int max_smem, bool fo
     kvcache::SplitkvPlan plan = kvcache::plan_of<kDType, kHeadDim>(params, max_smem);
     plan.follows_append = follows_append;
     const bool is_partial = kvcache::call_with_traits<kDType, kHeadDim>(
-        plan.tile_rows, plan.cluster > 0,
-        [&](auto traits) { return kvcache::launch_splitkv<decltype(traits)>(params, plan, stream); });
+        plan.form, [&](auto traits) { return kvcache::launch_splitkv<decltype(traits)>(params, plan, stream); });
     if (is_partial) {
         run_combine_splits<kDType, kHeadDim>(params, plan, stream);
     }

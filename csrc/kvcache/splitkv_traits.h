@@ -1,6 +1,6 @@
-// The tiles of the split-KV kernel, in four forms. A group of warps shares a pipeline of key tiles, and each of its
-// warps has 16 rows; the results of the groups are summed at the end. Few rows: four groups of one warp, in a cluster
-// eight. Warp pairs: two groups of two warps. Many rows: one group of four to eight warps.
+// The tiles of the split-KV kernel, in five forms. A group of warps shares a pipeline of key tiles, and each of its
+// warps has 16 rows; the results of the groups are summed at the end. Few rows: four groups of one warp. Cluster:
+// eight; short cluster: four. Warp pairs: two groups of two warps. Many rows: one group of four to eight warps.
 #pragma once
 
 #include <cutlass/numeric_types.h>
@@ -15,16 +15,14 @@ namespace flash::kvcache {
 constexpr int kWarpRows = 16;  // the m16 of mma.sync
 constexpr int kMaxWarps = 8;
 
-enum class Form { few_rows, cluster, warp_pairs, many_rows };
-
 template <DType kDType, int kHeadDim_, Form kForm>
 struct SplitkvTraits {
     using Element = std::conditional_t<kDType == DType::float16, cutlass::half_t, cutlass::bfloat16_t>;
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr bool kIsOneGroup = kForm == Form::many_rows, kArePairs = kForm == Form::warp_pairs;
-    static constexpr bool kIsCluster = kForm == Form::cluster;                       // one CTA an SM
+    static constexpr bool kIsCluster = kForm == Form::cluster || kForm == Form::short_cluster;
     static constexpr int kGroupWarps = kIsOneGroup ? kMaxWarps : kArePairs ? 2 : 1;  // at most
-    static constexpr int kGroups = kIsOneGroup ? 1 : kArePairs ? 2 : kIsCluster && kHeadDim <= 128 ? 8 : 4;
+    static constexpr int kGroups = kIsOneGroup ? 1 : kArePairs ? 2 : kForm == Form::cluster && kHeadDim <= 128 ? 8 : 4;
     static constexpr int kMaxRows = kGroupWarps * kWarpRows;
 
     // Of a tile; at most 32: one for each lane.
@@ -67,13 +65,25 @@ struct SplitkvTraits {
     static constexpr int ctas_by_registers(int tile_rows) { return kMinCtas * kMaxThreads / threads(tile_rows); }
 };
 
-// Calls function with the traits for tiles of `tile_rows` rows, in clusters or not.
+// Beyond head dim 128 the cluster has four groups, too.
+template <int kHeadDim>
+constexpr Form kShortCluster = kHeadDim <= 128 ? Form::short_cluster : Form::cluster;
+
+// Calls function with the traits of a form.
 template <DType kDType, int kHeadDim, typename Function>
-auto call_with_traits(int tile_rows, bool is_cluster, const Function &function) {
-    return tile_rows > 2 * kWarpRows ? function(SplitkvTraits<kDType, kHeadDim, Form::many_rows>{})
-           : tile_rows > kWarpRows   ? function(SplitkvTraits<kDType, kHeadDim, Form::warp_pairs>{})
-           : is_cluster              ? function(SplitkvTraits<kDType, kHeadDim, Form::cluster>{})
-                                     : function(SplitkvTraits<kDType, kHeadDim, Form::few_rows>{});
+auto call_with_traits(Form form, const Function &function) {
+    switch (form) {
+        case Form::many_rows:
+            return function(SplitkvTraits<kDType, kHeadDim, Form::many_rows>{});
+        case Form::warp_pairs:
+            return function(SplitkvTraits<kDType, kHeadDim, Form::warp_pairs>{});
+        case Form::cluster:
+            return function(SplitkvTraits<kDType, kHeadDim, Form::cluster>{});
+        case Form::short_cluster:
+            return function(SplitkvTraits<kDType, kHeadDim, kShortCluster<kHeadDim>>{});
+        default:
+            return function(SplitkvTraits<kDType, kHeadDim, Form::few_rows>{});
+    }
 }
 
 }  // namespace flash::kvcache
