@@ -111,8 +111,10 @@ protected:
 
     // Prefetches what is used after the n-th value of a step: values, then keys of the next head, key block or split.
     FLASH_INLINE void prefetch_after_value(int n, int n_first, int from, int keys) const {
+        const bool is_array = is_dense(params_.v);
+        if (is_array) prefetch<kToL2>(values_[from + std::min(n, keys - 1)] + kBlockN * d_);
         if (n < keys) {
-            prefetch(values_[from + n]);
+            if (!is_array) prefetch(values_[from + n]);
         } else if (next_head_ > 0) {
             prefetch(stream_[from + std::min(n - keys, keys - 1)] + next_head_ * params_.k.head_stride);
         } else if (n_first + n < this->group_.seq.seqlen_k) {
@@ -120,18 +122,29 @@ protected:
         }
     }
 
-    // Prefetches kPanel cache lines of the kPanel keys, for the columns from c on. Keys side by side in memory are one
-    // array: the calls for all columns prefetch it in order. Otherwise a call prefetches one line of each key.
+    // Prefetches kPanel cache lines of the kPanel keys, for the columns from c on. If the keys are one array, the calls
+    // for all columns prefetch it in order. Otherwise a call prefetches one line of each key.
     FLASH_INLINE void prefetch_lines(const Element *const *keys, int c) const {
-        const bool is_dense = params_.k.row_stride == d_;
-        for (int i = 0; i < kPanel; ++i) {
-            __builtin_prefetch(is_dense ? keys[0] + c * kPanel + i * kElementsOfLine : keys[i] + c, 0, 3);
+        if (is_dense(params_.k)) {
+            const Element *const lines = keys[0] + c * kPanel;
+            for (int i = 0; i < kPanel; ++i) {
+                __builtin_prefetch(lines + i * kElementsOfLine + kBlockN * d_, 0, kToL2);
+                __builtin_prefetch(lines + i * kElementsOfLine, 0, kToL1);
+            }
+        } else {
+            for (int i = 0; i < kPanel; ++i) __builtin_prefetch(keys[i] + c, 0, kToL1);
         }
     }
 
+    // Whether the rows of one head are one array. Then those of the next step are prefetched into L2; with several
+    // heads they would not fit. The hardware prefetches values from there.
+    bool is_dense(const TensorRef &t) const { return params_.block_table == nullptr && t.row_stride == d_; }
+
+    static constexpr int kToL2 = 2, kToL1 = 3;  // the locality of __builtin_prefetch
+    template <int kTo = kToL1>
     void prefetch(const Element *row) const {
         for (size_t i = 0; i < sizeof(Element) * size_t(d_); i += 64) {
-            __builtin_prefetch(reinterpret_cast<const char *>(row) + i, 0, 3);
+            __builtin_prefetch(reinterpret_cast<const char *>(row) + i, 0, kTo);
         }
     }
 
