@@ -16,6 +16,25 @@ __device__ __forceinline__ int chunk_offset(int row, int chunk) {
     return (chunk / kPart * kRows + row) * kPart * 16 + ((chunk % kPart) ^ swizzle) * 16;
 }
 
+// How the L2 cache treats what a copy brings. What is read once shall be the first to be replaced: machine code,
+// lengths and block tables stay.
+__device__ __forceinline__ uint64_t l2_policy(bool is_read_once) {
+    uint64_t policy;
+    if (is_read_once) {
+        asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    } else {
+        asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+    }
+    return policy;
+}
+
+// cp_async_16 of mma.h with such a policy.
+__device__ __forceinline__ void cp_async_16(uint32_t target, const void *source, bool is_in_range, uint64_t policy) {
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(target), "l"(source),
+                 "r"(is_in_range ? 16 : 0), "l"(policy)
+                 : "memory");
+}
+
 // The keys of one head of one sequence.
 template <typename Traits>
 class KeySource {

@@ -26,9 +26,16 @@ inline int tile_rows_for(int64_t rows) {
     return std::max(static_cast<int>((of_tile + kWarpRows - 1) / kWarpRows * kWarpRows), kLeast);
 }
 
-// The form of tiles of `tile_rows` rows outside of clusters.
-inline Form form_of(int tile_rows) {
-    return tile_rows > 2 * kWarpRows ? Form::many_rows : tile_rows > kWarpRows ? Form::warp_pairs : Form::few_rows;
+// The form of tiles of `tile_rows` rows, in clusters of `cluster` CTAs if that is not 0.
+inline Form form_of(const Flash_fwd_params &params, int tile_rows, int cluster) {
+    // Keys of a CTA. With up to so many, the CTAs of the next call fit beside those of this one and start before it
+    // ends. With more, bandwidth counts, which takes more warps.
+    constexpr int64_t kShortPart = 512;
+    return tile_rows > 2 * kWarpRows                                ? Form::many_rows
+           : tile_rows > kWarpRows                                  ? Form::warp_pairs
+           : cluster == 0                                           ? Form::few_rows
+           : params.cache.capacity <= kShortPart * int64_t{cluster} ? Form::short_cluster
+                                                                    : Form::cluster;
 }
 
 // The most CTAs of a cluster with which the clusters of all heads fit into the GPU, one CTA an SM.
@@ -84,21 +91,15 @@ SplitkvPlan plan_of(const Flash_fwd_params &params, int max_smem) {
                                                   [&](auto traits) { return decltype(traits)::smem_size(tile_rows); });
     };
     int tile_rows = tile_rows_for(rows), cluster = 0;
-    Form form = form_of(tile_rows);
     if (rows <= kWarpRows && !is_fixed) {
-        // Keys of a CTA. With up to so many, the CTAs of the next call fit beside those of this one and start before it
-        // ends. With more, bandwidth counts, which takes more warps.
-        constexpr int kShortPart = 512;
-        const bool is_short = params.cache.capacity <= int64_t{kShortPart} * largest_cluster(params);
+        const bool is_short = form_of(params, tile_rows, largest_cluster(params)) == Form::short_cluster;
         cluster = is_short ? cluster_for<SplitkvTraits<kDType, kHeadDim, kShortCluster<kHeadDim>>>(params, max_smem)
                            : cluster_for<SplitkvTraits<kDType, kHeadDim, Form::cluster>>(params, max_smem);
-        form = cluster == 0 ? form : is_short ? Form::short_cluster : Form::cluster;
     }
-    if (smem_of(form, tile_rows) > max_smem) {
+    if (smem_of(form_of(params, tile_rows, cluster), tile_rows) > max_smem) {
         tile_rows = 4 * kWarpRows;  // takes the least shared memory
-        form = Form::many_rows;
     }
-    return call_with_traits<kDType, kHeadDim>(form, [&](auto traits) {
+    return call_with_traits<kDType, kHeadDim>(form_of(params, tile_rows, cluster), [&](auto traits) {
         using Traits = decltype(traits);
         constexpr int kSmemOfSM = 227 * 1024, kReserved = 1024;  // bytes; a CTA takes kReserved more than it asks for
         const int row_tiles = static_cast<int>((rows + tile_rows - 1) / tile_rows);
@@ -115,8 +116,7 @@ SplitkvPlan plan_of(const Flash_fwd_params &params, int max_smem) {
         const int wanted = row_tiles * 8 <= ctas ? ctas / row_tiles : (4 * ctas + row_tiles - 1) / row_tiles;
         const int64_t most = max_splits > 0 ? heads * max_splits : heads * units / 2;
         const int pieces = static_cast<int>(std::clamp<int64_t>(most, 1, wanted));
-        return SplitkvPlan{form,
-                           tile_rows,
+        return SplitkvPlan{tile_rows,
                            row_tiles,
                            pieces,
                            cluster,
@@ -201,7 +201,8 @@ void run_flash_fwd_splitkv(const Flash_fwd_params &params, int max_smem, bool fo
     kvcache::SplitkvPlan plan = kvcache::plan_of<kDType, kHeadDim>(params, max_smem);
     plan.follows_append = follows_append;
     const bool is_partial = kvcache::call_with_traits<kDType, kHeadDim>(
-        plan.form, [&](auto traits) { return kvcache::launch_splitkv<decltype(traits)>(params, plan, stream); });
+        kvcache::form_of(params, plan.tile_rows, plan.cluster),
+        [&](auto traits) { return kvcache::launch_splitkv<decltype(traits)>(params, plan, stream); });
     if (is_partial) {
         run_combine_splits<kDType, kHeadDim>(params, plan, stream);
     }

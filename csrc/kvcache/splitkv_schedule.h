@@ -13,12 +13,8 @@
 
 namespace flash::kvcache {
 
-// How the warps of the split-KV kernel share rows and keys (splitkv_traits.h).
-enum class Form { few_rows, cluster, short_cluster, warp_pairs, many_rows };
-
 // How one call is cut, computed on the host from shapes alone.
 struct SplitkvPlan {
-    Form form;
     int tile_rows;                 // rows of a tile: the queries of all heads that share a key/value head
     int row_tiles;                 // tiles that cover the rows of one key/value head of one sequence
     int pieces;                    // CTAs for each row tile

@@ -15,6 +15,8 @@ namespace flash::kvcache {
 constexpr int kWarpRows = 16;  // the m16 of mma.sync
 constexpr int kMaxWarps = 8;
 
+enum class Form { few_rows, cluster, short_cluster, warp_pairs, many_rows };
+
 template <DType kDType, int kHeadDim_, Form kForm>
 struct SplitkvTraits {
     using Element = std::conditional_t<kDType == DType::float16, cutlass::half_t, cutlass::bfloat16_t>;
