@@ -2,8 +2,8 @@
 
 Values are logits of standard deviation 1 to 64, a constant level of up to ±400 added to every logit, and one sink key
 whose logits lie 35 or 90 above the rest. Level and sink use the last dimension of q and k. Each round measures all of
-them, in a random order: the power that one call draws changes the GPU's clocks during the next. A ratio below 0.95 of
-the ratio at standard deviation 1 makes the exit status 1.
+them in another random order, because the call before may change the GPU's clocks. A ratio below 0.95 of the ratio at
+standard deviation 1 makes the exit status 1.
 
   python -m benchmarks.bench_values                       the cuda backend against cuDNN, bf16, 16,384 tokens
   python -m benchmarks.bench_values --grid tiny           the cpu backend on shapes that take no time
