@@ -147,9 +147,17 @@ def test_a_row_with_split_keys_does_not_depend_on_the_batch(name: str, seed: int
 
 
 @runs_triton
-def test_pages_give_the_bits_of_a_cache_without_pages(seed: int) -> None:
-    paged = make_call(dataclasses.replace(BY_NAME["pages_7"], seqlen_new=None), torch.float16, DEVICE, seed)
-    case = paged.case
+@pytest.mark.parametrize(
+    ("headdim", "page_size"),
+    [(64, 7), (64, 128), (128, 16), (128, 32)],
+    ids=["page_per_key", "tiles_in_pages", "page_per_key_d128", "tiles_in_pages_d128"],
+)
+def test_pages_give_the_bits_of_a_cache_without_pages(headdim: int, page_size: int, seed: int) -> None:
+    """A tile has 128 keys at head dim 64, and 32 keys at 128."""
+    case = dataclasses.replace(BY_NAME["pages_7"], seqlen_new=None, page_size=page_size, headdim=headdim)
+    if page_size != 7:
+        case = dataclasses.replace(case, lengths=(300, 128, 200)[: case.batch], capacity=384)
+    paged = make_call(case, torch.float16, DEVICE, seed)
     flat = dataclasses.replace(paged, block_table=None)
     flat.k_cache, flat.v_cache = (torch.zeros(case.batch, case.keys, *x.shape[2:]).to(x) for x in paged.tensors[1:3])
     for b in range(case.batch):
@@ -163,57 +171,132 @@ def test_pages_give_the_bits_of_a_cache_without_pages(seed: int) -> None:
 # ---- splits ---------------------------------------------------------------------------------------------------------
 
 
+def lengths_to_split(batch: int, draw: torch.Generator) -> Tensor:
+    """Up to 300 keys; one sequence of 1000, one of 900, one of none."""
+    lengths = torch.randint(0, 300, (batch,), generator=draw).int()
+    lengths[7], lengths[18], lengths[19] = 1000, 900, 0
+    return lengths.to(DEVICE)
+
+
 @runs_triton
 @pytest.mark.parametrize("window_left", [None, 500], ids=["all", "window"])
-@pytest.mark.parametrize("layout", ["by_length", "num_splits", "split_keys"])
-def test_splits_cover_every_key_once(layout: str, window_left: int | None, draw: torch.Generator) -> None:
-    """More sequences than the probe reads at once, on a GPU as many as the kernels read."""
+@pytest.mark.parametrize(("per_sequence", "split_keys"), [(3, 0), (4, 250)], ids=["num_splits", "split_keys"])
+def test_splits_cover_every_key_once(
+    per_sequence: int, split_keys: int, window_left: int | None, draw: torch.Generator
+) -> None:
     from . import triton_probes
 
-    batch, at_once, target = (140, 128, 60) if HAS_GPU else (38, 16, 24)
-    capacity, block_n, seqlen_q = 1000, 64, 3
-    lengths = torch.randint(0, 300, (batch,), generator=draw).int()
-    lengths[7], lengths[at_once + 2], lengths[at_once + 3] = 1000, 900, 0
-    lengths = lengths.to(DEVICE)
-    per_sequence, split_keys = {"by_length": (0, 0), "num_splits": (3, 0), "split_keys": (4, 250)}[layout]
-    units = batch * per_sequence or batch + target
-    found = torch.full((units, 6), -1, dtype=torch.int32, device=DEVICE)
+    batch, block_n, seqlen_q, capacity = 38, 64, 3, 1000
+    lengths = lengths_to_split(batch, draw)
+    units = batch * per_sequence
+    found = torch.full((units, 5), -1, dtype=torch.int32, device=DEVICE)
     triton_probes.find_split_probe[(units,)](
-        found,
-        lengths,
-        capacity,
-        batch,
-        seqlen_q,
-        window_left,
-        per_sequence,
-        split_keys,
-        target,
-        per_sequence > 0,
-        block_n,
-        at_once,
+        found, lengths, capacity, batch, seqlen_q, window_left, per_sequence, split_keys, block_n
     )
     parts: dict[int, list[list[int]]] = {}
     for sequence, *part in found.tolist():
-        if sequence < batch and part[0] < part[1]:
+        if part[0] < part[1]:
             parts.setdefault(sequence, []).append(part)
     assert sorted(parts) == list(range(batch))
-    sizes, slots = set(), []
+    sizes = set()
     for b, length in enumerate(lengths.tolist()):
-        _, counts, begins, ends, _ = zip(*sorted(parts[b]), strict=True)
+        _, counts, begins, ends = zip(*sorted(parts[b]), strict=True)
         first = 0 if window_left is None else max(length - seqlen_q - window_left, 0)
         step = split_keys or block_n
         assert begins == (first // step * step, *ends[:-1])
         assert ends[-1] == length
         assert set(counts) == {len(parts[b])}
-        assert len(parts[b]) <= (per_sequence or target)
+        assert len(parts[b]) <= per_sequence
         sizes |= {end - begin for begin, end in zip(begins[:-1], ends[:-1], strict=True)}
-        slots += [part[4] for part in parts[b] if len(parts[b]) > 1]
-    assert len(slots) == len(set(slots))
-    if layout == "by_length":
-        assert len(sizes) == 1
-        assert max(slots) < 2 * target
-    elif layout == "split_keys":
+    if split_keys:
         assert sizes == {split_keys}
+
+
+@runs_triton
+@pytest.mark.parametrize("window_left", [None, 500], ids=["all", "window"])
+@pytest.mark.parametrize(
+    ("batch", "at_once", "most_pieces"),
+    [(38, 64, 50), (38, 16, 50), (38, 16, 1), (20, 32, 1000)],
+    ids=["read_once", "read_in_parts", "one_piece", "many_pieces"],
+)
+def test_pieces_cover_every_unit_once(
+    batch: int, at_once: int, most_pieces: int, window_left: int | None, draw: torch.Generator
+) -> None:
+    """Their sizes differ by at most one unit, and the kernel finds the piece of each unit."""
+    from . import triton_probes
+
+    block_n, unit_keys, seqlen_q, capacity, nheads_k = 16, 32, 3, 1000, 3
+    lengths = lengths_to_split(batch, draw)
+    units = []  # of each sequence
+    for length in lengths.tolist():
+        first = 0 if window_left is None else max(length - seqlen_q - window_left, 0) // block_n * block_n
+        units.append(max(1, -(-(length - first) // unit_keys)) * nheads_k)
+    total = sum(units)
+    found = torch.full((most_pieces, 6), -1, dtype=torch.int32, device=DEVICE)
+    pieces_of = torch.full((total,), -1, dtype=torch.int32, device=DEVICE)
+    triton_probes.find_piece_probe[(most_pieces,)](
+        found, pieces_of, lengths, capacity, batch, nheads_k, seqlen_q, window_left, most_pieces,
+        unit_keys, block_n, at_once, batch <= at_once,
+    )  # fmt: skip
+    used = [row for row in found.tolist() if row[3] > 0]
+    assert len(used) == min(most_pieces, total // 2)
+    end = 0
+    expected = []
+    for piece, (sequence, unit, begin, size, got_total, pieces) in enumerate(used):
+        assert (begin, got_total, pieces) == (end, total, len(used))
+        assert sum(units[:sequence]) + unit == begin
+        assert 0 <= unit < units[sequence]
+        end += size
+        expected += [piece] * size
+    assert end == total
+    sizes = {row[3] for row in used}
+    assert max(sizes) - min(sizes) <= 1
+    assert pieces_of.tolist() == expected
+
+
+@runs_triton
+@pytest.mark.parametrize(
+    "name", ["decode", "more_queries", "leftpad_all", "pages_7", "pages_64", "window", "batch_idx_leftpad"]
+)
+def test_pieces_of_any_number_give_the_results_of_one_split(
+    name: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A piece of all heads, pieces of several heads and of parts of one, in tiles of 16 keys."""
+    from flash_attn_mini.backends.triton import configs, kvcache
+
+    call = make_call(dataclasses.replace(BY_NAME[name], seqlen_new=None), torch.float16, DEVICE, seed)
+    expected = run(call, num_splits=1)
+    monkeypatch.setattr(kvcache, "_chosen", {})
+    monkeypatch.setattr(kvcache, "splitkv_step", lambda *_, **__: 16)
+    monkeypatch.setattr(kvcache, "splitkv_configs", lambda rows, *_, **__: [configs.tile(rows, 16, 4, 2, tma=False)])
+    for most in (1, 2, 3, 7, 1000):
+        monkeypatch.setattr(kvcache, "even_pieces", lambda *_, most=most: most)
+        for got, right in zip(run(call), expected, strict=True):
+            torch.testing.assert_close(got, right, rtol=2e-3, atol=2e-3)
+
+
+@runs_triton
+@pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "unaligned"])
+def test_every_first_configuration_has_the_step_of_its_tile(aligned: bool) -> None:
+    """The launcher decides by splitkv_step whether the tiles of a kernel lie in pages."""
+    from flash_attn_mini.backends.triton.configs import splitkv_configs, splitkv_step
+
+    for block_m, block_d, page_per_key in itertools.product((16, 32, 64, 128), (16, 64, 128, 256), (True, False)):
+        first, *_ = splitkv_configs(block_m, block_d, 2, 232448, page_per_key=page_per_key, aligned=aligned)
+        assert first.kwargs["BLOCK_N"] == splitkv_step(block_m, block_d, aligned=aligned), (block_m, block_d)
+
+
+@runs_triton
+def test_even_pieces_cut_at_heads_of_equal_length() -> None:
+    from flash_attn_mini.backends.triton.kvcache import even_pieces
+
+    assert even_pieces(264, 128) == 256
+    assert even_pieces(396, 8) == 392
+    assert even_pieces(396, 512) == 396  # 256 pieces of two heads would leave a third of the programs out
+    assert even_pieces(264, 512) == 256
+    assert even_pieces(264, 256) == 256
+    assert even_pieces(264, 200) == 264
+    assert even_pieces(1, 3) == 1
 
 
 @runs_triton

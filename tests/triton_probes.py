@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from flash_attn_mini.backends.triton.sequences import find_block
-from flash_attn_mini.backends.triton.splits import find_split
+from flash_attn_mini.backends.triton.splits import find_piece, find_split, piece_of
 from flash_attn_mini.backends.triton.visible import visible_keys, visible_queries
 
 
@@ -53,19 +53,37 @@ def visible_queries_probe(
 
 @triton.jit
 def find_split_probe(
-    found, cache_seqlens, capacity, batch, seqlen_q, window_left, units_per_sequence, split_keys, target_units,
-    FIXED_UNITS: tl.constexpr, BLOCK_N: tl.constexpr, AT_ONCE: tl.constexpr,
+    found, cache_seqlens, capacity, batch, seqlen_q, window_left, units_per_sequence, split_keys, BLOCK_N: tl.constexpr
 ):  # fmt: skip
-    """found [units, 6]: what find_split returns."""
+    """found [units, 5]: what find_split returns."""
     unit = tl.program_id(0)
-    cache = (cache_seqlens, 0, 0, None, capacity)
-    sequence, split, num_splits, begin, end, slot = find_split(
-        unit, cache, batch, seqlen_q, window_left, units_per_sequence, split_keys, target_units,
-        FIXED_UNITS, BLOCK_N, AT_ONCE,
-    )  # fmt: skip
-    tl.store(found + 6 * unit, sequence)
-    tl.store(found + 6 * unit + 1, split)
-    tl.store(found + 6 * unit + 2, num_splits)
-    tl.store(found + 6 * unit + 3, begin)
-    tl.store(found + 6 * unit + 4, end)
-    tl.store(found + 6 * unit + 5, slot)
+    cache = (cache_seqlens, capacity, 0, None, capacity)
+    sequence, split, num_splits, begin, end = find_split(
+        unit, cache, batch, seqlen_q, window_left, units_per_sequence, split_keys, BLOCK_N
+    )
+    tl.store(found + 5 * unit, sequence)
+    tl.store(found + 5 * unit + 1, split)
+    tl.store(found + 5 * unit + 2, num_splits)
+    tl.store(found + 5 * unit + 3, begin)
+    tl.store(found + 5 * unit + 4, end)
+
+
+@triton.jit
+def find_piece_probe(
+    found, pieces_of, cache_seqlens, capacity, batch, nheads_k, seqlen_q, window_left, most_pieces,
+    UNIT_KEYS: tl.constexpr, BLOCK_N: tl.constexpr, AT_ONCE: tl.constexpr, READ_ONCE: tl.constexpr,
+):  # fmt: skip
+    """found [pieces, 6]: what find_piece returns. pieces_of [units of the batch]: piece_of each unit of the piece."""
+    piece = tl.program_id(0)
+    cache = (cache_seqlens, capacity, 0, None, capacity)
+    sequence, unit, begin, size, total, pieces = find_piece(
+        piece, cache, batch, nheads_k, seqlen_q, window_left, most_pieces, UNIT_KEYS, BLOCK_N, AT_ONCE, READ_ONCE
+    )
+    tl.store(found + 6 * piece, sequence)
+    tl.store(found + 6 * piece + 1, unit)
+    tl.store(found + 6 * piece + 2, begin)
+    tl.store(found + 6 * piece + 3, size)
+    tl.store(found + 6 * piece + 4, total)
+    tl.store(found + 6 * piece + 5, pieces)
+    for i in range(size):
+        tl.store(pieces_of + begin + i, piece_of(begin + i, total, pieces))

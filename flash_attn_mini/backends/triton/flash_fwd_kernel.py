@@ -12,7 +12,16 @@ import triton.language as tl
 
 from .dropout import dropout_stream, keep_tile
 from .score_mod import head_slope, modified_logits
-from .sequences import cache_row, cached_keys, find_block, load_keys, paged_length, sequence_rows
+from .sequences import (
+    cache_row,
+    cached_keys,
+    find_block,
+    load_keys,
+    load_keys_of_page,
+    page_number,
+    paged_length,
+    sequence_rows,
+)
 from .tiles import assigned_block, from_row, load_rows, store_rows
 from .visible import visible_keys
 
@@ -45,11 +54,21 @@ def attend_blocks(
     WINDOW: tl.constexpr,
     SCORE_MOD: tl.constexpr,
     USE_TMA: tl.constexpr,
+    TILES_IN_PAGES: tl.constexpr = False,  # no tile has keys of two pages
 ):
     """Attend to keys [n_begin, n_end), BLOCK_N at a time. MASKED: some row may not see all of them."""
     acc, row_sum, row_max = state
+    if TILES_IN_PAGES:
+        page = page_number(pages, n_begin, n_end)
     for n in tl.range(n_begin, n_end, BLOCK_N):
-        k_tile = load_keys(k, pages, batch, head_k, n, seqlen_k, HEAD_DIM, BLOCK_D, BLOCK_N, MASKED, USE_TMA)
+        if TILES_IN_PAGES:
+            # The next page number arrives while this tile does, so that no load waits for one.
+            next_page = page_number(pages, n + BLOCK_N, n_end)
+            k_tile = load_keys_of_page(
+                k, pages, page, head_k, n, seqlen_k, HEAD_DIM, BLOCK_D, BLOCK_N, MASKED
+            )  # fmt: skip
+        else:
+            k_tile = load_keys(k, pages, batch, head_k, n, seqlen_k, HEAD_DIM, BLOCK_D, BLOCK_N, MASKED, USE_TMA)
         scores = tl.dot(q_tile, k_tile.T, input_precision="ieee")
         if SCORE_MOD:
             scores, _ = modified_logits(scores, qk_scale, score_mod, slope, position - n, BLOCK_N)
@@ -73,7 +92,13 @@ def attend_blocks(
             p = tl.math.exp2(scores - shift[:, None])
             alpha = tl.math.exp2(row_max - shift)
         acc = acc * alpha[:, None]
-        v_tile = load_keys(v, pages, batch, head_k, n, seqlen_k, HEAD_DIM, BLOCK_D, BLOCK_N, MASKED, USE_TMA)
+        if TILES_IN_PAGES:
+            v_tile = load_keys_of_page(
+                v, pages, page, head_k, n, seqlen_k, HEAD_DIM, BLOCK_D, BLOCK_N, MASKED
+            )  # fmt: skip
+            page = next_page
+        else:
+            v_tile = load_keys(v, pages, batch, head_k, n, seqlen_k, HEAD_DIM, BLOCK_D, BLOCK_N, MASKED, USE_TMA)
         block_sum = tl.sum(p, 1)
         if dropout is not None:  # only for the product with V: the sum of the softmax counts dropped probabilities
             stream, threshold, start_m = dropout

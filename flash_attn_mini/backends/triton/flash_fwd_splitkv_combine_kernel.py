@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra import cuda
 
 
-@triton.jit(do_not_specialize=["seqlen_q", "nheads", "nheads_k", "heads_per_kv"])
+@triton.jit(do_not_specialize=["seqlen_q", "nheads", "nheads_k", "heads_per_kv", "slot_stride"])
 def flash_fwd_splitkv_combine_kernel(
     partial_out,  # as in flash_fwd_splitkv_kernel
     statistics,
@@ -26,54 +27,57 @@ def flash_fwd_splitkv_combine_kernel(
     nheads,
     nheads_k,
     heads_per_kv,
+    slot_stride,  # slots from one split to the next; without FIXED_UNITS the slots of splits.py
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,  # splits that are read at once
+    FIXED_UNITS: tl.constexpr,
+    PROGRAMMATIC: tl.constexpr,  # as in flash_fwd_splitkv_kernel
 ):
-    """Grid: batch * nheads * seqlen_q programs. Those of a sequence with one split have nothing to do."""
+    """Grid: batch * nheads * seqlen_q programs. Those of a head with one split have nothing to do."""
+    if PROGRAMMATIC:
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
     program = tl.program_id(0)
     num_rows = seqlen_q * heads_per_kv
     row = program % num_rows
-    head_k = program // num_rows % nheads_k
-    sequence = program // (num_rows * nheads_k)
-    first_slot = tl.load(plan + 2 * sequence)
-    num_splits = tl.load(plan + 2 * sequence + 1)
+    sequence_head = program // num_rows
+    num_splits = tl.load(plan + 2 * sequence_head)
+    planned = tl.load(plan + 2 * sequence_head + 1)
     if num_splits <= 1:
         return
-    first_row = (first_slot.to(tl.int64) * nheads_k + head_k) * num_rows + row
-    splits = tl.arange(0, BLOCK_SPLITS)
-    slot_stride = (num_rows * nheads_k).to(tl.int64)
-    row_at = first_row + splits * slot_stride
     cols = tl.arange(0, BLOCK_D)
-    out_at = partial_out + row_at[:, None] * HEAD_DIM + cols[None, :]
 
-    maxima = tl.full([BLOCK_SPLITS], float("-inf"), tl.float32)
-    for s in tl.range(0, num_splits, BLOCK_SPLITS):
-        max_at = statistics + 2 * (row_at + s * slot_stride)
-        split_max = tl.load(max_at, mask=splits < num_splits - s, other=float("-inf"))
-        maxima = tl.maximum(maxima, split_max)
-    row_max = tl.max(maxima, 0)
-    shift = tl.where(row_max == float("-inf"), 0.0, row_max)
-
-    sums = tl.zeros([BLOCK_SPLITS], tl.float32)
     acc = tl.zeros([BLOCK_SPLITS, BLOCK_D], tl.float32)
-    for s in tl.range(0, num_splits, BLOCK_SPLITS):
-        in_range = splits < num_splits - s
-        max_at = statistics + 2 * (row_at + s * slot_stride)
-        split_max = tl.load(max_at, mask=in_range, other=float("-inf"))
-        split_sum = tl.load(max_at + 1, mask=in_range, other=0.0)
+    sums = tl.zeros([BLOCK_SPLITS], tl.float32)
+    row_max = tl.cast(float("-inf"), tl.float32)
+    for start in tl.range(0, num_splits, BLOCK_SPLITS, num_stages=1):
+        splits = start + tl.arange(0, BLOCK_SPLITS)
+        if FIXED_UNITS:
+            slots = planned + splits * slot_stride
+        else:
+            slots = 2 * (planned + splits) + (splits == 0).to(tl.int32)
+        in_range = splits < num_splits
+        row_at = slots.to(tl.int64) * num_rows + row
         mask = in_range[:, None]
         if HEAD_DIM != BLOCK_D:
             mask = mask & (cols[None, :] < HEAD_DIM)
-        split_out = tl.load(out_at + s * slot_stride * HEAD_DIM, mask=mask, other=0.0)
+        split_max = tl.load(statistics + 2 * row_at, mask=in_range, other=float("-inf"))
+        split_sum = tl.load(statistics + 2 * row_at + 1, mask=in_range, other=0.0)
+        split_out = tl.load(partial_out + row_at[:, None] * HEAD_DIM + cols[None, :], mask=mask, other=0.0)
+        new_max = tl.maximum(row_max, tl.max(split_max, 0))
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
         weights = tl.math.exp2((split_max - shift) * max_scale)
-        sums += weights * split_sum
-        acc += weights[:, None] * split_out
+        alpha = tl.math.exp2((row_max - shift) * max_scale)
+        sums = sums * alpha + weights * split_sum
+        acc = acc * alpha + weights[:, None] * split_out
+        row_max = new_max
     total = tl.sum(sums, 0)
     divisor = tl.where(total == 0.0, 1.0, total)
     result = tl.sum(acc, 0) * (1.0 / divisor)
 
-    head = head_k * heads_per_kv + row % heads_per_kv
+    sequence = sequence_head // nheads_k
+    head = sequence_head % nheads_k * heads_per_kv + row % heads_per_kv
     query = row // heads_per_kv
     row_lse = (row_max * max_scale + tl.math.log2(divisor)) * 0.6931471805599453
     tl.store(lse + (sequence.to(tl.int64) * nheads + head) * seqlen_q + query, row_lse)

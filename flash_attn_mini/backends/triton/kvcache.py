@@ -9,31 +9,34 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
 import triton
+from triton.language.extra import cuda
 
 from ...options import KvCache, Options
 from ...tracing import enabled as tracing_enabled
 from ...tracing import trace
 from .call import score_features
-from .configs import splitkv_configs, splitkv_programs_per_sm
+from .configs import combine_splits, most_programs_per_sm, splitkv_configs, splitkv_step
 from .flash_fwd_splitkv_combine_kernel import flash_fwd_splitkv_combine_kernel
 from .flash_fwd_splitkv_kernel import flash_fwd_splitkv_kernel
 from .interpreter import INTERPRETED
 from .kvcache_append_kernel import kvcache_append_kernel
 from .launch import MIN_SCALE, ForwardCall, compiler_options, run
 from .operands import head_dim_block, pointer_and_strides
-from .splits import MIN_SPLIT_KEYS
+from .splits import MIN_PIECE_UNITS
 from .tuner import INTERPRETER_SHARED_MEMORY, first_that_launches, shared_memory_limit
 
 INTERPRETER_SMS = 2
 APPEND_ELEMENTS = 2048  # of a program of the append kernel
-COMBINE_ELEMENTS = 4096  # that the combine kernel reads at once
+MOST_PROGRAMS = 4  # of a multiprocessor at once
+ONE_LOOP_ROWS = 32  # tiles with more are bound by arithmetic, and only some of their keys need a mask
+INTERPRETER_PROGRAMS = 2
 
-_chosen: dict[tuple[Any, ...], triton.Config] = {}
+_chosen: dict[tuple[Any, ...], Chosen] = {}
 
 
 @dataclass(eq=False)
@@ -61,6 +64,11 @@ class CacheCall(ForwardCall):
     def longest(self, q: torch.Tensor, k: torch.Tensor) -> tuple[int, int]:
         """Queries, and the most keys that a sequence may have."""
         return q.shape[1], self.capacity
+
+    @property
+    def has_fixed_splits(self) -> bool:
+        """True if the call names the splits of a sequence."""
+        return self.cache.num_splits > 0 or self.cache.split_keys > 0
 
     @property
     def features(self) -> str:
@@ -124,11 +132,19 @@ class CacheCall(ForwardCall):
 class Units:
     """How the split kernel cuts the keys of the batch; see splits.py."""
 
-    count: int  # programs per head and tile
-    slots: int  # partial results; 0: each sequence has one split
-    per_sequence: int  # 0: the kernel chooses by the lengths of the whole batch
-    split_keys: int
-    target: int
+    count: int  # programs per tile of rows
+    slots: int  # partial results; 0: no head has two splits
+    per_sequence: int = 0  # 0: the kernel cuts pieces by the lengths of the whole batch
+    split_keys: int = 0
+    unit_keys: int = 0
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The configuration of a kind of calls."""
+
+    config: triton.Config
+    programs_per_sm: int  # that run at once
 
 
 def forward_kvcache(
@@ -208,18 +224,48 @@ def attend(call: CacheCall) -> None:
 
 
 def run_splitkv(call: CacheCall) -> None:
-    """Choose a configuration and launch the split kernel, then the combine kernel if there may be several splits."""
+    """Launch the split kernel, then the combine kernel if there may be several splits."""
+    launch_splitkv(call, chosen_for(call))
+
+
+def chosen_for(call: CacheCall) -> Chosen:
+    """The configuration of the split kernel: remembered for calls of this kind, or chosen now."""
     q = call.q
     block_m, aligned = tile_rows(call), is_aligned(call.k, call.v)
-    key = (q.device, q.dtype, q.shape[3], block_m, aligned, call.features, call.causal, call.window is not None)
-    config = _chosen.get(key)
-    if config is None:
-        limit = INTERPRETER_SHARED_MEMORY if INTERPRETED else shared_memory_limit(q.device)
-        block_d, paged = head_dim_block(q.shape[3]), call.cache.block_table is not None
-        candidates = splitkv_configs(block_m, block_d, q.element_size(), limit, paged=paged, aligned=aligned)
-        config = candidates[0] if INTERPRETED else first_that_launches(candidates, partial(launch_splitkv, call))
-        _chosen[key] = config
-    launch_splitkv(call, config)
+    step = splitkv_step(block_m, head_dim_block(q.shape[3]), aligned=aligned)
+    page_per_key = call.cache.block_table is not None and not has_tiles_in_pages(call, step)
+    kind = (block_m, aligned, page_per_key, call.has_fixed_splits)
+    key = (q.device, q.dtype, q.shape[3], kind, call.features, call.causal, call.window is not None)
+    chosen = _chosen.get(key)
+    if chosen is None:
+        chosen = _chosen[key] = choose_splitkv(call, block_m, page_per_key=page_per_key, aligned=aligned)
+    return chosen
+
+
+def choose_splitkv(call: CacheCall, block_m: int, *, page_per_key: bool, aligned: bool) -> Chosen:
+    """The first configuration that the GPU has the resources for, and how many of its programs run at once."""
+    q = call.q
+    limit = INTERPRETER_SHARED_MEMORY if INTERPRETED else shared_memory_limit(q.device)
+    candidates = splitkv_configs(
+        block_m, head_dim_block(q.shape[3]), q.element_size(), limit, page_per_key=page_per_key, aligned=aligned
+    )
+    if INTERPRETED:
+        return Chosen(candidates[0], INTERPRETER_PROGRAMS)
+    kernels: list[Any] = []
+    config = first_that_launches(candidates, lambda config: kernels.append(launch_splitkv(call, Chosen(config, 1))))
+    if not kernels:
+        kernels.append(launch_splitkv(call, Chosen(config, 1)))
+    return Chosen(config, programs_per_sm(kernels[-1], config, q.device))
+
+
+def programs_per_sm(kernel: Any, config: triton.Config, device: torch.device) -> int:
+    """How many programs of a compiled kernel run on a multiprocessor at once, by registers and shared memory."""
+    properties: Any = torch.cuda.get_device_properties(device)  # torch's annotations lack the registers
+    of_thread = config.maxnreg or kernel.n_regs  # the limit, so that the number does not depend on small differences
+    of_warp = -(-of_thread // 8) * 256
+    by_registers = properties.regs_per_multiprocessor // 4 // of_warp * 4 // config.num_warps  # an SM has four parts
+    by_memory = properties.shared_memory_per_multiprocessor // (kernel.metadata.shared + 1024)
+    return int(max(1, min(by_registers, by_memory, MOST_PROGRAMS)))
 
 
 def tile_rows(call: CacheCall) -> int:
@@ -233,25 +279,29 @@ def is_aligned(*caches: torch.Tensor) -> bool:
     return all(x.data_ptr() % 16 == 0 and not any(stride % 8 for stride in pointer_and_strides(x)[1:]) for x in caches)
 
 
-def launch_splitkv(call: CacheCall, config: triton.Config) -> None:
-    """Run both kernels with one configuration of the first."""
-    q, k = call.q, call.k
+def launch_splitkv(call: CacheCall, chosen: Chosen) -> Any:
+    """Run both kernels with one configuration of the first. Returns the compiled kernel."""
+    q, k, config = call.q, call.k, chosen.config
     batch, seqlen_q, nheads, head_dim = q.shape
     nheads_k = k.shape[2]
     heads_per_kv = nheads // nheads_k
     rows = seqlen_q * heads_per_kv
-    block_d = head_dim_block(head_dim)
-    units = plan_units(call, config)
+    block_d, block_m, block_n = head_dim_block(head_dim), config.kwargs["BLOCK_M"], config.kwargs["BLOCK_N"]
+    units = plan_units(call, chosen)
+    is_fixed = units.per_sequence > 0
     partial_out = statistics = plan = None
     if units.slots > 0:
-        partial_out = q.new_empty((units.slots, nheads_k, rows, head_dim), dtype=torch.float32)
-        statistics = q.new_empty((units.slots, nheads_k, rows, 2), dtype=torch.float32)
-        plan = q.new_empty((batch, 2), dtype=torch.int32)
-    grid = (units.count * nheads_k * triton.cdiv(rows, config.kwargs["BLOCK_M"]),)
+        partial_out = q.new_empty((units.slots, rows, head_dim), dtype=torch.float32)
+        statistics = q.new_empty((units.slots, rows, 2), dtype=torch.float32)
+        plan = q.new_empty((batch * nheads_k, 2), dtype=torch.int32)
+    grid = (units.count * triton.cdiv(rows, block_m),)
     mods = call.modifies_scores
     qk_scale = call.qk_scale if mods else max(abs(call.qk_scale), MIN_SCALE)
     left, right = call.window or (None, None)
     pages = {"block_table": None, "max_pages": 0, "num_pages": 0, "page_size": 0, **call.page_arguments()}
+    at_once = lengths_at_once(batch)
+    is_programmatic = starts_early(q.device)
+    pdl = {"launch_pdl": True} if is_programmatic else {}
     if tracing_enabled():
         trace(
             "triton.flash_fwd_splitkv_kernel",
@@ -263,7 +313,7 @@ def launch_splitkv(call: CacheCall, config: triton.Config) -> None:
             slots=units.slots,
             interpreted=INTERPRETED,
         )
-    flash_fwd_splitkv_kernel[grid](
+    kernel = flash_fwd_splitkv_kernel[grid](
         *(pointer_and_strides(x) for x in (q, k, call.v, call.out)),
         call.lse,
         partial_out,
@@ -283,17 +333,23 @@ def launch_splitkv(call: CacheCall, config: triton.Config) -> None:
         score_mod=call.score_mod() if mods else None,
         units_per_sequence=units.per_sequence,
         split_keys=units.split_keys,
-        target_units=units.target,
+        most_pieces=units.count,
         HEAD_DIM=head_dim,
         BLOCK_D=block_d,
         CAUSAL=call.causal and seqlen_q > 1,  # the last query sees every key
         NEGATIVE_SCALE=call.options.softmax_scale < 0 and not mods,
         SCORE_MOD=mods,
-        FIXED_UNITS=units.per_sequence > 0,
-        LENGTHS_AT_ONCE=min(max(128, triton.next_power_of_2(batch)), 1024),
+        FIXED_UNITS=is_fixed,
+        UNIT_KEYS=units.unit_keys,
+        LENGTHS_AT_ONCE=at_once,
+        READ_ONCE=batch <= at_once,
         STRIDES_OF_8=is_aligned(k, call.v),
+        TILES_IN_PAGES=has_tiles_in_pages(call, block_n),
+        ONE_LOOP=block_m <= ONE_LOOP_ROWS,
+        PROGRAMMATIC=is_programmatic,
         **config.kwargs,
         **compiler_options(config),
+        **pdl,
     )
     if units.slots > 0:
         grid = (batch * nheads * seqlen_q,)
@@ -310,30 +366,74 @@ def launch_splitkv(call: CacheCall, config: triton.Config) -> None:
             nheads,
             nheads_k,
             heads_per_kv,
+            nheads_k,
             HEAD_DIM=head_dim,
             BLOCK_D=block_d,
-            BLOCK_SPLITS=min(64, COMBINE_ELEMENTS // block_d),
+            BLOCK_SPLITS=combine_splits(block_m, block_d),
+            FIXED_UNITS=is_fixed,
+            PROGRAMMATIC=is_programmatic,
+            **pdl,
         )
+    return kernel
 
 
-def plan_units(call: CacheCall, config: triton.Config) -> Units:
+def has_tiles_in_pages(call: CacheCall, block_n: int) -> bool:
+    """True if no tile of keys has keys of two pages: tiles begin at multiples of block_n of the cache."""
+    if call.cache.block_table is None or call.cache.cache_leftpad is not None:
+        return False
+    return call.k.shape[1] % block_n == 0 and min(call.cache.split_keys, call.capacity) % block_n == 0
+
+
+def lengths_at_once(batch: int) -> int:
+    """Lengths that a program reads at once. Those of a warp need no exchange between warps."""
+    return 32 if batch <= 32 else min(max(128, triton.next_power_of_2(batch)), 1024)
+
+
+def plan_units(call: CacheCall, chosen: Chosen) -> Units:
     """The units of a call, from shapes and options alone."""
     batch, seqlen_q, nheads, _ = call.q.shape
     nheads_k, capacity = call.k.shape[2], call.capacity
+    block_m, block_n = chosen.config.kwargs["BLOCK_M"], chosen.config.kwargs["BLOCK_N"]
+    tiles, heads = triton.cdiv(seqlen_q * (nheads // nheads_k), block_m), batch * nheads_k
     if call.cache.split_keys > 0:
         split_keys = min(call.cache.split_keys, capacity)
         per_sequence = triton.cdiv(capacity, split_keys)
-        return Units(batch * per_sequence, batch * per_sequence * (per_sequence > 1), per_sequence, split_keys, 0)
-    block_m = config.kwargs["BLOCK_M"]
-    programs_per_unit = nheads_k * triton.cdiv(seqlen_q * (nheads // nheads_k), block_m)
-    target = splitkv_programs_per_sm(block_m) * num_sms(call.q.device) // programs_per_unit
+        return fixed_units(heads, per_sequence, split_keys)
     if call.cache.num_splits > 0:
-        per_sequence = min(call.cache.num_splits, triton.cdiv(capacity, config.kwargs["BLOCK_N"]), max(target, 1))
-        return Units(batch * per_sequence, batch * per_sequence * (per_sequence > 1), per_sequence, 0, 0)
-    most = batch * triton.cdiv(capacity, MIN_SPLIT_KEYS.value)
-    if target <= 1 or most == batch:
-        return Units(batch, 0, 1, 0, 0)
-    return Units(min(batch + target, most), min(2 * target, most), 0, 0, target)
+        target = most_programs_per_sm(block_m) * num_sms(call.q.device) // (nheads_k * tiles)
+        per_sequence = min(call.cache.num_splits, triton.cdiv(capacity, block_n), max(target, 1))
+        return fixed_units(heads, per_sequence, 0)
+    programs = chosen.programs_per_sm * num_sms(call.q.device)
+    if tiles > 1 and heads * tiles >= 4 * programs:
+        return fixed_units(heads, 1, 0)
+    unit_keys = block_n
+    while heads * triton.cdiv(capacity, unit_keys) >= 1 << 30:  # the kernel counts them in int32
+        unit_keys *= 2
+    units = triton.cdiv(capacity, unit_keys)
+    pieces = max(1, min(even_pieces(max(1, programs // tiles), heads), heads * units // MIN_PIECE_UNITS.value))
+    return Units(pieces, 2 * pieces * (units > 1), unit_keys=unit_keys)
+
+
+def fixed_units(heads: int, per_sequence: int, split_keys: int) -> Units:
+    """The units of a call whose sequences have a given number of splits."""
+    return Units(heads * per_sequence, heads * per_sequence * (per_sequence > 1), per_sequence, split_keys)
+
+
+def even_pieces(most: int, heads: int) -> int:
+    """At most that many pieces, such that heads of equal length have whole pieces or pieces have whole heads.
+
+    A number that would leave more than a sixteenth of them out is not worth it.
+    """
+    even = most // heads * heads if most >= heads else heads // -(-heads // most)
+    return even if 16 * even >= 15 * most and (most >= heads or heads % even == 0) else most
+
+
+@cache
+def starts_early(device: torch.device) -> bool:
+    """True if kernels may be launched programmatically, on Hopper and later: see flash_fwd_splitkv_kernel."""
+    if INTERPRETED or device.type != "cuda" or torch.version.hip is not None or not hasattr(cuda, "gdc_wait"):
+        return False
+    return torch.cuda.get_device_capability(device)[0] >= 9
 
 
 @cache

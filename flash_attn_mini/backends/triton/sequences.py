@@ -130,6 +130,36 @@ def load_keys(
 
 
 @triton.jit
+def page_number(pages, start, end):
+    """The page of key `start`, clamped; key `end` and those after it have none, and the result is some page."""
+    block_table, num_pages, page_size, first_key = pages
+    page = tl.load(block_table + (start + first_key) // page_size, mask=start < end, other=0)
+    return clamped(page, 0, num_pages - 1)
+
+
+@triton.jit
+def load_keys_of_page(
+    src,
+    pages,
+    page,  # of key `start`: all keys of the tile lie in it
+    head,
+    start,
+    end,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    CHECK_ROWS: tl.constexpr,
+):
+    """load_keys with pages whose size is a multiple of BLOCK_ROWS, for a tile that lies in one page."""
+    pointer, stride_page, stride_h, stride_s = src
+    page_size, first_key = pages[2], pages[3]
+    pointer += page.to(tl.int64) * stride_page + (start + first_key) % page_size * tl.cast(stride_s, tl.int64)
+    rows = pointer, stride_page, stride_h, stride_s
+    batch = tl.cast(0, tl.int32)
+    return load_rows(rows, batch, head, 0, end - start, None, HEAD_DIM, BLOCK_D, BLOCK_ROWS, CHECK_ROWS, False)
+
+
+@triton.jit
 def load_paged_rows(
     src,
     pages,
