@@ -52,13 +52,13 @@ class Model:
         return forward, BACKWARD_WORK * forward
 
     def ring(self) -> float:
-        """The messages of a step hide behind its work, the last gradients behind three quarters of the own block."""
+        """Messages hide behind the work of a step; the first and last of the backward behind half of the own block."""
         forward, backward = self.work()
         sent = HALF_RING * self.tokens * 2 * self.nheads_k * self.headdim * BYTES / self.machine.link
         merged = HALF_RING * self.tokens * self.headdim * MERGE_BYTES / self.machine.memory
         forward_step = max(forward + merged * self.nheads, sent)
         backward_step = max(backward + merged * (self.nheads + 2 * self.nheads_k), 2 * sent)
-        shown = max(0.0, sent - 0.75 * backward) if self.size > 1 else 0.0
+        shown = 2 * max(0.0, sent - 0.5 * backward) if self.size > 1 else 0.0
         return forward + backward + (self.size - 1) * (forward_step + backward_step) + shown
 
     def ulysses(self) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Callable, Iterator
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from flash_attn_mini import packed_shards, zigzag_shards
-from flash_attn_mini.context_parallel import Shards, blocks, functions
+from flash_attn_mini.context_parallel import Shards, blocks, functions, kernels
 from flash_attn_mini.context_parallel.blocks import FAR, Call, Mask
 from flash_attn_mini.context_parallel.kernels import Attention
 from flash_attn_mini.options import Options
@@ -200,7 +200,8 @@ def calls_and_keys(shards: Shards, rank: int, mask: Mask, is_packed: bool) -> It
     for source in range(shards.size):
         block = blocks.block(shards, rank, source, mask, is_packed)
         if source == rank:
-            block = block._replace(calls=[call for part in blocks.in_two_parts(block.calls, mask) for call in part])
+            parts = blocks.in_two_parts(block.calls, mask, is_packed)
+            block = block._replace(calls=[call for part in parts for call in part])
         rows = global_rows(shards, source)
         if source != rank:
             rows = torch.cat([rows[:0], *(rows[first : first + count] for first, count in block.keys)])
@@ -213,7 +214,9 @@ def check_calls(shards: Shards, rank: int, mask: Mask, is_packed: bool, calls: I
     queries = global_rows(shards, rank)
     seen = torch.zeros(len(queries), shards.starts[-1], dtype=torch.int32)
     for call, keys in calls:
-        assert is_packed or len(call.rectangles) == 1
+        for a, b in pairwise(call.rectangles):
+            follows = (a.q_row + a.q_rows, a.q_rows, a.k_row + a.k_rows, a.k_rows)
+            assert is_packed or (b.q_row, b.q_rows, b.k_row, b.k_rows) == follows, f"{a}, {b}: not one batch"
         for r in call.rectangles:
             assert r.left >= -1
             assert r.right >= -1
@@ -332,6 +335,28 @@ def test_a_window_reaches_its_neighbours_alone() -> None:
         assert set(travelling) == neighbours - ({rank + 1} if rank == size - 1 else set())
         assert all(rows == left for rows in travelling.values())
     assert len(blocks.plan(shards, Mask(left, 0, False), False).steps) <= 2
+
+
+def test_a_window_takes_one_call_for_both_own_chunks() -> None:
+    with rank_of(4):
+        shards = shards_of(4 * 100)
+    for rank in range(4):
+        (call,) = blocks.block(shards, rank, rank, Mask(30, 0, False), False).calls
+        assert [r.q_rows for r in call.rectangles] == ([100] if rank == 3 else [50, 50]), (
+            "chunks 3 and 4 are neighbours"
+        )
+
+
+@pytest.mark.parametrize(
+    ("heads", "parts"), [((16, 16), [8, 8]), ((16, 4), [8, 8]), ((6, 3), [2, 4]), ((4, 1), [4])], ids=str
+)
+def test_the_backward_takes_half_of_the_heads_first(heads: tuple[int, int], parts: list[int]) -> None:
+    with rank_of(2):
+        own = blocks.plan(shards_of(64), CAUSAL, False).own
+    halves = kernels.halves_of_heads(own, *heads)
+    assert [half.q[1] for half in halves] == parts
+    assert sum(half.k[1] for half in halves) == heads[1]
+    assert halves[-1].q == (heads[0] - parts[-1], parts[-1])
 
 
 @pytest.mark.parametrize("mask", [CAUSAL, FULL, Mask(40, 0, False), CAUSAL._replace(alibi=True)])

@@ -93,6 +93,95 @@ def test_parts_become_one(
             x.check()
 
 
+@pytest.mark.parametrize("is_weighted", [True, False], ids=["weighted", "sum"])
+@pytest.mark.parametrize("combine", implementations(), ids=lambda f: f.__module__.rsplit(".", 1)[-1])
+def test_parts_are_added_in_the_memory_of_one_of_them(
+    combine: Combine, is_weighted: bool, draw: torch.Generator
+) -> None:
+    shape = (2, 37, 3, 40)
+    parts = [part_of(shape, *place, torch.bfloat16, draw) for place in ((0, 37), (20, 17), (3, 30))]
+    expected, expected_lse = expected_of(parts, shape, is_weighted)
+    (_, out, lse), *_ = parts
+    assert lse is not None
+    intact = [PoisonIntact(x) for x in (out, lse)]
+    combine(parts if is_weighted else [part._replace(lse=None) for part in parts], out, lse if is_weighted else None)
+    torch.testing.assert_close(out.double().cpu(), expected, rtol=2.0**-8, atol=1e-5)
+    if is_weighted:
+        torch.testing.assert_close(lse.double().cpu(), expected_lse, rtol=1e-6, atol=1e-6)
+    for x in intact:
+        x.check()
+
+
+WRITES = {  # rows and heads of each call that asks for a place, then first row and rows of each part that is added
+    "all rows by heads": ([((0, 12), (0, 1)), ((0, 12), (1, 2))], [(5, 7)]),
+    "a call on rows of another": ([((0, 7), (0, 3)), ((4, 8), (0, 3))], []),
+    "rows that nobody writes": ([((2, 3), (0, 3)), ((7, 4), (0, 3))], [(0, 1), (5, 2), (5, 7), (0, 12)]),
+    "nothing in place": ([], [(0, 5), (5, 7), (2, 2), (0, 12), (3, 1)]),
+    "the first part has all rows": ([], [(0, 12), (5, 7), (0, 2), (5, 1), (6, 2)]),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", WRITES)
+def test_a_total_is_the_sum_of_places_and_parts(name: str, dtype: torch.dtype, draw: torch.Generator) -> None:
+    places, parts = WRITES[name]
+    like = torch.empty(1, 12, 3, 8, dtype=torch.bfloat16)
+    expected = torch.zeros(like.shape, dtype=torch.float64)
+    total = merge.Total(like, torch.float32)
+    for rows, heads in places:
+        values = torch.randint(-8, 8, (1, rows[1], heads[1], 8), generator=draw).bfloat16()
+        place = total.place(rows, heads)
+        if place is None:
+            assert heads == (0, 3), "a part has all heads"
+            total.add(rows[0], values)
+        else:
+            place.copy_(values)
+        expected.narrow(1, *rows).narrow(2, *heads).add_(values)
+    for row, count in parts:
+        values = torch.randint(-8, 8, (1, count, 3, 8), generator=draw).bfloat16()
+        total.add(row, values.clone())
+        expected.narrow(1, row, count).add_(values)
+    result = total.result(dtype)
+    assert result.dtype == dtype
+    assert result.is_contiguous()
+    assert torch.equal(result.double(), expected)
+
+
+@pytest.mark.parametrize("shape", [(2, 12, 3, 8), (12, 3, 8)], ids=["batch", "packed"])
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_a_total_of_several_tensors_is_that_of_each(number: int, shape: tuple[int, ...], draw: torch.Generator) -> None:
+    like = torch.empty(shape, dtype=torch.bfloat16)
+    together = merge.Total(like, torch.float32, number=number)
+    alone = [merge.Total(like, torch.float32) for _ in range(number)]
+    for heads in ((0, 1), (1, 2)):
+        for place in (together.place((0, 12), heads), *(total.place((0, 12), heads) for total in alone)):
+            assert place is not None
+            place.copy_(torch.full(place.shape, float(heads[1])))
+    for row, rows in ((4, 8), (0, 5)):
+        part = together.new(rows)
+        views = together.of_each(part)
+        assert len(views) == number
+        for view, total in zip(views, alone, strict=True):
+            view.copy_(torch.randint(-8, 8, view.shape, generator=draw))
+            total.add(row, view.clone())
+        together.add(row, part)
+    results = together.results(torch.bfloat16)
+    assert len(results) == number
+    for result, total in zip(results, alone, strict=True):
+        assert result.is_contiguous()
+        assert torch.equal(result, total.result(torch.bfloat16))
+
+
+def test_a_sum_of_two_parts_has_the_bits_of_the_kernel(draw: torch.Generator) -> None:
+    base, part = (torch.randn(2, rows, 3, 8, generator=draw).bfloat16() for rows in (12, 7))
+    expected = base.clone()
+    merge.combine_by_torch([Part(0, base, None), Part(5, part, None)], expected, None)
+    total = merge.Total(base, torch.float32)
+    total.add(0, base)
+    total.add(5, part)
+    assert torch.equal(total.result(torch.bfloat16), expected)
+
+
 def test_16_bit_parts_add_one_rounding_at_most(draw: torch.Generator) -> None:
     """The error of a merged result is at most that of its worst part, half a unit in the last place of bfloat16."""
     count, parts = 50, 16

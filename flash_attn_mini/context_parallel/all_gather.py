@@ -33,15 +33,16 @@ def backward(attention: Attention, inputs: BackwardInputs) -> ThreeTensors:
     q, wanted = inputs.q, inputs.wanted
     all_k, all_v = _gathered(attention, inputs.k, inputs.v, "backward")
     wide = kernels.sums_dtype(q)
-    dq, dk, dv = Total(q, wide), Total(all_k, wide), Total(all_v, wide)
-    kernels.backward(attention, calls, inputs._replace(k=all_k, v=all_v), (dq, dk, dv))
+    dq, dkv = Total(q, wide), Total(all_k, wide, number=sum(wanted[1:]))
+    kernels.backward(attention, calls, inputs._replace(k=all_k, v=all_v), dq, dkv)
     shards = attention.shards
+    sums = iter(dkv.results(wide))
     results: list[torch.Tensor | None] = [dq.result(q.dtype) if wanted[0] else None]
-    for name, total, is_wanted in zip(("dK", "dV"), (dk, dv), wanted[1:], strict=True):
+    for name, is_wanted in zip(("dK", "dV"), wanted[1:], strict=True):
         if not is_wanted:
             results.append(None)
             continue
-        by_rank = shards.to_ranks(tokens_first(total.result(wide)))
+        by_rank = shards.to_ranks(tokens_first(next(sums)))
         where = attention.where(NAME, "backward", f"sum of {name}")
         mine = transport.sum_of_rows(by_rank, shards.tokens, shards.group, where).to(q.dtype)
         results.append(mine if attention.is_packed else mine.transpose(0, 1).contiguous())

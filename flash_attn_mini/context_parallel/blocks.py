@@ -12,6 +12,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ from ..options import Sequences
 from .shards import Run, Shards, kept
 
 FAR = 1 << 62  # more than any distance: unbounded
-Interval = tuple[int, int]  # first row, number of rows
+Interval = tuple[int, int]  # first row (or head), number of rows
 
 
 class Mask(NamedTuple):
@@ -62,31 +63,35 @@ class Rectangle(NamedTuple):
 
 @dataclass
 class Call:
-    """One call of the kernels: rectangles of one kind, whose rows ascend and do not overlap."""
+    """One call of the kernels: rectangles of one kind, whose rows ascend and do not overlap.
+
+    Of tensors with a batch dimension, the rectangles have equal sizes and no rows between them: together with the batch
+    they are sequences of equal length.
+    """
 
     rectangles: list[Rectangle]
     _sequences: dict[torch.device, tuple[Sequences, torch.Tensor]] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def q(self) -> Interval:
         """The rows from the first query to the last."""
         first, last = self.rectangles[0], self.rectangles[-1]
         return first.q_row, last.q_row + last.q_rows - first.q_row
 
-    @property
+    @cached_property
     def k(self) -> Interval:
         """The rows from the first key to the last."""
         first, last = self.rectangles[0], self.rectangles[-1]
         return first.k_row, last.k_row + last.k_rows - first.k_row
 
-    def accepts(self, other: Rectangle) -> bool:
+    def accepts(self, other: Rectangle, is_packed: bool) -> bool:
         """Whether a rectangle can be the next sequence of this call."""
         last = self.rectangles[-1]
-        return (
-            other.kind == last.kind
-            and other.q_row >= last.q_row + last.q_rows
-            and other.k_row >= last.k_row + last.k_rows
-        )
+        q_end, k_end = last.q_row + last.q_rows, last.k_row + last.k_rows
+        if other.kind != last.kind or other.q_row < q_end or other.k_row < k_end:
+            return False
+        sizes = (other.q_row, other.q_rows, other.k_row, other.k_rows)
+        return is_packed or sizes == (q_end, last.q_rows, k_end, last.k_rows)
 
     def sequences(self, device: torch.device) -> tuple[Sequences, torch.Tensor]:
         """The rectangles as sequences of a varlen call on the rows `q` and `k`, and the document of each sequence.
@@ -145,8 +150,8 @@ class Plan(NamedTuple):
 
     Attributes:
         own: With its own keys.
-        own_before, own_after: The same in two parts, for the backward: the first hides the arrival of the first keys,
-            the second the return of the last gradients.
+        own_before, own_after: The same in two parts, for a backward that cannot divide the heads: the first hides the
+            arrival of the first keys, the second the return of the last gradients.
         steps: The steps of the ring, the same numbers on every rank.
     """
 
@@ -168,7 +173,7 @@ def plan(shards: Shards, mask: Mask, is_packed: bool) -> Plan:
             leaving = block(shards, sink, rank, mask, is_packed)
             steps.append(Step(number, source, sink, arriving, leaving))
         own = block(shards, rank, rank, mask, is_packed).calls
-        shards.plans[key] = Plan(own, *(in_two_parts(own, mask) if steps else (own, [])), steps)
+        shards.plans[key] = Plan(own, *(in_two_parts(own, mask, is_packed) if steps else (own, [])), steps)
     result: Plan = shards.plans[key]
     return result
 
@@ -198,7 +203,7 @@ def steps_of_all_ranks(shards: Shards, mask: Mask) -> list[int]:
     return sorted(steps)
 
 
-def in_two_parts(calls: list[Call], mask: Mask) -> tuple[list[Call], list[Call]]:
+def in_two_parts(calls: list[Call], mask: Mask, is_packed: bool) -> tuple[list[Call], list[Call]]:
     """The same work in two lists: several calls divided, a single one with each rectangle cut in the middle."""
     if len(calls) != 1:
         return calls[: len(calls) // 2], calls[len(calls) // 2 :]
@@ -216,7 +221,7 @@ def in_two_parts(calls: list[Call], mask: Mask) -> tuple[list[Call], list[Call]]
         else:
             upper.append(whole)
     upper = [part for part in upper if part.q_rows > 0]
-    return [Call(part) for part in (upper,) if part], [Call(part) for part in (lower,) if part]
+    return _calls(upper, is_packed), _calls(lower, is_packed)
 
 
 def plan_of_gathered(shards: Shards, mask: Mask, is_packed: bool) -> list[Call]:
@@ -256,7 +261,7 @@ def block(shards: Shards, rank: int, source: int, mask: Mask, is_packed: bool) -
     found = list(_rectangles(runs, shards.runs[source], mask))
     if rank == source:
         return Block([], _calls(_joined(found), is_packed))
-    keys = _union([(rectangle.k_row, rectangle.k_rows) for rectangle in found])
+    keys = union([(rectangle.k_row, rectangle.k_rows) for rectangle in found])
     return Block(keys, _calls(_joined(_renumbered(found, keys)), is_packed))
 
 
@@ -324,7 +329,7 @@ def _cut(q: Run, k: Run, low: int, high: int) -> Rectangle | None:
     )
 
 
-def _union(intervals: list[Interval]) -> list[Interval]:
+def union(intervals: list[Interval]) -> list[Interval]:
     """The rows of all intervals, in ascending order, each once."""
     united: list[Interval] = []
     for row, rows in sorted(intervals):
@@ -377,10 +382,10 @@ def _shows_all(a: Rectangle, b: Rectangle) -> bool:
 
 
 def _calls(rectangles: list[Rectangle], is_packed: bool) -> list[Call]:
-    """As few calls as a first fit gives. Tensors with a batch dimension take one rectangle a call."""
+    """As few calls as a first fit gives."""
     calls: list[Call] = []
     for rectangle in rectangles:
-        fitting = next((call for call in calls if call.accepts(rectangle)), None) if is_packed else None
+        fitting = next((call for call in calls if call.accepts(rectangle, is_packed)), None)
         if fitting is None:
             calls.append(Call([rectangle]))
         else:

@@ -1,6 +1,6 @@
 """Runs the calls of a plan on the kernels of the selected backend: views of rows in, partial results out.
 
-A call of one rectangle runs as sequences of equal length, one of several as a varlen call.
+A call of packed tensors with several rectangles runs as a varlen call, any other as sequences of equal length.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from typing import NamedTuple
 
 import torch
 
+from ..backends import Gradients
 from ..ops import lse_dtype, run_backward, run_forward
 from ..options import Options
-from .blocks import FAR, Call, Mask
-from .merge import Total
+from .blocks import FAR, Call, Interval, Mask
+from .merge import Total, narrowed
 from .shards import Shards
 
 
@@ -81,66 +82,180 @@ def forward(
     """Run calls and add their results. k and v: the tensors in which the calls count their keys."""
     rows_dim = q.ndim - 3
     for call in calls:
-        row, rows = call.q
-        q_part = q.narrow(rows_dim, row, rows)
-        k_part, v_part = (x.narrow(rows_dim, *call.k) for x in (k, v))
+        q_part, k_part, v_part = (narrowed(x, rows_dim, rows) for x, rows in ((q, call.q), (k, call.k), (v, call.k)))
         if _needs_float64(attention, call, q):
             q_part, k_part, v_part = q_part.double(), k_part.double(), v_part.double()
         options = _options_of(attention, call, q)
-        if len(call.rectangles) > 1:
-            sequences, _ = call.sequences(q.device)
-            out, lse, _, _ = run_forward(q_part, k_part, v_part, sequences, options)
-        elif attention.is_packed:
-            results = run_forward(q_part[None], k_part[None], v_part[None], None, options)
-            out, lse = results[0][0], results[1][0]
+        if attention.is_packed and len(call.rectangles) > 1:
+            out, lse, _, _ = run_forward(q_part, k_part, v_part, call.sequences(q.device)[0], options)
         else:
+            q_part, k_part, v_part = (_stacked(attention, call, x) for x in (q_part, k_part, v_part))
             out, lse, _, _ = run_forward(q_part, k_part, v_part, None, options)
+            out, lse = _unstacked(attention, call, out), _unstacked_statistic(attention, call, lse)
         offset = _offset_of(attention, call, q)
-        to.add(row, out, lse if offset is None else (lse - offset).to(sums_dtype(q)))
+        to.add(call.q[0], out, lse if offset is None else (lse - offset).to(sums_dtype(q)))
 
 
-def backward(attention: Attention, calls: list[Call], inputs: BackwardInputs, to: tuple[Total, Total, Total]) -> None:
-    """Run the backward of calls and add their gradients to dq, dk and dv.
+def backward(
+    attention: Attention,
+    calls: list[Call],
+    inputs: BackwardInputs,
+    dq: Total,
+    dkv: Total,
+    heads: Heads | None = None,
+) -> None:
+    """Run the backward of calls and add their gradients to dq, and to dk and dv, those that are wanted, as one total.
 
     k and v of the inputs are the tensors in which the calls count their keys. out and lse are the merged results of all
-    calls.
+    calls. With ``heads``, the calls run on these heads, and write gradients in place where no other call has.
     """
-    dout, q, k, v, out, lse, dlse, wanted = inputs
-    rows_dim = q.ndim - 3
+    wanted = inputs.wanted
+    if heads is not None:
+        attention, inputs = _of_heads(attention, inputs, heads)
+    rows_dim = inputs.q.ndim - 3
     for call in calls:
-        row, rows = call.q
-        sequences = call.sequences(q.device)[0] if len(call.rectangles) > 1 else None
-        adds_batch = attention.is_packed and sequences is None
+        dout, q, out = (narrowed(x, rows_dim, call.q) for x in (inputs.dout, inputs.q, inputs.out))
+        k, v = (narrowed(x, rows_dim, call.k) for x in (inputs.k, inputs.v))
+        lse = narrowed(inputs.lse, -1, call.q)
+        dlse = None if inputs.dlse is None else narrowed(inputs.dlse, -1, call.q)
         is_wide = _needs_float64(attention, call, q)
-        offset = _offset_of(attention, call, q)
-
-        def part(
-            x: torch.Tensor, dim: int, first: int, count: int, adds_batch: bool = adds_batch, is_wide: bool = is_wide
-        ) -> torch.Tensor:
-            x = x.narrow(dim, first, count)
-            x = x.double() if is_wide else x
-            return x[None] if adds_batch else x
-
-        dout_part, q_part, out_part = (part(x, rows_dim, row, rows) for x in (dout, q, out))
-        k_part, v_part = (part(x, rows_dim, *call.k) for x in (k, v))
-        lse_part = part(lse, -1, row, rows)
-        gradients = run_backward(
-            dout_part,
-            q_part,
-            k_part,
-            v_part,
-            out_part,
-            lse_part if offset is None else lse_part + offset,
-            None if dlse is None else part(dlse, -1, row, rows),
-            sequences,
-            _options_of(attention, call, q),
+        if is_wide:
+            dout, q, k, v, out, lse = (x.double() for x in (dout, q, k, v, out, lse))
+            dlse = None if dlse is None else dlse.double()
+        offset = _offset_of(attention, call, inputs.q)
+        lse = lse if offset is None else lse + offset
+        dq_place = dkv_place = None
+        if heads is not None and not is_wide and _stacks_as_view(attention, call, inputs):
+            dq_place = dq.place(call.q, heads.q) if wanted[0] else None
+            dkv_place = dkv.place(call.k, heads.k)
+        dkv_part = dkv.new(call.k[1]) if dkv_place is None and not is_wide else dkv_place
+        is_varlen = attention.is_packed and len(call.rectangles) > 1
+        if not is_varlen:
+            dout, q, k, v, out = (_stacked(attention, call, x) for x in (dout, q, k, v, out))
+            lse = _stacked_statistic(attention, call, lse)
+            dlse = None if dlse is None else _stacked_statistic(attention, call, dlse)
+        dq_part, *dkv_parts, _ = run_backward(
+            dout,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            dlse,
+            call.sequences(q.device)[0] if is_varlen else None,
+            _options_of(attention, call, inputs.q),
             None,
             wanted,
-        )[:3]
-        places = (row, call.k[0], call.k[0])
-        for gradient, total, first, is_wanted in zip(gradients, to, places, wanted, strict=True):
-            if is_wanted:
-                total.add(first, gradient[0] if adds_batch else gradient)
+            _as_outputs(attention, call, wanted, dq_place, () if dkv_part is None else dkv.of_each(dkv_part)),
+        )
+        if wanted[0] and dq_place is None:
+            dq.add(call.q[0], dq_part if is_varlen else _unstacked(attention, call, dq_part))
+        if dkv_part is None:  # float64
+            parts = [x for x, is_wanted in zip(dkv_parts, wanted[1:], strict=True) if is_wanted]
+            parts = [x if is_varlen else _unstacked(attention, call, x) for x in parts]
+            parts = [x[None] if attention.is_packed else x for x in parts]
+            dkv_part = torch.cat(parts) if parts else dkv.new(call.k[1])
+        if dkv_place is None:
+            dkv.add(call.k[0], dkv_part)
+
+
+class Heads(NamedTuple):
+    """Heads of q, and the key heads that they share."""
+
+    q: Interval
+    k: Interval
+
+
+def halves_of_heads(calls: list[Call], nheads: int, nheads_k: int) -> list[Heads]:
+    """All heads in two parts; in one where there is one key head, or where `backward` may not write all in place."""
+    first = nheads_k // 2 if len(calls) == 1 and calls[0].rectangles[0].offset == 0 else 0
+    ranges = [(0, first), (first, nheads_k - first)] if first > 0 else [(0, nheads_k)]
+    group = nheads // max(nheads_k, 1)
+    return [Heads((head * group, heads * group), (head, heads)) for head, heads in ranges]
+
+
+def _of_heads(attention: Attention, inputs: BackwardInputs, heads: Heads) -> tuple[Attention, BackwardInputs]:
+    slopes = attention.options.alibi_slopes
+    if slopes is not None:
+        options = attention.options._replace(alibi_slopes=slopes.narrow(-1, *heads.q).contiguous())
+        attention = attention._replace(options=options)
+    dout, q, out = (x.narrow(-2, *heads.q) for x in (inputs.dout, inputs.q, inputs.out))
+    k, v = (x.narrow(-2, *heads.k) for x in (inputs.k, inputs.v))
+    lse = inputs.lse.narrow(-2, *heads.q)
+    dlse = None if inputs.dlse is None else inputs.dlse.narrow(-2, *heads.q)
+    return attention, BackwardInputs(dout, q, k, v, out, lse, dlse, inputs.wanted)
+
+
+# ---- layouts: a call of rectangles as sequences of equal length ------------------------------------------------------
+
+
+def _stacked(attention: Attention, call: Call, x: torch.Tensor) -> torch.Tensor:
+    """Rows of a call, ``[(batch,) rows, ...]``, as ``[sequences, rows of each, ...]``."""
+    if attention.is_packed:
+        return x[None]
+    count = len(call.rectangles)
+    return x if count == 1 else x.reshape(x.shape[0] * count, x.shape[1] // count, *x.shape[2:])
+
+
+def _stacks_as_view(attention: Attention, call: Call, inputs: BackwardInputs) -> bool:
+    """Whether `_stacked` makes a view, not a copy, of the call's rows in a tensor that has all rows."""
+    has_all = (call.q[1], call.k[1]) == (inputs.q.shape[-3], inputs.k.shape[-3])
+    return attention.is_packed or len(call.rectangles) == 1 or has_all
+
+
+def _unstacked(attention: Attention, call: Call, x: torch.Tensor) -> torch.Tensor:
+    """The inverse of `_stacked`."""
+    if attention.is_packed:
+        return x[0]
+    count = len(call.rectangles)
+    return x if count == 1 else x.reshape(x.shape[0] // count, count * x.shape[1], *x.shape[2:])
+
+
+def _stacked_statistic(attention: Attention, call: Call, x: torch.Tensor) -> torch.Tensor:
+    """``[(batch,) nheads, rows]`` as ``[sequences, nheads, rows of each]``."""
+    if attention.is_packed:
+        return x[None]
+    batch, nheads, rows = x.shape
+    count = len(call.rectangles)
+    if count == 1:
+        return x
+    return x.reshape(batch, nheads, count, rows // count).transpose(1, 2).reshape(batch * count, nheads, rows // count)
+
+
+def _unstacked_statistic(attention: Attention, call: Call, x: torch.Tensor) -> torch.Tensor:
+    """The inverse of `_stacked_statistic`."""
+    if attention.is_packed:
+        return x[0]
+    sequences, nheads, rows = x.shape
+    count = len(call.rectangles)
+    if count == 1:
+        return x
+    return (
+        x.reshape(sequences // count, count, nheads, rows)
+        .transpose(1, 2)
+        .reshape(sequences // count, nheads, count * rows)
+    )
+
+
+def _as_outputs(
+    attention: Attention,
+    call: Call,
+    wanted: Sequence[bool],
+    dq: torch.Tensor | None,
+    dk_and_dv: Sequence[torch.Tensor],
+) -> Gradients:
+    """What receives dq, dk and dv: views of ``[batch, rows, heads, headdim]`` in the layout of the call's tensors.
+
+    ``dk_and_dv``: those that are wanted, or nothing if the call makes new ones.
+    """
+    given = iter(dk_and_dv)
+    places = (dq, *(next(given, None) if is_wanted else None for is_wanted in wanted[1:]))
+    if attention.is_packed and len(call.rectangles) > 1:
+        places = tuple(None if x is None else x[0] for x in places)
+    elif not attention.is_packed:
+        places = tuple(None if x is None else _stacked(attention, call, x) for x in places)
+    into_q, into_k, into_v = places
+    return into_q, into_k, into_v
 
 
 def _needs_float64(attention: Attention, call: Call, q: torch.Tensor) -> bool:
@@ -165,10 +280,12 @@ def _options_of(attention: Attention, call: Call, q: torch.Tensor) -> Options:
 
 
 def _slopes_of(attention: Attention, call: Call, q: torch.Tensor) -> torch.Tensor | None:
-    """The slopes of a call: with a row for each document, the rows of its sequences."""
+    """The slopes of a call: with a row for each document or batch entry, the rows of its sequences."""
     slopes = attention.options.alibi_slopes
-    if slopes is None or slopes.ndim == 1 or not attention.is_packed:
+    if slopes is None or slopes.ndim == 1:
         return slopes
+    if not attention.is_packed:
+        return slopes.repeat_interleave(len(call.rectangles), 0)
     if len(call.rectangles) == 1:
         return slopes[call.rectangles[0].document]
     return slopes[call.sequences(q.device)[1]]

@@ -2,19 +2,23 @@
 
 out = sum of exp(lse_p - lse) out_p, with lse = log of the sum of exp(lse_p), in float32 (float64 for float64 inputs).
 The weights of a row add up to 1, so 16-bit parts add one rounding of a 16-bit result at most. Gradients are plain sums.
-Parts wait until there are a few, and one pass over memory adds them all.
+Parts wait until there are a few, and one pass over memory adds them all. Rows that have a single part are not touched.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 
 from ..backends.triton import kernels_unavailable_reason
+from .blocks import Interval, union
 
-MOST_PARTS = 3  # that wait: two blocks of the ring, and what came before
+MOST_PARTS = 3  # in one pass: two blocks of the ring, and what came before
 
 
 class Part(NamedTuple):
@@ -30,19 +34,46 @@ class Part(NamedTuple):
     values: torch.Tensor
     lse: torch.Tensor | None
 
+    @property
+    def rows(self) -> Interval:
+        """First row, number of rows."""
+        return self.row, self.values.shape[1]
+
+    def within(self, first: int, rows: int) -> Part:
+        """The part's rows among ``rows`` rows, counted from ``first``."""
+        if first <= self.row and self.row + self.values.shape[1] <= first + rows:
+            return Part(self.row - first, self.values, self.lse)
+        begin = min(max(self.row, first), first + rows)
+        end = max(min(self.row + self.values.shape[1], first + rows), begin)
+        values = self.values.narrow(1, begin - self.row, end - begin) if end > begin else self.values[:, :0]
+        lse = self.lse
+        if lse is not None:
+            lse = lse.narrow(-1, begin - self.row, end - begin) if end > begin else lse[..., :0]
+        return Part(begin - first, values, lse)
+
+
+def narrowed(x: torch.Tensor, dim: int, interval: Interval) -> torch.Tensor:
+    """``x.narrow(dim, *interval)``; x itself for all of its rows, because a view takes host time."""
+    return x if interval[1] == x.shape[dim] else x.narrow(dim, *interval)
+
 
 def combine(parts: list[Part], out: torch.Tensor, lse: torch.Tensor | None) -> None:
     """Write the sum of the parts to ``out``; with ``lse`` the weighted one, and its log-sum-exp to ``lse``.
 
-    ``out`` has all rows, ``[batch, rows, nheads, headdim]``, in any dtype. Rows without a part become 0, with a
-    log-sum-exp of -inf.
+    ``out`` has all rows, ``[batch, rows, nheads, headdim]``, the last dimension contiguous, in any dtype. It may be the
+    values of a part that has all rows. Rows without a part become 0, with a log-sum-exp of -inf.
     """
-    if out.is_cuda and kernels_unavailable_reason(out.device) is None:
+    if out.is_cuda and _runs_triton(out.device):
         from . import merge_triton
 
         merge_triton.combine(parts, out, lse)
     else:
         combine_by_torch(parts, out, lse)
+
+
+@functools.cache  # what a device can run does not change while the process lives, and asking takes host time
+def _runs_triton(device: torch.device) -> bool:
+    return kernels_unavailable_reason(device) is None
 
 
 def combine_by_torch(parts: list[Part], out: torch.Tensor, lse: torch.Tensor | None) -> None:
@@ -67,46 +98,134 @@ def combine_by_torch(parts: list[Part], out: torch.Tensor, lse: torch.Tensor | N
 
 
 class Total:
-    """The sum of the parts of some rows, in the layout of a tensor ``[(batch,) rows, nheads, headdim]``.
+    """The sum of the parts of some rows, in the layout of a tensor ``[(batch,) rows, nheads, headdim]``, or of several.
 
-    A single part for all rows stays as it is, bit for bit.
+    Parts are ``[number x batch, rows, nheads, headdim]``: so dK and dV are one part, one message and one addition.
+
+    A part in the dtype of that tensor that has all rows is the base: the other parts are added to it in place, in their
+    rows alone. So is what calls write to the views that `place` gives them. A single part stays as it is, bit for bit.
     """
 
-    def __init__(self, like: torch.Tensor, dtype: torch.dtype, lse_shape: tuple[int, ...] | None = None) -> None:
-        """``dtype``: of sums. ``lse_shape``: of the log-sum-exp; None for a plain sum."""
-        self._like, self._dtype, self._lse_shape = like, dtype, lse_shape
+    def __init__(
+        self, like: torch.Tensor, dtype: torch.dtype, lse_shape: tuple[int, ...] | None = None, number: int = 1
+    ) -> None:
+        """``dtype``: of sums. ``lse_shape``: of the log-sum-exp; None for a plain sum. ``number``: of tensors."""
+        self._like, self._dtype, self._lse_shape, self._number = like, dtype, lse_shape, number
+        self._batch = like.shape[0] if like.ndim == 4 else 1
+        self._shape = (number * self._batch, *like.shape[-3:])
+        self._base: Part | None = None
+        self._written: list[tuple[Interval, Interval]] | None = None  # rows and heads of the base; None: all
         self._parts: list[Part] = []
 
+    def new(self, rows: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Memory for a part of a plain sum, which the caller writes and then adds."""
+        shape = (self._shape[0], rows, *self._shape[2:])
+        return torch.empty(shape, dtype=dtype or self._like.dtype, device=self._like.device)
+
+    def of_each(self, part: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Views of a part: the part of each tensor, ``[batch, rows, nheads, headdim]``."""
+        return (part,) if self._number == 1 else part.view(self._number, self._batch, *part.shape[1:]).unbind(0)
+
+    def place(self, rows: Interval, heads: Interval) -> torch.Tensor | None:
+        """Memory of the base for a part of a plain sum, which the caller writes.
+
+        None if some of it belongs to another part, and once the base is a part that was added: `add` takes the part.
+        """
+        if self._base is None:
+            self._base = Part(0, self.new(self._shape[1]), None)
+            self._written = []
+        if self._written is None or any(_meet(rows, a) and _meet(heads, b) for a, b in self._written):
+            return None
+        self._written.append((rows, heads))
+        return narrowed(narrowed(self._base.values, 1, rows), 2, heads)
+
     def add(self, row: int, values: torch.Tensor, lse: torch.Tensor | None = None) -> None:
-        """Add a part for the rows from ``row`` on."""
-        if len(self._parts) == MOST_PARTS:
-            self._parts = [self._combined(self._dtype)]
+        """Add a part for the rows from ``row`` on. Its memory belongs to the total from now on."""
         if values.ndim == 3:
             values, lse = values[None], None if lse is None else lse[None]
-        self._parts.append(Part(row, values, lse))
+        part = Part(row, values, lse)
+        if self._base is None and not self._parts and self._can_be_base(values):
+            self._base = part
+            return
+        if len(self._parts) == MOST_PARTS - (self._base is not None):
+            first, rows = _hull(self._parts)
+            self._parts = [self._combined(self._parts, first, rows, self._dtype)]
+        self._parts.append(part)
+
+    def _can_be_base(self, values: torch.Tensor) -> bool:
+        return values.shape == self._shape and values.dtype == self._like.dtype and values.is_contiguous()
 
     def result(self, dtype: torch.dtype) -> torch.Tensor:
-        """The sum, contiguous, in ``dtype``."""
-        return self.result_with_lse(dtype)[0]
+        """The sum, contiguous, in ``dtype``; of several tensors one part, ``[number x batch, ...]``."""
+        values = self._sum(dtype).values
+        return values.view(self._like.shape) if self._number == 1 else values
+
+    def results(self, dtype: torch.dtype) -> Sequence[torch.Tensor]:
+        """The sum of each tensor."""
+        values = self._sum(dtype).values
+        return values.view(self._number, *self._like.shape).unbind(0)
 
     def result_with_lse(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sum, and the log-sum-exp; empty in a plain sum."""
-        rows = self._like.shape[self._like.ndim - 3]
-        if len(self._parts) == 1 and self._parts[0].values.shape[1] == rows:
-            part = self._parts[0]
-        else:
-            part = self._combined(dtype)
-        self._parts = []
-        values = part.values.to(dtype).contiguous().view(self._like.shape)
-        if part.lse is None or self._lse_shape is None:
-            return values, values.new_empty(0)
-        return values, part.lse.contiguous().view(self._lse_shape)
+        """The weighted sum, and its log-sum-exp."""
+        _, values, lse = self._sum(dtype)
+        assert lse is not None
+        assert self._lse_shape is not None
+        return values.view(self._like.shape), lse.contiguous().view(self._lse_shape)
 
-    def _combined(self, dtype: torch.dtype) -> Part:
-        shape = self._like.shape if self._like.ndim == 4 else (1, *self._like.shape)
-        out = torch.empty(shape, dtype=dtype, device=self._like.device)
+    def _sum(self, dtype: torch.dtype) -> Part:
+        """The sum for all rows, in one contiguous part. No parts wait any more."""
+        rows, parts = self._shape[1], self._parts
+        self._zero_unwritten()
+        if self._base is not None and (not parts or self._base.values.dtype == dtype):
+            part = self._base
+            for interval in union([x.rows for x in parts]):
+                self._add_in_place(part, parts, interval)
+        elif self._base is None and len(parts) == 1 and parts[0].values.shape[1] == rows:
+            part = parts[0]
+        else:
+            part = self._combined([*([] if self._base is None else [self._base]), *parts], 0, rows, dtype)
+        self._base, self._written, self._parts = None, None, []
+        return Part(0, part.values.to(dtype).contiguous(), part.lse)
+
+    def _combined(self, parts: list[Part], first: int, rows: int, dtype: torch.dtype) -> Part:
+        """The sum of parts in new memory, for some rows."""
+        batch, _, *shape = self._shape
+        out = torch.empty((batch, rows, *shape), dtype=dtype, device=self._like.device)
         lse = None
         if self._lse_shape is not None:
-            lse = torch.empty((shape[0], *self._lse_shape[-2:]), dtype=self._dtype, device=self._like.device)
-        combine(self._parts, out, lse)
-        return Part(0, out, lse)
+            lse = torch.empty((batch, shape[0], rows), dtype=self._dtype, device=self._like.device)
+        combine([part.within(first, rows) for part in parts], out, lse)
+        return Part(first, out, lse)
+
+    def _add_in_place(self, base: Part, parts: list[Part], rows: Interval) -> None:
+        """Add the parts' values of some rows to the base."""
+        target = base.within(*rows)
+        within = [part for part in (part.within(*rows) for part in parts) if part.values.shape[1] > 0]
+        if target.lse is None and len(within) == 1:
+            target.values.add_(within[0].values)  # the bits of `combine`, without the launch of a Triton kernel
+        else:
+            combine([target, *within], target.values, target.lse)
+
+    def _zero_unwritten(self) -> None:
+        """Zeros where no call has written to the base: their parts were added."""
+        if self._base is None or self._written is None:
+            return
+        if sum(rows[1] * heads[1] for rows, heads in self._written) == self._shape[1] * self._shape[2]:
+            return
+        edges = sorted({0, self._shape[2], *(x for _, (head, heads) in self._written for x in (head, head + heads))})
+        for head, end in pairwise(edges):
+            row = 0
+            written = sorted(rows for rows, heads in self._written if _meet(heads, (head, end - head)))
+            for first, rows in (*written, (self._shape[1], 0)):
+                if first > row:
+                    self._base.values[:, row:first, head:end] = 0
+                row = first + rows
+
+
+def _meet(a: Interval, b: Interval) -> bool:
+    return a[0] < b[0] + b[1] and b[0] < a[0] + a[1]
+
+
+def _hull(parts: list[Part]) -> Interval:
+    first = min(part.row for part in parts)
+    return first, max(part.row + part.values.shape[1] for part in parts) - first

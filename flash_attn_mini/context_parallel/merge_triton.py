@@ -42,9 +42,8 @@ def load_values(part, batch, head, row, column, headdim, IS_PRESENT: tl.constexp
 
 @triton.jit
 def combine_kernel(
-    out_ptr,  # [batch, rows, nheads, headdim], contiguous
-    lse_ptr,  # [batch, nheads, rows], contiguous; not used in a plain sum
-    a,  # a part: values, lse, first row, rows, strides of batch, row, head, strides of lse's batch, head
+    out,  # the result: values, lse, strides of batch, row, head, strides of lse's batch, head; its rows are contiguous
+    a,  # a part, or None: values, lse, first row, rows, strides of batch, row, head, strides of lse's batch, head
     b,
     c,
     rows,
@@ -55,7 +54,11 @@ def combine_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Combine BLOCK_ROWS rows of one head."""
+    """Combine BLOCK_ROWS rows of one head. A part may lie in the memory of the result, row on row.
+
+    Several threads may load one element: no thread stores before all have loaded (the barriers).
+    """
+    out_ptr, lse_ptr, out_batch_stride, out_row_stride, out_head_stride, lse_batch_stride, lse_head_stride = out
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)  # [BLOCK_ROWS]
     batch = (tl.program_id(1) // nheads).to(tl.int64)
     head = (tl.program_id(1) % nheads).to(tl.int64)
@@ -76,18 +79,22 @@ def combine_kernel(
         c_weight = tl.exp(c_lse - base)
         total = a_weight + b_weight + c_weight
         scale = tl.where(total == 0.0, 0.0, 1.0 / total)
-        out = a_values * (a_weight * scale)[:, None]
-        out += b_values * (b_weight * scale)[:, None]
-        out += c_values * (c_weight * scale)[:, None]
-        tl.store(lse_ptr + (batch * nheads + head) * rows + row, base + tl.log(total), mask=is_row)
+        values = a_values * (a_weight * scale)[:, None]
+        values += b_values * (b_weight * scale)[:, None]
+        values += c_values * (c_weight * scale)[:, None]
+        tl.debug_barrier()
+        place = lse_ptr + batch * lse_batch_stride + head * lse_head_stride + row
+        tl.store(place, base + tl.log(total), mask=is_row)
     else:
-        out = a_values + b_values + c_values
-    place = out_ptr + ((batch * rows + row) * nheads + head)[:, None] * headdim + column[None, :]
-    tl.store(place, out.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & (column < headdim)[None, :])
+        values = a_values + b_values + c_values
+        tl.debug_barrier()
+    place = out_ptr + batch * out_batch_stride + head * out_head_stride
+    place += row[:, None] * out_row_stride + column[None, :]
+    tl.store(place, values.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & (column < headdim)[None, :])
 
 
 def combine(parts: list[Part], out: torch.Tensor, lse: torch.Tensor | None) -> None:
-    """Arguments as `merge.combine` takes them; out and lse contiguous, at most MOST_PARTS parts."""
+    """Arguments as `merge.combine` takes them; the rows of lse contiguous, at most MOST_PARTS parts."""
     batch, rows, nheads, headdim = out.shape
     if out.numel() == 0:
         if lse is not None:
@@ -100,13 +107,12 @@ def combine(parts: list[Part], out: torch.Tensor, lse: torch.Tensor | None) -> N
         part_rows = values.shape[1]
         given = values if part_lse is None else part_lse
         arguments.append((values, given, row, part_rows, *values.stride()[:3], *lse_strides))
-    unused = (out, out if lse is None else lse, 0, 0, 0, 0, 0, 0, 0)
-    arguments += [unused] * (MOST_PARTS - len(parts))
+    unused = [None] * (MOST_PARTS - len(parts))  # each tensor in an argument takes host time
     with torch.cuda.device_of(out):
         combine_kernel[(triton.cdiv(rows, BLOCK_ROWS), batch * nheads)](
-            out,
-            out if lse is None else lse,
+            (out, out, *out.stride()[:3], 0, 0) if lse is None else (out, lse, *out.stride()[:3], *lse.stride()[:2]),
             *arguments,
+            *unused,
             rows,
             nheads,
             headdim,

@@ -8,8 +8,7 @@ had at its start is done. `wait` makes the current stream wait, not the host. Er
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,16 +74,20 @@ def check_backend(group: Any, device: torch.device) -> None:
         ) from None
 
 
-@contextmanager
-def named(where: str) -> Iterator[None]:
-    """Turn an error of torch.distributed into one that names the call."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"flash_attn_mini: communication failed in {where}. Another rank ended, raised an error or made another "
-            f"call ({error})"
-        ) from error
+class named:
+    """A context that turns an error of torch.distributed into one that names the call."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, RuntimeError):
+            raise RuntimeError(
+                f"flash_attn_mini: communication failed in {self._where}. Another rank ended, raised an error or made "
+                f"another call ({error})"
+            ) from error
 
 
 @dataclass
@@ -129,7 +132,7 @@ def exchange(
         ops = [dist.P2POp(dist.isend, x, dist.get_global_rank(group, to), group) for x in sent]
         ops += [dist.P2POp(dist.irecv, x, dist.get_global_rank(group, source), group) for x in arriving]
         works = dist.batch_isend_irecv(ops) if ops else []
-    return Message(where, works, list(received), list(sent))
+    return Message(where, works, list(received), sent)
 
 
 def all_to_all_rows(
