@@ -29,7 +29,6 @@ protected:
     using Scores = typename ScoresBwd<Traits, kKind>::Accumulator;  // (MMA, MMA_M, MMA_N)
     using Operand = typename ScoresBwd<Traits, kKind>::Operand;     // of 16 bits (MMA, MMA_M, MMA_K)
     using Probabilities = typename ScoresBwd<Traits, kKind>::Probabilities;
-    using QueryStatistics = typename ScoresBwd<Traits, kKind>::QueryStatistics;
     static constexpr int kBlockM = Traits::kBlockM, kKeys = Traits::kKeys;
 
     const Flash_bwd_params &params;
@@ -40,7 +39,6 @@ protected:
     const ScoresBwd<Traits, kKind> scores;
     Step step;
     int steps_left;
-    int own_begin, own_end;  // row blocks whose rows all belong to the sequence and see a key; set if may_be_varlen
     PipelineState<Traits::kStagesQ> q_state;
     PipelineState<Traits::kStagesdO> dout_state;
     PipelineState<Traits::kStagesdS> ds_state;
@@ -55,12 +53,7 @@ public:
           key_offset(Traits::kSplitsKeys ? warpgroup * kKeys : 0),
           scores(params, block, block.first_key() + key_offset),
           step(block),
-          steps_left(block.num_steps()) {
-        if constexpr (may_be_varlen(kKind)) {
-            own_begin = (block.begin_row() + kBlockM - 1) / kBlockM;
-            own_end = block.end_row() / kBlockM;
-        }
-    }
+          steps_left(block.num_steps()) {}
 
 protected:
     // The stages of Q or dO (BLK_M, HD, stage), and the same as (HD, BLK_M, stage).
@@ -90,6 +83,29 @@ protected:
         Tensor tSrK = thr_mma.make_fragment_A(thr_mma.partition_A(sK_own));                    // (MMA, MMA_M, MMA_K)
         Tensor tSrQ = thr_mma.make_fragment_B(thr_mma.partition_B(sQ))(_, _, _, state.stage);  // (MMA, MMA_N, MMA_K)
         issue<TiledMmaSdP>(/*accumulates=*/false, tSrK, tSrQ, acc);
+    }
+
+    // V of the consumer's keys, the A operand of dP in registers (MMA, MMA_M, MMA_K).
+    __device__ __forceinline__ auto load_V() const {
+        using TiledMma = typename Traits::TiledMmadP;
+        Tensor sV = as_position_independent_swizzle_tensor(
+            make_tensor(make_smem_ptr(shared.v), take<0, 2>(typename Traits::SmemLayoutKV{})));         // (BLK_N, HD)
+        Tensor sV_own = local_tile(sV, typename Traits::TiledKV{}, make_coord(key_offset / kKeys, 0));  // (64, HD)
+        auto rV = TiledMma{}.get_slice(scores.thread).partition_fragment_A(sV_own);
+        auto copies = make_tiled_copy_A(Copy_Atom<SM75_U32x4_LDSM_N, Element>{}, TiledMma{});
+        auto of_thread = copies.get_slice(scores.thread);
+        copy(copies, of_thread.partition_S(sV_own), of_thread.retile_D(rV));
+        return rV;
+    }
+
+    // dP^T = V dO^T with V from load_V().
+    template <typename TensorV, typename TensorS>
+    __device__ __forceinline__ void issue_dp(const TensorV &rV, TensorS &acc) const {
+        Tensor sdO = tiles<Traits::kStagesdO>(shared.dout);
+        auto thr_mma = typename Traits::TiledMmadP{}.get_slice(int(threadIdx.x % 128));
+        Tensor tdPrdO =
+            thr_mma.make_fragment_B(thr_mma.partition_B(sdO))(_, _, _, dout_state.stage);  // (MMA, MMA_N, MMA_K)
+        issue<typename Traits::TiledMmadP>(/*accumulates=*/false, rV, tdPrdO, acc);
     }
 
     // dV = P^T dO, with P^T in registers, or dV += P^T dO if `accumulates`; or dK and dS^T Q.
@@ -149,37 +165,6 @@ protected:
         return sent;
     }
 
-    // Rows of Q or dO that are not the sequence's, or see no key, become zeros: NaN times 0 is NaN. Every consumer
-    // writes them for itself. The kinds full and local have no such rows: where lengths are equal, TMA fills rows past
-    // the end with zeros, and calls with rows that see no key are of kind varlen (choose_arch.h).
-    template <int kStages>
-    __device__ __forceinline__ void clear_foreign_queries(Element *smem, const PipelineState<kStages> &state) const {
-        if constexpr (may_be_varlen(kKind)) {
-            if (step.m_block < own_begin || step.m_block >= own_end) {
-                clear_rows_outside(tiles<kStages>(smem)(_, _, state.stage));
-            }
-        }
-    }
-
-    // Zeros over the rows outside of [begin_row, end_row). The loop is not unrolled: with more instructions in the loop
-    // over the steps, ptxas keeps fewer of its values in uniform registers.
-    template <typename TensorX>
-    __device__ __forceinline__ void clear_rows_outside(TensorX &&sX) const {
-        constexpr int kVectors = Traits::kHeadDim / 8, kRowsAtOnce = 128 / kVectors;
-        const int first_row = step.m_block * kBlockM;
-        const int begin = block.begin_row() - first_row, end = block.end_row() - first_row;
-        const int thread = threadIdx.x % 128, of_thread = thread / kVectors;
-        CUTE_NO_UNROLL
-        for (int first = 0; first < kBlockM; first += kRowsAtOnce) {
-            const int row = first + of_thread;
-            if ((row < begin || row >= end) && row < kBlockM && of_thread < kRowsAtOnce) {
-                *reinterpret_cast<uint4 *>(&sX(row, thread % kVectors * 8)) = {};
-            }
-        }
-        cutlass::arch::fence_view_async_shared();  // before wgmma reads them
-        sync(Barrier::warpgroup, warpgroup, 128);
-    }
-
     // Each warp releases a stage for itself, when all of its lanes have read the row statistics or words there.
     template <int kStages>
     __device__ __forceinline__ static void release(const PipelineState<kStages> &state,
@@ -188,14 +173,8 @@ protected:
         state.release(barriers);
     }
 
-    __device__ __forceinline__ void wait_for_Q() const {
-        q_state.wait(shared.q_barriers);
-        clear_foreign_queries(shared.q, q_state);
-    }
-    __device__ __forceinline__ void wait_for_dO() const {
-        dout_state.wait(shared.dout_barriers);
-        clear_foreign_queries(shared.dout, dout_state);
-    }
+    __device__ __forceinline__ void wait_for_Q() const { q_state.wait(shared.q_barriers); }
+    __device__ __forceinline__ void wait_for_dO() const { dout_state.wait(shared.dout_barriers); }
 
     // K or V.
     __device__ __forceinline__ void wait_for_KV(PipelineBarriers<1> &barriers, Element *smem) const {

@@ -49,6 +49,9 @@ __device__ __forceinline__ void init_barriers(typename Traits::SharedStorage &sh
     shared.v_barriers.init(/*warps=*/1);
     shared.q_barriers.init(kOfConsumers);
     shared.dout_barriers.init(kOfConsumers);
+    if constexpr (may_be_varlen(kKind)) {
+        shared.foreign_copied.init(/*arrive_count=*/2);  // for Q with lse, and for dO with delta
+    }
     shared.ds_barriers.init(/*warps=*/kWarps, /*writers=*/kOfProduct);
     shared.p_barriers.init(/*warps=*/kWarps, /*writers=*/kWarps);
     for (auto &full : shared.draws_full) {

@@ -41,14 +41,18 @@ struct Flash_bwd_kernel_traits {
     static constexpr DsIn kDsIn = kHasDropoutWarpgroup ? DsIn::shared_memory : TileSize::kDsIn;  // saves registers
     static constexpr int kKeys = 64;  // keys of a consumer warpgroup: the m64 of wgmma
 
-    // S^T = K Q^T and dP^T = V dO^T, keys as rows: both operands in shared memory. dV += P^T dO and dK += dS^T Q: P and
-    // dS in registers, dO and Q transposed by wgmma. dQ = dS K: both in shared memory, K transposed by wgmma.
+    // S^T = K Q^T and dP^T = V dO^T, keys as rows: both operands in shared memory, or V in registers. dV += P^T dO and
+    // dK += dS^T Q: P and dS in registers, dO and Q transposed by wgmma. dQ = dS K: both in shared memory, K transposed
+    // by wgmma.
     using TileQ = Shape<Int<kBlockM>, Int<kHeadDim>>;
     using TileKV = Shape<Int<kBlockN>, Int<kHeadDim>>;
     using TileS = Shape<Int<kKeys>, Int<kBlockM>>;     // of a consumer
     using TiledKV = Shape<Int<kKeys>, Int<kHeadDim>>;  // of a consumer
     using TiledMmaSdP = decltype(make_tiled_mma(
         GMMA::ss_op_selector<Element, Element, float, Shape<Int<kKeys>, Int<kBlockM>, Int<kHeadDim>>>()));
+    using TiledMmadP = decltype(make_tiled_mma(
+        GMMA::rs_op_selector<Element, Element, float,
+                             Shape<Int<kKeys>, Int<kBlockM>, Int<kHeadDim>>>()));  // head dim 64: V in registers
     using TiledMmadKV = decltype(make_tiled_mma(
         GMMA::rs_op_selector<Element, Element, float, Shape<Int<kKeys>, Int<kHeadDim>, Int<kBlockM>>, GMMA::Major::K,
                              GMMA::Major::MN>()));
@@ -70,6 +74,8 @@ struct Flash_bwd_kernel_traits {
         SmemLayoutQ<kStages>{},
         make_layout(Shape<Int<kHeadDim>, Int<kBlockM>, Int<kStages>>{},
                     Stride<Int<kBlockM>, _1, Int<kBlockM * kHeadDim>>{})));  // (headdim, query, stage)
+    // Places of the elements of a tile of Q or dO (BLK_M, HD, 1), counted from its first one.
+    using PlacesInQ = decltype(as_position_independent_swizzle_layout(SmemLayoutQ<1>{}));
     using SmemLayoutKV = decltype(tile_to_shape(SmemLayoutAtom{}, Shape<Int<kBlockN>, Int<kHeadDim>, _1>{}));
     using SmemLayoutKt =
         decltype(composition(take<0, 2>(SmemLayoutKV{}), make_layout(Shape<Int<kHeadDim>, Int<kBlockN>>{},
@@ -118,8 +124,9 @@ struct Flash_bwd_kernel_traits {
         PipelineBarriers<1> dq_barriers[kConsumers];
         PipelineBarriers<kStagesdS> ds_barriers, p_barriers;
         PipelineBarriers<1> k_barriers, v_barriers;
-        cutlass::arch::ClusterBarrier draws_full[kStagesQ];  // the stage of Q has its draws
-        int number;                                          // of the work tile
+        cutlass::arch::ClusterBarrier draws_full[kStagesQ];       // the stage of Q has its draws
+        int number;                                               // of the work tile
+        cutlass::arch::ClusterTransactionBarrier foreign_copied;  // Q and dO of a step with foreign rows (load_bwd.h)
     };
     static constexpr int kSmemSize = sizeof(SharedStorage);
     static_assert(kSmemSize <= 227 * 1024, "more shared memory than a thread block may have");

@@ -1,5 +1,10 @@
 // The loads of the backward: TMA copies K and V of a work tile once, and Q and dO of every step, into shared memory.
 // The row statistics come with them.
+//
+// Rows of Q and dO that belong to another sequence, or see no key, are foreign rows. They become zeros before a
+// consumer reads them, because NaN times 0 is NaN. Only the kinds varlen and general have them: where lengths are
+// equal, TMA fills rows past the end with zeros, and calls with rows that see no key are of kind varlen
+// (choose_arch.h).
 #pragma once
 
 #include "kernel_traits_bwd.h"
@@ -26,13 +31,13 @@ public:
             return;
         }
         load_KV(copies.k, shared.k, shared.k_barriers);
-        copy_tile(q_state, copies.q, shared.q, shared.q_barriers);
+        copy_Q();
         load_KV(copies.v, shared.v, shared.v_barriers);
-        copy_tile(dout_state, copies.dout, shared.dout, shared.dout_barriers);
+        copy_dO();
         wait_for_statistics();
         copy_lse();
         copy_delta();
-        advance();
+        complete_step();
         CUTE_NO_UNROLL
         for (int i = 1; i < cute::min(Traits::kStagesQ, Traits::kStagesdO) - 1; ++i) {
             load_next();
@@ -43,12 +48,12 @@ public:
     __device__ __forceinline__ void load_next() {
         if (steps_left > 0) {
             q_state.acquire(shared.q_barriers);
-            copy_tile(q_state, copies.q, shared.q, shared.q_barriers);
+            copy_Q();
             copy_lse();
             dout_state.acquire(shared.dout_barriers);
-            copy_tile(dout_state, copies.dout, shared.dout, shared.dout_barriers);
+            copy_dO();
             copy_delta();
-            advance();
+            complete_step();
         }
     }
 
@@ -60,18 +65,25 @@ public:
 
 private:
     using Element = typename Traits::Element;
-    static constexpr int kBytesOfTile = Traits::kBlockM * Traits::kHeadDim * sizeof(Element);
-    static constexpr int kBytesOfRows = Traits::kBlockM * sizeof(float);
+    using TransactionBarrier = cutlass::arch::ClusterTransactionBarrier;
+    static constexpr int kBlockM = Traits::kBlockM;
+    static constexpr int kBytesOfTile = kBlockM * Traits::kHeadDim * sizeof(Element);
+    static constexpr int kBytesOfRows = kBlockM * sizeof(float);
     const Flash_bwd_params &params;
     const typename Traits::Copies &copies;
     typename Traits::SharedStorage &shared;
     const ColumnBlock<Traits, kKind> &block;
     Step step;
     int steps_left, bidb_q;
+    uint32_t foreign_phase = 0;
     PipelineState<Traits::kStagesQ> q_state;
     PipelineState<Traits::kStagesdO> dout_state;
 
-    __device__ __forceinline__ void advance() {
+    // All copies of the step are under way.
+    __device__ __forceinline__ void complete_step() {
+        if (has_foreign_rows()) {
+            clear_foreign_rows();
+        }
         step.advance(block);
         q_state.advance();
         dout_state.advance();
@@ -89,38 +101,79 @@ private:
         }
     }
 
-    template <int kStages>
-    __device__ __forceinline__ static uint64_t &full_barrier(const PipelineState<kStages> &state,
-                                                             PipelineBarriers<kStages> &barriers) {
-        return *reinterpret_cast<uint64_t *>(&barriers.full[state.stage]);
+    __device__ __forceinline__ bool has_foreign_rows() const {
+        const int first_row = step.m_block * kBlockM;
+        return may_be_varlen(kKind) && (first_row < block.begin_row() || first_row + kBlockM > block.end_row());
     }
 
-    // A tile of Q or dO. copy_rows() announces its bytes: the stage is full when it has done so and all have come.
+    // The copies of a step with foreign rows complete a barrier of their own. When they have come, the load warp writes
+    // the zeros, and only then are the stages of Q and dO full. Few steps have foreign rows: the last ones of a
+    // sequence, and the first ones if their queries see no key. They are loaded while the consumers work on the step
+    // before.
+    __device__ __forceinline__ void clear_foreign_rows() {
+        constexpr int kVectors = Traits::kHeadDim / 8, kTile = kBlockM * Traits::kHeadDim;
+        const typename Traits::PlacesInQ places;
+        Element *smem_q = shared.q + q_state.stage * kTile, *smem_dout = shared.dout + dout_state.stage * kTile;
+        const int first_row = step.m_block * kBlockM;
+        const int begin = clamp_to(block.begin_row() - first_row, 0, kBlockM);
+        const int end = clamp_to(block.end_row() - first_row, begin, kBlockM);
+        shared.foreign_copied.wait(foreign_phase);
+        foreign_phase ^= 1;
+        CUTE_NO_UNROLL
+        for (int i = threadIdx.x % 32; i < (begin + kBlockM - end) * kVectors; i += 32) {
+            const int row = i / kVectors, place = places(row < begin ? row : row - begin + end, i % kVectors * 8, 0);
+            *reinterpret_cast<uint4 *>(smem_q + place) = {};
+            *reinterpret_cast<uint4 *>(smem_dout + place) = {};
+        }
+        cutlass::arch::fence_view_async_shared();  // before wgmma reads them
+        __syncwarp();
+        if (cute::elect_one_sync()) {
+            shared.q_barriers.full[q_state.stage].arrive();
+            shared.dout_barriers.full[dout_state.stage].arrive();
+        }
+    }
+
+    __device__ __forceinline__ void copy_Q() {
+        copy_tile(q_state, copies.q, shared.q, barrier_of(q_state, shared.q_barriers));
+    }
+    __device__ __forceinline__ void copy_lse() {
+        copy_rows(params.lse_padded, shared.lse[q_state.stage], barrier_of(q_state, shared.q_barriers));
+    }
+    __device__ __forceinline__ void copy_dO() {
+        copy_tile(dout_state, copies.dout, shared.dout, barrier_of(dout_state, shared.dout_barriers));
+    }
+    __device__ __forceinline__ void copy_delta() {
+        copy_rows(static_cast<const float *>(params.dsoftmax_sum), shared.delta[dout_state.stage],
+                  barrier_of(dout_state, shared.dout_barriers));
+    }
+
+    // The barrier that the copies of the step complete.
+    template <int kStages>
+    __device__ __forceinline__ TransactionBarrier &barrier_of(const PipelineState<kStages> &state,
+                                                              PipelineBarriers<kStages> &barriers) const {
+        return has_foreign_rows() ? shared.foreign_copied : barriers.full[state.stage];
+    }
+
+    // A tile of Q or dO. copy_rows() announces its bytes: the barrier completes when it has done so and all have come.
     template <int kStages>
     __device__ __forceinline__ void copy_tile(const PipelineState<kStages> &state, const typename Traits::TmaQ &tma,
-                                              Element *smem, PipelineBarriers<kStages> &barriers) {
+                                              Element *smem, TransactionBarrier &barrier) {
         if (cute::elect_one_sync()) {
             load_rows(tma, typename Traits::TileQ{},
                       make_tensor(make_smem_ptr(smem), typename Traits::template SmemLayoutQ<kStages>{}), state.stage,
-                      full_barrier(state, barriers), block.q_begin + step.m_block * Traits::kBlockM,
+                      reinterpret_cast<uint64_t &>(barrier), block.q_begin + step.m_block * kBlockM,
                       block.bidh + step.head, bidb_q);
         }
     }
 
     // The row statistic of the tile.
-    template <int kStages>
-    __device__ __forceinline__ void copy_rows(const PipelineState<kStages> &state, const float *statistic,
-                                              float (&smem_statistic)[kStages][Traits::kBlockM],
-                                              PipelineBarriers<kStages> &barriers) {
+    __device__ __forceinline__ void copy_rows(const float *statistic, float *smem_statistic,
+                                              TransactionBarrier &barrier) {
         if (cute::elect_one_sync()) {
-            uint64_t &barrier = state.expect(barriers, kBytesOfTile + kBytesOfRows);
-            SM90_BULK_COPY_G2S::copy(statistic + step.padded_row(params, block), &barrier, smem_statistic[state.stage],
-                                     kBytesOfRows);
+            barrier.arrive_and_expect_tx(kBytesOfTile + kBytesOfRows);
+            SM90_BULK_COPY_G2S::copy(statistic + step.padded_row(params, block), &reinterpret_cast<uint64_t &>(barrier),
+                                     smem_statistic, kBytesOfRows);
         }
-    }
-    __device__ __forceinline__ void copy_lse() { copy_rows(q_state, params.lse_padded, shared.lse, shared.q_barriers); }
-    __device__ __forceinline__ void copy_delta() {
-        copy_rows(dout_state, static_cast<const float *>(params.dsoftmax_sum), shared.delta, shared.dout_barriers);
     }
 };
 

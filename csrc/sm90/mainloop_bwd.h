@@ -15,13 +15,13 @@ class KeyConsumer : ConsumerBwd<Traits, kKind> {
     using Base = ConsumerBwd<Traits, kKind>;
     using Base::shared, Base::scores, Base::step, Base::steps_left, Base::q_state, Base::dout_state, Base::ds_state,
         Base::warpgroup;
-    using typename Base::Element, typename Base::Scores, typename Base::Operand, typename Base::Probabilities,
-        typename Base::QueryStatistics;
+    using typename Base::Element, typename Base::Scores, typename Base::Operand, typename Base::Probabilities;
     using DsState = PipelineState<Traits::kStagesdS>;
     using QState = PipelineState<Traits::kStagesQ>;
     static constexpr bool kComputesDq = Traits::kConsumersComputeDq;
-    static constexpr bool kHoldsPTwice = Traits::kHasFactors;  // leaves fewer registers
-    static constexpr bool kDelaysDq = !may_be_varlen(kKind);   // needs more registers
+    // V of its keys is in 16 registers, where dP reads it: less traffic of shared memory. Kind general has none to
+    // spare.
+    static constexpr bool kHoldsV = Traits::kHeadDim == 64 && !is_general(kKind);
     PipelineState<1> dq_state;
 
 public:
@@ -49,10 +49,10 @@ public:
         Probabilities p = scores.rounded_p(step, inputs, draws, first_s, lse);
         if constexpr (kComputesDq && Traits::kHeadDim <= 64) {
             run_headdim64(p, acc_dk, acc_dv);
-        } else if constexpr (kComputesDq && kDelaysDq) {
+        } else if constexpr (kComputesDq && !Traits::kHasFactors) {
             run_headdim128(p, acc_dk, acc_dv);
         } else if constexpr (kComputesDq) {
-            run_headdim128_general(p, acc_dk, acc_dv);
+            run_headdim128_with_factors(p, acc_dk, acc_dv);
         } else {
             run_without_dq(p, acc_dk, acc_dv);
         }
@@ -70,10 +70,11 @@ private:
     // step, when all four accumulators hold values.
     template <typename TensorKV>
     __device__ __forceinline__ void run_headdim64(Probabilities &first_p, TensorKV &acc_dk, TensorKV &acc_dv) {
+        const auto rV = held_V();
         this->wait_for_dO();
         const auto first_delta = delta_of_step();
         Scores first_ds;
-        issue_dp_and_dv(/*accumulates=*/false, first_p, first_ds, acc_dv);
+        issue_dp_and_dv(/*accumulates=*/false, first_p, first_ds, acc_dv, rV);
         wait_for<1>(first_ds);
         Operand rdS = scores.rounded_ds(first_p.for_ds(), first_ds, first_delta);
         auto ds = this->send_ds(rdS);
@@ -97,7 +98,7 @@ private:
             warpgroup_fence_operand(acc_dq);
             Base::release(q, shared.q_barriers);
             this->wait_for_dO();
-            issue_dp_and_dv(/*accumulates=*/true, p, acc_ds, acc_dv);
+            issue_dp_and_dv(/*accumulates=*/true, p, acc_ds, acc_dv, rV);
             store_dq(acc_dq);
             const auto delta = delta_of_step();
             wait_for<1>(acc_ds);
@@ -154,10 +155,10 @@ private:
         compute_last_dk_and_dq(accumulates, ds, rdS, acc_dk);
     }
 
-    // Head dim 128, the kinds that leave fewer registers. An iteration begins with dP and dV of a step. dQ is complete,
-    // and its registers are free, before the next dP needs them.
+    // Head dim 128 with a cap on scores or dropout: P is held twice, which leaves fewer registers. An iteration begins
+    // with dP and dV of a step. dQ is complete, and its registers are free, before the next dP needs them.
     template <typename TensorKV>
-    __device__ __forceinline__ void run_headdim128_general(Probabilities &p, TensorKV &acc_dk, TensorKV &acc_dv) {
+    __device__ __forceinline__ void run_headdim128_with_factors(Probabilities &p, TensorKV &acc_dk, TensorKV &acc_dv) {
         this->wait_for_dO();
         auto delta = delta_of_step();
         bool accumulates = false;
@@ -169,15 +170,9 @@ private:
             this->advance_step();
             const auto inputs = scores.load_inputs(step);
             this->wait_for_Q();
-            QueryStatistics lse;
-            if (!kHoldsPTwice) {
-                lse = lse_of_step();
-            }
             wait_for<1>(acc_ds);
             Operand rdS = scores.rounded_ds(p.for_ds(), acc_ds, delta);
-            if (kHoldsPTwice) {
-                lse = lse_of_step();
-            }
+            const auto lse = lse_of_step();
             const auto ds = this->send_ds(rdS);
             if (accumulates) {
                 send_dq();  // of the step before, behind the fence of dS
@@ -272,10 +267,24 @@ private:
         return scores.load_statistics(shared.delta[dout_state.stage]);
     }
 
-    template <typename TensorKV>
+    // V in registers, or nothing where dP reads it from shared memory.
+    struct InSharedMemory {};
+    __device__ __forceinline__ auto held_V() const {
+        if constexpr (kHoldsV) {
+            return this->load_V();
+        } else {
+            return InSharedMemory();
+        }
+    }
+
+    template <typename TensorKV, typename TensorV = InSharedMemory>
     __device__ __forceinline__ void issue_dp_and_dv(bool accumulates, Probabilities &p, Scores &acc_ds,
-                                                    TensorKV &acc_dv) const {
-        this->issue_scores(shared.v, shared.dout, dout_state, acc_ds);
+                                                    TensorKV &acc_dv, const TensorV &rV = {}) const {
+        if constexpr (std::is_same_v<TensorV, InSharedMemory>) {
+            this->issue_scores(shared.v, shared.dout, dout_state, acc_ds);
+        } else {
+            this->issue_dp(rV, acc_ds);
+        }
         this->issue_dkv(accumulates, p.for_dv, shared.dout, dout_state, acc_dv);
     }
 

@@ -1,0 +1,55 @@
+// Checks the layouts of the sm90 backward without a GPU, like sm90_layouts.cpp. Prints one line per head dim with the
+// number of elements in a wrong place. test_sm90_layouts.py compiles and runs it.
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstdio>
+
+// The kernels' headers use these names. The functions checked here call none of the stubs.
+uint3 threadIdx{};
+const uint3 blockIdx{};
+const dim3 gridDim{};
+unsigned __reduce_or_sync(unsigned, unsigned x) {
+    return x;
+}
+int __shfl_sync(unsigned, int x, int) {
+    return x;
+}
+int atomicAdd(int *, int) {
+    return 0;
+}
+void __syncwarp() {}
+using std::max, std::min;
+
+#include "sm90/kernel_traits_bwd.h"
+
+namespace flash::sm90 {
+
+// PlacesInQ, where the load warp writes zeros, are the places where TMA and wgmma find the elements.
+template <int kHeadDim>
+void check() {
+    using Traits = Flash_bwd_kernel_traits<DType::bfloat16, kHeadDim, /*kHasFactors=*/false>;
+    constexpr int kTile = Traits::kBlockM * kHeadDim;
+    alignas(Traits::kAlignment) static typename Traits::Element q[Traits::kStagesQ * kTile];
+    const Tensor sQ = make_tensor(make_smem_ptr(q), typename Traits::template SmemLayoutQ<Traits::kStagesQ>{});
+    const typename Traits::PlacesInQ places;
+    int wrong = 0;
+    for (int stage = 0; stage < Traits::kStagesQ; ++stage) {
+        for (int row = 0; row < Traits::kBlockM; ++row) {
+            for (int column = 0; column < kHeadDim; column += 8) {  // 16 bytes
+                wrong += &sQ(row, column, stage) != q + stage * kTile + places(row, column, 0);
+            }
+        }
+    }
+    std::printf("headdim=%d wrong=%d\n", kHeadDim, wrong);
+}
+
+}  // namespace flash::sm90
+
+int main() {
+    flash::sm90::check<64>();
+    flash::sm90::check<96>();  // rows of 64 bytes
+    flash::sm90::check<128>();
+    flash::sm90::check<192>();
+    flash::sm90::check<256>();
+}
