@@ -247,11 +247,26 @@ MANY_ROWS = [
     for size, d in ((8, 64), (24, 128), (8, 256), (0, 128))
 ]  # fmt: skip
 
+# How the split-KV kernel of CUDA cuts keys into pieces on 132 SMs, with few rows.
+_EIGHT_HEADS: dict[str, Any] = {"nheads": 16, "nheads_k": 8, "causal": True, "seqlen_new": 1}
+_LENGTHS_OF_16 = (300, 0, 17, 299, 64, 65, 128, 1, 300, 200, 100, 50, 25, 12, 6, 3)
+PIECES = [
+    _case("pieces_whole_heads", "equal lengths: a piece is a head", (299,) * 16, 300, **_EIGHT_HEADS),
+    _case("pieces_mixed_heads", "the same shape, mixed lengths", _LENGTHS_OF_16, 301, headdim=128, **_EIGHT_HEADS),
+    _case("pieces_of_a_head", "equal lengths: a head has several pieces", (700,) * 2, 720, **_EIGHT_HEADS),
+    _case("pieces_of_heads", "equal lengths: a piece has several heads", (90,) * 64, 100, **_EIGHT_HEADS),
+    _case("pieces_of_sequences", "CTAs of the same keys", (700, 3, 0), 720, headdim=128, **_EIGHT_HEADS),
+    _case("pieces_fewer_than_heads", "a piece has many heads", tuple(range(70)), 100, headdim=32, **_EIGHT_HEADS),
+    _case("pieces_of_40_heads", "the heads leave CTAs without a piece", (300, 200), 310, nheads=40, nheads_k=40,
+          **_DECODE),
+    _case("pieces_short", "less than two units", (3, 0), 8, **_EIGHT_HEADS),
+]  # fmt: skip
+
 KVCACHE_CASES: list[KvCacheCase] = [
     *(*_LENGTHS, *_HEADS, *_ROWS, *_PAGES, *_FEATURES, *_SPLITS, *_LAYOUTS),
     *(case for case in MANY_ROWS if case.name in ("many_rows_tiles", "many_rows_gqa_3", "many_rows_pages_24")),
 ]
-BY_NAME = {case.name: case for case in (*KVCACHE_CASES, *MANY_ROWS)}
+BY_NAME = {case.name: case for case in (*KVCACHE_CASES, *MANY_ROWS, *PIECES)}
 SMALL_KVCACHE_CASES = [c for c in BY_NAME.values() if c.keys <= 300 and c.seqlen_q <= 20]
 
 # Offsets of more than 31 bits: cache rows, or keys, so far apart that the last one begins past 2^31.

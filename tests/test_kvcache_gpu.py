@@ -15,7 +15,7 @@ from flash_attn_mini import flash_attn_with_kvcache
 
 from .conftest import IS_HOPPER
 from .gpu_calls import capture, each_gpu_backend
-from .kvcache_cases import BY_NAME, MANY_ROWS, CacheCall, KvCacheCase, make_call
+from .kvcache_cases import BY_NAME, MANY_ROWS, PIECES, CacheCall, KvCacheCase, make_call
 from .kvcache_checks import bits, check_kvcache, check_results, copied, described, run
 from .test_gpu import assert_does_not_wait
 
@@ -52,7 +52,8 @@ def with_lengths(case: KvCacheCase, draw: torch.Generator) -> KvCacheCase:
     "name",
     ["decode", "read_only", "chunk", "long", "mqa", "headdim_33", "batch_idx_leftpad", "pages_1", "pages_64",
      "pages_leftpad", "rotary_leftpad", "together", "split_keys", "many_rows", "many_rows_tiles",
-     "many_rows_batch_idx", "many_rows_pages_64"],
+     "many_rows_batch_idx", "many_rows_pages_64", "pieces_whole_heads", "pieces_of_sequences",
+     "pieces_fewer_than_heads"],
 )  # fmt: skip
 def test_a_graph_replays_with_other_lengths_rows_and_pages(
     name: str, num_splits: int, gpu_backend: str, seed: int, draw: torch.Generator, described_seed: str
@@ -268,10 +269,33 @@ def test_one_sequence_runs_on_a_cluster_of_each_form(
 ) -> None:
     if torch.cuda.get_device_properties().multi_processor_count < 128:
         pytest.skip("clusters of 16 thread blocks for 8 heads need 128 SMs")
-    threads = 256 if case is LONG_ROW and headdim <= 128 else 128
     trace = kernels_of(dataclasses.replace(case, headdim=headdim), dtype)
+    fills_an_sm = case is LONG_ROW or headdim > 128
+    if fills_an_sm and "cluster=0 " in trace:
+        pytest.skip("a GPU whose parts have fewer than 16 SMs does not run 8 clusters of 16 such thread blocks at once")
+    threads = 256 if case is LONG_ROW and headdim <= 128 else 128
     assert "cluster=16 " in trace
     assert f"threads={threads} " in trace
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", PIECES, ids=str)
+def test_pieces(case: KvCacheCase, dtype: torch.dtype, kernels_of: Callable[[KvCacheCase, torch.dtype], str]) -> None:
+    """Keys cut in every way. On 132 SMs of Hopper the trace tells which one it is."""
+    trace = kernels_of(case, dtype)
+    if not IS_HOPPER or torch.cuda.get_device_properties().multi_processor_count != 132:
+        return
+    expected = {  # pieces, pieces if lengths are equal, threads: eight warps if CTAs are wide
+        "pieces_whole_heads": "pieces=16 aligned_pieces=16 .*threads=256 ",
+        "pieces_mixed_heads": "pieces=16 aligned_pieces=16 .*threads=256 ",
+        "pieces_of_a_head": "pieces=16 aligned_pieces=16 .*threads=256 ",
+        "pieces_of_heads": "pieces=16 aligned_pieces=16 .*threads=256 ",
+        "pieces_of_sequences": "pieces=18 aligned_pieces=18 .*threads=128 ",
+        "pieces_fewer_than_heads": "pieces=35 aligned_pieces=35 .*threads=128 ",
+        "pieces_of_40_heads": "pieces=120 aligned_pieces=0 .*threads=128 ",
+        "pieces_short": "pieces=1 aligned_pieces=1 .*threads=256 ",
+    }
+    assert re.search(f"flash_fwd_splitkv_kernel.* {expected[case.name]}", trace), trace
 
 
 @NEEDS_HOPPER

@@ -18,7 +18,7 @@ struct Slots {
     int stride, count;
 };
 
-// blockIdx.x: kCombineRows rows of a row tile. blockIdx.y: the head; if combines_by_piece the piece in which it begins.
+// blockIdx.x: kCombineRows rows of a row tile. blockIdx.y: the head; if combines_by_cta the CTA in which it begins.
 template <typename Element, int kHeadDim, int kGroups>
 __global__ void __launch_bounds__(kGroups *kCombineGroupThreads)
     flash_fwd_splitkv_combine_kernel(const __grid_constant__ Flash_fwd_params params,
@@ -30,32 +30,22 @@ __global__ void __launch_bounds__(kGroups *kCombineGroupThreads)
     if (row_begin >= rows) {
         return;
     }
-    // Before the wait only lengths are read, which are older than the partial results.
+    wait_for_previous_kernel();  // also where nothing is combined: this grid must not end before that kernel
+    launch_dependents();
     int bidb = blockIdx.y / params.h_k, bidh_k = blockIdx.y % params.h_k;
     Slots slots{};
     if (plan.max_splits > 0) {
         const int64_t first = int64_t(blockIdx.y) * plan.max_splits;
         slots = {first, first + 1, 1, Units(params, plan, cache_sequence(params, bidb)).count};
     } else {
-        const Schedule schedule(params, plan);
-        const bool by_piece = plan.combines_by_piece(params);
-        int head_begin = 0;
-        if (by_piece) {  // the head of the last unit
-            const UnitPlace place = schedule.find(max(schedule.begin_of(blockIdx.y + 1) - 1, 0));
-            bidb = place.bidb;
-            bidh_k = place.bidh_k;
-            head_begin = place.head_begin;
-        } else {
-            head_begin = schedule.head_begin_of(bidb, bidh_k);
-        }
-        const int head_end = head_begin + Units(params, plan, cache_sequence(params, bidb)).count;
-        const int piece = schedule.piece_of(head_begin), last_piece = schedule.piece_of(head_end - 1);
-        if (!by_piece || piece == static_cast<int>(blockIdx.y)) {
-            slots = {2 * piece + 1, 2 * (piece + 1), 2, last_piece - piece + 1};
-        }
+        const int4 words = __ldcg(reinterpret_cast<const int4 *>(params.cache.scratch) + blockIdx.y);
+        const SharedHead head{words.x, words.y, words.z, words.w};
+        bidb = head.bidb;
+        bidh_k = head.bidh_k;
+        const int heads = plan.heads_of_piece(params), in_piece = plan.by_sequence ? bidh_k : 0;
+        slots = {int64_t{2 * head.piece + 1} * heads + in_piece, int64_t{2 * head.piece + 2} * heads + in_piece,
+                 2 * heads, head.pieces};
     }
-    wait_for_previous_kernel();  // also where nothing is combined: this grid must not end before that kernel
-    launch_dependents();
     if (slots.count <= 1) {  // stored by the kernel before
         return;
     }
@@ -72,15 +62,26 @@ __global__ void __launch_bounds__(kGroups *kCombineGroupThreads)
         return *reinterpret_cast<const float2 *>(of_slot + row * 2);
     };
     RowResult result;
-    if (is_in_range) {  // the maximum first: the loads of a pass then wait for nothing
-#pragma unroll 4
-        for (int i = group; i < slots.count; i += kGroups) {
-            result.row_max = fmaxf(result.row_max, statistics_of(i).x);
-        }
-#pragma unroll 4
-        for (int i = group; i < slots.count; i += kGroups) {
-            const float *o = (i == 0 ? first.o : second.o + (i - 1) * o_stride) + row * kHeadDim + column;
-            result.add_weighted(statistics_of(i), load_now(o), params.scale_softmax_log2);
+    if (is_in_range) {
+        constexpr int kAtOnce = 4;  // slots whose loads are in flight together
+#pragma unroll 1
+        for (int begin = group; begin < slots.count; begin += kAtOnce * kGroups) {
+            float2 statistics[kAtOnce];
+            float4 o[kAtOnce];
+#pragma unroll
+            for (int j = 0; j < kAtOnce; ++j) {
+                const int i = begin + j * kGroups;
+                if (i < slots.count) {
+                    statistics[j] = statistics_of(i);
+                    o[j] = load_now((i == 0 ? first.o : second.o + (i - 1) * o_stride) + row * kHeadDim + column);
+                } else {
+                    statistics[j] = {-INFINITY, 0.0f};  // like a row without keys
+                }
+            }
+#pragma unroll
+            for (int j = 0; j < kAtOnce; ++j) {
+                result.add(statistics[j].x, statistics[j].y, o[j], params.scale_softmax_log2);
+            }
         }
     }
     if constexpr (kGroups > 1) {

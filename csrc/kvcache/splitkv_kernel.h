@@ -42,8 +42,9 @@ public:
         full_end = uniform(min(range.end_key(first_query), this->end));
     }
 
-    // Leaves the results of all groups in shared memory.
-    __device__ __forceinline__ void compute() {
+    // Leaves the results of all groups in shared memory. Calls while_loading() when the first loads are on their way.
+    template <typename WhileLoading>
+    __device__ __forceinline__ void compute(const WhileLoading &while_loading) {
 #pragma unroll
         for (int n = 0; n < kHeadDim / 8; ++n) {
 #pragma unroll
@@ -52,7 +53,9 @@ public:
             }
         }
         if (begin < end) {
-            loop();
+            loop(while_loading);
+        } else {
+            while_loading();
         }
         cp_async_wait_group<0>();
         __syncthreads();  // all warps are done with the key tiles: the results take their place
@@ -175,7 +178,8 @@ private:
     __device__ __forceinline__ Element *q_tile() const { return &shared.tiles[0][0][0][0] + kTilesElements; }
     static constexpr int kTilesElements = sizeof(shared.tiles) / sizeof(Element);
 
-    __device__ __forceinline__ void loop() {
+    template <typename WhileLoading>
+    __device__ __forceinline__ void loop(const WhileLoading &while_loading) {
         const int group = this->group(), first_key = begin + group * kKeys;
         const KeySource<Traits> source(params, sequence, bidb, bidh_k);
         const uint32_t tiles = static_cast<uint32_t>(__cvta_generic_to_shared(&shared.tiles[group]));
@@ -205,6 +209,9 @@ private:
                 copy_rows();  // behind the keys, which come from farther away
             }
             cp_async_commit();
+            if (i == -1) {
+                while_loading();
+            }
             if (i >= 0) {
                 const int key = first_key + i * Traits::kRoundKeys;
                 if (!is_idle && key < end) {
@@ -386,30 +393,26 @@ template <typename Traits>
 __device__ __forceinline__ void compute_attn_splitkv(const Flash_fwd_params &params, const SplitkvPlan &plan,
                                                      typename Traits::SharedStorage &shared) {
     wait_for_lengths(plan);
-    const Schedule schedule(params, plan);
-    const bool is_fixed = plan.max_splits > 0;
-    const int piece = blockIdx.y;
-    int left = schedule.begin_of(piece + 1) - schedule.begin_of(piece);
-    if (left <= 0) {
-        return;
-    }
-    UnitPlace at = schedule.find(schedule.begin_of(piece));
+    const int heads = plan.heads_of_piece(params), piece = uniform(blockIdx.y / heads);
+    const bool is_writer = threadIdx.x == 0 && blockIdx.x == 0;
+    Runs runs(params, plan, piece, blockIdx.y - piece * heads);
     wait_for_previous_kernel();  // it may write keys and queries
     launch_dependents();
+    if (runs.left <= 0 && is_writer) {
+        runs.record_nothing();
+    }
 #pragma unroll 1
-    while (left > 0) {
-        const Sequence seq = cache_sequence(params, at.bidb);
-        const Units units(params, plan, seq);
-        const int count = uniform(units.count), run = is_fixed ? 1 : min(left, count - at.unit), next = at.unit + run;
-        RunOfKeys<Traits> keys(params, plan, shared, seq, at.bidb, at.bidh_k, units.first_key(at.unit),
-                               units.first_key(next));
-        keys.compute();
-        const bool is_whole = at.unit == 0 && next == count;
-        const int64_t fixed_slot = (int64_t(at.bidb) * params.h_k + at.bidh_k) * plan.max_splits + at.unit;
-        keys.store(is_whole ? -1 : is_fixed ? fixed_slot : 2 * piece + (at.unit == 0));
+    while (runs.left > 0) {
+        const Sequence seq = cache_sequence(params, runs.at.bidb);
+        const Runs::Run run = runs.next(seq);
+        RunOfKeys<Traits> keys(params, plan, shared, seq, run.bidb, run.bidh_k, run.first_key, run.end_key);
+        keys.compute([&] {
+            if (is_writer) {
+                runs.record(run);
+            }
+        });
+        keys.store(run.slot);
         __syncthreads();  // the results are read: key tiles may take their place
-        left -= run;
-        at = at.after(run, count, params.h_k);
     }
 }
 
@@ -439,7 +442,7 @@ __global__ void __launch_bounds__(Traits::kMaxThreads, Traits::kMinCtas)
     launch_dependents();
     RunOfKeys<Traits> keys(params, plan, *reinterpret_cast<typename Traits::SharedStorage *>(smem), seq, bidb, bidh_k,
                            units.first_key(begin), units.first_key(end));
-    keys.compute();
+    keys.compute([] {});
     keys.store_as_cluster(rank, plan.cluster);
 #endif
 }

@@ -26,7 +26,7 @@ inline int tile_rows_for(int64_t rows) {
     return std::max(static_cast<int>((of_tile + kWarpRows - 1) / kWarpRows * kWarpRows), kLeast);
 }
 
-// The form of tiles of `tile_rows` rows, in clusters of `cluster` CTAs if that is not 0.
+// The form of tiles of `tile_rows` rows, in clusters of `cluster` CTAs if that is not 0. See also prefers_wide_ctas.
 inline Form form_of(const Flash_fwd_params &params, int tile_rows, int cluster) {
     // Keys of a CTA. With up to so many, the CTAs of the next call fit beside those of this one and start before it
     // ends. With more, bandwidth counts, which takes more warps.
@@ -76,6 +76,32 @@ int cluster_for(const Flash_fwd_params &params, int max_smem) {
     return active >= params.h_k ? cluster : 0;
 }
 
+// CTAs that fit into an SM.
+template <typename Traits>
+int ctas_of_sm(int tile_rows, int max_smem) {
+    constexpr int kSmemOfSM = 227 * 1024, kReserved = 1024;  // bytes; a CTA takes kReserved more than it asks for
+    const int by_smem = std::min(kSmemOfSM, max_smem) / (Traits::smem_size(tile_rows) + kReserved);
+    return std::min(std::max(by_smem, 1), Traits::ctas_by_registers(tile_rows));
+}
+
+// True if CTAs with the warps of a cluster, one on each SM, take less time than few_rows. If lengths are equal, a head
+// then has few pieces, or one and no partial result. With many keys that gains little, and few_rows wins where lengths
+// differ: of its CTAs on an SM one loads keys while another stores results.
+template <typename Traits>
+bool prefers_wide_ctas(const Flash_fwd_params &params, int max_smem) {
+    constexpr int64_t kMostKeys = 4096;  // of a CTA, of a full cache
+    if (Traits::kHeadDim > 128) {        // not measured
+        return false;
+    }
+    const int sms = device_properties().sm_count, pieces = sms / params.h_k;
+    if (device_properties().major < 9 || pieces == 0 || Traits::smem_size(kWarpRows) > max_smem) {
+        return false;
+    }
+    const int aligned = aligned_pieces_for(pieces, params.b);
+    return aligned > 0 && is_most_of(aligned * params.h_k, sms) &&
+           int64_t{params.cache.capacity} * params.b <= kMostKeys * aligned;
+}
+
 template <DType kDType, int kHeadDim>
 SplitkvPlan plan_of(const Flash_fwd_params &params, int max_smem) {
     const int64_t rows = int64_t{params.seqlen_q} * params.h_h_k_ratio;
@@ -99,32 +125,42 @@ SplitkvPlan plan_of(const Flash_fwd_params &params, int max_smem) {
     if (smem_of(form_of(params, tile_rows, cluster), tile_rows) > max_smem) {
         tile_rows = 4 * kWarpRows;  // takes the least shared memory
     }
-    return call_with_traits<kDType, kHeadDim>(form_of(params, tile_rows, cluster), [&](auto traits) {
+    Form form = form_of(params, tile_rows, cluster);
+    using WideTraits = SplitkvTraits<kDType, kHeadDim, Form::cluster>;
+    if (form == Form::few_rows && !is_fixed && prefers_wide_ctas<WideTraits>(params, max_smem)) {
+        form = Form::cluster;
+    }
+    return call_with_traits<kDType, kHeadDim>(form, [&](auto traits) {
         using Traits = decltype(traits);
-        constexpr int kSmemOfSM = 227 * 1024, kReserved = 1024;  // bytes; a CTA takes kReserved more than it asks for
-        const int row_tiles = static_cast<int>((rows + tile_rows - 1) / tile_rows);
-        const int by_smem = std::max(std::min(kSmemOfSM, max_smem) / (Traits::smem_size(tile_rows) + kReserved), 1);
-        const int ctas = device_properties().sm_count * std::min(by_smem, Traits::ctas_by_registers(tile_rows));
+        SplitkvPlan plan{};
+        plan.form = form;
+        plan.tile_rows = tile_rows;
+        plan.row_tiles = static_cast<int>((rows + tile_rows - 1) / tile_rows);
+        plan.cluster = cluster;
+        plan.is_aligned = is_aligned(params.k, params.d) && is_aligned(params.v, params.d);
+        plan.is_q_aligned = is_aligned(params.q, params.d);
+        plan.by_ratio = cutlass::FastDivmod(params.h_h_k_ratio);
+
         const int64_t capacity = params.cache.capacity, split_keys = params.cache.split_keys;
-        int log2_unit = 0;
-        while ((1 << log2_unit) < Traits::kUnit || ((capacity >> log2_unit) + 1) * heads > INT32_MAX) {
-            ++log2_unit;
+        while ((1 << plan.log2_unit) < Traits::kUnit || ((capacity >> plan.log2_unit) + 1) * heads > INT32_MAX) {
+            ++plan.log2_unit;
         }
-        const int64_t units = (capacity + (int64_t{1} << log2_unit) - 1) >> log2_unit;  // of a head, at most
-        const int64_t max_splits = split_keys > 0 ? (capacity + split_keys - 1) / split_keys
-                                                  : std::min<int64_t>(params.cache.num_splits, units);
-        const int wanted = row_tiles * 8 <= ctas ? ctas / row_tiles : (4 * ctas + row_tiles - 1) / row_tiles;
-        const int64_t most = max_splits > 0 ? heads * max_splits : heads * units / 2;
-        const int pieces = static_cast<int>(std::clamp<int64_t>(most, 1, wanted));
-        return SplitkvPlan{tile_rows,
-                           row_tiles,
-                           pieces,
-                           cluster,
-                           static_cast<int>(max_splits),
-                           log2_unit,
-                           is_aligned(params.k, params.d) && is_aligned(params.v, params.d),
-                           is_aligned(params.q, params.d),
-                           cutlass::FastDivmod(params.h_h_k_ratio)};
+        const int64_t units = (capacity + (int64_t{1} << plan.log2_unit) - 1) >> plan.log2_unit;  // of a head, at most
+        const int ctas = device_properties().sm_count * ctas_of_sm<Traits>(tile_rows, max_smem);
+        const int wanted =
+            plan.row_tiles * 8 <= ctas ? ctas / plan.row_tiles : (4 * ctas + plan.row_tiles - 1) / plan.row_tiles;
+        if (is_fixed) {
+            plan.max_splits = static_cast<int>(split_keys > 0 ? (capacity + split_keys - 1) / split_keys
+                                                              : std::min<int64_t>(params.cache.num_splits, units));
+            plan.pieces = static_cast<int>(std::clamp<int64_t>(heads * plan.max_splits, 1, wanted));
+            return plan;
+        }
+        plan.by_sequence = tile_rows == kWarpRows && is_most_of(wanted / params.h_k * params.h_k, wanted);
+        const int64_t heads_with_units = int64_t{params.b} * plan.heads_with_units(params);
+        plan.pieces = static_cast<int>(
+            std::clamp<int64_t>(heads_with_units * units / 2, 1, wanted / plan.heads_of_piece(params)));
+        plan.aligned_pieces = aligned_pieces_for(plan.pieces, heads_with_units);
+        return plan;
     });
 }
 
@@ -146,22 +182,24 @@ bool launch_splitkv(const Flash_fwd_params &params, const SplitkvPlan &plan, cud
     const int threads = Traits::threads(plan.tile_rows), smem = Traits::smem_size(plan.tile_rows);
     if (trace_enabled()) {
         trace("flash_fwd_splitkv_kernel",
-              "rows=%d row_tiles=%d pieces=%d cluster=%d splits=%s unit=%d threads=%d smem=%d", plan.tile_rows,
-              plan.row_tiles, plan.pieces, plan.cluster,
+              "rows=%d row_tiles=%d pieces=%d aligned_pieces=%d cluster=%d splits=%s unit=%d threads=%d smem=%d",
+              plan.tile_rows, plan.row_tiles, plan.pieces, plan.aligned_pieces, plan.cluster,
               plan.max_splits == 0 ? "by length" : std::to_string(plan.max_splits).c_str(), 1 << plan.log2_unit,
               threads, smem);
     }
     if constexpr (Traits::kIsCluster) {
-        Launch(dim3(1, plan.cluster * params.h_k), plan.cluster, threads, smem, stream)
-            .run(&flash_fwd_splitkv_cluster_kernel<Traits>, "launching flash_fwd_splitkv_cluster_kernel", params, plan);
-        return false;
-    } else {
-        auto kernel = &flash_fwd_splitkv_kernel<Traits>;
-        reserve_smem(kernel, std::min(Traits::smem_size(Traits::kMaxRows), device_properties().max_smem));
-        Launch(dim3(plan.row_tiles, plan.pieces), 1, threads, smem, stream)
-            .run(kernel, "launching flash_fwd_splitkv_kernel", params, plan);
-        return has_partial_results(plan);
+        if (plan.cluster > 0) {
+            Launch(dim3(1, plan.cluster * params.h_k), plan.cluster, threads, smem, stream)
+                .run(&flash_fwd_splitkv_cluster_kernel<Traits>, "launching flash_fwd_splitkv_cluster_kernel", params,
+                     plan);
+            return false;
+        }
     }
+    auto kernel = &flash_fwd_splitkv_kernel<Traits>;
+    reserve_smem(kernel, std::min(Traits::smem_size(Traits::kMaxRows), device_properties().max_smem));
+    Launch(dim3(plan.row_tiles, static_cast<unsigned>(plan.ctas(params))), 1, threads, smem, stream)
+        .run(kernel, "launching flash_fwd_splitkv_kernel", params, plan);
+    return has_partial_results(plan);
 }
 
 }  // namespace kvcache
@@ -173,7 +211,7 @@ int64_t splitkv_scratch_floats(const Flash_fwd_params &params, int max_smem) {
         return 0;
     }
     const int64_t rows = std::min<int64_t>(plan.tile_rows, int64_t{params.seqlen_q} * params.h_h_k_ratio);
-    return plan.slots(params) * plan.row_tiles * rows * (kHeadDim + 2);
+    return plan.scratch_floats(params, rows, kHeadDim);
 }
 
 template <DType kDType, int kHeadDim>
@@ -181,8 +219,8 @@ void run_combine_splits(const Flash_fwd_params &params, const kvcache::SplitkvPl
     using Element = std::conditional_t<kDType == DType::float16, cutlass::half_t, cutlass::bfloat16_t>;
     constexpr int kRows = kvcache::kCombineRows<kHeadDim>;
     const int rows = std::min(plan.tile_rows, params.seqlen_q * params.h_h_k_ratio);
-    const int of_y = plan.combines_by_piece(params) ? plan.pieces : params.b * params.h_k;
-    const dim3 grid((rows + kRows - 1) / kRows * plan.row_tiles, of_y);
+    const int64_t heads = plan.combines_by_cta(params) ? plan.ctas(params) : int64_t{params.b} * params.h_k;
+    const dim3 grid((rows + kRows - 1) / kRows * plan.row_tiles, static_cast<unsigned>(heads));
     const auto launch = [&](auto groups) {
         constexpr int kGroups = decltype(groups)::value;
         auto kernel = &kvcache::flash_fwd_splitkv_combine_kernel<Element, kHeadDim, kGroups>;
@@ -201,8 +239,7 @@ void run_flash_fwd_splitkv(const Flash_fwd_params &params, int max_smem, bool fo
     kvcache::SplitkvPlan plan = kvcache::plan_of<kDType, kHeadDim>(params, max_smem);
     plan.follows_append = follows_append;
     const bool is_partial = kvcache::call_with_traits<kDType, kHeadDim>(
-        kvcache::form_of(params, plan.tile_rows, plan.cluster),
-        [&](auto traits) { return kvcache::launch_splitkv<decltype(traits)>(params, plan, stream); });
+        plan.form, [&](auto traits) { return kvcache::launch_splitkv<decltype(traits)>(params, plan, stream); });
     if (is_partial) {
         run_combine_splits<kDType, kHeadDim>(params, plan, stream);
     }

@@ -82,8 +82,9 @@ struct Slot {
     __device__ Slot(const Flash_fwd_params &params, const SplitkvPlan &plan, int kHeadDim, int64_t slot, int row_tile) {
         const int rows = min(plan.tile_rows, params.seqlen_q * params.h_h_k_ratio);
         const int64_t index = slot * plan.row_tiles + row_tile, count = plan.slots(params) * plan.row_tiles;
-        o = params.cache.scratch + index * rows * kHeadDim;
-        statistics = params.cache.scratch + count * rows * kHeadDim + index * rows * 2;
+        float *const slots = params.cache.scratch + plan.shared_head_floats(params);
+        o = slots + index * rows * kHeadDim;
+        statistics = slots + count * rows * kHeadDim + index * rows * 2;
     }
 
     __device__ __forceinline__ void store(int row, int column, int kHeadDim, const RowResult &result) const {

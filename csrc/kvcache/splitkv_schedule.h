@@ -2,19 +2,26 @@
 //
 // The keys that a sequence sees are cut into units. Chosen splits: a unit is a few keys, and the units of all sequences
 // and heads, one after the other, are cut into one piece of equal size for each CTA. A piece may begin and end within a
-// head; then the head's partial results are combined. Fixed splits: a unit is a split, whose partial result does not
+// head; then the head's partial results are combined. If all heads have as many units, pieces begin and end with heads
+// as often as possible, which spares partial results. Fixed splits: a unit is a split, whose partial result does not
 // depend on other sequences.
 #pragma once
 
 #include <cutlass/fast_math.h>
+
+#include <climits>
 
 #include "../common/block_info.h"
 #include "../common/uniform.h"
 
 namespace flash::kvcache {
 
+// Of the tiles; SplitkvTraits describes them.
+enum class Form { few_rows, cluster, short_cluster, warp_pairs, many_rows };
+
 // How one call is cut, computed on the host from shapes alone.
 struct SplitkvPlan {
+    Form form;                     // of splitkv; cluster with `cluster` = 0: its tiles, without clusters
     int tile_rows;                 // rows of a tile: the queries of all heads that share a key/value head
     int row_tiles;                 // tiles that cover the rows of one key/value head of one sequence
     int pieces;                    // CTAs for each row tile
@@ -27,15 +34,55 @@ struct SplitkvPlan {
     bool follows_append = false;   // the kernel before it in the stream is append_kv_kernel
     int aligned_unit = 0;          // keys of a unit; units begin at multiples of it. 0: log2_unit counts
     float sum_factor = 1.0f;       // turns the sums in the slots into sums of probabilities
+    int aligned_pieces = 0;        // pieces if all heads have as many units; they begin or end with heads. 0: `pieces`
+    bool by_sequence = false;      // a piece has the same keys of all heads of a sequence, and a CTA for each of them
+
+    constexpr int heads_of_piece(const Flash_fwd_params &params) const { return by_sequence ? params.h_k : 1; }
+    // The heads of a sequence that have units of their own.
+    constexpr int heads_with_units(const Flash_fwd_params &params) const { return by_sequence ? 1 : params.h_k; }
+    constexpr int64_t ctas(const Flash_fwd_params &params) const { return int64_t{pieces} * heads_of_piece(params); }
 
     constexpr int64_t slots(const Flash_fwd_params &params) const {  // of partial results, for each row tile
-        return max_splits == 0 ? int64_t{2} * pieces : int64_t{params.b} * params.h_k * max_splits;
+        return max_splits == 0 ? 2 * ctas(params) : int64_t{params.b} * params.h_k * max_splits;
     }
-    // True if a CTA of the combine kernel has a piece, because there are fewer of them than heads; else it has a head.
-    constexpr bool combines_by_piece(const Flash_fwd_params &params) const {
-        return max_splits == 0 && pieces < int64_t{params.b} * params.h_k;
+    // True if a CTA of the combine kernel has the head that begins in a CTA of the kernel before, because there are
+    // fewer of them than heads; else it has any head.
+    constexpr bool combines_by_cta(const Flash_fwd_params &params) const {
+        return max_splits == 0 && ctas(params) < int64_t{params.b} * params.h_k;
+    }
+    // Of SharedHead for each CTA of the combine kernel; fixed splits have none.
+    constexpr int64_t shared_head_floats(const Flash_fwd_params &params) const {
+        const int64_t heads = int64_t{params.b} * params.h_k;
+        return max_splits > 0 ? 0 : 4 * (combines_by_cta(params) ? ctas(params) : heads);
+    }
+    // Floats of KvCache::scratch: SharedHead, then slots of `rows` rows.
+    constexpr int64_t scratch_floats(const Flash_fwd_params &params, int64_t rows, int headdim) const {
+        return shared_head_floats(params) + slots(params) * row_tiles * rows * (headdim + 2);
     }
 };
+
+// What the combine kernel has to know of a head; the CTA in whose piece the head begins writes it. They lie at the
+// start of KvCache::scratch: one for each head, or, if combines_by_cta, for each CTA.
+struct alignas(16) SharedHead {
+    int bidb, bidh_k;
+    int piece;   // the first with keys of the head
+    int pieces;  // with keys of the head; up to 1: there is nothing to combine
+};
+
+// True if `part` of `whole` CTAs are enough to keep the memory busy.
+constexpr bool is_most_of(int64_t part, int64_t whole) {
+    return part * 20 >= whole * 19;
+}
+
+// The most pieces, up to `pieces`, that begin or end with heads if all of `heads` heads have as many units; 0 if they
+// are much fewer than `pieces`.
+constexpr int aligned_pieces_for(int pieces, int64_t heads) {
+    int aligned = pieces;
+    while (heads % aligned != 0 && aligned % heads != 0) {
+        --aligned;
+    }
+    return is_most_of(aligned, pieces) ? aligned : 0;
+}
 
 __device__ __forceinline__ int warp_index() {
     return uniform(threadIdx.x / 32);
@@ -85,26 +132,32 @@ private:
 // A unit of one head of one sequence.
 struct UnitPlace {
     int bidb, bidh_k, unit;
-    int head_begin;  // the number of the head's first unit
 
-    // Where the units go on after `run` units of a head that has `count`.
-    __device__ UnitPlace after(int run, int count, int h_k) const {
+    // Where the units go on after `run` units of a head that has `count`. heads: SplitkvPlan::heads_with_units.
+    __device__ UnitPlace after(int run, int count, int heads) const {
         const int next = unit + run;
-        const bool is_head_done = next == count, is_sequence_done = is_head_done && bidh_k + 1 == h_k;
-        return {bidb + is_sequence_done, is_sequence_done ? 0 : bidh_k + is_head_done, is_head_done ? 0 : next, 0};
+        const bool is_head_done = next == count, is_sequence_done = is_head_done && bidh_k + 1 == heads;
+        return {bidb + is_sequence_done, is_sequence_done ? 0 : bidh_k + is_head_done, is_head_done ? 0 : next};
     }
 };
 
 // The units of all sequences and heads, in the order sequence, head, unit; the host makes sure that 32 bits count them.
+// If a piece has all heads of a sequence, they count as one, head 0.
 // Every warp computes it for itself, so that no warp waits for another.
 class Schedule {
 public:
     __device__ Schedule(const Flash_fwd_params &params, const SplitkvPlan &plan)
         : params(params), plan(plan), per_lane((params.b + 31) / 32) {
         const int lane = threadIdx.x % 32;
+        int most = 0, fewest = INT_MAX;
 #pragma unroll 1
         for (int i = 0; i < per_lane; ++i) {
-            of_this_lane += units_of(lane * per_lane + i);
+            if (lane * per_lane + i < params.b) {
+                const int count = count_of(lane * per_lane + i);
+                of_this_lane += count * plan.heads_with_units(params);
+                most = max(most, count);
+                fewest = min(fewest, count);
+            }
         }
         int sum = of_this_lane;
 #pragma unroll
@@ -114,19 +167,34 @@ public:
         }
         before = sum - of_this_lane;
         const int total = uniform(__shfl_sync(kAllLanes, sum, 31));
+        most = __reduce_max_sync(kAllLanes, most);
+        const bool is_equal = most == __reduce_min_sync(kAllLanes, fewest);
         // A piece has `least` units or one more; chosen splits have at least two units, so some pieces may be empty.
-        const int most = plan.max_splits > 0 ? total : total / 2;
-        pieces = max(min(plan.pieces, most), 1);
-        least = total / pieces;
-        longer = total - least * pieces;
+        const int most_pieces = plan.max_splits > 0 ? total : total / 2;
+        if (is_equal && plan.aligned_pieces > 0 && plan.aligned_pieces <= most_pieces) {
+            const int heads = params.b * plan.heads_with_units(params);
+            pieces = plan.aligned_pieces;
+            pieces_of_group = max(pieces / heads, 1);
+            units_of_group = pieces < heads ? total / pieces : most;
+        } else {
+            pieces = pieces_of_group = max(min(plan.pieces, most_pieces), 1);
+            units_of_group = total;
+        }
+        least = units_of_group / pieces_of_group;
+        longer = units_of_group - least * pieces_of_group;
     }
 
     // The first unit of a piece; the number of units from the last piece on.
-    __device__ int begin_of(int piece) const { return min(piece, pieces) * least + min(piece, longer); }
+    __device__ int begin_of(int piece) const {
+        const int group = min(piece, pieces) / pieces_of_group, in_group = min(piece, pieces) - group * pieces_of_group;
+        return group * units_of_group + in_group * least + min(in_group, longer);
+    }
     // The piece that holds a unit.
     __device__ int piece_of(int unit) const {
+        const int group = unit / units_of_group, in_group = unit - group * units_of_group;
         const int in_longer = longer * (least + 1);
-        return unit < in_longer ? unit / (least + 1) : longer + (unit - in_longer) / least;
+        return group * pieces_of_group +
+               (in_group < in_longer ? in_group / (least + 1) : longer + (in_group - in_longer) / least);
     }
 
     // Called by all lanes.
@@ -141,25 +209,11 @@ public:
             }
             const int count = count_of(bidb), head = left / count;
             left -= head * count;
-            place = {bidb, head, left, unit - left};
+            place = {bidb, head, left};
         }
         const int source = __ffs(__ballot_sync(kAllLanes, is_here)) - 1;
         const auto from_source = [&](int x) { return uniform(__shfl_sync(kAllLanes, x, source)); };
-        return {from_source(place.bidb), from_source(place.bidh_k), from_source(place.unit),
-                from_source(place.head_begin)};
-    }
-
-    // The number of the head's first unit. Called by all lanes.
-    __device__ int head_begin_of(int bidb, int bidh_k) const {
-        const int source = bidb / per_lane;
-        int first = before;
-        if (static_cast<int>(threadIdx.x % 32) == source) {
-#pragma unroll 1
-            for (int other = source * per_lane; other < bidb; ++other) {
-                first += units_of(other);
-            }
-        }
-        return uniform(__shfl_sync(kAllLanes, first, source)) + bidh_k * count_of(bidb);
+        return {from_source(place.bidb), from_source(place.bidh_k), from_source(place.unit)};
     }
 
 private:
@@ -168,10 +222,96 @@ private:
     const SplitkvPlan &plan;
     const int per_lane;            // sequences
     int before, of_this_lane = 0;  // units
-    int pieces, least, longer;     // pieces in use, units of each, pieces that have one unit more
+    int pieces;                    // in use
+    // Pieces are cut within groups: one head, several heads of one piece, or all heads.
+    int pieces_of_group, units_of_group;
+    int least, longer;  // units of a piece, pieces of a group that have one unit more
 
     __device__ int count_of(int bidb) const { return Units(params, plan, cache_sequence(params, bidb)).count; }
-    __device__ int units_of(int bidb) const { return bidb < params.b ? count_of(bidb) * params.h_k : 0; }
+    __device__ int units_of(int bidb) const {
+        return bidb < params.b ? count_of(bidb) * plan.heads_with_units(params) : 0;
+    }
+};
+
+// Walks through the runs of one piece and tells the combine kernel which heads have several.
+class Runs {
+public:
+    int left;      // units
+    UnitPlace at;  // of the next run
+
+    // head: of the piece, if plan.by_sequence, else 0. Called by a whole warp; all warps of a CTA may do so.
+    __device__ Runs(const Flash_fwd_params &params, const SplitkvPlan &plan, int piece, int head)
+        : params(params), plan(plan), schedule(params, plan), piece(piece), head(head) {
+        first_unit = schedule.begin_of(piece);
+        left = schedule.begin_of(piece + 1) - first_unit;
+        at = left > 0 ? schedule.find(first_unit) : UnitPlace{};
+    }
+
+    struct Run {
+        int bidb, bidh_k;
+        int first_key, end_key;
+        int64_t slot;      // of the partial result; -1: the run has all keys of the head
+        int units_before;  // of all heads; -1: the head has begun in another piece
+        int units_of_head;
+    };
+    // The next run, which belongs to `sequence`. Needs left > 0.
+    __device__ Run next(const Sequence &sequence) {
+        const Units units(params, plan, sequence);
+        // At least one unit, so that a piece ends even if another stream writes lengths meanwhile.
+        const int count = uniform(units.count), length = plan.max_splits > 0 ? 1 : max(min(left, count - at.unit), 1);
+        const int bidh_k = plan.by_sequence ? head : at.bidh_k;
+        const bool begins = at.unit == 0, is_whole = length == count;
+        const int64_t slot = plan.max_splits > 0 ? (int64_t(at.bidb) * params.h_k + bidh_k) * plan.max_splits + at.unit
+                                                 : int64_t{2 * piece + begins} * plan.heads_of_piece(params) + head;
+        const Run run{at.bidb,
+                      bidh_k,
+                      units.first_key(at.unit),
+                      units.first_key(at.unit + length),
+                      is_whole ? -1 : slot,
+                      begins ? first_unit : -1,
+                      count};
+        first_unit += length;
+        left -= length;
+        at = at.after(length, count, plan.heads_with_units(params));
+        at.bidb = min(at.bidb, params.b - 1);
+        return run;
+    }
+
+    // Tells the combine kernel of a run that next() returned. Called for each of them, by one and the same thread,
+    // after the kernel before has ended. It divides, so it is best called while loads are on their way.
+    __device__ void record(const Run &run) const {
+        if (plan.max_splits > 0 || plan.pieces == 1) {
+            return;  // the combine kernel needs no SharedHead, or does not run
+        }
+        const bool is_shared = run.units_before >= 0 && run.slot >= 0;
+        SharedHead shared{};
+        if (is_shared) {
+            const int last_piece = min(schedule.piece_of(run.units_before + run.units_of_head - 1), plan.pieces - 1);
+            shared = {run.bidb, run.bidh_k, piece, last_piece - piece + 1};
+        }
+        if (plan.combines_by_cta(params)) {
+            write(int64_t{piece} * plan.heads_of_piece(params) + head, shared);
+        } else if (run.units_before >= 0) {
+            write(int64_t{run.bidb} * params.h_k + run.bidh_k, shared);
+        }
+    }
+    // The same for a piece without units.
+    __device__ void record_nothing() const {
+        if (plan.combines_by_cta(params) && plan.pieces > 1) {
+            write(int64_t{piece} * plan.heads_of_piece(params) + head, {});
+        }
+    }
+
+private:
+    const Flash_fwd_params &params;
+    const SplitkvPlan &plan;
+    const Schedule schedule;
+    const int piece, head;
+    int first_unit;  // of the next run
+
+    __device__ void write(int64_t index, const SharedHead &shared) const {
+        reinterpret_cast<SharedHead *>(params.cache.scratch)[index] = shared;
+    }
 };
 
 }  // namespace flash::kvcache

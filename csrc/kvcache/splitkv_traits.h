@@ -1,6 +1,7 @@
-// The tiles of the split-KV kernel, in five forms. A group of warps shares a pipeline of key tiles, and each of its
-// warps has 16 rows; the results of the groups are summed at the end. Few rows: four groups of one warp. Cluster:
-// eight; short cluster: four. Warp pairs: two groups of two warps. Many rows: one group of four to eight warps.
+// The tiles of the split-KV kernel, in five forms (Form in splitkv_schedule.h). A group of warps shares a pipeline of
+// key tiles, and each of its warps has 16 rows; the results of the groups are summed at the end. Few rows: four groups
+// of one warp. Cluster: eight; short cluster: four. Warp pairs: two groups of two warps. Many rows: one group of four
+// to eight warps.
 #pragma once
 
 #include <cutlass/numeric_types.h>
@@ -14,8 +15,6 @@ namespace flash::kvcache {
 
 constexpr int kWarpRows = 16;  // the m16 of mma.sync
 constexpr int kMaxWarps = 8;
-
-enum class Form { few_rows, cluster, short_cluster, warp_pairs, many_rows };
 
 template <DType kDType, int kHeadDim_, Form kForm>
 struct SplitkvTraits {

@@ -61,6 +61,7 @@ kvcache::SplitkvPlan split_plan(const Flash_fwd_params &params) {
     plan.tile_rows = Traits::kBlockM;
     plan.row_tiles = static_cast<int>(row_tiles);
     plan.pieces = static_cast<int>(std::clamp<int64_t>(heads * units / 2, 1, wanted));
+    plan.aligned_pieces = heads % plan.pieces == 0 || plan.pieces % heads == 0 ? plan.pieces : 0;
     plan.aligned_unit = static_cast<int>(unit);
     plan.sum_factor = 1.0f / Softmax<typename Traits::Element, 2>::kOne;
     plan.by_ratio = cutlass::FastDivmod(params.h_h_k_ratio);
@@ -96,7 +97,7 @@ int64_t split_scratch_floats(const Flash_fwd_params &params) {
     const kvcache::SplitkvPlan plan = call_with_split_traits<kDType, kHeadDim>(
         params, [&](auto traits) { return split_plan<decltype(traits)>(params); });
     const int64_t rows = std::min<int64_t>(plan.tile_rows, int64_t{params.seqlen_q} * params.h_h_k_ratio);
-    return plan.pieces > 1 ? plan.slots(params) * plan.row_tiles * rows * (kHeadDim + 2) : 0;
+    return plan.pieces > 1 ? plan.scratch_floats(params, rows, kHeadDim) : 0;
 }
 
 template <DType kDType, int kHeadDim>

@@ -13,43 +13,45 @@ class RunScheduler {
 public:
     // Called by a whole warp.
     __device__ RunScheduler(const Flash_fwd_params &params, const kvcache::SplitkvPlan &plan)
-        : params(params), plan(plan), row_tile(blockIdx.x % plan.row_tiles), piece(blockIdx.x / plan.row_tiles) {
-        const kvcache::Schedule schedule(params, plan);
-        left = schedule.begin_of(piece + 1) - schedule.begin_of(piece);
-        if (left > 0) {
-            at = schedule.find(schedule.begin_of(piece));
+        : params(params),
+          row_tile(blockIdx.x % plan.row_tiles),
+          is_writer(threadIdx.x % 32 == 0 && row_tile == 0),
+          runs(params, plan, blockIdx.x / plan.row_tiles, 0) {
+        if (runs.left <= 0 && is_writer) {
+            runs.record_nothing();
         }
     }
 
     // The next work tile. Called by a whole warp.
     __device__ WorkTile next() {
         WorkTile tile{};
-        if (left <= 0) {
+        if (has_run && is_writer) {
+            runs.record(run);  // now, because the others wait for no tile
+        }
+        if (runs.left <= 0) {
             tile.is_end = true;
             return tile;
         }
-        tile.place = {at.bidb, at.bidh_k * params.h_h_k_ratio, row_tile};
-        tile.sequence = cache_sequence(params, at.bidb);
-        const kvcache::Units units(params, plan, tile.sequence);
-        const int count = uniform(units.count), run = min(left, count - at.unit);
+        tile.sequence = cache_sequence(params, runs.at.bidb);
+        run = runs.next(tile.sequence);
+        has_run = true;
+        tile.place = {run.bidb, run.bidh_k * params.h_h_k_ratio, row_tile};
         const BlockInfo<kBlockM, kBlockN, true> info(params, tile.sequence,
                                                      query_of<Kind::split>(params, row_tile * kBlockM),
                                                      query_of<Kind::split>(params, (row_tile + 1) * kBlockM - 1));
-        tile.n_block_min = max(info.n_block_min, units.first_key(at.unit) / kBlockN);
-        tile.n_block_max = min(info.n_block_max, (units.first_key(at.unit + run) + kBlockN - 1) / kBlockN);
-        const bool is_whole = run == count;
-        tile.slot = is_whole ? -1 : 2 * piece + (at.unit == 0);
-        left -= run;
-        at = at.after(run, count, params.h_k);
+        tile.n_block_min = max(info.n_block_min, run.first_key / kBlockN);
+        tile.n_block_max = min(info.n_block_max, (run.end_key + kBlockN - 1) / kBlockN);
+        tile.slot = static_cast<int>(run.slot);
         return tile;
     }
 
 private:
     const Flash_fwd_params &params;
-    const kvcache::SplitkvPlan &plan;
-    const int row_tile, piece;
-    int left;  // units
-    kvcache::UnitPlace at{};
+    const int row_tile;
+    const bool is_writer;
+    kvcache::Runs runs;
+    kvcache::Runs::Run run{};  // the last
+    bool has_run = false;
 };
 
 }  // namespace flash::sm90
