@@ -126,7 +126,10 @@ def main(argv: list[str] | None = None) -> None:
         benchmark="kernel_resources",
         title="Registers, spills and static shared memory of the compiled kernels",
         data=data,
-        sources=[*provenance.CUDA, *provenance.CUDA_BACKWARD, *provenance.MINIMAL, "csrc/flash.h"],
+        sources=[
+            *(*provenance.CUDA, *provenance.CUDA_BACKWARD, *provenance.KVCACHE, *provenance.MINIMAL),
+            "csrc/flash.h",
+        ],
         arguments=arguments,
     )
     spilling = [f"{row['object']} ({row['spill_bytes']} bytes)" for row in data if row["spill_bytes"]]

@@ -43,7 +43,8 @@ HOST = (
     "flash_attn_mini/backends/*.py",
 )
 LAUNCH = ("csrc/flash.h", "csrc/kind.h", "csrc/static_switch.h", "csrc/run_mha.*", "csrc/set_params.*")
-CUDA = ("csrc/sm*/*fwd*.cu", "build_tools/kernels.py")
+CUDA = ("csrc/sm*/flash_fwd_instantiation.cu", "build_tools/kernels.py")
+KVCACHE = ("csrc/kvcache/*", "csrc/sm90/flash_fwd_split_instantiation.cu")  # beside CUDA
 CUDA_BACKWARD = ("csrc/sm*/*bwd*.cu", "build_tools/kernels.py")
 TRITON = ("flash_attn_mini/backends/triton/**/*.py",)
 CPU = ("csrc/common/**/*", "csrc/cpu/**/*")
@@ -62,7 +63,7 @@ BACKWARD_SOURCES_OF_BACKEND = {
     "triton": TRITON,
     "cpu": (*LAUNCH, *CPU),
 }
-KVCACHE_SOURCES_OF_BACKEND = {**SOURCES_OF_BACKEND, "cuda": (*SOURCES_OF_BACKEND["cuda"], "csrc/kvcache/*")}
+KVCACHE_SOURCES_OF_BACKEND = {**SOURCES_OF_BACKEND, "cuda": (*SOURCES_OF_BACKEND["cuda"], *KVCACHE)}
 
 _CPP_SUFFIXES = {".h", ".cuh", ".cu", ".cpp", ".inl"}
 _SUFFIXES = _CPP_SUFFIXES | {".py"}

@@ -93,7 +93,10 @@ def main(argv: list[str] | None = None) -> None:
         benchmark="sanitize",
         title="Errors that compute-sanitizer finds",
         data=rows,
-        sources=["tests/sanitize_driver.py", *provenance.LAUNCH, *provenance.CUDA, *provenance.CUDA_BACKWARD],
+        sources=[
+            "tests/sanitize_driver.py",
+            *(*provenance.LAUNCH, *provenance.CUDA, *provenance.CUDA_BACKWARD, *provenance.KVCACHE),
+        ],
         arguments=arguments,
     )
     if any(row["errors"] for row in rows):
