@@ -19,6 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+# Functions of transformers that make the parts of a mask for packed rows.
+PACKED = "packed_sequence_mask_function"
+POSITIONS_IN_SEGMENT = "remap_positions_for_packed_sequence"
+
 
 @dataclass(frozen=True)
 class Seen:
@@ -133,15 +137,21 @@ def seen_of(mask_function: Callable[..., Any]) -> Seen | None:
 
 
 def _intersection(mask_functions: tuple[Callable[..., Any], ...]) -> Seen | None:
-    """The intersection. For packed rows transformers intersects (same segment, a mask function within the segment)."""
-    makers = tuple(getattr(function, "__qualname__", "").partition(".")[0] for function in mask_functions)
-    if makers == ("packed_sequence_mask_function", "remap_positions_for_packed_sequence"):
-        segments, remapped = (inspect.getclosurevars(function).nonlocals for function in mask_functions)
-        within = seen_of(remapped["mask_function"])
-        return None if within is None else within & Seen(segments=segments["packed_sequence_mask"])
+    """The intersection.
+
+    For packed rows it holds "same segment" and a mask function of positions in the row or in the segment; their order
+    differs between versions of transformers. Within a segment both kinds of position have the same distances.
+    """
+    makers = [getattr(function, "__qualname__", "").partition(".")[0] for function in mask_functions]
     together = Seen()
-    for function in mask_functions:
-        part = seen_of(function)
+    for maker, function in zip(makers, mask_functions, strict=True):
+        part: Seen | None
+        if maker == PACKED:
+            part = Seen(segments=inspect.getclosurevars(function).nonlocals["packed_sequence_mask"])
+        elif maker == POSITIONS_IN_SEGMENT and PACKED in makers:
+            part = seen_of(inspect.getclosurevars(function).nonlocals["mask_function"])
+        else:
+            part = seen_of(function)
         if part is None:
             return None
         together = together & part
