@@ -5,7 +5,6 @@
 bf16, head dim 128. Contenders: this library's strategies, and PyTorch's experimental `context_parallel` with its
 kernels, where it has the mask. Rounds interleave all contenders, one GPU included; a time is that of the slowest rank.
 Messages alone are timed too, for the model of docs/context_parallel.md. Writes context_parallel_N for N GPUs.
-All points take about 100 s on two H200s.
 """
 
 from __future__ import annotations

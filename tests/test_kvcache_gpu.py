@@ -269,11 +269,8 @@ def test_one_sequence_runs_on_a_cluster_of_each_form(
 ) -> None:
     if torch.cuda.get_device_properties().multi_processor_count < 128:
         pytest.skip("clusters of 16 thread blocks for 8 heads need 128 SMs")
-    trace = kernels_of(dataclasses.replace(case, headdim=headdim), dtype)
-    fills_an_sm = case is LONG_ROW or headdim > 128
-    if fills_an_sm and "cluster=0 " in trace:
-        pytest.skip("a GPU whose parts have fewer than 16 SMs does not run 8 clusters of 16 such thread blocks at once")
     threads = 256 if case is LONG_ROW and headdim <= 128 else 128
+    trace = kernels_of(dataclasses.replace(case, headdim=headdim), dtype)
     assert "cluster=16 " in trace
     assert f"threads={threads} " in trace
 
