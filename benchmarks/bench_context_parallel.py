@@ -4,7 +4,9 @@
 
 bf16, head dim 128. Contenders: this library's strategies, and PyTorch's experimental `context_parallel` with its
 kernels, where it has the mask. Rounds interleave all contenders, one GPU included; a time is that of the slowest rank.
-Messages alone are timed too, for the model of docs/context_parallel.md. Writes context_parallel_N for N GPUs.
+Each step is timed twice: enqueued before the GPU starts it, as in a model whose other layers keep the GPU busy, and with
+an idle GPU that waits for the host. Messages alone are timed too, for the model of docs/context_parallel.md. Writes
+context_parallel_N for N GPUs.
 """
 
 from __future__ import annotations
@@ -15,10 +17,11 @@ import os
 import random
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -48,6 +51,7 @@ ONE_GPU = "one GPU"
 PYTORCH = {"PyTorch FLASH": SDPBackend.FLASH_ATTENTION, "PyTorch cuDNN": SDPBackend.CUDNN_ATTENTION}
 SHORTEST, LONGEST = 1024, 32 * 1024  # documents
 MESSAGE_MIB = (8, 64, 256)
+CYCLES_OF_MILLISECOND = 2e6  # at the highest clock of a Hopper
 Step = Callable[[], Any]  # a forward and a backward
 
 
@@ -149,17 +153,46 @@ def slowest(milliseconds: float) -> float:
     return value.item()
 
 
-def time_step(step: Step, repetitions: int) -> float:
-    """Milliseconds of a step on the slowest rank, the mean of steps back to back after one that is not counted."""
+class Timing(NamedTuple):
+    """Milliseconds of a step on the slowest rank.
+
+    Attributes:
+        gpu: If the host has enqueued the steps before the GPU starts them.
+        with_host: If the GPU is idle when the host starts to enqueue them.
+        is_ahead: False if the host could not enqueue the steps ahead, because it waits for the GPU in them.
+    """
+
+    gpu: float
+    with_host: float
+    is_ahead: bool
+
+
+def time_step(step: Step, repetitions: int) -> Timing:
+    """The mean of steps back to back, after one that is not counted."""
+    with_host, host, _ = time_steps(step, repetitions, 0.0)
+    gpu, _, is_ahead = time_steps(step, repetitions, 2.0 * host + 5.0)
+    return Timing(gpu, with_host, is_ahead)
+
+
+def time_steps(step: Step, repetitions: int, head_start: float) -> tuple[float, float, bool]:
+    """Milliseconds of one step, of the host for all steps, and whether the host was ahead of the GPU on every rank.
+
+    ``head_start``: milliseconds for which the GPU is kept busy first.
+    """
     step()
+    if head_start > 0.0:
+        torch.cuda._sleep(int(head_start * CYCLES_OF_MILLISECOND))
     dist.all_reduce(torch.zeros(1, device="cuda"))  # all ranks start together
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
+    begin = time.perf_counter()
     for _ in range(repetitions):
         step()
+    host = (time.perf_counter() - begin) * 1e3
+    is_ahead = not start.query()
     end.record()
     end.synchronize()
-    return slowest(start.elapsed_time(end) / repetitions)
+    return slowest(start.elapsed_time(end) / repetitions), slowest(host), slowest(float(not is_ahead)) == 0.0
 
 
 def measure(point: Point, group: Any, rounds: int) -> dict[str, Any]:
@@ -172,7 +205,7 @@ def measure(point: Point, group: Any, rounds: int) -> dict[str, Any]:
     options = Options(0.0, 1.0, True, point.window or -1, 0, 0.0, None)
     choice = functions.choose_strategy(Attention("", shards, options, is_packed), point.nheads, point.nheads_k)
     steps = contenders_of(point, lengths, shards)
-    times: dict[str, list[float]] = {name: [] for name in steps}
+    times: dict[str, list[Timing]] = {name: [] for name in steps}
     rivals = PYTORCH if point.kind == "causal" else {}
     times |= {name: [] for name in rivals}
     repetitions = max(1, 65536 // total)
@@ -186,7 +219,9 @@ def measure(point: Point, group: Any, rounds: int) -> dict[str, Any]:
             except Exception as error:  # whatever an experimental function raises, the same on every rank
                 if rank == 0:
                     print(f"{name} cannot run: {(str(error).splitlines() or [repr(error)])[0]}", file=sys.stderr)
-    median = {name: statistics.median(values) for name, values in times.items() if values}
+    times = {name: values for name, values in times.items() if values}
+    median = {name: statistics.median(value.gpu for value in values) for name, values in times.items()}
+    with_host = {name: statistics.median(value.with_host for value in values) for name, values in times.items()}
     flops = 4.0 * visible_pairs(point, lengths) * point.nheads * HEADDIM * (1.0 + BACKWARD_WORK)
     return {
         "kind": point.kind,
@@ -203,6 +238,11 @@ def measure(point: Point, group: Any, rounds: int) -> dict[str, Any]:
         "share": {
             name: round(median[ONE_GPU] / (size * value), 4) for name, value in median.items() if name != ONE_GPU
         },
+        "ms_with_host": {name: round(value, 4) for name, value in with_host.items()},
+        "share_with_host": {
+            name: round(with_host[ONE_GPU] / (size * value), 4) for name, value in with_host.items() if name != ONE_GPU
+        },
+        "waiting": [name for name, values in times.items() if not all(value.is_ahead for value in values)],
     }
 
 
@@ -222,7 +262,7 @@ def message_rates(group: Any) -> dict[str, float]:
             for work in dist.batch_isend_irecv(ops):
                 work.wait()
 
-        rates[str(mebibytes)] = round((mebibytes << 20) / time_step(step, 10) * 1e-6, 1)
+        rates[str(mebibytes)] = round((mebibytes << 20) / time_step(step, 10).gpu * 1e-6, 1)
     return rates
 
 
@@ -238,7 +278,7 @@ def predicted(row: dict[str, Any], rates: dict[str, float]) -> dict[str, float]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = cli.parser_for(__doc__, seconds=150.0)
+    parser = cli.parser_for(__doc__, seconds=200.0)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--max-ctas", type=int, default=0, help="CTAs of NCCL's kernels at most (0: its own choice)")
     arguments = parser.parse_args(argv)

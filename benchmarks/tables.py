@@ -348,7 +348,8 @@ def context_parallel_tables(data: Rows) -> list[str]:
     for row in data:
         heads = f"{row['nheads']}" if row["nheads"] == row["nheads_k"] else f"{row['nheads']} on {row['nheads_k']}"
         cells = [
-            f"{row['tflops'][name]:.0f}" + (f" ({row['share'][name]:.2f})" if name in row["share"] else "")
+            f"{row['tflops'][name]:.0f}"
+            + (f" ({row['share'][name]:.2f}; {row['share_with_host'][name]:.2f})" if name in row["share"] else "")
             if name in row["tflops"]
             else "–"
             for name in names
@@ -357,11 +358,14 @@ def context_parallel_tables(data: Rows) -> list[str]:
         body.append([row["kind"], f"{row['tokens']:,}", heads, *cells, row["auto"], model or "–"])
     rates = ", ".join(f"{rate:.0f} GB/s at {size} MiB" for size, rate in data[0]["message_gbps"].items())
     caption = (
-        f"TFLOP/s of each of {data[0]['gpus']} GPUs, and (relative to one GPU on the whole sequence), forward and "
-        f"backward, head dim {data[0]['headdim']}:"
+        f"TFLOP/s of each of {data[0]['gpus']} GPUs if the host has enqueued the steps before they start, and (relative "
+        f"to one GPU on the whole sequence; the same where idle GPUs wait for the host), forward and backward, head dim "
+        f"{data[0]['headdim']}:"
     )
+    waiting = sorted({name for row in data for name in row["waiting"]})
+    notes = [f"Cannot be enqueued ahead, because the host waits in it: {', '.join(waiting)}."] if waiting else []
     table = markdown_table(["mask", "tokens a GPU", "heads", *names, "auto takes", "the model"], body)
-    return [f"{caption}\n\n{table}\n\nMessages from each GPU to the next one: {rates}."]
+    return ["\n\n".join([f"{caption}\n\n{table}", *notes, f"Messages from each GPU to the next one: {rates}."])]
 
 
 def training_tables(data: Rows) -> list[str]:

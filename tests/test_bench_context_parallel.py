@@ -47,12 +47,15 @@ def test_the_table_shows_rates_shares_and_the_model(tmp_path: Path) -> None:
         "auto": "ring",
         "tflops": {bench.ONE_GPU: 400.0, "ring": 360.0},
         "share": {"ring": 0.9},
+        "share_with_host": {"ring": 0.8},
+        "waiting": ["PyTorch FLASH"],
         "message_gbps": {"8": 40.0, "64": 150.0},
     }
     row["predicted"] = bench.predicted(row, row["message_gbps"])  # type: ignore[arg-type]
     provenance.save("x", benchmark="bench_context_parallel", title="X", data=[row], sources=(), out_dir=tmp_path)
     text = tables.render(provenance.load(tmp_path / "x.json"))
-    assert "360 (0.90)" in text
+    assert "360 (0.90; 0.80)" in text
+    assert "the host waits in it: PyTorch FLASH." in text
     assert "ring 0." in text
     assert "150 GB/s at 64 MiB" in text
     assert ", ulysses 0." in text

@@ -71,9 +71,15 @@ int cluster_for(const Flash_fwd_params &params, int max_smem) {
     int active = 0;              // clusters that run at once
     if (cudaOccupancyMaxActiveClusters(&active, kernel, &launch.config) != cudaSuccess) {
         cudaGetLastError();  // the GPU has no clusters of this size
-        return 0;
+        active = 0;
     }
-    return active >= params.h_k ? cluster : 0;
+    if (active >= params.h_k) {
+        return cluster;
+    }
+    if (trace_enabled()) {
+        trace("cluster_for", "ctas=%d clusters=%d at_once=%d", cluster, params.h_k, active);
+    }
+    return 0;
 }
 
 // CTAs that fit into an SM.
@@ -167,8 +173,8 @@ SplitkvPlan plan_of(const Flash_fwd_params &params, int max_smem) {
 // True if one group of 128 threads combines a head. Never behind the split-KV kernel: CTAs of 128 threads start beside
 // it before it ends, and make the call up to a fifth slower (H200).
 inline bool has_few_slots(const Flash_fwd_params &params, const SplitkvPlan &plan) {
-    constexpr int kFewSlots = 4;
-    return plan.aligned_unit > 0 && plan.pieces / (int64_t{params.b} * params.h_k) < kFewSlots;
+    constexpr int kFewSlots = 8;
+    return plan.aligned_unit > 0 && plan.pieces <= kFewSlots * int64_t{params.b} * params.h_k;
 }
 
 // True if several CTAs may work on the keys of a head, so that their results have to be combined by another kernel.

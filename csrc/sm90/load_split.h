@@ -148,21 +148,31 @@ private:
     WorkTileRing<Traits::kConsumers> tiles;
     typename Traits::PipelineStates states;
 
-    // Rows from first_row on, with zeros past the last row and column.
+    // Rows from first_row on, with zeros past the last row and column. A lane copies a quarter of a row's 64 bytes, in
+    // each eighth row: where its pieces go differs by constants, because the swizzle repeats after 8 rows.
     __device__ __forceinline__ void copy_rows(int bidb, int bidh, int first_row) {
-        constexpr int kChunks = Traits::kHeadDim / 8;  // pieces of 16 bytes in a row
+        constexpr int kPiece = 8, kLanes = 4, kColumns = kPiece * kLanes, kStep = 32 / kLanes;  // kPiece: 16 bytes
+        static_assert(Traits::kHeadDim % kColumns == 0 && Traits::kRows % kStep == 0);
         Tensor sQ = make_tensor(make_smem_ptr(shared.q), typename Traits::SmemLayoutQ{});  // (64, HD, stage)
+        const int lane = threadIdx.x % 32, row_of_lane = lane / kLanes, column_of_lane = lane % kLanes * kPiece;
         const Element *const q =
             static_cast<const Element *>(params.q.ptr) + bidb * params.q.batch_stride + bidh * params.q.head_stride;
+        uint32_t to[Traits::kHeadDim / kColumns];
+        CUTE_UNROLL
+        for (int i = 0; i < Traits::kHeadDim / kColumns; ++i) {
+            to[i] = cute::cast_smem_ptr_to_uint(&sQ(row_of_lane, i * kColumns + column_of_lane, states.q.stage));
+        }
 #pragma unroll 4
-        for (int i = threadIdx.x % 32; i < Traits::kRows * kChunks; i += 32) {
-            const int row = i / kChunks, column = i % kChunks * 8;
+        for (int step = 0; step < Traits::kRows / kStep; ++step) {
             int query, head;
-            by_ratio(query, head, first_row + row);
-            const bool is_in_range = query < params.seqlen_q && column < params.d;
-            const Element *source = q + query * params.q.row_stride + head * params.q.head_stride + column;
-            kvcache::cp_async_16(cute::cast_smem_ptr_to_uint(&sQ(row, column, states.q.stage)),
-                                 is_in_range ? source : q, is_in_range);
+            by_ratio(query, head, first_row + step * kStep + row_of_lane);
+            const Element *const row = q + query * params.q.row_stride + head * params.q.head_stride + column_of_lane;
+            CUTE_UNROLL
+            for (int i = 0; i < Traits::kHeadDim / kColumns; ++i) {
+                const bool is_in_range = query < params.seqlen_q && i * kColumns + column_of_lane < params.d;
+                const uint32_t offset = step * kStep * Traits::kSmemRow * sizeof(Element);
+                kvcache::cp_async_16(to[i] + offset, is_in_range ? row + i * kColumns : q, is_in_range);
+            }
         }
     }
 };
