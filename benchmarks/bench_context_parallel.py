@@ -4,9 +4,9 @@
 
 bf16, head dim 128. Contenders: this library's strategies, and PyTorch's experimental `context_parallel` with its
 kernels, where it has the mask. Rounds interleave all contenders, one GPU included; a time is that of the slowest rank.
-Each step is timed twice: enqueued before the GPU starts it, as in a model whose other layers keep the GPU busy, and with
-an idle GPU that waits for the host. Messages alone are timed too, for the model of docs/context_parallel.md. Writes
-context_parallel_N for N GPUs.
+Each step is timed twice: enqueued before the GPU starts it, as in a model whose other layers keep the GPU busy, and
+with an idle GPU that waits for the host. Messages alone are timed too, for the model of docs/context_parallel.md.
+Writes context_parallel_N for N GPUs.
 """
 
 from __future__ import annotations
@@ -280,25 +280,35 @@ def predicted(row: dict[str, Any], rates: dict[str, float]) -> dict[str, float]:
 def main(argv: list[str] | None = None) -> None:
     parser = cli.parser_for(__doc__, seconds=200.0)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--max-ctas", type=int, default=0, help="CTAs of NCCL's kernels at most (0: its own choice)")
+    parser.add_argument(
+        "--max-ctas", type=int, default=16, help="CTAs of NCCL's kernels at most (default: %(default)s)"
+    )
+    parser.add_argument("--nccl-defaults", action="store_true", help="leave CTAs and clusters to NCCL")
     arguments = parser.parse_args(argv)
     cli.require_gpu("bench_context_parallel")
     if "RANK" not in os.environ:
         raise SystemExit("bench_context_parallel: start it with torchrun --nproc-per-node N")
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    # NCCL's kernels have to start beside kernels that fill the GPU.
+    # NCCL's kernels have to start beside kernels that fill the GPU. PyTorch's functions have a group of their own, with
+    # NCCL's choice of CTAs.
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    if arguments.max_ctas > 0:
-        options.config.max_ctas = arguments.max_ctas
     dist.init_process_group("nccl", timeout=timedelta(seconds=90), pg_options=options)
     try:
-        run(arguments)
+        run(arguments, own_group(arguments))
     finally:
         dist.destroy_process_group()
 
 
-def run(arguments: argparse.Namespace) -> None:
-    group = dist.group.WORLD
+def own_group(arguments: argparse.Namespace) -> Any:
+    """The group of this library's functions, as docs/context_parallel.md recommends it."""
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    if not arguments.nccl_defaults:
+        options.config.max_ctas = arguments.max_ctas
+        options.config.cga_cluster_size = 1
+    return dist.new_group(pg_options=options)
+
+
+def run(arguments: argparse.Namespace, group: Any) -> None:
     budget = Budget(arguments.seconds)
     rates = message_rates(group)
     points = POINTS[:1] if arguments.quick else POINTS
@@ -326,7 +336,7 @@ def run(arguments: argparse.Namespace) -> None:
         sources=sources,
         arguments=arguments,
         complete=len(data) == len(points),
-        extra={"gpus": str(size)} | ({"max_ctas": str(arguments.max_ctas)} if arguments.max_ctas > 0 else {}),
+        extra={"gpus": str(size), "max_ctas": "NCCL's" if arguments.nccl_defaults else str(arguments.max_ctas)},
     )
 
 

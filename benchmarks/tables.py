@@ -358,9 +358,9 @@ def context_parallel_tables(data: Rows) -> list[str]:
         body.append([row["kind"], f"{row['tokens']:,}", heads, *cells, row["auto"], model or "–"])
     rates = ", ".join(f"{rate:.0f} GB/s at {size} MiB" for size, rate in data[0]["message_gbps"].items())
     caption = (
-        f"TFLOP/s of each of {data[0]['gpus']} GPUs if the host has enqueued the steps before they start, and (relative "
-        f"to one GPU on the whole sequence; the same where idle GPUs wait for the host), forward and backward, head dim "
-        f"{data[0]['headdim']}:"
+        f"TFLOP/s of each of {data[0]['gpus']} GPUs if the host has enqueued the steps before they start, and "
+        "(relative to one GPU on the whole sequence; the same where idle GPUs wait for the host), forward and "
+        f"backward, head dim {data[0]['headdim']}:"
     )
     waiting = sorted({name for row in data for name in row["waiting"]})
     notes = [f"Cannot be enqueued ahead, because the host waits in it: {', '.join(waiting)}."] if waiting else []

@@ -6,9 +6,11 @@
 
 #include <optional>
 #include <string>
+#include <utility>
 
 #include "checks.h"
 #include "message.h"
+#include "reserved_sms.h"
 #include "rng_state.h"
 #include "s_dmask.h"
 
@@ -104,6 +106,9 @@ void bind_for_python_backends(pybind11::module_ &module) {
                "Only the argument checks of varlen_bwd");
     module.def("check_kvcache", torch::wrap_pybind_function(check_kvcache_for),
                "Only the argument checks of fwd_kvcache");
+    module.def(
+        "reserve_sms", [](int count) { return std::exchange(reserved_sms(), count); }, py::arg("count"),
+        "Leaves SMs to kernels of other streams in the Hopper forwards of this thread; returns their number before");
     module.def("check_rng_state", torch::wrap_pybind_function(check_rng_state),
                "Only the check of the rng_state of a backward", py::arg("rng_state"), py::arg("p_dropout"),
                py::arg("q"));

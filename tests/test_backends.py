@@ -13,7 +13,7 @@ import torch
 
 import flash_attn_mini
 from flash_attn_mini import available_backends, backends, flash_attn_func, use_backend
-from flash_attn_mini.backends import BACKENDS, select_backend
+from flash_attn_mini.backends import BACKENDS, extension, select_backend
 
 CPU = torch.device("cpu")
 VARIABLE = "FLASH_ATTN_MINI_BACKEND"
@@ -158,6 +158,28 @@ def test_no_backend_gives_the_reason() -> None:
             flash_attn_func(q, q, q)
         with pytest.raises(RuntimeError, match=r"'triton'.*the backend argument.*triton is out of order"):
             flash_attn_func(q, q, q, backend="triton")
+
+
+def test_reserved_sms_end_with_their_context_and_belong_to_a_thread() -> None:
+    def reserved() -> int:
+        count: int = extension.load().reserve_sms(0)
+        extension.load().reserve_sms(count)
+        return count
+
+    of_thread = []
+    with (
+        contextlib.suppress(KeyError),
+        extension.reserved_sms(16),
+        extension.reserved_sms(0),
+        extension.reserved_sms(4),
+    ):
+        assert reserved() == 4
+        thread = threading.Thread(target=lambda: of_thread.append(reserved()))
+        thread.start()
+        thread.join()
+        raise KeyError
+    assert of_thread == [0]
+    assert reserved() == 0
 
 
 def test_package_exports_what_its_users_need() -> None:

@@ -461,6 +461,34 @@ def test_few_rows_run_in_short_tiles(
     assert_forward_accurate(q, k, v, out, lse, case=f"short tiles\n  {shape} sm90\n  {described_seed}")
 
 
+@pytest.mark.parametrize("kind", ["full", "causal", "varlen"])
+def test_a_forward_leaves_sms_to_other_kernels(
+    kind: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The grid is smaller by the SMs that are reserved, and the results have the same bits."""
+    q, k, v = qkv(3, 1111, 16, 64)
+    packed = [x.flatten(0, 1) for x in (q, k, v)]
+    cu_seqlens = torch.tensor([0, 1111, 2222, 3333], device="cuda", dtype=torch.int32)
+
+    def call() -> tuple[Tensor, int]:
+        if kind == "varlen":
+            out = flash_attn_varlen_func(*packed, cu_seqlens, cu_seqlens, 1111, 1111, causal=True)
+        else:
+            out = flash_attn_func(q, k, v, causal=kind == "causal")
+        (grid,) = re.findall(r"flash_fwd_kernel .* grid=(\d+)", capfd.readouterr().err)
+        return out, int(grid)
+
+    monkeypatch.setenv("FLASH_ATTN_MINI_TRACE", "1")
+    expected, grid = call()
+    sms = torch.cuda.get_device_properties().multi_processor_count
+    assert grid == sms
+    with extension.reserved_sms(sms - 10):
+        out, grid = call()
+    assert grid == 10
+    assert torch.equal(out, expected)
+    assert call()[1] == sms
+
+
 @pytest.mark.parametrize(
     ("nheads", "seqlen_q", "seqlen_k", "headdim"),
     [(16, 4096, 1024, 128), (32, 4096, 1024, 64), (64, 2048, 512, 128), (128, 512, 128, 128)],

@@ -5,6 +5,7 @@
 
 #include "../common/launch.h"
 #include "../device.h"
+#include "../reserved_sms.h"
 #include "../trace.h"
 #include "flash_fwd.h"
 #include "flash_fwd_kernel.h"
@@ -33,7 +34,7 @@ void launch(const Flash_fwd_params &params, int *tile_counter, cudaStream_t stre
     static_assert(Traits::kSmemSize <= kMaxSmem, "more shared memory than a thread block may have");
     auto kernel = &flash_fwd_kernel<Traits, kKind>;
     const RowBlocks blocks = row_blocks<is_general(kKind)>(params, Traits::kBlockM);
-    const int sms = device_properties().sm_count;
+    const int sms = std::max(device_properties().sm_count - reserved_sms(), 1);
     check_grid(blocks.count() + sms, "batch * nheads * blocks of query rows");  // CTAs count past the end
     const WorkTileOrder order(blocks, params.is_local(), sms, tile_counter);
     const int grid = std::min(order.units, sms);

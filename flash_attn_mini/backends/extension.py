@@ -5,8 +5,9 @@ Backends pass `Sequences` (None for sequences of equal length), `KvCache` and `O
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -41,6 +42,19 @@ def load() -> ModuleType:
     if _module is None:
         raise RuntimeError(f"flash_attn_mini: {_error}")
     return _module
+
+
+@contextlib.contextmanager
+def reserved_sms(count: int) -> Iterator[None]:
+    """A context in which the Hopper forwards of this thread leave ``count`` SMs to kernels of other streams.
+
+    Their CTAs stay until the end, so a kernel that has to run beside them finds no SM unless some are left to it.
+    """
+    before = load().reserve_sms(count)
+    try:
+        yield
+    finally:
+        load().reserve_sms(before)
 
 
 def _scalars(options: Options, *zero_tensors: bool) -> tuple[Any, ...]:

@@ -10,8 +10,11 @@ float32 would hold the same values; a sum of several travels in float32.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+
 import torch
 
+from ..backends import extension
 from . import blocks, kernels, transport
 from .blocks import Interval, Step
 from .kernels import Attention, BackwardInputs
@@ -28,10 +31,12 @@ def forward(
     plan = blocks.plan(attention.shards, attention.mask, attention.is_packed)
     keys = _Keys(attention, plan.steps, k, v, "forward")
     partial = kernels.partial_of(q)
-    kernels.forward(attention, plan.own, q, k, v, partial)
+    with keys.room():
+        kernels.forward(attention, plan.own, q, k, v, partial)
     for step in plan.steps:
         k_arrived, v_arrived = keys.next()
-        kernels.forward(attention, step.arriving.calls, q, k_arrived, v_arrived, partial)
+        with keys.room():
+            kernels.forward(attention, step.arriving.calls, q, k_arrived, v_arrived, partial)
     return partial.result_with_lse(q.dtype)
 
 
@@ -87,6 +92,13 @@ class _Keys:
         what = f"step {step.number}, K and V to rank {step.sink} and from rank {step.source}"
         where = self._attention.where(NAME, self._direction, what)
         return transport.exchange(step.sink, sent, step.source, received, group, where)
+
+    def room(self) -> AbstractContextManager[None]:
+        """A context in which a forward leaves room for the messages under way."""
+        sms = 0
+        if self._arriving is not None and self._arriving.is_under_way:
+            sms = transport.sms_of_messages(self._attention.shards.group, self._k.device)
+        return extension.reserved_sms(sms)
 
     def next(self) -> list[torch.Tensor]:
         """K and V of the next step; those of the step after it start to arrive."""

@@ -21,6 +21,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 # Devices on which a group has had its first collective. NCCL sets up a group in its first call, in which every rank
 # has to take part.
 _connected: weakref.WeakKeyDictionary[Any, set[torch.device]] = weakref.WeakKeyDictionary()
+_sms_of_messages: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # of the GPUs of a group
 
 
 def as_process_group(group: Any) -> Any:
@@ -99,6 +100,11 @@ class Message:
     received: list[torch.Tensor]
     sent: list[torch.Tensor] = field(default_factory=list)  # kept alive until the transfer has read them
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether something travels, and nobody has waited for it."""
+        return bool(self.works)
+
     def wait(self) -> list[torch.Tensor]:
         """Let the current stream (on the CPU: the host) wait for the transfers."""
         with named(self.where):
@@ -117,6 +123,23 @@ def connect(group: Any, device: torch.device) -> None:
         with named("the first call of a group"):
             dist.all_reduce(torch.zeros(1, device=device), group=group)
         devices.add(device)
+
+
+def sms_of_messages(group: Any, device: torch.device) -> int:
+    """SMs that a kernel has to leave free so that messages travel beside it; 0 if that would not help.
+
+    NCCL's kernels have one CTA for each SM. Their number is known if the group has a limit, ``max_ctas``. In clusters,
+    NCCL's default, they need several free SMs of one GPC, which a smaller grid of another kernel does not leave.
+    """
+    if device.type != "cuda":
+        return 0
+    number = _sms_of_messages.get(group)
+    if number is None:
+        config = getattr(getattr(group._get_backend(device), "options", None), "config", None)
+        most, cluster = (getattr(config, name, None) for name in ("max_ctas", "cga_cluster_size"))
+        number = most if most is not None and most > 0 and cluster in (0, 1) else 0
+        _sms_of_messages[group] = number
+    return number
 
 
 def exchange(
