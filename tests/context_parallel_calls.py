@@ -9,6 +9,10 @@ import contextlib
 import importlib
 import io
 import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -349,6 +353,41 @@ def repeat_behind_delays(group: Any, tensors: tuple[Tensor, ...], strategy: str)
         same = same and all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
         del scratch
     return same
+
+
+def attend_beside_messages(group: Any, tensors: tuple[Tensor, ...]) -> tuple[list[int], bool]:
+    """The grids of the Hopper forwards with a group whose messages take 8 CTAs, and whether results keep their bits."""
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options.config.max_ctas, options.config.cga_cluster_size = 8, 1
+    ranks = dist.get_process_group_ranks(group)
+    limited = dist.new_group(ranks, pg_options=options, use_local_synchronization=True)
+    results = []
+    for chosen in (group, limited):
+        shards = zigzag_shards(tensors[0].shape[1], chosen)
+        q, k, v = (shards.split(x.to(device_of(group)), 1) for x in tensors[:3])
+        with all_traces() as lines:
+            results.append(cp_flash_attn_func(q, k, v, shards, causal=True, strategy="ring"))
+    grids = [int(x) for x in re.findall(r"flash_fwd_kernel .* grid=(\d+)", "".join(lines))]
+    return grids, torch.equal(*results)
+
+
+@contextlib.contextmanager
+def all_traces() -> Iterator[list[str]]:
+    """A context whose traces, of Python and of C++, are in the list after it."""
+    lines: list[str] = []
+    stderr = os.dup(2)
+    os.environ["FLASH_ATTN_MINI_TRACE"] = "1"
+    with tempfile.TemporaryFile("w+") as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            yield lines
+        finally:
+            sys.stderr.flush()
+            os.dup2(stderr, 2)
+            os.close(stderr)
+            del os.environ["FLASH_ATTN_MINI_TRACE"]
+            file.seek(0)
+            lines += file.readlines()
 
 
 def memory_of_a_ring(group: Any) -> tuple[float, float]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from . import context_parallel_calls as calls
+from .conftest import IS_HOPPER
 from .ranks import Ranks
 from .test_context_parallel import BITS, CASES, DOCUMENTS, FOUR, ONE, TWO, Case, check, tensors_and_options
 
@@ -72,6 +73,15 @@ def test_ulysses_has_the_bits_of_one_gpu_in_its_forward(ranks: Ranks, seed: int)
     alone = ranks.run(ONE, calls.attend, case.lengths, tensors, "ring", options)[0]
     for a, b in zip(several[:2], alone[:2], strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.skipif(not IS_HOPPER, reason="no Hopper GPU on this machine")
+def test_a_forward_leaves_sms_to_messages_of_known_size(ranks: Ranks, seed: int) -> None:
+    tensors = calls.draw(4096 * len(MEMBERS), 1, (16, 16), 64, torch.bfloat16, seed)
+    sms = torch.cuda.get_device_properties().multi_processor_count
+    for grids, is_equal in ranks.run(MEMBERS, calls.attend_beside_messages, tensors):
+        assert grids == [sms - 8] * (len(MEMBERS) - 1) + [sms]  # nothing arrives beside the last step
+        assert is_equal
 
 
 def test_memory_of_the_ring_is_that_of_two_blocks(ranks: Ranks) -> None:
