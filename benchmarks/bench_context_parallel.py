@@ -51,6 +51,8 @@ ONE_GPU = "one GPU"
 PYTORCH = {"PyTorch FLASH": SDPBackend.FLASH_ATTENTION, "PyTorch cuDNN": SDPBackend.CUDNN_ATTENTION}
 SHORTEST, LONGEST = 1024, 32 * 1024  # documents
 MESSAGE_MIB = (8, 64, 256)
+TIMEOUT = timedelta(seconds=90)
+MOST_HEAD_START = 200.0  # milliseconds; a first step may compile for longer
 CYCLES_OF_MILLISECOND = 2e6  # at the highest clock of a Hopper
 Step = Callable[[], Any]  # a forward and a backward
 
@@ -157,42 +159,47 @@ class Timing(NamedTuple):
     """Milliseconds of a step on the slowest rank.
 
     Attributes:
-        gpu: If the host has enqueued the steps before the GPU starts them.
-        with_host: If the GPU is idle when the host starts to enqueue them.
-        is_ahead: False if the host could not enqueue the steps ahead, because it waits for the GPU in them.
+        ahead: With all steps enqueued before the GPU starts them.
+        idle: With a GPU that is idle when the host starts to enqueue them.
+        is_ahead: False if the host could not enqueue them all before the GPU started, because it waits for the GPU.
     """
 
-    gpu: float
-    with_host: float
+    ahead: float
+    idle: float
     is_ahead: bool
 
 
-def time_step(step: Step, repetitions: int) -> Timing:
-    """The mean of steps back to back, after one that is not counted."""
-    with_host, host, _ = time_steps(step, repetitions, 0.0)
-    gpu, _, is_ahead = time_steps(step, repetitions, 2.0 * host + 5.0)
-    return Timing(gpu, with_host, is_ahead)
+def time_step(step: Step, repetitions: int, ahead_first: bool) -> Timing:
+    """The mean of steps back to back, after one that is not counted, in both ways."""
+    if ahead_first:
+        ahead, is_ahead = time_steps(step, repetitions, True)
+        idle, _ = time_steps(step, repetitions, False)
+    else:
+        idle, _ = time_steps(step, repetitions, False)
+        ahead, is_ahead = time_steps(step, repetitions, True)
+    return Timing(ahead, idle, is_ahead)
 
 
-def time_steps(step: Step, repetitions: int, head_start: float) -> tuple[float, float, bool]:
-    """Milliseconds of one step, of the host for all steps, and whether the host was ahead of the GPU on every rank.
-
-    ``head_start``: milliseconds for which the GPU is kept busy first.
-    """
+def time_steps(step: Step, repetitions: int, enqueues_ahead: bool) -> tuple[float, bool]:
+    """Milliseconds of one step, and whether every rank's host had enqueued all steps before its GPU started them."""
+    begin = time.perf_counter()
     step()
-    if head_start > 0.0:
+    host = slowest((time.perf_counter() - begin) * 1e3)
+    torch.cuda.synchronize()
+    if enqueues_ahead:
+        head_start = min(2.0 * host * repetitions + 5.0, MOST_HEAD_START)
         torch.cuda._sleep(int(head_start * CYCLES_OF_MILLISECOND))
     dist.all_reduce(torch.zeros(1, device="cuda"))  # all ranks start together
+    if not enqueues_ahead:
+        torch.cuda.synchronize()
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
-    begin = time.perf_counter()
     for _ in range(repetitions):
         step()
-    host = (time.perf_counter() - begin) * 1e3
     is_ahead = not start.query()
     end.record()
     end.synchronize()
-    return slowest(start.elapsed_time(end) / repetitions), slowest(host), slowest(float(not is_ahead)) == 0.0
+    return slowest(start.elapsed_time(end) / repetitions), slowest(float(not is_ahead)) == 0.0
 
 
 def measure(point: Point, group: Any, rounds: int) -> dict[str, Any]:
@@ -209,19 +216,34 @@ def measure(point: Point, group: Any, rounds: int) -> dict[str, Any]:
     rivals = PYTORCH if point.kind == "causal" else {}
     times |= {name: [] for name in rivals}
     repetitions = max(1, 65536 // total)
-    for _ in range(rounds):
+    for turn in range(rounds):
+        ahead_first = turn % 2 == 0
         for name, step in steps.items():
-            times[name].append(time_step(step, repetitions))
+            times[name].append(time_step(step, repetitions, ahead_first))
         for name, kernel in rivals.items():
             try:
                 with pytorch_step(kernel, point, total) as step:
-                    times[name].append(time_step(step, repetitions))
+                    times[name].append(time_step(step, repetitions, ahead_first))
             except Exception as error:  # whatever an experimental function raises, the same on every rank
                 if rank == 0:
                     print(f"{name} cannot run: {(str(error).splitlines() or [repr(error)])[0]}", file=sys.stderr)
     times = {name: values for name, values in times.items() if values}
-    median = {name: statistics.median(value.gpu for value in values) for name, values in times.items()}
-    with_host = {name: statistics.median(value.with_host for value in values) for name, values in times.items()}
+    median = {name: statistics.median(value.ahead for value in values) for name, values in times.items()}
+    idle = {name: statistics.median(value.idle for value in values) for name, values in times.items()}
+
+    def shares(which: Callable[[Timing], float]) -> dict[str, float]:
+        """The median of the rounds' ratios; a contender that failed in some rounds has those of its first ones."""
+        return {
+            name: round(
+                statistics.median(
+                    which(one) / (size * which(value)) for one, value in zip(times[ONE_GPU], values, strict=False)
+                ),
+                4,
+            )
+            for name, values in times.items()
+            if name != ONE_GPU
+        }
+
     flops = 4.0 * visible_pairs(point, lengths) * point.nheads * HEADDIM * (1.0 + BACKWARD_WORK)
     return {
         "kind": point.kind,
@@ -235,13 +257,9 @@ def measure(point: Point, group: Any, rounds: int) -> dict[str, Any]:
         "tflops": {
             name: round(flops / value * 1e-9 / (1 if name == ONE_GPU else size), 4) for name, value in median.items()
         },
-        "share": {
-            name: round(median[ONE_GPU] / (size * value), 4) for name, value in median.items() if name != ONE_GPU
-        },
-        "ms_with_host": {name: round(value, 4) for name, value in with_host.items()},
-        "share_with_host": {
-            name: round(with_host[ONE_GPU] / (size * value), 4) for name, value in with_host.items() if name != ONE_GPU
-        },
+        "share": shares(lambda timing: timing.ahead),
+        "ms_with_host": {name: round(value, 4) for name, value in idle.items()},
+        "share_with_host": shares(lambda timing: timing.idle),
         "waiting": [name for name, values in times.items() if not all(value.is_ahead for value in values)],
     }
 
@@ -262,7 +280,7 @@ def message_rates(group: Any) -> dict[str, float]:
             for work in dist.batch_isend_irecv(ops):
                 work.wait()
 
-        rates[str(mebibytes)] = round((mebibytes << 20) / time_step(step, 10).gpu * 1e-6, 1)
+        rates[str(mebibytes)] = round((mebibytes << 20) / time_steps(step, 10, True)[0] * 1e-6, 1)
     return rates
 
 
@@ -279,20 +297,22 @@ def predicted(row: dict[str, Any], rates: dict[str, float]) -> dict[str, float]:
 
 def main(argv: list[str] | None = None) -> None:
     parser = cli.parser_for(__doc__, seconds=200.0)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument(
         "--max-ctas", type=int, default=16, help="CTAs of NCCL's kernels at most (default: %(default)s)"
     )
     parser.add_argument("--nccl-defaults", action="store_true", help="leave CTAs and clusters to NCCL")
     arguments = parser.parse_args(argv)
     cli.require_gpu("bench_context_parallel")
+    if arguments.max_ctas < 1:
+        parser.error(f"--max-ctas is {arguments.max_ctas}; allowed: 1 or more (NCCL's choice: --nccl-defaults)")
     if "RANK" not in os.environ:
         raise SystemExit("bench_context_parallel: start it with torchrun --nproc-per-node N")
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     # NCCL's kernels have to start beside kernels that fill the GPU. PyTorch's functions have a group of their own, with
     # NCCL's choice of CTAs.
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    dist.init_process_group("nccl", timeout=timedelta(seconds=90), pg_options=options)
+    dist.init_process_group("nccl", timeout=TIMEOUT, pg_options=options)
     try:
         run(arguments, own_group(arguments))
     finally:
@@ -305,7 +325,7 @@ def own_group(arguments: argparse.Namespace) -> Any:
     if not arguments.nccl_defaults:
         options.config.max_ctas = arguments.max_ctas
         options.config.cga_cluster_size = 1
-    return dist.new_group(pg_options=options)
+    return dist.new_group(timeout=TIMEOUT, pg_options=options)
 
 
 def run(arguments: argparse.Namespace, group: Any) -> None:
@@ -317,7 +337,8 @@ def run(arguments: argparse.Namespace, group: Any) -> None:
         if slowest(-budget.left()) > -5.0:  # the ranks decide together
             break
         row = measure(point, group, arguments.rounds)
-        data.append(row | {"message_gbps": rates, "predicted": predicted(row, rates)})
+        settings = {"max_ctas": 0 if arguments.nccl_defaults else arguments.max_ctas}
+        data.append(row | settings | {"message_gbps": rates, "predicted": predicted(row, rates)})
         torch.cuda.empty_cache()
     if dist.get_rank() != 0:
         return
@@ -336,7 +357,7 @@ def run(arguments: argparse.Namespace, group: Any) -> None:
         sources=sources,
         arguments=arguments,
         complete=len(data) == len(points),
-        extra={"gpus": str(size), "max_ctas": "NCCL's" if arguments.nccl_defaults else str(arguments.max_ctas)},
+        extra={"gpus": str(size)},
     )
 
 

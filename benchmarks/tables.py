@@ -358,14 +358,16 @@ def context_parallel_tables(data: Rows) -> list[str]:
         body.append([row["kind"], f"{row['tokens']:,}", heads, *cells, row["auto"], model or "–"])
     rates = ", ".join(f"{rate:.0f} GB/s at {size} MiB" for size, rate in data[0]["message_gbps"].items())
     caption = (
-        f"TFLOP/s of each of {data[0]['gpus']} GPUs if the host has enqueued the steps before they start, and "
-        "(relative to one GPU on the whole sequence; the same where idle GPUs wait for the host), forward and "
-        f"backward, head dim {data[0]['headdim']}:"
+        f"TFLOP/s of each of {data[0]['gpus']} GPUs, forward and backward, head dim {data[0]['headdim']}. In brackets: "
+        "relative to one GPU on the whole sequence, with steps enqueued ahead; then without:"
     )
+    most = data[0].get("max_ctas")
+    groups = f" Our group: {most} CTAs for messages, no clusters; PyTorch's: NCCL's defaults." if most else ""
     waiting = sorted({name for row in data for name in row["waiting"]})
     notes = [f"Cannot be enqueued ahead, because the host waits in it: {', '.join(waiting)}."] if waiting else []
     table = markdown_table(["mask", "tokens a GPU", "heads", *names, "auto takes", "the model"], body)
-    return ["\n\n".join([f"{caption}\n\n{table}", *notes, f"Messages from each GPU to the next one: {rates}."])]
+    messages = f"Messages from each GPU to the next one: {rates}.{groups}"
+    return ["\n\n".join([f"{caption}\n\n{table}", *notes, messages])]
 
 
 def training_tables(data: Rows) -> list[str]:

@@ -1,5 +1,5 @@
 // Functions of the extension for backends that are written in Python (Triton): argument checks, the random state of
-// dropout, and S_dmask.
+// dropout, and S_dmask. For context parallel: the SMs that forwards leave to messages.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>

@@ -444,9 +444,13 @@ def join_processes(parser: argparse.ArgumentParser, device: torch.device) -> Non
         return
     if "RANK" not in os.environ:
         parser.error("--context-parallel: start it with torchrun, such as torchrun --nproc-per-node 2 -m ...")
-    if device.type == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    if device.type == "cpu":
+        dist.init_process_group("gloo")
+        return
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # docs/context_parallel.md says why
+    options.config.max_ctas, options.config.cga_cluster_size = 16, 1
+    dist.init_process_group("nccl", pg_options=options)
 
 
 def check_out(parser: argparse.ArgumentParser, out: Path) -> None:

@@ -49,6 +49,7 @@ def test_the_table_shows_rates_shares_and_the_model(tmp_path: Path) -> None:
         "share": {"ring": 0.9},
         "share_with_host": {"ring": 0.8},
         "waiting": ["PyTorch FLASH"],
+        "max_ctas": 16,
         "message_gbps": {"8": 40.0, "64": 150.0},
     }
     row["predicted"] = bench.predicted(row, row["message_gbps"])  # type: ignore[arg-type]
@@ -56,6 +57,7 @@ def test_the_table_shows_rates_shares_and_the_model(tmp_path: Path) -> None:
     text = tables.render(provenance.load(tmp_path / "x.json"))
     assert "360 (0.90; 0.80)" in text
     assert "the host waits in it: PyTorch FLASH." in text
+    assert "Our group: 16 CTAs for messages" in text
     assert "ring 0." in text
     assert "150 GB/s at 64 MiB" in text
     assert ", ulysses 0." in text

@@ -148,10 +148,11 @@ private:
     WorkTileRing<Traits::kConsumers> tiles;
     typename Traits::PipelineStates states;
 
-    // Rows from first_row on, with zeros past the last row and column. A lane copies a quarter of a row's 64 bytes, in
-    // each eighth row: where its pieces go differs by constants, because the swizzle repeats after 8 rows.
+    // Rows from first_row on, with zeros past the last row and column. In a step the warp copies 8 rows, 64 bytes of
+    // each at a time: lane l has row l / 4 and 16 bytes of every 64. The swizzle repeats after 8 rows, so a lane's
+    // addresses of different steps differ by constants.
     __device__ __forceinline__ void copy_rows(int bidb, int bidh, int first_row) {
-        constexpr int kPiece = 8, kLanes = 4, kColumns = kPiece * kLanes, kStep = 32 / kLanes;  // kPiece: 16 bytes
+        constexpr int kPiece = 8, kLanes = 4, kColumns = kPiece * kLanes, kStep = 32 / kLanes;  // elements, lanes, rows
         static_assert(Traits::kHeadDim % kColumns == 0 && Traits::kRows % kStep == 0);
         Tensor sQ = make_tensor(make_smem_ptr(shared.q), typename Traits::SmemLayoutQ{});  // (64, HD, stage)
         const int lane = threadIdx.x % 32, row_of_lane = lane / kLanes, column_of_lane = lane % kLanes * kPiece;

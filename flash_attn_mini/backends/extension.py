@@ -48,7 +48,8 @@ def load() -> ModuleType:
 def reserved_sms(count: int) -> Iterator[None]:
     """A context in which the Hopper forwards of this thread leave ``count`` SMs to kernels of other streams.
 
-    Their CTAs stay until the end, so a kernel that has to run beside them finds no SM unless some are left to it.
+    A forward has a CTA on each SM until it ends, so a kernel of another stream waits unless some SMs are left free.
+    Kernels that split the keys of a KV cache do not read the number.
     """
     before = load().reserve_sms(count)
     try:

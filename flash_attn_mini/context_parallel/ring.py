@@ -31,11 +31,11 @@ def forward(
     plan = blocks.plan(attention.shards, attention.mask, attention.is_packed)
     keys = _Keys(attention, plan.steps, k, v, "forward")
     partial = kernels.partial_of(q)
-    with keys.room():
+    with keys.beside_messages():
         kernels.forward(attention, plan.own, q, k, v, partial)
     for step in plan.steps:
         k_arrived, v_arrived = keys.next()
-        with keys.room():
+        with keys.beside_messages():
             kernels.forward(attention, step.arriving.calls, q, k_arrived, v_arrived, partial)
     return partial.result_with_lse(q.dtype)
 
@@ -93,8 +93,8 @@ class _Keys:
         where = self._attention.where(NAME, self._direction, what)
         return transport.exchange(step.sink, sent, step.source, received, group, where)
 
-    def room(self) -> AbstractContextManager[None]:
-        """A context in which a forward leaves room for the messages under way."""
+    def beside_messages(self) -> AbstractContextManager[None]:
+        """A context in which forwards leave SMs free for the messages under way."""
         sms = 0
         if self._arriving is not None and self._arriving.is_under_way:
             sms = transport.sms_of_messages(self._attention.shards.group, self._k.device)

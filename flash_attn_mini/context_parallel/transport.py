@@ -21,7 +21,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 # Devices on which a group has had its first collective. NCCL sets up a group in its first call, in which every rank
 # has to take part.
 _connected: weakref.WeakKeyDictionary[Any, set[torch.device]] = weakref.WeakKeyDictionary()
-_sms_of_messages: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # of the GPUs of a group
+_sms_of_messages: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # results of sms_of_messages
 
 
 def as_process_group(group: Any) -> Any:
@@ -128,8 +128,9 @@ def connect(group: Any, device: torch.device) -> None:
 def sms_of_messages(group: Any, device: torch.device) -> int:
     """SMs that a kernel has to leave free so that messages travel beside it; 0 if that would not help.
 
-    NCCL's kernels have one CTA for each SM. Their number is known if the group has a limit, ``max_ctas``. In clusters,
-    NCCL's default, they need several free SMs of one GPC, which a smaller grid of another kernel does not leave.
+    Each CTA of an NCCL kernel needs an SM of its own. The number of CTAs is known only if the group limits it
+    (``max_ctas`` in its options; environment variables of NCCL are not read). CTAs in clusters, NCCL's default on
+    Hopper, need several free SMs of one GPC, which a smaller grid of another kernel does not leave.
     """
     if device.type != "cuda":
         return 0
