@@ -444,7 +444,7 @@ def join_processes(parser: argparse.ArgumentParser, device: torch.device) -> Non
         return
     if "RANK" not in os.environ:
         parser.error("--context-parallel: start it with torchrun, such as torchrun --nproc-per-node 2 -m ...")
-    if device.type == "cpu":
+    if device.type != "cuda":
         dist.init_process_group("gloo")
         return
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
