@@ -171,13 +171,10 @@ class Timing(NamedTuple):
 
 def time_step(step: Step, repetitions: int, ahead_first: bool) -> Timing:
     """The mean of steps back to back, after one that is not counted, in both ways."""
-    if ahead_first:
-        ahead, is_ahead = time_steps(step, repetitions, True)
-        idle, _ = time_steps(step, repetitions, False)
-    else:
-        idle, _ = time_steps(step, repetitions, False)
-        ahead, is_ahead = time_steps(step, repetitions, True)
-    return Timing(ahead, idle, is_ahead)
+    order = (True, False) if ahead_first else (False, True)
+    measured = {enqueues_ahead: time_steps(step, repetitions, enqueues_ahead) for enqueues_ahead in order}
+    ahead, is_ahead = measured[True]
+    return Timing(ahead, measured[False][0], is_ahead)
 
 
 def time_steps(step: Step, repetitions: int, enqueues_ahead: bool) -> tuple[float, bool]:

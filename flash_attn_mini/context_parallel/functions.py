@@ -65,7 +65,8 @@ def cp_flash_attn_func(
     NotImplementedError. Under torch.compile the call is a graph break. There is no dropout: the mask of dropout is a
     function of a row's place in one call, so it would depend on the number of ranks and on the strategy.
 
-    On Hopper, options of the group decide whether messages travel beside the forward: docs/context_parallel.md.
+    On Hopper, options of the group decide whether the ring's messages travel beside its forward:
+    docs/context_parallel.md.
 
     Args:
         q: Local queries, ``[batch, tokens_local, nheads, headdim]``; dtypes, head dims and heads as in

@@ -2,10 +2,9 @@
 
 In step t, rank r works on keys of rank r - t while those of rank r - t - 1 arrive. It works on its own keys before the
 first step; in the backward with half of the heads, and with the others after the last one, while the last gradients
-return. Keys come straight
-from their owner, so only those travel that some query of the receiver sees. Their gradients go straight back to the
-owner, who adds them in float32. A gradient that comes from a single kernel travels in that kernel's dtype, because
-float32 would hold the same values; a sum of several travels in float32.
+return. Keys come straight from their owner, so only those travel that some query of the receiver sees. Their gradients
+go straight back to the owner, who adds them in float32. A gradient that comes from a single kernel travels in that
+kernel's dtype, because float32 would hold the same values; a sum of several travels in float32.
 """
 
 from __future__ import annotations

@@ -21,7 +21,6 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 # Devices on which a group has had its first collective. NCCL sets up a group in its first call, in which every rank
 # has to take part.
 _connected: weakref.WeakKeyDictionary[Any, set[torch.device]] = weakref.WeakKeyDictionary()
-_sms_of_messages: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # results of sms_of_messages
 
 
 def as_process_group(group: Any) -> Any:
@@ -134,13 +133,9 @@ def sms_of_messages(group: Any, device: torch.device) -> int:
     """
     if device.type != "cuda":
         return 0
-    number = _sms_of_messages.get(group)
-    if number is None:
-        config = getattr(getattr(group._get_backend(device), "options", None), "config", None)
-        most, cluster = (getattr(config, name, None) for name in ("max_ctas", "cga_cluster_size"))
-        number = most if most is not None and most > 0 and cluster in (0, 1) else 0
-        _sms_of_messages[group] = number
-    return number
+    config = getattr(getattr(group._get_backend(device), "options", None), "config", None)
+    most, cluster = (getattr(config, name, None) for name in ("max_ctas", "cga_cluster_size"))
+    return most if most is not None and most > 0 and cluster in (0, 1) else 0
 
 
 def exchange(

@@ -13,7 +13,6 @@ from itertools import pairwise
 
 import torch
 
-from ..backends import extension
 from ..ops import run_backward, run_forward
 from ..options import Options, Sequences
 from . import transport
@@ -53,12 +52,10 @@ def forward(
     arriving = [_scatter_heads(attention, "forward", group, [x[group] for x in qkv]) for group in range(groups)]
     saved: list[torch.Tensor] = []
     leaving: list[list[transport.Message]] = []
-    sms = transport.sms_of_messages(attention.shards.group, q.device) if groups > 1 else 0
     for group, message in enumerate(arriving):
         tensors = _split_heads(_arrived(attention, message), [x[group].shape[-2] for x in qkv])
         options, sequences = _options_of(attention, group, groups, q), _sequences(attention, q)
-        with extension.reserved_sms(sms):
-            out, lse, _, _ = run_forward(*tensors, sequences, options)
+        out, lse, _, _ = run_forward(*tensors, sequences, options)
         saved += [*tensors, out, lse]
         results = [tokens_first(out)]
         if returns_lse:
