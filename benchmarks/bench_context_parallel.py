@@ -4,15 +4,16 @@
 
 bf16, head dim 128. Contenders: this library's strategies, and PyTorch's experimental `context_parallel` with its
 kernels, where it has the mask. Rounds interleave all contenders, one GPU included; a time is that of the slowest rank.
-Each step is timed twice: enqueued before the GPU starts it, as in a model whose other layers keep the GPU busy, and
-with an idle GPU that waits for the host. Messages alone are timed too, for the model of docs/context_parallel.md.
-Writes context_parallel_N for N GPUs.
+Steps are timed back to back, so that the GPU has the clock that it keeps under load. They are timed twice: enqueued
+before the GPU starts them, as in a model whose other layers keep the GPU busy, and with an idle GPU that waits for the
+host. Messages alone are timed too, for the model of docs/context_parallel.md. Writes context_parallel_N for N GPUs.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import random
 import statistics
@@ -52,7 +53,8 @@ PYTORCH = {"PyTorch FLASH": SDPBackend.FLASH_ATTENTION, "PyTorch cuDNN": SDPBack
 SHORTEST, LONGEST = 1024, 32 * 1024  # documents
 MESSAGE_MIB = (8, 64, 256)
 TIMEOUT = timedelta(seconds=90)
-MOST_HEAD_START = 200.0  # milliseconds; a first step may compile for longer
+BUSY_MS = 60.0  # milliseconds of steps that a time is the mean of, after half as many that are not counted
+MOST_HEAD_START = 300.0  # milliseconds; a first step may compile for longer
 CYCLES_OF_MILLISECOND = 2e6  # at the highest clock of a Hopper
 Step = Callable[[], Any]  # a forward and a backward
 
@@ -169,31 +171,37 @@ class Timing(NamedTuple):
     is_ahead: bool
 
 
-def time_step(step: Step, repetitions: int, ahead_first: bool) -> Timing:
-    """The mean of steps back to back, after one that is not counted, in both ways."""
-    order = (True, False) if ahead_first else (False, True)
-    measured = {enqueues_ahead: time_steps(step, repetitions, enqueues_ahead) for enqueues_ahead in order}
-    ahead, is_ahead = measured[True]
-    return Timing(ahead, measured[False][0], is_ahead)
-
-
-def time_steps(step: Step, repetitions: int, enqueues_ahead: bool) -> tuple[float, bool]:
-    """Milliseconds of one step, and whether every rank's host had enqueued all steps before its GPU started them."""
+def time_step(step: Step, ahead_first: bool) -> Timing:
+    """The mean of steps back to back, in both ways."""
     begin = time.perf_counter()
     step()
-    host = slowest((time.perf_counter() - begin) * 1e3)
+    host = slowest((time.perf_counter() - begin) * 1e3)  # of the first step, which may compile
+    repetitions = max(1, round(BUSY_MS / time_steps(step, 1, 0, 0.0)[0]))
+    head_start = min(3.0 * host * repetitions + 5.0, MOST_HEAD_START)
+    order = (head_start, 0.0) if ahead_first else (0.0, head_start)
+    measured = {start: time_steps(step, repetitions, max(1, repetitions // 2), start) for start in order}
+    ahead, is_ahead = measured[head_start]
+    return Timing(ahead, measured[0.0][0], is_ahead)
+
+
+def time_steps(step: Step, repetitions: int, uncounted: int, head_start: float) -> tuple[float, bool]:
+    """Milliseconds of a step back to back, and whether every rank's host had enqueued all before its GPU started.
+
+    Steps before that are not counted bring the GPU to the clock that it keeps. head_start: milliseconds.
+    """
     torch.cuda.synchronize()
-    if enqueues_ahead:
-        head_start = min(2.0 * host * repetitions + 5.0, MOST_HEAD_START)
-        torch.cuda._sleep(int(head_start * CYCLES_OF_MILLISECOND))
+    torch.cuda._sleep(int(head_start * CYCLES_OF_MILLISECOND))
     dist.all_reduce(torch.zeros(1, device="cuda"))  # all ranks start together
-    if not enqueues_ahead:
+    if head_start == 0.0:
         torch.cuda.synchronize()
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin, start, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+    begin.record()
+    for _ in range(uncounted):
+        step()
     start.record()
     for _ in range(repetitions):
         step()
-    is_ahead = not start.query()
+    is_ahead = not begin.query()
     end.record()
     end.synchronize()
     return slowest(start.elapsed_time(end) / repetitions), slowest(float(not is_ahead)) == 0.0
@@ -212,15 +220,14 @@ def measure(point: Point, group: Any, rounds: int) -> dict[str, Any]:
     times: dict[str, list[Timing]] = {name: [] for name in steps}
     rivals = PYTORCH if point.kind == "causal" else {}
     times |= {name: [] for name in rivals}
-    repetitions = max(1, 65536 // total)
     for turn in range(rounds):
         ahead_first = turn % 2 == 0
         for name, step in steps.items():
-            times[name].append(time_step(step, repetitions, ahead_first))
+            times[name].append(time_step(step, ahead_first))
         for name, kernel in rivals.items():
             try:
                 with pytorch_step(kernel, point, total) as step:
-                    times[name].append(time_step(step, repetitions, ahead_first))
+                    times[name].append(time_step(step, ahead_first))
             except Exception as error:  # whatever an experimental function raises, the same on every rank
                 if rank == 0:
                     print(f"{name} cannot run: {(str(error).splitlines() or [repr(error)])[0]}", file=sys.stderr)
@@ -277,7 +284,7 @@ def message_rates(group: Any) -> dict[str, float]:
             for work in dist.batch_isend_irecv(ops):
                 work.wait()
 
-        rates[str(mebibytes)] = round((mebibytes << 20) / time_steps(step, 10, True)[0] * 1e-6, 1)
+        rates[str(mebibytes)] = round((mebibytes << 20) / time_steps(step, 10, 5, 20.0)[0] * 1e-6, 1)
     return rates
 
 
@@ -286,7 +293,7 @@ def predicted(row: dict[str, Any], rates: dict[str, float]) -> dict[str, float]:
     if row["kind"] != "causal":
         return {}
     mebibytes = row["tokens"] * row["nheads_k"] * HEADDIM * 2 >> 20
-    link = rates[min(rates, key=lambda size: abs(int(size) - mebibytes))] * 1e9
+    link = rates[min(rates, key=lambda size: abs(math.log(int(size) / mebibytes)))] * 1e9
     machine = Machine(row["tflops"][ONE_GPU] * 1e12, link)
     shares = Model(machine, row["gpus"], row["tokens"], row["nheads"], row["nheads_k"]).shares()
     return {name: round(share, 3) for name, share in shares.items()}

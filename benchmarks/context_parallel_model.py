@@ -52,14 +52,16 @@ class Model:
         return forward, BACKWARD_WORK * forward
 
     def ring(self) -> float:
-        """Messages hide behind the work of a step; the first and last of the backward behind half of the own block."""
+        """Messages hide behind the work of a step; in the backward behind work on own keys, too, at any time."""
         forward, backward = self.work()
+        steps = self.size - 1
         sent = HALF_RING * self.tokens * 2 * self.nheads_k * self.headdim * BYTES / self.machine.link
         merged = HALF_RING * self.tokens * self.headdim * MERGE_BYTES / self.machine.memory
         forward_step = max(forward + merged * self.nheads, sent)
-        backward_step = max(backward + merged * (self.nheads + 2 * self.nheads_k), 2 * sent)
-        shown = 2 * max(0.0, sent - 0.5 * backward) if self.size > 1 else 0.0
-        return forward + backward + (self.size - 1) * (forward_step + backward_step) + shown
+        backward_step = backward + merged * (self.nheads + 2 * self.nheads_k)
+        first_and_last = 2 * sent if steps else 0.0  # nothing has arrived yet; no work is left that sends gradients
+        through_messages = first_and_last + steps * max(backward_step, 2 * sent)
+        return forward + steps * forward_step + max(backward + steps * backward_step, through_messages)
 
     def ulysses(self) -> float:
         """Of the messages of GROUPS groups of heads, those of one group do not hide behind work."""

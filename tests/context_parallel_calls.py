@@ -360,15 +360,16 @@ def attend_beside_messages(group: Any, tensors: tuple[Tensor, ...]) -> tuple[lis
     """The grids of the Hopper forwards with a group whose messages take 8 CTAs, and whether results keep their bits."""
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options.config.max_ctas, options.config.cga_cluster_size = 8, 1
+    # Every process takes part. With use_local_synchronization=True the ranks would hang: each names the group after the
+    # number of groups that it is in, and rank 0 is in one more.
     ranks = dist.get_process_group_ranks(group)
-    limited = dist.new_group(ranks, timeout=timedelta(seconds=30), pg_options=options, use_local_synchronization=True)
+    limited = dist.new_group(ranks, timeout=timedelta(seconds=30), pg_options=options)
     results = []
     for chosen in (group, limited):
         shards = zigzag_shards(tensors[0].shape[1], chosen)
         q, k, v = (shards.split(x.to(device_of(group)), 1) for x in tensors[:3])
         with all_traces() as lines:
             results.append(cp_flash_attn_func(q, k, v, shards, causal=True, strategy="ring"))
-    dist.destroy_process_group(limited)
     grids = [int(x) for x in re.findall(r"flash_fwd_kernel .* grid=(\d+)", "".join(lines))]
     return grids, torch.equal(*results)
 
@@ -390,6 +391,29 @@ def all_traces() -> Iterator[list[str]]:
             del os.environ["FLASH_ATTN_MINI_TRACE"]
             file.seek(0)
             lines += file.readlines()
+
+
+def memory_of_steps_ahead(group: Any) -> list[int]:
+    """Bytes in use at the peak of one step, and of six that the host enqueues before the GPU starts the first."""
+    device = device_of(group)
+    shards = zigzag_shards(1024 * dist.get_world_size(group), group)
+    tokens = shards.tokens[shards.rank]
+    leaves = [torch.randn(1, tokens, 16, 64, device=device).bfloat16().requires_grad_() for _ in range(3)]
+    peaks = []
+    for steps in (1, 1, 6):  # the first call sets up NCCL
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        torch.cuda._sleep(400_000_000)  # about 0.2 s
+        started = torch.cuda.Event()
+        started.record()
+        for _ in range(steps):
+            cp_flash_attn_func(*leaves, shards, causal=True, strategy="ring").float().sum().backward()
+            for x in leaves:
+                x.grad = None
+        assert steps == 1 or not started.query(), "the host was too slow"
+        torch.cuda.synchronize()
+        peaks.append(torch.cuda.memory_stats()["active_bytes.all.peak"])
+    return peaks[1:]
 
 
 def memory_of_a_ring(group: Any) -> tuple[float, float]:

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from flash_attn_mini import packed_shards, zigzag_shards
-from flash_attn_mini.context_parallel import Shards, blocks, functions, kernels
+from flash_attn_mini.context_parallel import Shards, blocks, functions
 from flash_attn_mini.context_parallel.blocks import FAR, Call, Mask
 from flash_attn_mini.context_parallel.kernels import Attention
 from flash_attn_mini.options import Options
@@ -199,9 +199,6 @@ def calls_and_keys(shards: Shards, rank: int, mask: Mask, is_packed: bool) -> It
     """Every call of a rank's backward in the ring, with the global rows of the keys that it counts in."""
     for source in range(shards.size):
         block = blocks.block(shards, rank, source, mask, is_packed)
-        if source == rank:
-            parts = blocks.in_two_parts(block.calls, mask, is_packed)
-            block = block._replace(calls=[call for part in parts for call in part])
         rows = global_rows(shards, source)
         if source != rank:
             rows = torch.cat([rows[:0], *(rows[first : first + count] for first, count in block.keys)])
@@ -345,30 +342,6 @@ def test_a_window_takes_one_call_for_both_own_chunks() -> None:
         assert [r.q_rows for r in call.rectangles] == ([100] if rank == 3 else [50, 50]), (
             "chunks 3 and 4 are neighbours"
         )
-
-
-@pytest.mark.parametrize(
-    ("heads", "parts"), [((16, 16), [8, 8]), ((16, 4), [8, 8]), ((6, 3), [2, 4]), ((4, 1), [4])], ids=str
-)
-def test_the_backward_takes_half_of_the_heads_first(heads: tuple[int, int], parts: list[int]) -> None:
-    with rank_of(2):
-        own = blocks.plan(shards_of(64), CAUSAL, False).own
-    halves = kernels.halves_of_heads(own, *heads)
-    assert [half.q[1] for half in halves] == parts
-    assert sum(half.k[1] for half in halves) == heads[1]
-    assert halves[-1].q == (heads[0] - parts[-1], parts[-1])
-
-
-@pytest.mark.parametrize("mask", [CAUSAL, FULL, Mask(40, 0, False), CAUSAL._replace(alibi=True)])
-@pytest.mark.parametrize("lengths", [256, (200, 56, 300)])
-def test_work_on_own_keys_hides_the_first_and_the_last_messages(mask: Mask, lengths: Lengths) -> None:
-    for rank in range(4):
-        with rank_of(4, rank):
-            shards = shards_of(lengths)
-        plan = blocks.plan(shards, mask, not isinstance(lengths, int))
-        assert plan.steps
-        assert plan.own_before
-        assert plan.own_after
 
 
 def test_packed_documents_take_one_call_a_step(draw: torch.Generator) -> None:

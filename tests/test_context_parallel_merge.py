@@ -112,39 +112,33 @@ def test_parts_are_added_in_the_memory_of_one_of_them(
         x.check()
 
 
-WRITES = {  # rows and heads of each call that asks for a place, then first row and rows of each part that is added
-    "all rows by heads": ([((0, 12), (0, 1)), ((0, 12), (1, 2))], [(5, 7)]),
-    "a call on rows of another": ([((0, 7), (0, 3)), ((4, 8), (0, 3))], []),
-    "rows that nobody writes": ([((2, 3), (0, 3)), ((7, 4), (0, 3))], [(0, 1), (5, 2), (5, 7), (0, 12)]),
-    "nothing in place": ([], [(0, 5), (5, 7), (2, 2), (0, 12), (3, 1)]),
-    "the first part has all rows": ([], [(0, 12), (5, 7), (0, 2), (5, 1), (6, 2)]),
+PARTS = {  # first row and rows of each part; those of a second total, which the first one takes
+    "parts of some rows": ([(0, 5), (5, 7), (2, 2), (0, 12), (3, 1)], []),
+    "the first part has all rows": ([(0, 12), (5, 7), (0, 2), (5, 1), (6, 2)], []),
+    "a total without a part": ([(0, 12)], []),
+    "two totals": ([(0, 12)], [(5, 7), (0, 2), (3, 4), (5, 1), (6, 2)]),
+    "two totals of some rows": ([(0, 4), (4, 8)], [(5, 7), (0, 2), (3, 4)]),
+    "all parts in the other total": ([], [(0, 12), (3, 4)]),
 }
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("name", WRITES)
-def test_a_total_is_the_sum_of_places_and_parts(name: str, dtype: torch.dtype, draw: torch.Generator) -> None:
-    places, parts = WRITES[name]
+@pytest.mark.parametrize("name", PARTS)
+def test_a_total_is_the_sum_of_its_parts(name: str, dtype: torch.dtype, draw: torch.Generator) -> None:
     like = torch.empty(1, 12, 3, 8, dtype=torch.bfloat16)
     expected = torch.zeros(like.shape, dtype=torch.float64)
-    total = merge.Total(like, torch.float32)
-    for rows, heads in places:
-        values = torch.randint(-8, 8, (1, rows[1], heads[1], 8), generator=draw).bfloat16()
-        place = total.place(rows, heads)
-        if place is None:
-            assert heads == (0, 3), "a part has all heads"
-            total.add(rows[0], values)
-        else:
-            place.copy_(values)
-        expected.narrow(1, *rows).narrow(2, *heads).add_(values)
-    for row, count in parts:
-        values = torch.randint(-8, 8, (1, count, 3, 8), generator=draw).bfloat16()
-        total.add(row, values.clone())
-        expected.narrow(1, row, count).add_(values)
+    total, other = merge.Total(like, torch.float32), merge.Total(like, torch.float32)
+    for of, parts in zip((total, other), PARTS[name], strict=True):
+        for row, count in parts:
+            values = torch.randint(-8, 8, (1, count, 3, 8), generator=draw).bfloat16()
+            of.add(row, values.clone())
+            expected.narrow(1, row, count).add_(values)
+    total.take(other)
     result = total.result(dtype)
     assert result.dtype == dtype
     assert result.is_contiguous()
     assert torch.equal(result.double(), expected)
+    assert torch.equal(other.result(dtype), torch.zeros_like(result)), "its parts were taken"
 
 
 @pytest.mark.parametrize("shape", [(2, 12, 3, 8), (12, 3, 8)], ids=["batch", "packed"])
@@ -153,11 +147,7 @@ def test_a_total_of_several_tensors_is_that_of_each(number: int, shape: tuple[in
     like = torch.empty(shape, dtype=torch.bfloat16)
     together = merge.Total(like, torch.float32, number=number)
     alone = [merge.Total(like, torch.float32) for _ in range(number)]
-    for heads in ((0, 1), (1, 2)):
-        for place in (together.place((0, 12), heads), *(total.place((0, 12), heads) for total in alone)):
-            assert place is not None
-            place.copy_(torch.full(place.shape, float(heads[1])))
-    for row, rows in ((4, 8), (0, 5)):
+    for row, rows in ((0, 12), (4, 8), (0, 5)):
         part = together.new(rows)
         views = together.of_each(part)
         assert len(views) == number

@@ -177,7 +177,7 @@ def chained(call: CacheCall, waits: bool) -> list[Tensor]:
     return outs
 
 
-# Clusters of 16 thread blocks on a GPU of 128 SMs or more, with more than 512 keys each and with up to 512.
+# One sequence with more than 512 keys for each of 128 thread blocks, and with up to 512.
 LONG_ROW = dataclasses.replace(
     BY_NAME["one_row"], name="long_row", lengths=(9001,), capacity=16000, nheads=32, nheads_k=8, headdim=128
 )
@@ -264,20 +264,23 @@ def test_many_rows_run_on_the_kernel_of_hopper(
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("headdim", [32, 64, 96, 128, 192, 256])
 @pytest.mark.parametrize("case", [LONG_ROW, SHORT_ROW], ids=str)
-def test_one_sequence_runs_on_a_cluster_of_each_form(
+def test_one_sequence_runs_on_clusters_or_wide_thread_blocks(
     case: KvCacheCase, headdim: int, dtype: torch.dtype, kernels_of: Callable[[KvCacheCase, torch.dtype], str]
 ) -> None:
     if torch.cuda.get_device_properties().multi_processor_count < 128:
         pytest.skip("clusters of 16 thread blocks for 8 heads need 128 SMs")
-    threads = 256 if case is LONG_ROW and headdim <= 128 else 128
     trace = kernels_of(dataclasses.replace(case, headdim=headdim), dtype)
+    if case is LONG_ROW and headdim <= 128:
+        assert "cluster=0 " in trace
+        assert "threads=256 " in trace, "not on wide thread blocks"
+        return
     refused = re.search(r"cluster_for +ctas=16 clusters=8 at_once=(\d+)", trace)
     if refused:
         assert int(refused[1]) < 8
         assert "cluster=0 " in trace
         pytest.skip(f"of the clusters of 16 SMs for 8 heads, this GPU runs only {refused[1]} at once")
     assert "cluster=16 " in trace
-    assert f"threads={threads} " in trace
+    assert "threads=128 " in trace
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

@@ -49,19 +49,28 @@ public:
           first(sequence.k_begin),
           bidb(sequence.k_bidb) {}
 
-    // Where a key lies in K and in V: offsets in elements. Needs key < seqlen_k.
-    struct Row {
+    // Where a key lies. Reading the number of a page takes time, so nothing is computed from it here.
+    struct Place {
+        int page;  // batch index without pages; as the block table has it, maybe out of range
+        int row;
+    };
+    __device__ __forceinline__ Place find(int key) const {  // needs key < seqlen_k
+        const int row = first + key;
+        if (pages == nullptr) {
+            return {bidb, row};
+        }
+        const int index = row / params.page_size;
+        return {pages[index], row - index * params.page_size};
+    }
+    // Offsets of a place in K and in V, in elements.
+    struct Offsets {
         int64_t k, v;
     };
-    __device__ __forceinline__ Row find(int key) const {
-        int row = first + key, page = bidb;
-        if (pages != nullptr) {
-            const int index = row / params.page_size;
-            row -= index * params.page_size;
-            page = static_cast<int>(min(unsigned(pages[index]), unsigned(params.num_pages - 1)));
-        }
-        return {page * params.k.batch_stride + row * params.k.row_stride,
-                page * params.v.batch_stride + row * params.v.row_stride};
+    __device__ __forceinline__ Offsets offsets_of(const Place &place) const {
+        const int page =
+            pages == nullptr ? place.page : static_cast<int>(min(unsigned(place.page), unsigned(params.num_pages - 1)));
+        return {page * params.k.batch_stride + place.row * params.k.row_stride,
+                page * params.v.batch_stride + place.row * params.v.row_stride};
     }
 
     const Element *const k, *const v;  // of the head
@@ -99,7 +108,7 @@ public:
           d(d),
           is_aligned(plan.is_aligned),
           policy(l2_policy(plan.row_tiles == 1)) {
-        prefetch();
+        find_places();
     }
 
     // Starts the copy of the next tile, if there is one. Keys and columns out of range become zeros.
@@ -113,7 +122,10 @@ public:
             }
             next_key += Traits::kRoundKeys;
             stage = stage + 1 == Traits::kStages ? 0 : stage + 1;
-            prefetch();
+            first_place = (first_place + Traits::kKeys) % 32;
+            if (first_place == 0) {
+                find_places();
+            }
         }
     }
 
@@ -126,18 +138,22 @@ private:
     const bool is_aligned;
     const uint64_t policy;
     int stage = 0;
-    typename KeySource<Traits>::Row next_row;  // of key `lane` of the next tile
+    typename KeySource<Traits>::Place place;  // of a key of the next tiles, one for each lane
+    int first_place = 0;                      // the lane that has the first key of the next tile
 
-    // Finds the rows of the next tile early, because reading the block table takes time.
-    __device__ __forceinline__ void prefetch() {
-        const int key = next_key + static_cast<int>(threadIdx.x % 32) % Traits::kKeys;
-        next_row = source.find(min(key, end - 1));
+    // Finds 32 rows: one tile, or two that the group loads one after the other. Early, because reading the block table
+    // takes time, and longer than a tile where the copies of a few tiles wait in front of it.
+    __device__ __forceinline__ void find_places() {
+        const int lane = threadIdx.x % 32;
+        const int key = next_key + lane / Traits::kKeys * Traits::kRoundKeys + lane % Traits::kKeys;
+        place = source.find(min(key, end - 1));
     }
 
     template <bool kIsAligned>
     __device__ __forceinline__ void copy_rows(uint32_t tile) {
         constexpr int kChunksOfWarp = 32, kSteps = Traits::kKeys * Traits::kChunks / kChunksOfWarp;
         static_assert(Traits::kKeys * Traits::kChunks % kChunksOfWarp == 0);
+        const auto offsets = source.offsets_of(place);
         const int first = Traits::kGroupWarps == 1 ? 0 : warp_index() % Traits::kGroupWarps;
         const int stride = Traits::kIsOneGroup ? blockDim.x / 32 : Traits::kGroupWarps;
 #pragma unroll(kIsAligned ? (Traits::kIsOneGroup ? 2 : kSteps) : 1)
@@ -149,8 +165,8 @@ private:
             const int index = step * kChunksOfWarp + threadIdx.x % 32;
             const int row = index / Traits::kChunks, chunk = index % Traits::kChunks;
             const bool is_in_range = next_key + row < end && chunk * 8 < d;
-            const Element *k = source.k + __shfl_sync(0xffffffffu, next_row.k, row) + chunk * 8;
-            const Element *v = source.v + __shfl_sync(0xffffffffu, next_row.v, row) + chunk * 8;
+            const Element *k = source.k + __shfl_sync(0xffffffffu, offsets.k, first_place + row) + chunk * 8;
+            const Element *v = source.v + __shfl_sync(0xffffffffu, offsets.v, first_place + row) + chunk * 8;
             const uint32_t target_k = tile + chunk_offset<Traits::kHeadDim, Traits::kKeys>(row, chunk),
                            target_v = target_k + kStageBytes / 2;
             if constexpr (kIsAligned) {

@@ -125,8 +125,11 @@ SplitkvPlan plan_of(const Flash_fwd_params &params, int max_smem) {
     int tile_rows = tile_rows_for(rows), cluster = 0;
     if (rows <= kWarpRows && !is_fixed) {
         const bool is_short = form_of(params, tile_rows, largest_cluster(params)) == Form::short_cluster;
-        cluster = is_short ? cluster_for<SplitkvTraits<kDType, kHeadDim, kShortCluster<kHeadDim>>>(params, max_smem)
-                           : cluster_for<SplitkvTraits<kDType, kHeadDim, Form::cluster>>(params, max_smem);
+        if (is_short) {
+            cluster = cluster_for<SplitkvTraits<kDType, kHeadDim, kShortCluster<kHeadDim>>>(params, max_smem);
+        } else if constexpr (SplitkvTraits<kDType, kHeadDim, Form::cluster>::kRunsInClusters) {
+            cluster = cluster_for<SplitkvTraits<kDType, kHeadDim, Form::cluster>>(params, max_smem);
+        }
     }
     if (smem_of(form_of(params, tile_rows, cluster), tile_rows) > max_smem) {
         tile_rows = 4 * kWarpRows;  // takes the least shared memory
@@ -193,7 +196,7 @@ bool launch_splitkv(const Flash_fwd_params &params, const SplitkvPlan &plan, cud
               plan.max_splits == 0 ? "by length" : std::to_string(plan.max_splits).c_str(), 1 << plan.log2_unit,
               threads, smem);
     }
-    if constexpr (Traits::kIsCluster) {
+    if constexpr (Traits::kRunsInClusters) {
         if (plan.cluster > 0) {
             Launch(dim3(1, plan.cluster * params.h_k), plan.cluster, threads, smem, stream)
                 .run(&flash_fwd_splitkv_cluster_kernel<Traits>, "launching flash_fwd_splitkv_cluster_kernel", params,

@@ -22,6 +22,8 @@ struct SplitkvTraits {
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr bool kIsOneGroup = kForm == Form::many_rows, kArePairs = kForm == Form::warp_pairs;
     static constexpr bool kIsCluster = kForm == Form::cluster || kForm == Form::short_cluster;
+    // Up to head dim 128, wide CTAs read long caches faster.
+    static constexpr bool kRunsInClusters = kForm == Form::short_cluster || (kForm == Form::cluster && kHeadDim > 128);
     static constexpr int kGroupWarps = kIsOneGroup ? kMaxWarps : kArePairs ? 2 : 1;  // at most
     static constexpr int kGroups = kIsOneGroup ? 1 : kArePairs ? 2 : kForm == Form::cluster && kHeadDim <= 128 ? 8 : 4;
     static constexpr int kMaxRows = kGroupWarps * kWarpRows;

@@ -150,14 +150,10 @@ class Plan(NamedTuple):
 
     Attributes:
         own: With its own keys.
-        own_before, own_after: The same in two parts, for a backward that cannot divide the heads: the first hides the
-            arrival of the first keys, the second the return of the last gradients.
         steps: The steps of the ring, the same numbers on every rank.
     """
 
     own: list[Call]
-    own_before: list[Call]
-    own_after: list[Call]
     steps: list[Step]
 
 
@@ -173,7 +169,7 @@ def plan(shards: Shards, mask: Mask, is_packed: bool) -> Plan:
             leaving = block(shards, sink, rank, mask, is_packed)
             steps.append(Step(number, source, sink, arriving, leaving))
         own = block(shards, rank, rank, mask, is_packed).calls
-        shards.plans[key] = Plan(own, *(in_two_parts(own, mask, is_packed) if steps else (own, [])), steps)
+        shards.plans[key] = Plan(own, steps)
     result: Plan = shards.plans[key]
     return result
 
@@ -201,27 +197,6 @@ def steps_of_all_ranks(shards: Shards, mask: Mask) -> list[int]:
                 if distance <= mask.right and owner != later_owner:
                     steps.add((owner - later_owner) % shards.size)
     return sorted(steps)
-
-
-def in_two_parts(calls: list[Call], mask: Mask, is_packed: bool) -> tuple[list[Call], list[Call]]:
-    """The same work in two lists: several calls divided, a single one with each rectangle cut in the middle."""
-    if len(calls) != 1:
-        return calls[: len(calls) // 2], calls[len(calls) // 2 :]
-    upper, lower = [], []
-    for whole in calls[0].rectangles:
-        rows = whole.q_rows // 2
-        rest = whole._replace(q_row=whole.q_row + rows, q_rows=whole.q_rows - rows)
-        if whole.right == 0 and whole.q_rows == whole.k_rows:  # query i sees keys i - left to i
-            upper.append(whole._replace(q_rows=rows, k_rows=rows))
-            hidden = max(0, rows - whole.left) if whole.left >= 0 else 0
-            lower.append(rest._replace(k_row=whole.k_row + hidden, k_rows=whole.k_rows - hidden))
-        elif whole.kind == (-1, -1, 1, 0) and not mask.alibi:
-            upper.append(whole._replace(q_rows=rows))
-            lower.append(rest)
-        else:
-            upper.append(whole)
-    upper = [part for part in upper if part.q_rows > 0]
-    return _calls(upper, is_packed), _calls(lower, is_packed)
 
 
 def plan_of_gathered(shards: Shards, mask: Mask, is_packed: bool) -> list[Call]:

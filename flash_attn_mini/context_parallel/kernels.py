@@ -13,7 +13,7 @@ import torch
 from ..backends import Gradients
 from ..ops import lse_dtype, run_backward, run_forward
 from ..options import Options
-from .blocks import FAR, Call, Interval, Mask
+from .blocks import FAR, Call, Mask
 from .merge import Total, narrowed
 from .shards import Shards
 
@@ -102,16 +102,13 @@ def backward(
     inputs: BackwardInputs,
     dq: Total,
     dkv: Total,
-    heads: Heads | None = None,
 ) -> None:
     """Run the backward of calls and add their gradients to dq, and to dk and dv, those that are wanted, as one total.
 
     k and v of the inputs are the tensors in which the calls count their keys. out and lse are the merged results of all
-    calls. With ``heads``, the calls run on these heads, and write gradients in place where no other call has.
+    calls.
     """
     wanted = inputs.wanted
-    if heads is not None:
-        attention, inputs = _of_heads(attention, inputs, heads)
     rows_dim = inputs.q.ndim - 3
     for call in calls:
         dout, q, out = (narrowed(x, rows_dim, call.q) for x in (inputs.dout, inputs.q, inputs.out))
@@ -124,11 +121,7 @@ def backward(
             dlse = None if dlse is None else dlse.double()
         offset = _offset_of(attention, call, inputs.q)
         lse = lse if offset is None else lse + offset
-        dq_place = dkv_place = None
-        if heads is not None and not is_wide and _stacks_as_view(attention, call, inputs):
-            dq_place = dq.place(call.q, heads.q) if wanted[0] else None
-            dkv_place = dkv.place(call.k, heads.k)
-        dkv_part = dkv.new(call.k[1]) if dkv_place is None and not is_wide else dkv_place
+        dkv_part = None if is_wide else dkv.new(call.k[1])
         is_varlen = attention.is_packed and len(call.rectangles) > 1
         if not is_varlen:
             dout, q, k, v, out = (_stacked(attention, call, x) for x in (dout, q, k, v, out))
@@ -146,44 +139,16 @@ def backward(
             _options_of(attention, call, inputs.q),
             None,
             wanted,
-            _as_outputs(attention, call, wanted, dq_place, () if dkv_part is None else dkv.of_each(dkv_part)),
+            _as_outputs(attention, call, wanted, () if dkv_part is None else dkv.of_each(dkv_part)),
         )
-        if wanted[0] and dq_place is None:
+        if wanted[0]:
             dq.add(call.q[0], dq_part if is_varlen else _unstacked(attention, call, dq_part))
         if dkv_part is None:  # float64
             parts = [x for x, is_wanted in zip(dkv_parts, wanted[1:], strict=True) if is_wanted]
             parts = [x if is_varlen else _unstacked(attention, call, x) for x in parts]
             parts = [x[None] if attention.is_packed else x for x in parts]
             dkv_part = torch.cat(parts) if parts else dkv.new(call.k[1])
-        if dkv_place is None:
-            dkv.add(call.k[0], dkv_part)
-
-
-class Heads(NamedTuple):
-    """Heads of q, and the key heads that they share."""
-
-    q: Interval
-    k: Interval
-
-
-def halves_of_heads(calls: list[Call], nheads: int, nheads_k: int) -> list[Heads]:
-    """All heads in two parts; in one where there is one key head, or where `backward` may not write all in place."""
-    first = nheads_k // 2 if len(calls) == 1 and calls[0].rectangles[0].offset == 0 else 0
-    ranges = [(0, first), (first, nheads_k - first)] if first > 0 else [(0, nheads_k)]
-    group = nheads // max(nheads_k, 1)
-    return [Heads((head * group, heads * group), (head, heads)) for head, heads in ranges]
-
-
-def _of_heads(attention: Attention, inputs: BackwardInputs, heads: Heads) -> tuple[Attention, BackwardInputs]:
-    slopes = attention.options.alibi_slopes
-    if slopes is not None:
-        options = attention.options._replace(alibi_slopes=slopes.narrow(-1, *heads.q).contiguous())
-        attention = attention._replace(options=options)
-    dout, q, out = (x.narrow(-2, *heads.q) for x in (inputs.dout, inputs.q, inputs.out))
-    k, v = (x.narrow(-2, *heads.k) for x in (inputs.k, inputs.v))
-    lse = inputs.lse.narrow(-2, *heads.q)
-    dlse = None if inputs.dlse is None else inputs.dlse.narrow(-2, *heads.q)
-    return attention, BackwardInputs(dout, q, k, v, out, lse, dlse, inputs.wanted)
+        dkv.add(call.k[0], dkv_part)
 
 
 # ---- layouts: a call of rectangles as sequences of equal length ------------------------------------------------------
@@ -195,12 +160,6 @@ def _stacked(attention: Attention, call: Call, x: torch.Tensor) -> torch.Tensor:
         return x[None]
     count = len(call.rectangles)
     return x if count == 1 else x.reshape(x.shape[0] * count, x.shape[1] // count, *x.shape[2:])
-
-
-def _stacks_as_view(attention: Attention, call: Call, inputs: BackwardInputs) -> bool:
-    """Whether `_stacked` makes a view, not a copy, of the call's rows in a tensor that has all rows."""
-    has_all = (call.q[1], call.k[1]) == (inputs.q.shape[-3], inputs.k.shape[-3])
-    return attention.is_packed or len(call.rectangles) == 1 or has_all
 
 
 def _unstacked(attention: Attention, call: Call, x: torch.Tensor) -> torch.Tensor:
@@ -238,24 +197,20 @@ def _unstacked_statistic(attention: Attention, call: Call, x: torch.Tensor) -> t
 
 
 def _as_outputs(
-    attention: Attention,
-    call: Call,
-    wanted: Sequence[bool],
-    dq: torch.Tensor | None,
-    dk_and_dv: Sequence[torch.Tensor],
+    attention: Attention, call: Call, wanted: Sequence[bool], dk_and_dv: Sequence[torch.Tensor]
 ) -> Gradients:
-    """What receives dq, dk and dv: views of ``[batch, rows, heads, headdim]`` in the layout of the call's tensors.
+    """What receives dk and dv: views of ``[batch, rows, heads, headdim]`` in the layout of the call's tensors.
 
     ``dk_and_dv``: those that are wanted, or nothing if the call makes new ones.
     """
     given = iter(dk_and_dv)
-    places = (dq, *(next(given, None) if is_wanted else None for is_wanted in wanted[1:]))
+    places = tuple(next(given, None) if is_wanted else None for is_wanted in wanted[1:])
     if attention.is_packed and len(call.rectangles) > 1:
         places = tuple(None if x is None else x[0] for x in places)
     elif not attention.is_packed:
         places = tuple(None if x is None else _stacked(attention, call, x) for x in places)
-    into_q, into_k, into_v = places
-    return into_q, into_k, into_v
+    into_k, into_v = places
+    return None, into_k, into_v
 
 
 def _needs_float64(attention: Attention, call: Call, q: torch.Tensor) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -103,7 +102,7 @@ class Total:
     Parts are ``[number x batch, rows, nheads, headdim]``: so dK and dV are one part, one message and one addition.
 
     A part in the dtype of that tensor that has all rows is the base: the other parts are added to it in place, in their
-    rows alone. So is what calls write to the views that `place` gives them. A single part stays as it is, bit for bit.
+    rows alone. A single part stays as it is, bit for bit.
     """
 
     def __init__(
@@ -114,7 +113,6 @@ class Total:
         self._batch = like.shape[0] if like.ndim == 4 else 1
         self._shape = (number * self._batch, *like.shape[-3:])
         self._base: Part | None = None
-        self._written: list[tuple[Interval, Interval]] | None = None  # rows and heads of the base; None: all
         self._parts: list[Part] = []
 
     def new(self, rows: int, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -125,19 +123,6 @@ class Total:
     def of_each(self, part: torch.Tensor) -> Sequence[torch.Tensor]:
         """Views of a part: the part of each tensor, ``[batch, rows, nheads, headdim]``."""
         return (part,) if self._number == 1 else part.view(self._number, self._batch, *part.shape[1:]).unbind(0)
-
-    def place(self, rows: Interval, heads: Interval) -> torch.Tensor | None:
-        """Memory of the base for a part of a plain sum, which the caller writes.
-
-        None if some of it belongs to another part, and once the base is a part that was added: `add` takes the part.
-        """
-        if self._base is None:
-            self._base = Part(0, self.new(self._shape[1]), None)
-            self._written = []
-        if self._written is None or any(_meet(rows, a) and _meet(heads, b) for a, b in self._written):
-            return None
-        self._written.append((rows, heads))
-        return narrowed(narrowed(self._base.values, 1, rows), 2, heads)
 
     def add(self, row: int, values: torch.Tensor, lse: torch.Tensor | None = None) -> None:
         """Add a part for the rows from ``row`` on. Its memory belongs to the total from now on."""
@@ -151,6 +136,13 @@ class Total:
             first, rows = _hull(self._parts)
             self._parts = [self._combined(self._parts, first, rows, self._dtype)]
         self._parts.append(part)
+
+    def take(self, other: Total) -> None:
+        """Add the parts of another total of the same rows, which is empty then."""
+        parts = [*([] if other._base is None else [other._base]), *other._parts]
+        other._base, other._parts = None, []
+        for part in parts:
+            self.add(*part)
 
     def _can_be_base(self, values: torch.Tensor) -> bool:
         return values.shape == self._shape and values.dtype == self._like.dtype and values.is_contiguous()
@@ -175,7 +167,6 @@ class Total:
     def _sum(self, dtype: torch.dtype) -> Part:
         """The sum for all rows, in one contiguous part. No parts wait any more."""
         rows, parts = self._shape[1], self._parts
-        self._zero_unwritten()
         if self._base is not None and (not parts or self._base.values.dtype == dtype):
             part = self._base
             for interval in union([x.rows for x in parts]):
@@ -184,7 +175,7 @@ class Total:
             part = parts[0]
         else:
             part = self._combined([*([] if self._base is None else [self._base]), *parts], 0, rows, dtype)
-        self._base, self._written, self._parts = None, None, []
+        self._base, self._parts = None, []
         return Part(0, part.values.to(dtype).contiguous(), part.lse)
 
     def _combined(self, parts: list[Part], first: int, rows: int, dtype: torch.dtype) -> Part:
@@ -206,21 +197,6 @@ class Total:
         else:
             combine([target, *within], target.values, target.lse)
 
-    def _zero_unwritten(self) -> None:
-        """Zeros where no call has written to the base: their parts were added."""
-        if self._base is None or self._written is None:
-            return
-        if sum(rows[1] * heads[1] for rows, heads in self._written) == self._shape[1] * self._shape[2]:
-            return
-        edges = sorted({0, self._shape[2], *(x for _, (head, heads) in self._written for x in (head, head + heads))})
-        for head, end in pairwise(edges):
-            row = 0
-            written = sorted(rows for rows, heads in self._written if _meet(heads, (head, end - head)))
-            for first, rows in (*written, (self._shape[1], 0)):
-                if first > row:
-                    self._base.values[:, row:first, head:end] = 0
-                row = first + rows
-
 
 def _add(total: torch.Tensor, part: torch.Tensor) -> None:
     """Add in place, with the bits of `combine`, without the launch of a Triton kernel.
@@ -232,10 +208,6 @@ def _add(total: torch.Tensor, part: torch.Tensor) -> None:
         total.add_(part)
     else:
         torch._foreach_add_(list(total.unbind(0)), list(part.unbind(0)))
-
-
-def _meet(a: Interval, b: Interval) -> bool:
-    return a[0] < b[0] + b[1] and b[0] < a[0] + a[1]
 
 
 def _hull(parts: list[Part]) -> Interval:

@@ -1,10 +1,11 @@
 """Strategy ``ring``: K and V of one rank after another arrive and are worked on; gradients of K and V go back.
 
-In step t, rank r works on keys of rank r - t while those of rank r - t - 1 arrive. It works on its own keys before the
-first step; in the backward with half of the heads, and with the others after the last one, while the last gradients
-return. Keys come straight from their owner, so only those travel that some query of the receiver sees. Their gradients
-go straight back to the owner, who adds them in float32. A gradient that comes from a single kernel travels in that
-kernel's dtype, because float32 would hold the same values; a sum of several travels in float32.
+In step t, rank r works on keys of rank r - t while those of rank r - t - 1 arrive. The forward works on its own keys
+before the first step. In the backward the steps run on a side stream of higher priority: work on own keys fills the SMs
+whenever a step waits for a message. Keys come straight from their owner, so only those travel that some query of the
+receiver sees. Their gradients go straight back to the owner, who adds them in float32. A gradient that comes from a
+single kernel travels in that kernel's dtype, because float32 would hold the same values; a sum of several travels in
+float32.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from . import blocks, kernels, transport
 from .blocks import Interval, Step
 from .kernels import Attention, BackwardInputs
 from .merge import Total, narrowed
+from .streams import SideStream
 
 NAME = "ring"
 ThreeTensors = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
@@ -43,32 +45,33 @@ def backward(attention: Attention, inputs: BackwardInputs) -> ThreeTensors:
     """dq, dk and dv of the local tensors, None for those not wanted."""
     plan = blocks.plan(attention.shards, attention.mask, attention.is_packed)
     _, q, k, v, *_, wanted = inputs
-    keys = _Keys(attention, plan.steps, k, v, "backward")
     wide = kernels.sums_dtype(q)
     number = sum(wanted[1:])
     dq, dkv = Total(q, wide), Total(k, wide, number=number)
-
-    halves = kernels.halves_of_heads(plan.own if plan.steps else [], q.shape[-2], k.shape[-2])
-    calls_of_halves = (plan.own, plan.own) if len(halves) == 2 else (plan.own_before, plan.own_after)
-
-    def run_own(half: int) -> None:
-        kernels.backward(attention, calls_of_halves[half], inputs, dq, dkv, halves[half % len(halves)])
-
-    run_own(0)
-    returning: tuple[Step, transport.Message] | None = None
-    for step in plan.steps:
-        k_arrived, v_arrived = keys.next()
-        dkv_step = Total(k_arrived, wide, number=number)
-        arrived = inputs._replace(k=k_arrived, v=v_arrived)
-        kernels.backward(attention, step.arriving.calls, arrived, dq, dkv_step)
-        message = _return_gradients(attention, step, k, dkv_step, dkv)
-        _add_returned(returning, dkv)
-        returning = step, message
-    run_own(1)
-    _add_returned(returning, dkv)
+    dq_steps, dkv_returned = Total(q, wide), Total(k, wide, number=number)  # sums of the side stream
+    side = SideStream(q.device)
+    with side:
+        keys = _Keys(attention, plan.steps, k, v, "backward")
+    kernels.backward(attention, plan.own, inputs, dq, dkv)
+    with side:
+        returning: tuple[Step, transport.Message] | None = None
+        for step in plan.steps:
+            k_arrived, v_arrived = keys.next()
+            dkv_step = Total(k_arrived, wide, number=number)
+            arrived = inputs._replace(k=k_arrived, v=v_arrived)
+            kernels.backward(attention, step.arriving.calls, arrived, dq_steps, dkv_step)
+            message = _return_gradients(attention, step, k, dkv_step, dkv_returned)
+            _add_returned(returning, dkv_returned)
+            returning = step, message
+        _add_returned(returning, dkv_returned)
+    side.join()
+    dq.take(dq_steps)
+    dkv.take(dkv_returned)
     dk_and_dv = iter(dkv.results(q.dtype))
     dk, dv = (next(dk_and_dv) if is_wanted else None for is_wanted in wanted[1:])
-    return dq.result(q.dtype) if wanted[0] else None, dk, dv
+    gradients = dq.result(q.dtype) if wanted[0] else None, dk, dv
+    side.leave(gradients)
+    return gradients
 
 
 class _Keys:

@@ -1,0 +1,61 @@
+"""A second stream of a GPU, for work that waits for messages while the current stream has other work."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+
+
+class SideStream:
+    """A stream beside the current one of a device; within its context, work goes there. On the CPU there is none.
+
+    Its work comes after what the current stream had when the object was made. Its kernels have the higher priority: they
+    take the SMs that thread blocks of the current stream leave.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._context: Any = None
+        self._current: Any = None
+        self._side: Any = None
+        if device.type == "cuda":
+            self._current, self._side = torch.cuda.current_stream(device), _side_stream(device)
+            self._side.wait_stream(self._current)
+
+    def __enter__(self) -> None:
+        if self._side is not None:
+            self._context = torch.cuda.stream(self._side)
+            self._context.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._context is not None:
+            self._context.__exit__(kind, error, trace)
+            self._context = None
+
+    def join(self) -> None:
+        """Let the current stream wait for the work of this one."""
+        if self._current is not None:
+            self._current.wait_stream(self._side)
+
+    def leave(self, results: Sequence[torch.Tensor | None]) -> None:
+        """Let later work of this stream wait for the current stream, which may read memory of this one until then.
+
+        The caching allocator gives freed memory to later work of the stream it was allocated on, without a wait.
+        ``results`` live longer, so the allocator learns that the current stream uses them. For all memory, this would
+        keep freed memory of every call until the GPU has caught up with the host.
+        """
+        if self._side is not None:
+            self._side.wait_stream(self._current)
+            for x in results:
+                if x is not None:
+                    x.record_stream(self._current)
+
+
+@functools.cache  # one for each device: every stream has memory of its own
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=-1)
