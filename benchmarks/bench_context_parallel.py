@@ -176,7 +176,7 @@ def time_step(step: Step, ahead_first: bool) -> Timing:
     begin = time.perf_counter()
     step()
     host = slowest((time.perf_counter() - begin) * 1e3)  # of the first step, which may compile
-    repetitions = max(1, round(BUSY_MS / time_steps(step, 1, 0, 0.0)[0]))
+    repetitions = math.ceil(BUSY_MS / time_steps(step, 1, 0, 0.0)[0])
     head_start = min(3.0 * host * repetitions + 5.0, MOST_HEAD_START)
     order = (head_start, 0.0) if ahead_first else (0.0, head_start)
     measured = {start: time_steps(step, repetitions, max(1, repetitions // 2), start) for start in order}
@@ -271,6 +271,7 @@ def measure(point: Point, group: Any, rounds: int) -> dict[str, Any]:
 def message_rates(group: Any) -> dict[str, float]:
     """GB/s that each GPU sends to the next one, by MiB of a message."""
     size, rank = dist.get_world_size(), dist.get_rank()
+    slowest(0.0)  # the first collective sets up NCCL, which takes longer than a head start
     rates = {}
     for mebibytes in MESSAGE_MIB:
         sent = torch.ones(mebibytes << 20, dtype=torch.uint8, device="cuda")
@@ -284,7 +285,11 @@ def message_rates(group: Any) -> dict[str, float]:
             for work in dist.batch_isend_irecv(ops):
                 work.wait()
 
-        rates[str(mebibytes)] = round((mebibytes << 20) / time_steps(step, 10, 5, 20.0)[0] * 1e-6, 1)
+        step()  # the first message sets up a connection
+        milliseconds, is_ahead = time_steps(step, 10, 5, MOST_HEAD_START)
+        if not is_ahead:
+            raise SystemExit(f"bench_context_parallel: the host was too slow to time messages of {mebibytes} MiB")
+        rates[str(mebibytes)] = round((mebibytes << 20) / milliseconds * 1e-6, 1)
     return rates
 
 

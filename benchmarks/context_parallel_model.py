@@ -59,9 +59,12 @@ class Model:
         merged = HALF_RING * self.tokens * self.headdim * MERGE_BYTES / self.machine.memory
         forward_step = max(forward + merged * self.nheads, sent)
         backward_step = backward + merged * (self.nheads + 2 * self.nheads_k)
-        first_and_last = 2 * sent if steps else 0.0  # nothing has arrived yet; no work is left that sends gradients
-        through_messages = first_and_last + steps * max(backward_step, 2 * sent)
-        return forward + steps * forward_step + max(backward + steps * backward_step, through_messages)
+        # Nothing but the first keys travels before the first step, and nothing but gradients after the last one. Beside
+        # the first and the last step, keys or gradients travel, beside the others both.
+        ends = 2 * sent + (backward_step if steps == 1 else 2 * max(backward_step, sent))
+        through_messages = ends + (steps - 2) * max(backward_step, 2 * sent) if steps > 1 else ends
+        backward_of_all = max(backward + steps * backward_step, through_messages if steps else 0.0)
+        return forward + steps * forward_step + backward_of_all
 
     def ulysses(self) -> float:
         """Of the messages of GROUPS groups of heads, those of one group do not hide behind work."""

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flash_attn_mini import cp_flash_attn_func, cp_flash_attn_varlen_func, packed_shards, zigzag_shards
 from flash_attn_mini.context_parallel import Shards, ulysses
+from flash_attn_mini.context_parallel.streams import side_stream_of
 
 from .poison import poisoned
 
@@ -349,7 +350,10 @@ def repeat_behind_delays(group: Any, tensors: tuple[Tensor, ...], strategy: str)
             torch.cuda._sleep(20_000_000)
         out = cp_flash_attn_func(q, k, v, shards, causal=True, deterministic=True, strategy=strategy)
         results = (out.detach(), *torch.autograd.grad(out, (q, k, v), dout.detach()))
-        scratch = torch.full((1 << 22,), float("nan"), device=device)  # reuses freed memory
+        scratch = [torch.full((1 << 22,), float("nan"), device=device)]  # reuses freed memory
+        if q.is_cuda:
+            with torch.cuda.stream(side_stream_of(q.device)):
+                scratch += [torch.full((1 << size,), float("nan"), device=device) for size in range(16, 23)]
         expected = expected or results
         same = same and all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
         del scratch
@@ -393,31 +397,9 @@ def all_traces() -> Iterator[list[str]]:
             lines += file.readlines()
 
 
-def memory_of_steps_ahead(group: Any) -> list[int]:
-    """Bytes in use at the peak of one step, and of six that the host enqueues before the GPU starts the first."""
-    device = device_of(group)
-    shards = zigzag_shards(1024 * dist.get_world_size(group), group)
-    tokens = shards.tokens[shards.rank]
-    leaves = [torch.randn(1, tokens, 16, 64, device=device).bfloat16().requires_grad_() for _ in range(3)]
-    peaks = []
-    for steps in (1, 1, 6):  # the first call sets up NCCL
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        torch.cuda._sleep(400_000_000)  # about 0.2 s
-        started = torch.cuda.Event()
-        started.record()
-        for _ in range(steps):
-            cp_flash_attn_func(*leaves, shards, causal=True, strategy="ring").float().sum().backward()
-            for x in leaves:
-                x.grad = None
-        assert steps == 1 or not started.query(), "the host was too slow"
-        torch.cuda.synchronize()
-        peaks.append(torch.cuda.memory_stats()["active_bytes.all.peak"])
-    return peaks[1:]
-
-
-def memory_of_a_ring(group: Any) -> tuple[float, float]:
-    """Bytes at the peak of a forward beside the inputs and float32 results, and the bytes of K and V."""
+def memory_of_a_ring(group: Any) -> tuple[float, float, float]:
+    """Bytes at the peak of a forward beside the inputs and float32 results, at that of a backward beside the inputs and
+    the gradients, and the bytes of K and V."""
     device = device_of(group)
     shards = zigzag_shards(4096 * dist.get_world_size(group), group)
     tokens = shards.tokens[shards.rank]
@@ -431,4 +413,13 @@ def memory_of_a_ring(group: Any) -> tuple[float, float]:
         peak = torch.cuda.max_memory_allocated() - before
     block = float(k.numel() * k.element_size() * 2)
     results = q.numel() * (4 + 2 + 2)  # float32 sum, one partial and one final result in 16 bits
-    return peak - results, block
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = cp_flash_attn_func(*leaves, shards, causal=True, strategy="ring")
+    dout = torch.randn_like(out)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    gradients = torch.autograd.grad(out, leaves, dout)
+    torch.cuda.synchronize()
+    peak_of_backward = torch.cuda.max_memory_allocated() - before
+    return peak - results, peak_of_backward - sum(x.numel() * x.element_size() for x in gradients), block

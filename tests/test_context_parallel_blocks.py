@@ -228,6 +228,7 @@ def check_calls(shards: Shards, rank: int, mask: Mask, is_packed: bool, calls: I
             if r.right >= 0:
                 visible &= -x <= r.right
             assert visible.any(), f"{r}: nothing is visible"
+            assert r.pairs == visible.sum(), f"{r}: {r.pairs} pairs"
             assert visible.any(0).sum() >= r.k_rows - 1, f"{r}: keys that nobody sees"
             seen[q[:, None], k] += visible.int()
             if mask.alibi:

@@ -260,6 +260,19 @@ def test_many_rows_run_on_the_kernel_of_hopper(
     assert "flash_fwd_split_kernel" in kernels_of(case, dtype)
 
 
+@each_gpu_backend
+@pytest.mark.parametrize("headdim", [64, 128, 192])
+@pytest.mark.parametrize("page_size", [1, 7, 16, 100])
+@pytest.mark.parametrize("num_splits", [0, 1])
+def test_page_numbers_are_read_ahead(
+    num_splits: int, page_size: int, headdim: int, gpu_backend: str, seed: int, described_seed: str
+) -> None:
+    """Tiles of 16 and of 32 keys; several of each warp, an odd number of them, and one with a single key."""
+    changes = {"headdim": headdim, "page_size": page_size, "num_splits": num_splits, "leftpad": (13,)}
+    case = dataclasses.replace(LONG_ROW, name="long_row_in_pages", seqlen_new=None, rotary_dim=0, **changes)
+    check_kvcache(case, gpu_backend, "cuda", torch.bfloat16, seed, described_seed)
+
+
 @NEEDS_HOPPER
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("headdim", [32, 64, 96, 128, 192, 256])

@@ -90,9 +90,9 @@ int ctas_of_sm(int tile_rows, int max_smem) {
     return std::min(std::max(by_smem, 1), Traits::ctas_by_registers(tile_rows));
 }
 
-// True if CTAs with the warps of a cluster, one on each SM, take less time than few_rows. If lengths are equal, a head
-// then has few pieces, or one and no partial result. With many keys that gains little, and few_rows wins where lengths
-// differ: of its CTAs on an SM one loads keys while another stores results.
+// True if CTAs with the warps of a cluster, one on each SM, take less time than few_rows. If lengths are equal, as
+// those of one sequence are, a head then has few pieces, or one and no partial result. With many keys that gains
+// little, and few_rows wins where lengths differ: of its CTAs on an SM one loads keys while another stores results.
 template <typename Traits>
 bool prefers_wide_ctas(const Flash_fwd_params &params, int max_smem) {
     constexpr int64_t kMostKeys = 4096;  // of a CTA, of a full cache
@@ -105,7 +105,7 @@ bool prefers_wide_ctas(const Flash_fwd_params &params, int max_smem) {
     }
     const int aligned = aligned_pieces_for(pieces, params.b);
     return aligned > 0 && is_most_of(aligned * params.h_k, sms) &&
-           int64_t{params.cache.capacity} * params.b <= kMostKeys * aligned;
+           (params.b == 1 || int64_t{params.cache.capacity} * params.b <= kMostKeys * aligned);
 }
 
 template <DType kDType, int kHeadDim>

@@ -1,7 +1,7 @@
 // The tiles of the split-KV kernel, in five forms (Form in splitkv_schedule.h). A group of warps shares a pipeline of
 // key tiles, and each of its warps has 16 rows; the results of the groups are summed at the end. Few rows: four groups
-// of one warp. Cluster: eight; short cluster: four. Warp pairs: two groups of two warps. Many rows: one group of four
-// to eight warps.
+// of one warp. Cluster: eight, as wide CTAs, or four in clusters beyond head dim 128; short cluster: four. Warp pairs:
+// two groups of two warps. Many rows: one group of four to eight warps.
 #pragma once
 
 #include <cutlass/numeric_types.h>

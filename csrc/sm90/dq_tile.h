@@ -1,6 +1,6 @@
 // dQ = dS K in tiles of 64 rows and kDqColumns columns, and their place in the float32 accumulator in global memory.
 //
-// The tiles of 64 rows lie one after the other. A tile, as flash_bwd_convert_dq reads it: [warp][vector i][lane][4].
+// The tiles of 64 rows lie one after the other. A tile, as ConvertDq reads it: [warp][vector i][lane][4].
 // Vector i of a lane is its registers 4 i to 4 i + 3: columns 8 i + 2 (lane % 4) and the next one, of the rows lane / 4
 // and lane / 4 + 8 of the warp.
 #pragma once

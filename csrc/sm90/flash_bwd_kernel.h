@@ -10,6 +10,7 @@
 #include "epilogue_bwd.h"
 #include "mainloop_bwd.h"
 #include "mainloop_bwd_products.h"
+#include "preprocess_bwd.h"
 #include "reduce_dq.h"
 
 namespace flash::sm90 {
@@ -27,16 +28,16 @@ __device__ __forceinline__ void compute_dk_dv_1colblock(const Flash_bwd_params &
     if constexpr (Traits::kSplitsKeys) {
         Accumulator acc_dk, acc_dv;  // (MMA, MMA_M, MMA_N)
         KeyConsumer<Traits, kKind>(params, shared, block, warpgroup).run(acc_dk, acc_dv);
-        store_dk(params, block, acc_dk, warpgroup * Traits::kKeys);
-        store_dv(params, block, acc_dv, warpgroup * Traits::kKeys);
+        store_dk(params, shared, block, acc_dk, warpgroup * Traits::kKeys);
+        store_dv(params, shared, block, acc_dv, warpgroup * Traits::kKeys);
     } else if (warpgroup == 0) {
         Accumulator acc_dv;
         ProductConsumer<Traits, kKind>(params, shared, block, warpgroup).run_dv(acc_dv);
-        store_dv(params, block, acc_dv, 0);
+        store_dv(params, shared, block, acc_dv, 0);
     } else {
         Accumulator acc_dk;
         ProductConsumer<Traits, kKind>(params, shared, block, warpgroup).run_dk(acc_dk);
-        store_dk(params, block, acc_dk, 0);
+        store_dk(params, shared, block, acc_dk, 0);
     }
 }
 
@@ -61,117 +62,6 @@ __device__ __forceinline__ void init_barriers(typename Traits::SharedStorage &sh
         barriers.init(/*warps=*/1, /*writers=*/kWarps);
     }
     cutlass::arch::fence_barrier_init();
-}
-
-// The padded query rows of a work tile of preprocess or convert. A warp has 16 of them at a time, every 12th part.
-template <typename Traits, Kind kKind>
-struct WorkRows {
-    static constexpr int kOfWarp = 16, kWarps = Traits::kNThreads / 32;
-    int64_t begin;     // in the padded row statistics
-    int count;         // a multiple of 128
-    int bidb, bidh;    // bidh: of the first query head
-    int64_t in_heads;  // the first row, counted from the first row of that head
-
-    __device__ WorkRows(const Flash_bwd_params &params, const WorkOrder &order, const WorkTile &tile) {
-        int bidh_dkv;
-        order.by_sequence(bidb, bidh_dkv, tile.head);
-        bidh = bidh_dkv * params.heads_per_dkv;
-        in_heads = int64_t{tile.index} * kRowsOfWorkTile;
-        const int64_t of_head = params.padded_head_stride * params.heads_per_dkv;  // of dK and dV
-        begin = tile.head * of_head + in_heads;
-        count = static_cast<int>(cute::min(of_head - in_heads, int64_t{kRowsOfWorkTile}));
-    }
-
-    // offset: a row of the work tile.
-    __device__ __forceinline__ PaddedRow at(const Flash_bwd_params &params, int offset) const {
-        constexpr int kRounded = Flash_bwd_params::kRowsRounded;
-        int64_t in_head = in_heads + offset;
-        int head = bidh;
-        if (params.heads_per_dkv > 1) {
-            head += static_cast<int>(in_head / params.padded_head_stride);
-            in_head %= params.padded_head_stride;
-        }
-        if (!may_be_varlen(kKind) || params.cu_seqlens_q == nullptr) {
-            return {begin + offset, bidb, head, sequence<may_be_varlen(kKind)>(params, bidb), int(in_head)};
-        }
-        const auto [found, block] =
-            find_block(params.cu_seqlens_q, params.b, params.total_q, kRounded, in_head / kRounded);
-        return {begin + offset, found, head, sequence(params, found), block * kRounded + int(in_head % kRounded)};
-    }
-};
-
-// Phase preprocess. All threads.
-template <typename Traits, Kind kKind>
-__device__ __forceinline__ void preprocess(const Flash_bwd_params &params, typename Traits::SharedStorage &shared,
-                                           const WorkCounts &counts, const WorkOrder &order, const WorkTile &tile) {
-    using Rows = WorkRows<Traits, kKind>;
-    constexpr int kZeros = sizeof(shared.zeros) / sizeof(uint4), kFlagRows = Flash_bwd_params::kRowsPerFlag;
-    const Rows rows(params, order, tile);
-    for (int i = threadIdx.x; i < kZeros; i += Traits::kNThreads) {
-        shared.zeros[i] = {};
-    }
-    if (threadIdx.x < kRowsOfWorkTile / kFlagRows) {
-        shared.large_rows[threadIdx.x] = 0;
-    }
-    cutlass::arch::fence_view_async_shared();  // before the copy engine reads the zeros
-    __syncthreads();
-    if (threadIdx.x == Traits::kNThreads - 32 && params.dq_accum != nullptr) {
-        auto *accum = reinterpret_cast<char *>(params.dq_accum + rows.begin * Traits::kHeadDim);
-        const auto *end = reinterpret_cast<char *>(params.dq_accum + (rows.begin + rows.count) * Traits::kHeadDim);
-        for (; accum < end; accum += sizeof(shared.zeros)) {
-            SM90_BULK_COPY_S2G::copy(shared.zeros, accum, sizeof(shared.zeros));
-        }
-        tma_store_arrive();
-    }
-    CUTE_NO_UNROLL
-    for (int row = threadIdx.x / 32 * Rows::kOfWarp; row < rows.count; row += Rows::kWarps * Rows::kOfWarp) {
-        const PaddedRow first = rows.at(params, row);
-        if (preprocess_rows<typename Traits::Element, Traits::kHeadDim, Rows::kOfWarp>(params, first) &&
-            threadIdx.x % 32 == 0) {
-            shared.large_rows[row / kFlagRows] = 1;
-        }
-    }
-    if (threadIdx.x == Traits::kNThreads - 32) {
-        asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");  // the zeros are written
-    }
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < rows.count / kFlagRows; ++i) {
-            params.large_rows[rows.begin / kFlagRows + i] = shared.large_rows[i];
-        }
-        counts.add(counts.preprocessed(tile.head));
-    }
-}
-
-// Phase convert. All threads.
-template <typename Traits, Kind kKind>
-__device__ __forceinline__ void convert(const Flash_bwd_params &params, const WorkCounts &counts,
-                                        const WorkOrder &order, const WorkTile &tile) {
-    using Rows = WorkRows<Traits, kKind>;
-    const Rows rows(params, order, tile);
-    if (threadIdx.x == 0) {
-        counts.wait(counts.computed(tile.head), order.compute * ProducerOf<Traits, kKind>::kWarpsThatAdd);
-    }
-    __syncthreads();
-    // As many parts are loaded together as registers hold.
-    constexpr int kTogether = cute::max(128 / Traits::kHeadDim * (Traits::kHasDropoutWarpgroup ? 1 : 2), 1);
-    constexpr int kStride = Rows::kWarps * Rows::kOfWarp;
-    CUTE_NO_UNROLL
-    for (int row = threadIdx.x / 32 * Rows::kOfWarp; row < rows.count; row += kTogether * kStride) {
-        decltype(load_dq<Traits>(params, 0)) acc[kTogether];
-        CUTE_UNROLL
-        for (int i = 0; i < kTogether; ++i) {
-            if (row + i * kStride < rows.count) {
-                acc[i] = load_dq<Traits>(params, rows.begin + row + i * kStride);
-            }
-        }
-        CUTE_UNROLL
-        for (int i = 0; i < kTogether; ++i) {
-            if (row + i * kStride < rows.count) {
-                store_dq<Traits, kKind>(params, rows.at(params, row + i * kStride), acc[i]);
-            }
-        }
-    }
 }
 
 // Phase compute.
@@ -252,9 +142,14 @@ __global__ void __launch_bounds__(Traits::kNThreads, 1)
     __syncthreads();  // every thread sees the barriers and the number
     const WorkTile tile = order.at(uniform(shared.number));
     if (tile.phase == Phase::preprocess) {
-        preprocess<Traits, kKind>(params, shared, counts, order, tile);
+        using Preprocess = PreprocessBwd<Traits, kKind>;
+        Preprocess(params, order, tile)
+            .run(reinterpret_cast<typename Preprocess::SharedStorage &>(smem), counts, tile.head);
     } else if (tile.phase == Phase::convert) {
-        convert<Traits, kKind>(params, counts, order, tile);
+        using Convert = ConvertDq<Traits, kKind>;
+        Convert(params, order, tile)
+            .run(reinterpret_cast<typename Convert::SharedStorage &>(smem), counts, tile.head,
+                 order.compute * ProducerOf<Traits, kKind>::kWarpsThatAdd);
     } else {
         compute_dq_dk_dv<Traits, kKind>(params, copies, shared, counts, order, tile);
     }

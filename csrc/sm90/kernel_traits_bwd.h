@@ -103,14 +103,8 @@ struct Flash_bwd_kernel_traits {
     static constexpr int kWordsOfDraws = kKeys * kBlockM / 128 / 32;  // of a thread
     using DrawsOfCta = uint32_t[kWordsOfDraws][kHasDropoutWarpgroup ? kConsumers * 128 : 1];
     struct SharedStorage {
-        union {
-            alignas(kAlignment) Element k[kBlockN * kHeadDim];
-            int large_rows[kRowsOfWorkTile / Flash_bwd_params::kRowsPerFlag];  // phase preprocess
-        };
-        union {
-            alignas(kAlignment) Element v[kBlockN * kHeadDim];
-            uint4 zeros[1024];  // phase preprocess
-        };
+        alignas(kAlignment) Element k[kBlockN * kHeadDim];
+        alignas(kAlignment) Element v[kBlockN * kHeadDim];
         alignas(kAlignment) Element q[kStagesQ * kBlockM * kHeadDim];
         alignas(kAlignment) Element dout[kStagesdO * kBlockM * kHeadDim];
         alignas(kAlignment) Element ds[cosize_v<SmemLayoutdS>];
@@ -129,6 +123,7 @@ struct Flash_bwd_kernel_traits {
         cutlass::arch::ClusterTransactionBarrier foreign_copied;  // Q and dO of a step with foreign rows (load_bwd.h)
     };
     static constexpr int kSmemSize = sizeof(SharedStorage);
+    static constexpr int kSmemForRows = offsetof(SharedStorage, lse);  // bytes, for the phases preprocess and convert
     static_assert(kSmemSize <= 227 * 1024, "more shared memory than a thread block may have");
 };
 

@@ -60,6 +60,24 @@ class Rectangle(NamedTuple):
         """Rectangles of one kind can be sequences of one call."""
         return self.left, self.right, self.sign, self.offset
 
+    @property
+    def pairs(self) -> int:
+        """The visible pairs of a query and a key."""
+        n, m = self.q_rows, self.k_rows
+
+        def keys_up_to(last: int) -> int:
+            """The sum over queries i of the number of keys up to key i + last."""
+            return _sum_of_clamped(last + n, m) - _sum_of_clamped(last, m)
+
+        seen = n * m if self.right < 0 else keys_up_to(m - n + self.right)
+        return seen - (0 if self.left < 0 else keys_up_to(m - n - self.left - 1))
+
+
+def _sum_of_clamped(last: int, most: int) -> int:
+    """The sum of min(x, most) over all x from 1 to last."""
+    rising = max(min(last, most), 0)
+    return rising * (rising + 1) // 2 + max(last - most, 0) * most
+
 
 @dataclass
 class Call:
@@ -83,6 +101,11 @@ class Call:
         """The rows from the first key to the last."""
         first, last = self.rectangles[0], self.rectangles[-1]
         return first.k_row, last.k_row + last.k_rows - first.k_row
+
+    @cached_property
+    def pairs(self) -> int:
+        """The visible pairs of a query and a key."""
+        return sum(rectangle.pairs for rectangle in self.rectangles)
 
     def accepts(self, other: Rectangle, is_packed: bool) -> bool:
         """Whether a rectangle can be the next sequence of this call."""

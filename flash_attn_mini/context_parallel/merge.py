@@ -137,12 +137,13 @@ class Total:
             self._parts = [self._combined(self._parts, first, rows, self._dtype)]
         self._parts.append(part)
 
-    def take(self, other: Total) -> None:
-        """Add the parts of another total of the same rows, which is empty then."""
+    def take(self, other: Total) -> list[torch.Tensor]:
+        """Add the parts of another total of the same rows, which is empty then. Returns their memory."""
         parts = [*([] if other._base is None else [other._base]), *other._parts]
         other._base, other._parts = None, []
         for part in parts:
             self.add(*part)
+        return [part.values for part in parts]
 
     def _can_be_base(self, values: torch.Tensor) -> bool:
         return values.shape == self._shape and values.dtype == self._like.dtype and values.is_contiguous()

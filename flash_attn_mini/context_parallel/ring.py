@@ -16,7 +16,7 @@ import torch
 
 from ..backends import extension
 from . import blocks, kernels, transport
-from .blocks import Interval, Step
+from .blocks import Call, Interval, Step
 from .kernels import Attention, BackwardInputs
 from .merge import Total, narrowed
 from .streams import SideStream
@@ -32,11 +32,11 @@ def forward(
     plan = blocks.plan(attention.shards, attention.mask, attention.is_packed)
     keys = _Keys(attention, plan.steps, k, v, "forward")
     partial = kernels.partial_of(q)
-    with keys.beside_messages():
+    with keys.beside_messages(q, plan.own):
         kernels.forward(attention, plan.own, q, k, v, partial)
     for step in plan.steps:
         k_arrived, v_arrived = keys.next()
-        with keys.beside_messages():
+        with keys.beside_messages(q, step.arriving.calls):
             kernels.forward(attention, step.arriving.calls, q, k_arrived, v_arrived, partial)
     return partial.result_with_lse(q.dtype)
 
@@ -49,7 +49,7 @@ def backward(attention: Attention, inputs: BackwardInputs) -> ThreeTensors:
     number = sum(wanted[1:])
     dq, dkv = Total(q, wide), Total(k, wide, number=number)
     dq_steps, dkv_returned = Total(q, wide), Total(k, wide, number=number)  # sums of the side stream
-    side = SideStream(q.device)
+    side = SideStream(q.device if plan.steps else None)
     with side:
         keys = _Keys(attention, plan.steps, k, v, "backward")
     kernels.backward(attention, plan.own, inputs, dq, dkv)
@@ -65,12 +65,12 @@ def backward(attention: Attention, inputs: BackwardInputs) -> ThreeTensors:
             returning = step, message
         _add_returned(returning, dkv_returned)
     side.join()
-    dq.take(dq_steps)
-    dkv.take(dkv_returned)
+    taken = [*dq.take(dq_steps), *dkv.take(dkv_returned)]
     dk_and_dv = iter(dkv.results(q.dtype))
     dk, dv = (next(dk_and_dv) if is_wanted else None for is_wanted in wanted[1:])
     gradients = dq.result(q.dtype) if wanted[0] else None, dk, dv
-    side.leave(gradients)
+    side.leave()
+    del taken  # memory of the side stream, which the current stream has read
     return gradients
 
 
@@ -95,11 +95,12 @@ class _Keys:
         where = self._attention.where(NAME, self._direction, what)
         return transport.exchange(step.sink, sent, step.source, received, group, where)
 
-    def beside_messages(self) -> AbstractContextManager[None]:
-        """A context in which forwards leave SMs free for the messages under way."""
+    def beside_messages(self, q: torch.Tensor, calls: list[Call]) -> AbstractContextManager[None]:
+        """A context in which the forwards of ``calls`` leave SMs free for the messages under way, if that pays."""
         sms = 0
         if self._arriving is not None and self._arriving.is_under_way:
-            sms = transport.sms_of_messages(self._attention.shards.group, self._k.device)
+            flops = 4.0 * q.shape[-1] * q.shape[-2] * sum(call.pairs for call in calls)
+            sms = transport.sms_beside(flops, self._arriving, self._attention.shards.group, q.device)
         return extension.reserved_sms(sms)
 
     def next(self) -> list[torch.Tensor]:

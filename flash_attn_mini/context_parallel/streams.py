@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
@@ -11,18 +10,20 @@ import torch
 
 
 class SideStream:
-    """A stream beside the current one of a device; within its context, work goes there. On the CPU there is none.
+    """A stream beside the current one of a device; within its context, work goes there.
 
-    Its work comes after what the current stream had when the object was made. Its kernels have the higher priority: they
-    take the SMs that thread blocks of the current stream leave.
+    On the CPU, and with None, there is none: work stays on the current stream.
+
+    Its work comes after what the current stream had when the object was made. Its kernels have the higher priority:
+    when a thread block ends, its SM goes to them first.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device | None) -> None:
         self._context: Any = None
         self._current: Any = None
         self._side: Any = None
-        if device.type == "cuda":
-            self._current, self._side = torch.cuda.current_stream(device), _side_stream(device)
+        if device is not None and device.type == "cuda":
+            self._current, self._side = torch.cuda.current_stream(device), side_stream_of(device)
             self._side.wait_stream(self._current)
 
     def __enter__(self) -> None:
@@ -42,20 +43,18 @@ class SideStream:
         if self._current is not None:
             self._current.wait_stream(self._side)
 
-    def leave(self, results: Sequence[torch.Tensor | None]) -> None:
+    def leave(self) -> None:
         """Let later work of this stream wait for the current stream, which may read memory of this one until then.
 
-        The caching allocator gives freed memory to later work of the stream it was allocated on, without a wait.
-        ``results`` live longer, so the allocator learns that the current stream uses them. For all memory, this would
-        keep freed memory of every call until the GPU has caught up with the host.
+        The caching allocator gives freed memory to later work of the stream that it was allocated on, without a wait.
+        So the caller keeps such memory until it has called this. ``record_stream`` would keep it until the GPU has
+        caught up with the host.
         """
         if self._side is not None:
             self._side.wait_stream(self._current)
-            for x in results:
-                if x is not None:
-                    x.record_stream(self._current)
 
 
 @functools.cache  # one for each device: every stream has memory of its own
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
+def side_stream_of(device: torch.device) -> torch.cuda.Stream:
+    """The side stream of a device."""
     return torch.cuda.Stream(device, priority=-1)
