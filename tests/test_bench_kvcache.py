@@ -84,7 +84,7 @@ def test_figures_hold_the_shapes_of_the_documents() -> None:
     (uniform,) = (p for p in decode if p.shortest)
     assert (uniform.batch, uniform.shortest, uniform.seqlen_k, uniform.page_size) == (32, 100, 8192, 64)
     assert {p.seqlen_k for p in figures["lengths"].points} == {1024 * 2**i for i in range(8)}
-    assert {p.seqlen_q for p in figures["queries"].points} == {*range(1, 33), *range(60, 69), *range(124, 133)}
+    assert {p.seqlen_q for p in figures["queries"].points} == {*range(1, 37), *range(60, 69), *range(124, 133)}
     for figure in figures.values():
         names = [contender.name for contender in figure.contenders(["cuda", "triton"], select(["cuDNN"]))]
         assert len(names) == len(set(names))
