@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from flash_attn_mini import cp_flash_attn_func, cp_flash_attn_varlen_func, packed_shards, zigzag_shards
-from flash_attn_mini.context_parallel import Shards, ulysses
+from flash_attn_mini.context_parallel import Shards, ring, ulysses
 from flash_attn_mini.context_parallel.streams import side_stream_of
 
 from .poison import poisoned
@@ -339,17 +340,19 @@ def traced(group: Any) -> str:
 
 
 def repeat_behind_delays(group: Any, tensors: tuple[Tensor, ...], strategy: str) -> bool:
-    """Whether calls give the same bits while some rank's GPU is late."""
+    """Whether calls give the same bits while some rank's GPU is late, with the ring's steps beside own work or after
+    it."""
     device = device_of(group)
     shards = zigzag_shards(tensors[0].shape[1], group)
     q, k, v, dout = (shards.split(x.to(device), 1).requires_grad_() for x in tensors[:4])
     expected: tuple[Tensor, ...] | None = None
     same = True
-    for turn in range(12):
+    for turn, bytes_of_l2 in enumerate([1 << 40] * 12 + [0] * 12):
         if expected is not None and turn % shards.size == shards.rank:
             torch.cuda._sleep(20_000_000)
-        out = cp_flash_attn_func(q, k, v, shards, causal=True, deterministic=True, strategy=strategy)
-        results = (out.detach(), *torch.autograd.grad(out, (q, k, v), dout.detach()))
+        with mock.patch.object(ring, "_bytes_of_l2", lambda device, size=bytes_of_l2: size):
+            out = cp_flash_attn_func(q, k, v, shards, causal=True, deterministic=True, strategy=strategy)
+            results = (out.detach(), *torch.autograd.grad(out, (q, k, v), dout.detach()))
         scratch = [torch.full((1 << 22,), float("nan"), device=device)]  # reuses freed memory
         if q.is_cuda:
             with torch.cuda.stream(side_stream_of(q.device)):

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from flash_attn_mini import packed_shards, zigzag_shards
-from flash_attn_mini.context_parallel import Shards, blocks, functions
+from flash_attn_mini.context_parallel import Shards, blocks, functions, ring
 from flash_attn_mini.context_parallel.blocks import FAR, Call, Mask
 from flash_attn_mini.context_parallel.kernels import Attention
 from flash_attn_mini.options import Options
@@ -256,6 +256,28 @@ MASKS = [
     Mask(FAR, 4, False),
     Mask(3, FAR, False),
 ]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "mask", "mebibytes"),
+    [
+        (8192, (16, 16), CAUSAL, 8),
+        (32768, (16, 16), CAUSAL, 32),
+        (32768, (32, 8), CAUSAL, 128),
+        (32768, (16, 16), FULL, 64),
+        (32768, (32, 8), Mask(4095, 0, False), 28),
+        (0, (32, 8), CAUSAL, 0),
+    ],
+)
+def test_steps_run_beside_own_work_where_the_rows_of_both_fit_in_l2(
+    tokens: int, heads: tuple[int, int], mask: Mask, mebibytes: int
+) -> None:
+    with rank_of(2):
+        shards = zigzag_shards(2 * tokens, None)
+        own = blocks.plan(shards, mask, False).own
+    q, k = (torch.empty(1, tokens, number, 128, dtype=torch.bfloat16, device="meta") for number in heads)
+    assert ring.runs_beside(own, q, k, (mebibytes << 20) + (1 << 20))
+    assert mebibytes == 0 or not ring.runs_beside(own, q, k, (mebibytes << 20) - (1 << 20))
 
 
 @pytest.mark.parametrize("alibi", [False, True], ids=["plain", "alibi"])

@@ -2,7 +2,8 @@
 
 In step t, rank r works on keys of rank r - t while those of rank r - t - 1 arrive. The forward works on its own keys
 before the first step. In the backward the steps run on a side stream of higher priority: work on own keys fills the SMs
-whenever a step waits for a message. Keys come straight from their owner, so only those travel that some query of the
+whenever a step waits for a message. Where that would take rows out of L2 (``runs_beside``), the steps come after the
+own keys. Keys come straight from their owner, so only those travel that some query of the
 receiver sees. Their gradients go straight back to the owner, who adds them in float32. A gradient that comes from a
 single kernel travels in that kernel's dtype, because float32 would hold the same values; a sum of several travels in
 float32.
@@ -10,6 +11,7 @@ float32.
 
 from __future__ import annotations
 
+import functools
 from contextlib import AbstractContextManager
 
 import torch
@@ -49,7 +51,8 @@ def backward(attention: Attention, inputs: BackwardInputs) -> ThreeTensors:
     number = sum(wanted[1:])
     dq, dkv = Total(q, wide), Total(k, wide, number=number)
     dq_steps, dkv_returned = Total(q, wide), Total(k, wide, number=number)  # sums of the side stream
-    side = SideStream(q.device if plan.steps else None)
+    is_beside = bool(plan.steps) and q.is_cuda and runs_beside(plan.own, q, k, _bytes_of_l2(q.device))
+    side = SideStream(q.device if is_beside else None)
     with side:
         keys = _Keys(attention, plan.steps, k, v, "backward")
     kernels.backward(attention, plan.own, inputs, dq, dkv)
@@ -72,6 +75,23 @@ def backward(attention: Attention, inputs: BackwardInputs) -> ThreeTensors:
     side.leave()
     del taken  # memory of the side stream, which the current stream has read
     return gradients
+
+
+def runs_beside(own: list[Call], q: torch.Tensor, k: torch.Tensor, bytes_of_l2: int) -> bool:
+    """Whether the backward of a step runs beside that of the own keys, rather than after it.
+
+    The thread blocks of a key head read the same rows of q and dout, and add to the same float32 rows of dq. A kernel
+    alone keeps its thread blocks near each other in these rows. Two kernels that take SMs from each other do not, so
+    the rows of both have to be in L2.
+    """
+    rows_of_a_key = sum(call.pairs for call in own) / max(sum(call.k[1] for call in own), 1)
+    bytes_of_a_row = q.shape[-1] * (2 * q.element_size() + 4) * q.shape[-2] // k.shape[-2]
+    return 2 * rows_of_a_key * bytes_of_a_row <= bytes_of_l2
+
+
+@functools.cache
+def _bytes_of_l2(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).L2_cache_size
 
 
 class _Keys:
