@@ -32,7 +32,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks import cli, provenance
-from benchmarks.context_parallel_model import Machine, Model
 from benchmarks.methods import BACKWARD_WORK, Budget
 from flash_attn_mini import (
     cp_flash_attn_func,
@@ -81,6 +80,8 @@ POINTS = [
     Point("window of 4,096", 32768, 16, 16, 4096),
     Point("causal", 8192, 32, 8),
     Point("causal", 32768, 32, 8),
+    Point("documents", 32768, 32, 8),
+    Point("window of 4,096", 32768, 32, 8, 4096),
 ]
 
 
@@ -293,17 +294,6 @@ def message_rates(group: Any) -> dict[str, float]:
     return rates
 
 
-def predicted(row: dict[str, Any], rates: dict[str, float]) -> dict[str, float]:
-    """The shares that the model gives for this GPU's rate and messages of about the size of K and V."""
-    if row["kind"] != "causal":
-        return {}
-    mebibytes = row["tokens"] * row["nheads_k"] * HEADDIM * 2 >> 20
-    link = rates[min(rates, key=lambda size: abs(math.log(int(size) / mebibytes)))] * 1e9
-    machine = Machine(row["tflops"][ONE_GPU] * 1e12, link)
-    shares = Model(machine, row["gpus"], row["tokens"], row["nheads"], row["nheads_k"]).shares()
-    return {name: round(share, 3) for name, share in shares.items()}
-
-
 def main(argv: list[str] | None = None) -> None:
     parser = cli.parser_for(__doc__, seconds=200.0)
     parser.add_argument("--rounds", type=int, default=4)
@@ -347,7 +337,7 @@ def run(arguments: argparse.Namespace, group: Any) -> None:
             break
         row = measure(point, group, arguments.rounds)
         settings = {"max_ctas": 0 if arguments.nccl_defaults else arguments.max_ctas}
-        data.append(row | settings | {"message_gbps": rates, "predicted": predicted(row, rates)})
+        data.append(row | settings | {"message_gbps": rates})
         torch.cuda.empty_cache()
     if dist.get_rank() != 0:
         return

@@ -8,14 +8,14 @@ them with measurements.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks import cli
 from benchmarks.methods import BACKWARD_WORK
 
 BYTES = 2  # of an element of q, k, v, and of gradients on their way
-HALF_RING = 0.75  # of a rank's keys that a causal ring sends, on average
+MEAN = 0.75  # of a rank's keys that a causal ring sends in a step, on average; the first rank receives all of them
 MERGE_BYTES = 6  # per element of a step: a 16-bit part is read, a float32 sum is read and written every second step
 COPIES = 4  # reads and writes of an element in the packing and reordering of ulysses
 GROUPS = 4  # of heads in ulysses
@@ -31,8 +31,8 @@ class Machine:
     memory: float = 4.0e12
 
 
-# An H200's rate at 16k tokens, NVLink as a ring of 64 MiB messages measures it, and one 400 Gb/s adapter for each GPU.
-WITHIN_NODE, BETWEEN_NODES = Machine(450e12, 150e9), Machine(450e12, 45e9)
+# About an H200's rate, NVLink as messages of 64 MiB measure it, and one 400 Gb/s adapter for each GPU.
+WITHIN_NODE, BETWEEN_NODES = Machine(600e12, 150e9), Machine(600e12, 45e9)
 
 
 @dataclass(frozen=True)
@@ -55,14 +55,15 @@ class Model:
         """Messages hide behind the work of a step; in the backward behind work on own keys, too, at any time."""
         forward, backward = self.work()
         steps = self.size - 1
-        sent = HALF_RING * self.tokens * 2 * self.nheads_k * self.headdim * BYTES / self.machine.link
-        merged = HALF_RING * self.tokens * self.headdim * MERGE_BYTES / self.machine.memory
-        forward_step = max(forward + merged * self.nheads, sent)
+        most = self.tokens * 2 * self.nheads_k * self.headdim * BYTES / self.machine.link
+        merged = MEAN * self.tokens * self.headdim * MERGE_BYTES / self.machine.memory
+        forward_step = max(forward + merged * self.nheads, most)
         backward_step = backward + merged * (self.nheads + 2 * self.nheads_k)
         # Nothing but the first keys travels before the first step, and nothing but gradients after the last one. Beside
-        # the first and the last step, keys or gradients travel, beside the others both.
-        ends = 2 * sent + (backward_step if steps == 1 else 2 * max(backward_step, sent))
-        through_messages = ends + (steps - 2) * max(backward_step, 2 * sent) if steps > 1 else ends
+        # the first and the last step, keys or gradients travel, beside the others both. A rank that receives most of
+        # the keys receives fewest of the gradients.
+        ends = 2 * most + (backward_step if steps == 1 else 2 * max(backward_step, most))
+        through_messages = ends + (steps - 2) * max(backward_step, 2 * MEAN * most) if steps > 1 else ends
         backward_of_all = max(backward + steps * backward_step, through_messages if steps else 0.0)
         return forward + steps * forward_step + backward_of_all
 
@@ -80,6 +81,17 @@ class Model:
         if self.nheads_k % self.size == 0:
             shares["ulysses"] = ideal / self.ulysses()
         return shares
+
+
+def predicted(row: dict[str, Any]) -> dict[str, float]:
+    """The shares for a row of bench_context_parallel: the rate of its GPU, and messages of about the size of its K."""
+    if row["kind"] != "causal":
+        return {}
+    rates = row["message_gbps"]
+    mebibytes = row["tokens"] * row["nheads_k"] * row["headdim"] * BYTES / (1 << 20)
+    link = rates[min(rates, key=lambda size: abs(math.log(int(size) / mebibytes)))] * 1e9
+    machine = Machine(row["tflops"]["one GPU"] * 1e12, link)
+    return Model(machine, row["gpus"], row["tokens"], row["nheads"], row["nheads_k"], row["headdim"]).shares()
 
 
 def rows() -> list[dict[str, Any]]:
@@ -103,6 +115,8 @@ def rows() -> list[dict[str, Any]]:
 
 
 def main(argv: list[str] | None = None) -> None:
+    from benchmarks import cli  # here, because its tables need this module
+
     arguments = cli.parser_for(__doc__, seconds=10.0).parse_args(argv)
     cli.finish(
         "context_parallel_model",

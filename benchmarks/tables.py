@@ -12,6 +12,7 @@ from typing import Any
 
 from tabulate import tabulate
 
+from benchmarks import context_parallel_model
 from benchmarks.provenance import describe
 
 Rows = list[dict[str, Any]]
@@ -354,7 +355,7 @@ def context_parallel_tables(data: Rows) -> list[str]:
             else "–"
             for name in names
         ]
-        model = ", ".join(f"{name} {share:.2f}" for name, share in row["predicted"].items())
+        model = ", ".join(f"{name} {share:.2f}" for name, share in context_parallel_model.predicted(row).items())
         body.append([row["kind"], f"{row['tokens']:,}", heads, *cells, row["auto"], model or "–"])
     rates = ", ".join(f"{rate:.0f} GB/s at {size} MiB" for size, rate in data[0]["message_gbps"].items())
     caption = (

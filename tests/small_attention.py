@@ -9,9 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def qkv(device: str, dtype: torch.dtype = torch.float16, requires_grad: bool = True) -> list[Tensor]:
-    """q [2, 9, 4, 16], k and v [2, 13, 2, 16]."""
-    shapes = [(2, 9, 4, 16), (2, 13, 2, 16), (2, 13, 2, 16)]
+def qkv(
+    device: str, dtype: torch.dtype = torch.float16, requires_grad: bool = True, headdim: int = 16
+) -> list[Tensor]:
+    """q [2, 9, 4, headdim], k and v [2, 13, 2, headdim]."""
+    shapes = [(2, 9, 4, headdim), (2, 13, 2, headdim), (2, 13, 2, headdim)]
     return [torch.randn(s, device=device).to(dtype).requires_grad_(requires_grad) for s in shapes]
 
 

@@ -17,6 +17,8 @@ FORWARD = torch.ops.flash_attn_mini._flash_attn_forward.default
 BACKWARD = torch.ops.flash_attn_mini._flash_attn_backward.default
 
 AUTOCAST_DTYPES = [torch.bfloat16, torch.float16]
+# Hopper's own kernels begin at head dim 64.
+each_headdim = pytest.mark.parametrize("headdim", [16, pytest.param(64, marks=pytest.mark.gpu)])
 
 
 @pytest.mark.parametrize("to", AUTOCAST_DTYPES, ids=str)
@@ -37,9 +39,12 @@ def test_autocast_casts_as_sdpa_does(given: torch.dtype, to: torch.dtype, backen
     assert [x.dtype for x in expected] == [g.dtype for g in grads]
 
 
+@each_headdim
 @pytest.mark.parametrize("to", AUTOCAST_DTYPES, ids=str)
-def test_autocast_gradients_are_those_of_the_cast_by_hand(to: torch.dtype, backend: str, device: str) -> None:
-    inputs = qkv(device, torch.float32)
+def test_autocast_gradients_are_those_of_the_cast_by_hand(
+    to: torch.dtype, headdim: int, backend: str, device: str
+) -> None:
+    inputs = qkv(device, torch.float32, headdim=headdim)
     with torch.autocast(device, dtype=to):
         total = flash_attn_func(*inputs, deterministic=True, backend=backend).float().square().sum()
         inside = torch.autograd.grad(total, inputs, retain_graph=True)
@@ -92,22 +97,26 @@ def test_autocast_in_the_operator_and_in_the_shortcut_agree(backend: str, device
 
 
 @pytest.mark.gpu
+@each_headdim
 @pytest.mark.parametrize("to", AUTOCAST_DTYPES, ids=str)
 @pytest.mark.backends("cuda", "triton")
-def test_mixed_precision_training_with_a_scaler_follows_sdpa(to: torch.dtype, backend: str, device: str) -> None:
+def test_mixed_precision_training_with_a_scaler_follows_sdpa(
+    to: torch.dtype, headdim: int, backend: str, device: str
+) -> None:
     """float32 parameters, autocast, GradScaler: the losses of SDPA within the rounding of the dtype."""
+    width = 4 * headdim
 
     def losses(attention: Callable[..., Tensor]) -> list[float]:
         torch.manual_seed(0)
-        project = torch.nn.Linear(64, 3 * 64, device=device)
+        project = torch.nn.Linear(width, 3 * width, device=device)
         scaler = torch.amp.GradScaler(device, enabled=to == torch.float16)
         optimizer = torch.optim.AdamW(project.parameters(), lr=3e-3)
-        x, target = torch.randn(2, 4, 40, 64, device=device).unbind()
+        x, target = torch.randn(2, 4, 40, width, device=device).unbind()
         history = []
         for _ in range(20):
             optimizer.zero_grad()
             with torch.autocast(device, dtype=to):
-                q, k, v = project(x).view(4, 40, 3, 4, 16).unbind(2)
+                q, k, v = project(x).view(4, 40, 3, 4, headdim).unbind(2)
                 out = attention(q, k, v)
                 assert out.dtype == to
                 loss = F.mse_loss(out.flatten(2).float(), target)

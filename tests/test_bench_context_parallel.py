@@ -52,7 +52,6 @@ def test_the_table_shows_rates_shares_and_the_model(tmp_path: Path) -> None:
         "max_ctas": 16,
         "message_gbps": {"8": 40.0, "64": 150.0},
     }
-    row["predicted"] = bench.predicted(row, row["message_gbps"])  # type: ignore[arg-type]
     provenance.save("x", benchmark="bench_context_parallel", title="X", data=[row], sources=(), out_dir=tmp_path)
     text = tables.render(provenance.load(tmp_path / "x.json"))
     assert "360 (0.90; 0.80)" in text

@@ -412,20 +412,24 @@ def attention_of(shards: Shards, left: int = -1, causal: bool = True) -> Attenti
 
 
 @pytest.mark.parametrize(
-    ("size", "nheads", "nheads_k", "left", "strategy", "reason"),
+    ("size", "tokens", "nheads", "nheads_k", "left", "strategy", "reason"),
     [
-        pytest.param(1, 16, 16, -1, "ring", "one rank", id="one-rank"),
-        pytest.param(8, 16, 16, -1, "ulysses", "receives", id="many-ranks"),
-        pytest.param(8, 12, 4, -1, "ring", "12 and 4 heads do not divide among 8 ranks", id="heads-do-not-divide"),
-        pytest.param(8, 16, 16, 100, "ring", "receives", id="window"),
-        pytest.param(4, 32, 4, -1, "ring", "receives", id="few-key-heads"),
+        pytest.param(1, 1000, 16, 16, -1, "ring", "one rank", id="one-rank"),
+        pytest.param(8, 1000, 16, 16, -1, "ulysses", "receives", id="many-ranks"),
+        pytest.param(8, 1000, 12, 4, -1, "ring", "12 and 4 heads do not divide among 8 ranks", id="heads-do-not-divide"),
+        pytest.param(8, 1000, 16, 16, 100, "ring", "receives", id="window"),
+        pytest.param(4, 100, 32, 4, -1, "ring", "receives", id="few-key-heads"),
+        pytest.param(4, 8192, 16, 16, -1, "ring", "in 3 of 3 steps of the ring 7,282 FLOPs", id="messages-hide"),
+        pytest.param(16, 8192, 16, 16, -1, "ulysses", "receives", id="two-machines"),
+        pytest.param(16, 32768, 16, 16, -1, "ring", "13,000 are enough", id="two-machines-messages-hide"),
+        pytest.param(8, 0, 16, 16, -1, "ring", "no keys travel", id="no-tokens"),
     ],
 )
 def test_auto_chooses_by_what_travels(
-    size: int, nheads: int, nheads_k: int, left: int, strategy: str, reason: str
+    size: int, tokens: int, nheads: int, nheads_k: int, left: int, strategy: str, reason: str
 ) -> None:
     with rank_of(size):
-        shards = shards_of(size * 1000)
+        shards = shards_of(size * tokens)
     choice = functions.choose_strategy(attention_of(shards, left), nheads, nheads_k)
     assert choice.strategy == strategy
     assert reason in choice.reason

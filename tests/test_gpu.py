@@ -213,20 +213,22 @@ def test_cuda_graph_of_forward_and_backward_replays_with_new_inputs(
 
 
 @each_gpu_backend
-def test_graphed_callable_trains_as_eager_does(gpu_backend: str) -> None:
+@pytest.mark.parametrize("headdim", [16, 64])  # Hopper's own kernels begin at 64
+def test_graphed_callable_trains_as_eager_does(headdim: int, gpu_backend: str) -> None:
     """torch.cuda.make_graphed_callables captures forward and backward of a layer."""
+    width = 4 * headdim
 
     class Layer(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
             torch.manual_seed(0)
-            self.project = torch.nn.Linear(64, 3 * 64, device="cuda", dtype=torch.bfloat16)
+            self.project = torch.nn.Linear(width, 3 * width, device="cuda", dtype=torch.bfloat16)
 
         def forward(self, x: Tensor) -> Tensor:
-            q, k, v = self.project(x).unflatten(-1, (3, 4, 16)).unbind(2)
+            q, k, v = self.project(x).unflatten(-1, (3, 4, headdim)).unbind(2)
             return flash_attn_func(q, k, v, causal=True, deterministic=True, backend=gpu_backend).flatten(2)
 
-    x = torch.randn(2, 130, 64, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(2, 130, width, device="cuda", dtype=torch.bfloat16)
     eager = Layer()
     graphed = torch.cuda.make_graphed_callables(Layer(), (x.clone(),))
     for _ in range(3):

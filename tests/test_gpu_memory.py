@@ -201,7 +201,7 @@ def on_gpu(values: list[int]) -> Tensor:
 @each_gpu_backend
 @pytest.mark.sanitize
 @pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "deterministic"])
-@pytest.mark.parametrize("headdim", [64, 128])
+@pytest.mark.parametrize("headdim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("wrong", WRONG_LENGTHS)
 def test_wrong_lengths_stay_inside_the_tensors(
     wrong: str, headdim: int, deterministic: bool, gpu_backend: str, described_seed: str

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,7 +11,7 @@ from torch import Tensor
 from flash_attn_mini import flash_attn_func, flash_attn_varlen_func, use_backend
 from flash_attn_mini.flash_attn_interface import _flash_attn_varlen_backward, _flash_attn_varlen_forward
 
-from .bounds import assert_forward_accurate
+from .bounds import assert_forward_accurate, assert_gradients_accurate
 from .cases import options_of
 from .feature_checks import check_varlen, described
 from .flash_bounds import assert_gradients_accurate_beside_flash
@@ -32,6 +34,29 @@ def test_varlen_is_as_accurate_as_pytorch(
     case: VarlenCase, backend: str, device: str, dtype: torch.dtype, seed: int, described_seed: str
 ) -> None:
     check_varlen(case, backend, device, dtype, seed, described_seed)
+
+
+# Hopper's own kernels begin at head dim 64, and each of these has one.
+@pytest.mark.parametrize(
+    "headdim", [16, *(pytest.param(headdim, marks=pytest.mark.gpu) for headdim in (64, 96, 128, 192, 256))]
+)
+@pytest.mark.parametrize("name", ["more_and_less_causal", "window", "alibi_batch", "softcap"])
+def test_gradients_through_the_log_sum_exp(
+    name: str, headdim: int, backend: str, device: str, dtype: torch.dtype, seed: int, described_seed: str
+) -> None:
+    case = dataclasses.replace(BY_NAME[name], headdim=headdim)
+    batch = make_batch(case, dtype, device, seed)
+    leaves = [x.detach().requires_grad_() for x in (batch.q, batch.k, batch.v)]
+    options = options_of(case, device)
+    out, lse, _ = flash_attn_varlen_func(
+        *leaves, *batch.lengths, **options, return_attn_probs=True, backend=backend
+    )
+    generator = torch.Generator().manual_seed(seed)
+    dlse = torch.randn(lse.shape, generator=generator, dtype=torch.float64).to(device, lse.dtype)
+    gradients = torch.autograd.grad((out, lse), leaves, (batch.dout, dlse))
+    options = {"cu_seqlens": batch.cu_seqlens, **options}
+    where = described(case, dtype, backend, described_seed)
+    assert_gradients_accurate(batch.q, batch.k, batch.v, batch.dout, gradients, case=where, dlse=dlse, **options)
 
 
 @pytest.mark.gpu

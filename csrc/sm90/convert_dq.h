@@ -13,13 +13,16 @@ class ConvertDq {
     using Element = typename Traits::Element;
     using Rows = WorkRows<Traits, kKind>;
     using Tile = DqTile<Traits>;
-    static constexpr int kRows = 16;  // of a part: the rows of a warp in a tile of the accumulator
-    static constexpr int kVectors = Traits::kHeadDim / 8;
+    static constexpr int kVectors = Tile::kVectors, kColumnTiles = Tile::kColumnTiles;
 
+    // What one warp added to a tile of the accumulator: 16 rows of 8 kVectors columns. The parts of a work tile lie one
+    // after the other in the accumulator.
     struct Part {
         float4 accum[kVectors][32];  // vector i of each lane that added it
     };
-    static constexpr int kStages = Rows::stages(Traits::kSmemForRows, sizeof(Part), kRows);
+    static constexpr int kRows = 16;
+    static constexpr int kStages =
+        Rows::stages(Traits::kSmemForRows, sizeof(Part), kRowsOfWorkTile / kRows * kColumnTiles);
 
     const Flash_bwd_params &params;
     const Rows rows;
@@ -41,36 +44,37 @@ public:
         }
         __syncthreads();
         Part *stages = shared.parts[threadIdx.x / 32];
-        rows.template for_each_part<kStages, kRows>(
-            [&](int stage, int part) { load(stages[stage], rows.begin + part * kRows); }, [] {},
-            [&](int stage, int part) { store(stages[stage], rows.at(params, part * kRows)); });
+        rows.template for_each_part<kStages>(
+            rows.count / kRows * kColumnTiles, [&](int stage, int part) { load(stages[stage], part); }, [] {},
+            [&](int stage, int part) {
+                const int first_row = part / (4 * kColumnTiles) * 64 + part % 4 * kRows;
+                store(stages[stage], rows.at(params, first_row), part / 4 % kColumnTiles * kVectors);
+            });
     }
 
 private:
-    __device__ __forceinline__ void load(Part &part, int64_t padded_row) const {
-        const int first_row = static_cast<int>(padded_row % 64);  // in the tile
-        const auto *accum =
-            reinterpret_cast<const float4 *>(params.dq_accum + (padded_row - first_row) * Traits::kHeadDim);
+    __device__ __forceinline__ void load(Part &part, int index) const {
+        const auto *parts = reinterpret_cast<const Part *>(params.dq_accum + rows.begin * Traits::kHeadDim);
         CUTE_UNROLL
         for (int i = 0; i < kVectors; ++i) {
-            const int place = Tile::place(i % Tile::kVectors, first_row / kRows * 32 + lane);
-            kvcache::cp_async_16(cast_smem_ptr_to_uint(&part.accum[i][lane]),
-                                 accum + i / Tile::kVectors * (Traits::kTileOfDq / 4) + place, /*is_in_range=*/true);
+            kvcache::cp_async_16(cast_smem_ptr_to_uint(&part.accum[i][lane]), &parts[index].accum[i][lane],
+                                 /*is_in_range=*/true);
         }
     }
 
     // dQ = softmax_scale * accumulator. A lane does 8 columns of two rows, which the four lanes of a quad have added.
     // Rows without a key get 0: the accumulator of such a row holds NaN if one of its tiles has an infinite key.
-    __device__ __forceinline__ void store(const Part &part, const PaddedRow &first) const {
+    __device__ __forceinline__ void store(const Part &part, const PaddedRow &first, int first_vector) const {
         const Sequence &seq = first.seq;
         const KeyRange<is_local(kKind)> range(params, seq.seqlen_q, seq.seqlen_k);
         const int row_of_lane = lane % 8, row = first.row + row_of_lane;
         auto *target = static_cast<Element *>(params.dq.ptr) + first.bidb * params.dq.batch_stride +
                        first.bidh * params.dq.head_stride + int64_t(seq.q_begin + row) * params.dq.row_stride;
         const auto store_row = [&](int i, Element *to, int row, const uint4 &vector) {
-            if (row < seq.seqlen_q && i * 8 < params.d) {
+            const int col = (first_vector + i) * 8;
+            if (row < seq.seqlen_q && col < params.d) {
                 const bool has_keys = row >= range.begin_row() && row < range.end_row();
-                *reinterpret_cast<uint4 *>(to + i * 8) = has_keys ? vector : uint4{};
+                *reinterpret_cast<uint4 *>(to + col) = has_keys ? vector : uint4{};
             }
         };
         CUTE_NO_UNROLL

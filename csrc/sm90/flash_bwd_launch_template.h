@@ -29,20 +29,36 @@ typename Traits::Copies make_copies_bwd(const Flash_bwd_params &params) {
     return {of_Q(params.q), of_Q(params.dout), of_KV(params.k), of_KV(params.v)};
 }
 
+// The heads whose work tiles come together.
+template <typename Traits, Kind kKind>
+int interleaved_heads(const Flash_bwd_params &params, const RowBlocks &key_blocks) {
+    const bool is_in_order = params.dq_semaphore != nullptr;
+    const int per_head = is_in_order ? key_blocks.per_sequence() : key_blocks.per_head;
+    const int sms = device_properties().sm_count;
+    int ctas;  // of the heads, in phase compute
+    if (is_in_order) {
+        // As many as run at the same time, so that a CTA starts well after the one that it waits for, of the same
+        // sequence. Where the producer adds dQ and passes the order on a step later: twice as many for long sequences.
+        // Then half of a head's key blocks run at the same time, and the last one waits for half as many before it.
+        const bool is_halved = !Traits::kConsumersComputeDq && per_head >= (is_local(kKind) ? 32 : 16);
+        ctas = is_halved ? 2 * sms : sms;
+    } else if (per_head * params.heads_per_dkv <= 8) {
+        // Short sequences: what one phase leaves for the next is still in L2. Where the producer adds dQ, CTAs take
+        // longer, and fewer of them at a time would wait for each other.
+        ctas = Traits::kConsumersComputeDq ? sms / 2 : sms;
+    } else {
+        // Key blocks of equal length: as fill the SMs once. Else: as fill them twice, from long ones to short ones,
+        // which end together.
+        ctas = is_local(kKind) ? 2 * sms : sms;
+    }
+    return clamp_to(ctas / std::max(per_head, 1), 1, std::max(key_blocks.all_heads(), 1));
+}
+
 template <typename Traits, Kind kKind>
 void launch_flash_bwd(const Flash_bwd_params &given, cudaStream_t stream) {
     Flash_bwd_params params = given;
     const RowBlocks blocks = key_blocks(params, params.h / params.heads_per_dkv, Traits::kBlockN);
-    // The heads whose work tiles come together. Key blocks of equal length: as many heads as fill the SMs once. Else:
-    // as fill them twice, from long ones to short ones, which end together. In order: as many as have CTAs at the same
-    // time, so that a CTA starts well after the one that it waits for, of the same sequence. Where the producer adds dQ
-    // and passes the order on a step later: twice as many for long sequences. Then half of a head's key blocks run at
-    // the same time, and the last one waits for half as many before it.
-    const bool is_in_order = params.dq_semaphore != nullptr;
-    const int per_head = is_in_order ? blocks.per_sequence() : blocks.per_head;
-    const bool is_halved = !Traits::kConsumersComputeDq && per_head >= (is_local(kKind) ? 32 : 16);
-    const int ctas = device_properties().sm_count * ((is_in_order ? is_halved : is_local(kKind)) ? 2 : 1);
-    params.interleaved_heads = clamp_to(ctas / std::max(per_head, 1), 1, std::max(blocks.all_heads(), 1));
+    params.interleaved_heads = interleaved_heads<Traits, kKind>(params, blocks);
     check_grid(padded_rows(params), "batch * nheads * query rows");
     const int64_t grid = WorkOrder::count(params, blocks);
     check_grid(grid, "batch * nheads * (blocks of keys + blocks of query rows)");

@@ -17,9 +17,9 @@ class PreprocessBwd {
     using Element = typename Traits::Element;
     using Rows = WorkRows<Traits, kKind>;
     static constexpr int kVector = 16 / sizeof(Element), kVectors = Traits::kHeadDim / kVector;
-    static constexpr int kLanes = kVectors <= 8 ? 8 : kVectors <= 16 ? 16 : 32;   // that share a row, 16 bytes each
-    static constexpr int kStride = 32 / kLanes;                                   // rows of a warp at a time
-    static constexpr int kRows = kLanes == 8 ? 16 : 8, kSteps = kRows / kStride;  // of a part
+    static constexpr int kLanes = kVectors <= 8 ? 8 : kVectors <= 16 ? 16 : 32;  // that share a row, 16 bytes each
+    static constexpr int kStride = 32 / kLanes;                                  // rows of a warp at a time
+    static constexpr int kSteps = 4, kRows = kSteps * kStride;                   // of a part
     static constexpr int kFlagRows = Flash_bwd_params::kRowsPerFlag;
     static constexpr int kThreadOfZeros = Traits::kNThreads - 32;  // of a warp that may have fewer parts
 
@@ -27,11 +27,12 @@ class PreprocessBwd {
         uint4 out[kRows][kLanes], dout[kRows][kLanes];
         float lse[kRows], dlse[kRows];  // lse: -inf for rows past the end of the sequence
     };
-    struct Zeros {
+    struct OfAllWarps {
         uint4 zeros[512];
         int large_rows[kRowsOfWorkTile / kFlagRows];
     };
-    static constexpr int kStages = Rows::stages(Traits::kSmemForRows - sizeof(Zeros), sizeof(Part), kRows);
+    static constexpr int kStages =
+        Rows::stages(Traits::kSmemForRows - sizeof(OfAllWarps), sizeof(Part), kRowsOfWorkTile / kRows);
 
     const Flash_bwd_params &params;
     const Rows rows;
@@ -40,7 +41,7 @@ class PreprocessBwd {
 public:
     struct SharedStorage {
         Part parts[Rows::kWarps][kStages];
-        Zeros zeros;
+        OfAllWarps of_all;
     };
     static_assert(sizeof(SharedStorage) <= Traits::kSmemForRows);
 
@@ -54,12 +55,12 @@ public:
     // All threads.
     __device__ __forceinline__ void run(SharedStorage &shared, const WorkCounts &counts, int head) const {
         Part *stages = shared.parts[threadIdx.x / 32];
-        rows.template for_each_part<kStages, kRows>(
-            [&](int stage, int part) { load(stages[stage], rows.at(params, part * kRows)); },
-            [&] { start_zeros(shared.zeros); },
+        rows.template for_each_part<kStages>(
+            rows.count / kRows, [&](int stage, int part) { load(stages[stage], rows.at(params, part * kRows)); },
+            [&] { start_zeros(shared.of_all); },
             [&](int stage, int part) {
                 if (finish(stages[stage], rows.begin + part * kRows) && lane == 0) {
-                    shared.zeros.large_rows[part * kRows / kFlagRows] = 1;
+                    shared.of_all.large_rows[part * kRows / kFlagRows] = 1;
                 }
             });
         if (threadIdx.x == kThreadOfZeros) {
@@ -68,7 +69,7 @@ public:
         __syncthreads();
         if (threadIdx.x == 0) {
             for (int i = 0; i < rows.count / kFlagRows; ++i) {
-                params.large_rows[rows.begin / kFlagRows + i] = shared.zeros.large_rows[i];
+                params.large_rows[rows.begin / kFlagRows + i] = shared.of_all.large_rows[i];
             }
             counts.add(counts.preprocessed(head));
         }
@@ -138,7 +139,7 @@ private:
     }
 
     // All threads. The copy engine writes the zeros.
-    __device__ __forceinline__ void start_zeros(Zeros &shared) const {
+    __device__ __forceinline__ void start_zeros(OfAllWarps &shared) const {
         constexpr int kZeros = sizeof(shared.zeros) / sizeof(uint4);
         for (int i = threadIdx.x; i < kZeros; i += Traits::kNThreads) {
             shared.zeros[i] = {};

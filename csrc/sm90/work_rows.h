@@ -8,8 +8,8 @@
 
 namespace flash::sm90 {
 
-// The padded query rows of a work tile. A part has a few of them, of one head and one sequence. Warp w of n works on
-// parts w, w + n, w + 2 n, ...
+// The padded query rows of a work tile. A part has a few of them, of one head and one sequence, or some of their
+// columns. Warp w of n works on parts w, w + n, w + 2 n, ...
 template <typename Traits, Kind kKind>
 struct WorkRows {
     static constexpr int kWarps = Traits::kNThreads / 32;
@@ -46,19 +46,18 @@ struct WorkRows {
     }
 
     // How many stages of `bytes` bytes each warp has: as many as fit into `room` bytes, at most one for each of its
-    // parts.
-    static constexpr int stages(int room, int bytes, int rows_of_part) {
-        const int parts = (kRowsOfWorkTile / rows_of_part + kWarps - 1) / kWarps;
-        return cute::max(cute::min(room / (kWarps * bytes), parts), 1);
+    // parts. `parts`: of a work tile.
+    static constexpr int stages(int room, int bytes, int parts) {
+        return cute::max(cute::min(room / (kWarps * bytes), (parts + kWarps - 1) / kWarps), 1);
     }
 
-    // Calls load(stage, part) and finish(stage, part) for every part of the warp. Each warp has `kStages` stages of its
-    // own in shared memory. load() copies a part by cp.async, and stages full of parts are on their way at a time: as
-    // code, a loop needs less of the instruction cache than parts in registers, which every CTA would load anew.
-    // beside() runs once, behind the first loads.
-    template <int kStages, int kRowsOfPart, typename Load, typename Beside, typename Finish>
-    __device__ __forceinline__ void for_each_part(const Load &load, const Beside &beside, const Finish &finish) const {
-        const int parts = count / kRowsOfPart;
+    // Calls load(stage, part) and finish(stage, part) for every part of the warp, of `parts` in all. Each warp has
+    // `kStages` stages of its own in shared memory. load() copies a part by cp.async, and stages full of parts are on
+    // their way at a time: as code, a loop needs less of the instruction cache than parts in registers, which every CTA
+    // would load anew. beside() runs once, behind the first loads.
+    template <int kStages, typename Load, typename Beside, typename Finish>
+    __device__ __forceinline__ static void for_each_part(int parts, const Load &load, const Beside &beside,
+                                                         const Finish &finish) {
         int next = threadIdx.x / 32;
         CUTE_NO_UNROLL
         for (int stage = 0; stage < kStages; ++stage, next += kWarps) {

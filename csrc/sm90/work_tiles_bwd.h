@@ -25,12 +25,13 @@ struct WorkTile {
 
 // The order of all work tiles. Heads come in groups. First come the work tiles of preprocess of group 0. Then, for each
 // group i: those of compute of group i, and spread among them those of preprocess of group i + 1 and of convert of
-// group i - lag. Last come those of convert of the last groups.
+// group i - kLag. Last come those of convert of the last groups.
 //
 // A work tile waits for work tiles with smaller numbers alone (WorkCounts).
 class WorkOrder {
     using Divisor = cutlass::FastDivmod;
-    int heads_, group, groups, lag;
+    static constexpr int kLag = 2;  // in groups
+    int heads_, group, groups;
     int preprocess_, convert;  // work tiles of a head
     bool is_interleaved;       // compute: the first key block of each head of the group, then the second
     // Of a group for which neither the first nor the last heads are near: work tiles of compute, of the other phases,
@@ -46,7 +47,6 @@ public:
         : heads_(key_blocks.all_heads()),
           group(params.interleaved_heads),
           groups((heads_ + group - 1) / group),
-          lag(params.dq_semaphore == nullptr && is_local ? 1 : 2),
           preprocess_(row_tiles(params)),
           convert(params.dq_accum == nullptr ? 0 : preprocess_),
           is_interleaved(is_local || params.dq_semaphore != nullptr),
@@ -83,14 +83,14 @@ public:
             ++i;
         }
         int position = number - begin(i);
-        const int first_converted = convert * heads_before(i - lag);
+        const int first_converted = convert * heads_before(i - kLag);
         if (i == groups) {
             return of_rows(Phase::convert, first_converted + position);
         }
         const int first_head = heads_before(i), heads_here = heads_before(i + 1) - first_head;
         const int first_prepared = preprocess_ * heads_before(i + 1);
         const int prepared = preprocess_ * heads_before(i + 2) - first_prepared;
-        const int converted = convert * heads_before(i + 1 - lag) - first_converted;
+        const int converted = convert * heads_before(i + 1 - kLag) - first_converted;
         const int computed = compute * heads_here, others = prepared + converted;
         int round, in_round, stride;
         if (computed == usual_computed && others == usual_others) {
@@ -134,7 +134,7 @@ private:
     FLASH_HOST_DEVICE int heads_before(int i) const { return i <= 0 ? 0 : i < groups ? i * group : heads_; }
     // The number of the first work tile that comes with group i.
     FLASH_HOST_DEVICE int begin(int i) const {
-        return preprocess_ * heads_before(i + 1) + compute * heads_before(i) + convert * heads_before(i - lag);
+        return preprocess_ * heads_before(i + 1) + compute * heads_before(i) + convert * heads_before(i - kLag);
     }
     FLASH_HOST_DEVICE WorkTile of_rows(Phase phase, int number) const {
         WorkTile tile{phase, 0, 0};

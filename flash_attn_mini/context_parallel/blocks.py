@@ -250,6 +250,18 @@ def travelling_keys(shards: Shards, mask: Mask) -> int:
     return result
 
 
+def pairs_of_a_rank(shards: Shards, mask: Mask) -> float:
+    """The visible pairs of a query and a key, over the number of ranks."""
+    key = ("pairs", mask)
+    if key not in shards.plans:
+        left, right = (-1 if x == FAR else x for x in (mask.left, mask.right))
+        lengths = [stop - start for start, stop in pairwise(shards.starts)]
+        whole = [Rectangle(i, 0, length, 0, length, left, right) for i, length in enumerate(lengths)]
+        shards.plans[key] = sum(document.pairs for document in whole) / shards.size
+    result: float = shards.plans[key]
+    return result
+
+
 def block(shards: Shards, rank: int, source: int, mask: Mask, is_packed: bool) -> Block:
     """The work of the queries of ``rank`` on the keys of ``source``, which stay where they are if it is its own."""
     runs = shards.runs[rank]

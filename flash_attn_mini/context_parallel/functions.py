@@ -20,8 +20,8 @@ from .shards import Shards, kept
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 STRATEGIES = ("auto", ring.NAME, all_gather.NAME, ulysses.NAME)
-# `auto` takes ulysses where it sends less than this share of what the ring sends: the ring's messages hide behind work,
-# the first and the last ones of ulysses do not. Not tuned.
+# Where the ring's messages take longer than its work, `auto` takes ulysses if that sends less than this share of what
+# the ring sends: the first and the last messages of ulysses hide behind nothing. Not tuned.
 ULYSSES_SHARE = 0.5
 
 
@@ -77,8 +77,8 @@ def cp_flash_attn_func(
         softmax_scale: As in `flash_attn_func`, and so are causal, window_size, softcap and alibi_slopes.
         deterministic: Make the gradients bitwise repeatable.
         return_attn_probs: Return ``(out, softmax_lse, S_dmask)`` in place of ``out``.
-        strategy: ``"ring"``, ``"all_gather"``, ``"ulysses"``, or ``"auto"``: whichever sends less, with a bonus for the
-            ring, whose messages hide behind work. ``FLASH_ATTN_MINI_TRACE=1`` prints the choice and its reason.
+        strategy: ``"ring"``, ``"all_gather"``, ``"ulysses"``, or ``"auto"``: the ring where its messages hide behind
+            work, else whichever sends less. ``FLASH_ATTN_MINI_TRACE=1`` prints the choice and its reason.
         backend: As in `flash_attn_func`.
 
     Returns:
@@ -125,7 +125,8 @@ def cp_flash_attn_varlen_func(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`flash_attn_varlen_func` on packed documents whose tokens are spread over the ranks of a group.
 
-    The documents' lengths are those that `packed_shards` was given. Nothing waits for the GPU.
+    The documents' lengths are those that `packed_shards` was given. The first call with new shards copies them to the
+    GPU, for which the host waits; later calls wait for nothing.
 
     Args:
         q: Local queries, ``[tokens_local, nheads, headdim]``.
@@ -165,15 +166,26 @@ class Choice(NamedTuple):
 def choose_strategy(attention: Attention, nheads: int, nheads_k: int) -> Choice:
     """The strategy that ``auto`` takes. It depends on what all ranks know, so that all choose the same one.
 
-    Compared are the elements that a rank receives, over headdim, in a forward and a backward.
+    First: does a rank compute enough in a forward for each byte of K and V that it receives in the ring? Then the
+    messages hide. If not: which elements does a rank receive, over headdim, in a forward and a backward?
     """
     shards = attention.shards
     if shards.size == 1:
         return Choice(ring.NAME, "one rank")
-    keys = blocks.travelling_keys(shards, attention.mask)
-    by_ring = 6 * keys * nheads_k  # K and V twice, dK and dV once
     if not ulysses.divides(shards.size, nheads, nheads_k):
         return Choice(ring.NAME, f"{nheads} and {nheads_k} heads do not divide among {shards.size} ranks")
+    keys = blocks.travelling_keys(shards, attention.mask)
+    steps = len(blocks.steps_of_all_ranks(shards, attention.mask))
+    if keys == 0:
+        return Choice(ring.NAME, "no keys travel in the ring")
+    in_machine = shards.size <= transport.GPUS_OF_A_MACHINE
+    enough = transport.FLOPS_OF_A_BYTE if in_machine else transport.FLOPS_OF_A_BYTE_BETWEEN_MACHINES
+    pairs = blocks.pairs_of_a_rank(shards, attention.mask)
+    flops_of_a_byte = (4 * nheads * pairs) / (2 * nheads_k * keys * 2)  # 16-bit K and V; headdim cancels out
+    if flops_of_a_byte >= enough:
+        hidden = f"in {steps} of {shards.size - 1} steps of the ring {flops_of_a_byte:,.0f} FLOPs hide a byte"
+        return Choice(ring.NAME, f"{hidden}; {enough:,.0f} are enough")
+    by_ring = 6 * keys * nheads_k  # K and V twice, dK and dV once
     by_ulysses = 2 * ulysses.travelling_elements(shards.starts[-1], shards.size, nheads, nheads_k)
     compared = (
         f"a rank receives {by_ring * 1e-6:.3g} M elements x headdim in the ring, {by_ulysses * 1e-6:.3g} M in ulysses"

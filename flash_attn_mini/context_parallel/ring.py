@@ -2,7 +2,7 @@
 
 In step t, rank r works on keys of rank r - t while those of rank r - t - 1 arrive. The forward works on its own keys
 before the first step. In the backward the steps run on a side stream of higher priority: work on own keys fills the SMs
-whenever a step waits for a message. Where that would take rows out of L2 (``runs_beside``), the steps come after the
+whenever a step waits for a message. Where the rows of both do not fit in L2 (``runs_beside``), the steps come after the
 own keys. Keys come straight from their owner, so only those travel that some query of the
 receiver sees. Their gradients go straight back to the owner, who adds them in float32. A gradient that comes from a
 single kernel travels in that kernel's dtype, because float32 would hold the same values; a sum of several travels in
@@ -53,21 +53,23 @@ def backward(attention: Attention, inputs: BackwardInputs) -> ThreeTensors:
     dq_steps, dkv_returned = Total(q, wide), Total(k, wide, number=number)  # sums of the side stream
     is_beside = bool(plan.steps) and q.is_cuda and runs_beside(plan.own, q, k, _bytes_of_l2(q.device))
     side = SideStream(q.device if is_beside else None)
-    with side:
-        keys = _Keys(attention, plan.steps, k, v, "backward")
-    kernels.backward(attention, plan.own, inputs, dq, dkv)
-    with side:
-        returning: tuple[Step, transport.Message] | None = None
-        for step in plan.steps:
-            k_arrived, v_arrived = keys.next()
-            dkv_step = Total(k_arrived, wide, number=number)
-            arrived = inputs._replace(k=k_arrived, v=v_arrived)
-            kernels.backward(attention, step.arriving.calls, arrived, dq_steps, dkv_step)
-            message = _return_gradients(attention, step, k, dkv_step, dkv_returned)
+    try:
+        with side:
+            keys = _Keys(attention, plan.steps, k, v, "backward")
+        kernels.backward(attention, plan.own, inputs, dq, dkv)
+        with side:
+            returning: tuple[Step, transport.Message] | None = None
+            for step in plan.steps:
+                k_arrived, v_arrived = keys.next()
+                dkv_step = Total(k_arrived, wide, number=number)
+                arrived = inputs._replace(k=k_arrived, v=v_arrived)
+                kernels.backward(attention, step.arriving.calls, arrived, dq_steps, dkv_step)
+                message = _return_gradients(attention, step, k, dkv_step, dkv_returned)
+                _add_returned(returning, dkv_returned)
+                returning = step, message
             _add_returned(returning, dkv_returned)
-            returning = step, message
-        _add_returned(returning, dkv_returned)
-    side.join()
+    finally:
+        side.join()  # after an error, too: its kernels read memory that the current stream may use again
     taken = [*dq.take(dq_steps), *dkv.take(dkv_returned)]
     dk_and_dv = iter(dkv.results(q.dtype))
     dk, dv = (next(dk_and_dv) if is_wanted else None for is_wanted in wanted[1:])
@@ -80,9 +82,9 @@ def backward(attention: Attention, inputs: BackwardInputs) -> ThreeTensors:
 def runs_beside(own: list[Call], q: torch.Tensor, k: torch.Tensor, bytes_of_l2: int) -> bool:
     """Whether the backward of a step runs beside that of the own keys, rather than after it.
 
-    The thread blocks of a key head read the same rows of q and dout, and add to the same float32 rows of dq. A kernel
-    alone keeps its thread blocks near each other in these rows. Two kernels that take SMs from each other do not, so
-    the rows of both have to be in L2.
+    It does if the rows of both fit in L2. The thread blocks of a key head read the same rows of q and dout, and add to
+    the same float32 rows of dq. We suppose that a kernel alone keeps its thread blocks near each other in these rows,
+    and that two kernels which take SMs from each other do not. docs/context_parallel.md has the measurement.
     """
     rows_of_a_key = sum(call.pairs for call in own) / max(sum(call.k[1] for call in own), 1)
     bytes_of_a_row = q.shape[-1] * (2 * q.element_size() + 4) * q.shape[-2] // k.shape[-2]

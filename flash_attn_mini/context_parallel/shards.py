@@ -134,6 +134,7 @@ class Shards:
         with checks.shared_errors(MERGE, self.group):
             checks.refuse_transforms(MERGE, x)
             dim = self._checked_dim(x, dim, self.tokens[self.rank], "the tokens of this rank")
+            transport.check_backend(self.group, x.device)
         if checks.compares_ranks():
             shape = [*x.shape[:dim], "tokens", *x.shape[dim + 1 :]]
             description = {

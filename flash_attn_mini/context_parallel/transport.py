@@ -18,8 +18,10 @@ import torch.distributed as dist
 
 from ..argument_checks import wrong_type
 
-# What a GPU computes while a byte travels: 600 TFLOP/s of a forward, 150 GB/s between two H200s.
-FLOPS_OF_A_BYTE = 4000.0
+# What a GPU computes while a byte travels: 600 TFLOP/s of a forward; 150 GB/s between two H200s of a machine, 45 GB/s
+# between machines with a 400 Gb/s adapter for each GPU. A machine is supposed to have eight GPUs.
+FLOPS_OF_A_BYTE, FLOPS_OF_A_BYTE_BETWEEN_MACHINES = 4000.0, 13000.0
+GPUS_OF_A_MACHINE = 8
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name since PyTorch 2.13
 # Devices on which a group has had its first collective. NCCL sets up a group in its first call, in which every rank
 # has to take part.
@@ -67,14 +69,21 @@ def size_of(group: Any) -> int:
 
 
 def check_backend(group: Any, device: torch.device) -> None:
-    """Raise unless the group can move tensors of a device."""
+    """Raise unless the group can move tensors of a device.
+
+    PyTorch gives a group of gloo alone for CUDA tensors, too. It would copy every message through the host.
+    """
+    because = ""
     try:
-        group._get_backend(device)
+        if device.type != "cuda" or group._get_backend(device).name() != "gloo":
+            group._get_backend(device)
+            return
     except RuntimeError as error:
-        raise RuntimeError(
-            f"flash_attn_mini: the group of the shards has backend {dist.get_backend(group)}, which cannot move "
-            f"tensors on {device}; allowed: nccl for CUDA tensors, gloo for CPU tensors ({error})"
-        ) from None
+        because = f" ({error})"
+    raise RuntimeError(
+        f"flash_attn_mini: the group of the shards has backend {dist.get_backend(group)}, which cannot move tensors on "
+        f"{device}; allowed: nccl for CUDA tensors, gloo for CPU tensors{because}"
+    )
 
 
 class named:
