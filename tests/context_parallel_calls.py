@@ -22,10 +22,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from flash_attn_mini import cp_flash_attn_func, cp_flash_attn_varlen_func, packed_shards, zigzag_shards
-from flash_attn_mini.context_parallel import Shards, ring, ulysses
+from flash_attn_mini.context_parallel import Shards, ring, transport, ulysses
 from flash_attn_mini.context_parallel.streams import side_stream_of
 
 from .poison import poisoned
@@ -281,7 +282,7 @@ class Layer(nn.Module):
 def train_layer(group: Any, x: Tensor, how: str) -> dict[str, Tensor]:
     """The gradients of a layer's parameters for the loss mean(out squared), as every rank sees them."""
     device = device_of(group)
-    if how == "mesh":  # two replicas of two ranks each: a batch row for each replica
+    if how in ("mesh", "fsdp"):  # two replicas of two ranks each: a batch row for each replica
         mesh = init_device_mesh(device, (2, 2), mesh_dim_names=("replica", "context"))
         shards = zigzag_shards(x.shape[1], mesh["context"])
         rows = x[mesh.get_local_rank("replica") :: 2]
@@ -298,6 +299,8 @@ def train_layer(group: Any, x: Tensor, how: str) -> dict[str, Tensor]:
     local = shards.split(rows, 1)
     if how == "mesh":
         model: Any = nn.parallel.DistributedDataParallel(layer, process_group=mesh["replica"].get_group())
+    elif how == "fsdp":
+        model = fully_shard(layer, mesh=mesh["replica"])
     elif how == "compiled":
         model = torch.compile(layer, backend=count)
     elif how == "checkpointed":
@@ -307,9 +310,17 @@ def train_layer(group: Any, x: Tensor, how: str) -> dict[str, Tensor]:
     out = model(local)
     assert how != "compiled" or len(graphs) >= 2, "the parts before and after attention are not compiled"
     (out.square().sum() / rows.numel()).backward()
-    for parameter in layer.parameters():
-        dist.all_reduce(parameter.grad, group=shards.group)
-    return {name: parameter.grad for name, parameter in layer.named_parameters()}
+    gradients = {name: parameter.grad for name, parameter in layer.named_parameters()}
+    if how == "fsdp":
+        gradients = {name: gradient.full_tensor() for name, gradient in gradients.items()}
+    for gradient in gradients.values():
+        dist.all_reduce(gradient, group=shards.group)
+    return gradients
+
+
+def call_without_a_backend_for_the_device(group: Any) -> None:
+    transport.check_backend(group, torch.device("cuda"))
+
 
 
 def end_in_the_middle(group: Any) -> None:

@@ -197,11 +197,11 @@ def test_split_and_merge_in_a_compiled_function(ranks: Ranks, draw: torch.Genera
 # ---- inside a model -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["plain", "compiled", "checkpointed", "mesh"])
+@pytest.mark.parametrize("how", ["plain", "compiled", "checkpointed", "mesh", "fsdp"])
 def test_a_layer_trains_as_in_one_process(how: str, ranks: Ranks, draw: torch.Generator) -> None:
     x = torch.randn(2, 27, 32, generator=draw)
     expected = ranks.run(ONE, calls.train_layer, x, "plain")[0]
-    for gradients in ranks.run(FOUR if how == "mesh" else TWO, calls.train_layer, x, how):
+    for gradients in ranks.run(FOUR if how in ("mesh", "fsdp") else TWO, calls.train_layer, x, how):
         assert gradients.keys() == expected.keys()
         for name, gradient in gradients.items():
             torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6, msg=f"{how}: {name}")
@@ -329,6 +329,7 @@ def test_torch_func_is_refused(transform: str, merges: bool, members: tuple[int,
         (calls.double_backward, (), "NotImplementedError", "create_graph=True"),
         (calls.merge_twice_differentiated, (), "NotImplementedError", "create_graph=True"),
         (calls.batched_gradients, (), "NotImplementedError", "a batch of gradients (is_grads_batched)"),
+        (calls.call_without_a_backend_for_the_device, (), "RuntimeError", "allowed: nccl for CUDA tensors"),
     ],
 )
 def test_other_wrong_uses(function: Any, arguments: Any, error: str, message: str, ranks: Ranks) -> None:

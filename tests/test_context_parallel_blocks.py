@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from flash_attn_mini import packed_shards, zigzag_shards
@@ -425,7 +426,7 @@ def attention_of(shards: Shards, left: int = -1, causal: bool = True) -> Attenti
         pytest.param(8, 0, 16, 16, -1, "ring", "no keys travel", id="no-tokens"),
     ],
 )
-def test_auto_chooses_by_what_travels(
+def test_auto_chooses_by_what_hides_and_what_travels(
     size: int, tokens: int, nheads: int, nheads_k: int, left: int, strategy: str, reason: str
 ) -> None:
     with rank_of(size):
@@ -433,3 +434,13 @@ def test_auto_chooses_by_what_travels(
     choice = functions.choose_strategy(attention_of(shards, left), nheads, nheads_k)
     assert choice.strategy == strategy
     assert reason in choice.reason
+
+
+def test_a_mesh_of_two_dimensions_is_refused() -> None:
+    with rank_of(4), pytest.raises(ValueError, match=r"a DeviceMesh of 2 dimensions .*; allowed: one dimension"):
+        zigzag_shards(8, init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp")))
+
+
+def test_a_group_without_this_process_is_refused() -> None:
+    with rank_of(2), pytest.raises(ValueError, match="group does not have this process"):
+        zigzag_shards(8, dist.new_group([1]))

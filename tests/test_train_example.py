@@ -129,6 +129,7 @@ def test_a_loss_that_is_no_number_never_agrees(bad: float) -> None:
         (["--text", "{tmp}/binary"], "--text {tmp}/binary: "),
         (["--out", "{tmp}/taken"], "{tmp}/taken/losses.json exists"),
         (["--out", "{tmp}/short"], "--out {tmp}/short: not a folder"),
+        (["--context-parallel"], "--context-parallel: start it with torchrun"),
     ],
 )
 @pytest.mark.usefixtures("_small")
