@@ -322,7 +322,6 @@ def call_without_a_backend_for_the_device(group: Any) -> None:
     transport.check_backend(group, torch.device("cuda"))
 
 
-
 def end_in_the_middle(group: Any) -> None:
     """The last rank ends after its first call, while the others wait for its keys."""
     shards = zigzag_shards(64, group)

@@ -9,9 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def qkv(
-    device: str, dtype: torch.dtype = torch.float16, requires_grad: bool = True, headdim: int = 16
-) -> list[Tensor]:
+def qkv(device: str, dtype: torch.dtype = torch.float16, requires_grad: bool = True, headdim: int = 16) -> list[Tensor]:
     """q [2, 9, 4, headdim], k and v [2, 13, 2, headdim]."""
     shapes = [(2, 9, 4, headdim), (2, 13, 2, headdim), (2, 13, 2, headdim)]
     return [torch.randn(s, device=device).to(dtype).requires_grad_(requires_grad) for s in shapes]

@@ -417,7 +417,9 @@ def attention_of(shards: Shards, left: int = -1, causal: bool = True) -> Attenti
     [
         pytest.param(1, 1000, 16, 16, -1, "ring", "one rank", id="one-rank"),
         pytest.param(8, 1000, 16, 16, -1, "ulysses", "receives", id="many-ranks"),
-        pytest.param(8, 1000, 12, 4, -1, "ring", "12 and 4 heads do not divide among 8 ranks", id="heads-do-not-divide"),
+        pytest.param(
+            8, 1000, 12, 4, -1, "ring", "12 and 4 heads do not divide among 8 ranks", id="heads-do-not-divide"
+        ),
         pytest.param(8, 1000, 16, 16, 100, "ring", "receives", id="window"),
         pytest.param(4, 100, 32, 4, -1, "ring", "receives", id="few-key-heads"),
         pytest.param(4, 8192, 16, 16, -1, "ring", "in 3 of 3 steps of the ring 7,282 FLOPs", id="messages-hide"),

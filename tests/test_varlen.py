@@ -48,9 +48,7 @@ def test_gradients_through_the_log_sum_exp(
     batch = make_batch(case, dtype, device, seed)
     leaves = [x.detach().requires_grad_() for x in (batch.q, batch.k, batch.v)]
     options = options_of(case, device)
-    out, lse, _ = flash_attn_varlen_func(
-        *leaves, *batch.lengths, **options, return_attn_probs=True, backend=backend
-    )
+    out, lse, _ = flash_attn_varlen_func(*leaves, *batch.lengths, **options, return_attn_probs=True, backend=backend)
     generator = torch.Generator().manual_seed(seed)
     dlse = torch.randn(lse.shape, generator=generator, dtype=torch.float64).to(device, lse.dtype)
     gradients = torch.autograd.grad((out, lse), leaves, (batch.dout, dlse))
