@@ -282,8 +282,7 @@ def kvcache_time_tables(data: Rows) -> list[str]:
 
 
 def kvcache_query_tables(data: Rows) -> list[str]:
-    """Shape down, some numbers of queries across: µs. Last the steps from n queries to n + 1 above 1.3, or the largest one.
-    """
+    """Shape down, some numbers of queries across: µs. Last the steps from n to n + 1 above 1.3, or the largest one."""
     shown = [n for n in (1, 2, 4, 8, 16, 32, 64, 128) if any(row["seqlen_q"] == n for row in data)]
     times: dict[tuple[str, str], dict[int, float]] = {}
     for row in data:
