@@ -65,8 +65,9 @@ def overhead_tables(data: Rows) -> list[str]:
 
 
 def sanitize_tables(data: Rows) -> list[str]:
-    body = [[row["tool"], str(row["cases"]), row["dtypes"], str(row["errors"])] for row in data]
-    return [markdown_table(["tool", "cases", "dtypes", "errors"], body)]
+    fields = [name for name in ("tool", "cases_of", "cases", "dtypes", "errors") if all(name in row for row in data)]
+    body = [[str(row[name]) for name in fields] for row in data]
+    return [markdown_table([name.replace("_", " ") for name in fields], body)]
 
 
 def memory_tables(data: Rows) -> list[str]:
@@ -416,9 +417,12 @@ def render(result: dict[str, Any]) -> str:
 def summarize(result: dict[str, Any]) -> str:
     """One line: the first contender's ratio to each rival over all rows, and where the figures come from.
 
-    Rows of a KV cache that have a rival are summarized in two groups: one query, and several.
+    Rows of a KV cache that have a rival are summarized in two groups: one query, and several. Of training: tokens per
+    second, ours and the fastest rival's.
     """
     data: Rows = result["data"]
+    if result["benchmark"] == "bench_training":
+        return f"{training_summary(data)} ({describe(result['stamp'])})."
     groups = {"": data}
     if result["benchmark"] == "bench_kvcache":
         compared = [row for row in data if any(row["ratio"].values())]
@@ -431,6 +435,16 @@ def summarize(result: dict[str, Any]) -> str:
         f"**{name}{ratio_summary(rows)}** over {len(rows)} shapes" for name, rows in groups.items() if rows
     )
     return f"{ratios} ({describe(result['stamp'])})."
+
+
+def training_summary(rows: Rows) -> str:
+    """Tokens per second of the first contender and of its fastest rival, for each context and batch."""
+    parts = []
+    for row in rows:
+        (ours, mine), *rivals = row["tokens_per_second"].items()
+        rival, theirs = max(rivals, key=lambda contender: contender[1])
+        parts.append(f"{row['context']:,} × {row['batch']}: **{ours} {mine:,}**, {rival} {theirs:,}")
+    return "; ".join(parts)
 
 
 def ratio_summary(rows: Rows) -> str:
