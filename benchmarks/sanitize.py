@@ -2,13 +2,14 @@
 
   python -m benchmarks.sanitize                           memcheck on all small cases, racecheck on a few of each kind
 
-Several processes share the cases of a tool (--parts). Exits with 1 when there is an error. tests/sanitize_driver.py
-runs the cases.
+The cases of a KV cache are counted apart from the others. Several processes share the cases of a row (--parts). Exits
+with 1 when there is an error. tests/sanitize_driver.py runs the cases.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import itertools
 import os
 import re
 import shutil
@@ -21,7 +22,11 @@ from typing import Any
 from benchmarks import cli, provenance
 from flash_attn_mini.ladder.full_kernels import sm80_unavailable_reason
 
-TOOLS: dict[str, tuple[str, ...]] = {"memcheck": (), "racecheck": ("--per-headdim", "2", "64", "128", "256")}
+TOOLS: dict[str, tuple[str, ...]] = {
+    "memcheck": (),
+    "racecheck": ("--per-headdim", "2", "64", "96", "128", "192", "256"),
+}
+CASES_OF = {"attention": "attention", "kvcache": "KV cache"}  # of the driver's --of, in results
 SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:errors?|hazards? displayed)")
 RAN = re.compile(r"ran (\d+) cases in ([^:]+)")
 MAX_LINES = 40  # lines of a tool's report that are printed
@@ -40,25 +45,26 @@ def compute_sanitizer() -> str:
     raise SystemExit("sanitize: there is no compute-sanitizer; it comes with the CUDA toolkit")
 
 
-def row_of(tool: str, output: str) -> dict[str, Any]:
-    """The summary of a run of `tool`. Raises SystemExit where the run did not finish."""
+def row_of(tool: str, of: str, output: str) -> dict[str, Any]:
+    """The summary of a run of `tool` on the cases `of`. Raises SystemExit where the run did not finish."""
     found, ran = SUMMARY.search(output), RAN.search(output)
     if found is None or ran is None:
         raise SystemExit(f"sanitize: {tool} did not finish\n{output[-2000:]}")
-    return {"tool": tool, "cases": int(ran[1]), "dtypes": ran[2], "errors": int(found[1])}
+    return {"tool": tool, "cases_of": CASES_OF[of], "cases": int(ran[1]), "dtypes": ran[2], "errors": int(found[1])}
 
 
-def run(tool: str, part: int, parts: int) -> dict[str, Any]:
+def run(tool: str, of: str, part: int, parts: int) -> dict[str, Any]:
     """The summary of one part of a tool's cases."""
-    driver = [sys.executable, "-m", "tests.sanitize_driver", "--part", str(part), str(parts), *TOOLS[tool]]
+    chosen = ["--of", of, "--part", str(part), str(parts), *TOOLS[tool]]
+    driver = [sys.executable, "-m", "tests.sanitize_driver", *chosen]
     result = subprocess.run(
         [compute_sanitizer(), "--tool", tool, *driver], cwd=provenance.ROOT, capture_output=True, text=True
     )
     output = result.stdout + result.stderr
-    row = row_of(tool, output)
+    row = row_of(tool, of, output)
     if row["errors"]:
         found = [line for line in output.splitlines() if line.startswith("=========")]
-        print(f"{tool} reports first:", *found[:MAX_LINES], sep="\n", file=sys.stderr)
+        print(f"{tool} reports first, {CASES_OF[of]}:", *found[:MAX_LINES], sep="\n", file=sys.stderr)
     return row
 
 
@@ -68,18 +74,18 @@ def joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def run_tools(parts: int) -> list[dict[str, Any]]:
-    """The summaries of all tools, whose parts run side by side."""
-    work = [(tool, part) for tool in TOOLS for part in range(parts)]
+    """The summaries of all tools on both kinds of cases. All parts run side by side."""
+    work = list(itertools.product(TOOLS, CASES_OF, range(parts)))
     with concurrent.futures.ThreadPoolExecutor(len(work)) as pool:
-        running = [pool.submit(run, tool, part, parts) for tool, part in work]
+        running = [pool.submit(run, tool, of, part, parts) for tool, of, part in work]
         rows = [future.result() for future in cli.progress(running, "sanitize")]
-    return [joined([row for row in rows if row["tool"] == tool]) for tool in TOOLS]
+    return [joined(rows[i : i + parts]) for i in range(0, len(rows), parts)]
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = cli.parser_for(__doc__, seconds=600.0)
     parts = max(1, min(4, (os.cpu_count() or 1) // 4))
-    parser.add_argument("--parts", type=int, default=parts, help="processes for each tool (default: %(default)s)")
+    parser.add_argument("--parts", type=int, default=parts, help="processes for each row (default: %(default)s)")
     arguments = parser.parse_args(argv)
     if arguments.parts < 1:
         parser.error(f"--parts is {arguments.parts}; allowed: 1 and more")

@@ -45,8 +45,9 @@ def flash_attn_with_kvcache(
     cache holds, and attends to all of them. Every other byte of the caches stays as it was. The keys of a row may be
     split among thread blocks, whose results are then combined (Flash-Decoding, Dao et al., 2023).
 
-    Nothing waits for the GPU: only the kernels read the tensors of lengths, rows, paddings and pages. A call captured
-    in a CUDA graph reads them anew in each replay. They are checked on the host for CPU tensors, and on a GPU if
+    Nothing waits for the GPU: only the kernels read the tensors of lengths, rows, paddings and pages. The exception is
+    a 0-d CUDA tensor as a number, cache_seqlens for example: the host reads it. A call captured in a CUDA graph reads
+    the tensors anew in each replay. They are checked on the host for CPU tensors, and on a GPU if
     FLASH_ATTN_MINI_CHECK=1. Without that check, wrong values on a GPU give wrong rows, and no access outside of the
     tensors: new keys that do not fit are dropped.
 
@@ -68,12 +69,13 @@ def flash_attn_with_kvcache(
         rotary_sin: Like rotary_cos.
         cache_seqlens: Keys in each cache row before this call, left padding included: int32 ``[batch]``, or one integer
             for all rows, which starts no kernel. Default None: the cache is full; k must not be given.
-        cache_batch_idx: int32 ``[batch]``: the cache row of each sequence. No two are equal if k is given. Not with a
-            block_table. Default None: row b for sequence b.
+        cache_batch_idx: int32 ``[batch]``: the cache row of each sequence. No two are equal if k is given. Copied if
+            not contiguous. Not with a block_table. Default None: row b for sequence b.
         cache_leftpad: int32 ``[batch]``: the first valid key of each cache row. Default None: 0.
         block_table: int32 ``[batch, max_pages]``: key n of sequence b is row ``n % page_size`` of page
             ``block_table[b, n // page_size]``. Any page_size from 1; the capacity is ``max_pages * page_size``. Entries
-            past the last key of a sequence may hold any number. Default None: no pages.
+            past the last key of a sequence may hold any number. Copied if its last dimension is not contiguous. Default
+            None: no pages.
         softmax_scale: Factor on the scores ``q @ k.T``. Default ``1 / sqrt(headdim)``.
         causal: Mask aligned to the bottom right of the filled cache, new keys included: the last query sees all keys.
         window_size: ``(left, right)`` in keys, -1 for unbounded, aligned like causal; see `flash_attn_func`.
@@ -83,7 +85,7 @@ def flash_attn_with_kvcache(
         alibi_slopes: float32 ``[nheads]`` or ``[batch, nheads]``; see `flash_attn_func`.
         num_splits: The most splits of the keys of a row. 0 lets the kernels choose from the lengths that they find; 1
             gives the bits that `flash_attn_varlen_func` gives for the same keys (with a block_table for the same
-            pages; on ``cuda`` for caches whose rows begin at multiples of 16 bytes).
+            pages; on ``cuda`` for q and caches whose rows begin at multiples of 16 bytes).
         return_softmax_lse: Return ``(out, softmax_lse)`` in place of ``out``.
         split_keys: Split the keys of each row at multiples of this number, counted from its first valid key. The bits
             of a row then do not depend on the other rows of the batch. Default 0: off.
@@ -142,6 +144,7 @@ def flash_attn_with_kvcache(
     ):
         if value is not None:
             check_tensor(name, value, ", or None")
+    cache_batch_idx, block_table = _contiguous(cache_batch_idx), _contiguous(block_table)
     lengths, length = _as_lengths(cache_seqlens)
     if cache_seqlens is None and k is None:
         length = _capacity(k_cache, block_table)
@@ -179,6 +182,13 @@ def _as_lengths(cache_seqlens: Any) -> tuple[torch.Tensor | None, int]:
     elif length < 0:
         raise ValueError(f"flash_attn_mini: cache_seqlens is {length}; allowed: 0 to the capacity of the cache")
     return None, length
+
+
+def _contiguous(integers: torch.Tensor | None) -> torch.Tensor | None:
+    """The tensor, or a copy if its last dimension is not contiguous, as the official package makes it."""
+    if integers is None or integers.ndim == 0 or integers.stride(-1) == 1:
+        return integers
+    return integers.contiguous()
 
 
 def _capacity(k_cache: torch.Tensor, block_table: torch.Tensor | None) -> int:

@@ -18,7 +18,7 @@ from .poison import LAYOUTS, poisoned
 POOL_FACTOR = 3  # pages in the pool for each page in use
 NO_PAGE = 1 << 30  # what block tables hold past the last page of a sequence
 LAYOUT_NAMES = [name for name in LAYOUTS if not name.startswith(("far", "expanded"))]
-MOST_ELEMENTS = 1 << 20  # of a random cache
+TMA_LAYOUTS = [name for name in LAYOUT_NAMES if name not in ("misaligned", "odd_start")]  # head dims: multiples of 8
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,8 @@ class KvCacheCase:
     rotary_interleaved: bool = True
     num_splits: int = 0
     split_keys: int = 0
-    layout: str = "bshd"  # of the caches, and of q, k and v; a key of poison.LAYOUTS
+    layout: str = "bshd"  # of q, k and v, and of the caches; a key of poison.LAYOUTS
+    cache_layout: str | None = None  # of the caches; None: layout
     memory_gib: float = 0.0  # of the caches in a 16-bit dtype, if a laptop may not have it
 
     def __str__(self) -> str:
@@ -69,6 +70,11 @@ class KvCacheCase:
     def totals(self) -> tuple[int, ...]:
         """Keys of each sequence after the call."""
         return tuple(length + (self.seqlen_new or 0) for length in self.lengths)
+
+    @property
+    def group_rows(self) -> int:
+        """Queries of all heads that share a key/value head."""
+        return self.seqlen_q * self.nheads // self.nheads_k
 
     @property
     def is_possible(self) -> bool:
@@ -105,6 +111,7 @@ _LENGTHS = [
     _case("more_queries", "queries before the first key", (3, 0), 64, seqlen_q=20, seqlen_new=4, causal=True),
     _case("fewer_queries", "more new keys than queries", (30, 8), 64, seqlen_q=2, seqlen_new=9, causal=True),
     _case("no_new_keys", "k has no rows", (30, 8), 64, seqlen_new=0, rotary_dim=32),
+    _case("no_queries", "only the new keys are written", (30, 8), 64, seqlen_q=0, seqlen_new=5, rotary_dim=32),
     _case("long", "many splits", (4000, 37), 4096, nheads=8, **_DECODE),
     _case("one_row", "a batch of one", (600,), 1000, nheads=8, nheads_k=1, **_DECODE),
 ]
@@ -153,6 +160,8 @@ _FEATURES = [
     _case("window", "a band", _MIXED, 200, seqlen_q=9, window_size=(20, 5)),
     _case("window_causal", "a sliding window", _MIXED, 200, seqlen_new=1, causal=True, window_size=(31, -1)),
     _case("softcap", "capped scores", _MIXED, 200, softcap=3.0, **_DECODE),
+    _case("negative_scale", "the least product has the largest score", _MIXED, 200, softmax_scale=-0.2, rotary_dim=64,
+          **_DECODE),
     _case("alibi", "slopes of the heads", _MIXED, 200, alibi="heads", **_DECODE),
     _case("alibi_batch", "slopes of each sequence", _MIXED, 200, seqlen_q=4, alibi="batch", page_size=16),
     _case("rotary", "GPT-J style, all features", _MIXED, 200, rotary_dim=64, **_DECODE),
@@ -262,12 +271,25 @@ PIECES = [
     _case("pieces_short", "less than two units", (3, 0), 8, **_EIGHT_HEADS),
 ]  # fmt: skip
 
+# Few keys, short enough for a sanitizer: on clusters of 16 CTAs and on wide CTAs of Hopper, with 128 SMs or more.
+CLUSTERS = [
+    _case("cluster", "the CTAs of a cluster share a head", (250,), 256, **_EIGHT_HEADS),
+    _case("cluster_pages_7", "the same in pages", (250,), 256, page_size=7, **_EIGHT_HEADS),
+    _case("cluster_few_keys", "most CTAs have no key", (20,), 256, headdim=128, **_EIGHT_HEADS),
+    _case("cluster_192", "a CTA fills an SM", (250,), 256, nheads=4, nheads_k=4, headdim=192, **_DECODE),
+]
+WIDE_CTAS = [
+    _case("wide_sequences", "two sequences", (250, 90), 256, headdim=128, **_EIGHT_HEADS),
+    _case("wide_one_row", "one sequence in a cache for many keys", (250,), 8300, **_EIGHT_HEADS),
+    _case("wide_one_row_pages_7", "the same in pages", (250,), 8300, page_size=7, **_EIGHT_HEADS),
+]
+
 KVCACHE_CASES: list[KvCacheCase] = [
     *(*_LENGTHS, *_HEADS, *_ROWS, *_PAGES, *_FEATURES, *_SPLITS, *_LAYOUTS),
     *(case for case in MANY_ROWS if case.name in ("many_rows_tiles", "many_rows_gqa_3", "many_rows_pages_24")),
 ]
-BY_NAME = {case.name: case for case in (*KVCACHE_CASES, *MANY_ROWS, *PIECES)}
-SMALL_KVCACHE_CASES = [c for c in BY_NAME.values() if c.keys <= 300 and c.seqlen_q <= 20]
+BY_NAME = {case.name: case for case in (*KVCACHE_CASES, *MANY_ROWS, *PIECES, *CLUSTERS, *WIDE_CTAS)}
+SMALL_KVCACHE_CASES = [c for c in BY_NAME.values() if max(c.totals) <= 300 and c.seqlen_q <= 20]
 
 # Offsets of more than 31 bits: cache rows, or keys, so far apart that the last one begins past 2^31.
 LARGE_KVCACHE_CASES: list[KvCacheCase] = [
@@ -280,21 +302,23 @@ LARGE_KVCACHE_CASES: list[KvCacheCase] = [
 # ---- random cases ---------------------------------------------------------------------------------------------------
 
 
-def random_kvcache(draw: random.Random) -> KvCacheCase:
-    """A case with any of the options; each is on in a third of the cases or so."""
-    nheads_k = draw.choice((1, 1, 2, 3, 4))
-    nheads = nheads_k * draw.choice((1, 1, 2, 3, 4, 8))
-    headdim = draw.choice((8 * draw.randint(1, 32), draw.randint(1, 256), 64, 128))
-    batch = draw.choice((1, 2, 3, 5))
-    seqlen_q = draw.choice((1, 1, draw.randint(2, 16), draw.randint(1, 130)))
-    while batch * nheads * seqlen_q * headdim < 256:  # over few elements PyTorch's error may be small by chance
-        nheads, nheads_k = 2 * nheads, 2 * nheads_k
+def random_kvcache(draw: random.Random, is_long: bool = True) -> KvCacheCase:
+    """A case with any of the options; each is on in a third of the cases or so. `is_long`: up to 3,000 keys.
+
+    A quarter of the cases suit Hopper's kernel for many rows, and a few its clusters and wide CTAs.
+    """
+    kind = draw.choices(("any", "many_rows", "few_sequences"), (66, 26, 8))[0]
+    is_any, has_many_rows = kind == "any", kind == "many_rows"
+    batch, seqlen_q, nheads, nheads_k, headdim = _random_shape(draw, kind)
     seqlen_new = draw.choice((None, None, seqlen_q, seqlen_q, draw.randint(0, 40), 0))
     paged = draw.random() < 0.5
     page_size = draw.choice((1, 16, 64, 256, draw.randint(1, 300), draw.randint(1, 40))) if paged else 0
-    room = draw.choice((0, draw.randint(0, 40), draw.randint(0, 200), draw.randint(0, 700)))
+    if has_many_rows:
+        page_size = -(-page_size // 8) * 8
     rows = batch * (POOL_FACTOR if paged else 1)
-    room = min(room, MOST_ELEMENTS // (rows * nheads_k * headdim))
+    most_keys, most_elements = (3000, 1 << 23) if is_long else (100, 1 << 20)
+    room = draw.choice((0, draw.randint(0, 40), draw.randint(0, 200), draw.randint(0, 700)))
+    room = min(room if is_any else draw.randint(0, most_keys), most_elements // (rows * nheads_k * headdim))
     capacity = max((seqlen_new or 0) + room, 1)
     room = capacity - (seqlen_new or 0)
 
@@ -311,14 +335,18 @@ def random_kvcache(draw: random.Random) -> KvCacheCase:
             draw.choice((0, room, draw.randint(0, room), draw.randint(0, min(room, 20)))) for _ in range(batch)
         )
     leftpad = None
-    if draw.random() < 0.3:
+    if draw.random() < 0.3 and not (has_many_rows and paged):
         leftpad = tuple(draw.choice((0, draw.randint(0, n), n + (seqlen_new or 0))) for n in lengths)
+    if kind == "few_sequences" and is_long and lengths_as != "none" and headdim <= 128:
+        capacity += draw.choice((0, 8192))  # too many keys for clusters, so wide CTAs
 
     def side() -> int:
         return draw.choice((-1, 0, draw.randint(1, 20), draw.randint(20, 300)))
 
     rotates = seqlen_new is not None and headdim >= 16 and draw.random() < 0.5
     split_keys = draw.choice((16, 64, draw.randint(16, 300))) if draw.random() < 0.2 else 0
+    num_splits = 0 if split_keys else draw.choice((0, 0, 1, draw.randint(2, 20)))
+    layouts = TMA_LAYOUTS if has_many_rows else LAYOUT_NAMES
     return KvCacheCase(
         name="random",
         why="drawn at random",
@@ -336,14 +364,34 @@ def random_kvcache(draw: random.Random) -> KvCacheCase:
         causal=draw.random() < 0.5,
         window_size=(side(), side()) if draw.random() < 0.3 else (-1, -1),
         softcap=draw.choice((0.5, 5.0, 30.0)) if draw.random() < 0.25 else 0.0,
-        alibi=draw.choice((None, None, "heads", "batch")),
-        softmax_scale=draw.choice((None, None, draw.uniform(0.01, 0.5))),
+        alibi=None if has_many_rows else draw.choice((None, None, "heads", "batch")),
+        softmax_scale=draw.choice((None, None, None, draw.uniform(-0.5, 0.5), draw.choice((0.0, 0.3, -0.3)))),
         rotary_dim=16 * draw.randint(1, headdim // 16) if rotates else 0,
         rotary_interleaved=draw.random() < 0.5,
-        num_splits=0 if split_keys else draw.choice((0, 0, 1, draw.randint(2, 20))),
-        split_keys=split_keys,
-        layout=draw.choice(LAYOUT_NAMES),
+        num_splits=num_splits if is_any else 0,
+        split_keys=split_keys if is_any else 0,
+        layout=draw.choice(layouts),
+        cache_layout=draw.choice((None, draw.choice(layouts))),
     )
+
+
+def _random_shape(draw: random.Random, kind: str) -> tuple[int, int, int, int, int]:
+    """batch, seqlen_q, nheads, nheads_k, headdim."""
+    ratio = draw.choice((1, 1, 2, 3, 4, 8))
+    if kind == "few_sequences":
+        nheads_k = draw.choice((4, 8, 8))
+        return draw.choice((1, 1, 2)), 1, ratio * nheads_k, nheads_k, draw.choice((8 * draw.randint(1, 32), 64, 128))
+    batch, nheads_k = draw.choice((1, 2, 3, 5)), draw.choice((1, 1, 2, 3, 4))
+    if kind == "many_rows":
+        headdim = draw.choice((8 * draw.randint(5, 32), 64, 128))
+        least = -(-(17 if headdim > 64 else 33) // ratio)  # cache_kernel in csrc/choose_cache_kernel.h
+        seqlen_q = draw.choice((least, draw.randint(least, 2 * least), draw.randint(least, 130)))
+        return batch, seqlen_q, ratio * nheads_k, nheads_k, headdim
+    headdim = draw.choice((8 * draw.randint(1, 32), draw.randint(1, 256), 64, 128))
+    seqlen_q = draw.choice((1, 1, draw.randint(2, 16), draw.randint(1, 130)))
+    while batch * ratio * nheads_k * seqlen_q * headdim < 256:  # in few elements PyTorch's error is small by chance
+        nheads_k *= 2
+    return batch, seqlen_q, ratio * nheads_k, nheads_k, headdim
 
 
 def simpler_kvcache(case: KvCacheCase) -> Iterator[KvCacheCase]:
@@ -466,7 +514,7 @@ def make_call(case: KvCacheCase, dtype: torch.dtype, device: str, seed: int) -> 
     def random_(*shape: int) -> Tensor:
         return torch.randn(shape, generator=draw, dtype=wide).to(device, dtype)
 
-    per_key, layout = (case.nheads_k, case.headdim), LAYOUTS[case.layout]
+    per_key, layout = (case.nheads_k, case.headdim), LAYOUTS[case.cache_layout or case.layout]
     near = LAYOUTS["bshd" if case.layout.startswith("far") else case.layout]
     q_shape = (case.batch, case.seqlen_q, case.nheads, case.headdim)
     q, k, v = near(alloc, q_shape, (case.batch, case.seqlen_new or 0, *per_key))

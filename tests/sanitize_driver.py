@@ -1,16 +1,18 @@
 """Runs the small cases, forward and backward, on the cuda backend, without pytest (`make sanitize`).
 
 memcheck takes every small case: dense, varlen and KV cache, with and without features. racecheck is slow:
-`--per-headdim` limits the number of cases of each head dim, mask and feature. `--part 1 4` runs every fourth case, from
-the second on: four processes share the cases.
+`--per-headdim` limits the number of cases of each head dim, mask and feature. `--of kvcache` runs those of a KV cache
+alone. `--part 1 4` runs every fourth case, from the second on: four processes share the cases.
 
     compute-sanitizer --tool memcheck --error-exitcode 9 python -m tests.sanitize_driver
-    compute-sanitizer --tool racecheck --error-exitcode 9 python -m tests.sanitize_driver --per-headdim 2 64 128 256
+    compute-sanitizer --tool racecheck --error-exitcode 9 python -m tests.sanitize_driver --per-headdim 2 64 128
 """
 
 from __future__ import annotations
 
 import argparse
+import bisect
+import dataclasses
 import itertools
 import os
 import time
@@ -28,6 +30,18 @@ from tests.varlen_cases import SMALL_VARLEN_CASES, VarlenCase, make_batch
 
 AnyCase = Case | VarlenCase | KvCacheCase
 
+# Head dims of SMALL_VARLEN_CASES with features: 64 and less.
+VARLEN_FEATURES = [
+    dataclasses.replace(case, name=f"{case.name}_{headdim}", headdim=headdim)
+    for case in SMALL_VARLEN_CASES
+    if case.name in ("softcap", "dropout", "together")
+    for headdim in (96, 128, 192, 256)
+]
+CASES: dict[str, list[AnyCase]] = {
+    "attention": [*SMALL_FORWARD_CASES, *SMALL_FEATURE_CASES, *SMALL_VARLEN_CASES, *VARLEN_FEATURES],
+    "kvcache": [*SMALL_KVCACHE_CASES],
+}
+ROWS = (16, 32, 64)  # of a group, at most: few rows, warp pairs, one consumer warpgroup of Hopper; more: other tiles
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -41,22 +55,24 @@ def size(case: AnyCase) -> int:
 
 def kind_of(case: AnyCase) -> tuple[object, ...]:
     """The features of a case that select its kernel; cases of one kind run similar code."""
-    features = [case.window_size != (-1, -1), case.softcap > 0, case.alibi is not None]
+    features: list[object] = [case.window_size != (-1, -1), case.softcap > 0, case.alibi is not None]
     if isinstance(case, KvCacheCase):
         features += [case.leftpad is not None, case.rotary_dim > 0, case.num_splits > 0, case.split_keys > 0]
+        features += [case.batch == 1, bisect.bisect_left(ROWS, case.group_rows)]
     else:
         features.append(case.dropout_p > 0)
     return (type(case), getattr(case, "page_size", 0) > 0, case.headdim, case.causal, *features)
 
 
-def choose(headdims: list[int], per_headdim: int | None) -> list[AnyCase]:
+def choose(headdims: list[int], per_headdim: int | None, of: str | None = None) -> list[AnyCase]:
     """The small cases of these head dims (all when none is named), at most `per_headdim` of each kind.
 
-    The largest come first: they have the most steps, and so the most chances of a race.
+    `of` is a key of CASES, or None for all of them. The largest cases come first: they have the most steps, and so the
+    most chances of a race.
     """
     chosen: list[AnyCase] = []
     taken: dict[tuple[object, ...], int] = {}
-    every: list[AnyCase] = [*SMALL_FORWARD_CASES, *SMALL_FEATURE_CASES, *SMALL_VARLEN_CASES, *SMALL_KVCACHE_CASES]
+    every = CASES[of] if of else itertools.chain.from_iterable(CASES.values())
     for case in sorted(every, key=lambda case: -size(case)):
         if headdims and case.headdim not in headdims:
             continue
@@ -123,6 +139,7 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("headdims", nargs="*", type=int, help="default: all")
     parser.add_argument("--per-headdim", type=int, help="most cases of each head dim, mask and feature")
+    parser.add_argument("--of", choices=list(CASES), help="default: all")
     parser.add_argument("--part", nargs=2, type=int, default=(0, 1), metavar=("K", "N"), help="every Nth case, from K")
     parser.add_argument("--dtypes", nargs="+", choices=sorted(DTYPES), default=sorted(DTYPES))
     return parser
@@ -135,12 +152,12 @@ def main(argv: list[str] | None = None) -> None:
         parser().error(f"--part is {part} {parts}; allowed: K N with 0 <= K < N")
     # Without PyTorch's pool every tensor is its own allocation, so memcheck knows its bounds.
     os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
-    cases = choose(arguments.headdims, arguments.per_headdim)[part::parts]
+    cases = choose(arguments.headdims, arguments.per_headdim, arguments.of)[part::parts]
     start = time.monotonic()
     for dtype in arguments.dtypes:
         for case in cases:
             run(case, DTYPES[dtype])
-    if part == 0:
+    if part == 0 and arguments.of != "kvcache":
         run_minimal()
     print(f"ran {len(cases)} cases in {', '.join(arguments.dtypes)}: {time.monotonic() - start:.0f} s")
 

@@ -6,6 +6,7 @@ FLASH_ATTN_MINI_RANDOM_CASES sets the number of random cases per backend.
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from .kvcache_cases import (
     KVCACHE_CASES,
     LARGE_KVCACHE_CASES,
     SMALL_KVCACHE_CASES,
+    TMA_LAYOUTS,
     CacheCall,
     KvCacheCase,
     make_call,
@@ -66,11 +68,13 @@ def test_random_kvcache_cases(chunk: int, backend: str, device: str, seed: int, 
         if case.num_splits == 1 and not case.rotary_dim:
             assert_bits_of_varlen(call, results, backend)
 
-    check_random_cases(random_kvcache, simpler_kvcache, check, DTYPES[backend], COUNT[backend], seed, described_seed)
+    drawn = partial(random_kvcache, is_long=backend != "cpu")
+    check_random_cases(drawn, simpler_kvcache, check, DTYPES[backend], COUNT[backend], seed, described_seed)
 
 
-def test_random_cases_have_every_option() -> None:
-    cases = [random_kvcache(random.Random(seed)) for seed in range(300)]
+@pytest.mark.parametrize("is_long", [False, True], ids=["short", "long"])
+def test_random_cases_have_every_option(is_long: bool) -> None:
+    cases = [random_kvcache(random.Random(seed), is_long) for seed in range(300)]
     assert all(case.is_possible for case in cases)
     for field, values in {
         "lengths_as": {"tensor", "int", "none"},
@@ -87,6 +91,34 @@ def test_random_cases_have_every_option() -> None:
         assert not all(getattr(case, field) for case in cases), field
     assert {0, 1} & {length for case in cases for length in case.lengths}
     assert any(case.rotary_dim and case.rotary_dim < case.headdim for case in cases)
+    assert any(case.cache_layout not in (None, case.layout) for case in cases)
+    scales = [case.softmax_scale for case in cases if case.softmax_scale is not None]
+    assert min(scales) < 0.0 < max(scales)
+    assert 0.0 in scales
+
+
+def has_many_rows(case: KvCacheCase) -> bool:
+    """True if cache_kernel in csrc/choose_cache_kernel.h takes Hopper's kernel for many rows, given enough SMs."""
+    return (
+        case.headdim % 8 == 0
+        and case.headdim > 32
+        and case.group_rows >= (17 if case.headdim > 64 else 33)
+        and case.alibi is None
+        and case.num_splits == case.split_keys == 0
+        and case.page_size % 8 == 0
+        and not (case.page_size and case.leftpad)
+        and {case.layout, case.cache_layout or case.layout} <= set(TMA_LAYOUTS)
+    )
+
+
+def test_random_cases_reach_every_kernel_of_hopper() -> None:
+    cases = [random_kvcache(random.Random(seed)) for seed in range(300)]
+    many = [case for case in cases if has_many_rows(case)]
+    assert len(many) >= 60
+    assert max(max(case.totals) for case in many) > 2000
+    assert {case.page_size > 0 for case in many} == {False, True}
+    one_row = [case for case in cases if (case.batch, case.nheads_k) == (1, 8) and case.group_rows <= 16]
+    assert {case.keys > 16 * 512 for case in one_row} == {False, True}, "clusters, and wide CTAs"
 
 
 # ---- the same, bit for bit ------------------------------------------------------------------------------------------
@@ -99,14 +131,14 @@ def assert_equal(got: tuple[Tensor, ...], expected: tuple[Tensor, ...], what: st
 
 
 def is_aligned(x: Tensor) -> bool:
-    """True if each row of a cache begins at a multiple of 16 bytes."""
+    """True if each row begins at a multiple of 16 bytes."""
     return all(at * x.element_size() % 16 == 0 for at in (x.shape[-1], *x.stride()[:-1])) and x.data_ptr() % 16 == 0
 
 
 def assert_bits_of_varlen(call: CacheCall, results: tuple[Tensor, Tensor], backend: str) -> None:
     """On a GPU, pages have a kernel of their own, and flash_attn_varlen_func copies what is not aligned."""
     is_on_gpu = backend == "cuda"
-    if is_on_gpu and not (is_aligned(call.k_cache) and is_aligned(call.v_cache)):
+    if is_on_gpu and not all(is_aligned(x) for x in (call.q, call.k_cache, call.v_cache)):
         return
     if not is_on_gpu or call.case.page_size == 0:
         assert_equal(results, varlen_results(call, backend, paged=False), "flash_attn_varlen_func")

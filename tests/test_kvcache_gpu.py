@@ -15,7 +15,7 @@ from flash_attn_mini import flash_attn_with_kvcache
 
 from .conftest import IS_HOPPER
 from .gpu_calls import capture, each_gpu_backend
-from .kvcache_cases import BY_NAME, MANY_ROWS, PIECES, CacheCall, KvCacheCase, make_call
+from .kvcache_cases import BY_NAME, CLUSTERS, MANY_ROWS, PIECES, WIDE_CTAS, CacheCall, KvCacheCase, make_call
 from .kvcache_checks import bits, check_kvcache, check_results, copied, described, run
 from .test_gpu import assert_does_not_wait
 
@@ -163,6 +163,12 @@ def test_runs_on_the_device_of_q(gpu_backend: str, seed: int) -> None:
     assert torch.equal(out.to("cuda:0"), expected[0])
 
 
+@pytest.mark.parametrize("seqlen_q", [1, 40])
+def test_float32_on_triton(seqlen_q: int, seed: int, described_seed: str) -> None:
+    case = dataclasses.replace(BY_NAME["decode"], seqlen_q=seqlen_q)
+    check_kvcache(case, "triton", "cuda", torch.float32, seed, described_seed)
+
+
 # ---- launches that overlap ------------------------------------------------------------------------------------------
 
 
@@ -280,18 +286,32 @@ def test_page_numbers_are_read_ahead(
 def test_one_sequence_runs_on_clusters_or_wide_thread_blocks(
     case: KvCacheCase, headdim: int, dtype: torch.dtype, kernels_of: Callable[[KvCacheCase, torch.dtype], str]
 ) -> None:
+    case, is_wide = dataclasses.replace(case, headdim=headdim), case is LONG_ROW and headdim <= 128
+    assert_clusters_or_wide_ctas(case, is_wide, kernels_of(case, dtype))
+
+
+@NEEDS_HOPPER
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", [*CLUSTERS, *WIDE_CTAS], ids=str)
+def test_few_keys_run_on_clusters_or_wide_thread_blocks(
+    case: KvCacheCase, dtype: torch.dtype, kernels_of: Callable[[KvCacheCase, torch.dtype], str]
+) -> None:
+    assert_clusters_or_wide_ctas(case, case in WIDE_CTAS, kernels_of(case, dtype))
+
+
+def assert_clusters_or_wide_ctas(case: KvCacheCase, is_wide: bool, trace: str) -> None:
+    """The trace names eight warps a CTA, or clusters of 16 CTAs; skips on a GPU that has too few SMs for these."""
     if torch.cuda.get_device_properties().multi_processor_count < 128:
         pytest.skip("clusters of 16 thread blocks for 8 heads need 128 SMs")
-    trace = kernels_of(dataclasses.replace(case, headdim=headdim), dtype)
-    if case is LONG_ROW and headdim <= 128:
+    if is_wide:
         assert "cluster=0 " in trace
         assert "threads=256 " in trace, "not on wide thread blocks"
         return
-    refused = re.search(r"cluster_for +ctas=16 clusters=8 at_once=(\d+)", trace)
+    refused = re.search(rf"cluster_for +ctas=16 clusters={case.nheads_k} at_once=(\d+)", trace)
     if refused:
-        assert int(refused[1]) < 8
+        assert int(refused[1]) < case.nheads_k
         assert "cluster=0 " in trace
-        pytest.skip(f"of the clusters of 16 SMs for 8 heads, this GPU runs only {refused[1]} at once")
+        pytest.skip(f"of the clusters of 16 SMs for {case.nheads_k} heads, this GPU runs only {refused[1]} at once")
     assert "cluster=16 " in trace
     assert "threads=128 " in trace
 

@@ -286,6 +286,30 @@ def test_numbers_and_flags_of_other_types(form: str, backend: str, device: str, 
     assert torch.equal(results[0][1], results[1][1])
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(("name", "argument"), [("batch_idx", "cache_batch_idx"), ("pages_7", "block_table")])
+def test_rows_and_pages_may_have_strides(
+    name: str, argument: str, compiled: bool, backend: str, device: str, seed: int
+) -> None:
+    """A column of a tensor, for example. The copy is of the numbers alone."""
+    torch._dynamo.reset()
+    call, other = (make_call(BY_NAME[name], torch.float16, device, seed) for _ in range(2))
+    columns = torch.stack([getattr(other, argument)] * 3, dim=-1)
+    setattr(other, argument, columns[..., 1])
+    assert getattr(other, argument).stride(-1) == 3
+
+    def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Any:
+        return flash_attn_with_kvcache(q, k_cache, v_cache, k, v, **options)
+
+    options = {**other.arguments, "return_softmax_lse": True, "backend": backend}
+    function = torch.compile(attend, fullgraph=True, backend="aot_eager") if compiled else attend
+    results = function(*other.tensors, options)
+    for got, expected in zip(results, run(call, backend), strict=True):
+        assert torch.equal(got, expected)
+    for got, expected in ((other.k_cache, call.k_cache), (other.v_cache, call.v_cache)):
+        assert torch.equal(bits(got._base), bits(expected._base))
+
+
 def test_without_return_softmax_lse_the_result_is_out(backend: str, device: str, seed: int) -> None:
     call = make_call(BY_NAME["decode"], torch.float16, device, seed)
     expected = run(call, backend)[0]

@@ -21,6 +21,7 @@ from benchmarks import (
 
 from . import sanitize_driver
 from .cases import Case
+from .kvcache_cases import KvCacheCase
 from .varlen_cases import VarlenCase
 
 
@@ -115,11 +116,21 @@ def test_hoppers_backward_kernels_have_fields(has_factors: str, number: int, kin
     ],
 )
 def test_the_number_of_errors_of_the_sanitizer_is_read(tool: str, summary: str, errors: int) -> None:
-    row = sanitize.row_of(tool, f"ran 38 cases in bfloat16, float16: 70 s\n{summary}\n")
-    assert row == {"tool": tool, "cases": 38, "dtypes": "bfloat16, float16", "errors": errors}
+    row = sanitize.row_of(tool, "kvcache", f"ran 38 cases in bfloat16, float16: 70 s\n{summary}\n")
+    expected = {"tool": tool, "cases_of": "KV cache", "cases": 38, "dtypes": "bfloat16, float16", "errors": errors}
+    assert row == expected
 
 
-@pytest.mark.parametrize("headdim", [64, 128, 256])
+def test_results_of_the_sanitizer_are_shown_with_and_without_the_kind_of_cases() -> None:
+    row = {"tool": "memcheck", "cases": 206, "dtypes": "bfloat16, float16", "errors": 0}
+    (without,) = tables.sanitize_tables([row])
+    (with_kind,) = tables.sanitize_tables([row | {"cases_of": of} for of in ("attention", "KV cache")])
+    assert "cases of" not in without
+    assert "206" in without
+    assert [line.split("|")[2].strip() for line in with_kind.splitlines()[2:]] == ["attention", "KV cache"]
+
+
+@pytest.mark.parametrize("headdim", [64, 96, 128, 192, 256])
 def test_the_sanitizer_looks_for_races_in_every_kind_of_kernel(headdim: int) -> None:
     chosen = sanitize_driver.parser().parse_args(sanitize.TOOLS["racecheck"])
     cases = [case for case in sanitize_driver.choose(chosen.headdims, chosen.per_headdim) if case.headdim == headdim]
@@ -127,24 +138,46 @@ def test_the_sanitizer_looks_for_races_in_every_kind_of_kernel(headdim: int) -> 
     plain = [case for case in dense if (case.softcap, case.alibi, case.dropout_p) == (0.0, None, 0.0)]
     assert {case.causal for case in plain} == {False, True}
     assert {case.softcap > 0 for case in dense} == {case.dropout_p > 0 for case in dense} == {False, True}
-    assert any(isinstance(case, VarlenCase) for case in cases)
+    varlen = [case for case in cases if isinstance(case, VarlenCase)]
+    assert {case.softcap > 0 for case in varlen} == {case.dropout_p > 0 for case in varlen} == {False, True}
+    assert any(isinstance(case, KvCacheCase) for case in cases)
+
+
+def test_the_sanitizer_looks_for_races_in_every_form_of_the_kv_cache() -> None:
+    chosen = sanitize_driver.parser().parse_args(sanitize.TOOLS["racecheck"])
+    cases = sanitize_driver.choose(chosen.headdims, chosen.per_headdim, "kvcache")
+    caches = [case for case in cases if isinstance(case, KvCacheCase)]
+    assert len(caches) == len(cases)
+    assert {sanitize_driver.kind_of(case)[-1] for case in caches} == {0, 1, 2, 3}, "rows of a group"
+    one_row = [case for case in caches if case.batch == 1]
+    assert {case.page_size for case in one_row} >= {0, 7}
+    assert {case.keys > 8192 for case in one_row} == {False, True}
 
 
 def test_the_parts_of_the_sanitizer_have_every_case_once(monkeypatch: pytest.MonkeyPatch) -> None:
     every = {tool: sanitize_driver.parser().parse_args(extra) for tool, extra in sanitize.TOOLS.items()}
-    counts = {tool: len(sanitize_driver.choose(a.headdims, a.per_headdim)) for tool, a in every.items()}
+    counts = {
+        (tool, of): len(sanitize_driver.choose(a.headdims, a.per_headdim, of))
+        for tool, a in every.items()
+        for of in sanitize.CASES_OF
+    }
+    for tool, a in every.items():
+        together = sanitize_driver.choose(a.headdims, a.per_headdim)
+        assert len(together) == sum(counts[tool, of] for of in sanitize.CASES_OF)
 
     def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
         chosen = sanitize_driver.parser().parse_args(command[command.index("tests.sanitize_driver") + 1 :])
         part, parts = chosen.part
-        cases = sanitize_driver.choose(chosen.headdims, chosen.per_headdim)[part::parts]
+        cases = sanitize_driver.choose(chosen.headdims, chosen.per_headdim, chosen.of)[part::parts]
         summary = f"ran {len(cases)} cases in bfloat16: 1 s\n========= ERROR SUMMARY: {part} errors\n"
         return subprocess.CompletedProcess(command, 0, stdout=summary, stderr="")
 
     monkeypatch.setattr(sanitize, "compute_sanitizer", lambda: "compute-sanitizer")
     monkeypatch.setattr(sanitize.subprocess, "run", run)
-    assert [(row["tool"], row["cases"], row["errors"]) for row in sanitize.run_tools(3)] == [
-        (tool, counts[tool], 0 + 1 + 2) for tool in ("memcheck", "racecheck")
+    assert [(row["tool"], row["cases_of"], row["cases"], row["errors"]) for row in sanitize.run_tools(3)] == [
+        (tool, shown, counts[tool, of], 0 + 1 + 2)
+        for tool in ("memcheck", "racecheck")
+        for of, shown in sanitize.CASES_OF.items()
     ]
 
 
@@ -163,7 +196,7 @@ def test_a_part_of_the_sanitizer_that_does_not_exist_is_an_error(
 def test_a_sanitizer_that_did_not_finish_is_an_error() -> None:
     for output in ("========= ERROR SUMMARY: 0 errors\n", "ran 38 cases in bfloat16: 70 s\n"):
         with pytest.raises(SystemExit, match="memcheck did not finish"):
-            sanitize.row_of("memcheck", output)
+            sanitize.row_of("memcheck", "attention", output)
 
 
 def ptxas_reports(folder: Path) -> list[Path]:

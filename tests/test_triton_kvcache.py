@@ -34,7 +34,7 @@ IN_THE_INTERPRETER = (
     *("pages_leftpad", "pages_shared", "pages_full", "pages_int", "window", "window_causal", "softcap", "alibi_batch"),
     *("rotary", "rotary_neox", "rotary_full", "rotary_window", "rotary_odd", "together", "splits_1", "splits_3"),
     *("splits_many", "split_keys", "split_keys_leftpad", "split_keys_pages", "layout_bhsd", "layout_packed"),
-    "layout_pages_bhsd",
+    *("layout_pages_bhsd", "no_queries", "negative_scale"),
 )
 IN_BFLOAT16 = ("rotary", "together")
 PAGE_SIZES = (1, 3, 50)
