@@ -366,7 +366,7 @@ def context_parallel_tables(data: Rows) -> list[str]:
     most = data[0].get("max_ctas")
     groups = f" Our group: {most} CTAs for messages, no clusters; PyTorch's: NCCL's defaults." if most else ""
     waiting = sorted({name for row in data for name in row["waiting"]})
-    notes = [f"Cannot be enqueued ahead, because the host waits in it: {', '.join(waiting)}."] if waiting else []
+    notes = [f"The host was not ahead of the GPU in every round: {', '.join(waiting)}."] if waiting else []
     table = markdown_table(["mask", "tokens a GPU", "heads", *names, "auto takes", "the model"], body)
     messages = f"Messages from each GPU to the next one: {rates}.{groups}"
     return ["\n\n".join([f"{caption}\n\n{table}", *notes, messages])]

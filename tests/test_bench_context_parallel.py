@@ -55,7 +55,7 @@ def test_the_table_shows_rates_shares_and_the_model(tmp_path: Path) -> None:
     provenance.save("x", benchmark="bench_context_parallel", title="X", data=[row], sources=(), out_dir=tmp_path)
     text = tables.render(provenance.load(tmp_path / "x.json"))
     assert "360 (0.90; 0.80)" in text
-    assert "the host waits in it: PyTorch FLASH." in text
+    assert "not ahead of the GPU in every round: PyTorch FLASH." in text
     assert "Our group: 16 CTAs for messages" in text
     assert "ring 0." in text
     assert "150 GB/s at 64 MiB" in text
