@@ -60,8 +60,8 @@ class Model:
         forward_step = max(forward + merged * self.nheads, most)
         backward_step = backward + merged * (self.nheads + 2 * self.nheads_k)
         # Nothing but the first keys travels before the first step, and nothing but gradients after the last one. Beside
-        # the first and the last step, keys or gradients travel, beside the others both. A rank that receives most of
-        # the keys receives fewest of the gradients.
+        # the first and the last step, keys or gradients travel, beside the others both: a rank that receives most of
+        # the keys receives fewest of the gradients, so their sum is 2 MEAN on average over the steps.
         ends = 2 * most + (backward_step if steps == 1 else 2 * max(backward_step, most))
         through_messages = ends + (steps - 2) * max(backward_step, 2 * MEAN * most) if steps > 1 else ends
         backward_of_all = max(backward + steps * backward_step, through_messages if steps else 0.0)

@@ -26,7 +26,7 @@ TOOLS: dict[str, tuple[str, ...]] = {
     "memcheck": (),
     "racecheck": ("--per-headdim", "2", "64", "96", "128", "192", "256"),
 }
-CASES_OF = {"attention": "attention", "kvcache": "KV cache"}  # of the driver's --of, in results
+CASES_OF = {"attention": "attention", "kvcache": "KV cache"}  # values of the driver's --of: their names in results
 SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:errors?|hazards? displayed)")
 RAN = re.compile(r"ran (\d+) cases in ([^:]+)")
 MAX_LINES = 40  # lines of a tool's report that are printed

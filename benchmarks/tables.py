@@ -442,8 +442,9 @@ def training_summary(rows: Rows) -> str:
     parts = []
     for row in rows:
         (ours, mine), *rivals = row["tokens_per_second"].items()
-        rival, theirs = max(rivals, key=lambda contender: contender[1])
-        parts.append(f"{row['context']:,} × {row['batch']}: **{ours} {mine:,}**, {rival} {theirs:,}")
+        fastest = sorted(rivals, key=lambda contender: -contender[1])[:1]
+        beside = "".join(f", {rival} {theirs:,}" for rival, theirs in fastest)
+        parts.append(f"{row['context']:,} × {row['batch']}: **{ours} {mine:,}**{beside}")
     return "; ".join(parts)
 
 

@@ -46,8 +46,8 @@ def flash_attn_with_kvcache(
     split among thread blocks, whose results are then combined (Flash-Decoding, Dao et al., 2023).
 
     Nothing waits for the GPU: only the kernels read the tensors of lengths, rows, paddings and pages. The exception is
-    a 0-d CUDA tensor as a number, cache_seqlens for example: the host reads it. A call captured in a CUDA graph reads
-    the tensors anew in each replay. They are checked on the host for CPU tensors, and on a GPU if
+    a 0-d CUDA tensor where a number is expected, cache_seqlens for example: the host reads it. A call captured in a
+    CUDA graph reads the tensors anew in each replay. They are checked on the host for CPU tensors, and on a GPU if
     FLASH_ATTN_MINI_CHECK=1. Without that check, wrong values on a GPU give wrong rows, and no access outside of the
     tensors: new keys that do not fit are dropped.
 

@@ -130,7 +130,7 @@ def test_short_documents_stay_whole(draw: torch.Generator) -> None:
     assert sum(len(runs) for runs in shards.runs) <= 420
     with rank_of(4):
         keys = blocks.travelling_keys(shards, CAUSAL)
-    assert keys <= 0.2 * sum(lengths)
+    assert keys.mean <= keys.most <= 0.2 * sum(lengths)
 
 
 def plainly(use: Callable[[], Tensor]) -> None:
@@ -422,9 +422,10 @@ def attention_of(shards: Shards, left: int = -1, causal: bool = True) -> Attenti
         ),
         pytest.param(8, 1000, 16, 16, 100, "ring", "receives", id="window"),
         pytest.param(4, 100, 32, 4, -1, "ring", "receives", id="few-key-heads"),
-        pytest.param(4, 8192, 16, 16, -1, "ring", "in 3 of 3 steps of the ring 7,282 FLOPs", id="messages-hide"),
+        pytest.param(4, 8192, 16, 16, -1, "ring", "travel in 3 of 3 steps of the ring, beside 4,096 FLOPs", id="messages-hide"),
         pytest.param(16, 8192, 16, 16, -1, "ulysses", "receives", id="two-machines"),
-        pytest.param(16, 32768, 16, 16, -1, "ring", "13,000 are enough", id="two-machines-messages-hide"),
+        pytest.param(4, 7500, 16, 16, -1, "ulysses", "receives", id="messages-do-not-quite-hide"),
+        pytest.param(16, 32768, 16, 16, -1, "ring", "13,000 hide it", id="two-machines-messages-hide"),
         pytest.param(8, 0, 16, 16, -1, "ring", "no keys travel", id="no-tokens"),
     ],
 )

@@ -198,6 +198,15 @@ def plan(shards: Shards, mask: Mask, is_packed: bool) -> Plan:
 
 
 def steps_of_all_ranks(shards: Shards, mask: Mask) -> list[int]:
+    """The steps in which keys travel between any two ranks. Computed once for shards and mask."""
+    key = ("steps", mask)
+    if key not in shards.plans:
+        shards.plans[key] = _steps_of_all_ranks(shards, mask)
+    result: list[int] = shards.plans[key]
+    return result
+
+
+def _steps_of_all_ranks(shards: Shards, mask: Mask) -> list[int]:
     """The steps in which keys travel between any two ranks.
 
     Every rank takes all of them, also those in which it neither sends nor receives: messages of different steps start
@@ -234,19 +243,25 @@ def plan_of_gathered(shards: Shards, mask: Mask, is_packed: bool) -> list[Call]:
     return result
 
 
-def travelling_keys(shards: Shards, mask: Mask) -> int:
-    """Keys that a rank receives in the ring, on average: those of the two ranks in the middle stand for all."""
+class TravellingKeys(NamedTuple):
+    """Keys that a rank receives in the ring: on average, for which the two ranks in the middle stand, and the most."""
+
+    mean: int
+    most: int
+
+
+def travelling_keys(shards: Shards, mask: Mask) -> TravellingKeys:
+    """Computed once for shards and mask. The most: of the first, the last and the ranks in the middle."""
     key = ("travelling", mask)
     if key not in shards.plans:
         size = shards.size
-        received = [
-            block(shards, rank, source, mask, True).rows
-            for rank in ((size - 1) // 2, size // 2)
-            for source in range(size)
-            if source != rank
-        ]
-        shards.plans[key] = sum(received) // 2
-    result: int = shards.plans[key]
+
+        def received(rank: int) -> int:
+            return sum(block(shards, rank, source, mask, True).rows for source in range(size) if source != rank)
+
+        middle = [received(rank) for rank in ((size - 1) // 2, size // 2)]
+        shards.plans[key] = TravellingKeys(sum(middle) // 2, max(*middle, received(0), received(size - 1)))
+    result: TravellingKeys = shards.plans[key]
     return result
 
 

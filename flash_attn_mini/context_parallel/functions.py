@@ -166,8 +166,8 @@ class Choice(NamedTuple):
 def choose_strategy(attention: Attention, nheads: int, nheads_k: int) -> Choice:
     """The strategy that ``auto`` takes. It depends on what all ranks know, so that all choose the same one.
 
-    First: does a rank compute enough in a forward for each byte of K and V that it receives in the ring? Then the
-    messages hide. If not: which elements does a rank receive, over headdim, in a forward and a backward?
+    First: does a step of the ring's forward compute enough for each byte of K and V that arrives beside it? Then the
+    messages hide. If not: how many elements does a rank receive, over headdim, in a forward and a backward?
     """
     shards = attention.shards
     if shards.size == 1:
@@ -175,17 +175,18 @@ def choose_strategy(attention: Attention, nheads: int, nheads_k: int) -> Choice:
     if not ulysses.divides(shards.size, nheads, nheads_k):
         return Choice(ring.NAME, f"{nheads} and {nheads_k} heads do not divide among {shards.size} ranks")
     keys = blocks.travelling_keys(shards, attention.mask)
-    steps = len(blocks.steps_of_all_ranks(shards, attention.mask))
-    if keys == 0:
+    if keys.most == 0:
         return Choice(ring.NAME, "no keys travel in the ring")
     in_machine = shards.size <= transport.GPUS_OF_A_MACHINE
     enough = transport.FLOPS_OF_A_BYTE if in_machine else transport.FLOPS_OF_A_BYTE_BETWEEN_MACHINES
-    pairs = blocks.pairs_of_a_rank(shards, attention.mask)
-    flops_of_a_byte = (4 * nheads * pairs) / (2 * nheads_k * keys * 2)  # 16-bit K and V; headdim cancels out
+    # The work of the last step hides nothing.
+    pairs = blocks.pairs_of_a_rank(shards, attention.mask) * (shards.size - 1) / shards.size
+    flops_of_a_byte = (4 * nheads * pairs) / (2 * nheads_k * keys.most * 2)  # 16-bit K and V; headdim cancels out
     if flops_of_a_byte >= enough:
-        hidden = f"in {steps} of {shards.size - 1} steps of the ring {flops_of_a_byte:,.0f} FLOPs hide a byte"
-        return Choice(ring.NAME, f"{hidden}; {enough:,.0f} are enough")
-    by_ring = 6 * keys * nheads_k  # K and V twice, dK and dV once
+        steps = len(blocks.steps_of_all_ranks(shards, attention.mask))
+        travel = f"keys travel in {steps} of {shards.size - 1} steps of the ring"
+        return Choice(ring.NAME, f"{travel}, beside {flops_of_a_byte:,.0f} FLOPs for each byte; {enough:,.0f} hide it")
+    by_ring = 6 * keys.mean * nheads_k  # K and V twice, dK and dV once
     by_ulysses = 2 * ulysses.travelling_elements(shards.starts[-1], shards.size, nheads, nheads_k)
     compared = (
         f"a rank receives {by_ring * 1e-6:.3g} M elements x headdim in the ring, {by_ulysses * 1e-6:.3g} M in ulysses"

@@ -2,11 +2,12 @@
 
 In step t, rank r works on keys of rank r - t while those of rank r - t - 1 arrive. The forward works on its own keys
 before the first step. In the backward the steps run on a side stream of higher priority: work on own keys fills the SMs
-whenever a step waits for a message. Where the rows of both do not fit in L2 (``runs_beside``), the steps come after the
-own keys. Keys come straight from their owner, so only those travel that some query of the
-receiver sees. Their gradients go straight back to the owner, who adds them in float32. A gradient that comes from a
-single kernel travels in that kernel's dtype, because float32 would hold the same values; a sum of several travels in
-float32.
+whenever a step waits for a message. Where the rows of q, dout and dq that both use do not fit in L2 (``runs_beside``),
+the steps come after the own keys.
+
+Keys come straight from their owner, so only those travel that some query of the receiver sees. Their gradients go
+straight back to the owner, who adds them in float32. A gradient that comes from a single kernel travels in that kernel's
+dtype, because float32 would hold the same values; a sum of several travels in float32.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from ..argument_checks import wrong_type
 
 # What a GPU computes while a byte travels: 600 TFLOP/s of a forward; 150 GB/s between two H200s of a machine, 45 GB/s
-# between machines with a 400 Gb/s adapter for each GPU. A machine is supposed to have eight GPUs.
+# between machines with a 400 Gb/s adapter for each GPU. We assume eight GPUs in a machine.
 FLOPS_OF_A_BYTE, FLOPS_OF_A_BYTE_BETWEEN_MACHINES = 4000.0, 13000.0
 GPUS_OF_A_MACHINE = 8
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name since PyTorch 2.13
