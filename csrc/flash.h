@@ -132,7 +132,7 @@ struct Flash_bwd_params : Flash_fwd_params {
     float *dq_accum = nullptr;       // padded rows x d_rounded; each row block in the order of the mma's registers
     int *dq_semaphore = nullptr;     // padded rows / kRowsPerSemaphore zeros: key blocks added so far; null: any order
     int *dq_tile_counter = nullptr;  // [1] zero: key blocks that CTAs have taken so far; null: in a fixed order
-    int interleaved_heads = 1;       // heads of dk and dv whose key blocks are interleaved; sm80: with dq_semaphore
+    int interleaved_heads = 1;       // heads of dk and dv in a group; sm80, with dq_semaphore: interleaved
     int d_rounded = 0;               // head dim of the kernel
     bool has_bulk_reduce = false;    // compute capability 9.0 and later: cp.reduce.async.bulk
     int max_smem = 0;                // bytes of shared memory that a CTA may have

@@ -37,18 +37,18 @@ int interleaved_heads(const Flash_bwd_params &params, const RowBlocks &key_block
     const int sms = device_properties().sm_count;
     int ctas;  // of the heads, in phase compute
     if (is_in_order) {
-        // As many as run at the same time, so that a CTA starts well after the one that it waits for, of the same
-        // sequence. Where the producer adds dQ and passes the order on a step later: twice as many for long sequences.
-        // Then half of a head's key blocks run at the same time, and the last one waits for half as many before it.
+        // As many as run at the same time: a CTA starts well after the one of the same sequence that it waits for. Where
+        // the producer adds dQ and passes the order on a step later: twice as many for long sequences. Then half of a
+        // head's key blocks run at the same time, and the last one waits for half as many before it.
         const bool is_halved = !Traits::kConsumersComputeDq && per_head >= (is_local(kKind) ? 32 : 16);
         ctas = is_halved ? 2 * sms : sms;
     } else if (per_head * params.heads_per_dkv <= 8) {
-        // Short sequences: what one phase leaves for the next is still in L2. Where the producer adds dQ, CTAs take
-        // longer, and fewer of them at a time would wait for each other.
+        // Short sequences: so few that what one phase leaves for the next is still in L2. Where the producer adds dQ,
+        // CTAs take longer; fewer of them would wait for each other.
         ctas = Traits::kConsumersComputeDq ? sms / 2 : sms;
     } else {
-        // Key blocks of equal length: as fill the SMs once. Else: as fill them twice, from long ones to short ones,
-        // which end together.
+        // Kind full: CTAs that fill the SMs once. Other kinds, whose key blocks may differ in work: twice, long ones
+        // first, so that all end together.
         ctas = is_local(kKind) ? 2 * sms : sms;
     }
     return clamp_to(ctas / std::max(per_head, 1), 1, std::max(key_blocks.all_heads(), 1));
