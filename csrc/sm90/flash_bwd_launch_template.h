@@ -37,9 +37,9 @@ int interleaved_heads(const Flash_bwd_params &params, const RowBlocks &key_block
     const int sms = device_properties().sm_count;
     int ctas;  // of the heads, in phase compute
     if (is_in_order) {
-        // As many as run at the same time: a CTA starts well after the one of the same sequence that it waits for. Where
-        // the producer adds dQ and passes the order on a step later: twice as many for long sequences. Then half of a
-        // head's key blocks run at the same time, and the last one waits for half as many before it.
+        // As many as run at the same time: a CTA starts well after the one of the same sequence that it waits for.
+        // Where the producer adds dQ and passes the order on a step later: twice as many for long sequences. Then half
+        // of a head's key blocks run at the same time, and the last one waits for half as many before it.
         const bool is_halved = !Traits::kConsumersComputeDq && per_head >= (is_local(kKind) ? 32 : 16);
         ctas = is_halved ? 2 * sms : sms;
     } else if (per_head * params.heads_per_dkv <= 8) {

@@ -6,8 +6,8 @@ whenever a step waits for a message. Where the rows of q, dout and dq that both 
 the steps come after the own keys.
 
 Keys come straight from their owner, so only those travel that some query of the receiver sees. Their gradients go
-straight back to the owner, who adds them in float32. A gradient that comes from a single kernel travels in that kernel's
-dtype, because float32 would hold the same values; a sum of several travels in float32.
+straight back to the owner, who adds them in float32. A gradient that comes from a single kernel travels in the dtype of
+that kernel, because float32 would hold the same values; a sum of several travels in float32.
 """
 
 from __future__ import annotations
