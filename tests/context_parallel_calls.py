@@ -324,8 +324,9 @@ def call_without_a_backend_for_the_device(group: Any) -> None:
 
 def end_in_the_middle(group: Any) -> None:
     """The last rank ends after its first call, while the others wait for its keys."""
-    shards = zigzag_shards(64, group)
-    q = torch.randn(1, shards.tokens[shards.rank], 2, 8)
+    shards, device = zigzag_shards(64, group), device_of(group)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    q = torch.randn(1, shards.tokens[shards.rank], 2, 64, device=device, dtype=dtype)
     cp_flash_attn_func(q, q, q, shards, strategy="ring")
     if shards.rank == shards.size - 1:
         os._exit(1)

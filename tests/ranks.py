@@ -28,7 +28,13 @@ class Failure(Exception):
 
 
 def _serve(
-    rank: int, size: int, members_of_groups: list[tuple[int, ...]], backend: str, folder: str, connection: Connection
+    rank: int,
+    size: int,
+    members_of_groups: list[tuple[int, ...]],
+    backend: str,
+    folder: str,
+    timeout: timedelta,
+    connection: Connection,
 ) -> None:
     torch.set_num_threads(1)
     if backend == "nccl":
@@ -38,9 +44,9 @@ def _serve(
         store=dist.FileStore(f"{folder}/store", size),
         rank=rank,
         world_size=size,
-        timeout=timedelta(seconds=TIMEOUT / 2),
+        timeout=timeout,
     )
-    groups = {members: dist.new_group(list(members)) for members in members_of_groups}
+    groups = {members: dist.new_group(list(members), timeout=timeout) for members in members_of_groups}
     while (work := connection.recv()) is not None:
         members, function, arguments, environment = work
         for name in ("FLASH_ATTN_MINI_CHECK", "FLASH_ATTN_MINI_TRACE"):
@@ -54,9 +60,11 @@ def _serve(
 
 
 class Ranks:
-    """Processes and the groups that they can form."""
+    """Processes and the groups that they can form, in which a message takes at most ``timeout`` seconds."""
 
-    def __init__(self, groups: Sequence[tuple[int, ...]], folder: Path, backend: str = "gloo") -> None:
+    def __init__(
+        self, groups: Sequence[tuple[int, ...]], folder: Path, backend: str = "gloo", timeout: float = TIMEOUT / 2
+    ) -> None:
         # The fork server imports once for all processes; CUDA does not survive a fork.
         context = mp.get_context("spawn" if backend == "nccl" else "forkserver")
         if backend != "nccl":
@@ -66,9 +74,8 @@ class Ranks:
         self._processes = []
         for rank in range(size):
             here, there = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(rank, size, list(groups), backend, str(folder), there), daemon=True
-            )
+            arguments = (rank, size, list(groups), backend, str(folder), timedelta(seconds=timeout), there)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             there.close()
             self._connections.append(here)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -51,10 +52,11 @@ def test_results_and_gradients_are_those_of_one_gpu(case: Case, ranks: Ranks, se
         check(case, strategy, described_seed, on_gpu[0], settings, on_gpu[1])
 
 
+@pytest.mark.parametrize("heads", [(8, 8), (16, 4)], ids=["equal-heads", "grouped-heads"])
 @pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses"])
-def test_streams_are_ordered_under_load(strategy: str, ranks: Ranks, seed: int) -> None:
+def test_streams_are_ordered_under_load(strategy: str, heads: tuple[int, int], ranks: Ranks, seed: int) -> None:
     """Repeated calls, each behind a delay on another rank's stream: messages wait for work, and work for messages."""
-    tensors = calls.draw(1024, 1, (8, 8), 64, torch.bfloat16, seed)
+    tensors = calls.draw(1024, 1, heads, 64, torch.bfloat16, seed)
     assert all(ranks.run(MEMBERS, calls.repeat_behind_delays, tensors, strategy))
 
 
@@ -82,6 +84,21 @@ def test_a_forward_leaves_sms_to_messages_of_known_size(ranks: Ranks, seed: int)
     for grids, is_equal in ranks.run(MEMBERS, calls.attend_beside_messages, tensors):
         assert grids == [sms - 8] * (len(MEMBERS) - 1) + [sms]  # nothing arrives beside the last step
         assert is_equal
+
+
+def test_a_rank_that_dies_ends_the_others_with_a_message_that_names_the_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "1")  # the processes inherit it
+    own = Ranks([TWO], tmp_path, "nccl", timeout=10.0)
+    try:
+        (done, (name, text, _)), (last_done, _) = own.attempt(TWO, calls.end_in_the_middle)
+    finally:
+        own.close()
+    assert not done
+    assert not last_done
+    assert name == "RuntimeError"
+    assert "cp_flash_attn_func, strategy ring, forward: step 1, K and V to rank 1 and from rank 1" in text
 
 
 def test_memory_of_the_ring_is_that_of_two_blocks(ranks: Ranks) -> None:
