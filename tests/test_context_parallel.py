@@ -350,13 +350,17 @@ def test_cases_have_names_of_their_own() -> None:
     assert {len(case.members) for case in CASES} == {1, 2, 3, 4}
 
 
-def test_a_rank_that_dies_ends_the_others_with_a_message_that_names_the_call(tmp_path: Path) -> None:
-    own = Ranks([TWO], tmp_path)
+def check_that_a_message_names_the_call_of_a_dead_rank(ranks: Ranks) -> None:
+    """Of two ranks, which are closed."""
     try:
-        (done, (name, text, _)), (last_done, _) = own.attempt(TWO, calls.end_in_the_middle)
+        (done, (name, text, _)), (last_done, _) = ranks.attempt(TWO, calls.end_in_the_middle)
     finally:
-        own.close()
+        ranks.close()
     assert not done
     assert not last_done
     assert name == "RuntimeError"
     assert "cp_flash_attn_func, strategy ring, forward: step 1, K and V to rank 1 and from rank 1" in text
+
+
+def test_a_rank_that_dies_ends_the_others_with_a_message_that_names_the_call(tmp_path: Path) -> None:
+    check_that_a_message_names_the_call_of_a_dead_rank(Ranks([TWO], tmp_path))

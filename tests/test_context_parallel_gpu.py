@@ -12,7 +12,18 @@ import torch
 from . import context_parallel_calls as calls
 from .conftest import IS_HOPPER
 from .ranks import Ranks
-from .test_context_parallel import BITS, CASES, DOCUMENTS, FOUR, ONE, TWO, Case, check, tensors_and_options
+from .test_context_parallel import (
+    BITS,
+    CASES,
+    DOCUMENTS,
+    FOUR,
+    ONE,
+    TWO,
+    Case,
+    check,
+    check_that_a_message_names_the_call_of_a_dead_rank,
+    tensors_and_options,
+)
 
 GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason=f"needs two GPUs, this machine has {GPUS}")]
@@ -90,15 +101,7 @@ def test_a_rank_that_dies_ends_the_others_with_a_message_that_names_the_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "1")  # the processes inherit it
-    own = Ranks([TWO], tmp_path, "nccl", timeout=10.0)
-    try:
-        (done, (name, text, _)), (last_done, _) = own.attempt(TWO, calls.end_in_the_middle)
-    finally:
-        own.close()
-    assert not done
-    assert not last_done
-    assert name == "RuntimeError"
-    assert "cp_flash_attn_func, strategy ring, forward: step 1, K and V to rank 1 and from rank 1" in text
+    check_that_a_message_names_the_call_of_a_dead_rank(Ranks([TWO], tmp_path, "nccl", timeout=10.0))
 
 
 def test_memory_of_the_ring_is_that_of_two_blocks(ranks: Ranks) -> None:

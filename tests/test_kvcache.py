@@ -20,15 +20,13 @@ from .kvcache_cases import (
     KVCACHE_CASES,
     LARGE_KVCACHE_CASES,
     SMALL_KVCACHE_CASES,
-    TMA_LAYOUTS,
     CacheCall,
     KvCacheCase,
     make_call,
-    random_kvcache,
-    simpler_kvcache,
 )
 from .kvcache_checks import bits, check_kvcache, copied, of_rows, run, varlen_results
 from .poison import memory_shortage
+from .random_kvcache import TMA_LAYOUTS, random_kvcache, simpler_kvcache
 from .random_loop import CHUNKS, check_random_cases
 
 COUNT = {"cpu": 600, "cuda": 2000, "triton": 200}  # triton compiles for each combination of options

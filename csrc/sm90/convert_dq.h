@@ -46,7 +46,7 @@ public:
         Part *stages = shared.parts[threadIdx.x / 32];
         rows.template for_each_part<kStages>(
             rows.count / kRows * kColumnTiles, [&](int stage, int part) { load(stages[stage], part); }, [] {},
-            [&](int stage, int part) {
+            [&](int stage, int part) {  // four parts of a tile, then the next columns, then the next 64 rows
                 const int first_row = part / (4 * kColumnTiles) * 64 + part % 4 * kRows;
                 store(stages[stage], rows.at(params, first_row), part / 4 % kColumnTiles * kVectors);
             });

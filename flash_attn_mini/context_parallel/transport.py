@@ -73,10 +73,9 @@ def check_backend(group: Any, device: torch.device) -> None:
 
     PyTorch gives a group of gloo alone for CUDA tensors, too. It would copy every message through the host.
     """
-    because = ""
     try:
-        if device.type != "cuda" or group._get_backend(device).name() != "gloo":
-            group._get_backend(device)
+        because = " (only through the host)"
+        if (device.type, group._get_backend(device).name()) != ("cuda", "gloo"):
             return
     except RuntimeError as error:
         because = f" ({error})"
