@@ -23,7 +23,7 @@ from benchmarks import cli, provenance
 from flash_attn_mini.ladder.full_kernels import sm80_unavailable_reason
 
 TOOLS: dict[str, tuple[str, ...]] = {
-    "memcheck": (),
+    "memcheck": ("--wrong-values",),
     "racecheck": ("--per-headdim", "2", "64", "96", "128", "192", "256"),
 }
 CASES_OF = {"attention": "attention", "kvcache": "KV cache"}  # values of the driver's --of: their names in results

@@ -114,6 +114,20 @@ void check_new_keys(const KvCacheArgs &args) {
     check_same_size(v, k, 1, "seqlen_new");
 }
 
+// With a mask each query has a rotary position of its own. The last one lies past the keys if there are more queries
+// than new keys.
+void check_positions(const KvCacheArgs &args, int64_t length, int64_t bidb) {
+    const int64_t seqlen_q = args.q.size(1);
+    if (!args.rotary_cos.has_value() || seqlen_q == 0) {
+        return;
+    }
+    const bool is_stepwise = args.options.is_causal || args.options.window_size_left >= 0 ||
+                             args.options.window_size_right >= 0;
+    const int64_t position = length + (is_stepwise ? seqlen_q - 1 : 0), positions = args.rotary_cos->size(0);
+    FLASH_CHECK_VALUE(position < positions, "rotary_cos has ", positions, " positions; allowed: at least ",
+                      position + 1, " for the queries of sequence ", bidb);
+}
+
 void check_rotary(const KvCacheArgs &args) {
     FLASH_CHECK_VALUE(args.rotary_cos.has_value() == args.rotary_sin.has_value(),
                       args.rotary_cos.has_value() ? "rotary_sin" : "rotary_cos", " is None and ",
@@ -137,6 +151,9 @@ void check_rotary(const KvCacheArgs &args) {
                       "; allowed: a multiple of 16, from 16 to headdim, ", headdim);
     FLASH_CHECK_VALUE(cos.tensor.size(0) >= args.capacity(), "rotary_cos has ", cos.tensor.size(0),
                       " positions; allowed: at least ", capacity_text(args));
+    if (args.cache_seqlen != -1 && args.batch() > 0) {
+        check_positions(args, args.cache_seqlen, /*bidb=*/0);  // the same for all sequences
+    }
 }
 
 void check_splits(const KvCacheArgs &args) {
@@ -275,11 +292,9 @@ struct Keys {
 };
 
 std::vector<Keys> check_length_values(const KvCacheArgs &args) {
-    const int64_t capacity = args.capacity(), seqlen_new = args.seqlen_new(), seqlen_q = args.q.size(1);
+    const int64_t capacity = args.capacity(), seqlen_new = args.seqlen_new();
     const Values lengths(args.cache_seqlens, args.cache_seqlen == -1 ? capacity : args.cache_seqlen);
     const Values leftpads(args.cache_leftpad, 0);
-    const bool is_stepwise = args.options.is_causal || args.options.window_size_left >= 0 ||
-                             args.options.window_size_right >= 0;  // one rotary position for each query
     std::vector<Keys> keys;
     for (int64_t bidb = 0; bidb < args.batch(); ++bidb) {
         const int64_t length = lengths[bidb], leftpad = leftpads[bidb], end = length + seqlen_new;
@@ -288,11 +303,7 @@ std::vector<Keys> check_length_values(const KvCacheArgs &args) {
                           capacity_text(args));
         FLASH_CHECK_VALUE(leftpad >= 0 && leftpad <= end, "cache_leftpad is ", leftpad, " for sequence ", bidb,
                           "; allowed: 0 to its length in the cache, ", end);
-        if (args.rotary_cos.has_value() && seqlen_q > 0) {
-            const int64_t position = length + (is_stepwise ? seqlen_q - 1 : 0);
-            FLASH_CHECK_VALUE(position < args.rotary_cos->size(0), "rotary_cos has ", args.rotary_cos->size(0),
-                              " positions; allowed: at least ", position + 1, " for the queries of sequence ", bidb);
-        }
+        check_positions(args, length, bidb);
         keys.push_back({leftpad, length, end});
     }
     return keys;

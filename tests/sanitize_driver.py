@@ -1,8 +1,9 @@
 """Runs the small cases, forward and backward, on the cuda backend, without pytest (`make sanitize`).
 
-memcheck takes every small case: dense, varlen and KV cache, with and without features. racecheck is slow:
-`--per-headdim` limits the number of cases of each head dim, mask and feature. `--of kvcache` runs those of a KV cache
-alone. `--part 1 4` runs every fourth case, from the second on: four processes share the cases.
+memcheck takes every small case: dense, varlen and KV cache, with and without features, and with `--wrong-values` calls
+with numbers out of range in GPU memory. racecheck is slow: `--per-headdim` limits the number of cases of each head dim,
+mask and feature. `--of kvcache` runs those of a KV cache alone. `--part 1 4` runs every fourth case, from the second
+on: four processes share the cases.
 
     compute-sanitizer --tool memcheck --error-exitcode 9 python -m tests.sanitize_driver
     compute-sanitizer --tool racecheck --error-exitcode 9 python -m tests.sanitize_driver --per-headdim 2 64 128
@@ -16,6 +17,7 @@ import dataclasses
 import itertools
 import os
 import time
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -26,6 +28,8 @@ from tests.cases import SMALL_FORWARD_CASES, Case, make_dlse, make_dout, make_in
 from tests.feature_cases import SMALL_FEATURE_CASES
 from tests.kvcache_cases import SMALL_KVCACHE_CASES, KvCacheCase, make_call
 from tests.kvcache_checks import run as run_call
+from tests.test_gpu_memory import WRONG_LENGTHS
+from tests.test_kvcache_errors import HOSTILE
 from tests.varlen_cases import SMALL_VARLEN_CASES, VarlenCase, make_batch
 
 AnyCase = Case | VarlenCase | KvCacheCase
@@ -37,8 +41,28 @@ VARLEN_FEATURES = [
     if case.name in ("softcap", "dropout", "together")
     for headdim in (96, 128, 192, 256)
 ]
+# One head with so many steps that every stage of Hopper's pipelines is filled at least three times.
+LONG: list[AnyCase] = [
+    Case(f"long_{name}_{headdim}", "stages are used again", 1, 1, 1, rows, 200, headdim, **options)
+    for headdim, rows in ((64, 1100), (96, 600), (128, 600), (192, 420), (256, 420))
+    for name, options in (
+        ("full", {}),
+        ("causal", {"causal": True}),
+        ("softcap", {"softcap": 10.0}),
+        ("dropout", {"dropout_p": 0.1, "causal": True}),
+    )
+] + [
+    VarlenCase(f"long_varlen_{headdim}", "the same in kind varlen", (1000, 33), (170, 90), 1, 1, headdim)
+    for headdim in (64, 128)
+]
+# CTAs enough for 132 SMs, so that each sums several heads of a group (heads_per_cta in csrc/kernel_memory.cpp).
+GROUPS: list[AnyCase] = [
+    Case(f"groups_{headdim}", "a CTA sums the heads of a group", 1, 180, 90, 150, 300, headdim) for headdim in (64, 128)
+]
 CASES: dict[str, list[AnyCase]] = {
-    "attention": [*SMALL_FORWARD_CASES, *SMALL_FEATURE_CASES, *SMALL_VARLEN_CASES, *VARLEN_FEATURES],
+    "attention": [
+        *(*SMALL_FORWARD_CASES, *SMALL_FEATURE_CASES, *SMALL_VARLEN_CASES, *VARLEN_FEATURES, *LONG, *GROUPS),
+    ],
     "kvcache": [*SMALL_KVCACHE_CASES],
 }
 ROWS = (16, 32, 64)  # of a group, at most: few rows, warp pairs, one consumer warpgroup of Hopper; more: other tiles
@@ -124,6 +148,31 @@ def run_varlen(case: VarlenCase, dtype: torch.dtype, deterministic: bool) -> lis
     return [out] if case.page_size else [out, *torch.autograd.grad(out, inputs, batch.dout)]
 
 
+def run_wrong_lengths(names: Iterable[str]) -> None:
+    """Runs calls whose cu_seqlens point outside of the tensors, which kernels must clamp."""
+    for name, headdim, deterministic in itertools.product(names, (64, 96, 128, 192, 256), (False, True)):
+        lengths = [torch.tensor(x, dtype=torch.int32, device="cuda") for x in WRONG_LENGTHS[name][:2]]
+        q, k, v, dout = (torch.randn(200, 2, headdim, device="cuda", dtype=torch.float16) for _ in range(4))
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        out = flash_attn_varlen_func(
+            *leaves, *lengths, 100, 100, causal=True, deterministic=deterministic, backend="cuda"
+        )
+        torch.autograd.grad(out, leaves, dout)
+    torch.cuda.synchronize()
+
+
+def run_wrong_cache_values(cases: Iterable[KvCacheCase]) -> None:
+    """Runs calls whose last sequence has a wrong length, cache row, left padding or page."""
+    for case, value in itertools.product(cases, HOSTILE[:3]):
+        for argument in ("lengths", "cache_batch_idx", "cache_leftpad", "block_table"):
+            call = make_call(case, torch.float16, "cuda", seed=0)
+            tensor = getattr(call, argument)
+            if isinstance(tensor, Tensor):
+                tensor[-1] = value
+                run_call(call, "cuda")
+    torch.cuda.synchronize()
+
+
 def run_minimal() -> None:
     """Runs the kernels of csrc/minimal: ragged lengths, and rows without a key."""
     from flash_attn_mini.ladder import minimal_cuda_attention, tensor_core_attention
@@ -141,6 +190,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--per-headdim", type=int, help="most cases of each head dim, mask and feature")
     parser.add_argument("--of", choices=list(CASES), help="default: all")
     parser.add_argument("--part", nargs=2, type=int, default=(0, 1), metavar=("K", "N"), help="every Nth case, from K")
+    parser.add_argument("--wrong-values", action="store_true", help="also lengths, rows and pages out of range")
     parser.add_argument("--dtypes", nargs="+", choices=sorted(DTYPES), default=sorted(DTYPES))
     return parser
 
@@ -157,8 +207,13 @@ def main(argv: list[str] | None = None) -> None:
     for dtype in arguments.dtypes:
         for case in cases:
             run(case, DTYPES[dtype])
-    if part == 0 and arguments.of != "kvcache":
+    is_of_attention, is_of_kvcache = (arguments.of in (None, of) for of in CASES)
+    if is_of_attention and part == 0:
         run_minimal()
+    if arguments.wrong_values and is_of_attention:
+        run_wrong_lengths(list(WRONG_LENGTHS)[part::parts])
+    if arguments.wrong_values and is_of_kvcache:
+        run_wrong_cache_values([case for case in cases if isinstance(case, KvCacheCase)])
     print(f"ran {len(cases)} cases in {', '.join(arguments.dtypes)}: {time.monotonic() - start:.0f} s")
 
 

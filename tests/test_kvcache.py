@@ -63,7 +63,7 @@ def test_kvcache_offsets_beyond_31_bits(
 def test_random_kvcache_cases(chunk: int, backend: str, device: str, seed: int, described_seed: str) -> None:
     def check(case: KvCacheCase, dtype: torch.dtype, seed: int, described_seed: str) -> None:
         call, results = check_kvcache(case, backend, device, dtype, seed, described_seed)
-        if case.num_splits == 1 and not case.rotary_dim:
+        if case.num_splits == 1 and not case.rotary_dim and not why_bits_may_differ(call, backend):
             assert_bits_of_varlen(call, results, backend)
 
     drawn = partial(random_kvcache, is_long=backend != "cpu")
@@ -133,14 +133,22 @@ def is_aligned(x: Tensor) -> bool:
     return all(at * x.element_size() % 16 == 0 for at in (x.shape[-1], *x.stride()[:-1])) and x.data_ptr() % 16 == 0
 
 
+def why_bits_may_differ(call: CacheCall, backend: str) -> str:
+    """Why one split need not give the bits of flash_attn_varlen_func; empty where it must."""
+    if backend != "cuda":
+        return ""
+    if not all(is_aligned(x) for x in (call.q, call.k_cache, call.v_cache)):
+        return "flash_attn_varlen_func copies what is not aligned and a KV cache is never copied: other kernels"
+    if call.case.page_size and call.case.leftpad is not None:
+        return "pages have a kernel of their own, and flash_attn_varlen_func has no left padding in pages"
+    return ""
+
+
 def assert_bits_of_varlen(call: CacheCall, results: tuple[Tensor, Tensor], backend: str) -> None:
-    """On a GPU, pages have a kernel of their own, and flash_attn_varlen_func copies what is not aligned."""
-    is_on_gpu = backend == "cuda"
-    if is_on_gpu and not all(is_aligned(x) for x in (call.q, call.k_cache, call.v_cache)):
-        return
-    if not is_on_gpu or call.case.page_size == 0:
+    is_paged = call.case.page_size > 0
+    if backend != "cuda" or not is_paged:
         assert_equal(results, varlen_results(call, backend, paged=False), "flash_attn_varlen_func")
-    if call.case.page_size and call.case.leftpad is None:
+    if is_paged and call.case.leftpad is None:
         assert_equal(results, varlen_results(call, backend, paged=True), "flash_attn_varlen_func with a block_table")
 
 
@@ -149,6 +157,9 @@ def test_one_split_gives_the_bits_of_varlen(
     case: KvCacheCase, backend: str, device: str, dtype: torch.dtype, seed: int
 ) -> None:
     call = make_call(case, dtype, device, seed)
+    reason = why_bits_may_differ(call, backend)
+    if reason:
+        pytest.skip(reason)
     assert_bits_of_varlen(call, run(call, backend, num_splits=1, split_keys=0), backend)
 
 

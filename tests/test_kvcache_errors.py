@@ -156,6 +156,9 @@ WRONG_CALLS = [
               "rotary_cos.*rotary_dim", "32", "headdim, 16"),
     WrongCall("few_positions", lambda c: c.update({n: c[n][:19] for n in ROTARY}), V, "rotary_cos",
               "19 positions", "capacity of the cache, 20"),
+    WrongCall("few_positions_for_queries", changed(
+        given(causal=True, cache_seqlens=18), lambda c: c.update({n: c[n][:22] for n in ROTARY})), V,
+        "rotary_cos", "22 positions", "at least 23 for the queries"),
     WrongCall("cos_dtype", cast(torch.float32, "rotary_cos"), T, "rotary_cos.*dtype", "(?i)float", "(?i)that of q"),
     WrongCall("cos_strided", strided("rotary_cos"), V, "rotary_cos", r"strides \[16, 2\]", "contiguous"),
     WrongCall("sin_elsewhere", meta("rotary_sin"), V, "rotary_sin", "meta", "device of q"),

@@ -366,6 +366,7 @@ GROUPS: dict[str, tuple[dict[str, Any], int, int, int, int]] = {
     "whole": ({}, 12, 24, 8, 3),
     "halves": ({}, 6, 32, 8, 2),
     "causal": ({"causal": True}, 24, 30, 15, 2),
+    "causal, 960 CTAs": ({"causal": True}, 20, 32, 16, 2),
     "window": ({"window_size": (90, 20)}, 12, 24, 8, 3),
     "softcap": ({"softcap": 5.0}, 12, 24, 8, 3),
 }
