@@ -8,14 +8,16 @@
 
 namespace flash::sm90 {
 
-// Keys past the end of the sequence belong to another one: they become zeros in K or V, because NaN times 0 is NaN.
+// Keys past the end of the sequence belong to another one: they become zeros in K or V, because NaN times 0 is NaN. Each
+// consumer clears its own keys. dQ reads all keys of K: after dS of them, and so after they are cleared.
 template <typename Traits, Kind kKind>
 __device__ __forceinline__ void clear_foreign_keys(const ColumnBlock<Traits, kKind> &block,
-                                                   typename Traits::Element *smem, int warpgroup) {
-    const int rows = block.seqlen_k - block.first_key();
-    if (may_be_varlen(kKind) && rows < Traits::kBlockN) {
+                                                   typename Traits::Element *smem, int key_offset, int warpgroup) {
+    const int rows = block.seqlen_k - block.first_key() - key_offset;
+    if (may_be_varlen(kKind) && rows < Traits::kKeys) {
         Tensor sK = make_tensor(make_smem_ptr(smem), take<0, 2>(typename Traits::SmemLayoutKV{}));  // (BLK_N, HD)
-        clear_rows_from<Traits>(rows, sK, warpgroup);
+        Tensor sK_own = local_tile(sK, typename Traits::TiledKV{}, make_coord(key_offset / Traits::kKeys, 0));
+        clear_rows_from<Traits>(rows, sK_own, warpgroup);
     }
 }
 
@@ -179,7 +181,7 @@ protected:
     // K or V.
     __device__ __forceinline__ void wait_for_KV(PipelineBarriers<1> &barriers, Element *smem) const {
         PipelineState<1>().wait(barriers);  // loaded once
-        clear_foreign_keys<Traits, kKind>(block, smem, warpgroup);
+        clear_foreign_keys<Traits, kKind>(block, smem, key_offset, warpgroup);
     }
 };
 

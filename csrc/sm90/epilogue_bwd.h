@@ -38,8 +38,7 @@ struct TargetOfKeys {
 // BwdSplit::keys. Stores acc (MMA, MMA_M, MMA_N) times `factor`. The rows of a warp pass through shared memory, and a
 // loop stores whole rows from there: fewer instructions than shuffles among lanes.
 //
-// They lie in the rows of V that have their keys, which no other warp reads. The other consumer may still write zeros
-// over keys past the end of the sequence there (clear_foreign_keys). Those are not stored.
+// They lie in the rows of V that have their keys, which no other warp reads or writes.
 template <typename Traits, Kind kKind, typename TensorKV>
 __device__ __forceinline__ void store_keys(typename Traits::SharedStorage &shared,
                                            const TargetOfKeys<Traits, kKind> &target, const TensorKV &acc, float factor,

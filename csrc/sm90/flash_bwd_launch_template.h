@@ -42,10 +42,11 @@ int interleaved_heads(const Flash_bwd_params &params, const RowBlocks &key_block
         // of a head's key blocks run at the same time, and the last one waits for half as many before it.
         const bool is_halved = !Traits::kConsumersComputeDq && per_head >= (is_local(kKind) ? 32 : 16);
         ctas = is_halved ? 2 * sms : sms;
-    } else if (per_head * params.heads_per_dkv <= 8) {
-        // Short sequences: so few that what one phase leaves for the next is still in L2. Where the producer adds dQ,
-        // CTAs take longer; fewer of them would wait for each other.
-        ctas = Traits::kConsumersComputeDq ? sms / 2 : sms;
+    } else if (per_head <= 8) {
+        // Short sequences: so few that what one phase leaves for the next is still in L2. Where CTAs take longer, fewer
+        // of them would wait for each other: with many query heads each, or where the producer adds dQ.
+        const bool is_soon_done = Traits::kConsumersComputeDq && per_head * params.heads_per_dkv <= 16;
+        ctas = is_soon_done ? sms / 2 : sms;
     } else {
         // Kind full: CTAs that fill the SMs once. Other kinds, whose key blocks may differ in work: twice, long ones
         // first, so that all end together.

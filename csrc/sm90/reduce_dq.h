@@ -97,7 +97,6 @@ public:
         int steps_left = block.num_steps();
         if (steps_left > 0) {
             PipelineState<1>().wait(shared.k_barriers);
-            clear_foreign_keys<Traits, kKind>(block, shared.k, Traits::kConsumers);
         }
         // In order: to wait for the CTA before takes as long as a load from the L2 cache, so it comes before dS does.
         // To pass on takes until all sums are written, so it comes a step later.
