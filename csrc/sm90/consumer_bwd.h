@@ -8,8 +8,8 @@
 
 namespace flash::sm90 {
 
-// Keys past the end of the sequence belong to another one: they become zeros in K or V, because NaN times 0 is NaN. Each
-// consumer clears its own keys. dQ reads all keys of K: after dS of them, and so after they are cleared.
+// Keys past the end of the sequence belong to another one: they become zeros in K or V, because NaN times 0 is NaN.
+// Each consumer clears its own keys. dQ reads all keys of K: after dS of them, and so after they are cleared.
 template <typename Traits, Kind kKind>
 __device__ __forceinline__ void clear_foreign_keys(const ColumnBlock<Traits, kKind> &block,
                                                    typename Traits::Element *smem, int key_offset, int warpgroup) {
