@@ -70,7 +70,7 @@ def finish(
         extra=extra,
     )
     result = provenance.load(path)
-    markdown = tables.render(result)
-    provenance.write_atomically(path.with_suffix(".md"), f"# {title}\n\n{markdown}\n")
+    page = tables.page(result)
+    provenance.write_atomically(path.with_suffix(".md"), page)
     plotting.plot(result, path.with_suffix(".png"))
-    print(f"{title}\n\n{markdown}\n\nwritten: {path}")
+    print(f"{page}\nwritten: {path}")

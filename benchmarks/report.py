@@ -3,7 +3,9 @@
 A block lies between `<!-- results:NAME begin -->` and `<!-- results:NAME end -->`. NAME is a file of the results, for
 its tables, FILE.summary, for one line of its figures, or FILE.plot, for its picture.
 
-  python -m benchmarks.report                             rewrite the blocks
+The Markdown file beside each result is written again, too.
+
+  python -m benchmarks.report                             rewrite the blocks and those files
   python -m benchmarks.report --check                     say which files differ from the results, exit 1 if any does
 """
 
@@ -63,6 +65,12 @@ def outdated(paths: Iterable[Path], results: Path) -> list[tuple[Path, str]]:
     return [(path, new) for path, old, new in filled if new != old]
 
 
+def outdated_pages(results: Path) -> list[tuple[Path, str]]:
+    """The Markdown files beside the results that differ from them, each with its new text."""
+    pages = [(path.with_suffix(".md"), tables.page(provenance.load(path))) for path in sorted(results.glob("*.json"))]
+    return [(path, page) for path, page in pages if not path.exists() or path.read_text(encoding="utf-8") != page]
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 when a file differs")
@@ -70,9 +78,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("files", nargs="*", type=Path, help="default: README.md and docs/**/*.md")
     arguments = parser.parse_args(argv)
     changes = outdated(arguments.files or documents(), arguments.results)
+    if not arguments.files:
+        changes += outdated_pages(arguments.results)
     for path, text in changes:
         if arguments.check:
-            print(f"{path}: its result blocks differ from {arguments.results}; run python -m benchmarks.report")
+            print(f"{path} differs from the results in {arguments.results}; run python -m benchmarks.report")
         else:
             provenance.write_atomically(path, text)
             print(f"filled: {path}")

@@ -414,6 +414,11 @@ def render(result: dict[str, Any]) -> str:
     return "\n\n".join([*parts, *result["notes"], f"Measured on {describe(result['stamp'])} ({source})."])
 
 
+def page(result: dict[str, Any]) -> str:
+    """The Markdown file beside a result."""
+    return f"# {result['title']}\n\n{render(result)}\n"
+
+
 def summarize(result: dict[str, Any]) -> str:
     """One line: the first contender's ratio to each rival over all rows, and where the figures come from.
 

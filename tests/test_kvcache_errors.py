@@ -328,7 +328,18 @@ def assert_others_untouched(call: CacheCall, before: list[Tensor], victim: int, 
 @pytest.mark.parametrize("value", HOSTILE)
 @pytest.mark.parametrize("argument", ["lengths", "cache_batch_idx", "cache_leftpad", "block_table"])
 @pytest.mark.parametrize("num_splits", [0, 1, 3])
-@pytest.mark.parametrize("name", ["batch_idx_leftpad", "pages_leftpad", "many_rows_causal", "many_rows_pages_64"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "batch_idx_leftpad",
+        "pages_leftpad",
+        "many_rows_causal",
+        "many_rows_pages_64",
+        "mqa_32",
+        "rotary",
+        "wide_sequences",
+    ],
+)
 def test_hostile_values_neither_crash_nor_write_elsewhere(
     name: str, num_splits: int, argument: str, value: int, gpu_backend: str, seed: int
 ) -> None:

@@ -53,7 +53,7 @@ def with_lengths(case: KvCacheCase, draw: torch.Generator) -> KvCacheCase:
     ["decode", "read_only", "chunk", "long", "mqa", "headdim_33", "batch_idx_leftpad", "pages_1", "pages_64",
      "pages_leftpad", "rotary_leftpad", "together", "split_keys", "many_rows", "many_rows_tiles",
      "many_rows_batch_idx", "many_rows_pages_64", "pieces_whole_heads", "pieces_of_sequences",
-     "pieces_fewer_than_heads"],
+     "pieces_fewer_than_heads", "cluster", "wide_one_row", "wide_sequences"],
 )  # fmt: skip
 def test_a_graph_replays_with_other_lengths_rows_and_pages(
     name: str, num_splits: int, gpu_backend: str, seed: int, draw: torch.Generator, described_seed: str
@@ -76,11 +76,15 @@ def test_a_graph_replays_with_other_lengths_rows_and_pages(
 
 
 @each_gpu_backend
-def test_two_graphs_share_nothing(gpu_backend: str, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "num_splits"),
+    [("long", 4), ("long", 0), ("many_rows_long", 0), ("pieces_of_a_head", 0), ("cluster", 0), ("wide_one_row", 0)],
+)
+def test_two_graphs_share_nothing(name: str, num_splits: int, gpu_backend: str, seed: int) -> None:
     """Two captured calls replayed at the same time on two streams give the bits of one after the other."""
-    case = BY_NAME["long"]
+    case = BY_NAME[name]
     calls = [make_call(case, torch.float16, "cuda", seed + i) for i in range(2)]
-    captured = [capture(lambda call=call: run(call, gpu_backend, num_splits=4)) for call in calls]
+    captured = [capture(lambda call=call: run(call, gpu_backend, num_splits=num_splits)) for call in calls]
     expected = []
     for graph, results in captured:
         graph.replay()

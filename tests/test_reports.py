@@ -319,6 +319,7 @@ def test_report_refuses_a_mark_without_its_partner(tmp_path: Path) -> None:
 
 def test_readme_and_docs_quote_the_committed_results() -> None:
     assert report.outdated(report.documents(), provenance.RESULTS) == []
+    assert report.outdated_pages(provenance.RESULTS) == []
 
 
 def test_committed_results_render() -> None:
