@@ -15,6 +15,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ TOOLS: dict[str, tuple[str, ...]] = {
 CASES_OF = {"attention": "attention", "kvcache": "KV cache"}  # values of the driver's --of: their names in results
 SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:errors?|hazards? displayed)")
 RAN = re.compile(r"ran (\d+) cases in ([^:]+)")
+ACCESS = re.compile(r"(?:Read|Write) access at .*\+0x[0-9a-f]+(?: in ([\w.]+):\d+)?")
 MAX_LINES = 40  # lines of a tool's report that are printed
 
 
@@ -45,12 +47,25 @@ def compute_sanitizer() -> str:
     raise SystemExit("sanitize: there is no compute-sanitizer; it comes with the CUDA toolkit")
 
 
+def accesses(output: str) -> Counter[str]:
+    """The source files of the accesses of each hazard in a report of racecheck, and how many hazards have them.
+
+    The report has a paragraph for each hazard: one access in the first line, those that race with it behind it.
+    """
+    found: Counter[str] = Counter()
+    for paragraph in output.split("========= Error: Race reported between ")[1:]:
+        files = ACCESS.findall(paragraph.split("\n========= \n")[0])
+        found[" and ".join(dict.fromkeys(name or "a line unknown to the tool" for name in files))] += 1
+    return found
+
+
 def row_of(tool: str, of: str, output: str) -> dict[str, Any]:
     """The summary of a run of `tool` on the cases `of`. Raises SystemExit where the run did not finish."""
     found, ran = SUMMARY.search(output), RAN.search(output)
     if found is None or ran is None:
         raise SystemExit(f"sanitize: {tool} did not finish\n{output[-2000:]}")
-    return {"tool": tool, "cases_of": CASES_OF[of], "cases": int(ran[1]), "dtypes": ran[2], "errors": int(found[1])}
+    row = {"tool": tool, "cases_of": CASES_OF[of], "cases": int(ran[1]), "dtypes": ran[2], "errors": int(found[1])}
+    return row | {"accesses": accesses(output)}
 
 
 def run(tool: str, of: str, part: int, parts: int) -> dict[str, Any]:
@@ -70,7 +85,8 @@ def run(tool: str, of: str, part: int, parts: int) -> dict[str, Any]:
 
 def joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """One summary of all parts of a tool's cases."""
-    return parts[0] | {name: sum(part[name] for part in parts) for name in ("cases", "errors")}
+    together = {name: sum(part[name] for part in parts) for name in ("cases", "errors")}
+    return parts[0] | together | {"accesses": sum((part["accesses"] for part in parts), Counter())}
 
 
 def run_tools(parts: int) -> list[dict[str, Any]]:

@@ -67,7 +67,13 @@ def overhead_tables(data: Rows) -> list[str]:
 def sanitize_tables(data: Rows) -> list[str]:
     fields = [name for name in ("tool", "cases_of", "cases", "dtypes", "errors") if all(name in row for row in data)]
     body = [[str(row[name]) for name in fields] for row in data]
-    return [markdown_table([name.replace("_", " ") for name in fields], body)]
+    parts = [markdown_table([name.replace("_", " ") for name in fields], body)]
+    races = [(row["cases_of"], files, n) for row in data for files, n in row.get("accesses", {}).items()]
+    if races:
+        body = [[of, files, str(n)] for of, files, n in sorted(races)]
+        parts += ["Hazards of racecheck, by the source files of the accesses:"]
+        parts += [markdown_table(["cases of", "accesses in", "hazards"], body)]
+    return parts
 
 
 def memory_tables(data: Rows) -> list[str]:

@@ -118,7 +118,28 @@ def test_hoppers_backward_kernels_have_fields(has_factors: str, number: int, kin
 def test_the_number_of_errors_of_the_sanitizer_is_read(tool: str, summary: str, errors: int) -> None:
     row = sanitize.row_of(tool, "kvcache", f"ran 38 cases in bfloat16, float16: 70 s\n{summary}\n")
     expected = {"tool": tool, "cases_of": "KV cache", "cases": 38, "dtypes": "bfloat16, float16", "errors": errors}
-    assert row == expected
+    assert row == expected | {"accesses": {}}
+
+
+def test_hazards_are_counted_by_the_source_files_of_their_accesses() -> None:
+    copy, read = "copy(const void *)+0x10 in copy.hpp:14", "load(const float *)+0x20 in scores.h:5"
+    race, end = "========= Error: Race reported between", "========= "
+    report = "\n".join(
+        [
+            *("========= COMPUTE-SANITIZER", f"{race} Write access at {copy}"),
+            *(f"=========     and Read access at {read} [64 hazards]",) * 2,
+            *(end, f"{race} Write access at {copy}", f"=========     and Read access at {read} [32 hazards]", end),
+            *(f"{race} Read access at {read}", "=========     and Write access at f()+0x1 [1 hazards]", end),
+            "========= RACECHECK SUMMARY: 3 hazards displayed (3 errors, 0 warnings)",
+        ]
+    )
+    found = sanitize.accesses(report)
+    unknown = "scores.h and a line unknown to the tool"
+    assert found == {"copy.hpp and scores.h": 2, unknown: 1}
+    rows = [{"tool": "racecheck", "cases_of": "attention", "cases": 9, "dtypes": "x", "errors": 3, "accesses": found}]
+    _, _, table = tables.sanitize_tables(rows)
+    shown = [[cell.strip() for cell in line.split("|")[2:4]] for line in table.splitlines()[2:]]
+    assert shown == [["copy.hpp and scores.h", "2"], [unknown, "1"]]
 
 
 def test_results_of_the_sanitizer_are_shown_with_and_without_the_kind_of_cases() -> None:
