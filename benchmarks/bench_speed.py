@@ -109,7 +109,7 @@ GRIDS: dict[str, dict[str, Grid]] = {
             (128,),
             (1024, 4096, 16384),
             of_32_heads,
-            nheads_k=(8, 1),
+            nheads_k=(32, 8, 1),
             suffix="_gqa",
         ),
         **shared_grids("Backward"),
