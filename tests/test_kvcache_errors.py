@@ -336,7 +336,6 @@ def assert_others_untouched(call: CacheCall, before: list[Tensor], victim: int, 
         "many_rows_causal",
         "many_rows_pages_64",
         "mqa_32",
-        "rotary",
         "wide_sequences",
     ],
 )
