@@ -47,7 +47,8 @@ def test_run_all_runs_what_was_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 def test_every_result_is_that_of_one_step_of_run_all_or_made_by_hand() -> None:
     steps = (*run_all.GPU_STEPS, *run_all.CPU_STEPS)
-    for name in (path.stem.removesuffix("_partial") for path in provenance.RESULTS.glob("*.json")):
+    for path in provenance.RESULTS.glob("*.json"):
+        name = path.stem.removesuffix("_partial").removesuffix("_h100")  # a copy of the result of another GPU
         made_by = [step.label for step in steps if any(fnmatch.fnmatch(name, x) for x in step.results)]
         assert len(made_by) == (name not in BY_HAND), f"{name}: {made_by}"
 
