@@ -61,7 +61,12 @@ GROUPS: list[AnyCase] = [
 ]
 CASES: dict[str, list[AnyCase]] = {
     "attention": [
-        *(*SMALL_FORWARD_CASES, *SMALL_FEATURE_CASES, *SMALL_VARLEN_CASES, *VARLEN_FEATURES, *LONG, *GROUPS),
+        *SMALL_FORWARD_CASES,
+        *SMALL_FEATURE_CASES,
+        *SMALL_VARLEN_CASES,
+        *VARLEN_FEATURES,
+        *LONG,
+        *GROUPS,
     ],
     "kvcache": [*SMALL_KVCACHE_CASES],
 }
