@@ -35,12 +35,14 @@ _BACKWARD = re.compile(
     r"Flash_bwd_kernel_traits<[^<>]*?(?P<headdim>\d+), (?:sm80::)?TileBwd<(?P<tile>[^<>]+)>, (?P<bulk>true|false), "
     r"\([\w:]*Kind\)(?P<kind>\d)>(?:, \([\w:]*Kind\)\d, \([\w:]*BwdMode\)(?P<mode>\d))?"
 )
-# Hopper's: one kernel for every mode, which is decided at run time. Calls with ALiBi alone need no factors of dS.
+# Hopper's: one kernel for every mode, which is decided at run time.
 _BACKWARD_SM90 = re.compile(
-    r"sm90::flash_bwd_kernel<sm90::Flash_bwd_kernel_traits<[^<>]*?(?P<headdim>\d+), (?P<has_factors>true|false)>, "
+    r"sm90::flash_bwd_kernel<sm90::Flash_bwd_kernel_traits<[^<>]*?(?P<headdim>\d+), \([\w:]*Factors\)(?P<factors>\d)>, "
     r"\([\w:]*Kind\)(?P<kind>\d)>"
 )
 KINDS = kernels.read_kinds().all  # by enumerator
+# Calls of kind general that a kernel takes, by enum Factors of csrc/sm90/kernel_traits_bwd.h.
+CALLS_BY_FACTORS = (" with ALiBi alone", " with softcap", "")
 BACKWARD_MODES = ("all", "deterministic", "general")  # enum BwdMode, csrc/sm80/tile_sizes_bwd.h
 BULK_REDUCE_SINCE = 90  # least compute capability whose copy engine adds to global memory (dQ)
 
@@ -88,8 +90,8 @@ def fields_of(name: str, arch: str) -> dict[str, Any] | None:
     hopper = _BACKWARD_SM90.search(name)
     if hopper is not None:
         kind = KINDS[int(hopper["kind"])]
-        if kind == "general" and hopper["has_factors"] == "false":
-            kind += " with ALiBi alone"
+        if kind == "general":
+            kind += CALLS_BY_FACTORS[int(hopper["factors"])]
         return {"headdim": int(hopper["headdim"]), "kind": kind, "tile": "sm90", "mode": BACKWARD_MODES[0]}
     found = _BACKWARD.search(name)
     if found is None:

@@ -127,8 +127,10 @@ struct Flash_bwd_params : Flash_fwd_params {
     bool deterministic = false;       // dq is bitwise repeatable too; dk and dv always are
 
     // Scratch of the CUDA kernels.
-    float *lse_padded = nullptr;     // padded rows; +inf for rows without a key, and past the end
-    int *large_rows = nullptr;       // padded rows / kRowsPerFlag: 1 if one of the rows has a large log-sum-exp
+    float *lse_padded = nullptr;     // padded rows; +inf for rows without a key, and past the end. Some kernels of
+                                     // sm90: times log2(e), except where large_rows is 1
+    int *large_rows = nullptr;       // padded rows / kRowsPerFlag (sm90: / rows of a step): 1 if one of the rows has a
+                                     // large log-sum-exp
     float *dq_accum = nullptr;       // padded rows x d_rounded; each row block in the order of the mma's registers
     int *dq_semaphore = nullptr;     // padded rows / kRowsPerSemaphore zeros: key blocks added so far; null: any order
     int *dq_tile_counter = nullptr;  // [1] zero: key blocks that CTAs have taken so far; null: in a fixed order

@@ -149,6 +149,9 @@ _VALUES = [
     Case("scale_large", "explicit softmax_scale, peaked softmax", *_ODD_WIDE, softmax_scale=1.0),
     Case("scale_zero", "softmax_scale 0: uniform, also over the causal row", *_ODD_WIDE, True, softmax_scale=0.0),
     Case("scale_negative", "the largest score comes from the smallest product", *_ODD_WIDE, softmax_scale=-1.0),
+    Case(
+        "scale_negative_causal", "the sign of the scale does not reach the mask", *_ODD_WIDE, True, softmax_scale=-0.5
+    ),
 ]
 
 FORWARD_CASES: list[Case] = [*_LENGTHS, *_EMPTY, *_HEADS, *_LAYOUTS, *_VALUES]

@@ -19,6 +19,7 @@ _WINDOWS = [
     Case("window_0_0", "each query sees the one key at its place", *_SQUARE, window_size=(0, 0)),
     Case("window_0_0_more_queries", "one key, or none", *_MORE_QUERIES, window_size=(0, 0)),
     Case("window_0_0_decode", "one query, which sees the last key", 3, 4, 2, 1, 257, 128, window_size=(0, 0)),
+    Case("window_scale_negative", "a scale below 0", *_MORE_KEYS, window_size=(40, 25), softmax_scale=-0.5),
     Case("window_left", "unbounded to the right", *_SQUARE, window_size=(30, -1)),
     Case("window_right", "unbounded to the left", *_SQUARE, window_size=(-1, 30)),
     Case(

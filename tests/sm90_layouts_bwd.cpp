@@ -28,7 +28,7 @@ namespace flash::sm90 {
 // PlacesInQ, where the load warp writes zeros, are the places where TMA and wgmma find the elements.
 template <int kHeadDim>
 void check() {
-    using Traits = Flash_bwd_kernel_traits<DType::bfloat16, kHeadDim, /*kHasFactors=*/false>;
+    using Traits = Flash_bwd_kernel_traits<DType::bfloat16, kHeadDim, Factors::none>;
     constexpr int kTile = Traits::kBlockM * kHeadDim;
     alignas(Traits::kAlignment) static typename Traits::Element q[Traits::kStagesQ * kTile];
     const Tensor sQ = make_tensor(make_smem_ptr(q), typename Traits::template SmemLayoutQ<Traits::kStagesQ>{});

@@ -97,12 +97,18 @@ def test_hoppers_kernels_of_many_rows_have_fields(is_narrow: str, kind: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("has_factors", "number", "kind"),
-    [("true", 3, "general"), ("false", 3, "general with ALiBi alone"), ("false", 0, "full"), ("false", 1, "local")],
+    ("factors", "number", "kind"),
+    [
+        (2, 3, "general"),
+        (1, 3, "general with softcap"),
+        (0, 3, "general with ALiBi alone"),
+        (0, 0, "full"),
+        (0, 1, "local"),
+    ],
 )
-def test_hoppers_backward_kernels_have_fields(has_factors: str, number: int, kind: str) -> None:
-    name = f"void sm90::flash_bwd_kernel<sm90::Flash_bwd_kernel_traits<(DType)1, 96, {has_factors}>, (Kind){number}>"
-    fields = kernel_resources.fields_of(name, "sm_90a")
+def test_hoppers_backward_kernels_have_fields(factors: int, number: int, kind: str) -> None:
+    traits = f"sm90::Flash_bwd_kernel_traits<(DType)1, 96, (sm90::Factors){factors}>"
+    fields = kernel_resources.fields_of(f"void sm90::flash_bwd_kernel<{traits}, (Kind){number}>", "sm_90a")
     assert fields == {"headdim": 96, "kind": kind, "tile": "sm90", "mode": "all"}
 
 

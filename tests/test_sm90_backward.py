@@ -303,6 +303,7 @@ PATHS = [
         *("masked_rows", "masked_tile", "one_key", "no_keys", "decode_causal", "gqa_3_causal", "mqa", "long_causal"),
         *("layout_bhsd_causal", "layout_sbhd", "layout_packed_gqa", "layout_misaligned", "padding_inf_causal"),
         *("values_rising", "values_negative", "values_scores_1e4", "scale_negative", "scale_zero"),
+        *("scale_negative_causal", "window_scale_negative"),
         *("window_more_queries", "window_0_0", "window_left_more_keys", "window_causal_more_keys", "window_tile_edges"),
         *("softcap_5", "softcap_30_causal", "softcap_scores_40", "alibi_causal", "alibi_more_queries"),
         *("alibi_batch_gqa", "dropout_causal", "dropout_most", "together", "together_softcap"),
@@ -356,6 +357,46 @@ def test_extreme_scales(
     where = described(case, dtype, "sm90", described_seed)
     options = {"softmax_scale": scale, "softcap": softcap}
     assert_gradients_accurate_beside_flash(*inputs, dout, gradients(case, inputs, dout), case=where, **options)
+
+
+# (kind of the kernel, a call of it)
+CASES_OF_KINDS: list[tuple[str, AnyCase]] = [
+    ("full", Case("full", "any", 12, 24, 8, 300, 300, 64)),
+    ("local", Case("causal", "any", 2, 6, 2, 300, 400, 64, causal=True)),
+    ("varlen", Case("rows without keys", "any", 2, 6, 2, 300, 200, 64, causal=True)),
+    ("varlen", VarlenCase("packed", "any", (300, 0, 517, 130), (200, 90, 600, 1), 6, 2, 64, causal=True)),
+    ("general", Case("alibi", "any", 12, 24, 8, 300, 300, 64, alibi="batch")),
+]
+
+
+@pytest.mark.usefixtures("trace")
+@each_dtype
+@each_headdim
+@pytest.mark.parametrize(("kind", "case"), CASES_OF_KINDS, ids=lambda x: getattr(x, "name", ""))
+def test_large_log_sum_exps_beside_small_ones(
+    kind: str,
+    case: AnyCase,
+    headdim: int,
+    dtype: torch.dtype,
+    capfd: pytest.CaptureFixture[str],
+    seed: int,
+    described_seed: str,
+) -> None:
+    """One row of a hundred has scores around 4,608 or -4,608. Beyond 4,096 kernels handle a log-sum-exp differently.
+
+    In "full" and "alibi" a work tile of preprocess has rows of several heads, and ends inside of one.
+    """
+    case = dataclasses.replace(case, headdim=headdim, softmax_scale=0.125)
+    (q, k, v), dout, lengths = made(case, torch.bfloat16, seed)
+    draw = torch.rand(q.shape[:-1], device="cuda", generator=torch.Generator("cuda").manual_seed(seed))
+    q[..., 0] = torch.where(draw < 0.01, torch.where(draw < 0.005, 36864.0, -36864.0), 0.0)
+    k[..., 0] = 1.0
+    q, k, v, dout = (x.to(dtype) for x in (q, k, v, dout))
+    computed = gradients(case, (q, k, v), dout, lengths)
+    assert kernel_of(capfd) == ("sm90", headdim, kind, "")
+    options = {**options_of(case, "cuda"), "cu_seqlens": lengths[:2] or None}
+    where = described(case, dtype, "sm90", described_seed)
+    assert_gradients_accurate_beside_flash(q, k, v, dout, computed, case=where, **options)
 
 
 # ---- query heads of a group ----------------------------------------------------------------------------------------

@@ -74,17 +74,29 @@ protected:
         step.advance(block);
     }
 
-    // S^T = K Q^T, or dP^T = V dO^T.
-    template <int kStages, typename TensorS>
+    // S^T = K Q^T, or dP^T = V dO^T. With TiledMmaMinusdP, subtracted from what acc holds.
+    template <typename TiledMma = TiledMmaSdP, int kStages, typename TensorS>
     __device__ __forceinline__ void issue_scores(Element *smem_k, Element *smem_q, const PipelineState<kStages> &state,
                                                  TensorS &acc) const {
+        constexpr bool kAccumulates = !std::is_same_v<TiledMma, TiledMmaSdP>;
         Tensor sK = make_tensor(make_smem_ptr(smem_k), take<0, 2>(typename Traits::SmemLayoutKV{}));  // (BLK_N, HD)
         Tensor sQ = tiles<kStages>(smem_q);
         Tensor sK_own = local_tile(sK, typename Traits::TiledKV{}, make_coord(key_offset / kKeys, 0));  // (64, HD)
-        auto thr_mma = TiledMmaSdP{}.get_slice(int(threadIdx.x % 128));
+        auto thr_mma = TiledMma{}.get_slice(int(threadIdx.x % 128));
         Tensor tSrK = thr_mma.make_fragment_A(thr_mma.partition_A(sK_own));                    // (MMA, MMA_M, MMA_K)
         Tensor tSrQ = thr_mma.make_fragment_B(thr_mma.partition_B(sQ))(_, _, _, state.stage);  // (MMA, MMA_N, MMA_K)
-        issue<TiledMmaSdP>(/*accumulates=*/false, tSrK, tSrQ, acc);
+        issue<TiledMma>(kAccumulates, tSrK, tSrQ, acc);
+    }
+
+    // dP^T = V dO^T. With kDpStartsAtDelta, delta - dP^T: no other product may be under way, or ptxas serializes all.
+    template <typename TensorS>
+    __device__ __forceinline__ void issue_dp(TensorS &acc) const {
+        if constexpr (Traits::kDpStartsAtDelta) {
+            scores.start_at_delta(shared.delta[dout_state.stage], acc);
+            issue_scores<typename Traits::TiledMmaMinusdP>(shared.v, shared.dout, dout_state, acc);
+        } else {
+            issue_scores(shared.v, shared.dout, dout_state, acc);
+        }
     }
 
     // V of the consumer's keys, the A operand of dP in registers (MMA, MMA_M, MMA_K).

@@ -112,9 +112,7 @@ __device__ __forceinline__ void compute_dq_dk_dv(const Flash_bwd_params &params,
         compute_dk_dv_1colblock(params, shared, block, role - 1);
     } else if constexpr (Traits::kHasDropoutWarpgroup) {
         cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
-        if (params.rng_state != nullptr) {
-            DropoutWarpgroup<Traits, kKind>(params, shared, block).run();
-        }
+        DropoutWarpgroup<Traits, kKind>(params, shared, block).run();
     }
 }
 

@@ -29,6 +29,17 @@ typename Traits::Copies make_copies_bwd(const Flash_bwd_params &params) {
     return {of_Q(params.q), of_Q(params.dout), of_KV(params.k), of_KV(params.v)};
 }
 
+// Whether the rows of Q, K, V, O, dO and dQ's accumulator that `ctas` work with fit into the L2 cache. An estimate: as
+// for as many queries as keys, and one query head for each key head.
+template <typename Traits>
+bool fits_into_l2(int ctas) {
+    int device = 0, bytes = 0;
+    check_cuda(cudaGetDevice(&device), "reading the current device");
+    check_cuda(cudaDeviceGetAttribute(&bytes, cudaDevAttrL2CacheSize, device), "reading the size of the L2 cache");
+    constexpr int kBytesOfRow = Traits::kHeadDim * (5 * sizeof(typename Traits::Element) + sizeof(float));
+    return int64_t{ctas} * Traits::kBlockN * kBytesOfRow <= bytes;
+}
+
 // The heads whose work tiles come together.
 template <typename Traits, Kind kKind>
 int interleaved_heads(const Flash_bwd_params &params, const RowBlocks &key_blocks) {
@@ -39,9 +50,16 @@ int interleaved_heads(const Flash_bwd_params &params, const RowBlocks &key_block
     if (is_in_order) {
         // As many as run at the same time: a CTA starts well after the one of the same sequence that it waits for.
         // Where the producer adds dQ and passes the order on a step later: twice as many for long sequences. Then half
-        // of a head's key blocks run at the same time, and the last one waits for half as many before it.
+        // of a head's key blocks run at the same time, and the last one waits for half as many before it. Where
+        // their rows do not fit into L2: 3 / 2 as many, and with a mask as many.
         const bool is_halved = !Traits::kConsumersComputeDq && per_head >= (is_local(kKind) ? 32 : 16);
-        ctas = is_halved ? 2 * sms : sms;
+        if (is_halved && fits_into_l2<Traits>(2 * sms)) {
+            ctas = 2 * sms;
+        } else if (is_halved && !is_local(kKind)) {
+            ctas = (3 * sms / per_head + 1) / 2 * per_head;  // rounded to whole heads
+        } else {
+            ctas = sms;
+        }
     } else if (per_head <= 8) {
         // Short sequences: so few that what one phase leaves for the next is still in L2. Where CTAs take longer, fewer
         // of them would wait for each other: with many query heads each, or where the producer adds dQ.
@@ -77,14 +95,19 @@ void launch_flash_bwd(const Flash_bwd_params &given, cudaStream_t stream) {
 
 template <DType kDType, int kHeadDim, Kind kKind>
 void run_flash_bwd(const Flash_bwd_params &params, cudaStream_t stream) {
-    using WithFactors = Flash_bwd_kernel_traits<kDType, kHeadDim, is_general(kKind)>;
-    using WithoutFactors =
-        Flash_bwd_kernel_traits<kDType, kHeadDim, is_general(kKind) && !has_kernel_without_factors(kHeadDim)>;
-    const bool has_factors = params.cap_scale != 0.0f || params.rng_state != nullptr;
-    if (has_factors) {
-        launch_flash_bwd<WithFactors, kKind>(params, stream);
+    const auto launch = [&](auto factors) {
+        launch_flash_bwd<Flash_bwd_kernel_traits<kDType, kHeadDim, factors.value>, kKind>(params, stream);
+    };
+    if constexpr (!is_general(kKind)) {
+        launch(constant<Factors, Factors::none>{});
+    } else if constexpr (!has_kernel_per_factors(kHeadDim)) {
+        launch(constant<Factors, Factors::cap_and_dropout>{});
+    } else if (params.rng_state != nullptr) {
+        launch(constant<Factors, Factors::cap_and_dropout>{});
+    } else if (params.cap_scale != 0.0f) {
+        launch(constant<Factors, Factors::cap>{});
     } else {
-        launch_flash_bwd<WithoutFactors, kKind>(params, stream);
+        launch(constant<Factors, Factors::none>{});
     }
 }
 

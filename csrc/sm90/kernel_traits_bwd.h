@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "../flash.h"
+#include "../kind.h"
 #include "pipeline.h"
 #include "tile_sizes_bwd.h"
 #include "tma.h"
@@ -16,15 +17,22 @@ namespace flash::sm90 {
 
 using namespace cute;
 
-// kHasFactors_: for calls with a cap on scores or dropout, whose dS needs more than P.
-template <DType kDType, int kHeadDim_, bool kHasFactors_>
+// What dS needs beside P. Calls with a cap on scores or dropout hold P twice: for dV, and with factors for dS.
+enum class Factors {
+    none,
+    cap,
+    cap_and_dropout,  // decided at run time; where there is a kernel for each of the three: only calls with dropout
+};
+
+template <DType kDType, int kHeadDim_, Factors kFactors_>
 struct Flash_bwd_kernel_traits {
     static_assert(kDType == DType::float16 || kDType == DType::bfloat16, "tensor cores multiply 16-bit types here");
 
     using Element = std::conditional_t<kDType == DType::float16, cutlass::half_t, cutlass::bfloat16_t>;
     using TileSize = TileSizesBwd<kHeadDim_>;
     static constexpr int kHeadDim = kHeadDim_;
-    static constexpr bool kHasFactors = kHasFactors_;
+    static constexpr Factors kFactors = kFactors_;
+    static constexpr bool kHasFactors = kFactors != Factors::none, kMayDrop = kFactors == Factors::cap_and_dropout;
     static constexpr int kBlockM = TileSize::kBlockM;
     static constexpr int kBlockN = TileSize::kBlockN;
     static constexpr int kStagesQ = TileSize::kStagesQ, kStagesdO = TileSize::kStagesdO;
@@ -32,13 +40,15 @@ struct Flash_bwd_kernel_traits {
     static constexpr bool kSplitsKeys = TileSize::kSplit == BwdSplit::keys;
     static constexpr bool kConsumersComputeDq = TileSize::kDqBy == DqBy::consumers;
     static constexpr int kConsumers = 2;
-    static constexpr bool kHasDropoutWarpgroup = kHasFactors && kConsumersComputeDq;  // draws its bits
+    static constexpr bool kHasDropoutWarpgroup = kMayDrop && kConsumersComputeDq;  // draws its bits
     static constexpr int kNThreads = 128 * (kConsumers + 1 + kHasDropoutWarpgroup);
     // setmaxnreg. A launch of 512 threads gets 4 * 128 registers.
     static constexpr int kProducerRegisters = TileSize::kProducerRegisters;  // of the dropout warpgroup, too
     static constexpr int kConsumerRegisters =
         kHasDropoutWarpgroup ? 256 - kProducerRegisters : TileSize::kConsumerRegisters;
     static constexpr DsIn kDsIn = kHasDropoutWarpgroup ? DsIn::shared_memory : TileSize::kDsIn;  // saves registers
+    // The accumulator of dP starts at delta, and the product is subtracted. Head dim 96: faster.
+    static constexpr bool kDpStartsAtDelta = kFactors == Factors::cap || (kHeadDim == 96 && !kMayDrop);
     static constexpr int kKeys = 64;  // keys of a consumer warpgroup: the m64 of wgmma
 
     // S^T = K Q^T and dP^T = V dO^T, keys as rows: both operands in shared memory, or V in registers. dV += P^T dO and
@@ -50,6 +60,10 @@ struct Flash_bwd_kernel_traits {
     using TiledKV = Shape<Int<kKeys>, Int<kHeadDim>>;  // of a consumer
     using TiledMmaSdP = decltype(make_tiled_mma(
         GMMA::ss_op_selector<Element, Element, float, Shape<Int<kKeys>, Int<kBlockM>, Int<kHeadDim>>>()));
+    // delta - dP^T, where the accumulator starts at delta.
+    using TiledMmaMinusdP = decltype(make_tiled_mma(
+        GMMA::ss_op_selector<Element, Element, float, Shape<Int<kKeys>, Int<kBlockM>, Int<kHeadDim>>, GMMA::Major::K,
+                             GMMA::Major::K, GMMA::ScaleIn::Neg, GMMA::ScaleIn::One>()));
     using TiledMmadP = decltype(make_tiled_mma(
         GMMA::rs_op_selector<Element, Element, float,
                              Shape<Int<kKeys>, Int<kBlockM>, Int<kHeadDim>>>()));  // head dim 64: V in registers
@@ -126,5 +140,19 @@ struct Flash_bwd_kernel_traits {
     static constexpr int kSmemForRows = offsetof(SharedStorage, lse);  // bytes, for the phases preprocess and convert
     static_assert(kSmemSize <= 227 * 1024, "more shared memory than a thread block may have");
 };
+
+// Which arithmetic a step has, as measured: docs/tuning/sm90_backward.md, "The arithmetic of a step".
+// Preprocess stores the log-sum-exp times log2(e), except for steps with a large one.
+template <typename Traits, Kind kKind>
+constexpr bool stores_lse_in_base_2() {
+    return Traits::kHeadDim == 64 ? kKind == Kind::full || is_general(kKind)
+                                  : (Traits::kHeadDim == 96 || Traits::kHeadDim == 128) && !Traits::kHasFactors;
+}
+
+// A mask and large log-sum-exps change the scores in place, before the arithmetic that all steps have.
+template <typename Traits, Kind kKind>
+constexpr bool changes_scores_in_place() {
+    return Traits::kHeadDim == 128 && !may_be_varlen(kKind);
+}
 
 }  // namespace flash::sm90

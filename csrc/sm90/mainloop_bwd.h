@@ -22,6 +22,7 @@ class KeyConsumer : ConsumerBwd<Traits, kKind> {
     // V of its keys is in 16 registers, where dP reads it: less traffic of shared memory. Kind general has none to
     // spare.
     static constexpr bool kHoldsV = Traits::kHeadDim == 64 && !is_general(kKind);
+    static_assert(!(kHoldsV && Traits::kDpStartsAtDelta), "dP with V in registers starts at 0");
     PipelineState<1> dq_state;
 
 public:
@@ -49,10 +50,10 @@ public:
         Probabilities p = scores.rounded_p(step, inputs, draws, first_s, lse);
         if constexpr (kComputesDq && Traits::kHeadDim <= 64) {
             run_headdim64(p, acc_dk, acc_dv);
-        } else if constexpr (kComputesDq && !Traits::kHasFactors) {
+        } else if constexpr (kComputesDq && !Traits::kMayDrop) {
             run_headdim128(p, acc_dk, acc_dv);
         } else if constexpr (kComputesDq) {
-            run_headdim128_with_factors(p, acc_dk, acc_dv);
+            run_headdim128_with_dropout(p, acc_dk, acc_dv);
         } else {
             run_without_dq(p, acc_dk, acc_dv);
         }
@@ -140,7 +141,7 @@ private:
             const auto delta = delta_of_step();
             wait_for<0>(acc_dk);
             Base::release(q, shared.q_barriers);
-            this->issue_scores(shared.v, shared.dout, dout_state, acc_ds);
+            this->issue_dp(acc_ds);
             auto acc_dq = issue_dq(ds);
             this->issue_dkv(/*accumulates=*/true, p.for_dv, shared.dout, dout_state, acc_dv);
             wait_for<2>(acc_ds);
@@ -155,10 +156,10 @@ private:
         compute_last_dk_and_dq(accumulates, ds, rdS, acc_dk);
     }
 
-    // Head dim 128 with a cap on scores or dropout: P is held twice, which leaves fewer registers. An iteration begins
-    // with dP and dV of a step. dQ is complete, and its registers are free, before the next dP needs them.
+    // Head dim 128, calls with dropout: P is held twice, which leaves fewer registers. An iteration begins with dP and
+    // dV of a step. dQ is complete, and its registers are free, before the next dP needs them.
     template <typename TensorKV>
-    __device__ __forceinline__ void run_headdim128_with_factors(Probabilities &p, TensorKV &acc_dk, TensorKV &acc_dv) {
+    __device__ __forceinline__ void run_headdim128_with_dropout(Probabilities &p, TensorKV &acc_dk, TensorKV &acc_dv) {
         this->wait_for_dO();
         auto delta = delta_of_step();
         bool accumulates = false;
@@ -264,7 +265,11 @@ private:
     }
     __device__ __forceinline__ auto lse_of_step() const { return scores.load_statistics(shared.lse[q_state.stage]); }
     __device__ __forceinline__ auto delta_of_step() const {
-        return scores.load_statistics(shared.delta[dout_state.stage]);
+        if constexpr (Traits::kDpStartsAtDelta) {
+            return typename ScoresBwd<Traits, kKind>::DeltaIsInDp();
+        } else {
+            return scores.load_statistics(shared.delta[dout_state.stage]);
+        }
     }
 
     // V in registers, or nothing where dP reads it from shared memory.
@@ -281,7 +286,7 @@ private:
     __device__ __forceinline__ void issue_dp_and_dv(bool accumulates, Probabilities &p, Scores &acc_ds,
                                                     TensorKV &acc_dv, const TensorV &rV = {}) const {
         if constexpr (std::is_same_v<TensorV, InSharedMemory>) {
-            this->issue_scores(shared.v, shared.dout, dout_state, acc_ds);
+            this->issue_dp(acc_ds);
         } else {
             this->issue_dp(rV, acc_ds);
         }

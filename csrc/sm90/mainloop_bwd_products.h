@@ -97,7 +97,7 @@ private:
     __device__ __forceinline__ uint32_t *p_words() const { return shared.p + p_state.stage * Traits::kWordsOfScores; }
 
     // S becomes P, the A operand of dV. Consumer 1 finds in shared memory what dS needs of it. Q is not read any more.
-    __device__ __forceinline__ Operand send_p(const Inputs &inputs, const Draws<Traits> &draws, const Scores &acc_s) {
+    __device__ __forceinline__ Operand send_p(const Inputs &inputs, const Draws<Traits> &draws, Scores &acc_s) {
         p_state.acquire(shared.p_barriers);
         const auto lse = scores.load_statistics(shared.lse[q_state.stage]);
         const Probabilities p = scores.rounded_p(step, inputs, scores.exchanged(draws), acc_s, lse);

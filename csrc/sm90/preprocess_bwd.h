@@ -20,7 +20,10 @@ class PreprocessBwd {
     static constexpr int kLanes = kVectors <= 8 ? 8 : kVectors <= 16 ? 16 : 32;  // that share a row, 16 bytes each
     static constexpr int kStride = 32 / kLanes;                                  // rows of a warp at a time
     static constexpr int kSteps = 4, kRows = kSteps * kStride;                   // of a part
-    static constexpr int kFlagRows = Flash_bwd_params::kRowsPerFlag;
+    static constexpr int kFlagRows = Traits::kBlockM;                            // that share a flag
+    static_assert(Flash_bwd_params::kRowsRounded % kFlagRows == 0 && kFlagRows % kRows == 0);
+    static_assert(kFlagRows >= Flash_bwd_params::kRowsPerFlag, "large_rows has room for one flag per kRowsPerFlag");
+    static constexpr bool kLseInBase2 = stores_lse_in_base_2<Traits, kKind>();
     static constexpr int kThreadOfZeros = Traits::kNThreads - 32;  // of a warp that may have fewer parts
 
     struct Part {
@@ -55,18 +58,25 @@ public:
     // All threads.
     __device__ __forceinline__ void run(SharedStorage &shared, const WorkCounts &counts, int head) const {
         Part *stages = shared.parts[threadIdx.x / 32];
+        bool has_large_rows = false;
         rows.template for_each_part<kStages>(
             rows.count / kRows, [&](int stage, int part) { load(stages[stage], rows.at(params, part * kRows)); },
             [&] { start_zeros(shared.of_all); },
             [&](int stage, int part) {
-                if (finish(stages[stage], rows.begin + part * kRows) && lane == 0) {
-                    shared.of_all.large_rows[part * kRows / kFlagRows] = 1;
+                if (finish(stages[stage], rows.begin + part * kRows)) {
+                    has_large_rows = true;
+                    if (lane == 0) {
+                        shared.of_all.large_rows[part * kRows / kFlagRows] = 1;
+                    }
                 }
             });
         if (threadIdx.x == kThreadOfZeros) {
             asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");  // the zeros are written
         }
-        __syncthreads();
+        if (__syncthreads_or(kLseInBase2 && has_large_rows)) {
+            store_large_lse(shared.of_all);
+            __syncthreads();
+        }
         if (threadIdx.x == 0) {
             for (int i = 0; i < rows.count / kFlagRows; ++i) {
                 params.large_rows[rows.begin / kFlagRows + i] = shared.of_all.large_rows[i];
@@ -132,10 +142,30 @@ private:
             const float lse = part.lse[row], dlse = params.dsoftmax_lse == nullptr ? 0.0f : part.dlse[row];
             const bool has_keys = lse != -INFINITY;
             static_cast<float *>(params.dsoftmax_sum)[padded_row + row] = has_keys ? dot_of_own - dlse : 0.0f;
-            params.lse_padded[padded_row + row] = has_keys ? lse : INFINITY;
+            const float stored_lse = kLseInBase2 ? lse * float(kLog2e) : lse;
+            params.lse_padded[padded_row + row] = has_keys ? stored_lse : INFINITY;
             is_large = has_keys && fabsf(lse) > kLargeExponent;
         }
         return __any_sync(0xffffffffu, is_large);
+    }
+
+    // Rows that share a flag with a large log-sum-exp keep it as it is: the error of a rounded product with log2(e)
+    // would show in the probability. All threads.
+    __device__ __forceinline__ void store_large_lse(const OfAllWarps &shared) const {
+        CUTE_NO_UNROLL
+        for (int i = threadIdx.x; i < rows.count; i += Traits::kNThreads) {
+            if (shared.large_rows[i / kFlagRows] == 0) {
+                continue;
+            }
+            const PaddedRow row = rows.at(params, i);
+            float lse = -INFINITY;
+            if (row.row < row.seq.seqlen_q) {
+                lse = static_cast<const float *>(
+                    params.softmax_lse)[row.bidb * params.lse_batch_stride + row.bidh * params.lse_head_stride +
+                                        row.seq.q_begin + row.row];
+            }
+            params.lse_padded[row.padded_row] = lse == -INFINITY ? INFINITY : lse;
+        }
     }
 
     // All threads. The copy engine writes the zeros.

@@ -11,6 +11,7 @@
 #include "dropout_bwd.h"
 #include "kernel_traits_bwd.h"
 #include "layout.h"
+#include "mask.h"
 #include "steps_bwd.h"
 
 namespace flash::sm90 {
@@ -58,6 +59,20 @@ public:
         return statistics;
     }
 
+    // The accumulator of dP^T starts at delta. The product V dO^T is subtracted. The loads are volatile: the compiler
+    // would load once and copy, where a load for each key goes straight into the accumulator.
+    template <typename TensorD>
+    __device__ __forceinline__ void start_at_delta(const float *smem_delta, TensorD &acc) const {
+        const uint32_t address = cute::cast_smem_ptr_to_uint(&smem_delta[thread % 4 * 2]);
+        CUTE_UNROLL
+        for (int i = 0; i < size(acc) / 2; ++i) {  // pairs of queries; two keys have the same
+            asm volatile("ld.volatile.shared.v2.f32 {%0, %1}, [%2];"
+                         : "=f"(acc(2 * i)), "=f"(acc(2 * i + 1))
+                         : "r"(address + 32 * (i / 2))
+                         : "memory");
+        }
+    }
+
     // What a step needs from global memory. Loaded before the step's products are issued: a warp's loads wait behind
     // products.
     struct Inputs {
@@ -65,13 +80,7 @@ public:
         float alibi_slope;  // kind general: of the head
     };
     __device__ __forceinline__ Inputs load_inputs(const Step &step) const {
-        constexpr int kFlagRows = Flash_bwd_params::kRowsPerFlag;
-        const int *flags = params.large_rows + step.padded_row(params, block) / kFlagRows;
-        int flag = flags[0];
-        if constexpr (Traits::kBlockM > kFlagRows) {
-            flag |= flags[1];
-        }
-        Inputs inputs{flag != 0, 0.0f};
+        Inputs inputs{params.large_rows[step.padded_row(params, block) / Traits::kBlockM] != 0, 0.0f};
         if (has_alibi()) {
             inputs.alibi_slope =
                 params.alibi_slopes[block.bidb * params.alibi_slopes_batch_stride + block.bidh + step.head];
@@ -118,43 +127,55 @@ public:
     // and of P, registers then hold one whole and the other in part.
     template <typename TensorS>
     __device__ __forceinline__ Probabilities rounded_p(const Step &step, const Inputs &inputs,
-                                                       const Draws<Traits> &draws, const TensorS &acc_s,
-                                                       const QueryStatistics &lse) const {
+                                                       const Draws<Traits> &draws, TensorS &acc_s,
+                                                       QueryStatistics lse) const {
         Probabilities p;
         const int first_query = step.m_block * Traits::kBlockM;
-        const bool is_careful = inputs.is_large || needs_mask(step.m_block);
+        const bool is_masked = needs_mask(step.m_block), is_careful = inputs.is_large || is_masked;
+        const Scaling scaling = inputs.is_large ? natural() : usual();
         if constexpr (kIsGeneral) {
             const float slope = ScoreMod::slope_of(params, inputs.alibi_slope);
             if (is_careful || (is_capped() && has_alibi())) {
-                round_p<true>(first_query, acc_s, lse, slope, is_capped(), has_alibi(), p);
+                round_p<true>(first_query, acc_s, scaling, lse, slope, is_capped(), has_alibi(), p);
             } else if (is_capped()) {
-                round_p<false>(first_query, acc_s, lse, slope, true_type{}, false_type{}, p);
+                round_p<false>(first_query, acc_s, usual(), lse, slope, true_type{}, false_type{}, p);
             } else if (has_alibi()) {
-                round_p<false>(first_query, acc_s, lse, slope, false_type{}, true_type{}, p);
+                round_p<false>(first_query, acc_s, usual(), lse, slope, false_type{}, true_type{}, p);
             } else {
-                round_p<false>(first_query, acc_s, lse, slope, false_type{}, false_type{}, p);
+                round_p<false>(first_query, acc_s, usual(), lse, slope, false_type{}, false_type{}, p);
             }
-            if constexpr (kHasFactors) {
+            if constexpr (Traits::kMayDrop) {
                 mark_dropped(draws, p);
             }
+        } else if constexpr (changes_scores_in_place<Traits, kKind>()) {
+            const Scaling after_subtraction{1.0f, 1.0f, float(kLog2e)};
+            const Scaling of_scores = inputs.is_large ? after_subtraction : usual();
+            if (inputs.is_large) {
+                subtract_natural(acc_s, lse);
+            }
+            if (is_masked) {
+                mask(first_query, /*hidden=*/of_scores.product < 0.0f ? INFINITY : -INFINITY, acc_s);
+            }
+            round_p<false>(first_query, acc_s, of_scores, lse, 0.0f, false_type{}, false_type{}, p);
         } else if (is_careful) {
-            round_p<true>(first_query, acc_s, lse, 0.0f, false_type{}, false_type{}, p);
+            round_p<true>(first_query, acc_s, scaling, lse, 0.0f, false_type{}, false_type{}, p);
         } else {
-            round_p<false>(first_query, acc_s, lse, 0.0f, false_type{}, false_type{}, p);
+            round_p<false>(first_query, acc_s, usual(), lse, 0.0f, false_type{}, false_type{}, p);
         }
         return p;
     }
 
     // dP^T becomes dS^T = P^T (dP^T - delta), rounded to the A operand of dK. pair_of(i): elements 2 i and 2 i + 1 of
-    // Probabilities::for_ds().
+    // Probabilities::for_ds(). With DeltaIsInDp, acc_ds holds delta - dP^T.
+    struct DeltaIsInDp {};
+    using Delta = std::conditional_t<Traits::kDpStartsAtDelta, DeltaIsInDp, QueryStatistics>;
     template <typename TensorD>
-    __device__ __forceinline__ Operand rounded_ds(const Operand &p, const TensorD &acc_ds,
-                                                  const QueryStatistics &delta) const {
+    __device__ __forceinline__ Operand rounded_ds(const Operand &p, const TensorD &acc_ds, const Delta &delta) const {
         return rounded_ds([&](int i) { return pair_of(p, i); }, acc_ds, delta);
     }
     template <typename PairOf, typename TensorD>
     __device__ __forceinline__ Operand rounded_ds(const PairOf &pair_of, const TensorD &acc_ds,
-                                                  const QueryStatistics &delta) const {
+                                                  const Delta &delta) const {
         Operand rdS;
         if (has_dropout()) {
             round_ds</*kHasDropout=*/true>(pair_of, acc_ds, delta, rdS);
@@ -164,9 +185,20 @@ public:
         return rdS;
     }
 
-    __device__ __forceinline__ bool is_capped() const { return kHasFactors && params.cap_scale != 0.0f; }
+    // bool, or true_type or false_type where it is known when compiled.
+    __device__ __forceinline__ auto is_capped() const {
+        if constexpr (Traits::kMayDrop) {
+            return params.cap_scale != 0.0f;
+        } else {
+            return bool_constant<kHasFactors>{};
+        }
+    }
     __device__ __forceinline__ bool has_alibi() const { return kIsGeneral && params.alibi_slopes != nullptr; }
-    __device__ __forceinline__ bool has_dropout() const { return kHasFactors && params.rng_state != nullptr; }
+    __device__ __forceinline__ bool has_dropout() const {
+        // Head dim 128 has a kernel for dropout alone, too, but spills more where the compiler knows it.
+        constexpr bool kIsKnown = Traits::kHasDropoutWarpgroup && Traits::kHeadDim == 64;
+        return kIsKnown || (Traits::kMayDrop && params.rng_state != nullptr);
+    }
 
     // Words of two values in shared memory, where every thread of a warpgroup has its own.
     using Pair = cutlass::Array<Element, 2>;
@@ -205,12 +237,56 @@ private:
     const int first_key;
     int unmasked_begin, unmasked_end;  // except kind full: row blocks in which every query sees all of its keys
 
+    // P = 2^((S * scale - lse) * to_base_2), where lse is the stored one: times log2(e) or as it is (natural);
+    // product = scale * to_base_2.
+    struct Scaling {
+        float scale, to_base_2, product;
+    };
+    __device__ __forceinline__ Scaling natural() const {
+        return {params.scale_softmax, float(kLog2e), params.scale_softmax_log2};
+    }
+    __device__ __forceinline__ Scaling usual() const {
+        return stores_lse_in_base_2<Traits, kKind>()
+                   ? Scaling{params.scale_softmax_log2, 1.0f, params.scale_softmax_log2}
+                   : natural();
+    }
+
+    // S^T becomes S^T * softmax_scale - lse, and lse 0. The product is rounded as in the forward.
+    template <typename TensorS>
+    __device__ __forceinline__ void subtract_natural(TensorS &acc_s, QueryStatistics &lse) const {
+        CUTE_UNROLL
+        for (int i = 0; i < size(acc_s); ++i) {
+            const float2 of_pair = lse[i / 4];
+            acc_s(i) = __fmul_rn(acc_s(i), params.scale_softmax) - (i % 2 == 0 ? of_pair.x : of_pair.y);
+        }
+        lse.fill({0.0f, 0.0f});
+    }
+
+    // S^T becomes `hidden` where a query does not see the key.
+    template <typename TensorS>
+    __device__ __forceinline__ void mask(int first_query, float hidden, TensorS &acc_s) const {
+        Tensor scores = make_tensor(acc_s.data(), rowcol_layout(acc_s.layout()));  // (key, query)
+        static_assert(decltype(size<1>(scores))::value <= 32, "one bit per query");
+        CUTE_UNROLL
+        for (int row = 0; row < size<0>(scores); ++row) {
+            const int key = first_key + first_row_of_thread() + 8 * row;
+            const int begin = is_local(kKind) ? key - block.end_shift + 1 - first_query : 0;
+            const int end = is_local(kKind) ? key - block.begin_shift + 1 - first_query : Traits::kBlockM;
+            const int end_of_key = key < block.seqlen_k ? end : 0;
+            const uint32_t visible = bits_between(columns_before(begin), columns_before(end_of_key));
+            CUTE_UNROLL
+            for (int query = 0; query < size<1>(scores); ++query) {
+                scores(row, query) = visible & (1u << query) ? scores(row, query) : hidden;
+            }
+        }
+    }
+
     // kIsCareful: with a mask, and for scores so large that a float32 is coarser than 1: the product is rounded as in
     // the forward. is_capped, has_alibi: bool, or true_type or false_type where it is known when compiled.
     template <bool kIsCareful, typename IsCapped, typename HasAlibi, typename TensorS>
-    __device__ __forceinline__ void round_p(int first_query, const TensorS &acc_s, const QueryStatistics &lse,
-                                            float slope, IsCapped is_capped, HasAlibi has_alibi,
-                                            Probabilities &rounded_p) const {
+    __device__ __forceinline__ void round_p(int first_query, const TensorS &acc_s, const Scaling &scaling,
+                                            const QueryStatistics &lse, float slope, IsCapped is_capped,
+                                            HasAlibi has_alibi, Probabilities &rounded_p) const {
         const int of_thread = threadIdx.x % 4 * 2, first_row = first_row_of_thread() + first_key;
         // Key minus query of the thread's first score, on the diagonal of ALiBi. float32 holds these integers exactly.
         const float first_distance =
@@ -242,10 +318,10 @@ private:
                     }
                     if (kIsCareful) {
                         const int key = first_row + 8 * row;
-                        const float exponent = (__fmul_rn(x, params.scale_softmax) - lse_query) * float(kLog2e);
+                        const float exponent = (__fmul_rn(x, scaling.scale) - lse_query) * scaling.to_base_2;
                         x = exp2_approx(key >= begin && key < end ? exponent : -INFINITY);
                     } else {
-                        x = exp2_approx(x * params.scale_softmax_log2 - lse_query * float(kLog2e));
+                        x = exp2_approx(x * scaling.product - lse_query * scaling.to_base_2);
                     }
                 }
             }
@@ -265,12 +341,15 @@ private:
     }
 
     template <bool kHasDropout, typename PairOf, typename TensorD>
-    __device__ __forceinline__ void round_ds(const PairOf &pair_of, const TensorD &acc_ds, const QueryStatistics &delta,
+    __device__ __forceinline__ void round_ds(const PairOf &pair_of, const TensorD &acc_ds, const Delta &delta,
                                              Operand &rdS) const {
         // Elements 4 j and 4 j + 1 are neighbouring queries of one key, 4 j + 2 and 4 j + 3 the same of the key 8 on.
         CUTE_UNROLL
         for (int j = 0; j < size(acc_ds) / 4; ++j) {
-            const float2 of_pair = delta[j];
+            float2 of_pair{};
+            if constexpr (!Traits::kDpStartsAtDelta) {
+                of_pair = delta[j];
+            }
             CUTE_UNROLL
             for (int row = 0; row < 2; ++row) {
                 const int i = 2 * j + row;
@@ -282,9 +361,12 @@ private:
         }
     }
 
-    // delta belongs to all keys, dropped or not.
+    // delta belongs to all keys, dropped or not. kDpStartsAtDelta: dp is delta - dP.
     template <bool kHasDropout>
     __device__ __forceinline__ float ds_of(float p, float dp, float delta) const {
+        if (Traits::kDpStartsAtDelta) {
+            return p * -dp;
+        }
         if (kHasDropout) {
             return fabsf(p) * (is_marked(p) ? -delta : dp * params.rp_dropout - delta);
         }

@@ -38,9 +38,9 @@ struct TileBwd {
 template <int kHeadDim>
 struct TileSizesBwd;
 
-// Head dims that have a kernel of kind general for calls with ALiBi alone, which does not hold the factors of dS that
-// a cap on scores and dropout need, and has no warpgroup for dropout.
-constexpr bool has_kernel_without_factors(int headdim) {
+// Head dims whose kind general has three kernels, one for each of Factors (kernel_traits_bwd.h): what a call does not
+// need takes no registers, and only calls with dropout have a warpgroup for it. The others have one kernel.
+constexpr bool has_kernel_per_factors(int headdim) {
     return headdim == 64 || headdim == 128;
 }
 
