@@ -262,7 +262,8 @@ private:
         lse.fill({0.0f, 0.0f});
     }
 
-    // S^T becomes `hidden` where a query does not see the key.
+    // S^T becomes `hidden` where a query does not see the key. Like apply_mask() of mask.h, which always writes -inf:
+    // the score of a hidden key must be +inf if the scale is below 0.
     template <typename TensorS>
     __device__ __forceinline__ void mask(int first_query, float hidden, TensorS &acc_s) const {
         Tensor scores = make_tensor(acc_s.data(), rowcol_layout(acc_s.layout()));  // (key, query)
