@@ -61,8 +61,9 @@ int main(int, char **arguments) {
         const int heads = params.h / params.heads_per_dkv;
         params.interleaved_heads = draw(1, params.b * heads);
         const RowBlocks blocks(nullptr, 0, params.seqlen_k, params.b, heads, draw(0, 1) == 0 ? 64 : 128);
-        const WorkOrder order(params, blocks, /*is_local=*/draw(0, 1) == 0);
-        const int count = static_cast<int>(WorkOrder::count(params, blocks));
+        const int rows_per_tile = kRows << draw(0, 3);
+        const WorkOrder order(params, blocks, rows_per_tile, /*is_local=*/draw(0, 1) == 0);
+        const int count = static_cast<int>(WorkOrder::count(params, blocks, rows_per_tile));
         if (const char *what = fault(order, count, params.dq_accum != nullptr)) {
             std::printf("%s: b=%d h=%d heads_per_dkv=%d seqlen_q=%d seqlen_k=%d group=%d\n", what, params.b, params.h,
                         params.heads_per_dkv, params.seqlen_q, params.seqlen_k, params.interleaved_heads);

@@ -1,4 +1,4 @@
-"""The kernels of csrc/sm90: the calls that they take, and their accuracy. test_sm90_backward.py has the backward.
+"""The kernels of csrc/sm90: the calls that they take, and their accuracy. test_sm90_backward*.py have the backward.
 
 Every test that runs on the default kernels of a Hopper GPU runs on them. So the kernels of sm80 run here, too, if the
 build has them for Hopper: FLASH_ATTN_MINI_ARCHS="90;90a".

@@ -22,7 +22,7 @@ class ConvertDq {
     };
     static constexpr int kRows = 16;
     static constexpr int kStages =
-        Rows::stages(Traits::kSmemForRows, sizeof(Part), kRowsOfWorkTile / kRows * kColumnTiles);
+        Rows::stages(Traits::kSmemForRows, sizeof(Part), Traits::kRowsPerTile / kRows * kColumnTiles);
 
     const Flash_bwd_params &params;
     const Rows rows;

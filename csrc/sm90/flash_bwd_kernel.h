@@ -8,6 +8,7 @@
 
 #include "convert_dq.h"
 #include "epilogue_bwd.h"
+#include "find_block.h"
 #include "mainloop_bwd.h"
 #include "mainloop_bwd_products.h"
 #include "preprocess_bwd.h"
@@ -77,7 +78,8 @@ __device__ __forceinline__ void compute_dq_dk_dv(const Flash_bwd_params &params,
         n_block = order.compute - 1 - n_block;
     }
     if (may_be_varlen(kKind) && params.cu_seqlens_k != nullptr) {
-        const SequenceBlock found = find_block(params.cu_seqlens_k, params.b, params.total_k, Traits::kBlockN, n_block);
+        const SequenceBlock found =
+            find_block_by_warp(params.cu_seqlens_k, params.b, params.total_k, Traits::kBlockN, n_block);
         bidb = found.bidb;
         n_block = found.block;
     }

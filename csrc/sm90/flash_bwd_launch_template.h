@@ -80,7 +80,7 @@ void launch_flash_bwd(const Flash_bwd_params &given, cudaStream_t stream) {
     const RowBlocks blocks = key_blocks(params, params.h / params.heads_per_dkv, Traits::kBlockN);
     params.interleaved_heads = interleaved_heads<Traits, kKind>(params, blocks);
     check_grid(padded_rows(params), "batch * nheads * query rows");
-    const int64_t grid = WorkOrder::count(params, blocks);
+    const int64_t grid = WorkOrder::count(params, blocks, Traits::kRowsPerTile);
     check_grid(grid, "batch * nheads * (blocks of keys + blocks of query rows)");
     if (trace_enabled()) {
         trace("flash_bwd_kernel", "kKind=%s kBlockM=%d kBlockN=%d stages=%d,%d grid=%lld threads=%d smem=%d",
@@ -90,7 +90,7 @@ void launch_flash_bwd(const Flash_bwd_params &given, cudaStream_t stream) {
     auto kernel = &flash_bwd_kernel<Traits, kKind>;
     reserve_smem(kernel, Traits::kSmemSize);
     kernel<<<static_cast<unsigned>(grid), Traits::kNThreads, Traits::kSmemSize, stream>>>(
-        params, make_copies_bwd<Traits>(params), WorkOrder(params, blocks, is_local(kKind)));
+        params, make_copies_bwd<Traits>(params), WorkOrder(params, blocks, Traits::kRowsPerTile, is_local(kKind)));
     check_cuda(cudaGetLastError(), "launching flash_bwd_kernel");
 }
 
@@ -102,9 +102,9 @@ void run_flash_bwd(const Flash_bwd_params &params, cudaStream_t stream) {
     if constexpr (!is_general(kKind)) {
         launch(constant<Factors, Factors::none>{});
     } else if constexpr (!has_kernel_per_factors(kHeadDim)) {
-        launch(constant<Factors, Factors::cap_and_dropout>{});
+        launch(constant<Factors, Factors::cap_or_dropout>{});
     } else if (params.rng_state != nullptr) {
-        launch(constant<Factors, Factors::cap_and_dropout>{});
+        launch(constant<Factors, Factors::dropout>{});
     } else if (params.cap_scale != 0.0f) {
         launch(constant<Factors, Factors::cap>{});
     } else {

@@ -21,7 +21,8 @@ using namespace cute;
 enum class Factors {
     none,
     cap,
-    cap_and_dropout,  // decided at run time; where there is a kernel for each of the three: only calls with dropout
+    dropout,
+    cap_or_dropout,  // one, or none: decided at run time
 };
 
 template <DType kDType, int kHeadDim_, Factors kFactors_>
@@ -32,15 +33,17 @@ struct Flash_bwd_kernel_traits {
     using TileSize = TileSizesBwd<kHeadDim_>;
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr Factors kFactors = kFactors_;
-    static constexpr bool kHasFactors = kFactors != Factors::none, kMayDrop = kFactors == Factors::cap_and_dropout;
+    static constexpr bool kHasFactors = kFactors != Factors::none;
+    static constexpr bool kMayDrop = kFactors == Factors::dropout || kFactors == Factors::cap_or_dropout;
     static constexpr int kBlockM = TileSize::kBlockM;
     static constexpr int kBlockN = TileSize::kBlockN;
+    static constexpr int kRowsPerTile = TileSize::kRowsPerTile;
     static constexpr int kStagesQ = TileSize::kStagesQ, kStagesdO = TileSize::kStagesdO;
     static constexpr int kStagesdS = TileSize::kStagesdS;
     static constexpr bool kSplitsKeys = TileSize::kSplit == BwdSplit::keys;
     static constexpr bool kConsumersComputeDq = TileSize::kDqBy == DqBy::consumers;
     static constexpr int kConsumers = 2;
-    static constexpr bool kHasDropoutWarpgroup = kMayDrop && kConsumersComputeDq;  // draws its bits
+    static constexpr bool kHasDropoutWarpgroup = kFactors == Factors::dropout;  // draws its bits
     static constexpr int kNThreads = 128 * (kConsumers + 1 + kHasDropoutWarpgroup);
     // setmaxnreg. A launch of 512 threads gets 4 * 128 registers.
     static constexpr int kProducerRegisters = TileSize::kProducerRegisters;  // of the dropout warpgroup, too

@@ -32,10 +32,10 @@ class PreprocessBwd {
     };
     struct OfAllWarps {
         uint4 zeros[512];
-        int large_rows[kRowsOfWorkTile / kFlagRows];
+        int large_rows[Traits::kRowsPerTile / kFlagRows];
     };
     static constexpr int kStages =
-        Rows::stages(Traits::kSmemForRows - sizeof(OfAllWarps), sizeof(Part), kRowsOfWorkTile / kRows);
+        Rows::stages(Traits::kSmemForRows - sizeof(OfAllWarps), sizeof(Part), Traits::kRowsPerTile / kRows);
 
     const Flash_bwd_params &params;
     const Rows rows;
@@ -73,7 +73,7 @@ public:
         if (threadIdx.x == kThreadOfZeros) {
             asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");  // the zeros are written
         }
-        if (__syncthreads_or(kLseInBase2 && has_large_rows)) {
+        if (__syncthreads_or(has_large_rows) && kLseInBase2) {
             store_large_lse(shared.of_all);
             __syncthreads();
         }
@@ -153,18 +153,19 @@ private:
     // would show in the probability. All threads.
     __device__ __forceinline__ void store_large_lse(const OfAllWarps &shared) const {
         CUTE_NO_UNROLL
-        for (int i = threadIdx.x; i < rows.count; i += Traits::kNThreads) {
+        for (int i = threadIdx.x / 32 * 32; i < rows.count; i += Traits::kNThreads) {
             if (shared.large_rows[i / kFlagRows] == 0) {
                 continue;
             }
-            const PaddedRow row = rows.at(params, i);
+            const PaddedRow first = rows.at(params, i);
+            const int row = first.row + lane;
             float lse = -INFINITY;
-            if (row.row < row.seq.seqlen_q) {
+            if (row < first.seq.seqlen_q) {
                 lse = static_cast<const float *>(
-                    params.softmax_lse)[row.bidb * params.lse_batch_stride + row.bidh * params.lse_head_stride +
-                                        row.seq.q_begin + row.row];
+                    params.softmax_lse)[first.bidb * params.lse_batch_stride + first.bidh * params.lse_head_stride +
+                                        first.seq.q_begin + row];
             }
-            params.lse_padded[row.padded_row] = lse == -INFINITY ? INFINITY : lse;
+            params.lse_padded[first.padded_row + lane] = lse == -INFINITY ? INFINITY : lse;
         }
     }
 
@@ -174,7 +175,7 @@ private:
         for (int i = threadIdx.x; i < kZeros; i += Traits::kNThreads) {
             shared.zeros[i] = {};
         }
-        if (threadIdx.x < kRowsOfWorkTile / kFlagRows) {
+        if (threadIdx.x < Traits::kRowsPerTile / kFlagRows) {
             shared.large_rows[threadIdx.x] = 0;
         }
         cutlass::arch::fence_view_async_shared();  // before the copy engine reads the zeros

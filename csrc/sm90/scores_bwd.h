@@ -185,12 +185,13 @@ public:
         return rdS;
     }
 
-    // bool, or true_type or false_type where it is known when compiled.
+    // bool, or true_type or false_type where it is known when compiled. A call with dropout has no cap
+    // (check_parts.cpp).
     __device__ __forceinline__ auto is_capped() const {
-        if constexpr (Traits::kMayDrop) {
+        if constexpr (Traits::kFactors == Factors::cap_or_dropout) {
             return params.cap_scale != 0.0f;
         } else {
-            return bool_constant<kHasFactors>{};
+            return bool_constant<Traits::kFactors == Factors::cap>{};
         }
     }
     __device__ __forceinline__ bool has_alibi() const { return kIsGeneral && params.alibi_slopes != nullptr; }

@@ -19,7 +19,7 @@ enum class DqBy {
 enum class DsIn { registers, shared_memory };
 
 template <BwdSplit kSplit_, DqBy kDqBy_, DsIn kDsIn_, int kBlockM_, int kStagesQ_, int kStagesdO_, int kStagesdS_,
-          int kDqColumns_, int kProducerRegisters_, int kConsumerRegisters_>
+          int kDqColumns_, int kProducerRegisters_, int kConsumerRegisters_, int kRowsPerTile_>
 struct TileBwd {
     static constexpr BwdSplit kSplit = kSplit_;
     static constexpr DqBy kDqBy = kDqBy_;
@@ -32,27 +32,33 @@ struct TileBwd {
     // the kernel would wait for ever. With a dropout warpgroup: Flash_bwd_kernel_traits::kConsumerRegisters.
     static constexpr int kProducerRegisters = kProducerRegisters_;
     static constexpr int kConsumerRegisters = kConsumerRegisters_;
+    static constexpr int kRowsPerTile = kRowsPerTile_;  // query rows of a work tile of preprocess or convert
     static_assert(kProducerRegisters + 2 * kConsumerRegisters <= 3 * 168);
 };
 
 template <int kHeadDim>
 struct TileSizesBwd;
 
-// Head dims whose kind general has three kernels, one for each of Factors (kernel_traits_bwd.h): what a call does not
-// need takes no registers, and only calls with dropout have a warpgroup for it. The others have one kernel.
+// Head dims whose kind general has three kernels, for no factors, a cap and dropout (kernel_traits_bwd.h, Factors):
+// what a call does not need takes no registers, and only calls with dropout have a warpgroup for it. The others have
+// one kernel.
 constexpr bool has_kernel_per_factors(int headdim) {
     return headdim == 64 || headdim == 128;
 }
 
 template <>
-struct TileSizesBwd<64> : TileBwd<BwdSplit::keys, DqBy::consumers, DsIn::shared_memory, 128, 3, 2, 2, 64, 24, 240> {};
+struct TileSizesBwd<64>
+    : TileBwd<BwdSplit::keys, DqBy::consumers, DsIn::shared_memory, 128, 3, 2, 2, 64, 24, 240, 1024> {};
 template <>
-struct TileSizesBwd<96> : TileBwd<BwdSplit::keys, DqBy::producer, DsIn::shared_memory, 64, 3, 3, 2, 96, 120, 192> {};
+struct TileSizesBwd<96>
+    : TileBwd<BwdSplit::keys, DqBy::producer, DsIn::shared_memory, 64, 3, 3, 2, 96, 120, 192, 1024> {};
 template <>
-struct TileSizesBwd<128> : TileBwd<BwdSplit::keys, DqBy::consumers, DsIn::registers, 64, 3, 2, 2, 64, 24, 240> {};
+struct TileSizesBwd<128> : TileBwd<BwdSplit::keys, DqBy::consumers, DsIn::registers, 64, 3, 2, 2, 64, 24, 240, 512> {};
 template <>
-struct TileSizesBwd<192> : TileBwd<BwdSplit::products, DqBy::producer, DsIn::registers, 64, 2, 2, 2, 64, 88, 208> {};
+struct TileSizesBwd<192> : TileBwd<BwdSplit::products, DqBy::producer, DsIn::registers, 64, 2, 2, 2, 64, 88, 208, 256> {
+};
 template <>
-struct TileSizesBwd<256> : TileBwd<BwdSplit::products, DqBy::producer, DsIn::registers, 64, 2, 2, 2, 64, 88, 208> {};
+struct TileSizesBwd<256> : TileBwd<BwdSplit::products, DqBy::producer, DsIn::registers, 64, 2, 2, 2, 64, 88, 208, 256> {
+};
 
 }  // namespace flash::sm90

@@ -4,6 +4,7 @@
 #include "../common/preprocess_rows.h"
 #include "../kind.h"
 #include "../kvcache/mma.h"
+#include "find_block.h"
 #include "work_tiles_bwd.h"
 
 namespace flash::sm90 {
@@ -22,13 +23,13 @@ struct WorkRows {
         int bidh_dkv;
         order.by_sequence(bidb, bidh_dkv, tile.head);
         bidh = bidh_dkv * params.heads_per_dkv;
-        in_heads = int64_t{tile.index} * kRowsOfWorkTile;
+        in_heads = int64_t{tile.index} * Traits::kRowsPerTile;
         const int64_t of_head = params.padded_head_stride * params.heads_per_dkv;  // of dK and dV
         begin = tile.head * of_head + in_heads;
-        count = static_cast<int>(cute::min(of_head - in_heads, int64_t{kRowsOfWorkTile}));
+        count = static_cast<int>(cute::min(of_head - in_heads, int64_t{Traits::kRowsPerTile}));
     }
 
-    // offset: a row of the work tile.
+    // offset: a row of the work tile, the same in all lanes of a warp.
     __device__ __forceinline__ PaddedRow at(const Flash_bwd_params &params, int offset) const {
         constexpr int kRounded = Flash_bwd_params::kRowsRounded;
         int64_t in_head = in_heads + offset;
@@ -41,7 +42,7 @@ struct WorkRows {
             return {begin + offset, bidb, head, sequence<may_be_varlen(kKind)>(params, bidb), int(in_head)};
         }
         const auto [found, block] =
-            find_block(params.cu_seqlens_q, params.b, params.total_q, kRounded, in_head / kRounded);
+            find_block_by_warp(params.cu_seqlens_q, params.b, params.total_q, kRounded, in_head / kRounded);
         return {begin + offset, found, head, sequence(params, found), block * kRounded + int(in_head % kRounded)};
     }
 

@@ -9,8 +9,6 @@
 
 namespace flash::sm90 {
 
-constexpr int kRowsOfWorkTile = 512;  // query rows of a work tile of preprocess or convert
-
 enum class Phase : int {
     preprocess,  // delta, the padded log-sum-exp, zeros in the accumulator of dQ
     compute,     // dK and dV of a key block; adds to dQ
@@ -20,7 +18,7 @@ enum class Phase : int {
 struct WorkTile {
     Phase phase;
     int head;   // of dK and dV; equal lengths: of all sequences
-    int index;  // key block, or block of kRowsOfWorkTile padded query rows of the head
+    int index;  // key block, or row tile: a block of padded query rows of the head
 };
 
 // The order of all work tiles. Heads come in groups. First come the work tiles of preprocess of group 0. Then, for each
@@ -42,12 +40,12 @@ class WorkOrder {
 public:
     int compute;  // work tiles of a head
 
-    // On the host. is_local: the work tiles of a head are of different length.
-    WorkOrder(const Flash_bwd_params &params, const RowBlocks &key_blocks, bool is_local)
+    // On the host. rows_per_tile: of a row tile. is_local: the work tiles of a head are of different length.
+    WorkOrder(const Flash_bwd_params &params, const RowBlocks &key_blocks, int rows_per_tile, bool is_local)
         : heads_(key_blocks.all_heads()),
           group(params.interleaved_heads),
           groups((heads_ + group - 1) / group),
-          preprocess_(row_tiles(params)),
+          preprocess_(row_tiles(params, rows_per_tile)),
           convert(params.dq_accum == nullptr ? 0 : preprocess_),
           is_interleaved(is_local || params.dq_semaphore != nullptr),
           usual_computed(key_blocks.per_head * group),
@@ -61,8 +59,8 @@ public:
           compute(key_blocks.per_head) {}
 
     // Work tiles of a call. The class is for calls in which they fit into an int.
-    static int64_t count(const Flash_bwd_params &params, const RowBlocks &key_blocks) {
-        const int64_t of_rows = int64_t{row_tiles(params)} * (params.dq_accum == nullptr ? 1 : 2);
+    static int64_t count(const Flash_bwd_params &params, const RowBlocks &key_blocks, int rows_per_tile) {
+        const int64_t of_rows = int64_t{row_tiles(params, rows_per_tile)} * (params.dq_accum == nullptr ? 1 : 2);
         return (of_rows + key_blocks.per_head) * key_blocks.all_heads();
     }
 
@@ -122,9 +120,8 @@ public:
     }
 
 private:
-    static int row_tiles(const Flash_bwd_params &params) {
-        return static_cast<int>((params.padded_head_stride * params.heads_per_dkv + kRowsOfWorkTile - 1) /
-                                kRowsOfWorkTile);
+    static int row_tiles(const Flash_bwd_params &params, int rows_per_tile) {
+        return static_cast<int>((params.padded_head_stride * params.heads_per_dkv + rows_per_tile - 1) / rows_per_tile);
     }
     FLASH_HOST_DEVICE static int stride_of(int computed, int others) {
         const int fewer = others < computed ? others : computed;
