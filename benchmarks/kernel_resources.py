@@ -42,7 +42,7 @@ _BACKWARD_SM90 = re.compile(
 )
 KINDS = kernels.read_kinds().all  # by enumerator
 # Calls of kind general that a kernel takes, by enum Factors of csrc/sm90/kernel_traits_bwd.h.
-CALLS_BY_FACTORS = (" with ALiBi alone", " with softcap", "")
+CALLS_BY_FACTORS = (" with ALiBi alone", " with softcap", " with dropout", "")
 BACKWARD_MODES = ("all", "deterministic", "general")  # enum BwdMode, csrc/sm80/tile_sizes_bwd.h
 BULK_REDUCE_SINCE = 90  # least compute capability whose copy engine adds to global memory (dQ)
 

@@ -99,7 +99,8 @@ def test_hoppers_kernels_of_many_rows_have_fields(is_narrow: str, kind: str) -> 
 @pytest.mark.parametrize(
     ("factors", "number", "kind"),
     [
-        (2, 3, "general"),
+        (3, 3, "general"),
+        (2, 3, "general with dropout"),
         (1, 3, "general with softcap"),
         (0, 3, "general with ALiBi alone"),
         (0, 0, "full"),
