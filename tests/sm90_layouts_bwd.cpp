@@ -29,6 +29,9 @@ namespace flash::sm90 {
 template <int kHeadDim>
 void check() {
     using Traits = Flash_bwd_kernel_traits<DType::bfloat16, kHeadDim, Factors::none>;
+    static_assert(Traits::kRowsPerTile % Flash_bwd_params::kRowsRounded == 0, "tiles of whole padded row blocks");
+    static_assert(!has_kernel_per_factors(kHeadDim) || Traits::kConsumersComputeDq,
+                  "consumers of BwdSplit::products would not wait for a dropout warpgroup");
     constexpr int kTile = Traits::kBlockM * kHeadDim;
     alignas(Traits::kAlignment) static typename Traits::Element q[Traits::kStagesQ * kTile];
     const Tensor sQ = make_tensor(make_smem_ptr(q), typename Traits::template SmemLayoutQ<Traits::kStagesQ>{});

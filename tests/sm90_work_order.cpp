@@ -65,8 +65,9 @@ int main(int, char **arguments) {
         const WorkOrder order(params, blocks, rows_per_tile, /*is_local=*/draw(0, 1) == 0);
         const int count = static_cast<int>(WorkOrder::count(params, blocks, rows_per_tile));
         if (const char *what = fault(order, count, params.dq_accum != nullptr)) {
-            std::printf("%s: b=%d h=%d heads_per_dkv=%d seqlen_q=%d seqlen_k=%d group=%d\n", what, params.b, params.h,
-                        params.heads_per_dkv, params.seqlen_q, params.seqlen_k, params.interleaved_heads);
+            std::printf("%s: b=%d h=%d heads_per_dkv=%d seqlen_q=%d seqlen_k=%d group=%d rows_per_tile=%d\n", what,
+                        params.b, params.h, params.heads_per_dkv, params.seqlen_q, params.seqlen_k,
+                        params.interleaved_heads, rows_per_tile);
             return 1;
         }
     }

@@ -7,7 +7,7 @@
 namespace flash::sm90 {
 
 // find_block() of common/sequence.h, called by all lanes of a warp with the same arguments. Each lane loads a length:
-// one load for up to 32 sequences, two for up to 1024.
+// one load for up to 32 sequences, two for up to 1024, and then the one of the sequence found.
 __device__ __forceinline__ SequenceBlock find_block_by_warp(const int *cu_seqlens, int b, int64_t total, int kBlock,
                                                             int64_t index) {
     const int lane = threadIdx.x % 32;
