@@ -1,13 +1,13 @@
 // Variable lengths: which sequence has a block of rows, found by a whole warp. The binary search of common/sequence.h
-// loads one length after the other, and waits for each.
+// loads one value of cu_seqlens after the other, and waits for each.
 #pragma once
 
 #include "../common/sequence.h"
 
 namespace flash::sm90 {
 
-// find_block() of common/sequence.h, called by all lanes of a warp with the same arguments. Each lane loads a length:
-// one load for up to 32 sequences, two for up to 1024, and then the one of the sequence found.
+// find_block() of common/sequence.h, called by all lanes of a warp with the same arguments. Each lane loads a
+// value of cu_seqlens: once for up to 32 sequences, twice for up to 1024. Then all load that of the sequence found.
 __device__ __forceinline__ SequenceBlock find_block_by_warp(const int *cu_seqlens, int b, int64_t total, int kBlock,
                                                             int64_t index) {
     const int lane = threadIdx.x % 32;
