@@ -50,8 +50,8 @@ int interleaved_heads(const Flash_bwd_params &params, const RowBlocks &key_block
     if (is_in_order) {
         // As many as run at the same time: a CTA starts well after the one of the same sequence that it waits for.
         // Where the producer adds dQ and passes the order on a step later: twice as many for long sequences. Then half
-        // of a head's key blocks run at the same time, and the last one waits for half as many before it. If the rows of
-        // so many do not fit into L2: 3 / 2 as many in kind full, as many as run at the same time in others.
+        // of a head's key blocks run at the same time, and the last one waits for half as many before it. If the rows
+        // of so many do not fit into L2: 3 / 2 as many in kind full, as many as run at the same time in others.
         const bool is_halved = !Traits::kConsumersComputeDq && per_head >= (is_local(kKind) ? 32 : 16);
         if (is_halved && fits_into_l2<Traits>(2 * sms)) {
             ctas = 2 * sms;
