@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -21,6 +22,11 @@ Results = tuple[Tensor, ...]
 
 def inputs(batch: int, seqlen: int, nheads: int, headdim: int, dtype: torch.dtype = torch.float16) -> list[Tensor]:
     return [torch.randn(batch, seqlen, nheads, headdim, device="cuda", dtype=dtype) for _ in range(3)]
+
+
+def stress_runs(default: int) -> int:
+    """How often a test under stress repeats a call: FLASH_ATTN_MINI_STRESS_RUNS, or `default`."""
+    return int(os.environ.get("FLASH_ATTN_MINI_STRESS_RUNS", default))
 
 
 def run_on_sm80(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ test_forward.py, test_backward.py, test_features.py and test_varlen.py repeat a 
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
@@ -16,7 +15,16 @@ from flash_attn_mini import flash_attn_func, flash_attn_varlen_func
 from flash_attn_mini.ladder.full_kernels import ARCH_VARIABLE
 
 from .conftest import IS_HOPPER
-from .gpu_calls import GPU_BACKENDS, Results, capture, differing_runs, each_gpu_backend, gradients, run_on_sm80
+from .gpu_calls import (
+    GPU_BACKENDS,
+    Results,
+    capture,
+    differing_runs,
+    each_gpu_backend,
+    gradients,
+    run_on_sm80,
+    stress_runs,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -95,7 +103,7 @@ def test_a_thousand_backwards_of_mixed_shapes_repeat_bitwise(deterministic: bool
 
 # ---- deterministic=True under stress ------------------------------------------------------------------------------
 
-STRESS_RUNS = int(os.environ.get("FLASH_ATTN_MINI_STRESS_RUNS", "5000"))  # of each head dim, mask and shape
+RUNS = stress_runs(5000)  # of each head dim, mask and shape
 BATCH_OF_RUNS = 500  # between two waits for the GPU
 PROCESSES = 8
 HEADDIMS = (32, 64, 96, 128, 192, 256)
@@ -138,7 +146,7 @@ def test_deterministic_backward_repeats_under_stress(
     headdim: int, causal: bool, shape: tuple[int, ...], kernels: str, seed: int
 ) -> None:
     """With relaxed memory order, 12 % of the runs differed at head dim 256, full, 512 x 2048."""
-    assert_graph_repeats(headdim, causal, shape, kernels, STRESS_RUNS, seed)
+    assert_graph_repeats(headdim, causal, shape, kernels, RUNS, seed)
 
 
 def repeat_in_process(rank: int, seed: int) -> None:

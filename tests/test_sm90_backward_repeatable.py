@@ -21,7 +21,7 @@ from .cases import Case, options_of
 from .conftest import GPU_DTYPES, IS_HOPPER
 from .feature_checks import described
 from .flash_bounds import assert_gradients_accurate_beside_flash
-from .gpu_calls import differing_runs, run_on_sm80
+from .gpu_calls import differing_runs, run_on_sm80, stress_runs
 from .random_loop import CHUNKS, check_random_cases
 from .sm90_backward_calls import (
     OPTIONS,
@@ -40,7 +40,7 @@ from .varlen_cases import VarlenCase
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not IS_HOPPER, reason="no Hopper GPU on this machine")]
 
-RUNS = 200  # test_deterministic.py makes more under stress
+RUNS = stress_runs(200)  # of each call, head dim and order
 SUBSETS = [wanted for wanted in itertools.product((False, True), repeat=3) if 0 < sum(wanted) < 3]
 
 
@@ -62,7 +62,7 @@ def test_one_gradient_does_not_depend_on_the_others(call: str, headdim: int, dty
 @each_headdim
 @each_order
 @pytest.mark.parametrize("call", [*OPTIONS, "varlen"])
-def test_two_hundred_backwards_repeat_bitwise(call: str, deterministic: bool, headdim: int, seed: int) -> None:
+def test_backwards_repeat_bitwise_under_stress(call: str, deterministic: bool, headdim: int, seed: int) -> None:
     """dk and dv always, dq with deterministic=True. Many key blocks add to each row of dq; more CTAs than SMs."""
     if call == "varlen":
         lengths_q, lengths_k = (300, 0, 500, 100), (1500, 200, 900, 0)
