@@ -28,9 +28,10 @@ TOOLS: dict[str, tuple[str, ...]] = {
     "racecheck": ("--per-headdim", "2", "64", "96", "128", "192", "256"),
 }
 CASES_OF = {"attention": "attention", "kvcache": "KV cache"}  # values of the driver's --of: their names in results
-SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:errors?|hazards? displayed)")
+SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: .* displayed \((\d+) errors?, (\d+) warning")
 RAN = re.compile(r"ran (\d+) cases in ([^:]+)")
 ACCESS = re.compile(r"(?:Read|Write) access at .*\+0x[0-9a-f]+(?: in ([\w.]+):\d+)?")
+REPORTED = 1_000_000  # errors that a tool reports, at most; its default is 100
 MAX_LINES = 40  # lines of a tool's report that are printed
 
 
@@ -64,7 +65,8 @@ def row_of(tool: str, of: str, output: str) -> dict[str, Any]:
     found, ran = SUMMARY.search(output), RAN.search(output)
     if found is None or ran is None:
         raise SystemExit(f"sanitize: {tool} did not finish\n{output[-2000:]}")
-    row = {"tool": tool, "cases_of": CASES_OF[of], "cases": int(ran[1]), "dtypes": ran[2], "errors": int(found[1])}
+    errors = sum(int(number) for number in found.groups(default="0"))
+    row = {"tool": tool, "cases_of": CASES_OF[of], "cases": int(ran[1]), "dtypes": ran[2], "errors": errors}
     return row | {"accesses": accesses(output)}
 
 
@@ -72,9 +74,8 @@ def run(tool: str, of: str, part: int, parts: int) -> dict[str, Any]:
     """The summary of one part of a tool's cases."""
     chosen = ["--of", of, "--part", str(part), str(parts), *TOOLS[tool]]
     driver = [sys.executable, "-m", "tests.sanitize_driver", *chosen]
-    result = subprocess.run(
-        [compute_sanitizer(), "--tool", tool, *driver], cwd=provenance.ROOT, capture_output=True, text=True
-    )
+    command = [compute_sanitizer(), "--tool", tool, "--print-limit", str(REPORTED), *driver]
+    result = subprocess.run(command, cwd=provenance.ROOT, capture_output=True, text=True)
     output = result.stdout + result.stderr
     row = row_of(tool, of, output)
     if row["errors"]:

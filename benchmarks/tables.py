@@ -144,10 +144,11 @@ def register_table(direction: str, data: Rows, keys: dict[str, str], across: str
         of_kernel = cells.setdefault(tuple(str(row[key]) for key in keys.values()), {})
         of_kernel.setdefault(row.get(across, other), {})[dtype] = text
     columns = [*sorted({row[across] for row in data if across in row}), *([other] if other else [])]
-    body = [
-        [*key, *(" / ".join(dict.fromkeys(of_kernel.get(name, {}).values())) for name in columns)]
-        for key, of_kernel in cells.items()
-    ]
+
+    def cell(of_dtypes: dict[str, str]) -> str:
+        return " / ".join(dict.fromkeys(of_dtypes[dtype] for dtype in sorted(of_dtypes, reverse=True)))  # fp16 first
+
+    body = [[*key, *(cell(of_kernel.get(name, {})) for name in columns)] for key, of_kernel in cells.items()]
     caption = f"The {direction}: registers and (bytes spilled, where there are any), fp16 / bf16 where they differ:"
     return f"{caption}\n\n{markdown_table([*keys, *columns], body)}"
 

@@ -60,6 +60,15 @@ def test_tables_of_resources_join_kernels_that_differ_only_in_dtype() -> None:
     assert lines == [[short, "fp16, bf16", "sm_90a", "40"], [short, "bf16", "sm_90a", "41"]]
 
 
+@pytest.mark.parametrize("order", [("fp16", "bf16"), ("bf16", "fp16")], ids=" ".join)
+def test_tables_of_resources_name_fp16_first(order: tuple[str, str]) -> None:
+    registers = {"fp16": 40, "bf16": 50}
+    row = {"kernel": "any", "arch": "sm_90a", "headdim": 64, "family": "sm90", "kind": "full", "spill_bytes": 0}
+    rows = [row | {"object": f"flash_fwd_hdim64_{dtype}_sm90", "registers": registers[dtype]} for dtype in order]
+    (table,) = tables.resource_tables(rows)
+    assert cells_of(table) == [["64", "sm90", "sm_90a", "40 / 50"]]
+
+
 def test_resources_of_the_forward_are_listed_by_kind() -> None:
     rows, kinds = [], [kind for kind in kernel_resources.KINDS if kind != "split"]  # of sm80
     for (k, kind), (t, dtype) in itertools.product(enumerate(kinds), enumerate(("fp16", "bf16"))):
@@ -120,6 +129,7 @@ def test_hoppers_backward_kernels_have_fields(factors: int, number: int, kind: s
         ("memcheck", "========= ERROR SUMMARY: 1 error", 1),
         ("racecheck", "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)", 0),
         ("racecheck", "========= RACECHECK SUMMARY: 12 hazards displayed (12 errors, 0 warnings)", 12),
+        ("racecheck", "========= RACECHECK SUMMARY: 100 hazards displayed (134 errors, 1 warning)", 135),
     ],
 )
 def test_the_number_of_errors_of_the_sanitizer_is_read(tool: str, summary: str, errors: int) -> None:
