@@ -85,14 +85,14 @@ def barriers() -> list[str]:
     load, first, _, second, adding = range(5)
     out = arrow((first, 246), (load, 262), "Q empty", Q)
     out += arrow((load, 352), (first, STEP), "Q full", Q)
-    out += arrow((first, 486), (load, 500), "", V)
+    out += arrow((first, 486), (load, 500), "dO empty", V)
     out += arrow((first, 436), (second, STEP + LAG + 4), "dS full", K)
     return out + arrow((second, 436 + LAG), (adding, 470), "dQ full", K)
 
 
 def picture() -> str:
     """The whole SVG."""
-    body = [text(14, 22, "Two iterations: dQ and dK of one row block, then S, P, dP, dV and dS of the next.")]
+    body = [text(14, 22, "Head dim 64, two iterations: dQ and dK of one row block, then S, P, dP, dV and dS of the next.")]
     for n in range(2):
         before, after = step_names(n)
         x = LEFT + n * STEP
