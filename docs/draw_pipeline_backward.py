@@ -92,7 +92,9 @@ def barriers() -> list[str]:
 
 def picture() -> str:
     """The whole SVG."""
-    body = [text(14, 22, "Head dim 64, two iterations: dQ and dK of one row block, then S, P, dP, dV and dS of the next.")]
+    body = [
+        text(14, 22, "Head dim 64, two iterations: dQ and dK of one row block, then S, P, dP, dV and dS of the next.")
+    ]
     for n in range(2):
         before, after = step_names(n)
         x = LEFT + n * STEP
