@@ -13,6 +13,7 @@ from draw_pipeline import (
     APPLY,
     CONSUMERS,
     HEIGHT,
+    LANE,
     LEFT,
     SOFTMAX,
     TOP,
@@ -75,7 +76,7 @@ def producer(load_lane: int, add_lane: int) -> list[str]:
     out = []
     for n in range(2):
         out += box(load_lane, n * STEP + 262, n * STEP + 352, f"Q, lse {n + 3}", Q, light=True)
-        out += box(load_lane, n * STEP + 452, n * STEP + 542, f"dO, delta {n + 3}", V, light=True)
+        out += box(load_lane, n * STEP + 2, n * STEP + 92, f"dO, delta {n + 2}", V, light=True)
         out += box(add_lane, n * STEP + 440, n * STEP + 540, f"add dQ{n}", K, light=True)
     return out
 
@@ -85,7 +86,8 @@ def barriers() -> list[str]:
     load, first, _, second, adding = range(5)
     out = arrow((first, 246), (load, 262), "Q empty", Q)
     out += arrow((load, 352), (first, STEP), "Q full", Q)
-    out += arrow((first, 486), (load, 500), "dO empty", V)
+    out += arrow((first, 486), (load, 502), "", V)
+    out.append(text(LEFT + 506, TOP + LANE - 6, "dO empty", f' fill="{V}" font-size="10"'))
     out += arrow((first, 436), (second, STEP + LAG + 4), "dS full", K)
     return out + arrow((second, 436 + LAG), (adding, 470), "dQ full", K)
 

@@ -26,7 +26,10 @@ def inputs(batch: int, seqlen: int, nheads: int, headdim: int, dtype: torch.dtyp
 
 def stress_runs(default: int) -> int:
     """How often a test under stress repeats a call: FLASH_ATTN_MINI_STRESS_RUNS, or `default`."""
-    return int(os.environ.get("FLASH_ATTN_MINI_STRESS_RUNS", default))
+    runs = int(os.environ.get("FLASH_ATTN_MINI_STRESS_RUNS", default))
+    if runs < 1:
+        raise ValueError(f"FLASH_ATTN_MINI_STRESS_RUNS is {runs}; allowed: 1 and more")
+    return runs
 
 
 def run_on_sm80(monkeypatch: pytest.MonkeyPatch) -> None:

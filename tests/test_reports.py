@@ -204,6 +204,7 @@ def test_the_parts_of_the_sanitizer_have_every_case_once(monkeypatch: pytest.Mon
         assert len(together) == sum(counts[tool, of] for of in sanitize.CASES_OF)
 
     def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        assert "--print-limit" in command, "by default the tool counts all hazards, but prints a hundred"
         chosen = sanitize_driver.parser().parse_args(command[command.index("tests.sanitize_driver") + 1 :])
         part, parts = chosen.part
         cases = sanitize_driver.choose(chosen.headdims, chosen.per_headdim, chosen.of)[part::parts]
