@@ -18,7 +18,7 @@ from flash_attn_mini import flash_attn_func, flash_attn_varlen_func
 from flash_attn_mini.backends import available_backends
 
 from .cases import Case, make_dout, make_inputs, options_of
-from .conftest import GPU_DTYPES
+from .conftest import GPU_DTYPES, IS_HOPPER
 from .test_random import AnyCase
 from .varlen_cases import VarlenCase, make_batch
 
@@ -28,6 +28,7 @@ HEADDIMS = (64, 96, 128, 192, 256)
 RUNS_IN = {40: 64, 72: 96, 80: 96, 112: 128, 160: 192, 224: 256}  # head dims between the compiled ones
 EVERYTHING = (True, True, True)
 
+on_hopper = [pytest.mark.gpu, pytest.mark.skipif(not IS_HOPPER, reason="no Hopper GPU on this machine")]
 each_headdim = pytest.mark.parametrize("headdim", HEADDIMS)
 each_dtype = pytest.mark.parametrize("dtype", GPU_DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 each_order = pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "deterministic"])

@@ -23,7 +23,7 @@ from flash_attn_mini.ladder.full_kernels import sm80_unavailable_reason
 
 from .bounds import assert_gradients_accurate
 from .cases import FORWARD_CASES, Case, options_of
-from .conftest import GPU_DTYPES, IS_HOPPER
+from .conftest import GPU_DTYPES
 from .feature_cases import FEATURE_CASES
 from .feature_checks import check_dense, check_varlen, described
 from .flash_bounds import assert_gradients_accurate_beside_flash
@@ -45,13 +45,14 @@ from .sm90_backward_calls import (
     kernel_of,
     made,
     made_on_gpu,
+    on_hopper,
     trace,  # noqa: F401
 )
 from .test_random import AnyCase
 from .test_scale_extremes import EXTREMES, ONE_HOT
 from .varlen_cases import VARLEN_CASES, VarlenCase
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not IS_HOPPER, reason="no Hopper GPU on this machine")]
+pytestmark = on_hopper
 
 DENSE = {case.name: case for case in (*FORWARD_CASES, *FEATURE_CASES)}
 VARLEN = {case.name: case for case in VARLEN_CASES}

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from .cases import Case
-from .conftest import IS_HOPPER
 from .rows_without_keys import CASES as KEYLESS_CASES
 from .rows_without_keys import check_rows_without_keys
 from .sm90_backward_calls import (
@@ -30,12 +29,13 @@ from .sm90_backward_calls import (
     each_order,
     gradients,
     made,
+    on_hopper,
     trace,  # noqa: F401
 )
 from .test_random import AnyCase
 from .varlen_cases import VarlenCase
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not IS_HOPPER, reason="no Hopper GPU on this machine")]
+pytestmark = on_hopper
 
 BAD_VALUES = (math.nan, math.inf, -math.inf)
 

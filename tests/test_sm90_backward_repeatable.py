@@ -18,7 +18,7 @@ from torch import Tensor
 from flash_attn_mini import flash_attn_func, flash_attn_varlen_func
 
 from .cases import Case, options_of
-from .conftest import GPU_DTYPES, IS_HOPPER
+from .conftest import GPU_DTYPES
 from .feature_checks import described
 from .flash_bounds import assert_gradients_accurate_beside_flash
 from .gpu_calls import differing_runs, run_on_sm80, stress_runs
@@ -34,11 +34,12 @@ from .sm90_backward_calls import (
     gradients,
     made,
     made_on_gpu,
+    on_hopper,
 )
 from .test_random import AnyCase, random_case, simpler
 from .varlen_cases import VarlenCase
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not IS_HOPPER, reason="no Hopper GPU on this machine")]
+pytestmark = on_hopper
 
 RUNS = stress_runs(200)  # of each call, head dim and order
 SUBSETS = [wanted for wanted in itertools.product((False, True), repeat=3) if 0 < sum(wanted) < 3]
