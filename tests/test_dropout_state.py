@@ -1,6 +1,7 @@
-"""Dropout's random numbers and its mask as S_dmask shows it: draw_rng_state and s_dmask of the extension.
+"""Dropout's random numbers and its mask as S_dmask shows it: draw_rng_state and s_dmask.
 
-Neither needs a kernel: draw_rng_state asks torch's generator, s_dmask computes in operators of torch.
+Neither needs a kernel: draw_rng_state asks torch's generator, s_dmask computes in operators of torch. Where the
+extension is missing, Python draws the state; the extension draws the same.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+import flash_attn_mini.s_dmask as in_python
 from flash_attn_mini import _C
+from flash_attn_mini.options import Options, Sequences
 from flash_attn_mini.reference import (
     attention_scores,
     dropout_mask,
@@ -62,10 +65,11 @@ def s_dmask(
     alibi_slopes: Tensor | None = None,
     block_table: Tensor | None = None,
 ) -> Tensor:
-    return _C.s_dmask(
-        q, k, rng_state, *cu_seqlens, *max_seqlens, alibi_slopes, p, softmax_scale, causal, *window_size, softcap,
-        block_table,
-    )  # fmt: skip
+    options = Options(p, softmax_scale, causal, *window_size, softcap, alibi_slopes)
+    sequences = None
+    if cu_seqlens[0] is not None and cu_seqlens[1] is not None:
+        sequences = Sequences(cu_seqlens[0], cu_seqlens[1], *max_seqlens, block_table)
+    return in_python.s_dmask(q, k, rng_state, sequences, options)
 
 
 def relative_to_largest(scores: Tensor) -> Tensor:
@@ -103,6 +107,17 @@ def test_a_seed_repeats_the_state_and_draws_differ(backend: str, device: str, li
     assert torch.equal(_C.draw_rng_state(like), first)
     torch.manual_seed(6)
     assert not torch.equal(_C.draw_rng_state(like), first)
+
+
+@pytest.mark.backends("cpu", "cuda")
+def test_python_and_the_extension_draw_the_same_state(backend: str, device: str, seed: int, like: Tensor) -> None:
+    torch.manual_seed(seed)
+    expected = [_C.draw_rng_state(like) for _ in range(3)]
+    torch.manual_seed(seed)
+    for state in expected:
+        drawn = in_python.draw_rng_state(like)
+        assert drawn.dtype == torch.int64
+        assert torch.equal(drawn, state)
 
 
 @pytest.mark.backends("cpu", "cuda")
@@ -277,9 +292,52 @@ def test_nothing_to_show(rows: tuple[int, int]) -> None:
     assert not S_dmask.any()
 
 
-def test_wrong_arguments_of_s_dmask_are_named() -> None:
-    q, rng_state = torch.zeros(1, 5, 2, 8), torch.zeros(2, dtype=torch.int64)
-    with pytest.raises(TypeError, match=r"rng_state has dtype .*; allowed: int64"):
-        s_dmask(q, q, rng_state.float())
-    with pytest.raises(ValueError, match=r"one of cu_seqlens_q and cu_seqlens_k is None; allowed: both or neither"):
-        s_dmask(q, q, rng_state, cu_seqlens=(torch.zeros(1, dtype=torch.int32), None))  # type: ignore[arg-type]
+@pytest.mark.parametrize("without", ["queries", "keys", "pages", "nothing"])
+def test_the_size_is_checked_before_any_memory_is_taken(without: str) -> None:
+    """2^31 queries and keys would take more memory than any machine has, whatever the tensors hold."""
+    q, k = torch.zeros(0 if without == "queries" else 5, 2, 8), torch.zeros(0 if without == "keys" else 5, 2, 8)
+    cu_seqlens_q, cu_seqlens_k = (torch.tensor([0, len(x)], dtype=torch.int32) for x in (q, k))
+    block_table = None
+    if without == "pages":
+        k, block_table, cu_seqlens_k = k[None], torch.zeros(1, 0, dtype=torch.int32), torch.zeros_like(cu_seqlens_k)
+    with pytest.raises(
+        ValueError, match=r"S_dmask has the shape \[1, 2, 2147483648, 2147483648\].*; allowed: at most 2\^34"
+    ):
+        s_dmask(
+            q,
+            k,
+            torch.zeros(2, dtype=torch.int64),
+            cu_seqlens=(cu_seqlens_q, cu_seqlens_k),
+            max_seqlens=(2**31 - 1, 2**31 - 1),
+            block_table=block_table,
+        )
+
+
+def test_s_dmask_of_inputs_that_require_a_gradient_has_none(draw: torch.Generator) -> None:
+    q, k = (torch.randn(1, n, 2, 8, generator=draw).requires_grad_() for n in (5, 7))
+    rng_state = torch.tensor([1, 2])
+    assert not s_dmask(q, k, rng_state).requires_grad
+    assert torch.func.grad(lambda q: s_dmask(q, k, rng_state).sum())(q).count_nonzero() == 0
+
+
+def test_autocast_does_not_round_the_scores(draw: torch.Generator) -> None:
+    q, k = (torch.randn(1, n, 2, 16, generator=draw) for n in (5, 7))
+    expected = s_dmask(q, k, torch.tensor([1, 2]))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(s_dmask(q, k, torch.tensor([1, 2])), expected)
+
+
+@pytest.mark.parametrize("varlen", [False, True], ids=["dense", "varlen"])
+def test_s_dmask_compiles_to_one_graph(varlen: bool, draw: torch.Generator) -> None:
+    rng_state = torch.randint(-(2**62), 2**62, (2,), generator=draw)
+    compiled = torch.compile(s_dmask, backend="aot_eager", fullgraph=True, dynamic=True)
+    for queries, keys in ((20, 30), (140, 200), (65, 129)):
+        q, k = (torch.randn(2, n, 2, 16, generator=draw) for n in (queries, keys))
+        call: dict[str, Any] = {"causal": True}
+        if varlen:
+            cu_seqlens_q, cu_seqlens_k = (
+                torch.arange(3, dtype=torch.int32) * n for n in (queries, keys)
+            )  # fmt: skip
+            call.update(cu_seqlens=(cu_seqlens_q, cu_seqlens_k), max_seqlens=(queries, keys))
+            q, k = q.flatten(0, 1), k.flatten(0, 1)
+        assert torch.equal(compiled(q, k, rng_state, **call), s_dmask(q, k, rng_state, **call))
