@@ -29,9 +29,7 @@ def dropout_threshold(dropout_p: float) -> int:
     return math.floor(dropout_p * 65536 + 0.5)
 
 
-def s_dmask(
-    q: Tensor, k: Tensor, rng_state: Tensor | None, sequences: Sequences | None, options: Options
-) -> Tensor:  # fmt: skip
+def s_dmask(q: Tensor, k: Tensor, rng_state: Tensor | None, sequences: Sequences | None, options: Options) -> Tensor:
     """exp(logit - largest logit of the row), negated where dropped (-0.0 too), without a gradient.
 
     The official package subtracts the largest logit of the key blocks that its kernel has processed so far, and its
@@ -114,7 +112,8 @@ def _rows_at(x: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
     """
     flat = x.flatten(0, 1) if x.ndim == 4 else x
     in_range = index.clamp(0, flat.shape[0] - 1).flatten()
-    return flat.index_select(0, in_range).unflatten(0, index.shape).to(dtype)
+    rows: Tensor = flat.index_select(0, in_range).unflatten(0, index.shape)
+    return rows.to(dtype)
 
 
 @dataclass(frozen=True)
@@ -131,7 +130,7 @@ class _SequenceIndices:
     @classmethod
     def of(
         cls, q: Tensor, k: Tensor, sequences: Sequences | None, batch: int, rows: int, keys: int
-    ) -> _SequenceIndices:  # fmt: skip
+    ) -> _SequenceIndices:
         """The indices of a call. rows, keys: of S_dmask."""
         row, column = torch.arange(rows, device=q.device), torch.arange(keys, device=q.device)
         if sequences is None:
