@@ -122,7 +122,7 @@ void check_positions(const KvCacheArgs &args, int64_t length, int64_t bidb) {
         return;
     }
     const bool is_stepwise =
-        args.options.is_causal || args.options.window_size_left >= 0 || args.options.window_size_right >= 0;
+        args.options.causal || args.options.window_size_left >= 0 || args.options.window_size_right >= 0;
     const int64_t position = length + (is_stepwise ? seqlen_q - 1 : 0), positions = args.rotary_cos->size(0);
     FLASH_CHECK_VALUE(position < positions, "rotary_cos has ", positions, " positions; allowed: at least ",
                       position + 1, " for the queries of sequence ", bidb);

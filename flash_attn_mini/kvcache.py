@@ -1,4 +1,4 @@
-"""flash_attn_with_kvcache: decoding with a KV cache. The public function checks types and enters kvcache_op.py.
+"""flash_attn_with_kvcache: decoding with a KV cache. The public function checks types and enters the op (ops.py).
 
 csrc/checks.cpp checks values, shapes and dtypes, for every backend. `flash_attn_mini.reference` defines the result.
 """
@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from . import tracing
+from . import ops, tracing
 from .argument_checks import WindowSize, as_flag, as_integer, check_tensor, checked_options
-from .kvcache_op import forward_kvcache_eager
 from .options import KvCache
 
 
@@ -129,7 +128,6 @@ def flash_attn_with_kvcache(
         softcap,
         alibi_slopes,
         False,
-        False,
         backend,
         names=("q", "k_cache", "v_cache"),
     )
@@ -165,7 +163,7 @@ def flash_attn_with_kvcache(
     return_softmax_lse = as_flag("return_softmax_lse", return_softmax_lse)
     if tracing.enabled():
         tracing.trace("flash_attn_with_kvcache", q=q, k_cache=k_cache, k=k, cache_seqlens=cache_seqlens, causal=causal)
-    out, softmax_lse = forward_kvcache_eager(q, k_cache, v_cache, cache, options)
+    out, softmax_lse = ops.forward_kvcache(q, k_cache, v_cache, cache, options)
     return (out, softmax_lse) if return_softmax_lse else out
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -199,3 +200,18 @@ def _random_bits(rng_state: Tensor, batch: int, nheads: int, rows: int, keys: in
     halves = halves.view(batch, nheads, rows // 16, 8, keys // 16, 4, 2, 2, 2)
     # batch, head, query: 16s, 8, 1s; key: 16s, 8, pairs, 1s
     return halves.permute(0, 1, 2, 8, 3, 4, 7, 5, 6).reshape(batch, nheads, rows, keys)
+
+
+def s_dmask_or_empty(
+    q: Tensor, k: Tensor, rng_state: Tensor | None, sequences: Sequences | None, options: Options
+) -> Tensor:
+    """`s_dmask`, or an empty tensor without dropout, where rng_state is None."""
+    return q.new_empty((0,)) if rng_state is None else s_dmask(q, k, rng_state, sequences, options)
+
+
+def s_dmask_of_call(
+    q: Tensor, k: Tensor, rng_state: Tensor, sequences: tuple[Any, ...], options: tuple[Any, ...]
+) -> Tensor:
+    """`s_dmask` for the extension, which passes the fields of `Sequences` and `Options`."""
+    has_sequences = sequences[0] is not None
+    return s_dmask(q, k, rng_state, Sequences(*sequences) if has_sequences else None, Options(*options))

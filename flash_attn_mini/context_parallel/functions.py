@@ -11,9 +11,9 @@ import torch
 
 from .. import tracing
 from ..argument_checks import WindowSize, checked_options, wrong_type
-from ..autograd import _autocast
 from ..backends import extension, select_backend
 from ..options import Sequences
+from ..transforms import autocast
 from . import all_gather, blocks, checks, ring, transport, ulysses
 from .kernels import Attention, BackwardInputs
 from .shards import Shards, kept
@@ -213,8 +213,7 @@ def _call(
     with checks.shared_errors(name, shards.group):
         checks.refuse_transforms(name, q, k, v)
         attention = _checked(name, is_packed, q, k, v, shards, arguments, strategy, backend)
-    if torch.is_autocast_enabled(q.device.type):
-        q, k, v = (_autocast(x, q.device.type) for x in (q, k, v))
+    q, k, v = (autocast(x) for x in (q, k, v))
     if checks.compares_ranks():
         checks.compare_ranks(name, shards.group, _description(attention, q, k, v, arguments, strategy))
     choice = Choice(strategy, "asked for")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 
 from ..argument_checks import as_integer, wrong_type
-from ..autograd import is_transformed
+from ..transforms import may_keep_tensors
 from . import checks, transport
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def kept(cache: dict[Any, Any], key: Any, build: Callable[[], T]) -> T:
     Every later call can use them: they are no inference tensors. Those of a dispatch mode (FakeTensorMode) or of a
     transform of torch.func are neither kept nor mixed with kept ones.
     """
-    if not torch.compiler.is_dynamo_compiling() and (torch._C._len_torch_dispatch_stack() > 0 or is_transformed()):
+    if not torch.compiler.is_dynamo_compiling() and not may_keep_tensors():
         return build()
     if key not in cache:
         with torch.inference_mode(False):

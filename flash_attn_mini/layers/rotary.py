@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ..argument_checks import as_flag, as_length, check_number, check_tensor
-from ..autograd import needs_dispatcher
+from ..ops import is_traced
+from ..transforms import is_plain
 from .rotary_op import apply_rotary, checked_offsets, checked_size, rotate
 
 
@@ -67,7 +68,7 @@ def apply_rotary_emb(
     """
     offset, offsets = checked_offsets(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen)
     interleaved, inplace = as_flag("interleaved", interleaved), as_flag("inplace", inplace)
-    if inplace and not _needs_grad(x, cos, sin) and not needs_dispatcher(x, cos, sin):
+    if inplace and not _needs_grad(x, cos, sin) and not is_traced(x, cos, sin) and is_plain(x, cos, sin):
         rotate(x, x, cos, sin, offset, offsets, cu_seqlens, interleaved, False)
         return x
     rotated: Tensor = apply_rotary(x, cos, sin, offset, offsets, cu_seqlens, interleaved, False)
