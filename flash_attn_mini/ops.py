@@ -16,15 +16,16 @@ from torch.overrides import has_torch_function
 
 from .allocation import empty_contiguous_last
 from .backends import extension
+from .backends.extension import Gradients
+from .backends.triton import ops as triton_ops
 from .options import ROWS_MULTIPLE, KvCache, Options, Sequences
-from .s_dmask import draw_rng_state
+from .schemas import EQUAL_LENGTHS
+from .rng_state import draw_in_program
 
 TwoTensors = tuple[torch.Tensor, torch.Tensor]
 ForwardResults = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # out, softmax_lse, rng_state
-Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 BackwardResults = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor]
 
-EQUAL_LENGTHS = (None, None, 0, 0, None)  # the sequences of an op whose sequences have equal lengths
 PACKED_DIM = -3  # of q, k, v in qkv [..., 3, nheads, headdim], and of k, v in kv [..., 2, nheads_k, headdim]
 _NO_GRADIENTS: Gradients = (None, None, None)
 
@@ -46,7 +47,7 @@ def forward(
 
         return autograd.forward(q, k, v, sequences, options)
     if is_traced(q, k, v):
-        rng_state = _traced_rng_state(q, options)
+        rng_state = _traced_rng_state(options, q, k, v)
         return torch.ops.flash_attn_mini.fwd(q, k, v, *(sequences or EQUAL_LENGTHS), *options, rng_state)  # type: ignore[no-any-return]
     return extension.forward(q, k, v, sequences, options)
 
@@ -60,7 +61,7 @@ def packed_forward(
 
         return autograd.packed_forward(q, packed, sequences, options)
     if is_traced(q, packed):
-        function, rng_state = torch.ops.flash_attn_mini.packed_fwd, _traced_rng_state(packed, options)
+        function, rng_state = torch.ops.flash_attn_mini.packed_fwd, _traced_rng_state(options, *(x for x in (q, packed) if x is not None))
     else:
         function, rng_state = extension.MODULE.packed_fwd, None
     return function(q, packed, *(sequences or EQUAL_LENGTHS), *options, rng_state)  # type: ignore[no-any-return]
@@ -86,10 +87,11 @@ def backward(
     """
     tensors = (dout, q, k, v, out, softmax_lse)
     given = [x for x in into if x is not None]
-    if given and extension.MODULE is not None and not is_traced(*tensors, *given):
-        return extension.backward(*tensors, dsoftmax_lse, sequences, options, rng_state, output_mask, into)
-    name = "bwd" if extension.MODULE is not None else "triton_bwd"
-    *gradients, softmax_d = getattr(torch.ops.flash_attn_mini, name)(
+    if given and not is_traced(*tensors, *given):
+        run = triton_ops.backward_into if extension.MODULE is None else extension.backward
+        return run(*tensors, dsoftmax_lse, sequences, options, rng_state, output_mask, into)
+    operator = triton_ops.BACKWARD if extension.MODULE is None else torch.ops.flash_attn_mini.bwd
+    *gradients, softmax_d = operator(
         *tensors, dsoftmax_lse, *(sequences or EQUAL_LENGTHS), *options, rng_state, list(output_mask)
     )
     dq, dk, dv = (x if to is None or x is None else to.copy_(x) for x, to in zip(gradients, into, strict=True))
@@ -109,12 +111,9 @@ def forward_kvcache(
     return extension.forward_kvcache(q, k_cache, v_cache, cache, options)
 
 
-def _traced_rng_state(q: torch.Tensor, options: Options) -> torch.Tensor | None:
-    """rng_state from an operator that compilers know as random.
-
-    No two calls of a compiled program then have equal arguments, so none are merged.
-    """
-    return draw_rng_state(q) if options.dropout_p > 0 and torch.compiler.is_compiling() else None
+def _traced_rng_state(options: Options, *inputs: torch.Tensor) -> torch.Tensor | None:
+    """rng_state as an argument of a compiled call: no two calls then have equal arguments, so that none are merged."""
+    return draw_in_program(*inputs) if options.dropout_p > 0 and torch.compiler.is_compiling() else None
 
 
 # ---- shapes for tracing ---------------------------------------------------------------------------------------------

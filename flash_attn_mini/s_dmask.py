@@ -1,4 +1,4 @@
-"""The random state of dropout, and S_dmask: the mask of dropout as the signs of the probabilities, for tests.
+"""S_dmask: the mask of dropout as the signs of the probabilities, for tests.
 
 S_dmask is as large as the scores. PyTorch's operators compute it, on any device and for every backend. Nothing waits
 for the GPU.
@@ -18,11 +18,6 @@ from .options import ROWS_MULTIPLE, Options, Sequences
 MAX_ELEMENTS = 1 << 34  # of S_dmask: the float32 steps to it then fill 64 GiB each
 WORD = 0xFFFFFFFF  # 32 bits
 PHILOX_ROUNDS = 7
-
-
-def draw_rng_state(q: Tensor) -> Tensor:
-    """Seed and offset of a call's dropout, int64 ``[2]``: 128 bits from torch's generator of the device of q."""
-    return torch.empty(2, dtype=torch.int64, device=q.device).random_(-(2**63), None)
 
 
 def dropout_threshold(dropout_p: float) -> int:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from .backends import extension
-from .ops import EQUAL_LENGTHS
 from .options import Options
-from .s_dmask import draw_rng_state
+from .rng_state import draw_rng_state
+from .schemas import EQUAL_LENGTHS
 
 Dims = tuple[int | None, ...]
 SEQUENCES = len(EQUAL_LENGTHS)
@@ -91,11 +91,10 @@ def _forward(operator: Callable[..., Any], tensors: int) -> Callable[..., Any]:
                 call.arguments[call.rng_state] = draw_rng_state(arguments[tensors - 1])
             results, dims = _per_sample(operator, info.batch_size, call.dims, tuple(call.arguments))
             return (*results[:-1], call.arguments[call.rng_state].clone()), (*dims[:-1], None)
-        if call.dims[call.rng_state] is not None:
-            rng_state = rng_state.select(call.dims[call.rng_state], 0)
-        call.arguments[call.rng_state], call.dims[call.rng_state] = rng_state, None
         if call.is_varlen:
-            return _per_sample(operator, info.batch_size, call.dims, tuple(call.arguments))
+            return _per_sample(operator, info.batch_size, in_dims, arguments)
+        if call.dims[call.rng_state] is not None:
+            call.arguments[call.rng_state] = rng_state.select(call.dims[call.rng_state], 0)
         *results, rng_state = operator(*call.folded(info.batch_size))
         unfolded, dims = _unfolded(tuple(results), info.batch_size)
         return (*unfolded, rng_state.expand(info.batch_size, 2)), (*dims, 0)

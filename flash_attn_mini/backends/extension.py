@@ -15,6 +15,8 @@ import torch
 
 from ..options import KvCache, Options, Sequences
 
+Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+
 MODULE: ModuleType | None = None  # None: not built, or it does not load
 _error: str | None = None
 
