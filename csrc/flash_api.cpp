@@ -2,7 +2,6 @@
 // mha_fwd_kvcache (kvcache_api.cpp). Each checks, allocates, sets the params and runs the kernel, for CPU and CUDA
 // tensors.
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
@@ -63,7 +62,7 @@ std::vector<at::Tensor> forward(const FwdArgs &args, std::optional<at::Generator
     const c10::OptionalDeviceGuard device_guard(q.device());
     const Sizes sizes(args);
     const bool is_dropping = options.p_dropout > 0.0;
-    const at::Tensor out = args.out.has_value() ? *args.out : at::empty_like(q);
+    const at::Tensor out = args.out.has_value() ? *args.out : empty_contiguous_last(q);
     const at::TensorOptions lse_options = q.options().dtype(lse_dtype(q));
     const at::Tensor softmax_lse = args.varlen == nullptr
                                        ? at::empty({sizes.batch, sizes.nheads, sizes.rows_q}, lse_options)

@@ -86,8 +86,13 @@ at::Tensor never_falling(const at::Tensor &cu_seqlens, int64_t total) {
 
 }  // namespace
 
+at::Tensor empty_contiguous_last(const at::Tensor &like) {
+    const at::Tensor x = at::empty_like(like);
+    return x.stride(-1) == 1 && x.size(-1) != 1 ? x : at::empty(like.sizes(), like.options());
+}
+
 at::Tensor without_neg(const at::Tensor &x) {
-    return x.is_neg() ? x.resolve_neg() : x;
+    return x.is_neg() ? x.clone(at::MemoryFormat::Contiguous) : x;
 }
 
 at::Tensor readable_by_kernel(const at::Tensor &x, const char *name) {
@@ -136,7 +141,7 @@ Gradient::Gradient(bool is_wanted, const std::optional<at::Tensor> &given, const
     if (!is_wanted) {
         return;
     }
-    result = given.has_value() ? *given : at::empty_like(like);
+    result = given.has_value() ? *given : empty_contiguous_last(like);
     const bool is_in_place = heads == like.size(-2) && is_writable_by_kernel(result);
     std::vector<int64_t> sizes = like.sizes().vec();
     sizes[sizes.size() - 2] = heads;

@@ -3,7 +3,6 @@
 #include "kvcache_api.h"
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/csrc/Exceptions.h>
 
@@ -65,7 +64,7 @@ std::vector<at::Tensor> forward(const KvCacheArgs &args) {
     check_kvcache(args, backend);
 
     const c10::OptionalDeviceGuard device_guard(q.device());
-    const at::Tensor out = args.out.has_value() ? *args.out : at::empty_like(q);
+    const at::Tensor out = args.out.has_value() ? *args.out : empty_contiguous_last(q);
     const at::Tensor softmax_lse = at::empty({args.batch(), q.size(2), q.size(1)}, q.options().dtype(lse_dtype(q)));
     if (!args.has_keys()) {
         out.zero_();

@@ -14,6 +14,7 @@ from torch._C._functorch import is_legacy_batchedtensor
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
+from .allocation import empty_contiguous_last
 from .backends import FourTensors, Gradients, name_of_traced, select_backend, traced_backend
 from .ops import OP_PAIRS, OpPair, backward_op, forward_op, library, run_backward, run_forward
 from .options import Options, Sequences
@@ -84,8 +85,8 @@ class FlashAttnPackedFunc(torch.autograd.Function):
             if needs_packed:
                 dpacked = torch.stack([x for x in gradients[q is not None :] if x is not None], PACKED_DIM)
         else:
-            dq = torch.empty_like(q) if needs_q and q is not None else None
-            dpacked = torch.empty_like(packed) if needs_packed else None
+            dq = empty_contiguous_last(q) if needs_q and q is not None else None
+            dpacked = empty_contiguous_last(packed) if needs_packed else None
             _gradients(ctx, dout, dsoftmax_lse, qkv, saved, wanted, into=_parts(q, dq, dpacked))
         return None, None, dq, dpacked
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from . import tracing
+from .allocation import empty_contiguous_last
 from .autograd import below_autograd, in_forward, needs_dispatcher, needs_grad, record, refuse_forward_mode
 from .backends import TwoTensors, backend_of_op, select_backend
 from .ops import library, lse_dtype
@@ -156,7 +157,7 @@ def _forward(*arguments: Any) -> TwoTensors:
 
 def _forward_fake(q: torch.Tensor, *arguments: Any) -> TwoTensors:
     batch, seqlen_q, nheads, _ = q.shape
-    return torch.empty_like(q), q.new_empty((batch, nheads, seqlen_q), dtype=lse_dtype(q))
+    return empty_contiguous_last(q), q.new_empty((batch, nheads, seqlen_q), dtype=lse_dtype(q))
 
 
 def _backward_fake(dout: torch.Tensor, size: Sequence[int]) -> torch.Tensor:

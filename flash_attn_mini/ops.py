@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from . import tracing
+from .allocation import empty_contiguous_last
 from .backends import FourTensors, Gradients, backend_of_op, select_backend
 from .options import ROWS_MULTIPLE, Options, Sequences
 
@@ -233,7 +234,7 @@ def _forward_fake(
         number = batch[0] if sequences is None else sequences.cu_seqlens_q.shape[0] - 1
         dmask_shape = (number, nheads, _rounded(lengths[0]), _rounded(lengths[1]))
     return (
-        torch.empty_like(q),
+        empty_contiguous_last(q),
         q.new_empty((*batch, nheads, rows), dtype=lse_dtype(q)),
         q.new_empty(dmask_shape),
         q.new_empty((2 if drops else 0,), dtype=torch.int64),
@@ -251,7 +252,8 @@ def _backward_fake(
     **_others: Any,
 ) -> FourTensors:
     dq, dk, dv = (
-        torch.empty_like(x) if wanted else x.new_empty((0,)) for x, wanted in zip((q, k, v), output_mask, strict=True)
+        empty_contiguous_last(x) if wanted else x.new_empty((0,))
+        for x, wanted in zip((q, k, v), output_mask, strict=True)
     )
     *batch, rows, nheads, _ = q.shape
     if sequences is None:

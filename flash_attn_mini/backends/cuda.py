@@ -48,7 +48,7 @@ def forward(
     headdim = q.shape[-1]
     padded_q, padded_k, padded_v = _padded(q, k, v)
     out, softmax_lse, S_dmask, rng_state = extension.forward(padded_q, padded_k, padded_v, sequences, options)
-    return torch.empty_like(q).copy_(out[..., :headdim]), softmax_lse, S_dmask, rng_state
+    return extension.stored(out[..., :headdim], q), softmax_lse, S_dmask, rng_state
 
 
 def backward(

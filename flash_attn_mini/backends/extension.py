@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..allocation import empty_contiguous_last
 from ..options import KvCache, Options, Sequences
 
 TwoTensors = tuple[torch.Tensor, torch.Tensor]
@@ -248,6 +249,6 @@ def s_dmask(
     return result
 
 
-def stored(gradient: torch.Tensor, like: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
-    """A copy of ``gradient`` in the tensor that the caller gave, or in a new one like ``like``."""
-    return (torch.empty_like(like) if into is None else into).copy_(gradient)
+def stored(result: torch.Tensor, like: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
+    """A copy of ``result`` in the tensor that the caller gave, or in a new one like ``like``."""
+    return (empty_contiguous_last(like) if into is None else into).copy_(result)

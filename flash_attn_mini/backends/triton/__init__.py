@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from ...allocation import without_neg
 from ...options import KvCache, Options, Sequences
 from .. import extension
 from ..extension import FourTensors, Gradients
@@ -69,15 +70,15 @@ def forward(
 ) -> FourTensors:
     """Check the arguments, then run the Triton kernel: (out, softmax_lse, S_dmask, rng_state).
 
-    out has the strides of ``torch.empty_like(q)``. Nothing waits for the GPU.
+    out has the strides of ``empty_contiguous_last(q)``. Nothing waits for the GPU.
     """
     extension.check_forward(q, k, v, sequences, options, "triton")
     from . import launch
 
     drops = options.dropout_p > 0
     rng_state = extension.load().draw_rng_state(q) if drops else q.new_empty((0,), dtype=torch.int64)
-    q, k, v, options = q.resolve_neg(), k.resolve_neg(), v.resolve_neg(), _readable(options)
-    out, softmax_lse = launch.forward(q, k, v, sequences, options, rng_state)
+    q, k, v = (without_neg(x) for x in (q, k, v))
+    out, softmax_lse = launch.forward(q, k, v, sequences, _readable(options), rng_state)
     S_dmask = q.new_empty((0,))
     if options.return_softmax and drops:
         S_dmask = extension.s_dmask(q, k, rng_state, sequences, options)
@@ -89,14 +90,14 @@ def forward_kvcache(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Check the arguments, append to the caches in place, then run the Triton kernels: (out, softmax_lse).
 
-    out has the strides of ``torch.empty_like(q)``. Nothing waits for the GPU. With split_keys the scratch for partial
-    results grows with the capacity of the cache; without it, it does not.
+    out has the strides of ``empty_contiguous_last(q)``. Nothing waits for the GPU. With split_keys the scratch for
+    partial results grows with the capacity of the cache; without it, it does not.
     """
     extension.check_kvcache(q, k_cache, v_cache, cache, options, "triton")
     from . import kvcache
 
-    readable: list[Any] = [x.resolve_neg() if isinstance(x, torch.Tensor) else x for x in cache]
-    return kvcache.forward_kvcache(q.resolve_neg(), k_cache, v_cache, KvCache(*readable), _readable(options))
+    readable: list[Any] = [without_neg(x) if isinstance(x, torch.Tensor) else x for x in cache]
+    return kvcache.forward_kvcache(without_neg(q), k_cache, v_cache, KvCache(*readable), _readable(options))
 
 
 def backward(
@@ -129,7 +130,7 @@ def backward(
     extension.load().check_rng_state(rng_state, options.dropout_p, q)
     from . import launch_bwd
 
-    readable: list[Any] = [None if t is None else t.resolve_neg() for t in tensors]
+    readable: list[Any] = [None if t is None else without_neg(t) for t in tensors]
     into_q, into_k, into_v = (None if t is None or t.stride(-1) != 1 or t.is_neg() else t for t in into)
     readable += [sequences, _readable(options), rng_state, output_mask, (into_q, into_k, into_v)]
     *gradients, softmax_d = launch_bwd.backward(*readable)
@@ -147,4 +148,4 @@ def backward(
 def _readable(options: Options) -> Options:
     """The options with slopes that a kernel can read: without the lazy negation of torch."""
     slopes = options.alibi_slopes
-    return options if slopes is None else options._replace(alibi_slopes=slopes.resolve_neg())
+    return options if slopes is None else options._replace(alibi_slopes=without_neg(slopes))
