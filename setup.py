@@ -23,6 +23,7 @@ HOST_SOURCES = [
     "csrc/checks_kvcache.cpp",
     "csrc/kernel_memory.cpp",
     "csrc/kvcache_api.cpp",
+    "csrc/memory_overlap.cpp",
     "csrc/minimal_api.cpp",
     "csrc/python_backends.cpp",
     "csrc/set_params.cpp",

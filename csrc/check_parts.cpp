@@ -1,8 +1,6 @@
 // The functions of check_parts.h.
 #include "check_parts.h"
 
-#include <ATen/MemoryOverlap.h>
-
 #include <cmath>
 #include <string>
 #include <utility>
@@ -10,6 +8,7 @@
 
 #include "environment.h"
 #include "flash.h"
+#include "memory_overlap.h"
 #include "message.h"
 
 namespace flash {
@@ -118,15 +117,21 @@ void check_written(const Named &x, const Named &like, const at::Tensor &q) {
     check_same_kind(x, q);
     check_same_shape(x, like);
     check_last_dim_contiguous(x);
-    FLASH_CHECK_VALUE(at::has_internal_overlap(x.tensor) != at::MemOverlap::Yes, x.name, " has strides ",
-                      x.tensor.strides(), " (shape ", x.tensor.sizes(),
-                      "); allowed: every element in memory of its own");
+    FLASH_CHECK_VALUE(!has_internal_overlap(x.tensor), x.name, " has strides ", x.tensor.strides(), " (shape ",
+                      x.tensor.sizes(), "); allowed: every element in memory of its own");
 }
 
-void check_no_overlap(const Named &written, const Named &other) {
-    const auto overlap = at::get_overlap_status(written.tensor, other.tensor);
-    FLASH_CHECK_VALUE(overlap != at::MemOverlapStatus::Full && overlap != at::MemOverlapStatus::Partial, written.name,
-                      " shares memory with ", other.name, "; allowed: memory of its own");
+void add_given(NamedList &list, const char *name, const std::optional<at::Tensor> &given) {
+    if (given.has_value()) {
+        list.push_back({name, *given});
+    }
+}
+
+void check_no_overlap(const Named &written, const NamedList &others) {
+    for (const Named &other : others) {
+        FLASH_CHECK_VALUE(!have_overlap(written.tensor, other.tensor), written.name, " shares memory with ", other.name,
+                          "; allowed: memory of its own");
+    }
 }
 
 void check_alibi_slopes(const at::Tensor &slopes, const at::Tensor &q, int64_t batch) {

@@ -25,9 +25,6 @@ void check_bwd(const BwdArgs &args, const std::string &backend);
 // where the contents of cu_seqlens would be.
 void check_kvcache(const KvCacheArgs &args, const std::string &backend);
 
-// With dropout, a backward and s_dmask read rng_state: int64 [2] on the device of q (rng_state.h).
-void check_rng_state(const std::optional<at::Tensor> &rng_state, double p_dropout, const at::Tensor &q);
-
 // The arguments of s_dmask.
 void check_s_dmask(const FwdArgs &args, const std::optional<at::Tensor> &rng_state);
 

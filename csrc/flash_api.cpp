@@ -93,15 +93,13 @@ std::vector<at::Tensor> forward(const FwdArgs &args, std::optional<at::Generator
 
 // Returns dq, dk, dv and softmax_d = delta (empty_softmax_d). A gradient that output_mask leaves out is an empty
 // tensor.
-std::vector<at::Tensor> backward(const BwdArgs &args, const Optional &rng_state_, std::array<bool, 3> output_mask,
-                                 bool zero_tensors) {
+std::vector<at::Tensor> backward(const BwdArgs &args, std::array<bool, 3> output_mask, bool zero_tensors) {
     const FwdArgs &forward = args.forward;
     const Options &options = forward.options;
     const at::Tensor &q = forward.q, &k = forward.k, &v = forward.v;
     const std::string backend = backend_of(q);
     trace_entry(forward.varlen == nullptr ? "mha_bwd" : "mha_varlen_bwd", forward, backend);
     check_bwd(args, backend);
-    check_rng_state(rng_state_, options.p_dropout, q);
     check_headdim_of_kernel(q);
 
     const c10::OptionalDeviceGuard device_guard(q.device());
@@ -127,7 +125,7 @@ std::vector<at::Tensor> backward(const BwdArgs &args, const Optional &rng_state_
                          kernel_v = readable_by_kernel(v, "v"), kernel_out = readable_by_kernel(*forward.out, "out"),
                          kernel_dout = readable_by_kernel(args.dout, "dout"), lse = statistic(args.softmax_lse),
                          dlse = statistic(args.dsoftmax_lse), slopes = readable_slopes(options),
-                         rng_state = statistic(rng_state_);
+                         rng_state = statistic(args.rng_state);
         Flash_bwd_params params = set_params_dgrad(
             set_params_fprop({kernel_q, kernel_k, kernel_v, kernel_out, lse, slopes, rng_state}, forward,
                              scaled.softmax_scale),
@@ -181,7 +179,7 @@ std::vector<at::Tensor> mha_bwd(const at::Tensor &dout, const at::Tensor &q, con
     const Options options{alibi_slopes,     p_dropout,         softmax_scale, is_causal,
                           window_size_left, window_size_right, softcap,       /*return_softmax=*/false,
                           deterministic};
-    return backward({{q, k, v, out, options}, dout, softmax_lse, dsoftmax_lse, dq, dk, dv}, rng_state, output_mask,
+    return backward({{q, k, v, out, options}, dout, softmax_lse, dsoftmax_lse, dq, dk, dv, rng_state}, output_mask,
                     /*zero_tensors=*/false);
 }
 
@@ -199,7 +197,7 @@ std::vector<at::Tensor> mha_varlen_bwd(const at::Tensor &dout, const at::Tensor 
                           window_size_left, window_size_right, softcap,       /*return_softmax=*/false,
                           deterministic};
     const VarlenArgs varlen{cu_seqlens_q, cu_seqlens_k, std::nullopt, max_seqlen_q, max_seqlen_k};
-    return backward({{q, k, v, out, options, &varlen}, dout, softmax_lse, dsoftmax_lse, dq, dk, dv}, rng_state,
+    return backward({{q, k, v, out, options, &varlen}, dout, softmax_lse, dsoftmax_lse, dq, dk, dv, rng_state},
                     output_mask, zero_tensors);
 }
 

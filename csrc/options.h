@@ -86,6 +86,7 @@ struct BwdArgs {
     const std::optional<at::Tensor> &dq;            // like q
     const std::optional<at::Tensor> &dk;            // like k
     const std::optional<at::Tensor> &dv;            // like v
+    const std::optional<at::Tensor> &rng_state;     // int64 [2], with dropout
 };
 
 // The sizes of a call whose tensors have the right number of dimensions.

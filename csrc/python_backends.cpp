@@ -42,10 +42,10 @@ void check_bwd_for(const at::Tensor &dout, const at::Tensor &q, const at::Tensor
                    const at::Tensor &out, const at::Tensor &softmax_lse, const Optional &alibi_slopes, double p_dropout,
                    double softmax_scale, bool is_causal, int64_t window_size_left, int64_t window_size_right,
                    double softcap, const Optional &dsoftmax_lse, const std::string &backend, const Optional &dq,
-                   const Optional &dk, const Optional &dv) {
+                   const Optional &dk, const Optional &dv, const Optional &rng_state) {
     const Options options{alibi_slopes,     p_dropout,         softmax_scale, is_causal,
                           window_size_left, window_size_right, softcap};
-    check_bwd({{q, k, v, out, options}, dout, softmax_lse, dsoftmax_lse, dq, dk, dv}, backend);
+    check_bwd({{q, k, v, out, options}, dout, softmax_lse, dsoftmax_lse, dq, dk, dv, rng_state}, backend);
 }
 
 void check_varlen_bwd_for(const at::Tensor &dout, const at::Tensor &q, const at::Tensor &k, const at::Tensor &v,
@@ -54,11 +54,11 @@ void check_varlen_bwd_for(const at::Tensor &dout, const at::Tensor &q, const at:
                           int64_t max_seqlen_k, double p_dropout, double softmax_scale, bool is_causal,
                           int64_t window_size_left, int64_t window_size_right, double softcap,
                           const Optional &dsoftmax_lse, const std::string &backend, const Optional &dq,
-                          const Optional &dk, const Optional &dv) {
+                          const Optional &dk, const Optional &dv, const Optional &rng_state) {
     const Options options{alibi_slopes,     p_dropout,         softmax_scale, is_causal,
                           window_size_left, window_size_right, softcap};
     const VarlenArgs varlen{cu_seqlens_q, cu_seqlens_k, std::nullopt, max_seqlen_q, max_seqlen_k};
-    check_bwd({{q, k, v, out, options, &varlen}, dout, softmax_lse, dsoftmax_lse, dq, dk, dv}, backend);
+    check_bwd({{q, k, v, out, options, &varlen}, dout, softmax_lse, dsoftmax_lse, dq, dk, dv, rng_state}, backend);
 }
 
 void check_kvcache_for(const at::Tensor &q, const at::Tensor &k_cache, const at::Tensor &v_cache, const Optional &k,
@@ -109,9 +109,6 @@ void bind_for_python_backends(pybind11::module_ &module) {
     module.def(
         "reserve_sms", [](int count) { return std::exchange(reserved_sms(), count); }, py::arg("count"),
         "Leaves SMs to kernels of other streams in the Hopper forwards of this thread; returns their number before");
-    module.def("check_rng_state", torch::wrap_pybind_function(check_rng_state),
-               "Only the check of the rng_state of a backward", py::arg("rng_state"), py::arg("p_dropout"),
-               py::arg("q"));
     module.def("draw_rng_state", torch::wrap_pybind_function_no_gil(draw_rng_state),
                "Seed and offset for the dropout of one call, int64 [2]", py::arg("like"),
                py::arg("generator") = py::none());

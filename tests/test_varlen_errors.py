@@ -89,7 +89,9 @@ def check_backward(call: Call, backend: str) -> None:
         "max_seqlen_k", "p_dropout", "softmax_scale", "is_causal", "window_size_left", "window_size_right", "softcap",
         "dsoftmax_lse",
     )  # fmt: skip
-    _C.check_varlen_bwd(*(call[name] for name in names), backend, *(call[f"d{name}"] for name in ALL))
+    _C.check_varlen_bwd(
+        *(call[name] for name in names), backend, *(call[f"d{name}"] for name in ALL), call.get("rng_state")
+    )
 
 
 def index_dtype(argument: str) -> Callable[[Call], object]:
@@ -296,10 +298,6 @@ def test_an_s_dmask_beyond_all_memory_is_refused(backend: str, device: str) -> N
         ValueError, match=r"S_dmask has the shape .* 2147483648, 2147483648\].*; allowed: at most 2\^34"
     ):
         forward(call)
-
-
-def falling(*values: int) -> torch.Tensor:
-    return torch.tensor(values, device="cuda", dtype=torch.int32)
 
 
 @pytest.mark.gpu

@@ -70,7 +70,7 @@ def backward(
     if q.ndim == 0 or q.shape[-1] % HEADDIM_MULTIPLE == 0:
         return extension.backward(dout, q, k, v, out, *rest, rng_state, output_mask, into)
 
-    extension.check_backward(dout, q, k, v, out, *rest, "cuda", into)
+    extension.check_backward(dout, q, k, v, out, *rest, rng_state, "cuda", into)
     headdim = q.shape[-1]
     padded_dout, *padded_qkv, padded_out = _padded(dout, q, k, v, out)
     padded_q, padded_k, padded_v = padded_qkv

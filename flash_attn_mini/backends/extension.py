@@ -208,12 +208,13 @@ def check_backward(
     dsoftmax_lse: torch.Tensor | None,
     sequences: Sequences | None,
     options: Options,
+    rng_state: torch.Tensor | None,
     backend: str,
     into: Gradients = (None, None, None),
 ) -> None:
-    """Make the checks of `backward` for ``backend``, and nothing more. rng_state: `check_rng_state` of the module."""
+    """Make the checks of `backward` for ``backend``, and nothing more."""
     tensors = (dout, q, k, v, out, softmax_lse)
-    rest = (*_scalars(options), dsoftmax_lse, backend, *into)
+    rest = (*_scalars(options), dsoftmax_lse, backend, *into, rng_state)
     if sequences is None:
         load().check_bwd(*tensors, options.alibi_slopes, *rest)
     else:

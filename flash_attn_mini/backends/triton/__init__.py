@@ -126,8 +126,7 @@ def backward(
     ``(cu_seqlens_q[b] // 128 + b) * 128``, and zeros follow it.
     """
     tensors = (dout, q, k, v, out, softmax_lse, dsoftmax_lse)
-    extension.check_backward(*tensors, sequences, options, "triton", into)
-    extension.load().check_rng_state(rng_state, options.dropout_p, q)
+    extension.check_backward(*tensors, sequences, options, rng_state, "triton", into)
     from . import launch_bwd
 
     readable: list[Any] = [None if t is None else without_neg(t) for t in tensors]
