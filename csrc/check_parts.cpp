@@ -143,8 +143,7 @@ void check_alibi_slopes(const at::Tensor &slopes, const at::Tensor &q, int64_t b
     FLASH_CHECK_VALUE(slopes.sizes() == per_head || slopes.sizes() == per_batch, "alibi_slopes has shape ",
                       slopes.sizes(), "; allowed: [nheads] = ", list_of(per_head),
                       " or [batch, nheads] = ", list_of(per_batch));
-    FLASH_CHECK_VALUE(slopes.stride(-1) == 1 || slopes.size(-1) == 1, "alibi_slopes has strides ", slopes.strides(),
-                      "; allowed: a contiguous last dimension (stride 1)");
+    check_last_dim_contiguous({"alibi_slopes", slopes});
 }
 
 void check_scalars(const Options &options, at::ScalarType dtype) {
@@ -169,8 +168,7 @@ void check_block_table(const Named &table, const Named &pages, const at::Tensor 
     const int64_t page_size = pages.tensor.size(1);
     FLASH_CHECK_VALUE(table.tensor.dim() == 2 && table.tensor.size(0) == batch, "block_table has shape ",
                       table.tensor.sizes(), "; allowed: [batch, max_blocks] with batch ", batch);
-    FLASH_CHECK_VALUE(table.tensor.stride(1) == 1 || table.tensor.size(1) <= 1, "block_table has strides ",
-                      table.tensor.strides(), "; allowed: a contiguous last dimension (stride 1)");
+    check_last_dim_contiguous(table);
     FLASH_CHECK_VALUE(page_size >= 1, pages.name, " has pages of 0 keys (shape ", pages.tensor.sizes(),
                       "); allowed: at least 1");
     FLASH_CHECK_VALUE(table.tensor.size(1) <= kMaxRows / page_size, "block_table has shape ", table.tensor.sizes(),

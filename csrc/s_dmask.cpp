@@ -137,12 +137,12 @@ at::Tensor s_dmask(const FwdArgs &args, const at::Tensor &rng_state) {
     if (batch == 0) {  // strides of 0, as contiguous ones could overflow
         return at::empty_strided({batch, heads, rows, keys}, {0, 0, 0, 0}, args.q.options());
     }
-    if (args.q.numel() == 0 || !sizes.has_keys || rows == 0 || keys == 0) {
-        return at::zeros({batch, heads, rows, keys}, args.q.options());
-    }
     FLASH_CHECK_VALUE(double(batch) * double(heads) * double(rows) * double(keys) <= double(kMostElements),
                       "S_dmask has the shape [", batch, ", ", heads, ", ", rows, ", ", keys,
                       "] (max_seqlen_q and max_seqlen_k, rounded up); allowed: at most 2^34 elements");
+    if (args.q.numel() == 0 || !sizes.has_keys || rows == 0 || keys == 0) {
+        return at::zeros({batch, heads, rows, keys}, args.q.options());
+    }
     const SequenceIndices sequences(args, rows, keys);
     const at::ScalarType wide = lse_dtype(args.q);
     const at::Tensor q = rows_at(flat_rows(args.q), sequences.index_q, wide).transpose(1, 2);  // (b, h, rows, d)
