@@ -27,6 +27,7 @@ HOST_SOURCES = [
     "csrc/checks_kvcache.cpp",
     "csrc/kernel_memory.cpp",
     "csrc/kvcache_api.cpp",
+    "csrc/memory_overlap.cpp",
     "csrc/minimal_api.cpp",
     "csrc/set_params.cpp",
     "csrc/rng_state.cpp",

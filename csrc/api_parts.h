@@ -3,7 +3,8 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/zeros_like.h>
+#include <ATen/ops/neg.h>
+#include <ATen/ops/zeros.h>
 
 #include <string>
 
@@ -28,13 +29,17 @@ struct ScaledQuery {
 // The kernels divide by the scale, so it must not be 0. A scale of 0 gives equal weights to all visible keys; so does
 // q = 0.
 inline ScaledQuery with_nonzero_scale(const at::Tensor &q, double softmax_scale) {
-    return softmax_scale == 0.0 ? ScaledQuery{at::zeros_like(q), 1.0} : ScaledQuery{q, softmax_scale};
+    return softmax_scale == 0.0 ? ScaledQuery{at::zeros(q.sizes(), q.options()), 1.0} : ScaledQuery{q, softmax_scale};
 }
 
 // The forward kernels find the largest score before they scale it, so the scale must be positive. The sign moves into
 // q.
 inline ScaledQuery with_positive_scale(const at::Tensor &q, double softmax_scale) {
-    return softmax_scale < 0.0 ? ScaledQuery{q.neg(), -softmax_scale} : with_nonzero_scale(q, softmax_scale);
+    if (softmax_scale >= 0.0) {
+        return with_nonzero_scale(q, softmax_scale);
+    }
+    at::Tensor negative = empty_contiguous_last(q);
+    return {at::neg_out(negative, q), -softmax_scale};
 }
 
 inline at::Tensor readable_slopes(const Options &options) {

@@ -1,8 +1,6 @@
 // The functions of check_parts.h.
 #include "check_parts.h"
 
-#include <ATen/MemoryOverlap.h>
-
 #include <cmath>
 #include <string>
 #include <utility>
@@ -10,6 +8,7 @@
 
 #include "environment.h"
 #include "flash.h"
+#include "memory_overlap.h"
 #include "message.h"
 
 namespace flash {
@@ -118,15 +117,21 @@ void check_written(const Named &x, const Named &like, const at::Tensor &q) {
     check_same_kind(x, q);
     check_same_shape(x, like);
     check_last_dim_contiguous(x);
-    FLASH_CHECK_VALUE(at::has_internal_overlap(x.tensor) != at::MemOverlap::Yes, x.name, " has strides ",
-                      x.tensor.strides(), " (shape ", x.tensor.sizes(),
-                      "); allowed: every element in memory of its own");
+    FLASH_CHECK_VALUE(!has_internal_overlap(x.tensor), x.name, " has strides ", x.tensor.strides(), " (shape ",
+                      x.tensor.sizes(), "); allowed: every element in memory of its own");
 }
 
-void check_no_overlap(const Named &written, const Named &other) {
-    const auto overlap = at::get_overlap_status(written.tensor, other.tensor);
-    FLASH_CHECK_VALUE(overlap != at::MemOverlapStatus::Full && overlap != at::MemOverlapStatus::Partial, written.name,
-                      " shares memory with ", other.name, "; allowed: memory of its own");
+void add_given(NamedList &list, const char *name, const std::optional<at::Tensor> &given) {
+    if (given.has_value()) {
+        list.push_back({name, *given});
+    }
+}
+
+void check_no_overlap(const Named &written, const NamedList &others) {
+    for (const Named &other : others) {
+        FLASH_CHECK_VALUE(!have_overlap(written.tensor, other.tensor), written.name, " shares memory with ", other.name,
+                          "; allowed: memory of its own");
+    }
 }
 
 void check_alibi_slopes(const at::Tensor &slopes, const at::Tensor &q, int64_t batch) {
@@ -138,8 +143,7 @@ void check_alibi_slopes(const at::Tensor &slopes, const at::Tensor &q, int64_t b
     FLASH_CHECK_VALUE(slopes.sizes() == per_head || slopes.sizes() == per_batch, "alibi_slopes has shape ",
                       slopes.sizes(), "; allowed: [nheads] = ", list_of(per_head),
                       " or [batch, nheads] = ", list_of(per_batch));
-    FLASH_CHECK_VALUE(slopes.stride(-1) == 1 || slopes.size(-1) == 1, "alibi_slopes has strides ", slopes.strides(),
-                      "; allowed: a contiguous last dimension (stride 1)");
+    check_last_dim_contiguous({"alibi_slopes", slopes});
 }
 
 void check_scalars(const Options &options, at::ScalarType dtype) {
@@ -164,8 +168,7 @@ void check_block_table(const Named &table, const Named &pages, const at::Tensor 
     const int64_t page_size = pages.tensor.size(1);
     FLASH_CHECK_VALUE(table.tensor.dim() == 2 && table.tensor.size(0) == batch, "block_table has shape ",
                       table.tensor.sizes(), "; allowed: [batch, max_blocks] with batch ", batch);
-    FLASH_CHECK_VALUE(table.tensor.stride(1) == 1 || table.tensor.size(1) <= 1, "block_table has strides ",
-                      table.tensor.strides(), "; allowed: a contiguous last dimension (stride 1)");
+    check_last_dim_contiguous(table);
     FLASH_CHECK_VALUE(page_size >= 1, pages.name, " has pages of 0 keys (shape ", pages.tensor.sizes(),
                       "); allowed: at least 1");
     FLASH_CHECK_VALUE(table.tensor.size(1) <= kMaxRows / page_size, "block_table has shape ", table.tensor.sizes(),

@@ -6,7 +6,9 @@
 
 #include <cstdint>
 #include <limits>
+#include <optional>
 #include <string>
+#include <vector>
 
 #include "options.h"
 
@@ -16,6 +18,7 @@ struct Named {
     const char *name;
     const at::Tensor &tensor;
 };
+using NamedList = std::vector<Named>;
 
 constexpr int64_t kMaxInt = std::numeric_limits<int32_t>::max();
 constexpr int64_t kMaxRows = kMaxInt / 4;  // rows of a tensor: keeps distances below kFar of common/block_info.h
@@ -35,7 +38,9 @@ void check_heads(const Named &q, const Named &k, const Named &v);
 
 // A tensor that a kernel writes: the shape of `like`, the dtype and the device of q.
 void check_written(const Named &x, const Named &like, const at::Tensor &q);
-void check_no_overlap(const Named &written, const Named &other);
+// What a call writes shares no memory with the other tensors that it reads or writes.
+void check_no_overlap(const Named &written, const NamedList &others);
+void add_given(NamedList &list, const char *name, const std::optional<at::Tensor> &given);
 
 // A tensor of lengths or indices: int32, on the device of q.
 void check_index(const Named &x, const at::Tensor &q);

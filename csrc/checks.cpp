@@ -141,18 +141,60 @@ void check_options(const FwdArgs &args) {
     check_scalars(options, args.q.scalar_type());
 }
 
+// What a forward reads.
+NamedList inputs_of(const FwdArgs &args) {
+    NamedList list{{"q", args.q}, {"k", args.k}, {"v", args.v}};
+    add_given(list, "cu_seqlens_q", args.sequences.cu_seqlens_q);
+    add_given(list, "cu_seqlens_k", args.sequences.cu_seqlens_k);
+    add_given(list, "block_table", args.sequences.block_table);
+    add_given(list, "alibi_slopes", args.options.alibi_slopes);
+    return list;
+}
+
+void check_given_gradients(const BwdArgs &args) {
+    const FwdArgs &forward = args.forward;
+    NamedList others = inputs_of(forward);
+    others.push_back({"out", *forward.out});
+    others.push_back({"dout", args.dout});
+    others.push_back({"softmax_lse", args.softmax_lse});
+    add_given(others, "dsoftmax_lse", args.dsoftmax_lse);
+    if (forward.options.dropout_p > 0.0) {
+        add_given(others, "rng_state", args.rng_state);
+    }
+    const auto check_gradient = [&](const char *name, const std::optional<at::Tensor> &given, const Named &like) {
+        if (given.has_value()) {
+            check_written({name, *given}, like, forward.q);
+            check_no_overlap({name, *given}, others);
+            others.push_back({name, *given});
+        }
+    };
+    check_gradient("dq", args.dq, {"q", forward.q});
+    check_gradient("dk", args.dk, {"k", forward.k});
+    check_gradient("dv", args.dv, {"v", forward.v});
+}
+
 }  // namespace
 
+void check_rng_state(const std::optional<at::Tensor> &rng_state, double dropout_p, const at::Tensor &q) {
+    if (dropout_p == 0.0) {
+        return;
+    }
+    FLASH_CHECK_VALUE(rng_state.has_value(), "rng_state is None and dropout_p ", dropout_p,
+                      "; allowed with dropout: the rng_state that the forward returned");
+    FLASH_CHECK_TYPE(rng_state->scalar_type() == at::kLong, "rng_state has dtype ", rng_state->scalar_type(),
+                     "; allowed: int64");
+    FLASH_CHECK_VALUE(rng_state->dim() == 1 && rng_state->size(0) == 2, "rng_state has shape ", rng_state->sizes(),
+                      "; allowed with dropout: [2], as the forward returned it");
+    check_same_device({"rng_state", *rng_state}, q);
+}
+
 void check_fwd(const FwdArgs &args, const std::string &backend) {
-    const Named inputs[] = {{"q", args.q}, {"k", args.k}, {"v", args.v}};
     check_inputs(args, backend);
+    check_options(args);
     if (args.out.has_value()) {
         check_written({"out", *args.out}, {"q", args.q}, args.q);
-        for (const Named &x : inputs) {
-            check_no_overlap({"out", *args.out}, x);
-        }
+        check_no_overlap({"out", *args.out}, inputs_of(args));
     }
-    check_options(args);
 }
 
 void check_bwd(const BwdArgs &args, const std::string &backend) {
@@ -167,36 +209,11 @@ void check_bwd(const BwdArgs &args, const std::string &backend) {
     if (args.dsoftmax_lse.has_value()) {
         check_lse({"dsoftmax_lse", *args.dsoftmax_lse}, forward);
     }
-    std::vector<Named> read{{"q", q}, {"k", forward.k}, {"v", forward.v}, {"out", out}, {"dout", args.dout}};
-    const auto check_gradient = [&](const char *name, const std::optional<at::Tensor> &given, const Named &like) {
-        if (!given.has_value()) {
-            return;
-        }
-        const Named x{name, *given};
-        check_written(x, like, q);
-        for (const Named &other : read) {
-            check_no_overlap(x, other);
-        }
-        read.push_back(x);  // gradients share no memory with each other
-    };
-    check_gradient("dq", args.dq, {"q", q});
-    check_gradient("dk", args.dk, {"k", forward.k});
-    check_gradient("dv", args.dv, {"v", forward.v});
     check_options(forward);
     check_rng_state(args.rng_state, forward.options.dropout_p, q);
-}
-
-void check_rng_state(const std::optional<at::Tensor> &rng_state, double dropout_p, const at::Tensor &q) {
-    if (dropout_p == 0.0) {
-        return;
+    if (args.dq.has_value() || args.dk.has_value() || args.dv.has_value()) {
+        check_given_gradients(args);
     }
-    FLASH_CHECK_VALUE(rng_state.has_value(), "rng_state is None and dropout_p ", dropout_p,
-                      "; allowed with dropout: the rng_state that the forward returned");
-    FLASH_CHECK_TYPE(rng_state->scalar_type() == at::kLong, "rng_state has dtype ", rng_state->scalar_type(),
-                     "; allowed: int64");
-    FLASH_CHECK_VALUE(rng_state->dim() == 1 && rng_state->size(0) == 2, "rng_state has shape ", rng_state->sizes(),
-                      "; allowed with dropout: [2], as the forward returned it");
-    check_same_device({"rng_state", *rng_state}, q);
 }
 
 }  // namespace flash

@@ -1,8 +1,6 @@
 // check_kvcache: the checks of a call of flash_attn_with_kvcache.
 #include <algorithm>
-#include <array>
-#include <cstdlib>
-#include <numeric>
+#include <utility>
 #include <vector>
 
 #include "check_parts.h"
@@ -167,102 +165,38 @@ void check_splits(const KvCacheArgs &args) {
 
 // ---- memory that a call writes --------------------------------------------------------------------------------------
 
-// The bytes from the first to the last element.
-struct Interval {
-    const char *begin, *end;
-
-    explicit Interval(const at::Tensor &x) : begin(static_cast<const char *>(x.const_data_ptr())), end(begin) {
-        if (x.numel() == 0) {
-            return;
-        }
-        int64_t elements = 1;
-        for (int64_t dim = 0; dim < x.dim(); ++dim) {
-            elements += (x.size(dim) - 1) * x.stride(dim);
-        }
-        end = begin + elements * int64_t(x.element_size());
-    }
-    bool overlaps(const Interval &other) const { return begin < other.end && other.begin < end; }
-};
-
-// True if a sum over dims of i * stride is `distance` for some |i| < size. Exact if every stride is at least the extent
-// of the dims after it, as in views of one contiguous tensor.
-bool is_reached(const std::vector<std::pair<int64_t, int64_t>> &size_and_stride, size_t dim, int64_t distance) {
-    if (dim == size_and_stride.size()) {
-        return distance == 0;
-    }
-    const auto [size, stride] = size_and_stride[dim];
-    if (stride == 0) {
-        return is_reached(size_and_stride, dim + 1, distance);
-    }
-    const int64_t nearest = distance / stride;
-    for (int64_t i = nearest - 1; i <= nearest + 1; ++i) {
-        if (std::abs(i) < size && is_reached(size_and_stride, dim + 1, distance - i * stride)) {
-            return true;
-        }
-    }
-    return false;
-}
-
-// k_cache and v_cache may alternate in one tensor, so intervals do not decide. Compares elements where both have the
-// same strides.
-bool caches_overlap(const at::Tensor &k_cache, const at::Tensor &v_cache) {
-    const Interval k(k_cache), v(v_cache);
-    if (!k.overlaps(v)) {
-        return false;
-    }
-    if (k_cache.strides() != v_cache.strides()) {
-        return k.begin == v.begin;
-    }
-    std::vector<std::pair<int64_t, int64_t>> dims;
-    for (int64_t dim = 0; dim < k_cache.dim(); ++dim) {
-        dims.emplace_back(k_cache.size(dim), k_cache.stride(dim) * int64_t(k_cache.element_size()));
-    }
-    std::sort(dims.begin(), dims.end(), [](const auto &a, const auto &b) { return a.second > b.second; });
-    return is_reached(dims, 0, v.begin - k.begin);
-}
-
-void check_apart(const Named &written, const Named &other) {
-    FLASH_CHECK_VALUE(!Interval(written.tensor).overlaps(Interval(other.tensor)), written.name, " shares memory with ",
-                      other.name, "; allowed: memory of its own");
-}
-
 void check_memory(const KvCacheArgs &args) {
+    const bool appends = args.seqlen_new() > 0;
+    if (!args.out.has_value() && !appends) {
+        return;
+    }
     const Named q{"q", args.q}, k_cache{"k_cache", args.k_cache}, v_cache{"v_cache", args.v_cache};
+    NamedList read{q};
+    const std::pair<const char *, const Optional &> given[] = {{"k", args.k},
+                                                               {"v", args.v},
+                                                               {"cache_seqlens", args.cache_seqlens},
+                                                               {"cache_batch_idx", args.cache_batch_idx},
+                                                               {"cache_leftpad", args.cache_leftpad},
+                                                               {"block_table", args.block_table},
+                                                               {"rotary_cos", args.rotary_cos},
+                                                               {"rotary_sin", args.rotary_sin},
+                                                               {"alibi_slopes", args.options.alibi_slopes}};
+    for (const auto &[name, x] : given) {
+        add_given(read, name, x);
+    }
     if (args.out.has_value()) {
         const Named out{"out", *args.out};
         check_written(out, q, args.q);
-        for (const Named &x : {q, k_cache, v_cache}) {
-            check_apart(out, x);
-        }
-        if (args.k.has_value()) {
-            check_apart(out, {"k", *args.k});
-            check_apart(out, {"v", *args.v});
-        }
+        check_no_overlap(out, read);
+        check_no_overlap(out, {k_cache, v_cache});
     }
-    if (args.seqlen_new() == 0) {
-        return;
-    }
-    for (const Named &cache : {k_cache, v_cache}) {
-        check_written(cache, k_cache, args.q);
-        for (const Named &x : {q, Named{"k", *args.k}, Named{"v", *args.v}}) {
-            check_apart(cache, x);
+    if (appends) {
+        for (const Named &cache : {k_cache, v_cache}) {
+            check_written(cache, k_cache, args.q);
+            check_no_overlap(cache, read);
         }
-        const std::pair<const char *, const std::optional<at::Tensor> &> read[] = {
-            {"cache_seqlens", args.cache_seqlens},
-            {"cache_batch_idx", args.cache_batch_idx},
-            {"cache_leftpad", args.cache_leftpad},
-            {"block_table", args.block_table},
-            {"rotary_cos", args.rotary_cos},
-            {"rotary_sin", args.rotary_sin},
-            {"alibi_slopes", args.options.alibi_slopes}};
-        for (const auto &[name, x] : read) {
-            if (x.has_value()) {
-                check_apart(cache, {name, *x});
-            }
-        }
+        check_no_overlap(k_cache, {v_cache});
     }
-    FLASH_CHECK_VALUE(!caches_overlap(args.k_cache, args.v_cache),
-                      "k_cache shares memory with v_cache; allowed with k: memory of its own");
 }
 
 // ---- values in tensors ----------------------------------------------------------------------------------------------

@@ -92,7 +92,7 @@ at::Tensor empty_contiguous_last(const at::Tensor &like) {
 }
 
 at::Tensor without_neg(const at::Tensor &x) {
-    return x.is_neg() ? x.resolve_neg() : x;
+    return x.is_neg() ? x.clone(at::MemoryFormat::Contiguous) : x;
 }
 
 at::Tensor readable_by_kernel(const at::Tensor &x, const char *name) {

@@ -1,4 +1,4 @@
-// Memory that the kernels use beside the tensors of a call: copies of tensors that a kernel cannot read or write in
+// Memory that the kernels use: new outputs and gradients, copies of tensors that a kernel cannot read or write in
 // place, and the scratch memory of the CUDA backward.
 #pragma once
 
@@ -12,9 +12,13 @@
 
 namespace flash {
 
+// Unset memory for an output or a gradient. The last dimension is contiguous, as the kernels require. The strides are
+// those of at::empty_like where these have that, else those of a contiguous tensor. A head dim of 1 gives a contiguous
+// tensor too: at::empty_like and its fake implementation do not agree there. flash_attn_mini/allocation.py has the same
+// rule.
 at::Tensor empty_contiguous_last(const at::Tensor &like);
 
-// x, or a copy if x is a lazily negated view: kernels read memory as it is.
+// x, or a contiguous copy if x is a lazily negated view: kernels read memory as it is.
 at::Tensor without_neg(const at::Tensor &x);
 
 // x, or a copy if the kernels cannot read x: a lazily negated view, rows that are not contiguous, on CUDA rows that are

@@ -141,14 +141,14 @@ def test_infinite_values_stay_with_their_own_keys(dtype: torch.dtype, draw: torc
 
 @each_dtype
 def test_a_query_has_its_bits_whatever_the_other_queries_see(dtype: torch.dtype, draw: torch.Generator) -> None:
-    """With a window the first key of a block of rows is that of its first row."""
-    for headdim, length in ((64, 333), (40, 207)):
-        call = filled_call([length], (4, 2, headdim), 2, 400, dtype, draw)
+    """With a window the first key of a block of rows is that of its first row. 9 queries fill more than one vector."""
+    for headdim, length, queries in ((64, 333, 4), (40, 207, 4), (40, 207, 9)):
+        call = filled_call([length], (queries, 2, headdim), 2, 400, dtype, draw)
         call.update(window_size_left=37, window_size_right=0, num_splits=1)
         out, lse = forward(call)
-        for query in range(4):
-            own = {"q": call["q"][:, query : query + 1], "cache_seqlens": torch.tensor([length - 3 + query]).int()}
-            alone = forward({**call, **own})
+        for query in range(queries):
+            own_length = torch.tensor([length - queries + 1 + query]).int()
+            alone = forward({**call, "q": call["q"][:, query : query + 1], "cache_seqlens": own_length})
             assert same_bits(alone, (out[:, query : query + 1], lse[:, :, query : query + 1])), (headdim, query)
 
 

@@ -484,6 +484,22 @@ def test_positions_past_the_table_are_an_error_where_the_host_reads_them(monkeyp
         apply_rotary_emb(x.flatten(0, 1), cos, sin, cu_seqlens=cu_seqlens[:2])
 
 
+@pytest.mark.parametrize("offsets", [4, [0, 4]], ids=["number", "tensor"])
+def test_tokens_have_positions_even_without_heads(offsets: int | list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASH_ATTN_MINI_CHECK", "1")
+    cos, sin = table(8, 8)
+
+    def rotated(*shape: int, given: Any = offsets) -> Tensor:
+        given = torch.tensor(given, dtype=torch.int32, device=DEVICE) if isinstance(given, list) else given
+        return apply_rotary_emb(draw(*shape), cos, sin, seqlen_offsets=given)
+
+    with pytest.raises(ValueError, match=r"cos has 8 rows|allowed: 0 to 7"):
+        rotated(2, 5, 0, 8)
+    assert rotated(2, 4, 0, 8).shape == (2, 4, 0, 8)
+    assert rotated(2, 0, 3, 8, given=9 if isinstance(offsets, int) else [0, 9]).shape == (2, 0, 3, 8)
+    assert rotated(0, 5, 3, 8, given=4 if isinstance(offsets, int) else []).shape == (0, 5, 3, 8)
+
+
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter cannot be traced")
 @pytest.mark.parametrize("inplace", [False, True], ids=["new", "in-place"])
 def test_compiled(inplace: bool) -> None:

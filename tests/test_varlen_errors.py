@@ -89,7 +89,9 @@ def check_backward(call: Call, backend: str) -> None:
         "max_seqlen_k", "p_dropout", "softmax_scale", "is_causal", "window_size_left", "window_size_right", "softcap",
         "dsoftmax_lse",
     )  # fmt: skip
-    _C.check_varlen_bwd(*(call[name] for name in names), backend, *(call[f"d{name}"] for name in ALL))
+    _C.check_varlen_bwd(
+        *(call[name] for name in names), backend, *(call[f"d{name}"] for name in ALL), call.get("rng_state")
+    )
 
 
 def index_dtype(argument: str) -> Callable[[Call], object]:
@@ -276,6 +278,17 @@ def test_a_block_table_without_columns_holds_no_keys(backend: str, device: str) 
     assert (S_dmask == 0).all()
 
 
+@pytest.mark.parametrize("checked", ["cpu", "cuda", "triton"])
+def test_strides_of_an_empty_tensor_do_not_matter(checked: str) -> None:
+    call = valid_paged_call("cpu")
+    call.update({name: call[name].half() for name in ALL})
+    call.update({name: call[name][:1] for name in ("cu_seqlens_q", "cu_seqlens_k")})
+    call["q"] = call["q"][:0]
+    call["block_table"] = torch.zeros(7, 4, dtype=torch.int32).mT[:0]
+    call["alibi_slopes"] = torch.zeros(NHEADS, 4).mT[:0]
+    check_forward(call, checked)
+
+
 @pytest.mark.backends("cpu", "cuda")
 def test_a_batch_of_no_sequences_needs_no_memory(backend: str, device: str) -> None:
     """S_dmask of no sequences is empty; its indices would fill 16 GiB."""
@@ -292,10 +305,14 @@ def test_an_s_dmask_beyond_all_memory_is_refused(backend: str, device: str) -> N
     """Before its indices, which alone would fill 16 GiB each."""
     call = valid_varlen_call(device)
     call.update(max_seqlen_q=2**31 - 1, max_seqlen_k=2**31 - 1, p_dropout=0.5, return_softmax=True)
-    with pytest.raises(
-        ValueError, match=r"S_dmask has the shape .* 2147483648, 2147483648\].*; allowed: at most 2\^34"
-    ):
+    refused = r"S_dmask has the shape .* 2147483648, 2147483648\].*; allowed: at most 2\^34"
+    with pytest.raises(ValueError, match=refused):
         forward(call)
+    for empty in ("q", "k"):  # S_dmask has its size even where all of it is 0
+        without = {**call, f"cu_seqlens_{empty}": torch.zeros_like(call[f"cu_seqlens_{empty}"])}
+        without.update({name: call[name][:0] for name in (("q",) if empty == "q" else ("k", "v"))})
+        with pytest.raises(ValueError, match=refused):
+            forward(without)
 
 
 def falling(*values: int) -> torch.Tensor:

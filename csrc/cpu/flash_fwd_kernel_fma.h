@@ -97,9 +97,9 @@ private:
         update_sum<Acc, kUsedVecs>(sum, alpha, p.state);
         if (this->dropout_.is_on) drop_probabilities<kUsedVecs>(p, n_first, keys);
         if (masked && v_special_)
-            output<kUsedVecs, true>(p, 0, n_begin, n_first, 0, keys, alpha);
+            output<kUsedVecs, true>(p, 0, n_begin, n_first, keys, alpha);
         else
-            output<kUsedVecs, false>(p, 0, n_begin, n_first, 0, keys, alpha);
+            output<kUsedVecs, false>(p, 0, n_begin, n_first, keys, alpha);
     }
 
     template <int kUsedVecs>
@@ -133,22 +133,19 @@ private:
         }
     }
 
-    // Second product, for the same vectors and keys.
+    // Second product, for the vectors from `vec` on.
     template <int kUsedVecs, bool kSkipZeros>
-    void output(const Panel &p, int vec, int n_begin, int n_first, int done, int keys, Vec<Acc> *alpha) {
-        const int end = seen_keys(p, vec, n_first, keys);
-        if (done < end) {
-            const Acc *v = v_ + (n_first - n_begin + done) * kTile;
-            Acc *o = out(p) + vec * kLanes<Acc>;
-            for (int c = 0; c < d_; c += kTile) {
-                output_tile<Acc, kUsedVecs, kSkipZeros>(s_ + done * kPanel + vec * kLanes<Acc>, v + c * kBlockN,
-                                                        end - done, alpha, o + c * kPanel);
-            }
-            for (int j = 0; j < kUsedVecs; ++j) alpha[j] = broadcast<Acc>(1);
-            done = end;
-        }
+    void output(const Panel &p, int vec, int n_begin, int n_first, int keys, const Vec<Acc> *alpha) {
+        int64_t seen[kUsedVecs];
+        for (int j = 0; j < kUsedVecs; ++j) seen[j] = seen_keys(p, vec + j, n_first, keys);
         if constexpr (kUsedVecs > 1) {
-            if (done < keys) output<kUsedVecs - 1, kSkipZeros>(p, vec + 1, n_begin, n_first, done, keys, alpha + 1);
+            if (seen[0] <= 0) return output<kUsedVecs - 1, kSkipZeros>(p, vec + 1, n_begin, n_first, keys, alpha + 1);
+        }
+        const Acc *v = v_ + (n_first - n_begin) * kTile;
+        Acc *o = out(p) + vec * kLanes<Acc>;
+        for (int c = 0; c < d_; c += kTile) {
+            output_tile<Acc, kUsedVecs, kSkipZeros>(s_ + vec * kLanes<Acc>, v + c * kBlockN, seen, alpha,
+                                                    o + c * kPanel);
         }
     }
 

@@ -92,10 +92,34 @@ FLASH_INLINE void row_to_strips(const T *row, int d, int64_t strip_stride, T *st
     }
 }
 
-// o[column][query] = alpha[query] * o + sum over keys of v[key][column] * p[key][query], for kTile columns.
-// kSkipZeros: a key whose p is 0 adds nothing even if its v is infinite or NaN.
+// acc[column][query] += sum of v[key][column] * p[key][query] over the keys from n on, for the vectors of queries from
+// kFirstVec on. kSkipZeros: a key whose p is 0 adds nothing even if its v is infinite or NaN.
+template <typename T, int kUsedVecs, bool kSkipZeros, int kFirstVec = 0>
+FLASH_INLINE void add_seen_values(const T *p, const T *v, int64_t n, const int64_t *keys,
+                                  Vec<T> (&acc)[kTile][kUsedVecs]) {
+    for (const int64_t end = keys[kFirstVec]; n < end; ++n) {
+        Vec<T> x[kUsedVecs];
+#pragma GCC unroll 4
+        for (int j = kFirstVec; j < kUsedVecs; ++j) x[j] = load<T>(p + n * kFmaPanel<T> + j * kLanes<T>);
+#pragma GCC unroll 8
+        for (int i = 0; i < kTile; ++i) {
+            const Vec<T> y = broadcast<T>(v[n * kTile + i]);
+#pragma GCC unroll 4
+            for (int j = kFirstVec; j < kUsedVecs; ++j) {
+                const Vec<T> sum = fma<T>(y, x[j], acc[i][j]);
+                acc[i][j] = kSkipZeros ? (x[j] == Vec<T>{} ? acc[i][j] : sum) : sum;
+            }
+        }
+    }
+    if constexpr (kFirstVec + 1 < kUsedVecs)
+        add_seen_values<T, kUsedVecs, kSkipZeros, kFirstVec + 1>(p, v, n, keys, acc);
+}
+
+// o[column][query] = alpha[query] * o + sum over keys of v[key][column] * p[key][query], for kTile columns. keys: for
+// each vector of queries; they rise. Every query has one sum over its keys, so its bits do not depend on the keys of
+// other queries.
 template <typename T, int kUsedVecs, bool kSkipZeros>
-FLASH_NOINLINE void output_tile(const T *p /* [keys][kFmaPanel] */, const T *v /* [keys][kTile] */, int keys,
+FLASH_NOINLINE void output_tile(const T *p /* [keys][kFmaPanel] */, const T *v /* [keys][kTile] */, const int64_t *keys,
                                 const Vec<T> *alpha, T *o /* [kTile][kFmaPanel] */) {
     Vec<T> acc[kTile][kUsedVecs];
 #pragma GCC unroll 8
@@ -104,20 +128,7 @@ FLASH_NOINLINE void output_tile(const T *p /* [keys][kFmaPanel] */, const T *v /
         for (int j = 0; j < kUsedVecs; ++j)
             acc[i][j] = Vec<T>{};  // not o: each step has a sum of its own, which keeps rounding errors small
     }
-    for (int n = 0; n < keys; ++n) {
-        Vec<T> x[kUsedVecs];
-#pragma GCC unroll 4
-        for (int j = 0; j < kUsedVecs; ++j) x[j] = load<T>(p + n * kFmaPanel<T> + j * kLanes<T>);
-#pragma GCC unroll 8
-        for (int i = 0; i < kTile; ++i) {
-            const Vec<T> y = broadcast<T>(v[n * kTile + i]);
-#pragma GCC unroll 4
-            for (int j = 0; j < kUsedVecs; ++j) {
-                const Vec<T> sum = fma<T>(y, x[j], acc[i][j]);
-                acc[i][j] = kSkipZeros ? (x[j] == Vec<T>{} ? acc[i][j] : sum) : sum;
-            }
-        }
-    }
+    add_seen_values<T, kUsedVecs, kSkipZeros>(p, v, 0, keys, acc);
 #pragma GCC unroll 8
     for (int i = 0; i < kTile; ++i) {
 #pragma GCC unroll 4

@@ -61,11 +61,18 @@ inline void convert_row(const float *src, Half *dst, int n) {
     for (; i < n; ++i) dst[i].bits = c10::detail::fp16_ieee_from_fp32_value(src[i]);
 }
 
+// A vector from any address.
+template <typename T>
+FLASH_INLINE Vec<T> load_bytes(const void *src) {
+    Vec<T> x;
+    std::memcpy(&x, src, sizeof(x));
+    return x;
+}
+
 // A vector of consecutive elements, in the type of the arithmetic.
 template <typename T>
 FLASH_INLINE Vec<T> load_elements(const T *src) {
-    typedef T Unaligned __attribute__((vector_size(kVecBytes), may_alias, aligned(sizeof(T))));
-    return *reinterpret_cast<const Unaligned *>(src);
+    return load_bytes<T>(src);
 }
 
 FLASH_INLINE Vec<float> load_elements(const BFloat16 *src) {
@@ -174,6 +181,15 @@ FLASH_INLINE void transpose_square(Vec<T> *x) {
 template <typename Element>
 constexpr int kColumnsOfWord = std::is_same_v<Element, BFloat16> ? 2 : 1;
 
+#if FLASH_CPU_ISA == 3
+// Four words from any address.
+FLASH_INLINE __m128 load_128(const void *src) {
+    __m128 x;
+    std::memcpy(&x, src, sizeof(x));
+    return x;
+}
+#endif
+
 // words[i] = the word i of rows[lane] from `column` on: the transposition of a square of words.
 template <typename Element>
 FLASH_INLINE void load_words(const Element *const *rows, int column, Vec<typename AccOf<Element>::type> *words) {
@@ -184,16 +200,13 @@ FLASH_INLINE void load_words(const Element *const *rows, int column, Vec<typenam
         __m512 x[16];  // x[4 * quad + i]
 #pragma GCC unroll 4
         for (int i = 0; i < 4; ++i) {
-            const auto *row0 = reinterpret_cast<const float *>(rows[i] + column);
-            const auto *row1 = reinterpret_cast<const float *>(rows[i + 4] + column);
-            const auto *row2 = reinterpret_cast<const float *>(rows[i + 8] + column);
-            const auto *row3 = reinterpret_cast<const float *>(rows[i + 12] + column);
 #pragma GCC unroll 4
             for (int quad = 0; quad < 4; ++quad) {
-                __m512 y = _mm512_castps128_ps512(_mm_loadu_ps(row0 + 4 * quad));
-                y = _mm512_insertf32x4(y, _mm_loadu_ps(row1 + 4 * quad), 1);
-                y = _mm512_insertf32x4(y, _mm_loadu_ps(row2 + 4 * quad), 2);
-                x[4 * quad + i] = _mm512_insertf32x4(y, _mm_loadu_ps(row3 + 4 * quad), 3);
+                const int at = column + 4 * quad * kColumnsOfWord<Element>;
+                __m512 y = _mm512_castps128_ps512(load_128(rows[i] + at));
+                y = _mm512_insertf32x4(y, load_128(rows[i + 4] + at), 1);
+                y = _mm512_insertf32x4(y, load_128(rows[i + 8] + at), 2);
+                x[4 * quad + i] = _mm512_insertf32x4(y, load_128(rows[i + 12] + at), 3);
             }
         }
 #pragma GCC unroll 4
@@ -213,7 +226,7 @@ FLASH_INLINE void load_words(const Element *const *rows, int column, Vec<typenam
 #pragma GCC unroll 16
     for (int row = 0; row < kLanes<Acc>; ++row) {
         if constexpr (kColumnsOfWord<Element> == 2)
-            words[row] = load_elements(reinterpret_cast<const float *>(rows[row] + column));
+            words[row] = load_bytes<float>(rows[row] + column);
         else
             words[row] = load_elements(rows[row] + column);
     }

@@ -248,7 +248,7 @@ def checked_offsets(
     if max_seqlen is not None:
         max_seqlen = checked_size("max_seqlen", max_seqlen)
     longest = x.shape[1] if cu_seqlens is None else max_seqlen
-    if longest is not None and longest + offset > cos.shape[0]:
+    if longest is not None and longest + offset > cos.shape[0] and _has_tokens(x):
         raise ValueError(
             f"flash_attn_mini: cos has {cos.shape[0]} rows; allowed: at least {longest + offset}, one for each position"
         )
@@ -261,6 +261,11 @@ def checked_size(name: str, value: Any) -> Any:
     if size < 0:
         raise ValueError(f"flash_attn_mini: {name} is {size}; allowed: 0 or more")
     return size
+
+
+def _has_tokens(x: Tensor) -> bool:
+    """Whether `x` has a position to rotate, even if it has no head."""
+    return all(size > 0 for size in x.shape[:-2])
 
 
 def _check_integers(name: str, value: object, dtypes: tuple[torch.dtype, ...]) -> None:
@@ -277,7 +282,7 @@ def _check_positions(x: Tensor, cos: Tensor, offset: int, offsets: Tensor | None
             raise ValueError(
                 f"flash_attn_mini: cu_seqlens is {ends}; allowed: rising from 0 to the number of tokens, {x.shape[0]}"
             )
-    if x.numel() == 0 or (cu_seqlens is None and offsets is None):
+    if not _has_tokens(x) or (cu_seqlens is None and offsets is None):
         return
     least, most = (int(extreme) for extreme in _positions(x, offset, offsets, cu_seqlens).aminmax())
     if least < 0 or most >= cos.shape[0]:
