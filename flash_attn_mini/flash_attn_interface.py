@@ -13,7 +13,7 @@ import torch
 
 from . import ops, tracing
 from .argument_checks import WindowSize, as_flag, as_float, check_backward_tensors, checked_options
-from .backends import extension, is_chosen
+from .backends import chosen_backend, extension
 from .kvcache import flash_attn_with_kvcache
 from .official import backward_into, empty_rng_state
 from .packed import (
@@ -121,8 +121,9 @@ def flash_attn_func(
         type(dropout_p) is type(softcap) is float
         and (softmax_scale is None or type(softmax_scale) is float)
         and type(window_size) is tuple
+        and len(window_size) == 2
         and not ops.is_traced(q, k, v)
-        and not is_chosen()
+        and chosen_backend() is None
         and extension.MODULE is not None
         and not extension.MODULE.trace_enabled()
     ):

@@ -124,11 +124,29 @@ def lse_dtype(q: torch.Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
-def _forward_fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: Any) -> ForwardResults:
-    return _forward_results(q, *arguments)
+def _check_devices(names: Sequence[str], arguments: Sequence[Any]) -> None:
+    """Raise ValueError unless all tensors are on one device: PyTorch calls a fake for any tensor on "meta"."""
+    tensors = [(name, x) for name, x in zip(names, arguments, strict=False) if isinstance(x, torch.Tensor)]
+    first, like = tensors[0]
+    for name, x in tensors:
+        if x.device != like.device:
+            raise ValueError(
+                f"flash_attn_mini: {name} is on {x.device}; allowed: the device of {first}, {like.device}"
+            )
+
+
+_QKV = ("q", "k", "v")
+_FORWARD_END = (*Sequences._fields, *Options._fields, "rng_state")
+_RESULTS = ("out", "softmax_lse", "dsoftmax_lse")
+
+
+def _forward_fake(*arguments: Any) -> ForwardResults:
+    _check_devices((*_QKV, *_FORWARD_END), arguments)
+    return _forward_results(arguments[0], *arguments[3:])
 
 
 def _packed_forward_fake(q: torch.Tensor | None, packed: torch.Tensor, *arguments: Any) -> ForwardResults:
+    _check_devices(("q", "packed", *_FORWARD_END), (q, packed, *arguments))
     return _forward_results(packed.unbind(PACKED_DIM)[0] if q is None else q, *arguments)
 
 
@@ -143,36 +161,20 @@ def _empty_lse(q: torch.Tensor) -> torch.Tensor:
     return q.new_empty((*batch, nheads, rows), dtype=lse_dtype(q))
 
 
-def _backward_fake(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    softmax_lse: torch.Tensor,
-    dsoftmax_lse: torch.Tensor | None,
-    *arguments: Any,
-) -> BackwardResults:
-    output_mask = arguments[-1]
-    dq, dk, dv = (
-        empty_contiguous_last(x) if wanted else None for x, wanted in zip((q, k, v), output_mask, strict=True)
-    )
-    return dq, dk, dv, _empty_softmax_d(q, arguments[0])
+def _backward_fake(*arguments: Any) -> BackwardResults:
+    _check_devices(("dout", *_QKV, *_RESULTS, *_FORWARD_END), arguments)
+    qkv, cu_seqlens_q, output_mask = arguments[1:4], arguments[7], arguments[-1]
+    dq, dk, dv = (empty_contiguous_last(x) if wanted else None for x, wanted in zip(qkv, output_mask, strict=True))
+    return dq, dk, dv, _empty_softmax_d(qkv[0], cu_seqlens_q)
 
 
-def _packed_backward_fake(
-    dout: torch.Tensor,
-    q: torch.Tensor | None,
-    packed: torch.Tensor,
-    out: torch.Tensor,
-    softmax_lse: torch.Tensor,
-    dsoftmax_lse: torch.Tensor | None,
-    *arguments: Any,
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
+def _packed_backward_fake(*arguments: Any) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
+    _check_devices(("dout", "q", "packed", *_RESULTS, *_FORWARD_END), arguments)
+    _, q, packed, out, _, _, cu_seqlens_q, *_ = arguments
     needs_q, needs_packed = arguments[-1]
     dq = empty_contiguous_last(q) if needs_q and q is not None else None
     dpacked = empty_contiguous_last(packed) if needs_packed else None
-    return dq, dpacked, _empty_softmax_d(out, arguments[0])
+    return dq, dpacked, _empty_softmax_d(out, cu_seqlens_q)
 
 
 def _empty_softmax_d(q: torch.Tensor, cu_seqlens_q: torch.Tensor | None) -> torch.Tensor:
@@ -185,6 +187,7 @@ def _empty_softmax_d(q: torch.Tensor, cu_seqlens_q: torch.Tensor | None) -> torc
 
 
 def _forward_kvcache_fake(q: torch.Tensor, *arguments: Any) -> TwoTensors:
+    _check_devices(("q", "k_cache", "v_cache", *KvCache._fields, *Options._fields), (q, *arguments))
     return empty_contiguous_last(q), _empty_lse(q)
 
 

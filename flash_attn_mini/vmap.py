@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .backends import extension
 from .options import Options
-from .rng_state import draw_rng_state
+from .rng_state import draw_in_program
 from .schemas import EQUAL_LENGTHS
 
 Dims = tuple[int | None, ...]
@@ -28,7 +28,7 @@ def _per_sample(operator: Callable[..., Any], size: int, in_dims: Any, arguments
     """The op once for each sample: results stacked along a new first dimension."""
     samples = []
     for i in range(size):
-        sample = (x if dim is None else x.select(dim, i) for x, dim in zip(arguments, in_dims, strict=True))
+        sample = (x.select(dim, i) if isinstance(dim, int) else x for x, dim in zip(arguments, in_dims, strict=True))
         samples.append(operator(*sample))
     stacked = tuple(None if parts[0] is None else torch.stack(parts) for parts in zip(*samples, strict=True))
     return stacked, tuple(None if x is None else 0 for x in stacked)
@@ -88,7 +88,8 @@ def _forward(operator: Callable[..., Any], tensors: int) -> Callable[..., Any]:
         rng_state = call.arguments[call.rng_state]
         if info.randomness == "same":
             if rng_state is None or rng_state.numel() == 0:
-                call.arguments[call.rng_state] = draw_rng_state(arguments[tensors - 1])
+                inputs = [x for x in (*arguments[:tensors], rng_state) if x is not None]
+                call.arguments[call.rng_state] = draw_in_program(*inputs)  # an enclosing vmap sees the op
             results, dims = _per_sample(operator, info.batch_size, call.dims, tuple(call.arguments))
             return (*results[:-1], call.arguments[call.rng_state].clone()), (*dims[:-1], None)
         if call.is_varlen:

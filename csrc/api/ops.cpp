@@ -180,6 +180,11 @@ void implement(torch::Library &library) {
     }
 }
 
+// The kernels read lazily negated views themselves.
+void fall_through_negation(torch::Library &library, const char *name) {
+    library.impl(name, torch::dispatch(c10::DispatchKey::Negative, torch::CppFunction::makeFallthrough()));
+}
+
 template <typename Op>
 void implement_modes(torch::Library &library) {
     library.impl(Op::kName, c10::DispatchKey::AutocastCPU, &Kernel<Op, SymInt, autocast_forward<Op, at::kCPU>>::run);
@@ -206,6 +211,9 @@ void define_and_implement(torch::Library &library) {
     implement<KvCache, forward_kvcache>(library);
     for (const auto key : {c10::DispatchKey::CPU, c10::DispatchKey::CUDA}) {
         library.impl("fwd_kvcache_backward", key, forward_kvcache_backward);
+    }
+    for (const char *name : {Fwd::kName, Bwd::kName, PackedFwd::kName, PackedBwd::kName, KvCache::kName}) {
+        fall_through_negation(library, name);
     }
     implement_modes<Fwd>(library);
     implement_modes<PackedFwd>(library);

@@ -40,13 +40,12 @@ BACKENDS: dict[str, Backend] = {
 }
 
 
-class _Chosen(threading.local):
-    """The backend that ``use_backend`` chose in a thread. torch.compile guards on it."""
-
-    name: str | None = None
+_chosen = threading.local()  # .name, where use_backend has chosen. torch.compile guards on it, not on a subclass's
 
 
-_chosen = _Chosen()
+def chosen_backend() -> str | None:
+    """The name that ``use_backend`` chose in this thread, or None."""
+    return getattr(_chosen, "name", None)
 
 
 @contextlib.contextmanager
@@ -69,7 +68,7 @@ def use_backend(name: str) -> Iterator[None]:
         ...     flash_attn_mini.flash_attn_func(q, q, q).shape
         torch.Size([1, 8, 2, 16])
     """
-    before, _chosen.name = _chosen.name, _known(name, "use_backend()").name
+    before, _chosen.name = chosen_backend(), _known(name, "use_backend()").name
     try:
         yield
     finally:
@@ -106,7 +105,7 @@ def select_backend(device: torch.device, requested: str | None = None) -> Backen
     """
     name, source = requested, "the backend argument"
     if name is None:
-        name, source = _chosen.name, "use_backend()"
+        name, source = chosen_backend(), "use_backend()"
     if name is None:
         name, source = os.environ.get(ENVIRONMENT_VARIABLE) or None, ENVIRONMENT_VARIABLE
     return _resolve(device, name, source)
@@ -119,15 +118,10 @@ def backend_argument(device: torch.device, requested: str | None) -> str | None:
     While a program is traced, the name is checked when the program runs.
     """
     if torch.compiler.is_compiling():
-        return _chosen.name if requested is None else requested
-    if requested is None and _chosen.name is None:
+        return chosen_backend() if requested is None else requested
+    if requested is None and chosen_backend() is None:
         return None
     return select_backend(device, requested).name
-
-
-def is_chosen() -> bool:
-    """Whether ``use_backend`` has chosen a backend."""
-    return _chosen.name is not None
 
 
 @functools.cache  # what a device can run does not change while the process lives

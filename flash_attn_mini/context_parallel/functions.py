@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import tracing
-from ..argument_checks import WindowSize, checked_options, wrong_type
+from ..argument_checks import WindowSize, as_flag, checked_options, wrong_type
 from ..backends import extension, select_backend
 from ..options import Sequences
 from ..transforms import autocast
@@ -26,7 +26,7 @@ ULYSSES_SHARE = 0.5
 
 
 class Arguments(NamedTuple):
-    """The arguments that both public functions pass on to `checked_options`, as they were given."""
+    """The arguments that both public functions share, as they were given."""
 
     softmax_scale: Any
     causal: Any
@@ -246,8 +246,10 @@ def _checked(
                 f"flash_attn_mini: {tensor_name} is a {type(x).__name__}; allowed: a plain torch.Tensor with the local "
                 "rows (of a DTensor: to_local())"
             )
-    options = checked_options(q, k, v, 0.0, **arguments._asdict(), backend=backend)
-    options = options._replace(backend=select_backend(q.device, options.backend).name, return_softmax=False)
+    *of_options, return_attn_probs = arguments
+    options = checked_options(q, k, v, 0.0, *of_options, backend)
+    as_flag("return_attn_probs", return_attn_probs)
+    options = options._replace(backend=select_backend(q.device, options.backend).name)
     slopes = options.alibi_slopes
     if is_packed:
         documents = len(shards.starts) - 1
