@@ -22,19 +22,14 @@ from ...options import KvCache, Options, Sequences
 from .. import extension
 from ..extension import FourTensors, Gradients
 
-__all__ = ["backward", "forward", "forward_kvcache", "kernels_unavailable_reason", "unavailable_reason"]
+__all__ = ["backward", "forward", "forward_kvcache", "unavailable_reason"]
 
 MIN_CAPABILITY = (8, 0)
 MIN_VERSION = (3, 4)  # TensorDescriptor, and autotuning results kept on disk
 
 
 def unavailable_reason(device: torch.device) -> str | None:
-    """None when this backend runs on ``device``, else one sentence that says why not."""
-    return extension.missing_reason() or kernels_unavailable_reason(device)
-
-
-def kernels_unavailable_reason(device: torch.device) -> str | None:
-    """The same for Triton's kernels alone, which need no extension."""
+    """None when this backend runs on ``device``, else one sentence that says why not. It needs no extension."""
     return _triton_missing_reason() or _device_reason(device)
 
 

@@ -294,6 +294,19 @@ def check_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, cache: KvCache, o
             _check_batch_idx_values(cache.cache_batch_idx, k_cache, has_new=_seqlen_new(cache) > 0)
 
 
+def check_no_gradient(k_cache: Tensor, v_cache: Tensor) -> None:
+    """Raise ValueError if a cache requires a gradient. A traced program runs with detached caches."""
+    _check_requires_no_gradient("k_cache", k_cache)
+    _check_requires_no_gradient("v_cache", v_cache)
+
+
+def _check_requires_no_gradient(name: str, cache: Tensor) -> None:
+    if cache.requires_grad:
+        raise ValueError(
+            f"{name} requires a gradient; allowed: a KV cache that requires none, for example {name}.detach()"
+        )
+
+
 def _seqlen_new(cache: KvCache) -> int:
     return 0 if cache.k is None else cache.k.shape[1]
 
@@ -330,10 +343,7 @@ def _check_cache_shapes(q: Tensor, k_cache: Tensor, v_cache: Tensor, cache: KvCa
     for name, x in (("q", q), *caches):
         _check_last_dim_contiguous(name, x)
     for name, x in caches:
-        if x.requires_grad:
-            raise ValueError(
-                f"{name} requires a gradient; allowed: a KV cache that requires none, for example {name}.detach()"
-            )
+        _check_requires_no_gradient(name, x)
         if x.is_neg():
             raise ValueError(
                 f"{name} is a lazily negated view; allowed: a KV cache in memory as it is, for example "

@@ -16,6 +16,7 @@ import torch
 import triton
 from triton.language.extra import cuda
 
+from ...allocation import contiguous_float, empty_contiguous_last
 from ...options import KvCache, Options
 from ...tracing import enabled as tracing_enabled
 from ...tracing import trace
@@ -153,7 +154,7 @@ def forward_kvcache(
     """(out, softmax_lse) of checked arguments; writes the new keys and values into the caches."""
     batch, seqlen_q, nheads, _ = q.shape
     lse = torch.empty((batch, nheads, seqlen_q), dtype=torch.float32, device=q.device)
-    call = CacheCall(q, k_cache, v_cache, None, options, None, torch.empty_like(q), lse, cache)
+    call = CacheCall(q, k_cache, v_cache, None, options, None, empty_contiguous_last(q), lse, cache)
     with torch.cuda.device_of(q):
         if cache.k is not None:
             call.q = append(call)
@@ -173,7 +174,7 @@ def append(call: CacheCall) -> torch.Tensor:
     batch, seqlen_q, nheads, head_dim = q.shape
     nheads_k = cache.k.shape[2]
     cos, sin = cache.rotary_cos, cache.rotary_sin
-    rotated = q if cos is None else torch.empty_like(q)
+    rotated = q if cos is None else empty_contiguous_last(q)
     block_d = head_dim_block(head_dim)
     block_rows = max(1, APPEND_ELEMENTS // block_d)
     blocks = 2 * triton.cdiv(call.seqlen_new * nheads_k, block_rows)
@@ -213,7 +214,7 @@ def append(call: CacheCall) -> torch.Tensor:
 def attend(call: CacheCall) -> None:
     """Attend to the cache, new keys included."""
     if INTERPRETED and call.q.dtype == torch.bfloat16:  # the interpreter's dot product misreads bfloat16
-        wide = [x.float() for x in (call.q, call.k, call.v, call.out)]
+        wide = [contiguous_float(x) for x in (call.q, call.k, call.v, call.out)]
         q, k, v, out = wide
         attend(replace(call, q=q, k=k, v=v, out=out))
         call.out.copy_(out)

@@ -16,6 +16,7 @@ from functools import cache, partial
 import torch
 import triton
 
+from ...allocation import contiguous_float, empty_contiguous_last
 from ...options import Options, Sequences
 from ...tracing import enabled as tracing_enabled
 from ...tracing import trace
@@ -49,8 +50,9 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, softmax_lse) of checked arguments. rng_state: int64 ``[2]``, seed and offset of dropout."""
     if INTERPRETED and q.dtype == torch.bfloat16:  # the interpreter's dot product misreads bfloat16
-        out, lse = forward(q.float(), k.float(), v.float(), sequences, options, rng_state)
-        return out.to(torch.bfloat16), lse
+        wide_q, wide_k, wide_v = (contiguous_float(x) for x in (q, k, v))
+        out, lse = forward(wide_q, wide_k, wide_v, sequences, options, rng_state)
+        return empty_contiguous_last(q).copy_(out), lse
     call = prepare(q, k, v, options, sequences, rng_state)
     if call.k.numel() == 0 or call.has_no_sequence:
         call.out.zero_()
@@ -72,7 +74,7 @@ def prepare(
     q, k, v = as_batch(q), as_batch(k), as_batch(v)
     batch, seqlen_q, nheads, _ = q.shape
     lse = torch.empty((batch, nheads, seqlen_q), dtype=torch.float32, device=q.device)
-    return ForwardCall(q, k, v, sequences, options, rng_state, torch.empty_like(q), lse)
+    return ForwardCall(q, k, v, sequences, options, rng_state, empty_contiguous_last(q), lse)
 
 
 def run(call: ForwardCall) -> None:

@@ -15,6 +15,7 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ...allocation import contiguous_float, empty_contiguous_last
 from ...options import ROWS_MULTIPLE, Options, Sequences
 from ...tracing import enabled as tracing_enabled
 from .call import Call, as_batch
@@ -67,12 +68,12 @@ def backward(
     The tensors of ``into`` receive dq, dk and dv; their last stride is 1.
     """
     if INTERPRETED and q.dtype == torch.bfloat16:  # the interpreter's dot product misreads bfloat16
-        floats: list[Any] = [t.float() for t in (dout, q, k, v, out)]
+        floats: list[Any] = [contiguous_float(t) for t in (dout, q, k, v, out)]
         arguments: list[Any] = [*floats, softmax_lse, dsoftmax_lse, sequences, options, rng_state, output_mask]
         *gradients, softmax_d = backward(*arguments)
         dq, dk, dv = (
-            None if g is None else g.to(torch.bfloat16) if given is None else given.copy_(g)
-            for g, given in zip(gradients, into, strict=True)
+            None if g is None else (empty_contiguous_last(like) if given is None else given).copy_(g)
+            for g, like, given in zip(gradients, (q, k, v), into, strict=True)
         )
         return dq, dk, dv, softmax_d
     call = prepare(
@@ -109,7 +110,7 @@ def prepare(
         softmax_lse = softmax_lse.unsqueeze(0)
         dsoftmax_lse = None if dsoftmax_lse is None else dsoftmax_lse.unsqueeze(0)
     dq, dk, dv = (
-        None if not wanted else torch.empty_like(like) if given is None else as_batch(given)
+        None if not wanted else empty_contiguous_last(like) if given is None else as_batch(given)
         for like, wanted, given in zip((q, k, v), output_mask, into, strict=True)
     )
     call = BackwardCall(
