@@ -14,9 +14,11 @@ from torch._C._functorch import is_legacy_batchedtensor
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
-from .backends import FourTensors, Gradients, name_of_traced, select_backend, traced_backend
+from .backends import FourTensors, Gradients, extension, name_of_traced, select_backend, traced_backend
+from .backends.triton import autograd as without_extension
 from .ops import OP_PAIRS, OpPair, backward_op, forward_op, library, run_backward, run_forward
 from .options import Options, Sequences
+from .s_dmask import s_dmask
 
 QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 PACKED_DIM = -3  # of q, k, v in qkv [..., 3, nheads, headdim], and of k, v in kv [..., 2, nheads_k, headdim]
@@ -318,6 +320,8 @@ def forward_eager(
 
     The dispatcher's Python kernels cost more host time than all code below them (benchmarks/bench_overhead.py).
     """
+    if extension.missing_reason() is not None:
+        return _forward_without_extension(q, k, v, sequences, options)
     if needs_dispatcher(q, k, v):
         return forward_op(q, k, v, sequences, options)
     if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(q.device.type):
@@ -327,10 +331,24 @@ def forward_eager(
     return run_forward(q, k, v, sequences, options)
 
 
+def _forward_without_extension(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences | None, options: Options
+) -> FourTensors:
+    out, softmax_lse, rng_state = without_extension.forward(q, k, v, sequences, options)
+    S_dmask = q.new_empty((0,))
+    if rng_state is None:
+        return out, softmax_lse, S_dmask, q.new_empty((0,), dtype=torch.int64)
+    if options.return_softmax:
+        S_dmask = s_dmask(q.to(out.dtype), k.to(out.dtype), rng_state, sequences, options)
+    return out, softmax_lse, S_dmask, rng_state
+
+
 def packed_forward_eager(
     q: torch.Tensor | None, packed: torch.Tensor, sequences: Sequences | None, options: Options
 ) -> FourTensors:
     """`forward_eager` of a packed qkv (q is None), or of q and a packed kv."""
+    if extension.missing_reason() is not None:
+        return _forward_without_extension(*unpacked(q, packed), sequences, options)
     if needs_dispatcher(packed if q is None else q, packed):
         return forward_op(*unpacked(q, packed), sequences, options)
     if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(packed.device.type):
@@ -365,6 +383,9 @@ def backward_into(
     Returns softmax_d. The op itself allocates, because autograd does not support operators that write to their
     arguments.
     """
+    if extension.missing_reason() is not None:
+        rest = (out, softmax_lse, sequences, options, rng_state)
+        return without_extension.backward_into(gradients, dout, q, k, v, *rest)
     wanted = tuple(x is not None for x in gradients)
     given = [x for x in gradients if x is not None]
     arguments = (dout, q, k, v, out, softmax_lse, None, sequences, options, rng_state, wanted)

@@ -14,7 +14,8 @@ import torch
 
 from . import tracing
 from .autograd import below_autograd, in_forward, needs_dispatcher, needs_grad, record, refuse_forward_mode
-from .backends import TwoTensors, backend_of_op, select_backend
+from .backends import TwoTensors, backend_of_op, extension, select_backend
+from .backends.triton import autograd as without_extension
 from .ops import library, lse_dtype
 from .options import KvCache, Options
 
@@ -39,6 +40,8 @@ def forward_kvcache_eager(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, cache: KvCache, options: Options
 ) -> TwoTensors:
     """The op, without the dispatcher where possible: its Python kernels cost host time."""
+    if extension.missing_reason() is not None:
+        return without_extension.forward_kvcache(q, k_cache, v_cache, cache, options)
     new = [x for x in (cache.k, cache.v) if x is not None]
     if needs_dispatcher(q, k_cache, v_cache, *new):
         return _call_op(q, k_cache, v_cache, cache, options)
