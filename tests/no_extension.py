@@ -15,5 +15,6 @@ class _Refuses(MetaPathFinder):
             raise ModuleNotFoundError(f"No module named '{NAME}'", name=NAME)
 
 
-assert NAME not in sys.modules
-sys.meta_path.insert(0, _Refuses())
+def pytest_configure() -> None:
+    assert NAME not in sys.modules
+    sys.meta_path.insert(0, _Refuses())
