@@ -36,8 +36,9 @@ def forward(
     q, k, v = autocast(q), autocast(k), autocast(v)
     rng_state = draw_in_program(q, k, v) if options.dropout_p > 0 else None
     arguments = (q, k, v, *(sequences or schemas.EQUAL_LENGTHS), *options, rng_state)
-    # An operator in torch.vmap does not show that a tensor requires a gradient; the Function always works.
-    if torch.is_grad_enabled():
+    if torch.compiler.is_compiling():  # the compiler takes no Function that has one tensor twice
+        out, softmax_lse = ATTENTION(*arguments)
+    elif torch.is_grad_enabled():  # whether a tensor requires a gradient or not: torch.vmap may hide it
         out, softmax_lse = FlashAttnFunc.apply(*arguments)
     else:
         out, softmax_lse = ops.FORWARD(*arguments)
@@ -72,7 +73,7 @@ def forward_kvcache(
 
 
 class FlashAttnFunc(torch.autograd.Function):
-    """Attention with its gradient. softmax_lse is an output like any other and has a gradient of its own.
+    """Attention with its gradient in eager code. softmax_lse is an output like any other and has a gradient too.
 
     Inputs: those of the op ``triton_fwd``. It saves q, k, v, out and softmax_lse, and nothing of size seqlen_q x
     seqlen_k. The backward computes only the gradients that are needed.
@@ -88,35 +89,44 @@ class FlashAttnFunc(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        """Save what the backward reads: all tensors through save_for_backward."""
-        is_tensor = [isinstance(x, Tensor) for x in inputs]
-        ctx.others = [None if saved else x for x, saved in zip(inputs, is_tensor, strict=True)]
-        ctx.places = [place for place, saved in enumerate(is_tensor) if saved]
-        ctx.save_for_backward(*output, *(inputs[place] for place in ctx.places))
-        ctx.set_materialize_grads(False)
+        """Save what the backward reads."""
+        _save(ctx, inputs, output)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dsoftmax_lse: Tensor | None) -> tuple[Any, ...]:
         """dout or dsoftmax_lse is None if no gradient reaches that output."""
-        wanted, unused = list(ctx.needs_input_grad[:NUM_TENSORS]), (None,) * (len(ctx.others) - NUM_TENSORS)
-        if ctx.needs_input_grad[ALIBI_SLOPES]:
-            raise NotImplementedError(
-                "flash_attn_mini: alibi_slopes requires a gradient, which is not supported; backends that have it: "
-                "none. Allowed: slopes that require none, for example alibi_slopes.detach()"
-            )
-        if dout is None and dsoftmax_lse is None:
-            return (None,) * len(ctx.others)
-        out, softmax_lse, *saved = ctx.saved_tensors
-        inputs = list(ctx.others)
-        for place, x in zip(ctx.places, saved, strict=True):
-            inputs[place] = x
-        *call, rng_state = inputs
-        qkv, fields = call[:NUM_TENSORS], call[NUM_TENSORS:]
-        if dout is None:
-            dout = torch.zeros_like(out)
-        arguments = (dout, *qkv, out, softmax_lse, dsoftmax_lse, *fields, rng_state, *wanted)
-        dq, dk, dv = FlashAttnBackwardFunc.apply(*arguments)
-        return dq, dk, dv, *unused
+        return _gradients(FlashAttnBackwardFunc.apply, ctx, dout, dsoftmax_lse)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """Save what `_gradients` reads: all tensors through save_for_backward."""
+    is_tensor = [isinstance(x, Tensor) for x in inputs]
+    ctx.others = [None if saved else x for x, saved in zip(inputs, is_tensor, strict=True)]
+    ctx.places = [place for place, saved in enumerate(is_tensor) if saved]
+    ctx.save_for_backward(*output, *(inputs[place] for place in ctx.places))
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(
+    run: Callable[..., tuple[Tensor | None, ...]], ctx: Any, dout: Tensor | None, dsoftmax_lse: Tensor | None
+) -> tuple[Any, ...]:
+    """The gradients of the inputs, from a backward with the inputs of FlashAttnBackwardFunc."""
+    if ctx.needs_input_grad[ALIBI_SLOPES]:
+        raise NotImplementedError(
+            "flash_attn_mini: alibi_slopes requires a gradient, which is not supported; backends that have it: none. "
+            "Allowed: slopes that require none, for example alibi_slopes.detach()"
+        )
+    if dout is None and dsoftmax_lse is None:
+        return (None,) * len(ctx.others)
+    out, softmax_lse, *saved = ctx.saved_tensors
+    inputs = list(ctx.others)
+    for place, x in zip(ctx.places, saved, strict=True):
+        inputs[place] = x
+    if dout is None:
+        dout = torch.zeros_like(out)
+    qkv, rest = inputs[:NUM_TENSORS], inputs[NUM_TENSORS:]
+    dq, dk, dv = run(dout, *qkv, out, softmax_lse, dsoftmax_lse, *rest, *ctx.needs_input_grad[:NUM_TENSORS])
+    return dq, dk, dv, *(None for _ in rest)
 
 
 class FlashAttnBackwardFunc(torch.autograd.Function):
@@ -175,6 +185,17 @@ def _no_backward(dout: Tensor, size: Sequence[int]) -> Tensor:
 def _no_backward_fake(dout: Tensor, size: Sequence[int]) -> Tensor:
     return dout.new_empty(size)
 
+
+def _compiled_backward(ctx: Any, dout: Tensor | None, dsoftmax_lse: Tensor | None) -> tuple[Any, ...]:
+    return _gradients(FlashAttnBackwardFunc.forward, ctx, dout, dsoftmax_lse)
+
+
+# `triton_fwd` with its gradient in compiled code.
+ops.define_forward("triton_attention")
+torch.library.register_autograd(
+    "flash_attn_mini::triton_attention", _compiled_backward, setup_context=_save, lib=ops.library
+)
+ATTENTION = torch.ops.flash_attn_mini.triton_attention.default
 
 # A compiled program may contain it: it raises when it runs, not when it is traced.
 ops.library.define("triton_no_backward(Tensor dout, SymInt[] size) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))

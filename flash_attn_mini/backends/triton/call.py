@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ...options import Options, Sequences
+from .recording import Recorder
 
 LOG2_E = math.log2(math.e)
 UNBOUNDED = 2**31 - 1  # one side of a window, to a kernel
@@ -34,6 +35,7 @@ class Call:
     rng_state: torch.Tensor | None  # int64 [2], with dropout: seed and offset
 
     def __post_init__(self) -> None:
+        self.recorder: Recorder | None = None  # of the launches that follow
         seqlen_q, seqlen_k = self.longest(self.q, self.k)
         left, right = self.options.window_size_left, self.options.window_size_right
         if self.options.causal:
@@ -49,6 +51,12 @@ class Call:
                 UNBOUNDED if left < 0 else min(left, UNBOUNDED),
                 UNBOUNDED if right < 0 else min(right, UNBOUNDED),
             )
+
+    @property
+    def inputs(self) -> list[torch.Tensor]:
+        """The tensors of the arguments: q, k, v, sequences, options, rng_state."""
+        arguments = (self.q, self.k, self.v, *(self.sequences or ()), *self.options, self.rng_state)
+        return [x for x in arguments if isinstance(x, torch.Tensor)]
 
     @property
     def has_no_sequence(self) -> bool:

@@ -20,11 +20,9 @@ from . import checks, unavailable_reason
 
 library = torch.library.Library("flash_attn_mini", "FRAGMENT")
 _tags = (torch.Tag.pt2_compliant_tag,)
-library.define(f"triton_fwd{schemas.FORWARD}{schemas.OUT_AND_LSE}", tags=_tags)
 library.define(f"triton_bwd{schemas.BACKWARD}{schemas.GRADIENTS}", tags=_tags)
 library.define(f"triton_fwd_kvcache{schemas.KVCACHE_FORWARD}{schemas.OUT_AND_LSE}", tags=_tags)
 
-FORWARD = torch.ops.flash_attn_mini.triton_fwd.default
 BACKWARD = torch.ops.flash_attn_mini.triton_bwd.default
 KVCACHE_FORWARD = torch.ops.flash_attn_mini.triton_fwd_kvcache.default
 
@@ -56,7 +54,6 @@ def _kvcache_forward(q: Tensor, k_cache: Tensor, v_cache: Tensor, *arguments: An
 
 
 for _dispatch_key in ("CPU", "CUDA"):
-    library.impl("triton_fwd", _forward, _dispatch_key)
     library.impl("triton_bwd", _backward, _dispatch_key)
     library.impl("triton_fwd_kvcache", _kvcache_forward, _dispatch_key)
 
@@ -216,7 +213,18 @@ def _refuse_vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
 
 
 _register_fake: Callable[..., Any] = torch.library.register_fake
-_register_fake("flash_attn_mini::triton_fwd", _forward_fake, lib=library)
 _register_fake("flash_attn_mini::triton_bwd", _backward_fake, lib=library)
 _register_fake("flash_attn_mini::triton_fwd_kvcache", _forward_fake, lib=library)
 torch.library.register_vmap("flash_attn_mini::triton_fwd_kvcache", _refuse_vmap, lib=library)
+
+
+def define_forward(name: str) -> None:
+    """Define an op that is the forward."""
+    library.define(f"{name}{schemas.FORWARD}{schemas.OUT_AND_LSE}", tags=_tags)
+    for dispatch_key in ("CPU", "CUDA"):
+        library.impl(name, _forward, dispatch_key)
+    _register_fake(f"flash_attn_mini::{name}", _forward_fake, lib=library)
+
+
+define_forward("triton_fwd")
+FORWARD = torch.ops.flash_attn_mini.triton_fwd.default
