@@ -63,9 +63,18 @@ def register(name: str = ATTENTION_NAME) -> str:
     step waits for the GPU and a compiled model is compiled once. With a static cache on a GPU, padding elsewhere than
     on the left ends in a device-side assertion. Other caches and the CPU allow it: the keys are then packed.
 
+    `torch.compile(model, fullgraph=True)` works without a cache, also for training and for padded or packed batches. A
+    padded batch is then sorted, not packed: nothing waits for the GPU. A model without a padding mask may hold packed
+    rows, so each forward waits once. What only the values of a mask show to be unsupported (padding with holes under a
+    sliding window, before PyTorch 2.14 also unknown patterns) raises NotImplementedError when the program runs, on a
+    GPU a device-side assertion.
+
     The model's forward raises NotImplementedError for attention sinks, position biases, masks of any other pattern, and
     `output_attentions=True`. Before transformers 5, some models (GPT-2) do not pass `output_attentions` on: they return
     None for each layer instead.
+
+    Some models compute attention in code of their own and take no attention implementation. Bloom's forward raises
+    NotImplementedError. For Falcon transformers raises KeyError when the model is made.
 
     Args:
         name: The name to register. It may not contain "flash": transformers reserves such names for its own kernels.
@@ -130,7 +139,9 @@ def attention(
         key: ``[batch, nheads_k, seqlen_k, headdim]``.
         value: ``[batch, nheads_k, seqlen_k, headdim_v]``, headdim_v at most headdim.
         attention_mask: The result of `attention_mask`, a padding mask ``[batch, seqlen_k]``, a causal or full mask
-            ``[batch, 1, seqlen_q, seqlen_k]``, or None.
+            ``[batch, 1, seqlen_q, seqlen_k]``, or None. A bool mask is true where a key counts. A floating mask is
+            added to the scores: it holds 0, and -inf or the smallest number of its dtype. A padding mask may also hold
+            the integers 0 and 1, 1 for the tokens that count.
         dropout: The probability of dropping an attention probability.
         scaling: The factor on the scores; default ``1 / sqrt(headdim)``.
         sliding_window: The number of keys that a query sees, its own included, to each side (causal: to the left).
@@ -147,6 +158,7 @@ def attention(
 
     Raises:
         NotImplementedError: For masks and features that the kernels lack.
+        ValueError: For a padding mask of another batch size, or a mask of other integers.
     """
     if kwargs.get("output_attentions") or _records_attentions():
         raise _lacking("output_attentions=True; the probabilities are never stored")
@@ -224,7 +236,7 @@ def attention_mask(
         q_offset: The position of the first query.
         kv_offset: The position of the first key.
         mask_function: transformers' function of (batch, head, query, key); default causal.
-        attention_mask: The padding mask ``[batch, n]``, or an earlier result of this function.
+        attention_mask: The padding mask ``[batch, n]`` as in `attention`, or an earlier result of this function.
         cache_position: The positions of the queries; before transformers 5 in place of q_length and q_offset.
         kwargs: Other arguments of transformers.
 
