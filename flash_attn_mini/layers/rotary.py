@@ -76,6 +76,9 @@ def apply_rotary_emb(
     return _write_back(rotated, x) if inplace else rotated
 
 
+apply_rotary_emb_func = apply_rotary_emb  # an older name
+
+
 def apply_rotary_emb_qkv_(
     qkv: Tensor,
     cos: Tensor,
