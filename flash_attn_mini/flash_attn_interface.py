@@ -116,7 +116,7 @@ def flash_attn_func(
         >>> flash_attn_func(q, k, v, causal=True).shape
         torch.Size([2, 128, 8, 64])
     """
-    # The usual types enter the extension at once, which checks all values. Whatever it does not take is converted below.
+    # The usual types enter the extension at once, which checks all values. What it does not take is converted below.
     if (
         type(dropout_p) is type(softcap) is float
         and (softmax_scale is None or type(softmax_scale) is float)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 
 from . import ops
+from .backends.extension import Gradients
 from .options import Options, Sequences
 
 
 @torch.no_grad()
 def backward_into(
-    gradients: ops.Gradients,
+    gradients: Gradients,
     dout: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,

@@ -19,12 +19,12 @@ from .backends import extension
 from .backends.extension import Gradients
 from .backends.triton import ops as triton_ops
 from .options import ROWS_MULTIPLE, KvCache, Options, Sequences
-from .schemas import EQUAL_LENGTHS
 from .rng_state import draw_in_program
+from .schemas import EQUAL_LENGTHS
 
 TwoTensors = tuple[torch.Tensor, torch.Tensor]
 ForwardResults = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # out, softmax_lse, rng_state
-BackwardResults = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor]
+BackwardResults = tuple[Any, Any, Any, torch.Tensor]  # dq, dk and dv, None where not wanted; softmax_d
 
 PACKED_DIM = -3  # of q, k, v in qkv [..., 3, nheads, headdim], and of k, v in kv [..., 2, nheads_k, headdim]
 _NO_GRADIENTS: Gradients = (None, None, None)
@@ -32,7 +32,8 @@ _NO_GRADIENTS: Gradients = (None, None, None)
 
 def is_traced(*tensors: torch.Tensor | None) -> bool:
     """Whether a call has to enter the op through ``torch.ops``, where tracers and ``__torch_function__`` see it."""
-    return torch.compiler.is_compiling() or torch.jit.is_tracing() or has_torch_function(tensors)
+    is_tracing: bool = torch.jit.is_tracing()  # type: ignore[attr-defined]
+    return torch.compiler.is_compiling() or is_tracing or has_torch_function(tensors)
 
 
 # ---- calls ----------------------------------------------------------------------------------------------------------
@@ -61,10 +62,26 @@ def packed_forward(
 
         return autograd.packed_forward(q, packed, sequences, options)
     if is_traced(q, packed):
-        function, rng_state = torch.ops.flash_attn_mini.packed_fwd, _traced_rng_state(options, *(x for x in (q, packed) if x is not None))
+        inputs = (packed,) if q is None else (q, packed)
+        function, rng_state = torch.ops.flash_attn_mini.packed_fwd, _traced_rng_state(options, *inputs)
     else:
         function, rng_state = extension.MODULE.packed_fwd, None
     return function(q, packed, *(sequences or EQUAL_LENGTHS), *options, rng_state)  # type: ignore[no-any-return]
+
+
+def forward_without_graph(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sequences: Sequences | None,
+    options: Options,
+    rng_state: torch.Tensor | None,
+) -> TwoTensors:
+    """out and softmax_lse without a gradient, with the rng_state that the caller has drawn."""
+    operator = triton_ops.FORWARD if extension.MODULE is None else torch.ops.flash_attn_mini.fwd
+    with torch.no_grad():
+        out, softmax_lse, *_ = operator(q, k, v, *(sequences or EQUAL_LENGTHS), *options, rng_state)
+    return out, softmax_lse
 
 
 def backward(
@@ -126,13 +143,12 @@ def lse_dtype(q: torch.Tensor) -> torch.dtype:
 
 def _check_devices(names: Sequence[str], arguments: Sequence[Any]) -> None:
     """Raise ValueError unless all tensors are on one device: PyTorch calls a fake for any tensor on "meta"."""
-    tensors = [(name, x) for name, x in zip(names, arguments, strict=False) if isinstance(x, torch.Tensor)]
-    first, like = tensors[0]
-    for name, x in tensors:
-        if x.device != like.device:
-            raise ValueError(
-                f"flash_attn_mini: {name} is on {x.device}; allowed: the device of {first}, {like.device}"
-            )
+    tensors = {name: x for name, x in zip(names, arguments, strict=False) if isinstance(x, torch.Tensor)}
+    first = "q" if "q" in tensors else "packed"
+    device = tensors[first].device
+    for name, x in tensors.items():
+        if x.device != device:
+            raise ValueError(f"{name} is on {x.device}; allowed: the device of {first}, {device}")
 
 
 _QKV = ("q", "k", "v")

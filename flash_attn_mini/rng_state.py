@@ -22,7 +22,7 @@ def draw_rng_state(q: Tensor) -> Tensor:
 
 def draw_in_program(*inputs: Tensor) -> Tensor:
     """`draw_rng_state` as an op, which traced programs and torch.vmap see. inputs: q, k and v."""
-    rng_state: Tensor = _DRAW(list(inputs), _call_number())
+    rng_state: Tensor = _DRAW(inputs[0], list(inputs[1:]), _call_number())
     return rng_state
 
 
@@ -32,29 +32,29 @@ def _call_number() -> int:
     return next(_calls)
 
 
-def _draw(inputs: list[Tensor], call: int) -> Tensor:
-    return draw_rng_state(inputs[0])
+def _draw(q: Tensor, others: list[Tensor], call: int) -> Tensor:
+    return draw_rng_state(q)
 
 
-def _draw_fake(inputs: list[Tensor], call: int) -> Tensor:
-    return inputs[0].new_empty((2,), dtype=torch.int64)
+def _draw_fake(q: Tensor, others: list[Tensor], call: int) -> Tensor:
+    return q.new_empty((2,), dtype=torch.int64)
 
 
-def _draw_in_vmap(info: Any, in_dims: Any, inputs: list[Tensor], call: int) -> tuple[Tensor, int | None]:
+def _draw_in_vmap(info: Any, in_dims: Any, q: Tensor, others: list[Tensor], call: int) -> tuple[Tensor, int | None]:
     if info.randomness == "error":
         raise RuntimeError(
             "flash_attn_mini: attention with dropout is called in torch.vmap with randomness='error', its default; "
             "allowed: torch.vmap(..., randomness='different') or 'same', or dropout_p=0"
         )
     if info.randomness == "same":
-        return _DRAW(inputs, call), None
-    return torch.stack([_DRAW(inputs, _call_number()) for _ in range(info.batch_size)]), 0
+        return _DRAW(q, others, call), None
+    return torch.stack([_DRAW(q, others, _call_number()) for _ in range(info.batch_size)]), 0
 
 
 _library = torch.library.Library("flash_attn_mini", "FRAGMENT")
 # Recomputation has to draw the same state again.
 _library.define(
-    "draw_rng_state(Tensor[] inputs, int call) -> Tensor",
+    "draw_rng_state(Tensor q, Tensor[] others, int call) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.nondeterministic_seeded),
 )
 _library.impl("draw_rng_state", _draw, "CPU")

@@ -306,7 +306,7 @@ struct FlashAttnKvCacheBackward : Node {
 
 TwoTensors forward_kvcache(c10::DispatchKeySet keys, const KvCache::Call<SymInt> &call) {
     for (const auto &[name, cache] : {std::pair{"k_cache", call.k_cache}, std::pair{"v_cache", call.v_cache}}) {
-        FLASH_CHECK_VALUE(!cache.requires_grad(), "flash_attn_mini: ", name,
+        FLASH_CHECK_VALUE(!cache.requires_grad(), name,
                           " requires a gradient; allowed: a KV cache that requires none, for example ", name,
                           ".detach()");
     }

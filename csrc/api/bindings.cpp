@@ -14,6 +14,7 @@
 
 #include "api/ops.h"
 #include "built.h"
+#include "checks.h"
 #include "flash_api.h"
 #include "message.h"
 #include "minimal_api.h"
@@ -45,11 +46,11 @@ double scale_of(const std::optional<double> &softmax_scale, const Tensor &q) {
 }
 
 // TypeError for tensors that the dispatcher would send elsewhere; the Python functions then name the argument.
-void check_strided(const Tensor &q, const Tensor &k, const Tensor &v) {
-    for (const Tensor *x : {&q, &k, &v}) {
+void check_strided(const Tensor &q, const Tensor &k, const Tensor &v, const Optional &alibi_slopes) {
+    for (const Tensor *x : {&q, &k, &v, alibi_slopes.has_value() ? &*alibi_slopes : &q}) {
         FLASH_CHECK_TYPE(x->layout() == at::kStrided && !x->is_nested() && x->device() == q.device(),
-                         "q, k and v are ", q.device(), ", ", k.device(), ", ", v.device(),
-                         " tensors of some layout; allowed: strided tensors on one device");
+                         "q, k, v and alibi_slopes are not all strided tensors on the device of q, ", q.device(),
+                         "; allowed: torch.strided, and one device");
     }
 }
 
@@ -74,7 +75,7 @@ private:
 std::vector<Tensor> forward(const Tensor &q, const Tensor &k, const Tensor &v, const Optional &out,
                             const Sequences &sequences, const Options &options, bool return_softmax, bool zero_tensors,
                             Generator generator) {
-    check_strided(q, k, v);
+    check_strided(q, k, v, options.alibi_slopes);
     const bool is_dropping = options.dropout_p > 0.0;
     std::vector<Tensor> results(4);  // out, softmax_lse, S_dmask, rng_state
     {
@@ -183,7 +184,7 @@ std::vector<Tensor> fwd_kvcache(const Tensor &q, const Tensor &k_cache, const Te
     const Options options{/*dropout_p=*/0.0, scale_of(softmax_scale, q), is_causal,       window_size_left,
                           window_size_right, softcap,                    alibi_slopes,    /*deterministic=*/false,
                           view_of(backend)};
-    check_strided(q, k_cache, v_cache);
+    check_strided(q, k_cache, v_cache, alibi_slopes);
     const LongCallWithoutGil guard(q, k_cache);
     Tensor result, softmax_lse;
     if (out.has_value()) {
@@ -205,6 +206,18 @@ struct Entry<Op, std::tuple<const Fields &...>> {
         const typename Op::template Call<int64_t> call{fields...};
         const LongCallWithoutGil guard(call.inputs.packed, call.inputs.packed);
         return ops::call<Op, int64_t>(call);
+    }
+};
+
+// The checks of the op fwd for the backend that the options name, and nothing more.
+template <typename Tie = ops::Tie<ops::Fwd, int64_t>>
+struct CheckEntry;
+template <typename... Fields>
+struct CheckEntry<std::tuple<const Fields &...>> {
+    static void run(ops::Passed<Fields>... fields) {
+        const ops::Fwd::Call<int64_t> call{fields...};
+        const auto &[q, k, v] = call.inputs;
+        check_fwd({q, k, v, std::nullopt, call.sequences, call.options}, std::string(*call.options.backend));
     }
 };
 
@@ -274,6 +287,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
                arg("backend") = py::none());
     module.def("packed_fwd", torch::wrap_pybind_function(flash::Entry<flash::ops::PackedFwd>::run),
                "The op packed_fwd: returns out, softmax_lse and rng_state");
+    module.def("check_fwd", torch::wrap_pybind_function(flash::CheckEntry<>::run),
+               "The checks of the op fwd for the backend that its options name");
     module.def(
         "reserve_sms", [](int count) { return std::exchange(flash::reserved_sms(), count); }, arg("count"),
         "Leaves SMs to kernels of other streams in the Hopper forwards of this thread; returns their number before");

@@ -36,7 +36,8 @@ class Backend:
 
 
 BACKENDS: dict[str, Backend] = {
-    name: Backend(name, module.unavailable_reason) for name, module in (("cuda", cuda), ("triton", triton), ("cpu", cpu))
+    name: Backend(name, module.unavailable_reason)
+    for name, module in (("cuda", cuda), ("triton", triton), ("cpu", cpu))
 }
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..options import KvCache, Options, Sequences
+from ..schemas import EQUAL_LENGTHS
 
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
@@ -67,7 +68,8 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """``_C.fwd``, or ``_C.varlen_fwd`` with sequences: out, softmax_lse and, with dropout, rng_state."""
     out = seqused_k = leftpad_k = generator = None
-    end = (return_softmax := False, generator, options.deterministic, options.backend)
+    return_softmax = False
+    end = (return_softmax, generator, options.deterministic, options.backend)
     if sequences is None:
         results = load().fwd(q, k, v, out, options.alibi_slopes, *_scalars(options), *end)
     else:
@@ -79,6 +81,13 @@ def forward(
             q, k, v, out, *lengths, options.alibi_slopes, *longest, *_scalars(options, zero_tensors), *end
         )
     return results[0], results[1], results[3]
+
+
+def check_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences | None, options: Options
+) -> None:
+    """Make the checks of a forward on the backend that the options name, and nothing more."""
+    load().check_fwd(q, k, v, *(sequences or EQUAL_LENGTHS), *options, None)
 
 
 def backward(

@@ -12,6 +12,7 @@ import torch
 from .. import tracing
 from ..argument_checks import WindowSize, as_flag, checked_options, wrong_type
 from ..backends import extension, select_backend
+from ..backends.triton import checks as triton_checks
 from ..options import Sequences
 from ..transforms import autocast
 from . import all_gather, blocks, checks, ring, transport, ulysses
@@ -246,9 +247,9 @@ def _checked(
                 f"flash_attn_mini: {tensor_name} is a {type(x).__name__}; allowed: a plain torch.Tensor with the local "
                 "rows (of a DTensor: to_local())"
             )
-    *of_options, return_attn_probs = arguments
-    options = checked_options(q, k, v, 0.0, *of_options, backend)
-    as_flag("return_attn_probs", return_attn_probs)
+    named = arguments._asdict()
+    as_flag("return_attn_probs", named.pop("return_attn_probs"))
+    options = checked_options(q, k, v, 0.0, **named, backend=backend)
     options = options._replace(backend=select_backend(q.device, options.backend).name)
     slopes = options.alibi_slopes
     if is_packed:
@@ -274,7 +275,8 @@ def _checked(
             )
     sequences = _local_sequence(shards, q.device) if is_packed else None
     assert options.backend is not None
-    extension.check_forward(q, k, v, sequences, options._replace(alibi_slopes=slopes), options.backend)
+    check = triton_checks.check_forward if extension.MODULE is None else extension.check_forward
+    check(q, k, v, sequences, options._replace(alibi_slopes=slopes))
     if strategy == ulysses.NAME and not ulysses.divides(shards.size, q.shape[-2], k.shape[-2]):
         raise ValueError(
             f"flash_attn_mini: strategy is 'ulysses', for {q.shape[-2]} heads of q and {k.shape[-2]} of k; allowed: "

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from .. import ops
+from ..backends.extension import Gradients
 from ..options import Options
 from .blocks import FAR, Call, Mask
 from .merge import Total, narrowed
@@ -197,7 +198,7 @@ def _unstacked_statistic(attention: Attention, call: Call, x: torch.Tensor) -> t
 
 def _as_outputs(
     attention: Attention, call: Call, wanted: Sequence[bool], dk_and_dv: Sequence[torch.Tensor]
-) -> ops.Gradients:
+) -> Gradients:
     """What receives dk and dv: views of ``[batch, rows, heads, headdim]`` in the layout of the call's tensors.
 
     ``dk_and_dv``: those that are wanted, or nothing if the call makes new ones.

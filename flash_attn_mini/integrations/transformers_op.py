@@ -13,34 +13,34 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flash_attn_mini.autograd import below_autograd, in_forward, needs_grad, record, refuse_forward_mode
-from flash_attn_mini.backends import backend_of_op, name_of_traced, traced_backend
-from flash_attn_mini.ops import library, lse_dtype, run_backward, run_forward
+from flash_attn_mini import ops
+from flash_attn_mini.allocation import empty_contiguous_last
+from flash_attn_mini.backends import backend_argument
 from flash_attn_mini.options import Options, Sequences
+from flash_attn_mini.rng_state import draw_in_program
+from flash_attn_mini.transforms import autocast
 
 _LENGTHS = "Tensor cu_seqlens, Tensor sizes"
 _OPTIONS = (
     "float dropout_p, float softmax_scale, SymInt window_size_left, SymInt window_size_right, float softcap,"
-    " str? backend"
+    " str? backend, Tensor? rng_state"
 )
 _tags = (torch.Tag.pt2_compliant_tag,)
+library = torch.library.Library("flash_attn_mini", "FRAGMENT")
 library.define("_check_mask(Tensor x, Tensor holds, str message) -> Tensor", tags=_tags)
 library.define("_sequences_of_rows(Tensor begins) -> (Tensor cu_seqlens, Tensor sizes)", tags=_tags)
 library.define(
-    f"_attend_to_sequences(Tensor q, Tensor k, Tensor v, {_LENGTHS}, {_OPTIONS})"
-    " -> (Tensor out, Tensor softmax_lse, Tensor rng_state)",
-    tags=(*_tags, torch.Tag.nondeterministic_seeded),
+    f"_attend_to_sequences(Tensor q, Tensor k, Tensor v, {_LENGTHS}, {_OPTIONS}) -> (Tensor out, Tensor softmax_lse)",
+    tags=_tags,
 )
 library.define(
     "_attend_to_sequences_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse,"
-    f" Tensor rng_state, {_LENGTHS}, {_OPTIONS}) -> (Tensor dq, Tensor dk, Tensor dv)",
+    f" {_LENGTHS}, {_OPTIONS}) -> (Tensor dq, Tensor dk, Tensor dv)",
     tags=_tags,
 )
 _ops = torch.ops.flash_attn_mini
 FORWARD = _ops._attend_to_sequences.default
 BACKWARD = _ops._attend_to_sequences_backward.default
-
-Three = tuple[Tensor, Tensor, Tensor]
 
 
 def checked(x: Tensor, holds: Tensor, message: str) -> Tensor:
@@ -76,38 +76,28 @@ def attend_to_sequences(
     softcap: float,
 ) -> Tensor:
     """`flash_attn_varlen_func` for the result of `sequences_of`. A right window of 0 is a causal mask."""
-    if torch.is_autocast_enabled(q.device.type) and q.dtype != torch.float64:
-        q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
+    q, k, v = autocast(q), autocast(k), autocast(v)
     if softmax_scale is None:
         softmax_scale = q.shape[-1] ** -0.5
-    return FORWARD(q, k, v, *lengths, dropout_p, softmax_scale, *window_size, softcap, None)[0]  # type: ignore[no-any-return]
+    rng_state = draw_in_program(q, k, v) if dropout_p > 0 else None
+    options = (dropout_p, softmax_scale, *window_size, softcap, backend_argument(q.device, None), rng_state)
+    return FORWARD(q, k, v, *lengths, *options)[0]  # type: ignore[no-any-return]
 
 
-class _AttendToSequences(torch.autograd.Function):
-    """The forward op with its gradient. Inputs: the arguments of the op."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, sizes: Tensor, *options: Any) -> Three:
-        """Run the op and save what the backward reads."""
-        *numbers, backend = options
-        backend = traced_backend(q.device, backend)
-        out, softmax_lse, rng_state = in_forward(FORWARD, q, k, v, cu_seqlens, sizes, *numbers, backend)
-        ctx.save_for_backward(q, k, v, out, softmax_lse, rng_state, cu_seqlens, sizes)
-        ctx.options = (*numbers, name_of_traced(backend))
-        ctx.mark_non_differentiable(softmax_lse, rng_state)
-        return out, softmax_lse, rng_state
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor, *unused: Any) -> Any:
-        """The gradients of q, k and v."""
-        return (*BACKWARD(dout, *ctx.saved_tensors, *ctx.options), *(None,) * (2 + len(ctx.options)))
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, dropout_p, softmax_scale, left, right, softcap, backend, rng_state = inputs
+    q, k, v, cu_seqlens, sizes = tensors
+    ctx.save_for_backward(q, k, v, *output, cu_seqlens, sizes, rng_state)
+    ctx.options = (dropout_p, softmax_scale, left, right, softcap, backend)
+    ctx.set_materialize_grads(False)
 
 
-def _autograd(*arguments: Any) -> Any:
-    refuse_forward_mode(arguments)
-    if not needs_grad(arguments[:3]):
-        return below_autograd(FORWARD, *arguments)
-    return record(_AttendToSequences, *arguments)
+def _gradients(ctx: Any, dout: Tensor | None, dsoftmax_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    *tensors, rng_state = ctx.saved_tensors
+    nothing = (None,) * (3 + len(ctx.options))
+    if dout is None:
+        return (None, None, None, *nothing)
+    return (*BACKWARD(dout, *tensors, *ctx.options, rng_state), *nothing)
 
 
 # ---- the ops themselves ---------------------------------------------------------------------------------------------
@@ -128,19 +118,19 @@ def _sequences_of_rows(begins: Tensor) -> tuple[Tensor, Tensor]:
     return cu_seqlens, torch.tensor([number, int(cu_seqlens.diff().max()) if number else 0])
 
 
-def _used(cu_seqlens: Tensor, sizes: Tensor, options: tuple[Any, ...]) -> tuple[Sequences, Options]:
+def _used(cu_seqlens: Tensor, sizes: Tensor, options: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The fields of Sequences and Options, and rng_state."""
     number, longest = sizes.tolist()
     used = cu_seqlens[: number + 1]
-    dropout_p, softmax_scale, left, right, softcap, backend = options
-    arguments = Options(
-        dropout_p, softmax_scale, right == 0, left, right, softcap, None, backend=backend_of_op(backend)
-    )
-    return Sequences(used, used, longest, longest), arguments
+    dropout_p, softmax_scale, left, right, softcap, backend, rng_state = options
+    arguments = Options(dropout_p, softmax_scale, right == 0, left, right, softcap, None, backend=backend)
+    return Sequences(used, used, longest, longest), arguments, rng_state
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, sizes: Tensor, *options: Any) -> Three:
-    out, softmax_lse, _, rng_state = run_forward(q, k, v, *_used(cu_seqlens, sizes, options))
-    return out, softmax_lse, rng_state
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, sizes: Tensor, *options: Any
+) -> tuple[Tensor, Tensor]:
+    return ops.forward_without_graph(q, k, v, *_used(cu_seqlens, sizes, options))
 
 
 def _backward(
@@ -150,15 +140,11 @@ def _backward(
     v: Tensor,
     out: Tensor,
     softmax_lse: Tensor,
-    rng_state: Tensor,
     cu_seqlens: Tensor,
     sizes: Tensor,
     *options: Any,
-) -> Three:
-    sequences, arguments = _used(cu_seqlens, sizes, options)
-    drawn = rng_state if arguments.dropout_p > 0 else None
-    dq, dk, dv, _ = run_backward(dout, q, k, v, out, softmax_lse, None, sequences, arguments, drawn)
-    return dq, dk, dv
+) -> tuple[Tensor | None, ...]:
+    return ops.backward(dout, q, k, v, out, softmax_lse, None, *_used(cu_seqlens, sizes, options))[:3]
 
 
 # ---- shapes for tracing ---------------------------------------------------------------------------------------------
@@ -173,15 +159,13 @@ def _sequences_of_rows_fake(begins: Tensor) -> tuple[Tensor, Tensor]:
     return cu_seqlens, torch.empty(2, dtype=torch.int64, device="cpu")
 
 
-def _forward_fake(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, sizes: Tensor, *options: Any) -> Three:
+def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     total, nheads, _ = q.shape
-    drawn = 2 if options[0] > 0 else 0
-    lse = q.new_empty((nheads, total), dtype=lse_dtype(q))
-    return torch.empty_like(q), lse, q.new_empty(drawn, dtype=torch.int64)
+    return empty_contiguous_last(q), q.new_empty((nheads, total), dtype=ops.lse_dtype(q))
 
 
-def _backward_fake(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Three:
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+def _backward_fake(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    return empty_contiguous_last(q), empty_contiguous_last(k), empty_contiguous_last(v)
 
 
 for _name, _run, _fake in (
@@ -193,4 +177,4 @@ for _name, _run, _fake in (
     for _dispatch_key in ("CPU", "CUDA"):
         library.impl(_name, _run, _dispatch_key)
     torch.library.register_fake(f"flash_attn_mini::{_name}", _fake, lib=library)
-library.impl("_attend_to_sequences", _autograd, "Autograd")
+torch.library.register_autograd("flash_attn_mini::_attend_to_sequences", _gradients, setup_context=_save, lib=library)

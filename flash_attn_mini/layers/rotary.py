@@ -374,7 +374,8 @@ class RotaryEmbedding(nn.Module):
         """
         inv_freq = self.inv_freq
         return not (
-            needs_dispatcher(qkv, inv_freq)
+            is_traced(qkv, inv_freq)
+            or not is_plain(qkv, inv_freq)
             or inv_freq.requires_grad
             or inv_freq.is_inference()
             or (qkv.is_cuda and torch.cuda.is_current_stream_capturing())

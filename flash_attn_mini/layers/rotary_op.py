@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..argument_checks import as_length, check_tensor, wrong_type
+from ..ops import is_traced
 
 library = torch.library.Library("flash_attn_mini", "FRAGMENT")
 library.define(
@@ -28,7 +29,7 @@ _operator = torch.ops.flash_attn_mini._apply_rotary.default
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, *arguments: Any) -> Tensor:
     """The op with its derivatives; the arguments are those of its schema."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+    if is_traced(x, cos, sin):
         rotated: Tensor = _operator(x, cos, sin, *arguments)
     else:
         rotated = _Rotation.apply(x, cos, sin, *arguments)

@@ -175,6 +175,7 @@ class _NoBackwardFunc(torch.autograd.Function):
 
 # ---- ops that only these functions need -----------------------------------------------------------------------------
 
+
 def _no_backward(dout: Tensor, size: Sequence[int]) -> Tensor:
     raise NotImplementedError(
         "flash_attn_mini: no backend implements the backward of flash_attn_with_kvcache; backends that have it: none. "
