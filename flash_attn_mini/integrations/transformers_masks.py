@@ -173,9 +173,12 @@ def seen_of(mask_function: Callable[..., Any]) -> Seen | None:
 
 
 def _maker(function: Callable[..., Any]) -> str | None:
-    """The name of the function of transformers that made `function`; None for a function of others."""
+    """The name of the function of transformers that made `function`; None for one that none made."""
     from transformers import masking_utils
 
+    # PyTorch cannot trace the name of a function of a module.
+    if function in (masking_utils.causal_mask_function, getattr(masking_utils, "bidirectional_mask_function", None)):
+        return None
     if getattr(function, "__module__", None) != masking_utils.__name__:
         return None
     return function.__qualname__.partition(".")[0]
