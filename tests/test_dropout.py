@@ -272,6 +272,37 @@ def test_a_probability_that_rounds_to_0_drops_nothing(headdim: int, backend: str
         torch.testing.assert_close(given, expected, rtol=0.01, atol=0.01)
 
 
+@pytest.mark.parametrize("in_k", [False, True], ids=["q", "k"])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("headdim", [32, 64, 96, 128, 192, 256])
+def test_dropout_hides_no_nan(
+    headdim: int, causal: bool, in_k: bool, backend: str, device: str, dtype: torch.dtype, draw: torch.Generator
+) -> None:
+    """A NaN of q or k reaches dq, dk and dv wherever a probability that it spoils is kept."""
+    q, k, v, dout = torch.randn(4, 2, 150, 2, headdim, generator=draw).to(device, dtype)
+    place = tuple(int(torch.randint(size, (), generator=draw)) for size in q.shape)
+    (k if in_k else q)[place] = math.nan
+    batch, row, head, _ = place
+    options = (0.4, headdim**-0.5, causal, -1, 0 if causal else -1, 0.0, None)
+    visible = visible_keys(150, 150, causal=causal, device=device)
+    spoiled = visible[:, row] if in_k else torch.arange(150, device=device) == row  # queries
+    with use_backend(backend):
+        out, lse, _, rng_state = _flash_attn_forward(q, k, v, *options, False)
+        kept = dropout_mask(rng_state, 0.4, 2, 2, 150, 150, device=device)[batch, head]
+        assert torch.equal(lse[batch, head].isnan(), spoiled)
+        for deterministic in (False, True):
+            dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+            _flash_attn_backward(dout, q, k, v, out, lse, dq, dk, dv, *options, deterministic, rng_state)
+            assert dq[batch, spoiled, head].isnan().all()
+            reached = (kept & visible)[spoiled].any(0)  # keys
+            assert reached.any()
+            for name, gradient in (("dk", dk), ("dv", dv)):
+                hidden = (~gradient[batch, reached, head].isnan()).sum()
+                assert not hidden, f"{name} hides NaN in {int(hidden)} elements, deterministic={deterministic}"
+            others = [x[1 - batch] for x in (out, dq, dk, dv)]
+            assert all(x.isfinite().all() for x in others)
+
+
 def test_official_backward_needs_the_rng_state(backend: str, device: str) -> None:
     q, k, v = qkv(device, requires_grad=False)
     options = (0.3, 0.25, False, -1, -1, 0.0, None)

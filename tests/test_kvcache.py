@@ -5,6 +5,7 @@ FLASH_ATTN_MINI_RANDOM_CASES sets the number of random cases per backend.
 
 from __future__ import annotations
 
+import math
 import random
 from functools import partial
 
@@ -224,6 +225,39 @@ def test_one_call_is_append_then_attend(backend: str, device: str, dtype: torch.
     other.new = (None, None)
     assert_equal(got, run(other, backend, num_splits=1, cache_seqlens=totals), "the call that reads")
     assert torch.equal(bits(call.v_cache), bits(other.v_cache))
+
+
+@pytest.mark.parametrize("splits", [{}, {"num_splits": 1}, {"num_splits": 3}, {"split_keys": 64}], ids=str)
+@pytest.mark.parametrize(("seqlen_q", "length"), [(1, 1), (1, 500), (3, 200), (40, 200)])
+def test_no_nan_is_hidden(
+    seqlen_q: int, length: int, splits: dict[str, int], backend: str, device: str, seed: int
+) -> None:
+    """A NaN of q or k reaches its rows, even where a part of the keys has no score but NaN, and no other row."""
+    draw = torch.Generator().manual_seed(seed)
+    dtype = DTYPES[backend][0]
+    q, k, v = (
+        torch.randn(2, s, h, 64, generator=draw).to(device, dtype) for s, h in ((seqlen_q, 4), (512, 2), (512, 2))
+    )
+    lengths = torch.tensor([length, 37], dtype=torch.int32, device=device)
+
+    def attend(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = flash_attn_with_kvcache(
+            q, k, v, cache_seqlens=lengths, return_softmax_lse=True, backend=backend, **splits
+        )
+        return out.transpose(1, 2), lse
+
+    expected = attend(q, k)
+    row, head, key = (int(torch.randint(size, (), generator=draw)) for size in (seqlen_q, 4, length))
+    bad_q, bad_k = q.clone(), k.clone()
+    bad_q[0, row, head, 5] = math.nan
+    bad_k[0, key, head // 2, 5] = math.nan
+    spoiled = torch.zeros(2, 2, 4, seqlen_q, dtype=torch.bool, device=device)
+    spoiled[0, 0, head, row] = True
+    spoiled[1, 0, head // 2 * 2 : head // 2 * 2 + 2] = True
+    for inputs, is_spoiled in (((bad_q, k), spoiled[0]), ((q, bad_k), spoiled[1])):
+        for got, clean in zip(attend(*inputs), expected, strict=True):
+            assert got[is_spoiled].isnan().all(), f"{int(got[is_spoiled].isfinite().sum())} elements hide NaN"
+            torch.testing.assert_close(got[~is_spoiled], clean[~is_spoiled], rtol=1e-2, atol=1e-2)
 
 
 def test_step_by_step_is_as_accurate_as_at_once(backend: str, device: str, seed: int, described_seed: str) -> None:

@@ -13,10 +13,10 @@ struct RowResult {
     float row_sum = 0.0f;
     float4 o = {0.0f, 0.0f, 0.0f, 0.0f};
 
-    // Adds the result of other keys. A row that sees none of them has the maximum -inf and may have o = NaN. No branch:
-    // loads of several results stay together.
+    // Adds the result of other keys. A row that sees none of them has the maximum -inf, the sum 0, and may have o = NaN.
+    // No branch: loads of several results stay together.
     __device__ __forceinline__ void add(float other_max, float other_sum, const float4 &other_o, float scale_log2) {
-        const bool is_seen = other_max != -INFINITY;
+        const bool is_seen = sees_keys(other_max, other_sum);
         const float new_max = fmaxf(row_max, other_max);
         const float weight = row_max == -INFINITY ? 0.0f : exp2_approx((row_max - new_max) * scale_log2);
         const float other_weight = is_seen ? exp2_approx((other_max - new_max) * scale_log2) : 0.0f;
@@ -28,11 +28,16 @@ struct RowResult {
 
     // The same where row_max is the maximum of all results. statistics: maximum and sum.
     __device__ __forceinline__ void add_weighted(const float2 &statistics, const float4 &other_o, float scale_log2) {
-        const bool is_seen = statistics.x != -INFINITY;
+        const bool is_seen = sees_keys(statistics.x, statistics.y);
         const float weight = is_seen ? exp2_approx((statistics.x - row_max) * scale_log2) : 0.0f;
         const auto sum = [&](float x, float other) { return x + (is_seen ? other * weight : 0.0f); };
         row_sum = sum(row_sum, statistics.y);
         o = {sum(o.x, other_o.x), sum(o.y, other_o.y), sum(o.z, other_o.z), sum(o.w, other_o.w)};
+    }
+
+    // Scores that are all NaN leave the maximum at -inf and make the sum NaN.
+    __device__ __forceinline__ static bool sees_keys(float maximum, float sum) {
+        return maximum != -INFINITY || sum != 0.0f;
     }
 
     // The result of the lane whose number differs in the bits of `bits`. Called by all lanes.

@@ -119,6 +119,13 @@ __device__ __forceinline__ void to_ds(const TensorP &p, TensorD &dp) {
     }
 }
 
+// x, or 0 where x is negative. A NaN stays one, which fmaxf would replace by 0.
+__device__ __forceinline__ float positive_part(float x) {
+    float result;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(x), "f"(0.0f));
+    return result;
+}
+
 // The same with dropout: dP becomes dS, and dropped probabilities, which mark_dropped made negative, become
 // 0. delta belongs to all keys, dropped or not.
 template <typename TensorP, typename TensorD, typename TensorC>
@@ -132,7 +139,7 @@ __device__ __forceinline__ void to_ds_with_dropout(TensorP &p, TensorD &dp, cons
             const float marked = p(row, col);
             const float dp_kept = is_marked(marked) ? 0.0f : dp(row, col) * rp_dropout;
             dp(row, col) = fabsf(marked) * (dp_kept - delta_query);
-            p(row, col) = fmaxf(marked, 0.0f);
+            p(row, col) = positive_part(marked);
         }
     }
 }

@@ -214,13 +214,13 @@ public:
         words[i * 128 + threadIdx.x % 128] = reinterpret_cast<const uint32_t &>(pair);
     }
 
-    // The pairs with negative values replaced by 0.
+    // The pairs with negative values replaced by 0. A NaN stays one.
     __device__ __forceinline__ static uint32_t positive_part(uint32_t pair) {
         uint32_t result;
         if constexpr (std::is_same_v<Element, cutlass::half_t>) {
-            asm("max.f16x2 %0, %1, %2;" : "=r"(result) : "r"(pair), "r"(0));
+            asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(result) : "r"(pair), "r"(0));
         } else {
-            asm("max.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(pair), "r"(0));
+            asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(pair), "r"(0));
         }
         return result;
     }
