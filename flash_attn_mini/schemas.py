@@ -43,21 +43,16 @@ GRADIENTS = " -> (Tensor dq, Tensor dk, Tensor dv, Tensor softmax_d)"  # None fo
 OUT_AND_LSE = " -> (Tensor out, Tensor softmax_lse)"
 
 
-def sequences_and_options(arguments: Sequence[Any]) -> tuple[Sequences | None, Options, tuple[Any, ...]]:
+def sequences_and_options(arguments: Sequence[Any]) -> tuple[Sequences | None, Options, Sequence[Any]]:
     """The arguments of an op after its first tensors as values, and those that follow."""
-    sequences, options, rest = _cut(arguments, len(Sequences._fields), len(Options._fields))
-    return None if sequences[0] is None else Sequences(*sequences), Options(*options), rest
+    sequences = None if arguments[0] is None else Sequences(*arguments[:_NUM_SEQUENCES])
+    return sequences, Options(*arguments[_NUM_SEQUENCES:_END_OF_OPTIONS]), arguments[_END_OF_OPTIONS:]
 
 
 def cache_and_options(arguments: Sequence[Any]) -> tuple[KvCache, Options]:
     """The arguments of the KV cache op after q and the caches as values."""
-    cache, options, _ = _cut(arguments, len(KvCache._fields), len(Options._fields))
-    return KvCache(*cache), Options(*options)
+    return KvCache(*arguments[:_NUM_CACHE]), Options(*arguments[_NUM_CACHE:])
 
 
-def _cut(arguments: Sequence[Any], *lengths: int) -> list[tuple[Any, ...]]:
-    parts, begin = [], 0
-    for length in lengths:
-        parts.append(tuple(arguments[begin : begin + length]))
-        begin += length
-    return [*parts, tuple(arguments[begin:])]
+_NUM_SEQUENCES, _NUM_CACHE = len(Sequences._fields), len(KvCache._fields)
+_END_OF_OPTIONS = _NUM_SEQUENCES + len(Options._fields)

@@ -41,7 +41,7 @@ ONE_LOOP_ROWS = 32  # tiles with more are bound by arithmetic, and only some of 
 INTERPRETER_PROGRAMS = 2
 
 _chosen: dict[tuple[Any, ...], Chosen] = {}
-RECORDINGS = Recordings()
+RECORDINGS = Recordings()  # by the arguments of the op
 
 
 @dataclass(eq=False)

@@ -18,6 +18,7 @@ import triton
 
 from ...allocation import contiguous_float, empty_contiguous_last
 from ...options import Options, Sequences
+from ...schemas import EQUAL_LENGTHS
 from ...tracing import enabled as tracing_enabled
 from ...tracing import trace
 from . import recording
@@ -32,7 +33,7 @@ from .tuner import Tuner
 MIN_SCALE = torch.finfo(torch.float32).tiny  # in place of 0: -inf * 0 would make a masked score NaN
 
 TUNER = Tuner(flash_fwd_kernel, FORWARD)
-RECORDINGS = Recordings()
+RECORDINGS = Recordings()  # by the arguments of the op
 
 
 @dataclass(eq=False)
@@ -56,7 +57,7 @@ def forward(
         wide_q, wide_k, wide_v = (contiguous_float(x) for x in (q, k, v))
         out, lse = forward(wide_q, wide_k, wide_v, sequences, options, rng_state)
         return empty_contiguous_last(q).copy_(out), lse
-    arguments = (q, k, v, *(sequences or ()), *options, rng_state)
+    arguments = (q, k, v, *(sequences or EQUAL_LENGTHS), *options, rng_state)
     replayed, recorder = RECORDINGS.replay(arguments, q.device)
     if replayed is not None:
         out, lse = replayed

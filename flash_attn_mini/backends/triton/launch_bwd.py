@@ -17,6 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...allocation import contiguous_float, empty_contiguous_last
 from ...options import ROWS_MULTIPLE, Options, Sequences
+from ...schemas import EQUAL_LENGTHS
 from ...tracing import enabled as tracing_enabled
 from . import recording
 from .call import Call, as_batch
@@ -30,12 +31,15 @@ from .recording import Recorder, Recordings
 from .tuner import Tuner
 
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+Results = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor]
+
+NUM_TENSORS = 7  # dout to dsoftmax_lse
 
 MAX_SHARED_BLOCK_D = 128  # beyond it the sums of dK and dV do not fit into the registers together: one launch for each
 
 DQ_TUNER = Tuner(flash_bwd_dq_kernel, BACKWARD_DQ)
 DKV_TUNER = Tuner(flash_bwd_dkv_kernel, BACKWARD_DKV)
-RECORDINGS = Recordings()
+RECORDINGS = Recordings()  # by the arguments of the op, and ``into``
 
 
 @dataclass(eq=False)
@@ -72,7 +76,7 @@ def backward(
     rng_state: torch.Tensor | None = None,
     output_mask: Sequence[bool] = (True, True, True),
     into: Gradients = (None, None, None),
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
+) -> Results:
     """(dq, dk, dv, softmax_d) of checked arguments. A gradient that output_mask leaves out is None.
 
     The tensors of ``into`` receive dq, dk and dv; their last stride is 1.
@@ -89,17 +93,10 @@ def backward(
     tensors: Any = (dout, q, k, v, out, softmax_lse, dsoftmax_lse)
     into_q, into_k, into_v = (x if wanted else None for x, wanted in zip(into, output_mask, strict=True))
     into = (into_q, into_k, into_v)
-    replayed, recorder = RECORDINGS.replay(
-        (*tensors, *(sequences or ()), *options, rng_state, *into, *output_mask), q.device
-    )
+    call_arguments = (*tensors, *(sequences or EQUAL_LENGTHS), *options, rng_state)
+    replayed, recorder = replay(call_arguments, output_mask, into)
     if replayed is not None:
-        row_stats, *allocated = replayed
-        new = iter(allocated)
-        dq, dk, dv = (
-            None if not wanted else next(new) if given is None else given
-            for wanted, given in zip(output_mask, into, strict=True)
-        )
-        return dq, dk, dv, row_stats[0] if sequences is None else row_stats[0, 0]
+        return replayed
     if recorder is not None:
         tensors, sequences, options, rng_state, into = recorder.distinct(tensors, sequences, options, rng_state, into)
         dout, q, k, v, out, softmax_lse, dsoftmax_lse = tensors
@@ -123,6 +120,23 @@ def backward(
         return *gradients, call.row_stats[0]
     dq, dk, dv = (None if gradient is None else gradient[0] for gradient in gradients)
     return dq, dk, dv, call.row_stats[0, 0]
+
+
+def replay(
+    arguments: tuple[Any, ...], output_mask: Sequence[bool], into: Gradients = (None, None, None)
+) -> tuple[Results | None, Recorder | None]:
+    """`Recordings.replay` of a backward, with its results. arguments: those of the op before output_mask."""
+    q, is_varlen = arguments[1], arguments[NUM_TENSORS] is not None
+    replayed, recorder = RECORDINGS.replay((*arguments, *output_mask, *into), q.device)
+    if replayed is None:
+        return None, recorder
+    row_stats, *allocated = replayed
+    new = iter(allocated)
+    dq, dk, dv = (
+        None if not wanted else next(new) if given is None else given
+        for wanted, given in zip(output_mask, into, strict=True)
+    )
+    return (dq, dk, dv, row_stats[0, 0] if is_varlen else row_stats[0]), None
 
 
 def prepare(

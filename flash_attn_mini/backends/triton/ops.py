@@ -6,8 +6,9 @@ they check the arguments themselves (checks.py). The chain goes on in launch.py,
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,21 +37,47 @@ _usable_devices: set[torch.device] = set()
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    if extension.missing_reason() is None:  # the arguments are checked
+        replayed, _ = _launchers().forward.RECORDINGS.replay((q, k, v, *arguments), q.device)
+        if replayed is not None:
+            out, softmax_lse = replayed
+            return out, softmax_lse
     sequences, options, (rng_state,) = schemas.sequences_and_options(arguments)
     return forward(q, k, v, sequences, options, rng_state)
 
 
-def _backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, *arguments: Any
-) -> GradientsAndSums:
-    dsoftmax_lse, *others = arguments
-    sequences, options, (rng_state, output_mask) = schemas.sequences_and_options(others)
+def _backward(dout: Tensor, q: Tensor, *arguments: Any) -> GradientsAndSums:
+    *call, output_mask = arguments
+    if extension.missing_reason() is None:
+        replayed: GradientsAndSums | None = _launchers().backward.replay((dout, q, *call), output_mask)[0]
+        if replayed is not None:
+            return replayed
+    k, v, out, softmax_lse, dsoftmax_lse, *fields = call
+    sequences, options, (rng_state,) = schemas.sequences_and_options(fields)
     tensors = (dout, q, k, v, out, softmax_lse, dsoftmax_lse)
     return backward(*tensors, sequences, options, rng_state, output_mask)
 
 
 def _kvcache_forward(q: Tensor, k_cache: Tensor, v_cache: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    if extension.missing_reason() is None:
+        replayed, _ = _launchers().kvcache.RECORDINGS.replay((q, k_cache, v_cache, *arguments), q.device)
+        if replayed is not None:
+            return replayed[0], replayed[1]
     return forward_kvcache(q, k_cache, v_cache, *schemas.cache_and_options(arguments))
+
+
+class _Launchers(NamedTuple):
+    forward: Any
+    backward: Any
+    kvcache: Any
+
+
+@functools.cache
+def _launchers() -> _Launchers:
+    """The modules that launch the kernels, imported at the first call. They import Triton."""
+    from . import kvcache, launch, launch_bwd
+
+    return _Launchers(launch, launch_bwd, kvcache)
 
 
 for _dispatch_key in ("CPU", "CUDA"):
@@ -69,10 +96,9 @@ def forward(
         checks.check_forward(q, k, v, sequences, options)
         checks.check_rng_state(rng_state, options.dropout_p, q)
     _check_device(q.device)
-    from . import launch
-
     q, k, v = without_neg(q), without_neg(k), without_neg(v)
-    return launch.forward(q, k, v, sequences, _readable(options), rng_state)
+    results: tuple[Tensor, Tensor] = _launchers().forward.forward(q, k, v, sequences, _readable(options), rng_state)
+    return results
 
 
 def backward(
@@ -113,12 +139,10 @@ def backward(
             )
         checks.check_backward(*tensors, sequences, options, rng_state, into)
     _check_device(q.device)
-    from . import launch_bwd
-
     readable: list[Any] = [None if x is None else without_neg(x) for x in tensors]
     direct = [None if x is None or x.stride(-1) != 1 or x.is_neg() else x for x in into]
     readable += [sequences, _readable(options), rng_state, output_mask, direct]
-    *gradients, softmax_d = launch_bwd.backward(*readable)
+    *gradients, softmax_d = _launchers().backward.backward(*readable)
     dq, dk, dv = (
         gradient if gradient is None or given is None or written is given else given.copy_(gradient)
         for gradient, given, written in zip(gradients, into, direct, strict=True)
@@ -150,10 +174,10 @@ def forward_kvcache(
             tracing.trace("triton_fwd_kvcache", q=q, k_cache=k_cache, v_cache=v_cache)
         checks.check_kvcache(q, k_cache, v_cache, cache, options)
     _check_device(q.device)
-    from . import kvcache
-
     readable: list[Any] = [without_neg(x) if isinstance(x, Tensor) else x for x in cache]
-    results = kvcache.forward_kvcache(without_neg(q), k_cache, v_cache, KvCache(*readable), _readable(options))
+    results: tuple[Tensor, Tensor] = _launchers().kvcache.forward_kvcache(
+        without_neg(q), k_cache, v_cache, KvCache(*readable), _readable(options)
+    )
     if checks_here and cache.k is not None:
         for x in (k_cache, v_cache):
             if not x.is_inference():  # tensors made in inference mode have no version

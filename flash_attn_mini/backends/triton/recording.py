@@ -4,7 +4,7 @@ A launch through Triton's JIT reads the type, the alignment and the divisibility
 than all of the launcher's own work. A recording is kept by everything that determines a call except the contents of
 its tensors: all options and numbers, and the shape, strides and dtype of each tensor. All of its addresses are
 multiples of 16 bytes, or the call is not replayed. So a replay passes the same numbers to the same kernels, and only
-the addresses change.
+the addresses change. A replay has the configuration of the recorded call.
 
 The first call of a kind runs as usual and is recorded. A call that cannot be recorded runs as usual each time: in the
 interpreter, while a CUDA graph is captured, with FLASH_ATTN_MINI_TRACE=1, or if a kernel reads a copy of a tensor.
@@ -23,13 +23,14 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ...tracing import enabled as tracing_enabled
+from ...tracing import VARIABLE as TRACE
 from .interpreter import INTERPRETED
 from .operands import bind_context, unchecked_descriptor
-from .tuner import ENVIRONMENT_VARIABLE
 
 ALIGNMENT = 16  # bytes; Triton compiles another kernel for an address that is no multiple of it
 MAX_RECORDINGS = 4096  # of one kind of call; then all are forgotten
+NUMBERS = {type(None), bool, int, float, str}
+NOT_YET: Any = object()  # a call that was not recorded yet; None: it cannot be
 
 Make = Callable[[Sequence[Tensor]], Any]
 
@@ -50,10 +51,13 @@ class Recording(NamedTuple):
 
     def replay(self, given: list[Tensor], device: torch.device) -> list[Tensor] | None:
         """Run the launches on the tensors of a call. Returns the new tensors; None: a new one is not aligned."""
-        new = [torch.empty_strided(shape, strides, dtype=dtype, device=device) for shape, strides, dtype in self.new]
-        if any(x.data_ptr() % ALIGNMENT for x in new):
-            return None
-        tensors = given + new
+        tensors, new = given.copy(), []
+        for shape, strides, dtype in self.new:
+            x = given[0].new_empty_strided(shape, strides, dtype=dtype)
+            if x.data_ptr() % ALIGNMENT:
+                return None
+            new.append(x)
+        tensors += new
         bind_context(device)
         if device.type == "cuda" and device.index != torch.cuda.current_device():
             with torch.cuda.device(device):
@@ -180,26 +184,32 @@ class Recordings:
     def replay(self, arguments: tuple[Any, ...], device: torch.device) -> tuple[list[Tensor] | None, Recorder | None]:
         """Replay a call if it was recorded: (the tensors that it allocated, None).
 
-        Else (None, what records it now), or (None, None) if it is not to be recorded. arguments: all of the call.
+        Else (None, what records it now), or (None, None) if it is not to be recorded. arguments: all of the call, which
+        are checked.
         """
         if not can_record():
             return None, None
         given: list[Tensor] = []
-        key: list[Any] = [device, os.environ.get(ENVIRONMENT_VARIABLE)]
+        parts: list[Any] = [device]
         addresses = 0
         for x in arguments:
-            if isinstance(x, Tensor):
+            kind = type(x)
+            if kind in NUMBERS:  # isinstance of a Tensor takes longer
+                parts.append(x)
+            elif kind is Tensor or isinstance(x, Tensor):
+                if x.is_neg():
+                    return None, None
                 given.append(x)
                 addresses |= x.data_ptr()
-                key.append((x.shape, x.stride(), x.dtype))
+                parts.append((x.shape, x.stride(), x.dtype))
             else:
-                key.append(x)
+                parts.append(x)
         if addresses % ALIGNMENT:
             return None, None
-        recorder = Recorder(tuple(key), given)
-        if recorder.key not in self._kept:
-            return None, recorder
-        recording = self._kept[recorder.key]
+        key = tuple(parts)
+        recording = self._kept.get(key, NOT_YET)
+        if recording is NOT_YET:
+            return None, Recorder(key, given)
         return (None if recording is None else recording.replay(given, device)), None
 
     def keep(self, recorder: Recorder, recording: Recording | None) -> None:
@@ -216,7 +226,7 @@ class Recordings:
 
 def can_record() -> bool:
     """Whether calls are recorded and replayed."""
-    return not INTERPRETED and not tracing_enabled()
+    return not INTERPRETED and os.environ.get(TRACE, "0") in ("", "0")
 
 
 def launch(recorder: Recorder | None, kernel: Any, grid: tuple[int], *arguments: Any, **keywords: Any) -> Any:
