@@ -21,7 +21,7 @@ from flash_attn_mini.options import KvCache, Options, Sequences
 from .interpreter import INTERPRETED, run_in_the_interpreter, starts_the_interpreter
 from .triton_calls import DEVICE, HAS_GPU, gpu, runs_triton
 
-CALLS = 40 if HAS_GPU else 12  # of each kind, each ordinary and then twice recorded
+CALLS = 45 if HAS_GPU else 9  # of each kind, each ordinary and then twice recorded
 LENGTHS = (1, 16, 17, 32, 33) if not HAS_GPU else (1, 16, 17, 32, 33, 64, 100, 128, 129)
 SPARE = 64  # elements before and after each tensor
 
@@ -79,6 +79,16 @@ class Draw:
         other = torch.empty(x.untyped_storage().nbytes() // x.element_size(), dtype=x.dtype, device=x.device)
         other.copy_(torch.randn(other.shape, generator=self.generator))
         return other.as_strided(x.shape, x.stride(), x.storage_offset())
+
+    def wider(self, x: Tensor) -> Tensor:
+        """Other numbers with other strides."""
+        wide = torch.randn(*x.shape[:-1], x.shape[-1] + 8, generator=self.generator).to(x.device, x.dtype)
+        return wide[..., : x.shape[-1]]
+
+    def shifted(self, x: Tensor) -> Tensor:
+        """Other numbers with the strides of a contiguous tensor, off 16 bytes."""
+        flat = torch.randn(x.numel() + 1, generator=self.generator).to(x.device, x.dtype)
+        return flat[1:].view(x.shape)
 
     def options(self, nheads: int, batch: int, *, may_drop: bool = True) -> Options:
         feature = self.one_of(("", "", "softcap", "alibi", "alibi_batch", "dropout", "window"))
@@ -215,15 +225,20 @@ KINDS: dict[str, tuple[Callable[[Draw], tuple[Any, ...]], Callable[[tuple[Any, .
 }
 
 
-def with_other_numbers(draw: Draw, value: Any, seen: dict[int, Tensor]) -> Any:
-    """The same call with other floating-point tensors at other addresses; one tensor in two places stays one."""
+def changed(value: Any, of: Callable[[Tensor], Tensor], scale: float, seen: dict[int, Tensor]) -> Any:
+    """The same call with other tensors of floating-point numbers and another scale.
+
+    One tensor in two places stays one.
+    """
     if isinstance(value, tuple):
-        parts = [with_other_numbers(draw, x, seen) for x in value]
+        parts = [changed(x, of, scale, seen) for x in value]
+        if isinstance(value, Options):
+            return Options(*parts)._replace(softmax_scale=value.softmax_scale * scale)
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
     if not isinstance(value, Tensor):
         return value
     if id(value) not in seen:
-        seen[id(value)] = draw.like(value) if value.is_floating_point() else value.clone()
+        seen[id(value)] = of(value) if value.is_floating_point() else value.clone()
     return seen[id(value)]
 
 
@@ -252,8 +267,11 @@ def test_replays_have_the_bits_of_ordinary_launches(
 
     make, run = KINDS[kind]
     drawing = Draw(draw)
-    calls = [make(drawing) for _ in range(CALLS)]
-    calls += [with_other_numbers(drawing, call, {}) for call in calls]
+    first = [make(drawing) for _ in range(CALLS)]
+    calls = first + [changed(call, drawing.like, 1.0, {}) for call in first]
+    # Calls that differ in one respect from a recorded one.
+    for of, scale in ((drawing.like, 0.5), (drawing.wider, 1.0), (drawing.shifted, 1.0)):
+        calls += [changed(call, of, scale, {}) for call in first[: CALLS // 3]]
     order = torch.randperm(len(calls), generator=draw).tolist()
     replays = []
     original = recording.Recording.replay
