@@ -133,21 +133,11 @@ void check_inputs(const FwdArgs &args, const std::string &backend) {
     }
 }
 
-void check_options(const FwdArgs &args) {
-    const Options &options = args.options;
-    if (options.alibi_slopes.has_value()) {
-        check_alibi_slopes(*options.alibi_slopes, args.q, Sizes(args).batch);
-    }
-    check_scalars(options, args.q.scalar_type());
-}
-
 // What a forward reads.
 NamedList inputs_of(const FwdArgs &args) {
     NamedList list{{"q", args.q}, {"k", args.k}, {"v", args.v}};
-    add_given(list, "cu_seqlens_q", args.sequences.cu_seqlens_q);
-    add_given(list, "cu_seqlens_k", args.sequences.cu_seqlens_k);
-    add_given(list, "block_table", args.sequences.block_table);
-    add_given(list, "alibi_slopes", args.options.alibi_slopes);
+    for_each_tensor(args.sequences, [&](const char *name, const Optional &x) { add_given(list, name, x); });
+    for_each_tensor(args.options, [&](const char *name, const Optional &x) { add_given(list, name, x); });
     return list;
 }
 
@@ -190,7 +180,7 @@ void check_rng_state(const std::optional<at::Tensor> &rng_state, double dropout_
 
 void check_fwd(const FwdArgs &args, const std::string &backend) {
     check_inputs(args, backend);
-    check_options(args);
+    check_options(args.options, args.q, args.batch());
     if (args.out.has_value()) {
         check_written({"out", *args.out}, {"q", args.q}, args.q);
         check_no_overlap({"out", *args.out}, inputs_of(args));
@@ -209,7 +199,7 @@ void check_bwd(const BwdArgs &args, const std::string &backend) {
     if (args.dsoftmax_lse.has_value()) {
         check_lse({"dsoftmax_lse", *args.dsoftmax_lse}, forward);
     }
-    check_options(forward);
+    check_options(forward.options, q, forward.batch());
     check_rng_state(args.rng_state, forward.options.dropout_p, q);
     if (args.dq.has_value() || args.dk.has_value() || args.dv.has_value()) {
         check_given_gradients(args);

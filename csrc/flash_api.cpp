@@ -76,11 +76,12 @@ FwdResults forward(const FwdArgs &args, const Optional &given_rng_state, std::op
     if (sizes.has_keys && q.numel() > 0) {
         const bool writes_in_place = is_writable_by_kernel(out);
         const at::Tensor kernel_out = writes_in_place ? out : at::empty(out.sizes(), out.options());
+        const FwdArgs readable_args{q, k, args.v, args.out, args.sequences, readable(options)};
         const ScaledQuery scaled = with_positive_scale(without_neg(q), options.softmax_scale);
         const at::Tensor kernel_q = readable_by_kernel(scaled.q, "q"), kernel_k = readable_by_kernel(k, "k"),
-                         kernel_v = readable_by_kernel(args.v, "v"), slopes = readable_slopes(options);
+                         kernel_v = readable_by_kernel(args.v, "v");
         Flash_fwd_params params = set_params_fprop(
-            {kernel_q, kernel_k, kernel_v, kernel_out, softmax_lse, slopes, rng_state}, args, scaled.softmax_scale);
+            {kernel_q, kernel_k, kernel_v, kernel_out, softmax_lse, rng_state}, readable_args, scaled.softmax_scale);
         run_mha_fwd(params, q.device());
         if (!writes_in_place) {
             out.copy_(kernel_out);
@@ -129,14 +130,15 @@ BwdResults backward(const BwdArgs &args, std::array<bool, 3> output_mask, bool z
         const auto statistic = [](const Optional &x) {
             return x.has_value() ? without_neg(x->contiguous()) : at::Tensor();
         };
+        const FwdArgs readable_args{q, k, v, forward.out, forward.sequences, readable(options)};
         const ScaledQuery scaled = with_nonzero_scale(q, options.softmax_scale);
         const at::Tensor kernel_q = readable_by_kernel(scaled.q, "q"), kernel_k = readable_by_kernel(k, "k"),
                          kernel_v = readable_by_kernel(v, "v"), kernel_out = readable_by_kernel(*forward.out, "out"),
                          kernel_dout = readable_by_kernel(args.dout, "dout"), lse = statistic(args.softmax_lse),
-                         dlse = statistic(args.dsoftmax_lse), slopes = readable_slopes(options),
+                         dlse = statistic(args.dsoftmax_lse),
                          rng_state = statistic(args.rng_state);
         Flash_bwd_params params = set_params_dgrad(
-            set_params_fprop({kernel_q, kernel_k, kernel_v, kernel_out, lse, slopes, rng_state}, forward,
+            set_params_fprop({kernel_q, kernel_k, kernel_v, kernel_out, lse, rng_state}, readable_args,
                              scaled.softmax_scale),
             {kernel_dout, dlse, dq.written, dk.written, dv.written, softmax_d}, heads_per_dkv, options);
         const std::optional<CudaScratch> scratch =

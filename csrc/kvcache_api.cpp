@@ -75,10 +75,12 @@ std::tuple<at::Tensor, at::Tensor> mha_fwd_kvcache(const KvCacheArgs &args) {
     const at::Tensor kernel_out = out.is_neg() ? at::empty(out.sizes(), out.options()) : out;
     const ScaledQuery scaled = with_positive_scale(without_neg(q), args.options.softmax_scale);
     const at::Tensor k = readable(args.k), v = readable(args.v), cos = readable(args.rotary_cos),
-                     sin = readable(args.rotary_sin), slopes = readable_slopes(args.options);
+                     sin = readable(args.rotary_sin);
     const at::Tensor q_rotated = cos.defined() ? at::empty(q.sizes(), q.options()) : at::Tensor();
-    Flash_fwd_params params = set_params_kvcache({scaled.q, q_rotated, k, v, kernel_out, softmax_lse, slopes, cos, sin},
-                                                 args, scaled.softmax_scale);
+    KvCacheArgs readable_args = args;
+    readable_args.options = readable(args.options);
+    Flash_fwd_params params = set_params_kvcache({scaled.q, q_rotated, k, v, kernel_out, softmax_lse, cos, sin},
+                                                 readable_args, scaled.softmax_scale);
     const at::Tensor scratch = splitkv_scratch(params, q);
     run_mha_fwd_kvcache(params, q.device());
     if (!kernel_out.is_same(out)) {

@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <optional>
 #include <tuple>
+#include <type_traits>
 
 namespace flash {
 
@@ -61,16 +62,36 @@ auto tie_after(int, const Fields &...fields) {
     return std::tie(fields...);
 }
 
-// A struct with the fields of a list, and tie(): references to them.
-#define FLASH_STRUCT(Name, LIST)                                         \
-    template <typename Int>                                              \
-    struct Name {                                                        \
-        LIST(FLASH_FIELD)                                                \
-        auto tie() const { return tie_after(0 LIST(FLASH_REFERENCE)); }  \
+#define FLASH_VISIT(schema, type, name) visit(#name, name);
+
+// A struct with the fields of a list; tie(): references to them; for_each(): visit(name, field) for each.
+#define FLASH_STRUCT(Name, LIST)                                        \
+    template <typename Int>                                             \
+    struct Name {                                                       \
+        LIST(FLASH_FIELD)                                               \
+        auto tie() const { return tie_after(0 LIST(FLASH_REFERENCE)); } \
+        template <typename Visitor>                                     \
+        void for_each(Visitor visit) const {                            \
+            LIST(FLASH_VISIT)                                           \
+        }                                                               \
+        template <typename Visitor>                                     \
+        void for_each(Visitor visit) {                                  \
+            LIST(FLASH_VISIT)                                           \
+        }                                                               \
     };
 FLASH_STRUCT(SequencesOf, FLASH_SEQUENCES)
 FLASH_STRUCT(OptionsOf, FLASH_OPTIONS)
 FLASH_STRUCT(KvCacheOptionsOf, FLASH_KV_CACHE)
+
+// visit(name, tensor or none) for each tensor among the fields.
+template <typename Fields, typename Visitor>
+void for_each_tensor(Fields &fields, Visitor visit) {
+    fields.for_each([&](const char *name, auto &field) {
+        if constexpr (std::is_same_v<std::decay_t<decltype(field)>, Optional>) {
+            visit(name, field);
+        }
+    });
+}
 
 using Sequences = SequencesOf<int64_t>;
 using Options = OptionsOf<int64_t>;

@@ -20,7 +20,7 @@ struct RowStrides {
 };
 
 // keys_and_queries: at least as many as the longest sequence has together.
-void set_options(Flash_fwd_params &params, const Options &options, const at::Tensor &alibi_slopes, double softmax_scale,
+void set_options(Flash_fwd_params &params, const Options &options, double softmax_scale,
                  int64_t keys_and_queries) {
     params.softmax_scale = softmax_scale;
     params.softcap = options.softcap;
@@ -31,9 +31,10 @@ void set_options(Flash_fwd_params &params, const Options &options, const at::Ten
     params.scale_softmax = static_cast<float>(scale_softmax);
     params.scale_softmax_log2 = static_cast<float>(scale_softmax * kLog2e);
 
-    if (alibi_slopes.defined()) {
-        params.alibi_slopes = alibi_slopes.data_ptr<float>();
-        params.alibi_slopes_batch_stride = alibi_slopes.dim() == 2 ? alibi_slopes.stride(0) : 0;
+    if (options.alibi_slopes.has_value()) {
+        const at::Tensor &slopes = *options.alibi_slopes;
+        params.alibi_slopes = slopes.data_ptr<float>();
+        params.alibi_slopes_batch_stride = slopes.dim() == 2 ? slopes.stride(0) : 0;
     }
 
     // A window that reaches past every key is unbounded: a larger one could overflow index arithmetic.
@@ -116,7 +117,7 @@ Flash_fwd_params set_params_fprop(const FpropTensors &tensors, const FwdArgs &ar
         set_pages(params, *args.sequences.block_table, tensors.k);
     }
 
-    set_options(params, options, tensors.alibi_slopes, softmax_scale, sizes.rows_q + sizes.rows_k);
+    set_options(params, options, softmax_scale, sizes.rows_q + sizes.rows_k);
     if (options.dropout_p > 0.0) {
         params.p_dropout = options.dropout_p;
         params.rp_dropout = static_cast<float>(1.0 / (1.0 - options.dropout_p));
@@ -150,7 +151,7 @@ Flash_fwd_params set_params_kvcache(const KvCacheTensors &tensors, const KvCache
     set_heads(params, args.q.size(2), args.k_cache.size(2), args.q.size(3));
     params.seqlen_q = static_cast<int>(args.q.size(1));
     params.seqlen_k = static_cast<int>(capacity);
-    set_options(params, args.options, tensors.alibi_slopes, softmax_scale, args.q.size(1) + capacity);
+    set_options(params, args.options, softmax_scale, args.q.size(1) + capacity);
     if (args.block_table.has_value()) {
         set_pages(params, *args.block_table, args.k_cache);
     }

@@ -20,11 +20,11 @@ struct FpropTensors {
     const at::Tensor &v;
     const at::Tensor &out;           // like q
     const at::Tensor &softmax_lse;   // [batch, nheads, seqlen_q], varlen [nheads, total_q]; contiguous
-    const at::Tensor &alibi_slopes;  // undefined: off
     const at::Tensor &rng_state;     // int64 [2], contiguous; read only with dropout
 };
 
-// softmax_scale: not 0; together with tensors.q it gives the scores of args.
+// args: with options that kernels can read (readable). softmax_scale: not 0; together with tensors.q it gives the scores
+// of args.
 Flash_fwd_params set_params_fprop(const FpropTensors &tensors, const FwdArgs &args, double softmax_scale);
 
 // The tensors of a call with a KV cache. An undefined one is not used.
@@ -35,7 +35,6 @@ struct KvCacheTensors {
     const at::Tensor &v;             // like k
     const at::Tensor &out;           // like q
     const at::Tensor &softmax_lse;   // [batch, nheads, seqlen_q], contiguous
-    const at::Tensor &alibi_slopes;  // undefined: off
     const at::Tensor &rotary_cos;
     const at::Tensor &rotary_sin;
 };

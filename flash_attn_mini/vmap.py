@@ -21,7 +21,6 @@ from .schemas import EQUAL_LENGTHS
 Dims = tuple[int | None, ...]
 SEQUENCES = len(EQUAL_LENGTHS)
 OPTIONS = len(Options._fields)
-ALIBI = Options._fields.index("alibi_slopes")
 
 
 def _per_sample(operator: Callable[..., Any], size: int, in_dims: Any, arguments: tuple[Any, ...]) -> Any:
@@ -41,14 +40,14 @@ def _folded(x: Tensor | None, dim: int | None, size: int) -> Tensor | None:
     return (x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)
 
 
-def _folded_slopes(slopes: Tensor | None, dim: int | None, size: int, batch: int) -> Tensor | None:
-    """ALiBi slopes ``[size * batch, nheads]``, or as they are if all samples share one row."""
-    if slopes is None or (dim is None and slopes.ndim == 1):
-        return slopes
-    slopes = slopes.expand(size, *slopes.shape) if dim is None else slopes.movedim(dim, 0)
-    if slopes.ndim == 2:
-        slopes = slopes[:, None].expand(size, batch, slopes.shape[-1])
-    return slopes.flatten(0, 1)
+def _folded_per_head(x: Tensor, dim: int | None, size: int, batch: int) -> Tensor:
+    """An option ``[nheads]`` or ``[batch, nheads]`` as ``[size * batch, nheads]``; as it is where all share it."""
+    if dim is None and x.ndim == 1:
+        return x
+    x = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+    if x.ndim == 2:
+        x = x[:, None].expand(size, batch, x.shape[-1])
+    return x.flatten(0, 1)
 
 
 class _Call:
@@ -58,7 +57,6 @@ class _Call:
         self.arguments = list(arguments)
         self.dims = list(in_dims)
         self.tensors = tensors
-        self.alibi = tensors + SEQUENCES + ALIBI
         self.rng_state = tensors + SEQUENCES + OPTIONS
         self.is_varlen = arguments[tensors] is not None
         self.drops = arguments[tensors + SEQUENCES] > 0
@@ -69,7 +67,9 @@ class _Call:
         for i in range(self.tensors):
             folded[i] = _folded(self.arguments[i], self.dims[i], size)
         batch = next(x.shape[0] for x in folded[: self.tensors] if x is not None) // size
-        folded[self.alibi] = _folded_slopes(self.arguments[self.alibi], self.dims[self.alibi], size, batch)
+        for i in range(self.tensors + SEQUENCES, self.rng_state):
+            if isinstance(folded[i], Tensor):
+                folded[i] = _folded_per_head(folded[i], self.dims[i], size, batch)
         return folded
 
 

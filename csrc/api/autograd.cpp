@@ -6,11 +6,13 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/zeros_like.h>
+#include <c10/util/SmallVector.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/dynamo/compiled_autograd.h>
 
+#include <array>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -52,12 +54,22 @@ Tensor or_undefined(const Optional &x) {
     return x.value_or(Tensor());
 }
 
-template <typename... Tensors>
-void refuse_forward_mode(const Tensors &...tensors) {
-    const auto has_tangent = [](const Tensor &x) { return x.defined() && x._fw_grad(/*level=*/0).defined(); };
-    FLASH_CHECK_NOT_IMPLEMENTED(!(has_tangent(tensors) || ...),
-                                "flash_attn_mini: forward-mode automatic differentiation is not supported; backends "
-                                "that have it: none");
+using Inputs = c10::SmallVector<Tensor, 8>;  // undefined: not given
+
+// The tensors that a call reads and that may require a gradient, then those among its options.
+template <typename Tensors>
+Inputs inputs_of(const Tensors &tensors, const OptionsOf<SymInt> &options) {
+    Inputs inputs(tensors.begin(), tensors.end());
+    for_each_tensor(options, [&](const char *, const Optional &x) { inputs.push_back(or_undefined(x)); });
+    return inputs;
+}
+
+void refuse_forward_mode(at::TensorList tensors) {
+    for (const Tensor &x : tensors) {
+        FLASH_CHECK_NOT_IMPLEMENTED(!x.defined() || !x._fw_grad(/*level=*/0).defined(),
+                                    "flash_attn_mini: forward-mode automatic differentiation is not supported; "
+                                    "backends that have it: none");
+    }
 }
 
 template <typename Function, typename... Fields>
@@ -119,7 +131,7 @@ class FlashAttnBackward : public Node {
     using Call = typename Forward::template Call<SymInt>;
     using Fields = SavedFields<Tie<Forward, SymInt>>;
     using BackwardCall = typename Backward::template Call<SymInt>;
-    static constexpr size_t kInputs = Call::Inputs::kCount;  // then alibi_slopes
+    static constexpr size_t kInputs = Call::Inputs::kCount;  // then the tensors among the options
 
 public:
     void save(const Call &call, const FwdResult &results) {
@@ -134,16 +146,18 @@ public:
 
     variable_list apply(variable_list &&gradients) override {
         const std::lock_guard<std::mutex> lock(mutex_);
-        variable_list results(kInputs + 1);
+        variable_list results(num_outputs());
         const Tensor &dout = gradients[0], &dsoftmax_lse = gradients[1];
         if (!dout.defined() && !dsoftmax_lse.defined()) {
             return results;
         }
-        FLASH_CHECK_NOT_IMPLEMENTED(!task_should_compute_output(kInputs),
-                                    "flash_attn_mini: alibi_slopes requires a gradient, which is not supported; "
-                                    "backends that have it: none. Allowed: slopes that require none, for example "
-                                    "alibi_slopes.detach()");
         const Call call = Fields::template load<Call>(fields_);
+        size_t input = kInputs;
+        for_each_tensor(call.options, [&](const char *name, const Optional &) {
+            FLASH_CHECK_NOT_IMPLEMENTED(!task_should_compute_output(input++), "flash_attn_mini: ", name,
+                                        " requires a gradient, which is not supported; backends that have it: none. "
+                                        "Allowed: one that requires none, for example ", name, ".detach()");
+        });
         const Tensor out = out_.unpack(this->getptr());
         BackwardCall backward{dout.defined() ? dout : at::zeros_like(out),
                               call.inputs,
@@ -224,13 +238,9 @@ private:
 
 template <typename Forward, typename Backward>
 FwdResult forward(c10::DispatchKeySet keys, typename Forward::template Call<SymInt> call) {
-    const auto inputs = call.inputs.tensors();
-    const Tensor slopes = or_undefined(call.options.alibi_slopes);
-    const auto over_inputs = [&](auto function) {
-        return std::apply([&](const auto &...x) { return function(x..., slopes); }, inputs);
-    };
-    over_inputs([](const auto &...x) { refuse_forward_mode(x...); });
-    const bool needs_grad = over_inputs([](const auto &...x) { return torch::autograd::compute_requires_grad(x...); });
+    const Inputs inputs = inputs_of(call.inputs.tensors(), call.options);
+    refuse_forward_mode(inputs);
+    const bool needs_grad = torch::autograd::compute_requires_grad(at::TensorList(inputs));
     if (needs_grad) {
         call.options.backend = backend_asked_for(call.options.backend);  // the backward runs on the same backend
     }
@@ -240,7 +250,7 @@ FwdResult forward(c10::DispatchKeySet keys, typename Forward::template Call<SymI
     }();
     if (needs_grad) {
         const auto node = make_node<FlashAttnBackward<Forward, Backward>>();
-        node->set_next_edges(over_inputs([](const auto &...x) { return torch::autograd::collect_next_edges(x...); }));
+        node->set_next_edges(torch::autograd::collect_next_edges(at::TensorList(inputs)));
         torch::autograd::set_history(std::get<0>(results), node);
         torch::autograd::set_history(std::get<1>(results), node);
         node->save(call, results);
@@ -263,20 +273,16 @@ struct FlashAttnDoubleBackward : Node {
 
 template <typename Backward>
 typename Backward::Result backward(c10::DispatchKeySet keys, const typename Backward::template Call<SymInt> &call) {
-    const Tensor dsoftmax_lse = or_undefined(call.dsoftmax_lse);
-    const auto over_inputs = [&](auto function) {
-        return std::apply(
-            [&](const auto &...x) { return function(call.dout, x..., call.out, call.softmax_lse, dsoftmax_lse); },
-            call.inputs.tensors());
-    };
-    over_inputs([](const auto &...x) { refuse_forward_mode(x...); });
+    Inputs inputs = inputs_of(call.inputs.tensors(), call.options);
+    inputs.append({call.dout, call.out, call.softmax_lse, or_undefined(call.dsoftmax_lse)});
+    refuse_forward_mode(inputs);
     auto results = [&] {
         const at::AutoDispatchBelowADInplaceOrView guard;
         return redispatch<Backward>(keys & c10::after_autograd_keyset, call);
     }();
-    if (over_inputs([](const auto &...x) { return torch::autograd::compute_requires_grad(x...); })) {
+    if (torch::autograd::compute_requires_grad(at::TensorList(inputs))) {
         const auto node = make_node<FlashAttnDoubleBackward>();
-        node->set_next_edges(over_inputs([](const auto &...x) { return torch::autograd::collect_next_edges(x...); }));
+        node->set_next_edges(torch::autograd::collect_next_edges(at::TensorList(inputs)));
         std::apply(
             [&](auto &...x) { ((x.defined() ? torch::autograd::set_history(x, node) : void()), ...); }, results);
     }
@@ -310,18 +316,19 @@ TwoTensors forward_kvcache(c10::DispatchKeySet keys, const KvCache::Call<SymInt>
                           " requires a gradient; allowed: a KV cache that requires none, for example ", name,
                           ".detach()");
     }
-    const Tensor k = or_undefined(call.cache.k), v = or_undefined(call.cache.v),
-                 cos = or_undefined(call.cache.rotary_cos), sin = or_undefined(call.cache.rotary_sin),
-                 slopes = or_undefined(call.options.alibi_slopes);
-    refuse_forward_mode(call.q, k, v, cos, sin, slopes);
+    const Inputs inputs = inputs_of(
+        std::array{call.q, or_undefined(call.cache.k), or_undefined(call.cache.v), or_undefined(call.cache.rotary_cos),
+                   or_undefined(call.cache.rotary_sin)},
+        call.options);
+    refuse_forward_mode(inputs);
     TwoTensors results = [&] {
         const at::AutoDispatchBelowAutograd guard;
         return redispatch<KvCache>(keys & c10::after_autograd_keyset, call);
     }();
-    if (torch::autograd::compute_requires_grad(call.q, k, v, cos, sin, slopes)) {
+    if (torch::autograd::compute_requires_grad(at::TensorList(inputs))) {
         const auto node = make_node<FlashAttnKvCacheBackward>();
-        node->set_next_edges(torch::autograd::collect_next_edges(call.q, k, v, cos, sin, slopes));
-        for (const Tensor &x : {call.q, k, v, cos, sin, slopes}) {
+        node->set_next_edges(torch::autograd::collect_next_edges(at::TensorList(inputs)));
+        for (const Tensor &x : inputs) {
             node->sizes.push_back(x.defined() ? x.sym_sizes().vec() : std::vector<SymInt>());
         }
         torch::autograd::set_history(std::get<0>(results), node);

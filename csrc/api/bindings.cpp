@@ -7,6 +7,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <cmath>
+#include <initializer_list>
 #include <optional>
 #include <string>
 #include <utility>
@@ -14,6 +15,7 @@
 
 #include "api/ops.h"
 #include "built.h"
+#include "check_parts.h"
 #include "checks.h"
 #include "flash_api.h"
 #include "message.h"
@@ -45,13 +47,24 @@ double scale_of(const std::optional<double> &softmax_scale, const Tensor &q) {
                                      : 1.0 / std::sqrt(static_cast<double>(std::max<int64_t>(q.size(-1), 1)));
 }
 
-// TypeError for tensors that the dispatcher would send elsewhere; the Python functions then name the argument.
-void check_strided(const Tensor &q, const Tensor &k, const Tensor &v, const Optional &alibi_slopes) {
-    for (const Tensor *x : {&q, &k, &v, alibi_slopes.has_value() ? &*alibi_slopes : &q}) {
-        FLASH_CHECK_TYPE(x->layout() == at::kStrided && !x->is_nested() && x->device() == q.device(),
-                         "q, k, v and alibi_slopes are not all strided tensors on the device of q, ", q.device(),
-                         "; allowed: torch.strided, and one device");
+// Errors for tensors that the dispatcher would send elsewhere: other layouts, where the Python functions then name the
+// argument, and other devices than that of q.
+void check_strided(std::initializer_list<Named> tensors) {
+    const at::Device device = tensors.begin()->tensor.device();
+    for (const Named &x : tensors) {
+        FLASH_CHECK_TYPE(x.tensor.layout() == at::kStrided && !x.tensor.is_nested(), x.name,
+                         " is a sparse or nested tensor; allowed: torch.strided");
+        FLASH_CHECK_VALUE(x.tensor.device() == device, x.name, " is on ", x.tensor.device(),
+                          "; allowed: the device of q, ", device);
     }
+}
+
+void check_strided_options(const Options &options) {
+    for_each_tensor(options, [](const char *name, const Optional &x) {
+        if (x.has_value()) {
+            check_strided({{name, *x}});
+        }
+    });
 }
 
 // Gives up Python's lock during a long call on the CPU. A short call keeps it: to get it back from a busy thread takes
@@ -75,7 +88,8 @@ private:
 std::vector<Tensor> forward(const Tensor &q, const Tensor &k, const Tensor &v, const Optional &out,
                             const Sequences &sequences, const Options &options, bool return_softmax, bool zero_tensors,
                             Generator generator) {
-    check_strided(q, k, v, options.alibi_slopes);
+    check_strided({{"q", q}, {"k", k}, {"v", v}});
+    check_strided_options(options);
     const bool is_dropping = options.dropout_p > 0.0;
     std::vector<Tensor> results(4);  // out, softmax_lse, S_dmask, rng_state
     {
@@ -184,7 +198,8 @@ std::vector<Tensor> fwd_kvcache(const Tensor &q, const Tensor &k_cache, const Te
     const Options options{/*dropout_p=*/0.0, scale_of(softmax_scale, q), is_causal,       window_size_left,
                           window_size_right, softcap,                    alibi_slopes,    /*deterministic=*/false,
                           view_of(backend)};
-    check_strided(q, k_cache, v_cache, alibi_slopes);
+    check_strided({{"q", q}, {"k_cache", k_cache}, {"v_cache", v_cache}});
+    check_strided_options(options);
     const LongCallWithoutGil guard(q, k_cache);
     Tensor result, softmax_lse;
     if (out.has_value()) {

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flash_attn_mini.argument_checks import checked_options
 from flash_attn_mini.bert_padding import index_first_axis, index_put_first_axis
 from flash_attn_mini.flash_attn_interface import flash_attn_func, flash_attn_varlen_func
 from flash_attn_mini.kvcache import flash_attn_with_kvcache
@@ -200,8 +201,8 @@ def attention(
     batch, q_length = q.shape[:2]
     if lengths is None and layout.packed_rows is not None:
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-        window, cap = (layout.left, layout.right), softcap or 0.0
-        out = attend_to_sequences(q, k, v, layout.packed_rows, dropout, scaling, window, cap)
+        of_call = checked_options(q, k, v, **options, alibi_slopes=None, deterministic=False, backend=None)
+        out = attend_to_sequences(q, k, v, layout.packed_rows, of_call)
         return out.view(batch, q_length, *out.shape[1:])[..., :v_headdim], None
     if lengths is None:
         return cast(Tensor, flash_attn_func(q, k, v, **options))[..., :v_headdim], None

@@ -13,18 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flash_attn_mini import ops
+from flash_attn_mini import ops, schemas
 from flash_attn_mini.allocation import empty_contiguous_last
-from flash_attn_mini.backends import backend_argument
 from flash_attn_mini.options import Options, Sequences
 from flash_attn_mini.rng_state import draw_in_program
 from flash_attn_mini.transforms import autocast
 
 _LENGTHS = "Tensor cu_seqlens, Tensor sizes"
-_OPTIONS = (
-    "float dropout_p, float softmax_scale, SymInt window_size_left, SymInt window_size_right, float softcap,"
-    " str? backend, Tensor? rng_state"
-)
+_OPTIONS = f"{schemas.OPTIONS}, Tensor? rng_state"
 _tags = (torch.Tag.pt2_compliant_tag,)
 library = torch.library.Library("flash_attn_mini", "FRAGMENT")
 library.define("_check_mask(Tensor x, Tensor holds, str message) -> Tensor", tags=_tags)
@@ -65,30 +61,17 @@ def sequences_of(begins: Tensor) -> tuple[Tensor, Tensor]:
     return _ops._sequences_of_rows(begins)  # type: ignore[no-any-return]
 
 
-def attend_to_sequences(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: tuple[Tensor, Tensor],
-    dropout_p: float,
-    softmax_scale: float | None,
-    window_size: tuple[int, int],
-    softcap: float,
-) -> Tensor:
-    """`flash_attn_varlen_func` for the result of `sequences_of`. A right window of 0 is a causal mask."""
+def attend_to_sequences(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[Tensor, Tensor], options: Options) -> Tensor:
+    """`flash_attn_varlen_func` for the result of `sequences_of`."""
     q, k, v = autocast(q), autocast(k), autocast(v)
-    if softmax_scale is None:
-        softmax_scale = q.shape[-1] ** -0.5
-    rng_state = draw_in_program(q, k, v) if dropout_p > 0 else None
-    options = (dropout_p, softmax_scale, *window_size, softcap, backend_argument(q.device, None), rng_state)
-    return FORWARD(q, k, v, *lengths, *options)[0]  # type: ignore[no-any-return]
+    rng_state = draw_in_program(q, k, v) if options.dropout_p > 0 else None
+    return FORWARD(q, k, v, *lengths, *options, rng_state)[0]  # type: ignore[no-any-return]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, dropout_p, softmax_scale, left, right, softcap, backend, rng_state = inputs
-    q, k, v, cu_seqlens, sizes = tensors
+    q, k, v, cu_seqlens, sizes, *options, rng_state = inputs
     ctx.save_for_backward(q, k, v, *output, cu_seqlens, sizes, rng_state)
-    ctx.options = (dropout_p, softmax_scale, left, right, softcap, backend)
+    ctx.options = options
     ctx.set_materialize_grads(False)
 
 
@@ -122,9 +105,8 @@ def _used(cu_seqlens: Tensor, sizes: Tensor, options: tuple[Any, ...]) -> tuple[
     """The fields of Sequences and Options, and rng_state."""
     number, longest = sizes.tolist()
     used = cu_seqlens[: number + 1]
-    dropout_p, softmax_scale, left, right, softcap, backend, rng_state = options
-    arguments = Options(dropout_p, softmax_scale, right == 0, left, right, softcap, None, backend=backend)
-    return Sequences(used, used, longest, longest), arguments, rng_state
+    *fields, rng_state = options
+    return Sequences(used, used, longest, longest), Options(*fields), rng_state
 
 
 def _forward(

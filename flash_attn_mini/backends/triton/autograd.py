@@ -19,7 +19,7 @@ from . import checks, ops
 
 PACKED_DIM = -3  # of q, k, v in qkv [..., 3, nheads, headdim], and of k, v in kv [..., 2, nheads_k, headdim]
 NUM_TENSORS = 3  # q, k and v, before the other inputs of FlashAttnFunc
-ALIBI_SLOPES = NUM_TENSORS + len(Sequences._fields) + Options._fields.index("alibi_slopes")
+OPTIONS = NUM_TENSORS + len(Sequences._fields)  # before the options among these inputs
 
 NO_DOUBLE_BACKWARD = (
     "flash_attn_mini: no backend implements the derivative of the backward (double backward); backends that have it: "
@@ -111,11 +111,12 @@ def _gradients(
     run: Callable[..., tuple[Tensor | None, ...]], ctx: Any, dout: Tensor | None, dsoftmax_lse: Tensor | None
 ) -> tuple[Any, ...]:
     """The gradients of the inputs, from a backward with the inputs of FlashAttnBackwardFunc."""
-    if ctx.needs_input_grad[ALIBI_SLOPES]:
-        raise NotImplementedError(
-            "flash_attn_mini: alibi_slopes requires a gradient, which is not supported; backends that have it: none. "
-            "Allowed: slopes that require none, for example alibi_slopes.detach()"
-        )
+    for name, needs_gradient in zip(Options._fields, ctx.needs_input_grad[OPTIONS:], strict=False):
+        if needs_gradient:
+            raise NotImplementedError(
+                f"flash_attn_mini: {name} requires a gradient, which is not supported; backends that have it: none. "
+                f"Allowed: one that requires none, for example {name}.detach()"
+            )
     if dout is None and dsoftmax_lse is None:
         return (None,) * len(ctx.others)
     out, softmax_lse, *saved = ctx.saved_tensors

@@ -22,7 +22,6 @@ from ...options import KvCache, Options
 from ...tracing import enabled as tracing_enabled
 from ...tracing import trace
 from . import recording
-from .call import score_features
 from .configs import combine_splits, most_programs_per_sm, splitkv_configs, splitkv_step
 from .flash_fwd_splitkv_combine_kernel import flash_fwd_splitkv_combine_kernel
 from .flash_fwd_splitkv_kernel import flash_fwd_splitkv_kernel
@@ -31,6 +30,7 @@ from .kvcache_append_kernel import kvcache_append_kernel
 from .launch import MIN_SCALE, ForwardCall, compiler_options, run
 from .operands import head_dim_block, pointer_and_strides
 from .recording import Recorder, Recordings
+from .score_mod import score_features, score_mod_of
 from .splits import MIN_PIECE_UNITS
 from .tuner import INTERPRETER_SHARED_MEMORY, first_that_launches, shared_memory_limit
 
@@ -358,7 +358,7 @@ def launch_splitkv(call: CacheCall, chosen: Chosen) -> Any:
         **pages,
         window_left=left,
         window_right=right,
-        score_mod=call.score_mod() if mods else None,
+        score_mod=score_mod_of(call.options) if mods else None,
         units_per_sequence=units.per_sequence,
         split_keys=units.split_keys,
         most_pieces=units.count,

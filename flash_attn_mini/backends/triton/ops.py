@@ -186,9 +186,11 @@ def forward_kvcache(
 
 
 def _readable(options: Options) -> Options:
-    """The options with slopes that a kernel can read: without the lazy negation of torch."""
-    slopes = options.alibi_slopes
-    return options if slopes is None else options._replace(alibi_slopes=without_neg(slopes))
+    """The options with tensors that a kernel can read: without the lazy negation of torch."""
+    if not any(isinstance(x, Tensor) and x.is_neg() for x in options):
+        return options
+    readable: list[Any] = [without_neg(x) if isinstance(x, Tensor) else x for x in options]
+    return Options(*readable)
 
 
 def _check_backend(device: torch.device, requested: str | None) -> None:
