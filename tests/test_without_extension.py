@@ -56,7 +56,7 @@ P = 0.3
 
 
 def run_without_extension(expected: Path) -> None:
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", minversion="3.4")
     options = ["-q", "--tb=short", "-p", "no:cacheprovider", "-p", "tests.no_extension"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": "", EXPECTED: str(expected)}
     environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # no plugin is needed; to import them takes as long as torch
