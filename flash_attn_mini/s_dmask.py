@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .options import ROWS_MULTIPLE, Options, Sequences
+from .transforms import autocast
 
 MAX_ELEMENTS = 1 << 34  # of S_dmask: the float32 steps to it then fill 64 GiB each
 WORD = 0xFFFFFFFF  # 32 bits
@@ -200,7 +201,8 @@ def _random_bits(rng_state: Tensor, batch: int, nheads: int, rows: int, keys: in
 def s_dmask_or_empty(
     q: Tensor, k: Tensor, rng_state: Tensor | None, sequences: Sequences | None, options: Options
 ) -> Tensor:
-    """`s_dmask`, or an empty tensor without dropout, where rng_state is None."""
+    """`s_dmask` of q and k as the call casts them, or an empty tensor without dropout, where rng_state is None."""
+    q, k = autocast(q), autocast(k)
     return q.new_empty((0,)) if rng_state is None else s_dmask(q, k, rng_state, sequences, options)
 
 
@@ -209,4 +211,4 @@ def s_dmask_of_call(
 ) -> Tensor:
     """`s_dmask` for the extension, which passes the fields of `Sequences` and `Options`."""
     has_sequences = sequences[0] is not None
-    return s_dmask(q, k, rng_state, Sequences(*sequences) if has_sequences else None, Options(*options))
+    return s_dmask_or_empty(q, k, rng_state, Sequences(*sequences) if has_sequences else None, Options(*options))

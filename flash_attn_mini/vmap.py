@@ -1,8 +1,8 @@
 """The vmap rules of the ops. Samples of equal length become one batch; other calls run once for each sample.
 
-Dropout asks for the argument ``randomness`` of torch.vmap. With "same", each sample is a call with one rng_state. With
-"different", the batch index of a sample is part of its mask. An rng_state with a vmap dimension says "different" to the
-backward: csrc/api/ops.cpp gives the forward an empty one, and `_forward` returns one.
+Dropout asks for the argument ``randomness`` of torch.vmap: with "same" each sample is a call with the same rng_state,
+with "different" each call draws one. csrc/api/ops.cpp gives a call with dropout an rng_state without elements, which has
+a vmap dimension with "different": the rule then runs even if all samples have the same q, k and v.
 """
 
 from __future__ import annotations
@@ -81,24 +81,17 @@ def _unfolded(results: tuple[Tensor | None, ...], size: int) -> Any:
 def _forward(operator: Callable[..., Any], tensors: int) -> Callable[..., Any]:
     def rule(info: Any, in_dims: Any, *arguments: Any) -> Any:
         call = _Call(tensors, in_dims, arguments)
-        if not call.drops:
-            if call.is_varlen:
-                return _per_sample(operator, info.batch_size, in_dims, arguments)
-            return _unfolded(operator(*call.folded(info.batch_size)), info.batch_size)
-        rng_state = call.arguments[call.rng_state]
-        if info.randomness == "same":
+        if call.drops and info.randomness == "same":
+            rng_state = arguments[call.rng_state]
             if rng_state is None or rng_state.numel() == 0:
                 inputs = [x for x in (*arguments[:tensors], rng_state) if x is not None]
-                call.arguments[call.rng_state] = draw_in_program(*inputs)  # an enclosing vmap sees the op
+                rng_state = draw_in_program(*inputs)  # an enclosing vmap sees the op
+            call.arguments[call.rng_state], call.dims[call.rng_state] = rng_state, None
             results, dims = _per_sample(operator, info.batch_size, call.dims, tuple(call.arguments))
-            return (*results[:-1], call.arguments[call.rng_state].clone()), (*dims[:-1], None)
-        if call.is_varlen:
+            return (*results[:-1], rng_state.clone()), (*dims[:-1], None)
+        if call.drops or call.is_varlen:
             return _per_sample(operator, info.batch_size, in_dims, arguments)
-        if call.dims[call.rng_state] is not None:
-            call.arguments[call.rng_state] = rng_state.select(call.dims[call.rng_state], 0)
-        *results, rng_state = operator(*call.folded(info.batch_size))
-        unfolded, dims = _unfolded(tuple(results), info.batch_size)
-        return (*unfolded, rng_state.expand(info.batch_size, 2)), (*dims, 0)
+        return _unfolded(operator(*call.folded(info.batch_size)), info.batch_size)
 
     return rule
 
@@ -106,13 +99,9 @@ def _forward(operator: Callable[..., Any], tensors: int) -> Callable[..., Any]:
 def _backward(operator: Callable[..., Any], tensors: int) -> Callable[..., Any]:
     def rule(info: Any, in_dims: Any, *arguments: Any) -> Any:
         call = _Call(tensors, in_dims, arguments)
-        rng_dim = call.dims[call.rng_state]
-        if call.is_varlen or (call.drops and rng_dim is None):
+        if call.drops or call.is_varlen:
             return _per_sample(operator, info.batch_size, in_dims, arguments)
-        folded = call.folded(info.batch_size)
-        if call.drops:
-            folded[call.rng_state] = folded[call.rng_state].select(rng_dim, 0)
-        return _unfolded(operator(*folded), info.batch_size)
+        return _unfolded(operator(*call.folded(info.batch_size)), info.batch_size)
 
     return rule
 
