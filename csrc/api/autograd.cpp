@@ -242,7 +242,7 @@ FwdResult forward(c10::DispatchKeySet keys, typename Forward::template Call<SymI
     refuse_forward_mode(inputs);
     const bool needs_grad = torch::autograd::compute_requires_grad(at::TensorList(inputs));
     if (needs_grad) {
-        call.options.backend = backend_asked_for(call.options.backend);  // the backward runs on the same backend
+        call.options.backend = backend_of_gradient(call.options.backend, call.inputs.tensors().back());
     }
     FwdResult results = [&] {
         const at::AutoDispatchBelowADInplaceOrView guard;

@@ -1,6 +1,8 @@
 // The functions of backend_choice.h.
 #include "api/backend_choice.h"
 
+#include <ATen/Context.h>
+
 #include <cstdlib>
 #include <string>
 
@@ -38,6 +40,14 @@ std::optional<c10::string_view> backend_asked_for(std::optional<c10::string_view
     }
     const char *value = std::getenv(kEnvironmentVariable);
     return value == nullptr || *value == '\0' ? std::nullopt : std::optional<c10::string_view>(value);
+}
+
+std::optional<c10::string_view> backend_of_gradient(std::optional<c10::string_view> argument, const at::Tensor &q) {
+    const std::optional<c10::string_view> asked = backend_asked_for(argument);
+    if (asked.has_value() || !(q.is_cpu() || (q.is_cuda() && at::globalContext().hasCUDA()))) {
+        return asked;
+    }
+    return name_of(choose_backend(std::nullopt, q));
 }
 
 Backend choose_backend(std::optional<c10::string_view> argument, const at::Tensor &q) {
