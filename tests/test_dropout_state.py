@@ -1,7 +1,7 @@
-"""Dropout's random numbers and its mask as S_dmask shows it: draw_rng_state and s_dmask.
+"""Dropout's random numbers and its mask as S_dmask shows it: the state that a forward draws, and s_dmask.
 
-Neither needs a kernel: draw_rng_state asks torch's generator, s_dmask computes in operators of torch. Where the
-extension is missing, Python draws the state; the extension draws the same.
+s_dmask computes in operators of torch. Python draws the state for traced programs and where the extension is missing;
+the extension's forward draws the same.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import flash_attn_mini.s_dmask as in_python
 from flash_attn_mini import _C
 from flash_attn_mini.options import Options, Sequences
 from flash_attn_mini.reference import (
@@ -21,6 +20,8 @@ from flash_attn_mini.reference import (
     dropout_masks_varlen,
     read_pages,
 )
+from flash_attn_mini.rng_state import draw_rng_state
+from flash_attn_mini.s_dmask import s_dmask as s_dmask_of_arguments
 
 SEEDS = [(0, 0), (42, 0), (-1, 7), (2**63 - 1, 2**40 + 3), (-(2**62), -5)]
 ROUNDED = 128
@@ -36,9 +37,11 @@ OPTIONS: list[dict[str, Any]] = [
 P = 0.3
 
 
-@pytest.fixture
-def like(device: str) -> Tensor:
-    return torch.empty(0, device=device, dtype=torch.float16)
+def drawn(device: str, generator: torch.Generator | None = None) -> Tensor:
+    """The state that the extension's forward draws."""
+    x = torch.zeros(1, 1, 1, 8, device=device, dtype=torch.float16)
+    state: Tensor = _C.fwd(x, x, x, None, None, P, 0.25, False, -1, -1, 0.0, False, generator)[3]
+    return state
 
 
 def round_up(length: int) -> int:
@@ -69,7 +72,7 @@ def s_dmask(
     sequences = None
     if cu_seqlens[0] is not None and cu_seqlens[1] is not None:
         sequences = Sequences(cu_seqlens[0], cu_seqlens[1], *max_seqlens, block_table)
-    return in_python.s_dmask(q, k, rng_state, sequences, options)
+    return s_dmask_of_arguments(q, k, rng_state, sequences, options)
 
 
 def relative_to_largest(scores: Tensor) -> Tensor:
@@ -94,77 +97,76 @@ def assert_is_mask_of(S_dmask: Tensor, scores: Tensor, kept: Tensor, dtype: torc
     assert not is_negative(S_dmask[outside]).any()
 
 
-# ---- draw_rng_state -----------------------------------------------------------------------------------------------
+# ---- the state ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.backends("cpu", "cuda")
-def test_a_seed_repeats_the_state_and_draws_differ(backend: str, device: str, like: Tensor) -> None:
+def test_a_seed_repeats_the_state_and_draws_differ(backend: str, device: str) -> None:
     torch.manual_seed(5)
-    first, second = _C.draw_rng_state(like), _C.draw_rng_state(like)
+    first, second = drawn(device), drawn(device)
     assert (first.dtype, first.shape, first.device.type) == (torch.int64, (2,), device)
     assert not torch.equal(first, second)
     torch.manual_seed(5)
-    assert torch.equal(_C.draw_rng_state(like), first)
+    assert torch.equal(drawn(device), first)
     torch.manual_seed(6)
-    assert not torch.equal(_C.draw_rng_state(like), first)
+    assert not torch.equal(drawn(device), first)
 
 
 @pytest.mark.backends("cpu", "cuda")
-def test_python_and_the_extension_draw_the_same_state(backend: str, device: str, seed: int, like: Tensor) -> None:
+def test_python_and_the_extension_draw_the_same_state(backend: str, device: str, seed: int) -> None:
     torch.manual_seed(seed)
-    expected = [_C.draw_rng_state(like) for _ in range(3)]
+    expected = [drawn(device) for _ in range(3)]
     torch.manual_seed(seed)
     for state in expected:
-        drawn = in_python.draw_rng_state(like)
-        assert drawn.dtype == torch.int64
-        assert torch.equal(drawn, state)
+        in_python = draw_rng_state(torch.empty(0, device=device))
+        assert in_python.dtype == torch.int64
+        assert torch.equal(in_python, state)
 
 
 @pytest.mark.backends("cpu", "cuda")
-def test_only_the_given_generator_advances(backend: str, device: str, like: Tensor) -> None:
+def test_only_the_given_generator_advances(backend: str, device: str) -> None:
     generator = torch.Generator(device=device).manual_seed(5)
     torch.manual_seed(7)
-    default = _C.draw_rng_state(like)
+    default = drawn(device)
     torch.manual_seed(7)
-    first, second = _C.draw_rng_state(like, generator), _C.draw_rng_state(like, generator)
-    assert torch.equal(_C.draw_rng_state(like), default), "the default generator advanced"
+    first, second = drawn(device, generator), drawn(device, generator)
+    assert torch.equal(drawn(device), default), "the default generator advanced"
     assert not torch.equal(first, second)
-    assert torch.equal(_C.draw_rng_state(like, generator.manual_seed(5)), first)
+    assert torch.equal(drawn(device, generator.manual_seed(5)), first)
 
 
 @pytest.mark.backends("cpu", "cuda")
-def test_the_state_of_the_generator_can_be_restored(backend: str, device: str, like: Tensor) -> None:
+def test_the_state_of_the_generator_can_be_restored(backend: str, device: str) -> None:
     """Activation checkpointing restores the generator like this before it runs a forward again."""
     generator = torch.Generator(device=device).manual_seed(11)
-    _C.draw_rng_state(like, generator)
+    drawn(device, generator)
     saved = generator.get_state()
-    first = _C.draw_rng_state(like, generator)
+    first = drawn(device, generator)
     generator.set_state(saved)
-    assert torch.equal(_C.draw_rng_state(like, generator), first)
+    assert torch.equal(drawn(device, generator), first)
 
 
 def test_all_128_bits_are_drawn() -> None:
     generator = torch.Generator().manual_seed(3)
-    states = torch.stack([_C.draw_rng_state(torch.empty(0), generator) for _ in range(400)])
+    states = torch.stack([drawn("cpu", generator) for _ in range(400)])
     bits = (states[..., None] >> torch.arange(64)) & 1
     share = bits.double().mean(dim=0)
     assert ((share - 0.5).abs() < 6 * 0.5 / 400**0.5).all()
 
 
 def test_a_generator_of_another_device_is_named() -> None:
-    meta = torch.empty(0, device="meta")
     with pytest.raises(ValueError, match="generator is for cpu; allowed: one for the device of q, meta"):
-        _C.draw_rng_state(meta, torch.Generator())
+        drawn("meta", torch.Generator())
 
 
 @pytest.mark.gpu
 def test_a_gpu_draw_moves_the_offset_by_four_and_does_not_wait() -> None:
-    like = torch.empty(0, device="cuda")
+    device = "cuda"
     generator = torch.Generator(device="cuda").manual_seed(5)
     before = generator.get_offset()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        _C.draw_rng_state(like, generator)
+        drawn(device, generator)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert generator.get_offset() == before + 4
@@ -172,16 +174,16 @@ def test_a_gpu_draw_moves_the_offset_by_four_and_does_not_wait() -> None:
 
 @pytest.mark.gpu
 def test_every_replay_of_a_graph_draws_new_numbers() -> None:
-    like = torch.empty(0, device="cuda")
+    device = "cuda"
     torch.cuda.manual_seed(9)
-    expected = [_C.draw_rng_state(like) for _ in range(3)]
+    expected = [drawn(device) for _ in range(3)]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        state = _C.draw_rng_state(like)
+        state = drawn(device)
     torch.cuda.manual_seed(9)
-    for drawn in expected:
+    for one in expected:
         graph.replay()
-        assert torch.equal(state, drawn)
+        assert torch.equal(state, one)
 
 
 # ---- s_dmask ------------------------------------------------------------------------------------------------------
@@ -261,15 +263,16 @@ def test_forward_returns_the_state_that_it_drew(backend: str, device: str, draw:
     q, k, v = (torch.randn(1, n, 2, 16, generator=draw).to(device, torch.float16) for n in (20, 30, 30))
     arguments = (None, None, P, 0.25, True, -1, -1, 0.0)
     torch.manual_seed(21)
-    expected = _C.draw_rng_state(q)
+    expected = draw_rng_state(q)
     torch.manual_seed(21)
     _, _, S_dmask, rng_state = _C.fwd(q, k, v, *arguments, True, None)
     assert torch.equal(rng_state, expected)
     assert torch.equal(S_dmask, s_dmask(q, k, rng_state, causal=True))
     _, _, S_dmask, rng_state = _C.fwd(q, k, v, *arguments, False, torch.Generator(device=device).manual_seed(21))
-    assert (S_dmask.shape, rng_state.shape) == ((0,), (2,))
+    assert S_dmask is None
+    assert rng_state.shape == (2,)
     _, _, S_dmask, rng_state = _C.fwd(q, k, v, None, None, 0.0, 0.25, True, -1, -1, 0.0, True, None)
-    assert (S_dmask.shape, rng_state.shape) == ((0,), (0,))
+    assert S_dmask is rng_state is None
 
 
 @pytest.mark.gpu

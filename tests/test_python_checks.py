@@ -12,12 +12,20 @@ import pytest
 import torch
 
 from flash_attn_mini import kvcache
-from flash_attn_mini.argument_checks import as_sequences, check_backward_tensors, check_tensor, checked_options
+from flash_attn_mini.argument_checks import (
+    as_flag,
+    as_sequences,
+    check_backward_tensors,
+    check_tensor,
+    checked_options,
+)
 from flash_attn_mini.backends import extension
 from flash_attn_mini.backends.triton import checks
+from flash_attn_mini.ops import EQUAL_LENGTHS
 from flash_attn_mini.options import KvCache, Options, Sequences
 
 from . import test_backward_errors, test_errors, test_kvcache_errors, test_varlen_errors
+from .op_calls import BWD, FWD, FWD_KVCACHE, check_call
 from .wrong_calls import (
     Call,
     WrongCall,
@@ -35,21 +43,26 @@ from .wrong_calls import (
 
 Arguments = tuple[Any, ...]
 Checker = Callable[..., object]
-BACKEND = "triton"
 
 
-def in_cpp_forward(*arguments: Any) -> None:
-    extension.check_forward(*arguments, BACKEND)
+def in_cpp_forward(q: Any, k: Any, v: Any, sequences: Sequences | None, options: Options) -> None:
+    check_call(FWD, (q, k, v, *(sequences or EQUAL_LENGTHS), *for_triton(options), None))
 
 
 def in_cpp_backward(*arguments: Any) -> None:
-    *call, rng_state, into = arguments
-    extension.check_backward(*call, BACKEND, into)
-    extension.load().check_rng_state(rng_state, call[-1].dropout_p, call[1])
+    """The op, which makes dq, dk and dv, and the extension's function, which writes to those of the caller."""
+    *tensors, sequences, options, rng_state, into = arguments
+    mask = (True, True, True)
+    check_call(BWD, (*tensors, *(sequences or EQUAL_LENGTHS), *for_triton(options), rng_state, mask))
+    extension.backward(*tensors, sequences, options, rng_state, mask, into)
 
 
-def in_cpp_kvcache(*arguments: Any) -> None:
-    extension.check_kvcache(*arguments, BACKEND)
+def in_cpp_kvcache(q: Any, k_cache: Any, v_cache: Any, cache: KvCache, options: Options) -> None:
+    check_call(FWD_KVCACHE, (q, k_cache, v_cache, *cache, *for_triton(options)))
+
+
+def for_triton(options: Options) -> Options:
+    return options._replace(backend="triton")
 
 
 CHECKERS: dict[str, tuple[Checker, Checker]] = {
@@ -74,7 +87,6 @@ def options_of(call: Call, names: tuple[str, str, str] = ("q", "k", "v")) -> Opt
         call.get("softcap", 0.0),
         call.get("alibi_slopes"),
         call.get("deterministic", False),
-        call.get("return_attn_probs", False),
         call.get("backend"),
         names=names,
     )
@@ -89,6 +101,7 @@ def sequences_of(call: Call) -> Sequences | None:
 
 def forward_arguments(call: Call) -> Arguments:
     options = options_of(call)
+    as_flag("return_attn_probs", call.get("return_attn_probs", False))
     return call["q"], call["k"], call["v"], sequences_of(call), options
 
 

@@ -18,6 +18,8 @@ from transformers import masking_utils as masks  # noqa: E402
 from flash_attn_mini.integrations import transformers as integration  # noqa: E402
 from flash_attn_mini.integrations import transformers_masks, transformers_op  # noqa: E402
 from flash_attn_mini.integrations.transformers_masks import Mask, Seen  # noqa: E402
+from flash_attn_mini.options import Options  # noqa: E402
+from flash_attn_mini.rng_state import draw_rng_state  # noqa: E402
 
 from .one_thread import one_thread  # noqa: E402, F401
 from .test_transformers_batches import make, result  # noqa: E402
@@ -174,10 +176,9 @@ def test_opcheck(dropout_p: float, draw: torch.Generator) -> None:
     cu_seqlens, sizes = transformers_op.sequences_of(begins)
     assert cu_seqlens.tolist() == [*begins.flatten().nonzero().flatten().tolist(), *[12] * int((~begins).sum() + 1)]
     assert sizes.tolist() == [int(begins.sum()), int(cu_seqlens.diff().max())]
-    options = (dropout_p, 0.5, 2, 0, 0.0, None)
+    rng_state = draw_rng_state(q) if dropout_p > 0 else None
+    options = (*Options(dropout_p, 0.5, True, 2, 0, 0.0, None), rng_state)
     tests = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
-    if dropout_p > 0:
-        tests.pop()  # it compares two calls
     torch.library.opcheck(transformers_op.FORWARD, (q, k, v, cu_seqlens, sizes, *options), test_utils=tests)
     q, k, v = (x.detach() for x in (q, k, v))
     results = transformers_op.FORWARD(q, k, v, cu_seqlens, sizes, *options)
@@ -191,7 +192,7 @@ def test_opcheck(dropout_p: float, draw: torch.Generator) -> None:
 def test_autocast_and_backend_of_packed_rows(draw: torch.Generator) -> None:
     lengths = transformers_op.sequences_of(torch.tensor([[True, False, True, False]]))
     q, k, v = (torch.randn(4, 2, 8, generator=draw, requires_grad=True) for _ in range(3))
-    arguments = (q, k, v, lengths, 0.0, None, (-1, 0), 0.0)
+    arguments = (q, k, v, lengths, Options(0.0, 8**-0.5, True, -1, 0, 0.0, None))
     with torch.autocast("cpu", torch.bfloat16):
         out = transformers_op.attend_to_sequences(*arguments)
     assert out.dtype == torch.bfloat16
