@@ -57,8 +57,9 @@ def checked_options(
         and (softmax_scale is None or type(softmax_scale) is float)
         and type(causal) is bool
         and type(window_size) is tuple
-        and window_size == (-1, -1)
+        and len(window_size) == 2
         and type(window_size[0]) is type(window_size[1]) is int
+        and max(window_size) <= MAX_INTEGER
         and type(softcap) is float
         and alibi_slopes is None
         and type(deterministic) is bool
