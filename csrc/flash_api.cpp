@@ -28,8 +28,7 @@ void trace_entry(const char *link, const FwdArgs &args, const std::string &backe
         return;
     }
     const auto rows = [&](const at::Tensor &x) { return x.dim() > 2 ? long(x.size(-3)) : -1L; };
-    const char *format =
-        args.is_varlen() ? "backend=%s rows_q=%ld rows_k=%ld" : "backend=%s seqlen_q=%ld seqlen_k=%ld";
+    const char *format = args.is_varlen() ? "backend=%s rows_q=%ld rows_k=%ld" : "backend=%s seqlen_q=%ld seqlen_k=%ld";
     trace(link, format, backend.c_str(), rows(args.q), rows(args.k));
 }
 
@@ -64,9 +63,8 @@ FwdResults forward(const FwdArgs &args, const Optional &given_rng_state, std::op
     const Sizes sizes(args);
     const at::Tensor out = args.out.has_value() ? *args.out : empty_contiguous_last(q);
     const at::TensorOptions lse_options = q.options().dtype(lse_dtype(q));
-    const at::Tensor softmax_lse = args.is_varlen()
-                                       ? at::empty({sizes.nheads, sizes.rows_q}, lse_options)
-                                       : at::empty({sizes.batch, sizes.nheads, sizes.rows_q}, lse_options);
+    const at::Tensor softmax_lse = args.is_varlen() ? at::empty({sizes.nheads, sizes.rows_q}, lse_options)
+                                                    : at::empty({sizes.batch, sizes.nheads, sizes.rows_q}, lse_options);
     const at::Tensor rng_state =
         options.dropout_p > 0.0 ? rng_state_of_call(q, given_rng_state, std::move(generator)) : at::Tensor();
     if (!sizes.has_keys || zero_tensors) {
@@ -80,8 +78,8 @@ FwdResults forward(const FwdArgs &args, const Optional &given_rng_state, std::op
         const ScaledQuery scaled = with_positive_scale(without_neg(q), options.softmax_scale);
         const at::Tensor kernel_q = readable_by_kernel(scaled.q, "q"), kernel_k = readable_by_kernel(k, "k"),
                          kernel_v = readable_by_kernel(args.v, "v");
-        Flash_fwd_params params = set_params_fprop(
-            {kernel_q, kernel_k, kernel_v, kernel_out, softmax_lse, rng_state}, readable_args, scaled.softmax_scale);
+        Flash_fwd_params params = set_params_fprop({kernel_q, kernel_k, kernel_v, kernel_out, softmax_lse, rng_state},
+                                                   readable_args, scaled.softmax_scale);
         run_mha_fwd(params, q.device());
         if (!writes_in_place) {
             out.copy_(kernel_out);
@@ -99,8 +97,14 @@ BwdResults backward(const BwdArgs &args, std::array<bool, 3> output_mask, bool z
                          padded_dout = padded(args.dout);
         const Optional none;
         const BwdResults results =
-            backward({{padded_q, padded_k, padded_v, padded(*forward.out), forward.sequences, options}, padded_dout,
-                      args.softmax_lse, args.dsoftmax_lse, none, none, none, args.rng_state},
+            backward({{padded_q, padded_k, padded_v, padded(*forward.out), forward.sequences, options},
+                      padded_dout,
+                      args.softmax_lse,
+                      args.dsoftmax_lse,
+                      none,
+                      none,
+                      none,
+                      args.rng_state},
                      output_mask, zero_tensors);
         const auto stored = [&](const at::Tensor &x, const at::Tensor &like, const Optional &given) {
             if (!x.defined()) {
@@ -135,14 +139,14 @@ BwdResults backward(const BwdArgs &args, std::array<bool, 3> output_mask, bool z
         const at::Tensor kernel_q = readable_by_kernel(scaled.q, "q"), kernel_k = readable_by_kernel(k, "k"),
                          kernel_v = readable_by_kernel(v, "v"), kernel_out = readable_by_kernel(*forward.out, "out"),
                          kernel_dout = readable_by_kernel(args.dout, "dout"), lse = statistic(args.softmax_lse),
-                         dlse = statistic(args.dsoftmax_lse),
-                         rng_state = statistic(args.rng_state);
+                         dlse = statistic(args.dsoftmax_lse), rng_state = statistic(args.rng_state);
         Flash_bwd_params params = set_params_dgrad(
             set_params_fprop({kernel_q, kernel_k, kernel_v, kernel_out, lse, rng_state}, readable_args,
                              scaled.softmax_scale),
             {kernel_dout, dlse, dq.written, dk.written, dv.written, softmax_d}, heads_per_dkv, options);
         const std::optional<CudaScratch> scratch =
-            q.is_cuda() ? std::optional<CudaScratch>(std::in_place, params, softmax_d, forward.sequences) : std::nullopt;
+            q.is_cuda() ? std::optional<CudaScratch>(std::in_place, params, softmax_d, forward.sequences)
+                        : std::nullopt;
         run_mha_bwd(params, q.device());
     }
     dq.store();

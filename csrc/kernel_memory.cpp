@@ -122,9 +122,8 @@ int heads_per_cta(const FwdArgs &args) {
     const int64_t ctas_wanted = ctas_per_sm * sm_count();
     const Sizes sizes(args);
     const int64_t group = sizes.nheads / sizes.nheads_k;
-    const int64_t blocks_per_head = args.is_varlen()
-                                        ? sizes.rows_k / kKeysPerBlock + sizes.batch
-                                        : (sizes.rows_k + kKeysPerBlock - 1) / kKeysPerBlock * sizes.batch;
+    const int64_t blocks_per_head = args.is_varlen() ? sizes.rows_k / kKeysPerBlock + sizes.batch
+                                                     : (sizes.rows_k + kKeysPerBlock - 1) / kKeysPerBlock * sizes.batch;
     int64_t heads = group;
     for (int64_t parts = 1; parts <= group; ++parts) {
         if (group % parts == 0) {

@@ -19,37 +19,37 @@ using Optional = std::optional<at::Tensor>;
 // X(type in the schema, type in C++, name). Int is int64_t in kernels, c10::SymInt above them.
 
 // The sequences of a variable-length (varlen) call. cu_seqlens_q is none for sequences of equal length.
-#define FLASH_SEQUENCES(X)                                                                            \
-    X("Tensor?", Optional, cu_seqlens_q) /* int32 [batch + 1] */                                      \
-    X("Tensor?", Optional, cu_seqlens_k) /* int32 [batch + 1] */                                      \
-    X("SymInt", Int, max_seqlen_q)                                                                    \
-    X("SymInt", Int, max_seqlen_k)                                                                    \
+#define FLASH_SEQUENCES(X)                                       \
+    X("Tensor?", Optional, cu_seqlens_q) /* int32 [batch + 1] */ \
+    X("Tensor?", Optional, cu_seqlens_k) /* int32 [batch + 1] */ \
+    X("SymInt", Int, max_seqlen_q)                               \
+    X("SymInt", Int, max_seqlen_k)                               \
     X("Tensor?", Optional, block_table) /* int32 [batch, max_pages] */
 
-#define FLASH_OPTIONS(X)                                                                              \
-    X("float", double, dropout_p)                                                                     \
-    X("float", double, softmax_scale)                                                                 \
-    X("bool", bool, causal)                                                                           \
-    X("SymInt", Int, window_size_left)  /* keys, -1 = unbounded */                                    \
-    X("SymInt", Int, window_size_right) /* keys, -1 = unbounded */                                    \
-    X("float", double, softcap)         /* 0 = off */                                                 \
-    X("Tensor?", Optional, alibi_slopes) /* float32 [nheads] or [batch, nheads] */                    \
-    X("bool", bool, deterministic)                                                                    \
+#define FLASH_OPTIONS(X)                                                           \
+    X("float", double, dropout_p)                                                  \
+    X("float", double, softmax_scale)                                              \
+    X("bool", bool, causal)                                                        \
+    X("SymInt", Int, window_size_left)   /* keys, -1 = unbounded */                \
+    X("SymInt", Int, window_size_right)  /* keys, -1 = unbounded */                \
+    X("float", double, softcap)          /* 0 = off */                             \
+    X("Tensor?", Optional, alibi_slopes) /* float32 [nheads] or [batch, nheads] */ \
+    X("bool", bool, deterministic)                                                 \
     X("str?", std::optional<c10::string_view>, backend) /* none: the backend of the device */
 
 // flash_attn_with_kvcache. Lengths count from the start of a cache row, its left padding included.
-#define FLASH_KV_CACHE(X)                                                                             \
+#define FLASH_KV_CACHE(X)                                                                                           \
     X("Tensor?", Optional, k)               /* [batch, seqlen_new, nheads_k, headdim]; none: nothing is appended */ \
-    X("Tensor?", Optional, v)               /* like k */                                              \
-    X("Tensor?", Optional, rotary_cos)      /* [positions, rotary_dim / 2] */                         \
-    X("Tensor?", Optional, rotary_sin)      /* like rotary_cos */                                     \
-    X("Tensor?", Optional, cache_seqlens)   /* int32 [batch]: keys before the call */                 \
+    X("Tensor?", Optional, v)               /* like k */                                                            \
+    X("Tensor?", Optional, rotary_cos)      /* [positions, rotary_dim / 2] */                                       \
+    X("Tensor?", Optional, rotary_sin)      /* like rotary_cos */                                                   \
+    X("Tensor?", Optional, cache_seqlens)   /* int32 [batch]: keys before the call */                               \
     X("SymInt", Int, cache_seqlen)          /* without cache_seqlens: that number for all rows; -1: the capacity */ \
-    X("Tensor?", Optional, cache_batch_idx) /* int32 [batch]: the cache row of each sequence */       \
-    X("Tensor?", Optional, cache_leftpad)   /* int32 [batch]: the first valid key */                  \
-    X("Tensor?", Optional, block_table)     /* int32 [batch, max_pages] */                            \
-    X("bool", bool, rotary_interleaved)                                                               \
-    X("SymInt", Int, num_splits) /* most splits of a sequence; 0: chosen */                           \
+    X("Tensor?", Optional, cache_batch_idx) /* int32 [batch]: the cache row of each sequence */                     \
+    X("Tensor?", Optional, cache_leftpad)   /* int32 [batch]: the first valid key */                                \
+    X("Tensor?", Optional, block_table)     /* int32 [batch, max_pages] */                                          \
+    X("bool", bool, rotary_interleaved)                                                                             \
+    X("SymInt", Int, num_splits) /* most splits of a sequence; 0: chosen */                                         \
     X("SymInt", Int, split_keys) /* keys of every split but the last; 0: chosen */
 
 #define FLASH_FIELD(schema, type, name) type name;
@@ -133,13 +133,13 @@ struct KvCacheArgs : KvCacheOptions {
 // The arguments of a backward. forward.out is the result of the forward.
 struct BwdArgs {
     FwdArgs forward;
-    const at::Tensor &dout;                         // like q
-    const at::Tensor &softmax_lse;                  // [batch, nheads, seqlen_q], varlen [nheads, total_q]
-    const Optional &dsoftmax_lse;  // like softmax_lse
-    const Optional &dq;            // like q
-    const Optional &dk;            // like k
-    const Optional &dv;            // like v
-    const Optional &rng_state;     // int64 [2]: as the forward returned it; read only with dropout
+    const at::Tensor &dout;         // like q
+    const at::Tensor &softmax_lse;  // [batch, nheads, seqlen_q], varlen [nheads, total_q]
+    const Optional &dsoftmax_lse;   // like softmax_lse
+    const Optional &dq;             // like q
+    const Optional &dk;             // like k
+    const Optional &dv;             // like v
+    const Optional &rng_state;      // int64 [2]: as the forward returned it; read only with dropout
 };
 
 // The sizes of a call whose tensors have the right number of dimensions.

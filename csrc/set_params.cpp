@@ -20,8 +20,7 @@ struct RowStrides {
 };
 
 // keys_and_queries: at least as many as the longest sequence has together.
-void set_options(Flash_fwd_params &params, const Options &options, double softmax_scale,
-                 int64_t keys_and_queries) {
+void set_options(Flash_fwd_params &params, const Options &options, double softmax_scale, int64_t keys_and_queries) {
     params.softmax_scale = softmax_scale;
     params.softcap = options.softcap;
     const bool has_softcap = options.softcap > 0.0;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +11,15 @@ import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo import compiled_autograd
 
-from flash_attn_mini import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache, use_backend
+from flash_attn_mini import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+    use_backend,
+)
 
 from .cases import SMALL_FORWARD_CASES, Case, make_dlse, make_dout, make_inputs
 from .op_calls import BWD, FWD, assert_fake_is_like_real, bwd_arguments, fwd_arguments
@@ -278,6 +286,42 @@ def test_lengths_that_a_tensor_holds_are_compiled(form: str, backend: str, devic
             )
             with pytest.raises(RuntimeError):
                 decode(torch.tensor(-1, device=device))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["dense", "varlen", "packed"])
+def test_compiled_autograd_gives_the_gradients_of_eager_autograd(form: str, backend: str, device: str) -> None:
+    """The backward is compiled from the nodes of the graph. Calls that differ in an option are not the same program."""
+    torch._dynamo.reset()
+    lengths = torch.tensor([0, 4, 9], dtype=torch.int32, device=device)
+    q, k, v = (x[:, :9] for x in qkv(device, requires_grad=False))
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        options = {**options, "deterministic": True, "backend": backend}
+        if form == "dense":
+            return flash_attn_func(q, k, v, **options)
+        if form == "packed":
+            return flash_attn_kvpacked_func(q, torch.stack([k, v], dim=2), **options)
+        return flash_attn_varlen_func(q[0], k[0], v[0], lengths, lengths, 5, 5, **options)
+
+    def gradients(is_compiled: bool, **options: Any) -> tuple[Tensor, ...]:
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        torch.manual_seed(1)
+        total = attention(*leaves, **options).float().square().sum()
+        compiler = torch.compile(backend="aot_eager")
+        with compiled_autograd._enable(compiler) if is_compiled else contextlib.nullcontext():
+            total.backward()
+        return tuple(x.grad for x in leaves)
+
+    slopes = torch.rand(4, device=device)
+    for options in (
+        {"causal": True},
+        {"causal": True, "softmax_scale": 0.4},
+        {"dropout_p": 0.3, "alibi_slopes": slopes},
+        {"dropout_p": 0.3, "alibi_slopes": slopes.flip(0)},
+    ):
+        for got, expected in zip(gradients(True, **options), gradients(False, **options), strict=True):
+            assert torch.equal(got, expected), options
 
 
 # ---- which backend a compiled training step takes -----------------------------------------------------------------

@@ -156,7 +156,8 @@ public:
         for_each_tensor(call.options, [&](const char *name, const Optional &) {
             FLASH_CHECK_NOT_IMPLEMENTED(!task_should_compute_output(input++), "flash_attn_mini: ", name,
                                         " requires a gradient, which is not supported; backends that have it: none. "
-                                        "Allowed: one that requires none, for example ", name, ".detach()");
+                                        "Allowed: one that requires none, for example ",
+                                        name, ".detach()");
         });
         const Tensor out = out_.unpack(this->getptr());
         BackwardCall backward{dout.defined() ? dout : at::zeros_like(out),
@@ -220,16 +221,22 @@ private:
 
     template <typename Function>
     void for_each_variable(Function function) {
-        for_each([&](auto &x) { if constexpr (std::is_same_v<std::decay_t<decltype(x)>, SavedVariable>) function(x); },
-                 fields_);
+        for_each(
+            [&](auto &x) {
+                if constexpr (std::is_same_v<std::decay_t<decltype(x)>, SavedVariable>) function(x);
+            },
+            fields_);
         function(out_);
         function(softmax_lse_);
         function(rng_state_);
     }
     template <typename Function>
     void for_each_symbol(Function function) {
-        for_each([&](auto &x) { if constexpr (std::is_same_v<std::decay_t<decltype(x)>, SymInt>) function(x); },
-                 fields_);
+        for_each(
+            [&](auto &x) {
+                if constexpr (std::is_same_v<std::decay_t<decltype(x)>, SymInt>) function(x);
+            },
+            fields_);
     }
 
     typename Fields::type fields_;
@@ -283,8 +290,7 @@ typename Backward::Result backward(c10::DispatchKeySet keys, const typename Back
     if (torch::autograd::compute_requires_grad(at::TensorList(inputs))) {
         const auto node = make_node<FlashAttnDoubleBackward>();
         node->set_next_edges(torch::autograd::collect_next_edges(at::TensorList(inputs)));
-        std::apply(
-            [&](auto &...x) { ((x.defined() ? torch::autograd::set_history(x, node) : void()), ...); }, results);
+        std::apply([&](auto &...x) { ((x.defined() ? torch::autograd::set_history(x, node) : void()), ...); }, results);
     }
     return results;
 }
@@ -316,10 +322,10 @@ TwoTensors forward_kvcache(c10::DispatchKeySet keys, const KvCache::Call<SymInt>
                           " requires a gradient; allowed: a KV cache that requires none, for example ", name,
                           ".detach()");
     }
-    const Inputs inputs = inputs_of(
-        std::array{call.q, or_undefined(call.cache.k), or_undefined(call.cache.v), or_undefined(call.cache.rotary_cos),
-                   or_undefined(call.cache.rotary_sin)},
-        call.options);
+    const Inputs inputs =
+        inputs_of(std::array{call.q, or_undefined(call.cache.k), or_undefined(call.cache.v),
+                             or_undefined(call.cache.rotary_cos), or_undefined(call.cache.rotary_sin)},
+                  call.options);
     refuse_forward_mode(inputs);
     TwoTensors results = [&] {
         const at::AutoDispatchBelowAutograd guard;

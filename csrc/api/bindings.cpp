@@ -96,7 +96,8 @@ std::vector<Tensor> forward(const Tensor &q, const Tensor &k, const Tensor &v, c
         const LongCallWithoutGil guard(q, k);
         if (out.has_value() || zero_tensors) {
             const at::AutoDispatchBelowADInplaceOrView below_autograd;
-            const FwdResults given = mha_fwd({q, k, v, out, sequences, options}, {}, std::move(generator), zero_tensors);
+            const FwdResults given =
+                mha_fwd({q, k, v, out, sequences, options}, {}, std::move(generator), zero_tensors);
             results = {given.out, given.softmax_lse, Tensor(), given.rng_state};
         } else {
             Optional rng_state;
@@ -119,8 +120,11 @@ std::vector<Tensor> fwd(const Tensor &q, const Tensor &k, const Tensor &v, const
                         const Optional &alibi_slopes, double p_dropout, std::optional<double> softmax_scale,
                         bool is_causal, int64_t window_size_left, int64_t window_size_right, double softcap,
                         bool return_softmax, Generator generator, bool deterministic, const Name &backend) {
-    const Options options{p_dropout, scale_of(softmax_scale, q), is_causal,     window_size_left, window_size_right,
-                          softcap,   alibi_slopes,               deterministic, view_of(backend)};
+    const Options options{p_dropout,         scale_of(softmax_scale, q),
+                          is_causal,         window_size_left,
+                          window_size_right, softcap,
+                          alibi_slopes,      deterministic,
+                          view_of(backend)};
     return forward(q, k, v, out, {}, options, return_softmax, /*zero_tensors=*/false, std::move(generator));
 }
 
@@ -136,8 +140,11 @@ std::vector<Tensor> varlen_fwd(const Tensor &q, const Tensor &k, const Tensor &v
     };
     lacks(seqused_k, "seqused_k");
     lacks(leftpad_k, "leftpad_k");
-    const Options options{p_dropout, scale_of(softmax_scale, q), is_causal,     window_size_left, window_size_right,
-                          softcap,   alibi_slopes,               deterministic, view_of(backend)};
+    const Options options{p_dropout,         scale_of(softmax_scale, q),
+                          is_causal,         window_size_left,
+                          window_size_right, softcap,
+                          alibi_slopes,      deterministic,
+                          view_of(backend)};
     return forward(q, k, v, out, {cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table}, options,
                    return_softmax, zero_tensors, std::move(generator));
 }
@@ -179,8 +186,8 @@ std::vector<Tensor> varlen_bwd(const Tensor &dout, const Tensor &q, const Tensor
     const Options options{p_dropout, softmax_scale, is_causal,     window_size_left, window_size_right,
                           softcap,   alibi_slopes,  deterministic, view_of(backend)};
     const Sequences sequences{cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, std::nullopt};
-    return backward({dout, {q, k, v}, out, softmax_lse, dsoftmax_lse, sequences, options, rng_state, output_mask}, dq, dk,
-                    dv, zero_tensors);
+    return backward({dout, {q, k, v}, out, softmax_lse, dsoftmax_lse, sequences, options, rng_state, output_mask}, dq,
+                    dk, dv, zero_tensors);
 }
 
 // ---- KV cache: split_keys, cache_seqlen and backend come last -------------------------------------------------------
@@ -193,11 +200,21 @@ std::vector<Tensor> fwd_kvcache(const Tensor &q, const Tensor &k_cache, const Te
                                 std::optional<double> softmax_scale, bool is_causal, int64_t window_size_left,
                                 int64_t window_size_right, double softcap, bool is_rotary_interleaved,
                                 int64_t num_splits, int64_t split_keys, int64_t cache_seqlen, const Name &backend) {
-    const KvCacheOptions cache{k,           v,         rotary_cos,  rotary_sin,            seqlens_k,  cache_seqlen,
-                               cache_batch_idx, leftpad_k, block_table, is_rotary_interleaved, num_splits, split_keys};
-    const Options options{/*dropout_p=*/0.0, scale_of(softmax_scale, q), is_causal,       window_size_left,
-                          window_size_right, softcap,                    alibi_slopes,    /*deterministic=*/false,
-                          view_of(backend)};
+    const KvCacheOptions cache{k,
+                               v,
+                               rotary_cos,
+                               rotary_sin,
+                               seqlens_k,
+                               cache_seqlen,
+                               cache_batch_idx,
+                               leftpad_k,
+                               block_table,
+                               is_rotary_interleaved,
+                               num_splits,
+                               split_keys};
+    const Options options{/*dropout_p=*/0.0, scale_of(softmax_scale, q), is_causal,
+                          window_size_left,  window_size_right,          softcap,
+                          alibi_slopes,      /*deterministic=*/false,    view_of(backend)};
     check_strided({{"q", q}, {"k_cache", k_cache}, {"v_cache", v_cache}});
     check_strided_options(options);
     const LongCallWithoutGil guard(q, k_cache);
@@ -268,10 +285,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     using py::arg;
     flash::ops::register_library();
     module.doc() = "flash_attn_mini: names and argument order of the official flash_attn_2_cuda";
-    module.def("fwd", torch::wrap_pybind_function(flash::fwd), "Forward: returns [out, softmax_lse, S_dmask, rng_state]",
-               arg("q"), arg("k"), arg("v"), arg("out"), arg("alibi_slopes"), arg("p_dropout"), arg("softmax_scale"),
-               arg("is_causal"), arg("window_size_left"), arg("window_size_right"), arg("softcap"),
-               arg("return_softmax"), arg("generator"), arg("deterministic") = false, arg("backend") = py::none());
+    module.def("fwd", torch::wrap_pybind_function(flash::fwd),
+               "Forward: returns [out, softmax_lse, S_dmask, rng_state]", arg("q"), arg("k"), arg("v"), arg("out"),
+               arg("alibi_slopes"), arg("p_dropout"), arg("softmax_scale"), arg("is_causal"), arg("window_size_left"),
+               arg("window_size_right"), arg("softcap"), arg("return_softmax"), arg("generator"),
+               arg("deterministic") = false, arg("backend") = py::none());
     module.def("bwd", torch::wrap_pybind_function(flash::bwd), "Backward: returns [dq, dk, dv, softmax_d]", arg("dout"),
                arg("q"), arg("k"), arg("v"), arg("out"), arg("softmax_lse"), arg("dq"), arg("dk"), arg("dv"),
                arg("alibi_slopes"), arg("p_dropout"), arg("softmax_scale"), arg("is_causal"), arg("window_size_left"),

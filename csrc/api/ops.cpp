@@ -25,7 +25,8 @@ namespace {
 
 using c10::SymInt;
 
-constexpr int64_t kPackedDim = -3;  // of q, k, v in [..., 3, nheads, headdim], and of k, v in [..., 2, nheads_k, headdim]
+constexpr int64_t kPackedDim =
+    -3;  // of q, k, v in [..., 3, nheads, headdim], and of k, v in [..., 2, nheads_k, headdim]
 
 // "float16[2,33,4,64]@cpu", as flash_attn_mini/tracing.py writes it.
 std::string text_of(const Tensor &x) {
@@ -101,8 +102,15 @@ PackedInputs::Gradients packed_backward(const BwdCall<PackedInputs, int64_t> &ca
         std::move(views.begin(), views.end(), parts.begin() + (q.has_value() ? 1 : 0));
     }
     const auto [dq, dk, dv, softmax_d] =
-        backward({call.dout, unpacked(call.inputs), call.out, call.softmax_lse, call.dsoftmax_lse, call.sequences,
-                  call.options, call.rng_state, {q.has_value() ? needs_q : needs_packed, needs_packed, needs_packed}},
+        backward({call.dout,
+                  unpacked(call.inputs),
+                  call.out,
+                  call.softmax_lse,
+                  call.dsoftmax_lse,
+                  call.sequences,
+                  call.options,
+                  call.rng_state,
+                  {q.has_value() ? needs_q : needs_packed, needs_packed, needs_packed}},
                  parts[0], parts[1], parts[2]);
     return {q.has_value() ? dq : Tensor(), dpacked, softmax_d};
 }
@@ -131,7 +139,7 @@ Tensor forward_kvcache_backward(const Tensor &, at::IntArrayRef) {
 template <typename Op, at::DeviceType kDevice>
 FwdResult autocast_forward(typename Op::template Call<SymInt> call) {
     const c10::impl::ExcludeDispatchKeyGuard guard(kDevice == at::kCPU ? c10::DispatchKey::AutocastCPU
-                                                                      : c10::DispatchKey::AutocastCUDA);
+                                                                       : c10::DispatchKey::AutocastCUDA);
     const auto cast = [](auto &x) {
         x = at::autocast::cached_cast(at::autocast::get_autocast_dtype(kDevice), x, kDevice);
     };
@@ -158,9 +166,10 @@ FwdResult vmap_mode_forward(typename Op::template Call<SymInt> call) {
         try {
             call.rng_state = at::rand({0}, q.options().dtype(at::kFloat));
         } catch (const c10::Error &) {
-            FLASH_CHECK(false, "flash_attn_mini: attention with dropout is called in torch.vmap with "
-                               "randomness='error', its default; allowed: torch.vmap(..., randomness='different') or "
-                               "'same', or dropout_p=0");
+            FLASH_CHECK(false,
+                        "flash_attn_mini: attention with dropout is called in torch.vmap with "
+                        "randomness='error', its default; allowed: torch.vmap(..., randomness='different') or "
+                        "'same', or dropout_p=0");
         }
     }
     const c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKey::FuncTorchVmapMode);
@@ -235,8 +244,14 @@ SeparateInputs::Gradients backward(const BwdCall<SeparateInputs, int64_t> &call,
         "block_table); backends that have it: none. Available: torch.no_grad(), or k and v without pages");
     Options options = call.options;
     options.deterministic = options.deterministic || at::globalContext().deterministicAlgorithms();
-    const BwdArgs args{{q, k, v, call.out, call.sequences, options}, call.dout, call.softmax_lse, call.dsoftmax_lse, dq,
-                       dk, dv, call.rng_state};
+    const BwdArgs args{{q, k, v, call.out, call.sequences, options},
+                       call.dout,
+                       call.softmax_lse,
+                       call.dsoftmax_lse,
+                       dq,
+                       dk,
+                       dv,
+                       call.rng_state};
     if (backend != Backend::triton) {
         const BwdResults results = mha_bwd(args, call.output_mask, zero_tensors);
         return {results.dq, results.dk, results.dv, results.softmax_d};

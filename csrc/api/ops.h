@@ -1,5 +1,5 @@
-// The custom ops flash_attn_mini::fwd, bwd, packed_fwd, packed_bwd and fwd_kvcache, as C++ calls through the dispatcher.
-// A call is one struct. Its fields, in the order of the schema, come from the lists of options.h.
+// The custom ops flash_attn_mini::fwd, bwd, packed_fwd, packed_bwd and fwd_kvcache, as C++ calls through the
+// dispatcher. A call is one struct. Its fields, in the order of the schema, come from the lists of options.h.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -61,7 +61,8 @@ template <typename Inputs_, typename Int>
 struct BwdCall {
     using Inputs = Inputs_;
     static std::string schema() {
-        return std::string("Tensor dout, ") + Inputs::kSchema + ", Tensor out, Tensor softmax_lse, Tensor? dsoftmax_lse" +
+        return std::string("Tensor dout, ") + Inputs::kSchema +
+               ", Tensor out, Tensor softmax_lse, Tensor? dsoftmax_lse" +
                FLASH_SEQUENCES(FLASH_SCHEMA) FLASH_OPTIONS(FLASH_SCHEMA) + ", Tensor? rng_state" + Inputs::kMask;
     }
 
