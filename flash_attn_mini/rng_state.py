@@ -26,10 +26,13 @@ def draw_in_program(*inputs: Tensor) -> Tensor:
     return rng_state
 
 
-@torch.compiler.assume_constant_result
 def _call_number() -> int:
     """A number for each dropout call of a traced program, so that the compiler never takes two for the same."""
     return next(_calls)
+
+
+# What torch.compiler.assume_constant_result does. The decorator imports the compiler, and with it Triton.
+_call_number._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _draw(q: Tensor, others: list[Tensor], call: int) -> Tensor:
