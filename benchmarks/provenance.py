@@ -35,13 +35,17 @@ HOST = (
     "flash_attn_mini/flash_attn_interface.py",
     "flash_attn_mini/varlen.py",
     "flash_attn_mini/packed.py",
-    "flash_attn_mini/kvcache*.py",
+    "flash_attn_mini/kvcache.py",
+    "flash_attn_mini/allocation.py",
     "flash_attn_mini/argument_checks.py",
     "flash_attn_mini/official.py",
     "flash_attn_mini/ops.py",
     "flash_attn_mini/options.py",
     "flash_attn_mini/rng_state.py",
+    "flash_attn_mini/s_dmask.py",
+    "flash_attn_mini/schemas.py",
     "flash_attn_mini/tracing.py",
+    "flash_attn_mini/transforms.py",
     "flash_attn_mini/backends/*.py",
 )
 LAUNCH = ("csrc/flash.h", "csrc/kind.h", "csrc/static_switch.h", "csrc/run_mha.*", "csrc/set_params.*")

@@ -126,6 +126,7 @@ def flash_attn_with_kvcache(
         and type(window_size) is tuple
         and len(window_size) == 2
         and type(num_splits) is type(split_keys) is int
+        and type(return_softmax_lse) is bool
         and not ops.is_traced(q, k_cache, v_cache, k, v)
         and chosen_backend() is None
         and extension.MODULE is not None

@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ import flash_attn_mini
 from flash_attn_mini import available_backends, backends, flash_attn_func, use_backend
 from flash_attn_mini.backends import BACKENDS, extension, select_backend
 
+ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
 VARIABLE = "FLASH_ATTN_MINI_BACKEND"
 
@@ -188,6 +192,16 @@ def test_reserved_sms_end_with_their_context_and_belong_to_a_thread() -> None:
         raise KeyError
     assert of_thread == [0]
     assert reserved() == 0
+
+
+def test_the_import_takes_neither_the_compiler_nor_triton() -> None:
+    """Both take longer than torch's own import, and TRITON_INTERPRET=1 may be set up to the import of Triton."""
+    script = (
+        "import sys, torch; before = set(sys.modules); import flash_attn_mini;"
+        " print({'torch._dynamo', 'triton'} & (set(sys.modules) - before))"
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert run.stdout == "set()\n"
 
 
 def test_package_exports_what_its_users_need() -> None:

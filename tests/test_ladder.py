@@ -279,10 +279,9 @@ def test_the_command_needs_torch_alone_and_a_few_seconds() -> None:
     rows = {line.split()[0]: line for line in lines if line.startswith(tuple(BY_NAME))}
     for name in ("naive", "online-softmax"):
         assert rows[name].endswith("passed"), rows[name]
-    for name in ("minimal-triton", "flash-v1", "flash-v2"):
+    for name in ("minimal-triton", "flash-v1", "flash-v2", "triton"):
         assert "triton is not installed" in rows[name]
-    for name in ("triton", "cpu"):
-        assert "flash_attn_mini._C" in rows[name]
+    assert "flash_attn_mini._C" in rows["cpu"]
     assert taken < 20, f"the command took {taken:.0f} s of a CPU"  # 5 alone; a shared core is up to twice as slow
 
 
