@@ -17,6 +17,10 @@ sys.path.insert(0, str(ROOT))  # an isolated build does not put this folder on t
 from build_tools import kernels, selection, target_torch  # noqa: E402
 
 HOST_SOURCES = [
+    "csrc/api/autograd.cpp",
+    "csrc/api/backend_choice.cpp",
+    "csrc/api/bindings.cpp",
+    "csrc/api/ops.cpp",
     "csrc/flash_api.cpp",
     "csrc/check_parts.cpp",
     "csrc/checks.cpp",
@@ -25,11 +29,9 @@ HOST_SOURCES = [
     "csrc/kvcache_api.cpp",
     "csrc/memory_overlap.cpp",
     "csrc/minimal_api.cpp",
-    "csrc/python_backends.cpp",
     "csrc/set_params.cpp",
     "csrc/rng_state.cpp",
     "csrc/run_mha.cpp",
-    "csrc/s_dmask.cpp",
     "csrc/cpu/append_kv.cpp",
     "csrc/cpu/flash_bwd_cpu.cpp",
     "csrc/cpu/flash_fwd_cpu.cpp",

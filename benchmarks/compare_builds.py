@@ -53,8 +53,8 @@ class Build(Rival):
     def bind(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
         # p_dropout, softmax_scale, is_causal, window_size_left, window_size_right, softcap
         scalars = (0.0, q.shape[-1] ** -0.5, causal, -1, 0 if causal else -1, 0.0)
-        # out, alibi_slopes; return_softmax, generator
-        forward = partial(self.extension.fwd, q, k, v, None, None, *scalars, False, None)
+        # out, which makes a call of this build's kernels and not of the op, alibi_slopes; return_softmax, generator
+        forward = partial(self.extension.fwd, q, k, v, torch.empty_like(q), None, *scalars, False, None)
         if self.kind == "forward":
             return forward
         out, softmax_lse, *_ = forward()

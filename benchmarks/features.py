@@ -58,7 +58,7 @@ class Feature:
 PLAIN = Feature("plain")
 
 
-def reference_tail(feature: Feature, q: Tensor, k: Tensor, v: Tensor, causal: bool, rng_state: Tensor) -> Tensor:
+def reference_tail(feature: Feature, q: Tensor, k: Tensor, v: Tensor, causal: bool, rng_state: Tensor | None) -> Tensor:
     """The last queries of the first head of the first sequence, [queries, headdim], from the definition.
 
     Masks and ALiBi count from the end of the sequence, so the last queries can be computed alone.
@@ -68,7 +68,7 @@ def reference_tail(feature: Feature, q: Tensor, k: Tensor, v: Tensor, causal: bo
 
     rows = min(TAIL, q.shape[1])
     kept = None
-    if feature.dropout_p > 0:
+    if rng_state is not None:
         kept = dropout_mask(rng_state, feature.dropout_p, 1, 1, q.shape[1], k.shape[1], q.device)[..., -rows:, :]
     slopes = feature.slopes(q)
     out, _ = attention_reference(
@@ -87,12 +87,14 @@ def reference_tail(feature: Feature, q: Tensor, k: Tensor, v: Tensor, causal: bo
 
 def check_tail(backend: str, feature: Feature, q: Tensor, k: Tensor, v: Tensor, causal: bool, allowed: float) -> None:
     """RuntimeError unless the last rows of a dense forward are those of the definition."""
+    from flash_attn_mini import ops
+    from flash_attn_mini.options import Options
+
     left, right = feature.window_size
+    scale, right = q.shape[-1] ** -0.5, 0 if causal else right
+    options = Options(feature.dropout_p, scale, causal, left, right, feature.softcap, feature.slopes(q), False, backend)
     with torch.no_grad():
-        out, _, _, rng_state = torch.ops.flash_attn_mini._flash_attn_forward(
-            q, k, v, feature.slopes(q), feature.dropout_p, q.shape[-1] ** -0.5, causal, left, 0 if causal else right,
-            feature.softcap, False, False, backend,
-        )  # fmt: skip
+        out, _, rng_state = ops.forward(q, k, v, None, options)
         expected = reference_tail(feature, q, k, v, causal, rng_state)
         got = out[0, -expected.shape[0] :, 0].to(expected.dtype)
     assert_close_share(f"{backend} with {feature.name} and the reference", [got], [expected], allowed)

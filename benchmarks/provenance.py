@@ -31,14 +31,16 @@ RESULTS = ROOT / "benchmarks" / "results"
 HOST = (
     "csrc/*.h",
     "csrc/*.cpp",
+    "csrc/api/*",
     "flash_attn_mini/flash_attn_interface.py",
     "flash_attn_mini/varlen.py",
     "flash_attn_mini/packed.py",
     "flash_attn_mini/kvcache*.py",
     "flash_attn_mini/argument_checks.py",
-    "flash_attn_mini/autograd.py",
+    "flash_attn_mini/official.py",
     "flash_attn_mini/ops.py",
     "flash_attn_mini/options.py",
+    "flash_attn_mini/rng_state.py",
     "flash_attn_mini/tracing.py",
     "flash_attn_mini/backends/*.py",
 )

@@ -118,7 +118,8 @@ class Mini(Rival):
         return partial(function, *inputs, **feature.sequences(q.device), **options)
 
     def bind_backward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
-        import flash_attn_mini  # noqa: F401  # defines the ops
+        from flash_attn_mini.ops import EQUAL_LENGTHS
+        from flash_attn_mini.options import Options, Sequences
 
         feature = self.feature
         dout = upstream_gradient(q)
@@ -126,27 +127,23 @@ class Mini(Rival):
             dout.mul_(feature.valid_rows(q)[..., None, None])
         dout, q, k, v = (feature.packed(x) for x in (dout, q, k, v))
         left, right = feature.window_size
-        options: dict[str, Any] = {
-            **feature.sequences(q.device),
-            "alibi_slopes": feature.slopes(q),
-            "dropout_p": feature.dropout_p,
-            "softmax_scale": q.shape[-1] ** -0.5,
-            "causal": causal,
-            "window_size_left": left,
-            "window_size_right": 0 if causal else right,
-            "softcap": feature.softcap,
-            "deterministic": self.deterministic,
-            "backend": self.backend,
-        }
+        lengths = Sequences(**feature.sequences(q.device)) if feature.is_packed else EQUAL_LENGTHS
+        options = Options(
+            dropout_p=feature.dropout_p,
+            softmax_scale=q.shape[-1] ** -0.5,
+            causal=causal,
+            window_size_left=left,
+            window_size_right=0 if causal else right,
+            softcap=feature.softcap,
+            alibi_slopes=feature.slopes(q),
+            deterministic=self.deterministic,
+            backend=self.backend,
+        )
         ops = torch.ops.flash_attn_mini
-        if feature.is_packed:
-            forward = partial(ops._flash_attn_varlen_forward.default, block_table=None)
-            backward = ops._flash_attn_varlen_backward.default
-        else:
-            forward, backward = ops._flash_attn_forward.default, ops._flash_attn_backward.default
         with torch.no_grad():
-            out, lse, _, rng_state = forward(q, k, v, return_softmax=False, **options)
-        return partial(backward, dout, q, k, v, out, lse, None, rng_state=rng_state, **options)
+            out, lse, rng_state = ops.fwd.default(q, k, v, *lengths, *options, None)
+        tensors = (dout, q, k, v, out, lse, None)
+        return partial(ops.bwd.default, *tensors, *lengths, *options, rng_state, [True, True, True])
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:

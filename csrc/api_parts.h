@@ -42,8 +42,14 @@ inline ScaledQuery with_positive_scale(const at::Tensor &q, double softmax_scale
     return {at::neg_out(negative, q), -softmax_scale};
 }
 
-inline at::Tensor readable_slopes(const Options &options) {
-    return options.alibi_slopes.has_value() ? without_neg(*options.alibi_slopes) : at::Tensor();
+// The options with tensors that kernels can read. They must live until the kernels are launched.
+inline Options readable(Options options) {
+    for_each_tensor(options, [](const char *, Optional &x) {
+        if (x.has_value()) {
+            x = without_neg(*x);
+        }
+    });
+    return options;
 }
 
 }  // namespace flash

@@ -36,10 +36,22 @@ void check_scale_and_softcap(const Options &options, at::ScalarType dtype) {
 
 void check_dropout(const Options &options) {
     constexpr double kNearly1 = 1.0 - 1.0 / (1 << 17);  // from here on dropout_threshold says to drop all
-    FLASH_CHECK_VALUE(options.p_dropout >= 0.0 && options.p_dropout < kNearly1, "dropout_p is ", options.p_dropout,
+    FLASH_CHECK_VALUE(options.dropout_p >= 0.0 && options.dropout_p < kNearly1, "dropout_p is ", options.dropout_p,
                       "; allowed: at least 0 and below 1 - 2^-17");
-    FLASH_CHECK_VALUE(options.softcap == 0.0 || options.p_dropout == 0.0, "softcap is ", options.softcap,
-                      " and dropout_p is ", options.p_dropout, "; allowed: one of the two, not both");
+    FLASH_CHECK_VALUE(options.softcap == 0.0 || options.dropout_p == 0.0, "softcap is ", options.softcap,
+                      " and dropout_p is ", options.dropout_p, "; allowed: one of the two, not both");
+}
+
+void check_alibi_slopes(const at::Tensor &slopes, const at::Tensor &q, int64_t batch) {
+    FLASH_CHECK_TYPE(slopes.scalar_type() == at::kFloat, "alibi_slopes has dtype ", slopes.scalar_type(),
+                     "; allowed: float32");
+    check_same_device({"alibi_slopes", slopes}, q);
+    const int64_t nheads = q.size(-2);
+    const std::vector<int64_t> per_head{nheads}, per_batch{batch, nheads};
+    FLASH_CHECK_VALUE(slopes.sizes() == per_head || slopes.sizes() == per_batch, "alibi_slopes has shape ",
+                      slopes.sizes(), "; allowed: [nheads] = ", list_of(per_head),
+                      " or [batch, nheads] = ", list_of(per_batch));
+    check_last_dim_contiguous({"alibi_slopes", slopes});
 }
 
 }  // namespace
@@ -134,25 +146,16 @@ void check_no_overlap(const Named &written, const NamedList &others) {
     }
 }
 
-void check_alibi_slopes(const at::Tensor &slopes, const at::Tensor &q, int64_t batch) {
-    FLASH_CHECK_TYPE(slopes.scalar_type() == at::kFloat, "alibi_slopes has dtype ", slopes.scalar_type(),
-                     "; allowed: float32");
-    check_same_device({"alibi_slopes", slopes}, q);
-    const int64_t nheads = q.size(-2);
-    const std::vector<int64_t> per_head{nheads}, per_batch{batch, nheads};
-    FLASH_CHECK_VALUE(slopes.sizes() == per_head || slopes.sizes() == per_batch, "alibi_slopes has shape ",
-                      slopes.sizes(), "; allowed: [nheads] = ", list_of(per_head),
-                      " or [batch, nheads] = ", list_of(per_batch));
-    check_last_dim_contiguous({"alibi_slopes", slopes});
-}
-
-void check_scalars(const Options &options, at::ScalarType dtype) {
+void check_options(const Options &options, const at::Tensor &q, int64_t batch) {
+    if (options.alibi_slopes.has_value()) {
+        check_alibi_slopes(*options.alibi_slopes, q, batch);
+    }
     for (const auto &[side, size] :
          {std::pair{"left", options.window_size_left}, std::pair{"right", options.window_size_right}}) {
         FLASH_CHECK_VALUE(size >= -1, "window_size has ", side, " ", size,
                           "; allowed: -1 (unbounded) or at least 0 keys");
     }
-    check_scale_and_softcap(options, dtype);
+    check_scale_and_softcap(options, q.scalar_type());
     check_dropout(options);
 }
 

@@ -50,9 +50,8 @@ void check_block_table(const Named &table, const Named &pages, const at::Tensor 
 // True if values of x may be read on the host: CPU tensors, or FLASH_ATTN_MINI_CHECK=1 (synchronises).
 bool may_read(const at::Tensor &x);
 
-void check_alibi_slopes(const at::Tensor &slopes, const at::Tensor &q, int64_t batch);
-// Window, scales, score modifiers and dropout. dtype: of q.
-void check_scalars(const Options &options, at::ScalarType dtype);
+// The options of a call with `batch` sequences.
+void check_options(const Options &options, const at::Tensor &q, int64_t batch);
 
 // The page numbers that a block table may hold, for a message.
 std::string pages_text(int64_t num_pages);

@@ -12,7 +12,7 @@ namespace {
 
 void check_shapes(const FwdArgs &args) {
     const Named q{"q", args.q}, k{"k", args.k}, v{"v", args.v};
-    const bool is_dense = args.varlen == nullptr, is_paged = args.is_paged();
+    const bool is_dense = !args.is_varlen(), is_paged = args.is_paged();
     check_rank(q, is_dense ? 4 : 3, is_dense ? "[batch, seqlen_q, nheads, headdim]" : "[total_q, nheads, headdim]");
     for (const Named &x : {k, v}) {
         check_rank(x, is_dense || is_paged ? 4 : 3,
@@ -40,7 +40,7 @@ void check_lse(const Named &x, const FwdArgs &args) {
     FLASH_CHECK_TYPE(x.tensor.scalar_type() == lse_dtype(q), x.name, " has dtype ", x.tensor.scalar_type(),
                      "; allowed: ", lse_dtype(q), " for inputs of ", q.scalar_type());
     check_same_device(x, q);
-    const bool is_varlen = args.varlen != nullptr;
+    const bool is_varlen = args.is_varlen();
     const std::vector<int64_t> shape =
         is_varlen ? std::vector<int64_t>{q.size(1), q.size(0)} : std::vector<int64_t>{q.size(0), q.size(2), q.size(1)};
     FLASH_CHECK_VALUE(x.tensor.sizes() == shape, x.name, " has shape ", x.tensor.sizes(),
@@ -75,7 +75,7 @@ void check_cu_seqlens_values(const char *side, const at::Tensor &cu_seqlens, int
 
 // Every page that holds a key of a sequence is in the pool.
 void check_block_table_values(const FwdArgs &args) {
-    const at::Tensor on_cpu = args.varlen->block_table->cpu(), lengths = args.varlen->cu_seqlens_k.diff().cpu();
+    const at::Tensor on_cpu = args.sequences.block_table->cpu(), lengths = args.sequences.cu_seqlens_k->diff().cpu();
     const int64_t num_pages = args.k.size(0), page_size = args.k.size(1), columns = on_cpu.size(1);
     const auto table = on_cpu.accessor<int, 2>();
     const auto length = lengths.accessor<int, 1>();
@@ -92,8 +92,10 @@ void check_block_table_values(const FwdArgs &args) {
 }
 
 void check_varlen(const FwdArgs &args) {
-    const VarlenArgs &varlen = *args.varlen;
-    const Named cu_q{"cu_seqlens_q", varlen.cu_seqlens_q}, cu_k{"cu_seqlens_k", varlen.cu_seqlens_k};
+    const Sequences &varlen = args.sequences;
+    FLASH_CHECK_VALUE(varlen.cu_seqlens_k.has_value(),
+                      "cu_seqlens_k is None and cu_seqlens_q is given; allowed: both or neither");
+    const Named cu_q{"cu_seqlens_q", *varlen.cu_seqlens_q}, cu_k{"cu_seqlens_k", *varlen.cu_seqlens_k};
     check_cu_seqlens_shape(cu_q, args.q);
     check_cu_seqlens_shape(cu_k, args.q);
     check_same_shape(cu_k, cu_q);
@@ -103,11 +105,11 @@ void check_varlen(const FwdArgs &args) {
     check_max_seqlen("max_seqlen_q", varlen.max_seqlen_q);
     check_max_seqlen("max_seqlen_k", varlen.max_seqlen_k);
     if (args.is_paged()) {
-        check_block_table({"block_table", *varlen.block_table}, {"k", args.k}, args.q, varlen.cu_seqlens_q.size(0) - 1);
+        check_block_table({"block_table", *varlen.block_table}, {"k", args.k}, args.q, args.batch());
     }
     if (may_read(args.q)) {
-        check_cu_seqlens_values("q", varlen.cu_seqlens_q, args.q.size(0), varlen.max_seqlen_q);
-        check_cu_seqlens_values("k", varlen.cu_seqlens_k, args.is_paged() ? -1 : args.k.size(0), varlen.max_seqlen_k);
+        check_cu_seqlens_values("q", *varlen.cu_seqlens_q, args.q.size(0), varlen.max_seqlen_q);
+        check_cu_seqlens_values("k", *varlen.cu_seqlens_k, args.is_paged() ? -1 : args.k.size(0), varlen.max_seqlen_k);
         if (args.is_paged()) {
             check_block_table_values(args);
         }
@@ -123,42 +125,19 @@ void check_inputs(const FwdArgs &args, const std::string &backend) {
     for (const Named &x : {Named{"q", args.q}, Named{"k", args.k}, Named{"v", args.v}}) {
         check_last_dim_contiguous(x);
     }
-    if (args.varlen != nullptr) {
+    if (args.is_varlen()) {
         check_varlen(args);
+    } else {
+        FLASH_CHECK_VALUE(!args.sequences.block_table.has_value() && !args.sequences.cu_seqlens_k.has_value(),
+                          "cu_seqlens_q is None and cu_seqlens_k or block_table is given; allowed: all or none");
     }
-}
-
-void check_options(const FwdArgs &args) {
-    const Options &options = args.options;
-    if (options.alibi_slopes.has_value()) {
-        check_alibi_slopes(*options.alibi_slopes, args.q, Sizes(args).batch);
-    }
-    check_scalars(options, args.q.scalar_type());
-}
-
-// With dropout, a backward and s_dmask read rng_state: int64 [2] on the device of q (rng_state.h).
-void check_rng_state(const std::optional<at::Tensor> &rng_state, double p_dropout, const at::Tensor &q) {
-    if (p_dropout == 0.0) {
-        return;
-    }
-    FLASH_CHECK_VALUE(rng_state.has_value(), "rng_state is None and dropout_p ", p_dropout,
-                      "; allowed with dropout: the rng_state that the forward returned");
-    FLASH_CHECK_TYPE(rng_state->scalar_type() == at::kLong, "rng_state has dtype ", rng_state->scalar_type(),
-                     "; allowed: int64");
-    FLASH_CHECK_VALUE(rng_state->dim() == 1 && rng_state->size(0) == 2, "rng_state has shape ", rng_state->sizes(),
-                      "; allowed with dropout: [2], as the forward returned it");
-    check_same_device({"rng_state", *rng_state}, q);
 }
 
 // What a forward reads.
 NamedList inputs_of(const FwdArgs &args) {
     NamedList list{{"q", args.q}, {"k", args.k}, {"v", args.v}};
-    if (args.varlen != nullptr) {
-        list.push_back({"cu_seqlens_q", args.varlen->cu_seqlens_q});
-        list.push_back({"cu_seqlens_k", args.varlen->cu_seqlens_k});
-        add_given(list, "block_table", args.varlen->block_table);
-    }
-    add_given(list, "alibi_slopes", args.options.alibi_slopes);
+    for_each_tensor(args.sequences, [&](const char *name, const Optional &x) { add_given(list, name, x); });
+    for_each_tensor(args.options, [&](const char *name, const Optional &x) { add_given(list, name, x); });
     return list;
 }
 
@@ -169,7 +148,7 @@ void check_given_gradients(const BwdArgs &args) {
     others.push_back({"dout", args.dout});
     others.push_back({"softmax_lse", args.softmax_lse});
     add_given(others, "dsoftmax_lse", args.dsoftmax_lse);
-    if (forward.options.p_dropout > 0.0) {
+    if (forward.options.dropout_p > 0.0) {
         add_given(others, "rng_state", args.rng_state);
     }
     const auto check_gradient = [&](const char *name, const std::optional<at::Tensor> &given, const Named &like) {
@@ -186,9 +165,22 @@ void check_given_gradients(const BwdArgs &args) {
 
 }  // namespace
 
+void check_rng_state(const std::optional<at::Tensor> &rng_state, double dropout_p, const at::Tensor &q) {
+    if (dropout_p == 0.0) {
+        return;
+    }
+    FLASH_CHECK_VALUE(rng_state.has_value(), "rng_state is None and dropout_p ", dropout_p,
+                      "; allowed with dropout: the rng_state that the forward returned");
+    FLASH_CHECK_TYPE(rng_state->scalar_type() == at::kLong, "rng_state has dtype ", rng_state->scalar_type(),
+                     "; allowed: int64");
+    FLASH_CHECK_VALUE(rng_state->dim() == 1 && rng_state->size(0) == 2, "rng_state has shape ", rng_state->sizes(),
+                      "; allowed with dropout: [2], as the forward returned it");
+    check_same_device({"rng_state", *rng_state}, q);
+}
+
 void check_fwd(const FwdArgs &args, const std::string &backend) {
     check_inputs(args, backend);
-    check_options(args);
+    check_options(args.options, args.q, args.batch());
     if (args.out.has_value()) {
         check_written({"out", *args.out}, {"q", args.q}, args.q);
         check_no_overlap({"out", *args.out}, inputs_of(args));
@@ -207,16 +199,11 @@ void check_bwd(const BwdArgs &args, const std::string &backend) {
     if (args.dsoftmax_lse.has_value()) {
         check_lse({"dsoftmax_lse", *args.dsoftmax_lse}, forward);
     }
-    check_options(forward);
-    check_rng_state(args.rng_state, forward.options.p_dropout, q);
+    check_options(forward.options, q, forward.batch());
+    check_rng_state(args.rng_state, forward.options.dropout_p, q);
     if (args.dq.has_value() || args.dk.has_value() || args.dv.has_value()) {
         check_given_gradients(args);
     }
-}
-
-void check_s_dmask(const FwdArgs &args, const std::optional<at::Tensor> &rng_state) {
-    check_fwd(args, args.q.is_cpu() ? "cpu" : "triton");  // on a GPU, triton accepts whatever cuda accepts
-    check_rng_state(rng_state, args.options.p_dropout, args.q);
 }
 
 }  // namespace flash

@@ -1,6 +1,6 @@
 // Every check of the arguments of a call, for every backend. A failed check names the argument, what was
-// given and what is allowed. The entries of flash_api.cpp call them; the Triton backend calls them through
-// python_backends.cpp.
+// given and what is allowed. mha_fwd and the others call them for their backend, the ops (api/ops.cpp) for the Triton
+// backend.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -25,7 +25,7 @@ void check_bwd(const BwdArgs &args, const std::string &backend);
 // where the contents of cu_seqlens would be.
 void check_kvcache(const KvCacheArgs &args, const std::string &backend);
 
-// The arguments of s_dmask.
-void check_s_dmask(const FwdArgs &args, const std::optional<at::Tensor> &rng_state);
+// With dropout, a backward reads rng_state: int64 [2] on the device of q (rng_state.h).
+void check_rng_state(const std::optional<at::Tensor> &rng_state, double dropout_p, const at::Tensor &q);
 
 }  // namespace flash

@@ -120,7 +120,7 @@ void check_positions(const KvCacheArgs &args, int64_t length, int64_t bidb) {
         return;
     }
     const bool is_stepwise =
-        args.options.is_causal || args.options.window_size_left >= 0 || args.options.window_size_right >= 0;
+        args.options.causal || args.options.window_size_left >= 0 || args.options.window_size_right >= 0;
     const int64_t position = length + (is_stepwise ? seqlen_q - 1 : 0), positions = args.rotary_cos->size(0);
     FLASH_CHECK_VALUE(position < positions, "rotary_cos has ", positions, " positions; allowed: at least ",
                       position + 1, " for the queries of sequence ", bidb);
@@ -172,18 +172,9 @@ void check_memory(const KvCacheArgs &args) {
     }
     const Named q{"q", args.q}, k_cache{"k_cache", args.k_cache}, v_cache{"v_cache", args.v_cache};
     NamedList read{q};
-    const std::pair<const char *, const Optional &> given[] = {{"k", args.k},
-                                                               {"v", args.v},
-                                                               {"cache_seqlens", args.cache_seqlens},
-                                                               {"cache_batch_idx", args.cache_batch_idx},
-                                                               {"cache_leftpad", args.cache_leftpad},
-                                                               {"block_table", args.block_table},
-                                                               {"rotary_cos", args.rotary_cos},
-                                                               {"rotary_sin", args.rotary_sin},
-                                                               {"alibi_slopes", args.options.alibi_slopes}};
-    for (const auto &[name, x] : given) {
-        add_given(read, name, x);
-    }
+    const auto add = [&](const char *name, const Optional &x) { add_given(read, name, x); };
+    for_each_tensor(static_cast<const KvCacheOptions &>(args), add);
+    for_each_tensor(args.options, add);
     if (args.out.has_value()) {
         const Named out{"out", *args.out};
         check_written(out, q, args.q);
@@ -308,10 +299,7 @@ void check_kvcache(const KvCacheArgs &args, const std::string &backend) {
     check_lengths(args);
     check_rotary(args);
     check_splits(args);
-    if (args.options.alibi_slopes.has_value()) {
-        check_alibi_slopes(*args.options.alibi_slopes, args.q, args.batch());
-    }
-    check_scalars(args.options, args.q.scalar_type());
+    check_options(args.options, args.q, args.batch());
     check_memory(args);
     if (may_read(args.q)) {
         const std::vector<Keys> keys = check_length_values(args);

@@ -47,7 +47,7 @@ inline bool prefers_forward(const Flash_fwd_params &params) {
 // True if the build and the GPU have split_sm90, and it takes the call.
 inline bool runs_split_sm90(const Flash_fwd_params &params) {
     return device_properties().major == 9 && requested_arch() != 80 &&
-           has_sm90_fwd(built_headdim_for(params.d), Kind::split) && params.alibi_slopes == nullptr &&
+           has_sm90_fwd(built_headdim_for(params.d), Kind::split) && !params.has_alibi() &&
            packed_rows(params) <= INT32_MAX - kRowsOfTile && sm90::can_split(params);
 }
 

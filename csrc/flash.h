@@ -105,6 +105,7 @@ struct Flash_fwd_params {
     int window_size_left = -1;   // keys
     int window_size_right = -1;  // keys
 
+    bool has_alibi() const { return alibi_slopes != nullptr; }
     // True if scores are modified between Q K^T and the softmax.
     bool has_score_mod() const { return softcap > 0.0 || alibi_slopes != nullptr; }
     // True if the keys that a query sees depend on the query.

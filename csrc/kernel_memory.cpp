@@ -6,9 +6,9 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/sum.h>
-#include <ATen/ops/zeros.h>
 
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "built.h"
@@ -118,13 +118,12 @@ int heads_per_cta(const FwdArgs &args) {
     constexpr int64_t kKeysPerBlock = 128;  // the usual tile
     // Enough CTAs per SM that all SMs finish at about the same time; causal CTAs differ in length and need more. Not
     // more than that: the sum over the parts of a group reads and writes dk and dv once more.
-    const int64_t ctas_per_sm = args.options.is_causal ? 7 : 2;
+    const int64_t ctas_per_sm = args.options.causal ? 7 : 2;
     const int64_t ctas_wanted = ctas_per_sm * sm_count();
     const Sizes sizes(args);
     const int64_t group = sizes.nheads / sizes.nheads_k;
-    const int64_t blocks_per_head = args.varlen != nullptr
-                                        ? sizes.rows_k / kKeysPerBlock + sizes.batch
-                                        : (sizes.rows_k + kKeysPerBlock - 1) / kKeysPerBlock * sizes.batch;
+    const int64_t blocks_per_head = args.is_varlen() ? sizes.rows_k / kKeysPerBlock + sizes.batch
+                                                     : (sizes.rows_k + kKeysPerBlock - 1) / kKeysPerBlock * sizes.batch;
     int64_t heads = group;
     for (int64_t parts = 1; parts <= group; ++parts) {
         if (group % parts == 0) {
@@ -166,15 +165,11 @@ void Gradient::store() {
     }
 }
 
-at::Tensor Gradient::returned(const at::Tensor &like) const {
-    return result.defined() ? result : at::empty({0}, like.options());
-}
-
 at::Tensor empty_softmax_d(const FwdArgs &args) {
     constexpr int64_t kRows = Flash_bwd_params::kRowsRounded;
     const Sizes sizes(args);
     const at::TensorOptions options = args.q.options().dtype(lse_dtype(args.q));
-    if (args.varlen != nullptr) {
+    if (args.is_varlen()) {
         return at::empty({sizes.nheads, (sizes.rows_q / kRows + sizes.batch) * kRows}, options);
     }
     return at::empty({sizes.batch, sizes.nheads, (sizes.rows_q + kRows - 1) / kRows * kRows}, options);
@@ -190,27 +185,37 @@ std::vector<at::Tensor> copy_for_tma(Flash_bwd_params &params) {
 }
 #endif
 
-CudaScratch::CudaScratch(Flash_bwd_params &params, const at::Tensor &softmax_d, const VarlenArgs *varlen) {
+CudaScratch::CudaScratch(Flash_bwd_params &params, const at::Tensor &softmax_d, const Sequences &sequences) {
+    constexpr int64_t kAlignment = 256;  // bytes
+    const auto aligned = [](int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; };
     const int64_t rows = softmax_d.numel();
     params.d_rounded = built_headdim_for(params.d);
-    lse_padded = at::empty({rows}, softmax_d.options().dtype(at::kFloat));
-    params.lse_padded = lse_padded.data_ptr<float>();
-    large_rows = at::empty({rows / Flash_bwd_params::kRowsPerFlag}, softmax_d.options().dtype(at::kInt));
-    params.large_rows = large_rows.data_ptr<int>();
-    if (params.dq.ptr == nullptr) {
-        return;
-    }
-    dq_accum = at::empty({rows, params.d_rounded}, softmax_d.options().dtype(at::kFloat));
-    params.dq_accum = dq_accum.data_ptr<float>();
-    if (params.deterministic) {
-        const int64_t semaphores = rows / Flash_bwd_params::kRowsPerSemaphore;
-        dq_semaphore = at::zeros({semaphores + 1}, softmax_d.options().dtype(at::kInt));
-        params.dq_semaphore = dq_semaphore.data_ptr<int>();
+    const bool is_varlen = sequences.cu_seqlens_q.has_value(), has_dq = params.dq.ptr != nullptr,
+               has_semaphores = has_dq && params.deterministic;
+    // The counters come first, then the semaphores and their counter: zero_scratch sets them to 0 at once.
+    const int64_t heads = params.h / params.heads_per_dkv, semaphores = rows / Flash_bwd_params::kRowsPerSemaphore,
+                  count_bytes = aligned((2 * (is_varlen ? 1 : params.b) * heads + 1) * sizeof(int)),
+                  semaphore_bytes = has_semaphores ? aligned((semaphores + 1) * sizeof(int)) : 0,
+                  lse_bytes = aligned(rows * sizeof(float)),
+                  flag_bytes = aligned(rows / Flash_bwd_params::kRowsPerFlag * sizeof(int)),
+                  dq_bytes = has_dq ? rows * params.d_rounded * int64_t(sizeof(float)) : 0;
+    memory = at::empty({count_bytes + semaphore_bytes + lse_bytes + flag_bytes + dq_bytes},
+                       softmax_d.options().dtype(at::kByte));
+    uint8_t *next = memory.data_ptr<uint8_t>();
+    const auto take = [&next](int64_t bytes) { return std::exchange(next, next + bytes); };
+    params.work_counts = reinterpret_cast<int *>(take(count_bytes));
+    if (has_semaphores) {
+        params.dq_semaphore = reinterpret_cast<int *>(take(semaphore_bytes));
         params.dq_tile_counter = params.dq_semaphore + semaphores;
     }
-    if (params.deterministic && varlen != nullptr) {
-        cu_seqlens_q = never_falling(varlen->cu_seqlens_q, params.total_q);
-        cu_seqlens_k = never_falling(varlen->cu_seqlens_k, params.total_k);
+    params.lse_padded = reinterpret_cast<float *>(take(lse_bytes));
+    params.large_rows = reinterpret_cast<int *>(take(flag_bytes));
+    if (has_dq) {
+        params.dq_accum = reinterpret_cast<float *>(take(dq_bytes));
+    }
+    if (has_semaphores && is_varlen) {
+        cu_seqlens_q = never_falling(*sequences.cu_seqlens_q, params.total_q);
+        cu_seqlens_k = never_falling(*sequences.cu_seqlens_k, params.total_k);
         params.cu_seqlens_q = cu_seqlens_q.data_ptr<int>();
         params.cu_seqlens_k = cu_seqlens_k.data_ptr<int>();
     }

@@ -45,8 +45,6 @@ struct Gradient {
     void zero();
     // Copies or sums `written` into `result`.
     void store();
-    // `result`, or an empty tensor if the gradient is not wanted.
-    at::Tensor returned(const at::Tensor &like) const;
 };
 
 // delta of every row, padded (Flash_bwd_params): [batch, nheads, seqlen_q_rounded], varlen [nheads, total_q_rounded].
@@ -59,14 +57,14 @@ std::vector<at::Tensor> copy_for_tma(Flash_fwd_params &params);
 std::vector<at::Tensor> copy_for_tma(Flash_bwd_params &params);
 #endif
 
-// Scratch memory of the CUDA backward. It must live until the kernels are launched; the caching allocator then keeps it
-// for the stream.
+// Scratch memory of the CUDA backward in one allocation. It must live until the kernels are launched; the caching
+// allocator then keeps it for the stream. run_mha_bwd sets the counters and semaphores to 0.
 struct CudaScratch {
-    at::Tensor lse_padded, large_rows, dq_accum, dq_semaphore;
+    at::Tensor memory;
     at::Tensor cu_seqlens_q, cu_seqlens_k;  // deterministic varlen: copies whose values never fall
 
     // Allocates the memory and sets its pointers in params.
-    CudaScratch(Flash_bwd_params &params, const at::Tensor &softmax_d, const VarlenArgs *varlen);
+    CudaScratch(Flash_bwd_params &params, const at::Tensor &softmax_d, const Sequences &sequences);
 };
 
 }  // namespace flash

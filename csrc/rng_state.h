@@ -14,4 +14,8 @@ namespace flash {
 // captured CUDA graph draws new numbers at every replay.
 at::Tensor draw_rng_state(const at::Tensor &like, std::optional<at::Generator> generator);
 
+// A copy of `given`, or a new one if `given` is none or has no elements.
+at::Tensor rng_state_of_call(const at::Tensor &like, const std::optional<at::Tensor> &given,
+                             std::optional<at::Generator> generator = {});
+
 }  // namespace flash

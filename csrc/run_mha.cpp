@@ -10,7 +10,7 @@
 #include "trace.h"
 
 #ifdef FLASH_WITH_CUDA
-#include <ATen/ops/zeros.h>
+#include <ATen/ops/empty.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAStream.h>
 
@@ -81,8 +81,19 @@ void trace_arch(const char *function, const char *reason, int headdim, Kind kind
     }
 }
 
-at::Tensor zeros_on_gpu(int64_t count) {
-    return at::zeros({count}, at::TensorOptions(at::kInt).device(c10::Device(at::kCUDA, c10::cuda::current_device())));
+// A counter of a varlen forward, 0. It must live until the kernel is launched.
+at::Tensor zero_counter(cudaStream_t stream) {
+    const at::TensorOptions options(c10::Device(at::kCUDA, c10::cuda::current_device()));
+    const at::Tensor counter = at::empty({1}, options.dtype(at::kInt));
+    check_cuda(cudaMemsetAsync(counter.data_ptr(), 0, sizeof(int), stream), "setting a counter to 0");
+    return counter;
+}
+
+// The counters and semaphores of a backward, which lie in one piece of its scratch (CudaScratch).
+void zero_scratch(const Flash_bwd_params &params, cudaStream_t stream) {
+    const auto *begin = reinterpret_cast<const char *>(params.work_counts),
+               *end = reinterpret_cast<const char *>(params.lse_padded);
+    check_cuda(cudaMemsetAsync(params.work_counts, 0, end - begin, stream), "setting counters to 0");
 }
 
 void run_mha_fwd_cuda(Flash_fwd_params &params) {
@@ -97,7 +108,7 @@ void run_mha_fwd_cuda(Flash_fwd_params &params) {
                 if constexpr (kHasKernelSm90) {
                     if (reason == nullptr) {
                         const std::vector<at::Tensor> copies = copy_for_tma(params);  // live until the launch
-                        const at::Tensor counter = params.cu_seqlens_q != nullptr ? zeros_on_gpu(1) : at::Tensor();
+                        const at::Tensor counter = params.cu_seqlens_q != nullptr ? zero_counter(stream) : at::Tensor();
                         int *tile_counter = counter.defined() ? counter.data_ptr<int>() : nullptr;
                         sm90::run_flash_fwd<kDType, kHeadDim, kind_of_sm90_fwd(kKind)>(params, tile_counter, stream);
                         return;
@@ -161,14 +172,15 @@ void run_mha_bwd_cuda(Flash_bwd_params &params) {
                 if constexpr (kHasKernelSm90) {
                     if (reason == nullptr) {
                         const std::vector<at::Tensor> copies = copy_for_tma(params);  // live until the launch
-                        const int64_t sequences = params.cu_seqlens_q == nullptr ? params.b : 1;
-                        const at::Tensor counts = zeros_on_gpu(2 * sequences * (params.h / params.heads_per_dkv) + 1);
-                        params.work_counts = counts.data_ptr<int>();
+                        zero_scratch(params, stream);
                         sm90::run_flash_bwd<kDType, kHeadDim, kKind>(params, stream);
                         return;
                     }
                 }
                 if constexpr (has_sm80_bwd(kHeadDim, kKind)) {
+                    if (params.dq_semaphore != nullptr) {
+                        zero_scratch(params, stream);
+                    }
                     sm80::run_flash_bwd<kDType, kHeadDim, kKind>(params, stream);
                 }
             });

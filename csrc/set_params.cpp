@@ -20,8 +20,7 @@ struct RowStrides {
 };
 
 // keys_and_queries: at least as many as the longest sequence has together.
-void set_options(Flash_fwd_params &params, const Options &options, const at::Tensor &alibi_slopes, double softmax_scale,
-                 int64_t keys_and_queries) {
+void set_options(Flash_fwd_params &params, const Options &options, double softmax_scale, int64_t keys_and_queries) {
     params.softmax_scale = softmax_scale;
     params.softcap = options.softcap;
     const bool has_softcap = options.softcap > 0.0;
@@ -31,16 +30,17 @@ void set_options(Flash_fwd_params &params, const Options &options, const at::Ten
     params.scale_softmax = static_cast<float>(scale_softmax);
     params.scale_softmax_log2 = static_cast<float>(scale_softmax * kLog2e);
 
-    if (alibi_slopes.defined()) {
-        params.alibi_slopes = alibi_slopes.data_ptr<float>();
-        params.alibi_slopes_batch_stride = alibi_slopes.dim() == 2 ? alibi_slopes.stride(0) : 0;
+    if (options.alibi_slopes.has_value()) {
+        const at::Tensor &slopes = *options.alibi_slopes;
+        params.alibi_slopes = slopes.data_ptr<float>();
+        params.alibi_slopes_batch_stride = slopes.dim() == 2 ? slopes.stride(0) : 0;
     }
 
     // A window that reaches past every key is unbounded: a larger one could overflow index arithmetic.
     const auto window = [&](int64_t size) { return size >= keys_and_queries ? -1 : static_cast<int>(size); };
-    params.is_causal = options.is_causal;
+    params.is_causal = options.causal;
     params.window_size_left = window(options.window_size_left);
-    params.window_size_right = options.is_causal ? 0 : window(options.window_size_right);
+    params.window_size_right = options.causal ? 0 : window(options.window_size_right);
 }
 
 void set_heads(Flash_fwd_params &params, int64_t nheads, int64_t nheads_k, int64_t headdim) {
@@ -106,21 +106,21 @@ Flash_fwd_params set_params_fprop(const FpropTensors &tensors, const FwdArgs &ar
     params.seqlen_q = static_cast<int>(sizes.seqlen_q);
     params.seqlen_k = static_cast<int>(sizes.seqlen_k);
 
-    if (args.varlen != nullptr) {
-        params.cu_seqlens_q = args.varlen->cu_seqlens_q.data_ptr<int>();
-        params.cu_seqlens_k = args.varlen->cu_seqlens_k.data_ptr<int>();
+    if (args.is_varlen()) {
+        params.cu_seqlens_q = args.sequences.cu_seqlens_q->data_ptr<int>();
+        params.cu_seqlens_k = args.sequences.cu_seqlens_k->data_ptr<int>();
         params.total_q = sizes.rows_q;
         params.total_k = sizes.rows_k;
     }
     if (args.is_paged()) {
-        set_pages(params, *args.varlen->block_table, tensors.k);
+        set_pages(params, *args.sequences.block_table, tensors.k);
     }
 
-    set_options(params, options, tensors.alibi_slopes, softmax_scale, sizes.rows_q + sizes.rows_k);
-    if (options.p_dropout > 0.0) {
-        params.p_dropout = options.p_dropout;
-        params.rp_dropout = static_cast<float>(1.0 / (1.0 - options.p_dropout));
-        params.dropout_threshold = dropout_threshold(options.p_dropout);
+    set_options(params, options, softmax_scale, sizes.rows_q + sizes.rows_k);
+    if (options.dropout_p > 0.0) {
+        params.p_dropout = options.dropout_p;
+        params.rp_dropout = static_cast<float>(1.0 / (1.0 - options.dropout_p));
+        params.dropout_threshold = dropout_threshold(options.dropout_p);
         params.rng_state = tensors.rng_state.data_ptr<int64_t>();
     }
     if (trace_enabled()) {
@@ -150,7 +150,7 @@ Flash_fwd_params set_params_kvcache(const KvCacheTensors &tensors, const KvCache
     set_heads(params, args.q.size(2), args.k_cache.size(2), args.q.size(3));
     params.seqlen_q = static_cast<int>(args.q.size(1));
     params.seqlen_k = static_cast<int>(capacity);
-    set_options(params, args.options, tensors.alibi_slopes, softmax_scale, args.q.size(1) + capacity);
+    set_options(params, args.options, softmax_scale, args.q.size(1) + capacity);
     if (args.block_table.has_value()) {
         set_pages(params, *args.block_table, args.k_cache);
     }
@@ -172,11 +172,11 @@ Flash_fwd_params set_params_kvcache(const KvCacheTensors &tensors, const KvCache
         cache.rotary_sin = tensors.rotary_sin.data_ptr();
         cache.rotary_seqlen = static_cast<int>(tensors.rotary_cos.size(0));
         cache.rotary_dim = static_cast<int>(2 * tensors.rotary_cos.size(1));
-        cache.is_rotary_interleaved = args.is_rotary_interleaved;
+        cache.is_rotary_interleaved = args.rotary_interleaved;
         // As the call says it: a window wider than the cache is none in params, and still gives each query its
         // position.
         cache.is_rotary_by_query =
-            args.options.is_causal || args.options.window_size_left >= 0 || args.options.window_size_right >= 0;
+            args.options.causal || args.options.window_size_left >= 0 || args.options.window_size_right >= 0;
         cache.q_input = tensor_ref(tensors.q);
     }
     cache.num_splits = static_cast<int>(args.num_splits);

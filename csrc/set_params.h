@@ -18,24 +18,23 @@ struct FpropTensors {
     const at::Tensor &q;
     const at::Tensor &k;
     const at::Tensor &v;
-    const at::Tensor &out;           // like q
-    const at::Tensor &softmax_lse;   // [batch, nheads, seqlen_q], varlen [nheads, total_q]; contiguous
-    const at::Tensor &alibi_slopes;  // undefined: off
-    const at::Tensor &rng_state;     // int64 [2], contiguous; read only with dropout
+    const at::Tensor &out;          // like q
+    const at::Tensor &softmax_lse;  // [batch, nheads, seqlen_q], varlen [nheads, total_q]; contiguous
+    const at::Tensor &rng_state;    // int64 [2], contiguous; read only with dropout
 };
 
-// softmax_scale: not 0; together with tensors.q it gives the scores of args.
+// args: with options that kernels can read (readable). softmax_scale: not 0; together with tensors.q it gives the
+// scores of args.
 Flash_fwd_params set_params_fprop(const FpropTensors &tensors, const FwdArgs &args, double softmax_scale);
 
 // The tensors of a call with a KV cache. An undefined one is not used.
 struct KvCacheTensors {
-    const at::Tensor &q;             // [batch, seqlen_q, nheads, headdim]
-    const at::Tensor &q_rotated;     // like q, contiguous: scratch; undefined without rotary
-    const at::Tensor &k;             // [batch, seqlen_new, nheads_k, headdim]
-    const at::Tensor &v;             // like k
-    const at::Tensor &out;           // like q
-    const at::Tensor &softmax_lse;   // [batch, nheads, seqlen_q], contiguous
-    const at::Tensor &alibi_slopes;  // undefined: off
+    const at::Tensor &q;            // [batch, seqlen_q, nheads, headdim]
+    const at::Tensor &q_rotated;    // like q, contiguous: scratch; undefined without rotary
+    const at::Tensor &k;            // [batch, seqlen_new, nheads_k, headdim]
+    const at::Tensor &v;            // like k
+    const at::Tensor &out;          // like q
+    const at::Tensor &softmax_lse;  // [batch, nheads, seqlen_q], contiguous
     const at::Tensor &rotary_cos;
     const at::Tensor &rotary_sin;
 };

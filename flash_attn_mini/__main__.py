@@ -20,7 +20,7 @@ def _capability(arch: str) -> str:
 def _built() -> list[str]:
     reason = extension.missing_reason()
     if reason is not None:
-        return [f"built        nothing: {reason}"]
+        return [f"built        nothing: {reason}", "             The triton backend runs without it."]
     info = extension.load().build_info()
     lines = [f"built        cpu backend, for torch {info['torch']}"]
     if info["arch_names"]:

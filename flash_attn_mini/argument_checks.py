@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .backends import check_backend
+from .backends import backend_argument, check_backend
 from .options import Options, Sequences
 
 WindowSize = tuple[int, int]
@@ -36,7 +36,6 @@ def checked_options(
     softcap: Any,
     alibi_slopes: Any,
     deterministic: Any,
-    return_attn_probs: Any,
     backend: Any,
     names: tuple[str, str, str] = ("q", "k", "v"),
 ) -> Options:
@@ -58,12 +57,12 @@ def checked_options(
         and (softmax_scale is None or type(softmax_scale) is float)
         and type(causal) is bool
         and type(window_size) is tuple
-        and window_size == (-1, -1)
+        and len(window_size) == 2
         and type(window_size[0]) is type(window_size[1]) is int
+        and max(window_size) <= MAX_INTEGER
         and type(softcap) is float
         and alibi_slopes is None
         and type(deterministic) is bool
-        and type(return_attn_probs) is bool
         and backend is None
     ):
         _check_qkv((q, k, v), names)
@@ -76,7 +75,6 @@ def checked_options(
         if alibi_slopes is not None:
             check_tensor("alibi_slopes", alibi_slopes, ", float32, or None")
         deterministic = as_flag("deterministic", deterministic)
-        return_attn_probs = as_flag("return_attn_probs", return_attn_probs)
         if backend is not None:
             if not isinstance(backend, str):
                 raise wrong_type("backend", backend, "the name of a backend, or None")
@@ -92,9 +90,8 @@ def checked_options(
         0 if causal and (torch.compiler.is_compiling() or right >= -1) else right,
         softcap,
         alibi_slopes,
-        return_attn_probs and dropout_p > 0,
         deterministic,
-        backend,
+        backend_argument(q.device, backend),
     )
 
 

@@ -35,6 +35,17 @@ def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
     return input.index_select(0, indices)
 
 
+def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+    """`index_first_axis`, and a view of `input` for a residual connection.
+
+    Arguments and errors are those of `index_first_axis`.
+
+    Returns:
+        The rows ``input[indices]``, and a view of all of `input`. The gradient of `input` is the sum of both gradients.
+    """
+    return index_first_axis(input, indices), input.view_as(input)
+
+
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
     """The inverse of `index_first_axis`: zeros ``[first_axis_dim, ...]`` with `values` in the rows `indices`.
 
@@ -78,7 +89,7 @@ def unpad_input(
     Args:
         hidden_states: ``[batch, seqlen, ...]``, any dtype.
         attention_mask: bool, integer or floating ``[batch, seqlen]``, on the device of `hidden_states`: the tokens that
-            count, at any place in a row. Integers other than 0 count. A floating mask may hold only 0 and 1.
+            count, at any place in a row. Integers and floats may only be 0 and 1.
         unused_mask: The same shape and dtypes as `attention_mask`: tokens to keep although they do not count.
 
     Returns:
@@ -89,8 +100,7 @@ def unpad_input(
 
     Raises:
         TypeError: If hidden_states is no tensor, or a mask is no tensor of bool, integers or floats.
-        ValueError: For a mask of another shape or device than the batch, or a floating mask with values other than 0
-            and 1.
+        ValueError: For a mask of another shape or device than the batch, or with values other than 0 and 1.
 
     Example:
         >>> import torch
@@ -109,6 +119,57 @@ def unpad_input(
     max_seqlen = int(seqlens.max()) if seqlens.numel() else 0
     packed = index_first_axis(hidden_states.flatten(0, 1), indices)
     return packed, indices, cu_seqlens, max_seqlen, used.sum(dim=-1, dtype=torch.int32)
+
+
+def unpad_input_for_concatenated_sequences(
+    hidden_states: Tensor, attention_mask_in_length: Tensor
+) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Drop the padding of a batch whose rows hold several sequences, one after the other from the start of the row.
+
+    The shapes of the results depend on the lengths, so a call synchronises with the GPU.
+
+    Args:
+        hidden_states: ``[batch, seqlen, ...]``, any dtype.
+        attention_mask_in_length: ``[batch, seqlen]``, on the device of `hidden_states`: the lengths of the sequences of
+            each row, in tokens and in order. Elements of 0 stand for no sequence. A row has at most seqlen tokens.
+
+    Returns:
+        Four values. The tokens of all sequences, ``[total, ...]``. Their indices among all ``batch * seqlen`` tokens,
+        int64 ``[total]``. ``cu_seqlens``, int32 ``[sequences + 1]``: the first row of each sequence, and the end of the
+        last. The length of the longest sequence, an int.
+
+    Raises:
+        TypeError: If hidden_states is no tensor, or attention_mask_in_length is no tensor of real numbers.
+        ValueError: For lengths of another shape or device than the batch, lengths that are negative or no integers, or
+            a row of more than seqlen tokens.
+
+    Example:
+        >>> import torch
+        >>> from flash_attn_mini.bert_padding import unpad_input_for_concatenated_sequences
+        >>> lengths = torch.tensor([[2, 3, 0, 0, 0, 0], [6, 0, 0, 0, 0, 0]])
+        >>> packed, indices, cu_seqlens, max_seqlen = unpad_input_for_concatenated_sequences(
+        ...     torch.randn(2, 6, 8), lengths)
+        >>> packed.shape, indices.tolist(), cu_seqlens.tolist(), max_seqlen
+        (torch.Size([11, 8]), [0, 1, 2, 3, 4, 6, 7, 8, 9, 10, 11], [0, 2, 5, 11], 6)
+    """
+    name, lengths = "attention_mask_in_length", attention_mask_in_length
+    _check_rows("hidden_states", hidden_states, 2)
+    _check_mask(name, lengths, hidden_states)
+    whole = lengths.long()
+    if not bool(((whole == lengths) & (whole >= 0)).all()):
+        raise ValueError(f"flash_attn_mini: {name} holds numbers that are no lengths; allowed: integers, 0 or more")
+    seqlen, used = hidden_states.shape[1], whole.sum(dim=-1)
+    if bool((used > seqlen).any()):
+        raise ValueError(
+            f"flash_attn_mini: {name} has a row of {int(used.max())} tokens; allowed: at most {seqlen}, the sequence "
+            "length of hidden_states"
+        )
+    seqlens = whole[whole > 0]
+    cu_seqlens = F.pad(seqlens.cumsum(dim=0, dtype=torch.int32), (1, 0))
+    max_seqlen = int(seqlens.max()) if seqlens.numel() else 0
+    kept = torch.arange(seqlen, device=used.device) < used[:, None]
+    indices = kept.flatten().nonzero().flatten()
+    return index_first_axis(hidden_states.flatten(0, 1), indices), indices, cu_seqlens, max_seqlen
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
@@ -167,7 +228,7 @@ def _size(name: str, value: Any) -> Any:
     return size
 
 
-def _as_bool(name: str, mask: Tensor, hidden_states: Tensor) -> Tensor:
+def _check_mask(name: str, mask: Tensor, hidden_states: Tensor) -> None:
     check_tensor(name, mask)
     if mask.is_complex():
         raise wrong_type(name, mask.dtype, "a tensor of bool or integers")
@@ -177,9 +238,15 @@ def _as_bool(name: str, mask: Tensor, hidden_states: Tensor) -> Tensor:
             "the batch and sequence length of hidden_states"
         )
     _check_device(name, mask, "hidden_states", hidden_states)
-    if mask.is_floating_point() and not bool(((mask == 0) | (mask == 1)).all()):
+
+
+def _as_bool(name: str, mask: Tensor, hidden_states: Tensor) -> Tensor:
+    _check_mask(name, mask, hidden_states)
+    if mask.dtype == torch.bool:
+        return mask
+    if not bool(((mask == 0) | (mask == 1)).all()):
         raise ValueError(
-            f"flash_attn_mini: {name} holds numbers other than 0 and 1, like a mask that is added to scores; allowed: "
-            "bool or integers, true for the tokens that count"
+            f"flash_attn_mini: {name} holds numbers other than 0 and 1, like a mask that is added to scores, or like "
+            "lengths; allowed: bool, or 1 for the tokens that count and 0 for the others"
         )
-    return mask if mask.dtype == torch.bool else mask != 0
+    return mask == 1

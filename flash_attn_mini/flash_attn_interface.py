@@ -2,7 +2,7 @@
 
 This file has the functions for sequences of equal length, varlen.py those for sequences of different lengths, packed.py
 those for q, k and v in one tensor, kvcache.py the function for a KV cache. Each checks types, fills in defaults and
-enters its custom op (ops.py, kvcache_op.py). csrc/checks.cpp checks values, shapes and dtypes, for every backend.
+enters its custom op (ops.py). csrc/checks.cpp checks values, shapes and dtypes, for every backend.
 """
 
 from __future__ import annotations
@@ -11,16 +11,18 @@ from typing import Any
 
 import torch
 
-from . import tracing
+from . import ops, tracing
 from .argument_checks import WindowSize, as_flag, as_float, check_backward_tensors, checked_options
-from .autograd import backward_into, forward_eager
+from .backends import chosen_backend, extension
 from .kvcache import flash_attn_with_kvcache
+from .official import backward_into, empty_rng_state
 from .packed import (
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
+from .s_dmask import s_dmask_or_empty
 from .varlen import _flash_attn_varlen_backward, _flash_attn_varlen_forward, flash_attn_varlen_func
 
 __all__ = [
@@ -114,24 +116,50 @@ def flash_attn_func(
         >>> flash_attn_func(q, k, v, causal=True).shape
         torch.Size([2, 128, 8, 64])
     """
+    # The usual types enter the extension at once, which checks all values. What it does not take is converted below.
+    if (
+        type(dropout_p) is type(softcap) is float
+        and (softmax_scale is None or type(softmax_scale) is float)
+        and type(window_size) is tuple
+        and len(window_size) == 2
+        and not ops.is_traced(q, k, v)
+        and chosen_backend() is None
+        and extension.MODULE is not None
+        and not extension.MODULE.trace_enabled()
+    ):
+        try:
+            left, right = window_size
+            if type(left) is type(right) is int:
+                out, softmax_lse, S_dmask, _ = extension.MODULE.fwd(
+                    q,
+                    k,
+                    v,
+                    None,
+                    alibi_slopes,
+                    dropout_p,
+                    softmax_scale,
+                    causal,
+                    left,
+                    right,
+                    softcap,
+                    return_attn_probs,
+                    None,
+                    deterministic,
+                    backend,
+                )
+                if not return_attn_probs:
+                    return out  # type: ignore[no-any-return]
+                return out, softmax_lse, q.new_empty((0,)) if S_dmask is None else S_dmask
+        except TypeError:  # raised again below, if the arguments are no others after the conversion
+            pass
     options = checked_options(
-        q,
-        k,
-        v,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-        backend,
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, backend
     )
+    return_attn_probs = as_flag("return_attn_probs", return_attn_probs)
     if tracing.enabled():
         tracing.trace("flash_attn_func", q=q, k=k, v=v, causal=causal, softmax_scale=options.softmax_scale)
-    out, softmax_lse, S_dmask, _ = forward_eager(q, k, v, None, options)
-    return (out, softmax_lse, S_dmask) if return_attn_probs else out
+    out, softmax_lse, rng_state = ops.forward(q, k, v, None, options)
+    return (out, softmax_lse, s_dmask_or_empty(q, k, rng_state, None, options)) if return_attn_probs else out
 
 
 def _get_block_size_n(device: Any, head_dim: int, is_dropout: bool, is_causal: bool) -> int:
@@ -168,10 +196,11 @@ def _flash_attn_forward(
     softmax_scale = as_float("softmax_scale", softmax_scale, "a finite number")
     return_softmax = as_flag("return_softmax", return_softmax)
     options = checked_options(
-        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, False, return_softmax, None
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, False, None
     )
-    out, softmax_lse, S_dmask, rng_state = forward_eager(q, k, v, None, options)
-    return out, softmax_lse, S_dmask, rng_state
+    out, softmax_lse, rng_state = ops.forward(q, k, v, None, options)
+    S_dmask = s_dmask_or_empty(q, k, rng_state if return_softmax else None, None, options)
+    return out, softmax_lse, S_dmask, empty_rng_state(q) if rng_state is None else rng_state
 
 
 def _flash_attn_backward(
@@ -219,6 +248,6 @@ def _flash_attn_backward(
     softmax_scale = as_float("softmax_scale", softmax_scale, "a finite number")
     check_backward_tensors(dout, out, softmax_lse, dq, dk, dv, rng_state)
     options = checked_options(
-        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, False, None
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, None
     )
     return backward_into((dq, dk, dv), dout, q, k, v, out, softmax_lse, None, options, rng_state)

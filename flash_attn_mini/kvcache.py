@@ -1,4 +1,4 @@
-"""flash_attn_with_kvcache: decoding with a KV cache. The public function checks types and enters kvcache_op.py.
+"""flash_attn_with_kvcache: decoding with a KV cache. The public function checks types and enters the op (ops.py).
 
 csrc/checks.cpp checks values, shapes and dtypes, for every backend. `flash_attn_mini.reference` defines the result.
 """
@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from . import tracing
+from . import ops, tracing
 from .argument_checks import WindowSize, as_flag, as_integer, check_tensor, checked_options
-from .kvcache_op import forward_kvcache_eager
+from .backends import chosen_backend, extension
 from .options import KvCache
 
 
@@ -118,6 +118,51 @@ def flash_attn_with_kvcache(
         >>> torch.equal(k_cache[2, 700], k[2, 0])
         True
     """
+    cache_batch_idx, block_table = _contiguous(cache_batch_idx), _contiguous(block_table)
+    # The usual types enter the extension at once, which checks all values. What it does not take is converted below.
+    if (
+        type(softcap) is float
+        and (softmax_scale is None or type(softmax_scale) is float)
+        and type(window_size) is tuple
+        and len(window_size) == 2
+        and type(num_splits) is type(split_keys) is int
+        and not ops.is_traced(q, k_cache, v_cache, k, v)
+        and chosen_backend() is None
+        and extension.MODULE is not None
+        and not extension.MODULE.trace_enabled()
+    ):
+        lengths, length = _as_lengths(cache_seqlens) if cache_seqlens is not None else (None, -1)
+        try:
+            left, right = window_size
+            if type(left) is type(right) is int:
+                out, softmax_lse = extension.MODULE.fwd_kvcache(
+                    q,
+                    k_cache,
+                    v_cache,
+                    k,
+                    v,
+                    lengths,
+                    rotary_cos,
+                    rotary_sin,
+                    cache_batch_idx,
+                    cache_leftpad,
+                    block_table,
+                    alibi_slopes,
+                    None,
+                    softmax_scale,
+                    causal,
+                    left,
+                    right,
+                    softcap,
+                    rotary_interleaved,
+                    num_splits,
+                    split_keys,
+                    length,
+                    backend,
+                )
+                return (out, softmax_lse) if return_softmax_lse else out
+        except TypeError:  # raised again below, if the arguments are no others after the conversion
+            pass
     options = checked_options(
         q,
         k_cache,
@@ -128,7 +173,6 @@ def flash_attn_with_kvcache(
         window_size,
         softcap,
         alibi_slopes,
-        False,
         False,
         backend,
         names=("q", "k_cache", "v_cache"),
@@ -144,7 +188,6 @@ def flash_attn_with_kvcache(
     ):
         if value is not None:
             check_tensor(name, value, ", or None")
-    cache_batch_idx, block_table = _contiguous(cache_batch_idx), _contiguous(block_table)
     lengths, length = _as_lengths(cache_seqlens)
     if cache_seqlens is None and k is None:
         length = _capacity(k_cache, block_table)
@@ -165,7 +208,7 @@ def flash_attn_with_kvcache(
     return_softmax_lse = as_flag("return_softmax_lse", return_softmax_lse)
     if tracing.enabled():
         tracing.trace("flash_attn_with_kvcache", q=q, k_cache=k_cache, k=k, cache_seqlens=cache_seqlens, causal=causal)
-    out, softmax_lse = forward_kvcache_eager(q, k_cache, v_cache, cache, options)
+    out, softmax_lse = ops.forward_kvcache(q, k_cache, v_cache, cache, options)
     return (out, softmax_lse) if return_softmax_lse else out
 
 
@@ -186,7 +229,9 @@ def _as_lengths(cache_seqlens: Any) -> tuple[torch.Tensor | None, int]:
 
 def _contiguous(integers: torch.Tensor | None) -> torch.Tensor | None:
     """The tensor, or a copy if its last dimension is not contiguous, as the official package makes it."""
-    if integers is None or integers.ndim == 0 or integers.stride(-1) == 1:
+    if not isinstance(integers, torch.Tensor) or integers.ndim == 0 or integers.layout is not torch.strided:
+        return integers
+    if integers.stride(-1) == 1:
         return integers
     return integers.contiguous()
 

@@ -1,151 +1,90 @@
-"""The custom ops ``flash_attn_mini::_flash_attn_forward``, ``_flash_attn_backward`` and their varlen versions.
+"""The custom ops ``flash_attn_mini::fwd``, ``bwd``, ``packed_fwd``, ``packed_bwd`` and ``fwd_kvcache``, from Python.
 
-torch.compile, export and opcheck see these ops. Each op selects the backend and calls it. The public functions enter
-through autograd.py, which adds autograd and autocast. The fake implementations give the shapes for tracing.
+csrc/api/ops.cpp defines the ops with their kernels, autograd and autocast. This file calls them and has their fake
+implementations, which give the shapes for tracing; vmap.py has their vmap rules. Eager code enters an op through the
+extension's functions with the official argument order, which takes half the host time of ``torch.ops``. Without the
+extension, the Triton backend runs under an autograd function of its own (backends/triton/autograd.py).
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.overrides import has_torch_function
 
-from . import tracing
 from .allocation import empty_contiguous_last
-from .backends import FourTensors, Gradients, backend_of_op, select_backend
-from .options import ROWS_MULTIPLE, Options, Sequences
+from .backends import extension
+from .backends.extension import Gradients
+from .backends.triton import ops as triton_ops
+from .options import ROWS_MULTIPLE, KvCache, Options, Sequences
+from .rng_state import draw_in_program
+from .schemas import EQUAL_LENGTHS
 
-# The arguments beside the tensors of the official functions have the names of the fields of Options and Sequences.
-_OPTIONS = (
-    "float dropout_p, float softmax_scale, bool causal, SymInt window_size_left, SymInt window_size_right, "
-    "float softcap"
-)
-_LENGTHS = "SymInt max_seqlen_q, SymInt max_seqlen_k"
-_FORWARD_END = (
-    "bool return_softmax, bool deterministic=False, str? backend=None)"
-    " -> (Tensor out, Tensor softmax_lse, Tensor S_dmask, Tensor rng_state)"
-)
-_BACKWARD_TENSORS = "Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor? dsoftmax_lse"
-_BACKWARD_END = "bool deterministic, Tensor? rng_state=None, bool[3] output_mask=[True, True, True], str? backend=None"
-_BACKWARD_RETURNS = " -> (Tensor dq, Tensor dk, Tensor dv, Tensor softmax_d)"
+TwoTensors = tuple[torch.Tensor, torch.Tensor]
+ForwardResults = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # out, softmax_lse, rng_state
+BackwardResults = tuple[Any, Any, Any, torch.Tensor]  # dq, dk and dv, None where not wanted; softmax_d
 
-library = torch.library.Library("flash_attn_mini", "DEF")
-# The mask of dropout comes from torch's generators: no two calls are the same call, and recomputation has to draw
-# the same mask again.
-_forward_tags = (torch.Tag.pt2_compliant_tag, torch.Tag.nondeterministic_seeded)
-_backward_tags = (torch.Tag.pt2_compliant_tag,)
-library.define(
-    f"_flash_attn_forward(Tensor q, Tensor k, Tensor v, Tensor? alibi_slopes, {_OPTIONS}, {_FORWARD_END}",
-    tags=_forward_tags,
-)
-library.define(
-    f"_flash_attn_backward({_BACKWARD_TENSORS}, Tensor? alibi_slopes, {_OPTIONS}, {_BACKWARD_END}){_BACKWARD_RETURNS}",
-    tags=_backward_tags,
-)
-library.define(
-    "_flash_attn_varlen_forward(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k,"
-    f" Tensor? block_table, Tensor? alibi_slopes, {_LENGTHS}, {_OPTIONS}, {_FORWARD_END}",
-    tags=_forward_tags,
-)
-library.define(
-    f"_flash_attn_varlen_backward({_BACKWARD_TENSORS}, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? alibi_slopes,"
-    f" {_LENGTHS}, {_OPTIONS}, {_BACKWARD_END}, Tensor? block_table=None){_BACKWARD_RETURNS}",
-    tags=_backward_tags,
-)
+PACKED_DIM = -3  # of q, k, v in qkv [..., 3, nheads, headdim], and of k, v in kv [..., 2, nheads_k, headdim]
+_NO_GRADIENTS: Gradients = (None, None, None)
 
 
-@dataclass(frozen=True)
-class OpPair:
-    """A forward op and its backward op: for sequences of equal length (dense) or of different lengths (varlen)."""
-
-    forward: torch._ops.OpOverload[..., Any]
-    backward: torch._ops.OpOverload[..., Any]
-    is_varlen: bool
-
-    def forward_call(self, arguments: Sequence[Any]) -> dict[str, Any]:
-        """The arguments of a call of the forward op as q, k, v, sequences and options."""
-        return self._call(_names(self.forward), arguments)
-
-    def backward_call(self, arguments: Sequence[Any]) -> dict[str, Any]:
-        """The arguments of a call of the backward op as dout to dsoftmax_lse, sequences, options and the others."""
-        return self._call(_names(self.backward), arguments)
-
-    def _call(self, names: tuple[str, ...], arguments: Sequence[Any]) -> dict[str, Any]:
-        call = dict(zip(names, arguments, strict=False))  # the dispatcher leaves out trailing default values
-        sequences = Sequences(**_take(call, Sequences._fields)) if self.is_varlen else None
-        return {"sequences": sequences, "options": Options(**_take(call, Options._fields)), **call}
+def is_traced(*tensors: torch.Tensor | None) -> bool:
+    """Whether a call has to enter the op through ``torch.ops``, where tracers and ``__torch_function__`` see it."""
+    is_tracing: bool = torch.jit.is_tracing()  # type: ignore[attr-defined]
+    return torch.compiler.is_compiling() or is_tracing or has_torch_function(tensors)
 
 
-@functools.cache
-def _names(operator: torch._ops.OpOverload[..., Any]) -> tuple[str, ...]:
-    return tuple(argument.name for argument in operator._schema.arguments)
+# ---- calls ----------------------------------------------------------------------------------------------------------
 
 
-def _take(call: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-    return {name: call.pop(name) for name in names if name in call}
-
-
-_ops = torch.ops.flash_attn_mini
-
-DENSE = OpPair(_ops._flash_attn_forward.default, _ops._flash_attn_backward.default, is_varlen=False)
-VARLEN = OpPair(_ops._flash_attn_varlen_forward.default, _ops._flash_attn_varlen_backward.default, is_varlen=True)
-OP_PAIRS = (DENSE, VARLEN)
-
-
-def op_pair(sequences: Sequences | None) -> OpPair:
-    """The ops of a call: varlen with sequences, else dense."""
-    return DENSE if sequences is None else VARLEN
-
-
-# ---- calls of the ops, through the dispatcher -----------------------------------------------------------------------
-
-
-def forward_op(
+def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences | None, options: Options
-) -> FourTensors:
-    """Call the forward op."""
-    keywords = {} if sequences is None else sequences._asdict()
-    return op_pair(sequences).forward(q, k, v, **keywords, **options._asdict())  # type: ignore[no-any-return]
+) -> ForwardResults:
+    """Attention with its gradient: out, softmax_lse and, with dropout, rng_state."""
+    if extension.MODULE is None:
+        from .backends.triton import autograd
+
+        return autograd.forward(q, k, v, sequences, options)
+    if is_traced(q, k, v):
+        rng_state = _traced_rng_state(options, q, k, v)
+        return torch.ops.flash_attn_mini.fwd(q, k, v, *(sequences or EQUAL_LENGTHS), *options, rng_state)  # type: ignore[no-any-return]
+    return extension.forward(q, k, v, sequences, options)
 
 
-def backward_op(
-    dout: torch.Tensor,
+def packed_forward(
+    q: torch.Tensor | None, packed: torch.Tensor, sequences: Sequences | None, options: Options
+) -> ForwardResults:
+    """`forward` of a packed qkv (q is None), or of q and a packed kv."""
+    if extension.MODULE is None:
+        from .backends.triton import autograd
+
+        return autograd.packed_forward(q, packed, sequences, options)
+    if is_traced(q, packed):
+        inputs = (packed,) if q is None else (q, packed)
+        function, rng_state = torch.ops.flash_attn_mini.packed_fwd, _traced_rng_state(options, *inputs)
+    else:
+        function, rng_state = extension.MODULE.packed_fwd, None
+    return function(q, packed, *(sequences or EQUAL_LENGTHS), *options, rng_state)  # type: ignore[no-any-return]
+
+
+def forward_without_graph(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    out: torch.Tensor,
-    softmax_lse: torch.Tensor,
-    dsoftmax_lse: torch.Tensor | None,
     sequences: Sequences | None,
     options: Options,
     rng_state: torch.Tensor | None,
-    output_mask: Sequence[bool],
-) -> FourTensors:
-    """Call the backward op."""
-    keywords = {} if sequences is None else sequences._asdict()
-    keywords.update(options._asdict(), rng_state=rng_state, output_mask=output_mask)
-    del keywords["return_softmax"]
-    tensors = (dout, q, k, v, out, softmax_lse, dsoftmax_lse)
-    return op_pair(sequences).backward(*tensors, **keywords)  # type: ignore[no-any-return]
+) -> TwoTensors:
+    """out and softmax_lse without a gradient, with the rng_state that the caller has drawn."""
+    operator = triton_ops.FORWARD if extension.MODULE is None else torch.ops.flash_attn_mini.fwd
+    with torch.no_grad():
+        out, softmax_lse, *_ = operator(q, k, v, *(sequences or EQUAL_LENGTHS), *options, rng_state)
+    return out, softmax_lse
 
 
-# ---- the ops themselves: select the backend and call it -------------------------------------------------------------
-
-
-def run_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences | None, options: Options
-) -> FourTensors:
-    """The forward op without the dispatcher."""
-    backend = select_backend(q.device, options.backend)
-    if tracing.enabled():
-        tracing.trace(op_pair(sequences).forward._opname, q=q, k=k, v=v, backend=backend.name)
-    return backend.forward(q, k, v, sequences, options)
-
-
-def run_backward(
+def backward(
     dout: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -157,50 +96,44 @@ def run_backward(
     options: Options,
     rng_state: torch.Tensor | None = None,
     output_mask: Sequence[bool] = (True, True, True),
-    into: Gradients = (None, None, None),
-) -> FourTensors:
-    """The backward op without the dispatcher. ``into``: the tensors that receive dq, dk and dv, None for new ones."""
-    backend = select_backend(q.device, options.backend)
-    if tracing.enabled():
-        name = op_pair(sequences).backward._opname
-        tracing.trace(name, dout=dout, q=q, k=k, output_mask=output_mask, backend=backend.name)
-    if sequences is not None and sequences.block_table is not None:
-        raise NotImplementedError(
-            "flash_attn_mini: no backend implements gradients of paged keys and values (the backward of a call with "
-            "block_table); backends that have it: none. Available: torch.no_grad(), or k and v without pages"
-        )
-    if torch.are_deterministic_algorithms_enabled() and not options.deterministic:
-        options = options._replace(deterministic=True)
-    tensors = (dout, q, k, v, out, softmax_lse, dsoftmax_lse)
-    return backend.backward(*tensors, sequences, options, rng_state, output_mask, into)
+    into: Gradients = _NO_GRADIENTS,
+) -> BackwardResults:
+    """The backward alone: dq, dk, dv, None where output_mask has False, and softmax_d.
+
+    ``into`` has the tensors that receive the gradients, None for new ones.
+    """
+    tensors = (dout, q, k, v, out, softmax_lse)
+    given = [x for x in into if x is not None]
+    if given and not is_traced(*tensors, *given):
+        run = triton_ops.backward_into if extension.MODULE is None else extension.backward
+        return run(*tensors, dsoftmax_lse, sequences, options, rng_state, output_mask, into)
+    operator = triton_ops.BACKWARD if extension.MODULE is None else torch.ops.flash_attn_mini.bwd
+    *gradients, softmax_d = operator(
+        *tensors, dsoftmax_lse, *(sequences or EQUAL_LENGTHS), *options, rng_state, list(output_mask)
+    )
+    dq, dk, dv = (x if to is None or x is None else to.copy_(x) for x, to in zip(gradients, into, strict=True))
+    return dq, dk, dv, softmax_d
 
 
-def _register(pair: OpPair) -> None:
-    def forward(*arguments: Any) -> FourTensors:
-        call = pair.forward_call(arguments)
-        options = call["options"]
-        backend = backend_of_op(options.backend)
-        if backend is not options.backend:
-            call["options"] = options._replace(backend=backend)
-        return run_forward(**call)
+def forward_kvcache(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, cache: KvCache, options: Options
+) -> TwoTensors:
+    """Write the new keys and values to the caches, then attend: out and softmax_lse."""
+    if extension.MODULE is None:
+        from .backends.triton import autograd
 
-    def backward(*arguments: Any) -> FourTensors:
-        return run_backward(**pair.backward_call(arguments))
-
-    for dispatch_key in ("CPU", "CUDA"):
-        library.impl(pair.forward._opname, forward, dispatch_key)
-        library.impl(pair.backward._opname, backward, dispatch_key)
+        return autograd.forward_kvcache(q, k_cache, v_cache, cache, options)
+    if is_traced(q, k_cache, v_cache, cache.k, cache.v):
+        return torch.ops.flash_attn_mini.fwd_kvcache(q, k_cache, v_cache, *cache, *options)  # type: ignore[no-any-return]
+    return extension.forward_kvcache(q, k_cache, v_cache, cache, options)
 
 
-for _pair in OP_PAIRS:
-    _register(_pair)
+def _traced_rng_state(options: Options, *inputs: torch.Tensor) -> torch.Tensor | None:
+    """rng_state as an argument of a compiled call: no two calls then have equal arguments, so that none are merged."""
+    return draw_in_program(*inputs) if options.dropout_p > 0 and torch.compiler.is_compiling() else None
 
 
 # ---- shapes for tracing ---------------------------------------------------------------------------------------------
-
-
-def _rounded(rows: int) -> int:
-    return (rows + ROWS_MULTIPLE - 1) // ROWS_MULTIPLE * ROWS_MULTIPLE
 
 
 def lse_dtype(q: torch.Tensor) -> torch.dtype:
@@ -208,72 +141,83 @@ def lse_dtype(q: torch.Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
-@functools.cache
-def _never_merge_calls() -> None:
-    """Tell PyTorch's compiler that the forward ops are random: two calls with equal arguments drop different elements.
-
-    Where it compiles training (torch 2.13), its elimination of common subexpressions reads this list and not the tags
-    of the operators. Called when such an op is traced, because the import takes half a second.
-    """
-    from torch._functorch import compile_utils
-
-    random_operators: list[Any] = getattr(compile_utils, "rand_ops", [])
-    random_operators.extend(pair.forward.overloadpacket for pair in OP_PAIRS)
+def _check_devices(names: Sequence[str], arguments: Sequence[Any]) -> None:
+    """Raise ValueError unless all tensors are on one device: PyTorch calls a fake for any tensor on "meta"."""
+    tensors = {name: x for name, x in zip(names, arguments, strict=False) if isinstance(x, torch.Tensor)}
+    first = "q" if "q" in tensors else "packed"
+    device = tensors[first].device
+    for name, x in tensors.items():
+        if x.device != device:
+            raise ValueError(f"{name} is on {x.device}; allowed: the device of {first}, {device}")
 
 
-def _forward_fake(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences | None, options: Options
-) -> FourTensors:
-    drops = options.dropout_p > 0
-    if drops:
-        _never_merge_calls()
+_QKV = ("q", "k", "v")
+_FORWARD_END = (*Sequences._fields, *Options._fields, "rng_state")
+_RESULTS = ("out", "softmax_lse", "dsoftmax_lse")
+
+
+def _forward_fake(*arguments: Any) -> ForwardResults:
+    _check_devices((*_QKV, *_FORWARD_END), arguments)
+    return _forward_results(arguments[0], *arguments[3:])
+
+
+def _packed_forward_fake(q: torch.Tensor | None, packed: torch.Tensor, *arguments: Any) -> ForwardResults:
+    _check_devices(("q", "packed", *_FORWARD_END), (q, packed, *arguments))
+    return _forward_results(packed.unbind(PACKED_DIM)[0] if q is None else q, *arguments)
+
+
+def _forward_results(q: torch.Tensor, *arguments: Any) -> ForwardResults:
+    options = Options(*arguments[len(EQUAL_LENGTHS) : -1])
+    rng_state = q.new_empty((2,), dtype=torch.int64) if options.dropout_p > 0 else None
+    return empty_contiguous_last(q), _empty_lse(q), rng_state
+
+
+def _empty_lse(q: torch.Tensor) -> torch.Tensor:
     *batch, rows, nheads, _ = q.shape
-    dmask_shape: tuple[int, ...] = (0,)
-    if drops and options.return_softmax:
-        lengths = (rows, k.shape[1]) if sequences is None else (sequences.max_seqlen_q, sequences.max_seqlen_k)
-        number = batch[0] if sequences is None else sequences.cu_seqlens_q.shape[0] - 1
-        dmask_shape = (number, nheads, _rounded(lengths[0]), _rounded(lengths[1]))
-    return (
-        empty_contiguous_last(q),
-        q.new_empty((*batch, nheads, rows), dtype=lse_dtype(q)),
-        q.new_empty(dmask_shape),
-        q.new_empty((2 if drops else 0,), dtype=torch.int64),
-    )
+    return q.new_empty((*batch, nheads, rows), dtype=lse_dtype(q))
 
 
-def _backward_fake(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *_results: torch.Tensor | None,
-    sequences: Sequences | None,
-    output_mask: Sequence[bool] = (True, True, True),
-    **_others: Any,
-) -> FourTensors:
-    dq, dk, dv = (
-        empty_contiguous_last(x) if wanted else x.new_empty((0,))
-        for x, wanted in zip((q, k, v), output_mask, strict=True)
-    )
+def _backward_fake(*arguments: Any) -> BackwardResults:
+    _check_devices(("dout", *_QKV, *_RESULTS, *_FORWARD_END), arguments)
+    qkv, cu_seqlens_q, output_mask = arguments[1:4], arguments[7], arguments[-1]
+    dq, dk, dv = (empty_contiguous_last(x) if wanted else None for x, wanted in zip(qkv, output_mask, strict=True))
+    return dq, dk, dv, _empty_softmax_d(qkv[0], cu_seqlens_q)
+
+
+def _packed_backward_fake(*arguments: Any) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
+    _check_devices(("dout", "q", "packed", *_RESULTS, *_FORWARD_END), arguments)
+    _, q, packed, out, _, _, cu_seqlens_q, *_ = arguments
+    needs_q, needs_packed = arguments[-1]
+    dq = empty_contiguous_last(q) if needs_q and q is not None else None
+    dpacked = empty_contiguous_last(packed) if needs_packed else None
+    return dq, dpacked, _empty_softmax_d(out, cu_seqlens_q)
+
+
+def _empty_softmax_d(q: torch.Tensor, cu_seqlens_q: torch.Tensor | None) -> torch.Tensor:
     *batch, rows, nheads, _ = q.shape
-    if sequences is None:
-        rows = _rounded(rows)
+    if cu_seqlens_q is None:
+        rows = (rows + ROWS_MULTIPLE - 1) // ROWS_MULTIPLE * ROWS_MULTIPLE
     else:  # each sequence begins at a multiple of ROWS_MULTIPLE; this many rows hold any lengths
-        rows = (rows // ROWS_MULTIPLE + sequences.cu_seqlens_q.shape[0] - 1) * ROWS_MULTIPLE
-    return dq, dk, dv, q.new_empty((*batch, nheads, rows), dtype=lse_dtype(q))
+        rows = (rows // ROWS_MULTIPLE + cu_seqlens_q.shape[0] - 1) * ROWS_MULTIPLE
+    return q.new_empty((*batch, nheads, rows), dtype=lse_dtype(q))
 
 
-def _register_fakes(pair: OpPair) -> None:
-    def forward(*arguments: Any) -> FourTensors:
-        return _forward_fake(**pair.forward_call(arguments))
-
-    def backward(*arguments: Any) -> FourTensors:
-        return _backward_fake(**pair.backward_call(arguments))
-
-    for operator, fake in ((pair.forward, forward), (pair.backward, backward)):
-        register: Callable[..., Any] = torch.library.register_fake
-        register(operator._name.removesuffix(".default"), fake, lib=library)
+def _forward_kvcache_fake(q: torch.Tensor, *arguments: Any) -> TwoTensors:
+    _check_devices(("q", "k_cache", "v_cache", *KvCache._fields, *Options._fields), (q, *arguments))
+    return empty_contiguous_last(q), _empty_lse(q)
 
 
-for _pair in OP_PAIRS:
-    _register_fakes(_pair)
+def _forward_kvcache_backward_fake(dout: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
+    return dout.new_empty(size)
+
+
+if extension.MODULE is not None:
+    for _name, _fake in {
+        "fwd": _forward_fake,
+        "bwd": _backward_fake,
+        "packed_fwd": _packed_forward_fake,
+        "packed_bwd": _packed_backward_fake,
+        "fwd_kvcache": _forward_kvcache_fake,
+        "fwd_kvcache_backward": _forward_kvcache_backward_fake,
+    }.items():
+        torch.library.register_fake(f"flash_attn_mini::{_name}")(_fake)

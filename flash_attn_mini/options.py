@@ -1,8 +1,8 @@
-"""The values that travel through the call chain beside q, k and v: `Options`, `Sequences` and `KvCache`.
+"""The values that travel through the call chain with q, k and v: `Options`, `Sequences` and `KvCache`.
 
-They are spelled out only where others prescribe it: in the public functions, in the schemas of the custom ops (ops.py,
-kvcache_op.py) and in the argument order of the official extension (backends/extension.py). All other code passes them
-on whole.
+Their fields have the names and the order of the ops' arguments (csrc/options.h): a call passes a value on whole, as
+``op(q, k, v, *sequences, *options, rng_state)``. They are spelled out only in the public functions and where the
+official extension prescribes the order.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ ROWS_MULTIPLE = 128
 class Options(NamedTuple):
     """Every option of an attention call, checked and with its defaults filled in.
 
-    The fields have the names of the custom ops' arguments (ops.py).
-
     Attributes:
         dropout_p: Probability of dropping an attention probability, 0 for off.
         softmax_scale: Factor on the scores.
@@ -29,9 +27,8 @@ class Options(NamedTuple):
         window_size_right: Keys to the right that a query sees, -1 for all.
         softcap: Scores become ``softcap * tanh(score / softcap)``; 0 for off.
         alibi_slopes: float32 ``[nheads]`` or ``[batch, nheads]``, or None. They get no gradient.
-        return_softmax: Compute S_dmask.
         deterministic: Make the backward bitwise repeatable.
-        backend: Name of the backend, or None for the usual choice.
+        backend: Name of the backend, or None: FLASH_ATTN_MINI_BACKEND, else by device.
     """
 
     dropout_p: float
@@ -41,15 +38,12 @@ class Options(NamedTuple):
     window_size_right: int
     softcap: float
     alibi_slopes: torch.Tensor | None
-    return_softmax: bool = False
     deterministic: bool = False
     backend: str | None = None
 
 
 class Sequences(NamedTuple):
     """Where the sequences of a variable-length batch begin. None in its place means sequences of equal length.
-
-    The fields have the names of the varlen ops' arguments (ops.py).
 
     Attributes:
         cu_seqlens_q: int32 ``[batch + 1]``, the first row of each sequence in q, and the end of the last.
@@ -67,9 +61,7 @@ class Sequences(NamedTuple):
 
 
 class KvCache(NamedTuple):
-    """The arguments of `flash_attn_with_kvcache` beside q, the two caches and the options.
-
-    The fields have the names of the custom op's arguments (kvcache_op.py).
+    """The arguments of `flash_attn_with_kvcache` other than q, the two caches and the options.
 
     Attributes:
         k: New keys ``[batch, seqlen_new, nheads_k, headdim]``, written to the cache; None: nothing is appended.

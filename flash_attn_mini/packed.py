@@ -5,12 +5,14 @@ The kernels read views of that tensor and write to views of its gradient: nothin
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from . import tracing
-from .argument_checks import WindowSize, as_length, as_sequences, check_packed, check_tensor, checked_options
-from .autograd import packed_forward_eager
+from . import ops, tracing
+from .argument_checks import WindowSize, as_flag, as_length, as_sequences, check_packed, check_tensor, checked_options
 from .options import Options, Sequences
+from .s_dmask import s_dmask_or_empty
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -44,18 +46,7 @@ def flash_attn_qkvpacked_func(
     """
     check_packed("qkv", qkv, 3, "[batch, seqlen, 3, nheads, headdim]")
     options = checked_options(
-        qkv,
-        qkv,
-        qkv,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-        backend,
+        qkv, qkv, qkv, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, backend
     )
     if tracing.enabled():
         tracing.trace("flash_attn_qkvpacked_func", qkv=qkv, causal=causal)
@@ -92,18 +83,7 @@ def flash_attn_kvpacked_func(
     """
     check_packed("kv", kv, 2, "[batch, seqlen_k, 2, nheads_k, headdim]")
     options = checked_options(
-        q,
-        kv,
-        kv,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-        backend,
+        q, kv, kv, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, backend
     )
     if tracing.enabled():
         tracing.trace("flash_attn_kvpacked_func", q=q, kv=kv, causal=causal)
@@ -144,18 +124,7 @@ def flash_attn_varlen_qkvpacked_func(
     """
     check_packed("qkv", qkv, 3, "[total, 3, nheads, headdim]")
     options = checked_options(
-        qkv,
-        qkv,
-        qkv,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-        backend,
+        qkv, qkv, qkv, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, backend
     )
     check_tensor("cu_seqlens", cu_seqlens)
     max_seqlen = as_length("max_seqlen", max_seqlen)
@@ -201,18 +170,7 @@ def flash_attn_varlen_kvpacked_func(
     """
     check_packed("kv", kv, 2, "[total_k, 2, nheads_k, headdim]")
     options = checked_options(
-        q,
-        kv,
-        kv,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-        backend,
+        q, kv, kv, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, backend
     )
     sequences = as_sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     if tracing.enabled():
@@ -225,7 +183,12 @@ def _attend(
     packed: torch.Tensor,
     sequences: Sequences | None,
     options: Options,
-    return_attn_probs: bool,
+    return_attn_probs: Any,
 ) -> Result:
-    out, softmax_lse, S_dmask, _ = packed_forward_eager(q, packed, sequences, options)
-    return (out, softmax_lse, S_dmask) if return_attn_probs else out
+    return_attn_probs = as_flag("return_attn_probs", return_attn_probs)
+    out, softmax_lse, rng_state = ops.packed_forward(q, packed, sequences, options)
+    if not return_attn_probs:
+        return out
+    first, second, *_ = packed.unbind(ops.PACKED_DIM)
+    q, k = (first, second) if q is None else (q, first)
+    return out, softmax_lse, s_dmask_or_empty(q, k, rng_state, sequences, options)

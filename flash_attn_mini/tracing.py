@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+VARIABLE = "FLASH_ATTN_MINI_TRACE"
+
 
 def enabled() -> bool:
     """Whether FLASH_ATTN_MINI_TRACE is set to something other than 0.
@@ -20,7 +22,7 @@ def enabled() -> bool:
     """
     if torch.compiler.is_compiling():
         return False
-    return os.environ.get("FLASH_ATTN_MINI_TRACE", "0") not in ("", "0")
+    return os.environ.get(VARIABLE, "0") not in ("", "0")
 
 
 def trace(link: str, **fields: Any) -> None:

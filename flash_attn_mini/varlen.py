@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from . import tracing
+from . import ops, tracing
 from .argument_checks import (
     WindowSize,
     as_flag,
@@ -13,7 +13,8 @@ from .argument_checks import (
     check_backward_tensors,
     checked_options,
 )
-from .autograd import backward_into, forward_eager
+from .official import backward_into, empty_rng_state
+from .s_dmask import s_dmask_or_empty
 
 
 def flash_attn_varlen_func(
@@ -74,24 +75,14 @@ def flash_attn_varlen_func(
         torch.Size([12, 8, 64])
     """
     options = checked_options(
-        q,
-        k,
-        v,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-        backend,
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, backend
     )
+    return_attn_probs = as_flag("return_attn_probs", return_attn_probs)
     sequences = as_sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table)
     if tracing.enabled():
         tracing.trace("flash_attn_varlen_func", q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, causal=causal)
-    out, softmax_lse, S_dmask, _ = forward_eager(q, k, v, sequences, options)
-    return (out, softmax_lse, S_dmask) if return_attn_probs else out
+    out, softmax_lse, rng_state = ops.forward(q, k, v, sequences, options)
+    return (out, softmax_lse, s_dmask_or_empty(q, k, rng_state, sequences, options)) if return_attn_probs else out
 
 
 def _flash_attn_varlen_forward(
@@ -135,10 +126,11 @@ def _flash_attn_varlen_forward(
     return_softmax = as_flag("return_softmax", return_softmax)
     sequences = as_sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table)
     options = checked_options(
-        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, False, return_softmax, None
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, False, None
     )
-    out, softmax_lse, S_dmask, rng_state = forward_eager(q, k, v, sequences, options)
-    return out, softmax_lse, S_dmask, rng_state
+    out, softmax_lse, rng_state = ops.forward(q, k, v, sequences, options)
+    S_dmask = s_dmask_or_empty(q, k, rng_state if return_softmax else None, sequences, options)
+    return out, softmax_lse, S_dmask, empty_rng_state(q) if rng_state is None else rng_state
 
 
 def _flash_attn_varlen_backward(
@@ -180,6 +172,6 @@ def _flash_attn_varlen_backward(
     sequences = as_sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     check_backward_tensors(dout, out, softmax_lse, dq, dk, dv, rng_state)
     options = checked_options(
-        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, False, None
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, None
     )
     return backward_into((dq, dk, dv), dout, q, k, v, out, softmax_lse, sequences, options, rng_state)

@@ -1,85 +1,125 @@
-"""Dropout under torch.vmap: the argument ``randomness`` of vmap says whether the samples share one mask.
+"""The vmap rules of the ops. Samples of equal length become one batch; other calls run once for each sample.
 
-The ops have no batching rule: PyTorch loops over the samples, forward and backward. Only the forward with dropout needs
-the kernel that this file registers.
+Dropout asks for the argument ``randomness`` of torch.vmap: with "same" each sample is a call with the same rng_state,
+with "different" each call draws one. csrc/api/ops.cpp gives a call with dropout an rng_state without elements. With
+"different" it has a vmap dimension, so that the rule runs even if all samples have the same q, k and v.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._C import _functorch
-from torch._functorch.pyfunctorch import VmapInterpreter, retrieve_current_functorch_interpreter
-from torch._guards import detect_fake_mode
+from torch import Tensor
 
-from .ops import OP_PAIRS, OpPair, library
+from .backends import extension
+from .options import Options
+from .rng_state import draw_in_program
+from .schemas import EQUAL_LENGTHS
 
-_MODE = torch._C.DispatchKeySet(torch._C.DispatchKey.FuncTorchVmapMode)
-_BATCHED = torch._C.DispatchKeySet(torch._C.DispatchKey.FuncTorchBatched)  # excluded: operators act below this vmap
-
-
-def _register(pair: OpPair) -> None:
-    def forward(*arguments: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(_MODE):
-            options = pair.forward_call(arguments)["options"]
-            if options.dropout_p > 0:
-                return _forward_with_dropout(pair, arguments)
-            return pair.forward(*arguments)
-
-    library.impl(pair.forward._opname, forward, "FuncTorchVmapMode")
+Dims = tuple[int | None, ...]
+SEQUENCES = len(EQUAL_LENGTHS)
+OPTIONS = len(Options._fields)
 
 
-def _forward_with_dropout(pair: OpPair, arguments: tuple[Any, ...]) -> Any:
-    interpreter = retrieve_current_functorch_interpreter()
-    assert isinstance(interpreter, VmapInterpreter)
-    randomness, level = interpreter.randomness(), interpreter.level()
-    if randomness == "error":
-        raise RuntimeError(
-            "flash_attn_mini: attention with dropout is called in torch.vmap with randomness='error', its default; "
-            "allowed: torch.vmap(..., randomness='different') or 'same', or dropout_p=0"
-        )
-    is_batched = any(_is_batched(x, level) for x in arguments)
-    if randomness == "same" and is_batched:
-        return _loop_with_one_mask(pair, arguments, interpreter)
-    if randomness == "different" and not is_batched:  # PyTorch's loop then runs once per sample all the same
-        q = arguments[0]
-        with torch._C._ExcludeDispatchKeyGuard(_BATCHED):
-            q = q.expand(interpreter.batch_size(), *q.shape)
-        arguments = (_functorch._add_batch_dim(q, 0, level), *arguments[1:])
-    return pair.forward(*arguments)
+def _per_sample(operator: Callable[..., Any], size: int, in_dims: Any, arguments: tuple[Any, ...]) -> Any:
+    """The op once for each sample: results stacked along a new first dimension."""
+    samples = []
+    for i in range(size):
+        sample = (x.select(dim, i) if isinstance(dim, int) else x for x, dim in zip(arguments, in_dims, strict=True))
+        samples.append(operator(*sample))
+    stacked = tuple(None if parts[0] is None else torch.stack(parts) for parts in zip(*samples, strict=True))
+    return stacked, tuple(None if x is None else 0 for x in stacked)
 
 
-def _loop_with_one_mask(pair: OpPair, arguments: tuple[Any, ...], interpreter: VmapInterpreter) -> Any:
-    """Run the op for each sample from the same state of torch's generator."""
-    level = interpreter.level()
-    if detect_fake_mode() is not None:  # the state would be set while tracing, and not when the program runs
-        raise NotImplementedError(
-            "flash_attn_mini: torch.vmap with randomness='same' cannot be compiled or exported with dropout; backends "
-            "that have it: none. Available: randomness='different', or the same call without torch.compile"
-        )
-    device = arguments[0].device
-    generator = torch.cuda.default_generators[_index(device)] if device.type == "cuda" else torch.default_generator
-    dims = [_functorch.maybe_get_bdim(x) if _is_batched(x, level) else None for x in arguments]
-    whole = [x if dim is None else _functorch.get_unwrapped(x) for x, dim in zip(arguments, dims, strict=True)]
-    with torch._C._ExcludeDispatchKeyGuard(_BATCHED):
-        state = generator.get_state()
-        samples = []
-        for i in range(interpreter.batch_size()):
-            generator.set_state(state)
-            sample = (x if dim is None else x.select(dim, i) for x, dim in zip(whole, dims, strict=True))
-            samples.append(pair.forward(*sample))
-        results = [torch.stack(parts) for parts in zip(*samples, strict=True)]
-    return tuple(_functorch._add_batch_dim(x, 0, level) for x in results)
+def _folded(x: Tensor | None, dim: int | None, size: int) -> Tensor | None:
+    """``[size * batch, ...]`` of a tensor ``[batch, ...]`` with or without a vmap dimension."""
+    if x is None:
+        return None
+    return (x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)
 
 
-def _is_batched(x: Any, level: int) -> bool:
-    return isinstance(x, torch.Tensor) and _functorch.is_batchedtensor(x) and _functorch.maybe_get_level(x) == level
+def _folded_per_head(x: Tensor, dim: int | None, size: int, batch: int) -> Tensor:
+    """An option ``[nheads]`` or ``[batch, nheads]`` as ``[size * batch, nheads]``; as it is where all share it."""
+    if dim is None and x.ndim == 1:
+        return x
+    x = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+    if x.ndim == 2:
+        x = x[:, None].expand(size, batch, x.shape[-1])
+    return x.flatten(0, 1)
 
 
-def _index(device: torch.device) -> int:
-    return torch.cuda.current_device() if device.index is None else device.index
+class _Call:
+    """The arguments of an op: tensors with a batch dimension, sequences, options, rng_state, and what follows."""
+
+    def __init__(self, tensors: int, in_dims: Any, arguments: tuple[Any, ...]) -> None:
+        self.arguments = list(arguments)
+        self.dims = list(in_dims)
+        self.tensors = tensors
+        self.rng_state = tensors + SEQUENCES + OPTIONS
+        self.is_varlen = arguments[tensors] is not None
+        self.drops = arguments[tensors + SEQUENCES] > 0
+
+    def folded(self, size: int) -> list[Any]:
+        """The arguments of one call for all samples of equal length."""
+        folded = list(self.arguments)
+        for i in range(self.tensors):
+            folded[i] = _folded(self.arguments[i], self.dims[i], size)
+        batch = next(x.shape[0] for x in folded[: self.tensors] if x is not None) // size
+        for i in range(self.tensors + SEQUENCES, self.rng_state):
+            if isinstance(folded[i], Tensor):
+                folded[i] = _folded_per_head(folded[i], self.dims[i], size, batch)
+        return folded
 
 
-for _pair in OP_PAIRS:
-    _register(_pair)
+def _unfolded(results: tuple[Tensor | None, ...], size: int) -> Any:
+    results = tuple(None if x is None else x.unflatten(0, (size, x.shape[0] // size)) for x in results)
+    return results, tuple(None if x is None else 0 for x in results)
+
+
+def _forward(operator: Callable[..., Any], tensors: int) -> Callable[..., Any]:
+    def rule(info: Any, in_dims: Any, *arguments: Any) -> Any:
+        call = _Call(tensors, in_dims, arguments)
+        if call.drops and info.randomness == "same":
+            rng_state = arguments[call.rng_state]
+            if rng_state is None or rng_state.numel() == 0:
+                inputs = [x for x in (*arguments[:tensors], rng_state) if x is not None]
+                rng_state = draw_in_program(*inputs)  # an enclosing vmap sees the op
+            call.arguments[call.rng_state], call.dims[call.rng_state] = rng_state, None
+            results, dims = _per_sample(operator, info.batch_size, call.dims, tuple(call.arguments))
+            return (*results[:-1], rng_state.clone()), (*dims[:-1], None)
+        if call.drops or call.is_varlen:
+            return _per_sample(operator, info.batch_size, in_dims, arguments)
+        return _unfolded(operator(*call.folded(info.batch_size)), info.batch_size)
+
+    return rule
+
+
+def _backward(operator: Callable[..., Any], tensors: int) -> Callable[..., Any]:
+    def rule(info: Any, in_dims: Any, *arguments: Any) -> Any:
+        call = _Call(tensors, in_dims, arguments)
+        if call.drops or call.is_varlen:
+            return _per_sample(operator, info.batch_size, in_dims, arguments)
+        return _unfolded(operator(*call.folded(info.batch_size)), info.batch_size)
+
+    return rule
+
+
+def _refuse_kvcache(info: Any, in_dims: Any, *arguments: Any) -> Any:
+    raise NotImplementedError(
+        "flash_attn_mini: torch.vmap does not map flash_attn_with_kvcache, which writes to its caches. Available: one "
+        "call for the whole batch, with cache_batch_idx for the rows of the cache"
+    )
+
+
+if extension.MODULE is not None:
+    _ops = torch.ops.flash_attn_mini
+    for _name, _rule in {
+        "fwd": _forward(_ops.fwd, 3),
+        "bwd": _backward(_ops.bwd, 7),
+        "packed_fwd": _forward(_ops.packed_fwd, 2),
+        "packed_bwd": _backward(_ops.packed_bwd, 6),
+        "fwd_kvcache": _refuse_kvcache,
+    }.items():
+        torch.library.register_vmap(f"flash_attn_mini::{_name}", _rule)

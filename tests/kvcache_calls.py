@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flash_attn_mini import _C
 
+from . import op_calls
 from .poison import poisoned
 
 Call = dict[str, Any]
@@ -43,7 +44,14 @@ def forward(call: Call, **changes: Any) -> tuple[Tensor, Tensor]:
 
 
 def check(call: Call, backend: str) -> None:
-    _C.check_kvcache(*values(call), backend)
+    """The checks of the op, which has no ``out``."""
+    renamed = {"is_causal": "causal", "is_rotary_interleaved": "rotary_interleaved"}
+    named = {renamed.get(name, name): value for name, value in zip(ARGUMENTS, values(call), strict=True)}
+    assert named.pop("out") is None
+    window_size = (named.pop("window_size_left"), named.pop("window_size_right"))
+    op_calls.check_call(
+        op_calls.FWD_KVCACHE, op_calls.kvcache_arguments(window_size=window_size, **named, backend=backend)
+    )
 
 
 def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, draw: torch.Generator) -> Tensor:

@@ -106,7 +106,7 @@ def test_any_pair_is_a_window(form: str, function: str, backend: str, device: st
 @pytest.mark.parametrize("minus_one", [torch.tensor(-1), np.int64(-1)], ids=["tensor", "numpy"])
 def test_an_unbounded_window_becomes_two_python_integers(minus_one: Any) -> None:
     q = torch.zeros(1, 2, 1, 8)
-    options = checked_options(q, q, q, 0.0, None, False, (minus_one, minus_one), 0.0, None, False, False, None)
+    options = checked_options(q, q, q, 0.0, None, False, (minus_one, minus_one), 0.0, None, False, None)
     assert [type(side) for side in (options.window_size_left, options.window_size_right)] == [int, int]
 
 

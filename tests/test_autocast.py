@@ -9,12 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flash_attn_mini import flash_attn_func
+from flash_attn_mini import flash_attn_func, flash_attn_kvpacked_func, flash_attn_varlen_func
 
+from .op_calls import FWD, fwd_arguments
 from .small_attention import qkv, sdpa
-
-FORWARD = torch.ops.flash_attn_mini._flash_attn_forward.default
-BACKWARD = torch.ops.flash_attn_mini._flash_attn_backward.default
 
 AUTOCAST_DTYPES = [torch.bfloat16, torch.float16]
 # Hopper's own kernels begin at head dim 64.
@@ -65,6 +63,27 @@ def test_autocast_casts_a_mixture_of_dtypes(backend: str, device: str) -> None:
         flash_attn_func(q.half(), k.bfloat16(), v.half(), backend=backend)
 
 
+@pytest.mark.parametrize("form", ["dense", "packed", "varlen"])
+def test_the_mask_of_dropout_under_autocast_is_that_of_the_cast_by_hand(form: str, backend: str, device: str) -> None:
+    q, k, v = qkv(device, torch.float32, requires_grad=False)
+    lengths = [torch.tensor([0, x.shape[1]], dtype=torch.int32, device=device) for x in (q, k)]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        torch.manual_seed(1)
+        options = {"dropout_p": 0.3, "return_attn_probs": True, "backend": backend}
+        if form == "dense":
+            return flash_attn_func(q, k, v, **options)
+        if form == "packed":
+            return flash_attn_kvpacked_func(q, torch.stack([k, v], dim=2), **options)
+        return flash_attn_varlen_func(q[0], k[0], v[0], *lengths, q.shape[1], k.shape[1], **options)
+
+    with torch.autocast(device, dtype=torch.bfloat16):
+        got = attend(q, k, v)
+    for a, b in zip(got, attend(q.bfloat16(), k.bfloat16(), v.bfloat16()), strict=True):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
+
+
 @pytest.mark.filterwarnings("ignore:CUDA is not available")
 def test_autocast_that_is_off_or_of_another_device_changes_nothing(backend: str, device: str) -> None:
     inputs = qkv(device)
@@ -81,11 +100,11 @@ def test_autocast_leaves_float64_alone() -> None:
         assert flash_attn_func(*inputs).dtype == sdpa(*inputs).dtype == torch.float64
 
 
-def test_autocast_in_the_operator_and_in_the_shortcut_agree(backend: str, device: str) -> None:
+def test_autocast_in_the_operator_and_in_the_function_agree(backend: str, device: str) -> None:
     q, k, v = qkv(device, torch.float32)
     with torch.autocast(device, dtype=torch.bfloat16):
         short = flash_attn_func(q, k, v, deterministic=True, backend=backend)
-        out = FORWARD(q, k, v, None, 0.0, 0.25, False, -1, -1, 0.0, False, True, backend)[0]
+        out = FWD(*fwd_arguments(q, k, v, softmax_scale=0.25, deterministic=True, backend=backend))[0]
         with torch.no_grad():
             plain = flash_attn_func(q, k, v, backend=backend)
     assert torch.equal(short, out)

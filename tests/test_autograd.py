@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
-from collections.abc import Callable, Iterator
+import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,48 +11,33 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash_attn_mini import (
+    _C,
+    available_backends,
     flash_attn_func,
     flash_attn_kvpacked_func,
     flash_attn_varlen_func,
     use_backend,
 )
-from flash_attn_mini.backends import BACKENDS
 
+from .op_calls import BWD, FWD, PACKED_BWD, Recording, bwd_arguments, fwd_arguments
 from .small_attention import qkv
-
-FORWARD = torch.ops.flash_attn_mini._flash_attn_forward.default
-BACKWARD = torch.ops.flash_attn_mini._flash_attn_backward.default
 
 
 @pytest.fixture
-def backward_calls(backend: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
-    """Records the arguments of the backward of each backend, and runs it."""
-    from flash_attn_mini import backends
+def traced(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., list[str]]:
+    """``traced(function, link)`` runs the function; the fields of each link with that name in its trace."""
 
-    calls: list[dict[str, Any]] = []
+    def run(function: Callable[[], Any], link: str) -> list[str]:
+        capfd.readouterr()
+        with monkeypatch.context() as patch:
+            patch.setenv("FLASH_ATTN_MINI_TRACE", "1")
+            function()
+        lines = [line.split(maxsplit=2) for line in capfd.readouterr().err.splitlines()]
+        return [fields for start, name, fields in lines if (start, name) == ("[flash_attn_mini]", link)]
 
-    def spying(name: str, backward: Callable[..., Any]) -> Callable[..., Any]:
-        def spy(*arguments: Any, **keywords: Any) -> Any:
-            given = inspect.signature(backward).bind(*arguments, **keywords).arguments
-            calls.append(
-                {
-                    "backend": name,
-                    "deterministic": given["options"].deterministic,
-                    "output_mask": tuple(given["output_mask"]),
-                }
-            )
-            return backward(*arguments, **keywords)
-
-        return spy
-
-    backends._resolve.cache_clear()
-    for name, entry in BACKENDS.items():
-        monkeypatch.setitem(BACKENDS, name, dataclasses.replace(entry, backward=spying(name, entry.backward)))
-    yield calls
-    backends._resolve.cache_clear()
+    return run
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, backend: str) -> Any:
@@ -91,7 +75,7 @@ def test_only_inputs_out_and_lse_are_saved(backend: str, device: str) -> None:
     q, k, v = qkv(device)
     results: list[Tensor] = []
     saved = saved_by(lambda: results.extend(flash_attn_func(q, k, v, return_attn_probs=True, backend=backend)))
-    assert [x.data_ptr() for x in saved] == [x.data_ptr() for x in (q, k, v, *results[:2])]
+    assert sorted(x.data_ptr() for x in saved) == sorted(x.data_ptr() for x in (q, k, v, *results[:2]))
 
 
 def test_nothing_is_saved_where_no_gradient_will_be_asked_for(backend: str, device: str) -> None:
@@ -113,12 +97,12 @@ def test_nothing_is_saved_where_no_gradient_will_be_asked_for(backend: str, devi
 
 
 @pytest.mark.parametrize("wanted", [(True, False, False), (False, True, True), (True, True, True)])
-def test_only_gradients_that_are_needed_are_computed(
-    wanted: tuple[bool, ...], backend: str, device: str, backward_calls: list[dict[str, Any]]
-) -> None:
+def test_only_gradients_that_are_needed_are_computed(wanted: tuple[bool, ...], backend: str, device: str) -> None:
     inputs = [x.requires_grad_(w) for x, w in zip(qkv(device, requires_grad=False), wanted, strict=True)]
-    flash_attn_func(*inputs, backend=backend).sum().backward()
-    assert [call["output_mask"] for call in backward_calls] == [wanted]
+    out = flash_attn_func(*inputs, backend=backend)
+    with Recording() as mode:
+        out.sum().backward()
+    assert [call["output_mask"] for call in mode.arguments(BWD)] == [list(wanted)]
     assert [x.grad is not None for x in inputs] == list(wanted)
 
 
@@ -136,17 +120,17 @@ class Ignores(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("is_packed", [False, True], ids=["separate", "packed"])
-def test_outputs_that_no_gradient_reaches_cost_no_backward(
-    is_packed: bool, backend: str, device: str, backward_calls: list[dict[str, Any]]
-) -> None:
+def test_outputs_that_no_gradient_reaches_cost_no_backward(is_packed: bool, backend: str, device: str) -> None:
     """The node runs, with None for both gradients."""
     inputs = qkv(device)
     out, lse, _ = (packed if is_packed else dense)(*inputs, backend)
     nodes: list[Any] = []
     out.grad_fn.register_hook(lambda _, arriving: nodes.append(arriving[:2]))
-    (Ignores.apply(out, lse) + inputs[0].sum()).backward()
+    total = Ignores.apply(out, lse) + inputs[0].sum()
+    with Recording() as mode:
+        total.backward()
     assert nodes == [(None, None)]
-    assert backward_calls == []
+    assert mode.arguments(BWD, PACKED_BWD) == []
     assert [x.grad is not None for x in inputs] == [True, False, False]
 
 
@@ -155,44 +139,49 @@ def test_s_dmask_has_no_gradient(backend: str, device: str) -> None:
     assert not s_dmask.requires_grad
 
 
-def test_deterministic_reaches_the_backend(backend: str, device: str, backward_calls: list[dict[str, Any]]) -> None:
-    inputs = qkv(device)
-    for deterministic in (False, True):
-        flash_attn_func(*inputs, deterministic=deterministic, backend=backend).sum().backward()
-    assert [call["deterministic"] for call in backward_calls] == [False, True]
+@pytest.mark.backends("cpu", "cuda")
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_deterministic_reaches_the_backend(
+    deterministic: bool, backend: str, device: str, traced: Callable[..., list[str]]
+) -> None:
+    out = flash_attn_func(*qkv(device), deterministic=deterministic, backend=backend)
+    (fields,) = traced(lambda: out.sum().backward(), "set_params_dgrad")
+    assert f"deterministic={str(deterministic).lower()}" in fields
 
 
+@pytest.mark.backends("cpu", "cuda")
 def test_deterministic_algorithms_mean_a_deterministic_backward(
-    backend: str, device: str, backward_calls: list[dict[str, Any]]
+    backend: str, device: str, traced: Callable[..., list[str]]
 ) -> None:
     out = flash_attn_func(*qkv(device), backend=backend)
     torch.use_deterministic_algorithms(True)
     try:
-        out.sum().backward()
+        (fields,) = traced(lambda: out.sum().backward(), "set_params_dgrad")
     finally:
         torch.use_deterministic_algorithms(False)
-    assert [call["deterministic"] for call in backward_calls] == [True]
+    assert "deterministic=true" in fields
 
 
+@pytest.mark.parametrize("forward_by", ["use_backend", "device"])
 @pytest.mark.parametrize("backward_under", ["nothing", "another_use_backend", "another_environment"])
 def test_backward_runs_on_the_backend_of_the_forward(
     backward_under: str,
+    forward_by: str,
     backend: str,
     device: str,
-    backward_calls: list[dict[str, Any]],
+    traced: Callable[..., list[str]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with use_backend(backend):
+    if forward_by == "device" and available_backends(device)[0] != backend:
+        pytest.skip("another backend is the device's")
+    with use_backend(backend) if forward_by == "use_backend" else contextlib.nullcontext():
         out = flash_attn_func(*qkv(device))
     other = "cuda" if backend != "cuda" else "triton"
-    if backward_under == "another_use_backend":
-        with use_backend(other):
-            out.sum().backward()
-    else:
-        if backward_under == "another_environment":
-            monkeypatch.setenv("FLASH_ATTN_MINI_BACKEND", other)
-        out.sum().backward()
-    assert [call["backend"] for call in backward_calls] == [backend]
+    if backward_under == "another_environment":
+        monkeypatch.setenv("FLASH_ATTN_MINI_BACKEND", other)
+    with use_backend(other) if backward_under == "another_use_backend" else contextlib.nullcontext():
+        (fields,) = traced(lambda: out.sum().backward(), BWD.name())
+    assert f"backend={backend}" in fields.split()
 
 
 # ---- the graph ----------------------------------------------------------------------------------------------------
@@ -245,46 +234,53 @@ def test_second_derivative_through_the_gradient_of_out_is_refused_too(backend: s
 def test_raw_operators_are_differentiable_once(backend: str, device: str) -> None:
     q, k, v = qkv(device)
     expected = torch.autograd.grad(flash_attn_func(q, k, v, deterministic=True, backend=backend).sum(), (q, k, v))
-    out, lse, *_ = FORWARD(q, k, v, None, 0.0, 0.25, False, -1, -1, 0.0, False, True, backend)
+    options: dict[str, Any] = {"softmax_scale": 0.25, "deterministic": True, "backend": backend}
+    out, lse, _ = FWD(*fwd_arguments(q, k, v, **options))
     for a, b in zip(torch.autograd.grad(out.sum(), (q, k, v)), expected, strict=True):
         assert torch.equal(a, b)
-    dq, *_ = BACKWARD(
-        torch.ones_like(q), q, k, v, out.detach(), lse.detach(), None, None, 0.0, 0.25, False, -1, -1, 0.0, True,
-        None, [True, False, False], backend,
-    )  # fmt: skip
+    tensors = (torch.ones_like(q), q, k, v, out.detach(), lse.detach())
+    dq, dk, dv, _ = BWD(*bwd_arguments(*tensors, output_mask=[True, False, False], **options))
     assert torch.equal(dq, expected[0])
+    assert dk is dv is None
     with pytest.raises(NotImplementedError, match="double backward"):
         dq.sum().backward()
 
 
-class Counting(TorchDispatchMode):
-    """Counts the operators that pass the dispatcher."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[Any] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.append(func)
-        return func(*args, **(kwargs or {}))
+@pytest.mark.backends("cpu", "cuda")
+def test_the_functions_of_the_extension_record_a_graph(backend: str, device: str) -> None:
+    """With the results that no option asks for as None. A caller that gives ``out`` gets no graph."""
+    q, k, v = qkv(device)
+    expected = torch.autograd.grad(flash_attn_func(q, k, v, deterministic=True, backend=backend).sum(), (q, k, v))
+    scalars = (0.0, 0.25, False, -1, -1, 0.0, False, None, True)  # p_dropout to deterministic
+    out, lse, S_dmask, rng_state = _C.fwd(q, k, v, None, None, *scalars)
+    assert S_dmask is rng_state is None
+    assert lse.requires_grad
+    for a, b in zip(torch.autograd.grad(out.sum(), (q, k, v)), expected, strict=True):
+        assert torch.equal(a, b)
+    given = torch.empty_like(q, requires_grad=False)
+    returned, *_ = _C.fwd(q, k, v, given, None, *scalars)
+    assert torch.equal(given, out)
+    assert not returned.requires_grad
+    with torch.no_grad():
+        assert not _C.fwd(q, k, v, None, None, *scalars)[0].requires_grad
 
 
 def test_modes_see_both_operators(backend: str, device: str) -> None:
-    """The shortcut of plain eager calls is off while a dispatch mode is active."""
+    """Plain eager calls enter the op through the extension's function, and a dispatch mode sees the op."""
     q, k, v = qkv(device)
     expected = torch.autograd.grad(flash_attn_func(q, k, v, deterministic=True, backend=backend).sum(), (q, k, v))
-    with Counting() as mode:
+    with Recording() as mode:
         got = torch.autograd.grad(flash_attn_func(q, k, v, deterministic=True, backend=backend).sum(), (q, k, v))
-    assert mode.seen.count(FORWARD) == mode.seen.count(BACKWARD) == 1
+    assert mode.count(FWD) == mode.count(BWD) == 1
     for a, b in zip(got, expected, strict=True):
         assert torch.equal(a, b)
-    with Counting() as mode:
+    with Recording() as mode:
         flash_attn_func(q.detach(), k.detach(), v.detach(), backend=backend)
-    assert mode.seen.count(FORWARD) == 1
+    assert mode.count(FWD) == 1
     out = flash_attn_func(q, k, v, backend=backend)
-    with Counting() as mode:  # the backward alone
+    with Recording() as mode:  # the backward alone
         out.sum().backward()
-    assert mode.seen.count(BACKWARD) == 1
+    assert mode.count(BWD) == 1
 
 
 class PassOn(TorchFunctionMode):
@@ -322,9 +318,9 @@ def test_selective_checkpointing_knows_the_operator(kept: bool, backend: str, de
     seen: list[Any] = []
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
-        if op is FORWARD:
+        if op is FWD:
             seen.append(context.is_recompute)
-        must_keep = kept and op is FORWARD
+        must_keep = kept and op is FWD
         policies = checkpoint.CheckpointPolicy
         return policies.MUST_SAVE if must_keep else policies.PREFER_RECOMPUTE
 
@@ -405,7 +401,7 @@ def test_func_grad_is_autograds(backend: str, device: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_per_sample_gradients_are_those_of_each_sample(backend: str, device: str) -> None:
-    """vmap of grad: there is no batching rule, PyTorch loops over the samples, forward and backward."""
+    """vmap of grad: samples become one batch, forward and backward."""
     q, k, v = (x.detach() for x in qkv(device))
 
     def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

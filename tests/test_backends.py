@@ -152,12 +152,20 @@ def test_cpu_backend_refuses_cuda_tensors() -> None:
 
 
 def test_no_backend_gives_the_reason() -> None:
-    q = torch.zeros(1, 2, 1, 8)
     with reasons(lambda name: f"{name} is out of order"):
         with pytest.raises(RuntimeError, match=r"no backend.*cpu is out of order"):
-            flash_attn_func(q, q, q)
+            select_backend(CPU)
         with pytest.raises(RuntimeError, match=r"'triton'.*the backend argument.*triton is out of order"):
-            flash_attn_func(q, q, q, backend="triton")
+            select_backend(CPU, "triton")
+
+
+@pytest.mark.parametrize("how", ["keyword", "context"])
+@pytest.mark.skipif("triton" in available_backends("cpu"), reason="the interpreter runs")
+def test_the_op_gives_the_reason_of_triton(how: str) -> None:
+    q = torch.zeros(1, 2, 1, 8)
+    chosen = use_backend("triton") if how == "context" else contextlib.nullcontext()
+    with chosen, pytest.raises(RuntimeError, match=r"triton.* cannot run on cpu: \S"):
+        flash_attn_func(q, q, q, backend="triton" if how == "keyword" else None)
 
 
 def test_reserved_sms_end_with_their_context_and_belong_to_a_thread() -> None:

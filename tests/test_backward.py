@@ -410,7 +410,7 @@ def test_float64_agrees_with_the_reference_to_rounding(seed: int) -> None:
         assert (a - b).abs().max() < 1e-12
 
 
-def test_extension_bwd_returns_four_and_empty_tensors_for_unwanted_gradients(seed: int) -> None:
+def test_extension_bwd_returns_four_and_none_for_unwanted_gradients(seed: int) -> None:
     case = BY_NAME["gqa_3_causal"]
     q, k, v = make_inputs(case, torch.float32, "cpu", seed)
     dout = make_dout(case, torch.float32, "cpu", seed)
@@ -421,6 +421,6 @@ def test_extension_bwd_returns_four_and_empty_tensors_for_unwanted_gradients(see
     complete = _C.bwd(*official)
     assert [list(x.shape) for x in complete[:3]] == [list(x.shape) for x in (q, k, v)]
     dq, dk, dv, softmax_d = _C.bwd(*official, None, [False, True, False])
-    assert dq.shape == dv.shape == (0,)
+    assert dq is dv is None
     assert torch.equal(dk, complete[1])
     assert torch.equal(softmax_d[..., : case.seqlen_q], complete[3][..., : case.seqlen_q])

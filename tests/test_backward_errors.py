@@ -12,6 +12,7 @@ import flash_attn_mini
 from flash_attn_mini import _C
 from flash_attn_mini.flash_attn_interface import _flash_attn_backward, _flash_attn_forward
 
+from .op_calls import BWD, bwd_arguments
 from .wrong_calls import (
     BATCH,
     NHEADS,
@@ -145,9 +146,7 @@ def test_wrong_gradients_of_the_lse_are_named(headdim: int, backend: str, device
     lse = torch.zeros(BATCH, NHEADS, SEQLEN_Q, device=device)
 
     def call(dsoftmax_lse: torch.Tensor) -> None:
-        torch.ops.flash_attn_mini._flash_attn_backward(
-            q, q, k, v, q, lse, dsoftmax_lse, None, 0.0, 0.25, False, -1, -1, 0.0, False, None, [True] * 3, backend
-        )
+        BWD(*bwd_arguments(q, q, k, v, q, lse, dsoftmax_lse=dsoftmax_lse, backend=backend))
 
     call(lse)
     with pytest.raises(ValueError, match=r"dsoftmax_lse has shape \[2, 5, 6\]; allowed: .*\[2, 6, 5\]"):

@@ -1,4 +1,4 @@
-"""bert_padding: unpadding and padding again, gradients, masks of every dtype, and wrong calls."""
+"""bert_padding: unpadding and padding again, concatenated sequences, gradients, masks of every dtype, wrong calls."""
 
 from __future__ import annotations
 
@@ -8,11 +8,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_attn_mini.bert_padding import index_first_axis, index_put_first_axis, pad_input, unpad_input
+from flash_attn_mini.bert_padding import (
+    index_first_axis,
+    index_first_axis_residual,
+    index_put_first_axis,
+    pad_input,
+    unpad_input,
+    unpad_input_for_concatenated_sequences,
+)
 
 # Left and right padding, a hole, an empty row, a full row.
 ROWS = [[0, 0, 1, 1, 1], [1, 1, 0, 0, 0], [1, 0, 1, 0, 1], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1]]
 LENGTHS = [3, 2, 3, 0, 5]
+CONCATENATED = [[2, 3, 0, 0, 0], [0, 1, 0, 0, 0], [1, 1, 1, 0, 0], [0, 0, 0, 0, 0], [5, 0, 0, 0, 0]]
 MASK = torch.tensor(ROWS)
 DTYPES = [torch.bool, torch.int32, torch.int64, torch.uint8, torch.float32]
 
@@ -87,6 +95,48 @@ def test_sizes_may_be_numpy_integers() -> None:
     assert padded.shape == (2, 4, 3)
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8, torch.float32], ids=str)
+def test_concatenated_sequences(dtype: torch.dtype, draw: torch.Generator) -> None:
+    """Rows of 0 to 4 sequences, with and without padding after them; 0 stands for no sequence at any place."""
+    batch, seqlen = 5, 12
+    states = torch.randn(batch, seqlen, 2, 3, dtype=torch.float64, generator=draw)
+    lengths = torch.zeros(batch, seqlen, dtype=dtype)
+    sequences, places = [], []
+    for row in range(batch):
+        begin = 0
+        for place in torch.randperm(seqlen, generator=draw)[:row].sort().values:
+            length = int(torch.randint(1, 4, (), generator=draw))
+            lengths[row, place] = length
+            sequences.append(states[row, begin : begin + length])
+            places += [row * seqlen + begin + i for i in range(length)]
+            begin += length
+    packed, indices, cu_seqlens, max_seqlen = unpad_input_for_concatenated_sequences(states, lengths)
+    assert torch.equal(packed, torch.cat(sequences))
+    assert (indices.tolist(), indices.dtype) == (places, torch.int64)
+    assert cu_seqlens.dtype == torch.int32
+    assert cu_seqlens.diff().tolist() == [len(sequence) for sequence in sequences]
+    assert cu_seqlens[0] == 0
+    assert type(max_seqlen) is int
+    assert max_seqlen == max(len(sequence) for sequence in sequences)
+    kept = torch.zeros(batch * seqlen).index_fill(0, torch.tensor(places), 1.0).view(batch, seqlen)
+    assert torch.equal(pad_input(packed, indices, batch, seqlen), states * kept[:, :, None, None])
+
+
+def test_a_batch_without_concatenated_sequences() -> None:
+    packed, indices, cu_seqlens, max_seqlen = unpad_input_for_concatenated_sequences(
+        torch.zeros(2, 3, 4), torch.zeros(2, 3, dtype=torch.int)
+    )
+    assert (packed.shape, indices.shape, cu_seqlens.tolist(), max_seqlen) == ((0, 4), (0,), [0], 0)
+
+
+def test_residual_is_a_view_of_the_input(draw: torch.Generator) -> None:
+    states = torch.randn(5, 2, generator=draw)
+    rows, residual = index_first_axis_residual(states, torch.tensor([4, 1]))
+    assert torch.equal(rows, states[[4, 1]])
+    assert residual.data_ptr() == states.data_ptr()
+    assert torch.equal(residual, states)
+
+
 def test_gradients_of_every_function(draw: torch.Generator) -> None:
     states = hidden(2, draw=draw).requires_grad_()
 
@@ -100,6 +150,8 @@ def test_gradients_of_every_function(draw: torch.Generator) -> None:
         (lambda packed: pad_input(packed, indices, *MASK.shape), (packed,)),
         (lambda packed: index_put_first_axis(packed, indices.int(), 40), (packed,)),
         (lambda packed: index_first_axis(packed, torch.tensor([3, 0, 3])), (packed,)),  # repeated rows add up
+        (lambda packed: index_first_axis_residual(packed, torch.tensor([3, 0])), (packed,)),
+        (lambda states: unpad_input_for_concatenated_sequences(states, torch.tensor(CONCATENATED))[0], (states,)),
     ):
         assert torch.autograd.gradcheck(function, inputs)
         assert torch.autograd.gradgradcheck(function, inputs)
@@ -118,6 +170,10 @@ def test_indices_of_unpad_input_pack_other_tensors(draw: torch.Generator) -> Non
     assert torch.equal(index_first_axis(labels.flatten(0, 1), indices), labels[MASK.bool()])
 
 
+def concatenated(lengths: list[list[Any]]) -> Any:
+    return unpad_input_for_concatenated_sequences(torch.zeros(1, 2), torch.tensor(lengths))
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
@@ -130,7 +186,18 @@ def test_indices_of_unpad_input_pack_other_tensors(draw: torch.Generator) -> Non
         (lambda: unpad_input(torch.zeros(1, 2), torch.ones(1, 2).cfloat()), TypeError, "attention_mask is torch.comp"),
         (lambda: unpad_input(torch.zeros(1, 2), torch.ones(1, 2, device="meta")), ValueError, "mask is on meta"),
         (lambda: unpad_input(torch.zeros(1, 2), torch.tensor([[0.0, -1e9]])), ValueError, "added to scores"),
+        (lambda: unpad_input(torch.zeros(1, 2), torch.tensor([[0, -10000]])), ValueError, "added to scores"),
+        (
+            lambda: unpad_input(torch.zeros(1, 3), torch.tensor([[2, 1, 0]])),
+            ValueError,
+            "or like lengths; allowed: bool",
+        ),
         (lambda: unpad_input(torch.zeros(1, 2), torch.ones(1, 2), torch.ones(2, 1)), ValueError, "unused_mask has"),
+        (lambda: concatenated([[2, 2]]), ValueError, "a row of 4 tokens; allowed: at most 2"),
+        (lambda: concatenated([[-1, 1]]), ValueError, "attention_mask_in_length holds numbers that are no lengths"),
+        (lambda: concatenated([[0.5, 1]]), ValueError, "attention_mask_in_length holds numbers that are no lengths"),
+        (lambda: concatenated([[1, 1, 0]]), ValueError, r"attention_mask_in_length has shape \[1, 3\]"),
+        (lambda: concatenated([[1j, 1]]), TypeError, "attention_mask_in_length is torch.complex64"),
         (lambda: pad_input(torch.zeros(2, 3), torch.tensor([0]), 1, 4), ValueError, "one for each of the 2 rows"),
         (lambda: pad_input(torch.zeros(1, 3), torch.tensor([0.0]), 1, 4), TypeError, "indices is torch.float32"),
         (lambda: pad_input(torch.zeros(1, 3), [0], 1, 4), TypeError, r"indices is \[0\] \(list\)"),

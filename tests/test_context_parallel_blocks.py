@@ -21,6 +21,8 @@ from flash_attn_mini.context_parallel.blocks import FAR, Call, Mask
 from flash_attn_mini.context_parallel.kernels import Attention
 from flash_attn_mini.options import Options
 
+from .overwriting_backend import overwriting_backend
+
 Lengths = int | tuple[int, ...]
 CAUSAL, FULL = Mask(FAR, 0, False), Mask(FAR, FAR, False)
 
@@ -177,6 +179,18 @@ def test_shards_work_whatever_mode_used_them_first(first: Callable[[Callable[[],
         for index in (sequences.cu_seqlens_q, documents):
             assert type(index) is Tensor
             assert not index.is_inference()
+
+
+@pytest.mark.parametrize("is_used", [False, True], ids=["new", "used"])
+def test_shards_keep_nothing_from_a_compiled_call(is_used: bool) -> None:
+    torch._dynamo.reset()
+    with rank_of(2):
+        shards, ids = shards_of((7, 30)), torch.arange(37)
+        if is_used:
+            shards.split(ids, 0)
+        compiled = torch.compile(lambda x: shards.split(x, 0), fullgraph=True, backend=overwriting_backend())
+        for split in (compiled, compiled, lambda x: shards.split(x, 0), compiled):
+            assert split(ids).tolist() == shards.positions.tolist()
 
 
 @pytest.mark.parametrize("lengths", [(7, 30), ()])

@@ -213,8 +213,9 @@ def assert_refused(wrong: WrongCall, call: Call) -> None:
         forward(call)
     assert_says(str(raised.value), wrong.argument, wrong.given, f"allowed.*{wrong.allowed}")
     assert all(torch.equal(a, b) for a, b in zip(before, contents(call), strict=True))
-    with pytest.raises(wrong.error):
-        check(call, "cuda")
+    if "out" not in call:
+        with pytest.raises(wrong.error):
+            check(call, "triton")
 
 
 @pytest.mark.parametrize("wrong", WRONG_CALLS, ids=str)
@@ -229,7 +230,7 @@ def test_a_wrong_paged_call_is_named(wrong: WrongCall) -> None:
 
 @pytest.mark.parametrize("call", [valid_call, valid_paged_call])
 def test_the_valid_calls_are_valid(call: Callable[[], Call]) -> None:
-    for backend in ("cpu", "cuda", "triton"):
+    for backend in ("cpu", "triton"):
         check(call(), backend)
     out, lse = forward(call())
     assert out.shape == (BATCH, 2, NHEADS, HEADDIM)
@@ -237,13 +238,16 @@ def test_the_valid_calls_are_valid(call: Callable[[], Call]) -> None:
     assert set(call()) <= set(ARGUMENTS)
 
 
-@pytest.mark.parametrize("checked", ["cuda", "triton"])
-def test_dtypes_that_only_the_cpu_has(checked: str) -> None:
+@pytest.mark.parametrize(
+    ("checked", "device"),
+    [("triton", "cpu"), pytest.param("cuda", "cuda", marks=pytest.mark.gpu)],
+)
+def test_dtypes_that_only_the_cpu_has(checked: str, device: str) -> None:
     call = valid_call()
     call.update({name: x.double() for name, x in call.items() if x.is_floating_point()})
     check(call, "cpu")
     with pytest.raises(TypeError, match=f"q has dtype Double; allowed on the {checked} backend"):
-        check(call, checked)
+        check({name: x.to(device) for name, x in call.items()}, checked)
 
 
 def test_what_is_legal_without_new_keys() -> None:

@@ -1,6 +1,7 @@
-"""Dropout's random numbers and its mask as S_dmask shows it: draw_rng_state and s_dmask of the extension.
+"""Dropout's random numbers and its mask as S_dmask shows it: the state that a forward draws, and s_dmask.
 
-Neither needs a kernel: draw_rng_state asks torch's generator, s_dmask computes in operators of torch.
+s_dmask computes in operators of torch. Python draws the state for traced programs and where the extension is missing;
+the extension's forward draws the same.
 """
 
 from __future__ import annotations
@@ -12,12 +13,15 @@ import torch
 from torch import Tensor
 
 from flash_attn_mini import _C
+from flash_attn_mini.options import Options, Sequences
 from flash_attn_mini.reference import (
     attention_scores,
     dropout_mask,
     dropout_masks_varlen,
     read_pages,
 )
+from flash_attn_mini.rng_state import draw_rng_state
+from flash_attn_mini.s_dmask import s_dmask as s_dmask_of_arguments
 
 SEEDS = [(0, 0), (42, 0), (-1, 7), (2**63 - 1, 2**40 + 3), (-(2**62), -5)]
 ROUNDED = 128
@@ -33,9 +37,11 @@ OPTIONS: list[dict[str, Any]] = [
 P = 0.3
 
 
-@pytest.fixture
-def like(device: str) -> Tensor:
-    return torch.empty(0, device=device, dtype=torch.float16)
+def drawn(device: str, generator: torch.Generator | None = None) -> Tensor:
+    """The state that the extension's forward draws."""
+    x = torch.zeros(1, 1, 1, 8, device=device, dtype=torch.float16)
+    state: Tensor = _C.fwd(x, x, x, None, None, P, 0.25, False, -1, -1, 0.0, False, generator)[3]
+    return state
 
 
 def round_up(length: int) -> int:
@@ -62,10 +68,11 @@ def s_dmask(
     alibi_slopes: Tensor | None = None,
     block_table: Tensor | None = None,
 ) -> Tensor:
-    return _C.s_dmask(
-        q, k, rng_state, *cu_seqlens, *max_seqlens, alibi_slopes, p, softmax_scale, causal, *window_size, softcap,
-        block_table,
-    )  # fmt: skip
+    options = Options(p, softmax_scale, causal, *window_size, softcap, alibi_slopes)
+    sequences = None
+    if cu_seqlens[0] is not None and cu_seqlens[1] is not None:
+        sequences = Sequences(cu_seqlens[0], cu_seqlens[1], *max_seqlens, block_table)
+    return s_dmask_of_arguments(q, k, rng_state, sequences, options)
 
 
 def relative_to_largest(scores: Tensor) -> Tensor:
@@ -90,66 +97,76 @@ def assert_is_mask_of(S_dmask: Tensor, scores: Tensor, kept: Tensor, dtype: torc
     assert not is_negative(S_dmask[outside]).any()
 
 
-# ---- draw_rng_state -----------------------------------------------------------------------------------------------
+# ---- the state ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.backends("cpu", "cuda")
-def test_a_seed_repeats_the_state_and_draws_differ(backend: str, device: str, like: Tensor) -> None:
+def test_a_seed_repeats_the_state_and_draws_differ(backend: str, device: str) -> None:
     torch.manual_seed(5)
-    first, second = _C.draw_rng_state(like), _C.draw_rng_state(like)
+    first, second = drawn(device), drawn(device)
     assert (first.dtype, first.shape, first.device.type) == (torch.int64, (2,), device)
     assert not torch.equal(first, second)
     torch.manual_seed(5)
-    assert torch.equal(_C.draw_rng_state(like), first)
+    assert torch.equal(drawn(device), first)
     torch.manual_seed(6)
-    assert not torch.equal(_C.draw_rng_state(like), first)
+    assert not torch.equal(drawn(device), first)
 
 
 @pytest.mark.backends("cpu", "cuda")
-def test_only_the_given_generator_advances(backend: str, device: str, like: Tensor) -> None:
+def test_python_and_the_extension_draw_the_same_state(backend: str, device: str, seed: int) -> None:
+    torch.manual_seed(seed)
+    expected = [drawn(device) for _ in range(3)]
+    torch.manual_seed(seed)
+    for state in expected:
+        in_python = draw_rng_state(torch.empty(0, device=device))
+        assert in_python.dtype == torch.int64
+        assert torch.equal(in_python, state)
+
+
+@pytest.mark.backends("cpu", "cuda")
+def test_only_the_given_generator_advances(backend: str, device: str) -> None:
     generator = torch.Generator(device=device).manual_seed(5)
     torch.manual_seed(7)
-    default = _C.draw_rng_state(like)
+    default = drawn(device)
     torch.manual_seed(7)
-    first, second = _C.draw_rng_state(like, generator), _C.draw_rng_state(like, generator)
-    assert torch.equal(_C.draw_rng_state(like), default), "the default generator advanced"
+    first, second = drawn(device, generator), drawn(device, generator)
+    assert torch.equal(drawn(device), default), "the default generator advanced"
     assert not torch.equal(first, second)
-    assert torch.equal(_C.draw_rng_state(like, generator.manual_seed(5)), first)
+    assert torch.equal(drawn(device, generator.manual_seed(5)), first)
 
 
 @pytest.mark.backends("cpu", "cuda")
-def test_the_state_of_the_generator_can_be_restored(backend: str, device: str, like: Tensor) -> None:
+def test_the_state_of_the_generator_can_be_restored(backend: str, device: str) -> None:
     """Activation checkpointing restores the generator like this before it runs a forward again."""
     generator = torch.Generator(device=device).manual_seed(11)
-    _C.draw_rng_state(like, generator)
+    drawn(device, generator)
     saved = generator.get_state()
-    first = _C.draw_rng_state(like, generator)
+    first = drawn(device, generator)
     generator.set_state(saved)
-    assert torch.equal(_C.draw_rng_state(like, generator), first)
+    assert torch.equal(drawn(device, generator), first)
 
 
 def test_all_128_bits_are_drawn() -> None:
     generator = torch.Generator().manual_seed(3)
-    states = torch.stack([_C.draw_rng_state(torch.empty(0), generator) for _ in range(400)])
+    states = torch.stack([drawn("cpu", generator) for _ in range(400)])
     bits = (states[..., None] >> torch.arange(64)) & 1
     share = bits.double().mean(dim=0)
     assert ((share - 0.5).abs() < 6 * 0.5 / 400**0.5).all()
 
 
 def test_a_generator_of_another_device_is_named() -> None:
-    meta = torch.empty(0, device="meta")
     with pytest.raises(ValueError, match="generator is for cpu; allowed: one for the device of q, meta"):
-        _C.draw_rng_state(meta, torch.Generator())
+        drawn("meta", torch.Generator())
 
 
 @pytest.mark.gpu
 def test_a_gpu_draw_moves_the_offset_by_four_and_does_not_wait() -> None:
-    like = torch.empty(0, device="cuda")
+    device = "cuda"
     generator = torch.Generator(device="cuda").manual_seed(5)
     before = generator.get_offset()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        _C.draw_rng_state(like, generator)
+        drawn(device, generator)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert generator.get_offset() == before + 4
@@ -157,16 +174,16 @@ def test_a_gpu_draw_moves_the_offset_by_four_and_does_not_wait() -> None:
 
 @pytest.mark.gpu
 def test_every_replay_of_a_graph_draws_new_numbers() -> None:
-    like = torch.empty(0, device="cuda")
+    device = "cuda"
     torch.cuda.manual_seed(9)
-    expected = [_C.draw_rng_state(like) for _ in range(3)]
+    expected = [drawn(device) for _ in range(3)]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        state = _C.draw_rng_state(like)
+        state = drawn(device)
     torch.cuda.manual_seed(9)
-    for drawn in expected:
+    for one in expected:
         graph.replay()
-        assert torch.equal(state, drawn)
+        assert torch.equal(state, one)
 
 
 # ---- s_dmask ------------------------------------------------------------------------------------------------------
@@ -246,15 +263,16 @@ def test_forward_returns_the_state_that_it_drew(backend: str, device: str, draw:
     q, k, v = (torch.randn(1, n, 2, 16, generator=draw).to(device, torch.float16) for n in (20, 30, 30))
     arguments = (None, None, P, 0.25, True, -1, -1, 0.0)
     torch.manual_seed(21)
-    expected = _C.draw_rng_state(q)
+    expected = draw_rng_state(q)
     torch.manual_seed(21)
     _, _, S_dmask, rng_state = _C.fwd(q, k, v, *arguments, True, None)
     assert torch.equal(rng_state, expected)
     assert torch.equal(S_dmask, s_dmask(q, k, rng_state, causal=True))
     _, _, S_dmask, rng_state = _C.fwd(q, k, v, *arguments, False, torch.Generator(device=device).manual_seed(21))
-    assert (S_dmask.shape, rng_state.shape) == ((0,), (2,))
+    assert S_dmask is None
+    assert rng_state.shape == (2,)
     _, _, S_dmask, rng_state = _C.fwd(q, k, v, None, None, 0.0, 0.25, True, -1, -1, 0.0, True, None)
-    assert (S_dmask.shape, rng_state.shape) == ((0,), (0,))
+    assert S_dmask is rng_state is None
 
 
 @pytest.mark.gpu
@@ -277,9 +295,52 @@ def test_nothing_to_show(rows: tuple[int, int]) -> None:
     assert not S_dmask.any()
 
 
-def test_wrong_arguments_of_s_dmask_are_named() -> None:
-    q, rng_state = torch.zeros(1, 5, 2, 8), torch.zeros(2, dtype=torch.int64)
-    with pytest.raises(TypeError, match=r"rng_state has dtype .*; allowed: int64"):
-        s_dmask(q, q, rng_state.float())
-    with pytest.raises(ValueError, match=r"one of cu_seqlens_q and cu_seqlens_k is None; allowed: both or neither"):
-        s_dmask(q, q, rng_state, cu_seqlens=(torch.zeros(1, dtype=torch.int32), None))  # type: ignore[arg-type]
+@pytest.mark.parametrize("without", ["queries", "keys", "pages", "nothing"])
+def test_the_size_is_checked_before_any_memory_is_taken(without: str) -> None:
+    """2^31 queries and keys would take more memory than any machine has, whatever the tensors hold."""
+    q, k = torch.zeros(0 if without == "queries" else 5, 2, 8), torch.zeros(0 if without == "keys" else 5, 2, 8)
+    cu_seqlens_q, cu_seqlens_k = (torch.tensor([0, len(x)], dtype=torch.int32) for x in (q, k))
+    block_table = None
+    if without == "pages":
+        k, block_table, cu_seqlens_k = k[None], torch.zeros(1, 0, dtype=torch.int32), torch.zeros_like(cu_seqlens_k)
+    with pytest.raises(
+        ValueError, match=r"S_dmask has the shape \[1, 2, 2147483648, 2147483648\].*; allowed: at most 2\^34"
+    ):
+        s_dmask(
+            q,
+            k,
+            torch.zeros(2, dtype=torch.int64),
+            cu_seqlens=(cu_seqlens_q, cu_seqlens_k),
+            max_seqlens=(2**31 - 1, 2**31 - 1),
+            block_table=block_table,
+        )
+
+
+def test_s_dmask_of_inputs_that_require_a_gradient_has_none(draw: torch.Generator) -> None:
+    q, k = (torch.randn(1, n, 2, 8, generator=draw).requires_grad_() for n in (5, 7))
+    rng_state = torch.tensor([1, 2])
+    assert not s_dmask(q, k, rng_state).requires_grad
+    assert torch.func.grad(lambda q: s_dmask(q, k, rng_state).sum())(q).count_nonzero() == 0
+
+
+def test_autocast_does_not_round_the_scores(draw: torch.Generator) -> None:
+    q, k = (torch.randn(1, n, 2, 16, generator=draw) for n in (5, 7))
+    expected = s_dmask(q, k, torch.tensor([1, 2]))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(s_dmask(q, k, torch.tensor([1, 2])), expected)
+
+
+@pytest.mark.parametrize("varlen", [False, True], ids=["dense", "varlen"])
+def test_s_dmask_compiles_to_one_graph(varlen: bool, draw: torch.Generator) -> None:
+    rng_state = torch.randint(-(2**62), 2**62, (2,), generator=draw)
+    compiled = torch.compile(s_dmask, backend="aot_eager", fullgraph=True, dynamic=True)
+    for queries, keys in ((20, 30), (140, 200), (65, 129)):
+        q, k = (torch.randn(2, n, 2, 16, generator=draw) for n in (queries, keys))
+        call: dict[str, Any] = {"causal": True}
+        if varlen:
+            cu_seqlens_q, cu_seqlens_k = (
+                torch.arange(3, dtype=torch.int32) * n for n in (queries, keys)
+            )  # fmt: skip
+            call.update(cu_seqlens=(cu_seqlens_q, cu_seqlens_k), max_seqlens=(queries, keys))
+            q, k = q.flatten(0, 1), k.flatten(0, 1)
+        assert torch.equal(compiled(q, k, rng_state, **call), s_dmask(q, k, rng_state, **call))

@@ -10,14 +10,14 @@ import pytest
 import torch
 import torch._dynamo.testing
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flash_attn_mini import flash_attn_with_kvcache, use_backend
+from flash_attn_mini.options import KvCache, Options
 
 from .kvcache_cases import BY_NAME, CacheCall, make_call
 from .kvcache_checks import bits, copied, run
+from .op_calls import FWD_KVCACHE, argument_names, assert_fake_is_like_real, kvcache_arguments, result_names
 
-FORWARD = torch.ops.flash_attn_mini._flash_attn_kvcache_forward.default
 NAMES = ["decode", "read_only", "no_keys", "batch_idx_leftpad", "pages_7", "headdim_33", "rotary_neox", "alibi_batch"]
 EVERY = [*NAMES, "int_length", "full", "layout_bhsd", "layout_padded_dim", "layout_misaligned"]
 
@@ -28,11 +28,20 @@ def op_arguments(call: CacheCall, backend: str, dense: bool = False) -> tuple[An
     lengths = given["cache_seqlens"]
     length = -1 if isinstance(lengths, Tensor) else case.keys if lengths is None else lengths
     q, k_cache, v_cache, k, v = (x if x is None or not dense else x.clone() for x in call.tensors)
-    rest = (given["rotary_cos"], given["rotary_sin"], lengths if isinstance(lengths, Tensor) else None, length)
-    rest += (given["cache_batch_idx"], given["cache_leftpad"], given["block_table"], given["alibi_slopes"])
-    right = 0 if case.causal else case.window_size[1]
-    options = (0.125, case.causal, case.window_size[0], right, case.softcap, case.rotary_interleaved)
-    return (q, k_cache, v_cache, k, v, *rest, *options, case.num_splits, case.split_keys, backend)
+    named = ("rotary_cos", "rotary_sin", "cache_batch_idx", "cache_leftpad", "block_table", "alibi_slopes")
+    of_case = ("causal", "window_size", "softcap", "rotary_interleaved", "num_splits", "split_keys")
+    return kvcache_arguments(
+        q,
+        k_cache,
+        v_cache,
+        k=k,
+        v=v,
+        cache_seqlens=lengths if isinstance(lengths, Tensor) else None,
+        cache_seqlen=length,
+        **{name: given[name] for name in named},
+        **{name: getattr(case, name) for name in of_case},
+        backend=backend,
+    )
 
 
 def without_poison(call: CacheCall) -> CacheCall:
@@ -45,28 +54,26 @@ def without_poison(call: CacheCall) -> CacheCall:
 @pytest.mark.parametrize("name", NAMES)
 def test_opcheck(name: str, backend: str, device: str, seed: int) -> None:
     call = without_poison(make_call(BY_NAME[name], torch.float16, device, seed))
-    torch.library.opcheck(FORWARD, op_arguments(call, backend, dense=True))
+    torch.library.opcheck(FWD_KVCACHE, op_arguments(call, backend, dense=True))
 
 
 @pytest.mark.parametrize("name", EVERY)
 def test_fake_results_look_like_real_ones(name: str, backend: str, device: str, dtype: torch.dtype, seed: int) -> None:
-    arguments = op_arguments(make_call(BY_NAME[name], dtype, device, seed), backend)
-    real = FORWARD(*arguments)
-    with FakeTensorMode() as mode:
-        fake = FORWARD(*(mode.from_tensor(x) if isinstance(x, Tensor) else x for x in arguments))
-    for what, r, f in zip(("out", "softmax_lse"), real, fake, strict=True):
-        assert (r.shape, r.stride(), r.dtype, r.device) == (f.shape, f.stride(), f.dtype, f.device), what
+    call = make_call(BY_NAME[name], dtype, device, seed)
+    assert_fake_is_like_real(FWD_KVCACHE, op_arguments(call, backend))
 
 
 def test_operator_signature_is_stable() -> None:
     """Exported programs carry this schema: a change of it breaks them."""
-    schema = FORWARD._schema
-    assert [argument.name for argument in schema.arguments] == [
-        "q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin", "cache_seqlens", "cache_seqlen",
-        "cache_batch_idx", "cache_leftpad", "block_table", "alibi_slopes", "softmax_scale", "causal",
-        "window_size_left", "window_size_right", "softcap", "rotary_interleaved", "num_splits", "split_keys", "backend",
-    ]  # fmt: skip
-    written = [argument.name for argument in schema.arguments if argument.alias_info and argument.alias_info.is_write]
+    assert KvCache._fields == (
+        "k", "v", "rotary_cos", "rotary_sin", "cache_seqlens", "cache_seqlen", "cache_batch_idx", "cache_leftpad",
+        "block_table", "rotary_interleaved", "num_splits", "split_keys",
+    )  # fmt: skip
+    assert argument_names(FWD_KVCACHE) == ["q", "k_cache", "v_cache", *KvCache._fields, *Options._fields]
+    assert result_names(FWD_KVCACHE) == ["out", "softmax_lse"]
+    arguments = FWD_KVCACHE._schema.arguments
+    assert not any(argument.has_default_value() for argument in arguments)
+    written = [argument.name for argument in arguments if argument.alias_info and argument.alias_info.is_write]
     assert written == ["k_cache", "v_cache"]
 
 
@@ -187,7 +194,7 @@ def test_export(backend: str, device: str) -> None:
     q, k_cache, v_cache, k, v = step_inputs(2, 1, 30, device)
     lengths = lengths_of("tensor", 2, device)
     program = torch.export.export(step, (q, k_cache, v_cache, k, v, lengths))
-    assert FORWARD in [node.target for node in program.graph.nodes]
+    assert FWD_KVCACHE in [node.target for node in program.graph.nodes]
     assert_same_step(program.module(), step, (q, k_cache, v_cache, k, v), lengths)
 
 
@@ -230,7 +237,7 @@ def test_autograd_sees_that_the_caches_are_written(
         weight = torch.ones((), device=device, dtype=dtype, requires_grad=True)
         product = made.v_cache * weight
         if through_op:
-            FORWARD(*op_arguments(made, backend))
+            FWD_KVCACHE(*op_arguments(made, backend))
         else:
             run(made, backend)
         return product.sum()
@@ -334,7 +341,7 @@ def test_a_call_is_traced(
     monkeypatch.setenv("FLASH_ATTN_MINI_TRACE", "1")
     run(call, backend)
     links = [line.split()[1] for line in capfd.readouterr().err.splitlines() if line.startswith("[flash_attn_mini]")]
-    assert links[:2] == ["flash_attn_with_kvcache", "_flash_attn_kvcache_forward"]
+    assert links[:2] == ["flash_attn_with_kvcache", "flash_attn_mini::fwd_kvcache"]
     if backend != "triton":
         assert links[2:4] == ["mha_fwd_kvcache", "set_params_kvcache"]
 

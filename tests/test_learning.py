@@ -93,7 +93,7 @@ def test_the_trace_of_the_tutorial_is_that_of_its_command() -> None:
     assert re.sub(pattern, "", run.stderr) == re.sub(pattern, "", shown)
     links = {line.split()[1] for line in shown.splitlines()}
     table = tutorial.split("| link | file |")[1].split("\n\n")[0]
-    for link in ("flash_attn_func", "_flash_attn_forward", "mha_fwd", "set_params_fprop", "run_mha_fwd"):
+    for link in ("flash_attn_func", "flash_attn_mini::fwd", "mha_fwd", "set_params_fprop", "run_mha_fwd"):
         assert link in links
         assert f"`{link}`" in table
 

@@ -8,12 +8,23 @@ import pytest
 import torch
 import torch._dynamo.testing
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flash_attn_mini import flash_attn_func, use_backend
-from flash_attn_mini.options import ROWS_MULTIPLE
+from flash_attn_mini.options import ROWS_MULTIPLE, Options, Sequences
 
 from .cases import FORWARD_CASES, Case, make_inputs
+from .op_calls import (
+    BWD,
+    FWD,
+    PACKED_BWD,
+    PACKED_FWD,
+    argument_names,
+    assert_fake_is_like_real,
+    bwd_arguments,
+    fwd_arguments,
+    packed_fwd_arguments,
+    result_names,
+)
 
 BY_NAME = {case.name: case for case in FORWARD_CASES}
 CASES = [
@@ -26,49 +37,68 @@ CASES = [
 ]  # fmt: skip
 
 
-def arguments(case: Case, q: Tensor, k: Tensor, v: Tensor, backend: str | None) -> tuple[Any, ...]:
-    right = 0 if case.causal else -1
-    return (q, k, v, None, 0.0, 0.125, case.causal, -1, right, 0.0, False, False, backend)
-
-
 @pytest.mark.parametrize("case", CASES[:6], ids=str)
 def test_opcheck(case: Case, backend: str, device: str, seed: int) -> None:
     q, k, v = (x.clone() for x in make_inputs(case, torch.float16, device, seed))
-    operator = torch.ops.flash_attn_mini._flash_attn_forward.default
-    torch.library.opcheck(operator, arguments(case, q, k, v, backend))
+    torch.library.opcheck(FWD, fwd_arguments(q, k, v, causal=case.causal, backend=backend))
+    kv = torch.stack([k, v], dim=2)
+    torch.library.opcheck(PACKED_FWD, packed_fwd_arguments(q, kv, causal=case.causal, backend=backend))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_fake_results_look_like_real_ones(case: Case, backend: str, device: str, dtype: torch.dtype, seed: int) -> None:
-    q, k, v = make_inputs(case, dtype, device, seed)
-    operator = torch.ops.flash_attn_mini._flash_attn_forward.default
-    real = operator(*arguments(case, q, k, v, backend))
-    with FakeTensorMode() as mode:
-        fakes = [mode.from_tensor(x) for x in (q, k, v)]
-        fake = operator(*arguments(case, *fakes, backend))
-    for name, r, f in zip(("out", "softmax_lse", "S_dmask", "rng_state"), real, fake, strict=True):
-        assert (r.shape, r.stride(), r.dtype, r.device) == (f.shape, f.stride(), f.dtype, f.device), name
+    inputs = make_inputs(case, dtype, device, seed)
+    assert_fake_is_like_real(FWD, fwd_arguments(*inputs, causal=case.causal, backend=backend))
 
 
 @pytest.mark.parametrize("rows", [1, ROWS_MULTIPLE, ROWS_MULTIPLE + 1])
 def test_rows_are_rounded_as_the_extension_rounds_them(rows: int, backend: str, device: str) -> None:
     """ROWS_MULTIPLE of Python is kRowsRounded of csrc/flash.h."""
     x, lse = torch.zeros(1, rows, 1, 8, device=device).half(), torch.zeros(1, 1, rows, device=device)
-    operator = torch.ops.flash_attn_mini._flash_attn_backward.default
-    arguments = (x, x, x, x, x, lse, None, None, 0.0, 1.0, False, -1, -1, 0.0, False, None, [True] * 3, backend)
-    assert operator(*arguments)[3].shape == (1, 1, -(-rows // ROWS_MULTIPLE) * ROWS_MULTIPLE)
+    *_, softmax_d = BWD(*bwd_arguments(x, x, x, x, x, lse, backend=backend))
+    assert softmax_d.shape == (1, 1, -(-rows // ROWS_MULTIPLE) * ROWS_MULTIPLE)
 
 
-def test_operator_signature_is_stable() -> None:
-    """Exported programs carry this schema: a change of it breaks them."""
-    schema = torch.ops.flash_attn_mini._flash_attn_forward.default._schema
-    names = [argument.name for argument in schema.arguments]
-    assert names == [
-        "q", "k", "v", "alibi_slopes", "dropout_p", "softmax_scale", "causal", "window_size_left", "window_size_right",
-        "softcap", "return_softmax", "deterministic", "backend",
+# ---- schemas: exported programs carry them, a change of them breaks the programs ------------------------------------
+
+LENGTHS_AND_OPTIONS = [*Sequences._fields, *Options._fields]
+
+
+def test_the_fields_in_the_schemas_are_stable() -> None:
+    """The lists of csrc/options.h and of flash_attn_mini/options.py."""
+    assert argument_names(FWD)[3:-1] == LENGTHS_AND_OPTIONS
+    assert LENGTHS_AND_OPTIONS == [
+        "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "block_table", "dropout_p", "softmax_scale",
+        "causal", "window_size_left", "window_size_right", "softcap", "alibi_slopes", "deterministic", "backend",
     ]  # fmt: skip
-    assert [result.name for result in schema.returns] == ["out", "softmax_lse", "S_dmask", "rng_state"]
-    assert not schema.is_mutable
+
+
+@pytest.mark.parametrize(("op", "inputs"), [(FWD, ["q", "k", "v"]), (PACKED_FWD, ["q", "packed"])], ids=str)
+def test_forward_signature_is_stable(op: Any, inputs: list[str]) -> None:
+    assert argument_names(op) == [*inputs, *LENGTHS_AND_OPTIONS, "rng_state"]
+    assert result_names(op) == ["out", "softmax_lse", "rng_state"]
+    assert not op._schema.is_mutable
+
+
+@pytest.mark.parametrize(
+    ("op", "inputs", "gradients"),
+    [(BWD, ["q", "k", "v"], ["dq", "dk", "dv"]), (PACKED_BWD, ["q", "packed"], ["dq", "dpacked"])],
+    ids=str,
+)
+def test_backward_signature_is_stable(op: Any, inputs: list[str], gradients: list[str]) -> None:
+    results = ["out", "softmax_lse", "dsoftmax_lse"]
+    assert argument_names(op) == ["dout", *inputs, *results, *LENGTHS_AND_OPTIONS, "rng_state", "output_mask"]
+    assert result_names(op) == [*gradients, "softmax_d"]
+    assert not op._schema.is_mutable
+
+
+@pytest.mark.parametrize("op", [FWD, BWD, PACKED_FWD, PACKED_BWD], ids=str)
+def test_no_argument_has_a_default(op: Any) -> None:
+    """A call spells out the whole value: an argument that a caller forgets is an error."""
+    assert not any(argument.has_default_value() for argument in op._schema.arguments)
+
+
+# ---- compilers and transforms ---------------------------------------------------------------------------------------
 
 
 class Layer(torch.nn.Module):
@@ -126,7 +156,7 @@ def test_inductor_compiles_it(backend: str, device: str) -> None:
 
 
 def test_compiled_call_obeys_use_backend(device: str, backend: str) -> None:
-    """The backend is chosen when the op runs, not when it was traced."""
+    """A call that was compiled for one backend is compiled again for another."""
     torch._dynamo.reset()
 
     def call(q: Tensor) -> Tensor:
@@ -150,7 +180,7 @@ def test_export_with_dynamic_shapes(backend: str, device: str) -> None:
         layer, inputs(2, 33, 50, device), dynamic_shapes=({0: batch, 1: seqlen_q}, of_k, of_k)
     )
     targets = {str(node.target) for node in program.graph.nodes}
-    assert "flash_attn_mini._flash_attn_forward.default" in targets
+    assert "flash_attn_mini.fwd.default" in targets
     for sizes in SIZES:
         args = inputs(*sizes, device)
         for a, b in zip(program.module()(*args), layer(*args), strict=True):
@@ -158,7 +188,6 @@ def test_export_with_dynamic_shapes(backend: str, device: str) -> None:
 
 
 def test_vmap_keeps_samples_apart(backend: str, device: str) -> None:
-    """There is no batching rule: PyTorch loops over the samples."""
     q = torch.randn(3, 2, 9, 2, 16, device=device).half()
     expected = torch.stack([flash_attn_func(x, x, x, backend=backend) for x in q])
     assert torch.equal(torch.vmap(lambda x: flash_attn_func(x, x, x, backend=backend))(q), expected)

@@ -8,18 +8,26 @@ import pytest
 import torch
 import torch._dynamo.testing
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flash_attn_mini import flash_attn_varlen_func
+from flash_attn_mini.options import Sequences
 
-from .cases import make_inputs, make_slopes, options_of
+from .cases import make_inputs, options_of
 from .feature_cases import FEATURE_CASES
+from .op_calls import (
+    BWD,
+    FWD,
+    PACKED_BWD,
+    PACKED_FWD,
+    Arguments,
+    assert_fake_is_like_real,
+    bwd_arguments,
+    fwd_arguments,
+    options_of_case,
+    packed_bwd_arguments,
+    packed_fwd_arguments,
+)
 from .varlen_cases import VARLEN_CASES, Batch, VarlenCase, make_batch
-
-FORWARD = torch.ops.flash_attn_mini._flash_attn_forward.default
-BACKWARD = torch.ops.flash_attn_mini._flash_attn_backward.default
-VARLEN_FORWARD = torch.ops.flash_attn_mini._flash_attn_varlen_forward.default
-VARLEN_BACKWARD = torch.ops.flash_attn_mini._flash_attn_varlen_backward.default
 
 DENSE = {case.name: case for case in FEATURE_CASES}
 VARLEN = {case.name: case for case in VARLEN_CASES}
@@ -29,66 +37,77 @@ VARLEN_NAMES = ["mixed", "more_and_less_causal", "all_empty", "no_sequences", "h
 UNSEEDED = ("test_schema", "test_autograd_registration", "test_faketensor")
 
 
-def scalars(case: Any) -> tuple[Any, ...]:
-    """The arguments dropout_p to softcap."""
-    left, right = case.window_size
-    return (case.dropout_p, 0.125, case.causal, left, 0 if case.causal else right, case.softcap)
+def opcheck(op: Any, arguments: Arguments, draws: bool = False) -> None:
+    torch.library.opcheck(op, arguments, **({"test_utils": UNSEEDED} if draws else {}))
 
 
-def varlen_arguments(
-    case: VarlenCase, batch: Batch, backend: str, device: str, return_softmax: bool = False
-) -> tuple[Any, ...]:
-    """Arguments of the forward."""
-    slopes = make_slopes(case.alibi, case.batch, case.nheads, device)
-    tensors = (batch.q, batch.k, batch.v, batch.cu_seqlens_q, batch.cu_seqlens_k, batch.block_table, slopes)
-    return (*tensors, batch.max_seqlen_q, batch.max_seqlen_k, *scalars(case), return_softmax, False, backend)
+def wanting(x: Tensor) -> Tensor:
+    return x.detach().requires_grad_()
 
 
-def varlen_backward_arguments(arguments: tuple[Any, ...], dout: Tensor, mask: list[bool]) -> tuple[Any, ...]:
-    """Arguments of the backward for those of the forward."""
-    q, k, v, cu_q, cu_k, _block_table, slopes, *options = arguments
-    out, lse, _, rng_state = VARLEN_FORWARD(*arguments)
-    *options, _return_softmax, _deterministic, backend = options
-    rng_state = rng_state if rng_state.numel() else None
-    return (dout, q, k, v, out, lse, None, cu_q, cu_k, slopes, *options, True, rng_state, mask, backend)
+def varlen_options(case: VarlenCase, batch: Batch, backend: str, device: str) -> dict[str, Any]:
+    lengths = (batch.cu_seqlens_q, batch.cu_seqlens_k, batch.max_seqlen_q, batch.max_seqlen_k, batch.block_table)
+    return options_of_case(case, device, sequences=Sequences(*lengths), backend=backend)
 
 
 @pytest.mark.parametrize("name", ["dropout", "together", "together_softcap", "window"])
 def test_opcheck_with_features(name: str, backend: str, device: str, seed: int) -> None:
     case = DENSE[name]
-    inputs = [x.detach().clone().requires_grad_() for x in make_inputs(case, torch.float16, device, seed)]
-    slopes = make_slopes(case.alibi, case.batch, case.nheads, device)
-    arguments = (*inputs, slopes, *scalars(case), case.dropout_p > 0, False, backend)
-    tests = {"test_utils": UNSEEDED} if case.dropout_p else {}
-    torch.library.opcheck(FORWARD, arguments, **tests)
-    out, lse, _, rng_state = (x.detach() for x in FORWARD(*arguments))
-    plain = [x.detach() for x in inputs]
-    rng_state = rng_state if case.dropout_p else None
-    backward = (torch.randn_like(out), *plain, out, lse, None, slopes, *scalars(case), True, rng_state)
-    torch.library.opcheck(BACKWARD, (*backward, [True, False, True], backend))
+    options = options_of_case(case, device, backend=backend)
+    inputs = [wanting(x.clone()) for x in make_inputs(case, torch.float16, device, seed)]
+    arguments = fwd_arguments(*inputs, **options)
+    opcheck(FWD, arguments, case.dropout_p > 0)
+    out, lse, rng_state = FWD(*arguments)
+    assert (rng_state is not None) == (case.dropout_p > 0)
+    if rng_state is not None:  # a call that is given its state is not random
+        opcheck(FWD, fwd_arguments(*inputs, rng_state=rng_state, **options))
+    results = (x.detach() for x in (*inputs, out, lse))
+    options = {**options, "rng_state": rng_state, "output_mask": [True, False, True]}
+    opcheck(BWD, bwd_arguments(torch.randn_like(out), *results, **options))
+
+
+@pytest.mark.parametrize("name", ["dropout", "together"])
+def test_opcheck_of_packed_with_features(name: str, backend: str, device: str, seed: int) -> None:
+    case = DENSE[name]
+    options = options_of_case(case, device, backend=backend)
+    q, k, v = make_inputs(case, torch.float16, device, seed)
+    inputs = [wanting(q.clone()), wanting(torch.stack([k, v], dim=2))]
+    arguments = packed_fwd_arguments(*inputs, **options)
+    opcheck(PACKED_FWD, arguments, case.dropout_p > 0)
+    out, lse, rng_state = PACKED_FWD(*arguments)
+    results = [x.detach() for x in (*inputs, out, lse)]
+    options["rng_state"] = rng_state
+    for mask in ([True, False], [False, True]):
+        opcheck(PACKED_BWD, packed_bwd_arguments(torch.randn_like(out), *results, output_mask=mask, **options))
 
 
 @pytest.mark.parametrize("name", [*VARLEN_NAMES, "pages_16"])
 def test_opcheck_of_varlen(name: str, backend: str, device: str, seed: int) -> None:
     case = VARLEN[name]
     batch = make_batch(case, torch.float16, device, seed)
-    arguments = varlen_arguments(case, batch, backend, device)
-    tests = {"test_utils": UNSEEDED} if case.dropout_p else {}
-    torch.library.opcheck(VARLEN_FORWARD, arguments, **tests)
+    options = varlen_options(case, batch, backend, device)
+    inputs = (batch.q, batch.k, batch.v)
+    arguments = fwd_arguments(*inputs, **options)
+    opcheck(FWD, arguments, case.dropout_p > 0)
     if case.page_size:
         return
-    torch.library.opcheck(VARLEN_BACKWARD, varlen_backward_arguments(arguments, batch.dout, [True, True, False]))
-    wanting = [x.detach().requires_grad_() for x in arguments[:3]]
-    torch.library.opcheck(VARLEN_FORWARD, (*wanting, *arguments[3:]), **tests)
+    out, lse, rng_state = FWD(*arguments)
+    options_of_backward = {**options, "rng_state": rng_state, "output_mask": [True, True, False]}
+    opcheck(BWD, bwd_arguments(batch.dout, *inputs, out, lse, **options_of_backward))
+    opcheck(FWD, fwd_arguments(*(wanting(x) for x in inputs), **options), case.dropout_p > 0)
 
 
-def assert_same_metadata(real: tuple[Tensor, ...], fake: tuple[Tensor, ...]) -> None:
-    for i, (r, f) in enumerate(zip(real, fake, strict=True)):
-        assert (r.shape, r.stride(), r.dtype, r.device) == (f.shape, f.stride(), f.dtype, f.device), i
-
-
-def as_fake(mode: FakeTensorMode, arguments: tuple[Any, ...]) -> list[Any]:
-    return [mode.from_tensor(x) if isinstance(x, Tensor) else x for x in arguments]
+@pytest.mark.parametrize("name", ["mixed", "no_sequences", "together"])
+def test_opcheck_of_packed_varlen(name: str, backend: str, device: str, seed: int) -> None:
+    case = VARLEN[name]
+    batch = make_batch(case, torch.float16, device, seed)
+    options = varlen_options(case, batch, backend, device)
+    inputs = [wanting(batch.q), wanting(torch.stack([batch.k, batch.v], dim=1))]
+    arguments = packed_fwd_arguments(*inputs, **options)
+    opcheck(PACKED_FWD, arguments, case.dropout_p > 0)
+    out, lse, rng_state = PACKED_FWD(*arguments)
+    results = [x.detach() for x in (*inputs, out, lse)]
+    opcheck(PACKED_BWD, packed_bwd_arguments(batch.dout, *results, rng_state=rng_state, **options))
 
 
 @pytest.mark.parametrize("name", [*VARLEN_NAMES, "pages_16", "dropout", "headdim_40"])
@@ -98,51 +117,43 @@ def test_fake_varlen_results_look_like_real_ones(
 ) -> None:
     case = VARLEN[name]
     batch = make_batch(case, dtype, device, seed)
-    arguments = varlen_arguments(case, batch, backend, device, return_softmax=True)
-    with FakeTensorMode() as mode:
-        fake = VARLEN_FORWARD(*as_fake(mode, arguments))
-    assert_same_metadata(VARLEN_FORWARD(*arguments), fake)
+    options = varlen_options(case, batch, backend, device)
+    inputs = (batch.q, batch.k, batch.v)
+    out, lse, rng_state = assert_fake_is_like_real(FWD, fwd_arguments(*inputs, **options))
     if case.page_size:
         return
-    arguments = varlen_backward_arguments(arguments, batch.dout, mask)
-    with FakeTensorMode() as mode:
-        fake = VARLEN_BACKWARD(*as_fake(mode, arguments))
-    assert_same_metadata(VARLEN_BACKWARD(*arguments), fake)
+    options.update(rng_state=rng_state, output_mask=mask)
+    assert_fake_is_like_real(BWD, bwd_arguments(batch.dout, *inputs, out, lse, **options))
 
 
-@pytest.mark.parametrize("return_softmax", [False, True])
 @pytest.mark.parametrize("name", ["dropout", "dropout_no_keys", "dropout_decode", "together_misaligned"])
-def test_fake_results_with_dropout_look_like_real_ones(
-    name: str, return_softmax: bool, backend: str, device: str, seed: int
-) -> None:
+def test_fake_results_with_dropout_look_like_real_ones(name: str, backend: str, device: str, seed: int) -> None:
     case = DENSE[name]
-    slopes = make_slopes(case.alibi, case.batch, case.nheads, device)
+    options = options_of_case(case, device, backend=backend)
     inputs = make_inputs(case, torch.float16, device, seed)
-    arguments = (*inputs, slopes, *scalars(case), return_softmax, False, backend)
-    with FakeTensorMode() as mode:
-        fake = FORWARD(*as_fake(mode, arguments))
-    assert_same_metadata(FORWARD(*arguments), fake)
+    assert_fake_is_like_real(FWD, fwd_arguments(*inputs, **options))
 
 
-def test_varlen_signatures_are_stable() -> None:
-    """Exported programs carry these schemas: a change of them breaks them."""
-    forward, backward = VARLEN_FORWARD._schema, VARLEN_BACKWARD._schema
-    options = [
-        "max_seqlen_q", "max_seqlen_k", "dropout_p", "softmax_scale", "causal", "window_size_left",
-        "window_size_right", "softcap",
-    ]  # fmt: skip
-    assert [argument.name for argument in forward.arguments] == [
-        "q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "block_table", "alibi_slopes", *options, "return_softmax",
-        "deterministic", "backend",
-    ]  # fmt: skip
-    assert [argument.name for argument in backward.arguments] == [
-        "dout", "q", "k", "v", "out", "softmax_lse", "dsoftmax_lse", "cu_seqlens_q", "cu_seqlens_k", "alibi_slopes",
-        *options, "deterministic", "rng_state", "output_mask", "backend", "block_table",
-    ]  # fmt: skip
-    assert [result.name for result in forward.returns] == ["out", "softmax_lse", "S_dmask", "rng_state"]
-    assert [result.name for result in backward.returns] == ["dq", "dk", "dv", "softmax_d"]
-    assert not forward.is_mutable
-    assert not backward.is_mutable
+@pytest.mark.parametrize("mask", [[True, True], [True, False], [False, True]], ids=str)
+@pytest.mark.parametrize("form", ["qkv", "kv"])
+@pytest.mark.parametrize("is_varlen", [False, True], ids=["dense", "varlen"])
+def test_fake_packed_results_look_like_real_ones(
+    is_varlen: bool, form: str, mask: list[bool], backend: str, device: str, dtype: torch.dtype, draw: torch.Generator
+) -> None:
+    """Rows of the packed tensor and of q lie apart."""
+    lengths = torch.tensor([0, 5, 5, 21], dtype=torch.int32, device=device)
+    sequences = Sequences(lengths, lengths, 16, 16) if is_varlen else None
+    rows = (21,) if is_varlen else (2, 21)
+
+    def spread(*shape: int) -> Tensor:
+        x = torch.randn(*rows, *shape, 40, generator=draw).to(device, dtype)
+        return torch.cat([x, x], dim=-1)[..., :33]
+
+    inputs = (None, spread(3, 4)) if form == "qkv" else (spread(4), spread(2, 2))
+    options: dict[str, Any] = {"sequences": sequences, "dropout_p": 0.5, "backend": backend}
+    out, lse, rng_state = assert_fake_is_like_real(PACKED_FWD, packed_fwd_arguments(*inputs, **options))
+    options.update(rng_state=rng_state, output_mask=mask)
+    assert_fake_is_like_real(PACKED_BWD, packed_bwd_arguments(torch.ones_like(out), *inputs, out, lse, **options))
 
 
 class Layer(nn.Module):
@@ -203,7 +214,7 @@ def test_varlen_exports_with_dynamic_shapes(backend: str, device: str) -> None:
     total, batch = torch.export.Dim("total", min=2, max=4096), torch.export.Dim("batch", min=2, max=100)
     dynamic = ({0: total}, {0: total}, {0: total}, {0: batch}, torch.export.Dim.DYNAMIC)
     program = torch.export.export(layer, (*inputs, cu_seqlens, longest), dynamic_shapes=dynamic)
-    assert VARLEN_FORWARD in [node.target for node in program.graph.nodes]
+    assert FWD in [node.target for node in program.graph.nodes]
     inputs, cu_seqlens, longest = packed((9, 130, 4, 4, 8), backend, device)
     inputs = [x.detach() for x in inputs]
     expected = layer(*inputs, cu_seqlens, longest)
@@ -226,10 +237,8 @@ def test_varlen_under_autocast(backend: str, device: str) -> None:
     lengths = (cu_seqlens, cu_seqlens, longest, longest)
     with torch.autocast(device, dtype=torch.bfloat16):
         out = flash_attn_varlen_func(*inputs, *lengths, deterministic=True, backend=backend)
-        slow = VARLEN_FORWARD(
-            *inputs, cu_seqlens, cu_seqlens, None, None, longest, longest, 0.0, 40**-0.5, False, -1, -1, 0.0, False,
-            True, backend,
-        )[0]  # fmt: skip
+        options = {"softmax_scale": 40**-0.5, "deterministic": True, "backend": backend}
+        slow = FWD(*fwd_arguments(*inputs, sequences=Sequences(*lengths), **options))[0]
     assert out.dtype == torch.bfloat16
     assert torch.equal(out, slow)
     by_hand = flash_attn_varlen_func(*(x.bfloat16() for x in inputs), *lengths, deterministic=True, backend=backend)

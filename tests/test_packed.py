@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash_attn_mini import (
     flash_attn_func,
@@ -18,6 +17,8 @@ from flash_attn_mini import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
+
+from .op_calls import PACKED_BWD, PACKED_FWD, Recording
 
 LENGTHS = (5, 0, 33, 64)
 DROPOUT = {"dropout_p": 0.2}
@@ -104,77 +105,105 @@ def test_only_gradients_that_are_needed(form: str, wanted: tuple[bool, bool], ba
         assert torch.equal(leaf.grad, gradient) if wants else leaf.grad is None
 
 
+@pytest.mark.backends("cpu", "cuda")
 @each_form
-def test_kernels_read_views_and_write_into_the_packed_gradient(
-    form: str, backend: str, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from flash_attn_mini import autograd
+def test_kernels_read_views_and_write_into_the_packed_gradient(form: str, backend: str, device: str) -> None:
+    """No operator copies, stacks or concatenates, as the gradient of ``unbind`` would."""
+    inputs, packed, unpacked = call_of(form, backend, device, gqa=False)
+    douts = [torch.ones_like(inputs[0].unbind(-3)[0] if "qkv" in form else inputs[0])]
 
-    seen: dict[str, tuple[Tensor | None, ...]] = {}
-    run_forward, run_backward = autograd.run_forward, autograd.run_backward
+    def operators(function: Call) -> set[str]:
+        with torch.profiler.profile() as profile:
+            torch.autograd.grad(function(*inputs), inputs, douts)
+        return {event.name for event in profile.events()}
 
-    def forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Any:
-        seen["read"] = (q, k, v)
-        return run_forward(q, k, v, *arguments)
-
-    def backward(*arguments: Any, into: Any) -> Any:
-        seen["written"] = into
-        return run_backward(*arguments, into=into)
-
-    monkeypatch.setattr(autograd, "run_forward", forward)
-    monkeypatch.setattr(autograd, "run_backward", backward)
-    inputs, packed, _ = call_of(form, backend, device, gqa=False)
-    gradients = torch.autograd.grad(packed(*inputs).sum(), inputs)
-    for tensors, wholes in (("read", inputs), ("written", gradients)):
-        parts = [x for whole in wholes for x in (whole.unbind(-3) if whole is wholes[-1] else [whole])]
-        for part, expected in zip(seen[tensors], parts, strict=True):
-            assert part is not None
-            assert part.data_ptr() == expected.data_ptr()
-            assert part.stride() == expected.stride()
-
-
-class Counting(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func.name())
-        return func(*args, **(kwargs or {}))
+    copies = {"aten::copy_", "aten::clone", "aten::contiguous", "aten::stack", "aten::cat"}
+    assert operators(unpacked) & copies, "the gradient of unbind stacks: the profiler sees it"
+    seen = operators(packed)
+    assert PACKED_BWD.name() in seen
+    assert not seen & copies
 
 
 @each_form
 def test_dispatch_modes_see_the_operators(form: str, backend: str, device: str) -> None:
     inputs, packed, _ = call_of(form, backend, device)
     expected = torch.autograd.grad(packed(*inputs, deterministic=True).sum(), inputs)
-    with Counting() as mode:
+    with Recording() as mode:
         got = torch.autograd.grad(packed(*inputs, deterministic=True).sum(), inputs)
-    kind = "_varlen" if "varlen" in form else ""
-    for direction in ("forward", "backward"):
-        assert mode.names.count(f"flash_attn_mini::_flash_attn{kind}_{direction}") == 1
+    assert mode.count(PACKED_FWD) == mode.count(PACKED_BWD) == 1
     for a, b in zip(got, expected, strict=True):
         assert torch.equal(a, b)
     out = packed(*inputs, deterministic=True).sum()
-    with Counting() as mode:
+    with Recording() as mode:
         got = torch.autograd.grad(out, inputs)
-    assert mode.names.count(f"flash_attn_mini::_flash_attn{kind}_backward") == 1
+    assert mode.count(PACKED_BWD) == 1
     for a, b in zip(got, expected, strict=True):
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @each_form
-def test_packed_compiles_without_graph_breaks(form: str, backend: str, device: str) -> None:
+def test_packed_compiles_without_graph_breaks(form: str, dynamic: bool, backend: str, device: str) -> None:
     torch._dynamo.reset()
     inputs, packed, _ = call_of(form, backend, device)
 
     def step(*tensors: Tensor) -> Tensor:
         return packed(*tensors, causal=True, deterministic=True).square().sum()
 
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(step, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     for a, b in zip(
         torch.autograd.grad(compiled(*inputs), inputs), torch.autograd.grad(step(*inputs), inputs), strict=True
     ):
         assert torch.equal(a, b)
+
+
+@each_form
+def test_compiled_dropout_of_packed_draws_anew(form: str, backend: str, device: str) -> None:
+    """Two calls with equal arguments are two masks in one program, and the gradient sees the mask of its call."""
+    torch._dynamo.reset()
+    inputs, packed, _ = call_of(form, backend, device)
+
+    def step(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+        return packed(*tensors, **DROPOUT, deterministic=True), packed(*tensors, **DROPOUT, deterministic=True)
+
+    first, second = torch.compile(step, fullgraph=True, backend="aot_eager")(*inputs)
+    assert not torch.equal(first, second)
+    gradients = [torch.autograd.grad(out.sum(), inputs, retain_graph=True)[-1] for out in (first, second, first)]
+    assert not torch.equal(gradients[0], gradients[1])
+    assert torch.equal(gradients[0], gradients[2])
+
+
+@each_form
+def test_func_grad_of_packed_is_autograds(form: str, backend: str, device: str) -> None:
+    inputs, packed, _ = call_of(form, backend, device)
+
+    def loss(*tensors: Tensor) -> Tensor:
+        return packed(*tensors, causal=True, deterministic=True).float().square().sum()
+
+    expected = torch.autograd.grad(loss(*inputs), inputs)
+    positions = tuple(range(len(inputs)))
+    got = torch.func.grad(loss, argnums=positions)(*(x.detach() for x in inputs))
+    for a, b in zip(got, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+@each_form
+def test_vmap_of_packed_and_of_its_gradient_keeps_samples_apart(form: str, backend: str, device: str) -> None:
+    _, packed, _ = call_of(form, backend, device)
+    samples = [[x.detach() for x in call_of(form, backend, device)[0]] for _ in range(3)]
+
+    def loss(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+        out = packed(*tensors, causal=True, deterministic=True)
+        return out.float().square().sum(), out
+
+    positions = tuple(range(len(samples[0])))
+    function = torch.func.grad(loss, argnums=positions, has_aux=True)
+    gradients, out = torch.vmap(function)(*(torch.stack(parts) for parts in zip(*samples, strict=True)))
+    for i, sample in enumerate(samples):
+        expected_gradients, expected = function(*sample)
+        assert torch.equal(out[i], expected)
+        for a, b in zip(gradients, expected_gradients, strict=True):
+            assert torch.equal(a[i], b)
 
 
 @each_form

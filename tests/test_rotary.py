@@ -526,9 +526,11 @@ def test_custom_op_passes_opcheck() -> None:
     x = draw(2, 6, 2, 8).requires_grad_()
     offsets = torch.tensor([1, 9], device=DEVICE)
     cu_seqlens = torch.tensor([0, 2, 12], dtype=torch.int32, device=DEVICE)
-    torch.library.opcheck(rotary_op.apply_rotary, (x, cos, sin, 0, offsets, None, True, False))
+    torch.library.opcheck(torch.ops.flash_attn_mini._apply_rotary.default, (x, cos, sin, 0, offsets, None, True, False))
     flat = x.detach().flatten(0, 1).requires_grad_()
-    torch.library.opcheck(rotary_op.apply_rotary, (flat, cos, sin, 3, None, cu_seqlens, False, True))
+    torch.library.opcheck(
+        torch.ops.flash_attn_mini._apply_rotary.default, (flat, cos, sin, 3, None, cu_seqlens, False, True)
+    )
 
 
 X, COS = torch.zeros(2, 5, 3, 8), torch.zeros(5, 4)

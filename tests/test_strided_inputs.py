@@ -21,12 +21,10 @@ from flash_attn_mini.allocation import empty_contiguous_last
 from flash_attn_mini.options import KvCache
 
 from .interpreter import run_in_the_interpreter, starts_the_interpreter
+from .op_calls import BWD, FWD, FWD_KVCACHE, bwd_arguments, fwd_arguments, kvcache_arguments
 from .triton_calls import DEVICE, backward, forward, make_options, runs_triton
 
 DRAWS = 20  # of shapes and strides in a test
-DENSE = torch.ops.flash_attn_mini._flash_attn_forward.default
-DENSE_BACKWARD = torch.ops.flash_attn_mini._flash_attn_backward.default
-KVCACHE = torch.ops.flash_attn_mini._flash_attn_kvcache_forward.default
 
 
 @pytest.mark.slow
@@ -146,18 +144,14 @@ def assert_same_strides(real: Sequence[Tensor], fake: Sequence[Tensor], inputs: 
 
 
 def test_the_fake_implementations_have_these_strides(backend: str, device: str, draw: torch.Generator) -> None:
-    options = (0.0, 0.125, False, -1, -1, 0.0)
     for _ in range(3 * DRAWS):
         q, k, v = random_qkv(torch.float16, device, draw)
         caches = [torch.zeros(*k.shape[:1], 60, *k.shape[2:], dtype=k.dtype, device=device) for _ in range(2)]
 
         def both(q: Tensor, k: Tensor, v: Tensor, *caches: Tensor) -> list[Tensor]:
-            out, lse, *_ = DENSE(q, k, v, None, *options, False, False, backend)
-            gradients = DENSE_BACKWARD(out, q, k, v, out, lse, None, None, *options, True, None, [True] * 3, backend)
-            none = [None] * 3
-            of_cache = KVCACHE(
-                q, *caches, k, v, None, None, None, 3, *none, None, 0.125, False, -1, -1, 0.0, False, 0, 0, backend
-            )
+            out, lse, _ = FWD(*fwd_arguments(q, k, v, backend=backend))
+            gradients = BWD(*bwd_arguments(out, q, k, v, out, lse, deterministic=True, backend=backend))
+            of_cache = FWD_KVCACHE(*kvcache_arguments(q, *caches, k=k, v=v, cache_seqlen=3, backend=backend))
             return [out, *gradients[:3], of_cache[0]]
 
         with FakeTensorMode() as mode:

@@ -21,20 +21,20 @@ flash_attn_func(q, k, k, causal=True, backend="{backend}").sum().backward()
 
 LINKS = {
     "cpu": [
-        "flash_attn_func", "_flash_attn_forward", "mha_fwd", "set_params_fprop", "run_mha_fwd", "run_mha_fwd_cpu",
-        "_flash_attn_backward", "mha_bwd", "set_params_dgrad", "run_mha_bwd", "run_mha_bwd_cpu",
+        "flash_attn_func", "flash_attn_mini::fwd", "mha_fwd", "set_params_fprop", "run_mha_fwd", "run_mha_fwd_cpu",
+        "flash_attn_mini::bwd", "mha_bwd", "set_params_dgrad", "run_mha_bwd", "run_mha_bwd_cpu",
     ],
     "cuda": [
-        "flash_attn_func", "_flash_attn_forward", "mha_fwd", "set_params_fprop", "run_mha_fwd", "flash_fwd_kernel",
-        "_flash_attn_backward", "mha_bwd", "set_params_dgrad", "run_mha_bwd", "flash_bwd_kernel",
+        "flash_attn_func", "flash_attn_mini::fwd", "mha_fwd", "set_params_fprop", "run_mha_fwd", "flash_fwd_kernel",
+        "flash_attn_mini::bwd", "mha_bwd", "set_params_dgrad", "run_mha_bwd", "flash_bwd_kernel",
     ],
-    "triton": ["flash_attn_func", "_flash_attn_forward", "_flash_attn_backward"],
+    "triton": ["flash_attn_func", "flash_attn_mini::fwd", "flash_attn_mini::bwd"],
 }  # fmt: skip
 # Fields of each link's line that a bug report needs.
 FIELDS = {
     "flash_attn_func": ["float16[2,33,4,64]", "float16[2,65,2,64]", "causal=True"],
-    "_flash_attn_forward": ["backend="],
-    "_flash_attn_backward": ["float16[2,33,4,64]", "output_mask=(True,False,False)", "backend="],
+    "flash_attn_mini::fwd": ["q=float16[2,33,4,64]", "k=float16[2,65,2,64]", "backend="],
+    "flash_attn_mini::bwd": ["dout=float16[2,33,4,64]", "output_mask=(True,False,False)", "backend="],
     "mha_fwd": ["backend="],
     "set_params_fprop": ["seqlen_q=33", "seqlen_k=65", "h=4", "h_k=2", "d=64"],
     "run_mha_fwd": ["device="],
@@ -61,8 +61,8 @@ def test_trace_prints_each_link_in_order(backend: str, device: str) -> None:
     for link in LINKS[backend]:
         for field in FIELDS.get(link, []):
             assert field in by_link[link], f"{link} does not show {field}: {by_link[link]}"
-    assert f"backend={backend}" in by_link["_flash_attn_forward"]
-    assert f"backend={backend}" in by_link["_flash_attn_backward"]
+    assert f"backend={backend}" in by_link["flash_attn_mini::fwd"]
+    assert f"backend={backend}" in by_link["flash_attn_mini::bwd"]
 
 
 @pytest.mark.parametrize("trace", [None, "0", ""])
@@ -88,5 +88,5 @@ def test_tracing_leaves_a_compiled_graph_whole(
     q = torch.randn(1, 9, 2, 16, device=device).half().requires_grad_()
     torch.compile(step, fullgraph=True, backend="aot_eager")(q).backward()
     links = [line.split()[1] for line in capfd.readouterr().err.splitlines() if line.startswith("[flash_attn_mini]")]
-    assert "_flash_attn_forward" in links, "the program that runs prints the links from the op on"
-    assert "_flash_attn_backward" in links
+    assert "flash_attn_mini::fwd" in links, "the program that runs prints the links from the op on"
+    assert "flash_attn_mini::bwd" in links

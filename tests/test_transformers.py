@@ -115,6 +115,114 @@ def test_heads_reach_the_kernel_without_a_copy(monkeypatch: pytest.MonkeyPatch) 
     assert seen["causal"] is True
 
 
+def heads(draw: torch.Generator, seqlen_q: int = 5, seqlen_k: int = 5, dtype: torch.dtype = torch.float64) -> Any:
+    """q, k and v of 2 rows, 4 query heads and 2 key heads."""
+    shapes = ((4, seqlen_q), (2, seqlen_k), (2, seqlen_k))
+    return tuple(torch.randn(2, *shape, 8, generator=draw, dtype=torch.float64).to(dtype) for shape in shapes)
+
+
+def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    q, k, v = (x.double() for x in (q, k, v))
+    added = mask if mask.dtype == torch.bool else mask.double()
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=added, enable_gqa=True)
+    return out.transpose(1, 2)
+
+
+HIDDEN = pytest.mark.parametrize("hidden", ["-inf", "lowest"])
+FLOATS = pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=lambda x: str(x).removeprefix("torch.")
+)
+
+
+def number_that_hides(hidden: str, dtype: torch.dtype) -> float:
+    return -torch.inf if hidden == "-inf" else torch.finfo(dtype).min
+
+
+@HIDDEN
+@FLOATS
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_masks_that_add_zero_or_hide_give_the_result_of_sdpa(
+    is_causal: bool, dtype: torch.dtype, hidden: str, draw: torch.Generator
+) -> None:
+    q, k, v = heads(draw, 3, 5)
+    module = torch.nn.Module()
+    lowest = number_that_hides(hidden, dtype)
+    causal = torch.zeros(1, 1, 3, 5, dtype=dtype).masked_fill(~torch.ones(3, 5, dtype=torch.bool).tril(2), lowest)
+    for mask in (causal, torch.zeros(2, 1, 1, 5, dtype=dtype)):
+        out, _ = integration.attention(module, q, k, v, mask, is_causal=is_causal)
+        torch.testing.assert_close(out, sdpa(q, k, v, mask))
+    kept = torch.tensor([[True, True, True, False, False], [False, True, False, True, True]])
+    padding = torch.zeros(2, 5, dtype=dtype).masked_fill(~kept, lowest)
+    for mask in (padding, kept, kept.int(), kept.long(), kept.byte()):
+        out, _ = integration.attention(module, q, k, v, mask, is_causal=False)
+        torch.testing.assert_close(out, sdpa(q, k, v, kept[:, None, None]))
+        layout = integration.attention_mask(2, 5, 5, attention_mask=mask)
+        assert layout.indices_k.tolist() == kept.flatten().nonzero().flatten().tolist()
+
+
+@FLOATS
+def test_soft_mask_is_refused(dtype: torch.dtype, draw: torch.Generator) -> None:
+    """Of any shape and size, also where a causal or padding mask would hide, and whatever the other elements are."""
+    q, k, v = heads(draw)
+    above = torch.ones(5, 5, dtype=torch.bool).triu(1)
+    bias = -(10 ** (6 * torch.rand((), generator=draw) - 2))  # -0.01 to -10,000
+    causal = torch.zeros(5, 5, dtype=dtype).masked_fill(above, float(bias))
+    hidden = torch.zeros(5, 5, dtype=dtype).masked_fill(above, -torch.inf)
+    hidden[4, 1] = float(bias)
+    below = torch.zeros(5, 5, dtype=dtype).masked_fill(above, -torch.inf).masked_fill(~above, 1.0)
+    for mask in (causal[None, None], hidden.expand(2, 1, 5, 5), below[None, None], causal[:2], hidden[3:], below[:2]):
+        for is_causal in (True, False):
+            with pytest.raises(NotImplementedError, match=r"attention_mask holds .*; allowed: 0, -inf and -.* added"):
+                integration.attention(torch.nn.Module(), q, k, v, mask, is_causal=is_causal)
+    for padding in (causal[:2], torch.full((2, 5), torch.nan, dtype=dtype), torch.ones(2, 5, dtype=dtype)):
+        with pytest.raises(NotImplementedError, match=r"attention_mask holds (-.*|nan|1\.0); allowed: 0, -inf"):
+            integration.attention_mask(2, 5, 5, attention_mask=padding)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8], ids=str)
+def test_integer_masks_other_than_a_padding_mask_of_0_and_1_are_refused(
+    dtype: torch.dtype, draw: torch.Generator
+) -> None:
+    q, k, v = heads(draw)
+    lengths = torch.tensor([[2, 3, 0, 0, 0], [1, 1, 1, 1, 1]], dtype=dtype)
+    for call in (
+        lambda mask: integration.attention(torch.nn.Module(), q, k, v, mask),
+        lambda mask: integration.attention_mask(2, 5, 5, attention_mask=mask),
+    ):
+        with pytest.raises(ValueError, match=r"attention_mask holds 2; allowed: 0 and 1 in a torch.* 1 for the tokens"):
+            call(lengths)
+    for mask in (torch.ones(5, 5, dtype=dtype).tril()[None, None], torch.zeros(2, 1, 5, 5, dtype=dtype)):
+        with pytest.raises(ValueError, match=r"attention_mask is torch.*int.* of shape .*; allowed: bool or"):
+            integration.attention(torch.nn.Module(), q, k, v, mask)
+
+
+def test_masks_of_other_shapes_are_refused(draw: torch.Generator) -> None:
+    q, k, v = heads(draw)
+    square = torch.ones(5, 5, dtype=torch.bool).tril()
+    with pytest.raises(ValueError, match=r"attention_mask has shape \[5, 5\]; allowed: \[2, n\]"):
+        integration.attention(torch.nn.Module(), q, k, v, square)
+    with pytest.raises(ValueError, match=r"attention_mask has shape \[5, 5\]; allowed: \[2, n\]"):
+        integration.attention_mask(2, 5, 5, attention_mask=square)
+    for shape in ((5,), (2, 5, 5), (3, 1, 5, 5), (2, 1, 5, 7), (2, 3, 5, 5)):
+        with pytest.raises(NotImplementedError, match="this attention mask, of shape"):
+            integration.attention(torch.nn.Module(), q, k, v, torch.ones(shape, dtype=torch.bool))
+
+
+@HIDDEN
+def test_queries_without_a_key(hidden: str, draw: torch.Generator) -> None:
+    """Hidden by -inf, their output is 0. Hidden by finite numbers, it is the average of the values: an error."""
+    q, k, v = heads(draw, 5, 3)
+    above = ~torch.ones(5, 3, dtype=torch.bool).tril(-2)
+    mask = torch.zeros(5, 3).masked_fill(above, number_that_hides(hidden, torch.float32))[None, None]
+    if hidden == "lowest":
+        with pytest.raises(NotImplementedError, match="all hidden by finite numbers"):
+            integration.attention(torch.nn.Module(), q, k, v, mask)
+        return
+    out, _ = integration.attention(torch.nn.Module(), q, k, v, mask)
+    assert not out[:, :2].any()
+    torch.testing.assert_close(out, sdpa(q, k, v, ~above))
+
+
 def test_custom_mask_is_refused() -> None:
     mask = torch.rand(3, 1, LENGTH, LENGTH, generator=torch.Generator().manual_seed(0)) > 0.5
     with pytest.raises(NotImplementedError, match="attention mask"):
@@ -147,6 +255,27 @@ def test_output_attentions_is_refused_by_every_model(kind: str) -> None:
     with pytest.raises(NotImplementedError, match="output_attentions=True"):
         model(tokens(1), output_attentions=True)
     assert model(tokens(1), output_hidden_states=True).logits.isfinite().all()
+
+
+def test_models_with_attention_in_code_of_their_own_are_refused() -> None:
+    sizes = {"vocab_size": 99, "hidden_size": 64, "n_head": 4, "n_layer": 1}
+    config = transformers.BloomConfig(**sizes)
+    bloom = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=integration.ATTENTION_NAME)
+    for mask in (None, torch.ones(3, LENGTH), torch.ones(3, LENGTH).tril(3)):
+        with pytest.raises(NotImplementedError, match="code of its own and takes no attention implementation"):
+            bloom(tokens(), attention_mask=mask)
+    config = transformers.FalconConfig(vocab_size=99, hidden_size=64, num_attention_heads=4, num_hidden_layers=1)
+    with pytest.raises(KeyError, match=integration.ATTENTION_NAME):  # from transformers
+        transformers.AutoModelForCausalLM.from_config(config, attn_implementation=integration.ATTENTION_NAME)
+    mask = integration.attention_mask(2, 5, 5)
+    q = torch.randn(2, 2, 5, 8)
+    for use in (
+        lambda: q + mask,
+        lambda: mask[:, :, :, :5],
+        lambda: torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=mask),
+    ):
+        with pytest.raises(NotImplementedError, match=r"takes no attention implementation; allowed: .*'eager'"):
+            use()
 
 
 def test_name_that_transformers_reserves_is_refused() -> None:

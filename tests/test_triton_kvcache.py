@@ -263,6 +263,7 @@ def test_pieces_of_any_number_give_the_results_of_one_split(
 ) -> None:
     """A piece of all heads, pieces of several heads and of parts of one, in tiles of 16 keys."""
     from flash_attn_mini.backends.triton import configs, kvcache
+    from flash_attn_mini.backends.triton.recording import Recordings
 
     call = make_call(dataclasses.replace(BY_NAME[name], seqlen_new=None), torch.float16, DEVICE, seed)
     expected = run(call, num_splits=1)
@@ -271,6 +272,7 @@ def test_pieces_of_any_number_give_the_results_of_one_split(
     monkeypatch.setattr(kvcache, "splitkv_configs", lambda rows, *_, **__: [configs.tile(rows, 16, 4, 2, tma=False)])
     for most in (1, 2, 3, 7, 1000):
         monkeypatch.setattr(kvcache, "even_pieces", lambda *_, most=most: most)
+        monkeypatch.setattr(kvcache, "RECORDINGS", Recordings())
         for got, right in zip(run(call), expected, strict=True):
             torch.testing.assert_close(got, right, rtol=2e-3, atol=2e-3)
 

@@ -1,7 +1,7 @@
 """Wrong calls of the varlen functions: each raises a named exception that says what was given and what is allowed.
 
-They call the extension, which makes all checks of values: varlen_fwd and varlen_bwd, and check_varlen_fwd and
-check_varlen_bwd, which the Triton backend calls.
+They call what leads to the checks of values in C++: the extension's varlen_fwd and varlen_bwd, the ops for each
+backend, and the functions with the official signatures.
 """
 
 from __future__ import annotations
@@ -13,8 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from flash_attn_mini import _C, flash_attn_varlen_func
+from flash_attn_mini import _C, flash_attn_varlen_func, use_backend
+from flash_attn_mini.flash_attn_interface import _flash_attn_varlen_backward
+from flash_attn_mini.options import Sequences
 
+from .op_calls import BWD, FWD, bwd_arguments, check_call, fwd_arguments
 from .wrong_calls import (
     ALL,
     NHEADS,
@@ -55,13 +58,22 @@ def forward(call: Call) -> Any:
     )
 
 
-def check_forward(call: Call, backend: str) -> None:
-    names = (
-        "q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "block_table", "alibi_slopes", "max_seqlen_q", "max_seqlen_k",
-        "p_dropout", "softmax_scale", "is_causal", "window_size_left", "window_size_right", "softcap", "return_softmax",
-    )  # fmt: skip
+def op_options(call: Call, backend: str) -> Call:
+    """Sequences and options of a call of the extension, as tests/op_calls.py takes them."""
     call = {**DEFAULTS, **call}
-    _C.check_varlen_fwd(*(call[name] for name in names), backend)
+    renamed = {"dropout_p": "p_dropout", "causal": "is_causal"}
+    same = ("softmax_scale", "softcap", "alibi_slopes")
+    return {
+        "sequences": Sequences(*(call[name] for name in Sequences._fields)),
+        "window_size": (call["window_size_left"], call["window_size_right"]),
+        **{name: call[renamed.get(name, name)] for name in (*renamed, *same)},
+        "backend": backend,
+    }
+
+
+def check_forward(call: Call, backend: str) -> None:
+    """The checks of the op."""
+    check_call(FWD, fwd_arguments(call["q"], call["k"], call["v"], **op_options(call, backend)))
 
 
 def valid_backward_call(device: str) -> Call:
@@ -83,15 +95,22 @@ def backward(call: Call) -> Any:
     )
 
 
+TENSORS = ("dout", "q", "k", "v", "out", "softmax_lse")
+
+
 def check_backward(call: Call, backend: str) -> None:
-    names = (
-        "dout", "q", "k", "v", "out", "softmax_lse", "cu_seqlens_q", "cu_seqlens_k", "alibi_slopes", "max_seqlen_q",
-        "max_seqlen_k", "p_dropout", "softmax_scale", "is_causal", "window_size_left", "window_size_right", "softcap",
-        "dsoftmax_lse",
-    )  # fmt: skip
-    _C.check_varlen_bwd(
-        *(call[name] for name in names), backend, *(call[f"d{name}"] for name in ALL), call.get("rng_state")
-    )
+    """The checks of the op, which makes dq, dk and dv."""
+    tensors = (call[name] for name in TENSORS)
+    options = {**op_options(call, backend), "dsoftmax_lse": call["dsoftmax_lse"]}
+    check_call(BWD, bwd_arguments(*tensors, **options))
+
+
+def official_backward(call: Call, backend: str) -> None:
+    """The function with the official signature, which has no dsoftmax_lse."""
+    renamed = {"p_dropout": "dropout_p", "is_causal": "causal"}
+    given = {renamed.get(name, name): value for name, value in call.items() if name != "dsoftmax_lse"}
+    with use_backend(backend):
+        _flash_attn_varlen_backward(**given, deterministic=False)
 
 
 def index_dtype(argument: str) -> Callable[[Call], object]:
@@ -183,7 +202,7 @@ def assert_named(wrong: WrongCall, run: Callable[[], object]) -> None:
 def test_the_valid_calls_are_valid(backend: str, device: str) -> None:
     out, lse, S_dmask, rng_state = forward(valid_varlen_call(device))
     assert (out.shape, lse.shape) == ((TOTAL_Q, NHEADS, 16), (NHEADS, TOTAL_Q))
-    assert (S_dmask.numel(), rng_state.numel()) == (0, 0)
+    assert S_dmask is rng_state is None
     dq, dk, dv, softmax_d = backward(valid_backward_call(device))
     assert (dq.shape[0], dk.shape[0], dv.shape[0]) == (9, 14, 14)
     assert softmax_d.shape == (NHEADS, (9 // 128 + 3) * 128)
@@ -203,6 +222,7 @@ def test_wrong_varlen_call_is_named(
     call = valid_backward_call(device)
     wrong.change(call)
     assert_named(wrong, lambda: check_backward(call, backend))
+    assert_named(wrong, lambda: official_backward(call, backend))
     if backend != "triton":
         assert_named(wrong, lambda: backward(call))
 
@@ -236,7 +256,10 @@ WRONG_BACKWARD_CALLS = [
 def test_wrong_varlen_backward_call_is_named(wrong: WrongCall, backend: str, device: str) -> None:
     call = valid_backward_call(device)
     wrong.change(call)
-    assert_named(wrong, lambda: check_backward(call, backend))
+    if not wrong.name.startswith(("dq", "dk", "dv")):
+        assert_named(wrong, lambda: check_backward(call, backend))
+    if call["dsoftmax_lse"] is None:
+        assert_named(wrong, lambda: official_backward(call, backend))
     if backend != "triton":
         assert_named(wrong, lambda: backward(call))
 
@@ -257,11 +280,16 @@ def test_arguments_that_are_not_implemented_are_named(argument: str, backend: st
         forward(call)
 
 
-@pytest.mark.parametrize("checked", ["cpu", "cuda", "triton"])
-def test_a_page_holds_any_number_of_keys(checked: str) -> None:
-    call = valid_paged_call("cpu")
+each_checked = pytest.mark.parametrize(
+    ("checked", "device"), [("cpu", "cpu"), ("triton", "cpu"), pytest.param("cuda", "cuda", marks=pytest.mark.gpu)]
+)
+
+
+@each_checked
+def test_a_page_holds_any_number_of_keys(checked: str, device: str) -> None:
+    call = valid_paged_call(device)
     call.update({name: call[name].new_zeros(20, 5, 3, 16) for name in ("k", "v")})
-    call["block_table"] = torch.arange(21, dtype=torch.int32).reshape(3, 7) % 20
+    call["block_table"] = torch.arange(21, dtype=torch.int32, device=device).reshape(3, 7) % 20
     check_forward({**call, **{name: call[name].half() for name in ("q", "k", "v")}}, checked)
 
 
@@ -278,14 +306,14 @@ def test_a_block_table_without_columns_holds_no_keys(backend: str, device: str) 
     assert (S_dmask == 0).all()
 
 
-@pytest.mark.parametrize("checked", ["cpu", "cuda", "triton"])
-def test_strides_of_an_empty_tensor_do_not_matter(checked: str) -> None:
-    call = valid_paged_call("cpu")
+@each_checked
+def test_strides_of_an_empty_tensor_do_not_matter(checked: str, device: str) -> None:
+    call = valid_paged_call(device)
     call.update({name: call[name].half() for name in ALL})
     call.update({name: call[name][:1] for name in ("cu_seqlens_q", "cu_seqlens_k")})
     call["q"] = call["q"][:0]
-    call["block_table"] = torch.zeros(7, 4, dtype=torch.int32).mT[:0]
-    call["alibi_slopes"] = torch.zeros(NHEADS, 4).mT[:0]
+    call["block_table"] = torch.zeros(7, 4, dtype=torch.int32, device=device).mT[:0]
+    call["alibi_slopes"] = torch.zeros(NHEADS, 4, device=device).mT[:0]
     check_forward(call, checked)
 
 

@@ -103,6 +103,26 @@ def test_gradients_see_the_mask_of_their_sample(randomness: str, backend: str, d
     assert torch.equal(out[0], out[1]) == (randomness == "same")
 
 
+@pytest.mark.parametrize("form", ["dense", "varlen"])
+@pytest.mark.parametrize("randomness", ["same", "different"])
+def test_s_dmask_has_the_mask_of_its_sample(randomness: str, form: str, backend: str, device: str) -> None:
+    """v is the identity: out is 0 where a pair was dropped."""
+    q = torch.zeros(16, 1, 16, device=device).half()
+    v = torch.eye(16, device=device).half()[:, None].expand(SAMPLES, 16, 1, 16)
+    cu_seqlens = torch.tensor([0, 16], dtype=torch.int32, device=device)
+
+    def attend(v: Tensor) -> tuple[Tensor, Tensor]:
+        options: dict[str, Any] = {"dropout_p": 0.5, "return_attn_probs": True, "backend": backend}
+        if form == "varlen":
+            out, _, S_dmask = flash_attn_varlen_func(q, q, v, cu_seqlens, cu_seqlens, 16, 16, **options)
+            return out[:, 0], S_dmask[0, 0, :16, :16]
+        out, _, S_dmask = flash_attn_func(q[None], q[None], v[None], **options)
+        return out[0, :, 0], S_dmask[0, 0, :16, :16]
+
+    out, S_dmask = torch.vmap(attend, randomness=randomness)(v)
+    assert torch.equal(out == 0, torch.signbit(S_dmask))
+
+
 def test_vmap_of_vmap_asks_each_level(backend: str, device: str, draw: torch.Generator) -> None:
     x = sample(device, draw).expand(2, SAMPLES, 33, 2, 16)
     inner = vmapped(dense, backend, randomness="same")
@@ -119,12 +139,39 @@ def test_randomness_is_ignored_without_dropout(backend: str, device: str, draw: 
     assert torch.equal(torch.vmap(lambda t: flash_attn_func(t, t, t, backend=backend))(x), expected)
 
 
-def test_same_is_never_traced(backend: str, device: str, draw: torch.Generator) -> None:
-    """A traced program would not set the generator's state: it would draw other masks without an error."""
+@each_call
+@pytest.mark.parametrize("randomness", ["same", "different"])
+def test_a_compiled_call_obeys_randomness(
+    call: Call, randomness: str, backend: str, device: str, draw: torch.Generator
+) -> None:
+    """Each run of the program draws anew."""
     torch._dynamo.reset()
     x = sample(device, draw).expand(SAMPLES, 33, 2, 16)
-    same = vmapped(dense, backend, randomness="same")
-    with pytest.raises(Exception, match="randomness='same' cannot be compiled"):
-        torch.compile(same, backend="aot_eager", fullgraph=True)(x, x)
-    out = torch.compile(same, backend="aot_eager")(x, x)  # with a graph break
-    assert torch.equal(out, out[:1].expand_as(out))
+    compiled = torch.compile(vmapped(call, backend, randomness=randomness), backend="aot_eager", fullgraph=True)
+    out, other = compiled(x, x), compiled(x, x)
+    for i in range(1, SAMPLES):
+        assert torch.equal(out[i], out[0]) == (randomness == "same")
+    assert not torch.equal(out, other)
+
+
+@each_call
+@pytest.mark.parametrize("randomness", ["same", "different"])
+def test_gradients_of_a_compiled_call_see_its_masks(
+    call: Call, randomness: str, backend: str, device: str, draw: torch.Generator
+) -> None:
+    """out is linear in v: its value is the product of v and the gradient of the sum over features, for each feature."""
+    torch._dynamo.reset()
+    q, v = (torch.stack([sample(device, draw) for _ in range(SAMPLES)]).float() for _ in range(2))
+    q, v = (x if backend == "cpu" else x.half() for x in (q, v))
+    v.requires_grad_()
+    compiled = torch.compile(vmapped(call, backend, randomness=randomness), backend="aot_eager", fullgraph=True)
+    out = compiled(q, v)
+    (dv,) = torch.autograd.grad(out.sum(), v)
+    torch.testing.assert_close((v * dv).sum((1, 2, 3)), out.sum((1, 2, 3)), rtol=1e-2, atol=1e-1)
+
+
+def test_error_holds_for_a_compiled_call(backend: str, device: str, draw: torch.Generator) -> None:
+    torch._dynamo.reset()
+    x = sample(device, draw).expand(SAMPLES, 33, 2, 16)
+    with pytest.raises(Exception, match="randomness='error'"):
+        torch.compile(vmapped(dense, backend), backend="aot_eager", fullgraph=True)(x, x)

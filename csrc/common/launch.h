@@ -4,8 +4,11 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <map>
+#include <mutex>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 
 namespace flash {
 
@@ -23,13 +26,27 @@ inline void check_grid(int64_t grid, const char *what) {
     }
 }
 
+// Sets an attribute of a kernel on the current device, unless this process has given it that value or a larger one.
+template <typename Kernel>
+void raise_attribute(Kernel *kernel, cudaFuncAttribute attribute, int value, const char *what) {
+    static std::mutex mutex;
+    static std::map<std::tuple<int, const void *, cudaFuncAttribute>, int> known;
+    int device = 0;
+    check_cuda(cudaGetDevice(&device), "reading the current device");
+    const std::lock_guard<std::mutex> lock(mutex);
+    int &largest = known[{device, reinterpret_cast<const void *>(kernel), attribute}];
+    if (value > largest) {
+        check_cuda(cudaFuncSetAttribute(kernel, attribute, value), what);
+        largest = value;
+    }
+}
+
 // Allows each CTA of `kernel` smem bytes of dynamic shared memory.
 template <typename Kernel>
 void reserve_smem(Kernel *kernel, int smem) {
     constexpr int kDefaultSmem = 48 * 1024;  // bytes that a CTA may use without this call
     if (smem > kDefaultSmem) {
-        check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem),
-                   "reserving shared memory");
+        raise_attribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem, "reserving shared memory");
     }
 }
 

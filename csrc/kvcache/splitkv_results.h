@@ -13,8 +13,8 @@ struct RowResult {
     float row_sum = 0.0f;
     float4 o = {0.0f, 0.0f, 0.0f, 0.0f};
 
-    // Adds the result of other keys. A row that sees none of them has the maximum -inf, the sum 0, and may have o = NaN.
-    // No branch: loads of several results stay together.
+    // Adds the result of other keys. A row that sees none of them has the maximum -inf, the sum 0, and may have o =
+    // NaN. No branch: loads of several results stay together.
     __device__ __forceinline__ void add(float other_max, float other_sum, const float4 &other_o, float scale_log2) {
         const bool is_seen = sees_keys(other_max, other_sum);
         const float new_max = fmaxf(row_max, other_max);

@@ -8,66 +8,53 @@ compiled for this GPU.
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import functools
 import os
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 
 from . import cpu, cuda, triton
-from .extension import FourTensors as FourTensors
-from .extension import Gradients as Gradients
-from .extension import TwoTensors as TwoTensors
 
 ENVIRONMENT_VARIABLE = "FLASH_ATTN_MINI_BACKEND"
 
 
 @dataclass(frozen=True)
 class Backend:
-    """One implementation of attention. Its functions check their arguments through csrc/checks.h.
+    """One implementation of attention.
 
     Attributes:
         name: What a caller writes in ``backend=``.
-        forward: ``forward(q, k, v, sequences, options)`` returns (out, softmax_lse, S_dmask, rng_state). ``sequences``
-            is None for sequences of equal length; see `flash_attn_mini.options`.
-        backward: ``backward(dout, q, k, v, out, softmax_lse, dsoftmax_lse, sequences, options, rng_state, output_mask,
-            into=(None, None, None))`` returns (dq, dk, dv, softmax_d). A gradient that output_mask leaves out is an
-            empty tensor. ``into`` has the tensors that receive dq, dk and dv, None for a new one.
-        forward_kvcache: ``forward_kvcache(q, k_cache, v_cache, cache, options)`` appends the new keys and values of
-            ``cache``, a `KvCache`, to the caches and returns (out, softmax_lse).
         unavailable_reason: ``unavailable_reason(device)`` is None when the backend can run there, else one sentence
             that says why not.
     """
 
     name: str
-    forward: Callable[..., FourTensors]
-    backward: Callable[..., FourTensors]
-    forward_kvcache: Callable[..., TwoTensors]
     unavailable_reason: Callable[[torch.device], str | None]
 
 
 BACKENDS: dict[str, Backend] = {
-    name: Backend(
-        name,
-        module.forward,
-        module.backward,
-        module.forward_kvcache,
-        module.unavailable_reason,
-    )
+    name: Backend(name, module.unavailable_reason)
     for name, module in (("cuda", cuda), ("triton", triton), ("cpu", cpu))
 }
 
-_chosen: contextvars.ContextVar[str | None] = contextvars.ContextVar("flash_attn_mini_backend", default=None)
+
+_chosen = threading.local()  # .name, where use_backend has chosen. torch.compile guards on it, not on a subclass's
+
+
+def chosen_backend() -> str | None:
+    """The name that ``use_backend`` chose in this thread, or None."""
+    return getattr(_chosen, "name", None)
 
 
 @contextlib.contextmanager
 def use_backend(name: str) -> Iterator[None]:
     """Run the calls inside the ``with`` block on the backend ``name`` (per thread, nestable).
 
-    Their gradients come from the same backend, wherever ``backward()`` is called. A training step compiled by
-    torch.compile keeps the backend that it was traced with, and raises RuntimeError inside a block with another name.
+    Their gradients come from the same backend, wherever ``backward()`` is called. A function compiled by torch.compile
+    is compiled once more in a block with another name.
 
     Args:
         name: ``"cuda"``, ``"triton"`` or ``"cpu"``.
@@ -82,11 +69,11 @@ def use_backend(name: str) -> Iterator[None]:
         ...     flash_attn_mini.flash_attn_func(q, q, q).shape
         torch.Size([1, 8, 2, 16])
     """
-    token = _chosen.set(_known(name, "use_backend()").name)
+    before, _chosen.name = chosen_backend(), _known(name, "use_backend()").name
     try:
         yield
     finally:
-        _chosen.reset(token)
+        _chosen.name = before
 
 
 def available_backends(device: torch.device | str) -> list[str]:
@@ -119,50 +106,23 @@ def select_backend(device: torch.device, requested: str | None = None) -> Backen
     """
     name, source = requested, "the backend argument"
     if name is None:
-        name, source = _chosen.get(), "use_backend()"
+        name, source = chosen_backend(), "use_backend()"
     if name is None:
         name, source = os.environ.get(ENVIRONMENT_VARIABLE) or None, ENVIRONMENT_VARIABLE
     return _resolve(device, name, source)
 
 
-# Traced programs alone have backend arguments with this prefix: the public functions refuse it (`check_backend`).
-_TRACED = "traced:"
+def backend_argument(device: torch.device, requested: str | None) -> str | None:
+    """The backend argument of an op: a name that can run on ``device``, or None if the call and ``use_backend`` ask for
+    none. The op then reads FLASH_ATTN_MINI_BACKEND, else it chooses by device.
 
-
-def traced_backend(device: torch.device, requested: str | None) -> str | None:
-    """The backend argument of a traced forward op whose backward has to take the same backend.
-
-    A choice by ``use_backend``, environment or device becomes the backend's name with a prefix, which
-    `backend_of_op` reads. None where no backend can run, as when a program for another machine is traced.
+    While a program is traced, the name is checked when the program runs.
     """
-    if requested is not None:
-        return requested
-    try:
-        return _TRACED + select_backend(device).name
-    except RuntimeError:
+    if torch.compiler.is_compiling():
+        return chosen_backend() if requested is None else requested
+    if requested is None and chosen_backend() is None:
         return None
-
-
-def backend_of_op(name: str | None) -> str | None:
-    """The backend argument of an op, without the prefix of `traced_backend`.
-
-    Raises:
-        RuntimeError: If the program was traced on one backend and ``use_backend`` asks for another.
-    """
-    if name is None or not name.startswith(_TRACED):
-        return name
-    name = name.removeprefix(_TRACED)
-    if _chosen.get() not in (None, name):
-        raise RuntimeError(
-            f"flash_attn_mini: use_backend({_chosen.get()!r}) is active, but this call was compiled for training "
-            f"on backend '{name}'; allowed: a function compiled anew inside the block (torch.compiler.reset())"
-        )
-    return name
-
-
-def name_of_traced(name: str | None) -> str | None:
-    """The result of `traced_backend` as a plain name, for the backward, which ``use_backend`` does not change."""
-    return None if name is None else name.removeprefix(_TRACED)
+    return select_backend(device, requested).name
 
 
 @functools.cache  # what a device can run does not change while the process lives

@@ -1,6 +1,6 @@
 """The compiled extension ``flash_attn_mini._C``: the one place that spells out the official argument order.
 
-Backends pass `Sequences` (None for sequences of equal length), `KvCache` and `Options` whole.
+The others pass `Sequences` (None for sequences of equal length), `KvCache` and `Options` whole.
 """
 
 from __future__ import annotations
@@ -13,18 +13,16 @@ from typing import Any
 
 import torch
 
-from ..allocation import empty_contiguous_last
 from ..options import KvCache, Options, Sequences
+from ..schemas import EQUAL_LENGTHS
 
-TwoTensors = tuple[torch.Tensor, torch.Tensor]
-FourTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
-_module: ModuleType | None = None
+MODULE: ModuleType | None = None  # None: not built, or it does not load
 _error: str | None = None
 
 try:
-    _module = importlib.import_module("flash_attn_mini._C")
+    MODULE = importlib.import_module("flash_attn_mini._C")
 except ImportError as error:
     _error = f"the extension flash_attn_mini._C does not load ({error}); build it with: pip install ."
 
@@ -40,9 +38,9 @@ def load() -> ModuleType:
     Raises:
         RuntimeError: If it is not built or does not load.
     """
-    if _module is None:
+    if MODULE is None:
         raise RuntimeError(f"flash_attn_mini: {_error}")
-    return _module
+    return MODULE
 
 
 @contextlib.contextmanager
@@ -60,47 +58,36 @@ def reserved_sms(count: int) -> Iterator[None]:
 
 
 def _scalars(options: Options, *zero_tensors: bool) -> tuple[Any, ...]:
-    """p_dropout to softcap in the official order; the varlen entries have zero_tensors among them."""
-    return (
-        options.dropout_p,
-        options.softmax_scale,
-        *zero_tensors,
-        options.causal,
-        options.window_size_left,
-        options.window_size_right,
-        options.softcap,
-    )
+    """p_dropout to softcap in the official order; the varlen functions have zero_tensors among them."""
+    dropout_p, softmax_scale, causal, left, right, softcap, *_ = options
+    return dropout_p, softmax_scale, *zero_tensors, causal, left, right, softcap
 
 
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences | None, options: Options
-) -> FourTensors:
-    """``_C.fwd``, or ``_C.varlen_fwd`` with sequences: (out, softmax_lse, S_dmask, rng_state)."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """``_C.fwd``, or ``_C.varlen_fwd`` with sequences: out, softmax_lse and, with dropout, rng_state."""
     out = seqused_k = leftpad_k = generator = None
-    alibi_slopes, return_softmax = options.alibi_slopes, options.return_softmax
-    results: FourTensors
+    return_softmax = False
+    end = (return_softmax, generator, options.deterministic, options.backend)
     if sequences is None:
-        results = load().fwd(q, k, v, out, alibi_slopes, *_scalars(options), return_softmax, generator)
-        return results
-    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table = sequences
-    results = load().varlen_fwd(
-        q,
-        k,
-        v,
-        out,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        seqused_k,
-        leftpad_k,
-        block_table,
-        alibi_slopes,
-        max_seqlen_q,
-        max_seqlen_k,
-        *_scalars(options, False),
-        return_softmax,
-        generator,
-    )
-    return results
+        results = load().fwd(q, k, v, out, options.alibi_slopes, *_scalars(options), *end)
+    else:
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table = sequences
+        lengths = (cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table)
+        longest = (max_seqlen_q, max_seqlen_k)
+        zero_tensors = False
+        results = load().varlen_fwd(
+            q, k, v, out, *lengths, options.alibi_slopes, *longest, *_scalars(options, zero_tensors), *end
+        )
+    return results[0], results[1], results[3]
+
+
+def check_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences | None, options: Options
+) -> None:
+    """Make the checks of a forward on the backend that the options name, and nothing more."""
+    load().check_fwd(q, k, v, *(sequences or EQUAL_LENGTHS), *options, None)
 
 
 def backward(
@@ -115,44 +102,31 @@ def backward(
     options: Options,
     rng_state: torch.Tensor | None,
     output_mask: Sequence[bool],
-    into: Gradients = (None, None, None),
-) -> FourTensors:
-    """``_C.bwd``, or ``_C.varlen_bwd`` with sequences: (dq, dk, dv, softmax_d)."""
+    into: Sequence[torch.Tensor | None],
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
+    """``_C.bwd``, or ``_C.varlen_bwd`` with sequences, which write to ``into``: dq, dk, dv and softmax_d."""
     tensors = (dout, q, k, v, out, softmax_lse, *into)
     generator = None
-    rest = (options.deterministic, generator, rng_state, dsoftmax_lse, output_mask)
-    results: FourTensors
+    deterministic = options.deterministic or torch.are_deterministic_algorithms_enabled()
+    end = (deterministic, generator, rng_state, dsoftmax_lse, output_mask, options.backend)
     if sequences is None:
-        results = load().bwd(*tensors, options.alibi_slopes, *_scalars(options), *rest)
-        return results
-    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, _ = sequences
-    results = load().varlen_bwd(
-        *tensors,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        options.alibi_slopes,
-        max_seqlen_q,
-        max_seqlen_k,
-        *_scalars(options, False),
-        *rest,
-    )
-    return results
+        dq, dk, dv, softmax_d = load().bwd(*tensors, options.alibi_slopes, *_scalars(options), *end)
+    else:
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, _ = sequences
+        zero_tensors = False
+        lengths, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
+        dq, dk, dv, softmax_d = load().varlen_bwd(
+            *tensors, *lengths, options.alibi_slopes, *longest, *_scalars(options, zero_tensors), *end
+        )
+    return dq, dk, dv, softmax_d
 
 
 def forward_kvcache(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, cache: KvCache, options: Options
-) -> TwoTensors:
-    """``_C.fwd_kvcache``: writes the new keys and values to the caches, then attends: (out, softmax_lse)."""
-    out, softmax_lse = load().fwd_kvcache(*_kvcache_arguments(q, k_cache, v_cache, cache, options))
-    return out, softmax_lse
-
-
-def _kvcache_arguments(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, cache: KvCache, options: Options
-) -> tuple[Any, ...]:
-    """The arguments of ``_C.fwd_kvcache``: the official ones in the official order, then two of ours."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``_C.fwd_kvcache``: the official arguments in the official order, then three of ours: out and softmax_lse."""
     out = None
-    return (
+    result, softmax_lse = load().fwd_kvcache(
         q,
         k_cache,
         v_cache,
@@ -175,81 +149,6 @@ def _kvcache_arguments(
         cache.num_splits,
         cache.split_keys,
         cache.cache_seqlen,
+        options.backend,
     )
-
-
-def check_kvcache(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, cache: KvCache, options: Options, backend: str
-) -> None:
-    """Make the checks of `forward_kvcache` for ``backend``, and nothing more."""
-    load().check_kvcache(*_kvcache_arguments(q, k_cache, v_cache, cache, options), backend)
-
-
-def check_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences | None, options: Options, backend: str
-) -> None:
-    """Make the checks of `forward` for ``backend``, and nothing more."""
-    rest = (*_scalars(options), options.return_softmax, backend)
-    if sequences is None:
-        load().check_fwd(q, k, v, options.alibi_slopes, *rest)
-    else:
-        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table = sequences
-        tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, options.alibi_slopes)
-        load().check_varlen_fwd(*tensors, max_seqlen_q, max_seqlen_k, *rest)
-
-
-def check_backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    softmax_lse: torch.Tensor,
-    dsoftmax_lse: torch.Tensor | None,
-    sequences: Sequences | None,
-    options: Options,
-    rng_state: torch.Tensor | None,
-    backend: str,
-    into: Gradients = (None, None, None),
-) -> None:
-    """Make the checks of `backward` for ``backend``, and nothing more."""
-    tensors = (dout, q, k, v, out, softmax_lse)
-    rest = (*_scalars(options), dsoftmax_lse, backend, *into, rng_state)
-    if sequences is None:
-        load().check_bwd(*tensors, options.alibi_slopes, *rest)
-    else:
-        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, _ = sequences
-        load().check_varlen_bwd(
-            *tensors, cu_seqlens_q, cu_seqlens_k, options.alibi_slopes, max_seqlen_q, max_seqlen_k, *rest
-        )
-
-
-def s_dmask(
-    q: torch.Tensor, k: torch.Tensor, rng_state: torch.Tensor, sequences: Sequences | None, options: Options
-) -> torch.Tensor:
-    """``_C.s_dmask``: the S_dmask of a forward with dropout that drew rng_state."""
-    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table = sequences or (
-        None,
-        None,
-        q.shape[1],
-        k.shape[1],
-        None,
-    )
-    result: torch.Tensor = load().s_dmask(
-        q,
-        k,
-        rng_state,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        options.alibi_slopes,
-        *_scalars(options),
-        block_table,
-    )
-    return result
-
-
-def stored(result: torch.Tensor, like: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
-    """A copy of ``result`` in the tensor that the caller gave, or in a new one like ``like``."""
-    return (empty_contiguous_last(like) if into is None else into).copy_(result)
+    return result, softmax_lse

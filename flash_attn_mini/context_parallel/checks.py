@@ -10,10 +10,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._C._functorch import is_legacy_batchedtensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from ..autograd import is_transformed, refuse_forward_mode
+from ..transforms import is_batch_of_gradients, is_transformed, refuse_forward_mode
 from . import transport
 
 
@@ -60,8 +59,7 @@ def _short(text: str) -> str:
 
 def refuse_transforms(name: str, *tensors: Any) -> None:
     """Raise NotImplementedError under a transform of torch.func, for a tangent, and for a batch of gradients."""
-    is_batched = any(isinstance(x, torch.Tensor) and is_legacy_batchedtensor(x) for x in tensors)
-    if is_transformed() or is_batched:
+    if is_transformed() or any(is_batch_of_gradients(x) for x in tensors):
         raise NotImplementedError(
             f"flash_attn_mini: {name} does not run under torch.func (grad, vmap, jvp and others) or with a batch of "
             "gradients (is_grads_batched); allowed: torch.autograd with one gradient"

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import tracing
-from ..argument_checks import WindowSize, checked_options, wrong_type
-from ..autograd import _autocast
+from ..argument_checks import WindowSize, as_flag, checked_options, wrong_type
 from ..backends import extension, select_backend
+from ..backends.triton import checks as triton_checks
 from ..options import Sequences
+from ..transforms import autocast
 from . import all_gather, blocks, checks, ring, transport, ulysses
 from .kernels import Attention, BackwardInputs
 from .shards import Shards, kept
@@ -26,7 +27,7 @@ ULYSSES_SHARE = 0.5
 
 
 class Arguments(NamedTuple):
-    """The arguments that both public functions pass on to `checked_options`, as they were given."""
+    """The arguments that both public functions share, as they were given."""
 
     softmax_scale: Any
     causal: Any
@@ -213,8 +214,7 @@ def _call(
     with checks.shared_errors(name, shards.group):
         checks.refuse_transforms(name, q, k, v)
         attention = _checked(name, is_packed, q, k, v, shards, arguments, strategy, backend)
-    if torch.is_autocast_enabled(q.device.type):
-        q, k, v = (_autocast(x, q.device.type) for x in (q, k, v))
+    q, k, v = (autocast(x) for x in (q, k, v))
     if checks.compares_ranks():
         checks.compare_ranks(name, shards.group, _description(attention, q, k, v, arguments, strategy))
     choice = Choice(strategy, "asked for")
@@ -247,8 +247,10 @@ def _checked(
                 f"flash_attn_mini: {tensor_name} is a {type(x).__name__}; allowed: a plain torch.Tensor with the local "
                 "rows (of a DTensor: to_local())"
             )
-    options = checked_options(q, k, v, 0.0, **arguments._asdict(), backend=backend)
-    options = options._replace(backend=select_backend(q.device, options.backend).name, return_softmax=False)
+    named = arguments._asdict()
+    as_flag("return_attn_probs", named.pop("return_attn_probs"))
+    options = checked_options(q, k, v, 0.0, **named, backend=backend)
+    options = options._replace(backend=select_backend(q.device, options.backend).name)
     slopes = options.alibi_slopes
     if is_packed:
         documents = len(shards.starts) - 1
@@ -273,7 +275,8 @@ def _checked(
             )
     sequences = _local_sequence(shards, q.device) if is_packed else None
     assert options.backend is not None
-    extension.check_forward(q, k, v, sequences, options._replace(alibi_slopes=slopes), options.backend)
+    check = triton_checks.check_forward if extension.MODULE is None else extension.check_forward
+    check(q, k, v, sequences, options._replace(alibi_slopes=slopes))
     if strategy == ulysses.NAME and not ulysses.divides(shards.size, q.shape[-2], k.shape[-2]):
         raise ValueError(
             f"flash_attn_mini: strategy is 'ulysses', for {q.shape[-2]} heads of q and {k.shape[-2]} of k; allowed: "

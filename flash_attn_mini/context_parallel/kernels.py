@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..backends import Gradients
-from ..ops import lse_dtype, run_backward, run_forward
+from .. import ops
+from ..backends.extension import Gradients
 from ..options import Options
 from .blocks import FAR, Call, Mask
 from .merge import Total, narrowed
@@ -67,7 +67,7 @@ class BackwardInputs(NamedTuple):
 
 def sums_dtype(q: torch.Tensor) -> torch.dtype:
     """The dtype of sums over calls: float32, float64 for float64 inputs."""
-    return lse_dtype(q)
+    return ops.lse_dtype(q)
 
 
 def partial_of(q: torch.Tensor) -> Total:
@@ -87,10 +87,10 @@ def forward(
             q_part, k_part, v_part = q_part.double(), k_part.double(), v_part.double()
         options = _options_of(attention, call, q)
         if attention.is_packed and len(call.rectangles) > 1:
-            out, lse, _, _ = run_forward(q_part, k_part, v_part, call.sequences(q.device)[0], options)
+            out, lse, _ = ops.forward(q_part, k_part, v_part, call.sequences(q.device)[0], options)
         else:
             q_part, k_part, v_part = (_stacked(attention, call, x) for x in (q_part, k_part, v_part))
-            out, lse, _, _ = run_forward(q_part, k_part, v_part, None, options)
+            out, lse, _ = ops.forward(q_part, k_part, v_part, None, options)
             out, lse = _unstacked(attention, call, out), _unstacked_statistic(attention, call, lse)
         offset = _offset_of(attention, call, q)
         to.add(call.q[0], out, lse if offset is None else (lse - offset).to(sums_dtype(q)))
@@ -127,7 +127,7 @@ def backward(
             dout, q, k, v, out = (_stacked(attention, call, x) for x in (dout, q, k, v, out))
             lse = _stacked_statistic(attention, call, lse)
             dlse = None if dlse is None else _stacked_statistic(attention, call, dlse)
-        dq_part, *dkv_parts, _ = run_backward(
+        dq_part, *dkv_parts, _ = ops.backward(
             dout,
             q,
             k,

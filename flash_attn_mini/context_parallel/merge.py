@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..backends.triton import kernels_unavailable_reason
+from ..backends.triton import unavailable_reason
 from .blocks import Interval, union
 
 MOST_PARTS = 3  # in one pass: two blocks of the ring, and what came before
@@ -72,7 +72,7 @@ def combine(parts: list[Part], out: torch.Tensor, lse: torch.Tensor | None) -> N
 
 @functools.cache  # what a device can run does not change while the process lives, and asking takes host time
 def _runs_triton(device: torch.device) -> bool:
-    return kernels_unavailable_reason(device) is None
+    return unavailable_reason(device) is None
 
 
 def combine_by_torch(parts: list[Part], out: torch.Tensor, lse: torch.Tensor | None) -> None:

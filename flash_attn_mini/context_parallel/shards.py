@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 
 from ..argument_checks import as_integer, wrong_type
-from ..autograd import is_transformed
+from ..transforms import may_keep_tensors
 from . import checks, transport
 
 if TYPE_CHECKING:
@@ -32,9 +32,12 @@ def kept(cache: dict[Any, Any], key: Any, build: Callable[[], T]) -> T:
     """``cache[key]``, from the first call of ``build``: tensors that lengths alone decide.
 
     Every later call can use them: they are no inference tensors. Those of a dispatch mode (FakeTensorMode) or of a
-    transform of torch.func are neither kept nor mixed with kept ones.
+    transform of torch.func are neither kept nor mixed with kept ones. A compiled function reads kept ones and keeps
+    none: its results may lie in the memory of a CUDA graph, which the next replay writes.
     """
-    if not torch.compiler.is_dynamo_compiling() and (torch._C._len_torch_dispatch_stack() > 0 or is_transformed()):
+    if torch.compiler.is_dynamo_compiling():
+        return cache[key] if key in cache else build()
+    if not may_keep_tensors():
         return build()
     if key not in cache:
         with torch.inference_mode(False):

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import torch
 
-from ..ops import run_backward, run_forward
+from .. import ops
 from ..options import Options, Sequences
 from . import transport
 from .all_gather import tokens_first
@@ -55,7 +55,7 @@ def forward(
     for group, message in enumerate(arriving):
         tensors = _split_heads(_arrived(attention, message), [x[group].shape[-2] for x in qkv])
         options, sequences = _options_of(attention, group, groups, q), _sequences(attention, q)
-        out, lse, _, _ = run_forward(*tensors, sequences, options)
+        out, lse, _ = ops.forward(*tensors, sequences, options)
         saved += [*tensors, out, lse]
         results = [tokens_first(out)]
         if returns_lse:
@@ -104,7 +104,7 @@ def backward(
         q, k, v, out, lse = saved.of_group(group)
         options, sequences = _options_of(attention, group, groups, q), _sequences(attention, q)
         tensors = (dout_group, q, k, v, out, lse, dlse_group)
-        gradients = run_backward(*tensors, sequences, options, None, wanted)[:3]
+        gradients = ops.backward(*tensors, sequences, options, None, wanted)[:3]
         leaving.append(
             [
                 _gather_heads(attention, "backward", group, tokens_first(x)) if is_wanted else None

@@ -16,11 +16,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flash_attn_mini.argument_checks import checked_options
 from flash_attn_mini.bert_padding import index_first_axis, index_put_first_axis
 from flash_attn_mini.flash_attn_interface import flash_attn_func, flash_attn_varlen_func
 from flash_attn_mini.kvcache import flash_attn_with_kvcache
 
-from .transformers_masks import Layout, Mask, Seen, decoding_layout_of, layout_of, seen_of
+from .transformers_masks import (
+    CLOSURES_ARE_TRACED,
+    HOLES_UNDER_A_WINDOW,
+    UNKNOWN_PATTERN,
+    Layout,
+    Mask,
+    Seen,
+    decoding_layout_of,
+    kept_by,
+    layout_of,
+    padding_of,
+    seen_of,
+    traced_mask,
+    unsupported,
+)
+from .transformers_op import attend_to_sequences
 
 ATTENTION_NAME = "attn_mini"
 
@@ -48,9 +64,18 @@ def register(name: str = ATTENTION_NAME) -> str:
     step waits for the GPU and a compiled model is compiled once. With a static cache on a GPU, padding elsewhere than
     on the left ends in a device-side assertion. Other caches and the CPU allow it: the keys are then packed.
 
+    `torch.compile(model, fullgraph=True)` works without a cache, also for training and for padded or packed batches. A
+    padded batch is then sorted, not packed: nothing waits for the GPU. A model without a padding mask may hold packed
+    rows, so each forward waits once. What only the values of a mask show to be unsupported (padding with holes under a
+    sliding window, before PyTorch 2.14 also unknown patterns) raises NotImplementedError when the program runs, on a
+    GPU a device-side assertion.
+
     The model's forward raises NotImplementedError for attention sinks, position biases, masks of any other pattern, and
     `output_attentions=True`. Before transformers 5, some models (GPT-2) do not pass `output_attentions` on: they return
     None for each layer instead.
+
+    Some models compute attention in code of their own and take no attention implementation. Bloom's forward raises
+    NotImplementedError. For Falcon transformers raises KeyError when the model is made.
 
     Args:
         name: The name to register. It may not contain "flash": transformers reserves such names for its own kernels.
@@ -115,7 +140,9 @@ def attention(
         key: ``[batch, nheads_k, seqlen_k, headdim]``.
         value: ``[batch, nheads_k, seqlen_k, headdim_v]``, headdim_v at most headdim.
         attention_mask: The result of `attention_mask`, a padding mask ``[batch, seqlen_k]``, a causal or full mask
-            ``[batch, 1, seqlen_q, seqlen_k]``, or None.
+            ``[batch, 1, seqlen_q, seqlen_k]``, or None. A bool mask is true where a key counts. A floating mask is
+            added to the scores: it holds 0, and -inf or the smallest number of its dtype. A padding mask may also hold
+            the integers 0 and 1, 1 for the tokens that count.
         dropout: The probability of dropping an attention probability.
         scaling: The factor on the scores; default ``1 / sqrt(headdim)``.
         sliding_window: The number of keys that a query sees, its own included, to each side (causal: to the left).
@@ -132,6 +159,7 @@ def attention(
 
     Raises:
         NotImplementedError: For masks and features that the kernels lack.
+        ValueError: For a padding mask of another batch size, or a mask of other integers.
     """
     if kwargs.get("output_attentions") or _records_attentions():
         raise _lacking("output_attentions=True; the probabilities are never stored")
@@ -170,10 +198,15 @@ def attention(
         if layout.indices_q is not None or layout.indices_k is not None:
             raise _lacking("cu_seq_lens_q together with padding")
         lengths = _given_lengths(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
+    batch, q_length = q.shape[:2]
+    if lengths is None and layout.packed_rows is not None:
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+        of_call = checked_options(q, k, v, **options, alibi_slopes=None, deterministic=False, backend=None)
+        out = attend_to_sequences(q, k, v, layout.packed_rows, of_call)
+        return out.view(batch, q_length, *out.shape[1:])[..., :v_headdim], None
     if lengths is None:
         return cast(Tensor, flash_attn_func(q, k, v, **options))[..., :v_headdim], None
 
-    batch, q_length = q.shape[:2]
     k, v = _packed(k, layout.indices_k), _packed(v, layout.indices_k)
     out = cast(Tensor, flash_attn_varlen_func(_packed(q, layout.indices_q), k, v, *lengths, **options))
     if layout.indices_q is not None:
@@ -204,7 +237,7 @@ def attention_mask(
         q_offset: The position of the first query.
         kv_offset: The position of the first key.
         mask_function: transformers' function of (batch, head, query, key); default causal.
-        attention_mask: The padding mask ``[batch, n]``, or an earlier result of this function.
+        attention_mask: The padding mask ``[batch, n]`` as in `attention`, or an earlier result of this function.
         cache_position: The positions of the queries; before transformers 5 in place of q_length and q_offset.
         kwargs: Other arguments of transformers.
 
@@ -224,9 +257,11 @@ def attention_mask(
     else:
         place = {"q_length": q_length, "q_offset": q_offset}
 
-    seen = seen_of(mask_function)
-    if seen is not None:
-        mask = Mask(seen, batch_size, q_length or 0, kv_length, q_offset, kv_offset, attention_mask)
+    if attention_mask is not None:
+        attention_mask = padding_of(attention_mask, batch_size)
+    unseen = Mask(Seen(), batch_size, q_length or 0, kv_length, q_offset, kv_offset, attention_mask)
+    mask = _with_seen(unseen, mask_function, kwargs)
+    if mask is not None:
         layout = decoding_layout_of(mask) or layout_of(mask)
         if layout is not None:
             return layout
@@ -241,6 +276,19 @@ def attention_mask(
         **kwargs,
     )
     return drawn
+
+
+def _with_seen(mask: Mask, mask_function: Callable[..., Any], kwargs: dict[str, Any]) -> Mask | None:
+    """The mask with the keys that `mask_function` lets a query see; None for an unknown function."""
+    seen = seen_of(mask_function)
+    if seen is not None:
+        return mask._replace(seen=seen)
+    window = kwargs.get("local_size")  # transformers also passes the length of the chunks of chunked attention
+    is_chunked = window is not None and window != getattr(kwargs.get("config"), "sliding_window", None)
+    if not torch.compiler.is_compiling() or CLOSURES_ARE_TRACED or is_chunked or kwargs.get("use_vmap", True):
+        return None
+    causal = "allow_is_bidirectional_skip" not in kwargs
+    return traced_mask(mask_function, mask, causal=causal, window=window, device=kwargs.get("device", "cpu"))
 
 
 def _records_attentions() -> bool:
@@ -269,13 +317,14 @@ def _layout(mask: Layout | Tensor | None, q: Tensor, k: Tensor, causal: bool, sl
             )
         return mask if mask.device in (None, q.device) else mask.to(q.device)
     if mask is not None and mask.ndim != 2:
-        return Layout(q_length, kv_length, kv_length, -1, 0 if _causal_of(mask, q_length, kv_length) else -1)
+        return Layout(q_length, kv_length, kv_length, -1, 0 if _causal_of(mask, q, kv_length) else -1)
     window = -1 if sliding_window is None else sliding_window - 1  # keys beside the query's own
     seen = Seen(left=window, right=0 if causal else window)
-    padded = Mask(seen, batch, q_length, kv_length, kv_length - q_length, 0, mask)
+    padding = None if mask is None else padding_of(mask, batch)
+    padded = Mask(seen, batch, q_length, kv_length, kv_length - q_length, 0, padding)
     layout = decoding_layout_of(padded) or layout_of(padded)
     if layout is None:
-        raise _lacking("a padding mask with holes in a layer with a sliding window")
+        raise NotImplementedError(HOLES_UNDER_A_WINDOW)
     return layout
 
 
@@ -296,22 +345,21 @@ def _given_lengths(
     return cu_seq_lens_q.to(torch.int32), cu_seq_lens_k.to(torch.int32), int(max_length_q), int(max_length_k)
 
 
-def _causal_of(mask: Tensor, seqlen_q: int, seqlen_k: int) -> bool:
+def _causal_of(mask: Tensor, q: Tensor, seqlen_k: int) -> bool:
     """True for a causal mask tensor, False for a mask that hides no key; any other raises NotImplementedError."""
-    allowed = mask if mask.dtype == torch.bool else mask == 0  # floats are added to the scores
-    if bool(allowed.all()):
-        return False
-    if mask.ndim == 4 and mask.shape[-2:] == (seqlen_q, seqlen_k):
+    batch, seqlen_q, nheads, _ = q.shape
+    kept = kept_by(mask)
+    sizes = (batch, nheads, seqlen_q, seqlen_k)
+    if mask.ndim == 4 and all(size in (1, whole) for size, whole in zip(mask.shape, sizes, strict=True)):
+        if bool(kept.all()):
+            return False
         causal = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=mask.device).tril(seqlen_k - seqlen_q)
-        if bool((allowed == causal).all()):
+        if mask.shape[-2:] == causal.shape and bool((kept == causal).all()):
+            if seqlen_q > seqlen_k and mask.is_floating_point() and bool(mask[..., 0, :].isfinite().any()):
+                raise _lacking("a query whose keys are all hidden by finite numbers; its output is an average")
             return True
-    raise _lacking(
-        f"this attention mask, of shape {tuple(mask.shape)}: neither causal nor full, nor one whose pattern is known "
-        "(padding, packed sequences, a sliding window)"
-    )
+    raise _lacking(f"this attention mask, of shape {tuple(mask.shape)}: {UNKNOWN_PATTERN}")
 
 
 def _lacking(feature: str) -> NotImplementedError:
-    return NotImplementedError(
-        f"flash_attn_mini in transformers does not support {feature}. attn_implementation='sdpa' does."
-    )
+    return NotImplementedError(unsupported(feature))

@@ -4,24 +4,42 @@ transformers describes a mask by a function of (batch, head, query, key) and a p
 functions that stand for an interval of keys around each query. `layout_of` finds the tokens. Both run once per forward,
 for all layers, and form no seqlen_q x seqlen_k tensor.
 
+While torch.compile traces, no value is known. Tensors then have sizes for every value (`_sorted_layout`, `_packed`),
+and PyTorch before 2.14 cannot look into a mask function: `traced_mask` guesses, and the program checks the guess.
+
 In generation a layer gets all keys of transformers' cache, old and new. A static cache also has an unused end. Its
 length is a tensor: one query for each row takes it to the kernel without waiting for the GPU.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .transformers_op import checked, sequences_of
+
 # Functions of transformers that make the parts of a mask for packed rows.
 PACKED = "packed_sequence_mask_function"
 POSITIONS_IN_SEGMENT = "remap_positions_for_packed_sequence"
+
+CLOSURES_ARE_TRACED = tuple(int(number) for number in torch.__version__.split(".")[:2]) >= (2, 14)
+
+
+def unsupported(feature: str) -> str:
+    """The message of an error for a feature that the kernels lack."""
+    return f"flash_attn_mini in transformers does not support {feature}. attn_implementation='sdpa' does."
+
+
+UNKNOWN_PATTERN = (
+    "neither causal nor full, nor one whose pattern is known (padding, packed sequences, a sliding window)"
+)
+UNKNOWN_MASK = unsupported(f"this model's mask: {UNKNOWN_PATTERN}")
+HOLES_UNDER_A_WINDOW = unsupported("a padding mask with holes in a layer with a sliding window")
 
 
 @dataclass(frozen=True)
@@ -63,7 +81,8 @@ class Mask(NamedTuple):
 class Layout:
     """A mask as arguments of one of the functions of this package, chosen by `lengths` and `is_decoding`.
 
-    transformers passes it to each layer in place of a mask tensor.
+    transformers passes it to each layer in place of a mask tensor. A layer that uses it as a tensor computes attention
+    itself, and never calls this package.
     """
 
     q_length: int
@@ -74,11 +93,24 @@ class Layout:
     lengths: tuple[Tensor, Tensor, int, int] | None = None  # cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     indices_q: Tensor | None = None  # the queries that take part, among [batch * q_length]; None for all
     indices_k: Tensor | None = None  # the keys that take part, among [batch * kv_end]; None for all
+    packed_rows: tuple[Tensor, Tensor] | None = None  # in place of lengths, in a traced program: `sequences_of`
     is_decoding: bool = False  # causal queries behind cached keys: flash_attn_with_kvcache
     cache_seqlens: Tensor | None = None  # int32 [batch], keys of each row; None: kv_end
     cache_leftpad: Tensor | None = None  # int32 [batch], padding before the first key of each row; None: none
 
     ndim = 4  # as the mask tensor [batch, 1, seqlen_q, seqlen_k]: transformers reads it
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        """Called by every function of PyTorch that takes it for a tensor."""
+        raise NotImplementedError(
+            "flash_attn_mini in transformers: this model computes attention in code of its own and takes no attention "
+            "implementation; allowed: attn_implementation='eager', or another that its documentation names"
+        )
+
+    def __getitem__(self, index: Any) -> NoReturn:
+        """Called by a layer that takes a part of the mask."""
+        self.__torch_function__(None, ())
 
     def contiguous(self) -> Layout:
         """Returns itself; generate() calls this on masks for a static cache."""
@@ -90,12 +122,14 @@ class Layout:
         tensors = {name: getattr(self, name) for name in names}
         moved = {name: tensor.to(device, **options) for name, tensor in tensors.items() if tensor is not None}
         lengths = self.lengths and (self.lengths[0].to(device), self.lengths[1].to(device), *self.lengths[2:])
-        return replace(self, lengths=lengths, **moved)
+        packed_rows = self.packed_rows and (self.packed_rows[0].to(device), self.packed_rows[1])
+        return replace(self, lengths=lengths, packed_rows=packed_rows, **moved)
 
     @property
     def device(self) -> torch.device | None:
         """The device of its tensors; None without any."""
-        tensors = (self.lengths and self.lengths[0], self.cache_seqlens, self.cache_leftpad)
+        cu_seqlens = (self.lengths or self.packed_rows or (None,))[0]
+        tensors = (cu_seqlens, self.cache_seqlens, self.cache_leftpad)
         return next((tensor.device for tensor in tensors if tensor is not None), None)
 
     def packed(self, batch: int) -> Layout:
@@ -123,10 +157,12 @@ def seen_of(mask_function: Callable[..., Any]) -> Seen | None:
         return Seen(right=0)
     if mask_function is getattr(masking_utils, "bidirectional_mask_function", None):
         return Seen()
-    if getattr(mask_function, "__module__", None) != masking_utils.__name__:
+    if torch.compiler.is_compiling() and not CLOSURES_ARE_TRACED:
         return None
-    made_by = mask_function.__qualname__.partition(".")[0]
-    made_of = inspect.getclosurevars(mask_function).nonlocals
+    made_by = _maker(mask_function)
+    if made_by is None:
+        return None
+    made_of = _closure(mask_function)
     if made_by == "sliding_window_overlay":
         return Seen(left=made_of["sliding_window"] - 1)
     if made_by == "sliding_window_bidirectional_overlay":
@@ -136,26 +172,131 @@ def seen_of(mask_function: Callable[..., Any]) -> Seen | None:
     return None
 
 
+def _maker(function: Callable[..., Any]) -> str | None:
+    """The name of the function of transformers that made `function`; None for one that none made."""
+    from transformers import masking_utils
+
+    # PyTorch cannot trace the name of a function of a module.
+    if function in (masking_utils.causal_mask_function, getattr(masking_utils, "bidirectional_mask_function", None)):
+        return None
+    if getattr(function, "__module__", None) != masking_utils.__name__:
+        return None
+    return function.__qualname__.partition(".")[0]
+
+
+def _closure(function: Callable[..., Any]) -> dict[str, Any]:
+    """The variables of the functions around `function` that it uses, by name."""
+    cells: Any = getattr(function, "__closure__", None) or ()
+    return dict(zip(function.__code__.co_freevars, [cell.cell_contents for cell in cells], strict=True))
+
+
+def traced_mask(
+    mask_function: Callable[..., Any], mask: Mask, *, causal: bool, window: int | None, device: torch.device | str
+) -> Mask | None:
+    """`mask` with a guess at `seen_of`, for a program that is traced. The program compares the guess with the mask.
+
+    Without a padding mask, rows may hold several sequences: a query that does not see the key before its own begins
+    one. The comparison is one reduction per forward, which a compiler computes without a seqlen_q x seqlen_k tensor.
+
+    Args:
+        mask_function: transformers' function of (batch, head, query, key).
+        mask: The other parts of the mask.
+        causal: Whether a query sees no later key.
+        window: The window in the model's configuration, None for none.
+        device: The device of the model's inputs.
+
+    Returns:
+        None for queries behind cached keys without a padding mask.
+    """
+    if mask.padding is None and mask.q_length != mask.kv_length:
+        return None
+    right = 0 if causal else -1 if window is None else window
+    left = -1 if window is None else window - 1 if causal else window
+    q = torch.arange(mask.q_length, device=device)[:, None] + mask.q_offset
+    k = torch.arange(mask.kv_length, device=device) + mask.kv_offset
+    batch, head = torch.arange(mask.batch, device=device), torch.arange(1, device=device)
+    drawn = mask_function(batch[:, None, None, None], head[None, :, None, None], q[None, None], k[None, None, None])
+    drawn = drawn.expand(mask.batch, 1, mask.q_length, mask.kv_length)[:, 0]
+    expected = torch.ones_like(drawn)
+    if left >= 0:
+        expected = expected & (k >= q - left)
+    if right >= 0:
+        expected = expected & (k <= q + right)
+    if mask.padding is not None:
+        padding = checked(mask.padding, (drawn == expected).all(), UNKNOWN_MASK)
+        return mask._replace(seen=Seen(left, right), padding=padding)
+    segments = F.pad((~drawn.diagonal(-1, 1, 2)).cumsum(dim=1), (1, 0))
+    expected = expected & (segments[:, :, None] == segments[:, None])
+    segments = checked(segments, (drawn == expected).all(), UNKNOWN_MASK)
+    return mask._replace(seen=Seen(left, right, segments))
+
+
 def _intersection(mask_functions: tuple[Callable[..., Any], ...]) -> Seen | None:
     """The intersection.
 
     For packed rows it holds "same segment" and a mask function of positions in the row or in the segment; their order
     differs between versions of transformers. Within a segment both kinds of position have the same distances.
     """
-    makers = [getattr(function, "__qualname__", "").partition(".")[0] for function in mask_functions]
+    makers = [_maker(function) for function in mask_functions]
     together = Seen()
     for maker, function in zip(makers, mask_functions, strict=True):
         part: Seen | None
         if maker == PACKED:
-            part = Seen(segments=inspect.getclosurevars(function).nonlocals["packed_sequence_mask"])
+            part = Seen(segments=_closure(function)["packed_sequence_mask"])
         elif maker == POSITIONS_IN_SEGMENT and PACKED in makers:
-            part = seen_of(inspect.getclosurevars(function).nonlocals["mask_function"])
+            part = seen_of(_closure(function)["mask_function"])
         else:
             part = seen_of(function)
         if part is None:
             return None
         together = together & part
     return together
+
+
+def kept_by(mask: Tensor) -> Tensor:
+    """A mask tensor as bool: where the score of a key counts.
+
+    Floating masks are added to the scores. A mask that adds 0 or hides has -inf, or as transformers makes them the
+    smallest number of its dtype, where it hides.
+
+    Raises:
+        NotImplementedError: For other numbers in a floating mask: the kernels add no bias.
+        ValueError: For integers that are not a padding mask ``[batch, n]`` of 0 and 1.
+    """
+    if mask.dtype == torch.bool:
+        return mask
+    if mask.is_floating_point():
+        lowest = torch.finfo(mask.dtype).min
+        kept = mask == 0
+        known = kept | (mask == lowest) | (mask == -torch.inf)
+        error: type[Exception] = NotImplementedError
+        lacking, allowed = "other numbers", f"0, -inf and {lowest:.6g} in a {mask.dtype} mask, which is added to scores"
+    else:
+        if mask.ndim != 2 or mask.is_complex():
+            raise ValueError(
+                f"flash_attn_mini in transformers: attention_mask is {mask.dtype} of shape {list(mask.shape)}; "
+                "allowed: bool or a floating dtype, or a padding mask [batch, n] of integers"
+            )
+        kept = mask == 1
+        known = kept | (mask == 0)
+        error = ValueError
+        lacking, allowed = "other integers", f"0 and 1 in a {mask.dtype} mask, 1 for the tokens that count"
+    message = "flash_attn_mini in transformers: attention_mask holds {}; allowed: " + allowed
+    if torch.compiler.is_compiling():
+        return checked(kept, known.all(), message.format(lacking))
+    if not bool(known.all()):
+        raise error(message.format(mask[~known][0].item()))
+    return kept
+
+
+def padding_of(mask: Tensor, batch: int) -> Tensor:
+    """A padding mask of any dtype as bool ``[batch, n]``. Raises as `kept_by`, and ValueError for another shape."""
+    if mask.shape[0] != batch:
+        raise ValueError(
+            f"flash_attn_mini in transformers: attention_mask has shape {list(mask.shape)}; allowed: [{batch}, n], a "
+            f"row for each of the batch, or [{batch}, 1, seqlen_q, seqlen_k]"
+        )
+    return kept_by(mask)
 
 
 def decoding_layout_of(mask: Mask) -> Layout | None:
@@ -209,7 +350,7 @@ def layout_of(mask: Mask) -> Layout | None:
         return _packed(seen, seen.segments)
     if padding is not None:
         padding = F.pad(padding, (0, max(kv_offset + kv_end - padding.shape[1], 0)))
-        if bool(padding[:, kv_offset : kv_offset + kv_end].all()):
+        if not torch.compiler.is_compiling() and bool(padding[:, kv_offset : kv_offset + kv_end].all()):
             padding = None
     if by_position and not aligned:
         return None
@@ -219,12 +360,18 @@ def layout_of(mask: Mask) -> Layout | None:
         return Layout(q_length, kv_length, kv_end, left, right)
 
     keys = padding[:, kv_offset : kv_offset + kv_end].bool()
-    queries = torch.ones(batch, q_length, dtype=torch.bool, device=keys.device)
-    if by_position:
-        queries = keys[:, kv_end - q_length :]
+    if left >= 0 or right > 0:  # dropping the tokens of a hole would shorten distances across it
         begins = keys & ~F.pad(keys, (1, 0))[:, :-1]
-        if (left >= 0 or right > 0) and bool((begins.sum(dim=1) > 1).any()):
-            return None  # dropping the tokens of a hole would shorten distances across it
+        in_a_row = (begins.sum(dim=1) <= 1).all()
+        if torch.compiler.is_compiling():
+            keys = checked(keys, in_a_row, HOLES_UNDER_A_WINDOW)
+        elif not bool(in_a_row):
+            return None
+    queries = keys[:, kv_end - q_length :] if by_position else None
+    if torch.compiler.is_compiling():
+        return _sorted_layout(queries, keys, q_length, kv_length, left, right)
+    if queries is None:
+        queries = torch.ones(batch, q_length, dtype=torch.bool, device=keys.device)
     indices_q, cu_seqlens_q, max_seqlen_q = _tokens(queries)
     indices_k, cu_seqlens_k, max_seqlen_k = _tokens(keys)
     return Layout(
@@ -239,6 +386,48 @@ def layout_of(mask: Mask) -> Layout | None:
     )
 
 
+def _sorted_layout(
+    queries: Tensor | None, keys: Tensor, q_length: int, kv_length: int, left: int, right: int
+) -> Layout:
+    """The layout of a padded batch in a traced program: all tokens take part, so that sizes do not depend on values.
+
+    In each row the tokens that count come first, then the padding. A row becomes up to three sequences: what counts,
+    the padding of the queries without a key, and the padding of the keys without a query. Outputs without a key are 0,
+    and keys without a query get no gradient.
+
+    Args:
+        queries: bool ``[batch, q_length]``, the queries that count; None for all.
+        keys: bool ``[batch, kv_end]``, the keys that count.
+        q_length: The number of queries.
+        kv_length: The number of keys.
+        left: The window to the left.
+        right: The window to the right.
+    """
+    kv_end = keys.shape[1]
+    indices_k, used_k, unused_k = _sorted_tokens(keys)
+    nothing = torch.zeros_like(used_k)
+    if queries is None:
+        indices_q = None
+        parts_q, parts_k = [nothing + q_length, nothing], [used_k, unused_k]
+    else:
+        indices_q, used_q, unused_q = _sorted_tokens(queries)
+        parts_q, parts_k = [used_q, unused_q, nothing], [used_k, nothing, unused_k]
+    cu_seqlens = [
+        F.pad(torch.stack(parts, dim=1).flatten().cumsum(0), (1, 0)).to(torch.int32) for parts in (parts_q, parts_k)
+    ]
+    lengths = (cu_seqlens[0], cu_seqlens[1], q_length, kv_end)
+    return Layout(q_length, kv_length, kv_end, left, right, lengths, indices_q, indices_k)
+
+
+def _sorted_tokens(kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Indices of all elements of ``[batch, seqlen]``, the true ones of a row first; the numbers of true and false."""
+    batch, seqlen = kept.shape
+    order = torch.argsort(~kept, dim=1, stable=True)
+    indices = order + seqlen * torch.arange(batch, device=kept.device)[:, None]
+    number = kept.sum(dim=1)
+    return indices.flatten(), number, seqlen - number
+
+
 def _tokens(kept: Tensor) -> tuple[Tensor, Tensor, int]:
     """Indices, cu_seqlens and the largest row length of the true elements of ``[batch, seqlen]``."""
     seqlens = kept.sum(dim=1, dtype=torch.int32)
@@ -251,6 +440,8 @@ def _packed(seen: Seen, segments: Tensor) -> Layout:
     batch, seqlen = segments.shape
     begins = torch.ones_like(segments, dtype=torch.bool)
     begins[:, 1:] = segments[:, 1:] != segments[:, :-1]
+    if torch.compiler.is_compiling():
+        return Layout(seqlen, seqlen, seqlen, seen.left, seen.right, packed_rows=sequences_of(begins))
     starts = begins.flatten().nonzero().flatten()
     cu_seqlens = F.pad(starts, (0, 1), value=batch * seqlen).to(torch.int32)
     longest = int(cu_seqlens.diff().max()) if starts.numel() else 0

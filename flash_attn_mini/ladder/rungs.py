@@ -107,12 +107,12 @@ def fastest_device() -> torch.device:
 
 def triton_device() -> torch.device:
     """The CPU with Triton's interpreter, else CUDA."""
-    return torch.device("cpu" if triton.kernels_unavailable_reason(torch.device("cpu")) is None else "cuda")
+    return torch.device("cpu" if triton.unavailable_reason(torch.device("cpu")) is None else "cuda")
 
 
 def triton_unavailable_reason() -> str | None:
     """None when Triton's kernels run here, else one sentence."""
-    return triton.kernels_unavailable_reason(fastest_device())
+    return triton.unavailable_reason(fastest_device())
 
 
 def on(name: str) -> Callable[[], torch.device]:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._guards import detect_fake_mode
 
 from ..argument_checks import as_flag, as_length, check_number, check_tensor
-from ..autograd import needs_dispatcher
+from ..ops import is_traced
+from ..transforms import is_plain
 from .rotary_op import apply_rotary, checked_offsets, checked_size, rotate
 
 
@@ -67,11 +69,14 @@ def apply_rotary_emb(
     """
     offset, offsets = checked_offsets(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen)
     interleaved, inplace = as_flag("interleaved", interleaved), as_flag("inplace", inplace)
-    if inplace and not _needs_grad(x, cos, sin) and not needs_dispatcher(x, cos, sin):
+    if inplace and not _needs_grad(x, cos, sin) and not is_traced(x, cos, sin) and is_plain(x, cos, sin):
         rotate(x, x, cos, sin, offset, offsets, cu_seqlens, interleaved, False)
         return x
     rotated: Tensor = apply_rotary(x, cos, sin, offset, offsets, cu_seqlens, interleaved, False)
     return _write_back(rotated, x) if inplace else rotated
+
+
+apply_rotary_emb_func = apply_rotary_emb  # an older name
 
 
 def apply_rotary_emb_qkv_(
@@ -203,16 +208,38 @@ def apply_rotary_emb_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: boo
     return torch.cat([together, rest], dim=-1)
 
 
+class _Kept(NamedTuple):
+    """Tables of an earlier call, and what they were computed from.
+
+    Attributes:
+        inv_freq: The frequencies, as an object.
+        memory: Another tensor on the memory of inv_freq, which keeps its address from being used again.
+        key: Everything else that decides the values of the tables, and the stream that wrote them.
+        tables: float32 cos and sin for q, then for k.
+    """
+
+    inv_freq: Tensor
+    memory: Tensor
+    key: tuple[Any, ...]
+    tables: tuple[Tensor, Tensor, Tensor, Tensor]
+
+
 class RotaryEmbedding(nn.Module):
     """Rotates q and k of packed tensors in place. The tables of cos and sin grow with the positions in use.
 
-    The angle of pair i at position p is ``p * base ** (-2 i / dim)``.
+    The angle of pair i at position p is ``p * inv_freq[i]``. The buffer inv_freq is float32 and holds ``base ** (-2 i /
+    dim)`` until a user changes it. It keeps its values when the module is cast (``module.bfloat16()``).
+
+    Later eager calls use the tables again if inv_freq has not changed since. Writes that autograd does not count
+    (``inv_freq.data.mul_(2)``) stay unseen until `reset_parameters`. Compiled and captured calls compute the rows of
+    their positions anew, and keep nothing.
 
     With `scale_base` (XPos: Sun et al., arXiv 2212.10554) the module also multiplies queries by ``s_i ** ((p - c) /
     scale_base)``, ``s_i = (2 i + 0.4 dim) / (1.4 dim)``, and divides keys by it, so that scores fall with the distance.
     The centre c is half of the positions of the first call. It stays, so that keys in a cache still fit when the table
     grows: decoding token by token gives the scores of a prefill. The official package moves the centre with each new
-    table; scores within one table are the same. `reset_parameters` forgets the centre.
+    table; scores within one table are the same. `reset_parameters` forgets the centre. Calls of fake tensors and
+    torch.export do not choose it: if several programs share a cache, call the module once before the export.
 
     Args:
         dim: The number of features of a head to rotate, an even integer.
@@ -233,6 +260,8 @@ class RotaryEmbedding(nn.Module):
     """
 
     inv_freq: Tensor
+    _kept: _Kept | None = None
+    _longest = 0  # positions of earlier eager calls
 
     def __init__(
         self,
@@ -250,13 +279,13 @@ class RotaryEmbedding(nn.Module):
         self.interleaved = as_flag("interleaved", interleaved)
         self.scale_base = None if scale_base is None else _positive("scale_base", scale_base)
         self.register_buffer("inv_freq", self._frequencies(device), persistent=False)
-        self._tables: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
         self._centre: int | None = None
 
     def reset_parameters(self) -> None:
-        """Compute the frequencies again, and forget the tables and the centre of XPos."""
+        """Compute the frequencies again, and forget the calls before: the tables, their length, the centre of XPos."""
         self.inv_freq = self._frequencies(self.inv_freq.device)
-        self._tables = self._centre = None
+        self._kept = self._centre = None
+        self._longest = 0
 
     def forward(
         self,
@@ -273,7 +302,7 @@ class RotaryEmbedding(nn.Module):
             kv: ``[batch, seqlen, 2, nheads_k, headdim]``.
             seqlen_offset: The position of the first token, as in `apply_rotary_emb`.
             max_seqlen: The number of positions that the tables must have. Give it if seqlen_offset is a tensor and
-                positions are beyond those of earlier calls: the module does not read tensors.
+                positions are beyond those of earlier eager calls: the module does not read tensors.
             num_heads_q: As in `apply_rotary_emb_qkv_`.
 
         Returns:
@@ -287,12 +316,23 @@ class RotaryEmbedding(nn.Module):
         check_tensor("qkv", qkv)
         if qkv.dim() < 4:
             raise ValueError(f"flash_attn_mini: qkv has shape {list(qkv.shape)}; allowed: [batch, seqlen, ...]")
-        positions = qkv.shape[1]
-        if not isinstance(seqlen_offset, Tensor):
-            positions += checked_size("seqlen_offset", seqlen_offset)
+        first = 0 if isinstance(seqlen_offset, Tensor) else checked_size("seqlen_offset", seqlen_offset)
         if max_seqlen is not None:
             positions = checked_size("max_seqlen", max_seqlen)
-        cos, sin, cos_k, sin_k = self._tables_for(positions, qkv)
+        elif isinstance(seqlen_offset, Tensor):
+            positions = max(qkv.shape[1], self._longest)
+        else:
+            positions = qkv.shape[1] + first
+        centre = self._centre_for(positions, qkv)
+        if self._keeps_tables(qkv):
+            cos, sin, cos_k, sin_k = self._kept_tables(positions, qkv.device, centre)
+        elif max_seqlen is not None or isinstance(seqlen_offset, Tensor):
+            cos, sin, cos_k, sin_k = self._new_tables(0, positions, qkv.device, centre)
+        else:
+            cos, sin, cos_k, sin_k = self._new_tables(first, positions, qkv.device, centre)
+            seqlen_offset = 0  # row 0 of these tables is for the first token
+        if not torch.compiler.is_compiling() and positions > self._longest and not _is_rehearsal(qkv):
+            self._longest = positions
         if kv is None:
             return apply_rotary_emb_qkv_(
                 qkv, cos, sin, cos_k, sin_k, self.interleaved, seqlen_offset, num_heads_q=num_heads_q
@@ -301,58 +341,129 @@ class RotaryEmbedding(nn.Module):
         return q, apply_rotary_emb_kv_(kv, cos_k, sin_k, self.interleaved, seqlen_offset)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryEmbedding:
-        """Move the buffer, as nn.Module does. Memory that replaces a meta tensor (`to_empty`) is not initialised."""
-        was_meta = self.inv_freq.is_meta
+        """Move the module as nn.Module does. inv_freq keeps its values: a cast rounds them, and `to_empty` drops them.
+
+        Memory that replaces a meta tensor has no values: they are computed again.
+        """
+        before = self._buffers.get("inv_freq")
         super()._apply(fn, recurse)
-        if was_meta and not self.inv_freq.is_meta:
+        if before is None or self.inv_freq is before:
+            return self
+        if before.is_meta and not self.inv_freq.is_meta:
             self.reset_parameters()
+        else:
+            with torch.inference_mode(False):
+                self.inv_freq = before.to(self.inv_freq.device, copy=True)
         return self
 
-    def _frequencies(self, device: torch.device | str | None) -> Tensor:
-        exponent = torch.arange(0, self.dim, 2, device=device, dtype=torch.float32) / self.dim
-        return torch.pow(self.base, -exponent)
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles have no tables: their inv_freq is another tensor."""
+        return {**self.__dict__, "_kept": None}
 
-    def _tables_for(self, positions: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """float32 cos and sin for q, then for k, of at least so many positions, on the device of `like`."""
-        tables = self._tables
-        if (
-            tables is None
-            or tables[0].shape[0] < positions
-            or tables[0].device != like.device
-            or (tables[0].is_inference() and not torch.is_inference_mode_enabled())  # autograd refuses these
-        ):
-            # A cast of the model to a 16-bit dtype rounds the buffer, and large positions multiply the error.
-            exact = self.inv_freq.dtype == torch.float32 and not self.inv_freq.is_meta
-            frequencies = self.inv_freq.to(like.device) if exact else self._frequencies(like.device)
-            position = torch.arange(positions, device=like.device, dtype=torch.float32)
-            angles = torch.outer(position, frequencies)
-            cos, sin = angles.cos(), angles.sin()
-            tables = (cos, sin, cos, sin)
-            if self.scale_base is not None:
-                scale = self._xpos_scale(position)
-                tables = (cos * scale, sin * scale, cos / scale, sin / scale)
-            self._tables = tables
+    def _frequencies(self, device: torch.device | str | None) -> Tensor:
+        """The frequencies of base. No inference tensor, which would not count what is written to it."""
+        with torch.inference_mode(False):
+            exponent = torch.arange(0, self.dim, 2, device=device, dtype=torch.float32) / self.dim
+            return torch.pow(self.base, -exponent)
+
+    def _keeps_tables(self, qkv: Tensor) -> bool:
+        """Whether tables may outlive this call, and those of earlier calls may serve it.
+
+        Tensors of a trace, a mode, a transform or a CUDA graph are valid within it, and a CUDA graph would read tables
+        that the module has replaced. Tables with a gradient have the graph of one call.
+        """
+        inv_freq = self.inv_freq
+        return not (
+            is_traced(qkv, inv_freq)
+            or not is_plain(qkv, inv_freq)
+            or inv_freq.requires_grad
+            or inv_freq.is_inference()
+            or (qkv.is_cuda and torch.cuda.is_current_stream_capturing())
+        )
+
+    def _kept_tables(
+        self, positions: int, device: torch.device, centre: int | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The tables of earlier calls, or new ones if those are too short or were computed from something else."""
+        inv_freq, kept = self.inv_freq, self._kept
+        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
+        source = (inv_freq.data_ptr(), inv_freq.dtype, inv_freq._version, self.base, self.dim)
+        key = (device, stream, *source, self.scale_base, centre)
+        rows = positions
+        if kept is not None and kept.inv_freq is inv_freq and kept.key == key:
+            if kept.tables[0].shape[0] >= positions:
+                return kept.tables
+            rows += max(positions // 4, 64)  # decoding needs one row more in each step
+            if centre is not None:
+                rows = min(rows, centre + self._xpos_reach() + 1)
+        with torch.inference_mode(False):  # autograd refuses to save inference tensors
+            tables = self._new_tables(0, rows, device, centre)
+            self._kept = _Kept(inv_freq, inv_freq.detach(), key, tables)
         return tables
 
-    def _xpos_scale(self, position: Tensor) -> Tensor:
-        """The factor of each query and pair, float32 ``[positions, dim / 2]``."""
-        assert self.scale_base is not None
-        positions = position.shape[0]
+    def _new_tables(
+        self, first: int, stop: int, device: torch.device, centre: int | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """float32 cos and sin for q, then for k, of the positions first to stop - 1."""
+        position = torch.arange(first, stop, device=device, dtype=torch.float32)
+        angles = torch.outer(position, self._exact_frequencies(device))
+        cos, sin = angles.cos(), angles.sin()
+        if centre is None:
+            return cos, sin, cos, sin
+        scale = self._xpos_scale(position, centre)
+        return cos * scale, sin * scale, cos / scale, sin / scale
+
+    def _exact_frequencies(self, device: torch.device) -> Tensor:
+        """inv_freq in float32, on a device."""
+        given = self.inv_freq
+        if given.is_meta and device.type != "meta":  # load_state_dict(assign=True) leaves it there
+            return self._frequencies(device)
+        exact = given.to(device, torch.float32)
+        if given.dtype not in (torch.float16, torch.bfloat16) or given.shape[0] != self.dim // 2:
+            return exact
+        # The data were cast past _apply, as by the mixed precision of FSDP, and large positions multiply the error of
+        # rounded frequencies. Those of base are known exactly.
+        default, dtype = self._frequencies(device), torch.finfo(given.dtype)
+        is_default = torch.isclose(exact, default, rtol=dtype.eps, atol=dtype.tiny * dtype.eps)
+        return torch.where(is_default, default, exact)
+
+    def _centre_for(self, positions: int, qkv: Tensor) -> int | None:
+        """The centre of XPos, which the first call chooses; None for rotation alone."""
+        if self.scale_base is None:
+            return None
         centre = positions // 2 if self._centre is None else self._centre
-        reach = int(MAX_XPOS_EXPONENT * self.scale_base)
+        reach = self._xpos_reach()
         if max(centre, positions - 1 - centre) > reach:
             raise ValueError(
                 f"flash_attn_mini: the XPos factors of {positions} positions around the centre {centre} do not fit "
                 f"float32; allowed: at most {reach} positions from the centre. reset_parameters() and a first call "
                 "with max_seqlen choose another centre"
             )
-        self._centre = centre
+        if self._centre is None and not _is_rehearsal(qkv):
+            self._centre = centre
+        return centre
+
+    def _xpos_reach(self) -> int:
+        assert self.scale_base is not None
+        return int(MAX_XPOS_EXPONENT * self.scale_base)
+
+    def _xpos_scale(self, position: Tensor, centre: int) -> Tensor:
+        """The factor of each query and pair, float32 ``[positions, dim / 2]``."""
+        assert self.scale_base is not None
         feature = torch.arange(0, self.dim, 2, device=position.device, dtype=torch.float32)
         power = (position - centre) / self.scale_base
         return torch.pow((feature + 0.4 * self.dim) / (1.4 * self.dim), power[:, None])
 
 
 MAX_XPOS_EXPONENT = math.log(torch.finfo(torch.float32).max) / math.log(1.4 / 0.4)
+_is_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)  # PyTorch 2.6 has the latter alone
+
+
+def _is_rehearsal(qkv: Tensor) -> bool:
+    """Whether a call computes no values: it is exported, or its tensors are fake."""
+    if torch.compiler.is_compiling():
+        return bool(_is_exporting())
+    return detect_fake_mode(qkv) is not None
 
 
 def _positive(name: str, value: Any) -> float:

@@ -14,11 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._functorch.utils import enable_single_level_autograd_function
-from torch.autograd import forward_ad
 
 from ..argument_checks import as_length, check_tensor, wrong_type
-from ..autograd import is_transformed
+from ..ops import is_traced
 
 library = torch.library.Library("flash_attn_mini", "FRAGMENT")
 library.define(
@@ -26,7 +24,16 @@ library.define(
     " bool interleaved, bool conjugate) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
-apply_rotary = torch.ops.flash_attn_mini._apply_rotary.default
+_operator = torch.ops.flash_attn_mini._apply_rotary.default
+
+
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, *arguments: Any) -> Tensor:
+    """The op with its derivatives; the arguments are those of its schema."""
+    if is_traced(x, cos, sin):
+        rotated: Tensor = _operator(x, cos, sin, *arguments)
+    else:
+        rotated = _Rotation.apply(x, cos, sin, *arguments)
+    return rotated
 
 
 def _apply_rotary(x: Tensor, *arguments: Any) -> Tensor:
@@ -44,29 +51,38 @@ library.impl("_apply_rotary", _apply_rotary, "CompositeExplicitAutograd")
 torch.library.register_fake("flash_attn_mini::_apply_rotary", _apply_rotary_fake, lib=library)
 
 
-# ---- derivatives -----------------------------------------------------------------------------------------------------
+# ---- derivatives: a Function for eager code and torch.func, autograd of the op for compilers -------------------------
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, cos, sin, ctx.offset, offsets, cu_seqlens, ctx.interleaved, ctx.conjugate = inputs
+    ctx.save_for_backward(cos, sin, offsets, cu_seqlens)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, dout: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The transpose of a rotation is the rotation by the negative angle."""
+    if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
+        raise _no_table_derivative()
+    dx = None if dout is None else _of_saved(ctx, dout, not ctx.conjugate)
+    return dx, None, None, None, None, None, None, None
 
 
 class _Rotation(torch.autograd.Function):
     """The rotation as autograd sees it: linear in x, without a derivative with respect to cos and sin."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, *arguments: Any) -> Tensor:
-        ctx.offset, offsets, cu_seqlens, ctx.interleaved, ctx.conjugate = arguments
-        ctx.save_for_backward(cos, sin, offsets, cu_seqlens)
-        ctx.save_for_forward(cos, sin, offsets, cu_seqlens)
-        ctx.set_materialize_grads(False)
-        # A Function's forward switches both modes off. The torch.func transforms around this one still need them.
-        with torch.set_grad_enabled(is_transformed()), forward_ad._set_fwd_grad_enabled(is_transformed()):
-            return _below_autograd(x, cos, sin, *arguments)
+    def forward(*arguments: Any) -> Tensor:
+        rotated: Tensor = _operator(*arguments)
+        return rotated
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None) -> tuple[Tensor | None, ...]:
-        """The transpose of a rotation is the rotation by the negative angle."""
-        if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
-            raise _no_table_derivative()
-        dx = None if dout is None else _of_saved(ctx, dout, not ctx.conjugate)
-        return dx, None, None, None, None, None, None, None
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Save the tables for the derivatives of both modes."""
+        _save(ctx, inputs, output)
+        ctx.save_for_forward(*(inputs[i] for i in (1, 2, 4, 5)))
+
+    backward = staticmethod(_backward)
 
     @staticmethod
     def jvp(ctx: Any, x_tangent: Tensor | None, cos_tangent: Any, sin_tangent: Any, *others: Any) -> Tensor | None:
@@ -75,37 +91,19 @@ class _Rotation(torch.autograd.Function):
             raise _no_table_derivative()
         return None if x_tangent is None else _of_saved(ctx, x_tangent, ctx.conjugate)
 
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Tensor, int]:
+        """One call, or one call for each sample."""
+        return _vmap(info, in_dims, *arguments)
+
 
 def _of_saved(ctx: Any, x: Tensor, conjugate: bool) -> Tensor:
     cos, sin, offsets, cu_seqlens = ctx.saved_tensors
-    rotated: Tensor = apply_rotary(x, cos, sin, ctx.offset, offsets, cu_seqlens, ctx.interleaved, conjugate)
-    return rotated
+    return apply_rotary(x, cos, sin, ctx.offset, offsets, cu_seqlens, ctx.interleaved, conjugate)
 
 
 def _no_table_derivative() -> NotImplementedError:
     return NotImplementedError("flash_attn_mini: apply_rotary_emb gives cos and sin no derivative; detach them")
-
-
-def _autograd(*arguments: Any) -> Any:
-    """The op's autograd kernel. Each torch.func.grad or jvp around it passes here, one level at a time."""
-    if not any(_is_differentiated(x) for x in arguments[:3]):
-        return _below_autograd(*arguments)
-    with enable_single_level_autograd_function():
-        return super(torch.autograd.Function, _Rotation).apply(*arguments)
-
-
-def _below_autograd(*arguments: Any) -> Tensor:
-    with torch._C._AutoDispatchBelowAutograd():
-        rotated: Tensor = apply_rotary(*arguments)
-    return rotated
-
-
-def _is_differentiated(x: Tensor) -> bool:
-    if torch.is_grad_enabled() and x.requires_grad:
-        return True
-    if forward_ad._current_level < 0 and not is_transformed():
-        return False
-    return forward_ad.unpack_dual(x, level=0).tangent is not None  # PyTorch has one level of dual numbers
 
 
 def _vmap(info: Any, in_dims: tuple[int | None, ...], x: Tensor, *arguments: Any) -> tuple[Tensor, int]:
@@ -121,7 +119,7 @@ def _vmap(info: Any, in_dims: tuple[int | None, ...], x: Tensor, *arguments: Any
     return torch.stack([apply_rotary(*call) for call in calls]), 0
 
 
-library.impl("_apply_rotary", _autograd, "Autograd")
+torch.library.register_autograd("flash_attn_mini::_apply_rotary", _backward, setup_context=_save, lib=library)
 torch.library.register_vmap("flash_attn_mini::_apply_rotary", _vmap, lib=library)
 
 

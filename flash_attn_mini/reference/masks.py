@@ -62,7 +62,7 @@ def alibi_bias(slopes: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:
         ``[1 or batch, nheads, seqlen_q, seqlen_k]`` in the dtype of `slopes`.
     """
     if slopes.dim() not in (1, 2):
-        raise ValueError(f"alibi_slopes must be [nheads] or [batch, nheads]; given {list(slopes.shape)}")
+        raise ValueError(f"slopes must be [nheads] or [batch, nheads]; given {list(slopes.shape)}")
     position = query_positions(seqlen_q, seqlen_k, slopes.device)[:, None]
     key = torch.arange(seqlen_k, device=slopes.device)[None, :]
     distance = (position - key).abs().to(slopes.dtype)

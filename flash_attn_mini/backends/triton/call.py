@@ -12,14 +12,10 @@ from typing import Any
 import torch
 
 from ...options import Options, Sequences
+from .recording import Recorder
+from .score_mod import modifies_scores, qk_scale, score_features, score_mod_of
 
-LOG2_E = math.log2(math.e)
 UNBOUNDED = 2**31 - 1  # one side of a window, to a kernel
-
-
-def score_features(options: Options) -> dict[str, bool]:
-    """Whether a call uses each score modifier."""
-    return {"softcap": options.softcap > 0, "alibi": options.alibi_slopes is not None}
 
 
 @dataclass(eq=False)
@@ -34,6 +30,7 @@ class Call:
     rng_state: torch.Tensor | None  # int64 [2], with dropout: seed and offset
 
     def __post_init__(self) -> None:
+        self.recorder: Recorder | None = None  # of the launches that follow
         seqlen_q, seqlen_k = self.longest(self.q, self.k)
         left, right = self.options.window_size_left, self.options.window_size_right
         if self.options.causal:
@@ -49,6 +46,12 @@ class Call:
                 UNBOUNDED if left < 0 else min(left, UNBOUNDED),
                 UNBOUNDED if right < 0 else min(right, UNBOUNDED),
             )
+
+    @property
+    def inputs(self) -> list[torch.Tensor]:
+        """The tensors of the arguments: q, k, v, sequences, options, rng_state."""
+        arguments = (self.q, self.k, self.v, *(self.sequences or ()), *self.options, self.rng_state)
+        return [x for x in arguments if isinstance(x, torch.Tensor)]
 
     @property
     def has_no_sequence(self) -> bool:
@@ -86,13 +89,12 @@ class Call:
     @property
     def modifies_scores(self) -> bool:
         """True if the logits are more than scaled products of q and k: see score_mod.py."""
-        return self.options.softcap > 0 or self.options.alibi_slopes is not None
+        return modifies_scores(self.options)
 
     @property
     def qk_scale(self) -> float:
-        """The kernels' factor on products of q and k: logits in units of log 2, with softcap the exponent of tanh."""
-        scale = self.options.softmax_scale * LOG2_E
-        return 2 * scale / self.options.softcap if self.options.softcap > 0 else scale
+        """The kernels' factor on products of q and k."""
+        return qk_scale(self.options)
 
     @property
     def is_plain(self) -> bool:
@@ -124,21 +126,13 @@ class Call:
         if self.window is not None:
             arguments["window_left"], arguments["window_right"] = self.window
         if self.modifies_scores:
-            arguments["SCORE_MOD"], arguments["score_mod"] = True, self.score_mod()
+            arguments["SCORE_MOD"], arguments["score_mod"] = True, score_mod_of(self.options)
         if self.options.dropout_p > 0:
             assert self.rng_state is not None, "dropout needs rng_state"
             arguments["rng_state"] = self.rng_state.contiguous()
             arguments["threshold"] = math.floor(self.options.dropout_p * 65536 + 0.5)
             arguments["keep_scale"] = 1.0 / (1.0 - self.options.dropout_p)
         return arguments
-
-    def score_mod(self) -> tuple[float | None, torch.Tensor | None, int | None]:
-        """The tuple of score_mod.py: softcap * log2(e), ALiBi slopes, and 1 if the slopes are [batch, nheads]."""
-        softcap = self.options.softcap * LOG2_E if self.options.softcap > 0 else None
-        slopes = self.options.alibi_slopes
-        if slopes is None:
-            return softcap, None, None
-        return softcap, slopes.contiguous(), 1 if slopes.ndim == 2 else None
 
     def page_arguments(self) -> dict[str, Any]:
         """The arguments of the forward kernel for keys in pages."""

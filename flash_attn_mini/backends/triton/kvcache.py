@@ -8,6 +8,7 @@ of the variable-length forward. Grids and scratch follow from shapes alone: leng
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -20,7 +21,7 @@ from ...allocation import contiguous_float, empty_contiguous_last
 from ...options import KvCache, Options
 from ...tracing import enabled as tracing_enabled
 from ...tracing import trace
-from .call import score_features
+from . import recording
 from .configs import combine_splits, most_programs_per_sm, splitkv_configs, splitkv_step
 from .flash_fwd_splitkv_combine_kernel import flash_fwd_splitkv_combine_kernel
 from .flash_fwd_splitkv_kernel import flash_fwd_splitkv_kernel
@@ -28,6 +29,8 @@ from .interpreter import INTERPRETED
 from .kvcache_append_kernel import kvcache_append_kernel
 from .launch import MIN_SCALE, ForwardCall, compiler_options, run
 from .operands import head_dim_block, pointer_and_strides
+from .recording import Recorder, Recordings
+from .score_mod import score_features, score_mod_of
 from .splits import MIN_PIECE_UNITS
 from .tuner import INTERPRETER_SHARED_MEMORY, first_that_launches, shared_memory_limit
 
@@ -38,6 +41,7 @@ ONE_LOOP_ROWS = 32  # tiles with more are bound by arithmetic, and only some of 
 INTERPRETER_PROGRAMS = 2
 
 _chosen: dict[tuple[Any, ...], Chosen] = {}
+RECORDINGS = Recordings()  # by the arguments of the op
 
 
 @dataclass(eq=False)
@@ -45,6 +49,7 @@ class CacheCall(ForwardCall):
     """A forward call with a KV cache; k and v are the caches."""
 
     cache: KvCache
+    scratch: Sequence[torch.Tensor] = ()  # of the split kernel and the combine kernel
 
     @property
     def capacity(self) -> int:
@@ -152,17 +157,28 @@ def forward_kvcache(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, cache: KvCache, options: Options
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, softmax_lse) of checked arguments; writes the new keys and values into the caches."""
+    replayed, recorder = RECORDINGS.replay((q, k_cache, v_cache, *cache, *options), q.device)
+    if replayed is not None:
+        return replayed[0], replayed[1]
+    if recorder is not None:
+        q, k_cache, v_cache, cache, options = recorder.distinct(q, k_cache, v_cache, cache, options)
     batch, seqlen_q, nheads, _ = q.shape
     lse = torch.empty((batch, nheads, seqlen_q), dtype=torch.float32, device=q.device)
     call = CacheCall(q, k_cache, v_cache, None, options, None, empty_contiguous_last(q), lse, cache)
+    call.recorder = recorder
     with torch.cuda.device_of(q):
         if cache.k is not None:
             call.q = append(call)
         if k_cache.numel() == 0 or call.capacity == 0:
             call.out.zero_()
             call.lse.fill_(-math.inf)
+            recorder = None  # not launches of kernels of ours
         elif q.numel() > 0:
-            attend(call)
+            attend(call, recorder)
+    if recorder is not None:
+        given = [x for x in (q, k_cache, v_cache, *cache, *options) if isinstance(x, torch.Tensor)]
+        allocated = [call.out, call.lse, *([] if call.q is q else [call.q]), *call.scratch]
+        RECORDINGS.keep(recorder, recorder.recording(given, [(x, x) for x in allocated]))
     return call.out, call.lse
 
 
@@ -187,7 +203,10 @@ def append(call: CacheCall) -> torch.Tensor:
         trace("triton.kvcache_append_kernel", dtype=q.dtype, headdim=head_dim, rotary=cos is not None, grid=grid)
     is_local = call.options.causal or max(call.options.window_size_left, call.options.window_size_right) >= 0
     pages = {"block_table": None, "max_pages": 0, "num_pages": 0, "page_size": 0, **call.page_arguments()}
-    kvcache_append_kernel[grid](
+    recording.launch(
+        call.recorder,
+        kvcache_append_kernel,
+        grid,
         *(pointer_and_strides(x) for x in (q, rotated, cache.k, cache.v, call.k, call.v)),
         None if cos is None else cos.contiguous(),
         None if sin is None else sin.contiguous(),
@@ -211,7 +230,7 @@ def append(call: CacheCall) -> torch.Tensor:
     return rotated
 
 
-def attend(call: CacheCall) -> None:
+def attend(call: CacheCall, recorder: Recorder | None = None) -> None:
     """Attend to the cache, new keys included."""
     if INTERPRETED and call.q.dtype == torch.bfloat16:  # the interpreter's dot product misreads bfloat16
         wide = [contiguous_float(x) for x in (call.q, call.k, call.v, call.out)]
@@ -219,14 +238,18 @@ def attend(call: CacheCall) -> None:
         attend(replace(call, q=q, k=k, v=v, out=out))
         call.out.copy_(out)
     elif call.cache.num_splits == 1 and call.cache.split_keys == 0:
-        run(call)
+        call.recorder = None  # the choice of a configuration may launch, too
+        run(call, recorder)
     else:
-        run_splitkv(call)
+        run_splitkv(call, recorder)
 
 
-def run_splitkv(call: CacheCall) -> None:
+def run_splitkv(call: CacheCall, recorder: Recorder | None = None) -> None:
     """Launch the split kernel, then the combine kernel if there may be several splits."""
-    launch_splitkv(call, chosen_for(call))
+    call.recorder = None
+    chosen = chosen_for(call)
+    call.recorder = recorder
+    launch_splitkv(call, chosen)
 
 
 def chosen_for(call: CacheCall) -> Chosen:
@@ -295,6 +318,7 @@ def launch_splitkv(call: CacheCall, chosen: Chosen) -> Any:
         partial_out = q.new_empty((units.slots, rows, head_dim), dtype=torch.float32)
         statistics = q.new_empty((units.slots, rows, 2), dtype=torch.float32)
         plan = q.new_empty((batch * nheads_k, 2), dtype=torch.int32)
+        call.scratch = [partial_out, statistics, plan]
     grid = (units.count * triton.cdiv(rows, block_m),)
     mods = call.modifies_scores
     qk_scale = call.qk_scale if mods else max(abs(call.qk_scale), MIN_SCALE)
@@ -314,7 +338,10 @@ def launch_splitkv(call: CacheCall, chosen: Chosen) -> Any:
             slots=units.slots,
             interpreted=INTERPRETED,
         )
-    kernel = flash_fwd_splitkv_kernel[grid](
+    kernel = recording.launch(
+        call.recorder,
+        flash_fwd_splitkv_kernel,
+        grid,
         *(pointer_and_strides(x) for x in (q, k, call.v, call.out)),
         call.lse,
         partial_out,
@@ -331,7 +358,7 @@ def launch_splitkv(call: CacheCall, chosen: Chosen) -> Any:
         **pages,
         window_left=left,
         window_right=right,
-        score_mod=call.score_mod() if mods else None,
+        score_mod=score_mod_of(call.options) if mods else None,
         units_per_sequence=units.per_sequence,
         split_keys=units.split_keys,
         most_pieces=units.count,
@@ -356,7 +383,10 @@ def launch_splitkv(call: CacheCall, chosen: Chosen) -> Any:
         grid = (batch * nheads * seqlen_q,)
         if tracing_enabled():
             trace("triton.flash_fwd_splitkv_combine_kernel", grid=grid, interpreted=INTERPRETED)
-        flash_fwd_splitkv_combine_kernel[grid](
+        recording.launch(
+            call.recorder,
+            flash_fwd_splitkv_combine_kernel,
+            grid,
             partial_out,
             statistics,
             plan,

@@ -18,18 +18,22 @@ import triton
 
 from ...allocation import contiguous_float, empty_contiguous_last
 from ...options import Options, Sequences
+from ...schemas import EQUAL_LENGTHS
 from ...tracing import enabled as tracing_enabled
 from ...tracing import trace
+from . import recording
 from .call import Call, as_batch
 from .configs import FORWARD
 from .flash_fwd_kernel import flash_fwd_kernel
 from .interpreter import INTERPRETED
 from .operands import bind_context, head_dim_block, operand, pointer_and_strides, tma_reaches
+from .recording import Recorder, Recordings
 from .tuner import Tuner
 
 MIN_SCALE = torch.finfo(torch.float32).tiny  # in place of 0: -inf * 0 would make a masked score NaN
 
 TUNER = Tuner(flash_fwd_kernel, FORWARD)
+RECORDINGS = Recordings()  # by the arguments of the op
 
 
 @dataclass(eq=False)
@@ -53,13 +57,23 @@ def forward(
         wide_q, wide_k, wide_v = (contiguous_float(x) for x in (q, k, v))
         out, lse = forward(wide_q, wide_k, wide_v, sequences, options, rng_state)
         return empty_contiguous_last(q).copy_(out), lse
+    arguments = (q, k, v, *(sequences or EQUAL_LENGTHS), *options, rng_state)
+    replayed, recorder = RECORDINGS.replay(arguments, q.device)
+    if replayed is not None:
+        out, lse = replayed
+        return out, lse
+    if recorder is not None:
+        q, k, v, sequences, options, rng_state = recorder.distinct(q, k, v, sequences, options, rng_state)
     call = prepare(q, k, v, options, sequences, rng_state)
     if call.k.numel() == 0 or call.has_no_sequence:
         call.out.zero_()
         call.lse.fill_(-math.inf)
     elif call.q.numel() > 0:
-        run(call)
-    return (call.out[0], call.lse[0]) if call.is_varlen else (call.out, call.lse)
+        run(call, recorder)
+    out, lse = (call.out[0], call.lse[0]) if call.is_varlen else (call.out, call.lse)
+    if recorder is not None:
+        RECORDINGS.keep(recorder, recorder.recording(call.inputs, [(call.out, out), (call.lse, lse)]))
+    return out, lse
 
 
 def prepare(
@@ -77,13 +91,14 @@ def prepare(
     return ForwardCall(q, k, v, sequences, options, rng_state, empty_contiguous_last(q), lse)
 
 
-def run(call: ForwardCall) -> None:
+def run(call: ForwardCall, recorder: Recorder | None = None) -> None:
     """Choose a configuration and launch the kernel."""
     bind_context(call.q.device)
     reached = not call.is_varlen and tma_reaches(call.q, call.k, call.v)
     config = choose(TUNER, call, partial(launch, call), reached)
     if tracing_enabled():
         trace_launch("flash_fwd_kernel", call, config, launch_grid(call, config))
+    call.recorder = recorder
     launch(call, config)
 
 
@@ -95,7 +110,10 @@ def launch(call: ForwardCall, config: triton.Config) -> None:
     block_m, block_n, use_tma = config.kwargs["BLOCK_M"], config.kwargs["BLOCK_N"], config.kwargs["USE_TMA"]
     mods = call.modifies_scores
     with torch.cuda.device_of(q):
-        flash_fwd_kernel[launch_grid(call, config)](
+        recording.launch(
+            call.recorder,
+            flash_fwd_kernel,
+            launch_grid(call, config),
             operand(q, block_m, use_tma),
             operand(k, block_n, use_tma),
             operand(call.v, block_n, use_tma),

@@ -17,7 +17,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...allocation import contiguous_float, empty_contiguous_last
 from ...options import ROWS_MULTIPLE, Options, Sequences
+from ...schemas import EQUAL_LENGTHS
 from ...tracing import enabled as tracing_enabled
+from . import recording
 from .call import Call, as_batch
 from .configs import BACKWARD_DKV, BACKWARD_DQ
 from .flash_bwd_dkv_kernel import flash_bwd_dkv_kernel
@@ -25,14 +27,19 @@ from .flash_bwd_dq_kernel import flash_bwd_dq_kernel
 from .interpreter import INTERPRETED
 from .launch import choose, compiler_options, ends_with_block, heads_per_group, num_blocks, trace_launch
 from .operands import bind_context, head_dim_block, operand, pointer_and_strides, tma_reaches, unchecked_descriptor
+from .recording import Recorder, Recordings
 from .tuner import Tuner
 
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+Results = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor]
+
+NUM_TENSORS = 7  # dout to dsoftmax_lse
 
 MAX_SHARED_BLOCK_D = 128  # beyond it the sums of dK and dV do not fit into the registers together: one launch for each
 
 DQ_TUNER = Tuner(flash_bwd_dq_kernel, BACKWARD_DQ)
 DKV_TUNER = Tuner(flash_bwd_dkv_kernel, BACKWARD_DKV)
+RECORDINGS = Recordings()  # by the arguments of the op, and ``into``
 
 
 @dataclass(eq=False)
@@ -48,6 +55,13 @@ class BackwardCall(Call):
     dv: torch.Tensor | None  # like k
     row_stats: torch.Tensor  # float32 [2, batch, nheads, padded rows]: delta, then lse * log2(e)
 
+    @property
+    def inputs(self) -> list[torch.Tensor]:
+        """As of `Call`, with the tensors of the backward before."""
+        q, k, v, *rest = super().inputs
+        tensors = (self.dout, q, k, v, self.out, self.softmax_lse, self.dsoftmax_lse, *rest)
+        return [x for x in tensors if x is not None]
+
 
 def backward(
     dout: torch.Tensor,
@@ -62,7 +76,7 @@ def backward(
     rng_state: torch.Tensor | None = None,
     output_mask: Sequence[bool] = (True, True, True),
     into: Gradients = (None, None, None),
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
+) -> Results:
     """(dq, dk, dv, softmax_d) of checked arguments. A gradient that output_mask leaves out is None.
 
     The tensors of ``into`` receive dq, dk and dv; their last stride is 1.
@@ -70,24 +84,59 @@ def backward(
     if INTERPRETED and q.dtype == torch.bfloat16:  # the interpreter's dot product misreads bfloat16
         floats: list[Any] = [contiguous_float(t) for t in (dout, q, k, v, out)]
         arguments: list[Any] = [*floats, softmax_lse, dsoftmax_lse, sequences, options, rng_state, output_mask]
-        *gradients, softmax_d = backward(*arguments)
+        *wide, softmax_d = backward(*arguments)
         dq, dk, dv = (
             None if g is None else (empty_contiguous_last(like) if given is None else given).copy_(g)
-            for g, like, given in zip(gradients, (q, k, v), into, strict=True)
+            for g, like, given in zip(wide, (q, k, v), into, strict=True)
         )
         return dq, dk, dv, softmax_d
+    tensors: Any = (dout, q, k, v, out, softmax_lse, dsoftmax_lse)
+    into_q, into_k, into_v = (x if wanted else None for x, wanted in zip(into, output_mask, strict=True))
+    into = (into_q, into_k, into_v)
+    call_arguments = (*tensors, *(sequences or EQUAL_LENGTHS), *options, rng_state)
+    replayed, recorder = replay(call_arguments, output_mask, into)
+    if replayed is not None:
+        return replayed
+    if recorder is not None:
+        tensors, sequences, options, rng_state, into = recorder.distinct(tensors, sequences, options, rng_state, into)
+        dout, q, k, v, out, softmax_lse, dsoftmax_lse = tensors
     call = prepare(
         dout, q, k, v, out, softmax_lse, dsoftmax_lse, options, sequences, rng_state, output_mask, into
     )  # fmt: skip
     if call.q.numel() == 0 or call.has_no_sequence or (call.k.numel() == 0 and not call.is_varlen):
         fill_with_zeros(call)
     else:
-        run(call)
-    results = (call.dq, call.dk, call.dv, call.row_stats[0])
+        run(call, recorder)
+    gradients = (call.dq, call.dk, call.dv)
+    if recorder is not None:
+        inputs, made = call.inputs, [(call.row_stats, call.row_stats)]
+        for gradient, given in zip(gradients, into, strict=True):
+            if gradient is not None and given is None:
+                made.append((gradient, gradient[0] if call.is_varlen else gradient))
+            elif gradient is not None:
+                inputs.append(gradient)
+        RECORDINGS.keep(recorder, recorder.recording(inputs, made))
     if not call.is_varlen:
-        return results
-    dq, dk, dv = (None if gradient is None else gradient[0] for gradient in results[:3])
-    return dq, dk, dv, results[3][0]
+        return *gradients, call.row_stats[0]
+    dq, dk, dv = (None if gradient is None else gradient[0] for gradient in gradients)
+    return dq, dk, dv, call.row_stats[0, 0]
+
+
+def replay(
+    arguments: tuple[Any, ...], output_mask: Sequence[bool], into: Gradients = (None, None, None)
+) -> tuple[Results | None, Recorder | None]:
+    """`Recordings.replay` of a backward, with its results. arguments: those of the op before output_mask."""
+    q, is_varlen = arguments[1], arguments[NUM_TENSORS] is not None
+    replayed, recorder = RECORDINGS.replay((*arguments, *output_mask, *into), q.device)
+    if replayed is None:
+        return None, recorder
+    row_stats, *allocated = replayed
+    new = iter(allocated)
+    dq, dk, dv = (
+        None if not wanted else next(new) if given is None else given
+        for wanted, given in zip(output_mask, into, strict=True)
+    )
+    return (dq, dk, dv, row_stats[0, 0] if is_varlen else row_stats[0]), None
 
 
 def prepare(
@@ -142,7 +191,7 @@ def fill_with_zeros(call: BackwardCall) -> None:
     call.row_stats[0].zero_()
 
 
-def run(call: BackwardCall) -> None:
+def run(call: BackwardCall, recorder: Recorder | None = None) -> None:
     """Launch the kernels that the wanted gradients need."""
     bind_context(call.q.device)
     reached = not call.is_varlen and tma_reaches(call.q, call.k, call.v, call.dout)
@@ -151,12 +200,15 @@ def run(call: BackwardCall) -> None:
         config = choose(DQ_TUNER, call, partial(launch_dq, call), reached, "delta" if call.dq is None else "dq")
         if is_traced:
             trace_launch("flash_bwd_dq_kernel", call, config, dq_grid(call, config), dq=call.dq is not None)
+        call.recorder = recorder
         launch_dq(call, config)
         for want_dk, want_dv in dkv_launches(call):
             launch = partial(launch_dkv, call, want_dk=want_dk, want_dv=want_dv)
+            call.recorder = None  # the choice may launch, too
             config = choose(DKV_TUNER, call, launch, reached, "dk" * want_dk + "dv" * want_dv)
             if is_traced:
                 trace_launch("flash_bwd_dkv_kernel", call, config, dkv_grid(call, config), dk=want_dk, dv=want_dv)
+            call.recorder = recorder
             launch(config)
 
 
@@ -176,7 +228,10 @@ def launch_dq(call: BackwardCall, config: triton.Config) -> None:
     q, k = call.q, call.k
     batch, seqlen_q, nheads, head_dim = q.shape
     heads_per_kv = nheads // k.shape[2]
-    flash_bwd_dq_kernel[dq_grid(call, config)](
+    recording.launch(
+        call.recorder,
+        flash_bwd_dq_kernel,
+        dq_grid(call, config),
         *operands(call, config),
         pointer_and_strides(call.out),
         None if call.dq is None else pointer_and_strides(call.dq),
@@ -210,7 +265,10 @@ def launch_dkv(call: BackwardCall, config: triton.Config, *, want_dk: bool = Tru
     heads_per_kv = nheads // nheads_k
     block_m, use_tma = config.kwargs["BLOCK_M"], config.kwargs["USE_TMA"]
     dk, dv = call.dk if want_dk else None, call.dv if want_dv else None
-    flash_bwd_dkv_kernel[dkv_grid(call, config)](
+    recording.launch(
+        call.recorder,
+        flash_bwd_dkv_kernel,
+        dkv_grid(call, config),
         *operands(call, config, call.begin_row),
         None if dk is None else pointer_and_strides(dk),
         None if dv is None else pointer_and_strides(dv),
@@ -249,7 +307,7 @@ def operands(call: BackwardCall, config: triton.Config, begin_row: int = 0) -> t
 def row_stats_descriptor(call: BackwardCall, block_m: int) -> TensorDescriptor:
     """row_stats as [2, batch * nheads, padded_q], read in blocks of one head's rows."""
     stats = call.row_stats.flatten(1, 2)
-    return unchecked_descriptor(stats, list(stats.shape), list(stats.stride()), [1, 1, block_m])
+    return unchecked_descriptor(call.row_stats, list(stats.shape), list(stats.stride()), [1, 1, block_m])
 
 
 def dq_grid(call: BackwardCall, config: triton.Config) -> tuple[int]:

@@ -8,12 +8,46 @@ or None). SCORE_MOD is False for plain attention, which folds its scale into exp
 
 from __future__ import annotations
 
+import math
+
+import torch
 import triton
 import triton.language as tl
 
-from . import call
+from ...options import Options
 
-LOG2_E = tl.constexpr(call.LOG2_E)
+LOG2_E = tl.constexpr(math.log2(math.e))
+
+
+# ---- on the host ----------------------------------------------------------------------------------------------------
+
+
+def score_features(options: Options) -> dict[str, bool]:
+    """Whether a call uses each score modifier."""
+    return {"softcap": options.softcap > 0, "alibi": options.alibi_slopes is not None}
+
+
+def modifies_scores(options: Options) -> bool:
+    """True if the logits are more than scaled products of q and k."""
+    return options.softcap > 0 or options.alibi_slopes is not None
+
+
+def qk_scale(options: Options) -> float:
+    """The kernels' factor on products of q and k: logits in units of log 2, with softcap the exponent of tanh."""
+    scale = options.softmax_scale * math.log2(math.e)
+    return 2 * scale / options.softcap if options.softcap > 0 else scale
+
+
+def score_mod_of(options: Options) -> tuple[float | None, torch.Tensor | None, int | None]:
+    """``score_mod`` of a call, as the kernels take it."""
+    softcap = options.softcap * math.log2(math.e) if options.softcap > 0 else None
+    slopes = options.alibi_slopes
+    if slopes is None:
+        return softcap, None, None
+    return softcap, slopes.contiguous(), 1 if slopes.ndim == 2 else None
+
+
+# ---- in kernels -----------------------------------------------------------------------------------------------------
 
 
 @triton.jit

@@ -1,0 +1,256 @@
+"""The Triton backend's ops ``flash_attn_mini::triton_fwd``, ``triton_bwd`` and ``triton_fwd_kvcache``.
+
+With the compiled extension its ops call them, and have checked the arguments. Without it autograd.py calls them, and
+they check the arguments themselves (checks.py). The chain goes on in launch.py, launch_bwd.py and kvcache.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ... import schemas, tracing
+from ...allocation import empty_contiguous_last, without_neg
+from ...options import ROWS_MULTIPLE, KvCache, Options, Sequences
+from .. import extension
+from . import checks, unavailable_reason
+
+library = torch.library.Library("flash_attn_mini", "FRAGMENT")
+_tags = (torch.Tag.pt2_compliant_tag,)
+library.define(f"triton_bwd{schemas.BACKWARD}{schemas.GRADIENTS}", tags=_tags)
+library.define(f"triton_fwd_kvcache{schemas.KVCACHE_FORWARD}{schemas.OUT_AND_LSE}", tags=_tags)
+
+BACKWARD = torch.ops.flash_attn_mini.triton_bwd.default
+KVCACHE_FORWARD = torch.ops.flash_attn_mini.triton_fwd_kvcache.default
+
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+GradientsAndSums = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor]
+
+_usable_devices: set[torch.device] = set()
+
+
+# ---- the kernels ----------------------------------------------------------------------------------------------------
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    if extension.missing_reason() is None:  # the arguments are checked
+        replayed, _ = _launchers().forward.RECORDINGS.replay((q, k, v, *arguments), q.device)
+        if replayed is not None:
+            out, softmax_lse = replayed
+            return out, softmax_lse
+    sequences, options, (rng_state,) = schemas.sequences_and_options(arguments)
+    return forward(q, k, v, sequences, options, rng_state)
+
+
+def _backward(dout: Tensor, q: Tensor, *arguments: Any) -> GradientsAndSums:
+    *call, output_mask = arguments
+    if extension.missing_reason() is None:
+        replayed: GradientsAndSums | None = _launchers().backward.replay((dout, q, *call), output_mask)[0]
+        if replayed is not None:
+            return replayed
+    k, v, out, softmax_lse, dsoftmax_lse, *fields = call
+    sequences, options, (rng_state,) = schemas.sequences_and_options(fields)
+    tensors = (dout, q, k, v, out, softmax_lse, dsoftmax_lse)
+    return backward(*tensors, sequences, options, rng_state, output_mask)
+
+
+def _kvcache_forward(q: Tensor, k_cache: Tensor, v_cache: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    if extension.missing_reason() is None:
+        replayed, _ = _launchers().kvcache.RECORDINGS.replay((q, k_cache, v_cache, *arguments), q.device)
+        if replayed is not None:
+            return replayed[0], replayed[1]
+    return forward_kvcache(q, k_cache, v_cache, *schemas.cache_and_options(arguments))
+
+
+class _Launchers(NamedTuple):
+    forward: Any
+    backward: Any
+    kvcache: Any
+
+
+@functools.cache
+def _launchers() -> _Launchers:
+    """The modules that launch the kernels, imported at the first call. They import Triton."""
+    from . import kvcache, launch, launch_bwd
+
+    return _Launchers(launch, launch_bwd, kvcache)
+
+
+for _dispatch_key in ("CPU", "CUDA"):
+    library.impl("triton_bwd", _backward, _dispatch_key)
+    library.impl("triton_fwd_kvcache", _kvcache_forward, _dispatch_key)
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, sequences: Sequences | None, options: Options, rng_state: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """(out, softmax_lse); out has the strides of ``empty_contiguous_last(q)``. Nothing waits for the GPU."""
+    if extension.missing_reason() is not None:
+        _check_backend(q.device, options.backend)
+        if tracing.enabled():
+            tracing.trace("triton_fwd", q=q, k=k, v=v)
+        checks.check_forward(q, k, v, sequences, options)
+        checks.check_rng_state(rng_state, options.dropout_p, q)
+    _check_device(q.device)
+    q, k, v = without_neg(q), without_neg(k), without_neg(v)
+    results: tuple[Tensor, Tensor] = _launchers().forward.forward(q, k, v, sequences, _readable(options), rng_state)
+    return results
+
+
+def backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dsoftmax_lse: Tensor | None,
+    sequences: Sequences | None,
+    options: Options,
+    rng_state: Tensor | None,
+    output_mask: Sequence[bool],
+    into: Gradients = (None, None, None),
+) -> GradientsAndSums:
+    """(dq, dk, dv, softmax_d). Equal inputs give equal bits. A gradient that output_mask leaves out is None.
+
+    P = exp(score - lse), delta = rowsum(dout * out) - dlse, dS = P * (dout v^T - delta); then dv = P^T dout,
+    dq = scale * dS k and dk = scale * dS^T q (Dao 2023, arXiv:2307.08691, section 3.1.2; delta includes the gradient
+    of the lse). Dropout sets P in dv and dout v^T to 0 or multiplies them by 1 / (1 - dropout_p); a cap multiplies dS
+    by 1 - tanh^2.
+
+    softmax_d is delta, float32 ``[batch, nheads, seqlen_q rounded up to a multiple of 128]`` and 0 past seqlen_q. With
+    sequences it is ``[nheads, (total_q // 128 + batch) * 128]``: sequence b begins at
+    ``(cu_seqlens_q[b] // 128 + b) * 128``, and zeros follow it.
+
+    ``into``: the tensors that receive dq, dk and dv, None for new ones.
+    """
+    tensors = (dout, q, k, v, out, softmax_lse, dsoftmax_lse)
+    if extension.missing_reason() is not None:
+        if tracing.enabled():
+            tracing.trace("triton_bwd", dout=dout, q=q, k=k, v=v)
+        if sequences is not None and sequences.block_table is not None:
+            raise NotImplementedError(
+                "flash_attn_mini: no backend implements gradients of paged keys and values (the backward of a call "
+                "with block_table); backends that have it: none. Available: torch.no_grad(), or k and v without pages"
+            )
+        checks.check_backward(*tensors, sequences, options, rng_state, into)
+    _check_device(q.device)
+    readable: list[Any] = [None if x is None else without_neg(x) for x in tensors]
+    direct = [None if x is None or x.stride(-1) != 1 or x.is_neg() else x for x in into]
+    readable += [sequences, _readable(options), rng_state, output_mask, direct]
+    *gradients, softmax_d = _launchers().backward.backward(*readable)
+    dq, dk, dv = (
+        gradient if gradient is None or given is None or written is given else given.copy_(gradient)
+        for gradient, given, written in zip(gradients, into, direct, strict=True)
+    )
+    return dq, dk, dv, softmax_d
+
+
+def backward_into(*arguments: Any) -> GradientsAndSums:
+    """`backward`; autograd notices that the tensors in its last argument, ``into``, are written."""
+    results = backward(*arguments)
+    for x in arguments[-1]:
+        if x is not None and not x.is_inference():
+            torch.autograd.graph.increment_version(x)
+    return results
+
+
+def forward_kvcache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, cache: KvCache, options: Options
+) -> tuple[Tensor, Tensor]:
+    """(out, softmax_lse); appends the new keys and values to the caches in place. Nothing waits for the GPU.
+
+    out has the strides of ``empty_contiguous_last(q)``. With split_keys the scratch for partial results grows with the
+    capacity of the cache; without it, it does not.
+    """
+    checks_here = extension.missing_reason() is not None
+    if checks_here:
+        _check_backend(q.device, options.backend)
+        if tracing.enabled():
+            tracing.trace("triton_fwd_kvcache", q=q, k_cache=k_cache, v_cache=v_cache)
+        checks.check_kvcache(q, k_cache, v_cache, cache, options)
+    _check_device(q.device)
+    readable: list[Any] = [without_neg(x) if isinstance(x, Tensor) else x for x in cache]
+    results: tuple[Tensor, Tensor] = _launchers().kvcache.forward_kvcache(
+        without_neg(q), k_cache, v_cache, KvCache(*readable), _readable(options)
+    )
+    if checks_here and cache.k is not None:
+        for x in (k_cache, v_cache):
+            if not x.is_inference():  # tensors made in inference mode have no version
+                torch.autograd.graph.increment_version(x)
+    return results
+
+
+def _readable(options: Options) -> Options:
+    """The options with tensors that a kernel can read: without the lazy negation of torch."""
+    if not any(isinstance(x, Tensor) and x.is_neg() for x in options):
+        return options
+    readable: list[Any] = [without_neg(x) if isinstance(x, Tensor) else x for x in options]
+    return Options(*readable)
+
+
+def _check_backend(device: torch.device, requested: str | None) -> None:
+    """Raise RuntimeError if the call asks for a backend that needs the extension, or ValueError for an unknown one."""
+    from .. import select_backend
+
+    select_backend(device, requested)
+
+
+def _check_device(device: torch.device) -> None:
+    """Raise RuntimeError with the reason if Triton's kernels do not run on the device."""
+    if device in _usable_devices:  # what a device can run does not change while the process lives
+        return
+    reason = unavailable_reason(device)
+    if reason is not None:
+        raise RuntimeError(f"flash_attn_mini: the triton backend cannot run on {device}: {reason}")
+    _usable_devices.add(device)
+
+
+# ---- shapes for tracing ---------------------------------------------------------------------------------------------
+
+
+def _forward_fake(q: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    *batch, rows, nheads, _ = q.shape
+    return empty_contiguous_last(q), q.new_empty((*batch, nheads, rows), dtype=torch.float32)
+
+
+def _backward_fake(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> GradientsAndSums:
+    sequences, _, (_, output_mask) = schemas.sequences_and_options(arguments[3:])
+    dq, dk, dv = (
+        empty_contiguous_last(x) if wanted else None for x, wanted in zip((q, k, v), output_mask, strict=True)
+    )
+    *batch, rows, nheads, _ = q.shape
+    if sequences is None:
+        rows = (rows + ROWS_MULTIPLE - 1) // ROWS_MULTIPLE * ROWS_MULTIPLE
+    else:  # each sequence begins at a multiple of ROWS_MULTIPLE; this many rows hold any lengths
+        rows = (rows // ROWS_MULTIPLE + sequences.cu_seqlens_q.shape[0] - 1) * ROWS_MULTIPLE
+    return dq, dk, dv, q.new_empty((*batch, nheads, rows), dtype=torch.float32)
+
+
+def _refuse_vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
+    raise NotImplementedError(
+        "flash_attn_mini: torch.vmap does not map flash_attn_with_kvcache, which writes to its caches. Available: one "
+        "call for the whole batch, with cache_batch_idx for the rows of the cache"
+    )
+
+
+_register_fake: Callable[..., Any] = torch.library.register_fake
+_register_fake("flash_attn_mini::triton_bwd", _backward_fake, lib=library)
+_register_fake("flash_attn_mini::triton_fwd_kvcache", _forward_fake, lib=library)
+torch.library.register_vmap("flash_attn_mini::triton_fwd_kvcache", _refuse_vmap, lib=library)
+
+
+def define_forward(name: str) -> None:
+    """Define an op that is the forward."""
+    library.define(f"{name}{schemas.FORWARD}{schemas.OUT_AND_LSE}", tags=_tags)
+    for dispatch_key in ("CPU", "CUDA"):
+        library.impl(name, _forward, dispatch_key)
+    _register_fake(f"flash_attn_mini::{name}", _forward_fake, lib=library)
+
+
+define_forward("triton_fwd")
+FORWARD = torch.ops.flash_attn_mini.triton_fwd.default

@@ -1,0 +1,33 @@
+"""What the functions with the official signatures share: a backward that writes to tensors of the caller."""
+
+from __future__ import annotations
+
+import torch
+
+from . import ops
+from .backends.extension import Gradients
+from .options import Options, Sequences
+
+
+@torch.no_grad()
+def backward_into(
+    gradients: Gradients,
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    softmax_lse: torch.Tensor,
+    sequences: Sequences | None,
+    options: Options,
+    rng_state: torch.Tensor | None,
+) -> torch.Tensor:
+    """The backward with its results in tensors of the caller, None where a gradient is not wanted: softmax_d."""
+    wanted = tuple(x is not None for x in gradients)
+    tensors = (dout, q, k, v, out, softmax_lse)
+    return ops.backward(*tensors, None, sequences, options, rng_state, wanted, gradients)[3]
+
+
+def empty_rng_state(q: torch.Tensor) -> torch.Tensor:
+    """The rng_state of a forward without dropout."""
+    return q.new_empty((0,), dtype=torch.int64)
