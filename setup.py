@@ -42,6 +42,16 @@ HOST_SOURCES = [
     "csrc/cpu/isa_baseline.cpp",
 ]
 
+# FLASH_ATTN_MINI_SANITIZE=1 (tests/sanitize_cpu.py). vptr would need the type information of torch's classes.
+SANITIZE = (
+    "-O1",
+    "-g1",
+    "-fno-omit-frame-pointer",
+    "-fsanitize=address,undefined",
+    "-fno-sanitize=vptr",
+    "-fno-sanitize-recover=all",
+)
+
 
 def selected(archs: tuple[str, ...]) -> selection.Selection:
     return selection.Selection(archs, selection.select_hdims(), selection.select_dtypes())
@@ -96,6 +106,7 @@ class BuildExtension(build_ext):
     def describe(self, extension: Extension, cpp_extension, chosen: selection.Selection, jobs: int) -> None:
         import torch
 
+        sanitizes = os.environ.get("FLASH_ATTN_MINI_SANITIZE", "0") not in ("", "0")
         defines = [("FLASH_TORCH_VERSION", f'"{torch.__version__}"')]
         extra: dict = {}
         factory = cpp_extension.CppExtension
@@ -117,8 +128,10 @@ class BuildExtension(build_ext):
             include_dirs=[str(ROOT / "csrc")],
             define_macros=defines,
             # -g0: Python adds -g, which takes a quarter of the time.
-            extra_compile_args={"cxx": ["-O3", "-g0", "-fopenmp", "-fvisibility=hidden"]},
-            extra_link_args=["-fopenmp"],
+            extra_compile_args={
+                "cxx": ["-O3", "-g0", "-fopenmp", "-fvisibility=hidden", *(SANITIZE if sanitizes else ())]
+            },
+            extra_link_args=["-fopenmp", *(SANITIZE if sanitizes else ())],
             **extra,
         )
         vars(extension).update(vars(configured))
