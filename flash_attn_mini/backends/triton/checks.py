@@ -232,7 +232,8 @@ def _check_alibi_slopes(slopes: Tensor, q: Tensor, batch: int) -> None:
         )
     if slopes.stride(-1) != 1 and slopes.shape[-1] != 1:
         raise ValueError(
-            f"alibi_slopes has strides {list(slopes.stride())}; allowed: a contiguous last dimension (stride 1)"
+            f"alibi_slopes has strides {list(slopes.stride())}; allowed: a contiguous last dimension (stride 1), for "
+            "example alibi_slopes.contiguous()"
         )
 
 
@@ -497,7 +498,7 @@ def _check_memory(q: Tensor, k_cache: Tensor, v_cache: Tensor, cache: KvCache, o
             if other is not None and _overlap(x, other):
                 raise ValueError(f"{name} shares memory with {other_name}; allowed: memory of its own")
     if _caches_overlap(k_cache, v_cache):
-        raise ValueError("k_cache shares memory with v_cache; allowed with k: memory of its own")
+        raise ValueError("k_cache shares memory with v_cache; allowed: memory of its own")
 
 
 def _caches_overlap(k_cache: Tensor, v_cache: Tensor) -> bool:
@@ -670,7 +671,8 @@ def _check_block_table(table: Tensor, pages_name: str, pages: Tensor, q: Tensor,
         raise ValueError(f"block_table has shape {_shape(table)}; allowed: [batch, max_blocks] with batch {batch}")
     if table.stride(1) != 1 and table.shape[1] > 1:
         raise ValueError(
-            f"block_table has strides {list(table.stride())}; allowed: a contiguous last dimension (stride 1)"
+            f"block_table has strides {list(table.stride())}; allowed: a contiguous last dimension (stride 1), for "
+            "example block_table.contiguous()"
         )
     if page_size < 1:
         raise ValueError(f"{pages_name} has pages of 0 keys (shape {_shape(pages)}); allowed: at least 1")
