@@ -284,7 +284,8 @@ def test_replays_have_the_bits_of_ordinary_launches(
     for i in [*order, *order]:
         expected = ordinary(recordings, run, calls[i])
         assert_same_bits(run(calls[i]), expected)
-    assert len(replays) >= CALLS, f"{len(replays)} replays of {2 * len(calls)} calls; {described_seed}"
+    # Drawn calls may be unaligned, and those are not recorded.
+    assert len(replays) >= CALLS // 3, f"{len(replays)} replays of {2 * len(calls)} calls; {described_seed}"
 
 
 @runs_triton
