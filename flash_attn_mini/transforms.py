@@ -29,6 +29,14 @@ def is_plain(*tensors: torch.Tensor) -> bool:
     return may_keep_tensors() and all(forward_ad.unpack_dual(x).tangent is None for x in tensors)
 
 
+def computes_values(x: torch.Tensor) -> bool:
+    """Whether an operator on x computes values: x is neither a fake nor a meta tensor, and no FakeTensorMode is active."""
+    try:
+        return torch.empty_like(x.detach()).untyped_storage().device.type != "meta"
+    except NotImplementedError:  # a tensor of torch.func has no storage
+        return extension.MODULE is None or not extension.MODULE.has_modes()
+
+
 def is_batch_of_gradients(x: Any) -> bool:
     """Whether x comes from is_grads_batched or vectorize, whose vmap is no transform of torch.func."""
     return isinstance(x, torch.Tensor) and extension.MODULE is not None and bool(extension.MODULE.is_batched(x))

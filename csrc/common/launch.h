@@ -4,8 +4,10 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <map>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 
 namespace flash {
 
@@ -23,13 +25,26 @@ inline void check_grid(int64_t grid, const char *what) {
     }
 }
 
+// Sets an attribute of a kernel on the current device to `value` or more. Each thread does so once: its first call also
+// makes the device's context current in the thread, which the driver needs to encode a TMA descriptor.
+template <typename Kernel>
+void raise_attribute(Kernel *kernel, cudaFuncAttribute attribute, int value, const char *what) {
+    static thread_local std::map<std::tuple<int, const void *, cudaFuncAttribute>, int> set_by_thread;
+    int device = 0;
+    check_cuda(cudaGetDevice(&device), "reading the current device");
+    int &known = set_by_thread[{device, reinterpret_cast<const void *>(kernel), attribute}];
+    if (value > known) {
+        check_cuda(cudaFuncSetAttribute(kernel, attribute, value), what);
+        known = value;
+    }
+}
+
 // Allows each CTA of `kernel` smem bytes of dynamic shared memory.
 template <typename Kernel>
 void reserve_smem(Kernel *kernel, int smem) {
     constexpr int kDefaultSmem = 48 * 1024;  // bytes that a CTA may use without this call
     if (smem > kDefaultSmem) {
-        check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem),
-                   "reserving shared memory");
+        raise_attribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem, "reserving shared memory");
     }
 }
 

@@ -64,8 +64,7 @@ int cluster_for(const Flash_fwd_params &params, int max_smem) {
     }
     auto kernel = &flash_fwd_splitkv_cluster_kernel<Traits>;
     reserve_smem(kernel, smem);
-    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
-               "allowing clusters of 16");
+    raise_attribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1, "allowing clusters of 16");
     Launch launch(dim3(1, cluster * params.h_k), cluster, Traits::threads(kWarpRows), smem, nullptr);
     launch.config.numAttrs = 1;  // the cluster alone
     int active = 0;              // clusters that run at once

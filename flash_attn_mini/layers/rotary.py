@@ -12,11 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._guards import detect_fake_mode
 
 from ..argument_checks import as_flag, as_length, check_number, check_tensor
 from ..ops import is_traced
-from ..transforms import is_plain
+from ..transforms import computes_values, is_plain
 from .rotary_op import apply_rotary, checked_offsets, checked_size, rotate
 
 
@@ -463,7 +462,7 @@ def _is_rehearsal(qkv: Tensor) -> bool:
     """Whether a call computes no values: it is exported, or its tensors are fake."""
     if torch.compiler.is_compiling():
         return bool(_is_exporting())
-    return detect_fake_mode(qkv) is not None
+    return not computes_values(qkv)
 
 
 def _positive(name: str, value: Any) -> float:
