@@ -141,8 +141,12 @@ def test_infinite_values_stay_with_their_own_keys(dtype: torch.dtype, draw: torc
 
 @each_dtype
 def test_a_query_has_its_bits_whatever_the_other_queries_see(dtype: torch.dtype, draw: torch.Generator) -> None:
-    """With a window the first key of a block of rows is that of its first row. 9 queries fill more than one vector."""
-    for headdim, length, queries in ((64, 333, 4), (40, 207, 4), (40, 207, 9)):
+    """With a window the first key of a block of rows is that of its first row.
+
+    9 queries fill more than one vector of AVX2. In bfloat16 they run on another kernel than one query if there is AMX.
+    """
+    many = 8 if dtype == torch.bfloat16 else 9
+    for headdim, length, queries in ((64, 333, 4), (40, 207, 4), (40, 207, many)):
         call = filled_call([length], (queries, 2, headdim), 2, 400, dtype, draw)
         call.update(window_size_left=37, window_size_right=0, num_splits=1)
         out, lse = forward(call)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import io
 import pickle
 from collections.abc import Callable
@@ -446,11 +447,33 @@ def test_compiled_calls_of_other_lengths(
     assert_close(rotated(compiled, qkv, **options), rotated(expected, qkv, **options))
 
 
+@functools.cache
+def compiler_sees_replaced_data() -> bool:
+    """Whether compiled code sees another dtype of a buffer's data; PyTorch 2.11 does not compare the tensor again."""
+
+    class Convert(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("inv_freq", torch.zeros(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + (self.inv_freq.dtype == torch.bfloat16)
+
+    module: Any = Convert()
+    compiled = torch.compile(module, backend="eager", fullgraph=True)
+    compiled(torch.zeros(4))
+    cast_the_data(module)
+    return bool(compiled(torch.zeros(4))[0] == 1)
+
+
 @each_compiler
 def test_compiled_calls_see_changes(compiler: str, draw: torch.Generator) -> None:
     module = new_module()
     compiled = compiled_by(compiler, module)
-    for change in (lambda m: None, cast_the_data, assign, write, nn.Module.bfloat16, replace_the_buffer):
+    changes = [lambda m: None, assign, write, nn.Module.bfloat16, replace_the_buffer]
+    if compiler_sees_replaced_data():
+        changes.insert(1, cast_the_data)
+    for change in changes:
         change(module)
         expected = new_module()
         expected.inv_freq = module.inv_freq.clone()
