@@ -188,3 +188,21 @@ def test_the_triton_launchers(dtype: torch.dtype, draw: torch.Generator, seed: i
             of_cache, _ = kvcache.forward_kvcache(q, *caches, cache._replace(k=k, v=v), make_options(0.3))
             results.append([out, *gradients, of_cache, caches])
         assert_same(*results, inputs)
+
+
+@runs_triton
+@pytest.mark.parametrize("is_cached", [False, True], ids=["dense", "kvcache"])
+def test_the_triton_ops_read_negated_views(is_cached: bool, draw: torch.Generator, seed: int) -> None:
+    """PyTorch's own copy of a negated view may have another last stride than 1."""
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        if not is_cached:
+            return with_gradients(lambda *x: flash_attn_func(*x, backend="triton"), (q, k, v), seed)
+        caches = torch.zeros(2, k.shape[0], 60, *k.shape[2:], dtype=k.dtype, device=DEVICE)
+        return [flash_attn_with_kvcache(q, *caches, k, v, cache_seqlens=3, backend="triton"), *caches]
+
+    shapes = ((1, 5, 6, 8), (1, 7, 2, 8), (1, 7, 2, 8))
+    for strides in ((1, 2, 0, 1), (4, 8, 1, 1), (64, 64, 1, 1), (0, 64, 2, 1)):
+        flat = torch.randn(3, 512, generator=draw).to(DEVICE, torch.float16)
+        inputs = [torch._neg_view(x.as_strided(shape, strides)) for x, shape in zip(flat, shapes, strict=True)]
+        assert_same(call(*inputs), call(*contiguous(inputs)), inputs)

@@ -80,9 +80,15 @@ def _launchers() -> _Launchers:
     return _Launchers(launch, launch_bwd, kvcache)
 
 
-for _dispatch_key in ("CPU", "CUDA"):
-    library.impl("triton_bwd", _backward, _dispatch_key)
-    library.impl("triton_fwd_kvcache", _kvcache_forward, _dispatch_key)
+def _implement(name: str, function: Callable[..., Any]) -> None:
+    """The kernel of an op. It resolves lazy negations: PyTorch's own copies need no contiguous last dimension."""
+    for dispatch_key in ("CPU", "CUDA"):
+        library.impl(name, function, dispatch_key)
+    library.impl(name, torch.library.fallthrough_kernel, "Negative")
+
+
+_implement("triton_bwd", _backward)
+_implement("triton_fwd_kvcache", _kvcache_forward)
 
 
 def forward(
@@ -247,8 +253,7 @@ torch.library.register_vmap("flash_attn_mini::triton_fwd_kvcache", _refuse_vmap,
 def define_forward(name: str) -> None:
     """Define an op that is the forward."""
     library.define(f"{name}{schemas.FORWARD}{schemas.OUT_AND_LSE}", tags=_tags)
-    for dispatch_key in ("CPU", "CUDA"):
-        library.impl(name, _forward, dispatch_key)
+    _implement(name, _forward)
     _register_fake(f"flash_attn_mini::{name}", _forward_fake, lib=library)
 
 
