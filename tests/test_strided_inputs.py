@@ -206,3 +206,29 @@ def test_the_triton_ops_read_negated_views(is_cached: bool, draw: torch.Generato
         flat = torch.randn(3, 512, generator=draw).to(DEVICE, torch.float16)
         inputs = [torch._neg_view(x.as_strided(shape, strides)) for x, shape in zip(flat, shapes, strict=True)]
         assert_same(call(*inputs), call(*contiguous(inputs)), inputs)
+
+
+def fill_free_memory(draw: torch.Generator) -> None:
+    """Leave random bits in the memory that the next tensors get."""
+    sizes = [256] * 64 + [1024] * 64 + [1 << 14] * 32 + [1 << 18] * 16 + [1 << 22] * 8
+    bits = torch.randint(-(2**31), 2**31 - 1, (1 << 22,), generator=draw, dtype=torch.int32).to(DEVICE)
+    for kept in ([bits[:size].clone() for size in sizes], []):
+        del kept
+
+
+@runs_triton
+@pytest.mark.parametrize("headdim", [1, 20])
+def test_the_triton_kernels_read_rows_one_element_apart(headdim: int, draw: torch.Generator, seed: int) -> None:
+    """On a GPU the compiled kernel must not load them across the head dim: see operands.with_rows_apart."""
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        dense = with_gradients(lambda *x: flash_attn_func(*x, backend="triton"), (q, k, v), seed)
+        return [*dense, flash_attn_with_kvcache(q, k, v, cache_seqlens=k.shape[1] - 2, backend="triton")]
+
+    ones, apart = (1, 1, 1, 1), (0, 3 * headdim, headdim, 1)
+    for of_q, of_k, of_v in ((ones, ones, ones), (ones, apart, apart), (apart, ones, apart), (apart, apart, ones)):
+        fill_free_memory(draw)
+        flat = torch.randn(3, 8192, generator=draw).to(DEVICE, torch.float16)
+        shapes = ((1, 40, 3, headdim), (1, 70, 3, headdim), (1, 70, 3, headdim))
+        inputs = [x.as_strided(*y) for x, y in zip(flat, zip(shapes, (of_q, of_k, of_v), strict=True), strict=True)]
+        torch.testing.assert_close(call(*inputs), call(*contiguous(inputs)), rtol=0.02, atol=0.02)

@@ -28,7 +28,7 @@ from .flash_fwd_splitkv_kernel import flash_fwd_splitkv_kernel
 from .interpreter import INTERPRETED
 from .kvcache_append_kernel import kvcache_append_kernel
 from .launch import MIN_SCALE, ForwardCall, compiler_options, run
-from .operands import head_dim_block, pointer_and_strides
+from .operands import head_dim_block, pointer_and_strides, with_rows_apart
 from .recording import Recorder, Recordings
 from .score_mod import score_features, score_mod_of
 from .splits import MIN_PIECE_UNITS
@@ -232,6 +232,9 @@ def append(call: CacheCall) -> torch.Tensor:
 
 def attend(call: CacheCall, recorder: Recorder | None = None) -> None:
     """Attend to the cache, new keys included."""
+    q, k, v = (with_rows_apart(x) for x in (call.q, call.k, call.v))
+    if q is not call.q or k is not call.k or v is not call.v:
+        call = replace(call, q=q, k=k, v=v)
     if INTERPRETED and call.q.dtype == torch.bfloat16:  # the interpreter's dot product misreads bfloat16
         wide = [contiguous_float(x) for x in (call.q, call.k, call.v, call.out)]
         q, k, v, out = wide

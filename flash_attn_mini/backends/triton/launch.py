@@ -26,7 +26,7 @@ from .call import Call, as_batch
 from .configs import FORWARD
 from .flash_fwd_kernel import flash_fwd_kernel
 from .interpreter import INTERPRETED
-from .operands import bind_context, head_dim_block, operand, pointer_and_strides, tma_reaches
+from .operands import bind_context, head_dim_block, operand, pointer_and_strides, tma_reaches, with_rows_apart
 from .recording import Recorder, Recordings
 from .tuner import Tuner
 
@@ -87,8 +87,10 @@ def prepare(
     """The arguments as the kernel takes them, with unset memory for its outputs."""
     q, k, v = as_batch(q), as_batch(k), as_batch(v)
     batch, seqlen_q, nheads, _ = q.shape
+    out = empty_contiguous_last(q)
     lse = torch.empty((batch, nheads, seqlen_q), dtype=torch.float32, device=q.device)
-    return ForwardCall(q, k, v, sequences, options, rng_state, empty_contiguous_last(q), lse)
+    q, k, v = with_rows_apart(q), with_rows_apart(k), with_rows_apart(v)
+    return ForwardCall(q, k, v, sequences, options, rng_state, out, lse)
 
 
 def run(call: ForwardCall, recorder: Recorder | None = None) -> None:

@@ -26,7 +26,15 @@ from .flash_bwd_dkv_kernel import flash_bwd_dkv_kernel
 from .flash_bwd_dq_kernel import flash_bwd_dq_kernel
 from .interpreter import INTERPRETED
 from .launch import choose, compiler_options, ends_with_block, heads_per_group, num_blocks, trace_launch
-from .operands import bind_context, head_dim_block, operand, pointer_and_strides, tma_reaches, unchecked_descriptor
+from .operands import (
+    bind_context,
+    head_dim_block,
+    operand,
+    pointer_and_strides,
+    tma_reaches,
+    unchecked_descriptor,
+    with_rows_apart,
+)
 from .recording import Recorder, Recordings
 from .tuner import Tuner
 
@@ -162,6 +170,8 @@ def prepare(
         None if not wanted else empty_contiguous_last(like) if given is None else as_batch(given)
         for like, wanted, given in zip((q, k, v), output_mask, into, strict=True)
     )
+    dout = dout if dout.stride(-1) == 1 else dout.contiguous()  # the gradient of out.sum() has strides of 0
+    dout, q, k, v = (with_rows_apart(t) for t in (dout, q, k, v))
     call = BackwardCall(
         q,
         k,
@@ -169,7 +179,7 @@ def prepare(
         sequences,
         options,
         rng_state,
-        dout if dout.stride(-1) == 1 else dout.contiguous(),  # the gradient of out.sum() has strides of 0
+        dout,
         out if out.stride(-1) == 1 else out.contiguous(),
         softmax_lse.contiguous(),
         None if dsoftmax_lse is None else dsoftmax_lse.to(torch.float32).contiguous(),

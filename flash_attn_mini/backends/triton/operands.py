@@ -29,6 +29,19 @@ def pointer_and_strides(tensor: torch.Tensor) -> tuple[torch.Tensor, int, int, i
     )
 
 
+def with_rows_apart(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` ``[batch, seqlen, heads, headdim]``, or a copy if its rows or heads begin one element apart.
+
+    For a factor of a matrix product. Triton 3.6 loads such a tile across the head dim, and the product then reads
+    shared memory out of range. A head dim of 1 and overlapping views have such rows.
+    """
+    batch, seqlen, heads, head_dim = tensor.shape
+    if (seqlen == 1 or tensor.stride(1) != 1) and (heads == 1 or tensor.stride(2) != 1):
+        return tensor
+    copy = tensor.new_empty((batch, seqlen, heads, head_dim_block(head_dim)))[..., :head_dim]
+    return copy.copy_(tensor)
+
+
 def operand(tensor: torch.Tensor, block_rows: int, use_tma: bool, begin_row: int = 0) -> Any:
     """A tensor that a kernel reads with tiles.load_rows in blocks of ``block_rows``.
 
