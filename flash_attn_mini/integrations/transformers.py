@@ -167,7 +167,14 @@ def attention(
         if kwargs.get(argument) is not None:
             raise _lacking(feature)
 
-    q, k, v = (states.transpose(1, 2) for states in (query, key, value))
+    v_headdim = value.shape[-1]
+    if v_headdim < query.shape[-1]:  # q, k and v of the kernels share one head dim
+        out, _ = attention(
+            module, query, key, F.pad(value, (0, query.shape[-1] - v_headdim)), attention_mask, dropout, scaling,
+            sliding_window, softcap, is_causal, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, **kwargs,
+        )  # fmt: skip
+        return out[..., :v_headdim], None
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     causal = bool(is_causal if is_causal is not None else getattr(module, "is_causal", True))
     layout = _layout(attention_mask, q, k, causal, sliding_window)
     is_packed = cu_seq_lens_q is not None or cu_seq_lens_k is not None
@@ -181,14 +188,11 @@ def attention(
     }
     if layout.kv_end < k.shape[1]:
         k, v = k[:, : layout.kv_end], v[:, : layout.kv_end]
-    v_headdim = v.shape[-1]
-    if v_headdim < q.shape[-1]:  # q, k and v of the kernels share one head dim
-        v = F.pad(v, (0, q.shape[-1] - v_headdim))
     if layout.is_decoding:
         options |= {"cache_seqlens": layout.cache_seqlens, "cache_leftpad": layout.cache_leftpad}
         if k.requires_grad or v.requires_grad:  # a static cache that was filled with gradients on
             k, v = k.detach(), v.detach()
-        return cast(Tensor, flash_attn_with_kvcache(q, k, v, **options))[..., :v_headdim], None
+        return cast(Tensor, flash_attn_with_kvcache(q, k, v, **options)), None
 
     options["dropout_p"] = dropout
     lengths = layout.lengths
@@ -203,15 +207,15 @@ def attention(
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))
         of_call = checked_options(q, k, v, **options, alibi_slopes=None, deterministic=False, backend=None)
         out = attend_to_sequences(q, k, v, layout.packed_rows, of_call)
-        return out.view(batch, q_length, *out.shape[1:])[..., :v_headdim], None
+        return out.view(batch, q_length, *out.shape[1:]), None
     if lengths is None:
-        return cast(Tensor, flash_attn_func(q, k, v, **options))[..., :v_headdim], None
+        return cast(Tensor, flash_attn_func(q, k, v, **options)), None
 
     k, v = _packed(k, layout.indices_k), _packed(v, layout.indices_k)
     out = cast(Tensor, flash_attn_varlen_func(_packed(q, layout.indices_q), k, v, *lengths, **options))
     if layout.indices_q is not None:
         out = index_put_first_axis(out, layout.indices_q, batch * q_length)
-    return out.view(batch, q_length, *out.shape[1:])[..., :v_headdim], None
+    return out.view(batch, q_length, *out.shape[1:]), None
 
 
 def attention_mask(
