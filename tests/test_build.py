@@ -20,6 +20,7 @@ from build_tools import kernels, selection, target_torch
 
 ROOT = Path(__file__).resolve().parent.parent
 FETCH_CUTLASS = ROOT / "third_party" / "fetch_cutlass.py"
+NO_WARNINGS = {"PYTHONWARNINGS": "ignore"}  # older versions of setuptools warn that their support of pyproject.toml is new
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +61,7 @@ def test_torch_is_found_behind_a_build_isolation() -> None:
 def test_without_torch_the_build_ends_with_one_line_that_says_what_to_run(
     python_without_torch: str, tmp_path: Path
 ) -> None:
-    environment = os.environ | {"FLASH_ATTN_MINI_PYTHON": python_without_torch}
+    environment = os.environ | {"FLASH_ATTN_MINI_PYTHON": python_without_torch, **NO_WARNINGS}
     build = [sys.executable, "setup.py", "--quiet", "build_ext", "--build-temp", str(tmp_path)]
     wheel = [sys.executable, "-c", "from build_tools import backend; backend.get_requires_for_build_wheel()"]
     for command in (build, wheel):
@@ -81,7 +82,7 @@ def test_an_interpreter_that_cannot_be_run_is_named(name: str, tmp_path: Path) -
     (tmp_path / "folder").mkdir()
     program(tmp_path / "other program", "exit 3")
     (tmp_path / "text").write_text("no program")
-    environment = os.environ | {"FLASH_ATTN_MINI_PYTHON": str(tmp_path / name)}
+    environment = os.environ | {"FLASH_ATTN_MINI_PYTHON": str(tmp_path / name), **NO_WARNINGS}
     command = [sys.executable, "setup.py", "--quiet", "build_ext", "--build-temp", str(tmp_path)]
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert result.returncode == 1
@@ -103,7 +104,7 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_an_sdist_and_metadata_need_no_torch(unpacked: Path, python_without_torch: str, tmp_path: Path) -> None:
-    environment = os.environ | {"FLASH_ATTN_MINI_PYTHON": python_without_torch}
+    environment = os.environ | {"FLASH_ATTN_MINI_PYTHON": python_without_torch, **NO_WARNINGS}
     calls = (
         "get_requires_for_build_sdist()",
         f"build_sdist({str(tmp_path)!r})",

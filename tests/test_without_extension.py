@@ -85,7 +85,8 @@ def with_dropout(backend: str | None) -> list[Tensor]:
     q, k, v = (x.requires_grad_() for x in qkv(draw))
     torch.manual_seed(int(os.environ["FLASH_ATTN_MINI_SEED"]))
     results = flash_attn_func(q, k, v, P, causal=True, return_attn_probs=True, backend=backend)
-    return [x.detach().cpu() for x in (*results, *torch.autograd.grad(results[0].square().sum(), (q, k, v)))]
+    dout = torch.randn(q.shape, generator=draw).to(q)
+    return [x.detach().cpu() for x in (*results, *torch.autograd.grad(results[0], (q, k, v), dout))]
 
 
 def qkv(draw: torch.Generator, dtype: torch.dtype = torch.float16, headdim: int = 16) -> list[Tensor]:
