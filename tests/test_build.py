@@ -20,7 +20,7 @@ from build_tools import kernels, selection, target_torch
 
 ROOT = Path(__file__).resolve().parent.parent
 FETCH_CUTLASS = ROOT / "third_party" / "fetch_cutlass.py"
-NO_WARNINGS = {"PYTHONWARNINGS": "ignore"}  # older versions of setuptools warn that their support of pyproject.toml is new
+NO_WARNINGS = {"PYTHONWARNINGS": "ignore"}  # older versions of setuptools warn of their own beta features
 
 
 @pytest.fixture(autouse=True)

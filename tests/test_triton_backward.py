@@ -47,10 +47,15 @@ def launcher() -> Any:
 
 
 def products_round_equally() -> bool:
-    """True if the interpreter's q k^T has the same bits in both kernels' tiles. With OpenBLAS it depends on the CPU."""
-    q, k = (torch.randn(rows, 64).numpy() for rows in (128, 64))
+    """True if the interpreter's q k^T has the same bits in the tiles of all kernels. With OpenBLAS the CPU decides."""
+    q, k = (torch.randn(128, 64).numpy() for _ in range(2))
     scores = q @ k.T
-    return all((scores[m : m + 32] == (k @ q[m : m + 32].T).T).all() for m in range(0, 128, 32))
+    for rows, keys in itertools.product((32, 64, 128), repeat=2):
+        for m, n in itertools.product(range(0, 128, rows), range(0, 128, keys)):
+            tile, of_q, of_k = scores[m : m + rows, n : n + keys], q[m : m + rows], k[n : n + keys]
+            if (tile != of_q @ of_k.T).any() or (tile != (of_k @ of_q.T).T).any():
+                return False
+    return True
 
 
 @dataclasses.dataclass
