@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from ..transforms import is_batch_of_gradients, is_transformed, refuse_forward_mode
 from . import transport
@@ -49,8 +50,19 @@ def compare_ranks(name: str, group: Any, description: dict[str, str]) -> None:
 
 
 def _gather(name: str, group: Any, error: str | None, description: dict[str, str] | None) -> list[Any]:
-    with temporarily_clear_interpreter_stack():  # inside torch.func.grad, new tensors have no memory to send from
-        return transport.gather_objects((error, description), group, f"{name}, comparison of the ranks")
+    gather = partial(transport.gather_objects, (error, description), group, f"{name}, comparison of the ranks")
+    if not is_transformed():
+        return gather()
+    # Inside torch.func.grad, new tensors have no memory to send from. The transform is that of this thread.
+    device = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+    def gather_outside() -> list[Any]:
+        if device is not None:
+            torch.cuda.set_device(device)
+        return gather()
+
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(gather_outside).result()
 
 
 def _short(text: str) -> str:
