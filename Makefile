@@ -66,7 +66,7 @@ format: $(LINT)  ## format the sources and repair what ruff can repair
 	ruff check --fix .
 
 sanitize: $(TEST) build  ## run small cases under compute-sanitizer; without a GPU the CPU tests under AddressSanitizer
-	$(PY) -m $(if $(HAS_GPU),benchmarks.sanitize,tests.sanitize_cpu) $(SANITIZE_ARGS)
+	$(PY) -m $(if $(HAS_GPU),benchmarks.sanitize,tests.sanitize.sanitize_cpu) $(SANITIZE_ARGS)
 
 check-results:  ## list the results in benchmarks/results whose sources have changed
 	$(PYTHON) -m benchmarks.provenance check

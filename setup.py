@@ -42,7 +42,7 @@ HOST_SOURCES = [
     "csrc/cpu/isa_baseline.cpp",
 ]
 
-# FLASH_ATTN_MINI_SANITIZE=1 (tests/sanitize_cpu.py). vptr would need the type information of torch's classes.
+# FLASH_ATTN_MINI_SANITIZE=1 (tests/sanitize/sanitize_cpu.py). vptr would need the type information of torch's classes.
 SANITIZE = (
     "-O1",
     "-g1",

@@ -1,7 +1,7 @@
-"""Accuracy over the cases of tests/cases.py: the worst error of each backend and dtype ÷ the allowed error.
+"""Accuracy over the cases of tests/support/cases.py: the worst error of each backend and dtype ÷ the allowed error.
 
-tests/bounds.py defines the allowed error: twice that of PyTorch's own computation in the same dtype, three times for
-gradients, and a floor. A share above 1 makes the exit status 1.
+tests/support/bounds.py defines the allowed error: twice that of PyTorch's own computation in the same dtype, three
+times for gradients, and a floor. A share above 1 makes the exit status 1.
 
   python -m benchmarks.accuracy                   out and softmax_lse
   python -m benchmarks.accuracy --backward        dq, dk and dv, through autograd
@@ -19,9 +19,9 @@ from benchmarks import cli, provenance
 from benchmarks.methods import Budget
 from flash_attn_mini import flash_attn_func
 from flash_attn_mini.backends import BACKENDS
-from tests.bounds import Accuracy, differentiate, forward_accuracy, gradients_accuracy
-from tests.cases import FORWARD_CASES, SMALL_FORWARD_CASES, Case, make_dout, make_inputs
-from tests.limits import unreachable_gradients
+from tests.support.bounds import Accuracy, differentiate, forward_accuracy, gradients_accuracy
+from tests.support.cases import FORWARD_CASES, SMALL_FORWARD_CASES, Case, make_dout, make_inputs
+from tests.support.limits import unreachable_gradients
 
 DEVICES = {"cuda": "cuda", "triton": "cuda", "cpu": "cpu"}
 DTYPES = {
@@ -121,9 +121,9 @@ def main(argv: list[str] | None = None) -> None:
         sources=[
             *sources,
             "flash_attn_mini/reference/*.py",
-            "tests/cases.py",
-            "tests/bounds.py",
-            "tests/poison.py",
+            "tests/support/cases.py",
+            "tests/support/bounds.py",
+            "tests/support/poison.py",
         ],
         arguments=arguments,
         notes=notes,

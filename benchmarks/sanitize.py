@@ -3,7 +3,7 @@
   python -m benchmarks.sanitize                           memcheck on all small cases, racecheck on a few of each kind
 
 The cases of a KV cache are counted apart from the others. Several processes share the cases of a row (--parts). Exits
-with 1 when there is an error. tests/sanitize_driver.py runs the cases.
+with 1 when there is an error. tests/sanitize/sanitize_driver.py runs the cases.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def row_of(tool: str, of: str, output: str) -> dict[str, Any]:
 def run(tool: str, of: str, part: int, parts: int) -> dict[str, Any]:
     """The summary of one part of a tool's cases."""
     chosen = ["--of", of, "--part", str(part), str(parts), *TOOLS[tool]]
-    driver = [sys.executable, "-m", "tests.sanitize_driver", *chosen]
+    driver = [sys.executable, "-m", "tests.sanitize.sanitize_driver", *chosen]
     command = [compute_sanitizer(), "--tool", tool, "--print-limit", str(REPORTED), *driver]
     result = subprocess.run(command, cwd=provenance.ROOT, capture_output=True, text=True)
     output = result.stdout + result.stderr
@@ -117,7 +117,7 @@ def main(argv: list[str] | None = None) -> None:
         title="Errors that compute-sanitizer finds",
         data=rows,
         sources=[
-            "tests/sanitize_driver.py",
+            "tests/sanitize/sanitize_driver.py",
             *(*provenance.LAUNCH, *provenance.CUDA, *provenance.CUDA_BACKWARD, *provenance.KVCACHE),
         ],
         arguments=arguments,

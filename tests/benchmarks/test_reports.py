@@ -1,0 +1,366 @@
+"""Reports of results: tables, kernels' registers and spills, the result blocks of README and docs."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from benchmarks import (
+    kernel_resources,
+    provenance,
+    report,
+    sanitize,
+    tables,
+    tune_sm80,
+)
+
+from ..sanitize import sanitize_driver
+from ..support.cases import Case
+from ..support.kvcache_cases import KvCacheCase
+from ..support.varlen_cases import VarlenCase
+
+
+def test_ptxas_reports_are_read_kernel_by_kernel() -> None:
+    report = """\
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function '_Z1av' for 'sm_80'
+ptxas info    : Function properties for _Z1av
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 112 registers, used 1 barriers
+ptxas info    : Compiling entry function '_Z1bv' for 'sm_90a'
+ptxas info    : Function properties for _Z1bv
+    8 bytes stack frame, 4 bytes spill stores, 12 bytes spill loads
+ptxas info    : Used 255 registers, used 1 barriers, 1024 bytes smem
+"""
+    first, second = kernel_resources.parse(report)
+    assert (first["kernel"], first["arch"], first["registers"], first["spill_bytes"]) == ("_Z1av", "sm_80", 112, 0)
+    assert (second["registers"], second["spill_bytes"], second["stack_bytes"]) == (255, 16, 8)
+    assert (first["static_smem_bytes"], second["static_smem_bytes"]) == (0, 1024)
+
+
+def cells_of(table: str) -> list[list[str]]:
+    """The cells of a Markdown table, without its headers."""
+    lines = [line for line in table.splitlines() if line.startswith("|")][2:]
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+
+
+def test_tables_of_resources_join_kernels_that_differ_only_in_dtype() -> None:
+    name = "sm80::flash_bwd_dot_do_o<cutlass::{}, 64>"
+    row = {"arch": "sm_90a", "registers": 40, "spill_bytes": 0, "stack_bytes": 0, "static_smem_bytes": 0}
+    fp16 = row | {"object": "flash_bwd_hdim64_fp16_any_sm80", "kernel": name.format("half_t")}
+    bf16 = row | {"object": "flash_bwd_hdim64_bf16_any_sm80", "kernel": name.format("bfloat16_t")}
+    (table,) = tables.resource_tables([fp16, bf16, bf16 | {"registers": 41}])
+    short = "`flash_bwd_dot_do_o<64>`"
+    lines = [cells[:4] for cells in cells_of(table)]
+    assert lines == [[short, "fp16, bf16", "sm_90a", "40"], [short, "bf16", "sm_90a", "41"]]
+
+
+@pytest.mark.parametrize("order", [("fp16", "bf16"), ("bf16", "fp16")], ids=" ".join)
+def test_tables_of_resources_name_fp16_first(order: tuple[str, str]) -> None:
+    registers = {"fp16": 40, "bf16": 50}
+    row = {"kernel": "any", "arch": "sm_90a", "headdim": 64, "family": "sm90", "kind": "full", "spill_bytes": 0}
+    rows = [row | {"object": f"flash_fwd_hdim64_{dtype}_sm90", "registers": registers[dtype]} for dtype in order]
+    (table,) = tables.resource_tables(rows)
+    assert cells_of(table) == [["64", "sm90", "sm_90a", "40 / 50"]]
+
+
+def test_resources_of_the_forward_are_listed_by_kind() -> None:
+    rows, kinds = [], [kind for kind in kernel_resources.KINDS if kind != "split"]  # of sm80
+    for (k, kind), (t, dtype) in itertools.product(enumerate(kinds), enumerate(("fp16", "bf16"))):
+        tile = f"sm80::TileSizesFwd<64, {'true' if kind in ('general', 'paged') else 'false'}>"
+        kernel = f"sm80::flash_fwd_kernel<sm80::Flash_fwd_kernel_traits<(DType){t}, 64, {tile} >, (Kind){k}>"
+        fields = kernel_resources.fields_of(kernel, "sm_90a")
+        assert fields == {"headdim": 64, "family": "sm80", "kind": kind}
+        row = {"object": f"flash_fwd_hdim64_{dtype}_sm80", "kernel": kernel, "arch": "sm_90a"}
+        rows.append({**row, **fields, "registers": 100 + 10 * k + t * k, "spill_bytes": 8 * (kind == "local")})
+    (table,) = tables.resource_tables(rows)
+    headers = next(line for line in table.splitlines() if line.startswith("|"))
+    names = ["head", "dim", "kernels", "of", "arch", *sorted(kinds)]
+    assert headers.replace("|", " ").split() == names
+    assert cells_of(table) == [
+        ["64", "sm80", "sm_90a", "100", "130 / 133", "110 (8) / 111 (8)", "140 / 144", "120 / 122"],
+    ]
+
+
+def test_resources_of_the_hopper_forward_name_the_kernels_of_short_sequences() -> None:
+    for tile, kind, name in (
+        ("TileSizesFwd<64, true>", 1, "local"),
+        ("TileSizesFwdShort<64>", 1, "local of short sequences"),
+        ("TileSizesFwd<64, true>", 3, "general"),
+    ):
+        traits = f"sm90::Flash_fwd_kernel_traits<(DType)1, 64, sm90::{tile} >"
+        fields = kernel_resources.fields_of(f"sm90::flash_fwd_kernel<{traits}, (Kind){kind}>", "sm_90a")
+        assert fields == {"headdim": 64, "family": "sm90", "kind": name}
+
+
+@pytest.mark.parametrize(("is_narrow", "kind"), [("true", "split, up to 64 rows"), ("false", "split")])
+def test_hoppers_kernels_of_many_rows_have_fields(is_narrow: str, kind: str) -> None:
+    traits = f"sm90::Flash_fwd_kernel_traits<(DType)1, 128, sm90::TileSizesSplit<128, {is_narrow}> >"
+    fields = kernel_resources.fields_of(f"sm90::flash_fwd_split_kernel<{traits} >", "sm_90a")
+    assert fields == {"headdim": 128, "family": "sm90", "kind": kind}
+
+
+@pytest.mark.parametrize(
+    ("factors", "number", "kind"),
+    [
+        (3, 3, "general"),
+        (2, 3, "general with dropout"),
+        (1, 3, "general with softcap"),
+        (0, 3, "general with ALiBi alone"),
+        (0, 0, "full"),
+        (0, 1, "local"),
+    ],
+)
+def test_hoppers_backward_kernels_have_fields(factors: int, number: int, kind: str) -> None:
+    traits = f"sm90::Flash_bwd_kernel_traits<(DType)1, 96, (sm90::Factors){factors}>"
+    fields = kernel_resources.fields_of(f"void sm90::flash_bwd_kernel<{traits}, (Kind){number}>", "sm_90a")
+    assert fields == {"headdim": 96, "kind": kind, "tile": "sm90", "mode": "all"}
+
+
+@pytest.mark.parametrize(
+    ("tool", "summary", "errors"),
+    [
+        ("memcheck", "========= ERROR SUMMARY: 0 errors", 0),
+        ("memcheck", "========= ERROR SUMMARY: 1 error", 1),
+        ("racecheck", "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)", 0),
+        ("racecheck", "========= RACECHECK SUMMARY: 12 hazards displayed (12 errors, 0 warnings)", 12),
+        ("racecheck", "========= RACECHECK SUMMARY: 100 hazards displayed (134 errors, 1 warning)", 135),
+    ],
+)
+def test_the_number_of_errors_of_the_sanitizer_is_read(tool: str, summary: str, errors: int) -> None:
+    row = sanitize.row_of(tool, "kvcache", f"ran 38 cases in bfloat16, float16: 70 s\n{summary}\n")
+    expected = {"tool": tool, "cases_of": "KV cache", "cases": 38, "dtypes": "bfloat16, float16", "errors": errors}
+    assert row == expected | {"accesses": {}}
+
+
+def test_hazards_are_counted_by_the_source_files_of_their_accesses() -> None:
+    copy, read = "copy(const void *)+0x10 in copy.hpp:14", "load(const float *)+0x20 in scores.h:5"
+    race, end = "========= Error: Race reported between", "========= "
+    report = "\n".join(
+        [
+            *("========= COMPUTE-SANITIZER", f"{race} Write access at {copy}"),
+            *(f"=========     and Read access at {read} [64 hazards]",) * 2,
+            *(end, f"{race} Write access at {copy}", f"=========     and Read access at {read} [32 hazards]", end),
+            *(f"{race} Read access at {read}", "=========     and Write access at f()+0x1 [1 hazards]", end),
+            "========= RACECHECK SUMMARY: 3 hazards displayed (3 errors, 0 warnings)",
+        ]
+    )
+    found = sanitize.accesses(report)
+    unknown = "scores.h and a line unknown to the tool"
+    assert found == {"copy.hpp and scores.h": 2, unknown: 1}
+    rows = [{"tool": "racecheck", "cases_of": "attention", "cases": 9, "dtypes": "x", "errors": 3, "accesses": found}]
+    _, _, table = tables.sanitize_tables(rows)
+    shown = [[cell.strip() for cell in line.split("|")[2:4]] for line in table.splitlines()[2:]]
+    assert shown == [["copy.hpp and scores.h", "2"], [unknown, "1"]]
+
+
+def test_results_of_the_sanitizer_are_shown_with_and_without_the_kind_of_cases() -> None:
+    row = {"tool": "memcheck", "cases": 206, "dtypes": "bfloat16, float16", "errors": 0}
+    (without,) = tables.sanitize_tables([row])
+    (with_kind,) = tables.sanitize_tables([row | {"cases_of": of} for of in ("attention", "KV cache")])
+    assert "cases of" not in without
+    assert "206" in without
+    assert [line.split("|")[2].strip() for line in with_kind.splitlines()[2:]] == ["attention", "KV cache"]
+
+
+@pytest.mark.parametrize("headdim", [64, 96, 128, 192, 256])
+def test_the_sanitizer_looks_for_races_in_every_kind_of_kernel(headdim: int) -> None:
+    chosen = sanitize_driver.parser().parse_args(sanitize.TOOLS["racecheck"])
+    cases = [case for case in sanitize_driver.choose(chosen.headdims, chosen.per_headdim) if case.headdim == headdim]
+    dense = [case for case in cases if isinstance(case, Case)]
+    plain = [case for case in dense if (case.softcap, case.alibi, case.dropout_p) == (0.0, None, 0.0)]
+    assert {case.causal for case in plain} == {False, True}
+    assert {case.softcap > 0 for case in dense} == {case.dropout_p > 0 for case in dense} == {False, True}
+    varlen = [case for case in cases if isinstance(case, VarlenCase)]
+    assert {case.softcap > 0 for case in varlen} == {case.dropout_p > 0 for case in varlen} == {False, True}
+    assert any(isinstance(case, KvCacheCase) for case in cases)
+
+
+def test_the_sanitizer_looks_for_races_in_every_form_of_the_kv_cache() -> None:
+    chosen = sanitize_driver.parser().parse_args(sanitize.TOOLS["racecheck"])
+    cases = sanitize_driver.choose(chosen.headdims, chosen.per_headdim, "kvcache")
+    caches = [case for case in cases if isinstance(case, KvCacheCase)]
+    assert len(caches) == len(cases)
+    assert {sanitize_driver.kind_of(case)[-1] for case in caches} == {0, 1, 2, 3}, "rows of a group"
+    one_row = [case for case in caches if case.batch == 1]
+    assert {case.page_size for case in one_row} >= {0, 7}
+    assert {case.keys > 8192 for case in one_row} == {False, True}
+
+
+def test_the_parts_of_the_sanitizer_have_every_case_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    every = {tool: sanitize_driver.parser().parse_args(extra) for tool, extra in sanitize.TOOLS.items()}
+    counts = {
+        (tool, of): len(sanitize_driver.choose(a.headdims, a.per_headdim, of))
+        for tool, a in every.items()
+        for of in sanitize.CASES_OF
+    }
+    for tool, a in every.items():
+        together = sanitize_driver.choose(a.headdims, a.per_headdim)
+        assert len(together) == sum(counts[tool, of] for of in sanitize.CASES_OF)
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        assert "--print-limit" in command, "by default the tool counts all hazards, but prints a hundred"
+        chosen = sanitize_driver.parser().parse_args(command[command.index("tests.sanitize.sanitize_driver") + 1 :])
+        part, parts = chosen.part
+        cases = sanitize_driver.choose(chosen.headdims, chosen.per_headdim, chosen.of)[part::parts]
+        summary = f"ran {len(cases)} cases in bfloat16: 1 s\n========= ERROR SUMMARY: {part} errors\n"
+        return subprocess.CompletedProcess(command, 0, stdout=summary, stderr="")
+
+    monkeypatch.setattr(sanitize, "compute_sanitizer", lambda: "compute-sanitizer")
+    monkeypatch.setattr(sanitize.subprocess, "run", run)
+    assert [(row["tool"], row["cases_of"], row["cases"], row["errors"]) for row in sanitize.run_tools(3)] == [
+        (tool, shown, counts[tool, of], 0 + 1 + 2)
+        for tool in ("memcheck", "racecheck")
+        for of, shown in sanitize.CASES_OF.items()
+    ]
+
+
+@pytest.mark.parametrize("part", [("4", "4"), ("-1", "4"), ("0", "0")])
+def test_a_part_of_the_sanitizer_that_does_not_exist_is_an_error(
+    part: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        sanitize_driver.main(["--part", *part])
+    assert f"--part is {part[0]} {part[1]}; allowed" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        sanitize.main(["--parts", "0"])
+    assert "--parts is 0; allowed" in capsys.readouterr().err
+
+
+def test_a_sanitizer_that_did_not_finish_is_an_error() -> None:
+    for output in ("========= ERROR SUMMARY: 0 errors\n", "ran 38 cases in bfloat16: 70 s\n"):
+        with pytest.raises(SystemExit, match="memcheck did not finish"):
+            sanitize.row_of("memcheck", "attention", output)
+
+
+def ptxas_reports(folder: Path) -> list[Path]:
+    """Objects of backward kernels for two kinds and two dtypes, with reports of ptxas: local kernels spill."""
+    paths = []
+    for (k, kind), (t, dtype) in itertools.product(enumerate(("full", "local")), enumerate(("fp16", "bf16"))):
+        symbols = [f"flash_bwd_dot_do_oIN7cutlass{('6half_t', '10bfloat16_t')[t]}ELi32EEEv"]
+        for bulk in (0, 1):
+            tile = f"NS0_7TileBwdILi128ELi64ELi4ELi4ELi4ELi4ELi2ELi2ELb{bulk}ELi4ELb0ELb0EEE"
+            traits = f"INS0_23Flash_bwd_kernel_traitsILNS_5DTypeE{t}ELi32E{tile}Lb{bulk}ELNS_4KindE{k}EEE"
+            symbols += [f"flash_bwd_kernel{traits}LNS_4KindE{k}ELNS0_7BwdModeE{mode}EEEv" for mode in range(3)]
+            symbols += [f"flash_bwd_convert_dq{traits}EEv"]
+        text = ""
+        for i, symbol in enumerate(symbols):
+            mangled = f"_ZN5flash4sm80{len(symbol.partition('I')[0])}{symbol}NS_16Flash_bwd_paramsE"
+            spilled = 4 * k if "flash_bwd_kernel" in symbol else 0
+            text += f"""\
+ptxas info    : Compiling entry function '{mangled}' for 'sm_90a'
+ptxas info    : Function properties for {mangled}
+    8 bytes stack frame, {spilled} bytes spill stores, {spilled} bytes spill loads
+ptxas info    : Used {100 + 10 * t + i} registers, used 1 barriers
+"""
+        paths.append(folder / f"flash_bwd_hdim32_{dtype}_{kind}_sm80-0123.o")
+        paths[-1].with_suffix(".ptxas.txt").write_text(text)
+    return paths
+
+
+@pytest.mark.skipif(shutil.which("c++filt") is None, reason="the names stay mangled")
+def test_resources_of_the_backward_say_kind_and_mode_and_leave_out_what_never_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel_resources.kernels, "build_kernels", lambda *_: ptxas_reports(tmp_path))
+    with pytest.raises(SystemExit, match=r"registers are spilled in flash_bwd_hdim32_fp16_local_sm80 \(8 bytes\)"):
+        kernel_resources.main(["--out-dir", str(tmp_path)])
+    rows = provenance.load(tmp_path / "kernel_resources.json")["data"]
+    assert len(rows) == 4 * 5  # of each object 3 modes, a preprocessing and a conversion; not the 4 without bulk
+    backward, others = tables.resource_tables(rows)
+    assert [cells[:2] for cells in cells_of(others)] == [
+        ["`flash_bwd_dot_do_o<32>`", dtype] for dtype in ("fp16", "bf16")
+    ]
+    tile = "128x64x4x4x4x4x2x2x1x4x0x0"
+    assert cells_of(backward) == [
+        ["32", "full", tile, "sm_90a", "105 / 115", "106 / 116", "107 / 117", "108 / 118"],
+        ["32", "local", tile, "sm_90a", "105 (8) / 115 (8)", "106 (8) / 116 (8)", "107 (8) / 117 (8)", "108 / 118"],
+    ]
+
+
+def test_names_of_modes_are_those_of_the_kernels() -> None:
+    text = (tune_sm80.CSRC / "sm80" / "tile_sizes_bwd.h").read_text()
+    enumerators = re.search(r"enum class BwdMode \{(.*?)\}", text, re.DOTALL)
+    assert enumerators is not None
+    assert tuple(re.findall(r"^\s*(\w+),", enumerators[1], re.MULTILINE)) == kernel_resources.BACKWARD_MODES
+
+
+def test_tuning_reports_the_registers_of_each_kernel_of_a_candidate(tmp_path: Path) -> None:
+    report = ptxas_reports(tmp_path)[0].with_suffix(".ptxas.txt").read_text()
+    found = tune_sm80.registers_and_spills(report, "90a")
+    assert found[0] == "all, full: 105 registers, 0 bytes spilled"
+    assert [text.split(":")[0] for text in found] == ["all, full", "deterministic, full", "general, full"]
+
+
+def saved_result(results: Path) -> None:
+    provenance.save("speed", benchmark="other", title="Speed", data=[{"x": 1, "y": 0.5}], sources=(), out_dir=results)
+
+
+def test_report_fills_blocks_and_filling_again_changes_nothing(tmp_path: Path) -> None:
+    saved_result(tmp_path)
+    text = "a\n<!-- results:speed begin -->\nold\n<!-- results:speed end -->\nb\n"
+    once = report.fill(text, tmp_path)
+    assert "| 1   | 0.5 |" in once
+    assert "old" not in once
+    assert once.startswith("a\n")
+    assert once.endswith("-->\nb\n")
+    assert report.fill(once, tmp_path) == once
+
+
+def test_the_summary_of_training_has_tokens_a_second_beside_the_fastest_rival() -> None:
+    rows = [
+        {"context": 1024, "batch": 16, "tokens_per_second": {"cuda": 1000, "cuDNN": 900, "FLASH_ATTENTION": 950}},
+        {"context": 256, "batch": 2, "tokens_per_second": {"cuda": 5}},
+    ]
+    assert tables.training_summary(rows) == "1,024 × 16: **cuda 1,000**, FLASH_ATTENTION 950; 256 × 2: **cuda 5**"
+
+
+def test_the_summary_of_a_kv_cache_has_one_query_and_several_apart(tmp_path: Path) -> None:
+    rows = [
+        {"seqlen_q": 1, "ratio": {"ours": {"rival": 0.5}, "second": {"rival": 9.0}}},
+        {"seqlen_q": 1, "ratio": {"ours": {"rival": 1.5}}},
+        {"seqlen_q": 1, "ratio": {"ours": {}}},  # pages: no rival has them
+        {"seqlen_q": 4, "ratio": {"ours": {"rival": 3.0, "other": 2.0}}},
+        {"seqlen_q": 16, "ratio": {"ours": {"rival": 5.0}}},
+    ]
+    provenance.save("decode", benchmark="bench_kvcache", title="Speed", data=rows, sources=(), out_dir=tmp_path)
+    result = provenance.load(tmp_path / "decode.json")
+    one = "**1 query: ours ÷ rival: median 1.00, lowest 0.50** over 2 shapes"
+    ratios = "ours ÷ rival: median 4.00, lowest 3.00; ours ÷ other: median 2.00, lowest 2.00"
+    several = f"**4 to 16 queries: {ratios}** over 2 shapes"
+    assert tables.summarize(result) == f"{one}; {several} ({provenance.describe(result['stamp'])})."
+
+
+def test_report_check_fails_until_the_blocks_are_filled(tmp_path: Path) -> None:
+    saved_result(tmp_path)
+    readme = tmp_path / "README.md"
+    readme.write_text("<!-- results:speed begin -->\n<!-- results:speed end -->\n")
+    arguments = ["--results", str(tmp_path), str(readme)]
+    with pytest.raises(SystemExit):
+        report.main(["--check", *arguments])
+    report.main(arguments)
+    report.main(["--check", *arguments])
+
+
+def test_report_without_a_result_says_so(tmp_path: Path) -> None:
+    assert "Not measured yet." in report.fill("<!-- results:x begin -->\n<!-- results:x end -->\n", tmp_path)
+
+
+def test_report_refuses_a_mark_without_its_partner(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has no partner"):
+        report.fill("<!-- results:x begin -->\n<!-- results:y end -->\n", tmp_path)
+
+
+def test_readme_and_docs_quote_the_committed_results() -> None:
+    assert report.outdated(report.documents(), provenance.RESULTS) == []
+    assert report.outdated_pages(provenance.RESULTS) == []
+
+
+def test_committed_results_render() -> None:
+    for path in provenance.RESULTS.glob("*.json"):
+        assert tables.render(provenance.load(path))

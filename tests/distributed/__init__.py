@@ -1,0 +1,1 @@
+"""Sequences over several processes."""

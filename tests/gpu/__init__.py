@@ -1,0 +1,1 @@
+"""Tests of GPUs, and of the kernels for Hopper."""

@@ -1,0 +1,1 @@
+"""Models of transformers, and the examples."""

@@ -1,0 +1,1 @@
+"""What every backend computes, against the reference in float64."""

@@ -1,0 +1,1 @@
+"""Cases, references, bounds and calls that several tests use."""

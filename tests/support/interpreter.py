@@ -1,0 +1,29 @@
+"""Runs a test file in Triton's interpreter, in a new process: Triton reads TRITON_INTERPRET when it is imported."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if INTERPRETED:
+    import flash_attn_mini.backends.triton.interpreter  # noqa: F401  # corrections, for the tests' own kernels too
+starts_the_interpreter = pytest.mark.skipif(
+    torch.cuda.is_available() or INTERPRETED, reason="the kernels run in this process"
+)
+
+
+def run_in_the_interpreter(file: str) -> None:
+    """Run the tests of a file in a new process."""
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "pytest", file, "-q", "--tb=short", "-p", "no:cacheprovider"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": ""}
+    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # no plugin is needed; to import them takes as long as torch
+    root = Path(__file__).resolve().parents[2]
+    result = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]
