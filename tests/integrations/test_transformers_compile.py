@@ -23,11 +23,11 @@ from flash_attn_mini.rng_state import draw_rng_state  # noqa: E402
 
 from ..support.one_thread import one_thread  # noqa: E402, F401
 from ..support.tiny_transformers import LENGTH  # noqa: E402
+from ..support.versions import TORCH  # noqa: E402
 from .test_transformers_batches import make, result  # noqa: E402
 
-VERSION = tuple(int(number) for number in torch.__version__.split(".")[:2])
 # PyTorch 2.6 cannot trace transformers 5: SDPA does not compile either.
-needs_traceable_transformers = pytest.mark.skipif(VERSION < (2, 13), reason="not tested before PyTorch 2.13")
+needs_traceable_transformers = pytest.mark.skipif(TORCH < (2, 13), reason="not tested before PyTorch 2.13")
 
 ONES = torch.ones(3, LENGTH, dtype=torch.long)
 PADDED = ONES.clone()  # a whole row, a row padded on the left, a row padded on the right

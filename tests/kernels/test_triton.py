@@ -18,7 +18,7 @@ from flash_attn_mini.backends import triton as backend
 from ..support.bounds import assert_forward_accurate
 from ..support.cases import SMALL_FORWARD_CASES, Case, make_inputs
 from ..support.gpu_calls import assert_captures_first_call
-from ..support.interpreter import run_in_the_interpreter, starts_the_interpreter
+from ..support.interpreter import needs_triton, run_in_the_interpreter, starts_the_interpreter
 from ..support.triton_calls import DEVICE, HAS_GPU, forward, gpu, make_options, runs_triton, softmax_scale
 
 # The interpreter computes bfloat16 in float32, and float32 as it does float16: a few cases each are enough there.
@@ -196,15 +196,15 @@ def test_capture_in_a_cuda_graph_does_not_tune() -> None:
 
 
 @pytest.mark.skipif(HAS_GPU, reason="there is a GPU")
+@needs_triton
 def test_without_gpu_and_interpreter_the_reason_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     reason = backend.unavailable_reason(torch.device("cpu"))
     assert reason is not None
     assert "TRITON_INTERPRET=1" in reason
 
 
+@needs_triton
 def test_interpreter_is_available_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert backend.unavailable_reason(torch.device("cpu")) is None

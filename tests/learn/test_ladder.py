@@ -159,7 +159,7 @@ def test_every_rung_has_its_source_and_lesson() -> None:
 def test_every_exported_name_exists() -> None:
     for name in ladder.__all__:
         if ladder.LATE.get(name) in ("minimal_triton", "flash_v1", "flash_v2"):
-            pytest.importorskip("triton")
+            pytest.importorskip("triton", minversion="3.4")
         assert callable(getattr(ladder, name))
     with pytest.raises(AttributeError, match="no_such_rung"):
         ladder.no_such_rung  # noqa: B018
@@ -200,7 +200,7 @@ def run_the_command(start: list[str], environment: dict[str, str], *, status: in
 
 
 def test_the_command_sets_up_the_interpreter_and_writes_rows_and_plot(tmp_path: Path) -> None:
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", minversion="3.4")
     pytest.importorskip("matplotlib")
     rows_file, plot = tmp_path / "rows.json", tmp_path / "ladder.png"
     lines = run_the_command(["-m", "flash_attn_mini.ladder", "--json", str(rows_file), "--plot", str(plot)], {})

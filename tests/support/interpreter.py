@@ -10,12 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from flash_attn_mini.backends.triton import missing_reason
+
+TRITON_IS_MISSING = missing_reason()
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
     import flash_attn_mini.backends.triton.interpreter  # noqa: F401  # corrections, for the tests' own kernels too
 starts_the_interpreter = pytest.mark.skipif(
-    torch.cuda.is_available() or INTERPRETED, reason="the kernels run in this process"
+    torch.cuda.is_available() or INTERPRETED or TRITON_IS_MISSING is not None,
+    reason=TRITON_IS_MISSING or "the kernels run in this process",
 )
+needs_triton = pytest.mark.skipif(TRITON_IS_MISSING is not None, reason=str(TRITON_IS_MISSING))
 
 
 def run_in_the_interpreter(file: str) -> None:

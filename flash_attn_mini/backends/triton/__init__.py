@@ -21,7 +21,7 @@ MIN_VERSION = (3, 4)  # TensorDescriptor, and autotuning results kept on disk
 
 def unavailable_reason(device: torch.device) -> str | None:
     """None when this backend runs on ``device``, else one sentence that says why not. It needs no extension."""
-    return _triton_missing_reason() or _device_reason(device)
+    return missing_reason() or _device_reason(device)
 
 
 def _device_reason(device: torch.device) -> str | None:
@@ -38,7 +38,8 @@ def _device_reason(device: torch.device) -> str | None:
 
 
 @cache
-def _triton_missing_reason() -> str | None:
+def missing_reason() -> str | None:
+    """None when a Triton is installed that the kernels can use, else one sentence that says why not."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     try:

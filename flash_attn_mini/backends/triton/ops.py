@@ -37,7 +37,7 @@ _usable_devices: set[torch.device] = set()
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    if extension.missing_reason() is None:  # the arguments are checked
+    if _may_replay(q):
         replayed, _ = _launchers().forward.RECORDINGS.replay((q, k, v, *arguments), q.device)
         if replayed is not None:
             out, softmax_lse = replayed
@@ -48,7 +48,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, 
 
 def _backward(dout: Tensor, q: Tensor, *arguments: Any) -> GradientsAndSums:
     *call, output_mask = arguments
-    if extension.missing_reason() is None:
+    if _may_replay(q):
         replayed: GradientsAndSums | None = _launchers().backward.replay((dout, q, *call), output_mask)[0]
         if replayed is not None:
             return replayed
@@ -59,11 +59,16 @@ def _backward(dout: Tensor, q: Tensor, *arguments: Any) -> GradientsAndSums:
 
 
 def _kvcache_forward(q: Tensor, k_cache: Tensor, v_cache: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    if extension.missing_reason() is None:
+    if _may_replay(q):
         replayed, _ = _launchers().kvcache.RECORDINGS.replay((q, k_cache, v_cache, *arguments), q.device)
         if replayed is not None:
             return replayed[0], replayed[1]
     return forward_kvcache(q, k_cache, v_cache, *schemas.cache_and_options(arguments))
+
+
+def _may_replay(q: Tensor) -> bool:
+    """Whether the arguments were checked, by the extension, and Triton runs on the device."""
+    return q.device in _usable_devices and extension.missing_reason() is None
 
 
 class _Launchers(NamedTuple):
