@@ -29,9 +29,12 @@ RESULTS = ROOT / "benchmarks" / "results"
 # Sources by concern: globs relative to the repository root; a .cu brings the files that it includes. A benchmark names
 # the concerns that its figures depend on: an edit of the CPU kernel leaves the GPU's results fresh, for example.
 HOST = (
-    "csrc/*.h",
-    "csrc/*.cpp",
+    "csrc/flash.h",
     "csrc/api/*",
+    "csrc/dispatch/*",
+    "csrc/common/environment.h",
+    "csrc/common/message.h",
+    "csrc/common/trace.h",
     "flash_attn_mini/flash_attn_interface.py",
     "flash_attn_mini/varlen.py",
     "flash_attn_mini/packed.py",
@@ -48,7 +51,7 @@ HOST = (
     "flash_attn_mini/transforms.py",
     "flash_attn_mini/backends/*.py",
 )
-LAUNCH = ("csrc/flash.h", "csrc/kind.h", "csrc/static_switch.h", "csrc/run_mha.*", "csrc/set_params.*")
+LAUNCH = ("csrc/flash.h", "csrc/dispatch/*", "csrc/api/set_params.*")
 CUDA = ("csrc/sm*/flash_fwd_instantiation.cu", "build_tools/kernels.py")
 KVCACHE = ("csrc/kvcache/*", "csrc/sm90/flash_fwd_split_instantiation.cu")  # beside CUDA
 CUDA_BACKWARD = ("csrc/sm*/*bwd*.cu", "build_tools/kernels.py")
@@ -65,7 +68,7 @@ LADDER = tuple(
 METHOD = ("benchmarks/methods.py", "benchmarks/rivals.py", "benchmarks/features.py")
 SOURCES_OF_BACKEND = {"cuda": (*LAUNCH, *CUDA), "triton": TRITON, "cpu": (*LAUNCH, *CPU)}
 BACKWARD_SOURCES_OF_BACKEND = {
-    "cuda": (*LAUNCH, "csrc/kernel_memory.*", *CUDA_BACKWARD),
+    "cuda": (*LAUNCH, "csrc/api/allocation.*", *CUDA_BACKWARD),
     "triton": TRITON,
     "cpu": (*LAUNCH, *CPU),
 }

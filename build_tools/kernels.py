@@ -54,7 +54,7 @@ class KernelObject:
 
 
 class Kinds(NamedTuple):
-    """What csrc/kind.h says: the kinds of kernel in the order of their enumerators, and Hopper's smallest head dim."""
+    """What dispatch/kind.h says: the kinds of kernel in the order of their enumerators; Hopper's smallest head dim."""
 
     all: tuple[str, ...]
     forward_sm90: tuple[str, ...]  # those whose forward has an sm90 kernel; all others have an sm80 kernel
@@ -63,7 +63,7 @@ class Kinds(NamedTuple):
     least_hdim_sm90: int
 
 
-def read_kinds(header: Path = CSRC / "kind.h") -> Kinds:
+def read_kinds(header: Path = CSRC / "dispatch" / "kind.h") -> Kinds:
     """Reads FLASH_KINDS and kLeastHeadDimSm90; ValueError where the header is not written as expected."""
     text = header.read_text()
     table, least = _KINDS.search(text), _LEAST_HEADDIM_SM90.search(text)

@@ -10,7 +10,7 @@ def empty_contiguous_last(like: torch.Tensor) -> torch.Tensor:
 
     The strides are those of ``torch.empty_like`` where these have that, else those of a contiguous tensor. A head dim
     of 1 gives a contiguous tensor too: ``empty_like`` and its fake implementation do not agree there. The extension's
-    function of the same name (csrc/kernel_memory.h) has the same rule.
+    function of the same name (csrc/api/allocation.h) has the same rule.
     """
     x = torch.empty_like(like)
     return x if x.stride(-1) == 1 and x.shape[-1] != 1 else like.new_empty(like.shape)

@@ -1,7 +1,7 @@
 """Types of arguments, before the custom ops, which could not even receive some of them.
 
 The functions convert what the official package accepts: numbers of Python, NumPy and tensors of one element, any pair
-of integers as a window, any truth value as a flag. Values, shapes and dtypes are checked once, in csrc/checks.cpp,
+of integers as a window, any truth value as a flag. Values, shapes and dtypes are checked once, in csrc/api/checks.cpp,
 whatever the backend.
 """
 

@@ -2,7 +2,7 @@
 
 This file has the functions for sequences of equal length, varlen.py those for sequences of different lengths, packed.py
 those for q, k and v in one tensor, kvcache.py the function for a KV cache. Each checks types, fills in defaults and
-enters its custom op (ops.py). csrc/checks.cpp checks values, shapes and dtypes, for every backend.
+enters its custom op (ops.py). csrc/api/checks.cpp checks values, shapes and dtypes, for every backend.
 """
 
 from __future__ import annotations

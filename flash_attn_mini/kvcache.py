@@ -1,6 +1,6 @@
 """flash_attn_with_kvcache: decoding with a KV cache. The public function checks types and enters the op (ops.py).
 
-csrc/checks.cpp checks values, shapes and dtypes, for every backend. `flash_attn_mini.reference` defines the result.
+csrc/api/checks.cpp checks values, shapes and dtypes, for every backend. `flash_attn_mini.reference` defines the result.
 """
 
 from __future__ import annotations
@@ -238,7 +238,7 @@ def _contiguous(integers: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _capacity(k_cache: torch.Tensor, block_table: torch.Tensor | None) -> int:
-    """Keys that a row of the cache holds; -1 for tensors of a wrong rank, which csrc/checks.cpp names."""
+    """Keys that a row of the cache holds; -1 for tensors of a wrong rank, which csrc/api/checks.cpp names."""
     if k_cache.ndim != 4 or (block_table is not None and block_table.ndim != 2):
         return -1
     return k_cache.shape[1] if block_table is None else block_table.shape[1] * k_cache.shape[1]

@@ -1,6 +1,6 @@
 """The values that travel through the call chain with q, k and v: `Options`, `Sequences` and `KvCache`.
 
-Their fields have the names and the order of the ops' arguments (csrc/options.h): a call passes a value on whole, as
+Their fields have the names and the order of the ops' arguments (csrc/api/options.h): a call passes a value on whole, as
 ``op(q, k, v, *sequences, *options, rng_state)``. They are spelled out only in the public functions and where the
 official extension prescribes the order.
 """

@@ -1,6 +1,6 @@
 """One line per link of the call chain, on stderr, when FLASH_ATTN_MINI_TRACE=1.
 
-csrc/trace.h prints the links of the C++ code in the same format.
+csrc/common/trace.h prints the links of the C++ code in the same format.
 """
 
 from __future__ import annotations

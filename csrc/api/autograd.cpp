@@ -21,7 +21,7 @@
 
 #include "api/backend_choice.h"
 #include "api/ops.h"
-#include "message.h"
+#include "common/message.h"
 
 namespace flash::ops {
 namespace {

@@ -6,11 +6,11 @@
 #include <cstdlib>
 #include <string>
 
-#include "message.h"
-#include "run_mha.h"
+#include "common/message.h"
+#include "dispatch/run_mha.h"
 
 #ifdef FLASH_WITH_CUDA
-#include "device.h"
+#include "dispatch/device.h"
 #endif
 
 namespace flash {

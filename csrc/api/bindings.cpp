@@ -13,17 +13,17 @@
 #include <utility>
 #include <vector>
 
+#include "api/check_tensors.h"
+#include "api/checks.h"
+#include "api/flash_api.h"
 #include "api/ops.h"
-#include "built.h"
-#include "check_parts.h"
-#include "checks.h"
-#include "flash_api.h"
-#include "message.h"
-#include "minimal_api.h"
-#include "reserved_sms.h"
-#include "rng_state.h"
-#include "run_mha.h"
-#include "trace.h"
+#include "api/rng_state.h"
+#include "common/message.h"
+#include "common/trace.h"
+#include "dispatch/built.h"
+#include "dispatch/reserved_sms.h"
+#include "dispatch/run_mha.h"
+#include "minimal/minimal_api.h"
 
 #ifdef FLASH_WITH_CUDA
 #include <cuda_runtime_api.h>

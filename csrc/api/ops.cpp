@@ -11,14 +11,14 @@
 #include <utility>
 #include <vector>
 
+#include "api/allocation.h"
 #include "api/autograd.h"
 #include "api/backend_choice.h"
-#include "checks.h"
-#include "flash_api.h"
-#include "kernel_memory.h"
-#include "message.h"
-#include "rng_state.h"
-#include "trace.h"
+#include "api/checks.h"
+#include "api/flash_api.h"
+#include "api/rng_state.h"
+#include "common/message.h"
+#include "common/trace.h"
 
 namespace flash::ops {
 namespace {

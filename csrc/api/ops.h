@@ -9,7 +9,7 @@
 #include <tuple>
 #include <type_traits>
 
-#include "options.h"
+#include "api/options.h"
 
 namespace flash::ops {
 

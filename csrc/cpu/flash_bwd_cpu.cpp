@@ -6,7 +6,7 @@
 #include <thread>
 #include <vector>
 
-#include "../trace.h"
+#include "common/trace.h"
 #include "schedule.h"
 #include "select_isa.h"
 

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "../trace.h"
+#include "common/trace.h"
 #include "schedule.h"
 #include "select_isa.h"
 

@@ -7,9 +7,9 @@
 #include <algorithm>
 #include <vector>
 
-#include "../trace.h"
 #include "append_kv.h"
 #include "combine_splits.h"
+#include "common/trace.h"
 #include "schedule.h"
 #include "select_isa.h"
 

@@ -5,7 +5,7 @@
 
 #include <string>
 
-#include "../environment.h"
+#include "common/environment.h"
 #include "kernels.h"
 
 #ifdef FLASH_CPU_HAS_AMX

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "../common/launch.h"
-#include "../device.h"
+#include "dispatch/device.h"
 
 namespace flash::kvcache {
 

@@ -5,10 +5,10 @@
 #include <cstdint>
 #include <string>
 
-#include "../device.h"
-#include "../trace.h"
 #include "append_kernel.h"
 #include "combine_kernel.h"
+#include "common/trace.h"
+#include "dispatch/device.h"
 #include "launch.h"
 #include "splitkv.h"
 #include "splitkv_kernel.h"

@@ -4,8 +4,8 @@
 #include <algorithm>
 
 #include "../common/launch.h"
-#include "../device.h"
-#include "../trace.h"
+#include "common/trace.h"
+#include "dispatch/device.h"
 #include "flash_bwd.h"
 #include "flash_bwd_convert_dq_kernel.h"
 #include "flash_bwd_kernel.h"

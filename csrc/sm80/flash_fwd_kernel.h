@@ -1,7 +1,7 @@
 // The forward kernel: flash_fwd_kernel -> compute_attn -> compute_attn_1rowblock.
 #pragma once
 
-#include "../kind.h"
+#include "dispatch/kind.h"
 #include "epilogue_fwd.h"
 #include "mainloop_fwd.h"
 

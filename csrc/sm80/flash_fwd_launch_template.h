@@ -2,7 +2,7 @@
 #pragma once
 
 #include "../common/launch.h"
-#include "../trace.h"
+#include "common/trace.h"
 #include "flash_fwd.h"
 #include "flash_fwd_kernel.h"
 

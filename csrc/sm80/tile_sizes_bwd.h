@@ -1,7 +1,7 @@
 // Tile sizes of the sm80 backward for each head dim. docs/tuning/sm80_backward.md has the measurements.
 #pragma once
 
-#include "../kind.h"
+#include "dispatch/kind.h"
 
 namespace flash::sm80 {
 

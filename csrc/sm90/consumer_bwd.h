@@ -2,7 +2,7 @@
 // shared memory.
 #pragma once
 
-#include "../kind.h"
+#include "dispatch/kind.h"
 #include "scores_bwd.h"
 #include "wgmma.h"
 

@@ -5,7 +5,7 @@
 
 #include "../common/dropout.h"
 #include "../common/uniform.h"
-#include "../kind.h"
+#include "dispatch/kind.h"
 #include "kernel_traits_bwd.h"
 #include "layout.h"
 #include "pipeline.h"

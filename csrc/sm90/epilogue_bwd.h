@@ -1,8 +1,8 @@
 // Backward epilogue: dK and dV of a consumer warpgroup go from registers to global memory, scaled and rounded.
 #pragma once
 
-#include "../kind.h"
 #include "../kvcache/mma.h"
+#include "dispatch/kind.h"
 #include "layout.h"
 #include "steps_bwd.h"
 #include "store_rows.h"

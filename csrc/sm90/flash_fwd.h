@@ -5,7 +5,7 @@
 #include <cuda_runtime_api.h>
 
 #include "../flash.h"
-#include "../kind.h"
+#include "dispatch/kind.h"
 
 namespace flash::sm90 {
 

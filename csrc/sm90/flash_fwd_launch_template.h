@@ -4,9 +4,9 @@
 #include <algorithm>
 
 #include "../common/launch.h"
-#include "../device.h"
-#include "../reserved_sms.h"
-#include "../trace.h"
+#include "common/trace.h"
+#include "dispatch/device.h"
+#include "dispatch/reserved_sms.h"
 #include "flash_fwd.h"
 #include "flash_fwd_kernel.h"
 

@@ -5,10 +5,10 @@
 #include <cstdint>
 
 #include "../common/launch.h"
-#include "../device.h"
 #include "../kvcache/launch.h"
 #include "../kvcache/splitkv.h"
-#include "../trace.h"
+#include "common/trace.h"
+#include "dispatch/device.h"
 #include "flash_fwd_split.h"
 #include "flash_fwd_split_kernel.h"
 

@@ -7,7 +7,7 @@
 #include <type_traits>
 
 #include "../flash.h"
-#include "../kind.h"
+#include "dispatch/kind.h"
 #include "pipeline.h"
 #include "tile_sizes_bwd.h"
 #include "tma.h"

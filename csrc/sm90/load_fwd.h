@@ -1,7 +1,7 @@
 // The producer's side of the forward: the load warp lets TMA copy the tiles of Q, K and V into shared memory.
 #pragma once
 
-#include "../kind.h"
+#include "dispatch/kind.h"
 #include "kernel_traits.h"
 #include "key_blocks.h"
 #include "work_tile_ring.h"

@@ -5,7 +5,7 @@
 
 #include "../common/dropout.h"
 #include "../common/score_mod.h"
-#include "../kind.h"
+#include "dispatch/kind.h"
 #include "kernel_traits.h"
 #include "key_blocks.h"
 #include "layout.h"

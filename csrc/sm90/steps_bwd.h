@@ -4,7 +4,7 @@
 
 #include "../common/block_info.h"
 #include "../common/uniform.h"
-#include "../kind.h"
+#include "dispatch/kind.h"
 
 namespace flash::sm90 {
 

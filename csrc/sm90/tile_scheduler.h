@@ -7,8 +7,8 @@
 #include <algorithm>
 
 #include "../common/block_info.h"
-#include "../kind.h"
 #include "block_by_length.h"
+#include "dispatch/kind.h"
 
 namespace flash::sm90 {
 

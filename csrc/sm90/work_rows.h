@@ -2,8 +2,8 @@
 #pragma once
 
 #include "../common/preprocess_rows.h"
-#include "../kind.h"
 #include "../kvcache/mma.h"
+#include "dispatch/kind.h"
 #include "find_block.h"
 #include "work_tiles_bwd.h"
 

@@ -1,6 +1,6 @@
 """Wrong calls: each raises a named exception that says the argument, what was given and what is allowed.
 
-Never a crash, never a wrong answer. All backends raise the same errors, since all checks are in csrc/checks.cpp.
+Never a crash, never a wrong answer. All backends raise the same errors, since all checks are in csrc/api/checks.cpp.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ LENGTHS_AND_OPTIONS = [*Sequences._fields, *Options._fields]
 
 
 def test_the_fields_in_the_schemas_are_stable() -> None:
-    """The lists of csrc/options.h and of flash_attn_mini/options.py."""
+    """The lists of csrc/api/options.h and of flash_attn_mini/options.py."""
     assert argument_names(FWD)[3:-1] == LENGTHS_AND_OPTIONS
     assert LENGTHS_AND_OPTIONS == [
         "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "block_table", "dropout_p", "softmax_scale",

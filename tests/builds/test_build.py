@@ -38,7 +38,7 @@ def python_without_torch(tmp_path: Path) -> str:
 
 
 def test_no_message_is_made_by_iostreams() -> None:
-    """An extension that links libstdc++ statically crashes in them: csrc/message.h."""
+    """An extension that links libstdc++ statically crashes in them: csrc/common/message.h."""
     streams = re.compile(r"\bTORCH_(INTERNAL_ASSERT|CHECK)\w*\(|[io]stream|\bstd::c(out|err)\b")
     for path in sorted((ROOT / "csrc").rglob("*")):
         if path.suffix in (".h", ".cpp", ".cu") and path.name != "message.h":
@@ -253,7 +253,7 @@ def test_code_of_an_a_architecture_runs_on_it_alone(
 
 
 def test_kinds_are_those_of_the_header(tmp_path: Path) -> None:
-    header = (kernels.CSRC / "kind.h").read_text()
+    header = (kernels.CSRC / "dispatch" / "kind.h").read_text()
     enumerators = re.search(r"enum class Kind \{(.*?)\}", header, re.DOTALL)
     assert enumerators is not None
     kinds = kernels.read_kinds()

@@ -1,4 +1,4 @@
-"""Which GPUs a build runs on, and which kernels it has: csrc/built.h, compiled on the host for several builds."""
+"""Which GPUs a build runs on, and which kernels it has: dispatch/built.h, compiled on the host for several builds."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def test_a_build_runs_on_its_architectures(
 
 
 def compile_on_host(lines: list[str], archs: str, exact: str | None, more: list[str], folder: Path) -> None:
-    """Compiles the lines behind csrc/built.h."""
+    """Compiles the lines behind csrc/dispatch/built.h."""
     source = folder / "archs.cpp"
-    source.write_text("\n".join(['#include "built.h"', "using flash::Kind;", *lines, ""]))
+    source.write_text("\n".join(['#include "dispatch/built.h"', "using flash::Kind;", *lines, ""]))
     defines = ["-DFLASH_WITH_CUDA", f"-DFLASH_ARCHS={archs}", "-DFLASH_HDIMS=64", "-DFLASH_DTYPES=", *more]
     defines += [] if exact is None else [f"-DFLASH_ARCHS_EXACT={exact}"]
     command = ["g++", "-std=c++17", "-fsyntax-only", f"-I{CSRC}", *defines, str(source)]

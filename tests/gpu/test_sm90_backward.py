@@ -336,7 +336,7 @@ def test_large_log_sum_exps_beside_small_ones(
 
 # ---- query heads of a group ----------------------------------------------------------------------------------------
 
-# A CTA takes several query heads of a group if there are CTAs enough (heads_per_cta in csrc/kernel_memory.cpp). The
+# A CTA takes several query heads of a group if there are CTAs enough (heads_per_cta in csrc/api/allocation.cpp). The
 # curated cases are too small for that. (options, batch, nheads, nheads_k, heads of a CTA)
 GROUPS: dict[str, tuple[dict[str, Any], int, int, int, int]] = {
     "whole": ({}, 12, 24, 8, 3),

@@ -55,7 +55,7 @@ LONG: list[AnyCase] = [
     VarlenCase(f"long_varlen_{headdim}", "the same in kind varlen", (1000, 33), (170, 90), 1, 1, headdim)
     for headdim in (64, 128)
 ]
-# CTAs enough for 132 SMs, so that each sums several heads of a group (heads_per_cta in csrc/kernel_memory.cpp).
+# CTAs enough for 132 SMs, so that each sums several heads of a group (heads_per_cta in csrc/api/allocation.cpp).
 GROUPS: list[AnyCase] = [
     Case(f"groups_{headdim}", "a CTA sums the heads of a group", 1, 180, 90, 150, 300, headdim) for headdim in (64, 128)
 ]

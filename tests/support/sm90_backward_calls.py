@@ -32,7 +32,7 @@ on_hopper = [pytest.mark.gpu, pytest.mark.skipif(not IS_HOPPER, reason="no Hoppe
 each_headdim = pytest.mark.parametrize("headdim", HEADDIMS)
 each_dtype = pytest.mark.parametrize("dtype", GPU_DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 each_order = pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "deterministic"])
-# Options of a call, at least one for each kind of kernel (csrc/kind.h).
+# Options of a call, at least one for each kind of kernel (csrc/dispatch/kind.h).
 OPTIONS: dict[str, dict[str, Any]] = {
     "full": {},
     "causal": {"causal": True},

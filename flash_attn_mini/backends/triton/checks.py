@@ -1,8 +1,8 @@
 """Every check of the arguments of a call, for environments without the compiled extension.
 
-With the extension csrc/checks.cpp and csrc/checks_kvcache.cpp check every call, whatever its backend. The checks here
-are the same: in the same order, with the same exception types and texts. A failed check names the argument, what was
-given and what is allowed. cu_seqlens, block_table and the like are read on the CPU; on a GPU only with
+With the extension csrc/api/checks.cpp and csrc/api/checks_kvcache.cpp check every call, whatever its backend. The
+checks here are the same: in the same order, with the same exception types and texts. A failed check names the argument,
+what was given and what is allowed. cu_seqlens, block_table and the like are read on the CPU; on a GPU only with
 FLASH_ATTN_MINI_CHECK=1, as reading them waits for the GPU.
 """
 

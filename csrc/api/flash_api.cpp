@@ -1,5 +1,5 @@
 // The functions of flash_api.h but mha_fwd_kvcache, which is in kvcache_api.cpp.
-#include "flash_api.h"
+#include "api/flash_api.h"
 
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
@@ -11,14 +11,14 @@
 #include <string>
 #include <utility>
 
-#include "api_parts.h"
-#include "checks.h"
-#include "kernel_memory.h"
-#include "message.h"
-#include "rng_state.h"
-#include "run_mha.h"
-#include "set_params.h"
-#include "trace.h"
+#include "api/allocation.h"
+#include "api/checks.h"
+#include "api/kernel_inputs.h"
+#include "api/rng_state.h"
+#include "api/set_params.h"
+#include "common/message.h"
+#include "common/trace.h"
+#include "dispatch/run_mha.h"
 
 namespace flash {
 namespace {

@@ -1,15 +1,15 @@
-// The functions of check_parts.h.
-#include "check_parts.h"
+// The functions of check_tensors.h.
+#include "api/check_tensors.h"
 
 #include <cmath>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "environment.h"
+#include "api/memory_overlap.h"
+#include "common/environment.h"
+#include "common/message.h"
 #include "flash.h"
-#include "memory_overlap.h"
-#include "message.h"
 
 namespace flash {
 namespace {

@@ -4,8 +4,8 @@
 
 #include <type_traits>
 
-#include "built.h"
-#include "kind.h"
+#include "dispatch/built.h"
+#include "dispatch/kind.h"
 
 namespace flash {
 

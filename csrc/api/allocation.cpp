@@ -1,5 +1,5 @@
-// The functions of kernel_memory.h, written with ATen operators.
-#include "kernel_memory.h"
+// The functions of allocation.h, written with ATen operators.
+#include "api/allocation.h"
 
 #include <ATen/ops/clamp.h>
 #include <ATen/ops/cummax.h>
@@ -11,16 +11,16 @@
 #include <utility>
 #include <vector>
 
-#include "built.h"
-#include "checks.h"
-#include "trace.h"
+#include "api/checks.h"
+#include "common/trace.h"
+#include "dispatch/built.h"
 
 #ifdef FLASH_WITH_CUDA
 #include <ATen/ops/from_blob.h>
 #include <c10/cuda/CUDAFunctions.h>
 
-#include "device.h"
-#include "set_params.h"
+#include "api/set_params.h"
+#include "dispatch/device.h"
 #include "sm90/call_limits.h"
 #endif
 

@@ -1,7 +1,7 @@
 // The functions of memory_overlap.h. A tensor is a set of bytes: its first address plus a sum of index * stride over
 // its dimensions, the last of which are the bytes of an element. Two tensors overlap if a difference of two such sums
 // is the distance of their first addresses.
-#include "memory_overlap.h"
+#include "api/memory_overlap.h"
 
 #include <algorithm>
 #include <cstdint>

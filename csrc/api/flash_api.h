@@ -8,7 +8,7 @@
 #include <optional>
 #include <tuple>
 
-#include "options.h"
+#include "api/options.h"
 
 namespace flash {
 

@@ -5,12 +5,12 @@
 #include <cstdlib>
 #include <string>
 
-#include "built.h"
-#include "device.h"
+#include "common/message.h"
+#include "dispatch/built.h"
+#include "dispatch/device.h"
+#include "dispatch/kind.h"
+#include "dispatch/run_mha.h"
 #include "flash.h"
-#include "kind.h"
-#include "message.h"
-#include "run_mha.h"
 #include "sm90/call_limits.h"
 
 namespace flash {

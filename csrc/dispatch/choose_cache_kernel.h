@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "choose_arch.h"
+#include "dispatch/choose_arch.h"
 #include "kvcache/splitkv.h"
 
 namespace flash {

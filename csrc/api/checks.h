@@ -8,7 +8,7 @@
 #include <optional>
 #include <string>
 
-#include "options.h"
+#include "api/options.h"
 
 namespace flash {
 

@@ -1,12 +1,12 @@
 // set_params_fprop, set_params_kvcache and set_params_dgrad. In the call chain: after the checks and allocations of
 // mha_fwd and mha_bwd, before run_mha_fwd and run_mha_bwd choose the kernel.
-#include "set_params.h"
+#include "api/set_params.h"
 
 #include <optional>
 
+#include "common/message.h"
 #include "common/philox.h"
-#include "message.h"
-#include "trace.h"
+#include "common/trace.h"
 
 namespace flash {
 

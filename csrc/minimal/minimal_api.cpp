@@ -1,5 +1,5 @@
 // The teaching kernels of csrc/minimal as functions of the extension: checks, output, launch.
-#include "minimal_api.h"
+#include "minimal/minimal_api.h"
 
 #ifdef FLASH_WITH_CUDA
 #include <ATen/ops/empty_like.h>
@@ -10,7 +10,7 @@
 
 #include <limits>
 
-#include "message.h"
+#include "common/message.h"
 #include "minimal/flash_attn_minimal.h"
 #include "minimal/flash_attn_tensor_cores.h"
 

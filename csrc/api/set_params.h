@@ -3,8 +3,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "api/options.h"
 #include "flash.h"
-#include "options.h"
 
 namespace flash {
 

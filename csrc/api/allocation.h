@@ -7,8 +7,8 @@
 #include <optional>
 #include <vector>
 
+#include "api/options.h"
 #include "flash.h"
-#include "options.h"
 
 namespace flash {
 

@@ -1,5 +1,5 @@
 // draw_rng_state (rng_state.h).
-#include "rng_state.h"
+#include "api/rng_state.h"
 
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
@@ -7,8 +7,8 @@
 #include <limits>
 #include <utility>
 
-#include "checks.h"
-#include "message.h"
+#include "api/checks.h"
+#include "common/message.h"
 
 namespace flash {
 

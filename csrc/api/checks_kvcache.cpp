@@ -3,10 +3,10 @@
 #include <utility>
 #include <vector>
 
-#include "check_parts.h"
-#include "checks.h"
+#include "api/check_tensors.h"
+#include "api/checks.h"
+#include "common/message.h"
 #include "flash.h"
-#include "message.h"
 
 namespace flash {
 namespace {

@@ -3,8 +3,8 @@
 
 #include <initializer_list>
 
+#include "dispatch/kind.h"
 #include "flash.h"
-#include "kind.h"
 
 // Compute capabilities that were compiled with the suffix 'a'. Their code runs on exactly that capability.
 #ifndef FLASH_ARCHS_EXACT

@@ -7,13 +7,13 @@
 #include <string>
 #include <tuple>
 
-#include "api_parts.h"
-#include "checks.h"
-#include "flash_api.h"
-#include "kernel_memory.h"
-#include "run_mha.h"
-#include "set_params.h"
-#include "trace.h"
+#include "api/allocation.h"
+#include "api/checks.h"
+#include "api/flash_api.h"
+#include "api/kernel_inputs.h"
+#include "api/set_params.h"
+#include "common/trace.h"
+#include "dispatch/run_mha.h"
 
 #ifdef FLASH_WITH_CUDA
 #include "kvcache/splitkv.h"

@@ -1,11 +1,11 @@
 // The checks of checks.h: tensors, sequences and options of a forward or backward.
-#include "checks.h"
+#include "api/checks.h"
 
 #include <vector>
 
-#include "check_parts.h"
+#include "api/check_tensors.h"
+#include "common/message.h"
 #include "flash.h"
-#include "message.h"
 
 namespace flash {
 namespace {

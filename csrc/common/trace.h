@@ -5,7 +5,7 @@
 #include <cstdarg>
 #include <cstdio>
 
-#include "environment.h"
+#include "common/environment.h"
 
 namespace flash {
 

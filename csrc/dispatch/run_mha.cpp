@@ -1,13 +1,13 @@
 // The only place where dtype, head dim and kind of call become template arguments. sm80/flash_bwd_launch_template.h
 // makes the further choices of sm80's backward.
-#include "run_mha.h"
+#include "dispatch/run_mha.h"
 
+#include "common/message.h"
+#include "common/trace.h"
 #include "cpu/flash_bwd_cpu.h"
 #include "cpu/flash_fwd_cpu.h"
 #include "cpu/kvcache_cpu.h"
-#include "message.h"
-#include "static_switch.h"
-#include "trace.h"
+#include "dispatch/static_switch.h"
 
 #ifdef FLASH_WITH_CUDA
 #include <ATen/ops/empty.h>
@@ -18,10 +18,10 @@
 #include <string>
 #include <vector>
 
-#include "choose_arch.h"
-#include "choose_cache_kernel.h"
-#include "device.h"
-#include "kernel_memory.h"
+#include "api/allocation.h"
+#include "dispatch/choose_arch.h"
+#include "dispatch/choose_cache_kernel.h"
+#include "dispatch/device.h"
 #include "kvcache/splitkv.h"
 #include "sm80/flash_bwd.h"
 #include "sm80/flash_fwd.h"

@@ -8,9 +8,9 @@
 
 #include <string>
 
-#include "kernel_memory.h"
-#include "message.h"
-#include "options.h"
+#include "api/allocation.h"
+#include "api/options.h"
+#include "common/message.h"
 
 namespace flash {
 
