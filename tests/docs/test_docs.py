@@ -91,7 +91,9 @@ def test_documents_named_in_the_sources_exist() -> None:
 # Sections of docs/layout.md: the folder of each, and the subfolders that it lists as one entry.
 MAPPED = {
     "flash_attn_mini": ("reference",),
-    "csrc": ("common", "kvcache", "sm80", "sm90", "cpu", "minimal"),
+    "csrc": ("api", "dispatch", "common", "kvcache", "sm80", "sm90", "cpu", "minimal"),
+    "csrc/api": (),
+    "csrc/dispatch": (),
     "csrc/common": (),
     "csrc/kvcache": (),
     "csrc/sm80": (),
