@@ -70,7 +70,7 @@ def test_forward_results_outlive_edits_of_the_backward_kernel_and_the_other_way_
     assert {sm80 / "copy.h", provenance.ROOT / "csrc" / "flash.h"} <= forward & backward
     assert set(sm80.glob("*.h")) | set(sm80.glob("*.cu")) <= forward | backward
     common = {sm80.parent / "common" / f"{name}.h" for name in ("sequence", "score_mod", "dropout", "philox")}
-    assert {sm80.parent / "kind.h", *common} <= forward & backward
+    assert {sm80.parent / "dispatch" / "kind.h", *common} <= forward & backward
 
 
 def test_host_time_goes_stale_with_every_module_between_the_call_and_the_backend() -> None:
