@@ -32,7 +32,7 @@ def is_plain(*tensors: torch.Tensor) -> bool:
 def computes_values(x: torch.Tensor) -> bool:
     """Whether an operator on x computes values: x is no fake or meta tensor, and no FakeTensorMode is active."""
     try:
-        return torch.empty_like(x.detach()).untyped_storage().device.type != "meta"
+        return x.detach().new_empty(0).untyped_storage().device.type != "meta"
     except NotImplementedError:  # a tensor of torch.func has no storage
         return extension.MODULE is None or not extension.MODULE.has_modes()
 

@@ -53,7 +53,7 @@ def _gather(name: str, group: Any, error: str | None, description: dict[str, str
     gather = partial(transport.gather_objects, (error, description), group, f"{name}, comparison of the ranks")
     if not is_transformed():
         return gather()
-    # Inside torch.func.grad, new tensors have no memory to send from. The transform is that of this thread.
+    # Inside torch.func.grad, new tensors have no memory to send from. Another thread is outside of the transform.
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
     def gather_outside() -> list[Any]:

@@ -212,8 +212,8 @@ def fill_free_memory(draw: torch.Generator) -> None:
     """Leave random bits in the memory that the next tensors get."""
     sizes = [256] * 64 + [1024] * 64 + [1 << 14] * 32 + [1 << 18] * 16 + [1 << 22] * 8
     bits = torch.randint(-(2**31), 2**31 - 1, (1 << 22,), generator=draw, dtype=torch.int32).to(DEVICE)
-    for kept in ([bits[:size].clone() for size in sizes], []):
-        del kept
+    copies = [bits[:size].clone() for size in sizes]
+    del copies
 
 
 @runs_triton

@@ -151,7 +151,7 @@ def test_another_kernel_than_asked_for_is_an_error() -> None:
     problem = kvcache.draw(SMALL, CPU, torch.float32)
     call = kvcache.bind(RIVALS["SDPA"], problem)
     kvcache.check_kernel(RIVALS["SDPA"], call)
-    with pytest.raises(RuntimeError, match=r"cuDNN was asked for; PyTorch ran \w+"):
+    with pytest.raises(RuntimeError, match=r"cuDNN was asked for; PyTorch ran .*(flash_attention_for_cpu|softmax)"):
         kvcache.check_kernel(Renamed(), call)
 
 

@@ -12,9 +12,7 @@ import torch
 from ..conftest import SEED_VARIABLE
 
 LEVELS = ["DEFAULT", "AVX2", "AVX512"]
-OLDER_NAMES = {"NO AVX": "DEFAULT"}  # in PyTorch 2.6
-MACHINE = torch.backends.cpu.get_cpu_capability()
-MACHINE = OLDER_NAMES.get(MACHINE, MACHINE)
+MACHINE = torch.backends.cpu.get_cpu_capability().replace("NO AVX", "DEFAULT")  # PyTorch 2.6 says "NO AVX"
 # AVX512 is without AMX. Architectures other than x86 have one kernel.
 LESSER = LEVELS[: LEVELS.index(MACHINE) + (MACHINE == "AVX512")] if MACHINE in LEVELS else []
 

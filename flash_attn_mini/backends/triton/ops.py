@@ -86,7 +86,7 @@ def _launchers() -> _Launchers:
 
 
 def _implement(name: str, function: Callable[..., Any]) -> None:
-    """The kernel of an op. It resolves lazy negations: PyTorch's own copies need no contiguous last dimension."""
+    """Register the kernel of an op. It gets negated views as they are: PyTorch's copies may have any last stride."""
     for dispatch_key in ("CPU", "CUDA"):
         library.impl(name, function, dispatch_key)
     library.impl(name, torch.library.fallthrough_kernel, "Negative")
