@@ -3,7 +3,9 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <map>
 #include <string>
+#include <utility>
 
 #include "append_kernel.h"
 #include "combine_kernel.h"
@@ -47,6 +49,32 @@ inline int largest_cluster(const Flash_fwd_params &params) {
     return cluster;
 }
 
+// Clusters of `cluster` CTAs that the current GPU runs at once; 0 if it has no clusters of this size. Each thread asks
+// the driver once per GPU and size.
+template <typename Traits>
+int clusters_at_once(int cluster) {
+    static thread_local std::map<std::pair<int, int>, int> known;  // by device and size
+    int device = 0;
+    check_cuda(cudaGetDevice(&device), "reading the current device");
+    const auto found = known.find({device, cluster});
+    if (found != known.end()) {
+        return found->second;
+    }
+    constexpr int smem = Traits::smem_size(kWarpRows);
+    auto kernel = &flash_fwd_splitkv_cluster_kernel<Traits>;
+    reserve_smem(kernel, smem);
+    raise_attribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1, "allowing clusters of 16");
+    Launch launch(dim3(1, cluster), cluster, Traits::threads(kWarpRows), smem, nullptr);
+    launch.config.numAttrs = 1;  // the cluster, without the attributes of a dependent launch
+    int active = 0;
+    if (cudaOccupancyMaxActiveClusters(&active, kernel, &launch.config) != cudaSuccess) {
+        cudaGetLastError();
+        active = 0;
+    }
+    known.emplace(std::pair{device, cluster}, active);
+    return active;
+}
+
 // CTAs of a cluster, or 0. Clusters take the latency of a second kernel away, but every head has the same number of
 // CTAs, one on each SM. So they serve one sequence of few rows, if its heads occupy most SMs at once or its cache is
 // short.
@@ -62,16 +90,7 @@ int cluster_for(const Flash_fwd_params &params, int max_smem) {
     if (!fills_gpu && params.cache.capacity > kShortCache) {
         return 0;
     }
-    auto kernel = &flash_fwd_splitkv_cluster_kernel<Traits>;
-    reserve_smem(kernel, smem);
-    raise_attribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1, "allowing clusters of 16");
-    Launch launch(dim3(1, cluster * params.h_k), cluster, Traits::threads(kWarpRows), smem, nullptr);
-    launch.config.numAttrs = 1;  // the cluster alone
-    int active = 0;              // clusters that run at once
-    if (cudaOccupancyMaxActiveClusters(&active, kernel, &launch.config) != cudaSuccess) {
-        cudaGetLastError();  // the GPU has no clusters of this size
-        active = 0;
-    }
+    const int active = clusters_at_once<Traits>(cluster);
     if (active >= params.h_k) {
         return cluster;
     }

@@ -38,6 +38,11 @@ from .transformers_masks import (
 )
 from .transformers_op import attend_to_sequences
 
+try:
+    from transformers.utils.output_capturing import _active_collector
+except ImportError:  # no transformers, or one before 5
+    _active_collector = None
+
 ATTENTION_NAME = "attn_mini"
 
 # Arguments of transformers for features that this version lacks, and the names of those in error messages. Other
@@ -163,9 +168,9 @@ def attention(
     """
     if kwargs.get("output_attentions") or _records_attentions():
         raise _lacking("output_attentions=True; the probabilities are never stored")
-    for argument, feature in _UNSUPPORTED.items():
-        if kwargs.get(argument) is not None:
-            raise _lacking(feature)
+    for argument in kwargs:
+        if argument in _UNSUPPORTED and kwargs[argument] is not None:
+            raise _lacking(_UNSUPPORTED[argument])
 
     v_headdim = value.shape[-1]
     if v_headdim < query.shape[-1]:  # q, k and v of the kernels share one head dim
@@ -180,21 +185,31 @@ def attention(
     is_packed = cu_seq_lens_q is not None or cu_seq_lens_k is not None
     if layout.is_decoding and (is_packed or dropout or _records_gradients(q, k, v)):
         layout = layout.packed(q.shape[0])
+    if layout.kv_end < k.shape[1]:
+        k, v = k[:, : layout.kv_end], v[:, : layout.kv_end]
+    if layout.is_decoding:
+        if k.requires_grad or v.requires_grad:  # a static cache that was filled with gradients on
+            k, v = k.detach(), v.detach()
+        result = flash_attn_with_kvcache(
+            q,
+            k,
+            v,
+            cache_seqlens=layout.cache_seqlens,
+            cache_leftpad=layout.cache_leftpad,
+            softmax_scale=scaling,
+            causal=layout.right == 0,
+            window_size=(layout.left, layout.right),
+            softcap=softcap or 0.0,
+        )
+        return cast(Tensor, result), None
+
     options: dict[str, Any] = {
+        "dropout_p": dropout,
         "softmax_scale": scaling,
         "causal": layout.right == 0,
         "window_size": (layout.left, layout.right),
         "softcap": softcap or 0.0,
     }
-    if layout.kv_end < k.shape[1]:
-        k, v = k[:, : layout.kv_end], v[:, : layout.kv_end]
-    if layout.is_decoding:
-        options |= {"cache_seqlens": layout.cache_seqlens, "cache_leftpad": layout.cache_leftpad}
-        if k.requires_grad or v.requires_grad:  # a static cache that was filled with gradients on
-            k, v = k.detach(), v.detach()
-        return cast(Tensor, flash_attn_with_kvcache(q, k, v, **options)), None
-
-    options["dropout_p"] = dropout
     lengths = layout.lengths
     if is_packed:
         if cu_seq_lens_q is None or cu_seq_lens_k is None:
@@ -297,9 +312,7 @@ def _with_seen(mask: Mask, mask_function: Callable[..., Any], kwargs: dict[str, 
 
 def _records_attentions() -> bool:
     """True if the model records probabilities. GPT-2 and OPT do not pass output_attentions on to their layers."""
-    try:
-        from transformers.utils.output_capturing import _active_collector
-    except ImportError:  # before transformers 5
+    if _active_collector is None:
         return False
     recorded = _active_collector.get()
     return recorded is not None and any(key.endswith("attentions") for key in recorded)
@@ -319,7 +332,8 @@ def _layout(mask: Layout | Tensor | None, q: Tensor, k: Tensor, causal: bool, sl
                 f"a mask for {mask.q_length} queries and {mask.kv_length} keys in a layer that has {q_length} and "
                 f"{kv_length}"
             )
-        return mask if mask.device in (None, q.device) else mask.to(q.device)
+        device = mask.device
+        return mask if device is None or device == q.device else mask.to(q.device)
     if mask is not None and mask.ndim != 2:
         return Layout(q_length, kv_length, kv_length, -1, 0 if _causal_of(mask, q, kv_length) else -1)
     window = -1 if sliding_window is None else sliding_window - 1  # keys beside the query's own

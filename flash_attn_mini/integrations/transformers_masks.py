@@ -128,9 +128,11 @@ class Layout:
     @property
     def device(self) -> torch.device | None:
         """The device of its tensors; None without any."""
-        cu_seqlens = (self.lengths or self.packed_rows or (None,))[0]
-        tensors = (cu_seqlens, self.cache_seqlens, self.cache_leftpad)
-        return next((tensor.device for tensor in tensors if tensor is not None), None)
+        for tensor in (self.cache_seqlens, self.cache_leftpad):
+            if tensor is not None:
+                return tensor.device
+        lengths = self.lengths or self.packed_rows
+        return None if lengths is None else lengths[0].device
 
     def packed(self, batch: int) -> Layout:
         """The same mask for `flash_attn_varlen_func`, which has dropout and gradients. Waits for the device."""
@@ -313,13 +315,20 @@ def decoding_layout_of(mask: Mask) -> Layout | None:
     if waits and not q_length < kv_end <= kv_length:
         return None
     leftpad = None
-    if padding is not None:
+    if padding is not None and waits:
+        kept = padding[:, kv_offset : kv_offset + kv_end]
+        if kept.shape[1] < kv_end or not bool(kept.all()):
+            kept = F.pad(kept, (0, kv_end - kept.shape[1]))
+            if bool((kept[:, :-1] > kept[:, 1:]).any()):  # padding behind a key
+                return None
+            leftpad = kv_end - kept.sum(dim=1, dtype=torch.int32)
+    elif padding is not None:
         padding = F.pad(padding, (0, max(kv_offset + kv_length - padding.shape[1], 0)))
         place = torch.arange(kv_length, device=padding.device)
-        kept = padding[:, kv_offset : kv_offset + kv_length].bool() & (place < kv_end)
+        kept = padding[:, kv_offset : kv_offset + kv_length] & (place < kv_end)
         before = ((kept.cumsum(dim=1) == 0) & (place < kv_end)).sum(dim=1)
         in_a_row = (before + kept.sum(dim=1) == kv_end).all()
-        if waits or padding.device.type == "cpu":
+        if padding.device.type == "cpu":
             if not bool(in_a_row):
                 return None
         else:
