@@ -180,12 +180,15 @@ def attention(
         )  # fmt: skip
         return out[..., :v_headdim], None
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    causal = bool(is_causal if is_causal is not None else getattr(module, "is_causal", True))
-    layout = _layout(attention_mask, q, k, causal, sliding_window)
+    if isinstance(attention_mask, Layout):
+        layout = _fitting(attention_mask, q, k)
+    else:
+        causal = bool(is_causal if is_causal is not None else getattr(module, "is_causal", True))
+        layout = _layout(attention_mask, q, k, causal, sliding_window)
     is_packed = cu_seq_lens_q is not None or cu_seq_lens_k is not None
-    if layout.is_decoding and (is_packed or dropout or _records_gradients(q, k, v)):
+    if layout.is_decoding and (is_packed or dropout or (torch.is_grad_enabled() and _records_gradients(q, k, v))):
         layout = layout.packed(q.shape[0])
-    if layout.kv_end < k.shape[1]:
+    if layout.kv_end < layout.kv_length:
         k, v = k[:, : layout.kv_end], v[:, : layout.kv_end]
     if layout.is_decoding:
         if k.requires_grad or v.requires_grad:  # a static cache that was filled with gradients on
@@ -278,10 +281,11 @@ def attention_mask(
 
     if attention_mask is not None:
         attention_mask = padding_of(attention_mask, batch_size)
-    unseen = Mask(Seen(), batch_size, q_length or 0, kv_length, q_offset, kv_offset, attention_mask)
-    mask = _with_seen(unseen, mask_function, kwargs)
-    if mask is not None:
-        layout = decoding_layout_of(mask) or layout_of(mask)
+    seen = seen_of(mask_function)
+    mask = Mask(seen or Seen(), batch_size, q_length or 0, kv_length, q_offset, kv_offset, attention_mask)
+    known = mask if seen is not None else _with_traced(mask, mask_function, kwargs)
+    if known is not None:
+        layout = decoding_layout_of(known) or layout_of(known)
         if layout is not None:
             return layout
     kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
@@ -297,11 +301,8 @@ def attention_mask(
     return drawn
 
 
-def _with_seen(mask: Mask, mask_function: Callable[..., Any], kwargs: dict[str, Any]) -> Mask | None:
-    """The mask with the keys that `mask_function` lets a query see; None for an unknown function."""
-    seen = seen_of(mask_function)
-    if seen is not None:
-        return mask._replace(seen=seen)
+def _with_traced(mask: Mask, mask_function: Callable[..., Any], kwargs: dict[str, Any]) -> Mask | None:
+    """The mask with a guess at the keys that an unknown `mask_function` lets a query see; None where nothing traces."""
     window = kwargs.get("local_size")  # transformers also passes the length of the chunks of chunked attention
     is_chunked = window is not None and window != getattr(kwargs.get("config"), "sliding_window", None)
     if not torch.compiler.is_compiling() or CLOSURES_ARE_TRACED or is_chunked or kwargs.get("use_vmap", True):
@@ -319,21 +320,25 @@ def _records_attentions() -> bool:
 
 
 def _records_gradients(*tensors: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    return any(tensor.requires_grad for tensor in tensors)
 
 
-def _layout(mask: Layout | Tensor | None, q: Tensor, k: Tensor, causal: bool, sliding_window: int | None) -> Layout:
-    """The layout of a mask of any form, or of the layer's causal and sliding_window without one."""
+def _fitting(layout: Layout, q: Tensor, k: Tensor) -> Layout:
+    """The layout on the device of q and k; NotImplementedError if they have other lengths."""
+    q_length, kv_length = q.shape[1], k.shape[1]
+    if layout.q_length != q_length or layout.kv_length != kv_length:
+        raise _lacking(
+            f"a mask for {layout.q_length} queries and {layout.kv_length} keys in a layer that has {q_length} and "
+            f"{kv_length}"
+        )
+    device = layout.device
+    return layout if device is None or device == q.device else layout.to(q.device)
+
+
+def _layout(mask: Tensor | None, q: Tensor, k: Tensor, causal: bool, sliding_window: int | None) -> Layout:
+    """The layout of a mask tensor, or of the layer's causal and sliding_window without one."""
     batch, q_length = q.shape[:2]
     kv_length = k.shape[1]
-    if isinstance(mask, Layout):
-        if (mask.q_length, mask.kv_length) != (q_length, kv_length):
-            raise _lacking(
-                f"a mask for {mask.q_length} queries and {mask.kv_length} keys in a layer that has {q_length} and "
-                f"{kv_length}"
-            )
-        device = mask.device
-        return mask if device is None or device == q.device else mask.to(q.device)
     if mask is not None and mask.ndim != 2:
         return Layout(q_length, kv_length, kv_length, -1, 0 if _causal_of(mask, q, kv_length) else -1)
     window = -1 if sliding_window is None else sliding_window - 1  # keys beside the query's own

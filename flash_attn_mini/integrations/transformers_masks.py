@@ -301,6 +301,14 @@ def padding_of(mask: Tensor, batch: int) -> Tensor:
     return kept_by(mask)
 
 
+def _columns(padding: Tensor, first: int, columns: int) -> Tensor:
+    """``padding[:, first : first + columns]`` of a padding mask, which ends in padding."""
+    end = first + columns
+    if padding.shape[1] < end:
+        padding = F.pad(padding, (0, end - padding.shape[1]))
+    return padding if (first, end) == (0, padding.shape[1]) else padding[:, first:end]
+
+
 def decoding_layout_of(mask: Mask) -> Layout | None:
     """The layout of causal queries behind cached keys; None where there are none, and for padding between the keys.
 
@@ -316,16 +324,14 @@ def decoding_layout_of(mask: Mask) -> Layout | None:
         return None
     leftpad = None
     if padding is not None and waits:
-        kept = padding[:, kv_offset : kv_offset + kv_end]
-        if kept.shape[1] < kv_end or not bool(kept.all()):
-            kept = F.pad(kept, (0, kv_end - kept.shape[1]))
+        kept = _columns(padding, kv_offset, int(kv_end))
+        if not bool(kept.all()):
             if bool((kept[:, :-1] > kept[:, 1:]).any()):  # padding behind a key
                 return None
             leftpad = kv_end - kept.sum(dim=1, dtype=torch.int32)
     elif padding is not None:
-        padding = F.pad(padding, (0, max(kv_offset + kv_length - padding.shape[1], 0)))
         place = torch.arange(kv_length, device=padding.device)
-        kept = padding[:, kv_offset : kv_offset + kv_length] & (place < kv_end)
+        kept = _columns(padding, kv_offset, kv_length) & (place < kv_end)
         before = ((kept.cumsum(dim=1) == 0) & (place < kv_end)).sum(dim=1)
         in_a_row = (before + kept.sum(dim=1) == kv_end).all()
         if padding.device.type == "cpu":
@@ -334,10 +340,13 @@ def decoding_layout_of(mask: Mask) -> Layout | None:
         else:
             torch._assert_async(in_a_row, "a static cache on a GPU allows padding on the left only")
         leftpad = before.to(torch.int32)
-    layout = Layout(q_length, kv_length, kv_length, seen.left, 0, is_decoding=True, cache_leftpad=leftpad)
+    left, lengths = seen.left, None
     if isinstance(kv_end, Tensor):
-        return replace(layout, cache_seqlens=kv_end.to(torch.int32).expand(batch).contiguous())
-    return replace(layout, kv_end=kv_end, left=-1 if seen.left >= kv_end - 1 else seen.left)
+        lengths = kv_end.to(torch.int32).expand(batch).contiguous()
+        kv_end = kv_length
+    elif left >= kv_end - 1:  # the window hides no key
+        left = -1
+    return Layout(q_length, kv_length, kv_end, left, 0, is_decoding=True, cache_seqlens=lengths, cache_leftpad=leftpad)
 
 
 def layout_of(mask: Mask) -> Layout | None:
@@ -357,18 +366,16 @@ def layout_of(mask: Mask) -> Layout | None:
         if padding is not None or seen.segments.shape != (batch, q_length) or kv_length != q_length:
             return None
         return _packed(seen, seen.segments)
-    if padding is not None:
-        padding = F.pad(padding, (0, max(kv_offset + kv_end - padding.shape[1], 0)))
-        if not torch.compiler.is_compiling() and bool(padding[:, kv_offset : kv_offset + kv_end].all()):
-            padding = None
+    keys = None if padding is None else _columns(padding, kv_offset, kv_end)
+    if keys is not None and not torch.compiler.is_compiling() and bool(keys.all()):
+        keys = None
     if by_position and not aligned:
         return None
     left = -1 if seen.left >= q_end - kv_offset - 1 else seen.left  # the window hides no key
     right = -1 if seen.right >= kv_end - 1 and seen.right > 0 else seen.right
-    if padding is None:
+    if keys is None:
         return Layout(q_length, kv_length, kv_end, left, right)
 
-    keys = padding[:, kv_offset : kv_offset + kv_end].bool()
     if left >= 0 or right > 0:  # dropping the tokens of a hole would shorten distances across it
         begins = keys & ~F.pad(keys, (1, 0))[:, :-1]
         in_a_row = (begins.sum(dim=1) <= 1).all()
