@@ -93,6 +93,10 @@ struct Flash_fwd_params {
     const float *alibi_slopes = nullptr;    // [b, h]: scores get -slope * |i + seqlen_k - seqlen_q - j|; null: off
     int64_t alibi_slopes_batch_stride = 0;  // elements; 0 when all sequences have the same slopes
 
+    const void *sink = nullptr;     // [b, h]: a logit that joins each row's softmax without a value (common/sink.h), of
+                                    // the type of softmax_lse; null: off
+    int64_t sink_batch_stride = 0;  // elements; 0 when all sequences have the same sinks
+
     double p_dropout = 0.0;              // probability of dropping an attention probability; 0 = off
     float rp_dropout = 1.0f;             // 1 / (1 - p_dropout): factor of the probabilities that are kept
     unsigned dropout_threshold = 0;      // round(p_dropout * 2^16): a pair is dropped if its 16 random bits are below

@@ -37,6 +37,7 @@ def checked_options(
     alibi_slopes: Any,
     deterministic: Any,
     backend: Any,
+    learnable_sink: Any = None,
     names: tuple[str, str, str] = ("q", "k", "v"),
 ) -> Options:
     """Check and convert the arguments that all public functions take. Reading a number from a GPU waits for it.
@@ -64,6 +65,7 @@ def checked_options(
         and alibi_slopes is None
         and type(deterministic) is bool
         and backend is None
+        and learnable_sink is None
     ):
         _check_qkv((q, k, v), names)
         dropout_p = as_float("dropout_p", dropout_p, "a number in [0, 1 - 2^-17)")
@@ -74,6 +76,8 @@ def checked_options(
         softcap = as_float("softcap", softcap, "a number, 0 for off")
         if alibi_slopes is not None:
             check_tensor("alibi_slopes", alibi_slopes, ", float32, or None")
+        if learnable_sink is not None:
+            check_tensor("learnable_sink", learnable_sink, ", float32 or in the dtype of q, or None")
         deterministic = as_flag("deterministic", deterministic)
         if backend is not None:
             if not isinstance(backend, str):
@@ -92,6 +96,7 @@ def checked_options(
         alibi_slopes,
         deterministic,
         backend_argument(q.device, backend),
+        learnable_sink,
     )
 
 

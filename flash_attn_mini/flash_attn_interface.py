@@ -55,6 +55,7 @@ def flash_attn_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     *,
+    learnable_sink: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Exact attention, ``softmax(softmax_scale * q @ k.T + mask) @ v``, in O(seqlen) memory, forward and backward.
@@ -91,6 +92,9 @@ def flash_attn_func(
             which thread blocks finish; torch.use_deterministic_algorithms(True) asks for it too. The forward, dk and dv
             are always repeatable. On ``cpu`` dq is too; on ``triton`` it is for one tuned configuration.
         return_attn_probs: Return ``(out, softmax_lse, S_dmask)`` in place of ``out``.
+        learnable_sink: ``[nheads]`` or ``[batch, nheads]``, float32 or in the dtype of q: a logit of each head that has
+            no value. It adds ``exp(learnable_sink)`` to each row's sum of exponentials (gpt-oss). softmax_scale and
+            softcap leave it as it is. It has a gradient.
         backend: ``"cuda"``, ``"triton"`` or ``"cpu"``. Default: ``use_backend``, else FLASH_ATTN_MINI_BACKEND, else by
             the device of q.
 
@@ -99,8 +103,8 @@ def flash_attn_func(
         row's sum of exponentials, float32 (float64 for float64 inputs) ``[batch, nheads, seqlen_q]``, and S_dmask.
         S_dmask is for tests: with dropout the probabilities before dropout, divided by the largest of their row,
         ``[batch, nheads, seqlen_q, seqlen_k]``, both lengths rounded up to a multiple of 128, with the sign bit set
-        where dropped; without dropout it is empty. A query without a key has out 0 and softmax_lse -inf, and gets no
-        gradient.
+        where dropped; without dropout it is empty. A query without a key has out 0 and softmax_lse -inf (with a sink:
+        the sink), and gets no gradient.
 
     Raises:
         TypeError: For an argument of a wrong type or dtype.
@@ -146,6 +150,7 @@ def flash_attn_func(
                     None,
                     deterministic,
                     backend,
+                    learnable_sink,
                 )
                 if not return_attn_probs:
                     return out  # type: ignore[no-any-return]
@@ -153,7 +158,18 @@ def flash_attn_func(
         except TypeError:  # raised again below, if the arguments are no others after the conversion
             pass
     options = checked_options(
-        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, backend
+        q,
+        k,
+        v,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        backend,
+        learnable_sink,
     )
     return_attn_probs = as_flag("return_attn_probs", return_attn_probs)
     if tracing.enabled():

@@ -37,6 +37,7 @@ def flash_attn_with_kvcache(
     return_softmax_lse: bool = False,
     *,
     split_keys: int = 0,
+    learnable_sink: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of new queries over a KV cache; with k and v, the new keys and values are first written to the cache.
@@ -89,6 +90,8 @@ def flash_attn_with_kvcache(
         return_softmax_lse: Return ``(out, softmax_lse)`` in place of ``out``.
         split_keys: Split the keys of each row at multiples of this number, counted from its first valid key. The bits
             of a row then do not depend on the other rows of the batch. Default 0: off.
+        learnable_sink: ``[nheads]`` or ``[batch, nheads]``, without a gradient; see `flash_attn_func`. It counts once,
+            in however many splits the keys are read.
         backend: ``"cuda"``, ``"triton"`` or ``"cpu"``. Default: ``use_backend``, else FLASH_ATTN_MINI_BACKEND, else by
             the device of q.
 
@@ -160,6 +163,7 @@ def flash_attn_with_kvcache(
                     split_keys,
                     length,
                     backend,
+                    learnable_sink,
                 )
                 return (out, softmax_lse) if return_softmax_lse else out
         except TypeError:  # raised again below, if the arguments are no others after the conversion
@@ -176,6 +180,7 @@ def flash_attn_with_kvcache(
         alibi_slopes,
         False,
         backend,
+        learnable_sink,
         names=("q", "k_cache", "v_cache"),
     )
     for name, value in (

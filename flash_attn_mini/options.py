@@ -29,6 +29,7 @@ class Options(NamedTuple):
         alibi_slopes: float32 ``[nheads]`` or ``[batch, nheads]``, or None. They get no gradient.
         deterministic: Make the backward bitwise repeatable.
         backend: Name of the backend, or None: FLASH_ATTN_MINI_BACKEND, else by device.
+        learnable_sink: ``[nheads]``, equal lengths also ``[batch, nheads]``, or None. It has a gradient.
     """
 
     dropout_p: float
@@ -40,6 +41,7 @@ class Options(NamedTuple):
     alibi_slopes: torch.Tensor | None
     deterministic: bool = False
     backend: str | None = None
+    learnable_sink: torch.Tensor | None = None
 
 
 class Sequences(NamedTuple):

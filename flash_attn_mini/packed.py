@@ -28,6 +28,7 @@ def flash_attn_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     *,
+    learnable_sink: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> Result:
     """`flash_attn_func` of q, k and v in one tensor. Its gradient is one tensor of the same shape.
@@ -46,7 +47,18 @@ def flash_attn_qkvpacked_func(
     """
     check_packed("qkv", qkv, 3, "[batch, seqlen, 3, nheads, headdim]")
     options = checked_options(
-        qkv, qkv, qkv, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, backend
+        qkv,
+        qkv,
+        qkv,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        backend,
+        learnable_sink,
     )
     if tracing.enabled():
         tracing.trace("flash_attn_qkvpacked_func", qkv=qkv, causal=causal)
@@ -65,6 +77,7 @@ def flash_attn_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     *,
+    learnable_sink: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> Result:
     """`flash_attn_func` of q, and of k and v in one tensor. The gradient of kv is one tensor of the same shape.
@@ -83,7 +96,18 @@ def flash_attn_kvpacked_func(
     """
     check_packed("kv", kv, 2, "[batch, seqlen_k, 2, nheads_k, headdim]")
     options = checked_options(
-        q, kv, kv, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, backend
+        q,
+        kv,
+        kv,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        backend,
+        learnable_sink,
     )
     if tracing.enabled():
         tracing.trace("flash_attn_kvpacked_func", q=q, kv=kv, causal=causal)
@@ -103,6 +127,7 @@ def flash_attn_varlen_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     *,
+    learnable_sink: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> Result:
     """`flash_attn_varlen_func` of q, k and v in one tensor. Its gradient is one tensor of the same shape.
@@ -124,7 +149,18 @@ def flash_attn_varlen_qkvpacked_func(
     """
     check_packed("qkv", qkv, 3, "[total, 3, nheads, headdim]")
     options = checked_options(
-        qkv, qkv, qkv, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, backend
+        qkv,
+        qkv,
+        qkv,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        backend,
+        learnable_sink,
     )
     check_tensor("cu_seqlens", cu_seqlens)
     max_seqlen = as_length("max_seqlen", max_seqlen)
@@ -150,6 +186,7 @@ def flash_attn_varlen_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     *,
+    learnable_sink: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> Result:
     """`flash_attn_varlen_func` of q, and of k and v in one tensor. The gradient of kv is one tensor of the same shape.
@@ -170,7 +207,18 @@ def flash_attn_varlen_kvpacked_func(
     """
     check_packed("kv", kv, 2, "[total_k, 2, nheads_k, headdim]")
     options = checked_options(
-        q, kv, kv, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, backend
+        q,
+        kv,
+        kv,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        backend,
+        learnable_sink,
     )
     sequences = as_sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     if tracing.enabled():

@@ -35,6 +35,7 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: torch.Tensor | None = None,
     *,
+    learnable_sink: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`flash_attn_func` within each sequence of a batch whose sequences have different lengths, without padding.
@@ -59,6 +60,7 @@ def flash_attn_varlen_func(
         block_table: int32 ``[batch, max_pages]``: key n of sequence b is row ``n % page_size`` of page
             ``block_table[b, n // page_size]``. The forward runs also with inputs that require a gradient; the
             backward raises NotImplementedError.
+        learnable_sink: ``[nheads]``; see `flash_attn_func`.
 
     The other arguments, their defaults and the errors are those of `flash_attn_func`.
 
@@ -75,7 +77,18 @@ def flash_attn_varlen_func(
         torch.Size([12, 8, 64])
     """
     options = checked_options(
-        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, backend
+        q,
+        k,
+        v,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        backend,
+        learnable_sink,
     )
     return_attn_probs = as_flag("return_attn_probs", return_attn_probs)
     sequences = as_sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table)

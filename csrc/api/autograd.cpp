@@ -4,7 +4,11 @@
 // The nodes are written by hand, because torch::autograd::Function supports neither torch.func nor compiled autograd.
 #include "api/autograd.h"
 
+#include <ATen/TensorOperators.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/searchsorted.h>
+#include <ATen/ops/where.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/util/SmallVector.h>
 #include <torch/csrc/autograd/autograd.h>
@@ -22,6 +26,7 @@
 #include "api/backend_choice.h"
 #include "api/ops.h"
 #include "common/message.h"
+#include "flash.h"
 
 namespace flash::ops {
 namespace {
@@ -123,6 +128,40 @@ struct SavedFields<std::tuple<const Fields &...>> {
     }
 };
 
+// ---- sinks ----------------------------------------------------------------------------------------------------------
+
+// The elements of softmax_d, which begins each sequence at a multiple of kRowsRounded rows, in the order of the rows of
+// q: [nheads, total_q]. Rows of no sequence get 0.
+Tensor rows_of_sequences(const Tensor &softmax_d, const Tensor &cu_seqlens_q, const SymInt &total_q) {
+    constexpr int kRows = Flash_bwd_params::kRowsRounded;
+    const SymInt batch = cu_seqlens_q.sym_size(0) - 1;
+    const Tensor begins = cu_seqlens_q.narrow_symint(0, 0, batch), ends = cu_seqlens_q.narrow_symint(0, 1, batch);
+    const Tensor rows = at::arange(at::Scalar(total_q), cu_seqlens_q.options());
+    const Tensor sequence = at::searchsorted(ends.contiguous(), rows, /*out_int32=*/false, /*right=*/true);
+    const Tensor known = sequence.clamp_max(at::Scalar(batch - 1)), begin = begins.index_select(0, known);
+    const Tensor padded = (begin.div(kRows, "floor") + known) * kRows + rows - begin;
+    const Tensor of_rows = softmax_d.index_select(-1, padded.clamp(0, at::Scalar(softmax_d.sym_size(-1) - 1)));
+    return of_rows.masked_fill(sequence.ne(known), 0.0);
+}
+
+// The sum of -exp(sink - lse) * softmax_d over the rows of a head.
+Tensor sink_gradient(const Tensor &sink, const Tensor &softmax_lse, const Tensor &softmax_d,
+                     const Optional &cu_seqlens_q) {
+    const SymInt rows = softmax_lse.sym_size(-1);
+    if (rows == 0 || softmax_lse.sym_numel() == 0) {
+        return at::zeros_like(sink);
+    }
+    const Tensor delta = cu_seqlens_q.has_value() ? rows_of_sequences(softmax_d, *cu_seqlens_q, rows)
+                                                  : softmax_d.narrow_symint(-1, 0, rows);
+    const Tensor p = sink.to(softmax_lse.scalar_type()).unsqueeze(-1).sub(softmax_lse).exp();
+    // A row of no sequence has an undefined log-sum-exp.
+    Tensor gradient = at::where(delta.eq(0.0), delta, p.mul(delta)).sum(-1);
+    if (sink.dim() == 1 && gradient.dim() == 2) {
+        gradient = gradient.sum(0);
+    }
+    return gradient.neg().to(sink.scalar_type());
+}
+
 // ---- forward --------------------------------------------------------------------------------------------------------
 
 // The gradient of a forward. Its inputs are the gradients of out and softmax_lse.
@@ -152,9 +191,14 @@ public:
             return results;
         }
         const Call call = Fields::template load<Call>(fields_);
-        size_t input = kInputs;
-        for_each_tensor(call.options, [&](const char *name, const Optional &) {
-            FLASH_CHECK_NOT_IMPLEMENTED(!task_should_compute_output(input++), "flash_attn_mini: ", name,
+        size_t input = kInputs, sink_input = 0;  // sink_input: 0 if no gradient of the sinks is wanted
+        for_each_tensor(call.options, [&](const char *name, const Optional &x) {
+            const bool is_wanted = task_should_compute_output(input++);
+            if (&x == &call.options.learnable_sink) {
+                sink_input = is_wanted ? input - 1 : 0;
+                return;
+            }
+            FLASH_CHECK_NOT_IMPLEMENTED(!is_wanted, "flash_attn_mini: ", name,
                                         " requires a gradient, which is not supported; backends that have it: none. "
                                         "Allowed: one that requires none, for example ",
                                         name, ".detach()");
@@ -174,6 +218,10 @@ public:
         }
         const auto computed = ops::call<Backward, SymInt>(backward);
         take(computed, backward.output_mask, results, std::make_index_sequence<kInputs>());
+        if (sink_input != 0) {
+            results[sink_input] = sink_gradient(*call.options.learnable_sink, backward.softmax_lse,
+                                                std::get<kInputs>(computed), call.sequences.cu_seqlens_q);
+        }
         return results;
     }
 

@@ -54,6 +54,19 @@ void check_alibi_slopes(const at::Tensor &slopes, const at::Tensor &q, int64_t b
     check_last_dim_contiguous({"alibi_slopes", slopes});
 }
 
+void check_learnable_sink(const at::Tensor &sink, const at::Tensor &q, int64_t batch) {
+    FLASH_CHECK_TYPE(sink.scalar_type() == at::kFloat || sink.scalar_type() == q.scalar_type(),
+                     "learnable_sink has dtype ", sink.scalar_type(), "; allowed: float32 or that of q, ",
+                     q.scalar_type());
+    check_same_device({"learnable_sink", sink}, q);
+    const int64_t nheads = q.size(-2);
+    const std::vector<int64_t> per_head{nheads}, per_batch{batch, nheads};
+    const bool is_varlen = q.dim() == 3;
+    FLASH_CHECK_VALUE(sink.sizes() == per_head || (!is_varlen && sink.sizes() == per_batch),
+                      "learnable_sink has shape ", sink.sizes(), "; allowed: [nheads] = ", list_of(per_head),
+                      is_varlen ? std::string() : " or [batch, nheads] = " + list_of(per_batch));
+}
+
 }  // namespace
 
 at::ScalarType lse_dtype(const at::Tensor &q) {
@@ -149,6 +162,9 @@ void check_no_overlap(const Named &written, const NamedList &others) {
 void check_options(const Options &options, const at::Tensor &q, int64_t batch) {
     if (options.alibi_slopes.has_value()) {
         check_alibi_slopes(*options.alibi_slopes, q, batch);
+    }
+    if (options.learnable_sink.has_value()) {
+        check_learnable_sink(*options.learnable_sink, q, batch);
     }
     for (const auto &[side, size] :
          {std::pair{"left", options.window_size_left}, std::pair{"right", options.window_size_right}}) {

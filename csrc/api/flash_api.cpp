@@ -6,7 +6,6 @@
 #include <ATen/ops/empty_like.h>
 #include <c10/core/DeviceGuard.h>
 
-#include <limits>
 #include <optional>
 #include <string>
 #include <utility>
@@ -69,12 +68,12 @@ FwdResults forward(const FwdArgs &args, const Optional &given_rng_state, std::op
         options.dropout_p > 0.0 ? rng_state_of_call(q, given_rng_state, std::move(generator)) : at::Tensor();
     if (!sizes.has_keys || zero_tensors) {
         out.zero_();
-        softmax_lse.fill_(-std::numeric_limits<double>::infinity());
+        fill_lse_without_keys(softmax_lse, options);
     }
     if (sizes.has_keys && q.numel() > 0) {
         const bool writes_in_place = is_writable_by_kernel(out);
         const at::Tensor kernel_out = writes_in_place ? out : at::empty(out.sizes(), out.options());
-        const FwdArgs readable_args{q, k, args.v, args.out, args.sequences, readable(options)};
+        const FwdArgs readable_args{q, k, args.v, args.out, args.sequences, readable(options, softmax_lse)};
         const ScaledQuery scaled = with_positive_scale(without_neg(q), options.softmax_scale);
         const at::Tensor kernel_q = readable_by_kernel(scaled.q, "q"), kernel_k = readable_by_kernel(k, "k"),
                          kernel_v = readable_by_kernel(args.v, "v");
@@ -134,7 +133,7 @@ BwdResults backward(const BwdArgs &args, std::array<bool, 3> output_mask, bool z
         const auto statistic = [](const Optional &x) {
             return x.has_value() ? without_neg(x->contiguous()) : at::Tensor();
         };
-        const FwdArgs readable_args{q, k, v, forward.out, forward.sequences, readable(options)};
+        const FwdArgs readable_args{q, k, v, forward.out, forward.sequences, readable(options, args.softmax_lse)};
         const ScaledQuery scaled = with_nonzero_scale(q, options.softmax_scale);
         const at::Tensor kernel_q = readable_by_kernel(scaled.q, "q"), kernel_k = readable_by_kernel(k, "k"),
                          kernel_v = readable_by_kernel(v, "v"), kernel_out = readable_by_kernel(*forward.out, "out"),

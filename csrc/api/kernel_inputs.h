@@ -6,6 +6,7 @@
 #include <ATen/ops/neg.h>
 #include <ATen/ops/zeros.h>
 
+#include <limits>
 #include <string>
 
 #include "api/allocation.h"
@@ -42,13 +43,25 @@ inline ScaledQuery with_positive_scale(const at::Tensor &q, double softmax_scale
     return {at::neg_out(negative, q), -softmax_scale};
 }
 
+// The log-sum-exp of rows without keys: -inf, or the sink.
+inline void fill_lse_without_keys(const at::Tensor &softmax_lse, const Options &options) {
+    if (options.learnable_sink.has_value()) {
+        softmax_lse.copy_(options.learnable_sink->unsqueeze(-1).expand(softmax_lse.sizes()));
+    } else {
+        softmax_lse.fill_(-std::numeric_limits<double>::infinity());
+    }
+}
+
 // The options with tensors that kernels can read. They must live until the kernels are launched.
-inline Options readable(Options options) {
+inline Options readable(Options options, const at::Tensor &softmax_lse) {
     for_each_tensor(options, [](const char *, Optional &x) {
         if (x.has_value()) {
             x = without_neg(*x);
         }
     });
+    if (options.learnable_sink.has_value()) {
+        options.learnable_sink = options.learnable_sink->to(softmax_lse.scalar_type()).contiguous();
+    }
     return options;
 }
 

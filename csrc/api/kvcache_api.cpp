@@ -66,7 +66,7 @@ std::tuple<at::Tensor, at::Tensor> mha_fwd_kvcache(const KvCacheArgs &args) {
     const at::Tensor softmax_lse = at::empty({args.batch(), q.size(2), q.size(1)}, q.options().dtype(lse_dtype(q)));
     if (!args.has_keys()) {
         out.zero_();
-        softmax_lse.fill_(-std::numeric_limits<double>::infinity());
+        fill_lse_without_keys(softmax_lse, args.options);
         return {out, softmax_lse};
     }
     if (args.batch() == 0 || (q.size(1) == 0 && args.seqlen_new() == 0)) {
@@ -78,7 +78,7 @@ std::tuple<at::Tensor, at::Tensor> mha_fwd_kvcache(const KvCacheArgs &args) {
                      sin = readable(args.rotary_sin);
     const at::Tensor q_rotated = cos.defined() ? at::empty(q.sizes(), q.options()) : at::Tensor();
     KvCacheArgs readable_args = args;
-    readable_args.options = readable(args.options);
+    readable_args.options = readable(args.options, softmax_lse);
     Flash_fwd_params params = set_params_kvcache({scaled.q, q_rotated, k, v, kernel_out, softmax_lse, cos, sin},
                                                  readable_args, scaled.softmax_scale);
     const at::Tensor scratch = splitkv_scratch(params, q);

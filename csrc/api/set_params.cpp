@@ -36,6 +36,12 @@ void set_options(Flash_fwd_params &params, const Options &options, double softma
         params.alibi_slopes_batch_stride = slopes.dim() == 2 ? slopes.stride(0) : 0;
     }
 
+    if (options.learnable_sink.has_value()) {
+        const at::Tensor &sink = *options.learnable_sink;
+        params.sink = sink.data_ptr();
+        params.sink_batch_stride = sink.dim() == 2 ? sink.stride(0) : 0;
+    }
+
     // A window that reaches past every key is unbounded: a larger one could overflow index arithmetic.
     const auto window = [&](int64_t size) { return size >= keys_and_queries ? -1 : static_cast<int>(size); };
     params.is_causal = options.causal;
@@ -125,12 +131,13 @@ Flash_fwd_params set_params_fprop(const FpropTensors &tensors, const FwdArgs &ar
     }
     if (trace_enabled()) {
         trace("set_params_fprop",
-              "b=%d seqlen_q=%d seqlen_k=%d h=%d h_k=%d d=%d scale=%g window=(%d,%d) softcap=%g alibi=%s p_dropout=%g "
+              "b=%d seqlen_q=%d seqlen_k=%d h=%d h_k=%d d=%d scale=%g window=(%d,%d) softcap=%g alibi=%s sink=%s "
+              "p_dropout=%g "
               "varlen=%s page_size=%d",
               params.b, params.seqlen_q, params.seqlen_k, params.h, params.h_k, params.d, params.softmax_scale,
               params.window_size_left, params.window_size_right, params.softcap,
-              name_of(params.alibi_slopes != nullptr), params.p_dropout, name_of(params.cu_seqlens_q != nullptr),
-              params.page_size);
+              name_of(params.alibi_slopes != nullptr), name_of(params.sink != nullptr), params.p_dropout,
+              name_of(params.cu_seqlens_q != nullptr), params.page_size);
     }
     return params;
 }
@@ -184,11 +191,11 @@ Flash_fwd_params set_params_kvcache(const KvCacheTensors &tensors, const KvCache
     if (trace_enabled()) {
         trace("set_params_kvcache",
               "b=%d seqlen_q=%d capacity=%d seqlen_new=%d h=%d h_k=%d d=%d scale=%g window=(%d,%d) softcap=%g alibi=%s "
-              "rotary_dim=%d page_size=%d num_splits=%d split_keys=%d",
+              "sink=%s rotary_dim=%d page_size=%d num_splits=%d split_keys=%d",
               params.b, params.seqlen_q, cache.capacity, cache.seqlen_new, params.h, params.h_k, params.d,
               params.softmax_scale, params.window_size_left, params.window_size_right, params.softcap,
-              name_of(params.alibi_slopes != nullptr), cache.rotary_dim, params.page_size, cache.num_splits,
-              cache.split_keys);
+              name_of(params.alibi_slopes != nullptr), name_of(params.sink != nullptr), cache.rotary_dim,
+              params.page_size, cache.num_splits, cache.split_keys);
     }
     return params;
 }

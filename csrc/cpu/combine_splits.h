@@ -9,6 +9,7 @@
 #include <limits>
 #include <type_traits>
 
+#include "common/sink.h"
 #include "row_block.h"
 
 namespace flash::cpu {
@@ -38,9 +39,9 @@ struct PartialRow {
     }
 
     template <typename Element>
-    void store(Element *out, Acc *lse, int d, double scale) const {
-        const Acc factor = *l == 0 ? Acc(0) : Acc(1) / *l;
+    void store(Element *out, Acc *lse, int d, double scale, Acc sink) const {
         *lse = *l == 0 ? -std::numeric_limits<Acc>::infinity() : *m * Acc(scale) + std::log(*l);
+        const Acc factor = (*l == 0 ? Acc(0) : Acc(1) / *l) * join_sink(sink, *lse);
         for (int c = 0; c < d; ++c) out[c] = Element(o[c] * factor);
     }
 };

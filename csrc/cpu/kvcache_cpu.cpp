@@ -208,7 +208,7 @@ private:
                     static_cast<Element *>(o.ptr) + bidb * o.batch_stride + query * o.row_stride + head * o.head_stride,
                     static_cast<Acc *>(params_.softmax_lse) + bidb * params_.lse_batch_stride +
                         head * params_.lse_head_stride + query,
-                    d, scale);
+                    d, scale, sink_of<Acc>(params_, bidb, head));
             }
         });
     }

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <type_traits>
 
+#include "common/sink.h"
 #include "dropout.h"
 #include "group.h"
 #include "row_block.h"
@@ -159,9 +160,10 @@ protected:
         for (int i = 0; i < p.rows; ++i) {
             const Acc m = p.state.m[i], l = p.state.l[i];
             const int64_t row = block_.row_begin + p.row + i;
-            static_cast<Acc *>(params_.softmax_lse)[group_.lse_index(row)] =
-                l == 0 ? -std::numeric_limits<Acc>::infinity() : m * scale_ + std::log(l);
-            p.state.l[i] = l == 0 ? Acc(0) : Acc(dropout_.scale) / l;
+            Acc lse = l == 0 ? -std::numeric_limits<Acc>::infinity() : m * scale_ + std::log(l);
+            const Acc factor = join_sink(sink_of<Acc>(params_, group_.bidb, group_.head(row)), lse);
+            static_cast<Acc *>(params_.softmax_lse)[group_.lse_index(row)] = lse;
+            p.state.l[i] = l == 0 ? Acc(0) : factor * Acc(dropout_.scale) / l;
             if constexpr (kConvert)
                 rows[i] = self().out_rows() + i * d_;
             else

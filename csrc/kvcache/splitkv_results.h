@@ -50,7 +50,14 @@ struct RowResult {
     template <typename Element>
     __device__ __forceinline__ void store(const Flash_fwd_params &params, int bidb, int bidh, int query, int column,
                                           float sum_factor = 1.0f) const {
-        const float inverse = row_sum == 0.0f ? 0.0f : 1.0f / row_sum;
+        const auto lse_of_keys = [&] {
+            return row_sum == 0.0f ? -INFINITY : __fmul_rn(row_max, params.scale_softmax) + logf(row_sum * sum_factor);
+        };
+        float inverse = row_sum == 0.0f ? 0.0f : 1.0f / row_sum;
+        if (params.sink != nullptr) {
+            float lse = lse_of_keys();
+            inverse *= join_sink(sink_of<float>(params, bidb, bidh), lse);
+        }
         const uint2 rounded = {pack<Element>(o.x * inverse, o.y * inverse),
                                pack<Element>(o.z * inverse, o.w * inverse)};
         Element *target = static_cast<Element *>(params.o.ptr) + bidb * params.o.batch_stride +
@@ -65,9 +72,10 @@ struct RowResult {
             }
         }
         if (column == 0) {
-            float *lse = static_cast<float *>(params.softmax_lse) + bidb * params.lse_batch_stride +
-                         bidh * params.lse_head_stride + query;
-            *lse = row_sum == 0.0f ? -INFINITY : __fmul_rn(row_max, params.scale_softmax) + logf(row_sum * sum_factor);
+            float lse = lse_of_keys();
+            join_sink(sink_of<float>(params, bidb, bidh), lse);
+            static_cast<float *>(
+                params.softmax_lse)[bidb * params.lse_batch_stride + bidh * params.lse_head_stride + query] = lse;
         }
     }
 };

@@ -21,6 +21,7 @@ struct Output {
     int64_t stride;  // elements between rows of O
     int rows_left;   // from the first row to the end of the sequence
     int d;
+    float sink;  // of the head
 
     __device__ Output(const Flash_fwd_params &params, const WorkTile &tile, int warpgroup)
         : stride(params.o.row_stride) {
@@ -33,6 +34,7 @@ struct Output {
             row * stride;
         rows_left = tile.sequence.seqlen_q - first_row;
         d = params.d;
+        sink = sink_of<float>(params, bidb, bidh);
     }
 
     __device__ __forceinline__ void store_lse(int row, float value) const {
@@ -75,6 +77,7 @@ __device__ __forceinline__ void store(const Flash_fwd_params &params, const Outp
     CUTE_UNROLL
     for (int i = 0; i < kRowsOfThread; ++i) {
         const int row = first_row_of_thread() + i * 8;
+        factor[i] *= join_sink(output.sink, lse[i]);
         if (threadIdx.x % 4 == 0) {
             output.store_lse(row, lse[i]);
         }
@@ -83,7 +86,7 @@ __device__ __forceinline__ void store(const Flash_fwd_params &params, const Outp
     }
 }
 
-// Stores a whole work tile whose rows see no key: zeros and -inf. Called by one warp.
+// Stores a whole work tile whose rows see no key: zeros, and -inf or the sink. Called by one warp.
 template <typename Traits>
 __device__ __forceinline__ void store_nothing(const Output<Traits> &output) {
     constexpr int kVector = Output<Traits>::kVector, kVectors = Traits::kHeadDim / kVector;
@@ -94,7 +97,7 @@ __device__ __forceinline__ void store_nothing(const Output<Traits> &output) {
     }
     CUTE_NO_UNROLL
     for (int row = lane; row < Traits::kBlockM; row += 32) {
-        output.store_lse(row, -INFINITY);
+        output.store_lse(row, output.sink);
     }
 }
 

@@ -40,7 +40,7 @@ public:
                 continue;
             }
             const RowPointers at = pointers_of(row);
-            *at.lse = -INFINITY;
+            *at.lse = at.sink;
             CUTE_NO_UNROLL
             for (int column = 0; column < params.d; column += 8) {
                 *reinterpret_cast<uint4 *>(at.o + column) = {};
@@ -57,6 +57,7 @@ private:
     struct RowPointers {
         Element *o;
         float *lse;
+        float sink;
     };
     __device__ __forceinline__ RowPointers pointers_of(int row) const {
         const int packed = tile.place.block * Traits::kBlockM + row, query = packed / params.h_h_k_ratio;
@@ -64,7 +65,8 @@ private:
         return {static_cast<Element *>(params.o.ptr) + bidb * params.o.batch_stride + bidh * params.o.head_stride +
                     query * params.o.row_stride,
                 static_cast<float *>(params.softmax_lse) + bidb * params.lse_batch_stride +
-                    bidh * params.lse_head_stride + query};
+                    bidh * params.lse_head_stride + query,
+                sink_of<float>(params, bidb, bidh)};
     }
     __device__ __forceinline__ int rows_of_tile() const {
         return min(plan.tile_rows, params.seqlen_q * params.h_h_k_ratio - tile.place.block * Traits::kBlockM);
@@ -81,6 +83,7 @@ private:
             const int row = first_row + first_row_of_thread() + i * 8;
             const bool is_in_range = row < rows_of_tile();
             const RowPointers at = pointers_of(row);
+            factor[i] *= join_sink(at.sink, lse[i]);
             if (is_in_range && threadIdx.x % 4 == 0) {
                 *at.lse = lse[i];
             }

@@ -69,7 +69,7 @@ def forward(
     """``_C.fwd``, or ``_C.varlen_fwd`` with sequences: out, softmax_lse and, with dropout, rng_state."""
     out = seqused_k = leftpad_k = generator = None
     return_softmax = False
-    end = (return_softmax, generator, options.deterministic, options.backend)
+    end = (return_softmax, generator, options.deterministic, options.backend, options.learnable_sink)
     if sequences is None:
         results = load().fwd(q, k, v, out, options.alibi_slopes, *_scalars(options), *end)
     else:
@@ -108,7 +108,7 @@ def backward(
     tensors = (dout, q, k, v, out, softmax_lse, *into)
     generator = None
     deterministic = options.deterministic or torch.are_deterministic_algorithms_enabled()
-    end = (deterministic, generator, rng_state, dsoftmax_lse, output_mask, options.backend)
+    end = (deterministic, generator, rng_state, dsoftmax_lse, output_mask, options.backend, options.learnable_sink)
     if sequences is None:
         dq, dk, dv, softmax_d = load().bwd(*tensors, options.alibi_slopes, *_scalars(options), *end)
     else:
@@ -124,7 +124,7 @@ def backward(
 def forward_kvcache(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, cache: KvCache, options: Options
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``_C.fwd_kvcache``: the official arguments in the official order, then three of ours: out and softmax_lse."""
+    """``_C.fwd_kvcache``: the official arguments in the official order, then four of ours: out and softmax_lse."""
     out = None
     result, softmax_lse = load().fwd_kvcache(
         q,
@@ -150,5 +150,6 @@ def forward_kvcache(
         cache.split_keys,
         cache.cache_seqlen,
         options.backend,
+        options.learnable_sink,
     )
     return result, softmax_lse

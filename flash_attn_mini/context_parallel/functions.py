@@ -14,6 +14,7 @@ from ..argument_checks import WindowSize, as_flag, checked_options, wrong_type
 from ..backends import extension, select_backend
 from ..backends.triton import checks as triton_checks
 from ..options import Sequences
+from ..sinks import join_sink
 from ..transforms import autocast
 from . import all_gather, blocks, checks, ring, transport, ulysses
 from .kernels import Attention, BackwardInputs
@@ -36,6 +37,7 @@ class Arguments(NamedTuple):
     alibi_slopes: Any
     deterministic: Any
     return_attn_probs: Any
+    learnable_sink: Any
 
 
 def cp_flash_attn_func(
@@ -52,6 +54,7 @@ def cp_flash_attn_func(
     return_attn_probs: bool = False,
     *,
     strategy: str = "auto",
+    learnable_sink: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`flash_attn_func` on a sequence whose tokens are spread over the ranks of a group.
@@ -80,6 +83,8 @@ def cp_flash_attn_func(
         return_attn_probs: Return ``(out, softmax_lse, S_dmask)`` in place of ``out``.
         strategy: ``"ring"``, ``"all_gather"``, ``"ulysses"``, or ``"auto"``: the ring where its messages hide behind
             work, else whichever sends less. ``FLASH_ATTN_MINI_TRACE=1`` prints the choice and its reason.
+        learnable_sink: ``[nheads]``, the same on every rank; see `flash_attn_func`. It joins the merged result once. A
+            rank's gradient is that of its own rows: the sum over the ranks is the whole gradient.
         backend: As in `flash_attn_func`.
 
     Returns:
@@ -103,7 +108,9 @@ def cp_flash_attn_func(
         torch.Size([1, 100, 2, 16])
         >>> dist.destroy_process_group()
     """
-    arguments = Arguments(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    arguments = Arguments(
+        softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs, learnable_sink
+    )
     result: Result = _call("cp_flash_attn_func", False, q, k, v, shards, arguments, strategy, backend)
     return result
 
@@ -122,6 +129,7 @@ def cp_flash_attn_varlen_func(
     return_attn_probs: bool = False,
     *,
     strategy: str = "auto",
+    learnable_sink: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`flash_attn_varlen_func` on packed documents whose tokens are spread over the ranks of a group.
@@ -152,7 +160,9 @@ def cp_flash_attn_varlen_func(
         torch.Size([100, 2, 16])
         >>> dist.destroy_process_group()
     """
-    arguments = Arguments(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    arguments = Arguments(
+        softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs, learnable_sink
+    )
     result: Result = _call("cp_flash_attn_varlen_func", True, q, k, v, shards, arguments, strategy, backend)
     return result
 
@@ -222,8 +232,13 @@ def _call(
         choice = choose_strategy(attention, q.shape[-2], k.shape[-2])
     if tracing.enabled():
         tracing.trace(name, q=q, k=k, shards=shards, strategy=choice.strategy, reason=choice.reason)
-    returns_lse = bool(arguments.return_attn_probs)
-    out, softmax_lse = _ContextParallelAttention.apply(attention, choice.strategy, returns_lse, q, k, v)
+    returns_lse, sink = bool(arguments.return_attn_probs), attention.options.learnable_sink
+    attention = attention._replace(options=attention.options._replace(learnable_sink=None))
+    out, softmax_lse = _ContextParallelAttention.apply(
+        attention, choice.strategy, returns_lse or sink is not None, q, k, v
+    )
+    if sink is not None:
+        out, softmax_lse = join_sink(out, softmax_lse, sink)
     return (out, softmax_lse, q.new_empty(0)) if returns_lse else out
 
 
@@ -274,6 +289,10 @@ def _checked(
                 f"{shards.tokens[shards.rank]} ({shards!r})"
             )
     sequences = _local_sequence(shards, q.device) if is_packed else None
+    if options.learnable_sink is not None and options.learnable_sink.ndim != 1:
+        raise ValueError(
+            f"flash_attn_mini: learnable_sink has shape {list(options.learnable_sink.shape)}; allowed: [nheads]"
+        )
     assert options.backend is not None
     check = triton_checks.check_forward if extension.MODULE is None else extension.check_forward
     check(q, k, v, sequences, options._replace(alibi_slopes=slopes))
@@ -311,8 +330,9 @@ def _description(
         "dtype": str(q.dtype),
         "device": q.device.type,
         "strategy": strategy,
-        "options": str(options._replace(alibi_slopes=None)),
+        "options": str(options._replace(alibi_slopes=None, learnable_sink=None)),
         "alibi_slopes": "None" if slopes is None else str(slopes.tolist()),
+        "learnable_sink": "None" if options.learnable_sink is None else str(options.learnable_sink.tolist()),
         "return_attn_probs": str(bool(arguments.return_attn_probs)),
         "tensors with a gradient": str(needs),
         "shards": attention.shards.description,

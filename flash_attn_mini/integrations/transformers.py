@@ -48,7 +48,6 @@ ATTENTION_NAME = "attn_mini"
 # Arguments of transformers for features that this version lacks, and the names of those in error messages. Other
 # arguments (position_ids, use_cache, ...) do not change the result.
 _UNSUPPORTED = {
-    "s_aux": "attention sinks (s_aux)",
     "position_bias": "an additive position bias",
     "head_mask": "a head mask",
     "cache": "a paged cache (continuous batching)",
@@ -75,9 +74,9 @@ def register(name: str = ATTENTION_NAME) -> str:
     sliding window, before PyTorch 2.14 also unknown patterns) raises NotImplementedError when the program runs, on a
     GPU a device-side assertion.
 
-    The model's forward raises NotImplementedError for attention sinks, position biases, masks of any other pattern, and
-    `output_attentions=True`. Before transformers 5, some models (GPT-2) do not pass `output_attentions` on: they return
-    None for each layer instead.
+    Attention sinks (`s_aux`, gpt-oss) get their gradient. The model's forward raises NotImplementedError for position
+    biases, masks of any other pattern, and `output_attentions=True`. Before transformers 5, some models (GPT-2) do not
+    pass `output_attentions` on: they return None for each layer instead.
 
     Some models compute attention in code of their own and take no attention implementation. Bloom's forward raises
     NotImplementedError. For Falcon transformers raises KeyError when the model is made.
@@ -131,6 +130,7 @@ def attention(
     cu_seq_lens_k: Tensor | None = None,
     max_length_q: int | None = None,
     max_length_k: int | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention of one layer, as transformers' AttentionInterface calls it.
@@ -157,6 +157,7 @@ def attention(
         cu_seq_lens_k: The same for keys.
         max_length_q: The longest sequence of cu_seq_lens_q.
         max_length_k: The longest sequence of cu_seq_lens_k.
+        s_aux: ``[nheads]``, attention sinks: see learnable_sink of `flash_attn_func`.
         kwargs: Other arguments of transformers.
 
     Returns:
@@ -176,7 +177,8 @@ def attention(
     if v_headdim < query.shape[-1]:  # q, k and v of the kernels share one head dim
         out, _ = attention(
             module, query, key, F.pad(value, (0, query.shape[-1] - v_headdim)), attention_mask, dropout, scaling,
-            sliding_window, softcap, is_causal, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, **kwargs,
+            sliding_window, softcap, is_causal, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, s_aux,
+            **kwargs,
         )  # fmt: skip
         return out[..., :v_headdim], None
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
@@ -203,6 +205,7 @@ def attention(
             causal=layout.right == 0,
             window_size=(layout.left, layout.right),
             softcap=softcap or 0.0,
+            learnable_sink=s_aux,
         )
         return cast(Tensor, result), None
 
@@ -212,6 +215,7 @@ def attention(
         "causal": layout.right == 0,
         "window_size": (layout.left, layout.right),
         "softcap": softcap or 0.0,
+        "learnable_sink": s_aux,
     }
     lengths = layout.lengths
     if is_packed:

@@ -17,6 +17,7 @@ from flash_attn_mini import ops, schemas
 from flash_attn_mini.allocation import empty_contiguous_last
 from flash_attn_mini.options import Options, Sequences
 from flash_attn_mini.rng_state import draw_in_program
+from flash_attn_mini.sinks import join_sink
 from flash_attn_mini.transforms import autocast
 
 _LENGTHS = "Tensor cu_seqlens, Tensor sizes"
@@ -31,7 +32,7 @@ library.define(
 )
 library.define(
     "_attend_to_sequences_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse,"
-    f" {_LENGTHS}, {_OPTIONS}) -> (Tensor dq, Tensor dk, Tensor dv)",
+    f" Tensor? dsoftmax_lse, {_LENGTHS}, {_OPTIONS}) -> (Tensor dq, Tensor dk, Tensor dv)",
     tags=_tags,
 )
 _ops = torch.ops.flash_attn_mini
@@ -65,7 +66,9 @@ def attend_to_sequences(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[Tensor, 
     """`flash_attn_varlen_func` for the result of `sequences_of`."""
     q, k, v = autocast(q), autocast(k), autocast(v)
     rng_state = draw_in_program(q, k, v) if options.dropout_p > 0 else None
-    return FORWARD(q, k, v, *lengths, *options, rng_state)[0]  # type: ignore[no-any-return]
+    sink = options.learnable_sink
+    out, softmax_lse = FORWARD(q, k, v, *lengths, *options._replace(learnable_sink=None), rng_state)
+    return out if sink is None else join_sink(out, softmax_lse, sink)[0]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -76,11 +79,14 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _gradients(ctx: Any, dout: Tensor | None, dsoftmax_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    *tensors, rng_state = ctx.saved_tensors
+    q, k, v, out, softmax_lse, *lengths, rng_state = ctx.saved_tensors
     nothing = (None,) * (3 + len(ctx.options))
-    if dout is None:
+    if dout is None and dsoftmax_lse is None:
         return (None, None, None, *nothing)
-    return (*BACKWARD(dout, *tensors, *ctx.options, rng_state), *nothing)
+    if dout is None:
+        dout = torch.zeros_like(out)
+    results = BACKWARD(dout, q, k, v, out, softmax_lse, dsoftmax_lse, *lengths, *ctx.options, rng_state)
+    return (*results, *nothing)
 
 
 # ---- the ops themselves ---------------------------------------------------------------------------------------------
@@ -122,11 +128,12 @@ def _backward(
     v: Tensor,
     out: Tensor,
     softmax_lse: Tensor,
+    dsoftmax_lse: Tensor | None,
     cu_seqlens: Tensor,
     sizes: Tensor,
     *options: Any,
 ) -> tuple[Tensor | None, ...]:
-    return ops.backward(dout, q, k, v, out, softmax_lse, None, *_used(cu_seqlens, sizes, options))[:3]
+    return ops.backward(dout, q, k, v, out, softmax_lse, dsoftmax_lse, *_used(cu_seqlens, sizes, options))[:3]
 
 
 # ---- shapes for tracing ---------------------------------------------------------------------------------------------

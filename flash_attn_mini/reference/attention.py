@@ -95,7 +95,7 @@ def softmax_with_lse(scores: Tensor, sinks: Tensor | None = None) -> tuple[Tenso
 
     Args:
         scores: ``[batch, nheads, seqlen_q, seqlen_k]``.
-        sinks: ``[nheads]`` logits, not scaled by softmax_scale.
+        sinks: ``[nheads]`` or ``[batch, nheads]`` logits, not scaled by softmax_scale.
 
     Returns:
         probabilities ``[batch, nheads, seqlen_q, seqlen_k]`` and lse ``[batch, nheads, seqlen_q]``.
@@ -104,7 +104,7 @@ def softmax_with_lse(scores: Tensor, sinks: Tensor | None = None) -> tuple[Tenso
     if sinks is None:
         extra = scores.new_full((batch, nheads, seqlen_q, 1), -math.inf)
     else:
-        extra = sinks.to(scores.dtype).reshape(1, nheads, 1, 1).expand(batch, nheads, seqlen_q, 1)
+        extra = sinks.to(scores.dtype)[..., None, None].expand(batch, nheads, seqlen_q, 1)
     logits = torch.cat([scores, extra], dim=-1)  # never empty, also with seqlen_k = 0
 
     row_max = logits.detach().amax(dim=-1, keepdim=True)
@@ -146,7 +146,7 @@ def attention_reference(
         softcap: if positive, a scaled score s becomes ``softcap * tanh(s / softcap)`` (Gemma 2, arXiv 2408.00118).
         alibi_slopes: ``[nheads]`` or ``[batch, nheads]``; see `alibi_bias`.
         attn_bias: added after softcap; broadcasts to ``[batch, nheads, seqlen_q, seqlen_k]``; may hold -inf.
-        sinks: ``[nheads]`` logits without values; see `softmax_with_lse`.
+        sinks: ``[nheads]`` or ``[batch, nheads]`` logits without values; see `softmax_with_lse`.
         dropout_p: probability of dropping, in [0, 1); kept probabilities are scaled by ``1 / (1 - dropout_p)``.
         dropout_mask: bool ``[batch, nheads, seqlen_q, seqlen_k]``, True = kept; required when dropout_p > 0.
         dtype: the dtype of the computation and of both results.

@@ -30,6 +30,7 @@ def attention_kvcache_reference(
     window_size: tuple[int, int] = (-1, -1),
     rotary_interleaved: bool = True,
     alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
@@ -51,8 +52,8 @@ def attention_kvcache_reference(
         cache_leftpad: int32 ``[batch]``, the index at which the sequence starts in its cache row; default 0.
         block_table: int32 ``[batch, max_blocks]``; see `page_slots`.
         rotary_interleaved: see `apply_rotary_reference`.
-        causal, window_size, alibi_slopes, dtype, options: as in `attention_reference`, without dropout. Masks and ALiBi
-            are aligned to the last key, appended ones included.
+        causal, window_size, alibi_slopes, sinks, dtype, options: as in `attention_reference`, without dropout. Masks
+            and ALiBi are aligned to the last key, appended ones included.
 
     Returns:
         out ``[batch, seqlen_q, nheads, headdim]`` and lse ``[batch, nheads, seqlen_q]``.
@@ -103,6 +104,7 @@ def attention_kvcache_reference(
             causal=causal,
             window_size=window_size,
             alibi_slopes=alibi_slopes[b] if alibi_slopes is not None and alibi_slopes.dim() == 2 else alibi_slopes,
+            sinks=sinks[b] if sinks is not None and sinks.dim() == 2 else sinks,
             dtype=dtype,
             **options,
         )

@@ -164,6 +164,35 @@ def test_forward_and_gradients(options: dict[str, Any], dtype: torch.dtype, draw
 
 
 @here
+@pytest.mark.parametrize("is_varlen", [False, True], ids=["equal", "varlen"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_sinks_have_a_gradient(is_varlen: bool, compiled: bool, draw: torch.Generator) -> None:
+    inputs = qkv(draw, torch.float32)
+    sinks = torch.randn(4, generator=draw).to(DEVICE)
+    lengths = [torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([0, 5, 5, 18], [0, 20, 22, 26])]
+    if is_varlen:
+        inputs = [x.flatten(0, 1) for x in inputs]
+
+    def run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+        options = {"causal": True, "learnable_sink": sinks, "return_attn_probs": True, "backend": BACKEND}
+        if is_varlen:
+            return flash_attn_varlen_func(q, k, v, *lengths, 13, 20, **options)[:2]
+        return flash_attn_func(q, k, v, **options)[:2]
+
+    def reference(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+        if is_varlen:
+            return attention_varlen_reference(q, k, v, *lengths, causal=True, sinks=sinks)
+        return attention_reference(q, k, v, causal=True, sinks=sinks)
+
+    expected = reference(*inputs, sinks)
+    weights = [torch.randn(x.shape, generator=draw).to(DEVICE) for x in expected]
+    attend = torch.compile(run, fullgraph=True, backend="aot_eager") if compiled else run
+    assert_close(attend(*inputs, sinks), expected)
+    found = gradients(attend, [*inputs, sinks], *weights)
+    assert_close(found, gradients(reference, [*inputs, sinks], *weights))
+
+
+@here
 @pytest.mark.parametrize("wanted", [(True, False, False), (False, True, False), (False, False, True)], ids=str)
 def test_only_wanted_gradients(wanted: tuple[bool, ...], draw: torch.Generator) -> None:
     inputs = qkv(draw)

@@ -19,6 +19,7 @@ from ..support.bounds import assert_forward_accurate, assert_gradients_accurate
 from ..support.context_parallel_calls import Lengths
 from ..support.one_thread import one_thread  # noqa: F401
 from ..support.ranks import Ranks
+from ..support.sink_checks import check_sink_gradient, draw_sinks
 
 ONE, APART, TWO, THREE, FOUR = (0,), (1, 3), (0, 1), (0, 1, 2), (0, 1, 2, 3)
 
@@ -114,6 +115,29 @@ def test_results_and_gradients_are_those_of_one_gpu(case: Case, ranks: Ranks, se
     for strategy in ("ring", "all_gather", *(["ulysses"] if heads_divide else [])):
         results = ranks.run(case.members, calls.attend, case.lengths, tensors, strategy, options)[0]
         check(case, strategy, described_seed, tensors, options, results)
+
+
+SINKS = [
+    Case("sinks, causal", FOUR, 61, {"causal": True}, heads=(8, 4)),
+    Case("sinks, full, two ranks", TWO, 38, heads=(4, 2), dtype=torch.float64),
+    Case("sinks, documents, window", THREE, DOCUMENTS, {"causal": True, "window_size": (9, 0)}, heads=(6, 3)),
+    Case("sinks, bfloat16", FOUR, 160, {"causal": True}, heads=(4, 4), headdim=32, dtype=torch.bfloat16),
+    Case("sinks, one rank", ONE, 21, {"causal": True}),
+]
+
+
+@pytest.mark.parametrize("case", SINKS, ids=lambda case: case.name.replace(" ", "-"))
+def test_sinks_join_once(case: Case, ranks: Ranks, seed: int, described_seed: str) -> None:
+    tensors, options = tensors_and_options(case, seed)
+    sinks = draw_sinks((case.heads[0],), case.dtype, "cpu", seed)
+    for strategy in ("ring", "all_gather", "ulysses"):
+        *results, dsinks = ranks.run(
+            case.members, calls.attend_with_sinks, case.lengths, tensors, strategy, options, sinks
+        )[0]
+        check(case, strategy, described_seed, tensors, {**options, "sinks": sinks}, results)
+        q, k, v, dout, dlse = tensors
+        cu_seqlens = cumulative(case.lengths)
+        check_sink_gradient(dsinks, (q, k, v), sinks, dout, dlse, f"{case}, {strategy}", cu_seqlens, **options)
 
 
 BITS = [

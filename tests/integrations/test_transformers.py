@@ -232,7 +232,6 @@ def test_custom_mask_is_refused() -> None:
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ({"s_aux": torch.zeros(4)}, "sinks"),
         ({"position_bias": torch.zeros(1, 4, 5, 5)}, "position bias"),
         ({"head_mask": torch.ones(4)}, "head mask"),
         ({"cu_seq_lens_q": torch.tensor([0, 5])}, "without cu_seq_lens_k"),

@@ -36,6 +36,7 @@ def pytorch_attention(
     alibi_slopes: Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_mask: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Plain PyTorch attention with every intermediate result in the dtype of q, and the lse in float32.
 
@@ -55,15 +56,19 @@ def pytorch_attention(
     no_key = ~visible.any(dim=-1)
     # Rows without keys get finite scores, and their results are set to 0 afterwards, so that autograd meets no NaN.
     scores = scores.masked_fill(~visible, -math.inf).masked_fill(no_key[:, None], 0.0)
-    probabilities = torch.softmax(scores, dim=-1).masked_fill(no_key[:, None], 0.0)
+    logits = scores
+    if sinks is not None:
+        logits = torch.cat([scores, sinks.to(scores.dtype)[..., None, None].expand(*scores.shape[:-1], 1)], dim=-1)
+    probabilities = torch.softmax(logits, dim=-1)[..., :seqlen_k].masked_fill(no_key[:, None], 0.0)
     if dropout_p > 0.0:
         assert dropout_mask is not None
         probabilities = probabilities * (dropout_mask / (1.0 - dropout_p)).to(probabilities.dtype)
     out = (probabilities @ v).transpose(1, 2)
-    wide = scores if scores.dtype == torch.float64 else scores.float()
-    if seqlen_k == 0:
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    if seqlen_k == 0 and sinks is None:
         return out, wide.new_full(wide.shape[:-1], -math.inf)
-    return out, torch.logsumexp(wide, dim=-1).masked_fill(no_key, -math.inf)
+    lse = torch.logsumexp(wide, dim=-1)
+    return out, lse.masked_fill(no_key, -math.inf) if sinks is None else torch.where(no_key, wide[..., -1], lse)
 
 
 Attention = Callable[..., tuple[Tensor, ...]]

@@ -90,6 +90,32 @@ def attend(
     return tuple(x.cpu() for x in merged) if shards.rank == 0 else None
 
 
+def attend_with_sinks(
+    group: Any,
+    lengths: Lengths,
+    tensors: tuple[Tensor, ...],
+    strategy: str,
+    options: dict[str, Any],
+    sinks: Tensor,
+) -> tuple[Tensor, ...] | None:
+    """The results of `attend`, and the sum over the ranks of their gradients of the sinks."""
+    leaf = sinks.to(device_of(group)).requires_grad_()
+    shards = shards_of(lengths, group)
+    is_packed = not isinstance(lengths, int)
+    function = cp_flash_attn_varlen_func if is_packed else cp_flash_attn_func
+    rows = 0 if is_packed else 1
+    q, k, v, dout, dlse = (x.to(leaf.device) for x in tensors)
+    leaves = [poisoned_rows(shards.split(x, rows)).requires_grad_() for x in (q, k, v)]
+    out, lse, _ = function(*leaves, shards, **options, strategy=strategy, return_attn_probs=True, learnable_sink=leaf)
+    *of_inputs, of_sinks = torch.autograd.grad(
+        (out, lse), [*leaves, leaf], (shards.split(dout, rows), shards.split(dlse, -1))
+    )
+    dist.all_reduce(of_sinks, group=group)
+    merged = [shards.merge(out.detach(), rows), shards.merge(lse.detach(), -1)]
+    merged += [shards.merge(x, rows) for x in of_inputs]
+    return tuple(x.cpu() for x in (*merged, of_sinks)) if shards.rank == 0 else None
+
+
 def attend_in_small_groups(group: Any, *arguments: Any) -> tuple[Tensor, ...] | None:
     """`attend` with Ulysses' heads in as many groups as there can be."""
     least, ulysses.LEAST_ROWS = ulysses.LEAST_ROWS, 1

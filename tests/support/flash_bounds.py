@@ -57,6 +57,7 @@ def flash_gradients(
     alibi_slopes: Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_mask: Tensor | None = None,
+    sinks: Tensor | None = None,
     dlse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv in PyTorch as FlashAttention computes them (https://arxiv.org/abs/2205.14135, appendix B).
@@ -79,7 +80,10 @@ def flash_gradients(
     if alibi_slopes is not None:
         scores = scores + alibi_bias(alibi_slopes, seqlen_q, seqlen_k)
     scores = scores.masked_fill(~visible, -math.inf)
-    p = torch.exp(scores - torch.logsumexp(scores, dim=-1, keepdim=True)).masked_fill(~visible, 0.0)
+    lse = torch.logsumexp(scores, dim=-1, keepdim=True)
+    if sinks is not None:
+        lse = torch.logaddexp(lse, sinks.to(wide)[..., None, None])
+    p = torch.exp(scores - lse).masked_fill(~visible, 0.0)
     kept = torch.ones_like(p) if dropout_mask is None else dropout_mask.to(wide) / (1.0 - dropout_p)
     p_kept = (p * kept).to(dtype).to(wide)
     delta = rounded_delta(dout, (p * kept) @ v, (p_kept @ v).to(dtype).to(wide), torch.finfo(dtype).eps)

@@ -14,12 +14,14 @@ from torch import Tensor
 from ... import schemas
 from ...options import KvCache, Options, Sequences
 from ...rng_state import draw_in_program
+from ...sinks import sink_gradient
 from ...transforms import autocast, refuse_forward_mode
 from . import checks, ops
 
 PACKED_DIM = -3  # of q, k, v in qkv [..., 3, nheads, headdim], and of k, v in kv [..., 2, nheads_k, headdim]
 NUM_TENSORS = 3  # q, k and v, before the other inputs of FlashAttnFunc
 OPTIONS = NUM_TENSORS + len(Sequences._fields)  # before the options among these inputs
+SINK = OPTIONS + Options._fields.index("learnable_sink")
 
 NO_DOUBLE_BACKWARD = (
     "flash_attn_mini: no backend implements the derivative of the backward (double backward); backends that have it: "
@@ -112,7 +114,7 @@ def _gradients(
 ) -> tuple[Any, ...]:
     """The gradients of the inputs, from a backward with the inputs of FlashAttnBackwardFunc."""
     for name, needs_gradient in zip(Options._fields, ctx.needs_input_grad[OPTIONS:], strict=False):
-        if needs_gradient:
+        if needs_gradient and name != "learnable_sink":
             raise NotImplementedError(
                 f"flash_attn_mini: {name} requires a gradient, which is not supported; backends that have it: none. "
                 f"Allowed: one that requires none, for example {name}.detach()"
@@ -126,8 +128,12 @@ def _gradients(
     if dout is None:
         dout = torch.zeros_like(out)
     qkv, rest = inputs[:NUM_TENSORS], inputs[NUM_TENSORS:]
-    dq, dk, dv = run(dout, *qkv, out, softmax_lse, dsoftmax_lse, *rest, *ctx.needs_input_grad[:NUM_TENSORS])
-    return dq, dk, dv, *(None for _ in rest)
+    dq, dk, dv, softmax_d = run(dout, *qkv, out, softmax_lse, dsoftmax_lse, *rest, *ctx.needs_input_grad[:NUM_TENSORS])
+    gradients: list[Tensor | None] = [dq, dk, dv, *(None for _ in rest)]
+    if ctx.needs_input_grad[SINK]:
+        assert softmax_d is not None
+        gradients[SINK] = sink_gradient(inputs[SINK], softmax_lse, softmax_d, inputs[NUM_TENSORS])
+    return tuple(gradients)
 
 
 class FlashAttnBackwardFunc(torch.autograd.Function):
@@ -139,8 +145,8 @@ class FlashAttnBackwardFunc(torch.autograd.Function):
     def forward(*inputs: Any) -> tuple[Tensor | None, ...]:
         """Run the backward."""
         *call, want_dq, want_dk, want_dv = inputs
-        dq, dk, dv, _ = ops.BACKWARD(*call, [want_dq, want_dk, want_dv])
-        return dq, dk, dv
+        gradients: tuple[Tensor | None, ...] = ops.BACKWARD(*call, [want_dq, want_dk, want_dv])
+        return gradients
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:

@@ -217,7 +217,19 @@ def _check_options(q: Tensor, sequences: Sequences | None, options: Options) -> 
     batch = q.shape[0] if sequences is None else sequences.cu_seqlens_q.shape[0] - 1
     if options.alibi_slopes is not None:
         _check_alibi_slopes(options.alibi_slopes, q, batch)
+    if options.learnable_sink is not None:
+        _check_learnable_sink(options.learnable_sink, q, batch)
     _check_scalars(options)
+
+
+def _check_learnable_sink(sink: Tensor, q: Tensor, batch: int) -> None:
+    if sink.dtype not in (torch.float32, q.dtype):
+        raise TypeError(f"learnable_sink has dtype {_dtype(sink)}; allowed: float32 or that of q, {_dtype(q)}")
+    _check_same_device("learnable_sink", sink, q)
+    nheads, is_varlen = q.shape[-2], q.ndim == 3
+    if _shape(sink) != [nheads] and (is_varlen or _shape(sink) != [batch, nheads]):
+        or_per_batch = "" if is_varlen else f" or [batch, nheads] = {[batch, nheads]}"
+        raise ValueError(f"learnable_sink has shape {_shape(sink)}; allowed: [nheads] = {[nheads]}{or_per_batch}")
 
 
 def _check_alibi_slopes(slopes: Tensor, q: Tensor, batch: int) -> None:
@@ -284,6 +296,8 @@ def check_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, cache: KvCache, o
     _check_splits(cache)
     if options.alibi_slopes is not None:
         _check_alibi_slopes(options.alibi_slopes, q, batch)
+    if options.learnable_sink is not None:
+        _check_learnable_sink(options.learnable_sink, q, batch)
     _check_scalars(options)
     if _seqlen_new(cache) > 0:
         _check_memory(q, k_cache, v_cache, cache, options)

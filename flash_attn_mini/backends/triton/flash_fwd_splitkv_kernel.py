@@ -16,7 +16,7 @@ import triton.language as tl
 from triton.language.extra import cuda
 
 from .flash_fwd_kernel import attend_blocks
-from .score_mod import head_slope
+from .score_mod import head_slope, join_sink
 from .sequences import cache_row, cached_keys
 from .splits import find_piece, find_split, piece_of, units_of
 from .tiles import from_row
@@ -169,6 +169,7 @@ def flash_fwd_splitkv_kernel(
     window_left,  # None: no window but CAUSAL
     window_right,
     score_mod,
+    sink,  # see score_mod.py
     units_per_sequence,  # see find_split
     split_keys,
     most_pieces,  # see find_piece
@@ -277,9 +278,12 @@ def flash_fwd_splitkv_kernel(
             acc = acc * (1.0 / divisor)[:, None]
             if not SCORE_MOD:
                 row_max = row_max * qk_scale
-            row_lse = row_max + tl.math.log2(divisor)
+            row_lse = (row_max + tl.math.log2(divisor)) * 0.6931471805599453
+            if sink is not None:
+                row_lse, factor = join_sink(sink, sequence, nheads, heads, row_lse)
+                acc = acc * factor[:, None]
             lse_at = (sequence.to(tl.int64) * nheads + heads) * seqlen_q + queries
-            tl.store(lse + lse_at, row_lse * 0.6931471805599453, mask=in_range)
+            tl.store(lse + lse_at, row_lse, mask=in_range)
             out_pointer, out_stride_b, out_stride_h, out_stride_s = out
             out_rows = out_pointer + sequence.to(tl.int64) * out_stride_b
             out_rows += queries.to(tl.int64)[:, None] * out_stride_s + heads.to(tl.int64)[:, None] * out_stride_h

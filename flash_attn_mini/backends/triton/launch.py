@@ -28,6 +28,7 @@ from .flash_fwd_kernel import flash_fwd_kernel
 from .interpreter import INTERPRETED
 from .operands import bind_context, head_dim_block, operand, pointer_and_strides, tma_reaches, with_rows_apart
 from .recording import Recorder, Recordings
+from .score_mod import sink_of
 from .tuner import Tuner
 
 MIN_SCALE = torch.finfo(torch.float32).tiny  # in place of 0: -inf * 0 would make a masked score NaN
@@ -67,13 +68,21 @@ def forward(
     call = prepare(q, k, v, options, sequences, rng_state)
     if call.k.numel() == 0 or call.has_no_sequence:
         call.out.zero_()
-        call.lse.fill_(-math.inf)
+        fill_lse_without_keys(call.lse, options)
     elif call.q.numel() > 0:
         run(call, recorder)
     out, lse = (call.out[0], call.lse[0]) if call.is_varlen else (call.out, call.lse)
     if recorder is not None:
         RECORDINGS.keep(recorder, recorder.recording(call.inputs, [(call.out, out), (call.lse, lse)]))
     return out, lse
+
+
+def fill_lse_without_keys(lse: torch.Tensor, options: Options) -> None:
+    """Write the log-sum-exp of rows without keys: -inf, or the sink."""
+    if options.learnable_sink is None:
+        lse.fill_(-math.inf)
+    else:
+        lse.copy_(options.learnable_sink[..., None].expand_as(lse))
 
 
 def prepare(
@@ -130,6 +139,7 @@ def launch(call: ForwardCall, config: triton.Config) -> None:
             min(batch * nheads, heads_per_group(k, call) * heads_per_kv) if call.causal else 1,
             **call.feature_arguments(),
             **call.page_arguments(),
+            sink=sink_of(call.options),
             HEAD_DIM=head_dim,
             BLOCK_D=head_dim_block(head_dim),
             CAUSAL=call.causal,

@@ -47,6 +47,12 @@ def score_mod_of(options: Options) -> tuple[float | None, torch.Tensor | None, i
     return softcap, slopes.contiguous(), 1 if slopes.ndim == 2 else None
 
 
+def sink_of(options: Options) -> tuple[torch.Tensor, int | None] | None:
+    """``sink`` of a call, as the forward kernels take it: the tensor, and 1 if it is [batch, nheads] or None."""
+    sink = options.learnable_sink
+    return None if sink is None else (sink.float().contiguous(), 1 if sink.ndim == 2 else None)
+
+
 # ---- in kernels -----------------------------------------------------------------------------------------------------
 
 
@@ -61,6 +67,23 @@ def head_slope(SCORE_MOD: tl.constexpr, score_mod, sequence, nheads, head):
                 slopes += sequence.to(tl.int64) * nheads
             slope = tl.load(slopes + head) * LOG2_E
     return slope
+
+
+@triton.jit
+def join_sink(sink, sequence, nheads, head, lse):
+    """(lse, factor): the log-sum-exp of rows after a sink has joined them, and the factor on their output.
+
+    head: of all rows, or of each. lse: -inf for rows without keys.
+    """
+    logits = sink[0]
+    if sink[1] is not None:
+        logits += sequence.to(tl.int64) * nheads
+    logit = tl.load(logits + head)
+    largest = tl.maximum(lse, logit)
+    shift = tl.where(largest == float("-inf"), 0.0, largest)
+    of_keys = tl.exp(lse - shift)
+    total = of_keys + tl.exp(logit - shift)
+    return shift + tl.log(total), of_keys / tl.where(total == 0.0, 1.0, total)
 
 
 @triton.jit
