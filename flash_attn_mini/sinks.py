@@ -25,22 +25,31 @@ def join_sink(out: Tensor, softmax_lse: Tensor, sink: Tensor) -> tuple[Tensor, T
     return weighted.to(out.dtype), torch.logaddexp(softmax_lse, logit)
 
 
-def sink_gradient(sink: Tensor, softmax_lse: Tensor, softmax_d: Tensor, cu_seqlens_q: Tensor | None) -> Tensor:
+def sink_gradient(
+    sink: Tensor,
+    softmax_lse: Tensor,
+    softmax_d: Tensor,
+    dsoftmax_lse: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+) -> Tensor:
     """The gradient of a sink: the sum of ``-exp(sink - softmax_lse) * softmax_d`` over the rows of a head.
 
     Args:
         sink: ``[nheads]`` or ``[batch, nheads]``.
         softmax_lse: With the sink, ``[batch, nheads, seqlen_q]``; varlen ``[nheads, total_q]``.
         softmax_d: From the backward: the rows of a sequence begin at a multiple of 128.
+        dsoftmax_lse: The gradient of softmax_lse, or None. softmax_d does not have it in rows without keys.
         cu_seqlens_q: int32 ``[batch + 1]``, or None for equal lengths.
     """
     rows = softmax_lse.shape[-1]
     if softmax_lse.numel() == 0:
         return torch.zeros_like(sink)
     delta = softmax_d[..., :rows] if cu_seqlens_q is None else _rows_of_sequences(softmax_d, cu_seqlens_q, rows)
-    p = torch.exp(sink.to(softmax_lse.dtype)[..., None] - softmax_lse)
+    logits = sink.to(softmax_lse.dtype)[..., None]
+    if dsoftmax_lse is not None:  # the lse of a row without keys is the sink
+        delta = torch.where(softmax_lse == logits, -dsoftmax_lse, delta)
     # A row of no sequence has an undefined log-sum-exp.
-    gradient = torch.where(delta == 0.0, delta, p * delta).sum(-1)
+    gradient = torch.where(delta == 0.0, delta, torch.exp(logits - softmax_lse) * delta).sum(-1)
     if sink.ndim == 1 and gradient.ndim == 2:
         gradient = gradient.sum(0)
     return -gradient.to(sink.dtype)

@@ -145,17 +145,20 @@ Tensor rows_of_sequences(const Tensor &softmax_d, const Tensor &cu_seqlens_q, co
 }
 
 // The sum of -exp(sink - lse) * softmax_d over the rows of a head.
-Tensor sink_gradient(const Tensor &sink, const Tensor &softmax_lse, const Tensor &softmax_d,
+Tensor sink_gradient(const Tensor &sink, const Tensor &softmax_lse, const Tensor &softmax_d, const Tensor &dsoftmax_lse,
                      const Optional &cu_seqlens_q) {
     const SymInt rows = softmax_lse.sym_size(-1);
-    if (rows == 0 || softmax_lse.sym_numel() == 0) {
+    if (softmax_lse.sym_numel() == 0) {
         return at::zeros_like(sink);
     }
-    const Tensor delta = cu_seqlens_q.has_value() ? rows_of_sequences(softmax_d, *cu_seqlens_q, rows)
-                                                  : softmax_d.narrow_symint(-1, 0, rows);
-    const Tensor p = sink.to(softmax_lse.scalar_type()).unsqueeze(-1).sub(softmax_lse).exp();
+    Tensor delta = cu_seqlens_q.has_value() ? rows_of_sequences(softmax_d, *cu_seqlens_q, rows)
+                                            : softmax_d.narrow_symint(-1, 0, rows);
+    const Tensor logits = sink.to(softmax_lse.scalar_type()).unsqueeze(-1);
+    if (dsoftmax_lse.defined()) {  // softmax_d does not have it in rows without keys, whose lse is the sink
+        delta = at::where(softmax_lse.eq(logits), dsoftmax_lse.neg(), delta);
+    }
     // A row of no sequence has an undefined log-sum-exp.
-    Tensor gradient = at::where(delta.eq(0.0), delta, p.mul(delta)).sum(-1);
+    Tensor gradient = at::where(delta.eq(0.0), delta, logits.sub(softmax_lse).exp().mul(delta)).sum(-1);
     if (sink.dim() == 1 && gradient.dim() == 2) {
         gradient = gradient.sum(0);
     }
@@ -220,7 +223,7 @@ public:
         take(computed, backward.output_mask, results, std::make_index_sequence<kInputs>());
         if (sink_input != 0) {
             results[sink_input] = sink_gradient(*call.options.learnable_sink, backward.softmax_lse,
-                                                std::get<kInputs>(computed), call.sequences.cu_seqlens_q);
+                                                std::get<kInputs>(computed), dsoftmax_lse, call.sequences.cu_seqlens_q);
         }
         return results;
     }

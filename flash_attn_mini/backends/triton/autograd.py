@@ -132,7 +132,7 @@ def _gradients(
     gradients: list[Tensor | None] = [dq, dk, dv, *(None for _ in rest)]
     if ctx.needs_input_grad[SINK]:
         assert softmax_d is not None
-        gradients[SINK] = sink_gradient(inputs[SINK], softmax_lse, softmax_d, inputs[NUM_TENSORS])
+        gradients[SINK] = sink_gradient(inputs[SINK], softmax_lse, softmax_d, dsoftmax_lse, inputs[NUM_TENSORS])
     return tuple(gradients)
 
 
