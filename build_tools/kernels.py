@@ -99,18 +99,18 @@ def kernel_objects(selection: Selection) -> list[KernelObject]:
         defines = (f"-DFLASH_HEADDIM={hdim}", f"-DFLASH_DTYPE={ALL_DTYPES[dtype]}")
         is_for_sm90 = selection.has_sm90 and hdim >= kinds.least_hdim_sm90
         if is_for_sm90:
-            add(f"flash_fwd_{name}_sm90", "sm90/flash_fwd_instantiation.cu", defines, ("90a",))
-            add(f"flash_fwd_{name}_split_sm90", "sm90/flash_fwd_split_instantiation.cu", defines, ("90a",))
+            add(f"flash_fwd_{name}_sm90", "sm90/forward/flash_fwd_instantiation.cu", defines, ("90a",))
+            add(f"flash_fwd_{name}_split_sm90", "sm90/decode/flash_fwd_split_instantiation.cu", defines, ("90a",))
             for kind in kinds.backward_sm90:
                 extra = (*defines, f"-DFLASH_KIND={kind}")
-                add(f"flash_bwd_{name}_{kind}_sm90", "sm90/flash_bwd_instantiation.cu", extra, ("90a",))
-        source = "sm80/flash_bwd_instantiation.cu"
+                add(f"flash_bwd_{name}_{kind}_sm90", "sm90/backward/flash_bwd_instantiation.cu", extra, ("90a",))
+        source = "sm80/backward/flash_bwd_instantiation.cu"
         takes_all = set(kinds.backward) <= set(kinds.backward_sm90)
         add(f"flash_bwd_{name}_any_sm80", source, defines, archs_of_sm80(is_for_sm90 and takes_all))
         for kind in kinds.backward:
             archs = archs_of_sm80(is_for_sm90 and kind in kinds.backward_sm90)
             add(f"flash_bwd_{name}_{kind}_sm80", source, (*defines, f"-DFLASH_KIND={kind}"), archs)
-        source = "sm80/flash_fwd_instantiation.cu"
+        source = "sm80/forward/flash_fwd_instantiation.cu"
         add(f"flash_fwd_{name}_sm80", source, defines, archs_of_sm80(is_for_sm90))
         for kind in kinds.all:
             if kind not in kinds.forward_sm90:

@@ -11,7 +11,7 @@
 #include "dispatch/kind.h"
 #include "dispatch/run_mha.h"
 #include "flash.h"
-#include "sm90/call_limits.h"
+#include "sm90/common/call_limits.h"
 
 namespace flash {
 
