@@ -183,7 +183,7 @@ class Candidate:
 
 def kept_tiles(csrc: Path, hdim: int, backward: bool) -> list[tuple[int, ...]]:
     """The tiles of a head dim in the kernels' own tables; several where kinds, modes or sizes of GPU differ."""
-    header = csrc / "sm80" / ("backward/tile_sizes_bwd.h" if backward else "forward/tile_sizes.h")
+    header = csrc / "sm80" / ("backward/kernel_traits_bwd.h" if backward else "forward/kernel_traits.h")
     entry = re.compile(rf"struct TileSizes\w+<{hdim}\b[^>]*>\s*: Tile\w+<([^>]+)>")
     number = {"true": 1, "false": 0}
     return [

@@ -43,8 +43,7 @@ void __syncwarp() {}
 using std::max, std::min;
 
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED  // as flash_fwd_instantiation.cu, for head dim 256
-#include "sm90/common/layout.h"
-#include "sm90/common/mask.h"
+#include "sm90/common/accumulator.h"
 #include "sm90/forward/kernel_traits.h"
 
 namespace flash::sm90 {

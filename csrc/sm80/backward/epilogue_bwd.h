@@ -3,8 +3,8 @@
 
 #include "common/sequence.h"
 #include "kernel_traits_bwd.h"
+#include "sm80/accumulator.h"
 #include "sm80/copy.h"
-#include "sm80/layout.h"
 
 namespace flash::sm80 {
 

@@ -6,10 +6,8 @@
 #include "common/launch.h"
 #include "common/trace.h"
 #include "dispatch/device.h"
-#include "flash_bwd_convert_dq_kernel.h"
 #include "flash_bwd_kernel.h"
-#include "flash_bwd_preprocess_kernel.h"
-#include "sm80/flash_bwd.h"
+#include "sm80/run_flash.h"
 
 namespace flash::sm80 {
 
@@ -65,11 +63,11 @@ void choose_tile(const Flash_bwd_params &params, cudaStream_t stream) {
     using Large = typename TileSizesBwd<kHeadDim, kKind, kMode>::TileSize;
     using Small = typename TileSizesBwdSmall<kHeadDim>::TileSize;
     constexpr int kSmem = Flash_bwd_kernel_traits<kDType, kHeadDim, Large, kHasBulkReduce, kKind>::kSmemSize;
-    if (kSmem <= kLeastSmem || kSmem <= params.max_smem) {
+    if (kSmem <= kMinDeviceSmem || kSmem <= params.max_smem) {
         launch_flash_bwd<kDType, kHeadDim, kKind, Large, kHasBulkReduce, kMode>(params, stream);
-    } else if constexpr (kSmem > kLeastSmem && kMode == BwdMode::general) {
+    } else if constexpr (kSmem > kMinDeviceSmem && kMode == BwdMode::general) {
         launch_flash_bwd<kDType, kHeadDim, kKind, Small, kHasBulkReduce, kMode>(params, stream);
-    } else if constexpr (kSmem > kLeastSmem) {
+    } else if constexpr (kSmem > kMinDeviceSmem) {
         run_flash_bwd_general<kDType, kHeadDim>(params, stream);
     }
 }

@@ -9,8 +9,8 @@
 #include "common/score_mod.h"
 #include "kernel_traits_bwd.h"
 #include "reduce_dq.h"
+#include "sm80/accumulator.h"
 #include "sm80/copy.h"
-#include "sm80/layout.h"
 #include "softmax_backward.h"
 
 namespace flash::sm80 {

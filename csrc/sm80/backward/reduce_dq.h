@@ -10,7 +10,7 @@
 #include <cute/tensor.hpp>
 
 #include "common/dq_semaphore.h"
-#include "tile_sizes_bwd.h"
+#include "kernel_traits_bwd.h"
 
 namespace flash::sm80 {
 

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "mainloop_fwd.h"
-#include "sm80/layout.h"
+#include "sm80/accumulator.h"
 
 namespace flash::sm80 {
 

@@ -4,7 +4,7 @@
 #include "common/launch.h"
 #include "common/trace.h"
 #include "flash_fwd_kernel.h"
-#include "sm80/flash_fwd.h"
+#include "sm80/run_flash.h"
 
 namespace flash::sm80 {
 

@@ -7,9 +7,8 @@
 #include "common/score_mod.h"
 #include "common/softmax.h"
 #include "kernel_traits.h"
-#include "mask.h"
+#include "sm80/accumulator.h"
 #include "sm80/copy.h"
-#include "sm80/layout.h"
 
 namespace flash::sm80 {
 

@@ -4,7 +4,7 @@
 
 #include "dispatch/kind.h"
 #include "scores_bwd.h"
-#include "sm90/common/wgmma.h"
+#include "sm90/common/mma.h"
 
 namespace flash::sm90 {
 

@@ -6,7 +6,7 @@
 #pragma once
 
 #include "common/dq_semaphore.h"
-#include "sm90/common/wgmma.h"
+#include "sm90/common/mma.h"
 #include "steps_bwd.h"
 
 namespace flash::sm90 {

@@ -7,7 +7,7 @@
 #include "common/uniform.h"
 #include "dispatch/kind.h"
 #include "kernel_traits_bwd.h"
-#include "sm90/common/layout.h"
+#include "sm90/common/accumulator.h"
 #include "sm90/common/pipeline.h"
 #include "steps_bwd.h"
 

@@ -2,9 +2,8 @@
 #pragma once
 
 #include "dispatch/kind.h"
-#include "kvcache/mma.h"
-#include "sm90/common/layout.h"
-#include "sm90/common/store_rows.h"
+#include "kvcache/instructions.h"
+#include "sm90/common/accumulator.h"
 #include "steps_bwd.h"
 
 namespace flash::sm90 {

@@ -1,17 +1,14 @@
 // The backward kernel. A CTA has one work tile (work_tiles_bwd.h). Of phase compute: flash_bwd_kernel ->
-// compute_dq_dk_dv -> compute_dk_dv_1colblock. One warpgroup is the producer, which loads and adds dQ (load_bwd.h,
-// reduce_dq.h). Two are consumers, which compute (mainloop_bwd.h or mainloop_bwd_products.h). With dropout, a fourth
-// draws (dropout_bwd.h).
+// compute_dq_dk_dv -> compute_dk_dv_1colblock. One warpgroup is the producer, which loads and adds dQ
+// (producer_bwd.h). Two are consumers, which compute (mainloop_bwd.h). With dropout, a fourth draws (dropout_bwd.h).
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
 
-#include "convert_dq.h"
 #include "epilogue_bwd.h"
 #include "mainloop_bwd.h"
-#include "mainloop_bwd_products.h"
-#include "preprocess_bwd.h"
-#include "reduce_dq.h"
+#include "producer_bwd.h"
+#include "row_phases_bwd.h"
 #include "sm90/common/find_block.h"
 
 namespace flash::sm90 {

@@ -7,7 +7,7 @@
 #include "common/trace.h"
 #include "dispatch/device.h"
 #include "flash_bwd_kernel.h"
-#include "sm90/flash_bwd.h"
+#include "sm90/run_flash.h"
 
 namespace flash::sm90 {
 

@@ -10,8 +10,7 @@
 #include "common/softmax.h"
 #include "dropout_bwd.h"
 #include "kernel_traits_bwd.h"
-#include "sm90/common/layout.h"
-#include "sm90/common/mask.h"
+#include "sm90/common/accumulator.h"
 #include "steps_bwd.h"
 
 namespace flash::sm90 {
@@ -263,8 +262,8 @@ private:
         lse.fill({0.0f, 0.0f});
     }
 
-    // S^T becomes `hidden` where a query does not see the key. Like apply_mask() of mask.h, which always writes -inf:
-    // the score of a hidden key must be +inf if the scale is below 0.
+    // S^T becomes `hidden` where a query does not see the key. Like apply_mask() of accumulator.h, which always writes
+    // -inf: the score of a hidden key must be +inf if the scale is below 0.
     template <typename TensorS>
     __device__ __forceinline__ void mask(int first_query, float hidden, TensorS &acc_s) const {
         Tensor scores = make_tensor(acc_s.data(), rowcol_layout(acc_s.layout()));  // (key, query)

@@ -10,7 +10,7 @@
 #include "flash_fwd_split_kernel.h"
 #include "kvcache/launch.h"
 #include "kvcache/splitkv.h"
-#include "sm90/flash_fwd_split.h"
+#include "sm90/run_flash.h"
 
 namespace flash::sm90 {
 
@@ -18,7 +18,7 @@ namespace flash::sm90 {
 // partial results, if lengths are equal. Times are counted in key blocks.
 inline int64_t pieces_for(int64_t heads, int64_t row_tiles, int64_t sms) {
     constexpr double kBlocksOfHead = 32, kCostOfRun = 1.5, kCostOfPartial = 2.0;
-    constexpr int kMostWaves = 4;
+    constexpr int kMaxWaves = 4;
     int64_t best = 1;
     double least = 1e300;
     const auto consider = [&](int64_t pieces) {
@@ -32,7 +32,7 @@ inline int64_t pieces_for(int64_t heads, int64_t row_tiles, int64_t sms) {
             best = pieces;
         }
     };
-    for (int64_t waves = 1; waves <= kMostWaves; ++waves) {
+    for (int64_t waves = 1; waves <= kMaxWaves; ++waves) {
         const int64_t most = waves * sms / row_tiles;
         if (most == 0) {
             continue;

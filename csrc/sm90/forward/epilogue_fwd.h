@@ -4,7 +4,7 @@
 #pragma once
 
 #include "mainloop_fwd.h"
-#include "sm90/common/store_rows.h"
+#include "sm90/common/accumulator.h"
 
 namespace flash::sm90 {
 

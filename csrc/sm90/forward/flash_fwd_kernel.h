@@ -8,7 +8,6 @@
 #include "load_fwd.h"
 #include "mainloop_fwd.h"
 #include "tile_scheduler.h"
-#include "work_tile_ring.h"
 
 namespace flash::sm90 {
 

@@ -8,7 +8,7 @@
 #include "dispatch/device.h"
 #include "dispatch/reserved_sms.h"
 #include "flash_fwd_kernel.h"
-#include "sm90/flash_fwd.h"
+#include "sm90/run_flash.h"
 
 namespace flash::sm90 {
 

@@ -4,7 +4,7 @@
 #include "dispatch/kind.h"
 #include "kernel_traits.h"
 #include "key_blocks.h"
-#include "work_tile_ring.h"
+#include "tile_scheduler.h"
 
 namespace flash::sm90 {
 

@@ -8,13 +8,11 @@
 #include "dispatch/kind.h"
 #include "kernel_traits.h"
 #include "key_blocks.h"
-#include "sm90/common/layout.h"
-#include "sm90/common/mask.h"
-#include "sm90/common/mma_sync.h"
-#include "sm90/common/named_barriers.h"
-#include "sm90/common/wgmma.h"
+#include "sm90/common/accumulator.h"
+#include "sm90/common/mma.h"
+#include "sm90/common/pipeline.h"
 #include "softmax.h"
-#include "work_tile_ring.h"
+#include "tile_scheduler.h"
 
 namespace flash::sm90 {
 

@@ -1,15 +1,15 @@
-// The forward of a block of few rows, as in decoding: each step streams K and V once. flash_fwd_kernel_few.h and
-// flash_fwd_kernel_few_amx.h derive from it and supply the arithmetic: load_q, step_vecs.
+// The forward of a block of few rows, as in decoding: each step streams K and V once. flash_decode_kernel_fma.h and
+// flash_decode_kernel_amx.h derive from it and supply the arithmetic: load_q, step_vecs.
 #pragma once
 
 #include "row_block_forward.h"
 
 namespace flash::cpu::FLASH_CPU_NAMESPACE {
 
-// Self: the derived class, with its memory in Self::Shared, which derives from FewRows::Shared. A step has at most
-// kBlockN keys.
+// Self: the derived class, with its memory in Self::Shared, which derives from RowBlockDecode::Shared. A step has at
+// most kBlockN keys.
 template <typename Self, typename Element, int kBlockN>
-class FewRows : public RowBlockForward<Self, Element, kLanes<typename AccOf<Element>::type>, kBlockN> {
+class RowBlockDecode : public RowBlockForward<Self, Element, kLanes<typename AccOf<Element>::type>, kBlockN> {
     using Base = RowBlockForward<Self, Element, kLanes<typename AccOf<Element>::type>, kBlockN>;
     friend Base;
 
@@ -69,8 +69,8 @@ public:
 
 protected:
     // next_head: distance to the head that computes after this one. d_padded: columns of o_.
-    FewRows(const Flash_fwd_params &params, const RowBlock &block, char *scratch, const Shared &shared,
-            int64_t next_head, int d_padded)
+    RowBlockDecode(const Flash_fwd_params &params, const RowBlock &block, char *scratch, const Shared &shared,
+                   int64_t next_head, int d_padded)
         : Base(params, block, scratch),
           d_padded_(d_padded),
           stream_(shared.stream),

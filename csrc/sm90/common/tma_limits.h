@@ -57,13 +57,13 @@ inline bool can_describe_cache(const Flash_fwd_params &params) {
 }
 
 // TMA writes boxes of this many rows, or a multiple, where wgmma's swizzle expects them.
-constexpr int kLeastBoxRows = 8;
+constexpr int kMinBoxRows = 8;
 
 // True if the kernel with split keys can read the cache of a call. A page then has whole boxes of keys, and no left
 // padding shifts them.
 inline bool can_split(const Flash_fwd_params &params) {
     const bool has_boxes =
-        params.block_table == nullptr || (params.page_size % kLeastBoxRows == 0 && params.cache.leftpad == nullptr);
+        params.block_table == nullptr || (params.page_size % kMinBoxRows == 0 && params.cache.leftpad == nullptr);
     return has_boxes && can_describe_cache(params);
 }
 

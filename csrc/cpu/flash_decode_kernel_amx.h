@@ -5,29 +5,29 @@
 // pairs of bfloat16, two keys at a time. The probabilities are rounded to bfloat16, as in flash_fwd_kernel_amx.h.
 #pragma once
 
-#include "few_rows.h"
 #include "products_amx.h"
+#include "row_block_decode.h"
 
 namespace flash::cpu::FLASH_CPU_NAMESPACE {
 
-constexpr int kFewAmxBlockN = 128;  // keys of a step
+constexpr int kAmxDecodeBlockN = 128;  // keys of a step
 
-class FewRowsAmx : public FewRows<FewRowsAmx, BFloat16, kFewAmxBlockN> {
-    using Base = FewRows<FewRowsAmx, BFloat16, kFewAmxBlockN>;
+class AmxDecode : public RowBlockDecode<AmxDecode, BFloat16, kAmxDecodeBlockN> {
+    using Base = RowBlockDecode<AmxDecode, BFloat16, kAmxDecodeBlockN>;
     friend Base;
     friend Base::RowBlockBase;
     using Float = Vec<float>;
-    static constexpr int kBlockN = kFewAmxBlockN;
+    static constexpr int kBlockN = kAmxDecodeBlockN;
     static constexpr int kKeyStep = kTileRows;  // tiles begin at the same keys whatever the other rows see
     static constexpr int kColumns = kAmxBlock;  // of a tile of K
 
 public:
-    static constexpr int kMostRows = 8;  // with 16, flash_fwd_kernel_amx.h is faster (Xeon, d = 128)
+    static constexpr int kMaxGroupRows = 8;  // with 16, flash_fwd_kernel_amx.h is faster (Xeon, d = 128)
 
     // True for a group that runs here. The rows of the sequence decide, and not those of the block, so that the bits of
     // a row do not depend on the number of threads.
     static bool takes(const Flash_fwd_params &params, const RowBlock &block) {
-        return Group<BFloat16>{params, block.bidb, block.bidh_k}.rows() <= kMostRows && params.rng_state == nullptr;
+        return Group<BFloat16>{params, block.bidb, block.bidh_k}.rows() <= kMaxGroupRows && params.rng_state == nullptr;
     }
 
     static void run(const Flash_fwd_params &params, const RowBlock &block, void *scratch) {
@@ -36,35 +36,35 @@ public:
     }
 
 private:
-    static constexpr int kPairsOfTile = kColumns / 2 * kMostRows;  // of q
+    static constexpr int kPairsOfTile = kColumns / 2 * kMaxGroupRows;  // of q
 
     struct Shared : Base::Shared {
         float *s = nullptr;         // [kBlockN][kPanel]: scores
-        float *s_of_row = nullptr;  // [kMostRows][kBlockN]
-        BFloat16 *p = nullptr;      // [kMostRows][kBlockN]: probabilities
+        float *s_of_row = nullptr;  // [kMaxGroupRows][kBlockN]
+        BFloat16 *p = nullptr;      // [kMaxGroupRows][kBlockN]: probabilities
         BFloat16 *k = nullptr;      // [16][d_padded]: a copy of K, where the tiles can't read it in place
 
         Shared(Scratch &memory, int d) : Base::Shared(memory, d) {
             memory.take(s, kBlockN * kPanel);
-            memory.take(s_of_row, kMostRows * kBlockN);
-            memory.take(p, kMostRows * kBlockN);
+            memory.take(s_of_row, kMaxGroupRows * kBlockN);
+            memory.take(p, kMaxGroupRows * kBlockN);
             memory.take(k, int64_t(kTileRows) * round_up(d, kColumns));
         }
     };
 
-    FewRowsAmx(const Flash_fwd_params &params, const RowBlock &block, char *scratch, const Shared &shared,
-               int64_t next_head)
+    AmxDecode(const Flash_fwd_params &params, const RowBlock &block, char *scratch, const Shared &shared,
+              int64_t next_head)
         : Base(params, block, scratch, shared, next_head, round_up(params.d, kColumns)), shared_(shared) {
         scratch_.take(q_, int64_t(d_padded_ / kColumns) * kPairsOfTile);
     }
 
-    // q_[tile][pair][kMostRows], 0 beyond the rows and the head dim.
+    // q_[tile][pair][kMaxGroupRows], 0 beyond the rows and the head dim.
     void load_q(const Panel &p) {
         std::memset(q_, 0, sizeof(uint32_t) * size_t(d_padded_ / kColumns) * kPairsOfTile);
         for (int row = 0; row < p.rows; ++row) {
             const BFloat16 *const from = row_ptr(params_.q, p.row + row);
             for (int c = 0; c < d_; c += 2) {
-                std::memcpy(q_ + c / 2 * kMostRows + row, from + c, c + 1 < d_ ? 4 : 2);
+                std::memcpy(q_ + c / 2 * kMaxGroupRows + row, from + c, c + 1 < d_ ? 4 : 2);
             }
         }
     }
@@ -132,10 +132,10 @@ private:
     template <int kTiles>
     FLASH_NOINLINE void scores(const BFloat16 *const *k, int keys, float *s, int s_stride) const {
         compiler_barrier();
-        if constexpr (kTiles > 0) _tile_loadd(4, q_, kMostRows * 4);
-        if constexpr (kTiles > 1) _tile_loadd(5, q_ + kPairsOfTile, kMostRows * 4);
-        if constexpr (kTiles > 2) _tile_loadd(6, q_ + 2 * kPairsOfTile, kMostRows * 4);
-        if constexpr (kTiles > 3) _tile_loadd(7, q_ + 3 * kPairsOfTile, kMostRows * 4);
+        if constexpr (kTiles > 0) _tile_loadd(4, q_, kMaxGroupRows * 4);
+        if constexpr (kTiles > 1) _tile_loadd(5, q_ + kPairsOfTile, kMaxGroupRows * 4);
+        if constexpr (kTiles > 2) _tile_loadd(6, q_ + 2 * kPairsOfTile, kMaxGroupRows * 4);
+        if constexpr (kTiles > 3) _tile_loadd(7, q_ + 3 * kPairsOfTile, kMaxGroupRows * 4);
         for (int n = 0; n < keys; n += kTileRows) {
             const KeyTile tile = tile_of_keys(k + n, keys - n);
             const BFloat16 *const rows = tile.rows;
@@ -164,7 +164,7 @@ private:
             if constexpr (kTiles == 0) {
                 for (int c = 0; c < d_padded_; c += kColumns) {
                     prefetch_lines(k + n + kAhead, c);
-                    _tile_loadd(4, q_ + c / kColumns * kPairsOfTile, kMostRows * 4);
+                    _tile_loadd(4, q_ + c / kColumns * kPairsOfTile, kMaxGroupRows * 4);
                     _tile_loadd(1, rows + c, stride);
                     _tile_dpbf16ps(0, 1, 4);
                 }
@@ -339,7 +339,7 @@ private:
     static constexpr BFloat16 kZeros[kMaxHeadDim] = {};
 
     const Shared &shared_;
-    uint32_t *q_ = nullptr;  // [d_padded / 32][16][kMostRows]: pairs of head dims of q
+    uint32_t *q_ = nullptr;  // [d_padded / 32][16][kMaxGroupRows]: pairs of head dims of q
 };
 
 }  // namespace flash::cpu::FLASH_CPU_NAMESPACE

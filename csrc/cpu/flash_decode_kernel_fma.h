@@ -5,14 +5,14 @@
 // first product, and the head dims for the second. Every sum has the same terms in the same order.
 #pragma once
 
-#include "few_rows.h"
 #include "products_fma.h"
+#include "row_block_decode.h"
 
 namespace flash::cpu::FLASH_CPU_NAMESPACE {
 
 template <typename Element>
-class FewRowsForward : public FewRows<FewRowsForward<Element>, Element, kFmaBlockN> {
-    using Base = FewRows<FewRowsForward<Element>, Element, kFmaBlockN>;
+class FmaDecode : public RowBlockDecode<FmaDecode<Element>, Element, kFmaBlockN> {
+    using Base = RowBlockDecode<FmaDecode<Element>, Element, kFmaBlockN>;
     friend Base;
     friend typename Base::RowBlockBase;
     using Base::d_, Base::d_padded_, Base::params_, Base::kAhead, Base::kConvert, Base::kPanel;
@@ -47,8 +47,8 @@ private:
         int row_stride, key_stride;
     };
 
-    FewRowsForward(const Flash_fwd_params &params, const RowBlock &block, char *scratch, const Shared &shared,
-                   int64_t next_head)
+    FmaDecode(const Flash_fwd_params &params, const RowBlock &block, char *scratch, const Shared &shared,
+              int64_t next_head)
         : Base(params, block, scratch, shared, next_head, round_up(params.d, kPanel)), s_(shared.s) {
         this->scratch_.take(q_, int64_t(kMaxRows) * d_);
     }
@@ -215,14 +215,14 @@ private:
 
     template <int kRows, bool kSkipZeros>
     void output_of_rows(const Probabilities &p, const Acc *alpha, int row, int n_first, int from, int keys) const {
-        constexpr int kMost = std::min(kSums / kRows, 8), kSome = std::max(kMost / 2, 1);  // vectors
+        constexpr int kMaxVectors = std::min(kSums / kRows, 8), kHalfVectors = std::max(kMaxVectors / 2, 1);  // vectors
         int c = 0;
         const auto add = [&](auto vecs, int width) {
             add_values<kRows, decltype(vecs)::value, kSkipZeros>(p, alpha, row, c, width, n_first, from, keys);
             c += decltype(vecs)::value * kPanel;
         };
-        while (c + kMost * kPanel <= d_) add(std::integral_constant<int, kMost>(), kPanel);
-        while (c + kSome * kPanel <= d_) add(std::integral_constant<int, kSome>(), kPanel);
+        while (c + kMaxVectors * kPanel <= d_) add(std::integral_constant<int, kMaxVectors>(), kPanel);
+        while (c + kHalfVectors * kPanel <= d_) add(std::integral_constant<int, kHalfVectors>(), kPanel);
         while (c < d_) add(std::integral_constant<int, 1>(), std::min(d_ - c, kPanel));
     }
 
