@@ -312,7 +312,7 @@ def main(argv: list[str] | None = None) -> None:
         benchmark="bench_features",
         title=f"What features cost on the {backend} backend, {str(grid.dtype).removeprefix('torch.')}",
         data=data,
-        sources=["benchmarks/speed.py", "csrc/api/rng_state.*", *forward, *backward],
+        sources=["benchmarks/speed.py", "csrc/api/flash_api.*", *forward, *backward],
         arguments=arguments,
         notes=notes,
         complete=skipped == 0,

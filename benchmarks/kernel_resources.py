@@ -41,9 +41,9 @@ _BACKWARD_SM90 = re.compile(
     r"\([\w:]*Kind\)(?P<kind>\d)>"
 )
 KINDS = kernels.read_kinds().all  # by enumerator
-# Calls of kind general that a kernel takes, by enum Factors of csrc/sm90/kernel_traits_bwd.h.
+# Calls of kind general that a kernel takes, by enum Factors of csrc/sm90/backward/kernel_traits_bwd.h.
 CALLS_BY_FACTORS = (" with ALiBi alone", " with softcap", " with dropout", "")
-BACKWARD_MODES = ("all", "deterministic", "general")  # enum BwdMode, csrc/sm80/tile_sizes_bwd.h
+BACKWARD_MODES = ("all", "deterministic", "general")  # enum BwdMode, csrc/sm80/backward/kernel_traits_bwd.h
 BULK_REDUCE_SINCE = 90  # least compute capability whose copy engine adds to global memory (dQ)
 
 

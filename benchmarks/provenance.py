@@ -32,7 +32,6 @@ HOST = (
     "csrc/flash.h",
     "csrc/api/*",
     "csrc/dispatch/*",
-    "csrc/common/environment.h",
     "csrc/common/message.h",
     "csrc/common/trace.h",
     "flash_attn_mini/flash_attn_interface.py",
@@ -52,9 +51,9 @@ HOST = (
     "flash_attn_mini/backends/*.py",
 )
 LAUNCH = ("csrc/flash.h", "csrc/dispatch/*", "csrc/api/set_params.*")
-CUDA = ("csrc/sm*/flash_fwd_instantiation.cu", "build_tools/kernels.py")
-KVCACHE = ("csrc/kvcache/*", "csrc/sm90/flash_fwd_split_instantiation.cu")  # beside CUDA
-CUDA_BACKWARD = ("csrc/sm*/*bwd*.cu", "build_tools/kernels.py")
+CUDA = ("csrc/sm*/forward/*.cu", "build_tools/kernels.py")
+KVCACHE = ("csrc/kvcache/*", "csrc/sm90/decode/*.cu")  # beside CUDA
+CUDA_BACKWARD = ("csrc/sm*/backward/*.cu", "build_tools/kernels.py")
 TRITON = ("flash_attn_mini/backends/triton/**/*.py",)
 CPU = ("csrc/common/**/*", "csrc/cpu/**/*")
 MINIMAL = ("csrc/minimal/*",)

@@ -106,7 +106,7 @@ static int attempt(Launch launch, const Params &params, cudaStream_t stream) {
 }
 """
 FORWARD_SOURCE = """
-#include "sm80/flash_fwd_launch_template.h"
+#include "sm80/forward/flash_fwd_launch_template.h"
 $attempt
 extern "C" int tune_run(void *q, void *k, void *v, void *o, void *lse, int b, int s, int h, int d, int causal,
                          cudaStream_t stream) {
@@ -117,7 +117,7 @@ $shape
 }
 """
 BACKWARD_SOURCE = """
-#include "sm80/flash_bwd_launch_template.h"
+#include "sm80/backward/flash_bwd_launch_template.h"
 $attempt
 constexpr bool kHasBulkReduce = $has_bulk_reduce;
 template <BwdMode kMode>
@@ -183,7 +183,7 @@ class Candidate:
 
 def kept_tiles(csrc: Path, hdim: int, backward: bool) -> list[tuple[int, ...]]:
     """The tiles of a head dim in the kernels' own tables; several where kinds, modes or sizes of GPU differ."""
-    header = csrc / "sm80" / ("tile_sizes_bwd.h" if backward else "tile_sizes.h")
+    header = csrc / "sm80" / ("backward/kernel_traits_bwd.h" if backward else "forward/kernel_traits.h")
     entry = re.compile(rf"struct TileSizes\w+<{hdim}\b[^>]*>\s*: Tile\w+<([^>]+)>")
     number = {"true": 1, "false": 0}
     return [

@@ -60,9 +60,20 @@ def has_same_text(kernel: kernels.KernelObject, old: Path) -> bool:
     return True
 
 
-def compile_ptx(kernel: kernels.KernelObject, arch: str, csrc: Path, nvcc: Path, cutlass: Path) -> str:
-    """The normalised PTX of a kernel file of the folder `csrc`."""
-    source = csrc / kernel.source.relative_to(kernels.CSRC)
+def source_in(csrc: Path, kernel: kernels.KernelObject) -> Path | None:
+    """The source of a kernel file in the folder `csrc`: at its path, or the only file of its name in sm90/, for one.
+
+    So a kernel file is found that a change moved within sm90/.
+    """
+    path = kernel.source.relative_to(kernels.CSRC)
+    if (csrc / path).is_file():
+        return csrc / path
+    found = [*(csrc / path.parts[0]).rglob(path.name)]
+    return found[0] if len(found) == 1 else None
+
+
+def compile_ptx(kernel: kernels.KernelObject, arch: str, source: Path, csrc: Path, nvcc: Path, cutlass: Path) -> str:
+    """The normalised PTX of a kernel file, whose source is in the folder `csrc`."""
     with tempfile.TemporaryDirectory() as scratch:
         ptx = Path(scratch) / "kernel.ptx"
         includes = [f"-I{csrc}", f"-I{cutlass}"]
@@ -75,12 +86,14 @@ def compile_ptx(kernel: kernels.KernelObject, arch: str, csrc: Path, nvcc: Path,
 
 def compare(kernel: kernels.KernelObject, old: Path, nvcc: Path, cutlass: Path) -> str:
     """What a change did to a kernel file; `old` is csrc/ before the change."""
-    if not (old / kernel.source.relative_to(kernels.CSRC)).is_file():
+    source = source_in(old, kernel)
+    if source is None:
         return NEW
     if has_same_text(kernel, old):
         return SAME_TEXT
     for arch in kernel.archs:
-        before, after = (compile_ptx(kernel, arch, csrc, nvcc, cutlass) for csrc in (old, kernels.CSRC))
+        before = compile_ptx(kernel, arch, source, old, nvcc, cutlass)
+        after = compile_ptx(kernel, arch, kernel.source, kernels.CSRC, nvcc, cutlass)
         if before != after:
             return DIFFERENT
     return SAME_PTX

@@ -40,7 +40,7 @@ NVCC_VARIABLES = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")  # nvcc adds their 
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 _KINDS = re.compile(r"#define FLASH_KINDS\(X\)((?:\s*\\\n\s*X\(\w+(?:, [01]){4}\))+)\n")
 _KIND = re.compile(r"X\((\w+), ([01]), ([01]), ([01]), ([01])\)")
-_LEAST_HEADDIM_SM90 = re.compile(r"constexpr int kLeastHeadDimSm90 = (\d+);")
+_MIN_HEADDIM_SM90 = re.compile(r"constexpr int kMinHeadDimSm90 = (\d+);")
 
 
 @dataclass(frozen=True)
@@ -60,23 +60,23 @@ class Kinds(NamedTuple):
     forward_sm90: tuple[str, ...]  # those whose forward has an sm90 kernel; all others have an sm80 kernel
     backward: tuple[str, ...]  # those with an sm80 backward kernel
     backward_sm90: tuple[str, ...]  # those with an sm90 backward kernel
-    least_hdim_sm90: int
+    min_hdim_sm90: int
 
 
 def read_kinds(header: Path = CSRC / "dispatch" / "kind.h") -> Kinds:
-    """Reads FLASH_KINDS and kLeastHeadDimSm90; ValueError where the header is not written as expected."""
+    """Reads FLASH_KINDS and kMinHeadDimSm90; ValueError where the header is not written as expected."""
     text = header.read_text()
-    table, least = _KINDS.search(text), _LEAST_HEADDIM_SM90.search(text)
-    if table is None or least is None:
+    table, smallest = _KINDS.search(text), _MIN_HEADDIM_SM90.search(text)
+    if table is None or smallest is None:
         raise ValueError(
             f"{header} must define FLASH_KINDS(X) as lines X(name, 0 or 1, 0 or 1, 0 or 1, 0 or 1), and "
-            "constexpr int kLeastHeadDimSm90"
+            "constexpr int kMinHeadDimSm90"
         )
     names, _, *columns = zip(*_KIND.findall(table[1]), strict=True)
     backward, forward_sm90, backward_sm90 = (
         tuple(name for name, value in zip(names, column, strict=True) if value == "1") for column in columns
     )
-    return Kinds(names, forward_sm90, backward, backward_sm90, int(least[1]))
+    return Kinds(names, forward_sm90, backward, backward_sm90, int(smallest[1]))
 
 
 def kernel_objects(selection: Selection) -> list[KernelObject]:
@@ -97,20 +97,20 @@ def kernel_objects(selection: Selection) -> list[KernelObject]:
     for hdim, dtype in itertools.product(sorted(selection.hdims, reverse=True), selection.dtypes):
         name = f"hdim{hdim}_{dtype}"
         defines = (f"-DFLASH_HEADDIM={hdim}", f"-DFLASH_DTYPE={ALL_DTYPES[dtype]}")
-        is_for_sm90 = selection.has_sm90 and hdim >= kinds.least_hdim_sm90
+        is_for_sm90 = selection.has_sm90 and hdim >= kinds.min_hdim_sm90
         if is_for_sm90:
-            add(f"flash_fwd_{name}_sm90", "sm90/flash_fwd_instantiation.cu", defines, ("90a",))
-            add(f"flash_fwd_{name}_split_sm90", "sm90/flash_fwd_split_instantiation.cu", defines, ("90a",))
+            add(f"flash_fwd_{name}_sm90", "sm90/forward/flash_fwd_instantiation.cu", defines, ("90a",))
+            add(f"flash_fwd_{name}_split_sm90", "sm90/decode/flash_fwd_split_instantiation.cu", defines, ("90a",))
             for kind in kinds.backward_sm90:
                 extra = (*defines, f"-DFLASH_KIND={kind}")
-                add(f"flash_bwd_{name}_{kind}_sm90", "sm90/flash_bwd_instantiation.cu", extra, ("90a",))
-        source = "sm80/flash_bwd_instantiation.cu"
+                add(f"flash_bwd_{name}_{kind}_sm90", "sm90/backward/flash_bwd_instantiation.cu", extra, ("90a",))
+        source = "sm80/backward/flash_bwd_instantiation.cu"
         takes_all = set(kinds.backward) <= set(kinds.backward_sm90)
         add(f"flash_bwd_{name}_any_sm80", source, defines, archs_of_sm80(is_for_sm90 and takes_all))
         for kind in kinds.backward:
             archs = archs_of_sm80(is_for_sm90 and kind in kinds.backward_sm90)
             add(f"flash_bwd_{name}_{kind}_sm80", source, (*defines, f"-DFLASH_KIND={kind}"), archs)
-        source = "sm80/flash_fwd_instantiation.cu"
+        source = "sm80/forward/flash_fwd_instantiation.cu"
         add(f"flash_fwd_{name}_sm80", source, defines, archs_of_sm80(is_for_sm90))
         for kind in kinds.all:
             if kind not in kinds.forward_sm90:

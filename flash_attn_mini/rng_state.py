@@ -1,6 +1,6 @@
 """The random state of dropout: drawn from torch's generator, in eager code and in traced programs.
 
-csrc/api/rng_state.h draws the same numbers for eager calls of the extension.
+csrc/api/flash_api.h draws the same numbers for eager calls of the extension.
 """
 
 from __future__ import annotations

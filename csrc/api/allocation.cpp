@@ -21,7 +21,7 @@
 
 #include "api/set_params.h"
 #include "dispatch/device.h"
-#include "sm90/call_limits.h"
+#include "sm90/common/tma_limits.h"
 #endif
 
 namespace flash {

@@ -51,8 +51,8 @@ struct Gradient {
 at::Tensor empty_softmax_d(const FwdArgs &args);
 
 #ifdef FLASH_WITH_CUDA
-// Copies each tensor that the kernels of sm90/ read and TMA cannot describe (sm90/call_limits.h), and points params to
-// the copies. They must live until the kernels are launched.
+// Copies each tensor that the kernels of sm90/ read and TMA cannot describe (sm90/common/tma_limits.h), and points
+// params to the copies. They must live until the kernels are launched.
 std::vector<at::Tensor> copy_for_tma(Flash_fwd_params &params);
 std::vector<at::Tensor> copy_for_tma(Flash_bwd_params &params);
 #endif

@@ -2,7 +2,7 @@
 // dispatcher, and nodes that refuse what has no derivative.
 //
 // The nodes are written by hand, because torch::autograd::Function supports neither torch.func nor compiled autograd.
-#include "api/autograd.h"
+#include "api/ops.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -24,7 +24,6 @@
 #include <vector>
 
 #include "api/backend_choice.h"
-#include "api/ops.h"
 #include "common/message.h"
 #include "flash.h"
 

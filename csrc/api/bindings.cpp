@@ -17,7 +17,6 @@
 #include "api/checks.h"
 #include "api/flash_api.h"
 #include "api/ops.h"
-#include "api/rng_state.h"
 #include "common/message.h"
 #include "common/trace.h"
 #include "dispatch/built.h"

@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "api/memory_overlap.h"
-#include "common/environment.h"
 #include "common/message.h"
+#include "common/trace.h"
 #include "flash.h"
 
 namespace flash {
@@ -17,21 +17,21 @@ namespace {
 // These ranges keep every factor that a kernel derives from the two, and its products with q.k of float16 inputs,
 // inside float32. float64 without a softcap multiplies by softmax_scale alone.
 void check_scale_and_softcap(const Options &options, at::ScalarType dtype) {
-    constexpr double kLeast = 1e-20, kLargest = 1e20;
+    constexpr double kMin = 1e-20, kMax = 1e20;
     const auto is_within = [](double x, double least, double largest) {
         return x == 0.0 || (std::abs(x) >= least && std::abs(x) <= largest);  // false for NaN
     };
     const double scale = options.softmax_scale, softcap = options.softcap;
     const bool is_wide = dtype == at::kDouble && softcap == 0.0;
-    const double least = is_wide ? 1e-300 : kLeast, largest = is_wide ? 1e300 : kLargest;
+    const double least = is_wide ? 1e-300 : kMin, largest = is_wide ? 1e300 : kMax;
     FLASH_CHECK_VALUE(is_within(scale, least, largest), "softmax_scale is ", scale,
                       "; allowed: 0, a finite number of magnitude ", least, " to ", largest,
                       ", or None for 1/sqrt(headdim)");
-    FLASH_CHECK_VALUE(softcap >= 0.0 && is_within(softcap, kLeast, kLargest), "softcap is ", softcap,
-                      "; allowed: 0 (off) or a positive number from ", kLeast, " to ", kLargest);
-    FLASH_CHECK_VALUE(softcap == 0.0 || is_within(scale / softcap, kLeast, kLargest), "softmax_scale is ", scale,
+    FLASH_CHECK_VALUE(softcap >= 0.0 && is_within(softcap, kMin, kMax), "softcap is ", softcap,
+                      "; allowed: 0 (off) or a positive number from ", kMin, " to ", kMax);
+    FLASH_CHECK_VALUE(softcap == 0.0 || is_within(scale / softcap, kMin, kMax), "softmax_scale is ", scale,
                       " and softcap is ", softcap,
-                      "; allowed: a quotient softmax_scale / softcap of 0 or of magnitude ", kLeast, " to ", kLargest);
+                      "; allowed: a quotient softmax_scale / softcap of 0 or of magnitude ", kMin, " to ", kMax);
 }
 
 void check_dropout(const Options &options) {

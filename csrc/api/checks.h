@@ -25,7 +25,7 @@ void check_bwd(const BwdArgs &args, const std::string &backend);
 // where the contents of cu_seqlens would be.
 void check_kvcache(const KvCacheArgs &args, const std::string &backend);
 
-// With dropout, a backward reads rng_state: int64 [2] on the device of q (rng_state.h).
+// With dropout, a backward reads rng_state: int64 [2] on the device of q (flash_api.h).
 void check_rng_state(const std::optional<at::Tensor> &rng_state, double dropout_p, const at::Tensor &q);
 
 }  // namespace flash

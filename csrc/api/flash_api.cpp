@@ -1,26 +1,86 @@
-// The functions of flash_api.h but mha_fwd_kvcache, which is in kvcache_api.cpp.
+// The functions of flash_api.h.
 #include "api/flash_api.h"
 
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/neg.h>
+#include <ATen/ops/zeros.h>
 #include <c10/core/DeviceGuard.h>
 
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 
 #include "api/allocation.h"
 #include "api/checks.h"
-#include "api/kernel_inputs.h"
-#include "api/rng_state.h"
+#include "api/options.h"
 #include "api/set_params.h"
 #include "common/message.h"
 #include "common/trace.h"
 #include "dispatch/run_mha.h"
 
+#ifdef FLASH_WITH_CUDA
+#include "kvcache/splitkv.h"
+#endif
+
 namespace flash {
 namespace {
+
+// ---- what the entries share: the backend's name, and the q, scale and options that kernels read
+
+// "cpu" or "cuda".
+std::string backend_of(const at::Tensor &q) {
+    FLASH_CHECK_NOT_IMPLEMENTED(q.is_cpu() || q.is_cuda(), "q is on ", q.device(), "; allowed: cpu and cuda devices");
+    return q.is_cpu() ? "cpu" : "cuda";
+}
+
+// A q and a scale that give the same scores.
+struct ScaledQuery {
+    at::Tensor q;
+    double softmax_scale;
+};
+
+// The kernels divide by the scale, so it must not be 0. A scale of 0 gives equal weights to all visible keys; so does
+// q = 0.
+ScaledQuery with_nonzero_scale(const at::Tensor &q, double softmax_scale) {
+    return softmax_scale == 0.0 ? ScaledQuery{at::zeros(q.sizes(), q.options()), 1.0} : ScaledQuery{q, softmax_scale};
+}
+
+// The forward kernels find the largest score before they scale it, so the scale must be positive. The sign moves into
+// q.
+ScaledQuery with_positive_scale(const at::Tensor &q, double softmax_scale) {
+    if (softmax_scale >= 0.0) {
+        return with_nonzero_scale(q, softmax_scale);
+    }
+    at::Tensor negative = empty_contiguous_last(q);
+    return {at::neg_out(negative, q), -softmax_scale};
+}
+
+// The log-sum-exp of rows without keys: -inf, or the sink.
+void fill_lse_without_keys(const at::Tensor &softmax_lse, const Options &options) {
+    if (options.learnable_sink.has_value()) {
+        softmax_lse.copy_(options.learnable_sink->unsqueeze(-1).expand(softmax_lse.sizes()));
+    } else {
+        softmax_lse.fill_(-std::numeric_limits<double>::infinity());
+    }
+}
+
+// The options with tensors that kernels can read. They must live until the kernels are launched.
+Options readable(Options options, const at::Tensor &softmax_lse) {
+    for_each_tensor(options, [](const char *, Optional &x) {
+        if (x.has_value()) {
+            x = without_neg(*x);
+        }
+    });
+    if (options.learnable_sink.has_value()) {
+        options.learnable_sink = options.learnable_sink->to(softmax_lse.scalar_type()).contiguous();
+    }
+    return options;
+}
+
+// ---- forward and backward
 
 void trace_entry(const char *link, const FwdArgs &args, const std::string &backend) {
     if (!trace_enabled()) {
@@ -169,6 +229,97 @@ BwdResults mha_bwd(const BwdArgs &args, std::array<bool, 3> output_mask, bool ze
     trace_entry(args.forward.is_varlen() ? "mha_varlen_bwd" : "mha_bwd", args.forward, backend);
     check_bwd(args, backend);
     return backward(args, output_mask, zero_tensors);
+}
+
+// ---- a KV cache. The caches are never copied: kernels read and write them as they are.
+
+namespace {
+
+void trace_entry(const KvCacheArgs &args, const std::string &backend) {
+    if (!trace_enabled()) {
+        return;
+    }
+    const auto size = [](const at::Tensor &x, int64_t dim) { return x.dim() == 4 ? long(x.size(dim)) : -1L; };
+    trace("mha_fwd_kvcache",
+          "backend=%s batch=%ld seqlen_q=%ld seqlen_new=%ld cache=[%ld, %ld] paged=%s num_splits=%ld "
+          "split_keys=%ld",
+          backend.c_str(), size(args.q, 0), size(args.q, 1), args.k.has_value() ? size(*args.k, 1) : 0L,
+          size(args.k_cache, 0), size(args.k_cache, 1), name_of(args.block_table.has_value()), long(args.num_splits),
+          long(args.split_keys));
+}
+
+// The tensor without a lazy negation, as kernels read it; undefined if not given.
+at::Tensor readable(const Optional &x) {
+    return x.has_value() ? without_neg(*x) : at::Tensor();
+}
+
+// Scratch memory of the CUDA kernels. It must live until they are launched; the caching allocator then keeps it for the
+// stream.
+at::Tensor splitkv_scratch([[maybe_unused]] Flash_fwd_params &params, [[maybe_unused]] const at::Tensor &q) {
+#ifdef FLASH_WITH_CUDA
+    if (q.is_cuda()) {
+        const at::Tensor scratch = at::empty({splitkv_scratch_floats(params)}, q.options().dtype(at::kFloat));
+        params.cache.scratch = scratch.data_ptr<float>();
+        return scratch;
+    }
+#endif
+    return {};
+}
+
+}  // namespace
+
+std::tuple<at::Tensor, at::Tensor> mha_fwd_kvcache(const KvCacheArgs &args) {
+    const at::Tensor &q = args.q;
+    const std::string backend = backend_of(q);
+    trace_entry(args, backend);
+    check_kvcache(args, backend);
+
+    const c10::OptionalDeviceGuard device_guard(q.device());
+    const at::Tensor out = args.out.has_value() ? *args.out : empty_contiguous_last(q);
+    const at::Tensor softmax_lse = at::empty({args.batch(), q.size(2), q.size(1)}, q.options().dtype(lse_dtype(q)));
+    if (!args.has_keys()) {
+        out.zero_();
+        fill_lse_without_keys(softmax_lse, args.options);
+        return {out, softmax_lse};
+    }
+    if (args.batch() == 0 || (q.size(1) == 0 && args.seqlen_new() == 0)) {
+        return {out, softmax_lse};
+    }
+    const at::Tensor kernel_out = out.is_neg() ? at::empty(out.sizes(), out.options()) : out;
+    const ScaledQuery scaled = with_positive_scale(without_neg(q), args.options.softmax_scale);
+    const at::Tensor k = readable(args.k), v = readable(args.v), cos = readable(args.rotary_cos),
+                     sin = readable(args.rotary_sin);
+    const at::Tensor q_rotated = cos.defined() ? at::empty(q.sizes(), q.options()) : at::Tensor();
+    KvCacheArgs readable_args = args;
+    readable_args.options = readable(args.options, softmax_lse);
+    Flash_fwd_params params = set_params_kvcache({scaled.q, q_rotated, k, v, kernel_out, softmax_lse, cos, sin},
+                                                 readable_args, scaled.softmax_scale);
+    const at::Tensor scratch = splitkv_scratch(params, q);
+    run_mha_fwd_kvcache(params, q.device());
+    if (!kernel_out.is_same(out)) {
+        out.copy_(kernel_out);
+    }
+    return {out, softmax_lse};
+}
+
+// ---- the random state of dropout
+
+at::Tensor draw_rng_state(const at::Tensor &like, std::optional<at::Generator> generator) {
+    FLASH_CHECK_VALUE(!generator.has_value() || generator->device().type() == like.device().type(), "generator is for ",
+                      generator.has_value() ? generator->device() : like.device(),
+                      "; allowed: one for the device of q, ", like.device());
+    const c10::OptionalDeviceGuard device_guard(like.device());
+    at::Tensor state = at::empty({2}, like.options().dtype(at::kLong).layout(at::kStrided));
+    return state.random_(std::numeric_limits<int64_t>::min(), std::nullopt, std::move(generator));  // all 64 bits
+}
+
+at::Tensor rng_state_of_call(const at::Tensor &like, const std::optional<at::Tensor> &given,
+                             std::optional<at::Generator> generator) {
+    if (!given.has_value() || given->numel() == 0) {
+        return draw_rng_state(like, std::move(generator));
+    }
+    check_rng_state(given, /*dropout_p=*/1.0, like);
+    return given->clone();
 }
 
 }  // namespace flash

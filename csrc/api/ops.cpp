@@ -12,11 +12,9 @@
 #include <vector>
 
 #include "api/allocation.h"
-#include "api/autograd.h"
 #include "api/backend_choice.h"
 #include "api/checks.h"
 #include "api/flash_api.h"
-#include "api/rng_state.h"
 #include "common/message.h"
 #include "common/trace.h"
 

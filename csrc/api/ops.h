@@ -3,6 +3,7 @@
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/library.h>
 
 #include <array>
 #include <string>
@@ -197,5 +198,8 @@ void register_library();
 // The kernel of the op bwd. dq, dk, dv: tensors that receive the gradients, none for new ones.
 SeparateInputs::Gradients backward(const BwdCall<SeparateInputs, int64_t> &call, const Optional &dq, const Optional &dk,
                                    const Optional &dv, bool zero_tensors = false);
+
+// The gradients of the ops: kernels for the dispatch key Autograd (autograd.cpp).
+void register_autograd(torch::Library &library);
 
 }  // namespace flash::ops

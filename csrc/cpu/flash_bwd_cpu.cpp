@@ -1,5 +1,5 @@
 // run_mha_bwd_cpu: selects the kernel for the dtype and the CPU, and runs it over blocks of keys on all threads.
-#include "flash_bwd_cpu.h"
+#include "flash_cpu.h"
 
 #include <algorithm>
 #include <cstring>

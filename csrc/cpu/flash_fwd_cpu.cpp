@@ -1,5 +1,5 @@
 // run_mha_fwd_cpu: selects the kernel for the dtype and the CPU, and runs it over row blocks on all threads.
-#include "flash_fwd_cpu.h"
+#include "flash_cpu.h"
 
 #include <algorithm>
 #include <vector>

@@ -2,7 +2,7 @@
 // rounded to bfloat16 for the second product, as in the GPU kernels. Included by isa_amx.cpp.
 #pragma once
 
-#include "flash_fwd_kernel_few_amx.h"
+#include "flash_decode_kernel_amx.h"
 #include "products_amx.h"
 #include "row_block_forward.h"
 
@@ -173,17 +173,17 @@ private:
     float *o_ = nullptr;      // [panels][d_padded][kPanel]
 };
 
-// Groups of few rows run on FewRowsAmx, which reads V in place, and K where its tiles lie evenly in memory.
+// Groups of few rows run on AmxDecode, which reads V in place, and K where its tiles lie evenly in memory.
 ForwardKernel forward_kernel(DType) {
     constexpr int kMaxPanels = 16;
     ForwardKernel kernel = AmxForward::kernel(kMaxPanels);
-    kernel.few_rows = FewRowsAmx::kMostRows;
+    kernel.decode_rows = AmxDecode::kMaxGroupRows;
     kernel.scratch_bytes = [](const Flash_fwd_params &params, int64_t rows) {
-        return std::max(AmxForward::scratch_bytes(params, rows), FewRowsAmx::scratch_bytes(params));
+        return std::max(AmxForward::scratch_bytes(params, rows), AmxDecode::scratch_bytes(params));
     };
     kernel.compute_attn_1rowblock = [](const Flash_fwd_params &params, const RowBlock &block, void *scratch) {
-        FewRowsAmx::takes(params, block) ? FewRowsAmx::run(params, block, scratch)
-                                         : AmxForward::run(params, block, scratch);
+        AmxDecode::takes(params, block) ? AmxDecode::run(params, block, scratch)
+                                        : AmxForward::run(params, block, scratch);
     };
     return kernel;
 }

@@ -2,7 +2,7 @@
 // Included by isa_baseline.cpp, isa_avx2.cpp and isa_avx512.cpp.
 #pragma once
 
-#include "flash_fwd_kernel_few.h"
+#include "flash_decode_kernel_fma.h"
 #include "products_fma.h"
 #include "row_block_forward.h"
 
@@ -159,19 +159,19 @@ private:
     Acc *o_ = nullptr;        // [panels][d_padded][kPanel]
 };
 
-// Blocks of few rows run on FewRowsForward, which has no dropout.
+// Blocks of few rows run on FmaDecode, which has no dropout.
 template <typename Element>
 ForwardKernel forward_kernel_of() {
-    using Few = FewRowsForward<Element>;
+    using Decode = FmaDecode<Element>;
     constexpr int kMaxPanels = 16;  // share the loaded K and V; 3 to 10 % faster than 4 to 8 (Xeon, AVX-512)
     ForwardKernel kernel = FmaForward<Element>::kernel(kMaxPanels);
-    kernel.few_rows = Few::kMaxRows;
+    kernel.decode_rows = Decode::kMaxRows;
     kernel.scratch_bytes = [](const Flash_fwd_params &params, int64_t rows) {
-        return std::max(FmaForward<Element>::scratch_bytes(params, rows), Few::scratch_bytes(params));
+        return std::max(FmaForward<Element>::scratch_bytes(params, rows), Decode::scratch_bytes(params));
     };
     kernel.compute_attn_1rowblock = [](const Flash_fwd_params &params, const RowBlock &block, void *scratch) {
-        const bool is_few = block.rows <= Few::kMaxRows && params.rng_state == nullptr;
-        is_few ? Few::run(params, block, scratch) : FmaForward<Element>::run(params, block, scratch);
+        const bool is_decode = block.rows <= Decode::kMaxRows && params.rng_state == nullptr;
+        is_decode ? Decode::run(params, block, scratch) : FmaForward<Element>::run(params, block, scratch);
     };
     return kernel;
 }

@@ -1,4 +1,4 @@
-// The rows and keys of one group (row_block.h), and their addresses in the tensors.
+// The rows and keys of one group (kernels.h), and their addresses in the tensors.
 #pragma once
 
 #include "key_range.h"

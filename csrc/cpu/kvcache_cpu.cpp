@@ -2,13 +2,21 @@
 //
 // The keys of a sequence are cut into splits, whose states are combined in their order. Where the cuts lie depends on
 // the sequence and the call alone, neither on the rest of the batch nor on the number of threads.
-#include "kvcache_cpu.h"
+#include "flash_cpu.h"
+
+#include <ATen/Parallel.h>
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
 
 #include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <type_traits>
 #include <vector>
 
-#include "append_kv.h"
-#include "combine_splits.h"
+#include "../common/sequence.h"
+#include "../common/sink.h"
 #include "common/trace.h"
 #include "schedule.h"
 #include "select_isa.h"
@@ -17,11 +25,144 @@ namespace flash {
 namespace cpu {
 namespace {
 
-constexpr int64_t kLeastSplit = 512;       // keys: shorter splits of one query take more time to start than to stream
-constexpr int64_t kMostSplits = 16;        // of a sequence, if they are chosen here: each costs about 1 us
-constexpr int64_t kSplitStep = 16;         // chosen splits begin at its multiples, as tiles of keys in pages do
-constexpr int64_t kMostSplitQueries = 32;  // more queries give enough tasks without splits
-constexpr size_t kMostPartialBytes = size_t(64) << 20;
+// ---- append: copies and rotations, in float (float64: double), rounded once
+
+constexpr int64_t kRowsPerThread = 16;  // rows of all heads that are worth a thread
+
+template <typename Element>
+class Append {
+    using Acc = std::conditional_t<std::is_same_v<Element, double>, double, float>;
+
+public:
+    explicit Append(const Flash_fwd_params &params) : params_(params), cache_(params.cache) {}
+
+    void run() const {
+        const bool has_rotary = cache_.rotary_cos != nullptr;
+        each_token(cache_.seqlen_new, [&](int bidb, int64_t token) { append(bidb, token); });
+        if (has_rotary) {
+            each_token(params_.seqlen_q, [&](int bidb, int64_t query) { rotate_query(bidb, query); });
+        }
+    }
+
+private:
+    // Calls function(sequence, token) for every token of every sequence, on all threads.
+    template <typename Function>
+    void each_token(int64_t tokens, const Function &function) const {
+        at::parallel_for(0, params_.b * tokens, kRowsPerThread, [&](int64_t begin, int64_t end) {
+            for (int64_t i = begin; i < end; ++i) function(int(i / tokens), i % tokens);
+        });
+    }
+
+    void append(int bidb, int64_t token) const {
+        const int64_t place = cache_seqlen(cache_, bidb) + token;  // from the start of the cache row
+        if (place >= cache_.capacity) return;
+        int64_t row = sequence(params_, bidb).k_bidb, row_in_page = place;
+        if (params_.block_table != nullptr) {
+            row = params_.block_table[bidb * params_.block_table_batch_stride + place / params_.page_size];
+            row_in_page = place % params_.page_size;
+        }
+        for (int head = 0; head < params_.h_k; ++head) {
+            const auto copy = [&](const TensorRef &from, const TensorRef &to, bool is_rotated) {
+                const Element *src = at(from, bidb, token, head);
+                Element *dst = at(to, row, row_in_page, head);
+                is_rotated ? rotate(src, dst, place) : copy_row(src, dst);
+            };
+            copy(cache_.k_new, params_.k, cache_.rotary_cos != nullptr);
+            copy(cache_.v_new, params_.v, false);
+        }
+    }
+
+    void rotate_query(int bidb, int64_t query) const {
+        const int64_t position = cache_seqlen(cache_, bidb) + (cache_.is_rotary_by_query ? query : 0);
+        for (int head = 0; head < params_.h; ++head) {
+            rotate(at(cache_.q_input, bidb, query, head), at(params_.q, bidb, query, head), position);
+        }
+    }
+
+    static Element *at(const TensorRef &t, int64_t batch, int64_t row, int64_t head) {
+        return static_cast<Element *>(t.ptr) + batch * t.batch_stride + row * t.row_stride + head * t.head_stride;
+    }
+
+    void copy_row(const Element *src, Element *dst) const {
+        std::memcpy(dst, src, sizeof(Element) * size_t(params_.d));
+    }
+
+    // Pairs (a, b) become (a cos - b sin, a sin + b cos). A position past the table is not rotated.
+    void rotate(const Element *src, Element *dst, int64_t position) const {
+        copy_row(src, dst);
+        if (position >= cache_.rotary_seqlen) return;
+        const int pairs = cache_.rotary_dim / 2;
+        const auto *cos = static_cast<const Element *>(cache_.rotary_cos) + position * pairs;
+        const auto *sin = static_cast<const Element *>(cache_.rotary_sin) + position * pairs;
+        for (int i = 0; i < pairs; ++i) {
+            const int first = cache_.is_rotary_interleaved ? 2 * i : i;
+            const int second = cache_.is_rotary_interleaved ? 2 * i + 1 : i + pairs;
+            const Acc a = Acc(src[first]), b = Acc(src[second]), c = Acc(cos[i]), s = Acc(sin[i]);
+            dst[first] = Element(a * c - b * s);
+            dst[second] = Element(a * s + b * c);
+        }
+    }
+
+    const Flash_fwd_params &params_;
+    const KvCache &cache_;
+};
+
+// Writes cache.k_new and cache.v_new behind the keys of each sequence. With rotary, rotates the new keys, and writes
+// the rotated cache.q_input to params.q.
+void append_kv(const Flash_fwd_params &params) {
+    switch (params.dtype) {
+        case DType::float16:
+            return Append<c10::Half>(params).run();
+        case DType::bfloat16:
+            return Append<c10::BFloat16>(params).run();
+        case DType::float32:
+            return Append<float>(params).run();
+        case DType::float64:
+            return Append<double>(params).run();
+    }
+}
+
+// ---- combine: the states of rows after each split over keys become one
+
+// One row of d columns.
+template <typename Acc>
+struct PartialRow {
+    Acc *o, *m, *l;
+
+    explicit PartialRow(const PartialRows &rows)
+        : o(static_cast<Acc *>(rows.o)), m(static_cast<Acc *>(rows.m)), l(static_cast<Acc *>(rows.l)) {}
+
+    void clear(int d) const {
+        std::fill_n(o, d, Acc(0));
+        *m = -std::numeric_limits<Acc>::infinity();
+        *l = 0;
+    }
+
+    // Adds the keys of `next`. scale: of m. The order of calls decides the last bits.
+    void add(const PartialRow &next, int d, double scale) const {
+        const Acc m_new = std::max(*m, *next.m), safe_m = std::isinf(m_new) && m_new < 0 ? Acc(0) : m_new;
+        const Acc scale_log2 = Acc(scale * kLog2e);
+        const Acc alpha = std::exp2((*m - safe_m) * scale_log2), beta = std::exp2((*next.m - safe_m) * scale_log2);
+        *m = m_new;
+        *l = alpha * *l + beta * *next.l;
+        for (int c = 0; c < d; ++c) o[c] = alpha * o[c] + beta * next.o[c];
+    }
+
+    template <typename Element>
+    void store(Element *out, Acc *lse, int d, double scale, Acc sink) const {
+        *lse = *l == 0 ? -std::numeric_limits<Acc>::infinity() : *m * Acc(scale) + std::log(*l);
+        const Acc factor = (*l == 0 ? Acc(0) : Acc(1) / *l) * join_sink(sink, *lse);
+        for (int c = 0; c < d; ++c) out[c] = Element(o[c] * factor);
+    }
+};
+
+// ---- attention split over keys
+
+constexpr int64_t kMinSplitKeys = 512;    // keys: shorter splits of one query take more time to start than to stream
+constexpr int64_t kMaxSplits = 16;        // of a sequence, if they are chosen here: each costs about 1 us
+constexpr int64_t kSplitStep = 16;        // chosen splits begin at its multiples, as tiles of keys in pages do
+constexpr int64_t kMaxSplitQueries = 32;  // more queries give enough tasks without splits
+constexpr size_t kMaxPartialBytes = size_t(64) << 20;
 
 constexpr int64_t ceil_div(int64_t x, int64_t y) {
     return (x + y - 1) / y;
@@ -46,7 +187,7 @@ struct Splits {
             keys = cache.split_keys;
         } else {
             const bool is_chosen = cache.num_splits == 0;
-            const int64_t chosen = seq.seqlen_q > kMostSplitQueries ? 1 : std::min(kMostSplits, visible / kLeastSplit);
+            const int64_t chosen = seq.seqlen_q > kMaxSplitQueries ? 1 : std::min(kMaxSplits, visible / kMinSplitKeys);
             const int64_t count = std::max<int64_t>(is_chosen ? chosen : cache.num_splits, 1);
             const int64_t step = is_chosen ? kSplitStep : 1;
             origin = count == 1 ? 0 : lo / step * step;
@@ -124,7 +265,7 @@ public:
 
 private:
     int64_t splits_of_wave() const {
-        const size_t most = kMostPartialBytes / std::max<size_t>(Partials::slot_bytes(params_), 1);
+        const size_t most = kMaxPartialBytes / std::max<size_t>(Partials::slot_bytes(params_), 1);
         return std::clamp<int64_t>(int64_t(most), 1, most_splits_);
     }
 

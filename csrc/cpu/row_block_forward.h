@@ -1,6 +1,6 @@
 // The forward of one row block: the keys that each row sees, the loop over key blocks, the epilogue.
 // flash_fwd_kernel_fma.h and flash_fwd_kernel_amx.h derive from it and supply the arithmetic: load_q, load_kv,
-// step_vecs. few_rows.h derives from it for blocks of few rows and has a scale_rows of its own.
+// step_vecs. row_block_decode.h derives from it for blocks of few rows and has a scale_rows of its own.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 #include "common/sink.h"
 #include "dropout.h"
 #include "group.h"
-#include "row_block.h"
+#include "kernels.h"
 #include "score_mod.h"
 #include "softmax.h"
 

@@ -6,13 +6,31 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <new>
 #include <vector>
 
+#include "kernels.h"
 #include "key_range.h"
-#include "row_block.h"
-#include "scratch.h"
 
 namespace flash::cpu {
+
+// ---- scratch memory of one thread, which group.h divides into arrays
+
+constexpr size_t kScratchAlignment = 64;
+
+struct FreeScratch {
+    void operator()(void *p) const { ::operator delete(p, std::align_val_t{kScratchAlignment}); }
+};
+using ScratchMemory = std::unique_ptr<void, FreeScratch>;
+
+inline ScratchMemory allocate_scratch(size_t bytes) {
+    return ScratchMemory(::operator new(bytes, std::align_val_t{kScratchAlignment}));
+}
+
+// ---- tasks
 
 // The work of one head for the queries [begin, end): pairs of a query and a key that it sees.
 inline int64_t visible_pairs(const Flash_fwd_params &params, const Sequence &seq, int64_t begin, int64_t end) {
@@ -53,7 +71,7 @@ inline int64_t rows_of_block(const ForwardKernel &kernel, int64_t rows, int64_t 
 // it.
 inline int64_t heads_of_call(const ForwardKernel &kernel, int64_t block_rows, int64_t heads, int64_t units,
                              int64_t threads) {
-    if (block_rows > kernel.few_rows) return 1;
+    if (block_rows > kernel.decode_rows) return 1;
     return threads == 1 ? heads : std::clamp<int64_t>(units / (4 * threads), 1, heads);
 }
 

@@ -5,7 +5,7 @@
 
 #include <string>
 
-#include "common/environment.h"
+#include "common/trace.h"
 #include "kernels.h"
 
 #ifdef FLASH_CPU_HAS_AMX

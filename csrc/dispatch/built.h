@@ -57,10 +57,10 @@ inline constexpr bool kHasSm80OnHopper = contains(kBuiltArchs, 90) && !contains(
 
 // True if the build has a kernel for calls of `kind` at a head dim that is_built.
 constexpr bool has_sm90_fwd(int headdim, Kind kind) {
-    return kHasSm90 && headdim >= kLeastHeadDimSm90 && kernels_of(kind).sm90_fwd;
+    return kHasSm90 && headdim >= kMinHeadDimSm90 && kernels_of(kind).sm90_fwd;
 }
 constexpr bool has_sm90_bwd(int headdim, Kind kind) {
-    return kHasSm90 && headdim >= kLeastHeadDimSm90 && kernels_of(kind).sm90_bwd;
+    return kHasSm90 && headdim >= kMinHeadDimSm90 && kernels_of(kind).sm90_bwd;
 }
 constexpr bool has_sm80_fwd(int headdim, Kind kind) {
     return kernels_of(kind).sm80_fwd && (compiles_all_of_sm80() || !has_sm90_fwd(headdim, kind));

@@ -1,5 +1,5 @@
 // The kinds of kernel, listed once: each specialises for one kind of call. build_tools/kernels.py reads FLASH_KINDS and
-// kLeastHeadDimSm90 from this file. No CUDA, no torch. docs/tuning says what each specialisation is worth.
+// kMinHeadDimSm90 from this file. No CUDA, no torch. docs/tuning says what each specialisation is worth.
 #pragma once
 
 namespace flash {
@@ -61,6 +61,6 @@ constexpr Kind kind_of_sm90_fwd(Kind kind) {
 }
 
 // Smaller head dims run on the kernels of sm80.
-constexpr int kLeastHeadDimSm90 = 64;
+constexpr int kMinHeadDimSm90 = 64;
 
 }  // namespace flash

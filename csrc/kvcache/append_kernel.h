@@ -5,7 +5,7 @@
 #include <cutlass/numeric_types.h>
 
 #include "../common/sequence.h"
-#include "mma.h"
+#include "instructions.h"
 
 namespace flash::kvcache {
 

@@ -2,7 +2,7 @@
 // ahead. Keys lie in a contiguous cache or in pages of any size.
 #pragma once
 
-#include "mma.h"
+#include "instructions.h"
 #include "splitkv_traits.h"
 
 namespace flash::kvcache {
@@ -28,7 +28,7 @@ __device__ __forceinline__ uint64_t l2_policy(bool is_read_once) {
     return policy;
 }
 
-// cp_async_16 of mma.h with such a policy.
+// cp_async_16 of instructions.h with such a policy.
 __device__ __forceinline__ void cp_async_16(uint32_t target, const void *source, bool is_in_range, uint64_t policy) {
     asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(target), "l"(source),
                  "r"(is_in_range ? 16 : 0), "l"(policy)

@@ -7,7 +7,7 @@
 
 #include "../common/score_mod.h"
 #include "../common/softmax.h"
-#include "cluster.h"
+#include "instructions.h"
 #include "key_tiles.h"
 #include "splitkv_results.h"
 

@@ -20,12 +20,12 @@ namespace kvcache {
 
 // Rows of a tile for `rows` rows in all: as few tiles as possible, of equal size.
 inline int tile_rows_for(int64_t rows) {
-    constexpr int kLeast = 64, kMost = kMaxWarps * kWarpRows;
+    constexpr int kMinRows = 64, kMaxRows = kMaxWarps * kWarpRows;
     if (rows <= 2 * kWarpRows) {
         return rows <= kWarpRows ? kWarpRows : 2 * kWarpRows;
     }
-    const int64_t tiles = (rows + kMost - 1) / kMost, of_tile = (rows + tiles - 1) / tiles;
-    return std::max(static_cast<int>((of_tile + kWarpRows - 1) / kWarpRows * kWarpRows), kLeast);
+    const int64_t tiles = (rows + kMaxRows - 1) / kMaxRows, of_tile = (rows + tiles - 1) / tiles;
+    return std::max(static_cast<int>((of_tile + kWarpRows - 1) / kWarpRows * kWarpRows), kMinRows);
 }
 
 // The form of tiles of `tile_rows` rows, in clusters of `cluster` CTAs if that is not 0. See also prefers_wide_ctas.
@@ -113,8 +113,8 @@ int ctas_of_sm(int tile_rows, int max_smem) {
 // little, and few_rows wins where lengths differ: of its CTAs on an SM one loads keys while another stores results.
 template <typename Traits>
 bool prefers_wide_ctas(const Flash_fwd_params &params, int max_smem) {
-    constexpr int64_t kMostKeys = 4096;  // of a CTA, of a full cache
-    if (Traits::kHeadDim > 128) {        // not measured
+    constexpr int64_t kMaxKeys = 4096;  // of a CTA, of a full cache
+    if (Traits::kHeadDim > 128) {       // not measured
         return false;
     }
     const int sms = device_properties().sm_count, pieces = sms / params.h_k;
@@ -123,7 +123,7 @@ bool prefers_wide_ctas(const Flash_fwd_params &params, int max_smem) {
     }
     const int aligned = aligned_pieces_for(pieces, params.b);
     return aligned > 0 && is_most_of(aligned * params.h_k, sms) &&
-           (params.b == 1 || int64_t{params.cache.capacity} * params.b <= kMostKeys * aligned);
+           (params.b == 1 || int64_t{params.cache.capacity} * params.b <= kMaxKeys * aligned);
 }
 
 template <DType kDType, int kHeadDim>

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "../common/softmax.h"
-#include "mma.h"
+#include "instructions.h"
 #include "splitkv_schedule.h"
 
 namespace flash::kvcache {

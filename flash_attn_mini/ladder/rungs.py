@@ -239,7 +239,7 @@ RUNGS: tuple[Rung, ...] = (
     ),
     Rung(
         "sm80",
-        "csrc/sm80/mainloop_fwd.h",
+        "csrc/sm80/forward/mainloop_fwd.h",
         "cp.async copies the next tile while the tensor cores work on this one, and tiles fit the registers: the "
         "loads disappear behind the products.",
         partial(full_kernels.unavailable_reason, "cuda", 80),
@@ -250,7 +250,7 @@ RUNGS: tuple[Rung, ...] = (
     ),
     Rung(
         "sm90",
-        "csrc/sm90/mainloop_fwd.h",
+        "csrc/sm90/forward/mainloop_fwd.h",
         "Hopper: one warp has TMA load tiles, the other warps multiply them from shared memory with wgmma, and the "
         "softmax of one runs beside the products of another.",
         partial(full_kernels.unavailable_reason, "cuda", 90),

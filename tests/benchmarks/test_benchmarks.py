@@ -389,7 +389,7 @@ def test_tuning_tries_the_kept_tiles_first(backward: bool) -> None:
         assert kept
         assert tiles[: len(kept)] == kept
         assert len(tiles) == len(set(tiles)) > len(kept)
-    name, table = ("TileBwd", "tile_sizes_bwd.h") if backward else ("TileFwd", "tile_sizes.h")
+    name, table = ("TileBwd", "backward/kernel_traits_bwd.h") if backward else ("TileFwd", "forward/kernel_traits.h")
     kept_everywhere = [tune_sm80.kept_tiles(tune_sm80.CSRC, hdim, backward) for hdim in ALL_HDIMS]
     assert sum(map(len, kept_everywhere)) == (tune_sm80.CSRC / "sm80" / table).read_text().count(f": {name}<")
     tile = ", ".join(map(str, candidates[0].tile))

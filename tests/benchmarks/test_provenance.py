@@ -65,10 +65,10 @@ def test_forward_results_outlive_edits_of_the_backward_kernel_and_the_other_way_
     forward = set(provenance.find_sources(provenance.SOURCES_OF_BACKEND["cuda"]))
     backward = set(provenance.find_sources(provenance.BACKWARD_SOURCES_OF_BACKEND["cuda"]))
     sm80 = provenance.ROOT / "csrc" / "sm80"
-    assert {sm80 / "mainloop_fwd.h", sm80 / "tile_sizes.h"} <= forward - backward
-    assert {sm80 / "mainloop_bwd.h", sm80 / "tile_sizes_bwd.h"} <= backward - forward
+    assert {sm80 / "forward" / "mainloop_fwd.h", sm80 / "forward" / "kernel_traits.h"} <= forward - backward
+    assert {sm80 / "backward" / "mainloop_bwd.h", sm80 / "backward" / "kernel_traits_bwd.h"} <= backward - forward
     assert {sm80 / "copy.h", provenance.ROOT / "csrc" / "flash.h"} <= forward & backward
-    assert set(sm80.glob("*.h")) | set(sm80.glob("*.cu")) <= forward | backward
+    assert set(sm80.rglob("*.h")) | set(sm80.rglob("*.cu")) <= forward | backward
     common = {sm80.parent / "common" / f"{name}.h" for name in ("sequence", "score_mod", "dropout", "philox")}
     assert {sm80.parent / "dispatch" / "kind.h", *common} <= forward & backward
 

@@ -284,7 +284,7 @@ def test_resources_of_the_backward_say_kind_and_mode_and_leave_out_what_never_ru
 
 
 def test_names_of_modes_are_those_of_the_kernels() -> None:
-    text = (tune_sm80.CSRC / "sm80" / "tile_sizes_bwd.h").read_text()
+    text = (tune_sm80.CSRC / "sm80" / "backward" / "kernel_traits_bwd.h").read_text()
     enumerators = re.search(r"enum class BwdMode \{(.*?)\}", text, re.DOTALL)
     assert enumerators is not None
     assert tuple(re.findall(r"^\s*(\w+),", enumerators[1], re.MULTILINE)) == kernel_resources.BACKWARD_MODES

@@ -261,7 +261,7 @@ def test_kinds_are_those_of_the_header(tmp_path: Path) -> None:
     built = selection.Selection(archs=("80",), hdims=(64,), dtypes=("bf16",))
     names = [kernel.name for kernel in kernels.kernel_objects(built) if "bwd" in kernel.name]
     assert names == [f"flash_bwd_hdim64_bf16_{kind}_sm80" for kind in ("any", *kinds.backward)]
-    for old, new in (("X(full, 1, 1, 1, 1)", "X(full, 1, yes, 1, 1)"), ("kLeastHeadDimSm90", "kLeast")):
+    for old, new in (("X(full, 1, 1, 1, 1)", "X(full, 1, yes, 1, 1)"), ("kMinHeadDimSm90", "kMin")):
         assert old in header
         (tmp_path / "kind.h").write_text(header.replace(old, new))
         with pytest.raises(ValueError, match=r"kind\.h must define"):

@@ -54,6 +54,19 @@ def test_a_kernel_file_that_was_not_there_is_new(judge: Callable[[str, str], str
     assert compare_ptx.compare(kernel, tmp_path / "old", tmp_path / "nvcc", tmp_path) == compare_ptx.NEW
 
 
+def test_a_kernel_file_that_was_moved_is_compared(judge: Callable[[str, str], str], tmp_path: Path) -> None:
+    judge("int stages = STAGES;\n", "int stages = 3;\n")
+    old, new = tmp_path / "old", tmp_path / "new"
+    (new / "sm90").rename(new / "forward")
+    (new / "sm90").mkdir()
+    (new / "forward").rename(new / "sm90" / "forward")
+    outcomes = []
+    for stages in (2, 3):
+        kernel = kernels.KernelObject("kernel", new / "sm90/forward/kernel.cu", (f"-DSTAGES={stages}",), ("80",))
+        outcomes.append(compare_ptx.compare(kernel, old, tmp_path / "nvcc", tmp_path))
+    assert outcomes == [compare_ptx.DIFFERENT, compare_ptx.SAME_PTX]
+
+
 def test_a_file_that_does_not_compile_ends_the_run(judge: Callable[[str, str], str]) -> None:
     with pytest.raises(SystemExit, match=r"(?s)nvcc failed on kernel: .*missing\.h"):
         judge("int stages;\n", '#include "missing.h"\n')

@@ -43,9 +43,8 @@ void __syncwarp() {}
 using std::max, std::min;
 
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED  // as flash_fwd_instantiation.cu, for head dim 256
-#include "sm90/kernel_traits.h"
-#include "sm90/layout.h"
-#include "sm90/mask.h"
+#include "sm90/common/accumulator.h"
+#include "sm90/forward/kernel_traits.h"
 
 namespace flash::sm90 {
 
@@ -122,7 +121,7 @@ void check() {
 
 int main() {
     flash::sm90::check<64, false>();
-    flash::sm90::check<96, false>();   // rows of 64 bytes
+    flash::sm90::check<96, false>();  // rows of 64 bytes
     flash::sm90::check<128, false>();
     flash::sm90::check<256, true>();  // kBlockN is no power of two
 }

@@ -21,7 +21,7 @@ int atomicAdd(int *, int) {
 void __syncwarp() {}
 using std::max, std::min;
 
-#include "sm90/kernel_traits_bwd.h"
+#include "sm90/backward/kernel_traits_bwd.h"
 
 namespace flash::sm90 {
 

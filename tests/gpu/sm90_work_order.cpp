@@ -7,7 +7,7 @@
 #include <tuple>
 #include <vector>
 
-#include "sm90/work_tiles_bwd.h"
+#include "sm90/backward/work_tiles_bwd.h"
 
 using namespace flash;
 using flash::sm90::Phase;

@@ -74,7 +74,7 @@ def test_bad_values_in_other_sequences(call: str, headdim: int, dtype: torch.dty
 def test_bad_values_between_many_short_sequences(
     call: str, headdim: int, capfd: pytest.CaptureFixture[str], seed: int
 ) -> None:
-    """Every second sequence is bad, of queries and keys. The load warp writes zeros over its rows (load_bwd.h).
+    """Every second sequence is bad, of queries and keys. The load warp writes zeros over its rows (producer_bwd.h).
 
     A CTA takes three heads, so most CTAs do so several times, in other stages of Q and dO each time. With a mask, some
     sequences begin with queries that see no key.

@@ -1,4 +1,4 @@
-"""The order of the work tiles of the sm90 backward, csrc/sm90/work_tiles_bwd.h, checked on the host. Needs no GPU."""
+"""The order of the work tiles of the sm90 backward (work_tiles_bwd.h), checked on the host. Needs no GPU."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def test_random_cases_have_every_option(is_long: bool) -> None:
 
 
 def has_many_rows(case: KvCacheCase) -> bool:
-    """True if cache_kernel of choose_cache_kernel.h takes Hopper's kernel for many rows, given enough SMs."""
+    """True if cache_kernel of choose_kernel.h takes Hopper's kernel for many rows, given enough SMs."""
     return (
         case.headdim % 8 == 0
         and case.headdim > 32

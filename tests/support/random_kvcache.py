@@ -95,7 +95,7 @@ def _random_shape(draw: random.Random, kind: str) -> tuple[int, int, int, int, i
     batch, nheads_k = draw.choice((1, 2, 3, 5)), draw.choice((1, 1, 2, 3, 4))
     if kind == "many_rows":
         headdim = draw.choice((8 * draw.randint(5, 32), 64, 128))
-        least = -(-(17 if headdim > 64 else 33) // ratio)  # cache_kernel in csrc/dispatch/choose_cache_kernel.h
+        least = -(-(17 if headdim > 64 else 33) // ratio)  # cache_kernel in csrc/dispatch/choose_kernel.h
         seqlen_q = draw.choice((least, draw.randint(least, 2 * least), draw.randint(least, 130)))
         return batch, seqlen_q, ratio * nheads_k, nheads_k, headdim
     headdim = draw.choice((8 * draw.randint(1, 32), draw.randint(1, 256), 64, 128))

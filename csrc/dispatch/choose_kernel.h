@@ -1,0 +1,158 @@
+// Which kernel a CUDA call takes: its kind, whether it is of csrc/sm90 or of csrc/sm80, and for a KV cache which of
+// three attends. Only run_mha.cpp uses it.
+#pragma once
+
+#include <cstdint>
+#include <cstdlib>
+#include <string>
+
+#include "built.h"
+#include "common/message.h"
+#include "device.h"
+#include "flash.h"
+#include "kind.h"
+#include "kvcache/splitkv.h"
+#include "run_mha.h"
+#include "sm90/common/tma_limits.h"
+
+namespace flash {
+
+// The kernel that a call needs.
+inline Kind kind_of(const Flash_fwd_params &params) {
+    if (params.block_table != nullptr) {
+        return Kind::paged;
+    }
+    if (params.has_score_mod() || params.rng_state != nullptr) {
+        return Kind::general;
+    }
+    const bool may_differ = params.cu_seqlens_q != nullptr || params.cache.is_used();  // the lengths of sequences
+    return may_differ ? Kind::varlen : params.is_local() ? Kind::local : Kind::full;
+}
+
+// FLASH_ATTN_MINI_ARCH names the architecture whose kernels run, to compare them: 80 or 90. 0: the best one.
+inline int requested_arch() {
+    const char *variable = std::getenv("FLASH_ATTN_MINI_ARCH");
+    const std::string arch = variable == nullptr ? "" : variable;
+    FLASH_CHECK_VALUE(arch.empty() || arch == "80" || arch == "90", "FLASH_ATTN_MINI_ARCH is '", arch,
+                      "'; allowed: 80, 90");
+    return arch.empty() ? 0 : std::stoi(arch);
+}
+
+// The kernel that a backward needs. Hopper's kernels of kind local assume that every query sees a key. Otherwise they
+// would have to write zeros over such rows in each step, because NaN times 0 is NaN. Calls without any key start no
+// kernel.
+inline Kind kind_of(const Flash_bwd_params &params) {
+    const Kind kind = kind_of(static_cast<const Flash_fwd_params &>(params));
+    const int64_t right = params.window_size_right;
+    const bool has_rows_without_key = right >= 0 && params.seqlen_q > params.seqlen_k + right;
+    if (kind != Kind::local || !has_rows_without_key) {
+        return kind;
+    }
+    return device_properties().major == 9 && requested_arch() != 80 ? Kind::varlen : kind;
+}
+
+// True if the call has an sm90 kernel, and its sm80 kernel is not compiled for this GPU. has_sm90: the build has one.
+inline bool has_only_sm90(bool has_sm90) {
+    return has_sm90 && !kHasSm80OnHopper && device_properties().major == 9;
+}
+
+// RuntimeError if FLASH_ATTN_MINI_ARCH asks for an sm80 kernel that the build lacks.
+inline void check_requested_arch(bool has_sm90) {
+    if (requested_arch() == 80 && has_only_sm90(has_sm90)) {
+        const DeviceProperties &gpu = device_properties();
+        FLASH_CHECK(false, "FLASH_ATTN_MINI_ARCH is 80, but ", sm80_unavailable_reason(gpu.major, gpu.minor));
+    }
+}
+
+// Null if the call runs on an sm90 kernel; else why it runs on an sm80 kernel.
+template <typename Params>
+const char *reason_against_sm90(const Params &params, bool has_sm90) {
+    check_requested_arch(has_sm90);
+    if (requested_arch() == 80) {
+        return "FLASH_ATTN_MINI_ARCH is 80";
+    }
+    if (device_properties().major != 9) {
+        return "the GPU is not a Hopper";
+    }
+    if (!has_sm90) {
+        return "this build has no sm90 kernel for this call";
+    }
+    return kHasSm80OnHopper ? sm90::reason_against(params) : nullptr;  // without it copy_for_tma makes copies
+}
+
+// ---- which kernel attends over a KV cache; the numbers were measured on an H200: docs/tuning/kvcache.md
+
+// True if the kernels of the forward can read the cache: 16 bytes at a time.
+inline bool is_readable_by_forward(const Flash_fwd_params &params) {
+    return is_aligned(params.q, params.d) && is_aligned(params.k, params.d) && is_aligned(params.v, params.d) &&
+           is_aligned(params.o, params.d);
+}
+
+// The kernels that may attend over a cache.
+enum class CacheKernel {
+    splitkv,     // kvcache/: any call, any GPU
+    split_sm90,  // Hopper: many rows of a group of heads
+    forward,     // those of the forward
+};
+
+constexpr int kRowsOfTile = 128;  // of split_sm90 and of the forward, at most head dims
+
+// Queries of all heads that share a key/value head: the rows that a tile of splitkv and split_sm90 holds.
+inline int64_t packed_rows(const Flash_fwd_params &params) {
+    return int64_t{params.seqlen_q} * params.h_h_k_ratio;
+}
+
+// Work tiles of the forward, `rows` queries each.
+inline int64_t forward_tiles(const Flash_fwd_params &params, int rows = kRowsOfTile) {
+    return int64_t{params.b} * params.h * ((params.seqlen_q + rows - 1) / rows);
+}
+
+// True if the kernels of the forward take less time than splitkv: the queries alone fill the GPU, and most of the rows
+// of a tile are queries. They multiply faster, but work on each head alone and do not split keys.
+inline bool prefers_forward(const Flash_fwd_params &params) {
+    constexpr int kSpeedup = 4;  // over splitkv
+    const int64_t tiles = forward_tiles(params), rows = packed_rows(params) * params.b * params.h_k;
+    const bool fills_gpu = tiles * 4 >= device_properties().sm_count * 3;
+    return params.block_table == nullptr && fills_gpu && packed_rows(params) > 64 &&
+           tiles * kRowsOfTile < kSpeedup * rows;
+}
+
+// True if the build and the GPU have split_sm90, and it takes the call.
+inline bool runs_split_sm90(const Flash_fwd_params &params) {
+    return device_properties().major == 9 && requested_arch() != 80 &&
+           has_sm90_fwd(built_headdim_for(params.d), Kind::split) && !params.has_alibi() &&
+           packed_rows(params) <= INT32_MAX - kRowsOfTile && sm90::can_split(params);
+}
+
+// True if split_sm90 takes less time than the kernels of the forward. It splits keys, so that all SMs end at once; they
+// take whole tiles, and need no second kernel.
+inline bool prefers_split_sm90(const Flash_fwd_params &params) {
+    const bool is_d64 = built_headdim_for(params.d) == 64;
+    const double cost = packed_rows(params) <= 64 ? 0.6 : is_d64 ? 1.0 : 1.06;  // of its tile, in tiles of the forward
+    const int rows_of_forward = is_d64 ? 192 : kRowsOfTile;
+    const int64_t sms = device_properties().sm_count;
+    const int64_t rounds = (forward_tiles(params, rows_of_forward) + sms - 1) / sms;
+    const int64_t row_tiles = (packed_rows(params) + kRowsOfTile - 1) / kRowsOfTile;
+    return params.block_table != nullptr || cost * double(row_tiles * params.b * params.h_k) < double(rounds * sms);
+}
+
+// num_splits = 1 asks for the bits of the varlen forward, so its kernels run. A cache is never copied: splitkv reads
+// what the others cannot.
+inline CacheKernel cache_kernel(const Flash_fwd_params &params) {
+    const int least_rows = built_headdim_for(params.d) == 64 ? 33 : 17;  // of split_sm90
+    const bool is_chosen = params.cache.num_splits == 0 && params.cache.split_keys == 0;
+    if (!is_readable_by_forward(params)) {
+        return CacheKernel::splitkv;
+    }
+    if (is_chosen && packed_rows(params) >= least_rows && runs_split_sm90(params)) {
+        return prefers_split_sm90(params) ? CacheKernel::split_sm90 : CacheKernel::forward;
+    }
+    if (params.cache.num_splits != 1 && !(is_chosen && prefers_forward(params))) {
+        return CacheKernel::splitkv;
+    }
+    const bool has_sm90 = has_sm90_fwd(built_headdim_for(params.d), kind_of(params));
+    check_requested_arch(has_sm90);  // before anything is appended
+    return has_only_sm90(has_sm90) && !sm90::can_describe_cache(params) ? CacheKernel::splitkv : CacheKernel::forward;
+}
+
+}  // namespace flash

@@ -1,0 +1,200 @@
+// What both mainloops of the backward share: the products, the pipelines' waits and releases, and dS on its way to
+// shared memory.
+#pragma once
+
+#include "dispatch/kind.h"
+#include "scores_bwd.h"
+#include "sm90/common/mma.h"
+
+namespace flash::sm90 {
+
+// Keys past the end of the sequence belong to another one: they become zeros in K or V, because NaN times 0 is NaN.
+// Each consumer clears its own keys. dQ reads all keys of K: after dS of them, and so after they are cleared.
+template <typename Traits, Kind kKind>
+__device__ __forceinline__ void clear_foreign_keys(const ColumnBlock<Traits, kKind> &block,
+                                                   typename Traits::Element *smem, int key_offset, int warpgroup) {
+    const int rows = block.seqlen_k - block.first_key() - key_offset;
+    if (may_be_varlen(kKind) && rows < Traits::kKeys) {
+        Tensor sK = make_tensor(make_smem_ptr(smem), take<0, 2>(typename Traits::SmemLayoutKV{}));  // (BLK_N, HD)
+        Tensor sK_own = local_tile(sK, typename Traits::TiledKV{}, make_coord(key_offset / Traits::kKeys, 0));
+        clear_rows_from<Traits>(rows, sK_own, warpgroup);
+    }
+}
+
+// A consumer warpgroup. It works on 64 of the CTA's keys.
+template <typename Traits, Kind kKind>
+class ConsumerBwd {
+protected:
+    using Element = typename Traits::Element;
+    using TiledMmaSdP = typename Traits::TiledMmaSdP;
+    using TiledMmadKV = typename Traits::TiledMmadKV;
+    using Scores = typename ScoresBwd<Traits, kKind>::Accumulator;  // (MMA, MMA_M, MMA_N)
+    using Operand = typename ScoresBwd<Traits, kKind>::Operand;     // of 16 bits (MMA, MMA_M, MMA_K)
+    using Probabilities = typename ScoresBwd<Traits, kKind>::Probabilities;
+    static constexpr int kBlockM = Traits::kBlockM, kKeys = Traits::kKeys;
+
+    const Flash_bwd_params &params;
+    typename Traits::SharedStorage &shared;
+    const ColumnBlock<Traits, kKind> &block;
+    const int warpgroup;   // of the consumers
+    const int key_offset;  // of the first of its keys in the CTA's
+    const ScoresBwd<Traits, kKind> scores;
+    Step step;
+    int steps_left;
+    PipelineState<Traits::kStagesQ> q_state;
+    PipelineState<Traits::kStagesdO> dout_state;
+    PipelineState<Traits::kStagesdS> ds_state;
+
+public:
+    __device__ ConsumerBwd(const Flash_bwd_params &params, typename Traits::SharedStorage &shared,
+                           const ColumnBlock<Traits, kKind> &block, int warpgroup)
+        : params(params),
+          shared(shared),
+          block(block),
+          warpgroup(warpgroup),
+          key_offset(Traits::kSplitsKeys ? warpgroup * kKeys : 0),
+          scores(params, block, block.first_key() + key_offset),
+          step(block),
+          steps_left(block.num_steps()) {}
+
+protected:
+    // The stages of Q or dO (BLK_M, HD, stage), and the same as (HD, BLK_M, stage).
+    template <int kStages>
+    __device__ __forceinline__ static auto tiles(Element *smem) {
+        return make_tensor(make_smem_ptr(smem), typename Traits::template SmemLayoutQ<kStages>{});
+    }
+    template <int kStages>
+    __device__ __forceinline__ static auto transposed_tiles(Element *smem) {
+        return make_tensor(make_smem_ptr(smem), typename Traits::template SmemLayoutQt<kStages>{});
+    }
+
+    __device__ __forceinline__ void advance_step() {
+        q_state.advance();
+        dout_state.advance();
+        step.advance(block);
+    }
+
+    // S^T = K Q^T, or dP^T = V dO^T. With TiledMmaMinusdP, subtracted from what acc holds.
+    template <typename TiledMma = TiledMmaSdP, int kStages, typename TensorS>
+    __device__ __forceinline__ void issue_scores(Element *smem_k, Element *smem_q, const PipelineState<kStages> &state,
+                                                 TensorS &acc) const {
+        constexpr bool kAccumulates = !std::is_same_v<TiledMma, TiledMmaSdP>;
+        Tensor sK = make_tensor(make_smem_ptr(smem_k), take<0, 2>(typename Traits::SmemLayoutKV{}));  // (BLK_N, HD)
+        Tensor sQ = tiles<kStages>(smem_q);
+        Tensor sK_own = local_tile(sK, typename Traits::TiledKV{}, make_coord(key_offset / kKeys, 0));  // (64, HD)
+        auto thr_mma = TiledMma{}.get_slice(int(threadIdx.x % 128));
+        Tensor tSrK = thr_mma.make_fragment_A(thr_mma.partition_A(sK_own));                    // (MMA, MMA_M, MMA_K)
+        Tensor tSrQ = thr_mma.make_fragment_B(thr_mma.partition_B(sQ))(_, _, _, state.stage);  // (MMA, MMA_N, MMA_K)
+        issue<TiledMma>(kAccumulates, tSrK, tSrQ, acc);
+    }
+
+    // dP^T = V dO^T. With kDpStartsAtDelta, delta - dP^T: no other product may be under way, or ptxas serializes all.
+    template <typename TensorS>
+    __device__ __forceinline__ void issue_dp(TensorS &acc) const {
+        if constexpr (Traits::kDpStartsAtDelta) {
+            scores.start_at_delta(shared.delta[dout_state.stage], acc);
+            issue_scores<typename Traits::TiledMmaMinusdP>(shared.v, shared.dout, dout_state, acc);
+        } else {
+            issue_scores(shared.v, shared.dout, dout_state, acc);
+        }
+    }
+
+    // V of the consumer's keys, the A operand of dP in registers (MMA, MMA_M, MMA_K).
+    __device__ __forceinline__ auto load_V() const {
+        using TiledMma = typename Traits::TiledMmadP;
+        Tensor sV = as_position_independent_swizzle_tensor(
+            make_tensor(make_smem_ptr(shared.v), take<0, 2>(typename Traits::SmemLayoutKV{})));         // (BLK_N, HD)
+        Tensor sV_own = local_tile(sV, typename Traits::TiledKV{}, make_coord(key_offset / kKeys, 0));  // (64, HD)
+        auto rV = TiledMma{}.get_slice(scores.thread).partition_fragment_A(sV_own);
+        auto copies = make_tiled_copy_A(Copy_Atom<SM75_U32x4_LDSM_N, Element>{}, TiledMma{});
+        auto of_thread = copies.get_slice(scores.thread);
+        copy(copies, of_thread.partition_S(sV_own), of_thread.retile_D(rV));
+        return rV;
+    }
+
+    // dP^T = V dO^T with V from load_V().
+    template <typename TensorV, typename TensorS>
+    __device__ __forceinline__ void issue_dp(const TensorV &rV, TensorS &acc) const {
+        Tensor sdO = tiles<Traits::kStagesdO>(shared.dout);
+        auto thr_mma = typename Traits::TiledMmadP{}.get_slice(int(threadIdx.x % 128));
+        Tensor tdPrdO =
+            thr_mma.make_fragment_B(thr_mma.partition_B(sdO))(_, _, _, dout_state.stage);  // (MMA, MMA_N, MMA_K)
+        issue<typename Traits::TiledMmadP>(/*accumulates=*/false, rV, tdPrdO, acc);
+    }
+
+    // dV = P^T dO, with P^T in registers, or dV += P^T dO if `accumulates`; or dK and dS^T Q.
+    template <int kStages, typename TensorP, typename TensorKV>
+    __device__ __forceinline__ void issue_dkv(bool accumulates, TensorP &rP, Element *smem_dout,
+                                              const PipelineState<kStages> &state, TensorKV &acc) const {
+        Tensor sdOt = transposed_tiles<kStages>(smem_dout);
+        auto thr_mma = TiledMmadKV{}.get_slice(int(threadIdx.x % 128));
+        Tensor tdVrdOt =
+            thr_mma.make_fragment_B(thr_mma.partition_B(sdOt))(_, _, _, state.stage);  // (MMA, MMA_N, MMA_K)
+        warpgroup_fence_operand(rP);
+        issue<TiledMmadKV>(accumulates, rP, tdVrdOt, acc);
+    }
+
+    // The same for dK, with the consumer's part of dS in shared memory.
+    template <typename TensorKV>
+    __device__ __forceinline__ void issue_dk(bool accumulates, int ds_stage,
+                                             const PipelineState<Traits::kStagesQ> &state, TensorKV &acc) const {
+        using TiledMmadK = typename Traits::TiledMmadK;
+        using TileDSt = Shape<Int<kKeys>, Int<kBlockM>>;
+        Tensor sdSt = make_tensor(make_smem_ptr(shared.ds), typename Traits::SmemLayoutdSt{});  // (BLK_N, BLK_M, stage)
+        Tensor sQt = transposed_tiles<Traits::kStagesQ>(shared.q);
+        Tensor sdSt_own = local_tile(sdSt(_, _, ds_stage), TileDSt{}, make_coord(key_offset / kKeys, _0{}));
+        auto thr_mma = TiledMmadK{}.get_slice(int(threadIdx.x % 128));
+        Tensor tdKrdSt = thr_mma.make_fragment_A(thr_mma.partition_A(sdSt_own));                  // (MMA, MMA_M, MMA_K)
+        Tensor tdKrQt = thr_mma.make_fragment_B(thr_mma.partition_B(sQt))(_, _, _, state.stage);  // (MMA, MMA_N, MMA_K)
+        issue<TiledMmadK>(accumulates, tdKrdSt, tdKrQt, acc);
+    }
+
+    // Rounded dS^T goes to shared memory as dS [queries, keys], in pieces of 8 x 8 that stmatrix transposes. Returns
+    // its stage. Consumers that compute dQ need not wait for an empty stage: each waits for the other's dS of the step
+    // before, and the other has sent that after it finished with the stage that is written here.
+    template <typename TensorD>
+    __device__ __forceinline__ auto send_ds(const TensorD &rdS) {
+        static_assert(Traits::kStagesdS >= 2);
+        if constexpr (!Traits::kConsumersComputeDq) {
+            ds_state.acquire(shared.ds_barriers);
+        }
+        Tensor sdS = make_tensor(make_smem_ptr(shared.ds), typename Traits::SmemLayoutdS{});  // (BLK_M, BLK_N, stage)
+        const auto *words = reinterpret_cast<const uint32_t *>(rdS.data());
+        const int lane = scores.thread % 32, warp = scores.thread / 32;
+        // Lane l holds the address of row l % 8 of piece l / 8. Two pieces lie along the keys, two along the queries.
+        Element *target = &sdS(lane / 16 * 8 + lane % 8, key_offset + warp * 16 + lane / 8 % 2 * 8, ds_state.stage);
+        constexpr int kEightQueries = 8 * 64;  // elements: the swizzle repeats after 8 rows
+        CUTE_UNROLL
+        for (int i = 0; i < kBlockM / 16; ++i) {
+            SM90_U16x8_STSM_T::copy(words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3],
+                                    *reinterpret_cast<uint128_t *>(target + i * 2 * kEightQueries));
+        }
+        cutlass::arch::fence_view_async_shared();  // before wgmma reads it
+        __syncwarp();
+        if (cute::elect_one_sync()) {
+            shared.ds_barriers.full[ds_state.stage].arrive();
+        }
+        const auto sent = ds_state;
+        ds_state.advance();
+        return sent;
+    }
+
+    // Each warp releases a stage for itself, when all of its lanes have read the row statistics or words there.
+    template <int kStages>
+    __device__ __forceinline__ static void release(const PipelineState<kStages> &state,
+                                                   PipelineBarriers<kStages> &barriers) {
+        __syncwarp();
+        state.release(barriers);
+    }
+
+    __device__ __forceinline__ void wait_for_Q() const { q_state.wait(shared.q_barriers); }
+    __device__ __forceinline__ void wait_for_dO() const { dout_state.wait(shared.dout_barriers); }
+
+    // K or V.
+    __device__ __forceinline__ void wait_for_KV(PipelineBarriers<1> &barriers, Element *smem) const {
+        PipelineState<1>().wait(barriers);  // loaded once
+        clear_foreign_keys<Traits, kKind>(block, smem, key_offset, warpgroup);
+    }
+};
+
+}  // namespace flash::sm90

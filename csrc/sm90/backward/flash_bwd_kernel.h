@@ -1,0 +1,155 @@
+// The backward kernel. A CTA has one work tile (work_tiles_bwd.h). Of phase compute: flash_bwd_kernel ->
+// compute_dq_dk_dv -> compute_dk_dv_1colblock. One warpgroup is the producer, which loads and adds dQ
+// (producer_bwd.h). Two are consumers, which compute (mainloop_bwd.h). With dropout, a fourth draws (dropout_bwd.h).
+#pragma once
+
+#include <cutlass/arch/reg_reconfig.h>
+
+#include "epilogue_bwd.h"
+#include "mainloop_bwd.h"
+#include "producer_bwd.h"
+#include "row_phases_bwd.h"
+#include "sm90/common/find_block.h"
+
+namespace flash::sm90 {
+
+template <typename Traits, Kind kKind>
+using ProducerOf =
+    std::conditional_t<Traits::kConsumersComputeDq, CopyProducer<Traits, kKind>, DqProducer<Traits, kKind>>;
+
+// The part of a consumer in one block of keys of one head of dK and dV.
+template <typename Traits, Kind kKind>
+__device__ __forceinline__ void compute_dk_dv_1colblock(const Flash_bwd_params &params,
+                                                        typename Traits::SharedStorage &shared,
+                                                        const ColumnBlock<Traits, kKind> &block, int warpgroup) {
+    using Accumulator = decltype(partition_fragment_C(typename Traits::TiledMmadKV{}, typename Traits::TiledKV{}));
+    if constexpr (Traits::kSplitsKeys) {
+        Accumulator acc_dk, acc_dv;  // (MMA, MMA_M, MMA_N)
+        KeyConsumer<Traits, kKind>(params, shared, block, warpgroup).run(acc_dk, acc_dv);
+        store_dk(params, shared, block, acc_dk, warpgroup * Traits::kKeys);
+        store_dv(params, shared, block, acc_dv, warpgroup * Traits::kKeys);
+    } else if (warpgroup == 0) {
+        Accumulator acc_dv;
+        ProductConsumer<Traits, kKind>(params, shared, block, warpgroup).run_dv(acc_dv);
+        store_dv(params, shared, block, acc_dv, 0);
+    } else {
+        Accumulator acc_dk;
+        ProductConsumer<Traits, kKind>(params, shared, block, warpgroup).run_dk(acc_dk);
+        store_dk(params, shared, block, acc_dk, 0);
+    }
+}
+
+template <typename Traits, Kind kKind>
+__device__ __forceinline__ void init_barriers(typename Traits::SharedStorage &shared) {
+    constexpr int kWarps = 4, kOfConsumers = kWarps * Traits::kConsumers;  // per warpgroup, of the consumers
+    constexpr int kOfDq = Traits::kConsumersComputeDq ? 0 : kWarps;        // that read dS for dQ alone
+    constexpr int kOfProduct = Traits::kSplitsKeys ? kOfConsumers : kWarps;
+    shared.k_barriers.init(/*warps=*/1);  // K and V are loaded once
+    shared.v_barriers.init(/*warps=*/1);
+    shared.q_barriers.init(kOfConsumers);
+    shared.dout_barriers.init(kOfConsumers);
+    if constexpr (may_be_varlen(kKind)) {
+        shared.foreign_copied.init(/*arrive_count=*/2);  // for Q with lse, and for dO with delta
+    }
+    shared.ds_barriers.init(/*warps=*/kWarps, /*writers=*/kOfProduct);
+    shared.p_barriers.init(/*warps=*/kWarps, /*writers=*/kWarps);
+    for (auto &full : shared.draws_full) {
+        full.init(kWarps);
+    }
+    for (auto &barriers : shared.dq_barriers) {
+        barriers.init(/*warps=*/1, /*writers=*/kWarps);
+    }
+    cutlass::arch::fence_barrier_init();
+}
+
+// Phase compute.
+template <typename Traits, Kind kKind>
+__device__ __forceinline__ void compute_dq_dk_dv(const Flash_bwd_params &params, const typename Traits::Copies &copies,
+                                                 typename Traits::SharedStorage &shared, const WorkCounts &counts,
+                                                 const WorkOrder &order, const WorkTile &tile) {
+    using Producer = ProducerOf<Traits, kKind>;
+    int bidb, bidh_dkv, n_block = tile.index;
+    order.by_sequence(bidb, bidh_dkv, tile.head);
+    if (params.dq_semaphore != nullptr && is_local(kKind)) {
+        // In order and local: the last key blocks add first (ColumnBlockInfo::order_in), so they start first.
+        n_block = order.compute - 1 - n_block;
+    }
+    if (may_be_varlen(kKind) && params.cu_seqlens_k != nullptr) {
+        const SequenceBlock found =
+            find_block_by_warp(params.cu_seqlens_k, params.b, params.total_k, Traits::kBlockN, n_block);
+        bidb = found.bidb;
+        n_block = found.block;
+    }
+    const Sequence seq = sequence<may_be_varlen(kKind)>(params, bidb);
+    const int role = uniform(threadIdx.x / 128);
+    int *computed = params.dq_accum == nullptr ? nullptr : counts.computed(tile.head);
+    if (n_block * Traits::kBlockN >= seq.seqlen_k) {  // unused, with variable lengths
+        if (computed != nullptr && threadIdx.x == 0) {
+            counts.add(computed, Producer::kWarpsThatAdd);
+        }
+        return;
+    }
+    const ColumnBlock<Traits, kKind> block(params, seq, bidb, bidh_dkv, n_block);
+    if (role == 0) {
+        cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
+        LoaderBwd<Traits, kKind> loader(params, copies, shared, block);
+        const auto wait_for_statistics = [&] {
+            if (threadIdx.x == 0) {
+                counts.wait(counts.preprocessed(tile.head), order.preprocess());
+            }
+            __syncwarp();
+            fence_copies_from_global();
+        };
+        const auto done = [&] {
+            if (computed != nullptr) {
+                counts.add(computed);
+            }
+        };
+        Producer(params, shared, block).run(loader, wait_for_statistics, done);
+    } else if (role <= Traits::kConsumers) {
+        cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
+        compute_dk_dv_1colblock(params, shared, block, role - 1);
+    } else if constexpr (Traits::kHasDropoutWarpgroup) {
+        cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
+        DropoutWarpgroup<Traits, kKind>(params, shared, block).run();
+    }
+}
+
+// CTAs take the numbers of their work tiles when they start. A work tile waits for smaller numbers alone, and their
+// CTAs have started: in whichever order the GPU starts CTAs, none waits for one that cannot start (deadlock). Nothing
+// but the number passes between CTAs here, so the atomic is relaxed.
+template <typename Traits, Kind kKind>
+__global__ void __launch_bounds__(Traits::kNThreads, 1)
+    flash_bwd_kernel(const __grid_constant__ Flash_bwd_params params,
+                     const __grid_constant__ typename Traits::Copies copies, const __grid_constant__ WorkOrder order) {
+    extern __shared__ __align__(1024) char smem[];
+    static_assert(Traits::kAlignment == 1024);
+    auto &shared = *reinterpret_cast<typename Traits::SharedStorage *>(smem);
+    const WorkCounts counts{params.work_counts, order.heads()};
+    if (threadIdx.x == Traits::kNThreads - 32) {  // for phase compute
+        prefetch_tma_descriptor(copies.q.get_tma_descriptor());
+        prefetch_tma_descriptor(copies.dout.get_tma_descriptor());
+        prefetch_tma_descriptor(copies.k.get_tma_descriptor());
+        prefetch_tma_descriptor(copies.v.get_tma_descriptor());
+        init_barriers<Traits, kKind>(shared);
+    }
+    if (threadIdx.x == 0) {
+        shared.number = atomicAdd(counts.taken(), 1);
+    }
+    __syncthreads();  // every thread sees the barriers and the number
+    const WorkTile tile = order.at(uniform(shared.number));
+    if (tile.phase == Phase::preprocess) {
+        using Preprocess = PreprocessBwd<Traits, kKind>;
+        Preprocess(params, order, tile)
+            .run(reinterpret_cast<typename Preprocess::SharedStorage &>(smem), counts, tile.head);
+    } else if (tile.phase == Phase::convert) {
+        using Convert = ConvertDq<Traits, kKind>;
+        Convert(params, order, tile)
+            .run(reinterpret_cast<typename Convert::SharedStorage &>(smem), counts, tile.head,
+                 order.compute * ProducerOf<Traits, kKind>::kWarpsThatAdd);
+    } else {
+        compute_dq_dk_dv<Traits, kKind>(params, copies, shared, counts, order, tile);
+    }
+}
+
+}  // namespace flash::sm90

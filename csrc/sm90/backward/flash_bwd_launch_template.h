@@ -1,0 +1,114 @@
+// run_flash_bwd: the TMA descriptors, grid and shared memory of the backward kernel, and its launch.
+#pragma once
+
+#include <algorithm>
+
+#include "common/launch.h"
+#include "common/trace.h"
+#include "dispatch/device.h"
+#include "flash_bwd_kernel.h"
+#include "sm90/run_flash.h"
+
+namespace flash::sm90 {
+
+template <typename Traits>
+typename Traits::Copies make_copies_bwd(const Flash_bwd_params &params) {
+    using Element = typename Traits::Element;
+    const bool is_varlen = params.cu_seqlens_q != nullptr;
+    const int64_t rows_q = is_varlen ? params.total_q : params.seqlen_q;
+    const int64_t rows_k = is_varlen ? params.total_k : params.seqlen_k;
+    const int batch = is_varlen ? 1 : params.b;
+    const auto of_Q = [&](const TensorRef &x) {
+        return make_tma_load<Element, decltype(take<0, 2>(typename Traits::template SmemLayoutQ<1>{})),
+                             typename Traits::TileQ>(x, rows_q, params.d, params.h, batch);
+    };
+    const auto of_KV = [&](const TensorRef &x) {
+        return make_tma_load<Element, decltype(take<0, 2>(typename Traits::SmemLayoutKV{})), typename Traits::TileKV>(
+            x, rows_k, params.d, params.h_k, batch);
+    };
+    return {of_Q(params.q), of_Q(params.dout), of_KV(params.k), of_KV(params.v)};
+}
+
+// Whether the rows of Q, K, V, O, dO and dQ's accumulator that `ctas` work with fit into the L2 cache. An estimate: as
+// for as many queries as keys, and one query head for each key head.
+template <typename Traits>
+bool fits_into_l2(int ctas) {
+    int device = 0, bytes = 0;
+    check_cuda(cudaGetDevice(&device), "reading the current device");
+    check_cuda(cudaDeviceGetAttribute(&bytes, cudaDevAttrL2CacheSize, device), "reading the size of the L2 cache");
+    constexpr int kBytesOfRow = Traits::kHeadDim * (5 * sizeof(typename Traits::Element) + sizeof(float));
+    return int64_t{ctas} * Traits::kBlockN * kBytesOfRow <= bytes;
+}
+
+// The heads whose work tiles come together.
+template <typename Traits, Kind kKind>
+int interleaved_heads(const Flash_bwd_params &params, const RowBlocks &key_blocks) {
+    const bool is_in_order = params.dq_semaphore != nullptr;
+    const int per_head = is_in_order ? key_blocks.per_sequence() : key_blocks.per_head;
+    const int sms = device_properties().sm_count;
+    int ctas;  // of the heads, in phase compute
+    if (is_in_order) {
+        // As many as run at the same time: a CTA starts well after the one of the same sequence that it waits for.
+        // Where the producer adds dQ and passes the order on a step later: twice as many for long sequences. Then half
+        // of a head's key blocks run at the same time, and the last one waits for half as many before it. If the rows
+        // of so many do not fit into L2: 3 / 2 as many in kind full, as many as run at the same time in others.
+        const bool is_halved = !Traits::kConsumersComputeDq && per_head >= (is_local(kKind) ? 32 : 16);
+        if (is_halved && fits_into_l2<Traits>(2 * sms)) {
+            ctas = 2 * sms;
+        } else if (is_halved && !is_local(kKind)) {
+            ctas = (3 * sms / per_head + 1) / 2 * per_head;  // rounded to whole heads
+        } else {
+            ctas = sms;
+        }
+    } else if (per_head <= 8) {
+        // Short sequences: so few that what one phase leaves for the next is still in L2. Where CTAs take longer, fewer
+        // of them would wait for each other: with many query heads each, or where the producer adds dQ.
+        const bool is_soon_done = Traits::kConsumersComputeDq && per_head * params.heads_per_dkv <= 16;
+        ctas = is_soon_done ? sms / 2 : sms;
+    } else {
+        // Kind full: CTAs that fill the SMs once. Other kinds, whose key blocks may differ in work: twice, long ones
+        // first, so that all end together.
+        ctas = is_local(kKind) ? 2 * sms : sms;
+    }
+    return clamp_to(ctas / std::max(per_head, 1), 1, std::max(key_blocks.all_heads(), 1));
+}
+
+template <typename Traits, Kind kKind>
+void launch_flash_bwd(const Flash_bwd_params &given, cudaStream_t stream) {
+    Flash_bwd_params params = given;
+    const RowBlocks blocks = key_blocks(params, params.h / params.heads_per_dkv, Traits::kBlockN);
+    params.interleaved_heads = interleaved_heads<Traits, kKind>(params, blocks);
+    check_grid(padded_rows(params), "batch * nheads * query rows");
+    const int64_t grid = WorkOrder::count(params, blocks, Traits::kRowsPerTile);
+    check_grid(grid, "batch * nheads * (blocks of keys + blocks of query rows)");
+    if (trace_enabled()) {
+        trace("flash_bwd_kernel", "kKind=%s kBlockM=%d kBlockN=%d stages=%d,%d grid=%lld threads=%d smem=%d",
+              name_of(kKind), Traits::kBlockM, Traits::kBlockN, Traits::kStagesQ, Traits::kStagesdO,
+              static_cast<long long>(grid), Traits::kNThreads, Traits::kSmemSize);
+    }
+    auto kernel = &flash_bwd_kernel<Traits, kKind>;
+    reserve_smem(kernel, Traits::kSmemSize);
+    kernel<<<static_cast<unsigned>(grid), Traits::kNThreads, Traits::kSmemSize, stream>>>(
+        params, make_copies_bwd<Traits>(params), WorkOrder(params, blocks, Traits::kRowsPerTile, is_local(kKind)));
+    check_cuda(cudaGetLastError(), "launching flash_bwd_kernel");
+}
+
+template <DType kDType, int kHeadDim, Kind kKind>
+void run_flash_bwd(const Flash_bwd_params &params, cudaStream_t stream) {
+    const auto launch = [&](auto factors) {
+        launch_flash_bwd<Flash_bwd_kernel_traits<kDType, kHeadDim, factors.value>, kKind>(params, stream);
+    };
+    if constexpr (!is_general(kKind)) {
+        launch(constant<Factors, Factors::none>{});
+    } else if constexpr (!has_kernel_per_factors(kHeadDim)) {
+        launch(constant<Factors, Factors::cap_or_dropout>{});
+    } else if (params.rng_state != nullptr) {
+        launch(constant<Factors, Factors::dropout>{});
+    } else if (params.cap_scale != 0.0f) {
+        launch(constant<Factors, Factors::cap>{});
+    } else {
+        launch(constant<Factors, Factors::none>{});
+    }
+}
+
+}  // namespace flash::sm90

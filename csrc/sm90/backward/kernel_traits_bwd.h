@@ -1,0 +1,223 @@
+// The sm90 backward kernels at compile time: tile sizes, and the types that follow from them.
+#pragma once
+
+#include <cutlass/numeric_types.h>
+#include <cute/tensor.hpp>
+
+#include <type_traits>
+
+#include "dispatch/kind.h"
+#include "flash.h"
+#include "sm90/common/pipeline.h"
+#include "sm90/common/tma.h"
+#include "work_tiles_bwd.h"
+
+namespace flash::sm90 {
+
+// ---- tile sizes per head dim: the one table. docs/tuning/sm90_backward.md says how they were found.
+
+// How the two consumer warpgroups share the work of a step.
+enum class BwdSplit {
+    keys,      // each has 64 keys, and computes S, dP, dV and dK of them
+    products,  // both have the same 64 keys: one computes S and dV, the other dP and dK
+};
+
+// Who computes dQ.
+enum class DqBy {
+    consumers,  // each a half; it goes through shared memory, and the copy engine adds it to global memory
+    producer,   // the producer warpgroup, which adds it from registers
+};
+
+// Where wgmma finds dS as an operand of dK.
+enum class DsIn { registers, shared_memory };
+
+template <BwdSplit kSplit_, DqBy kDqBy_, DsIn kDsIn_, int kBlockM_, int kStagesQ_, int kStagesdO_, int kStagesdS_,
+          int kDqColumns_, int kProducerRegisters_, int kConsumerRegisters_, int kRowsPerTile_>
+struct TileBwd {
+    static constexpr BwdSplit kSplit = kSplit_;
+    static constexpr DqBy kDqBy = kDqBy_;
+    static constexpr DsIn kDsIn = kDsIn_;
+    static constexpr int kBlockM = kBlockM_;                                                    // query rows of a step
+    static constexpr int kBlockN = kSplit_ == BwdSplit::keys ? 2 * 64 : 64;                     // keys of a CTA
+    static constexpr int kStagesQ = kStagesQ_, kStagesdO = kStagesdO_, kStagesdS = kStagesdS_;  // of the pipelines
+    static constexpr int kDqColumns = kDqColumns_;  // dQ is multiplied in tiles of 64 rows and this many columns
+    // setmaxnreg, for the producer warpgroup and two consumers. A launch of 384 threads gets 3 * 168 = 504; with more,
+    // the kernel would wait for ever. With a dropout warpgroup: Flash_bwd_kernel_traits::kConsumerRegisters.
+    static constexpr int kProducerRegisters = kProducerRegisters_;
+    static constexpr int kConsumerRegisters = kConsumerRegisters_;
+    static constexpr int kRowsPerTile = kRowsPerTile_;  // query rows of a work tile of preprocess or convert
+    static_assert(kProducerRegisters + 2 * kConsumerRegisters <= 3 * 168);
+};
+
+template <int kHeadDim>
+struct TileSizesBwd;
+
+// Head dims whose kind general has three kernels, for no factors, a cap and dropout (kernel_traits_bwd.h, Factors):
+// what a call does not need takes no registers, and only calls with dropout have a warpgroup for it. The others have
+// one kernel.
+constexpr bool has_kernel_per_factors(int headdim) {
+    return headdim == 64 || headdim == 128;
+}
+
+template <>
+struct TileSizesBwd<64>
+    : TileBwd<BwdSplit::keys, DqBy::consumers, DsIn::shared_memory, 128, 3, 2, 2, 64, 24, 240, 1024> {};
+template <>
+struct TileSizesBwd<96>
+    : TileBwd<BwdSplit::keys, DqBy::producer, DsIn::shared_memory, 64, 3, 3, 2, 96, 120, 192, 1024> {};
+template <>
+struct TileSizesBwd<128> : TileBwd<BwdSplit::keys, DqBy::consumers, DsIn::registers, 64, 3, 2, 2, 64, 24, 240, 512> {};
+template <>
+struct TileSizesBwd<192> : TileBwd<BwdSplit::products, DqBy::producer, DsIn::registers, 64, 2, 2, 2, 64, 88, 208, 256> {
+};
+template <>
+struct TileSizesBwd<256> : TileBwd<BwdSplit::products, DqBy::producer, DsIn::registers, 64, 2, 2, 2, 64, 88, 208, 256> {
+};
+
+// ---- the types of the sm90 backward kernel: tiles, wgmma, shared memory layouts and TMA copies.
+
+using namespace cute;
+
+// What dS needs beside P. Calls with a cap on scores or dropout hold P twice: for dV, and with factors for dS.
+enum class Factors {
+    none,
+    cap,
+    dropout,
+    cap_or_dropout,  // one, or none: decided at run time
+};
+
+template <DType kDType, int kHeadDim_, Factors kFactors_>
+struct Flash_bwd_kernel_traits {
+    static_assert(kDType == DType::float16 || kDType == DType::bfloat16, "tensor cores multiply 16-bit types here");
+
+    using Element = std::conditional_t<kDType == DType::float16, cutlass::half_t, cutlass::bfloat16_t>;
+    using TileSize = TileSizesBwd<kHeadDim_>;
+    static constexpr int kHeadDim = kHeadDim_;
+    static constexpr Factors kFactors = kFactors_;
+    static constexpr bool kHasFactors = kFactors != Factors::none;
+    static constexpr bool kMayDrop = kFactors == Factors::dropout || kFactors == Factors::cap_or_dropout;
+    static constexpr int kBlockM = TileSize::kBlockM;
+    static constexpr int kBlockN = TileSize::kBlockN;
+    static constexpr int kRowsPerTile = TileSize::kRowsPerTile;
+    static constexpr int kStagesQ = TileSize::kStagesQ, kStagesdO = TileSize::kStagesdO;
+    static constexpr int kStagesdS = TileSize::kStagesdS;
+    static constexpr bool kSplitsKeys = TileSize::kSplit == BwdSplit::keys;
+    static constexpr bool kConsumersComputeDq = TileSize::kDqBy == DqBy::consumers;
+    static constexpr int kConsumers = 2;
+    static constexpr bool kHasDropoutWarpgroup = kFactors == Factors::dropout;  // draws its bits
+    static constexpr int kNThreads = 128 * (kConsumers + 1 + kHasDropoutWarpgroup);
+    // setmaxnreg. A launch of 512 threads gets 4 * 128 registers.
+    static constexpr int kProducerRegisters = TileSize::kProducerRegisters;  // of the dropout warpgroup, too
+    static constexpr int kConsumerRegisters =
+        kHasDropoutWarpgroup ? 256 - kProducerRegisters : TileSize::kConsumerRegisters;
+    static constexpr DsIn kDsIn = kHasDropoutWarpgroup ? DsIn::shared_memory : TileSize::kDsIn;  // saves registers
+    // The accumulator of dP starts at delta, and the product is subtracted. Head dim 96: faster.
+    static constexpr bool kDpStartsAtDelta = kFactors == Factors::cap || (kHeadDim == 96 && !kMayDrop);
+    static constexpr int kKeys = 64;  // keys of a consumer warpgroup: the m64 of wgmma
+
+    // S^T = K Q^T and dP^T = V dO^T, keys as rows: both operands in shared memory, or V in registers. dV += P^T dO and
+    // dK += dS^T Q: P and dS in registers, dO and Q transposed by wgmma. dQ = dS K: both in shared memory, K transposed
+    // by wgmma.
+    using TileQ = Shape<Int<kBlockM>, Int<kHeadDim>>;
+    using TileKV = Shape<Int<kBlockN>, Int<kHeadDim>>;
+    using TileS = Shape<Int<kKeys>, Int<kBlockM>>;     // of a consumer
+    using TiledKV = Shape<Int<kKeys>, Int<kHeadDim>>;  // of a consumer
+    using TiledMmaSdP = decltype(make_tiled_mma(
+        GMMA::ss_op_selector<Element, Element, float, Shape<Int<kKeys>, Int<kBlockM>, Int<kHeadDim>>>()));
+    // delta - dP^T, where the accumulator starts at delta.
+    using TiledMmaMinusdP = decltype(make_tiled_mma(
+        GMMA::ss_op_selector<Element, Element, float, Shape<Int<kKeys>, Int<kBlockM>, Int<kHeadDim>>, GMMA::Major::K,
+                             GMMA::Major::K, GMMA::ScaleIn::Neg, GMMA::ScaleIn::One>()));
+    using TiledMmadP = decltype(make_tiled_mma(
+        GMMA::rs_op_selector<Element, Element, float,
+                             Shape<Int<kKeys>, Int<kBlockM>, Int<kHeadDim>>>()));  // head dim 64: V in registers
+    using TiledMmadKV = decltype(make_tiled_mma(
+        GMMA::rs_op_selector<Element, Element, float, Shape<Int<kKeys>, Int<kHeadDim>, Int<kBlockM>>, GMMA::Major::K,
+                             GMMA::Major::MN>()));
+    using TiledMmadK = decltype(make_tiled_mma(
+        GMMA::ss_op_selector<Element, Element, float, Shape<Int<kKeys>, Int<kHeadDim>, Int<kBlockM>>, GMMA::Major::MN,
+                             GMMA::Major::MN>()));  // BwdSplit::keys: dS in shared memory, to save registers
+    using TiledMmadQ = decltype(make_tiled_mma(
+        GMMA::ss_op_selector<Element, Element, float, Shape<_64, Int<TileSize::kDqColumns>, Int<kBlockN>>,
+                             GMMA::Major::K, GMMA::Major::MN>()));
+
+    // Rows of 128 bytes (64 bytes for head dims that are no multiple of 64), in the swizzle of wgmma and TMA.
+    static constexpr int kSmemRow = kHeadDim % 64 == 0 ? 64 : 32;  // elements
+    using SmemLayoutAtom =
+        std::conditional_t<kSmemRow == 64, GMMA::Layout_K_SW128_Atom<Element>, GMMA::Layout_K_SW64_Atom<Element>>;
+    template <int kStages>
+    using SmemLayoutQ = decltype(tile_to_shape(SmemLayoutAtom{}, Shape<Int<kBlockM>, Int<kHeadDim>, Int<kStages>>{}));
+    template <int kStages>
+    using SmemLayoutQt = decltype(composition(
+        SmemLayoutQ<kStages>{},
+        make_layout(Shape<Int<kHeadDim>, Int<kBlockM>, Int<kStages>>{},
+                    Stride<Int<kBlockM>, _1, Int<kBlockM * kHeadDim>>{})));  // (headdim, query, stage)
+    // Places of the elements of a tile of Q or dO (BLK_M, HD, 1), counted from its first one.
+    using PlacesInQ = decltype(as_position_independent_swizzle_layout(SmemLayoutQ<1>{}));
+    using SmemLayoutKV = decltype(tile_to_shape(SmemLayoutAtom{}, Shape<Int<kBlockN>, Int<kHeadDim>, _1>{}));
+    using SmemLayoutKt =
+        decltype(composition(take<0, 2>(SmemLayoutKV{}), make_layout(Shape<Int<kHeadDim>, Int<kBlockN>>{},
+                                                                     Stride<Int<kBlockN>, _1>{})));  // (headdim, key)
+    // dS [queries, keys]: each consumer's 64 keys are contiguous.
+    using SmemLayoutdS = decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{},
+                                                Shape<Int<kBlockM>, Int<kBlockN>, Int<kStagesdS>>{}));
+
+    using SmemLayoutdSt = decltype(composition(
+        SmemLayoutdS{}, make_layout(Shape<Int<kBlockN>, Int<kBlockM>, Int<kStagesdS>>{},
+                                    Stride<Int<kBlockM>, _1, Int<kBlockM * kBlockN>>{})));  // (key, query, stage)
+
+    using TmaQ = TmaLoad<Element, decltype(take<0, 2>(SmemLayoutQ<1>{})), TileQ>;
+    using TmaKV = TmaLoad<Element, decltype(take<0, 2>(SmemLayoutKV{})), TileKV>;
+    struct Copies {
+        TmaQ q, dout;
+        TmaKV k, v;
+    };
+
+    static constexpr int kAlignment = 1024;                      // bytes: of the swizzled layouts
+    static constexpr int kTileOfDq = 64 * TileSize::kDqColumns;  // elements
+    static constexpr int kTilesOfDq = kBlockM * kHeadDim / kTileOfDq;
+    static_assert(!kConsumersComputeDq || kTilesOfDq == kConsumers);
+    static constexpr int kWordsOfScores = kKeys * kBlockM / 2;
+    static constexpr int kWordsOfDraws = kKeys * kBlockM / 128 / 32;  // of a thread
+    using DrawsOfCta = uint32_t[kWordsOfDraws][kHasDropoutWarpgroup ? kConsumers * 128 : 1];
+    struct SharedStorage {
+        alignas(kAlignment) Element k[kBlockN * kHeadDim];
+        alignas(kAlignment) Element v[kBlockN * kHeadDim];
+        alignas(kAlignment) Element q[kStagesQ * kBlockM * kHeadDim];
+        alignas(kAlignment) Element dout[kStagesdO * kBlockM * kHeadDim];
+        alignas(kAlignment) Element ds[cosize_v<SmemLayoutdS>];
+        alignas(16) uint32_t p[kSplitsKeys ? 4 : kStagesdS * kWordsOfScores];  // P on its way between consumers
+        alignas(128) float dq[kConsumersComputeDq ? kConsumers : 1][kConsumersComputeDq ? kTileOfDq : 4];
+        alignas(16) float lse[kStagesQ][kBlockM];
+        alignas(16) float delta[kStagesdO][kBlockM];
+        DrawsOfCta draws[kStagesQ];                 // dropout: which probabilities drop
+        PipelineBarriers<kStagesQ> q_barriers;      // Q with lse
+        PipelineBarriers<kStagesdO> dout_barriers;  // dO with delta
+        PipelineBarriers<1> dq_barriers[kConsumers];
+        PipelineBarriers<kStagesdS> ds_barriers, p_barriers;
+        PipelineBarriers<1> k_barriers, v_barriers;
+        cutlass::arch::ClusterBarrier draws_full[kStagesQ];  // the stage of Q has its draws
+        int number;                                          // of the work tile
+        cutlass::arch::ClusterTransactionBarrier
+            foreign_copied;  // Q and dO of a step with foreign rows (producer_bwd.h)
+    };
+    static constexpr int kSmemSize = sizeof(SharedStorage);
+    static constexpr int kSmemForRows = offsetof(SharedStorage, lse);  // bytes, for the phases preprocess and convert
+    static_assert(kSmemSize <= 227 * 1024, "more shared memory than a thread block may have");
+};
+
+// Which arithmetic a step has, as measured: docs/tuning/sm90_backward.md, "The arithmetic of a step".
+// Preprocess stores the log-sum-exp times log2(e), except for steps with a large one.
+template <typename Traits, Kind kKind>
+constexpr bool stores_lse_in_base_2() {
+    return Traits::kHeadDim == 64 ? kKind == Kind::full || is_general(kKind)
+                                  : (Traits::kHeadDim == 96 || Traits::kHeadDim == 128) && !Traits::kHasFactors;
+}
+
+// A mask and large log-sum-exps change the scores in place, before the arithmetic that all steps have.
+template <typename Traits, Kind kKind>
+constexpr bool changes_scores_in_place() {
+    return Traits::kHeadDim == 128 && !may_be_varlen(kKind);
+}
+
+}  // namespace flash::sm90

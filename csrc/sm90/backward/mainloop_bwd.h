@@ -1,0 +1,463 @@
+// The consumers' side of the backward: S, dP, dV and dK of one key block, over all steps, and dQ with DqBy::consumers.
+// KeyConsumer and ProductConsumer are the two ways to share the work of a step (BwdSplit).
+#pragma once
+
+#include "consumer_bwd.h"
+#include "dq_tile.h"
+
+namespace flash::sm90 {
+
+// BwdSplit::keys. The consumer computes S, dP, dV and dK for its own 64 keys; with DqBy::consumers, a tile of dQ too.
+// While it computes, the tensor cores work for it: on dK beside the exponentials of the next step, on dV beside dS, on
+// dQ beside the one or the other.
+template <typename Traits, Kind kKind>
+class KeyConsumer : ConsumerBwd<Traits, kKind> {
+    using Base = ConsumerBwd<Traits, kKind>;
+    using Base::shared, Base::scores, Base::step, Base::steps_left, Base::q_state, Base::dout_state, Base::ds_state,
+        Base::warpgroup;
+    using typename Base::Element, typename Base::Scores, typename Base::Operand, typename Base::Probabilities;
+    using DsState = PipelineState<Traits::kStagesdS>;
+    using QState = PipelineState<Traits::kStagesQ>;
+    static constexpr bool kComputesDq = Traits::kConsumersComputeDq;
+    // V of its keys is in 16 registers, where dP reads it: less traffic of shared memory. Kind general has none to
+    // spare.
+    static constexpr bool kHoldsV = Traits::kHeadDim == 64 && !is_general(kKind);
+    static_assert(!(kHoldsV && Traits::kDpStartsAtDelta), "dP with V in registers starts at 0");
+    PipelineState<1> dq_state;
+
+public:
+    __device__ KeyConsumer(const Flash_bwd_params &params, typename Traits::SharedStorage &shared,
+                           const ColumnBlock<Traits, kKind> &block, int warpgroup)
+        : Base(params, shared, block, warpgroup) {}
+
+    // acc_dk, acc_dv (MMA, MMA_M, MMA_N) get the sums over all steps. dK lacks the factor softmax_scale.
+    template <typename TensorKV>
+    __device__ __forceinline__ void run(TensorKV &acc_dk, TensorKV &acc_dv) {
+        if (steps_left == 0) {
+            clear(acc_dk);
+            clear(acc_dv);
+            return;
+        }
+        this->wait_for_KV(shared.k_barriers, shared.k);
+        this->wait_for_Q();
+        const auto inputs = scores.load_inputs(step);
+        const auto lse = lse_of_step();
+        const auto draws = draws_of_step();
+        Scores first_s;
+        this->issue_scores(shared.k, shared.q, q_state, first_s);
+        this->wait_for_KV(shared.v_barriers, shared.v);
+        wait_for<0>(first_s);
+        Probabilities p = scores.rounded_p(step, inputs, draws, first_s, lse);
+        if constexpr (kComputesDq && Traits::kHeadDim <= 64) {
+            run_headdim64(p, acc_dk, acc_dv);
+        } else if constexpr (kComputesDq && !Traits::kMayDrop) {
+            run_headdim128(p, acc_dk, acc_dv);
+        } else if constexpr (kComputesDq) {
+            run_headdim128_with_dropout(p, acc_dk, acc_dv);
+        } else {
+            run_without_dq(p, acc_dk, acc_dv);
+        }
+        wait_for<0>(acc_dk);
+    }
+
+private:
+    // Nothing is under way where an iteration begins: ptxas follows products within an iteration only. S, dP and dQ are
+    // new variables in each: wgmma would keep the old values until it overwrites them.
+    //
+    // A warp's loads from shared memory wait behind the products that it has issued, and its next product waits for
+    // those loads. So row statistics are loaded where other work hides them.
+
+    // Head dim 64. An iteration begins when dV of a step is complete and dS is sent. dQ is stored beside dP of the next
+    // step, when all four accumulators hold values.
+    template <typename TensorKV>
+    __device__ __forceinline__ void run_headdim64(Probabilities &first_p, TensorKV &acc_dk, TensorKV &acc_dv) {
+        const auto rV = held_V();
+        this->wait_for_dO();
+        const auto first_delta = delta_of_step();
+        Scores first_ds;
+        issue_dp_and_dv(/*accumulates=*/false, first_p, first_ds, acc_dv, rV);
+        wait_for<1>(first_ds);
+        Operand rdS = scores.rounded_ds(first_p.for_ds(), first_ds, first_delta);
+        auto ds = this->send_ds(rdS);
+        wait_for<0>(acc_dv);
+        Base::release(dout_state, shared.dout_barriers);
+        bool accumulates = false;
+        for (; steps_left > 1; --steps_left, accumulates = true) {
+            Scores acc_ds, next_s;
+            const auto q = q_state;
+            this->advance_step();
+            const auto inputs = scores.load_inputs(step);
+            this->wait_for_Q();
+            const auto lse = lse_of_step();
+            const auto draws = draws_of_step();
+            this->issue_scores(shared.k, shared.q, q_state, next_s);
+            auto acc_dq = issue_dq(ds);
+            issue_dk(accumulates, ds, q, rdS, acc_dk);
+            wait_for<2>(next_s);
+            Probabilities p = scores.rounded_p(step, inputs, draws, next_s, lse);
+            wait_for<0>(acc_dk);
+            warpgroup_fence_operand(acc_dq);
+            Base::release(q, shared.q_barriers);
+            this->wait_for_dO();
+            issue_dp_and_dv(/*accumulates=*/true, p, acc_ds, acc_dv, rV);
+            store_dq(acc_dq);
+            const auto delta = delta_of_step();
+            wait_for<1>(acc_ds);
+            rdS = scores.rounded_ds(p.for_ds(), acc_ds, delta);
+            ds = this->send_ds(rdS);
+            send_dq();  // behind the fence of dS
+            wait_for<0>(acc_dv);
+            Base::release(dout_state, shared.dout_barriers);
+        }
+        compute_last_dk_and_dq(accumulates, ds, rdS, acc_dk);
+    }
+
+    // Head dim 128. An iteration begins when dV of a step is complete and dS is sent. dQ of a step is multiplied beside
+    // dP of the next one: no consumer waits for the dS that the other is just computing.
+    template <typename TensorKV>
+    __device__ __forceinline__ void run_headdim128(Probabilities &p, TensorKV &acc_dk, TensorKV &acc_dv) {
+        this->wait_for_dO();
+        const auto first_delta = delta_of_step();
+        Scores first_ds;
+        issue_dp_and_dv(/*accumulates=*/false, p, first_ds, acc_dv);
+        wait_for<1>(first_ds);
+        Operand rdS = scores.rounded_ds(p.for_ds(), first_ds, first_delta);
+        auto ds = this->send_ds(rdS);
+        wait_for<0>(acc_dv);
+        Base::release(dout_state, shared.dout_barriers);
+        bool accumulates = false;
+        for (; steps_left > 1; --steps_left, accumulates = true) {
+            Scores acc_ds, next_s;
+            const auto q = q_state;
+            this->advance_step();
+            const auto inputs = scores.load_inputs(step);
+            this->wait_for_Q();
+            const auto lse = lse_of_step();
+            this->issue_scores(shared.k, shared.q, q_state, next_s);
+            issue_dk(accumulates, ds, q, rdS, acc_dk);
+            wait_for<1>(next_s);
+            p = scores.rounded_p(step, inputs, Draws<Traits>(), next_s, lse);
+            this->wait_for_dO();
+            const auto delta = delta_of_step();
+            wait_for<0>(acc_dk);
+            Base::release(q, shared.q_barriers);
+            this->issue_dp(acc_ds);
+            auto acc_dq = issue_dq(ds);
+            this->issue_dkv(/*accumulates=*/true, p.for_dv, shared.dout, dout_state, acc_dv);
+            wait_for<2>(acc_ds);
+            rdS = scores.rounded_ds(p.for_ds(), acc_ds, delta);
+            wait_for<1>(acc_dq);  // it has read its stage of dS, which the other may overwrite when dS is sent
+            store_dq(acc_dq);
+            ds = this->send_ds(rdS);
+            send_dq();  // behind the fence of dS
+            wait_for<0>(acc_dv);
+            Base::release(dout_state, shared.dout_barriers);
+        }
+        compute_last_dk_and_dq(accumulates, ds, rdS, acc_dk);
+    }
+
+    // Head dim 128, calls with dropout: P is held twice, which leaves fewer registers. An iteration begins with dP and
+    // dV of a step. dQ is complete, and its registers are free, before the next dP needs them.
+    template <typename TensorKV>
+    __device__ __forceinline__ void run_headdim128_with_dropout(Probabilities &p, TensorKV &acc_dk, TensorKV &acc_dv) {
+        this->wait_for_dO();
+        auto delta = delta_of_step();
+        bool accumulates = false;
+        for (; steps_left > 1; --steps_left, accumulates = true) {
+            Scores acc_ds, next_s;
+            const auto q = q_state;
+            const auto dout = dout_state;
+            issue_dp_and_dv(accumulates, p, acc_ds, acc_dv);
+            this->advance_step();
+            const auto inputs = scores.load_inputs(step);
+            this->wait_for_Q();
+            wait_for<1>(acc_ds);
+            Operand rdS = scores.rounded_ds(p.for_ds(), acc_ds, delta);
+            const auto lse = lse_of_step();
+            const auto ds = this->send_ds(rdS);
+            if (accumulates) {
+                send_dq();  // of the step before, behind the fence of dS
+            }
+            wait_for<0>(acc_dv);  // the next products need the registers of P
+            Base::release(dout, shared.dout_barriers);
+            const auto draws = draws_of_step();
+            this->issue_scores(shared.k, shared.q, q_state, next_s);
+            auto acc_dq = issue_dq(ds);
+            issue_dk(accumulates, ds, q, rdS, acc_dk);
+            wait_for<2>(next_s);
+            p = scores.rounded_p(step, inputs, draws, next_s, lse);
+            this->wait_for_dO();
+            delta = delta_of_step();
+            wait_for<1>(acc_dq);
+            store_dq(acc_dq);
+            wait_for<0>(acc_dk);
+            Base::release(q, shared.q_barriers);
+        }
+        Scores acc_ds;
+        issue_dp_and_dv(accumulates, p, acc_ds, acc_dv);
+        wait_for<1>(acc_ds);
+        Operand rdS = scores.rounded_ds(p.for_ds(), acc_ds, delta);
+        const auto ds = this->send_ds(rdS);
+        if (accumulates) {
+            send_dq();
+        }
+        wait_for<0>(acc_dv);
+        Base::release(dout_state, shared.dout_barriers);
+        compute_last_dk_and_dq(accumulates, ds, rdS, acc_dk);
+    }
+
+    template <typename TensorKV>
+    __device__ __forceinline__ void run_without_dq(Probabilities &p, TensorKV &acc_dk, TensorKV &acc_dv) {
+        for (bool accumulates = false;; accumulates = true) {
+            Scores acc_ds;
+            this->wait_for_dO();
+            const auto delta = delta_of_step();
+            issue_dp_and_dv(accumulates, p, acc_ds, acc_dv);
+            wait_for<1>(acc_ds);
+            Operand rdS = scores.rounded_ds(p.for_ds(), acc_ds, delta);
+            const auto ds = this->send_ds(rdS);
+            if (--steps_left == 0) {
+                issue_dk(accumulates, ds, q_state, rdS, acc_dk);
+                warpgroup_fence_operand(acc_dv);
+                break;
+            }
+            const auto q = q_state;
+            const auto dout = dout_state;
+            this->advance_step();
+            const auto inputs = scores.load_inputs(step);
+            Scores next_s;
+            this->wait_for_Q();
+            const auto lse = lse_of_step();
+            const auto draws = draws_of_step();
+            this->issue_scores(shared.k, shared.q, q_state, next_s);
+            issue_dk(accumulates, ds, q, rdS, acc_dk);
+            wait_for<1>(next_s);
+            warpgroup_fence_operand(acc_dv);
+            Base::release(dout, shared.dout_barriers);
+            p = scores.rounded_p(step, inputs, draws, next_s, lse);
+            wait_for<0>(acc_dk);
+            Base::release(q, shared.q_barriers);
+        }
+        wait_for<0>(acc_dk);
+        Base::release(dout_state, shared.dout_barriers);
+    }
+
+    // dK and dQ of the last step, after the loop. dK is under way when this returns.
+    template <typename TensorKV>
+    __device__ __forceinline__ void compute_last_dk_and_dq(bool accumulates, const DsState &ds, Operand &rdS,
+                                                           TensorKV &acc_dk) {
+        auto acc_dq = issue_dq(ds);
+        issue_dk(accumulates, ds, q_state, rdS, acc_dk);
+        wait_for<1>(acc_dq);
+        store_dq(acc_dq);
+        complete_dq();
+    }
+
+    // Before products are issued, which the exchange between lanes would wait for.
+    __device__ __forceinline__ Draws<Traits> draws_of_step() const {
+        if constexpr (!Traits::kHasDropoutWarpgroup) {
+            return scores.exchanged(scores.draw(step, scores.load_rng_state()));
+        } else if (scores.has_dropout()) {
+            shared.draws_full[q_state.stage].wait(q_state.phase);
+            return load_draws<Traits>(shared.draws[q_state.stage], warpgroup);
+        }
+        return {};
+    }
+    __device__ __forceinline__ auto lse_of_step() const { return scores.load_statistics(shared.lse[q_state.stage]); }
+    __device__ __forceinline__ auto delta_of_step() const {
+        if constexpr (Traits::kDpStartsAtDelta) {
+            return typename ScoresBwd<Traits, kKind>::DeltaIsInDp();
+        } else {
+            return scores.load_statistics(shared.delta[dout_state.stage]);
+        }
+    }
+
+    // V in registers, or nothing where dP reads it from shared memory.
+    struct InSharedMemory {};
+    __device__ __forceinline__ auto held_V() const {
+        if constexpr (kHoldsV) {
+            return this->load_V();
+        } else {
+            return InSharedMemory();
+        }
+    }
+
+    template <typename TensorKV, typename TensorV = InSharedMemory>
+    __device__ __forceinline__ void issue_dp_and_dv(bool accumulates, Probabilities &p, Scores &acc_ds,
+                                                    TensorKV &acc_dv, const TensorV &rV = {}) const {
+        if constexpr (std::is_same_v<TensorV, InSharedMemory>) {
+            this->issue_dp(acc_ds);
+        } else {
+            this->issue_dp(rV, acc_ds);
+        }
+        this->issue_dkv(accumulates, p.for_dv, shared.dout, dout_state, acc_dv);
+    }
+
+    // dK += dS^T Q.
+    template <typename TensorA, typename TensorKV>
+    __device__ __forceinline__ void issue_dk(bool accumulates, const DsState &ds, const QState &q, TensorA &rdS,
+                                             TensorKV &acc_dk) const {
+        if constexpr (Traits::kDsIn == DsIn::registers) {
+            this->issue_dkv(accumulates, rdS, shared.q, q, acc_dk);
+        } else {
+            if constexpr (!kComputesDq) {  // else issue_dq has waited for all of dS
+                sync(Barrier::warpgroup, warpgroup, 128);
+            }
+            Base::issue_dk(accumulates, ds.stage, q, acc_dk);
+        }
+    }
+
+    // This consumer's tile of dQ, when both have sent dS.
+    __device__ __forceinline__ auto issue_dq(const DsState &ds) const {
+        auto acc = DqTile<Traits>::accumulator();
+        ds.wait(shared.ds_barriers);
+        DqTile<Traits>::issue(shared, ds.stage, warpgroup, acc);
+        return acc;
+    }
+
+    // dQ goes to the warp that adds it: stored, then sent behind a fence.
+    template <typename TensorDq>
+    __device__ __forceinline__ void store_dq(const TensorDq &acc) const {
+        dq_state.acquire(shared.dq_barriers[warpgroup]);
+        auto *target = reinterpret_cast<float4 *>(shared.dq[warpgroup]);
+        CUTE_UNROLL
+        for (int i = 0; i < DqTile<Traits>::kVectors; ++i) {
+            target[DqTile<Traits>::place(i, scores.thread)] = DqTile<Traits>::vector(acc, i);
+        }
+    }
+    __device__ __forceinline__ void send_dq() {
+        if (cute::elect_one_sync()) {
+            shared.dq_barriers[warpgroup].full[0].arrive();
+        }
+        dq_state.advance();
+    }
+    __device__ __forceinline__ void complete_dq() {
+        cutlass::arch::fence_view_async_shared();  // before the copy engine reads it
+        __syncwarp();
+        send_dq();
+    }
+};
+
+// BwdSplit::products. Consumer 0 computes S, P and dV. Consumer 1 gets P from it through shared memory, and computes
+// dP, dS and dK. Each accumulates one tile of 64 keys, which is all that its registers hold. The tensor cores work on
+// dV or dK beside the arithmetic of the next step.
+template <typename Traits, Kind kKind>
+class ProductConsumer : ConsumerBwd<Traits, kKind> {
+    using Base = ConsumerBwd<Traits, kKind>;
+    using Base::shared, Base::scores, Base::step, Base::steps_left, Base::q_state, Base::dout_state, Base::ds_state;
+    using typename Base::Element, typename Base::Scores, typename Base::Operand, typename Base::Probabilities;
+    using Inputs = typename ScoresBwd<Traits, kKind>::Inputs;
+    PipelineState<Traits::kStagesdS> p_state;
+
+public:
+    __device__ ProductConsumer(const Flash_bwd_params &params, typename Traits::SharedStorage &shared,
+                               const ColumnBlock<Traits, kKind> &block, int warpgroup)
+        : Base(params, shared, block, warpgroup) {}
+
+    template <typename TensorKV>
+    __device__ __forceinline__ void run_dv(TensorKV &acc_dv) {
+        if (steps_left == 0) {
+            clear(acc_dv);
+            return;
+        }
+        this->wait_for_KV(shared.k_barriers, shared.k);
+        this->wait_for_Q();
+        const auto rng_state = scores.load_rng_state();
+        auto inputs = scores.load_inputs(step);
+        Scores first_s;
+        this->issue_scores(shared.k, shared.q, q_state, first_s);
+        const auto first_draws = scores.draw(step, rng_state);
+        wait_for<0>(first_s);
+        auto rP = send_p(inputs, first_draws, first_s);
+        for (bool accumulates = false;; accumulates = true) {
+            this->wait_for_dO();
+            this->issue_dkv(accumulates, rP, shared.dout, dout_state, acc_dv);
+            if (--steps_left == 0) {
+                break;
+            }
+            q_state.advance();
+            step.advance(this->block);
+            inputs = scores.load_inputs(step);
+            Scores next_s;
+            this->wait_for_Q();
+            this->issue_scores(shared.k, shared.q, q_state, next_s);
+            const auto draws = scores.draw(step, rng_state);
+            wait_for<0>(next_s);
+            warpgroup_fence_operand(acc_dv);
+            Base::release(dout_state, shared.dout_barriers);
+            dout_state.advance();
+            rP = send_p(inputs, draws, next_s);
+        }
+        wait_for<0>(acc_dv);
+        Base::release(dout_state, shared.dout_barriers);
+    }
+
+    template <typename TensorKV>
+    __device__ __forceinline__ void run_dk(TensorKV &acc_dk) {
+        if (steps_left == 0) {
+            clear(acc_dk);
+            return;
+        }
+        this->wait_for_KV(shared.v_barriers, shared.v);
+        this->wait_for_dO();
+        Scores first_ds;
+        this->issue_scores(shared.v, shared.dout, dout_state, first_ds);
+        wait_for<0>(first_ds);
+        auto rdS = send_ds(first_ds);
+        for (bool accumulates = false;; accumulates = true) {
+            this->wait_for_Q();
+            this->issue_dkv(accumulates, rdS, shared.q, q_state, acc_dk);
+            if (--steps_left == 0) {
+                break;
+            }
+            dout_state.advance();
+            step.advance(this->block);
+            Scores next_ds;
+            this->wait_for_dO();
+            this->issue_scores(shared.v, shared.dout, dout_state, next_ds);
+            wait_for<0>(next_ds);
+            warpgroup_fence_operand(acc_dk);
+            Base::release(q_state, shared.q_barriers);
+            q_state.advance();
+            rdS = send_ds(next_ds);
+        }
+        wait_for<0>(acc_dk);
+        Base::release(q_state, shared.q_barriers);
+    }
+
+private:
+    __device__ __forceinline__ uint32_t *p_words() const { return shared.p + p_state.stage * Traits::kWordsOfScores; }
+
+    // S becomes P, the A operand of dV. Consumer 1 finds in shared memory what dS needs of it. Q is not read any more.
+    __device__ __forceinline__ Operand send_p(const Inputs &inputs, const Draws<Traits> &draws, Scores &acc_s) {
+        p_state.acquire(shared.p_barriers);
+        const auto lse = scores.load_statistics(shared.lse[q_state.stage]);
+        const Probabilities p = scores.rounded_p(step, inputs, scores.exchanged(draws), acc_s, lse);
+        CUTE_UNROLL
+        for (int i = 0; i < size(p.for_ds()) / 2; ++i) {
+            scores.store_pair(p_words(), i, scores.pair_of(p.for_ds(), i));
+        }
+        __syncwarp();  // every lane has written its words
+        Base::release(q_state, shared.q_barriers);
+        if (cute::elect_one_sync()) {
+            shared.p_barriers.full[p_state.stage].arrive();
+        }
+        p_state.advance();
+        return p.for_dv;
+    }
+
+    // dP becomes dS, the A operand of dK, and goes to the dQ warpgroup. dO is not read any more.
+    __device__ __forceinline__ auto send_ds(const Scores &acc_ds) {
+        p_state.wait(shared.p_barriers);
+        const uint32_t *words = p_words();
+        Operand rdS = scores.rounded_ds([&](int i) { return scores.load_pair(words, i); }, acc_ds,
+                                        scores.load_statistics(shared.delta[dout_state.stage]));
+        Base::release(p_state, shared.p_barriers);
+        p_state.advance();
+        Base::release(dout_state, shared.dout_barriers);
+        Base::send_ds(rdS);
+        return rdS;
+    }
+};
+
+}  // namespace flash::sm90

@@ -1,0 +1,324 @@
+// The producer warpgroup of the backward: loads, and dQ added to the accumulator.
+#pragma once
+
+#include "consumer_bwd.h"
+#include "dq_tile.h"
+#include "kernel_traits_bwd.h"
+#include "steps_bwd.h"
+#include "work_counts.h"
+
+namespace flash::sm90 {
+
+// ---- loads. TMA copies K and V of a work tile once, and Q and dO of every step, into shared
+// memory. The row statistics come with them.
+//
+// Rows of Q and dO that belong to another sequence, or see no key, are foreign rows. They become zeros before a
+// consumer reads them, because NaN times 0 is NaN. Only the kinds varlen and general have them: where lengths are
+// equal, TMA fills rows past the end with zeros, and calls with rows that see no key are of kind varlen
+// (choose_kernel.h).
+
+// Warp 0 of the producer warpgroup.
+template <typename Traits, Kind kKind>
+class LoaderBwd {
+public:
+    __device__ LoaderBwd(const Flash_bwd_params &params, const typename Traits::Copies &copies,
+                         typename Traits::SharedStorage &shared, const ColumnBlock<Traits, kKind> &block)
+        : params(params), copies(copies), shared(shared), block(block), step(block), steps_left(block.num_steps()) {
+        bidb_q = params.cu_seqlens_q != nullptr && may_be_varlen(kKind) ? 0 : block.bidb;
+    }
+
+    // K and V, and the steps that the stages have room for. S is multiplied first, so K and Q come first. The row
+    // statistics of the first step come last: wait_for_statistics() returns when preprocess has written them.
+    template <typename Wait>
+    __device__ __forceinline__ void load_first(const Wait &wait_for_statistics) {
+        if (steps_left == 0) {  // nobody would wait for the copies, and a CTA must not end before they do
+            return;
+        }
+        load_KV(copies.k, shared.k, shared.k_barriers);
+        copy_Q();
+        load_KV(copies.v, shared.v, shared.v_barriers);
+        copy_dO();
+        wait_for_statistics();
+        copy_lse();
+        copy_delta();
+        complete_step();
+        CUTE_NO_UNROLL
+        for (int i = 1; i < cute::min(Traits::kStagesQ, Traits::kStagesdO) - 1; ++i) {
+            load_next();
+        }
+    }
+
+    // One more step, if any is left. Waits for its stages.
+    __device__ __forceinline__ void load_next() {
+        if (steps_left > 0) {
+            q_state.acquire(shared.q_barriers);
+            copy_Q();
+            copy_lse();
+            dout_state.acquire(shared.dout_barriers);
+            copy_dO();
+            copy_delta();
+            complete_step();
+        }
+    }
+
+    __device__ __forceinline__ void load_rest() {
+        while (steps_left > 0) {
+            load_next();
+        }
+    }
+
+private:
+    using Element = typename Traits::Element;
+    using TransactionBarrier = cutlass::arch::ClusterTransactionBarrier;
+    static constexpr int kBlockM = Traits::kBlockM;
+    static constexpr int kBytesOfTile = kBlockM * Traits::kHeadDim * sizeof(Element);
+    static constexpr int kBytesOfRows = kBlockM * sizeof(float);
+    const Flash_bwd_params &params;
+    const typename Traits::Copies &copies;
+    typename Traits::SharedStorage &shared;
+    const ColumnBlock<Traits, kKind> &block;
+    Step step;
+    int steps_left, bidb_q;
+    uint32_t foreign_phase = 0;
+    PipelineState<Traits::kStagesQ> q_state;
+    PipelineState<Traits::kStagesdO> dout_state;
+
+    // All copies of the step are under way.
+    __device__ __forceinline__ void complete_step() {
+        if (has_foreign_rows()) {
+            clear_foreign_rows();
+        }
+        step.advance(block);
+        q_state.advance();
+        dout_state.advance();
+        --steps_left;
+    }
+
+    __device__ __forceinline__ void load_KV(const typename Traits::TmaKV &tma, Element *smem,
+                                            PipelineBarriers<1> &barriers) {
+        constexpr int kBytes = Traits::kBlockN * Traits::kHeadDim * sizeof(Element);
+        if (cute::elect_one_sync()) {
+            uint64_t &barrier = PipelineState<1>().expect(barriers, kBytes);
+            load_rows(tma, typename Traits::TileKV{}, make_tensor(make_smem_ptr(smem), typename Traits::SmemLayoutKV{}),
+                      0, barrier, block.k_begin + block.first_key(), block.bidh / params.h_h_k_ratio,
+                      may_be_varlen(kKind) ? block.k_bidb : block.bidb);
+        }
+    }
+
+    __device__ __forceinline__ bool has_foreign_rows() const {
+        const int first_row = step.m_block * kBlockM;
+        return may_be_varlen(kKind) && (first_row < block.begin_row() || first_row + kBlockM > block.end_row());
+    }
+
+    // The copies of a step with foreign rows complete a barrier of their own. When they have come, the load warp writes
+    // the zeros, and only then are the stages of Q and dO full. Few steps have foreign rows: the last ones of a
+    // sequence, and the first ones if their queries see no key. They are loaded while the consumers work on the step
+    // before.
+    __device__ __forceinline__ void clear_foreign_rows() {
+        constexpr int kVectors = Traits::kHeadDim / 8, kTile = kBlockM * Traits::kHeadDim;
+        const typename Traits::PlacesInQ places;
+        Element *smem_q = shared.q + q_state.stage * kTile, *smem_dout = shared.dout + dout_state.stage * kTile;
+        const int first_row = step.m_block * kBlockM;
+        const int begin = clamp_to(block.begin_row() - first_row, 0, kBlockM);
+        const int end = clamp_to(block.end_row() - first_row, begin, kBlockM);
+        shared.foreign_copied.wait(foreign_phase);
+        foreign_phase ^= 1;
+        CUTE_NO_UNROLL
+        for (int i = threadIdx.x % 32; i < (begin + kBlockM - end) * kVectors; i += 32) {
+            const int row = i / kVectors, place = places(row < begin ? row : row - begin + end, i % kVectors * 8, 0);
+            *reinterpret_cast<uint4 *>(smem_q + place) = {};
+            *reinterpret_cast<uint4 *>(smem_dout + place) = {};
+        }
+        cutlass::arch::fence_view_async_shared();  // before wgmma reads them
+        __syncwarp();
+        if (cute::elect_one_sync()) {
+            shared.q_barriers.full[q_state.stage].arrive();
+            shared.dout_barriers.full[dout_state.stage].arrive();
+        }
+    }
+
+    __device__ __forceinline__ void copy_Q() {
+        copy_tile(q_state, copies.q, shared.q, barrier_of(q_state, shared.q_barriers));
+    }
+    __device__ __forceinline__ void copy_lse() {
+        copy_rows(params.lse_padded, shared.lse[q_state.stage], barrier_of(q_state, shared.q_barriers));
+    }
+    __device__ __forceinline__ void copy_dO() {
+        copy_tile(dout_state, copies.dout, shared.dout, barrier_of(dout_state, shared.dout_barriers));
+    }
+    __device__ __forceinline__ void copy_delta() {
+        copy_rows(static_cast<const float *>(params.dsoftmax_sum), shared.delta[dout_state.stage],
+                  barrier_of(dout_state, shared.dout_barriers));
+    }
+
+    // The barrier that the copies of the step complete.
+    template <int kStages>
+    __device__ __forceinline__ TransactionBarrier &barrier_of(const PipelineState<kStages> &state,
+                                                              PipelineBarriers<kStages> &barriers) const {
+        return has_foreign_rows() ? shared.foreign_copied : barriers.full[state.stage];
+    }
+
+    // A tile of Q or dO. copy_rows() announces its bytes: the barrier completes when it has done so and all have come.
+    template <int kStages>
+    __device__ __forceinline__ void copy_tile(const PipelineState<kStages> &state, const typename Traits::TmaQ &tma,
+                                              Element *smem, TransactionBarrier &barrier) {
+        if (cute::elect_one_sync()) {
+            load_rows(tma, typename Traits::TileQ{},
+                      make_tensor(make_smem_ptr(smem), typename Traits::template SmemLayoutQ<kStages>{}), state.stage,
+                      reinterpret_cast<uint64_t &>(barrier), block.q_begin + step.m_block * kBlockM,
+                      block.bidh + step.head, bidb_q);
+        }
+    }
+
+    // The row statistic of the tile.
+    __device__ __forceinline__ void copy_rows(const float *statistic, float *smem_statistic,
+                                              TransactionBarrier &barrier) {
+        if (cute::elect_one_sync()) {
+            barrier.arrive_and_expect_tx(kBytesOfTile + kBytesOfRows);
+            SM90_BULK_COPY_G2S::copy(statistic + step.padded_row(params, block), &reinterpret_cast<uint64_t &>(barrier),
+                                     smem_statistic, kBytesOfRows);
+        }
+    }
+};
+
+// ---- dQ, added to the float32 accumulator in global memory in one of two ways, one for each DqBy
+
+// DqBy::consumers. Warp 1 + c adds what consumer c puts into shared memory, by the copy engine.
+template <typename Traits, Kind kKind>
+class CopyProducer {
+    using Block = ColumnBlock<Traits, kKind>;
+    const Flash_bwd_params &params;
+    typename Traits::SharedStorage &shared;
+    const Block &block;
+
+public:
+    static constexpr int kWarpsThatAdd = Traits::kConsumers;
+
+    __device__ CopyProducer(const Flash_bwd_params &params, typename Traits::SharedStorage &shared, const Block &block)
+        : params(params), shared(shared), block(block) {}
+
+    // Calls done() in one thread of each warp that adds, when its sums are written.
+    template <typename Loader, typename Wait, typename Done>
+    __device__ __forceinline__ void run(Loader &loader, const Wait &wait_for_statistics, const Done &done) const {
+        const int warp = uniform(threadIdx.x / 32);
+        if (warp == 0) {
+            loader.load_first(wait_for_statistics);
+            loader.load_rest();
+        } else if (warp <= kWarpsThatAdd) {
+            add(warp - 1);
+            if (threadIdx.x % 32 == 0) {
+                // Completion is a fence from the async proxy to the generic proxy.
+                asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+                done();
+            }
+        }
+    }
+
+private:
+    __device__ __forceinline__ void add(int tile) const {
+        const DqOrder<Traits, /*kCopyEngine=*/true, Block> order(params, block, tile);
+        Step step(block);
+        PipelineState<1> state;
+        const uint32_t source = cute::cast_smem_ptr_to_uint(shared.dq[tile]);
+        for (int steps_left = block.num_steps(); steps_left > 0; --steps_left) {
+            state.wait(shared.dq_barriers[tile]);
+            if (params.dq_accum != nullptr) {
+                order.wait(step);
+                if (threadIdx.x % 32 == 0) {
+                    fence_copies_from_global();  // preprocess has written zeros there
+                    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(
+                                     DqTile<Traits>::target(params, block, step, tile)),
+                                 "r"(source), "n"(Traits::kTileOfDq * sizeof(float))
+                                 : "memory");
+                    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+                    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");  // shared memory has been read
+                }
+                order.pass(step);
+                __syncwarp();
+            }
+            if (threadIdx.x % 32 == 0) {
+                shared.dq_barriers[tile].empty[0].arrive();
+            }
+            state.advance();
+            step.advance(block);
+        }
+    }
+};
+
+// DqBy::producer. All four warps compute dQ, and add it from registers.
+template <typename Traits, Kind kKind>
+class DqProducer {
+    using Block = ColumnBlock<Traits, kKind>;
+    using Tile = DqTile<Traits>;
+    const Flash_bwd_params &params;
+    typename Traits::SharedStorage &shared;
+    const Block &block;
+    const int warp;
+    PipelineState<Traits::kStagesdS> state;
+
+public:
+    static constexpr int kWarpsThatAdd = 4;
+
+    __device__ DqProducer(const Flash_bwd_params &params, typename Traits::SharedStorage &shared, const Block &block)
+        : params(params), shared(shared), block(block), warp(uniform(threadIdx.x / 32)) {}
+
+    // As CopyProducer's.
+    template <typename Loader, typename Wait, typename Done>
+    __device__ __forceinline__ void run(Loader &loader, const Wait &wait_for_statistics, const Done &done) {
+        if (warp == 0) {
+            loader.load_first(wait_for_statistics);
+        }
+        int steps_left = block.num_steps();
+        if (steps_left > 0) {
+            PipelineState<1>().wait(shared.k_barriers);
+        }
+        // In order: to wait for the CTA before takes as long as a load from the L2 cache, so it comes before dS does.
+        // To pass on takes until all sums are written, so it comes a step later.
+        const DqOrder<Traits, /*kCopyEngine=*/false, Block> order(params, block, warp);
+        Step step(block), added = step;
+        for (bool has_added = false; steps_left > 0; --steps_left, has_added = true) {
+            if (warp == 0) {
+                loader.load_next();
+            }
+            if (params.dq_accum != nullptr) {
+                order.wait(step);
+            }
+            state.wait(shared.ds_barriers);
+            if (params.dq_accum != nullptr) {
+                if (has_added) {
+                    order.pass(added);
+                }
+                add(step);
+            } else {
+                state.release(shared.ds_barriers);
+            }
+            state.advance();
+            added = step;
+            step.advance(block);
+        }
+        if (params.dq_accum != nullptr && block.num_steps() > 0) {
+            order.pass(added);
+        }
+        __syncwarp();  // one lane's release covers what the others added
+        if (threadIdx.x % 32 == 0) {
+            done();
+        }
+    }
+
+private:
+    __device__ __forceinline__ void add(const Step &step) const {
+        // Not unrolled: its addresses would take more registers than the warpgroup has.
+        CUTE_NO_UNROLL
+        for (int tile = 0; tile < Traits::kTilesOfDq; ++tile) {
+            auto acc = Tile::accumulator();
+            Tile::issue(shared, state.stage, tile, acc);
+            wait_for<0>(acc);
+            if (tile == Traits::kTilesOfDq - 1) {
+                state.release(shared.ds_barriers);
+            }
+            Tile::add(Tile::target(params, block, step, tile), acc);
+        }
+    }
+};
+
+}  // namespace flash::sm90

@@ -1,0 +1,403 @@
+// P and dS of a consumer warpgroup, in the registers of wgmma's accumulators: keys are rows, queries are columns.
+// P = exp(S - lse) and dS = P (dP - delta), derived in docs/algorithm.md.
+#pragma once
+
+#include <cutlass/numeric_conversion.h>
+
+#include <type_traits>
+
+#include "common/score_mod.h"
+#include "common/softmax.h"
+#include "dropout_bwd.h"
+#include "kernel_traits_bwd.h"
+#include "sm90/common/accumulator.h"
+#include "steps_bwd.h"
+
+namespace flash::sm90 {
+
+// The thread's number in its warpgroup, in a register of its own. Where a loop needs it, ptxas would read the special
+// register again in every iteration, which takes 60 to 110 cycles.
+__device__ __forceinline__ int thread_of_warpgroup() {
+    return static_cast<int>(__shfl_sync(0xffffffffu, threadIdx.x % 128, threadIdx.x % 32));
+}
+
+template <typename Traits, Kind kKind>
+class ScoresBwd {
+    using Element = typename Traits::Element;
+    static constexpr bool kIsGeneral = is_general(kKind), kHasFactors = Traits::kHasFactors;
+    static_assert(kIsGeneral || !kHasFactors);
+
+public:
+    using Accumulator = decltype(partition_fragment_C(typename Traits::TiledMmaSdP{}, typename Traits::TileS{}));
+    using Operand = decltype(make_tensor<Element>(operand_A_layout(Accumulator{}.layout())));  // (MMA, MMA_M, MMA_K)
+
+    // first_key: of the consumer, in the sequence.
+    __device__ ScoresBwd(const Flash_bwd_params &params, const ColumnBlock<Traits, kKind> &block, int first_key)
+        : thread(Traits::kHeadDim <= 64 ? thread_of_warpgroup() : int(threadIdx.x % 128)),
+          params(params),
+          block(block),
+          first_key(first_key) {
+        if constexpr (is_local(kKind)) {
+            constexpr int kBlockM = Traits::kBlockM;
+            const int last_key = first_key + Traits::kKeys - 1, after_last_block = 1 << 30;
+            unmasked_begin =
+                last_key < block.seqlen_k ? max(last_key - block.end_shift + kBlockM, 0) / kBlockM : after_last_block;
+            unmasked_end = max(first_key - block.begin_shift + 1, 0) / kBlockM;
+        }
+    }
+
+    // The log-sum-exp or delta of the queries of a thread's scores. Element j belongs to the scores 4 j to 4 j + 3: the
+    // first query to the even ones, the second to the odd ones.
+    using QueryStatistics = cutlass::Array<float2, Traits::kBlockM / 8>;
+    __device__ __forceinline__ QueryStatistics load_statistics(const float *smem) const {
+        QueryStatistics statistics;
+        CUTE_UNROLL
+        for (int j = 0; j < Traits::kBlockM / 8; ++j) {
+            statistics[j] = *reinterpret_cast<const float2 *>(&smem[thread % 4 * 2 + 8 * j]);
+        }
+        return statistics;
+    }
+
+    // The accumulator of dP^T starts at delta. The product V dO^T is subtracted. The loads are volatile: the compiler
+    // would load once and copy, where a load for each key goes straight into the accumulator.
+    template <typename TensorD>
+    __device__ __forceinline__ void start_at_delta(const float *smem_delta, TensorD &acc) const {
+        const uint32_t address = cute::cast_smem_ptr_to_uint(&smem_delta[thread % 4 * 2]);
+        CUTE_UNROLL
+        for (int i = 0; i < size(acc) / 2; ++i) {  // pairs of queries; two keys have the same
+            asm volatile("ld.volatile.shared.v2.f32 {%0, %1}, [%2];"
+                         : "=f"(acc(2 * i)), "=f"(acc(2 * i + 1))
+                         : "r"(address + 32 * (i / 2))
+                         : "memory");
+        }
+    }
+
+    // What a step needs from global memory. Loaded before the step's products are issued: a warp's loads wait behind
+    // products.
+    struct Inputs {
+        bool is_large;      // a row of the step has a large log-sum-exp
+        float alibi_slope;  // kind general: of the head
+    };
+    __device__ __forceinline__ Inputs load_inputs(const Step &step) const {
+        Inputs inputs{params.large_rows[step.padded_row(params, block) / Traits::kBlockM] != 0, 0.0f};
+        if (has_alibi()) {
+            inputs.alibi_slope =
+                params.alibi_slopes[block.bidb * params.alibi_slopes_batch_stride + block.bidh + step.head];
+        }
+        return inputs;
+    }
+
+    // Seed and offset of dropout, where consumers draw. Loaded before products are issued, too.
+    struct RngState {
+        uint64_t seed, offset;
+    };
+    __device__ __forceinline__ RngState load_rng_state() const {
+        if (!has_dropout()) {
+            return {};
+        }
+        return {uint64_t(params.rng_state[0]), uint64_t(params.rng_state[1])};
+    }
+
+    // The consumer's own draws: draw() beside products, exchanged() when none is under way. Zeros without dropout.
+    __device__ __forceinline__ Draws<Traits> draw(const Step &step, const RngState &rng) const {
+        if (!has_dropout()) {
+            return {};
+        }
+        const DropoutStream stream(rng.seed, rng.offset, block.bidb, params.h, block.bidh + step.head);
+        return sm90::draw<Traits>(stream, step.m_block * Traits::kBlockM, first_key, params.dropout_threshold);
+    }
+    __device__ __forceinline__ Draws<Traits> exchanged(const Draws<Traits> &draws) const {
+        return has_dropout() ? sm90::exchanged<Traits>(draws) : draws;
+    }
+
+    // P^T of a thread in 16 bits. A cap on scores and dropout need it twice.
+    struct ProbabilitiesOnce {
+        Operand for_dv;  // the A operand of dV
+        __device__ __forceinline__ const Operand &for_ds() const { return for_dv; }
+    };
+    struct ProbabilitiesTwice {
+        Operand for_dv;   // dropped ones are 0
+        Operand factors;  // of dS: dropped ones have a negative sign; times the derivative of the cap
+        __device__ __forceinline__ const Operand &for_ds() const { return factors; }
+    };
+    using Probabilities = std::conditional_t<kHasFactors, ProbabilitiesTwice, ProbabilitiesOnce>;
+
+    // S^T becomes P^T = exp(S^T - lse). Four scores at a time, from the first to the last operation: of the accumulator
+    // and of P, registers then hold one whole and the other in part.
+    template <typename TensorS>
+    __device__ __forceinline__ Probabilities rounded_p(const Step &step, const Inputs &inputs,
+                                                       const Draws<Traits> &draws, TensorS &acc_s,
+                                                       QueryStatistics lse) const {
+        Probabilities p;
+        const int first_query = step.m_block * Traits::kBlockM;
+        const bool is_masked = needs_mask(step.m_block), is_careful = inputs.is_large || is_masked;
+        const Scaling scaling = inputs.is_large ? natural() : usual();
+        if constexpr (kIsGeneral) {
+            const float slope = ScoreMod::slope_of(params, inputs.alibi_slope);
+            if (is_careful || (is_capped() && has_alibi())) {
+                round_p<true>(first_query, acc_s, scaling, lse, slope, is_capped(), has_alibi(), p);
+            } else if (is_capped()) {
+                round_p<false>(first_query, acc_s, usual(), lse, slope, true_type{}, false_type{}, p);
+            } else if (has_alibi()) {
+                round_p<false>(first_query, acc_s, usual(), lse, slope, false_type{}, true_type{}, p);
+            } else {
+                round_p<false>(first_query, acc_s, usual(), lse, slope, false_type{}, false_type{}, p);
+            }
+            if constexpr (Traits::kMayDrop) {
+                mark_dropped(draws, p);
+            }
+        } else if constexpr (changes_scores_in_place<Traits, kKind>()) {
+            const Scaling after_subtraction{1.0f, 1.0f, float(kLog2e)};
+            const Scaling of_scores = inputs.is_large ? after_subtraction : usual();
+            if (inputs.is_large) {
+                subtract_natural(acc_s, lse);
+            }
+            if (is_masked) {
+                mask(first_query, /*hidden=*/of_scores.product < 0.0f ? INFINITY : -INFINITY, acc_s);
+            }
+            round_p<false>(first_query, acc_s, of_scores, lse, 0.0f, false_type{}, false_type{}, p);
+        } else if (is_careful) {
+            round_p<true>(first_query, acc_s, scaling, lse, 0.0f, false_type{}, false_type{}, p);
+        } else {
+            round_p<false>(first_query, acc_s, usual(), lse, 0.0f, false_type{}, false_type{}, p);
+        }
+        return p;
+    }
+
+    // dP^T becomes dS^T = P^T (dP^T - delta), rounded to the A operand of dK. pair_of(i): elements 2 i and 2 i + 1 of
+    // Probabilities::for_ds(). With DeltaIsInDp, acc_ds holds delta - dP^T.
+    struct DeltaIsInDp {};
+    using Delta = std::conditional_t<Traits::kDpStartsAtDelta, DeltaIsInDp, QueryStatistics>;
+    template <typename TensorD>
+    __device__ __forceinline__ Operand rounded_ds(const Operand &p, const TensorD &acc_ds, const Delta &delta) const {
+        return rounded_ds([&](int i) { return pair_of(p, i); }, acc_ds, delta);
+    }
+    template <typename PairOf, typename TensorD>
+    __device__ __forceinline__ Operand rounded_ds(const PairOf &pair_of, const TensorD &acc_ds,
+                                                  const Delta &delta) const {
+        Operand rdS;
+        if (has_dropout()) {
+            round_ds</*kHasDropout=*/true>(pair_of, acc_ds, delta, rdS);
+        } else {
+            round_ds</*kHasDropout=*/false>(pair_of, acc_ds, delta, rdS);
+        }
+        return rdS;
+    }
+
+    // bool, or true_type or false_type where it is known when compiled. A call with dropout has no cap
+    // (check_tensors.cpp).
+    __device__ __forceinline__ auto is_capped() const {
+        if constexpr (Traits::kFactors == Factors::cap_or_dropout) {
+            return params.cap_scale != 0.0f;
+        } else {
+            return bool_constant<Traits::kFactors == Factors::cap>{};
+        }
+    }
+    __device__ __forceinline__ bool has_alibi() const { return kIsGeneral && params.alibi_slopes != nullptr; }
+    __device__ __forceinline__ bool has_dropout() const {
+        // Head dim 128 has a kernel for dropout alone, too, but spills more where the compiler knows it.
+        constexpr bool kIsKnown = Traits::kHasDropoutWarpgroup && Traits::kHeadDim == 64;
+        return kIsKnown || (Traits::kMayDrop && params.rng_state != nullptr);
+    }
+
+    // Words of two values in shared memory, where every thread of a warpgroup has its own.
+    using Pair = cutlass::Array<Element, 2>;
+    __device__ __forceinline__ static Pair rounded(float x, float y) {
+        return cutlass::NumericArrayConverter<Element, float, 2>::convert({x, y});
+    }
+    __device__ __forceinline__ static Pair load_pair(const uint32_t *words, int i) {
+        const uint32_t word = words[i * 128 + threadIdx.x % 128];
+        return reinterpret_cast<const Pair &>(word);
+    }
+    __device__ __forceinline__ static void store_pair(uint32_t *words, int i, const Pair &pair) {
+        words[i * 128 + threadIdx.x % 128] = reinterpret_cast<const uint32_t &>(pair);
+    }
+
+    // The pairs with negative values replaced by 0. A NaN stays one.
+    __device__ __forceinline__ static uint32_t positive_part(uint32_t pair) {
+        uint32_t result;
+        if constexpr (std::is_same_v<Element, cutlass::half_t>) {
+            asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(result) : "r"(pair), "r"(0));
+        } else {
+            asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(pair), "r"(0));
+        }
+        return result;
+    }
+
+    template <typename TensorA>
+    __device__ __forceinline__ static Pair pair_of(const TensorA &operand, int i) {
+        return reinterpret_cast<const Pair *>(operand.data())[i];
+    }
+
+    const int thread;  // of the warpgroup
+
+private:
+    const Flash_bwd_params &params;
+    const ColumnBlock<Traits, kKind> &block;
+    const int first_key;
+    int unmasked_begin, unmasked_end;  // except kind full: row blocks in which every query sees all of its keys
+
+    // P = 2^((S * scale - lse) * to_base_2), where lse is the stored one: times log2(e) or as it is (natural);
+    // product = scale * to_base_2.
+    struct Scaling {
+        float scale, to_base_2, product;
+    };
+    __device__ __forceinline__ Scaling natural() const {
+        return {params.scale_softmax, float(kLog2e), params.scale_softmax_log2};
+    }
+    __device__ __forceinline__ Scaling usual() const {
+        return stores_lse_in_base_2<Traits, kKind>()
+                   ? Scaling{params.scale_softmax_log2, 1.0f, params.scale_softmax_log2}
+                   : natural();
+    }
+
+    // S^T becomes S^T * softmax_scale - lse, and lse 0. The product is rounded as in the forward.
+    template <typename TensorS>
+    __device__ __forceinline__ void subtract_natural(TensorS &acc_s, QueryStatistics &lse) const {
+        CUTE_UNROLL
+        for (int i = 0; i < size(acc_s); ++i) {
+            const float2 of_pair = lse[i / 4];
+            acc_s(i) = __fmul_rn(acc_s(i), params.scale_softmax) - (i % 2 == 0 ? of_pair.x : of_pair.y);
+        }
+        lse.fill({0.0f, 0.0f});
+    }
+
+    // S^T becomes `hidden` where a query does not see the key. Like apply_mask() of accumulator.h, which always writes
+    // -inf: the score of a hidden key must be +inf if the scale is below 0.
+    template <typename TensorS>
+    __device__ __forceinline__ void mask(int first_query, float hidden, TensorS &acc_s) const {
+        Tensor scores = make_tensor(acc_s.data(), rowcol_layout(acc_s.layout()));  // (key, query)
+        static_assert(decltype(size<1>(scores))::value <= 32, "one bit per query");
+        CUTE_UNROLL
+        for (int row = 0; row < size<0>(scores); ++row) {
+            const int key = first_key + first_row_of_thread() + 8 * row;
+            const int begin = is_local(kKind) ? key - block.end_shift + 1 - first_query : 0;
+            const int end = is_local(kKind) ? key - block.begin_shift + 1 - first_query : Traits::kBlockM;
+            const int end_of_key = key < block.seqlen_k ? end : 0;
+            const uint32_t visible = bits_between(columns_before(begin), columns_before(end_of_key));
+            CUTE_UNROLL
+            for (int query = 0; query < size<1>(scores); ++query) {
+                scores(row, query) = visible & (1u << query) ? scores(row, query) : hidden;
+            }
+        }
+    }
+
+    // kIsCareful: with a mask, and for scores so large that a float32 is coarser than 1: the product is rounded as in
+    // the forward. is_capped, has_alibi: bool, or true_type or false_type where it is known when compiled.
+    template <bool kIsCareful, typename IsCapped, typename HasAlibi, typename TensorS>
+    __device__ __forceinline__ void round_p(int first_query, const TensorS &acc_s, const Scaling &scaling,
+                                            const QueryStatistics &lse, float slope, IsCapped is_capped,
+                                            HasAlibi has_alibi, Probabilities &rounded_p) const {
+        const int of_thread = threadIdx.x % 4 * 2, first_row = first_row_of_thread() + first_key;
+        // Key minus query of the thread's first score, on the diagonal of ALiBi. float32 holds these integers exactly.
+        const float first_distance =
+            kIsGeneral ? float(first_row - of_thread - first_query - (block.seqlen_k - block.seqlen_q)) : 0.0f;
+        CUTE_UNROLL
+        for (int j = 0; j < size(acc_s) / 4; ++j) {
+            const int query = of_thread + 8 * j;
+            const float2 of_pair = lse[j];
+            float p[4], factors[4];
+            CUTE_UNROLL
+            for (int c = 0; c < 2; ++c) {
+                const float lse_query = c == 0 ? of_pair.x : of_pair.y;
+                const int begin = kIsCareful && is_local(kKind) ? block.begin_key(first_query + query + c) : 0;
+                const int end = kIsCareful ? block.end_key(first_query + query + c) : 0;
+                CUTE_UNROLL
+                for (int row = 0; row < 2; ++row) {
+                    float &x = p[2 * row + c];
+                    x = acc_s(4 * j + 2 * row + c);
+                    if constexpr (kIsGeneral) {
+                        float &factor = factors[2 * row + c];  // derivative of the cap
+                        factor = 1.0f;
+                        if (is_capped) {
+                            x = tanh_approx(x * params.cap_scale);
+                            factor = 1.0f - x * x;
+                        }
+                        if (has_alibi) {
+                            x -= slope * fabsf(first_distance + float(8 * row - 8 * j - c));
+                        }
+                    }
+                    if (kIsCareful) {
+                        const int key = first_row + 8 * row;
+                        const float exponent = (__fmul_rn(x, scaling.scale) - lse_query) * scaling.to_base_2;
+                        x = exp2_approx(key >= begin && key < end ? exponent : -INFINITY);
+                    } else {
+                        x = exp2_approx(x * scaling.product - lse_query * scaling.to_base_2);
+                    }
+                }
+            }
+            CUTE_UNROLL
+            for (int row = 0; row < 2; ++row) {
+                const int i = 2 * j + row;
+                const Pair pair = rounded(p[2 * row], p[2 * row + 1]);
+                reinterpret_cast<Pair *>(rounded_p.for_dv.data())[i] = pair;
+                if constexpr (kHasFactors) {
+                    auto *target = reinterpret_cast<Pair *>(rounded_p.factors.data());
+                    target[i] = is_capped
+                                    ? rounded(p[2 * row] * factors[2 * row], p[2 * row + 1] * factors[2 * row + 1])
+                                    : pair;
+                }
+            }
+        }
+    }
+
+    template <bool kHasDropout, typename PairOf, typename TensorD>
+    __device__ __forceinline__ void round_ds(const PairOf &pair_of, const TensorD &acc_ds, const Delta &delta,
+                                             Operand &rdS) const {
+        // Elements 4 j and 4 j + 1 are neighbouring queries of one key, 4 j + 2 and 4 j + 3 the same of the key 8 on.
+        CUTE_UNROLL
+        for (int j = 0; j < size(acc_ds) / 4; ++j) {
+            float2 of_pair{};
+            if constexpr (!Traits::kDpStartsAtDelta) {
+                of_pair = delta[j];
+            }
+            CUTE_UNROLL
+            for (int row = 0; row < 2; ++row) {
+                const int i = 2 * j + row;
+                const Pair p = pair_of(i);
+                reinterpret_cast<Pair *>(rdS.data())[i] =
+                    rounded(ds_of<kHasDropout>(float(p[0]), acc_ds(2 * i), of_pair.x),
+                            ds_of<kHasDropout>(float(p[1]), acc_ds(2 * i + 1), of_pair.y));
+            }
+        }
+    }
+
+    // delta belongs to all keys, dropped or not. kDpStartsAtDelta: dp is delta - dP.
+    template <bool kHasDropout>
+    __device__ __forceinline__ float ds_of(float p, float dp, float delta) const {
+        if (Traits::kDpStartsAtDelta) {
+            return p * -dp;
+        }
+        if (kHasDropout) {
+            return fabsf(p) * (is_marked(p) ? -delta : dp * params.rp_dropout - delta);
+        }
+        return p * (dp - delta);
+    }
+
+    // Dropped probabilities become 0 for dV, and negative for dS.
+    __device__ __forceinline__ void mark_dropped(const Draws<Traits> &draws, Probabilities &p) const {
+        if (!has_dropout()) {
+            return;
+        }
+        auto *for_dv = reinterpret_cast<uint32_t *>(p.for_dv.data());
+        auto *factors = reinterpret_cast<uint32_t *>(p.factors.data());
+        CUTE_UNROLL
+        for (int w = 0; w < Traits::kWordsOfDraws; ++w) {
+            const uint32_t dropped = draws.words[w];
+            CUTE_UNROLL
+            for (int i = 0; i < 16; ++i) {
+                const uint32_t signs = dropped << (15 - i) & 0x80008000u;
+                factors[16 * w + i] |= signs;
+                for_dv[16 * w + i] = positive_part(for_dv[16 * w + i] | signs);
+            }
+        }
+    }
+
+    // True if some query of the row block does not see some of the consumer's keys.
+    __device__ __forceinline__ bool needs_mask(int m_block) const {
+        return is_local(kKind) ? m_block < unmasked_begin || m_block >= unmasked_end
+                               : block.seqlen_k < first_key + Traits::kKeys;
+    }
+};
+
+}  // namespace flash::sm90

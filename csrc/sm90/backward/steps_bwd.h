@@ -1,0 +1,63 @@
+// The steps of a CTA of the backward: its key block against every row block that sees it, of every query head that
+// shares the key block's head.
+#pragma once
+
+#include "common/block_info.h"
+#include "common/uniform.h"
+#include "dispatch/kind.h"
+
+namespace flash::sm90 {
+
+// The place of a CTA and its rows. Every warpgroup has the same.
+template <typename Traits, Kind kKind>
+struct ColumnBlock : ColumnBlockInfo<Traits::kBlockM, Traits::kBlockN, is_local(kKind)> {
+    using Info = ColumnBlockInfo<Traits::kBlockM, Traits::kBlockN, is_local(kKind)>;
+    static constexpr int kBlockM = Traits::kBlockM;
+    int bidb, bidh;  // bidh: the first query head
+    int padded_row;  // first row of the sequence in head bidh, in the padded row statistics
+    int heads;       // query heads
+
+    __device__ ColumnBlock(const Flash_bwd_params &params, const Sequence &sequence, int bidb, int bidh_dkv,
+                           int n_block)
+        : Info(params, sequence, n_block),
+          bidb(bidb),
+          bidh(bidh_dkv * params.heads_per_dkv),
+          padded_row(static_cast<int>(bidb * params.padded_batch_stride + bidh * params.padded_head_stride +
+                                      padded_begin<may_be_varlen(kKind)>(params, bidb))),
+          heads(params.heads_per_dkv) {}
+
+    __device__ __forceinline__ int first_key() const { return this->n_block * Traits::kBlockN; }
+    __device__ __forceinline__ int num_steps() const { return heads * this->num_m_blocks(); }
+};
+
+// One step. Warpgroups walk the steps in the same order.
+struct Step {
+    int head = 0;  // counted from ColumnBlock::bidh
+    int m_block;
+
+    template <typename Block>
+    __device__ explicit Step(const Block &block) : m_block(block.m_block_min) {}
+
+    template <typename Block>
+    __device__ __forceinline__ void advance(const Block &block) {
+        if (++m_block == block.m_block_max) {
+            m_block = block.m_block_min;
+            ++head;
+        }
+    }
+
+    template <typename Block>
+    __device__ __forceinline__ Step next(const Block &block) const {
+        Step step = *this;
+        step.advance(block);
+        return step;
+    }
+
+    // In the padded row statistics.
+    template <typename Block>
+    __device__ __forceinline__ int padded_row(const Flash_bwd_params &params, const Block &block) const {
+        return block.padded_row + head * static_cast<int>(params.padded_head_stride) + m_block * Block::kBlockM;
+    }
+};
+
+}  // namespace flash::sm90

@@ -1,0 +1,82 @@
+// Variable lengths: which sequence has a block of rows, found by a whole warp.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "common/sequence.h"
+
+namespace flash::sm90 {
+
+// The binary search of common/sequence.h loads one value of cu_seqlens after the other, and waits for each.
+
+// find_block() of common/sequence.h, called by all lanes of a warp with the same arguments. Each lane loads a
+// value of cu_seqlens: once for up to 32 sequences, twice for up to 1024. Then all load that of the sequence found.
+__device__ __forceinline__ SequenceBlock find_block_by_warp(const int *cu_seqlens, int b, int64_t total, int kBlock,
+                                                            int64_t index) {
+    const int lane = threadIdx.x % 32;
+    int low = 0;  // the last sequence that begins at or before `index` is one of `count` from here on
+    for (int count = b; count > 1;) {
+        const int stride = (count + 31) / 32, bidb = low + lane * stride;
+        const bool begins_before =
+            lane * stride < count &&
+            (lane == 0 || first_block(load_cu_seqlen(cu_seqlens, bidb, total), bidb, kBlock) <= index);
+        const int last = 31 - __clz(static_cast<int>(__ballot_sync(0xffffffffu, begins_before)));
+        low += last * stride;
+        count = min(stride, count - last * stride);
+    }
+    const int block = static_cast<int>(index - first_block(load_cu_seqlen(cu_seqlens, low, total), low, kBlock));
+    return {low, max(block, 0)};
+}
+
+// ---- the blocks of query rows of a head, sorted from long to short on the device, because the host does not know the
+// lengths
+
+// The blocks of b sequences are listed by their number within their sequence, the highest number first: under a causal
+// mask these take longest. Returns entry `index` of the list; past its end, a block that its sequence does not have.
+// Called by a whole warp; it reads every length several times.
+template <int kBlock>
+__device__ __forceinline__ SequenceBlock find_block_by_length(const int *cu_seqlens, int b, int64_t total, int index) {
+    constexpr unsigned kAllLanes = 0xffffffffu;
+    const int lane = threadIdx.x % 32;
+    const auto blocks_of = [&](int bidb) {
+        if (bidb >= b) {
+            return 0;
+        }
+        const int begin = load_cu_seqlen(cu_seqlens, bidb, total);
+        return (clamp_to(cu_seqlens[bidb + 1], begin, static_cast<int>(total)) - begin + kBlock - 1) / kBlock;
+    };
+    int most = 0;
+    CUTE_NO_UNROLL
+    for (int bidb = lane; bidb < b; bidb += 32) {
+        most = max(most, blocks_of(bidb));
+    }
+    most = __reduce_max_sync(kAllLanes, most);
+    const auto count_from = [&](int block) {  // blocks with this number or a higher one
+        int count = 0;
+        CUTE_NO_UNROLL
+        for (int bidb = lane; bidb < b; bidb += 32) {
+            count += max(blocks_of(bidb) - block, 0);
+        }
+        return __reduce_add_sync(kAllLanes, count);
+    };
+    int low = -1, high = most;  // count_from(high) <= index < count_from(low), or low is -1
+    CUTE_NO_UNROLL
+    while (high - low > 1) {
+        const int middle = (low + high) / 2;
+        (count_from(middle) > index ? low : high) = middle;
+    }
+    int before = index - count_from(high);  // blocks with the number `low`
+    CUTE_NO_UNROLL
+    for (int first = 0; first < b && low >= 0; first += 32) {
+        const unsigned have_it = __ballot_sync(kAllLanes, blocks_of(first + lane) > low);
+        const bool is_it = (have_it >> lane & 1) != 0 && __popc(have_it & ((1u << lane) - 1)) == before;
+        const unsigned found = __ballot_sync(kAllLanes, is_it);
+        if (found != 0) {
+            return {first + __ffs(static_cast<int>(found)) - 1, low};
+        }
+        before -= __popc(have_it);
+    }
+    return {0, most};
+}
+
+}  // namespace flash::sm90

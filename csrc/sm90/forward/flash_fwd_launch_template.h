@@ -1,0 +1,76 @@
+// run_flash_fwd: the TMA descriptors, grid and shared memory of one kernel, and its launch.
+#pragma once
+
+#include <algorithm>
+
+#include "common/launch.h"
+#include "common/trace.h"
+#include "dispatch/device.h"
+#include "dispatch/reserved_sms.h"
+#include "flash_fwd_kernel.h"
+#include "sm90/run_flash.h"
+
+namespace flash::sm90 {
+
+template <typename Traits>
+typename Traits::Copies make_copies(const Flash_fwd_params &params) {
+    using Element = typename Traits::Element;
+    const bool is_varlen = params.cu_seqlens_q != nullptr;
+    const int64_t rows_q = is_varlen ? params.total_q : params.seqlen_q;
+    const int64_t rows_k = is_varlen ? params.total_k : params.seqlen_k;
+    const int batch_q = is_varlen ? 1 : params.b, batch_k = params.cache.is_used() ? params.cache.batch_cache : batch_q;
+    const auto of_KV = [&](const TensorRef &x) {
+        return make_tma_load<Element, decltype(take<0, 2>(typename Traits::SmemLayoutKV{})), typename Traits::TileKV>(
+            x, rows_k, params.d, params.h_k, batch_k);
+    };
+    return {make_tma_load<Element, decltype(take<0, 2>(typename Traits::SmemLayoutQ{})), typename Traits::TileQ>(
+                params.q, rows_q, params.d, params.h, batch_q),
+            of_KV(params.k), of_KV(params.v)};
+}
+
+template <typename Traits, Kind kKind>
+void launch(const Flash_fwd_params &params, int *tile_counter, cudaStream_t stream) {
+    constexpr int kMaxSmem = 227 * 1024;
+    static_assert(Traits::kSmemSize <= kMaxSmem, "more shared memory than a thread block may have");
+    auto kernel = &flash_fwd_kernel<Traits, kKind>;
+    const RowBlocks blocks = row_blocks<is_general(kKind)>(params, Traits::kBlockM);
+    const int sms = std::max(device_properties().sm_count - reserved_sms(), 1);
+    check_grid(blocks.count() + sms, "batch * nheads * blocks of query rows");  // CTAs count past the end
+    const WorkTileOrder order(blocks, params.is_local(), sms, tile_counter);
+    const int grid = std::min(order.units, sms);
+    reserve_smem(kernel, Traits::kSmemSize);
+    if (trace_enabled()) {
+        trace("flash_fwd_kernel", "kKind=%s kBlockM=%d kBlockN=%d stages=%d grid=%d units=%d threads=%d smem=%d",
+              name_of(kKind), Traits::kBlockM, Traits::kBlockN, Traits::kStages, grid, order.units, Traits::kNThreads,
+              Traits::kSmemSize);
+    }
+    kernel<<<grid, Traits::kNThreads, Traits::kSmemSize, stream>>>(params, make_copies<Traits>(params), order);
+    check_cuda(cudaGetLastError(), "launching flash_fwd_kernel");
+}
+
+// True if full attention takes less time in the shorter tiles, because the longer ones would leave SMs idle.
+template <typename TileSize, typename Short>
+bool fills_better_in_short_tiles(const Flash_fwd_params &params) {
+    const auto rows_of_busiest = [&, sms = device_properties().sm_count](int kBlockM) {
+        const int64_t count = row_blocks</*kMayBeVarlen=*/false>(params, kBlockM).count();
+        return (count + sms - 1) / sms * kBlockM;
+    };
+    return kCostOfShortTiles * rows_of_busiest(Short::kBlockM) < rows_of_busiest(TileSize::kBlockM);
+}
+
+template <DType kDType, int kHeadDim, Kind kKind>
+void run_flash_fwd(const Flash_fwd_params &params, int *tile_counter, cudaStream_t stream) {
+    using TileSize = TileSizesFwd<kHeadDim, is_local(kKind)>;
+    using Short = TileSizesFwdShort<kHeadDim>;
+    if constexpr (!is_general(kKind) && Short::kBlockM != TileSize::kBlockM) {
+        const bool is_short = kKind == Kind::local ? params.seqlen_q <= kShortSeqlen
+                                                   : fills_better_in_short_tiles<TileSize, Short>(params);
+        if (is_short) {  // full attention runs as a window without ends
+            launch<Flash_fwd_kernel_traits<kDType, kHeadDim, Short>, Kind::local>(params, tile_counter, stream);
+            return;
+        }
+    }
+    launch<Flash_fwd_kernel_traits<kDType, kHeadDim, TileSize>, kKind>(params, tile_counter, stream);
+}
+
+}  // namespace flash::sm90

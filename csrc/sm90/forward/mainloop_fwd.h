@@ -1,0 +1,316 @@
+// The consumer's side of the forward: Q K^T, softmax and P V of 64 query rows, over the key blocks of each work tile.
+#pragma once
+
+#include <cutlass/numeric_conversion.h>
+
+#include "common/dropout.h"
+#include "common/score_mod.h"
+#include "dispatch/kind.h"
+#include "kernel_traits.h"
+#include "key_blocks.h"
+#include "sm90/common/accumulator.h"
+#include "sm90/common/mma.h"
+#include "sm90/common/pipeline.h"
+#include "softmax.h"
+#include "tile_scheduler.h"
+
+namespace flash::sm90 {
+
+// A consumer warpgroup.
+template <typename Traits, Kind kKind>
+class Consumer {
+    using Element = typename Traits::Element;
+    using TiledMmaQK = typename Traits::TiledMmaQK;
+    using TiledMmaPV = typename Traits::TiledMmaPV;
+    static constexpr int kBlockN = Traits::kBlockN, kRows = Traits::kRows;
+    static constexpr bool kIsGeneral = is_general(kKind), kIsSplit = kKind == Kind::split;
+    using SoftmaxState = Softmax<Element, 2, /*kHasRoom=*/!kIsSplit>;
+
+    // One key block of one work tile.
+    struct Step {
+        int tile;  // stage of the work tile in the ring
+        KeyBlocks blocks;
+        int n_block;
+
+        __device__ __forceinline__ bool is_last() const { return n_block == blocks.n_block_min; }
+    };
+
+public:
+    __device__ Consumer(const Flash_fwd_params &params, typename Traits::SharedStorage &shared, int warpgroup)
+        : params(params), shared(shared), warpgroup(warpgroup), tiles{shared.tiles}, ping_pong(warpgroup) {
+        states.q.stage = warpgroup;
+    }
+
+    // All work tiles, each from its last key block to its first. S of a key block and O of the block before it are
+    // multiplied together, and the softmax of S overlaps with the product of O; from tile to tile as within a tile.
+    // store(tile, acc_o, softmax) receives a tile's unnormalised output and its row statistics.
+    template <typename Store>
+    __device__ __forceinline__ void mma(const Store &store) {
+        Tensor acc_s = partition_fragment_C(TiledMmaQK{}, typename Traits::TileS{});     // (MMA, MMA_M, MMA_N)
+        Tensor acc_o = partition_fragment_C(TiledMmaPV{}, typename Traits::TileQ{});     // (MMA, MMA_M, MMA_K)
+        Tensor acc_o_rowcol = make_tensor(acc_o.data(), rowcol_layout(acc_o.layout()));  // (row, col)
+        Tensor tOrP = make_tensor<Element>(operand_A_layout(acc_s.layout()));            // (MMA, MMA_M, MMA_K)
+
+        Step step = take_tile();
+        if (step.blocks.has(KeyBlocks::is_end)) {
+            return;
+        }
+        SoftmaxState softmax(params.scale_softmax_log2);
+
+        // First step of all: no O to multiply beside it.
+        begin_tile(step);
+        wait_for_K();
+        ping_pong.wait();
+        issue_S(acc_s);
+        ping_pong.signal_next();
+        wait_for<0>(acc_s);
+        softmax_step</*kIsFirst=*/true>(step, acc_s, softmax);
+        release_after_S(step);
+        skip_V(step.blocks.has(KeyBlocks::skips_first));
+        round_P(step, acc_s, tOrP);
+
+        for (bool accumulates = false;; accumulates = false) {
+            // Steady state: S of the next key block, O of this one.
+            while (!step.is_last()) {
+                issue_S_and_O(step, accumulates, acc_s, tOrP, acc_o);
+                --step.n_block;
+                accumulates = true;
+                wait_for<1>(acc_s);
+                const auto rescale = softmax_step</*kIsFirst=*/false>(step, acc_s, softmax);
+                release_after_S(step);
+                wait_for<0>(acc_o);
+                release_V();
+                softmax.apply(rescale, acc_o_rowcol);
+                round_P(step, acc_s, tOrP);
+            }
+
+            // Tile change: S of the next tile's first key block, O of this tile's last one.
+            const Step next = take_tile();
+            skip_K(step.blocks.has(KeyBlocks::skips_last));
+            if (next.blocks.has(KeyBlocks::is_end)) {
+                issue_O(step, accumulates, tOrP, acc_o);
+                wait_for<0>(acc_o);
+                release_V();
+                skip_V(step.blocks.has(KeyBlocks::skips_last));
+                store(tiles[step.tile], acc_o_rowcol, softmax);
+                return;
+            }
+            begin_tile(next);
+            issue_S_and_O(step, accumulates, acc_s, tOrP, acc_o);
+            const SoftmaxState finished = softmax;
+            softmax = SoftmaxState(softmax.scale_log2);
+            wait_for<1>(acc_s);
+            softmax_step</*kIsFirst=*/true>(next, acc_s, softmax);
+            release_after_S(next);
+            wait_for<0>(acc_o);
+            release_V();
+            skip_V(step.blocks.has(KeyBlocks::skips_last));
+            skip_V(next.blocks.has(KeyBlocks::skips_first));
+            store(tiles[step.tile], acc_o_rowcol, finished);
+            tiles.release(step.tile);
+            step = next;
+            if (kIsGeneral) {  // keeps the compiler from rounding P, and spilling it, before O is stored
+                warpgroup_fence_operand(acc_s);
+            }
+            round_P(step, acc_s, tOrP);
+        }
+    }
+
+private:
+    const Flash_fwd_params &params;
+    typename Traits::SharedStorage &shared;
+    const int warpgroup;
+    WorkTileRing<Traits::kConsumers> tiles;
+    const PingPong<Traits::kConsumers, Traits::TileSize::kPingPong> ping_pong;
+    typename Traits::PipelineStates states;
+
+    // ---- work tiles -------------------------------------------------------------------------------------------------
+
+    __device__ __forceinline__ Step take_tile() {
+        const int tile = tiles.take();
+        const KeyBlocks blocks = tiles.key_blocks(tile, warpgroup).template to_registers<kKind>();
+        return {tile, blocks, blocks.n_block_max - 1};
+    }
+
+    // Waits for Q and passes over a first key block that this consumer skips.
+    __device__ __forceinline__ void begin_tile(const Step &step) {
+        states.q.wait(shared.q_barriers);
+        if (kIsSplit) {
+            cutlass::arch::fence_view_async_shared();  // cp.async wrote Q, wgmma reads it
+        } else if (kIsGeneral) {
+            // Rows past the end of the sequence belong to the next one. The softmax votes across the warp, so they
+            // would change this sequence's last bits: they become zeros.
+            const int rows = uniform(tiles[step.tile].sequence.seqlen_q - first_row(step.tile));
+            if (rows < kRows) {
+                Tensor sQ = make_tensor(make_smem_ptr(shared.q), typename Traits::SmemLayoutQ{});  // (64, HD, stage)
+                clear_rows_from<Traits>(rows, sQ(_, _, states.q.stage), warpgroup);
+            }
+        }
+        skip_K(step.blocks.has(KeyBlocks::skips_first));
+    }
+
+    __device__ __forceinline__ int first_row(int tile) const {
+        return (tiles[tile].place.block * Traits::kConsumers + warpgroup) * kRows;
+    }
+
+    // ---- products ---------------------------------------------------------------------------------------------------
+
+    template <typename TensorS, typename TensorP, typename TensorO>
+    __device__ __forceinline__ void issue_S_and_O(const Step &step_of_O, bool accumulates, TensorS &acc_s,
+                                                  TensorP &tOrP, TensorO &acc_o) {
+        wait_for_K();
+        ping_pong.wait();
+        issue_S(acc_s);
+        issue_O(step_of_O, accumulates, tOrP, acc_o);
+        ping_pong.signal_next();
+    }
+
+    // S = Q K^T, both operands in shared memory.
+    template <typename TensorS>
+    __device__ __forceinline__ void issue_S(TensorS &acc_s) const {
+        Tensor sQ = make_tensor(make_smem_ptr(shared.q), typename Traits::SmemLayoutQ{});   // (64, HD, stage)
+        Tensor sK = make_tensor(make_smem_ptr(shared.k), typename Traits::SmemLayoutKV{});  // (BLK_N, HD, stage)
+        auto thr_mma = TiledMmaQK{}.get_slice(int(threadIdx.x % 128));
+        Tensor tSrQ = thr_mma.make_fragment_A(thr_mma.partition_A(sQ))(_, _, _, states.q.stage);  // (MMA, MMA_M, MMA_K)
+        Tensor tSrK = thr_mma.make_fragment_B(thr_mma.partition_B(sK))(_, _, _, states.k.stage);  // (MMA, MMA_N, MMA_K)
+        issue<TiledMmaQK>(/*accumulates=*/false, tSrQ, tSrK, acc_s);
+    }
+
+    // O (+)= P V, with P in registers.
+    template <typename TensorP, typename TensorO>
+    __device__ __forceinline__ void issue_O(const Step &step, bool accumulates, TensorP &tOrP, TensorO &acc_o) const {
+        Tensor sVt = make_tensor(make_smem_ptr(shared.v), typename Traits::SmemLayoutVt{});  // (HD, BLK_N, stage)
+        auto thr_mma = TiledMmaPV{}.get_slice(int(threadIdx.x % 128));
+        Tensor tOrVt =
+            thr_mma.make_fragment_B(thr_mma.partition_B(sVt))(_, _, _, states.v.stage);  // (MMA, MMA_N, MMA_K)
+        states.v.wait(shared.v_barriers);
+        if (kIsGeneral && step.n_block >= step.blocks.n_ragged) {  // another sequence's NaN or infinity times 0 is NaN
+            Tensor sV = make_tensor(make_smem_ptr(shared.v), typename Traits::SmemLayoutKV{});  // (BLK_N, HD, stage)
+            const int rows = tiles[step.tile].sequence.seqlen_k - step.n_block * kBlockN;
+            clear_rows_from<Traits>(rows, sV(_, _, states.v.stage), warpgroup);
+        }
+        warpgroup_fence_operand(tOrP);
+        issue<TiledMmaPV>(accumulates, tOrP, tOrVt, acc_o);
+    }
+
+    // ---- pipeline ---------------------------------------------------------------------------------------------------
+
+    __device__ __forceinline__ void wait_for_K() { states.k.wait(shared.k_barriers); }
+
+    __device__ __forceinline__ void release_K() {
+        states.k.release(shared.k_barriers);
+        states.k.advance();
+    }
+    __device__ __forceinline__ void release_V() {
+        states.v.release(shared.v_barriers);
+        states.v.advance();
+    }
+    // K is no longer needed, after the last key block Q neither.
+    __device__ __forceinline__ void release_after_S(const Step &step) {
+        release_K();
+        if (step.is_last()) {
+            states.q.release(shared.q_barriers);
+            states.q.advance(Traits::kConsumers);
+        }
+    }
+
+    // A key block that only the rows of other consumers see is waited for and released unread.
+    __device__ __forceinline__ void skip_K(bool is_skipped) {
+        if (is_local(kKind) && is_skipped) {
+            wait_for_K();
+            release_K();
+            ping_pong.wait();
+            ping_pong.signal_next();
+        }
+    }
+    __device__ __forceinline__ void skip_V(bool is_skipped) {
+        if (is_local(kKind) && is_skipped) {
+            states.v.wait(shared.v_barriers);
+            release_V();
+        }
+    }
+
+    // ---- scores and probabilities -----------------------------------------------------------------------------------
+
+    // Scores become probabilities. Returns the factors for O.
+    template <bool kIsFirst, typename TensorS>
+    __device__ __forceinline__ auto softmax_step(const Step &step, TensorS &acc_s, SoftmaxState &softmax) const {
+        Tensor scores = make_tensor(acc_s.data(), rowcol_layout(acc_s.layout()));  // (row, col)
+        const bool needs_mask = step.blocks.needs_mask(step.n_block);
+        modify(step, scores);
+        mask(needs_mask, step, scores);
+        const bool may_see_few = kIsFirst && needs_mask && step.blocks.has(KeyBlocks::may_see_few);
+        const bool may_rise = kIsGeneral && !kIsSplit && step.blocks.has(KeyBlocks::has_alibi) &&
+                              (kIsFirst || step.n_block >= step.blocks.n_rising_begin);
+        return softmax.template step<kIsFirst>(scores, may_see_few || may_rise, [&](auto &scores) {
+            recompute_S(scores);
+            modify(step, scores);
+            mask(needs_mask, step, scores);
+        });
+    }
+
+    // Score modifiers.
+    template <typename TensorS>
+    __device__ __forceinline__ void modify(const Step &step, TensorS &scores) const {
+        if (kIsGeneral && step.blocks.has(KeyBlocks::has_score_mod)) {
+            tiles.score_mod(step.tile).template apply</*kTransposed=*/false>(
+                scores, coords_of_scores(threadIdx.x % 128), coords_of_scores(0), first_row(step.tile),
+                step.n_block * kBlockN, [](int, int, float) {});
+        }
+    }
+
+    template <typename TensorS>
+    __device__ __forceinline__ void mask(bool needs_mask, const Step &step, TensorS &scores) const {
+        if (needs_mask) {
+            const Sequence &sequence = tiles[step.tile].sequence;
+            const KeyRange<is_local(kKind)> range(params, sequence.seqlen_q, sequence.seqlen_k);
+            const int first_key = step.n_block * kBlockN;
+            const auto query = [&](int row) {
+                return query_of<kKind>(params, first_row(step.tile) + first_row_of_thread() + row * 8);
+            };
+            apply_mask(
+                scores, [&](int row) { return range.begin_key(query(row)) - first_key; },
+                [&](int row) { return range.end_key(query(row)) - first_key; });
+        }
+    }
+
+    // S once more, for a softmax that lost it. The other warps take no part, and wgmma is at work for O.
+    template <typename TensorS>
+    __device__ __forceinline__ void recompute_S(TensorS &scores) const {
+        Tensor sQ = make_tensor(make_smem_ptr(shared.q), typename Traits::SmemLayoutQ{});   // (64, HD, stage)
+        Tensor sK = make_tensor(make_smem_ptr(shared.k), typename Traits::SmemLayoutKV{});  // (BLK_N, HD, stage)
+        multiply_by_mma_sync<Traits>(sQ(_, _, states.q.stage), sK(_, _, states.k.stage), scores);
+    }
+
+    template <typename TensorS>
+    __device__ __forceinline__ void apply_dropout(const Step &step, TensorS &acc_s) const {
+        if (kIsGeneral && !kIsSplit && step.blocks.has(KeyBlocks::has_dropout)) {
+            Tensor p = make_tensor(acc_s.data(), rowcol_layout(acc_s.layout()));  // (row, col)
+            DropoutStream stream = tiles.dropout(step.tile);
+            stream.key0 = uniform(stream.key0);  // in uniform registers, and so the keys of all rounds
+            stream.key1 = uniform(stream.key1);
+            drop(p, coords_of_scores(threadIdx.x % 128), stream, params.dropout_threshold, first_row(step.tile),
+                 step.n_block * kBlockN);
+        }
+    }
+
+    // P in registers as the A operand of P V: the registers of S in their order. Dropout comes last, when the registers
+    // of the previous operand are free.
+    template <typename TensorS, typename TensorP>
+    __device__ __forceinline__ void round_P(const Step &step, TensorS &acc_s, TensorP &tOrP) const {
+        apply_dropout(step, acc_s);
+        constexpr int kCount = decltype(size(acc_s))::value;
+        using Rounded = cutlass::Array<Element, kCount>;
+        *reinterpret_cast<Rounded *>(tOrP.data()) = cutlass::NumericArrayConverter<Element, float, kCount>::convert(
+            *reinterpret_cast<const cutlass::Array<float, kCount> *>(acc_s.data()));
+    }
+
+    // (row, col) -> (row, key) in the tile of S, for the elements that a thread holds.
+    __device__ __forceinline__ static auto coords_of_scores(int thread) {
+        auto thr_mma = TiledMmaQK{}.get_slice(thread);
+        Tensor tScS = thr_mma.partition_C(make_identity_tensor(typename Traits::TileS{}));  // (MMA, MMA_M, MMA_N)
+        return make_tensor(tScS.data(), rowcol_layout(tScS.layout()));
+    }
+};
+
+}  // namespace flash::sm90

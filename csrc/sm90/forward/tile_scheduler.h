@@ -1,0 +1,226 @@
+// Work tiles: which ones a persistent CTA computes in which order, and how they reach its warps.
+#pragma once
+
+#include <cutlass/fast_math.h>
+#include <cute/arch/cluster_sm90.hpp>
+
+#include <algorithm>
+
+#include "common/block_info.h"
+#include "common/philox.h"
+#include "common/score_mod.h"
+#include "dispatch/kind.h"
+#include "key_blocks.h"
+#include "sm90/common/find_block.h"
+#include "sm90/common/pipeline.h"
+
+namespace flash::sm90 {
+
+// ---- the work tiles of a persistent CTA and their order. The scheduler warp computes them
+
+// A block of query rows of one head, with the key blocks that it visits.
+struct WorkTile {
+    RowBlocks::Place place;
+    Sequence sequence;
+    int n_block_min, n_block_max;
+    bool is_end;  // there is no work tile any more
+    int slot;     // split: of the partial result; -1: the tile has all keys of its rows
+
+    __device__ bool has_keys() const { return n_block_max > n_block_min; }
+};
+
+// The order of the blocks of query rows, computed on the host because divisions are slow on the GPU.
+// Full: head by head, so that CTAs share K and V in L2.
+// Local: pairs of a long and a short block, which together take equal time, for as many whole heads as fill rounds of
+// the SMs; then the blocks of the remaining heads from long to short, so that the last round ends early. Varlen: head
+// by head; a counter in GPU memory hands out the work tiles.
+struct WorkTileOrder {
+    static constexpr int kMaxSorted = 128;  // sequences; reading the lengths of more takes too long
+
+    bool is_head_by_head;       // else pairs, then block by block
+    int per_head;               // blocks
+    int paired_heads = 0;       // heads of all sequences that are worked on in pairs; 0 if there are few blocks
+    int pairs, middles, units;  // pairs, blocks between them, and all units of work; a CTA takes a unit at a time
+    cutlass::FastDivmod by_blocks, by_pairs, by_heads, by_heads_left;  // per head, per head, per sequence, in all
+    int *counter;                                                      // varlen: work tiles taken so far; else null
+    bool ends_by_length;  // varlen: the blocks of the last head go from long to short
+
+    WorkTileOrder(const RowBlocks &blocks, bool is_local, int sms, int *counter)
+        : is_head_by_head(counter != nullptr || !is_local),
+          per_head(std::max(blocks.per_head, 1)),
+          by_blocks(per_head),
+          by_heads(blocks.heads),
+          counter(counter),
+          ends_by_length(counter != nullptr && is_local && blocks.b <= kMaxSorted) {
+        const int heads = static_cast<int>(blocks.count() / per_head), per_head_in_pairs = per_head / 2;
+        if (!is_head_by_head && blocks.count() >= 6 * int64_t(sms) && per_head_in_pairs > 0) {
+            const int rounds = heads * per_head_in_pairs / sms;
+            paired_heads = rounds * sms / per_head_in_pairs;
+        }
+        pairs = paired_heads * per_head_in_pairs;
+        middles = paired_heads * (per_head % 2);
+        units = pairs + middles + (heads - paired_heads) * per_head;
+        by_pairs = cutlass::FastDivmod(std::max(per_head_in_pairs, 1));
+        by_heads_left = cutlass::FastDivmod(std::max(heads - paired_heads, 1));
+    }
+};
+
+// The work tiles of one CTA. Equal lengths: a static snake schedule, in which CTA i of n takes unit i in even rounds
+// and unit n - 1 - i in odd rounds, so that no CTA always gets the longest tile. Varlen: the host does not know the
+// lengths, so a CTA takes the next work tile from the counter when it has an empty stage for it.
+template <Kind kKind, int kBlockM, int kBlockN>
+class TileScheduler {
+public:
+    __device__ TileScheduler(const Flash_fwd_params &params, const WorkTileOrder &order)
+        : params(params), order(order) {}
+
+    // The next work tile. Called by a whole warp.
+    __device__ WorkTile next() {
+        for (;;) {
+            const Unit unit = is_general(kKind) && order.counter != nullptr ? next_from_counter() : next_from_snake();
+            WorkTile tile{};
+            if (unit.is_end) {
+                tile.is_end = true;
+                return tile;
+            }
+            if (unit.index >= order.units) {
+                continue;
+            }
+            tile.place = place(unit);
+            tile.sequence = sequence<is_general(kKind)>(params, tile.place.bidb);
+            if (tile.place.block * kBlockM >= tile.sequence.seqlen_q) {
+                continue;
+            }
+            const BlockInfo<kBlockM, kBlockN, is_local(kKind)> info(params, tile.sequence, tile.place.block);
+            tile.n_block_min = info.n_block_min;
+            tile.n_block_max = info.n_block_max;
+            return tile;
+        }
+    }
+
+private:
+    const Flash_fwd_params &params;
+    const WorkTileOrder &order;
+    int round = 0;
+    bool is_second_of_pair = false;
+
+    struct Unit {
+        int index;
+        bool is_second;  // the second block of a pair
+        bool is_end;     // no unit is left
+    };
+
+    __device__ Unit next_from_snake() {
+        const int first = round * gridDim.x;
+        const int index = first + (round % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x);
+        const bool is_second = is_second_of_pair;
+        is_second_of_pair = index < order.pairs && !is_second;
+        round += is_second_of_pair ? 0 : 1;
+        return {index, is_second, first >= order.units};
+    }
+
+    __device__ Unit next_from_counter() const {
+        int index = 0;
+        if (threadIdx.x % 32 == 0) {
+            index = atomicAdd(order.counter, 1);
+        }
+        index = __shfl_sync(0xffffffffu, index, 0);
+        return {index, false, index >= order.units};
+    }
+
+    __device__ RowBlocks::Place place(const Unit &unit) const {
+        int head, block;
+        if (order.is_head_by_head) {
+            order.by_blocks(head, block, unit.index);
+            block = order.per_head - 1 - block;  // varlen and causal: short blocks come last
+        } else if (unit.index < order.pairs) {
+            order.by_pairs(head, block, unit.index);
+            block = unit.is_second ? block : order.per_head - 1 - block;
+        } else if (unit.index < order.pairs + order.middles) {  // with an odd number of blocks, one is in no pair
+            head = unit.index - order.pairs;
+            block = order.per_head / 2;
+        } else {
+            order.by_heads_left(block, head, unit.index - order.pairs - order.middles);
+            head += order.paired_heads;
+            block = order.per_head - 1 - block;
+        }
+        if (is_general(kKind) && params.cu_seqlens_q != nullptr) {
+            const bool is_by_length = order.ends_by_length && head == params.h - 1;
+            const SequenceBlock found = is_by_length
+                                            ? find_block_by_length<kBlockM>(params.cu_seqlens_q, params.b,
+                                                                            params.total_q, order.per_head - 1 - block)
+                                            : find_block(params.cu_seqlens_q, params.b, params.total_q, kBlockM, block);
+            return {found.bidb, head, found.block};
+        }
+        int bidb, bidh;
+        order.by_heads(bidb, bidh, head);
+        return {bidb, bidh, block};
+    }
+};
+
+// ---- the pipeline of work tiles: the scheduler warp writes them, the load warps and the consumer warpgroups read them
+
+template <int kConsumers>
+struct WorkTileRing {
+    static constexpr int kStages = 3;  // a consumer holds two at once; one more is ready
+    struct SharedStorage {
+        WorkTile tiles[kStages];
+        KeyBlocks key_blocks[kStages][kConsumers];
+        ScoreMod score_mods[kStages];     // general kernels
+        DropoutStream dropouts[kStages];  // general kernels
+        PipelineBarriers<kStages> barriers;
+    };
+    SharedStorage &shared;
+    PipelineState<kStages> state = {};
+
+    // Scheduler warp: waits for an empty stage.
+    __device__ __forceinline__ void acquire() const { state.acquire(shared.barriers); }
+
+    // Scheduler warp: writes a work tile. key_blocks_of(consumer) returns the key blocks of one consumer.
+    template <Kind kKind, typename KeyBlocksOf>
+    __device__ __forceinline__ void push(const Flash_fwd_params &params, const WorkTile &tile,
+                                         const ScoreMod &score_mod, const KeyBlocksOf &key_blocks_of) {
+        const int lane = threadIdx.x % 32, stage = state.stage;
+        if (lane == 0) {
+            shared.tiles[stage] = tile;
+            if (is_general(kKind)) {
+                shared.score_mods[stage] = score_mod;
+            }
+        }
+        if (is_general(kKind) && params.rng_state != nullptr) {
+            const DropoutStream dropout(params.rng_state, tile.place.bidb, params.h, tile.place.bidh);
+            if (lane == 0) {
+                shared.dropouts[stage] = dropout;
+            }
+        }
+        if (lane < kConsumers) {
+            shared.key_blocks[stage][lane] = key_blocks_of(lane);
+            shared.barriers.full[stage].arrive();  // each lane that wrote arrives, which releases its own writes
+        }
+        state.advance();
+    }
+
+    // Readers: wait for the next work tile. Returns its stage.
+    __device__ __forceinline__ int take() {
+        state.wait(shared.barriers);
+        const int stage = state.stage;
+        state.advance();
+        return stage;
+    }
+
+    __device__ __forceinline__ const WorkTile &operator[](int stage) const { return shared.tiles[stage]; }
+    __device__ __forceinline__ const KeyBlocks &key_blocks(int stage, int consumer) const {
+        return shared.key_blocks[stage][consumer];
+    }
+
+    __device__ __forceinline__ const ScoreMod &score_mod(int stage) const { return shared.score_mods[stage]; }
+    __device__ __forceinline__ const DropoutStream &dropout(int stage) const { return shared.dropouts[stage]; }
+
+    // Readers: each warp releases the stage for itself.
+    __device__ __forceinline__ void release(int stage) {
+        __syncwarp();
+        PipelineState<kStages>{stage}.release(shared.barriers);
+    }
+};
+
+}  // namespace flash::sm90
