@@ -19,7 +19,7 @@ import torch
 
 HEADERS = ["rung", "on", "dtype", "ms", "TFLOP/s", "% matmul", "GB/s", "extra bytes", "÷ q", "max error", "verdict"]
 COLUMNS = """\
-% matmul     TFLOP/s ÷ those of a matrix product in the same dtype on the same device, measured in this run
+% matmul     TFLOP/s ÷ those of a matrix product of the same dtype on the same device, measured after each rung
 GB/s         bytes that the loops read and write, repeated reads included, ÷ time
 extra bytes  measured: tensors that a call allocates beyond q, k, v and the output; ÷ q: as a multiple of q's bytes"""
 

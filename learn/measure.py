@@ -6,7 +6,6 @@ import statistics
 import time
 import weakref
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
@@ -49,12 +48,11 @@ def _milliseconds_on_gpu(call: Call) -> float:
     return float(start.elapsed_time(end))
 
 
-@cache
-def matmul_tflops(device: torch.device, dtype: torch.dtype) -> float:
-    """TFLOP/s of a square matrix product on random numbers, measured once in a process."""
+def matmul_tflops(device: torch.device, dtype: torch.dtype, seconds: float = 0.3) -> float:
+    """TFLOP/s of a square matrix product on random numbers, measured now."""
     size = MATMUL_SIZE[device.type]
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    return 2.0 * size**3 / milliseconds(lambda: a @ b, device) / 1e9
+    return 2.0 * size**3 / milliseconds(lambda: a @ b, device, seconds) / 1e9
 
 
 class _Allocations(TorchDispatchMode):

@@ -309,7 +309,7 @@ def measure(rung: Rung, seconds: float = 0.3) -> dict[str, Any]:
 
     Args:
         rung: An element of `RUNGS`.
-        seconds: Time to spend on repeated calls.
+        seconds: Time to spend on repeated calls, and as much on a matrix product right after them.
 
     Returns:
         The rung's name, source and lesson; with "reason" alone if it does not run here, else the measured values. The
@@ -339,7 +339,7 @@ def measure(rung: Rung, seconds: float = 0.3) -> dict[str, Any]:
     moved = rung.bytes_moved(shape, q.element_size())
     flops = attention_flops(shape.batch * shape.heads, shape.seqlen, shape.seqlen, shape.headdim)
     tflops = flops / ms / 1e9
-    matmul = None if is_interpreted else matmul_tflops(device, dtype)  # the interpreter's speed says nothing
+    matmul = None if is_interpreted else matmul_tflops(device, dtype, seconds)  # the interpreter's speed says nothing
     extra = extra_bytes(lambda: rung.run(q, k, v), device)
     return {
         **row,

@@ -174,6 +174,10 @@ def test_a_measured_row_has_every_value(name: str) -> None:
     assert math.isclose(row["tflops"] * 1e9 * row["ms"], flops, rel_tol=1e-2)
     assert math.isclose(row["gbps"] * 1e6 * row["ms"], row["bytes_moved"], rel_tol=1e-2)
     assert row["extra_bytes"] > 0
+    assert math.isclose(row["matmul_percent"], 100 * row["tflops"] / row["matmul_tflops"], rel_tol=1e-2)
+    itemsize = {"float16": 2, "float32": 4}[row["dtype"]]
+    q_bytes = itemsize * row["batch"] * row["heads"] * row["seqlen"] * row["headdim"]
+    assert math.isclose(row["extra_over_q"], row["extra_bytes"] / q_bytes, rel_tol=1e-2)
     if name == "cpu":
         assert row["extra_bytes"] == 4 * row["batch"] * row["heads"] * row["seqlen"]  # the log-sum-exp
 
@@ -208,7 +212,9 @@ def test_the_command_sets_up_the_interpreter_and_writes_rows_and_plot(tmp_path: 
     assert list(rows) == list(BY_NAME)
     for name in ("naive", "online-softmax", "minimal-triton", "flash-v1", "flash-v2", "triton", "cpu"):
         assert rows[name]["passed"], rows[name]
+    assert rows["naive"]["matmul_percent"] > 0
     if not HAS_GPU and "TRITON_INTERPRET" not in os.environ:
+        assert rows["flash-v1"]["matmul_percent"] is None
         assert any("run in its interpreter" in line for line in lines)
         assert rows["flash-v1"]["interpreted"]
         state = rows["flash-v1"]["extra_bytes"]
@@ -279,6 +285,7 @@ def test_the_command_needs_torch_alone_and_a_few_seconds() -> None:
     rows = {line.split()[0]: line for line in lines if line.startswith(tuple(BY_NAME))}
     for name in ("naive", "online-softmax"):
         assert rows[name].endswith("passed"), rows[name]
+        assert len(rows[name].split()) == len(command.HEADERS)
     for name in ("minimal-triton", "flash-v1", "flash-v2", "triton"):
         assert "triton is not installed" in rows[name]
     assert "flash_attn_mini._C" in rows["cpu"]
