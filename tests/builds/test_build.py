@@ -125,6 +125,7 @@ def test_an_unpacked_sdist_has_everything_that_the_build_reads(unpacked: Path) -
         )
         assert there == here
     assert (unpacked / "third_party" / "cutlass.txt").is_file()
+    assert not (unpacked / "learn").exists()
     command = [sys.executable, "setup.py", "--version"]
     result = subprocess.run(command, cwd=unpacked, capture_output=True, text=True)
     assert re.fullmatch(r"\d+(\.\d+)+", result.stdout.strip()), result.stderr

@@ -15,9 +15,10 @@ from learn import kernels
 
 @pytest.fixture(autouse=True)
 def _compiled_anew() -> Iterator[None]:
-    kernels._compiled.cache_clear()
+    compiled = kernels._compiled
+    compiled.cache_clear()
     yield
-    kernels._compiled.cache_clear()
+    compiled.cache_clear()
 
 
 @pytest.fixture
