@@ -41,7 +41,7 @@ help:  ## list the tasks
 	@sed -n 's/^\([a-z-]*\):[^#]*## */\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
 
 demo: $(DEMO) build  ## run the ladder and the examples: semantic search, training a small GPT, compared with PyTorch's SDPA
-	$(PY) -m flash_attn_mini.ladder
+	$(PY) -m learn
 	$(PY) -m examples.semantic_search
 	$(PY) -m examples.train_char_gpt --steps 300
 
@@ -61,7 +61,7 @@ lint: $(LINT)  ## check formatting, style and types
 	pre-commit run --all-files
 
 format: $(LINT)  ## format the sources and repair what ruff can repair
-	git ls-files -co --exclude-standard 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' | xargs -r clang-format -i
+	git ls-files -co --exclude-standard 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'learn/csrc/*' | xargs -r clang-format -i
 	ruff format .
 	ruff check --fix .
 

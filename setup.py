@@ -36,7 +36,6 @@ HOST_SOURCES = [
     "csrc/cpu/isa_baseline.cpp",
     "csrc/cpu/kvcache_cpu.cpp",
     "csrc/dispatch/run_mha.cpp",
-    "csrc/minimal/minimal_api.cpp",
 ]
 
 # FLASH_ATTN_MINI_SANITIZE=1 (tests/sanitize/sanitize_cpu.py). vptr would need the type information of torch's classes.

@@ -129,7 +129,7 @@ def main(argv: list[str] | None = None) -> None:
         title="Registers, spills and static shared memory of the compiled kernels",
         data=data,
         sources=[
-            *(*provenance.CUDA, *provenance.CUDA_BACKWARD, *provenance.KVCACHE, *provenance.MINIMAL),
+            *(*provenance.CUDA, *provenance.CUDA_BACKWARD, *provenance.KVCACHE),
             "csrc/flash.h",
         ],
         arguments=arguments,

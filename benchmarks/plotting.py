@@ -1,5 +1,4 @@
-"""Plots of results: TFLOP/s over sequence length, GB/s and µs of KV caches, and those of the learning path: the ladder,
-the tutorials' grid, rooflines."""
+"""Plots of results: TFLOP/s over sequence length, GB/s and µs of KV caches."""
 
 from __future__ import annotations
 
@@ -8,11 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.tables import kind_of
-from flash_attn_mini.ladder.draw import figure_of
 
-# Keys of rows of learn_roofline.
-STANDARD, FLASH = "standard, FLOPs a byte", "flash, FLOPs a byte"
-BY_ROOFLINE, MEASURED = "speed-up by the roofline", "speed-up measured"
 KVCACHE = {"lengths": ("seqlen_k", "gbps", "keys", "GB/s of K and V"), "queries": ("seqlen_q", "us", "queries", "µs")}
 
 
@@ -43,14 +38,6 @@ def drawing_of(result: dict[str, Any]) -> Callable[[Any, list[dict[str, Any]]], 
         return draw_speed
     if benchmark == "bench_kvcache" and row.get("figure") in KVCACHE:
         return draw_kvcache
-    if benchmark == "learn_grid":
-        return draw_grid
-    if benchmark == "learn_ladder" and "rung" in row:
-        return figure_of
-    if benchmark == "learn_roofline" and "rung" in row:
-        return draw_roofline
-    if benchmark == "learn_roofline" and STANDARD in row:
-        return draw_lengths
     return None
 
 
@@ -91,73 +78,6 @@ def draw_kvcache(plt: Any, rows: list[dict[str, Any]]) -> Any:
         axis.set_xlabel(x_label)
     axes[0][0].set_ylabel(y_label)
     axes[0][0].legend(fontsize=8)
-    return figure
-
-
-def draw_grid(plt: Any, rows: list[dict[str, Any]]) -> Any:
-    """A row of panels for each pass, a column for each head dim and mask. A cross: out of memory."""
-    passes = list(dict.fromkeys(row["pass"] for row in rows))
-    kinds = list(dict.fromkeys(map(kind_of, rows)))
-    size = (3.6 * len(kinds), 2.7 * len(passes) + 0.6)
-    figure, axes = plt.subplots(len(passes), len(kinds), figsize=size, squeeze=False, layout="constrained")
-    for i, which in enumerate(passes):
-        for j, kind in enumerate(kinds):
-            axis = axes[i][j]
-            here = [row for row in rows if row["pass"] == which and kind_of(row) == kind]
-            draw_lines(axis, here, "seqlen", "tflops")
-            for row in here:
-                for name, reason in row["unsupported"].items():
-                    axis.plot([row["seqlen"]], [0], marker="x", color="red", clip_on=False)
-                    axis.annotate(f"{name}: {reason}", (row["seqlen"], 0), fontsize=7, color="red", ha="right")
-            axis.set_title(f"{which}, {kind}", fontsize=9)
-    for axis in axes[:, 0]:
-        axis.set_ylabel("TFLOP/s")
-    axes[0][0].legend(fontsize=8)
-    return figure
-
-
-def draw_roofline(plt: Any, rows: list[dict[str, Any]]) -> Any:
-    """The roof of the machine, and each rung at its intensity and speed."""
-    peak, gbps, ridge = rows[0]["peak_tflops"], rows[0]["copy_gbps"], rows[0]["ridge"]
-    figure, axis = plt.subplots(figsize=(7.5, 5), layout="constrained")
-    right = 4 * max(ridge, *(row["intensity"] for row in rows))
-    left = min(row["intensity"] for row in rows) / 4
-    axis.plot([left, ridge, right], [left * gbps / 1e3, peak, peak], color="gray", label="roof: copy, matrix product")
-    axis.axvline(ridge, color="gray", linestyle=":", label=f"ridge: {ridge:.0f} FLOPs a byte")
-    for row in rows:
-        axis.plot([row["intensity"]], [row["tflops"]], marker="o", linestyle="", label=row["rung"])
-        axis.annotate(f" {row['rung'].split('.')[0]}", (row["intensity"], row["tflops"]), fontsize=8)
-    axis.set_xscale("log")
-    axis.set_yscale("log")
-    axis.set_xlabel("FLOPs for each byte that the loops read and write")
-    axis.set_ylabel("TFLOP/s")
-    axis.grid(alpha=0.3)
-    axis.legend(fontsize=7)
-    return figure
-
-
-def draw_lengths(plt: Any, rows: list[dict[str, Any]]) -> Any:
-    """Intensity and speed-up of flash attention and standard attention over the length."""
-    figure, (intensity, speed_up) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    for headdim in dict.fromkeys(row["head dim"] for row in rows):
-        here = [row for row in rows if row["head dim"] == headdim]
-        seqlens = [row["seqlen"] for row in here]
-        for key, style in ((STANDARD, "--"), (FLASH, "-")):
-            intensity.plot(
-                seqlens, [row[key] for row in here], style, marker="o", label=f"d{headdim} {key.split(',')[0]}"
-            )
-        speed_up.plot(
-            seqlens, [row[BY_ROOFLINE] for row in here], "--", marker="o", label=f"d{headdim} by the roofline"
-        )
-        measured = [(row["seqlen"], row[MEASURED]) for row in here if not isinstance(row[MEASURED], str)]
-        speed_up.plot([x for x, _ in measured], [y for _, y in measured], marker="o", label=f"d{headdim} measured")
-    intensity.set_yscale("log")
-    for axis, title in ((intensity, "FLOPs a byte"), (speed_up, "speed-up of flash over standard attention")):
-        axis.set_xscale("log", base=2)
-        axis.set_title(title, fontsize=10)
-        axis.set_xlabel("sequence length")
-        axis.grid(alpha=0.3)
-        axis.legend(fontsize=7)
     return figure
 
 

@@ -56,14 +56,6 @@ KVCACHE = ("csrc/kvcache/*", "csrc/sm90/decode/*.cu")  # beside CUDA
 CUDA_BACKWARD = ("csrc/sm*/backward/*.cu", "build_tools/kernels.py")
 TRITON = ("flash_attn_mini/backends/triton/**/*.py",)
 CPU = ("csrc/common/**/*", "csrc/cpu/**/*")
-MINIMAL = ("csrc/minimal/*",)
-LADDER = tuple(
-    f"flash_attn_mini/ladder/{name}.py"
-    for name in (
-        *("naive", "online_softmax", "minimal_triton", "flash_v1", "flash_v2", "minimal_cuda", "tensor_cores"),
-        *("full_kernels", "rungs", "measure", "experiments"),
-    )
-)
 METHOD = ("benchmarks/methods.py", "benchmarks/rivals.py", "benchmarks/features.py")
 SOURCES_OF_BACKEND = {"cuda": (*LAUNCH, *CUDA), "triton": TRITON, "cpu": (*LAUNCH, *CPU)}
 BACKWARD_SOURCES_OF_BACKEND = {

@@ -8,7 +8,6 @@ NAME_partial. The others still run, and the exit status is 1. The extension must
 
   python -m benchmarks.run_all --seconds 600 --out-dir benchmarks/results
   python -m benchmarks.run_all --only backward --seconds 240
-  python -m benchmarks.run_all --only learn_ --seconds 150      the results of docs/tutorial.md
   python -m benchmarks.run_all --stale --seconds 900            what is missing or older than its sources
 """
 
@@ -61,11 +60,6 @@ GPU_STEPS = (
     Step("accuracy", ("accuracy_backward",), ("--backward", "--backend", "cuda", "--backend", "triton"), 12.0),
     Step("bench_speed", ("backward_cuda_headdims",), ("--backward", "--grid", "headdims", "--rounds", "2"), 2.0),
     Step("bench_speed", ("backward_cuda_gqa",), ("--backward", "--grid", "gqa", "--rounds", "2"), 2.0),
-    Step("learn_ladder", ("ladder_*cuda", "bank_conflicts"), (), 4.0),
-    Step("learn_grid", ("learn_grid_cuda",), (), 9.0),
-    Step("learn_roofline", ("roofline_*cuda", "roofline_kernels"), (), 4.0),
-    Step("learn_negative", ("negative_*",), (), 4.0),
-    Step("learn_choices", ("choice_*",), (), 5.0),
 )
 CPU_STEPS = (
     Step("bench_cpu", ("cpu_float32",)),
@@ -74,8 +68,6 @@ CPU_STEPS = (
     Step("bench_cpu", ("cpu_backward_bfloat16",), ("--dtype", "bfloat16", "--backward")),
     Step("bench_kvcache", ("kvcache_cpu_float32",), ("--device", "cpu")),
     Step("bench_kvcache", ("kvcache_cpu_bfloat16",), ("--device", "cpu", "--dtype", "bfloat16")),
-    Step("learn_ladder", ("ladder_*cpu",)),
-    Step("learn_roofline", ("roofline_*cpu",)),
 )
 
 

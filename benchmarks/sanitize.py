@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import cli, provenance
-from flash_attn_mini.ladder.full_kernels import sm80_unavailable_reason
+from flash_attn_mini.backends.cuda import sm80_unavailable_reason
+from learn import kernels as learning_kernels
 
 TOOLS: dict[str, tuple[str, ...]] = {
     "memcheck": ("--wrong-values",),
@@ -107,6 +108,7 @@ def main(argv: list[str] | None = None) -> None:
     if arguments.parts < 1:
         parser.error(f"--parts is {arguments.parts}; allowed: 1 and more")
     cli.require_gpu("sanitize")
+    learning_kernels.load()  # compiles them here: under the tool nvcc would be slow
     reason = sm80_unavailable_reason()
     if reason is not None:
         print(f"sanitize: the kernels of sm80 are left out: {reason}", file=sys.stderr)

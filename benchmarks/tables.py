@@ -305,51 +305,6 @@ def kvcache_query_tables(data: Rows) -> list[str]:
     return [markdown_table(["", "cache", *(f"{n} queries, µs" for n in shown), "largest steps"], body)]
 
 
-def ladder_tables(data: Rows) -> list[str]:
-    """The rungs of the ladder, or rows of one of its experiments."""
-    if "rung" not in data[0]:
-        return plain_tables(data)
-    body = []
-    for number, row in enumerate(data, start=1):
-        name = f"{number}. {row['rung']}"
-        if "reason" in row:
-            body.append([name, row["reason"], *[""] * 6])
-            continue
-        body.append(
-            [
-                name,
-                f"{row['device']}{', interpreted' if row['interpreted'] else ''}, {row['dtype']}",
-                f"{row['ms']:.4g}",
-                f"{row['tflops']:.3g}",
-                f"{row['gbps']:.4g}",
-                _three_digits(row["extra_bytes"] / 2**20),
-                f"{row['max_error']:.1e}",
-                "passed" if row["passed"] else "FAILED",
-            ]
-        )
-    headers = ["rung", "on", "ms", "TFLOP/s", "GB/s", "extra memory, MiB", "largest error", "verdict"]
-    return [markdown_table(headers, body)]
-
-
-def grid_tables(data: Rows) -> list[str]:
-    """A table for each pass: head dim and mask down, sequence length across, every contender in a cell."""
-    lengths = sorted({row["seqlen"] for row in data})
-    names = list(dict.fromkeys(name for row in data for key in ("tflops", "unsupported") for name in row[key]))
-    tables = []
-    for which in dict.fromkeys(row["pass"] for row in data):
-        cells: dict[str, dict[int, str]] = {}
-        for row in data:
-            if row["pass"] == which:
-                speeds = (f"{row['tflops'][name]:.3g}" if name in row["tflops"] else "–" for name in names)
-                cells.setdefault(kind_of(row), {})[row["seqlen"]] = " / ".join(speeds)
-        body = [[kind, *(by_length.get(length, "") for length in lengths)] for kind, by_length in cells.items()]
-        caption = f"{which.capitalize()}: {' / '.join(names)}, TFLOP/s, by sequence length:"
-        tables.append(f"{caption}\n\n{markdown_table(['', *map(str, lengths)], body)}")
-    if any(row["unsupported"] for row in data):
-        tables.append("–: out of memory.")
-    return tables
-
-
 def context_parallel_tables(data: Rows) -> list[str]:
     """Mask, tokens and heads down, contenders across: TFLOP/s of each GPU, and relative to one GPU alone."""
     names = list(dict.fromkeys(name for row in data for name in row["tflops"]))
@@ -405,8 +360,6 @@ VIEWS: dict[str, Callable[[Rows], list[str]]] = {
     "bench_features": feature_tables,
     "bench_kvcache": kvcache_tables,
     "bench_training": training_tables,
-    "learn_grid": grid_tables,
-    "learn_ladder": ladder_tables,
     "bench_context_parallel": context_parallel_tables,
     "accuracy": accuracy_tables,
     "kernel_resources": resource_tables,

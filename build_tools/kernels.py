@@ -118,8 +118,6 @@ def kernel_objects(selection: Selection) -> list[KernelObject]:
         add(f"flash_fwd_{name}_splitkv", "kvcache/splitkv_instantiation.cu", defines, others)
     for dtype in selection.dtypes:
         add(f"append_kv_{dtype}", "kvcache/append_instantiation.cu", (f"-DFLASH_DTYPE={ALL_DTYPES[dtype]}",), others)
-    for stem, name in (("minimal", "minimal"), ("tensor_cores", "tensor_cores_fp16")):
-        add(f"flash_attn_{name}", f"minimal/flash_attn_{stem}.cu", (), others)
     return objects
 
 

@@ -22,7 +22,6 @@
 #include "dispatch/built.h"
 #include "dispatch/reserved_sms.h"
 #include "dispatch/run_mha.h"
-#include "minimal/minimal_api.h"
 
 #ifdef FLASH_WITH_CUDA
 #include <cuda_runtime_api.h>
@@ -345,5 +344,4 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     module.def("cuda_unavailable_reason", &flash::cuda_unavailable_reason, arg("major"), arg("minor"));
     module.def("sm80_unavailable_reason", &flash::sm80_unavailable_reason, arg("major"), arg("minor"));
     module.def("build_info", &flash::build_info, "What this extension was built with");
-    flash::bind_minimal_kernels(module);
 }

@@ -94,7 +94,7 @@ def test_comment_marks_inside_strings_are_code() -> None:
 
 def test_every_source_glob_of_the_benchmarks_finds_files() -> None:
     backends = (*provenance.SOURCES_OF_BACKEND.values(), *provenance.BACKWARD_SOURCES_OF_BACKEND.values())
-    for group in (*backends, provenance.HOST, provenance.MINIMAL, provenance.METHOD):
+    for group in (*backends, provenance.HOST, provenance.METHOD):
         for pattern in group:
             assert provenance.find_sources([pattern]), pattern
 

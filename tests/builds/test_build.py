@@ -125,6 +125,7 @@ def test_an_unpacked_sdist_has_everything_that_the_build_reads(unpacked: Path) -
         )
         assert there == here
     assert (unpacked / "third_party" / "cutlass.txt").is_file()
+    assert not (unpacked / "learn").exists()
     command = [sys.executable, "setup.py", "--version"]
     result = subprocess.run(command, cwd=unpacked, capture_output=True, text=True)
     assert re.fullmatch(r"\d+(\.\d+)+", result.stdout.strip()), result.stderr
@@ -205,7 +206,6 @@ WITHOUT_SM90 = {
     *(f"flash_bwd_hdim32_bf16_{kind}_sm80" for kind in ("any", *kernels.read_kinds().backward)),
     *("flash_fwd_hdim32_bf16_sm80", "flash_fwd_hdim32_bf16_paged_sm80", "flash_fwd_hdim128_bf16_paged_sm80"),
     *("flash_fwd_hdim32_bf16_splitkv", "flash_fwd_hdim128_bf16_splitkv", "append_kv_bf16"),
-    *("flash_attn_minimal", "flash_attn_tensor_cores_fp16"),
 }
 WITH_SM90 = {
     "flash_fwd_hdim128_bf16_sm80",

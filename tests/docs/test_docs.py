@@ -15,15 +15,16 @@ import pytest
 from benchmarks import provenance, report, tables
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "third_party" / "README.md"]
+OF_LEARN = sorted((ROOT / "learn").glob("*.md"))
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *OF_LEARN, ROOT / "third_party" / "README.md"]
 SNIPPET = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)")
 HEADING = re.compile(r"^#+ +(.+)$", re.MULTILINE)
 FILE = re.compile(
-    r"\b(?:csrc|flash_attn_mini|tests|benchmarks|docs|examples|third_party)/[\w./-]*\w\.(?:h|cpp|cu|py|md|txt)\b"
+    r"\b(?:learn|csrc|flash_attn_mini|tests|benchmarks|docs|examples|third_party)/[\w./-]*\w\.(?:h|cpp|cu|py|md|txt)\b"
 )
 VARIABLE = re.compile(r"\bFLASH_ATTN_MINI_[A-Z_]+[A-Z]\b")
-NAMED_DOCUMENT = re.compile(r"\bdocs/[\w/-]+(?:\.md)?\b")
+NAMED_DOCUMENT = re.compile(r"\bdocs/[\w/-]+(?:\.md)?\b|\blearn/\w+\.md\b")
 README_LINES = 240
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 IDENTIFIER = re.compile(r"`((?:\w+(?:\.|::))*\w+)(?:\(\))?`")
@@ -77,7 +78,7 @@ def test_named_files_exist(document: Path) -> None:
 
 def test_documents_named_in_the_sources_exist() -> None:
     sources = [path for path in ROOT.glob("*") if path.suffix in {".py", ".toml"} or path.name == "Makefile"]
-    for folder in ("build_tools", "csrc", "flash_attn_mini", "benchmarks", "tests", "examples"):
+    for folder in ("build_tools", "csrc", "flash_attn_mini", "learn", "benchmarks", "tests", "examples"):
         sources += [path for path in (ROOT / folder).rglob("*") if path.suffix in {".py", ".h", ".cpp", ".cu"}]
     missing = {
         f"{path.relative_to(ROOT).as_posix()}: {name}"
@@ -91,7 +92,7 @@ def test_documents_named_in_the_sources_exist() -> None:
 # Sections of docs/layout.md: the folder of each, and the subfolders that it lists as one entry.
 MAPPED = {
     "flash_attn_mini": ("reference",),
-    "csrc": ("api", "dispatch", "common", "kvcache", "sm80", "sm90", "cpu", "minimal"),
+    "csrc": ("api", "dispatch", "common", "kvcache", "sm80", "sm90", "cpu"),
     "csrc/api": (),
     "csrc/dispatch": (),
     "csrc/common": (),
@@ -99,6 +100,7 @@ MAPPED = {
     "csrc/sm80": (),
     "csrc/sm90": (),
     "csrc/cpu": (),
+    "learn": (),
 }
 
 
@@ -121,7 +123,7 @@ def test_the_map_lists_every_file_and_no_other(folder: str) -> None:
 def words_of_the_sources() -> set[str]:
     """Every word of the code except this file, which lists the words to look for."""
     sources = [ROOT / "setup.py", ROOT / "pyproject.toml", ROOT / "Makefile"]
-    for folder in ("build_tools", "csrc", "flash_attn_mini", "benchmarks", "tests", "examples"):
+    for folder in ("build_tools", "csrc", "flash_attn_mini", "learn", "benchmarks", "tests", "examples"):
         sources += [path for path in (ROOT / folder).rglob("*") if path.suffix in {".py", ".h", ".cpp", ".cu"}]
     here = Path(__file__).resolve()
     return {word for path in sources if path != here for word in re.findall(r"\w+", path.read_text())}
@@ -140,7 +142,7 @@ def test_named_identifiers_occur_in_the_sources(document: Path, words_of_the_sou
     assert [name for name in names if not words_of_the_sources.issuperset(re.findall(r"\w+", name))] == []
 
 
-@every_document
+@pytest.mark.parametrize("document", [path for path in DOCUMENTS if path not in OF_LEARN], ids=lambda path: path.name)
 def test_result_blocks_are_paired(document: Path, tmp_path: Path) -> None:
     report.fill(document.read_text(), tmp_path)
 
@@ -162,7 +164,7 @@ def test_a_summary_is_one_line_with_the_ratios_of_the_first_contender(tmp_path: 
 
 def test_every_environment_variable_is_documented_and_no_other() -> None:
     sources = [ROOT / "setup.py"]
-    for folder in ("build_tools", "csrc", "flash_attn_mini", "benchmarks", "tests"):
+    for folder in ("build_tools", "csrc", "flash_attn_mini", "learn", "benchmarks", "tests"):
         sources += [path for path in (ROOT / folder).rglob("*") if path.suffix in {".py", ".h", ".cpp", ".cu"}]
     used: set[str] = set()
     for source in sources:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flash_attn_mini import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from flash_attn_mini.backends import available_backends, extension
-from flash_attn_mini.ladder.full_kernels import sm80_unavailable_reason
+from flash_attn_mini.backends.cuda import sm80_unavailable_reason
 from flash_attn_mini.reference import attention_reference
 
 from ..conftest import IS_HOPPER

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from flash_attn_mini.backends import extension
-from flash_attn_mini.ladder.full_kernels import sm80_unavailable_reason
+from flash_attn_mini.backends.cuda import sm80_unavailable_reason
 
 from ..conftest import GPU_DTYPES
 from ..kernels.test_random import AnyCase

@@ -12,7 +12,7 @@ import torch
 from torch import multiprocessing
 
 from flash_attn_mini import flash_attn_func, flash_attn_varlen_func
-from flash_attn_mini.ladder.full_kernels import ARCH_VARIABLE
+from flash_attn_mini.backends.cuda import ARCH_VARIABLE
 
 from ..conftest import IS_HOPPER
 from ..support.gpu_calls import (

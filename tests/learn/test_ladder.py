@@ -18,21 +18,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from flash_attn_mini import ladder
-from flash_attn_mini.ladder import __main__ as command
-from flash_attn_mini.ladder import naive_attention, online_softmax_attention, verify, whole_row_attention
-from flash_attn_mini.ladder.draw import text_plot
-from flash_attn_mini.ladder.experiments import whole_row_limits
-from flash_attn_mini.ladder.measure import extra_bytes
-from flash_attn_mini.ladder.rungs import BY_NAME, RUNGS, Shape, measure
-from flash_attn_mini.ladder.whole_row import most_keys
+import learn
 from flash_attn_mini.reference import attention_reference
+from learn import __main__ as command
+from learn import naive_attention, online_softmax_attention, verify, whole_row_attention
+from learn.draw import text_plot
+from learn.experiments import whole_row_limits
+from learn.measure import extra_bytes
+from learn.rungs import BY_NAME, RUNGS, Shape, measure
+from learn.whole_row import most_keys
 
 from ..support.ladder_calls import assert_right, draw_poisoned
 from ..support.one_thread import one_thread  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDER = ROOT / "flash_attn_mini" / "ladder"
+FOLDER = ROOT / "learn"
 HAS_GPU = torch.cuda.is_available()
 CPU = torch.device("cpu")
 
@@ -129,7 +129,7 @@ def imported_by(file: Path) -> set[str]:
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.ImportFrom) and node.level == 1:
             names |= {node.module} if node.module else {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("flash_attn_mini.ladder"):
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("learn"):
             names.add(node.module.rpartition(".")[2])
     return names
 
@@ -157,12 +157,12 @@ def test_every_rung_has_its_source_and_lesson() -> None:
 
 
 def test_every_exported_name_exists() -> None:
-    for name in ladder.__all__:
-        if ladder.LATE.get(name) in ("minimal_triton", "flash_v1", "flash_v2"):
+    for name in learn.__all__:
+        if learn.LATE.get(name) in ("minimal_triton", "flash_v1", "flash_v2"):
             pytest.importorskip("triton", minversion="3.4")
-        assert callable(getattr(ladder, name))
+        assert callable(getattr(learn, name))
     with pytest.raises(AttributeError, match="no_such_rung"):
-        ladder.no_such_rung  # noqa: B018
+        learn.no_such_rung  # noqa: B018
 
 
 @pytest.mark.parametrize("name", ["naive", "online-softmax", "cpu"])
@@ -174,6 +174,10 @@ def test_a_measured_row_has_every_value(name: str) -> None:
     assert math.isclose(row["tflops"] * 1e9 * row["ms"], flops, rel_tol=1e-2)
     assert math.isclose(row["gbps"] * 1e6 * row["ms"], row["bytes_moved"], rel_tol=1e-2)
     assert row["extra_bytes"] > 0
+    assert math.isclose(row["matmul_percent"], 100 * row["tflops"] / row["matmul_tflops"], rel_tol=1e-2)
+    itemsize = {"float16": 2, "float32": 4}[row["dtype"]]
+    q_bytes = itemsize * row["batch"] * row["heads"] * row["seqlen"] * row["headdim"]
+    assert math.isclose(row["extra_over_q"], row["extra_bytes"] / q_bytes, rel_tol=1e-2)
     if name == "cpu":
         assert row["extra_bytes"] == 4 * row["batch"] * row["heads"] * row["seqlen"]  # the log-sum-exp
 
@@ -185,9 +189,9 @@ def test_a_rung_that_needs_a_gpu_says_so(name: str) -> None:
     assert "needs a " in row["reason"]
     assert "ms" not in row
     with pytest.raises(RuntimeError, match="needs a CUDA GPU"):
-        ladder.minimal_cuda_attention(*(torch.zeros(1, 1, 4, 8) for _ in range(3)))
+        learn.minimal_cuda_attention(*(torch.zeros(1, 1, 4, 8) for _ in range(3)))
     with pytest.raises(RuntimeError, match="needs a CUDA GPU"):
-        ladder.tensor_core_attention(*(torch.zeros(1, 1, 4, 64) for _ in range(3)))
+        learn.tensor_core_attention(*(torch.zeros(1, 1, 4, 64) for _ in range(3)))
 
 
 def run_the_command(start: list[str], environment: dict[str, str], *, status: int = 0) -> list[str]:
@@ -203,12 +207,14 @@ def test_the_command_sets_up_the_interpreter_and_writes_rows_and_plot(tmp_path: 
     pytest.importorskip("triton", minversion="3.4")
     pytest.importorskip("matplotlib")
     rows_file, plot = tmp_path / "rows.json", tmp_path / "ladder.png"
-    lines = run_the_command(["-m", "flash_attn_mini.ladder", "--json", str(rows_file), "--plot", str(plot)], {})
+    lines = run_the_command(["-m", "learn", "--json", str(rows_file), "--plot", str(plot)], {})
     rows = {row["rung"]: row for row in json.loads(rows_file.read_text())["rows"]}
     assert list(rows) == list(BY_NAME)
     for name in ("naive", "online-softmax", "minimal-triton", "flash-v1", "flash-v2", "triton", "cpu"):
         assert rows[name]["passed"], rows[name]
+    assert rows["naive"]["matmul_percent"] > 0
     if not HAS_GPU and "TRITON_INTERPRET" not in os.environ:
+        assert rows["flash-v1"]["matmul_percent"] is None
         assert any("run in its interpreter" in line for line in lines)
         assert rows["flash-v1"]["interpreted"]
         state = rows["flash-v1"]["extra_bytes"]
@@ -268,7 +274,7 @@ find_spec = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *rest: None if name in Missing.NAMES else find_spec(name, *rest)
 sys.meta_path.insert(0, Missing())
 sys.argv = ["ladder", *sys.argv[1:]]
-runpy.run_module("flash_attn_mini.ladder", run_name="__main__", alter_sys=True)
+runpy.run_module("learn", run_name="__main__", alter_sys=True)
 """
 
 
@@ -279,6 +285,7 @@ def test_the_command_needs_torch_alone_and_a_few_seconds() -> None:
     rows = {line.split()[0]: line for line in lines if line.startswith(tuple(BY_NAME))}
     for name in ("naive", "online-softmax"):
         assert rows[name].endswith("passed"), rows[name]
+        assert len(rows[name].split()) == len(command.HEADERS)
     for name in ("minimal-triton", "flash-v1", "flash-v2", "triton"):
         assert "triton is not installed" in rows[name]
     assert "flash_attn_mini._C" in rows["cpu"]

@@ -32,9 +32,9 @@ def test_all_of_this_in_the_interpreter() -> None:
 
 
 def version(name: str) -> Any:
-    from flash_attn_mini import ladder
+    import learn
 
-    return getattr(ladder, name)
+    return getattr(learn, name)
 
 
 @runs_triton
@@ -113,7 +113,7 @@ def test_minimal_triton_is_right(
 
 @runs_triton
 def test_minimal_triton_reports_every_length_that_ends_in_time() -> None:
-    from flash_attn_mini.ladder import experiments
+    from learn import experiments
 
     device = torch.device(DEVICE)
     rows = experiments.minimal_triton_lengths(device, 60.0 if HAS_GPU else 0.5)
@@ -126,7 +126,7 @@ def test_minimal_triton_reports_every_length_that_ends_in_time() -> None:
 
 @runs_triton
 def test_versions_are_compared() -> None:
-    from flash_attn_mini.ladder import experiments
+    from learn import experiments
 
     device = torch.device(DEVICE)
     assert [row["verdict"] for row in experiments.version_errors(device)] == ["passed"] * 3
@@ -142,7 +142,7 @@ def test_versions_are_compared() -> None:
 def test_the_kernel_of_the_negative_results_is_right(
     k_transposed: bool, draw: torch.Generator, described_seed: str
 ) -> None:
-    from benchmarks.negative_kernels import attention
+    from learn.bench.negative_kernels import attention
 
     q, k, v = draw_poisoned(draw, 2, 128, 128, 64, torch.float16, DEVICE)
 
@@ -167,9 +167,9 @@ def test_a_row_of_equal_scores_is_the_mean() -> None:
 @pytest.mark.parametrize("name", ["delta", "autotune", "descriptor"])
 def test_what_the_choices_launch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every variant runs on a small shape; the times are made up."""
-    from benchmarks import learn_choices
-    from benchmarks.methods import Budget
     from flash_attn_mini.backends.triton import launch, launch_bwd
+    from learn.bench import choices
+    from learn.bench.timing import Budget
 
     if name == "descriptor" and (not HAS_GPU or torch.cuda.get_device_capability() < (9, 0)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
@@ -190,12 +190,12 @@ def test_what_the_choices_launch(name: str, monkeypatch: pytest.MonkeyPatch) -> 
         call()
         return float(len(launches))
 
-    monkeypatch.setattr(learn_choices, "time_cuda", once)
-    monkeypatch.setattr(learn_choices, "ROUNDS", 1)
+    monkeypatch.setattr(choices, "time_cuda", once)
+    monkeypatch.setattr(choices, "ROUNDS", 1)
     monkeypatch.setattr(
-        learn_choices, "inputs", lambda seqlen, headdim: [torch.randn(1, seqlen, 1, headdim).half().to(DEVICE)] * 4
+        choices, "inputs", lambda seqlen, headdim: [torch.randn(1, seqlen, 1, headdim).half().to(DEVICE)] * 4
     )
-    figure = learn_choices.FIGURES[name]
+    figure = choices.FIGURES[name]
     rows = figure.measure([(64, 128, False)], Budget(60.0))
     assert len(rows) == figure.rows_of_point
     assert all((row["head dim"], row["seqlen"], row["mask"]) == (64, 128, "full") for row in rows)

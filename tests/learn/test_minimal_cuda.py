@@ -1,4 +1,4 @@
-"""The teaching kernels of csrc/minimal, in CUDA and in CuTe, against the float64 reference."""
+"""The teaching kernels of learn/csrc, in CUDA and in CuTe, against the float64 reference."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_attn_mini.ladder import minimal_cuda_attention, tensor_core_attention
+from learn import minimal_cuda_attention, tensor_core_attention
 
 from ..support.ladder_calls import assert_right, draw_poisoned
 

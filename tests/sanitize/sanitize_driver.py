@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_mini import flash_attn_func, flash_attn_varlen_func
-from flash_attn_mini.ladder.full_kernels import sm80_unavailable_reason
+from flash_attn_mini.backends.cuda import sm80_unavailable_reason
 from tests.api.test_kvcache_errors import HOSTILE
 from tests.gpu.test_gpu_memory import WRONG_LENGTHS
 from tests.support.cases import SMALL_FORWARD_CASES, Case, make_dlse, make_dout, make_inputs, options_of
@@ -179,8 +179,8 @@ def run_wrong_cache_values(cases: Iterable[KvCacheCase]) -> None:
 
 
 def run_minimal() -> None:
-    """Runs the kernels of csrc/minimal: ragged lengths, and rows without a key."""
-    from flash_attn_mini.ladder import minimal_cuda_attention, tensor_core_attention
+    """Runs the kernels of learn/csrc: ragged lengths, and rows without a key."""
+    from learn import minimal_cuda_attention, tensor_core_attention
 
     for seqlen_q, seqlen_k, headdim in ((130, 70, 64), (65, 129, 128)):
         q, k, v = (torch.randn(1, 2, s, headdim, device="cuda") for s in (seqlen_q, seqlen_k, seqlen_k))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flash_attn_mini import flash_attn_func
 from flash_attn_mini.backends import BACKENDS
-from flash_attn_mini.ladder.full_kernels import ARCH_VARIABLE, sm80_unavailable_reason
+from flash_attn_mini.backends.cuda import ARCH_VARIABLE, sm80_unavailable_reason
 
 GPU_BACKENDS = [name for name in BACKENDS if name != "cpu"]
 each_gpu_backend = pytest.mark.parametrize("gpu_backend", GPU_BACKENDS)

@@ -1,0 +1,1 @@
+"""Measurements that the documents of learn/ show. `python -m learn.bench` runs them all."""

@@ -1,0 +1,46 @@
+"""Rungs 8, 9 and on: the kernels of the library, called through flash_attn_func."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from flash_attn_mini import flash_attn_func
+from flash_attn_mini.backends import BACKENDS, extension
+from flash_attn_mini.backends.cuda import ARCH_VARIABLE, sm80_unavailable_reason
+
+
+def unavailable_reason(backend: str, arch: int | None = None) -> str | None:
+    """None when a backend can run here, with the kernels of ``arch`` if that is given; else one sentence."""
+    device = torch.device("cpu" if backend == "cpu" or not torch.cuda.is_available() else "cuda")
+    if backend == "cuda" and device.type == "cpu":
+        return "needs a CUDA GPU"
+    reason = BACKENDS[backend].unavailable_reason(device)
+    if reason is None and arch == 90 and (torch.cuda.get_device_capability() != (9, 0) or "90a" not in built_archs()):
+        return "needs a Hopper GPU (compute capability 9.0) and kernels that were compiled for it"
+    return reason or (sm80_unavailable_reason() if arch == 80 else None)
+
+
+def built_archs() -> list[str]:
+    """The architectures that the extension has kernels for, as FLASH_ATTN_MINI_ARCHS lists them."""
+    archs: list[str] = extension.load().build_info()["arch_names"]
+    return archs
+
+
+def library_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, backend: str, arch: int | None = None
+) -> torch.Tensor:
+    """flash_attn_func on ``[batch, heads, seqlen, headdim]``; ``arch`` 80 keeps a call on the kernels of sm80."""
+    before = os.environ.pop(ARCH_VARIABLE, None)
+    if arch is not None:
+        os.environ[ARCH_VARIABLE] = str(arch)
+    try:
+        with torch.no_grad():
+            out = flash_attn_func(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), backend=backend)
+        assert isinstance(out, torch.Tensor)
+        return out.transpose(1, 2)
+    finally:
+        os.environ.pop(ARCH_VARIABLE, None)
+        if before is not None:
+            os.environ[ARCH_VARIABLE] = before
