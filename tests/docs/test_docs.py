@@ -24,7 +24,7 @@ FILE = re.compile(
 )
 VARIABLE = re.compile(r"\bFLASH_ATTN_MINI_[A-Z_]+[A-Z]\b")
 NAMED_DOCUMENT = re.compile(r"\bdocs/[\w/-]+(?:\.md)?\b")
-README_LINES = 240
+README_LINES = 150
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 IDENTIFIER = re.compile(r"`((?:\w+(?:\.|::))*\w+)(?:\(\))?`")
 FILE_ENDING = re.compile(r"\.(?:h|cpp|cu|py|md|txt|json)$")
