@@ -1,6 +1,6 @@
 """Which blocks of (queries of one rank) x (keys of another) there are, and the windows that the kernels take for them.
 
-Between a run of queries and a run of keys, the mask depends on the distance D = query position - key position alone: a
+Between a run of queries and a run of keys, the mask depends only on the distance D = query position - key position: a
 query sees a key where -right <= D <= left. The kernels know their own distance, aligned at the bottom right,
 x = i + k_rows - q_rows - j = D - E, with E = (end of the queries) - (end of the keys). So a block takes the window
 (left - E, right + E). Both are at least 0 once the rows that see nothing are cut off. docs/context_parallel.md derives

@@ -110,7 +110,7 @@ def attend_blocks(
 
 
 # Another length, number of heads or window must not compile another kernel. Triton specializes the integers of a tuple
-# whatever this list says, so only strides travel in tuples.
+# in spite of this list, so only strides travel in tuples.
 NOT_SPECIALIZED = [
     "seqlen_q", "seqlen_k", "batch_heads", "nheads", "heads_per_kv", "heads_per_group",
     "num_sequences", "max_pages", "num_pages", "page_size", "window_left", "window_right", "threshold",

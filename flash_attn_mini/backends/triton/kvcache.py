@@ -2,7 +2,7 @@
 
 The chain: backends.triton.forward_kvcache -> forward_kvcache (here) -> kvcache_append_kernel, then
 flash_fwd_splitkv_kernel and flash_fwd_splitkv_combine_kernel; with num_splits=1 flash_fwd_kernel instead, for the bits
-of the variable-length forward. Grids and scratch follow from shapes alone: lengths are read on the device.
+of the variable-length forward. Grids and scratch follow from shapes; lengths are read on the device.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def forward_kvcache(
 
 
 def append(call: CacheCall) -> torch.Tensor:
-    """Write the new keys and values into the caches. Returns q, rotated where the call asks for it."""
+    """Write the new keys and values into the caches. Returns q, rotated if the call has rotary tables."""
     q, cache = call.q, call.cache
     assert cache.k is not None
     assert cache.v is not None
@@ -424,7 +424,7 @@ def lengths_at_once(batch: int) -> int:
 
 
 def plan_units(call: CacheCall, chosen: Chosen) -> Units:
-    """The units of a call, from shapes and options alone."""
+    """The units of a call, from shapes and options."""
     batch, seqlen_q, nheads, _ = call.q.shape
     nheads_k, capacity = call.k.shape[2], call.capacity
     block_m, block_n = chosen.config.kwargs["BLOCK_M"], chosen.config.kwargs["BLOCK_N"]

@@ -205,7 +205,7 @@ def _readable(options: Options) -> Options:
 
 
 def _check_backend(device: torch.device, requested: str | None) -> None:
-    """Raise RuntimeError if the call asks for a backend that needs the extension, or ValueError for an unknown one."""
+    """Raise RuntimeError if the call names a backend that needs the extension, or ValueError for an unknown one."""
     from .. import select_backend
 
     select_backend(device, requested)
