@@ -140,7 +140,7 @@ def flash_fwd_kernel(
     USE_TMA: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    # Most calls do without the rest and do not pass it: each argument costs host time.
+    # Most calls do not pass the following arguments: each one costs host time.
     cu_seqlens=None,  # of q and of k: [num_sequences + 1] int32 each; None: sequences of equal length
     num_sequences=None,
     block_table=None,  # [num_sequences, max_pages] int32; None: keys lie one after the other

@@ -46,7 +46,7 @@ RECORDINGS = Recordings()  # by the arguments of the op
 
 @dataclass(eq=False)
 class CacheCall(ForwardCall):
-    """A forward call with a KV cache; k and v are the caches."""
+    """A forward call with a KV cache. k and v are the caches."""
 
     cache: KvCache
     scratch: Sequence[torch.Tensor] = ()  # of the split kernel and the combine kernel
@@ -454,9 +454,9 @@ def fixed_units(heads: int, per_sequence: int, split_keys: int) -> Units:
 
 
 def even_pieces(most: int, heads: int) -> int:
-    """At most that many pieces, such that heads of equal length have whole pieces or pieces have whole heads.
+    """At most the given number of pieces, so that equal heads have whole pieces or pieces have whole heads.
 
-    A number that would leave more than a sixteenth of them out is not worth it.
+    A number is rejected if it would leave more than a sixteenth of the pieces unused.
     """
     even = most // heads * heads if most >= heads else heads // -(-heads // most)
     return even if 16 * even >= 15 * most and (most >= heads or heads % even == 0) else most
@@ -472,5 +472,5 @@ def starts_early(device: torch.device) -> bool:
 
 @cache
 def num_sms(device: torch.device) -> int:
-    """Multiprocessors of the GPU; some number for the interpreter."""
+    """Multiprocessors of the GPU; an arbitrary number for the interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else INTERPRETER_SMS
