@@ -1,8 +1,8 @@
-"""Types of arguments, before the custom ops, which could not even receive some of them.
+"""Checks and converts the Python types of arguments, before the custom ops, whose schemas do not accept all of them.
 
-The functions convert what the official package accepts: numbers of Python, NumPy and tensors of one element, any pair
-of integers as a window, any truth value as a flag. Values, shapes and dtypes are checked once, in csrc/api/checks.cpp,
-whatever the backend.
+The functions convert what the official package accepts: Python and NumPy scalars, one-element tensors, any pair of
+integers as a window, any truth value as a flag. csrc/api/checks.cpp checks values, shapes and dtypes once, for every
+backend.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .backends import backend_argument, check_backend
 from .options import Options, Sequences
 
 WindowSize = tuple[int, int]
-MAX_INTEGER = 2**62  # keys, queries: far past any sequence, and inside 64 bits
+MAX_INTEGER = 2**62  # keys, queries: longer than any sequence, and inside 64 bits
 _REPR = reprlib.Repr()  # of values in messages, which may be large
 _REPR.maxother = _REPR.maxstring = 120
 _PAIR = "a pair of integers (left, right), -1 for unbounded"
@@ -40,13 +40,13 @@ def checked_options(
     learnable_sink: Any = None,
     names: tuple[str, str, str] = ("q", "k", "v"),
 ) -> Options:
-    """Check and convert the arguments that all public functions take. Reading a number from a GPU waits for it.
+    """Check and convert the arguments that all public functions take. Reading a CUDA tensor synchronises.
 
     ``names``: the names of q, k and v in error messages.
     """
     tensor = torch.Tensor
-    # The usual call needs no conversion; this test takes a third of the time. While a program is traced, the window may
-    # hold numbers that are not known yet.
+    # The usual call needs no conversion, and this test is faster than the checks below. While a program is traced, the
+    # window may hold numbers that are not known yet.
     if torch.compiler.is_compiling() or not (
         isinstance(q, tensor)
         and isinstance(k, tensor)
@@ -121,7 +121,7 @@ def _item(value: Any) -> Any:
 
 
 def as_float(name: str, value: Any, allowed: str) -> Any:
-    """A float from a number of Python or NumPy or a tensor of one element; a symbolic number as it is."""
+    """A float from a Python or NumPy scalar or a one-element tensor; a symbolic number stays as it is."""
     if type(value) is float or isinstance(value, (torch.SymFloat, torch.SymInt)):
         return value
     number = _item(value)
@@ -136,17 +136,17 @@ def as_float(name: str, value: Any, allowed: str) -> Any:
 
 
 def check_number(name: str, value: Any, allowed: str) -> None:
-    """Raise unless value is a number that a float can hold."""
+    """Raise unless value is a number that a float can represent."""
     as_float(name, value, allowed)
 
 
 def as_length(name: str, value: Any) -> Any:
-    """A length as an int, from an integer of Python or NumPy or an integer tensor of one element."""
+    """A length as an int, from a Python or NumPy integer or a one-element integer tensor."""
     return as_integer(name, value, "an integer, or an integer tensor of one element")
 
 
 def as_integer(name: str, value: Any, allowed: str) -> Any:
-    """An int from an integer of Python or NumPy or an integer tensor of one element; a symbolic one as it is."""
+    """An int from a Python or NumPy integer or a one-element integer tensor; a symbolic one stays as it is."""
     if type(value) is int or isinstance(value, torch.SymInt):
         number: Any = value
     else:
@@ -162,9 +162,9 @@ def as_integer(name: str, value: Any, allowed: str) -> Any:
 
 
 def as_flag(name: str, value: Any) -> bool:
-    """True or False from a value that has a truth value of its own: a bool, a number, a tensor of one element, None.
+    """True or False from a value that defines a truth value: a bool, a number, a one-element tensor, None.
 
-    A text or a list is no flag, as for the official package: ``"False"`` would be true.
+    A string or a list is not accepted, as in the official package: ``"False"`` would be true.
     """
     if type(value) is bool:
         return value
@@ -191,7 +191,7 @@ def as_window(window_size: Any) -> WindowSize:
 def as_sequences(
     cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: Any, max_seqlen_k: Any, block_table: Any = None
 ) -> Sequences:
-    """The arguments of the varlen functions that say where sequences lie. Reading a length from a GPU waits for it."""
+    """The arguments of the varlen functions that locate the sequences. Reading a CUDA tensor synchronises."""
     check_tensor("cu_seqlens_q", cu_seqlens_q)
     check_tensor("cu_seqlens_k", cu_seqlens_k)
     if block_table is not None:
@@ -209,7 +209,7 @@ def wrong_type(name: str, value: object, allowed: str) -> TypeError:
 
 
 def check_tensor(name: str, value: object, otherwise: str = "") -> None:
-    """Raise TypeError unless value is a strided tensor, and not a nested one."""
+    """Raise TypeError unless value is a strided tensor that is not nested."""
     if not isinstance(value, torch.Tensor):
         raise wrong_type(name, value, "a torch.Tensor" + otherwise)
     if value.is_nested:

@@ -1,7 +1,7 @@
 """Pack padded batches ``[batch, seqlen, ...]`` to ``[total, ...]`` and back, under the official package's names.
 
-A packed batch holds the tokens of all sequences end to end, without padding: the input of `flash_attn_varlen_func`.
-The functions use PyTorch's operators alone, so they are differentiable any number of times and run on every device.
+A packed batch holds the tokens of all sequences end to end, without padding: the input of `flash_attn_varlen_func`. The
+functions use only PyTorch's operators, so they are differentiable any number of times and run on every device.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def unpad_input(
     Args:
         hidden_states: ``[batch, seqlen, ...]``, any dtype.
         attention_mask: bool, integer or floating ``[batch, seqlen]``, on the device of `hidden_states`: the tokens that
-            count, at any place in a row. Integers and floats may only be 0 and 1.
+            count, anywhere in a row. Integers and floats may only be 0 and 1.
         unused_mask: The same shape and dtypes as `attention_mask`: tokens to keep although they do not count.
 
     Returns:
@@ -131,7 +131,7 @@ def unpad_input_for_concatenated_sequences(
     Args:
         hidden_states: ``[batch, seqlen, ...]``, any dtype.
         attention_mask_in_length: ``[batch, seqlen]``, on the device of `hidden_states`: the lengths of the sequences of
-            each row, in tokens and in order. Elements of 0 stand for no sequence. A row has at most seqlen tokens.
+            each row, in tokens and in order. An element of 0 is no sequence. A row has at most seqlen tokens.
 
     Returns:
         Four values. The tokens of all sequences, ``[total, ...]``. Their indices among all ``batch * seqlen`` tokens,

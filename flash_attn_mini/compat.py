@@ -1,17 +1,18 @@
-"""`import flash_attn` gives this package: for code that imports the official one and cannot be changed.
+"""Makes `import flash_attn` return this package, for code that imports the official one and cannot be changed.
 
     import flash_attn_mini.compat
 
     flash_attn_mini.compat.install()
 
-From then on these imports of the running process give the modules of this package: ``flash_attn``,
+From then on these imports of the running process return the modules of this package: ``flash_attn``,
 ``flash_attn.flash_attn_interface``, ``flash_attn.bert_padding``, ``flash_attn.layers``, ``flash_attn.layers.rotary``,
 and ``flash_attn_2_cuda`` if the extension was built. Any other module of the official package raises
 ModuleNotFoundError, even if the official package is installed: the two packages are never mixed.
 
 Version checks see `VERSION`, the official release with this API: in ``flash_attn.__version__``, and as the metadata of
-a distribution ``flash-attn``, which transformers' ``is_flash_attn_2_available`` reads. transformers keeps the answer:
-install first. The answer is no on machines without a GPU; there use `flash_attn_mini.integrations.transformers`.
+a distribution ``flash-attn``, which transformers' ``is_flash_attn_2_available`` reads. transformers caches the result,
+so call `install` first. The result is False on machines without a GPU; use `flash_attn_mini.integrations.transformers`
+there.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class _Distribution(importlib.metadata.Distribution):
 
 
 class _Finder(MetaPathFinder):
-    """Finds one distribution, and no module: sys.modules already has them."""
+    """Finds one distribution. It finds no modules, because sys.modules already has them."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
         return None
@@ -76,9 +77,9 @@ _installed: _Installed | None = None
 
 
 def install(force: bool = False) -> None:
-    """Make ``import flash_attn`` and its modules give this package, in this process. Prints a line to stderr.
+    """Make ``import flash_attn`` and its modules return this package, in this process. Prints a line to stderr.
 
-    Modules that imported the official package before keep it. A second call does nothing.
+    Modules that imported the official package earlier keep it. A second call does nothing.
 
     Args:
         force: Also replace an installed official package.
@@ -118,7 +119,7 @@ def install(force: bool = False) -> None:
 
 
 def uninstall() -> None:
-    """Undo `install`: the next ``import flash_attn`` gives the official package, or fails."""
+    """Undo `install`: the next ``import flash_attn`` returns the official package, or fails."""
     global _installed
     if _installed is None:
         return

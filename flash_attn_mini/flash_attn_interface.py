@@ -1,8 +1,8 @@
 """The public functions, with the names, argument order and defaults of flash-attn 2.8: the top of the call chain.
 
-This file has the functions for sequences of equal length, varlen.py those for sequences of different lengths, packed.py
-those for q, k and v in one tensor, kvcache.py the function for a KV cache. Each checks types, fills in defaults and
-enters its custom op (ops.py). csrc/api/checks.cpp checks values, shapes and dtypes, for every backend.
+This file has the functions for sequences of equal length; varlen.py has those for sequences of different lengths,
+packed.py those for q, k and v in one tensor, kvcache.py the function for a KV cache. Each checks types, fills in
+defaults and enters its custom op (ops.py). csrc/api/checks.cpp checks values, shapes and dtypes, for every backend.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = [
     "flash_attn_with_kvcache",
 ]
 
-USE_TRITON_ROCM = False  # code written for the official package asks for it
+USE_TRITON_ROCM = False  # code written for the official package imports it
 
 
 def flash_attn_func(
@@ -66,8 +66,8 @@ def flash_attn_func(
     NotImplementedError. The backward computes nothing for inputs that need no gradient, and runs on the backend of the
     forward. In a torch.autocast region q, k and v are cast as the inputs of scaled_dot_product_attention are.
 
-    Numbers may be of Python or NumPy, or tensors of one element (reading one from a GPU waits for it). A flag may be
-    any value with a truth value, such as 1, ``numpy.bool_`` or a tensor of one element.
+    Accepts Python or NumPy scalars and one-element tensors as numbers; a CUDA tensor synchronises. A flag may be any
+    value with a truth value, such as 1, ``numpy.bool_`` or a one-element tensor.
 
     Args:
         q: Queries, ``[batch, seqlen_q, nheads, headdim]``; headdim 1 to 256; the last dimension contiguous. float16 or
@@ -89,7 +89,7 @@ def flash_attn_func(
         alibi_slopes: float32 ``[nheads]`` or ``[batch, nheads]``: adds ``-slope * |i + seqlen_k - seqlen_q - j|`` to
             the score of query i and key j (ALiBi). The slopes get no gradient.
         deterministic: Makes dq bitwise repeatable on ``cuda``, where its last bits otherwise depend on the order in
-            which thread blocks finish; torch.use_deterministic_algorithms(True) asks for it too. The forward, dk and dv
+            which thread blocks finish; torch.use_deterministic_algorithms(True) enables it too. The forward, dk and dv
             are always repeatable. On ``cpu`` dq is too; on ``triton`` it is for one tuned configuration.
         return_attn_probs: Return ``(out, softmax_lse, S_dmask)`` in place of ``out``.
         learnable_sink: ``[nheads]`` or ``[batch, nheads]``, float32 or in the dtype of q: a logit of each head that has
@@ -120,7 +120,7 @@ def flash_attn_func(
         >>> flash_attn_func(q, k, v, causal=True).shape
         torch.Size([2, 128, 8, 64])
     """
-    # The usual types enter the extension at once, which checks all values. What it does not take is converted below.
+    # Arguments of the usual types enter the extension, which checks all values. Other types are converted below.
     if (
         type(dropout_p) is type(softcap) is float
         and (softmax_scale is None or type(softmax_scale) is float)
@@ -155,7 +155,7 @@ def flash_attn_func(
                 if not return_attn_probs:
                     return out  # type: ignore[no-any-return]
                 return out, softmax_lse, q.new_empty((0,)) if S_dmask is None else S_dmask
-        except TypeError:  # raised again below, if the arguments are no others after the conversion
+        except TypeError:  # raised again below, unless the conversion changes an argument
             pass
     options = checked_options(
         q,
@@ -202,7 +202,7 @@ def _flash_attn_forward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The forward with the official signature, for code that defines its own autograd function.
 
-    Arguments, backend and errors are those of `flash_attn_func`; ``return_softmax`` asks for S_dmask.
+    Arguments, backend and errors are those of `flash_attn_func`; ``return_softmax`` requests S_dmask.
 
     Returns:
         out, softmax_lse and S_dmask as `flash_attn_func` returns them, and rng_state, int64 ``[2]``: the seed and the

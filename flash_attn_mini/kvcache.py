@@ -122,7 +122,7 @@ def flash_attn_with_kvcache(
         True
     """
     cache_batch_idx, block_table = _contiguous(cache_batch_idx), _contiguous(block_table)
-    # The usual types enter the extension at once, which checks all values. What it does not take is converted below.
+    # Arguments of the usual types enter the extension, which checks all values. Other types are converted below.
     if (
         type(softcap) is float
         and (softmax_scale is None or type(softmax_scale) is float)
@@ -166,7 +166,7 @@ def flash_attn_with_kvcache(
                     learnable_sink,
                 )
                 return (out, softmax_lse) if return_softmax_lse else out
-        except TypeError:  # raised again below, if the arguments are no others after the conversion
+        except TypeError:  # raised again below, unless the conversion changes an argument
             pass
     options = checked_options(
         q,

@@ -1,4 +1,4 @@
-"""What the functions with the official signatures share: a backward that writes to tensors of the caller."""
+"""Helpers of the functions with the official signatures, whose backward writes to tensors of the caller."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def backward_into(
     options: Options,
     rng_state: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The backward with its results in tensors of the caller, None where a gradient is not wanted: softmax_d."""
+    """Run the backward into tensors of the caller, None where a gradient is not wanted. Returns softmax_d."""
     wanted = tuple(x is not None for x in gradients)
     tensors = (dout, q, k, v, out, softmax_lse)
     return ops.backward(*tensors, None, sequences, options, rng_state, wanted, gradients)[3]

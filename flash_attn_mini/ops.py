@@ -3,7 +3,7 @@
 csrc/api/ops.cpp defines the ops with their kernels, autograd and autocast. This file calls them and has their fake
 implementations, which give the shapes for tracing; vmap.py has their vmap rules. Eager code enters an op through the
 extension's functions with the official argument order, which takes half the host time of ``torch.ops``. Without the
-extension, the Triton backend runs under an autograd function of its own (backends/triton/autograd.py).
+extension, the Triton backend runs under a separate autograd function (backends/triton/autograd.py).
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def backward(
     output_mask: Sequence[bool] = (True, True, True),
     into: Gradients = _NO_GRADIENTS,
 ) -> BackwardResults:
-    """The backward alone: dq, dk, dv, None where output_mask has False, and softmax_d.
+    """Only the backward: dq, dk, dv, None where output_mask is False, and softmax_d.
 
     ``into`` has the tensors that receive the gradients, None for new ones.
     """

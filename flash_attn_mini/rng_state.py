@@ -27,7 +27,7 @@ def draw_in_program(*inputs: Tensor) -> Tensor:
 
 
 def _call_number() -> int:
-    """A number for each dropout call of a traced program, so that the compiler never takes two for the same."""
+    """A number for each dropout call of a traced program, so that the compiler never merges two of them."""
     return next(_calls)
 
 

@@ -1,7 +1,7 @@
 """S_dmask: the mask of dropout as the signs of the probabilities, for tests.
 
-S_dmask is as large as the scores. PyTorch's operators compute it, on any device and for every backend. Nothing waits
-for the GPU.
+S_dmask is as large as the scores. PyTorch's operators compute it on any device, for every backend, without a
+synchronisation.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from .options import ROWS_MULTIPLE, Options, Sequences
 from .transforms import autocast
 
-MAX_ELEMENTS = 1 << 34  # of S_dmask: the float32 steps to it then fill 64 GiB each
+MAX_ELEMENTS = 1 << 34  # of S_dmask: each float32 intermediate then takes 64 GiB
 WORD = 0xFFFFFFFF  # 32 bits
 PHILOX_ROUNDS = 7
 
@@ -180,7 +180,7 @@ def _philox4x32(
 def _random_bits(rng_state: Tensor, batch: int, nheads: int, rows: int, keys: int) -> Tensor:
     """The 16 random bits of each (query, key): int64 ``[batch, nheads, rows, keys]``; rows, keys: multiples of 16.
 
-    A counter gives the bits of 8 pairs, which csrc/common/philox.h describes.
+    A counter gives the bits of 8 pairs; csrc/common/philox.h says which.
     """
     device = rng_state.device
     seed, offset = rng_state[0], rng_state[1]

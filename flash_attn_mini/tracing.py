@@ -1,4 +1,4 @@
-"""One line per link of the call chain, on stderr, when FLASH_ATTN_MINI_TRACE=1.
+"""Prints one line per link of the call chain on stderr when FLASH_ATTN_MINI_TRACE=1.
 
 csrc/common/trace.h prints the links of the C++ code in the same format.
 """
@@ -17,8 +17,8 @@ VARIABLE = "FLASH_ATTN_MINI_TRACE"
 def enabled() -> bool:
     """Whether FLASH_ATTN_MINI_TRACE is set to something other than 0.
 
-    False while torch.compile traces, because a print breaks its graph. The compiled program prints the links from the
-    custom ops on.
+    False while torch.compile traces, because a print breaks its graph. The compiled program prints the links below the
+    custom ops.
     """
     if torch.compiler.is_compiling():
         return False

@@ -1,7 +1,7 @@
-"""What surrounds a call: transforms of torch.func, dispatch modes, batches of gradients, tangents, autocast.
+"""Detects what surrounds a call: torch.func transforms, dispatch modes, batches of gradients, tangents, autocast.
 
-PyTorch has no public Python function for the first three. The extension reads them through public C++ headers; without
-it the answers are cautious.
+PyTorch has no public Python function for the first three. The extension reads them through public C++ headers. Without
+the extension the functions return the safe answer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def is_transformed() -> bool:
 
 
 def may_keep_tensors() -> bool:
-    """Whether a new tensor is an ordinary one, of no transform and no dispatch mode such as FakeTensorMode."""
+    """Whether a new tensor is an ordinary one: no transform and no dispatch mode such as FakeTensorMode is active."""
     return extension.MODULE is not None and not extension.MODULE.has_modes() and not is_transformed()
 
 
@@ -30,7 +30,7 @@ def is_plain(*tensors: torch.Tensor) -> bool:
 
 
 def computes_values(x: torch.Tensor) -> bool:
-    """Whether an operator on x computes values: x is no fake or meta tensor, and no FakeTensorMode is active."""
+    """Whether an operator on x computes values: x is not fake or meta, and no FakeTensorMode is active."""
     try:
         return x.detach().new_empty(0).untyped_storage().device.type != "meta"
     except NotImplementedError:  # a tensor of torch.func has no storage
@@ -38,12 +38,12 @@ def computes_values(x: torch.Tensor) -> bool:
 
 
 def is_batch_of_gradients(x: Any) -> bool:
-    """Whether x comes from is_grads_batched or vectorize, whose vmap is no transform of torch.func."""
+    """Whether x comes from is_grads_batched or vectorize, whose vmap is not a transform of torch.func."""
     return isinstance(x, torch.Tensor) and extension.MODULE is not None and bool(extension.MODULE.is_batched(x))
 
 
 def refuse_forward_mode(tensors: tuple[Any, ...]) -> None:
-    """Raise NotImplementedError if a tensor among the arguments has a tangent. A compiler refuses by itself."""
+    """Raise NotImplementedError if an argument is a tensor with a tangent. torch.compile raises its own error."""
     if torch.compiler.is_compiling():
         return
     if any(isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors):

@@ -121,7 +121,7 @@ def _flash_attn_varlen_forward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The forward with the official signature, for code that defines its own autograd function.
 
-    Arguments, backend and errors are those of `flash_attn_varlen_func`; ``return_softmax`` asks for S_dmask. leftpad_k
+    Arguments, backend and errors are those of `flash_attn_varlen_func`; ``return_softmax`` requests S_dmask. leftpad_k
     and seqused_k are not implemented. zero_tensors changes nothing, because every element of the results is written.
 
     Returns:

@@ -1,6 +1,6 @@
 """The vmap rules of the ops. Samples of equal length become one batch; other calls run once for each sample.
 
-Dropout asks for the argument ``randomness`` of torch.vmap: with "same" each sample is a call with the same rng_state,
+Dropout follows the argument ``randomness`` of torch.vmap: with "same" each sample is a call with the same rng_state,
 with "different" each call draws one. csrc/api/ops.cpp gives a call with dropout an rng_state without elements. With
 "different" it has a vmap dimension, so that the rule runs even if all samples have the same q, k and v.
 """

@@ -1,7 +1,7 @@
-"""The registry of backends and the one place where a call's backend is chosen.
+"""The registry of backends, and the only place that chooses the backend of a call.
 
 Order: ``backend=`` on the call, else ``use_backend(...)``, else FLASH_ATTN_MINI_BACKEND, else by device. A backend
-asked for by name runs or raises. Only the choice by device may take the second best: ``triton`` when no CUDA kernel was
+requested by name runs or raises. Only the choice by device may take another one: ``triton`` when no CUDA kernel was
 compiled for this GPU.
 """
 
@@ -102,7 +102,7 @@ def select_backend(device: torch.device, requested: str | None = None) -> Backen
 
     Raises:
         ValueError: If a requested name is not that of a backend.
-        RuntimeError: If the backend asked for, or every backend, cannot run on ``device``.
+        RuntimeError: If the requested backend, or every backend, cannot run on ``device``.
     """
     name, source = requested, "the backend argument"
     if name is None:
@@ -113,8 +113,8 @@ def select_backend(device: torch.device, requested: str | None = None) -> Backen
 
 
 def backend_argument(device: torch.device, requested: str | None) -> str | None:
-    """The backend argument of an op: a name that can run on ``device``, or None if the call and ``use_backend`` ask for
-    none. The op then reads FLASH_ATTN_MINI_BACKEND, else it chooses by device.
+    """The backend argument of an op: a name that can run on ``device``, or None if neither the call nor ``use_backend``
+    names one. The op then reads FLASH_ATTN_MINI_BACKEND, else it chooses by device.
 
     While a program is traced, the name is checked when the program runs.
     """

@@ -1,6 +1,6 @@
-"""The compiled extension ``flash_attn_mini._C``: the one place that spells out the official argument order.
+"""The compiled extension ``flash_attn_mini._C``: the only file that spells out the official argument order.
 
-The others pass `Sequences` (None for sequences of equal length), `KvCache` and `Options` whole.
+Other files pass `Sequences` (None for sequences of equal length), `KvCache` and `Options` whole.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def forward(
 def check_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences | None, options: Options
 ) -> None:
-    """Make the checks of a forward on the backend that the options name, and nothing more."""
+    """Run only the checks of a forward, for the backend that the options name."""
     load().check_fwd(q, k, v, *(sequences or EQUAL_LENGTHS), *options, None)
 
 

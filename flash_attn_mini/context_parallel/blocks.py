@@ -1,6 +1,6 @@
-"""Which blocks of (queries of one rank) x (keys of another) there are, and the windows that the kernels take for them.
+"""Enumerates the blocks of (queries of one rank) x (keys of another), and computes the kernels' windows for them.
 
-Between a run of queries and a run of keys, the mask depends on the distance D = query position - key position alone: a
+Between a run of queries and a run of keys, the mask depends only on the distance D = query position - key position: a
 query sees a key where -right <= D <= left. The kernels know their own distance, aligned at the bottom right,
 x = i + k_rows - q_rows - j = D - E, with E = (end of the queries) - (end of the keys). So a block takes the window
 (left - E, right + E). Both are at least 0 once the rows that see nothing are cut off. docs/context_parallel.md derives
@@ -26,7 +26,7 @@ Interval = tuple[int, int]  # first row (or head), number of rows
 
 
 class Mask(NamedTuple):
-    """What decides which blocks there are.
+    """Mask parameters used to enumerate blocks.
 
     Attributes:
         left: The largest distance D that is visible, FAR for all.
@@ -159,7 +159,7 @@ class Block(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One step of the ring: the keys of ``source`` arrive and are worked on, while own keys go to ``sink``."""
+    """One step of the ring: the keys of ``source`` arrive and are used, while local keys go to ``sink``."""
 
     number: int
     source: int
@@ -172,7 +172,7 @@ class Plan(NamedTuple):
     """A rank's work.
 
     Attributes:
-        own: With its own keys.
+        own: The work on the local keys.
         steps: The steps of the ring, the same numbers on every rank.
     """
 
@@ -210,7 +210,7 @@ def _steps_of_all_ranks(shards: Shards, mask: Mask) -> list[int]:
     """The steps in which keys travel between any two ranks.
 
     Every rank takes all of them, also those in which it neither sends nor receives: messages of different steps start
-    in one order on all ranks, because messages that wait for each other in different orders would wait for ever.
+    in one order on all ranks, because messages in different orders would deadlock.
     """
     of_document: dict[int, list[tuple[int, int, int]]] = {}
     for owner, runs in enumerate(shards.runs):
@@ -244,14 +244,14 @@ def plan_of_gathered(shards: Shards, mask: Mask, is_packed: bool) -> list[Call]:
 
 
 class TravellingKeys(NamedTuple):
-    """Keys that a rank receives in the ring: on average, for which the two ranks in the middle stand, and the most."""
+    """Keys that a rank receives in the ring: the mean, taken from the two middle ranks, and the maximum."""
 
     mean: int
     most: int
 
 
 def travelling_keys(shards: Shards, mask: Mask) -> TravellingKeys:
-    """Computed once for shards and mask. The most: of the first, the last and the ranks in the middle."""
+    """Computed once for shards and mask. The maximum is over the first, the last and the middle ranks."""
     key = ("travelling", mask)
     if key not in shards.plans:
         size = shards.size
@@ -281,7 +281,7 @@ def block(shards: Shards, rank: int, source: int, mask: Mask, is_packed: bool) -
     """The work of the queries of ``rank`` on the keys of ``source``, which stay where they are if it is its own."""
     runs = shards.runs[rank]
     if rank == source and mask.left == FAR and mask.right == 0 and not mask.alibi:
-        # Causal, own keys: the runs of a document, one after the other, are one causal sequence.
+        # Causal, local keys: the runs of a document, one after the other, are one causal sequence.
         return Block([], _calls(list(_whole_documents(runs)), is_packed))
     found = list(_rectangles(runs, shards.runs[source], mask))
     if rank == source:
@@ -376,7 +376,7 @@ def _renumbered(rectangles: list[Rectangle], keys: list[Interval]) -> Iterator[R
 
 
 def _joined(rectangles: Iterator[Rectangle] | list[Rectangle]) -> list[Rectangle]:
-    """Neighbours of one document that hide nothing, joined along the keys and then along the queries."""
+    """Joins adjacent unmasked rectangles of one document, along the keys and then along the queries."""
     joined: list[Rectangle] = []
     for part in rectangles:
         last = joined[-1] if joined else part

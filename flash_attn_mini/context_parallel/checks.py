@@ -1,5 +1,5 @@
-"""What the attention functions and `Shards.merge` check alike: no transform of torch.func around the call, and, with
-FLASH_ATTN_MINI_CHECK=1, that all ranks call with equal arguments.
+"""Checks that the attention functions and `Shards.merge` share: no transform of torch.func is active and, with
+FLASH_ATTN_MINI_CHECK=1, all ranks call with equal arguments.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from . import transport
 
 
 def compares_ranks() -> bool:
-    """Whether FLASH_ATTN_MINI_CHECK=1 asks for the comparison of the ranks."""
+    """Whether FLASH_ATTN_MINI_CHECK=1 enables the comparison of the ranks."""
     return os.environ.get("FLASH_ATTN_MINI_CHECK", "0") not in ("", "0")
 
 

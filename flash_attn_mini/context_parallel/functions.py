@@ -69,8 +69,7 @@ def cp_flash_attn_func(
     NotImplementedError. Under torch.compile the call is a graph break. There is no dropout: the mask of dropout is a
     function of a row's place in one call, so it would depend on the number of ranks and on the strategy.
 
-    On Hopper, options of the group decide whether the ring's messages travel beside its forward:
-    docs/context_parallel.md.
+    On Hopper, options of the group decide whether the ring's messages overlap its forward: docs/context_parallel.md.
 
     Args:
         q: Local queries, ``[batch, tokens_local, nheads, headdim]``; dtypes, head dims and heads as in
@@ -81,8 +80,8 @@ def cp_flash_attn_func(
         softmax_scale: As in `flash_attn_func`, and so are causal, window_size, softcap and alibi_slopes.
         deterministic: Make the gradients bitwise repeatable.
         return_attn_probs: Return ``(out, softmax_lse, S_dmask)`` in place of ``out``.
-        strategy: ``"ring"``, ``"all_gather"``, ``"ulysses"``, or ``"auto"``: the ring where its messages hide behind
-            work, else whichever sends less. ``FLASH_ATTN_MINI_TRACE=1`` prints the choice and its reason.
+        strategy: ``"ring"``, ``"all_gather"``, ``"ulysses"``, or ``"auto"``: the ring where work hides its
+            messages, else the strategy that sends less. ``FLASH_ATTN_MINI_TRACE=1`` prints the choice and its reason.
         learnable_sink: ``[nheads]``, the same on every rank; see `flash_attn_func`. It joins the merged result once. A
             rank's gradient is that of its own rows: the sum over the ranks is the whole gradient.
         backend: As in `flash_attn_func`.
@@ -177,8 +176,9 @@ class Choice(NamedTuple):
 def choose_strategy(attention: Attention, nheads: int, nheads_k: int) -> Choice:
     """The strategy that ``auto`` takes. It depends on what all ranks know, so that all choose the same one.
 
-    First: does a step of the ring's forward compute enough for each byte of K and V that arrives beside it? Then the
-    messages hide. If not: how many elements does a rank receive, over headdim, in a forward and a backward?
+    If a step of the ring's forward computes enough for each byte of K and V that arrives during it, the messages are
+    hidden, and the ring is chosen. Otherwise the choice compares the elements that a rank receives, over headdim, in a
+    forward and a backward.
     """
     shards = attention.shards
     if shards.size == 1:

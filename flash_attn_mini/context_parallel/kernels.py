@@ -19,7 +19,7 @@ from .shards import Shards
 
 
 class Attention(NamedTuple):
-    """What a call of a public function asks for.
+    """The arguments of a call of a public function.
 
     Attributes:
         name: The public function, for error messages.

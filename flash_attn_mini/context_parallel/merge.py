@@ -101,8 +101,8 @@ class Total:
 
     Parts are ``[number x batch, rows, nheads, headdim]``: so dK and dV are one part, one message and one addition.
 
-    A part in the dtype of that tensor that has all rows is the base: the other parts are added to it in place, in their
-    rows alone. A single part stays as it is, bit for bit.
+    A part in the dtype of that tensor that has all rows is the base: the other parts are added to it in place, only in
+    their rows. A single part stays as it is, bit for bit.
     """
 
     def __init__(

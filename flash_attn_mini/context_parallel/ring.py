@@ -1,12 +1,12 @@
-"""Strategy ``ring``: K and V of one rank after another arrive and are worked on; gradients of K and V go back.
+"""Strategy ``ring``: K and V of one rank after another arrive and are attended to; gradients of K and V go back.
 
-In step t, rank r works on keys of rank r - t while those of rank r - t - 1 arrive. The forward works on its own keys
-before the first step. In the backward the steps run on a side stream of higher priority: work on own keys fills the SMs
-whenever a step waits for a message. Where the rows of q, dout and dq that both use do not fit in L2 (``runs_beside``),
-the steps come after the own keys.
+In step t, rank r works on keys of rank r - t while those of rank r - t - 1 arrive. The forward works on the local keys
+before the first step. In the backward the steps run on a side stream of higher priority: work on local keys fills the
+SMs whenever a step waits for a message. Where the rows of q, dout and dq that both use do not fit in L2
+(``runs_beside``), the steps come after the local keys.
 
-Keys come straight from their owner, so only those travel that some query of the receiver sees. Their gradients go
-straight back to the owner, who adds them in float32. A gradient that comes from a single kernel travels in the dtype of
+Keys come directly from their owner, so only keys that some query of the receiver sees are sent. Their gradients go
+directly back to the owner, who adds them in float32. A gradient that comes from a single kernel travels in the dtype of
 that kernel, because float32 would hold the same values; a sum of several travels in float32.
 """
 
@@ -81,11 +81,11 @@ def backward(attention: Attention, inputs: BackwardInputs) -> ThreeTensors:
 
 
 def runs_beside(own: list[Call], q: torch.Tensor, k: torch.Tensor, bytes_of_l2: int) -> bool:
-    """Whether the backward of a step runs beside that of the own keys, rather than after it.
+    """Whether the backward of a step runs concurrently with that of the local keys, instead of after it.
 
     It does if the rows of both fit in L2. The thread blocks of a key head read the same rows of q and dout, and add to
-    the same float32 rows of dq. We suppose that a kernel alone keeps its thread blocks near each other in these rows,
-    and that two kernels which take SMs from each other do not. docs/context_parallel.md has the measurement.
+    the same float32 rows of dq. We suppose that a single kernel keeps its thread blocks near each other in these rows,
+    and that two concurrent kernels do not (docs/context_parallel.md).
     """
     rows_of_a_key = sum(call.pairs for call in own) / max(sum(call.k[1] for call in own), 1)
     bytes_of_a_row = q.shape[-1] * (2 * q.element_size() + 4) * q.shape[-2] // k.shape[-2]
@@ -98,7 +98,7 @@ def _bytes_of_l2(device: torch.device) -> int:
 
 
 class _Keys:
-    """K and V on their way: while those of one step are worked on, those of the next arrive."""
+    """K and V in flight: while one step uses its K and V, those of the next arrive."""
 
     def __init__(
         self, attention: Attention, steps: list[Step], k: torch.Tensor, v: torch.Tensor, direction: str
@@ -119,7 +119,7 @@ class _Keys:
         return transport.exchange(step.sink, sent, step.source, received, group, where)
 
     def beside_messages(self, q: torch.Tensor, calls: list[Call]) -> AbstractContextManager[None]:
-        """A context in which the forwards of ``calls`` leave SMs free for the messages under way, if that pays."""
+        """A context in which the forwards of ``calls`` leave SMs free for messages in flight, if that saves time."""
         sms = 0
         if self._arriving is not None and self._arriving.is_under_way:
             flops = 4.0 * q.shape[-1] * q.shape[-2] * sum(call.pairs for call in calls)

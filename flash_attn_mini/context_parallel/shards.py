@@ -1,4 +1,4 @@
-"""Shards: which rank owns which tokens of a global tensor. Decided on the host, from lengths alone.
+"""Shards: which rank owns which tokens of a global tensor. The host computes this from lengths.
 
 Every rank computes the runs of all ranks, so no rank has to ask another what it owns.
 """
@@ -29,11 +29,11 @@ T = TypeVar("T")
 
 
 def kept(cache: dict[Any, Any], key: Any, build: Callable[[], T]) -> T:
-    """``cache[key]``, from the first call of ``build``: tensors that lengths alone decide.
+    """``cache[key]``, from the first call of ``build``: tensors that depend only on lengths.
 
-    Every later call can use them: they are no inference tensors. Those of a dispatch mode (FakeTensorMode) or of a
-    transform of torch.func are neither kept nor mixed with kept ones. A compiled function reads kept ones and keeps
-    none: its results may lie in the memory of a CUDA graph, which the next replay writes.
+    Every later call can use them, because they are not inference tensors. Those of a dispatch mode (FakeTensorMode) or
+    of a transform of torch.func are neither kept nor mixed with kept ones. A compiled function reads kept ones and
+    keeps none: its results may lie in the memory of a CUDA graph, which the next replay writes.
     """
     if torch.compiler.is_dynamo_compiling():
         return cache[key] if key in cache else build()
@@ -87,7 +87,7 @@ class Shards:
 
     @property
     def description(self) -> str:
-        """What has to be the same on every rank."""
+        """A description that must be equal on every rank."""
         return str((self.starts, self.runs))
 
     @property
@@ -188,7 +188,7 @@ class Shards:
 
 
 def _ranges(bounds: list[tuple[int, int]]) -> torch.Tensor:
-    """int64 on the CPU, whatever the default device: start to stop - 1 of each pair, one after the other."""
+    """int64 on the CPU, for any default device: start to stop - 1 of each pair, one after the other."""
     ranges = [torch.arange(start, stop, device="cpu") for start, stop in bounds]
     return torch.cat(ranges) if ranges else torch.arange(0, device="cpu")
 
@@ -342,7 +342,7 @@ def _place_whole(lengths: list[int], longest_first: list[int], cut: int, size: i
 
 
 def _is_even(lengths: list[int], whole: dict[int, int], size: int) -> bool:
-    """True if the whole documents, beside the cut ones, which are even, leave work and tokens even."""
+    """True if work and tokens are even with these whole documents. The cut documents are even by construction."""
 
     def is_even(weights: list[int], most: float) -> bool:
         loads = [0] * size

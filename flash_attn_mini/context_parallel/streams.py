@@ -10,12 +10,12 @@ import torch
 
 
 class SideStream:
-    """A stream beside the current one of a device; within its context, work goes there.
+    """A second stream of a device; work inside the context runs on it.
 
-    On the CPU, and with None, there is none: work stays on the current stream.
+    On the CPU, and with None, there is no such stream: work stays on the current one.
 
-    Its work comes after what the current stream had when the object was made. Its kernels have the higher priority:
-    when a thread block ends, its SM goes to them first.
+    Its work starts after the work that was on the current stream when the object was made. Its kernels have the higher
+    priority: when a thread block ends, its SM goes to them first.
     """
 
     def __init__(self, device: torch.device | None) -> None:
@@ -54,7 +54,7 @@ class SideStream:
             self._side.wait_stream(self._current)
 
 
-@functools.cache  # one for each device: every stream has memory of its own
+@functools.cache  # one for each device, because every stream has separate memory in the caching allocator
 def side_stream_of(device: torch.device) -> torch.cuda.Stream:
     """The side stream of a device."""
     return torch.cuda.Stream(device, priority=-1)

@@ -1,7 +1,7 @@
-"""Messages between the ranks of a group, through torch.distributed alone. CUDA tensors need a group with NCCL, CPU
-tensors one with gloo.
+"""Messages between the ranks of a group, through torch.distributed. CUDA tensors need a group with NCCL, CPU tensors
+one with gloo.
 
-NCCL runs them on a stream of its own, in the order of the calls. A message starts when the work that the current stream
+NCCL runs them on a separate stream, in the order of the calls. A message starts when the work that the current stream
 had at its start is done. `wait` makes the current stream wait, not the host. Errors name the call.
 """
 
@@ -42,7 +42,7 @@ def as_process_group(group: Any) -> Any:
         raise ValueError("flash_attn_mini: group does not have this process; allowed: a group with this process")
     if isinstance(group, dist.ProcessGroup):
         return group
-    from torch.distributed.device_mesh import DeviceMesh  # half a second to import, and seldom needed
+    from torch.distributed.device_mesh import DeviceMesh  # takes half a second to import, and few calls need it
 
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
@@ -71,7 +71,7 @@ def size_of(group: Any) -> int:
 def check_backend(group: Any, device: torch.device) -> None:
     """Raise unless the group can move tensors of a device.
 
-    PyTorch gives a group of gloo alone for CUDA tensors, too. It would copy every message through the host.
+    PyTorch accepts CUDA tensors in a group with only gloo, too, but would copy every message through the host.
     """
     try:
         because = " (only through the host)"
@@ -103,7 +103,7 @@ class named:
 
 @dataclass
 class Message:
-    """Transfers under way. ``received`` is valid after `wait`."""
+    """Transfers in flight. ``received`` is valid after `wait`."""
 
     where: str
     works: list[Any]
@@ -112,7 +112,7 @@ class Message:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether something travels, and nobody has waited for it."""
+        """Whether a transfer was started and not yet waited for."""
         return bool(self.works)
 
     def wait(self) -> list[torch.Tensor]:
@@ -155,11 +155,11 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def sms_of_messages(group: Any, device: torch.device) -> int:
-    """SMs that a kernel has to leave free so that messages travel beside it; 0 if that would not help.
+    """SMs that a kernel has to leave free so that messages overlap it; 0 if that would not help.
 
-    Each CTA of an NCCL kernel needs an SM of its own. The number of CTAs is known only if the group limits it
-    (``max_ctas`` in its options; environment variables of NCCL are not read). CTAs in clusters, NCCL's default on
-    Hopper, need several free SMs of one GPC, which a smaller grid of another kernel does not leave.
+    Each CTA of an NCCL kernel needs a free SM. The number of CTAs is known only if the group limits it (``max_ctas`` in
+    its options; environment variables of NCCL are not read). CTAs in clusters, NCCL's default on Hopper, need several
+    free SMs of one GPC, which a smaller grid of another kernel does not leave.
     """
     if device.type != "cuda":
         return 0

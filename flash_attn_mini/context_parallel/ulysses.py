@@ -1,8 +1,8 @@
 """Strategy ``ulysses``: an all-to-all gives every rank all tokens of some heads, and another one gives the rows back.
 
 Each head is computed whole by one rank, so the results have the bits of one GPU, and nothing is merged or summed. The
-heads of a rank are split in groups: while one group is worked on, the next arrives and the last one's results leave.
-After "DeepSpeed Ulysses" (Jacobs et al., 2023).
+heads of a rank are split in groups: while one group is computed, the next arrives and the results of the last one are
+sent. After "DeepSpeed Ulysses" (Jacobs et al., 2023).
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def backward(
 ) -> ThreeTensors:
     """dq, dk and dv of the local tensors, None for those not wanted.
 
-    The messages depend on what all ranks share alone. A loss may use the log-sum-exp on some ranks only, so if the
+    The messages depend only on what all ranks share. A loss may use the log-sum-exp on some ranks only, so if the
     forward returned it, its gradient travels from every rank, zeros where there is none.
     """
     size = attention.shards.size

@@ -70,15 +70,15 @@ def register(name: str = ATTENTION_NAME) -> str:
 
     `torch.compile(model, fullgraph=True)` works without a cache, also for training and for padded or packed batches. A
     padded batch is then sorted, not packed: nothing waits for the GPU. A model without a padding mask may hold packed
-    rows, so each forward waits once. What only the values of a mask show to be unsupported (padding with holes under a
-    sliding window, before PyTorch 2.14 also unknown patterns) raises NotImplementedError when the program runs, on a
-    GPU a device-side assertion.
+    rows, so each forward waits once. Masks that only their values show to be unsupported (padding with holes under a
+    sliding window, before PyTorch 2.14 also unknown patterns) raise NotImplementedError when the program runs, and end
+    in a device-side assertion on a GPU.
 
     Attention sinks (`s_aux`, gpt-oss) get their gradient. The model's forward raises NotImplementedError for position
     biases, masks of any other pattern, and `output_attentions=True`. Before transformers 5, some models (GPT-2) do not
     pass `output_attentions` on: they return None for each layer instead.
 
-    Some models compute attention in code of their own and take no attention implementation. Bloom's forward raises
+    Some models compute attention in their own code and take no attention implementation. Bloom's forward raises
     NotImplementedError. For Falcon transformers raises KeyError when the model is made.
 
     Args:
@@ -345,7 +345,7 @@ def _layout(mask: Tensor | None, q: Tensor, k: Tensor, causal: bool, sliding_win
     kv_length = k.shape[1]
     if mask is not None and mask.ndim != 2:
         return Layout(q_length, kv_length, kv_length, -1, 0 if _causal_of(mask, q, kv_length) else -1)
-    window = -1 if sliding_window is None else sliding_window - 1  # keys beside the query's own
+    window = -1 if sliding_window is None else sliding_window - 1  # keys in addition to the query's own
     seen = Seen(left=window, right=0 if causal else window)
     padding = None if mask is None else padding_of(mask, batch)
     padded = Mask(seen, batch, q_length, kv_length, kv_length - q_length, 0, padding)

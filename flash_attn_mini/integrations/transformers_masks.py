@@ -353,7 +353,7 @@ def layout_of(mask: Mask) -> Layout | None:
     """The tokens that take part in attention; None if the kernels cannot express the mask.
 
     Under a causal mask or a window, queries and keys are the same tokens. Padding is dropped from both, and its rows of
-    the output become 0. Otherwise the padding mask describes the keys alone, and all queries are computed: those of a
+    the output become 0. Otherwise the padding mask describes only the keys, and all queries are computed: those of a
     cross-attention are other tokens.
     """
     seen, batch, q_length, kv_length, q_offset, kv_offset, padding = mask

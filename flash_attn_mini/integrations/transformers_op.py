@@ -1,7 +1,7 @@
-"""Custom ops for a transformers model under torch.compile. What depends on the values of a mask stays inside them.
+"""Custom ops for a transformers model under torch.compile. They hide the values of a mask from the compiler.
 
-The number of sequences in packed rows is such a value, and a traced program has no tensor of that size. `sequences_of`
-therefore returns cu_seqlens with a place for every token, and the number of places that are used on the CPU.
+The number of sequences in packed rows is such a value, and a traced program has no tensor of that size. So
+`sequences_of` returns cu_seqlens with a place for every token, and, on the CPU, the number of places that are used.
 `attend_to_sequences` is `flash_attn_varlen_func` on the used places.
 """
 
@@ -44,13 +44,13 @@ def checked(x: Tensor, holds: Tensor, message: str) -> Tensor:
     """A copy of `x`. Where `holds`, a bool tensor of one element, is false, the program stops when it runs.
 
     Raises:
-        NotImplementedError: With `message`, on the CPU; on a GPU a device-side assertion fails, so that nothing waits.
+        NotImplementedError: With `message`, on the CPU; on a GPU a device-side assertion fails instead, without a wait.
     """
     return _ops._check_mask(x, holds, message)  # type: ignore[no-any-return]
 
 
 def sequences_of(begins: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the sequences of packed rows lie. Waits for the device.
+    """The boundaries of the sequences of packed rows. Synchronises with the device.
 
     Args:
         begins: bool ``[batch, seqlen]``, true for the first token of each sequence, and of each row.

@@ -31,8 +31,8 @@ def apply_rotary_emb(
 ) -> Tensor:
     """Rotate q or k by the positions of its tokens.
 
-    Each pair (a, b) of the first rotary_dim features becomes ``(a cos - b sin, a sin + b cos)``. The other features
-    do not change. The arithmetic is float32 (float64 for float64 `x`), whatever the dtype of `cos` and `sin`.
+    Each pair (a, b) of the first rotary_dim features becomes ``(a cos - b sin, a sin + b cos)``. The other features do
+    not change. The arithmetic is float32 (float64 for float64 `x`) for any dtype of `cos` and `sin`.
 
     Args:
         x: ``[batch, seqlen, nheads, headdim]``, or with `cu_seqlens` ``[total, nheads, headdim]``. Any floating dtype,
@@ -40,8 +40,8 @@ def apply_rotary_emb(
         cos: ``[seqlen_ro, rotary_dim / 2]``, any floating dtype. Row p is for position p, rotary_dim at most headdim.
         sin: The same shape as `cos`.
         interleaved: Pairs are features (0, 1), (2, 3), ... (GPT-J); otherwise (0, rotary_dim / 2), ... (GPT-NeoX).
-        inplace: Write the result to `x`. Autograd sees the change. If `x` is a leaf that requires a gradient, which
-            autograd lets no operator change, its values are replaced and the result is another tensor.
+        inplace: Write the result to `x`. Autograd sees the change. If `x` is a leaf that requires a gradient, autograd
+            allows no operator to change it: its values are replaced and the result is another tensor.
         seqlen_offsets: The position of the first token: one integer for all sequences (Python, NumPy or a tensor
             without dimensions), or an int32 or int64 tensor ``[batch]``.
         cu_seqlens: int32 ``[batch + 1]``: sequence b is rows cu[b] .. cu[b + 1] - 1 of `x`.
@@ -56,7 +56,7 @@ def apply_rotary_emb(
         ValueError: For wrong shapes or devices, or a position outside the table. Positions that depend on a GPU tensor
             are checked under FLASH_ATTN_MINI_CHECK=1 only; without it, tokens outside the table are not rotated.
         NotImplementedError: From the backward, or from forward-mode differentiation, when a derivative with respect to
-            `cos` or `sin` is asked for.
+            `cos` or `sin` is requested.
 
     Example:
         >>> import torch
@@ -186,7 +186,7 @@ def apply_rotary_emb_kv_(
 
 
 def apply_rotary_emb_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """The rotation in PyTorch's operators alone, in the dtype of its arguments. Other projects' tests compare with it.
+    """The rotation with PyTorch's operators, in the dtype of its arguments. Tests of other projects compare with it.
 
     Args:
         x: ``[batch, seqlen, nheads, headdim]``.
@@ -230,21 +230,21 @@ class RotaryEmbedding(nn.Module):
     dim)`` until a user changes it. It keeps its values when the module is cast (``module.bfloat16()``).
 
     Later eager calls use the tables again if inv_freq has not changed since. Writes that autograd does not count
-    (``inv_freq.data.mul_(2)``) stay unseen until `reset_parameters`. Compiled and captured calls compute the rows of
-    their positions anew, and keep nothing.
+    (``inv_freq.data.mul_(2)``) take effect only after `reset_parameters`. Compiled and captured calls compute the rows
+    of their positions again, and keep nothing.
 
     With `scale_base` (XPos: Sun et al., arXiv 2212.10554) the module also multiplies queries by ``s_i ** ((p - c) /
     scale_base)``, ``s_i = (2 i + 0.4 dim) / (1.4 dim)``, and divides keys by it, so that scores fall with the distance.
-    The centre c is half of the positions of the first call. It stays, so that keys in a cache still fit when the table
-    grows: decoding token by token gives the scores of a prefill. The official package moves the centre with each new
-    table; scores within one table are the same. `reset_parameters` forgets the centre. Calls of fake tensors and
-    torch.export do not choose it: if several programs share a cache, call the module once before the export.
+    The centre c is half of the positions of the first call. It does not change, so that keys in a cache stay valid when
+    the table grows: decoding token by token gives the scores of a prefill. The official package moves the centre with
+    each new table; scores within one table are the same. `reset_parameters` forgets the centre. Calls of fake tensors
+    and torch.export do not choose it: if several programs share a cache, call the module once before the export.
 
     Args:
         dim: The number of features of a head to rotate, an even integer.
         base: The base of the angles, above 0.
         interleaved: As in `apply_rotary_emb`.
-        scale_base: The length over which XPos scales, in positions, above 0; None for rotation alone.
+        scale_base: The length over which XPos scales, in positions, above 0; None for rotation without scaling.
         device: The device of the frequencies.
 
     Raises:
@@ -281,7 +281,7 @@ class RotaryEmbedding(nn.Module):
         self._centre: int | None = None
 
     def reset_parameters(self) -> None:
-        """Compute the frequencies again, and forget the calls before: the tables, their length, the centre of XPos."""
+        """Compute the frequencies again, and forget the tables, their length and the centre of XPos."""
         self.inv_freq = self._frequencies(self.inv_freq.device)
         self._kept = self._centre = None
         self._longest = 0
@@ -427,7 +427,7 @@ class RotaryEmbedding(nn.Module):
         return torch.where(is_default, default, exact)
 
     def _centre_for(self, positions: int, qkv: Tensor) -> int | None:
-        """The centre of XPos, which the first call chooses; None for rotation alone."""
+        """The centre of XPos, which the first call chooses; None without XPos."""
         if self.scale_base is None:
             return None
         centre = positions // 2 if self._centre is None else self._centre
@@ -455,7 +455,7 @@ class RotaryEmbedding(nn.Module):
 
 
 MAX_XPOS_EXPONENT = math.log(torch.finfo(torch.float32).max) / math.log(1.4 / 0.4)
-_is_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)  # PyTorch 2.6 has the latter alone
+_is_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)  # PyTorch 2.6 has only the latter
 
 
 def _is_rehearsal(qkv: Tensor) -> bool:

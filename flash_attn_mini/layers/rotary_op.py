@@ -107,7 +107,7 @@ def _no_table_derivative() -> NotImplementedError:
 
 
 def _vmap(info: Any, in_dims: tuple[int | None, ...], x: Tensor, *arguments: Any) -> tuple[Tensor, int]:
-    """torch.vmap over x alone adds heads; over other tensors it calls the op once for each."""
+    """torch.vmap over only x adds heads; over other tensors it calls the op once for each sample."""
     x_dim, *other_dims = in_dims
     if x_dim is not None and all(dim is None for dim in other_dims):
         x = x.movedim(x_dim, -3)  # [..., vmap, nheads, headdim]

@@ -1,7 +1,7 @@
 """Rotary position embedding as a Triton kernel. rotary_op.py calls it for CUDA tensors, with checked arguments.
 
 Tokens are numbered through the whole batch. A program rotates a block of tokens in a block of heads. Each token looks
-up its own position, so that no program is empty, whatever the lengths of the sequences are.
+up its own position, so no program is empty for any lengths of the sequences.
 """
 
 # Kernels are written in Triton's language, not Python's: their arguments have no Python types.

@@ -1,7 +1,7 @@
 """Attention in float64, written to be read: the meaning of every function of this package in a few lines of PyTorch.
 
 The tests compare each backend with these functions. They form the whole score matrix, so their memory is quadratic in
-the sequence length. They import torch alone, run on CPU and CUDA, and are differentiable.
+the sequence length. They import only torch, run on CPU and CUDA, and are differentiable.
 """
 
 from .attention import attention_probabilities, attention_reference, attention_scores, softmax_with_lse

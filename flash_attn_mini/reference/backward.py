@@ -1,4 +1,4 @@
-"""The gradients of attention as the kernels compute them: from q, k, v, out and the log-sum-exp alone.
+"""The gradients of attention as the kernels compute them: from q, k, v, out and the log-sum-exp.
 
 The forward stores no probabilities; exp(score - lse) recomputes them. "FlashAttention-2" (Dao, arXiv 2307.08691),
 algorithm 2, with one more term: delta includes the gradient of the lse.

@@ -55,7 +55,7 @@ class Call:
 
     @property
     def has_no_sequence(self) -> bool:
-        """True for a batch of 0 sequences. q may have rows all the same, because the host does not read cu_seqlens."""
+        """True for a batch of 0 sequences. q may still have rows, because the host does not read cu_seqlens."""
         return self.sequences is not None and self.sequences.cu_seqlens_q.numel() == 1
 
     @property

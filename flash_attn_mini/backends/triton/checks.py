@@ -1,8 +1,8 @@
 """Every check of the arguments of a call, for environments without the compiled extension.
 
-With the extension csrc/api/checks.cpp and csrc/api/checks_kvcache.cpp check every call, whatever its backend. The
-checks here are the same: in the same order, with the same exception types and texts. A failed check names the argument,
-what was given and what is allowed. cu_seqlens, block_table and the like are read on the CPU; on a GPU only with
+With the extension csrc/api/checks.cpp and csrc/api/checks_kvcache.cpp check every call of every backend. The checks
+here are the same: in the same order, with the same exception types and texts. A failed check names the argument, what
+was given and what is allowed. cu_seqlens, block_table and the like are read on the CPU; on a GPU only with
 FLASH_ATTN_MINI_CHECK=1, as reading them waits for the GPU.
 """
 
@@ -453,7 +453,7 @@ def _check_rotary(q: Tensor, k_cache: Tensor, cache: KvCache, options: Options) 
 
 
 def _check_positions(q: Tensor, rotary_cos: Tensor | None, options: Options, length: int, bidb: int) -> None:
-    """With a mask each query has a rotary position of its own; the last may lie past the keys."""
+    """With a mask each query has another rotary position; the last may lie past the keys."""
     seqlen_q = q.shape[1]
     if rotary_cos is None or seqlen_q == 0:
         return

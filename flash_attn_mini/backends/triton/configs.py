@@ -1,7 +1,7 @@
 """Configurations of the Triton kernels: tile sizes, warps, stages, and loads by TMA or not.
 
-tuner.py reads the tables. A configuration is a triton.Config over BLOCK_M, BLOCK_N and USE_TMA. The measurements are in
-docs/tuning/triton.md. Kinds of calls that are not timed, such as those with dropout, have their own lists.
+tuner.py reads the tables. A configuration is a triton.Config over BLOCK_M, BLOCK_N and USE_TMA. docs/tuning/triton.md
+says how they were chosen. Kinds of calls that are not timed, such as those with dropout, have their own lists.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def combine_splits(block_m: int, block_d: int) -> int:
 
 
 def most_programs_per_sm(block_m: int) -> int:
-    """Programs for each SM that num_splits may ask for; more would only cost time."""
+    """Programs for each SM that num_splits may request; more would only cost time."""
     return max(2, min(8, 256 // block_m))
 
 

@@ -110,7 +110,7 @@ def attend_blocks(
 
 
 # Another length, number of heads or window must not compile another kernel. Triton specializes the integers of a tuple
-# whatever this list says, so only strides travel in tuples.
+# in spite of this list, so only strides travel in tuples.
 NOT_SPECIALIZED = [
     "seqlen_q", "seqlen_k", "batch_heads", "nheads", "heads_per_kv", "heads_per_group",
     "num_sequences", "max_pages", "num_pages", "page_size", "window_left", "window_right", "threshold",
@@ -140,7 +140,7 @@ def flash_fwd_kernel(
     USE_TMA: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    # Most calls do without the rest and do not pass it: each argument costs host time.
+    # Most calls do not pass the following arguments: each one costs host time.
     cu_seqlens=None,  # of q and of k: [num_sequences + 1] int32 each; None: sequences of equal length
     num_sequences=None,
     block_table=None,  # [num_sequences, max_pages] int32; None: keys lie one after the other

@@ -1,8 +1,8 @@
 """Combines the partial results of split-KV: one program computes one query of one head.
 
 The chain: kvcache.forward_kvcache -> flash_fwd_splitkv_kernel -> flash_fwd_splitkv_combine_kernel. Split s has weight
-exp(max_s - max), and out is the weighted sum of out_s over that of sum_s, always in the same order. Maxima and sums
-stay apart: float32 cannot hold a large maximum plus the logarithm of a sum.
+exp(max_s - max), and out is the weighted sum of out_s over that of sum_s, always in the same order. Maxima and sums are
+stored separately, because float32 cannot represent a large maximum plus the logarithm of a sum.
 """
 
 # Kernels are written in Triton's language, not Python's: their arguments have no Python types.
@@ -37,7 +37,7 @@ def flash_fwd_splitkv_combine_kernel(
     FIXED_UNITS: tl.constexpr,
     PROGRAMMATIC: tl.constexpr,  # as in flash_fwd_splitkv_kernel
 ):
-    """Grid: batch * nheads * seqlen_q programs. Those of a head with one split have nothing to do."""
+    """Grid: batch * nheads * seqlen_q programs. Programs of a head with one split return at once."""
     if PROGRAMMATIC:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()

@@ -27,7 +27,7 @@ from .visible import visible_keys_of_split
 def with_strides_of_8(tensor):
     """The tuple of a tensor whose strides are multiples of 8, known to the compiler, which then loads 16 bytes at once.
 
-    By itself it looks for multiples of 16 elements. Example: head dim 40.
+    Without this it looks for multiples of 16 elements. Example: head dim 40.
     """
     pointer, stride_b, stride_h, stride_s = tensor
     return pointer, stride_b // 8 * 8, stride_h // 8 * 8, stride_s // 8 * 8

@@ -2,7 +2,7 @@
 
 The interpreter of Triton 3.6 keeps a scalar as an array of one element and makes loop bounds with int(array), which
 NumPy 2.4 refuses. It also truncates float32 to bfloat16, where a GPU rounds to nearest. It replaces the functions of tl
-again at each call of a device function, which takes a third of its time. This module corrects the three.
+again at each call of a device function, which takes a third of its time. This module corrects all three.
 """
 
 from __future__ import annotations

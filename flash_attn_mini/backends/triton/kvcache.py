@@ -2,7 +2,7 @@
 
 The chain: backends.triton.forward_kvcache -> forward_kvcache (here) -> kvcache_append_kernel, then
 flash_fwd_splitkv_kernel and flash_fwd_splitkv_combine_kernel; with num_splits=1 flash_fwd_kernel instead, for the bits
-of the variable-length forward. Grids and scratch follow from shapes alone: lengths are read on the device.
+of the variable-length forward. Grids and scratch follow from shapes; lengths are read on the device.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ RECORDINGS = Recordings()  # by the arguments of the op
 
 @dataclass(eq=False)
 class CacheCall(ForwardCall):
-    """A forward call with a KV cache; k and v are the caches."""
+    """A forward call with a KV cache. k and v are the caches."""
 
     cache: KvCache
     scratch: Sequence[torch.Tensor] = ()  # of the split kernel and the combine kernel
@@ -182,7 +182,7 @@ def forward_kvcache(
 
 
 def append(call: CacheCall) -> torch.Tensor:
-    """Write the new keys and values into the caches. Returns q, rotated where the call asks for it."""
+    """Write the new keys and values into the caches. Returns q, rotated if the call has rotary tables."""
     q, cache = call.q, call.cache
     assert cache.k is not None
     assert cache.v is not None
@@ -426,7 +426,7 @@ def lengths_at_once(batch: int) -> int:
 
 
 def plan_units(call: CacheCall, chosen: Chosen) -> Units:
-    """The units of a call, from shapes and options alone."""
+    """The units of a call, from shapes and options."""
     batch, seqlen_q, nheads, _ = call.q.shape
     nheads_k, capacity = call.k.shape[2], call.capacity
     block_m, block_n = chosen.config.kwargs["BLOCK_M"], chosen.config.kwargs["BLOCK_N"]
@@ -456,9 +456,9 @@ def fixed_units(heads: int, per_sequence: int, split_keys: int) -> Units:
 
 
 def even_pieces(most: int, heads: int) -> int:
-    """At most that many pieces, such that heads of equal length have whole pieces or pieces have whole heads.
+    """At most the given number of pieces, so that equal heads have whole pieces or pieces have whole heads.
 
-    A number that would leave more than a sixteenth of them out is not worth it.
+    A number is rejected if it would leave more than a sixteenth of the pieces unused.
     """
     even = most // heads * heads if most >= heads else heads // -(-heads // most)
     return even if 16 * even >= 15 * most and (most >= heads or heads % even == 0) else most
@@ -474,5 +474,5 @@ def starts_early(device: torch.device) -> bool:
 
 @cache
 def num_sms(device: torch.device) -> int:
-    """Multiprocessors of the GPU; some number for the interpreter."""
+    """Multiprocessors of the GPU; an arbitrary number for the interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else INTERPRETER_SMS

@@ -87,7 +87,7 @@ NOT_SPECIALIZED = [
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def kvcache_append_kernel(
     q,  # [batch, seqlen_q, nheads, headdim]: tuples, see tiles.py
-    q_rotated,  # like q; read and written with ROTARY_DIM alone
+    q_rotated,  # like q; read and written only with ROTARY_DIM
     k_new,  # [batch, seqlen_new, nheads_k, headdim]
     v_new,
     k_cache,

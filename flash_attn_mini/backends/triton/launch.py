@@ -93,7 +93,7 @@ def prepare(
     sequences: Sequences | None = None,
     rng_state: torch.Tensor | None = None,
 ) -> ForwardCall:
-    """The arguments as the kernel takes them, with unset memory for its outputs."""
+    """The arguments as the kernel takes them, with uninitialised memory for its outputs."""
     q, k, v = as_batch(q), as_batch(k), as_batch(v)
     batch, seqlen_q, nheads, _ = q.shape
     out = empty_contiguous_last(q)
@@ -207,7 +207,7 @@ def num_blocks(call: Call, tensor: torch.Tensor, block: int) -> int:
 
 
 def heads_per_group(tensor: torch.Tensor, call: Call) -> int:
-    """Heads of one sequence of ``tensor`` and of another like it that fill half of the L2 cache; at least one."""
+    """Heads for which one sequence of ``tensor`` and of another like it fill half of the L2 cache; at least one."""
     rows = max(1, *call.longest(tensor, tensor))
     bytes_per_head = 2 * rows * tensor.shape[3] * tensor.element_size()
     return max(1, l2_cache_size(tensor.device) // 2 // bytes_per_head)
@@ -215,5 +215,5 @@ def heads_per_group(tensor: torch.Tensor, call: Call) -> int:
 
 @cache
 def l2_cache_size(device: torch.device) -> int:
-    """Bytes of the GPU's L2 cache; some value for the interpreter."""
+    """Bytes of the GPU's L2 cache; an arbitrary value for the interpreter."""
     return torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 1 << 25

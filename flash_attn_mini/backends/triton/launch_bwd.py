@@ -65,7 +65,7 @@ class BackwardCall(Call):
 
     @property
     def inputs(self) -> list[torch.Tensor]:
-        """As of `Call`, with the tensors of the backward before."""
+        """As in `Call`, with the tensors of the backward."""
         q, k, v, *rest = super().inputs
         tensors = (self.dout, q, k, v, self.out, self.softmax_lse, self.dsoftmax_lse, *rest)
         return [x for x in tensors if x is not None]
@@ -161,7 +161,7 @@ def prepare(
     output_mask: Sequence[bool] = (True, True, True),
     into: Gradients = (None, None, None),
 ) -> BackwardCall:
-    """The arguments as the kernels take them, with unset memory for their outputs."""
+    """The arguments as the kernels take them, with uninitialised memory for their outputs."""
     dout, q, k, v, out = (as_batch(t) for t in (dout, q, k, v, out))
     if sequences is not None:
         softmax_lse = softmax_lse.unsqueeze(0)

@@ -17,7 +17,7 @@ _thread = threading.local()
 def pointer_and_strides(tensor: torch.Tensor) -> tuple[torch.Tensor, int, int, int]:
     """(tensor, strides of batch, head and row) of ``[batch, seqlen, heads, headdim]``.
 
-    torch may have any stride for a dimension of one element. It is 16 here, so that it compiles no other kernel.
+    torch may have any stride for a dimension of one element. It is 16 here, to avoid the compilation of another kernel.
     """
     batch, seqlen, heads, _ = tensor.shape
     stride_b, stride_s, stride_h, _ = tensor.stride()
@@ -32,8 +32,8 @@ def pointer_and_strides(tensor: torch.Tensor) -> tuple[torch.Tensor, int, int, i
 def with_rows_apart(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor`` ``[batch, seqlen, heads, headdim]``, or a copy if its rows or heads begin one element apart.
 
-    For a factor of a matrix product. Triton 3.6 loads such a tile across the head dim, and the product then reads
-    shared memory out of range. A head dim of 1 and overlapping views have such rows.
+    Used for operands of a matrix product. Triton 3.6 loads a tile with such rows across the head dim, and the product
+    then reads shared memory out of range. A head dim of 1 and overlapping views have such rows.
     """
     batch, seqlen, heads, head_dim = tensor.shape
     if (seqlen == 1 or tensor.stride(1) != 1) and (heads == 1 or tensor.stride(2) != 1):
@@ -45,8 +45,8 @@ def with_rows_apart(tensor: torch.Tensor) -> torch.Tensor:
 def operand(tensor: torch.Tensor, block_rows: int, use_tma: bool, begin_row: int = 0) -> Any:
     """A tensor that a kernel reads with tiles.load_rows in blocks of ``block_rows``.
 
-    The descriptor covers the rows from ``begin_row`` on as [batch, heads, rows, headdim]. What lies outside of it reads
-    as zero.
+    The descriptor covers the rows from ``begin_row`` on as [batch, heads, rows, headdim]. Elements outside of it are
+    read as zero.
     """
     if not use_tma:
         return pointer_and_strides(tensor)
@@ -83,7 +83,7 @@ def has_tma(device: torch.device) -> bool:
 def tma_reaches(*tensors: torch.Tensor) -> bool:
     """True if TMA can address the tensors, which are on one GPU: base and strides on 16 bytes, no stride of 0.
 
-    Written out, because generators double its time.
+    Written without generators, which would double its time.
     """
     if not has_tma(tensors[0].device):
         return False

@@ -1,7 +1,7 @@
 """The Triton backend's ops ``flash_attn_mini::triton_fwd``, ``triton_bwd`` and ``triton_fwd_kvcache``.
 
 With the compiled extension its ops call them, and have checked the arguments. Without it autograd.py calls them, and
-they check the arguments themselves (checks.py). The chain goes on in launch.py, launch_bwd.py and kvcache.py.
+they check the arguments themselves (checks.py). The chain continues in launch.py, launch_bwd.py and kvcache.py.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _launchers() -> _Launchers:
 
 
 def _implement(name: str, function: Callable[..., Any]) -> None:
-    """Register the kernel of an op. It gets negated views as they are: PyTorch's copies may have any last stride."""
+    """Register the kernel of an op. It receives negated views, because copies by PyTorch may have any last stride."""
     for dispatch_key in ("CPU", "CUDA"):
         library.impl(name, function, dispatch_key)
     library.impl(name, torch.library.fallthrough_kernel, "Negative")
@@ -175,8 +175,8 @@ def forward_kvcache(
 ) -> tuple[Tensor, Tensor]:
     """(out, softmax_lse); appends the new keys and values to the caches in place. Nothing waits for the GPU.
 
-    out has the strides of ``empty_contiguous_last(q)``. With split_keys the scratch for partial results grows with the
-    capacity of the cache; without it, it does not.
+    out has the strides of ``empty_contiguous_last(q)``. The scratch for partial results grows with the capacity of the
+    cache only with split_keys.
     """
     checks_here = extension.missing_reason() is not None
     if checks_here:
@@ -205,7 +205,7 @@ def _readable(options: Options) -> Options:
 
 
 def _check_backend(device: torch.device, requested: str | None) -> None:
-    """Raise RuntimeError if the call asks for a backend that needs the extension, or ValueError for an unknown one."""
+    """Raise RuntimeError if the call names a backend that needs the extension, or ValueError for an unknown one."""
     from .. import select_backend
 
     select_backend(device, requested)

@@ -1,10 +1,10 @@
-"""Recordings of calls: the compiled kernels that a call launches, and their arguments, replayed with other tensors.
+"""Records the compiled kernels that a call launches, and their arguments, and replays them with other tensors.
 
 A launch through Triton's JIT reads the type, the alignment and the divisibility of each argument, which takes longer
-than all of the launcher's own work. A recording is kept by everything that determines a call except the contents of
-its tensors: all options and numbers, and the shape, strides and dtype of each tensor. All of its addresses are
-multiples of 16 bytes, or the call is not replayed. So a replay passes the same numbers to the same kernels, and only
-the addresses change. A replay has the configuration of the recorded call.
+than the rest of the launcher. The key of a recording is everything that determines a call except the contents of its
+tensors: all options and numbers, and the shape, strides and dtype of each tensor. A call is replayed only if all of its
+addresses are multiples of 16 bytes. So a replay passes the same numbers to the same kernels, and only the addresses
+change. A replay has the configuration of the recorded call.
 
 The first call of a kind runs as usual and is recorded. A call that cannot be recorded runs as usual each time: in the
 interpreter, while a CUDA graph is captured, with FLASH_ATTN_MINI_TRACE=1, or if a kernel reads a copy of a tensor.
@@ -84,7 +84,7 @@ class Recorder:
         self.launched: list[tuple[Callable[..., object] | None, list[Any]]] = []
 
     def distinct(self, *values: Any) -> list[Any]:
-        """The values with another view for a tensor that is there twice, to tell its places from each other."""
+        """The values, with another view for a tensor that occurs twice, so that its two places can be told apart."""
         return [self._distinct(x) for x in values]
 
     def _distinct(self, value: Any) -> Any:
@@ -178,14 +178,14 @@ class Recordings:
         self._kept: dict[tuple[Any, ...], Recording | None] = {}
 
     def forget(self) -> None:
-        """Forget all."""
+        """Forget all recordings."""
         self._kept.clear()
 
     def replay(self, arguments: tuple[Any, ...], device: torch.device) -> tuple[list[Tensor] | None, Recorder | None]:
         """Replay a call if it was recorded: (the tensors that it allocated, None).
 
-        Else (None, what records it now), or (None, None) if it is not to be recorded. arguments: all of the call, which
-        are checked.
+        Otherwise (None, a recorder for this call), or (None, None) if it cannot be recorded. arguments: all of the
+        call, which are checked.
         """
         if not can_record():
             return None, None
@@ -213,7 +213,7 @@ class Recordings:
         return (None if recording is None else recording.replay(given, device)), None
 
     def keep(self, recorder: Recorder, recording: Recording | None) -> None:
-        """Keep a recording, or that the call cannot be recorded.
+        """Keep a recording, or the fact that the call cannot be recorded.
 
         Not while a CUDA graph is captured: the call may not have its tuned configuration then.
         """

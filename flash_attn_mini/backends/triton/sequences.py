@@ -2,7 +2,7 @@
 """Sequences of variable length, keys in pages, and keys in a KV cache: the rows of each sequence, and its blocks.
 
 The host does not read cu_seqlens, block_table and the tensors of a KV cache, which lie in GPU memory. Every value is
-clamped where it is loaded: a sequence is a range inside the tensor and a page is one of the pool, whatever the values.
+clamped where it is loaded: a sequence is a range inside the tensor and a page is one of the pool, for all values.
 csrc/common/sequence.h has the same rules in C++.
 """
 

@@ -5,7 +5,7 @@ The kernels cut by the lengths that they read on the device. A head is one key/v
 
 - FIXED_UNITS: each sequence has units_per_sequence splits. A split has split_keys keys, or with split_keys 0 the keys
   of the sequence are divided by units_per_sequence. A sequence does not depend on the others. A program has one split.
-- else: the keys of each head are cut into units of UNIT_KEYS. The units of all heads, one after the other, are cut
+- otherwise: the keys of each head are cut into units of UNIT_KEYS. The units of all heads, one after the other, are cut
   into pieces whose sizes differ by at most one unit. A program has one piece. Its keys of one head are a run: one
   split of the head. Example: 3 heads of 5, 1 and 6 units, 3 pieces:
 
@@ -51,7 +51,7 @@ def find_split(
     """(sequence, split, splits of the sequence, first key, end key) of a program with FIXED_UNITS.
 
     The keys count from the first valid one. Every sequence has at least one split. A program past the splits of its
-    sequence has nothing to do.
+    sequence has no keys.
     """
     sequence = unit // units_per_sequence
     split = unit % units_per_sequence

@@ -17,7 +17,7 @@ import triton
 
 from .configs import Tables
 
-# With fewer operations (20 microseconds of an H200) the table serves as well, without a wait for the compiler.
+# With fewer operations (20 microseconds of an H200) the table is as good, and the call does not wait for the compiler.
 MIN_TUNED_FLOPS = 1 << 33
 MAX_LENGTH_BUCKET = 16384
 INTERPRETER_SHARED_MEMORY = 1 << 30  # every configuration fits
@@ -148,7 +148,7 @@ class Tuner:
 
 
 def first_that_launches(candidates: list[triton.Config], launch_with: Callable[[triton.Config], None]) -> triton.Config:
-    """The first that does not run out of registers or shared memory, else the last."""
+    """The first configuration that does not run out of registers or shared memory, else the last."""
     for config in candidates[:-1]:
         try:
             launch_with(config)
