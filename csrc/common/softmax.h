@@ -70,20 +70,30 @@ struct Softmax {
     }
 
     // After the last step: acc_o becomes the output times out_factor, and lse the log-sum-exp of each row (natural
-    // log), with a sink (-inf: none). A row without a key gets output 0, even if V holds NaN or infinity. The product
+    // log), with a sink (null: none). A row without a key gets output 0, even if V holds NaN or infinity. The product
     // of score and scale is rounded as in the backward, so that the probability of a very large score is exactly 1
     // there.
     template <typename TensorO>
-    __device__ __forceinline__ void finalize(TensorO &acc_o, float softmax_scale, float out_factor, float sink,
+    __device__ __forceinline__ void finalize(TensorO &acc_o, float softmax_scale, float out_factor, const float *sink,
                                              float (&lse)[kNRows]) {
+        float factor[kNRows];  // 0 for a row without a key
         CUTE_UNROLL
         for (int row = 0; row < kNRows; ++row) {
             const float total = quad_allreduce(row_sum[row], [](float a, float b) { return a + b; });
+            factor[row] = total == 0.0f ? 0.0f : out_factor / total;
             lse[row] = total == 0.0f ? -INFINITY : __fmul_rn(row_max[row], softmax_scale) + logf(total);
-            const float inverse = (total == 0.0f ? 0.0f : out_factor / total) * join_sink(sink, lse[row]);
+        }
+        if (sink != nullptr) {
+            CUTE_UNROLL
+            for (int row = 0; row < kNRows; ++row) {
+                factor[row] *= join_sink(*sink, lse[row]);
+            }
+        }
+        CUTE_UNROLL
+        for (int row = 0; row < kNRows; ++row) {
             CUTE_UNROLL
             for (int col = 0; col < size<1>(acc_o); ++col) {
-                acc_o(row, col) = total == 0.0f ? 0.0f : acc_o(row, col) * inverse;
+                acc_o(row, col) = factor[row] == 0.0f ? 0.0f : acc_o(row, col) * factor[row];
             }
         }
     }

@@ -149,9 +149,9 @@ struct PartialRow {
     }
 
     template <typename Element>
-    void store(Element *out, Acc *lse, int d, double scale, Acc sink) const {
+    void store(Element *out, Acc *lse, int d, double scale, const Acc *sink) const {
         *lse = *l == 0 ? -std::numeric_limits<Acc>::infinity() : *m * Acc(scale) + std::log(*l);
-        const Acc factor = (*l == 0 ? Acc(0) : Acc(1) / *l) * join_sink(sink, *lse);
+        const Acc factor = (*l == 0 ? Acc(0) : Acc(1) / *l) * (sink == nullptr ? Acc(1) : join_sink(*sink, *lse));
         for (int c = 0; c < d; ++c) out[c] = Element(o[c] * factor);
     }
 };

@@ -161,7 +161,8 @@ protected:
             const Acc m = p.state.m[i], l = p.state.l[i];
             const int64_t row = block_.row_begin + p.row + i;
             Acc lse = l == 0 ? -std::numeric_limits<Acc>::infinity() : m * scale_ + std::log(l);
-            const Acc factor = join_sink(sink_of<Acc>(params_, group_.bidb, group_.head(row)), lse);
+            const Acc *sink = sink_of<Acc>(params_, group_.bidb, group_.head(row));
+            const Acc factor = sink == nullptr ? Acc(1) : join_sink(*sink, lse);
             static_cast<Acc *>(params_.softmax_lse)[group_.lse_index(row)] = lse;
             p.state.l[i] = l == 0 ? Acc(0) : factor * Acc(dropout_.scale) / l;
             if constexpr (kConvert)

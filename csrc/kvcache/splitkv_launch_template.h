@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <map>
 #include <string>
-#include <utility>
+#include <tuple>
 
 #include "append_kernel.h"
 #include "combine_kernel.h"
@@ -53,15 +53,17 @@ inline int largest_cluster(const Flash_fwd_params &params) {
 // the driver once per GPU and size.
 template <typename Traits>
 int clusters_at_once(int cluster) {
-    static thread_local std::map<std::pair<int, int>, int> known;  // by device and size
+    // By device, kernel and size: another copy of the library in this process has kernels of its own.
+    static thread_local std::map<std::tuple<int, const void *, int>, int> known;
+    auto kernel = &flash_fwd_splitkv_cluster_kernel<Traits>;
     int device = 0;
     check_cuda(cudaGetDevice(&device), "reading the current device");
-    const auto found = known.find({device, cluster});
+    const std::tuple<int, const void *, int> key{device, reinterpret_cast<const void *>(kernel), cluster};
+    const auto found = known.find(key);
     if (found != known.end()) {
         return found->second;
     }
     constexpr int smem = Traits::smem_size(kWarpRows);
-    auto kernel = &flash_fwd_splitkv_cluster_kernel<Traits>;
     reserve_smem(kernel, smem);
     raise_attribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1, "allowing clusters of 16");
     Launch launch(dim3(1, cluster), cluster, Traits::threads(kWarpRows), smem, nullptr);
@@ -71,7 +73,7 @@ int clusters_at_once(int cluster) {
         cudaGetLastError();
         active = 0;
     }
-    known.emplace(std::pair{device, cluster}, active);
+    known.emplace(key, active);
     return active;
 }
 

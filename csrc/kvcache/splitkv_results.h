@@ -50,13 +50,12 @@ struct RowResult {
     template <typename Element>
     __device__ __forceinline__ void store(const Flash_fwd_params &params, int bidb, int bidh, int query, int column,
                                           float sum_factor = 1.0f) const {
-        const auto lse_of_keys = [&] {
-            return row_sum == 0.0f ? -INFINITY : __fmul_rn(row_max, params.scale_softmax) + logf(row_sum * sum_factor);
-        };
-        float inverse = row_sum == 0.0f ? 0.0f : 1.0f / row_sum;
+        float inverse = row_sum == 0.0f ? 0.0f : 1.0f / row_sum, lse = -INFINITY;
+        if ((column == 0 || params.sink != nullptr) && row_sum != 0.0f) {
+            lse = __fmul_rn(row_max, params.scale_softmax) + logf(row_sum * sum_factor);
+        }
         if (params.sink != nullptr) {
-            float lse = lse_of_keys();
-            inverse *= join_sink(sink_of<float>(params, bidb, bidh), lse);
+            inverse *= join_sink(*sink_of<float>(params, bidb, bidh), lse);
         }
         const uint2 rounded = {pack<Element>(o.x * inverse, o.y * inverse),
                                pack<Element>(o.z * inverse, o.w * inverse)};
@@ -72,8 +71,6 @@ struct RowResult {
             }
         }
         if (column == 0) {
-            float lse = lse_of_keys();
-            join_sink(sink_of<float>(params, bidb, bidh), lse);
             static_cast<float *>(
                 params.softmax_lse)[bidb * params.lse_batch_stride + bidh * params.lse_head_stride + query] = lse;
         }

@@ -40,7 +40,7 @@ public:
                 continue;
             }
             const RowPointers at = pointers_of(row);
-            *at.lse = at.sink;
+            *at.lse = lse_without_keys(at.sink);
             CUTE_NO_UNROLL
             for (int column = 0; column < params.d; column += 8) {
                 *reinterpret_cast<uint4 *>(at.o + column) = {};
@@ -57,7 +57,7 @@ private:
     struct RowPointers {
         Element *o;
         float *lse;
-        float sink;
+        const float *sink;  // of the head; null: none
     };
     __device__ __forceinline__ RowPointers pointers_of(int row) const {
         const int packed = tile.place.block * Traits::kBlockM + row, query = packed / params.h_h_k_ratio;
@@ -83,7 +83,9 @@ private:
             const int row = first_row + first_row_of_thread() + i * 8;
             const bool is_in_range = row < rows_of_tile();
             const RowPointers at = pointers_of(row);
-            factor[i] *= join_sink(at.sink, lse[i]);
+            if (at.sink != nullptr) {
+                factor[i] *= join_sink(*at.sink, lse[i]);
+            }
             if (is_in_range && threadIdx.x % 4 == 0) {
                 *at.lse = lse[i];
             }

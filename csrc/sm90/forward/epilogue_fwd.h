@@ -21,7 +21,7 @@ struct Output {
     int64_t stride;  // elements between rows of O
     int rows_left;   // from the first row to the end of the sequence
     int d;
-    float sink;  // of the head
+    const float *sink;  // of the head; null: none
 
     __device__ Output(const Flash_fwd_params &params, const WorkTile &tile, int warpgroup)
         : stride(params.o.row_stride) {
@@ -74,10 +74,15 @@ __device__ __forceinline__ void store(const Flash_fwd_params &params, const Outp
     float lse[kRowsOfThread], factor[kRowsOfThread];
     softmax.finalize(params.scale_softmax, rp_dropout, lse, factor);
     clear_rows_without_keys(factor, acc_o);
+    if (output.sink != nullptr) {
+        CUTE_UNROLL
+        for (int i = 0; i < kRowsOfThread; ++i) {
+            factor[i] *= join_sink(*output.sink, lse[i]);
+        }
+    }
     CUTE_UNROLL
     for (int i = 0; i < kRowsOfThread; ++i) {
         const int row = first_row_of_thread() + i * 8;
-        factor[i] *= join_sink(output.sink, lse[i]);
         if (threadIdx.x % 4 == 0) {
             output.store_lse(row, lse[i]);
         }
@@ -97,7 +102,7 @@ __device__ __forceinline__ void store_nothing(const Output<Traits> &output) {
     }
     CUTE_NO_UNROLL
     for (int row = lane; row < Traits::kBlockM; row += 32) {
-        output.store_lse(row, output.sink);
+        output.store_lse(row, lse_without_keys(output.sink));
     }
 }
 

@@ -255,7 +255,7 @@ def flash_fwd_kernel(
         row_max = row_max * qk_scale
     row_lse = (row_max + tl.math.log2(divisor)) * 0.6931471805599453
     if sink is not None:
-        row_lse, factor = join_sink(sink, sequence, nheads, head, row_lse)
+        row_lse, factor = join_sink(sink, sequence, head, row_lse)
         acc = acc * factor[:, None]
     tl.store(lse + rows, row_lse, mask=rows < seqlen_q)
     store_rows(out, acc, batch, head, start_m, seqlen_q, HEAD_DIM, BLOCK_D, BLOCK_M)

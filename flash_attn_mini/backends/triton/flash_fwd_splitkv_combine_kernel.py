@@ -84,7 +84,7 @@ def flash_fwd_splitkv_combine_kernel(
     query = row // heads_per_kv
     row_lse = (row_max * max_scale + tl.math.log2(divisor)) * 0.6931471805599453
     if sink is not None:
-        row_lse, factor = join_sink(sink, sequence, nheads, head, row_lse)
+        row_lse, factor = join_sink(sink, sequence, head, row_lse)
         result = result * factor
     tl.store(lse + (sequence.to(tl.int64) * nheads + head) * seqlen_q + query, row_lse)
     pointer, stride_b, stride_h, stride_s = out

@@ -280,7 +280,7 @@ def flash_fwd_splitkv_kernel(
                 row_max = row_max * qk_scale
             row_lse = (row_max + tl.math.log2(divisor)) * 0.6931471805599453
             if sink is not None:
-                row_lse, factor = join_sink(sink, sequence, nheads, heads, row_lse)
+                row_lse, factor = join_sink(sink, sequence, heads, row_lse)
                 acc = acc * factor[:, None]
             lse_at = (sequence.to(tl.int64) * nheads + heads) * seqlen_q + queries
             tl.store(lse + lse_at, row_lse, mask=in_range)

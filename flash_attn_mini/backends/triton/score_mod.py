@@ -47,10 +47,10 @@ def score_mod_of(options: Options) -> tuple[float | None, torch.Tensor | None, i
     return softcap, slopes.contiguous(), 1 if slopes.ndim == 2 else None
 
 
-def sink_of(options: Options) -> tuple[torch.Tensor, int | None] | None:
-    """``sink`` of a call, as the forward kernels take it: the tensor, and 1 if it is [batch, nheads] or None."""
+def sink_of(options: Options) -> tuple[torch.Tensor, int] | None:
+    """``sink`` of a call, as the forward kernels take it: the tensor, and its stride from one sequence to the next."""
     sink = options.learnable_sink
-    return None if sink is None else (sink.float().contiguous(), 1 if sink.ndim == 2 else None)
+    return None if sink is None else (sink.float().contiguous(), sink.shape[-1] if sink.ndim == 2 else 0)
 
 
 # ---- in kernels -----------------------------------------------------------------------------------------------------
@@ -70,15 +70,12 @@ def head_slope(SCORE_MOD: tl.constexpr, score_mod, sequence, nheads, head):
 
 
 @triton.jit
-def join_sink(sink, sequence, nheads, head, lse):
+def join_sink(sink, sequence, head, lse):
     """(lse, factor): the log-sum-exp of rows after a sink has joined them, and the factor on their output.
 
     head: of all rows, or of each. lse: -inf for rows without keys.
     """
-    logits = sink[0]
-    if sink[1] is not None:
-        logits += sequence.to(tl.int64) * nheads
-    logit = tl.load(logits + head)
+    logit = tl.load(sink[0] + sequence.to(tl.int64) * sink[1] + head)
     largest = tl.maximum(lse, logit)
     shift = tl.where(largest == float("-inf"), 0.0, largest)
     of_keys = tl.exp(lse - shift)
