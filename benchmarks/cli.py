@@ -1,4 +1,4 @@
-"""Shared by the benchmarks' command lines: arguments, progress, and writing a result as JSON, Markdown and plot."""
+"""Shared by the benchmarks' command lines: arguments, progress, and writing a result as JSON and plot."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def finish(
     benchmark: str,
     title: str,
     data: list[dict[str, Any]],
-    sources: Iterable[str],
+    sources: Iterable[str] = (),
     arguments: argparse.Namespace,
     notes: Sequence[str] = (),
     complete: bool = True,
     extra: Mapping[str, str] | None = None,
 ) -> None:
-    """Saves the rows under `name` (stamped), with their tables as Markdown and a plot, and prints the tables.
+    """Saves the rows under `name` (stamped), draws them where there is a plot, and prints their tables.
 
     A quick run, and one that ran out of time (not `complete`), writes under another name and keeps the earlier result.
     `extra` is added to the stamp.
@@ -70,7 +70,5 @@ def finish(
         extra=extra,
     )
     result = provenance.load(path)
-    page = tables.page(result)
-    provenance.write_atomically(path.with_suffix(".md"), page)
     plotting.plot(result, path.with_suffix(".png"))
-    print(f"{page}\nwritten: {path}")
+    print(f"{tables.page(result)}\nwritten: {path}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -17,8 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-
-from benchmarks.features import PLAIN, Feature
 
 ARCH = "FLASH_ATTN_MINI_ARCH"
 Call = partial[Any]  # a forward's first arguments are q, k and v as the implementation takes them
@@ -28,6 +27,52 @@ aten = torch.ops.aten
 def upstream_gradient(q: Tensor) -> Tensor:
     """dO: random normal, laid out like q, the same for every rival."""
     return torch.empty_like(q).normal_(generator=torch.Generator(q.device).manual_seed(0))
+
+
+@dataclass(frozen=True)
+class Feature:
+    """The options of a call besides causal."""
+
+    name: str
+    window_size: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    alibi: bool = False
+    dropout_p: float = 0.0
+    lengths: tuple[int, ...] = field(default=(), repr=False)  # tokens of each sequence; empty: every row is a token
+    is_packed: bool = False  # varlen: only the tokens; otherwise a batch padded to the longest
+
+    def slopes(self, q: Tensor) -> Tensor | None:
+        """The slopes of the ALiBi paper (Press et al., arXiv 2108.12409): 2^(-8 i / nheads)."""
+        if not self.alibi:
+            return None
+        nheads = q.shape[-2]
+        steps = torch.arange(1, nheads + 1, device=q.device, dtype=torch.float32)
+        return torch.exp2(-8.0 * steps / nheads)
+
+    def valid_rows(self, x: Tensor) -> Tensor:
+        """True for the rows of a padded batch that are tokens, [batch, seqlen]."""
+        lengths = torch.tensor(self.lengths, device=x.device)
+        return torch.arange(x.shape[1], device=x.device) < lengths[:, None]
+
+    def packed(self, x: Tensor) -> Tensor:
+        """Varlen: the tokens of a padded batch, one sequence after the other; otherwise the batch itself."""
+        return x[self.valid_rows(x)] if self.is_packed else x
+
+    def sequences(self, device: torch.device) -> dict[str, Any]:
+        """The arguments of a varlen call that say where sequences begin; {} for a batch."""
+        if not self.is_packed:
+            return {}
+        cu_seqlens = torch.tensor([0, *self.lengths], device=device).cumsum(0, dtype=torch.int32)
+        longest = max(self.lengths)
+        return {
+            "cu_seqlens_q": cu_seqlens,
+            "cu_seqlens_k": cu_seqlens,
+            "max_seqlen_q": longest,
+            "max_seqlen_k": longest,
+        }
+
+
+PLAIN = Feature("plain")
 
 
 class Rival:

@@ -1,7 +1,4 @@
-"""Results as Markdown tables: one layout for each benchmark.
-
-Measuring code is elsewhere, so that a change of layout does not make results stale.
-"""
+"""Results as Markdown tables: one layout for each benchmark."""
 
 from __future__ import annotations
 
@@ -12,7 +9,6 @@ from typing import Any
 
 from tabulate import tabulate
 
-from benchmarks import context_parallel_model
 from benchmarks.provenance import describe
 
 Rows = list[dict[str, Any]]
@@ -352,6 +348,8 @@ def grid_tables(data: Rows) -> list[str]:
 
 def context_parallel_tables(data: Rows) -> list[str]:
     """Mask, tokens and heads down, contenders across: TFLOP/s of each GPU, and relative to one GPU alone."""
+    from benchmarks.bench_context_parallel import predicted  # here, because that module needs this one
+
     names = list(dict.fromkeys(name for row in data for name in row["tflops"]))
     body = []
     for row in data:
@@ -363,7 +361,7 @@ def context_parallel_tables(data: Rows) -> list[str]:
             else "–"
             for name in names
         ]
-        model = ", ".join(f"{name} {share:.2f}" for name, share in context_parallel_model.predicted(row).items())
+        model = ", ".join(f"{name} {share:.2f}" for name, share in predicted(row).items())
         body.append([row["kind"], f"{row['tokens']:,}", heads, *cells, row["auto"], model or "–"])
     rates = ", ".join(f"{rate:.0f} GB/s at {size} MiB" for size, rate in data[0]["message_gbps"].items())
     caption = (
@@ -422,7 +420,7 @@ def render(result: dict[str, Any]) -> str:
 
 
 def page(result: dict[str, Any]) -> str:
-    """The Markdown file beside a result."""
+    """A result with its title, as it is printed."""
     return f"# {result['title']}\n\n{render(result)}\n"
 
 

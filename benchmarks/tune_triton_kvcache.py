@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.kvcache import Ours, Point, Problem, draw, number_of_caches
+from benchmarks.bench_kvcache import Ours, Point, Problem, draw, number_of_caches
 
 K = 1024
 CALLS = 32  # in a CUDA graph
