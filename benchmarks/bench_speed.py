@@ -1,7 +1,9 @@
-"""Speed of the forward or the backward against PyTorch's kernels over a grid of shapes, with ratios within one run.
+"""Speed and energy of the forward or the backward against PyTorch's kernels, FlashAttention-3 and FlashAttention-4.
 
-The result is named after the direction and the first backend measured, such as forward_cuda. A backward counts 2.5
-times the forward's FLOPs: five matrix products instead of two.
+Ratios come from one run. A contender that cannot be imported or run is named with the reason. Joules are those of the
+whole GPU for one call, by NVML's counter over a second of calls; they need pynvml. The result is named after the
+direction and the first backend measured, such as forward_cuda. A backward counts 2.5 times the forward's FLOPs: five
+matrix products instead of two.
 
   python -m benchmarks.bench_speed                        the cuda backend, bf16, 16,384 tokens, nheads * headdim = 2048
   python -m benchmarks.bench_speed --backward             the same for the backward op
@@ -27,7 +29,9 @@ from benchmarks.methods import (
     Budget,
     as_timed,
     attention_flops,
+    energy_counter,
     interleave,
+    joules_per_call,
     matmul_ceiling,
     ratio,
     timer_for,
@@ -38,6 +42,8 @@ from benchmarks.rivals import BACKWARD_RIVALS, RIVALS, Rival, select
 MIN_REP_MS, MAX_REP_MS = 20.0, 100.0
 MEASURE_OVERHEAD_MS = 40.0  # time of a do_bench beside its timed repetitions
 GRAPHS = "Calls are replayed as CUDA graphs: the time is the GPU's alone."
+MAX_ENERGY_SECONDS, MIN_ENERGY_SECONDS = 1.0, 0.25  # of load; NVML updates its counter every few 10 ms
+ENERGY_SHARE = 1 / 3  # of the time, at most
 DISAGREEMENT = 2e-2  # largest difference between two contenders, as a share of the largest value: 16-bit rounding
 
 
@@ -114,9 +120,18 @@ def draw_inputs(point: Point, device: torch.device, dtype: torch.dtype) -> list[
 
 
 def measure_point(
-    direction: Direction, point: Point, grid: Grid, ours: list[str], theirs: list[str], rounds: int, rep_ms: float
+    direction: Direction,
+    point: Point,
+    grid: Grid,
+    ours: list[str],
+    theirs: list[str],
+    rounds: int,
+    rep_ms: float,
+    counter: Callable[[], float] | None = None,
+    energy_seconds: float = 0.0,
 ) -> dict[str, Any]:
-    """One row of the result: times, TFLOP/s, ratios, and the reasons of contenders that could not run.
+    """One row of the result: times, TFLOP/s, joules where there is a counter, ratios, and the reasons of contenders
+    that could not run.
 
     If one of ours differs from the first rival it is an error; a rival that differs is left out with that reason.
     """
@@ -130,10 +145,10 @@ def measure_point(
             continue
         try:
             calls[rival] = as_timed(rival, rival.bind(q, k, v, point.causal), device)
-        except RuntimeError as error:
+        except rival.failures as error:
             if rival.name in ours:
                 raise
-            reasons[rival.name] = str(error).splitlines()[0]
+            reasons[rival.name] = (str(error).splitlines() or [type(error).__name__])[0]
     able = list(calls)
     reference = next((rival for rival in able if rival.name in theirs), able[-1])
     for rival in able:
@@ -145,6 +160,10 @@ def measure_point(
             reasons[rival.name] = str(error)
             del calls[rival]
     timings = interleave(calls, timer_for(device), rounds=rounds, rep_ms=rep_ms)
+    joules: dict[str, Any] = {}
+    if counter is not None and energy_seconds >= MIN_ENERGY_SECONDS:
+        used = joules_per_call(calls, timings, counter, energy_seconds, torch.cuda.synchronize)
+        joules = {"joules": {name: float(f"{value:.4g}") for name, value in used.items()}}
     flops = direction.work * attention_flops(
         point.batch, point.nheads, point.seqlen, point.seqlen, point.headdim, point.causal
     )
@@ -155,6 +174,7 @@ def measure_point(
         "ms": {name: round(timing.ms, 5) for name, timing in timings.items()},
         "spread": {name: round(timing.spread, 3) for name, timing in timings.items()},
         "tflops": {name: float(f"{flops / timing.ms / 1e9:.4g}") for name, timing in timings.items()},
+        **joules,
         "ratio": {
             mine: {rival: round(ratio(timings[mine], timings[rival]), 3) for rival in others if rival in timings}
             for mine, others in against.items()
@@ -181,6 +201,7 @@ TRITON = {"dtype": torch.float16, "headdims": (64, 128), "seqlens": (4096, 8192,
 TINY = {"dtype": torch.float32, "headdims": (16, 32), "seqlens": (32, 64), "shape_of": lambda *_: (1, 2)}
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 CUDNN_FIRST, FLASH_FIRST = ("cuDNN", "FLASH_ATTENTION"), ("FLASH_ATTENTION", "cuDNN")
+OFFICIAL = ("FA3", "FA4")
 
 
 def shared_grids(name: str) -> dict[str, Grid]:
@@ -197,7 +218,7 @@ GRIDS: dict[str, dict[str, Grid]] = {
         "perf": Grid(
             "Forward, bf16, 16,384 tokens a batch, nheads * headdim = 2048",
             ("cuda", "cuda sm80"),
-            CUDNN_FIRST,
+            (*CUDNN_FIRST, *OFFICIAL),
             (64, 128, 256),
             LENGTHS,
             of_16384_tokens,
@@ -205,7 +226,7 @@ GRIDS: dict[str, dict[str, Grid]] = {
         "fp16": Grid(
             "Forward, fp16, batch 4, 8 heads",
             ("cuda", "cuda sm80", "triton"),
-            CUDNN_FIRST,
+            (*CUDNN_FIRST, *OFFICIAL),
             (64, 128),
             (256, *LENGTHS),
             of_8_heads,
@@ -218,7 +239,7 @@ GRIDS: dict[str, dict[str, Grid]] = {
         "perf": Grid(
             "Backward, bf16, 16,384 tokens a batch, nheads * headdim = 2048",
             ("cuda", "cuda deterministic"),
-            FLASH_FIRST,
+            (*FLASH_FIRST, *OFFICIAL),
             (64, 128, 256),
             LENGTHS,
             of_16384_tokens,
@@ -226,7 +247,7 @@ GRIDS: dict[str, dict[str, Grid]] = {
         "headdims": Grid(
             "Backward, head dims 32, 96 and 192, bf16, 16,384 tokens a batch, nheads * headdim ≈ 2048",
             ("cuda",),
-            ("FLASH_ATTENTION",),
+            ("FLASH_ATTENTION", *OFFICIAL),
             (32, 96, 192),
             (1024, 4096, 16384),
             of_16384_tokens,
@@ -235,7 +256,7 @@ GRIDS: dict[str, dict[str, Grid]] = {
         "gqa": Grid(
             "Backward with grouped heads, bf16, 16,384 tokens a batch, 32 query heads of 128",
             ("cuda",),
-            FLASH_FIRST,
+            (*FLASH_FIRST, *OFFICIAL),
             (128,),
             (1024, 4096, 16384),
             of_32_heads,
@@ -245,6 +266,15 @@ GRIDS: dict[str, dict[str, Grid]] = {
         **shared_grids("Backward"),
     },
 }
+
+
+def absent(data: list[dict[str, Any]]) -> list[str]:
+    """A sentence for each contender that did not run at some points, with the reason at the first of them."""
+    reasons: dict[str, list[str]] = {}
+    for row in data:
+        for name, reason in row["unsupported"].items():
+            reasons.setdefault(name, []).append(reason)
+    return [f"{name} did not run at {len(why)} of {len(data)} points: {why[0]}." for name, why in reasons.items()]
 
 
 def measure_grid(direction: Direction, grid_name: str, grid: Grid, arguments: argparse.Namespace) -> None:
@@ -258,11 +288,15 @@ def measure_grid(direction: Direction, grid_name: str, grid: Grid, arguments: ar
     budget = Budget(arguments.seconds)
     torch.manual_seed(0)
     notes = [f"Medians of {arguments.rounds} interleaved rounds."]
-    ceiling = None
+    ceiling, counter = None, None
     if on_gpu:
         notes = [f"{notes[0][:-1]} under sustained load, the L2 cache cleared between calls.", GRAPHS]
         ceiling = round(matmul_ceiling(torch.device(grid.device), grid.dtype))
         notes.append(f"In the same run an 8192³ matrix product of this dtype reached {ceiling} TFLOP/s.")
+        try:
+            counter = energy_counter(torch.device(grid.device))
+        except RuntimeError as error:
+            notes.append(f"Joules were not measured: {error}.")
     min_rep_ms, max_rep_ms, overhead_ms = (
         direction.work * time for time in (MIN_REP_MS, MAX_REP_MS, MEASURE_OVERHEAD_MS)
     )
@@ -273,16 +307,22 @@ def measure_grid(direction: Direction, grid_name: str, grid: Grid, arguments: ar
             skipped += 1
             continue
         parts = (len(points) - number) * arguments.rounds * (len(ours) + len(theirs))
-        rep_ms = min(max_rep_ms, max(min_rep_ms, budget.share(parts) - overhead_ms)) if on_gpu else 1.0
-        row = measure_point(direction, point, grid, ours, theirs, arguments.rounds, rep_ms)
+        share = budget.share(parts) * (1.0 if counter is None else 1.0 - ENERGY_SHARE)
+        rep_ms = min(max_rep_ms, max(min_rep_ms, share - overhead_ms)) if on_gpu else 1.0
+        energy_seconds = budget.share(parts) / 1e3 * arguments.rounds * ENERGY_SHARE / 1.25  # with uncounted calls
+        energy_seconds = min(MAX_ENERGY_SECONDS, energy_seconds)
+        row = measure_point(direction, point, grid, ours, theirs, arguments.rounds, rep_ms, counter, energy_seconds)
         data.append(row if ceiling is None else {**row, "ceiling_tflops": ceiling})
-        for name, reason in row["unsupported"].items():
-            print(f"{name} cannot run {point}: {reason}")
+    left_out = f"{skipped} of {len(points)} points were left out: the {arguments.seconds:.0f} s were used up."
     if skipped:
-        notes.append(f"{skipped} of {len(points)} points were left out: the {arguments.seconds:.0f} s were used up.")
+        notes.append(left_out)
+    if counter is not None and not all("joules" in row for row in data):
+        notes.append("Joules are missing where the time was not enough for them.")
+    notes += absent(data)
     missing = [name for name in ours if not any(name in row["ratio"] for row in data)]
     if missing:
-        raise SystemExit(f"bench_speed: {', '.join(missing)} ran at no point; nothing is written")
+        reasons = "\n".join(["", *absent(data)])
+        raise SystemExit(f"bench_speed: {', '.join(missing)} ran at no point; nothing is written{reasons}")
     cli.finish(
         arguments.name or f"{direction.name}_{ours[0]}{grid.suffix}",
         benchmark="bench_speed",
@@ -294,7 +334,7 @@ def measure_grid(direction: Direction, grid_name: str, grid: Grid, arguments: ar
         complete=skipped == 0,
     )
     if skipped:
-        raise SystemExit(f"bench_speed: {notes[-1]}")
+        raise SystemExit(f"bench_speed: {left_out}")
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -1,4 +1,5 @@
-"""The implementations that benchmarks compare, forward and backward: this library's backends and PyTorch's.
+"""The implementations that benchmarks compare, forward and backward: this library's backends, PyTorch's kernels and the
+official packages.
 
 A rival binds [batch, seqlen, heads, headdim] tensors to a call without arguments. A backward rival runs its forward in
 `bind`: the call is the backward op alone, with every kernel that it launches (delta, zeroing, the main kernel,
@@ -8,6 +9,7 @@ conversion, sums over heads) and without autograd. Views and the choice of PyTor
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -80,6 +82,7 @@ class Rival:
 
     name: str
     baseline: str | None = None  # the contender that it is compared with; None: with PyTorch's
+    failures: tuple[type[Exception], ...] = (RuntimeError, NotImplementedError, ImportError)  # of what it cannot run
 
     def bind(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
         """A call that computes attention or its gradients, to be called within `active()`."""
@@ -100,7 +103,7 @@ class Rival:
         try:
             with self.active():
                 self.bind(q, k, v, causal)()
-        except (RuntimeError, NotImplementedError, ImportError) as error:
+        except self.failures as error:
             lines = str(error).strip().splitlines() or [type(error).__name__]
             return lines[0]
         return None
@@ -283,6 +286,79 @@ class CpuSdpa(AtenBackward):
         return partial(backward, dout, q, k, v, out, lse, 0.0, causal)
 
 
+class Flex(Rival):
+    """torch.nn.attention.flex_attention, compiled; it skips the blocks that a causal mask hides."""
+
+    name = "FlexAttention"
+    failures = (Exception,)  # torch.compile raises many kinds
+
+    def bind(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+        q, k, v = as_sdpa_takes_them(q, k, v, causal)
+        mask = None
+        if causal:
+            mask = create_block_mask(
+                lambda b, h, i, j: i >= j, None, None, q.shape[2], k.shape[2], device=q.device.type
+            )
+        torch._dynamo.reset()  # each shape is compiled for itself; too many would end in uncompiled code
+        compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+        return partial(compiled, q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+
+    def outputs(self, result: Any) -> tuple[Tensor, ...]:
+        return (result.transpose(1, 2),)
+
+
+class Official(Rival):
+    """flash_attn_func of one of the official packages, forward or backward.
+
+    `modules` are the names under which releases of the package have the function. The backward is called as autograd
+    calls it, with the results of a forward.
+    """
+
+    failures = (Exception,)  # kernels that are compiled in Python raise many kinds
+
+    def __init__(self, name: str, modules: tuple[str, ...], *, backward: bool = False) -> None:
+        self.name = name
+        self.modules = modules
+        self.backward = backward
+
+    def function(self) -> Any:
+        """The package's function. ImportError where no release is installed or it does not load."""
+        reasons = []
+        for module in self.modules:
+            try:
+                return importlib.import_module(module).flash_attn_func
+            except (ImportError, OSError, AttributeError) as error:  # OSError: built for another torch
+                reasons.append(str(error).splitlines()[0])
+        raise ImportError("; ".join(dict.fromkeys(reasons)))
+
+    def bind(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
+        forward = partial(self.function(), q, k, v, causal=causal)
+        return self.bind_backward(forward) if self.backward else forward
+
+    def bind_backward(self, forward: Call) -> Call:
+        inputs = [x.detach().requires_grad_() for x in forward.args]
+        with torch.enable_grad():
+            results = forward.func(*inputs, **forward.keywords)
+        out, *others = results if isinstance(results, tuple) else (results,)
+        context = out.grad_fn  # the node of a Python autograd function is the context of its backward
+        if not hasattr(context, "_forward_cls"):
+            raise NotImplementedError(f"{self.name}: the backward of flash_attn_func is no Python autograd function")
+        return partial(
+            context._forward_cls.backward, context, upstream_gradient(inputs[0].detach()), *[None for _ in others]
+        )
+
+    def outputs(self, result: Any) -> tuple[Tensor, ...]:
+        if self.backward:
+            return tuple(result[:3])
+        return (result[0] if isinstance(result, tuple) else result,)
+
+
+FA3 = ("flash_attn_interface", "flash_attn_3.flash_attn_interface", "flash_attn_3")
+FA4 = ("flash_attn.cute",)
+
+
 def _by_name(*rivals: Rival) -> dict[str, Rival]:
     return {rival.name: rival for rival in rivals}
 
@@ -296,6 +372,9 @@ RIVALS = _by_name(
     Sdpa("cuDNN", SDPBackend.CUDNN_ATTENTION),
     Sdpa("MATH", SDPBackend.MATH),
     Sdpa("SDPA", None),
+    Flex(),
+    Official("FA3", FA3),
+    Official("FA4", FA4),
 )
 BACKWARD_RIVALS = _by_name(
     Mini("cuda", backward=True),
@@ -305,6 +384,8 @@ BACKWARD_RIVALS = _by_name(
     FlashAttention(),
     CuDnn(),
     CpuSdpa(),
+    Official("FA3", FA3, backward=True),
+    Official("FA4", FA4, backward=True),
 )
 
 

@@ -13,6 +13,18 @@ from benchmarks.provenance import describe
 
 Rows = list[dict[str, Any]]
 
+# Contenders as plots name them; tables have the names of the results.
+LABELS = {
+    "cuda": "flash_attn_mini",
+    "cuda sm80": "flash_attn_mini, sm80",
+    "cuda deterministic": "flash_attn_mini, deterministic",
+    "triton": "flash_attn_mini, Triton",
+    "cpu": "flash_attn_mini, CPU",
+    "FLASH_ATTENTION": "PyTorch FA2",
+    "MATH": "PyTorch math",
+    "SDPA": "PyTorch SDPA",
+}
+
 
 def markdown_table(headers: list[str], rows: list[list[str]]) -> str:
     return str(tabulate(rows, headers, tablefmt="pipe", disable_numparse=True, colalign=("left",) * len(headers)))
@@ -39,7 +51,9 @@ def speed_tables(data: Rows) -> list[str]:
         for row in rows:
             tflops = " / ".join(f"{row['tflops'][name]:.3g}" if name in row["tflops"] else "–" for name in names)
             ratio = f" ({row['ratio'][ours][base]:.2f})" if base in row["ratio"][ours] else ""
-            cells.setdefault(kind_of(row), {})[row["seqlen"]] = tflops + ratio
+            used = row.get("joules", {})
+            joules = " / ".join(f"{used[name]:.3g}" if name in used else "–" for name in names)
+            cells.setdefault(kind_of(row), {})[row["seqlen"]] = tflops + ratio + (f"; {joules}" if used else "")
         body = [[kind, *(by_length.get(length, "") for length in lengths)] for kind, by_length in cells.items()]
         summary = "; ".join(
             f"against {rival}: lowest {min(ratios):.2f}, median {statistics.median(ratios):.2f}"
@@ -47,7 +61,8 @@ def speed_tables(data: Rows) -> list[str]:
             if (ratios := [row["ratio"][ours][rival] for row in rows if rival in row["ratio"][ours]])
         )
         ratio_text = f"({ours} ÷ {base}, the median of the rounds' ratios)"
-        caption = f"{' / '.join(names)}, TFLOP/s, and {ratio_text}, by sequence length:"
+        energy = "; then joules a call" if any("joules" in row for row in rows) else ""
+        caption = f"{' / '.join(names)}, TFLOP/s, and {ratio_text}{energy}, by sequence length:"
         tables.append(f"{caption}\n\n{markdown_table(['', *map(str, lengths)], body)}\n\n{ours} {summary}.")
     return tables
 
