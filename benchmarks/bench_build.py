@@ -15,7 +15,6 @@ known ones (docs/tuning) included, and exits with 1 where there is one.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import shutil
@@ -75,9 +74,9 @@ def merge(row: dict[str, Any], path: Path) -> list[dict[str, Any]]:
     """The rows of an earlier result, if its sources have not changed, with this label's row replaced."""
     rows: list[dict[str, Any]] = []
     if path.exists():
-        earlier = json.loads(path.read_text(encoding="utf-8"))
-        if provenance.last_change(earlier["stamp"]) is None:
-            rows = [old for old in earlier["data"] if old["label"] != row["label"]]
+        earlier = provenance.load(path)["data"]
+        if provenance.last_change(path) is None:
+            rows = [old for old in earlier if old["label"] != row["label"]]
     return sorted([*rows, row], key=lambda entry: str(entry["label"]))
 
 

@@ -175,18 +175,21 @@ def load(path: Path) -> dict[str, Any]:
     return result
 
 
-def last_change(stamp: Mapping[str, Any], root: Path = ROOT) -> str | None:
-    """The last commit of the sources since the measurement, with its date and subject; None if there is none.
+def last_change(path: Path, root: Path = ROOT) -> str | None:
+    """The last commit of the sources since a result was measured, with its date and subject; None if there is none.
 
-    Measured outside a repository, a result counts from its date.
+    A result of sources that were not committed counts from the commit that brought it, one that is not committed
+    either, or of an unknown commit, from its date.
     """
-    show = ["log", "-1", "--format=%h, %cs, %s"]
-    paths = _pathspecs(stamp.get("sources") or KERNELS)
-    commit = str(stamp.get("commit") or "").rstrip("+")
+    stamp = load(path).get("stamp", {})
+    commit, date = str(stamp.get("commit") or "+"), stamp.get("date", "1970-01-01")
+    if commit.endswith("+"):
+        brought = _git(["log", "--format=%H", f"-S{date}", "--", str(path.resolve())], root)
+        commit = brought.splitlines()[-1] if brought else commit.rstrip("+")
+    show, paths = ["log", "-1", "--format=%h, %cs, %s"], _pathspecs(stamp.get("sources") or KERNELS)
     found = _git([*show, f"{commit}..HEAD", "--", *paths], root) if commit else None
-    if found is None:  # no commit, or one that this history lacks
-        since = f"--since={stamp.get('date', '1970-01-01')}"
-        found = _git([*show, since, "--", *paths], root)
+    if found is None:
+        found = _git([*show, f"--since={date}", "--", *paths], root)
     return found or None
 
 
@@ -194,10 +197,10 @@ def stale_results(results: Path = RESULTS, root: Path = ROOT) -> list[tuple[Path
     """The results that are older than the last commit of their kernels, each with the reason."""
     stale = []
     for path in sorted(results.glob("*.json")):
-        measured = load(path).get("stamp", {})
-        changed = last_change(measured, root)
+        changed = last_change(path, root)
         if changed is not None:
-            stale.append((path, f"measured {measured.get('date', 'without a stamp')}; changed since: {changed}"))
+            measured = load(path).get("stamp", {}).get("date", "without a stamp")
+            stale.append((path, f"measured {measured}; changed since: {changed}"))
     return stale
 
 

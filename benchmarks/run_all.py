@@ -120,6 +120,7 @@ def main(argv: list[str] | None = None) -> None:
     if arguments.renew:
         steps = stale_steps(steps, arguments.out_dir)
     passed_on = ["--out-dir", str(arguments.out_dir.resolve()), *(["--quick"] if arguments.quick else [])]
+    passed_on += ["--commit", arguments.commit] if arguments.commit else []
     budget = Budget(arguments.seconds)
     failed = []
     for number, step in enumerate(steps):

@@ -487,10 +487,12 @@ def test_a_slower_build_is_measured_again_and_named(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_overhead_benchmark_runs_on_cpu_tensors(backward: bool, tmp_path: Path) -> None:
-    options = ["--device", "cpu", "--backend", "cpu", "--quick", *["--backward"] * backward]
+    options = ["--device", "cpu", "--backend", "cpu", "--quick", "--commit", "0123abc", *["--backward"] * backward]
     bench_overhead.main([*options, "--out-dir", str(tmp_path)])
     name = "overhead_backward_cpu_quick" if backward else "overhead_cpu_quick"
-    rows = provenance.load(tmp_path / f"{name}.json")["data"]
+    result = provenance.load(tmp_path / f"{name}.json")
+    assert result["stamp"]["commit"] == "0123abc"
+    rows = result["data"]
     assert {row["name"] for row in rows} == {"cpu", "SDPA"}
     assert all(row["microseconds"] > 0 for row in rows)
 

@@ -57,7 +57,7 @@ def stale(project: Path) -> list[str]:
 def test_a_result_is_stale_after_a_commit_of_its_kernels(project: Path, sources: tuple[str, ...]) -> None:
     measured(project, sources)
     assert stale(project) == []
-    commit(project, "docs/text.md", "text")
+    commit(project, "notes/text.md", "text")
     assert stale(project) == []
     commit(project, "csrc/sm80/kernel.cu", "int tile() { return 128; }\n")
     ((path, reason),) = provenance.stale_results(project / "results", project)
@@ -108,6 +108,19 @@ def test_the_commit_of_changed_sources_is_marked(project: Path) -> None:
     assert provenance.commit_of(["csrc"], project) == f"{clean}+"
     measured(project, ("csrc",))
     assert stale(project) == []
+
+
+@needs_git
+def test_a_result_of_sources_that_are_committed_with_it_counts_from_that_commit(project: Path) -> None:
+    (project / "csrc/sm80/kernel.cu").write_text("int tile() { return 32; }\n")
+    measured(project, ("csrc",), date="2026-01-02 10:30 UTC")
+    git(project, "add", "-A")
+    git(project, "commit", "-m", "the kernel and its result", date="2026-01-02T11:00:00Z")
+    assert stale(project) == []
+    path = project / "results" / "forward.json"
+    path.write_text(path.read_text().replace("forward", "Forward"))
+    commit(project, "csrc/sm80/kernel.cu", "int tile() { return 16; }\n", date="2026-01-02T12:00:00Z")
+    assert stale(project) == ["forward.json"]
 
 
 def test_outside_a_repository_there_is_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +207,7 @@ def test_committed_results_name_gpu_driver_torch_date_and_commit() -> None:
         assert stamp["date"], path.name
         assert (stamp["gpu"] is None) == (stamp["driver"] is None), path.name
         if "sources_sha256" not in stamp:
-            assert re.fullmatch(r"[0-9a-f]{40}", stamp["commit"]), path.name
+            assert re.fullmatch(r"[0-9a-f]{40}\+?", stamp["commit"]), path.name
 
 
 def test_nothing_measured_writes_nothing(tmp_path: Path) -> None:

@@ -32,13 +32,14 @@ def test_run_all_goes_on_after_a_failure(monkeypatch: pytest.MonkeyPatch, tmp_pa
 def test_run_all_runs_what_was_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen: list[str] = []
 
-    def run_step(step: run_all.Step, *_: object) -> bool:
+    def run_step(step: run_all.Step, seconds: float, limit: float, passed_on: list[str]) -> bool:
         seen.append(step.label)
+        assert passed_on == ["--out-dir", str(tmp_path), "--quick", "--commit", "0123abc"]
         return True
 
     monkeypatch.setattr(run_all, "run_step", run_step)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    run_all.main(["--only", "backward", "--out-dir", str(tmp_path)])
+    run_all.main(["--only", "backward", "--out-dir", str(tmp_path), "--quick", "--commit", "0123abc"])
     assert seen[0] == "bench_speed --backward --grid perf"
     assert len(seen) > 1
     assert all("backward" in label for label in seen)
@@ -69,9 +70,7 @@ def test_run_all_finds_the_steps_whose_results_are_missing_or_stale(
     monkeypatch.setattr(run_all, "GPU_STEPS", steps)
     for name in ("fresh_1", "fresh_2", "stale_1", "stale_2", "both"):
         provenance.save(name, benchmark="x", title="", data=[{}], sources=[name], out_dir=tmp_path)
-    monkeypatch.setattr(
-        provenance, "last_change", lambda stamp, root: "abc" if stamp["sources"] == ["stale_2"] else None
-    )
+    monkeypatch.setattr(provenance, "last_change", lambda path, root: "abc" if path.stem == "stale_2" else None)
     run_all.main(["--stale", "--out-dir", str(tmp_path)])
     assert seen == []
     assert re.findall(r"stale: (\S+),.*changed since: abc", capsys.readouterr().out) == ["stale_2.json"]
