@@ -66,9 +66,9 @@ format: $(LINT)  ## format the sources and repair what ruff can repair
 	ruff check --fix .
 
 sanitize: $(TEST) build  ## run small cases under compute-sanitizer; without a GPU the CPU tests under AddressSanitizer
-	$(PY) -m $(if $(HAS_GPU),benchmarks.sanitize,tests.sanitize.sanitize_cpu) $(SANITIZE_ARGS)
+	$(PY) -m $(if $(HAS_GPU),tests.sanitize.sanitize_gpu,tests.sanitize.sanitize_cpu) $(SANITIZE_ARGS)
 
-check-results:  ## list the results in benchmarks/results whose sources have changed
+check-results:  ## list the results that are older than the last commit of their kernels
 	$(PYTHON) -m benchmarks.provenance check
 
 build: $(BASE)

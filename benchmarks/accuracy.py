@@ -110,21 +110,13 @@ def main(argv: list[str] | None = None) -> None:
     if arguments.backward:
         left_out = {(name, case.name): unreachable_gradients(case, name) for name in backends for case in cases}
         notes += [f"Left out on {name}: {case} ({reason})." for (name, case), reason in left_out.items() if reason]
-    sources = [glob for name in backends for glob in provenance.SOURCES_OF_BACKEND[name]]
-    if arguments.backward:
-        sources += [glob for name in backends for glob in provenance.BACKWARD_SOURCES_OF_BACKEND[name]]
+    sources = [path for name in backends for path in provenance.SOURCES_OF_BACKEND[name]]
     cli.finish(
         f"accuracy{'_backward' * arguments.backward}{'' if torch.cuda.is_available() else '_cpu'}",
         benchmark="accuracy",
         title=f"Worst error{' of gradients' * arguments.backward} over the case list, as a share of the allowed error",
         data=data,
-        sources=[
-            *sources,
-            "flash_attn_mini/reference/*.py",
-            "tests/support/cases.py",
-            "tests/support/bounds.py",
-            "tests/support/poison.py",
-        ],
+        sources=[*sources, "flash_attn_mini/reference", "tests/support"],
         arguments=arguments,
         notes=notes,
         complete=not unfinished,

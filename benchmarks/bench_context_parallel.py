@@ -1,12 +1,16 @@
 """Context parallel, forward and backward: the rate of each GPU relative to one GPU on the same total sequence.
 
   torchrun --nproc-per-node 2 -m benchmarks.bench_context_parallel
+  python -m benchmarks.bench_context_parallel --model     the same on paper, for 8 to 1,024 GPUs; needs no GPU
 
 bf16, head dim 128. Contenders: this library's strategies, and PyTorch's experimental `context_parallel` with its
 kernels, where it has the mask. Rounds interleave all contenders, one GPU included; a time is that of the slowest rank.
 Steps are timed back to back, so that the GPU has the clock that it keeps under load. They are timed twice: enqueued
 before the GPU starts them, as in a model whose other layers keep the GPU busy, and with an idle GPU that waits for the
-host. Messages alone are timed too, for the model of docs/context_parallel.md. Writes context_parallel_N for N GPUs.
+host. Messages alone are timed too, for the model. Writes context_parallel_N for N GPUs.
+
+The model derives the rate of each GPU from a FLOP rate and two bandwidths: causal attention on `zigzag_shards`, forward
+and backward. docs/context_parallel.md derives the formulas and compares them with measurements.
 """
 
 from __future__ import annotations
@@ -294,6 +298,119 @@ def message_rates(group: Any) -> dict[str, float]:
     return rates
 
 
+BYTES = 2  # of an element of q, k, v, and of gradients on their way
+MEAN = 0.75  # of a rank's keys that a causal ring sends in a step, on average; the first rank receives all of them
+MERGE_BYTES = 6  # per element of a step: a 16-bit part is read, a float32 sum is read and written every second step
+COPIES = 4  # reads and writes of an element in the packing and reordering of ulysses
+GROUPS = 4  # of heads in ulysses
+NODE = 8  # GPUs with NVLink between them
+
+
+@dataclass(frozen=True)
+class Machine:
+    """FLOP/s of attention (forward and backward), bytes/s from GPU to GPU in each direction, bytes/s of memory."""
+
+    flops: float
+    link: float
+    memory: float = 4.0e12
+
+
+# About an H200's rate, NVLink as messages of 64 MiB measure it, and one 400 Gb/s adapter for each GPU.
+WITHIN_NODE, BETWEEN_NODES = Machine(600e12, 150e9), Machine(600e12, 45e9)
+
+
+@dataclass(frozen=True)
+class Model:
+    """Seconds of one call. `tokens` and heads of each GPU; `size` GPUs."""
+
+    machine: Machine
+    size: int
+    tokens: int
+    nheads: int
+    nheads_k: int
+    headdim: int = 128
+
+    def work(self) -> tuple[float, float]:
+        """Forward and backward of one step of the ring: a causal block, or half of a full one."""
+        forward = 2.0 * self.nheads * self.headdim * self.tokens**2 / self.machine.flops
+        return forward, BACKWARD_WORK * forward
+
+    def ring(self) -> float:
+        """Messages hide behind the work of a step; in the backward behind work on own keys, too, at any time."""
+        forward, backward = self.work()
+        steps = self.size - 1
+        most = self.tokens * 2 * self.nheads_k * self.headdim * BYTES / self.machine.link
+        merged = MEAN * self.tokens * self.headdim * MERGE_BYTES / self.machine.memory
+        forward_step = max(forward + merged * self.nheads, most)
+        backward_step = backward + merged * (self.nheads + 2 * self.nheads_k)
+        # Nothing but the first keys travels before the first step, and nothing but gradients after the last one. Beside
+        # the first and the last step, keys or gradients travel, beside the others both: a rank that receives most of
+        # the keys receives fewest of the gradients, so their sum is 2 MEAN on average over the steps.
+        ends = 2 * most + (backward_step if steps == 1 else 2 * max(backward_step, most))
+        through_messages = ends + (steps - 2) * max(backward_step, 2 * MEAN * most) if steps > 1 else ends
+        backward_of_all = max(backward + steps * backward_step, through_messages if steps else 0.0)
+        return forward + steps * forward_step + backward_of_all
+
+    def ulysses(self) -> float:
+        """Of the messages of GROUPS groups of heads, those of one group do not hide behind work."""
+        elements = self.tokens * 2 * (self.nheads + self.nheads_k) * self.headdim
+        sent = elements * BYTES * (self.size - 1) / self.size / self.machine.link
+        copied = elements * BYTES * COPIES / self.machine.memory
+        return sum(max(self.size * work, sent) + sent / GROUPS + copied for work in self.work())
+
+    def shares(self) -> dict[str, float]:
+        """The rate of each GPU relative to one GPU on the whole sequence, by strategy."""
+        ideal = self.size * sum(self.work())
+        shares = {"ring": ideal / self.ring()}
+        if self.nheads_k % self.size == 0:
+            shares["ulysses"] = ideal / self.ulysses()
+        return shares
+
+
+def predicted(row: dict[str, Any]) -> dict[str, float]:
+    """The shares for a row of bench_context_parallel: the rate of its GPU, and messages of about the size of its K."""
+    if row["kind"] != "causal":
+        return {}
+    rates = row["message_gbps"]
+    mebibytes = row["tokens"] * row["nheads_k"] * row["headdim"] * BYTES / (1 << 20)
+    link = rates[min(rates, key=lambda size: abs(math.log(int(size) / mebibytes)))] * 1e9
+    machine = Machine(row["tflops"]["one GPU"] * 1e12, link)
+    return Model(machine, row["gpus"], row["tokens"], row["nheads"], row["nheads_k"], row["headdim"]).shares()
+
+
+def model_rows() -> list[dict[str, Any]]:
+    result = []
+    for size in (8, 16, 64, 256, 1024):
+        machine = WITHIN_NODE if size <= NODE else BETWEEN_NODES
+        for nheads, nheads_k in ((16, 16), (32, 8)):
+            for tokens in (8192, 32768):
+                shares = Model(machine, size, tokens, nheads, nheads_k).shares()
+                result.append(
+                    {
+                        "GPUs": size,
+                        "GB/s between GPUs": machine.link * 1e-9,
+                        "heads": f"{nheads} on {nheads_k}",
+                        "tokens a GPU": tokens,
+                        "tokens": size * tokens,
+                        **{name: f"{shares[name]:.2f}" if name in shares else "–" for name in ("ring", "ulysses")},
+                    }
+                )
+    return result
+
+
+def save_model(arguments: argparse.Namespace) -> None:
+    """Saves the model's table."""
+    cli.finish(
+        "context_parallel_model",
+        benchmark="context_parallel_model",
+        title="Context parallel on paper: the rate of each GPU relative to one GPU",
+        data=model_rows(),
+        sources=["benchmarks/bench_context_parallel.py"],
+        arguments=arguments,
+        notes=["Computed by the model, not measured; the stamp below is of the machine that computed it."],
+    )
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = cli.parser_for(__doc__, seconds=200.0)
     parser.add_argument("--rounds", type=int, default=4)
@@ -301,7 +418,11 @@ def main(argv: list[str] | None = None) -> None:
         "--max-ctas", type=int, default=16, help="CTAs of NCCL's kernels at most (default: %(default)s)"
     )
     parser.add_argument("--nccl-defaults", action="store_true", help="leave CTAs and clusters to NCCL")
+    parser.add_argument("--model", action="store_true", help="write the model's table")
     arguments = parser.parse_args(argv)
+    if arguments.model:
+        save_model(arguments)
+        return
     cli.require_gpu("bench_context_parallel")
     if arguments.max_ctas < 1:
         parser.error(f"--max-ctas is {arguments.max_ctas}; allowed: 1 or more (NCCL's choice: --nccl-defaults)")
@@ -344,9 +465,8 @@ def run(arguments: argparse.Namespace, group: Any) -> None:
     size = dist.get_world_size()
     sources = [
         *provenance.HOST,
-        *provenance.BACKWARD_SOURCES_OF_BACKEND["cuda"],
-        *provenance.SOURCES_OF_BACKEND["cuda"],
-        "flash_attn_mini/context_parallel/*.py",
+        *provenance.CUDA,
+        "flash_attn_mini/context_parallel",
     ]
     cli.finish(
         f"context_parallel_{size}",

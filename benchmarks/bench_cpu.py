@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from benchmarks import cli, provenance
+from benchmarks.bench_speed import BACKWARD, FORWARD, Direction, check_agreement
 from benchmarks.methods import Budget, attention_flops, interleave, ratio, time_cpu
 from benchmarks.rivals import Call, Rival, select
-from benchmarks.speed import BACKWARD, FORWARD, Direction, check_agreement
 
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -143,7 +143,7 @@ def main(argv: list[str] | None = None) -> None:
         benchmark="bench_cpu",
         title=f"{direction.name.capitalize()} of the cpu backend against PyTorch's SDPA, {arguments.dtype}",
         data=data,
-        sources=[*direction.sources["cpu"], "benchmarks/speed.py"],
+        sources=provenance.CPU,
         arguments=arguments,
         notes=notes,
         complete=len(data) == len(points),

@@ -15,7 +15,7 @@ The result is named after the backend measured:
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 
 from benchmarks import cli, provenance
-from benchmarks.features import PLAIN, Feature, assert_close_share, check_tail
+from benchmarks.bench_speed import DISAGREEMENT, GRAPHS, MAX_REP_MS, MEASURE_OVERHEAD_MS, MIN_REP_MS
 from benchmarks.methods import Budget, as_timed, attention_flops, interleave, ratio, timer_for
-from benchmarks.rivals import Mini, Rival
-from benchmarks.speed import DISAGREEMENT, GRAPHS, MAX_REP_MS, MEASURE_OVERHEAD_MS, MIN_REP_MS
+from benchmarks.rivals import PLAIN, Feature, Mini, Rival
 
+TAIL = 64  # last queries that are compared with the reference
 BLOCK = 128  # queries and keys of a block in the share of visible blocks
 DIRECTIONS = ("forward", "backward")
 FLOAT32_DISAGREEMENT = 1e-4
@@ -209,6 +209,56 @@ def contenders_of(point: Point, backend: str) -> list[Contender]:
     return plain + [named(*call, with_mask.get(call[1], plain[0])) for call in point.group.calls]
 
 
+def reference_tail(feature: Feature, q: Tensor, k: Tensor, v: Tensor, causal: bool, rng_state: Tensor | None) -> Tensor:
+    """The last queries of the first head of the first sequence, [queries, headdim], from the definition.
+
+    Masks and ALiBi count from the end of the sequence, so the last queries can be computed alone.
+    """
+    from flash_attn_mini.reference import attention_reference
+    from flash_attn_mini.reference.philox import dropout_mask
+
+    rows = min(TAIL, q.shape[1])
+    kept = None
+    if rng_state is not None:
+        kept = dropout_mask(rng_state, feature.dropout_p, 1, 1, q.shape[1], k.shape[1], q.device)[..., -rows:, :]
+    slopes = feature.slopes(q)
+    out, _ = attention_reference(
+        q[:1, -rows:, :1],
+        k[:1, :, :1],
+        v[:1, :, :1],
+        causal=causal,
+        window_size=feature.window_size,
+        softcap=feature.softcap,
+        alibi_slopes=None if slopes is None else slopes[:1],
+        dropout_p=feature.dropout_p,
+        dropout_mask=kept,
+    )
+    return out[0, :, 0]
+
+
+def check_tail(backend: str, feature: Feature, q: Tensor, k: Tensor, v: Tensor, causal: bool, allowed: float) -> None:
+    """RuntimeError unless the last rows of a dense forward are those of the definition."""
+    from flash_attn_mini import ops
+    from flash_attn_mini.options import Options
+
+    left, right = feature.window_size
+    scale, right = q.shape[-1] ** -0.5, 0 if causal else right
+    options = Options(feature.dropout_p, scale, causal, left, right, feature.softcap, feature.slopes(q), False, backend)
+    with torch.no_grad():
+        out, _, rng_state = ops.forward(q, k, v, None, options)
+        expected = reference_tail(feature, q, k, v, causal, rng_state)
+        got = out[0, -expected.shape[0] :, 0].to(expected.dtype)
+    assert_close_share(f"{backend} with {feature.name} and the reference", [got], [expected], allowed)
+
+
+def assert_close_share(what: str, got: Sequence[Tensor], expected: Sequence[Tensor], allowed: float) -> None:
+    """RuntimeError where two results differ by more than a share of the largest value."""
+    for x, y in zip(got, expected, strict=True):
+        share = ((x.float() - y.float()).abs().max() / y.float().abs().max()).item()
+        if not share <= allowed:  # NaN too
+            raise RuntimeError(f"{what} disagree by up to {share:.3g} of the largest value")
+
+
 def check(contenders: list[Contender], direction: str, inputs: list[Tensor]) -> None:
     """RuntimeError unless a forward agrees with the definition, varlen calls with the padded batch, and every gradient
     is finite: wrong results are not timed."""
@@ -305,14 +355,13 @@ def main(argv: list[str] | None = None) -> None:
         notes.append(GRAPHS)
     if skipped:
         notes.append(f"{skipped} of {len(points)} points were left out: the {arguments.seconds:.0f} s were used up.")
-    forward, backward = provenance.SOURCES_OF_BACKEND[backend], provenance.BACKWARD_SOURCES_OF_BACKEND[backend]
     figure = f"_{arguments.figure}" if arguments.figure else ""
     cli.finish(
         f"features_{backend}{figure}",
         benchmark="bench_features",
         title=f"What features cost on the {backend} backend, {str(grid.dtype).removeprefix('torch.')}",
         data=data,
-        sources=["benchmarks/speed.py", "csrc/api/flash_api.*", *forward, *backward],
+        sources=provenance.SOURCES_OF_BACKEND[backend],
         arguments=arguments,
         notes=notes,
         complete=skipped == 0,

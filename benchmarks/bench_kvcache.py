@@ -12,16 +12,310 @@ replayed as CUDA graphs; lengths are in GPU memory. On the CPU, torch's threads 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import cli, provenance
-from benchmarks.kvcache import Ours, Point, copy_ceiling, measure_point
-from benchmarks.methods import Budget
-from benchmarks.rivals import Rival, select
+from benchmarks.bench_speed import DISAGREEMENT
+from benchmarks.methods import Budget, Timing, interleave, ratio
+from benchmarks.rivals import Call, Rival, select
+
+CPU_CACHE = 2**25  # bytes; the caches in turn exceed it as they exceed a GPU's L2 cache
+TIMES_CACHE = 4
+LEAST_CALLS = 32  # in a CUDA graph, so that the gap between two replays does not count
+# The op that PyTorch runs for each of its kernels.
+OPS = {"cuDNN": "_scaled_dot_product_cudnn_attention", "FLASH_ATTENTION": "_scaled_dot_product_flash_attention"}
+
+
+@dataclass(frozen=True)
+class Point:
+    """One shape. Every row has seqlen_k keys; with `shortest`, their numbers are uniform in shortest .. seqlen_k."""
+
+    batch: int
+    seqlen_k: int
+    seqlen_q: int = 1
+    nheads: int = 32
+    nheads_k: int = 8
+    headdim: int = 128
+    causal: bool = False
+    shortest: int | None = None
+    page_size: int = 0  # 0: a contiguous cache
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The tensors of one call. To append is to write k_new and v_new over the last seqlen_q of the `lengths` keys."""
+
+    point: Point
+    lengths: list[int]
+    q: Tensor  # [batch, seqlen_q, nheads, headdim]
+    k: Tensor  # [batch, seqlen_k, nheads_k, headdim]
+    v: Tensor
+    k_new: Tensor  # [batch, seqlen_q, nheads_k, headdim]
+    v_new: Tensor
+    seqlens: Tensor  # int32 [batch]: lengths
+    cos: Tensor  # [seqlen_k, headdim / 2]
+    sin: Tensor
+
+    @property
+    def bytes(self) -> int:
+        """Of the keys and values that a call reads."""
+        return 2 * sum(self.lengths) * self.point.nheads_k * self.point.headdim * self.k.element_size()
+
+    def pages(self, page_size: int) -> tuple[Tensor, Tensor, Tensor]:
+        """k and v in pages in random order, and the block table."""
+        number = self.point.batch * self.point.seqlen_k // page_size
+        order = torch.randperm(number, device=self.k.device)
+        pools = []
+        for x in (self.k, self.v):
+            pool = torch.empty_like(x).view(number, page_size, *x.shape[2:])
+            pool[order] = x.view_as(pool)
+            pools.append(pool)
+        return pools[0], pools[1], order.view(self.point.batch, -1).to(torch.int32)
+
+
+def draw(point: Point, device: torch.device, dtype: torch.dtype) -> Problem:
+    """Random normal q, k and v. The lengths and the rotation are the same in every draw."""
+    b, n = point.batch, point.seqlen_k
+    lengths = [n] * b
+    if point.shortest is not None:
+        lengths = torch.randint(point.shortest, n + 1, (b,), generator=torch.Generator().manual_seed(0)).tolist()
+    shapes = [(b, point.seqlen_q, point.nheads), *[(b, n, point.nheads_k)] * 2]
+    shapes += [(b, point.seqlen_q, point.nheads_k)] * 2
+    tensors = [torch.randn(*shape, point.headdim, device=device, dtype=dtype) for shape in shapes]
+    frequencies = 1e4 ** -torch.linspace(0, 1, point.headdim // 2, device=device)
+    angles = torch.outer(torch.arange(n, device=device), frequencies)
+    seqlens = torch.tensor(lengths, dtype=torch.int32, device=device)
+    return Problem(point, lengths, *tensors, seqlens, angles.cos().to(dtype), angles.sin().to(dtype))
+
+
+class Ours(Rival):
+    """flash_attn_with_kvcache of one backend: on pages, with new keys, or with new keys and rotary embedding."""
+
+    def __init__(self, backend: str, page_size: int | None = None, *, append: bool = False, rotary: bool = False):
+        parts = [backend, *[f"pages of {page_size}"] * bool(page_size), *["append"] * append, *["rotary"] * rotary]
+        self.name = ", ".join(parts)
+        self.baseline = backend if len(parts) > 1 else None
+        self.backend = backend
+        self.page_size = page_size  # None: the point's
+        self.append = append
+        self.rotary = rotary
+
+    def options(self, problem: Problem) -> dict[str, Any]:
+        """Arguments that the reference takes too."""
+        options: dict[str, Any] = {"cache_seqlens": problem.seqlens, "causal": problem.point.causal}
+        if self.append:
+            new = problem.point.seqlen_q
+            options |= {"k": problem.k_new, "v": problem.v_new, "cache_seqlens": problem.seqlens - new}
+        if self.rotary:
+            options |= {"rotary_cos": problem.cos, "rotary_sin": problem.sin, "rotary_interleaved": False}
+        return options
+
+    def bind_problem(self, problem: Problem) -> Call:
+        from flash_attn_mini import flash_attn_with_kvcache
+
+        k, v, options = problem.k, problem.v, self.options(problem)
+        page_size = problem.point.page_size if self.page_size is None else self.page_size
+        if page_size:
+            k, v, options["block_table"] = problem.pages(page_size)
+        return partial(flash_attn_with_kvcache, problem.q, k, v, **options, backend=self.backend)
+
+
+def bind(rival: Rival, problem: Problem) -> Call:
+    """A call of the rival on one cache. Raises NotImplementedError for what PyTorch lacks."""
+    if isinstance(rival, Ours):
+        return rival.bind_problem(problem)
+    if problem.point.shortest is not None or problem.point.page_size:
+        raise NotImplementedError("PyTorch has neither rows of different lengths nor pages")
+    return rival.bind(problem.q, problem.k, problem.v, problem.point.causal)
+
+
+class SeenOps(TorchDispatchMode):
+    """The names of the ops that run within it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def check_kernel(rival: Rival, call: Call) -> None:
+    """RuntimeError if PyTorch ran another kernel than the one asked for."""
+    if rival.name in OPS:
+        with SeenOps() as seen:
+            call()
+        if OPS[rival.name] not in seen.names:
+            raise RuntimeError(f"{rival.name} was asked for; PyTorch ran {', '.join(sorted(seen.names))}")
+
+
+def check_result(rival: Rival, problem: Problem, out: Tensor) -> None:
+    """RuntimeError unless the first and the last row agree with the float64 reference, the caches with new keys too."""
+    from flash_attn_mini.reference import attention_kvcache_reference
+
+    options = (rival if isinstance(rival, Ours) else Ours("")).options(problem)
+    for row in sorted({0, problem.point.batch - 1}):
+        one = slice(row, row + 1)
+        of_row = {name: x[one] if name in ("k", "v", "cache_seqlens") else x for name, x in options.items()}
+        caches = [x[one, : problem.lengths[row]] for x in (problem.k, problem.v)]
+        k, v = (x.clone() for x in caches)
+        expected, _ = attention_kvcache_reference(problem.q[one], k, v, **of_row)
+        for name, got, right in (("out", out[one], expected), ("k_cache", caches[0], k), ("v_cache", caches[1], v)):
+            share = ((got.double() - right.double()).abs().max() / right.double().abs().max()).item()
+            if not share <= DISAGREEMENT:  # NaN too
+                raise RuntimeError(
+                    f"{rival.name} differs from the reference: {name} by {share:.3g} of the largest value"
+                )
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Calls on one cache after the other; on a GPU the replay of them as a CUDA graph."""
+
+    calls: Sequence[Call]
+    graph: torch.cuda.CUDAGraph | None
+    result: list[Any]  # of the last call
+
+    def __call__(self) -> None:
+        if self.graph is not None:
+            self.graph.replay()
+            return
+        for call in self.calls:
+            self.result[0] = call()
+
+
+def in_turn(rival: Rival, problems: Sequence[Problem], device: torch.device) -> Turns:
+    """The rival's calls on all problems, run once."""
+    with rival.active():
+        calls = [bind(rival, problem) for problem in problems]
+        check_kernel(rival, calls[0])
+        if device.type != "cuda":
+            turns = Turns(calls, None, [None])
+            turns()
+            return turns
+        calls *= math.ceil(LEAST_CALLS / len(calls))
+        result = [calls[0]()]  # compiles, tunes and allocates workspaces
+        torch.cuda.synchronize(device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for call in calls:
+                result[0] = call()
+    turns = Turns(calls, graph, result)
+    turns()
+    torch.cuda.synchronize(device)
+    return turns
+
+
+def time_turns(turns: Callable[[], Any], rep_ms: float) -> float:
+    """Milliseconds of one call, from replays back to back for about rep_ms."""
+    assert isinstance(turns, Turns)
+    estimate = _milliseconds(turns, 1)
+    repeats = max(1, round(rep_ms / max(estimate, 1e-3)))
+    return _milliseconds(turns, repeats) / repeats / len(turns.calls)
+
+
+def _milliseconds(turns: Turns, repeats: int) -> float:
+    if turns.graph is None:
+        begin = time.perf_counter()
+        for _ in range(repeats):
+            turns()
+        return (time.perf_counter() - begin) * 1e3
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(repeats):
+        turns()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
+class Copy(Rival):
+    """Copies one half of a tensor to the other in a kernel. In a CUDA graph the copy engine takes 1.6 times as long."""
+
+    name = "copy"
+
+    def bind_bytes(self, size: int, device: torch.device) -> Call:
+        a, b = torch.ones(2, size // 8, device=device)
+        return partial(torch.add, b, 0.0, out=a)
+
+
+def copy_ceiling(device: torch.device, size: int = 2**31) -> float:
+    """GB/s of a copy, bytes read and written: the memory's limit at the time of the run."""
+    rival = Copy()
+    calls = [rival.bind_bytes(size, device)] * 8
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    turns = Turns(calls, graph, [])
+    timing = interleave({rival: turns}, time_turns, rounds=5, rep_ms=20.0)[rival.name]
+    return size / timing.ms / 1e6
+
+
+def number_of_caches(bytes_of_one: int, device: torch.device) -> int:
+    """So many caches that none of their bytes is in the L2 cache when a call reads them; at least two."""
+    cache = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else CPU_CACHE
+    return max(2, math.ceil(TIMES_CACHE * cache / bytes_of_one))
+
+
+def measure_point(
+    point: Point,
+    contenders: Sequence[Rival],
+    device: torch.device,
+    dtype: torch.dtype,
+    rounds: int,
+    rep_ms: float,
+) -> dict[str, Any]:
+    """One row of a result: µs, GB/s of keys and values, ratios of speed, and why a contender could not run.
+
+    A wrong result of ours is an error. A rival that is wrong or cannot run is left out with the reason.
+    """
+    problems = [draw(point, device, dtype)]
+    problems += [draw(point, device, dtype) for _ in range(number_of_caches(problems[0].bytes, device) - 1)]
+    calls: dict[Rival, Turns] = {}
+    unsupported: dict[str, str] = {}
+    for rival in contenders:
+        try:
+            turns = in_turn(rival, problems, device)
+            check_result(rival, problems[-1], rival.outputs(turns.result[0])[0])
+        except (RuntimeError, NotImplementedError) as error:
+            if isinstance(rival, Ours) and not isinstance(error, NotImplementedError):
+                raise
+            unsupported[rival.name] = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        else:
+            calls[rival] = turns
+    timings = interleave(calls, time_turns, rounds=rounds, rep_ms=rep_ms)
+    return {
+        **asdict(point),
+        "dtype": str(dtype).removeprefix("torch."),
+        "us": {name: round(timing.ms * 1e3, 2) for name, timing in timings.items()},
+        "spread": {name: round(timing.spread, 3) for name, timing in timings.items()},
+        "gbps": {name: float(f"{problems[0].bytes / timing.ms / 1e6:.4g}") for name, timing in timings.items()},
+        "ratio": ratios(timings, contenders),
+        "unsupported": unsupported,
+    }
+
+
+def ratios(timings: Mapping[str, Timing], contenders: Sequence[Rival]) -> dict[str, dict[str, float]]:
+    """Speed of each of ours ÷ that of PyTorch's kernels; on pages or with new keys ÷ that of the same without."""
+    theirs = [rival.name for rival in contenders if not isinstance(rival, Ours)]
+    against = {r.name: [r.baseline] if r.baseline else theirs for r in contenders if isinstance(r, Ours)}
+    return {
+        mine: {rival: round(ratio(timings[mine], timings[rival]), 3) for rival in others if rival in timings}
+        for mine, others in against.items()
+        if mine in timings
+    }
+
 
 K = 1024
 REP_MS = {"cuda": 10.0, "cpu": 30.0}  # milliseconds of one median
@@ -149,13 +443,13 @@ def finish(
     skipped = points - len(data)
     if skipped:
         notes.append(f"{skipped} of {points} points were left out: the {arguments.seconds:.0f} s were used up.")
-    sources = [glob for backend in ours for glob in provenance.KVCACHE_SOURCES_OF_BACKEND[backend]]
+    sources = [glob for backend in ours for glob in provenance.SOURCES_OF_BACKEND[backend]]
     cli.finish(
         f"kvcache_{name}_{dtype}" if name == "cpu" else f"kvcache_{name}",
         benchmark="bench_kvcache",
         title=f"{FIGURES[name].title}, {dtype}",
         data=data,
-        sources=["benchmarks/kvcache.py", "benchmarks/speed.py", *sources],
+        sources=sources,
         arguments=arguments,
         notes=notes,
         complete=not skipped,

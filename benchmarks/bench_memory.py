@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from benchmarks import cli, provenance
+from benchmarks.bench_speed import BACKWARD, FORWARD
 from benchmarks.rivals import Rival, select
-from benchmarks.speed import BACKWARD, FORWARD
 
 BATCH, NHEADS, HEADDIM = 1, 16, 128
 FLOAT_BYTES = 4
@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None) -> None:
         benchmark="bench_memory",
         title=f"Peak extra memory of a {direction.name}, bf16, {seqlen:,} tokens, {NHEADS} heads",
         data=data,
-        sources=[*provenance.HOST, *direction.sources["cuda"], *direction.sources["triton"]],
+        sources=[*provenance.HOST, *provenance.CUDA, *provenance.TRITON],
         arguments=arguments,
     )
     greedy = [

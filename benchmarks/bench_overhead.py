@@ -119,10 +119,8 @@ def main(argv: list[str] | None = None) -> None:
     missing = [name for name in names[:1] if not any(row["name"] == name for row in data)]
     if missing:
         raise SystemExit(f"bench_overhead: {missing[0]} did not run; nothing is written")
-    sources = [*provenance.HOST, *(glob for name in backends for glob in provenance.SOURCES_OF_BACKEND[name])]
+    sources = [*provenance.HOST, *(path for name in backends for path in provenance.SOURCES_OF_BACKEND[name])]
     notes = ["SDPA chooses its own kernel; its inputs are transposed views that are made before the clock starts."]
-    if arguments.backward:
-        sources += [glob for name in backends for glob in provenance.BACKWARD_SOURCES_OF_BACKEND[name]]
     call = "forward and backward, through autograd" if arguments.backward else "call"
     cli.finish(
         f"overhead_backward_{arguments.device}" if arguments.backward else f"overhead_{arguments.device}",

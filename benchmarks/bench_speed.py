@@ -1,7 +1,9 @@
-"""Speed of the forward or the backward against PyTorch's kernels over a grid of shapes, with ratios within one run.
+"""Speed and energy of the forward or the backward against PyTorch's kernels, FlashAttention-3 and FlashAttention-4.
 
-The result is named after the direction and the first backend measured, such as forward_cuda. A backward counts 2.5
-times the forward's FLOPs: five matrix products instead of two.
+Ratios come from one run. A contender that cannot be imported or run is named with the reason. Joules are those of the
+whole GPU for one call, by NVML's counter over a second of calls; they need pynvml. The result is named after the
+direction and the first backend measured, such as forward_cuda. A backward counts 2.5 times the forward's FLOPs: five
+matrix products instead of two.
 
   python -m benchmarks.bench_speed                        the cuda backend, bf16, 16,384 tokens, nheads * headdim = 2048
   python -m benchmarks.bench_speed --backward             the same for the backward op
@@ -15,23 +17,171 @@ times the forward's FLOPs: five matrix products instead of two.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
-from benchmarks import cli
-from benchmarks.methods import Budget, matmul_ceiling
-from benchmarks.speed import (
-    BACKWARD,
-    FORWARD,
-    GRAPHS,
-    MAX_REP_MS,
-    MEASURE_OVERHEAD_MS,
-    MIN_REP_MS,
-    Direction,
-    Grid,
-    measure_point,
+from benchmarks import cli, provenance
+from benchmarks.methods import (
+    BACKWARD_WORK,
+    Budget,
+    as_timed,
+    attention_flops,
+    energy_counter,
+    interleave,
+    joules_per_call,
+    matmul_ceiling,
+    ratio,
+    timer_for,
 )
+from benchmarks.rivals import BACKWARD_RIVALS, RIVALS, Rival, select
+
+# Milliseconds of one median of a forward; those of a backward are Direction.work times as long.
+MIN_REP_MS, MAX_REP_MS = 20.0, 100.0
+MEASURE_OVERHEAD_MS = 40.0  # time of a do_bench beside its timed repetitions
+GRAPHS = "Calls are replayed as CUDA graphs: the time is the GPU's alone."
+MAX_ENERGY_SECONDS, MIN_ENERGY_SECONDS = 1.0, 0.25  # of load; NVML updates its counter every few 10 ms
+ENERGY_SHARE = 1 / 3  # of the time, at most
+DISAGREEMENT = 2e-2  # largest difference between two contenders, as a share of the largest value: 16-bit rounding
+
+
+@dataclass(frozen=True)
+class Point:
+    """One shape of a grid; queries and keys are of the same length."""
+
+    batch: int
+    nheads: int
+    nheads_k: int
+    seqlen: int
+    headdim: int
+    causal: bool
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Shapes and their contenders; ratios in tables are against the first rival."""
+
+    title: str
+    backends: tuple[str, ...]
+    rivals: tuple[str, ...]
+    headdims: tuple[int, ...]
+    seqlens: tuple[int, ...]
+    shape_of: Callable[[int, int], tuple[int, int]]  # (seqlen, headdim) -> (batch, nheads)
+    dtype: torch.dtype = torch.bfloat16
+    device: str = "cuda"
+    nheads_k: tuple[int, ...] = ()  # numbers of key heads to measure; empty: as many as query heads
+    suffix: str = ""  # of the result's name, where several grids measure the same contenders
+
+    def points(self, quick: bool) -> list[Point]:
+        seqlens = self.seqlens[1::3] if quick and len(self.seqlens) > 3 else self.seqlens
+        return [
+            Point(*shape, nheads_k or shape[1], seqlen, headdim, causal)
+            for headdim in self.headdims
+            for nheads_k in self.nheads_k or (None,)
+            for causal in (False, True)
+            for seqlen in seqlens
+            for shape in [self.shape_of(seqlen, headdim)]
+        ]
+
+
+@dataclass(frozen=True)
+class Direction:
+    """The forward or the backward."""
+
+    name: str  # the results' names begin with it
+    rivals: Mapping[str, Rival]
+    work: float  # FLOPs as a multiple of the forward's
+
+
+FORWARD = Direction("forward", RIVALS, 1.0)
+BACKWARD = Direction("backward", BACKWARD_RIVALS, BACKWARD_WORK)
+
+
+def check_agreement(rivals: Sequence[Rival], calls: Mapping[Rival, Callable[[], Any]]) -> None:
+    """RuntimeError unless every contender's result agrees with the last one's: wrong results are not timed."""
+    results = {}
+    for rival in rivals:
+        with rival.active():
+            results[rival.name] = rival.outputs(calls[rival]())
+    names = list(results)
+    for name in names[:-1]:
+        for got, expected in zip(results[name], results[names[-1]], strict=True):
+            share = ((got.float() - expected.float()).abs().max() / expected.float().abs().max()).item()
+            if not share <= DISAGREEMENT:  # NaN too
+                raise RuntimeError(f"{name} and {names[-1]} disagree by up to {share:.3g} of the largest value")
+
+
+def draw_inputs(point: Point, device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Random normal q, k, v as [batch, seqlen, heads, headdim]."""
+    heads = (point.nheads, point.nheads_k, point.nheads_k)
+    return [torch.randn(point.batch, point.seqlen, h, point.headdim, device=device).to(dtype) for h in heads]
+
+
+def measure_point(
+    direction: Direction,
+    point: Point,
+    grid: Grid,
+    ours: list[str],
+    theirs: list[str],
+    rounds: int,
+    rep_ms: float,
+    counter: Callable[[], float] | None = None,
+    energy_seconds: float = 0.0,
+) -> dict[str, Any]:
+    """One row of the result: times, TFLOP/s, joules where there is a counter, ratios, and the reasons of contenders
+    that could not run.
+
+    If one of ours differs from the first rival it is an error; a rival that differs is left out with that reason.
+    """
+    device = torch.device(grid.device)
+    q, k, v = draw_inputs(point, device, grid.dtype)
+    contenders = select([*ours, *theirs], direction.rivals)
+    reasons = {rival.name: rival.unsupported(q, k, v, point.causal) for rival in contenders}
+    calls: dict[Rival, Callable[[], Any]] = {}
+    for rival in contenders:
+        if reasons[rival.name] is not None:
+            continue
+        try:
+            calls[rival] = as_timed(rival, rival.bind(q, k, v, point.causal), device)
+        except rival.failures as error:
+            if rival.name in ours:
+                raise
+            reasons[rival.name] = (str(error).splitlines() or [type(error).__name__])[0]
+    able = list(calls)
+    reference = next((rival for rival in able if rival.name in theirs), able[-1])
+    for rival in able:
+        try:
+            check_agreement([rival, reference], calls)
+        except RuntimeError as error:
+            if rival.name in ours:
+                raise
+            reasons[rival.name] = str(error)
+            del calls[rival]
+    timings = interleave(calls, timer_for(device), rounds=rounds, rep_ms=rep_ms)
+    joules: dict[str, Any] = {}
+    if counter is not None and energy_seconds >= MIN_ENERGY_SECONDS:
+        used = joules_per_call(calls, timings, counter, energy_seconds, torch.cuda.synchronize)
+        joules = {"joules": {name: float(f"{value:.4g}") for name, value in used.items()}}
+    flops = direction.work * attention_flops(
+        point.batch, point.nheads, point.seqlen, point.seqlen, point.headdim, point.causal
+    )
+    against = {rival.name: [rival.baseline] if rival.baseline else theirs for rival in contenders if rival.name in ours}
+    return {
+        **asdict(point),
+        "dtype": str(grid.dtype).removeprefix("torch."),
+        "ms": {name: round(timing.ms, 5) for name, timing in timings.items()},
+        "spread": {name: round(timing.spread, 3) for name, timing in timings.items()},
+        "tflops": {name: float(f"{flops / timing.ms / 1e9:.4g}") for name, timing in timings.items()},
+        **joules,
+        "ratio": {
+            mine: {rival: round(ratio(timings[mine], timings[rival]), 3) for rival in others if rival in timings}
+            for mine, others in against.items()
+            if mine in timings
+        },
+        "unsupported": {name: reason for name, reason in reasons.items() if reason is not None},
+    }
 
 
 def of_16384_tokens(seqlen: int, headdim: int) -> tuple[int, int]:
@@ -51,6 +201,7 @@ TRITON = {"dtype": torch.float16, "headdims": (64, 128), "seqlens": (4096, 8192,
 TINY = {"dtype": torch.float32, "headdims": (16, 32), "seqlens": (32, 64), "shape_of": lambda *_: (1, 2)}
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 CUDNN_FIRST, FLASH_FIRST = ("cuDNN", "FLASH_ATTENTION"), ("FLASH_ATTENTION", "cuDNN")
+OFFICIAL = ("FA3", "FA4")
 
 
 def shared_grids(name: str) -> dict[str, Grid]:
@@ -67,7 +218,7 @@ GRIDS: dict[str, dict[str, Grid]] = {
         "perf": Grid(
             "Forward, bf16, 16,384 tokens a batch, nheads * headdim = 2048",
             ("cuda", "cuda sm80"),
-            CUDNN_FIRST,
+            (*CUDNN_FIRST, *OFFICIAL),
             (64, 128, 256),
             LENGTHS,
             of_16384_tokens,
@@ -75,7 +226,7 @@ GRIDS: dict[str, dict[str, Grid]] = {
         "fp16": Grid(
             "Forward, fp16, batch 4, 8 heads",
             ("cuda", "cuda sm80", "triton"),
-            CUDNN_FIRST,
+            (*CUDNN_FIRST, *OFFICIAL),
             (64, 128),
             (256, *LENGTHS),
             of_8_heads,
@@ -88,7 +239,7 @@ GRIDS: dict[str, dict[str, Grid]] = {
         "perf": Grid(
             "Backward, bf16, 16,384 tokens a batch, nheads * headdim = 2048",
             ("cuda", "cuda deterministic"),
-            FLASH_FIRST,
+            (*FLASH_FIRST, *OFFICIAL),
             (64, 128, 256),
             LENGTHS,
             of_16384_tokens,
@@ -96,7 +247,7 @@ GRIDS: dict[str, dict[str, Grid]] = {
         "headdims": Grid(
             "Backward, head dims 32, 96 and 192, bf16, 16,384 tokens a batch, nheads * headdim ≈ 2048",
             ("cuda",),
-            ("FLASH_ATTENTION",),
+            ("FLASH_ATTENTION", *OFFICIAL),
             (32, 96, 192),
             (1024, 4096, 16384),
             of_16384_tokens,
@@ -105,7 +256,7 @@ GRIDS: dict[str, dict[str, Grid]] = {
         "gqa": Grid(
             "Backward with grouped heads, bf16, 16,384 tokens a batch, 32 query heads of 128",
             ("cuda",),
-            FLASH_FIRST,
+            (*FLASH_FIRST, *OFFICIAL),
             (128,),
             (1024, 4096, 16384),
             of_32_heads,
@@ -115,6 +266,15 @@ GRIDS: dict[str, dict[str, Grid]] = {
         **shared_grids("Backward"),
     },
 }
+
+
+def absent(data: list[dict[str, Any]]) -> list[str]:
+    """A sentence for each contender that did not run at some points, with the reason at the first of them."""
+    reasons: dict[str, list[str]] = {}
+    for row in data:
+        for name, reason in row["unsupported"].items():
+            reasons.setdefault(name, []).append(reason)
+    return [f"{name} did not run at {len(why)} of {len(data)} points: {why[0]}." for name, why in reasons.items()]
 
 
 def measure_grid(direction: Direction, grid_name: str, grid: Grid, arguments: argparse.Namespace) -> None:
@@ -128,11 +288,15 @@ def measure_grid(direction: Direction, grid_name: str, grid: Grid, arguments: ar
     budget = Budget(arguments.seconds)
     torch.manual_seed(0)
     notes = [f"Medians of {arguments.rounds} interleaved rounds."]
-    ceiling = None
+    ceiling, counter = None, None
     if on_gpu:
         notes = [f"{notes[0][:-1]} under sustained load, the L2 cache cleared between calls.", GRAPHS]
         ceiling = round(matmul_ceiling(torch.device(grid.device), grid.dtype))
         notes.append(f"In the same run an 8192³ matrix product of this dtype reached {ceiling} TFLOP/s.")
+        try:
+            counter = energy_counter(torch.device(grid.device))
+        except RuntimeError as error:
+            notes.append(f"Joules were not measured: {error}.")
     min_rep_ms, max_rep_ms, overhead_ms = (
         direction.work * time for time in (MIN_REP_MS, MAX_REP_MS, MEASURE_OVERHEAD_MS)
     )
@@ -143,28 +307,34 @@ def measure_grid(direction: Direction, grid_name: str, grid: Grid, arguments: ar
             skipped += 1
             continue
         parts = (len(points) - number) * arguments.rounds * (len(ours) + len(theirs))
-        rep_ms = min(max_rep_ms, max(min_rep_ms, budget.share(parts) - overhead_ms)) if on_gpu else 1.0
-        row = measure_point(direction, point, grid, ours, theirs, arguments.rounds, rep_ms)
+        share = budget.share(parts) * (1.0 if counter is None else 1.0 - ENERGY_SHARE)
+        rep_ms = min(max_rep_ms, max(min_rep_ms, share - overhead_ms)) if on_gpu else 1.0
+        energy_seconds = budget.share(parts) / 1e3 * arguments.rounds * ENERGY_SHARE / 1.25  # with uncounted calls
+        energy_seconds = min(MAX_ENERGY_SECONDS, energy_seconds)
+        row = measure_point(direction, point, grid, ours, theirs, arguments.rounds, rep_ms, counter, energy_seconds)
         data.append(row if ceiling is None else {**row, "ceiling_tflops": ceiling})
-        for name, reason in row["unsupported"].items():
-            print(f"{name} cannot run {point}: {reason}")
+    left_out = f"{skipped} of {len(points)} points were left out: the {arguments.seconds:.0f} s were used up."
     if skipped:
-        notes.append(f"{skipped} of {len(points)} points were left out: the {arguments.seconds:.0f} s were used up.")
+        notes.append(left_out)
+    if counter is not None and not all("joules" in row for row in data):
+        notes.append("Joules are missing where the time was not enough for them.")
+    notes += absent(data)
     missing = [name for name in ours if not any(name in row["ratio"] for row in data)]
     if missing:
-        raise SystemExit(f"bench_speed: {', '.join(missing)} ran at no point; nothing is written")
+        reasons = "\n".join(["", *absent(data)])
+        raise SystemExit(f"bench_speed: {', '.join(missing)} ran at no point; nothing is written{reasons}")
     cli.finish(
         arguments.name or f"{direction.name}_{ours[0]}{grid.suffix}",
         benchmark="bench_speed",
         title=grid.title,
         data=data,
-        sources=["benchmarks/speed.py", *(glob for name in ours for glob in direction.sources.get(name, ()))],
+        sources=[path for name in ours for path in provenance.SOURCES_OF_BACKEND.get(name.split()[0], ())],
         arguments=arguments,
         notes=notes,
         complete=skipped == 0,
     )
     if skipped:
-        raise SystemExit(f"bench_speed: {notes[-1]}")
+        raise SystemExit(f"bench_speed: {left_out}")
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -103,8 +103,6 @@ def main(argv: list[str] | None = None) -> None:
     sources = [
         *provenance.HOST,
         *provenance.SOURCES_OF_BACKEND[backend],
-        *provenance.BACKWARD_SOURCES_OF_BACKEND[backend],
-        *provenance.METHOD,
         "examples/train_char_gpt.py",
     ]
     cli.finish(

@@ -21,10 +21,18 @@ import torch
 from torch import Tensor
 
 from benchmarks import cli, provenance
-from benchmarks.bench_speed import of_16384_tokens
+from benchmarks.bench_speed import (
+    GRAPHS,
+    MAX_REP_MS,
+    MIN_REP_MS,
+    Grid,
+    Point,
+    check_agreement,
+    draw_inputs,
+    of_16384_tokens,
+)
 from benchmarks.methods import Budget, Timing, as_timed, interleave, ratio, timer_for
 from benchmarks.rivals import RIVALS, Rival
-from benchmarks.speed import GRAPHS, MAX_REP_MS, MIN_REP_MS, Grid, Point, check_agreement, draw_inputs
 
 LEAST_RELATIVE_RATIO = 0.95
 
@@ -157,7 +165,7 @@ def main(argv: list[str] | None = None) -> None:
         benchmark="bench_values",
         title=grid.title,
         data=data,
-        sources=["benchmarks/speed.py", "benchmarks/bench_speed.py", *provenance.SOURCES_OF_BACKEND[names[0]]],
+        sources=provenance.SOURCES_OF_BACKEND[names[0]],
         arguments=arguments,
         notes=notes,
         complete=skipped == 0,

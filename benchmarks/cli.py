@@ -1,4 +1,4 @@
-"""Shared by the benchmarks' command lines: arguments, progress, and writing a result as JSON, Markdown and plot."""
+"""Shared by the benchmarks' command lines: arguments, progress, and writing a result as JSON and plot."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ def parser_for(doc: str | None, *, seconds: float) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=seconds, help="wall-clock budget (default: %(default)s)")
     parser.add_argument("--out-dir", type=Path, default=provenance.RESULTS, help="where results are written")
+    parser.add_argument("--commit", help="what is measured, in a copy of the sources that is no git repository")
     parser.add_argument("--quick", action="store_true", help="fewer points; writes NAME_quick instead of NAME")
     return parser
 
@@ -47,17 +48,18 @@ def finish(
     benchmark: str,
     title: str,
     data: list[dict[str, Any]],
-    sources: Iterable[str],
+    sources: Iterable[str] = (),
     arguments: argparse.Namespace,
     notes: Sequence[str] = (),
     complete: bool = True,
     extra: Mapping[str, str] | None = None,
 ) -> None:
-    """Saves the rows under `name` (stamped), with their tables as Markdown and a plot, and prints the tables.
+    """Saves the rows under `name` (stamped), draws them where there is a plot, and prints their tables.
 
     A quick run, and one that ran out of time (not `complete`), writes under another name and keeps the earlier result.
-    `extra` is added to the stamp.
+    `extra` is added to the stamp, as is --commit.
     """
+    stamped = {**(extra or {}), **({"commit": arguments.commit} if arguments.commit else {})}
     suffix = "_quick" if arguments.quick else "" if complete else "_partial"
     path = provenance.save(
         name + suffix,
@@ -67,10 +69,8 @@ def finish(
         sources=sources,
         notes=notes,
         out_dir=arguments.out_dir,
-        extra=extra,
+        extra=stamped,
     )
     result = provenance.load(path)
-    page = tables.page(result)
-    provenance.write_atomically(path.with_suffix(".md"), page)
     plotting.plot(result, path.with_suffix(".png"))
-    print(f"{page}\nwritten: {path}")
+    print(f"{tables.page(result)}\nwritten: {path}")

@@ -22,10 +22,9 @@ from tabulate import tabulate
 from torch import Tensor
 
 from benchmarks import cli
-from benchmarks.bench_speed import GRIDS
+from benchmarks.bench_speed import GRIDS, Grid, Point, check_agreement, draw_inputs
 from benchmarks.methods import as_timed, interleave, ratio, timer_for
 from benchmarks.rivals import Call, Rival, upstream_gradient
-from benchmarks.speed import Grid, Point, check_agreement, draw_inputs
 
 KINDS = ("forward", "backward", "deterministic")
 JUDGED = KINDS[:2]

@@ -1,4 +1,4 @@
-"""How benchmarks measure: interleaved A B A B, medians, ratios within one run; and how they count FLOPs.
+"""How benchmarks measure: interleaved rounds, medians, ratios within one run, joules; and how they count FLOPs.
 
 On a GPU a time is the median of triton.testing.do_bench: calls back to back (a sustained load, not a burst), with the
 L2 cache cleared between calls. as_timed turns a call into the replay of a CUDA graph, which leaves the host's time out
@@ -7,6 +7,7 @@ L2 cache cleared between calls. as_timed turns a call into the replay of a CUDA 
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -119,16 +120,61 @@ def interleave(
     rounds: int,
     rep_ms: float,
 ) -> dict[str, Timing]:
-    """Measures A B C, A B C, ...: `rounds` medians of each contender, by name."""
+    """`rounds` medians of each contender, by name. A round measures all of them, in another random order each time:
+    the call before may change the clocks and the temperature of a GPU.
+    """
     medians: dict[str, list[float]] = {rival.name: [] for rival in contenders}
     for rival, call in contenders.items():
         with rival.active():  # compiles, tunes and touches memory before any clock runs
             call()
+    order = random.Random(0)
     for _ in range(rounds):
-        for rival, call in contenders.items():
+        for rival, call in order.sample(list(contenders.items()), len(contenders)):
             with rival.active():
                 medians[rival.name].append(measure(call, rep_ms))
     return {name: Timing(times) for name, times in medians.items()}
+
+
+def energy_counter(device: torch.device) -> Callable[[], float]:
+    """NVML's counter of the joules that a GPU has used. Raises RuntimeError where pynvml or the GPU has none."""
+    try:
+        import pynvml
+    except ImportError as error:
+        raise RuntimeError("pynvml is not installed") from error
+    try:
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+        pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
+    except pynvml.NVMLError as error:
+        raise RuntimeError(f"NVML: {error}") from error
+    return lambda: float(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1e3  # from millijoules
+
+
+def joules_per_call(
+    contenders: Mapping[Rival, Callable[[], Any]],
+    timings: Mapping[str, Timing],
+    counter: Callable[[], float],
+    seconds: float,
+    wait: Callable[[], Any],
+) -> dict[str, float]:
+    """Joules of the whole GPU for one call of each contender, by name, from calls back to back for `seconds`.
+
+    A quarter as many calls before them are not counted: they bring the GPU to the power that it keeps. `wait` returns
+    when the GPU is done.
+    """
+    joules = dict.fromkeys((rival.name for rival in contenders), 0.0)
+    for rival, call in random.Random(0).sample(list(contenders.items()), len(contenders)):
+        calls = max(1, round(seconds * 1e3 / timings[rival.name].ms))
+        with rival.active():
+            for _ in range(-(-calls // 4)):
+                call()
+            wait()
+            before = counter()
+            for _ in range(calls):
+                call()
+            wait()
+            joules[rival.name] = (counter() - before) / calls
+    return joules
 
 
 def matmul_ceiling(device: torch.device, dtype: torch.dtype, size: int = 8192) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tables import kind_of
+from benchmarks.tables import LABELS, kind_of
 
 KVCACHE = {"lengths": ("seqlen_k", "gbps", "keys", "GB/s of K and V"), "queries": ("seqlen_q", "us", "queries", "µs")}
 
@@ -54,9 +54,9 @@ def draw_speed(plt: Any, rows: list[dict[str, Any]]) -> Any:
             if not here:  # an incomplete result
                 axis.axis("off")
                 continue
-            draw_lines(axis, here, "seqlen", "tflops")
-            if "ceiling_tflops" in here[0]:
+            if "ceiling_tflops" in here[0]:  # before draw_lines, which fixes the limits of the axis
                 axis.axhline(here[0]["ceiling_tflops"], color="gray", linestyle="--", label="matrix product")
+            draw_lines(axis, here, "seqlen", "tflops")
             axis.set_title(kind_of(here[0]), fontsize=10)
     axes[-1][0].set_xlabel("sequence length")
     axes[0][0].set_ylabel("TFLOP/s")
@@ -71,9 +71,9 @@ def draw_kvcache(plt: Any, rows: list[dict[str, Any]]) -> Any:
     figure, axes = plt.subplots(1, len(batches), figsize=(5 * len(batches), 4), squeeze=False, layout="constrained")
     for axis, batch in zip(axes[0], batches, strict=True):
         here = [row for row in rows if row["batch"] == batch]
-        draw_lines(axis, here, x, y)
         if y == "gbps" and "ceiling_gbps" in here[0]:
             axis.axhline(here[0]["ceiling_gbps"], color="gray", linestyle="--", label="copy")
+        draw_lines(axis, here, x, y)
         axis.set_title(f"batch {batch}", fontsize=10)
         axis.set_xlabel(x_label)
     axes[0][0].set_ylabel(y_label)
@@ -82,10 +82,11 @@ def draw_kvcache(plt: Any, rows: list[dict[str, Any]]) -> Any:
 
 
 def draw_lines(axis: Any, rows: list[dict[str, Any]], x: str, y: str) -> None:
-    """A line for each contender, over a logarithmic axis of lengths."""
+    """A line for each contender, over a logarithmic axis of lengths. It fixes the limits of the vertical axis."""
     for name in dict.fromkeys(name for row in rows for name in row[y]):
         points = sorted((row[x], row[y][name]) for row in rows if name in row[y])
-        axis.plot([point[0] for point in points], [point[1] for point in points], marker="o", markersize=4, label=name)
+        xs, ys = zip(*points, strict=True)
+        axis.plot(xs, ys, marker="o", markersize=4, label=LABELS.get(name, name))
     values = sorted({row[x] for row in rows})
     ticks = [value for value in values if value & (value - 1) == 0]
     axis.set_xscale("log", base=2)

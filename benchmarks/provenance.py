@@ -1,111 +1,36 @@
-"""Provenance of a result: the machine and the sources that it was measured on, and whether the sources have changed.
+"""Provenance of a result: the machine, date and commit of the measurement, and whether its kernels changed since.
 
 Every benchmark saves through `save`; `python -m benchmarks.provenance check` lists the results in benchmarks/results/
-whose sources differ from the working tree.
+that are older than the last commit of their kernels. It needs git and no torch.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
 import datetime
-import hashlib
 import importlib.metadata
 import json
 import os
 import platform
-import re
 import subprocess
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from build_tools import kernels
-
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 
-# Sources by concern: globs relative to the repository root; a .cu brings the files that it includes. A benchmark names
-# the concerns that its figures depend on: an edit of the CPU kernel leaves the GPU's results fresh, for example.
-HOST = (
-    "csrc/flash.h",
-    "csrc/api/*",
-    "csrc/dispatch/*",
-    "csrc/common/message.h",
-    "csrc/common/trace.h",
-    "flash_attn_mini/flash_attn_interface.py",
-    "flash_attn_mini/varlen.py",
-    "flash_attn_mini/packed.py",
-    "flash_attn_mini/kvcache.py",
-    "flash_attn_mini/allocation.py",
-    "flash_attn_mini/argument_checks.py",
-    "flash_attn_mini/official.py",
-    "flash_attn_mini/ops.py",
-    "flash_attn_mini/options.py",
-    "flash_attn_mini/rng_state.py",
-    "flash_attn_mini/s_dmask.py",
-    "flash_attn_mini/schemas.py",
-    "flash_attn_mini/tracing.py",
-    "flash_attn_mini/transforms.py",
-    "flash_attn_mini/backends/*.py",
-)
-LAUNCH = ("csrc/flash.h", "csrc/dispatch/*", "csrc/api/set_params.*")
-CUDA = ("csrc/sm*/forward/*.cu", "build_tools/kernels.py")
-KVCACHE = ("csrc/kvcache/*", "csrc/sm90/decode/*.cu")  # beside CUDA
-CUDA_BACKWARD = ("csrc/sm*/backward/*.cu", "build_tools/kernels.py")
-TRITON = ("flash_attn_mini/backends/triton/**/*.py",)
-CPU = ("csrc/common/**/*", "csrc/cpu/**/*")
-METHOD = ("benchmarks/methods.py", "benchmarks/rivals.py", "benchmarks/features.py")
-SOURCES_OF_BACKEND = {"cuda": (*LAUNCH, *CUDA), "triton": TRITON, "cpu": (*LAUNCH, *CPU)}
-BACKWARD_SOURCES_OF_BACKEND = {
-    "cuda": (*LAUNCH, "csrc/api/allocation.*", *CUDA_BACKWARD),
-    "triton": TRITON,
-    "cpu": (*LAUNCH, *CPU),
-}
-KVCACHE_SOURCES_OF_BACKEND = {**SOURCES_OF_BACKEND, "cuda": (*SOURCES_OF_BACKEND["cuda"], *KVCACHE)}
-
-_CPP_SUFFIXES = {".h", ".cuh", ".cu", ".cpp", ".inl"}
-_SUFFIXES = _CPP_SUFFIXES | {".py"}
-# A string or character literal (kept) or a comment (dropped).
-_CPP_TOKEN = re.compile(r'("(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\')|//[^\n]*|/\*.*?\*/', re.DOTALL)
-
-
-def _docstring_lines(text: str) -> set[int]:
-    """The numbers of the lines that docstrings take up, counted from 1."""
-    lines: set[int] = set()
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and node.body:
-            first = node.body[0]
-            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
-                lines.update(range(first.lineno, (first.end_lineno or first.lineno) + 1))
-    return lines
-
-
-def normalise(text: str, suffix: str) -> str:
-    """The text without comments, docstrings, blank lines and, in C++, layout: what cannot change a measurement."""
-    if suffix in _CPP_SUFFIXES:
-        without_comments = _CPP_TOKEN.sub(lambda match: match.group(1) or " ", text)
-        return "".join(without_comments.split())
-    skipped = _docstring_lines(text)
-    lines = (line.rstrip() for number, line in enumerate(text.splitlines(), start=1) if number not in skipped)
-    return "\n".join(line for line in lines if line and not line.lstrip().startswith("#"))
-
-
-def find_sources(globs: Iterable[str], root: Path = ROOT) -> list[Path]:
-    """The source files that the globs name, and those that the .cu files among them include, sorted, each once."""
-    named = {path for pattern in globs for path in root.glob(pattern) if path.is_file() and path.suffix in _SUFFIXES}
-    included = {path for source in named if source.suffix == ".cu" for path in kernels.included_files(source)}
-    return sorted(named | included)
-
-
-def hash_sources(globs: Iterable[str], root: Path = ROOT) -> str:
-    """SHA-256 over the paths and the normalised text of the files that the globs name."""
-    digest = hashlib.sha256()
-    for path in find_sources(globs, root):
-        text = normalise(path.read_text(encoding="utf-8"), path.suffix)
-        digest.update(f"{path.relative_to(root).as_posix()}\0{text}\0".encode())
-    return digest.hexdigest()
+# What a figure depends on, by concern: paths or globs relative to the repository root. A benchmark names its concerns:
+# an edit of the CPU kernel leaves the GPU's results fresh, for example.
+LAUNCH = ("csrc/flash.h", "csrc/api", "csrc/common", "csrc/dispatch")
+HOST = (*LAUNCH, "flash_attn_mini/*.py", "flash_attn_mini/backends/*.py")
+CUDA = (*LAUNCH, "csrc/kvcache", "csrc/sm80", "csrc/sm90")
+TRITON = ("flash_attn_mini/backends/triton",)
+CPU = (*LAUNCH, "csrc/cpu")
+SOURCES_OF_BACKEND = {"cuda": CUDA, "triton": TRITON, "cpu": CPU}
+BACKWARD_SOURCES_OF_BACKEND = SOURCES_OF_BACKEND
+KERNELS = ("csrc", *TRITON)  # of a result that names no sources
 
 
 def _first_line_of(command: Sequence[str]) -> str | None:
@@ -132,12 +57,33 @@ def _version_of(package: str) -> str | None:
         return None
 
 
+def _git(arguments: Sequence[str], root: Path) -> str | None:
+    """The output of a git command; None where git or the history is missing."""
+    try:
+        return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def commit_of(sources: Iterable[str] = (), root: Path = ROOT) -> str | None:
+    """The commit that is checked out, with `+` behind it if the sources differ from it; None outside a repository."""
+    commit = _git(["rev-parse", "HEAD"], root)
+    if commit is None:
+        return None
+    changed = _git(["status", "--porcelain", "--", *_pathspecs(sources or KERNELS)], root)
+    return f"{commit}+" if changed else commit
+
+
+def _pathspecs(sources: Iterable[str]) -> list[str]:
+    return [f":(top,glob){source}" for source in sources]  # a * matches no slash
+
+
 def stamp(sources: Iterable[str] = (), root: Path = ROOT) -> dict[str, Any]:
-    """The stamp of a result: machine, versions, date (UTC), and the sources with their hash."""
+    """The stamp of a result: machine, versions, date (UTC), commit, and the sources that its figures depend on."""
     import torch  # here, so that `check` needs no torch
 
     has_gpu = torch.cuda.is_available()
-    globs = sorted(set(sources))
+    paths = sorted(set(sources))
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "gpu": torch.cuda.get_device_name() if has_gpu else None,
@@ -151,8 +97,8 @@ def stamp(sources: Iterable[str] = (), root: Path = ROOT) -> dict[str, Any]:
         "python": platform.python_version(),
         "cpu": _cpu_model(),
         "cpu_threads": torch.get_num_threads(),
-        "sources": globs,
-        "sources_sha256": hash_sources(globs, root),
+        "commit": commit_of(paths, root),
+        "sources": paths,
     }
 
 
@@ -190,25 +136,24 @@ def save(
     benchmark: str,
     title: str,
     data: list[dict[str, Any]],
-    sources: Iterable[str],
+    sources: Iterable[str] = (),
     notes: Sequence[str] = (),
     out_dir: Path = RESULTS,
     extra: Mapping[str, str] | None = None,
 ) -> Path:
     """Writes `out_dir/name.json`: the rows measured and their stamp.
 
-    `benchmark` names the module that measured; tables.py chooses the layout by it. The stamp covers its source and
-    those of the method. `extra` is added to the stamp.
+    `benchmark` names the module that measured; tables.py chooses the layout by it. A result is stale after a commit
+    of its `sources`. `extra` is added to the stamp.
     """
     if not data:
         raise RuntimeError(f"{name}: nothing was measured, so nothing is written")
-    globs = [*sources, *METHOD, f"benchmarks/{benchmark}.py"]
     result = {
         "name": name,
         "benchmark": benchmark,
         "title": title,
         "notes": list(notes),
-        "stamp": {**stamp(globs), **(extra or {})},
+        "stamp": {**stamp(sources), **(extra or {})},
         "data": data,
     }
     path = out_dir / f"{name}.json"
@@ -228,14 +173,39 @@ def load(path: Path) -> dict[str, Any]:
     return result
 
 
+def last_change(path: Path, root: Path = ROOT) -> str | None:
+    """The last commit of the sources since a result was measured, with its date and subject; None if there is none.
+
+    A result of sources that were not committed counts from the commit that brought it, one that is not committed
+    either, or of an unknown commit, from its date.
+    """
+    stamp = load(path).get("stamp", {})
+    commit, date = str(stamp.get("commit") or "+"), stamp.get("date", "1970-01-01")
+    if commit.endswith("+"):
+        brought = _git(["log", "--format=%H", f"-S{date}", "--", str(path.resolve())], root)
+        commit = brought.splitlines()[-1] if brought else commit.rstrip("+")
+    show, paths = ["log", "-1", "--format=%h, %cs, %s"], _pathspecs(stamp.get("sources") or KERNELS)
+    found = _git([*show, f"{commit}..HEAD", "--", *paths], root) if commit else None
+    if found is None:
+        found = _git([*show, f"--since={date}", "--", *paths], root)
+    return found or None
+
+
 def stale_results(results: Path = RESULTS, root: Path = ROOT) -> list[tuple[Path, str]]:
-    """The results whose sources have changed since they were measured, each with the date of its measurement."""
+    """The results that are older than the last commit of their kernels, each with the reason."""
     stale = []
     for path in sorted(results.glob("*.json")):
-        measured = load(path).get("stamp", {})
-        if hash_sources(measured.get("sources", ()), root) != measured.get("sources_sha256"):
-            stale.append((path, measured.get("date", "no stamp")))
+        changed = last_change(path, root)
+        if changed is not None:
+            measured = load(path).get("stamp", {}).get("date", "without a stamp")
+            stale.append((path, f"measured {measured}; changed since: {changed}"))
     return stale
+
+
+def print_stale(results: Path = RESULTS) -> None:
+    """A line for each stale result."""
+    for path, reason in stale_results(results):
+        print(f"stale: {path.name}, {reason}")
 
 
 def main() -> None:
@@ -245,9 +215,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.command == "stamp":
         print(json.dumps(stamp(), indent=1))
-        return
-    for path, date in stale_results(arguments.results):
-        print(f"stale: {path.name}, measured {date}: its sources have changed since")
+    else:
+        print_stale(arguments.results)
 
 
 if __name__ == "__main__":

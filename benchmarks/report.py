@@ -3,9 +3,8 @@
 A block lies between `<!-- results:NAME begin -->` and `<!-- results:NAME end -->`. NAME is a file of the results, for
 its tables, FILE.summary, for one line of its figures, or FILE.plot, for its picture.
 
-The Markdown file beside each result is written again, too.
-
-  python -m benchmarks.report                             rewrite the blocks and those files
+  python -m benchmarks.report                             rewrite the blocks
+  python -m benchmarks.report --plots                     draw the pictures of the results again, too
   python -m benchmarks.report --check                     say which files differ from the results, exit 1 if any does
 """
 
@@ -17,7 +16,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from benchmarks import provenance, tables
+from benchmarks import plotting, provenance, tables
 
 BLOCK = re.compile(r"(<!-- results:(?P<name>[\w.-]+) begin -->\n).*?(<!-- results:(?P=name) end -->)", re.DOTALL)
 MARK = re.compile(r"<!-- results:[\w.-]+ (?:begin|end) -->")
@@ -65,21 +64,17 @@ def outdated(paths: Iterable[Path], results: Path) -> list[tuple[Path, str]]:
     return [(path, new) for path, old, new in filled if new != old]
 
 
-def outdated_pages(results: Path) -> list[tuple[Path, str]]:
-    """The Markdown files beside the results that differ from them, each with its new text."""
-    pages = [(path.with_suffix(".md"), tables.page(provenance.load(path))) for path in sorted(results.glob("*.json"))]
-    return [(path, page) for path, page in pages if not path.exists() or path.read_text(encoding="utf-8") != page]
-
-
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 when a file differs")
+    parser.add_argument("--plots", action="store_true", help="draw the pictures of the results again")
     parser.add_argument("--results", type=Path, default=provenance.RESULTS)
     parser.add_argument("files", nargs="*", type=Path, help="default: README.md and docs/**/*.md")
     arguments = parser.parse_args(argv)
     changes = outdated(arguments.files or documents(), arguments.results)
-    if not arguments.files:
-        changes += outdated_pages(arguments.results)
+    if arguments.plots:
+        for path in sorted(arguments.results.glob("*.json")):
+            plotting.plot(provenance.load(path), path.with_suffix(".png"))
     for path, text in changes:
         if arguments.check:
             print(f"{path} differs from the results in {arguments.results}; run python -m benchmarks.report")

@@ -1,4 +1,5 @@
-"""The implementations that benchmarks compare, forward and backward: this library's backends and PyTorch's.
+"""The implementations that benchmarks compare, forward and backward: this library's backends, PyTorch's kernels and the
+official packages.
 
 A rival binds [batch, seqlen, heads, headdim] tensors to a call without arguments. A backward rival runs its forward in
 `bind`: the call is the backward op alone, with every kernel that it launches (delta, zeroing, the main kernel,
@@ -8,8 +9,10 @@ conversion, sums over heads) and without autograd. Views and the choice of PyTor
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -17,8 +20,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-
-from benchmarks.features import PLAIN, Feature
 
 ARCH = "FLASH_ATTN_MINI_ARCH"
 Call = partial[Any]  # a forward's first arguments are q, k and v as the implementation takes them
@@ -30,11 +31,58 @@ def upstream_gradient(q: Tensor) -> Tensor:
     return torch.empty_like(q).normal_(generator=torch.Generator(q.device).manual_seed(0))
 
 
+@dataclass(frozen=True)
+class Feature:
+    """The options of a call besides causal."""
+
+    name: str
+    window_size: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    alibi: bool = False
+    dropout_p: float = 0.0
+    lengths: tuple[int, ...] = field(default=(), repr=False)  # tokens of each sequence; empty: every row is a token
+    is_packed: bool = False  # varlen: only the tokens; otherwise a batch padded to the longest
+
+    def slopes(self, q: Tensor) -> Tensor | None:
+        """The slopes of the ALiBi paper (Press et al., arXiv 2108.12409): 2^(-8 i / nheads)."""
+        if not self.alibi:
+            return None
+        nheads = q.shape[-2]
+        steps = torch.arange(1, nheads + 1, device=q.device, dtype=torch.float32)
+        return torch.exp2(-8.0 * steps / nheads)
+
+    def valid_rows(self, x: Tensor) -> Tensor:
+        """True for the rows of a padded batch that are tokens, [batch, seqlen]."""
+        lengths = torch.tensor(self.lengths, device=x.device)
+        return torch.arange(x.shape[1], device=x.device) < lengths[:, None]
+
+    def packed(self, x: Tensor) -> Tensor:
+        """Varlen: the tokens of a padded batch, one sequence after the other; otherwise the batch itself."""
+        return x[self.valid_rows(x)] if self.is_packed else x
+
+    def sequences(self, device: torch.device) -> dict[str, Any]:
+        """The arguments of a varlen call that say where sequences begin; {} for a batch."""
+        if not self.is_packed:
+            return {}
+        cu_seqlens = torch.tensor([0, *self.lengths], device=device).cumsum(0, dtype=torch.int32)
+        longest = max(self.lengths)
+        return {
+            "cu_seqlens_q": cu_seqlens,
+            "cu_seqlens_k": cu_seqlens,
+            "max_seqlen_q": longest,
+            "max_seqlen_k": longest,
+        }
+
+
+PLAIN = Feature("plain")
+
+
 class Rival:
     """One implementation of one direction. `name` is its name in tables."""
 
     name: str
     baseline: str | None = None  # the contender that it is compared with; None: with PyTorch's
+    failures: tuple[type[Exception], ...] = (RuntimeError, NotImplementedError, ImportError)  # of what it cannot run
 
     def bind(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
         """A call that computes attention or its gradients, to be called within `active()`."""
@@ -55,7 +103,7 @@ class Rival:
         try:
             with self.active():
                 self.bind(q, k, v, causal)()
-        except (RuntimeError, NotImplementedError, ImportError) as error:
+        except self.failures as error:
             lines = str(error).strip().splitlines() or [type(error).__name__]
             return lines[0]
         return None
@@ -238,6 +286,79 @@ class CpuSdpa(AtenBackward):
         return partial(backward, dout, q, k, v, out, lse, 0.0, causal)
 
 
+class Flex(Rival):
+    """torch.nn.attention.flex_attention, compiled; it skips the blocks that a causal mask hides."""
+
+    name = "FlexAttention"
+    failures = (Exception,)  # torch.compile raises many kinds
+
+    def bind(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+        q, k, v = as_sdpa_takes_them(q, k, v, causal)
+        mask = None
+        if causal:
+            mask = create_block_mask(
+                lambda b, h, i, j: i >= j, None, None, q.shape[2], k.shape[2], device=q.device.type
+            )
+        torch._dynamo.reset()  # each shape is compiled for itself; too many would end in uncompiled code
+        compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+        return partial(compiled, q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+
+    def outputs(self, result: Any) -> tuple[Tensor, ...]:
+        return (result.transpose(1, 2),)
+
+
+class Official(Rival):
+    """flash_attn_func of one of the official packages, forward or backward.
+
+    `modules` are the names under which releases of the package have the function. The backward is called as autograd
+    calls it, with the results of a forward.
+    """
+
+    failures = (Exception,)  # kernels that are compiled in Python raise many kinds
+
+    def __init__(self, name: str, modules: tuple[str, ...], *, backward: bool = False) -> None:
+        self.name = name
+        self.modules = modules
+        self.backward = backward
+
+    def function(self) -> Any:
+        """The package's function. ImportError where no release is installed or it does not load."""
+        reasons = []
+        for module in self.modules:
+            try:
+                return importlib.import_module(module).flash_attn_func
+            except (ImportError, OSError, AttributeError) as error:  # OSError: built for another torch
+                reasons.append(str(error).splitlines()[0])
+        raise ImportError("; ".join(dict.fromkeys(reasons)))
+
+    def bind(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
+        forward = partial(self.function(), q, k, v, causal=causal)
+        return self.bind_backward(forward) if self.backward else forward
+
+    def bind_backward(self, forward: Call) -> Call:
+        inputs = [x.detach().requires_grad_() for x in forward.args]
+        with torch.enable_grad():
+            results = forward.func(*inputs, **forward.keywords)
+        out, *others = results if isinstance(results, tuple) else (results,)
+        context = out.grad_fn  # the node of a Python autograd function is the context of its backward
+        if not hasattr(context, "_forward_cls"):
+            raise NotImplementedError(f"{self.name}: the backward of flash_attn_func is no Python autograd function")
+        return partial(
+            context._forward_cls.backward, context, upstream_gradient(inputs[0].detach()), *[None for _ in others]
+        )
+
+    def outputs(self, result: Any) -> tuple[Tensor, ...]:
+        if self.backward:
+            return tuple(result[:3])
+        return (result[0] if isinstance(result, tuple) else result,)
+
+
+FA3 = ("flash_attn_interface", "flash_attn_3.flash_attn_interface", "flash_attn_3")
+FA4 = ("flash_attn.cute",)
+
+
 def _by_name(*rivals: Rival) -> dict[str, Rival]:
     return {rival.name: rival for rival in rivals}
 
@@ -251,6 +372,9 @@ RIVALS = _by_name(
     Sdpa("cuDNN", SDPBackend.CUDNN_ATTENTION),
     Sdpa("MATH", SDPBackend.MATH),
     Sdpa("SDPA", None),
+    Flex(),
+    Official("FA3", FA3),
+    Official("FA4", FA4),
 )
 BACKWARD_RIVALS = _by_name(
     Mini("cuda", backward=True),
@@ -260,6 +384,8 @@ BACKWARD_RIVALS = _by_name(
     FlashAttention(),
     CuDnn(),
     CpuSdpa(),
+    Official("FA3", FA3, backward=True),
+    Official("FA4", FA4, backward=True),
 )
 
 

@@ -1,14 +1,15 @@
 """`make bench`: runs the benchmarks whose results the documents show within one time budget, each in its own process.
 
-On a machine with a GPU it runs those of the GPU, elsewhere those of the cpu backend. bench_build, kernel_resources and
-bench_values are run by hand (docs/measurements.md).
+On a machine with a GPU it runs those of the GPU, elsewhere those of the cpu backend. bench_build, bench_values and
+bench_context_parallel are run by hand (docs/measurements.md).
 
 A benchmark that fails leaves its earlier result as it was. One that is not done in its share of the time writes
 NAME_partial. The others still run, and the exit status is 1. The extension must be built already.
 
-  python -m benchmarks.run_all --seconds 600 --out-dir benchmarks/results
-  python -m benchmarks.run_all --only backward --seconds 240
-  python -m benchmarks.run_all --stale --seconds 900            what is missing or older than its sources
+  python -m benchmarks --seconds 600 --out-dir benchmarks/results
+  python -m benchmarks --only backward --seconds 240
+  python -m benchmarks --stale                                  list what is older than the last commit of its kernels
+  python -m benchmarks --renew --seconds 900                    run what is missing or listed by --stale
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ CPU_STEPS = (
 
 
 def stale_steps(steps: list[Step], results: Path) -> list[Step]:
-    """The steps of which a result is missing or older than its sources."""
+    """The steps of which a result is missing or stale."""
     stale = {path for path, _ in provenance.stale_results(results)}
 
     def is_stale(step: Step) -> bool:
@@ -98,15 +99,20 @@ def run_step(step: Step, seconds: float, limit: float, passed_on: list[str]) -> 
 def main(argv: list[str] | None = None) -> None:
     parser = cli.parser_for(__doc__, seconds=600.0)
     parser.add_argument("--only", help="run only the steps whose command line contains this")
-    parser.add_argument("--stale", action="store_true", help="run only the steps whose results are missing or stale")
+    parser.add_argument("--stale", action="store_true", help="run nothing; list the stale results")
+    parser.add_argument("--renew", action="store_true", help="run only the steps whose results are missing or stale")
     arguments = parser.parse_args(argv)
+    if arguments.stale:
+        provenance.print_stale(arguments.out_dir)
+        return
     here = GPU_STEPS if torch.cuda.is_available() else CPU_STEPS
     steps = [step for step in here if not arguments.only or arguments.only in step.label]
     if not steps:
         raise SystemExit(f"no step contains {arguments.only!r}; the steps: {'; '.join(step.label for step in here)}")
-    if arguments.stale:
+    if arguments.renew:
         steps = stale_steps(steps, arguments.out_dir)
     passed_on = ["--out-dir", str(arguments.out_dir.resolve()), *(["--quick"] if arguments.quick else [])]
+    passed_on += ["--commit", arguments.commit] if arguments.commit else []
     budget = Budget(arguments.seconds)
     failed = []
     for number, step in enumerate(steps):
@@ -116,6 +122,7 @@ def main(argv: list[str] | None = None) -> None:
             failed.append(step.label)
     if arguments.out_dir.resolve() == provenance.RESULTS and not arguments.quick:
         report.main([])
+    provenance.print_stale(arguments.out_dir)
     if failed:
         raise SystemExit(f"failed: {'; '.join(failed)}")
 

@@ -1,7 +1,4 @@
-"""Results as Markdown tables: one layout for each benchmark.
-
-Measuring code is elsewhere, so that a change of layout does not make results stale.
-"""
+"""Results as Markdown tables: one layout for each benchmark."""
 
 from __future__ import annotations
 
@@ -12,10 +9,21 @@ from typing import Any
 
 from tabulate import tabulate
 
-from benchmarks import context_parallel_model
 from benchmarks.provenance import describe
 
 Rows = list[dict[str, Any]]
+
+# Contenders as plots name them; tables have the names of the results.
+LABELS = {
+    "cuda": "flash_attn_mini",
+    "cuda sm80": "flash_attn_mini, sm80",
+    "cuda deterministic": "flash_attn_mini, deterministic",
+    "triton": "flash_attn_mini, Triton",
+    "cpu": "flash_attn_mini, CPU",
+    "FLASH_ATTENTION": "PyTorch FA2",
+    "MATH": "PyTorch math",
+    "SDPA": "PyTorch SDPA",
+}
 
 
 def markdown_table(headers: list[str], rows: list[list[str]]) -> str:
@@ -43,7 +51,9 @@ def speed_tables(data: Rows) -> list[str]:
         for row in rows:
             tflops = " / ".join(f"{row['tflops'][name]:.3g}" if name in row["tflops"] else "–" for name in names)
             ratio = f" ({row['ratio'][ours][base]:.2f})" if base in row["ratio"][ours] else ""
-            cells.setdefault(kind_of(row), {})[row["seqlen"]] = tflops + ratio
+            used = row.get("joules", {})
+            joules = " / ".join(f"{used[name]:.3g}" if name in used else "–" for name in names)
+            cells.setdefault(kind_of(row), {})[row["seqlen"]] = tflops + ratio + (f"; {joules}" if used else "")
         body = [[kind, *(by_length.get(length, "") for length in lengths)] for kind, by_length in cells.items()]
         summary = "; ".join(
             f"against {rival}: lowest {min(ratios):.2f}, median {statistics.median(ratios):.2f}"
@@ -51,7 +61,8 @@ def speed_tables(data: Rows) -> list[str]:
             if (ratios := [row["ratio"][ours][rival] for row in rows if rival in row["ratio"][ours]])
         )
         ratio_text = f"({ours} ÷ {base}, the median of the rounds' ratios)"
-        caption = f"{' / '.join(names)}, TFLOP/s, and {ratio_text}, by sequence length:"
+        energy = "; then joules a call" if any("joules" in row for row in rows) else ""
+        caption = f"{' / '.join(names)}, TFLOP/s, and {ratio_text}{energy}, by sequence length:"
         tables.append(f"{caption}\n\n{markdown_table(['', *map(str, lengths)], body)}\n\n{ours} {summary}.")
     return tables
 
@@ -307,6 +318,8 @@ def kvcache_query_tables(data: Rows) -> list[str]:
 
 def context_parallel_tables(data: Rows) -> list[str]:
     """Mask, tokens and heads down, contenders across: TFLOP/s of each GPU, and relative to one GPU alone."""
+    from benchmarks.bench_context_parallel import predicted  # here, because that module needs this one
+
     names = list(dict.fromkeys(name for row in data for name in row["tflops"]))
     body = []
     for row in data:
@@ -318,7 +331,7 @@ def context_parallel_tables(data: Rows) -> list[str]:
             else "–"
             for name in names
         ]
-        model = ", ".join(f"{name} {share:.2f}" for name, share in context_parallel_model.predicted(row).items())
+        model = ", ".join(f"{name} {share:.2f}" for name, share in predicted(row).items())
         body.append([row["kind"], f"{row['tokens']:,}", heads, *cells, row["auto"], model or "–"])
     rates = ", ".join(f"{rate:.0f} GB/s at {size} MiB" for size, rate in data[0]["message_gbps"].items())
     caption = (
@@ -375,7 +388,7 @@ def render(result: dict[str, Any]) -> str:
 
 
 def page(result: dict[str, Any]) -> str:
-    """The Markdown file beside a result."""
+    """A result with its title, as it is printed."""
     return f"# {result['title']}\n\n{render(result)}\n"
 
 

@@ -1,255 +1,553 @@
-"""Checks and times explicit configurations of the Triton forward kernel on a GPU; tune_triton_backward.py does so for
-the backward kernels.
+"""Checks and times configurations of the Triton kernels on a GPU, which go into backends/triton/configs.py.
 
-Run `python benchmarks/tune_triton.py`. It needs torch and Triton, not the compiled extension. It prints errors against
-float64 first, then one table per problem, best configuration first, each timed alternately with PyTorch's
-FLASH_ATTENTION. The results go into backends/triton/configs.py and docs/tuning/triton.md.
+  python -m benchmarks.tune_triton forward
+  python -m benchmarks.tune_triton backward --json FILE
+  python -m benchmarks.tune_triton kvcache --head-dims 128
+
+Each candidate is compiled and checked against the float64 reference in its own process, many at a time, so that a
+failure ends no other candidate. The correct ones are timed in rounds with a rival: FLASH_ATTENTION of PyTorch, or the
+cuda backend for a KV cache. For each problem it prints the candidates, best first; for a backward also the best of both
+kernels together; in the end the shortest lists that are near the best of every problem. docs/tuning/triton.md has the
+results.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
+import json
 import math
-import statistics
+import os
+import re
+import subprocess
 import sys
 import time
-import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, astuple, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
+from torch import Tensor
 
-ROOT = Path(__file__).resolve().parent.parent
+from benchmarks import bench_kvcache, cli, provenance
+from benchmarks.bench_kvcache import Ours, Point, Problem
+from benchmarks.bench_speed import check_agreement
+from benchmarks.methods import BACKWARD_WORK, Timing, as_timed, attention_flops, interleave, ratio, time_cuda, timer_for
+from benchmarks.rivals import BACKWARD_RIVALS, RIVALS, Call, Rival, upstream_gradient
+from tests.support.bounds import Accuracy, forward_accuracy, gradients_accuracy
+
+K = 1024
 BATCH, NHEADS = 4, 8
-
-# (head dim, query length, key length, nheads, nheads_k, causal)
-CHECKS = [
-    (64, 512, 512, 4, 4, False),
-    (64, 333, 777, 4, 2, True),
-    (128, 512, 512, 4, 4, True),
-    (128, 1000, 1000, 4, 1, False),
-    (128, 300, 129, 2, 2, True),
-    (256, 512, 640, 2, 2, True),
-    (96, 257, 511, 2, 2, True),
-    (40, 130, 260, 2, 2, False),
-]
+CHECK_SECONDS = 150.0  # for one candidate: starting Python, the kernels to compile, a small reference
+CHECK_SHARE = 0.5  # of the time that checks may take
+CLOSE_ENOUGH = 1.02  # a configuration that is this near to the best of a problem makes that best unneeded
+MAX_LISTED = 3  # a user's first call times them all
+RIVAL = "FLASH_ATTENTION"
 
 
-def import_backend(launcher: str = "launch") -> tuple[Any, Any]:
-    """The backend's launcher and configurations, without the package's __init__, which needs the extension."""
-    for name in ("flash_attn_mini", "flash_attn_mini.backends"):
-        stub = types.ModuleType(name)
-        stub.__path__ = [str(ROOT / name.replace(".", "/"))]
-        sys.modules.setdefault(name, stub)
-    base = "flash_attn_mini.backends.triton"
-    return importlib.import_module(f"{base}.{launcher}"), importlib.import_module(f"{base}.configs")
+@dataclass(frozen=True)
+class Tile:
+    """The arguments of configs.tile."""
+
+    block_m: int  # 0: as many rows as the launcher of a KV cache takes
+    block_n: int
+    num_warps: int
+    num_stages: int
+    tma: bool = True
+    maxnreg: int | None = None
+    waves: int = 1  # of a KV cache: programs ÷ those that run at once
+
+    def config(self, **changed: int) -> Any:
+        from flash_attn_mini.backends.triton.configs import tile
+
+        values = {**asdict(self), **changed}
+        del values["waves"]
+        return tile(**values)
+
+    def __str__(self) -> str:
+        """As configs.py has it, with the waves behind it."""
+        options = "" if self.tma else ", tma=False"
+        options += f", maxnreg={self.maxnreg}" if self.maxnreg else ""
+        text = f"tile({self.block_m}, {self.block_n}, {self.num_warps}, {self.num_stages}{options})"
+        return text + (f" in {self.waves} waves" if self.waves > 1 else "")
 
 
-def plain_options(head_dim: int, causal: bool) -> Any:
-    """The options of plain attention."""
-    options = importlib.import_module("flash_attn_mini.options")
-    return options.Options(0.0, head_dim**-0.5, causal, -1, -1, 0.0, None)
+def tiles(text: str) -> list[Tile]:
+    """Tiles in short: 128x64w8s3pr168 has 128 rows, 64 keys, 8 warps, 3 stages, plain loads, at most 168 registers.
+
+    0x64w4s4pv2 has the rows of the launcher, and runs in 2 waves.
+    """
+    found = []
+    for short in text.split():
+        match = re.fullmatch(r"(\d+)x(\d+)w(\d+)s(\d+)(p?)(?:r(\d+))?(?:v(\d+))?", short)
+        assert match, short
+        *sizes, plain, registers, waves = match.groups()
+        found.append(Tile(*map(int, sizes), not plain, int(registers) if registers else None, int(waves or 1)))
+    return found
 
 
-def listed_configs(tile: Callable[..., Any], head_dim: int) -> list[Any]:
-    """The configurations to time; the most promising first, as time may run out."""
-    if head_dim == 64:
-        return [
-            tile(128, 64, 4, 3),
-            tile(128, 64, 8, 3, tma=False),
-            tile(64, 128, 4, 2),
-            tile(128, 64, 4, 3, tma=False),
-            tile(128, 128, 8, 2, maxnreg=128),
-            tile(64, 128, 4, 2, tma=False),
-            tile(64, 128, 4, 3),
-            tile(128, 64, 4, 4),
-            tile(128, 64, 4, 2),
-            tile(256, 64, 8, 3),
-            tile(128, 64, 8, 4, tma=False),
-            tile(128, 128, 4, 2),
-            tile(64, 64, 4, 3, tma=False),
-            tile(64, 64, 4, 4),
-            tile(128, 64, 8, 3),
-            tile(64, 64, 4, 3),
-        ]
-    if head_dim == 128:
-        return [
-            tile(128, 64, 4, 2),
-            tile(64, 64, 4, 3),
-            tile(128, 64, 8, 3),
-            tile(128, 64, 8, 2, maxnreg=128),
-            tile(128, 64, 4, 2, tma=False),
-            tile(64, 64, 4, 3, tma=False),
-            tile(128, 32, 4, 3),
-            tile(256, 64, 8, 2),
-            tile(256, 64, 8, 3),
-            tile(128, 32, 4, 4),
-            tile(128, 64, 8, 3, tma=False),
-            tile(128, 64, 8, 4),
-            tile(64, 64, 4, 4),
-        ]
+# Candidates by kernel and head dim, the most promising first.
+TILES: dict[str, dict[int, list[Tile]]] = {
+    "forward": {
+        64: tiles(
+            "128x64w4s3 128x64w8s3p 64x128w4s2 128x64w4s3p 128x128w8s2r128 64x128w4s2p 64x128w4s3 "
+            "128x64w4s4 128x64w4s2 256x64w8s3 128x64w8s4p 128x128w4s2 64x64w4s3p 64x64w4s4 128x64w8s3 "
+            "64x64w4s3"
+        ),
+        128: tiles(
+            "128x64w4s2 64x64w4s3 128x64w8s3 128x64w8s2r128 128x64w4s2p 64x64w4s3p 128x32w4s3 256x64w8s2 "
+            "256x64w8s3 128x32w4s4 128x64w8s3p 128x64w8s4 64x64w4s4"
+        ),
+        256: tiles("128x64w8s2 128x64w8s2p 128x32w8s3 128x32w8s4 64x32w4s2 64x32w4s3"),
+    },
+    "dq": {
+        64: tiles("64x64w4s2 64x64w4s3 128x64w4s2 128x64w4s3 128x64w8s3 64x128w4s2 128x128w8s2 128x64w8s3p 64x64w4s3p"),
+        128: tiles("64x64w4s2 128x64w8s2 128x64w8s3 128x128w8s2 64x32w4s3 64x32w4s4 128x32w8s3 64x64w4s2p 128x64w8s2p"),
+        256: tiles("128x32w8s2 64x32w4s2 64x32w4s3 128x32w8s2p"),
+    },
+    "dkv": {
+        64: tiles(
+            "64x64w4s3 64x64w4s2 64x64w4s3r168 64x64w4s2r168 64x128w8s2 64x128w8s3 32x64w4s3 32x128w4s2 "
+            "128x64w4s2 128x128w8s2 64x128w8s2p 64x64w4s2p"
+        ),
+        128: tiles("64x64w4s2 64x128w8s2 64x128w8s3 32x64w4s2 32x64w4s3 32x128w8s2 32x128w8s3 64x128w8s2p 64x64w4s2p"),
+        256: tiles("32x128w8s2 64x64w4s2 64x128w8s2 32x64w4s2 32x64w4s3 32x128w8s2p"),
+    },
+}
+KERNELS = {"forward": ("forward",), "backward": ("dq", "dkv"), "kvcache": ("kvcache",)}  # of a direction
+TABLES = {"forward": "FORWARD", "dq": "BACKWARD_DQ", "dkv": "BACKWARD_DKV"}
+PRODUCTS = {"forward": 2, "dq": 3, "dkv": 4}  # matrix products of a kernel; dK and dV apart recompute one more
+
+# (seqlen_q, seqlen_k, nheads, nheads_k, causal); the first two compile what the timings run.
+CHECKS = (
+    (512, 512, NHEADS, NHEADS, False),
+    (512, 512, NHEADS, NHEADS, True),
+    (333, 777, 4, 2, True),
+    (777, 333, 4, 1, True),
+    (333, 777, 4, 2, False),
+)
+MAIN = Point(8, 16 * K)
+UNIFORM = Point(32, 8 * K, shortest=100, page_size=64)
+CACHES = (
+    replace(MAIN, nheads_k=1),
+    UNIFORM,
+    *(Point(16, length * K) for length in (1, 2, 4)),
+    *(replace(MAIN, page_size=page_size) for page_size in (0, 64, 16)),
+    *(Point(64, 4 * K, page_size=page_size) for page_size in (0, 64)),
+    Point(1, 64 * K),
+    Point(1, K),
+    replace(MAIN, headdim=64),
+    replace(MAIN, headdim=256),
+    replace(MAIN, seqlen_q=4),
+    replace(MAIN, seqlen_q=16),
+    replace(MAIN, headdim=256, seqlen_q=16),
+    replace(MAIN, nheads_k=32),
+    replace(UNIFORM, page_size=0),
+    Point(8, K),
+)
+
+
+def cache_tiles(point: Point) -> list[Tile]:
+    """Candidates for a KV cache. The rows of a tile are those of a group; stages are counted as without pages."""
+    rows, step = point.seqlen_q * (point.nheads // point.nheads_k), {64: 128, 128: 64, 256: 32}[point.headdim]
+    half = step // 2
+    if rows <= 16:
+        text = f"0x{step}w4s3pr168 0x{step}w4s3pr168v2 0x{step}w4s4p 0x{step}w4s4pv2 0x{step}w4s4pv4"
+        text += f" 0x{half}w4s5pr168 0x{half}w4s3pr128 0x{step}w8s3pr128"
+        return tiles(text + (f" 0x{step}w4s4pr168 0x{step}w4s2pr168" if point.page_size % step else ""))
+    if rows <= 32:
+        text = "0x64w4s4p 0x64w4s4pv2 0x64w4s3p 0x32w4s5pr168 0x32w4s5pr168v2 0x32w4s7p 0x64w8s4pr128 0x64w8s3pr128"
+        return tiles(text)
+    text = (
+        f"0x{step}w4s3p 0x{step}w4s2p 0x{step}w4s2pv2 0x{step}w8s3pr128 0x{step}w8s2pr128 0x{step}w8s3p 0x{half}w4s4p"
+    )
+    return tiles(text)
+
+
+def tiles_for(kernel: str, point: Point) -> list[Tile]:
+    return cache_tiles(point) if kernel == "kvcache" else TILES[kernel][point.headdim]
+
+
+# ---- candidates as contenders ---------------------------------------------------------------------------------------
+
+
+def plain_options(headdim: int, causal: bool) -> Any:
+    """The options of attention without features."""
+    from flash_attn_mini.options import Options
+
+    return Options(0.0, headdim**-0.5, causal, -1, 0 if causal else -1, 0.0, None)
+
+
+class Forward(Rival):
+    """The forward kernel with one configuration."""
+
+    def __init__(self, tile: Tile) -> None:
+        self.name, self.tile = str(tile), tile
+
+    def bind(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
+        from flash_attn_mini.backends.triton import launch
+
+        call = launch.prepare(q, k, v, plain_options(q.shape[3], causal))
+        call.out.fill_(math.nan)
+        call.lse.fill_(math.nan)
+        launch.bind_context(q.device)
+        return partial(self.run, launch.launch, call, self.tile.config())
+
+    @staticmethod
+    def run(launch: Callable[..., None], call: Any, config: Any) -> tuple[Tensor, Tensor]:
+        launch(call, config)
+        return call.out, call.lse
+
+    def outputs(self, result: Any) -> tuple[Tensor, ...]:
+        return (result[0],)
+
+
+class Backward(Rival):
+    """One or both backward kernels, each with one configuration."""
+
+    def __init__(self, dq: Tile | None, dkv: Tile | None) -> None:
+        self.name = " and ".join(str(tile) for tile in (dq, dkv) if tile is not None)
+        self.dq, self.dkv = dq, dkv
+
+    def bind(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
+        from flash_attn_mini.backends.triton import launch, launch_bwd
+
+        options = plain_options(q.shape[3], causal)
+        forward = launch.prepare(q, k, v, options)
+        launch.run(forward)
+        call = launch_bwd.prepare(upstream_gradient(q), q, k, v, forward.out, forward.lse, None, options)
+        for tensor in (call.dq, call.dk, call.dv, call.row_stats):
+            tensor.fill_(math.nan)
+        launch_bwd.bind_context(q.device)
+        if self.dq is None:  # what the other kernel reads
+            launch_bwd.launch_dq(replace(call, dq=None), Tile(64, 64, 4, 1, tma=False).config())
+        return partial(self.run, launch_bwd, call)
+
+    def run(self, launch_bwd: Any, call: Any) -> tuple[Tensor, Tensor, Tensor]:
+        if self.dq is not None:
+            launch_bwd.launch_dq(call, self.dq.config())
+        for want_dk, want_dv in launch_bwd.dkv_launches(call) if self.dkv is not None else ():
+            launch_bwd.launch_dkv(call, self.dkv.config(), want_dk=want_dk, want_dv=want_dv)
+        return call.dq, call.dk, call.dv
+
+    def outputs(self, result: Any) -> tuple[Tensor, ...]:
+        return (*result[: self.dq is not None], *(result[1:] if self.dkv is not None else ()))
+
+
+class Cache(Ours):
+    """The kernels for a KV cache with one configuration."""
+
+    def __init__(self, tile: Tile) -> None:
+        super().__init__("triton")
+        self.name, self.tile = str(tile), tile
+
+    def bind_problem(self, problem: Problem) -> Call:
+        from flash_attn_mini.backends.triton import kvcache, operands
+
+        point, q, k, v, table = problem.point, problem.q, problem.k, problem.v, None
+        if point.page_size:
+            k, v, table = problem.pages(point.page_size)
+        lse = q.new_empty((point.batch, point.nheads, point.seqlen_q), dtype=torch.float32)
+        cache = kvcache.KvCache(
+            *[None] * 4, cache_seqlens=problem.seqlens, cache_seqlen=-1, cache_batch_idx=None, cache_leftpad=None,
+            block_table=table, rotary_interleaved=True, num_splits=0, split_keys=0,
+        )  # fmt: skip
+        options = plain_options(point.headdim, point.causal)
+        call = kvcache.CacheCall(q, k, v, None, options, None, torch.full_like(q, math.nan), lse, cache)
+        page_per_key = table is not None and not kvcache.has_tiles_in_pages(call, self.tile.block_n)
+        stages = 2 * self.tile.num_stages - 1 if page_per_key else self.tile.num_stages
+        config = self.tile.config(block_m=kvcache.tile_rows(call), num_stages=stages)
+        kernel = kvcache.launch_splitkv(call, kvcache.Chosen(config, 1))
+        programs = 1 if operands.INTERPRETED else kvcache.programs_per_sm(kernel, config, q.device)
+        return partial(self.run, kvcache.launch_splitkv, call, kvcache.Chosen(config, self.tile.waves * programs))
+
+    @staticmethod
+    def run(launch: Callable[..., Any], call: Any, chosen: Any) -> Tensor:
+        launch(call, chosen)
+        out: Tensor = call.out
+        return out
+
+
+def contender(kernel: str, tile: Tile) -> Rival:
+    if kernel == "kvcache":
+        return Cache(tile)
+    if kernel == "forward":
+        return Forward(tile)
+    return Backward(tile, None) if kernel == "dq" else Backward(None, tile)
+
+
+# ---- one candidate in a process of its own --------------------------------------------------------------------------
+
+
+def draw_inputs(point: Point, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+    shapes = ((point.seqlen_q, point.nheads), *[(point.seqlen_k, point.nheads_k)] * 2)
+    return [torch.randn(point.batch, *shape, point.headdim, device=device).to(dtype) for shape in shapes]
+
+
+def check_dense(kernel: str, point: Point, tile: Tile, device: torch.device, dtype: torch.dtype) -> list[Accuracy]:
+    """The accuracy of what the kernel computes."""
+    rival = contender(kernel, tile)
+    inputs = draw_inputs(point, device, dtype)
+    with rival.active():
+        results = rival.bind(*inputs, point.causal)()
+    if kernel == "forward":
+        return forward_accuracy(*inputs, *results, causal=point.causal)
+    computed = ("dq",) if kernel == "dq" else ("dk", "dv")
+    found = gradients_accuracy(*inputs, upstream_gradient(inputs[0]), results, causal=point.causal)
+    return [accuracy for accuracy in found if accuracy.what in computed]
+
+
+def dtype_of_caches(device: torch.device) -> torch.dtype:
+    """bfloat16; Triton's interpreter misreads it."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float16
+
+
+def check_cache(point: Point, tile: Tile, device: torch.device) -> None:
+    """RuntimeError for a wrong result on a short cache of the point's kind."""
+    short = replace(point, seqlen_k=max(256, point.page_size))
+    problem = bench_kvcache.draw(short, device, dtype_of_caches(device))
+    rival = Cache(tile)
+    with rival.active():
+        bench_kvcache.check_result(rival, problem, rival.bind_problem(problem)())
+
+
+def check_one(kernel: str, point: Point, tile: Tile, checks: Sequence[tuple[Any, ...]] = CHECKS) -> str:
+    """What is wrong with a candidate, or nothing. Compiles it into Triton's cache on disk on the way."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # without a GPU Triton's interpreter
+    torch.manual_seed(0)
+    if kernel == "kvcache":
+        try:
+            check_cache(point, tile, device)
+        except RuntimeError as error:
+            return f"WRONG: {error}" if "differs" in str(error) else f"failed: {reason(error)}"
+        return ""
+    for number, (seqlen_q, seqlen_k, nheads, nheads_k, causal) in enumerate(checks):
+        shape = Point(1, seqlen_k, seqlen_q, nheads, nheads_k, point.headdim, causal)
+        dtype = (torch.float16, torch.bfloat16)[number > 2]  # the timings are in float16
+        for accuracy in check_dense(kernel, shape, tile, device, dtype):
+            if not accuracy.error <= accuracy.bound:  # NaN too
+                return f"WRONG: {accuracy.what} is off by {accuracy.error:.2e}, bound {accuracy.bound:.2e}, {shape}"
+    return ""
+
+
+def check_in_process(deadline: float, task: tuple[str, Point, Tile]) -> str:
+    """What is wrong with a candidate, or nothing."""
+    left = deadline - time.monotonic()
+    if left < 10:
+        return "not checked: out of time"
+    kernel, point, tile = task
+    request = json.dumps([kernel, astuple(point), astuple(tile)])
+    command = [sys.executable, "-m", "benchmarks.tune_triton", "check", "--candidate", request]
+    limit = min(left, CHECK_SECONDS)
+    try:
+        done = subprocess.run(command, cwd=provenance.ROOT, capture_output=True, text=True, timeout=limit)
+    except subprocess.TimeoutExpired:
+        return "failed: took too long"
+    if done.returncode == 0:
+        return done.stdout.strip().rpartition("\n")[2].removeprefix("right")
+    return f"failed: {' '.join((done.stderr or done.stdout).split())[-160:]}"
+
+
+def check_all(tasks: Sequence[tuple[str, Point, Tile]], deadline: float) -> dict[tuple[str, Point, Tile], str]:
+    """What is wrong with each candidate. Many at a time: most of it is compiling."""
+    with ThreadPoolExecutor(max(1, min(len(os.sched_getaffinity(0)) - 1, 16))) as pool:
+        verdicts = dict(zip(tasks, pool.map(partial(check_in_process, deadline), tasks), strict=True))
+    for (kernel, point, tile), verdict in verdicts.items():
+        if verdict:
+            print(f"  {kernel}, d{point.headdim}, {tile}: {verdict}")
+    return verdicts
+
+
+def reason(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+
+
+# ---- timing ---------------------------------------------------------------------------------------------------------
+
+
+def name_of(point: Point) -> str:
+    keys = f"{point.shortest}..{point.seqlen_k}" if point.shortest is not None else str(point.seqlen_k)
+    pages = f", pages of {point.page_size}" if point.page_size else ""
+    heads = f"{point.nheads} heads on {point.nheads_k}, d{point.headdim}"
+    mask = "causal" if point.causal else "full"
+    return f"{point.batch} × {keys} keys{pages}, {point.seqlen_q} queries, {heads}, {mask}"
+
+
+def speed_of(kernel: str, point: Point, ms: float, size: int) -> float:
+    """GB/s of K and V, or TFLOP/s of the products that the kernel computes."""
+    if kernel == "kvcache":
+        return size / ms / 1e6
+    flops = attention_flops(point.batch, point.nheads, point.seqlen_q, point.seqlen_k, point.headdim, point.causal)
+    return PRODUCTS[kernel] / 2 * flops / ms / 1e9
+
+
+def time_point(
+    kernel: str, point: Point, tiles: Sequence[Tile], device: torch.device, rounds: int, rep_ms: float
+) -> dict[str, Any]:
+    """Milliseconds, speed and ratio to the rival of each candidate by name, best first; and what failed."""
+    contenders = [contender(kernel, tile) for tile in tiles]
+    calls: dict[Rival, Callable[[], Any]] = {}
+    failed: dict[str, str] = {}
+    size = 0
+    if kernel == "kvcache":
+        draw = partial(bench_kvcache.draw, point, device, dtype_of_caches(device))
+        first = draw()
+        size = first.bytes
+        problems = [first, *(draw() for _ in range(bench_kvcache.number_of_caches(size, device) - 1))]
+        rival, measure = Ours("cuda"), bench_kvcache.time_turns
+
+        def prepare(contender: Rival) -> Callable[[], Any]:
+            turns = bench_kvcache.in_turn(contender, problems, device)
+            bench_kvcache.check_result(contender, problems[-1], contender.outputs(turns.result[0])[0])
+            return turns
+
+        contenders = [Ours("triton"), *contenders]  # what the library chooses
+    else:
+        inputs = draw_inputs(point, device, torch.float16)
+        rival, measure = (RIVALS if kernel == "forward" else BACKWARD_RIVALS)[RIVAL], timer_for(device)
+
+        def prepare(contender: Rival) -> Callable[[], Any]:
+            call = contender.bind(*inputs, point.causal)
+            with contender.active():
+                call()
+            return as_timed(contender, call, device)
+
+    for each in (rival, *contenders):
+        try:
+            calls[each] = prepare(each)
+        except Exception as error:  # whatever Triton raises for one configuration
+            failed[each.name] = reason(error)
+    timings = interleave(calls, measure, rounds=rounds, rep_ms=rep_ms)
+    return {**summary(kernel, point, timings, rival.name, size), "failed": failed}
+
+
+def summary(kernel: str, point: Point, timings: Mapping[str, Timing], rival: str, size: int) -> dict[str, Any]:
+    """The times of one problem as a row of the JSON file."""
+    ranked = sorted((name for name in timings if name != rival), key=lambda name: timings[name].ms)
+    names = [*ranked, *([rival] if rival in timings else [])]
+    return {
+        "kernel": kernel,
+        **asdict(point),
+        "ms": {name: round(timings[name].ms, 5) for name in names},
+        "speed": {name: float(f"{speed_of(kernel, point, timings[name].ms, size):.4g}") for name in ranked},
+        "ratio": {name: round(ratio(timings[name], timings[rival]), 3) for name in ranked if rival in timings},
+    }
+
+
+def show(row: Mapping[str, Any], top: int) -> None:
+    """A line for each of the best candidates, and for each that failed."""
+    unit = "GB/s" if row["kernel"] == "kvcache" else f"TFLOP/s of {PRODUCTS[row['kernel']]} products"
+    print(f"  {row['kernel']}: ms, {unit}, ratio to the rival")
+    for name, speed in list(row["speed"].items())[:top]:
+        print(f"  {name:<56}{row['ms'][name]:9.4f}{speed:9.1f}{row['ratio'].get(name, math.nan):7.3f}")
+    for name, why in row["failed"].items():
+        print(f"  {name:<56} failed: {why}")
+    sys.stdout.flush()
+
+
+def time_together(point: Point, dq: Tile, dkv: Tile, rounds: int, rep_ms: float) -> str:
+    """The speed of the best of both backward kernels together. RuntimeError where they disagree with the rival."""
+    device = torch.device("cuda")
+    inputs = draw_inputs(point, device, torch.float16)
+    contenders: list[Rival] = [Backward(dq, dkv), BACKWARD_RIVALS[RIVAL]]
+    calls = {x: as_timed(x, x.bind(*inputs, point.causal), device) for x in contenders}
+    check_agreement(contenders, calls)
+    ours, theirs = interleave(calls, time_cuda, rounds=rounds, rep_ms=BACKWARD_WORK * rep_ms).values()
+    flops = attention_flops(point.batch, point.nheads, point.seqlen_q, point.seqlen_k, point.headdim, point.causal)
+    speeds = [BACKWARD_WORK * flops / timing.ms / 1e9 for timing in (ours, theirs)]
+    return f"together, 5 products: {speeds[0]:.1f} TFLOP/s, {RIVAL} {speeds[1]:.1f}, ratio {ratio(ours, theirs):.3f}"
+
+
+def shortest_list(problems: Sequence[Mapping[str, float]]) -> list[str]:
+    """From times by name: the candidate that is nearest to the best over all problems, then the best of each problem
+    that it is not CLOSE_ENOUGH in. Tiles with plain loads compete too."""
+    everywhere = set.intersection(*(set(times) for times in problems)) if problems else set()
+    if not everywhere:
+        return []
+    best = [min(times.values()) for times in problems]
+    listed = [min(everywhere, key=lambda n: math.prod(t[n] / b for t, b in zip(problems, best, strict=True)))]
+    for times, fastest in zip(problems, best, strict=True):
+        if min(times[name] for name in listed if name in times) > CLOSE_ENOUGH * fastest:
+            listed.append(min(times, key=lambda name: times[name]))
+    return listed[:MAX_LISTED]
+
+
+def points_of(direction: str, head_dims: Sequence[int], lengths: Sequence[int]) -> list[Point]:
+    """The problems of a direction, the shortest first."""
+    if direction == "kvcache":
+        return [point for point in CACHES if point.headdim in head_dims]
     return [
-        tile(128, 64, 8, 2),
-        tile(128, 64, 8, 2, tma=False),
-        tile(128, 32, 8, 3),
-        tile(128, 32, 8, 4),
-        tile(64, 32, 4, 2),
-        tile(64, 32, 4, 3),
+        Point(BATCH, n, n, NHEADS, NHEADS, d, causal) for n in lengths for d in head_dims for causal in (False, True)
     ]
 
 
-def label(config: Any) -> str:
-    tiles = config.kwargs
-    name = f"{tiles['BLOCK_M']:>3}x{tiles['BLOCK_N']:<3} warps {config.num_warps} stages {config.num_stages}"
-    return name + (f" maxnreg {config.maxnreg}" if config.maxnreg else "") + ("" if tiles["USE_TMA"] else " no-tma")
+def kind_of(point: Point) -> Point:
+    """A point that stands for all whose kernels are checked at once: a shape of CACHES, or a head dim."""
+    return point if point in CACHES else Point(1, 1, headdim=point.headdim)
 
 
-def random_inputs(
-    batch: int, seqlen_q: int, seqlen_k: int, nheads: int, nheads_k: int, head_dim: int, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    def draw(seqlen: int, heads: int) -> torch.Tensor:
-        return torch.randn(batch, seqlen, heads, head_dim, dtype=dtype, device="cuda")
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("direction", choices=(*KERNELS, "check"), help="check: one --candidate, as the tuner does it")
+    parser.add_argument("--seconds", type=float, default=500.0, help="stop starting measurements after this long")
+    parser.add_argument("--head-dims", type=int, nargs="+", default=[128, 64, 256], choices=(64, 128, 256))
+    parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 16384], help="not of a KV cache")
+    parser.add_argument("--rounds", type=int, default=3, help="interleaved rounds of a problem (default: %(default)s)")
+    parser.add_argument("--rep-ms", type=float, default=20.0, help="time of one median (default: %(default)s)")
+    parser.add_argument("--top", type=int, default=8, help="candidates to print for each problem")
+    parser.add_argument("--json", type=Path, help="write all times there")
+    parser.add_argument("--candidate", help="[kernel, point, tile] as JSON")
+    arguments = parser.parse_args(argv)
+    if arguments.direction == "check":
+        kernel, point, tile = json.loads(arguments.candidate)
+        print(check_one(kernel, Point(*point), Tile(*tile)) or "right")
+        return 0
+    device = cli.require_gpu("tune_triton")
+    from flash_attn_mini.backends.triton.operands import tma_reaches
 
-    return draw(seqlen_q, nheads), draw(seqlen_k, nheads_k), draw(seqlen_k, nheads_k)
-
-
-def attention_in(
-    dtype: torch.dtype, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """out [b, s, h, d] and lse [b, h, s], computed in ``dtype``."""
-    group = q.shape[2] // k.shape[2]
-    q, k, v = (t.to(dtype).transpose(1, 2) for t in (q, k, v))
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
-    if causal:
-        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril(k.shape[2] - q.shape[2])
-        scores = scores.masked_fill(~seen, -math.inf)
-    lse = torch.logsumexp(scores, -1)
-    p = torch.softmax(scores, -1).nan_to_num(0.0)
-    return (p @ v).transpose(1, 2), lse
-
-
-def check(launch: Any, configs: Any) -> bool:
-    """Errors of every configuration in the tables against float64, beside PyTorch's in the same 16-bit dtype."""
-    print(f"{'case':<44}{'configuration':<40}{'error':>10}{'torch':>10}{'lse error':>11}")
-    good = True
-    limit = torch.cuda.get_device_properties(0).shared_memory_per_block_optin
-    for dtype in (torch.float16, torch.bfloat16):
-        for head_dim, seqlen_q, seqlen_k, nheads, nheads_k, causal in CHECKS:
-            q, k, v = random_inputs(2, seqlen_q, seqlen_k, nheads, nheads_k, head_dim, dtype)
-            expected, expected_lse = attention_in(torch.float64, q, k, v, causal)
-            rival = (attention_in(dtype, q, k, v, causal)[0].double() - expected).abs().max().item()
-            case = f"{str(dtype)[6:]} d{head_dim} {seqlen_q}x{seqlen_k} h{nheads}/{nheads_k} causal={causal}"
-            for config in configs.FORWARD.candidates(launch.head_dim_block(head_dim), 2, launch.tma_reaches(q), limit):
-                call = launch.prepare(q, k, v, plain_options(head_dim, causal))
-                out, lse = call.out.fill_(math.nan), call.lse.fill_(math.nan)
-                try:
-                    launch.launch(call, config)
-                    torch.cuda.synchronize()
-                except Exception as error:
-                    print(f"{case:<44}{label(config):<40}failed: {reason(error)}")
-                    good = False
-                    continue
-                worst = (out.double() - expected).abs().max().item()
-                empty = expected_lse == -math.inf
-                worst_lse = (lse - expected_lse).masked_fill(empty & (lse == -math.inf), 0.0).abs().max().item()
-                passed = worst <= 2 * rival + 1e-5 and worst_lse < 1e-3
-                good &= passed
-                verdict = "" if passed else "  WRONG"
-                print(f"{case:<44}{label(config):<40}{worst:10.2e}{rival:10.2e}{worst_lse:11.2e}{verdict}")
-    return good
-
-
-def reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:110]}"
-
-
-def milliseconds(call: Callable[[], Any]) -> float:
-    import triton.testing
-
-    return float(triton.testing.do_bench(call, warmup=10, rep=60, return_mode="median"))
-
-
-def time_problem(
-    launch: Any, configs: Any, head_dim: int, seqlen: int, causal: bool, deadline: float
-) -> list[tuple[str, float, float]]:
-    """(label, TFLOP/s, ratio to FLASH_ATTENTION) of each configuration, best first."""
-    q, k, v = random_inputs(BATCH, seqlen, seqlen, NHEADS, NHEADS, head_dim, torch.float16)
-    call = launch.prepare(q, k, v, plain_options(head_dim, causal))
-    flops = 4 * BATCH * NHEADS * seqlen * seqlen * head_dim / (2 if causal else 1)
-    transposed = [t.transpose(1, 2) for t in (q, k, v)]
-
-    def flash() -> torch.Tensor:
-        return scaled_dot_product_attention(*transposed, is_causal=causal)
-
-    rows: list[tuple[str, float, float]] = []
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION), torch.no_grad():
-        for config in listed_configs(configs.tile, head_dim):
-            if time.monotonic() > deadline:
-                print("  (out of time: the rest of this problem is left out)")
-                break
-            if config.kwargs["USE_TMA"] and not launch.tma_reaches(q):
-                continue
-            name = label(config)
-
-            def ours(config: Any = config) -> None:
-                launch.launch(call, config)
-
-            try:
-                ours()
-                torch.cuda.synchronize()
-            except Exception as error:
-                print(f"  {name:<40} failed: {reason(error)}")
-                continue
-            pairs = [(milliseconds(ours), milliseconds(flash)) for _ in range(2)]
-            ratio = statistics.median(theirs / mine for mine, theirs in pairs)
-            rows.append((name, flops / statistics.median(mine for mine, _ in pairs) / 1e9, ratio))
-    return sorted(rows, key=lambda row: -row[2])
-
-
-def main() -> int:
-    chooser = argparse.ArgumentParser(add_help=False)
-    chooser.add_argument("--direction", choices=("forward", "backward"), default="forward")
-    chosen, rest = chooser.parse_known_args()
-    if chosen.direction == "backward":
-        import tune_triton_backward
-
-        return tune_triton_backward.main(rest)
-
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, parents=[chooser]
-    )
-    parser.add_argument("--seconds", type=float, default=420.0, help="stop starting measurements after this long")
-    parser.add_argument("--head-dims", type=int, nargs="+", default=[128, 64, 256])
-    parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 16384])
-    parser.add_argument("--top", type=int, default=20, help="rows to print per table")
-    parser.add_argument("--skip-check", action="store_true")
-    arguments = parser.parse_args(rest)
-    if not torch.cuda.is_available():
-        print("tune_triton: no GPU here", file=sys.stderr)
-        return 2
-
-    deadline = time.monotonic() + arguments.seconds
+    started = time.monotonic()
+    deadline = started + arguments.seconds
     torch.manual_seed(0)
-    launch, configs = import_backend()
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    good = arguments.skip_check or check(launch, configs)
-    problems = [(d, s, c) for s in arguments.lengths for d in arguments.head_dims for c in (False, True)]
-    for number, (head_dim, seqlen, causal) in enumerate(problems):
-        now = time.monotonic()
-        share = now + (deadline - now) / (len(problems) - number)
-        kind = "causal" if causal else "full"
-        print(f"\nd{head_dim} S={seqlen} {kind}, fp16, B={BATCH} H={NHEADS}")
-        rows = time_problem(launch, configs, head_dim, seqlen, causal, share)
-        print(f"  {'configuration':<40}{'TFLOP/s':>8}{'ratio':>7}")
-        for name, tflops, ratio in rows[: arguments.top]:
-            print(f"  {name:<40}{tflops:8.1f}{ratio:7.3f}")
-    print("\nall checks passed" if good else "\nsome checks FAILED")
-    return 0 if good else 1
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
+    has_tma = tma_reaches(torch.zeros(1, 1, 1, 16, dtype=torch.float16, device=device))
+    kernels = KERNELS[arguments.direction]
+    points = points_of(arguments.direction, arguments.head_dims, arguments.lengths)
+    kinds = list(dict.fromkeys(map(kind_of, points)))
+    tasks = [(x, kind, t) for x in kernels for kind in kinds for t in tiles_for(x, kind) if has_tma or not t.tma]
+    verdicts = check_all(tasks, started + CHECK_SHARE * arguments.seconds)
+    wrong = sum("WRONG" in verdict for verdict in verdicts.values())
+    right = [task for task, verdict in verdicts.items() if not verdict]
+    print(f"{len(right)} of {len(tasks)} candidates are right, {wrong} wrong", flush=True)
+
+    rows: list[dict[str, Any]] = []
+    for point in points:
+        best: list[Tile] = []
+        print(f"\n{name_of(point)}")
+        for kernel in kernels:
+            candidates = [tile for of, kind, tile in right if (of, kind) == (kernel, kind_of(point))]
+            if time.monotonic() > deadline or not candidates:
+                print(f"  {kernel}: left out")
+                continue
+            rows.append(time_point(kernel, point, candidates, device, arguments.rounds, arguments.rep_ms))
+            show(rows[-1], arguments.top)
+            best += [tile for tile in candidates if str(tile) == next(iter(rows[-1]["speed"]), None)]
+            torch.cuda.empty_cache()
+            if arguments.json:  # after every problem, in case the next one ends the process
+                arguments.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        if arguments.direction == "backward" and len(best) == 2:
+            print("  " + time_together(point, *best, arguments.rounds, arguments.rep_ms), flush=True)
+    for kernel in (x for x in kernels if x in TABLES):
+        print(f"\n{TABLES[kernel]}.hopper:")
+        for head_dim in arguments.head_dims:
+            of_problems = [row for row in rows if (row["kernel"], row["headdim"]) == (kernel, head_dim)]
+            times = [{name: row["ms"][name] for name in row["speed"]} for row in of_problems]
+            print(f"        {head_dim}: [")
+            for name in shortest_list(times):
+                print(f"            {name},")
+            print("        ],")
+    return 1 if wrong or not rows else 0
 
 
 if __name__ == "__main__":

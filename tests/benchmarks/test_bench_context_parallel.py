@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from benchmarks import bench_context_parallel as bench
-from benchmarks import context_parallel_model, provenance, tables
-from benchmarks.bench_context_parallel import Point
-from benchmarks.context_parallel_model import Machine, Model
+from benchmarks import provenance, tables
+from benchmarks.bench_context_parallel import Machine, Model, Point
 from flash_attn_mini.reference import visible_keys
 
 
@@ -63,8 +62,8 @@ def test_the_table_shows_rates_shares_and_the_model(tmp_path: Path) -> None:
 
 
 def test_the_model_writes_its_table(tmp_path: Path) -> None:
-    context_parallel_model.main(["--out-dir", str(tmp_path)])
-    text = (tmp_path / "context_parallel_model.md").read_text()
+    bench.main(["--model", "--out-dir", str(tmp_path)])
+    text = tables.render(provenance.load(tmp_path / "context_parallel_model.json"))
     assert "1024" in text
 
 

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from benchmarks import bench_features, methods, provenance, run_all, tables
-from benchmarks.bench_features import GRIDS, Point, contenders_of
-from benchmarks.features import PLAIN, Feature, reference_tail
-from benchmarks.rivals import Mini, Rival
+from benchmarks.bench_features import GRIDS, Point, contenders_of, reference_tail
+from benchmarks.rivals import PLAIN, Feature, Mini, Rival
 from flash_attn_mini.reference import visible_keys
 
 FIGURES = ("window", "cost", "hopper", "varlen")
@@ -122,9 +121,10 @@ def test_the_benchmark_runs_end_to_end(tmp_path: Path, capsys: pytest.CaptureFix
     assert len(result["data"]) == calls
     assert {row["figure"] for row in result["data"]} == set(FIGURES)
     assert all(row["ms"] > 0 and row["plain_ms"] > 0 for row in result["data"])
-    assert "window (64, 0)" in (tmp_path / "features_cpu.md").read_text()
-    assert "2 heads of 16, causal" in capsys.readouterr().out
-    assert {"benchmarks/features.py", "benchmarks/bench_features.py"} <= set(result["stamp"]["sources"])
+    printed = capsys.readouterr().out
+    assert "window (64, 0)" in printed
+    assert "2 heads of 16, causal" in printed
+    assert set(result["stamp"]["sources"]) == set(provenance.CPU)
     assert provenance.stale_results(tmp_path) == []
 
 
@@ -156,7 +156,7 @@ def test_a_wrong_result_is_an_error(monkeypatch: pytest.MonkeyPatch, inputs: lis
         wrong = contenders_of(point, "cpu")
     with pytest.raises(RuntimeError, match="plain full, forward, is not finite"):
         bench_features.check(wrong, "forward", inputs)
-    monkeypatch.setattr("benchmarks.features.reference_tail", lambda *a: 1.1 * reference_tail(*a))
+    monkeypatch.setattr("benchmarks.bench_features.reference_tail", lambda *a: 1.1 * reference_tail(*a))
     with pytest.raises(RuntimeError, match="cpu with plain and the reference disagree"):
         bench_features.check(contenders_of(point, "cpu"), "forward", inputs)
 

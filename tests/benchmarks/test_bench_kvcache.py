@@ -13,8 +13,8 @@ import torch
 
 pytest.importorskip("tabulate")
 
-from benchmarks import bench_kvcache, kvcache, plotting, provenance, tables
-from benchmarks.kvcache import Ours, Point
+from benchmarks import bench_kvcache, plotting, provenance, tables
+from benchmarks.bench_kvcache import Ours, Point
 from benchmarks.rivals import RIVALS, Call, Rival, select
 from flash_attn_mini.reference import attention_kvcache_reference
 
@@ -35,7 +35,7 @@ TINY = {
 
 @pytest.fixture
 def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvcache, "CPU_CACHE", 2**10)
+    monkeypatch.setattr(bench_kvcache, "CPU_CACHE", 2**10)
     monkeypatch.setattr(bench_kvcache, "REP_MS", {"cuda": 0.1, "cpu": 0.1})
     for name, points in TINY.items():
         monkeypatch.setitem(bench_kvcache.FIGURES, name, replace(bench_kvcache.FIGURES[name], points=points))
@@ -91,20 +91,20 @@ def test_figures_hold_the_shapes_of_the_documents() -> None:
 
 
 def test_bytes_count_the_keys_that_are_there() -> None:
-    problem = kvcache.draw(RAGGED, CPU, torch.bfloat16)
+    problem = bench_kvcache.draw(RAGGED, CPU, torch.bfloat16)
     assert problem.bytes == 2 * int(problem.seqlens.sum()) * 2 * 16 * 2
     assert all(5 <= length <= 64 for length in problem.lengths)
-    assert problem.lengths == kvcache.draw(RAGGED, CPU, torch.bfloat16).lengths
+    assert problem.lengths == bench_kvcache.draw(RAGGED, CPU, torch.bfloat16).lengths
 
 
 def test_caches_in_turn_exceed_the_cache_of_the_processor() -> None:
-    assert kvcache.number_of_caches(kvcache.CPU_CACHE * 8, CPU) == 2
-    assert kvcache.number_of_caches(kvcache.CPU_CACHE // 8, CPU) == 32
+    assert bench_kvcache.number_of_caches(bench_kvcache.CPU_CACHE * 8, CPU) == 2
+    assert bench_kvcache.number_of_caches(bench_kvcache.CPU_CACHE // 8, CPU) == 32
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_pages_hold_the_same_keys(page_size: int) -> None:
-    problem = kvcache.draw(SMALL, CPU, torch.float32)
+    problem = bench_kvcache.draw(SMALL, CPU, torch.float32)
     k, v, block_table = problem.pages(page_size)
     assert torch.equal(k[block_table.long()].flatten(1, 2), problem.k)
     assert torch.equal(v[block_table.long()].flatten(1, 2), problem.v)
@@ -118,19 +118,19 @@ class Wrong(Ours):
         super().__init__("wrong", append=True)
         self.factor, self.writes = factor, writes
 
-    def bind_problem(self, problem: kvcache.Problem) -> Call:
+    def bind_problem(self, problem: bench_kvcache.Problem) -> Call:
         return partial(self.compute, problem)
 
-    def compute(self, problem: kvcache.Problem) -> torch.Tensor:
+    def compute(self, problem: bench_kvcache.Problem) -> torch.Tensor:
         caches = (problem.k, problem.v) if self.writes else (problem.k.clone(), problem.v.clone())
         out, _ = attention_kvcache_reference(problem.q, *caches, **self.options(problem))
         return out.float() * self.factor
 
 
 def check(rival: Rival) -> None:
-    problems = [kvcache.draw(SMALL, CPU, torch.float32) for _ in range(2)]
-    turns = kvcache.in_turn(rival, problems, CPU)
-    kvcache.check_result(rival, problems[-1], rival.outputs(turns.result[0])[0])
+    problems = [bench_kvcache.draw(SMALL, CPU, torch.float32) for _ in range(2)]
+    turns = bench_kvcache.in_turn(rival, problems, CPU)
+    bench_kvcache.check_result(rival, problems[-1], rival.outputs(turns.result[0])[0])
 
 
 def test_wrong_results_are_errors() -> None:
@@ -148,11 +148,11 @@ def test_another_kernel_than_asked_for_is_an_error() -> None:
     class Renamed(Rival):
         name = "cuDNN"
 
-    problem = kvcache.draw(SMALL, CPU, torch.float32)
-    call = kvcache.bind(RIVALS["SDPA"], problem)
-    kvcache.check_kernel(RIVALS["SDPA"], call)
+    problem = bench_kvcache.draw(SMALL, CPU, torch.float32)
+    call = bench_kvcache.bind(RIVALS["SDPA"], problem)
+    bench_kvcache.check_kernel(RIVALS["SDPA"], call)
     with pytest.raises(RuntimeError, match=r"cuDNN was asked for; PyTorch ran .*(flash_attention_for_cpu|softmax)"):
-        kvcache.check_kernel(Renamed(), call)
+        bench_kvcache.check_kernel(Renamed(), call)
 
 
 def rows_of(figure: str, times: Sequence[dict[str, float]], **fields: Any) -> list[dict[str, Any]]:

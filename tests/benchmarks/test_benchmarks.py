@@ -9,8 +9,10 @@ import re
 import shutil
 import subprocess
 import sys
+import types
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,31 +30,33 @@ from benchmarks import (
     methods,
     plotting,
     provenance,
-    speed,
     tables,
     tune_sm80,
 )
+from benchmarks.bench_speed import BACKWARD, FORWARD
 from benchmarks.rivals import BACKWARD_RIVALS, RIVALS, Call, Rival, select, upstream_gradient
-from benchmarks.speed import BACKWARD, FORWARD
 from build_tools.selection import ALL_HDIMS
 
 FORWARD_GRIDS, BACKWARD_GRIDS = bench_speed.GRIDS["forward"], bench_speed.GRIDS["backward"]
 
 
-def test_interleave_alternates_and_ratios_cancel_drift() -> None:
-    order: list[str] = []
-    slowdown = {"MATH": iter([2.0, 4.0, 8.0]), "SDPA": iter([4.0, 8.0, 16.0])}
+def test_rounds_measure_all_contenders_in_random_order_and_ratios_cancel_drift() -> None:
+    seen: list[str] = []
+    slowdown = {"MATH": iter(2.0**i for i in range(12)), "SDPA": iter(2.0 ** (i + 1) for i in range(12))}
     rivals = select(["MATH", "SDPA"])
 
     def measure(call: object, rep_ms: float) -> float:
         name = call()  # type: ignore[operator]
-        order.append(name)
+        seen.append(name)
         return next(slowdown[name])
 
     calls = {rival: (lambda name=rival.name: name) for rival in rivals}
-    timings = methods.interleave(calls, measure, rounds=3, rep_ms=0.0)
-    assert order == ["MATH", "SDPA"] * 3
-    assert timings["MATH"].ms == 4.0
+    timings = methods.interleave(calls, measure, rounds=12, rep_ms=0.0)
+    rounds = [seen[i : i + 2] for i in range(0, 24, 2)]
+    assert [sorted(names) for names in rounds] == [["MATH", "SDPA"]] * 12
+    assert {names[0] for names in rounds} == {"MATH", "SDPA"}
+    assert list(timings) == ["MATH", "SDPA"]
+    assert timings["MATH"].rounds == [2.0**i for i in range(12)]
     assert methods.ratio(timings["MATH"], timings["SDPA"]) == 2.0
 
 
@@ -89,6 +93,178 @@ def test_every_grid_names_known_contenders() -> None:
     select([*bench_memory.BACKWARD_CONTENDERS], BACKWARD_RIVALS)
 
 
+class FakeNvml:
+    """pynvml with a GPU whose use of energy grows with each call that a test counts."""
+
+    class NVMLError(Exception):
+        """As pynvml's."""
+
+    def __init__(self, works: bool = True) -> None:
+        self.millijoules, self.works = 5e6, works
+
+    def nvmlInit(self) -> None:
+        if not self.works:
+            raise self.NVMLError("Driver Not Loaded")
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
+        return uuid
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: str) -> int:
+        assert handle == "GPU-12-34"
+        return round(self.millijoules)
+
+
+@pytest.fixture
+def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
+    fake = FakeNvml()
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
+    properties = type("Properties", (), {"uuid": "12-34"})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    return fake
+
+
+def test_joules_are_those_of_the_counted_calls(nvml: FakeNvml) -> None:
+    counter = methods.energy_counter(torch.device("cuda", 0))
+    joules_of_call, made = {"a": 0.25, "b": 2.0}, {"a": 0, "b": 0}
+    waiting: list[float] = []
+
+    def call(name: str) -> None:  # the GPU is done with it, and its energy is used, when the host waits
+        made[name] += 1
+        waiting.append(joules_of_call[name])
+
+    def wait() -> None:
+        nvml.millijoules += sum(waiting) * 1e3
+        waiting.clear()
+
+    contenders = {Fake(name): partial(call, name) for name in joules_of_call}
+    timings = {"a": methods.Timing([2.0]), "b": methods.Timing([10.0])}
+    got = methods.joules_per_call(contenders, timings, counter, 0.4, wait)
+    assert got == pytest.approx(joules_of_call)
+    assert list(got) == ["a", "b"]
+    assert made == {"a": 200 + 50, "b": 40 + 10}
+
+
+def test_without_nvml_the_reason_is_said(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml.works = False
+    with pytest.raises(RuntimeError, match="NVML: Driver Not Loaded"):
+        methods.energy_counter(torch.device("cuda", 0))
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    with pytest.raises(RuntimeError, match="pynvml is not installed"):
+        methods.energy_counter(torch.device("cuda", 0))
+
+
+def test_joules_stand_beside_the_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_speed, "joules_per_call", lambda calls, *_: {rival.name: 0.51234 for rival in calls})
+    grid = FORWARD_GRIDS["tiny"]
+    direction = bench_speed.Direction("forward", {name: Fake(name) for name in "ab"}, 1.0)
+    arguments = (direction, grid.points(False)[0], grid, ["a"], ["b"], 1, 1.0, lambda: 0.0)
+    row = bench_speed.measure_point(*arguments, bench_speed.MIN_ENERGY_SECONDS)
+    assert row["joules"] == {"a": 0.5123, "b": 0.5123}
+    (table,) = tables.speed_tables([row])
+    assert "then joules a call" in table
+    assert "; 0.512 / 0.512 |" in table
+    too_short = bench_speed.measure_point(*arguments, 0.9 * bench_speed.MIN_ENERGY_SECONDS)
+    assert "joules" not in too_short
+    (table,) = tables.speed_tables([too_short])
+    assert "joules" not in table
+
+
+class Official(torch.autograd.Function):
+    """Plain attention as the official packages write theirs: [batch, seqlen, heads, headdim], out and the LSE."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> tuple[torch.Tensor, ...]:
+        scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
+        if causal:
+            scores.masked_fill_(torch.ones(scores.shape[-2:]).triu(1).bool(), -torch.inf)
+        p = scores.softmax(-1)
+        ctx.save_for_backward(q, k, v, p)
+        return torch.einsum("bhqk,bkhd->bqhd", p, v), scores.logsumexp(-1)
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor, *others: object) -> tuple[torch.Tensor | None, ...]:
+        assert len(others) == 1
+        q, k, v, p = ctx.saved_tensors
+        dp = torch.einsum("bqhd,bkhd->bhqk", dout, v)
+        ds = p * (dp - (dp * p).sum(-1, keepdim=True)) * q.shape[-1] ** -0.5
+        dq, dk = torch.einsum("bhqk,bkhd->bqhd", ds, k), torch.einsum("bhqk,bqhd->bkhd", ds, q)
+        return dq, dk, torch.einsum("bhqk,bqhd->bkhd", p, dout), None
+
+
+def install_official(monkeypatch: pytest.MonkeyPatch, module: str, *, with_lse: bool) -> None:
+    """A module with the flash_attn_func of a release; older ones return the LSE too."""
+    fake = types.ModuleType(module)
+
+    def flash_attn_func(q: Any, k: Any, v: Any, softmax_scale: float | None = None, causal: bool = False) -> Any:
+        results = Official.apply(q, k, v, causal)
+        return results if with_lse else results[0]
+
+    fake.flash_attn_func = flash_attn_func  # type: ignore[attr-defined]
+    parent = module.partition(".")[0]
+    if parent != module:
+        package = types.ModuleType(parent)
+        package.__path__ = []
+        monkeypatch.setitem(sys.modules, parent, package)
+    monkeypatch.setitem(sys.modules, module, fake)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [
+        ("FA3", "flash_attn_interface"),
+        ("FA3", "flash_attn_3.flash_attn_interface"),
+        ("FA4", "flash_attn.cute"),
+    ],
+)
+def test_official_packages_are_called_as_they_are_and_their_backward_alone(
+    name: str, module: str, causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_official(monkeypatch, module, with_lse=True)
+    x = [torch.randn(2, 24, 3, 16) for _ in range(3)]
+    for rivals, other in ((RIVALS, "SDPA"), (BACKWARD_RIVALS, "SDPA")):
+        contenders = select([name, other], rivals)
+        calls = {rival: rival.bind(*x, causal) for rival in contenders}
+        bench_speed.check_agreement(contenders, calls)
+        bench_speed.check_agreement(contenders, calls)  # a call can be repeated
+    install_official(monkeypatch, module, with_lse=False)
+    assert RIVALS[name].unsupported(*x, causal) is None
+    assert x[0].grad_fn is None
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_official_packages_that_are_absent_are_named(
+    backward: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for module in ("flash_attn_interface", "flash_attn_3", "flash_attn_3.flash_attn_interface"):
+        monkeypatch.setitem(sys.modules, module, None)
+    install_official(monkeypatch, "flash_attn.cute", with_lse=True)
+    options = ["--grid", "tiny", "--rivals", "SDPA", "FA3", "FA4", "--rounds", "1", "--out-dir", str(tmp_path)]
+    bench_speed.main([*options, *["--backward"] * backward])
+    result = provenance.load(tmp_path / f"{'backward' if backward else 'forward'}_cpu.json")
+    (note,) = (note for note in result["notes"] if "did not run" in note)
+    assert re.match(r"FA3 did not run at 8 of 8 points: .*flash_attn_interface.*\.", note)
+    assert note in capsys.readouterr().out
+    assert all(row["ratio"]["cpu"]["FA4"] > 0 for row in result["data"])
+
+
+def test_a_backward_that_is_no_python_function_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = types.ModuleType("flash_attn.cute")
+    fake.flash_attn_func = lambda q, k, v, causal: q * k * v  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", fake)
+    x = torch.randn(1, 8, 2, 16)
+    assert "no Python autograd function" in str(BACKWARD_RIVALS["FA4"].unsupported(x, x, x, False))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_flex_attention_agrees(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    x = [torch.randn(1, 40, 2, 16) for _ in range(3)]
+    contenders = select(["FlexAttention", "SDPA"])
+    bench_speed.check_agreement(contenders, {rival: rival.bind(*x, causal) for rival in contenders})
+
+
 def test_unknown_rival_names_the_known_ones() -> None:
     with pytest.raises(ValueError, match="known: cuda, cuda sm80, triton, cpu, FLASH_ATTENTION, cuDNN, MATH, SDPA"):
         select(["fa9"])
@@ -122,22 +298,22 @@ def test_contenders_that_disagree_are_an_error() -> None:
     x = torch.randn(1, 8, 2, 16)
     exact, close, wrong, broken = Fake("a"), Fake("b", 1.01), Fake("c", 1.1), Fake("d", math.nan)
     calls = {rival: rival.bind(x, x, x, False) for rival in (exact, close, wrong, broken)}
-    speed.check_agreement([close, exact], calls)
+    bench_speed.check_agreement([close, exact], calls)
     for rival in (wrong, broken):
         with pytest.raises(RuntimeError, match=f"{rival.name} and a disagree"):
-            speed.check_agreement([rival, exact], calls)
+            bench_speed.check_agreement([rival, exact], calls)
 
 
 def test_a_wrong_rival_is_left_out_and_a_wrong_result_of_ours_ends_the_run() -> None:
     grid = FORWARD_GRIDS["tiny"]
-    direction = speed.Direction(
-        "forward", {name: Fake(name, factor) for name, factor in zip("abc", (1, 1, 2), strict=True)}, 1.0, {}
+    direction = bench_speed.Direction(
+        "forward", {name: Fake(name, factor) for name, factor in zip("abc", (1, 1, 2), strict=True)}, 1.0
     )
-    row = speed.measure_point(direction, grid.points(False)[0], grid, ["a"], ["b", "c"], 1, 1.0)
+    row = bench_speed.measure_point(direction, grid.points(False)[0], grid, ["a"], ["b", "c"], 1, 1.0)
     assert list(row["ratio"]["a"]) == ["b"]
     assert "c and b disagree" in row["unsupported"]["c"]
     with pytest.raises(RuntimeError, match="c and b disagree"):
-        speed.measure_point(direction, grid.points(False)[0], grid, ["a", "c"], ["b"], 1, 1.0)
+        bench_speed.measure_point(direction, grid.points(False)[0], grid, ["a", "c"], ["b"], 1, 1.0)
 
 
 def test_rivals_that_cannot_run_say_why() -> None:
@@ -157,8 +333,9 @@ def test_forward_benchmark_runs_end_to_end(ours: str, tmp_path: Path, capsys: py
         assert row["tflops"][ours] > 0
     assert result["stamp"]["torch"] == torch.__version__
     assert result["notes"] == ["Medians of 2 interleaved rounds."]  # a CPU has no L2 cache that is cleared
-    assert f"({ours} ÷ SDPA, the median of the rounds' ratios)" in (tmp_path / f"forward_{ours}.md").read_text()
-    assert "d16 causal" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"({ours} ÷ SDPA, the median of the rounds' ratios)" in printed
+    assert "d16 causal" in printed
     assert provenance.stale_results(tmp_path) == []
 
 
@@ -187,12 +364,12 @@ def test_a_deterministic_backward_is_compared_with_the_other(monkeypatch: pytest
     def interleave(calls: dict[Rival, object], *_: object, **__: object) -> dict[str, methods.Timing]:
         return {rival.name: methods.Timing([slowness[rival.name]]) for rival in calls}
 
-    monkeypatch.setattr(speed, "interleave", interleave)
+    monkeypatch.setattr(bench_speed, "interleave", interleave)
     rivals = {name: Fake(name, baseline=BACKWARD_RIVALS[name].baseline) for name in slowness}
-    direction = speed.Direction("backward", rivals, 2.5, {})
+    direction = bench_speed.Direction("backward", rivals, 2.5)
     grid = BACKWARD_GRIDS["tiny"]
     ours = ["cuda", "cuda deterministic"]
-    row = speed.measure_point(direction, grid.points(False)[0], grid, ours, ["FLASH_ATTENTION"], 1, 1.0)
+    row = bench_speed.measure_point(direction, grid.points(False)[0], grid, ours, ["FLASH_ATTENTION"], 1, 1.0)
     assert row["ratio"] == {"cuda": {"FLASH_ATTENTION": 1.5}, "cuda deterministic": {"cuda": 0.8}}
     against_flash, against_other = tables.speed_tables([row])
     assert "(cuda ÷ FLASH_ATTENTION, the median of the rounds' ratios)" in against_flash
@@ -276,7 +453,7 @@ def test_values_benchmark_runs_end_to_end(tmp_path: Path) -> None:
     assert [row["values"] for row in result["data"]] == [values.name for values in bench_values.VALUES] * 2
     assert all(row["ratio"] > 0 for row in result["data"])
     assert {row["relative_ratio"] for row in result["data"] if row["values"] == "std 1"} == {1.0}
-    assert "cpu ÷ SDPA, speed" in (tmp_path / "values_cpu.md").read_text()
+    assert "cpu ÷ SDPA, speed" in tables.render(result)
 
 
 def test_two_builds_are_compared_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -295,7 +472,7 @@ def test_two_builds_are_compared_side_by_side(tmp_path: Path, capsys: pytest.Cap
 def test_a_slower_build_is_measured_again_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     rounds_seen: list[tuple[str, int]] = []
 
-    def compare(_: object, kind: str, point: speed.Point, *, rounds: int, **__: object) -> float:
+    def compare(_: object, kind: str, point: bench_speed.Point, *, rounds: int, **__: object) -> float:
         rounds_seen.append((kind, rounds))
         return 0.97 if point.causal and point.headdim == 16 and (point.seqlen == 32 or rounds == 3) else 1.0
 
@@ -310,10 +487,12 @@ def test_a_slower_build_is_measured_again_and_named(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_overhead_benchmark_runs_on_cpu_tensors(backward: bool, tmp_path: Path) -> None:
-    options = ["--device", "cpu", "--backend", "cpu", "--quick", *["--backward"] * backward]
+    options = ["--device", "cpu", "--backend", "cpu", "--quick", "--commit", "0123abc", *["--backward"] * backward]
     bench_overhead.main([*options, "--out-dir", str(tmp_path)])
     name = "overhead_backward_cpu_quick" if backward else "overhead_cpu_quick"
-    rows = provenance.load(tmp_path / f"{name}.json")["data"]
+    result = provenance.load(tmp_path / f"{name}.json")
+    assert result["stamp"]["commit"] == "0123abc"
+    rows = result["data"]
     assert {row["name"] for row in rows} == {"cpu", "SDPA"}
     assert all(row["microseconds"] > 0 for row in rows)
 
@@ -403,6 +582,21 @@ def test_tuning_gives_the_backward_every_scratch_that_it_has() -> None:
     assert len(scratch) >= 4
     source = tune_sm80.choose(tune_sm80.CSRC, [64], True, [])[0].source("90a")
     assert [name for name in scratch if f"p.{name} = " not in source] == []
+
+
+def test_the_line_of_a_matrix_product_lies_within_the_axes_and_names_are_known() -> None:
+    plt = pytest.importorskip("matplotlib.pyplot")
+    shape = {"nheads_k": 8, "nheads": 8, "batch": 1, "dtype": "bfloat16", "headdim": 64, "causal": False}
+    tflops = {"cuda": 300.0, "FLASH_ATTENTION": 200.0, "cuDNN": 250.0, "FA3": 280.0, "FA4": 270.0}
+    rows = [shape | {"seqlen": seqlen, "tflops": tflops, "ceiling_tflops": 790} for seqlen in (256, 512)]
+    figure = plotting.draw_speed(plt, rows)
+    (axis,) = figure.axes
+    bottom, top = axis.get_ylim()
+    assert bottom == 0
+    assert top > 790
+    names = [text.get_text() for text in axis.get_legend().get_texts()]
+    assert names == ["matrix product", "flash_attn_mini", "PyTorch FA2", "cuDNN", "FA3", "FA4"]
+    plt.close(figure)
 
 
 def test_a_result_that_is_not_complete_is_drawn(tmp_path: Path) -> None:

@@ -1,78 +1,143 @@
-"""Results carry a hash of the measured sources, and are out of date when these change."""
+"""Results carry the commit that was measured, and are stale after a commit of their kernels."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from benchmarks import provenance
 
+needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+needs_history = pytest.mark.skipif(
+    provenance.commit_of() is None, reason="these sources are no git repository, or git is not installed"
+)
+
+
+def git(folder: Path, *arguments: str, date: str = "2026-01-02T10:00:00Z") -> None:
+    environment = {**os.environ, "GIT_AUTHOR_DATE": date, "GIT_COMMITTER_DATE": date, "GIT_CONFIG_GLOBAL": os.devnull}
+    who = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+    subprocess.run(["git", *who, *arguments], cwd=folder, env=environment, check=True, capture_output=True)
+
+
+def commit(folder: Path, file: str, text: str, date: str = "2026-01-02T10:00:00Z") -> None:
+    path = folder / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    git(folder, "add", "-A")
+    git(folder, "commit", "-m", f"change {file}", date=date)
+
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A small tree with one C++ and one Python source."""
-    (tmp_path / "csrc").mkdir()
-    (tmp_path / "csrc" / "kernel.cu").write_text("// a kernel\nint tile() { return 64; }\n")
-    (tmp_path / "call.py").write_text('"""A call."""\n\nSCALE = 2\n\n\ndef f():\n    """Doc."""\n    return SCALE\n')
+    """A repository with one kernel, and a result measured at its first commit."""
+    git(tmp_path, "init", "-b", "main")
+    commit(tmp_path, "csrc/sm80/kernel.cu", "int tile() { return 64; }\n")
     return tmp_path
 
 
-GLOBS = ("csrc/**/*", "call.py")
+def measured(project: Path, sources: tuple[str, ...], **changed: str | None) -> None:
+    """Writes a result of the sources as they are."""
+    stamp = {**provenance.stamp(sources, project), **changed}
+    (project / "results").mkdir(exist_ok=True)
+    (project / "results" / "forward.json").write_text(json.dumps({"name": "forward", "stamp": stamp}))
 
 
+def stale(project: Path) -> list[str]:
+    return [path.name for path, _ in provenance.stale_results(project / "results", project)]
+
+
+@needs_git
+@pytest.mark.parametrize("sources", [("csrc/sm80",), ()], ids=["its kernels", "any kernel"])
+def test_a_result_is_stale_after_a_commit_of_its_kernels(project: Path, sources: tuple[str, ...]) -> None:
+    measured(project, sources)
+    assert stale(project) == []
+    commit(project, "notes/text.md", "text")
+    assert stale(project) == []
+    commit(project, "csrc/sm80/kernel.cu", "int tile() { return 128; }\n")
+    ((path, reason),) = provenance.stale_results(project / "results", project)
+    assert path.name == "forward.json"
+    assert reason.endswith("2026-01-02, change csrc/sm80/kernel.cu")
+
+
+@needs_git
+def test_a_result_outlives_commits_of_other_kernels(project: Path) -> None:
+    measured(project, ("csrc/sm80", "setup.py"))
+    commit(project, "csrc/cpu/kernel.cpp", "int tile();\n")
+    assert stale(project) == []
+    (project / "csrc/sm80/kernel.cu").unlink()
+    commit(project, "csrc/cpu/more.cpp", "int more();\n")
+    assert stale(project) == ["forward.json"]
+
+
+@needs_git
+def test_a_star_of_a_source_matches_one_folder(project: Path) -> None:
+    measured(project, ("csrc/*.h",))
+    commit(project, "csrc/sm80/more.h", "int more();\n")
+    assert stale(project) == []
+    commit(project, "csrc/flash.h", "int flash();\n")
+    assert stale(project) == ["forward.json"]
+
+
+@needs_git
 @pytest.mark.parametrize(
-    ("file", "old", "new", "same"),
-    [
-        pytest.param("csrc/kernel.cu", "64", "128", False, id="C++ code"),
-        pytest.param("csrc/kernel.cu", "a kernel", "the kernel", True, id="C++ comment"),
-        pytest.param("csrc/kernel.cu", "{ return", "{\n    return", True, id="C++ layout"),
-        pytest.param("call.py", "SCALE = 2", "SCALE = 3", False, id="Python code"),
-        pytest.param("call.py", "A call.", "Another call.\n\nIn full.", True, id="Python docstring"),
-        pytest.param("call.py", "\n\n\ndef", "\n# note\ndef", True, id="Python comment"),
-    ],
+    "known", [None, "0123456789abcdef0123456789abcdef01234567"], ids=["none", "of another history"]
 )
-def test_hash_follows_code_and_nothing_else(project: Path, file: str, old: str, new: str, same: bool) -> None:
-    before = provenance.hash_sources(GLOBS, project)
-    path = project / file
-    assert old in path.read_text()
-    path.write_text(path.read_text().replace(old, new))
-    assert (provenance.hash_sources(GLOBS, project) == before) is same
+def test_without_a_known_commit_a_result_counts_from_its_date(project: Path, known: str | None) -> None:
+    measured(project, ("csrc",), commit=known, date="2026-01-03 10:00 UTC")
+    assert stale(project) == []
+    commit(project, "csrc/sm80/kernel.cu", "int tile();\n", date="2026-01-03T09:59:00Z")
+    assert stale(project) == []
+    commit(project, "csrc/sm80/kernel.cu", "int tiles();\n", date="2026-01-03T10:01:00Z")
+    assert stale(project) == ["forward.json"]
 
 
-def test_hash_follows_files_that_come_and_go(project: Path) -> None:
-    before = provenance.hash_sources(GLOBS, project)
-    (project / "csrc" / "more.h").write_text("int more();\n")
-    assert provenance.hash_sources(GLOBS, project) != before
-    (project / "csrc" / "more.h").unlink()
-    (project / "csrc" / "build.o").write_text("not a source")
-    assert provenance.hash_sources(GLOBS, project) == before
+@needs_git
+def test_the_commit_of_changed_sources_is_marked(project: Path) -> None:
+    clean = provenance.commit_of(["csrc"], project)
+    assert clean is not None
+    assert re.fullmatch(r"[0-9a-f]{40}", clean)
+    (project / "notes.txt").write_text("not a source")
+    assert provenance.commit_of(["csrc"], project) == clean
+    (project / "csrc/sm80/kernel.cu").write_text("int tile() { return 32; }\n")
+    assert provenance.commit_of(["csrc"], project) == f"{clean}+"
+    measured(project, ("csrc",))
+    assert stale(project) == []
 
 
-def test_hash_follows_what_a_cuda_source_includes(project: Path) -> None:
-    kernel = project / "csrc" / "kernel.cu"
-    kernel.write_text('#include "step.h"\nint tile() { return 64; }\n')
-    step = project / "csrc" / "step.h"
-    step.write_text("int step();\n")
-    before = provenance.hash_sources(["csrc/*.cu"], project)
-    step.write_text("int step(int);\n")
-    assert provenance.hash_sources(["csrc/*.cu"], project) != before
+@needs_git
+def test_a_result_of_sources_that_are_committed_with_it_counts_from_that_commit(project: Path) -> None:
+    (project / "csrc/sm80/kernel.cu").write_text("int tile() { return 32; }\n")
+    measured(project, ("csrc",), date="2026-01-02 10:30 UTC")
+    git(project, "add", "-A")
+    git(project, "commit", "-m", "the kernel and its result", date="2026-01-02T11:00:00Z")
+    assert stale(project) == []
+    path = project / "results" / "forward.json"
+    path.write_text(path.read_text().replace("forward", "Forward"))
+    commit(project, "csrc/sm80/kernel.cu", "int tile() { return 16; }\n", date="2026-01-02T12:00:00Z")
+    assert stale(project) == ["forward.json"]
 
 
-def test_forward_results_outlive_edits_of_the_backward_kernel_and_the_other_way_round() -> None:
-    forward = set(provenance.find_sources(provenance.SOURCES_OF_BACKEND["cuda"]))
-    backward = set(provenance.find_sources(provenance.BACKWARD_SOURCES_OF_BACKEND["cuda"]))
-    sm80 = provenance.ROOT / "csrc" / "sm80"
-    assert {sm80 / "forward" / "mainloop_fwd.h", sm80 / "forward" / "kernel_traits.h"} <= forward - backward
-    assert {sm80 / "backward" / "mainloop_bwd.h", sm80 / "backward" / "kernel_traits_bwd.h"} <= backward - forward
-    assert {sm80 / "copy.h", provenance.ROOT / "csrc" / "flash.h"} <= forward & backward
-    assert set(sm80.rglob("*.h")) | set(sm80.rglob("*.cu")) <= forward | backward
-    common = {sm80.parent / "common" / f"{name}.h" for name in ("sequence", "score_mod", "dropout", "philox")}
-    assert {sm80.parent / "dispatch" / "kind.h", *common} <= forward & backward
+def test_outside_a_repository_there_is_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert provenance.stamp(("csrc",), tmp_path)["commit"] is None
+    measured(tmp_path, ("csrc",))
+    assert stale(tmp_path) == []
 
 
+def files_of(sources: tuple[str, ...]) -> set[Path]:
+    paths = [f":(top,glob){source}" for source in sources]
+    command = ["git", "ls-files", "--full-name", "--", *paths]
+    listed = subprocess.run(command, cwd=provenance.ROOT, capture_output=True, text=True, check=True).stdout
+    return {provenance.ROOT / name for name in listed.splitlines()}
+
+
+@needs_history
 def test_host_time_goes_stale_with_every_module_between_the_call_and_the_backend() -> None:
     package = provenance.ROOT / "flash_attn_mini"
     found, waiting = set(), {package / "flash_attn_interface.py"}
@@ -84,29 +149,22 @@ def test_host_time_goes_stale_with_every_module_between_the_call_and_the_backend
     assert {"argument_checks", "ops", "options", "packed", "rng_state", "varlen"} <= {path.stem for path in found}
     csrc = provenance.ROOT / "csrc"
     of_cpp = {path for folder in (csrc, csrc / "api") for path in (*folder.glob("*.cpp"), *folder.glob("*.h"))}
-    assert found | of_cpp <= set(provenance.find_sources(provenance.HOST))
+    assert found | of_cpp <= files_of(provenance.HOST)
 
 
-def test_comment_marks_inside_strings_are_code() -> None:
-    assert provenance.normalise('char *url = "a//b"; // x', ".cu") == 'char*url="a//b";'
-    assert provenance.normalise("int a = b /* c\n d */ / e;", ".cpp") == "inta=b/e;"
+@needs_history
+def test_every_source_of_the_benchmarks_exists() -> None:
+    backends = provenance.SOURCES_OF_BACKEND.values()
+    for group in (*backends, provenance.HOST, provenance.KERNELS):
+        for source in group:
+            assert files_of((source,)), source
 
 
-def test_every_source_glob_of_the_benchmarks_finds_files() -> None:
-    backends = (*provenance.SOURCES_OF_BACKEND.values(), *provenance.BACKWARD_SOURCES_OF_BACKEND.values())
-    for group in (*backends, provenance.HOST, provenance.METHOD):
-        for pattern in group:
-            assert provenance.find_sources([pattern]), pattern
-
-
-def test_stale_results_are_found(project: Path) -> None:
-    results = project / "results"
-    results.mkdir()
-    stamp = provenance.stamp(GLOBS, project)
-    (results / "forward.json").write_text(json.dumps({"name": "forward", "stamp": stamp}))
-    assert provenance.stale_results(results, project) == []
-    (project / "call.py").write_text("SCALE = 4\n")
-    assert provenance.stale_results(results, project) == [(results / "forward.json", stamp["date"])]
+@needs_history
+def test_every_kernel_is_a_source_of_a_backend() -> None:
+    of_backends = files_of(tuple(x for sources in provenance.SOURCES_OF_BACKEND.values() for x in sources))
+    left = files_of(provenance.KERNELS) - of_backends
+    assert {path for path in left if path.suffix in {".cu", ".h", ".cpp", ".py"}} == set()
 
 
 def test_a_failed_write_leaves_the_earlier_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,6 +198,16 @@ def test_a_result_is_saved_with_a_line_for_each_row(tmp_path: Path) -> None:
 def test_committed_results_are_written_as_results_are_saved() -> None:
     for path in provenance.RESULTS.glob("*.json"):
         assert path.read_text(encoding="utf-8") == provenance.as_json(provenance.load(path)), path.name
+
+
+def test_committed_results_name_gpu_driver_torch_date_and_commit() -> None:
+    for path in provenance.RESULTS.glob("*.json"):
+        stamp = provenance.load(path)["stamp"]
+        assert stamp["torch"], path.name
+        assert stamp["date"], path.name
+        assert (stamp["gpu"] is None) == (stamp["driver"] is None), path.name
+        if "sources_sha256" not in stamp:
+            assert re.fullmatch(r"[0-9a-f]{40}\+?", stamp["commit"]), path.name
 
 
 def test_nothing_measured_writes_nothing(tmp_path: Path) -> None:

@@ -10,16 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import (
-    kernel_resources,
-    provenance,
-    report,
-    sanitize,
-    tables,
-    tune_sm80,
-)
+from benchmarks import bench_build, provenance, report, tables, tune_sm80
 
-from ..sanitize import sanitize_driver
+from ..sanitize import sanitize_driver, sanitize_gpu
 from ..support.cases import Case
 from ..support.kvcache_cases import KvCacheCase
 from ..support.varlen_cases import VarlenCase
@@ -37,7 +30,7 @@ ptxas info    : Function properties for _Z1bv
     8 bytes stack frame, 4 bytes spill stores, 12 bytes spill loads
 ptxas info    : Used 255 registers, used 1 barriers, 1024 bytes smem
 """
-    first, second = kernel_resources.parse(report)
+    first, second = bench_build.parse(report)
     assert (first["kernel"], first["arch"], first["registers"], first["spill_bytes"]) == ("_Z1av", "sm_80", 112, 0)
     assert (second["registers"], second["spill_bytes"], second["stack_bytes"]) == (255, 16, 8)
     assert (first["static_smem_bytes"], second["static_smem_bytes"]) == (0, 1024)
@@ -70,11 +63,11 @@ def test_tables_of_resources_name_fp16_first(order: tuple[str, str]) -> None:
 
 
 def test_resources_of_the_forward_are_listed_by_kind() -> None:
-    rows, kinds = [], [kind for kind in kernel_resources.KINDS if kind != "split"]  # of sm80
+    rows, kinds = [], [kind for kind in bench_build.KINDS if kind != "split"]  # of sm80
     for (k, kind), (t, dtype) in itertools.product(enumerate(kinds), enumerate(("fp16", "bf16"))):
         tile = f"sm80::TileSizesFwd<64, {'true' if kind in ('general', 'paged') else 'false'}>"
         kernel = f"sm80::flash_fwd_kernel<sm80::Flash_fwd_kernel_traits<(DType){t}, 64, {tile} >, (Kind){k}>"
-        fields = kernel_resources.fields_of(kernel, "sm_90a")
+        fields = bench_build.fields_of(kernel, "sm_90a")
         assert fields == {"headdim": 64, "family": "sm80", "kind": kind}
         row = {"object": f"flash_fwd_hdim64_{dtype}_sm80", "kernel": kernel, "arch": "sm_90a"}
         rows.append({**row, **fields, "registers": 100 + 10 * k + t * k, "spill_bytes": 8 * (kind == "local")})
@@ -94,14 +87,14 @@ def test_resources_of_the_hopper_forward_name_the_kernels_of_short_sequences() -
         ("TileSizesFwd<64, true>", 3, "general"),
     ):
         traits = f"sm90::Flash_fwd_kernel_traits<(DType)1, 64, sm90::{tile} >"
-        fields = kernel_resources.fields_of(f"sm90::flash_fwd_kernel<{traits}, (Kind){kind}>", "sm_90a")
+        fields = bench_build.fields_of(f"sm90::flash_fwd_kernel<{traits}, (Kind){kind}>", "sm_90a")
         assert fields == {"headdim": 64, "family": "sm90", "kind": name}
 
 
 @pytest.mark.parametrize(("is_narrow", "kind"), [("true", "split, up to 64 rows"), ("false", "split")])
 def test_hoppers_kernels_of_many_rows_have_fields(is_narrow: str, kind: str) -> None:
     traits = f"sm90::Flash_fwd_kernel_traits<(DType)1, 128, sm90::TileSizesSplit<128, {is_narrow}> >"
-    fields = kernel_resources.fields_of(f"sm90::flash_fwd_split_kernel<{traits} >", "sm_90a")
+    fields = bench_build.fields_of(f"sm90::flash_fwd_split_kernel<{traits} >", "sm_90a")
     assert fields == {"headdim": 128, "family": "sm90", "kind": kind}
 
 
@@ -118,7 +111,7 @@ def test_hoppers_kernels_of_many_rows_have_fields(is_narrow: str, kind: str) -> 
 )
 def test_hoppers_backward_kernels_have_fields(factors: int, number: int, kind: str) -> None:
     traits = f"sm90::Flash_bwd_kernel_traits<(DType)1, 96, (sm90::Factors){factors}>"
-    fields = kernel_resources.fields_of(f"void sm90::flash_bwd_kernel<{traits}, (Kind){number}>", "sm_90a")
+    fields = bench_build.fields_of(f"void sm90::flash_bwd_kernel<{traits}, (Kind){number}>", "sm_90a")
     assert fields == {"headdim": 96, "kind": kind, "tile": "sm90", "mode": "all"}
 
 
@@ -133,7 +126,7 @@ def test_hoppers_backward_kernels_have_fields(factors: int, number: int, kind: s
     ],
 )
 def test_the_number_of_errors_of_the_sanitizer_is_read(tool: str, summary: str, errors: int) -> None:
-    row = sanitize.row_of(tool, "kvcache", f"ran 38 cases in bfloat16, float16: 70 s\n{summary}\n")
+    row = sanitize_gpu.row_of(tool, "kvcache", f"ran 38 cases in bfloat16, float16: 70 s\n{summary}\n")
     expected = {"tool": tool, "cases_of": "KV cache", "cases": 38, "dtypes": "bfloat16, float16", "errors": errors}
     assert row == expected | {"accesses": {}}
 
@@ -150,7 +143,7 @@ def test_hazards_are_counted_by_the_source_files_of_their_accesses() -> None:
             "========= RACECHECK SUMMARY: 3 hazards displayed (3 errors, 0 warnings)",
         ]
     )
-    found = sanitize.accesses(report)
+    found = sanitize_gpu.accesses(report)
     unknown = "scores.h and a line unknown to the tool"
     assert found == {"copy.hpp and scores.h": 2, unknown: 1}
     rows = [{"tool": "racecheck", "cases_of": "attention", "cases": 9, "dtypes": "x", "errors": 3, "accesses": found}]
@@ -170,7 +163,7 @@ def test_results_of_the_sanitizer_are_shown_with_and_without_the_kind_of_cases()
 
 @pytest.mark.parametrize("headdim", [64, 96, 128, 192, 256])
 def test_the_sanitizer_looks_for_races_in_every_kind_of_kernel(headdim: int) -> None:
-    chosen = sanitize_driver.parser().parse_args(sanitize.TOOLS["racecheck"])
+    chosen = sanitize_driver.parser().parse_args(sanitize_gpu.TOOLS["racecheck"])
     cases = [case for case in sanitize_driver.choose(chosen.headdims, chosen.per_headdim) if case.headdim == headdim]
     dense = [case for case in cases if isinstance(case, Case)]
     plain = [case for case in dense if (case.softcap, case.alibi, case.dropout_p) == (0.0, None, 0.0)]
@@ -182,7 +175,7 @@ def test_the_sanitizer_looks_for_races_in_every_kind_of_kernel(headdim: int) -> 
 
 
 def test_the_sanitizer_looks_for_races_in_every_form_of_the_kv_cache() -> None:
-    chosen = sanitize_driver.parser().parse_args(sanitize.TOOLS["racecheck"])
+    chosen = sanitize_driver.parser().parse_args(sanitize_gpu.TOOLS["racecheck"])
     cases = sanitize_driver.choose(chosen.headdims, chosen.per_headdim, "kvcache")
     caches = [case for case in cases if isinstance(case, KvCacheCase)]
     assert len(caches) == len(cases)
@@ -193,15 +186,15 @@ def test_the_sanitizer_looks_for_races_in_every_form_of_the_kv_cache() -> None:
 
 
 def test_the_parts_of_the_sanitizer_have_every_case_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    every = {tool: sanitize_driver.parser().parse_args(extra) for tool, extra in sanitize.TOOLS.items()}
+    every = {tool: sanitize_driver.parser().parse_args(extra) for tool, extra in sanitize_gpu.TOOLS.items()}
     counts = {
         (tool, of): len(sanitize_driver.choose(a.headdims, a.per_headdim, of))
         for tool, a in every.items()
-        for of in sanitize.CASES_OF
+        for of in sanitize_gpu.CASES_OF
     }
     for tool, a in every.items():
         together = sanitize_driver.choose(a.headdims, a.per_headdim)
-        assert len(together) == sum(counts[tool, of] for of in sanitize.CASES_OF)
+        assert len(together) == sum(counts[tool, of] for of in sanitize_gpu.CASES_OF)
 
     def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
         assert "--print-limit" in command, "by default the tool counts all hazards, but prints a hundred"
@@ -211,12 +204,12 @@ def test_the_parts_of_the_sanitizer_have_every_case_once(monkeypatch: pytest.Mon
         summary = f"ran {len(cases)} cases in bfloat16: 1 s\n========= ERROR SUMMARY: {part} errors\n"
         return subprocess.CompletedProcess(command, 0, stdout=summary, stderr="")
 
-    monkeypatch.setattr(sanitize, "compute_sanitizer", lambda: "compute-sanitizer")
-    monkeypatch.setattr(sanitize.subprocess, "run", run)
-    assert [(row["tool"], row["cases_of"], row["cases"], row["errors"]) for row in sanitize.run_tools(3)] == [
+    monkeypatch.setattr(sanitize_gpu, "compute_sanitizer", lambda: "compute-sanitizer")
+    monkeypatch.setattr(sanitize_gpu.subprocess, "run", run)
+    assert [(row["tool"], row["cases_of"], row["cases"], row["errors"]) for row in sanitize_gpu.run_tools(3)] == [
         (tool, shown, counts[tool, of], 0 + 1 + 2)
         for tool in ("memcheck", "racecheck")
-        for of, shown in sanitize.CASES_OF.items()
+        for of, shown in sanitize_gpu.CASES_OF.items()
     ]
 
 
@@ -228,14 +221,14 @@ def test_a_part_of_the_sanitizer_that_does_not_exist_is_an_error(
         sanitize_driver.main(["--part", *part])
     assert f"--part is {part[0]} {part[1]}; allowed" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        sanitize.main(["--parts", "0"])
+        sanitize_gpu.main(["--parts", "0"])
     assert "--parts is 0; allowed" in capsys.readouterr().err
 
 
 def test_a_sanitizer_that_did_not_finish_is_an_error() -> None:
     for output in ("========= ERROR SUMMARY: 0 errors\n", "ran 38 cases in bfloat16: 70 s\n"):
         with pytest.raises(SystemExit, match="memcheck did not finish"):
-            sanitize.row_of("memcheck", "attention", output)
+            sanitize_gpu.row_of("memcheck", "attention", output)
 
 
 def ptxas_reports(folder: Path) -> list[Path]:
@@ -267,9 +260,9 @@ ptxas info    : Used {100 + 10 * t + i} registers, used 1 barriers
 def test_resources_of_the_backward_say_kind_and_mode_and_leave_out_what_never_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernel_resources.kernels, "build_kernels", lambda *_: ptxas_reports(tmp_path))
+    monkeypatch.setattr(bench_build.kernels, "build_kernels", lambda *_: ptxas_reports(tmp_path))
     with pytest.raises(SystemExit, match=r"registers are spilled in flash_bwd_hdim32_fp16_local_sm80 \(8 bytes\)"):
-        kernel_resources.main(["--out-dir", str(tmp_path)])
+        bench_build.main(["--resources", "--out-dir", str(tmp_path)])
     rows = provenance.load(tmp_path / "kernel_resources.json")["data"]
     assert len(rows) == 4 * 5  # of each object 3 modes, a preprocessing and a conversion; not the 4 without bulk
     backward, others = tables.resource_tables(rows)
@@ -287,7 +280,7 @@ def test_names_of_modes_are_those_of_the_kernels() -> None:
     text = (tune_sm80.CSRC / "sm80" / "backward" / "kernel_traits_bwd.h").read_text()
     enumerators = re.search(r"enum class BwdMode \{(.*?)\}", text, re.DOTALL)
     assert enumerators is not None
-    assert tuple(re.findall(r"^\s*(\w+),", enumerators[1], re.MULTILINE)) == kernel_resources.BACKWARD_MODES
+    assert tuple(re.findall(r"^\s*(\w+),", enumerators[1], re.MULTILINE)) == bench_build.BACKWARD_MODES
 
 
 def test_tuning_reports_the_registers_of_each_kernel_of_a_candidate(tmp_path: Path) -> None:
@@ -358,7 +351,6 @@ def test_report_refuses_a_mark_without_its_partner(tmp_path: Path) -> None:
 
 def test_readme_and_docs_quote_the_committed_results() -> None:
     assert report.outdated(report.documents(), provenance.RESULTS) == []
-    assert report.outdated_pages(provenance.RESULTS) == []
 
 
 def test_committed_results_render() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import importlib
+import re
 from pathlib import Path
 
 import pytest
@@ -31,13 +32,14 @@ def test_run_all_goes_on_after_a_failure(monkeypatch: pytest.MonkeyPatch, tmp_pa
 def test_run_all_runs_what_was_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen: list[str] = []
 
-    def run_step(step: run_all.Step, *_: object) -> bool:
+    def run_step(step: run_all.Step, seconds: float, limit: float, passed_on: list[str]) -> bool:
         seen.append(step.label)
+        assert passed_on == ["--out-dir", str(tmp_path), "--quick", "--commit", "0123abc"]
         return True
 
     monkeypatch.setattr(run_all, "run_step", run_step)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    run_all.main(["--only", "backward", "--out-dir", str(tmp_path)])
+    run_all.main(["--only", "backward", "--out-dir", str(tmp_path), "--quick", "--commit", "0123abc"])
     assert seen[0] == "bench_speed --backward --grid perf"
     assert len(seen) > 1
     assert all("backward" in label for label in seen)
@@ -54,7 +56,7 @@ def test_every_result_is_that_of_one_step_of_run_all_or_made_by_hand() -> None:
 
 
 def test_run_all_finds_the_steps_whose_results_are_missing_or_stale(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen: list[str] = []
 
@@ -67,13 +69,14 @@ def test_run_all_finds_the_steps_whose_results_are_missing_or_stale(
     monkeypatch.setattr(run_all, "CPU_STEPS", steps)
     monkeypatch.setattr(run_all, "GPU_STEPS", steps)
     for name in ("fresh_1", "fresh_2", "stale_1", "stale_2", "both"):
-        path = provenance.save(name, benchmark="x", title="", data=[{}], sources=["setup.py"], out_dir=tmp_path)
-        if name == "stale_2":
-            result = provenance.load(path)
-            result["stamp"]["sources_sha256"] = "0"
-            path.write_text(provenance.as_json(result))
+        provenance.save(name, benchmark="x", title="", data=[{}], sources=[name], out_dir=tmp_path)
+    monkeypatch.setattr(provenance, "last_change", lambda path, root: "abc" if path.stem == "stale_2" else None)
     run_all.main(["--stale", "--out-dir", str(tmp_path)])
+    assert seen == []
+    assert re.findall(r"stale: (\S+),.*changed since: abc", capsys.readouterr().out) == ["stale_2.json"]
+    run_all.main(["--renew", "--out-dir", str(tmp_path)])
     assert seen == ["stale", "missing"]
+    assert "stale: stale_2.json" in capsys.readouterr().out
 
 
 def test_every_step_of_run_all_has_arguments_that_its_benchmark_takes(monkeypatch: pytest.MonkeyPatch) -> None:

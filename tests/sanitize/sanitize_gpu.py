@@ -1,6 +1,6 @@
 """Counts the errors and hazards that compute-sanitizer finds in this package's kernels on small cases.
 
-  python -m benchmarks.sanitize                           memcheck on all small cases, racecheck on a few of each kind
+  python -m tests.sanitize.sanitize_gpu                     memcheck on all small cases, racecheck on a few of each kind
 
 The cases of a KV cache are counted apart from the others. Several processes share the cases of a row (--parts). Exits
 with 1 when there is an error. tests/sanitize/sanitize_driver.py runs the cases.
@@ -118,10 +118,7 @@ def main(argv: list[str] | None = None) -> None:
         benchmark="sanitize",
         title="Errors that compute-sanitizer finds",
         data=rows,
-        sources=[
-            "tests/sanitize/sanitize_driver.py",
-            *(*provenance.LAUNCH, *provenance.CUDA, *provenance.CUDA_BACKWARD, *provenance.KVCACHE),
-        ],
+        sources=[*provenance.CUDA, *provenance.MINIMAL],
         arguments=arguments,
     )
     if any(row["errors"] for row in rows):
