@@ -51,6 +51,7 @@ CASES = [
     Case("sinks_scale_zero", "all keys weigh the same", 1, 2, 2, 77, 90, 64, softmax_scale=0.0),
     Case("sinks_negative", "logits of -1000: the sink takes all", 1, 2, 2, 77, 90, 64, values="negative"),
     Case("sinks_rising", "logits far above the sink", 1, 2, 2, 77, 90, 64, values="rising"),
+    Case("sinks_small", "rows without keys, softcap, ALiBi", 2, 4, 2, 19, 11, 16, True, softcap=5.0, alibi="heads"),
     Case("sinks_packed_layout", "strided inputs", 2, 4, 4, 77, 77, 64, True, layout="packed"),
     *(Case(f"sinks_{d}", f"head dim {d}", 1, 4, 2, 130, 140, d, True) for d in (1, 32, 33, 72, 96, 128, 192, 256)),
 ]  # fmt: skip
@@ -59,12 +60,16 @@ VARLEN = [
     VarlenCase(
         "sinks_varlen", "empty and ragged sequences", (70, 0, 1, 130, 5), (90, 3, 0, 130, 300), causal=True, nheads=4
     ),
+    VarlenCase(
+        "sinks_varlen_small", "empty sequences, and rows without keys", (9, 0, 3), (4, 2, 0), causal=True, nheads=4
+    ),
     VarlenCase("sinks_varlen_full", "without a mask", (129, 64), (33, 257), nheads=4, nheads_k=1),
     VarlenCase("sinks_varlen_paged", "keys in pages", (5, 70), (300, 90), causal=True, page_size=48, nheads=4),
     VarlenCase("sinks_varlen_no_keys", "no sequence has a key", (5, 7), (0, 0), nheads=4),
 ]
 CACHES = [
     KvCacheCase("sinks_cache", "one query, splits as the kernels choose", (300, 17, 1), 513, nheads=8),
+    KvCacheCase("sinks_cache_small", "three splits and one", (90, 5), 96, split_keys=32, nheads=8),
     KvCacheCase("sinks_cache_long", "one sequence: a cluster, or many splits", (4096,), 4096, nheads=8),
     KvCacheCase("sinks_cache_splits", "a sink counts once, not once a split", (700, 65), 1024, num_splits=5, nheads=8),
     KvCacheCase("sinks_cache_split_keys", "splits of a fixed length", (700, 65), 1024, split_keys=128, nheads=8),
@@ -78,9 +83,11 @@ CACHES = [
                 softcap=9.0),
     KvCacheCase("sinks_cache_256", "head dim 256", (300, 77), 320, headdim=256),
 ]  # fmt: skip
-SMALL = ("sinks", "sinks_rows_without_keys", "sinks_no_keys", "sinks_softcap_alibi", "sinks_33", "sinks_varlen",
-         "sinks_varlen_paged", "sinks_varlen_no_keys", "sinks_cache", "sinks_cache_splits", "sinks_cache_empty",
-         "sinks_cache_new", "sinks_cache_paged", "sinks_cache_rows")  # fmt: skip
+SMALL = ("sinks_no_keys", "sinks_33", "sinks_decode", "sinks_small", "sinks_varlen_small", "sinks_varlen_no_keys",
+         "sinks_cache_small", "sinks_cache_empty", "sinks_cache_new")  # fmt: skip
+
+OF_OTHERS = [case for case in CASES if case.name == "sinks_small"]
+CAUSAL = [case for case in CASES if case.name in ("sinks_causal", "sinks_33")]
 
 here = pytest.mark.skipif(INTERPRETED, reason="this process runs the Triton backend")
 gpu = pytest.mark.gpu
@@ -93,9 +100,8 @@ def on_backends(cases: list[Any]) -> Any:
     if HAS_GPU:
         params += [pytest.param(case, "triton", dtype, marks=gpu) for case in cases for dtype in GPU_DTYPES]
     else:
-        dtypes = (torch.float16, torch.float32)
         few = [case for case in cases if case.name in SMALL]
-        params += [pytest.param(case, "triton", dtype, marks=runs_triton) for case in few for dtype in dtypes]
+        params += [pytest.param(case, "triton", torch.float16, marks=runs_triton) for case in few]
     return pytest.mark.parametrize(("case", "kernels", "dtype"), params, ids=str)
 
 
@@ -152,7 +158,7 @@ def test_equal_lengths(
     guard.check()
 
 
-@on_backends([CASES[0]])
+@on_backends(OF_OTHERS)
 def test_sinks_of_each_sequence(
     case: Case, kernels: str, device: str, dtype: torch.dtype, seed: int, described_seed: str
 ) -> None:
@@ -165,7 +171,7 @@ def test_sinks_of_each_sequence(
     check_forward_and_gradients(attend, inputs, sinks, dout, None, where_of(case, dtype, kernels, described_seed))
 
 
-@on_backends([CASES[1]])
+@on_backends(CAUSAL)
 def test_only_the_gradient_of_the_sinks(
     case: Case, kernels: str, device: str, dtype: torch.dtype, seed: int, described_seed: str
 ) -> None:
@@ -177,7 +183,7 @@ def test_only_the_gradient_of_the_sinks(
     check_sink_gradient(got, inputs, sinks, dout, None, where, causal=True)
 
 
-@on_backends([CASES[0]])
+@on_backends(OF_OTHERS)
 @pytest.mark.parametrize("logit", [-math.inf, -200.0, 200.0])
 def test_extreme_sinks(case: Case, kernels: str, device: str, dtype: torch.dtype, logit: float, seed: int) -> None:
     """-inf is no sink, bit for bit; a sink far below all logits changes nothing that a dtype holds; one far above takes
@@ -246,7 +252,7 @@ def test_rows_of_no_sequence_give_no_gradient(draw: torch.Generator) -> None:
     torch.testing.assert_close(sink_gradient(sink, lse, softmax_d, None, cu_seqlens), expected)
 
 
-@on_backends([CASES[0]])
+@on_backends(OF_OTHERS)
 @pytest.mark.parametrize("form", ["qkv", "kv", "varlen_qkv", "varlen_kv"])
 def test_packed(form: str, case: Case, kernels: str, device: str, dtype: torch.dtype, draw: torch.Generator) -> None:
     """Equal to the functions of separate tensors, and the same gradient."""

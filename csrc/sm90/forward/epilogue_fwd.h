@@ -21,7 +21,6 @@ struct Output {
     int64_t stride;  // elements between rows of O
     int rows_left;   // from the first row to the end of the sequence
     int d;
-    const float *sink;  // of the head; null: none
 
     __device__ Output(const Flash_fwd_params &params, const WorkTile &tile, int warpgroup)
         : stride(params.o.row_stride) {
@@ -34,7 +33,6 @@ struct Output {
             row * stride;
         rows_left = tile.sequence.seqlen_q - first_row;
         d = params.d;
-        sink = sink_of<float>(params, bidb, bidh);
     }
 
     __device__ __forceinline__ void store_lse(int row, float value) const {
@@ -66,18 +64,19 @@ __device__ __forceinline__ void clear_rows_without_keys(const float (&factor)[kR
 
 // acc_o: (row, col).
 template <typename Traits, Kind kKind, typename TensorO, typename SoftmaxState>
-__device__ __forceinline__ void store(const Flash_fwd_params &params, const Output<Traits> &output, TensorO &acc_o,
-                                      const SoftmaxState &softmax) {
+__device__ __forceinline__ void store(const Flash_fwd_params &params, const WorkTile &tile,
+                                      const Output<Traits> &output, TensorO &acc_o, const SoftmaxState &softmax) {
     using Element = typename Traits::Element;
     constexpr int kRowsOfThread = decltype(size<0>(acc_o))::value;
     const float rp_dropout = is_general(kKind) ? params.rp_dropout : 1.0f;
     float lse[kRowsOfThread], factor[kRowsOfThread];
     softmax.finalize(params.scale_softmax, rp_dropout, lse, factor);
     clear_rows_without_keys(factor, acc_o);
-    if (output.sink != nullptr) {
+    if (params.sink != nullptr) {
+        const float sink = *sink_of<float>(params, tile.place.bidb, tile.place.bidh);
         CUTE_UNROLL
         for (int i = 0; i < kRowsOfThread; ++i) {
-            factor[i] *= join_sink(*output.sink, lse[i]);
+            factor[i] *= join_sink(sink, lse[i]);
         }
     }
     CUTE_UNROLL
@@ -93,16 +92,18 @@ __device__ __forceinline__ void store(const Flash_fwd_params &params, const Outp
 
 // Stores a whole work tile whose rows see no key: zeros, and -inf or the sink. Called by one warp.
 template <typename Traits>
-__device__ __forceinline__ void store_nothing(const Output<Traits> &output) {
+__device__ __forceinline__ void store_nothing(const Flash_fwd_params &params, const WorkTile &tile,
+                                              const Output<Traits> &output) {
     constexpr int kVector = Output<Traits>::kVector, kVectors = Traits::kHeadDim / kVector;
     const int lane = threadIdx.x % 32;
     CUTE_NO_UNROLL
     for (int i = lane; i < Traits::kBlockM * kVectors; i += 32) {
         output.store(i / kVectors, i % kVectors * kVector, {});
     }
+    const float lse = lse_without_keys(sink_of<float>(params, tile.place.bidb, tile.place.bidh));
     CUTE_NO_UNROLL
     for (int row = lane; row < Traits::kBlockM; row += 32) {
-        output.store_lse(row, lse_without_keys(output.sink));
+        output.store_lse(row, lse);
     }
 }
 

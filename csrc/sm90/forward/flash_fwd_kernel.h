@@ -48,14 +48,16 @@ __device__ __forceinline__ void compute_attn(const Flash_fwd_params &params, con
         } else if (threadIdx.x / 32 == 1) {
             schedule_tiles<Traits, kKind>(
                 params, shared, TileScheduler<kKind, Traits::kBlockM, Traits::kBlockN>(params, order),
-                [&](const WorkTile &tile) { store_nothing(Output<Traits>(params, tile, /*warpgroup=*/0)); });
+                [&](const WorkTile &tile) {
+                    store_nothing(params, tile, Output<Traits>(params, tile, /*warpgroup=*/0));
+                });
         }
     } else {  // consumer
         cutlass::arch::warpgroup_reg_alloc<Traits::TileSize::kConsumerRegisters>();
         const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0) - 1;
         Consumer<Traits, kKind>(params, shared, warpgroup)
             .mma([&](const WorkTile &tile, auto &acc_o, const auto &softmax) {
-                store<Traits, kKind>(params, Output<Traits>(params, tile, warpgroup), acc_o, softmax);
+                store<Traits, kKind>(params, tile, Output<Traits>(params, tile, warpgroup), acc_o, softmax);
             });
     }
 }
