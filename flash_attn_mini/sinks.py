@@ -48,11 +48,11 @@ def sink_gradient(
     logits = sink.to(softmax_lse.dtype)[..., None]
     if dsoftmax_lse is not None:  # the lse of a row without keys is the sink
         delta = torch.where(softmax_lse == logits, -dsoftmax_lse, delta)
-    # A row of no sequence has an undefined log-sum-exp.
-    gradient = torch.where(delta == 0.0, delta, torch.exp(logits - softmax_lse) * delta).sum(-1)
-    if sink.ndim == 1 and gradient.ndim == 2:
-        gradient = gradient.sum(0)
-    return -gradient.to(sink.dtype)
+    products = torch.exp(logits - softmax_lse) * delta
+    if cu_seqlens_q is not None:  # a row of no sequence has an undefined log-sum-exp, and delta 0
+        products = torch.where(delta == 0.0, delta, products)
+    of_batch = sink.ndim == 1 and products.ndim == 3
+    return -products.sum((0, 2) if of_batch else (-1,)).to(sink.dtype)
 
 
 def _rows_of_sequences(softmax_d: Tensor, cu_seqlens_q: Tensor, rows: int) -> Tensor:

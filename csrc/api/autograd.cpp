@@ -156,12 +156,13 @@ Tensor sink_gradient(const Tensor &sink, const Tensor &softmax_lse, const Tensor
     if (dsoftmax_lse.defined()) {  // softmax_d does not have it in rows without keys, whose lse is the sink
         delta = at::where(softmax_lse.eq(logits), dsoftmax_lse.neg(), delta);
     }
-    // A row of no sequence has an undefined log-sum-exp.
-    Tensor gradient = at::where(delta.eq(0.0), delta, logits.sub(softmax_lse).exp().mul(delta)).sum(-1);
-    if (sink.dim() == 1 && gradient.dim() == 2) {
-        gradient = gradient.sum(0);
+    Tensor products = logits.sub(softmax_lse).exp().mul(delta);
+    if (cu_seqlens_q.has_value()) {  // a row of no sequence has an undefined log-sum-exp, and delta 0
+        products = at::where(delta.eq(0.0), delta, products);
     }
-    return gradient.neg().to(sink.scalar_type());
+    const bool is_of_batch = sink.dim() == 1 && products.dim() == 3;
+    const Tensor sum = is_of_batch ? products.sum(at::IntArrayRef({0, 2})) : products.sum(-1);
+    return sum.neg().to(sink.scalar_type());
 }
 
 // ---- forward --------------------------------------------------------------------------------------------------------

@@ -87,7 +87,7 @@ def test_the_signature_is_the_official_one() -> None:
         ("block_table", None), ("softmax_scale", None), ("causal", False), ("window_size", (-1, -1)), ("softcap", 0.0),
         ("rotary_interleaved", True), ("alibi_slopes", None), ("num_splits", 0), ("return_softmax_lse", False),
     ]  # fmt: skip
-    assert [n for n, p in parameters.items() if p.kind is p.KEYWORD_ONLY] == ["split_keys", "backend"]
+    assert [n for n, p in parameters.items() if p.kind is p.KEYWORD_ONLY] == ["split_keys", "learnable_sink", "backend"]
 
 
 # ---- compilers ------------------------------------------------------------------------------------------------------

@@ -182,8 +182,10 @@ def test_opcheck(dropout_p: float, draw: torch.Generator) -> None:
     torch.library.opcheck(transformers_op.FORWARD, (q, k, v, cu_seqlens, sizes, *options), test_utils=tests)
     q, k, v = (x.detach() for x in (q, k, v))
     results = transformers_op.FORWARD(q, k, v, cu_seqlens, sizes, *options)
-    arguments = (torch.randn(12, 4, 8, generator=draw), q, k, v, *results, cu_seqlens, sizes, *options)
-    torch.library.opcheck(transformers_op.BACKWARD, arguments, test_utils=tests[:3])
+    dout, dsoftmax_lse = torch.randn(12, 4, 8, generator=draw), torch.randn(4, 12, generator=draw)
+    for of_lse in (dsoftmax_lse, None):
+        arguments = (dout, q, k, v, *results, of_lse, cu_seqlens, sizes, *options)
+        torch.library.opcheck(transformers_op.BACKWARD, arguments, test_utils=tests[:3])
     ops = torch.ops.flash_attn_mini
     torch.library.opcheck(ops._sequences_of_rows.default, (begins,), test_utils=tests[:3])
     torch.library.opcheck(ops._check_mask.default, (q, begins.any(), "message"), test_utils=tests[:3])

@@ -4,6 +4,7 @@
 #include "dispatch/kind.h"
 #include "kvcache/instructions.h"
 #include "sm90/common/accumulator.h"
+#include "sm90/common/store_rows.h"
 #include "steps_bwd.h"
 
 namespace flash::sm90 {

@@ -5,6 +5,7 @@
 
 #include "mainloop_fwd.h"
 #include "sm90/common/accumulator.h"
+#include "sm90/common/store_rows.h"
 
 namespace flash::sm90 {
 
