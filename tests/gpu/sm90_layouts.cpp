@@ -33,6 +33,9 @@ int __popc(unsigned) {
 int __ffs(int) {
     return 0;
 }
+int __clz(int) {
+    return 0;
+}
 int __float_as_int(float) {
     return 0;
 }
