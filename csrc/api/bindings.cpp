@@ -149,8 +149,7 @@ std::vector<Tensor> varlen_fwd(const Tensor &q, const Tensor &k, const Tensor &v
                    return_softmax, zero_tensors, std::move(generator));
 }
 
-// ---- backward: dsoftmax_lse, output_mask, backend and learnable_sink come last, because the official functions do not
-// have them -----
+// ---- backward: what the official functions do not have comes last, from dsoftmax_lse on ----------------------------
 
 std::vector<Tensor> backward(const ops::BwdCall<ops::SeparateInputs, int64_t> &call, const Optional &dq,
                              const Optional &dk, const Optional &dv, bool zero_tensors) {
@@ -192,8 +191,7 @@ std::vector<Tensor> varlen_bwd(const Tensor &dout, const Tensor &q, const Tensor
                     dk, dv, zero_tensors);
 }
 
-// ---- KV cache: split_keys, cache_seqlen, backend and learnable_sink come last
-// -------------------------------------------------------
+// ---- KV cache: what the official function does not have comes last, from split_keys on ------------------------------
 
 // cache_seqlen: seqlens_k as one number for all sequences, -1: none.
 std::vector<Tensor> fwd_kvcache(const Tensor &q, const Tensor &k_cache, const Tensor &v_cache, const Optional &k,

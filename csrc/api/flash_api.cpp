@@ -193,7 +193,10 @@ BwdResults backward(const BwdArgs &args, std::array<bool, 3> output_mask, bool z
         const auto statistic = [](const Optional &x) {
             return x.has_value() ? without_neg(x->contiguous()) : at::Tensor();
         };
-        const FwdArgs readable_args{q, k, v, forward.out, forward.sequences, readable(options, args.softmax_lse)};
+        Options read_by_kernels = options;
+        read_by_kernels.learnable_sink.reset();  // the log-sum-exp includes it
+        const FwdArgs readable_args{
+            q, k, v, forward.out, forward.sequences, readable(read_by_kernels, args.softmax_lse)};
         const ScaledQuery scaled = with_nonzero_scale(q, options.softmax_scale);
         const at::Tensor kernel_q = readable_by_kernel(scaled.q, "q"), kernel_k = readable_by_kernel(k, "k"),
                          kernel_v = readable_by_kernel(v, "v"), kernel_out = readable_by_kernel(*forward.out, "out"),

@@ -61,11 +61,11 @@ struct WorkRows {
     }
 
     // Calls load(stage, part) and finish(stage, part) for every part of the warp, of `parts` in all. Each warp has
-    // `kStages` stages of its own in shared memory. load() copies a part by cp.async, and stages full of parts are on
-    // their way at a time: as code, a loop needs less of the instruction cache than parts in registers, which every CTA
-    // would load anew. beside() runs once, behind the first loads.
-    template <int kStages, typename Load, typename Beside, typename Finish>
-    __device__ __forceinline__ static void for_each_part(int parts, const Load &load, const Beside &beside,
+    // `kStages` stages in shared memory. load() copies a part by cp.async, and the copies of all stages are in flight
+    // at once. A loop needs less of the instruction cache than parts in registers. meanwhile() runs once, after the
+    // first loads are issued.
+    template <int kStages, typename Load, typename Meanwhile, typename Finish>
+    __device__ __forceinline__ static void for_each_part(int parts, const Load &load, const Meanwhile &meanwhile,
                                                          const Finish &finish) {
         int next = threadIdx.x / 32;
         CUTE_NO_UNROLL
@@ -75,7 +75,7 @@ struct WorkRows {
             }
             kvcache::cp_async_commit();
         }
-        beside();
+        meanwhile();
         int stage = 0;
         CUTE_NO_UNROLL
         for (int part = threadIdx.x / 32; part < parts; part += kWarps, next += kWarps) {

@@ -33,7 +33,7 @@ __device__ __forceinline__ void issue(bool accumulates, const TensorA &A, const 
     warpgroup_commit_batch();
 }
 
-// Waits until at most kInFlight products are under way. The product into `acc` is then complete.
+// Waits until at most kInFlight products are in flight. The product into `acc` is then complete.
 template <int kInFlight, typename TensorC>
 __device__ __forceinline__ void wait_for(TensorC &acc) {
     warpgroup_wait<kInFlight>();

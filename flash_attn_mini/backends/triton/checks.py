@@ -25,7 +25,7 @@ MAX_ROWS = MAX_INT // 4  # rows of a tensor: no distance of two positions overfl
 def check_forward(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences | None, options: Options) -> None:
     """Raise ValueError or TypeError unless the Triton backend can run the forward."""
     _check_inputs(q, k, v, sequences)
-    _check_options(q, sequences, options)
+    _check_options(q, _batch_of(q, sequences), options)
 
 
 def check_backward(
@@ -58,7 +58,7 @@ def check_backward(
             if _shares_memory(given, other):
                 raise ValueError(f"{name} shares memory with {other_name}; allowed: memory of its own")
         read.append((name, given))  # gradients share no memory with each other
-    _check_options(q, sequences, options)
+    _check_options(q, _batch_of(q, sequences), options)
     check_rng_state(rng_state, options.dropout_p, q)
 
 
@@ -213,8 +213,11 @@ def _check_block_table_values(block_table: Tensor, cu_seqlens_k: Tensor, k: Tens
 # ---- options --------------------------------------------------------------------------------------------------------
 
 
-def _check_options(q: Tensor, sequences: Sequences | None, options: Options) -> None:
-    batch = q.shape[0] if sequences is None else sequences.cu_seqlens_q.shape[0] - 1
+def _batch_of(q: Tensor, sequences: Sequences | None) -> int:
+    return int(q.shape[0] if sequences is None else sequences.cu_seqlens_q.shape[0] - 1)
+
+
+def _check_options(q: Tensor, batch: int, options: Options) -> None:
     if options.alibi_slopes is not None:
         _check_alibi_slopes(options.alibi_slopes, q, batch)
     if options.learnable_sink is not None:
@@ -294,11 +297,7 @@ def check_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, cache: KvCache, o
     _check_lengths(q, k_cache, cache, batch)
     _check_rotary(q, k_cache, cache, options)
     _check_splits(cache)
-    if options.alibi_slopes is not None:
-        _check_alibi_slopes(options.alibi_slopes, q, batch)
-    if options.learnable_sink is not None:
-        _check_learnable_sink(options.learnable_sink, q, batch)
-    _check_scalars(options)
+    _check_options(q, batch, options)
     if _seqlen_new(cache) > 0:
         _check_memory(q, k_cache, v_cache, cache, options)
     if _may_read(q):
