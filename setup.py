@@ -16,27 +16,7 @@ sys.path.insert(0, str(ROOT))  # an isolated build does not put this folder on t
 
 from build_tools import kernels, selection, target_torch  # noqa: E402
 
-HOST_SOURCES = [
-    "csrc/api/allocation.cpp",
-    "csrc/api/autograd.cpp",
-    "csrc/api/backend_choice.cpp",
-    "csrc/api/bindings.cpp",
-    "csrc/api/check_tensors.cpp",
-    "csrc/api/checks.cpp",
-    "csrc/api/checks_kvcache.cpp",
-    "csrc/api/flash_api.cpp",
-    "csrc/api/memory_overlap.cpp",
-    "csrc/api/ops.cpp",
-    "csrc/api/set_params.cpp",
-    "csrc/cpu/flash_bwd_cpu.cpp",
-    "csrc/cpu/flash_fwd_cpu.cpp",
-    "csrc/cpu/isa_amx.cpp",
-    "csrc/cpu/isa_avx2.cpp",
-    "csrc/cpu/isa_avx512.cpp",
-    "csrc/cpu/isa_baseline.cpp",
-    "csrc/cpu/kvcache_cpu.cpp",
-    "csrc/dispatch/run_mha.cpp",
-]
+HOST_SOURCES = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/*/*.cpp"))
 
 # FLASH_ATTN_MINI_SANITIZE=1 (tests/sanitize/sanitize_cpu.py). vptr would need the type information of torch's classes.
 SANITIZE = (

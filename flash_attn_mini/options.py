@@ -7,7 +7,7 @@ official extension prescribes the order.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, get_type_hints
 
 import torch
 
@@ -42,6 +42,10 @@ class Options(NamedTuple):
     deterministic: bool = False
     backend: str | None = None
     learnable_sink: torch.Tensor | None = None
+
+
+TENSOR_OPTIONS = [name for name, type_ in get_type_hints(Options).items() if type_ == torch.Tensor | None]
+NUM_OFFICIAL_OPTIONS = Options._fields.index("backend")  # the others are ours, and come last in the extension
 
 
 class Sequences(NamedTuple):

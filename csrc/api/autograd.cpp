@@ -4,11 +4,7 @@
 // The nodes are written by hand, because torch::autograd::Function supports neither torch.func nor compiled autograd.
 #include "api/ops.h"
 
-#include <ATen/TensorOperators.h>
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/ops/arange.h>
-#include <ATen/ops/searchsorted.h>
-#include <ATen/ops/where.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/util/SmallVector.h>
 #include <torch/csrc/autograd/autograd.h>
@@ -24,6 +20,7 @@
 #include <vector>
 
 #include "api/backend_choice.h"
+#include "api/score_mod.h"
 #include "common/message.h"
 #include "flash.h"
 
@@ -127,44 +124,6 @@ struct SavedFields<std::tuple<const Fields &...>> {
     }
 };
 
-// ---- sinks ----------------------------------------------------------------------------------------------------------
-
-// The elements of softmax_d, which begins each sequence at a multiple of kRowsRounded rows, in the order of the rows of
-// q: [nheads, total_q]. Rows of no sequence get 0.
-Tensor rows_of_sequences(const Tensor &softmax_d, const Tensor &cu_seqlens_q, const SymInt &total_q) {
-    constexpr int kRows = Flash_bwd_params::kRowsRounded;
-    const SymInt batch = cu_seqlens_q.sym_size(0) - 1;
-    const Tensor begins = cu_seqlens_q.narrow_symint(0, 0, batch), ends = cu_seqlens_q.narrow_symint(0, 1, batch);
-    const Tensor rows = at::arange(at::Scalar(total_q), cu_seqlens_q.options());
-    const Tensor sequence = at::searchsorted(ends.contiguous(), rows, /*out_int32=*/false, /*right=*/true);
-    const Tensor known = sequence.clamp_max(at::Scalar(batch - 1)), begin = begins.index_select(0, known);
-    const Tensor padded = (begin.div(kRows, "floor") + known) * kRows + rows - begin;
-    const Tensor of_rows = softmax_d.index_select(-1, padded.clamp(0, at::Scalar(softmax_d.sym_size(-1) - 1)));
-    return of_rows.masked_fill(sequence.ne(known), 0.0);
-}
-
-// The sum of -exp(sink - lse) * softmax_d over the rows of a head.
-Tensor sink_gradient(const Tensor &sink, const Tensor &softmax_lse, const Tensor &softmax_d, const Tensor &dsoftmax_lse,
-                     const Optional &cu_seqlens_q) {
-    const SymInt rows = softmax_lse.sym_size(-1);
-    if (softmax_lse.sym_numel() == 0) {
-        return at::zeros_like(sink);
-    }
-    Tensor delta = cu_seqlens_q.has_value() ? rows_of_sequences(softmax_d, *cu_seqlens_q, rows)
-                                            : softmax_d.narrow_symint(-1, 0, rows);
-    const Tensor logits = sink.to(softmax_lse.scalar_type()).unsqueeze(-1);
-    if (dsoftmax_lse.defined()) {  // softmax_d does not have it in rows without keys, whose lse is the sink
-        delta = at::where(softmax_lse.eq(logits), dsoftmax_lse.neg(), delta);
-    }
-    Tensor products = logits.sub(softmax_lse).exp().mul(delta);
-    if (cu_seqlens_q.has_value()) {  // a row of no sequence has an undefined log-sum-exp, and delta 0
-        products = at::where(delta.eq(0.0), delta, products);
-    }
-    const bool is_of_batch = sink.dim() == 1 && products.dim() == 3;
-    const Tensor sum = is_of_batch ? products.sum(at::IntArrayRef({0, 2})) : products.sum(-1);
-    return sum.neg().to(sink.scalar_type());
-}
-
 // ---- forward --------------------------------------------------------------------------------------------------------
 
 // The gradient of a forward. Its inputs are the gradients of out and softmax_lse.
@@ -194,14 +153,10 @@ public:
             return results;
         }
         const Call call = Fields::template load<Call>(fields_);
-        size_t input = kInputs, sink_input = 0;  // sink_input: 0 if no gradient of the sinks is wanted
-        for_each_tensor(call.options, [&](const char *name, const Optional &x) {
-            const bool is_wanted = task_should_compute_output(input++);
-            if (&x == &call.options.learnable_sink) {
-                sink_input = is_wanted ? input - 1 : 0;
-                return;
-            }
-            FLASH_CHECK_NOT_IMPLEMENTED(!is_wanted, "flash_attn_mini: ", name,
+        size_t input = kInputs;
+        for_each_tensor(call.options, [&](const char *name, const Optional &) {
+            FLASH_CHECK_NOT_IMPLEMENTED(!task_should_compute_output(input++) || has_gradient(name),
+                                        "flash_attn_mini: ", name,
                                         " requires a gradient, which is not supported; backends that have it: none. "
                                         "Allowed: one that requires none, for example ",
                                         name, ".detach()");
@@ -221,10 +176,15 @@ public:
         }
         const auto computed = ops::call<Backward, SymInt>(backward);
         take(computed, backward.output_mask, results, std::make_index_sequence<kInputs>());
-        if (sink_input != 0) {
-            results[sink_input] = sink_gradient(*call.options.learnable_sink, backward.softmax_lse,
-                                                std::get<kInputs>(computed), dsoftmax_lse, call.sequences.cu_seqlens_q);
-        }
+        const RowStatistics rows{backward.softmax_lse, std::get<kInputs>(computed), dsoftmax_lse,
+                                 call.sequences.cu_seqlens_q};
+        input = kInputs;
+        for_each_tensor(call.options, [&](const char *name, const Optional &x) {
+            if (task_should_compute_output(input)) {
+                results[input] = option_gradient(name, *x, rows);
+            }
+            ++input;
+        });
         return results;
     }
 

@@ -33,11 +33,13 @@ namespace {
 namespace py = pybind11;
 using ops::Tensor;
 using Generator = std::optional<at::Generator>;
-using Name = std::optional<std::string>;
-
-std::optional<c10::string_view> view_of(const Name &name) {
-    return name.has_value() ? std::optional<c10::string_view>(*name) : std::nullopt;
-}
+// Options that the official functions do not have: as the last parameters of a function, as the last fields of an
+// Options, as keywords of pybind11. Each expands to a list that begins with a comma.
+#define FLASH_PARAMETER(schema, type, name) , ops::Passed<type> name
+#define FLASH_KEYWORD(schema, type, name) , arg(#name) = py::none()
+#define OWN_PARAMETERS FLASH_OWN_OPTIONS(FLASH_PARAMETER)
+#define OWN_VALUES FLASH_OWN_OPTIONS(FLASH_REFERENCE)
+#define OWN_KEYWORDS FLASH_OWN_OPTIONS(FLASH_KEYWORD)
 
 double scale_of(const std::optional<double> &softmax_scale, const Tensor &q) {
     return softmax_scale.has_value() ? *softmax_scale
@@ -117,13 +119,10 @@ std::vector<Tensor> forward(const Tensor &q, const Tensor &k, const Tensor &v, c
 std::vector<Tensor> fwd(const Tensor &q, const Tensor &k, const Tensor &v, const Optional &out,
                         const Optional &alibi_slopes, double p_dropout, std::optional<double> softmax_scale,
                         bool is_causal, int64_t window_size_left, int64_t window_size_right, double softcap,
-                        bool return_softmax, Generator generator, bool deterministic, const Name &backend,
-                        const Optional &learnable_sink) {
-    const Options options{p_dropout,         scale_of(softmax_scale, q),
-                          is_causal,         window_size_left,
-                          window_size_right, softcap,
-                          alibi_slopes,      deterministic,
-                          view_of(backend),  learnable_sink};
+                        bool return_softmax, Generator generator, bool deterministic OWN_PARAMETERS) {
+    const Options options{p_dropout,        scale_of(softmax_scale, q), is_causal,
+                          window_size_left, window_size_right,          softcap,
+                          alibi_slopes,     deterministic OWN_VALUES};
     return forward(q, k, v, out, {}, options, return_softmax, /*zero_tensors=*/false, std::move(generator));
 }
 
@@ -133,18 +132,15 @@ std::vector<Tensor> varlen_fwd(const Tensor &q, const Tensor &k, const Tensor &v
                                int64_t max_seqlen_q, int64_t max_seqlen_k, double p_dropout,
                                std::optional<double> softmax_scale, bool zero_tensors, bool is_causal,
                                int64_t window_size_left, int64_t window_size_right, double softcap, bool return_softmax,
-                               Generator generator, bool deterministic, const Name &backend,
-                               const Optional &learnable_sink) {
+                               Generator generator, bool deterministic OWN_PARAMETERS) {
     const auto lacks = [](const Optional &given, const char *name) {
         FLASH_CHECK_NOT_IMPLEMENTED(!given.has_value(), name, " is not implemented in this version; allowed: None");
     };
     lacks(seqused_k, "seqused_k");
     lacks(leftpad_k, "leftpad_k");
-    const Options options{p_dropout,         scale_of(softmax_scale, q),
-                          is_causal,         window_size_left,
-                          window_size_right, softcap,
-                          alibi_slopes,      deterministic,
-                          view_of(backend),  learnable_sink};
+    const Options options{p_dropout,        scale_of(softmax_scale, q), is_causal,
+                          window_size_left, window_size_right,          softcap,
+                          alibi_slopes,     deterministic OWN_VALUES};
     return forward(q, k, v, out, {cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table}, options,
                    return_softmax, zero_tensors, std::move(generator));
 }
@@ -169,9 +165,9 @@ std::vector<Tensor> bwd(const Tensor &dout, const Tensor &q, const Tensor &k, co
                         const Optional &alibi_slopes, double p_dropout, double softmax_scale, bool is_causal,
                         int64_t window_size_left, int64_t window_size_right, double softcap, bool deterministic,
                         Generator /*generator*/, const Optional &rng_state, const Optional &dsoftmax_lse,
-                        std::array<bool, 3> output_mask, const Name &backend, const Optional &learnable_sink) {
-    const Options options{p_dropout, softmax_scale, is_causal,     window_size_left, window_size_right,
-                          softcap,   alibi_slopes,  deterministic, view_of(backend), learnable_sink};
+                        std::array<bool, 3> output_mask OWN_PARAMETERS) {
+    const Options options{p_dropout,         softmax_scale, is_causal,    window_size_left,
+                          window_size_right, softcap,       alibi_slopes, deterministic OWN_VALUES};
     return backward({dout, {q, k, v}, out, softmax_lse, dsoftmax_lse, {}, options, rng_state, output_mask}, dq, dk, dv,
                     /*zero_tensors=*/false);
 }
@@ -182,10 +178,9 @@ std::vector<Tensor> varlen_bwd(const Tensor &dout, const Tensor &q, const Tensor
                                int64_t max_seqlen_q, int64_t max_seqlen_k, double p_dropout, double softmax_scale,
                                bool zero_tensors, bool is_causal, int64_t window_size_left, int64_t window_size_right,
                                double softcap, bool deterministic, Generator /*generator*/, const Optional &rng_state,
-                               const Optional &dsoftmax_lse, std::array<bool, 3> output_mask, const Name &backend,
-                               const Optional &learnable_sink) {
-    const Options options{p_dropout, softmax_scale, is_causal,     window_size_left, window_size_right,
-                          softcap,   alibi_slopes,  deterministic, view_of(backend), learnable_sink};
+                               const Optional &dsoftmax_lse, std::array<bool, 3> output_mask OWN_PARAMETERS) {
+    const Options options{p_dropout,         softmax_scale, is_causal,    window_size_left,
+                          window_size_right, softcap,       alibi_slopes, deterministic OWN_VALUES};
     const Sequences sequences{cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, std::nullopt};
     return backward({dout, {q, k, v}, out, softmax_lse, dsoftmax_lse, sequences, options, rng_state, output_mask}, dq,
                     dk, dv, zero_tensors);
@@ -200,8 +195,7 @@ std::vector<Tensor> fwd_kvcache(const Tensor &q, const Tensor &k_cache, const Te
                                 const Optional &block_table, const Optional &alibi_slopes, const Optional &out,
                                 std::optional<double> softmax_scale, bool is_causal, int64_t window_size_left,
                                 int64_t window_size_right, double softcap, bool is_rotary_interleaved,
-                                int64_t num_splits, int64_t split_keys, int64_t cache_seqlen, const Name &backend,
-                                const Optional &learnable_sink) {
+                                int64_t num_splits, int64_t split_keys, int64_t cache_seqlen OWN_PARAMETERS) {
     const KvCacheOptions cache{k,
                                v,
                                rotary_cos,
@@ -214,10 +208,10 @@ std::vector<Tensor> fwd_kvcache(const Tensor &q, const Tensor &k_cache, const Te
                                is_rotary_interleaved,
                                num_splits,
                                split_keys};
-    const Options options{/*dropout_p=*/0.0, scale_of(softmax_scale, q), is_causal,
-                          window_size_left,  window_size_right,          softcap,
-                          alibi_slopes,      /*deterministic=*/false,    view_of(backend),
-                          learnable_sink};
+    const Options options{/*dropout_p=*/0.0, scale_of(softmax_scale, q),
+                          is_causal,         window_size_left,
+                          window_size_right, softcap,
+                          alibi_slopes,      /*deterministic=*/false OWN_VALUES};
     check_strided({{"q", q}, {"k_cache", k_cache}, {"v_cache", v_cache}});
     check_strided_options(options);
     const LongCallWithoutGil guard(q, k_cache);
@@ -292,35 +286,35 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
                "Forward: returns [out, softmax_lse, S_dmask, rng_state]", arg("q"), arg("k"), arg("v"), arg("out"),
                arg("alibi_slopes"), arg("p_dropout"), arg("softmax_scale"), arg("is_causal"), arg("window_size_left"),
                arg("window_size_right"), arg("softcap"), arg("return_softmax"), arg("generator"),
-               arg("deterministic") = false, arg("backend") = py::none(), arg("learnable_sink") = py::none());
+               arg("deterministic") = false OWN_KEYWORDS);
     module.def("bwd", torch::wrap_pybind_function(flash::bwd), "Backward: returns [dq, dk, dv, softmax_d]", arg("dout"),
                arg("q"), arg("k"), arg("v"), arg("out"), arg("softmax_lse"), arg("dq"), arg("dk"), arg("dv"),
                arg("alibi_slopes"), arg("p_dropout"), arg("softmax_scale"), arg("is_causal"), arg("window_size_left"),
                arg("window_size_right"), arg("softcap"), arg("deterministic"), arg("generator"), arg("rng_state"),
-               arg("dsoftmax_lse") = py::none(), arg("output_mask") = std::array<bool, 3>{true, true, true},
-               arg("backend") = py::none(), arg("learnable_sink") = py::none());
+               arg("dsoftmax_lse") = py::none(),
+               arg("output_mask") = std::array<bool, 3>{true, true, true} OWN_KEYWORDS);
     module.def("varlen_fwd", torch::wrap_pybind_function(flash::varlen_fwd),
                "Forward of packed sequences: returns [out, softmax_lse, S_dmask, rng_state]", arg("q"), arg("k"),
                arg("v"), arg("out"), arg("cu_seqlens_q"), arg("cu_seqlens_k"), arg("seqused_k"), arg("leftpad_k"),
                arg("block_table"), arg("alibi_slopes"), arg("max_seqlen_q"), arg("max_seqlen_k"), arg("p_dropout"),
                arg("softmax_scale"), arg("zero_tensors"), arg("is_causal"), arg("window_size_left"),
                arg("window_size_right"), arg("softcap"), arg("return_softmax"), arg("generator"),
-               arg("deterministic") = false, arg("backend") = py::none(), arg("learnable_sink") = py::none());
+               arg("deterministic") = false OWN_KEYWORDS);
     module.def("varlen_bwd", torch::wrap_pybind_function(flash::varlen_bwd),
                "Backward of packed sequences: returns [dq, dk, dv, softmax_d]", arg("dout"), arg("q"), arg("k"),
                arg("v"), arg("out"), arg("softmax_lse"), arg("dq"), arg("dk"), arg("dv"), arg("cu_seqlens_q"),
                arg("cu_seqlens_k"), arg("alibi_slopes"), arg("max_seqlen_q"), arg("max_seqlen_k"), arg("p_dropout"),
                arg("softmax_scale"), arg("zero_tensors"), arg("is_causal"), arg("window_size_left"),
                arg("window_size_right"), arg("softcap"), arg("deterministic"), arg("generator"), arg("rng_state"),
-               arg("dsoftmax_lse") = py::none(), arg("output_mask") = std::array<bool, 3>{true, true, true},
-               arg("backend") = py::none(), arg("learnable_sink") = py::none());
+               arg("dsoftmax_lse") = py::none(),
+               arg("output_mask") = std::array<bool, 3>{true, true, true} OWN_KEYWORDS);
     module.def("fwd_kvcache", torch::wrap_pybind_function(flash::fwd_kvcache),
                "Append and forward with a KV cache: returns [out, softmax_lse]", arg("q"), arg("kcache"), arg("vcache"),
                arg("k"), arg("v"), arg("seqlens_k"), arg("rotary_cos"), arg("rotary_sin"), arg("cache_batch_idx"),
                arg("leftpad_k"), arg("block_table"), arg("alibi_slopes"), arg("out"), arg("softmax_scale"),
                arg("is_causal"), arg("window_size_left"), arg("window_size_right"), arg("softcap"),
-               arg("is_rotary_interleaved"), arg("num_splits"), arg("split_keys") = 0, arg("cache_seqlen") = -1,
-               arg("backend") = py::none(), arg("learnable_sink") = py::none());
+               arg("is_rotary_interleaved"), arg("num_splits"), arg("split_keys") = 0,
+               arg("cache_seqlen") = -1 OWN_KEYWORDS);
     module.def("packed_fwd", torch::wrap_pybind_function(flash::Entry<flash::ops::PackedFwd>::run),
                "The op packed_fwd: returns out, softmax_lse and rng_state");
     module.def("check_fwd", torch::wrap_pybind_function(flash::CheckEntry<>::run),

@@ -1,12 +1,12 @@
 // The functions of check_tensors.h.
 #include "api/check_tensors.h"
 
-#include <cmath>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "api/memory_overlap.h"
+#include "api/score_mod.h"
 #include "common/message.h"
 #include "common/trace.h"
 #include "flash.h"
@@ -14,57 +14,12 @@
 namespace flash {
 namespace {
 
-// These ranges keep every factor that a kernel derives from the two, and its products with q.k of float16 inputs,
-// inside float32. float64 without a softcap multiplies by softmax_scale alone.
-void check_scale_and_softcap(const Options &options, at::ScalarType dtype) {
-    constexpr double kMin = 1e-20, kMax = 1e20;
-    const auto is_within = [](double x, double least, double largest) {
-        return x == 0.0 || (std::abs(x) >= least && std::abs(x) <= largest);  // false for NaN
-    };
-    const double scale = options.softmax_scale, softcap = options.softcap;
-    const bool is_wide = dtype == at::kDouble && softcap == 0.0;
-    const double least = is_wide ? 1e-300 : kMin, largest = is_wide ? 1e300 : kMax;
-    FLASH_CHECK_VALUE(is_within(scale, least, largest), "softmax_scale is ", scale,
-                      "; allowed: 0, a finite number of magnitude ", least, " to ", largest,
-                      ", or None for 1/sqrt(headdim)");
-    FLASH_CHECK_VALUE(softcap >= 0.0 && is_within(softcap, kMin, kMax), "softcap is ", softcap,
-                      "; allowed: 0 (off) or a positive number from ", kMin, " to ", kMax);
-    FLASH_CHECK_VALUE(softcap == 0.0 || is_within(scale / softcap, kMin, kMax), "softmax_scale is ", scale,
-                      " and softcap is ", softcap,
-                      "; allowed: a quotient softmax_scale / softcap of 0 or of magnitude ", kMin, " to ", kMax);
-}
-
 void check_dropout(const Options &options) {
     constexpr double kNearly1 = 1.0 - 1.0 / (1 << 17);  // from here on dropout_threshold says to drop all
     FLASH_CHECK_VALUE(options.dropout_p >= 0.0 && options.dropout_p < kNearly1, "dropout_p is ", options.dropout_p,
                       "; allowed: at least 0 and below 1 - 2^-17");
     FLASH_CHECK_VALUE(options.softcap == 0.0 || options.dropout_p == 0.0, "softcap is ", options.softcap,
                       " and dropout_p is ", options.dropout_p, "; allowed: one of the two, not both");
-}
-
-void check_alibi_slopes(const at::Tensor &slopes, const at::Tensor &q, int64_t batch) {
-    FLASH_CHECK_TYPE(slopes.scalar_type() == at::kFloat, "alibi_slopes has dtype ", slopes.scalar_type(),
-                     "; allowed: float32");
-    check_same_device({"alibi_slopes", slopes}, q);
-    const int64_t nheads = q.size(-2);
-    const std::vector<int64_t> per_head{nheads}, per_batch{batch, nheads};
-    FLASH_CHECK_VALUE(slopes.sizes() == per_head || slopes.sizes() == per_batch, "alibi_slopes has shape ",
-                      slopes.sizes(), "; allowed: [nheads] = ", list_of(per_head),
-                      " or [batch, nheads] = ", list_of(per_batch));
-    check_last_dim_contiguous({"alibi_slopes", slopes});
-}
-
-void check_learnable_sink(const at::Tensor &sink, const at::Tensor &q, int64_t batch) {
-    FLASH_CHECK_TYPE(sink.scalar_type() == at::kFloat || sink.scalar_type() == q.scalar_type(),
-                     "learnable_sink has dtype ", sink.scalar_type(), "; allowed: float32 or that of q, ",
-                     q.scalar_type());
-    check_same_device({"learnable_sink", sink}, q);
-    const int64_t nheads = q.size(-2);
-    const std::vector<int64_t> per_head{nheads}, per_batch{batch, nheads};
-    const bool is_varlen = q.dim() == 3;
-    FLASH_CHECK_VALUE(sink.sizes() == per_head || (!is_varlen && sink.sizes() == per_batch),
-                      "learnable_sink has shape ", sink.sizes(), "; allowed: [nheads] = ", list_of(per_head),
-                      is_varlen ? std::string() : " or [batch, nheads] = " + list_of(per_batch));
 }
 
 }  // namespace
@@ -160,18 +115,12 @@ void check_no_overlap(const Named &written, const NamedList &others) {
 }
 
 void check_options(const Options &options, const at::Tensor &q, int64_t batch) {
-    if (options.alibi_slopes.has_value()) {
-        check_alibi_slopes(*options.alibi_slopes, q, batch);
-    }
-    if (options.learnable_sink.has_value()) {
-        check_learnable_sink(*options.learnable_sink, q, batch);
-    }
+    check_score_mod(options, q, batch);
     for (const auto &[side, size] :
          {std::pair{"left", options.window_size_left}, std::pair{"right", options.window_size_right}}) {
         FLASH_CHECK_VALUE(size >= -1, "window_size has ", side, " ", size,
                           "; allowed: -1 (unbounded) or at least 0 keys");
     }
-    check_scale_and_softcap(options, q.scalar_type());
     check_dropout(options);
 }
 

@@ -16,6 +16,7 @@
 #include "api/allocation.h"
 #include "api/checks.h"
 #include "api/options.h"
+#include "api/score_mod.h"
 #include "api/set_params.h"
 #include "common/message.h"
 #include "common/trace.h"
@@ -28,7 +29,7 @@
 namespace flash {
 namespace {
 
-// ---- what the entries share: the backend's name, and the q, scale and options that kernels read
+// ---- what the entries share: the backend's name, and the q and scale that kernels read
 
 // "cpu" or "cuda".
 std::string backend_of(const at::Tensor &q) {
@@ -56,28 +57,6 @@ ScaledQuery with_positive_scale(const at::Tensor &q, double softmax_scale) {
     }
     at::Tensor negative = empty_contiguous_last(q);
     return {at::neg_out(negative, q), -softmax_scale};
-}
-
-// The log-sum-exp of rows without keys: -inf, or the sink.
-void fill_lse_without_keys(const at::Tensor &softmax_lse, const Options &options) {
-    if (options.learnable_sink.has_value()) {
-        softmax_lse.copy_(options.learnable_sink->unsqueeze(-1).expand(softmax_lse.sizes()));
-    } else {
-        softmax_lse.fill_(-std::numeric_limits<double>::infinity());
-    }
-}
-
-// The options with tensors that kernels can read. They must live until the kernels are launched.
-Options readable(Options options, const at::Tensor &softmax_lse) {
-    for_each_tensor(options, [](const char *, Optional &x) {
-        if (x.has_value()) {
-            x = without_neg(*x);
-        }
-    });
-    if (options.learnable_sink.has_value()) {
-        options.learnable_sink = options.learnable_sink->to(softmax_lse.scalar_type()).contiguous();
-    }
-    return options;
 }
 
 // ---- forward and backward
@@ -193,10 +172,8 @@ BwdResults backward(const BwdArgs &args, std::array<bool, 3> output_mask, bool z
         const auto statistic = [](const Optional &x) {
             return x.has_value() ? without_neg(x->contiguous()) : at::Tensor();
         };
-        Options read_by_kernels = options;
-        read_by_kernels.learnable_sink.reset();  // the log-sum-exp includes it
         const FwdArgs readable_args{
-            q, k, v, forward.out, forward.sequences, readable(read_by_kernels, args.softmax_lse)};
+            q, k, v, forward.out, forward.sequences, readable_by_backward(options, args.softmax_lse)};
         const ScaledQuery scaled = with_nonzero_scale(q, options.softmax_scale);
         const at::Tensor kernel_q = readable_by_kernel(scaled.q, "q"), kernel_k = readable_by_kernel(k, "k"),
                          kernel_v = readable_by_kernel(v, "v"), kernel_out = readable_by_kernel(*forward.out, "out"),

@@ -26,17 +26,22 @@ using Optional = std::optional<at::Tensor>;
     X("SymInt", Int, max_seqlen_k)                               \
     X("Tensor?", Optional, block_table) /* int32 [batch, max_pages] */
 
-#define FLASH_OPTIONS(X)                                                                      \
-    X("float", double, dropout_p)                                                             \
-    X("float", double, softmax_scale)                                                         \
-    X("bool", bool, causal)                                                                   \
-    X("SymInt", Int, window_size_left)   /* keys, -1 = unbounded */                           \
-    X("SymInt", Int, window_size_right)  /* keys, -1 = unbounded */                           \
-    X("float", double, softcap)          /* 0 = off */                                        \
-    X("Tensor?", Optional, alibi_slopes) /* float32 [nheads] or [batch, nheads] */            \
-    X("bool", bool, deterministic)                                                            \
+// Options that the official functions do not have. They come last in those of the extension (api/bindings.cpp), None by
+// default.
+#define FLASH_OWN_OPTIONS(X)                                                                  \
     X("str?", std::optional<c10::string_view>, backend) /* none: the backend of the device */ \
     X("Tensor?", Optional, learnable_sink)              /* [nheads], equal lengths also [batch, nheads] */
+
+#define FLASH_OPTIONS(X)                                                           \
+    X("float", double, dropout_p)                                                  \
+    X("float", double, softmax_scale)                                              \
+    X("bool", bool, causal)                                                        \
+    X("SymInt", Int, window_size_left)   /* keys, -1 = unbounded */                \
+    X("SymInt", Int, window_size_right)  /* keys, -1 = unbounded */                \
+    X("float", double, softcap)          /* 0 = off */                             \
+    X("Tensor?", Optional, alibi_slopes) /* float32 [nheads] or [batch, nheads] */ \
+    X("bool", bool, deterministic)                                                 \
+    FLASH_OWN_OPTIONS(X)
 
 // flash_attn_with_kvcache. Lengths count from the start of a cache row, its left padding included.
 #define FLASH_KV_CACHE(X)                                                                                           \

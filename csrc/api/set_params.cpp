@@ -4,6 +4,7 @@
 
 #include <optional>
 
+#include "api/score_mod.h"
 #include "common/message.h"
 #include "common/philox.h"
 #include "common/trace.h"
@@ -21,26 +22,7 @@ struct RowStrides {
 
 // keys_and_queries: at least as many as the longest sequence has together.
 void set_options(Flash_fwd_params &params, const Options &options, double softmax_scale, int64_t keys_and_queries) {
-    params.softmax_scale = softmax_scale;
-    params.softcap = options.softcap;
-    const bool has_softcap = options.softcap > 0.0;
-    const double scale_softmax = has_softcap ? options.softcap : softmax_scale;
-    params.qk_scale = static_cast<float>(softmax_scale);
-    params.cap_scale = has_softcap ? static_cast<float>(softmax_scale / options.softcap) : 0.0f;
-    params.scale_softmax = static_cast<float>(scale_softmax);
-    params.scale_softmax_log2 = static_cast<float>(scale_softmax * kLog2e);
-
-    if (options.alibi_slopes.has_value()) {
-        const at::Tensor &slopes = *options.alibi_slopes;
-        params.alibi_slopes = slopes.data_ptr<float>();
-        params.alibi_slopes_batch_stride = slopes.dim() == 2 ? slopes.stride(0) : 0;
-    }
-
-    if (options.learnable_sink.has_value()) {
-        const at::Tensor &sink = *options.learnable_sink;
-        params.sink = sink.data_ptr();
-        params.sink_batch_stride = sink.dim() == 2 ? sink.stride(0) : 0;
-    }
+    set_score_mod(params, options, softmax_scale);
 
     // A window that reaches past every key is unbounded: a larger one could overflow index arithmetic.
     const auto window = [&](int64_t size) { return size >= keys_and_queries ? -1 : static_cast<int>(size); };
@@ -131,12 +113,9 @@ Flash_fwd_params set_params_fprop(const FpropTensors &tensors, const FwdArgs &ar
     }
     if (trace_enabled()) {
         trace("set_params_fprop",
-              "b=%d seqlen_q=%d seqlen_k=%d h=%d h_k=%d d=%d scale=%g window=(%d,%d) softcap=%g alibi=%s sink=%s "
-              "p_dropout=%g "
-              "varlen=%s page_size=%d",
-              params.b, params.seqlen_q, params.seqlen_k, params.h, params.h_k, params.d, params.softmax_scale,
-              params.window_size_left, params.window_size_right, params.softcap,
-              name_of(params.alibi_slopes != nullptr), name_of(params.sink != nullptr), params.p_dropout,
+              "b=%d seqlen_q=%d seqlen_k=%d h=%d h_k=%d d=%d %s window=(%d,%d) p_dropout=%g varlen=%s page_size=%d",
+              params.b, params.seqlen_q, params.seqlen_k, params.h, params.h_k, params.d,
+              describe_score_mod(params).c_str(), params.window_size_left, params.window_size_right, params.p_dropout,
               name_of(params.cu_seqlens_q != nullptr), params.page_size);
     }
     return params;
@@ -189,13 +168,13 @@ Flash_fwd_params set_params_kvcache(const KvCacheTensors &tensors, const KvCache
     cache.num_splits = static_cast<int>(args.num_splits);
     cache.split_keys = static_cast<int>(args.split_keys);
     if (trace_enabled()) {
-        trace("set_params_kvcache",
-              "b=%d seqlen_q=%d capacity=%d seqlen_new=%d h=%d h_k=%d d=%d scale=%g window=(%d,%d) softcap=%g alibi=%s "
-              "sink=%s rotary_dim=%d page_size=%d num_splits=%d split_keys=%d",
-              params.b, params.seqlen_q, cache.capacity, cache.seqlen_new, params.h, params.h_k, params.d,
-              params.softmax_scale, params.window_size_left, params.window_size_right, params.softcap,
-              name_of(params.alibi_slopes != nullptr), name_of(params.sink != nullptr), cache.rotary_dim,
-              params.page_size, cache.num_splits, cache.split_keys);
+        trace(
+            "set_params_kvcache",
+            "b=%d seqlen_q=%d capacity=%d seqlen_new=%d h=%d h_k=%d d=%d %s window=(%d,%d) rotary_dim=%d page_size=%d "
+            "num_splits=%d split_keys=%d",
+            params.b, params.seqlen_q, cache.capacity, cache.seqlen_new, params.h, params.h_k, params.d,
+            describe_score_mod(params).c_str(), params.window_size_left, params.window_size_right, cache.rotary_dim,
+            params.page_size, cache.num_splits, cache.split_keys);
     }
     return params;
 }

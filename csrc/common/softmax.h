@@ -4,7 +4,7 @@
 
 #include <cute/tensor.hpp>
 
-#include "sink.h"
+#include "row_mod.h"
 
 namespace flash {
 
@@ -70,24 +70,28 @@ struct Softmax {
     }
 
     // After the last step: acc_o becomes the output times out_factor, and lse the log-sum-exp of each row (natural
-    // log), with a sink (null: none). A row without a key gets output 0, even if V holds NaN or infinity. The product
-    // of score and scale is rounded as in the backward, so that the probability of a very large score is exactly 1
-    // there.
+    // log). A row without a key gets output 0, even if V holds NaN or infinity. The product of score and scale is
+    // rounded as in the backward, so that the probability of a very large score is exactly 1 there.
     template <typename TensorO>
-    __device__ __forceinline__ void finalize(TensorO &acc_o, float softmax_scale, float out_factor, const float *sink,
-                                             float (&lse)[kNRows]) {
-        float factor[kNRows];  // 0 for a row without a key
+    __device__ __forceinline__ void finalize(TensorO &acc_o, float softmax_scale, float out_factor,
+                                             const RowMod<float> &row_mod, float (&lse)[kNRows]) {
+        float factor[kNRows], total[kNRows], reference[kNRows], weight[kNRows];  // factor: 0 for a row without a key
         CUTE_UNROLL
         for (int row = 0; row < kNRows; ++row) {
-            const float total = quad_allreduce(row_sum[row], [](float a, float b) { return a + b; });
-            factor[row] = total == 0.0f ? 0.0f : out_factor / total;
-            lse[row] = total == 0.0f ? -INFINITY : __fmul_rn(row_max[row], softmax_scale) + logf(total);
+            total[row] = quad_allreduce(row_sum[row], [](float a, float b) { return a + b; });
+            reference[row] = __fmul_rn(row_max[row], softmax_scale);
+            weight[row] = 1.0f;
         }
-        if (sink != nullptr) {
+        if (row_mod.is_on()) {
             CUTE_UNROLL
             for (int row = 0; row < kNRows; ++row) {
-                factor[row] *= join_sink(*sink, lse[row]);
+                weight[row] = row_mod.join(reference[row], total[row]);
             }
+        }
+        CUTE_UNROLL
+        for (int row = 0; row < kNRows; ++row) {
+            factor[row] = total[row] == 0.0f ? 0.0f : out_factor / total[row] * weight[row];
+            lse[row] = total[row] == 0.0f ? -INFINITY : reference[row] + logf(total[row]);
         }
         CUTE_UNROLL
         for (int row = 0; row < kNRows; ++row) {

@@ -15,8 +15,8 @@
 #include <type_traits>
 #include <vector>
 
+#include "../common/row_mod.h"
 #include "../common/sequence.h"
-#include "../common/sink.h"
 #include "common/trace.h"
 #include "schedule.h"
 #include "select_isa.h"
@@ -149,9 +149,11 @@ struct PartialRow {
     }
 
     template <typename Element>
-    void store(Element *out, Acc *lse, int d, double scale, const Acc *sink) const {
-        *lse = *l == 0 ? -std::numeric_limits<Acc>::infinity() : *m * Acc(scale) + std::log(*l);
-        const Acc factor = (*l == 0 ? Acc(0) : Acc(1) / *l) * (sink == nullptr ? Acc(1) : join_sink(*sink, *lse));
+    void store(Element *out, Acc *lse, int d, double scale, const RowMod<Acc> &row_mod) const {
+        Acc reference = *m * Acc(scale), sum = *l;
+        const Acc weight = row_mod.is_on() ? row_mod.join(reference, sum) : Acc(1);
+        *lse = sum == 0 ? -std::numeric_limits<Acc>::infinity() : reference + std::log(sum);
+        const Acc factor = sum == 0 ? Acc(0) : weight / sum;
         for (int c = 0; c < d; ++c) out[c] = Element(o[c] * factor);
     }
 };
@@ -349,7 +351,7 @@ private:
                     static_cast<Element *>(o.ptr) + bidb * o.batch_stride + query * o.row_stride + head * o.head_stride,
                     static_cast<Acc *>(params_.softmax_lse) + bidb * params_.lse_batch_stride +
                         head * params_.lse_head_stride + query,
-                    d, scale, sink_of<Acc>(params_, bidb, head));
+                    d, scale, RowMod<Acc>(params_, bidb, head));
             }
         });
     }

@@ -7,7 +7,7 @@
 #include <cmath>
 #include <type_traits>
 
-#include "common/sink.h"
+#include "common/row_mod.h"
 #include "dropout.h"
 #include "group.h"
 #include "kernels.h"
@@ -158,13 +158,13 @@ protected:
     void store_out(const Panel &p) {
         Acc *rows[kPanel];
         for (int i = 0; i < p.rows; ++i) {
-            const Acc m = p.state.m[i], l = p.state.l[i];
+            Acc reference = p.state.m[i] * scale_, sum = p.state.l[i];
             const int64_t row = block_.row_begin + p.row + i;
-            Acc lse = l == 0 ? -std::numeric_limits<Acc>::infinity() : m * scale_ + std::log(l);
-            const Acc *sink = sink_of<Acc>(params_, group_.bidb, group_.head(row));
-            const Acc factor = sink == nullptr ? Acc(1) : join_sink(*sink, lse);
-            static_cast<Acc *>(params_.softmax_lse)[group_.lse_index(row)] = lse;
-            p.state.l[i] = l == 0 ? Acc(0) : factor * Acc(dropout_.scale) / l;
+            const RowMod<Acc> row_mod(params_, group_.bidb, group_.head(row));
+            const Acc weight = row_mod.is_on() ? row_mod.join(reference, sum) : Acc(1);
+            static_cast<Acc *>(params_.softmax_lse)[group_.lse_index(row)] =
+                sum == 0 ? -std::numeric_limits<Acc>::infinity() : reference + std::log(sum);
+            p.state.l[i] = sum == 0 ? Acc(0) : weight * Acc(dropout_.scale) / sum;
             if constexpr (kConvert)
                 rows[i] = self().out_rows() + i * d_;
             else

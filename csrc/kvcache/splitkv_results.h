@@ -50,13 +50,11 @@ struct RowResult {
     template <typename Element>
     __device__ __forceinline__ void store(const Flash_fwd_params &params, int bidb, int bidh, int query, int column,
                                           float sum_factor = 1.0f) const {
-        float inverse = row_sum == 0.0f ? 0.0f : 1.0f / row_sum, lse = -INFINITY;
-        if ((column == 0 || params.sink != nullptr) && row_sum != 0.0f) {
-            lse = __fmul_rn(row_max, params.scale_softmax) + logf(row_sum * sum_factor);
+        float reference = __fmul_rn(row_max, params.scale_softmax), sum = row_sum, weight = 1.0f;
+        if (RowMod<float>::is_on(params)) {
+            weight = RowMod<float>(params, bidb, bidh).join(reference, sum, 1.0f / sum_factor);
         }
-        if (params.sink != nullptr) {
-            inverse *= join_sink(*sink_of<float>(params, bidb, bidh), lse);
-        }
+        const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum * weight;
         const uint2 rounded = {pack<Element>(o.x * inverse, o.y * inverse),
                                pack<Element>(o.z * inverse, o.w * inverse)};
         Element *target = static_cast<Element *>(params.o.ptr) + bidb * params.o.batch_stride +
@@ -71,8 +69,9 @@ struct RowResult {
             }
         }
         if (column == 0) {
-            static_cast<float *>(
-                params.softmax_lse)[bidb * params.lse_batch_stride + bidh * params.lse_head_stride + query] = lse;
+            float *lse = static_cast<float *>(params.softmax_lse) + bidb * params.lse_batch_stride +
+                         bidh * params.lse_head_stride + query;
+            *lse = sum == 0.0f ? -INFINITY : reference + logf(sum * sum_factor);
         }
     }
 };

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..options import KvCache, Options, Sequences
+from ..options import NUM_OFFICIAL_OPTIONS, KvCache, Options, Sequences
 from ..schemas import EQUAL_LENGTHS
 
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
@@ -69,7 +69,7 @@ def forward(
     """``_C.fwd``, or ``_C.varlen_fwd`` with sequences: out, softmax_lse and, with dropout, rng_state."""
     out = seqused_k = leftpad_k = generator = None
     return_softmax = False
-    end = (return_softmax, generator, options.deterministic, options.backend, options.learnable_sink)
+    end = (return_softmax, generator, options.deterministic, *options[NUM_OFFICIAL_OPTIONS:])
     if sequences is None:
         results = load().fwd(q, k, v, out, options.alibi_slopes, *_scalars(options), *end)
     else:
@@ -108,7 +108,7 @@ def backward(
     tensors = (dout, q, k, v, out, softmax_lse, *into)
     generator = None
     deterministic = options.deterministic or torch.are_deterministic_algorithms_enabled()
-    end = (deterministic, generator, rng_state, dsoftmax_lse, output_mask, options.backend, options.learnable_sink)
+    end = (deterministic, generator, rng_state, dsoftmax_lse, output_mask, *options[NUM_OFFICIAL_OPTIONS:])
     if sequences is None:
         dq, dk, dv, softmax_d = load().bwd(*tensors, options.alibi_slopes, *_scalars(options), *end)
     else:
@@ -149,7 +149,6 @@ def forward_kvcache(
         cache.num_splits,
         cache.split_keys,
         cache.cache_seqlen,
-        options.backend,
-        options.learnable_sink,
+        *options[NUM_OFFICIAL_OPTIONS:],
     )
     return result, softmax_lse

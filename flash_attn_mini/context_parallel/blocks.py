@@ -159,13 +159,13 @@ class Block(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One step of the ring: the keys of ``source`` arrive and are used, while local keys go to ``sink``."""
+    """One step of the ring: the keys of ``source`` arrive and are used, while local keys go to ``target``."""
 
     number: int
     source: int
-    sink: int
+    target: int
     arriving: Block
-    leaving: Block  # the sink's work on this rank's keys
+    leaving: Block  # the target's work on this rank's keys
 
 
 class Plan(NamedTuple):
@@ -187,10 +187,10 @@ def plan(shards: Shards, mask: Mask, is_packed: bool) -> Plan:
         rank, size = shards.rank, shards.size
         steps = []
         for number in steps_of_all_ranks(shards, mask):
-            source, sink = (rank - number) % size, (rank + number) % size
+            source, target = (rank - number) % size, (rank + number) % size
             arriving = block(shards, rank, source, mask, is_packed)
-            leaving = block(shards, sink, rank, mask, is_packed)
-            steps.append(Step(number, source, sink, arriving, leaving))
+            leaving = block(shards, target, rank, mask, is_packed)
+            steps.append(Step(number, source, target, arriving, leaving))
         own = block(shards, rank, rank, mask, is_packed).calls
         shards.plans[key] = Plan(own, steps)
     result: Plan = shards.plans[key]

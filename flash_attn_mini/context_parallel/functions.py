@@ -13,8 +13,8 @@ from .. import tracing
 from ..argument_checks import WindowSize, as_flag, checked_options, wrong_type
 from ..backends import extension, select_backend
 from ..backends.triton import checks as triton_checks
-from ..options import Sequences
-from ..sinks import join_sink
+from ..options import TENSOR_OPTIONS, Options, Sequences
+from ..score_mod import modifies_rows, with_modified_rows
 from ..transforms import autocast
 from . import all_gather, blocks, checks, ring, transport, ulysses
 from .kernels import Attention, BackwardInputs
@@ -82,8 +82,8 @@ def cp_flash_attn_func(
         return_attn_probs: Return ``(out, softmax_lse, S_dmask)`` in place of ``out``.
         strategy: ``"ring"``, ``"all_gather"``, ``"ulysses"``, or ``"auto"``: the ring where work hides its
             messages, else the strategy that sends less. ``FLASH_ATTN_MINI_TRACE=1`` prints the choice and its reason.
-        learnable_sink: ``[nheads]``, the same on every rank; see `flash_attn_func`. It joins the merged result once. A
-            rank's gradient is that of its own rows: the sum over the ranks is the whole gradient.
+        learnable_sink: ``[nheads]`` or ``[batch, nheads]``, the same on every rank; see `flash_attn_func`. It joins the
+            merged result once. A rank's gradient is that of its own rows: the sum over the ranks is the whole gradient.
         backend: As in `flash_attn_func`.
 
     Returns:
@@ -232,13 +232,16 @@ def _call(
         choice = choose_strategy(attention, q.shape[-2], k.shape[-2])
     if tracing.enabled():
         tracing.trace(name, q=q, k=k, shards=shards, strategy=choice.strategy, reason=choice.reason)
-    returns_lse, sink = bool(arguments.return_attn_probs), attention.options.learnable_sink
-    attention = attention._replace(options=attention.options._replace(learnable_sink=None))
-    out, softmax_lse = _ContextParallelAttention.apply(
-        attention, choice.strategy, returns_lse or sink is not None, q, k, v
-    )
-    if sink is not None:
-        out, softmax_lse = join_sink(out, softmax_lse, sink)
+    returns_lse = bool(arguments.return_attn_probs)
+    needs_lse = returns_lse or modifies_rows(attention.options)
+
+    def forward(options: Options) -> tuple[torch.Tensor, torch.Tensor]:
+        out, softmax_lse = _ContextParallelAttention.apply(
+            attention._replace(options=options), choice.strategy, needs_lse, q, k, v
+        )
+        return out, softmax_lse
+
+    out, softmax_lse = with_modified_rows(forward, attention.options)
     return (out, softmax_lse, q.new_empty(0)) if returns_lse else out
 
 
@@ -289,10 +292,6 @@ def _checked(
                 f"{shards.tokens[shards.rank]} ({shards!r})"
             )
     sequences = _local_sequence(shards, q.device) if is_packed else None
-    if options.learnable_sink is not None and options.learnable_sink.ndim != 1:
-        raise ValueError(
-            f"flash_attn_mini: learnable_sink has shape {list(options.learnable_sink.shape)}; allowed: [nheads]"
-        )
     assert options.backend is not None
     check = triton_checks.check_forward if extension.MODULE is None else extension.check_forward
     check(q, k, v, sequences, options._replace(alibi_slopes=slopes))
@@ -323,16 +322,16 @@ def _description(
     rows_dim = q.ndim - 3
     shapes = [[*x.shape[:rows_dim], "tokens", *x.shape[rows_dim + 1 :]] for x in (q, k)]
     needs = [name for name, x in zip("qkv", (q, k, v), strict=True) if torch.is_grad_enabled() and x.requires_grad]
-    options, slopes = attention.options, attention.options.alibi_slopes
+    options = attention.options._asdict()
+    tensors = {name: options.pop(name) for name in list(options) if name in TENSOR_OPTIONS}
     return {
         "shape of q": str(shapes[0]),
         "shape of k": str(shapes[1]),
         "dtype": str(q.dtype),
         "device": q.device.type,
         "strategy": strategy,
-        "options": str(options._replace(alibi_slopes=None, learnable_sink=None)),
-        "alibi_slopes": "None" if slopes is None else str(slopes.tolist()),
-        "learnable_sink": "None" if options.learnable_sink is None else str(options.learnable_sink.tolist()),
+        "options": str(options),
+        **{name: "None" if x is None else str(x.tolist()) for name, x in tensors.items()},
         "return_attn_probs": str(bool(arguments.return_attn_probs)),
         "tensors with a gradient": str(needs),
         "shards": attention.shards.description,

@@ -114,9 +114,9 @@ class _Keys:
         group = self._attention.shards.group
         sent = [rows_of(x, step.leaving.keys) for x in (self._k, self._v)] if step.leaving.keys else []
         received = [_new_rows(x, step.arriving.rows) for x in (self._k, self._v)]
-        what = f"step {step.number}, K and V to rank {step.sink} and from rank {step.source}"
+        what = f"step {step.number}, K and V to rank {step.target} and from rank {step.source}"
         where = self._attention.where(NAME, self._direction, what)
-        return transport.exchange(step.sink, sent, step.source, received, group, where)
+        return transport.exchange(step.target, sent, step.source, received, group, where)
 
     def beside_messages(self, q: torch.Tensor, calls: list[Call]) -> AbstractContextManager[None]:
         """A context in which the forwards of ``calls`` leave SMs free for messages in flight, if that saves time."""
@@ -155,9 +155,9 @@ def _return_gradients(
     """Send the gradients of the keys that arrived to their owner, and receive those of the keys that left."""
     sent = [arriving.result(_dtype_of_gradients(step.arriving, k))] if step.arriving.keys else []
     received = [leaving.new(step.leaving.rows, _dtype_of_gradients(step.leaving, k))]
-    what = f"step {step.number}, dK and dV to rank {step.source} and from rank {step.sink}"
+    what = f"step {step.number}, dK and dV to rank {step.source} and from rank {step.target}"
     where = attention.where(NAME, "backward", what)
-    return transport.exchange(step.source, sent, step.sink, received, attention.shards.group, where)
+    return transport.exchange(step.source, sent, step.target, received, attention.shards.group, where)
 
 
 def _add_returned(returning: tuple[Step, transport.Message] | None, dkv: Total) -> None:

@@ -17,7 +17,7 @@ from flash_attn_mini import ops, schemas
 from flash_attn_mini.allocation import empty_contiguous_last
 from flash_attn_mini.options import Options, Sequences
 from flash_attn_mini.rng_state import draw_in_program
-from flash_attn_mini.sinks import join_sink
+from flash_attn_mini.score_mod import with_modified_rows
 from flash_attn_mini.transforms import autocast
 
 _LENGTHS = "Tensor cu_seqlens, Tensor sizes"
@@ -66,9 +66,8 @@ def attend_to_sequences(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[Tensor, 
     """`flash_attn_varlen_func` for the result of `sequences_of`."""
     q, k, v = autocast(q), autocast(k), autocast(v)
     rng_state = draw_in_program(q, k, v) if options.dropout_p > 0 else None
-    sink = options.learnable_sink
-    out, softmax_lse = FORWARD(q, k, v, *lengths, *options._replace(learnable_sink=None), rng_state)
-    return out if sink is None else join_sink(out, softmax_lse, sink)[0]
+    out, _ = with_modified_rows(lambda unmodified: FORWARD(q, k, v, *lengths, *unmodified, rng_state), options)
+    return out
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -26,7 +26,7 @@ from flash_attn_mini import (
 )
 from flash_attn_mini.argument_checks import checked_options
 from flash_attn_mini.reference import attention_kvcache_reference, attention_reference, dropout_mask
-from flash_attn_mini.sinks import sink_gradient
+from flash_attn_mini.score_mod import sink_gradient
 
 from ..conftest import CPU_DTYPES, GPU_DTYPES
 from ..support.bounds import assert_forward_accurate

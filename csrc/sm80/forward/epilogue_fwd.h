@@ -20,7 +20,7 @@ __device__ __forceinline__ void epilogue_fwd(const Flash_fwd_params &params, con
     Tensor acc_o_rowcol = make_tensor(acc_o.data(), rowcol_layout(acc_o.layout()));
     float lse[decltype(size<0>(acc_o_rowcol))::value];
     const float rp_dropout = is_general(kKind) ? params.rp_dropout : 1.0f;
-    softmax.finalize(acc_o_rowcol, params.scale_softmax, rp_dropout, sink_of<float>(params, bidb, bidh), lse);
+    softmax.finalize(acc_o_rowcol, params.scale_softmax, rp_dropout, RowMod<float>(params, bidb, bidh), lse);
     typename Traits::TiledMma tiled_mma;
     Tensor tOcO =
         tiled_mma.get_thread_slice(tidx).partition_C(make_identity_tensor(Shape<Int<kBlockM>, Int<kHeadDim>>{}));

@@ -40,7 +40,7 @@ public:
                 continue;
             }
             const RowPointers at = pointers_of(row);
-            *at.lse = lse_without_keys(at.sink);
+            *at.lse = at.row_mod.lse_without_keys();
             CUTE_NO_UNROLL
             for (int column = 0; column < params.d; column += 8) {
                 *reinterpret_cast<uint4 *>(at.o + column) = {};
@@ -57,7 +57,7 @@ private:
     struct RowPointers {
         Element *o;
         float *lse;
-        const float *sink;  // of the head; null: none
+        RowMod<float> row_mod;
     };
     __device__ __forceinline__ RowPointers pointers_of(int row) const {
         const int packed = tile.place.block * Traits::kBlockM + row, query = packed / params.h_h_k_ratio;
@@ -66,7 +66,7 @@ private:
                     query * params.o.row_stride,
                 static_cast<float *>(params.softmax_lse) + bidb * params.lse_batch_stride +
                     bidh * params.lse_head_stride + query,
-                sink_of<float>(params, bidb, bidh)};
+                RowMod<float>(params, bidb, bidh)};
     }
     __device__ __forceinline__ int rows_of_tile() const {
         return min(plan.tile_rows, params.seqlen_q * params.h_h_k_ratio - tile.place.block * Traits::kBlockM);
@@ -76,16 +76,14 @@ private:
     __device__ __forceinline__ void store_finished(TensorO &acc_o, const SoftmaxState &softmax) const {
         constexpr int kRowsOfThread = decltype(size<0>(acc_o))::value;
         float lse[kRowsOfThread], factor[kRowsOfThread];
-        softmax.finalize(params.scale_softmax, /*out_factor=*/1.0f, lse, factor);
+        const auto row_of = [&](int i) { return first_row + first_row_of_thread() + i * 8; };
+        softmax.finalize(
+            params, /*out_factor=*/1.0f, [&](int i) { return pointers_of(row_of(i)).row_mod; }, lse, factor);
         clear_rows_without_keys(factor, acc_o);
         CUTE_UNROLL
         for (int i = 0; i < kRowsOfThread; ++i) {
-            const int row = first_row + first_row_of_thread() + i * 8;
-            const bool is_in_range = row < rows_of_tile();
-            const RowPointers at = pointers_of(row);
-            if (at.sink != nullptr) {
-                factor[i] *= join_sink(*at.sink, lse[i]);
-            }
+            const bool is_in_range = row_of(i) < rows_of_tile();
+            const RowPointers at = pointers_of(row_of(i));
             if (is_in_range && threadIdx.x % 4 == 0) {
                 *at.lse = lse[i];
             }

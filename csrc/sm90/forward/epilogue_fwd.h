@@ -71,15 +71,9 @@ __device__ __forceinline__ void store(const Flash_fwd_params &params, const Work
     constexpr int kRowsOfThread = decltype(size<0>(acc_o))::value;
     const float rp_dropout = is_general(kKind) ? params.rp_dropout : 1.0f;
     float lse[kRowsOfThread], factor[kRowsOfThread];
-    softmax.finalize(params.scale_softmax, rp_dropout, lse, factor);
+    const RowMod<float> row_mod(params, tile.place.bidb, tile.place.bidh);
+    softmax.finalize(params, rp_dropout, [&](int) { return row_mod; }, lse, factor);
     clear_rows_without_keys(factor, acc_o);
-    if (params.sink != nullptr) {
-        const float sink = *sink_of<float>(params, tile.place.bidb, tile.place.bidh);
-        CUTE_UNROLL
-        for (int i = 0; i < kRowsOfThread; ++i) {
-            factor[i] *= join_sink(sink, lse[i]);
-        }
-    }
     CUTE_UNROLL
     for (int i = 0; i < kRowsOfThread; ++i) {
         const int row = first_row_of_thread() + i * 8;
@@ -91,7 +85,7 @@ __device__ __forceinline__ void store(const Flash_fwd_params &params, const Work
     }
 }
 
-// Stores a whole work tile whose rows see no key: zeros, and -inf or the sink. Called by one warp.
+// Stores a whole work tile whose rows see no key: zeros and their log-sum-exp. Called by one warp.
 template <typename Traits>
 __device__ __forceinline__ void store_nothing(const Flash_fwd_params &params, const WorkTile &tile,
                                               const Output<Traits> &output) {
@@ -101,7 +95,7 @@ __device__ __forceinline__ void store_nothing(const Flash_fwd_params &params, co
     for (int i = lane; i < Traits::kBlockM * kVectors; i += 32) {
         output.store(i / kVectors, i % kVectors * kVector, {});
     }
-    const float lse = lse_without_keys(sink_of<float>(params, tile.place.bidb, tile.place.bidh));
+    const float lse = RowMod<float>(params, tile.place.bidb, tile.place.bidh).lse_without_keys();
     CUTE_NO_UNROLL
     for (int row = lane; row < Traits::kBlockM; row += 32) {
         output.store_lse(row, lse);

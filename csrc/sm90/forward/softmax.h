@@ -144,13 +144,28 @@ struct Softmax {
 
     // After the last step: the log-sum-exp of each row (natural log), and the factor that normalises its output and
     // includes out_factor; 0 for a row without a key.
-    __device__ __forceinline__ void finalize(float softmax_scale, float out_factor, float (&lse)[kNRows],
+    // row_mod_of(row): the RowMod of a row's head.
+    template <typename RowModOf>
+    __device__ __forceinline__ void finalize(const Flash_fwd_params &params, float out_factor,
+                                             const RowModOf &row_mod_of, float (&lse)[kNRows],
                                              float (&factor)[kNRows]) const {
+        float total[kNRows], reference[kNRows], weight[kNRows];
         CUTE_UNROLL
         for (int row = 0; row < kNRows; ++row) {
-            const float total = quad_allreduce(row_sum[row], [](float a, float b) { return a + b; });
-            factor[row] = total == 0.0f ? 0.0f : __fdividef(out_factor, total);
-            lse[row] = total == 0.0f ? -INFINITY : __fmul_rn(row_max[row], softmax_scale) + __logf(total / kOne);
+            total[row] = quad_allreduce(row_sum[row], [](float a, float b) { return a + b; });
+            reference[row] = __fmul_rn(row_max[row], params.scale_softmax);
+            weight[row] = 1.0f;
+        }
+        if (RowMod<float>::is_on(params)) {
+            CUTE_UNROLL
+            for (int row = 0; row < kNRows; ++row) {
+                weight[row] = row_mod_of(row).join(reference[row], total[row], kOne);
+            }
+        }
+        CUTE_UNROLL
+        for (int row = 0; row < kNRows; ++row) {
+            factor[row] = total[row] == 0.0f ? 0.0f : __fdividef(out_factor, total[row]) * weight[row];
+            lse[row] = total[row] == 0.0f ? -INFINITY : reference[row] + __logf(total[row] / kOne);
         }
     }
 

@@ -14,14 +14,13 @@ from torch import Tensor
 from ... import schemas
 from ...options import KvCache, Options, Sequences
 from ...rng_state import draw_in_program
-from ...sinks import sink_gradient
+from ...score_mod import GRADIENTS
 from ...transforms import autocast, refuse_forward_mode
 from . import checks, ops
 
 PACKED_DIM = -3  # of q, k, v in qkv [..., 3, nheads, headdim], and of k, v in kv [..., 2, nheads_k, headdim]
 NUM_TENSORS = 3  # q, k and v, before the other inputs of FlashAttnFunc
 OPTIONS = NUM_TENSORS + len(Sequences._fields)  # before the options among these inputs
-SINK = OPTIONS + Options._fields.index("learnable_sink")
 
 NO_DOUBLE_BACKWARD = (
     "flash_attn_mini: no backend implements the derivative of the backward (double backward); backends that have it: "
@@ -113,8 +112,9 @@ def _gradients(
     run: Callable[..., tuple[Tensor | None, ...]], ctx: Any, dout: Tensor | None, dsoftmax_lse: Tensor | None
 ) -> tuple[Any, ...]:
     """The gradients of the inputs, from a backward with the inputs of FlashAttnBackwardFunc."""
-    for name, needs_gradient in zip(Options._fields, ctx.needs_input_grad[OPTIONS:], strict=False):
-        if needs_gradient and name != "learnable_sink":
+    wanted = {name: OPTIONS + i for i, name in enumerate(Options._fields) if ctx.needs_input_grad[OPTIONS + i]}
+    for name in wanted:
+        if name not in GRADIENTS:
             raise NotImplementedError(
                 f"flash_attn_mini: {name} requires a gradient, which is not supported; backends that have it: none. "
                 f"Allowed: one that requires none, for example {name}.detach()"
@@ -130,9 +130,9 @@ def _gradients(
     qkv, rest = inputs[:NUM_TENSORS], inputs[NUM_TENSORS:]
     dq, dk, dv, softmax_d = run(dout, *qkv, out, softmax_lse, dsoftmax_lse, *rest, *ctx.needs_input_grad[:NUM_TENSORS])
     gradients: list[Tensor | None] = [dq, dk, dv, *(None for _ in rest)]
-    if ctx.needs_input_grad[SINK]:
+    for name, place in wanted.items():
         assert softmax_d is not None
-        gradients[SINK] = sink_gradient(inputs[SINK], softmax_lse, softmax_d, dsoftmax_lse, inputs[NUM_TENSORS])
+        gradients[place] = GRADIENTS[name](inputs[place], softmax_lse, softmax_d, dsoftmax_lse, inputs[NUM_TENSORS])
     return tuple(gradients)
 
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from .dropout import dropout_stream, keep_tile
-from .score_mod import head_slope, join_sink, modified_logits
+from .score_mod import head_slope, join_row_mod, modified_logits
 from .sequences import (
     cache_row,
     cached_keys,
@@ -161,7 +161,7 @@ def flash_fwd_kernel(
     cache_leftpad=None,
     cache_batch_idx=None,
     batch_cache=None,
-    sink=None,  # see score_mod.py
+    row_mod=None,  # see score_mod.py
 ):
     """Grid: cdiv(seqlen_q, BLOCK_M) * batch * nheads programs; variable length: see find_block, times nheads."""
     # The rows and the head of this program.
@@ -254,8 +254,8 @@ def flash_fwd_kernel(
     if not SCORE_MOD:
         row_max = row_max * qk_scale
     row_lse = (row_max + tl.math.log2(divisor)) * 0.6931471805599453
-    if sink is not None:
-        row_lse, factor = join_sink(sink, sequence, head, row_lse)
+    if row_mod is not None:
+        row_lse, factor = join_row_mod(row_mod, sequence, head, row_lse)
         acc = acc * factor[:, None]
     tl.store(lse + rows, row_lse, mask=rows < seqlen_q)
     store_rows(out, acc, batch, head, start_m, seqlen_q, HEAD_DIM, BLOCK_D, BLOCK_M)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-from .score_mod import join_sink
+from .score_mod import join_row_mod
 
 
 @triton.jit(do_not_specialize=["seqlen_q", "nheads", "nheads_k", "heads_per_kv", "slot_stride"])
@@ -24,7 +24,7 @@ def flash_fwd_splitkv_combine_kernel(
     plan,
     out,
     lse,
-    sink,  # see score_mod.py
+    row_mod,  # see score_mod.py
     max_scale,  # what a maximum is multiplied by to be in units of log 2
     seqlen_q,
     nheads,
@@ -83,8 +83,8 @@ def flash_fwd_splitkv_combine_kernel(
     head = sequence_head % nheads_k * heads_per_kv + row % heads_per_kv
     query = row // heads_per_kv
     row_lse = (row_max * max_scale + tl.math.log2(divisor)) * 0.6931471805599453
-    if sink is not None:
-        row_lse, factor = join_sink(sink, sequence, head, row_lse)
+    if row_mod is not None:
+        row_lse, factor = join_row_mod(row_mod, sequence, head, row_lse)
         result = result * factor
     tl.store(lse + (sequence.to(tl.int64) * nheads + head) * seqlen_q + query, row_lse)
     pointer, stride_b, stride_h, stride_s = out

@@ -16,7 +16,7 @@ import triton.language as tl
 from triton.language.extra import cuda
 
 from .flash_fwd_kernel import attend_blocks
-from .score_mod import head_slope, join_sink
+from .score_mod import head_slope, join_row_mod
 from .sequences import cache_row, cached_keys
 from .splits import find_piece, find_split, piece_of, units_of
 from .tiles import from_row
@@ -169,7 +169,7 @@ def flash_fwd_splitkv_kernel(
     window_left,  # None: no window but CAUSAL
     window_right,
     score_mod,
-    sink,  # see score_mod.py
+    row_mod,  # see score_mod.py
     units_per_sequence,  # see find_split
     split_keys,
     most_pieces,  # see find_piece
@@ -279,8 +279,8 @@ def flash_fwd_splitkv_kernel(
             if not SCORE_MOD:
                 row_max = row_max * qk_scale
             row_lse = (row_max + tl.math.log2(divisor)) * 0.6931471805599453
-            if sink is not None:
-                row_lse, factor = join_sink(sink, sequence, heads, row_lse)
+            if row_mod is not None:
+                row_lse, factor = join_row_mod(row_mod, sequence, heads, row_lse)
                 acc = acc * factor[:, None]
             lse_at = (sequence.to(tl.int64) * nheads + heads) * seqlen_q + queries
             tl.store(lse + lse_at, row_lse, mask=in_range)

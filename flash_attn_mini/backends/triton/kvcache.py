@@ -18,6 +18,7 @@ from triton.language.extra import cuda
 
 from ...allocation import contiguous_float, empty_contiguous_last
 from ...options import KvCache, Options
+from ...score_mod import fill_lse_without_keys
 from ...tracing import enabled as tracing_enabled
 from ...tracing import trace
 from . import recording
@@ -26,10 +27,10 @@ from .flash_fwd_splitkv_combine_kernel import flash_fwd_splitkv_combine_kernel
 from .flash_fwd_splitkv_kernel import flash_fwd_splitkv_kernel
 from .interpreter import INTERPRETED
 from .kvcache_append_kernel import kvcache_append_kernel
-from .launch import MIN_SCALE, ForwardCall, compiler_options, fill_lse_without_keys, run
+from .launch import MIN_SCALE, ForwardCall, compiler_options, run
 from .operands import head_dim_block, pointer_and_strides, with_rows_apart
 from .recording import Recorder, Recordings
-from .score_mod import score_features, score_mod_of, sink_of
+from .score_mod import row_mod_of, score_features, score_mod_of
 from .splits import MIN_PIECE_UNITS
 from .tuner import INTERPRETER_SHARED_MEMORY, first_that_launches, shared_memory_limit
 
@@ -324,7 +325,7 @@ def launch_splitkv(call: CacheCall, chosen: Chosen) -> Any:
     grid = (units.count * triton.cdiv(rows, block_m),)
     mods = call.modifies_scores
     qk_scale = call.qk_scale if mods else max(abs(call.qk_scale), MIN_SCALE)
-    sink = sink_of(call.options)
+    row_mod = row_mod_of(call.options)
     left, right = call.window or (None, None)
     pages = {"block_table": None, "max_pages": 0, "num_pages": 0, "page_size": 0, **call.page_arguments()}
     at_once = lengths_at_once(batch)
@@ -362,7 +363,7 @@ def launch_splitkv(call: CacheCall, chosen: Chosen) -> Any:
         window_left=left,
         window_right=right,
         score_mod=score_mod_of(call.options) if mods else None,
-        sink=sink,
+        row_mod=row_mod,
         units_per_sequence=units.per_sequence,
         split_keys=units.split_keys,
         most_pieces=units.count,
@@ -396,7 +397,7 @@ def launch_splitkv(call: CacheCall, chosen: Chosen) -> Any:
             plan,
             pointer_and_strides(call.out),
             call.lse,
-            sink,
+            row_mod,
             1.0 if mods else qk_scale,
             seqlen_q,
             nheads,

@@ -8,7 +8,6 @@ the table that fits.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -19,6 +18,7 @@ import triton
 from ...allocation import contiguous_float, empty_contiguous_last
 from ...options import Options, Sequences
 from ...schemas import EQUAL_LENGTHS
+from ...score_mod import fill_lse_without_keys
 from ...tracing import enabled as tracing_enabled
 from ...tracing import trace
 from . import recording
@@ -28,7 +28,7 @@ from .flash_fwd_kernel import flash_fwd_kernel
 from .interpreter import INTERPRETED
 from .operands import bind_context, head_dim_block, operand, pointer_and_strides, tma_reaches, with_rows_apart
 from .recording import Recorder, Recordings
-from .score_mod import sink_of
+from .score_mod import row_mod_of
 from .tuner import Tuner
 
 MIN_SCALE = torch.finfo(torch.float32).tiny  # in place of 0: -inf * 0 would make a masked score NaN
@@ -75,14 +75,6 @@ def forward(
     if recorder is not None:
         RECORDINGS.keep(recorder, recorder.recording(call.inputs, [(call.out, out), (call.lse, lse)]))
     return out, lse
-
-
-def fill_lse_without_keys(lse: torch.Tensor, options: Options) -> None:
-    """Write the log-sum-exp of rows without keys: -inf, or the sink."""
-    if options.learnable_sink is None:
-        lse.fill_(-math.inf)
-    else:
-        lse.copy_(options.learnable_sink[..., None].expand_as(lse))
 
 
 def prepare(
@@ -139,7 +131,7 @@ def launch(call: ForwardCall, config: triton.Config) -> None:
             min(batch * nheads, heads_per_group(k, call) * heads_per_kv) if call.causal else 1,
             **call.feature_arguments(),
             **call.page_arguments(),
-            sink=sink_of(call.options),
+            row_mod=row_mod_of(call.options),
             HEAD_DIM=head_dim,
             BLOCK_D=head_dim_block(head_dim),
             CAUSAL=call.causal,

@@ -4,6 +4,9 @@
 The kernels pass ``score_mod`` on whole: (softcap * log2(e) or None, slopes or None, 1 if the slopes are [batch, nheads]
 or None). SCORE_MOD is False for plain attention, which folds its scale into exp2. It is a separate flag because Triton
 3.6 cannot compare a tuple that holds None with None. Logits are in units of log 2, for exp2.
+
+``row_mod`` is what joins the softmax of a row in the epilogue of the forward kernels: (sinks, their stride from
+sequence to sequence), or None.
 """
 
 from __future__ import annotations
@@ -47,8 +50,8 @@ def score_mod_of(options: Options) -> tuple[float | None, torch.Tensor | None, i
     return softcap, slopes.contiguous(), 1 if slopes.ndim == 2 else None
 
 
-def sink_of(options: Options) -> tuple[torch.Tensor, int] | None:
-    """``sink`` of a call, as the forward kernels take it: the tensor, and its stride from one sequence to the next."""
+def row_mod_of(options: Options) -> tuple[torch.Tensor, int] | None:
+    """``row_mod`` of a call, as the forward kernels take it: the sinks, and their stride from sequence to sequence."""
     sink = options.learnable_sink
     return None if sink is None else (sink.float().contiguous(), sink.shape[-1] if sink.ndim == 2 else 0)
 
@@ -70,12 +73,12 @@ def head_slope(SCORE_MOD: tl.constexpr, score_mod, sequence, nheads, head):
 
 
 @triton.jit
-def join_sink(sink, sequence, head, lse):
-    """(lse, factor): the log-sum-exp of rows after a sink has joined them, and the factor on their output.
+def join_row_mod(row_mod, sequence, head, lse):
+    """(lse, factor): the log-sum-exp of rows after the sink has joined them, and the factor on their output.
 
     head: of all rows, or of each. lse: -inf for rows without keys.
     """
-    logit = tl.load(sink[0] + sequence.to(tl.int64) * sink[1] + head)
+    logit = tl.load(row_mod[0] + sequence.to(tl.int64) * row_mod[1] + head)
     largest = tl.maximum(lse, logit)
     shift = tl.where(largest == float("-inf"), 0.0, largest)
     of_keys = tl.exp(lse - shift)

@@ -1,14 +1,45 @@
-"""Attention sinks outside of the kernels: results that a sink joins, and its gradient.
+"""Score modifiers outside of the kernels: what joins the softmax of a row (attention sinks), and the gradients.
 
-With the extension csrc/api/autograd.cpp computes the gradient.
+Kernels apply the modifiers themselves: backends/triton/score_mod.py, csrc/common/score_mod.h, csrc/common/row_mod.h.
+With the extension csrc/api/score_mod.cpp computes the gradients.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from .options import ROWS_MULTIPLE
+from .options import ROWS_MULTIPLE, Options
+
+
+def modifies_rows(options: Options) -> bool:
+    """True if something joins the softmax of each row besides its keys."""
+    return options.learnable_sink is not None
+
+
+def with_modified_rows(forward: Callable[[Options], tuple[Tensor, Tensor]], options: Options) -> tuple[Tensor, Tensor]:
+    """(out, softmax_lse) of a forward that modifies no rows, after the modifiers of rows have joined. Differentiable.
+
+    Args:
+        forward: Returns out ``[..., seqlen, nheads, headdim]`` and, if `modifies_rows`, softmax_lse
+            ``[..., nheads, seqlen]``, -inf for rows without keys.
+        options: The options of the whole call. The forward gets them without modifiers of rows.
+    """
+    out, softmax_lse = forward(options._replace(learnable_sink=None))
+    if options.learnable_sink is not None:
+        out, softmax_lse = join_sink(out, softmax_lse, options.learnable_sink)
+    return out, softmax_lse
+
+
+def fill_lse_without_keys(softmax_lse: Tensor, options: Options) -> None:
+    """Write the log-sum-exp of rows without keys: -inf, or the sink."""
+    if options.learnable_sink is None:
+        softmax_lse.fill_(-math.inf)
+    else:
+        softmax_lse.copy_(options.learnable_sink[..., None].expand_as(softmax_lse))
 
 
 def join_sink(out: Tensor, softmax_lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
@@ -17,9 +48,9 @@ def join_sink(out: Tensor, softmax_lse: Tensor, sink: Tensor) -> tuple[Tensor, T
     Args:
         out: ``[..., seqlen, nheads, headdim]``.
         softmax_lse: ``[..., nheads, seqlen]``, -inf for rows without keys.
-        sink: ``[nheads]``.
+        sink: ``[nheads]`` or ``[batch, nheads]``.
     """
-    logit = sink.to(softmax_lse.dtype)[:, None]
+    logit = sink.to(softmax_lse.dtype)[..., None]
     factor = torch.sigmoid(softmax_lse - logit)
     weighted = out.to(factor.dtype) * factor.transpose(-1, -2)[..., None]
     return weighted.to(out.dtype), torch.logaddexp(softmax_lse, logit)
@@ -53,6 +84,12 @@ def sink_gradient(
         products = torch.where(delta == 0.0, delta, products)
     of_batch = sink.ndim == 1 and products.ndim == 3
     return -products.sum((0, 2) if of_batch else (-1,)).to(sink.dtype)
+
+
+# By the name of an option: its gradient, a function with the arguments of `sink_gradient`.
+GRADIENTS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Tensor]] = {
+    "learnable_sink": sink_gradient
+}
 
 
 def _rows_of_sequences(softmax_d: Tensor, cu_seqlens_q: Tensor, rows: int) -> Tensor:

@@ -1,0 +1,44 @@
+// Host side of the options that modify scores and rows: softmax_scale, softcap, ALiBi slopes, attention sinks. Checks,
+// params, results of rows without keys, gradients. The kernels' side: ScoreMod (common/score_mod.h, cpu/score_mod.h)
+// and RowMod (common/row_mod.h).
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <string>
+
+#include "api/options.h"
+#include "flash.h"
+
+namespace flash {
+
+void check_score_mod(const Options &options, const at::Tensor &q, int64_t batch);
+
+// Tensors that kernels can read. They must live until the kernels are launched. Without the modification of rows, for
+// kernels that read a log-sum-exp which includes it: readable_by_backward.
+Options readable(Options options, const at::Tensor &softmax_lse);
+Options readable_by_backward(Options options, const at::Tensor &softmax_lse);
+
+// options: readable. softmax_scale: as for set_params_fprop.
+void set_score_mod(Flash_fwd_params &params, const Options &options, double softmax_scale);
+
+// For a trace.
+std::string describe_score_mod(const Flash_fwd_params &params);
+
+// The results of rows without keys: softmax_lse [batch, nheads, seqlen_q], varlen [nheads, total_q].
+void fill_lse_without_keys(const at::Tensor &softmax_lse, const Options &options);
+
+// Row statistics of a backward.
+struct RowStatistics {
+    const at::Tensor &softmax_lse;   // of the forward
+    const at::Tensor &softmax_d;     // delta, padded: see Flash_bwd_params::dsoftmax_sum
+    const at::Tensor &dsoftmax_lse;  // undefined: zeros
+    const Optional &cu_seqlens_q;
+};
+
+// Whether the option of this name has a gradient, and the gradient of that option x.
+bool has_gradient(const std::string &option);
+at::Tensor option_gradient(const std::string &option, const at::Tensor &x, const RowStatistics &rows);
+
+}  // namespace flash
