@@ -4,7 +4,7 @@ Errors are differences from `flash_attn_mini.reference` in float64 on the same i
 the floor: where PyTorch is precise, the backend must be precise too.
 
 PyTorch's error is taken as at least half a unit in the last place of the largest element that PyTorch does not compute
-exactly. Rounding alone may cost that much. PyTorch's rounding may be smaller by chance where few elements are so large.
+exactly. Rounding may cost that much. PyTorch's rounding may be smaller by chance where few elements are so large.
 """
 
 from __future__ import annotations

@@ -264,7 +264,7 @@ def store(tensor: Tensor, value: Tensor) -> None:
 
 
 def make_dout(case: Case, dtype: torch.dtype, device: str, seed: int) -> Tensor:
-    """The gradient of out, with the layout of q, in a poisoned buffer of its own.
+    """The gradient of out, with the layout of q, in a separate poisoned buffer.
 
     Where one key has probability 1, dP - delta is a difference of two equal sums, computed in different orders. There
     dout is +-1, so that both sums are exact and the difference is 0. PyTorch subtracts one such sum from itself.

@@ -73,7 +73,7 @@ def poisoned_rows(x: Tensor) -> Tensor:
 def attend(
     group: Any, lengths: Lengths, tensors: tuple[Tensor, ...], strategy: str, options: dict[str, Any]
 ) -> tuple[Tensor, ...] | None:
-    """out, log-sum-exp, dq, dk and dv, merged; from the first rank alone."""
+    """out, log-sum-exp, dq, dk and dv, merged; only from the first rank."""
     shards = shards_of(lengths, group)
     is_packed = not isinstance(lengths, int)
     function = cp_flash_attn_varlen_func if is_packed else cp_flash_attn_func
@@ -174,8 +174,8 @@ def partly_wanted(group: Any, tensors: tuple[Tensor, ...], strategy: str) -> lis
 def loss_of_each_rank(
     group: Any, lengths: Lengths, tensors: tuple[Tensor, ...], strategy: str
 ) -> tuple[list[Tensor], tuple[Tensor, Tensor]]:
-    """dq, dk and dv where rank 0 uses out and the log-sum-exp, rank 1 the log-sum-exp alone, the others out alone; and
-    the gradients of out and the log-sum-exp. All merged.
+    """dq, dk and dv where rank 0 uses out and the log-sum-exp, rank 1 only the log-sum-exp, the others only out; and
+    the gradients of out and the log-sum-exp. All are merged.
     """
     shards = shards_of(lengths, group)
     is_packed = not isinstance(lengths, int)
@@ -377,7 +377,7 @@ def traced(group: Any) -> str:
 
 
 def repeat_behind_delays(group: Any, tensors: tuple[Tensor, ...], strategy: str) -> bool:
-    """Whether calls give the same bits while some rank's GPU is late, with the ring's steps beside own work or after
+    """Whether calls give the same bits while some rank's GPU is late, with the ring's steps during own work or after
     it."""
     device = device_of(group)
     shards = zigzag_shards(tensors[0].shape[1], group)
@@ -438,8 +438,8 @@ def all_traces() -> Iterator[list[str]]:
 
 
 def memory_of_a_ring(group: Any) -> tuple[float, float, float]:
-    """Bytes at the peak of a forward beside the inputs and float32 results, at that of a backward beside the inputs and
-    the gradients, and the bytes of K and V."""
+    """Bytes at the peak of a forward without the inputs and float32 results, at that of a backward without the inputs
+    and the gradients, and the bytes of K and V."""
     device = device_of(group)
     shards = zigzag_shards(4096 * dist.get_world_size(group), group)
     tokens = shards.tokens[shards.rank]

@@ -1,4 +1,4 @@
-"""The curated cases of windows, softcap, ALiBi and dropout, alone and together. cases.py has those without them."""
+"""The curated cases of windows, softcap, ALiBi and dropout, one or several. cases.py has those without them."""
 
 from __future__ import annotations
 

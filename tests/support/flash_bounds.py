@@ -33,7 +33,7 @@ from .bounds import (
 def rounded_delta(dout: Tensor, exact: Tensor, rounded: Tensor, eps: float) -> Tensor:
     """rowsum(dO * O) of the rounded O, at least one standard deviation of its rounding from that of the exact O.
 
-    In a row with one key, dq and dk depend on this error alone. It may be 0 by chance, in PyTorch or in the backend,
+    In a row with one key, dq and dk depend only on this error. It may be 0 by chance, in PyTorch or in the backend,
     but its typical size is the same for both. Rounding to nearest changes an element of O by at most eps / 2, uniformly
     distributed: a standard deviation of eps / 2 / sqrt(3).
     """
@@ -109,7 +109,7 @@ def assert_gradients_accurate_beside_flash(
 ) -> None:
     """Fail unless dq, dk and dv are within the curated cases' bound or that of `flash_gradients`.
 
-    `case` and options as in `assert_forward_accurate`; a dlse of dense calls alone.
+    `case` and options are those of `assert_forward_accurate`. Only dense calls may have a dlse.
     """
     assert_like_inputs(q, k, v, gradients, case)
     strict = gradients_accuracy(q, k, v, dout, gradients, dlse=dlse, cu_seqlens=cu_seqlens, **options)

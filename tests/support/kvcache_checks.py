@@ -187,7 +187,7 @@ def varlen_results(call: CacheCall, backend: str, paged: bool) -> Results:
 
 
 def of_rows(call: CacheCall, rows: list[int]) -> CacheCall:
-    """The call of some sequences of a batch alone, on the same caches."""
+    """The call of only some sequences of a batch, on the same caches."""
     case = call.case
     at = torch.tensor(rows, device=call.q.device)
 

@@ -27,7 +27,7 @@ def draw_poisoned(
 def assert_right(
     attention: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, shown: str, *, causal: bool = False
 ) -> None:
-    """Fails unless ``attention(q, k, v)`` is as exact as the bounds ask for, and leaves its inputs alone."""
+    """Fails unless ``attention(q, k, v)`` is as exact as the bounds ask for, and does not change its inputs."""
     guard = Guard(q, k, v)
     out = attention(q, k, v)
     guard.check()

@@ -15,7 +15,7 @@ Compiler = Callable[[torch.fx.GraphModule, list[Any]], Callable[..., Any]]
 
 
 def overwriting_backend() -> Compiler:
-    """A backend with memory of its own: a run of any of its graphs sets the results of the run before it to zero."""
+    """A backend with separate memory: a run of any of its graphs sets the results of the run before it to zero."""
     returned: list[Tensor] = []
 
     def compiler(graph: torch.fx.GraphModule, _: list[Any]) -> Callable[..., Any]:

@@ -1,7 +1,7 @@
 """Processes of a torch.distributed group that wait for work: started once, used by many tests.
 
 A test gives a function of this package and its arguments; every chosen process runs it with a group of the chosen ones.
-With NCCL each process has a GPU of its own.
+With NCCL each process has a separate GPU.
 """
 
 from __future__ import annotations
