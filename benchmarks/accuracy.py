@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import cli, provenance
-from benchmarks.methods import Budget
+from benchmarks import results
+from benchmarks.methods import Budget, progress
 from flash_attn_mini import flash_attn_func
 from flash_attn_mini.backends import BACKENDS
 from tests.support.bounds import Accuracy, differentiate, forward_accuracy, gradients_accuracy
@@ -65,7 +65,7 @@ def measure(
     if backward:
         cases = [case for case in cases if unreachable_gradients(case, backend) is None]
     done = 0
-    for case in cli.progress(cases, f"{backend} {dtype}"):
+    for case in progress(cases, f"{backend} {dtype}"):
         if budget.left() <= 0:
             break
         for what, share in shares(accuracy_of_case(case, backend, dtype, seed, backward)).items():
@@ -87,7 +87,7 @@ def worst_share(row: dict[str, Any]) -> float:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = cli.parser_for(__doc__, seconds=120.0)
+    parser = results.parser_for(__doc__, seconds=120.0)
     parser.add_argument("--backward", action="store_true", help="the gradients")
     parser.add_argument("--backend", action="append", choices=sorted(DEVICES), help="repeatable (default: all)")
     parser.add_argument("--seed", type=int, default=0)
@@ -110,8 +110,8 @@ def main(argv: list[str] | None = None) -> None:
     if arguments.backward:
         left_out = {(name, case.name): unreachable_gradients(case, name) for name in backends for case in cases}
         notes += [f"Left out on {name}: {case} ({reason})." for (name, case), reason in left_out.items() if reason]
-    sources = [path for name in backends for path in provenance.SOURCES_OF_BACKEND[name]]
-    cli.finish(
+    sources = [path for name in backends for path in results.SOURCES_OF_BACKEND[name]]
+    results.finish(
         f"accuracy{'_backward' * arguments.backward}{'' if torch.cuda.is_available() else '_cpu'}",
         benchmark="accuracy",
         title=f"Worst error{' of gradients' * arguments.backward} over the case list, as a share of the allowed error",

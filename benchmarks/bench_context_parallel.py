@@ -35,8 +35,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks import cli, provenance
-from benchmarks.methods import BACKWARD_WORK, Budget
+from benchmarks import results
+from benchmarks.methods import BACKWARD_WORK, Budget, require_gpu
 from flash_attn_mini import (
     cp_flash_attn_func,
     cp_flash_attn_varlen_func,
@@ -400,7 +400,7 @@ def model_rows() -> list[dict[str, Any]]:
 
 def save_model(arguments: argparse.Namespace) -> None:
     """Saves the model's table."""
-    cli.finish(
+    results.finish(
         "context_parallel_model",
         benchmark="context_parallel_model",
         title="Context parallel on paper: the rate of each GPU relative to one GPU",
@@ -412,7 +412,7 @@ def save_model(arguments: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = cli.parser_for(__doc__, seconds=200.0)
+    parser = results.parser_for(__doc__, seconds=200.0)
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument(
         "--max-ctas", type=int, default=16, help="CTAs of NCCL's kernels at most (default: %(default)s)"
@@ -423,7 +423,7 @@ def main(argv: list[str] | None = None) -> None:
     if arguments.model:
         save_model(arguments)
         return
-    cli.require_gpu("bench_context_parallel")
+    require_gpu("bench_context_parallel")
     if arguments.max_ctas < 1:
         parser.error(f"--max-ctas is {arguments.max_ctas}; allowed: 1 or more (NCCL's choice: --nccl-defaults)")
     if "RANK" not in os.environ:
@@ -464,11 +464,11 @@ def run(arguments: argparse.Namespace, group: Any) -> None:
         return
     size = dist.get_world_size()
     sources = [
-        *provenance.HOST,
-        *provenance.CUDA,
+        *results.HOST,
+        *results.CUDA,
         "flash_attn_mini/context_parallel",
     ]
-    cli.finish(
+    results.finish(
         f"context_parallel_{size}",
         benchmark="bench_context_parallel",
         title=f"Context parallel on {size} GPUs, forward and backward, bf16, head dim {HEADDIM}",

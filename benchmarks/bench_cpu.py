@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import cli, provenance
+from benchmarks import results
 from benchmarks.bench_speed import BACKWARD, FORWARD, Direction, check_agreement
-from benchmarks.methods import Budget, attention_flops, interleave, ratio, time_cpu
+from benchmarks.methods import Budget, attention_flops, interleave, progress, ratio, time_cpu
 from benchmarks.rivals import Call, Rival, select
 
 DTYPES = {
@@ -45,7 +45,7 @@ def instruction_set(dtype: str) -> str:
     """The instruction set of the cpu backend's kernel for a dtype, as the trace of a call names it."""
     command = [sys.executable, "-c", ONE_CALL.format(dtype)]
     environment = {**os.environ, "FLASH_ATTN_MINI_TRACE": "1"}
-    run = subprocess.run(command, cwd=provenance.ROOT, env=environment, capture_output=True, text=True)
+    run = subprocess.run(command, cwd=results.ROOT, env=environment, capture_output=True, text=True)
     found = re.search(r"run_mha_fwd_cpu.* isa=(\w+)", run.stderr)
     if found is None:
         raise SystemExit(f"bench_cpu: the trace of a call names no instruction set\n{run.stderr.strip()}")
@@ -100,7 +100,7 @@ def measure_point(direction: Direction, q: Tensor, k: Tensor, v: Tensor, causal:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = cli.parser_for(__doc__, seconds=300.0)
+    parser = results.parser_for(__doc__, seconds=300.0)
     parser.add_argument("--backward", action="store_true", help="measure the backward op")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="default: %(default)s")
     parser.add_argument("--dtype", choices=list(DTYPES), default="float32", help="default: %(default)s")
@@ -127,7 +127,7 @@ def main(argv: list[str] | None = None) -> None:
     budget = Budget(arguments.seconds)
     torch.manual_seed(0)
     data = []
-    for threads, headdim, causal, seqlen in cli.progress(points, "cpu"):
+    for threads, headdim, causal, seqlen in progress(points, "cpu"):
         if budget.left() <= 0:
             break
         torch.set_num_threads(threads)
@@ -138,12 +138,12 @@ def main(argv: list[str] | None = None) -> None:
         notes.append(f"{len(points) - len(data)} of {len(points)} points were left out: the time was used up.")
     if data:
         notes.append(f"Median of the ratios: {statistics.median(row['ratio'] for row in data):.2f}.")
-    cli.finish(
+    results.finish(
         f"cpu_backward_{arguments.dtype}" if arguments.backward else f"cpu_{arguments.dtype}",
         benchmark="bench_cpu",
         title=f"{direction.name.capitalize()} of the cpu backend against PyTorch's SDPA, {arguments.dtype}",
         data=data,
-        sources=provenance.CPU,
+        sources=results.CPU,
         arguments=arguments,
         notes=notes,
         complete=len(data) == len(points),

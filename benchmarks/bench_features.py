@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import cli, provenance
+from benchmarks import results
 from benchmarks.bench_speed import DISAGREEMENT, GRAPHS, MAX_REP_MS, MEASURE_OVERHEAD_MS, MIN_REP_MS
-from benchmarks.methods import Budget, as_timed, attention_flops, interleave, ratio, timer_for
+from benchmarks.methods import Budget, as_timed, attention_flops, interleave, progress, ratio, require_gpu, timer_for
 from benchmarks.rivals import PLAIN, Feature, Mini, Rival
 
 TAIL = 64  # last queries that are compared with the reference
@@ -318,7 +318,7 @@ def measure_point(point: Point, grid: Grid, backend: str, rounds: int, rep_ms: f
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = cli.parser_for(__doc__, seconds=180.0)
+    parser = results.parser_for(__doc__, seconds=180.0)
     parser.add_argument("--grid", choices=sorted(GRIDS), default="perf")
     parser.add_argument("--backend", help="ours (default: the grid's)")
     parser.add_argument("--figure", choices=sorted(FIGURES), help="only this group")
@@ -327,7 +327,7 @@ def main(argv: list[str] | None = None) -> None:
     grid = GRIDS[arguments.grid]
     backend = arguments.backend or grid.backend
     if grid.device == "cuda":
-        cli.require_gpu("bench_features")
+        require_gpu("bench_features")
     chosen = [group for group in grid.groups if arguments.figure in (None, group.figure)]
     points = [
         Point(group, *heads, direction)
@@ -339,7 +339,7 @@ def main(argv: list[str] | None = None) -> None:
     torch.manual_seed(0)
     data: list[dict[str, Any]] = []
     skipped = 0
-    for number, point in enumerate(cli.progress(points, arguments.grid)):
+    for number, point in enumerate(progress(points, arguments.grid)):
         if budget.left() <= 0:
             skipped += 1
             continue
@@ -356,12 +356,12 @@ def main(argv: list[str] | None = None) -> None:
     if skipped:
         notes.append(f"{skipped} of {len(points)} points were left out: the {arguments.seconds:.0f} s were used up.")
     figure = f"_{arguments.figure}" if arguments.figure else ""
-    cli.finish(
+    results.finish(
         f"features_{backend}{figure}",
         benchmark="bench_features",
         title=f"What features cost on the {backend} backend, {str(grid.dtype).removeprefix('torch.')}",
         data=data,
-        sources=provenance.SOURCES_OF_BACKEND[backend],
+        sources=results.SOURCES_OF_BACKEND[backend],
         arguments=arguments,
         notes=notes,
         complete=skipped == 0,

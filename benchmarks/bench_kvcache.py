@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks import cli, provenance
+from benchmarks import results
 from benchmarks.bench_speed import DISAGREEMENT
-from benchmarks.methods import Budget, Timing, interleave, ratio
+from benchmarks.methods import Budget, Timing, interleave, progress, ratio, require_gpu
 from benchmarks.rivals import Call, Rival, select
 
 CPU_CACHE = 2**25  # bytes; the caches in turn exceed it as they exceed a GPU's L2 cache
@@ -416,7 +416,7 @@ def measure_figure(
     contenders = figure.contenders(arguments.backend, select(arguments.rivals))
     tasks = [(threads, point) for threads in ([None] if on_gpu else arguments.threads) for point in points]
     data: list[dict[str, Any]] = []
-    for threads, point in cli.progress(tasks, name):
+    for threads, point in progress(tasks, name):
         if budget.left() <= 0:
             break
         fixed: dict[str, Any] = {"ceiling_gbps": ceiling}
@@ -443,8 +443,8 @@ def finish(
     skipped = points - len(data)
     if skipped:
         notes.append(f"{skipped} of {points} points were left out: the {arguments.seconds:.0f} s were used up.")
-    sources = [glob for backend in ours for glob in provenance.SOURCES_OF_BACKEND[backend]]
-    cli.finish(
+    sources = [glob for backend in ours for glob in results.SOURCES_OF_BACKEND[backend]]
+    results.finish(
         f"kvcache_{name}_{dtype}" if name == "cpu" else f"kvcache_{name}",
         benchmark="bench_kvcache",
         title=f"{FIGURES[name].title}, {dtype}",
@@ -458,7 +458,7 @@ def finish(
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = cli.parser_for(__doc__, seconds=100.0)
+    parser = results.parser_for(__doc__, seconds=100.0)
     parser.add_argument("--device", choices=sorted(REP_MS), default="cuda")
     parser.add_argument("--figure", nargs="+", choices=list(FIGURES), help="default: all of the device")
     parser.add_argument("--backend", nargs="+", choices=list(DEVICE_OF), help="ours (default: all of the device)")
@@ -468,7 +468,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--dtype", choices=list(DTYPES), default="float32", help="of the CPU (default: %(default)s)")
     arguments = parser.parse_args(argv)
     on_gpu = arguments.device == "cuda"
-    device = cli.require_gpu("bench_kvcache") if on_gpu else torch.device("cpu")
+    device = require_gpu("bench_kvcache") if on_gpu else torch.device("cpu")
     figures = arguments.figure or [name for name in FIGURES if on_gpu == (name != "cpu")]
     arguments.backend = arguments.backend or [name for name, where in DEVICE_OF.items() if where == device.type]
     if arguments.rivals is None:

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from benchmarks import cli, provenance
+from benchmarks import results
 from benchmarks.bench_speed import BACKWARD, FORWARD
+from benchmarks.methods import require_gpu
 from benchmarks.rivals import Rival, select
 
 BATCH, NHEADS, HEADDIM = 1, 16, 128
@@ -39,12 +40,12 @@ def extra_bytes(rival: Rival, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = cli.parser_for(__doc__, seconds=60.0)
+    parser = results.parser_for(__doc__, seconds=60.0)
     parser.add_argument("--backward", action="store_true", help="measure the backward op")
     parser.add_argument("--seqlen", type=int, default=32768)
     parser.add_argument("--backend", action="append", help="contender, repeatable (default: all)")
     arguments = parser.parse_args(argv)
-    device = cli.require_gpu("bench_memory")
+    device = require_gpu("bench_memory")
     seqlen = 4096 if arguments.quick else arguments.seqlen
     lse_bytes = BATCH * NHEADS * seqlen * FLOAT_BYTES
     if arguments.backward:
@@ -72,12 +73,12 @@ def main(argv: list[str] | None = None) -> None:
                     "score_matrix_bytes": BATCH * NHEADS * seqlen * seqlen * 2,
                 }
             )
-    cli.finish(
+    results.finish(
         "memory_backward" if arguments.backward else "memory",
         benchmark="bench_memory",
         title=f"Peak extra memory of a {direction.name}, bf16, {seqlen:,} tokens, {NHEADS} heads",
         data=data,
-        sources=[*provenance.HOST, *provenance.CUDA, *provenance.TRITON],
+        sources=[*results.HOST, *results.CUDA, *results.TRITON],
         arguments=arguments,
     )
     greedy = [

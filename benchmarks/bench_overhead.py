@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import cli, provenance
-from benchmarks.methods import interleave, ratio
+from benchmarks import results
+from benchmarks.methods import interleave, ratio, require_gpu
 from benchmarks.rivals import Call, Rival, select
 
 SHAPES = {"cuda": ((1, 16, 1, 64), (2, 32, 4, 128)), "cpu": ((1, 1, 1, 64), (1, 8, 2, 64))}  # (b, s, h, d)
@@ -101,12 +101,12 @@ def measure_shape(
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = cli.parser_for(__doc__, seconds=60.0)
+    parser = results.parser_for(__doc__, seconds=60.0)
     parser.add_argument("--backward", action="store_true", help="measure a forward and its backward, through autograd")
     parser.add_argument("--device", choices=sorted(SHAPES), default="cuda")
     parser.add_argument("--backend", action="append", help="contender beside SDPA, repeatable (default: all)")
     arguments = parser.parse_args(argv)
-    device = cli.require_gpu("bench_overhead") if arguments.device == "cuda" else torch.device("cpu")
+    device = require_gpu("bench_overhead") if arguments.device == "cuda" else torch.device("cpu")
     names = list(arguments.backend or CONTENDERS[arguments.device])
     calls = (BACKWARD_CALLS if arguments.backward else CALLS)[arguments.device] // (10 if arguments.quick else 1)
     rivals = select([*names, "SDPA"])
@@ -115,14 +115,14 @@ def main(argv: list[str] | None = None) -> None:
     data: list[dict[str, Any]] = []
     for shape in SHAPES[arguments.device]:
         data += measure_shape(shape, rivals, device, calls)
-    backends = [name for name in names if name in provenance.SOURCES_OF_BACKEND]
+    backends = [name for name in names if name in results.SOURCES_OF_BACKEND]
     missing = [name for name in names[:1] if not any(row["name"] == name for row in data)]
     if missing:
         raise SystemExit(f"bench_overhead: {missing[0]} did not run; nothing is written")
-    sources = [*provenance.HOST, *(path for name in backends for path in provenance.SOURCES_OF_BACKEND[name])]
+    sources = [*results.HOST, *(path for name in backends for path in results.SOURCES_OF_BACKEND[name])]
     notes = ["SDPA chooses its own kernel; its inputs are transposed views that are made before the clock starts."]
     call = "forward and backward, through autograd" if arguments.backward else "call"
-    cli.finish(
+    results.finish(
         f"overhead_backward_{arguments.device}" if arguments.backward else f"overhead_{arguments.device}",
         benchmark="bench_overhead",
         title=f"Host time of a {call}, {'bf16' if device.type == 'cuda' else 'float32'}, tiny tensors"

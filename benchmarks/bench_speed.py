@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import cli, provenance
+from benchmarks import results
 from benchmarks.methods import (
     BACKWARD_WORK,
     Budget,
@@ -33,7 +33,9 @@ from benchmarks.methods import (
     interleave,
     joules_per_call,
     matmul_ceiling,
+    progress,
     ratio,
+    require_gpu,
     timer_for,
 )
 from benchmarks.rivals import BACKWARD_RIVALS, RIVALS, Rival, select
@@ -281,7 +283,7 @@ def measure_grid(direction: Direction, grid_name: str, grid: Grid, arguments: ar
     """Measures the points of a grid until the time is used up, and saves them."""
     on_gpu = grid.device == "cuda"
     if on_gpu:
-        cli.require_gpu("bench_speed")
+        require_gpu("bench_speed")
     ours = list(arguments.backend or grid.backends)
     theirs = list(arguments.rivals or grid.rivals)
     points = grid.points(arguments.quick)
@@ -302,7 +304,7 @@ def measure_grid(direction: Direction, grid_name: str, grid: Grid, arguments: ar
     )
     data: list[dict[str, Any]] = []
     skipped = 0
-    for number, point in enumerate(cli.progress(points, grid_name)):
+    for number, point in enumerate(progress(points, grid_name)):
         if budget.left() <= 0:
             skipped += 1
             continue
@@ -323,12 +325,12 @@ def measure_grid(direction: Direction, grid_name: str, grid: Grid, arguments: ar
     if missing:
         reasons = "\n".join(["", *absent(data)])
         raise SystemExit(f"bench_speed: {', '.join(missing)} ran at no point; nothing is written{reasons}")
-    cli.finish(
+    results.finish(
         arguments.name or f"{direction.name}_{ours[0]}{grid.suffix}",
         benchmark="bench_speed",
         title=grid.title,
         data=data,
-        sources=[path for name in ours for path in provenance.SOURCES_OF_BACKEND.get(name.split()[0], ())],
+        sources=[path for name in ours for path in results.SOURCES_OF_BACKEND.get(name.split()[0], ())],
         arguments=arguments,
         notes=notes,
         complete=skipped == 0,
@@ -338,7 +340,7 @@ def measure_grid(direction: Direction, grid_name: str, grid: Grid, arguments: ar
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = cli.parser_for(__doc__, seconds=120.0)
+    parser = results.parser_for(__doc__, seconds=120.0)
     parser.add_argument("--backward", action="store_true", help="measure the backward op")
     parser.add_argument("--grid", choices=sorted({name for grids in GRIDS.values() for name in grids}), default="perf")
     parser.add_argument("--backend", action="append", help="ours, repeatable (default: the grid's)")

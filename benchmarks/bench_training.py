@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks import cli, provenance
-from benchmarks.methods import interleave, ratio, time_cpu
+from benchmarks import results
+from benchmarks.methods import interleave, progress, ratio, require_gpu, time_cpu
 from benchmarks.rivals import Rival
 from examples import train_char_gpt as example
 
@@ -86,10 +86,10 @@ def measure_shape(size: example.Size, device: torch.device, rounds: int, rep_ms:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = cli.parser_for(__doc__, seconds=60.0)
+    parser = results.parser_for(__doc__, seconds=60.0)
     parser.add_argument("--device", choices=sorted(SHAPES), default="cuda")
     arguments = parser.parse_args(argv)
-    device = cli.require_gpu("bench_training") if arguments.device == "cuda" else torch.device("cpu")
+    device = require_gpu("bench_training") if arguments.device == "cuda" else torch.device("cpu")
     backend = device.type
     shapes = SHAPES[device.type][: 1 if arguments.quick else None]
     size = example.SIZES[device.type]
@@ -97,15 +97,15 @@ def main(argv: list[str] | None = None) -> None:
     rep_ms = arguments.seconds * 1e3 / (len(shapes) * len(contenders_for(device)) * rounds)
     data = [
         measure_shape(replace(size, context=context, batch=batch), device, rounds, rep_ms)
-        for context, batch in cli.progress(shapes, "training")
+        for context, batch in progress(shapes, "training")
     ]
     dtype = "bfloat16 autocast" if backend == "cuda" else "float32"
     sources = [
-        *provenance.HOST,
-        *provenance.SOURCES_OF_BACKEND[backend],
+        *results.HOST,
+        *results.SOURCES_OF_BACKEND[backend],
         "examples/train_char_gpt.py",
     ]
-    cli.finish(
+    results.finish(
         f"training_{arguments.device}",
         benchmark="bench_training",
         title="Training a small GPT",

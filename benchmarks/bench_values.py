@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import cli, provenance
+from benchmarks import results
 from benchmarks.bench_speed import (
     GRAPHS,
     MAX_REP_MS,
@@ -31,7 +31,7 @@ from benchmarks.bench_speed import (
     draw_inputs,
     of_16384_tokens,
 )
-from benchmarks.methods import Budget, Timing, as_timed, interleave, ratio, timer_for
+from benchmarks.methods import Budget, Timing, as_timed, interleave, progress, ratio, require_gpu, timer_for
 from benchmarks.rivals import RIVALS, Rival
 
 LEAST_RELATIVE_RATIO = 0.95
@@ -134,21 +134,21 @@ def measure_point(point: Point, grid: Grid, names: tuple[str, str], rounds: int,
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = cli.parser_for(__doc__, seconds=240.0)
+    parser = results.parser_for(__doc__, seconds=240.0)
     parser.add_argument("--grid", choices=sorted(GRIDS), default="perf")
     parser.add_argument("--backend", help="ours (default: the grid's)")
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds at each point (default: %(default)s)")
     arguments = parser.parse_args(argv)
     grid = GRIDS[arguments.grid]
     if grid.device == "cuda":
-        cli.require_gpu("bench_values")
+        require_gpu("bench_values")
     names = (arguments.backend or grid.backends[0], grid.rivals[0])
     points = grid.points(arguments.quick)
     budget = Budget(arguments.seconds)
     torch.manual_seed(0)
     data: list[dict[str, Any]] = []
     skipped = 0
-    for number, point in enumerate(cli.progress(points, arguments.grid)):
+    for number, point in enumerate(progress(points, arguments.grid)):
         if budget.left() <= 0:
             skipped += 1
             continue
@@ -160,12 +160,12 @@ def main(argv: list[str] | None = None) -> None:
         notes.append(GRAPHS)
     if skipped:
         notes.append(f"{skipped} of {len(points)} points were left out: the {arguments.seconds:.0f} s were used up.")
-    cli.finish(
+    results.finish(
         f"values_{names[0]}",
         benchmark="bench_values",
         title=grid.title,
         data=data,
-        sources=provenance.SOURCES_OF_BACKEND[names[0]],
+        sources=results.SOURCES_OF_BACKEND[names[0]],
         arguments=arguments,
         notes=notes,
         complete=skipped == 0,

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import random
 import statistics
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -25,6 +26,26 @@ BACKWARD_WORK = 2.5  # FLOPs as a multiple of the forward's: five matrix product
 def attention_flops(batch: int, nheads: int, seqlen_q: int, seqlen_k: int, headdim: int, causal: bool) -> float:
     """Floating-point operations of a forward: two matrix products, a multiply-add is two; causal counts half."""
     return 4.0 * batch * nheads * seqlen_q * seqlen_k * headdim * (0.5 if causal else 1.0)
+
+
+T = TypeVar("T")
+
+
+def progress(items: Sequence[T], label: str) -> Iterable[T]:
+    """The items with a progress bar on a terminal, and without one elsewhere or when tqdm is not installed."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return items
+    bar: Iterable[T] = tqdm(items, desc=label, leave=False, disable=not sys.stderr.isatty())
+    return bar
+
+
+def require_gpu(benchmark: str) -> torch.device:
+    """The GPU, or an end of the program that says one is needed."""
+    if not torch.cuda.is_available():
+        raise SystemExit(f"{benchmark} needs a CUDA GPU and this machine shows none to PyTorch")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 @dataclass

@@ -31,10 +31,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import bench_kvcache, cli, provenance
+from benchmarks import bench_kvcache, results
 from benchmarks.bench_kvcache import Ours, Point, Problem
 from benchmarks.bench_speed import check_agreement
-from benchmarks.methods import BACKWARD_WORK, Timing, as_timed, attention_flops, interleave, ratio, time_cuda, timer_for
+from benchmarks.methods import (
+    BACKWARD_WORK,
+    Timing,
+    as_timed,
+    attention_flops,
+    interleave,
+    ratio,
+    require_gpu,
+    time_cuda,
+    timer_for,
+)
 from benchmarks.rivals import BACKWARD_RIVALS, RIVALS, Call, Rival, upstream_gradient
 from tests.support.bounds import Accuracy, forward_accuracy, gradients_accuracy
 
@@ -342,7 +352,7 @@ def check_in_process(deadline: float, task: tuple[str, Point, Tile]) -> str:
     command = [sys.executable, "-m", "benchmarks.tune_triton", "check", "--candidate", request]
     limit = min(left, CHECK_SECONDS)
     try:
-        done = subprocess.run(command, cwd=provenance.ROOT, capture_output=True, text=True, timeout=limit)
+        done = subprocess.run(command, cwd=results.ROOT, capture_output=True, text=True, timeout=limit)
     except subprocess.TimeoutExpired:
         return "failed: took too long"
     if done.returncode == 0:
@@ -504,7 +514,7 @@ def main(argv: list[str] | None = None) -> int:
         kernel, point, tile = json.loads(arguments.candidate)
         print(check_one(kernel, Point(*point), Tile(*tile)) or "right")
         return 0
-    device = cli.require_gpu("tune_triton")
+    device = require_gpu("tune_triton")
     from flash_attn_mini.backends.triton.operands import tma_reaches
 
     started = time.monotonic()

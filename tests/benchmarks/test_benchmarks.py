@@ -28,8 +28,7 @@ from benchmarks import (
     bench_values,
     compare_builds,
     methods,
-    plotting,
-    provenance,
+    results,
     tables,
     tune_sm80,
 )
@@ -241,7 +240,7 @@ def test_official_packages_that_are_absent_are_named(
     install_official(monkeypatch, "flash_attn.cute", with_lse=True)
     options = ["--grid", "tiny", "--rivals", "SDPA", "FA3", "FA4", "--rounds", "1", "--out-dir", str(tmp_path)]
     bench_speed.main([*options, *["--backward"] * backward])
-    result = provenance.load(tmp_path / f"{'backward' if backward else 'forward'}_cpu.json")
+    result = results.load(tmp_path / f"{'backward' if backward else 'forward'}_cpu.json")
     (note,) = (note for note in result["notes"] if "did not run" in note)
     assert re.match(r"FA3 did not run at 8 of 8 points: .*flash_attn_interface.*\.", note)
     assert note in capsys.readouterr().out
@@ -326,7 +325,7 @@ def test_rivals_that_cannot_run_say_why() -> None:
 @pytest.mark.parametrize("ours", ["MATH", "cpu"])
 def test_forward_benchmark_runs_end_to_end(ours: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bench_speed.main(["--grid", "tiny", "--backend", ours, "--rounds", "2", "--out-dir", str(tmp_path)])
-    result = provenance.load(tmp_path / f"forward_{ours}.json")
+    result = results.load(tmp_path / f"forward_{ours}.json")
     assert len(result["data"]) == len(FORWARD_GRIDS["tiny"].points(quick=False))
     for row in result["data"]:
         assert row["ratio"][ours]["SDPA"] > 0
@@ -336,7 +335,7 @@ def test_forward_benchmark_runs_end_to_end(ours: str, tmp_path: Path, capsys: py
     printed = capsys.readouterr().out
     assert f"({ours} ÷ SDPA, the median of the rounds' ratios)" in printed
     assert "d16 causal" in printed
-    assert provenance.stale_results(tmp_path) == []
+    assert results.stale_results(tmp_path) == []
 
 
 def test_forward_benchmark_without_time_writes_nothing(tmp_path: Path) -> None:
@@ -348,14 +347,14 @@ def test_forward_benchmark_without_time_writes_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ours", ["SDPA", "cpu"])
 def test_backward_benchmark_runs_end_to_end(ours: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bench_speed.main(["--backward", "--grid", "tiny", "--backend", ours, "--rounds", "2", "--out-dir", str(tmp_path)])
-    result = provenance.load(tmp_path / f"backward_{ours}.json")
+    result = results.load(tmp_path / f"backward_{ours}.json")
     assert len(result["data"]) == len(BACKWARD_GRIDS["tiny"].points(quick=False))
     for row in result["data"]:
         assert row["ratio"][ours]["SDPA"] > 0
         flops = 2.5 * methods.attention_flops(1, 2, row["seqlen"], row["seqlen"], row["headdim"], row["causal"])
         assert row["tflops"][ours] == pytest.approx(flops / row["ms"][ours] / 1e9, rel=1e-2)
     assert "d16 causal" in capsys.readouterr().out
-    assert provenance.stale_results(tmp_path) == []
+    assert results.stale_results(tmp_path) == []
 
 
 def test_a_deterministic_backward_is_compared_with_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -393,7 +392,7 @@ def test_memory_tables_say_what_each_direction_may_take() -> None:
 def test_memory_beyond_a_float_dq_and_delta_is_a_failure(
     extra: int, enough: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench_memory.cli, "require_gpu", lambda _: torch.device("cpu"))
+    monkeypatch.setattr(bench_memory, "require_gpu", lambda _: torch.device("cpu"))
     monkeypatch.setattr(bench_memory, "extra_bytes", lambda *_: extra)
     rivals = {name: Fake(name) for name in ("cuda", "FLASH_ATTENTION")}
     monkeypatch.setattr(bench_memory, "BACKWARD", dataclasses.replace(BACKWARD, rivals=rivals))
@@ -403,7 +402,7 @@ def test_memory_beyond_a_float_dq_and_delta_is_a_failure(
     else:
         with pytest.raises(SystemExit, match=r"more than the 33,816,576 bytes allowed: cuda \(full\): 67,108,864"):
             bench_memory.main(options)
-    rows = provenance.load(tmp_path / "memory_backward_quick.json")["data"]
+    rows = results.load(tmp_path / "memory_backward_quick.json")["data"]
     assert [row["dq_and_delta_bytes"] for row in rows] == [16 * 4096 * 4 * (1 + 128)] * 4
 
 
@@ -414,7 +413,7 @@ def test_cpu_benchmark_runs_end_to_end(backward: bool, tmp_path: Path) -> None:
     bench_cpu.main([*shapes, *["--backward"] * backward, "--out-dir", str(tmp_path)])
     torch.set_num_threads(threads)
     name = "cpu_backward_float32" if backward else "cpu_float32"
-    result = provenance.load(tmp_path / f"{name}.json")
+    result = results.load(tmp_path / f"{name}.json")
     full, causal = result["data"]
     work = 2.5 if backward else 1.0
     assert full["GFLOP/s"] == pytest.approx(work * 4 * 2 * 32 * 32 * 16 / full["ms"] / 1e6, rel=0.2)
@@ -449,7 +448,7 @@ def test_values_have_the_logits_that_they_name(values: bench_values.Values) -> N
 
 def test_values_benchmark_runs_end_to_end(tmp_path: Path) -> None:
     bench_values.main(["--grid", "tiny", "--rounds", "1", "--out-dir", str(tmp_path)])
-    result = provenance.load(tmp_path / "values_cpu.json")
+    result = results.load(tmp_path / "values_cpu.json")
     assert [row["values"] for row in result["data"]] == [values.name for values in bench_values.VALUES] * 2
     assert all(row["ratio"] > 0 for row in result["data"])
     assert {row["relative_ratio"] for row in result["data"] if row["values"] == "std 1"} == {1.0}
@@ -490,7 +489,7 @@ def test_overhead_benchmark_runs_on_cpu_tensors(backward: bool, tmp_path: Path) 
     options = ["--device", "cpu", "--backend", "cpu", "--quick", "--commit", "0123abc", *["--backward"] * backward]
     bench_overhead.main([*options, "--out-dir", str(tmp_path)])
     name = "overhead_backward_cpu_quick" if backward else "overhead_cpu_quick"
-    result = provenance.load(tmp_path / f"{name}.json")
+    result = results.load(tmp_path / f"{name}.json")
     assert result["stamp"]["commit"] == "0123abc"
     rows = result["data"]
     assert {row["name"] for row in rows} == {"cpu", "SDPA"}
@@ -499,7 +498,7 @@ def test_overhead_benchmark_runs_on_cpu_tensors(backward: bool, tmp_path: Path) 
 
 def test_training_benchmark_runs_on_the_cpu(tmp_path: Path) -> None:
     bench_training.main(["--device", "cpu", "--quick", "--seconds", "1", "--out-dir", str(tmp_path)])
-    result = provenance.load(tmp_path / "training_cpu_quick.json")
+    result = results.load(tmp_path / "training_cpu_quick.json")
     (row,) = result["data"]
     assert row["tokens_per_second"].keys() == {"cpu", "SDPA"}
     assert row["ratio"]["cpu"]["SDPA"] > 0
@@ -513,7 +512,7 @@ def test_accuracy_runs_over_the_cases(backward: bool, compared: list[str], tmp_p
     accuracy.main(["--backend", "cpu", "--quick", *["--backward"] * backward, "--out-dir", str(tmp_path)])
     (path,) = tmp_path.glob("accuracy*.json")
     assert ("backward" in path.name) is backward
-    rows = provenance.load(path)["data"]
+    rows = results.load(path)["data"]
     assert [row["dtype"] for row in rows] == ["float16", "bfloat16", "float32", "float64"]
     for row in rows:
         assert row["cases"] == row["all_cases"]
@@ -538,7 +537,7 @@ def test_build_times_keep_one_row_for_each_label(tmp_path: Path) -> None:
     command = ["--", sys.executable, "-c", "print('kernels: hdim64 compiled in 31 s')"]
     for label in ("B", "A", "B"):
         bench_build.main(["--label", label, "--limit", "60", "--out-dir", str(tmp_path), *command])
-    rows = provenance.load(tmp_path / "build.json")["data"]
+    rows = results.load(tmp_path / "build.json")["data"]
     assert [row["label"] for row in rows] == ["A", "B"]
     assert rows[0]["kernels"] == {"hdim64": 31.0}
 
@@ -589,7 +588,7 @@ def test_the_line_of_a_matrix_product_lies_within_the_axes_and_names_are_known()
     shape = {"nheads_k": 8, "nheads": 8, "batch": 1, "dtype": "bfloat16", "headdim": 64, "causal": False}
     tflops = {"cuda": 300.0, "FLASH_ATTENTION": 200.0, "cuDNN": 250.0, "FA3": 280.0, "FA4": 270.0}
     rows = [shape | {"seqlen": seqlen, "tflops": tflops, "ceiling_tflops": 790} for seqlen in (256, 512)]
-    figure = plotting.draw_speed(plt, rows)
+    figure = tables.draw_speed(plt, rows)
     (axis,) = figure.axes
     bottom, top = axis.get_ylim()
     assert bottom == 0
@@ -606,5 +605,5 @@ def test_a_result_that_is_not_complete_is_drawn(tmp_path: Path) -> None:
         row | {"headdim": 128, "causal": True}
     ]
     result = {"benchmark": "bench_speed", "title": "Backward", "stamp": {}, "data": rows}
-    assert plotting.plot(result, tmp_path / "backward.png")
+    assert tables.plot(result, tmp_path / "backward.png")
     assert (tmp_path / "backward.png").stat().st_size > 0

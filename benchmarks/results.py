@@ -1,7 +1,13 @@
-"""Provenance of a result: the machine, date and commit of the measurement, and whether its kernels changed since.
+"""Results: JSON files with the machine, date and commit of the measurement, and the documents that show them.
 
-Every benchmark saves through `save`; `python -m benchmarks.provenance check` lists the results in benchmarks/results/
-that are older than the last commit of their kernels. It needs git and no torch.
+Every benchmark ends with `finish`. `python -m benchmarks --stale` lists the results that are older than the last commit
+of their kernels. The documents' blocks between `<!-- results:NAME begin -->` and `<!-- results:NAME end -->` are filled
+from the results, so that no figure is typed by hand. NAME is a file of the results, for its tables, FILE.summary, for
+one line of its figures, or FILE.plot, for its picture.
+
+  python -m benchmarks.results             rewrite the blocks
+  python -m benchmarks.results --plots     draw the pictures of the results again, too
+  python -m benchmarks.results --check     say which files differ from the results, exit 1 if any does
 """
 
 from __future__ import annotations
@@ -12,11 +18,14 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import subprocess
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from benchmarks import tables
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -29,8 +38,12 @@ CUDA = (*LAUNCH, "csrc/kvcache", "csrc/sm80", "csrc/sm90")
 TRITON = ("flash_attn_mini/backends/triton",)
 CPU = (*LAUNCH, "csrc/cpu")
 SOURCES_OF_BACKEND = {"cuda": CUDA, "triton": TRITON, "cpu": CPU}
-BACKWARD_SOURCES_OF_BACKEND = SOURCES_OF_BACKEND
 KERNELS = ("csrc", *TRITON)  # of a result that names no sources
+
+BLOCK = re.compile(r"(<!-- results:(?P<name>[\w.-]+) begin -->\n).*?(<!-- results:(?P=name) end -->)", re.DOTALL)
+MARK = re.compile(r"<!-- results:[\w.-]+ (?:begin|end) -->")
+SUMMARY, PLOT = ".summary", ".plot"
+NOT_MEASURED = "Not measured yet."
 
 
 def _first_line_of(command: Sequence[str]) -> str | None:
@@ -80,7 +93,7 @@ def _pathspecs(sources: Iterable[str]) -> list[str]:
 
 def stamp(sources: Iterable[str] = (), root: Path = ROOT) -> dict[str, Any]:
     """The stamp of a result: machine, versions, date (UTC), commit, and the sources that its figures depend on."""
-    import torch  # here, so that `check` needs no torch
+    import torch  # here, so that `--stale` needs no torch
 
     has_gpu = torch.cuda.is_available()
     paths = sorted(set(sources))
@@ -100,20 +113,6 @@ def stamp(sources: Iterable[str] = (), root: Path = ROOT) -> dict[str, Any]:
         "commit": commit_of(paths, root),
         "sources": paths,
     }
-
-
-def describe(stamp: dict[str, Any]) -> str:
-    """The stamp in one line of prose, for captions under tables."""
-    where = [stamp.get("gpu") or f"{stamp.get('cpu')}, {stamp.get('cpu_threads')} threads"]
-    if stamp.get("instruction_set"):
-        where.append(f"instruction set {stamp['instruction_set']}")
-    for key, label in (("driver", "driver"), ("cuda", "CUDA"), ("torch", "torch"), ("triton", "triton")):
-        if stamp.get(key) and (stamp.get("gpu") or key == "torch"):
-            where.append(f"{label} {stamp[key]}")
-    if stamp.get("cudnn"):
-        major, minor, patch = stamp["cudnn"] // 10000, stamp["cudnn"] // 100 % 100, stamp["cudnn"] % 100
-        where.append(f"cuDNN {major}.{minor}.{patch}")
-    return f"{', '.join(where)}; {stamp['date']}"
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -208,15 +207,109 @@ def print_stale(results: Path = RESULTS) -> None:
         print(f"stale: {path.name}, {reason}")
 
 
-def main() -> None:
+def parser_for(doc: str | None, *, seconds: float, out_dir: Path = RESULTS) -> argparse.ArgumentParser:
+    """An argument parser with the options that every benchmark has."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=seconds, help="wall-clock budget (default: %(default)s)")
+    parser.add_argument("--out-dir", type=Path, default=out_dir, help="where results are written")
+    parser.add_argument("--commit", help="what is measured, in a copy of the sources that is no git repository")
+    parser.add_argument("--quick", action="store_true", help="fewer points; writes NAME_quick instead of NAME")
+    return parser
+
+
+def finish(
+    name: str,
+    *,
+    benchmark: str,
+    title: str,
+    data: list[dict[str, Any]],
+    sources: Iterable[str] = (),
+    arguments: argparse.Namespace,
+    notes: Sequence[str] = (),
+    complete: bool = True,
+    extra: Mapping[str, str] | None = None,
+) -> None:
+    """Saves the rows under `name` (stamped), draws them where there is a plot, and prints their tables.
+
+    A quick run, and one that ran out of time (not `complete`), writes under another name and keeps the earlier result.
+    `extra` is added to the stamp, as is --commit.
+    """
+    stamped = {**(extra or {}), **({"commit": arguments.commit} if arguments.commit else {})}
+    suffix = "_quick" if arguments.quick else "" if complete else "_partial"
+    path = save(
+        name + suffix,
+        benchmark=benchmark,
+        title=title,
+        data=data,
+        sources=sources,
+        notes=notes,
+        out_dir=arguments.out_dir,
+        extra=stamped,
+    )
+    result = load(path)
+    tables.plot(result, path.with_suffix(".png"))
+    print(f"# {title}\n\n{tables.render(result)}\n\nwritten: {path}")
+
+
+def fill(text: str, results: Path, folder: Path | None = None) -> str:
+    """The text with every block filled. A block without a result says so; an unpaired mark is an error.
+
+    `folder` is that of the document, for links to pictures (default: the folder of the results).
+    """
+
+    def replace(match: re.Match[str]) -> str:
+        if match["name"].endswith(PLOT):
+            return f"{match[1]}\n{picture(results / match['name'].removesuffix(PLOT), folder or results)}\n\n{match[3]}"
+        view = tables.summarize if match["name"].endswith(SUMMARY) else tables.render
+        path = results / f"{match['name'].removesuffix(SUMMARY)}.json"
+        body = view(load(path)) if path.exists() else NOT_MEASURED
+        return f"{match[1]}\n{body}\n\n{match[3]}"
+
+    unpaired = MARK.search(BLOCK.sub("", text))
+    if unpaired:
+        raise ValueError(f"{unpaired.group()} has no partner on a line of its own")
+    return BLOCK.sub(replace, text)
+
+
+def picture(stem: Path, folder: Path) -> str:
+    """The link to the picture of a result, from a document in `folder`."""
+    json, png = stem.with_suffix(".json"), stem.with_suffix(".png")
+    if not (json.exists() and png.exists()):
+        return NOT_MEASURED
+    return f"![{load(json)['title']}]({Path(os.path.relpath(png, folder)).as_posix()})"
+
+
+def documents(root: Path = ROOT) -> list[Path]:
+    """The files that may hold result blocks."""
+    return [path for path in [root / "README.md", *sorted((root / "docs").rglob("*.md"))] if path.exists()]
+
+
+def outdated(paths: Iterable[Path], results: Path) -> list[tuple[Path, str]]:
+    """The files whose blocks differ from the results, each with its new text."""
+    texts = [(path, path.read_text(encoding="utf-8")) for path in paths]
+    filled = [(path, text, fill(text, results, path.parent)) for path, text in texts]
+    return [(path, new) for path, old, new in filled if new != old]
+
+
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=("check", "stamp"), help="list stale results, or print this machine's stamp")
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 when a file differs")
+    parser.add_argument("--plots", action="store_true", help="draw the pictures of the results again")
     parser.add_argument("--results", type=Path, default=RESULTS)
-    arguments = parser.parse_args()
-    if arguments.command == "stamp":
-        print(json.dumps(stamp(), indent=1))
-    else:
-        print_stale(arguments.results)
+    parser.add_argument("files", nargs="*", type=Path, help="default: README.md and docs/**/*.md")
+    arguments = parser.parse_args(argv)
+    changes = outdated(arguments.files or documents(), arguments.results)
+    if arguments.plots:
+        for path in sorted(arguments.results.glob("*.json")):
+            tables.plot(load(path), path.with_suffix(".png"))
+    for path, text in changes:
+        if arguments.check:
+            print(f"{path} differs from the results in {arguments.results}; run python -m benchmarks.results")
+        else:
+            write_atomically(path, text)
+            print(f"filled: {path}")
+    if arguments.check and changes:
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":
