@@ -13,11 +13,12 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from benchmarks.rivals import Rival
+if TYPE_CHECKING:
+    from benchmarks.rivals import Rival
 
 WARMUP_MS = 10.0
 BACKWARD_WORK = 2.5  # FLOPs as a multiple of the forward's: five matrix products (S, dP, dV, dK, dQ) to two

@@ -21,11 +21,13 @@ import platform
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks import tables
+
+Result = dict[str, Any]  # as `save` writes it
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -160,15 +162,15 @@ def save(
     return path
 
 
-def as_json(result: dict[str, Any]) -> str:
+def as_json(result: Result) -> str:
     """The result as JSON with one line for each row of the data."""
     head = json.dumps({**result, "data": []}, indent=1, ensure_ascii=False)
     rows = ",\n".join("  " + json.dumps(row, ensure_ascii=False) for row in result["data"])
     return f"{head.removesuffix('[]' + chr(10) + '}')}[\n{rows}\n ]\n}}\n"
 
 
-def load(path: Path) -> dict[str, Any]:
-    result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+def load(path: Path) -> Result:
+    result: Result = json.loads(path.read_text(encoding="utf-8"))
     return result
 
 
@@ -228,6 +230,8 @@ def finish(
     notes: Sequence[str] = (),
     complete: bool = True,
     extra: Mapping[str, str] | None = None,
+    render: Callable[[Result], str] = tables.render,
+    drawing_of: Callable[[Result], tables.Drawing | None] = tables.drawing_of,
 ) -> None:
     """Saves the rows under `name` (stamped), draws them where there is a plot, and prints their tables.
 
@@ -247,11 +251,11 @@ def finish(
         extra=stamped,
     )
     result = load(path)
-    tables.plot(result, path.with_suffix(".png"))
-    print(f"# {title}\n\n{tables.render(result)}\n\nwritten: {path}")
+    tables.plot(result, path.with_suffix(".png"), drawing_of)
+    print(f"# {title}\n\n{render(result)}\n\nwritten: {path}")
 
 
-def fill(text: str, results: Path, folder: Path | None = None) -> str:
+def fill(text: str, results: Path, folder: Path | None = None, render: Callable[[Result], str] = tables.render) -> str:
     """The text with every block filled. A block without a result says so; an unpaired mark is an error.
 
     `folder` is that of the document, for links to pictures (default: the folder of the results).
@@ -260,7 +264,7 @@ def fill(text: str, results: Path, folder: Path | None = None) -> str:
     def replace(match: re.Match[str]) -> str:
         if match["name"].endswith(PLOT):
             return f"{match[1]}\n{picture(results / match['name'].removesuffix(PLOT), folder or results)}\n\n{match[3]}"
-        view = tables.summarize if match["name"].endswith(SUMMARY) else tables.render
+        view = tables.summarize if match["name"].endswith(SUMMARY) else render
         path = results / f"{match['name'].removesuffix(SUMMARY)}.json"
         body = view(load(path)) if path.exists() else NOT_MEASURED
         return f"{match[1]}\n{body}\n\n{match[3]}"
@@ -284,11 +288,25 @@ def documents(root: Path = ROOT) -> list[Path]:
     return [path for path in [root / "README.md", *sorted((root / "docs").rglob("*.md"))] if path.exists()]
 
 
-def outdated(paths: Iterable[Path], results: Path) -> list[tuple[Path, str]]:
+def outdated(
+    paths: Iterable[Path], results: Path, render: Callable[[Result], str] = tables.render
+) -> list[tuple[Path, str]]:
     """The files whose blocks differ from the results, each with its new text."""
     texts = [(path, path.read_text(encoding="utf-8")) for path in paths]
-    filled = [(path, text, fill(text, results, path.parent)) for path, text in texts]
+    filled = [(path, text, fill(text, results, path.parent, render)) for path, text in texts]
     return [(path, new) for path, old, new in filled if new != old]
+
+
+def update(changes: Sequence[tuple[Path, str]], check: bool, module: str) -> None:
+    """Rewrites the documents that `outdated` found; with `check` names them instead and ends the program."""
+    for path, text in changes:
+        if check:
+            print(f"{path} differs from the results; run python -m {module}")
+        else:
+            write_atomically(path, text)
+            print(f"filled: {path}")
+    if check and changes:
+        raise SystemExit(1)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -298,18 +316,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("files", nargs="*", type=Path, help="default: README.md and docs/**/*.md")
     arguments = parser.parse_args(argv)
-    changes = outdated(arguments.files or documents(), arguments.results)
     if arguments.plots:
         for path in sorted(arguments.results.glob("*.json")):
             tables.plot(load(path), path.with_suffix(".png"))
-    for path, text in changes:
-        if arguments.check:
-            print(f"{path} differs from the results in {arguments.results}; run python -m benchmarks.results")
-        else:
-            write_atomically(path, text)
-            print(f"filled: {path}")
-    if arguments.check and changes:
-        raise SystemExit(1)
+    update(outdated(arguments.files or documents(), arguments.results), arguments.check, "benchmarks.results")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 Rows = list[dict[str, Any]]
+Drawing = Callable[[Any, Rows], Any]  # (matplotlib.pyplot, rows) -> figure
 
 # Contenders as plots name them; tables have the names of the results.
 LABELS = {
@@ -456,7 +457,19 @@ def ratio_summary(rows: Rows) -> str:
 KVCACHE = {"lengths": ("seqlen_k", "gbps", "keys", "GB/s of K and V"), "queries": ("seqlen_q", "us", "queries", "µs")}
 
 
-def plot(result: dict[str, Any], path: Path) -> bool:
+def drawing_of(result: dict[str, Any]) -> Drawing | None:
+    """The function that draws the rows of a result, None for a result without a plot."""
+    benchmark, row = result["benchmark"], result["data"][0]
+    if benchmark == "bench_speed":
+        return draw_speed
+    if benchmark == "bench_kvcache" and row.get("figure") in KVCACHE:
+        return draw_kvcache
+    return None
+
+
+def plot(
+    result: dict[str, Any], path: Path, drawing_of: Callable[[dict[str, Any]], Drawing | None] = drawing_of
+) -> bool:
     """Draws a result to `path`. False when there is nothing to draw or matplotlib is not installed."""
     draw = drawing_of(result)
     if draw is None:
@@ -474,16 +487,6 @@ def plot(result: dict[str, Any], path: Path) -> bool:
     drawing.savefig(path, dpi=110)
     plt.close(drawing)
     return True
-
-
-def drawing_of(result: dict[str, Any]) -> Callable[[Any, list[dict[str, Any]]], Any] | None:
-    """The function that draws the rows of a result, None for a result without a plot."""
-    benchmark, row = result["benchmark"], result["data"][0]
-    if benchmark == "bench_speed":
-        return draw_speed
-    if benchmark == "bench_kvcache" and row.get("figure") in KVCACHE:
-        return draw_kvcache
-    return None
 
 
 def draw_speed(plt: Any, rows: list[dict[str, Any]]) -> Any:
