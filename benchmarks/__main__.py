@@ -1,7 +1,7 @@
 """`make bench`: runs the benchmarks whose results the documents show within one time budget, each in its own process.
 
-On a machine with a GPU it runs those of the GPU, elsewhere those of the cpu backend. bench_build, bench_values and
-bench_context_parallel are run by hand (docs/measurements.md).
+On a machine with a GPU it runs those of the GPU, elsewhere those of the cpu backend. bench_build,
+bench_context_parallel and the forward on different values are run by hand (docs/measurements.md).
 
 A benchmark that fails leaves its earlier result as it was. One that is not done in its share of the time writes
 NAME_partial. The others still run, and the exit status is 1. The extension must be built already.
@@ -50,8 +50,8 @@ GPU_STEPS = (
     Step("bench_training", ("training_cuda",), (), 2.0),
     Step("bench_overhead", ("overhead_cuda",), (), 1.0),
     Step("bench_overhead", ("overhead_backward_cuda",), ("--backward",), 1.0),
-    Step("bench_memory", ("memory",), (), 1.0),
-    Step("bench_memory", ("memory_backward",), ("--backward",), 1.0),
+    Step("bench_overhead", ("memory",), ("--memory",), 1.0),
+    Step("bench_overhead", ("memory_backward",), ("--memory", "--backward"), 1.0),
     Step("bench_speed", ("forward_triton",), ("--grid", "triton"), 7.0),
     Step("bench_speed", ("backward_triton",), ("--backward", "--grid", "triton"), 10.0),
     Step("accuracy", ("accuracy",), (), 5.0),

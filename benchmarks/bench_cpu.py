@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from benchmarks import results
-from benchmarks.bench_speed import BACKWARD, FORWARD, Direction, check_agreement
-from benchmarks.methods import Budget, attention_flops, interleave, progress, ratio, time_cpu
+from benchmarks.bench_speed import BACKWARD, FORWARD, Direction
+from benchmarks.methods import Budget, attention_flops, check_agreement, interleave, progress, ratio, time_cpu
 from benchmarks.rivals import Call, Rival, select
 
 DTYPES = {

@@ -23,8 +23,21 @@ import torch
 from torch import Tensor
 
 from benchmarks import results
-from benchmarks.bench_speed import DISAGREEMENT, GRAPHS, MAX_REP_MS, MEASURE_OVERHEAD_MS, MIN_REP_MS
-from benchmarks.methods import Budget, as_timed, attention_flops, interleave, progress, ratio, require_gpu, timer_for
+from benchmarks.methods import (
+    DISAGREEMENT,
+    GRAPHS,
+    MAX_REP_MS,
+    MEASURE_OVERHEAD_MS,
+    MIN_REP_MS,
+    Budget,
+    as_timed,
+    attention_flops,
+    interleave,
+    progress,
+    ratio,
+    require_gpu,
+    timer_for,
+)
 from benchmarks.rivals import PLAIN, Feature, Mini, Rival
 
 TAIL = 64  # last queries that are compared with the reference

@@ -24,8 +24,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import results
-from benchmarks.bench_speed import DISAGREEMENT
-from benchmarks.methods import Budget, Timing, interleave, progress, ratio, require_gpu
+from benchmarks.methods import DISAGREEMENT, Budget, Timing, interleave, progress, ratio, require_gpu
 from benchmarks.rivals import Call, Rival, select
 
 CPU_CACHE = 2**25  # bytes; the caches in turn exceed it as they exceed a GPU's L2 cache

@@ -21,8 +21,8 @@ import torch
 from tabulate import tabulate
 from torch import Tensor
 
-from benchmarks.bench_speed import GRIDS, Grid, Point, check_agreement, draw_inputs
-from benchmarks.methods import as_timed, interleave, progress, ratio, require_gpu, timer_for
+from benchmarks.bench_speed import GRIDS, Grid, Point, draw_inputs
+from benchmarks.methods import as_timed, check_agreement, interleave, progress, ratio, require_gpu, timer_for
 from benchmarks.rivals import Call, Rival, upstream_gradient
 
 KINDS = ("forward", "backward", "deterministic")

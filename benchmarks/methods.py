@@ -11,16 +11,22 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch import Tensor
 
 if TYPE_CHECKING:
     from benchmarks.rivals import Rival
 
 WARMUP_MS = 10.0
+# Milliseconds of one median of a forward; those of a backward are BACKWARD_WORK times as long.
+MIN_REP_MS, MAX_REP_MS = 20.0, 100.0
+MEASURE_OVERHEAD_MS = 40.0  # time of a do_bench besides its timed repetitions
+GRAPHS = "Calls are replayed as CUDA graphs: the time is the GPU's alone."
+DISAGREEMENT = 2e-2  # largest difference between two contenders, as a share of the largest value: 16-bit rounding
 BACKWARD_WORK = 2.5  # FLOPs as a multiple of the forward's: five matrix products (S, dP, dV, dK, dQ) to two
 
 
@@ -62,6 +68,19 @@ class Budget:
     def share(self, parts: int) -> float:
         """The time left divided into `parts`, in milliseconds."""
         return max(0.0, self.left()) * 1e3 / max(1, parts)
+
+    def within(self, items: Sequence[T], label: str) -> Iterator[tuple[int, T]]:
+        """The items with their numbers, while there is time, and with a progress bar."""
+        for number, item in enumerate(progress(items, label)):
+            if self.left() <= 0:
+                return
+            yield number, item
+
+    def left_out(self, done: int, points: int) -> list[str]:
+        """A note on the points for which there was no time; [] if there are none."""
+        if done == points:
+            return []
+        return [f"{points - done} of {points} points were left out: the {self.seconds:.0f} s were used up."]
 
 
 def time_cuda(call: Callable[[], Any], rep_ms: float) -> float:
@@ -112,6 +131,31 @@ def time_cpu(call: Callable[[], Any], rep_ms: float) -> float:
 
 def timer_for(device: torch.device) -> Callable[[Callable[[], Any], float], float]:
     return time_cuda if device.type == "cuda" else time_cpu
+
+
+def difference(got: Tensor, expected: Tensor) -> float:
+    """The largest difference ÷ the largest expected value, in float64."""
+    got, expected = got.double(), expected.double()
+    return ((got - expected).abs().max() / expected.abs().max()).item()
+
+
+def check_close(what: str, got: Sequence[Tensor], expected: Sequence[Tensor], allowed: float = DISAGREEMENT) -> None:
+    """RuntimeError where two results differ by more than a share of the largest value; `what` names both."""
+    for x, y in zip(got, expected, strict=True):
+        share = difference(x, y)
+        if not share <= allowed:  # NaN too
+            raise RuntimeError(f"{what} disagree by up to {share:.3g} of the largest value")
+
+
+def check_agreement(rivals: Sequence[Rival], calls: Mapping[Rival, Callable[[], Any]]) -> None:
+    """RuntimeError unless every contender's result agrees with the last one's: wrong results are not timed."""
+    results = {}
+    for rival in rivals:
+        with rival.active():
+            results[rival.name] = rival.outputs(calls[rival]())
+    *names, last = results
+    for name in names:
+        check_close(f"{name} and {last}", results[name], results[last])
 
 
 @dataclass

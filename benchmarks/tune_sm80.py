@@ -26,8 +26,7 @@ from tabulate import tabulate
 from torch import Tensor
 
 from benchmarks.bench_build import fields_of, parse, readable
-from benchmarks.bench_speed import check_agreement
-from benchmarks.methods import BACKWARD_WORK, attention_flops, interleave, ratio, time_cuda
+from benchmarks.methods import BACKWARD_WORK, attention_flops, check_agreement, interleave, ratio, time_cuda
 from benchmarks.rivals import BACKWARD_RIVALS, RIVALS, Call, Rival, upstream_gradient
 from build_tools.kernels import CSRC, NVCC_FLAGS, cuda_home
 from build_tools.selection import max_jobs

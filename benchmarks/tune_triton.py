@@ -33,12 +33,12 @@ from torch import Tensor
 
 from benchmarks import bench_kvcache, results
 from benchmarks.bench_kvcache import Ours, Point, Problem
-from benchmarks.bench_speed import check_agreement
 from benchmarks.methods import (
     BACKWARD_WORK,
     Timing,
     as_timed,
     attention_flops,
+    check_agreement,
     interleave,
     ratio,
     require_gpu,

@@ -21,11 +21,9 @@ from benchmarks import (
     accuracy,
     bench_build,
     bench_cpu,
-    bench_memory,
     bench_overhead,
     bench_speed,
     bench_training,
-    bench_values,
     compare_builds,
     methods,
     results,
@@ -86,10 +84,10 @@ def test_every_grid_names_known_contenders() -> None:
     for direction in (FORWARD, BACKWARD):
         for grid in bench_speed.GRIDS[direction.name].values():
             select([*grid.backends, *grid.rivals], direction.rivals)
-    for grid in bench_values.GRIDS.values():
+    for grid in bench_speed.GRIDS["values"].values():
         select([*grid.backends, *grid.rivals], RIVALS)
-    select([*bench_memory.CONTENDERS], RIVALS)
-    select([*bench_memory.BACKWARD_CONTENDERS], BACKWARD_RIVALS)
+    select([*bench_overhead.MEMORY_CONTENDERS], RIVALS)
+    select([*bench_overhead.BACKWARD_MEMORY_CONTENDERS], BACKWARD_RIVALS)
 
 
 class FakeNvml:
@@ -392,16 +390,17 @@ def test_memory_tables_say_what_each_direction_may_take() -> None:
 def test_memory_beyond_a_float_dq_and_delta_is_a_failure(
     extra: int, enough: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench_memory, "require_gpu", lambda _: torch.device("cpu"))
-    monkeypatch.setattr(bench_memory, "extra_bytes", lambda *_: extra)
+    monkeypatch.setattr(bench_overhead, "require_gpu", lambda _: torch.device("cpu"))
+    monkeypatch.setattr(bench_overhead, "extra_bytes", lambda *_: extra)
     rivals = {name: Fake(name) for name in ("cuda", "FLASH_ATTENTION")}
-    monkeypatch.setattr(bench_memory, "BACKWARD", dataclasses.replace(BACKWARD, rivals=rivals))
-    options = ["--backward", "--quick", "--backend", "FLASH_ATTENTION", "--backend", "cuda", "--out-dir", str(tmp_path)]
+    monkeypatch.setattr(bench_overhead, "BACKWARD", dataclasses.replace(BACKWARD, rivals=rivals))
+    options = ["--memory", "--backward", "--quick", "--out-dir", str(tmp_path)]
+    options += ["--backend", "FLASH_ATTENTION", "--backend", "cuda"]
     if enough:
-        bench_memory.main(options)
+        bench_overhead.main(options)
     else:
         with pytest.raises(SystemExit, match=r"more than the 33,816,576 bytes allowed: cuda \(full\): 67,108,864"):
-            bench_memory.main(options)
+            bench_overhead.main(options)
     rows = results.load(tmp_path / "memory_backward_quick.json")["data"]
     assert [row["dq_and_delta_bytes"] for row in rows] == [16 * 4096 * 4 * (1 + 128)] * 4
 
@@ -430,8 +429,8 @@ def test_cpu_benchmark_refuses_another_instruction_set(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("values", bench_values.VALUES, ids=lambda values: values.name)
-def test_values_have_the_logits_that_they_name(values: bench_values.Values) -> None:
+@pytest.mark.parametrize("values", bench_speed.VALUES, ids=lambda values: values.name)
+def test_values_have_the_logits_that_they_name(values: bench_speed.Values) -> None:
     q, k = (torch.randn(2, 400, 3, 64, dtype=torch.float64) for _ in range(2))
     q, k = values.apply(q, k)
     logits = torch.einsum("bqhd,bkhd->bhqk", q, k) / 8
@@ -447,9 +446,9 @@ def test_values_have_the_logits_that_they_name(values: bench_values.Values) -> N
 
 
 def test_values_benchmark_runs_end_to_end(tmp_path: Path) -> None:
-    bench_values.main(["--grid", "tiny", "--rounds", "1", "--out-dir", str(tmp_path)])
+    bench_speed.main(["--values", "--grid", "tiny", "--rounds", "1", "--out-dir", str(tmp_path)])
     result = results.load(tmp_path / "values_cpu.json")
-    assert [row["values"] for row in result["data"]] == [values.name for values in bench_values.VALUES] * 2
+    assert [row["values"] for row in result["data"]] == [values.name for values in bench_speed.VALUES] * 2
     assert all(row["ratio"] > 0 for row in result["data"])
     assert {row["relative_ratio"] for row in result["data"] if row["values"] == "std 1"} == {1.0}
     assert "cpu ÷ SDPA, speed" in tables.render(result)
@@ -554,8 +553,8 @@ def test_gpu_benchmarks_say_that_they_need_a_gpu() -> None:
         bench_speed.main(["--grid", "perf"])
     with pytest.raises(SystemExit, match="bench_speed needs a CUDA GPU"):
         bench_speed.main(["--backward", "--grid", "gqa"])
-    with pytest.raises(SystemExit, match="bench_memory needs a CUDA GPU"):
-        bench_memory.main(["--backward"])
+    with pytest.raises(SystemExit, match="bench_overhead needs a CUDA GPU"):
+        bench_overhead.main(["--memory", "--backward"])
 
 
 @pytest.mark.parametrize("backward", [False, True])
