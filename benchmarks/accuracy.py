@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import results
-from benchmarks.methods import Budget, progress
+from benchmarks.methods import Budget
 from flash_attn_mini import flash_attn_func
 from flash_attn_mini.backends import BACKENDS
 from tests.support.bounds import Accuracy, differentiate, forward_accuracy, gradients_accuracy
@@ -65,12 +65,10 @@ def measure(
     if backward:
         cases = [case for case in cases if unreachable_gradients(case, backend) is None]
     done = 0
-    for case in progress(cases, f"{backend} {dtype}"):
-        if budget.left() <= 0:
-            break
+    for number, case in budget.within(cases, f"{backend} {dtype}"):
         for what, share in shares(accuracy_of_case(case, backend, dtype, seed, backward)).items():
             worst[what] = max(worst[what], (share, case.name))
-        done += 1
+        done = number + 1
     row: dict[str, Any] = {
         "backend": backend,
         "dtype": str(dtype).removeprefix("torch."),
@@ -108,16 +106,16 @@ def main(argv: list[str] | None = None) -> None:
     unfinished = [f"{row['backend']} {row['dtype']}" for row in data if row["cases"] < row["all_cases"]]
     notes = [f"The time was not enough for every case of {', '.join(unfinished)}."] if unfinished else []
     if arguments.backward:
-        left_out = {(name, case.name): unreachable_gradients(case, name) for name in backends for case in cases}
-        notes += [f"Left out on {name}: {case} ({reason})." for (name, case), reason in left_out.items() if reason]
+        reasons = {(name, case.name): unreachable_gradients(case, name) for name in backends for case in cases}
+        notes += [f"Left out on {name}: {case} ({reason})." for (name, case), reason in reasons.items() if reason]
     sources = [path for name in backends for path in results.SOURCES_OF_BACKEND[name]]
     results.finish(
         f"accuracy{'_backward' * arguments.backward}{'' if torch.cuda.is_available() else '_cpu'}",
-        benchmark="accuracy",
-        title=f"Worst error{' of gradients' * arguments.backward} over the case list, as a share of the allowed error",
-        data=data,
+        "accuracy",
+        f"Worst error{' of gradients' * arguments.backward} over the case list, as a share of the allowed error",
+        data,
+        arguments,
         sources=[*sources, "flash_attn_mini/reference", "tests/support"],
-        arguments=arguments,
         notes=notes,
         complete=not unfinished,
     )

@@ -188,14 +188,9 @@ def measure_resources(arguments: argparse.Namespace) -> None:
         fields = fields_of(label, row["arch"])
         if fields is not None:
             data.append({**row, "kernel": label, **fields})
-    results.finish(
-        "kernel_resources",
-        benchmark="kernel_resources",
-        title="Registers, spills and static shared memory of the compiled kernels",
-        data=data,
-        sources=[*results.CUDA, "build_tools"],
-        arguments=arguments,
-    )
+    title = "Registers, spills and static shared memory of the compiled kernels"
+    name = "kernel_resources"
+    results.finish(name, name, title, data, arguments, sources=[*results.CUDA, "build_tools"])
     spilling = [f"{row['object']} ({row['spill_bytes']} bytes)" for row in data if row["spill_bytes"]]
     if spilling:
         raise SystemExit(f"bench_build: registers are spilled in {', '.join(spilling)}")
@@ -214,14 +209,8 @@ def main(argv: list[str] | None = None) -> None:
     if not arguments.label or not arguments.command:
         parser.error("give --resources, or --label and a command behind --")
     row = time_command(arguments.label, arguments.command, arguments.limit)
-    results.finish(
-        "build",
-        benchmark="bench_build",
-        title="Build times",
-        data=merge(row, arguments.out_dir / "build.json"),
-        sources=SOURCES,
-        arguments=arguments,
-    )
+    rows = merge(row, arguments.out_dir / "build.json")
+    results.finish("build", "bench_build", "Build times", rows, arguments, sources=SOURCES)
     if arguments.limit is not None and row["seconds"] > arguments.limit:
         raise SystemExit(f"{arguments.label}: {row['seconds']:.0f} s, the limit is {arguments.limit:.0f} s")
 

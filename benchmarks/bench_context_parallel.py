@@ -400,15 +400,10 @@ def model_rows() -> list[dict[str, Any]]:
 
 def save_model(arguments: argparse.Namespace) -> None:
     """Saves the model's table."""
-    results.finish(
-        "context_parallel_model",
-        benchmark="context_parallel_model",
-        title="Context parallel on paper: the rate of each GPU relative to one GPU",
-        data=model_rows(),
-        sources=["benchmarks/bench_context_parallel.py"],
-        arguments=arguments,
-        notes=["Computed by the model, not measured; the stamp below is of the machine that computed it."],
-    )
+    title = "Context parallel on paper: the rate of each GPU relative to one GPU"
+    notes = ["Computed by the model, not measured; the stamp below is of the machine that computed it."]
+    name, sources = "context_parallel_model", ["benchmarks/bench_context_parallel.py"]
+    results.finish(name, name, title, model_rows(), arguments, sources=sources, notes=notes)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -463,18 +458,14 @@ def run(arguments: argparse.Namespace, group: Any) -> None:
     if dist.get_rank() != 0:
         return
     size = dist.get_world_size()
-    sources = [
-        *results.HOST,
-        *results.CUDA,
-        "flash_attn_mini/context_parallel",
-    ]
+    sources = [*results.HOST, *results.CUDA, "flash_attn_mini/context_parallel"]
     results.finish(
         f"context_parallel_{size}",
-        benchmark="bench_context_parallel",
-        title=f"Context parallel on {size} GPUs, forward and backward, bf16, head dim {HEADDIM}",
-        data=data,
+        "bench_context_parallel",
+        f"Context parallel on {size} GPUs, forward and backward, bf16, head dim {HEADDIM}",
+        data,
+        arguments,
         sources=sources,
-        arguments=arguments,
         complete=len(data) == len(points),
         extra={"gpus": str(size)},
     )

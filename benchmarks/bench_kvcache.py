@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import results
-from benchmarks.methods import DISAGREEMENT, Budget, Timing, interleave, progress, ratio, require_gpu
+from benchmarks.methods import DISAGREEMENT, Budget, Timing, difference, interleave, ratio, require_gpu
 from benchmarks.rivals import Call, Rival, select
 
 CPU_CACHE = 2**25  # bytes; the caches in turn exceed it as they exceed a GPU's L2 cache
@@ -170,7 +170,7 @@ def check_result(rival: Rival, problem: Problem, out: Tensor) -> None:
         k, v = (x.clone() for x in caches)
         expected, _ = attention_kvcache_reference(problem.q[one], k, v, **of_row)
         for name, got, right in (("out", out[one], expected), ("k_cache", caches[0], k), ("v_cache", caches[1], v)):
-            share = ((got.double() - right.double()).abs().max() / right.double().abs().max()).item()
+            share = difference(got, right)
             if not share <= DISAGREEMENT:  # NaN too
                 raise RuntimeError(
                     f"{rival.name} differs from the reference: {name} by {share:.3g} of the largest value"
@@ -268,12 +268,7 @@ def number_of_caches(bytes_of_one: int, device: torch.device) -> int:
 
 
 def measure_point(
-    point: Point,
-    contenders: Sequence[Rival],
-    device: torch.device,
-    dtype: torch.dtype,
-    rounds: int,
-    rep_ms: float,
+    point: Point, contenders: Sequence[Rival], device: torch.device, dtype: torch.dtype, rounds: int, rep_ms: float
 ) -> dict[str, Any]:
     """One row of a result: µs, GB/s of keys and values, ratios of speed, and why a contender could not run.
 
@@ -407,53 +402,42 @@ FIGURES = {
 
 def measure_figure(
     name: str, device: torch.device, arguments: argparse.Namespace, budget: Budget, ceiling: int | None
-) -> list[str]:
-    """Measures a figure, on the CPU with each number of threads, and saves it. Returns what failed."""
+) -> None:
+    """Measures a figure, on the CPU with each number of threads, and saves it.
+
+    SystemExit if our first backend ran at no point, or after saving if the time was not enough for every point.
+    """
     on_gpu = device.type == "cuda"
     figure, dtype = FIGURES[name], torch.bfloat16 if on_gpu else DTYPES[arguments.dtype]
     points = figure.points[: max(1, len(figure.points) // 4)] if arguments.quick else figure.points
     contenders = figure.contenders(arguments.backend, select(arguments.rivals))
     tasks = [(threads, point) for threads in ([None] if on_gpu else arguments.threads) for point in points]
     data: list[dict[str, Any]] = []
-    for threads, point in progress(tasks, name):
-        if budget.left() <= 0:
-            break
+    for _, (threads, point) in budget.within(tasks, name):
         fixed: dict[str, Any] = {"ceiling_gbps": ceiling}
         if threads is not None:
             torch.set_num_threads(threads)
             fixed = {"threads": threads}
         row = measure_point(point, contenders, device, dtype, arguments.rounds, REP_MS[device.type])
         data.append({"figure": name, **row, **fixed})
+    for reason in sorted({f"{rival} cannot run: {why}" for row in data for rival, why in row["unsupported"].items()}):
+        print(reason)
+    ours, dtype_name = arguments.backend, str(dtype).removeprefix("torch.")
+    if not any(ours[0] in row["us"] for row in data):
+        raise SystemExit(f"{ours[0]} ran at no point; nothing is written")
     notes = [f"Medians of {arguments.rounds} interleaved rounds; the caches exceed the L2 cache and are used in turn."]
     if ceiling is not None:
         notes.append(f"In the same run a copy reached {ceiling / 1e3:.2f} TB/s, read and written.")
-    return finish(name, str(dtype).removeprefix("torch."), len(tasks), data, notes, arguments)
-
-
-def finish(
-    name: str, dtype: str, points: int, data: list[dict[str, Any]], notes: list[str], arguments: argparse.Namespace
-) -> list[str]:
-    """Saves a figure. Points without time fail, and so does our first backend if it ran at no point."""
-    for reason in sorted({f"{rival} cannot run: {why}" for row in data for rival, why in row["unsupported"].items()}):
-        print(reason)
-    ours = arguments.backend
-    if not any(ours[0] in row["us"] for row in data):
-        return [f"{name}: {ours[0]} ran at no point; nothing is written"]
-    skipped = points - len(data)
-    if skipped:
-        notes.append(f"{skipped} of {points} points were left out: the {arguments.seconds:.0f} s were used up.")
-    sources = [glob for backend in ours for glob in results.SOURCES_OF_BACKEND[backend]]
     results.finish(
-        f"kvcache_{name}_{dtype}" if name == "cpu" else f"kvcache_{name}",
-        benchmark="bench_kvcache",
-        title=f"{FIGURES[name].title}, {dtype}",
-        data=data,
-        sources=sources,
-        arguments=arguments,
+        f"kvcache_{name}_{dtype_name}" if name == "cpu" else f"kvcache_{name}",
+        "bench_kvcache",
+        f"{figure.title}, {dtype_name}",
+        data,
+        arguments,
+        sources=[glob for backend in ours for glob in results.SOURCES_OF_BACKEND[backend]],
         notes=notes,
-        complete=not skipped,
+        left_out=budget.left_out(len(data), len(tasks)),
     )
-    return [f"{name}: {notes[-1]}"] if skipped else []
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -475,11 +459,14 @@ def main(argv: list[str] | None = None) -> None:
     torch.manual_seed(0)
     budget = Budget(arguments.seconds)
     ceiling = round(copy_ceiling(device)) if on_gpu else None
-    threads = torch.get_num_threads()
-    try:
-        failed = [line for name in figures for line in measure_figure(name, device, arguments, budget, ceiling)]
-    finally:
-        torch.set_num_threads(threads)
+    threads, failed = torch.get_num_threads(), []
+    for name in figures:
+        try:
+            measure_figure(name, device, arguments, budget, ceiling)
+        except SystemExit as error:
+            failed.append(f"{name}: {str(error).removeprefix('bench_kvcache: ')}")
+        finally:
+            torch.set_num_threads(threads)
     if failed:
         raise SystemExit(f"bench_kvcache: {'; '.join(failed)}")
 

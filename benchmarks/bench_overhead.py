@@ -151,14 +151,9 @@ def measure_memory(arguments: argparse.Namespace) -> None:
             shape = {"batch": BATCH, "nheads": NHEADS, "seqlen": seqlen, "headdim": HEADDIM, "causal": causal}
             used = {"extra_bytes": extra_bytes(rival, q, k, v, causal), key: needed}
             data.append({"name": rival.name, **shape, **used, "score_matrix_bytes": BATCH * NHEADS * seqlen**2 * 2})
-    results.finish(
-        "memory_backward" if arguments.backward else "memory",
-        benchmark="bench_memory",
-        title=f"Peak extra memory of a {direction.name}, bf16, {seqlen:,} tokens, {NHEADS} heads",
-        data=data,
-        sources=[*results.HOST, *results.CUDA, *results.TRITON],
-        arguments=arguments,
-    )
+    title = f"Peak extra memory of a {direction.name}, bf16, {seqlen:,} tokens, {NHEADS} heads"
+    sources = [*results.HOST, *results.CUDA, *results.TRITON]
+    results.finish(f"memory{'_backward' * arguments.backward}", "bench_memory", title, data, arguments, sources=sources)
     greedy = [
         f"{row['name']} ({'causal' if row['causal'] else 'full'}): {row['extra_bytes']:,}"
         for row in data
@@ -187,23 +182,15 @@ def main(argv: list[str] | None = None) -> None:
     data: list[dict[str, Any]] = []
     for shape in SHAPES[arguments.device]:
         data += measure_shape(shape, rivals, device, calls)
-    backends = [name for name in names if name in results.SOURCES_OF_BACKEND]
-    missing = [name for name in names[:1] if not any(row["name"] == name for row in data)]
-    if missing:
-        raise SystemExit(f"bench_overhead: {missing[0]} did not run; nothing is written")
-    sources = [*results.HOST, *(path for name in backends for path in results.SOURCES_OF_BACKEND[name])]
+    if not any(row["name"] == names[0] for row in data):
+        raise SystemExit(f"bench_overhead: {names[0]} did not run; nothing is written")
+    sources = [*results.HOST, *(path for name in names for path in results.SOURCES_OF_BACKEND.get(name, ()))]
     notes = ["SDPA chooses its own kernel; its inputs are transposed views that are made before the clock starts."]
     call = "forward and backward, through autograd" if arguments.backward else "call"
-    results.finish(
-        f"overhead_backward_{arguments.device}" if arguments.backward else f"overhead_{arguments.device}",
-        benchmark="bench_overhead",
-        title=f"Host time of a {call}, {'bf16' if device.type == 'cuda' else 'float32'}, tiny tensors"
-        + ("" if arguments.backward else ", without autograd"),
-        data=data,
-        sources=sources,
-        arguments=arguments,
-        notes=notes,
-    )
+    title = f"Host time of a {call}, {'bf16' if device.type == 'cuda' else 'float32'}, tiny tensors"
+    title += "" if arguments.backward else ", without autograd"
+    name = f"overhead{'_backward' * arguments.backward}_{arguments.device}"
+    results.finish(name, "bench_overhead", title, data, arguments, sources=sources, notes=notes)
 
 
 if __name__ == "__main__":

@@ -325,8 +325,6 @@ def measure_grid(direction: Direction, grid_name: str, grid: Grid, arguments: ar
         energy_seconds = min(MAX_ENERGY_SECONDS, energy_seconds)
         row = measure_point(direction, point, grid, ours, theirs, arguments.rounds, rep_ms, counter, energy_seconds)
         data.append(row if ceiling is None else {**row, "ceiling_tflops": ceiling})
-    left_out = budget.left_out(len(data), len(points))
-    notes += left_out
     if counter is not None and not all("joules" in row for row in data):
         notes.append("Joules are missing where the time was not enough for them.")
     notes += absent(data)
@@ -334,18 +332,10 @@ def measure_grid(direction: Direction, grid_name: str, grid: Grid, arguments: ar
     if missing:
         reasons = "\n".join(["", *absent(data)])
         raise SystemExit(f"bench_speed: {', '.join(missing)} ran at no point; nothing is written{reasons}")
-    results.finish(
-        arguments.name or f"{direction.name}_{ours[0]}{grid.suffix}",
-        benchmark="bench_speed",
-        title=grid.title,
-        data=data,
-        sources=[path for name in ours for path in results.SOURCES_OF_BACKEND.get(name.split()[0], ())],
-        arguments=arguments,
-        notes=notes,
-        complete=not left_out,
-    )
-    if left_out:
-        raise SystemExit(f"bench_speed: {left_out[0]}")
+    name = arguments.name or f"{direction.name}_{ours[0]}{grid.suffix}"
+    sources = [path for name in ours for path in results.SOURCES_OF_BACKEND.get(name.split()[0], ())]
+    left_out = budget.left_out(len(data), len(points))
+    results.finish(name, "bench_speed", grid.title, data, arguments, sources=sources, notes=notes, left_out=left_out)
 
 
 # ---- the same inputs with different logits ---------------------------------------------------------------------------
@@ -437,20 +427,17 @@ def measure_values_grid(grid_name: str, grid: Grid, arguments: argparse.Namespac
         share = budget.share((len(points) - number) * len(VALUES) * len(names) * arguments.rounds)
         rep_ms = min(MAX_REP_MS, max(MIN_REP_MS, share / 2)) if on_gpu else 1.0
         data += measure_values(point, grid, names, arguments.rounds, rep_ms)
-    left_out = budget.left_out(len(data) // len(VALUES), len(points))
     notes = [f"Medians of {arguments.rounds} interleaved rounds; every kind of values in each round, in random order."]
     results.finish(
         arguments.name or f"values_{names[0]}",
-        benchmark="bench_values",
-        title=grid.title,
-        data=data,
+        "bench_values",
+        grid.title,
+        data,
+        arguments,
         sources=results.SOURCES_OF_BACKEND[names[0]],
-        arguments=arguments,
-        notes=[*notes, *[GRAPHS] * on_gpu, *left_out],
-        complete=not left_out,
+        notes=[*notes, *[GRAPHS] * on_gpu],
+        left_out=budget.left_out(len(data) // len(VALUES), len(points)),
     )
-    if left_out:
-        raise SystemExit(f"bench_speed: {left_out[0]}")
     slow = [
         f"{tables.kind_of(row)} {row['seqlen']} {row['values']}: {row['relative_ratio']:.3f}"
         for row in data

@@ -90,7 +90,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--device", choices=sorted(SHAPES), default="cuda")
     arguments = parser.parse_args(argv)
     device = require_gpu("bench_training") if arguments.device == "cuda" else torch.device("cpu")
-    backend = device.type
     shapes = SHAPES[device.type][: 1 if arguments.quick else None]
     size = example.SIZES[device.type]
     rounds = 1 if arguments.quick else ROUNDS
@@ -99,24 +98,12 @@ def main(argv: list[str] | None = None) -> None:
         measure_shape(replace(size, context=context, batch=batch), device, rounds, rep_ms)
         for context, batch in progress(shapes, "training")
     ]
-    dtype = "bfloat16 autocast" if backend == "cuda" else "float32"
-    sources = [
-        *results.HOST,
-        *results.SOURCES_OF_BACKEND[backend],
-        "examples/train_char_gpt.py",
-    ]
-    results.finish(
-        f"training_{arguments.device}",
-        benchmark="bench_training",
-        title="Training a small GPT",
-        data=data,
-        sources=sources,
-        arguments=arguments,
-        notes=[
-            f"{size.layers} layers, {size.heads} heads of {size.width // size.heads}, {dtype}.",
-            "Eager: a step of few tokens waits for the host.",
-        ],
-    )
+    dtype = "bfloat16 autocast" if device.type == "cuda" else "float32"
+    sources = [*results.HOST, *results.SOURCES_OF_BACKEND[device.type], "examples/train_char_gpt.py"]
+    model = f"{size.layers} layers, {size.heads} heads of {size.width // size.heads}, {dtype}."
+    notes = [model, "Eager: a step of few tokens waits for the host."]
+    name, title = f"training_{device.type}", "Training a small GPT"
+    results.finish(name, "bench_training", title, data, arguments, sources=sources, notes=notes)
 
 
 if __name__ == "__main__":

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tabulate import tabulate
 from torch import Tensor
 
 from benchmarks.bench_speed import GRIDS, Grid, Point, draw_inputs
 from benchmarks.methods import as_timed, check_agreement, interleave, progress, ratio, require_gpu, timer_for
 from benchmarks.rivals import Call, Rival, upstream_gradient
+from benchmarks.tables import pivot
 
 KINDS = ("forward", "backward", "deterministic")
 JUDGED = KINDS[:2]
@@ -82,8 +82,7 @@ def table(ratios: dict[tuple[str, Point], float]) -> str:
     for (kind, point), value in ratios.items():
         mask = "causal" if point.causal else "full"
         cells.setdefault((kind, f"d{point.headdim} {mask}"), {})[point.seqlen] = f"{value:.3f}"
-    body = [[*names, *(by_length.get(length, "") for length in lengths)] for names, by_length in cells.items()]
-    return tabulate(body, ["", "", *map(str, lengths)], tablefmt="pipe", disable_numparse=True)
+    return pivot(["", ""], cells, lengths)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -221,13 +221,14 @@ def parser_for(doc: str | None, *, seconds: float, out_dir: Path = RESULTS) -> a
 
 def finish(
     name: str,
-    *,
     benchmark: str,
     title: str,
     data: list[dict[str, Any]],
-    sources: Iterable[str] = (),
     arguments: argparse.Namespace,
+    *,
+    sources: Iterable[str] = (),
     notes: Sequence[str] = (),
+    left_out: Sequence[str] = (),
     complete: bool = True,
     extra: Mapping[str, str] | None = None,
     render: Callable[[Result], str] = tables.render,
@@ -236,23 +237,26 @@ def finish(
     """Saves the rows under `name` (stamped), draws them where there is a plot, and prints their tables.
 
     A quick run, and one that ran out of time (not `complete`), writes under another name and keeps the earlier result.
-    `extra` is added to the stamp, as is --commit.
+    `left_out`, if not empty, is a note that says so, and ends the program after the result is saved. `extra` is added
+    to the stamp, as is --commit.
     """
     stamped = {**(extra or {}), **({"commit": arguments.commit} if arguments.commit else {})}
-    suffix = "_quick" if arguments.quick else "" if complete else "_partial"
+    suffix = "_quick" if arguments.quick else "_partial" if left_out or not complete else ""
     path = save(
         name + suffix,
         benchmark=benchmark,
         title=title,
         data=data,
         sources=sources,
-        notes=notes,
+        notes=[*notes, *left_out],
         out_dir=arguments.out_dir,
         extra=stamped,
     )
     result = load(path)
     tables.plot(result, path.with_suffix(".png"), drawing_of)
     print(f"# {title}\n\n{render(result)}\n\nwritten: {path}")
+    if left_out:
+        raise SystemExit(f"{benchmark}: {left_out[0]}")
 
 
 def fill(text: str, results: Path, folder: Path | None = None, render: Callable[[Result], str] = tables.render) -> str:

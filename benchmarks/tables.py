@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,13 @@ def markdown_table(headers: list[str], rows: list[list[str]]) -> str:
     return str(tabulate(rows, headers, tablefmt="pipe", disable_numparse=True, colalign=("left",) * len(headers)))
 
 
+def pivot(corner: list[str], cells: Mapping[Iterable[str], Mapping[Any, str]], columns: Iterable[Any]) -> str:
+    """A table of `cells`, by names of a row and by column; `corner` are the headers of the names."""
+    columns = list(columns)
+    body = [[*names, *(of_row.get(column, "") for column in columns)] for names, of_row in cells.items()]
+    return markdown_table([*corner, *map(str, columns)], body)
+
+
 def kind_of(row: dict[str, Any]) -> str:
     """Head dim and mask, and the heads where the keys have fewer."""
     kind = f"d{row['headdim']} {'causal' if row['causal'] else 'full'}"
@@ -47,14 +54,13 @@ def speed_tables(data: Rows) -> list[str]:
             continue
         base, names = rivals[0], [ours, *rivals]
         lengths = sorted({row["seqlen"] for row in rows})
-        cells: dict[str, dict[int, str]] = {}
+        cells: dict[tuple[str], dict[int, str]] = {}
         for row in rows:
             tflops = " / ".join(f"{row['tflops'][name]:.3g}" if name in row["tflops"] else "–" for name in names)
             ratio = f" ({row['ratio'][ours][base]:.2f})" if base in row["ratio"][ours] else ""
             used = row.get("joules", {})
             joules = " / ".join(f"{used[name]:.3g}" if name in used else "–" for name in names)
-            cells.setdefault(kind_of(row), {})[row["seqlen"]] = tflops + ratio + (f"; {joules}" if used else "")
-        body = [[kind, *(by_length.get(length, "") for length in lengths)] for kind, by_length in cells.items()]
+            cells.setdefault((kind_of(row),), {})[row["seqlen"]] = tflops + ratio + (f"; {joules}" if used else "")
         summary = "; ".join(
             f"against {rival}: lowest {min(ratios):.2f}, median {statistics.median(ratios):.2f}"
             for rival in rivals
@@ -63,7 +69,7 @@ def speed_tables(data: Rows) -> list[str]:
         ratio_text = f"({ours} ÷ {base}, the median of the rounds' ratios)"
         energy = "; then joules a call" if any("joules" in row for row in rows) else ""
         caption = f"{' / '.join(names)}, TFLOP/s, and {ratio_text}{energy}, by sequence length:"
-        tables.append(f"{caption}\n\n{markdown_table(['', *map(str, lengths)], body)}\n\n{ours} {summary}.")
+        tables.append(f"{caption}\n\n{pivot([''], cells, lengths)}\n\n{ours} {summary}.")
     return tables
 
 
@@ -156,12 +162,15 @@ def register_table(direction: str, data: Rows, keys: dict[str, str], across: str
         of_kernel.setdefault(row.get(across, other), {})[dtype] = text
     columns = [*sorted({row[across] for row in data if across in row}), *([other] if other else [])]
 
-    def cell(of_dtypes: dict[str, str]) -> str:
-        return " / ".join(dict.fromkeys(of_dtypes[dtype] for dtype in sorted(of_dtypes, reverse=True)))  # fp16 first
-
-    body = [[*key, *(cell(of_kernel.get(name, {})) for name in columns)] for key, of_kernel in cells.items()]
+    joined = {
+        key: {
+            name: " / ".join(dict.fromkeys(text for _, text in sorted(of_dtypes.items(), reverse=True)))  # fp16 first
+            for name, of_dtypes in of_kernel.items()
+        }
+        for key, of_kernel in cells.items()
+    }
     caption = f"The {direction}: registers and (bytes spilled, where there are any), fp16 / bf16 where they differ:"
-    return f"{caption}\n\n{markdown_table([*keys, *columns], body)}"
+    return f"{caption}\n\n{pivot([*keys], joined, columns)}"
 
 
 def accuracy_tables(data: Rows) -> list[str]:
@@ -204,10 +213,9 @@ def cpu_tables(data: Rows) -> list[str]:
         rival = row["GFLOP/s"] * row["ms"] / row["SDPA ms"]
         text = f"{_three_digits(row['GFLOP/s'])} / {_three_digits(rival)} ({row['ratio']:.2f})"
         cells.setdefault((f"{row['dtype']}, {row['threads']}", kind_of(row)), {})[row["seqlen"]] = text
-    body = [[*names, *(by_length.get(length, "") for length in lengths)] for names, by_length in cells.items()]
     shape = f"batch {data[0]['batch']}, {data[0]['nheads']} heads"
     caption = f"cpu / SDPA, GFLOP/s, and (cpu ÷ SDPA, median of the rounds' ratios), {shape}, by sequence length:"
-    return [f"{caption}\n\n{markdown_table(['dtype, threads', '', *map(str, lengths)], body)}"]
+    return [f"{caption}\n\n{pivot(['dtype, threads', ''], cells, lengths)}"]
 
 
 # The figures of bench_features: a caption, and the format of a value.
@@ -230,9 +238,8 @@ def feature_tables(data: Rows) -> list[str]:
             cells.setdefault((row["feature"], row["direction"]), {})[kind] = style.format(row["value"])
         if rows:
             kinds = list(dict.fromkeys(kind for of_call in cells.values() for kind in of_call))
-            body = [[*names, *(of_call.get(kind, "") for kind in kinds)] for names, of_call in cells.items()]
             where = f"Batch {rows[0]['batch']}, {rows[0]['seqlen']} tokens."
-            tables.append(f"{where} {caption}\n\n{markdown_table(['', '', *kinds], body)}")
+            tables.append(f"{where} {caption}\n\n{pivot(['', ''], cells, kinds)}")
     return tables
 
 
@@ -243,12 +250,11 @@ def value_tables(data: Rows) -> list[str]:
         text = f"{row['ratio']:.2f} ({row['relative_ratio']:.2f})"
         cells.setdefault((kind_of(row), str(row["seqlen"])), {})[row["values"]] = text
     values = list(dict.fromkeys(row["values"] for row in data))
-    body = [[*names, *(by_values.get(name, "") for name in values)] for names, by_values in cells.items()]
     ours, theirs = data[0]["ms"]
     lowest = min(data, key=lambda row: row["relative_ratio"])
     where = f"{kind_of(lowest)}, {lowest['seqlen']}, {lowest['values']}"
     caption = f"{ours} ÷ {theirs}, speed, and (that ÷ the value at {values[0]}):"
-    table = markdown_table(["", "length", *values], body)
+    table = pivot(["", "length"], cells, values)
     return [f"{caption}\n\n{table}\n\nLowest in brackets: {lowest['relative_ratio']:.2f} ({where})."]
 
 

@@ -57,14 +57,13 @@ def grid_tables(data: Rows) -> list[str]:
     names = list(dict.fromkeys(name for row in data for key in ("tflops", "unsupported") for name in row[key]))
     parts = []
     for which in dict.fromkeys(row["pass"] for row in data):
-        cells: dict[str, dict[int, str]] = {}
+        cells: dict[tuple[str], dict[int, str]] = {}
         for row in data:
             if row["pass"] == which:
                 speeds = (f"{row['tflops'][name]:.3g}" if name in row["tflops"] else "–" for name in names)
-                cells.setdefault(tables.kind_of(row), {})[row["seqlen"]] = " / ".join(speeds)
-        body = [[kind, *(by_length.get(length, "") for length in lengths)] for kind, by_length in cells.items()]
+                cells.setdefault((tables.kind_of(row),), {})[row["seqlen"]] = " / ".join(speeds)
         caption = f"{which.capitalize()}: {' / '.join(names)}, TFLOP/s, by sequence length:"
-        parts.append(f"{caption}\n\n{tables.markdown_table(['', *map(str, lengths)], body)}")
+        parts.append(f"{caption}\n\n{tables.pivot([''], cells, lengths)}")
     if any(row["unsupported"] for row in data):
         parts.append("–: out of memory.")
     return parts

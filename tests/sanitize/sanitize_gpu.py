@@ -114,14 +114,8 @@ def main(argv: list[str] | None = None) -> None:
     if reason is not None:
         print(f"sanitize: the kernels of sm80 are left out: {reason}", file=sys.stderr)
     rows = run_tools(arguments.parts)
-    results.finish(
-        "sanitize",
-        benchmark="sanitize",
-        title="Errors that compute-sanitizer finds",
-        data=rows,
-        sources=[*results.CUDA, "learn/csrc"],
-        arguments=arguments,
-    )
+    title, sources = "Errors that compute-sanitizer finds", [*results.CUDA, "learn/csrc"]
+    results.finish("sanitize", "sanitize", title, rows, arguments, sources=sources)
     if any(row["errors"] for row in rows):
         raise SystemExit("sanitize: there are errors")
 
