@@ -37,6 +37,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks import results
 from benchmarks.methods import BACKWARD_WORK, Budget, require_gpu
+from benchmarks.rivals import first_line
 from flash_attn_mini import (
     cp_flash_attn_func,
     cp_flash_attn_varlen_func,
@@ -235,7 +236,7 @@ def measure(point: Point, group: Any, rounds: int) -> dict[str, Any]:
                     times[name].append(time_step(step, ahead_first))
             except Exception as error:  # whatever an experimental function raises, the same on every rank
                 if rank == 0:
-                    print(f"{name} cannot run: {(str(error).splitlines() or [repr(error)])[0]}", file=sys.stderr)
+                    print(f"{name} cannot run: {first_line(error)}", file=sys.stderr)
     times = {name: values for name, values in times.items() if values}
     median = {name: statistics.median(value.ahead for value in values) for name, values in times.items()}
     idle = {name: statistics.median(value.idle for value in values) for name, values in times.items()}

@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import results
-from benchmarks.methods import DISAGREEMENT, Budget, Timing, difference, interleave, ratio, require_gpu
-from benchmarks.rivals import Call, Rival, select
+from benchmarks.methods import DISAGREEMENT, Budget, difference, interleave, ratios, require_gpu
+from benchmarks.rivals import Call, Rival, first_line, select
 
 CPU_CACHE = 2**25  # bytes; the caches in turn exceed it as they exceed a GPU's L2 cache
 TIMES_CACHE = 4
@@ -285,29 +285,19 @@ def measure_point(
         except (RuntimeError, NotImplementedError) as error:
             if isinstance(rival, Ours) and not isinstance(error, NotImplementedError):
                 raise
-            unsupported[rival.name] = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            unsupported[rival.name] = first_line(error)
         else:
             calls[rival] = turns
     timings = interleave(calls, time_turns, rounds=rounds, rep_ms=rep_ms)
+    ours = [rival for rival in contenders if isinstance(rival, Ours)]
     return {
         **asdict(point),
         "dtype": str(dtype).removeprefix("torch."),
         "us": {name: round(timing.ms * 1e3, 2) for name, timing in timings.items()},
         "spread": {name: round(timing.spread, 3) for name, timing in timings.items()},
         "gbps": {name: float(f"{problems[0].bytes / timing.ms / 1e6:.4g}") for name, timing in timings.items()},
-        "ratio": ratios(timings, contenders),
+        "ratio": ratios(timings, ours, [rival.name for rival in contenders if rival not in ours]),
         "unsupported": unsupported,
-    }
-
-
-def ratios(timings: Mapping[str, Timing], contenders: Sequence[Rival]) -> dict[str, dict[str, float]]:
-    """Speed of each of ours ÷ that of PyTorch's kernels; on pages or with new keys ÷ that of the same without."""
-    theirs = [rival.name for rival in contenders if not isinstance(rival, Ours)]
-    against = {r.name: [r.baseline] if r.baseline else theirs for r in contenders if isinstance(r, Ours)}
-    return {
-        mine: {rival: round(ratio(timings[mine], timings[rival]), 3) for rival in others if rival in timings}
-        for mine, others in against.items()
-        if mine in timings
     }
 
 

@@ -50,10 +50,11 @@ from benchmarks.methods import (
     joules_per_call,
     matmul_ceiling,
     ratio,
+    ratios,
     require_gpu,
     timer_for,
 )
-from benchmarks.rivals import BACKWARD_RIVALS, RIVALS, Rival, select
+from benchmarks.rivals import BACKWARD_RIVALS, RIVALS, Rival, first_line, select
 
 MAX_ENERGY_SECONDS, MIN_ENERGY_SECONDS = 1.0, 0.25  # of load; NVML updates its counter every few 10 ms
 ENERGY_SHARE = 1 / 3  # of the time, at most
@@ -147,7 +148,7 @@ def measure_point(
         except rival.failures as error:
             if rival.name in ours:
                 raise
-            reasons[rival.name] = (str(error).splitlines() or [type(error).__name__])[0]
+            reasons[rival.name] = first_line(error)
     able = list(calls)
     reference = next((rival for rival in able if rival.name in theirs), able[-1])
     for rival in able:
@@ -166,7 +167,6 @@ def measure_point(
     flops = direction.work * attention_flops(
         point.batch, point.nheads, point.seqlen, point.seqlen, point.headdim, point.causal
     )
-    against = {rival.name: [rival.baseline] if rival.baseline else theirs for rival in contenders if rival.name in ours}
     return {
         **asdict(point),
         "dtype": str(grid.dtype).removeprefix("torch."),
@@ -174,11 +174,7 @@ def measure_point(
         "spread": {name: round(timing.spread, 3) for name, timing in timings.items()},
         "tflops": {name: float(f"{flops / timing.ms / 1e9:.4g}") for name, timing in timings.items()},
         **joules,
-        "ratio": {
-            mine: {rival: round(ratio(timings[mine], timings[rival]), 3) for rival in others if rival in timings}
-            for mine, others in against.items()
-            if mine in timings
-        },
+        "ratio": ratios(timings, [rival for rival in contenders if rival.name in ours], theirs),
         "unsupported": {name: reason for name, reason in reasons.items() if reason is not None},
     }
 
@@ -196,11 +192,12 @@ def of_32_heads(seqlen: int, headdim: int) -> tuple[int, int]:
     return 16384 // seqlen, 32
 
 
-TRITON = {"dtype": torch.float16, "headdims": (64, 128), "seqlens": (4096, 8192, 16384), "shape_of": of_8_heads}
-TINY = {"dtype": torch.float32, "headdims": (16, 32), "seqlens": (32, 64), "shape_of": lambda *_: (1, 2)}
-LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+PERF = {"headdims": (64, 128, 256), "seqlens": (512, 1024, 2048, 4096, 8192, 16384), "shape_of": of_16384_tokens}
+TRITON = {"headdims": (64, 128), "seqlens": (4096, 8192, 16384), "shape_of": of_8_heads, "dtype": torch.float16}
+TINY = {"headdims": (16, 32), "seqlens": (32, 64), "shape_of": lambda *_: (1, 2), "dtype": torch.float32}
 CUDNN_FIRST, FLASH_FIRST = ("cuDNN", "FLASH_ATTENTION"), ("FLASH_ATTENTION", "cuDNN")
 OFFICIAL = ("FA3", "FA4")
+SHAPES = "bf16, 16,384 tokens a batch, nheads * headdim = 2048"
 
 
 def shared_grids(name: str) -> dict[str, Grid]:
@@ -214,35 +211,18 @@ def shared_grids(name: str) -> dict[str, Grid]:
 
 GRIDS: dict[str, dict[str, Grid]] = {
     "forward": {
-        "perf": Grid(
-            "Forward, bf16, 16,384 tokens a batch, nheads * headdim = 2048",
-            ("cuda", "cuda sm80"),
-            (*CUDNN_FIRST, *OFFICIAL),
-            (64, 128, 256),
-            LENGTHS,
-            of_16384_tokens,
-        ),
+        "perf": Grid(f"Forward, {SHAPES}", ("cuda", "cuda sm80"), (*CUDNN_FIRST, *OFFICIAL), **PERF),
         "fp16": Grid(
             "Forward, fp16, batch 4, 8 heads",
             ("cuda", "cuda sm80", "triton"),
             (*CUDNN_FIRST, *OFFICIAL),
-            (64, 128),
-            (256, *LENGTHS),
-            of_8_heads,
-            torch.float16,
+            **{**TRITON, "seqlens": (256, *PERF["seqlens"])},
             suffix="_fp16",
         ),
         **shared_grids("Forward"),
     },
     "backward": {
-        "perf": Grid(
-            "Backward, bf16, 16,384 tokens a batch, nheads * headdim = 2048",
-            ("cuda", "cuda deterministic"),
-            (*FLASH_FIRST, *OFFICIAL),
-            (64, 128, 256),
-            LENGTHS,
-            of_16384_tokens,
-        ),
+        "perf": Grid(f"Backward, {SHAPES}", ("cuda", "cuda deterministic"), (*FLASH_FIRST, *OFFICIAL), **PERF),
         "headdims": Grid(
             "Backward, head dims 32, 96 and 192, bf16, 16,384 tokens a batch, nheads * headdim ≈ 2048",
             ("cuda",),
@@ -266,12 +246,10 @@ GRIDS: dict[str, dict[str, Grid]] = {
     },
     "values": {
         "perf": Grid(
-            "The forward on different values, bf16, 16,384 tokens a batch, nheads * headdim = 2048",
+            f"The forward on different values, {SHAPES}",
             ("cuda",),
             ("cuDNN",),
-            (64, 128, 256),
-            (1024, 4096, 16384),
-            of_16384_tokens,
+            **{**PERF, "seqlens": (1024, 4096, 16384)},
         ),
         "tiny": Grid(
             "The forward on different values on the CPU, float32, a trial run",

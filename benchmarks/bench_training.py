@@ -19,7 +19,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks import results
-from benchmarks.methods import interleave, progress, ratio, require_gpu, time_cpu
+from benchmarks.methods import interleave, progress, ratios, require_gpu, time_cpu
 from benchmarks.rivals import Rival
 from examples import train_char_gpt as example
 
@@ -74,14 +74,14 @@ def training_steps(size: example.Size, device: torch.device) -> dict[Rival, Call
 def measure_shape(size: example.Size, device: torch.device, rounds: int, rep_ms: float) -> dict[str, Any]:
     """Tokens per second of every contender, and the first one's speed relative to the others."""
     steps = training_steps(size, device)
-    ours, *others = (rival.name for rival in steps)
+    ours, *others = steps
     timings = interleave(steps, time_cpu, rounds=rounds, rep_ms=rep_ms)  # a step waits for the device
     tokens = size.batch * size.context
     return {
         "context": size.context,
         "batch": size.batch,
         "tokens_per_second": {name: round(tokens / timing.ms * 1e3) for name, timing in timings.items()},
-        "ratio": {ours: {name: round(ratio(timings[ours], timings[name]), 3) for name in others}},
+        "ratio": ratios(timings, [ours], [rival.name for rival in others]),
     }
 
 

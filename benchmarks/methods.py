@@ -179,6 +179,15 @@ def ratio(ours: Timing, theirs: Timing) -> float:
     return statistics.median(b / a for a, b in zip(ours.rounds, theirs.rounds, strict=True))
 
 
+def ratios(timings: Mapping[str, Timing], ours: Iterable[Rival], theirs: Sequence[str]) -> dict[str, dict[str, float]]:
+    """Speed of each of ours ÷ that of its baseline, or of each of `theirs` where it has none; of those with a time."""
+    against = {rival.name: [rival.baseline] if rival.baseline else theirs for rival in ours if rival.name in timings}
+    return {
+        mine: {name: round(ratio(timings[mine], timings[name]), 3) for name in others if name in timings}
+        for mine, others in against.items()
+    }
+
+
 def interleave(
     contenders: Mapping[Rival, Callable[[], Any]],
     measure: Callable[[Callable[[], Any], float], float],

@@ -40,6 +40,7 @@ CUDA = (*LAUNCH, "csrc/kvcache", "csrc/sm80", "csrc/sm90")
 TRITON = ("flash_attn_mini/backends/triton",)
 CPU = (*LAUNCH, "csrc/cpu")
 SOURCES_OF_BACKEND = {"cuda": CUDA, "triton": TRITON, "cpu": CPU}
+DRIVER = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")  # prints a line for each GPU
 KERNELS = ("csrc", *TRITON)  # of a result that names no sources
 
 BLOCK = re.compile(r"(<!-- results:(?P<name>[\w.-]+) begin -->\n).*?(<!-- results:(?P=name) end -->)", re.DOTALL)
@@ -48,12 +49,17 @@ SUMMARY, PLOT = ".summary", ".plot"
 NOT_MEASURED = "Not measured yet."
 
 
-def _first_line_of(command: Sequence[str]) -> str | None:
+def _output_of(command: Sequence[str], folder: Path = ROOT) -> str | None:
+    """What a command prints; None where it fails or is not installed."""
     try:
-        output = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+        run = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    return output.strip().splitlines()[0] if output.strip() else None
+    return run.stdout.strip()
+
+
+def _git(arguments: Sequence[str], root: Path) -> str | None:
+    return _output_of(["git", *arguments], root)
 
 
 def _cpu_model() -> str:
@@ -69,14 +75,6 @@ def _version_of(package: str) -> str | None:
     try:
         return importlib.metadata.metadata(package)["Version"]
     except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _git(arguments: Sequence[str], root: Path) -> str | None:
-    """The output of a git command; None where git or the history is missing."""
-    try:
-        return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
         return None
 
 
@@ -102,9 +100,7 @@ def stamp(sources: Iterable[str] = (), root: Path = ROOT) -> dict[str, Any]:
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "gpu": torch.cuda.get_device_name() if has_gpu else None,
-        "driver": _first_line_of(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
-        if has_gpu
-        else None,
+        "driver": (_output_of(DRIVER) or "").partition("\n")[0] or None if has_gpu else None,
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version() if has_gpu else None,
         "torch": torch.__version__,

@@ -30,7 +30,7 @@ def markdown_table(headers: list[str], rows: list[list[str]]) -> str:
     return str(tabulate(rows, headers, tablefmt="pipe", disable_numparse=True, colalign=("left",) * len(headers)))
 
 
-def pivot(corner: list[str], cells: Mapping[Iterable[str], Mapping[Any, str]], columns: Iterable[Any]) -> str:
+def pivot(corner: list[str], cells: Mapping[Any, Mapping[Any, str]], columns: Iterable[Any]) -> str:
     """A table of `cells`, by names of a row and by column; `corner` are the headers of the names."""
     columns = list(columns)
     body = [[*names, *(of_row.get(column, "") for column in columns)] for names, of_row in cells.items()]
@@ -162,15 +162,12 @@ def register_table(direction: str, data: Rows, keys: dict[str, str], across: str
         of_kernel.setdefault(row.get(across, other), {})[dtype] = text
     columns = [*sorted({row[across] for row in data if across in row}), *([other] if other else [])]
 
-    joined = {
-        key: {
-            name: " / ".join(dict.fromkeys(text for _, text in sorted(of_dtypes.items(), reverse=True)))  # fp16 first
-            for name, of_dtypes in of_kernel.items()
-        }
-        for key, of_kernel in cells.items()
-    }
+    def joined(of_dtypes: dict[str, str]) -> str:
+        return " / ".join(dict.fromkeys(text for _, text in sorted(of_dtypes.items(), reverse=True)))  # fp16 first
+
+    texts = {key: {name: joined(x) for name, x in of_kernel.items()} for key, of_kernel in cells.items()}
     caption = f"The {direction}: registers and (bytes spilled, where there are any), fp16 / bf16 where they differ:"
-    return f"{caption}\n\n{pivot([*keys], joined, columns)}"
+    return f"{caption}\n\n{pivot([*keys], texts, columns)}"
 
 
 def accuracy_tables(data: Rows) -> list[str]:

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import bench_kvcache, results
-from benchmarks.bench_kvcache import Ours, Point, Problem
+from benchmarks.bench_kvcache import MAIN, UNIFORM, K, Ours, Point, Problem
 from benchmarks.methods import (
     BACKWARD_WORK,
     Timing,
@@ -48,7 +48,6 @@ from benchmarks.methods import (
 from benchmarks.rivals import BACKWARD_RIVALS, RIVALS, Call, Rival, upstream_gradient
 from tests.support.bounds import Accuracy, forward_accuracy, gradients_accuracy
 
-K = 1024
 BATCH, NHEADS = 4, 8
 CHECK_SECONDS = 150.0  # for one candidate: starting Python, the kernels to compile, a small reference
 CHECK_SHARE = 0.5  # of the time that checks may take
@@ -138,8 +137,6 @@ CHECKS = (
     (777, 333, 4, 1, True),
     (333, 777, 4, 2, False),
 )
-MAIN = Point(8, 16 * K)
-UNIFORM = Point(32, 8 * K, shortest=100, page_size=64)
 CACHES = (
     replace(MAIN, nheads_k=1),
     UNIFORM,

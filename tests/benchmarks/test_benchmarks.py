@@ -71,7 +71,7 @@ def test_grid_of_the_figures_holds_16384_tokens_and_2048_columns() -> None:
 def test_grids_of_the_backward_hold_the_shapes_of_the_figures() -> None:
     points = BACKWARD_GRIDS["perf"].points(quick=False)
     assert {(p.headdim, p.causal, p.seqlen) for p in points} == {
-        (d, causal, s) for d in (64, 128, 256) for causal in (False, True) for s in bench_speed.LENGTHS
+        (d, causal, s) for d in (64, 128, 256) for causal in (False, True) for s in bench_speed.PERF["seqlens"]
     }
     assert all(p.batch * p.seqlen == 16384 and p.nheads * p.headdim == 2048 for p in points)
     assert all(p.nheads_k == p.nheads for p in points)
