@@ -56,6 +56,7 @@ ONE_GPU = "one GPU"
 PYTORCH = {"PyTorch FLASH": SDPBackend.FLASH_ATTENTION, "PyTorch cuDNN": SDPBackend.CUDNN_ATTENTION}
 SHORTEST, LONGEST = 1024, 32 * 1024  # documents
 MESSAGE_MIB = (8, 64, 256)
+MAX_CTAS = 16  # of NCCL's kernels in the group of this library's functions
 TIMEOUT = timedelta(seconds=90)
 BUSY_MS = 60.0  # milliseconds of steps that a time is the mean of, after half as many that are not counted
 MOST_HEAD_START = 300.0  # milliseconds; a first step may compile for longer
@@ -410,9 +411,6 @@ def save_model(arguments: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> None:
     parser = results.parser_for(__doc__, seconds=200.0)
     parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument(
-        "--max-ctas", type=int, default=16, help="CTAs of NCCL's kernels at most (default: %(default)s)"
-    )
     parser.add_argument("--nccl-defaults", action="store_true", help="leave CTAs and clusters to NCCL")
     parser.add_argument("--model", action="store_true", help="write the model's table")
     arguments = parser.parse_args(argv)
@@ -420,8 +418,6 @@ def main(argv: list[str] | None = None) -> None:
         save_model(arguments)
         return
     require_gpu("bench_context_parallel")
-    if arguments.max_ctas < 1:
-        parser.error(f"--max-ctas is {arguments.max_ctas}; allowed: 1 or more (NCCL's choice: --nccl-defaults)")
     if "RANK" not in os.environ:
         raise SystemExit("bench_context_parallel: start it with torchrun --nproc-per-node N")
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -430,16 +426,16 @@ def main(argv: list[str] | None = None) -> None:
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     dist.init_process_group("nccl", timeout=TIMEOUT, pg_options=options)
     try:
-        run(arguments, own_group(arguments))
+        run(arguments, own_group(arguments.nccl_defaults))
     finally:
         dist.destroy_process_group()
 
 
-def own_group(arguments: argparse.Namespace) -> Any:
+def own_group(nccl_defaults: bool) -> Any:
     """The group of this library's functions, as docs/context_parallel.md recommends it."""
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    if not arguments.nccl_defaults:
-        options.config.max_ctas = arguments.max_ctas
+    if not nccl_defaults:
+        options.config.max_ctas = MAX_CTAS
         options.config.cga_cluster_size = 1
     return dist.new_group(timeout=TIMEOUT, pg_options=options)
 
@@ -453,8 +449,7 @@ def run(arguments: argparse.Namespace, group: Any) -> None:
         if slowest(-budget.left()) > -5.0:  # the ranks decide together
             break
         row = measure(point, group, arguments.rounds)
-        settings = {"max_ctas": 0 if arguments.nccl_defaults else arguments.max_ctas}
-        data.append(row | settings | {"message_gbps": rates})
+        data.append(row | {"max_ctas": 0 if arguments.nccl_defaults else MAX_CTAS, "message_gbps": rates})
         torch.cuda.empty_cache()
     if dist.get_rank() != 0:
         return

@@ -303,6 +303,7 @@ def measure_point(
 
 K = 1024
 REP_MS = {"cuda": 10.0, "cpu": 30.0}  # milliseconds of one median
+RIVALS = {"cuda": ["cuDNN", "FLASH_ATTENTION"], "cpu": ["SDPA"]}
 DEVICE_OF = {"cuda": "cuda", "triton": "cuda", "cpu": "cpu"}
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 Contenders = Callable[[Sequence[str], Sequence[Rival]], Sequence[Rival]]  # of our backends and the rivals
@@ -400,7 +401,7 @@ def measure_figure(
     on_gpu = device.type == "cuda"
     figure, dtype = FIGURES[name], torch.bfloat16 if on_gpu else DTYPES[arguments.dtype]
     points = figure.points[: max(1, len(figure.points) // 4)] if arguments.quick else figure.points
-    contenders = figure.contenders(arguments.backend, select(arguments.rivals))
+    contenders = figure.contenders(arguments.backend, select(RIVALS[device.type]))
     tasks = [(threads, point) for threads in ([None] if on_gpu else arguments.threads) for point in points]
     data: list[dict[str, Any]] = []
     for _, (threads, point) in budget.within(tasks, name):
@@ -435,7 +436,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--device", choices=sorted(REP_MS), default="cuda")
     parser.add_argument("--figure", nargs="+", choices=list(FIGURES), help="default: all of the device")
     parser.add_argument("--backend", nargs="+", choices=list(DEVICE_OF), help="ours (default: all of the device)")
-    parser.add_argument("--rivals", nargs="*", help="default: cuDNN and FLASH_ATTENTION; on the CPU SDPA")
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds at each point (default: %(default)s)")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="of the CPU (default: %(default)s)")
     parser.add_argument("--dtype", choices=list(DTYPES), default="float32", help="of the CPU (default: %(default)s)")
@@ -444,8 +444,6 @@ def main(argv: list[str] | None = None) -> None:
     device = require_gpu("bench_kvcache") if on_gpu else torch.device("cpu")
     figures = arguments.figure or [name for name in FIGURES if on_gpu == (name != "cpu")]
     arguments.backend = arguments.backend or [name for name, where in DEVICE_OF.items() if where == device.type]
-    if arguments.rivals is None:
-        arguments.rivals = ["cuDNN", "FLASH_ATTENTION"] if on_gpu else ["SDPA"]
     torch.manual_seed(0)
     budget = Budget(arguments.seconds)
     ceiling = round(copy_ceiling(device)) if on_gpu else None

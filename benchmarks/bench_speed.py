@@ -310,7 +310,7 @@ def measure_grid(direction: Direction, grid_name: str, grid: Grid, arguments: ar
     if missing:
         reasons = "\n".join(["", *absent(data)])
         raise SystemExit(f"bench_speed: {', '.join(missing)} ran at no point; nothing is written{reasons}")
-    name = arguments.name or f"{direction.name}_{ours[0]}{grid.suffix}"
+    name = f"{direction.name}_{ours[0]}{grid.suffix}"
     sources = [path for name in ours for path in results.SOURCES_OF_BACKEND.get(name.split()[0], ())]
     left_out = budget.left_out(len(data), len(points))
     results.finish(name, "bench_speed", grid.title, data, arguments, sources=sources, notes=notes, left_out=left_out)
@@ -407,7 +407,7 @@ def measure_values_grid(grid_name: str, grid: Grid, arguments: argparse.Namespac
         data += measure_values(point, grid, names, arguments.rounds, rep_ms)
     notes = [f"Medians of {arguments.rounds} interleaved rounds; every kind of values in each round, in random order."]
     results.finish(
-        arguments.name or f"values_{names[0]}",
+        f"values_{names[0]}",
         "bench_values",
         grid.title,
         data,
@@ -433,7 +433,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--backend", action="append", help="ours, repeatable (default: the grid's)")
     parser.add_argument("--rivals", nargs="+", help="theirs; ratios in tables are against the first")
     parser.add_argument("--rounds", type=int, default=3, help="interleaved rounds at each point (default: %(default)s)")
-    parser.add_argument("--name", help="of the result (default: DIRECTION_BACKEND or values_BACKEND)")
     arguments = parser.parse_args(argv)
     direction = BACKWARD if arguments.backward else FORWARD
     if arguments.values and arguments.backward:
