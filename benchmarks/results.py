@@ -140,7 +140,7 @@ def save(
 ) -> Path:
     """Writes `out_dir/name.json`: the rows measured and their stamp.
 
-    `benchmark` names the module that measured; tables.py chooses the layout by it. A result is stale after a commit
+    `benchmark` names what was measured; tables.py chooses the layout by it. A result is stale after a commit
     of its `sources`. `extra` is added to the stamp.
     """
     if not data:
