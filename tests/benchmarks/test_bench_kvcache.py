@@ -75,6 +75,17 @@ def test_figure_without_time_writes_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.usefixtures("_tiny")
+def test_every_figure_out_of_time_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = iter([1.0])
+    monkeypatch.setattr(bench_kvcache.Budget, "left", lambda _: next(left, 0.0))
+    options = ["--device", "cpu", "--threads", "1", "--rounds", "1", "--out-dir", str(tmp_path)]
+    message = "bench_kvcache: append: 1 of 2 points were left out.*; pages: cpu ran at no point; nothing is written"
+    with pytest.raises(SystemExit, match=message):
+        bench_kvcache.main([*options, "--figure", "append", "pages"])
+    assert [path.name for path in tmp_path.iterdir()] == ["kvcache_append_partial.json"]
+
+
 def test_figures_hold_the_shapes_of_the_documents() -> None:
     figures = bench_kvcache.FIGURES
     decode = set(figures["decode"].points)

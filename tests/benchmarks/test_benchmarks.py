@@ -421,6 +421,18 @@ def test_cpu_benchmark_runs_end_to_end(backward: bool, tmp_path: Path) -> None:
     assert "L2 cache" not in " ".join(result["notes"])
 
 
+def test_cpu_benchmark_out_of_time_says_so_and_keeps_the_earlier_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads, left = torch.get_num_threads(), iter([1.0])
+    monkeypatch.setattr(methods.Budget, "left", lambda _: next(left, 0.0))
+    shapes = ["--threads", "1", "--headdims", "16", "--seqlens", "32", "--nheads", "2", "--rounds", "1"]
+    with pytest.raises(SystemExit, match="bench_cpu: 1 of 2 points were left out"):
+        bench_cpu.main([*shapes, "--out-dir", str(tmp_path)])
+    torch.set_num_threads(threads)
+    assert [path.name for path in tmp_path.iterdir()] == ["cpu_float32_partial.json"]
+
+
 def test_cpu_benchmark_refuses_another_instruction_set(tmp_path: Path) -> None:
     here = bench_cpu.instruction_set("bfloat16")
     other = next(isa for isa in bench_cpu.ISAS if isa != here)
