@@ -69,7 +69,7 @@ sanitize: $(TEST) build  ## run small cases under compute-sanitizer; without a G
 	$(PY) -m $(if $(HAS_GPU),tests.sanitize.sanitize_gpu,tests.sanitize.sanitize_cpu) $(SANITIZE_ARGS)
 
 check-results:  ## list the results that are older than the last commit of their kernels
-	$(PYTHON) -m benchmarks.provenance check
+	$(PYTHON) -m benchmarks --stale
 
 build: $(BASE)
 	$(PY) setup.py --quiet build_ext --inplace

@@ -1,6 +1,6 @@
-"""Benchmarks: each `python -m benchmarks.NAME` measures one thing and writes benchmarks/results/NAME.json, stamped.
+"""Benchmarks: each `python -m benchmarks.NAME` measures one subject and saves results/*.json, stamped.
 
-methods.py measures times and energy, rivals.py holds what is compared, provenance.py stamps results, tables.py and
-plotting.py show them, report.py copies them into the documents. `python -m benchmarks` runs them within a time budget.
-compare_builds.py compares two builds.
+`python -m benchmarks` runs them within a time budget. rivals.py holds what is compared, methods.py measures times and
+energy, results.py saves results and copies them into the documents, tables.py shows them as tables and plots.
+compare_builds.py and the tuners compare kernels in development and save nothing.
 """

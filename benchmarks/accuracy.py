@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import cli, provenance
+from benchmarks import results
 from benchmarks.methods import Budget
 from flash_attn_mini import flash_attn_func
 from flash_attn_mini.backends import BACKENDS
@@ -29,6 +29,7 @@ DTYPES = {
     "triton": (torch.float16, torch.bfloat16),
     "cpu": (torch.float16, torch.bfloat16, torch.float32, torch.float64),
 }
+SEED = 0
 SHORT_NAMES = {"softmax_lse": "lse"}
 
 
@@ -38,13 +39,13 @@ def attention(q: Tensor, k: Tensor, v: Tensor, case: Case, backend: str) -> tupl
     return out, lse
 
 
-def accuracy_of_case(case: Case, backend: str, dtype: torch.dtype, seed: int, backward: bool) -> list[Accuracy]:
+def accuracy_of_case(case: Case, backend: str, dtype: torch.dtype, backward: bool) -> list[Accuracy]:
     """The errors of out and of softmax_lse on one case; of dq, dk and dv where `backward`."""
-    inputs = make_inputs(case, dtype, DEVICES[backend], seed)
+    inputs = make_inputs(case, dtype, DEVICES[backend], SEED)
     options: dict[str, Any] = {"softmax_scale": case.softmax_scale, "causal": case.causal}
     if not backward:
         return forward_accuracy(*inputs, *attention(*inputs, case, backend), **options)
-    dout = make_dout(case, dtype, DEVICES[backend], seed)
+    dout = make_dout(case, dtype, DEVICES[backend], SEED)
     gradients = differentiate(attention, inputs, dout, None, case=case, backend=backend)
     return gradients_accuracy(*inputs, dout, gradients, **options)
 
@@ -57,20 +58,16 @@ def shares(results: list[Accuracy]) -> dict[str, float]:
     }
 
 
-def measure(
-    backend: str, dtype: torch.dtype, cases: list[Case], budget: Budget, seed: int, backward: bool
-) -> dict[str, Any]:
+def measure(backend: str, dtype: torch.dtype, cases: list[Case], budget: Budget, backward: bool) -> dict[str, Any]:
     """One row: the worst shares over the cases, and the number of cases done in time."""
     worst = dict.fromkeys(("dq", "dk", "dv") if backward else ("out", "lse"), (0.0, ""))
     if backward:
         cases = [case for case in cases if unreachable_gradients(case, backend) is None]
     done = 0
-    for case in cli.progress(cases, f"{backend} {dtype}"):
-        if budget.left() <= 0:
-            break
-        for what, share in shares(accuracy_of_case(case, backend, dtype, seed, backward)).items():
+    for number, case in budget.within(cases, f"{backend} {dtype}"):
+        for what, share in shares(accuracy_of_case(case, backend, dtype, backward)).items():
             worst[what] = max(worst[what], (share, case.name))
-        done += 1
+        done = number + 1
     row: dict[str, Any] = {
         "backend": backend,
         "dtype": str(dtype).removeprefix("torch."),
@@ -87,10 +84,9 @@ def worst_share(row: dict[str, Any]) -> float:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = cli.parser_for(__doc__, seconds=120.0)
+    parser = results.parser_for(__doc__, seconds=120.0)
     parser.add_argument("--backward", action="store_true", help="the gradients")
     parser.add_argument("--backend", action="append", choices=sorted(DEVICES), help="repeatable (default: all)")
-    parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args(argv)
     backends = arguments.backend or [
         name for name, device in DEVICES.items() if device == "cpu" or torch.cuda.is_available()
@@ -103,21 +99,21 @@ def main(argv: list[str] | None = None) -> None:
         if reason is not None:
             print(f"{backend} cannot run: {reason}")
             continue
-        rows = [measure(backend, dtype, cases, budget, arguments.seed, arguments.backward) for dtype in DTYPES[backend]]
+        rows = [measure(backend, dtype, cases, budget, arguments.backward) for dtype in DTYPES[backend]]
         data += [row for row in rows if row["cases"]]
     unfinished = [f"{row['backend']} {row['dtype']}" for row in data if row["cases"] < row["all_cases"]]
     notes = [f"The time was not enough for every case of {', '.join(unfinished)}."] if unfinished else []
     if arguments.backward:
-        left_out = {(name, case.name): unreachable_gradients(case, name) for name in backends for case in cases}
-        notes += [f"Left out on {name}: {case} ({reason})." for (name, case), reason in left_out.items() if reason]
-    sources = [path for name in backends for path in provenance.SOURCES_OF_BACKEND[name]]
-    cli.finish(
+        reasons = {(name, case.name): unreachable_gradients(case, name) for name in backends for case in cases}
+        notes += [f"Left out on {name}: {case} ({reason})." for (name, case), reason in reasons.items() if reason]
+    sources = [path for name in backends for path in results.SOURCES_OF_BACKEND[name]]
+    results.finish(
         f"accuracy{'_backward' * arguments.backward}{'' if torch.cuda.is_available() else '_cpu'}",
-        benchmark="accuracy",
-        title=f"Worst error{' of gradients' * arguments.backward} over the case list, as a share of the allowed error",
-        data=data,
+        "accuracy",
+        f"Worst error{' of gradients' * arguments.backward} over the case list, as a share of the allowed error",
+        data,
+        arguments,
         sources=[*sources, "flash_attn_mini/reference", "tests/support"],
-        arguments=arguments,
         notes=notes,
         complete=not unfinished,
     )

@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks import cli, provenance
+from benchmarks import results
 from build_tools import kernels, selection
 
 COMPILED = re.compile(r"^kernels: (\S+) compiled in ([\d.]+) s")  # what build_tools/kernels.py prints
@@ -41,7 +41,7 @@ def run_and_listen(command: list[str]) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as cache:
         environment = {**os.environ, "FLASH_ATTN_MINI_CACHE": cache}
         process = subprocess.Popen(
-            command, cwd=provenance.ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            command, cwd=results.ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
         assert process.stdout is not None
         for line in process.stdout:
@@ -65,7 +65,7 @@ def time_command(label: str, command: list[str], limit: float | None) -> dict[st
         "seconds": round(seconds, 1),
         "limit_seconds": limit,
         "cores": usable_cores(),
-        "machine": provenance.stamp()["cpu"],
+        "machine": results.stamp()["cpu"],
         "command": [Path(command[0]).name, *command[1:]],  # the program's folder is left out
     }
 
@@ -74,8 +74,8 @@ def merge(row: dict[str, Any], path: Path) -> list[dict[str, Any]]:
     """The rows of an earlier result, if its sources have not changed, with this label's row replaced."""
     rows: list[dict[str, Any]] = []
     if path.exists():
-        earlier = provenance.load(path)["data"]
-        if provenance.last_change(path) is None:
+        earlier = results.load(path)["data"]
+        if results.last_change(path) is None:
             rows = [old for old in earlier if old["label"] != row["label"]]
     return sorted([*rows, row], key=lambda entry: str(entry["label"]))
 
@@ -188,21 +188,16 @@ def measure_resources(arguments: argparse.Namespace) -> None:
         fields = fields_of(label, row["arch"])
         if fields is not None:
             data.append({**row, "kernel": label, **fields})
-    cli.finish(
-        "kernel_resources",
-        benchmark="kernel_resources",
-        title="Registers, spills and static shared memory of the compiled kernels",
-        data=data,
-        sources=[*provenance.CUDA, "build_tools"],
-        arguments=arguments,
-    )
+    title = "Registers, spills and static shared memory of the compiled kernels"
+    name = "kernel_resources"
+    results.finish(name, name, title, data, arguments, sources=[*results.CUDA, "build_tools"])
     spilling = [f"{row['object']} ({row['spill_bytes']} bytes)" for row in data if row["spill_bytes"]]
     if spilling:
         raise SystemExit(f"bench_build: registers are spilled in {', '.join(spilling)}")
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = cli.parser_for(__doc__, seconds=0.0)
+    parser = results.parser_for(__doc__, seconds=0.0)
     parser.add_argument("--resources", action="store_true", help="registers and spills of the kernels")
     parser.add_argument("--label", help="what is built")
     parser.add_argument("--limit", type=float, help="seconds that the build may take; more is an error")
@@ -214,14 +209,8 @@ def main(argv: list[str] | None = None) -> None:
     if not arguments.label or not arguments.command:
         parser.error("give --resources, or --label and a command behind --")
     row = time_command(arguments.label, arguments.command, arguments.limit)
-    cli.finish(
-        "build",
-        benchmark="bench_build",
-        title="Build times",
-        data=merge(row, arguments.out_dir / "build.json"),
-        sources=SOURCES,
-        arguments=arguments,
-    )
+    rows = merge(row, arguments.out_dir / "build.json")
+    results.finish("build", "bench_build", "Build times", rows, arguments, sources=SOURCES)
     if arguments.limit is not None and row["seconds"] > arguments.limit:
         raise SystemExit(f"{arguments.label}: {row['seconds']:.0f} s, the limit is {arguments.limit:.0f} s")
 

@@ -35,8 +35,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks import cli, provenance
-from benchmarks.methods import BACKWARD_WORK, Budget
+from benchmarks import results
+from benchmarks.methods import BACKWARD_WORK, Budget, require_gpu
+from benchmarks.rivals import first_line
 from flash_attn_mini import (
     cp_flash_attn_func,
     cp_flash_attn_varlen_func,
@@ -55,6 +56,7 @@ ONE_GPU = "one GPU"
 PYTORCH = {"PyTorch FLASH": SDPBackend.FLASH_ATTENTION, "PyTorch cuDNN": SDPBackend.CUDNN_ATTENTION}
 SHORTEST, LONGEST = 1024, 32 * 1024  # documents
 MESSAGE_MIB = (8, 64, 256)
+MAX_CTAS = 16  # of NCCL's kernels in the group of this library's functions
 TIMEOUT = timedelta(seconds=90)
 BUSY_MS = 60.0  # milliseconds of steps that a time is the mean of, after half as many that are not counted
 MOST_HEAD_START = 300.0  # milliseconds; a first step may compile for longer
@@ -235,7 +237,7 @@ def measure(point: Point, group: Any, rounds: int) -> dict[str, Any]:
                     times[name].append(time_step(step, ahead_first))
             except Exception as error:  # whatever an experimental function raises, the same on every rank
                 if rank == 0:
-                    print(f"{name} cannot run: {(str(error).splitlines() or [repr(error)])[0]}", file=sys.stderr)
+                    print(f"{name} cannot run: {first_line(error)}", file=sys.stderr)
     times = {name: values for name, values in times.items() if values}
     median = {name: statistics.median(value.ahead for value in values) for name, values in times.items()}
     idle = {name: statistics.median(value.idle for value in values) for name, values in times.items()}
@@ -400,32 +402,22 @@ def model_rows() -> list[dict[str, Any]]:
 
 def save_model(arguments: argparse.Namespace) -> None:
     """Saves the model's table."""
-    cli.finish(
-        "context_parallel_model",
-        benchmark="context_parallel_model",
-        title="Context parallel on paper: the rate of each GPU relative to one GPU",
-        data=model_rows(),
-        sources=["benchmarks/bench_context_parallel.py"],
-        arguments=arguments,
-        notes=["Computed by the model, not measured; the stamp below is of the machine that computed it."],
-    )
+    title = "Context parallel on paper: the rate of each GPU relative to one GPU"
+    notes = ["Computed by the model, not measured; the stamp below is of the machine that computed it."]
+    name, sources = "context_parallel_model", ["benchmarks/bench_context_parallel.py"]
+    results.finish(name, name, title, model_rows(), arguments, sources=sources, notes=notes)
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = cli.parser_for(__doc__, seconds=200.0)
+    parser = results.parser_for(__doc__, seconds=200.0)
     parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument(
-        "--max-ctas", type=int, default=16, help="CTAs of NCCL's kernels at most (default: %(default)s)"
-    )
     parser.add_argument("--nccl-defaults", action="store_true", help="leave CTAs and clusters to NCCL")
     parser.add_argument("--model", action="store_true", help="write the model's table")
     arguments = parser.parse_args(argv)
     if arguments.model:
         save_model(arguments)
         return
-    cli.require_gpu("bench_context_parallel")
-    if arguments.max_ctas < 1:
-        parser.error(f"--max-ctas is {arguments.max_ctas}; allowed: 1 or more (NCCL's choice: --nccl-defaults)")
+    require_gpu("bench_context_parallel")
     if "RANK" not in os.environ:
         raise SystemExit("bench_context_parallel: start it with torchrun --nproc-per-node N")
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -434,16 +426,16 @@ def main(argv: list[str] | None = None) -> None:
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     dist.init_process_group("nccl", timeout=TIMEOUT, pg_options=options)
     try:
-        run(arguments, own_group(arguments))
+        run(arguments, own_group(arguments.nccl_defaults))
     finally:
         dist.destroy_process_group()
 
 
-def own_group(arguments: argparse.Namespace) -> Any:
+def own_group(nccl_defaults: bool) -> Any:
     """The group of this library's functions, as docs/context_parallel.md recommends it."""
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    if not arguments.nccl_defaults:
-        options.config.max_ctas = arguments.max_ctas
+    if not nccl_defaults:
+        options.config.max_ctas = MAX_CTAS
         options.config.cga_cluster_size = 1
     return dist.new_group(timeout=TIMEOUT, pg_options=options)
 
@@ -457,24 +449,19 @@ def run(arguments: argparse.Namespace, group: Any) -> None:
         if slowest(-budget.left()) > -5.0:  # the ranks decide together
             break
         row = measure(point, group, arguments.rounds)
-        settings = {"max_ctas": 0 if arguments.nccl_defaults else arguments.max_ctas}
-        data.append(row | settings | {"message_gbps": rates})
+        data.append(row | {"max_ctas": 0 if arguments.nccl_defaults else MAX_CTAS, "message_gbps": rates})
         torch.cuda.empty_cache()
     if dist.get_rank() != 0:
         return
     size = dist.get_world_size()
-    sources = [
-        *provenance.HOST,
-        *provenance.CUDA,
-        "flash_attn_mini/context_parallel",
-    ]
-    cli.finish(
+    sources = [*results.HOST, *results.CUDA, "flash_attn_mini/context_parallel"]
+    results.finish(
         f"context_parallel_{size}",
-        benchmark="bench_context_parallel",
-        title=f"Context parallel on {size} GPUs, forward and backward, bf16, head dim {HEADDIM}",
-        data=data,
+        "bench_context_parallel",
+        f"Context parallel on {size} GPUs, forward and backward, bf16, head dim {HEADDIM}",
+        data,
+        arguments,
         sources=sources,
-        arguments=arguments,
         complete=len(data) == len(points),
         extra={"gpus": str(size)},
     )

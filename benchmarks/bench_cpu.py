@@ -22,15 +22,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import cli, provenance
-from benchmarks.bench_speed import BACKWARD, FORWARD, Direction, check_agreement
-from benchmarks.methods import Budget, attention_flops, interleave, ratio, time_cpu
+from benchmarks import results
+from benchmarks.bench_speed import BACKWARD, FORWARD, Direction, Point, draw_inputs
+from benchmarks.methods import Budget, attention_flops, check_agreement, interleave, ratio, time_cpu
 from benchmarks.rivals import Call, Rival, select
 
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 }
 MATMUL_SIZE = 1024
+CPU = torch.device("cpu")
 ISAS = ("baseline", "avx2", "avx512", "amx")  # csrc/cpu/select_isa.h
 ONE_CALL = """
 import torch
@@ -45,7 +46,7 @@ def instruction_set(dtype: str) -> str:
     """The instruction set of the cpu backend's kernel for a dtype, as the trace of a call names it."""
     command = [sys.executable, "-c", ONE_CALL.format(dtype)]
     environment = {**os.environ, "FLASH_ATTN_MINI_TRACE": "1"}
-    run = subprocess.run(command, cwd=provenance.ROOT, env=environment, capture_output=True, text=True)
+    run = subprocess.run(command, cwd=results.ROOT, env=environment, capture_output=True, text=True)
     found = re.search(r"run_mha_fwd_cpu.* isa=(\w+)", run.stderr)
     if found is None:
         raise SystemExit(f"bench_cpu: the trace of a call names no instruction set\n{run.stderr.strip()}")
@@ -60,13 +61,6 @@ class Matmul(Rival):
     def bind(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
         a, b = (torch.randn(MATMUL_SIZE, MATMUL_SIZE).to(q.dtype) for _ in range(2))
         return partial(torch.matmul, a, b)
-
-
-def draw_inputs(batch: int, seqlen: int, nheads: int, headdim: int, dtype: torch.dtype, layout: str) -> list[Tensor]:
-    """Random normal q, k, v as [batch, seqlen, nheads, headdim], in memory in the order that `layout` says."""
-    if layout == "bshd":
-        return [torch.randn(batch, seqlen, nheads, headdim).to(dtype) for _ in range(3)]
-    return [torch.randn(batch, nheads, seqlen, headdim).to(dtype).transpose(1, 2) for _ in range(3)]
 
 
 def measure_point(direction: Direction, q: Tensor, k: Tensor, v: Tensor, causal: bool, rounds: int) -> dict[str, Any]:
@@ -100,18 +94,14 @@ def measure_point(direction: Direction, q: Tensor, k: Tensor, v: Tensor, causal:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = cli.parser_for(__doc__, seconds=300.0)
+    parser = results.parser_for(__doc__, seconds=300.0)
     parser.add_argument("--backward", action="store_true", help="measure the backward op")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="default: %(default)s")
     parser.add_argument("--dtype", choices=list(DTYPES), default="float32", help="default: %(default)s")
     parser.add_argument("--isa", choices=ISAS, help="end with an error where the kernels run on another one")
     parser.add_argument("--headdims", type=int, nargs="+", default=[64, 128], help="default: %(default)s")
     parser.add_argument("--seqlens", type=int, nargs="+", help="default: 512 to 4096; of the backward to 2048")
-    parser.add_argument("--batch", type=int, default=1, help="default: %(default)s")
     parser.add_argument("--nheads", type=int, default=16, help="default: %(default)s")
-    parser.add_argument(
-        "--layout", choices=["bshd", "bhsd"], default="bshd", help="order in memory (default: %(default)s)"
-    )
     parser.add_argument("--rounds", type=int, default=7, help="interleaved rounds at each point (default: %(default)s)")
     arguments = parser.parse_args(argv)
     direction = BACKWARD if arguments.backward else FORWARD
@@ -127,26 +117,22 @@ def main(argv: list[str] | None = None) -> None:
     budget = Budget(arguments.seconds)
     torch.manual_seed(0)
     data = []
-    for threads, headdim, causal, seqlen in cli.progress(points, "cpu"):
-        if budget.left() <= 0:
-            break
+    for _, (threads, headdim, causal, seqlen) in budget.within(points, "cpu"):
         torch.set_num_threads(threads)
-        q, k, v = draw_inputs(arguments.batch, seqlen, arguments.nheads, headdim, dtype, arguments.layout)
+        q, k, v = draw_inputs(Point(1, arguments.nheads, arguments.nheads, seqlen, headdim, causal), CPU, dtype)
         data.append(measure_point(direction, q, k, v, causal, arguments.rounds))
-    notes = [f"Medians of {arguments.rounds} interleaved rounds; the inputs are {arguments.layout} in memory."]
-    if len(data) < len(points):
-        notes.append(f"{len(points) - len(data)} of {len(points)} points were left out: the time was used up.")
+    notes = [f"Medians of {arguments.rounds} interleaved rounds; the inputs are bshd in memory."]
     if data:
         notes.append(f"Median of the ratios: {statistics.median(row['ratio'] for row in data):.2f}.")
-    cli.finish(
-        f"cpu_backward_{arguments.dtype}" if arguments.backward else f"cpu_{arguments.dtype}",
-        benchmark="bench_cpu",
-        title=f"{direction.name.capitalize()} of the cpu backend against PyTorch's SDPA, {arguments.dtype}",
-        data=data,
-        sources=provenance.CPU,
-        arguments=arguments,
+    results.finish(
+        f"cpu{'_backward' * arguments.backward}_{arguments.dtype}",
+        "bench_cpu",
+        f"{direction.name.capitalize()} of the cpu backend against PyTorch's SDPA, {arguments.dtype}",
+        data,
+        arguments,
+        sources=results.CPU,
         notes=notes,
-        complete=len(data) == len(points),
+        left_out=budget.left_out(len(data), len(points)),
         extra={"instruction_set": isa},
     )
 

@@ -15,16 +15,31 @@ The result is named after the backend measured:
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks import cli, provenance
-from benchmarks.bench_speed import DISAGREEMENT, GRAPHS, MAX_REP_MS, MEASURE_OVERHEAD_MS, MIN_REP_MS
-from benchmarks.methods import Budget, as_timed, attention_flops, interleave, ratio, timer_for
+from benchmarks import results
+from benchmarks.bench_speed import Point as Shape
+from benchmarks.bench_speed import draw_inputs
+from benchmarks.methods import (
+    DISAGREEMENT,
+    GRAPHS,
+    MAX_REP_MS,
+    MEASURE_OVERHEAD_MS,
+    MIN_REP_MS,
+    Budget,
+    as_timed,
+    attention_flops,
+    check_close,
+    interleave,
+    ratio,
+    require_gpu,
+    timer_for,
+)
 from benchmarks.rivals import PLAIN, Feature, Mini, Rival
 
 TAIL = 64  # last queries that are compared with the reference
@@ -248,15 +263,7 @@ def check_tail(backend: str, feature: Feature, q: Tensor, k: Tensor, v: Tensor, 
         out, _, rng_state = ops.forward(q, k, v, None, options)
         expected = reference_tail(feature, q, k, v, causal, rng_state)
         got = out[0, -expected.shape[0] :, 0].to(expected.dtype)
-    assert_close_share(f"{backend} with {feature.name} and the reference", [got], [expected], allowed)
-
-
-def assert_close_share(what: str, got: Sequence[Tensor], expected: Sequence[Tensor], allowed: float) -> None:
-    """RuntimeError where two results differ by more than a share of the largest value."""
-    for x, y in zip(got, expected, strict=True):
-        share = ((x.float() - y.float()).abs().max() / y.float().abs().max()).item()
-        if not share <= allowed:  # NaN too
-            raise RuntimeError(f"{what} disagree by up to {share:.3g} of the largest value")
+    check_close(f"{backend} with {feature.name} and the reference", [got], [expected], allowed)
 
 
 def check(contenders: list[Contender], direction: str, inputs: list[Tensor]) -> None:
@@ -271,7 +278,7 @@ def check(contenders: list[Contender], direction: str, inputs: list[Tensor]) -> 
             if feature.is_packed and contender.plain is not None:
                 plain = contender.plain.rival
                 expected = [feature.packed(x) for x in plain.outputs(plain.bind(*inputs, contender.causal)())]
-                assert_close_share(f"{what} and {plain.name}", results, expected, allowed)
+                check_close(f"{what} and {plain.name}", results, expected, allowed)
             elif direction == "forward":
                 check_tail(rival.backend, feature, *inputs, contender.causal, allowed)
         if not all(x.isfinite().all() for x in results):
@@ -281,8 +288,8 @@ def check(contenders: list[Contender], direction: str, inputs: list[Tensor]) -> 
 def measure_point(point: Point, grid: Grid, backend: str, rounds: int, rep_ms: float) -> list[dict[str, Any]]:
     """A row for each call of the group that is not plain."""
     group, device = point.group, torch.device(grid.device)
-    size = (group.batch, group.seqlen, point.nheads, point.headdim)
-    inputs = [torch.randn(size, device=device).to(grid.dtype) for _ in range(3)]
+    shape = Shape(group.batch, point.nheads, point.nheads, group.seqlen, point.headdim, False)
+    inputs = draw_inputs(shape, device, grid.dtype)
     contenders = contenders_of(point, backend)
     check(contenders, point.direction, inputs)
     bound = {x.rival: x.rival.bind(*inputs, x.causal) for x in contenders}
@@ -300,12 +307,7 @@ def measure_point(point: Point, grid: Grid, backend: str, rounds: int, rep_ms: f
                 "feature": contender.feature.name,
                 "direction": point.direction,
                 "figure": group.figure,
-                "batch": group.batch,
-                "nheads": point.nheads,
-                "nheads_k": point.nheads,
-                "seqlen": group.seqlen,
-                "headdim": point.headdim,
-                "causal": contender.causal,
+                **asdict(replace(shape, causal=contender.causal)),
                 "dtype": str(grid.dtype).removeprefix("torch."),
                 "ms": round(ours.ms, 5),
                 "plain_ms": round(plain.ms, 5),
@@ -318,7 +320,7 @@ def measure_point(point: Point, grid: Grid, backend: str, rounds: int, rep_ms: f
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = cli.parser_for(__doc__, seconds=180.0)
+    parser = results.parser_for(__doc__, seconds=180.0)
     parser.add_argument("--grid", choices=sorted(GRIDS), default="perf")
     parser.add_argument("--backend", help="ours (default: the grid's)")
     parser.add_argument("--figure", choices=sorted(FIGURES), help="only this group")
@@ -327,7 +329,7 @@ def main(argv: list[str] | None = None) -> None:
     grid = GRIDS[arguments.grid]
     backend = arguments.backend or grid.backend
     if grid.device == "cuda":
-        cli.require_gpu("bench_features")
+        require_gpu("bench_features")
     chosen = [group for group in grid.groups if arguments.figure in (None, group.figure)]
     points = [
         Point(group, *heads, direction)
@@ -338,36 +340,25 @@ def main(argv: list[str] | None = None) -> None:
     budget = Budget(arguments.seconds)
     torch.manual_seed(0)
     data: list[dict[str, Any]] = []
-    skipped = 0
-    for number, point in enumerate(cli.progress(points, arguments.grid)):
-        if budget.left() <= 0:
-            skipped += 1
-            continue
+    measured = 0
+    for number, point in budget.within(points, arguments.grid):
         calls = sum(len(later.group.calls) + len(later.group.plain) for later in points[number:])
         rep_ms = budget.share(calls * arguments.rounds) - MEASURE_OVERHEAD_MS
         rep_ms = 1.0 if grid.device == "cpu" else min(MAX_REP_MS, max(MIN_REP_MS, rep_ms))
         data += measure_point(point, grid, backend, arguments.rounds, rep_ms)
-    notes = [
-        f"Medians of {arguments.rounds} interleaved rounds, each compared with the plain call of the same round.",
-        IDEAL,
-    ]
-    if grid.device == "cuda":
-        notes.append(GRAPHS)
-    if skipped:
-        notes.append(f"{skipped} of {len(points)} points were left out: the {arguments.seconds:.0f} s were used up.")
-    figure = f"_{arguments.figure}" if arguments.figure else ""
-    cli.finish(
-        f"features_{backend}{figure}",
-        benchmark="bench_features",
-        title=f"What features cost on the {backend} backend, {str(grid.dtype).removeprefix('torch.')}",
-        data=data,
-        sources=provenance.SOURCES_OF_BACKEND[backend],
-        arguments=arguments,
+        measured = number + 1
+    rounds = f"Medians of {arguments.rounds} interleaved rounds, each compared with the plain call of the same round."
+    notes = [rounds, IDEAL, *[GRAPHS] * (grid.device == "cuda")]
+    results.finish(
+        f"features_{backend}_{arguments.figure}" if arguments.figure else f"features_{backend}",
+        "bench_features",
+        f"What features cost on the {backend} backend, {str(grid.dtype).removeprefix('torch.')}",
+        data,
+        arguments,
+        sources=results.SOURCES_OF_BACKEND[backend],
         notes=notes,
-        complete=skipped == 0,
+        left_out=budget.left_out(measured, len(points)),
     )
-    if skipped:
-        raise SystemExit(f"bench_features: {notes[-1]}")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -23,10 +23,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks import cli, provenance
-from benchmarks.bench_speed import DISAGREEMENT
-from benchmarks.methods import Budget, Timing, interleave, ratio
-from benchmarks.rivals import Call, Rival, select
+from benchmarks import results
+from benchmarks.methods import DISAGREEMENT, Budget, difference, interleave, ratios, require_gpu
+from benchmarks.rivals import Call, Rival, first_line, select
 
 CPU_CACHE = 2**25  # bytes; the caches in turn exceed it as they exceed a GPU's L2 cache
 TIMES_CACHE = 4
@@ -171,7 +170,7 @@ def check_result(rival: Rival, problem: Problem, out: Tensor) -> None:
         k, v = (x.clone() for x in caches)
         expected, _ = attention_kvcache_reference(problem.q[one], k, v, **of_row)
         for name, got, right in (("out", out[one], expected), ("k_cache", caches[0], k), ("v_cache", caches[1], v)):
-            share = ((got.double() - right.double()).abs().max() / right.double().abs().max()).item()
+            share = difference(got, right)
             if not share <= DISAGREEMENT:  # NaN too
                 raise RuntimeError(
                     f"{rival.name} differs from the reference: {name} by {share:.3g} of the largest value"
@@ -269,12 +268,7 @@ def number_of_caches(bytes_of_one: int, device: torch.device) -> int:
 
 
 def measure_point(
-    point: Point,
-    contenders: Sequence[Rival],
-    device: torch.device,
-    dtype: torch.dtype,
-    rounds: int,
-    rep_ms: float,
+    point: Point, contenders: Sequence[Rival], device: torch.device, dtype: torch.dtype, rounds: int, rep_ms: float
 ) -> dict[str, Any]:
     """One row of a result: µs, GB/s of keys and values, ratios of speed, and why a contender could not run.
 
@@ -291,34 +285,25 @@ def measure_point(
         except (RuntimeError, NotImplementedError) as error:
             if isinstance(rival, Ours) and not isinstance(error, NotImplementedError):
                 raise
-            unsupported[rival.name] = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            unsupported[rival.name] = first_line(error)
         else:
             calls[rival] = turns
     timings = interleave(calls, time_turns, rounds=rounds, rep_ms=rep_ms)
+    ours = [rival for rival in contenders if isinstance(rival, Ours)]
     return {
         **asdict(point),
         "dtype": str(dtype).removeprefix("torch."),
         "us": {name: round(timing.ms * 1e3, 2) for name, timing in timings.items()},
         "spread": {name: round(timing.spread, 3) for name, timing in timings.items()},
         "gbps": {name: float(f"{problems[0].bytes / timing.ms / 1e6:.4g}") for name, timing in timings.items()},
-        "ratio": ratios(timings, contenders),
+        "ratio": ratios(timings, ours, [rival.name for rival in contenders if rival not in ours]),
         "unsupported": unsupported,
-    }
-
-
-def ratios(timings: Mapping[str, Timing], contenders: Sequence[Rival]) -> dict[str, dict[str, float]]:
-    """Speed of each of ours ÷ that of PyTorch's kernels; on pages or with new keys ÷ that of the same without."""
-    theirs = [rival.name for rival in contenders if not isinstance(rival, Ours)]
-    against = {r.name: [r.baseline] if r.baseline else theirs for r in contenders if isinstance(r, Ours)}
-    return {
-        mine: {rival: round(ratio(timings[mine], timings[rival]), 3) for rival in others if rival in timings}
-        for mine, others in against.items()
-        if mine in timings
     }
 
 
 K = 1024
 REP_MS = {"cuda": 10.0, "cpu": 30.0}  # milliseconds of one median
+RIVALS = {"cuda": ["cuDNN", "FLASH_ATTENTION"], "cpu": ["SDPA"]}
 DEVICE_OF = {"cuda": "cuda", "triton": "cuda", "cpu": "cpu"}
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 Contenders = Callable[[Sequence[str], Sequence[Rival]], Sequence[Rival]]  # of our backends and the rivals
@@ -408,79 +393,68 @@ FIGURES = {
 
 def measure_figure(
     name: str, device: torch.device, arguments: argparse.Namespace, budget: Budget, ceiling: int | None
-) -> list[str]:
-    """Measures a figure, on the CPU with each number of threads, and saves it. Returns what failed."""
+) -> None:
+    """Measures a figure, on the CPU with each number of threads, and saves it.
+
+    SystemExit if our first backend ran at no point, or after saving if the time was not enough for every point.
+    """
     on_gpu = device.type == "cuda"
     figure, dtype = FIGURES[name], torch.bfloat16 if on_gpu else DTYPES[arguments.dtype]
     points = figure.points[: max(1, len(figure.points) // 4)] if arguments.quick else figure.points
-    contenders = figure.contenders(arguments.backend, select(arguments.rivals))
+    contenders = figure.contenders(arguments.backend, select(RIVALS[device.type]))
     tasks = [(threads, point) for threads in ([None] if on_gpu else arguments.threads) for point in points]
     data: list[dict[str, Any]] = []
-    for threads, point in cli.progress(tasks, name):
-        if budget.left() <= 0:
-            break
+    for _, (threads, point) in budget.within(tasks, name):
         fixed: dict[str, Any] = {"ceiling_gbps": ceiling}
         if threads is not None:
             torch.set_num_threads(threads)
             fixed = {"threads": threads}
         row = measure_point(point, contenders, device, dtype, arguments.rounds, REP_MS[device.type])
         data.append({"figure": name, **row, **fixed})
+    for reason in sorted({f"{rival} cannot run: {why}" for row in data for rival, why in row["unsupported"].items()}):
+        print(reason)
+    ours, dtype_name = arguments.backend, str(dtype).removeprefix("torch.")
+    if not any(ours[0] in row["us"] for row in data):
+        raise SystemExit(f"{ours[0]} ran at no point; nothing is written")
     notes = [f"Medians of {arguments.rounds} interleaved rounds; the caches exceed the L2 cache and are used in turn."]
     if ceiling is not None:
         notes.append(f"In the same run a copy reached {ceiling / 1e3:.2f} TB/s, read and written.")
-    return finish(name, str(dtype).removeprefix("torch."), len(tasks), data, notes, arguments)
-
-
-def finish(
-    name: str, dtype: str, points: int, data: list[dict[str, Any]], notes: list[str], arguments: argparse.Namespace
-) -> list[str]:
-    """Saves a figure. Points without time fail, and so does our first backend if it ran at no point."""
-    for reason in sorted({f"{rival} cannot run: {why}" for row in data for rival, why in row["unsupported"].items()}):
-        print(reason)
-    ours = arguments.backend
-    if not any(ours[0] in row["us"] for row in data):
-        return [f"{name}: {ours[0]} ran at no point; nothing is written"]
-    skipped = points - len(data)
-    if skipped:
-        notes.append(f"{skipped} of {points} points were left out: the {arguments.seconds:.0f} s were used up.")
-    sources = [glob for backend in ours for glob in provenance.SOURCES_OF_BACKEND[backend]]
-    cli.finish(
-        f"kvcache_{name}_{dtype}" if name == "cpu" else f"kvcache_{name}",
-        benchmark="bench_kvcache",
-        title=f"{FIGURES[name].title}, {dtype}",
-        data=data,
-        sources=sources,
-        arguments=arguments,
+    results.finish(
+        f"kvcache_{name}_{dtype_name}" if name == "cpu" else f"kvcache_{name}",
+        "bench_kvcache",
+        f"{figure.title}, {dtype_name}",
+        data,
+        arguments,
+        sources=[glob for backend in ours for glob in results.SOURCES_OF_BACKEND[backend]],
         notes=notes,
-        complete=not skipped,
+        left_out=budget.left_out(len(data), len(tasks)),
     )
-    return [f"{name}: {notes[-1]}"] if skipped else []
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = cli.parser_for(__doc__, seconds=100.0)
+    parser = results.parser_for(__doc__, seconds=100.0)
     parser.add_argument("--device", choices=sorted(REP_MS), default="cuda")
     parser.add_argument("--figure", nargs="+", choices=list(FIGURES), help="default: all of the device")
     parser.add_argument("--backend", nargs="+", choices=list(DEVICE_OF), help="ours (default: all of the device)")
-    parser.add_argument("--rivals", nargs="*", help="default: cuDNN and FLASH_ATTENTION; on the CPU SDPA")
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds at each point (default: %(default)s)")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="of the CPU (default: %(default)s)")
     parser.add_argument("--dtype", choices=list(DTYPES), default="float32", help="of the CPU (default: %(default)s)")
     arguments = parser.parse_args(argv)
     on_gpu = arguments.device == "cuda"
-    device = cli.require_gpu("bench_kvcache") if on_gpu else torch.device("cpu")
+    device = require_gpu("bench_kvcache") if on_gpu else torch.device("cpu")
     figures = arguments.figure or [name for name in FIGURES if on_gpu == (name != "cpu")]
     arguments.backend = arguments.backend or [name for name, where in DEVICE_OF.items() if where == device.type]
-    if arguments.rivals is None:
-        arguments.rivals = ["cuDNN", "FLASH_ATTENTION"] if on_gpu else ["SDPA"]
     torch.manual_seed(0)
     budget = Budget(arguments.seconds)
     ceiling = round(copy_ceiling(device)) if on_gpu else None
-    threads = torch.get_num_threads()
-    try:
-        failed = [line for name in figures for line in measure_figure(name, device, arguments, budget, ceiling)]
-    finally:
-        torch.set_num_threads(threads)
+    threads, failed = torch.get_num_threads(), []
+    for name in figures:
+        try:
+            measure_figure(name, device, arguments, budget, ceiling)
+        except SystemExit as error:
+            failed.append(f"{name}: {str(error).removeprefix('bench_kvcache: ')}")
+        finally:
+            torch.set_num_threads(threads)
     if failed:
         raise SystemExit(f"bench_kvcache: {'; '.join(failed)}")
 

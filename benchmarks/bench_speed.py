@@ -12,39 +12,53 @@ matrix products instead of two.
   python -m benchmarks.bench_speed --backward --grid headdims   head dims 32, 96 and 192
   python -m benchmarks.bench_speed --backward --grid gqa        grouped heads, 32 query heads of 128
   python -m benchmarks.bench_speed --grid tiny            either direction: the cpu backend on shapes that take no time
+  python -m benchmarks.bench_speed --values --rounds 5 --seconds 240
+
+--values measures the forward on different values against one rival. The ratio should not depend on the values. They are
+logits of standard deviation 1 to 64, a constant level of up to ±400 added to every logit, and one sink key whose logits
+lie 35 or 90 above the rest. Level and sink use the last dimension of q and k. Each round measures all of them in
+another random order, because the call before may change the GPU's clocks. A ratio below 0.95 of the ratio at standard
+deviation 1 makes the exit status 1.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+import math
+import random
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from benchmarks import cli, provenance
+from benchmarks import results, tables
 from benchmarks.methods import (
     BACKWARD_WORK,
+    GRAPHS,
+    MAX_REP_MS,
+    MEASURE_OVERHEAD_MS,
+    MIN_REP_MS,
     Budget,
+    Timing,
     as_timed,
     attention_flops,
+    check_agreement,
     energy_counter,
     interleave,
     joules_per_call,
     matmul_ceiling,
     ratio,
+    ratios,
+    require_gpu,
     timer_for,
 )
-from benchmarks.rivals import BACKWARD_RIVALS, RIVALS, Rival, select
+from benchmarks.rivals import BACKWARD_RIVALS, RIVALS, Rival, first_line, select
 
-# Milliseconds of one median of a forward; those of a backward are Direction.work times as long.
-MIN_REP_MS, MAX_REP_MS = 20.0, 100.0
-MEASURE_OVERHEAD_MS = 40.0  # time of a do_bench beside its timed repetitions
-GRAPHS = "Calls are replayed as CUDA graphs: the time is the GPU's alone."
 MAX_ENERGY_SECONDS, MIN_ENERGY_SECONDS = 1.0, 0.25  # of load; NVML updates its counter every few 10 ms
 ENERGY_SHARE = 1 / 3  # of the time, at most
-DISAGREEMENT = 2e-2  # largest difference between two contenders, as a share of the largest value: 16-bit rounding
+LEAST_RELATIVE_RATIO = 0.95  # of the ratio of speeds on some values ÷ that at standard deviation 1
 
 
 @dataclass(frozen=True)
@@ -99,20 +113,6 @@ FORWARD = Direction("forward", RIVALS, 1.0)
 BACKWARD = Direction("backward", BACKWARD_RIVALS, BACKWARD_WORK)
 
 
-def check_agreement(rivals: Sequence[Rival], calls: Mapping[Rival, Callable[[], Any]]) -> None:
-    """RuntimeError unless every contender's result agrees with the last one's: wrong results are not timed."""
-    results = {}
-    for rival in rivals:
-        with rival.active():
-            results[rival.name] = rival.outputs(calls[rival]())
-    names = list(results)
-    for name in names[:-1]:
-        for got, expected in zip(results[name], results[names[-1]], strict=True):
-            share = ((got.float() - expected.float()).abs().max() / expected.float().abs().max()).item()
-            if not share <= DISAGREEMENT:  # NaN too
-                raise RuntimeError(f"{name} and {names[-1]} disagree by up to {share:.3g} of the largest value")
-
-
 def draw_inputs(point: Point, device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
     """Random normal q, k, v as [batch, seqlen, heads, headdim]."""
     heads = (point.nheads, point.nheads_k, point.nheads_k)
@@ -148,7 +148,7 @@ def measure_point(
         except rival.failures as error:
             if rival.name in ours:
                 raise
-            reasons[rival.name] = (str(error).splitlines() or [type(error).__name__])[0]
+            reasons[rival.name] = first_line(error)
     able = list(calls)
     reference = next((rival for rival in able if rival.name in theirs), able[-1])
     for rival in able:
@@ -167,7 +167,6 @@ def measure_point(
     flops = direction.work * attention_flops(
         point.batch, point.nheads, point.seqlen, point.seqlen, point.headdim, point.causal
     )
-    against = {rival.name: [rival.baseline] if rival.baseline else theirs for rival in contenders if rival.name in ours}
     return {
         **asdict(point),
         "dtype": str(grid.dtype).removeprefix("torch."),
@@ -175,11 +174,7 @@ def measure_point(
         "spread": {name: round(timing.spread, 3) for name, timing in timings.items()},
         "tflops": {name: float(f"{flops / timing.ms / 1e9:.4g}") for name, timing in timings.items()},
         **joules,
-        "ratio": {
-            mine: {rival: round(ratio(timings[mine], timings[rival]), 3) for rival in others if rival in timings}
-            for mine, others in against.items()
-            if mine in timings
-        },
+        "ratio": ratios(timings, [rival for rival in contenders if rival.name in ours], theirs),
         "unsupported": {name: reason for name, reason in reasons.items() if reason is not None},
     }
 
@@ -197,11 +192,12 @@ def of_32_heads(seqlen: int, headdim: int) -> tuple[int, int]:
     return 16384 // seqlen, 32
 
 
-TRITON = {"dtype": torch.float16, "headdims": (64, 128), "seqlens": (4096, 8192, 16384), "shape_of": of_8_heads}
-TINY = {"dtype": torch.float32, "headdims": (16, 32), "seqlens": (32, 64), "shape_of": lambda *_: (1, 2)}
-LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+PERF = {"headdims": (64, 128, 256), "seqlens": (512, 1024, 2048, 4096, 8192, 16384), "shape_of": of_16384_tokens}
+TRITON = {"headdims": (64, 128), "seqlens": (4096, 8192, 16384), "shape_of": of_8_heads, "dtype": torch.float16}
+TINY = {"headdims": (16, 32), "seqlens": (32, 64), "shape_of": lambda *_: (1, 2), "dtype": torch.float32}
 CUDNN_FIRST, FLASH_FIRST = ("cuDNN", "FLASH_ATTENTION"), ("FLASH_ATTENTION", "cuDNN")
 OFFICIAL = ("FA3", "FA4")
+SHAPES = "bf16, 16,384 tokens a batch, nheads * headdim = 2048"
 
 
 def shared_grids(name: str) -> dict[str, Grid]:
@@ -215,35 +211,18 @@ def shared_grids(name: str) -> dict[str, Grid]:
 
 GRIDS: dict[str, dict[str, Grid]] = {
     "forward": {
-        "perf": Grid(
-            "Forward, bf16, 16,384 tokens a batch, nheads * headdim = 2048",
-            ("cuda", "cuda sm80"),
-            (*CUDNN_FIRST, *OFFICIAL),
-            (64, 128, 256),
-            LENGTHS,
-            of_16384_tokens,
-        ),
+        "perf": Grid(f"Forward, {SHAPES}", ("cuda", "cuda sm80"), (*CUDNN_FIRST, *OFFICIAL), **PERF),
         "fp16": Grid(
             "Forward, fp16, batch 4, 8 heads",
             ("cuda", "cuda sm80", "triton"),
             (*CUDNN_FIRST, *OFFICIAL),
-            (64, 128),
-            (256, *LENGTHS),
-            of_8_heads,
-            torch.float16,
+            **{**TRITON, "seqlens": (256, *PERF["seqlens"])},
             suffix="_fp16",
         ),
         **shared_grids("Forward"),
     },
     "backward": {
-        "perf": Grid(
-            "Backward, bf16, 16,384 tokens a batch, nheads * headdim = 2048",
-            ("cuda", "cuda deterministic"),
-            (*FLASH_FIRST, *OFFICIAL),
-            (64, 128, 256),
-            LENGTHS,
-            of_16384_tokens,
-        ),
+        "perf": Grid(f"Backward, {SHAPES}", ("cuda", "cuda deterministic"), (*FLASH_FIRST, *OFFICIAL), **PERF),
         "headdims": Grid(
             "Backward, head dims 32, 96 and 192, bf16, 16,384 tokens a batch, nheads * headdim ≈ 2048",
             ("cuda",),
@@ -265,6 +244,21 @@ GRIDS: dict[str, dict[str, Grid]] = {
         ),
         **shared_grids("Backward"),
     },
+    "values": {
+        "perf": Grid(
+            f"The forward on different values, {SHAPES}",
+            ("cuda",),
+            ("cuDNN",),
+            **{**PERF, "seqlens": (1024, 4096, 16384)},
+        ),
+        "tiny": Grid(
+            "The forward on different values on the CPU, float32, a trial run",
+            ("cpu",),
+            ("SDPA",),
+            **{**TINY, "headdims": (16,), "seqlens": (64,)},
+            device="cpu",
+        ),
+    },
 }
 
 
@@ -281,7 +275,7 @@ def measure_grid(direction: Direction, grid_name: str, grid: Grid, arguments: ar
     """Measures the points of a grid until the time is used up, and saves them."""
     on_gpu = grid.device == "cuda"
     if on_gpu:
-        cli.require_gpu("bench_speed")
+        require_gpu("bench_speed")
     ours = list(arguments.backend or grid.backends)
     theirs = list(arguments.rivals or grid.rivals)
     points = grid.points(arguments.quick)
@@ -301,11 +295,7 @@ def measure_grid(direction: Direction, grid_name: str, grid: Grid, arguments: ar
         direction.work * time for time in (MIN_REP_MS, MAX_REP_MS, MEASURE_OVERHEAD_MS)
     )
     data: list[dict[str, Any]] = []
-    skipped = 0
-    for number, point in enumerate(cli.progress(points, grid_name)):
-        if budget.left() <= 0:
-            skipped += 1
-            continue
+    for number, point in budget.within(points, grid_name):
         parts = (len(points) - number) * arguments.rounds * (len(ours) + len(theirs))
         share = budget.share(parts) * (1.0 if counter is None else 1.0 - ENERGY_SHARE)
         rep_ms = min(max_rep_ms, max(min_rep_ms, share - overhead_ms)) if on_gpu else 1.0
@@ -313,9 +303,6 @@ def measure_grid(direction: Direction, grid_name: str, grid: Grid, arguments: ar
         energy_seconds = min(MAX_ENERGY_SECONDS, energy_seconds)
         row = measure_point(direction, point, grid, ours, theirs, arguments.rounds, rep_ms, counter, energy_seconds)
         data.append(row if ceiling is None else {**row, "ceiling_tflops": ceiling})
-    left_out = f"{skipped} of {len(points)} points were left out: the {arguments.seconds:.0f} s were used up."
-    if skipped:
-        notes.append(left_out)
     if counter is not None and not all("joules" in row for row in data):
         notes.append("Joules are missing where the time was not enough for them.")
     notes += absent(data)
@@ -323,34 +310,141 @@ def measure_grid(direction: Direction, grid_name: str, grid: Grid, arguments: ar
     if missing:
         reasons = "\n".join(["", *absent(data)])
         raise SystemExit(f"bench_speed: {', '.join(missing)} ran at no point; nothing is written{reasons}")
-    cli.finish(
-        arguments.name or f"{direction.name}_{ours[0]}{grid.suffix}",
-        benchmark="bench_speed",
-        title=grid.title,
-        data=data,
-        sources=[path for name in ours for path in provenance.SOURCES_OF_BACKEND.get(name.split()[0], ())],
-        arguments=arguments,
-        notes=notes,
-        complete=skipped == 0,
+    name = f"{direction.name}_{ours[0]}{grid.suffix}"
+    sources = [path for name in ours for path in results.SOURCES_OF_BACKEND.get(name.split()[0], ())]
+    left_out = budget.left_out(len(data), len(points))
+    results.finish(name, "bench_speed", grid.title, data, arguments, sources=sources, notes=notes, left_out=left_out)
+
+
+# ---- the same inputs with different logits ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Values:
+    """The distribution of the logits."""
+
+    name: str
+    deviation: float = 1.0
+    level: float = 0.0  # added to every logit
+    sink: float = 0.0  # added to the logits of one key
+    is_first: bool = True  # whether the sink is the first key; otherwise a random one of each head
+
+    def apply(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """q and k with these logits, from random normal ones [batch, seqlen, heads, headdim]."""
+        q, k = (q.float() * self.deviation).to(q.dtype), k.clone()
+        shift = self.level or self.sink
+        if shift:
+            factor = math.sqrt(abs(shift) * math.sqrt(q.shape[-1]))  # scores are scaled by 1 / sqrt(headdim)
+            key = torch.full_like(k[..., 0], math.copysign(factor, shift))  # [batch, seqlen_k, heads]
+            if self.sink:
+                chosen = torch.zeros_like(key[:, :1], dtype=torch.int64)
+                if not self.is_first:
+                    chosen.random_(0, k.shape[1])
+                key = torch.zeros_like(key).scatter_(1, chosen, factor)
+            q[..., -1], k[..., -1] = factor, key
+        return q, k
+
+
+VALUES = (
+    *(Values(f"std {deviation}", deviation=deviation) for deviation in (1, 3, 9, 25, 64)),
+    *(Values(f"level {level:+}", level=level) for level in (80, -80, 400, -400)),
+    *(
+        Values(f"sink {sink} {'first' if is_first else 'random'}", sink=sink, is_first=is_first)
+        for sink in (35, 90)
+        for is_first in (True, False)
+    ),
+)
+
+
+def measure_values(
+    point: Point, grid: Grid, names: tuple[str, str], rounds: int, rep_ms: float
+) -> list[dict[str, Any]]:
+    """A row for each kind of values; `ratio` is our speed ÷ the rival's."""
+    device = torch.device(grid.device)
+    normal_q, normal_k, v = draw_inputs(point, device, grid.dtype)
+    calls: dict[Values, dict[Rival, Callable[[], Any]]] = {}
+    for values in VALUES:
+        q, k = values.apply(normal_q, normal_k)
+        calls[values] = {
+            RIVALS[name]: as_timed(RIVALS[name], RIVALS[name].bind(q, k, v, point.causal), device) for name in names
+        }
+        check_agreement(list(calls[values]), calls[values])
+    times = {values: {name: Timing([]) for name in names} for values in VALUES}
+    order = random.Random(0)
+    for _ in range(rounds):
+        for values in order.sample(VALUES, len(VALUES)):
+            pair = dict(order.sample(list(calls[values].items()), len(names)))
+            for name, timing in interleave(pair, timer_for(device), rounds=1, rep_ms=rep_ms).items():
+                times[values][name].rounds.extend(timing.rounds)
+    ratios = {values: ratio(times[values][names[0]], times[values][names[1]]) for values in VALUES}
+    return [
+        {
+            "values": values.name,
+            **asdict(point),
+            "dtype": str(grid.dtype).removeprefix("torch."),
+            "ms": {name: round(times[values][name].ms, 5) for name in names},
+            "spread": {name: round(times[values][name].spread, 3) for name in names},
+            "ratio": round(ratios[values], 3),
+            "relative_ratio": round(ratios[values] / ratios[VALUES[0]], 3),
+        }
+        for values in VALUES
+    ]
+
+
+def measure_values_grid(grid_name: str, grid: Grid, arguments: argparse.Namespace) -> None:
+    """Measures the points of a grid on all values, and saves them. SystemExit where the speed depends on them."""
+    on_gpu = grid.device == "cuda"
+    if on_gpu:
+        require_gpu("bench_speed")
+    names = ((arguments.backend or grid.backends)[0], (arguments.rivals or grid.rivals)[0])
+    points = grid.points(arguments.quick)
+    budget = Budget(arguments.seconds)
+    torch.manual_seed(0)
+    data: list[dict[str, Any]] = []
+    for number, point in budget.within(points, grid_name):
+        share = budget.share((len(points) - number) * len(VALUES) * len(names) * arguments.rounds)
+        rep_ms = min(MAX_REP_MS, max(MIN_REP_MS, share / 2)) if on_gpu else 1.0
+        data += measure_values(point, grid, names, arguments.rounds, rep_ms)
+    notes = [f"Medians of {arguments.rounds} interleaved rounds; every kind of values in each round, in random order."]
+    results.finish(
+        f"values_{names[0]}",
+        "bench_values",
+        grid.title,
+        data,
+        arguments,
+        sources=results.SOURCES_OF_BACKEND[names[0]],
+        notes=[*notes, *[GRAPHS] * on_gpu],
+        left_out=budget.left_out(len(data) // len(VALUES), len(points)),
     )
-    if skipped:
-        raise SystemExit(f"bench_speed: {left_out}")
+    slow = [
+        f"{tables.kind_of(row)} {row['seqlen']} {row['values']}: {row['relative_ratio']:.3f}"
+        for row in data
+        if row["relative_ratio"] < LEAST_RELATIVE_RATIO
+    ]
+    if slow and on_gpu:
+        raise SystemExit(f"bench_speed: below {LEAST_RELATIVE_RATIO} of the ratio at std 1: {'; '.join(slow)}")
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = cli.parser_for(__doc__, seconds=120.0)
+    parser = results.parser_for(__doc__, seconds=120.0)
     parser.add_argument("--backward", action="store_true", help="measure the backward op")
+    parser.add_argument("--values", action="store_true", help="measure the forward on different values")
     parser.add_argument("--grid", choices=sorted({name for grids in GRIDS.values() for name in grids}), default="perf")
     parser.add_argument("--backend", action="append", help="ours, repeatable (default: the grid's)")
     parser.add_argument("--rivals", nargs="+", help="theirs; ratios in tables are against the first")
     parser.add_argument("--rounds", type=int, default=3, help="interleaved rounds at each point (default: %(default)s)")
-    parser.add_argument("--name", help="of the result (default: DIRECTION_BACKEND)")
     arguments = parser.parse_args(argv)
     direction = BACKWARD if arguments.backward else FORWARD
-    grids = GRIDS[direction.name]
-    if arguments.grid not in grids:
-        parser.error(f"--grid {arguments.grid}: the {direction.name} has {', '.join(grids)}")
-    measure_grid(direction, arguments.grid, grids[arguments.grid], arguments)
+    if arguments.values and arguments.backward:
+        parser.error("--values measures the forward; give --values or --backward")
+    what = "values" if arguments.values else direction.name
+    if arguments.grid not in GRIDS[what]:
+        parser.error(f"--grid {arguments.grid}: {what} has {', '.join(GRIDS[what])}")
+    grid = GRIDS[what][arguments.grid]
+    if arguments.values:
+        measure_values_grid(arguments.grid, grid, arguments)
+    else:
+        measure_grid(direction, arguments.grid, grid, arguments)
 
 
 if __name__ == "__main__":

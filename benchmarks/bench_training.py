@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks import cli, provenance
-from benchmarks.methods import interleave, ratio, time_cpu
+from benchmarks import results
+from benchmarks.methods import interleave, progress, ratios, require_gpu, time_cpu
 from benchmarks.rivals import Rival
 from examples import train_char_gpt as example
 
@@ -74,49 +74,36 @@ def training_steps(size: example.Size, device: torch.device) -> dict[Rival, Call
 def measure_shape(size: example.Size, device: torch.device, rounds: int, rep_ms: float) -> dict[str, Any]:
     """Tokens per second of every contender, and the first one's speed relative to the others."""
     steps = training_steps(size, device)
-    ours, *others = (rival.name for rival in steps)
+    ours, *others = steps
     timings = interleave(steps, time_cpu, rounds=rounds, rep_ms=rep_ms)  # a step waits for the device
     tokens = size.batch * size.context
     return {
         "context": size.context,
         "batch": size.batch,
         "tokens_per_second": {name: round(tokens / timing.ms * 1e3) for name, timing in timings.items()},
-        "ratio": {ours: {name: round(ratio(timings[ours], timings[name]), 3) for name in others}},
+        "ratio": ratios(timings, [ours], [rival.name for rival in others]),
     }
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = cli.parser_for(__doc__, seconds=60.0)
+    parser = results.parser_for(__doc__, seconds=60.0)
     parser.add_argument("--device", choices=sorted(SHAPES), default="cuda")
     arguments = parser.parse_args(argv)
-    device = cli.require_gpu("bench_training") if arguments.device == "cuda" else torch.device("cpu")
-    backend = device.type
+    device = require_gpu("bench_training") if arguments.device == "cuda" else torch.device("cpu")
     shapes = SHAPES[device.type][: 1 if arguments.quick else None]
     size = example.SIZES[device.type]
     rounds = 1 if arguments.quick else ROUNDS
     rep_ms = arguments.seconds * 1e3 / (len(shapes) * len(contenders_for(device)) * rounds)
     data = [
         measure_shape(replace(size, context=context, batch=batch), device, rounds, rep_ms)
-        for context, batch in cli.progress(shapes, "training")
+        for context, batch in progress(shapes, "training")
     ]
-    dtype = "bfloat16 autocast" if backend == "cuda" else "float32"
-    sources = [
-        *provenance.HOST,
-        *provenance.SOURCES_OF_BACKEND[backend],
-        "examples/train_char_gpt.py",
-    ]
-    cli.finish(
-        f"training_{arguments.device}",
-        benchmark="bench_training",
-        title="Training a small GPT",
-        data=data,
-        sources=sources,
-        arguments=arguments,
-        notes=[
-            f"{size.layers} layers, {size.heads} heads of {size.width // size.heads}, {dtype}.",
-            "Eager: a step of few tokens waits for the host.",
-        ],
-    )
+    dtype = "bfloat16 autocast" if device.type == "cuda" else "float32"
+    sources = [*results.HOST, *results.SOURCES_OF_BACKEND[device.type], "examples/train_char_gpt.py"]
+    model = f"{size.layers} layers, {size.heads} heads of {size.width // size.heads}, {dtype}."
+    notes = [model, "Eager: a step of few tokens waits for the host."]
+    name, title = f"training_{device.type}", "Training a small GPT"
+    results.finish(name, "bench_training", title, data, arguments, sources=sources, notes=notes)
 
 
 if __name__ == "__main__":

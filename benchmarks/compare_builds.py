@@ -18,13 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tabulate import tabulate
 from torch import Tensor
 
-from benchmarks import cli
-from benchmarks.bench_speed import GRIDS, Grid, Point, check_agreement, draw_inputs
-from benchmarks.methods import as_timed, interleave, ratio, timer_for
+from benchmarks.bench_speed import GRIDS, Grid, Point, draw_inputs
+from benchmarks.methods import as_timed, check_agreement, interleave, progress, ratio, require_gpu, timer_for
 from benchmarks.rivals import Call, Rival, upstream_gradient
+from benchmarks.tables import pivot
 
 KINDS = ("forward", "backward", "deterministic")
 JUDGED = KINDS[:2]
@@ -83,8 +82,7 @@ def table(ratios: dict[tuple[str, Point], float]) -> str:
     for (kind, point), value in ratios.items():
         mask = "causal" if point.causal else "full"
         cells.setdefault((kind, f"d{point.headdim} {mask}"), {})[point.seqlen] = f"{value:.3f}"
-    body = [[*names, *(by_length.get(length, "") for length in lengths)] for names, by_length in cells.items()]
-    return tabulate(body, ["", "", *map(str, lengths)], tablefmt="pipe", disable_numparse=True)
+    return pivot(["", ""], cells, lengths)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -98,14 +96,14 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     grid = GRIDS["forward"][arguments.grid]
     if grid.device == "cuda":
-        cli.require_gpu("compare_builds")
+        require_gpu("compare_builds")
     extensions = [load(arguments.old.resolve(), "old_build"), load(arguments.new.resolve(), "new_build")]
     torch.manual_seed(0)
     measure = partial(compare, extensions, grid=grid, rep_ms=arguments.rep_ms)
     work = [(kind, point) for kind in arguments.kinds for point in grid.points(quick=False)]
-    ratios = {(kind, point): measure(kind, point, rounds=arguments.rounds) for kind, point in cli.progress(work, "new")}
+    ratios = {(kind, point): measure(kind, point, rounds=arguments.rounds) for kind, point in progress(work, "new")}
     again = [key for key, value in ratios.items() if value < LEAST_RATIO]
-    for kind, point in cli.progress(again, "again"):
+    for kind, point in progress(again, "again"):
         ratios[kind, point] = measure(kind, point, rounds=2 * arguments.rounds)
     print(f"{arguments.new} ÷ {arguments.old}, speed; {len(again)} points measured again\n\n{table(ratios)}")
     for kind in arguments.kinds:

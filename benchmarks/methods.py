@@ -9,22 +9,50 @@ from __future__ import annotations
 
 import random
 import statistics
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch import Tensor
 
-from benchmarks.rivals import Rival
+if TYPE_CHECKING:
+    from benchmarks.rivals import Rival
 
 WARMUP_MS = 10.0
+# Milliseconds of one median of a forward; those of a backward are BACKWARD_WORK times as long.
+MIN_REP_MS, MAX_REP_MS = 20.0, 100.0
+MEASURE_OVERHEAD_MS = 40.0  # time of a do_bench besides its timed repetitions
+GRAPHS = "Calls are replayed as CUDA graphs: the time is the GPU's alone."
+DISAGREEMENT = 2e-2  # largest difference between two contenders, as a share of the largest value: 16-bit rounding
 BACKWARD_WORK = 2.5  # FLOPs as a multiple of the forward's: five matrix products (S, dP, dV, dK, dQ) to two
 
 
 def attention_flops(batch: int, nheads: int, seqlen_q: int, seqlen_k: int, headdim: int, causal: bool) -> float:
     """Floating-point operations of a forward: two matrix products, a multiply-add is two; causal counts half."""
     return 4.0 * batch * nheads * seqlen_q * seqlen_k * headdim * (0.5 if causal else 1.0)
+
+
+T = TypeVar("T")
+
+
+def progress(items: Sequence[T], label: str) -> Iterable[T]:
+    """The items with a progress bar on a terminal, and without one elsewhere or when tqdm is not installed."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return items
+    bar: Iterable[T] = tqdm(items, desc=label, leave=False, disable=not sys.stderr.isatty())
+    return bar
+
+
+def require_gpu(benchmark: str) -> torch.device:
+    """The GPU, or an end of the program that says one is needed."""
+    if not torch.cuda.is_available():
+        raise SystemExit(f"{benchmark} needs a CUDA GPU and this machine shows none to PyTorch")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 @dataclass
@@ -40,6 +68,19 @@ class Budget:
     def share(self, parts: int) -> float:
         """The time left divided into `parts`, in milliseconds."""
         return max(0.0, self.left()) * 1e3 / max(1, parts)
+
+    def within(self, items: Sequence[T], label: str) -> Iterator[tuple[int, T]]:
+        """The items with their numbers, while there is time, and with a progress bar."""
+        for number, item in enumerate(progress(items, label)):
+            if self.left() <= 0:
+                return
+            yield number, item
+
+    def left_out(self, done: int, points: int) -> list[str]:
+        """A note on the points for which there was no time; [] if there are none."""
+        if done == points:
+            return []
+        return [f"{points - done} of {points} points were left out: the {self.seconds:.0f} s were used up."]
 
 
 def time_cuda(call: Callable[[], Any], rep_ms: float) -> float:
@@ -92,6 +133,31 @@ def timer_for(device: torch.device) -> Callable[[Callable[[], Any], float], floa
     return time_cuda if device.type == "cuda" else time_cpu
 
 
+def difference(got: Tensor, expected: Tensor) -> float:
+    """The largest difference ÷ the largest expected value, in float64."""
+    got, expected = got.double(), expected.double()
+    return ((got - expected).abs().max() / expected.abs().max()).item()
+
+
+def check_close(what: str, got: Sequence[Tensor], expected: Sequence[Tensor], allowed: float = DISAGREEMENT) -> None:
+    """RuntimeError where two results differ by more than a share of the largest value; `what` names both."""
+    for x, y in zip(got, expected, strict=True):
+        share = difference(x, y)
+        if not share <= allowed:  # NaN too
+            raise RuntimeError(f"{what} disagree by up to {share:.3g} of the largest value")
+
+
+def check_agreement(rivals: Sequence[Rival], calls: Mapping[Rival, Callable[[], Any]]) -> None:
+    """RuntimeError unless every contender's result agrees with the last one's: wrong results are not timed."""
+    results = {}
+    for rival in rivals:
+        with rival.active():
+            results[rival.name] = rival.outputs(calls[rival]())
+    *names, last = results
+    for name in names:
+        check_close(f"{name} and {last}", results[name], results[last])
+
+
 @dataclass
 class Timing:
     """One contender's medians, one for each round, in milliseconds."""
@@ -111,6 +177,15 @@ class Timing:
 def ratio(ours: Timing, theirs: Timing) -> float:
     """Speed of `ours` ÷ speed of `theirs`: the median over the rounds' ratios, so that a drift of clocks cancels."""
     return statistics.median(b / a for a, b in zip(ours.rounds, theirs.rounds, strict=True))
+
+
+def ratios(timings: Mapping[str, Timing], ours: Iterable[Rival], theirs: Sequence[str]) -> dict[str, dict[str, float]]:
+    """Speed of each of ours ÷ that of its baseline, or of each of `theirs` where it has none; of those with a time."""
+    against = {rival.name: [rival.baseline] if rival.baseline else theirs for rival in ours if rival.name in timings}
+    return {
+        mine: {name: round(ratio(timings[mine], timings[name]), 3) for name in others if name in timings}
+        for mine, others in against.items()
+    }
 
 
 def interleave(

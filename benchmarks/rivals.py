@@ -77,6 +77,11 @@ class Feature:
 PLAIN = Feature("plain")
 
 
+def first_line(error: BaseException) -> str:
+    """Of its message, or the name of its type."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 class Rival:
     """One implementation of one direction. `name` is its name in tables."""
 
@@ -104,8 +109,7 @@ class Rival:
             with self.active():
                 self.bind(q, k, v, causal)()
         except self.failures as error:
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            return lines[0]
+            return first_line(error)
         return None
 
 

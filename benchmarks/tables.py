@@ -1,17 +1,15 @@
-"""Results as Markdown tables: one layout for each benchmark."""
+"""Results as Markdown tables and as plots: one layout for each benchmark."""
 
 from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
-from tabulate import tabulate
-
-from benchmarks.provenance import describe
-
 Rows = list[dict[str, Any]]
+Drawing = Callable[[Any, Rows], Any]  # (matplotlib.pyplot, rows) -> figure
 
 # Contenders as plots name them; tables have the names of the results.
 LABELS = {
@@ -27,7 +25,16 @@ LABELS = {
 
 
 def markdown_table(headers: list[str], rows: list[list[str]]) -> str:
+    from tabulate import tabulate  # here, because --stale needs no other package
+
     return str(tabulate(rows, headers, tablefmt="pipe", disable_numparse=True, colalign=("left",) * len(headers)))
+
+
+def pivot(corner: list[str], cells: Mapping[Any, Mapping[Any, str]], columns: Iterable[Any]) -> str:
+    """A table of `cells`, by names of a row and by column; `corner` are the headers of the names."""
+    columns = list(columns)
+    body = [[*names, *(of_row.get(column, "") for column in columns)] for names, of_row in cells.items()]
+    return markdown_table([*corner, *map(str, columns)], body)
 
 
 def kind_of(row: dict[str, Any]) -> str:
@@ -47,14 +54,13 @@ def speed_tables(data: Rows) -> list[str]:
             continue
         base, names = rivals[0], [ours, *rivals]
         lengths = sorted({row["seqlen"] for row in rows})
-        cells: dict[str, dict[int, str]] = {}
+        cells: dict[tuple[str], dict[int, str]] = {}
         for row in rows:
             tflops = " / ".join(f"{row['tflops'][name]:.3g}" if name in row["tflops"] else "–" for name in names)
             ratio = f" ({row['ratio'][ours][base]:.2f})" if base in row["ratio"][ours] else ""
             used = row.get("joules", {})
             joules = " / ".join(f"{used[name]:.3g}" if name in used else "–" for name in names)
-            cells.setdefault(kind_of(row), {})[row["seqlen"]] = tflops + ratio + (f"; {joules}" if used else "")
-        body = [[kind, *(by_length.get(length, "") for length in lengths)] for kind, by_length in cells.items()]
+            cells.setdefault((kind_of(row),), {})[row["seqlen"]] = tflops + ratio + (f"; {joules}" if used else "")
         summary = "; ".join(
             f"against {rival}: lowest {min(ratios):.2f}, median {statistics.median(ratios):.2f}"
             for rival in rivals
@@ -63,7 +69,7 @@ def speed_tables(data: Rows) -> list[str]:
         ratio_text = f"({ours} ÷ {base}, the median of the rounds' ratios)"
         energy = "; then joules a call" if any("joules" in row for row in rows) else ""
         caption = f"{' / '.join(names)}, TFLOP/s, and {ratio_text}{energy}, by sequence length:"
-        tables.append(f"{caption}\n\n{markdown_table(['', *map(str, lengths)], body)}\n\n{ours} {summary}.")
+        tables.append(f"{caption}\n\n{pivot([''], cells, lengths)}\n\n{ours} {summary}.")
     return tables
 
 
@@ -156,12 +162,12 @@ def register_table(direction: str, data: Rows, keys: dict[str, str], across: str
         of_kernel.setdefault(row.get(across, other), {})[dtype] = text
     columns = [*sorted({row[across] for row in data if across in row}), *([other] if other else [])]
 
-    def cell(of_dtypes: dict[str, str]) -> str:
-        return " / ".join(dict.fromkeys(of_dtypes[dtype] for dtype in sorted(of_dtypes, reverse=True)))  # fp16 first
+    def joined(of_dtypes: dict[str, str]) -> str:
+        return " / ".join(dict.fromkeys(text for _, text in sorted(of_dtypes.items(), reverse=True)))  # fp16 first
 
-    body = [[*key, *(cell(of_kernel.get(name, {})) for name in columns)] for key, of_kernel in cells.items()]
+    texts = {key: {name: joined(x) for name, x in of_kernel.items()} for key, of_kernel in cells.items()}
     caption = f"The {direction}: registers and (bytes spilled, where there are any), fp16 / bf16 where they differ:"
-    return f"{caption}\n\n{markdown_table([*keys, *columns], body)}"
+    return f"{caption}\n\n{pivot([*keys], texts, columns)}"
 
 
 def accuracy_tables(data: Rows) -> list[str]:
@@ -204,10 +210,9 @@ def cpu_tables(data: Rows) -> list[str]:
         rival = row["GFLOP/s"] * row["ms"] / row["SDPA ms"]
         text = f"{_three_digits(row['GFLOP/s'])} / {_three_digits(rival)} ({row['ratio']:.2f})"
         cells.setdefault((f"{row['dtype']}, {row['threads']}", kind_of(row)), {})[row["seqlen"]] = text
-    body = [[*names, *(by_length.get(length, "") for length in lengths)] for names, by_length in cells.items()]
     shape = f"batch {data[0]['batch']}, {data[0]['nheads']} heads"
     caption = f"cpu / SDPA, GFLOP/s, and (cpu ÷ SDPA, median of the rounds' ratios), {shape}, by sequence length:"
-    return [f"{caption}\n\n{markdown_table(['dtype, threads', '', *map(str, lengths)], body)}"]
+    return [f"{caption}\n\n{pivot(['dtype, threads', ''], cells, lengths)}"]
 
 
 # The figures of bench_features: a caption, and the format of a value.
@@ -230,9 +235,8 @@ def feature_tables(data: Rows) -> list[str]:
             cells.setdefault((row["feature"], row["direction"]), {})[kind] = style.format(row["value"])
         if rows:
             kinds = list(dict.fromkeys(kind for of_call in cells.values() for kind in of_call))
-            body = [[*names, *(of_call.get(kind, "") for kind in kinds)] for names, of_call in cells.items()]
             where = f"Batch {rows[0]['batch']}, {rows[0]['seqlen']} tokens."
-            tables.append(f"{where} {caption}\n\n{markdown_table(['', '', *kinds], body)}")
+            tables.append(f"{where} {caption}\n\n{pivot(['', ''], cells, kinds)}")
     return tables
 
 
@@ -243,12 +247,11 @@ def value_tables(data: Rows) -> list[str]:
         text = f"{row['ratio']:.2f} ({row['relative_ratio']:.2f})"
         cells.setdefault((kind_of(row), str(row["seqlen"])), {})[row["values"]] = text
     values = list(dict.fromkeys(row["values"] for row in data))
-    body = [[*names, *(by_values.get(name, "") for name in values)] for names, by_values in cells.items()]
     ours, theirs = data[0]["ms"]
     lowest = min(data, key=lambda row: row["relative_ratio"])
     where = f"{kind_of(lowest)}, {lowest['seqlen']}, {lowest['values']}"
     caption = f"{ours} ÷ {theirs}, speed, and (that ÷ the value at {values[0]}):"
-    table = markdown_table(["", "length", *values], body)
+    table = pivot(["", "length"], cells, values)
     return [f"{caption}\n\n{table}\n\nLowest in brackets: {lowest['relative_ratio']:.2f} ({where})."]
 
 
@@ -380,16 +383,25 @@ VIEWS: dict[str, Callable[[Rows], list[str]]] = {
 }
 
 
+def describe(stamp: dict[str, Any]) -> str:
+    """The stamp in one line of prose, for captions under tables."""
+    where = [stamp.get("gpu") or f"{stamp.get('cpu')}, {stamp.get('cpu_threads')} threads"]
+    if stamp.get("instruction_set"):
+        where.append(f"instruction set {stamp['instruction_set']}")
+    for key, label in (("driver", "driver"), ("cuda", "CUDA"), ("torch", "torch"), ("triton", "triton")):
+        if stamp.get(key) and (stamp.get("gpu") or key == "torch"):
+            where.append(f"{label} {stamp[key]}")
+    if stamp.get("cudnn"):
+        major, minor, patch = stamp["cudnn"] // 10000, stamp["cudnn"] // 100 % 100, stamp["cudnn"] % 100
+        where.append(f"cuDNN {major}.{minor}.{patch}")
+    return f"{', '.join(where)}; {stamp['date']}"
+
+
 def render(result: dict[str, Any]) -> str:
     """A result's tables, its notes and the line that says where its figures come from."""
     parts = VIEWS.get(result["benchmark"], plain_tables)(result["data"])
     source = f"`benchmarks/results/{result['name']}.json`"
     return "\n\n".join([*parts, *result["notes"], f"Measured on {describe(result['stamp'])} ({source})."])
-
-
-def page(result: dict[str, Any]) -> str:
-    """A result with its title, as it is printed."""
-    return f"# {result['title']}\n\n{render(result)}\n"
 
 
 def summarize(result: dict[str, Any]) -> str:
@@ -441,3 +453,94 @@ def ratio_summary(rows: Rows) -> str:
         f"{ours} ÷ {rival}: median {statistics.median(values):.2f}, lowest {min(values):.2f}"
         for rival, values in by_rival.items()
     )
+
+
+# ---- plots -----------------------------------------------------------------------------------------------------------
+
+KVCACHE = {"lengths": ("seqlen_k", "gbps", "keys", "GB/s of K and V"), "queries": ("seqlen_q", "us", "queries", "µs")}
+
+
+def drawing_of(result: dict[str, Any]) -> Drawing | None:
+    """The function that draws the rows of a result, None for a result without a plot."""
+    benchmark, row = result["benchmark"], result["data"][0]
+    if benchmark == "bench_speed":
+        return draw_speed
+    if benchmark == "bench_kvcache" and row.get("figure") in KVCACHE:
+        return draw_kvcache
+    return None
+
+
+def plot(
+    result: dict[str, Any], path: Path, drawing_of: Callable[[dict[str, Any]], Drawing | None] = drawing_of
+) -> bool:
+    """Draws a result to `path`. False when there is nothing to draw or matplotlib is not installed."""
+    draw = drawing_of(result)
+    if draw is None:
+        return False
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+    except ImportError:
+        return False
+
+    drawing = draw(plt, result["data"])
+    drawing.suptitle(f"{result['title']}\n{result['stamp'].get('gpu') or result['stamp'].get('cpu')}", fontsize=10)
+    drawing.savefig(path, dpi=110)
+    plt.close(drawing)
+    return True
+
+
+def draw_speed(plt: Any, rows: list[dict[str, Any]]) -> Any:
+    """A panel for each head dim, number of key heads and mask."""
+    columns = list(dict.fromkeys((row["headdim"], row["nheads_k"]) for row in rows))
+    masks = sorted({row["causal"] for row in rows})
+    size = (4.2 * len(columns), 3.2 * len(masks) + 0.6)
+    figure, axes = plt.subplots(len(masks), len(columns), figsize=size, squeeze=False, layout="constrained")
+    for i, causal in enumerate(masks):
+        for j, column in enumerate(columns):
+            axis = axes[i][j]
+            here = [row for row in rows if (row["headdim"], row["nheads_k"]) == column and row["causal"] == causal]
+            if not here:  # an incomplete result
+                axis.axis("off")
+                continue
+            if "ceiling_tflops" in here[0]:  # before draw_lines, which fixes the limits of the axis
+                axis.axhline(here[0]["ceiling_tflops"], color="gray", linestyle="--", label="matrix product")
+            draw_lines(axis, here, "seqlen", "tflops")
+            axis.set_title(kind_of(here[0]), fontsize=10)
+    axes[-1][0].set_xlabel("sequence length")
+    axes[0][0].set_ylabel("TFLOP/s")
+    axes[0][0].legend(fontsize=8)
+    return figure
+
+
+def draw_kvcache(plt: Any, rows: list[dict[str, Any]]) -> Any:
+    """A panel for each batch size."""
+    x, y, x_label, y_label = KVCACHE[rows[0]["figure"]]
+    batches = list(dict.fromkeys(row["batch"] for row in rows))
+    figure, axes = plt.subplots(1, len(batches), figsize=(5 * len(batches), 4), squeeze=False, layout="constrained")
+    for axis, batch in zip(axes[0], batches, strict=True):
+        here = [row for row in rows if row["batch"] == batch]
+        if y == "gbps" and "ceiling_gbps" in here[0]:
+            axis.axhline(here[0]["ceiling_gbps"], color="gray", linestyle="--", label="copy")
+        draw_lines(axis, here, x, y)
+        axis.set_title(f"batch {batch}", fontsize=10)
+        axis.set_xlabel(x_label)
+    axes[0][0].set_ylabel(y_label)
+    axes[0][0].legend(fontsize=8)
+    return figure
+
+
+def draw_lines(axis: Any, rows: list[dict[str, Any]], x: str, y: str) -> None:
+    """A line for each contender, over a logarithmic axis of lengths. It fixes the limits of the vertical axis."""
+    for name in dict.fromkeys(name for row in rows for name in row[y]):
+        points = sorted((row[x], row[y][name]) for row in rows if name in row[y])
+        xs, ys = zip(*points, strict=True)
+        axis.plot(xs, ys, marker="o", markersize=4, label=LABELS.get(name, name))
+    values = sorted({row[x] for row in rows})
+    ticks = [value for value in values if value & (value - 1) == 0]
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(ticks, [str(value) for value in ticks], fontsize=8)
+    axis.set_ylim(bottom=0)
+    axis.grid(alpha=0.3)

@@ -26,8 +26,7 @@ from tabulate import tabulate
 from torch import Tensor
 
 from benchmarks.bench_build import fields_of, parse, readable
-from benchmarks.bench_speed import check_agreement
-from benchmarks.methods import BACKWARD_WORK, attention_flops, interleave, ratio, time_cuda
+from benchmarks.methods import BACKWARD_WORK, attention_flops, check_agreement, interleave, ratio, time_cuda
 from benchmarks.rivals import BACKWARD_RIVALS, RIVALS, Call, Rival, upstream_gradient
 from build_tools.kernels import CSRC, NVCC_FLAGS, cuda_home
 from build_tools.selection import max_jobs
@@ -35,6 +34,7 @@ from third_party.fetch_cutlass import cutlass_include_dir
 
 TOKENS, COLUMNS = 16384, 2048  # batch * seqlen, nheads * headdim
 ROWS_ROUNDED = 128  # Flash_bwd_params::kRowsRounded
+SEQLENS = (1024, 4096)
 RIVAL = "FLASH_ATTENTION"
 
 # Candidates beside the tiles in csrc/sm80: arguments of TileFwd and TileBwd; trailing defaults may be left out.
@@ -47,20 +47,9 @@ FORWARD_TILES: dict[int, list[tuple[int, ...]]] = {
     256: [(64, 64, 4, 2, 0, 8), (64, 64, 4, 2, 0, 6), (64, 64, 4, 2), (128, 64, 8, 1)],
 }
 BACKWARD_TILES: dict[int, list[tuple[int, ...]]] = {
-    32: [
-        (64, 128, 4, 4, 4, 2, 2, 2, 1, 2),
-        (64, 128, 4, 4, 4, 2, 2, 3, 1, 2, 1),
-    ],
-    64: [
-        (64, 128, 4, 4, 4, 2, 2, 2, 1, 2),
-        (64, 128, 4, 4, 4, 2, 2, 2, 0, 2, 1),
-        (64, 128, 8, 4, 4, 4, 2, 1, 1),
-    ],
-    96: [
-        (64, 64, 4, 2, 2, 2, 1, 2, 1),
-        (64, 64, 4, 2, 2, 4, 2, 2, 0),
-        (64, 128, 8, 4, 4, 4, 2, 1, 1),
-    ],
+    32: [(64, 128, 4, 4, 4, 2, 2, 2, 1, 2), (64, 128, 4, 4, 4, 2, 2, 3, 1, 2, 1)],
+    64: [(64, 128, 4, 4, 4, 2, 2, 2, 1, 2), (64, 128, 4, 4, 4, 2, 2, 2, 0, 2, 1), (64, 128, 8, 4, 4, 4, 2, 1, 1)],
+    96: [(64, 64, 4, 2, 2, 2, 1, 2, 1), (64, 64, 4, 2, 2, 4, 2, 2, 0), (64, 128, 8, 4, 4, 4, 2, 1, 1)],
     128: [
         (64, 128, 8, 4, 4, 2, 2, 1, 1),
         (64, 128, 8, 4, 4, 2, 2, 1, 0),
@@ -68,16 +57,8 @@ BACKWARD_TILES: dict[int, list[tuple[int, ...]]] = {
         (64, 64, 4, 2, 2, 2, 1, 2, 0),
         (64, 64, 4, 2, 2, 2, 1, 2, 1),
     ],
-    192: [
-        (64, 64, 8, 2, 2, 2, 2, 1, 1, 1, 0, 1),
-        (64, 64, 8, 2, 2, 2, 2, 1, 0),
-        (64, 64, 8, 4, 2, 2, 2, 1, 1),
-    ],
-    256: [
-        (64, 64, 8, 2, 2, 4, 2, 1, 0),
-        (64, 64, 8, 4, 2, 2, 2, 1, 0),
-        (64, 64, 8, 2, 2, 2, 1, 1, 1, 1, 0, 1),
-    ],
+    192: [(64, 64, 8, 2, 2, 2, 2, 1, 1, 1, 0, 1), (64, 64, 8, 2, 2, 2, 2, 1, 0), (64, 64, 8, 4, 2, 2, 2, 1, 1)],
+    256: [(64, 64, 8, 2, 2, 4, 2, 1, 0), (64, 64, 8, 4, 2, 2, 2, 1, 0), (64, 64, 8, 2, 2, 2, 1, 1, 1, 1, 0, 1)],
 }
 
 SHAPE = """
@@ -278,9 +259,7 @@ def agrees(tuned: Tuned, call: Call, flash: Rival, flash_call: Call) -> bool:
     return True
 
 
-def run_candidates(
-    candidates: list[Candidate], folders: list[Path], seqlens: list[int], deterministic: bool
-) -> list[list[Any]]:
+def run_candidates(candidates: list[Candidate], folders: list[Path], deterministic: bool) -> list[list[Any]]:
     """[head dim, length, causal, name, TFLOP/s, ratio to FLASH_ATTENTION] of each, best first at each shape."""
     rows = []
     backward = candidates[0].backward
@@ -292,7 +271,7 @@ def run_candidates(
             for c in candidates
             if c.hdim == hdim and c.library(folder).exists()
         ]
-        for seqlen in seqlens:
+        for seqlen in SEQLENS:
             shape = (TOKENS // seqlen, seqlen, COLUMNS // hdim, hdim)
             q, k, v = (torch.randn(shape, device="cuda").to(torch.bfloat16) for _ in range(3))
             for causal in (False, True):
@@ -320,7 +299,6 @@ def main() -> None:
     parser.add_argument("--deterministic", action="store_true", help="time the backward's deterministic variant")
     parser.add_argument("--arch", default="90a")
     parser.add_argument("--csrc", type=Path, default=CSRC)
-    parser.add_argument("--seqlens", type=int, nargs="+", default=[1024, 4096])
     parser.add_argument("--hdims", type=int, nargs="+", default=sorted(FORWARD_TILES))
     parser.add_argument("--tiles", nargs="+", help="such as 64x64x4x2, in place of the listed ones")
     arguments = parser.parse_args()
@@ -337,7 +315,7 @@ def main() -> None:
         folders = [folder.resolve() for folder in arguments.folders]
         for hdim in arguments.hdims:
             of_hdim = [candidate for candidate in candidates if candidate.hdim == hdim]
-            rows = run_candidates(of_hdim, folders, arguments.seqlens, arguments.deterministic)
+            rows = run_candidates(of_hdim, folders, arguments.deterministic)
             headers = ["d", "S", "causal", "candidate", "TFLOP/s", "ratio"]
             print(tabulate(rows, headers=headers, floatfmt=".2f"), flush=True)
 

@@ -31,15 +31,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import bench_kvcache, cli, provenance
-from benchmarks.bench_kvcache import Ours, Point, Problem
-from benchmarks.bench_speed import check_agreement
-from benchmarks.methods import BACKWARD_WORK, Timing, as_timed, attention_flops, interleave, ratio, time_cuda, timer_for
+from benchmarks import bench_kvcache, results
+from benchmarks.bench_kvcache import MAIN, UNIFORM, K, Ours, Point, Problem
+from benchmarks.methods import (
+    BACKWARD_WORK,
+    Timing,
+    as_timed,
+    attention_flops,
+    check_agreement,
+    interleave,
+    ratio,
+    require_gpu,
+    time_cuda,
+    timer_for,
+)
 from benchmarks.rivals import BACKWARD_RIVALS, RIVALS, Call, Rival, upstream_gradient
 from tests.support.bounds import Accuracy, forward_accuracy, gradients_accuracy
 
-K = 1024
 BATCH, NHEADS = 4, 8
+LENGTHS = (4096, 16384)  # not of a KV cache
+ROUNDS, REP_MS = 3, 20.0  # interleaved rounds of a problem, milliseconds of one median
+SHOWN = 8  # candidates that are printed for each problem
 CHECK_SECONDS = 150.0  # for one candidate: starting Python, the kernels to compile, a small reference
 CHECK_SHARE = 0.5  # of the time that checks may take
 CLOSE_ENOUGH = 1.02  # a configuration that is this near to the best of a problem makes that best unneeded
@@ -128,8 +140,6 @@ CHECKS = (
     (777, 333, 4, 1, True),
     (333, 777, 4, 2, False),
 )
-MAIN = Point(8, 16 * K)
-UNIFORM = Point(32, 8 * K, shortest=100, page_size=64)
 CACHES = (
     replace(MAIN, nheads_k=1),
     UNIFORM,
@@ -342,7 +352,7 @@ def check_in_process(deadline: float, task: tuple[str, Point, Tile]) -> str:
     command = [sys.executable, "-m", "benchmarks.tune_triton", "check", "--candidate", request]
     limit = min(left, CHECK_SECONDS)
     try:
-        done = subprocess.run(command, cwd=provenance.ROOT, capture_output=True, text=True, timeout=limit)
+        done = subprocess.run(command, cwd=results.ROOT, capture_output=True, text=True, timeout=limit)
     except subprocess.TimeoutExpired:
         return "failed: took too long"
     if done.returncode == 0:
@@ -447,14 +457,14 @@ def show(row: Mapping[str, Any], top: int) -> None:
     sys.stdout.flush()
 
 
-def time_together(point: Point, dq: Tile, dkv: Tile, rounds: int, rep_ms: float) -> str:
+def time_together(point: Point, dq: Tile, dkv: Tile) -> str:
     """The speed of the best of both backward kernels together. RuntimeError where they disagree with the rival."""
     device = torch.device("cuda")
     inputs = draw_inputs(point, device, torch.float16)
     contenders: list[Rival] = [Backward(dq, dkv), BACKWARD_RIVALS[RIVAL]]
     calls = {x: as_timed(x, x.bind(*inputs, point.causal), device) for x in contenders}
     check_agreement(contenders, calls)
-    ours, theirs = interleave(calls, time_cuda, rounds=rounds, rep_ms=BACKWARD_WORK * rep_ms).values()
+    ours, theirs = interleave(calls, time_cuda, rounds=ROUNDS, rep_ms=BACKWARD_WORK * REP_MS).values()
     flops = attention_flops(point.batch, point.nheads, point.seqlen_q, point.seqlen_k, point.headdim, point.causal)
     speeds = [BACKWARD_WORK * flops / timing.ms / 1e9 for timing in (ours, theirs)]
     return f"together, 5 products: {speeds[0]:.1f} TFLOP/s, {RIVAL} {speeds[1]:.1f}, ratio {ratio(ours, theirs):.3f}"
@@ -493,10 +503,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("direction", choices=(*KERNELS, "check"), help="check: one --candidate, as the tuner does it")
     parser.add_argument("--seconds", type=float, default=500.0, help="stop starting measurements after this long")
     parser.add_argument("--head-dims", type=int, nargs="+", default=[128, 64, 256], choices=(64, 128, 256))
-    parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 16384], help="not of a KV cache")
-    parser.add_argument("--rounds", type=int, default=3, help="interleaved rounds of a problem (default: %(default)s)")
-    parser.add_argument("--rep-ms", type=float, default=20.0, help="time of one median (default: %(default)s)")
-    parser.add_argument("--top", type=int, default=8, help="candidates to print for each problem")
     parser.add_argument("--json", type=Path, help="write all times there")
     parser.add_argument("--candidate", help="[kernel, point, tile] as JSON")
     arguments = parser.parse_args(argv)
@@ -504,7 +510,7 @@ def main(argv: list[str] | None = None) -> int:
         kernel, point, tile = json.loads(arguments.candidate)
         print(check_one(kernel, Point(*point), Tile(*tile)) or "right")
         return 0
-    device = cli.require_gpu("tune_triton")
+    device = require_gpu("tune_triton")
     from flash_attn_mini.backends.triton.operands import tma_reaches
 
     started = time.monotonic()
@@ -513,7 +519,7 @@ def main(argv: list[str] | None = None) -> int:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
     has_tma = tma_reaches(torch.zeros(1, 1, 1, 16, dtype=torch.float16, device=device))
     kernels = KERNELS[arguments.direction]
-    points = points_of(arguments.direction, arguments.head_dims, arguments.lengths)
+    points = points_of(arguments.direction, arguments.head_dims, LENGTHS)
     kinds = list(dict.fromkeys(map(kind_of, points)))
     tasks = [(x, kind, t) for x in kernels for kind in kinds for t in tiles_for(x, kind) if has_tma or not t.tma]
     verdicts = check_all(tasks, started + CHECK_SHARE * arguments.seconds)
@@ -530,14 +536,14 @@ def main(argv: list[str] | None = None) -> int:
             if time.monotonic() > deadline or not candidates:
                 print(f"  {kernel}: left out")
                 continue
-            rows.append(time_point(kernel, point, candidates, device, arguments.rounds, arguments.rep_ms))
-            show(rows[-1], arguments.top)
+            rows.append(time_point(kernel, point, candidates, device, ROUNDS, REP_MS))
+            show(rows[-1], SHOWN)
             best += [tile for tile in candidates if str(tile) == next(iter(rows[-1]["speed"]), None)]
             torch.cuda.empty_cache()
             if arguments.json:  # after every problem, in case the next one ends the process
                 arguments.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
         if arguments.direction == "backward" and len(best) == 2:
-            print("  " + time_together(point, *best, arguments.rounds, arguments.rep_ms), flush=True)
+            print("  " + time_together(point, *best), flush=True)
     for kernel in (x for x in kernels if x in TABLES):
         print(f"\n{TABLES[kernel]}.hopper:")
         for head_dim in arguments.head_dims:

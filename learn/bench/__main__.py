@@ -15,8 +15,8 @@ import time
 
 import torch
 
-from learn.bench import record, report
-from learn.bench.timing import Budget
+from benchmarks.methods import Budget
+from learn.bench import report
 
 GPU = {"ladder": 4.0, "grid": 9.0, "roofline": 4.0, "negative": 4.0, "choices": 5.0}  # module: share of the time
 CPU = {"ladder": 1.0, "roofline": 1.0}
@@ -28,7 +28,7 @@ def run(name: str, seconds: float, limit: float, passed_on: list[str]) -> bool:
     command = [sys.executable, "-m", f"learn.bench.{name}", "--seconds", f"{seconds:.0f}", *passed_on]
     start = time.monotonic()
     try:
-        status = subprocess.run(command, cwd=record.ROOT, timeout=limit).returncode
+        status = subprocess.run(command, cwd=report.ROOT, timeout=limit).returncode
         outcome = "done" if status == 0 else f"failed with status {status}"
     except subprocess.TimeoutExpired:
         status, outcome = 1, "stopped: out of time"
@@ -38,7 +38,7 @@ def run(name: str, seconds: float, limit: float, passed_on: list[str]) -> bool:
 
 def main(argv: list[str] | None = None) -> None:
     here = GPU if torch.cuda.is_available() else CPU
-    parser = record.parser_for(__doc__, seconds=260.0)
+    parser = report.parser_for(__doc__, seconds=260.0)
     parser.add_argument("--only", choices=list(here), help="only this one")
     arguments = parser.parse_args(argv)
     chosen = [name for name in here if arguments.only in (None, name)]
@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> None:
         share = left * here[name] / sum(here[later] for later in chosen[number:])
         if not run(name, share, left + GRACE_SECONDS, passed_on):
             failed.append(name)
-    if arguments.out_dir.resolve() == record.RESULTS and not arguments.quick:
+    if arguments.out_dir.resolve() == report.RESULTS and not arguments.quick:
         report.main([])
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}")

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from learn.bench import record
-from learn.bench.timing import Budget, time_cuda
+from benchmarks.methods import Budget, require_gpu, time_cuda
+from learn.bench import report
 
 BATCH, NHEADS = 4, 8
 LENGTHS = (4096, 16384)
@@ -180,10 +180,10 @@ FIGURES = {
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = record.parser_for(__doc__, seconds=40.0)
+    parser = report.parser_for(__doc__, seconds=40.0)
     parser.add_argument("--figure", choices=sorted(FIGURES), help="only this one")
     arguments = parser.parse_args(argv)
-    record.require_gpu("choices")
+    require_gpu("choices")
     from flash_attn_mini.backends.triton.operands import bind_context
 
     bind_context(torch.device("cuda", torch.cuda.current_device()))
@@ -192,7 +192,7 @@ def main(argv: list[str] | None = None) -> None:
         if arguments.figure in (None, name):
             wanted = points_of(arguments.quick, figure.masks)
             rows = figure.measure(wanted, budget)
-            record.finish(
+            report.finish(
                 f"choice_{name}",
                 benchmark="choices",
                 title=f"{figure.title}: fp16, batch {BATCH}, {NHEADS} heads",

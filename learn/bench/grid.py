@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from learn.bench import record
-from learn.bench.timing import BACKWARD_WORK, Budget, attention_flops, timer_for
+from benchmarks.methods import BACKWARD_WORK, Budget, attention_flops, require_gpu, timer_for
+from learn.bench import report
 
 PASSES = {"forward": 1.0, "backward": BACKWARD_WORK, "forward + backward": 1.0 + BACKWARD_WORK}  # work
 OUT_OF_MEMORY = "out of memory"
@@ -139,13 +139,13 @@ def measure_point(grid: Grid, seqlen: int, headdim: int, causal: bool, rep_ms: f
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = record.parser_for(__doc__, seconds=120.0)
+    parser = report.parser_for(__doc__, seconds=120.0)
     parser.add_argument("--device", choices=sorted(GRIDS), default="cuda")
     parser.add_argument("--tune", action="store_true", help="let the Triton backend time its tiles (minutes)")
     arguments = parser.parse_args(argv)
     grid = GRIDS[arguments.device]
     if grid.device == "cuda":
-        record.require_gpu("grid")
+        require_gpu("grid")
     if not arguments.tune:
         os.environ["FLASH_ATTN_MINI_TRITON_AUTOTUNE"] = "0"
     seqlens = grid.seqlens[1::3] if arguments.quick and len(grid.seqlens) > 3 else grid.seqlens
@@ -153,29 +153,23 @@ def main(argv: list[str] | None = None) -> None:
     budget = Budget(arguments.seconds)
     torch.manual_seed(0)
     data: list[dict[str, Any]] = []
-    skipped = 0
-    for number, point in enumerate(points):
-        if budget.left() <= 0:
-            skipped += 1
-            continue
+    measured = 0
+    for number, point in budget.within(points, "grid"):
         share = budget.share((len(points) - number) * len(grid.contenders) * len(PASSES))
         data += measure_point(grid, *point, rep_ms=min(40.0, max(4.0, share / 2 - 20.0)))
+        measured = number + 1
     notes = ["Median times of single calls, the host's work included; gradients by autograd."]
     if grid.device == "cuda" and not arguments.tune:
         notes.append("The Triton backend takes the first tile of its table, without timing.")
-    if skipped:
-        notes.append(f"{skipped} of {len(points)} shapes were left out: the {arguments.seconds:.0f} s were used up.")
-    record.finish(
+    report.finish(
         f"grid_{grid.device}",
         benchmark="grid",
         title=f"Batch {grid.batch}, {grid.nheads} heads, {str(grid.dtype).removeprefix('torch.')}",
         data=sorted(data, key=lambda row: (list(PASSES).index(row["pass"]), row["headdim"], row["causal"])),
         arguments=arguments,
         notes=notes,
-        complete=skipped == 0,
+        left_out=budget.left_out(measured, len(points)),
     )
-    if skipped:
-        raise SystemExit(f"grid: {notes[-1]}")
 
 
 if __name__ == "__main__":

@@ -12,12 +12,12 @@ import os
 
 import torch
 
-from learn.bench import record
-from learn.bench.timing import Budget
+from benchmarks.methods import Budget
+from learn.bench import report
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = record.parser_for(__doc__, seconds=40.0)
+    parser = report.parser_for(__doc__, seconds=40.0)
     arguments = parser.parse_args(argv)
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported
@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> None:
     device = fastest_device()
     seconds = 0.05 if arguments.quick else 0.5 if device.type == "cuda" else 2.0
     rows = [measure(rung, seconds) for rung in RUNGS]
-    record.finish(
+    report.finish(
         f"ladder_{device.type}",
         benchmark="ladder",
         title=f"The ladder, forward, full attention, {shape_on(device)}",
@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> None:
             lambda: experiments.version_times(device, budget.left() - 3),
         ),
     ):
-        record.finish(
+        report.finish(
             f"ladder_{name}_{device.type}",
             benchmark="ladder",
             title=title,
@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> None:
             arguments=arguments,
         )
     if device.type == "cuda":
-        record.finish(
+        report.finish(
             "bank_conflicts",
             benchmark="ladder",
             title="The minimal CUDA kernel with and without padding: batch 4, 8 heads, 1024 tokens, float32",

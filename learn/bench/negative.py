@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from learn.bench import record
-from learn.bench.timing import Budget, attention_flops, time_cuda
+from benchmarks.methods import Budget, attention_flops, require_gpu, time_cuda
+from learn.bench import report
 
 HEADS = 32
 LENGTHS = (1024, 4096, 16384)
@@ -111,7 +111,7 @@ def specialized_rows(seqlen: int) -> list[dict[str, Any]]:
         plain = time_cuda(partial(attention, q, k, v), REP_MS)
         command = [sys.executable, "-m", "learn.bench.negative", "--attempt", f"{headdim},{seqlen}"]
         try:
-            run = subprocess.run(command, cwd=record.ROOT, capture_output=True, text=True, timeout=ATTEMPT_SECONDS)
+            run = subprocess.run(command, cwd=report.ROOT, capture_output=True, text=True, timeout=ATTEMPT_SECONDS)
             words, ms = outcome(run)
         except subprocess.TimeoutExpired:
             words, ms = f"not done after {ATTEMPT_SECONDS:.0f} s", None
@@ -128,10 +128,10 @@ def specialized_rows(seqlen: int) -> list[dict[str, Any]]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = record.parser_for(__doc__, seconds=30.0)
+    parser = report.parser_for(__doc__, seconds=30.0)
     parser.add_argument("--attempt", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
-    record.require_gpu("negative")
+    require_gpu("negative")
     if arguments.attempt:
         print(json.dumps(attempt(*map(int, arguments.attempt.split(",")))))
         return
@@ -152,7 +152,7 @@ def main(argv: list[str] | None = None) -> None:
             len(HEADDIMS) * len(lengths),
         ),
     ):
-        record.finish(
+        report.finish(
             f"negative_{name}",
             benchmark="negative",
             title=title,

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from learn.bench.report import kind_of
+from benchmarks.tables import Drawing, draw_lines, kind_of
 from learn.draw import figure_of
 
 # Keys of rows of roofline.py.
@@ -14,27 +12,7 @@ STANDARD, FLASH = "standard, FLOPs a byte", "flash, FLOPs a byte"
 BY_ROOFLINE, MEASURED = "speed-up by the roofline", "speed-up measured"
 
 
-def plot(result: dict[str, Any], path: Path) -> bool:
-    """Draws a result to `path`. False when there is nothing to draw or matplotlib is not installed."""
-    draw = drawing_of(result)
-    if draw is None:
-        return False
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-    except ImportError:
-        return False
-
-    drawing = draw(plt, result["data"])
-    drawing.suptitle(f"{result['title']}\n{result['stamp'].get('gpu') or result['stamp'].get('cpu')}", fontsize=10)
-    drawing.savefig(path, dpi=110)
-    plt.close(drawing)
-    return True
-
-
-def drawing_of(result: dict[str, Any]) -> Callable[[Any, list[dict[str, Any]]], Any] | None:
+def drawing_of(result: dict[str, Any]) -> Drawing | None:
     """The function that draws the rows of a result, None for a result without a plot."""
     benchmark, row = result["benchmark"], result["data"][0]
     if benchmark == "grid":
@@ -113,16 +91,3 @@ def draw_lengths(plt: Any, rows: list[dict[str, Any]]) -> Any:
         axis.grid(alpha=0.3)
         axis.legend(fontsize=7)
     return figure
-
-
-def draw_lines(axis: Any, rows: list[dict[str, Any]], x: str, y: str) -> None:
-    """A line for each contender, over a logarithmic axis of lengths."""
-    for name in dict.fromkeys(name for row in rows for name in row[y]):
-        points = sorted((row[x], row[y][name]) for row in rows if name in row[y])
-        axis.plot([point[0] for point in points], [point[1] for point in points], marker="o", markersize=4, label=name)
-    values = sorted({row[x] for row in rows})
-    ticks = [value for value in values if value & (value - 1) == 0]
-    axis.set_xscale("log", base=2)
-    axis.set_xticks(ticks, [str(value) for value in ticks], fontsize=8)
-    axis.set_ylim(bottom=0)
-    axis.grid(alpha=0.3)

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from learn.bench import record
+from benchmarks.methods import Budget, attention_flops, timer_for
+from learn.bench import report
 from learn.bench.grid import OUT_OF_MEMORY, Function, function_of
-from learn.bench.timing import Budget, attention_flops, timer_for
 from learn.measure import MATMUL_SIZE, matmul_tflops
 
 BATCH, NHEADS = 4, 8
@@ -172,7 +172,7 @@ def memory_rows(device: torch.device, lengths: tuple[int, ...]) -> list[dict[str
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = record.parser_for(__doc__, seconds=40.0)
+    parser = report.parser_for(__doc__, seconds=40.0)
     arguments = parser.parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu":
@@ -186,7 +186,7 @@ def main(argv: list[str] | None = None) -> None:
     where = f"batch {BATCH}, {NHEADS} heads"
 
     def save(name: str, title: str, data: list[dict[str, Any]], *notes: str) -> None:
-        record.finish(name, benchmark="roofline", title=title, data=data, arguments=arguments, notes=notes)
+        report.finish(name, benchmark="roofline", title=title, data=data, arguments=arguments, notes=notes)
 
     cut = 2 if arguments.quick else None
     save(f"roofline_{device.type}", "The roofline and the rungs", rung_rows(peak, gbps, arguments.quick), limits)

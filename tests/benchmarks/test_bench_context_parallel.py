@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks import bench_context_parallel as bench
-from benchmarks import provenance, tables
+from benchmarks import results, tables
 from benchmarks.bench_context_parallel import Machine, Model, Point
 from flash_attn_mini.reference import visible_keys
 
@@ -51,8 +51,8 @@ def test_the_table_shows_rates_shares_and_the_model(tmp_path: Path) -> None:
         "max_ctas": 16,
         "message_gbps": {"8": 40.0, "64": 150.0},
     }
-    provenance.save("x", benchmark="bench_context_parallel", title="X", data=[row], sources=(), out_dir=tmp_path)
-    text = tables.render(provenance.load(tmp_path / "x.json"))
+    results.save("x", benchmark="bench_context_parallel", title="X", data=[row], sources=(), out_dir=tmp_path)
+    text = tables.render(results.load(tmp_path / "x.json"))
     assert "360 (0.90; 0.80)" in text
     assert "not ahead of the GPU in every round: PyTorch FLASH." in text
     assert "Our group: 16 CTAs for messages" in text
@@ -63,7 +63,7 @@ def test_the_table_shows_rates_shares_and_the_model(tmp_path: Path) -> None:
 
 def test_the_model_writes_its_table(tmp_path: Path) -> None:
     bench.main(["--model", "--out-dir", str(tmp_path)])
-    text = tables.render(provenance.load(tmp_path / "context_parallel_model.json"))
+    text = tables.render(results.load(tmp_path / "context_parallel_model.json"))
     assert "1024" in text
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import bench_features, methods, provenance, run_all, tables
+from benchmarks import __main__ as run_all
+from benchmarks import bench_features, methods, results, tables
 from benchmarks.bench_features import GRIDS, Point, contenders_of, reference_tail
 from benchmarks.rivals import PLAIN, Feature, Mini, Rival
 from flash_attn_mini.reference import visible_keys
@@ -115,7 +116,7 @@ def test_figures_of_known_times(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_benchmark_runs_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bench_features.main(["--grid", "tiny", "--rounds", "2", "--out-dir", str(tmp_path)])
-    result = provenance.load(tmp_path / "features_cpu.json")
+    result = results.load(tmp_path / "features_cpu.json")
     groups = GRIDS["tiny"].groups
     calls = sum(len(group.calls) * len(group.heads) * len(group.directions) for group in groups)
     assert len(result["data"]) == calls
@@ -124,13 +125,13 @@ def test_the_benchmark_runs_end_to_end(tmp_path: Path, capsys: pytest.CaptureFix
     printed = capsys.readouterr().out
     assert "window (64, 0)" in printed
     assert "2 heads of 16, causal" in printed
-    assert set(result["stamp"]["sources"]) == set(provenance.CPU)
-    assert provenance.stale_results(tmp_path) == []
+    assert set(result["stamp"]["sources"]) == set(results.CPU)
+    assert results.stale_results(tmp_path) == []
 
 
 def test_a_single_figure_has_its_own_name(tmp_path: Path) -> None:
     bench_features.main(["--grid", "tiny", "--figure", "window", "--rounds", "1", "--out-dir", str(tmp_path)])
-    rows = provenance.load(tmp_path / "features_cpu_window.json")["data"]
+    rows = results.load(tmp_path / "features_cpu_window.json")["data"]
     assert {row["figure"] for row in rows} == {"window"}
 
 

@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("tabulate")
 
-from benchmarks import bench_kvcache, plotting, provenance, tables
+from benchmarks import bench_kvcache, results, tables
 from benchmarks.bench_kvcache import Ours, Point
 from benchmarks.rivals import RIVALS, Call, Rival, select
 from flash_attn_mini.reference import attention_kvcache_reference
@@ -48,7 +48,7 @@ def test_figure_runs_end_to_end(figure: str, tmp_path: Path) -> None:
     bench_kvcache.main([*options, "--figure", figure])
     (path,) = tmp_path.glob("*.json")
     assert path.stem == ("kvcache_cpu_float32" if figure == "cpu" else f"kvcache_{figure}")
-    rows = provenance.load(path)["data"]
+    rows = results.load(path)["data"]
     assert len(rows) == len(TINY[figure])
     for row, point in zip(rows, TINY[figure], strict=True):
         if point.shortest is None:
@@ -65,7 +65,7 @@ def test_figure_runs_end_to_end(figure: str, tmp_path: Path) -> None:
     if figure == "append":
         assert [*rows[0]["ratio"]] == ["cpu", "cpu, append", "cpu, append, rotary"]
     assert path.with_suffix(".png").exists() == (figure in ("queries", "lengths"))
-    assert provenance.stale_results(tmp_path) == []
+    assert results.stale_results(tmp_path) == []
 
 
 @pytest.mark.usefixtures("_tiny")
@@ -73,6 +73,17 @@ def test_figure_without_time_writes_nothing(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="decode: cpu ran at no point; nothing is written"):
         bench_kvcache.main(["--device", "cpu", "--figure", "decode", "--seconds", "0", "--out-dir", str(tmp_path)])
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("_tiny")
+def test_every_figure_out_of_time_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = iter([1.0])
+    monkeypatch.setattr(bench_kvcache.Budget, "left", lambda _: next(left, 0.0))
+    options = ["--device", "cpu", "--threads", "1", "--rounds", "1", "--out-dir", str(tmp_path)]
+    message = "bench_kvcache: append: 1 of 2 points were left out.*; pages: cpu ran at no point; nothing is written"
+    with pytest.raises(SystemExit, match=message):
+        bench_kvcache.main([*options, "--figure", "append", "pages"])
+    assert [path.name for path in tmp_path.iterdir()] == ["kvcache_append_partial.json"]
 
 
 def test_figures_hold_the_shapes_of_the_documents() -> None:
@@ -191,9 +202,9 @@ def test_table_of_speed_says_the_share_of_the_ceiling_and_what_did_not_run() -> 
 def test_plot_shows_the_ceiling(tmp_path: Path) -> None:
     rows = rows_of("lengths", [{"cuda": 1.0}], gbps={"cuda": 3000.0}, ceiling_gbps=4300)
     result = {"benchmark": "bench_kvcache", "title": "Decoding", "stamp": {"gpu": "H200"}, "data": rows}
-    assert plotting.plot(result, tmp_path / "lengths.png")
+    assert tables.plot(result, tmp_path / "lengths.png")
     assert (tmp_path / "lengths.png").read_bytes().startswith(b"\x89PNG")
-    assert not plotting.plot({**result, "data": rows_of("pages", [{"cuda": 1.0}])}, tmp_path / "pages.png")
+    assert not tables.plot({**result, "data": rows_of("pages", [{"cuda": 1.0}])}, tmp_path / "pages.png")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests the message on a machine without a GPU")

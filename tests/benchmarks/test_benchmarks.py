@@ -21,15 +21,12 @@ from benchmarks import (
     accuracy,
     bench_build,
     bench_cpu,
-    bench_memory,
     bench_overhead,
     bench_speed,
     bench_training,
-    bench_values,
     compare_builds,
     methods,
-    plotting,
-    provenance,
+    results,
     tables,
     tune_sm80,
 )
@@ -74,7 +71,7 @@ def test_grid_of_the_figures_holds_16384_tokens_and_2048_columns() -> None:
 def test_grids_of_the_backward_hold_the_shapes_of_the_figures() -> None:
     points = BACKWARD_GRIDS["perf"].points(quick=False)
     assert {(p.headdim, p.causal, p.seqlen) for p in points} == {
-        (d, causal, s) for d in (64, 128, 256) for causal in (False, True) for s in bench_speed.LENGTHS
+        (d, causal, s) for d in (64, 128, 256) for causal in (False, True) for s in bench_speed.PERF["seqlens"]
     }
     assert all(p.batch * p.seqlen == 16384 and p.nheads * p.headdim == 2048 for p in points)
     assert all(p.nheads_k == p.nheads for p in points)
@@ -87,10 +84,10 @@ def test_every_grid_names_known_contenders() -> None:
     for direction in (FORWARD, BACKWARD):
         for grid in bench_speed.GRIDS[direction.name].values():
             select([*grid.backends, *grid.rivals], direction.rivals)
-    for grid in bench_values.GRIDS.values():
+    for grid in bench_speed.GRIDS["values"].values():
         select([*grid.backends, *grid.rivals], RIVALS)
-    select([*bench_memory.CONTENDERS], RIVALS)
-    select([*bench_memory.BACKWARD_CONTENDERS], BACKWARD_RIVALS)
+    select([*bench_overhead.MEMORY_CONTENDERS], RIVALS)
+    select([*bench_overhead.BACKWARD_MEMORY_CONTENDERS], BACKWARD_RIVALS)
 
 
 class FakeNvml:
@@ -241,7 +238,7 @@ def test_official_packages_that_are_absent_are_named(
     install_official(monkeypatch, "flash_attn.cute", with_lse=True)
     options = ["--grid", "tiny", "--rivals", "SDPA", "FA3", "FA4", "--rounds", "1", "--out-dir", str(tmp_path)]
     bench_speed.main([*options, *["--backward"] * backward])
-    result = provenance.load(tmp_path / f"{'backward' if backward else 'forward'}_cpu.json")
+    result = results.load(tmp_path / f"{'backward' if backward else 'forward'}_cpu.json")
     (note,) = (note for note in result["notes"] if "did not run" in note)
     assert re.match(r"FA3 did not run at 8 of 8 points: .*flash_attn_interface.*\.", note)
     assert note in capsys.readouterr().out
@@ -326,7 +323,7 @@ def test_rivals_that_cannot_run_say_why() -> None:
 @pytest.mark.parametrize("ours", ["MATH", "cpu"])
 def test_forward_benchmark_runs_end_to_end(ours: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bench_speed.main(["--grid", "tiny", "--backend", ours, "--rounds", "2", "--out-dir", str(tmp_path)])
-    result = provenance.load(tmp_path / f"forward_{ours}.json")
+    result = results.load(tmp_path / f"forward_{ours}.json")
     assert len(result["data"]) == len(FORWARD_GRIDS["tiny"].points(quick=False))
     for row in result["data"]:
         assert row["ratio"][ours]["SDPA"] > 0
@@ -336,7 +333,7 @@ def test_forward_benchmark_runs_end_to_end(ours: str, tmp_path: Path, capsys: py
     printed = capsys.readouterr().out
     assert f"({ours} ÷ SDPA, the median of the rounds' ratios)" in printed
     assert "d16 causal" in printed
-    assert provenance.stale_results(tmp_path) == []
+    assert results.stale_results(tmp_path) == []
 
 
 def test_forward_benchmark_without_time_writes_nothing(tmp_path: Path) -> None:
@@ -348,14 +345,14 @@ def test_forward_benchmark_without_time_writes_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ours", ["SDPA", "cpu"])
 def test_backward_benchmark_runs_end_to_end(ours: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bench_speed.main(["--backward", "--grid", "tiny", "--backend", ours, "--rounds", "2", "--out-dir", str(tmp_path)])
-    result = provenance.load(tmp_path / f"backward_{ours}.json")
+    result = results.load(tmp_path / f"backward_{ours}.json")
     assert len(result["data"]) == len(BACKWARD_GRIDS["tiny"].points(quick=False))
     for row in result["data"]:
         assert row["ratio"][ours]["SDPA"] > 0
         flops = 2.5 * methods.attention_flops(1, 2, row["seqlen"], row["seqlen"], row["headdim"], row["causal"])
         assert row["tflops"][ours] == pytest.approx(flops / row["ms"][ours] / 1e9, rel=1e-2)
     assert "d16 causal" in capsys.readouterr().out
-    assert provenance.stale_results(tmp_path) == []
+    assert results.stale_results(tmp_path) == []
 
 
 def test_a_deterministic_backward_is_compared_with_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -393,17 +390,18 @@ def test_memory_tables_say_what_each_direction_may_take() -> None:
 def test_memory_beyond_a_float_dq_and_delta_is_a_failure(
     extra: int, enough: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench_memory.cli, "require_gpu", lambda _: torch.device("cpu"))
-    monkeypatch.setattr(bench_memory, "extra_bytes", lambda *_: extra)
+    monkeypatch.setattr(bench_overhead, "require_gpu", lambda _: torch.device("cpu"))
+    monkeypatch.setattr(bench_overhead, "extra_bytes", lambda *_: extra)
     rivals = {name: Fake(name) for name in ("cuda", "FLASH_ATTENTION")}
-    monkeypatch.setattr(bench_memory, "BACKWARD", dataclasses.replace(BACKWARD, rivals=rivals))
-    options = ["--backward", "--quick", "--backend", "FLASH_ATTENTION", "--backend", "cuda", "--out-dir", str(tmp_path)]
+    monkeypatch.setattr(bench_overhead, "BACKWARD", dataclasses.replace(BACKWARD, rivals=rivals))
+    options = ["--memory", "--backward", "--quick", "--out-dir", str(tmp_path)]
+    options += ["--backend", "FLASH_ATTENTION", "--backend", "cuda"]
     if enough:
-        bench_memory.main(options)
+        bench_overhead.main(options)
     else:
         with pytest.raises(SystemExit, match=r"more than the 33,816,576 bytes allowed: cuda \(full\): 67,108,864"):
-            bench_memory.main(options)
-    rows = provenance.load(tmp_path / "memory_backward_quick.json")["data"]
+            bench_overhead.main(options)
+    rows = results.load(tmp_path / "memory_backward_quick.json")["data"]
     assert [row["dq_and_delta_bytes"] for row in rows] == [16 * 4096 * 4 * (1 + 128)] * 4
 
 
@@ -414,13 +412,25 @@ def test_cpu_benchmark_runs_end_to_end(backward: bool, tmp_path: Path) -> None:
     bench_cpu.main([*shapes, *["--backward"] * backward, "--out-dir", str(tmp_path)])
     torch.set_num_threads(threads)
     name = "cpu_backward_float32" if backward else "cpu_float32"
-    result = provenance.load(tmp_path / f"{name}.json")
+    result = results.load(tmp_path / f"{name}.json")
     full, causal = result["data"]
     work = 2.5 if backward else 1.0
     assert full["GFLOP/s"] == pytest.approx(work * 4 * 2 * 32 * 32 * 16 / full["ms"] / 1e6, rel=0.2)
     assert causal["ratio"] > 0
     assert result["stamp"]["instruction_set"] == bench_cpu.instruction_set("float32") in bench_cpu.ISAS
     assert "L2 cache" not in " ".join(result["notes"])
+
+
+def test_cpu_benchmark_out_of_time_says_so_and_keeps_the_earlier_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads, left = torch.get_num_threads(), iter([1.0])
+    monkeypatch.setattr(methods.Budget, "left", lambda _: next(left, 0.0))
+    shapes = ["--threads", "1", "--headdims", "16", "--seqlens", "32", "--nheads", "2", "--rounds", "1"]
+    with pytest.raises(SystemExit, match="bench_cpu: 1 of 2 points were left out"):
+        bench_cpu.main([*shapes, "--out-dir", str(tmp_path)])
+    torch.set_num_threads(threads)
+    assert [path.name for path in tmp_path.iterdir()] == ["cpu_float32_partial.json"]
 
 
 def test_cpu_benchmark_refuses_another_instruction_set(tmp_path: Path) -> None:
@@ -431,8 +441,8 @@ def test_cpu_benchmark_refuses_another_instruction_set(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("values", bench_values.VALUES, ids=lambda values: values.name)
-def test_values_have_the_logits_that_they_name(values: bench_values.Values) -> None:
+@pytest.mark.parametrize("values", bench_speed.VALUES, ids=lambda values: values.name)
+def test_values_have_the_logits_that_they_name(values: bench_speed.Values) -> None:
     q, k = (torch.randn(2, 400, 3, 64, dtype=torch.float64) for _ in range(2))
     q, k = values.apply(q, k)
     logits = torch.einsum("bqhd,bkhd->bhqk", q, k) / 8
@@ -448,9 +458,9 @@ def test_values_have_the_logits_that_they_name(values: bench_values.Values) -> N
 
 
 def test_values_benchmark_runs_end_to_end(tmp_path: Path) -> None:
-    bench_values.main(["--grid", "tiny", "--rounds", "1", "--out-dir", str(tmp_path)])
-    result = provenance.load(tmp_path / "values_cpu.json")
-    assert [row["values"] for row in result["data"]] == [values.name for values in bench_values.VALUES] * 2
+    bench_speed.main(["--values", "--grid", "tiny", "--rounds", "1", "--out-dir", str(tmp_path)])
+    result = results.load(tmp_path / "values_cpu.json")
+    assert [row["values"] for row in result["data"]] == [values.name for values in bench_speed.VALUES] * 2
     assert all(row["ratio"] > 0 for row in result["data"])
     assert {row["relative_ratio"] for row in result["data"] if row["values"] == "std 1"} == {1.0}
     assert "cpu ÷ SDPA, speed" in tables.render(result)
@@ -490,7 +500,7 @@ def test_overhead_benchmark_runs_on_cpu_tensors(backward: bool, tmp_path: Path) 
     options = ["--device", "cpu", "--backend", "cpu", "--quick", "--commit", "0123abc", *["--backward"] * backward]
     bench_overhead.main([*options, "--out-dir", str(tmp_path)])
     name = "overhead_backward_cpu_quick" if backward else "overhead_cpu_quick"
-    result = provenance.load(tmp_path / f"{name}.json")
+    result = results.load(tmp_path / f"{name}.json")
     assert result["stamp"]["commit"] == "0123abc"
     rows = result["data"]
     assert {row["name"] for row in rows} == {"cpu", "SDPA"}
@@ -499,7 +509,7 @@ def test_overhead_benchmark_runs_on_cpu_tensors(backward: bool, tmp_path: Path) 
 
 def test_training_benchmark_runs_on_the_cpu(tmp_path: Path) -> None:
     bench_training.main(["--device", "cpu", "--quick", "--seconds", "1", "--out-dir", str(tmp_path)])
-    result = provenance.load(tmp_path / "training_cpu_quick.json")
+    result = results.load(tmp_path / "training_cpu_quick.json")
     (row,) = result["data"]
     assert row["tokens_per_second"].keys() == {"cpu", "SDPA"}
     assert row["ratio"]["cpu"]["SDPA"] > 0
@@ -513,7 +523,7 @@ def test_accuracy_runs_over_the_cases(backward: bool, compared: list[str], tmp_p
     accuracy.main(["--backend", "cpu", "--quick", *["--backward"] * backward, "--out-dir", str(tmp_path)])
     (path,) = tmp_path.glob("accuracy*.json")
     assert ("backward" in path.name) is backward
-    rows = provenance.load(path)["data"]
+    rows = results.load(path)["data"]
     assert [row["dtype"] for row in rows] == ["float16", "bfloat16", "float32", "float64"]
     for row in rows:
         assert row["cases"] == row["all_cases"]
@@ -538,7 +548,7 @@ def test_build_times_keep_one_row_for_each_label(tmp_path: Path) -> None:
     command = ["--", sys.executable, "-c", "print('kernels: hdim64 compiled in 31 s')"]
     for label in ("B", "A", "B"):
         bench_build.main(["--label", label, "--limit", "60", "--out-dir", str(tmp_path), *command])
-    rows = provenance.load(tmp_path / "build.json")["data"]
+    rows = results.load(tmp_path / "build.json")["data"]
     assert [row["label"] for row in rows] == ["A", "B"]
     assert rows[0]["kernels"] == {"hdim64": 31.0}
 
@@ -555,8 +565,8 @@ def test_gpu_benchmarks_say_that_they_need_a_gpu() -> None:
         bench_speed.main(["--grid", "perf"])
     with pytest.raises(SystemExit, match="bench_speed needs a CUDA GPU"):
         bench_speed.main(["--backward", "--grid", "gqa"])
-    with pytest.raises(SystemExit, match="bench_memory needs a CUDA GPU"):
-        bench_memory.main(["--backward"])
+    with pytest.raises(SystemExit, match="bench_overhead needs a CUDA GPU"):
+        bench_overhead.main(["--memory", "--backward"])
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -589,7 +599,7 @@ def test_the_line_of_a_matrix_product_lies_within_the_axes_and_names_are_known()
     shape = {"nheads_k": 8, "nheads": 8, "batch": 1, "dtype": "bfloat16", "headdim": 64, "causal": False}
     tflops = {"cuda": 300.0, "FLASH_ATTENTION": 200.0, "cuDNN": 250.0, "FA3": 280.0, "FA4": 270.0}
     rows = [shape | {"seqlen": seqlen, "tflops": tflops, "ceiling_tflops": 790} for seqlen in (256, 512)]
-    figure = plotting.draw_speed(plt, rows)
+    figure = tables.draw_speed(plt, rows)
     (axis,) = figure.axes
     bottom, top = axis.get_ylim()
     assert bottom == 0
@@ -606,5 +616,5 @@ def test_a_result_that_is_not_complete_is_drawn(tmp_path: Path) -> None:
         row | {"headdim": 128, "causal": True}
     ]
     result = {"benchmark": "bench_speed", "title": "Backward", "stamp": {}, "data": rows}
-    assert plotting.plot(result, tmp_path / "backward.png")
+    assert tables.plot(result, tmp_path / "backward.png")
     assert (tmp_path / "backward.png").stat().st_size > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 import shutil
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import bench_build, provenance, report, tables, tune_sm80
+from benchmarks import bench_build, results, tables, tune_sm80
 
 from ..sanitize import sanitize_driver, sanitize_gpu
 from ..support.cases import Case
@@ -213,6 +214,24 @@ def test_the_parts_of_the_sanitizer_have_every_case_once(monkeypatch: pytest.Mon
     ]
 
 
+@pytest.mark.parametrize("errors", [0, 3])
+def test_the_sanitizer_saves_its_rows_before_it_fails(
+    errors: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sanitize_gpu, "require_gpu", lambda _: None)
+    monkeypatch.setattr(sanitize_gpu, "sm80_unavailable_reason", lambda: None)
+    monkeypatch.setattr(sanitize_gpu.learning_kernels, "load", lambda: None)
+    row = sanitize_gpu.row_of(
+        "memcheck", "attention", f"ran 9 cases in x: 1 s\n========= ERROR SUMMARY: {errors} errors"
+    )
+    monkeypatch.setattr(sanitize_gpu, "run_tools", lambda parts: [row])
+    with pytest.raises(SystemExit, match="there are errors") if errors else contextlib.nullcontext():
+        sanitize_gpu.main(["--out-dir", str(tmp_path)])
+    result = results.load(tmp_path / "sanitize.json")
+    assert result["data"] == [row]
+    assert all((results.ROOT / source).exists() for source in result["stamp"]["sources"])
+
+
 @pytest.mark.parametrize("part", [("4", "4"), ("-1", "4"), ("0", "0")])
 def test_a_part_of_the_sanitizer_that_does_not_exist_is_an_error(
     part: tuple[str, str], capsys: pytest.CaptureFixture[str]
@@ -263,7 +282,7 @@ def test_resources_of_the_backward_say_kind_and_mode_and_leave_out_what_never_ru
     monkeypatch.setattr(bench_build.kernels, "build_kernels", lambda *_: ptxas_reports(tmp_path))
     with pytest.raises(SystemExit, match=r"registers are spilled in flash_bwd_hdim32_fp16_local_sm80 \(8 bytes\)"):
         bench_build.main(["--resources", "--out-dir", str(tmp_path)])
-    rows = provenance.load(tmp_path / "kernel_resources.json")["data"]
+    rows = results.load(tmp_path / "kernel_resources.json")["data"]
     assert len(rows) == 4 * 5  # of each object 3 modes, a preprocessing and a conversion; not the 4 without bulk
     backward, others = tables.resource_tables(rows)
     assert [cells[:2] for cells in cells_of(others)] == [
@@ -290,19 +309,19 @@ def test_tuning_reports_the_registers_of_each_kernel_of_a_candidate(tmp_path: Pa
     assert [text.split(":")[0] for text in found] == ["all, full", "deterministic, full", "general, full"]
 
 
-def saved_result(results: Path) -> None:
-    provenance.save("speed", benchmark="other", title="Speed", data=[{"x": 1, "y": 0.5}], sources=(), out_dir=results)
+def saved_result(folder: Path) -> None:
+    results.save("speed", benchmark="other", title="Speed", data=[{"x": 1, "y": 0.5}], sources=(), out_dir=folder)
 
 
 def test_report_fills_blocks_and_filling_again_changes_nothing(tmp_path: Path) -> None:
     saved_result(tmp_path)
     text = "a\n<!-- results:speed begin -->\nold\n<!-- results:speed end -->\nb\n"
-    once = report.fill(text, tmp_path)
+    once = results.fill(text, tmp_path)
     assert "| 1   | 0.5 |" in once
     assert "old" not in once
     assert once.startswith("a\n")
     assert once.endswith("-->\nb\n")
-    assert report.fill(once, tmp_path) == once
+    assert results.fill(once, tmp_path) == once
 
 
 def test_the_summary_of_training_has_tokens_a_second_beside_the_fastest_rival() -> None:
@@ -321,12 +340,12 @@ def test_the_summary_of_a_kv_cache_has_one_query_and_several_apart(tmp_path: Pat
         {"seqlen_q": 4, "ratio": {"ours": {"rival": 3.0, "other": 2.0}}},
         {"seqlen_q": 16, "ratio": {"ours": {"rival": 5.0}}},
     ]
-    provenance.save("decode", benchmark="bench_kvcache", title="Speed", data=rows, sources=(), out_dir=tmp_path)
-    result = provenance.load(tmp_path / "decode.json")
+    results.save("decode", benchmark="bench_kvcache", title="Speed", data=rows, sources=(), out_dir=tmp_path)
+    result = results.load(tmp_path / "decode.json")
     one = "**1 query: ours ÷ rival: median 1.00, lowest 0.50** over 2 shapes"
     ratios = "ours ÷ rival: median 4.00, lowest 3.00; ours ÷ other: median 2.00, lowest 2.00"
     several = f"**4 to 16 queries: {ratios}** over 2 shapes"
-    assert tables.summarize(result) == f"{one}; {several} ({provenance.describe(result['stamp'])})."
+    assert tables.summarize(result) == f"{one}; {several} ({tables.describe(result['stamp'])})."
 
 
 def test_report_check_fails_until_the_blocks_are_filled(tmp_path: Path) -> None:
@@ -335,24 +354,24 @@ def test_report_check_fails_until_the_blocks_are_filled(tmp_path: Path) -> None:
     readme.write_text("<!-- results:speed begin -->\n<!-- results:speed end -->\n")
     arguments = ["--results", str(tmp_path), str(readme)]
     with pytest.raises(SystemExit):
-        report.main(["--check", *arguments])
-    report.main(arguments)
-    report.main(["--check", *arguments])
+        results.main(["--check", *arguments])
+    results.main(arguments)
+    results.main(["--check", *arguments])
 
 
 def test_report_without_a_result_says_so(tmp_path: Path) -> None:
-    assert "Not measured yet." in report.fill("<!-- results:x begin -->\n<!-- results:x end -->\n", tmp_path)
+    assert "Not measured yet." in results.fill("<!-- results:x begin -->\n<!-- results:x end -->\n", tmp_path)
 
 
 def test_report_refuses_a_mark_without_its_partner(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has no partner"):
-        report.fill("<!-- results:x begin -->\n<!-- results:y end -->\n", tmp_path)
+        results.fill("<!-- results:x begin -->\n<!-- results:y end -->\n", tmp_path)
 
 
 def test_readme_and_docs_quote_the_committed_results() -> None:
-    assert report.outdated(report.documents(), provenance.RESULTS) == []
+    assert results.outdated(results.documents(), results.RESULTS) == []
 
 
 def test_committed_results_render() -> None:
-    for path in provenance.RESULTS.glob("*.json"):
-        assert tables.render(provenance.load(path))
+    for path in results.RESULTS.glob("*.json"):
+        assert tables.render(results.load(path))

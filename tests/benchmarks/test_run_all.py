@@ -6,12 +6,15 @@ import argparse
 import fnmatch
 import importlib
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import provenance, run_all
+from benchmarks import __main__ as run_all
+from benchmarks import results
 
 BY_HAND = {"build", "context_parallel_2", "context_parallel_model", "kernel_resources", "sanitize", "values_cuda"}
 
@@ -49,7 +52,7 @@ def test_run_all_runs_what_was_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 def test_every_result_is_that_of_one_step_of_run_all_or_made_by_hand() -> None:
     steps = (*run_all.GPU_STEPS, *run_all.CPU_STEPS)
-    for path in provenance.RESULTS.glob("*.json"):
+    for path in results.RESULTS.glob("*.json"):
         name = path.stem.removesuffix("_partial").removesuffix("_h100")  # a copy of the result of another GPU
         made_by = [step.label for step in steps if any(fnmatch.fnmatch(name, x) for x in step.results)]
         assert len(made_by) == (name not in BY_HAND), f"{name}: {made_by}"
@@ -69,14 +72,22 @@ def test_run_all_finds_the_steps_whose_results_are_missing_or_stale(
     monkeypatch.setattr(run_all, "CPU_STEPS", steps)
     monkeypatch.setattr(run_all, "GPU_STEPS", steps)
     for name in ("fresh_1", "fresh_2", "stale_1", "stale_2", "both"):
-        provenance.save(name, benchmark="x", title="", data=[{}], sources=[name], out_dir=tmp_path)
-    monkeypatch.setattr(provenance, "last_change", lambda path, root: "abc" if path.stem == "stale_2" else None)
+        results.save(name, benchmark="x", title="", data=[{}], sources=[name], out_dir=tmp_path)
+    monkeypatch.setattr(results, "last_change", lambda path, root: "abc" if path.stem == "stale_2" else None)
     run_all.main(["--stale", "--out-dir", str(tmp_path)])
     assert seen == []
     assert re.findall(r"stale: (\S+),.*changed since: abc", capsys.readouterr().out) == ["stale_2.json"]
     run_all.main(["--renew", "--out-dir", str(tmp_path)])
     assert seen == ["stale", "missing"]
     assert "stale: stale_2.json" in capsys.readouterr().out
+
+
+def test_stale_results_are_listed_without_any_package() -> None:
+    blocked = "import sys; sys.modules |= dict.fromkeys(('torch', 'tabulate', 'matplotlib'))\n"
+    script = f"{blocked}from benchmarks.__main__ import main\nmain(['--stale'])"
+    run = subprocess.run([sys.executable, "-c", script], cwd=results.ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert all(line.startswith("stale: ") for line in run.stdout.splitlines())
 
 
 def test_every_step_of_run_all_has_arguments_that_its_benchmark_takes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import provenance, report, tables
+from benchmarks import results, tables
 
 ROOT = Path(__file__).resolve().parents[2]
 OF_LEARN = sorted((ROOT / "learn").glob("*.md"))
@@ -69,6 +69,16 @@ def test_links_lead_to_files_and_headings(document: Path) -> None:
 def test_readme_is_short() -> None:
     lines = len((ROOT / "README.md").read_text().splitlines())
     assert lines <= README_LINES, f"README.md has {lines} lines, at most {README_LINES} are allowed"
+
+
+COMMAND = re.compile(r"-m[ \n]((?:benchmarks|learn|examples|tests|build_tools|flash_attn_mini)(?:\.\w+)*)")
+
+
+@pytest.mark.parametrize("document", [*DOCUMENTS, ROOT / "Makefile", ROOT / ".ci" / "run"], ids=lambda path: path.name)
+def test_named_modules_exist(document: Path) -> None:
+    files = {name: ROOT.joinpath(*name.split(".")) for name in COMMAND.findall(document.read_text())}
+    there = {name for name, p in files.items() if p.with_suffix(".py").exists() or (p / "__main__.py").exists()}
+    assert set(files) - there == set()
 
 
 @every_document
@@ -142,7 +152,7 @@ def test_named_identifiers_occur_in_the_sources(document: Path, words_of_the_sou
 
 @pytest.mark.parametrize("document", [path for path in DOCUMENTS if path not in OF_LEARN], ids=lambda path: path.name)
 def test_result_blocks_are_paired(document: Path, tmp_path: Path) -> None:
-    report.fill(document.read_text(), tmp_path)
+    results.fill(document.read_text(), tmp_path)
 
 
 def test_a_summary_is_one_line_with_the_ratios_of_the_first_contender(tmp_path: Path) -> None:
@@ -151,11 +161,11 @@ def test_a_summary_is_one_line_with_the_ratios_of_the_first_contender(tmp_path: 
         {"ratio": {"ours": {"rival": 1.25}}},
         {"ratio": {"ours": {"rival": 2.0}}},
     ]
-    provenance.save("speed", benchmark="other", title="Speed", data=rows, sources=(), out_dir=tmp_path)
-    line = tables.summarize(provenance.load(tmp_path / "speed.json"))
+    results.save("speed", benchmark="other", title="Speed", data=rows, sources=(), out_dir=tmp_path)
+    line = tables.summarize(results.load(tmp_path / "speed.json"))
     assert "ours ÷ rival: median 1.50, lowest 1.25; ours ÷ other: median 0.50, lowest 0.50" in line
     assert "second" not in line
-    filled = report.fill("<!-- results:speed.summary begin -->\n<!-- results:speed.summary end -->\n", tmp_path)
+    filled = results.fill("<!-- results:speed.summary begin -->\n<!-- results:speed.summary end -->\n", tmp_path)
     assert filled == f"<!-- results:speed.summary begin -->\n\n{line}\n\n<!-- results:speed.summary end -->\n"
     assert "\n" not in line
 

@@ -167,9 +167,9 @@ def test_a_row_of_equal_scores_is_the_mean() -> None:
 @pytest.mark.parametrize("name", ["delta", "autotune", "descriptor"])
 def test_what_the_choices_launch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every variant runs on a small shape; the times are made up."""
+    from benchmarks.methods import Budget
     from flash_attn_mini.backends.triton import launch, launch_bwd
     from learn.bench import choices
-    from learn.bench.timing import Budget
 
     if name == "descriptor" and (not HAS_GPU or torch.cuda.get_device_capability() < (9, 0)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))

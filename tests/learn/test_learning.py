@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import results
+from benchmarks.methods import attention_flops
 from learn import __main__ as ladder_command
 from learn import rungs
 from learn.bench import __main__ as bench
-from learn.bench import choices, grid, ladder, negative, plots, record, report, roofline
-from learn.bench.timing import attention_flops
+from learn.bench import choices, grid, ladder, negative, plots, report, roofline
 
 from ..support.one_thread import one_thread  # noqa: F401
 
@@ -69,7 +70,7 @@ def test_every_result_of_the_learning_path_is_shown() -> None:
     for device in ("cpu", "cuda"):
         made |= {f"ladder{name}_{device}" for name in ("", "_lengths", "_errors", "_versions")}
         made |= {f"roofline{name}_{device}" for name in ("", "_lengths", "_memory")}
-    assert {name.removesuffix(report.PLOT) for name in shown} == made | {"roofline_kernels"}
+    assert {name.removesuffix(results.PLOT) for name in shown} == made | {"roofline_kernels"}
 
 
 def test_the_trace_of_the_tutorial_is_that_of_its_command() -> None:
@@ -105,7 +106,7 @@ def test_the_grid_runs_on_the_cpu_and_fills_twelve_panels(tmp_path: Path, monkey
     pytest.importorskip("matplotlib")
     monkeypatch.setenv("FLASH_ATTN_MINI_TRITON_AUTOTUNE", "0")  # the benchmark sets it: not for the tests that follow
     grid.main(["--device", "cpu", "--out-dir", str(tmp_path)])
-    result = record.load(tmp_path / "grid_cpu.json")
+    result = results.load(tmp_path / "grid_cpu.json")
     assert len(result["data"]) == 3 * 2 * 2 * 2  # passes, head dims, masks, lengths
     for row in result["data"]:
         assert set(row["tflops"]) == {"naive", "cpu", "SDPA"}
@@ -247,11 +248,12 @@ def test_what_became_of_an_attempt_is_said(stdout: str, stderr: str, status: int
 
 def test_a_picture_is_linked_from_the_folder_of_the_document(tmp_path: Path) -> None:
     text = "<!-- results:speed.plot begin -->\n<!-- results:speed.plot end -->\n"
-    assert report.NOT_MEASURED in report.fill(text, tmp_path)
-    record.save("speed", benchmark="other", title="Speed", data=[{"x": 1}], out_dir=tmp_path)
-    assert report.NOT_MEASURED in report.fill(text, tmp_path)
-    (tmp_path / "speed.png").write_bytes(b"")
-    assert "![Speed](results/speed.png)" in report.fill(text, tmp_path)
+    folder = tmp_path / "results"
+    assert results.NOT_MEASURED in report.fill(text, folder, tmp_path)
+    results.save("speed", benchmark="other", title="Speed", data=[{"x": 1}], out_dir=folder)
+    assert results.NOT_MEASURED in report.fill(text, folder, tmp_path)
+    (folder / "speed.png").write_bytes(b"")
+    assert "![Speed](results/speed.png)" in report.fill(text, folder, tmp_path)
 
 
 def test_a_rung_without_values_has_its_reason_in_the_table() -> None:

@@ -10,24 +10,25 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import results
 from learn.bench import __main__ as bench
-from learn.bench import record, report
+from learn.bench import report
 
 EMPTY = "<!-- results:speed begin -->\n<!-- results:speed end -->\n"
 
 
 def saved(folder: Path) -> Path:
-    return record.save("speed", benchmark="other", title="Speed", data=[{"x": 1, "y": 0.5}], out_dir=folder)
+    return results.save("speed", benchmark="other", title="Speed", data=[{"x": 1, "y": 0.5}], out_dir=folder)
 
 
 def test_a_result_has_its_rows_and_where_they_come_from(tmp_path: Path) -> None:
-    result = record.load(saved(tmp_path))
+    result = results.load(saved(tmp_path))
     assert result["data"] == [{"x": 1, "y": 0.5}]
     assert {"date", "commit", "gpu", "driver", "torch"} <= set(result["stamp"])
     assert result["stamp"]["torch"] == torch.__version__
     assert [path.name for path in tmp_path.iterdir()] == ["speed.json"]
     with pytest.raises(RuntimeError, match="nothing was measured"):
-        record.save("none", benchmark="other", title="", data=[], out_dir=tmp_path)
+        results.save("none", benchmark="other", title="", data=[], out_dir=tmp_path)
 
 
 def test_a_failed_write_leaves_the_earlier_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,7 +37,7 @@ def test_a_failed_write_leaves_the_earlier_result(tmp_path: Path, monkeypatch: p
     def fail(*_: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(Path, "replace", fail)
+    monkeypatch.setattr("os.replace", fail)
     with pytest.raises(OSError, match="disk full"):
         saved(tmp_path)
     assert (tmp_path / "speed.json").read_text() == before
@@ -44,9 +45,9 @@ def test_a_failed_write_leaves_the_earlier_result(tmp_path: Path, monkeypatch: p
 
 def test_the_machine_is_described_in_one_line() -> None:
     stamp = {"gpu": "a GPU", "driver": "1.2", "cudnn": 91900, "torch": "2.13", "date": "today", "cpu": "a CPU"}
-    assert record.describe(stamp) == "a GPU, driver 1.2, torch 2.13, cuDNN 9.19.0; today"
-    assert record.describe({**stamp, "commit": "abc"}).endswith("; today, commit abc")
-    assert record.describe({**stamp, "gpu": None, "cudnn": None, "cpu_threads": 2}).startswith(
+    assert report.describe(stamp) == "a GPU, driver 1.2, torch 2.13, cuDNN 9.19.0; today"
+    assert report.describe({**stamp, "commit": "abc"}).endswith("; today, commit abc")
+    assert report.describe({**stamp, "gpu": None, "cudnn": None, "cpu_threads": 2}).startswith(
         "a CPU, 2 threads, torch"
     )
 
@@ -58,7 +59,7 @@ def test_blocks_are_filled_and_filling_again_changes_nothing(tmp_path: Path) -> 
     assert once.startswith("a\n")
     assert once.endswith("-->\nb\n")
     assert report.fill(once, tmp_path) == once
-    assert report.NOT_MEASURED in report.fill(EMPTY, tmp_path / "none")
+    assert results.NOT_MEASURED in report.fill(EMPTY, tmp_path / "none")
     with pytest.raises(ValueError, match="has no partner"):
         report.fill("<!-- results:x begin -->\n<!-- results:y end -->\n", tmp_path)
 
@@ -82,9 +83,9 @@ def test_every_result_of_the_folder_is_shown_and_names_its_measurement() -> None
     shown = set(
         re.findall(r"results:([\w-]+)(?:\.plot)? begin", "".join(path.read_text() for path in report.documents()))
     )
-    assert shown == {path.stem for path in record.RESULTS.glob("*.json")}
-    for path in record.RESULTS.glob("*.json"):
-        result = record.load(path)
+    assert shown == {path.stem for path in report.RESULTS.glob("*.json")}
+    for path in report.RESULTS.glob("*.json"):
+        result = results.load(path)
         assert result["name"] == path.stem
         assert result["benchmark"] in bench.GPU
 

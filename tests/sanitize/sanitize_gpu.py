@@ -20,7 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import cli, provenance
+from benchmarks import results
+from benchmarks.methods import progress, require_gpu
 from flash_attn_mini.backends.cuda import sm80_unavailable_reason
 from learn import kernels as learning_kernels
 
@@ -76,7 +77,7 @@ def run(tool: str, of: str, part: int, parts: int) -> dict[str, Any]:
     chosen = ["--of", of, "--part", str(part), str(parts), *TOOLS[tool]]
     driver = [sys.executable, "-m", "tests.sanitize.sanitize_driver", *chosen]
     command = [compute_sanitizer(), "--tool", tool, "--print-limit", str(REPORTED), *driver]
-    result = subprocess.run(command, cwd=provenance.ROOT, capture_output=True, text=True)
+    result = subprocess.run(command, cwd=results.ROOT, capture_output=True, text=True)
     output = result.stdout + result.stderr
     row = row_of(tool, of, output)
     if row["errors"]:
@@ -96,31 +97,25 @@ def run_tools(parts: int) -> list[dict[str, Any]]:
     work = list(itertools.product(TOOLS, CASES_OF, range(parts)))
     with concurrent.futures.ThreadPoolExecutor(len(work)) as pool:
         running = [pool.submit(run, tool, of, part, parts) for tool, of, part in work]
-        rows = [future.result() for future in cli.progress(running, "sanitize")]
+        rows = [future.result() for future in progress(running, "sanitize")]
     return [joined(rows[i : i + parts]) for i in range(0, len(rows), parts)]
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = cli.parser_for(__doc__, seconds=600.0)
+    parser = results.parser_for(__doc__, seconds=600.0)
     parts = max(1, min(4, (os.cpu_count() or 1) // 4))
     parser.add_argument("--parts", type=int, default=parts, help="processes for each row (default: %(default)s)")
     arguments = parser.parse_args(argv)
     if arguments.parts < 1:
         parser.error(f"--parts is {arguments.parts}; allowed: 1 and more")
-    cli.require_gpu("sanitize")
+    require_gpu("sanitize")
     learning_kernels.load()  # compiles them here: under the tool nvcc would be slow
     reason = sm80_unavailable_reason()
     if reason is not None:
         print(f"sanitize: the kernels of sm80 are left out: {reason}", file=sys.stderr)
     rows = run_tools(arguments.parts)
-    cli.finish(
-        "sanitize",
-        benchmark="sanitize",
-        title="Errors that compute-sanitizer finds",
-        data=rows,
-        sources=[*provenance.CUDA, *provenance.MINIMAL],
-        arguments=arguments,
-    )
+    title, sources = "Errors that compute-sanitizer finds", [*results.CUDA, "learn/csrc"]
+    results.finish("sanitize", "sanitize", title, rows, arguments, sources=sources)
     if any(row["errors"] for row in rows):
         raise SystemExit("sanitize: there are errors")
 

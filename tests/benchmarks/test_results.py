@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import provenance
+from benchmarks import results
 
 needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
 needs_history = pytest.mark.skipif(
-    provenance.commit_of() is None, reason="these sources are no git repository, or git is not installed"
+    results.commit_of() is None, reason="these sources are no git repository, or git is not installed"
 )
 
 
@@ -43,13 +43,13 @@ def project(tmp_path: Path) -> Path:
 
 def measured(project: Path, sources: tuple[str, ...], **changed: str | None) -> None:
     """Writes a result of the sources as they are."""
-    stamp = {**provenance.stamp(sources, project), **changed}
+    stamp = {**results.stamp(sources, project), **changed}
     (project / "results").mkdir(exist_ok=True)
     (project / "results" / "forward.json").write_text(json.dumps({"name": "forward", "stamp": stamp}))
 
 
 def stale(project: Path) -> list[str]:
-    return [path.name for path, _ in provenance.stale_results(project / "results", project)]
+    return [path.name for path, _ in results.stale_results(project / "results", project)]
 
 
 @needs_git
@@ -60,7 +60,7 @@ def test_a_result_is_stale_after_a_commit_of_its_kernels(project: Path, sources:
     commit(project, "notes/text.md", "text")
     assert stale(project) == []
     commit(project, "csrc/sm80/kernel.cu", "int tile() { return 128; }\n")
-    ((path, reason),) = provenance.stale_results(project / "results", project)
+    ((path, reason),) = results.stale_results(project / "results", project)
     assert path.name == "forward.json"
     assert reason.endswith("2026-01-02, change csrc/sm80/kernel.cu")
 
@@ -99,13 +99,13 @@ def test_without_a_known_commit_a_result_counts_from_its_date(project: Path, kno
 
 @needs_git
 def test_the_commit_of_changed_sources_is_marked(project: Path) -> None:
-    clean = provenance.commit_of(["csrc"], project)
+    clean = results.commit_of(["csrc"], project)
     assert clean is not None
     assert re.fullmatch(r"[0-9a-f]{40}", clean)
     (project / "notes.txt").write_text("not a source")
-    assert provenance.commit_of(["csrc"], project) == clean
+    assert results.commit_of(["csrc"], project) == clean
     (project / "csrc/sm80/kernel.cu").write_text("int tile() { return 32; }\n")
-    assert provenance.commit_of(["csrc"], project) == f"{clean}+"
+    assert results.commit_of(["csrc"], project) == f"{clean}+"
     measured(project, ("csrc",))
     assert stale(project) == []
 
@@ -125,7 +125,7 @@ def test_a_result_of_sources_that_are_committed_with_it_counts_from_that_commit(
 
 def test_outside_a_repository_there_is_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert provenance.stamp(("csrc",), tmp_path)["commit"] is None
+    assert results.stamp(("csrc",), tmp_path)["commit"] is None
     measured(tmp_path, ("csrc",))
     assert stale(tmp_path) == []
 
@@ -133,13 +133,13 @@ def test_outside_a_repository_there_is_no_commit(tmp_path: Path, monkeypatch: py
 def files_of(sources: tuple[str, ...]) -> set[Path]:
     paths = [f":(top,glob){source}" for source in sources]
     command = ["git", "ls-files", "--full-name", "--", *paths]
-    listed = subprocess.run(command, cwd=provenance.ROOT, capture_output=True, text=True, check=True).stdout
-    return {provenance.ROOT / name for name in listed.splitlines()}
+    listed = subprocess.run(command, cwd=results.ROOT, capture_output=True, text=True, check=True).stdout
+    return {results.ROOT / name for name in listed.splitlines()}
 
 
 @needs_history
 def test_host_time_goes_stale_with_every_module_between_the_call_and_the_backend() -> None:
-    package = provenance.ROOT / "flash_attn_mini"
+    package = results.ROOT / "flash_attn_mini"
     found, waiting = set(), {package / "flash_attn_interface.py"}
     while waiting:
         path = waiting.pop()
@@ -147,44 +147,44 @@ def test_host_time_goes_stale_with_every_module_between_the_call_and_the_backend
         names = re.findall(r"^from \.(?: import )?(\w+)", path.read_text(), re.MULTILINE)
         waiting |= {package / f"{name}.py" for name in names if (package / f"{name}.py").is_file()} - found
     assert {"argument_checks", "ops", "options", "packed", "rng_state", "varlen"} <= {path.stem for path in found}
-    csrc = provenance.ROOT / "csrc"
+    csrc = results.ROOT / "csrc"
     of_cpp = {path for folder in (csrc, csrc / "api") for path in (*folder.glob("*.cpp"), *folder.glob("*.h"))}
-    assert found | of_cpp <= files_of(provenance.HOST)
+    assert found | of_cpp <= files_of(results.HOST)
 
 
 @needs_history
 def test_every_source_of_the_benchmarks_exists() -> None:
-    backends = provenance.SOURCES_OF_BACKEND.values()
-    for group in (*backends, provenance.HOST, provenance.KERNELS):
+    backends = results.SOURCES_OF_BACKEND.values()
+    for group in (*backends, results.HOST, results.KERNELS):
         for source in group:
             assert files_of((source,)), source
 
 
 @needs_history
 def test_every_kernel_is_a_source_of_a_backend() -> None:
-    of_backends = files_of(tuple(x for sources in provenance.SOURCES_OF_BACKEND.values() for x in sources))
-    left = files_of(provenance.KERNELS) - of_backends
+    of_backends = files_of(tuple(x for sources in results.SOURCES_OF_BACKEND.values() for x in sources))
+    left = files_of(results.KERNELS) - of_backends
     assert {path for path in left if path.suffix in {".cu", ".h", ".cpp", ".py"}} == set()
 
 
 def test_a_failed_write_leaves_the_earlier_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "x.json"
-    provenance.write_atomically(path, "first")
+    results.write_atomically(path, "first")
 
     def fail(*_: object) -> None:
         raise OSError("disk full")
 
     monkeypatch.setattr("os.replace", fail)
     with pytest.raises(OSError, match="disk full"):
-        provenance.write_atomically(path, "second")
+        results.write_atomically(path, "second")
     assert path.read_text() == "first"
     assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_result_is_saved_with_a_line_for_each_row(tmp_path: Path) -> None:
     rows = [{"x": 1, "ratio": {"a": 0.5}}, {"x": 2, "ratio": {}}]
-    path = provenance.save("x", benchmark="accuracy", title="8³", data=rows, sources=(), out_dir=tmp_path)
-    assert json.loads(path.read_text())["data"] == provenance.load(path)["data"] == rows
+    path = results.save("x", benchmark="accuracy", title="8³", data=rows, sources=(), out_dir=tmp_path)
+    assert json.loads(path.read_text())["data"] == results.load(path)["data"] == rows
     assert path.read_text().splitlines()[-5:] == [
         ' "data": [',
         '  {"x": 1, "ratio": {"a": 0.5}},',
@@ -196,13 +196,13 @@ def test_a_result_is_saved_with_a_line_for_each_row(tmp_path: Path) -> None:
 
 
 def test_committed_results_are_written_as_results_are_saved() -> None:
-    for path in provenance.RESULTS.glob("*.json"):
-        assert path.read_text(encoding="utf-8") == provenance.as_json(provenance.load(path)), path.name
+    for path in results.RESULTS.glob("*.json"):
+        assert path.read_text(encoding="utf-8") == results.as_json(results.load(path)), path.name
 
 
 def test_committed_results_name_gpu_driver_torch_date_and_commit() -> None:
-    for path in provenance.RESULTS.glob("*.json"):
-        stamp = provenance.load(path)["stamp"]
+    for path in results.RESULTS.glob("*.json"):
+        stamp = results.load(path)["stamp"]
         assert stamp["torch"], path.name
         assert stamp["date"], path.name
         assert (stamp["gpu"] is None) == (stamp["driver"] is None), path.name
@@ -212,5 +212,5 @@ def test_committed_results_name_gpu_driver_torch_date_and_commit() -> None:
 
 def test_nothing_measured_writes_nothing(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="nothing was measured"):
-        provenance.save("x", benchmark="accuracy", title="", data=[], sources=(), out_dir=tmp_path)
+        results.save("x", benchmark="accuracy", title="", data=[], sources=(), out_dir=tmp_path)
     assert list(tmp_path.iterdir()) == []
