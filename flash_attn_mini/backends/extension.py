@@ -64,10 +64,18 @@ def _scalars(options: Options, *zero_tensors: bool) -> tuple[Any, ...]:
 
 
 def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences | None, options: Options
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sequences: Sequences | None,
+    options: Options,
+    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """``_C.fwd``, or ``_C.varlen_fwd`` with sequences: out, softmax_lse and, with dropout, rng_state."""
-    out = seqused_k = leftpad_k = generator = None
+    """``_C.fwd``, or ``_C.varlen_fwd`` with sequences: out, softmax_lse and, with dropout, rng_state.
+
+    A given ``out`` receives the result. The call then records no gradient, and the backend must not be ``triton``.
+    """
+    seqused_k = leftpad_k = generator = None
     return_softmax = False
     end = (return_softmax, generator, options.deterministic, *options[NUM_OFFICIAL_OPTIONS:])
     if sequences is None:

@@ -1,0 +1,522 @@
+"""aten's attention ops with our kernels: for each op a function of the same arguments, which returns the op's results,
+or None for a call that PyTorch's kernel must run. sdpa.py installs them.
+
+The choice between the kernels depends on the arguments of one call, not on what ran before. That is safe because the
+results of a forward are the same to every backward: out and the natural-log log-sum-exp in the layout that PyTorch's
+fake implementation of the op promises. So each backward may run on our kernel or on PyTorch's, whichever ran the
+forward. Dropout is the exception, because its mask depends on the kernel; PyTorch runs both passes of such calls.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import ops
+from .backends import extension, select_backend
+from .options import Options, Sequences
+
+Results = tuple[Any, ...]
+
+MAX_HEAD_DIM = 256
+_16_BIT = frozenset((torch.float16, torch.bfloat16))
+_DTYPES = {"cpu": _16_BIT | {torch.float32, torch.float64}, "cuda": _16_BIT, "triton": _16_BIT}
+_EFFICIENT_LSE_MULTIPLE = 32  # the efficient op pads the rows of the log-sum-exp to this multiple, with inf
+_NO_TENSORS = (None, None, None)
+
+
+class _Call(NamedTuple):
+    """A call as our kernels take it."""
+
+    q: Tensor  # [batch, seqlen_q, nheads, headdim]; varlen [total_q, nheads, headdim]
+    k: Tensor  # [batch, seqlen_k, nheads_k, headdim]; varlen [total_k, nheads_k, headdim]
+    v: Tensor  # like k
+    sequences: Sequences | None
+    options: Options
+    has_empty_rows: bool  # whether a row may have no key
+
+
+# ---- which calls are ours -------------------------------------------------------------------------------------------
+
+
+def _backend_on(device: torch.device) -> str | None:
+    """The backend of a call on the device, None if none of ours runs there."""
+    if device.type not in ("cpu", "cuda") or torch.version.hip is not None:
+        return None
+    try:
+        return select_backend(device).name
+    except RuntimeError:
+        return None
+
+
+def _backend_of(query: Tensor, key: Tensor, value: Tensor, dropout_p: float, scale: float | None) -> str | None:
+    """The backend of a call whose last dimension is headdim, None for what our kernels cannot do."""
+    dtype, device = query.dtype, query.device
+    if (
+        dropout_p != 0.0
+        or (scale is not None and not math.isfinite(scale))
+        or query.is_nested
+        or key.is_nested
+        or key.dtype != dtype
+        or value.dtype != dtype
+        or key.device != device
+        or value.device != device
+        or key.shape != value.shape
+        or key.dim() != query.dim()
+        or query.shape[-1] != key.shape[-1]
+        or query.shape[-1] > MAX_HEAD_DIM
+        or query.numel() == 0
+        or key.numel() == 0
+    ):
+        return None
+    backend = _backend_on(device)
+    return backend if backend is not None and dtype in _DTYPES[backend] else None
+
+
+def _call_of(
+    query: Tensor, key: Tensor, value: Tensor, dropout_p: float, is_causal: bool, scale: float | None, top_left: bool
+) -> _Call | None:
+    """A call with tensors ``[batch, nheads, seqlen, headdim]``, None for what our kernels cannot do."""
+    backend = _backend_of(query, key, value, dropout_p, scale)
+    if backend is None or query.dim() != 4:
+        return None
+    batch, nheads, seqlen_q, headdim = query.shape
+    batch_k, nheads_k, seqlen_k, _ = key.shape
+    if batch_k != batch or nheads % nheads_k != 0:
+        return None
+    causal, right = is_causal, 0 if is_causal else -1
+    if is_causal and top_left and seqlen_q != seqlen_k:
+        if seqlen_q > seqlen_k:  # our diagonal ends in the lower right corner: this one is seqlen_q - seqlen_k higher
+            causal, right = False, seqlen_q - seqlen_k
+        else:  # no query sees the keys from seqlen_q on
+            key, value = key[:, :, :seqlen_q], value[:, :, :seqlen_q]
+    q, k, v = (_contiguous_last(x).transpose(1, 2) for x in (query, key, value))
+    options = _options(headdim, scale, causal, -1, right, backend)
+    return _Call(q, k, v, None, options, is_causal and not top_left and seqlen_q > seqlen_k)
+
+
+def _flash_call_of(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    window_size_left: int | None,
+    window_size_right: int | None,
+) -> _Call | None:
+    """A call with the layout and the masks of flash-attn, dense or varlen; None for what our kernels cannot do."""
+    backend = _backend_of(query, key, value, dropout_p, scale)
+    left = -1 if window_size_left is None else window_size_left
+    right = 0 if is_causal else -1 if window_size_right is None else window_size_right
+    if backend is None or left < -1 or right < -1 or query.shape[-2] % key.shape[-2] != 0:
+        return None
+    options = _options(query.shape[-1], scale, is_causal, left, right, backend)
+    tensors = tuple(map(_contiguous_last, (query, key, value)))
+    if cum_seq_q is None and cum_seq_k is None:
+        if query.dim() != 4 or query.shape[0] != key.shape[0]:
+            return None
+        return _Call(*tensors, None, options, right >= 0 and query.shape[1] > key.shape[1])
+    if cum_seq_q is None or cum_seq_k is None or query.dim() != 3 or not _varlen_lse_is_packed():
+        return None
+    if any(x.dtype != torch.int32 or x.device != query.device for x in (cum_seq_q, cum_seq_k)):
+        return None
+    return _Call(*tensors, Sequences(cum_seq_q.contiguous(), cum_seq_k.contiguous(), max_q, max_k), options, True)
+
+
+def _options(headdim: int, scale: float | None, causal: bool, left: int, right: int, backend: str) -> Options:
+    return Options(
+        dropout_p=0.0,
+        softmax_scale=1.0 / math.sqrt(headdim) if scale is None else scale,
+        causal=causal,
+        window_size_left=left,
+        window_size_right=right,
+        softcap=0.0,
+        alibi_slopes=None,
+        backend=backend,
+    )
+
+
+def _contiguous_last(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+# ---- what PyTorch's fake implementations promise, where it depends on the version ------------------------------------
+
+
+@functools.cache
+def _cudnn_promise() -> tuple[int, bool]:
+    """The dimensions of the cuDNN op's log-sum-exp, and whether out has the layout of the query."""
+    query = torch.empty(2, 4, 3, 8, device="meta", dtype=torch.float16).transpose(1, 2)
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(query, query, query, None, True)
+    return lse.dim(), out.stride() == query.stride()
+
+
+@functools.cache
+def _varlen_lse_is_packed() -> bool:
+    """Whether the log-sum-exp of a varlen call is ``[nheads, total_q]``, as ours; older versions pad it."""
+    query = torch.empty(4, 3, 8, device="meta", dtype=torch.float16)
+    ends = torch.empty(3, device="meta", dtype=torch.int32)
+    lse = torch.ops.aten._flash_attention_forward(query, query, query, ends, ends, 2, 2, 0.0, False, False)[1]
+    return bool(lse.dim() == 2)
+
+
+@functools.cache
+def _has_rng_state() -> bool:
+    """Whether the flash ops return one rng_state instead of philox_seed and philox_offset."""
+    return any(x.name == "rng_state" for x in torch.ops.aten._flash_attention_forward.default._schema.returns)
+
+
+def _unused_random_state(query: Tensor, as_rng_state: bool) -> tuple[Tensor, Tensor]:
+    """The random state of a call without dropout, which no kernel reads."""
+    if as_rng_state:
+        return query.new_empty((2,), dtype=torch.uint64), query.new_empty((), dtype=torch.uint64)
+    return query.new_empty((), dtype=torch.int64), query.new_empty((), dtype=torch.int64)
+
+
+# ---- our kernels ----------------------------------------------------------------------------------------------------
+
+
+def _forward(call: _Call, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """out and the log-sum-exp, which has inf for a row without a key, as in PyTorch's flash kernels."""
+    arguments = (call.q, call.k, call.v, call.sequences, call.options)
+    if extension.MODULE is None or (out is not None and call.options.backend == "triton"):
+        result, lse = ops.forward_without_graph(*arguments, None)
+        result = result if out is None else out.copy_(result)
+    else:
+        result, lse, _ = extension.forward(*arguments, out)
+    return result, lse.masked_fill_(lse == -math.inf, math.inf) if call.has_empty_rows else lse
+
+
+def _backward(
+    call: _Call, grad_out: Tensor, out: Tensor, lse: Tensor, into: Sequence[Tensor | None] = _NO_TENSORS
+) -> tuple[Any, Any, Any]:
+    """dq, dk and dv in the layout of the call. ``into`` has the tensors that receive them, None for new ones."""
+    if call.has_empty_rows:
+        lse = lse.masked_fill(lse == math.inf, -math.inf)
+    tensors = (grad_out, call.q, call.k, call.v, out, lse)
+    run: Callable[..., Any] = ops.backward if extension.MODULE is None else extension.backward
+    dq, dk, dv, _ = run(*tensors, None, call.sequences, call.options, None, (True, True, True), tuple(into))
+    return dq, dk, dv
+
+
+def _backward_of_heads(
+    call: _Call, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, rows_first: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of tensors ``[batch, nheads, seqlen, headdim]``.
+
+    Their strides are those of the inputs or, with ``rows_first``, of a contiguous ``[batch, seqlen, nheads, headdim]``.
+    """
+    inputs = (query, key, value)
+    if rows_first:
+        gradients = [x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in inputs]
+    else:
+        gradients = [torch.empty_like(x) for x in inputs]
+    seqlen_k = call.k.shape[1]
+    views = []
+    for gradient, rows in zip(gradients, (query.shape[2], seqlen_k, seqlen_k), strict=True):
+        if rows != gradient.shape[2]:
+            gradient[:, :, rows:] = 0
+        view = gradient[:, :, :rows].transpose(1, 2)
+        views.append(view if view.stride(-1) == 1 else view.new_empty(view.shape))
+    results = _backward(call, grad_out.transpose(1, 2), out.transpose(1, 2), lse, views)
+    for gradient, view, result in zip(gradients, views, results, strict=True):
+        if gradient.stride(-1) != 1:
+            gradient[:, :, : view.shape[1]] = result.transpose(1, 2)
+    return gradients[0], gradients[1], gradients[2]
+
+
+def _fits(call: _Call | None, grad_out: Tensor | None, out: Tensor | None) -> bool:
+    return (
+        call is not None
+        and grad_out is not None
+        and out is not None
+        and grad_out.shape == out.shape
+        and grad_out.dtype == out.dtype == call.q.dtype
+    )
+
+
+def _like(query: Tensor, out: Tensor) -> Tensor:
+    """out with the strides of ``torch.empty_like(query)``: it has them unless the query's last dimension was copied."""
+    return out if query.stride(-1) == 1 else torch.empty_like(query).copy_(out)
+
+
+# ---- the ops --------------------------------------------------------------------------------------------------------
+
+
+def scaled_dot_product_flash_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> Results | None:
+    """The flash op. Its causal mask is aligned to the bottom right; SDPA calls it with equal lengths only."""
+    call = _call_of(query, key, value, dropout_p, is_causal, scale, top_left=False)
+    if call is None or return_debug_mask:
+        return None
+    out, lse = _forward(call)
+    seed, offset = _unused_random_state(query, _has_rng_state())
+    lengths = (query.shape[2], key.shape[2])
+    return _like(query, out.transpose(1, 2)), lse, None, None, *lengths, seed, offset, query.new_empty(0)
+
+
+def scaled_dot_product_flash_attention_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    philox_seed: Tensor,
+    philox_offset: Tensor,
+    *,
+    scale: float | None = None,
+) -> Results | None:
+    """The backward of the flash op."""
+    call = _call_of(query, key, value, dropout_p, is_causal, scale, top_left=False)
+    if call is None or cum_seq_q is not None or not _fits(call, grad_out, out):
+        return None
+    return _backward_of_heads(call, grad_out, query, key, value, out, logsumexp, rows_first=False)
+
+
+def scaled_dot_product_cudnn_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | None,
+    compute_log_sumexp: bool,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> Results | None:
+    """The cuDNN op. Its causal mask is aligned to the top left."""
+    call = _call_of(query, key, value, dropout_p, is_causal, scale, top_left=True)
+    if call is None or attn_bias is not None or return_debug_mask:
+        return None
+    lse_dim, is_like_query = _cudnn_promise()
+    if is_like_query:
+        result, lse = _forward(call)
+        out = _like(query, result.transpose(1, 2))
+    else:
+        out = query.new_empty(query.shape)
+        _, lse = _forward(call, out.transpose(1, 2))
+    seed, offset = _unused_random_state(query, as_rng_state=False)
+    lse = lse if lse_dim == 3 else lse[..., None]
+    return out, lse, None, None, query.shape[2], key.shape[2], seed, offset, None
+
+
+def scaled_dot_product_cudnn_attention_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    philox_seed: Tensor,
+    philox_offset: Tensor,
+    attn_bias: Tensor | None,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    *,
+    scale: float | None = None,
+) -> Results | None:
+    """The backward of the cuDNN op."""
+    call = _call_of(query, key, value, dropout_p, is_causal, scale, top_left=True)
+    if call is None or attn_bias is not None or cum_seq_q is not None or not _fits(call, grad_out, out):
+        return None
+    lse = logsumexp if logsumexp.dim() == 3 else logsumexp[..., 0]
+    return _backward_of_heads(call, grad_out, query, key, value, out, lse, rows_first=False)
+
+
+def scaled_dot_product_efficient_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | None,
+    compute_log_sumexp: bool,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+) -> Results | None:
+    """The memory-efficient op. Its causal mask is aligned to the top left."""
+    call = _call_of(query, key, value, dropout_p, is_causal, scale, top_left=True)
+    if call is None or attn_bias is not None:
+        return None
+    batch, nheads, seqlen_q, headdim = query.shape
+    out, lse = _forward(call, query.new_empty((batch, seqlen_q, nheads, headdim)))
+    padding = -seqlen_q % _EFFICIENT_LSE_MULTIPLE
+    if not compute_log_sumexp:
+        lse = lse.new_empty((batch, nheads, 0))
+    elif padding:
+        lse = torch.constant_pad_nd(lse, (0, padding), math.inf)
+    return out.transpose(1, 2), lse, *_unused_random_state(query, as_rng_state=False)
+
+
+def scaled_dot_product_efficient_attention_backward(
+    grad_out_: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | None,
+    out: Tensor,
+    logsumexp: Tensor,
+    philox_seed: Tensor,
+    philox_offset: Tensor,
+    dropout_p: float,
+    grad_input_mask: Sequence[bool],
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+) -> Results | None:
+    """The backward of the memory-efficient op."""
+    call = _call_of(query, key, value, dropout_p, is_causal, scale, top_left=True)
+    if call is None or grad_out_ is None or attn_bias is not None or not _fits(call, grad_out_, out):
+        return None
+    seqlen_q = query.shape[2]
+    if logsumexp.shape[-1] < seqlen_q:
+        return None
+    lse = logsumexp[:, :, :seqlen_q]
+    return *_backward_of_heads(call, grad_out_, query, key, value, out, lse, rows_first=True), None
+
+
+def flash_attention_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    **others: Any,
+) -> Results | None:
+    """The flash op with flash-attn's layout: windows, varlen. Its masks are aligned to the bottom right.
+
+    ``others`` are seqused_k, alibi_slopes and, in newer versions, block_table and num_splits.
+    """
+    if return_debug_mask or any(x is not None for x in others.values()):
+        return None
+    lengths = (cum_seq_q, cum_seq_k, max_q, max_k)
+    window = (window_size_left, window_size_right)
+    call = _flash_call_of(query, key, value, *lengths, dropout_p, is_causal, scale, *window)
+    if call is None:
+        return None
+    out, lse = _forward(call)
+    return _like(query, out), lse, *_unused_random_state(query, _has_rng_state()), query.new_empty(0)
+
+
+def flash_attention_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    rng_state: Tensor,
+    unused: Tensor,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+) -> Results | None:
+    """The backward of the flash op with flash-attn's layout."""
+    lengths = (cum_seq_q, cum_seq_k, max_q, max_k)
+    window = (window_size_left, window_size_right)
+    call = _flash_call_of(query, key, value, *lengths, dropout_p, is_causal, scale, *window)
+    if call is None or not _fits(call, grad_out, out):
+        return None
+    dq, dk, dv = _backward(call, grad_out, out, logsumexp)
+    return _like(query, dq), _like(key, dk), _like(value, dv)
+
+
+def scaled_dot_product_flash_attention_for_cpu(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> Results | None:
+    """The flash op for the CPU. Its causal mask is aligned to the top left."""
+    call = _call_of(query, key, value, dropout_p, is_causal, scale, top_left=True)
+    if call is None or attn_mask is not None:
+        return None
+    out, lse = _forward(call)
+    return _like(query, out.transpose(1, 2)), lse.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def scaled_dot_product_flash_attention_for_cpu_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> Results | None:
+    """The backward of the flash op for the CPU."""
+    call = _call_of(query, key, value, dropout_p, is_causal, scale, top_left=True)
+    if call is None or attn_mask is not None or not _fits(call, grad_out, out):
+        return None
+    return _backward_of_heads(call, grad_out, query, key, value, out, logsumexp, rows_first=True)
+
+
+OPS: dict[str, Callable[..., Results | None]] = {
+    f"_{function.__name__}": function
+    for function in (
+        scaled_dot_product_flash_attention,
+        scaled_dot_product_flash_attention_backward,
+        scaled_dot_product_cudnn_attention,
+        scaled_dot_product_cudnn_attention_backward,
+        scaled_dot_product_efficient_attention,
+        scaled_dot_product_efficient_attention_backward,
+        flash_attention_forward,
+        flash_attention_backward,
+        scaled_dot_product_flash_attention_for_cpu,
+        scaled_dot_product_flash_attention_for_cpu_backward,
+    )
+}
