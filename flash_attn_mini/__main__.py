@@ -1,13 +1,20 @@
-"""``python -m flash_attn_mini`` prints the built kernels, the devices, and the backend that a call would take."""
+"""``python -m flash_attn_mini`` prints the built kernels, the devices, and the backend that a call would take.
+
+``python -m flash_attn_mini --sdpa script.py args…`` runs a script with our kernels under PyTorch's
+scaled_dot_product_attention (sdpa.py), and prints on stderr how many calls ran on which kernels.
+"""
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
+import runpy
+import sys
 
 import torch
 
-from . import __version__
+from . import __version__, sdpa
 from .backends import BACKENDS, ENVIRONMENT_VARIABLE, extension, select_backend
 
 
@@ -52,8 +59,8 @@ def _describe(device: torch.device) -> list[str]:
     return lines
 
 
-def main() -> None:
-    """Print the report."""
+def report() -> None:
+    """Print the built kernels, the devices, and the backend that a call would take."""
     print(f"flash_attn_mini {__version__}, torch {torch.__version__}, Python {platform.python_version()}")
     print("\n".join(_built()))
     forced = os.environ.get(ENVIRONMENT_VARIABLE)
@@ -61,6 +68,45 @@ def main() -> None:
         print(f"{ENVIRONMENT_VARIABLE}={forced}")
     for device in _devices():
         print("\n".join(_describe(device)))
+
+
+def run_with_sdpa(script: str, arguments: list[str]) -> None:
+    """Run a script as ``python script arguments`` does, with our kernels under PyTorch's attention."""
+    sys.argv = [script, *arguments]
+    sys.path[0] = os.path.dirname(os.path.abspath(script))
+    sdpa.activate()
+    try:
+        runpy.run_path(script, run_name="__main__")
+    finally:
+        print("\n".join(_counted()), file=sys.stderr)
+
+
+def _counted() -> list[str]:
+    counts = sdpa.counts()
+    if not counts:
+        return ["[flash_attn_mini] sdpa: no call of PyTorch's fused attention"]
+    return [
+        f"[flash_attn_mini] sdpa: {name}: {count.ours} calls on flash_attn_mini, {count.pytorch} on PyTorch"
+        for name, count in counts.items()
+    ]
+
+
+def main() -> None:
+    """Print the report, or run a script."""
+    parser = argparse.ArgumentParser(prog="python -m flash_attn_mini", description="Print what was built and can run.")
+    parser.add_argument(
+        "--sdpa",
+        nargs=argparse.REMAINDER,
+        metavar=("script.py", "args"),
+        help="run a script with our kernels under torch.nn.functional.scaled_dot_product_attention",
+    )
+    given = parser.parse_args()
+    if given.sdpa is None:
+        report()
+    elif not given.sdpa:
+        parser.error("--sdpa needs a script; allowed: --sdpa script.py args...")
+    else:
+        run_with_sdpa(given.sdpa[0], given.sdpa[1:])
 
 
 if __name__ == "__main__":

@@ -18,14 +18,15 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .backends import extension, select_backend
+from .backends import chosen_backend, extension, select_backend
 from .options import Options, Sequences
 
 Results = tuple[Any, ...]
 
 MAX_HEAD_DIM = 256
 _16_BIT = frozenset((torch.float16, torch.bfloat16))
-_DTYPES = {"cpu": _16_BIT | {torch.float32, torch.float64}, "cuda": _16_BIT, "triton": _16_BIT}
+_CPU_DTYPES = _16_BIT | {torch.float32, torch.float64}
+_NAMES_IN_BUILD = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 _EFFICIENT_LSE_MULTIPLE = 32  # the efficient op pads the rows of the log-sum-exp to this multiple, with inf
 _NO_TENSORS = (None, None, None)
 
@@ -44,38 +45,54 @@ class _Call(NamedTuple):
 # ---- which calls are ours -------------------------------------------------------------------------------------------
 
 
-def _backend_on(device: torch.device) -> str | None:
-    """The backend of a call on the device, None if none of ours runs there."""
+class _Limits(NamedTuple):
+    """What the backend of a device can do."""
+
+    backend: str
+    dtypes: frozenset[torch.dtype]  # empty if no backend of ours runs on the device
+    headdim: int
+
+
+_NOTHING = _Limits("", frozenset(), 0)
+
+
+@functools.cache  # what a device can run does not change while the process lives
+def _limits_of(device: torch.device, chosen: str | None) -> _Limits:
+    """The limits on a device, with the backend that ``use_backend`` chose."""
     if device.type not in ("cpu", "cuda") or torch.version.hip is not None:
-        return None
+        return _NOTHING
     try:
-        return select_backend(device).name
+        backend = select_backend(device, chosen).name
     except RuntimeError:
-        return None
+        return _NOTHING
+    if backend != "cuda":
+        return _Limits(backend, _CPU_DTYPES if backend == "cpu" else _16_BIT, MAX_HEAD_DIM)
+    built = extension.load().build_info()
+    dtypes = frozenset(x for x in _16_BIT if _NAMES_IN_BUILD[x] in built["dtypes"])
+    return _Limits(backend, dtypes, max(map(int, built["hdims"]), default=0))
 
 
 def _backend_of(query: Tensor, key: Tensor, value: Tensor, dropout_p: float, scale: float | None) -> str | None:
-    """The backend of a call whose last dimension is headdim, None for what our kernels cannot do."""
-    dtype, device = query.dtype, query.device
+    """The backend of a call whose last dimension is headdim, None for what our kernels cannot do.
+
+    The layout of the call is not checked.
+    """
+    limits = _limits_of(query.device, chosen_backend())
+    dtype = query.dtype
     if (
-        dropout_p != 0.0
-        or (scale is not None and not math.isfinite(scale))
-        or query.is_nested
-        or key.is_nested
-        or key.dtype != dtype
-        or value.dtype != dtype
-        or key.device != device
-        or value.device != device
-        or key.shape != value.shape
-        or key.dim() != query.dim()
-        or query.shape[-1] != key.shape[-1]
-        or query.shape[-1] > MAX_HEAD_DIM
-        or query.numel() == 0
-        or key.numel() == 0
+        dtype in limits.dtypes
+        and dropout_p == 0.0
+        and key.dtype == dtype
+        and value.dtype == dtype
+        and not (query.is_nested or key.is_nested)
+        and key.shape == value.shape
+        and query.size(-1) == key.size(-1) <= limits.headdim
+        and query.numel() > 0
+        and key.numel() > 0
+        and (scale is None or math.isfinite(scale))
     ):
-        return None
-    backend = _backend_on(device)
-    return backend if backend is not None and dtype in _DTYPES[backend] else None
+        return limits.backend
+    return None
 
 
 def _call_of(
@@ -83,21 +100,25 @@ def _call_of(
 ) -> _Call | None:
     """A call with tensors ``[batch, nheads, seqlen, headdim]``, None for what our kernels cannot do."""
     backend = _backend_of(query, key, value, dropout_p, scale)
-    if backend is None or query.dim() != 4:
+    if backend is None or not query.dim() == key.dim() == 4:
         return None
     batch, nheads, seqlen_q, headdim = query.shape
     batch_k, nheads_k, seqlen_k, _ = key.shape
     if batch_k != batch or nheads % nheads_k != 0:
         return None
-    causal, right = is_causal, 0 if is_causal else -1
-    if is_causal and top_left and seqlen_q != seqlen_k:
-        if seqlen_q > seqlen_k:  # our diagonal ends in the lower right corner: this one is seqlen_q - seqlen_k higher
-            causal, right = False, seqlen_q - seqlen_k
+    right = 0 if is_causal else -1
+    has_empty_rows = False
+    if is_causal and seqlen_q != seqlen_k:
+        if not top_left:
+            has_empty_rows = seqlen_q > seqlen_k
+        elif seqlen_q > seqlen_k:  # our diagonal ends in the lower right corner, and PyTorch's is higher by this much
+            is_causal, right = False, seqlen_q - seqlen_k
         else:  # no query sees the keys from seqlen_q on
             key, value = key[:, :, :seqlen_q], value[:, :, :seqlen_q]
-    q, k, v = (_contiguous_last(x).transpose(1, 2) for x in (query, key, value))
-    options = _options(headdim, scale, causal, -1, right, backend)
-    return _Call(q, k, v, None, options, is_causal and not top_left and seqlen_q > seqlen_k)
+    q = _contiguous_last(query).transpose(1, 2)
+    k = _contiguous_last(key).transpose(1, 2)
+    v = _contiguous_last(value).transpose(1, 2)
+    return _Call(q, k, v, None, _options(headdim, scale, is_causal, -1, right, backend), has_empty_rows)
 
 
 def _flash_call_of(
@@ -118,10 +139,10 @@ def _flash_call_of(
     backend = _backend_of(query, key, value, dropout_p, scale)
     left = -1 if window_size_left is None else window_size_left
     right = 0 if is_causal else -1 if window_size_right is None else window_size_right
-    if backend is None or left < -1 or right < -1 or query.shape[-2] % key.shape[-2] != 0:
+    if backend is None or left < -1 or right < -1 or query.dim() != key.dim() or query.size(-2) % key.size(-2) != 0:
         return None
-    options = _options(query.shape[-1], scale, is_causal, left, right, backend)
-    tensors = tuple(map(_contiguous_last, (query, key, value)))
+    options = _options(query.size(-1), scale, is_causal, left, right, backend)
+    tensors = (_contiguous_last(query), _contiguous_last(key), _contiguous_last(value))
     if cum_seq_q is None and cum_seq_k is None:
         if query.dim() != 4 or query.shape[0] != key.shape[0]:
             return None
@@ -134,20 +155,14 @@ def _flash_call_of(
 
 
 def _options(headdim: int, scale: float | None, causal: bool, left: int, right: int, backend: str) -> Options:
-    return Options(
-        dropout_p=0.0,
-        softmax_scale=1.0 / math.sqrt(headdim) if scale is None else scale,
-        causal=causal,
-        window_size_left=left,
-        window_size_right=right,
-        softcap=0.0,
-        alibi_slopes=None,
-        backend=backend,
-    )
+    dropout_p = softcap = 0.0
+    alibi_slopes = None
+    scale = 1.0 / math.sqrt(headdim) if scale is None else scale
+    return Options(dropout_p, scale, causal, left, right, softcap, alibi_slopes, backend=backend)
 
 
 def _contiguous_last(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+    return x if x.stride(-1) == 1 or x.size(-1) == 1 else x.contiguous()
 
 
 # ---- what PyTorch's fake implementations promise, where it depends on the version ------------------------------------

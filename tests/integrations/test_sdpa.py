@@ -1,0 +1,380 @@
+"""Our kernels under torch.nn.functional.scaled_dot_product_attention: as accurate as the math backend, and counted.
+
+test_sdpa_ops.py calls the ops of aten; test_sdpa_models.py runs models. With a GPU the same cases run on each of
+PyTorch's CUDA backends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+import flash_attn_mini
+from flash_attn_mini import sdpa
+
+from ..support.one_thread import one_thread  # noqa: F401
+from ..support.sdpa_cases import CASES, SdpaCase, assert_accurate, differentiated
+from ..support.sdpa_counts import ours_and_pytorchs
+
+CPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+CUDA_BACKENDS = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
+PLACES = [
+    *(pytest.param("cpu", dtype, None, id=f"cpu-{dtype}".replace("torch.", "")) for dtype in CPU_DTYPES),
+    *(
+        pytest.param("cuda", dtype, backend, id=f"{backend.name}-{dtype}".replace("torch.", ""), marks=pytest.mark.gpu)
+        for backend in CUDA_BACKENDS
+        for dtype in (torch.float16, torch.bfloat16)
+    ),
+]
+devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+HAS_REGISTRY = hasattr(torch.nn.attention, "register_flash_attention_impl")
+
+
+@pytest.fixture(autouse=True)
+def _restored() -> Iterator[None]:
+    assert not sdpa.is_active()
+    yield
+    sdpa.restore()
+
+
+@contextlib.contextmanager
+def selecting(backend: SDPBackend | None) -> Iterator[None]:
+    """SDPA with one of PyTorch's backends only, None for its own choice."""
+    if backend is None:
+        yield
+        return
+    with sdpa_kernel(backend):
+        yield
+
+
+def dtype_of(device: str) -> torch.dtype:
+    return torch.float32 if device == "cpu" else torch.bfloat16
+
+
+def small(device: str, draw: torch.Generator, *shape: int) -> torch.Tensor:
+    return torch.randn(*(shape or (2, 3, 21, 16)), generator=draw).to(device, dtype_of(device))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(("device", "dtype", "selected"), PLACES)
+def test_arguments(
+    case: SdpaCase,
+    device: str,
+    dtype: torch.dtype,
+    selected: SDPBackend | None,
+    draw: torch.Generator,
+    described_seed: str,
+) -> None:
+    *tensors, grad_out = case.make(device, dtype, draw)
+    options = case.options(device, dtype, draw)
+    with sdpa.sdpa(), selecting(selected), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch says why a backend cannot run
+        try:
+            got, ours, pytorchs = ours_and_pytorchs(differentiated, scaled_dot_product_attention, tensors, grad_out, **options)
+        except RuntimeError as error:
+            if selected is None or "No available kernel" not in str(error):
+                raise
+            pytest.skip(f"PyTorch's {selected.name} does not take the call")
+    assert_accurate(f"{case}, {described_seed}", got, tuple(tensors), grad_out, **options)
+    if case.is_ours:
+        assert (ours, pytorchs) == (2, 0), "the forward and the backward"
+    elif case.rank == 4:
+        assert ours == 0
+
+
+@devices
+def test_dropout_has_pytorchs_mask(device: str, draw: torch.Generator, seed: int) -> None:
+    q = small(device, draw)
+
+    def run() -> tuple[torch.Tensor, ...]:
+        torch.manual_seed(seed)
+        return differentiated(scaled_dot_product_attention, (q, q, q), torch.ones_like(q), dropout_p=0.3)
+
+    expected = run()
+    with sdpa.sdpa():
+        got, ours, _ = ours_and_pytorchs(run)
+    assert ours == 0
+    assert all(map(torch.equal, got, expected))
+
+
+@devices
+@pytest.mark.parametrize("empty", ["keys", "queries", "batch"])
+def test_empty_tensors(device: str, empty: str, draw: torch.Generator) -> None:
+    batch, seqlen_q, seqlen_k = (0 if empty == name else 3 for name in ("batch", "queries", "keys"))
+    q, k = small(device, draw, batch, 2, seqlen_q, 16), small(device, draw, batch, 2, seqlen_k, 16)
+    with sdpa.sdpa():
+        got = differentiated(scaled_dot_product_attention, (q, k, k), torch.ones_like(q))
+    expected = differentiated(scaled_dot_product_attention, (q, k, k), torch.ones_like(q))
+    assert all(map(torch.equal, got, expected))
+
+
+@devices
+@pytest.mark.parametrize("wanted", ["q", "k", "v", ""])
+def test_some_inputs_need_no_gradient(device: str, wanted: str, draw: torch.Generator) -> None:
+    tensors = {name: small(device, draw) for name in "qkv"}
+    grad_out = small(device, draw)
+    expected = differentiated(scaled_dot_product_attention, tuple(tensors.values()), grad_out)[1:]
+    if wanted:
+        tensors[wanted].requires_grad_()
+    with sdpa.sdpa():
+        out, ours, _ = ours_and_pytorchs(scaled_dot_product_attention, *tensors.values())
+        assert ours == 1
+        assert out.requires_grad == bool(wanted)
+        if wanted:
+            (got,) = torch.autograd.grad(out, tensors[wanted], grad_out)
+            torch.testing.assert_close(got, expected["qkv".index(wanted)])
+
+
+@devices
+@pytest.mark.parametrize("first_is_ours", [True, False])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_forward_and_backward_may_run_on_different_kernels(
+    device: str, first_is_ours: bool, is_causal: bool, draw: torch.Generator, described_seed: str
+) -> None:
+    q, k, v = tensors = tuple(small(device, draw).requires_grad_() for _ in range(3))
+    grad_out = small(device, draw)
+    if first_is_ours:
+        sdpa.activate()
+    out, forwards, _ = ours_and_pytorchs(scaled_dot_product_attention, q, k, v, is_causal=is_causal)
+    (sdpa.restore if first_is_ours else sdpa.activate)()
+    gradients, backwards, _ = ours_and_pytorchs(torch.autograd.grad, out, tensors, grad_out)
+    assert (forwards, backwards) == ((1, 0) if first_is_ours else (0, 1))
+    assert_accurate(described_seed, (out, *gradients), tensors, grad_out, is_causal=is_causal)
+
+
+@devices
+def test_autocast(device: str, draw: torch.Generator) -> None:
+    q = torch.randn(2, 3, 21, 16, generator=draw).to(device)
+    grad_out = torch.ones_like(q, dtype=torch.bfloat16)
+
+    def run() -> tuple[torch.Tensor, ...]:
+        with torch.autocast(device, torch.bfloat16):
+            return differentiated(scaled_dot_product_attention, (q, q, q), grad_out)
+
+    expected = run()
+    with sdpa.sdpa():
+        got, ours, _ = ours_and_pytorchs(run)
+    assert ours == 2
+    assert [x.dtype for x in got] == [x.dtype for x in expected] == [torch.bfloat16] + [torch.float32] * 3
+    torch.testing.assert_close(got, expected, atol=0.05, rtol=0.05)
+
+
+@devices
+def test_inference_mode(device: str, draw: torch.Generator) -> None:
+    q = small(device, draw)
+    expected = scaled_dot_product_attention(q, q, q)
+    with sdpa.sdpa(), torch.inference_mode():
+        x = q.clone()
+        got, ours, _ = ours_and_pytorchs(scaled_dot_product_attention, x, x, x)
+    assert ours == 1
+    torch.testing.assert_close(got.clone(), expected)
+
+
+@devices
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # PyTorch has no batching rule for the CPU's op
+def test_vmap_and_torch_func(device: str, draw: torch.Generator) -> None:
+    x = small(device, draw, 4, 2, 3, 21, 16)
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return scaled_dot_product_attention(x, x, x, is_causal=True).float().square().sum()
+
+    expected = torch.stack([loss(sample) for sample in x]), torch.stack([torch.func.grad(loss)(sample) for sample in x])
+    with sdpa.sdpa():
+        got, ours, _ = ours_and_pytorchs(lambda: (torch.vmap(loss)(x), torch.vmap(torch.func.grad(loss))(x)))
+    assert ours > 0
+    torch.testing.assert_close(got, expected, atol=1e-2 if device == "cuda" else 1e-4, rtol=1e-2)
+
+
+@pytest.mark.slow
+@devices
+def test_compiled_by_inductor(device: str, draw: torch.Generator) -> None:
+    """The full graph with dynamic shapes; the strides that inductor asserts are those of the fake implementations."""
+    linear = torch.nn.Linear(32, 3 * 32, device=device, dtype=dtype_of(device))
+
+    def attend(x: torch.Tensor) -> torch.Tensor:
+        q, k, v = linear(x).unflatten(-1, (3, 4, 8)).transpose(1, 3).unbind(2)
+        return scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2).sin()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, fullgraph=True, dynamic=True)
+    with sdpa.sdpa():
+        for seqlen in (17, 32, 45):
+            x = small(device, draw, 2, seqlen, 32).requires_grad_()
+            expected = attend(x)
+            got, ours, _ = ours_and_pytorchs(compiled, x)
+            assert ours == 1
+            torch.testing.assert_close(got, expected, atol=1e-2 if device == "cuda" else 1e-5, rtol=1e-2)
+            grad_out = torch.randn_like(got)
+            gradients = [torch.autograd.grad(y, (x, linear.weight), grad_out) for y in (got, expected)]
+            torch.testing.assert_close(*gradients, atol=0.1 if device == "cuda" else 1e-4, rtol=0.1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("selected", CUDA_BACKENDS, ids=lambda selected: selected.name)
+def test_captured_in_a_cuda_graph(selected: SDPBackend, draw: torch.Generator) -> None:
+    x = small("cuda", draw, 2, 4, 128, 64).requires_grad_()
+    static = torch.empty_like(x).requires_grad_()
+
+    def run(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        with sdpa_kernel(selected):
+            return differentiated(scaled_dot_product_attention, (x, x, x), torch.ones_like(x), is_causal=True)
+
+    with sdpa.sdpa():
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            run(static)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got, ours, _ = ours_and_pytorchs(run, static)
+        assert ours == 2
+        with torch.no_grad():
+            static.copy_(x)
+        graph.replay()
+        torch.testing.assert_close(got, run(x))
+
+
+@devices
+def test_a_lower_right_bias(device: str, draw: torch.Generator) -> None:
+    """PyTorch's CausalBias calls the flash op with a mask that is aligned to the bottom right."""
+    from torch.nn.attention.bias import causal_lower_right
+
+    q, k = small(device, draw, 2, 3, 9, 16), small(device, draw, 2, 3, 25, 16)
+    mask = torch.ones(9, 25, dtype=torch.bool, device=device).tril(16)
+    expected = scaled_dot_product_attention(q, k, k, attn_mask=mask)
+    with sdpa.sdpa():
+        got = scaled_dot_product_attention(q, k, k, attn_mask=causal_lower_right(9, 25))
+    torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.gpu
+def test_nested_tensors(draw: torch.Generator) -> None:
+    rows = [small("cuda", draw, n, 4, 32) for n in (5, 17, 9)]
+    x = torch.nested.nested_tensor(rows, layout=torch.jagged).transpose(1, 2)
+    with sdpa.sdpa():
+        got = scaled_dot_product_attention(x, x, x).transpose(1, 2).unbind()
+    for out, sample in zip(got, rows, strict=True):
+        sample = sample.transpose(0, 1)[None]
+        expected = scaled_dot_product_attention(sample, sample, sample)[0].transpose(0, 1)
+        torch.testing.assert_close(out, expected, atol=1e-2, rtol=1e-2)
+
+
+# ---- activating -----------------------------------------------------------------------------------------------------
+
+
+def runs_ours() -> bool:
+    q = torch.ones(1, 1, 2, 8)
+    return ours_and_pytorchs(scaled_dot_product_attention, q, q, q)[1] == 1
+
+
+def test_activate_and_restore_may_be_repeated() -> None:
+    assert not runs_ours()
+    sdpa.activate()
+    sdpa.activate()
+    assert runs_ours()
+    sdpa.restore()
+    assert not runs_ours()
+    sdpa.restore()
+    assert not runs_ours()
+    sdpa.activate()
+    assert runs_ours()
+
+
+def test_contexts_nest_and_leave_what_was_there() -> None:
+    with sdpa.sdpa():
+        with sdpa.sdpa():
+            assert runs_ours()
+        assert runs_ours()
+    assert not runs_ours()
+    sdpa.activate()
+    with pytest.raises(KeyError), sdpa.sdpa():
+        raise KeyError
+    assert runs_ours()
+
+
+@pytest.mark.skipif(not HAS_REGISTRY, reason="this PyTorch has no registry of attention implementations")
+def test_pytorchs_registry_lists_and_activates_us() -> None:
+    attention: Any = torch.nn.attention
+    assert "flash_attn_mini" in attention.list_flash_attention_impls()
+    attention.activate_flash_attention_impl("flash_attn_mini")
+    assert attention.current_flash_attention_impl() == "flash_attn_mini"
+    assert sdpa.is_active()
+    assert runs_ours()
+    attention.restore_flash_attention_impl()
+    assert not sdpa.is_active()
+    assert not runs_ours()
+    sdpa.activate()
+    assert attention.current_flash_attention_impl() == "flash_attn_mini"
+    sdpa.restore()
+    assert attention.current_flash_attention_impl() is None
+
+
+@pytest.mark.skipif(not HAS_REGISTRY, reason="this PyTorch has no registry of attention implementations")
+def test_an_implementation_that_was_active_comes_back() -> None:
+    attention: Any = torch.nn.attention
+
+    class Handle:
+        def remove(self) -> None:
+            pass
+
+    attention.register_flash_attention_impl("of this test", register_fn=Handle)
+    attention.activate_flash_attention_impl("of this test")
+    try:
+        with sdpa.sdpa():
+            assert attention.current_flash_attention_impl() == "flash_attn_mini"
+            assert runs_ours()
+        assert attention.current_flash_attention_impl() == "of this test"
+        assert not runs_ours()
+    finally:
+        attention.restore_flash_attention_impl()
+
+
+def test_a_backend_that_cannot_run_leaves_the_call_to_pytorch(draw: torch.Generator) -> None:
+    q = small("cpu", draw)
+    expected = scaled_dot_product_attention(q, q, q)
+    with sdpa.sdpa(), flash_attn_mini.use_backend("cuda"):
+        got, ours, pytorchs = ours_and_pytorchs(scaled_dot_product_attention, q, q, q)
+    assert (ours, pytorchs) == (0, 1)
+    assert torch.equal(got, expected)
+
+
+def run_python(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2]), "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run([sys.executable, *arguments], env=environment, cwd=cwd, capture_output=True, text=True)
+
+
+def test_importing_the_package_activates_nothing(tmp_path: Path) -> None:
+    program = "import flash_attn_mini; print(flash_attn_mini.sdpa.is_active())"
+    assert run_python("-c", program, cwd=tmp_path).stdout == "False\n"
+
+
+def test_the_command_runs_a_script_and_counts(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, torch\n"
+        "from torch.nn.functional import scaled_dot_product_attention as attend\n"
+        "q = torch.ones(1, 2, 5, 8, requires_grad=True)\n"
+        "attend(q, q, q).sum().backward()\n"
+        "attend(q, q, q, attn_mask=torch.zeros(5, 5))\n"
+        "print(__name__, sys.argv[1:])\n"
+        "sys.exit(3)\n"
+    )
+    result = run_python("-m", "flash_attn_mini", "--sdpa", str(script), "--flag", "x", cwd=tmp_path)
+    assert (result.returncode, result.stdout) == (3, "__main__ ['--flag', 'x']\n"), result.stderr
+    op = "_scaled_dot_product_flash_attention_for_cpu"
+    assert f"{op}: 1 calls on flash_attn_mini, 1 on PyTorch" in result.stderr
+    assert f"{op}_backward: 1 calls on flash_attn_mini, 0 on PyTorch" in result.stderr
+    result = run_python("-m", "flash_attn_mini", "--sdpa", cwd=tmp_path)
+    assert result.returncode == 2
+    assert "--sdpa needs a script" in result.stderr
