@@ -229,25 +229,23 @@ def _backward_of_heads(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of tensors ``[batch, nheads, seqlen, headdim]``.
 
-    Their strides are those of the inputs or, with ``rows_first``, of a contiguous ``[batch, seqlen, nheads, headdim]``.
+    Their strides are those of ``torch.empty_like(input)`` or, with ``rows_first``, those of a contiguous
+    ``[batch, seqlen, nheads, headdim]``.
     """
-    inputs = (query, key, value)
-    if rows_first:
-        gradients = [x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in inputs]
-    else:
-        gradients = [torch.empty_like(x) for x in inputs]
-    seqlen_k = call.k.shape[1]
-    views = []
-    for gradient, rows in zip(gradients, (query.shape[2], seqlen_k, seqlen_k), strict=True):
-        if rows != gradient.shape[2]:
-            gradient[:, :, rows:] = 0
-        view = gradient[:, :, :rows].transpose(1, 2)
-        views.append(view if view.stride(-1) == 1 else view.new_empty(view.shape))
-    results = _backward(call, grad_out.transpose(1, 2), out.transpose(1, 2), lse, views)
-    for gradient, view, result in zip(gradients, views, results, strict=True):
-        if gradient.stride(-1) != 1:
-            gradient[:, :, : view.shape[1]] = result.transpose(1, 2)
-    return gradients[0], gradients[1], gradients[2]
+    into = [x.new_empty(x.shape) for x in (call.q, call.k, call.v)] if rows_first else _NO_TENSORS
+    dq, dk, dv = _backward(call, grad_out.transpose(1, 2), out.transpose(1, 2), lse, into)
+
+    def finished(x: Tensor, gradient: Tensor) -> Tensor:
+        gradient = gradient.transpose(1, 2)
+        rows = gradient.size(2)
+        if rows != x.size(2):  # no query sees the other keys
+            whole = x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) if rows_first else torch.empty_like(x)
+            whole[:, :, :rows] = gradient
+            whole[:, :, rows:] = 0
+            return whole
+        return gradient if rows_first else _like(x, gradient)
+
+    return finished(query, dq), finished(key, dk), finished(value, dv)
 
 
 def _fits(call: _Call | None, grad_out: Tensor | None, out: Tensor | None) -> bool:
@@ -260,9 +258,12 @@ def _fits(call: _Call | None, grad_out: Tensor | None, out: Tensor | None) -> bo
     )
 
 
-def _like(query: Tensor, out: Tensor) -> Tensor:
-    """out with the strides of ``torch.empty_like(query)``: it has them unless the query's last dimension was copied."""
-    return out if query.stride(-1) == 1 else torch.empty_like(query).copy_(out)
+def _like(x: Tensor, result: Tensor) -> Tensor:
+    """result with the strides of ``torch.empty_like(x)``. It has others if x is expanded or its rows were copied."""
+    if result.stride() == x.stride():
+        return result
+    promised = torch.empty_like(x)
+    return result if result.stride() == promised.stride() else promised.copy_(result)
 
 
 # ---- the ops --------------------------------------------------------------------------------------------------------
@@ -497,7 +498,7 @@ def scaled_dot_product_flash_attention_for_cpu(
     if call is None or attn_mask is not None:
         return None
     out, lse = _forward(call)
-    return _like(query, out.transpose(1, 2)), lse.transpose(1, 2).contiguous().transpose(1, 2)
+    return _like(query, out.transpose(1, 2)), lse.mT.contiguous().mT
 
 
 def scaled_dot_product_flash_attention_for_cpu_backward(

@@ -51,7 +51,7 @@ class SdpaCase:
                 x = x.mT.contiguous().mT
             return x if self.rank == 4 else x[0]
 
-        q = tensor(self.nheads, self.seqlen_q, self.headdim, self.layout if self.layout != "expanded" else "bhsd")
+        q = tensor(self.nheads, self.seqlen_q, self.headdim, self.layout)
         k = tensor(self.nheads_k, self.seqlen_k, self.headdim, self.layout)
         v = tensor(self.nheads_k, self.seqlen_k, headdim_v, self.layout)
         return q, k, v, tensor(self.nheads, self.seqlen_q, headdim_v)
@@ -90,7 +90,8 @@ CASES = [
     SdpaCase("rows before heads", layout="bshd", is_causal=True),
     SdpaCase("rows before heads, more keys than queries", 21, 50, layout="bshd", is_causal=True),
     SdpaCase("packed", layout="packed"),
-    SdpaCase("expanded keys", layout="expanded"),
+    SdpaCase("expanded", layout="expanded"),
+    SdpaCase("expanded, causal, more keys than queries", 21, 50, layout="expanded", is_causal=True),
     SdpaCase("strided last dimension", layout="last", is_ours=False),  # PyTorch selects math
     SdpaCase("three dimensions", rank=3, is_ours=False),  # math on the CPU
     SdpaCase("bool mask", mask="bool", is_ours=False),
