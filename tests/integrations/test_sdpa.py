@@ -81,7 +81,9 @@ def test_arguments(
     with sdpa.sdpa(), selecting(selected), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch says why a backend cannot run
         try:
-            got, ours, pytorchs = ours_and_pytorchs(differentiated, scaled_dot_product_attention, tensors, grad_out, **options)
+            got, ours, pytorchs = ours_and_pytorchs(
+                differentiated, scaled_dot_product_attention, tensors, grad_out, **options
+            )
         except RuntimeError as error:
             if selected is None or "No available kernel" not in str(error):
                 raise

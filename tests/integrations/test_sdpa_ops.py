@@ -132,9 +132,7 @@ def test_layouts_are_those_of_the_fake_implementations(
         if op.name == "_flash_attention_forward":
             grad_out, q, k, v, out = (x.transpose(1, 2) for x in (grad_out, q, k, v, out))
             lengths, state = (None, None, q.shape[1], k.shape[1]), results[2:4]
-            return aten._flash_attention_backward(
-                grad_out, q, k, v, out, lse, *lengths, 0.0, case.is_causal, *state
-            )
+            return aten._flash_attention_backward(grad_out, q, k, v, out, lse, *lengths, 0.0, case.is_causal, *state)
         if op.name == "_scaled_dot_product_flash_attention":
             end = (*results[2:6], 0.0, case.is_causal, *results[6:8])
         elif op.name == "_scaled_dot_product_cudnn_attention":
@@ -171,7 +169,9 @@ def test_the_efficient_op_without_log_sum_exp(device: str, draw: torch.Generator
 def test_the_flash_op_has_windows(
     device: str, window: tuple[int | None, int | None], is_causal: bool, draw: torch.Generator
 ) -> None:
-    q, k, v = (torch.randn(2, n, 2, 16, generator=draw).to(device, torch.bfloat16).requires_grad_() for n in (30, 21, 21))
+    q, k, v = (
+        torch.randn(2, n, 2, 16, generator=draw).to(device, torch.bfloat16).requires_grad_() for n in (30, 21, 21)
+    )
     grad_out = torch.randn(q.shape, generator=draw).to(q)
     left, right = window
     results, ours, _ = ours_and_pytorchs(

@@ -64,7 +64,9 @@ class SdpaCase:
         if self.nheads != self.nheads_k:
             options["enable_gqa"] = True
         if self.mask:
-            shape = (self.seqlen_q, self.seqlen_k) if self.mask == "broadcast" else (BATCH, 1, self.seqlen_q, self.seqlen_k)
+            shape = (
+                (self.seqlen_q, self.seqlen_k) if self.mask == "broadcast" else (BATCH, 1, self.seqlen_q, self.seqlen_k)
+            )
             mask = torch.randn(shape, generator=draw).to(device)
             options["attn_mask"] = mask > -0.5 if self.mask == "bool" else mask.to(dtype)
         return options
