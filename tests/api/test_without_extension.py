@@ -113,7 +113,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Ten
 
 
 @here
-def test_only_triton_is_available(capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_triton_is_available(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert available_backends(DEVICE) == ["triton"]
     q = torch.zeros(1, 1, 1, 16, device=DEVICE, dtype=torch.float16)
     for name in ("cpu", "cuda"):
@@ -123,6 +123,7 @@ def test_only_triton_is_available(capsys: pytest.CaptureFixture[str]) -> None:
             flash_attn_func(q, q, q, backend=name)
     with use_backend("triton"):
         assert flash_attn_func(q, q, q).shape == q.shape
+    monkeypatch.setattr("sys.argv", ["flash_attn_mini"])
     runpy.run_module("flash_attn_mini", run_name="__main__")
     printed = capsys.readouterr().out
     assert f"No module named '{NAME}'" in printed

@@ -23,6 +23,7 @@ PUBLIC = {
     "reference.backward": 1,
     "reference.masks": 1,
     "reference.philox": 2,
+    "sdpa": 3,
     "varlen": 1,
 }
 
