@@ -72,53 +72,67 @@ def _limits_of(device: torch.device, chosen: str | None) -> _Limits:
     return _Limits(backend, dtypes, max(map(int, built["hdims"]), default=0))
 
 
-def _backend_of(query: Tensor, key: Tensor, value: Tensor, dropout_p: float, scale: float | None) -> str | None:
-    """The backend of a call whose last dimension is headdim, None for what our kernels cannot do.
-
-    The layout of the call is not checked.
-    """
-    limits = _limits_of(query.device, chosen_backend())
+def _are_ours(query: Tensor, key: Tensor, value: Tensor, dropout_p: float, limits: _Limits) -> bool:
+    """Whether our kernels can do a call, as far as its shapes and its scale do not matter."""
     dtype = query.dtype
-    if (
+    return (
         dtype in limits.dtypes
         and dropout_p == 0.0
         and key.dtype == dtype
         and value.dtype == dtype
         and not (query.is_nested or key.is_nested)
         and key.shape == value.shape
-        and query.size(-1) == key.size(-1) <= limits.headdim
-        and query.numel() > 0
-        and key.numel() > 0
-        and (scale is None or math.isfinite(scale))
-    ):
-        return limits.backend
-    return None
+    )
+
+
+def _can_scale(headdim: int, headdim_k: int, scale: float | None, limits: _Limits) -> bool:
+    return 0 < headdim == headdim_k <= limits.headdim and (scale is None or math.isfinite(scale))
+
+
+class _Plan(NamedTuple):
+    """How our kernels do a call with tensors ``[batch, nheads, seqlen, headdim]``."""
+
+    options: Options
+    seqlen_k: int  # the keys that they read: no query sees those after
+    has_empty_rows: bool
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan_of(
+    shape_q: torch.Size, shape_k: torch.Size, is_causal: bool, scale: float | None, top_left: bool, limits: _Limits
+) -> _Plan | None:
+    """The plan of a call with these shapes, None for shapes that our kernels cannot do."""
+    if len(shape_q) != 4 or len(shape_k) != 4 or 0 in shape_q or 0 in shape_k:
+        return None
+    batch, nheads, seqlen_q, headdim = shape_q
+    batch_k, nheads_k, seqlen_k, headdim_k = shape_k
+    if batch != batch_k or nheads % nheads_k != 0 or not _can_scale(headdim, headdim_k, scale, limits):
+        return None
+    if not is_causal:
+        return _Plan(_options(headdim, scale, False, -1, -1, limits), seqlen_k, False)
+    if top_left and seqlen_q > seqlen_k:  # PyTorch's diagonal is this much higher than ours
+        return _Plan(_options(headdim, scale, False, -1, seqlen_q - seqlen_k, limits), seqlen_k, False)
+    options = _options(headdim, scale, True, -1, 0, limits)
+    return _Plan(options, min(seqlen_q, seqlen_k) if top_left else seqlen_k, seqlen_q > seqlen_k)
 
 
 def _call_of(
     query: Tensor, key: Tensor, value: Tensor, dropout_p: float, is_causal: bool, scale: float | None, top_left: bool
 ) -> _Call | None:
     """A call with tensors ``[batch, nheads, seqlen, headdim]``, None for what our kernels cannot do."""
-    backend = _backend_of(query, key, value, dropout_p, scale)
-    if backend is None or not query.dim() == key.dim() == 4:
+    limits = _limits_of(query.device, chosen_backend())
+    if not _are_ours(query, key, value, dropout_p, limits):
         return None
-    batch, nheads, seqlen_q, headdim = query.shape
-    batch_k, nheads_k, seqlen_k, _ = key.shape
-    if batch_k != batch or nheads % nheads_k != 0:
+    plan = _plan_of(query.shape, key.shape, is_causal, scale, top_left, limits)
+    if plan is None:
         return None
-    right = 0 if is_causal else -1
-    has_empty_rows = False
-    if is_causal and seqlen_q != seqlen_k:
-        if not top_left:
-            has_empty_rows = seqlen_q > seqlen_k
-        elif seqlen_q > seqlen_k:  # our diagonal ends in the lower right corner, and PyTorch's is higher by this much
-            is_causal, right = False, seqlen_q - seqlen_k
-        else:  # no query sees the keys from seqlen_q on
-            key, value = key[:, :, :seqlen_q], value[:, :, :seqlen_q]
+    options, seqlen_k, has_empty_rows = plan
+    if seqlen_k != key.size(2):
+        key, value = key[:, :, :seqlen_k], value[:, :, :seqlen_k]
     q = _contiguous_last(query).transpose(1, 2)
     k = _contiguous_last(key).transpose(1, 2)
     v = _contiguous_last(value).transpose(1, 2)
-    return _Call(q, k, v, None, _options(headdim, scale, is_causal, -1, right, backend), has_empty_rows)
+    return _Call(q, k, v, None, options, has_empty_rows)
 
 
 def _flash_call_of(
@@ -136,29 +150,37 @@ def _flash_call_of(
     window_size_right: int | None,
 ) -> _Call | None:
     """A call with the layout and the masks of flash-attn, dense or varlen; None for what our kernels cannot do."""
-    backend = _backend_of(query, key, value, dropout_p, scale)
+    limits = _limits_of(query.device, chosen_backend())
     left = -1 if window_size_left is None else window_size_left
     right = 0 if is_causal else -1 if window_size_right is None else window_size_right
-    if backend is None or left < -1 or right < -1 or query.dim() != key.dim() or query.size(-2) % key.size(-2) != 0:
+    rank = 4 if cum_seq_q is None else 3
+    if (
+        not _are_ours(query, key, value, dropout_p, limits)
+        or not query.dim() == key.dim() == rank
+        or query.numel() == 0
+        or key.numel() == 0
+        or query.size(-2) % key.size(-2) != 0
+        or not _can_scale(query.size(-1), key.size(-1), scale, limits)
+        or left < -1
+        or right < -1
+    ):
         return None
-    options = _options(query.size(-1), scale, is_causal, left, right, backend)
+    options = _options(query.size(-1), scale, is_causal, left, right, limits)
     tensors = (_contiguous_last(query), _contiguous_last(key), _contiguous_last(value))
-    if cum_seq_q is None and cum_seq_k is None:
-        if query.dim() != 4 or query.shape[0] != key.shape[0]:
-            return None
-        return _Call(*tensors, None, options, right >= 0 and query.shape[1] > key.shape[1])
-    if cum_seq_q is None or cum_seq_k is None or query.dim() != 3 or not _varlen_lse_is_packed():
+    if cum_seq_q is None and cum_seq_k is None and query.size(0) == key.size(0):
+        return _Call(*tensors, None, options, right >= 0 and query.size(1) > key.size(1))
+    if cum_seq_q is None or cum_seq_k is None or not _varlen_lse_is_packed():
         return None
     if any(x.dtype != torch.int32 or x.device != query.device for x in (cum_seq_q, cum_seq_k)):
         return None
     return _Call(*tensors, Sequences(cum_seq_q.contiguous(), cum_seq_k.contiguous(), max_q, max_k), options, True)
 
 
-def _options(headdim: int, scale: float | None, causal: bool, left: int, right: int, backend: str) -> Options:
+def _options(headdim: int, scale: float | None, causal: bool, left: int, right: int, limits: _Limits) -> Options:
     dropout_p = softcap = 0.0
     alibi_slopes = None
     scale = 1.0 / math.sqrt(headdim) if scale is None else scale
-    return Options(dropout_p, scale, causal, left, right, softcap, alibi_slopes, backend=backend)
+    return Options(dropout_p, scale, causal, left, right, softcap, alibi_slopes, backend=limits.backend)
 
 
 def _contiguous_last(x: Tensor) -> Tensor:
