@@ -28,18 +28,6 @@ _16_BIT = frozenset((torch.float16, torch.bfloat16))
 _CPU_DTYPES = _16_BIT | {torch.float32, torch.float64}
 _NAMES_IN_BUILD = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 _EFFICIENT_LSE_MULTIPLE = 32  # the efficient op pads the rows of the log-sum-exp to this multiple, with inf
-_NO_TENSORS = (None, None, None)
-
-
-class _Call(NamedTuple):
-    """A call as our kernels take it."""
-
-    q: Tensor  # [batch, seqlen_q, nheads, headdim]; varlen [total_q, nheads, headdim]
-    k: Tensor  # [batch, seqlen_k, nheads_k, headdim]; varlen [total_k, nheads_k, headdim]
-    v: Tensor  # like k
-    sequences: Sequences | None
-    options: Options
-    has_empty_rows: bool  # whether a row may have no key
 
 
 # ---- which calls are ours -------------------------------------------------------------------------------------------
@@ -94,6 +82,17 @@ class _Plan(NamedTuple):
 
     options: Options
     seqlen_k: int  # the keys that they read: no query sees those after
+    has_empty_rows: bool  # whether a row may have no key
+
+
+class _FlashCall(NamedTuple):
+    """A call with flash-attn's layout, as our kernels take it."""
+
+    q: Tensor  # [batch, seqlen_q, nheads, headdim]; varlen [total_q, nheads, headdim]
+    k: Tensor  # [batch, seqlen_k, nheads_k, headdim]; varlen [total_k, nheads_k, headdim]
+    v: Tensor  # like k
+    sequences: Sequences | None
+    options: Options
     has_empty_rows: bool
 
 
@@ -116,23 +115,14 @@ def _plan_of(
     return _Plan(options, min(seqlen_q, seqlen_k) if top_left else seqlen_k, seqlen_q > seqlen_k)
 
 
-def _call_of(
+def _planned(
     query: Tensor, key: Tensor, value: Tensor, dropout_p: float, is_causal: bool, scale: float | None, top_left: bool
-) -> _Call | None:
-    """A call with tensors ``[batch, nheads, seqlen, headdim]``, None for what our kernels cannot do."""
+) -> _Plan | None:
+    """The plan of a call with tensors ``[batch, nheads, seqlen, headdim]``, None for what our kernels cannot do."""
     limits = _limits_of(query.device, chosen_backend())
     if not _are_ours(query, key, value, dropout_p, limits):
         return None
-    plan = _plan_of(query.shape, key.shape, is_causal, scale, top_left, limits)
-    if plan is None:
-        return None
-    options, seqlen_k, has_empty_rows = plan
-    if seqlen_k != key.size(2):
-        key, value = key[:, :, :seqlen_k], value[:, :, :seqlen_k]
-    q = _contiguous_last(query).transpose(1, 2)
-    k = _contiguous_last(key).transpose(1, 2)
-    v = _contiguous_last(value).transpose(1, 2)
-    return _Call(q, k, v, None, options, has_empty_rows)
+    return _plan_of(query.shape, key.shape, is_causal, scale, top_left, limits)
 
 
 def _flash_call_of(
@@ -148,7 +138,7 @@ def _flash_call_of(
     scale: float | None,
     window_size_left: int | None,
     window_size_right: int | None,
-) -> _Call | None:
+) -> _FlashCall | None:
     """A call with the layout and the masks of flash-attn, dense or varlen; None for what our kernels cannot do."""
     limits = _limits_of(query.device, chosen_backend())
     left = -1 if window_size_left is None else window_size_left
@@ -168,12 +158,12 @@ def _flash_call_of(
     options = _options(query.size(-1), scale, is_causal, left, right, limits)
     tensors = (_contiguous_last(query), _contiguous_last(key), _contiguous_last(value))
     if cum_seq_q is None and cum_seq_k is None and query.size(0) == key.size(0):
-        return _Call(*tensors, None, options, right >= 0 and query.size(1) > key.size(1))
+        return _FlashCall(*tensors, None, options, right >= 0 and query.size(1) > key.size(1))
     if cum_seq_q is None or cum_seq_k is None or not _varlen_lse_is_packed():
         return None
     if any(x.dtype != torch.int32 or x.device != query.device for x in (cum_seq_q, cum_seq_k)):
         return None
-    return _Call(*tensors, Sequences(cum_seq_q.contiguous(), cum_seq_k.contiguous(), max_q, max_k), options, True)
+    return _FlashCall(*tensors, Sequences(cum_seq_q.contiguous(), cum_seq_k.contiguous(), max_q, max_k), options, True)
 
 
 def _options(headdim: int, scale: float | None, causal: bool, left: int, right: int, limits: _Limits) -> Options:
@@ -223,61 +213,90 @@ def _unused_random_state(query: Tensor, as_rng_state: bool) -> tuple[Tensor, Ten
 # ---- our kernels ----------------------------------------------------------------------------------------------------
 
 
-def _forward(call: _Call, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """out and the log-sum-exp, which has inf for a row without a key, as in PyTorch's flash kernels."""
-    arguments = (call.q, call.k, call.v, call.sequences, call.options)
-    if extension.MODULE is None or (out is not None and call.options.backend == "triton"):
-        result, lse = ops.forward_without_graph(*arguments, None)
-        result = result if out is None else out.copy_(result)
-    else:
-        result, lse, _ = extension.forward(*arguments, out)
-    return result, lse.masked_fill_(lse == -math.inf, math.inf) if call.has_empty_rows else lse
+def _with_pytorchs_empty_rows(lse: Tensor) -> Tensor:
+    """Our log-sum-exp of a row without a key is -inf, that of PyTorch's flash kernels inf."""
+    return lse.masked_fill(lse == -math.inf, math.inf)
+
+
+def _with_our_empty_rows(lse: Tensor) -> Tensor:
+    return lse.masked_fill(lse == math.inf, -math.inf)
+
+
+def _forward(
+    plan: _Plan, query: Tensor, key: Tensor, value: Tensor, out_rows_first: bool = False, lse_rows_first: bool = False
+) -> tuple[Tensor, Tensor]:
+    """out and the log-sum-exp.
+
+    ``rows_first``: with the strides of a contiguous ``[batch, seqlen, nheads, ...]``; else out has the strides of
+    ``torch.empty_like(query)``, and the log-sum-exp is contiguous.
+    """
+    options, seqlen_k, has_empty_rows = plan
+    run = _heads_first_forward if extension.MODULE is None else extension.heads_first_forward
+    out, lse = run(query, key, value, seqlen_k, out_rows_first, lse_rows_first, options)
+    return out, _with_pytorchs_empty_rows(lse) if has_empty_rows else lse
 
 
 def _backward(
-    call: _Call, grad_out: Tensor, out: Tensor, lse: Tensor, into: Sequence[Tensor | None] = _NO_TENSORS
-) -> tuple[Any, Any, Any]:
-    """dq, dk and dv in the layout of the call. ``into`` has the tensors that receive them, None for new ones."""
-    if call.has_empty_rows:
-        lse = lse.masked_fill(lse == math.inf, -math.inf)
-    tensors = (grad_out, call.q, call.k, call.v, out, lse)
-    run: Callable[..., Any] = ops.backward if extension.MODULE is None else extension.backward
-    dq, dk, dv, _ = run(*tensors, None, call.sequences, call.options, None, (True, True, True), tuple(into))
+    plan: _Plan | None,
+    grad_out: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    rows_first: bool = False,
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """The gradients of query, key and value, with strides as in `_forward`."""
+    if plan is None or grad_out is None or not _fits(grad_out, query, out):
+        return None
+    options, seqlen_k, has_empty_rows = plan
+    lse = _with_our_empty_rows(lse) if has_empty_rows else lse
+    run = _heads_first_backward if extension.MODULE is None else extension.heads_first_backward
+    return run(grad_out, query, key, value, out, lse, seqlen_k, rows_first, options)
+
+
+def _fits(grad_out: Tensor, query: Tensor, out: Tensor) -> bool:
+    return grad_out.shape == out.shape == query.shape and grad_out.dtype == query.dtype
+
+
+# ---- the layouts without the extension, as csrc/api/bindings.cpp has them -------------------------------------------
+
+
+def _heads_first_forward(
+    q: Tensor, k: Tensor, v: Tensor, seqlen_k: int, out_rows_first: bool, lse_rows_first: bool, options: Options
+) -> tuple[Tensor, Tensor]:
+    kernel_q, kernel_k, kernel_v = (_rows_first(x) for x in (q, k[:, :, :seqlen_k], v[:, :, :seqlen_k]))
+    out, lse = ops.forward_without_graph(kernel_q, kernel_k, kernel_v, None, options, None)
+    out = out.contiguous().transpose(1, 2) if out_rows_first else _like(q, out.transpose(1, 2))
+    return out, lse.mT.contiguous().mT if lse_rows_first else lse
+
+
+def _heads_first_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    seqlen_k: int,
+    rows_first: bool,
+    options: Options,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dout, out = dout.transpose(1, 2), out.transpose(1, 2)
+    kernel_q, kernel_k, kernel_v = (_rows_first(x) for x in (q, k[:, :, :seqlen_k], v[:, :, :seqlen_k]))
+    gradients = ops.backward(dout, kernel_q, kernel_k, kernel_v, out, lse, None, None, options)[:3]
+
+    def finished(x: Tensor, gradient: Tensor) -> Tensor:
+        whole = x.new_zeros(x.transpose(1, 2).shape).transpose(1, 2) if rows_first else torch.zeros_like(x)
+        whole[:, :, : gradient.size(1)] = gradient.transpose(1, 2)
+        return whole
+
+    dq, dk, dv = map(finished, (q, k, v), gradients)
     return dq, dk, dv
 
 
-def _backward_of_heads(
-    call: _Call, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, rows_first: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of tensors ``[batch, nheads, seqlen, headdim]``.
-
-    Their strides are those of ``torch.empty_like(input)`` or, with ``rows_first``, those of a contiguous
-    ``[batch, seqlen, nheads, headdim]``.
-    """
-    into = [x.new_empty(x.shape) for x in (call.q, call.k, call.v)] if rows_first else _NO_TENSORS
-    dq, dk, dv = _backward(call, grad_out.transpose(1, 2), out.transpose(1, 2), lse, into)
-
-    def finished(x: Tensor, gradient: Tensor) -> Tensor:
-        gradient = gradient.transpose(1, 2)
-        rows = gradient.size(2)
-        if rows != x.size(2):  # no query sees the other keys
-            whole = x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) if rows_first else torch.empty_like(x)
-            whole[:, :, :rows] = gradient
-            whole[:, :, rows:] = 0
-            return whole
-        return gradient if rows_first else _like(x, gradient)
-
-    return finished(query, dq), finished(key, dk), finished(value, dv)
-
-
-def _fits(call: _Call | None, grad_out: Tensor | None, out: Tensor | None) -> bool:
-    return (
-        call is not None
-        and grad_out is not None
-        and out is not None
-        and grad_out.shape == out.shape
-        and grad_out.dtype == out.dtype == call.q.dtype
-    )
+def _rows_first(x: Tensor) -> Tensor:
+    return _contiguous_last(x).transpose(1, 2)
 
 
 def _like(x: Tensor, result: Tensor) -> Tensor:
@@ -302,13 +321,12 @@ def scaled_dot_product_flash_attention(
     scale: float | None = None,
 ) -> Results | None:
     """The flash op. Its causal mask is aligned to the bottom right; SDPA calls it with equal lengths only."""
-    call = _call_of(query, key, value, dropout_p, is_causal, scale, top_left=False)
-    if call is None or return_debug_mask:
+    plan = _planned(query, key, value, dropout_p, is_causal, scale, top_left=False)
+    if plan is None or return_debug_mask:
         return None
-    out, lse = _forward(call)
+    out, lse = _forward(plan, query, key, value)
     seed, offset = _unused_random_state(query, _has_rng_state())
-    lengths = (query.shape[2], key.shape[2])
-    return _like(query, out.transpose(1, 2)), lse, None, None, *lengths, seed, offset, query.new_empty(0)
+    return out, lse, None, None, query.size(2), key.size(2), seed, offset, query.new_empty(0)
 
 
 def scaled_dot_product_flash_attention_backward(
@@ -330,10 +348,10 @@ def scaled_dot_product_flash_attention_backward(
     scale: float | None = None,
 ) -> Results | None:
     """The backward of the flash op."""
-    call = _call_of(query, key, value, dropout_p, is_causal, scale, top_left=False)
-    if call is None or cum_seq_q is not None or not _fits(call, grad_out, out):
+    if cum_seq_q is not None:
         return None
-    return _backward_of_heads(call, grad_out, query, key, value, out, logsumexp, rows_first=False)
+    plan = _planned(query, key, value, dropout_p, is_causal, scale, top_left=False)
+    return _backward(plan, grad_out, query, key, value, out, logsumexp)
 
 
 def scaled_dot_product_cudnn_attention(
@@ -349,19 +367,17 @@ def scaled_dot_product_cudnn_attention(
     scale: float | None = None,
 ) -> Results | None:
     """The cuDNN op. Its causal mask is aligned to the top left."""
-    call = _call_of(query, key, value, dropout_p, is_causal, scale, top_left=True)
-    if call is None or attn_bias is not None or return_debug_mask:
+    if attn_bias is not None or return_debug_mask:
+        return None
+    plan = _planned(query, key, value, dropout_p, is_causal, scale, top_left=True)
+    if plan is None:
         return None
     lse_dim, is_like_query = _cudnn_promise()
-    if is_like_query:
-        result, lse = _forward(call)
-        out = _like(query, result.transpose(1, 2))
-    else:
-        out = query.new_empty(query.shape)
-        _, lse = _forward(call, out.transpose(1, 2))
+    out, lse = _forward(plan, query, key, value)
     seed, offset = _unused_random_state(query, as_rng_state=False)
+    out = out if is_like_query else out.contiguous()
     lse = lse if lse_dim == 3 else lse[..., None]
-    return out, lse, None, None, query.shape[2], key.shape[2], seed, offset, None
+    return out, lse, None, None, query.size(2), key.size(2), seed, offset, None
 
 
 def scaled_dot_product_cudnn_attention_backward(
@@ -384,11 +400,11 @@ def scaled_dot_product_cudnn_attention_backward(
     scale: float | None = None,
 ) -> Results | None:
     """The backward of the cuDNN op."""
-    call = _call_of(query, key, value, dropout_p, is_causal, scale, top_left=True)
-    if call is None or attn_bias is not None or cum_seq_q is not None or not _fits(call, grad_out, out):
+    if attn_bias is not None or cum_seq_q is not None:
         return None
+    plan = _planned(query, key, value, dropout_p, is_causal, scale, top_left=True)
     lse = logsumexp if logsumexp.dim() == 3 else logsumexp[..., 0]
-    return _backward_of_heads(call, grad_out, query, key, value, out, lse, rows_first=False)
+    return _backward(plan, grad_out, query, key, value, out, lse)
 
 
 def scaled_dot_product_efficient_attention(
@@ -403,17 +419,18 @@ def scaled_dot_product_efficient_attention(
     scale: float | None = None,
 ) -> Results | None:
     """The memory-efficient op. Its causal mask is aligned to the top left."""
-    call = _call_of(query, key, value, dropout_p, is_causal, scale, top_left=True)
-    if call is None or attn_bias is not None:
+    if attn_bias is not None:
         return None
-    batch, nheads, seqlen_q, headdim = query.shape
-    out, lse = _forward(call, query.new_empty((batch, seqlen_q, nheads, headdim)))
-    padding = -seqlen_q % _EFFICIENT_LSE_MULTIPLE
+    plan = _planned(query, key, value, dropout_p, is_causal, scale, top_left=True)
+    if plan is None:
+        return None
+    out, lse = _forward(plan, query, key, value, out_rows_first=True)
+    padding = -query.size(2) % _EFFICIENT_LSE_MULTIPLE
     if not compute_log_sumexp:
-        lse = lse.new_empty((batch, nheads, 0))
+        lse = lse.new_empty((*query.shape[:2], 0))
     elif padding:
         lse = torch.constant_pad_nd(lse, (0, padding), math.inf)
-    return out.transpose(1, 2), lse, *_unused_random_state(query, as_rng_state=False)
+    return out, lse, *_unused_random_state(query, as_rng_state=False)
 
 
 def scaled_dot_product_efficient_attention_backward(
@@ -433,14 +450,12 @@ def scaled_dot_product_efficient_attention_backward(
     scale: float | None = None,
 ) -> Results | None:
     """The backward of the memory-efficient op."""
-    call = _call_of(query, key, value, dropout_p, is_causal, scale, top_left=True)
-    if call is None or grad_out_ is None or attn_bias is not None or not _fits(call, grad_out_, out):
+    seqlen_q = query.size(2)
+    if attn_bias is not None or logsumexp.size(-1) < seqlen_q:
         return None
-    seqlen_q = query.shape[2]
-    if logsumexp.shape[-1] < seqlen_q:
-        return None
-    lse = logsumexp[:, :, :seqlen_q]
-    return *_backward_of_heads(call, grad_out_, query, key, value, out, lse, rows_first=True), None
+    plan = _planned(query, key, value, dropout_p, is_causal, scale, top_left=True)
+    gradients = _backward(plan, grad_out_, query, key, value, out, logsumexp[..., :seqlen_q], rows_first=True)
+    return None if gradients is None else (*gradients, None)
 
 
 def flash_attention_forward(
@@ -471,7 +486,12 @@ def flash_attention_forward(
     call = _flash_call_of(query, key, value, *lengths, dropout_p, is_causal, scale, *window)
     if call is None:
         return None
-    out, lse = _forward(call)
+    arguments = (call.q, call.k, call.v, call.sequences, call.options)
+    if extension.MODULE is None:
+        out, lse = ops.forward_without_graph(*arguments, None)
+    else:
+        out, lse, _ = extension.forward(*arguments)
+    lse = _with_pytorchs_empty_rows(lse) if call.has_empty_rows else lse
     return _like(query, out), lse, *_unused_random_state(query, _has_rng_state()), query.new_empty(0)
 
 
@@ -499,9 +519,12 @@ def flash_attention_backward(
     lengths = (cum_seq_q, cum_seq_k, max_q, max_k)
     window = (window_size_left, window_size_right)
     call = _flash_call_of(query, key, value, *lengths, dropout_p, is_causal, scale, *window)
-    if call is None or not _fits(call, grad_out, out):
+    if call is None or not _fits(grad_out, query, out):
         return None
-    dq, dk, dv = _backward(call, grad_out, out, logsumexp)
+    lse = _with_our_empty_rows(logsumexp) if call.has_empty_rows else logsumexp
+    tensors = (grad_out, call.q, call.k, call.v, out, lse)
+    run: Callable[..., Any] = ops.backward if extension.MODULE is None else extension.backward
+    dq, dk, dv, _ = run(*tensors, None, call.sequences, call.options, None, (True, True, True), (None, None, None))
     return _like(query, dq), _like(key, dk), _like(value, dv)
 
 
@@ -516,11 +539,10 @@ def scaled_dot_product_flash_attention_for_cpu(
     scale: float | None = None,
 ) -> Results | None:
     """The flash op for the CPU. Its causal mask is aligned to the top left."""
-    call = _call_of(query, key, value, dropout_p, is_causal, scale, top_left=True)
-    if call is None or attn_mask is not None:
+    if attn_mask is not None:
         return None
-    out, lse = _forward(call)
-    return _like(query, out.transpose(1, 2)), lse.mT.contiguous().mT
+    plan = _planned(query, key, value, dropout_p, is_causal, scale, top_left=True)
+    return None if plan is None else _forward(plan, query, key, value, lse_rows_first=True)
 
 
 def scaled_dot_product_flash_attention_for_cpu_backward(
@@ -537,10 +559,10 @@ def scaled_dot_product_flash_attention_for_cpu_backward(
     scale: float | None = None,
 ) -> Results | None:
     """The backward of the flash op for the CPU."""
-    call = _call_of(query, key, value, dropout_p, is_causal, scale, top_left=True)
-    if call is None or attn_mask is not None or not _fits(call, grad_out, out):
+    if attn_mask is not None:
         return None
-    return _backward_of_heads(call, grad_out, query, key, value, out, logsumexp, rows_first=True)
+    plan = _planned(query, key, value, dropout_p, is_causal, scale, top_left=True)
+    return _backward(plan, grad_out, query, key, value, out, logsumexp, rows_first=True)
 
 
 OPS: dict[str, Callable[..., Results | None]] = {

@@ -64,18 +64,10 @@ def _scalars(options: Options, *zero_tensors: bool) -> tuple[Any, ...]:
 
 
 def forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sequences: Sequences | None,
-    options: Options,
-    out: torch.Tensor | None = None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences | None, options: Options
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """``_C.fwd``, or ``_C.varlen_fwd`` with sequences: out, softmax_lse and, with dropout, rng_state.
-
-    A given ``out`` receives the result. The call then records no gradient, and the backend must not be ``triton``.
-    """
-    seqused_k = leftpad_k = generator = None
+    """``_C.fwd``, or ``_C.varlen_fwd`` with sequences: out, softmax_lse and, with dropout, rng_state."""
+    out = seqused_k = leftpad_k = generator = None
     return_softmax = False
     end = (return_softmax, generator, options.deterministic, *options[NUM_OFFICIAL_OPTIONS:])
     if sequences is None:
@@ -127,6 +119,43 @@ def backward(
             *tensors, *lengths, options.alibi_slopes, *longest, *_scalars(options, zero_tensors), *end
         )
     return dq, dk, dv, softmax_d
+
+
+def heads_first_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    seqlen_k: int,
+    out_rows_first: bool,
+    lse_rows_first: bool,
+    options: Options,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``_C.heads_first_fwd``: out and softmax_lse of tensors ``[batch, nheads, seqlen, headdim]``, without a graph.
+
+    Only the first ``seqlen_k`` keys are read. out has the strides of ``torch.empty_like(q)``, or those of a contiguous
+    ``[batch, seqlen_q, nheads, headdim]``.
+    """
+    _, scale, causal, _, right, _, _, _, backend, _ = options
+    out, lse = load().heads_first_fwd(q, k, v, seqlen_k, out_rows_first, lse_rows_first, scale, causal, right, backend)
+    return out, lse
+
+
+def heads_first_backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    softmax_lse: torch.Tensor,
+    seqlen_k: int,
+    rows_first: bool,
+    options: Options,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``_C.heads_first_bwd``: dq, dk and dv of `heads_first_forward`, with strides as its out."""
+    _, scale, causal, _, right, _, _, _, backend, _ = options
+    tensors = (dout, q, k, v, out, softmax_lse)
+    dq, dk, dv = load().heads_first_bwd(*tensors, seqlen_k, rows_first, scale, causal, right, backend)
+    return dq, dk, dv
 
 
 def forward_kvcache(
