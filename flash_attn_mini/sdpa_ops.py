@@ -189,6 +189,17 @@ def _cudnn_promise() -> tuple[int, bool]:
 
 
 @functools.cache
+def _flash_promise_is_rows_first() -> bool:
+    """Whether the flash op's out has the strides of ``torch.empty_like(query.transpose(1, 2))``, in older versions.
+
+    They differ from those of ``torch.empty_like(query)`` if the query is expanded.
+    """
+    query = torch.empty(2, 1, 4, 8, device="meta", dtype=torch.float16).expand(2, 3, 4, 8)
+    out = torch.ops.aten._scaled_dot_product_flash_attention(query, query, query)[0]
+    return bool(out.stride() != torch.empty_like(query).stride())
+
+
+@functools.cache
 def _varlen_lse_is_packed() -> bool:
     """Whether the log-sum-exp of a varlen call is ``[nheads, total_q]``, as ours; older versions pad it."""
     query = torch.empty(4, 3, 8, device="meta", dtype=torch.float16)
@@ -299,6 +310,10 @@ def _rows_first(x: Tensor) -> Tensor:
     return _contiguous_last(x).transpose(1, 2)
 
 
+def _rows_first_like(x: Tensor, result: Tensor) -> Tensor:
+    return _like(x.transpose(1, 2), result.transpose(1, 2)).transpose(1, 2)
+
+
 def _like(x: Tensor, result: Tensor) -> Tensor:
     """result with the strides of ``torch.empty_like(x)``. It has others if x is expanded or its rows were copied."""
     if result.stride() == x.stride():
@@ -325,6 +340,8 @@ def scaled_dot_product_flash_attention(
     if plan is None or return_debug_mask:
         return None
     out, lse = _forward(plan, query, key, value)
+    if _flash_promise_is_rows_first():
+        out = _rows_first_like(query, out)
     seed, offset = _unused_random_state(query, _has_rng_state())
     return out, lse, None, None, query.size(2), key.size(2), seed, offset, query.new_empty(0)
 
@@ -351,7 +368,10 @@ def scaled_dot_product_flash_attention_backward(
     if cum_seq_q is not None:
         return None
     plan = _planned(query, key, value, dropout_p, is_causal, scale, top_left=False)
-    return _backward(plan, grad_out, query, key, value, out, logsumexp)
+    gradients = _backward(plan, grad_out, query, key, value, out, logsumexp)
+    if gradients is not None and _flash_promise_is_rows_first():
+        return tuple(map(_rows_first_like, (query, key, value), gradients))
+    return gradients
 
 
 def scaled_dot_product_cudnn_attention(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +13,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .bounds import FLOOR, TIMES_PYTORCH, TIMES_PYTORCH_GRADIENT, Accuracy, accuracy, refuse
+from .versions import TORCH
 
 BATCH = 2
+CPU_HAS_GROUPED_HEADS = TORCH >= (2, 11)  # older versions of PyTorch select math on the CPU
 Results = tuple[Tensor, ...]  # out, dq, dk, dv
 
 
@@ -114,9 +117,22 @@ def differentiated(
     return out, *torch.autograd.grad(out, leaves, grad_out)
 
 
+@contextlib.contextmanager
+def math_backend() -> Iterator[None]:
+    """SDPA's math backend with every intermediate result in the dtype of its inputs."""
+    switch = torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp
+    was_allowed = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
+    switch(True)
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        switch(was_allowed)
+
+
 def by_math(tensors: tuple[Tensor, ...], grad_out: Tensor, **options: Any) -> Results:
     """The results of SDPA's math backend."""
-    with sdpa_kernel(SDPBackend.MATH):
+    with math_backend():
         return differentiated(torch.nn.functional.scaled_dot_product_attention, tensors, grad_out, **options)
 
 
