@@ -18,7 +18,7 @@ implementation, for example with dropout on the CPU, do not reach the ops.
 
 An op has our kernel for the dispatch key BackendSelect, which stands above the keys of the devices and below autograd.
 PyTorch's kernels stay registered, and our kernel passes on a call by redispatching it. All versions of PyTorch from 2.6
-on have this mechanism; ``torch.library.get_kernel`` is newer. Tested with 2.6, 2.11, 2.13 and 2.14.
+on have this mechanism; ``torch.library.get_kernel`` is newer. Tested with 2.6, 2.13 and 2.14.
 """
 
 from __future__ import annotations
