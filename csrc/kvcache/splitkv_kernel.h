@@ -291,7 +291,7 @@ private:
                 scores(i) = tanh_approx(scores(i) * params.cap_scale);
             }
         }
-        if (params.alibi_slopes != nullptr) {
+        if (params.has_alibi()) {
 #pragma unroll
             for (int row = 0; row < 2; ++row) {
                 const auto [query, slope] = shared.rows[row_of_thread(row)];
