@@ -11,7 +11,6 @@
 #include "combine_kernel.h"
 #include "common/trace.h"
 #include "dispatch/device.h"
-#include "launch.h"
 #include "splitkv.h"
 #include "splitkv_kernel.h"
 
@@ -66,7 +65,7 @@ int clusters_at_once(int cluster) {
     constexpr int smem = Traits::smem_size(kWarpRows);
     reserve_smem(kernel, smem);
     raise_attribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1, "allowing clusters of 16");
-    Launch launch(dim3(1, cluster), cluster, Traits::threads(kWarpRows), smem, nullptr);
+    ProgrammaticLaunch launch(dim3(1, cluster), cluster, Traits::threads(kWarpRows), smem, nullptr);
     launch.config.numAttrs = 1;  // the cluster, without the attributes of a dependent launch
     int active = 0;
     if (cudaOccupancyMaxActiveClusters(&active, kernel, &launch.config) != cudaSuccess) {
@@ -218,7 +217,7 @@ bool launch_splitkv(const Flash_fwd_params &params, const SplitkvPlan &plan, cud
     }
     if constexpr (Traits::kRunsInClusters) {
         if (plan.cluster > 0) {
-            Launch(dim3(1, plan.cluster * params.h_k), plan.cluster, threads, smem, stream)
+            ProgrammaticLaunch(dim3(1, plan.cluster * params.h_k), plan.cluster, threads, smem, stream)
                 .run(&flash_fwd_splitkv_cluster_kernel<Traits>, "launching flash_fwd_splitkv_cluster_kernel", params,
                      plan);
             return false;
@@ -226,7 +225,7 @@ bool launch_splitkv(const Flash_fwd_params &params, const SplitkvPlan &plan, cud
     }
     auto kernel = &flash_fwd_splitkv_kernel<Traits>;
     reserve_smem(kernel, std::min(Traits::smem_size(Traits::kMaxRows), device_properties().max_smem));
-    Launch(dim3(plan.row_tiles, static_cast<unsigned>(plan.ctas(params))), 1, threads, smem, stream)
+    ProgrammaticLaunch(dim3(plan.row_tiles, static_cast<unsigned>(plan.ctas(params))), 1, threads, smem, stream)
         .run(kernel, "launching flash_fwd_splitkv_kernel", params, plan);
     return has_partial_results(plan);
 }
@@ -253,7 +252,7 @@ void run_combine_splits(const Flash_fwd_params &params, const kvcache::SplitkvPl
     const auto launch = [&](auto groups) {
         constexpr int kGroups = decltype(groups)::value;
         auto kernel = &kvcache::flash_fwd_splitkv_combine_kernel<Element, kHeadDim, kGroups>;
-        kvcache::Launch(grid, 1, kGroups * kvcache::kCombineGroupThreads, 0, stream)
+        ProgrammaticLaunch(grid, 1, kGroups * kvcache::kCombineGroupThreads, 0, stream)
             .run(kernel, "launching flash_fwd_splitkv_combine_kernel", params, plan);
     };
     if (kvcache::has_few_slots(params, plan)) {
@@ -287,7 +286,7 @@ void run_append_kv(const Flash_fwd_params &params, cudaStream_t stream) {
         trace("append_kv_kernel", "grid=%lld threads=%d rotary_dim=%d", static_cast<long long>(grid),
               kvcache::kAppendThreads, params.cache.rotary_dim);
     }
-    kvcache::Launch(dim3(static_cast<unsigned>(grid)), 1, kvcache::kAppendThreads, 0, stream)
+    ProgrammaticLaunch(dim3(static_cast<unsigned>(grid)), 1, kvcache::kAppendThreads, 0, stream)
         .run(&kvcache::append_kv_kernel<Element>, "launching append_kv_kernel", params);
 }
 

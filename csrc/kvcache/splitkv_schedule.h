@@ -12,7 +12,6 @@
 #include <climits>
 
 #include "../common/block_info.h"
-#include "../common/uniform.h"
 
 namespace flash::kvcache {
 

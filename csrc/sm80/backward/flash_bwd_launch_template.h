@@ -3,7 +3,6 @@
 
 #include <algorithm>
 
-#include "common/launch.h"
 #include "common/trace.h"
 #include "dispatch/device.h"
 #include "flash_bwd_kernel.h"

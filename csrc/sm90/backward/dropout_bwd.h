@@ -3,8 +3,8 @@
 // CTA has no registers left for it, and the consumers draw (draw, exchanged).
 #pragma once
 
+#include "common/block_info.h"
 #include "common/dropout.h"
-#include "common/uniform.h"
 #include "dispatch/kind.h"
 #include "kernel_traits_bwd.h"
 #include "sm90/common/accumulator.h"
@@ -100,7 +100,7 @@ private:
         draws[word][consumer + 4] = drops_none ? 0u : ~odd;
     }
 
-    // Like uniform() of common/uniform.h, but volatile, so that the compiler does not move it out of a loop. x is the
+    // Like uniform() of common/block_info.h, but volatile, so that the compiler does not move it out of a loop. x is the
     // same in all lanes.
     __device__ __forceinline__ static uint32_t uniform_now(uint32_t x) {
         uint32_t result;

@@ -3,7 +3,6 @@
 #pragma once
 
 #include "common/block_info.h"
-#include "common/uniform.h"
 #include "dispatch/kind.h"
 
 namespace flash::sm90 {

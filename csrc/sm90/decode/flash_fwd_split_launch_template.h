@@ -4,11 +4,9 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "common/launch.h"
 #include "common/trace.h"
 #include "dispatch/device.h"
 #include "flash_fwd_split_kernel.h"
-#include "kvcache/launch.h"
 #include "kvcache/splitkv.h"
 #include "sm90/run_flash.h"
 
@@ -80,7 +78,7 @@ void launch_split(const Flash_fwd_params &params, const kvcache::SplitkvPlan &pl
     }
     auto kernel = &flash_fwd_split_kernel<Traits>;
     reserve_smem(kernel, Traits::kSmemSize);
-    kvcache::Launch(dim3(static_cast<unsigned>(grid)), 1, Traits::kNThreads, Traits::kSmemSize, stream)
+    ProgrammaticLaunch(dim3(static_cast<unsigned>(grid)), 1, Traits::kNThreads, Traits::kSmemSize, stream)
         .run(kernel, "launching flash_fwd_split_kernel", params, make_key_boxes<Traits>(params), plan);
 }
 

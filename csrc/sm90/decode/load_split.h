@@ -10,7 +10,7 @@
 #include <stdexcept>
 #include <type_traits>
 
-#include "common/uniform.h"
+#include "common/block_info.h"
 #include "flash.h"
 #include "kvcache/instructions.h"
 #include "sm90/common/tma_limits.h"

@@ -4,7 +4,6 @@
 
 #include "common/block_info.h"
 #include "common/score_mod.h"
-#include "common/uniform.h"
 #include "dispatch/kind.h"
 
 namespace flash::sm90 {
