@@ -3,7 +3,7 @@
 #pragma once
 
 #include "../common/philox.h"
-#include "group.h"
+#include "rows.h"
 #include "simd.h"
 
 namespace flash::cpu::FLASH_CPU_NAMESPACE {

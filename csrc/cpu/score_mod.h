@@ -2,7 +2,7 @@
 // the same scores. Layout as in softmax.h: [key][row], each lane a row.
 #pragma once
 
-#include "group.h"
+#include "rows.h"
 #include "simd.h"
 
 namespace flash::cpu::FLASH_CPU_NAMESPACE {

@@ -6,9 +6,9 @@
 
 #include "common/message.h"
 #include "common/trace.h"
-#include "cpu/flash_cpu.h"
 #include "dispatch/built.h"
 #include "dispatch/kind.h"
+#include "dispatch/run_flash.h"
 
 #ifdef FLASH_WITH_CUDA
 #include <ATen/ops/empty.h>
@@ -23,8 +23,6 @@
 #include "choose_kernel.h"
 #include "dispatch/device.h"
 #include "kvcache/splitkv.h"
-#include "sm80/run_flash.h"
-#include "sm90/run_flash.h"
 #endif
 
 // ---- switches: FP16_SWITCH, HEADDIM_SWITCH and KIND_SWITCH turn the dtype, head dim and kind of a call into template

@@ -5,8 +5,8 @@
 
 #include "common/trace.h"
 #include "dispatch/device.h"
+#include "dispatch/run_flash.h"
 #include "flash_bwd_kernel.h"
-#include "sm80/run_flash.h"
 
 namespace flash::sm80 {
 

@@ -3,8 +3,8 @@
 
 #include "common/trace.h"
 #include "dispatch/device.h"
+#include "dispatch/run_flash.h"
 #include "flash_fwd_kernel.h"
-#include "sm80/run_flash.h"
 
 namespace flash::sm80 {
 

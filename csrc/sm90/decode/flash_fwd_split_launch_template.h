@@ -6,9 +6,9 @@
 
 #include "common/trace.h"
 #include "dispatch/device.h"
+#include "dispatch/run_flash.h"
 #include "flash_fwd_split_kernel.h"
 #include "kvcache/splitkv.h"
-#include "sm90/run_flash.h"
 
 namespace flash::sm90 {
 

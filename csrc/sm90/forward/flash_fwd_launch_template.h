@@ -6,8 +6,8 @@
 #include "common/trace.h"
 #include "dispatch/device.h"
 #include "dispatch/reserved_sms.h"
+#include "dispatch/run_flash.h"
 #include "flash_fwd_kernel.h"
-#include "sm90/run_flash.h"
 
 namespace flash::sm90 {
 
