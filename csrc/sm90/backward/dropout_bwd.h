@@ -100,8 +100,8 @@ private:
         draws[word][consumer + 4] = drops_none ? 0u : ~odd;
     }
 
-    // Like uniform() of common/block_info.h, but volatile, so that the compiler does not move it out of a loop. x is the
-    // same in all lanes.
+    // Like uniform() of common/block_info.h, but volatile, so that the compiler does not move it out of a loop. x is
+    // the same in all lanes.
     __device__ __forceinline__ static uint32_t uniform_now(uint32_t x) {
         uint32_t result;
         asm volatile("redux.sync.or.b32 %0, %1, 0xffffffff;" : "=r"(result) : "r"(x));

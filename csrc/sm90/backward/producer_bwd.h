@@ -5,7 +5,6 @@
 #include "dq_tile.h"
 #include "kernel_traits_bwd.h"
 #include "steps_bwd.h"
-#include "work_counts.h"
 
 namespace flash::sm90 {
 

@@ -10,7 +10,7 @@
 #include "dq_tile.h"
 #include "kvcache/instructions.h"
 #include "sm90/common/find_block.h"
-#include "work_counts.h"
+#include "steps_bwd.h"
 #include "work_tiles_bwd.h"
 
 namespace flash::sm90 {

@@ -7,7 +7,6 @@
 #include "common/score_mod.h"
 #include "dispatch/kind.h"
 #include "kernel_traits.h"
-#include "key_blocks.h"
 #include "sm90/common/accumulator.h"
 #include "sm90/common/mma.h"
 #include "sm90/common/pipeline.h"
