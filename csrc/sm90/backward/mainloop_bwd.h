@@ -18,7 +18,12 @@ class KeyConsumer : ConsumerBwd<Traits, kKind> {
     using typename Base::Element, typename Base::Scores, typename Base::Operand, typename Base::Probabilities;
     using DsState = PipelineState<Traits::kStagesdS>;
     using QState = PipelineState<Traits::kStagesQ>;
+    // The schedule of a step. run_with_dq(): whether dQ is multiplied together with dK of the same step or with dP of
+    // the next. run_with_dq_after_dp(): dropout needs two operands P, which leaves too few registers for either at head
+    // dim 128.
     static constexpr bool kComputesDq = Traits::kConsumersComputeDq;
+    static constexpr bool kDqJoinsDk = Traits::kHeadDim <= 64;
+    static constexpr bool kDpComesFirst = Traits::kHeadDim > 64 && Traits::kMayDrop;
     // V of its keys is in 16 registers, where dP reads it: less traffic of shared memory. Kind general has none to
     // spare.
     static constexpr bool kHoldsV = Traits::kHeadDim == 64 && !is_general(kKind);
@@ -48,78 +53,35 @@ public:
         this->wait_for_KV(shared.v_barriers, shared.v);
         wait_for<0>(first_s);
         Probabilities p = scores.rounded_p(step, inputs, draws, first_s, lse);
-        if constexpr (kComputesDq && Traits::kHeadDim <= 64) {
-            run_headdim64(p, acc_dk, acc_dv);
-        } else if constexpr (kComputesDq && !Traits::kMayDrop) {
-            run_headdim128(p, acc_dk, acc_dv);
-        } else if constexpr (kComputesDq) {
-            run_headdim128_with_dropout(p, acc_dk, acc_dv);
-        } else {
+        if constexpr (!kComputesDq) {
             run_without_dq(p, acc_dk, acc_dv);
+        } else if constexpr (kDpComesFirst) {
+            run_with_dq_after_dp(p, acc_dk, acc_dv);
+        } else {
+            run_with_dq(p, acc_dk, acc_dv);
         }
         wait_for<0>(acc_dk);
     }
 
 private:
-    // Nothing is under way where an iteration begins: ptxas follows products within an iteration only. S, dP and dQ are
-    // new variables in each: wgmma would keep the old values until it overwrites them.
+    // No product is in flight at the head of a loop, because ptxas follows products within an iteration only. S, dP and
+    // dQ are new variables in each iteration: wgmma would keep the old values until it overwrites them.
     //
     // A warp's loads from shared memory wait behind the products that it has issued, and its next product waits for
     // those loads. So row statistics are loaded where other work hides them.
 
-    // Head dim 64. An iteration begins when dV of a step is complete and dS is sent. dQ is stored beside dP of the next
-    // step, when all four accumulators hold values.
+    // An iteration begins when dV of a step is complete and dS is sent. It computes dK and dQ of this step, and P, dV
+    // and dS of the next. With kDqJoinsDk, dQ is multiplied together with dK, and stored while the tensor cores compute
+    // dP of the next step: then all four accumulators hold values. Else dQ is multiplied together with dP of the next
+    // step, so that no consumer waits for the dS that the other is still computing.
     template <typename TensorKV>
-    __device__ __forceinline__ void run_headdim64(Probabilities &first_p, TensorKV &acc_dk, TensorKV &acc_dv) {
+    __device__ __forceinline__ void run_with_dq(Probabilities &p, TensorKV &acc_dk, TensorKV &acc_dv) {
         const auto rV = held_V();
         this->wait_for_dO();
         const auto first_delta = delta_of_step();
         Scores first_ds;
-        issue_dp_and_dv(/*accumulates=*/false, first_p, first_ds, acc_dv, rV);
-        wait_for<1>(first_ds);
-        Operand rdS = scores.rounded_ds(first_p.for_ds(), first_ds, first_delta);
-        auto ds = this->send_ds(rdS);
-        wait_for<0>(acc_dv);
-        Base::release(dout_state, shared.dout_barriers);
-        bool accumulates = false;
-        for (; steps_left > 1; --steps_left, accumulates = true) {
-            Scores acc_ds, next_s;
-            const auto q = q_state;
-            this->advance_step();
-            const auto inputs = scores.load_inputs(step);
-            this->wait_for_Q();
-            const auto lse = lse_of_step();
-            const auto draws = draws_of_step();
-            this->issue_scores(shared.k, shared.q, q_state, next_s);
-            auto acc_dq = issue_dq(ds);
-            issue_dk(accumulates, ds, q, rdS, acc_dk);
-            wait_for<2>(next_s);
-            Probabilities p = scores.rounded_p(step, inputs, draws, next_s, lse);
-            wait_for<0>(acc_dk);
-            warpgroup_fence_operand(acc_dq);
-            Base::release(q, shared.q_barriers);
-            this->wait_for_dO();
-            issue_dp_and_dv(/*accumulates=*/true, p, acc_ds, acc_dv, rV);
-            store_dq(acc_dq);
-            const auto delta = delta_of_step();
-            wait_for<1>(acc_ds);
-            rdS = scores.rounded_ds(p.for_ds(), acc_ds, delta);
-            ds = this->send_ds(rdS);
-            send_dq();  // behind the fence of dS
-            wait_for<0>(acc_dv);
-            Base::release(dout_state, shared.dout_barriers);
-        }
-        compute_last_dk_and_dq(accumulates, ds, rdS, acc_dk);
-    }
-
-    // Head dim 128. An iteration begins when dV of a step is complete and dS is sent. dQ of a step is multiplied beside
-    // dP of the next one: no consumer waits for the dS that the other is just computing.
-    template <typename TensorKV>
-    __device__ __forceinline__ void run_headdim128(Probabilities &p, TensorKV &acc_dk, TensorKV &acc_dv) {
-        this->wait_for_dO();
-        const auto first_delta = delta_of_step();
-        Scores first_ds;
-        issue_dp_and_dv(/*accumulates=*/false, p, first_ds, acc_dv);
+        issue_dp(first_ds, rV);
+        issue_dv(/*accumulates=*/false, p, acc_dv);
         wait_for<1>(first_ds);
         Operand rdS = scores.rounded_ds(p.for_ds(), first_ds, first_delta);
         auto ds = this->send_ds(rdS);
@@ -128,26 +90,44 @@ private:
         bool accumulates = false;
         for (; steps_left > 1; --steps_left, accumulates = true) {
             Scores acc_ds, next_s;
+            auto acc_dq = DqTile<Traits>::accumulator();
             const auto q = q_state;
             this->advance_step();
             const auto inputs = scores.load_inputs(step);
             this->wait_for_Q();
             const auto lse = lse_of_step();
+            const auto draws = draws_of_step();
             this->issue_scores(shared.k, shared.q, q_state, next_s);
+            if constexpr (kDqJoinsDk) {
+                issue_dq(ds, acc_dq);
+            }
             issue_dk(accumulates, ds, q, rdS, acc_dk);
-            wait_for<1>(next_s);
-            p = scores.rounded_p(step, inputs, Draws<Traits>(), next_s, lse);
-            this->wait_for_dO();
-            const auto delta = delta_of_step();
-            wait_for<0>(acc_dk);
-            Base::release(q, shared.q_barriers);
-            this->issue_dp(acc_ds);
-            auto acc_dq = issue_dq(ds);
-            this->issue_dkv(/*accumulates=*/true, p.for_dv, shared.dout, dout_state, acc_dv);
-            wait_for<2>(acc_ds);
-            rdS = scores.rounded_ds(p.for_ds(), acc_ds, delta);
-            wait_for<1>(acc_dq);  // it has read its stage of dS, which the other may overwrite when dS is sent
-            store_dq(acc_dq);
+            wait_for<kDqJoinsDk ? 2 : 1>(next_s);
+            p = scores.rounded_p(step, inputs, draws, next_s, lse);
+            if constexpr (kDqJoinsDk) {
+                wait_for<0>(acc_dk);
+                warpgroup_fence_operand(acc_dq);
+                Base::release(q, shared.q_barriers);
+                this->wait_for_dO();
+                issue_dp(acc_ds, rV);
+                issue_dv(/*accumulates=*/true, p, acc_dv);
+                store_dq(acc_dq);
+                const auto delta = delta_of_step();
+                wait_for<1>(acc_ds);
+                rdS = scores.rounded_ds(p.for_ds(), acc_ds, delta);
+            } else {
+                this->wait_for_dO();
+                const auto delta = delta_of_step();
+                wait_for<0>(acc_dk);
+                Base::release(q, shared.q_barriers);
+                issue_dp(acc_ds, rV);
+                issue_dq(ds, acc_dq);
+                issue_dv(/*accumulates=*/true, p, acc_dv);
+                wait_for<2>(acc_ds);
+                rdS = scores.rounded_ds(p.for_ds(), acc_ds, delta);
+                wait_for<1>(acc_dq);  // it has read its stage of dS, which the other may overwrite when dS is sent
+                store_dq(acc_dq);
+            }
             ds = this->send_ds(rdS);
             send_dq();  // behind the fence of dS
             wait_for<0>(acc_dv);
@@ -156,10 +136,10 @@ private:
         compute_last_dk_and_dq(accumulates, ds, rdS, acc_dk);
     }
 
-    // Head dim 128, calls with dropout: P is held twice, which leaves fewer registers. An iteration begins with dP and
-    // dV of a step. dQ is complete, and its registers are free, before the next dP needs them.
+    // An iteration begins with dP and dV of a step. dQ is complete, and its registers are free, before the next dP
+    // needs them.
     template <typename TensorKV>
-    __device__ __forceinline__ void run_headdim128_with_dropout(Probabilities &p, TensorKV &acc_dk, TensorKV &acc_dv) {
+    __device__ __forceinline__ void run_with_dq_after_dp(Probabilities &p, TensorKV &acc_dk, TensorKV &acc_dv) {
         this->wait_for_dO();
         auto delta = delta_of_step();
         bool accumulates = false;
@@ -167,7 +147,8 @@ private:
             Scores acc_ds, next_s;
             const auto q = q_state;
             const auto dout = dout_state;
-            issue_dp_and_dv(accumulates, p, acc_ds, acc_dv);
+            issue_dp(acc_ds);
+            issue_dv(accumulates, p, acc_dv);
             this->advance_step();
             const auto inputs = scores.load_inputs(step);
             this->wait_for_Q();
@@ -182,7 +163,8 @@ private:
             Base::release(dout, shared.dout_barriers);
             const auto draws = draws_of_step();
             this->issue_scores(shared.k, shared.q, q_state, next_s);
-            auto acc_dq = issue_dq(ds);
+            auto acc_dq = DqTile<Traits>::accumulator();
+            issue_dq(ds, acc_dq);
             issue_dk(accumulates, ds, q, rdS, acc_dk);
             wait_for<2>(next_s);
             p = scores.rounded_p(step, inputs, draws, next_s, lse);
@@ -194,7 +176,8 @@ private:
             Base::release(q, shared.q_barriers);
         }
         Scores acc_ds;
-        issue_dp_and_dv(accumulates, p, acc_ds, acc_dv);
+        issue_dp(acc_ds);
+        issue_dv(accumulates, p, acc_dv);
         wait_for<1>(acc_ds);
         Operand rdS = scores.rounded_ds(p.for_ds(), acc_ds, delta);
         const auto ds = this->send_ds(rdS);
@@ -212,7 +195,8 @@ private:
             Scores acc_ds;
             this->wait_for_dO();
             const auto delta = delta_of_step();
-            issue_dp_and_dv(accumulates, p, acc_ds, acc_dv);
+            issue_dp(acc_ds);
+            issue_dv(accumulates, p, acc_dv);
             wait_for<1>(acc_ds);
             Operand rdS = scores.rounded_ds(p.for_ds(), acc_ds, delta);
             const auto ds = this->send_ds(rdS);
@@ -246,7 +230,8 @@ private:
     template <typename TensorKV>
     __device__ __forceinline__ void compute_last_dk_and_dq(bool accumulates, const DsState &ds, Operand &rdS,
                                                            TensorKV &acc_dk) {
-        auto acc_dq = issue_dq(ds);
+        auto acc_dq = DqTile<Traits>::accumulator();
+        issue_dq(ds, acc_dq);
         issue_dk(accumulates, ds, q_state, rdS, acc_dk);
         wait_for<1>(acc_dq);
         store_dq(acc_dq);
@@ -282,14 +267,18 @@ private:
         }
     }
 
-    template <typename TensorKV, typename TensorV = InSharedMemory>
-    __device__ __forceinline__ void issue_dp_and_dv(bool accumulates, Probabilities &p, Scores &acc_ds,
-                                                    TensorKV &acc_dv, const TensorV &rV = {}) const {
+    template <typename TensorV = InSharedMemory>
+    __device__ __forceinline__ void issue_dp(Scores &acc_ds, const TensorV &rV = {}) const {
         if constexpr (std::is_same_v<TensorV, InSharedMemory>) {
-            this->issue_dp(acc_ds);
+            Base::issue_dp(acc_ds);
         } else {
-            this->issue_dp(rV, acc_ds);
+            Base::issue_dp(rV, acc_ds);
         }
+    }
+
+    // dV += P^T dO.
+    template <typename TensorKV>
+    __device__ __forceinline__ void issue_dv(bool accumulates, Probabilities &p, TensorKV &acc_dv) const {
         this->issue_dkv(accumulates, p.for_dv, shared.dout, dout_state, acc_dv);
     }
 
@@ -308,11 +297,10 @@ private:
     }
 
     // This consumer's tile of dQ, when both have sent dS.
-    __device__ __forceinline__ auto issue_dq(const DsState &ds) const {
-        auto acc = DqTile<Traits>::accumulator();
+    template <typename TensorDq>
+    __device__ __forceinline__ void issue_dq(const DsState &ds, TensorDq &acc) const {
         ds.wait(shared.ds_barriers);
         DqTile<Traits>::issue(shared, ds.stage, warpgroup, acc);
-        return acc;
     }
 
     // dQ goes to the warp that adds it: stored, then sent behind a fence.
