@@ -52,10 +52,10 @@ struct RowBlock {
 // The block of one of its heads.
 inline RowBlock block_of_head(const Flash_fwd_params &params, RowBlock block, int64_t head) {
     const int64_t rows = head * params.seqlen_q * params.h_h_k_ratio, bytes = params.dtype == DType::float64 ? 8 : 4;
-    const auto behind = [&](void *x, int64_t columns) {
+    const auto offset = [&](void *x, int64_t columns) {
         return x == nullptr ? nullptr : static_cast<char *>(x) + rows * columns * bytes;
     };
-    block.partial = {behind(block.partial.o, params.d), behind(block.partial.m, 1), behind(block.partial.l, 1)};
+    block.partial = {offset(block.partial.o, params.d), offset(block.partial.m, 1), offset(block.partial.l, 1)};
     block.bidh_k += head;
     block.heads = 1;
     return block;

@@ -19,8 +19,8 @@ template <typename T, int kTerms>
 FLASH_INLINE Tanh<T> tanh_of(Vec<T> s, Vec<T> factor, const T (&exp2_terms)[kTerms]) {
     const IntVec<T> sign_bit = (IntVec<T>)broadcast<T>(T(-0.0));
     const IntVec<T> scaled = (IntVec<T>)(s * factor), sign = scaled & sign_bit;
-    constexpr T kLeast = sizeof(T) == 8 ? -1000 : -100;
-    const Vec<T> x = max<T>(broadcast<T>(kLeast), (Vec<T>)(scaled | sign_bit));  // -|s * factor|; NaN stays NaN
+    constexpr T kMin = sizeof(T) == 8 ? -1000 : -100;
+    const Vec<T> x = max<T>(broadcast<T>(kMin), (Vec<T>)(scaled | sign_bit));  // -|s * factor|; NaN stays NaN
     const auto [r, pow2n] = split_exponent<T>(x);
     Vec<T> p = broadcast<T>(exp2_terms[0]);
 #pragma GCC unroll 16

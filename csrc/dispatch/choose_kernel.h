@@ -139,12 +139,12 @@ inline bool prefers_split_sm90(const Flash_fwd_params &params) {
 // num_splits = 1 asks for the bits of the varlen forward, so its kernels run. A cache is never copied: splitkv reads
 // what the others cannot.
 inline CacheKernel cache_kernel(const Flash_fwd_params &params) {
-    const int least_rows = built_headdim_for(params.d) == 64 ? 33 : 17;  // of split_sm90
+    const int min_rows = built_headdim_for(params.d) == 64 ? 33 : 17;  // of split_sm90
     const bool is_chosen = params.cache.num_splits == 0 && params.cache.split_keys == 0;
     if (!is_readable_by_forward(params)) {
         return CacheKernel::splitkv;
     }
-    if (is_chosen && packed_rows(params) >= least_rows && runs_split_sm90(params)) {
+    if (is_chosen && packed_rows(params) >= min_rows && runs_split_sm90(params)) {
         return prefers_split_sm90(params) ? CacheKernel::split_sm90 : CacheKernel::forward;
     }
     if (params.cache.num_splits != 1 && !(is_chosen && prefers_forward(params))) {

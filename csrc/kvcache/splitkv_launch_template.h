@@ -123,7 +123,7 @@ bool prefers_wide_ctas(const Flash_fwd_params &params, int max_smem) {
         return false;
     }
     const int aligned = aligned_pieces_for(pieces, params.b);
-    return aligned > 0 && is_most_of(aligned * params.h_k, sms) &&
+    return aligned > 0 && is_nearly_all_of(aligned * params.h_k, sms) &&
            (params.b == 1 || int64_t{params.cache.capacity} * params.b <= kMaxKeys * aligned);
 }
 
@@ -131,11 +131,11 @@ template <DType kDType, int kHeadDim>
 SplitkvPlan plan_of(const Flash_fwd_params &params, int max_smem) {
     const int64_t rows = int64_t{params.seqlen_q} * params.h_h_k_ratio;
     const bool is_fixed = params.cache.split_keys > 0 || params.cache.num_splits > 0;
-    const int64_t heads = int64_t{params.b} * params.h_k, most_heads = is_fixed ? UINT16_MAX : INT32_MAX / 2;
-    if (heads > most_heads) {
+    const int64_t heads = int64_t{params.b} * params.h_k, max_heads = is_fixed ? UINT16_MAX : INT32_MAX / 2;
+    if (heads > max_heads) {
         throw std::runtime_error("flash_attn_mini: batch * nheads_k is " + std::to_string(heads) +
                                  (is_fixed ? " with num_splits or split_keys" : "") + "; allowed: up to " +
-                                 std::to_string(most_heads));
+                                 std::to_string(max_heads));
     }
     const auto smem_of = [](Form form, int tile_rows) {
         return call_with_traits<kDType, kHeadDim>(form,
@@ -183,7 +183,7 @@ SplitkvPlan plan_of(const Flash_fwd_params &params, int max_smem) {
             plan.pieces = static_cast<int>(std::clamp<int64_t>(heads * plan.max_splits, 1, wanted));
             return plan;
         }
-        plan.by_sequence = tile_rows == kWarpRows && is_most_of(wanted / params.h_k * params.h_k, wanted);
+        plan.by_sequence = tile_rows == kWarpRows && is_nearly_all_of(wanted / params.h_k * params.h_k, wanted);
         const int64_t heads_with_units = int64_t{params.b} * plan.heads_with_units(params);
         plan.pieces = static_cast<int>(
             std::clamp<int64_t>(heads_with_units * units / 2, 1, wanted / plan.heads_of_piece(params)));

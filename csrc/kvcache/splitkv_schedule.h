@@ -69,7 +69,7 @@ struct alignas(16) SharedHead {
 };
 
 // True if `part` of `whole` CTAs are enough to keep the memory busy.
-constexpr bool is_most_of(int64_t part, int64_t whole) {
+constexpr bool is_nearly_all_of(int64_t part, int64_t whole) {
     return part * 20 >= whole * 19;
 }
 
@@ -80,7 +80,7 @@ constexpr int aligned_pieces_for(int pieces, int64_t heads) {
     while (heads % aligned != 0 && aligned % heads != 0) {
         --aligned;
     }
-    return is_most_of(aligned, pieces) ? aligned : 0;
+    return is_nearly_all_of(aligned, pieces) ? aligned : 0;
 }
 
 __device__ __forceinline__ int warp_index() {
@@ -148,14 +148,14 @@ public:
     __device__ Schedule(const Flash_fwd_params &params, const SplitkvPlan &plan)
         : params(params), plan(plan), per_lane((params.b + 31) / 32) {
         const int lane = threadIdx.x % 32;
-        int most = 0, fewest = INT_MAX;
+        int max_units = 0, min_units = INT_MAX;
 #pragma unroll 1
         for (int i = 0; i < per_lane; ++i) {
             if (lane * per_lane + i < params.b) {
                 const int count = count_of(lane * per_lane + i);
                 of_this_lane += count * plan.heads_with_units(params);
-                most = max(most, count);
-                fewest = min(fewest, count);
+                max_units = max(max_units, count);
+                min_units = min(min_units, count);
             }
         }
         int sum = of_this_lane;
@@ -166,34 +166,36 @@ public:
         }
         before = sum - of_this_lane;
         const int total = uniform(__shfl_sync(kAllLanes, sum, 31));
-        most = __reduce_max_sync(kAllLanes, most);
-        const bool is_equal = most == __reduce_min_sync(kAllLanes, fewest);
-        // A piece has `least` units or one more; chosen splits have at least two units, so some pieces may be empty.
-        const int most_pieces = plan.max_splits > 0 ? total : total / 2;
-        if (is_equal && plan.aligned_pieces > 0 && plan.aligned_pieces <= most_pieces) {
+        max_units = __reduce_max_sync(kAllLanes, max_units);
+        const bool is_equal = max_units == __reduce_min_sync(kAllLanes, min_units);
+        // A piece has `units_of_piece` units or one more; chosen splits have at least two units, so some pieces may be
+        // empty.
+        const int max_pieces = plan.max_splits > 0 ? total : total / 2;
+        if (is_equal && plan.aligned_pieces > 0 && plan.aligned_pieces <= max_pieces) {
             const int heads = params.b * plan.heads_with_units(params);
             pieces = plan.aligned_pieces;
             pieces_of_group = max(pieces / heads, 1);
-            units_of_group = pieces < heads ? total / pieces : most;
+            units_of_group = pieces < heads ? total / pieces : max_units;
         } else {
-            pieces = pieces_of_group = max(min(plan.pieces, most_pieces), 1);
+            pieces = pieces_of_group = max(min(plan.pieces, max_pieces), 1);
             units_of_group = total;
         }
-        least = units_of_group / pieces_of_group;
-        longer = units_of_group - least * pieces_of_group;
+        units_of_piece = units_of_group / pieces_of_group;
+        longer_pieces = units_of_group - units_of_piece * pieces_of_group;
     }
 
     // The first unit of a piece; the number of units from the last piece on.
     __device__ int begin_of(int piece) const {
         const int group = min(piece, pieces) / pieces_of_group, in_group = min(piece, pieces) - group * pieces_of_group;
-        return group * units_of_group + in_group * least + min(in_group, longer);
+        return group * units_of_group + in_group * units_of_piece + min(in_group, longer_pieces);
     }
     // The piece that holds a unit.
     __device__ int piece_of(int unit) const {
         const int group = unit / units_of_group, in_group = unit - group * units_of_group;
-        const int in_longer = longer * (least + 1);
-        return group * pieces_of_group +
-               (in_group < in_longer ? in_group / (least + 1) : longer + (in_group - in_longer) / least);
+        const int in_longer = longer_pieces * (units_of_piece + 1);
+        return group * pieces_of_group + (in_group < in_longer
+                                              ? in_group / (units_of_piece + 1)
+                                              : longer_pieces + (in_group - in_longer) / units_of_piece);
     }
 
     // Called by all lanes.
@@ -224,7 +226,7 @@ private:
     int pieces;                    // in use
     // Pieces are cut within groups: one head, several heads of one piece, or all heads.
     int pieces_of_group, units_of_group;
-    int least, longer;  // units of a piece, pieces of a group that have one unit more
+    int units_of_piece, longer_pieces;  // longer_pieces: of a group, those with one unit more
 
     __device__ int count_of(int bidb) const { return Units(params, plan, cache_sequence(params, bidb)).count; }
     __device__ int units_of(int bidb) const {

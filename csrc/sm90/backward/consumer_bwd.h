@@ -11,8 +11,8 @@ namespace flash::sm90 {
 // Keys past the end of the sequence belong to another one: they become zeros in K or V, because NaN times 0 is NaN.
 // Each consumer clears its own keys. dQ reads all keys of K: after dS of them, and so after they are cleared.
 template <typename Traits, Kind kKind>
-__device__ __forceinline__ void clear_foreign_keys(const ColumnBlock<Traits, kKind> &block,
-                                                   typename Traits::Element *smem, int key_offset, int warpgroup) {
+__device__ __forceinline__ void clear_oob_keys(const ColumnBlock<Traits, kKind> &block, typename Traits::Element *smem,
+                                               int key_offset, int warpgroup) {
     const int rows = block.seqlen_k - block.first_key() - key_offset;
     if (may_be_varlen(kKind) && rows < Traits::kKeys) {
         Tensor sK = make_tensor(make_smem_ptr(smem), take<0, 2>(typename Traits::SmemLayoutKV{}));  // (BLK_N, HD)
@@ -193,7 +193,7 @@ protected:
     // K or V.
     __device__ __forceinline__ void wait_for_KV(PipelineBarriers<1> &barriers, Element *smem) const {
         PipelineState<1>().wait(barriers);  // loaded once
-        clear_foreign_keys<Traits, kKind>(block, smem, key_offset, warpgroup);
+        clear_oob_keys<Traits, kKind>(block, smem, key_offset, warpgroup);
     }
 };
 

@@ -170,11 +170,11 @@ __device__ __forceinline__ void init_barriers(typename Traits::SharedStorage &sh
     shared.q_barriers.init(kOfConsumers);
     shared.dout_barriers.init(kOfConsumers);
     if constexpr (may_be_varlen(kKind)) {
-        shared.foreign_copied.init(/*arrive_count=*/2);  // for Q with lse, and for dO with delta
+        shared.oob_copy_barrier.init(/*arrive_count=*/2);  // for Q with lse, and for dO with delta
     }
     shared.ds_barriers.init(/*warps=*/kWarps, /*writers=*/kOfProduct);
     shared.p_barriers.init(/*warps=*/kWarps, /*writers=*/kWarps);
-    for (auto &full : shared.draws_full) {
+    for (auto &full : shared.dropout_bits_full) {
         full.init(kWarps);
     }
     for (auto &barriers : shared.dq_barriers) {

@@ -62,8 +62,8 @@ int interleaved_heads(const Flash_bwd_params &params, const RowBlocks &key_block
     } else if (per_head <= 8) {
         // Short sequences: so few that what one phase leaves for the next is still in L2. Where CTAs take longer, fewer
         // of them would wait for each other: with many query heads each, or where the producer adds dQ.
-        const bool is_soon_done = Traits::kConsumersComputeDq && per_head * params.heads_per_dkv <= 16;
-        ctas = is_soon_done ? sms / 2 : sms;
+        const bool is_short = Traits::kConsumersComputeDq && per_head * params.heads_per_dkv <= 16;
+        ctas = is_short ? sms / 2 : sms;
     } else {
         // Kind full: CTAs that fill the SMs once. Other kinds, whose key blocks may differ in work: twice, long ones
         // first, so that all end together.

@@ -204,8 +204,8 @@ struct Flash_bwd_kernel_traits {
     static constexpr int kTilesOfDq = kBlockM * kHeadDim / kTileOfDq;
     static_assert(!kConsumersComputeDq || kTilesOfDq == kConsumers);
     static constexpr int kWordsOfScores = kKeys * kBlockM / 2;
-    static constexpr int kWordsOfDraws = kKeys * kBlockM / 128 / 32;  // of a thread
-    using DrawsOfCta = uint32_t[kWordsOfDraws][kHasDropoutWarpgroup ? kConsumers * 128 : 1];
+    static constexpr int kWordsOfDropoutBits = kKeys * kBlockM / 128 / 32;  // of a thread
+    using DropoutBitsOfCta = uint32_t[kWordsOfDropoutBits][kHasDropoutWarpgroup ? kConsumers * 128 : 1];
     struct SharedStorage {
         alignas(kAlignment) Element k[kBlockN * kHeadDim];
         alignas(kAlignment) Element v[kBlockN * kHeadDim];
@@ -216,16 +216,16 @@ struct Flash_bwd_kernel_traits {
         alignas(128) float dq[kConsumersComputeDq ? kConsumers : 1][kConsumersComputeDq ? kTileOfDq : 4];
         alignas(16) float lse[kStagesQ][kBlockM];
         alignas(16) float delta[kStagesdO][kBlockM];
-        DrawsOfCta draws[kStagesQ];                 // dropout: which probabilities drop
+        DropoutBitsOfCta dropout_bits[kStagesQ];    // dropout: which probabilities drop
         PipelineBarriers<kStagesQ> q_barriers;      // Q with lse
         PipelineBarriers<kStagesdO> dout_barriers;  // dO with delta
         PipelineBarriers<1> dq_barriers[kConsumers];
         PipelineBarriers<kStagesdS> ds_barriers, p_barriers;
         PipelineBarriers<1> k_barriers, v_barriers;
-        cutlass::arch::ClusterBarrier draws_full[kStagesQ];  // the stage of Q has its draws
-        int number;                                          // of the work tile
+        cutlass::arch::ClusterBarrier dropout_bits_full[kStagesQ];  // the stage of Q has its bits
+        int number;                                                 // of the work tile
         cutlass::arch::ClusterTransactionBarrier
-            foreign_copied;  // Q and dO of a step with foreign rows (producer_bwd.h)
+            oob_copy_barrier;  // Q and dO of a step with rows out of bounds (producer_bwd.h)
     };
     static constexpr int kSmemSize = sizeof(SharedStorage);
     static constexpr int kSmemForRows = offsetof(SharedStorage, lse);  // bytes, for the phases preprocess and convert

@@ -47,12 +47,12 @@ public:
         this->wait_for_Q();
         const auto inputs = scores.load_inputs(step);
         const auto lse = lse_of_step();
-        const auto draws = draws_of_step();
+        const auto dropout_bits = dropout_bits_of_step();
         Scores first_s;
         this->issue_scores(shared.k, shared.q, q_state, first_s);
         this->wait_for_KV(shared.v_barriers, shared.v);
         wait_for<0>(first_s);
-        Probabilities p = scores.rounded_p(step, inputs, draws, first_s, lse);
+        Probabilities p = scores.rounded_p(step, inputs, dropout_bits, first_s, lse);
         if constexpr (!kComputesDq) {
             run_without_dq(p, acc_dk, acc_dv);
         } else if constexpr (kDpComesFirst) {
@@ -96,14 +96,14 @@ private:
             const auto inputs = scores.load_inputs(step);
             this->wait_for_Q();
             const auto lse = lse_of_step();
-            const auto draws = draws_of_step();
+            const auto dropout_bits = dropout_bits_of_step();
             this->issue_scores(shared.k, shared.q, q_state, next_s);
             if constexpr (kDqJoinsDk) {
                 issue_dq(ds, acc_dq);
             }
             issue_dk(accumulates, ds, q, rdS, acc_dk);
             wait_for<kDqJoinsDk ? 2 : 1>(next_s);
-            p = scores.rounded_p(step, inputs, draws, next_s, lse);
+            p = scores.rounded_p(step, inputs, dropout_bits, next_s, lse);
             if constexpr (kDqJoinsDk) {
                 wait_for<0>(acc_dk);
                 warpgroup_fence_operand(acc_dq);
@@ -161,13 +161,13 @@ private:
             }
             wait_for<0>(acc_dv);  // the next products need the registers of P
             Base::release(dout, shared.dout_barriers);
-            const auto draws = draws_of_step();
+            const auto dropout_bits = dropout_bits_of_step();
             this->issue_scores(shared.k, shared.q, q_state, next_s);
             auto acc_dq = DqTile<Traits>::accumulator();
             issue_dq(ds, acc_dq);
             issue_dk(accumulates, ds, q, rdS, acc_dk);
             wait_for<2>(next_s);
-            p = scores.rounded_p(step, inputs, draws, next_s, lse);
+            p = scores.rounded_p(step, inputs, dropout_bits, next_s, lse);
             this->wait_for_dO();
             delta = delta_of_step();
             wait_for<1>(acc_dq);
@@ -212,13 +212,13 @@ private:
             Scores next_s;
             this->wait_for_Q();
             const auto lse = lse_of_step();
-            const auto draws = draws_of_step();
+            const auto dropout_bits = dropout_bits_of_step();
             this->issue_scores(shared.k, shared.q, q_state, next_s);
             issue_dk(accumulates, ds, q, rdS, acc_dk);
             wait_for<1>(next_s);
             warpgroup_fence_operand(acc_dv);
             Base::release(dout, shared.dout_barriers);
-            p = scores.rounded_p(step, inputs, draws, next_s, lse);
+            p = scores.rounded_p(step, inputs, dropout_bits, next_s, lse);
             wait_for<0>(acc_dk);
             Base::release(q, shared.q_barriers);
         }
@@ -239,12 +239,12 @@ private:
     }
 
     // Before products are issued, which the exchange between lanes would wait for.
-    __device__ __forceinline__ Draws<Traits> draws_of_step() const {
+    __device__ __forceinline__ DropoutBits<Traits> dropout_bits_of_step() const {
         if constexpr (!Traits::kHasDropoutWarpgroup) {
             return scores.exchanged(scores.draw(step, scores.load_rng_state()));
         } else if (scores.has_dropout()) {
-            shared.draws_full[q_state.stage].wait(q_state.phase);
-            return load_draws<Traits>(shared.draws[q_state.stage], warpgroup);
+            shared.dropout_bits_full[q_state.stage].wait(q_state.phase);
+            return load_dropout_bits<Traits>(shared.dropout_bits[q_state.stage], warpgroup);
         }
         return {};
     }
@@ -369,12 +369,12 @@ public:
             Scores next_s;
             this->wait_for_Q();
             this->issue_scores(shared.k, shared.q, q_state, next_s);
-            const auto draws = scores.draw(step, rng_state);
+            const auto dropout_bits = scores.draw(step, rng_state);
             wait_for<0>(next_s);
             warpgroup_fence_operand(acc_dv);
             Base::release(dout_state, shared.dout_barriers);
             dout_state.advance();
-            rP = send_p(inputs, draws, next_s);
+            rP = send_p(inputs, dropout_bits, next_s);
         }
         wait_for<0>(acc_dv);
         Base::release(dout_state, shared.dout_barriers);
@@ -417,10 +417,11 @@ private:
     __device__ __forceinline__ uint32_t *p_words() const { return shared.p + p_state.stage * Traits::kWordsOfScores; }
 
     // S becomes P, the A operand of dV. Consumer 1 finds in shared memory what dS needs of it. Q is not read any more.
-    __device__ __forceinline__ Operand send_p(const Inputs &inputs, const Draws<Traits> &draws, Scores &acc_s) {
+    __device__ __forceinline__ Operand send_p(const Inputs &inputs, const DropoutBits<Traits> &dropout_bits,
+                                              Scores &acc_s) {
         p_state.acquire(shared.p_barriers);
         const auto lse = scores.load_statistics(shared.lse[q_state.stage]);
-        const Probabilities p = scores.rounded_p(step, inputs, scores.exchanged(draws), acc_s, lse);
+        const Probabilities p = scores.rounded_p(step, inputs, scores.exchanged(dropout_bits), acc_s, lse);
         CUTE_UNROLL
         for (int i = 0; i < size(p.for_ds()) / 2; ++i) {
             scores.store_pair(p_words(), i, scores.pair_of(p.for_ds(), i));

@@ -18,25 +18,25 @@ inline int64_t pieces_for(int64_t heads, int64_t row_tiles, int64_t sms) {
     constexpr double kBlocksOfHead = 32, kCostOfRun = 1.5, kCostOfPartial = 2.0;
     constexpr int kMaxWaves = 4;
     int64_t best = 1;
-    double least = 1e300;
+    double min_time = 1e300;
     const auto consider = [&](int64_t pieces) {
         const bool is_whole = heads % pieces == 0, is_part = pieces % heads == 0;
         const double waves = double((pieces * row_tiles + sms - 1) / sms), heads_of_piece = double(heads) / pieces;
         const double runs = is_whole ? heads_of_piece : is_part ? 1.0 : heads_of_piece + 1.0;
         const double partial = is_whole ? 0.0 : is_part ? 1.0 : 2.0;
         const double time = waves * (heads_of_piece * kBlocksOfHead + kCostOfRun * runs + kCostOfPartial * partial);
-        if (time < least) {
-            least = time;
+        if (time < min_time) {
+            min_time = time;
             best = pieces;
         }
     };
     for (int64_t waves = 1; waves <= kMaxWaves; ++waves) {
-        const int64_t most = waves * sms / row_tiles;
-        if (most == 0) {
+        const int64_t max_pieces = waves * sms / row_tiles;
+        if (max_pieces == 0) {
             continue;
         }
-        consider(most);
-        int64_t aligned = most;
+        consider(max_pieces);
+        int64_t aligned = max_pieces;
         while (heads % aligned != 0 && aligned % heads != 0) {
             --aligned;
         }

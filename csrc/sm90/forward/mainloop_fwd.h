@@ -23,7 +23,7 @@ class Consumer {
     using TiledMmaPV = typename Traits::TiledMmaPV;
     static constexpr int kBlockN = Traits::kBlockN, kRows = Traits::kRows;
     static constexpr bool kIsGeneral = is_general(kKind), kIsSplit = kKind == Kind::split;
-    using SoftmaxState = Softmax<Element, 2, /*kHasRoom=*/!kIsSplit>;
+    using SoftmaxState = Softmax<Element, 2, /*kMayOffset=*/!kIsSplit>;
 
     // One key block of one work tile.
     struct Step {
