@@ -13,8 +13,8 @@ struct Tanh {
     Vec<T> value, derivative;
 };
 
-// Of y = s * factor / (2 log2(e)); the factor may be negative. With e = exp(-2 |y|) = 2^n 2^r, and u = e - 1 computed
-// without cancellation: tanh(|y|) = -u / (2 + u), its derivative is 4 e / (2 + u)^2.
+// tanh of y = s * factor / (2 log2(e)); the factor may be negative. With e = exp(-2 |y|) = 2^n 2^r, and u = e - 1
+// computed without cancellation: tanh(|y|) = -u / (2 + u), its derivative is 4 e / (2 + u)^2.
 template <typename T, int kTerms>
 FLASH_INLINE Tanh<T> tanh_of(Vec<T> s, Vec<T> factor, const T (&exp2_terms)[kTerms]) {
     const IntVec<T> sign_bit = (IntVec<T>)broadcast<T>(T(-0.0));

@@ -47,7 +47,7 @@ inline const DeviceProperties &device_properties(int device) {
     return known.emplace(device, properties).first->second;
 }
 
-// Of the current device.
+// The same of the current device.
 inline const DeviceProperties &device_properties() {
     int device = 0;
     check_cuda(cudaGetDevice(&device), "reading the current device");

@@ -1,5 +1,6 @@
 // The functions of the architectures that run_mha.cpp calls. The CUDA ones are instantiated for each dtype, head dim
-// and kind, in the files named instantiation. No CUDA headers; kvcache/splitkv.h has the functions of a KV cache.
+// and kind, in the files named instantiation. It includes no CUDA headers. kvcache/splitkv.h has the functions of a KV
+// cache.
 #pragma once
 
 #include <cstdint>
@@ -40,8 +41,8 @@ void run_flash_bwd_general(const Flash_bwd_params &params, cudaStream_t stream);
 
 namespace sm90 {
 
-// tile_counter: varlen, a zero in GPU memory; CTAs take the number of their next work tile from it. Else null. Throws
-// std::runtime_error when the launch fails.
+// tile_counter: with variable lengths a zero in GPU memory, from which CTAs take the number of their next work tile;
+// else null. Throws std::runtime_error if the launch fails.
 template <DType kDType, int kHeadDim, Kind kKind>
 void run_flash_fwd(const Flash_fwd_params &params, int *tile_counter, cudaStream_t stream);
 

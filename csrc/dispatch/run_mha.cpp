@@ -30,7 +30,7 @@
 
 namespace flash {
 
-// The kind `split` is left out: its kernel has a dispatch of its own, run_mha_fwd_splitkv_dispatch.
+// The kind `split` is left out: its kernel is chosen by run_mha_fwd_splitkv_dispatch.
 template <typename Function>
 void call_with_kind(Kind kind, const Function &function) {
     switch (kind) {

@@ -35,15 +35,15 @@ struct SplitkvTraits {
     static constexpr int kGroups = kIsOneGroup ? 1 : kArePairs ? 2 : kForm == Form::cluster && kHeadDim <= 128 ? 8 : 4;
     static constexpr int kMaxRows = kGroupWarps * kWarpRows;
 
-    // Of a tile; at most 32: one for each lane.
+    // Keys of a tile: at most 32, one for each lane.
     static constexpr int kKeys = kGroupWarps == 1 && kHeadDim > 64 ? 16 : 32;
     static constexpr int kRoundKeys = kGroups * kKeys;  // one tile for each group
-    // Of the schedule; short in a cluster, so that a short cache has keys for all CTAs.
+    // Keys of a unit of the schedule: few in a cluster, so that a short cache has keys for all CTAs.
     static constexpr int kUnit = kIsCluster ? kKeys : kRoundKeys;
     // Few rows and warp pairs: three CTAs fit into an SM, two with head dim 192, one with 256.
     static constexpr bool kFitsThreeStages = kIsCluster || (kArePairs && kHeadDim <= 64) || kHeadDim > 192;
     static constexpr int kStages = (kIsOneGroup ? kHeadDim <= 128 : kFitsThreeStages) ? 3 : 2;
-    // Over the loop; else Q is read from shared memory for each key tile.
+    // True: Q stays in registers over the loop. Else it is read from shared memory for each key tile.
     static constexpr bool kQInRegisters = !kIsOneGroup && kHeadDim <= 128;
 
     static constexpr int kChunks = kHeadDim / 8;  // pieces of 16 bytes in a row
@@ -107,8 +107,8 @@ __device__ __forceinline__ int chunk_offset(int row, int chunk) {
     return (chunk / kPart * kRows + row) * kPart * 16 + ((chunk % kPart) ^ swizzle) * 16;
 }
 
-// How the L2 cache treats what a copy brings. What is read once shall be the first to be replaced: machine code,
-// lengths and block tables stay.
+// The L2 policy of a copy. Data that is read once is replaced first, so that machine code, lengths and block tables
+// stay.
 __device__ __forceinline__ uint64_t l2_policy(bool is_read_once) {
     uint64_t policy;
     if (is_read_once) {

@@ -29,8 +29,8 @@ inline int tile_rows_for(int64_t rows) {
 
 // The form of tiles of `tile_rows` rows, in clusters of `cluster` CTAs if that is not 0. See also prefers_wide_ctas.
 inline Form form_of(const Flash_fwd_params &params, int tile_rows, int cluster) {
-    // Keys of a CTA. With up to so many, the CTAs of the next call fit beside those of this one and start before it
-    // ends. With more, bandwidth counts, which takes more warps.
+    // The most keys of a CTA with which the CTAs of the next call fit on the SMs together with those of this one, and
+    // start before it ends. With more keys bandwidth matters, which takes more warps.
     constexpr int64_t kShortPart = 512;
     return tile_rows > 2 * kWarpRows                                ? Form::many_rows
            : tile_rows > kWarpRows                                  ? Form::warp_pairs
@@ -52,7 +52,7 @@ inline int largest_cluster(const Flash_fwd_params &params) {
 // the driver once per GPU and size.
 template <typename Traits>
 int clusters_at_once(int cluster) {
-    // By device, kernel and size: another copy of the library in this process has kernels of its own.
+    // The key is device, kernel and size: another copy of the library in this process has other kernels.
     static thread_local std::map<std::tuple<int, const void *, int>, int> known;
     auto kernel = &flash_fwd_splitkv_cluster_kernel<Traits>;
     int device = 0;
@@ -192,8 +192,9 @@ SplitkvPlan plan_of(const Flash_fwd_params &params, int max_smem) {
     });
 }
 
-// True if one group of 128 threads combines a head. Never behind the split-KV kernel: CTAs of 128 threads start beside
-// it before it ends, and make the call up to a fifth slower (H200).
+// True if one group of 128 threads combines a head. Only plans of Hopper's kernel with split keys have an aligned_unit:
+// after the split-KV kernel, CTAs of 128 threads would start before it ends, and make the call up to a fifth slower
+// (H200).
 inline bool has_few_slots(const Flash_fwd_params &params, const SplitkvPlan &plan) {
     constexpr int kFewSlots = 8;
     return plan.aligned_unit > 0 && plan.pieces <= kFewSlots * int64_t{params.b} * params.h_k;

@@ -15,10 +15,10 @@
 
 namespace flash::kvcache {
 
-// Of the tiles; SplitkvTraits describes them.
+// The forms of the tiles. SplitkvTraits describes them.
 enum class Form { few_rows, cluster, short_cluster, warp_pairs, many_rows };
 
-// How one call is cut, computed on the host from shapes alone.
+// How one call is cut into pieces. The host computes it from shapes.
 struct SplitkvPlan {
     Form form;                     // of splitkv; cluster with `cluster` = 0: its tiles, without clusters
     int tile_rows;                 // rows of a tile: the queries of all heads that share a key/value head
@@ -37,7 +37,7 @@ struct SplitkvPlan {
     bool by_sequence = false;      // a piece has the same keys of all heads of a sequence, and a CTA for each of them
 
     constexpr int heads_of_piece(const Flash_fwd_params &params) const { return by_sequence ? params.h_k : 1; }
-    // The heads of a sequence that have units of their own.
+    // The heads of a sequence that have separate units.
     constexpr int heads_with_units(const Flash_fwd_params &params) const { return by_sequence ? 1 : params.h_k; }
     constexpr int64_t ctas(const Flash_fwd_params &params) const { return int64_t{pieces} * heads_of_piece(params); }
 
@@ -49,7 +49,7 @@ struct SplitkvPlan {
     constexpr bool combines_by_cta(const Flash_fwd_params &params) const {
         return max_splits == 0 && ctas(params) < int64_t{params.b} * params.h_k;
     }
-    // Of SharedHead for each CTA of the combine kernel; fixed splits have none.
+    // Floats of SharedHead for each CTA of the combine kernel; fixed splits have none.
     constexpr int64_t shared_head_floats(const Flash_fwd_params &params) const {
         const int64_t heads = int64_t{params.b} * params.h_k;
         return max_splits > 0 ? 0 : 4 * (combines_by_cta(params) ? ctas(params) : heads);
@@ -60,8 +60,8 @@ struct SplitkvPlan {
     }
 };
 
-// What the combine kernel has to know of a head; the CTA in whose piece the head begins writes it. They lie at the
-// start of KvCache::scratch: one for each head, or, if combines_by_cta, for each CTA.
+// A head as the combine kernel sees it. The CTA in whose piece the head begins writes it. They lie at the start of
+// KvCache::scratch: one for each head, or, if combines_by_cta, for each CTA.
 struct alignas(16) SharedHead {
     int bidb, bidh_k;
     int piece;   // the first with keys of the head

@@ -1,5 +1,5 @@
-// What both mainloops of the backward share: the products, the pipelines' waits and releases, and dS on its way to
-// shared memory.
+// The base of both mainloops of the backward: products, waits for and releases of pipeline stages, and the transfer of
+// dS to shared memory.
 #pragma once
 
 #include "dispatch/kind.h"
@@ -74,7 +74,7 @@ protected:
         step.advance(block);
     }
 
-    // S^T = K Q^T, or dP^T = V dO^T. With TiledMmaMinusdP, subtracted from what acc holds.
+    // S^T = K Q^T, or dP^T = V dO^T. With TiledMmaMinusdP the product is subtracted from acc.
     template <typename TiledMma = TiledMmaSdP, int kStages, typename TensorS>
     __device__ __forceinline__ void issue_scores(Element *smem_k, Element *smem_q, const PipelineState<kStages> &state,
                                                  TensorS &acc) const {
@@ -88,7 +88,8 @@ protected:
         issue<TiledMma>(kAccumulates, tSrK, tSrQ, acc);
     }
 
-    // dP^T = V dO^T. With kDpStartsAtDelta, delta - dP^T: no other product may be under way, or ptxas serializes all.
+    // dP^T = V dO^T, or delta - dP^T with kDpStartsAtDelta. There no other product may be in flight, or ptxas
+    // serializes all products.
     template <typename TensorS>
     __device__ __forceinline__ void issue_dp(TensorS &acc) const {
         if constexpr (Traits::kDpStartsAtDelta) {

@@ -1,6 +1,6 @@
 // Which probabilities of a step dropout drops: one bit for each, with the random numbers of common/philox.h. At head
-// dims 64 and 128 a warpgroup of its own draws them, beside the consumers' products (DropoutWarpgroup). At others the
-// CTA has no registers left for it, and the consumers draw (draw, exchanged).
+// dims 64 and 128 a separate warpgroup draws them while the consumers multiply (DropoutWarpgroup). At other head dims
+// the CTA has no registers left for it, and the consumers draw (draw, exchanged).
 #pragma once
 
 #include "common/block_info.h"
@@ -128,9 +128,10 @@ __device__ __forceinline__ DropoutBits<Traits> load_dropout_bits(const typename 
     return result;
 }
 
-// The consumers draw. This takes hundreds of cycles, beside products. A thread holds one key of a pair (k, k + 1) and
-// both queries (q, q + 1). The bits of these four come from two calls of Philox. The lane with the other key needs the
-// same two calls, so each lane makes one: the lower half of a word is of even keys, the upper half of odd ones.
+// The consumers draw. This takes hundreds of cycles, which overlap products. A thread holds one key of a pair (k, k +
+// 1) and both queries (q, q + 1). The bits of these four come from two calls of Philox. The lane with the other key
+// needs the same two calls, so each lane makes one: the lower half of a word is of even keys, the upper half of odd
+// ones.
 template <typename Traits>
 __device__ __forceinline__ DropoutBits<Traits> draw(const DropoutStream &stream, int first_query, int first_key,
                                                     unsigned threshold) {
@@ -149,7 +150,8 @@ __device__ __forceinline__ DropoutBits<Traits> draw(const DropoutStream &stream,
     return dropout_bits;
 }
 
-// Lanes exchange what they have drawn for each other. A shuffle waits behind products, so none may be under way.
+// Lanes exchange what they have drawn for each other. A shuffle waits for products that were issued before it, so none
+// may be in flight.
 template <typename Traits>
 __device__ __forceinline__ DropoutBits<Traits> exchanged(const DropoutBits<Traits> &dropout_bits) {
     DropoutBits<Traits> result;

@@ -1,6 +1,6 @@
-// The backward kernel. A CTA has one work tile (work_tiles_bwd.h). Of phase compute: flash_bwd_kernel ->
-// compute_dq_dk_dv -> compute_dk_dv_1colblock. One warpgroup is the producer, which loads and adds dQ
-// (producer_bwd.h). Two are consumers, which compute (mainloop_bwd.h). With dropout, a fourth draws (dropout_bwd.h).
+// The backward kernel. A CTA has one work tile (work_tiles_bwd.h). In the compute phase: flash_bwd_kernel ->
+// compute_dq_dk_dv -> compute_dk_dv_1colblock. One warpgroup is the producer, which loads and adds dQ (producer_bwd.h).
+// Two are consumers, which compute (mainloop_bwd.h). With dropout, a fourth draws (dropout_bwd.h).
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -19,7 +19,7 @@ namespace flash::sm90 {
 
 // ---- the epilogue: dK and dV of a consumer warpgroup go from registers to global memory, scaled and rounded
 
-// Where 64 keys of one head are stored, from key_offset on in the key block.
+// The destination of 64 keys of one head, which begin at key_offset in the key block.
 template <typename Traits, Kind kKind>
 struct TargetOfKeys {
     using Element = typename Traits::Element;
@@ -163,7 +163,7 @@ __device__ __forceinline__ void compute_dk_dv_1colblock(const Flash_bwd_params &
 template <typename Traits, Kind kKind>
 __device__ __forceinline__ void init_barriers(typename Traits::SharedStorage &shared) {
     constexpr int kWarps = 4, kOfConsumers = kWarps * Traits::kConsumers;  // per warpgroup, of the consumers
-    constexpr int kOfDq = Traits::kConsumersComputeDq ? 0 : kWarps;        // that read dS for dQ alone
+    constexpr int kOfDq = Traits::kConsumersComputeDq ? 0 : kWarps;        // that read dS only for dQ
     constexpr int kOfProduct = Traits::kSplitsKeys ? kOfConsumers : kWarps;
     shared.k_barriers.init(/*warps=*/1);  // K and V are loaded once
     shared.v_barriers.init(/*warps=*/1);
@@ -183,7 +183,7 @@ __device__ __forceinline__ void init_barriers(typename Traits::SharedStorage &sh
     cutlass::arch::fence_barrier_init();
 }
 
-// Phase compute.
+// The compute phase.
 template <typename Traits, Kind kKind>
 __device__ __forceinline__ void compute_dq_dk_dv(const Flash_bwd_params &params, const typename Traits::Copies &copies,
                                                  typename Traits::SharedStorage &shared, const WorkCounts &counts,
@@ -236,9 +236,9 @@ __device__ __forceinline__ void compute_dq_dk_dv(const Flash_bwd_params &params,
     }
 }
 
-// CTAs take the numbers of their work tiles when they start. A work tile waits for smaller numbers alone, and their
-// CTAs have started: in whichever order the GPU starts CTAs, none waits for one that cannot start (deadlock). Nothing
-// but the number passes between CTAs here, so the atomic is relaxed.
+// CTAs take the numbers of their work tiles when they start. A work tile waits only for smaller numbers, and their CTAs
+// have started: in whichever order the GPU starts CTAs, none waits for one that cannot start (deadlock). Nothing but
+// the number passes between CTAs here, so the atomic is relaxed.
 template <typename Traits, Kind kKind>
 __global__ void __launch_bounds__(Traits::kNThreads, 1)
     flash_bwd_kernel(const __grid_constant__ Flash_bwd_params params,

@@ -28,8 +28,8 @@ typename Traits::Copies make_copies_bwd(const Flash_bwd_params &params) {
     return {of_Q(params.q), of_Q(params.dout), of_KV(params.k), of_KV(params.v)};
 }
 
-// Whether the rows of Q, K, V, O, dO and dQ's accumulator that `ctas` work with fit into the L2 cache. An estimate: as
-// for as many queries as keys, and one query head for each key head.
+// True if the rows of Q, K, V, O, dO and dQ's accumulator that `ctas` work with fit into the L2 cache. The estimate
+// assumes as many queries as keys, and one query head for each key head.
 template <typename Traits>
 bool fits_into_l2(int ctas) {
     int device = 0, bytes = 0;

@@ -16,19 +16,19 @@ namespace flash::sm90 {
 
 // ---- tile sizes per head dim: the one table. docs/tuning/sm90_backward.md says how they were found.
 
-// How the two consumer warpgroups share the work of a step.
+// The way in which the two consumer warpgroups share the work of a step.
 enum class BwdSplit {
     keys,      // each has 64 keys, and computes S, dP, dV and dK of them
     products,  // both have the same 64 keys: one computes S and dV, the other dP and dK
 };
 
-// Who computes dQ.
+// The warpgroups that compute dQ.
 enum class DqBy {
     consumers,  // each a half; it goes through shared memory, and the copy engine adds it to global memory
     producer,   // the producer warpgroup, which adds it from registers
 };
 
-// Where wgmma finds dS as an operand of dK.
+// The place of dS as an operand of dK.
 enum class DsIn { registers, shared_memory };
 
 // kBlockM: query rows of a step.
@@ -103,12 +103,12 @@ constexpr bool has_kernel_per_factors(int headdim) {
 
 using namespace cute;
 
-// What dS needs beside P. Calls with a cap on scores or dropout hold P twice: for dV, and with factors for dS.
+// The features that scale dS by more than P. Softcap and dropout need separate P operands for dV and dS.
 enum class Factors {
     none,
     cap,
     dropout,
-    cap_or_dropout,  // one, or none: decided at run time
+    cap_or_dropout,  // decided at run time: cap, dropout or neither
 };
 
 template <DType kDType, int kHeadDim_, Factors kFactors_>
@@ -132,7 +132,7 @@ struct Flash_bwd_kernel_traits {
     static constexpr int kBlockN = kSplitsKeys ? kConsumers * kKeys : kKeys;    // keys of a CTA
     static constexpr bool kHasDropoutWarpgroup = kFactors == Factors::dropout;  // draws its bits
     static constexpr int kNThreads = 128 * (kConsumers + 1 + kHasDropoutWarpgroup);
-    // setmaxnreg. A launch of 512 threads gets 4 * 128 registers.
+    // Arguments of setmaxnreg. A launch of 512 threads gets 4 * 128 registers.
     static constexpr int kProducerRegisters = TileSize::kProducerRegisters;  // of the dropout warpgroup, too
     static_assert(kProducerRegisters + 2 * TileSize::kConsumerRegisters <= 3 * 168);
     static constexpr int kConsumerRegisters =

@@ -8,8 +8,8 @@
 namespace flash::sm90 {
 
 // BwdSplit::keys. The consumer computes S, dP, dV and dK for its own 64 keys; with DqBy::consumers, a tile of dQ too.
-// While it computes, the tensor cores work for it: on dK beside the exponentials of the next step, on dV beside dS, on
-// dQ beside the one or the other.
+// Products overlap arithmetic: dK overlaps the exponentials of the next step, dV overlaps dS, and dQ overlaps one of
+// these two.
 template <typename Traits, Kind kKind>
 class KeyConsumer : ConsumerBwd<Traits, kKind> {
     using Base = ConsumerBwd<Traits, kKind>;
@@ -226,7 +226,7 @@ private:
         Base::release(dout_state, shared.dout_barriers);
     }
 
-    // dK and dQ of the last step, after the loop. dK is under way when this returns.
+    // dK and dQ of the last step, after the loop. dK is in flight when this returns.
     template <typename TensorKV>
     __device__ __forceinline__ void compute_last_dk_and_dq(bool accumulates, const DsState &ds, Operand &rdS,
                                                            TensorKV &acc_dk) {
@@ -238,7 +238,7 @@ private:
         complete_dq();
     }
 
-    // Before products are issued, which the exchange between lanes would wait for.
+    // Called before products are issued, because the exchange between lanes would wait for them.
     __device__ __forceinline__ DropoutBits<Traits> dropout_bits_of_step() const {
         if constexpr (!Traits::kHasDropoutWarpgroup) {
             return scores.exchanged(scores.draw(step, scores.load_rng_state()));

@@ -8,8 +8,8 @@
 
 namespace flash::sm90 {
 
-// ---- loads. TMA copies K and V of a work tile once, and Q and dO of every step, into shared
-// memory. The row statistics come with them.
+// ---- loads. TMA copies K and V of a work tile once, and Q and dO of every step, into shared memory. The row
+// statistics come with them.
 //
 // Rows of Q and dO that belong to another sequence, or see no key, are out of bounds. They become zeros before a
 // consumer reads them, because NaN times 0 is NaN. Only the kinds varlen and general have them: where lengths are
@@ -261,7 +261,7 @@ public:
     __device__ DqProducer(const Flash_bwd_params &params, typename Traits::SharedStorage &shared, const Block &block)
         : params(params), shared(shared), block(block), warp(uniform(threadIdx.x / 32)) {}
 
-    // As CopyProducer's.
+    // The arguments are those of CopyProducer::run.
     template <typename Loader, typename Wait, typename Done>
     __device__ __forceinline__ void run(Loader &loader, const Wait &wait_for_statistics, const Done &done) {
         if (warp == 0) {
@@ -271,8 +271,8 @@ public:
         if (steps_left > 0) {
             PipelineState<1>().wait(shared.k_barriers);
         }
-        // In order: to wait for the CTA before takes as long as a load from the L2 cache, so it comes before dS does.
-        // To pass on takes until all sums are written, so it comes a step later.
+        // Deterministic: the wait for the CTA before takes as long as a load from the L2 cache, so it precedes the wait
+        // for dS. The pass takes until all sums are written, so it comes a step later.
         const DqOrder<Traits, /*kCopyEngine=*/false, Block> order(params, block, warp);
         Step step(block), added = step;
         for (bool has_added = false; steps_left > 0; --steps_left, has_added = true) {
@@ -306,7 +306,7 @@ public:
 
 private:
     __device__ __forceinline__ void add(const Step &step) const {
-        // Not unrolled: its addresses would take more registers than the warpgroup has.
+        // The loop is not unrolled: its addresses would take more registers than the warpgroup has.
         CUTE_NO_UNROLL
         for (int tile = 0; tile < Traits::kTilesOfDq; ++tile) {
             auto acc = Tile::accumulator();

@@ -92,8 +92,8 @@ struct RowTile {
     }
 };
 
-// ---- preprocess: delta = rowsum(dO * O) - dLSE, the log-sum-exp
-// padded to whole tiles, a flag for large ones, and zeros in the accumulator of dQ.
+// ---- preprocess: delta = rowsum(dO * O) - dLSE, the log-sum-exp padded to whole tiles, a flag for large ones, and
+// zeros in the accumulator of dQ.
 
 template <typename Traits, Kind kKind>
 class PreprocessBwd {
@@ -296,8 +296,8 @@ class ConvertDq {
     using Tile = DqTile<Traits>;
     static constexpr int kVectors = Tile::kVectors, kColumnTiles = Tile::kColumnTiles;
 
-    // What one warp added to a tile of the accumulator: 16 rows of 8 kVectors columns. The parts of a work tile lie one
-    // after the other in the accumulator.
+    // The sums that one warp added to a tile of the accumulator: 16 rows of 8 kVectors columns. The parts of a work
+    // tile lie one after the other in the accumulator.
     struct Part {
         float4 accum[kVectors][32];  // vector i of each lane that added it
     };

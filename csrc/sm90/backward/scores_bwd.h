@@ -15,7 +15,7 @@
 
 namespace flash::sm90 {
 
-// The thread's number in its warpgroup, in a register of its own. Where a loop needs it, ptxas would read the special
+// The thread's number in its warpgroup, in an ordinary register. Where a loop needs it, ptxas would read the special
 // register again in every iteration, which takes 60 to 110 cycles.
 __device__ __forceinline__ int thread_of_warpgroup() {
     return static_cast<int>(__shfl_sync(0xffffffffu, threadIdx.x % 128, threadIdx.x % 32));
@@ -72,8 +72,8 @@ public:
         }
     }
 
-    // What a step needs from global memory. Loaded before the step's products are issued: a warp's loads wait behind
-    // products.
+    // The inputs of a step from global memory. They are loaded before the step's products are issued, because a warp's
+    // loads wait for products that it has issued.
     struct Inputs {
         bool is_large;      // a row of the step has a large log-sum-exp
         float alibi_slope;  // kind general: of the head
@@ -87,7 +87,7 @@ public:
         return inputs;
     }
 
-    // Seed and offset of dropout, where consumers draw. Loaded before products are issued, too.
+    // Seed and offset of dropout, where consumers draw. They are loaded before products are issued, too.
     struct RngState {
         uint64_t seed, offset;
     };
@@ -98,7 +98,8 @@ public:
         return {uint64_t(params.rng_state[0]), uint64_t(params.rng_state[1])};
     }
 
-    // The consumer's own draws: draw() beside products, exchanged() when none is under way. Zeros without dropout.
+    // The bits that the consumer draws: draw() may overlap products, exchanged() runs when none is in flight. Without
+    // dropout the bits are zeros.
     __device__ __forceinline__ DropoutBits<Traits> draw(const Step &step, const RngState &rng) const {
         if (!has_dropout()) {
             return {};
@@ -195,7 +196,7 @@ public:
     }
     __device__ __forceinline__ bool has_alibi() const { return kIsGeneral && params.alibi_slopes != nullptr; }
     __device__ __forceinline__ bool has_dropout() const {
-        // Head dim 128 has a kernel for dropout alone, too, but spills more where the compiler knows it.
+        // Head dim 128 also has a kernel only for dropout, but spills more where the compiler knows it.
         constexpr bool kIsKnown = Traits::kHasDropoutWarpgroup && Traits::kHeadDim == 64;
         return kIsKnown || (Traits::kMayDrop && params.rng_state != nullptr);
     }

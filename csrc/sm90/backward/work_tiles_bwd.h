@@ -1,6 +1,6 @@
 // The work tiles of the backward. One grid has three phases for each head: preprocess, compute, convert. A CTA has one
-// work tile. The phases of a head follow each other at a distance, beside other phases of other heads: memory works for
-// one head while the tensor cores work for another, and what one phase leaves for the next is still in L2.
+// work tile. The phases of a head follow each other at a distance and overlap other phases of other heads: memory works
+// for one head while the tensor cores work for another, and the results of one phase are still in L2 for the next.
 #pragma once
 
 #include <cutlass/fast_math.h>
@@ -25,7 +25,7 @@ struct WorkTile {
 // group i: those of compute of group i, and spread among them those of preprocess of group i + 1 and of convert of
 // group i - kLag. Last come those of convert of the last groups.
 //
-// A work tile waits for work tiles with smaller numbers alone (WorkCounts).
+// A work tile waits only for work tiles with smaller numbers (WorkCounts).
 class WorkOrder {
     using Divisor = cutlass::FastDivmod;
     static constexpr int kLag = 2;  // in groups
@@ -40,7 +40,8 @@ class WorkOrder {
 public:
     int compute;  // work tiles of a head
 
-    // On the host. rows_per_tile: of a row tile. is_local: the work tiles of a head are of different length.
+    // Runs on the host. rows_per_tile: query rows of a row tile. is_local: the work tiles of a head are of different
+    // length.
     WorkOrder(const Flash_bwd_params &params, const RowBlocks &key_blocks, int rows_per_tile, bool is_local)
         : heads_(key_blocks.all_heads()),
           group(params.interleaved_heads),

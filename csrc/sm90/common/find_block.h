@@ -7,10 +7,9 @@
 
 namespace flash::sm90 {
 
-// The binary search of common/sequence.h loads one value of cu_seqlens after the other, and waits for each.
-
-// find_block() of common/sequence.h, called by all lanes of a warp with the same arguments. Each lane loads a
-// value of cu_seqlens: once for up to 32 sequences, twice for up to 1024. Then all load that of the sequence found.
+// find_block() of common/sequence.h, called by all lanes of a warp with the same arguments. Its binary search there
+// loads one value of cu_seqlens after the other, and waits for each. Here each lane loads a value of cu_seqlens: once
+// for up to 32 sequences, twice for up to 1024. Then all lanes load the value of the sequence found.
 __device__ __forceinline__ SequenceBlock find_block_by_warp(const int *cu_seqlens, int b, int64_t total, int kBlock,
                                                             int64_t index) {
     const int lane = threadIdx.x % 32;

@@ -56,7 +56,7 @@ public:
         }
         SoftmaxState softmax(params.scale_softmax_log2);
 
-        // First step of all: no O to multiply beside it.
+        // The first step of all has no product for O.
         begin_tile(step);
         wait_for_K();
         ping_pong.wait();
@@ -273,7 +273,7 @@ private:
         }
     }
 
-    // S once more, for a softmax that lost it. The other warps take no part, and wgmma is at work for O.
+    // Recomputes S for the softmax. The other warps take no part, and a wgmma for O is in flight.
     template <typename TensorS>
     __device__ __forceinline__ void recompute_S(TensorS &scores) const {
         Tensor sQ = make_tensor(make_smem_ptr(shared.q), typename Traits::SmemLayoutQ{});   // (64, HD, stage)

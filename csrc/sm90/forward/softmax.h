@@ -1,7 +1,6 @@
 // The online softmax of Hopper's consumers, in base 2. It differs from common/softmax.h in two ways. The rescaling of O
-// is separate, because the tensor cores still add to O while a step runs. And most steps take no row maximum:
-// probabilities are relative to the reference that earlier steps left, and only their sum tells whether the reference
-// has to move.
+// is separate, because the tensor cores still add to O while a step runs. Most steps take no row maximum: probabilities
+// are relative to the reference that earlier steps left, and only their sum tells whether the reference has to move.
 #pragma once
 
 #include <cutlass/numeric_types.h>
@@ -194,7 +193,7 @@ private:
         return floorf(fminf(offset, fminf(kMaxOffset, fmaxf(kMaxRise - exceeds, 0.0f))));
     }
 
-    // What the first step in which a warp sees keys says about the scores that follow.
+    // Statistics of the first step in which a warp sees keys, which predict the scores that follow.
     struct Spread {
         bool is_wide = false;    // the second step has to take the maximum too
         bool is_masked = false;  // a sampled score is hidden: some rows may have seen few keys
