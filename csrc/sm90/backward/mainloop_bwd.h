@@ -18,14 +18,14 @@ class KeyConsumer : ConsumerBwd<Traits, kKind> {
     using typename Base::Element, typename Base::Scores, typename Base::Operand, typename Base::Probabilities;
     using DsState = PipelineState<Traits::kStagesdS>;
     using QState = PipelineState<Traits::kStagesQ>;
-    // The schedule of a step. run_with_dq(): whether dQ is multiplied together with dK of the same step or with dP of
-    // the next. run_with_dq_after_dp(): dropout needs two operands P, which leaves too few registers for either at head
-    // dim 128.
+    // The schedule of a step. False: run_without_dq().
     static constexpr bool kComputesDq = Traits::kConsumersComputeDq;
+    // run_with_dq(): dQ is multiplied together with dK of the same step; else together with dP of the next step.
     static constexpr bool kDqJoinsDk = Traits::kHeadDim <= 64;
+    // run_with_dq_after_dp(): dropout needs two P operands, which leave too few registers for run_with_dq().
     static constexpr bool kDpComesFirst = Traits::kHeadDim > 64 && Traits::kMayDrop;
-    // V of its keys is in 16 registers, where dP reads it: less traffic of shared memory. Kind general has none to
-    // spare.
+    // dP reads V of the consumer's keys from 16 registers, which saves traffic of shared memory. Kind general has no
+    // registers to spare.
     static constexpr bool kHoldsV = Traits::kHeadDim == 64 && !is_general(kKind);
     static_assert(!(kHoldsV && Traits::kDpStartsAtDelta), "dP with V in registers starts at 0");
     PipelineState<1> dq_state;
