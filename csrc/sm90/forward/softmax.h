@@ -20,7 +20,7 @@ struct Softmax {
     // bfloat16 has the exponents of float32, so a reference of 0 is enough for most scores. float16 needs one near the
     // maximum.
     static constexpr bool kHasWideRange = std::is_same_v<Element, cutlass::bfloat16_t>;
-    static constexpr bool kHasOffset = kHasWideRange && kMayOffset;
+    static constexpr bool kReferenceIsAboveMaximum = kHasWideRange && kMayOffset;
     // Probabilities carry the factor 2^-kHeadroom, which the quotient of output and sum removes. It allows
     // scores far above the reference.
     static constexpr float kHeadroom = kHasWideRange ? 40.0f : 0.0f, kOne = kHasWideRange ? 0x1p-40f : 1.0f;
@@ -186,7 +186,7 @@ private:
     // is none). below: how far the maximum lies below that of other rows. The offset is an integer, so that Element
     // holds the largest probability, and is clamped so that the rescale factor of O does not underflow.
     __device__ __forceinline__ float offset_above_maximum(float exceeds, float below = 0.0f) const {
-        if (!kHasOffset) {
+        if (!kReferenceIsAboveMaximum) {
             return 0.0f;
         }
         const float offset = fmaxf(kOffsetPerDominance * log2f(dominance) - kOffsetBias, 0.0f) + below;
@@ -263,7 +263,7 @@ private:
         for (int row = 0; row < kNRows; ++row) {
             new_reference[row] = maximum[row];
         }
-        if (kHasOffset && dominance > kMinDominance) {
+        if (kReferenceIsAboveMaximum && dominance > kMinDominance) {
             float largest = -INFINITY;
             if (spread.is_masked) {  // rows that saw few keys are likely to rise to where others are
                 CUTE_UNROLL
