@@ -90,7 +90,6 @@ private:
         bool accumulates = false;
         for (; steps_left > 1; --steps_left, accumulates = true) {
             Scores acc_ds, next_s;
-            auto acc_dq = DqTile<Traits>::accumulator();
             const auto q = q_state;
             this->advance_step();
             const auto inputs = scores.load_inputs(step);
@@ -99,12 +98,10 @@ private:
             const auto dropout_bits = dropout_bits_of_step();
             this->issue_scores(shared.k, shared.q, q_state, next_s);
             if constexpr (kDqJoinsDk) {
-                issue_dq(ds, acc_dq);
-            }
-            issue_dk(accumulates, ds, q, rdS, acc_dk);
-            wait_for<kDqJoinsDk ? 2 : 1>(next_s);
-            p = scores.rounded_p(step, inputs, dropout_bits, next_s, lse);
-            if constexpr (kDqJoinsDk) {
+                auto acc_dq = issue_dq(ds);
+                issue_dk(accumulates, ds, q, rdS, acc_dk);
+                wait_for<2>(next_s);
+                p = scores.rounded_p(step, inputs, dropout_bits, next_s, lse);
                 wait_for<0>(acc_dk);
                 warpgroup_fence_operand(acc_dq);
                 Base::release(q, shared.q_barriers);
@@ -116,12 +113,15 @@ private:
                 wait_for<1>(acc_ds);
                 rdS = scores.rounded_ds(p.for_ds(), acc_ds, delta);
             } else {
+                issue_dk(accumulates, ds, q, rdS, acc_dk);
+                wait_for<1>(next_s);
+                p = scores.rounded_p(step, inputs, dropout_bits, next_s, lse);
                 this->wait_for_dO();
                 const auto delta = delta_of_step();
                 wait_for<0>(acc_dk);
                 Base::release(q, shared.q_barriers);
                 issue_dp(acc_ds, rV);
-                issue_dq(ds, acc_dq);
+                auto acc_dq = issue_dq(ds);
                 issue_dv(/*accumulates=*/true, p, acc_dv);
                 wait_for<2>(acc_ds);
                 rdS = scores.rounded_ds(p.for_ds(), acc_ds, delta);
@@ -163,8 +163,7 @@ private:
             Base::release(dout, shared.dout_barriers);
             const auto dropout_bits = dropout_bits_of_step();
             this->issue_scores(shared.k, shared.q, q_state, next_s);
-            auto acc_dq = DqTile<Traits>::accumulator();
-            issue_dq(ds, acc_dq);
+            auto acc_dq = issue_dq(ds);
             issue_dk(accumulates, ds, q, rdS, acc_dk);
             wait_for<2>(next_s);
             p = scores.rounded_p(step, inputs, dropout_bits, next_s, lse);
@@ -230,8 +229,7 @@ private:
     template <typename TensorKV>
     __device__ __forceinline__ void compute_last_dk_and_dq(bool accumulates, const DsState &ds, Operand &rdS,
                                                            TensorKV &acc_dk) {
-        auto acc_dq = DqTile<Traits>::accumulator();
-        issue_dq(ds, acc_dq);
+        auto acc_dq = issue_dq(ds);
         issue_dk(accumulates, ds, q_state, rdS, acc_dk);
         wait_for<1>(acc_dq);
         store_dq(acc_dq);
@@ -297,10 +295,11 @@ private:
     }
 
     // This consumer's tile of dQ, when both have sent dS.
-    template <typename TensorDq>
-    __device__ __forceinline__ void issue_dq(const DsState &ds, TensorDq &acc) const {
+    __device__ __forceinline__ auto issue_dq(const DsState &ds) const {
+        auto acc = DqTile<Traits>::accumulator();
         ds.wait(shared.ds_barriers);
         DqTile<Traits>::issue(shared, ds.stage, warpgroup, acc);
+        return acc;
     }
 
     // dQ goes to the warp that adds it: stored, then sent behind a fence.
