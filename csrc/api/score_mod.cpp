@@ -176,7 +176,7 @@ bool has_gradient(const std::string &option) {
 }
 
 at::Tensor option_gradient(const std::string &option, const at::Tensor &x, const RowStatistics &rows) {
-    TORCH_INTERNAL_ASSERT(has_gradient(option));
+    FLASH_CHECK(has_gradient(option), option, " has no gradient");
     return sink_gradient(x, rows);
 }
 
