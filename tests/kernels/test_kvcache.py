@@ -60,7 +60,6 @@ def test_kvcache_offsets_beyond_31_bits(
 # ---- random cases ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_random_kvcache_cases(chunk: int, backend: str, device: str, seed: int, described_seed: str) -> None:
     def check(case: KvCacheCase, dtype: torch.dtype, seed: int, described_seed: str) -> None:

@@ -157,7 +157,6 @@ def random_case(draw: random.Random) -> AnyCase:
     return random_varlen(draw) if draw.random() < 0.5 else random_dense(draw)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_random_cases_are_as_accurate_as_pytorch(
     chunk: int, backend: str, device: str, seed: int, described_seed: str
