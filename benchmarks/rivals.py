@@ -349,9 +349,13 @@ class Official(Rival):
         context = out.grad_fn  # the node of a Python autograd function is the context of its backward
         if not hasattr(context, "_forward_cls"):
             raise NotImplementedError(f"{self.name}: the backward of flash_attn_func is no Python autograd function")
-        return partial(
-            context._forward_cls.backward, context, upstream_gradient(inputs[0].detach()), *[None for _ in others]
-        )
+        dout, rest = upstream_gradient(inputs[0].detach()), [None for _ in others]
+
+        def backward() -> Any:
+            assert out.grad_fn is context  # out holds the graph: without it the saved tensors are freed
+            return context._forward_cls.backward(context, dout, *rest)
+
+        return backward
 
     def outputs(self, result: Any) -> tuple[Tensor, ...]:
         if self.backward:

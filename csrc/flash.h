@@ -109,11 +109,11 @@ struct Flash_fwd_params {
     int window_size_left = -1;   // keys
     int window_size_right = -1;  // keys
 
-    bool has_alibi() const { return alibi_slopes != nullptr; }
+    constexpr bool has_alibi() const { return alibi_slopes != nullptr; }
     // True if scores are modified between Q K^T and the softmax.
-    bool has_score_mod() const { return softcap > 0.0 || alibi_slopes != nullptr; }
+    constexpr bool has_score_mod() const { return softcap > 0.0 || alibi_slopes != nullptr; }
     // True if the keys that a query sees depend on the query.
-    bool is_local() const { return window_size_left >= 0 || window_size_right >= 0; }
+    constexpr bool is_local() const { return window_size_left >= 0 || window_size_right >= 0; }
 };
 
 // The backward reads the tensors of the forward (q, k, v, o, softmax_lse) and overwrites the gradients.

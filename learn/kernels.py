@@ -20,6 +20,7 @@ from build_tools.kernels import cuda_home
 from third_party.fetch_cutlass import CutlassError, cutlass_include_dir
 
 CSRC = Path(__file__).resolve().parent / "csrc"
+CSRC_OF_PRODUCT = CSRC.parent.parent / "csrc"  # for common/message.h
 SOURCES = ("bindings.cpp", "flash_attn_minimal.cu", "flash_attn_tensor_cores.cu")
 NVCC_FLAGS = ("-O3", "-std=c++17", "--expt-relaxed-constexpr", "-lineinfo", "-DNDEBUG")
 
@@ -75,7 +76,7 @@ def _compiled() -> tuple[ModuleType | None, str | None]:
         module: ModuleType = cpp_extension.load(
             name="flash_attn_mini_learn",
             sources=[str(CSRC / name) for name in SOURCES],
-            extra_include_paths=[str(cutlass_include_dir())],
+            extra_include_paths=[str(CSRC_OF_PRODUCT), str(cutlass_include_dir())],
             extra_cflags=["-O3"],
             extra_cuda_cflags=list(NVCC_FLAGS),
         )

@@ -18,8 +18,6 @@ void check_dropout(const Options &options) {
     constexpr double kNearly1 = 1.0 - 1.0 / (1 << 17);  // from here on dropout_threshold says to drop all
     FLASH_CHECK_VALUE(options.dropout_p >= 0.0 && options.dropout_p < kNearly1, "dropout_p is ", options.dropout_p,
                       "; allowed: at least 0 and below 1 - 2^-17");
-    FLASH_CHECK_VALUE(options.softcap == 0.0 || options.dropout_p == 0.0, "softcap is ", options.softcap,
-                      " and dropout_p is ", options.dropout_p, "; allowed: one of the two, not both");
 }
 
 }  // namespace

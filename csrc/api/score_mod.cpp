@@ -38,6 +38,8 @@ void check_scale_and_softcap(const Options &options, at::ScalarType dtype) {
     FLASH_CHECK_VALUE(softcap == 0.0 || is_within(scale / softcap, kMin, kMax), "softmax_scale is ", scale,
                       " and softcap is ", softcap,
                       "; allowed: a quotient softmax_scale / softcap of 0 or of magnitude ", kMin, " to ", kMax);
+    FLASH_CHECK_VALUE(options.softcap == 0.0 || options.dropout_p == 0.0, "softcap is ", options.softcap,
+                      " and dropout_p is ", options.dropout_p, "; allowed: one of the two, not both");
 }
 
 void check_alibi_slopes(const at::Tensor &slopes, const at::Tensor &q, int64_t batch) {
@@ -174,7 +176,7 @@ bool has_gradient(const std::string &option) {
 }
 
 at::Tensor option_gradient(const std::string &option, const at::Tensor &x, const RowStatistics &rows) {
-    TORCH_INTERNAL_ASSERT(has_gradient(option));
+    FLASH_CHECK(has_gradient(option), option, " has no gradient");
     return sink_gradient(x, rows);
 }
 

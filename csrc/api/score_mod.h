@@ -1,6 +1,5 @@
-// Host side of the options that modify scores and rows: softmax_scale, softcap, ALiBi slopes, attention sinks. Checks,
-// params, results of rows without keys, gradients. The kernels' side: ScoreMod (common/score_mod.h, cpu/score_mod.h)
-// and RowMod (common/row_mod.h).
+// Host side of the options that modify scores and rows: checks, params, results of rows without keys, gradients. The
+// kernels' side: ScoreMod (common/score_mod.h, cpu/score_mod.h) and RowMod (common/row_mod.h).
 #pragma once
 
 #include <ATen/core/Tensor.h>

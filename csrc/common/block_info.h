@@ -7,6 +7,12 @@
 
 namespace flash {
 
+// Moves a number that is the same in every lane of the warp into a uniform register. The compiler then knows that
+// branches on it do not diverge.
+__device__ __forceinline__ int uniform(int x) {
+    return static_cast<int>(__reduce_or_sync(0xffffffffu, static_cast<unsigned>(x)));
+}
+
 // Is_local: the range depends on the row (causal or windowed), aligned to the bottom right.
 template <bool Is_local>
 struct KeyRange {

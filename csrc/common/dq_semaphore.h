@@ -22,7 +22,7 @@ struct DqSemaphore {
     }
 
     // All lanes: waits until all of them have added; every reduction until pass() comes after theirs. is_known_reached:
-    // what is_reached() said before.
+    // the earlier result of is_reached().
     __device__ __forceinline__ void wait(const int *counts, bool is_known_reached) const {
         if (index == kNone) {
             return;
@@ -58,8 +58,8 @@ struct DqSemaphore {
     }
 
 private:
-    // With the relaxed load before it an acquire. fence.acquire only discards lines of the L1 cache; fence.acq_rel
-    // waits for earlier accesses as well.
+    // Together with the relaxed load before it this is an acquire. fence.acquire only discards lines of the L1 cache;
+    // fence.acq_rel waits for earlier accesses as well.
     __device__ __forceinline__ static void acquire() {
 #if __CUDA_ARCH__ >= 900 && __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1208
         asm volatile("fence.acquire.gpu;" ::: "memory");

@@ -53,7 +53,7 @@ __device__ __forceinline__ bool preprocess_rows(const Flash_bwd_params &params, 
             lse[i] = -INFINITY;
         }
         if (rows > 0) {
-            // Without branches between them, so that all loads wait together: rows past the end load the last one.
+            // There are no branches between the loads, so that all wait together: rows past the end load the last one.
             CUTE_UNROLL
             for (int i = 0; i < kTogether; ++i) {
                 const int row = begin + i * kStride + row_of_lane, loaded = row < rows ? row : rows - 1;

@@ -8,8 +8,8 @@
 #include <type_traits>
 
 #include "dropout.h"
-#include "group.h"
 #include "kernels.h"
+#include "rows.h"
 #include "score_mod.h"
 #include "simd.h"
 

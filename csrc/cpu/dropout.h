@@ -3,7 +3,7 @@
 #pragma once
 
 #include "../common/philox.h"
-#include "group.h"
+#include "rows.h"
 #include "simd.h"
 
 namespace flash::cpu::FLASH_CPU_NAMESPACE {
@@ -82,7 +82,7 @@ FLASH_INLINE void draw_tile(const DropoutStream &stream, unsigned threshold, uin
     }
 }
 
-// Whether each pair of a panel's rows and a step's keys is kept.
+// Says which pairs of a panel's rows and a step's keys dropout keeps.
 template <int kPanel>
 class Dropout {
 public:

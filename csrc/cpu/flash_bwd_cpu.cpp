@@ -1,12 +1,11 @@
 // run_mha_bwd_cpu: selects the kernel for the dtype and the CPU, and runs it over blocks of keys on all threads.
-#include "flash_cpu.h"
-
 #include <algorithm>
 #include <cstring>
 #include <thread>
 #include <vector>
 
 #include "common/trace.h"
+#include "dispatch/run_flash.h"
 #include "schedule.h"
 #include "select_isa.h"
 

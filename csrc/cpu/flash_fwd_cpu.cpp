@@ -1,10 +1,9 @@
 // run_mha_fwd_cpu: selects the kernel for the dtype and the CPU, and runs it over row blocks on all threads.
-#include "flash_cpu.h"
-
 #include <algorithm>
 #include <vector>
 
 #include "common/trace.h"
+#include "dispatch/run_flash.h"
 #include "schedule.h"
 #include "select_isa.h"
 

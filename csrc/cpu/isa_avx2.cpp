@@ -3,7 +3,6 @@
 // (select_isa.h).
 #include "../common/philox.h"
 #include "kernels.h"
-#include "key_range.h"
 
 #ifdef FLASH_CPU_HAS_AVX
 

@@ -2,11 +2,13 @@
 // compiled once per instruction set (isa_*.cpp): blocks of rows and of keys, and the functions that compute them.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <limits>
 
+#include "../common/sequence.h"
 #include "../flash.h"
 
 // Instruction sets that this compiler can target in a single file, whatever -march is.
@@ -19,6 +21,8 @@
 #endif
 
 namespace flash::cpu {
+
+// ---- blocks of rows, and the keys that they see
 
 // The state of a row after some of its keys: the output is o / l, the log-sum-exp is softmax_scale * m + log(l).
 // Elements are of the kernel's arithmetic: double for DType::float64, else float.
@@ -48,14 +52,45 @@ struct RowBlock {
 // The block of one of its heads.
 inline RowBlock block_of_head(const Flash_fwd_params &params, RowBlock block, int64_t head) {
     const int64_t rows = head * params.seqlen_q * params.h_h_k_ratio, bytes = params.dtype == DType::float64 ? 8 : 4;
-    const auto behind = [&](void *x, int64_t columns) {
+    const auto offset = [&](void *x, int64_t columns) {
         return x == nullptr ? nullptr : static_cast<char *>(x) + rows * columns * bytes;
     };
-    block.partial = {behind(block.partial.o, params.d), behind(block.partial.m, 1), behind(block.partial.l, 1)};
+    block.partial = {offset(block.partial.o, params.d), offset(block.partial.m, 1), offset(block.partial.l, 1)};
     block.bidh_k += head;
     block.heads = 1;
     return block;
 }
+
+// The keys [lo, hi) that a query sees. lo and hi rise with the query.
+struct KeyRange {
+    int64_t lo, hi;
+
+    KeyRange(const Flash_fwd_params &params, const Sequence &seq, int64_t query) {
+        const int64_t diagonal = query + seq.seqlen_k - seq.seqlen_q, end = seq.seqlen_k;
+        lo = params.window_size_left < 0 ? 0 : diagonal - params.window_size_left;
+        hi = params.window_size_right < 0 ? end : diagonal + params.window_size_right + 1;
+        lo = std::clamp<int64_t>(lo, 0, end);
+        hi = std::clamp<int64_t>(hi, 0, end);
+    }
+    bool is_empty() const { return lo >= hi; }
+    int64_t size() const { return hi - lo; }
+};
+
+// The queries [lo, hi) that see at least one of the keys [begin, end).
+struct QueryRange {
+    int64_t lo, hi;
+
+    QueryRange(const Flash_fwd_params &params, const Sequence &seq, int64_t begin, int64_t end) {
+        const int64_t shift = int64_t(seq.seqlen_q) - seq.seqlen_k, queries = begin < end ? seq.seqlen_q : 0;
+        lo = params.window_size_right < 0 ? 0 : begin + shift - params.window_size_right;
+        hi = params.window_size_left < 0 ? queries : end + shift + params.window_size_left;
+        lo = std::clamp<int64_t>(lo, 0, queries);
+        hi = std::clamp<int64_t>(hi, lo, queries);
+    }
+    int64_t size() const { return hi - lo; }
+};
+
+// ---- the kernels
 
 // One dtype's forward, compiled for one instruction set.
 struct ForwardKernel {

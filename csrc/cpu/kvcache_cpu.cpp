@@ -2,7 +2,7 @@
 //
 // The keys of a sequence are cut into splits, whose states are combined in their order. Where the cuts lie depends on
 // the sequence and the call alone, neither on the rest of the batch nor on the number of threads.
-#include "flash_cpu.h"
+#include "dispatch/run_flash.h"
 
 #include <ATen/Parallel.h>
 #include <c10/util/BFloat16.h>

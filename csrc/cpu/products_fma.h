@@ -126,7 +126,7 @@ FLASH_NOINLINE void output_tile(const T *p /* [keys][kFmaPanel] */, const T *v /
     for (int i = 0; i < kTile; ++i) {
 #pragma GCC unroll 4
         for (int j = 0; j < kUsedVecs; ++j)
-            acc[i][j] = Vec<T>{};  // not o: each step has a sum of its own, which keeps rounding errors small
+            acc[i][j] = Vec<T>{};  // not o: a separate sum for each step keeps rounding errors small
     }
     add_seen_values<T, kUsedVecs, kSkipZeros>(p, v, 0, keys, acc);
 #pragma GCC unroll 8
@@ -171,7 +171,7 @@ FLASH_NOINLINE void product_tile(BroadcastOperand<T> a, VectorRows<const T> x, i
         a_row[i] = a.ptr + i * a.row_stride;
 #pragma GCC unroll 4
         for (int j = 0; j < kUsedVecs; ++j) {
-            acc[i][j] = Vec<T>{};  // not out: each step has a sum of its own, which keeps rounding errors small
+            acc[i][j] = Vec<T>{};  // not out: a separate sum for each step keeps rounding errors small
             if (kAdd) __builtin_prefetch(out.ptr + i * out.stride + j * kLanes<T>, 1);
         }
     }

@@ -136,7 +136,7 @@ protected:
         }
     }
 
-    // Whether the rows of one head are one array. Then those of the next step are prefetched into L2; with several
+    // True if the rows of one head are one array. Then those of the next step are prefetched into L2; with several
     // heads they would not fit. The hardware prefetches values from there.
     bool is_dense(const TensorRef &t) const { return params_.block_table == nullptr && t.row_stride == d_; }
 

@@ -9,8 +9,8 @@
 
 #include "common/row_mod.h"
 #include "dropout.h"
-#include "group.h"
 #include "kernels.h"
+#include "rows.h"
 #include "score_mod.h"
 #include "softmax.h"
 

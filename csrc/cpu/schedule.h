@@ -13,11 +13,10 @@
 #include <vector>
 
 #include "kernels.h"
-#include "key_range.h"
 
 namespace flash::cpu {
 
-// ---- scratch memory of one thread, which group.h divides into arrays
+// ---- scratch memory of one thread, which Scratch (rows.h) divides into arrays
 
 constexpr size_t kScratchAlignment = 64;
 

@@ -2,7 +2,7 @@
 // the same scores. Layout as in softmax.h: [key][row], each lane a row.
 #pragma once
 
-#include "group.h"
+#include "rows.h"
 #include "simd.h"
 
 namespace flash::cpu::FLASH_CPU_NAMESPACE {
@@ -13,14 +13,14 @@ struct Tanh {
     Vec<T> value, derivative;
 };
 
-// Of y = s * factor / (2 log2(e)); the factor may be negative. With e = exp(-2 |y|) = 2^n 2^r, and u = e - 1 computed
-// without cancellation: tanh(|y|) = -u / (2 + u), its derivative is 4 e / (2 + u)^2.
+// tanh of y = s * factor / (2 log2(e)); the factor may be negative. With e = exp(-2 |y|) = 2^n 2^r, and u = e - 1
+// computed without cancellation: tanh(|y|) = -u / (2 + u), its derivative is 4 e / (2 + u)^2.
 template <typename T, int kTerms>
 FLASH_INLINE Tanh<T> tanh_of(Vec<T> s, Vec<T> factor, const T (&exp2_terms)[kTerms]) {
     const IntVec<T> sign_bit = (IntVec<T>)broadcast<T>(T(-0.0));
     const IntVec<T> scaled = (IntVec<T>)(s * factor), sign = scaled & sign_bit;
-    constexpr T kLeast = sizeof(T) == 8 ? -1000 : -100;
-    const Vec<T> x = max<T>(broadcast<T>(kLeast), (Vec<T>)(scaled | sign_bit));  // -|s * factor|; NaN stays NaN
+    constexpr T kMin = sizeof(T) == 8 ? -1000 : -100;
+    const Vec<T> x = max<T>(broadcast<T>(kMin), (Vec<T>)(scaled | sign_bit));  // -|s * factor|; NaN stays NaN
     const auto [r, pow2n] = split_exponent<T>(x);
     Vec<T> p = broadcast<T>(exp2_terms[0]);
 #pragma GCC unroll 16

@@ -1,4 +1,4 @@
-// What this build contains: architectures, head dims and dtypes of the CUDA kernels. setup.py passes the lists.
+// The contents of this build: architectures, head dims and dtypes of the CUDA kernels. setup.py passes the lists.
 #pragma once
 
 #include <initializer_list>
@@ -42,7 +42,8 @@ inline constexpr bool kHasSm90 = true;
 inline constexpr bool kHasSm90 = false;
 #endif
 
-// "90a" alone does not compile the sm80 kernels of calls that have an sm90 kernel. True if another architecture does.
+// Architecture "90a" does not compile the sm80 kernels of calls that have an sm90 kernel. True if another architecture
+// does.
 constexpr bool compiles_all_of_sm80() {
     for (int arch : kBuiltArchs) {
         if (arch != 90 || !contains(kExactArchs, 90)) {

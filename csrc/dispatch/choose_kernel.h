@@ -107,8 +107,9 @@ inline int64_t forward_tiles(const Flash_fwd_params &params, int rows = kRowsOfT
     return int64_t{params.b} * params.h * ((params.seqlen_q + rows - 1) / rows);
 }
 
-// True if the kernels of the forward take less time than splitkv: the queries alone fill the GPU, and most of the rows
-// of a tile are queries. They multiply faster, but work on each head alone and do not split keys.
+// True if the kernels of the forward take less time than splitkv: the query tiles fill the GPU without split keys, and
+// most of the rows of a tile are queries. They multiply faster, but do not share keys among heads and do not split
+// keys.
 inline bool prefers_forward(const Flash_fwd_params &params) {
     constexpr int kSpeedup = 4;  // over splitkv
     const int64_t tiles = forward_tiles(params), rows = packed_rows(params) * params.b * params.h_k;
@@ -136,15 +137,15 @@ inline bool prefers_split_sm90(const Flash_fwd_params &params) {
     return params.block_table != nullptr || cost * double(row_tiles * params.b * params.h_k) < double(rounds * sms);
 }
 
-// num_splits = 1 asks for the bits of the varlen forward, so its kernels run. A cache is never copied: splitkv reads
-// what the others cannot.
+// num_splits = 1 must match the varlen forward bitwise, so its kernels run. A cache is never copied: splitkv reads the
+// caches that the other kernels cannot read.
 inline CacheKernel cache_kernel(const Flash_fwd_params &params) {
-    const int least_rows = built_headdim_for(params.d) == 64 ? 33 : 17;  // of split_sm90
+    const int min_rows = built_headdim_for(params.d) == 64 ? 33 : 17;  // of split_sm90
     const bool is_chosen = params.cache.num_splits == 0 && params.cache.split_keys == 0;
     if (!is_readable_by_forward(params)) {
         return CacheKernel::splitkv;
     }
-    if (is_chosen && packed_rows(params) >= least_rows && runs_split_sm90(params)) {
+    if (is_chosen && packed_rows(params) >= min_rows && runs_split_sm90(params)) {
         return prefers_split_sm90(params) ? CacheKernel::split_sm90 : CacheKernel::forward;
     }
     if (params.cache.num_splits != 1 && !(is_chosen && prefers_forward(params))) {

@@ -1,5 +1,6 @@
 // The kinds of kernel, listed once: each specialises for one kind of call. build_tools/kernels.py reads FLASH_KINDS and
-// kMinHeadDimSm90 from this file. No CUDA, no torch. docs/tuning says what each specialisation is worth.
+// kMinHeadDimSm90 from this file. The file includes neither CUDA nor torch. docs/tuning says what each specialisation
+// is worth.
 #pragma once
 
 namespace flash {
@@ -22,7 +23,7 @@ enum class Kind {
     split,    // a cache: the query heads of a group in one tile, keys split over the CTAs; score modifiers at run time
 };
 
-// Whether the keys that a query sees may depend on the query.
+// True if the keys that a query sees may depend on the query.
 constexpr bool is_local(Kind kind) {
     return kind != Kind::full;
 }

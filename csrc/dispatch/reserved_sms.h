@@ -3,7 +3,7 @@
 
 namespace flash {
 
-// For the calls of this thread.
+// The number for the calls of this thread.
 inline int &reserved_sms() {
     thread_local int count = 0;
     return count;

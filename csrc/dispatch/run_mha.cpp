@@ -6,9 +6,9 @@
 
 #include "common/message.h"
 #include "common/trace.h"
-#include "cpu/flash_cpu.h"
 #include "dispatch/built.h"
 #include "dispatch/kind.h"
+#include "dispatch/run_flash.h"
 
 #ifdef FLASH_WITH_CUDA
 #include <ATen/ops/empty.h>
@@ -23,8 +23,6 @@
 #include "choose_kernel.h"
 #include "dispatch/device.h"
 #include "kvcache/splitkv.h"
-#include "sm80/run_flash.h"
-#include "sm90/run_flash.h"
 #endif
 
 // ---- switches: FP16_SWITCH, HEADDIM_SWITCH and KIND_SWITCH turn the dtype, head dim and kind of a call into template
@@ -32,7 +30,7 @@
 
 namespace flash {
 
-// The kind `split` is left out: its kernel has a dispatch of its own, run_mha_fwd_splitkv_dispatch.
+// The kind `split` is left out: its kernel is chosen by run_mha_fwd_splitkv_dispatch.
 template <typename Function>
 void call_with_kind(Kind kind, const Function &function) {
     switch (kind) {

@@ -1,11 +1,102 @@
-// The pipeline of one group of warps: cp.async copies tiles of K and V from the cache to shared memory, a few tiles
-// ahead. Keys lie in a contiguous cache or in pages of any size.
+// The tiles of the split-KV kernel (SplitkvTraits), and the pipeline that copies tiles of K and V from the cache to
+// shared memory by cp.async, a few tiles ahead. Keys lie in a contiguous cache or in pages of any size.
 #pragma once
 
+#include <cutlass/numeric_types.h>
+
+#include <algorithm>
+#include <type_traits>
+
 #include "instructions.h"
-#include "splitkv_traits.h"
+#include "splitkv_schedule.h"
 
 namespace flash::kvcache {
+
+// ---- the tiles, in five forms (Form in splitkv_schedule.h). The warps of a group share a pipeline of key tiles, and
+// each warp has 16 rows. At the end the kernel sums the results of the groups.
+//   few_rows       four groups of one warp
+//   cluster        eight groups of one warp, as wide CTAs; beyond head dim 128 four, in clusters
+//   short_cluster  four groups of one warp
+//   warp_pairs     two groups of two warps
+//   many_rows      one group of four to eight warps
+
+constexpr int kWarpRows = 16;  // the m16 of mma.sync
+constexpr int kMaxWarps = 8;
+
+template <DType kDType, int kHeadDim_, Form kForm>
+struct SplitkvTraits {
+    using Element = std::conditional_t<kDType == DType::float16, cutlass::half_t, cutlass::bfloat16_t>;
+    static constexpr int kHeadDim = kHeadDim_;
+    static constexpr bool kIsOneGroup = kForm == Form::many_rows, kArePairs = kForm == Form::warp_pairs;
+    static constexpr bool kIsCluster = kForm == Form::cluster || kForm == Form::short_cluster;
+    // Up to head dim 128, wide CTAs read long caches faster.
+    static constexpr bool kRunsInClusters = kForm == Form::short_cluster || (kForm == Form::cluster && kHeadDim > 128);
+    static constexpr int kGroupWarps = kIsOneGroup ? kMaxWarps : kArePairs ? 2 : 1;  // at most
+    static constexpr int kGroups = kIsOneGroup ? 1 : kArePairs ? 2 : kForm == Form::cluster && kHeadDim <= 128 ? 8 : 4;
+    static constexpr int kMaxRows = kGroupWarps * kWarpRows;
+
+    // Keys of a tile: at most 32, one for each lane.
+    static constexpr int kKeys = kGroupWarps == 1 && kHeadDim > 64 ? 16 : 32;
+    static constexpr int kRoundKeys = kGroups * kKeys;  // one tile for each group
+    // Keys of a unit of the schedule: few in a cluster, so that a short cache has keys for all CTAs.
+    static constexpr int kUnit = kIsCluster ? kKeys : kRoundKeys;
+    // Few rows and warp pairs: three CTAs fit into an SM, two with head dim 192, one with 256.
+    static constexpr bool kFitsThreeStages = kIsCluster || (kArePairs && kHeadDim <= 64) || kHeadDim > 192;
+    static constexpr int kStages = (kIsOneGroup ? kHeadDim <= 128 : kFitsThreeStages) ? 3 : 2;
+    // True: Q stays in registers over the loop. Else it is read from shared memory for each key tile.
+    static constexpr bool kQInRegisters = !kIsOneGroup && kHeadDim <= 128;
+
+    static constexpr int kChunks = kHeadDim / 8;  // pieces of 16 bytes in a row
+    static constexpr int kTileElements = kKeys * kHeadDim;
+    static constexpr int kOStride = kHeadDim + 4;  // floats of a row of O in shared memory; + 4: fewer bank conflicts
+
+    struct Row {
+        int query;
+        float slope;  // ALiBi slope of its head, in units of the softmax scale
+    };
+    struct SharedStorage {
+        Row rows[kMaxRows];
+        float row_max[kGroups][kMaxRows];
+        float row_sum[kGroups][kMaxRows];
+        float2 of_cta[kMaxRows];                                         // maximum and sum of a CTA of a cluster
+        alignas(128) Element tiles[kGroups][kStages][2][kTileElements];  // K and V; then Q, then O in the place of both
+    };
+
+    static constexpr int threads(int tile_rows) { return 32 * kGroups * (tile_rows / kWarpRows); }
+    static constexpr int smem_size(int tile_rows) {
+        const int q = tile_rows * kHeadDim * int(sizeof(Element)),
+                  o = kGroups * tile_rows * kOStride * int(sizeof(float));
+        return int(sizeof(SharedStorage)) + std::max(q, o - int(sizeof(SharedStorage::tiles)));
+    }
+    // The registers of a thread are limited to what this many CTAs of kMaxThreads threads leave.
+    static constexpr int kMaxThreads = threads(kMaxRows);
+    static constexpr int kMinCtas = kIsCluster ? 1 : (kHeadDim <= 128 ? 2 : 1) + (kIsOneGroup ? 0 : 1);
+    // CTAs that the registers of an SM hold.
+    static constexpr int ctas_by_registers(int tile_rows) { return kMinCtas * kMaxThreads / threads(tile_rows); }
+};
+
+// Beyond head dim 128 the cluster has four groups, too.
+template <int kHeadDim>
+constexpr Form kShortCluster = kHeadDim <= 128 ? Form::short_cluster : Form::cluster;
+
+// Calls function with the traits of a form.
+template <DType kDType, int kHeadDim, typename Function>
+auto call_with_traits(Form form, const Function &function) {
+    switch (form) {
+        case Form::many_rows:
+            return function(SplitkvTraits<kDType, kHeadDim, Form::many_rows>{});
+        case Form::warp_pairs:
+            return function(SplitkvTraits<kDType, kHeadDim, Form::warp_pairs>{});
+        case Form::cluster:
+            return function(SplitkvTraits<kDType, kHeadDim, Form::cluster>{});
+        case Form::short_cluster:
+            return function(SplitkvTraits<kDType, kHeadDim, kShortCluster<kHeadDim>>{});
+        default:
+            return function(SplitkvTraits<kDType, kHeadDim, Form::few_rows>{});
+    }
+}
+
+// ---- copies
 
 // Byte offset of a 16-byte chunk of a row in a tile of kRows rows. Rows are cut into parts of 128 (64) bytes; chunks of
 // a part are permuted so that ldmatrix and cp.async have no bank conflicts.
@@ -16,8 +107,8 @@ __device__ __forceinline__ int chunk_offset(int row, int chunk) {
     return (chunk / kPart * kRows + row) * kPart * 16 + ((chunk % kPart) ^ swizzle) * 16;
 }
 
-// How the L2 cache treats what a copy brings. What is read once shall be the first to be replaced: machine code,
-// lengths and block tables stay.
+// The L2 policy of a copy. Data that is read once is replaced first, so that machine code, lengths and block tables
+// stay.
 __device__ __forceinline__ uint64_t l2_policy(bool is_read_once) {
     uint64_t policy;
     if (is_read_once) {

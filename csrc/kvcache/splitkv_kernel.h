@@ -291,7 +291,7 @@ private:
                 scores(i) = tanh_approx(scores(i) * params.cap_scale);
             }
         }
-        if (params.alibi_slopes != nullptr) {
+        if (params.has_alibi()) {
 #pragma unroll
             for (int row = 0; row < 2; ++row) {
                 const auto [query, slope] = shared.rows[row_of_thread(row)];
@@ -436,8 +436,9 @@ __global__ void __launch_bounds__(Traits::kMaxThreads, Traits::kMinCtas)
     wait_for_lengths(plan);
     const Sequence seq = cache_sequence(params, bidb);
     const Units units(params, plan, seq);
-    const int least = units.count / plan.cluster, longer = units.count - least * plan.cluster;
-    const int begin = rank * least + min(rank, longer), end = begin + least + (rank < longer);
+    const int units_of_cta = units.count / plan.cluster, longer_ctas = units.count - units_of_cta * plan.cluster;
+    const int begin = rank * units_of_cta + min(rank, longer_ctas);
+    const int end = begin + units_of_cta + (rank < longer_ctas);
     wait_for_previous_kernel();  // it may write keys and queries
     launch_dependents();
     RunOfKeys<Traits> keys(params, plan, *reinterpret_cast<typename Traits::SharedStorage *>(smem), seq, bidb, bidh_k,

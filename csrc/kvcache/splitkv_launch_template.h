@@ -11,7 +11,6 @@
 #include "combine_kernel.h"
 #include "common/trace.h"
 #include "dispatch/device.h"
-#include "launch.h"
 #include "splitkv.h"
 #include "splitkv_kernel.h"
 
@@ -30,8 +29,8 @@ inline int tile_rows_for(int64_t rows) {
 
 // The form of tiles of `tile_rows` rows, in clusters of `cluster` CTAs if that is not 0. See also prefers_wide_ctas.
 inline Form form_of(const Flash_fwd_params &params, int tile_rows, int cluster) {
-    // Keys of a CTA. With up to so many, the CTAs of the next call fit beside those of this one and start before it
-    // ends. With more, bandwidth counts, which takes more warps.
+    // The most keys of a CTA with which the CTAs of the next call fit on the SMs together with those of this one, and
+    // start before it ends. With more keys bandwidth matters, which takes more warps.
     constexpr int64_t kShortPart = 512;
     return tile_rows > 2 * kWarpRows                                ? Form::many_rows
            : tile_rows > kWarpRows                                  ? Form::warp_pairs
@@ -53,7 +52,7 @@ inline int largest_cluster(const Flash_fwd_params &params) {
 // the driver once per GPU and size.
 template <typename Traits>
 int clusters_at_once(int cluster) {
-    // By device, kernel and size: another copy of the library in this process has kernels of its own.
+    // The key is device, kernel and size: another copy of the library in this process has other kernels.
     static thread_local std::map<std::tuple<int, const void *, int>, int> known;
     auto kernel = &flash_fwd_splitkv_cluster_kernel<Traits>;
     int device = 0;
@@ -66,7 +65,7 @@ int clusters_at_once(int cluster) {
     constexpr int smem = Traits::smem_size(kWarpRows);
     reserve_smem(kernel, smem);
     raise_attribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1, "allowing clusters of 16");
-    Launch launch(dim3(1, cluster), cluster, Traits::threads(kWarpRows), smem, nullptr);
+    ProgrammaticLaunch launch(dim3(1, cluster), cluster, Traits::threads(kWarpRows), smem, nullptr);
     launch.config.numAttrs = 1;  // the cluster, without the attributes of a dependent launch
     int active = 0;
     if (cudaOccupancyMaxActiveClusters(&active, kernel, &launch.config) != cudaSuccess) {
@@ -124,7 +123,7 @@ bool prefers_wide_ctas(const Flash_fwd_params &params, int max_smem) {
         return false;
     }
     const int aligned = aligned_pieces_for(pieces, params.b);
-    return aligned > 0 && is_most_of(aligned * params.h_k, sms) &&
+    return aligned > 0 && is_nearly_all_of(aligned * params.h_k, sms) &&
            (params.b == 1 || int64_t{params.cache.capacity} * params.b <= kMaxKeys * aligned);
 }
 
@@ -132,11 +131,11 @@ template <DType kDType, int kHeadDim>
 SplitkvPlan plan_of(const Flash_fwd_params &params, int max_smem) {
     const int64_t rows = int64_t{params.seqlen_q} * params.h_h_k_ratio;
     const bool is_fixed = params.cache.split_keys > 0 || params.cache.num_splits > 0;
-    const int64_t heads = int64_t{params.b} * params.h_k, most_heads = is_fixed ? UINT16_MAX : INT32_MAX / 2;
-    if (heads > most_heads) {
+    const int64_t heads = int64_t{params.b} * params.h_k, max_heads = is_fixed ? UINT16_MAX : INT32_MAX / 2;
+    if (heads > max_heads) {
         throw std::runtime_error("flash_attn_mini: batch * nheads_k is " + std::to_string(heads) +
                                  (is_fixed ? " with num_splits or split_keys" : "") + "; allowed: up to " +
-                                 std::to_string(most_heads));
+                                 std::to_string(max_heads));
     }
     const auto smem_of = [](Form form, int tile_rows) {
         return call_with_traits<kDType, kHeadDim>(form,
@@ -184,7 +183,7 @@ SplitkvPlan plan_of(const Flash_fwd_params &params, int max_smem) {
             plan.pieces = static_cast<int>(std::clamp<int64_t>(heads * plan.max_splits, 1, wanted));
             return plan;
         }
-        plan.by_sequence = tile_rows == kWarpRows && is_most_of(wanted / params.h_k * params.h_k, wanted);
+        plan.by_sequence = tile_rows == kWarpRows && is_nearly_all_of(wanted / params.h_k * params.h_k, wanted);
         const int64_t heads_with_units = int64_t{params.b} * plan.heads_with_units(params);
         plan.pieces = static_cast<int>(
             std::clamp<int64_t>(heads_with_units * units / 2, 1, wanted / plan.heads_of_piece(params)));
@@ -193,8 +192,9 @@ SplitkvPlan plan_of(const Flash_fwd_params &params, int max_smem) {
     });
 }
 
-// True if one group of 128 threads combines a head. Never behind the split-KV kernel: CTAs of 128 threads start beside
-// it before it ends, and make the call up to a fifth slower (H200).
+// True if one group of 128 threads combines a head. Only plans of Hopper's kernel with split keys have an aligned_unit:
+// after the split-KV kernel, CTAs of 128 threads would start before it ends, and make the call up to a fifth slower
+// (H200).
 inline bool has_few_slots(const Flash_fwd_params &params, const SplitkvPlan &plan) {
     constexpr int kFewSlots = 8;
     return plan.aligned_unit > 0 && plan.pieces <= kFewSlots * int64_t{params.b} * params.h_k;
@@ -218,7 +218,7 @@ bool launch_splitkv(const Flash_fwd_params &params, const SplitkvPlan &plan, cud
     }
     if constexpr (Traits::kRunsInClusters) {
         if (plan.cluster > 0) {
-            Launch(dim3(1, plan.cluster * params.h_k), plan.cluster, threads, smem, stream)
+            ProgrammaticLaunch(dim3(1, plan.cluster * params.h_k), plan.cluster, threads, smem, stream)
                 .run(&flash_fwd_splitkv_cluster_kernel<Traits>, "launching flash_fwd_splitkv_cluster_kernel", params,
                      plan);
             return false;
@@ -226,7 +226,7 @@ bool launch_splitkv(const Flash_fwd_params &params, const SplitkvPlan &plan, cud
     }
     auto kernel = &flash_fwd_splitkv_kernel<Traits>;
     reserve_smem(kernel, std::min(Traits::smem_size(Traits::kMaxRows), device_properties().max_smem));
-    Launch(dim3(plan.row_tiles, static_cast<unsigned>(plan.ctas(params))), 1, threads, smem, stream)
+    ProgrammaticLaunch(dim3(plan.row_tiles, static_cast<unsigned>(plan.ctas(params))), 1, threads, smem, stream)
         .run(kernel, "launching flash_fwd_splitkv_kernel", params, plan);
     return has_partial_results(plan);
 }
@@ -253,7 +253,7 @@ void run_combine_splits(const Flash_fwd_params &params, const kvcache::SplitkvPl
     const auto launch = [&](auto groups) {
         constexpr int kGroups = decltype(groups)::value;
         auto kernel = &kvcache::flash_fwd_splitkv_combine_kernel<Element, kHeadDim, kGroups>;
-        kvcache::Launch(grid, 1, kGroups * kvcache::kCombineGroupThreads, 0, stream)
+        ProgrammaticLaunch(grid, 1, kGroups * kvcache::kCombineGroupThreads, 0, stream)
             .run(kernel, "launching flash_fwd_splitkv_combine_kernel", params, plan);
     };
     if (kvcache::has_few_slots(params, plan)) {
@@ -287,7 +287,7 @@ void run_append_kv(const Flash_fwd_params &params, cudaStream_t stream) {
         trace("append_kv_kernel", "grid=%lld threads=%d rotary_dim=%d", static_cast<long long>(grid),
               kvcache::kAppendThreads, params.cache.rotary_dim);
     }
-    kvcache::Launch(dim3(static_cast<unsigned>(grid)), 1, kvcache::kAppendThreads, 0, stream)
+    ProgrammaticLaunch(dim3(static_cast<unsigned>(grid)), 1, kvcache::kAppendThreads, 0, stream)
         .run(&kvcache::append_kv_kernel<Element>, "launching append_kv_kernel", params);
 }
 

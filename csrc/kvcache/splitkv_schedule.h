@@ -12,14 +12,13 @@
 #include <climits>
 
 #include "../common/block_info.h"
-#include "../common/uniform.h"
 
 namespace flash::kvcache {
 
-// Of the tiles; SplitkvTraits describes them.
+// The forms of the tiles. SplitkvTraits describes them.
 enum class Form { few_rows, cluster, short_cluster, warp_pairs, many_rows };
 
-// How one call is cut, computed on the host from shapes alone.
+// How one call is cut into pieces. The host computes it from shapes.
 struct SplitkvPlan {
     Form form;                     // of splitkv; cluster with `cluster` = 0: its tiles, without clusters
     int tile_rows;                 // rows of a tile: the queries of all heads that share a key/value head
@@ -38,7 +37,7 @@ struct SplitkvPlan {
     bool by_sequence = false;      // a piece has the same keys of all heads of a sequence, and a CTA for each of them
 
     constexpr int heads_of_piece(const Flash_fwd_params &params) const { return by_sequence ? params.h_k : 1; }
-    // The heads of a sequence that have units of their own.
+    // The heads of a sequence that have separate units.
     constexpr int heads_with_units(const Flash_fwd_params &params) const { return by_sequence ? 1 : params.h_k; }
     constexpr int64_t ctas(const Flash_fwd_params &params) const { return int64_t{pieces} * heads_of_piece(params); }
 
@@ -50,7 +49,7 @@ struct SplitkvPlan {
     constexpr bool combines_by_cta(const Flash_fwd_params &params) const {
         return max_splits == 0 && ctas(params) < int64_t{params.b} * params.h_k;
     }
-    // Of SharedHead for each CTA of the combine kernel; fixed splits have none.
+    // Floats of SharedHead for each CTA of the combine kernel; fixed splits have none.
     constexpr int64_t shared_head_floats(const Flash_fwd_params &params) const {
         const int64_t heads = int64_t{params.b} * params.h_k;
         return max_splits > 0 ? 0 : 4 * (combines_by_cta(params) ? ctas(params) : heads);
@@ -61,8 +60,8 @@ struct SplitkvPlan {
     }
 };
 
-// What the combine kernel has to know of a head; the CTA in whose piece the head begins writes it. They lie at the
-// start of KvCache::scratch: one for each head, or, if combines_by_cta, for each CTA.
+// A head as the combine kernel sees it. The CTA in whose piece the head begins writes it. They lie at the start of
+// KvCache::scratch: one for each head, or, if combines_by_cta, for each CTA.
 struct alignas(16) SharedHead {
     int bidb, bidh_k;
     int piece;   // the first with keys of the head
@@ -70,7 +69,7 @@ struct alignas(16) SharedHead {
 };
 
 // True if `part` of `whole` CTAs are enough to keep the memory busy.
-constexpr bool is_most_of(int64_t part, int64_t whole) {
+constexpr bool is_nearly_all_of(int64_t part, int64_t whole) {
     return part * 20 >= whole * 19;
 }
 
@@ -81,7 +80,7 @@ constexpr int aligned_pieces_for(int pieces, int64_t heads) {
     while (heads % aligned != 0 && aligned % heads != 0) {
         --aligned;
     }
-    return is_most_of(aligned, pieces) ? aligned : 0;
+    return is_nearly_all_of(aligned, pieces) ? aligned : 0;
 }
 
 __device__ __forceinline__ int warp_index() {
@@ -149,14 +148,14 @@ public:
     __device__ Schedule(const Flash_fwd_params &params, const SplitkvPlan &plan)
         : params(params), plan(plan), per_lane((params.b + 31) / 32) {
         const int lane = threadIdx.x % 32;
-        int most = 0, fewest = INT_MAX;
+        int max_units = 0, min_units = INT_MAX;
 #pragma unroll 1
         for (int i = 0; i < per_lane; ++i) {
             if (lane * per_lane + i < params.b) {
                 const int count = count_of(lane * per_lane + i);
                 of_this_lane += count * plan.heads_with_units(params);
-                most = max(most, count);
-                fewest = min(fewest, count);
+                max_units = max(max_units, count);
+                min_units = min(min_units, count);
             }
         }
         int sum = of_this_lane;
@@ -167,34 +166,36 @@ public:
         }
         before = sum - of_this_lane;
         const int total = uniform(__shfl_sync(kAllLanes, sum, 31));
-        most = __reduce_max_sync(kAllLanes, most);
-        const bool is_equal = most == __reduce_min_sync(kAllLanes, fewest);
-        // A piece has `least` units or one more; chosen splits have at least two units, so some pieces may be empty.
-        const int most_pieces = plan.max_splits > 0 ? total : total / 2;
-        if (is_equal && plan.aligned_pieces > 0 && plan.aligned_pieces <= most_pieces) {
+        max_units = __reduce_max_sync(kAllLanes, max_units);
+        const bool is_equal = max_units == __reduce_min_sync(kAllLanes, min_units);
+        // A piece has `units_of_piece` units or one more; chosen splits have at least two units, so some pieces may be
+        // empty.
+        const int max_pieces = plan.max_splits > 0 ? total : total / 2;
+        if (is_equal && plan.aligned_pieces > 0 && plan.aligned_pieces <= max_pieces) {
             const int heads = params.b * plan.heads_with_units(params);
             pieces = plan.aligned_pieces;
             pieces_of_group = max(pieces / heads, 1);
-            units_of_group = pieces < heads ? total / pieces : most;
+            units_of_group = pieces < heads ? total / pieces : max_units;
         } else {
-            pieces = pieces_of_group = max(min(plan.pieces, most_pieces), 1);
+            pieces = pieces_of_group = max(min(plan.pieces, max_pieces), 1);
             units_of_group = total;
         }
-        least = units_of_group / pieces_of_group;
-        longer = units_of_group - least * pieces_of_group;
+        units_of_piece = units_of_group / pieces_of_group;
+        longer_pieces = units_of_group - units_of_piece * pieces_of_group;
     }
 
     // The first unit of a piece; the number of units from the last piece on.
     __device__ int begin_of(int piece) const {
         const int group = min(piece, pieces) / pieces_of_group, in_group = min(piece, pieces) - group * pieces_of_group;
-        return group * units_of_group + in_group * least + min(in_group, longer);
+        return group * units_of_group + in_group * units_of_piece + min(in_group, longer_pieces);
     }
     // The piece that holds a unit.
     __device__ int piece_of(int unit) const {
         const int group = unit / units_of_group, in_group = unit - group * units_of_group;
-        const int in_longer = longer * (least + 1);
-        return group * pieces_of_group +
-               (in_group < in_longer ? in_group / (least + 1) : longer + (in_group - in_longer) / least);
+        const int in_longer = longer_pieces * (units_of_piece + 1);
+        return group * pieces_of_group + (in_group < in_longer
+                                              ? in_group / (units_of_piece + 1)
+                                              : longer_pieces + (in_group - in_longer) / units_of_piece);
     }
 
     // Called by all lanes.
@@ -225,7 +226,7 @@ private:
     int pieces;                    // in use
     // Pieces are cut within groups: one head, several heads of one piece, or all heads.
     int pieces_of_group, units_of_group;
-    int least, longer;  // units of a piece, pieces of a group that have one unit more
+    int units_of_piece, longer_pieces;  // longer_pieces: of a group, those with one unit more
 
     __device__ int count_of(int bidb) const { return Units(params, plan, cache_sequence(params, bidb)).count; }
     __device__ int units_of(int bidb) const {

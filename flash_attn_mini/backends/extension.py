@@ -58,7 +58,7 @@ def reserved_sms(count: int) -> Iterator[None]:
 
 
 def _scalars(options: Options, *zero_tensors: bool) -> tuple[Any, ...]:
-    """p_dropout to softcap in the official order; the varlen functions have zero_tensors among them."""
+    """The scalars in the official order; the varlen functions have zero_tensors among them."""
     dropout_p, softmax_scale, causal, left, right, softcap, *_ = options
     return dropout_p, softmax_scale, *zero_tensors, causal, left, right, softcap
 

@@ -8,33 +8,34 @@
 
 #include <limits>
 
+#include "common/message.h"  // csrc/common
 #include "flash_attn_minimal.h"
 #include "flash_attn_tensor_cores.h"
 
 namespace flash {
 namespace {
 
-constexpr int64_t kMostRows = std::numeric_limits<int>::max();
-constexpr int64_t kMostHeads = 65535;
+constexpr int64_t kMaxRows = std::numeric_limits<int>::max();
+constexpr int64_t kMaxHeads = 65535;
 
 // q [batch, heads, seqlen_q, headdim], k and v [batch, heads, seqlen_k, headdim]: contiguous, of `dtype`, on one GPU.
 void check_inputs(const char *function, const at::Tensor &q, const at::Tensor &k, const at::Tensor &v,
                   at::ScalarType dtype) {
     for (const at::Tensor &x : {q, k, v}) {
-        TORCH_CHECK_VALUE(x.dim() == 4 && x.is_cuda() && x.is_contiguous() && x.device() == q.device(), function,
+        FLASH_CHECK_VALUE(x.dim() == 4 && x.is_cuda() && x.is_contiguous() && x.device() == q.device(), function,
                           " takes contiguous [batch, heads, seqlen, headdim] tensors on one GPU; given: ", x.sizes(),
                           " on ", x.device());
-        TORCH_CHECK_TYPE(x.scalar_type() == dtype, function, " takes ", dtype, "; given: ", x.scalar_type());
-        TORCH_CHECK_VALUE(x.size(0) == q.size(0) && x.size(1) == q.size(1) && x.size(3) == q.size(3), function,
+        FLASH_CHECK_TYPE(x.scalar_type() == dtype, function, " takes ", dtype, "; given: ", x.scalar_type());
+        FLASH_CHECK_VALUE(x.size(0) == q.size(0) && x.size(1) == q.size(1) && x.size(3) == q.size(3), function,
                           " takes q, k and v of one batch, number of heads and headdim; given: ", q.sizes(), " and ",
                           x.sizes());
-        TORCH_CHECK_VALUE(x.size(2) <= kMostRows - 64, function, ": seqlen is ", x.size(2), "; allowed: up to ",
-                          kMostRows - 64);
+        FLASH_CHECK_VALUE(x.size(2) <= kMaxRows - 64, function, ": seqlen is ", x.size(2), "; allowed: up to ",
+                          kMaxRows - 64);
     }
-    TORCH_CHECK_VALUE(k.size(2) == v.size(2), function, ": k has seqlen ", k.size(2), " and v ", v.size(2),
+    FLASH_CHECK_VALUE(k.size(2) == v.size(2), function, ": k has seqlen ", k.size(2), " and v ", v.size(2),
                       "; allowed: equal");
-    TORCH_CHECK_VALUE(q.size(0) * q.size(1) <= kMostHeads, function, ": batch * heads is ", q.size(0) * q.size(1),
-                      "; allowed: up to ", kMostHeads);
+    FLASH_CHECK_VALUE(q.size(0) * q.size(1) <= kMaxHeads, function, ": batch * heads is ", q.size(0) * q.size(1),
+                      "; allowed: up to ", kMaxHeads);
 }
 
 int size_of(const at::Tensor &x, int dim) {
@@ -48,7 +49,7 @@ int heads_of(const at::Tensor &x) {
 at::Tensor minimal_fwd(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, double softmax_scale,
                        bool is_causal, bool padded) {
     check_inputs("minimal_fwd", q, k, v, at::kFloat);
-    TORCH_CHECK_VALUE(q.size(3) <= 128, "minimal_fwd: headdim is ", q.size(3), "; allowed: up to 128");
+    FLASH_CHECK_VALUE(q.size(3) <= 128, "minimal_fwd: headdim is ", q.size(3), "; allowed: up to 128");
     const c10::OptionalDeviceGuard device_guard(q.device());
     at::Tensor out = at::empty_like(q);
     if (q.numel() > 0) {
@@ -63,10 +64,10 @@ at::Tensor minimal_fwd(const at::Tensor &q, const at::Tensor &k, const at::Tenso
 at::Tensor tensor_cores_fwd(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, double softmax_scale,
                             bool is_causal) {
     check_inputs("tensor_cores_fwd", q, k, v, at::kHalf);
-    TORCH_CHECK_VALUE(q.size(3) == 64 || q.size(3) == 128, "tensor_cores_fwd: headdim is ", q.size(3),
+    FLASH_CHECK_VALUE(q.size(3) == 64 || q.size(3) == 128, "tensor_cores_fwd: headdim is ", q.size(3),
                       "; allowed: 64 and 128");
     for (const at::Tensor &x : {q, k, v}) {
-        TORCH_CHECK_VALUE(reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0,
+        FLASH_CHECK_VALUE(reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0,
                           "tensor_cores_fwd takes tensors aligned to 16 bytes; given: an address that is not");
     }
     const c10::OptionalDeviceGuard device_guard(q.device());

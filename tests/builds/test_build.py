@@ -40,7 +40,7 @@ def python_without_torch(tmp_path: Path) -> str:
 def test_no_message_is_made_by_iostreams() -> None:
     """An extension that links libstdc++ statically crashes in them: csrc/common/message.h."""
     streams = re.compile(r"\bTORCH_(INTERNAL_ASSERT|CHECK)\w*\(|[io]stream|\bstd::c(out|err)\b")
-    for path in sorted((ROOT / "csrc").rglob("*")):
+    for path in sorted([*(ROOT / "csrc").rglob("*"), *(ROOT / "learn" / "csrc").rglob("*")]):
         if path.suffix in (".h", ".cpp", ".cu") and path.name != "message.h":
             code = re.sub(r"//[^\n]*", "", path.read_text(encoding="utf-8"))
             found = streams.search(code)

@@ -30,7 +30,12 @@ FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 IDENTIFIER = re.compile(r"`((?:\w+(?:\.|::))*\w+)(?:\(\))?`")
 FILE_ENDING = re.compile(r"\.(?:h|cpp|cu|py|md|txt|json)$")
 OF_OTHERS = re.compile(r"(?:torch\.|at::|sgemm_$|nvjet_)")  # PyTorch's, MKL's and cuBLAS's
-OF_TESTS_ALONE = {"FLASH_ATTN_MINI_SEED", "FLASH_ATTN_MINI_RANDOM_CASES", "FLASH_ATTN_MINI_STRESS_RUNS"}
+OF_TESTS_ALONE = {
+    "FLASH_ATTN_MINI_SEED",
+    "FLASH_ATTN_MINI_ALL_CASES",
+    "FLASH_ATTN_MINI_RANDOM_CASES",
+    "FLASH_ATTN_MINI_STRESS_RUNS",
+}
 
 every_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
 

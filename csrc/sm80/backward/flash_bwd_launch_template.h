@@ -3,11 +3,10 @@
 
 #include <algorithm>
 
-#include "common/launch.h"
 #include "common/trace.h"
 #include "dispatch/device.h"
+#include "dispatch/run_flash.h"
 #include "flash_bwd_kernel.h"
-#include "sm80/run_flash.h"
 
 namespace flash::sm80 {
 
@@ -72,7 +71,7 @@ void choose_tile(const Flash_bwd_params &params, cudaStream_t stream) {
     }
 }
 
-// GPUs with and without cp.reduce.async.bulk have kernels of their own. A kernel is empty when compiled for the others
+// GPUs with and without cp.reduce.async.bulk have different kernels. A kernel is empty when compiled for the others
 // (flash_bwd_kernel).
 template <DType kDType, int kHeadDim, Kind kKind, BwdMode kMode>
 void choose_reduction(const Flash_bwd_params &params, cudaStream_t stream) {

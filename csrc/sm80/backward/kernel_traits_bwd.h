@@ -13,7 +13,7 @@ namespace flash::sm80 {
 
 // ---- tile sizes of the sm80 backward for each head dim. docs/tuning/sm80_backward.md has the measurements.
 
-// What a kernel computes. A kernel that decides this in its loop at run time is up to 22 % slower.
+// The features that a kernel computes. A kernel that decides this in its loop at run time is up to 22 % slower.
 enum class BwdMode {
     all,            // dQ, dK and dV; dQ is summed in any order
     deterministic,  // dQ, dK and dV; dQ is summed key block by key block
@@ -113,7 +113,7 @@ struct Flash_bwd_kernel_traits {
     static_assert(Flash_bwd_params::kRowsRounded % kBlockM == 0 && kBlockM >= 32,
                   "padded rows and semaphores are allocated for this");
 
-    // Whether a tile is a whole number of products of all warps.
+    // True if a tile is a whole number of products of all warps.
     static constexpr bool fits(int rows, int columns, int warps_rows) {
         return kNWarps % warps_rows == 0 && rows % (16 * warps_rows) == 0 &&
                columns % (16 * (kNWarps / warps_rows)) == 0;

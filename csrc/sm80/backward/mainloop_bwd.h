@@ -138,7 +138,7 @@ private:
     }
     __device__ auto sdS() const { return smem_tensor<typename Traits::SmemdS::Layout>(shared.ds); }  // (BLK_N, BLK_M)
     __device__ auto sP() const { return smem_tensor<typename Traits::SmemdS::Layout>(shared.p); }    // (BLK_N, BLK_M)
-    // Of Q or dO: (BLK_M, HD) and (HD, BLK_M).
+    // A tile of Q or dO as (BLK_M, HD) and as (HD, BLK_M).
     __device__ static auto sQ(Element *data) { return smem_tensor<typename Traits::SmemQ::Layout>(data); }
     __device__ static auto sQt(Element *data) { return smem_tensor<typename Traits::SmemQ::Transposed>(data); }
 
@@ -301,7 +301,7 @@ private:
         } else {
             to_exponents(scores, coords, lse, params.scale_softmax_log2);
         }
-        exponentiate(acc_p);  // runs beside the product of form_ds
+        exponentiate(acc_p);  // overlaps the product of form_ds
         if (has_dropout()) {
             const DropoutStream stream(params.rng_state, bidb, params.h, bidh + step.head);
             mark_dropped(scores, coords, stream, params.dropout_threshold, first_query, first_key);

@@ -4,7 +4,7 @@
 // free.
 //
 // Layout of the accumulator of a row block, as flash_bwd_convert_dq reads it: [warp][vector i][lane][4]. Vector i of a
-// lane is its registers 4 i to 4 i + 3. What a warp adds is contiguous, and no other warp of its CTA adds there.
+// lane is its registers 4 i to 4 i + 3. Each warp adds to a contiguous range, to which no other warp of its CTA adds.
 #pragma once
 
 #include <cute/tensor.hpp>

@@ -1,10 +1,10 @@
 // run_flash_fwd: tile sizes, grid and shared memory for one kernel, and its launch.
 #pragma once
 
-#include "common/launch.h"
 #include "common/trace.h"
+#include "dispatch/device.h"
+#include "dispatch/run_flash.h"
 #include "flash_fwd_kernel.h"
-#include "sm80/run_flash.h"
 
 namespace flash::sm80 {
 

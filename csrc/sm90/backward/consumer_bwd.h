@@ -1,5 +1,5 @@
-// What both mainloops of the backward share: the products, the pipelines' waits and releases, and dS on its way to
-// shared memory.
+// The base of both mainloops of the backward: products, waits for and releases of pipeline stages, and the transfer of
+// dS to shared memory.
 #pragma once
 
 #include "dispatch/kind.h"
@@ -11,8 +11,8 @@ namespace flash::sm90 {
 // Keys past the end of the sequence belong to another one: they become zeros in K or V, because NaN times 0 is NaN.
 // Each consumer clears its own keys. dQ reads all keys of K: after dS of them, and so after they are cleared.
 template <typename Traits, Kind kKind>
-__device__ __forceinline__ void clear_foreign_keys(const ColumnBlock<Traits, kKind> &block,
-                                                   typename Traits::Element *smem, int key_offset, int warpgroup) {
+__device__ __forceinline__ void clear_oob_keys(const ColumnBlock<Traits, kKind> &block, typename Traits::Element *smem,
+                                               int key_offset, int warpgroup) {
     const int rows = block.seqlen_k - block.first_key() - key_offset;
     if (may_be_varlen(kKind) && rows < Traits::kKeys) {
         Tensor sK = make_tensor(make_smem_ptr(smem), take<0, 2>(typename Traits::SmemLayoutKV{}));  // (BLK_N, HD)
@@ -74,7 +74,7 @@ protected:
         step.advance(block);
     }
 
-    // S^T = K Q^T, or dP^T = V dO^T. With TiledMmaMinusdP, subtracted from what acc holds.
+    // S^T = K Q^T, or dP^T = V dO^T. With TiledMmaMinusdP the product is subtracted from acc.
     template <typename TiledMma = TiledMmaSdP, int kStages, typename TensorS>
     __device__ __forceinline__ void issue_scores(Element *smem_k, Element *smem_q, const PipelineState<kStages> &state,
                                                  TensorS &acc) const {
@@ -88,7 +88,8 @@ protected:
         issue<TiledMma>(kAccumulates, tSrK, tSrQ, acc);
     }
 
-    // dP^T = V dO^T. With kDpStartsAtDelta, delta - dP^T: no other product may be under way, or ptxas serializes all.
+    // dP^T = V dO^T, or delta - dP^T with kDpStartsAtDelta. There no other product may be in flight, or ptxas
+    // serializes all products.
     template <typename TensorS>
     __device__ __forceinline__ void issue_dp(TensorS &acc) const {
         if constexpr (Traits::kDpStartsAtDelta) {
@@ -193,7 +194,7 @@ protected:
     // K or V.
     __device__ __forceinline__ void wait_for_KV(PipelineBarriers<1> &barriers, Element *smem) const {
         PipelineState<1>().wait(barriers);  // loaded once
-        clear_foreign_keys<Traits, kKind>(block, smem, key_offset, warpgroup);
+        clear_oob_keys<Traits, kKind>(block, smem, key_offset, warpgroup);
     }
 };
 

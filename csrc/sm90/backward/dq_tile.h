@@ -82,8 +82,8 @@ class DqOrder {
 
     __device__ __forceinline__ bool is_in_order() const { return params.dq_semaphore != nullptr; }
 
-    // In the place of the group's first row. The last row block of the group sees the last keys, so its order counts
-    // all key blocks.
+    // The semaphore has the index of the group's first row. The last row block of the group sees the last keys, so its
+    // order counts all key blocks.
     __device__ __forceinline__ DqSemaphore<kCopyEngine> semaphore(const Step &step) const {
         const int in_group = step.m_block % kRowBlocksPerPass, first = step.m_block - in_group;
         const int row = step.padded_row(params, block) - in_group * Traits::kBlockM;
@@ -94,13 +94,13 @@ public:
     __device__ DqOrder(const Flash_bwd_params &params, const Block &block, int part)
         : params(params), block(block), part(part) {}
 
-    // Before the CTA adds dQ of a step.
+    // Call it before the CTA adds dQ of a step.
     __device__ __forceinline__ void wait(const Step &step) const {
         if (is_in_order() && (step.m_block % kRowBlocksPerPass == 0 || step.m_block == block.m_block_min)) {
             semaphore(step).wait(params.dq_semaphore, /*is_known_reached=*/false);
         }
     }
-    // After it.
+    // Call it after the CTA has added dQ of a step.
     __device__ __forceinline__ void pass(const Step &step) const {
         if (is_in_order() &&
             (step.m_block % kRowBlocksPerPass == kRowBlocksPerPass - 1 || step.m_block + 1 == block.m_block_max)) {

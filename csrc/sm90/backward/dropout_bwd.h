@@ -1,10 +1,10 @@
 // Which probabilities of a step dropout drops: one bit for each, with the random numbers of common/philox.h. At head
-// dims 64 and 128 a warpgroup of its own draws them, beside the consumers' products (DropoutWarpgroup). At others the
-// CTA has no registers left for it, and the consumers draw (draw, exchanged).
+// dims 64 and 128 a separate warpgroup draws them while the consumers multiply (DropoutWarpgroup). At other head dims
+// the CTA has no registers left for it, and the consumers draw (draw, exchanged).
 #pragma once
 
+#include "common/block_info.h"
 #include "common/dropout.h"
-#include "common/uniform.h"
 #include "dispatch/kind.h"
 #include "kernel_traits_bwd.h"
 #include "sm90/common/accumulator.h"
@@ -16,8 +16,8 @@ namespace flash::sm90 {
 // Bits of a thread's scores, in the order of wgmma's accumulators: bits i and i + 16 of word w belong to pair 16 w + i,
 // which is one key and the queries q and q + 1. A set bit drops.
 template <typename Traits>
-struct Draws {
-    uint32_t words[Traits::kWordsOfDraws];
+struct DropoutBits {
+    uint32_t words[Traits::kWordsOfDropoutBits];
 };
 
 // Four bits of one call of Philox, of an even or an odd key: bit 2 * far_query + far_key, where a far key or query is 8
@@ -53,12 +53,12 @@ public:
             const DropoutStream stream(seed, offset, block.bidb, params.h, block.bidh + step.head);
             state.acquire(shared.q_barriers);
             CUTE_NO_UNROLL
-            for (unsigned word = 0; word < Traits::kWordsOfDraws; ++word) {
-                draw(stream, step, shared.draws[state.stage], word);
+            for (unsigned word = 0; word < Traits::kWordsOfDropoutBits; ++word) {
+                draw(stream, step, shared.dropout_bits[state.stage], word);
             }
             __syncwarp();
             if (cute::elect_one_sync()) {
-                shared.draws_full[state.stage].arrive();
+                shared.dropout_bits_full[state.stage].arrive();
             }
             state.advance();
             step.advance(block);
@@ -74,7 +74,7 @@ private:
     // A thread draws for two others, which have the keys k and k + 1 and the same queries: the same calls of Philox
     // have the bits of both.
     __device__ __forceinline__ void draw(const DropoutStream &stream, const Step &step,
-                                         typename Traits::DrawsOfCta &draws, unsigned word) const {
+                                         typename Traits::DropoutBitsOfCta &dropout_bits, unsigned word) const {
         const unsigned column = thread % 4, row = thread / 4 % 4, warp = thread / 16;
         const unsigned key = block.first_key() + 16 * warp + 2 * row;
         const unsigned query = step.m_block * Traits::kBlockM + 64 * word + 2 * column;
@@ -84,8 +84,8 @@ private:
         for (int i = 7; i >= 0; --i) {
             // A uniform register each time: the compiler would keep the keys of all rounds in 14 other registers.
             DropoutStream of_call = stream;
-            of_call.key0 = uniform_now(stream.key0);
-            of_call.key1 = uniform_now(stream.key1);
+            of_call.key0 = uniform_volatile(stream.key0);
+            of_call.key1 = uniform_volatile(stream.key1);
             const Random4 bits = of_call.bits(query + 16 * (i % 4) + i / 4, key);
             CUTE_UNROLL
             for (int place = 3; place >= 0; --place) {
@@ -96,13 +96,13 @@ private:
         }
         const bool drops_none = params.dropout_threshold == 0;
         const unsigned consumer = 32 * warp + 8 * row + column;  // the thread with the even key
-        draws[word][consumer] = drops_none ? 0u : ~even;
-        draws[word][consumer + 4] = drops_none ? 0u : ~odd;
+        dropout_bits[word][consumer] = drops_none ? 0u : ~even;
+        dropout_bits[word][consumer + 4] = drops_none ? 0u : ~odd;
     }
 
-    // Like uniform() of common/uniform.h, but volatile, so that the compiler does not move it out of a loop. x is the
-    // same in all lanes.
-    __device__ __forceinline__ static uint32_t uniform_now(uint32_t x) {
+    // Like uniform() of common/block_info.h, but volatile, so that the compiler does not move it out of a loop. x is
+    // the same in all lanes.
+    __device__ __forceinline__ static uint32_t uniform_volatile(uint32_t x) {
         uint32_t result;
         asm volatile("redux.sync.or.b32 %0, %1, 0xffffffff;" : "=r"(result) : "r"(x));
         return result;
@@ -118,43 +118,46 @@ private:
 
 // The bits that DropoutWarpgroup has drawn for this thread.
 template <typename Traits>
-__device__ __forceinline__ Draws<Traits> load_draws(const typename Traits::DrawsOfCta &draws, int warpgroup) {
-    Draws<Traits> result;
+__device__ __forceinline__ DropoutBits<Traits> load_dropout_bits(const typename Traits::DropoutBitsOfCta &dropout_bits,
+                                                                 int warpgroup) {
+    DropoutBits<Traits> result;
     CUTE_UNROLL
-    for (int w = 0; w < Traits::kWordsOfDraws; ++w) {
-        result.words[w] = draws[w][warpgroup * 128 + threadIdx.x % 128];
+    for (int w = 0; w < Traits::kWordsOfDropoutBits; ++w) {
+        result.words[w] = dropout_bits[w][warpgroup * 128 + threadIdx.x % 128];
     }
     return result;
 }
 
-// The consumers draw. This takes hundreds of cycles, beside products. A thread holds one key of a pair (k, k + 1) and
-// both queries (q, q + 1). The bits of these four come from two calls of Philox. The lane with the other key needs the
-// same two calls, so each lane makes one: the lower half of a word is of even keys, the upper half of odd ones.
+// The consumers draw. This takes hundreds of cycles, which overlap products. A thread holds one key of a pair (k, k +
+// 1) and both queries (q, q + 1). The bits of these four come from two calls of Philox. The lane with the other key
+// needs the same two calls, so each lane makes one: the lower half of a word is of even keys, the upper half of odd
+// ones.
 template <typename Traits>
-__device__ __forceinline__ Draws<Traits> draw(const DropoutStream &stream, int first_query, int first_key,
-                                              unsigned threshold) {
-    Draws<Traits> draws;
+__device__ __forceinline__ DropoutBits<Traits> draw(const DropoutStream &stream, int first_query, int first_key,
+                                                    unsigned threshold) {
+    DropoutBits<Traits> dropout_bits;
     const int key = first_key + first_row_of_thread(), is_odd = key % 2;
     const int query = first_query + threadIdx.x % 4 * 2 + is_odd;
     CUTE_UNROLL
-    for (int w = 0; w < Traits::kWordsOfDraws; ++w) {
-        draws.words[w] = 0;
+    for (int w = 0; w < Traits::kWordsOfDropoutBits; ++w) {
+        dropout_bits.words[w] = 0;
         CUTE_NO_UNROLL  // registers are few here
             for (int group = 0; group < 4; ++group) {
             const Random4 bits = stream.bits(query + 64 * w + 16 * group, key - is_odd);
-            draws.words[w] |= (dropped(bits, 0, threshold) | dropped(bits, 1, threshold) << 16) << 4 * group;
+            dropout_bits.words[w] |= (dropped(bits, 0, threshold) | dropped(bits, 1, threshold) << 16) << 4 * group;
         }
     }
-    return draws;
+    return dropout_bits;
 }
 
-// Lanes exchange what they have drawn for each other. A shuffle waits behind products, so none may be under way.
+// Lanes exchange what they have drawn for each other. A shuffle waits for products that were issued before it, so none
+// may be in flight.
 template <typename Traits>
-__device__ __forceinline__ Draws<Traits> exchanged(const Draws<Traits> &draws) {
-    Draws<Traits> result;
+__device__ __forceinline__ DropoutBits<Traits> exchanged(const DropoutBits<Traits> &dropout_bits) {
+    DropoutBits<Traits> result;
     CUTE_UNROLL
-    for (int w = 0; w < Traits::kWordsOfDraws; ++w) {
-        const uint32_t mine = draws.words[w], theirs = __shfl_xor_sync(0xffffffffu, mine, 4);
+    for (int w = 0; w < Traits::kWordsOfDropoutBits; ++w) {
+        const uint32_t mine = dropout_bits.words[w], theirs = __shfl_xor_sync(0xffffffffu, mine, 4);
         result.words[w] = first_row_of_thread() % 2 == 0 ? __byte_perm(mine, theirs, 0x5410)   // the lower halves
                                                          : __byte_perm(theirs, mine, 0x7632);  // the upper halves
     }

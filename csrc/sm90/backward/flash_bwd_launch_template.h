@@ -3,11 +3,10 @@
 
 #include <algorithm>
 
-#include "common/launch.h"
 #include "common/trace.h"
 #include "dispatch/device.h"
+#include "dispatch/run_flash.h"
 #include "flash_bwd_kernel.h"
-#include "sm90/run_flash.h"
 
 namespace flash::sm90 {
 
@@ -29,8 +28,8 @@ typename Traits::Copies make_copies_bwd(const Flash_bwd_params &params) {
     return {of_Q(params.q), of_Q(params.dout), of_KV(params.k), of_KV(params.v)};
 }
 
-// Whether the rows of Q, K, V, O, dO and dQ's accumulator that `ctas` work with fit into the L2 cache. An estimate: as
-// for as many queries as keys, and one query head for each key head.
+// True if the rows of Q, K, V, O, dO and dQ's accumulator that `ctas` work with fit into the L2 cache. The estimate
+// assumes as many queries as keys, and one query head for each key head.
 template <typename Traits>
 bool fits_into_l2(int ctas) {
     int device = 0, bytes = 0;
@@ -63,8 +62,8 @@ int interleaved_heads(const Flash_bwd_params &params, const RowBlocks &key_block
     } else if (per_head <= 8) {
         // Short sequences: so few that what one phase leaves for the next is still in L2. Where CTAs take longer, fewer
         // of them would wait for each other: with many query heads each, or where the producer adds dQ.
-        const bool is_soon_done = Traits::kConsumersComputeDq && per_head * params.heads_per_dkv <= 16;
-        ctas = is_soon_done ? sms / 2 : sms;
+        const bool is_short = Traits::kConsumersComputeDq && per_head * params.heads_per_dkv <= 16;
+        ctas = is_short ? sms / 2 : sms;
     } else {
         // Kind full: CTAs that fill the SMs once. Other kinds, whose key blocks may differ in work: twice, long ones
         // first, so that all end together.

@@ -16,74 +16,99 @@ namespace flash::sm90 {
 
 // ---- tile sizes per head dim: the one table. docs/tuning/sm90_backward.md says how they were found.
 
-// How the two consumer warpgroups share the work of a step.
+// The way in which the two consumer warpgroups share the work of a step.
 enum class BwdSplit {
     keys,      // each has 64 keys, and computes S, dP, dV and dK of them
     products,  // both have the same 64 keys: one computes S and dV, the other dP and dK
 };
 
-// Who computes dQ.
+// The warpgroups that compute dQ.
 enum class DqBy {
     consumers,  // each a half; it goes through shared memory, and the copy engine adds it to global memory
     producer,   // the producer warpgroup, which adds it from registers
 };
 
-// Where wgmma finds dS as an operand of dK.
+// The place of dS as an operand of dK.
 enum class DsIn { registers, shared_memory };
 
-template <BwdSplit kSplit_, DqBy kDqBy_, DsIn kDsIn_, int kBlockM_, int kStagesQ_, int kStagesdO_, int kStagesdS_,
-          int kDqColumns_, int kProducerRegisters_, int kConsumerRegisters_, int kRowsPerTile_>
-struct TileBwd {
-    static constexpr BwdSplit kSplit = kSplit_;
-    static constexpr DqBy kDqBy = kDqBy_;
-    static constexpr DsIn kDsIn = kDsIn_;
-    static constexpr int kBlockM = kBlockM_;                                                    // query rows of a step
-    static constexpr int kBlockN = kSplit_ == BwdSplit::keys ? 2 * 64 : 64;                     // keys of a CTA
-    static constexpr int kStagesQ = kStagesQ_, kStagesdO = kStagesdO_, kStagesdS = kStagesdS_;  // of the pipelines
-    static constexpr int kDqColumns = kDqColumns_;  // dQ is multiplied in tiles of 64 rows and this many columns
-    // setmaxnreg, for the producer warpgroup and two consumers. A launch of 384 threads gets 3 * 168 = 504; with more,
-    // the kernel would wait for ever. With a dropout warpgroup: Flash_bwd_kernel_traits::kConsumerRegisters.
-    static constexpr int kProducerRegisters = kProducerRegisters_;
-    static constexpr int kConsumerRegisters = kConsumerRegisters_;
-    static constexpr int kRowsPerTile = kRowsPerTile_;  // query rows of a work tile of preprocess or convert
-    static_assert(kProducerRegisters + 2 * kConsumerRegisters <= 3 * 168);
-};
-
+// kBlockM: query rows of a step.
+// kStagesQ, kStagesdO, kStagesdS: stages of the pipelines.
+// kDqColumns: dQ is multiplied in tiles of 64 rows and this many columns.
+// kProducerRegisters, kConsumerRegisters: setmaxnreg, for the producer warpgroup and each of two consumers. A launch of
+// 384 threads gets 3 * 168 = 504; with more, the kernel would wait for ever. With a dropout warpgroup see
+// Flash_bwd_kernel_traits::kConsumerRegisters.
+// kRowsPerTile: query rows of a work tile of preprocess or convert.
 template <int kHeadDim>
 struct TileSizesBwd;
 
-// Head dims whose kind general has three kernels, for no factors, a cap and dropout (kernel_traits_bwd.h, Factors):
-// what a call does not need takes no registers, and only calls with dropout have a warpgroup for it. The others have
-// one kernel.
+template <>
+struct TileSizesBwd<64> {
+    static constexpr BwdSplit kSplit = BwdSplit::keys;
+    static constexpr DqBy kDqBy = DqBy::consumers;
+    static constexpr DsIn kDsIn = DsIn::shared_memory;
+    static constexpr int kBlockM = 128;
+    static constexpr int kStagesQ = 3, kStagesdO = 2, kStagesdS = 2;
+    static constexpr int kDqColumns = 64;
+    static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+    static constexpr int kRowsPerTile = 1024;
+};
+
+template <>
+struct TileSizesBwd<96> {
+    static constexpr BwdSplit kSplit = BwdSplit::keys;
+    static constexpr DqBy kDqBy = DqBy::producer;
+    static constexpr DsIn kDsIn = DsIn::shared_memory;
+    static constexpr int kBlockM = 64;
+    static constexpr int kStagesQ = 3, kStagesdO = 3, kStagesdS = 2;
+    static constexpr int kDqColumns = 96;
+    static constexpr int kProducerRegisters = 120, kConsumerRegisters = 192;
+    static constexpr int kRowsPerTile = 1024;
+};
+
+template <>
+struct TileSizesBwd<128> {
+    static constexpr BwdSplit kSplit = BwdSplit::keys;
+    static constexpr DqBy kDqBy = DqBy::consumers;
+    static constexpr DsIn kDsIn = DsIn::registers;
+    static constexpr int kBlockM = 64;
+    static constexpr int kStagesQ = 3, kStagesdO = 2, kStagesdS = 2;
+    static constexpr int kDqColumns = 64;
+    static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+    static constexpr int kRowsPerTile = 512;
+};
+
+template <>
+struct TileSizesBwd<192> {
+    static constexpr BwdSplit kSplit = BwdSplit::products;
+    static constexpr DqBy kDqBy = DqBy::producer;
+    static constexpr DsIn kDsIn = DsIn::registers;
+    static constexpr int kBlockM = 64;
+    static constexpr int kStagesQ = 2, kStagesdO = 2, kStagesdS = 2;
+    static constexpr int kDqColumns = 64;
+    static constexpr int kProducerRegisters = 88, kConsumerRegisters = 208;
+    static constexpr int kRowsPerTile = 256;
+};
+
+template <>
+struct TileSizesBwd<256> : TileSizesBwd<192> {};
+
+// Head dims whose kind general has three kernels, for no factors, a cap and dropout (Factors): a kernel without a
+// feature needs fewer registers, and only the kernel with dropout has a warpgroup for it. The other head dims have one
+// kernel.
 constexpr bool has_kernel_per_factors(int headdim) {
     return headdim == 64 || headdim == 128;
 }
-
-template <>
-struct TileSizesBwd<64>
-    : TileBwd<BwdSplit::keys, DqBy::consumers, DsIn::shared_memory, 128, 3, 2, 2, 64, 24, 240, 1024> {};
-template <>
-struct TileSizesBwd<96>
-    : TileBwd<BwdSplit::keys, DqBy::producer, DsIn::shared_memory, 64, 3, 3, 2, 96, 120, 192, 1024> {};
-template <>
-struct TileSizesBwd<128> : TileBwd<BwdSplit::keys, DqBy::consumers, DsIn::registers, 64, 3, 2, 2, 64, 24, 240, 512> {};
-template <>
-struct TileSizesBwd<192> : TileBwd<BwdSplit::products, DqBy::producer, DsIn::registers, 64, 2, 2, 2, 64, 88, 208, 256> {
-};
-template <>
-struct TileSizesBwd<256> : TileBwd<BwdSplit::products, DqBy::producer, DsIn::registers, 64, 2, 2, 2, 64, 88, 208, 256> {
-};
 
 // ---- the types of the sm90 backward kernel: tiles, wgmma, shared memory layouts and TMA copies.
 
 using namespace cute;
 
-// What dS needs beside P. Calls with a cap on scores or dropout hold P twice: for dV, and with factors for dS.
+// The features that scale dS by more than P. Softcap and dropout need separate P operands for dV and dS.
 enum class Factors {
     none,
     cap,
     dropout,
-    cap_or_dropout,  // one, or none: decided at run time
+    cap_or_dropout,  // decided at run time: cap, dropout or neither
 };
 
 template <DType kDType, int kHeadDim_, Factors kFactors_>
@@ -97,23 +122,24 @@ struct Flash_bwd_kernel_traits {
     static constexpr bool kHasFactors = kFactors != Factors::none;
     static constexpr bool kMayDrop = kFactors == Factors::dropout || kFactors == Factors::cap_or_dropout;
     static constexpr int kBlockM = TileSize::kBlockM;
-    static constexpr int kBlockN = TileSize::kBlockN;
     static constexpr int kRowsPerTile = TileSize::kRowsPerTile;
     static constexpr int kStagesQ = TileSize::kStagesQ, kStagesdO = TileSize::kStagesdO;
     static constexpr int kStagesdS = TileSize::kStagesdS;
     static constexpr bool kSplitsKeys = TileSize::kSplit == BwdSplit::keys;
     static constexpr bool kConsumersComputeDq = TileSize::kDqBy == DqBy::consumers;
     static constexpr int kConsumers = 2;
+    static constexpr int kKeys = 64;  // keys of a consumer warpgroup: the m64 of wgmma
+    static constexpr int kBlockN = kSplitsKeys ? kConsumers * kKeys : kKeys;    // keys of a CTA
     static constexpr bool kHasDropoutWarpgroup = kFactors == Factors::dropout;  // draws its bits
     static constexpr int kNThreads = 128 * (kConsumers + 1 + kHasDropoutWarpgroup);
-    // setmaxnreg. A launch of 512 threads gets 4 * 128 registers.
+    // Arguments of setmaxnreg. A launch of 512 threads gets 4 * 128 registers.
     static constexpr int kProducerRegisters = TileSize::kProducerRegisters;  // of the dropout warpgroup, too
+    static_assert(kProducerRegisters + 2 * TileSize::kConsumerRegisters <= 3 * 168);
     static constexpr int kConsumerRegisters =
         kHasDropoutWarpgroup ? 256 - kProducerRegisters : TileSize::kConsumerRegisters;
     static constexpr DsIn kDsIn = kHasDropoutWarpgroup ? DsIn::shared_memory : TileSize::kDsIn;  // saves registers
     // The accumulator of dP starts at delta, and the product is subtracted. Head dim 96: faster.
     static constexpr bool kDpStartsAtDelta = kFactors == Factors::cap || (kHeadDim == 96 && !kMayDrop);
-    static constexpr int kKeys = 64;  // keys of a consumer warpgroup: the m64 of wgmma
 
     // S^T = K Q^T and dP^T = V dO^T, keys as rows: both operands in shared memory, or V in registers. dV += P^T dO and
     // dK += dS^T Q: P and dS in registers, dO and Q transposed by wgmma. dQ = dS K: both in shared memory, K transposed
@@ -178,8 +204,8 @@ struct Flash_bwd_kernel_traits {
     static constexpr int kTilesOfDq = kBlockM * kHeadDim / kTileOfDq;
     static_assert(!kConsumersComputeDq || kTilesOfDq == kConsumers);
     static constexpr int kWordsOfScores = kKeys * kBlockM / 2;
-    static constexpr int kWordsOfDraws = kKeys * kBlockM / 128 / 32;  // of a thread
-    using DrawsOfCta = uint32_t[kWordsOfDraws][kHasDropoutWarpgroup ? kConsumers * 128 : 1];
+    static constexpr int kWordsOfDropoutBits = kKeys * kBlockM / 128 / 32;  // of a thread
+    using DropoutBitsOfCta = uint32_t[kWordsOfDropoutBits][kHasDropoutWarpgroup ? kConsumers * 128 : 1];
     struct SharedStorage {
         alignas(kAlignment) Element k[kBlockN * kHeadDim];
         alignas(kAlignment) Element v[kBlockN * kHeadDim];
@@ -190,16 +216,16 @@ struct Flash_bwd_kernel_traits {
         alignas(128) float dq[kConsumersComputeDq ? kConsumers : 1][kConsumersComputeDq ? kTileOfDq : 4];
         alignas(16) float lse[kStagesQ][kBlockM];
         alignas(16) float delta[kStagesdO][kBlockM];
-        DrawsOfCta draws[kStagesQ];                 // dropout: which probabilities drop
+        DropoutBitsOfCta dropout_bits[kStagesQ];    // dropout: which probabilities drop
         PipelineBarriers<kStagesQ> q_barriers;      // Q with lse
         PipelineBarriers<kStagesdO> dout_barriers;  // dO with delta
         PipelineBarriers<1> dq_barriers[kConsumers];
         PipelineBarriers<kStagesdS> ds_barriers, p_barriers;
         PipelineBarriers<1> k_barriers, v_barriers;
-        cutlass::arch::ClusterBarrier draws_full[kStagesQ];  // the stage of Q has its draws
-        int number;                                          // of the work tile
+        cutlass::arch::ClusterBarrier dropout_bits_full[kStagesQ];  // the stage of Q has its bits
+        int number;                                                 // of the work tile
         cutlass::arch::ClusterTransactionBarrier
-            foreign_copied;  // Q and dO of a step with foreign rows (producer_bwd.h)
+            oob_copy_barrier;  // Q and dO of a step with rows out of bounds (producer_bwd.h)
     };
     static constexpr int kSmemSize = sizeof(SharedStorage);
     static constexpr int kSmemForRows = offsetof(SharedStorage, lse);  // bytes, for the phases preprocess and convert

@@ -8,8 +8,8 @@
 namespace flash::sm90 {
 
 // BwdSplit::keys. The consumer computes S, dP, dV and dK for its own 64 keys; with DqBy::consumers, a tile of dQ too.
-// While it computes, the tensor cores work for it: on dK beside the exponentials of the next step, on dV beside dS, on
-// dQ beside the one or the other.
+// Products overlap arithmetic: dK overlaps the exponentials of the next step, dV overlaps dS, and dQ overlaps one of
+// these two.
 template <typename Traits, Kind kKind>
 class KeyConsumer : ConsumerBwd<Traits, kKind> {
     using Base = ConsumerBwd<Traits, kKind>;
@@ -18,9 +18,14 @@ class KeyConsumer : ConsumerBwd<Traits, kKind> {
     using typename Base::Element, typename Base::Scores, typename Base::Operand, typename Base::Probabilities;
     using DsState = PipelineState<Traits::kStagesdS>;
     using QState = PipelineState<Traits::kStagesQ>;
+    // The schedule of a step. False: run_without_dq().
     static constexpr bool kComputesDq = Traits::kConsumersComputeDq;
-    // V of its keys is in 16 registers, where dP reads it: less traffic of shared memory. Kind general has none to
-    // spare.
+    // run_with_dq(): dQ is multiplied together with dK of the same step; else together with dP of the next step.
+    static constexpr bool kDqJoinsDk = Traits::kHeadDim <= 64;
+    // run_with_dq_after_dp(): dropout needs two P operands, which leave too few registers for run_with_dq().
+    static constexpr bool kDpComesFirst = Traits::kHeadDim > 64 && Traits::kMayDrop;
+    // dP reads V of the consumer's keys from 16 registers, which saves traffic of shared memory. Kind general has no
+    // registers to spare.
     static constexpr bool kHoldsV = Traits::kHeadDim == 64 && !is_general(kKind);
     static_assert(!(kHoldsV && Traits::kDpStartsAtDelta), "dP with V in registers starts at 0");
     PipelineState<1> dq_state;
@@ -42,84 +47,41 @@ public:
         this->wait_for_Q();
         const auto inputs = scores.load_inputs(step);
         const auto lse = lse_of_step();
-        const auto draws = draws_of_step();
+        const auto dropout_bits = dropout_bits_of_step();
         Scores first_s;
         this->issue_scores(shared.k, shared.q, q_state, first_s);
         this->wait_for_KV(shared.v_barriers, shared.v);
         wait_for<0>(first_s);
-        Probabilities p = scores.rounded_p(step, inputs, draws, first_s, lse);
-        if constexpr (kComputesDq && Traits::kHeadDim <= 64) {
-            run_headdim64(p, acc_dk, acc_dv);
-        } else if constexpr (kComputesDq && !Traits::kMayDrop) {
-            run_headdim128(p, acc_dk, acc_dv);
-        } else if constexpr (kComputesDq) {
-            run_headdim128_with_dropout(p, acc_dk, acc_dv);
-        } else {
+        Probabilities p = scores.rounded_p(step, inputs, dropout_bits, first_s, lse);
+        if constexpr (!kComputesDq) {
             run_without_dq(p, acc_dk, acc_dv);
+        } else if constexpr (kDpComesFirst) {
+            run_with_dq_after_dp(p, acc_dk, acc_dv);
+        } else {
+            run_with_dq(p, acc_dk, acc_dv);
         }
         wait_for<0>(acc_dk);
     }
 
 private:
-    // Nothing is under way where an iteration begins: ptxas follows products within an iteration only. S, dP and dQ are
-    // new variables in each: wgmma would keep the old values until it overwrites them.
+    // No product is in flight at the head of a loop, because ptxas follows products within an iteration only. S, dP and
+    // dQ are new variables in each iteration: wgmma would keep the old values until it overwrites them.
     //
     // A warp's loads from shared memory wait behind the products that it has issued, and its next product waits for
     // those loads. So row statistics are loaded where other work hides them.
 
-    // Head dim 64. An iteration begins when dV of a step is complete and dS is sent. dQ is stored beside dP of the next
-    // step, when all four accumulators hold values.
+    // An iteration begins when dV of a step is complete and dS is sent. It computes dK and dQ of this step, and P, dV
+    // and dS of the next. With kDqJoinsDk, dQ is multiplied together with dK, and stored while the tensor cores compute
+    // dP of the next step: then all four accumulators hold values. Else dQ is multiplied together with dP of the next
+    // step, so that no consumer waits for the dS that the other is still computing.
     template <typename TensorKV>
-    __device__ __forceinline__ void run_headdim64(Probabilities &first_p, TensorKV &acc_dk, TensorKV &acc_dv) {
+    __device__ __forceinline__ void run_with_dq(Probabilities &p, TensorKV &acc_dk, TensorKV &acc_dv) {
         const auto rV = held_V();
         this->wait_for_dO();
         const auto first_delta = delta_of_step();
         Scores first_ds;
-        issue_dp_and_dv(/*accumulates=*/false, first_p, first_ds, acc_dv, rV);
-        wait_for<1>(first_ds);
-        Operand rdS = scores.rounded_ds(first_p.for_ds(), first_ds, first_delta);
-        auto ds = this->send_ds(rdS);
-        wait_for<0>(acc_dv);
-        Base::release(dout_state, shared.dout_barriers);
-        bool accumulates = false;
-        for (; steps_left > 1; --steps_left, accumulates = true) {
-            Scores acc_ds, next_s;
-            const auto q = q_state;
-            this->advance_step();
-            const auto inputs = scores.load_inputs(step);
-            this->wait_for_Q();
-            const auto lse = lse_of_step();
-            const auto draws = draws_of_step();
-            this->issue_scores(shared.k, shared.q, q_state, next_s);
-            auto acc_dq = issue_dq(ds);
-            issue_dk(accumulates, ds, q, rdS, acc_dk);
-            wait_for<2>(next_s);
-            Probabilities p = scores.rounded_p(step, inputs, draws, next_s, lse);
-            wait_for<0>(acc_dk);
-            warpgroup_fence_operand(acc_dq);
-            Base::release(q, shared.q_barriers);
-            this->wait_for_dO();
-            issue_dp_and_dv(/*accumulates=*/true, p, acc_ds, acc_dv, rV);
-            store_dq(acc_dq);
-            const auto delta = delta_of_step();
-            wait_for<1>(acc_ds);
-            rdS = scores.rounded_ds(p.for_ds(), acc_ds, delta);
-            ds = this->send_ds(rdS);
-            send_dq();  // behind the fence of dS
-            wait_for<0>(acc_dv);
-            Base::release(dout_state, shared.dout_barriers);
-        }
-        compute_last_dk_and_dq(accumulates, ds, rdS, acc_dk);
-    }
-
-    // Head dim 128. An iteration begins when dV of a step is complete and dS is sent. dQ of a step is multiplied beside
-    // dP of the next one: no consumer waits for the dS that the other is just computing.
-    template <typename TensorKV>
-    __device__ __forceinline__ void run_headdim128(Probabilities &p, TensorKV &acc_dk, TensorKV &acc_dv) {
-        this->wait_for_dO();
-        const auto first_delta = delta_of_step();
-        Scores first_ds;
-        issue_dp_and_dv(/*accumulates=*/false, p, first_ds, acc_dv);
+        issue_dp(first_ds, rV);
+        issue_dv(/*accumulates=*/false, p, acc_dv);
         wait_for<1>(first_ds);
         Operand rdS = scores.rounded_ds(p.for_ds(), first_ds, first_delta);
         auto ds = this->send_ds(rdS);
@@ -133,21 +95,39 @@ private:
             const auto inputs = scores.load_inputs(step);
             this->wait_for_Q();
             const auto lse = lse_of_step();
+            const auto dropout_bits = dropout_bits_of_step();
             this->issue_scores(shared.k, shared.q, q_state, next_s);
-            issue_dk(accumulates, ds, q, rdS, acc_dk);
-            wait_for<1>(next_s);
-            p = scores.rounded_p(step, inputs, Draws<Traits>(), next_s, lse);
-            this->wait_for_dO();
-            const auto delta = delta_of_step();
-            wait_for<0>(acc_dk);
-            Base::release(q, shared.q_barriers);
-            this->issue_dp(acc_ds);
-            auto acc_dq = issue_dq(ds);
-            this->issue_dkv(/*accumulates=*/true, p.for_dv, shared.dout, dout_state, acc_dv);
-            wait_for<2>(acc_ds);
-            rdS = scores.rounded_ds(p.for_ds(), acc_ds, delta);
-            wait_for<1>(acc_dq);  // it has read its stage of dS, which the other may overwrite when dS is sent
-            store_dq(acc_dq);
+            if constexpr (kDqJoinsDk) {
+                auto acc_dq = issue_dq(ds);
+                issue_dk(accumulates, ds, q, rdS, acc_dk);
+                wait_for<2>(next_s);
+                p = scores.rounded_p(step, inputs, dropout_bits, next_s, lse);
+                wait_for<0>(acc_dk);
+                warpgroup_fence_operand(acc_dq);
+                Base::release(q, shared.q_barriers);
+                this->wait_for_dO();
+                issue_dp(acc_ds, rV);
+                issue_dv(/*accumulates=*/true, p, acc_dv);
+                store_dq(acc_dq);
+                const auto delta = delta_of_step();
+                wait_for<1>(acc_ds);
+                rdS = scores.rounded_ds(p.for_ds(), acc_ds, delta);
+            } else {
+                issue_dk(accumulates, ds, q, rdS, acc_dk);
+                wait_for<1>(next_s);
+                p = scores.rounded_p(step, inputs, dropout_bits, next_s, lse);
+                this->wait_for_dO();
+                const auto delta = delta_of_step();
+                wait_for<0>(acc_dk);
+                Base::release(q, shared.q_barriers);
+                issue_dp(acc_ds, rV);
+                auto acc_dq = issue_dq(ds);
+                issue_dv(/*accumulates=*/true, p, acc_dv);
+                wait_for<2>(acc_ds);
+                rdS = scores.rounded_ds(p.for_ds(), acc_ds, delta);
+                wait_for<1>(acc_dq);  // it has read its stage of dS, which the other may overwrite when dS is sent
+                store_dq(acc_dq);
+            }
             ds = this->send_ds(rdS);
             send_dq();  // behind the fence of dS
             wait_for<0>(acc_dv);
@@ -156,10 +136,10 @@ private:
         compute_last_dk_and_dq(accumulates, ds, rdS, acc_dk);
     }
 
-    // Head dim 128, calls with dropout: P is held twice, which leaves fewer registers. An iteration begins with dP and
-    // dV of a step. dQ is complete, and its registers are free, before the next dP needs them.
+    // An iteration begins with dP and dV of a step. dQ is complete, and its registers are free, before the next dP
+    // needs them.
     template <typename TensorKV>
-    __device__ __forceinline__ void run_headdim128_with_dropout(Probabilities &p, TensorKV &acc_dk, TensorKV &acc_dv) {
+    __device__ __forceinline__ void run_with_dq_after_dp(Probabilities &p, TensorKV &acc_dk, TensorKV &acc_dv) {
         this->wait_for_dO();
         auto delta = delta_of_step();
         bool accumulates = false;
@@ -167,7 +147,8 @@ private:
             Scores acc_ds, next_s;
             const auto q = q_state;
             const auto dout = dout_state;
-            issue_dp_and_dv(accumulates, p, acc_ds, acc_dv);
+            issue_dp(acc_ds);
+            issue_dv(accumulates, p, acc_dv);
             this->advance_step();
             const auto inputs = scores.load_inputs(step);
             this->wait_for_Q();
@@ -180,12 +161,12 @@ private:
             }
             wait_for<0>(acc_dv);  // the next products need the registers of P
             Base::release(dout, shared.dout_barriers);
-            const auto draws = draws_of_step();
+            const auto dropout_bits = dropout_bits_of_step();
             this->issue_scores(shared.k, shared.q, q_state, next_s);
             auto acc_dq = issue_dq(ds);
             issue_dk(accumulates, ds, q, rdS, acc_dk);
             wait_for<2>(next_s);
-            p = scores.rounded_p(step, inputs, draws, next_s, lse);
+            p = scores.rounded_p(step, inputs, dropout_bits, next_s, lse);
             this->wait_for_dO();
             delta = delta_of_step();
             wait_for<1>(acc_dq);
@@ -194,7 +175,8 @@ private:
             Base::release(q, shared.q_barriers);
         }
         Scores acc_ds;
-        issue_dp_and_dv(accumulates, p, acc_ds, acc_dv);
+        issue_dp(acc_ds);
+        issue_dv(accumulates, p, acc_dv);
         wait_for<1>(acc_ds);
         Operand rdS = scores.rounded_ds(p.for_ds(), acc_ds, delta);
         const auto ds = this->send_ds(rdS);
@@ -212,7 +194,8 @@ private:
             Scores acc_ds;
             this->wait_for_dO();
             const auto delta = delta_of_step();
-            issue_dp_and_dv(accumulates, p, acc_ds, acc_dv);
+            issue_dp(acc_ds);
+            issue_dv(accumulates, p, acc_dv);
             wait_for<1>(acc_ds);
             Operand rdS = scores.rounded_ds(p.for_ds(), acc_ds, delta);
             const auto ds = this->send_ds(rdS);
@@ -228,13 +211,13 @@ private:
             Scores next_s;
             this->wait_for_Q();
             const auto lse = lse_of_step();
-            const auto draws = draws_of_step();
+            const auto dropout_bits = dropout_bits_of_step();
             this->issue_scores(shared.k, shared.q, q_state, next_s);
             issue_dk(accumulates, ds, q, rdS, acc_dk);
             wait_for<1>(next_s);
             warpgroup_fence_operand(acc_dv);
             Base::release(dout, shared.dout_barriers);
-            p = scores.rounded_p(step, inputs, draws, next_s, lse);
+            p = scores.rounded_p(step, inputs, dropout_bits, next_s, lse);
             wait_for<0>(acc_dk);
             Base::release(q, shared.q_barriers);
         }
@@ -242,7 +225,7 @@ private:
         Base::release(dout_state, shared.dout_barriers);
     }
 
-    // dK and dQ of the last step, after the loop. dK is under way when this returns.
+    // dK and dQ of the last step, after the loop. dK is in flight when this returns.
     template <typename TensorKV>
     __device__ __forceinline__ void compute_last_dk_and_dq(bool accumulates, const DsState &ds, Operand &rdS,
                                                            TensorKV &acc_dk) {
@@ -253,13 +236,13 @@ private:
         complete_dq();
     }
 
-    // Before products are issued, which the exchange between lanes would wait for.
-    __device__ __forceinline__ Draws<Traits> draws_of_step() const {
+    // Called before products are issued, because the exchange between lanes would wait for them.
+    __device__ __forceinline__ DropoutBits<Traits> dropout_bits_of_step() const {
         if constexpr (!Traits::kHasDropoutWarpgroup) {
             return scores.exchanged(scores.draw(step, scores.load_rng_state()));
         } else if (scores.has_dropout()) {
-            shared.draws_full[q_state.stage].wait(q_state.phase);
-            return load_draws<Traits>(shared.draws[q_state.stage], warpgroup);
+            shared.dropout_bits_full[q_state.stage].wait(q_state.phase);
+            return load_dropout_bits<Traits>(shared.dropout_bits[q_state.stage], warpgroup);
         }
         return {};
     }
@@ -282,14 +265,18 @@ private:
         }
     }
 
-    template <typename TensorKV, typename TensorV = InSharedMemory>
-    __device__ __forceinline__ void issue_dp_and_dv(bool accumulates, Probabilities &p, Scores &acc_ds,
-                                                    TensorKV &acc_dv, const TensorV &rV = {}) const {
+    template <typename TensorV = InSharedMemory>
+    __device__ __forceinline__ void issue_dp(Scores &acc_ds, const TensorV &rV = {}) const {
         if constexpr (std::is_same_v<TensorV, InSharedMemory>) {
-            this->issue_dp(acc_ds);
+            Base::issue_dp(acc_ds);
         } else {
-            this->issue_dp(rV, acc_ds);
+            Base::issue_dp(rV, acc_ds);
         }
+    }
+
+    // dV += P^T dO.
+    template <typename TensorKV>
+    __device__ __forceinline__ void issue_dv(bool accumulates, Probabilities &p, TensorKV &acc_dv) const {
         this->issue_dkv(accumulates, p.for_dv, shared.dout, dout_state, acc_dv);
     }
 
@@ -381,12 +368,12 @@ public:
             Scores next_s;
             this->wait_for_Q();
             this->issue_scores(shared.k, shared.q, q_state, next_s);
-            const auto draws = scores.draw(step, rng_state);
+            const auto dropout_bits = scores.draw(step, rng_state);
             wait_for<0>(next_s);
             warpgroup_fence_operand(acc_dv);
             Base::release(dout_state, shared.dout_barriers);
             dout_state.advance();
-            rP = send_p(inputs, draws, next_s);
+            rP = send_p(inputs, dropout_bits, next_s);
         }
         wait_for<0>(acc_dv);
         Base::release(dout_state, shared.dout_barriers);
@@ -429,10 +416,11 @@ private:
     __device__ __forceinline__ uint32_t *p_words() const { return shared.p + p_state.stage * Traits::kWordsOfScores; }
 
     // S becomes P, the A operand of dV. Consumer 1 finds in shared memory what dS needs of it. Q is not read any more.
-    __device__ __forceinline__ Operand send_p(const Inputs &inputs, const Draws<Traits> &draws, Scores &acc_s) {
+    __device__ __forceinline__ Operand send_p(const Inputs &inputs, const DropoutBits<Traits> &dropout_bits,
+                                              Scores &acc_s) {
         p_state.acquire(shared.p_barriers);
         const auto lse = scores.load_statistics(shared.lse[q_state.stage]);
-        const Probabilities p = scores.rounded_p(step, inputs, scores.exchanged(draws), acc_s, lse);
+        const Probabilities p = scores.rounded_p(step, inputs, scores.exchanged(dropout_bits), acc_s, lse);
         CUTE_UNROLL
         for (int i = 0; i < size(p.for_ds()) / 2; ++i) {
             scores.store_pair(p_words(), i, scores.pair_of(p.for_ds(), i));

@@ -5,14 +5,13 @@
 #include "dq_tile.h"
 #include "kernel_traits_bwd.h"
 #include "steps_bwd.h"
-#include "work_counts.h"
 
 namespace flash::sm90 {
 
-// ---- loads. TMA copies K and V of a work tile once, and Q and dO of every step, into shared
-// memory. The row statistics come with them.
+// ---- loads. TMA copies K and V of a work tile once, and Q and dO of every step, into shared memory. The row
+// statistics come with them.
 //
-// Rows of Q and dO that belong to another sequence, or see no key, are foreign rows. They become zeros before a
+// Rows of Q and dO that belong to another sequence, or see no key, are out of bounds. They become zeros before a
 // consumer reads them, because NaN times 0 is NaN. Only the kinds varlen and general have them: where lengths are
 // equal, TMA fills rows past the end with zeros, and calls with rows that see no key are of kind varlen
 // (choose_kernel.h).
@@ -27,7 +26,7 @@ public:
         bidb_q = params.cu_seqlens_q != nullptr && may_be_varlen(kKind) ? 0 : block.bidb;
     }
 
-    // K and V, and the steps that the stages have room for. S is multiplied first, so K and Q come first. The row
+    // K and V, and the steps for which there are stages. S is multiplied first, so K and Q come first. The row
     // statistics of the first step come last: wait_for_statistics() returns when preprocess has written them.
     template <typename Wait>
     __device__ __forceinline__ void load_first(const Wait &wait_for_statistics) {
@@ -79,14 +78,14 @@ private:
     const ColumnBlock<Traits, kKind> &block;
     Step step;
     int steps_left, bidb_q;
-    uint32_t foreign_phase = 0;
+    uint32_t oob_phase = 0;
     PipelineState<Traits::kStagesQ> q_state;
     PipelineState<Traits::kStagesdO> dout_state;
 
-    // All copies of the step are under way.
+    // All copies of the step are in flight.
     __device__ __forceinline__ void complete_step() {
-        if (has_foreign_rows()) {
-            clear_foreign_rows();
+        if (has_oob_rows()) {
+            clear_oob_rows();
         }
         step.advance(block);
         q_state.advance();
@@ -105,24 +104,24 @@ private:
         }
     }
 
-    __device__ __forceinline__ bool has_foreign_rows() const {
+    __device__ __forceinline__ bool has_oob_rows() const {
         const int first_row = step.m_block * kBlockM;
         return may_be_varlen(kKind) && (first_row < block.begin_row() || first_row + kBlockM > block.end_row());
     }
 
-    // The copies of a step with foreign rows complete a barrier of their own. When they have come, the load warp writes
-    // the zeros, and only then are the stages of Q and dO full. Few steps have foreign rows: the last ones of a
-    // sequence, and the first ones if their queries see no key. They are loaded while the consumers work on the step
+    // The copies of a step with rows out of bounds complete oob_copy_barrier. When they have come, the load warp writes
+    // the zeros, and only then are the stages of Q and dO full. Few steps have such rows: the last ones of a sequence,
+    // and the first ones if their queries see no key. They are loaded while the consumers work on the step
     // before.
-    __device__ __forceinline__ void clear_foreign_rows() {
+    __device__ __forceinline__ void clear_oob_rows() {
         constexpr int kVectors = Traits::kHeadDim / 8, kTile = kBlockM * Traits::kHeadDim;
         const typename Traits::PlacesInQ places;
         Element *smem_q = shared.q + q_state.stage * kTile, *smem_dout = shared.dout + dout_state.stage * kTile;
         const int first_row = step.m_block * kBlockM;
         const int begin = clamp_to(block.begin_row() - first_row, 0, kBlockM);
         const int end = clamp_to(block.end_row() - first_row, begin, kBlockM);
-        shared.foreign_copied.wait(foreign_phase);
-        foreign_phase ^= 1;
+        shared.oob_copy_barrier.wait(oob_phase);
+        oob_phase ^= 1;
         CUTE_NO_UNROLL
         for (int i = threadIdx.x % 32; i < (begin + kBlockM - end) * kVectors; i += 32) {
             const int row = i / kVectors, place = places(row < begin ? row : row - begin + end, i % kVectors * 8, 0);
@@ -155,7 +154,7 @@ private:
     template <int kStages>
     __device__ __forceinline__ TransactionBarrier &barrier_of(const PipelineState<kStages> &state,
                                                               PipelineBarriers<kStages> &barriers) const {
-        return has_foreign_rows() ? shared.foreign_copied : barriers.full[state.stage];
+        return has_oob_rows() ? shared.oob_copy_barrier : barriers.full[state.stage];
     }
 
     // A tile of Q or dO. copy_rows() announces its bytes: the barrier completes when it has done so and all have come.
@@ -262,7 +261,7 @@ public:
     __device__ DqProducer(const Flash_bwd_params &params, typename Traits::SharedStorage &shared, const Block &block)
         : params(params), shared(shared), block(block), warp(uniform(threadIdx.x / 32)) {}
 
-    // As CopyProducer's.
+    // The arguments are those of CopyProducer::run.
     template <typename Loader, typename Wait, typename Done>
     __device__ __forceinline__ void run(Loader &loader, const Wait &wait_for_statistics, const Done &done) {
         if (warp == 0) {
@@ -272,8 +271,8 @@ public:
         if (steps_left > 0) {
             PipelineState<1>().wait(shared.k_barriers);
         }
-        // In order: to wait for the CTA before takes as long as a load from the L2 cache, so it comes before dS does.
-        // To pass on takes until all sums are written, so it comes a step later.
+        // Deterministic: the wait for the CTA before takes as long as a load from the L2 cache, so it precedes the wait
+        // for dS. The pass takes until all sums are written, so it comes a step later.
         const DqOrder<Traits, /*kCopyEngine=*/false, Block> order(params, block, warp);
         Step step(block), added = step;
         for (bool has_added = false; steps_left > 0; --steps_left, has_added = true) {
@@ -307,7 +306,7 @@ public:
 
 private:
     __device__ __forceinline__ void add(const Step &step) const {
-        // Not unrolled: its addresses would take more registers than the warpgroup has.
+        // The loop is not unrolled: its addresses would take more registers than the warpgroup has.
         CUTE_NO_UNROLL
         for (int tile = 0; tile < Traits::kTilesOfDq; ++tile) {
             auto acc = Tile::accumulator();

@@ -10,24 +10,24 @@
 #include "dq_tile.h"
 #include "kvcache/instructions.h"
 #include "sm90/common/find_block.h"
-#include "work_counts.h"
+#include "steps_bwd.h"
 #include "work_tiles_bwd.h"
 
 namespace flash::sm90 {
 
 // ---- the rows of a work tile, and how its warps divide them
 
-// The padded query rows of a work tile. A part has a few of them, of one head and one sequence, or some of their
-// columns. Warp w of n works on parts w, w + n, w + 2 n, ...
+// A row tile: the padded query rows of a work tile. A part has a few of them, of one head and one sequence, or some of
+// their columns. Warp w of n works on parts w, w + n, w + 2 n, ...
 template <typename Traits, Kind kKind>
-struct WorkRows {
+struct RowTile {
     static constexpr int kWarps = Traits::kNThreads / 32;
     int64_t begin;     // in the padded row statistics
     int count;         // a multiple of 128
     int bidb, bidh;    // bidh: of the first query head
     int64_t in_heads;  // the first row, counted from the first row of that head
 
-    __device__ WorkRows(const Flash_bwd_params &params, const WorkOrder &order, const WorkTile &tile) {
+    __device__ RowTile(const Flash_bwd_params &params, const WorkOrder &order, const WorkTile &tile) {
         int bidh_dkv;
         order.by_sequence(bidb, bidh_dkv, tile.head);
         bidh = bidh_dkv * params.heads_per_dkv;
@@ -54,10 +54,10 @@ struct WorkRows {
         return {begin + offset, found, head, sequence(params, found), block * kRounded + int(in_head % kRounded)};
     }
 
-    // How many stages of `bytes` bytes each warp has: as many as fit into `room` bytes, at most one for each of its
+    // How many stages of `bytes` bytes each warp has: as many as fit into `capacity` bytes, at most one for each of its
     // parts. `parts`: of a work tile.
-    static constexpr int stages(int room, int bytes, int parts) {
-        return cute::max(cute::min(room / (kWarps * bytes), (parts + kWarps - 1) / kWarps), 1);
+    static constexpr int stages(int capacity, int bytes, int parts) {
+        return cute::max(cute::min(capacity / (kWarps * bytes), (parts + kWarps - 1) / kWarps), 1);
     }
 
     // Calls load(stage, part) and finish(stage, part) for every part of the warp, of `parts` in all. Each warp has
@@ -92,20 +92,20 @@ struct WorkRows {
     }
 };
 
-// ---- preprocess: delta = rowsum(dO * O) - dLSE, the log-sum-exp
-// padded to whole tiles, a flag for large ones, and zeros in the accumulator of dQ.
+// ---- preprocess: delta = rowsum(dO * O) - dLSE, the log-sum-exp padded to whole tiles, a flag for large ones, and
+// zeros in the accumulator of dQ.
 
 template <typename Traits, Kind kKind>
 class PreprocessBwd {
     using Element = typename Traits::Element;
-    using Rows = WorkRows<Traits, kKind>;
+    using Rows = RowTile<Traits, kKind>;
     static constexpr int kVector = 16 / sizeof(Element), kVectors = Traits::kHeadDim / kVector;
     static constexpr int kLanes = kVectors <= 8 ? 8 : kVectors <= 16 ? 16 : 32;  // that share a row, 16 bytes each
     static constexpr int kStride = 32 / kLanes;                                  // rows of a warp at a time
     static constexpr int kSteps = 4, kRows = kSteps * kStride;                   // of a part
     static constexpr int kFlagRows = Traits::kBlockM;                            // that share a flag
     static_assert(Flash_bwd_params::kRowsRounded % kFlagRows == 0 && kFlagRows % kRows == 0);
-    static_assert(kFlagRows >= Flash_bwd_params::kRowsPerFlag, "large_rows has room for one flag per kRowsPerFlag");
+    static_assert(kFlagRows >= Flash_bwd_params::kRowsPerFlag, "large_rows has one flag per kRowsPerFlag rows");
     static constexpr bool kLseInBase2 = stores_lse_in_base_2<Traits, kKind>();
     static constexpr int kThreadOfZeros = Traits::kNThreads - 32;  // of a warp that may have fewer parts
 
@@ -113,12 +113,12 @@ class PreprocessBwd {
         uint4 out[kRows][kLanes], dout[kRows][kLanes];
         float lse[kRows], dlse[kRows];  // lse: -inf for rows past the end of the sequence
     };
-    struct OfAllWarps {
+    struct SharedByWarps {
         uint4 zeros[512];
         int large_rows[Traits::kRowsPerTile / kFlagRows];
     };
     static constexpr int kStages =
-        Rows::stages(Traits::kSmemForRows - sizeof(OfAllWarps), sizeof(Part), Traits::kRowsPerTile / kRows);
+        Rows::stages(Traits::kSmemForRows - sizeof(SharedByWarps), sizeof(Part), Traits::kRowsPerTile / kRows);
 
     const Flash_bwd_params &params;
     const Rows rows;
@@ -127,7 +127,7 @@ class PreprocessBwd {
 public:
     struct SharedStorage {
         Part parts[Rows::kWarps][kStages];
-        OfAllWarps of_all;
+        SharedByWarps by_warps;
     };
     static_assert(sizeof(SharedStorage) <= Traits::kSmemForRows);
 
@@ -144,12 +144,12 @@ public:
         bool has_large_rows = false;
         rows.template for_each_part<kStages>(
             rows.count / kRows, [&](int stage, int part) { load(stages[stage], rows.at(params, part * kRows)); },
-            [&] { start_zeros(shared.of_all); },
+            [&] { start_zeros(shared.by_warps); },
             [&](int stage, int part) {
                 if (finish(stages[stage], rows.begin + part * kRows)) {
                     has_large_rows = true;
                     if (lane == 0) {
-                        shared.of_all.large_rows[part * kRows / kFlagRows] = 1;
+                        shared.by_warps.large_rows[part * kRows / kFlagRows] = 1;
                     }
                 }
             });
@@ -157,12 +157,12 @@ public:
             asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");  // the zeros are written
         }
         if (__syncthreads_or(has_large_rows) && kLseInBase2) {
-            store_large_lse(shared.of_all);
+            store_large_lse(shared.by_warps);
             __syncthreads();
         }
         if (threadIdx.x == 0) {
             for (int i = 0; i < rows.count / kFlagRows; ++i) {
-                params.large_rows[rows.begin / kFlagRows + i] = shared.of_all.large_rows[i];
+                params.large_rows[rows.begin / kFlagRows + i] = shared.by_warps.large_rows[i];
             }
             counts.add(counts.preprocessed(head));
         }
@@ -234,7 +234,7 @@ private:
 
     // Rows that share a flag with a large log-sum-exp keep it as it is: the error of a rounded product with log2(e)
     // would show in the probability. All threads.
-    __device__ __forceinline__ void store_large_lse(const OfAllWarps &shared) const {
+    __device__ __forceinline__ void store_large_lse(const SharedByWarps &shared) const {
         CUTE_NO_UNROLL
         for (int i = threadIdx.x / 32 * 32; i < rows.count; i += Traits::kNThreads) {
             if (shared.large_rows[i / kFlagRows] == 0) {
@@ -253,7 +253,7 @@ private:
     }
 
     // All threads. The copy engine writes the zeros.
-    __device__ __forceinline__ void start_zeros(OfAllWarps &shared) const {
+    __device__ __forceinline__ void start_zeros(SharedByWarps &shared) const {
         constexpr int kZeros = sizeof(shared.zeros) / sizeof(uint4);
         for (int i = threadIdx.x; i < kZeros; i += Traits::kNThreads) {
             shared.zeros[i] = {};
@@ -292,12 +292,12 @@ private:
 template <typename Traits, Kind kKind>
 class ConvertDq {
     using Element = typename Traits::Element;
-    using Rows = WorkRows<Traits, kKind>;
+    using Rows = RowTile<Traits, kKind>;
     using Tile = DqTile<Traits>;
     static constexpr int kVectors = Tile::kVectors, kColumnTiles = Tile::kColumnTiles;
 
-    // What one warp added to a tile of the accumulator: 16 rows of 8 kVectors columns. The parts of a work tile lie one
-    // after the other in the accumulator.
+    // The sums that one warp added to a tile of the accumulator: 16 rows of 8 kVectors columns. The parts of a work
+    // tile lie one after the other in the accumulator.
     struct Part {
         float4 accum[kVectors][32];  // vector i of each lane that added it
     };

@@ -15,7 +15,7 @@
 
 namespace flash::sm90 {
 
-// The thread's number in its warpgroup, in a register of its own. Where a loop needs it, ptxas would read the special
+// The thread's number in its warpgroup, in an ordinary register. Where a loop needs it, ptxas would read the special
 // register again in every iteration, which takes 60 to 110 cycles.
 __device__ __forceinline__ int thread_of_warpgroup() {
     return static_cast<int>(__shfl_sync(0xffffffffu, threadIdx.x % 128, threadIdx.x % 32));
@@ -72,8 +72,8 @@ public:
         }
     }
 
-    // What a step needs from global memory. Loaded before the step's products are issued: a warp's loads wait behind
-    // products.
+    // The inputs of a step from global memory. They are loaded before the step's products are issued, because a warp's
+    // loads wait for products that it has issued.
     struct Inputs {
         bool is_large;      // a row of the step has a large log-sum-exp
         float alibi_slope;  // kind general: of the head
@@ -87,7 +87,7 @@ public:
         return inputs;
     }
 
-    // Seed and offset of dropout, where consumers draw. Loaded before products are issued, too.
+    // Seed and offset of dropout, where consumers draw. They are loaded before products are issued, too.
     struct RngState {
         uint64_t seed, offset;
     };
@@ -98,16 +98,17 @@ public:
         return {uint64_t(params.rng_state[0]), uint64_t(params.rng_state[1])};
     }
 
-    // The consumer's own draws: draw() beside products, exchanged() when none is under way. Zeros without dropout.
-    __device__ __forceinline__ Draws<Traits> draw(const Step &step, const RngState &rng) const {
+    // The bits that the consumer draws: draw() may overlap products, exchanged() runs when none is in flight. Without
+    // dropout the bits are zeros.
+    __device__ __forceinline__ DropoutBits<Traits> draw(const Step &step, const RngState &rng) const {
         if (!has_dropout()) {
             return {};
         }
         const DropoutStream stream(rng.seed, rng.offset, block.bidb, params.h, block.bidh + step.head);
         return sm90::draw<Traits>(stream, step.m_block * Traits::kBlockM, first_key, params.dropout_threshold);
     }
-    __device__ __forceinline__ Draws<Traits> exchanged(const Draws<Traits> &draws) const {
-        return has_dropout() ? sm90::exchanged<Traits>(draws) : draws;
+    __device__ __forceinline__ DropoutBits<Traits> exchanged(const DropoutBits<Traits> &dropout_bits) const {
+        return has_dropout() ? sm90::exchanged<Traits>(dropout_bits) : dropout_bits;
     }
 
     // P^T of a thread in 16 bits. A cap on scores and dropout need it twice.
@@ -126,29 +127,29 @@ public:
     // and of P, registers then hold one whole and the other in part.
     template <typename TensorS>
     __device__ __forceinline__ Probabilities rounded_p(const Step &step, const Inputs &inputs,
-                                                       const Draws<Traits> &draws, TensorS &acc_s,
+                                                       const DropoutBits<Traits> &dropout_bits, TensorS &acc_s,
                                                        QueryStatistics lse) const {
         Probabilities p;
         const int first_query = step.m_block * Traits::kBlockM;
-        const bool is_masked = needs_mask(step.m_block), is_careful = inputs.is_large || is_masked;
-        const Scaling scaling = inputs.is_large ? natural() : usual();
+        const bool is_masked = needs_mask(step.m_block), use_exact_scaling = inputs.is_large || is_masked;
+        const Scaling scaling = inputs.is_large ? natural_scaling() : stored_scaling();
         if constexpr (kIsGeneral) {
             const float slope = ScoreMod::slope_of(params, inputs.alibi_slope);
-            if (is_careful || (is_capped() && has_alibi())) {
+            if (use_exact_scaling || (is_capped() && has_alibi())) {
                 round_p<true>(first_query, acc_s, scaling, lse, slope, is_capped(), has_alibi(), p);
             } else if (is_capped()) {
-                round_p<false>(first_query, acc_s, usual(), lse, slope, true_type{}, false_type{}, p);
+                round_p<false>(first_query, acc_s, stored_scaling(), lse, slope, true_type{}, false_type{}, p);
             } else if (has_alibi()) {
-                round_p<false>(first_query, acc_s, usual(), lse, slope, false_type{}, true_type{}, p);
+                round_p<false>(first_query, acc_s, stored_scaling(), lse, slope, false_type{}, true_type{}, p);
             } else {
-                round_p<false>(first_query, acc_s, usual(), lse, slope, false_type{}, false_type{}, p);
+                round_p<false>(first_query, acc_s, stored_scaling(), lse, slope, false_type{}, false_type{}, p);
             }
             if constexpr (Traits::kMayDrop) {
-                mark_dropped(draws, p);
+                mark_dropped(dropout_bits, p);
             }
         } else if constexpr (changes_scores_in_place<Traits, kKind>()) {
             const Scaling after_subtraction{1.0f, 1.0f, float(kLog2e)};
-            const Scaling of_scores = inputs.is_large ? after_subtraction : usual();
+            const Scaling of_scores = inputs.is_large ? after_subtraction : stored_scaling();
             if (inputs.is_large) {
                 subtract_natural(acc_s, lse);
             }
@@ -156,10 +157,10 @@ public:
                 mask(first_query, /*hidden=*/of_scores.product < 0.0f ? INFINITY : -INFINITY, acc_s);
             }
             round_p<false>(first_query, acc_s, of_scores, lse, 0.0f, false_type{}, false_type{}, p);
-        } else if (is_careful) {
+        } else if (use_exact_scaling) {
             round_p<true>(first_query, acc_s, scaling, lse, 0.0f, false_type{}, false_type{}, p);
         } else {
-            round_p<false>(first_query, acc_s, usual(), lse, 0.0f, false_type{}, false_type{}, p);
+            round_p<false>(first_query, acc_s, stored_scaling(), lse, 0.0f, false_type{}, false_type{}, p);
         }
         return p;
     }
@@ -195,7 +196,7 @@ public:
     }
     __device__ __forceinline__ bool has_alibi() const { return kIsGeneral && params.alibi_slopes != nullptr; }
     __device__ __forceinline__ bool has_dropout() const {
-        // Head dim 128 has a kernel for dropout alone, too, but spills more where the compiler knows it.
+        // Head dim 128 also has a kernel only for dropout, but spills more where the compiler knows it.
         constexpr bool kIsKnown = Traits::kHasDropoutWarpgroup && Traits::kHeadDim == 64;
         return kIsKnown || (Traits::kMayDrop && params.rng_state != nullptr);
     }
@@ -237,18 +238,18 @@ private:
     const int first_key;
     int unmasked_begin, unmasked_end;  // except kind full: row blocks in which every query sees all of its keys
 
-    // P = 2^((S * scale - lse) * to_base_2), where lse is the stored one: times log2(e) or as it is (natural);
+    // P = 2^((S * scale - lse) * to_base_2), where lse is the stored one: times log2(e) or as it is (natural_scaling);
     // product = scale * to_base_2.
     struct Scaling {
         float scale, to_base_2, product;
     };
-    __device__ __forceinline__ Scaling natural() const {
+    __device__ __forceinline__ Scaling natural_scaling() const {
         return {params.scale_softmax, float(kLog2e), params.scale_softmax_log2};
     }
-    __device__ __forceinline__ Scaling usual() const {
+    __device__ __forceinline__ Scaling stored_scaling() const {
         return stores_lse_in_base_2<Traits, kKind>()
                    ? Scaling{params.scale_softmax_log2, 1.0f, params.scale_softmax_log2}
-                   : natural();
+                   : natural_scaling();
     }
 
     // S^T becomes S^T * softmax_scale - lse, and lse 0. The product is rounded as in the forward.
@@ -282,9 +283,9 @@ private:
         }
     }
 
-    // kIsCareful: with a mask, and for scores so large that a float32 is coarser than 1: the product is rounded as in
-    // the forward. is_capped, has_alibi: bool, or true_type or false_type where it is known when compiled.
-    template <bool kIsCareful, typename IsCapped, typename HasAlibi, typename TensorS>
+    // kExactScaling: with a mask, and for scores so large that a float32 is coarser than 1: the product is rounded as
+    // in the forward. is_capped, has_alibi: bool, or true_type or false_type where it is known when compiled.
+    template <bool kExactScaling, typename IsCapped, typename HasAlibi, typename TensorS>
     __device__ __forceinline__ void round_p(int first_query, const TensorS &acc_s, const Scaling &scaling,
                                             const QueryStatistics &lse, float slope, IsCapped is_capped,
                                             HasAlibi has_alibi, Probabilities &rounded_p) const {
@@ -300,8 +301,8 @@ private:
             CUTE_UNROLL
             for (int c = 0; c < 2; ++c) {
                 const float lse_query = c == 0 ? of_pair.x : of_pair.y;
-                const int begin = kIsCareful && is_local(kKind) ? block.begin_key(first_query + query + c) : 0;
-                const int end = kIsCareful ? block.end_key(first_query + query + c) : 0;
+                const int begin = kExactScaling && is_local(kKind) ? block.begin_key(first_query + query + c) : 0;
+                const int end = kExactScaling ? block.end_key(first_query + query + c) : 0;
                 CUTE_UNROLL
                 for (int row = 0; row < 2; ++row) {
                     float &x = p[2 * row + c];
@@ -317,7 +318,7 @@ private:
                             x -= slope * fabsf(first_distance + float(8 * row - 8 * j - c));
                         }
                     }
-                    if (kIsCareful) {
+                    if (kExactScaling) {
                         const int key = first_row + 8 * row;
                         const float exponent = (__fmul_rn(x, scaling.scale) - lse_query) * scaling.to_base_2;
                         x = exp2_approx(key >= begin && key < end ? exponent : -INFINITY);
@@ -375,15 +376,15 @@ private:
     }
 
     // Dropped probabilities become 0 for dV, and negative for dS.
-    __device__ __forceinline__ void mark_dropped(const Draws<Traits> &draws, Probabilities &p) const {
+    __device__ __forceinline__ void mark_dropped(const DropoutBits<Traits> &dropout_bits, Probabilities &p) const {
         if (!has_dropout()) {
             return;
         }
         auto *for_dv = reinterpret_cast<uint32_t *>(p.for_dv.data());
         auto *factors = reinterpret_cast<uint32_t *>(p.factors.data());
         CUTE_UNROLL
-        for (int w = 0; w < Traits::kWordsOfDraws; ++w) {
-            const uint32_t dropped = draws.words[w];
+        for (int w = 0; w < Traits::kWordsOfDropoutBits; ++w) {
+            const uint32_t dropped = dropout_bits.words[w];
             CUTE_UNROLL
             for (int i = 0; i < 16; ++i) {
                 const uint32_t signs = dropped << (15 - i) & 0x80008000u;

@@ -1,9 +1,8 @@
 // The steps of a CTA of the backward: its key block against every row block that sees it, of every query head that
-// shares the key block's head.
+// shares the key block's head. Also the counts by which its phases wait for each other.
 #pragma once
 
 #include "common/block_info.h"
-#include "common/uniform.h"
 #include "dispatch/kind.h"
 
 namespace flash::sm90 {
@@ -53,11 +52,45 @@ struct Step {
         return step;
     }
 
-    // In the padded row statistics.
+    // First row of the step in the padded row statistics.
     template <typename Block>
     __device__ __forceinline__ int padded_row(const Flash_bwd_params &params, const Block &block) const {
         return block.padded_row + head * static_cast<int>(params.padded_head_stride) + m_block * Block::kBlockM;
     }
 };
+
+// ---- how work tiles of one phase of the backward wait for those of the phase before: counts in global memory, one for
+// each head of dK and dV and each phase. A work tile that is done counts with a release. One that waits takes an
+// acquire.
+
+struct WorkCounts {
+    int *counts;  // 2 * heads + 1 zeros when the kernel begins
+    int heads;    // of dK and dV; equal lengths: of all sequences
+
+    __device__ __forceinline__ int *preprocessed(int head) const { return counts + head; }
+    __device__ __forceinline__ int *computed(int head) const { return counts + heads + head; }
+    __device__ __forceinline__ int *taken() const { return counts + 2 * heads; }  // work tiles, by CTAs
+
+    // Called by one thread. Threads that wait for the count see its earlier writes, and those of other threads before a
+    // barrier.
+    __device__ __forceinline__ static void add(int *count, int value = 1) {
+        asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(count), "r"(value) : "memory");
+    }
+
+    // Called by one thread. Other threads may read after a barrier.
+    __device__ __forceinline__ static void wait(const int *count, int expected) {
+        int value;
+        asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(count) : "memory");
+        while (value < expected) {
+            __nanosleep(64);
+            asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(count) : "memory");
+        }
+    }
+};
+
+// Call it before the copy engine reads or adds to data that other threads wrote with plain stores.
+__device__ __forceinline__ void fence_copies_from_global() {
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+}
 
 }  // namespace flash::sm90

@@ -1,6 +1,6 @@
 // The work tiles of the backward. One grid has three phases for each head: preprocess, compute, convert. A CTA has one
-// work tile. The phases of a head follow each other at a distance, beside other phases of other heads: memory works for
-// one head while the tensor cores work for another, and what one phase leaves for the next is still in L2.
+// work tile. The phases of a head follow each other at a distance and overlap other phases of other heads: memory works
+// for one head while the tensor cores work for another, and the results of one phase are still in L2 for the next.
 #pragma once
 
 #include <cutlass/fast_math.h>
@@ -25,22 +25,23 @@ struct WorkTile {
 // group i: those of compute of group i, and spread among them those of preprocess of group i + 1 and of convert of
 // group i - kLag. Last come those of convert of the last groups.
 //
-// A work tile waits for work tiles with smaller numbers alone (WorkCounts).
+// A work tile waits only for work tiles with smaller numbers (WorkCounts).
 class WorkOrder {
     using Divisor = cutlass::FastDivmod;
     static constexpr int kLag = 2;  // in groups
     int heads_, group, groups;
     int preprocess_, convert;  // work tiles of a head
     bool is_interleaved;       // compute: the first key block of each head of the group, then the second
-    // Of a group for which neither the first nor the last heads are near: work tiles of compute, of the other phases,
-    // and the distance at which the fewer are spread among the more.
-    int usual_computed, usual_others;
-    Divisor by_usual_count, by_usual_stride, by_group, by_rows, by_key_blocks, by_heads;
+    // Steady state: a group that is neither among the first nor among the last. Its work tiles of compute, those of the
+    // other phases, and the distance at which the fewer are spread among the more.
+    int steady_compute, steady_others;
+    Divisor by_steady_count, by_steady_stride, by_group, by_rows, by_key_blocks, by_heads;
 
 public:
     int compute;  // work tiles of a head
 
-    // On the host. rows_per_tile: of a row tile. is_local: the work tiles of a head are of different length.
+    // Runs on the host. rows_per_tile: query rows of a row tile. is_local: the work tiles of a head are of different
+    // length.
     WorkOrder(const Flash_bwd_params &params, const RowBlocks &key_blocks, int rows_per_tile, bool is_local)
         : heads_(key_blocks.all_heads()),
           group(params.interleaved_heads),
@@ -48,10 +49,10 @@ public:
           preprocess_(row_tiles(params, rows_per_tile)),
           convert(params.dq_accum == nullptr ? 0 : preprocess_),
           is_interleaved(is_local || params.dq_semaphore != nullptr),
-          usual_computed(key_blocks.per_head * group),
-          usual_others((preprocess_ + convert) * group),
-          by_usual_count(usual_computed + usual_others),
-          by_usual_stride(stride_of(usual_computed, usual_others)),
+          steady_compute(key_blocks.per_head * group),
+          steady_others((preprocess_ + convert) * group),
+          by_steady_count(steady_compute + steady_others),
+          by_steady_stride(stride_of(steady_compute, steady_others)),
           by_group(group),
           by_rows(preprocess_),
           by_key_blocks(key_blocks.per_head > 0 ? key_blocks.per_head : 1),
@@ -75,7 +76,7 @@ public:
         if (number < begin(0)) {
             return of_rows(Phase::preprocess, number);
         }
-        int i = by_usual_count.div(number - begin(0));
+        int i = by_steady_count.div(number - begin(0));
         i = i < groups ? i : groups;
         while (i < groups && begin(i + 1) <= number) {  // fewer work tiles of convert come with the first groups
             ++i;
@@ -91,9 +92,9 @@ public:
         const int converted = convert * heads_before(i + 1 - kLag) - first_converted;
         const int computed = compute * heads_here, others = prepared + converted;
         int round, in_round, stride;
-        if (computed == usual_computed && others == usual_others) {
-            stride = by_usual_stride.divisor;
-            by_usual_stride(round, in_round, position);
+        if (computed == steady_compute && others == steady_others) {
+            stride = by_steady_stride.divisor;
+            by_steady_stride(round, in_round, position);
         } else {
             stride = stride_of(computed, others);
             round = position / stride;

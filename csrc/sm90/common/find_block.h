@@ -7,10 +7,9 @@
 
 namespace flash::sm90 {
 
-// The binary search of common/sequence.h loads one value of cu_seqlens after the other, and waits for each.
-
-// find_block() of common/sequence.h, called by all lanes of a warp with the same arguments. Each lane loads a
-// value of cu_seqlens: once for up to 32 sequences, twice for up to 1024. Then all load that of the sequence found.
+// find_block() of common/sequence.h, called by all lanes of a warp with the same arguments. Its binary search there
+// loads one value of cu_seqlens after the other, and waits for each. Here each lane loads a value of cu_seqlens: once
+// for up to 32 sequences, twice for up to 1024. Then all lanes load the value of the sequence found.
 __device__ __forceinline__ SequenceBlock find_block_by_warp(const int *cu_seqlens, int b, int64_t total, int kBlock,
                                                             int64_t index) {
     const int lane = threadIdx.x % 32;
@@ -45,12 +44,12 @@ __device__ __forceinline__ SequenceBlock find_block_by_length(const int *cu_seql
         const int begin = load_cu_seqlen(cu_seqlens, bidb, total);
         return (clamp_to(cu_seqlens[bidb + 1], begin, static_cast<int>(total)) - begin + kBlock - 1) / kBlock;
     };
-    int most = 0;
+    int max_blocks = 0;
     CUTE_NO_UNROLL
     for (int bidb = lane; bidb < b; bidb += 32) {
-        most = max(most, blocks_of(bidb));
+        max_blocks = max(max_blocks, blocks_of(bidb));
     }
-    most = __reduce_max_sync(kAllLanes, most);
+    max_blocks = __reduce_max_sync(kAllLanes, max_blocks);
     const auto count_from = [&](int block) {  // blocks with this number or a higher one
         int count = 0;
         CUTE_NO_UNROLL
@@ -59,7 +58,7 @@ __device__ __forceinline__ SequenceBlock find_block_by_length(const int *cu_seql
         }
         return __reduce_add_sync(kAllLanes, count);
     };
-    int low = -1, high = most;  // count_from(high) <= index < count_from(low), or low is -1
+    int low = -1, high = max_blocks;  // count_from(high) <= index < count_from(low), or low is -1
     CUTE_NO_UNROLL
     while (high - low > 1) {
         const int middle = (low + high) / 2;
@@ -76,7 +75,7 @@ __device__ __forceinline__ SequenceBlock find_block_by_length(const int *cu_seql
         }
         before -= __popc(have_it);
     }
-    return {0, most};
+    return {0, max_blocks};
 }
 
 }  // namespace flash::sm90

@@ -3,14 +3,236 @@
 // Q.
 #pragma once
 
+#include <cutlass/fast_math.h>
+#include <cute/arch/copy_sm90_desc.hpp>
+#include <cute/arch/copy_sm90_tma.hpp>
+#include <cutlass/cuda_host_adapter.hpp>
+
+#include <numeric>
+#include <stdexcept>
+#include <type_traits>
+
+#include "common/block_info.h"
 #include "epilogue_split.h"
+#include "flash.h"
+#include "kvcache/instructions.h"
 #include "kvcache/splitkv_schedule.h"
-#include "load_split.h"
+#include "sm90/common/tma_limits.h"
 #include "sm90/forward/flash_fwd_kernel.h"
-#include "sm90/forward/key_blocks.h"
+#include "sm90/forward/kernel_traits.h"
 #include "sm90/forward/tile_scheduler.h"
 
 namespace flash::sm90 {
+
+// ---- K and V of a cache by TMA, in boxes of rows: a whole key block of a contiguous cache, or a part of it that lies
+// in one page. Host and device.
+
+struct KeyBoxes {
+    cute::TmaDescriptor k, v;
+    int rows;  // of a box; a divisor of the key block and of the page
+};
+
+// The descriptor of boxes of `rows` keys. x: k or v of a call that can_split (tma_limits.h).
+template <typename Traits>
+cute::TmaDescriptor describe_boxes(const Flash_fwd_params &params, const TensorRef &x, int rows) {
+    using Element = typename Traits::Element;
+    constexpr auto kType =
+        std::is_same_v<Element, cutlass::half_t> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+    constexpr auto kSwizzle = Traits::kSmemRow == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
+    const bool is_paged = params.block_table != nullptr;
+    const cuuint64_t sizes[4] = {cuuint64_t(params.d), cuuint64_t(is_paged ? params.page_size : params.seqlen_k),
+                                 cuuint64_t(params.h_k),
+                                 cuuint64_t(is_paged ? params.num_pages : params.cache.batch_cache)};
+    // The stride of a dimension of one element has no meaning, and TMA may not accept it.
+    const auto bytes = [](cuuint64_t size, int64_t stride) {
+        return size > 1 ? cuuint64_t(stride) * sizeof(Element) : cuuint64_t(16);
+    };
+    const cuuint64_t strides[3] = {bytes(sizes[1], x.row_stride), bytes(sizes[2], x.head_stride),
+                                   bytes(sizes[3], x.batch_stride)};
+    const cuuint32_t box[4] = {cuuint32_t(Traits::kSmemRow), cuuint32_t(rows), 1, 1}, steps[4] = {1, 1, 1, 1};
+    cute::TmaDescriptor descriptor;
+    const CUresult result = CUTLASS_CUDA_DRIVER_WRAPPER_CALL(cuTensorMapEncodeTiled)(
+        &descriptor, kType, 4, const_cast<void *>(x.ptr), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+        kSwizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    if (result != CUDA_SUCCESS) {
+        throw std::runtime_error("flash_attn_mini: cuTensorMapEncodeTiled does not accept the cache of this call");
+    }
+    return descriptor;
+}
+
+template <typename Traits>
+KeyBoxes make_key_boxes(const Flash_fwd_params &params) {
+    const int rows = params.block_table == nullptr ? Traits::kBlockN : std::gcd(params.page_size, Traits::kBlockN);
+    return {describe_boxes<Traits>(params, params.k, rows), describe_boxes<Traits>(params, params.v, rows), rows};
+}
+
+// ---- the load warps
+
+// The warp that loads K, or V, of each work tile from its last key block to its first.
+template <typename Traits>
+class BoxLoader {
+    using Element = typename Traits::Element;
+    using State = PipelineState<Traits::kStages>;
+    using Barriers = PipelineBarriers<Traits::kStages>;
+
+public:
+    // descriptor: boxes of `rows` keys. smem: the stages.
+    __device__ BoxLoader(const Flash_fwd_params &params, typename Traits::SharedStorage &shared,
+                         const cute::TmaDescriptor &descriptor, int rows, Element *smem, Barriers &barriers)
+        : params(params), descriptor(descriptor), rows(rows), smem(smem), barriers(barriers), tiles{shared.tiles} {}
+
+    __device__ __forceinline__ void load() {
+        for (;;) {
+            const int stage = tiles.take();
+            const WorkTile &tile = tiles[stage];
+            const bool is_end = uniform(tile.is_end) != 0;
+            const int bidb = uniform(tile.place.bidb), bidh_k = uniform(tile.place.bidh / params.h_h_k_ratio);
+            const int k_begin = uniform(tile.sequence.k_begin), k_bidb = uniform(tile.sequence.k_bidb);
+            const int n_block_min = uniform(tile.n_block_min), n_block_max = uniform(tile.n_block_max);
+            tiles.release(stage);
+            if (is_end) {
+                return;
+            }
+            CUTE_NO_UNROLL
+            for (int n_block = n_block_max - 1; n_block >= n_block_min; --n_block) {
+                const int first_key = k_begin + n_block * Traits::kBlockN;
+                if (params.block_table == nullptr) {
+                    load_block(first_key, bidh_k, k_bidb);
+                } else {
+                    load_pages(first_key, bidh_k, bidb);
+                }
+            }
+        }
+    }
+
+private:
+    const Flash_fwd_params &params;
+    const cute::TmaDescriptor &descriptor;
+    const int rows;
+    Element *const smem;
+    Barriers &barriers;
+    WorkTileRing<Traits::kConsumers> tiles;
+    State state;
+
+    // One thread: starts the copy of the box whose first key is `row` of a batch index or page. It lies `offset` rows
+    // behind the first of the stage.
+    __device__ __forceinline__ void copy_box(int offset, int row, int bidh_k, int batch) const {
+        constexpr uint64_t kDefaultHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
+        Element *const to = smem + state.stage * Traits::kBlockN * Traits::kHeadDim + offset * Traits::kSmemRow;
+        CUTE_UNROLL
+        for (int col = 0; col < Traits::kHeadDim; col += Traits::kSmemRow) {
+            cute::SM90_TMA_LOAD_4D::copy(&descriptor, reinterpret_cast<uint64_t *>(&barriers.full[state.stage]),
+                                         kDefaultHint, to + col * Traits::kBlockN, col, row, bidh_k, batch);
+        }
+    }
+
+    static constexpr int kBytes = Traits::kBlockN * Traits::kHeadDim * int(sizeof(Element));
+
+    // A key block of a contiguous cache is one box.
+    __device__ __forceinline__ void load_block(int first_key, int bidh_k, int k_bidb) {
+        state.acquire(barriers);
+        if (cute::elect_one_sync()) {
+            state.expect(barriers, kBytes);
+            copy_box(0, first_key, bidh_k, k_bidb);
+        }
+        state.advance();
+    }
+
+    // Lane i computes the page and row of box i. Keys past the end come from an arbitrary page; the consumers mask
+    // them.
+    __device__ __forceinline__ void load_pages(int first_key, int bidh_k, int bidb) {
+        static_assert(Traits::kBlockN / kMinBoxRows <= 32, "more boxes than lanes");
+        int row = first_key + static_cast<int>(threadIdx.x % 32) * rows;
+        const int index = row / params.page_size;
+        row -= index * params.page_size;
+        const int number =
+            params.block_table[bidb * params.block_table_batch_stride + min(index, params.max_pages - 1)];
+        const int page = static_cast<int>(min(unsigned(number), unsigned(params.num_pages - 1)));
+        state.acquire(barriers);
+        if (cute::elect_one_sync()) {
+            state.expect(barriers, kBytes);
+        }
+#pragma unroll 2
+        for (int box = 0; box < Traits::kBlockN / rows; ++box) {
+            const int row_of_box = __shfl_sync(0xffffffffu, row, box),
+                      page_of_box = __shfl_sync(0xffffffffu, page, box);
+            if (cute::elect_one_sync()) {
+                copy_box(box * rows, row_of_box, bidh_k, page_of_box);
+            }
+        }
+        state.advance();
+    }
+};
+
+// The warp that loads Q of each work tile: rows of several heads, which TMA cannot gather for every number of heads.
+template <typename Traits>
+class QueryLoader {
+public:
+    static constexpr int kArrivals = 32;  // at the barrier of a stage
+
+    __device__ QueryLoader(const Flash_fwd_params &params, const cutlass::FastDivmod &by_ratio,
+                           typename Traits::SharedStorage &shared)
+        : params(params), by_ratio(by_ratio), shared(shared), tiles{shared.tiles} {}
+
+    __device__ __forceinline__ void load() {
+        for (;;) {
+            const int stage = tiles.take();
+            const WorkTile &tile = tiles[stage];
+            const bool is_end = uniform(tile.is_end) != 0;
+            const int bidb = uniform(tile.place.bidb), bidh = uniform(tile.place.bidh), block = tile.place.block;
+            tiles.release(stage);
+            if (is_end) {
+                return;
+            }
+            CUTE_NO_UNROLL
+            for (int warpgroup = 0; warpgroup < Traits::kConsumers; ++warpgroup) {
+                states.q.acquire(shared.q_barriers);
+                copy_rows(bidb, bidh, (block * Traits::kConsumers + warpgroup) * Traits::kRows);
+                // The barrier counts this lane when its copies have arrived.
+                const uint32_t barrier = cute::cast_smem_ptr_to_uint(&shared.q_barriers.full[states.q.stage]);
+                asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+                states.q.advance();
+            }
+        }
+    }
+
+private:
+    using Element = typename Traits::Element;
+    const Flash_fwd_params &params;
+    const cutlass::FastDivmod &by_ratio;  // by the query heads that share a key/value head
+    typename Traits::SharedStorage &shared;
+    WorkTileRing<Traits::kConsumers> tiles;
+    typename Traits::PipelineStates states;
+
+    // Rows from first_row on, with zeros past the last row and column. In a step the warp copies 8 rows, 64 bytes of
+    // each at a time: lane l has row l / 4 and 16 bytes of every 64. The swizzle repeats after 8 rows, so a lane's
+    // addresses of different steps differ by constants.
+    __device__ __forceinline__ void copy_rows(int bidb, int bidh, int first_row) {
+        constexpr int kPiece = 8, kLanes = 4, kColumns = kPiece * kLanes, kStep = 32 / kLanes;  // elements, lanes, rows
+        static_assert(Traits::kHeadDim % kColumns == 0 && Traits::kRows % kStep == 0);
+        Tensor sQ = make_tensor(make_smem_ptr(shared.q), typename Traits::SmemLayoutQ{});  // (64, HD, stage)
+        const int lane = threadIdx.x % 32, row_of_lane = lane / kLanes, column_of_lane = lane % kLanes * kPiece;
+        const Element *const q =
+            static_cast<const Element *>(params.q.ptr) + bidb * params.q.batch_stride + bidh * params.q.head_stride;
+        uint32_t to[Traits::kHeadDim / kColumns];
+        CUTE_UNROLL
+        for (int i = 0; i < Traits::kHeadDim / kColumns; ++i) {
+            to[i] = cute::cast_smem_ptr_to_uint(&sQ(row_of_lane, i * kColumns + column_of_lane, states.q.stage));
+        }
+#pragma unroll 4
+        for (int step = 0; step < Traits::kRows / kStep; ++step) {
+            int query, head;
+            by_ratio(query, head, first_row + step * kStep + row_of_lane);
+            const Element *const row = q + query * params.q.row_stride + head * params.q.head_stride + column_of_lane;
+            CUTE_UNROLL
+            for (int i = 0; i < Traits::kHeadDim / kColumns; ++i) {
+                const bool is_in_range = query < params.seqlen_q && i * kColumns + column_of_lane < params.d;
+                const uint32_t offset = step * kStep * Traits::kSmemRow * sizeof(Element);
+                kvcache::cp_async_16(to[i] + offset, is_in_range ? row + i * kColumns : q, is_in_range);
+            }
+        }
+    }
+};
 
 // ---- the work tiles of a CTA whose keys are split: the runs of its piece (kvcache/splitkv_schedule.h).
 

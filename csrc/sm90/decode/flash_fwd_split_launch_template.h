@@ -4,13 +4,11 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "common/launch.h"
 #include "common/trace.h"
 #include "dispatch/device.h"
+#include "dispatch/run_flash.h"
 #include "flash_fwd_split_kernel.h"
-#include "kvcache/launch.h"
 #include "kvcache/splitkv.h"
-#include "sm90/run_flash.h"
 
 namespace flash::sm90 {
 
@@ -20,25 +18,25 @@ inline int64_t pieces_for(int64_t heads, int64_t row_tiles, int64_t sms) {
     constexpr double kBlocksOfHead = 32, kCostOfRun = 1.5, kCostOfPartial = 2.0;
     constexpr int kMaxWaves = 4;
     int64_t best = 1;
-    double least = 1e300;
+    double min_time = 1e300;
     const auto consider = [&](int64_t pieces) {
         const bool is_whole = heads % pieces == 0, is_part = pieces % heads == 0;
         const double waves = double((pieces * row_tiles + sms - 1) / sms), heads_of_piece = double(heads) / pieces;
         const double runs = is_whole ? heads_of_piece : is_part ? 1.0 : heads_of_piece + 1.0;
         const double partial = is_whole ? 0.0 : is_part ? 1.0 : 2.0;
         const double time = waves * (heads_of_piece * kBlocksOfHead + kCostOfRun * runs + kCostOfPartial * partial);
-        if (time < least) {
-            least = time;
+        if (time < min_time) {
+            min_time = time;
             best = pieces;
         }
     };
     for (int64_t waves = 1; waves <= kMaxWaves; ++waves) {
-        const int64_t most = waves * sms / row_tiles;
-        if (most == 0) {
+        const int64_t max_pieces = waves * sms / row_tiles;
+        if (max_pieces == 0) {
             continue;
         }
-        consider(most);
-        int64_t aligned = most;
+        consider(max_pieces);
+        int64_t aligned = max_pieces;
         while (heads % aligned != 0 && aligned % heads != 0) {
             --aligned;
         }
@@ -80,7 +78,7 @@ void launch_split(const Flash_fwd_params &params, const kvcache::SplitkvPlan &pl
     }
     auto kernel = &flash_fwd_split_kernel<Traits>;
     reserve_smem(kernel, Traits::kSmemSize);
-    kvcache::Launch(dim3(static_cast<unsigned>(grid)), 1, Traits::kNThreads, Traits::kSmemSize, stream)
+    ProgrammaticLaunch(dim3(static_cast<unsigned>(grid)), 1, Traits::kNThreads, Traits::kSmemSize, stream)
         .run(kernel, "launching flash_fwd_split_kernel", params, make_key_boxes<Traits>(params), plan);
 }
 

@@ -1,15 +1,141 @@
-// The forward kernel: flash_fwd_kernel -> compute_attn. One warpgroup is the producer: its warp 0 loads (load_fwd.h),
-// its warp 1 schedules the work tiles. The others are consumers (mainloop_fwd.h).
+// The forward kernel: flash_fwd_kernel -> compute_attn. One warpgroup is the producer: its warp 0 loads Q, K and V by
+// TMA (Loader), its warp 1 schedules the work tiles. The others are consumers (mainloop_fwd.h).
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
 
+#include "dispatch/kind.h"
 #include "epilogue_fwd.h"
-#include "load_fwd.h"
+#include "kernel_traits.h"
 #include "mainloop_fwd.h"
 #include "tile_scheduler.h"
 
 namespace flash::sm90 {
+
+// ---- the producer warpgroup
+
+// The load warp. It loads in the order in which the consumers read: K of a key block before V of the block before it,
+// across work tiles too.
+template <typename Traits, Kind kKind>
+class Loader {
+public:
+    __device__ Loader(const Flash_fwd_params &params, const typename Traits::Copies &copies,
+                      typename Traits::SharedStorage &shared)
+        : params(params), copies(copies), shared(shared), tiles{shared.tiles} {}
+
+    __device__ __forceinline__ void load() {
+        Source tile = take(), next;
+        if (tile.is_end) {
+            return;
+        }
+        load_K(tile, tile.n_block_max - 1);
+        load_Q(tile);
+        for (;; tile = next) {
+            // With two stages, Q of the next work tile is loaded two key blocks ahead; with one, when it is released.
+            constexpr bool kLoadsAhead = Traits::kQStages > 1;
+            const auto take_next = [&] {
+                next = take();
+                if (kLoadsAhead && !next.is_end) {
+                    load_Q(next);
+                }
+            };
+            const int last = tile.n_block_max - 1, when = min(tile.n_block_min + 2, last);
+            if (last == tile.n_block_min) {
+                take_next();
+            }
+            CUTE_NO_UNROLL
+            for (int n_block = last; n_block > tile.n_block_min; --n_block) {
+                load_K(tile, n_block - 1);
+                load_V(tile, n_block);
+                if (n_block == when) {
+                    take_next();
+                }
+            }
+            if (!next.is_end) {
+                load_K(next, next.n_block_max - 1);
+            }
+            load_V(tile, tile.n_block_min);
+            if (next.is_end) {
+                return;
+            }
+            if (!kLoadsAhead) {
+                load_Q(next);
+            }
+        }
+    }
+
+private:
+    static constexpr bool kIsGeneral = is_general(kKind);
+    const Flash_fwd_params &params;
+    const typename Traits::Copies &copies;
+    typename Traits::SharedStorage &shared;
+    WorkTileRing<Traits::kConsumers> tiles;
+    typename Traits::PipelineStates states;
+
+    // The coordinates of a work tile's blocks, computed once: between the release of a stage and its load, consumers
+    // wait.
+    struct Source {
+        int bidb, bidh, k_bidb, bidh_k, q_begin, k_begin, block;
+        int n_block_min, n_block_max;
+        bool is_end;
+    };
+
+    __device__ __forceinline__ Source take() {
+        const int stage = tiles.take();
+        const WorkTile tile = tiles[stage];
+        tiles.release(stage);
+        const bool is_varlen = kIsGeneral && params.cu_seqlens_q != nullptr;
+        const int bidb = is_varlen ? 0 : uniform(tile.place.bidb);
+        return {bidb,
+                uniform(tile.place.bidh),
+                kIsGeneral ? uniform(tile.sequence.k_bidb) : bidb,
+                uniform(tile.place.bidh / params.h_h_k_ratio),
+                kIsGeneral ? uniform(tile.sequence.q_begin) : 0,
+                kIsGeneral ? uniform(tile.sequence.k_begin) : 0,
+                uniform(tile.place.block),
+                uniform(tile.n_block_min),
+                uniform(tile.n_block_max),
+                uniform(tile.is_end) != 0};
+    }
+
+    // Loads a block of rows of one head, from first_row on, into the next stage of the pipeline. TMA knows where the
+    // tensor ends.
+    template <typename TMA, typename Tile, typename Layout, typename Element, typename State, typename Barriers>
+    __device__ __forceinline__ void load_block(const TMA &tma, Tile tile, Layout, Element *smem, State &state,
+                                               Barriers &barriers, int first_row, int bidh, int bidb) {
+        Tensor sX = make_tensor(make_smem_ptr(smem), Layout{});  // (block, HD, stage)
+        constexpr int kBytes = size(Tile{}) * sizeof(Element);
+        state.acquire(barriers);
+        if (cute::elect_one_sync()) {
+            load_rows(tma, tile, sX, state.stage, state.expect(barriers, kBytes), first_row, bidh, bidb);
+        }
+        state.advance();
+    }
+
+    __device__ __forceinline__ void load_Q(const Source &tile) {
+        CUTE_NO_UNROLL
+        for (int warpgroup = 0; warpgroup < Traits::kConsumers; ++warpgroup) {
+            load_block(copies.q, typename Traits::TileQ{}, typename Traits::SmemLayoutQ{}, shared.q, states.q,
+                       shared.q_barriers, tile.q_begin + (tile.block * Traits::kConsumers + warpgroup) * Traits::kRows,
+                       tile.bidh, tile.bidb);
+        }
+    }
+
+    template <typename Element>
+    __device__ __forceinline__ void load_KV(const typename Traits::TmaKV &tma, Element *smem,
+                                            PipelineState<Traits::kStages> &state,
+                                            PipelineBarriers<Traits::kStages> &barriers, const Source &tile,
+                                            int n_block) {
+        load_block(tma, typename Traits::TileKV{}, typename Traits::SmemLayoutKV{}, smem, state, barriers,
+                   tile.k_begin + n_block * Traits::kBlockN, tile.bidh_k, tile.k_bidb);
+    }
+    __device__ __forceinline__ void load_K(const Source &tile, int n_block) {
+        load_KV(copies.k, shared.k, states.k, shared.k_barriers, tile, n_block);
+    }
+    __device__ __forceinline__ void load_V(const Source &tile, int n_block) {
+        load_KV(copies.v, shared.v, states.v, shared.v_barriers, tile, n_block);
+    }
+};
 
 // The scheduler warp. It hands out the work tiles, and passes those whose rows see no key to store_nothing(tile).
 template <typename Traits, Kind kKind, typename Scheduler, typename StoreNothing>
@@ -38,6 +164,8 @@ __device__ __forceinline__ void schedule_tiles(const Flash_fwd_params &params, t
         }
     }
 }
+
+// ---- the kernel
 
 template <typename Traits, Kind kKind>
 __device__ __forceinline__ void compute_attn(const Flash_fwd_params &params, const typename Traits::Copies &copies,

@@ -3,12 +3,11 @@
 
 #include <algorithm>
 
-#include "common/launch.h"
 #include "common/trace.h"
 #include "dispatch/device.h"
 #include "dispatch/reserved_sms.h"
+#include "dispatch/run_flash.h"
 #include "flash_fwd_kernel.h"
-#include "sm90/run_flash.h"
 
 namespace flash::sm90 {
 

@@ -7,7 +7,6 @@
 #include "common/score_mod.h"
 #include "dispatch/kind.h"
 #include "kernel_traits.h"
-#include "key_blocks.h"
 #include "sm90/common/accumulator.h"
 #include "sm90/common/mma.h"
 #include "sm90/common/pipeline.h"
@@ -24,7 +23,7 @@ class Consumer {
     using TiledMmaPV = typename Traits::TiledMmaPV;
     static constexpr int kBlockN = Traits::kBlockN, kRows = Traits::kRows;
     static constexpr bool kIsGeneral = is_general(kKind), kIsSplit = kKind == Kind::split;
-    using SoftmaxState = Softmax<Element, 2, /*kHasRoom=*/!kIsSplit>;
+    using SoftmaxState = Softmax<Element, 2, /*kMayOffset=*/!kIsSplit>;
 
     // One key block of one work tile.
     struct Step {
@@ -57,7 +56,7 @@ public:
         }
         SoftmaxState softmax(params.scale_softmax_log2);
 
-        // First step of all: no O to multiply beside it.
+        // The first step of all has no product for O.
         begin_tile(step);
         wait_for_K();
         ping_pong.wait();
@@ -274,7 +273,7 @@ private:
         }
     }
 
-    // S once more, for a softmax that lost it. The other warps take no part, and wgmma is at work for O.
+    // Recomputes S for the softmax. The other warps take no part, and a wgmma for O is in flight.
     template <typename TensorS>
     __device__ __forceinline__ void recompute_S(TensorS &scores) const {
         Tensor sQ = make_tensor(make_smem_ptr(shared.q), typename Traits::SmemLayoutQ{});   // (64, HD, stage)

@@ -1,7 +1,6 @@
 // The online softmax of Hopper's consumers, in base 2. It differs from common/softmax.h in two ways. The rescaling of O
-// is separate, because the tensor cores still add to O while a step runs. And most steps take no row maximum:
-// probabilities are relative to the reference that earlier steps left, and only their sum tells whether the reference
-// has to move.
+// is separate, because the tensor cores still add to O while a step runs. Most steps take no row maximum: probabilities
+// are relative to the reference that earlier steps left, and only their sum tells whether the reference has to move.
 #pragma once
 
 #include <cutlass/numeric_types.h>
@@ -14,50 +13,50 @@ namespace flash::sm90 {
 
 using namespace cute;
 
-// kHasRoom: the reference may lie above the row maximum. Results of several parts of a row's keys, whose weights are
-// relative to their references, need one that does not.
-template <typename Element, int kNRows, bool kHasRoom = true>
+// kMayOffset: the reference may be the row maximum plus an offset. Split keys need the maximum itself, because the
+// combine kernel weighs the parts of a row by their references.
+template <typename Element, int kNRows, bool kMayOffset = true>
 struct Softmax {
-    // bfloat16 has the exponents of float32, so a reference of 0 serves usual scores. float16 needs one near the
+    // bfloat16 has the exponents of float32, so a reference of 0 is enough for most scores. float16 needs one near the
     // maximum.
     static constexpr bool kHasWideRange = std::is_same_v<Element, cutlass::bfloat16_t>;
-    static constexpr bool kReferenceIsAboveMaximum = kHasWideRange && kHasRoom;
-    // Probabilities carry the factor 2^-kHeadroom, which the quotient of output and sum removes. It leaves room for
+    static constexpr bool kReferenceIsAboveMaximum = kHasWideRange && kMayOffset;
+    // Probabilities carry the factor 2^-kHeadroom, which the quotient of output and sum removes. It allows
     // scores far above the reference.
     static constexpr float kHeadroom = kHasWideRange ? 40.0f : 0.0f, kOne = kHasWideRange ? 0x1p-40f : 1.0f;
     // The reference moves when a thread's share of a row's sum of one step is larger, or in the first step the row's
     // sum is smaller: Element holds probabilities in between with full precision.
-    static constexpr float kLargestSum = kHasWideRange ? 0x1p60f : 0x1p13f, kSmallestSum = 0x1p-60f;
-    // The reference also moves when a step outweighs all keys before by the factor `dominance`. One key may then decide
-    // the output alone, and its probability has to be kOne, not a rounded one. All keys before count as at least this.
-    static constexpr float kLeastWeight = 0x1p7f * kOne;
+    static constexpr float kMaxSum = kHasWideRange ? 0x1p60f : 0x1p13f, kMinSum = 0x1p-60f;
+    // The reference also moves when a step's sum exceeds `dominance` times the running sum. One key may then determine
+    // the output, and its probability has to be kOne, not a rounded one. The running sum counts as at least this.
+    static constexpr float kMinWeight = 0x1p7f * kOne;
     // Beyond these sums, probabilities may be infinite or 0, and the scores have to be computed again.
     static constexpr float kOverflow = 0x1p120f, kUnderflow = 0x1p-80f;
     // A first step without a row maximum needs scores below this magnitude (powers of 2) in a sample of its columns.
-    static constexpr float kLargestSample = 8.0f;
-    // The spread of the first step in which a warp sees keys is how far a sample of the visible scores reaches below
-    // the row maximum, in powers of 2. The wider the scores, the more often one key outweighs all before by chance:
-    // from kUsualSpread on, dominance is 2^(kDominanceInSpread * spread), infinite for very wide scores. Later scores
-    // may also exceed the maximum by more. So the reference lies above it, by
-    // kRoomInDominance * log2(dominance) - kUsualRoom, at most kLargestRoom.
-    static constexpr float kUsualSpread = 32.0f, kDominanceInSpread = 0.35f, kLeastDominance = 0x1p5f;
-    static constexpr float kRoomInDominance = 0.7f, kUsualRoom = 8.0f, kLargestRoom = 56.0f;
-    // From kWide on the second step takes the maximum too, from kWideMasked on where a sampled score is hidden. From
-    // kHuge on, and after kMostLost losses in later steps, all steps do: then nothing is lost.
-    static constexpr float kWideMasked = 120.0f, kWide = 250.0f, kHuge = 800.0f;
-    static constexpr int kMostLost = kHasWideRange ? 2 : 1;
-    static constexpr float kLargestRise = 125.0f;  // 2^-kLargestRise is still a normal number
+    static constexpr float kMaxSample = 8.0f;
+    // The spread is how far a sample of the visible scores reaches below the row maximum, in powers of 2, in the first
+    // step in which a warp sees keys. The wider the scores, the more often one key outweighs all before by chance:
+    // above kNarrowSpread, dominance is 2^(kDominancePerSpread * spread), infinite for very wide scores. Later scores
+    // may also exceed the maximum by more. So the reference is the maximum plus an offset of kOffsetPerDominance *
+    // log2(dominance) - kOffsetBias, at most kMaxOffset.
+    static constexpr float kNarrowSpread = 32.0f, kDominancePerSpread = 0.35f, kMinDominance = 0x1p5f;
+    static constexpr float kOffsetPerDominance = 0.7f, kOffsetBias = 8.0f, kMaxOffset = 56.0f;
+    // From kWideSpread on the second step takes the maximum too; from kWideSpreadMasked on where a sampled score is
+    // hidden. From kHugeSpread on, and after kMaxRetries recomputations in later steps, all steps take it.
+    static constexpr float kWideSpreadMasked = 120.0f, kWideSpread = 250.0f, kHugeSpread = 800.0f;
+    static constexpr int kMaxRetries = kHasWideRange ? 2 : 1;
+    static constexpr float kMaxRise = 125.0f;  // 2^-kMaxRise is still a normal number
     // The reference may lag behind the true maximum by this much (powers of 2) before O is rescaled.
     static constexpr float kRescaleThreshold = 8.0f;
     static constexpr unsigned kAllLanes = 0xffffffffu;
 
     float scale_log2;
-    float row_max[kNRows];              // reference of each row, unscaled; -inf before the first key
-    float row_sum[kNRows];              // this thread's share of each row's sum, relative to the reference
-    bool is_large = false;              // the reference is so large that score * scale_log2 would be rounded too much
-    int n_lost = 0;                     // losses of scores in later steps; kMostLost from kHuge on
-    bool needs_maximum = true;          // the next step has to take the row maximum
-    float dominance = kLeastDominance;  // the factor by which a step has to outweigh all before to move the reference
+    float row_max[kNRows];            // reference of each row, unscaled; -inf before the first key
+    float row_sum[kNRows];            // this thread's share of each row's sum, relative to the reference
+    bool is_large = false;            // the reference is so large that score * scale_log2 would be rounded too much
+    int n_retries = 0;                // recomputations in later steps; kMaxRetries from kHugeSpread on
+    bool needs_maximum = true;        // the next step has to take the row maximum
+    float dominance = kMinDominance;  // the factor by which a step has to outweigh all before to move the reference
 
     __device__ explicit Softmax(float scale_log2) : scale_log2(scale_log2) {
         CUTE_UNROLL
@@ -90,18 +89,18 @@ struct Softmax {
             }
             float sums[kNRows];
             exponentiate(scores, row_max, sums);
-            bool is_unusual = false;
+            bool is_out_of_range = false;
             CUTE_UNROLL
             for (int row = 0; row < kNRows; ++row) {
                 float others = row_sum[row];
                 if (kIsFirst) {
                     const float total = quad_allreduce(sums[row], [](float a, float b) { return a + b; });
-                    is_unusual |= total < kSmallestSum;
+                    is_out_of_range |= total < kMinSum;
                     others = total - sums[row];
                 }
-                is_unusual |= sums[row] > largest_usual_sum(others);
+                is_out_of_range |= sums[row] > max_sum_in_range(others);
             }
-            if (!__any_sync(kAllLanes, is_unusual)) {
+            if (!__any_sync(kAllLanes, is_out_of_range)) {
                 CUTE_UNROLL
                 for (int row = 0; row < kNRows; ++row) {
                     row_sum[row] += sums[row];
@@ -111,7 +110,7 @@ struct Softmax {
                 rescale.is_needed = false;
                 return rescale;
             }
-            if (!is_lost<kIsFirst>(sums)) {
+            if (!needs_recomputation<kIsFirst>(sums)) {
                 return move_reference<kIsFirst>(scores, sums);
             }
             recompute(scores);
@@ -121,7 +120,7 @@ struct Softmax {
                     row_max[row] = -INFINITY;
                 }
             } else {
-                ++n_lost;
+                ++n_retries;
                 dominance = INFINITY;
             }
         }
@@ -188,28 +187,28 @@ private:
             for (int i = 1; i < kSamples; ++i) {
                 largest = fmaxf(largest, scores(row, i * sample_stride(scores)));
             }
-            is_large |= fabsf(largest * scale_log2) > kLargestSample && largest != -INFINITY;
+            is_large |= fabsf(largest * scale_log2) > kMaxSample && largest != -INFINITY;
         }
         return is_large;
     }
 
-    // The largest share of a step's sum that a thread lets pass, after a sum of `others`.
-    __device__ __forceinline__ float largest_usual_sum(float others) const {
-        return kHasWideRange ? fminf((others + kLeastWeight) * dominance, kLargestSum) : kLargestSum;
+    // The largest share of a step's sum with which the reference stays, after a sum of `others`.
+    __device__ __forceinline__ float max_sum_in_range(float others) const {
+        return kHasWideRange ? fminf((others + kMinWeight) * dominance, kMaxSum) : kMaxSum;
     }
 
-    // How far the reference moves above a row maximum that exceeds the old reference by this (-inf where there is none)
-    // and lies this far below that of other rows. An integer, so that Element holds the largest probability. The room
-    // ends where the factor of an O that counts would vanish.
-    __device__ __forceinline__ float room_above_maximum(float exceeds, float below = 0.0f) const {
+    // The offset of a reference above its row maximum. exceeds: the maximum minus the old reference (-inf where there
+    // is none). below: how far the maximum lies below that of other rows. The offset is an integer, so that Element
+    // holds the largest probability, and is clamped so that the rescale factor of O does not underflow.
+    __device__ __forceinline__ float offset_above_maximum(float exceeds, float below = 0.0f) const {
         if (!kReferenceIsAboveMaximum) {
             return 0.0f;
         }
-        const float room = fmaxf(kRoomInDominance * log2f(dominance) - kUsualRoom, 0.0f) + below;
-        return floorf(fminf(room, fminf(kLargestRoom, fmaxf(kLargestRise - exceeds, 0.0f))));
+        const float offset = fmaxf(kOffsetPerDominance * log2f(dominance) - kOffsetBias, 0.0f) + below;
+        return floorf(fminf(offset, fminf(kMaxOffset, fmaxf(kMaxRise - exceeds, 0.0f))));
     }
 
-    // What the first step in which a warp sees keys says about the scores that follow.
+    // Statistics of the first step in which a warp sees keys, which predict the scores that follow.
     struct Spread {
         bool is_wide = false;    // the second step has to take the maximum too
         bool is_masked = false;  // a sampled score is hidden: some rows may have seen few keys
@@ -230,22 +229,22 @@ private:
                 smallest = fminf(smallest, score == -INFINITY ? INFINITY : score);
             }
             const float spread_of_row = (maximum[row] - smallest) * scale_log2;
-            spread.is_wide |= spread_of_row > (is_masked ? kWideMasked : kWide);
+            spread.is_wide |= spread_of_row > (is_masked ? kWideSpreadMasked : kWideSpread);
             spread.is_masked |= is_masked;
             largest_spread = fmaxf(largest_spread, spread_of_row);
         }
-        if (!__any_sync(kAllLanes, largest_spread > kUsualSpread)) {
+        if (!__any_sync(kAllLanes, largest_spread > kNarrowSpread)) {
             return {};
         }
         largest_spread = warp_max(largest_spread);
-        n_lost = largest_spread > kHuge ? kMostLost : 0;
-        dominance = fmaxf(exp2_approx(kDominanceInSpread * largest_spread), kLeastDominance);
+        n_retries = largest_spread > kHugeSpread ? kMaxRetries : 0;
+        dominance = fmaxf(exp2_approx(kDominancePerSpread * largest_spread), kMinDominance);
         return {__any_sync(kAllLanes, spread.is_wide) != 0, __any_sync(kAllLanes, spread.is_masked) != 0};
     }
 
     // True if probabilities of a step may be infinite or 0.
     template <bool kIsFirst>
-    __device__ __forceinline__ static bool is_lost(const float (&sums)[kNRows]) {
+    __device__ __forceinline__ static bool needs_recomputation(const float (&sums)[kNRows]) {
         bool result = false;
         CUTE_UNROLL
         for (int row = 0; row < kNRows; ++row) {
@@ -274,12 +273,12 @@ private:
         if (kHasWideRange && (kIsFirst || !__any_sync(kAllLanes, has_seen))) {
             spread = measure_spread(scores, maximum);
         }
-        float room[kNRows] = {}, new_reference[kNRows];
+        float offset[kNRows] = {}, new_reference[kNRows];
         CUTE_UNROLL
         for (int row = 0; row < kNRows; ++row) {
             new_reference[row] = maximum[row];
         }
-        if (kReferenceIsAboveMaximum && dominance > kLeastDominance) {
+        if (kReferenceIsAboveMaximum && dominance > kMinDominance) {
             float largest = -INFINITY;
             if (spread.is_masked) {  // rows that saw few keys are likely to rise to where others are
                 CUTE_UNROLL
@@ -293,8 +292,8 @@ private:
                 const float below = fmaxf((largest - maximum[row]) * scale_log2, 0.0f);
                 if (fabsf(maximum[row] * scale_log2) < kLargeExponent) {  // else the sum would be rounded too much
                     const float exceeds = (maximum[row] - row_max[row]) * scale_log2;
-                    room[row] = room_above_maximum(row_max[row] == -INFINITY ? -INFINITY : exceeds, below);
-                    new_reference[row] += __fdividef(room[row], scale_log2);
+                    offset[row] = offset_above_maximum(row_max[row] == -INFINITY ? -INFINITY : exceeds, below);
+                    new_reference[row] += __fdividef(offset[row], scale_log2);
                 }
             }
         }
@@ -302,7 +301,7 @@ private:
         CUTE_UNROLL
         for (int row = 0; row < kNRows; ++row) {
             new_reference[row] = fmaxf(row_max[row], new_reference[row]);
-            must_rescale |= (new_reference[row] - row_max[row]) * scale_log2 > kRescaleThreshold + 0.5f * room[row];
+            must_rescale |= (new_reference[row] - row_max[row]) * scale_log2 > kRescaleThreshold + 0.5f * offset[row];
         }
         rescale.is_needed = __any_sync(kAllLanes, must_rescale);
         if (rescale.is_needed) {
@@ -324,7 +323,7 @@ private:
         for (int row = 0; row < kNRows; ++row) {
             unseen |= row_max[row] == -INFINITY;
         }
-        needs_maximum = __any_sync(kAllLanes, unseen) || is_large || n_lost >= kMostLost || spread.is_wide;
+        needs_maximum = __any_sync(kAllLanes, unseen) || is_large || n_retries >= kMaxRetries || spread.is_wide;
         float reference[kNRows];
         CUTE_UNROLL
         for (int row = 0; row < kNRows; ++row) {
@@ -386,7 +385,7 @@ private:
         }
     }
 
-    // The probabilities of a step, out of range but not lost, become relative to a reference near the largest of them.
+    // The probabilities of a step, out of range but finite, become relative to a reference near the largest of them.
     template <bool kIsFirst, typename TensorS>
     __device__ __forceinline__ Rescale move_reference(TensorS &scores, const float (&sums)[kNRows]) {
         Rescale rescale;
@@ -396,7 +395,7 @@ private:
             const float largest = maximum_of(scores, row);
             const float old_reference = __fmul_rn(row_max[row], scale_log2);
             const float exceeds = log2f(largest) + kHeadroom;
-            const float rise = exceeds + (kIsFirst ? 0.0f : room_above_maximum(exceeds));
+            const float rise = exceeds + (kIsFirst ? 0.0f : offset_above_maximum(exceeds));
             if (kIsFirst || rise > 0.0f) {
                 row_max[row] += __fdividef(rise, scale_log2);
             }
