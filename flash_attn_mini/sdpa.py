@@ -12,6 +12,9 @@ other switches keep their meaning. The ops are
   ``_scaled_dot_product_efficient_attention`` and ``_flash_attention_forward``, which ``varlen_attn`` calls;
 - on the CPU: ``_scaled_dot_product_flash_attention_for_cpu``.
 
+Calls with CUDA tensors run our kernels only if ``FLASH_ATTN_MINI_SDPA_CUDA=1`` is set before the first one: these ops
+are tested with CPU tensors, and not yet on a GPU.
+
 PyTorch's kernels run all other calls: masks and biases, dropout (its random numbers depend on the kernel), other
 dtypes, head dims above 256 or different for v, nested tensors, empty tensors. Calls that PyTorch sends to its math
 implementation, for example with dropout on the CPU, do not reach the ops.

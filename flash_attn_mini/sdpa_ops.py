@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from .options import Options, Sequences
 
 Results = tuple[Any, ...]
 
+GPU_VARIABLE = "FLASH_ATTN_MINI_SDPA_CUDA"
 MAX_HEAD_DIM = 256
 _16_BIT = frozenset((torch.float16, torch.bfloat16))
 _CPU_DTYPES = _16_BIT | {torch.float32, torch.float64}
@@ -44,10 +46,17 @@ class _Limits(NamedTuple):
 _NOTHING = _Limits("", frozenset(), 0)
 
 
+def is_enabled_on_gpus() -> bool:
+    """Whether FLASH_ATTN_MINI_SDPA_CUDA=1 lets calls with CUDA tensors run on our kernels."""
+    return os.environ.get(GPU_VARIABLE, "0") not in ("", "0")
+
+
 @functools.cache  # what a device can run does not change while the process lives
 def _limits_of(device: torch.device, chosen: str | None) -> _Limits:
     """The limits on a device, with the backend that ``use_backend`` chose."""
     if device.type not in ("cpu", "cuda") or torch.version.hip is not None:
+        return _NOTHING
+    if device.type == "cuda" and not is_enabled_on_gpus():
         return _NOTHING
     try:
         backend = select_backend(device, chosen).name

@@ -135,8 +135,8 @@ def heads_first_forward(
     Only the first ``seqlen_k`` keys are read. out has the strides of ``torch.empty_like(q)``, or those of a contiguous
     ``[batch, seqlen_q, nheads, headdim]``.
     """
-    _, scale, causal, _, right, _, _, _, backend, _ = options
-    out, lse = load().heads_first_fwd(q, k, v, seqlen_k, out_rows_first, lse_rows_first, scale, causal, right, backend)
+    layouts, mask = (out_rows_first, lse_rows_first), (options.causal, options.window_size_right)
+    out, lse = load().heads_first_fwd(q, k, v, seqlen_k, *layouts, options.softmax_scale, *mask, options.backend)
     return out, lse
 
 
@@ -152,9 +152,8 @@ def heads_first_backward(
     options: Options,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """``_C.heads_first_bwd``: dq, dk and dv of `heads_first_forward`, with strides as its out."""
-    _, scale, causal, _, right, _, _, _, backend, _ = options
-    tensors = (dout, q, k, v, out, softmax_lse)
-    dq, dk, dv = load().heads_first_bwd(*tensors, seqlen_k, rows_first, scale, causal, right, backend)
+    tensors, mask = (dout, q, k, v, out, softmax_lse), (options.causal, options.window_size_right)
+    dq, dk, dv = load().heads_first_bwd(*tensors, seqlen_k, rows_first, options.softmax_scale, *mask, options.backend)
     return dq, dk, dv
 
 
