@@ -37,9 +37,7 @@ from .sdpa_ops import OPS
 
 NAME = "flash_attn_mini"  # in PyTorch's registry of implementations
 
-# torch.library has no public name for the keys below another one.
 _KEY = "BackendSelect"
-_KEYS_BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 
 
 class Counts(NamedTuple):
@@ -77,6 +75,8 @@ def counts() -> dict[str, Counts]:
 
 def _kernel_of(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
     redispatch = getattr(torch.ops.aten, name).default.redispatch
+    # torch.library has no public name for the keys below another one.
+    keys_below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 
     def kernel(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         results = run(*args, **kwargs)
@@ -85,7 +85,7 @@ def _kernel_of(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
             return results
         if not any(isinstance(x, torch.Tensor) and x.is_meta for x in args):  # torch.compile asks for shapes
             _pytorch[name] += 1
-        return redispatch(keys & _KEYS_BELOW, *args, **kwargs)
+        return redispatch(keys & keys_below, *args, **kwargs)
 
     return kernel
 
