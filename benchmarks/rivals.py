@@ -349,13 +349,13 @@ class Official(Rival):
         context = out.grad_fn  # the node of a Python autograd function is the context of its backward
         if not hasattr(context, "_forward_cls"):
             raise NotImplementedError(f"{self.name}: the backward of flash_attn_func is no Python autograd function")
-        dout, rest = upstream_gradient(inputs[0].detach()), [None for _ in others]
+        return partial(self.call_backward, out, upstream_gradient(inputs[0].detach()), *[None for _ in others])
 
-        def backward() -> Any:
-            assert out.grad_fn is context  # out holds the graph: without it the saved tensors are freed
-            return context._forward_cls.backward(context, dout, *rest)
-
-        return backward
+    @staticmethod
+    def call_backward(out: Tensor, *gradients: Tensor | None) -> Any:
+        """The backward of out's node. Up to PyTorch 2.11 the saved tensors are freed when out is."""
+        context: Any = out.grad_fn
+        return context._forward_cls.backward(context, *gradients)
 
     def outputs(self, result: Any) -> tuple[Tensor, ...]:
         if self.backward:

@@ -73,12 +73,22 @@ def counts() -> dict[str, Counts]:
 # ---- registration ---------------------------------------------------------------------------------------------------
 
 
+def _keys_below() -> Any:
+    """The dispatch keys below ours, for which torch.library has no public name."""
+    try:
+        return torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+    except AttributeError as error:
+        raise RuntimeError(
+            f"flash_attn_mini: sdpa cannot register its kernels in torch {torch.__version__}: {error}; "
+            "versions that were tested: 2.6, 2.13 and 2.14"
+        ) from error
+
+
 def _kernel_of(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
     redispatch = getattr(torch.ops.aten, name).default.redispatch
-    # torch.library has no public name for the keys below another one.
-    keys_below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+    keys_below = _keys_below()
 
-    def kernel(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
         results = run(*args, **kwargs)
         if results is not None:
             _ours[name] += 1

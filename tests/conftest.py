@@ -6,7 +6,6 @@ A CPU machine runs the `cpu` backend in four dtypes; a GPU machine adds `cuda` a
 from __future__ import annotations
 
 import os
-import random
 import secrets
 import zlib
 
@@ -14,8 +13,6 @@ import pytest
 import torch
 
 SEED_VARIABLE = "FLASH_ATTN_MINI_SEED"
-ALL_CASES_VARIABLE = "FLASH_ATTN_MINI_ALL_CASES"
-SAMPLED_SHARE = 4  # without a GPU, one of so many cases of a sampled test runs
 HAS_GPU = torch.cuda.is_available()
 IS_HOPPER = HAS_GPU and torch.cuda.get_device_capability()[0] == 9
 
@@ -33,7 +30,6 @@ def pytest_configure(config: pytest.Config) -> None:
         "slow: takes more than a few seconds",
         "sanitize: small enough to run under compute-sanitizer",
         "backends(*names): run on these backends only",
-        f"sampled: without a GPU 1 of {SAMPLED_SHARE} cases runs, drawn from the seed",
     ):
         config.addinivalue_line("markers", marker)
 
@@ -66,30 +62,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("backend", [param(backend) for backend in backends])
 
 
-def drawn_cases(items: list[pytest.Item]) -> list[pytest.Item]:
-    """The items, of each sampled test only some cases, at least one. Triton's interpreter samples every test.
-
-    FLASH_ATTN_MINI_ALL_CASES=1 runs all.
-    """
-    if HAS_GPU or os.environ.get(ALL_CASES_VARIABLE, "0") not in ("", "0"):
-        return items
-    is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    cases: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        if is_interpreted or item.get_closest_marker("sampled"):
-            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    left_out: set[pytest.Item] = set()
-    for name, of_test in cases.items():
-        draw = random.Random(f"{os.environ[SEED_VARIABLE]} {name}")
-        left_out.update(draw.sample(of_test, len(of_test) - -(-len(of_test) // SAMPLED_SHARE)))
-    return [item for item in items if item not in left_out]
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    drawn = drawn_cases(items)
-    kept = set(drawn)
-    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-    items[:] = drawn
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # Long tests first: a worker that has none left takes from the end of another's list, so no long test comes last.
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     for item in items:

@@ -36,6 +36,7 @@ namespace {
 namespace py = pybind11;
 using ops::Tensor;
 using Generator = std::optional<at::Generator>;
+
 // Options that the official functions do not have: as the last parameters of a function, as the last fields of an
 // Options, as keywords of pybind11. Each expands to a list that begins with a comma.
 #define FLASH_PARAMETER(schema, type, name) , ops::Passed<type> name

@@ -14,9 +14,9 @@ namespace flash {
 
 void check_score_mod(const Options &options, const at::Tensor &q, int64_t batch);
 
-// Tensors that kernels can read. They must live until the kernels are launched. Without the modification of rows, for
-// kernels that read a log-sum-exp which includes it: readable_by_backward.
+// The options with tensors that kernels can read. They must live until the kernels are launched.
 Options readable(Options options, const at::Tensor &softmax_lse);
+// The same for the kernels of the backward. They read no sink, because softmax_lse includes it.
 Options readable_by_backward(Options options, const at::Tensor &softmax_lse);
 
 // options: readable. softmax_scale: as for set_params_fprop.

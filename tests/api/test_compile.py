@@ -55,14 +55,12 @@ def backward_arguments(
     return bwd_arguments(dout, q, k, v, out, lse, dsoftmax_lse=dlse, output_mask=mask, **options)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_opcheck_of_a_forward_that_needs_gradients(case: Case, backend: str, device: str, seed: int) -> None:
     inputs = [x.detach().requires_grad_() for x in make_inputs(case, torch.float16, device, seed)]
     opcheck(FWD, fwd_arguments(*inputs, causal=case.causal, deterministic=True, backend=backend), case)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_opcheck_of_the_backward(case: Case, backend: str, device: str, seed: int) -> None:
     mask = [case.seqlen_q % 2 == 0, True, case.seqlen_k % 2 == 0]

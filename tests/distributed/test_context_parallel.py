@@ -33,7 +33,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 
 @dataclass(frozen=True)
 class Case:
-    """One call. alibi: None, "heads" or "batch" (slopes for each sequence)."""
+    """One call. alibi: None, "heads" or "batch" (slopes for each sequence). sinks: "heads" or "batch"."""
 
     name: str
     members: tuple[int, ...]
@@ -44,6 +44,7 @@ class Case:
     heads: tuple[int, int] = (12, 12)
     headdim: int = 8
     dtype: torch.dtype = torch.float32
+    sinks: str = "heads"
 
 
 DOCUMENTS = (7, 0, 40, 1, 64, 13)
@@ -123,13 +124,15 @@ SINKS = [
     Case("sinks, documents, window", THREE, DOCUMENTS, {"causal": True, "window_size": (9, 0)}, heads=(6, 3)),
     Case("sinks, bfloat16", FOUR, 160, {"causal": True}, heads=(4, 4), headdim=32, dtype=torch.bfloat16),
     Case("sinks, one rank", ONE, 21, {"causal": True}),
+    Case("sinks, per sequence", TWO, 46, {"causal": True}, heads=(4, 2), sinks="batch"),
 ]
 
 
 @pytest.mark.parametrize("case", SINKS, ids=lambda case: case.name.replace(" ", "-"))
 def test_sinks_join_once(case: Case, ranks: Ranks, seed: int, described_seed: str) -> None:
     tensors, options = tensors_and_options(case, seed)
-    sinks = draw_sinks((case.heads[0],), case.dtype, "cpu", seed)
+    shape = (case.batch, case.heads[0]) if case.sinks == "batch" else (case.heads[0],)
+    sinks = draw_sinks(shape, case.dtype, "cpu", seed)
     for strategy in ("ring", "all_gather", "ulysses"):
         *results, dsinks = ranks.run(
             case.members, calls.attend_with_sinks, case.lengths, tensors, strategy, options, sinks

@@ -32,7 +32,6 @@ FILE_ENDING = re.compile(r"\.(?:h|cpp|cu|py|md|txt|json)$")
 OF_OTHERS = re.compile(r"(?:torch\.|at::|sgemm_$|nvjet_)")  # PyTorch's, MKL's and cuBLAS's
 OF_TESTS_ALONE = {
     "FLASH_ATTN_MINI_SEED",
-    "FLASH_ATTN_MINI_ALL_CASES",
     "FLASH_ATTN_MINI_RANDOM_CASES",
     "FLASH_ATTN_MINI_STRESS_RUNS",
 }

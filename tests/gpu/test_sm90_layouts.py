@@ -9,7 +9,6 @@ import pytest
 from ..support.host_program import output_of
 
 
-@pytest.mark.sampled
 @pytest.mark.slow
 @pytest.mark.parametrize(("source", "tiles"), [("sm90_layouts.cpp", 4), ("sm90_layouts_bwd.cpp", 5)])
 def test_elements_agree_between_layouts(source: str, tiles: int, tmp_path: Path) -> None:

@@ -393,3 +393,15 @@ def test_the_command_runs_a_script_and_counts(tmp_path: Path) -> None:
     result = run_python("-m", "flash_attn_mini", "--sdpa", cwd=tmp_path)
     assert result.returncode == 2
     assert "--sdpa needs a script" in result.stderr
+
+
+def test_a_pytorch_without_the_dispatch_keys_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch._C, "_dispatch_keyset_full_after")
+    with pytest.raises(RuntimeError, match=r"cannot register its kernels in torch .*_dispatch_keyset_full_after.*2\.6"):
+        sdpa.activate()
+    assert not sdpa.is_active()
+    monkeypatch.undo()
+    q = torch.randn(1, 2, 5, 8)
+    with sdpa.sdpa():
+        _, ours, _ = ours_and_pytorchs(scaled_dot_product_attention, q, q, q)
+    assert ours == 1

@@ -53,7 +53,6 @@ def outputs(model: Any, call: Any, ids: Tensor, weights: Tensor, options: dict[s
     return [out.detach(), *gradients]
 
 
-@pytest.mark.sampled
 @needs_traceable_transformers
 @pytest.mark.parametrize(
     ("name", "compiler", "options"),

@@ -18,7 +18,6 @@ from ..support.feature_checks import check_dense, expected_options, official_opt
 BY_NAME = {case.name: case for case in FEATURE_CASES}
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("case", FEATURE_CASES, ids=str)
 def test_features_are_as_accurate_as_pytorch(
     case: Case, backend: str, device: str, dtype: torch.dtype, seed: int, described_seed: str

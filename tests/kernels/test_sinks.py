@@ -339,7 +339,6 @@ def small(draw: torch.Generator, device: str = "cpu") -> tuple[list[Tensor], Ten
     )
 
 
-@pytest.mark.sampled
 @here
 @pytest.mark.parametrize("is_varlen", [False, True], ids=["equal", "varlen"])
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
@@ -365,7 +364,6 @@ def test_compile(is_varlen: bool, dynamic: bool, draw: torch.Generator) -> None:
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.sampled
 @here
 @pytest.mark.parametrize("is_varlen", [False, True], ids=["equal", "varlen"])
 def test_opcheck(is_varlen: bool, draw: torch.Generator) -> None:

@@ -29,7 +29,6 @@ BY_NAME = {case.name: case for case in VARLEN_CASES}
 DIFFERENTIABLE = [case for case in VARLEN_CASES if not case.page_size]
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("case", VARLEN_CASES, ids=str)
 def test_varlen_is_as_accurate_as_pytorch(
     case: VarlenCase, backend: str, device: str, dtype: torch.dtype, seed: int, described_seed: str

@@ -326,7 +326,6 @@ WITHOUT_VALUES = [call_with_fake_tensors, trace_with_symbols, export_strictly, e
 WITH_VALUES = [call_in_inference_mode, call_in_vmap, call_in_func_grad, call_under_autocast, call_compiled]
 
 
-@pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("is_used", [False, True], ids=["new", "used"])
 @pytest.mark.parametrize("first", [*WITHOUT_VALUES, *WITH_VALUES, call_in_jit_trace])
@@ -432,7 +431,6 @@ def compiled_by(compiler: str, module: nn.Module, **options: Any) -> Callable[..
     return torch.compile(module, fullgraph=True, backend=backend, **options)
 
 
-@pytest.mark.sampled
 @each_compiler
 @pytest.mark.parametrize("dynamic", [None, True, False], ids=["default", "dynamic", "static"])
 @with_and_without_scales

@@ -63,6 +63,31 @@ __device__ __forceinline__ void read_q(const SmemCopy &smem_copy, const TensorS 
     }
 }
 
+// Starts the copy of one key block of K or V; keys past the end of the sequence become zeros. x: K or V. gX: (BLK_N,
+// HD, n). sX, cK: (BLK_N, HD). column_in_range: (CPY_K).
+template <typename Traits, Kind kKind, typename Info, typename TensorG, typename TensorS, typename TensorC,
+          typename TensorB>
+__device__ __forceinline__ void load_key_block(const Flash_fwd_params &params, const Info &info, int bidb, int bidh_k,
+                                               int n_block, const TensorRef &x, const TensorG &gX, const TensorS &sX,
+                                               const TensorC &cK, const TensorB &column_in_range) {
+    using Element = typename Traits::Element;
+    constexpr int kBlockN = Traits::kBlockN;
+    typename Traits::GmemTiledCopyQKV gmem_copy;
+    auto thr_copy = gmem_copy.get_thread_slice(thread_index<Traits::TileSize::kRecomputesAddresses>());
+    if (kKind == Kind::paged) {
+        const Element *head = static_cast<const Element *>(x.ptr) + bidh_k * x.head_stride;
+        const int *page_table = params.block_table + bidb * params.block_table_batch_stride;
+        copy_paged_tile_async(gmem_copy, x, head, page_table, params.num_pages, params.page_size,
+                              thr_copy.partition_D(sX), thr_copy.partition_S(cK), column_in_range, n_block * kBlockN,
+                              info.k_begin, info.seqlen_k);
+    } else {
+        copy_tile_async(gmem_copy, thr_copy.partition_S(gX(_, _, n_block)), thr_copy.partition_D(sX),
+                        thr_copy.partition_S(cK), column_in_range,
+                        RowRange<false>{0, info.seqlen_k - n_block * kBlockN});
+    }
+    cp_async_fence();
+}
+
 // acc_o (MMA, MMA_M, MMA_K) gets the unnormalised output, softmax its row statistics. There is at least one key block.
 template <typename Traits, Kind kKind, typename Info, typename SharedStorage, typename TensorO, typename SoftmaxState>
 __device__ __forceinline__ void mainloop_fwd(const Flash_fwd_params &params, const Info &info, SharedStorage &shared,
@@ -113,22 +138,8 @@ __device__ __forceinline__ void mainloop_fwd(const Flash_fwd_params &params, con
     Tensor tOsVt = thr_copy_V.partition_S(sVt);  // (CPY, CPY_K, CPY_N)
     Tensor acc_o_rowcol = make_tensor(acc_o.data(), rowcol_layout(acc_o.layout()));
 
-    // Starts the copy of one key block of K or V; keys past the end of the sequence become zeros.
     auto load_KV = [&](const TensorRef &x, auto const &gX, auto const &sX, int n_block) {
-        auto thr_copy = gmem_copy.get_thread_slice(thread_index<kRecomputesAddresses>());
-        if (kKind == Kind::paged) {
-            const Element *head = static_cast<const Element *>(x.ptr) + bidh_k * x.head_stride;
-            const int *page_table = params.block_table + bidb * params.block_table_batch_stride;
-            copy_paged_tile_async(gmem_copy, x, head, page_table, params.num_pages, params.page_size,
-                                  thr_copy.partition_D(sX), thr_copy.partition_S(cK), column_in_range,
-                                  n_block * kBlockN, info.k_begin, info.seqlen_k);
-            cp_async_fence();
-            return;
-        }
-        copy_tile_async(gmem_copy, thr_copy.partition_S(gX(_, _, n_block)), thr_copy.partition_D(sX),
-                        thr_copy.partition_S(cK), column_in_range,
-                        RowRange<false>{0, info.seqlen_k - n_block * kBlockN});
-        cp_async_fence();
+        load_key_block<Traits, kKind>(params, info, bidb, bidh_k, n_block, x, gX, sX, cK, column_in_range);
     };
 
     // One key block. On entry K(n_block) is on its way and no thread reads the buffer of V any more.
