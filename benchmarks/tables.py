@@ -366,6 +366,22 @@ def training_tables(data: Rows) -> list[str]:
     return [markdown_table(headers, body)]
 
 
+def sdpa_tables(data: Rows) -> list[str]:
+    """Workloads down, contenders across: units per second, and the ratio of ours to each of PyTorch's."""
+    names = list(data[0]["per_second"])
+    pairs = [(mine, rival) for mine, against in data[0]["ratio"].items() for rival in against]
+    body = [
+        [
+            row["workload"],
+            *(f"{row['per_second'][name]:,.{0 if row['per_second'][name] >= 100 else 1}f}" for name in names),
+            *(f"{row['ratio'][mine][rival]:.2f}" for mine, rival in pairs),
+        ]
+        for row in data
+    ]
+    headers = [f"{data[0]['unit']}/s", *names, *(f"{mine} ÷ {rival}" for mine, rival in pairs)]
+    return [markdown_table(headers, body)]
+
+
 VIEWS: dict[str, Callable[[Rows], list[str]]] = {
     "bench_speed": speed_tables,
     "bench_overhead": overhead_tables,
@@ -376,6 +392,7 @@ VIEWS: dict[str, Callable[[Rows], list[str]]] = {
     "bench_features": feature_tables,
     "bench_kvcache": kvcache_tables,
     "bench_training": training_tables,
+    "bench_sdpa": sdpa_tables,
     "bench_context_parallel": context_parallel_tables,
     "accuracy": accuracy_tables,
     "kernel_resources": resource_tables,

@@ -4,40 +4,35 @@
 
     sdpa.activate()
 
-From then on PyTorch's attention ops run our kernels wherever these can do the call, forward and backward, in eager
-code, under autograd, autocast, ``torch.compile`` and vmap. PyTorch still selects the op, so ``sdpa_kernel`` and the
-other switches keep their meaning. The ops are
+From then on PyTorch's attention ops run our compiled kernels wherever these can do the call, forward and backward, in
+eager code, under autograd, autocast, ``torch.compile`` and vmap. PyTorch still selects the op, so ``sdpa_kernel`` and
+the other switches keep their meaning. The ops are
 
 - on CUDA: ``_scaled_dot_product_flash_attention``, ``_scaled_dot_product_cudnn_attention``,
   ``_scaled_dot_product_efficient_attention`` and ``_flash_attention_forward``, which ``varlen_attn`` calls;
 - on the CPU: ``_scaled_dot_product_flash_attention_for_cpu``.
 
-Calls with CUDA tensors run our kernels only if ``FLASH_ATTN_MINI_SDPA_CUDA=1`` is set before the first one: these ops
-are tested with CPU tensors, and not yet on a GPU.
-
 PyTorch's kernels run all other calls: masks and biases, dropout (its random numbers depend on the kernel), other
-dtypes, head dims above 256 or different for v, nested tensors, empty tensors. Calls that PyTorch sends to its math
-implementation, for example with dropout on the CPU, do not reach the ops.
+dtypes, head dims above 256 or different for v, nested tensors, empty tensors, and GPUs for which no kernel was
+compiled. So they do for a device whose backend FLASH_ATTN_MINI_BACKEND does not name; ``use_backend`` has no effect
+here. Calls that PyTorch sends to its math implementation, for example with dropout on the CPU, do not reach the ops.
 
-An op has our kernel for the dispatch key BackendSelect, which stands above the keys of the devices and below autograd.
-PyTorch's kernels stay registered, and our kernel passes on a call by redispatching it. All versions of PyTorch from 2.6
-on have this mechanism; ``torch.library.get_kernel`` is newer. Tested with 2.6, 2.13 and 2.14.
+csrc/api/sdpa.cpp has the kernels. Tested with PyTorch 2.6, 2.11, 2.13 and 2.14.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.attention
 
-from .sdpa_ops import OPS
+from .backends import extension
 
 NAME = "flash_attn_mini"  # in PyTorch's registry of implementations
-
-_KEY = "BackendSelect"
 
 
 class Counts(NamedTuple):
@@ -52,10 +47,6 @@ class Counts(NamedTuple):
     pytorch: int
 
 
-_ours = dict.fromkeys(OPS, 0)
-_pytorch = dict.fromkeys(OPS, 0)
-
-
 def counts() -> dict[str, Counts]:
     """How many calls ran on which kernels, for each op of aten that was called while our kernels were active.
 
@@ -67,50 +58,45 @@ def counts() -> dict[str, Counts]:
         >>> sdpa.counts()["_scaled_dot_product_flash_attention_for_cpu"].ours > 0
         True
     """
-    return {name: Counts(_ours[name], _pytorch[name]) for name in OPS if _ours[name] or _pytorch[name]}
+    if extension.MODULE is None:
+        return {}
+    return {name: Counts(ours, pytorch) for name, ours, pytorch in extension.MODULE.sdpa_counts() if ours or pytorch}
 
 
 # ---- registration ---------------------------------------------------------------------------------------------------
 
 
-def _keys_below() -> Any:
-    """The dispatch keys below ours, for which torch.library has no public name."""
-    try:
-        return torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
-    except AttributeError as error:
-        raise RuntimeError(
-            f"flash_attn_mini: sdpa cannot register its kernels in torch {torch.__version__}: {error}; "
-            "versions that were tested: 2.6, 2.13 and 2.14"
-        ) from error
-
-
-def _kernel_of(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
-    redispatch = getattr(torch.ops.aten, name).default.redispatch
-    keys_below = _keys_below()
-
-    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        results = run(*args, **kwargs)
-        if results is not None:
-            _ours[name] += 1
-            return results
-        if not any(isinstance(x, torch.Tensor) and x.is_meta for x in args):  # torch.compile asks for shapes
-            _pytorch[name] += 1
-        return redispatch(keys & keys_below, *args, **kwargs)
-
-    return kernel
+@functools.cache
+def _promises() -> tuple[int, bool, bool, bool, bool]:
+    """What PyTorch's fake implementations promise, where it differs among versions: Promises in csrc/api/sdpa.h."""
+    aten = torch.ops.aten
+    query = torch.empty(2, 4, 3, 8, device="meta", dtype=torch.float16).transpose(1, 2)
+    cudnn_out, cudnn_lse, *_ = aten._scaled_dot_product_cudnn_attention(query, query, query, None, True)
+    expanded = torch.empty(2, 1, 4, 8, device="meta", dtype=torch.float16).expand(2, 3, 4, 8)
+    flash_out = aten._scaled_dot_product_flash_attention(expanded, expanded, expanded)[0]
+    packed = torch.empty(4, 3, 8, device="meta", dtype=torch.float16)
+    ends = torch.empty(3, device="meta", dtype=torch.int32)
+    varlen_lse = aten._flash_attention_forward(packed, packed, packed, ends, ends, 2, 2, 0.0, False, False)[1]
+    returned = {x.name for x in aten._flash_attention_forward.default._schema.returns}
+    return (
+        cudnn_lse.dim(),
+        cudnn_out.stride() == query.stride(),
+        flash_out.stride() != torch.empty_like(expanded).stride(),
+        varlen_lse.dim() == 2,
+        "rng_state" in returned,
+    )
 
 
 class _Handle:
     """Our registration. PyTorch's registry calls `remove`."""
 
     def __init__(self) -> None:
-        # The registration lasts as long as this object.
-        self.library: torch.library.Library | None = torch.library.Library("aten", "IMPL")
-        for name, run in OPS.items():
-            self.library.impl(name, _kernel_of(name, run), _KEY, with_keyset=True)
+        self.is_active = True
+        extension.load().sdpa_activate(*_promises())
 
     def remove(self) -> None:
-        self.library = None
+        self.is_active = False
+        extension.load().sdpa_restore()
 
 
 _handle: _Handle | None = None
@@ -129,7 +115,7 @@ if _registry is not None:
 
 def is_active() -> bool:
     """Whether PyTorch's attention ops run our kernels."""
-    return _handle is not None and _handle.library is not None
+    return _handle is not None and _handle.is_active
 
 
 def activate() -> None:
@@ -137,6 +123,9 @@ def activate() -> None:
 
     In versions of PyTorch with a registry of implementations this is
     ``torch.nn.attention.activate_flash_attention_impl("flash_attn_mini")``, which removes an active FA3 or FA4.
+
+    Raises:
+        RuntimeError: If the extension is not built, or if PyTorch's ops have other arguments than are known.
 
     Example:
         >>> import torch

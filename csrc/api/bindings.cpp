@@ -20,6 +20,7 @@
 #include "api/checks.h"
 #include "api/flash_api.h"
 #include "api/ops.h"
+#include "api/sdpa.h"
 #include "common/message.h"
 #include "common/trace.h"
 #include "dispatch/built.h"
@@ -190,105 +191,6 @@ std::vector<Tensor> varlen_bwd(const Tensor &dout, const Tensor &q, const Tensor
                     dk, dv, zero_tensors);
 }
 
-// ---- tensors [batch, nheads, seqlen, headdim], for flash_attn_mini/sdpa_ops.py --------------------------------------
-
-// x as the kernels read it: [batch, seqlen, nheads, headdim] with a contiguous last dimension.
-Tensor rows_first(const Tensor &x) {
-    return (x.stride(-1) == 1 || x.size(-1) == 1 ? x : x.contiguous()).transpose(1, 2);
-}
-
-// The first keys of k or v.
-Tensor first_keys(const Tensor &x, int64_t seqlen_k) {
-    return x.size(2) == seqlen_k ? x : x.narrow(2, 0, seqlen_k);
-}
-
-Tensor empty_rows_first(const Tensor &x) {
-    return at::empty({x.size(0), x.size(2), x.size(1), x.size(3)}, x.options());
-}
-
-// `result`, [batch, seqlen, nheads, headdim], in the layout of x with the strides of empty_like(x).
-Tensor heads_first_like(const Tensor &x, const Tensor &result) {
-    const Tensor heads_first = result.transpose(1, 2);
-    if (heads_first.strides() == x.strides()) {
-        return heads_first;
-    }
-    const Tensor like = at::empty_like(x);
-    return like.strides() == heads_first.strides() ? heads_first : like.copy_(heads_first);
-}
-
-Options heads_first_options(double softmax_scale, bool is_causal, int64_t window_size_right,
-                            std::optional<c10::string_view> backend) {
-    Options options{};
-    options.softmax_scale = softmax_scale;
-    options.causal = is_causal;
-    options.window_size_left = -1;
-    options.window_size_right = window_size_right;
-    options.backend = backend;
-    return options;
-}
-
-// out and softmax_lse of the first seqlen_k keys. out has the strides of empty_like(q), or those of a contiguous
-// [batch, seqlen_q, nheads, headdim].
-std::vector<Tensor> heads_first_fwd(const Tensor &q, const Tensor &k, const Tensor &v, int64_t seqlen_k,
-                                    bool is_out_rows_first, bool is_lse_rows_first, double softmax_scale,
-                                    bool is_causal, int64_t window_size_right,
-                                    std::optional<c10::string_view> backend) {
-    const Options options = heads_first_options(softmax_scale, is_causal, window_size_right, backend);
-    const Tensor kernel_q = rows_first(q), kernel_k = rows_first(first_keys(k, seqlen_k)),
-                 kernel_v = rows_first(first_keys(v, seqlen_k));
-    const LongCallWithoutGil guard(kernel_q, kernel_k);
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    Tensor out, lse, rng_state;
-    if (choose_backend(backend, q) == Backend::triton) {
-        std::tie(out, lse, rng_state) =
-            ops::call<ops::Fwd, int64_t>({{kernel_q, kernel_k, kernel_v}, {}, options, std::nullopt});
-        if (is_out_rows_first) {
-            out = out.contiguous();
-        }
-    } else {
-        const Optional given = is_out_rows_first ? Optional(empty_rows_first(q)) : std::nullopt;
-        const FwdResults results = mha_fwd({kernel_q, kernel_k, kernel_v, given, {}, options});
-        out = results.out;
-        lse = results.softmax_lse;
-    }
-    return {is_out_rows_first ? out.transpose(1, 2) : heads_first_like(q, out),
-            is_lse_rows_first ? lse.transpose(1, 2).contiguous().transpose(1, 2) : lse};
-}
-
-// dq, dk and dv of heads_first_fwd, with the strides of empty_like(input), or those of a contiguous [batch, seqlen,
-// nheads, headdim].
-std::vector<Tensor> heads_first_bwd(const Tensor &dout, const Tensor &q, const Tensor &k, const Tensor &v,
-                                    const Tensor &out, const Tensor &softmax_lse, int64_t seqlen_k, bool is_rows_first,
-                                    double softmax_scale, bool is_causal, int64_t window_size_right,
-                                    std::optional<c10::string_view> backend) {
-    const Options options = heads_first_options(softmax_scale, is_causal, window_size_right, backend);
-    const Tensor used_k = first_keys(k, seqlen_k), used_v = first_keys(v, seqlen_k);
-    const auto new_gradient = [&](const Tensor &x) {
-        return is_rows_first ? Optional(empty_rows_first(x)) : std::nullopt;
-    };
-    const std::vector<Tensor> gradients =
-        backward({dout.transpose(1, 2),
-                  {rows_first(q), rows_first(used_k), rows_first(used_v)},
-                  out.transpose(1, 2),
-                  softmax_lse,
-                  std::nullopt,
-                  {},
-                  options,
-                  std::nullopt,
-                  {true, true, true}},
-                 new_gradient(q), new_gradient(used_k), new_gradient(used_v), /*zero_tensors=*/false);
-    const auto finished = [&](const Tensor &x, const Tensor &gradient) {
-        if (gradient.size(1) == x.size(2)) {
-            return is_rows_first ? gradient.transpose(1, 2) : heads_first_like(x, gradient);
-        }
-        const Tensor whole = is_rows_first ? empty_rows_first(x).transpose(1, 2) : at::empty_like(x);
-        whole.narrow(2, 0, seqlen_k).copy_(gradient.transpose(1, 2));
-        whole.narrow(2, seqlen_k, x.size(2) - seqlen_k).zero_();  // no query sees these keys
-        return whole;
-    };
-    return {finished(q, gradients[0]), finished(k, gradients[1]), finished(v, gradients[2])};
-}
-
 // ---- KV cache: what the official function does not have comes last, from split_keys on ------------------------------
 
 // cache_seqlen: seqlens_k as one number for all sequences, -1: none.
@@ -411,10 +313,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
                arg("window_size_right"), arg("softcap"), arg("deterministic"), arg("generator"), arg("rng_state"),
                arg("dsoftmax_lse") = py::none(),
                arg("output_mask") = std::array<bool, 3>{true, true, true} OWN_KEYWORDS);
-    module.def("heads_first_fwd", torch::wrap_pybind_function(flash::heads_first_fwd),
-               "Forward of tensors [batch, nheads, seqlen, headdim]: returns [out, softmax_lse]");
-    module.def("heads_first_bwd", torch::wrap_pybind_function(flash::heads_first_bwd),
-               "Backward of tensors [batch, nheads, seqlen, headdim]: returns [dq, dk, dv]");
     module.def("fwd_kvcache", torch::wrap_pybind_function(flash::fwd_kvcache),
                "Append and forward with a KV cache: returns [out, softmax_lse]", arg("q"), arg("kcache"), arg("vcache"),
                arg("k"), arg("v"), arg("seqlens_k"), arg("rotary_cos"), arg("rotary_sin"), arg("cache_batch_idx"),
@@ -439,6 +337,17 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     module.def(
         "is_batched", [](const at::Tensor &x) { return x.key_set().has(c10::DispatchKey::Batched); }, arg("x"),
         "Whether x is a batch of gradients (is_grads_batched)");
+    module.def(
+        "sdpa_activate",
+        [](int64_t cudnn_lse_dim, bool cudnn_out_is_like_query, bool flash_out_is_rows_first, bool varlen_lse_is_packed,
+           bool has_rng_state) {
+            flash::sdpa::activate(
+                {cudnn_lse_dim, cudnn_out_is_like_query, flash_out_is_rows_first, varlen_lse_is_packed, has_rng_state});
+        },
+        arg("cudnn_lse_dim"), arg("cudnn_out_is_like_query"), arg("flash_out_is_rows_first"),
+        arg("varlen_lse_is_packed"), arg("has_rng_state"), "Registers our kernels in the attention ops of aten");
+    module.def("sdpa_restore", &flash::sdpa::restore, "Removes them");
+    module.def("sdpa_counts", &flash::sdpa::counts, "For each op its name, the calls on our kernels and on PyTorch's");
     module.def("trace_enabled", &flash::trace_enabled, "Whether FLASH_ATTN_MINI_TRACE is on");
     module.def("cuda_unavailable_reason", &flash::cuda_unavailable_reason, arg("major"), arg("minor"));
     module.def("sm80_unavailable_reason", &flash::sm80_unavailable_reason, arg("major"), arg("minor"));

@@ -121,42 +121,6 @@ def backward(
     return dq, dk, dv, softmax_d
 
 
-def heads_first_forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    seqlen_k: int,
-    out_rows_first: bool,
-    lse_rows_first: bool,
-    options: Options,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``_C.heads_first_fwd``: out and softmax_lse of tensors ``[batch, nheads, seqlen, headdim]``, without a graph.
-
-    Only the first ``seqlen_k`` keys are read. out has the strides of ``torch.empty_like(q)``, or those of a contiguous
-    ``[batch, seqlen_q, nheads, headdim]``.
-    """
-    layouts, mask = (out_rows_first, lse_rows_first), (options.causal, options.window_size_right)
-    out, lse = load().heads_first_fwd(q, k, v, seqlen_k, *layouts, options.softmax_scale, *mask, options.backend)
-    return out, lse
-
-
-def heads_first_backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    softmax_lse: torch.Tensor,
-    seqlen_k: int,
-    rows_first: bool,
-    options: Options,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``_C.heads_first_bwd``: dq, dk and dv of `heads_first_forward`, with strides as its out."""
-    tensors, mask = (dout, q, k, v, out, softmax_lse), (options.causal, options.window_size_right)
-    dq, dk, dv = load().heads_first_bwd(*tensors, seqlen_k, rows_first, options.softmax_scale, *mask, options.backend)
-    return dq, dk, dv
-
-
 def forward_kvcache(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, cache: KvCache, options: Options
 ) -> tuple[torch.Tensor, torch.Tensor]:

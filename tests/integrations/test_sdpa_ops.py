@@ -17,9 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 
-from flash_attn_mini import flash_attn_func, flash_attn_varlen_func, sdpa, sdpa_ops
-from flash_attn_mini.backends import extension
-from flash_attn_mini.options import Options
+from flash_attn_mini import flash_attn_func, flash_attn_varlen_func, sdpa
 
 from ..support.one_thread import one_thread  # noqa: F401
 from ..support.sdpa_cases import (
@@ -268,22 +266,3 @@ def test_a_call_that_neither_can_do_gets_pytorchs_error() -> None:
         aten._scaled_dot_product_flash_attention(q, q, q, 0.5)
     with pytest.raises(NotImplementedError, match="CPU"):
         aten._scaled_dot_product_efficient_attention(q, q, q, torch.zeros(2, 3, 5, 5), True)
-
-
-@pytest.mark.parametrize("case", [case for case in OURS if case.headdim <= 64], ids=lambda case: case.name)
-@pytest.mark.parametrize("rows_first", [False, True])
-def test_without_the_extension_the_layouts_are_the_same(
-    case: SdpaCase, rows_first: bool, draw: torch.Generator
-) -> None:
-    q, k, v, grad_out = case.make("cpu", torch.float32, draw)
-    scale = 1.0 if case.scale is None else case.scale
-    options = Options(0.0, scale, case.is_causal, -1, 0 if case.is_causal else -1, 0.0, None)
-    seqlen_k = min(case.seqlen_q, case.seqlen_k)
-    forwards = (sdpa_ops._heads_first_forward, extension.heads_first_forward)
-    got, expected = (run(q, k, v, seqlen_k, rows_first, rows_first, options) for run in forwards)
-    assert [layout_of(x) for x in got] == [layout_of(x) for x in expected]
-    assert all(map(torch.equal, got, expected))
-    backwards = (sdpa_ops._heads_first_backward, extension.heads_first_backward)
-    got, expected = (run(grad_out, q, k, v, *got, seqlen_k, rows_first, options) for run in backwards)
-    assert [layout_of(x) for x in got] == [layout_of(x) for x in expected]
-    torch.testing.assert_close(got, expected)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,12 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flash_attn_mini.sdpa_ops import GPU_VARIABLE
-
 from .bounds import FLOOR, TIMES_PYTORCH, TIMES_PYTORCH_GRADIENT, Accuracy, accuracy, refuse
 from .versions import TORCH
-
-os.environ[GPU_VARIABLE] = "1"
 
 BATCH = 2
 CPU_HAS_GROUPED_HEADS = TORCH >= (2, 11)  # older versions of PyTorch select math on the CPU
