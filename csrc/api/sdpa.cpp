@@ -100,7 +100,7 @@ bool are_ours(const Tensor &q, const Tensor &k, const Tensor &v, int64_t dim, do
                !x.is_nested() && x.dim() == dim;
     };
     return is_like(q) && is_like(k) && is_like(v) && has_kernels(q) && dropout_p == 0.0 && k.sizes() == v.sizes() &&
-           q.numel() > 0 && k.numel() > 0 && q.size(-1) == k.size(-1) && q.size(-1) <= max_headdim(q) &&
+           q.size(-1) > 0 && q.size(-1) == k.size(-1) && q.size(-1) <= max_headdim(q) &&
            (!scale.has_value() || std::isfinite(*scale));
 }
 
@@ -124,18 +124,19 @@ enum class Diagonal { top_left, bottom_right };  // where PyTorch's causal mask 
 
 std::optional<Plan> plan_of(const Tensor &q, const Tensor &k, const Tensor &v, double dropout_p, bool is_causal,
                             const std::optional<double> &scale, Diagonal diagonal) {
-    if (!are_ours(q, k, v, 4, dropout_p, scale) || q.size(0) != k.size(0) || q.size(1) % k.size(1) != 0) {
+    if (!are_ours(q, k, v, 4, dropout_p, scale) || q.size(0) != k.size(0) || k.size(1) == 0 || q.size(1) == 0 ||
+        q.size(1) % k.size(1) != 0) {
         return std::nullopt;
     }
     const int64_t seqlen_q = q.size(2), seqlen_k = k.size(2);
     if (!is_causal) {
-        return Plan{options_of(q, scale, false, -1, -1), seqlen_k, false};
+        return Plan{options_of(q, scale, false, -1, -1), seqlen_k, seqlen_k == 0};
     }
     if (diagonal == Diagonal::bottom_right) {
         return Plan{options_of(q, scale, true, -1, 0), seqlen_k, seqlen_q > seqlen_k};
     }
     if (seqlen_q > seqlen_k) {  // PyTorch's diagonal is this much higher than ours
-        return Plan{options_of(q, scale, false, -1, seqlen_q - seqlen_k), seqlen_k, false};
+        return Plan{options_of(q, scale, false, -1, seqlen_q - seqlen_k), seqlen_k, seqlen_k == 0};
     }
     return Plan{options_of(q, scale, true, -1, 0), seqlen_q, false};
 }
@@ -194,7 +195,7 @@ Forward forward(const Plan &plan, const Tensor &q, const Tensor &k, const Tensor
                  kernel_v = rows_first(v, plan.seqlen_k);
     const Optional given = strides == Strides::rows_first ? Optional(empty_rows_first(q)) : std::nullopt;
     Tensor out, lse;
-    if (q.is_cuda() && q.size(2) <= kMaxQueriesOfDecoding) {
+    if (q.is_cuda() && q.size(2) <= kMaxQueriesOfDecoding && q.numel() > 0 && plan.seqlen_k > 0) {
         KvCacheOptions whole{};
         whole.cache_seqlen = -1;
         std::tie(out, lse) = mha_fwd_kvcache({whole, kernel_q, kernel_k, kernel_v, given, plan.options});
@@ -261,7 +262,7 @@ std::optional<FlashCall> flash_call_of(const Tensor &q, const Tensor &k, const T
     const int64_t right = is_causal ? 0 : window[1].isNone() ? -1 : window[1].toInt();
     const bool is_varlen = is_given(lengths[0]);
     if (is_varlen != is_given(lengths[1]) || !are_ours(q, k, v, is_varlen ? 3 : 4, dropout_p, scale) ||
-        q.size(-2) % k.size(-2) != 0 || left < -1 || right < -1) {
+        k.size(-2) == 0 || q.size(-2) == 0 || q.size(-2) % k.size(-2) != 0 || left < -1 || right < -1) {
         return std::nullopt;
     }
     FlashCall call{with_contiguous_last(q),
@@ -271,7 +272,7 @@ std::optional<FlashCall> flash_call_of(const Tensor &q, const Tensor &k, const T
                    options_of(q, scale, is_causal, left, right),
                    true};
     if (!is_varlen) {
-        call.has_empty_rows = right >= 0 && q.size(1) > k.size(1);
+        call.has_empty_rows = k.size(1) == 0 || (right >= 0 && q.size(1) > k.size(1));
         return q.size(0) == k.size(0) ? std::optional<FlashCall>(call) : std::nullopt;
     }
     const Tensor &ends_q = lengths[0].toTensor(), &ends_k = lengths[1].toTensor();

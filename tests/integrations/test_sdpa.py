@@ -126,12 +126,13 @@ def test_dropout_has_pytorchs_mask(device: str, draw: torch.Generator, seed: int
 @devices
 @pytest.mark.parametrize("empty", ["keys", "queries", "batch"])
 def test_empty_tensors(device: str, empty: str, draw: torch.Generator) -> None:
+    """Zeros for rows without a key. PyTorch 2.11 returns None for an empty batch on a GPU."""
     batch, seqlen_q, seqlen_k = (0 if empty == name else 3 for name in ("batch", "queries", "keys"))
     q, k = small(device, draw, batch, 2, seqlen_q, 16), small(device, draw, batch, 2, seqlen_k, 16)
     with sdpa.sdpa():
         got = differentiated(scaled_dot_product_attention, (q, k, k), torch.ones_like(q))
-    expected = differentiated(scaled_dot_product_attention, (q, k, k), torch.ones_like(q))
-    assert all(map(torch.equal, got, expected))
+    for x, shape in zip(got, (q, q, k, k), strict=True):
+        assert torch.equal(x, torch.zeros_like(shape))
 
 
 @devices
