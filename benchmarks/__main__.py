@@ -47,7 +47,7 @@ GPU_STEPS = (
     Step("bench_speed", ("backward_cuda",), ("--backward", "--grid", "perf"), 8.0),
     Step("bench_kvcache", ("kvcache_[!c]*",), (), 5.0),
     Step("bench_features", ("features_cuda",), (), 5.0),
-    Step("bench_training", ("training_cuda",), (), 2.0),
+    Step("bench_models", ("models_cuda",), (), 4.0),
     Step("bench_overhead", ("overhead_cuda",), (), 1.0),
     Step("bench_overhead", ("overhead_backward_cuda",), ("--backward",), 1.0),
     Step("bench_overhead", ("memory",), ("--memory",), 1.0),
@@ -64,6 +64,7 @@ CPU_STEPS = (
     Step("bench_cpu", ("cpu_backward_float32",), ("--backward",)),
     Step("bench_cpu", ("cpu_bfloat16",), ("--dtype", "bfloat16")),
     Step("bench_cpu", ("cpu_backward_bfloat16",), ("--dtype", "bfloat16", "--backward")),
+    Step("bench_models", ("models_cpu",), ("--device", "cpu")),
     Step("bench_kvcache", ("kvcache_cpu_float32",), ("--device", "cpu")),
     Step("bench_kvcache", ("kvcache_cpu_bfloat16",), ("--device", "cpu", "--dtype", "bfloat16")),
 )

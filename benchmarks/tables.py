@@ -350,23 +350,7 @@ def context_parallel_tables(data: Rows) -> list[str]:
     return ["\n\n".join([f"{caption}\n\n{table}", *notes, messages])]
 
 
-def training_tables(data: Rows) -> list[str]:
-    """Context and batch down, contenders across: tokens per second, and our ratio to each rival."""
-    names = list(data[0]["tokens_per_second"])
-    ((ours, ratios),) = data[0]["ratio"].items()
-    body = [
-        [
-            f"{row['context']} × {row['batch']}",
-            *(f"{row['tokens_per_second'][name]:,}" for name in names),
-            *(f"{row['ratio'][ours][rival]:.2f}" for rival in ratios),
-        ]
-        for row in data
-    ]
-    headers = ["context × batch", *(f"{name}, tokens/s" for name in names), *(f"{ours} ÷ {rival}" for rival in ratios)]
-    return [markdown_table(headers, body)]
-
-
-def sdpa_tables(data: Rows) -> list[str]:
+def models_tables(data: Rows) -> list[str]:
     """Workloads down, contenders across: units per second, and the ratio of ours to each of PyTorch's."""
     names = list(data[0]["per_second"])
     pairs = [(mine, rival) for mine, against in data[0]["ratio"].items() for rival in against]
@@ -391,8 +375,7 @@ VIEWS: dict[str, Callable[[Rows], list[str]]] = {
     "bench_values": value_tables,
     "bench_features": feature_tables,
     "bench_kvcache": kvcache_tables,
-    "bench_training": training_tables,
-    "bench_sdpa": sdpa_tables,
+    "bench_models": models_tables,
     "bench_context_parallel": context_parallel_tables,
     "accuracy": accuracy_tables,
     "kernel_resources": resource_tables,
@@ -424,12 +407,12 @@ def render(result: dict[str, Any]) -> str:
 def summarize(result: dict[str, Any]) -> str:
     """One line: the first contender's ratio to each rival over all rows, and where the figures come from.
 
-    Rows of a KV cache that have a rival are summarized in two groups: one query, and several. Of training: tokens per
-    second, ours and the fastest rival's.
+    Rows of a KV cache that have a rival are summarized in two groups: one query, and several. Of models: each
+    workload.
     """
     data: Rows = result["data"]
-    if result["benchmark"] == "bench_training":
-        return f"{training_summary(data)} ({describe(result['stamp'])})."
+    if result["benchmark"] == "bench_models":
+        return f"{models_summary(data)} ({describe(result['stamp'])})."
     groups = {"": data}
     if result["benchmark"] == "bench_kvcache":
         compared = [row for row in data if any(row["ratio"].values())]
@@ -444,14 +427,12 @@ def summarize(result: dict[str, Any]) -> str:
     return f"{ratios} ({describe(result['stamp'])})."
 
 
-def training_summary(rows: Rows) -> str:
-    """Tokens per second of the first contender and of its fastest rival, for each context and batch."""
+def models_summary(rows: Rows) -> str:
+    """For each workload the speed of the first of ours relative to each of PyTorch's."""
     parts = []
     for row in rows:
-        (ours, mine), *rivals = row["tokens_per_second"].items()
-        fastest = sorted(rivals, key=lambda contender: -contender[1])[:1]
-        beside = "".join(f", {rival} {theirs:,}" for rival, theirs in fastest)
-        parts.append(f"{row['context']:,} × {row['batch']}: **{ours} {mine:,}**{beside}")
+        ((mine, against), *_) = row["ratio"].items()
+        parts.append(f"{row['workload']}: **{mine} ÷ " + ", ÷ ".join(f"{k} {x:.2f}" for k, x in against.items()) + "**")
     return "; ".join(parts)
 
 

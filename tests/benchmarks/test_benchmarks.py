@@ -21,9 +21,9 @@ from benchmarks import (
     accuracy,
     bench_build,
     bench_cpu,
+    bench_models,
     bench_overhead,
     bench_speed,
-    bench_training,
     compare_builds,
     methods,
     results,
@@ -33,7 +33,9 @@ from benchmarks import (
 from benchmarks.bench_speed import BACKWARD, FORWARD
 from benchmarks.rivals import BACKWARD_RIVALS, RIVALS, Call, Rival, select, upstream_gradient
 from build_tools.selection import ALL_HDIMS
+from flash_attn_mini import sdpa
 
+CPU_OP = "_scaled_dot_product_flash_attention_for_cpu"
 FORWARD_GRIDS, BACKWARD_GRIDS = bench_speed.GRIDS["forward"], bench_speed.GRIDS["backward"]
 
 
@@ -507,15 +509,21 @@ def test_overhead_benchmark_runs_on_cpu_tensors(backward: bool, tmp_path: Path) 
     assert all(row["microseconds"] > 0 for row in rows)
 
 
-def test_training_benchmark_runs_on_the_cpu(tmp_path: Path) -> None:
-    bench_training.main(["--device", "cpu", "--quick", "--seconds", "1", "--out-dir", str(tmp_path)])
-    result = results.load(tmp_path / "training_cpu_quick.json")
+def test_models_benchmark_runs_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = transformers.BertModel(transformers.BertConfig(**sizes, attn_implementation="sdpa")).eval()
+    monkeypatch.setattr(bench_models, "encoder", lambda: model)
+    before = sdpa.counts().get(CPU_OP, sdpa.Counts(0, 0))
+    bench_models.main(["--device", "cpu", "--quick", "--out-dir", str(tmp_path)])
+    result = results.load(tmp_path / "models_cpu_quick.json")
     (row,) = result["data"]
-    assert row["tokens_per_second"].keys() == {"cpu", "SDPA"}
-    assert row["ratio"]["cpu"]["SDPA"] > 0
-    assert "cpu ÷ SDPA" in tables.render(result)
-    ours, theirs = row["tokens_per_second"].values()
-    assert f"**cpu {ours:,}**, SDPA {theirs:,}" in tables.summarize(result)
+    assert row["per_second"].keys() == {"SDPA", "sdpa.activate()", "registered"}
+    assert row["ratio"]["sdpa.activate()"]["SDPA"] > 0
+    assert "sdpa.activate() ÷ SDPA" in tables.render(result)
+    assert "sentence encoder, 1 × 16 tokens: **sdpa.activate() ÷ SDPA" in tables.summarize(result)
+    assert sdpa.counts()[CPU_OP].ours - before.ours == 3, "one call to warm up, and one each round"
+    assert not sdpa.is_active()
 
 
 @pytest.mark.parametrize(("backward", "compared"), [(False, ["out", "lse"]), (True, ["dq", "dk", "dv"])])

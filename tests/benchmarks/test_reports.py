@@ -324,12 +324,17 @@ def test_report_fills_blocks_and_filling_again_changes_nothing(tmp_path: Path) -
     assert results.fill(once, tmp_path) == once
 
 
-def test_the_summary_of_training_has_tokens_a_second_beside_the_fastest_rival() -> None:
+def test_the_summary_of_models_has_the_first_of_ours() -> None:
     rows = [
-        {"context": 1024, "batch": 16, "tokens_per_second": {"cuda": 1000, "cuDNN": 900, "FLASH_ATTENTION": 950}},
-        {"context": 256, "batch": 2, "tokens_per_second": {"cuda": 5}},
+        {
+            "workload": "training",
+            "ratio": {"activated": {"SDPA": 1.25, "without cuDNN": 1.5}, "registered": {"SDPA": 9}},
+        },
+        {"workload": "encoder", "ratio": {"activated": {"SDPA": 2.0}}},
     ]
-    assert tables.training_summary(rows) == "1,024 × 16: **cuda 1,000**, FLASH_ATTENTION 950; 256 × 2: **cuda 5**"
+    assert tables.models_summary(rows) == (
+        "training: **activated ÷ SDPA 1.25, ÷ without cuDNN 1.50**; encoder: **activated ÷ SDPA 2.00**"
+    )
 
 
 def test_the_summary_of_a_kv_cache_has_one_query_and_several_apart(tmp_path: Path) -> None:

@@ -1,10 +1,11 @@
-"""What one line gains in a model that calls scaled_dot_product_attention: `flash_attn_mini.sdpa.activate()`.
+"""Whole models: PyTorch's SDPA as it comes, the same after `flash_attn_mini.sdpa.activate()`, and the attention function
+that `integrations.transformers` registers.
 
-On a GPU: a training step and generation of a Llama with random weights, in bfloat16, and the same with the attention
-function that transformers registers. On the CPU: sentences per second of the encoder in examples/semantic_search.py.
+On a GPU a Llama with random weights trains and generates in bfloat16. On the CPU the encoder of
+examples/semantic_search.py embeds sentences.
 
-  python -m benchmarks.bench_sdpa                     on a GPU
-  python -m benchmarks.bench_sdpa --device cpu
+  python -m benchmarks.bench_models                     on a GPU
+  python -m benchmarks.bench_models --device cpu
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ from flash_attn_mini import sdpa
 from flash_attn_mini.integrations.transformers import register
 
 LAYERS, HEADS, HEADS_K, HEADDIM, VOCABULARY = 8, 32, 8, 64, 8192
-TRAINING = ((16384, 4), (4096, 16))  # (tokens, sequences)
+TRAINING = ((16384, 4), (4096, 16), (1024, 16))  # (tokens, sequences)
 GENERATION = ((512, 1), (4096, 8), (32768, 1))  # (tokens of a prompt, prompts)
 NEW_TOKENS = 32  # generated in one call
 SENTENCES = ((16, 1), (256, 1), (256, 32))  # (tokens, sentences) without padding: a padding mask is PyTorch's
-ROUNDS = {"cuda": 12, "cpu": 12}
+DEVICES = ("cuda", "cpu")
+ROUNDS = 12
 SDPA, WITHOUT_CUDNN, ACTIVATED, REGISTERED = "SDPA", "SDPA without cuDNN", "sdpa.activate()", "registered"
 
 
@@ -148,27 +150,27 @@ def encoder() -> Any:
 
 def main(argv: list[str] | None = None) -> None:
     parser = results.parser_for(__doc__, seconds=120.0)
-    parser.add_argument("--device", choices=sorted(ROUNDS), default="cuda")
-    parser.add_argument("--rounds", type=int, help="of every workload (default: 12)")
+    parser.add_argument("--device", choices=DEVICES, default="cuda")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="of every workload (default: %(default)s)")
     arguments = parser.parse_args(argv)
-    rounds = 2 if arguments.quick else arguments.rounds or ROUNDS[arguments.device]
+    rounds = 2 if arguments.quick else arguments.rounds
     works: list[tuple[Callable[..., dict[str, Any]], Any, tuple[int, int]]]
     if arguments.device == "cuda":
-        model = llama(require_gpu("bench_sdpa"))
+        model = llama(require_gpu("bench_models"))
         works = [(generation, model, x) for x in GENERATION] + [(training, model, x) for x in TRAINING]
         note = f"{LAYERS} layers, {HEADS} heads on {HEADS_K}, head dim {HEADDIM}, bfloat16, eager."
     else:
         works = [(encoding, encoder(), x) for x in SENTENCES]
         note = "all-MiniLM-L6-v2, 6 layers, 12 heads of 32, float32."
     started, data, left_out = time.monotonic(), [], []
-    for run, model, shape in progress(works[: 1 if arguments.quick else None], "sdpa"):
+    for run, model, shape in progress(works[: 1 if arguments.quick else None], "models"):
         if data and time.monotonic() - started > arguments.seconds:
             left_out = [f"Out of time after {len(data)} of {len(works)} workloads."]
             break
         data.append(run(model, *shape, rounds))
-    name, title = f"sdpa_{arguments.device}", "One line under scaled_dot_product_attention"
+    name, title = f"models_{arguments.device}", "Training, generation and encoding"
     sources = [*results.HOST, *results.SOURCES_OF_BACKEND[arguments.device]]
-    results.finish(name, "bench_sdpa", title, data, arguments, sources=sources, notes=[note], left_out=left_out)
+    results.finish(name, "bench_models", title, data, arguments, sources=sources, notes=[note], left_out=left_out)
 
 
 if __name__ == "__main__":
