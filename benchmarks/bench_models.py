@@ -1,5 +1,5 @@
-"""Whole models: PyTorch's SDPA as it comes, the same after `flash_attn_mini.sdpa.activate()`, and the attention function
-that `integrations.transformers` registers.
+"""Whole models: with PyTorch's SDPA as it comes, with the same after `flash_attn_mini.sdpa.activate()`, and with the
+attention function that `integrations.transformers` registers.
 
 On a GPU a Llama with random weights trains and generates in bfloat16. On the CPU the encoder of
 examples/semantic_search.py embeds sentences.

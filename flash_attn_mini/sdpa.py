@@ -13,7 +13,8 @@ the other switches keep their meaning. The ops are
 - on the CPU: ``_scaled_dot_product_flash_attention_for_cpu``.
 
 PyTorch's kernels run all other calls: masks and biases, dropout (its random numbers depend on the kernel), other
-dtypes, head dims above 256 or different for v, nested tensors, and GPUs for which no kernel was compiled. So they do for a device whose backend FLASH_ATTN_MINI_BACKEND does not name; ``use_backend`` has no effect
+dtypes, head dims above 256 or different for v, nested tensors, and GPUs for which no kernel was compiled. They also run
+the calls of a device whose backend is not the one that FLASH_ATTN_MINI_BACKEND names; ``use_backend`` has no effect
 here. Calls that PyTorch sends to its math implementation, for example with dropout on the CPU, do not reach the ops.
 
 csrc/api/sdpa.cpp has the kernels. Tested with PyTorch 2.6, 2.11, 2.13 and 2.14.

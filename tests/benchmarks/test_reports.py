@@ -333,7 +333,7 @@ def test_the_summary_of_models_has_the_first_of_ours() -> None:
         {"workload": "encoder", "ratio": {"activated": {"SDPA": 2.0}}},
     ]
     assert tables.models_summary(rows) == (
-        "training: **activated ÷ SDPA 1.25, ÷ without cuDNN 1.50**; encoder: **activated ÷ SDPA 2.00**"
+        "training: **activated ÷ SDPA 1.25, ÷ other 1.50**; encoder: **activated ÷ SDPA 2.00**"
     )
 
 
