@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 
 from flash_attn_mini import flash_attn_func
 from flash_attn_mini.backends import BACKENDS, extension
 from flash_attn_mini.backends.cuda import ARCH_VARIABLE, sm80_unavailable_reason
+
+HEADDIM = 64  # of the rungs
 
 
 def unavailable_reason(backend: str, arch: int | None = None) -> str | None:
@@ -19,7 +22,14 @@ def unavailable_reason(backend: str, arch: int | None = None) -> str | None:
     reason = BACKENDS[backend].unavailable_reason(device)
     if reason is None and arch == 90 and (torch.cuda.get_device_capability() != (9, 0) or "90a" not in built_archs()):
         return "needs a Hopper GPU (compute capability 9.0) and kernels that were compiled for it"
+    if reason is None and backend == "cuda" and not has_kernels(extension.load().build_info()):
+        return f"needs kernels for fp16 and head dim {HEADDIM}; build them all with: pip install ."
     return reason or (sm80_unavailable_reason() if arch == 80 else None)
+
+
+def has_kernels(build: dict[str, Any]) -> bool:
+    """Whether a build has CUDA kernels for the tensors of the rungs on a GPU."""
+    return "fp16" in build["dtypes"] and any(built >= HEADDIM for built in build["hdims"])
 
 
 def built_archs() -> list[str]:

@@ -14,18 +14,20 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import learn
+from flash_attn_mini.backends import Backend
 from flash_attn_mini.reference import attention_reference
 from learn import __main__ as command
-from learn import naive_attention, online_softmax_attention, verify, whole_row_attention
+from learn import full_kernels, naive_attention, online_softmax_attention, verify, whole_row_attention
 from learn.draw import text_plot
 from learn.experiments import whole_row_limits
 from learn.measure import extra_bytes
-from learn.rungs import BY_NAME, RUNGS, Shape, measure
+from learn.rungs import BY_NAME, RUNGS, Shape, measure, shape_on
 from learn.whole_row import most_keys
 
 from ..support.ladder_calls import assert_right, draw_poisoned
@@ -201,6 +203,26 @@ def run_the_command(start: list[str], environment: dict[str, str], *, status: in
     assert result.returncode == status, result.stdout + result.stderr
     assert "FAILED" not in result.stdout
     return (result.stdout + result.stderr).splitlines()
+
+
+@pytest.mark.parametrize(
+    ("hdims", "dtypes", "is_enough"), [([64, 128], ["bf16"], False), ([32], ["fp16"], False), ([96], ["fp16"], True)]
+)
+def test_a_rung_needs_kernels_for_its_tensors(
+    hdims: list[int], dtypes: list[str], is_enough: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Extension:
+        def build_info(self) -> dict[str, list[Any]]:
+            return {"hdims": hdims, "dtypes": dtypes}
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setitem(full_kernels.BACKENDS, "cuda", Backend("cuda", lambda device: None))
+    monkeypatch.setattr(full_kernels.extension, "load", Extension)
+    reason = full_kernels.unavailable_reason("cuda")
+    assert (reason is None) == is_enough
+    if reason is not None:
+        assert reason == "needs kernels for fp16 and head dim 64; build them all with: pip install ."
+    assert shape_on(torch.device("cuda")).headdim == full_kernels.HEADDIM
 
 
 def test_the_command_sets_up_the_interpreter_and_writes_rows_and_plot(tmp_path: Path) -> None:
