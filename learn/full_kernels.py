@@ -11,7 +11,7 @@ from flash_attn_mini import flash_attn_func
 from flash_attn_mini.backends import BACKENDS, extension
 from flash_attn_mini.backends.cuda import ARCH_VARIABLE, sm80_unavailable_reason
 
-HEADDIM = 64  # of the rungs
+HEADDIM = 128  # of the rungs on a GPU
 
 
 def unavailable_reason(backend: str, arch: int | None = None) -> str | None:

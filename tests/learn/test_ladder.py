@@ -206,7 +206,7 @@ def run_the_command(start: list[str], environment: dict[str, str], *, status: in
 
 
 @pytest.mark.parametrize(
-    ("hdims", "dtypes", "is_enough"), [([64, 128], ["bf16"], False), ([32], ["fp16"], False), ([96], ["fp16"], True)]
+    ("hdims", "dtypes", "is_enough"), [([64, 128], ["bf16"], False), ([64], ["fp16"], False), ([192], ["fp16"], True)]
 )
 def test_a_rung_needs_kernels_for_its_tensors(
     hdims: list[int], dtypes: list[str], is_enough: bool, monkeypatch: pytest.MonkeyPatch
@@ -221,7 +221,7 @@ def test_a_rung_needs_kernels_for_its_tensors(
     reason = full_kernels.unavailable_reason("cuda")
     assert (reason is None) == is_enough
     if reason is not None:
-        assert reason == "needs kernels for fp16 and head dim 64; build them all with: pip install ."
+        assert reason == "needs kernels for fp16 and head dim 128; build them all with: pip install ."
     assert shape_on(torch.device("cuda")).headdim == full_kernels.HEADDIM
 
 
