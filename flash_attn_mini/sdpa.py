@@ -33,9 +33,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.attention
 
+from .namespace import NAMESPACE
 from .sdpa_ops import OPS
 
-NAME = "flash_attn_mini"  # in PyTorch's registry of implementations
+NAME = NAMESPACE  # in PyTorch's registry of implementations
 
 _KEY = "BackendSelect"
 

@@ -15,17 +15,18 @@ from torch import Tensor
 
 from ... import schemas, tracing
 from ...allocation import empty_contiguous_last, without_neg
+from ...namespace import CUSTOM_OPS, NAMESPACE, qualified
 from ...options import ROWS_MULTIPLE, KvCache, Options, Sequences
 from .. import extension
 from . import checks, unavailable_reason
 
-library = torch.library.Library("flash_attn_mini", "FRAGMENT")
+library = torch.library.Library(NAMESPACE, "FRAGMENT")
 _tags = (torch.Tag.pt2_compliant_tag,)
 library.define(f"triton_bwd{schemas.BACKWARD}{schemas.GRADIENTS}", tags=_tags)
 library.define(f"triton_fwd_kvcache{schemas.KVCACHE_FORWARD}{schemas.OUT_AND_LSE}", tags=_tags)
 
-BACKWARD = torch.ops.flash_attn_mini.triton_bwd.default
-KVCACHE_FORWARD = torch.ops.flash_attn_mini.triton_fwd_kvcache.default
+BACKWARD = CUSTOM_OPS.triton_bwd.default
+KVCACHE_FORWARD = CUSTOM_OPS.triton_fwd_kvcache.default
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 GradientsAndSums = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor]
@@ -250,17 +251,17 @@ def _refuse_vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
 
 
 _register_fake: Callable[..., Any] = torch.library.register_fake
-_register_fake("flash_attn_mini::triton_bwd", _backward_fake, lib=library)
-_register_fake("flash_attn_mini::triton_fwd_kvcache", _forward_fake, lib=library)
-torch.library.register_vmap("flash_attn_mini::triton_fwd_kvcache", _refuse_vmap, lib=library)
+_register_fake(qualified("triton_bwd"), _backward_fake, lib=library)
+_register_fake(qualified("triton_fwd_kvcache"), _forward_fake, lib=library)
+torch.library.register_vmap(qualified("triton_fwd_kvcache"), _refuse_vmap, lib=library)
 
 
 def define_forward(name: str) -> None:
     """Define an op that is the forward."""
     library.define(f"{name}{schemas.FORWARD}{schemas.OUT_AND_LSE}", tags=_tags)
     _implement(name, _forward)
-    _register_fake(f"flash_attn_mini::{name}", _forward_fake, lib=library)
+    _register_fake(qualified(name), _forward_fake, lib=library)
 
 
 define_forward("triton_fwd")
-FORWARD = torch.ops.flash_attn_mini.triton_fwd.default
+FORWARD = CUSTOM_OPS.triton_fwd.default
