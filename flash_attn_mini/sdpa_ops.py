@@ -62,6 +62,8 @@ def _limits_of(device: torch.device, chosen: str | None) -> _Limits:
         backend = select_backend(device, chosen).name
     except RuntimeError:
         return _NOTHING
+    if backend == "cpu" and extension.MODULE is None:
+        return _NOTHING
     if backend != "cuda":
         return _Limits(backend, _CPU_DTYPES if backend == "cpu" else _16_BIT, MAX_HEAD_DIM)
     built = extension.load().build_info()
