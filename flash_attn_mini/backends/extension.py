@@ -52,8 +52,11 @@ def reserved_sms(count: int) -> Iterator[None]:
     """A context in which the Hopper forwards of this thread leave ``count`` SMs to kernels of other streams.
 
     A forward has a CTA on each SM until it ends, so a kernel of another stream waits unless some SMs are left free.
-    Kernels that split the keys of a KV cache do not read the number.
+    Kernels that split the keys of a KV cache do not read the number. Without the extension the context does nothing.
     """
+    if MODULE is None:
+        yield
+        return
     before = load().reserve_sms(count)
     try:
         yield

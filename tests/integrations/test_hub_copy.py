@@ -15,7 +15,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -366,6 +366,44 @@ def test_sdpa_of_one_leaves_the_other(copy: ModuleType, draw: torch.Generator) -
     after = counted(sdpa), counted(theirs)
     assert after[0].ours == before[0].ours + 1
     assert after[1] == (before[1].ours, before[1].pytorch + 1 + HAS_REGISTRY)
+
+
+@pytest.fixture
+def process_group(tmp_path: Path) -> Iterator[Any]:
+    """This process as a group."""
+    dist = torch.distributed
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'group'}", rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="this PyTorch has no torch.distributed")
+@pytest.mark.parametrize("strategy", ["ring", "all_gather"])
+@pytest.mark.parametrize("alibi", [False, True], ids=["plain", "alibi"])
+def test_context_parallel(
+    copy: ModuleType, process_group: Any, strategy: str, alibi: bool, draw: torch.Generator
+) -> None:
+    inputs = [torch.randn(1, 32, 2, 16, generator=draw) for _ in range(3)]
+    options = {"causal": True, "alibi_slopes": torch.rand(2, generator=draw) if alibi else None}
+    options |= {"return_attn_probs": True}
+    backend = "triton" if INTERPRETED else "cpu"
+    shards = copy.zigzag_shards(32, process_group)
+    weights = [torch.randn(1, 32, 2, 16, generator=draw), torch.randn(1, 2, 32, generator=draw)]
+    with copy.use_backend(backend):
+        found = differentiated(
+            lambda *qkv: copy.cp_flash_attn_func(*qkv, shards, strategy=strategy, **options), inputs, weights
+        )
+    expected = differentiated(lambda *qkv: flash_attn_mini.flash_attn_func(*qkv, **options), inputs, weights)
+    assert_close(found, expected)
+
+
+def test_blocks_of_alibi_in_float64_need_the_extension(copy: ModuleType) -> None:
+    """Blocks with an offset, of which a group of one process has none; the copy's ops take no float64."""
+    attention = SimpleNamespace(options=SimpleNamespace(alibi_slopes=torch.ones(2), backend="cpu"))
+    block = SimpleNamespace(rectangles=[SimpleNamespace(offset=5)])
+    for module, needs in ((flash_attn_mini, True), (copy, False)):
+        kernels = part(module, "context_parallel.kernels")
+        assert kernels._needs_float64(attention, block, torch.zeros(1)) is needs
 
 
 # ---- transformers ---------------------------------------------------------------------------------------------------
