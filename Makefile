@@ -35,7 +35,7 @@ XDIST = $(if $(shell $(PY) -c "import xdist" 2>/dev/null && echo 1),-n logical -
 HAS_GPU = $(shell $(PY) -c "import torch; print('1' if torch.cuda.is_available() else '')")
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu bench kernels lint format sanitize check-results build clean
+.PHONY: help demo test test-gpu bench kernels hub lint format sanitize check-results build clean
 
 help:  ## list the tasks
 	@sed -n 's/^\([a-z-]*\):[^#]*## */\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
@@ -56,6 +56,10 @@ bench: $(TEST) build  ## compare the GPU, else the CPU, with PyTorch; write benc
 
 kernels: $(BASE)  ## compile only the CUDA kernels (needs no torch and no GPU)
 	$(PY) setup.py build_kernels
+
+hub:  ## write a repository that Hugging Face's kernels load to build/hub (needs no torch)
+	rm -rf build/hub
+	$(PYTHON) -m build_tools.hub_repository build/hub
 
 lint: $(LINT)  ## check formatting, style and types
 	pre-commit run --all-files

@@ -28,11 +28,12 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-import flash_attn_mini
-
 from .backends import extension
+from .namespace import PACKAGE
 
 VERSION = "2.8.3"
+
+_this = sys.modules[PACKAGE]
 
 _EXTENSION = "flash_attn_2_cuda"
 _MODULES = ("flash_attn_interface", "bert_padding", "layers", "layers.rotary")
@@ -112,7 +113,7 @@ def install(force: bool = False) -> None:
     names = "flash_attn" if _EXTENSION not in modules else f"flash_attn and {_EXTENSION}"
     instead = "" if official is None else f" instead of {official}"
     print(
-        f"[flash_attn_mini] compat: import {names} ({VERSION}) now gives flash_attn_mini {flash_attn_mini.__version__}"
+        f"[flash_attn_mini] compat: import {names} ({VERSION}) now gives flash_attn_mini {_this.__version__}"
         f"{instead}, in this process",
         file=sys.stderr,
     )
@@ -147,19 +148,19 @@ def _is_ours_to_name(module: str) -> bool:
 
 def _modules() -> dict[str, ModuleType]:
     """The modules for sys.modules. ``flash_attn`` is a new module with the official version; the others are ours."""
-    package = ModuleType("flash_attn", flash_attn_mini.__doc__)
-    package.__spec__ = ModuleSpec("flash_attn", None, origin=flash_attn_mini.__file__, is_package=True)
-    package.__file__ = flash_attn_mini.__file__
+    package = ModuleType("flash_attn", _this.__doc__)
+    package.__spec__ = ModuleSpec("flash_attn", None, origin=_this.__file__, is_package=True)
+    package.__file__ = _this.__file__
     package.__path__ = []
     package.__version__ = VERSION  # type: ignore[attr-defined]
-    functions = [name for name in flash_attn_mini.__all__ if name.startswith("flash_attn_")]
+    functions = [name for name in _this.__all__ if name.startswith("flash_attn_")]
     package.__all__ = functions  # type: ignore[attr-defined]
     for name in functions:
-        setattr(package, name, getattr(flash_attn_mini, name))
+        setattr(package, name, getattr(_this, name))
 
     modules = {"flash_attn": package}
     for name in _MODULES:
-        module = importlib.import_module(f"flash_attn_mini.{name}")
+        module = importlib.import_module(f"{PACKAGE}.{name}")
         modules[f"flash_attn.{name}"] = module
         if "." not in name:
             setattr(package, name, module)

@@ -18,6 +18,7 @@ from .allocation import empty_contiguous_last
 from .backends import extension
 from .backends.extension import Gradients
 from .backends.triton import ops as triton_ops
+from .namespace import CUSTOM_OPS, qualified
 from .options import ROWS_MULTIPLE, KvCache, Options, Sequences
 from .rng_state import draw_in_program
 from .schemas import EQUAL_LENGTHS
@@ -49,7 +50,7 @@ def forward(
         return autograd.forward(q, k, v, sequences, options)
     if is_traced(q, k, v):
         rng_state = _traced_rng_state(options, q, k, v)
-        return torch.ops.flash_attn_mini.fwd(q, k, v, *(sequences or EQUAL_LENGTHS), *options, rng_state)  # type: ignore[no-any-return]
+        return CUSTOM_OPS.fwd(q, k, v, *(sequences or EQUAL_LENGTHS), *options, rng_state)  # type: ignore[no-any-return]
     return extension.forward(q, k, v, sequences, options)
 
 
@@ -63,7 +64,7 @@ def packed_forward(
         return autograd.packed_forward(q, packed, sequences, options)
     if is_traced(q, packed):
         inputs = (packed,) if q is None else (q, packed)
-        function, rng_state = torch.ops.flash_attn_mini.packed_fwd, _traced_rng_state(options, *inputs)
+        function, rng_state = CUSTOM_OPS.packed_fwd, _traced_rng_state(options, *inputs)
     else:
         function, rng_state = extension.MODULE.packed_fwd, None
     return function(q, packed, *(sequences or EQUAL_LENGTHS), *options, rng_state)  # type: ignore[no-any-return]
@@ -78,7 +79,7 @@ def forward_without_graph(
     rng_state: torch.Tensor | None,
 ) -> TwoTensors:
     """out and softmax_lse without a gradient, with the rng_state that the caller has drawn."""
-    operator = triton_ops.FORWARD if extension.MODULE is None else torch.ops.flash_attn_mini.fwd
+    operator = triton_ops.FORWARD if extension.MODULE is None else CUSTOM_OPS.fwd
     with torch.no_grad():
         out, softmax_lse, *_ = operator(q, k, v, *(sequences or EQUAL_LENGTHS), *options, rng_state)
     return out, softmax_lse
@@ -107,7 +108,7 @@ def backward(
     if given and not is_traced(*tensors, *given):
         run = triton_ops.backward_into if extension.MODULE is None else extension.backward
         return run(*tensors, dsoftmax_lse, sequences, options, rng_state, output_mask, into)
-    operator = triton_ops.BACKWARD if extension.MODULE is None else torch.ops.flash_attn_mini.bwd
+    operator = triton_ops.BACKWARD if extension.MODULE is None else CUSTOM_OPS.bwd
     *gradients, softmax_d = operator(
         *tensors, dsoftmax_lse, *(sequences or EQUAL_LENGTHS), *options, rng_state, list(output_mask)
     )
@@ -124,7 +125,7 @@ def forward_kvcache(
 
         return autograd.forward_kvcache(q, k_cache, v_cache, cache, options)
     if is_traced(q, k_cache, v_cache, cache.k, cache.v):
-        return torch.ops.flash_attn_mini.fwd_kvcache(q, k_cache, v_cache, *cache, *options)  # type: ignore[no-any-return]
+        return CUSTOM_OPS.fwd_kvcache(q, k_cache, v_cache, *cache, *options)  # type: ignore[no-any-return]
     return extension.forward_kvcache(q, k_cache, v_cache, cache, options)
 
 
@@ -220,4 +221,4 @@ if extension.MODULE is not None:
         "fwd_kvcache": _forward_kvcache_fake,
         "fwd_kvcache_backward": _forward_kvcache_backward_fake,
     }.items():
-        torch.library.register_fake(f"flash_attn_mini::{_name}")(_fake)
+        torch.library.register_fake(qualified(_name))(_fake)

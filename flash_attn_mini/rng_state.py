@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .namespace import CUSTOM_OPS, NAMESPACE, qualified
+
 _calls = itertools.count()
 
 
@@ -54,7 +56,7 @@ def _draw_in_vmap(info: Any, in_dims: Any, q: Tensor, others: list[Tensor], call
     return torch.stack([_DRAW(q, others, _call_number()) for _ in range(info.batch_size)]), 0
 
 
-_library = torch.library.Library("flash_attn_mini", "FRAGMENT")
+_library = torch.library.Library(NAMESPACE, "FRAGMENT")
 # Recomputation has to draw the same state again.
 _library.define(
     "draw_rng_state(Tensor q, Tensor[] others, int call) -> Tensor",
@@ -63,6 +65,6 @@ _library.define(
 _library.impl("draw_rng_state", _draw, "CPU")
 _library.impl("draw_rng_state", _draw, "CUDA")
 _register_fake: Callable[..., Any] = torch.library.register_fake
-_register_fake("flash_attn_mini::draw_rng_state", _draw_fake, lib=_library)
-torch.library.register_vmap("flash_attn_mini::draw_rng_state", _draw_in_vmap, lib=_library)
-_DRAW = torch.ops.flash_attn_mini.draw_rng_state.default
+_register_fake(qualified("draw_rng_state"), _draw_fake, lib=_library)
+torch.library.register_vmap(qualified("draw_rng_state"), _draw_in_vmap, lib=_library)
+_DRAW = CUSTOM_OPS.draw_rng_state.default

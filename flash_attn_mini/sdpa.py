@@ -31,8 +31,9 @@ import torch
 import torch.nn.attention
 
 from .backends import extension
+from .namespace import NAMESPACE
 
-NAME = "flash_attn_mini"  # in PyTorch's registry of implementations
+NAME = NAMESPACE  # in PyTorch's registry of implementations
 
 
 class Counts(NamedTuple):
@@ -109,7 +110,7 @@ def _register() -> _Handle:
     return _handle
 
 
-if _registry is not None:
+if _registry is not None and extension.MODULE is not None:
     _registry.register_flash_attention_impl(NAME, register_fn=_register)
 
 
@@ -138,7 +139,7 @@ def activate() -> None:
     """
     if is_active():
         return
-    if _registry is None:
+    if _registry is None or extension.MODULE is None:
         _register()
     else:
         _registry.activate_flash_attention_impl(NAME)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .backends import extension
+from .namespace import CUSTOM_OPS, qualified
 from .options import Options
 from .rng_state import draw_in_program
 from .schemas import EQUAL_LENGTHS
@@ -114,12 +115,11 @@ def _refuse_kvcache(info: Any, in_dims: Any, *arguments: Any) -> Any:
 
 
 if extension.MODULE is not None:
-    _ops = torch.ops.flash_attn_mini
     for _name, _rule in {
-        "fwd": _forward(_ops.fwd, 3),
-        "bwd": _backward(_ops.bwd, 7),
-        "packed_fwd": _forward(_ops.packed_fwd, 2),
-        "packed_bwd": _backward(_ops.packed_bwd, 6),
+        "fwd": _forward(CUSTOM_OPS.fwd, 3),
+        "bwd": _backward(CUSTOM_OPS.bwd, 7),
+        "packed_fwd": _forward(CUSTOM_OPS.packed_fwd, 2),
+        "packed_bwd": _backward(CUSTOM_OPS.packed_bwd, 6),
         "fwd_kvcache": _refuse_kvcache,
     }.items():
-        torch.library.register_vmap(f"flash_attn_mini::{_name}", _rule)
+        torch.library.register_vmap(qualified(_name), _rule)

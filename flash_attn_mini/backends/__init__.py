@@ -125,6 +125,13 @@ def backend_argument(device: torch.device, requested: str | None) -> str | None:
     return select_backend(device, requested).name
 
 
+def backend_of_op(device: torch.device, argument: str | None) -> Backend:
+    """The backend of an op, from the result of `backend_argument`, as csrc/api/backend_choice.cpp chooses it."""
+    if argument is not None:
+        return _resolve(device, argument, "the backend argument")
+    return _resolve(device, os.environ.get(ENVIRONMENT_VARIABLE) or None, ENVIRONMENT_VARIABLE)
+
+
 @functools.cache  # what a device can run does not change while the process lives
 def _resolve(device: torch.device, name: str | None, source: str) -> Backend:
     if name is not None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..namespace import INSTALLED, MAY_HAVE_EXTENSION, PACKAGE
 from ..options import NUM_OFFICIAL_OPTIONS, KvCache, Options, Sequences
 from ..schemas import EQUAL_LENGTHS
 
@@ -21,10 +22,13 @@ Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 MODULE: ModuleType | None = None  # None: not built, or it does not load
 _error: str | None = None
 
-try:
-    MODULE = importlib.import_module("flash_attn_mini._C")
-except ImportError as error:
-    _error = f"the extension flash_attn_mini._C does not load ({error}); build it with: pip install ."
+if MAY_HAVE_EXTENSION:
+    try:
+        MODULE = importlib.import_module(f"{INSTALLED}._C")
+    except ImportError as error:
+        _error = f"the extension flash_attn_mini._C does not load ({error}); build it with: pip install ."
+else:  # its ops have the namespace of the installed package
+    _error = f"this copy of the package, imported as {PACKAGE}, has no compiled extension; {INSTALLED} may have one"
 
 
 def missing_reason() -> str | None:
@@ -48,8 +52,11 @@ def reserved_sms(count: int) -> Iterator[None]:
     """A context in which the Hopper forwards of this thread leave ``count`` SMs to kernels of other streams.
 
     A forward has a CTA on each SM until it ends, so a kernel of another stream waits unless some SMs are left free.
-    Kernels that split the keys of a KV cache do not read the number.
+    Kernels that split the keys of a KV cache do not read the number. Without the extension the context does nothing.
     """
+    if MODULE is None:
+        yield
+        return
     before = load().reserve_sms(count)
     try:
         yield

@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flash_attn_mini.argument_checks import checked_options
-from flash_attn_mini.bert_padding import index_first_axis, index_put_first_axis
-from flash_attn_mini.flash_attn_interface import flash_attn_func, flash_attn_varlen_func
-from flash_attn_mini.kvcache import flash_attn_with_kvcache
-
+from ..argument_checks import checked_options
+from ..bert_padding import index_first_axis, index_put_first_axis
+from ..flash_attn_interface import flash_attn_func, flash_attn_varlen_func
+from ..kvcache import flash_attn_with_kvcache
+from ..namespace import NAMESPACE
 from .transformers_masks import (
     CLOSURES_ARE_TRACED,
     HOLES_UNDER_A_WINDOW,
@@ -43,7 +43,7 @@ try:
 except ImportError:  # no transformers, or one before 5
     _active_collector = None
 
-ATTENTION_NAME = "attn_mini"
+ATTENTION_NAME = NAMESPACE.replace("flash", "").lstrip("_")  # "attn_mini" for the installed package
 
 # Arguments of transformers for features that this version lacks, and the names of those in error messages. Other
 # arguments (position_ids, use_cache, ...) do not change the result.

@@ -13,17 +13,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flash_attn_mini import ops, schemas
-from flash_attn_mini.allocation import empty_contiguous_last
-from flash_attn_mini.options import Options, Sequences
-from flash_attn_mini.rng_state import draw_in_program
-from flash_attn_mini.score_mod import with_modified_rows
-from flash_attn_mini.transforms import autocast
+from .. import ops, schemas
+from ..allocation import empty_contiguous_last
+from ..namespace import CUSTOM_OPS, NAMESPACE, qualified
+from ..options import Options, Sequences
+from ..rng_state import draw_in_program
+from ..score_mod import with_modified_rows
+from ..transforms import autocast
 
 _LENGTHS = "Tensor cu_seqlens, Tensor sizes"
 _OPTIONS = f"{schemas.OPTIONS}, Tensor? rng_state"
 _tags = (torch.Tag.pt2_compliant_tag,)
-library = torch.library.Library("flash_attn_mini", "FRAGMENT")
+library = torch.library.Library(NAMESPACE, "FRAGMENT")
 library.define("_check_mask(Tensor x, Tensor holds, str message) -> Tensor", tags=_tags)
 library.define("_sequences_of_rows(Tensor begins) -> (Tensor cu_seqlens, Tensor sizes)", tags=_tags)
 library.define(
@@ -35,9 +36,8 @@ library.define(
     f" Tensor? dsoftmax_lse, {_LENGTHS}, {_OPTIONS}) -> (Tensor dq, Tensor dk, Tensor dv)",
     tags=_tags,
 )
-_ops = torch.ops.flash_attn_mini
-FORWARD = _ops._attend_to_sequences.default
-BACKWARD = _ops._attend_to_sequences_backward.default
+FORWARD = CUSTOM_OPS._attend_to_sequences.default
+BACKWARD = CUSTOM_OPS._attend_to_sequences_backward.default
 
 
 def checked(x: Tensor, holds: Tensor, message: str) -> Tensor:
@@ -46,7 +46,7 @@ def checked(x: Tensor, holds: Tensor, message: str) -> Tensor:
     Raises:
         NotImplementedError: With `message`, on the CPU; on a GPU a device-side assertion fails instead, without a wait.
     """
-    return _ops._check_mask(x, holds, message)  # type: ignore[no-any-return]
+    return CUSTOM_OPS._check_mask(x, holds, message)  # type: ignore[no-any-return]
 
 
 def sequences_of(begins: Tensor) -> tuple[Tensor, Tensor]:
@@ -59,7 +59,7 @@ def sequences_of(begins: Tensor) -> tuple[Tensor, Tensor]:
         cu_seqlens, int32 ``[batch * seqlen + 1]``: the first token of each sequence, then ``batch * seqlen`` in all
         other places. On the CPU int64 ``[2]``: the number of sequences, and the length of the longest.
     """
-    return _ops._sequences_of_rows(begins)  # type: ignore[no-any-return]
+    return CUSTOM_OPS._sequences_of_rows(begins)  # type: ignore[no-any-return]
 
 
 def attend_to_sequences(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[Tensor, Tensor], options: Options) -> Tensor:
@@ -164,5 +164,5 @@ for _name, _run, _fake in (
 ):
     for _dispatch_key in ("CPU", "CUDA"):
         library.impl(_name, _run, _dispatch_key)
-    torch.library.register_fake(f"flash_attn_mini::{_name}", _fake, lib=library)
-torch.library.register_autograd("flash_attn_mini::_attend_to_sequences", _gradients, setup_context=_save, lib=library)
+    torch.library.register_fake(qualified(_name), _fake, lib=library)
+torch.library.register_autograd(qualified("_attend_to_sequences"), _gradients, setup_context=_save, lib=library)

@@ -16,15 +16,16 @@ import torch
 from torch import Tensor
 
 from ..argument_checks import as_length, check_tensor, wrong_type
+from ..namespace import CUSTOM_OPS, NAMESPACE, qualified
 from ..ops import is_traced
 
-library = torch.library.Library("flash_attn_mini", "FRAGMENT")
+library = torch.library.Library(NAMESPACE, "FRAGMENT")
 library.define(
     "_apply_rotary(Tensor x, Tensor cos, Tensor sin, SymInt offset, Tensor? offsets, Tensor? cu_seqlens,"
     " bool interleaved, bool conjugate) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
-_operator = torch.ops.flash_attn_mini._apply_rotary.default
+_operator = CUSTOM_OPS._apply_rotary.default
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, *arguments: Any) -> Tensor:
@@ -48,7 +49,7 @@ def _apply_rotary_fake(x: Tensor, *arguments: Any) -> Tensor:
 
 
 library.impl("_apply_rotary", _apply_rotary, "CompositeExplicitAutograd")
-torch.library.register_fake("flash_attn_mini::_apply_rotary", _apply_rotary_fake, lib=library)
+torch.library.register_fake(qualified("_apply_rotary"), _apply_rotary_fake, lib=library)
 
 
 # ---- derivatives: a Function for eager code and torch.func, autograd of the op for compilers -------------------------
@@ -119,8 +120,8 @@ def _vmap(info: Any, in_dims: tuple[int | None, ...], x: Tensor, *arguments: Any
     return torch.stack([apply_rotary(*call) for call in calls]), 0
 
 
-torch.library.register_autograd("flash_attn_mini::_apply_rotary", _backward, setup_context=_save, lib=library)
-torch.library.register_vmap("flash_attn_mini::_apply_rotary", _vmap, lib=library)
+torch.library.register_autograd(qualified("_apply_rotary"), _backward, setup_context=_save, lib=library)
+torch.library.register_vmap(qualified("_apply_rotary"), _vmap, lib=library)
 
 
 # ---- the two implementations -----------------------------------------------------------------------------------------

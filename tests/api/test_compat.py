@@ -209,7 +209,7 @@ def test_install_can_be_forced_over_the_official_package(official: Path) -> None
         theirs = flash_attn
         compat.install(force=True)
         import flash_attn
-        assert flash_attn.flash_attn_func is compat.flash_attn_mini.flash_attn_func
+        assert flash_attn.flash_attn_func is compat._this.flash_attn_func
         assert importlib.metadata.version("flash-attn") == "2.8.3"
         try:
             import flash_attn.losses  # of the other package: never mixed

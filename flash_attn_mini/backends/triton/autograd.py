@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ... import schemas
+from ...namespace import CUSTOM_OPS, qualified
 from ...options import KvCache, Options, Sequences
 from ...rng_state import draw_in_program
 from ...score_mod import GRADIENTS
@@ -200,15 +201,13 @@ def _compiled_backward(ctx: Any, dout: Tensor | None, dsoftmax_lse: Tensor | Non
 
 # `triton_fwd` with its gradient in compiled code.
 ops.define_forward("triton_attention")
-torch.library.register_autograd(
-    "flash_attn_mini::triton_attention", _compiled_backward, setup_context=_save, lib=ops.library
-)
-ATTENTION = torch.ops.flash_attn_mini.triton_attention.default
+torch.library.register_autograd(qualified("triton_attention"), _compiled_backward, setup_context=_save, lib=ops.library)
+ATTENTION = CUSTOM_OPS.triton_attention.default
 
 # A compiled program may contain it: it raises when it runs, not when it is traced.
 ops.library.define("triton_no_backward(Tensor dout, SymInt[] size) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 for _dispatch_key in ("CPU", "CUDA"):
     ops.library.impl("triton_no_backward", _no_backward, _dispatch_key)
 _register_fake: Callable[..., Any] = torch.library.register_fake
-_register_fake("flash_attn_mini::triton_no_backward", _no_backward_fake, lib=ops.library)
-NO_BACKWARD = torch.ops.flash_attn_mini.triton_no_backward.default
+_register_fake(qualified("triton_no_backward"), _no_backward_fake, lib=ops.library)
+NO_BACKWARD = CUSTOM_OPS.triton_no_backward.default

@@ -15,17 +15,18 @@ from torch import Tensor
 
 from ... import schemas, tracing
 from ...allocation import empty_contiguous_last, without_neg
+from ...namespace import CUSTOM_OPS, MAY_HAVE_EXTENSION, NAMESPACE, qualified
 from ...options import ROWS_MULTIPLE, KvCache, Options, Sequences
 from .. import extension
 from . import checks, unavailable_reason
 
-library = torch.library.Library("flash_attn_mini", "FRAGMENT")
+library = torch.library.Library(NAMESPACE, "FRAGMENT")
 _tags = (torch.Tag.pt2_compliant_tag,)
 library.define(f"triton_bwd{schemas.BACKWARD}{schemas.GRADIENTS}", tags=_tags)
 library.define(f"triton_fwd_kvcache{schemas.KVCACHE_FORWARD}{schemas.OUT_AND_LSE}", tags=_tags)
 
-BACKWARD = torch.ops.flash_attn_mini.triton_bwd.default
-KVCACHE_FORWARD = torch.ops.flash_attn_mini.triton_fwd_kvcache.default
+BACKWARD = CUSTOM_OPS.triton_bwd.default
+KVCACHE_FORWARD = CUSTOM_OPS.triton_fwd_kvcache.default
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 GradientsAndSums = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor]
@@ -106,9 +107,9 @@ def forward(
             tracing.trace("triton_fwd", q=q, k=k, v=v)
         checks.check_forward(q, k, v, sequences, options)
         checks.check_rng_state(rng_state, options.dropout_p, q)
-    _check_device(q.device)
+    run = _implementation(q.device, options).forward.forward
     q, k, v = without_neg(q), without_neg(k), without_neg(v)
-    results: tuple[Tensor, Tensor] = _launchers().forward.forward(q, k, v, sequences, _readable(options), rng_state)
+    results: tuple[Tensor, Tensor] = run(q, k, v, sequences, _readable(options), rng_state)
     return results
 
 
@@ -149,11 +150,11 @@ def backward(
                 "with block_table); backends that have it: none. Available: torch.no_grad(), or k and v without pages"
             )
         checks.check_backward(*tensors, sequences, options, rng_state, into)
-    _check_device(q.device)
+    run = _implementation(q.device, options).backward.backward
     readable: list[Any] = [None if x is None else without_neg(x) for x in tensors]
     direct = [None if x is None or x.stride(-1) != 1 or x.is_neg() else x for x in into]
     readable += [sequences, _readable(options), rng_state, output_mask, direct]
-    *gradients, softmax_d = _launchers().backward.backward(*readable)
+    *gradients, softmax_d = run(*readable)
     dq, dk, dv = (
         gradient if gradient is None or given is None or written is given else given.copy_(gradient)
         for gradient, given, written in zip(gradients, into, direct, strict=True)
@@ -184,11 +185,9 @@ def forward_kvcache(
         if tracing.enabled():
             tracing.trace("triton_fwd_kvcache", q=q, k_cache=k_cache, v_cache=v_cache)
         checks.check_kvcache(q, k_cache, v_cache, cache, options)
-    _check_device(q.device)
+    run = _implementation(q.device, options).kvcache.forward_kvcache
     readable: list[Any] = [without_neg(x) if isinstance(x, Tensor) else x for x in cache]
-    results: tuple[Tensor, Tensor] = _launchers().kvcache.forward_kvcache(
-        without_neg(q), k_cache, v_cache, KvCache(*readable), _readable(options)
-    )
+    results: tuple[Tensor, Tensor] = run(without_neg(q), k_cache, v_cache, KvCache(*readable), _readable(options))
     if checks_here and cache.k is not None:
         for x in (k_cache, v_cache):
             if not x.is_inference():  # tensors made in inference mode have no version
@@ -209,6 +208,17 @@ def _check_backend(device: torch.device, requested: str | None) -> None:
     from .. import select_backend
 
     select_backend(device, requested)
+
+
+def _implementation(device: torch.device, options: Options) -> _Launchers:
+    """The modules that compute a call: on the CPU, in a copy of the package without the extension, the reference."""
+    if device.type == "cpu" and not MAY_HAVE_EXTENSION:
+        from .. import backend_of_op, cpu_reference
+
+        if backend_of_op(device, options.backend).name == "cpu":
+            return _Launchers(cpu_reference, cpu_reference, cpu_reference)
+    _check_device(device)
+    return _launchers()
 
 
 def _check_device(device: torch.device) -> None:
@@ -250,17 +260,17 @@ def _refuse_vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
 
 
 _register_fake: Callable[..., Any] = torch.library.register_fake
-_register_fake("flash_attn_mini::triton_bwd", _backward_fake, lib=library)
-_register_fake("flash_attn_mini::triton_fwd_kvcache", _forward_fake, lib=library)
-torch.library.register_vmap("flash_attn_mini::triton_fwd_kvcache", _refuse_vmap, lib=library)
+_register_fake(qualified("triton_bwd"), _backward_fake, lib=library)
+_register_fake(qualified("triton_fwd_kvcache"), _forward_fake, lib=library)
+torch.library.register_vmap(qualified("triton_fwd_kvcache"), _refuse_vmap, lib=library)
 
 
 def define_forward(name: str) -> None:
     """Define an op that is the forward."""
     library.define(f"{name}{schemas.FORWARD}{schemas.OUT_AND_LSE}", tags=_tags)
     _implement(name, _forward)
-    _register_fake(f"flash_attn_mini::{name}", _forward_fake, lib=library)
+    _register_fake(qualified(name), _forward_fake, lib=library)
 
 
 define_forward("triton_fwd")
-FORWARD = torch.ops.flash_attn_mini.triton_fwd.default
+FORWARD = CUSTOM_OPS.triton_fwd.default
