@@ -14,6 +14,7 @@
 
 #include "api/allocation.h"
 #include "api/check_tensors.h"
+#include "api/set_params.h"
 #include "common/message.h"
 #include "common/trace.h"
 
@@ -130,7 +131,8 @@ Options readable(Options options, const at::Tensor &softmax_lse) {
         }
     });
     if (options.learnable_sink.has_value()) {
-        options.learnable_sink = options.learnable_sink->to(softmax_lse.scalar_type()).contiguous();
+        const at::Tensor &sink = *options.learnable_sink;  // CUDA kernels read its own dtype
+        options.learnable_sink = (sink.is_cuda() ? sink : sink.to(softmax_lse.scalar_type())).contiguous();
     }
     return options;
 }
@@ -155,6 +157,7 @@ void set_score_mod(Flash_fwd_params &params, const Options &options, double soft
     }
     if (options.learnable_sink.has_value()) {
         params.sink = options.learnable_sink->data_ptr();
+        params.sink_dtype = dtype_of(*options.learnable_sink);
         params.sink_batch_stride = batch_stride_of(*options.learnable_sink);
     }
 }
