@@ -118,6 +118,7 @@ def kernel_objects(selection: Selection) -> list[KernelObject]:
         add(f"flash_fwd_{name}_splitkv", "kvcache/splitkv_instantiation.cu", defines, others)
     for dtype in selection.dtypes:
         add(f"append_kv_{dtype}", "kvcache/append_instantiation.cu", (f"-DFLASH_DTYPE={ALL_DTYPES[dtype]}",), others)
+    add("row_mod_gradient", "common/row_mod_gradient.cu", (), others)
     return objects
 
 

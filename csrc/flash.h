@@ -59,14 +59,15 @@ struct Flash_fwd_params {
     int64_t lse_batch_stride = 0;  // elements; varlen 0
     int64_t lse_head_stride = 0;   // elements: seqlen_q, varlen total_q
 
-    DType dtype = DType::float16;  // of q, k, v and o
-    int b = 0;                     // batch: sequences
-    int h = 0;                     // query heads, a multiple of h_k
-    int h_k = 0;                   // key/value heads
-    int h_h_k_ratio = 1;           // h / h_k: query heads that share one key/value head
-    int seqlen_q = 0;              // queries per sequence; varlen: of the longest
-    int seqlen_k = 0;              // keys per sequence; varlen: of the longest
-    int d = 0;                     // head dim, at most kMaxHeadDim
+    DType dtype = DType::float16;       // of q, k, v and o
+    DType sink_dtype = DType::float32;  // of sink
+    int b = 0;                          // batch: sequences
+    int h = 0;                          // query heads, a multiple of h_k
+    int h_k = 0;                        // key/value heads
+    int h_h_k_ratio = 1;                // h / h_k: query heads that share one key/value head
+    int seqlen_q = 0;                   // queries per sequence; varlen: of the longest
+    int seqlen_k = 0;                   // keys per sequence; varlen: of the longest
+    int d = 0;                          // head dim, at most kMaxHeadDim
 
     const int *cu_seqlens_q = nullptr;     // varlen: [b + 1] rows of q before each sequence; null: equal lengths
     const int *cu_seqlens_k = nullptr;     // varlen: [b + 1] the same for k and v; paged: only its differences count
@@ -93,8 +94,8 @@ struct Flash_fwd_params {
     const float *alibi_slopes = nullptr;    // [b, h]: scores get -slope * |i + seqlen_k - seqlen_q - j|; null: off
     int64_t alibi_slopes_batch_stride = 0;  // elements; 0 when all sequences have the same slopes
 
-    const void *sink = nullptr;     // [b, h]: a logit that joins each row's softmax without a value (common/sink.h), of
-                                    // the type of softmax_lse; null: off
+    const void *sink = nullptr;     // [b, h]: a logit that joins each row's softmax without a value
+                                    // (common/row_mod.h); null: off
     int64_t sink_batch_stride = 0;  // elements; 0 when all sequences have the same sinks
 
     double p_dropout = 0.0;              // probability of dropping an attention probability; 0 = off

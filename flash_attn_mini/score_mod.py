@@ -77,9 +77,10 @@ def sink_gradient(
         return torch.zeros_like(sink)
     delta = softmax_d[..., :rows] if cu_seqlens_q is None else _rows_of_sequences(softmax_d, cu_seqlens_q, rows)
     logits = sink.to(softmax_lse.dtype)[..., None]
-    if dsoftmax_lse is not None:  # the lse of a row without keys is the sink
-        delta = torch.where(softmax_lse == logits, -dsoftmax_lse, delta)
-    products = torch.exp(logits - softmax_lse) * delta
+    is_all = softmax_lse == logits  # as in a row without keys, whose lse is the sink, -inf too
+    if dsoftmax_lse is not None:
+        delta = torch.where(is_all, -dsoftmax_lse, delta)
+    products = torch.exp((logits - softmax_lse).masked_fill(is_all, 0.0)) * delta
     if cu_seqlens_q is not None:  # a row of no sequence has an undefined log-sum-exp, and delta 0
         products = torch.where(delta == 0.0, delta, products)
     of_batch = sink.ndim == 1 and products.ndim == 3

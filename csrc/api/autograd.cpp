@@ -176,12 +176,11 @@ public:
         }
         const auto computed = ops::call<Backward, SymInt>(backward);
         take(computed, backward.output_mask, results, std::make_index_sequence<kInputs>());
-        const RowStatistics rows{backward.softmax_lse, std::get<kInputs>(computed), dsoftmax_lse,
-                                 call.sequences.cu_seqlens_q};
         input = kInputs;
         for_each_tensor(call.options, [&](const char *name, const Optional &x) {
             if (task_should_compute_output(input)) {
-                results[input] = option_gradient(name, *x, rows);
+                results[input] = option_gradient(name, *x, backward.softmax_lse, std::get<kInputs>(computed),
+                                                 backward.dsoftmax_lse, call.sequences.cu_seqlens_q);
             }
             ++input;
         });

@@ -15,6 +15,7 @@
 #include "api/backend_choice.h"
 #include "api/checks.h"
 #include "api/flash_api.h"
+#include "api/score_mod.h"
 #include "common/message.h"
 #include "common/trace.h"
 
@@ -131,6 +132,16 @@ Tensor forward_kvcache_backward(const Tensor &, at::IntArrayRef) {
                                 "training");
 }
 
+// The gradient of an option, computed by kFunction.
+constexpr char kOptionGradient[] = "flash_attn_mini::option_gradient";
+using OptionGradient = Tensor(c10::string_view, const Tensor &, const Tensor &, const Tensor &, const Optional &,
+                              const Optional &);
+template <auto kFunction>
+Tensor option_gradient_by(c10::string_view option, const Tensor &x, const Tensor &softmax_lse, const Tensor &softmax_d,
+                          const Optional &dsoftmax_lse, const Optional &cu_seqlens_q) {
+    return kFunction(std::string(option), x, {softmax_lse, softmax_d, dsoftmax_lse, cu_seqlens_q});
+}
+
 // ---- autocast -------------------------------------------------------------------------------------------------------
 
 // Casts as PyTorch casts the inputs of scaled_dot_product_attention.
@@ -210,6 +221,10 @@ void define_and_implement(torch::Library &library) {
     define<PackedBwd>(library, PackedInputs::kGradients, tags);
     define<KvCache>(library, "(Tensor out, Tensor softmax_lse)", tags);
     library.def("fwd_kvcache_backward(Tensor dout, SymInt[] size) -> Tensor", tags);
+    library.def(
+        "option_gradient(str option, Tensor x, Tensor softmax_lse, Tensor softmax_d, Tensor? dsoftmax_lse, "
+        "Tensor? cu_seqlens_q) -> Tensor",
+        tags);
 
     implement<Fwd, forward>(library);
     implement<Bwd, separate_backward>(library);
@@ -219,6 +234,11 @@ void define_and_implement(torch::Library &library) {
     for (const auto key : {c10::DispatchKey::CPU, c10::DispatchKey::CUDA}) {
         library.impl("fwd_kvcache_backward", key, forward_kvcache_backward);
     }
+    for (const auto key :
+         {c10::DispatchKey::CompositeImplicitAutograd, c10::DispatchKey::FuncTorchBatchedDecomposition}) {
+        library.impl(kOptionGradient, key, option_gradient_by<flash::option_gradient>);
+    }
+    library.impl(kOptionGradient, c10::DispatchKey::CUDA, option_gradient_by<option_gradient_cuda>);
     for (const char *name : {Fwd::kName, Bwd::kName, PackedFwd::kName, PackedBwd::kName, KvCache::kName}) {
         fall_through_negation(library, name);
     }
@@ -267,6 +287,15 @@ SeparateInputs::Gradients backward(const BwdCall<SeparateInputs, int64_t> &call,
     store(std::get<1>(results), dk);
     store(std::get<2>(results), dv);
     return results;
+}
+
+Tensor option_gradient(const std::string &option, const Tensor &x, const Tensor &softmax_lse, const Tensor &softmax_d,
+                       const Optional &dsoftmax_lse, const Optional &cu_seqlens_q) {
+    if (at::GradMode::is_enabled()) {
+        return flash::option_gradient(option, x, {softmax_lse, softmax_d, dsoftmax_lse, cu_seqlens_q});
+    }
+    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(kOptionGradient, "").typed<OptionGradient>();
+    return op.call(option, x, softmax_lse, softmax_d, dsoftmax_lse, cu_seqlens_q);
 }
 
 void register_library() {

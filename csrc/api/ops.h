@@ -199,6 +199,11 @@ void register_library();
 SeparateInputs::Gradients backward(const BwdCall<SeparateInputs, int64_t> &call, const Optional &dq, const Optional &dk,
                                    const Optional &dv, bool zero_tensors = false);
 
+// The gradient of an option (score_mod.h) for the graph node of a forward: through the dispatcher, or where the graph
+// of the gradient itself is recorded, by differentiable operators.
+Tensor option_gradient(const std::string &option, const Tensor &x, const Tensor &softmax_lse, const Tensor &softmax_d,
+                       const Optional &dsoftmax_lse, const Optional &cu_seqlens_q);
+
 // The gradients of the ops: kernels for the dispatch key Autograd (autograd.cpp).
 void register_autograd(torch::Library &library);
 

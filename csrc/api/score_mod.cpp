@@ -14,8 +14,16 @@
 
 #include "api/allocation.h"
 #include "api/check_tensors.h"
+#include "api/set_params.h"
 #include "common/message.h"
 #include "common/trace.h"
+
+#ifdef FLASH_WITH_CUDA
+#include <ATen/ops/empty.h>
+#include <c10/core/DeviceGuard.h>
+
+#include "dispatch/run_mha.h"
+#endif
 
 namespace flash {
 namespace {
@@ -99,10 +107,11 @@ at::Tensor sink_gradient(const at::Tensor &sink, const RowStatistics &rows) {
     at::Tensor delta = rows.cu_seqlens_q.has_value() ? rows_of_sequences(rows.softmax_d, *rows.cu_seqlens_q, count)
                                                      : rows.softmax_d.narrow_symint(-1, 0, count);
     const at::Tensor logits = sink.to(lse.scalar_type()).unsqueeze(-1);
-    if (rows.dsoftmax_lse.defined()) {  // softmax_d does not have it in rows without keys, whose lse is the sink
-        delta = at::where(lse.eq(logits), rows.dsoftmax_lse.neg(), delta);
+    const at::Tensor is_all = lse.eq(logits);  // as in a row without keys, whose lse is the sink, -inf too
+    if (rows.dsoftmax_lse.has_value()) {       // softmax_d does not have it there
+        delta = at::where(is_all, rows.dsoftmax_lse->neg(), delta);
     }
-    at::Tensor products = logits.sub(lse).exp().mul(delta);
+    at::Tensor products = logits.sub(lse).masked_fill(is_all, 0.0).exp().mul(delta);
     if (rows.cu_seqlens_q.has_value()) {  // a row of no sequence has an undefined log-sum-exp, and delta 0
         products = at::where(delta.eq(0.0), delta, products);
     }
@@ -110,6 +119,42 @@ at::Tensor sink_gradient(const at::Tensor &sink, const RowStatistics &rows) {
     const at::Tensor sum = is_of_batch ? products.sum(at::IntArrayRef({0, 2})) : products.sum(-1);
     return sum.neg().to(sink.scalar_type());
 }
+
+#ifdef FLASH_WITH_CUDA
+// The same by one kernel; undefined if this build has none for these tensors.
+at::Tensor sink_gradient_by_kernel(const at::Tensor &given_sink, const RowStatistics &rows) {
+    if (rows.softmax_lse.scalar_type() != at::kFloat || rows.softmax_lse.numel() == 0) {
+        return {};
+    }
+    const c10::OptionalDeviceGuard device_guard(given_sink.device());
+    const auto dense = [](const at::Tensor &x) { return without_neg(x.contiguous()); };
+    const at::Tensor sink = dense(given_sink), lse = dense(rows.softmax_lse), softmax_d = dense(rows.softmax_d),
+                     dlse = rows.dsoftmax_lse.has_value() ? dense(*rows.dsoftmax_lse) : at::Tensor(),
+                     cu_seqlens = rows.cu_seqlens_q.has_value() ? rows.cu_seqlens_q->contiguous() : at::Tensor();
+    Flash_bwd_params params;
+    params.sink = sink.data_ptr();
+    params.sink_dtype = dtype_of(sink);
+    params.sink_batch_stride = batch_stride_of(sink);
+    params.softmax_lse = lse.data_ptr();
+    params.dsoftmax_lse = dlse.defined() ? dlse.data_ptr() : nullptr;
+    params.dsoftmax_sum = softmax_d.data_ptr();
+    params.h = static_cast<int>(lse.size(-2));
+    params.lse_head_stride = lse.size(-1);
+    params.padded_head_stride = softmax_d.size(-1);
+    if (cu_seqlens.defined()) {
+        params.b = static_cast<int>(cu_seqlens.size(0)) - 1;
+        params.total_q = lse.size(-1);
+        params.cu_seqlens_q = cu_seqlens.data_ptr<int>();
+    } else {
+        params.b = static_cast<int>(lse.size(0));
+        params.seqlen_q = static_cast<int>(lse.size(-1));
+        params.lse_batch_stride = params.h * params.lse_head_stride;
+        params.padded_batch_stride = params.h * params.padded_head_stride;
+    }
+    const at::Tensor gradient = at::empty(sink.sizes(), sink.options());
+    return run_row_mod_gradient(params, gradient.data_ptr()) ? gradient : at::Tensor();
+}
+#endif
 
 }  // namespace
 
@@ -130,7 +175,8 @@ Options readable(Options options, const at::Tensor &softmax_lse) {
         }
     });
     if (options.learnable_sink.has_value()) {
-        options.learnable_sink = options.learnable_sink->to(softmax_lse.scalar_type()).contiguous();
+        const at::Tensor &sink = *options.learnable_sink;  // CUDA kernels read its own dtype
+        options.learnable_sink = (sink.is_cuda() ? sink : sink.to(softmax_lse.scalar_type())).contiguous();
     }
     return options;
 }
@@ -155,6 +201,7 @@ void set_score_mod(Flash_fwd_params &params, const Options &options, double soft
     }
     if (options.learnable_sink.has_value()) {
         params.sink = options.learnable_sink->data_ptr();
+        params.sink_dtype = dtype_of(*options.learnable_sink);
         params.sink_batch_stride = batch_stride_of(*options.learnable_sink);
     }
 }
@@ -179,6 +226,16 @@ bool has_gradient(const std::string &option) {
 at::Tensor option_gradient(const std::string &option, const at::Tensor &x, const RowStatistics &rows) {
     FLASH_CHECK(has_gradient(option), option, " has no gradient");
     return sink_gradient(x, rows);
+}
+
+at::Tensor option_gradient_cuda(const std::string &option, const at::Tensor &x, const RowStatistics &rows) {
+#ifdef FLASH_WITH_CUDA
+    const at::Tensor gradient = sink_gradient_by_kernel(x, rows);
+    if (gradient.defined()) {
+        return gradient;
+    }
+#endif
+    return option_gradient(option, x, rows);
 }
 
 }  // namespace flash

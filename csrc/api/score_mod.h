@@ -16,7 +16,7 @@ void check_score_mod(const Options &options, const at::Tensor &q, int64_t batch)
 
 // The options with tensors that kernels can read. They must live until the kernels are launched.
 Options readable(Options options, const at::Tensor &softmax_lse);
-// The same for the kernels of the backward. They read no sink, because softmax_lse includes it.
+// The same for the kernels of the backward. softmax_lse includes what joined the rows.
 Options readable_by_backward(Options options, const at::Tensor &softmax_lse);
 
 // options: readable. softmax_scale: as for set_params_fprop.
@@ -30,14 +30,17 @@ void fill_lse_without_keys(const at::Tensor &softmax_lse, const Options &options
 
 // Row statistics of a backward.
 struct RowStatistics {
-    const at::Tensor &softmax_lse;   // of the forward
-    const at::Tensor &softmax_d;     // delta, padded: see Flash_bwd_params::dsoftmax_sum
-    const at::Tensor &dsoftmax_lse;  // undefined: zeros
+    const at::Tensor &softmax_lse;  // of the forward
+    const at::Tensor &softmax_d;    // delta, padded: see Flash_bwd_params::dsoftmax_sum
+    const Optional &dsoftmax_lse;   // none: zeros
     const Optional &cu_seqlens_q;
 };
 
-// Whether the option of this name has a gradient, and the gradient of that option x.
+// Whether the option of this name has a gradient.
 bool has_gradient(const std::string &option);
+// The gradient of the option x, by ATen's operators: of any tensors, differentiable.
 at::Tensor option_gradient(const std::string &option, const at::Tensor &x, const RowStatistics &rows);
+// The same of CUDA tensors, by one kernel where this build has it.
+at::Tensor option_gradient_cuda(const std::string &option, const at::Tensor &x, const RowStatistics &rows);
 
 }  // namespace flash

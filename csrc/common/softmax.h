@@ -82,7 +82,7 @@ struct Softmax {
             reference[row] = __fmul_rn(row_max[row], softmax_scale);
             weight[row] = 1.0f;
         }
-        if (row_mod.is_on()) {
+        if (row_mod.logit() != -INFINITY) {
             CUTE_UNROLL
             for (int row = 0; row < kNRows; ++row) {
                 weight[row] = row_mod.join(reference[row], total[row]);

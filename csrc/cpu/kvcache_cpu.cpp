@@ -151,7 +151,8 @@ struct PartialRow {
     template <typename Element>
     void store(Element *out, Acc *lse, int d, double scale, const RowMod<Acc> &row_mod) const {
         Acc reference = *m * Acc(scale), sum = *l;
-        const Acc weight = row_mod.is_on() ? row_mod.join(reference, sum) : Acc(1);
+        const Acc weight =
+            row_mod.logit() > -std::numeric_limits<Acc>::infinity() ? row_mod.join(reference, sum) : Acc(1);
         *lse = sum == 0 ? -std::numeric_limits<Acc>::infinity() : reference + std::log(sum);
         const Acc factor = sum == 0 ? Acc(0) : weight / sum;
         for (int c = 0; c < d; ++c) out[c] = Element(o[c] * factor);

@@ -160,8 +160,9 @@ protected:
         for (int i = 0; i < p.rows; ++i) {
             Acc reference = p.state.m[i] * scale_, sum = p.state.l[i];
             const int64_t row = block_.row_begin + p.row + i;
-            const RowMod<Acc> row_mod(params_, group_.bidb, group_.head(row));
-            const Acc weight = row_mod.is_on() ? row_mod.join(reference, sum) : Acc(1);
+            const Acc weight = RowMod<Acc>::is_on(params_)
+                                   ? RowMod<Acc>(params_, group_.bidb, group_.head(row)).join(reference, sum)
+                                   : Acc(1);
             static_cast<Acc *>(params_.softmax_lse)[group_.lse_index(row)] =
                 sum == 0 ? -std::numeric_limits<Acc>::infinity() : reference + std::log(sum);
             p.state.l[i] = sum == 0 ? Acc(0) : weight * Acc(dropout_.scale) / sum;

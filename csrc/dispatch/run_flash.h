@@ -25,6 +25,10 @@ void run_mha_bwd_cpu(const Flash_bwd_params &params);
 // on the calling thread's at::parallel_for pool. Throws std::bad_alloc for lack of memory.
 void run_mha_fwd_kvcache_cpu(const Flash_fwd_params &params);
 
+// Writes the gradient of what joins each row (common/row_mod.h), contiguous and in its dtype, from the row statistics
+// of params. Throws std::runtime_error if the launch fails.
+void run_row_mod_gradient(const Flash_bwd_params &params, void *gradient, cudaStream_t stream);
+
 namespace sm80 {
 
 // Throws std::runtime_error if the launch fails.

@@ -250,6 +250,15 @@ void run_mha_bwd_cuda(Flash_bwd_params &params) {
 
 }  // namespace
 
+bool run_row_mod_gradient(const Flash_bwd_params &params, void *gradient) {
+    const DeviceProperties &gpu = device_properties();
+    if (!runs_on(gpu.major, gpu.minor)) {
+        return false;
+    }
+    run_row_mod_gradient(params, gradient, c10::cuda::getCurrentCUDAStream().stream());
+    return true;
+}
+
 int64_t splitkv_scratch_floats(const Flash_fwd_params &params) {
     check_built(params);
     const CacheKernel kernel = params.seqlen_q == 0 ? CacheKernel::forward : cache_kernel(params);

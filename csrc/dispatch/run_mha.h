@@ -19,6 +19,10 @@ void run_mha_bwd(Flash_bwd_params &params, c10::Device device);
 void run_mha_fwd_kvcache(Flash_fwd_params &params, c10::Device device);
 
 #ifdef FLASH_WITH_CUDA
+// The gradient of what joins each row (run_flash.h), on the current stream. False if no kernel of this build runs on
+// the GPU.
+bool run_row_mod_gradient(const Flash_bwd_params &params, void *gradient);
+
 // Floats that a call with a cache needs as KvCache::scratch on CUDA.
 int64_t splitkv_scratch_floats(const Flash_fwd_params &params);
 #endif

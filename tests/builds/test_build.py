@@ -206,6 +206,7 @@ WITHOUT_SM90 = {
     *(f"flash_bwd_hdim32_bf16_{kind}_sm80" for kind in ("any", *kernels.read_kinds().backward)),
     *("flash_fwd_hdim32_bf16_sm80", "flash_fwd_hdim32_bf16_paged_sm80", "flash_fwd_hdim128_bf16_paged_sm80"),
     *("flash_fwd_hdim32_bf16_splitkv", "flash_fwd_hdim128_bf16_splitkv", "append_kv_bf16"),
+    "row_mod_gradient",
 }
 WITH_SM90 = {
     "flash_fwd_hdim128_bf16_sm80",

@@ -86,6 +86,7 @@ CACHES = [
 SMALL = ("sinks_no_keys", "sinks_33", "sinks_decode", "sinks_small", "sinks_varlen_small", "sinks_varlen_no_keys",
          "sinks_cache_small", "sinks_cache_empty", "sinks_cache_new")  # fmt: skip
 
+WITHOUT_KEYS = [case for case in CASES if case.name in ("sinks_rows_without_keys", "sinks_small")]
 OF_OTHERS = [case for case in CASES if case.name == "sinks_small"]
 CAUSAL = [case for case in CASES if case.name in ("sinks_causal", "sinks_33")]
 
@@ -202,6 +203,25 @@ def test_extreme_sinks(case: Case, kernels: str, device: str, dtype: torch.dtype
         torch.testing.assert_close(lse, torch.full_like(lse, logit))
 
 
+@on_backends(WITHOUT_KEYS)
+def test_gradient_of_a_sink_of_minus_infinity(
+    case: Case, kernels: str, device: str, dtype: torch.dtype, seed: int, described_seed: str
+) -> None:
+    """It has no part in rows with keys, and is the log-sum-exp of rows without."""
+    inputs, dout = make_inputs(case, dtype, device, seed), make_dout(case, dtype, device, seed)
+    dlse = make_dlse(case, dtype, device, seed)
+    sinks = torch.full((case.nheads,), -math.inf, device=device).requires_grad_()
+    out, lse, _ = flash_attn_func(
+        *inputs, causal=case.causal, learnable_sink=sinks, return_attn_probs=True, backend=kernels
+    )
+    (of_out,) = torch.autograd.grad(out, sinks, dout, retain_graph=True)
+    (of_both,) = torch.autograd.grad((out, lse), sinks, (dout, dlse))
+    where = where_of(case, dtype, kernels, described_seed)
+    assert torch.equal(of_out, torch.zeros_like(of_out)), where
+    expected = dlse.double().masked_fill(lse.detach() != -math.inf, 0.0).sum((0, 2))
+    torch.testing.assert_close(of_both.double(), expected, rtol=1e-5, atol=1e-5, msg=lambda text: f"{where}\n{text}")
+
+
 @here
 def test_gradcheck(draw: torch.Generator) -> None:
     q, k, v = (torch.randn(2, 5, heads, 8, dtype=torch.float64, generator=draw) for heads in (4, 2, 2))
@@ -287,6 +307,141 @@ def test_packed(form: str, case: Case, kernels: str, device: str, dtype: torch.d
         results.append((out, *torch.autograd.grad(out, leaves, dout)))
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=2e-2 if dtype == torch.bfloat16 else 4e-3, atol=2e-2)
+
+
+# ---- the gradient from row statistics: one kernel on CUDA, ATen's operators elsewhere -------------------------------
+
+DEVICES = [pytest.param("cpu", marks=here), pytest.param("cuda", marks=gpu)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Statistics:
+    """The arguments of `sink_gradient`, drawn; some rows have only the sink. lengths: of sequences, empty for equal
+    ones; unused: rows after the last sequence, whose log-sum-exp is NaN."""
+
+    name: str
+    batch: int
+    nheads: int
+    rows: int
+    lengths: tuple[int, ...] = ()
+    unused: int = 0
+    is_of_sequence: bool = False
+    has_dlse: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+    def draw(self, dtype: torch.dtype, device: str, seed: int) -> tuple[Any, ...]:
+        draw = torch.Generator().manual_seed(seed)
+        rows = sum(self.lengths) + self.unused if self.lengths else self.rows
+        shape = (self.nheads, rows) if self.lengths else (self.batch, self.nheads, rows)
+        padded = (rows // 128 + len(self.lengths)) * 128 if self.lengths else -(-rows // 128) * 128
+        sinks = torch.randn((self.batch, self.nheads) if self.is_of_sequence else (self.nheads,), generator=draw)
+        sinks = sinks.to(dtype)
+        lse = sinks.float()[..., None] + torch.randn(shape, generator=draw).abs()
+        lse = torch.where(torch.rand(shape, generator=draw) < 0.1, sinks.float()[..., None], lse)
+        softmax_d = torch.randn((*shape[:-1], padded), generator=draw)
+        dlse = torch.randn(shape, generator=draw) if self.has_dlse else None
+        cu_seqlens = None
+        if self.lengths:
+            cu_seqlens = torch.tensor([0, *self.lengths]).cumsum(0, dtype=torch.int32)
+            lse[:, rows - self.unused :] = math.nan
+        return tuple(None if x is None else x.to(device) for x in (sinks, lse, softmax_d, dlse, cu_seqlens))
+
+
+STATISTICS = [
+    Statistics("one_row", 1, 1, 1),
+    Statistics("part_of_a_block", 2, 3, 127, has_dlse=True),
+    Statistics("a_block_and_a_row", 3, 5, 129),
+    Statistics("of_each_sequence", 3, 5, 300, is_of_sequence=True, has_dlse=True),
+    Statistics("more_blocks_than_warps", 2, 2, 128 * 33 + 5),
+    Statistics("many_heads", 1, 300, 40, has_dlse=True),
+    Statistics("varlen", 5, 3, 0, (70, 0, 1, 128, 300), has_dlse=True),
+    Statistics("varlen_unused_rows", 3, 2, 0, (0, 130, 5), unused=77),
+    Statistics("varlen_many_sequences", 400, 2, 0, tuple(range(400))),
+    Statistics("varlen_one_sequence", 1, 4, 0, (513,)),
+]
+
+
+def gradient_of_option(sinks: Tensor, *statistics: Tensor | None) -> Tensor:
+    return torch.ops.flash_attn_mini.option_gradient("learnable_sink", sinks, *statistics)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", STATISTICS, ids=str)
+def test_gradient_from_row_statistics(
+    case: Statistics, dtype: torch.dtype, device: str, seed: int, described_seed: str
+) -> None:
+    """As accurate as float32, in the dtype of the sinks, and bitwise the same again."""
+    sinks, lse, *others = case.draw(dtype, device, seed)
+    got = gradient_of_option(sinks, lse, *others)
+    assert (got.dtype, got.shape) == (dtype, sinks.shape)
+    assert torch.equal(got, gradient_of_option(sinks, lse, *others))
+    wide = [x.double() if x is not None and x.is_floating_point() else x for x in (sinks, lse, *others)]
+    expected = sink_gradient(*wide)  # type: ignore[arg-type]
+    size = float(sink_gradient(*wide[:2], wide[2].abs(), *wide[3:]).abs().max())  # type: ignore[union-attr, arg-type]
+    error, allowed = (got - expected).abs().max(), torch.finfo(dtype).eps * (1.0 + expected.abs().max()) + 1e-6 * size
+    assert error <= allowed, f"{case}: error {error}, allowed {allowed}\n  {described_seed}"
+
+
+@gpu
+@here
+@pytest.mark.parametrize("case", [STATISTICS[3], STATISTICS[6]], ids=str)
+def test_gradient_reads_strided_statistics(case: Statistics, seed: int) -> None:
+    """The sinks and the gradient of the log-sum-exp may be views, and cu_seqlens too."""
+    arguments = case.draw(torch.float32, "cuda", seed)
+    strided = [None if x is None else torch.stack([x, torch.zeros_like(x)], -1)[..., 0] for x in arguments]
+    assert not any(x is not None and x.is_contiguous() for x in strided)
+    assert torch.equal(gradient_of_option(*strided), gradient_of_option(*arguments))  # type: ignore[arg-type]
+    sinks, lse, softmax_d, _, cu_seqlens = arguments
+    of_sum = torch.ones((), device="cuda").expand_as(lse)  # as lse.sum() passes it on
+    got = gradient_of_option(sinks, lse, softmax_d, of_sum, cu_seqlens)
+    assert torch.equal(got, gradient_of_option(sinks, lse, softmax_d, of_sum.contiguous(), cu_seqlens))
+
+
+def count_of_kernels(function: Any) -> int:
+    """The kernels that a call launches; the second call, which allocates and chooses nothing new."""
+    function()
+    torch.cuda.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        function()
+        torch.cuda.synchronize()
+    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
+
+
+@gpu
+@here
+@pytest.mark.parametrize("of_sinks", [torch.float32, torch.bfloat16], ids=str)
+def test_sinks_launch_one_kernel_in_the_backward_and_none_in_the_forward(of_sinks: torch.dtype, seed: int) -> None:
+    draw = torch.Generator("cuda").manual_seed(seed)
+    q, k, v, dout = (torch.randn(2, 300, 4, 64, dtype=torch.bfloat16, device="cuda", generator=draw) for _ in range(4))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    sinks = torch.randn(4, device="cuda", generator=draw).to(of_sinks).requires_grad_()
+    counts = {}
+    for name, options in (("plain", {}), ("sinks", {"learnable_sink": sinks})):
+        attend = partial(flash_attn_func, *leaves, causal=True, backend="cuda", **options)
+        inputs = [*leaves, *options.values()]
+        forward = count_of_kernels(attend)
+        both = count_of_kernels(lambda attend=attend, inputs=inputs: torch.autograd.grad(attend(), inputs, dout))
+        counts[name] = (forward, both - forward)
+    assert counts["plain"][0] > 0
+    assert counts["sinks"] == (counts["plain"][0], counts["plain"][1] + 1)
+
+
+@gpu
+@here
+def test_gradient_in_a_cuda_graph(seed: int) -> None:
+    case = STATISTICS[4]
+    arguments = case.draw(torch.float32, "cuda", seed)
+    gradient_of_option(*arguments)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = gradient_of_option(*arguments)
+    arguments[2].neg_()
+    graph.replay()
+    assert torch.equal(captured, gradient_of_option(*arguments))
 
 
 # ---- KV cache -------------------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ public:
                 continue;
             }
             const RowPointers at = pointers_of(row);
-            *at.lse = at.row_mod.lse_without_keys();
+            *at.lse = at.row_mod.logit();
             CUTE_NO_UNROLL
             for (int column = 0; column < params.d; column += 8) {
                 *reinterpret_cast<uint4 *>(at.o + column) = {};

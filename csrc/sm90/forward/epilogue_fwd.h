@@ -95,7 +95,7 @@ __device__ __forceinline__ void store_nothing(const Flash_fwd_params &params, co
     for (int i = lane; i < Traits::kBlockM * kVectors; i += 32) {
         output.store(i / kVectors, i % kVectors * kVector, {});
     }
-    const float lse = RowMod<float>(params, tile.place.bidb, tile.place.bidh).lse_without_keys();
+    const float lse = RowMod<float>(params, tile.place.bidb, tile.place.bidh).logit();
     CUTE_NO_UNROLL
     for (int row = lane; row < Traits::kBlockM; row += 32) {
         output.store_lse(row, lse);

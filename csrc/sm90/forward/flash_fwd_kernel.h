@@ -151,7 +151,7 @@ __device__ __forceinline__ void schedule_tiles(const Flash_fwd_params &params, t
         }
         const ScoreMod score_mod(params, tile.place.bidb, tile.place.bidh,
                                  tile.sequence.seqlen_k - tile.sequence.seqlen_q);
-        RowMod<float>(params, tile.place.bidb, tile.place.bidh).prefetch();
+        RowMod<float>::prefetch(params, tile.place.bidb, tile.place.bidh);
         tiles.template push<kKind>(params, tile, score_mod, [&](int consumer) {
             const int first_row = tile.place.block * Traits::kBlockM + consumer * Traits::kRows;
             KeyBlocks blocks = key_blocks<kKind, Traits::kRows, Traits::kBlockN>(
