@@ -2,11 +2,14 @@
 
 The interpreter of Triton 3.6 keeps a scalar as an array of one element and makes loop bounds with int(array), which
 NumPy 2.4 refuses. It also truncates float32 to bfloat16, where a GPU rounds to nearest. It replaces the functions of tl
-again at each call of a device function, which takes a third of its time. This module corrects all three.
+again at each call of a device function, which takes a third of its time. It computes whether each sum and product of
+integers overflows, even where it drops the answer. It lists all dtypes to look up one. This module corrects all five.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from typing import Any
 
 from triton import knobs
@@ -47,3 +50,15 @@ if INTERPRETED:
         return _original_convert_float(values, from_dtype, to_dtype, rounding_mode)
 
     interpreter._convert_float = _convert_float
+
+    _builder = interpreter.interpreter_builder
+    # Without `debug` the overflow checks raise nothing.
+    _builder.options = dataclasses.replace(_builder.options, sanitize_overflow=_builder.options.debug)
+
+    _original_np_dtype = interpreter._get_np_dtype
+    _np_dtype_of_scalar = functools.cache(_original_np_dtype)
+
+    def _get_np_dtype(dtype: Any) -> Any:
+        return _original_np_dtype(dtype) if dtype.scalar.is_ptr() else _np_dtype_of_scalar(dtype.scalar)
+
+    interpreter._get_np_dtype = _get_np_dtype
