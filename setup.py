@@ -17,6 +17,12 @@ sys.path.insert(0, str(ROOT))  # an isolated build does not put this folder on t
 from build_tools import kernels, selection, target_torch  # noqa: E402
 
 HOST_SOURCES = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/*/*.cpp"))
+# The files of csrc/api are compiled as two, the longer first: most of their time goes to torch's headers.
+# So names in their anonymous namespaces must differ within a group.
+GROUPS = {
+    "with_autograd": ("autograd", "backend_choice", "bindings", "check_tensors", "checks", "checks_kvcache"),
+    "with_ops": ("allocation", "flash_api", "memory_overlap", "ops", "score_mod", "set_params"),
+}
 
 # FLASH_ATTN_MINI_SANITIZE=1 (tests/sanitize/sanitize_cpu.py). vptr would need the type information of torch's classes.
 SANITIZE = (
@@ -31,6 +37,18 @@ SANITIZE = (
 
 def selected(archs: tuple[str, ...]) -> selection.Selection:
     return selection.Selection(archs, selection.select_hdims(), selection.select_dtypes())
+
+
+def grouped_sources(folder: Path) -> list[str]:
+    """The files to compile: one in `folder` for each of GROUPS, which includes its members, then the other sources."""
+    groups, members = [], {f"csrc/api/{name}.cpp" for names in GROUPS.values() for name in names}
+    folder.mkdir(parents=True, exist_ok=True)
+    for group, names in GROUPS.items():
+        path, text = folder / f"{group}.cpp", "".join(f'#include "api/{name}.cpp"\n' for name in names)
+        if not path.is_file() or path.read_text() != text:
+            path.write_text(text)  # a file that does not change is not compiled again
+        groups.append(str(path))
+    return [*groups, *(source for source in HOST_SOURCES if source not in members)]
 
 
 class BuildKernels(Command):
@@ -100,7 +118,7 @@ class BuildExtension(build_ext):
             extra["extra_objects"] = [str(path) for path in kernels.build_kernels(chosen, jobs)]
         configured = factory(
             name=extension.name,
-            sources=HOST_SOURCES,
+            sources=grouped_sources(Path(self.build_temp)),
             include_dirs=[str(ROOT / "csrc")],
             define_macros=defines,
             # -g0: Python adds -g, which takes a quarter of the time.
