@@ -118,6 +118,7 @@ def kernel_objects(selection: Selection) -> list[KernelObject]:
         add(f"flash_fwd_{name}_splitkv", "kvcache/splitkv_instantiation.cu", defines, others)
     for dtype in selection.dtypes:
         add(f"append_kv_{dtype}", "kvcache/append_instantiation.cu", (f"-DFLASH_DTYPE={ALL_DTYPES[dtype]}",), others)
+    add("device", "dispatch/device.cu", (), others)
     return objects
 
 
@@ -129,12 +130,8 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flash_attn_mini" / "kernels"
 
 
-def cuda_home() -> Path:
-    """The CUDA toolkit: CUDA_HOME, else around the nvcc on PATH, else /usr/local/cuda.
-
-    Raises:
-        SystemExit: If there is no nvcc.
-    """
+def find_cuda_home() -> Path | None:
+    """The CUDA toolkit: CUDA_HOME, else around the nvcc on PATH, else /usr/local/cuda; None where there is no nvcc."""
     candidates = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
     on_path = shutil.which("nvcc")
     if on_path:
@@ -143,6 +140,18 @@ def cuda_home() -> Path:
     for candidate in candidates:
         if candidate and all((Path(candidate) / part).is_file() for part in ("bin/nvcc", "include/cuda_runtime.h")):
             return Path(candidate)
+    return None
+
+
+def cuda_home() -> Path:
+    """`find_cuda_home`.
+
+    Raises:
+        SystemExit: If there is no nvcc.
+    """
+    found = find_cuda_home()
+    if found is not None:
+        return found
     raise SystemExit(
         "CUDA kernels are to be built, but there is no nvcc: install the CUDA toolkit or set CUDA_HOME, or build "
         "the CPU backend alone with: FLASH_ATTN_MINI_ARCHS=none pip install ."

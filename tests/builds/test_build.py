@@ -49,7 +49,7 @@ def test_no_message_is_made_by_iostreams() -> None:
 
 def test_torch_is_found_behind_a_build_isolation() -> None:
     hidden = "import importlib.util as u; assert u.find_spec('torch') is None"
-    code = f"{hidden}; from build_tools import target_torch; print(target_torch.find_torch())"
+    code = f"{hidden}; from build_tools import target_torch; print(target_torch.find_package('torch'))"
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONNOUSERSITE": "1"}
     command = [sys.executable, "-S", "-c", code]  # -S: without site-packages, as in an isolated build
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
