@@ -19,12 +19,20 @@ from ..schemas import EQUAL_LENGTHS
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 MODULE: ModuleType | None = None  # None: not built, or it does not load
+IS_BUILT = True
 _error: str | None = None
+
+_HOW_TO_BUILD = (
+    "with a C++ compiler, and nvcc or the wheel flash_attn_mini_kernels for CUDA kernels, build it with: pip install ."
+)
 
 try:
     MODULE = importlib.import_module("flash_attn_mini._C")
+except ModuleNotFoundError as error:
+    IS_BUILT = False
+    _error = f"the extension flash_attn_mini._C is not built ({error}); {_HOW_TO_BUILD}"
 except ImportError as error:
-    _error = f"the extension flash_attn_mini._C does not load ({error}); build it with: pip install ."
+    _error = f"the extension flash_attn_mini._C does not load ({error}); build it again with: pip install ."
 
 
 def missing_reason() -> str | None:

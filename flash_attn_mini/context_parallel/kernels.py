@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from .. import ops
+from ..allocation import lse_dtype
 from ..backends.extension import Gradients
 from ..options import Options
 from .blocks import FAR, Call, Mask
@@ -67,7 +68,7 @@ class BackwardInputs(NamedTuple):
 
 def sums_dtype(q: torch.Tensor) -> torch.dtype:
     """The dtype of sums over calls: float32, float64 for float64 inputs."""
-    return ops.lse_dtype(q)
+    return lse_dtype(q)
 
 
 def partial_of(q: torch.Tensor) -> Total:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flash_attn_mini import ops, schemas
-from flash_attn_mini.allocation import empty_contiguous_last
+from flash_attn_mini.allocation import empty_contiguous_last, lse_dtype
 from flash_attn_mini.options import Options, Sequences
 from flash_attn_mini.rng_state import draw_in_program
 from flash_attn_mini.score_mod import with_modified_rows
@@ -149,7 +149,7 @@ def _sequences_of_rows_fake(begins: Tensor) -> tuple[Tensor, Tensor]:
 
 def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     total, nheads, _ = q.shape
-    return empty_contiguous_last(q), q.new_empty((nheads, total), dtype=ops.lse_dtype(q))
+    return empty_contiguous_last(q), q.new_empty((nheads, total), dtype=lse_dtype(q))
 
 
 def _backward_fake(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, ...]:

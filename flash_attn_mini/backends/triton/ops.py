@@ -1,7 +1,8 @@
 """The Triton backend's ops ``flash_attn_mini::triton_fwd``, ``triton_bwd`` and ``triton_fwd_kvcache``.
 
 With the compiled extension its ops call them, and have checked the arguments. Without it autograd.py calls them, and
-they check the arguments themselves (checks.py). The chain continues in launch.py, launch_bwd.py and kvcache.py.
+they check the arguments themselves (checks.py). The chain continues in launch.py, launch_bwd.py and kvcache.py. CPU
+calls without the extension continue in backends/reference.py instead, unless they ask for Triton.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ import torch
 from torch import Tensor
 
 from ... import schemas, tracing
-from ...allocation import empty_contiguous_last, without_neg
+from ...allocation import empty_contiguous_last, lse_dtype, without_neg
 from ...options import ROWS_MULTIPLE, KvCache, Options, Sequences
 from .. import extension
+from .. import reference as reference_backend
 from . import checks, unavailable_reason
 
 library = torch.library.Library("flash_attn_mini", "FRAGMENT")
@@ -85,6 +87,9 @@ def _launchers() -> _Launchers:
     return _Launchers(launch, launch_bwd, kvcache)
 
 
+_REFERENCE = _Launchers(*[reference_backend] * 3)
+
+
 def _implement(name: str, function: Callable[..., Any]) -> None:
     """Register the kernel of an op. It receives negated views, because copies by PyTorch may have any last stride."""
     for dispatch_key in ("CPU", "CUDA"):
@@ -100,15 +105,12 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, sequences: Sequences | None, options: Options, rng_state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """(out, softmax_lse); out has the strides of ``empty_contiguous_last(q)``. Nothing waits for the GPU."""
+    launchers = _chosen_launchers(options, "fwd", q=q, k=k, v=v)
     if extension.missing_reason() is not None:
-        _check_backend(q.device, options.backend)
-        if tracing.enabled():
-            tracing.trace("triton_fwd", q=q, k=k, v=v)
         checks.check_forward(q, k, v, sequences, options)
         checks.check_rng_state(rng_state, options.dropout_p, q)
-    _check_device(q.device)
     q, k, v = without_neg(q), without_neg(k), without_neg(v)
-    results: tuple[Tensor, Tensor] = _launchers().forward.forward(q, k, v, sequences, _readable(options), rng_state)
+    results: tuple[Tensor, Tensor] = launchers.forward.forward(q, k, v, sequences, _readable(options), rng_state)
     return results
 
 
@@ -140,20 +142,18 @@ def backward(
     ``into``: the tensors that receive dq, dk and dv, None for new ones.
     """
     tensors = (dout, q, k, v, out, softmax_lse, dsoftmax_lse)
+    launchers = _chosen_launchers(options, "bwd", q=q, dout=dout, k=k, v=v)
     if extension.missing_reason() is not None:
-        if tracing.enabled():
-            tracing.trace("triton_bwd", dout=dout, q=q, k=k, v=v)
         if sequences is not None and sequences.block_table is not None:
             raise NotImplementedError(
                 "flash_attn_mini: no backend implements gradients of paged keys and values (the backward of a call "
                 "with block_table); backends that have it: none. Available: torch.no_grad(), or k and v without pages"
             )
         checks.check_backward(*tensors, sequences, options, rng_state, into)
-    _check_device(q.device)
     readable: list[Any] = [None if x is None else without_neg(x) for x in tensors]
     direct = [None if x is None or x.stride(-1) != 1 or x.is_neg() else x for x in into]
     readable += [sequences, _readable(options), rng_state, output_mask, direct]
-    *gradients, softmax_d = _launchers().backward.backward(*readable)
+    *gradients, softmax_d = launchers.backward.backward(*readable)
     dq, dk, dv = (
         gradient if gradient is None or given is None or written is given else given.copy_(gradient)
         for gradient, given, written in zip(gradients, into, direct, strict=True)
@@ -178,15 +178,12 @@ def forward_kvcache(
     out has the strides of ``empty_contiguous_last(q)``. The scratch for partial results grows with the capacity of the
     cache only with split_keys.
     """
+    launchers = _chosen_launchers(options, "fwd_kvcache", q=q, k_cache=k_cache, v_cache=v_cache)
     checks_here = extension.missing_reason() is not None
     if checks_here:
-        _check_backend(q.device, options.backend)
-        if tracing.enabled():
-            tracing.trace("triton_fwd_kvcache", q=q, k_cache=k_cache, v_cache=v_cache)
         checks.check_kvcache(q, k_cache, v_cache, cache, options)
-    _check_device(q.device)
     readable: list[Any] = [without_neg(x) if isinstance(x, Tensor) else x for x in cache]
-    results: tuple[Tensor, Tensor] = _launchers().kvcache.forward_kvcache(
+    results: tuple[Tensor, Tensor] = launchers.kvcache.forward_kvcache(
         without_neg(q), k_cache, v_cache, KvCache(*readable), _readable(options)
     )
     if checks_here and cache.k is not None:
@@ -204,11 +201,26 @@ def _readable(options: Options) -> Options:
     return Options(*readable)
 
 
-def _check_backend(device: torch.device, requested: str | None) -> None:
-    """Raise RuntimeError if the call names a backend that needs the extension, or ValueError for an unknown one."""
-    from .. import select_backend
+def _chosen_launchers(options: Options, link: str, *, q: Tensor, **others: Tensor) -> _Launchers:
+    """The implementation of a call. Without the extension, the choice of the backend and the check of q's dtype.
 
-    select_backend(device, requested)
+    Raises:
+        RuntimeError: If the call names a backend that needs the extension, or Triton does not run on the device.
+        TypeError: If the backend does not take the dtype of q.
+        ValueError: If the call names an unknown backend.
+    """
+    name = "triton"
+    if extension.missing_reason() is not None:
+        from .. import select_backend
+
+        name = select_backend(q.device, options.backend).name
+        if tracing.enabled():
+            tracing.trace(f"{name}_{link}", q=q, **others)
+        checks.check_dtype(q, name)
+    if name == "reference":
+        return _REFERENCE
+    _check_device(q.device)
+    return _launchers()
 
 
 def _check_device(device: torch.device) -> None:
@@ -226,7 +238,7 @@ def _check_device(device: torch.device) -> None:
 
 def _forward_fake(q: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     *batch, rows, nheads, _ = q.shape
-    return empty_contiguous_last(q), q.new_empty((*batch, nheads, rows), dtype=torch.float32)
+    return empty_contiguous_last(q), q.new_empty((*batch, nheads, rows), dtype=lse_dtype(q))
 
 
 def _backward_fake(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> GradientsAndSums:
@@ -239,7 +251,7 @@ def _backward_fake(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *arguments: An
         rows = (rows + ROWS_MULTIPLE - 1) // ROWS_MULTIPLE * ROWS_MULTIPLE
     else:  # each sequence begins at a multiple of ROWS_MULTIPLE; this many rows hold any lengths
         rows = (rows // ROWS_MULTIPLE + sequences.cu_seqlens_q.shape[0] - 1) * ROWS_MULTIPLE
-    return dq, dk, dv, q.new_empty((*batch, nheads, rows), dtype=torch.float32)
+    return dq, dk, dv, q.new_empty((*batch, nheads, rows), dtype=lse_dtype(q))
 
 
 def _refuse_vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
