@@ -26,16 +26,11 @@ MAX_INT = 2**31 - 1
 MAX_ROWS = MAX_INT // 4  # rows of a tensor: no distance of two positions overflows in a kernel
 
 
-def check_dtype(q: Tensor, backend: str) -> None:
-    """The first check of every call: raise TypeError unless the backend takes the dtype of q."""
-    if q.dtype not in DTYPES[backend]:
-        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES[backend])
-        raise TypeError(f"q has dtype {_dtype(q)}; allowed on the {backend} backend: {allowed}")
-
-
-def check_forward(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences | None, options: Options) -> None:
-    """Raise ValueError or TypeError unless a backend can run the forward."""
-    _check_inputs(q, k, v, sequences)
+def check_forward(
+    q: Tensor, k: Tensor, v: Tensor, sequences: Sequences | None, options: Options, backend: str = "triton"
+) -> None:
+    """Raise ValueError or TypeError unless the backend can run the forward."""
+    _check_inputs(q, k, v, sequences, backend)
     _check_options(q, _batch_of(q, sequences), options)
 
 
@@ -51,9 +46,10 @@ def check_backward(
     options: Options,
     rng_state: Tensor | None,
     into: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
+    backend: str = "triton",
 ) -> None:
     """The same for the backward. ``into``: the tensors that receive dq, dk and dv, None for new ones."""
-    _check_inputs(q, k, v, sequences)
+    _check_inputs(q, k, v, sequences, backend)
     for name, x in (("dout", dout), ("out", out)):
         _check_same_kind(name, x, q)
         _check_same_shape(name, x, "q", q)
@@ -94,7 +90,8 @@ def check_rng_state(rng_state: Tensor | None, dropout_p: float, q: Tensor) -> No
 # ---- q, k, v and the sequences --------------------------------------------------------------------------------------
 
 
-def _check_inputs(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences | None) -> None:
+def _check_inputs(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences | None, backend: str) -> None:
+    _check_dtype("q", q, backend)
     _check_same_kind("k", k, q)
     _check_same_kind("v", v, q)
     if sequences is None:
@@ -300,8 +297,11 @@ def _is_in_range(x: float) -> bool:
 # ---- the KV cache ---------------------------------------------------------------------------------------------------
 
 
-def check_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, cache: KvCache, options: Options) -> None:
-    """Raise ValueError or TypeError unless a backend can run the call of flash_attn_with_kvcache."""
+def check_kvcache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, cache: KvCache, options: Options, backend: str = "triton"
+) -> None:
+    """Raise ValueError or TypeError unless the backend can run the call of flash_attn_with_kvcache."""
+    _check_dtype("q", q, backend)
     batch = _check_cache_shapes(q, k_cache, v_cache, cache)
     _check_rows(q, k_cache, cache, batch)
     _check_new_keys(q, k_cache, cache)
@@ -629,6 +629,12 @@ def _dtype(x: Tensor) -> str:
 def _check_rank(name: str, x: Tensor, rank: int, shape: str) -> None:
     if x.ndim != rank:
         raise ValueError(f"{name} has shape {_shape(x)} ({x.ndim} dimensions); allowed: {rank} dimensions {shape}")
+
+
+def _check_dtype(name: str, x: Tensor, backend: str) -> None:
+    if x.dtype not in DTYPES[backend]:
+        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES[backend])
+        raise TypeError(f"{name} has dtype {_dtype(x)}; allowed on the {backend} backend: {allowed}")
 
 
 def _check_same_device(name: str, x: Tensor, q: Tensor) -> None:

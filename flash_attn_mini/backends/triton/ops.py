@@ -105,9 +105,9 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, sequences: Sequences | None, options: Options, rng_state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """(out, softmax_lse); out has the strides of ``empty_contiguous_last(q)``. Nothing waits for the GPU."""
-    launchers = _chosen_launchers(options, "fwd", q=q, k=k, v=v)
+    backend, launchers = _chosen_launchers(options, "fwd", q=q, k=k, v=v)
     if extension.missing_reason() is not None:
-        checks.check_forward(q, k, v, sequences, options)
+        checks.check_forward(q, k, v, sequences, options, backend)
         checks.check_rng_state(rng_state, options.dropout_p, q)
     q, k, v = without_neg(q), without_neg(k), without_neg(v)
     results: tuple[Tensor, Tensor] = launchers.forward.forward(q, k, v, sequences, _readable(options), rng_state)
@@ -142,14 +142,14 @@ def backward(
     ``into``: the tensors that receive dq, dk and dv, None for new ones.
     """
     tensors = (dout, q, k, v, out, softmax_lse, dsoftmax_lse)
-    launchers = _chosen_launchers(options, "bwd", q=q, dout=dout, k=k, v=v)
+    backend, launchers = _chosen_launchers(options, "bwd", q=q, dout=dout, k=k, v=v)
     if extension.missing_reason() is not None:
         if sequences is not None and sequences.block_table is not None:
             raise NotImplementedError(
                 "flash_attn_mini: no backend implements gradients of paged keys and values (the backward of a call "
                 "with block_table); backends that have it: none. Available: torch.no_grad(), or k and v without pages"
             )
-        checks.check_backward(*tensors, sequences, options, rng_state, into)
+        checks.check_backward(*tensors, sequences, options, rng_state, into, backend)
     readable: list[Any] = [None if x is None else without_neg(x) for x in tensors]
     direct = [None if x is None or x.stride(-1) != 1 or x.is_neg() else x for x in into]
     readable += [sequences, _readable(options), rng_state, output_mask, direct]
@@ -178,10 +178,10 @@ def forward_kvcache(
     out has the strides of ``empty_contiguous_last(q)``. The scratch for partial results grows with the capacity of the
     cache only with split_keys.
     """
-    launchers = _chosen_launchers(options, "fwd_kvcache", q=q, k_cache=k_cache, v_cache=v_cache)
+    backend, launchers = _chosen_launchers(options, "fwd_kvcache", q=q, k_cache=k_cache, v_cache=v_cache)
     checks_here = extension.missing_reason() is not None
     if checks_here:
-        checks.check_kvcache(q, k_cache, v_cache, cache, options)
+        checks.check_kvcache(q, k_cache, v_cache, cache, options, backend)
     readable: list[Any] = [without_neg(x) if isinstance(x, Tensor) else x for x in cache]
     results: tuple[Tensor, Tensor] = launchers.kvcache.forward_kvcache(
         without_neg(q), k_cache, v_cache, KvCache(*readable), _readable(options)
@@ -201,12 +201,11 @@ def _readable(options: Options) -> Options:
     return Options(*readable)
 
 
-def _chosen_launchers(options: Options, link: str, *, q: Tensor, **others: Tensor) -> _Launchers:
-    """The implementation of a call. Without the extension, the choice of the backend and the check of q's dtype.
+def _chosen_launchers(options: Options, link: str, *, q: Tensor, **others: Tensor) -> tuple[str, _Launchers]:
+    """The backend of a call, which has to be chosen without the extension, and its implementation.
 
     Raises:
         RuntimeError: If the call names a backend that needs the extension, or Triton does not run on the device.
-        TypeError: If the backend does not take the dtype of q.
         ValueError: If the call names an unknown backend.
     """
     name = "triton"
@@ -216,11 +215,10 @@ def _chosen_launchers(options: Options, link: str, *, q: Tensor, **others: Tenso
         name = select_backend(q.device, options.backend).name
         if tracing.enabled():
             tracing.trace(f"{name}_{link}", q=q, **others)
-        checks.check_dtype(q, name)
     if name == "reference":
-        return _REFERENCE
+        return name, _REFERENCE
     _check_device(q.device)
-    return _launchers()
+    return name, _launchers()
 
 
 def _check_device(device: torch.device) -> None:
