@@ -14,9 +14,8 @@ import hashlib
 import json
 import re
 import shlex
-import shutil
 import subprocess
-import sysconfig
+import sys
 import tempfile
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -30,14 +29,14 @@ LIBRARY = f"lib{PACKAGE}.so"
 DESCRIPTION = "build.json"
 DEFAULT_ARCHS = ("80", "90a", "120")
 
-# What the library exports, as the linker demangles it. Names in quotes are exact.
+# What the library exports, as the linker demangles it: names in quotes are exact; in others ? stands for a space.
 _EXPORTS = (
-    "void flash::sm80::run_flash_*",
-    "void flash::sm90::run_flash_*",
-    "long flash::sm90::split_scratch_floats<*",
-    "long flash::splitkv_scratch_floats<*",
-    "void flash::run_flash_fwd_splitkv<*",
-    "void flash::run_append_kv<*",
+    "void?flash::sm80::run_flash_*",
+    "void?flash::sm90::run_flash_*",
+    "long?flash::sm90::split_scratch_floats*",
+    "long?flash::splitkv_scratch_floats*",
+    "void?flash::run_flash_fwd_splitkv*",
+    "void?flash::run_append_kv*",
     '"flash::device_properties()"',
     '"flash::device_properties(int)"',
     '"flash::set_to_zero(void*, long, CUstream_st*)"',
@@ -91,9 +90,8 @@ def installed() -> KernelWheel | None:
 def build(selection: Selection, jobs: int, version: str, dist_dir: Path) -> Path:
     """Compiles the kernels that the cache lacks, links them, and writes a wheel; returns its path."""
     objects, cuda = kernels.build_kernels(selection, jobs), _cuda_version()
-    wheel = KernelWheel(
-        Path(), f"{version}+cu{cuda.split('.')[0]}", cuda, interface_version(selection, cuda), selection
-    )
+    version += f"+cu{cuda.split('.')[0]}"
+    wheel = KernelWheel(Path(), version, cuda, interface_version(selection, cuda), selection)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / PACKAGE
         folder.mkdir()
@@ -101,7 +99,7 @@ def build(selection: Selection, jobs: int, version: str, dist_dir: Path) -> Path
         described = {name: value for name, value in asdict(wheel).items() if name != "folder"}
         (folder / DESCRIPTION).write_text(json.dumps(described, indent=1) + "\n")
         (folder / "__init__.py").write_text('"""The CUDA kernels of flash_attn_mini: a library without torch."""\n')
-        return _pack(folder, version, dist_dir)
+        return _pack(folder.parent, version, dist_dir)
 
 
 def link(objects: list[Path], interface: str, library: Path) -> None:
@@ -125,27 +123,36 @@ def _cuda_version() -> str:
     return release[1]
 
 
-def _pack(folder: Path, version: str, dist_dir: Path) -> Path:
-    """Packs a package as a wheel for any Python 3 on this platform."""
-    from setuptools import Distribution
+# A wheel for any Python 3 on this platform: it holds a library, but no module of an interpreter.
+_SETUP = """\
+from setuptools import Distribution, setup
 
-    attributes = {
+class Platform(Distribution):
+    def has_ext_modules(self):
+        return True
+
+class AnyPython(Distribution().get_command_class("bdist_wheel")):
+    def get_tag(self):
+        return "py3", "none", super().get_tag()[2]
+
+setup(distclass=Platform, cmdclass={{"bdist_wheel": AnyPython}}, **{arguments!r})
+"""
+
+
+def _pack(project: Path, version: str, dist_dir: Path) -> Path:
+    """Writes the wheel of the package in the folder `project`."""
+    arguments = {
         "name": PACKAGE,
         "version": version,
+        "description": "The CUDA kernels of flash_attn_mini: one library, without torch and Python",
         "packages": [PACKAGE],
-        "package_dir": {PACKAGE: str(folder)},
         "package_data": {PACKAGE: [LIBRARY, DESCRIPTION]},
     }
-    distribution = Distribution(attributes)
-    distribution.has_ext_modules = lambda: True  # a library makes it a wheel of one platform
-    command = distribution.get_command_obj("bdist_wheel")
-    command.dist_dir, command.bdist_dir = str(dist_dir), str(folder.parent / "wheel")
-    distribution.get_command_obj("egg_info").egg_base = str(folder.parent)
-    distribution.get_command_obj("build").build_base = str(folder.parent / "build")
-    command.ensure_finalized()
-    platform = re.sub(r"[-.]", "_", sysconfig.get_platform())
-    command.get_tag = lambda: ("py3", "none", platform)
+    (project / "setup.py").write_text(_SETUP.format(arguments=arguments))
     dist_dir.mkdir(parents=True, exist_ok=True)
-    command.run()
-    shutil.rmtree(folder.parent / "build", ignore_errors=True)
-    return Path(distribution.dist_files[-1][2])
+    program = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
+    command = [sys.executable, "-c", program, str(dist_dir)]
+    built = subprocess.run(command, cwd=project, capture_output=True, text=True)
+    if built.returncode != 0:
+        raise SystemExit(f"{PACKAGE} could not be packed:\n{built.stdout}{built.stderr}")
+    return dist_dir / built.stdout.splitlines()[-1]
