@@ -42,7 +42,7 @@ _EXPORTS = (
     '"flash::set_to_zero(void*, long, CUstream_st*)"',
     '"flash::cuda_version()"',
 )
-_COMMENT = re.compile(r"//[^\n]*|^\s*\n", re.MULTILINE)
+_COMMENT = re.compile(r"//[^\n]*")
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,8 @@ def interface_version(selection: Selection, cuda: str) -> str:
     """The symbol version of a library: a hash over the selection and the headers that host files and kernels share."""
     digest = hashlib.sha256(json.dumps([asdict(selection), cuda.split(".")[0]]).encode())
     for path in shared_headers():
-        digest.update(f"{path.relative_to(kernels.CSRC)}\0{_COMMENT.sub('', path.read_text())}\0".encode())
+        words = _COMMENT.sub("", path.read_text()).split()
+        digest.update(f"{path.relative_to(kernels.CSRC)}\0{' '.join(words)}\0".encode())
     return f"FLASH_ATTN_MINI_KERNELS_{digest.hexdigest()[:16]}"
 
 

@@ -55,6 +55,7 @@ def plan(torch_version: str, torch_cuda: str | None) -> Plan:
             f"there is neither nvcc nor {PACKAGE}, so only the CPU backend is built, and GPUs take the Triton backend. "
             f"For the CUDA kernels {_how_to_install(torch_cuda)}, or install the CUDA toolkit; then install again",
         )
+    kernels.cuda_home()  # raises where there is none
     chosen = Selection(selection.select_archs(), selection.select_hdims(), selection.select_dtypes())
     return Plan(chosen, None, "the CUDA kernels are compiled with nvcc")
 

@@ -32,7 +32,9 @@ except ModuleNotFoundError as error:
     IS_BUILT = False
     _error = f"the extension flash_attn_mini._C is not built ({error}); {_HOW_TO_BUILD}"
 except ImportError as error:
-    _error = f"the extension flash_attn_mini._C does not load ({error}); build it again with: pip install ."
+    _kernels = "install the flash_attn_mini_kernels that it was built against, or "
+    _remedy = _kernels if "flash_attn_mini_kernels" in str(error).lower() else ""
+    _error = f"the extension flash_attn_mini._C does not load ({error}); {_remedy}build it again with: pip install ."
 
 
 def missing_reason() -> str | None:

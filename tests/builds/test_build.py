@@ -25,9 +25,9 @@ NO_WARNINGS = {"PYTHONWARNINGS": "ignore"}  # older versions of setuptools warn 
 
 @pytest.fixture(autouse=True)
 def _no_selection_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("ARCHS", "HDIMS", "DTYPES", "CACHE", "PYTHON"):
+    for name in ("ARCHS", "HDIMS", "DTYPES", "CACHE", "PYTHON", "EXTENSION", "KERNELS"):
         monkeypatch.delenv(f"FLASH_ATTN_MINI_{name}", raising=False)
-    for name in ("MAX_JOBS", "CUTLASS_PATH"):
+    for name in ("MAX_JOBS", "CUTLASS_PATH", "CXX"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -205,7 +205,7 @@ def test_kernels_of_hopper_are_compiled_for_it_alone() -> None:
 WITHOUT_SM90 = {
     *(f"flash_bwd_hdim32_bf16_{kind}_sm80" for kind in ("any", *kernels.read_kinds().backward)),
     *("flash_fwd_hdim32_bf16_sm80", "flash_fwd_hdim32_bf16_paged_sm80", "flash_fwd_hdim128_bf16_paged_sm80"),
-    *("flash_fwd_hdim32_bf16_splitkv", "flash_fwd_hdim128_bf16_splitkv", "append_kv_bf16"),
+    *("flash_fwd_hdim32_bf16_splitkv", "flash_fwd_hdim128_bf16_splitkv", "append_kv_bf16", "device"),
 }
 WITH_SM90 = {
     "flash_fwd_hdim128_bf16_sm80",
@@ -222,6 +222,8 @@ WITH_SM90 = {
         (("80", "90", "90a"), ("80", "90"), ("80", "90")),
         (("80",), ("80",), ("80",)),
         (("90",), ("90",), ("90",)),
+        (("80", "90a", "120"), ("80", "120"), ("80", "90a", "120")),
+        (("120",), ("120",), ("120",)),
     ],
     ids=lambda value: ";".join(value) if isinstance(value, tuple) else None,
 )
@@ -242,6 +244,7 @@ def test_hopper_gets_kernels_of_sm80_where_it_has_none_of_its_own(
         (("80", "90a", "120"), (80, 90, 120), (90,)),
         (("90", "90a"), (90,), ()),
         (("100f",), (100,), ()),
+        (("120",), (120,), ()),
     ],
 )
 def test_code_of_an_a_architecture_runs_on_it_alone(
