@@ -66,7 +66,7 @@ def interface_version(selection: Selection, cuda: str) -> str:
     for path in shared_headers():
         words = _COMMENT.sub("", path.read_text()).split()
         digest.update(f"{path.relative_to(kernels.CSRC)}\0{' '.join(words)}\0".encode())
-    return f"FLASH_ATTN_MINI_KERNELS_{digest.hexdigest()[:16]}"
+    return f"FLASH_KERNELS_{digest.hexdigest()[:16]}"
 
 
 def shared_headers() -> list[Path]:

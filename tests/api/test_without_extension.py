@@ -48,7 +48,7 @@ from flash_attn_mini.reference import (
 
 from ..support.no_extension import NAME
 
-USES_REFERENCE = "FLASH_ATTN_MINI_TEST_OF_REFERENCE"  # set in the process that tests the reference
+USES_REFERENCE = "TESTS_THE_REFERENCE"  # set in the process that tests the reference
 NAME_OF_BACKEND = "reference" if USES_REFERENCE in os.environ else "triton"
 HAS_GPU = torch.cuda.is_available() and NAME_OF_BACKEND == "triton"
 DEVICE = "cuda" if HAS_GPU else "cpu"

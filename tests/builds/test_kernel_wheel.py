@@ -90,19 +90,19 @@ def objects(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 def test_the_library_needs_neither_torch_nor_python_nor_cuda(objects: list[Path], tmp_path: Path) -> None:
     library = tmp_path / kernel_wheel.LIBRARY
-    kernel_wheel.link(objects, "FLASH_ATTN_MINI_KERNELS_1", library)
+    kernel_wheel.link(objects, "FLASH_KERNELS_1", library)
     needed = set(re.findall(r"\(NEEDED\).*\[(.*)\.so", run("readelf", "-d", library)))
     assert {name.split("-")[0] for name in needed} <= {"libstdc++", "libgcc_s", "libm", "libc", "ld"}
 
 
 def test_the_library_exports_what_host_files_call_and_nothing_else(objects: list[Path], tmp_path: Path) -> None:
     library = tmp_path / kernel_wheel.LIBRARY
-    kernel_wheel.link(objects, "FLASH_ATTN_MINI_KERNELS_1", library)
+    kernel_wheel.link(objects, "FLASH_KERNELS_1", library)
     lines = run("nm", "--dynamic", "--demangle", "--defined-only", library).splitlines()
     assert {line.split()[1] for line in lines} <= set("ATW")  # no unique symbol (u), which a process has once
     names = [line.split(maxsplit=2)[2] for line in lines]
-    assert all(name.partition("@")[2] in ("", "@FLASH_ATTN_MINI_KERNELS_1") for name in names)
-    short = {re.sub(r"^(void|long) |<.*|@.*", "", name) for name in names} - {"FLASH_ATTN_MINI_KERNELS_1"}
+    assert all(name.partition("@")[2] in ("", "@FLASH_KERNELS_1") for name in names)
+    short = {re.sub(r"^(void|long) |<.*|@.*", "", name) for name in names} - {"FLASH_KERNELS_1"}
     assert {re.sub(r"\((?!\)|int\)).*", "", name) for name in short} == EXPORTED
 
 
@@ -126,15 +126,15 @@ def test_every_kernel_function_that_host_files_name_is_exported() -> None:
 def test_the_dynamic_linker_refuses_other_kernels(objects: list[Path], tmp_path: Path) -> None:
     library, program = tmp_path / kernel_wheel.LIBRARY, tmp_path / "host"
     (tmp_path / "host.cpp").write_text("#include <stdexcept>" + HOST)
-    kernel_wheel.link(objects, "FLASH_ATTN_MINI_KERNELS_1", library)
+    kernel_wheel.link(objects, "FLASH_KERNELS_1", library)
     flags = [f"-I{kernels.CSRC}", f"-Wl,-rpath,{tmp_path}", "-std=c++17"]
     run("g++", *flags, tmp_path / "host.cpp", library, "-o", program)
     toolkit = int(kernel_wheel._cuda_version().split(".")[0])
     assert subprocess.run([program]).returncode == toolkit  # an exception passes from the library to its caller
-    kernel_wheel.link(objects, "FLASH_ATTN_MINI_KERNELS_2", library)
+    kernel_wheel.link(objects, "FLASH_KERNELS_2", library)
     refused = subprocess.run([program], capture_output=True, text=True)
     assert refused.returncode != 0
-    assert "version `FLASH_ATTN_MINI_KERNELS_1' not found" in refused.stderr
+    assert "version `FLASH_KERNELS_1' not found" in refused.stderr
 
 
 def test_the_interface_follows_code_and_selection_but_no_comment(

@@ -179,7 +179,7 @@ def test_a_wheel_that_does_not_fit_is_an_error(install: Callable[..., Path], mon
     install(cuda="12.8")
     with pytest.raises(SystemExit, match=rf"is for CUDA 12.8, but torch 2.11.0\+cu130 for CUDA 13.0: {remedy}"):
         plan.plan(*TORCH)
-    install(interface="FLASH_ATTN_MINI_KERNELS_0")
+    install(interface="FLASH_KERNELS_0")
     with pytest.raises(SystemExit, match=rf"does not fit this one: {remedy}"):
         plan.plan(*TORCH)
     install()
