@@ -33,8 +33,8 @@ SANITIZE = (
 
 
 NO_EXTENSION = (
-    "flash_attn_mini is installed without its extension ({why}). NVIDIA GPUs take the Triton backend. CPU tensors take "
-    "the reference, which is slow. For the compiled backends {remedy}, and install again"
+    "the package has no extension, because {why}. NVIDIA GPUs take the Triton backend. CPU tensors take the reference, "
+    "which is slow. For the compiled backends {remedy}, and install again"
 )
 
 

@@ -90,7 +90,7 @@ def test_without_a_compiler_the_wheel_is_of_python_only_and_needs_no_torch(tmp_p
     (wheel,) = dist.iterdir()
     assert wheel.name.endswith("-py3-none-any.whl")
     (line,) = (line for line in result.stdout.splitlines() if line.startswith("flash_attn_mini: "))
-    assert "without its extension (there is no C++ compiler)" in line
+    assert "has no extension, because there is no C++ compiler" in line
     assert "install g++" in line
 
 
