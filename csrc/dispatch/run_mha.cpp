@@ -296,8 +296,7 @@ std::string sm80_unavailable_reason(int major, int minor) {
 
 constexpr char kNoCuda[] =
     "this build has no CUDA kernels; with a CUDA build of torch, and nvcc or the wheel flash_attn_mini_kernels, build "
-    "them "
-    "with: ";
+    "them with: ";
 
 std::string cuda_unavailable_reason(int major, int minor) {
     return message(kNoCuda, "FLASH_ATTN_MINI_ARCHS=", major, minor, best_suffix(major, minor), " pip install .");
