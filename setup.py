@@ -81,7 +81,10 @@ class BuildKernelWheel(Command):
         pass
 
     def run(self) -> None:
-        chosen = selected(selection.asked_archs() or kernel_wheel.DEFAULT_ARCHS)
+        asked = selection.asked_archs()
+        if asked == ():
+            raise SystemExit("FLASH_ATTN_MINI_ARCHS is 'none'; allowed for a wheel of kernels: compute capabilities")
+        chosen = selected(asked or kernel_wheel.DEFAULT_ARCHS)
         version = self.distribution.get_version()
         path = kernel_wheel.build(chosen, selection.max_jobs(), version, Path(self.dist_dir).resolve())
         say(f"{path} has {path.stat().st_size / 2**20:.1f} MiB")
@@ -151,7 +154,7 @@ class BuildExtension(build_ext):
         elif chosen.archs:
             extra["extra_objects"] = [str(path) for path in kernels.build_kernels(chosen, jobs)]
             extra["libraries"] += ["cudart"]
-            extra["library_dirs"] = [str(kernels.cuda_home() / "lib64")]
+            extra["library_dirs"] = [str(kernels.cuda_library_dir())]
         configured = cpp_extension.CppExtension(
             name=extension.name,
             sources=HOST_SOURCES,

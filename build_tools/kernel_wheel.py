@@ -108,7 +108,7 @@ def link(objects: list[Path], interface: str, library: Path) -> None:
     script = library.with_suffix(".map")
     exports = "\n".join(f"{name};" for name in _EXPORTS)
     script.write_text(f'{interface} {{\nglobal: extern "C++" {{\n{exports}\n}};\nlocal: *;\n}};\n')
-    runtime = kernels.cuda_home() / "lib64" / "libcudart_static.a"
+    runtime = kernels.cuda_library_dir() / "libcudart_static.a"
     flags = [f"-Wl,-soname,{library.name}", f"-Wl,--version-script={script}", "-Wl,-z,defs", "-s"]
     libraries = [str(runtime), "-lrt", "-lpthread", "-ldl"]
     compiler = shlex.split(host_compiler() or "c++")

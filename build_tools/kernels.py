@@ -158,6 +158,12 @@ def cuda_home() -> Path:
     )
 
 
+def cuda_library_dir() -> Path:
+    """The toolkit's folder of libraries: lib in a toolkit of conda."""
+    folder = cuda_home() / "lib64"
+    return folder if folder.is_dir() else cuda_home() / "lib"
+
+
 def build_kernels(selection: Selection, jobs: int) -> list[Path]:
     """Compiles what the cache lacks, `jobs` at a time; returns the object files to link."""
     nvcc = cuda_home() / "bin" / "nvcc"
