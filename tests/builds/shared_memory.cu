@@ -15,33 +15,28 @@ void print_forward() {
     std::printf("forward %d %s %d\n", kHeadDim, kIsGeneral ? "general" : "other", Traits::kSmemSize);
 }
 
-template <int kHeadDim, Kind kKind, sm80::BwdMode kMode, bool kHasBulkReduce>
+// kHasBulkReduce: the kernels of newer GPUs need more, to stage dQ.
+template <int kHeadDim, Kind kKind, typename TileSize>
+constexpr int kSmemBwd =
+    sm80::Flash_bwd_kernel_traits<DType::bfloat16, kHeadDim, TileSize, /*kHasBulkReduce=*/true, kKind>::kSmemSize;
+
+template <int kHeadDim, Kind kKind, sm80::BwdMode kMode>
 void print_backward() {
     using Large = typename sm80::TileSizesBwd<kHeadDim, kKind, kMode>::TileSize;
     using Small = typename sm80::TileSizesBwdSmall<kHeadDim>::TileSize;
-    using Traits = sm80::Flash_bwd_kernel_traits<DType::bfloat16, kHeadDim, Large, kHasBulkReduce, kKind>;
-    using SmallTraits = sm80::Flash_bwd_kernel_traits<DType::bfloat16, kHeadDim, Small, kHasBulkReduce, Kind::general>;
-    std::printf("backward %d %s %d %d\n", kHeadDim, name_of(kKind), Traits::kSmemSize, SmallTraits::kSmemSize);
-}
-
-template <int kHeadDim, bool kHasBulkReduce>
-void print_backwards() {
-    using sm80::BwdMode;
-    print_backward<kHeadDim, Kind::full, BwdMode::all, kHasBulkReduce>();
-    print_backward<kHeadDim, Kind::local, BwdMode::all, kHasBulkReduce>();
-    print_backward<kHeadDim, Kind::varlen, BwdMode::all, kHasBulkReduce>();
-    print_backward<kHeadDim, Kind::general, BwdMode::all, kHasBulkReduce>();
-    print_backward<kHeadDim, Kind::full, BwdMode::deterministic, kHasBulkReduce>();
-    print_backward<kHeadDim, Kind::local, BwdMode::deterministic, kHasBulkReduce>();
-    print_backward<kHeadDim, Kind::general, BwdMode::general, kHasBulkReduce>();
+    std::printf("backward %d %s %d %d\n", kHeadDim, name_of(kKind), kSmemBwd<kHeadDim, kKind, Large>,
+                kSmemBwd<kHeadDim, Kind::general, Small>);
 }
 
 template <int kHeadDim>
 void print_all() {
+    using sm80::BwdMode;
     print_forward<kHeadDim, false>();
     print_forward<kHeadDim, true>();
-    print_backwards<kHeadDim, false>();
-    print_backwards<kHeadDim, true>();
+    print_backward<kHeadDim, Kind::full, BwdMode::all>();
+    print_backward<kHeadDim, Kind::local, BwdMode::all>();
+    print_backward<kHeadDim, Kind::full, BwdMode::deterministic>();
+    print_backward<kHeadDim, Kind::general, BwdMode::general>();
     using Traits = kvcache::SplitkvTraits<DType::bfloat16, kHeadDim, kvcache::Form::many_rows>;
     std::printf("splitkv %d many_rows %d\n", kHeadDim, Traits::smem_size(4 * kvcache::kWarpRows));
 }
