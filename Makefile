@@ -9,7 +9,7 @@ PYTEST_ARGS ?=
 BENCH_ARGS ?=
 SANITIZE_ARGS ?=
 
-GPU_TASKS := test-gpu bench kernels sanitize check-results
+GPU_TASKS := test-gpu bench kernels wheel wheel-kernels sanitize check-results
 ifneq ($(filter $(GPU_TASKS),$(MAKECMDGOALS)),)
 USE_SYSTEM ?= $(shell $(PYTHON) -c "import importlib.util as u; print('1' if u.find_spec('torch') else '')")
 endif
@@ -20,6 +20,7 @@ BASE :=
 DEMO :=
 TEST :=
 LINT :=
+WHEEL :=
 else
 PY := $(VENV)/bin/python
 BIN := $(abspath $(VENV))/bin
@@ -27,15 +28,21 @@ BASE := $(VENV)/.base
 DEMO := $(VENV)/.demo
 TEST := $(VENV)/.test
 LINT := $(VENV)/.lint
+WHEEL := $(VENV)/.wheel
 export PATH := $(BIN):$(PATH)
 endif
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
+# auditwheel names the oldest Linux that a wheel runs on. The libraries come with torch and with the wheel of kernels. A
+# wheel without the extension runs on any, and stays as it is.
+LIBRARIES_OF_OTHERS := libtorch*.so* libc10*.so* libgomp.so* libcudart.so* libflash_attn_mini_kernels.so
+audited = for wheel in $(1)/*.whl; do case $$wheel in *-any.whl) mkdir -p dist && cp $$wheel dist/ ;; \
+	*) $(PY) -m auditwheel repair $(foreach name,$(LIBRARIES_OF_OTHERS),--exclude '$(name)') -w dist $$wheel ;; esac || exit 1; done
 # One pytest process for each core, up to 8, each with one thread; one process where pytest-xdist is missing.
 XDIST = $(if $(shell $(PY) -c "import xdist" 2>/dev/null && echo 1),-n logical --maxprocesses 8 --dist worksteal)
 HAS_GPU = $(shell $(PY) -c "import torch; print('1' if torch.cuda.is_available() else '')")
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu bench kernels hub lint format sanitize check-results build clean
+.PHONY: help demo test test-gpu bench kernels wheel wheel-kernels hub lint format sanitize check-results build clean
 
 help:  ## list the tasks
 	@sed -n 's/^\([a-z-]*\):[^#]*## */\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
@@ -56,6 +63,16 @@ bench: $(TEST) build  ## compare the GPU, else the CPU, with PyTorch; write benc
 
 kernels: $(BASE)  ## compile only the CUDA kernels (needs no torch and no GPU)
 	$(PY) setup.py build_kernels
+
+wheel: $(WHEEL)  ## build the package as a wheel for the torch of the environment, into dist/
+	rm -rf build/wheel
+	$(PY) -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir build/wheel .
+	$(call audited,build/wheel)
+
+wheel-kernels: $(WHEEL)  ## build the CUDA kernels as a wheel for any torch of a CUDA version, into dist/ (needs nvcc)
+	rm -rf build/wheel-kernels
+	$(PY) setup.py --quiet kernel_wheel --dist-dir build/wheel-kernels
+	$(call audited,build/wheel-kernels)
 
 hub:  ## write a repository that Hugging Face's kernels load to build/hub (needs no torch)
 	rm -rf build/hub
@@ -95,6 +112,10 @@ $(VENV)/.demo: $(VENV)/.base
 
 $(VENV)/.test: $(VENV)/.base
 	$(PIP) install --quiet --group test
+	touch $@
+
+$(VENV)/.wheel: $(VENV)/.base
+	$(PIP) install --quiet --group wheel
 	touch $@
 
 $(VENV)/.lint: $(VENV)/.base

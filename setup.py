@@ -1,5 +1,7 @@
-"""Builds the extension flash_attn_mini._C from host files, compiled against the target environment's torch, and kernel
-objects that do not depend on torch (build_tools/kernels.py). `python setup.py build_kernels` compiles only the kernels.
+"""Builds the extension flash_attn_mini._C from host files, compiled against the target environment's torch, and kernels
+that do not depend on torch: objects (build_tools/kernels.py), or the library of a wheel (build_tools/kernel_wheel.py).
+Without a C++ compiler the package has no extension. `python setup.py build_kernels` compiles only the kernels, and
+`python setup.py kernel_wheel` packs them.
 """
 
 from __future__ import annotations
@@ -9,19 +11,22 @@ import sys
 from pathlib import Path
 
 from setuptools import Command, Extension, setup
+from setuptools.command.build import build
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))  # an isolated build does not put this folder on the path
 
-from build_tools import kernels, selection, target_torch  # noqa: E402
+from build_tools import kernel_wheel, kernels, plan, selection, target_torch  # noqa: E402
 
 HOST_SOURCES = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/*/*.cpp"))
 # The files of csrc/api are compiled as two, the longer first: most of their time goes to torch's headers.
 # So names in their anonymous namespaces must differ within a group.
 GROUPS = {
     "with_autograd": ("autograd", "backend_choice", "bindings", "check_tensors", "checks", "checks_kvcache"),
-    "with_ops": ("allocation", "flash_api", "memory_overlap", "ops", "score_mod", "set_params"),
+    "with_ops": (
+        *("allocation", "current_stream", "flash_api", "memory_overlap", "ops", "score_mod", "sdpa", "set_params"),
+    ),
 }
 
 # FLASH_ATTN_MINI_SANITIZE=1 (tests/sanitize/sanitize_cpu.py). vptr would need the type information of torch's classes.
@@ -32,6 +37,12 @@ SANITIZE = (
     "-fsanitize=address,undefined",
     "-fno-sanitize=vptr",
     "-fno-sanitize-recover=all",
+)
+
+
+NO_EXTENSION = (
+    "the package has no extension, because {why}. NVIDIA GPUs take the Triton backend. CPU tensors take the reference, "
+    "which is slow. For the compiled backends {remedy}, and install again"
 )
 
 
@@ -51,6 +62,16 @@ def grouped_sources(folder: Path) -> list[str]:
     return [*groups, *(source for source in HOST_SOURCES if source not in members)]
 
 
+def say(message: str) -> None:
+    print(f"flash_attn_mini: {message}", flush=True)
+
+
+def say_no_extension() -> None:
+    is_asked = os.environ.get("FLASH_ATTN_MINI_EXTENSION") == "0"
+    why = "FLASH_ATTN_MINI_EXTENSION is 0" if is_asked else "there is no C++ compiler"
+    say(NO_EXTENSION.format(why=why, remedy="unset it" if is_asked else "install g++"))
+
+
 class BuildKernels(Command):
     """Fills the kernel cache; needs nvcc, but neither torch nor a GPU."""
 
@@ -67,45 +88,73 @@ class BuildKernels(Command):
         kernels.build_kernels(selected(selection.select_archs()), selection.max_jobs())
 
 
+class BuildKernelWheel(Command):
+    """Packs the kernels as the wheel flash_attn_mini_kernels; needs nvcc, but neither torch nor a GPU."""
+
+    description = "compile the CUDA kernels and pack them as a wheel"
+    user_options = [("dist-dir=", "d", "folder for the wheel (default: dist)")]
+
+    def initialize_options(self) -> None:
+        self.dist_dir = "dist"
+
+    def finalize_options(self) -> None:
+        pass
+
+    def run(self) -> None:
+        asked = selection.asked_archs()
+        if asked == ():
+            raise SystemExit("FLASH_ATTN_MINI_ARCHS is 'none'; allowed for a wheel of kernels: compute capabilities")
+        chosen = selected(asked or kernel_wheel.DEFAULT_ARCHS)
+        version = self.distribution.get_version()
+        path = kernel_wheel.build(chosen, selection.max_jobs(), version, Path(self.dist_dir).resolve())
+        say(f"{path} has {path.stat().st_size / 2**20:.1f} MiB")
+
+
+class Build(build):
+    """Says what is missing where the extension is not built."""
+
+    def run(self) -> None:
+        if not self.distribution.ext_modules:
+            say_no_extension()
+        super().run()
+
+
 class BuildExtension(build_ext):
     """Finds torch, chooses what to build, then runs torch's own BuildExtension."""
 
     def run(self) -> None:
+        if not self.extensions:
+            say_no_extension()
+            return
         target_torch.import_path()
         jobs = selection.max_jobs()
         os.environ["MAX_JOBS"] = str(jobs)  # torch's BuildExtension passes it to ninja
+        if selection.host_compiler() == "g++":
+            os.environ["CXX"] = "g++"  # torch runs c++ otherwise
 
         import torch
 
-        archs = selection.select_archs() if torch.version.cuda else ()
-        if archs:
-            os.environ["CUDA_HOME"] = str(kernels.cuda_home())  # read when cpp_extension is imported
-        elif torch.version.cuda:
-            print("flash_attn_mini: FLASH_ATTN_MINI_ARCHS=none, so only the CPU backend is built", flush=True)
-        else:
-            print(
-                f"flash_attn_mini: torch {torch.__version__} has no CUDA, so only the CPU backend is built", flush=True
-            )
-
+        planned = plan.plan(torch.__version__, torch.version.cuda)
+        say(planned.message)
         from torch.utils import cpp_extension
 
         extension = self.distribution.ext_modules[0]
-        self.describe(extension, cpp_extension, selected(archs), jobs)
+        self.describe(extension, cpp_extension, planned, jobs)
         command = cpp_extension.BuildExtension.with_options(no_python_abi_suffix=False)(self.distribution)
         for option in ("inplace", "build_lib", "build_temp", "editable_mode", "force", "debug"):
             setattr(command, option, getattr(self, option))
         command.ensure_finalized()
         command.run()
 
-    def describe(self, extension: Extension, cpp_extension, chosen: selection.Selection, jobs: int) -> None:
+    def describe(self, extension: Extension, cpp_extension, planned: plan.Plan, jobs: int) -> None:
         import torch
 
         sanitizes = os.environ.get("FLASH_ATTN_MINI_SANITIZE", "0") not in ("", "0")
+        chosen = planned.selection
         defines = [("FLASH_TORCH_VERSION", f'"{torch.__version__}"')]
         extra: dict = {}
-        factory = cpp_extension.CppExtension
+        link_args = ["-fopenmp", *(SANITIZE if sanitizes else ())]
         if chosen.archs:
-            factory = cpp_extension.CUDAExtension
             defines += [
                 ("FLASH_WITH_CUDA", None),
                 ("FLASH_ARCHS", ",".join(map(str, chosen.capabilities))),
@@ -115,8 +164,18 @@ class BuildExtension(build_ext):
             ]
             if chosen.has_sm90:
                 defines.append(("FLASH_WITH_SM90", None))
+            extra["libraries"] = ["torch_cuda"]
+        if planned.wheel is not None:
+            # Both packages lie in one folder, except where the extension is built into the checkout.
+            is_installed_elsewhere = self.inplace or self.editable_mode
+            folder = planned.wheel.folder if is_installed_elsewhere else f"$ORIGIN/../{kernel_wheel.PACKAGE}"
+            link_args += [f"-Wl,-rpath,{folder}", "-Wl,-z,now"]  # now: a missing kernel is an error of the import
+            extra["extra_objects"] = [str(planned.wheel.library)]
+        elif chosen.archs:
             extra["extra_objects"] = [str(path) for path in kernels.build_kernels(chosen, jobs)]
-        configured = factory(
+            extra["libraries"] += ["cudart"]
+            extra["library_dirs"] = [str(kernels.cuda_library_dir())]
+        configured = cpp_extension.CppExtension(
             name=extension.name,
             sources=grouped_sources(Path(self.build_temp)),
             include_dirs=[str(ROOT / "csrc")],
@@ -125,13 +184,18 @@ class BuildExtension(build_ext):
             extra_compile_args={
                 "cxx": ["-O3", "-g0", "-fopenmp", "-fvisibility=hidden", *(SANITIZE if sanitizes else ())]
             },
-            extra_link_args=["-fopenmp", *(SANITIZE if sanitizes else ())],
+            extra_link_args=link_args,
             **extra,
         )
         vars(extension).update(vars(configured))
 
 
 setup(
-    ext_modules=[Extension("flash_attn_mini._C", HOST_SOURCES)],
-    cmdclass={"build_ext": BuildExtension, "build_kernels": BuildKernels},
+    ext_modules=[Extension("flash_attn_mini._C", HOST_SOURCES)] if selection.wants_extension() else [],
+    cmdclass={
+        "build": Build,
+        "build_ext": BuildExtension,
+        "build_kernels": BuildKernels,
+        "kernel_wheel": BuildKernelWheel,
+    },
 )

@@ -1,1 +1,1 @@
-"""Parts of the build: build backend, target environment's torch, selection of kernels, and the kernel cache."""
+"""Parts of the build: build backend, target torch, what to build, the kernel cache, and the wheel of kernels."""

@@ -119,6 +119,7 @@ def kernel_objects(selection: Selection) -> list[KernelObject]:
     for dtype in selection.dtypes:
         add(f"append_kv_{dtype}", "kvcache/append_instantiation.cu", (f"-DFLASH_DTYPE={ALL_DTYPES[dtype]}",), others)
     add("row_mod_gradient", "common/row_mod_gradient.cu", (), others)
+    add("device", "dispatch/device.cu", (), others)
     return objects
 
 
@@ -130,12 +131,8 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flash_attn_mini" / "kernels"
 
 
-def cuda_home() -> Path:
-    """The CUDA toolkit: CUDA_HOME, else around the nvcc on PATH, else /usr/local/cuda.
-
-    Raises:
-        SystemExit: If there is no nvcc.
-    """
+def find_cuda_home() -> Path | None:
+    """The CUDA toolkit: CUDA_HOME, else around the nvcc on PATH, else /usr/local/cuda; None where there is no nvcc."""
     candidates = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
     on_path = shutil.which("nvcc")
     if on_path:
@@ -144,10 +141,28 @@ def cuda_home() -> Path:
     for candidate in candidates:
         if candidate and all((Path(candidate) / part).is_file() for part in ("bin/nvcc", "include/cuda_runtime.h")):
             return Path(candidate)
+    return None
+
+
+def cuda_home() -> Path:
+    """`find_cuda_home`.
+
+    Raises:
+        SystemExit: If there is no nvcc.
+    """
+    found = find_cuda_home()
+    if found is not None:
+        return found
     raise SystemExit(
         "CUDA kernels are to be built, but there is no nvcc: install the CUDA toolkit or set CUDA_HOME, or build "
         "the CPU backend alone with: FLASH_ATTN_MINI_ARCHS=none pip install ."
     )
+
+
+def cuda_library_dir() -> Path:
+    """The toolkit's folder of libraries: lib in a toolkit of conda."""
+    folder = cuda_home() / "lib64"
+    return folder if folder.is_dir() else cuda_home() / "lib"
 
 
 def build_kernels(selection: Selection, jobs: int) -> list[Path]:

@@ -1,4 +1,4 @@
-"""What to build: GPU architectures, head dims and dtypes, from the environment or from the machine.
+"""What to build: the extension or not; GPU architectures, head dims and dtypes. From the environment or the machine.
 
 FLASH_ATTN_MINI_ARCHS, FLASH_ATTN_MINI_HDIMS and FLASH_ATTN_MINI_DTYPES are lists separated by ';' or ','.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 from dataclasses import dataclass
 
@@ -61,8 +62,39 @@ def _invalid(variable: str, item: str, allowed: str) -> SystemExit:
     return SystemExit(f"{variable} holds {item!r}; allowed: {allowed}, separated by ';'")
 
 
-def select_archs() -> tuple[str, ...]:
-    """The architectures in FLASH_ATTN_MINI_ARCHS, else those of the GPUs present, else DEFAULT_ARCHS."""
+def host_compiler() -> str | None:
+    """The C++ compiler: CXX, else c++ or g++ on PATH; None where there is none.
+
+    Raises:
+        SystemExit: If CXX names a program that does not exist.
+    """
+    named = os.environ.get("CXX")
+    if named:
+        if shutil.which(named.split()[0]) is None:
+            raise SystemExit(f"CXX is {named!r}, which does not exist; allowed: a C++ compiler, or CXX unset")
+        return named
+    return next((name for name in ("c++", "g++") if shutil.which(name)), None)
+
+
+def wants_extension() -> bool:
+    """Whether to build flash_attn_mini._C: FLASH_ATTN_MINI_EXTENSION, else whether there is a C++ compiler.
+
+    Raises:
+        SystemExit: If the extension is asked for and there is no compiler.
+    """
+    variable = "FLASH_ATTN_MINI_EXTENSION"
+    asked = os.environ.get(variable, "")
+    if asked not in ("", "0", "1"):
+        raise SystemExit(f"{variable} is {asked!r}; allowed: 0, 1, or {variable} unset")
+    if asked == "0":
+        return False
+    if asked == "1" and host_compiler() is None:
+        raise SystemExit(f"{variable} is '1', but there is no C++ compiler: install g++, or set CXX")
+    return host_compiler() is not None
+
+
+def asked_archs() -> tuple[str, ...] | None:
+    """The architectures in FLASH_ATTN_MINI_ARCHS, () for none; None where it is not set."""
     variable = "FLASH_ATTN_MINI_ARCHS"
     items = _items(variable)
     if items == ["none"]:
@@ -70,7 +102,13 @@ def select_archs() -> tuple[str, ...]:
     for item in items:
         if not re.fullmatch(r"\d{2,3}[af]?", item) or int(item.rstrip("af")) < OLDEST_ARCH:
             raise _invalid(variable, item, "none, or compute capabilities from 80 up, such as 80, 86, 89, 90a, 120")
-    return tuple(dict.fromkeys(items)) or _archs_of_gpus_present() or DEFAULT_ARCHS
+    return tuple(dict.fromkeys(items)) or None
+
+
+def select_archs() -> tuple[str, ...]:
+    """The architectures in FLASH_ATTN_MINI_ARCHS, else those of the GPUs present, else DEFAULT_ARCHS."""
+    asked = asked_archs()
+    return (_archs_of_gpus_present() or DEFAULT_ARCHS) if asked is None else asked
 
 
 def _archs_of_gpus_present() -> tuple[str, ...]:

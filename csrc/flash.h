@@ -110,6 +110,8 @@ struct Flash_fwd_params {
     int window_size_left = -1;   // keys
     int window_size_right = -1;  // keys
 
+    int reserved_sms = 0;  // SMs that the persistent grid of the sm90 forward leaves to kernels of other streams
+
     constexpr bool has_alibi() const { return alibi_slopes != nullptr; }
     // True if scores are modified between Q K^T and the softmax.
     constexpr bool has_score_mod() const { return softcap > 0.0 || alibi_slopes != nullptr; }

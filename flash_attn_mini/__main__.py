@@ -27,7 +27,8 @@ def _capability(arch: str) -> str:
 def _built() -> list[str]:
     reason = extension.missing_reason()
     if reason is not None:
-        return [f"built        nothing: {reason}", "             The triton backend runs without it."]
+        others = "NVIDIA GPUs take the triton backend" + ("" if extension.IS_BUILT else ", CPU tensors the reference")
+        return [f"built        nothing: {reason}", f"             Without it {others}."]
     info = extension.load().build_info()
     lines = [f"built        cpu backend, for torch {info['torch']}"]
     if info["arch_names"]:

@@ -16,6 +16,11 @@ def empty_contiguous_last(like: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 and x.shape[-1] != 1 else like.new_empty(like.shape)
 
 
+def lse_dtype(q: torch.Tensor) -> torch.dtype:
+    """The dtype of softmax_lse."""
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
 def without_neg(x: torch.Tensor) -> torch.Tensor:
     """``x``, or a contiguous copy if ``x`` is a lazily negated view, which kernels would read without its sign."""
     return x.clone(memory_format=torch.contiguous_format) if x.is_neg() else x

@@ -3,7 +3,7 @@
 csrc/api/ops.cpp defines the ops with their kernels, autograd and autocast. This file calls them and has their fake
 implementations, which give the shapes for tracing; vmap.py has their vmap rules. Eager code enters an op through the
 extension's functions with the official argument order, which takes half the host time of ``torch.ops``. Without the
-extension, the Triton backend runs under a separate autograd function (backends/triton/autograd.py).
+extension, the Triton backend and the reference run under a separate autograd function (backends/triton/autograd.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.overrides import has_torch_function
 
-from .allocation import empty_contiguous_last
+from .allocation import empty_contiguous_last, lse_dtype
 from .backends import extension
 from .backends.extension import Gradients
 from .backends.triton import ops as triton_ops
@@ -135,11 +135,6 @@ def _traced_rng_state(options: Options, *inputs: torch.Tensor) -> torch.Tensor |
 
 
 # ---- shapes for tracing ---------------------------------------------------------------------------------------------
-
-
-def lse_dtype(q: torch.Tensor) -> torch.dtype:
-    """The dtype of softmax_lse."""
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
 def _check_devices(names: Sequence[str], arguments: Sequence[Any]) -> None:

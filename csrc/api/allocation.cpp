@@ -17,8 +17,8 @@
 
 #ifdef FLASH_WITH_CUDA
 #include <ATen/ops/from_blob.h>
-#include <c10/cuda/CUDAFunctions.h>
 
+#include "api/current_stream.h"
 #include "api/set_params.h"
 #include "dispatch/device.h"
 #include "sm90/common/tma_limits.h"
@@ -50,7 +50,7 @@ int sm_count() {
 
 template <typename Params>
 std::vector<at::Tensor> copies_for_tma(Params &params) {
-    const c10::Device device(at::kCUDA, c10::cuda::current_device());
+    const c10::Device device(at::kCUDA, current_device());
     const at::ScalarType dtype = params.dtype == DType::float16 ? at::kHalf : at::kBFloat16;
     std::vector<at::Tensor> copies;
     sm90::for_each_input(params, [&](const char *name, TensorRef &x, int64_t rows, int heads, int batch) {

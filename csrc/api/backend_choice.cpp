@@ -24,7 +24,8 @@ std::string reason_against_cuda(const at::Tensor &q) {
     const DeviceProperties &properties = device_properties(q.get_device());
     return cuda_unavailable_reason(properties.major, properties.minor);
 #else
-    return "this build has no CUDA kernels; with a CUDA build of torch and nvcc, build them with: pip install .";
+    return "this build has no CUDA kernels; with a CUDA build of torch, and nvcc or the wheel flash_attn_mini_kernels, "
+           "build them with: pip install .";
 #endif
 }
 

@@ -28,7 +28,7 @@
 #include "dispatch/run_mha.h"
 
 #ifdef FLASH_WITH_CUDA
-#include <cuda_runtime_api.h>
+#include "dispatch/device.h"
 #endif
 
 namespace flash {
@@ -268,7 +268,7 @@ pybind11::dict build_info() {
         dtypes.emplace_back(dtype == DType::float16 ? "fp16" : "bf16");
     }
     info["dtypes"] = dtypes;
-    info["cuda"] = CUDART_VERSION;
+    info["cuda"] = cuda_version();
 #else
     info["archs"] = std::vector<int>{};
     info["archs_exact"] = std::vector<int>{};

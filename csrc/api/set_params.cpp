@@ -8,6 +8,7 @@
 #include "common/message.h"
 #include "common/philox.h"
 #include "common/trace.h"
+#include "dispatch/reserved_sms.h"
 
 namespace flash {
 
@@ -29,6 +30,7 @@ void set_options(Flash_fwd_params &params, const Options &options, double softma
     params.is_causal = options.causal;
     params.window_size_left = window(options.window_size_left);
     params.window_size_right = options.causal ? 0 : window(options.window_size_right);
+    params.reserved_sms = reserved_sms();
 }
 
 void set_heads(Flash_fwd_params &params, int64_t nheads, int64_t nheads_k, int64_t headdim) {

@@ -2,7 +2,7 @@
 // sums a head of all sequences, or of one where each sequence has its own logits, always in the same order.
 #include <cuda_bf16.h>
 
-#include "dispatch/device.h"
+#include "dispatch/launch.h"
 #include "dispatch/run_flash.h"
 #include "row_mod.h"
 #include "sequence.h"

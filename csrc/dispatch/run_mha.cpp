@@ -12,14 +12,13 @@
 
 #ifdef FLASH_WITH_CUDA
 #include <ATen/ops/empty.h>
-#include <c10/cuda/CUDAFunctions.h>
-#include <c10/cuda/CUDAStream.h>
 
 #include <cstdlib>
 #include <string>
 #include <vector>
 
 #include "api/allocation.h"
+#include "api/current_stream.h"
 #include "choose_kernel.h"
 #include "dispatch/device.h"
 #include "kvcache/splitkv.h"
@@ -143,9 +142,9 @@ void trace_arch(const char *function, const char *reason, int headdim, Kind kind
 
 // A counter of a varlen forward, 0. It must live until the kernel is launched.
 at::Tensor zero_counter(cudaStream_t stream) {
-    const at::TensorOptions options(c10::Device(at::kCUDA, c10::cuda::current_device()));
+    const at::TensorOptions options(c10::Device(at::kCUDA, current_device()));
     const at::Tensor counter = at::empty({1}, options.dtype(at::kInt));
-    check_cuda(cudaMemsetAsync(counter.data_ptr(), 0, sizeof(int), stream), "setting a counter to 0");
+    set_to_zero(counter.data_ptr(), sizeof(int), stream);
     return counter;
 }
 
@@ -153,12 +152,12 @@ at::Tensor zero_counter(cudaStream_t stream) {
 void zero_scratch(const Flash_bwd_params &params, cudaStream_t stream) {
     const auto *begin = reinterpret_cast<const char *>(params.work_counts),
                *end = reinterpret_cast<const char *>(params.lse_padded);
-    check_cuda(cudaMemsetAsync(params.work_counts, 0, end - begin, stream), "setting counters to 0");
+    set_to_zero(params.work_counts, end - begin, stream);
 }
 
 void run_mha_fwd_cuda(Flash_fwd_params &params) {
     check_built(params);
-    const cudaStream_t stream = c10::cuda::getCurrentCUDAStream().stream();
+    const cudaStream_t stream = current_stream();
     FP16_SWITCH(params.dtype, [&] {
         HEADDIM_SWITCH(params.d, [&] {
             KIND_SWITCH(kind_of(params), [&] {
@@ -188,7 +187,7 @@ void run_mha_fwd_splitkv_dispatch(Flash_fwd_params &params, bool follows_append)
         run_mha_fwd_cuda(params);
         return;
     }
-    const cudaStream_t stream = c10::cuda::getCurrentCUDAStream().stream();
+    const cudaStream_t stream = current_stream();
     FP16_SWITCH(params.dtype, [&] {
         HEADDIM_SWITCH(params.d, [&] {
             const bool is_sm90 = kernel == CacheKernel::split_sm90;
@@ -211,7 +210,7 @@ void run_mha_fwd_kvcache_cuda(Flash_fwd_params &params) {
     check_built(params);
     const bool appends = params.cache.seqlen_new > 0 || params.cache.rotary_cos != nullptr;
     if (appends) {
-        FP16_SWITCH(params.dtype, [&] { run_append_kv<kDType>(params, c10::cuda::getCurrentCUDAStream().stream()); });
+        FP16_SWITCH(params.dtype, [&] { run_append_kv<kDType>(params, current_stream()); });
     }
     if (params.seqlen_q > 0) {
         run_mha_fwd_splitkv_dispatch(params, appends);
@@ -222,7 +221,7 @@ void run_mha_bwd_cuda(Flash_bwd_params &params) {
     check_built(params);
     params.max_smem = max_smem();
     params.has_bulk_reduce = device_properties().major >= 9;
-    const cudaStream_t stream = c10::cuda::getCurrentCUDAStream().stream();
+    const cudaStream_t stream = current_stream();
     FP16_SWITCH(params.dtype, [&] {
         HEADDIM_SWITCH(params.d, [&] {
             KIND_SWITCH(kind_of(params), [&] {
@@ -255,7 +254,7 @@ bool run_row_mod_gradient(const Flash_bwd_params &params, void *gradient) {
     if (!runs_on(gpu.major, gpu.minor)) {
         return false;
     }
-    run_row_mod_gradient(params, gradient, c10::cuda::getCurrentCUDAStream().stream());
+    run_row_mod_gradient(params, gradient, current_stream());
     return true;
 }
 
@@ -304,7 +303,9 @@ std::string sm80_unavailable_reason(int major, int minor) {
 
 #else
 
-constexpr char kNoCuda[] = "this build has no CUDA kernels; with a CUDA build of torch and nvcc, build them with: ";
+constexpr char kNoCuda[] =
+    "this build has no CUDA kernels; with a CUDA build of torch, and nvcc or the wheel flash_attn_mini_kernels, build "
+    "them with: ";
 
 std::string cuda_unavailable_reason(int major, int minor) {
     return message(kNoCuda, "FLASH_ATTN_MINI_ARCHS=", major, minor, best_suffix(major, minor), " pip install .");

@@ -10,7 +10,7 @@
 #include "append_kernel.h"
 #include "combine_kernel.h"
 #include "common/trace.h"
-#include "dispatch/device.h"
+#include "dispatch/launch.h"
 #include "splitkv.h"
 #include "splitkv_kernel.h"
 

@@ -2,7 +2,7 @@
 
 Order: ``backend=`` on the call, else ``use_backend(...)``, else FLASH_ATTN_MINI_BACKEND, else by device. A backend
 requested by name runs or raises. Only the choice by device may take another one: ``triton`` when no CUDA kernel was
-compiled for this GPU.
+compiled for this GPU, and the reference for CPU tensors when the extension is not built.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from . import cpu, cuda, triton
+from . import cpu, cuda, extension, triton
 
 ENVIRONMENT_VARIABLE = "FLASH_ATTN_MINI_BACKEND"
 
@@ -40,6 +40,8 @@ BACKENDS: dict[str, Backend] = {
     for name, module in (("cuda", cuda), ("triton", triton), ("cpu", cpu))
 }
 
+# It needs nothing but PyTorch. It has no entry in BACKENDS, because no call asks for it.
+REFERENCE = Backend("reference", lambda device: None)
 
 _chosen = threading.local()  # .name, where use_backend has chosen. torch.compile guards on it, not on a subclass's
 
@@ -125,13 +127,6 @@ def backend_argument(device: torch.device, requested: str | None) -> str | None:
     return select_backend(device, requested).name
 
 
-def backend_of_op(device: torch.device, argument: str | None) -> Backend:
-    """The backend of an op, from the result of `backend_argument`, as csrc/api/backend_choice.cpp chooses it."""
-    if argument is not None:
-        return _resolve(device, argument, "the backend argument")
-    return _resolve(device, os.environ.get(ENVIRONMENT_VARIABLE) or None, ENVIRONMENT_VARIABLE)
-
-
 @functools.cache  # what a device can run does not change while the process lives
 def _resolve(device: torch.device, name: str | None, source: str) -> Backend:
     if name is not None:
@@ -151,6 +146,8 @@ def _resolve(device: torch.device, name: str | None, source: str) -> Backend:
         if reason is None:
             return BACKENDS[candidate]
         reasons.append(f"{candidate}: {reason}")
+    if device.type == "cpu" and not extension.IS_BUILT:
+        return REFERENCE
     raise RuntimeError(f"flash_attn_mini: no backend can run on {device}; " + "; ".join(reasons))
 
 

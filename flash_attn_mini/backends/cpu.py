@@ -1,10 +1,9 @@
-"""The CPU backend: the C++ kernels of csrc/cpu/, in a copy without the extension cpu_reference.py."""
+"""The C++ CPU backend. Its kernels are in csrc/cpu/."""
 
 from __future__ import annotations
 
 import torch
 
-from ..namespace import MAY_HAVE_EXTENSION
 from . import extension
 
 
@@ -12,4 +11,4 @@ def unavailable_reason(device: torch.device) -> str | None:
     """None when this backend runs on ``device``, else one sentence that says why not."""
     if device.type != "cpu":
         return "it takes CPU tensors"
-    return extension.missing_reason() if MAY_HAVE_EXTENSION else None
+    return extension.missing_reason()

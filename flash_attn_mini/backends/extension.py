@@ -20,14 +20,27 @@ from ..schemas import EQUAL_LENGTHS
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 MODULE: ModuleType | None = None  # None: not built, or it does not load
+IS_BUILT = True
 _error: str | None = None
+
+_HOW_TO_BUILD = (
+    "with a C++ compiler, and nvcc or the wheel flash_attn_mini_kernels for CUDA kernels, build it with: pip install ."
+)
 
 if MAY_HAVE_EXTENSION:
     try:
         MODULE = importlib.import_module(f"{INSTALLED}._C")
+    except ModuleNotFoundError as error:
+        IS_BUILT = False
+        _error = f"the extension flash_attn_mini._C is not built ({error}); {_HOW_TO_BUILD}"
     except ImportError as error:
-        _error = f"the extension flash_attn_mini._C does not load ({error}); build it with: pip install ."
+        _kernels = "install the flash_attn_mini_kernels that it was built against, or "
+        _remedy = _kernels if "flash_attn_mini_kernels" in str(error).lower() else ""
+        _error = (
+            f"the extension flash_attn_mini._C does not load ({error}); {_remedy}build it again with: pip install ."
+        )
 else:  # its ops have the namespace of the installed package
+    IS_BUILT = False
     _error = f"this copy of the package, imported as {PACKAGE}, has no compiled extension; {INSTALLED} may have one"
 
 

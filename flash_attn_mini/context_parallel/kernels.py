@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from .. import ops
-from ..backends import extension
+from ..allocation import lse_dtype
 from ..backends.extension import Gradients
 from ..options import Options
 from .blocks import FAR, Call, Mask
@@ -68,7 +68,7 @@ class BackwardInputs(NamedTuple):
 
 def sums_dtype(q: torch.Tensor) -> torch.dtype:
     """The dtype of sums over calls: float32, float64 for float64 inputs."""
-    return ops.lse_dtype(q)
+    return lse_dtype(q)
 
 
 def partial_of(q: torch.Tensor) -> Total:
@@ -218,11 +218,10 @@ def _needs_float64(attention: Attention, call: Call, q: torch.Tensor) -> bool:
     """Whether a call of float32 tensors runs in float64: in the blocks of ALiBi that have an offset.
 
     Their scores and log-sum-exp have terms of the size slope x offset, whose float32 rounding would be larger than the
-    error of a float32 result. Only the extension's backend ``cpu`` has kernels of float64.
+    error of a float32 result. Only the backend ``cpu`` has kernels of float64.
     """
     has_offset = call.rectangles[0].offset != 0 and attention.options.alibi_slopes is not None
-    has_kernels = attention.options.backend == "cpu" and extension.MODULE is not None
-    return has_offset and q.dtype == torch.float32 and has_kernels
+    return has_offset and q.dtype == torch.float32 and attention.options.backend == "cpu"
 
 
 def _options_of(attention: Attention, call: Call, q: torch.Tensor) -> Options:

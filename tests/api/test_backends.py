@@ -207,3 +207,12 @@ def test_the_import_takes_neither_the_compiler_nor_triton() -> None:
 def test_package_exports_what_its_users_need() -> None:
     for name in flash_attn_mini.__all__:
         assert hasattr(flash_attn_mini, name)
+
+
+def test_only_an_extension_that_was_never_built_is_replaced_by_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extension, "_error", "it does not load")
+    monkeypatch.setattr(backends, "_resolve", backends._resolve.__wrapped__)
+    with pytest.raises(RuntimeError, match="no backend can run on cpu; cpu: it does not load"):
+        select_backend(torch.device("cpu"))
+    monkeypatch.setattr(extension, "IS_BUILT", False)
+    assert select_backend(torch.device("cpu")).name == "reference"

@@ -1,16 +1,19 @@
-"""An environment in which the extension was never built: the Triton backend, with autograd, in another process.
+"""An environment in which the extension was never built: the Triton backend and the reference, with autograd.
 
-The first test starts the others in a process whose import of the extension fails: in Triton's interpreter, or on the
-GPU, where it is the default backend of CUDA tensors.
+The first test starts the others in a process whose import of the extension fails: in Triton's interpreter; with the
+reference, the default of CPU tensors; on the GPU with Triton, the default of CUDA tensors.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+import re
 import runpy
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,7 +32,7 @@ from flash_attn_mini import (
     flash_attn_with_kvcache,
     use_backend,
 )
-from flash_attn_mini.backends import extension
+from flash_attn_mini.backends import extension, reference
 from flash_attn_mini.flash_attn_interface import (
     _flash_attn_backward,
     _flash_attn_forward,
@@ -45,9 +48,11 @@ from flash_attn_mini.reference import (
 
 from ..support.no_extension import NAME
 
-HAS_GPU = torch.cuda.is_available()
+USES_REFERENCE = "TESTS_THE_REFERENCE"  # set in the process that tests the reference
+NAME_OF_BACKEND = "reference" if USES_REFERENCE in os.environ else "triton"
+HAS_GPU = torch.cuda.is_available() and NAME_OF_BACKEND == "triton"
 DEVICE = "cuda" if HAS_GPU else "cpu"
-BACKEND = None if HAS_GPU else "triton"  # CPU tensors take the interpreter only if asked for
+BACKEND = None if HAS_GPU or NAME_OF_BACKEND == "reference" else "triton"  # Triton's interpreter only if asked for
 IS_MISSING = extension.missing_reason() is not None
 EXPECTED = "EXPECTED_OF_THE_EXTENSION"  # a file with what the extension gives
 
@@ -55,12 +60,13 @@ here = pytest.mark.skipif(not IS_MISSING, reason="runs in a process without the 
 P = 0.3
 
 
-def run_without_extension(expected: Path) -> None:
-    pytest.importorskip("triton", minversion="3.4")
+def run_without_extension(expected: Path, name: str) -> None:
     options = ["-q", "--tb=short", "-p", "no:cacheprovider", "-p", "tests.support.no_extension"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": "", EXPECTED: str(expected)}
     environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # no plugin is needed; to import them takes as long as torch
-    if not HAS_GPU:
+    if name == "reference":
+        environment[USES_REFERENCE] = "1"
+    elif not HAS_GPU:
         environment["TRITON_INTERPRET"] = "1"
     root = Path(__file__).resolve().parents[2]
     command = [sys.executable, "-m", "pytest", __file__, *options]
@@ -71,12 +77,15 @@ def run_without_extension(expected: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(IS_MISSING, reason="started by the process with the extension")
 @pytest.mark.backends("cpu", "cuda")
-def test_all_of_this_without_the_extension(backend: str, device: str, tmp_path: Path) -> None:
-    if device != DEVICE:
+@pytest.mark.parametrize("name", ["triton", "reference"])
+def test_all_of_this_without_the_extension(name: str, backend: str, device: str, tmp_path: Path) -> None:
+    if device != ("cpu" if name == "reference" else DEVICE):
         pytest.skip("the process tests one device")
+    if name == "triton":
+        pytest.importorskip("triton", minversion="3.4")
     expected = tmp_path / "expected.pt"
     torch.save({"dropout": with_dropout(backend)}, expected)
-    run_without_extension(expected)
+    run_without_extension(expected, name)
 
 
 def with_dropout(backend: str | None) -> list[Tensor]:
@@ -107,36 +116,48 @@ def gradients(run: Callable[..., tuple[Tensor, Tensor]], inputs: list[Tensor], *
     return torch.autograd.grad(total, leaves)
 
 
+def chosen_backend() -> contextlib.AbstractContextManager[None]:
+    """For functions without the argument backend."""
+    return contextlib.nullcontext() if BACKEND is None else use_backend(BACKEND)
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     out, lse, _ = flash_attn_func(q, k, v, **options, return_attn_probs=True, backend=BACKEND)
     return out, lse
 
 
 @here
-def test_only_triton_is_available(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert available_backends(DEVICE) == ["triton"]
+def test_what_is_available(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    has_triton = NAME_OF_BACKEND == "triton"
+    assert available_backends(DEVICE) == (["triton"] if has_triton else [])
     q = torch.zeros(1, 1, 1, 16, device=DEVICE, dtype=torch.float16)
     for name in ("cpu", "cuda"):
         with use_backend(name), pytest.raises(RuntimeError, match=f"backend '{name}', asked for by use_backend"):
             flash_attn_func(q, q, q)
         with pytest.raises(RuntimeError, match=f"backend '{name}', asked for by the backend argument"):
             flash_attn_func(q, q, q, backend=name)
-    with use_backend("triton"):
+    with chosen_backend():
         assert flash_attn_func(q, q, q).shape == q.shape
     monkeypatch.setattr("sys.argv", ["flash_attn_mini"])
     runpy.run_module("flash_attn_mini", run_name="__main__")
     printed = capsys.readouterr().out
     assert f"No module named '{NAME}'" in printed
-    assert "triton     available" in printed
-    assert "runs without it" in printed
+    assert ("triton     available" in printed) == has_triton
+    assert ("a call takes reference" in printed) == (DEVICE == "cpu")
+    assert "take the triton backend" in printed
 
 
 @here
 @pytest.mark.skipif(HAS_GPU, reason="the GPU takes them")
-def test_the_usual_choice_says_what_is_missing() -> None:
-    q = torch.zeros(1, 1, 1, 16)
-    with pytest.raises(RuntimeError, match=r"no backend can run on cpu; cpu: the extension .* does not load"):
-        flash_attn_func(q, q, q)
+def test_the_usual_choice_is_the_reference_and_says_once_what_is_missing(draw: torch.Generator) -> None:
+    q = torch.randn(1, 3, 1, 16, generator=draw)
+    reference.warn_once.cache_clear()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            flash_attn_func(q, q, q)
+    (message,) = (str(one.message) for one in warned)
+    assert re.search(r"reference.*_C is not built.*with a C\+\+ compiler.*pip install \.", message)
 
 
 @here
@@ -293,7 +314,7 @@ def test_dropout_and_its_gradient(draw: torch.Generator) -> None:
 
 
 def official_forward(inputs: list[Tensor]) -> tuple[Tensor, ...]:
-    with use_backend("triton"):
+    with chosen_backend():
         return _flash_attn_forward(*inputs, P, 0.25, False, -1, -1, 0.0, None, True)
 
 
@@ -311,7 +332,7 @@ def test_the_official_functions(draw: torch.Generator) -> None:
     into = [torch.empty_like(x) for x in inputs]
     versions = [x._version for x in into]
     arguments = (P, 0.25, False, -1, -1, 0.0, None, False, rng_state)
-    with use_backend("triton"):
+    with chosen_backend():
         softmax_d = _flash_attn_backward(dout, *inputs, out, lse, *into, *arguments)
         with pytest.raises(ValueError, match="rng_state is None"):
             _flash_attn_backward(dout, *inputs, out, lse, *into, *arguments[:-1])
@@ -323,7 +344,7 @@ def test_the_official_functions(draw: torch.Generator) -> None:
 
     cu_q, cu_k = (torch.tensor([0, n, 2 * n], device=DEVICE, dtype=torch.int32) for n in (9, 13))
     rows, lengths = [x.flatten(0, 1) for x in inputs], (cu_q, cu_k, 9, 13)
-    with use_backend("triton"):
+    with chosen_backend():
         out, lse, _, empty = _flash_attn_varlen_forward(*rows, *lengths, 0.0, 0.25, True)
         assert empty.numel() == 0
         tensors = (torch.ones_like(out), *rows, out, lse, *(torch.empty_like(x) for x in rows))
@@ -479,6 +500,8 @@ def test_randomness_of_vmap(draw: torch.Generator) -> None:
 @pytest.mark.parametrize("dropout_p", [0.0, P])
 def test_compiled_training(compiler: str, dropout_p: float, draw: torch.Generator) -> None:
     """One graph, and the bits of eager code, dropout too: the seed is drawn by PyTorch's generator."""
+    if compiler == "inductor" and NAME_OF_BACKEND == "reference":
+        pytest.skip("inductor needs a C++ compiler")
     torch._dynamo.reset()
     inputs = qkv(draw)
 
@@ -568,8 +591,9 @@ def test_wrong_calls_are_named(draw: torch.Generator) -> None:
     q, k, v = qkv(draw)
     with pytest.raises(ValueError, match="k has batch 1"):
         attend(q, k[:1], v)
-    with pytest.raises(TypeError, match="q has dtype Double; allowed on the triton backend"):
-        attend(q.double(), k.double(), v.double())
+    wrong = torch.float64 if NAME_OF_BACKEND == "triton" else torch.float8_e5m2
+    with pytest.raises(TypeError, match=f"q has dtype .*; allowed on the {NAME_OF_BACKEND} backend"):
+        attend(q.to(wrong), k.to(wrong), v.to(wrong))
     with pytest.raises(ValueError, match="softcap is 2 and dropout_p"):
         attend(q, k, v, softcap=2.0, dropout_p=P)
     lengths = torch.tensor([0, 9, 18], device=DEVICE)
@@ -588,7 +612,7 @@ def test_operators_pass_the_checks_of_pytorch(draw: torch.Generator) -> None:
     from flash_attn_mini.options import Options
 
     q, k, v = qkv(draw)
-    fields = (*schemas.EQUAL_LENGTHS, *Options(0.0, 0.25, True, -1, 0, 0.0, None, backend="triton"), None)
+    fields = (*schemas.EQUAL_LENGTHS, *Options(0.0, 0.25, True, -1, 0, 0.0, None, backend=BACKEND), None)
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(ops.FORWARD, (q, k, v, *fields), test_utils=tests)
     out, lse = ops.FORWARD(q, k, v, *fields)

@@ -25,9 +25,9 @@ NO_WARNINGS = {"PYTHONWARNINGS": "ignore"}  # older versions of setuptools warn 
 
 @pytest.fixture(autouse=True)
 def _no_selection_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("ARCHS", "HDIMS", "DTYPES", "CACHE", "PYTHON"):
+    for name in ("ARCHS", "HDIMS", "DTYPES", "CACHE", "PYTHON", "EXTENSION", "KERNELS"):
         monkeypatch.delenv(f"FLASH_ATTN_MINI_{name}", raising=False)
-    for name in ("MAX_JOBS", "CUTLASS_PATH"):
+    for name in ("MAX_JOBS", "CUTLASS_PATH", "CXX"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -49,7 +49,7 @@ def test_no_message_is_made_by_iostreams() -> None:
 
 def test_torch_is_found_behind_a_build_isolation() -> None:
     hidden = "import importlib.util as u; assert u.find_spec('torch') is None"
-    code = f"{hidden}; from build_tools import target_torch; print(target_torch.find_torch())"
+    code = f"{hidden}; from build_tools import target_torch; print(target_torch.find_package('torch'))"
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONNOUSERSITE": "1"}
     command = [sys.executable, "-S", "-c", code]  # -S: without site-packages, as in an isolated build
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -205,7 +205,7 @@ def test_kernels_of_hopper_are_compiled_for_it_alone() -> None:
 WITHOUT_SM90 = {
     *(f"flash_bwd_hdim32_bf16_{kind}_sm80" for kind in ("any", *kernels.read_kinds().backward)),
     *("flash_fwd_hdim32_bf16_sm80", "flash_fwd_hdim32_bf16_paged_sm80", "flash_fwd_hdim128_bf16_paged_sm80"),
-    *("flash_fwd_hdim32_bf16_splitkv", "flash_fwd_hdim128_bf16_splitkv", "append_kv_bf16"),
+    *("flash_fwd_hdim32_bf16_splitkv", "flash_fwd_hdim128_bf16_splitkv", "append_kv_bf16", "device"),
     "row_mod_gradient",
 }
 WITH_SM90 = {
@@ -223,6 +223,8 @@ WITH_SM90 = {
         (("80", "90", "90a"), ("80", "90"), ("80", "90")),
         (("80",), ("80",), ("80",)),
         (("90",), ("90",), ("90",)),
+        (("80", "90a", "120"), ("80", "120"), ("80", "90a", "120")),
+        (("120",), ("120",), ("120",)),
     ],
     ids=lambda value: ";".join(value) if isinstance(value, tuple) else None,
 )
@@ -243,6 +245,7 @@ def test_hopper_gets_kernels_of_sm80_where_it_has_none_of_its_own(
         (("80", "90a", "120"), (80, 90, 120), (90,)),
         (("90", "90a"), (90,), ()),
         (("100f",), (100,), ()),
+        (("120",), (120,), ()),
     ],
 )
 def test_code_of_an_a_architecture_runs_on_it_alone(

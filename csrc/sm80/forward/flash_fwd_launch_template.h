@@ -2,7 +2,7 @@
 #pragma once
 
 #include "common/trace.h"
-#include "dispatch/device.h"
+#include "dispatch/launch.h"
 #include "dispatch/run_flash.h"
 #include "flash_fwd_kernel.h"
 

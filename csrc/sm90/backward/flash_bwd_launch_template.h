@@ -4,7 +4,7 @@
 #include <algorithm>
 
 #include "common/trace.h"
-#include "dispatch/device.h"
+#include "dispatch/launch.h"
 #include "dispatch/run_flash.h"
 #include "flash_bwd_kernel.h"
 

@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "common/trace.h"
-#include "dispatch/device.h"
+#include "dispatch/launch.h"
 #include "dispatch/run_flash.h"
 #include "flash_fwd_split_kernel.h"
 #include "kvcache/splitkv.h"

@@ -4,8 +4,7 @@
 #include <algorithm>
 
 #include "common/trace.h"
-#include "dispatch/device.h"
-#include "dispatch/reserved_sms.h"
+#include "dispatch/launch.h"
 #include "dispatch/run_flash.h"
 #include "flash_fwd_kernel.h"
 
@@ -33,7 +32,7 @@ void launch(const Flash_fwd_params &params, int *tile_counter, cudaStream_t stre
     static_assert(Traits::kSmemSize <= kMaxSmem, "more shared memory than a thread block may have");
     auto kernel = &flash_fwd_kernel<Traits, kKind>;
     const RowBlocks blocks = row_blocks<is_general(kKind)>(params, Traits::kBlockM);
-    const int sms = std::max(device_properties().sm_count - reserved_sms(), 1);
+    const int sms = std::max(device_properties().sm_count - params.reserved_sms, 1);
     check_grid(blocks.count() + sms, "batch * nheads * blocks of query rows");  // CTAs count past the end
     const WorkTileOrder order(blocks, params.is_local(), sms, tile_counter);
     const int grid = std::min(order.units, sms);

@@ -14,17 +14,23 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from ...allocation import lse_dtype
 from ...options import KvCache, Options, Sequences
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+DTYPES = {
+    "triton": (torch.float16, torch.bfloat16, torch.float32),
+    "reference": (torch.float16, torch.bfloat16, torch.float32, torch.float64),
+}
 MAX_HEAD_DIM = 256
 MAX_INT = 2**31 - 1
 MAX_ROWS = MAX_INT // 4  # rows of a tensor: no distance of two positions overflows in a kernel
 
 
-def check_forward(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences | None, options: Options) -> None:
-    """Raise ValueError or TypeError unless the Triton backend can run the forward."""
-    _check_inputs(q, k, v, sequences)
+def check_forward(
+    q: Tensor, k: Tensor, v: Tensor, sequences: Sequences | None, options: Options, backend: str = "triton"
+) -> None:
+    """Raise ValueError or TypeError unless the backend can run the forward."""
+    _check_inputs(q, k, v, sequences, backend)
     _check_options(q, _batch_of(q, sequences), options)
 
 
@@ -40,9 +46,10 @@ def check_backward(
     options: Options,
     rng_state: Tensor | None,
     into: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
+    backend: str = "triton",
 ) -> None:
     """The same for the backward. ``into``: the tensors that receive dq, dk and dv, None for new ones."""
-    _check_inputs(q, k, v, sequences)
+    _check_inputs(q, k, v, sequences, backend)
     for name, x in (("dout", dout), ("out", out)):
         _check_same_kind(name, x, q)
         _check_same_shape(name, x, "q", q)
@@ -83,8 +90,8 @@ def check_rng_state(rng_state: Tensor | None, dropout_p: float, q: Tensor) -> No
 # ---- q, k, v and the sequences --------------------------------------------------------------------------------------
 
 
-def _check_inputs(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences | None) -> None:
-    _check_dtype("q", q)
+def _check_inputs(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences | None, backend: str) -> None:
+    _check_dtype("q", q, backend)
     _check_same_kind("k", k, q)
     _check_same_kind("v", v, q)
     if sequences is None:
@@ -146,8 +153,9 @@ def _check_heads(q: Tensor, k_name: str, k: Tensor, v_name: str, v: Tensor) -> N
 
 
 def _check_lse(name: str, x: Tensor, q: Tensor, sequences: Sequences | None) -> None:
-    if x.dtype != torch.float32:
-        raise TypeError(f"{name} has dtype {_dtype(x)}; allowed: Float for inputs of {_dtype(q)}")
+    if x.dtype != lse_dtype(q):
+        allowed = "Double" if q.dtype == torch.float64 else "Float"
+        raise TypeError(f"{name} has dtype {_dtype(x)}; allowed: {allowed} for inputs of {_dtype(q)}")
     _check_same_device(name, x, q)
     if sequences is None:
         form, shape = "[batch, nheads, seqlen_q]", [q.shape[0], q.shape[2], q.shape[1]]
@@ -289,8 +297,11 @@ def _is_in_range(x: float) -> bool:
 # ---- the KV cache ---------------------------------------------------------------------------------------------------
 
 
-def check_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, cache: KvCache, options: Options) -> None:
-    """Raise ValueError or TypeError unless the Triton backend can run the call of flash_attn_with_kvcache."""
+def check_kvcache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, cache: KvCache, options: Options, backend: str = "triton"
+) -> None:
+    """Raise ValueError or TypeError unless the backend can run the call of flash_attn_with_kvcache."""
+    _check_dtype("q", q, backend)
     batch = _check_cache_shapes(q, k_cache, v_cache, cache)
     _check_rows(q, k_cache, cache, batch)
     _check_new_keys(q, k_cache, cache)
@@ -342,7 +353,6 @@ def _check_cache_shapes(q: Tensor, k_cache: Tensor, v_cache: Tensor, cache: KvCa
     is_paged = cache.block_table is not None
     rows, keys = ("num_pages", "page_size") if is_paged else ("batch_cache", "capacity")
     caches = (("k_cache", k_cache), ("v_cache", v_cache))
-    _check_dtype("q", q)
     _check_rank("q", q, 4, "[batch, seqlen_q, nheads, headdim]")
     for name, x in caches:
         _check_same_kind(name, x, q)
@@ -621,9 +631,10 @@ def _check_rank(name: str, x: Tensor, rank: int, shape: str) -> None:
         raise ValueError(f"{name} has shape {_shape(x)} ({x.ndim} dimensions); allowed: {rank} dimensions {shape}")
 
 
-def _check_dtype(name: str, x: Tensor) -> None:
-    if x.dtype not in DTYPES:
-        raise TypeError(f"{name} has dtype {_dtype(x)}; allowed on the triton backend: float16, bfloat16, float32")
+def _check_dtype(name: str, x: Tensor, backend: str) -> None:
+    if x.dtype not in DTYPES[backend]:
+        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES[backend])
+        raise TypeError(f"{name} has dtype {_dtype(x)}; allowed on the {backend} backend: {allowed}")
 
 
 def _check_same_device(name: str, x: Tensor, q: Tensor) -> None:

@@ -1,7 +1,8 @@
 """The Triton backend's ops ``flash_attn_mini::triton_fwd``, ``triton_bwd`` and ``triton_fwd_kvcache``.
 
 With the compiled extension its ops call them, and have checked the arguments. Without it autograd.py calls them, and
-they check the arguments themselves (checks.py). The chain continues in launch.py, launch_bwd.py and kvcache.py.
+they check the arguments themselves (checks.py). The chain continues in launch.py, launch_bwd.py and kvcache.py. CPU
+calls without the extension continue in backends/reference.py instead, unless they ask for Triton.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ import torch
 from torch import Tensor
 
 from ... import schemas, tracing
-from ...allocation import empty_contiguous_last, without_neg
-from ...namespace import CUSTOM_OPS, MAY_HAVE_EXTENSION, NAMESPACE, qualified
+from ...allocation import empty_contiguous_last, lse_dtype, without_neg
+from ...namespace import CUSTOM_OPS, NAMESPACE, qualified
 from ...options import ROWS_MULTIPLE, KvCache, Options, Sequences
 from .. import extension
+from .. import reference as reference_backend
 from . import checks, unavailable_reason
 
 library = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -86,6 +88,9 @@ def _launchers() -> _Launchers:
     return _Launchers(launch, launch_bwd, kvcache)
 
 
+_REFERENCE = _Launchers(*[reference_backend] * 3)
+
+
 def _implement(name: str, function: Callable[..., Any]) -> None:
     """Register the kernel of an op. It receives negated views, because copies by PyTorch may have any last stride."""
     for dispatch_key in ("CPU", "CUDA"):
@@ -101,15 +106,12 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, sequences: Sequences | None, options: Options, rng_state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """(out, softmax_lse); out has the strides of ``empty_contiguous_last(q)``. Nothing waits for the GPU."""
+    backend, launchers = _chosen_launchers(options, "fwd", q=q, k=k, v=v)
     if extension.missing_reason() is not None:
-        _check_backend(q.device, options.backend)
-        if tracing.enabled():
-            tracing.trace("triton_fwd", q=q, k=k, v=v)
-        checks.check_forward(q, k, v, sequences, options)
+        checks.check_forward(q, k, v, sequences, options, backend)
         checks.check_rng_state(rng_state, options.dropout_p, q)
-    run = _implementation(q.device, options).forward.forward
     q, k, v = without_neg(q), without_neg(k), without_neg(v)
-    results: tuple[Tensor, Tensor] = run(q, k, v, sequences, _readable(options), rng_state)
+    results: tuple[Tensor, Tensor] = launchers.forward.forward(q, k, v, sequences, _readable(options), rng_state)
     return results
 
 
@@ -141,20 +143,18 @@ def backward(
     ``into``: the tensors that receive dq, dk and dv, None for new ones.
     """
     tensors = (dout, q, k, v, out, softmax_lse, dsoftmax_lse)
+    backend, launchers = _chosen_launchers(options, "bwd", q=q, dout=dout, k=k, v=v)
     if extension.missing_reason() is not None:
-        if tracing.enabled():
-            tracing.trace("triton_bwd", dout=dout, q=q, k=k, v=v)
         if sequences is not None and sequences.block_table is not None:
             raise NotImplementedError(
                 "flash_attn_mini: no backend implements gradients of paged keys and values (the backward of a call "
                 "with block_table); backends that have it: none. Available: torch.no_grad(), or k and v without pages"
             )
-        checks.check_backward(*tensors, sequences, options, rng_state, into)
-    run = _implementation(q.device, options).backward.backward
+        checks.check_backward(*tensors, sequences, options, rng_state, into, backend)
     readable: list[Any] = [None if x is None else without_neg(x) for x in tensors]
     direct = [None if x is None or x.stride(-1) != 1 or x.is_neg() else x for x in into]
     readable += [sequences, _readable(options), rng_state, output_mask, direct]
-    *gradients, softmax_d = run(*readable)
+    *gradients, softmax_d = launchers.backward.backward(*readable)
     dq, dk, dv = (
         gradient if gradient is None or given is None or written is given else given.copy_(gradient)
         for gradient, given, written in zip(gradients, into, direct, strict=True)
@@ -179,15 +179,14 @@ def forward_kvcache(
     out has the strides of ``empty_contiguous_last(q)``. The scratch for partial results grows with the capacity of the
     cache only with split_keys.
     """
+    backend, launchers = _chosen_launchers(options, "fwd_kvcache", q=q, k_cache=k_cache, v_cache=v_cache)
     checks_here = extension.missing_reason() is not None
     if checks_here:
-        _check_backend(q.device, options.backend)
-        if tracing.enabled():
-            tracing.trace("triton_fwd_kvcache", q=q, k_cache=k_cache, v_cache=v_cache)
-        checks.check_kvcache(q, k_cache, v_cache, cache, options)
-    run = _implementation(q.device, options).kvcache.forward_kvcache
+        checks.check_kvcache(q, k_cache, v_cache, cache, options, backend)
     readable: list[Any] = [without_neg(x) if isinstance(x, Tensor) else x for x in cache]
-    results: tuple[Tensor, Tensor] = run(without_neg(q), k_cache, v_cache, KvCache(*readable), _readable(options))
+    results: tuple[Tensor, Tensor] = launchers.kvcache.forward_kvcache(
+        without_neg(q), k_cache, v_cache, KvCache(*readable), _readable(options)
+    )
     if checks_here and cache.k is not None:
         for x in (k_cache, v_cache):
             if not x.is_inference():  # tensors made in inference mode have no version
@@ -203,22 +202,24 @@ def _readable(options: Options) -> Options:
     return Options(*readable)
 
 
-def _check_backend(device: torch.device, requested: str | None) -> None:
-    """Raise RuntimeError if the call names a backend that needs the extension, or ValueError for an unknown one."""
-    from .. import select_backend
+def _chosen_launchers(options: Options, link: str, *, q: Tensor, **others: Tensor) -> tuple[str, _Launchers]:
+    """The backend of a call, which has to be chosen without the extension, and its implementation.
 
-    select_backend(device, requested)
+    Raises:
+        RuntimeError: If the call names a backend that needs the extension, or Triton does not run on the device.
+        ValueError: If the call names an unknown backend.
+    """
+    name = "triton"
+    if extension.missing_reason() is not None:
+        from .. import select_backend
 
-
-def _implementation(device: torch.device, options: Options) -> _Launchers:
-    """The modules that compute a call: on the CPU, in a copy of the package without the extension, the reference."""
-    if device.type == "cpu" and not MAY_HAVE_EXTENSION:
-        from .. import backend_of_op, cpu_reference
-
-        if backend_of_op(device, options.backend).name == "cpu":
-            return _Launchers(cpu_reference, cpu_reference, cpu_reference)
-    _check_device(device)
-    return _launchers()
+        name = select_backend(q.device, options.backend).name
+        if tracing.enabled():
+            tracing.trace(f"{name}_{link}", q=q, **others)
+    if name == "reference":
+        return name, _REFERENCE
+    _check_device(q.device)
+    return name, _launchers()
 
 
 def _check_device(device: torch.device) -> None:
@@ -236,7 +237,7 @@ def _check_device(device: torch.device) -> None:
 
 def _forward_fake(q: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     *batch, rows, nheads, _ = q.shape
-    return empty_contiguous_last(q), q.new_empty((*batch, nheads, rows), dtype=torch.float32)
+    return empty_contiguous_last(q), q.new_empty((*batch, nheads, rows), dtype=lse_dtype(q))
 
 
 def _backward_fake(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> GradientsAndSums:
@@ -249,7 +250,7 @@ def _backward_fake(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *arguments: An
         rows = (rows + ROWS_MULTIPLE - 1) // ROWS_MULTIPLE * ROWS_MULTIPLE
     else:  # each sequence begins at a multiple of ROWS_MULTIPLE; this many rows hold any lengths
         rows = (rows // ROWS_MULTIPLE + sequences.cu_seqlens_q.shape[0] - 1) * ROWS_MULTIPLE
-    return dq, dk, dv, q.new_empty((*batch, nheads, rows), dtype=torch.float32)
+    return dq, dk, dv, q.new_empty((*batch, nheads, rows), dtype=lse_dtype(q))
 
 
 def _refuse_vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
