@@ -11,7 +11,7 @@ import torch
 
 from .. import tracing
 from ..argument_checks import WindowSize, as_flag, checked_options, wrong_type
-from ..backends import extension, select_backend
+from ..backends import REFERENCE, extension, select_backend
 from ..backends.triton import checks as triton_checks
 from ..options import TENSOR_OPTIONS, Options, Sequences
 from ..score_mod import modifies_rows, with_modified_rows
@@ -268,7 +268,8 @@ def _checked(
     named = arguments._asdict()
     as_flag("return_attn_probs", named.pop("return_attn_probs"))
     options = checked_options(q, k, v, 0.0, **named, backend=backend)
-    options = options._replace(backend=select_backend(q.device, options.backend).name)
+    chosen = select_backend(q.device, options.backend)
+    options = options._replace(backend=None if chosen is REFERENCE else chosen.name)  # no call can name the reference
     slopes = options.alibi_slopes
     if is_packed:
         documents = len(shards.starts) - 1
@@ -292,9 +293,11 @@ def _checked(
                 f"{shards.tokens[shards.rank]} ({shards!r})"
             )
     sequences = _local_sequence(shards, q.device) if is_packed else None
-    assert options.backend is not None
-    check = triton_checks.check_forward if extension.MODULE is None else extension.check_forward
-    check(q, k, v, sequences, options._replace(alibi_slopes=slopes))
+    of_checks = options._replace(alibi_slopes=slopes)
+    if extension.MODULE is None:
+        triton_checks.check_forward(q, k, v, sequences, of_checks, chosen.name)
+    else:
+        extension.check_forward(q, k, v, sequences, of_checks)
     if strategy == ulysses.NAME and not ulysses.divides(shards.size, q.shape[-2], k.shape[-2]):
         raise ValueError(
             f"flash_attn_mini: strategy is 'ulysses', for {q.shape[-2]} heads of q and {k.shape[-2]} of k; allowed: "

@@ -7,6 +7,7 @@ with Triton.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import json
@@ -14,7 +15,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -39,9 +40,13 @@ not_interpreted = pytest.mark.skipif(INTERPRETED, reason="the first process runs
 
 
 @pytest.fixture
-def named(backend: str) -> str:
-    """The backend that calls name."""
-    return "triton" if INTERPRETED else backend
+def named(backend: str) -> str | None:
+    """The backend that calls name; None on the CPU, where the copy takes the reference, which has no name."""
+    return "triton" if INTERPRETED or backend == "triton" else None
+
+
+def using(module: ModuleType, backend: str | None) -> Any:
+    return contextlib.nullcontext() if backend is None else module.use_backend(backend)
 
 
 @pytest.mark.slow
@@ -167,7 +172,7 @@ def differentiated(run: Callable[..., Any], inputs: list[Tensor], weights: list[
 
 
 def assert_same_results(
-    copy: ModuleType, backend: str, inputs: list[Tensor], run: Callable[..., Any], draw: torch.Generator
+    copy: ModuleType, backend: str | None, inputs: list[Tensor], run: Callable[..., Any], draw: torch.Generator
 ) -> None:
     """The copy gives what the installed package gives; `run` gets the module first."""
     seed = int(torch.randint(2**31, (), generator=draw))
@@ -208,7 +213,12 @@ def some(values: list[Any]) -> list[Any]:
 @pytest.mark.parametrize("options", some(EQUAL_LENGTHS), ids=str)
 @pytest.mark.parametrize("precision", some(PRECISIONS), ids=str)
 def test_equal_lengths(
-    copy: ModuleType, named: str, device: str, options: dict[str, Any], precision: torch.dtype, draw: torch.Generator
+    copy: ModuleType,
+    named: str | None,
+    device: str,
+    options: dict[str, Any],
+    precision: torch.dtype,
+    draw: torch.Generator,
 ) -> None:
     inputs = equal_lengths(draw, device, precision)
     options = dict(options)
@@ -216,7 +226,7 @@ def test_equal_lengths(
         if shape in options:
             options[name] = torch.rand(options.pop(shape), generator=draw).to(device)
 
-    def run(module: ModuleType, *qkv: Tensor, backend: str) -> Any:
+    def run(module: ModuleType, *qkv: Tensor, backend: str | None) -> Any:
         return module.flash_attn_func(*qkv, **options, return_attn_probs=True, backend=backend)
 
     assert_same_results(copy, named, inputs, run, draw)
@@ -225,7 +235,7 @@ def test_equal_lengths(
 @on_both
 @pytest.mark.parametrize("options", some(VARIABLE_LENGTHS), ids=str)
 def test_variable_lengths(
-    copy: ModuleType, named: str, device: str, options: dict[str, Any], draw: torch.Generator
+    copy: ModuleType, named: str | None, device: str, options: dict[str, Any], draw: torch.Generator
 ) -> None:
     cu_q, cu_k = (
         torch.tensor([0, *n], device=device).cumsum(0, dtype=torch.int32) for n in ([5, 0, 130, 1], [9, 3, 0, 17])
@@ -236,7 +246,7 @@ def test_variable_lengths(
         if shape in options:
             options[name] = torch.rand(options.pop(shape), generator=draw).to(device)
 
-    def run(module: ModuleType, *qkv: Tensor, backend: str) -> Any:
+    def run(module: ModuleType, *qkv: Tensor, backend: str | None) -> Any:
         return module.flash_attn_varlen_func(
             *qkv, cu_q, cu_k, 130, 17, **options, return_attn_probs=True, backend=backend
         )
@@ -245,7 +255,7 @@ def test_variable_lengths(
 
 
 @on_both
-def test_pages(copy: ModuleType, named: str, device: str, draw: torch.Generator) -> None:
+def test_pages(copy: ModuleType, named: str | None, device: str, draw: torch.Generator) -> None:
     cu_q, cu_k = (torch.tensor([0, *n], device=device).cumsum(0, dtype=torch.int32) for n in ([5, 2], [9, 17]))
     q = torch.randn(7, 4, 16, generator=draw).to(device)
     k, v = torch.randn(2, 10, 4, 2, 16, generator=draw).to(device)
@@ -261,7 +271,7 @@ def test_pages(copy: ModuleType, named: str, device: str, draw: torch.Generator)
 
 @on_both
 @pytest.mark.parametrize("lengths_as", ["tensor", "int", "none"])
-def test_kv_cache(copy: ModuleType, named: str, device: str, lengths_as: str, draw: torch.Generator) -> None:
+def test_kv_cache(copy: ModuleType, named: str | None, device: str, lengths_as: str, draw: torch.Generator) -> None:
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=draw).to(device)
 
@@ -283,7 +293,7 @@ def test_kv_cache(copy: ModuleType, named: str, device: str, lengths_as: str, dr
 
 
 @on_both
-def test_the_official_backward(copy: ModuleType, named: str, device: str, draw: torch.Generator) -> None:
+def test_the_official_backward(copy: ModuleType, named: str | None, device: str, draw: torch.Generator) -> None:
     """It writes gradients to the tensors that it is given, and returns softmax_d."""
     q, k, v = equal_lengths(draw, device, torch.float32)
     out, lse, _ = flash_attn_mini.flash_attn_func(q, k, v, return_attn_probs=True, backend=named)
@@ -297,7 +307,7 @@ def test_the_official_backward(copy: ModuleType, named: str, device: str, draw: 
         into = [torch.empty_like(x) for x in (q, k, v)]
         into_rows = [torch.empty_like(x) for x in rows[1:4]]
         options = (0.0, 0.25, False, -1, -1, 0.0, None, False)
-        with module.use_backend(named):
+        with using(module, named):
             softmax_d = interface._flash_attn_backward(dout, q, k, v, out, lse, *into, *options)
             softmax_d_of_rows = interface._flash_attn_varlen_backward(
                 *rows, lse_of_rows, *into_rows, *lengths, 9, 13, *options
@@ -310,7 +320,7 @@ def test_the_official_backward(copy: ModuleType, named: str, device: str, draw: 
 
 
 @on_both
-def test_both_in_one_graph(copy: ModuleType, named: str, device: str, draw: torch.Generator) -> None:
+def test_both_in_one_graph(copy: ModuleType, named: str | None, device: str, draw: torch.Generator) -> None:
     torch._dynamo.reset()
     inputs = equal_lengths(draw, device, torch.float16)
 
@@ -366,24 +376,15 @@ def test_context_parallel(
     inputs = [torch.randn(1, 32, 2, 16, generator=draw) for _ in range(3)]
     options = {"causal": True, "alibi_slopes": torch.rand(2, generator=draw) if alibi else None}
     options |= {"return_attn_probs": True}
-    backend = "triton" if INTERPRETED else "cpu"
+    backend = "triton" if INTERPRETED else None
     shards = copy.zigzag_shards(32, process_group)
     weights = [torch.randn(1, 32, 2, 16, generator=draw), torch.randn(1, 2, 32, generator=draw)]
-    with copy.use_backend(backend):
+    with using(copy, backend):
         found = differentiated(
             lambda *qkv: copy.cp_flash_attn_func(*qkv, shards, strategy=strategy, **options), inputs, weights
         )
     expected = differentiated(lambda *qkv: flash_attn_mini.flash_attn_func(*qkv, **options), inputs, weights)
     assert_close(found, expected)
-
-
-def test_blocks_of_alibi_in_float64_need_the_extension(copy: ModuleType) -> None:
-    """Blocks with an offset, of which a group of one process has none; the copy's ops take no float64."""
-    attention = SimpleNamespace(options=SimpleNamespace(alibi_slopes=torch.ones(2), backend="cpu"))
-    block = SimpleNamespace(rectangles=[SimpleNamespace(offset=5)])
-    for module, needs in ((flash_attn_mini, True), (copy, False)):
-        kernels = part(module, "context_parallel.kernels")
-        assert kernels._needs_float64(attention, block, torch.zeros(1)) is needs
 
 
 # ---- transformers ---------------------------------------------------------------------------------------------------
