@@ -1,4 +1,5 @@
 """Decoding from a KV cache: speed as bytes of K and V ÷ time, against PyTorch's kernels, and the cost of each feature.
+bench_models.py has generation by a whole model.
 
 A figure is a result of its own, such as kvcache_decode. Caches exceed the L2 cache and are used in turn; calls are
 replayed as CUDA graphs; lengths are in GPU memory. On the CPU, torch's threads are set to 1 and to 2.

@@ -17,7 +17,7 @@ dtypes, head dims above 256 or different for v, nested tensors, and GPUs for whi
 the calls of a device whose backend is not the one that FLASH_ATTN_MINI_BACKEND names; ``use_backend`` has no effect
 here. Calls that PyTorch sends to its math implementation, for example with dropout on the CPU, do not reach the ops.
 
-csrc/api/sdpa.cpp has the kernels. Tested with PyTorch 2.6, 2.11, 2.13 and 2.14.
+csrc/api/sdpa.cpp has the kernels and registers them. Tested with PyTorch 2.6, 2.11, 2.13 and 2.14.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-// register_autograd (autograd.h): a graph node for the forwards, whose backward calls the backward op through the
+// register_autograd (ops.h): a graph node for the forwards, whose backward calls the backward op through the
 // dispatcher, and nodes that refuse what has no derivative.
 //
 // The nodes are written by hand, because torch::autograd::Function supports neither torch.func nor compiled autograd.

@@ -1,5 +1,6 @@
 // The library of custom ops: schemas, the kernels for CPU and CUDA tensors, autocast, and dropout under torch.vmap.
-// autograd.cpp has their gradients, flash_attn_mini/ops.py their fake implementations and vmap rules.
+// autograd.cpp has their gradients, flash_attn_mini/ops.py their fake implementations, flash_attn_mini/vmap.py their
+// rules for vmap.
 #include "api/ops.h"
 
 #include <ATen/autocast_mode.h>

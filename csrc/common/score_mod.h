@@ -1,4 +1,6 @@
 // Score modification, softcap and ALiBi: applied to the scores between Q K^T and the softmax.
+// kvcache/splitkv_kernel.h (modify_and_mask) and sm90/backward/scores_bwd.h (round_p) have their own forms of `apply`:
+// a modifier changes all three.
 #pragma once
 
 #include <cfloat>

@@ -1,5 +1,5 @@
 // The online softmax over the rows that one thread holds, in base 2: p = 2^(score * scale_log2 - row_max * scale_log2).
-// docs/algorithm.md derives it. Hopper's own is in sm90/softmax.h.
+// docs/algorithm.md derives it. Hopper's own is in sm90/forward/softmax.h.
 #pragma once
 
 #include <cute/tensor.hpp>

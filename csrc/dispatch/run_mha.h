@@ -1,5 +1,5 @@
-// run_mha_fwd and run_mha_bwd choose the kernel for a filled params struct: by device, architecture, dtype, head dim
-// and kind of call.
+// run_mha_fwd and run_mha_bwd run the kernel of a filled params struct. choose_kernel.h chooses its architecture and
+// kind.
 #pragma once
 
 #include <c10/core/Device.h>

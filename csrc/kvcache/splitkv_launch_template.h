@@ -1,4 +1,4 @@
-// The plan of a call and the launches of its kernels.
+// The plan of a call, with the number of pieces that the keys are cut into, and the launches of its kernels.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,5 @@
 // dQ = dS K in tiles of 64 rows and kDqColumns columns, and their place in the float32 accumulator in global memory.
+// producer_bwd.h adds the tiles to it; ConvertDq in row_phases_bwd.h reads and rounds the sums.
 //
 // The tiles of 64 rows lie one after the other. A tile, as ConvertDq reads it: [warp][vector i][lane][4].
 // Vector i of a lane is its registers 4 i to 4 i + 3: columns 8 i + 2 (lane % 4) and the next one, of the rows lane / 4

@@ -1,4 +1,5 @@
-// The phases of the backward that work on rows: preprocess comes before the products, convert after them.
+// The phases of the backward that work on rows: before the products preprocess (delta, zeros for dQ), after them
+// convert (dQ from float32 to the dtype of q).
 #pragma once
 
 #include <cutlass/arch/barrier.h>
