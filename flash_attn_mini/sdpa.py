@@ -89,25 +89,18 @@ def _promises() -> tuple[int, bool, bool, bool, bool]:
 
 
 class _Handle:
-    """Our registration. PyTorch's registry calls `remove`."""
-
-    def __init__(self) -> None:
-        self.is_active = True
-        extension.load().sdpa_activate(*_promises())
+    """What PyTorch's registry removes."""
 
     def remove(self) -> None:
-        self.is_active = False
         extension.load().sdpa_restore()
 
 
-_handle: _Handle | None = None
 _registry: Any = torch.nn.attention if hasattr(torch.nn.attention, "register_flash_attention_impl") else None
 
 
 def _register() -> _Handle:
-    global _handle
-    _handle = _Handle()
-    return _handle
+    extension.load().sdpa_activate(*_promises())
+    return _Handle()
 
 
 if _registry is not None and extension.MODULE is not None:
@@ -116,11 +109,13 @@ if _registry is not None and extension.MODULE is not None:
 
 def is_active() -> bool:
     """Whether PyTorch's attention ops run our kernels."""
-    return _handle is not None and _handle.is_active
+    return extension.MODULE is not None and bool(extension.MODULE.sdpa_is_active())
 
 
 def activate() -> None:
     """Run our kernels in PyTorch's attention ops, in this process. A second call does nothing.
+
+    Other threads may call the ops at the same time, here and in `restore`.
 
     In versions of PyTorch with a registry of implementations this is
     ``torch.nn.attention.activate_flash_attention_impl("flash_attn_mini")``, which removes an active FA3 or FA4.
@@ -154,8 +149,8 @@ def restore() -> None:
         return
     if _registry is not None and _registry.current_flash_attention_impl() == NAME:
         _registry.restore_flash_attention_impl()
-    elif _handle is not None:
-        _handle.remove()
+    else:
+        extension.load().sdpa_restore()
 
 
 @contextlib.contextmanager

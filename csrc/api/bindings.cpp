@@ -345,8 +345,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
                 {cudnn_lse_dim, cudnn_out_is_like_query, flash_out_is_rows_first, varlen_lse_is_packed, has_rng_state});
         },
         arg("cudnn_lse_dim"), arg("cudnn_out_is_like_query"), arg("flash_out_is_rows_first"),
-        arg("varlen_lse_is_packed"), arg("has_rng_state"), "Registers our kernels in the attention ops of aten");
-    module.def("sdpa_restore", &flash::sdpa::restore, "Removes them");
+        arg("varlen_lse_is_packed"), arg("has_rng_state"), "Runs our kernels in the attention ops of aten");
+    module.def("sdpa_restore", &flash::sdpa::restore, "Runs PyTorch's again");
+    module.def("sdpa_is_active", &flash::sdpa::is_active, "Whether the ops run ours");
     module.def("sdpa_counts", &flash::sdpa::counts, "For each op its name, the calls on our kernels and on PyTorch's");
     module.def("trace_enabled", &flash::trace_enabled, "Whether FLASH_ATTN_MINI_TRACE is on");
     module.def("cuda_unavailable_reason", &flash::cuda_unavailable_reason, arg("major"), arg("minor"));

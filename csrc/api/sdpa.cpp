@@ -1,7 +1,9 @@
 // The functions of sdpa.h.
 //
 // An op has our kernel for the dispatch key BackendSelect, which stands above the keys of the devices and below
-// autograd. PyTorch's kernels stay registered; ours passes on the calls that it cannot do by redispatching them.
+// autograd. PyTorch's kernels stay registered; ours passes on the calls that it cannot do by redispatching them. It
+// stays registered after restore() and passes on all calls: the dispatcher does not allow to remove a kernel while
+// another thread calls the op.
 //
 // The choice depends on the arguments of one call, not on what ran before: each forward returns what the fake
 // implementation of the op promises, so a backward may run on our kernel or on PyTorch's, whichever ran the forward.
@@ -48,6 +50,7 @@ constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr int64_t kMaxQueriesOfDecoding = 16;
 
 Promises promises;
+std::atomic<bool> active{false};
 
 // ---- which calls are ours -------------------------------------------------------------------------------------------
 
@@ -499,7 +502,7 @@ void run(const c10::OperatorHandle &handle, c10::DispatchKeySet keys, torch::jit
     Op &op = all_ops[kIndex];
     const size_t size = handle.schema().arguments().size();
     const Arguments args = torch::jit::last(*stack, size);
-    if (!is_meta(args[0]) && !is_meta(args[1])) {  // torch.compile asks for shapes with meta tensors
+    if (active && !is_meta(args[0]) && !is_meta(args[1])) {  // torch.compile asks for shapes with meta tensors
         if (Results results = op.run(args)) {
             torch::jit::drop(*stack, size);
             for (IValue &result : *results) {
@@ -528,7 +531,7 @@ void check_arguments(const Op &op) {
                 ": its arguments are [", found, "]; known: [", op.arguments, "]");
 }
 
-std::unique_ptr<torch::Library> registered;  // the kernels are registered as long as it lives
+std::unique_ptr<torch::Library> registered;  // none before the first activate()
 
 template <size_t... kIndex>
 void register_ops(std::index_sequence<kIndex...>) {
@@ -542,12 +545,19 @@ void register_ops(std::index_sequence<kIndex...>) {
 }  // namespace
 
 void activate(const Promises &given) {
-    promises = given;
-    register_ops(std::make_index_sequence<all_ops.size()>());
+    if (registered == nullptr) {
+        promises = given;
+        register_ops(std::make_index_sequence<all_ops.size()>());
+    }
+    active = true;
 }
 
 void restore() {
-    registered.reset();
+    active = false;
+}
+
+bool is_active() {
+    return active;
 }
 
 std::vector<std::tuple<std::string, int64_t, int64_t>> counts() {

@@ -17,9 +17,11 @@ struct Promises {
     bool has_rng_state;            // the flash ops return rng_state, else philox_seed and philox_offset
 };
 
-// Registers our kernels in this process, until restore(). RuntimeError if an op has other arguments than are known.
+// Our kernels run the calls of this process that they can do, until restore(). Any thread may call these functions
+// while others call the ops. RuntimeError if an op has other arguments than are known.
 void activate(const Promises &promises);
 void restore();
+bool is_active();
 
 // For each op: its name, the calls that our kernels ran, and those that were passed on to PyTorch's kernel.
 std::vector<std::tuple<std::string, int64_t, int64_t>> counts();

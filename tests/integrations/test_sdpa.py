@@ -11,8 +11,11 @@ import math
 import os
 import subprocess
 import sys
+import threading
+import time
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -303,6 +306,41 @@ def test_activate_and_restore_may_be_repeated() -> None:
     assert not runs_ours()
     sdpa.restore()
     assert not runs_ours()
+    sdpa.activate()
+    assert runs_ours()
+
+
+def test_other_threads_may_call_the_ops_meanwhile() -> None:
+    """Each call runs on our kernel or on PyTorch's."""
+    is_over = threading.Event()
+
+    def call() -> int:
+        q, calls = torch.ones(1, 1, 2, 8), 0
+        while not is_over.is_set():
+            torch.testing.assert_close(scaled_dot_product_attention(q, q, q), q)
+            calls += 1
+        return calls
+
+    with ThreadPoolExecutor(4) as threads:
+        callers = [threads.submit(call) for _ in range(4)]
+        try:
+            deadline = time.monotonic() + 5
+            while time.monotonic() < deadline:
+                sdpa.activate()
+                sdpa.restore()
+        finally:
+            is_over.set()
+        assert all(caller.result() > 0 for caller in callers)
+
+
+def test_removing_an_older_handle_deactivates_both() -> None:
+    """Two threads that activate at the same time get two handles, and PyTorch's registry keeps either."""
+    older, newer = sdpa._register(), sdpa._register()
+    assert sdpa.is_active()
+    for handle in (older, newer):
+        handle.remove()
+        assert not sdpa.is_active()
+        assert not runs_ours()
     sdpa.activate()
     assert runs_ours()
 
