@@ -1,5 +1,4 @@
-"""The registry of backends, and the choice of the backend of a call. csrc/api/backend_choice.cpp chooses by device in the
-same way.
+"""The registry of backends, and the choice of the backend of a call. csrc/api/backend_choice.cpp chooses in the op.
 
 Order: ``backend=`` on the call, else ``use_backend(...)``, else FLASH_ATTN_MINI_BACKEND, else by device. A backend
 requested by name runs or raises. Only the choice by device may take another one: ``triton`` when no CUDA kernel was

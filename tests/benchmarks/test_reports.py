@@ -328,7 +328,7 @@ def test_the_summary_of_models_has_the_first_of_ours() -> None:
     rows = [
         {
             "workload": "training",
-            "ratio": {"activated": {"SDPA": 1.25, "without cuDNN": 1.5}, "registered": {"SDPA": 9}},
+            "ratio": {"activated": {"SDPA": 1.25, "other": 1.5}, "registered": {"SDPA": 9}},
         },
         {"workload": "encoder", "ratio": {"activated": {"SDPA": 2.0}}},
     ]

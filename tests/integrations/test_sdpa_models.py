@@ -26,6 +26,8 @@ from ..support.tiny_transformers import DECODER, SMALL, tokens
 HEADS, HEADDIM = 4, 16
 WIDTH = HEADS * HEADDIM
 TIMES, FLOOR = 3.0, 1e-5
+# Of the bias of keys, whose gradient is 0: both errors are sums of roundings, and one draw may be a few times another.
+TIMES_OF_ZERO = 5 * TIMES
 
 places = pytest.mark.parametrize(
     ("device", "type_"),
@@ -104,10 +106,11 @@ def assert_as_accurate_as_math(
     with sdpa.sdpa():
         got, ours, pytorchs = ours_and_pytorchs(results, model, run)
     assert (ours, pytorchs) == (2 * calls, 0)
-    found = [
-        accuracy(f"result {i}", x, true, theirs, FLOOR * max(1.0, true.abs().max().item()), TIMES)
-        for i, (x, true, theirs) in enumerate(zip(got, expected, pytorch, strict=True))
-    ]
+    found = []
+    for i, (x, true, theirs) in enumerate(zip(got, expected, pytorch, strict=True)):
+        largest = true.abs().max().item()
+        times = TIMES_OF_ZERO if largest < 1e-12 else TIMES
+        found.append(accuracy(f"result {i}", x, true, theirs, FLOOR * max(1.0, largest), times))
     refuse([x for x in found if not x.passed], f"\n  {seed}")
 
 
