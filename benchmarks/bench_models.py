@@ -25,7 +25,7 @@ from flash_attn_mini import sdpa
 from flash_attn_mini.integrations.transformers import register
 
 LAYERS, HEADS, HEADS_K, HEADDIM, VOCABULARY = 8, 32, 8, 64, 8192
-TRAINING = ((16384, 4), (4096, 16), (1024, 16))  # (tokens, sequences)
+TRAINING = ((16384, 4), (4096, 16))  # (tokens, sequences)
 GENERATION = ((512, 1), (4096, 8), (32768, 1))  # (tokens of a prompt, prompts)
 NEW_TOKENS = 32  # generated in one call
 SENTENCES = ((16, 1), (256, 1), (256, 32))  # (tokens, sentences) without padding: a padding mask is PyTorch's

@@ -24,13 +24,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.attention
 
-from .backends import extension
+from .backends import ENVIRONMENT_VARIABLE, check_backend, extension
 from .namespace import NAMESPACE
 
 NAME = NAMESPACE  # in PyTorch's registry of implementations
@@ -122,6 +123,7 @@ def activate() -> None:
 
     Raises:
         RuntimeError: If the extension is not built, or if PyTorch's ops have other arguments than are known.
+        ValueError: If FLASH_ATTN_MINI_BACKEND is not the name of a backend.
 
     Example:
         >>> import torch
@@ -134,6 +136,9 @@ def activate() -> None:
     """
     if is_active():
         return
+    named = os.environ.get(ENVIRONMENT_VARIABLE)
+    if named:
+        check_backend(named, ENVIRONMENT_VARIABLE)
     if _registry is None or extension.MODULE is None:
         _register()
     else:

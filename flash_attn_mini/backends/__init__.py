@@ -151,9 +151,9 @@ def _resolve(device: torch.device, name: str | None, source: str) -> Backend:
     raise RuntimeError(f"flash_attn_mini: no backend can run on {device}; " + "; ".join(reasons))
 
 
-def check_backend(name: str) -> None:
-    """Raise ValueError unless ``name``, a call's ``backend=`` argument, is that of a backend."""
-    _known(name, "the backend argument")
+def check_backend(name: str, source: str = "the backend argument") -> None:
+    """Raise ValueError unless ``name``, which ``source`` gives, is that of a backend."""
+    _known(name, source)
 
 
 def _known(name: str, source: str) -> Backend:

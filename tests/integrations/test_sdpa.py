@@ -406,6 +406,13 @@ def test_another_backend_in_the_environment_leaves_the_call_to_pytorch(
     assert torch.equal(got, expected)
 
 
+def test_an_unknown_backend_in_the_environment_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASH_ATTN_MINI_BACKEND", "nonsense")
+    with pytest.raises(ValueError, match="'nonsense', given by FLASH_ATTN_MINI_BACKEND, is unknown"):
+        sdpa.activate()
+    assert not sdpa.is_active()
+
+
 def run_python(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2]), "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run([sys.executable, *arguments], env=environment, cwd=cwd, capture_output=True, text=True)
