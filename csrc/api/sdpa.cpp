@@ -17,6 +17,7 @@
 #include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cmath>
@@ -461,7 +462,7 @@ Results varlen_backward(Arguments args) {
 struct Op {
     const char *name;
     Results (*run)(Arguments);
-    const char *arguments;  // the names that `run` reads by position; newer versions may have more
+    const char *arguments;  // the names that `run` reads by position, _ for others; newer versions may have more
     std::atomic<int64_t> ours{0}, pytorchs{0};
 
     Op(const char *name, Results (*run)(Arguments), const char *arguments)
@@ -474,20 +475,20 @@ std::array<Op, 10> all_ops{{
     {"_scaled_dot_product_flash_attention", flash_forward,
      "query key value dropout_p is_causal return_debug_mask scale"},
     {"_scaled_dot_product_flash_attention_backward", flash_backward,
-     RESULTS_OF_FORWARD VARLEN "dropout_p is_causal philox_seed philox_offset scale"},
+     RESULTS_OF_FORWARD VARLEN "dropout_p is_causal _ _ scale"},
     {"_scaled_dot_product_cudnn_attention", cudnn_forward,
      "query key value attn_bias compute_log_sumexp dropout_p is_causal return_debug_mask scale"},
     {"_scaled_dot_product_cudnn_attention_backward", cudnn_backward,
-     RESULTS_OF_FORWARD "philox_seed philox_offset attn_bias " VARLEN "dropout_p is_causal scale"},
+     RESULTS_OF_FORWARD "_ _ attn_bias " VARLEN "dropout_p is_causal scale"},
     {"_scaled_dot_product_efficient_attention", efficient_forward,
      "query key value attn_bias compute_log_sumexp dropout_p is_causal scale"},
     {"_scaled_dot_product_efficient_attention_backward", efficient_backward,
-     "grad_out_ query key value attn_bias out logsumexp philox_seed philox_offset dropout_p grad_input_mask is_causal "
+     "grad_out_ query key value attn_bias out logsumexp _ _ dropout_p grad_input_mask is_causal "
      "scale"},
     {"_flash_attention_forward", varlen_forward,
      "query key value " VARLEN "dropout_p is_causal return_debug_mask scale window_size_left window_size_right"},
     {"_flash_attention_backward", varlen_backward,
-     RESULTS_OF_FORWARD VARLEN "dropout_p is_causal rng_state unused scale window_size_left window_size_right"},
+     RESULTS_OF_FORWARD VARLEN "dropout_p is_causal _ _ scale window_size_left window_size_right"},
     {"_scaled_dot_product_flash_attention_for_cpu", cpu_forward, "query key value dropout_p is_causal attn_mask scale"},
     {"_scaled_dot_product_flash_attention_for_cpu_backward", cpu_backward,
      RESULTS_OF_FORWARD "dropout_p is_causal attn_mask scale"},
@@ -520,15 +521,23 @@ void run(const c10::OperatorHandle &handle, c10::DispatchKeySet keys, torch::jit
 // Throws if an op lacks arguments that our kernel reads.
 void check_arguments(const Op &op) {
     const auto handle = c10::Dispatcher::singleton().findSchema({std::string("aten::") + op.name, ""});
+    const std::string known = op.arguments;
     std::string found;
+    size_t begin = 0;  // of a name in `known`
+    bool is_known = true;
     if (handle.has_value()) {
         for (const auto &argument : handle->schema().arguments()) {
             found += (found.empty() ? "" : " ") + argument.name();
+            if (begin < known.size()) {
+                const size_t end = std::min(known.find(' ', begin), known.size());
+                const std::string name = known.substr(begin, end - begin);
+                is_known = is_known && (name == "_" || name == argument.name());
+                begin = end + 1;
+            }
         }
     }
-    FLASH_CHECK((found + " ").rfind(std::string(op.arguments) + " ", 0) == 0,
-                "flash_attn_mini: sdpa does not know aten::", op.name, " of torch ", FLASH_TORCH_VERSION,
-                ": its arguments are [", found, "]; known: [", op.arguments, "]");
+    FLASH_CHECK(is_known && begin >= known.size(), "flash_attn_mini: sdpa does not know aten::", op.name, " of torch ",
+                FLASH_TORCH_VERSION, ": its arguments are [", found, "]; known: [", known, "]");
 }
 
 std::unique_ptr<torch::Library> registered;  // none before the first activate()
