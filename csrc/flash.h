@@ -46,6 +46,18 @@ struct KvCache {
     constexpr bool is_used() const { return capacity > 0; }
 };
 
+// The keys that each query sees by key_ranges: the ranges [begin, end), in any order, as far as the mask and the
+// lengths let it see them. Values are any: common/key_ranges.h clamps them where it loads them.
+struct KeyRanges {
+    const int *ptr = nullptr;  // [b, h, seqlen_q, count, 2], varlen [h, total_q, count, 2]; null: the call has none
+    int64_t batch_stride = 0;  // elements; 0: all sequences have the same, and varlen
+    int64_t head_stride = 0;   // elements; 0: all heads have the same
+    int64_t row_stride = 0;    // elements; `count` pairs lie one after the other
+    int count = 0;             // ranges of a query: 1 or 2
+
+    constexpr bool is_used() const { return ptr != nullptr; }
+};
+
 // A batch holds b sequences. Equal lengths: q is [b, seqlen_q, h, d]. Variable lengths (varlen): the sequences are
 // concatenated in tensors [total, heads, headdim] with batch stride 0, and cu_seqlens holds the first row of each.
 // common/sequence.h returns the rows of a sequence in both cases.
@@ -109,6 +121,8 @@ struct Flash_fwd_params {
     bool is_causal = false;
     int window_size_left = -1;   // keys
     int window_size_right = -1;  // keys
+
+    KeyRanges key_ranges;
 
     int reserved_sms = 0;  // SMs that the persistent grid of the sm90 forward leaves to kernels of other streams
 

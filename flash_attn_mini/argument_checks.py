@@ -38,6 +38,7 @@ def checked_options(
     deterministic: Any,
     backend: Any,
     learnable_sink: Any = None,
+    key_ranges: Any = None,
     names: tuple[str, str, str] = ("q", "k", "v"),
 ) -> Options:
     """Check and convert the arguments that all public functions take. Reading a CUDA tensor synchronises.
@@ -66,6 +67,7 @@ def checked_options(
         and type(deterministic) is bool
         and backend is None
         and learnable_sink is None
+        and key_ranges is None
     ):
         _check_qkv((q, k, v), names)
         dropout_p = as_float("dropout_p", dropout_p, "a number in [0, 1 - 2^-17)")
@@ -78,6 +80,8 @@ def checked_options(
             check_tensor("alibi_slopes", alibi_slopes, ", float32, or None")
         if learnable_sink is not None:
             check_tensor("learnable_sink", learnable_sink, ", float32 or in the dtype of q, or None")
+        if key_ranges is not None:
+            check_tensor("key_ranges", key_ranges, ", int32, or None")
         deterministic = as_flag("deterministic", deterministic)
         if backend is not None:
             if not isinstance(backend, str):
@@ -97,6 +101,7 @@ def checked_options(
         deterministic,
         backend_argument(q.device, backend),
         learnable_sink,
+        key_ranges,
     )
 
 

@@ -56,6 +56,7 @@ def flash_attn_func(
     return_attn_probs: bool = False,
     *,
     learnable_sink: torch.Tensor | None = None,
+    key_ranges: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Exact attention, ``softmax(softmax_scale * q @ k.T + mask) @ v``, in O(seqlen) memory, forward and backward.
@@ -95,6 +96,12 @@ def flash_attn_func(
         learnable_sink: ``[nheads]`` or ``[batch, nheads]``, float32 or in the dtype of q: a logit of each head that has
             no value. It adds ``exp(learnable_sink)`` to each row's sum of exponentials (gpt-oss). softmax_scale and
             softcap leave it as it is. It has a gradient.
+        key_ranges: int32 ``[1 or batch, 1 or nheads, seqlen_q, 2]``: query i sees the keys from ``key_ranges[..., i,
+            0]`` up to, not including, ``key_ranges[..., i, 1]``, as far as causal and window_size let it see them; or
+            ``[1 or batch, 1 or nheads, seqlen_q, 2, 2]``, the union of two such ranges. The ranges may be empty and in
+            any order. Values are clamped to 0 and seqlen_k; with FLASH_ATTN_MINI_CHECK=1 a value out of range is an
+            error. Blocks of keys that no query of a block sees take no time. `flash_attn_mini.masks` builds
+            key_ranges for documents, prefixes, chunks and padding. They have no gradient.
         backend: ``"cuda"``, ``"triton"`` or ``"cpu"``. Default: ``use_backend``, else FLASH_ATTN_MINI_BACKEND, else by
             the device of q.
 
@@ -151,6 +158,7 @@ def flash_attn_func(
                     deterministic,
                     backend,
                     learnable_sink,
+                    key_ranges,
                 )
                 if not return_attn_probs:
                     return out  # type: ignore[no-any-return]
@@ -170,6 +178,7 @@ def flash_attn_func(
         deterministic,
         backend,
         learnable_sink,
+        key_ranges,
     )
     return_attn_probs = as_flag("return_attn_probs", return_attn_probs)
     if tracing.enabled():

@@ -30,6 +30,8 @@ class Options(NamedTuple):
         deterministic: Make the backward bitwise repeatable.
         backend: Name of the backend, or None: FLASH_ATTN_MINI_BACKEND, else by device.
         learnable_sink: ``[nheads]``, equal lengths also ``[batch, nheads]``, or None. It has a gradient.
+        key_ranges: int32 ``[1 or batch, 1 or nheads, seqlen_q, 2]`` or ``[..., 2, 2]``, varlen ``[1 or nheads, total_q,
+            2]`` or ``[..., 2, 2]``: one or two ranges of keys ``[begin, end)`` that each query sees; or None.
     """
 
     dropout_p: float
@@ -42,6 +44,7 @@ class Options(NamedTuple):
     deterministic: bool = False
     backend: str | None = None
     learnable_sink: torch.Tensor | None = None
+    key_ranges: torch.Tensor | None = None
 
 
 TENSOR_OPTIONS = [name for name, type_ in get_type_hints(Options).items() if type_ == torch.Tensor | None]

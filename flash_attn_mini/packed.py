@@ -29,6 +29,7 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: bool = False,
     *,
     learnable_sink: torch.Tensor | None = None,
+    key_ranges: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> Result:
     """`flash_attn_func` of q, k and v in one tensor. Its gradient is one tensor of the same shape.
@@ -59,6 +60,7 @@ def flash_attn_qkvpacked_func(
         deterministic,
         backend,
         learnable_sink,
+        key_ranges,
     )
     if tracing.enabled():
         tracing.trace("flash_attn_qkvpacked_func", qkv=qkv, causal=causal)
@@ -78,6 +80,7 @@ def flash_attn_kvpacked_func(
     return_attn_probs: bool = False,
     *,
     learnable_sink: torch.Tensor | None = None,
+    key_ranges: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> Result:
     """`flash_attn_func` of q, and of k and v in one tensor. The gradient of kv is one tensor of the same shape.
@@ -108,6 +111,7 @@ def flash_attn_kvpacked_func(
         deterministic,
         backend,
         learnable_sink,
+        key_ranges,
     )
     if tracing.enabled():
         tracing.trace("flash_attn_kvpacked_func", q=q, kv=kv, causal=causal)
@@ -128,6 +132,7 @@ def flash_attn_varlen_qkvpacked_func(
     return_attn_probs: bool = False,
     *,
     learnable_sink: torch.Tensor | None = None,
+    key_ranges: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> Result:
     """`flash_attn_varlen_func` of q, k and v in one tensor. Its gradient is one tensor of the same shape.
@@ -161,6 +166,7 @@ def flash_attn_varlen_qkvpacked_func(
         deterministic,
         backend,
         learnable_sink,
+        key_ranges,
     )
     check_tensor("cu_seqlens", cu_seqlens)
     max_seqlen = as_length("max_seqlen", max_seqlen)
@@ -187,6 +193,7 @@ def flash_attn_varlen_kvpacked_func(
     return_attn_probs: bool = False,
     *,
     learnable_sink: torch.Tensor | None = None,
+    key_ranges: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> Result:
     """`flash_attn_varlen_func` of q, and of k and v in one tensor. The gradient of kv is one tensor of the same shape.
@@ -219,6 +226,7 @@ def flash_attn_varlen_kvpacked_func(
         deterministic,
         backend,
         learnable_sink,
+        key_ranges,
     )
     sequences = as_sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     if tracing.enabled():

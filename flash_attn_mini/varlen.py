@@ -36,6 +36,7 @@ def flash_attn_varlen_func(
     block_table: torch.Tensor | None = None,
     *,
     learnable_sink: torch.Tensor | None = None,
+    key_ranges: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`flash_attn_func` within each sequence of a batch whose sequences have different lengths, without padding.
@@ -61,6 +62,8 @@ def flash_attn_varlen_func(
             ``block_table[b, n // page_size]``. The forward runs also with inputs that require a gradient; the
             backward raises NotImplementedError.
         learnable_sink: ``[nheads]``; see `flash_attn_func`.
+        key_ranges: int32 ``[1 or nheads, total_q, 2]`` or ``[1 or nheads, total_q, 2, 2]``, in keys of the query's
+            sequence, from 0; see `flash_attn_func`. Not together with block_table.
 
     The other arguments, their defaults and the errors are those of `flash_attn_func`.
 
@@ -89,6 +92,7 @@ def flash_attn_varlen_func(
         deterministic,
         backend,
         learnable_sink,
+        key_ranges,
     )
     return_attn_probs = as_flag("return_attn_probs", return_attn_probs)
     sequences = as_sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table)

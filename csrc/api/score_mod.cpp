@@ -14,6 +14,7 @@
 
 #include "api/allocation.h"
 #include "api/check_tensors.h"
+#include "api/key_ranges.h"
 #include "api/set_params.h"
 #include "common/message.h"
 #include "common/trace.h"
@@ -174,6 +175,9 @@ Options readable(Options options, const at::Tensor &softmax_lse) {
             x = without_neg(*x);
         }
     });
+    if (options.key_ranges.has_value()) {
+        options.key_ranges = readable_key_ranges(*options.key_ranges);
+    }
     if (options.learnable_sink.has_value()) {
         const at::Tensor &sink = *options.learnable_sink;  // CUDA kernels read its own dtype
         options.learnable_sink = (sink.is_cuda() ? sink : sink.to(softmax_lse.scalar_type())).contiguous();

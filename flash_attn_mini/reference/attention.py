@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .masks import alibi_bias, visible_keys
+from .masks import alibi_bias, in_key_ranges, visible_keys
 
 
 def expand_heads(kv: Tensor, nheads: int) -> Tensor:
@@ -42,6 +42,7 @@ def attention_scores(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     attn_bias: Tensor | None = None,
+    key_ranges: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
     """The logits of the softmax, in this order: scale, softcap, ALiBi, additive bias, mask.
@@ -65,6 +66,8 @@ def attention_scores(
     if attn_bias is not None:
         scores = scores + attn_bias.to(dtype)
     visible = visible_keys(seqlen_q, seqlen_k, causal=causal, window_size=window_size, device=q.device)
+    if key_ranges is not None:
+        visible = visible & in_key_ranges(key_ranges, seqlen_k)
     return scores.masked_fill(~visible, -math.inf)
 
 
@@ -146,6 +149,7 @@ def attention_reference(
         softcap: if positive, a scaled score s becomes ``softcap * tanh(s / softcap)`` (Gemma 2, arXiv 2408.00118).
         alibi_slopes: ``[nheads]`` or ``[batch, nheads]``; see `alibi_bias`.
         attn_bias: added after softcap; broadcasts to ``[batch, nheads, seqlen_q, seqlen_k]``; may hold -inf.
+        key_ranges: ``[1 or batch, 1 or nheads, seqlen_q, 2]`` or ``[..., 2, 2]``; see `in_key_ranges`.
         sinks: ``[nheads]`` or ``[batch, nheads]`` logits without values; see `softmax_with_lse`.
         dropout_p: probability of dropping, in [0, 1); kept probabilities are scaled by ``1 / (1 - dropout_p)``.
         dropout_mask: bool ``[batch, nheads, seqlen_q, seqlen_k]``, True = kept; required when dropout_p > 0.

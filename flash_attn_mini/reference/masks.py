@@ -52,6 +52,20 @@ def visible_keys(
     return visible
 
 
+def in_key_ranges(key_ranges: Tensor, seqlen_k: int) -> Tensor:
+    """True where key j is in a range ``[begin, end)`` of query i.
+
+    Args:
+        key_ranges: integers ``[1 or batch, 1 or nheads, seqlen_q, 2]``, or ``[..., 2, 2]`` for two ranges of a query.
+
+    Returns:
+        bool ``[1 or batch, 1 or nheads, seqlen_q, seqlen_k]``.
+    """
+    key = torch.arange(seqlen_k, device=key_ranges.device)
+    ranges = key_ranges if key_ranges.dim() == 5 else key_ranges.unsqueeze(-2)
+    return ((key >= ranges[..., 0, None]) & (key < ranges[..., 1, None])).any(-2)
+
+
 def alibi_bias(slopes: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:
     """ALiBi (Press et al., "Train Short, Test Long", arXiv 2108.12409): ``-slope * |i + seqlen_k - seqlen_q - j|``.
 

@@ -20,6 +20,7 @@ def attention_varlen_reference(
     cu_seqlens_k: Tensor,
     *,
     alibi_slopes: Tensor | None = None,
+    key_ranges: Tensor | None = None,
     dropout_masks: list[Tensor] | None = None,
     block_table: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
@@ -33,6 +34,7 @@ def attention_varlen_reference(
         cu_seqlens_q, cu_seqlens_k: int32 ``[batch + 1]``, rising from 0; sequence b is rows cu[b] .. cu[b + 1] - 1.
             Empty sequences are legal. With a block table cu_seqlens_k gives the lengths only.
         alibi_slopes: ``[nheads]`` or ``[batch, nheads]``.
+        key_ranges: ``[1 or nheads, total_q, 2]`` or ``[..., 2, 2]``, in keys of the query's sequence.
         dropout_masks: one bool ``[nheads, seqlen_q, seqlen_k]`` per sequence, True = kept.
         block_table: int32 ``[batch, max_blocks]``; see `page_slots`.
         dtype, options: as in `attention_reference`. Masks are aligned to the end of each sequence.
@@ -60,6 +62,7 @@ def attention_varlen_reference(
             k_b[None],
             v_b[None],
             alibi_slopes=alibi_slopes[b] if alibi_slopes is not None and alibi_slopes.dim() == 2 else alibi_slopes,
+            key_ranges=None if key_ranges is None else key_ranges[None, :, q_start:q_stop],
             dropout_mask=None if dropout_masks is None else dropout_masks[b][None],
             dtype=dtype,
             **options,

@@ -1,0 +1,20 @@
+// Host side of the option key_ranges: checks and params. The kernels' side: common/key_ranges.h, cpu/kernels.h.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "api/options.h"
+#include "flash.h"
+
+namespace flash {
+
+// args: with checked q, k, v and sequences.
+void check_key_ranges(const FwdArgs &args);
+
+// The tensor with the pairs of a query one after the other in memory, as kernels read it.
+at::Tensor readable_key_ranges(const at::Tensor &key_ranges);
+
+// args: with readable options.
+void set_key_ranges(Flash_fwd_params &params, const FwdArgs &args);
+
+}  // namespace flash
