@@ -38,6 +38,7 @@ _EXPORTS = (
     "void?flash::run_flash_fwd_splitkv*",
     "void?flash::run_append_kv*",
     '"flash::run_row_mod_gradient(flash::Flash_bwd_params const&, void*, CUstream_st*)"',
+    '"flash::run_prepare_key_ranges(flash::Flash_fwd_params const&, CUstream_st*)"',
     '"flash::device_properties()"',
     '"flash::device_properties(int)"',
     '"flash::set_to_zero(void*, long, CUstream_st*)"',

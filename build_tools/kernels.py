@@ -40,6 +40,7 @@ NVCC_VARIABLES = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")  # nvcc adds their 
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 _KINDS = re.compile(r"#define FLASH_KINDS\(X\)((?:\s*\\\n\s*X\(\w+(?:, [01]){4}\))+)\n")
 _KIND = re.compile(r"X\((\w+), ([01]), ([01]), ([01]), ([01])\)")
+_SEPARATE_FORWARDS = ("ranged",)  # kinds whose forward has an sm90 kernel, and object files of its own
 _MIN_HEADDIM_SM90 = re.compile(r"constexpr int kMinHeadDimSm90 = (\d+);")
 
 
@@ -99,7 +100,10 @@ def kernel_objects(selection: Selection) -> list[KernelObject]:
         defines = (f"-DFLASH_HEADDIM={hdim}", f"-DFLASH_DTYPE={ALL_DTYPES[dtype]}")
         is_for_sm90 = selection.has_sm90 and hdim >= kinds.min_hdim_sm90
         if is_for_sm90:
-            add(f"flash_fwd_{name}_sm90", "sm90/forward/flash_fwd_instantiation.cu", defines, ("90a",))
+            source = "sm90/forward/flash_fwd_instantiation.cu"
+            add(f"flash_fwd_{name}_sm90", source, defines, ("90a",))
+            for kind in _SEPARATE_FORWARDS:
+                add(f"flash_fwd_{name}_{kind}_sm90", source, (*defines, f"-DFLASH_KIND={kind}"), ("90a",))
             add(f"flash_fwd_{name}_split_sm90", "sm90/decode/flash_fwd_split_instantiation.cu", defines, ("90a",))
             for kind in kinds.backward_sm90:
                 extra = (*defines, f"-DFLASH_KIND={kind}")
@@ -113,12 +117,15 @@ def kernel_objects(selection: Selection) -> list[KernelObject]:
         source = "sm80/forward/flash_fwd_instantiation.cu"
         add(f"flash_fwd_{name}_sm80", source, defines, archs_of_sm80(is_for_sm90))
         for kind in kinds.all:
-            if kind not in kinds.forward_sm90:
-                add(f"flash_fwd_{name}_{kind}_sm80", source, (*defines, f"-DFLASH_KIND={kind}"), others)
+            is_in_sm90 = kind in kinds.forward_sm90
+            if not is_in_sm90 or kind in _SEPARATE_FORWARDS:
+                archs = archs_of_sm80(is_for_sm90 and is_in_sm90)
+                add(f"flash_fwd_{name}_{kind}_sm80", source, (*defines, f"-DFLASH_KIND={kind}"), archs)
         add(f"flash_fwd_{name}_splitkv", "kvcache/splitkv_instantiation.cu", defines, others)
     for dtype in selection.dtypes:
         add(f"append_kv_{dtype}", "kvcache/append_instantiation.cu", (f"-DFLASH_DTYPE={ALL_DTYPES[dtype]}",), others)
     add("row_mod_gradient", "common/row_mod_gradient.cu", (), others)
+    add("key_ranges", "common/key_ranges.cu", (), others)
     add("device", "dispatch/device.cu", (), others)
     return objects
 

@@ -55,6 +55,19 @@ struct KeyRanges {
     int64_t row_stride = 0;    // elements; `count` pairs lie one after the other
     int count = 0;             // ranges of a query: 1 or 2
 
+    // Scratch of the CUDA kernels (common/key_ranges.h), for each batch and head whose ranges differ. Each sequence
+    // begins at a multiple of kRowsRounded padded rows, as in Flash_bwd_params, and at a column of its own.
+    int *rows = nullptr;               // [padded rows, 4]
+    int *blocks = nullptr;             // [padded rows / kRowsPerBlock, 8]
+    int *columns = nullptr;            // [columns, 2]; backward: zeros before the kernel that writes them; else null
+    int64_t rows_batch_stride = 0;     // padded rows; 0 as batch_stride
+    int64_t rows_head_stride = 0;      // padded rows; 0 as head_stride
+    int64_t columns_batch_stride = 0;  // columns; 0 as batch_stride
+    int64_t columns_head_stride = 0;   // columns; 0 as head_stride
+    int64_t columns_bytes = 0;         // of all columns
+    static constexpr int kRowsPerBlock = 32;
+    static constexpr int kKeysPerColumn = 64;
+
     constexpr bool is_used() const { return ptr != nullptr; }
 };
 

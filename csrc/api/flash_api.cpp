@@ -15,6 +15,7 @@
 
 #include "api/allocation.h"
 #include "api/checks.h"
+#include "api/key_ranges.h"
 #include "api/options.h"
 #include "api/score_mod.h"
 #include "api/set_params.h"
@@ -118,6 +119,7 @@ FwdResults forward(const FwdArgs &args, const Optional &given_rng_state, std::op
                          kernel_v = readable_by_kernel(args.v, "v");
         Flash_fwd_params params = set_params_fprop({kernel_q, kernel_k, kernel_v, kernel_out, softmax_lse, rng_state},
                                                    readable_args, scaled.softmax_scale);
+        const at::Tensor ranges = q.is_cuda() ? key_ranges_scratch(params, q, /*is_backward=*/false) : at::Tensor();
         run_mha_fwd(params, q.device());
         if (!writes_in_place) {
             out.copy_(kernel_out);
@@ -186,6 +188,7 @@ BwdResults backward(const BwdArgs &args, std::array<bool, 3> output_mask, bool z
         const std::optional<CudaScratch> scratch =
             q.is_cuda() ? std::optional<CudaScratch>(std::in_place, params, softmax_d, forward.sequences)
                         : std::nullopt;
+        const at::Tensor ranges = q.is_cuda() ? key_ranges_scratch(params, q, /*is_backward=*/true) : at::Tensor();
         run_mha_bwd(params, q.device());
     }
     dq.store();

@@ -1,8 +1,9 @@
 // The functions of key_ranges.h.
 #include "api/key_ranges.h"
 
+#include <ATen/ops/empty.h>
+
 #include <string>
-#include <vector>
 
 #include "api/check_tensors.h"
 #include "common/message.h"
@@ -92,6 +93,35 @@ void set_key_ranges(Flash_fwd_params &params, const FwdArgs &args) {
     params.key_ranges.head_stride = stride(heads_dim);
     params.key_ranges.row_stride = ranges.stride(heads_dim + 1);
     params.key_ranges.count = has_two_ranges(ranges, args) ? 2 : 1;
+}
+
+at::Tensor key_ranges_scratch(Flash_fwd_params &params, const at::Tensor &q, bool is_backward) {
+    KeyRanges &ranges = params.key_ranges;
+    if (!ranges.is_used()) {
+        return {};
+    }
+    constexpr int64_t kRounded = Flash_bwd_params::kRowsRounded, kKeys = KeyRanges::kKeysPerColumn;
+    const bool is_varlen = params.cu_seqlens_q != nullptr;
+    const auto blocks = [&](int64_t total, int64_t longest, int64_t block) {  // of a head
+        return is_varlen ? total / block + params.b : (longest + block - 1) / block;
+    };
+    const int64_t rows = blocks(params.total_q, params.seqlen_q, kRounded) * kRounded,
+                  columns = blocks(params.total_k, params.seqlen_k, kKeys);
+    const int64_t heads = ranges.head_stride == 0 ? 1 : params.h, batch = ranges.batch_stride == 0 ? 1 : params.b;
+    const auto stride = [](int64_t of_call, int64_t elements) { return of_call == 0 ? 0 : elements; };
+    ranges.rows_head_stride = stride(ranges.head_stride, rows);
+    ranges.rows_batch_stride = stride(ranges.batch_stride, rows * heads);
+    ranges.columns_head_stride = stride(ranges.head_stride, columns);
+    ranges.columns_batch_stride = stride(ranges.batch_stride, columns * heads);
+    const int64_t all_rows = rows * heads * batch, row_ints = all_rows * 4,
+                  block_ints = all_rows / KeyRanges::kRowsPerBlock * 8,
+                  column_ints = is_backward ? columns * heads * batch * 2 : 0;
+    const at::Tensor memory = at::empty({row_ints + block_ints + column_ints}, q.options().dtype(at::kInt));
+    ranges.rows = memory.data_ptr<int>();
+    ranges.blocks = ranges.rows + row_ints;
+    ranges.columns = is_backward ? ranges.blocks + block_ints : nullptr;
+    ranges.columns_bytes = column_ints * int64_t(sizeof(int));
+    return memory;
 }
 
 }  // namespace flash

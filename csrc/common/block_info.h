@@ -66,6 +66,8 @@ struct BlockInfo : Sequence, KeyRange<Is_local_> {
     __device__ __forceinline__ bool needs_mask(int n_block) const {
         return n_block >= n_full_end || (Is_local && n_block < n_full_begin);
     }
+    // The block to visit after n_block.
+    __device__ __forceinline__ int before(int n_block) const { return n_block - 1; }
 };
 
 // For the keys [n_block * kBlockN, (n_block + 1) * kBlockN) of one sequence: the row blocks to visit, [m_block_min,

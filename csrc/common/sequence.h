@@ -156,7 +156,7 @@ FLASH_HOST_DEVICE RowBlocks key_blocks(const Flash_fwd_params &params, int heads
 
 // The first padded row of a sequence within its head (Flash_bwd_params).
 template <bool kMayBeVarlen = true>
-FLASH_HOST_DEVICE int64_t padded_begin(const Flash_bwd_params &params, int bidb) {
+FLASH_HOST_DEVICE int64_t padded_begin(const Flash_fwd_params &params, int bidb) {
     if (!kMayBeVarlen || params.cu_seqlens_q == nullptr) {
         return 0;
     }

@@ -22,6 +22,9 @@ inline Kind kind_of(const Flash_fwd_params &params) {
     if (params.block_table != nullptr) {
         return Kind::paged;
     }
+    if (params.key_ranges.is_used()) {
+        return Kind::ranged;
+    }
     if (params.has_score_mod() || params.rng_state != nullptr) {
         return Kind::general;
     }

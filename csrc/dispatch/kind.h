@@ -11,6 +11,7 @@ namespace flash {
     X(local, 1, 1, 1, 1)   \
     X(varlen, 1, 1, 1, 1)  \
     X(general, 1, 1, 1, 1) \
+    X(ranged, 1, 1, 1, 1)  \
     X(paged, 1, 0, 0, 0)   \
     X(split, 0, 0, 1, 0)
 
@@ -19,6 +20,7 @@ enum class Kind {
     local,    // equal lengths; causal or windowed; sm90 backward: every query sees a key
     varlen,   // any lengths and mask
     general,  // any lengths and mask; score modifiers and dropout are decided at run time
+    ranged,   // general, with key_ranges
     paged,    // general, with keys in pages
     split,    // a cache: the query heads of a group in one tile, keys split over the CTAs; score modifiers at run time
 };
@@ -30,11 +32,16 @@ constexpr bool is_local(Kind kind) {
 
 // True if score modifiers are decided at run time, and dropout too, except for split.
 constexpr bool is_general(Kind kind) {
-    return kind == Kind::general || kind == Kind::paged || kind == Kind::split;
+    return kind == Kind::general || kind == Kind::ranged || kind == Kind::paged || kind == Kind::split;
 }
 
 constexpr bool may_be_varlen(Kind kind) {
     return kind == Kind::varlen || is_general(kind);
+}
+
+// True if the keys that a query sees come from key_ranges (common/key_ranges.h).
+constexpr bool has_ranges(Kind kind) {
+    return kind == Kind::ranged;
 }
 
 constexpr const char *name_of(Kind kind) {

@@ -29,6 +29,9 @@ void run_mha_fwd_kvcache_cpu(const Flash_fwd_params &params);
 // of params. Throws std::runtime_error if the launch fails.
 void run_row_mod_gradient(const Flash_bwd_params &params, void *gradient, cudaStream_t stream);
 
+// Writes the scratch of params.key_ranges (common/key_ranges.h). Throws std::runtime_error if the launch fails.
+void run_prepare_key_ranges(const Flash_fwd_params &params, cudaStream_t stream);
+
 namespace sm80 {
 
 // Throws std::runtime_error if the launch fails.

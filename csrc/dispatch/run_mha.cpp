@@ -155,9 +155,21 @@ void zero_scratch(const Flash_bwd_params &params, cudaStream_t stream) {
     set_to_zero(params.work_counts, end - begin, stream);
 }
 
+// Only calls with key_ranges have scratch for them.
+void prepare_key_ranges(const Flash_fwd_params &params, cudaStream_t stream) {
+    const KeyRanges &ranges = params.key_ranges;
+    if (ranges.is_used()) {
+        if (ranges.columns != nullptr) {
+            set_to_zero(ranges.columns, ranges.columns_bytes, stream);
+        }
+        run_prepare_key_ranges(params, stream);
+    }
+}
+
 void run_mha_fwd_cuda(Flash_fwd_params &params) {
     check_built(params);
     const cudaStream_t stream = current_stream();
+    prepare_key_ranges(params, stream);
     FP16_SWITCH(params.dtype, [&] {
         HEADDIM_SWITCH(params.d, [&] {
             KIND_SWITCH(kind_of(params), [&] {
@@ -222,6 +234,7 @@ void run_mha_bwd_cuda(Flash_bwd_params &params) {
     params.max_smem = max_smem();
     params.has_bulk_reduce = device_properties().major >= 9;
     const cudaStream_t stream = current_stream();
+    prepare_key_ranges(params, stream);
     FP16_SWITCH(params.dtype, [&] {
         HEADDIM_SWITCH(params.d, [&] {
             KIND_SWITCH(kind_of(params), [&] {

@@ -5,6 +5,8 @@
 #include <cutlass/numeric_conversion.h>
 #include <cute/tensor.hpp>
 
+#include "common/key_ranges.h"
+
 namespace flash {
 
 using namespace cute;
@@ -50,6 +52,23 @@ __device__ __forceinline__ void apply_mask(TensorS &scores, const TensorC &coord
         for (int col = 0; col < size<1>(scores); ++col) {
             const int key = get<1>(coords(row, col));
             if (key >= end || (Info::Is_local && key < begin)) {
+                scores(row, col) = -INFINITY;
+            }
+        }
+    }
+}
+
+// The same with key_ranges.
+template <int kBlockM, int kBlockN, typename TensorS, typename TensorC>
+__device__ __forceinline__ void apply_mask(TensorS &scores, const TensorC &coords,
+                                           const RangedBlockInfo<kBlockM, kBlockN> &info, int m_block, int n_block) {
+    CUTE_UNROLL
+    for (int row = 0; row < size<0>(scores); ++row) {
+        const int query = m_block * kBlockM + get<0>(coords(row, 0));
+        const VisibleKeys keys = info.ranges.row(min(query, info.seqlen_q - 1));
+        CUTE_UNROLL
+        for (int col = 0; col < size<1>(scores); ++col) {
+            if (!keys.contains(n_block * kBlockN + get<1>(coords(row, col)))) {
                 scores(row, col) = -INFINITY;
             }
         }

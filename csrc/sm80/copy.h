@@ -46,12 +46,13 @@ __device__ auto head_tensor(const TensorRef &x, int bidb, int bidh, int row, int
     return make_tensor(make_gmem_ptr(base), make_shape(seqlen, d), make_stride(x.row_stride, _1{}));
 }
 
-// Starts the copy of a tile. Rows outside of `rows` and columns outside of the head dim become zeros in shared memory;
-// they are not read. source, target, coords: (copy, rows, columns) of one thread; column_in_range: (columns).
-template <typename TiledCopy, typename TensorG, typename TensorS, typename TensorC, typename TensorP, bool kHasBegin>
+// Starts the copy of a tile. rows.contains(row): whether the copy has this row of the tile. Other rows, and columns
+// outside of the head dim, become zeros in shared memory; they are not read. source, target, coords: (copy, rows,
+// columns) of one thread; column_in_range: (columns).
+template <typename TiledCopy, typename TensorG, typename TensorS, typename TensorC, typename TensorP, typename Rows>
 __device__ __forceinline__ void copy_tile_async(const TiledCopy &tiled_copy, const TensorG &source, TensorS &&target,
                                                 const TensorC &coords, const TensorP &column_in_range,
-                                                const RowRange<kHasBegin> &rows) {
+                                                const Rows &rows) {
     CUTE_UNROLL
     for (int row = 0; row < size<1>(source); ++row) {
         const bool row_in_range = rows.contains(get<0>(coords(0, row, 0)));

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/block_info.h"
+#include "common/key_ranges.h"
 #include "common/preprocess_rows.h"
 #include "common/sequence.h"
 #include "kernel_traits_bwd.h"
@@ -77,7 +78,7 @@ template <typename Traits, Kind kKind, typename SharedStorage, typename TensorKV
 __device__ __forceinline__ void epilogue_bwd(const Flash_bwd_params &params, const Sequence &seq, SharedStorage &shared,
                                              int bidb, int bidh, int n_block, TensorKV &acc_dk, TensorKV &acc_dv) {
     __syncthreads();  // all threads are done with K and V: dK and dV take their buffers
-    const float rp_dropout = kKind == Kind::general ? params.rp_dropout : 1.0f;
+    const float rp_dropout = is_general(kKind) ? params.rp_dropout : 1.0f;
     if (params.dk.ptr != nullptr) {
         store_dkv<Traits>(params, seq, params.dk, acc_dk, params.qk_scale, shared.k, bidb, bidh, n_block);
     }
@@ -94,7 +95,14 @@ __device__ __forceinline__ void compute_dq_dk_dv_1colblock(const Flash_bwd_param
                                                            int bidb, int bidh_dkv, int n_block, bool is_in_order) {
     extern __shared__ char smem[];
     auto &shared = *reinterpret_cast<typename Traits::SharedStorage *>(smem);
-    const ColumnBlockInfo<Traits::kBlockM, Traits::kBlockN, is_local(kKind)> info(params, sequence, n_block);
+    const auto info = [&] {
+        if constexpr (has_ranges(kKind)) {
+            return RangedColumnBlockInfo<Traits::kBlockM, Traits::kBlockN>(
+                params, sequence, bidb, bidh_dkv * params.heads_per_dkv, params.heads_per_dkv, n_block);
+        } else {
+            return ColumnBlockInfo<Traits::kBlockM, Traits::kBlockN, is_local(kKind)>(params, sequence, n_block);
+        }
+    }();
 
     using TileKV = Shape<Int<Traits::kBlockN>, Int<Traits::kHeadDim>>;
     Tensor acc_dk = partition_fragment_C(typename Traits::TiledMmadKV{}, TileKV{});  // (MMA, MMA_N, MMA_K)
@@ -198,7 +206,13 @@ __global__ void __launch_bounds__(Traits::kNThreads)
     Tensor coords = thr_gmem_copy.partition_D(make_identity_tensor(TileQ{}));  // (copy, rows, columns)
     Tensor tdQrdQ = make_tensor<Element>(shape(tdQgdQ));
     copy(gmem_copy, thr_gmem_copy.partition_S(sdQ), tdQrdQ);
-    const auto rows = rows_with_key(KeyRange<is_local(Traits::kKind)>(params, seq.seqlen_q, seq.seqlen_k), first_row);
+    const auto rows = [&, bidb = bidb, bidh = bidh] {
+        if constexpr (has_ranges(Traits::kKind)) {
+            return RowsWithKeys{RangesOfHead(params, bidb, bidh), first_row, seq.seqlen_q};
+        } else {
+            return rows_with_key(KeyRange<is_local(Traits::kKind)>(params, seq.seqlen_q, seq.seqlen_k), first_row);
+        }
+    }();
     CUTE_UNROLL
     for (int row = 0; row < size<1>(tdQrdQ); ++row) {
         if (!rows.contains(get<0>(coords(0, row, 0)))) {

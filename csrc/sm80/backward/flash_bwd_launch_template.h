@@ -89,13 +89,17 @@ void run_flash_bwd_general(const Flash_bwd_params &params, cudaStream_t stream) 
 
 template <DType kDType, int kHeadDim, Kind kKind>
 void run_flash_bwd(const Flash_bwd_params &params, cudaStream_t stream) {
-    const bool wants_all = params.dq.ptr != nullptr && params.dk.ptr != nullptr && params.dv.ptr != nullptr;
-    if (!wants_all || (may_be_varlen(kKind) && params.deterministic)) {
-        run_flash_bwd_general<kDType, kHeadDim>(params, stream);
-    } else if (!params.deterministic) {
-        choose_reduction<kDType, kHeadDim, kKind, BwdMode::all>(params, stream);
-    } else if constexpr (!may_be_varlen(kKind)) {
-        choose_reduction<kDType, kHeadDim, kKind, BwdMode::deterministic>(params, stream);
+    if constexpr (has_ranges(kKind)) {
+        choose_reduction<kDType, kHeadDim, kKind, BwdMode::general>(params, stream);
+    } else {
+        const bool wants_all = params.dq.ptr != nullptr && params.dk.ptr != nullptr && params.dv.ptr != nullptr;
+        if (!wants_all || (may_be_varlen(kKind) && params.deterministic)) {
+            run_flash_bwd_general<kDType, kHeadDim>(params, stream);
+        } else if (!params.deterministic) {
+            choose_reduction<kDType, kHeadDim, kKind, BwdMode::all>(params, stream);
+        } else if constexpr (!may_be_varlen(kKind)) {
+            choose_reduction<kDType, kHeadDim, kKind, BwdMode::deterministic>(params, stream);
+        }
     }
 }
 

@@ -129,7 +129,7 @@ struct Flash_bwd_kernel_traits {
                               cute::Tile<Int<16 * kRowWarps>, Int<16 * (kNWarps / kRowWarps)>, _16>>;
     // [keys, queries]. General: each warp has whole runs of 16 queries, which dropout needs.
     using TiledMmaSdP = std::conditional_t<
-        kKind == Kind::general,
+        is_general(kKind),
         TiledMMA<MmaAtom, Layout<Shape<Int<TileSize::kRowWarpsSdP>, Int<kNWarps / TileSize::kRowWarpsSdP>, _1>>,
                  cute::Tile<Int<16 * TileSize::kRowWarpsSdP>,
                             Layout<Shape<_8, Int<kNWarps / TileSize::kRowWarpsSdP>, _2>, Stride<_1, _16, _8>>, _16>>,

@@ -6,6 +6,7 @@
 
 #include "common/block_info.h"
 #include "common/dropout.h"
+#include "common/key_ranges.h"
 #include "common/score_mod.h"
 #include "kernel_traits_bwd.h"
 #include "reduce_dq.h"
@@ -19,7 +20,8 @@ template <typename Traits, Kind kKind, BwdMode kMode>
 class MainloopBwd {
     using Element = typename Traits::Element;
     using SharedStorage = typename Traits::SharedStorage;
-    using Info = ColumnBlockInfo<Traits::kBlockM, Traits::kBlockN, is_local(kKind)>;
+    using Info = std::conditional_t<has_ranges(kKind), RangedColumnBlockInfo<Traits::kBlockM, Traits::kBlockN>,
+                                    ColumnBlockInfo<Traits::kBlockM, Traits::kBlockN, is_local(kKind)>>;
     using TiledMmaSdP = typename Traits::TiledMmaSdP;
     using TiledMmadKV = typename Traits::TiledMmadKV;
     using TiledMmadQ = typename Traits::TiledMmadQ;
@@ -29,7 +31,7 @@ class MainloopBwd {
     static constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN, kHeadDim = Traits::kHeadDim;
     static constexpr int kSliceM = Traits::kSliceM, kSlices = Traits::TileSize::kSlices, kStages = Traits::kStages;
     static constexpr bool kRecomputesAddresses = Traits::TileSize::kRecomputesAddresses;
-    static constexpr bool kIsGeneral = kKind == Kind::general;
+    static constexpr bool kIsGeneral = is_general(kKind);
     static constexpr bool kDecidesAtRunTime = kMode == BwdMode::general;
     static constexpr bool kDVFirst = Traits::TileSize::kDVFirst && Traits::kStagedDQ && !Traits::kPInRegisters;
 
@@ -164,9 +166,9 @@ private:
         return typename Traits::GmemTiledCopyAsync{}.get_thread_slice(thread);
     }
 
-    template <typename TileShape, typename Layout, bool kHasBegin>
+    template <typename TileShape, typename Layout, typename Rows>
     __device__ __forceinline__ void load_tile(const TensorRef &x, int head, int first_row, int seqlen, int block,
-                                              const RowRange<kHasBegin> &rows, Element *target, int thread) {
+                                              const Rows &rows, Element *target, int thread) {
         Tensor mX = head_tensor<Element>(x, bidb, head, first_row, seqlen, params.d);
         Tensor gX = local_tile(mX, TileShape{}, make_coord(block, 0));
         copy_tile_async(typename Traits::GmemTiledCopyAsync{}, thread_copy(thread).partition_S(gX),
@@ -183,7 +185,14 @@ private:
     // Starts the loads of the next step. Rows without a key are zeros, so that NaN in them stays there.
     __device__ __forceinline__ void load_step(int stage) {
         const int thread = thread_index<kRecomputesAddresses>();
-        const auto rows = rows_with_key(info, next_m_block * kBlockM);
+        const auto rows = [&] {
+            if constexpr (has_ranges(kKind)) {
+                return RowsWithKeys{RangesOfHead(params, bidb, bidh + next_head), next_m_block * kBlockM,
+                                    info.seqlen_q};
+            } else {
+                return rows_with_key(info, next_m_block * kBlockM);
+            }
+        }();
         const auto load = [&](const TensorRef &x, Element *target) {
             load_tile<TileQ, typename Traits::SmemQ::Layout>(x, bidh + next_head, info.q_begin, info.seqlen_q,
                                                              next_m_block, rows, target, thread);
@@ -277,6 +286,17 @@ private:
         }
     }
 
+    // True if some query of the row block does not see some of the keys.
+    __device__ __forceinline__ bool needs_mask(const Step &step) const {
+        if constexpr (has_ranges(kKind)) {
+            const VisibleBlock keys = RangesOfHead(params, bidb, bidh + step.head)
+                                          .template block<kBlockM>(step.m_block * kBlockM, info.seqlen_q);
+            return !keys.sees_all(info.n_block * kBlockN, (info.n_block + 1) * kBlockN);
+        } else {
+            return info.needs_mask(step.m_block);
+        }
+    }
+
     // P^T = exp(S^T - lse); with dropout, dropped probabilities are negative.
     template <typename TensorP, typename TensorC>
     __device__ __forceinline__ void recompute_p(const Step &step, int slice, TensorP &acc_p, const TensorC &coords) {
@@ -293,11 +313,16 @@ private:
         if (kIsGeneral && ScoreMod::is_on(params)) {
             apply_score_mod(step, slice, scores, coords, first_query);
         }
-        if (step.is_large || info.needs_mask(step.m_block)) {
-            to_exponents_with_care(
-                scores, coords, lse, params.scale_softmax,
-                [&](int query) { return Info::Is_local ? info.begin_key(first_query + query) - first_key : 0; },
-                [&](int query) { return info.end_key(first_query + query) - first_key; });
+        if (step.is_large || needs_mask(step)) {
+            to_exponents_with_care(scores, coords, lse, params.scale_softmax, [&](int query) {
+                if constexpr (has_ranges(kKind)) {
+                    const RangesOfHead ranges(params, bidb, bidh + step.head);
+                    return KeysOfTile<VisibleKeys>{ranges.row(first_query + query), first_key};
+                } else {
+                    return KeySpan{Info::Is_local ? info.begin_key(first_query + query) - first_key : 0,
+                                   info.end_key(first_query + query) - first_key};
+                }
+            });
         } else {
             to_exponents(scores, coords, lse, params.scale_softmax_log2);
         }

@@ -30,22 +30,38 @@ __device__ __forceinline__ void to_exponents(TensorS &scores, const TensorC &coo
     }
 }
 
+// The keys [begin, end) of a tile.
+struct KeySpan {
+    int begin, end;
+
+    __device__ __forceinline__ bool contains(int key) const { return key >= begin && key < end; }
+};
+
+// Keys of the sequence as those of the tile that begins at first_key.
+template <typename Keys>
+struct KeysOfTile {
+    Keys keys;
+    int first_key;
+
+    __device__ __forceinline__ bool contains(int key) const { return keys.contains(first_key + key); }
+};
+
 // The same with a mask, and for scores so large that a float32 is coarser than 1: the product of score and scale is
-// rounded as in the forward, so that the difference to lse is right. Query i of the tile sees the keys
-// [begin_key(i), end_key(i)) of the tile.
-template <typename TensorS, typename TensorC, typename BeginKey, typename EndKey>
+// rounded as in the forward, so that the difference to lse is right. keys_of(i): the keys of the tile that query i of
+// the tile sees, a KeySpan or KeysOfTile.
+template <typename TensorS, typename TensorC, typename KeysOf>
 __device__ __forceinline__ void to_exponents_with_care(TensorS &scores, const TensorC &coords, const float *lse,
-                                                       float scale, const BeginKey &begin_key, const EndKey &end_key) {
+                                                       float scale, const KeysOf &keys_of) {
     CUTE_UNROLL
     for (int col = 0; col < size<1>(scores); ++col) {
         const int query = get<1>(coords(0, col));
         const float lse_query = lse[query];
-        const int begin = begin_key(query), end = end_key(query);
+        const auto keys = keys_of(query);
         CUTE_UNROLL
         for (int row = 0; row < size<0>(scores); ++row) {
             const int key = get<0>(coords(row, col));
             const float exponent = __fmul_rn(scores(row, col), scale) - lse_query;
-            scores(row, col) = key >= begin && key < end ? exponent * float(kLog2e) : -INFINITY;
+            scores(row, col) = keys.contains(key) ? exponent * float(kLog2e) : -INFINITY;
         }
     }
 }

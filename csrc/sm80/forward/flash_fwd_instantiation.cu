@@ -1,5 +1,5 @@
-// Compiled for each dtype and head dim: build_tools/kernels.py defines FLASH_DTYPE and FLASH_HEADDIM. Kinds without an
-// sm90 kernel get separate object files, which define FLASH_KIND.
+// Compiled for each dtype and head dim: build_tools/kernels.py defines FLASH_DTYPE and FLASH_HEADDIM. Kinds that
+// get separate object files define FLASH_KIND.
 #include "flash_fwd_launch_template.h"
 
 namespace flash::sm80 {

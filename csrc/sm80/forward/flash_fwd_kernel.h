@@ -1,6 +1,7 @@
 // The forward kernel: flash_fwd_kernel -> compute_attn -> compute_attn_1rowblock.
 #pragma once
 
+#include "common/key_ranges.h"
 #include "dispatch/kind.h"
 #include "mainloop_fwd.h"
 #include "sm80/accumulator.h"
@@ -69,7 +70,13 @@ __device__ __forceinline__ void compute_attn_1rowblock(const Flash_fwd_params &p
         shared.place = {bidb, bidh, m_block};
         shared.sequence = sequence;
     }
-    const BlockInfo<Traits::kBlockM, Traits::kBlockN, is_local(kKind)> info(params, sequence, m_block);
+    const auto info = [&] {
+        if constexpr (has_ranges(kKind)) {
+            return RangedBlockInfo<Traits::kBlockM, Traits::kBlockN>(params, sequence, bidb, bidh, m_block);
+        } else {
+            return BlockInfo<Traits::kBlockM, Traits::kBlockN, is_local(kKind)>(params, sequence, m_block);
+        }
+    }();
 
     Tensor acc_o = partition_fragment_C(typename Traits::TiledMma{},
                                         Shape<Int<Traits::kBlockM>, Int<Traits::kHeadDim>>{});  // (MMA, MMA_M, MMA_K)

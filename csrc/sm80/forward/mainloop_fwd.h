@@ -4,6 +4,7 @@
 
 #include "common/block_info.h"
 #include "common/dropout.h"
+#include "common/key_ranges.h"
 #include "common/score_mod.h"
 #include "common/softmax.h"
 #include "kernel_traits.h"
@@ -155,7 +156,7 @@ __device__ __forceinline__ void mainloop_fwd(const Flash_fwd_params &params, con
         cp_async_wait<0>();
         __syncthreads();  // all threads: V has arrived, the product with K is done
         if (n_block > info.n_block_min) {
-            load_KV(params.k, gK, sK, n_block - 1);
+            load_KV(params.k, gK, sK, info.before(n_block));
         }
 
         Tensor scores = make_tensor(acc_s.data(), rowcol_layout(acc_s.layout()));  // (row, col)
@@ -177,7 +178,7 @@ __device__ __forceinline__ void mainloop_fwd(const Flash_fwd_params &params, con
     read_q<kQSteps>(smem_copy_Q, sQ, tSrQ);
 
     // Main loop, from the last key block down: the steps with a mask come first.
-    for (; n_block >= info.n_block_min; --n_block) {
+    for (; n_block >= info.n_block_min; n_block = info.before(n_block)) {
         step(n_block);
     }
 }

@@ -188,6 +188,10 @@ protected:
         state.release(barriers);
     }
 
+    // Called when Q of the step has come.
+    __device__ __forceinline__ auto visible_of_step() const {
+        return scores.load_visible(step, shared.is_masked[q_state.stage][warpgroup]);
+    }
     __device__ __forceinline__ void wait_for_Q() const { q_state.wait(shared.q_barriers); }
     __device__ __forceinline__ void wait_for_dO() const { dout_state.wait(shared.dout_barriers); }
 

@@ -225,7 +225,8 @@ struct Flash_bwd_kernel_traits {
         cutlass::arch::ClusterBarrier dropout_bits_full[kStagesQ];  // the stage of Q has its bits
         int number;                                                 // of the work tile
         cutlass::arch::ClusterTransactionBarrier
-            oob_copy_barrier;  // Q and dO of a step with rows out of bounds (producer_bwd.h)
+            oob_copy_barrier;                 // Q and dO of a step with rows out of bounds (producer_bwd.h)
+        int is_masked[kStagesQ][kConsumers];  // key_ranges: whether some query of Q does not see some of the keys
     };
     static constexpr int kSmemSize = sizeof(SharedStorage);
     static constexpr int kSmemForRows = offsetof(SharedStorage, lse);  // bytes, for the phases preprocess and convert

@@ -47,12 +47,13 @@ public:
         this->wait_for_Q();
         const auto inputs = scores.load_inputs(step);
         const auto lse = lse_of_step();
+        const auto visible = this->visible_of_step();
         const auto dropout_bits = dropout_bits_of_step();
         Scores first_s;
         this->issue_scores(shared.k, shared.q, q_state, first_s);
         this->wait_for_KV(shared.v_barriers, shared.v);
         wait_for<0>(first_s);
-        Probabilities p = scores.rounded_p(step, inputs, dropout_bits, first_s, lse);
+        Probabilities p = scores.rounded_p(step, inputs, visible, dropout_bits, first_s, lse);
         if constexpr (!kComputesDq) {
             run_without_dq(p, acc_dk, acc_dv);
         } else if constexpr (kDpComesFirst) {
@@ -95,13 +96,14 @@ private:
             const auto inputs = scores.load_inputs(step);
             this->wait_for_Q();
             const auto lse = lse_of_step();
+            const auto visible = this->visible_of_step();
             const auto dropout_bits = dropout_bits_of_step();
             this->issue_scores(shared.k, shared.q, q_state, next_s);
             if constexpr (kDqJoinsDk) {
                 auto acc_dq = issue_dq(ds);
                 issue_dk(accumulates, ds, q, rdS, acc_dk);
                 wait_for<2>(next_s);
-                p = scores.rounded_p(step, inputs, dropout_bits, next_s, lse);
+                p = scores.rounded_p(step, inputs, visible, dropout_bits, next_s, lse);
                 wait_for<0>(acc_dk);
                 warpgroup_fence_operand(acc_dq);
                 Base::release(q, shared.q_barriers);
@@ -115,7 +117,7 @@ private:
             } else {
                 issue_dk(accumulates, ds, q, rdS, acc_dk);
                 wait_for<1>(next_s);
-                p = scores.rounded_p(step, inputs, dropout_bits, next_s, lse);
+                p = scores.rounded_p(step, inputs, visible, dropout_bits, next_s, lse);
                 this->wait_for_dO();
                 const auto delta = delta_of_step();
                 wait_for<0>(acc_dk);
@@ -155,6 +157,7 @@ private:
             wait_for<1>(acc_ds);
             Operand rdS = scores.rounded_ds(p.for_ds(), acc_ds, delta);
             const auto lse = lse_of_step();
+            const auto visible = this->visible_of_step();
             const auto ds = this->send_ds(rdS);
             if (accumulates) {
                 send_dq();  // of the step before, behind the fence of dS
@@ -166,7 +169,7 @@ private:
             auto acc_dq = issue_dq(ds);
             issue_dk(accumulates, ds, q, rdS, acc_dk);
             wait_for<2>(next_s);
-            p = scores.rounded_p(step, inputs, dropout_bits, next_s, lse);
+            p = scores.rounded_p(step, inputs, visible, dropout_bits, next_s, lse);
             this->wait_for_dO();
             delta = delta_of_step();
             wait_for<1>(acc_dq);
@@ -211,13 +214,14 @@ private:
             Scores next_s;
             this->wait_for_Q();
             const auto lse = lse_of_step();
+            const auto visible = this->visible_of_step();
             const auto dropout_bits = dropout_bits_of_step();
             this->issue_scores(shared.k, shared.q, q_state, next_s);
             issue_dk(accumulates, ds, q, rdS, acc_dk);
             wait_for<1>(next_s);
             warpgroup_fence_operand(acc_dv);
             Base::release(dout, shared.dout_barriers);
-            p = scores.rounded_p(step, inputs, dropout_bits, next_s, lse);
+            p = scores.rounded_p(step, inputs, visible, dropout_bits, next_s, lse);
             wait_for<0>(acc_dk);
             Base::release(q, shared.q_barriers);
         }
@@ -334,6 +338,7 @@ class ProductConsumer : ConsumerBwd<Traits, kKind> {
     using Base::shared, Base::scores, Base::step, Base::steps_left, Base::q_state, Base::dout_state, Base::ds_state;
     using typename Base::Element, typename Base::Scores, typename Base::Operand, typename Base::Probabilities;
     using Inputs = typename ScoresBwd<Traits, kKind>::Inputs;
+    using VisibleScores = typename ScoresBwd<Traits, kKind>::VisibleScores;
     PipelineState<Traits::kStagesdS> p_state;
 
 public:
@@ -351,11 +356,12 @@ public:
         this->wait_for_Q();
         const auto rng_state = scores.load_rng_state();
         auto inputs = scores.load_inputs(step);
+        auto visible = this->visible_of_step();
         Scores first_s;
         this->issue_scores(shared.k, shared.q, q_state, first_s);
         const auto first_draws = scores.draw(step, rng_state);
         wait_for<0>(first_s);
-        auto rP = send_p(inputs, first_draws, first_s);
+        auto rP = send_p(inputs, visible, first_draws, first_s);
         for (bool accumulates = false;; accumulates = true) {
             this->wait_for_dO();
             this->issue_dkv(accumulates, rP, shared.dout, dout_state, acc_dv);
@@ -367,13 +373,14 @@ public:
             inputs = scores.load_inputs(step);
             Scores next_s;
             this->wait_for_Q();
+            visible = this->visible_of_step();
             this->issue_scores(shared.k, shared.q, q_state, next_s);
             const auto dropout_bits = scores.draw(step, rng_state);
             wait_for<0>(next_s);
             warpgroup_fence_operand(acc_dv);
             Base::release(dout_state, shared.dout_barriers);
             dout_state.advance();
-            rP = send_p(inputs, dropout_bits, next_s);
+            rP = send_p(inputs, visible, dropout_bits, next_s);
         }
         wait_for<0>(acc_dv);
         Base::release(dout_state, shared.dout_barriers);
@@ -416,11 +423,11 @@ private:
     __device__ __forceinline__ uint32_t *p_words() const { return shared.p + p_state.stage * Traits::kWordsOfScores; }
 
     // S becomes P, the A operand of dV. Consumer 1 finds in shared memory what dS needs of it. Q is not read any more.
-    __device__ __forceinline__ Operand send_p(const Inputs &inputs, const DropoutBits<Traits> &dropout_bits,
-                                              Scores &acc_s) {
+    __device__ __forceinline__ Operand send_p(const Inputs &inputs, const VisibleScores &visible,
+                                              const DropoutBits<Traits> &dropout_bits, Scores &acc_s) {
         p_state.acquire(shared.p_barriers);
         const auto lse = scores.load_statistics(shared.lse[q_state.stage]);
-        const Probabilities p = scores.rounded_p(step, inputs, scores.exchanged(dropout_bits), acc_s, lse);
+        const Probabilities p = scores.rounded_p(step, inputs, visible, scores.exchanged(dropout_bits), acc_s, lse);
         CUTE_UNROLL
         for (int i = 0; i < size(p.for_ds()) / 2; ++i) {
             scores.store_pair(p_words(), i, scores.pair_of(p.for_ds(), i));

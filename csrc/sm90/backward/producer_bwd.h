@@ -34,6 +34,7 @@ public:
             return;
         }
         load_KV(copies.k, shared.k, shared.k_barriers);
+        read_visible_keys();
         copy_Q();
         load_KV(copies.v, shared.v, shared.v_barriers);
         copy_dO();
@@ -50,6 +51,7 @@ public:
     // One more step, if any is left. Waits for its stages.
     __device__ __forceinline__ void load_next() {
         if (steps_left > 0) {
+            read_visible_keys();
             q_state.acquire(shared.q_barriers);
             copy_Q();
             copy_lse();
@@ -79,6 +81,7 @@ private:
     Step step;
     int steps_left, bidb_q;
     uint32_t oob_phase = 0;
+    VisibleBlock visible;  // key_ranges: of the step
     PipelineState<Traits::kStagesQ> q_state;
     PipelineState<Traits::kStagesdO> dout_state;
 
@@ -104,8 +107,35 @@ private:
         }
     }
 
+    // key_ranges: reads what the step's rows see, once for each step.
+    __device__ __forceinline__ void read_visible_keys() {
+        if constexpr (has_ranges(kKind)) {
+            const int first_row = step.m_block * kBlockM;
+            visible = RangesOfHead(params, block.bidb, block.bidh + step.head)
+                          .template block<kBlockM>(first_row, block.seqlen_q);
+        }
+    }
+
+    // key_ranges: tells each consumer whether the step needs a mask. The arrival of the same lane comes after it.
+    __device__ __forceinline__ void store_is_masked() {
+        if constexpr (has_ranges(kKind)) {
+            CUTE_UNROLL
+            for (int consumer = 0; consumer < Traits::kConsumers; ++consumer) {
+                const int begin = block.first_key() + (Traits::kSplitsKeys ? consumer * Traits::kKeys : 0);
+                shared.is_masked[q_state.stage][consumer] = !visible.sees_all(begin, begin + Traits::kKeys);
+            }
+        }
+    }
+
     __device__ __forceinline__ bool has_oob_rows() const {
         const int first_row = step.m_block * kBlockM;
+        if constexpr (has_ranges(kKind)) {
+            return visible.has_row_without_key() || first_row + kBlockM > block.seqlen_q;
+        } else {
+            return has_oob_rows_of_mask(first_row);
+        }
+    }
+    __device__ __forceinline__ bool has_oob_rows_of_mask(int first_row) const {
         return may_be_varlen(kKind) && (first_row < block.begin_row() || first_row + kBlockM > block.end_row());
     }
 
@@ -118,15 +148,30 @@ private:
         const typename Traits::PlacesInQ places;
         Element *smem_q = shared.q + q_state.stage * kTile, *smem_dout = shared.dout + dout_state.stage * kTile;
         const int first_row = step.m_block * kBlockM;
-        const int begin = clamp_to(block.begin_row() - first_row, 0, kBlockM);
-        const int end = clamp_to(block.end_row() - first_row, begin, kBlockM);
-        shared.oob_copy_barrier.wait(oob_phase);
-        oob_phase ^= 1;
-        CUTE_NO_UNROLL
-        for (int i = threadIdx.x % 32; i < (begin + kBlockM - end) * kVectors; i += 32) {
-            const int row = i / kVectors, place = places(row < begin ? row : row - begin + end, i % kVectors * 8, 0);
+        const auto clear = [&](int row, int vector) {
+            const int place = places(row, vector * 8, 0);
             *reinterpret_cast<uint4 *>(smem_q + place) = {};
             *reinterpret_cast<uint4 *>(smem_dout + place) = {};
+        };
+        shared.oob_copy_barrier.wait(oob_phase);
+        oob_phase ^= 1;
+        if constexpr (has_ranges(kKind)) {
+            const RowsWithKeys rows{RangesOfHead(params, block.bidb, block.bidh + step.head), first_row,
+                                    block.seqlen_q};
+            CUTE_NO_UNROLL
+            for (int i = threadIdx.x % 32; i < kBlockM * kVectors; i += 32) {
+                if (!rows.contains(i / kVectors)) {
+                    clear(i / kVectors, i % kVectors);
+                }
+            }
+        } else {
+            const int begin = clamp_to(block.begin_row() - first_row, 0, kBlockM);
+            const int end = clamp_to(block.end_row() - first_row, begin, kBlockM);
+            CUTE_NO_UNROLL
+            for (int i = threadIdx.x % 32; i < (begin + kBlockM - end) * kVectors; i += 32) {
+                const int row = i / kVectors;
+                clear(row < begin ? row : row - begin + end, i % kVectors);
+            }
         }
         cutlass::arch::fence_view_async_shared();  // before wgmma reads them
         __syncwarp();
@@ -140,14 +185,15 @@ private:
         copy_tile(q_state, copies.q, shared.q, barrier_of(q_state, shared.q_barriers));
     }
     __device__ __forceinline__ void copy_lse() {
-        copy_rows(params.lse_padded, shared.lse[q_state.stage], barrier_of(q_state, shared.q_barriers));
+        copy_rows(params.lse_padded, shared.lse[q_state.stage], barrier_of(q_state, shared.q_barriers),
+                  [&] { store_is_masked(); });
     }
     __device__ __forceinline__ void copy_dO() {
         copy_tile(dout_state, copies.dout, shared.dout, barrier_of(dout_state, shared.dout_barriers));
     }
     __device__ __forceinline__ void copy_delta() {
         copy_rows(static_cast<const float *>(params.dsoftmax_sum), shared.delta[dout_state.stage],
-                  barrier_of(dout_state, shared.dout_barriers));
+                  barrier_of(dout_state, shared.dout_barriers), [] {});
     }
 
     // The barrier that the copies of the step complete.
@@ -169,10 +215,12 @@ private:
         }
     }
 
-    // The row statistic of the tile.
+    // The row statistic of the tile. One lane calls before_arrival() before it arrives at the barrier.
+    template <typename BeforeArrival>
     __device__ __forceinline__ void copy_rows(const float *statistic, float *smem_statistic,
-                                              TransactionBarrier &barrier) {
+                                              TransactionBarrier &barrier, const BeforeArrival &before_arrival) {
         if (cute::elect_one_sync()) {
+            before_arrival();
             barrier.arrive_and_expect_tx(kBytesOfTile + kBytesOfRows);
             SM90_BULK_COPY_G2S::copy(statistic + step.padded_row(params, block), &reinterpret_cast<uint64_t &>(barrier),
                                      smem_statistic, kBytesOfRows);

@@ -6,6 +6,7 @@
 #include <cutlass/numeric_conversion.h>
 #include <cute/arch/copy_sm90_tma.hpp>
 
+#include "common/key_ranges.h"
 #include "common/preprocess_rows.h"
 #include "dispatch/kind.h"
 #include "dq_tile.h"
@@ -348,14 +349,26 @@ private:
     // Rows without a key get 0: the accumulator of such a row holds NaN if one of its tiles has an infinite key.
     __device__ __forceinline__ void store(const Part &part, const PaddedRow &first, int first_vector) const {
         const Sequence &seq = first.seq;
-        const KeyRange<is_local(kKind)> range(params, seq.seqlen_q, seq.seqlen_k);
+        const auto rows_with_keys = [&] {
+            if constexpr (has_ranges(kKind)) {
+                return RowsWithKeys{RangesOfHead(params, first.bidb, first.bidh), 0, seq.seqlen_q};
+            } else {
+                return KeyRange<is_local(kKind)>(params, seq.seqlen_q, seq.seqlen_k);
+            }
+        }();
         const int row_of_lane = lane % 8, row = first.row + row_of_lane;
         auto *target = static_cast<Element *>(params.dq.ptr) + first.bidb * params.dq.batch_stride +
                        first.bidh * params.dq.head_stride + int64_t(seq.q_begin + row) * params.dq.row_stride;
         const auto store_row = [&](int i, Element *to, int row, const uint4 &vector) {
             const int col = (first_vector + i) * 8;
             if (row < seq.seqlen_q && col < params.d) {
-                const bool has_keys = row >= range.begin_row() && row < range.end_row();
+                const bool has_keys = [&] {
+                    if constexpr (has_ranges(kKind)) {
+                        return rows_with_keys.contains(row);
+                    } else {
+                        return row >= rows_with_keys.begin_row() && row < rows_with_keys.end_row();
+                    }
+                }();
                 *reinterpret_cast<uint4 *>(to + col) = has_keys ? vector : uint4{};
             }
         };

@@ -37,7 +37,7 @@ public:
           params(params),
           block(block),
           first_key(first_key) {
-        if constexpr (is_local(kKind)) {
+        if constexpr (is_local(kKind) && !has_ranges(kKind)) {
             constexpr int kBlockM = Traits::kBlockM;
             const int last_key = first_key + Traits::kKeys - 1, after_last_block = 1 << 30;
             unmasked_begin =
@@ -111,6 +111,40 @@ public:
         return has_dropout() ? sm90::exchanged<Traits>(dropout_bits) : dropout_bits;
     }
 
+    // key_ranges: whether the step needs a mask, and a bit for each score of a thread: whether the query sees the key.
+    // The words are undefined if the step needs none. They are loaded before products are issued, too.
+    struct VisibleScores {
+        bool is_masked;
+        uint32_t words[has_ranges(kKind) ? Traits::kBlockM / 64 : 1];
+
+        __device__ __forceinline__ bool has(int i) const { return (words[i / 32] >> (i % 32) & 1u) != 0; }
+    };
+    // is_masked: from the load warp.
+    __device__ __forceinline__ VisibleScores load_visible(const Step &step, const int &is_masked) const {
+        VisibleScores visible{};
+        if constexpr (has_ranges(kKind)) {
+            visible.is_masked = uniform(is_masked) != 0;
+            if (visible.is_masked) {
+                const RangesOfHead ranges(params, block.bidb, block.bidh + step.head);
+                const int first_query = step.m_block * Traits::kBlockM + threadIdx.x % 4 * 2;
+                const int key = first_key + first_row_of_thread();
+                CUTE_UNROLL
+                for (int w = 0; w < Traits::kBlockM / 64; ++w) {
+#pragma unroll 4
+                    for (int j = 0; j < 8; ++j) {
+                        CUTE_UNROLL
+                        for (int c = 0; c < 2; ++c) {
+                            const VisibleKeys keys = ranges.row(first_query + 64 * w + 8 * j + c);
+                            visible.words[w] |= (uint32_t{keys.contains(key)} | uint32_t{keys.contains(key + 8)} << 2)
+                                                << (4 * j + c);
+                        }
+                    }
+                }
+            }
+        }
+        return visible;
+    }
+
     // P^T of a thread in 16 bits. A cap on scores and dropout need it twice.
     struct ProbabilitiesOnce {
         Operand for_dv;  // the A operand of dV
@@ -127,22 +161,25 @@ public:
     // and of P, registers then hold one whole and the other in part.
     template <typename TensorS>
     __device__ __forceinline__ Probabilities rounded_p(const Step &step, const Inputs &inputs,
+                                                       const VisibleScores &visible,
                                                        const DropoutBits<Traits> &dropout_bits, TensorS &acc_s,
                                                        QueryStatistics lse) const {
         Probabilities p;
         const int first_query = step.m_block * Traits::kBlockM;
-        const bool is_masked = needs_mask(step.m_block), use_exact_scaling = inputs.is_large || is_masked;
+        const bool is_masked = has_ranges(kKind) ? visible.is_masked : needs_mask(step.m_block);
+        const bool use_exact_scaling = inputs.is_large || is_masked;
         const Scaling scaling = inputs.is_large ? natural_scaling() : stored_scaling();
         if constexpr (kIsGeneral) {
             const float slope = ScoreMod::slope_of(params, inputs.alibi_slope);
             if (use_exact_scaling || (is_capped() && has_alibi())) {
-                round_p<true>(first_query, acc_s, scaling, lse, slope, is_capped(), has_alibi(), p);
+                round_p<true>(first_query, acc_s, scaling, lse, visible, slope, is_capped(), has_alibi(), p);
             } else if (is_capped()) {
-                round_p<false>(first_query, acc_s, stored_scaling(), lse, slope, true_type{}, false_type{}, p);
+                round_p<false>(first_query, acc_s, stored_scaling(), lse, visible, slope, true_type{}, false_type{}, p);
             } else if (has_alibi()) {
-                round_p<false>(first_query, acc_s, stored_scaling(), lse, slope, false_type{}, true_type{}, p);
+                round_p<false>(first_query, acc_s, stored_scaling(), lse, visible, slope, false_type{}, true_type{}, p);
             } else {
-                round_p<false>(first_query, acc_s, stored_scaling(), lse, slope, false_type{}, false_type{}, p);
+                round_p<false>(first_query, acc_s, stored_scaling(), lse, visible, slope, false_type{}, false_type{},
+                               p);
             }
             if constexpr (Traits::kMayDrop) {
                 mark_dropped(dropout_bits, p);
@@ -156,11 +193,11 @@ public:
             if (is_masked) {
                 mask(first_query, /*hidden=*/of_scores.product < 0.0f ? INFINITY : -INFINITY, acc_s);
             }
-            round_p<false>(first_query, acc_s, of_scores, lse, 0.0f, false_type{}, false_type{}, p);
+            round_p<false>(first_query, acc_s, of_scores, lse, visible, 0.0f, false_type{}, false_type{}, p);
         } else if (use_exact_scaling) {
-            round_p<true>(first_query, acc_s, scaling, lse, 0.0f, false_type{}, false_type{}, p);
+            round_p<true>(first_query, acc_s, scaling, lse, visible, 0.0f, false_type{}, false_type{}, p);
         } else {
-            round_p<false>(first_query, acc_s, stored_scaling(), lse, 0.0f, false_type{}, false_type{}, p);
+            round_p<false>(first_query, acc_s, stored_scaling(), lse, visible, 0.0f, false_type{}, false_type{}, p);
         }
         return p;
     }
@@ -287,8 +324,8 @@ private:
     // in the forward. is_capped, has_alibi: bool, or true_type or false_type where it is known when compiled.
     template <bool kExactScaling, typename IsCapped, typename HasAlibi, typename TensorS>
     __device__ __forceinline__ void round_p(int first_query, const TensorS &acc_s, const Scaling &scaling,
-                                            const QueryStatistics &lse, float slope, IsCapped is_capped,
-                                            HasAlibi has_alibi, Probabilities &rounded_p) const {
+                                            const QueryStatistics &lse, const VisibleScores &visible, float slope,
+                                            IsCapped is_capped, HasAlibi has_alibi, Probabilities &rounded_p) const {
         const int of_thread = threadIdx.x % 4 * 2, first_row = first_row_of_thread() + first_key;
         // Key minus query of the thread's first score, on the diagonal of ALiBi. float32 holds these integers exactly.
         const float first_distance =
@@ -301,8 +338,11 @@ private:
             CUTE_UNROLL
             for (int c = 0; c < 2; ++c) {
                 const float lse_query = c == 0 ? of_pair.x : of_pair.y;
-                const int begin = kExactScaling && is_local(kKind) ? block.begin_key(first_query + query + c) : 0;
-                const int end = kExactScaling ? block.end_key(first_query + query + c) : 0;
+                int begin = 0, end = 0;
+                if constexpr (kExactScaling && !has_ranges(kKind)) {
+                    begin = is_local(kKind) ? block.begin_key(first_query + query + c) : 0;
+                    end = block.end_key(first_query + query + c);
+                }
                 CUTE_UNROLL
                 for (int row = 0; row < 2; ++row) {
                     float &x = p[2 * row + c];
@@ -321,7 +361,10 @@ private:
                     if (kExactScaling) {
                         const int key = first_row + 8 * row;
                         const float exponent = (__fmul_rn(x, scaling.scale) - lse_query) * scaling.to_base_2;
-                        x = exp2_approx(key >= begin && key < end ? exponent : -INFINITY);
+                        const bool is_visible = has_ranges(kKind)
+                                                    ? !visible.is_masked || visible.has(4 * j + 2 * row + c)
+                                                    : key >= begin && key < end;
+                        x = exp2_approx(is_visible ? exponent : -INFINITY);
                     } else {
                         x = exp2_approx(x * scaling.product - lse_query * scaling.to_base_2);
                     }

@@ -2,15 +2,22 @@
 // shares the key block's head. Also the counts by which its phases wait for each other.
 #pragma once
 
+#include <type_traits>
+
 #include "common/block_info.h"
+#include "common/key_ranges.h"
 #include "dispatch/kind.h"
 
 namespace flash::sm90 {
 
 // The place of a CTA and its rows. Every warpgroup has the same.
 template <typename Traits, Kind kKind>
-struct ColumnBlock : ColumnBlockInfo<Traits::kBlockM, Traits::kBlockN, is_local(kKind)> {
-    using Info = ColumnBlockInfo<Traits::kBlockM, Traits::kBlockN, is_local(kKind)>;
+using InfoOfColumnBlock = std::conditional_t<has_ranges(kKind), RangedColumnBlockInfo<Traits::kBlockM, Traits::kBlockN>,
+                                             ColumnBlockInfo<Traits::kBlockM, Traits::kBlockN, is_local(kKind)>>;
+
+template <typename Traits, Kind kKind>
+struct ColumnBlock : InfoOfColumnBlock<Traits, kKind> {
+    using Info = InfoOfColumnBlock<Traits, kKind>;
     static constexpr int kBlockM = Traits::kBlockM;
     int bidb, bidh;  // bidh: the first query head
     int padded_row;  // first row of the sequence in head bidh, in the padded row statistics
@@ -18,12 +25,22 @@ struct ColumnBlock : ColumnBlockInfo<Traits::kBlockM, Traits::kBlockN, is_local(
 
     __device__ ColumnBlock(const Flash_bwd_params &params, const Sequence &sequence, int bidb, int bidh_dkv,
                            int n_block)
-        : Info(params, sequence, n_block),
+        : Info(info_of(params, sequence, bidb, bidh_dkv, n_block)),
           bidb(bidb),
           bidh(bidh_dkv * params.heads_per_dkv),
           padded_row(static_cast<int>(bidb * params.padded_batch_stride + bidh * params.padded_head_stride +
                                       padded_begin<may_be_varlen(kKind)>(params, bidb))),
           heads(params.heads_per_dkv) {}
+
+    __device__ __forceinline__ static Info info_of(const Flash_bwd_params &params, const Sequence &sequence,
+                                                   [[maybe_unused]] int bidb, [[maybe_unused]] int bidh_dkv,
+                                                   int n_block) {
+        if constexpr (has_ranges(kKind)) {
+            return Info(params, sequence, bidb, bidh_dkv * params.heads_per_dkv, params.heads_per_dkv, n_block);
+        } else {
+            return Info(params, sequence, n_block);
+        }
+    }
 
     __device__ __forceinline__ int first_key() const { return this->n_block * Traits::kBlockN; }
     __device__ __forceinline__ int num_steps() const { return heads * this->num_m_blocks(); }

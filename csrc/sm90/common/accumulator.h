@@ -62,4 +62,21 @@ __device__ __forceinline__ void apply_mask(TensorS &scores, const Begin &begin_k
     }
 }
 
+// The same for a tile that begins at first_key. keys_of(i): the VisibleKeys of row i.
+template <typename TensorS, typename KeysOf>
+__device__ __forceinline__ void apply_ranges(TensorS &scores, int first_key, const KeysOf &keys_of) {
+    static_assert(decltype(size<1>(scores))::value <= 32, "one bit per column");
+    CUTE_UNROLL
+    for (int row = 0; row < size<0>(scores); ++row) {
+        const auto keys = keys_of(row);
+        const uint32_t visible =
+            bits_between(columns_before(keys.begin0 - first_key), columns_before(keys.end0 - first_key)) |
+            bits_between(columns_before(keys.begin1 - first_key), columns_before(keys.end1 - first_key));
+        CUTE_UNROLL
+        for (int col = 0; col < size<1>(scores); ++col) {
+            scores(row, col) = visible & (1u << col) ? scores(row, col) : -INFINITY;
+        }
+    }
+}
+
 }  // namespace flash::sm90

@@ -39,13 +39,14 @@ public:
                     load_Q(next);
                 }
             };
-            const int last = tile.n_block_max - 1, when = min(tile.n_block_min + 2, last);
+            const SecondRange &second = tile.second;
+            const int last = tile.n_block_max - 1, when = min(second.after(second.after(tile.n_block_min)), last);
             if (last == tile.n_block_min) {
                 take_next();
             }
             CUTE_NO_UNROLL
-            for (int n_block = last; n_block > tile.n_block_min; --n_block) {
-                load_K(tile, n_block - 1);
+            for (int n_block = last; n_block > tile.n_block_min; n_block = second.before(n_block)) {
+                load_K(tile, second.before(n_block));
                 load_V(tile, n_block);
                 if (n_block == when) {
                     take_next();
@@ -78,11 +79,13 @@ private:
         int bidb, bidh, k_bidb, bidh_k, q_begin, k_begin, block;
         int n_block_min, n_block_max;
         bool is_end;
+        SecondRange second;
     };
 
     __device__ __forceinline__ Source take() {
         const int stage = tiles.take();
         const WorkTile tile = tiles[stage];
+        const SecondRange second = tiles.second_range(stage, /*consumer=*/0).template to_registers<kKind>();
         tiles.release(stage);
         const bool is_varlen = kIsGeneral && params.cu_seqlens_q != nullptr;
         const int bidb = is_varlen ? 0 : uniform(tile.place.bidb);
@@ -95,7 +98,8 @@ private:
                 uniform(tile.place.block),
                 uniform(tile.n_block_min),
                 uniform(tile.n_block_max),
-                uniform(tile.is_end) != 0};
+                uniform(tile.is_end) != 0,
+                second};
     }
 
     // Loads a block of rows of one head, from first_row on, into the next stage of the pipeline. TMA knows where the
@@ -152,10 +156,16 @@ __device__ __forceinline__ void schedule_tiles(const Flash_fwd_params &params, t
         const ScoreMod score_mod(params, tile.place.bidb, tile.place.bidh,
                                  tile.sequence.seqlen_k - tile.sequence.seqlen_q);
         RowMod<float>::prefetch(params, tile.place.bidb, tile.place.bidh);
-        tiles.template push<kKind>(params, tile, score_mod, [&](int consumer) {
+        tiles.template push<kKind>(params, tile, score_mod, [&](int consumer, [[maybe_unused]] SecondRange &second) {
             const int first_row = tile.place.block * Traits::kBlockM + consumer * Traits::kRows;
-            KeyBlocks blocks = key_blocks<kKind, Traits::kRows, Traits::kBlockN>(
-                params, tile.sequence, first_row, tile.n_block_min, tile.n_block_max, score_mod);
+            KeyBlocks blocks;
+            if constexpr (has_ranges(kKind)) {
+                blocks = ranged_key_blocks<Traits::kBlockM, Traits::kRows, Traits::kBlockN>(params, tile, first_row,
+                                                                                            score_mod, second);
+            } else {
+                blocks = key_blocks<kKind, Traits::kRows, Traits::kBlockN>(
+                    params, tile.sequence, first_row, tile.n_block_min, tile.n_block_max, score_mod);
+            }
             blocks.flags |= tile.is_end ? KeyBlocks::is_end : 0;
             return blocks;
         });

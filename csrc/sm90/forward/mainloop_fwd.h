@@ -29,9 +29,14 @@ class Consumer {
     struct Step {
         int tile;  // stage of the work tile in the ring
         KeyBlocks blocks;
+        SecondRange second;
         int n_block;
 
         __device__ __forceinline__ bool is_last() const { return n_block == blocks.n_block_min; }
+        __device__ __forceinline__ void advance() { n_block = second.before(n_block); }
+        __device__ __forceinline__ bool needs_mask() const {
+            return blocks.needs_mask(n_block) && !(has_ranges(kKind) && second.is_full(n_block));
+        }
     };
 
 public:
@@ -72,7 +77,7 @@ public:
             // Steady state: S of the next key block, O of this one.
             while (!step.is_last()) {
                 issue_S_and_O(step, accumulates, acc_s, tOrP, acc_o);
-                --step.n_block;
+                step.advance();
                 accumulates = true;
                 wait_for<1>(acc_s);
                 const auto rescale = softmax_step</*kIsFirst=*/false>(step, acc_s, softmax);
@@ -128,7 +133,8 @@ private:
     __device__ __forceinline__ Step take_tile() {
         const int tile = tiles.take();
         const KeyBlocks blocks = tiles.key_blocks(tile, warpgroup).template to_registers<kKind>();
-        return {tile, blocks, blocks.n_block_max - 1};
+        const SecondRange second = tiles.second_range(tile, warpgroup).template to_registers<kKind>();
+        return {tile, blocks, second, blocks.n_block_max - 1};
     }
 
     // Waits for Q and passes over a first key block that this consumer skips.
@@ -235,7 +241,7 @@ private:
     template <bool kIsFirst, typename TensorS>
     __device__ __forceinline__ auto softmax_step(const Step &step, TensorS &acc_s, SoftmaxState &softmax) const {
         Tensor scores = make_tensor(acc_s.data(), rowcol_layout(acc_s.layout()));  // (row, col)
-        const bool needs_mask = step.blocks.needs_mask(step.n_block);
+        const bool needs_mask = step.needs_mask();
         modify(step, scores);
         mask(needs_mask, step, scores);
         const bool may_see_few = kIsFirst && needs_mask && step.blocks.has(KeyBlocks::may_see_few);
@@ -260,7 +266,16 @@ private:
 
     template <typename TensorS>
     __device__ __forceinline__ void mask(bool needs_mask, const Step &step, TensorS &scores) const {
-        if (needs_mask) {
+        if constexpr (has_ranges(kKind)) {
+            if (needs_mask) {
+                const WorkTile &tile = tiles[step.tile];
+                const RangesOfHead ranges(params, tile.place.bidb, tile.place.bidh);
+                apply_ranges(scores, step.n_block * kBlockN, [&](int row) {
+                    const int query = first_row(step.tile) + first_row_of_thread() + row * 8;
+                    return ranges.row(min(query, tile.sequence.seqlen_q - 1));
+                });
+            }
+        } else if (needs_mask) {
             const Sequence &sequence = tiles[step.tile].sequence;
             const KeyRange<is_local(kKind)> range(params, sequence.seqlen_q, sequence.seqlen_k);
             const int first_key = step.n_block * kBlockN;

@@ -8,6 +8,7 @@
 #include <algorithm>
 
 #include "common/block_info.h"
+#include "common/key_ranges.h"
 #include "common/philox.h"
 #include "common/score_mod.h"
 #include "dispatch/kind.h"
@@ -91,9 +92,16 @@ public:
             if (tile.place.block * kBlockM >= tile.sequence.seqlen_q) {
                 continue;
             }
-            const BlockInfo<kBlockM, kBlockN, is_local(kKind)> info(params, tile.sequence, tile.place.block);
-            tile.n_block_min = info.n_block_min;
-            tile.n_block_max = info.n_block_max;
+            const auto set_key_blocks = [&](const auto &info) {
+                tile.n_block_min = info.n_block_min;
+                tile.n_block_max = info.n_block_max;
+            };
+            if constexpr (has_ranges(kKind)) {
+                set_key_blocks(RangedBlockInfo<kBlockM, kBlockN>(params, tile.sequence, tile.place.bidb,
+                                                                 tile.place.bidh, tile.place.block));
+            } else {
+                set_key_blocks(BlockInfo<kBlockM, kBlockN, is_local(kKind)>(params, tile.sequence, tile.place.block));
+            }
             return tile;
         }
     }
@@ -197,10 +205,44 @@ struct KeyBlocks {
     }
 };
 
+// With key_ranges: what KeyBlocks lacks for a second range.
+struct SecondRange {
+    int gap_begin, gap_end;        // no row of the work tile sees the key blocks in between
+    int n_full_begin, n_full_end;  // like those of KeyBlocks
+
+    // A copy in uniform registers; constants where the kind has no ranges.
+    template <Kind kKind>
+    __device__ __forceinline__ SecondRange to_registers() const {
+        if (!has_ranges(kKind)) {
+            return {-1, -1, 0, 0};
+        }
+        return {uniform(gap_begin), uniform(gap_end), uniform(n_full_begin), uniform(n_full_end)};
+    }
+    // The key block that is visited after n_block.
+    __device__ __forceinline__ int before(int n_block) const { return (n_block == gap_end ? gap_begin : n_block) - 1; }
+    // The key block that is visited before n_block.
+    __device__ __forceinline__ int after(int n_block) const { return n_block + 1 == gap_begin ? gap_end : n_block + 1; }
+    __device__ __forceinline__ bool is_full(int n_block) const {
+        return n_block >= n_full_begin && n_block < n_full_end;
+    }
+};
+
 // The query of a row of a tile. split: the rows are the query heads of a group, query by query.
 template <Kind kKind>
 __device__ __forceinline__ int query_of(const Flash_fwd_params &params, int row) {
     return kKind == Kind::split ? row / params.h_h_k_ratio : row;
+}
+
+// The fields of kind general.
+template <int kBlockN>
+__device__ __forceinline__ void add_general(KeyBlocks &blocks, const Flash_fwd_params &params, const Sequence &sequence,
+                                            int first_query, const ScoreMod &score_mod) {
+    blocks.n_ragged = sequence.seqlen_k / kBlockN;
+    const int nearest = max(first_query + sequence.seqlen_k - sequence.seqlen_q, 0);  // key of the first row
+    const bool has_cap = score_mod.cap_scale != 0.0f, has_alibi = score_mod.slope != 0.0f;
+    blocks.n_rising_begin = score_mod.slope < 0.0f ? 0 : nearest / kBlockN;
+    blocks.flags |= (has_cap || has_alibi ? KeyBlocks::has_score_mod : 0) | (has_alibi ? KeyBlocks::has_alibi : 0) |
+                    (params.rng_state != nullptr ? KeyBlocks::has_dropout : 0);
 }
 
 // For rows [first_row, first_row + kRows) of a work tile whose loaded key blocks are [n_block_min, n_block_max), at
@@ -224,13 +266,28 @@ __device__ __forceinline__ KeyBlocks key_blocks(const Flash_fwd_params &params, 
                    (blocks.n_block_min > n_block_min ? KeyBlocks::skips_last : 0) |
                    (has_one || is_narrow || hides_from_first_row ? KeyBlocks::may_see_few : 0);
     if (is_general(kKind)) {
-        blocks.n_ragged = sequence.seqlen_k / kBlockN;
-        const int nearest = max(first_query + sequence.seqlen_k - sequence.seqlen_q, 0);  // key of the first row
-        const bool has_cap = score_mod.cap_scale != 0.0f, has_alibi = score_mod.slope != 0.0f;
-        blocks.n_rising_begin = score_mod.slope < 0.0f ? 0 : nearest / kBlockN;
-        blocks.flags |= (has_cap || has_alibi ? KeyBlocks::has_score_mod : 0) | (has_alibi ? KeyBlocks::has_alibi : 0) |
-                        (params.rng_state != nullptr ? KeyBlocks::has_dropout : 0);
+        add_general<kBlockN>(blocks, params, sequence, first_query, score_mod);
     }
+    return blocks;
+}
+
+// The same with key_ranges: every consumer visits all key blocks of the work tile.
+template <int kBlockM, int kRows, int kBlockN>
+__device__ __forceinline__ KeyBlocks ranged_key_blocks(const Flash_fwd_params &params, const WorkTile &tile,
+                                                       int first_row, const ScoreMod &score_mod, SecondRange &second) {
+    const RangedBlockInfo<kBlockM, kBlockN> info(params, tile.sequence, tile.place.bidb, tile.place.bidh,
+                                                 tile.place.block);
+    const VisibleBlock keys = info.ranges.template block<kRows>(first_row, tile.sequence.seqlen_q);
+    const auto first_block = [](int key) { return min(key, kNoKey - kBlockN) / kBlockN + (key % kBlockN != 0); };
+    KeyBlocks blocks;
+    blocks.n_block_max = tile.n_block_max;
+    blocks.n_block_min = tile.n_block_min;
+    blocks.n_full_begin = first_block(keys.full_begin0);
+    blocks.n_full_end = keys.full_end0 / kBlockN;
+    blocks.flags = KeyBlocks::may_see_few;
+    add_general<kBlockN>(blocks, params, tile.sequence, first_row, score_mod);
+    second = {info.gap_begin == info.gap_end ? -1 : info.gap_begin, info.gap_begin == info.gap_end ? -1 : info.gap_end,
+              first_block(keys.full_begin1), keys.full_end1 / kBlockN};
     return blocks;
 }
 
@@ -245,6 +302,7 @@ struct WorkTileRing {
         ScoreMod score_mods[kStages];     // general kernels
         DropoutStream dropouts[kStages];  // general kernels
         PipelineBarriers<kStages> barriers;
+        SecondRange second_ranges[kStages][kConsumers];  // kernels with key_ranges
     };
     SharedStorage &shared;
     PipelineState<kStages> state = {};
@@ -252,7 +310,8 @@ struct WorkTileRing {
     // Scheduler warp: waits for an empty stage.
     __device__ __forceinline__ void acquire() const { state.acquire(shared.barriers); }
 
-    // Scheduler warp: writes a work tile. key_blocks_of(consumer) returns the key blocks of one consumer.
+    // Scheduler warp: writes a work tile. key_blocks_of(consumer, second_range) returns the key blocks of one consumer,
+    // and writes its second range.
     template <Kind kKind, typename KeyBlocksOf>
     __device__ __forceinline__ void push(const Flash_fwd_params &params, const WorkTile &tile,
                                          const ScoreMod &score_mod, const KeyBlocksOf &key_blocks_of) {
@@ -270,7 +329,7 @@ struct WorkTileRing {
             }
         }
         if (lane < kConsumers) {
-            shared.key_blocks[stage][lane] = key_blocks_of(lane);
+            shared.key_blocks[stage][lane] = key_blocks_of(lane, shared.second_ranges[stage][lane]);
             shared.barriers.full[stage].arrive();  // each lane that wrote arrives, which releases its own writes
         }
         state.advance();
@@ -289,6 +348,9 @@ struct WorkTileRing {
         return shared.key_blocks[stage][consumer];
     }
 
+    __device__ __forceinline__ const SecondRange &second_range(int stage, int consumer) const {
+        return shared.second_ranges[stage][consumer];
+    }
     __device__ __forceinline__ const ScoreMod &score_mod(int stage) const { return shared.score_mods[stage]; }
     __device__ __forceinline__ const DropoutStream &dropout(int stage) const { return shared.dropouts[stage]; }
 
