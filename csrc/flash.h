@@ -64,6 +64,8 @@ struct KeyRanges {
     int64_t rows_head_stride = 0;      // padded rows; 0 as head_stride
     int64_t columns_batch_stride = 0;  // columns; 0 as batch_stride
     int64_t columns_head_stride = 0;   // columns; 0 as head_stride
+    bool has_wide_columns = false;     // deterministic backward: the rows of kRowsRounded visit the same columns, all
+                                       // from the first to the last that one of them sees
     int64_t columns_bytes = 0;         // of all columns
     static constexpr int kRowsPerBlock = 32;
     static constexpr int kKeysPerColumn = 64;

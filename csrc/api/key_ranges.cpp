@@ -95,7 +95,7 @@ void set_key_ranges(Flash_fwd_params &params, const FwdArgs &args) {
     params.key_ranges.count = has_two_ranges(ranges, args) ? 2 : 1;
 }
 
-at::Tensor key_ranges_scratch(Flash_fwd_params &params, const at::Tensor &q, bool is_backward) {
+at::Tensor key_ranges_scratch(Flash_fwd_params &params, const at::Tensor &q, bool is_backward, bool is_deterministic) {
     KeyRanges &ranges = params.key_ranges;
     if (!ranges.is_used()) {
         return {};
@@ -120,6 +120,7 @@ at::Tensor key_ranges_scratch(Flash_fwd_params &params, const at::Tensor &q, boo
     ranges.rows = memory.data_ptr<int>();
     ranges.blocks = ranges.rows + row_ints;
     ranges.columns = is_backward ? ranges.blocks + block_ints : nullptr;
+    ranges.has_wide_columns = is_deterministic;
     ranges.columns_bytes = column_ints * int64_t(sizeof(int));
     return memory;
 }

@@ -18,6 +18,7 @@ at::Tensor readable_key_ranges(const at::Tensor &key_ranges);
 void set_key_ranges(Flash_fwd_params &params, const FwdArgs &args);
 
 // Scratch memory of the CUDA kernels for params.key_ranges, if the call has them. It must live until they are launched.
-at::Tensor key_ranges_scratch(Flash_fwd_params &params, const at::Tensor &q, bool is_backward);
+at::Tensor key_ranges_scratch(Flash_fwd_params &params, const at::Tensor &q, bool is_backward,
+                              bool is_deterministic = false);
 
 }  // namespace flash

@@ -76,7 +76,26 @@ __global__ void __launch_bounds__(kRows)
         target[0] = hulls;
         target[1] = full;
     }
-    if (ranges.columns != nullptr && hulls.y > 0) {
+    if (ranges.columns == nullptr) {
+        return;
+    }
+    int first_row = row - lane, rows = KeyRanges::kRowsPerBlock;
+    if (ranges.has_wide_columns) {
+        __shared__ int begin_of_warps[kRows / 32], end_of_warps[kRows / 32];
+        if (lane == 0) {
+            begin_of_warps[threadIdx.x / 32] = hulls.x;
+            end_of_warps[threadIdx.x / 32] = max(hulls.y, hulls.w);
+        }
+        __syncthreads();
+        for (int warp = 0; warp < kRows / 32; ++warp) {
+            hulls.x = min(hulls.x, begin_of_warps[warp]);
+            hulls.y = max(hulls.y, end_of_warps[warp]);
+        }
+        hulls.w = 0;
+        first_row = block * kRows;
+        rows = kRows;
+    }
+    if (hulls.y > 0) {
         constexpr int kKeys = KeyRanges::kKeysPerColumn;
         const int64_t of_sequence =
             params.cu_seqlens_k == nullptr
@@ -84,7 +103,7 @@ __global__ void __launch_bounds__(kRows)
                 : first_block(load_cu_seqlen(params.cu_seqlens_k, bidb, params.total_k), bidb, kKeys);
         int *columns =
             ranges.columns + 2 * (bidb * ranges.columns_batch_stride + bidh * ranges.columns_head_stride + of_sequence);
-        const int first_row = row - lane, end_row = min(first_row + KeyRanges::kRowsPerBlock, seq.seqlen_q);
+        const int end_row = min(first_row + rows, seq.seqlen_q);
         const int end = (hulls.y + kKeys - 1) / kKeys;
         add_to_columns(columns, hulls.x / kKeys, end, first_row, end_row);
         if (hulls.w > 0) {

@@ -148,7 +148,18 @@ struct RangedColumnBlockInfo : Sequence {
     }
 
     __device__ __forceinline__ int num_m_blocks() const { return m_block_max - m_block_min; }
-    __device__ __forceinline__ int order_in(int) const { return 0; }  // dQ is summed in any order
+
+    // Deterministic dQ: how many key blocks add to the rows of `first_row`, of one head, before this one. The last key
+    // blocks add first, as in ColumnBlockInfo::order_in. kDoesNotAdd: this one only visits them, and adds zeros. The
+    // rows of kRowsRounded count together, because all of them visit the key blocks that one of them visits
+    // (KeyRanges::has_wide_columns).
+    static constexpr int kDoesNotAdd = -1;
+    __device__ __forceinline__ int order_in(const Flash_fwd_params &params, int bidb, int bidh, int first_row) const {
+        constexpr int kRows = Flash_bwd_params::kRowsRounded;
+        const VisibleBlock keys = RangesOfHead(params, bidb, bidh).block<kRows>(first_row / kRows * kRows, seqlen_q);
+        const int begin = keys.begin0 / kBlockN, end = (max(keys.end0, keys.end1) + kBlockN - 1) / kBlockN;
+        return n_block >= begin && n_block < end ? end - 1 - n_block : kDoesNotAdd;
+    }
 };
 
 // The rows of a tile that see a key.

@@ -33,6 +33,7 @@ class MainloopBwd {
     static constexpr bool kRecomputesAddresses = Traits::TileSize::kRecomputesAddresses;
     static constexpr bool kIsGeneral = is_general(kKind);
     static constexpr bool kDecidesAtRunTime = kMode == BwdMode::general;
+    static constexpr int kPerPass = has_ranges(kKind) ? 1 : kRowBlocksPerPass;
     static constexpr bool kDVFirst = Traits::TileSize::kDVFirst && Traits::kStagedDQ && !Traits::kPInRegisters;
 
     using TileQ = Shape<Int<kBlockM>, Int<kHeadDim>>;
@@ -421,22 +422,25 @@ private:
         return (padded_row + step.head * int(params.padded_head_stride)) / kBlockM + step.m_block;
     }
 
-    // In order: the row blocks come in groups of kRowBlocksPerPass. Between its wait for the semaphore of a group and
+    // In order: the row blocks come in groups of kPerPass. Between its wait for the semaphore of a group and
     // the pass, a CTA adds to those row blocks of the group that see its keys.
-    __device__ bool begins_group(int m_block) const {
-        return m_block % kRowBlocksPerPass == 0 || m_block == info.m_block_min;
-    }
+    __device__ bool begins_group(int m_block) const { return m_block % kPerPass == 0 || m_block == info.m_block_min; }
     __device__ bool ends_group(int m_block) const {
-        return m_block % kRowBlocksPerPass == kRowBlocksPerPass - 1 || m_block + 1 == info.m_block_max;
+        return m_block % kPerPass == kPerPass - 1 || m_block + 1 == info.m_block_max;
     }
 
     // This warp's, in the place of the group's first row block; none: any order. The last row block of the group sees
     // the last keys, so its order counts all key blocks.
     __device__ __forceinline__ DqSemaphore<Traits::kStagedDQ> semaphore_of(const Step &step) const {
         if (kMode == BwdMode::deterministic || (kDecidesAtRunTime && shared.is_in_order)) {
-            const int row_block = padded_row_block(step) - step.m_block % kRowBlocksPerPass;
-            return {row_block * Traits::kNWarps + int(threadIdx.x) / 32,
-                    info.order_in(step.m_block - step.m_block % kRowBlocksPerPass + kRowBlocksPerPass - 1)};
+            const int row_block = padded_row_block(step) - step.m_block % kPerPass;
+            const int index = row_block * Traits::kNWarps + int(threadIdx.x) / 32;
+            if constexpr (has_ranges(kKind)) {
+                const int order = info.order_in(params, bidb, bidh + step.head, step.m_block * kBlockM);
+                return {order == Info::kDoesNotAdd ? DqSemaphore<Traits::kStagedDQ>::kNone : index, order};
+            } else {
+                return {index, info.order_in(step.m_block - step.m_block % kPerPass + kPerPass - 1)};
+            }
         }
         return {};
     }

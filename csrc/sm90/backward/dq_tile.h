@@ -88,7 +88,13 @@ class DqOrder {
     __device__ __forceinline__ DqSemaphore<kCopyEngine> semaphore(const Step &step) const {
         const int in_group = step.m_block % kRowBlocksPerPass, first = step.m_block - in_group;
         const int row = step.padded_row(params, block) - in_group * Traits::kBlockM;
-        return {row / kRowsPerPass * 4 + part, block.order_in(first + kRowBlocksPerPass - 1)};
+        const int index = row / kRowsPerPass * 4 + part;
+        if constexpr (Block::kHasRanges) {
+            const int order = block.order_in(params, block.bidb, block.bidh + step.head, first * Traits::kBlockM);
+            return {order == Block::kDoesNotAdd ? DqSemaphore<kCopyEngine>::kNone : index, order};
+        } else {
+            return {index, block.order_in(first + kRowBlocksPerPass - 1)};
+        }
     }
 
 public:

@@ -19,6 +19,7 @@ template <typename Traits, Kind kKind>
 struct ColumnBlock : InfoOfColumnBlock<Traits, kKind> {
     using Info = InfoOfColumnBlock<Traits, kKind>;
     static constexpr int kBlockM = Traits::kBlockM;
+    static constexpr bool kHasRanges = has_ranges(kKind);
     int bidb, bidh;  // bidh: the first query head
     int padded_row;  // first row of the sequence in head bidh, in the padded row statistics
     int heads;       // query heads
