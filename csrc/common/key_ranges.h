@@ -68,6 +68,15 @@ public:
         return {keys.x, keys.y, keys.z, keys.w};
     }
 
+    // Brings row() of `rows` rows into L1. Called by a whole warp, for at most 256 rows. first_row: a multiple of 8.
+    __device__ __forceinline__ void prefetch(int first_row, int rows, int seqlen_q) const {
+        constexpr int kRowsOfLine = 128 / sizeof(int4);
+        const int row = first_row + static_cast<int>(threadIdx.x) % 32 * kRowsOfLine;
+        if (row < min(first_row + rows, seqlen_q)) {
+            asm volatile("prefetch.global.L1 [%0];" ::"l"(rows_ + row));
+        }
+    }
+
     // first_row: a multiple of kRowsPerBlock. Rows past the end of the sequence do not count.
     template <int kRows>
     __device__ __forceinline__ VisibleBlock block(int first_row, int seqlen_q) const {

@@ -7,7 +7,7 @@
 
 #include <cmath>
 
-#include "sequence.h"
+#include "key_ranges.h"
 #include "softmax.h"
 
 namespace flash {
@@ -43,6 +43,13 @@ __device__ __forceinline__ bool preprocess_rows(const Flash_bwd_params &params, 
         first.bidb * params.lse_batch_stride + first.bidh * params.lse_head_stride + first.seq.q_begin + first.row;
     const auto *all_lse = static_cast<const float *>(params.softmax_lse) + lse_begin;
     const auto *all_dlse = static_cast<const float *>(params.dsoftmax_lse);
+    const KeyRange<true> mask(params, first.seq.seqlen_q, first.seq.seqlen_k);
+    const auto sees_keys = [&](int row) {
+        const int in_sequence = first.row + row;
+        return in_sequence >= mask.begin_row() && in_sequence < mask.end_row() &&
+               (!params.key_ranges.is_used() ||
+                !RangesOfHead(params, first.bidb, first.bidh).row(in_sequence).is_empty());
+    };
     bool is_large = false;
     CUTE_UNROLL
     for (int begin = 0; begin < kRows; begin += kStride * kTogether) {
@@ -87,10 +94,11 @@ __device__ __forceinline__ bool preprocess_rows(const Flash_bwd_params &params, 
                 dot += __shfl_xor_sync(0xffffffffu, dot, offset);
             }
             if (lane == 0) {
-                // A row without a key has no gradient, whatever dO holds. P = exp(s - inf) = 0 there and past the end.
+                // A row without a key has no gradient, whatever dO holds, also where its lse is that of a sink. P =
+                // exp(s - inf) = 0 there and past the end.
                 const int row = begin + i * kStride + row_of_lane;
                 const int64_t padded_row = first.padded_row + row;
-                const bool has_keys = row < rows && lse[i] != -INFINITY;
+                const bool has_keys = lse[i] != -INFINITY && sees_keys(row);
                 static_cast<float *>(params.dsoftmax_sum)[padded_row] = has_keys ? dot - dlse[i] : 0.0f;
                 params.lse_padded[padded_row] = has_keys ? lse[i] : INFINITY;
                 is_large |= has_keys && fabsf(lse[i]) > kLargeExponent;

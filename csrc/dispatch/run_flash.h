@@ -48,8 +48,8 @@ void run_flash_bwd_general(const Flash_bwd_params &params, cudaStream_t stream);
 
 namespace sm90 {
 
-// tile_counter: with variable lengths a zero in GPU memory, from which CTAs take the number of their next work tile;
-// else null. Throws std::runtime_error if the launch fails.
+// tile_counter: with variable lengths or key_ranges a zero in GPU memory, from which CTAs take the number of their next
+// work tile; else null. Throws std::runtime_error if the launch fails.
 template <DType kDType, int kHeadDim, Kind kKind>
 void run_flash_fwd(const Flash_fwd_params &params, int *tile_counter, cudaStream_t stream);
 

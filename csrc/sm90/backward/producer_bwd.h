@@ -111,8 +111,9 @@ private:
     __device__ __forceinline__ void read_visible_keys() {
         if constexpr (has_ranges(kKind)) {
             const int first_row = step.m_block * kBlockM;
-            visible = RangesOfHead(params, block.bidb, block.bidh + step.head)
-                          .template block<kBlockM>(first_row, block.seqlen_q);
+            const RangesOfHead ranges(params, block.bidb, block.bidh + step.head);
+            visible = ranges.template block<kBlockM>(first_row, block.seqlen_q);
+            ranges.prefetch(first_row, kBlockM, block.seqlen_q);  // for the consumers
         }
     }
 

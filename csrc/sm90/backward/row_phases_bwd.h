@@ -94,6 +94,24 @@ struct RowTile {
     }
 };
 
+// The rows of a sequence that see a key.
+struct RowsOfMask {
+    int begin, end;
+
+    __device__ __forceinline__ bool contains(int row) const { return row >= begin && row < end; }
+};
+
+// row: of the head and the sequence.
+template <Kind kKind>
+__device__ __forceinline__ auto rows_with_keys(const Flash_bwd_params &params, const PaddedRow &row) {
+    if constexpr (has_ranges(kKind)) {
+        return RowsWithKeys{RangesOfHead(params, row.bidb, row.bidh), 0, row.seq.seqlen_q};
+    } else {
+        const KeyRange<is_local(kKind)> range(params, row.seq.seqlen_q, row.seq.seqlen_k);
+        return RowsOfMask{range.begin_row(), range.end_row()};
+    }
+}
+
 // ---- preprocess: delta = rowsum(dO * O) - dLSE, the log-sum-exp padded to whole tiles, a flag for large ones, and
 // zeros in the accumulator of dQ.
 
@@ -113,7 +131,7 @@ class PreprocessBwd {
 
     struct Part {
         uint4 out[kRows][kLanes], dout[kRows][kLanes];
-        float lse[kRows], dlse[kRows];  // lse: -inf for rows past the end of the sequence
+        float lse[kRows], dlse[kRows];  // lse: -inf for rows without a key, and past the end of the sequence
     };
     struct SharedByWarps {
         uint4 zeros[512];
@@ -191,7 +209,7 @@ private:
         if (lane < kRows) {
             const int64_t place =
                 first.bidb * params.lse_batch_stride + first.bidh * params.lse_head_stride + begin + lane;
-            if (lane < valid) {
+            if (lane < valid && rows_with_keys<kKind>(params, first).contains(first.row + lane)) {
                 copy_4(part.lse[lane], static_cast<const float *>(params.softmax_lse) + place);
                 if (params.dsoftmax_lse != nullptr) {
                     copy_4(part.dlse[lane], static_cast<const float *>(params.dsoftmax_lse) + place);
@@ -223,7 +241,8 @@ private:
         bool is_large = false;
         if (lane_of_row < kSteps) {  // the lane has the sum of a row
             const int row = lane_of_row * kStride + row_of_lane;
-            // A row without a key has no gradient, whatever dO holds. P = exp(s - inf) = 0 there and past the end.
+            // A row without a key has no gradient, whatever dO holds, also where its lse is that of a sink. P = exp(s -
+            // inf) = 0 there and past the end.
             const float lse = part.lse[row], dlse = params.dsoftmax_lse == nullptr ? 0.0f : part.dlse[row];
             const bool has_keys = lse != -INFINITY;
             static_cast<float *>(params.dsoftmax_sum)[padded_row + row] = has_keys ? dot_of_own - dlse : 0.0f;
@@ -245,7 +264,7 @@ private:
             const PaddedRow first = rows.at(params, i);
             const int row = first.row + lane;
             float lse = -INFINITY;
-            if (row < first.seq.seqlen_q) {
+            if (rows_with_keys<kKind>(params, first).contains(row)) {
                 lse = static_cast<const float *>(
                     params.softmax_lse)[first.bidb * params.lse_batch_stride + first.bidh * params.lse_head_stride +
                                         first.seq.q_begin + row];
@@ -349,27 +368,14 @@ private:
     // Rows without a key get 0: the accumulator of such a row holds NaN if one of its tiles has an infinite key.
     __device__ __forceinline__ void store(const Part &part, const PaddedRow &first, int first_vector) const {
         const Sequence &seq = first.seq;
-        const auto rows_with_keys = [&] {
-            if constexpr (has_ranges(kKind)) {
-                return RowsWithKeys{RangesOfHead(params, first.bidb, first.bidh), 0, seq.seqlen_q};
-            } else {
-                return KeyRange<is_local(kKind)>(params, seq.seqlen_q, seq.seqlen_k);
-            }
-        }();
+        const auto rows = rows_with_keys<kKind>(params, first);
         const int row_of_lane = lane % 8, row = first.row + row_of_lane;
         auto *target = static_cast<Element *>(params.dq.ptr) + first.bidb * params.dq.batch_stride +
                        first.bidh * params.dq.head_stride + int64_t(seq.q_begin + row) * params.dq.row_stride;
         const auto store_row = [&](int i, Element *to, int row, const uint4 &vector) {
             const int col = (first_vector + i) * 8;
             if (row < seq.seqlen_q && col < params.d) {
-                const bool has_keys = [&] {
-                    if constexpr (has_ranges(kKind)) {
-                        return rows_with_keys.contains(row);
-                    } else {
-                        return row >= rows_with_keys.begin_row() && row < rows_with_keys.end_row();
-                    }
-                }();
-                *reinterpret_cast<uint4 *>(to + col) = has_keys ? vector : uint4{};
+                *reinterpret_cast<uint4 *>(to + col) = rows.contains(row) ? vector : uint4{};
             }
         };
         CUTE_NO_UNROLL

@@ -156,6 +156,10 @@ __device__ __forceinline__ void schedule_tiles(const Flash_fwd_params &params, t
         const ScoreMod score_mod(params, tile.place.bidb, tile.place.bidh,
                                  tile.sequence.seqlen_k - tile.sequence.seqlen_q);
         RowMod<float>::prefetch(params, tile.place.bidb, tile.place.bidh);
+        if (has_ranges(kKind) && !tile.is_end) {
+            RangesOfHead(params, tile.place.bidb, tile.place.bidh)
+                .prefetch(tile.place.block * Traits::kBlockM, Traits::kBlockM, tile.sequence.seqlen_q);
+        }
         tiles.template push<kKind>(params, tile, score_mod, [&](int consumer, [[maybe_unused]] SecondRange &second) {
             const int first_row = tile.place.block * Traits::kBlockM + consumer * Traits::kRows;
             KeyBlocks blocks;

@@ -33,8 +33,8 @@ struct WorkTile {
 // The order of the blocks of query rows, computed on the host because divisions are slow on the GPU.
 // Full: head by head, so that CTAs share K and V in L2.
 // Local: pairs of a long and a short block, which together take equal time, for as many whole heads as fill rounds of
-// the SMs; then the blocks of the remaining heads from long to short, so that the last round ends early. Varlen: head
-// by head; a counter in GPU memory hands out the work tiles.
+// the SMs; then the blocks of the remaining heads from long to short, so that the last round ends early. Varlen and
+// key_ranges: head by head; a counter in GPU memory hands out the work tiles.
 struct WorkTileOrder {
     static constexpr int kMaxSorted = 128;  // sequences; reading the lengths of more takes too long
 
@@ -43,7 +43,7 @@ struct WorkTileOrder {
     int paired_heads = 0;       // heads of all sequences that are worked on in pairs; 0 if there are few blocks
     int pairs, middles, units;  // pairs, blocks between them, and all units of work; a CTA takes a unit at a time
     cutlass::FastDivmod by_blocks, by_pairs, by_heads, by_heads_left;  // per head, per head, per sequence, in all
-    int *counter;                                                      // varlen: work tiles taken so far; else null
+    int *counter;                                                      // varlen, key_ranges: work tiles taken so far
     bool ends_by_length;  // varlen: the blocks of the last head go from long to short
 
     WorkTileOrder(const RowBlocks &blocks, bool is_local, int sms, int *counter)
