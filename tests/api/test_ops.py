@@ -220,3 +220,17 @@ def test_forward_mode_differentiation_raises() -> None:
         dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
         with pytest.raises(NotImplementedError, match="forward-mode"):
             flash_attn_func(dual, x, x)
+
+
+@pytest.mark.parametrize("stand_ins", [("dout",), ("dout", "dsoftmax_lse")], ids="-".join)
+def test_the_fake_backward_takes_the_stand_ins_of_compiled_autograd(stand_ins: tuple[str, ...]) -> None:
+    """Compiled autograd traces with empty tensors on the CPU in place of the gradients that arrive."""
+    q = torch.empty(1, 4, 2, 16, device="meta")
+    given = {"dout": q, "dsoftmax_lse": torch.empty(1, 2, 4, device="meta")}
+    given.update((name, torch.zeros(0, 123456789)) for name in stand_ins)
+    lse = torch.empty(1, 2, 4, device="meta")
+    arguments = bwd_arguments(given["dout"], q, q, q, q, lse, dsoftmax_lse=given["dsoftmax_lse"])
+    assert [x.shape for x in BWD(*arguments)[:3]] == [q.shape] * 3
+    wrong = bwd_arguments(torch.zeros(1, 4, 2, 16), q, q, q, q, lse)
+    with pytest.raises(ValueError, match="dout is on cpu; allowed: the device of q, meta"):
+        BWD(*wrong)
