@@ -240,6 +240,30 @@ def feature_tables(data: Rows) -> list[str]:
     return tables
 
 
+def mask_tables(data: Rows) -> list[str]:
+    """Mask down; for a forward, and for a forward with its backward, TFLOP/s and the two ratios."""
+    cells: dict[tuple[str], dict[str, str]] = {}
+    columns = []
+    for direction, label in (("forward", "forward"), ("both", "forward and backward")):
+        names = [f"{label}, TFLOP/s", "÷ causal", "÷ FlexAttention"]
+        columns += names if direction == "forward" else [names[0], *(f"{name} " for name in names[1:])]
+        for row in data:
+            to_flex = row[f"{direction}_to_flex"]
+            values = (
+                f"{row[f'{direction}_tflops']:.0f}",
+                f"{row[f'{direction}_to_causal']:.2f}",
+                _ratio_or_dash(to_flex),
+            )
+            cells.setdefault((row["mask"],), {}).update(zip(columns[-3:], values, strict=True))
+    first = data[0]
+    where = f"{first['seqlen']} tokens, {first['nheads']} heads of {first['headdim']}, {first['dtype']}."
+    return [f"{where} TFLOP/s of the pairs that the mask shows:\n\n{pivot(['mask'], cells, columns)}"]
+
+
+def _ratio_or_dash(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"
+
+
 def value_tables(data: Rows) -> list[str]:
     """Head dim, mask and length down, values across: our speed ÷ the rival's, and that ÷ the first values' ratio."""
     cells: dict[tuple[str, str], dict[str, str]] = {}
@@ -375,6 +399,7 @@ VIEWS: dict[str, Callable[[Rows], list[str]]] = {
     "bench_values": value_tables,
     "bench_features": feature_tables,
     "bench_kvcache": kvcache_tables,
+    "bench_masks": mask_tables,
     "bench_models": models_tables,
     "bench_context_parallel": context_parallel_tables,
     "accuracy": accuracy_tables,

@@ -1,0 +1,229 @@
+"""Time of calls with key_ranges, compared with causal=True and with FlexAttention on the same mask in the same run.
+
+TFLOP/s       of the pairs that the mask shows: 4 FLOPs for each pair and feature in a forward, 10 in a backward
+÷ causal      TFLOP/s ÷ those of causal=True
+÷ FlexAttention   its time ÷ ours, for forward and backward together; compiled, with its own block mask
+
+python -m benchmarks.bench_masks                   the cuda backend, bf16
+python -m benchmarks.bench_masks --headdim 64
+python -m benchmarks.bench_masks --no-flex         without FlexAttention, whose compilation takes minutes
+python -m benchmarks.bench_masks --grid tiny       the cpu backend on a shape that takes no time
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmarks import results
+from benchmarks.methods import (
+    BACKWARD_WORK,
+    DISAGREEMENT,
+    MAX_REP_MS,
+    MEASURE_OVERHEAD_MS,
+    MIN_REP_MS,
+    Budget,
+    check_close,
+    interleave,
+    require_gpu,
+    timer_for,
+)
+from benchmarks.rivals import Call, Rival, as_sdpa_takes_them, upstream_gradient
+from flash_attn_mini import flash_attn_func, masks
+
+CAUSAL = "causal"
+FLEX = "FlexAttention"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One sequence, and the lengths that its masks are made of."""
+
+    device: str
+    dtype: torch.dtype
+    backend: str
+    seqlen: int
+    features: int  # of all heads
+    mean_document: int
+    chunk: int
+    num_global: int
+    window: int
+
+
+GRIDS = {
+    "perf": Shape("cuda", torch.bfloat16, "cuda", 16384, 2048, 2048, 2048, 256, 1024),
+    "tiny": Shape("cpu", torch.float32, "cpu", 192, 32, 32, 48, 5, 20),
+}
+
+
+class Mask(NamedTuple):
+    """A mask as key_ranges with or without causal, and as the function that FlexAttention takes."""
+
+    name: str
+    key_ranges: Tensor | None
+    causal: bool
+    visible: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # of batch, head, query and key
+
+
+def draw_documents(shape: Shape) -> list[int]:
+    """The first token of each document and the end: lengths that are random and the same in every run."""
+    draw = random.Random(0)
+    count = shape.seqlen // shape.mean_document
+    return [0, *sorted(draw.sample(range(1, shape.seqlen), count - 1)), shape.seqlen]
+
+
+def masks_of(shape: Shape) -> list[Mask]:
+    """The masks of a run: causal=True first."""
+    device, seqlen, prefix = shape.device, shape.seqlen, shape.seqlen // 4
+    begins = torch.tensor(draw_documents(shape), dtype=torch.int32, device=device)
+    document = torch.bucketize(torch.arange(seqlen, device=device), begins[1:], right=True)
+    of_documents = masks.documents(cu_seqlens=begins, seqlen=seqlen)
+    return [
+        Mask(CAUSAL, None, True, lambda b, h, i, j: j <= i),
+        Mask("documents", of_documents, False, lambda b, h, i, j: document[i] == document[j]),
+        Mask("documents, causal", of_documents, True, lambda b, h, i, j: (document[i] == document[j]) & (j <= i)),
+        Mask(
+            "prefix-LM",
+            masks.prefix_lm(torch.tensor([prefix], device=device), seqlen),
+            False,
+            lambda b, h, i, j: (j < prefix) | (j <= i),
+        ),
+        Mask(
+            "chunks, causal",
+            masks.chunked(seqlen, shape.chunk, device=device),
+            True,
+            lambda b, h, i, j: (i // shape.chunk == j // shape.chunk) & (j <= i),
+        ),
+        Mask(
+            "global and window, causal",
+            masks.global_and_window(seqlen, seqlen, shape.num_global, shape.window, device=device),
+            True,
+            lambda b, h, i, j: ((j < shape.num_global) | (i - j < shape.window)) & (j <= i),
+        ),
+    ]
+
+
+def visible_pairs(mask: Mask, shape: Shape) -> int:
+    """The pairs of a query and a key that the mask shows."""
+    zero, keys, pairs = torch.zeros((), dtype=torch.int64), torch.arange(shape.seqlen, device=shape.device), 0
+    for first in range(0, shape.seqlen, 1024):
+        queries = torch.arange(first, min(first + 1024, shape.seqlen), device=shape.device)
+        pairs += int(mask.visible(zero, zero, queries[:, None], keys[None, :]).sum())
+    return pairs
+
+
+class Masked(Rival):
+    """A forward with a mask, or a forward and its backward."""
+
+    def __init__(self, name: str, forward: Callable[..., Tensor], backward: bool) -> None:
+        self.name = f"{name}, {'forward and backward' if backward else 'forward'}"
+        self.forward = forward
+        self.backward = backward
+
+    def active(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.backward else torch.no_grad()
+
+    def bind(self, q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Call:
+        if not self.backward:
+            return partial(self.forward, q, k, v)
+        leaves, dout = [x.detach().requires_grad_() for x in (q, k, v)], upstream_gradient(q)
+        return partial(lambda: torch.autograd.grad(self.forward(*leaves), leaves, dout))
+
+
+def ours(shape: Shape, mask: Mask) -> Callable[..., Tensor]:
+    """Our forward with the mask."""
+    return partial(flash_attn_func, causal=mask.causal, key_ranges=mask.key_ranges, backend=shape.backend)
+
+
+def of_flex(shape: Shape, mask: Mask) -> Callable[..., Tensor]:
+    """FlexAttention, compiled, with the mask as a block mask."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    blocks = torch.compile(create_block_mask)(mask.visible, None, None, shape.seqlen, shape.seqlen, device=shape.device)
+    compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = compiled(*as_sdpa_takes_them(q, k, v, False), block_mask=blocks)
+        return out.transpose(1, 2)
+
+    return forward
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = results.parser_for(__doc__, seconds=120.0)
+    parser.add_argument("--grid", choices=sorted(GRIDS), default="perf")
+    parser.add_argument("--headdim", type=int, help="default: 128, or 16 on the CPU")
+    parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds (default: %(default)s)")
+    parser.add_argument("--no-flex", action="store_true", help="without FlexAttention")
+    arguments = parser.parse_args(argv)
+    shape = GRIDS[arguments.grid]
+    if shape.device == "cuda":
+        require_gpu("bench_masks")
+    headdim = arguments.headdim or (128 if shape.device == "cuda" else 16)
+    nheads, device = shape.features // headdim, torch.device(shape.device)
+    budget = Budget(arguments.seconds)
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, shape.seqlen, nheads, headdim, device=device, dtype=shape.dtype).unbind(0)
+
+    calls: dict[Rival, Call] = {}
+    names: dict[tuple[str, str, bool], str] = {}
+    all_masks = masks_of(shape)
+    with_flex = shape.device == "cuda" and not arguments.no_flex
+    for mask in all_masks:
+        contenders = {"ours": ours(shape, mask)}
+        if with_flex and mask.key_ranges is not None:
+            contenders[FLEX] = of_flex(shape, mask)
+            with torch.no_grad():
+                found, expected = (forward(q, k, v) for forward in contenders.values())
+            check_close(f"{FLEX} and ours with the mask {mask.name}", [found], [expected], DISAGREEMENT)
+        for who, forward in contenders.items():
+            for backward in (False, True):
+                rival = Masked(f"{who}, {mask.name}", forward, backward)
+                calls[rival] = rival.bind(q, k, v)
+                names[mask.name, who, backward] = rival.name
+    rep_ms = budget.share(len(calls) * arguments.rounds) - MEASURE_OVERHEAD_MS
+    rep_ms = 1.0 if shape.device == "cpu" else min(MAX_REP_MS, max(MIN_REP_MS, rep_ms))
+    timings = interleave(calls, timer_for(device), rounds=arguments.rounds, rep_ms=rep_ms)
+
+    data: list[dict[str, Any]] = []
+    for mask in all_masks:
+        flops = 4.0 * visible_pairs(mask, shape) * nheads * headdim
+        forward_ms, both_ms = (timings[names[mask.name, "ours", backward]].ms for backward in (False, True))
+        row = {
+            "mask": mask.name,
+            "seqlen": shape.seqlen,
+            "nheads": nheads,
+            "headdim": headdim,
+            "dtype": str(shape.dtype).removeprefix("torch."),
+            "forward_ms": round(forward_ms, 4),
+            "both_ms": round(both_ms, 4),
+            "forward_tflops": round(flops / forward_ms / 1e9, 1),
+            "both_tflops": round(flops * (1.0 + BACKWARD_WORK) / both_ms / 1e9, 1),
+        }
+        for direction in ("forward", "both"):
+            base = data[0] if data else row
+            row[f"{direction}_to_causal"] = round(row[f"{direction}_tflops"] / base[f"{direction}_tflops"], 3)
+            name = names.get((mask.name, FLEX, direction == "both"))
+            row[f"{direction}_to_flex"] = round(timings[name].ms / row[f"{direction}_ms"], 3) if name else None
+        data.append(row)
+    results.finish(
+        f"masks_{shape.backend}_d{headdim}",
+        "bench_masks",
+        f"Masks as key_ranges on the {shape.backend} backend, head dim {headdim}",
+        data,
+        arguments,
+        sources=results.SOURCES_OF_BACKEND[shape.backend],
+        notes=[f"Medians of {arguments.rounds} interleaved rounds in random order. TFLOP/s count the visible pairs."],
+        left_out=[],
+    )
+
+
+if __name__ == "__main__":
+    main()
