@@ -6,7 +6,6 @@ Rows that see no key hold NaN or infinity in q and dout: that reaches no result.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,7 +116,6 @@ def check_key_ranges(
 
 
 Results = dict[str, Tensor]
-Compare = Callable[[Results, Results], None]
 
 
 def assert_same_bits(got: Results, expected: Results, where: object) -> None:
