@@ -319,3 +319,15 @@ KEY_RANGE_CASES: list[KeyRangeCase] = [
     KeyRangeCase(VarlenCase("varlen_padding", "rows that see nothing", (70, 0, 129), (70, 5, 129)), "left_padding"),
     KeyRangeCase(VarlenCase("varlen_all_empty", "no tokens at all", (0, 0, 0), (0, 0, 0)), "single"),
 ]
+
+
+def _scores(case: KeyRangeCase) -> int:
+    """Pairs of a query and a key, in all heads."""
+    of = case.of
+    if isinstance(of, VarlenCase):
+        return of.nheads * sum(a * b for a, b in zip(of.lengths_q, of.lengths_k, strict=True))
+    return of.batch * of.nheads * of.seqlen_q * of.seqlen_k
+
+
+# Small enough for slow instruction sets and for Triton's interpreter.
+SMALL_KEY_RANGE_CASES = [case for case in KEY_RANGE_CASES if _scores(case) <= 100_000 and case.of.headdim < 100]
