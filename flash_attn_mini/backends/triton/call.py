@@ -79,16 +79,18 @@ class Call:
 
     @property
     def begin_row(self) -> int:
-        """Equal lengths: the first row that sees a key."""
-        if not self.causal and self.window is None:
+        """Equal lengths: the first row that sees a key. 0 with key_ranges, which give the keys of each row."""
+        if self.num_ranges > 0 or (not self.causal and self.window is None):
             return 0
         right = 0 if self.window is None else self.window[1]
         return max(self.q.shape[1] - self.k.shape[1] - right, 0)
 
     @property
     def may_have_keyless_rows(self) -> bool:
-        """True if some row sees no key, or if the lengths are not known here."""
-        return (self.causal or self.window is not None) and (self.is_varlen or self.begin_row > 0)
+        """True if some row sees no key, or if the lengths are not known here; not with key_ranges."""
+        return (
+            self.num_ranges == 0 and (self.causal or self.window is not None) and (self.is_varlen or self.begin_row > 0)
+        )
 
     @property
     def has_bounds(self) -> bool:

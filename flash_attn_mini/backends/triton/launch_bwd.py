@@ -318,7 +318,7 @@ def launch_dkv(call: BackwardCall, config: triton.Config, *, want_dk: bool = Tru
         BLOCK_D=head_dim_block(head_dim),
         CAUSAL=call.causal,
         EVEN_M=use_tma or ends_with_block(call, q, block_m),
-        KEYLESS_ROWS=call.num_ranges == 0 and call.may_have_keyless_rows,
+        KEYLESS_ROWS=call.may_have_keyless_rows,
         ROW_STATS_MULTIPLE=ROWS_MULTIPLE,
         **config.kwargs,
         **compiler_options(config),
