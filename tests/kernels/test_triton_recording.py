@@ -109,6 +109,13 @@ class Draw:
             slopes,
         )
 
+    def key_ranges(self, *rows: int) -> Tensor | None:
+        """One or two ranges of each row of ``[batch, heads, rows]`` or ``[heads, rows]``."""
+        if self.integer(3) > 0:
+            return None
+        shape = (*rows, *self.one_of(((2,), (2, 2))))
+        return torch.randint(-5, 40, shape, generator=self.generator).to(DEVICE, torch.int32)
+
     def sizes(self) -> tuple[int, int, int, int]:
         """batch, nheads, nheads_k, headdim."""
         nheads_k = self.one_of((1, 2))
@@ -130,6 +137,7 @@ def forward_call(draw: Draw) -> tuple[Any, ...]:
         if nheads == nheads_k and seqlen_q == seqlen_k and draw.integer(2):
             k = q  # one tensor in two places
         v = k if draw.integer(4) == 0 else draw.tensor(batch, seqlen_k, nheads_k, headdim)
+        options = options._replace(key_ranges=draw.key_ranges(batch, draw.one_of((1, nheads)), seqlen_q))
         return q, k, v, None, options, draw.rng_state(options)
     lengths_q, lengths_k = ([draw.one_of(LENGTHS) for _ in range(batch)] for _ in range(2))
     cu_q, cu_k = (
@@ -144,6 +152,8 @@ def forward_call(draw: Draw) -> tuple[Any, ...]:
         k, v = (draw.tensor(batch * pages, 16, nheads_k, headdim) for _ in range(2))
         block_table = torch.randperm(batch * pages, generator=draw.generator).view(batch, pages)
         block_table = block_table.to(DEVICE, torch.int32)
+    else:
+        options = options._replace(key_ranges=draw.key_ranges(draw.one_of((1, nheads)), sum(lengths_q)))
     sequences = Sequences(cu_q, cu_k, max(lengths_q), max(lengths_k), block_table)
     return q, k, v, sequences, options, draw.rng_state(options)
 
