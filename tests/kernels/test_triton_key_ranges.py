@@ -72,6 +72,14 @@ def test_results_and_gradients(case: KeyRangeCase, dtype: torch.dtype, seed: int
 # ---- ranges of rows and blocks --------------------------------------------------------------------------------------
 
 
+def in_turns(draw: torch.Generator, seqlen_q: int, seqlen_k: int) -> Tensor:
+    """Some rows see all keys, the next ones few: the blocks of rows that see all of some keys are not one range."""
+    lengths = torch.randint(40, 80, (seqlen_q,), generator=draw)
+    turn = torch.arange(seqlen_q).repeat_interleave(lengths)[:seqlen_q]
+    end = int(torch.randint(1, seqlen_k, (), generator=draw))
+    return torch.stack([torch.zeros_like(turn), torch.where(turn % 2 == 0, seqlen_k, end)], dim=-1)
+
+
 def first_and_second(visible: Tensor) -> Tensor:
     """[rows, 2, 2] of bool [rows, keys]: the runs of keys of each row, at most two; [0, 0) for none."""
     runs = torch.zeros(visible.shape[0], 2, 2, dtype=torch.int32)
@@ -120,7 +128,7 @@ def test_blocks_that_no_row_sees_are_skipped(
     window = (seqlen_k // 3, 9) if mask == "window" else (-1, -1)
     allowed = visible_keys(seqlen_q, seqlen_k, causal=is_causal, window_size=window)
     num_blocks, num_units = -(-seqlen_q // BLOCK_M), -(-seqlen_q // BLOCK_M) * BLOCK_M // ROWS_OF_UNIT
-    for name, kind in KINDS.items():
+    for name, kind in {**KINDS, "in_turns": in_turns}.items():
         where = f"{name} {lengths} {mask} {described_seed}"
         ranges = kind(draw, seqlen_q, max(seqlen_k, 2)).int()
         count = ranges.ndim - 1
@@ -164,26 +172,29 @@ def test_blocks_that_all_rows_see_take_no_mask() -> None:
     """Documents, and a prefix for all with a window: the full blocks are those that a reader expects."""
     from ..support import triton_probes
 
-    rows, keys = torch.arange(256), 512
+    num_rows, keys = 240, 512
+    rows = torch.arange(num_rows)
     document = torch.stack([torch.full_like(rows, 96), torch.full_like(rows, 320)], -1)
-    two = torch.stack([torch.tensor([0, 64]).expand(256, 2), torch.stack([rows + 128, rows + 256], -1)], -2)
+    two = torch.stack([torch.tensor([0, 64]).expand(num_rows, 2), torch.stack([rows + 128, rows + 256], -1)], -2)
     for ranges, expected in ((document, [[96, 96, 320, 320], None]), (two, [[0, 0, 64, 64], [192, 256, 320, 383]])):
         count = ranges.ndim - 1
         blocks = torch.zeros(4, 2, 4, dtype=torch.int32, device=DEVICE)
-        row_ranges = torch.zeros(2 * count, 256, dtype=torch.int32, device=DEVICE)
+        row_ranges = torch.zeros(2 * count, 4 * BLOCK_M, dtype=torch.int32, device=DEVICE)
         unit_ranges = torch.zeros(4 * count, 16, dtype=torch.int32, device=DEVICE)
         triton_probes.ranges_of_rows_probe[(4,)](
-            blocks, row_ranges, unit_ranges, ranges.int().contiguous().to(DEVICE), 256, keys, None, None, False,
+            blocks, row_ranges, unit_ranges, ranges.int().contiguous().to(DEVICE), num_rows, keys, None, None, False,
             BLOCK_M, BLOCK_N, ROWS_OF_UNIT, count,
         )  # fmt: skip
         for got, wanted in zip(blocks[1].tolist(), expected, strict=True):  # rows 64 to 127
             assert wanted is None or got == wanted
         of_keys = torch.zeros(keys // BLOCK_N, 4, dtype=torch.int32, device=DEVICE)
         triton_probes.rows_of_keys_probe[(keys // BLOCK_N,)](
-            of_keys, unit_ranges, 16, 256, keys, BLOCK_M, BLOCK_N, ROWS_OF_UNIT, count
+            of_keys, unit_ranges, 16, num_rows, keys, BLOCK_M, BLOCK_N, ROWS_OF_UNIT, count
         )
+        if count == 1:  # the last block has rows past the last one
+            assert blocks[3, 0].tolist() == [96, 96, 320, 320]
         # Keys 256 to 287: of the document for all rows; in the window of rows 32 to 128 in full, of rows 1 to 159.
-        assert of_keys[8].tolist() == ([0, 0, 256, 256] if count == 1 else [0, 64, 128, 160])
+        assert of_keys[8].tolist() == ([0, 0, 192, 240] if count == 1 else [0, 64, 128, 160])
 
 
 @runs_triton

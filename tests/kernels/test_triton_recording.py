@@ -309,6 +309,23 @@ def test_one_tensor_in_three_places_is_not_taken_for_three(recordings: list[Any]
 
 
 @runs_triton
+@pytest.mark.parametrize("count", [1, 2])
+def test_calls_with_key_ranges_are_recorded(count: int, recordings: list[Any], draw: torch.Generator) -> None:
+    """A replay reads the ranges of its own call."""
+    q, k, v, dout = (torch.randn(1, 32, 2, 16, generator=draw).to(DEVICE, torch.float16) for _ in range(4))
+    for _ in range(3):
+        ranges = torch.randint(0, 33, (1, 2, 32, count, 2), generator=draw).to(DEVICE, torch.int32)
+        options = Options(0.0, 0.25, False, -1, -1, 0.0, None, key_ranges=ranges if count == 2 else ranges[..., 0, :])
+        call = (q, k, v, None, options, None)
+        out, lse = forward(call)
+        assert_same_bits([out, lse], ordinary(recordings, forward, call))
+        call = (dout, q, k, v, out, lse, None, None, options, None)
+        assert_same_bits(backward(call), ordinary(recordings, backward, call))
+    assert [len(every._kept) for every in recordings] == [1, 1, 0]
+    assert all(kept is not None for every in recordings for kept in every._kept.values())
+
+
+@runs_triton
 def test_an_unaligned_call_is_neither_recorded_nor_replayed(recordings: list[Any], draw: torch.Generator) -> None:
     options = Options(0.0, 0.25, True, -1, 0, 0.0, None)
     flat = torch.randn(3, 16 * 2 * 16 + 8, generator=draw).to(DEVICE, torch.float16)
