@@ -166,7 +166,8 @@ class _SequenceIndices:
         if self.is_equal_length:
             return key_ranges.index_select(2, self.query[:, 0].clamp(max=key_ranges.shape[2] - 1))
         ranges = key_ranges.index_select(1, self.index_q.flatten().clamp(0, key_ranges.shape[1] - 1))
-        return ranges.unflatten(1, self.index_q.shape).transpose(0, 1)
+        of_sequences: Tensor = ranges.unflatten(1, self.index_q.shape).transpose(0, 1)
+        return of_sequences
 
 
 # ---- the generator of csrc/common/philox.h, in int64 ----------------------------------------------------------------
