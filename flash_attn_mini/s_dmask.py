@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .options import ROWS_MULTIPLE, Options, Sequences
+from .reference.masks import in_key_ranges
 from .transforms import autocast
 
 MAX_ELEMENTS = 1 << 34  # of S_dmask: each float32 intermediate then takes 64 GiB
@@ -123,6 +124,7 @@ class _SequenceIndices:
     seqlen_k: Tensor
     index_q: Tensor  # [batch, rows]: rows of q, its first two dimensions merged
     index_k: Tensor  # [batch, keys]
+    is_equal_length: bool
 
     @classmethod
     def of(
@@ -141,10 +143,10 @@ class _SequenceIndices:
             page = table.index_select(1, (column // page_size).clamp(max=table.shape[1] - 1))
             index_k = page.long() * page_size + column % page_size
         seqlen_q, seqlen_k = begin_q.diff().view(-1, 1, 1, 1), begin_k.diff().view(-1, 1, 1, 1)
-        return cls(row[:, None], column[None, :], seqlen_q, seqlen_k, index_q, index_k)
+        return cls(row[:, None], column[None, :], seqlen_q, seqlen_k, index_q, index_k, sequences is None)
 
     def is_visible(self, options: Options) -> Tensor:
-        """bool ``[batch, 1, rows, keys]``: True where a query sees a key."""
+        """bool ``[batch, 1 or nheads, rows, keys]``: True where a query sees a key."""
         ahead = self.key - self.query - (self.seqlen_k - self.seqlen_q)  # keys to the right of the diagonal
         visible = (self.query < self.seqlen_q) & (self.key < self.seqlen_k)
         right = 0 if options.causal else options.window_size_right
@@ -152,7 +154,20 @@ class _SequenceIndices:
             visible = visible & (ahead <= right)
         if options.window_size_left >= 0:
             visible = visible & (ahead >= -options.window_size_left)
+        if options.key_ranges is not None:
+            visible = visible & in_key_ranges(self._ranges_of_rows(options.key_ranges), self.key.shape[1])
         return visible
+
+    def _ranges_of_rows(self, key_ranges: Tensor) -> Tensor:
+        """key_ranges of the rows of S_dmask, ``[1 or batch, 1 or nheads, rows, 2]`` or ``[..., 2, 2]``.
+
+        Rows past the end of a sequence have any ranges.
+        """
+        if self.is_equal_length:
+            return key_ranges.index_select(2, self.query[:, 0].clamp(max=key_ranges.shape[2] - 1))
+        ranges = key_ranges.index_select(1, self.index_q.flatten().clamp(0, key_ranges.shape[1] - 1))
+        of_sequences: Tensor = ranges.unflatten(1, self.index_q.shape).transpose(0, 1)
+        return of_sequences
 
 
 # ---- the generator of csrc/common/philox.h, in int64 ----------------------------------------------------------------

@@ -1,4 +1,4 @@
-// Host side of the option key_ranges: checks and params. The kernels' side: common/key_ranges.h, cpu/kernels.h.
+// Host side of the option key_ranges: checks and params. The kernels' side: common/key_ranges.h, cpu/visible_keys.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -18,11 +18,10 @@ namespace flash::cpu::FLASH_CPU_NAMESPACE {
 // ---- P and dS
 
 template <typename T>
-struct RowState {                     // of a panel's rows
-    const T *lse;                     // natural log; +inf where there is no row or no key
-    const T *delta;                   // rowsum(dO * O) - dLSE
-    const typename Simd<T>::Int *lo;  // the row sees keys [lo, hi)
-    const typename Simd<T>::Int *hi;
+struct RowState {    // of a panel's rows
+    const T *lse;    // natural log; +inf where there is no row or no key
+    const T *delta;  // rowsum(dO * O) - dLSE
+    KeysOfRows<T> keys;
 };
 
 // exp(scale * s - lse). The product is rounded before lse is subtracted, as in the forward. Otherwise, where scores are
@@ -32,20 +31,21 @@ FLASH_INLINE Vec<T> probability(Vec<T> s, Vec<T> scale, Vec<T> lse, const T (&ex
     return exp2_nonpositive<T>((rounded(s * scale) - lse) * broadcast<T>(T(kLog2e)), exp2_terms);
 }
 
-template <typename T>
+// Which pairs of a step are masked: none, keys outside of a row's [lo, hi), or these and keys in its gap.
+enum class Mask { none, outside, outside_and_gap };
+
+template <typename T, Mask kMask>
 FLASH_INLINE Vec<T> visible_or_zero(Vec<T> x, typename Simd<T>::Int key, const RowState<T> &rows, int lane) {
-    const auto lo = *reinterpret_cast<const IntVec<T> *>(rows.lo + lane);
-    const auto hi = *reinterpret_cast<const IntVec<T> *>(rows.hi + lane);
-    const IntVec<T> key_vec = IntVec<T>{} + key;
-    return ((key_vec >= lo) & (key_vec < hi)) ? x : Vec<T>{};
+    if constexpr (kMask == Mask::none) return x;
+    return KeysOfLanes<T, kMask == Mask::outside_and_gap>(rows.keys, lane).see(key) ? x : Vec<T>{};
 }
 
 enum class DsOutput { none, plain, capped };
 
 // For keys [n_begin, n_begin + keys): replaces s = q.k by P = exp(scale * s - lse), and dp = dO.v by dS = P * (dp -
-// delta) (capped: times the derivative of the cap), in `vecs` vectors of lanes from `lane` on. kMasked: both are 0
-// where a row does not see a key.
-template <typename T, int kPanel, bool kMasked, DsOutput kDs>
+// delta) (capped: times the derivative of the cap), in `vecs` vectors of lanes from `lane` on. Both are 0 where
+// kMask masks.
+template <typename T, int kPanel, Mask kMask, DsOutput kDs>
 FLASH_NOINLINE void softmax_backward(T *s, T *dp, const T *derivative, int n_begin, int keys, T scale,
                                      const RowState<T> &rows, int lane, int vecs) {
     const Vec<T> scale_vec = broadcast<T>(scale);
@@ -55,13 +55,13 @@ FLASH_NOINLINE void softmax_backward(T *s, T *dp, const T *derivative, int n_beg
             const int at = lane + j * kLanes<T>;
             T *s_n = s + n * kPanel + at;
             Vec<T> p = probability<T>(load<T>(s_n), scale_vec, load<T>(rows.lse + at), exp2_terms(T()));
-            if (kMasked) p = visible_or_zero<T>(p, n_begin + n, rows, at);
+            p = visible_or_zero<T, kMask>(p, n_begin + n, rows, at);
             store<T>(s_n, p);
             if (kDs != DsOutput::none) {
                 T *dp_n = dp + n * kPanel + at;
                 Vec<T> ds = p * (load<T>(dp_n) - load<T>(rows.delta + at));
                 if (kDs == DsOutput::capped) ds *= load<T>(derivative + n * kPanel + at);
-                if (kMasked) ds = visible_or_zero<T>(ds, n_begin + n, rows, at);
+                ds = visible_or_zero<T, kMask>(ds, n_begin + n, rows, at);
                 store<T>(dp_n, ds);
             }
         }
@@ -80,16 +80,17 @@ protected:
 
 public:
     void compute() {
+        find_keys_seen();
         self().load_kv();
         for (int64_t row = 0; row < group_.rows(); row += kPanel) {
             const Panel p = panel(row);
-            if (p.keys.hi <= block_.n_begin || p.keys.lo >= n_end_) continue;
+            if (!p.keys.meets(block_.n_begin, n_end_)) continue;
             set_rows(p);
             self().load_rows(p);
             if (want_dq_) begin_dq(p);
             for (int n = block_.n_begin; n < n_end_; n += kStep) {
                 const int keys = std::min(kStep, n_end_ - n);
-                if (n + keys > p.keys.lo && n < p.keys.hi) self().step(p, n, keys);
+                if (p.keys.meets(n, n + keys)) self().step(p, n, keys);
             }
             if (want_dq_) end_dq(p);
         }
@@ -109,6 +110,7 @@ public:
                 block.block_keys = block_keys;
                 return Self(p, block, nullptr).scratch_.bytes();
             },
+            panel_keys,
             compute_dot_do_o,
             [](const Flash_bwd_params &p, const ColBlock &block, void *scratch) {
                 Self(p, block, static_cast<char *>(scratch)).compute();
@@ -118,9 +120,9 @@ public:
 protected:
     struct Panel {
         int64_t index;
-        int64_t row;    // first row
-        int rows;       // at most kPanel
-        KeyRange keys;  // that any of its rows sees
+        int64_t row;     // first row
+        int rows;        // at most kPanel
+        PanelKeys keys;  // that any of its rows sees
     };
 
     ColBlockBackward(const Flash_bwd_params &params, const ColBlock &block, char *scratch)
@@ -139,8 +141,14 @@ protected:
           scratch_(scratch) {
         scratch_.take(lse_, kPanel);
         scratch_.take(delta_, kPanel);
-        scratch_.take(lo_, kPanel);
-        scratch_.take(hi_, kPanel);
+        keys_.take(scratch_, params, kPanel);
+        rising_lo_ = keys_.lo;  // rise with the row
+        rising_hi_ = keys_.hi;
+        if (params.key_ranges.is_used()) {
+            scratch_.take(rising_lo_, kPanel);
+            scratch_.take(rising_hi_, kPanel);
+            scratch_.take(is_seen_, block.block_keys);
+        }
         scratch_.take(own_dq_, want_dq_ ? int64_t(kPanel) * d_padded_ : 0);
         score_mod_.take(scratch_, kPanel);
         dropout_.take(scratch_, kStep);
@@ -157,20 +165,23 @@ protected:
 
     Panel panel(int64_t row) const {
         const int rows = int(std::min<int64_t>(group_.rows() - row, kPanel));
-        KeyRange keys = group_.keys_seen(row);
-        keys.hi = group_.keys_seen(row + rows - 1).hi;
+        PanelKeys keys;
+        if (params_.key_ranges.is_used())
+            keys = block_.panel_keys[row / kPanel];
+        else
+            keys.first = {int(group_.keys_seen(row).lo), int(group_.keys_seen(row + rows - 1).hi)};
         return {row / kPanel, row, rows, keys};
     }
 
     // Waits until all key blocks before this one have added to the panel's dq. The first one clears the sums.
     void begin_dq(const Panel &p) {
-        const int blocks_before = block_.n_begin / block_.block_keys - int(p.keys.lo) / block_.block_keys;
+        const int blocks_before = p.keys.blocks_met(block_.n_begin / block_.block_keys, block_.block_keys);
         if (block_.blocks_done != nullptr) wait_until_done(block_.blocks_done[p.index], blocks_before);
         if (blocks_before == 0) std::fill_n(dq_accum(p), size_t(dq_rows(p.rows)) * d_padded_, Acc(0));
     }
     // The last key block stores dq.
     void end_dq(const Panel &p) {
-        if (p.keys.hi <= n_end_) self().store_dq(p);
+        if (p.keys.hi() <= n_end_) self().store_dq(p);
         if (block_.blocks_done != nullptr) add_done(block_.blocks_done[p.index]);
     }
 
@@ -178,48 +189,83 @@ protected:
     // lse too, and delta 0.
     void set_rows(const Panel &p) {
         const auto *lse = static_cast<const Acc *>(params_.softmax_lse);
+        common_keys_ = {};
+        RowKeys keys{};
         for (int i = 0; i < kPanel; ++i) {
             const int64_t row = p.row + std::min(i, p.rows - 1);
-            const KeyRange keys = group_.keys_seen(row);
-            lo_[i] = Int(keys.lo);
-            hi_[i] = Int(keys.hi);
+            if (i < p.rows) {
+                keys = group_.keys_seen(row);
+                common_keys_.add(keys);
+            }
+            keys_.set(i, keys);
             score_mod_.set_row(group_, row, i);
             const Acc row_lse = lse[group_.lse_index(row)];
-            const bool has_keys = i < p.rows && row_lse != -std::numeric_limits<Acc>::infinity();
-            lse_[i] = has_keys ? row_lse : std::numeric_limits<Acc>::infinity();
-            delta_[i] = has_keys ? sums_of_head(params_, group_.bidb, group_.head(row))[group_.query(row)] : Acc(0);
+            const bool has_lse = i < p.rows && row_lse != -std::numeric_limits<Acc>::infinity();
+            lse_[i] = has_lse ? row_lse : std::numeric_limits<Acc>::infinity();
+            delta_[i] = has_lse ? sums_of_head(params_, group_.bidb, group_.head(row))[group_.query(row)] : Acc(0);
         }
+        if (!params_.key_ranges.is_used()) return;
+        for (int i = 0; i < kPanel; ++i) rising_hi_[i] = std::max(keys_.hi[i], i == 0 ? Int(0) : rising_hi_[i - 1]);
+        for (int i = kPanel - 1; i >= 0; --i)
+            rising_lo_[i] = std::min(keys_.lo[i], i == kPanel - 1 ? keys_.lo[i] : rising_lo_[i + 1]);
     }
-    RowState<Acc> row_state() const { return {lse_, delta_, lo_, hi_}; }
+    RowState<Acc> row_state() const { return {lse_, delta_, keys_}; }
 
     // True if some of the panel's rows do not see all of these keys.
-    bool is_masked(const Panel &p, int n_begin, int keys) const {
-        return n_begin < lo_[p.rows - 1] || n_begin + keys > hi_[0];
+    bool is_masked(int n_begin, int keys) const { return !common_keys_.contain(n_begin, n_begin + keys); }
+    Mask mask(bool masked) const {
+        return !masked ? Mask::none : keys_.has_gaps() ? Mask::outside_and_gap : Mask::outside;
+    }
+
+    // True if the panel's row i sees at least one key of the sequence. load_rows puts zeros in the place of the others,
+    // because 0 * NaN would carry a NaN or an infinity of theirs into dk and dv. store_dq leaves out the others,
+    // because compute_dot_do_o stores their dq.
+    bool has_keys(int i) const { return keys_.lo[i] < keys_.hi[i]; }
+
+    // Marks the keys of the block that a row sees. load_kv puts zeros in the place of the others, because 0 * NaN would
+    // carry a NaN or an infinity of theirs into dq.
+    void find_keys_seen() {
+        if (!params_.key_ranges.is_used()) return;
+        std::fill_n(is_seen_, block_.block_keys, uint8_t(0));
+        const auto mark = [&](int64_t begin, int64_t end) {
+            begin = std::max<int64_t>(begin, block_.n_begin);
+            end = std::min<int64_t>(end, n_end_);
+            if (begin < end) std::fill(is_seen_ + begin - block_.n_begin, is_seen_ + end - block_.n_begin, uint8_t(1));
+        };
+        for (int64_t row = 0; row < group_.rows(); row += kPanel) {
+            if (!block_.panel_keys[row / kPanel].meets(block_.n_begin, n_end_)) continue;
+            for (int64_t i = row; i < std::min(row + kPanel, group_.rows()); ++i) {
+                const RowKeys keys = group_.keys_seen(i);
+                mark(keys.lo, keys.gap_lo);
+                mark(keys.gap_hi, keys.hi);
+            }
+        }
+    }
+    bool is_seen(int key) const {
+        if (is_seen_ != nullptr) return is_seen_[key - block_.n_begin] != 0;
+        return QueryRange(params_, group_.seq, key, key + 1).size() > 0;
     }
 
     struct Range {  // [begin, end)
         int begin, end;
         bool is_empty() const { return begin >= end; }
-        bool contains(int i) const { return begin <= i && i < end; }
     };
 
-    // The panel's rows that see at least one key of the sequence. load_rows puts zeros in the place of the others,
-    // because 0 * NaN would carry a NaN or an infinity of theirs into dk and dv. store_dq leaves out the others,
-    // because compute_dot_do_o stores their dq.
-    Range rows_with_keys(const Panel &p) const {
-        const auto in_panel = [&](int64_t row) { return int(std::clamp<int64_t>(row - p.row, 0, p.rows)); };
-        return {in_panel(group_.begin_row()), in_panel(group_.end_row())};
-    }
-
-    // The panel's rows that see any of the keys [n_begin, n_end).
+    // No row of the panel outside of this range sees any of the keys [n_begin, n_end).
     Range rows_seeing(const Panel &p, int n_begin, int n_end) const {
-        return {int(std::partition_point(hi_, hi_ + p.rows, [=](Int hi) { return hi <= n_begin; }) - hi_),
-                int(std::partition_point(lo_, lo_ + p.rows, [=](Int lo) { return lo < n_end; }) - lo_)};
+        const Int *const lo = rising_lo_, *const hi = rising_hi_;
+        return {int(std::partition_point(hi, hi + p.rows, [=](Int hi) { return hi <= n_begin; }) - hi),
+                int(std::partition_point(lo, lo + p.rows, [=](Int lo) { return lo < n_end; }) - lo)};
     }
 
-    // The keys, counted from n_begin, that any of the panel's rows [row_begin, row_end) sees.
+    // No row of the panel's rows [row_begin, row_end) sees any of the keys outside of this range, counted from n_begin.
     Range keys_seen(int row_begin, int row_end, int n_begin, int keys) const {
-        return {std::max(int(lo_[row_begin]) - n_begin, 0), std::min(int(hi_[row_end - 1]) - n_begin, keys)};
+        Int lo = keys_.lo[row_begin], hi = keys_.hi[row_end - 1];
+        if (params_.key_ranges.is_used()) {
+            lo = *std::min_element(keys_.lo + row_begin, keys_.lo + row_end);
+            hi = *std::max_element(keys_.hi + row_begin, keys_.hi + row_end);
+        }
+        return {std::max(int(lo) - n_begin, 0), std::min(int(hi) - n_begin, keys)};
     }
 
     // to[0 .. d) = factor * from.
@@ -254,12 +300,20 @@ protected:
     Dropout<kPanel> dropout_;
     const bool want_dq_, want_dk_, want_dv_;
     Scratch scratch_;
+    KeysOfRows<Acc> keys_;  // [kPanel]
 
 private:
     // dsoftmax_sum of a head of a sequence, indexed by query.
     static Acc *sums_of_head(const Flash_bwd_params &params, int64_t bidb, int64_t bidh) {
         return static_cast<Acc *>(params.dsoftmax_sum) + bidb * params.padded_batch_stride +
                bidh * params.padded_head_stride + padded_begin(params, int(bidb));
+    }
+
+    static PanelKeys panel_keys(const Flash_bwd_params &params, int bidb, int64_t bidh_k, int64_t row) {
+        const Group<Element> group{params, bidb, bidh_k};
+        PanelKeys keys;
+        for (int64_t end = std::min(row + kPanel, group.rows()); row < end; ++row) keys.add(group.keys_seen(row));
+        return keys;
     }
 
     static void compute_dot_do_o(const Flash_bwd_params &params, int bidb, int bidh, int64_t begin, int64_t end) {
@@ -291,8 +345,11 @@ private:
     }
 
     Acc *lse_ = nullptr, *delta_ = nullptr;  // [kPanel]
-    Int *lo_ = nullptr, *hi_ = nullptr;      // [kPanel]
+    Int *rising_lo_ = nullptr;               // [kPanel]: the smallest lo of the rows from i on
+    Int *rising_hi_ = nullptr;               // [kPanel]: the largest hi of the rows up to i
+    uint8_t *is_seen_ = nullptr;             // [block_keys]: 1 where a row sees the key; null without key_ranges
     Acc *own_dq_ = nullptr;                  // [kPanel][d_padded]: sums of dq, if this is the only block
+    CommonKeys common_keys_;                 // of the panel
 };
 
 }  // namespace flash::cpu::FLASH_CPU_NAMESPACE

@@ -57,11 +57,55 @@ struct Task {
     int64_t pairs_left;  // visible pairs of a query and a key in this block and in those after it in the sequence
 };
 
+// With key_ranges: what each panel of each group sees. Group (bidb, bidh_k) has number bidb * h_k + bidh_k.
+class PanelTable {
+public:
+    PanelTable(const Flash_bwd_params &params, const BackwardKernel &kernel) : h_k_(params.h_k) {
+        if (!params.key_ranges.is_used()) return;
+        of_group_.resize(size_t(params.b) * size_t(params.h_k));
+        at::parallel_for(0, int64_t(of_group_.size()), 1, [&](int64_t begin, int64_t end) {
+            for (int64_t group = begin; group < end; ++group) {
+                const int bidb = int(group / params.h_k);
+                const int64_t rows = int64_t(sequence(params, bidb).seqlen_q) * params.h_h_k_ratio;
+                for (int64_t row = 0; row < rows; row += kernel.panel_rows)
+                    of_group_[size_t(group)].push_back(kernel.panel_keys(params, bidb, group % params.h_k, row));
+            }
+        });
+    }
+
+    const PanelKeys *of_group(int64_t bidb, int64_t bidh_k) const {
+        return of_group_.empty() ? nullptr : of_group_[size_t(bidb * h_k_ + bidh_k)].data();
+    }
+
+    // Calls add(block, pairs) with about the visible pairs of a query and a key in each block of block_keys keys of the
+    // sequence, in several parts that together count all heads.
+    template <typename Add>
+    void count_pairs(int64_t bidb, int64_t panel_rows, int64_t block_keys, const Add &add) const {
+        for (int64_t head = 0; head < h_k_; ++head) {
+            for (const PanelKeys &keys : of_group_[size_t(bidb * h_k_ + head)]) {
+                for (const PanelKeys::Hull &hull : {keys.first, keys.second}) {
+                    for (int64_t key = hull.lo; key < hull.hi;) {
+                        const int64_t end = std::min<int64_t>((key / block_keys + 1) * block_keys, hull.hi);
+                        add(key / block_keys, (end - key) * panel_rows);
+                        key = end;
+                    }
+                }
+            }
+        }
+    }
+
+private:
+    const int64_t h_k_;
+    std::vector<std::vector<PanelKeys>> of_group_;
+};
+
 // Key blocks of at most max_keys keys, several for each thread; their size changes no result. The blocks with the most
 // work left in their sequence come first. So the blocks of a sequence stay in order, and none waits (wait_until_done)
 // for a block that no thread has started.
-std::vector<Task> cut_keys(const Flash_bwd_params &params, const BackwardKernel &kernel, int64_t threads) {
+std::vector<Task> cut_keys(const Flash_bwd_params &params, const BackwardKernel &kernel, const PanelTable &table,
+                           int64_t threads) {
     const TaskCount count(params, threads);
+    const bool has_ranges = params.key_ranges.is_used();
     std::vector<Task> tasks;
     for (int bidb = 0; bidb < params.b; ++bidb) {
         const Sequence seq = sequence(params, bidb);
@@ -75,8 +119,12 @@ std::vector<Task> cut_keys(const Flash_bwd_params &params, const BackwardKernel 
             task.block.bidb = bidb;
             task.block.n_begin = int(begin);
             task.block.block_keys = int(block_keys);
-            task.pairs_left = QueryRange(params, seq, begin, end).size() * (end - begin);
+            task.pairs_left = has_ranges ? 0 : QueryRange(params, seq, begin, end).size() * (end - begin);
             tasks.push_back(task);
+        }
+        if (has_ranges) {
+            table.count_pairs(bidb, kernel.panel_rows, block_keys,
+                              [&](int64_t block, int64_t pairs) { tasks[first + size_t(block)].pairs_left += pairs; });
         }
         for (size_t i = tasks.size(); i-- > first + 1;) tasks[i - 1].pairs_left += tasks[i].pairs_left;
     }
@@ -141,7 +189,8 @@ void run_mha_bwd_cpu(const Flash_bwd_params &params) {
     if (params.dq.ptr == nullptr && params.dk.ptr == nullptr && params.dv.ptr == nullptr) return;
 
     const int64_t threads = at::get_num_threads();
-    const std::vector<cpu::Task> tasks = cpu::cut_keys(params, kernel, threads);
+    const cpu::PanelTable table(params, kernel);
+    const std::vector<cpu::Task> tasks = cpu::cut_keys(params, kernel, table, threads);
     int block_keys = 0;  // of the largest block
     for (const cpu::Task &task : tasks) block_keys = std::max(block_keys, task.block.block_keys);
     if (trace_enabled()) {
@@ -155,6 +204,7 @@ void run_mha_bwd_cpu(const Flash_bwd_params &params) {
                    [&](const cpu::Task &task, int64_t bidh_k, void *scratch) {
                        cpu::ColBlock block = task.block;
                        block.bidh_k = bidh_k;
+                       block.panel_keys = table.of_group(block.bidb, bidh_k);
                        shared.give(block);
                        kernel.compute_dq_dk_dv_1colblock(params, block, scratch);
                    });

@@ -43,11 +43,10 @@ public:
     }
 
 private:
-    // Keys that no query sees stay 0. So a NaN in such a key reaches no gradient.
+    // Keys that no query sees stay 0.
     void load_kv() {
-        if (group_.begin_row() == group_.end_row()) return;
-        const int64_t lo = group_.keys_seen(group_.begin_row()).lo, hi = group_.keys_seen(group_.end_row() - 1).hi;
-        for (int n = int(std::max<int64_t>(block_.n_begin, lo)); n < int(std::min<int64_t>(n_end_, hi)); ++n) {
+        for (int n = block_.n_begin; n < n_end_; ++n) {
+            if (!is_seen(n)) continue;
             const int64_t at = int64_t(n - block_.n_begin) * d_padded_;
             std::memcpy(k_ + at, group_.key_ptr(params_.k, n), sizeof(BFloat16) * size_t(d_));
             std::memcpy(v_ + at, group_.key_ptr(params_.v, n), sizeof(BFloat16) * size_t(d_));
@@ -68,12 +67,11 @@ private:
     }
     void load_rows(const Panel &p, const TensorRef &t, uint32_t *panel, uint32_t *pairs) {
         const float *row_ptrs[kPanel];  // a pair of bfloat16 is moved as one float
-        const Range with_keys = rows_with_keys(p);
         std::memset(rows_, 0, sizeof(BFloat16) * size_t(kPanel) * d_padded_);
         for (int i = 0; i < p.rows; ++i) {
             BFloat16 *row = rows_ + i * d_padded_;
             row_ptrs[i] = reinterpret_cast<const float *>(row);
-            if (with_keys.contains(i)) std::memcpy(row, group_.row_ptr(t, p.row + i), sizeof(BFloat16) * size_t(d_));
+            if (has_keys(i)) std::memcpy(row, group_.row_ptr(t, p.row + i), sizeof(BFloat16) * size_t(d_));
         }
         for (int i = 0; i < p.rows; i += kAmxBlock)
             rows_to_panel<float, kAmxBlock>(row_ptrs + i, std::min(kAmxBlock, p.rows - i), d_padded_ / 2,
@@ -83,7 +81,7 @@ private:
     }
 
     void step(const Panel &p, int n_begin, int keys) {
-        const bool masked = is_masked(p, n_begin, keys);
+        const bool masked = is_masked(n_begin, keys);
         if (dropout_.is_on) dropout_.draw(group_, p.row, p.rows, n_begin, keys);
         for (int n = 0; n < keys; n += kAmxBlock) {
             const Range rows = rows_block(p, n_begin + n, masked);
@@ -142,12 +140,20 @@ private:
             score_mod_.apply<kAmxBlock>(s_, derivative_, n_begin + n, kAmxBlock, row, 0, kVecsOfBlock);
         if (dropout_.is_on && want_ds())
             drop<float, kAmxBlock, kPanel>(dp_, float(dropout_.scale), dropout_.keep(n) + row, used_keys, kVecsOfBlock);
-        if (score_mod_.is_capped)
-            softmax<true, true>(n_begin + n, used_keys, target, row);
-        else if (masked || used_keys < kAmxBlock)
-            softmax<true, false>(n_begin + n, used_keys, target, row);
-        else
-            softmax<false, false>(n_begin + n, used_keys, target, row);
+        const bool is_capped = score_mod_.is_capped;
+        switch (mask(masked || used_keys < kAmxBlock || is_capped)) {
+            case Mask::none:
+                softmax<Mask::none, false>(n_begin + n, used_keys, target, row);
+                break;
+            case Mask::outside:
+                is_capped ? softmax<Mask::outside, true>(n_begin + n, used_keys, target, row)
+                          : softmax<Mask::outside, false>(n_begin + n, used_keys, target, row);
+                break;
+            case Mask::outside_and_gap:
+                is_capped ? softmax<Mask::outside_and_gap, true>(n_begin + n, used_keys, target, row)
+                          : softmax<Mask::outside_and_gap, false>(n_begin + n, used_keys, target, row);
+                break;
+        }
         if (dropout_.is_on) drop_rows(p_rows_ + target, dropout_.keep(n) + row, used_keys);
     }
 
@@ -159,7 +165,7 @@ private:
         }
     }
 
-    template <bool kMasked, bool kCapped>
+    template <Mask kMask, bool kCapped>
     FLASH_NOINLINE void softmax(int n_begin, int keys, int target, int row) {
         const RowState<float> rows = row_state();
         const Vec<float> scale = broadcast(score_mod_.scale_left());
@@ -173,9 +179,11 @@ private:
                     p[i] = probability<float>(load<float>(s_ + from), scale, lse, kExp2BFloat16);
                     ds[i] = p[i] * (load<float>(dp_ + from) - delta);
                     if (kCapped) ds[i] *= load<float>(derivative_ + from);
-                    if (kMasked) {
-                        p[i] = n + i < keys ? visible_or_zero<float>(p[i], n_begin + n + i, rows, j) : Vec<float>{};
-                        ds[i] = n + i < keys ? visible_or_zero<float>(ds[i], n_begin + n + i, rows, j) : Vec<float>{};
+                    if (kMask != Mask::none) {
+                        p[i] =
+                            n + i < keys ? visible_or_zero<float, kMask>(p[i], n_begin + n + i, rows, j) : Vec<float>{};
+                        ds[i] = n + i < keys ? visible_or_zero<float, kMask>(ds[i], n_begin + n + i, rows, j)
+                                             : Vec<float>{};
                     }
                 }
                 const int to = target + n * kPanel + j - row;
@@ -190,15 +198,13 @@ private:
     void store_dq(const Panel &p) const {
         float factor[kAmxBlock];
         float *rows[kAmxBlock];
-        const Range with_keys = rows_with_keys(p);
         std::fill_n(factor, kAmxBlock, scale_);
         for (int i = 0; i < kAmxBlock; ++i) rows[i] = out_rows_ + i * d_padded_;
         for (int begin = 0; begin < p.rows; begin += kAmxBlock) {
             const int count = std::min(kAmxBlock, p.rows - begin);
             panel_to_rows<float, kAmxBlock>(dq_accum(p) + begin * d_padded_, factor, count, d_, rows);
             for (int i = 0; i < count; ++i) {
-                if (with_keys.contains(begin + i))
-                    convert_row(rows[i], group_.row_ptr(params_.dq, p.row + begin + i), d_);
+                if (has_keys(begin + i)) convert_row(rows[i], group_.row_ptr(params_.dq, p.row + begin + i), d_);
             }
         }
     }

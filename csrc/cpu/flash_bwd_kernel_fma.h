@@ -44,6 +44,10 @@ private:
     void load_kv() {
         const int keys = this->n_end_ - block_.n_begin;
         for (int n = 0; n < keys; ++n) {
+            if (!this->is_seen(block_.n_begin + n)) {
+                for (Acc *x : {k_, v_}) std::fill_n(x + n * d_padded_, d_padded_, Acc(0));
+                continue;
+            }
             this->load_row(group_.key_ptr(params_.k, block_.n_begin + n), k_ + n * d_padded_, d_, d_padded_);
             this->load_row(group_.key_ptr(params_.v, block_.n_begin + n), v_ + n * d_padded_, d_, d_padded_);
         }
@@ -57,11 +61,10 @@ private:
     }
     void load_rows(const Panel &p, const TensorRef &t, Acc *rows, Acc *panel) const {
         const Acc *row_ptrs[kPanel];
-        const Range with_keys = this->rows_with_keys(p);
         for (int i = 0; i < p.rows; ++i) {
             Acc *row = rows + i * d_padded_;
             row_ptrs[i] = row;
-            if (with_keys.contains(i))
+            if (this->has_keys(i))
                 this->load_row(group_.row_ptr(t, p.row + i), row, d_, d_padded_);
             else
                 std::fill_n(row, d_padded_, Acc(0));
@@ -71,7 +74,7 @@ private:
     }
 
     void step(const Panel &p, int n_begin, int keys) {
-        const bool masked = this->is_masked(p, n_begin, keys);
+        const bool masked = this->is_masked(n_begin, keys);
         if (this->dropout_.is_on) this->dropout_.draw(group_, p.row, p.rows, n_begin, keys);
         probabilities(p, n_begin, keys, masked);
         const int64_t at = int64_t(n_begin - block_.n_begin) * d_padded_;
@@ -143,14 +146,24 @@ private:
     }
 
     void softmax(Acc *s, Acc *dp, int n_begin, int keys, int lane, int vecs, bool masked) const {
-        auto function = softmax_backward<Acc, kPanel, true, DsOutput::capped>;
-        if (!this->want_ds())
-            function = masked ? softmax_backward<Acc, kPanel, true, DsOutput::none>
-                              : softmax_backward<Acc, kPanel, false, DsOutput::none>;
-        else if (!this->score_mod_.is_capped)
-            function = masked ? softmax_backward<Acc, kPanel, true, DsOutput::plain>
-                              : softmax_backward<Acc, kPanel, false, DsOutput::plain>;
-        function(s, dp, derivative_, n_begin, keys, this->score_mod_.scale_left(), this->row_state(), lane, vecs);
+        const auto run = [&](auto function) {
+            function(s, dp, derivative_, n_begin, keys, this->score_mod_.scale_left(), this->row_state(), lane, vecs);
+        };
+        switch (this->mask(masked || (this->score_mod_.is_capped && this->want_ds()))) {
+            case Mask::none:
+                return run(softmax_function<Mask::none>());
+            case Mask::outside:
+                return run(softmax_function<Mask::outside>());
+            case Mask::outside_and_gap:
+                return run(softmax_function<Mask::outside_and_gap>());
+        }
+    }
+
+    template <Mask kMask>
+    auto softmax_function() const {
+        if (!this->want_ds()) return softmax_backward<Acc, kPanel, kMask, DsOutput::none>;
+        return this->score_mod_.is_capped ? softmax_backward<Acc, kPanel, kMask, DsOutput::capped>
+                                          : softmax_backward<Acc, kPanel, kMask, DsOutput::plain>;
     }
 
     // The softmax with score modifiers or dropout. The first key is key n of the step.
@@ -204,9 +217,10 @@ private:
 
     void store_dq(const Panel &p) const {
         const Acc *rows = this->dq_accum(p);
-        const Range with_keys = this->rows_with_keys(p);
-        for (int i = with_keys.begin; i < with_keys.end; ++i)
-            this->store_row(rows + i * d_padded_, this->scale_, group_.row_ptr(params_.dq, p.row + i));
+        for (int i = 0; i < p.rows; ++i) {
+            if (this->has_keys(i))
+                this->store_row(rows + i * d_padded_, this->scale_, group_.row_ptr(params_.dq, p.row + i));
+        }
     }
 
     void store_dk_dv() const {

@@ -217,8 +217,11 @@ private:
     FLASH_INLINE static Float mask_keys(const Panel &p, int row, Float s, int n_first, int n, int keys) {
         const __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
         const IntVec<float> key = (IntVec<float>)lane + n;
-        const int lo = int(p.lo[row]) - n_first, hi = std::min(int(p.hi[row]) - n_first, keys);
-        return ((key >= lo) & (key < hi)) ? s : broadcast(-std::numeric_limits<float>::infinity());
+        const int lo = int(p.keys.lo[row]) - n_first, hi = std::min(int(p.keys.hi[row]) - n_first, keys);
+        IntVec<float> is_seen = (key >= lo) & (key < hi);
+        if (p.keys.has_gaps())
+            is_seen &= (key < int(p.keys.gap_lo[row]) - n_first) | (key >= int(p.keys.gap_hi[row]) - n_first);
+        return is_seen ? s : broadcast(-std::numeric_limits<float>::infinity());
     }
 
     // rows[row][key] = s[key][row] for 16 keys and 4 rows.
@@ -323,8 +326,7 @@ private:
     FLASH_NOINLINE void output_of_row_masked(const Panel &panel, float alpha, int row, int n_first, int from,
                                              int keys) const {
         const auto v_of = [&](int n) {
-            const bool is_seen = n < keys && n_first + n >= panel.lo[row] && n_first + n < panel.hi[row];
-            return is_seen ? values_[from + n] : kZeros;
+            return n < keys && panel.keys.is_seen(row, n_first + n) ? values_[from + n] : kZeros;
         };
         const auto *const p = reinterpret_cast<const int32_t *>(shared_.p + row * kBlockN);
         for (int c = 0; c < d_; c += kColumns) {

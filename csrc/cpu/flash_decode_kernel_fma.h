@@ -86,7 +86,7 @@ private:
         AccVec row_max[1], safe_m[1], alpha[1], sum[1];
         this->make_logits(p, s_, 1, n_first, keys);
         if (masked)
-            mask_scores<Acc, kPanel, 1>(s_, n_first, keys, p.lo, p.hi, row_max);
+            mask_scores<Acc, kPanel, 1>(s_, n_first, keys, p.keys, row_max);
         else
             find_max<Acc, kPanel, 1>(s_, keys, row_max);
         update_max<Acc, 1>(row_max, this->scale_log2_, p.state, safe_m, alpha);

@@ -26,7 +26,7 @@ std::vector<Task> cut_rows(const Flash_fwd_params &params, const ForwardKernel &
         const int64_t block_rows = rows_of_block(kernel, rows, wanted);
         for (int64_t begin = 0; begin < rows; begin += block_rows) {
             const int64_t end = std::min(begin + block_rows, rows);
-            const int64_t pairs = visible_pairs(params, seq, begin / ratio, (end + ratio - 1) / ratio);
+            const int64_t pairs = visible_pairs(params, bidb, begin / ratio, (end + ratio - 1) / ratio);
             tasks.push_back({{bidb, 0, begin, end - begin}, pairs});
         }
     }

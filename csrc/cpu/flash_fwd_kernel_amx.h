@@ -115,7 +115,7 @@ private:
         }
         make_logits(p, s_, kUsedVecs, n_first, keys);
         if (masked)
-            mask_scores<float, kPanel, kUsedVecs>(s_, n_first, keys, p.lo, p.hi, row_max);
+            mask_scores<float, kPanel, kUsedVecs>(s_, n_first, keys, p.keys, row_max);
         else
             find_max<float, kPanel, kUsedVecs>(s_, keys, row_max);
         update_max<float, kUsedVecs>(row_max, scale_log2_, p.state, safe_m, alpha);

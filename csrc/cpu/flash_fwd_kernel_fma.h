@@ -89,7 +89,7 @@ private:
         scores<kUsedVecs>(p, 0, n_begin, n_first, 0, keys, row_max);
         const bool changed = this->make_logits(p, s_, kUsedVecs, n_first, keys);
         if (masked)
-            mask_scores<Acc, kPanel, kUsedVecs>(s_, n_first, keys, p.lo, p.hi, row_max);
+            mask_scores<Acc, kPanel, kUsedVecs>(s_, n_first, keys, p.keys, row_max);
         else if (changed)
             find_max<Acc, kPanel, kUsedVecs>(s_, keys, row_max);
         update_max<Acc, kUsedVecs>(row_max, this->scale_log2_, p.state, safe_m, alpha);
@@ -108,10 +108,10 @@ private:
         drop<Acc, kPanel, kPanel>(s_, Acc(1), this->dropout_.keep(0), keys, kUsedVecs);
     }
 
-    // How many of the step's keys the queries of a vector see. Under a causal mask the first vectors see fewer keys, so
-    // both products leave them out for the remaining keys.
+    // How many of the step's keys the queries of a vector see, if those of the vectors before it see no more. Under a
+    // causal mask the first vectors see fewer keys, so both products leave them out for the remaining keys.
     int seen_keys(const Panel &p, int vec, int n_first, int keys) const {
-        return std::min(keys, int(p.hi[(vec + 1) * kLanes<Acc> - 1]) - n_first);
+        return std::min(keys, int(p.end_key[(vec + 1) * kLanes<Acc> - 1]) - n_first);
     }
 
     // First product, for the vectors from `vec` on and the keys from `done` on. Scores that no query of a vector sees

@@ -2,7 +2,6 @@
 // compiled once per instruction set (isa_*.cpp): blocks of rows and of keys, and the functions that compute them.
 #pragma once
 
-#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -10,6 +9,7 @@
 
 #include "../common/sequence.h"
 #include "../flash.h"
+#include "visible_keys.h"
 
 // Instruction sets that this compiler can target in a single file, whatever -march is.
 
@@ -22,7 +22,7 @@
 
 namespace flash::cpu {
 
-// ---- blocks of rows, and the keys that they see
+// ---- blocks of rows
 
 // The state of a row after some of its keys: the output is o / l, the log-sum-exp is softmax_scale * m + log(l).
 // Elements are of the kernel's arithmetic: double for DType::float64, else float.
@@ -61,35 +61,6 @@ inline RowBlock block_of_head(const Flash_fwd_params &params, RowBlock block, in
     return block;
 }
 
-// The keys [lo, hi) that a query sees. lo and hi rise with the query.
-struct KeyRange {
-    int64_t lo, hi;
-
-    KeyRange(const Flash_fwd_params &params, const Sequence &seq, int64_t query) {
-        const int64_t diagonal = query + seq.seqlen_k - seq.seqlen_q, end = seq.seqlen_k;
-        lo = params.window_size_left < 0 ? 0 : diagonal - params.window_size_left;
-        hi = params.window_size_right < 0 ? end : diagonal + params.window_size_right + 1;
-        lo = std::clamp<int64_t>(lo, 0, end);
-        hi = std::clamp<int64_t>(hi, 0, end);
-    }
-    bool is_empty() const { return lo >= hi; }
-    int64_t size() const { return hi - lo; }
-};
-
-// The queries [lo, hi) that see at least one of the keys [begin, end).
-struct QueryRange {
-    int64_t lo, hi;
-
-    QueryRange(const Flash_fwd_params &params, const Sequence &seq, int64_t begin, int64_t end) {
-        const int64_t shift = int64_t(seq.seqlen_q) - seq.seqlen_k, queries = begin < end ? seq.seqlen_q : 0;
-        lo = params.window_size_right < 0 ? 0 : begin + shift - params.window_size_right;
-        hi = params.window_size_left < 0 ? queries : end + shift + params.window_size_left;
-        lo = std::clamp<int64_t>(lo, 0, queries);
-        hi = std::clamp<int64_t>(hi, lo, queries);
-    }
-    int64_t size() const { return hi - lo; }
-};
-
 // ---- the kernels
 
 // One dtype's forward, compiled for one instruction set.
@@ -113,6 +84,7 @@ struct ColBlock {
     int n_begin = 0;                          // first key, a multiple of block_keys
     int block_keys = 0;                       // keys of every block but the last; a multiple of step_keys
     char *dq_accum = nullptr;                 // the group's sums of dq, dq_accum_bytes
+    const PanelKeys *panel_keys = nullptr;    // [panels of the group]; null without key_ranges
     std::atomic<int> *blocks_done = nullptr;  // [panels of the group]; null: this is the only block, with its own sums
 };
 
@@ -123,6 +95,8 @@ struct BackwardKernel {
     int (*max_keys)(const Flash_bwd_params &) = nullptr;  // keys of the largest block that the caches hold
     size_t (*dq_accum_bytes)(const Flash_bwd_params &, int64_t rows) = nullptr;  // of one group
     size_t (*scratch_bytes)(const Flash_bwd_params &, int block_keys) = nullptr;
+    // The keys that the panel from `row` on of a group sees.
+    PanelKeys (*panel_keys)(const Flash_bwd_params &, int bidb, int64_t bidh_k, int64_t row) = nullptr;
     // Stores dsoftmax_sum of the queries [begin, end) of a head of a sequence, and dq = 0 for those without a key.
     void (*compute_dot_do_o)(const Flash_bwd_params &, int bidb, int bidh, int64_t begin, int64_t end) = nullptr;
     void (*compute_dq_dk_dv_1colblock)(const Flash_bwd_params &, const ColBlock &, void *scratch) = nullptr;

@@ -291,7 +291,7 @@ private:
                     Task task{{bidb, 0, begin, end - begin}, split, 0};
                     task.block.key_begin = std::min<int64_t>(key_begin, seq.seqlen_k);
                     task.block.key_end = std::min<int64_t>(key_begin + splits.keys, seq.seqlen_k);
-                    task.pairs = visible_pairs(params_, seq, begin / ratio, ceil_div(end, ratio)) / splits.count();
+                    task.pairs = visible_pairs(params_, bidb, begin / ratio, ceil_div(end, ratio)) / splits.count();
                     tasks.push_back(task);
                 }
             }

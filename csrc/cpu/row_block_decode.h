@@ -60,7 +60,12 @@ public:
             own += heads[i].scratch_.bytes();
             heads[i].begin();
         }
-        for (int n_begin = heads->n_min_; n_begin < heads->n_max_; n_begin += kBlockN) {
+        int n_min = heads->n_min_, n_max = heads->n_max_;
+        for (int64_t i = 1; i < block.heads; ++i) {  // with key_ranges, heads may see different keys
+            n_min = std::min(n_min, heads[i].n_min_);
+            n_max = std::max(n_max, heads[i].n_max_);
+        }
+        for (int n_begin = n_min; n_begin < n_max; n_begin += kBlockN) {
             for (int64_t i = 0; i < block.heads; ++i) heads[i].visit(n_begin);
         }
         for (int64_t i = 0; i < block.heads; ++i) heads[i].end();

@@ -49,7 +49,8 @@ protected:
         int64_t row;              // first row, counted from the block's first row
         int rows;                 // used lanes
         SoftmaxState<Acc> state;  // [kPanel] each
-        Int *lo, *hi;             // [kPanel]: the keys [lo, hi) that a query sees; both rise with the row
+        KeysOfRows<Acc> keys;     // [kPanel]
+        const Int *end_key;       // [kPanel]: the first `i` rows see no key from end_key[i - 1] on; rises with the row
     };
 
     RowBlockForward(const Flash_fwd_params &params, const RowBlock &block, char *scratch)
@@ -65,14 +66,17 @@ protected:
           scratch_(scratch) {
         scratch_.take(m_, panels_ * kPanel);
         scratch_.take(l_, panels_ * kPanel);
-        scratch_.take(lo_, panels_ * kPanel);
-        scratch_.take(hi_, panels_ * kPanel);
+        keys_.take(scratch_, params, panels_ * kPanel);
+        end_key_ = keys_.hi;  // rises with the row
+        if (params.key_ranges.is_used()) scratch_.take(end_key_, panels_ * kPanel);
+        scratch_.take(panel_keys_, panels_);
+        scratch_.take(common_keys_, panels_);
         score_mod_.take(scratch_, int64_t(panels_) * kPanel);
         dropout_.take(scratch_, kBlockN);
     }
 
     void begin() {
-        set_key_ranges();
+        set_keys();
         for (int index = 0; index < panels_; ++index) {
             self().load_q(panel(index));
             std::fill_n(panel(index).state.m, kPanel, -std::numeric_limits<Acc>::infinity());
@@ -82,6 +86,7 @@ protected:
 
     void visit(int n_begin) {
         const int n_end = std::min(n_begin + kBlockN, n_max_);
+        if (!is_seen(n_begin, n_end)) return;
         self().load_kv(n_begin, n_end);
         for (int index = 0; index < panels_; ++index) step(panel(index), n_begin, n_end);
     }
@@ -94,43 +99,61 @@ protected:
 
     Panel panel(int index) const {
         const int64_t row = int64_t(index) * kPanel;
-        return {index,     row,      int(std::min<int64_t>(block_.rows - row, kPanel)), {m_ + row, l_ + row},
-                lo_ + row, hi_ + row};
+        const int rows = int(std::min<int64_t>(block_.rows - row, kPanel));
+        return {index, row, rows, {m_ + row, l_ + row}, keys_.from(row), end_key_ + row};
     }
 
     // First element of a row of q or o, or of a key of k or v. Rows are counted from the block's first row.
     Element *row_ptr(const TensorRef &t, int64_t row) const { return group_.row_ptr(t, block_.row_begin + row); }
     const Element *key_ptr(const TensorRef &t, int64_t key) const { return group_.key_ptr(t, key); }
 
-    // Sets [lo, hi) of every row, and [n_min, n_max) of the block. Lanes past the last row get the keys of that row.
-    void set_key_ranges() {
+    // Sets the keys of every row and panel, and [n_min, n_max) of the block. Lanes past the last row get the keys of
+    // that row.
+    void set_keys() {
         n_min_ = int(std::min<int64_t>(group_.seq.seqlen_k, block_.key_end));
         n_max_ = 0;
-        KeyRange keys = group_.keys_seen(block_.row_begin);
+        RowKeys keys{};
         for (int64_t row = 0; row < int64_t(panels_) * kPanel; ++row) {
-            const int64_t group_row = block_.row_begin + std::min(row, block_.rows - 1);
-            if (row > 0 && row < block_.rows) keys = group_.keys_seen(group_row);
-            score_mod_.set_row(group_, group_row, row);
-            lo_[row] = Int(std::clamp(keys.lo, block_.key_begin, block_.key_end));
-            hi_[row] = Int(std::clamp(keys.hi, block_.key_begin, block_.key_end));
-            if (lo_[row] < hi_[row]) {
-                n_min_ = std::min(n_min_, int(lo_[row]));
-                n_max_ = std::max(n_max_, int(hi_[row]));
+            const int64_t group_row = block_.row_begin + std::min(row, block_.rows - 1), in_panel = row % kPanel;
+            if (row < block_.rows) {
+                keys = group_.keys_seen(group_row);
+                for (int64_t *key : {&keys.lo, &keys.hi, &keys.gap_lo, &keys.gap_hi})
+                    *key = std::clamp(*key, block_.key_begin, block_.key_end);
+                PanelKeys &of_panel = panel_keys_[row / kPanel];
+                CommonKeys &common = common_keys_[row / kPanel];
+                if (in_panel == 0) of_panel = {}, common = {};
+                of_panel.add(keys);
+                common.add(keys);
+                if (!keys.is_empty()) {
+                    n_min_ = std::min(n_min_, int(keys.lo));
+                    n_max_ = std::max(n_max_, int(keys.hi));
+                }
             }
+            score_mod_.set_row(group_, group_row, row);
+            keys_.set(row, keys);
+            if (end_key_ != keys_.hi)
+                end_key_[row] = std::max(Int(keys.hi), in_panel == 0 ? Int(0) : end_key_[row - 1]);
         }
         // Steps cut the keys at the same places for every row block of a split.
         n_min_ -= (n_min_ - int(block_.key_begin)) % kBlockN;
+    }
+
+    // True if a panel sees any of these keys.
+    bool is_seen(int n_begin, int n_end) const {
+        return std::any_of(panel_keys_, panel_keys_ + panels_,
+                           [=](const PanelKeys &keys) { return keys.meets(n_begin, n_end); });
     }
 
     // One block of keys against one panel: product, softmax, product. Keys that no query of the panel sees are left
     // out. The step is masked if some query does not see all keys that are left. The derived class rounds the step to
     // multiples of kKeyStep keys, counted from n_begin.
     void step(const Panel &p, int n_begin, int n_end) {
-        int n_first = std::max(n_begin, int(p.lo[0]));
+        const PanelKeys &seen = panel_keys_[p.index];
+        int n_first = seen.begin_in(n_begin);
         n_first -= (n_first - n_begin) % Self::kKeyStep;
-        const int n_last = std::min(n_end, int(p.hi[p.rows - 1]));
+        const int n_last = seen.end_in(n_end);
         if (n_first >= n_last) return;
-        const bool masked = n_first < p.lo[p.rows - 1] || n_last > p.hi[0];
+        const bool masked = !common_keys_[p.index].contain(n_first, n_last);
         prefetch_row_ = 2 * kBlockN * p.index / panels_;
         prefetch_end_ = 2 * kBlockN * (p.index + 1) / panels_;
         self().step_vecs(p, (p.rows + kLanes<Acc> - 1) / kLanes<Acc>, n_begin, n_first, n_last, masked);
@@ -206,7 +229,10 @@ protected:
     const Acc scale_, scale_log2_;  // factors of the logits in the softmax; above 0
     Scratch scratch_;
     Acc *m_ = nullptr, *l_ = nullptr;    // [rows]
-    Int *lo_ = nullptr, *hi_ = nullptr;  // [rows]
+    KeysOfRows<Acc> keys_;               // [rows]
+    Int *end_key_ = nullptr;             // [rows]
+    PanelKeys *panel_keys_ = nullptr;    // [panels]
+    CommonKeys *common_keys_ = nullptr;  // [panels]
 };
 
 }  // namespace flash::cpu::FLASH_CPU_NAMESPACE

@@ -362,6 +362,58 @@ private:
     size_t end_ = 0;
 };
 
+// The keys that each row sees, as RowKeys says it: row i in lane i of vectors.
+template <typename T>
+struct KeysOfRows {
+    using Int = typename Simd<T>::Int;
+    Int *lo = nullptr, *hi = nullptr;
+    Int *gap_lo = nullptr, *gap_hi = nullptr;  // null: no row has a gap
+
+    void take(Scratch &scratch, const Flash_fwd_params &params, int64_t rows) {
+        scratch.take(lo, rows);
+        scratch.take(hi, rows);
+        if (params.key_ranges.count < 2) return;
+        scratch.take(gap_lo, rows);
+        scratch.take(gap_hi, rows);
+    }
+    bool has_gaps() const { return gap_lo != nullptr; }
+    void set(int64_t i, const RowKeys &keys) const {
+        lo[i] = Int(keys.lo);
+        hi[i] = Int(keys.hi);
+        if (!has_gaps()) return;
+        gap_lo[i] = Int(keys.gap_lo);
+        gap_hi[i] = Int(keys.gap_hi);
+    }
+    bool is_seen(int64_t i, int64_t key) const {
+        return key >= lo[i] && key < hi[i] && !(has_gaps() && key >= gap_lo[i] && key < gap_hi[i]);
+    }
+    // The rows from i on.
+    KeysOfRows from(int64_t i) const {
+        return has_gaps() ? KeysOfRows{lo + i, hi + i, gap_lo + i, gap_hi + i} : KeysOfRows{lo + i, hi + i};
+    }
+};
+
+// Those of the rows in the lanes of a vector, from row i on.
+template <typename T, bool kHasGaps>
+struct KeysOfLanes {
+    using Int = typename Simd<T>::Int;
+    IntVec<T> lo, hi, gap_lo, gap_hi;
+
+    FLASH_INLINE KeysOfLanes(const KeysOfRows<T> &rows, int64_t i) {
+        lo = *reinterpret_cast<const IntVec<T> *>(rows.lo + i);
+        hi = *reinterpret_cast<const IntVec<T> *>(rows.hi + i);
+        if constexpr (kHasGaps) {
+            gap_lo = *reinterpret_cast<const IntVec<T> *>(rows.gap_lo + i);
+            gap_hi = *reinterpret_cast<const IntVec<T> *>(rows.gap_hi + i);
+        }
+    }
+    FLASH_INLINE IntVec<T> see(Int key) const {
+        const IntVec<T> keys = IntVec<T>{} + key;
+        if constexpr (kHasGaps) return (keys >= lo) & (keys < hi) & ((keys < gap_lo) | (keys >= gap_hi));
+        return (keys >= lo) & (keys < hi);
+    }
+};
+
 template <typename Element>
 struct Group {
     const Flash_fwd_params &params;
@@ -371,10 +423,10 @@ struct Group {
     int64_t rows() const { return int64_t(seq.seqlen_q) * params.h_h_k_ratio; }
     int64_t query(int64_t row) const { return row / params.h_h_k_ratio; }
     int64_t head(int64_t row) const { return bidh_k * params.h_h_k_ratio + row % params.h_h_k_ratio; }
-    KeyRange keys_seen(int64_t row) const { return KeyRange(params, seq, query(row)); }
-    // The rows [begin_row(), end_row()) see at least one key. The others get output 0 and no gradient, and give none.
-    int64_t begin_row() const { return QueryRange(params, seq, 0, seq.seqlen_k).lo * params.h_h_k_ratio; }
-    int64_t end_row() const { return QueryRange(params, seq, 0, seq.seqlen_k).hi * params.h_h_k_ratio; }
+    // Rows without a key get output 0 and no gradient, and give none.
+    RowKeys keys_seen(int64_t row) const {
+        return keys_of_row(params, seq, bidb, [&] { return head(row); }, query(row));
+    }
 
     // First element of a row of q or o, or of a key of k or v.
     Element *row_ptr(const TensorRef &t, int64_t row) const {

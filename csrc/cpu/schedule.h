@@ -31,10 +31,13 @@ inline ScratchMemory allocate_scratch(size_t bytes) {
 
 // ---- tasks
 
-// The work of one head for the queries [begin, end): pairs of a query and a key that it sees.
-inline int64_t visible_pairs(const Flash_fwd_params &params, const Sequence &seq, int64_t begin, int64_t end) {
+// The work of one head for the queries [begin, end): pairs of a query and a key that it sees. Where heads see different
+// keys, the queries take turns to stand for the heads.
+inline int64_t visible_pairs(const Flash_fwd_params &params, int bidb, int64_t begin, int64_t end) {
+    const Sequence seq = sequence(params, bidb);
     int64_t pairs = 0;
-    for (int64_t query = begin; query < end; ++query) pairs += KeyRange(params, seq, query).size();
+    for (int64_t query = begin; query < end; ++query)
+        pairs += keys_of_row(params, seq, bidb, [&] { return query % params.h; }, query).size();
     return pairs;
 }
 
@@ -44,8 +47,7 @@ class TaskCount {
 public:
     TaskCount(const Flash_fwd_params &params, int64_t threads) : wanted_(threads == 1 ? 0 : 4 * threads) {
         for (int bidb = 0; bidb < params.b; ++bidb) {
-            const Sequence seq = sequence(params, bidb);
-            pairs_.push_back(visible_pairs(params, seq, 0, seq.seqlen_q));
+            pairs_.push_back(visible_pairs(params, bidb, 0, sequence(params, bidb).seqlen_q));
             all_pairs_ += pairs_.back() * params.h_k;
         }
     }

@@ -2,6 +2,7 @@
 // of scores has kPanel queries; the first kUsedVecs vectors are in use.
 #pragma once
 
+#include "rows.h"
 #include "simd.h"
 
 namespace flash::cpu::FLASH_CPU_NAMESPACE {
@@ -14,24 +15,27 @@ struct SoftmaxState {
     T *l;  // [kPanel]
 };
 
-// Sets scores of keys outside [lo, hi) to -inf and recomputes their maxima. Key n of s is key n_begin + n of K.
-template <typename T, int kPanel, int kUsedVecs>
-FLASH_NOINLINE void mask_scores(T *s, int n_begin, int keys, const typename Simd<T>::Int *lo,
-                                const typename Simd<T>::Int *hi, Vec<T> *row_max) {
+// Sets scores of keys that a row does not see to -inf and recomputes their maxima. Key n of s is key n_begin + n of K.
+template <typename T, int kPanel, int kUsedVecs, bool kHasGaps>
+FLASH_NOINLINE void mask_scores(T *s, int n_begin, int keys, const KeysOfRows<T> &rows, Vec<T> *row_max) {
     const Vec<T> minus_inf = broadcast<T>(-std::numeric_limits<T>::infinity());
 #pragma GCC unroll 4
     for (int j = 0; j < kUsedVecs; ++j) {
-        const auto lo_j = *reinterpret_cast<const IntVec<T> *>(lo + j * kLanes<T>);
-        const auto hi_j = *reinterpret_cast<const IntVec<T> *>(hi + j * kLanes<T>);
+        const KeysOfLanes<T, kHasGaps> seen(rows, j * kLanes<T>);
         row_max[j] = minus_inf;
         for (int n = 0; n < keys; ++n) {
-            const IntVec<T> key = IntVec<T>{} + typename Simd<T>::Int(n_begin + n);
             T *s_n = s + n * kPanel + j * kLanes<T>;
-            const Vec<T> x = ((key >= lo_j) & (key < hi_j)) ? load<T>(s_n) : minus_inf;
+            const Vec<T> x = seen.see(typename Simd<T>::Int(n_begin + n)) ? load<T>(s_n) : minus_inf;
             store<T>(s_n, x);
             row_max[j] = max<T>(x, row_max[j]);
         }
     }
+}
+
+template <typename T, int kPanel, int kUsedVecs>
+FLASH_INLINE void mask_scores(T *s, int n_begin, int keys, const KeysOfRows<T> &rows, Vec<T> *row_max) {
+    rows.has_gaps() ? mask_scores<T, kPanel, kUsedVecs, true>(s, n_begin, keys, rows, row_max)
+                    : mask_scores<T, kPanel, kUsedVecs, false>(s, n_begin, keys, rows, row_max);
 }
 
 template <typename T, int kPanel, int kUsedVecs>

@@ -133,7 +133,9 @@ def _parts(
     q: Tensor, k: Tensor, v: Tensor, sequences: Sequences | None, options: Options, rng_state: Tensor | None
 ) -> Iterator[_Part]:
     of_reference, p, nheads = _options_of(options, q), options.dropout_p, q.shape[-2]
+    key_ranges = options.key_ranges
     if sequences is None:
+        of_reference["key_ranges"] = key_ranges
         if rng_state is not None and p > 0:
             mask = reference.dropout_mask(rng_state, p, q.shape[0], nheads, q.shape[1], k.shape[1])
             of_reference["dropout_mask"] = mask
@@ -155,6 +157,8 @@ def _parts(
             own["dropout_mask"] = masks[bidb][None]
         if options.alibi_slopes is not None and options.alibi_slopes.ndim == 2:
             own["alibi_slopes"] = options.alibi_slopes[bidb]
+        if key_ranges is not None:
+            own["key_ranges"] = key_ranges[None, :, begin:end]
         padded = (begin // ROWS_MULTIPLE + bidb) * ROWS_MULTIPLE
         yield _Part(slice(begin, end), slice(padded, padded + end - begin), of_k[None], of_v[None], keys, own)
 

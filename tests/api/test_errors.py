@@ -6,6 +6,7 @@ Never a crash, never a wrong answer. All backends raise the same errors, since a
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from ..support.wrong_calls import (
     HEADDIM,
     NHEADS,
     SEQLEN_Q,
+    Call,
     T,
     V,
     WrongCall,
@@ -26,12 +28,26 @@ from ..support.wrong_calls import (
     cast,
     given,
     meta,
+    ranges,
     shape,
     shapes,
     slopes,
     strided,
     valid_call,
 )
+
+RANGES = "key_ranges"
+
+
+def elsewhere(make: Callable[[Call], object], argument: str) -> Callable[[Call], object]:
+    """The argument that `make` adds, on another device."""
+
+    def change(call: Call) -> None:
+        make(call)
+        meta(argument)(call)
+
+    return change
+
 
 WRONG_CALLS = [
     # rank and shape
@@ -100,6 +116,18 @@ WRONG_CALLS = [
     WrongCall("alibi_rank", slopes(torch.float32, 1, 2, 6), V, "alibi_slopes", r"\[1, 2, 6\]", r"nheads.*6"),
     WrongCall("alibi_dtype", slopes(torch.float16, 6), T, "alibi_slopes", "(?i)half|float16", "float32"),
     WrongCall("alibi_list", given(alibi_slopes=[0.5]), T, "alibi_slopes", r"\[0.5\].*list", "float32"),
+    # key_ranges
+    WrongCall("ranges_rank", ranges(5, 2), V, RANGES, r"\[5, 2\]", r"1 or batch, 1 or nheads, seqlen_q, 2\]"),
+    WrongCall("ranges_rank_6", ranges(1, 1, 1, 5, 2, 2), V, RANGES, r"\[1, 1, 1, 5, 2, 2\]", "seqlen_q, 2, 2"),
+    WrongCall("ranges_batch", ranges(3, 1, 5, 2), V, RANGES, r"\[3, 1, 5, 2\]", r"1 or batch.*batch 2"),
+    WrongCall("ranges_heads", ranges(1, 3, 5, 2), V, RANGES, r"\[1, 3, 5, 2\]", r"1 or nheads.*nheads 6"),
+    WrongCall("ranges_queries", ranges(1, 1, 7, 2), V, RANGES, r"\[1, 1, 7, 2\]", "seqlen_q 5"),
+    WrongCall("ranges_of_three", ranges(1, 1, 5, 3), V, RANGES, r"\[1, 1, 5, 3\]", "seqlen_q, 2"),
+    WrongCall("ranges_three", ranges(1, 1, 5, 3, 2), V, RANGES, r"\[1, 1, 5, 3, 2\]", "seqlen_q, 2, 2"),
+    WrongCall("ranges_dtype", ranges(1, 1, 5, 2, dtype=torch.int64), T, f"{RANGES}.*dtype", "(?i)long", "int32"),
+    WrongCall("ranges_float", ranges(1, 1, 5, 2, dtype=torch.float32), T, f"{RANGES}.*dtype", "(?i)float", "int32"),
+    WrongCall("ranges_elsewhere", elsewhere(ranges(1, 1, 5, 2), RANGES), V, RANGES, "meta", "device of q"),
+    WrongCall("ranges_list", given(key_ranges=[[0, 1]]), T, RANGES, r"\[\[0, 1\]\].*list", "int32"),
     # the rest of the signature
     WrongCall("backend_number", given(backend=3), T, "backend", "3.*int", "name"),
     WrongCall("return_attn_probs_text", given(return_attn_probs="no"), T, "return_attn_probs", "'no'", "True or False"),
@@ -119,6 +147,29 @@ def test_wrong_call_is_named(wrong: WrongCall, backend: str, device: str) -> Non
     with pytest.raises(wrong.error) as raised:
         flash_attn_func(**call)
     assert_says(str(raised.value), wrong.argument, wrong.given, wrong.allowed)
+
+
+WRONG_RANGES = [
+    WrongCall("negative", ranges(2, 1, 5, 2, values=(-3, 7)), V, RANGES, "has -3", "0 to the number of keys, 7"),
+    WrongCall("past", ranges(2, 1, 5, 2, values=(0, 8)), V, RANGES, "has 8", "0 to the number of keys, 7"),
+    WrongCall("second", ranges(1, 6, 5, 2, 2, values=(0, 3, 4, 2**31 - 1)), V, RANGES, str(2**31 - 1), "keys, 7"),
+    WrongCall("least", ranges(1, 6, 5, 2, 2, values=(-(2**31), 3, 4, 9)), V, RANGES, str(-(2**31)), "keys, 7"),
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG_RANGES, ids=str)
+def test_ranges_past_the_keys_are_named_if_asked(
+    wrong: WrongCall, backend: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = valid_call(device)
+    wrong.change(call)
+    flash_attn_func(**call, backend=backend)
+    monkeypatch.setenv("FLASH_ATTN_MINI_CHECK", "1")
+    with pytest.raises(wrong.error) as raised:
+        flash_attn_func(**call, backend=backend)
+    assert_says(str(raised.value), wrong.argument, wrong.given, wrong.allowed)
+    ranges(2, 6, 5, 2, 2, values=(0, 7, 7, 0))(call)
+    flash_attn_func(**call, backend=backend)
 
 
 @pytest.mark.gpu

@@ -18,6 +18,7 @@ from flash_attn_mini import _C, flash_attn_with_kvcache
 from ..support.gpu_calls import each_gpu_backend
 from ..support.kvcache_cases import BY_NAME, CacheCall, make_call
 from ..support.kvcache_checks import bits, copied, run
+from ..support.op_calls import FWD_KVCACHE, check_call, kvcache_arguments
 from ..support.wrong_calls import (
     HEADDIM,
     NHEADS,
@@ -31,6 +32,7 @@ from ..support.wrong_calls import (
     given,
     meta,
     numbers,
+    ranges,
     shape,
     slopes,
     strided,
@@ -282,6 +284,15 @@ def test_values_on_a_gpu_are_not_read_unless_asked(wrong: WrongCall, gpu_backend
     wrong.change(call)
     flash_attn_with_kvcache(**call, backend=gpu_backend)
     torch.cuda.synchronize()
+
+
+def test_key_ranges_are_not_implemented(backend: str, device: str) -> None:
+    call = valid_kvcache_call(device)
+    ranges(1, 1, SEQLEN_Q, 2)(call)
+    tensors = [call.pop(name) for name in ("q", *CACHES)]
+    arguments = kvcache_arguments(*tensors, **call, backend=backend)
+    with pytest.raises(NotImplementedError, match=r"no backend implements key_ranges with a KV cache.*Available"):
+        check_call(FWD_KVCACHE, arguments)
 
 
 def test_rows_may_repeat_if_nothing_is_appended(backend: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -188,6 +188,22 @@ def test_export_with_dynamic_shapes(backend: str, device: str) -> None:
             assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("is_mapped", [False, True], ids=["one_for_all", "of_each_sample"])
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 4), (1, 4)], ids=str)
+def test_vmap_of_key_ranges(
+    sizes: tuple[int, int], is_mapped: bool, backend: str, device: str, draw: torch.Generator
+) -> None:
+    q = torch.randn(3, 2, 9, 4, 16, generator=draw).half().to(device)
+    ranges = torch.randint(0, 10, (3, *sizes, 9, 2), generator=draw).int().to(device)
+    dims = (0, 0) if is_mapped else (0, None)
+
+    def run(q: Tensor, ranges: Tensor) -> Tensor:
+        return flash_attn_func(q, q, q, key_ranges=ranges, backend=backend)
+
+    expected = torch.stack([run(x, ranges[i if is_mapped else 0]) for i, x in enumerate(q)])
+    assert torch.equal(torch.vmap(run, dims)(q, ranges if is_mapped else ranges[0]), expected)
+
+
 def test_vmap_keeps_samples_apart(backend: str, device: str) -> None:
     q = torch.randn(3, 2, 9, 2, 16, device=device).half()
     expected = torch.stack([flash_attn_func(x, x, x, backend=backend) for x in q])

@@ -31,6 +31,7 @@ from ..support.wrong_calls import (
     given,
     meta,
     numbers,
+    ranges,
     shape,
     slopes,
     strided,
@@ -50,6 +51,7 @@ DEFAULTS: Call = {
     "softcap": 0.0,
     "return_softmax": False,
 }
+RANGES = "key_ranges"
 
 
 def forward(call: Call) -> Any:
@@ -67,6 +69,7 @@ def op_options(call: Call, backend: str) -> Call:
         "sequences": Sequences(*(call[name] for name in Sequences._fields)),
         "window_size": (call["window_size_left"], call["window_size_right"]),
         **{name: call[renamed.get(name, name)] for name in (*renamed, *same)},
+        "key_ranges": call.get(RANGES),
         "backend": backend,
     }
 
@@ -225,6 +228,50 @@ def test_wrong_varlen_call_is_named(
     assert_named(wrong, lambda: official_backward(call, backend))
     if backend != "triton":
         assert_named(wrong, lambda: backward(call))
+
+
+WRONG_RANGES = [
+    WrongCall("rank", ranges(9, 2), V, RANGES, r"\[9, 2\]", r"1 or nheads, total_q, 2\].*nheads 6, total_q 9"),
+    WrongCall("of_dense", ranges(1, 1, 9, 2), V, RANGES, r"\[1, 1, 9, 2\]", r"1 or nheads, total_q, 2, 2\]"),
+    WrongCall("heads", ranges(3, 9, 2), V, RANGES, r"\[3, 9, 2\]", "nheads 6"),
+    WrongCall("total", ranges(1, 14, 2), V, RANGES, r"\[1, 14, 2\]", "total_q 9"),
+    WrongCall("dtype", ranges(1, 9, 2, dtype=torch.int64), T, f"{RANGES}.*dtype", "(?i)long", "int32"),
+]
+# The sequences have (4, 0, 5) queries and (7, 2, 5) keys.
+WRONG_RANGE_VALUES = [
+    WrongCall("past_the_sequence", ranges(1, 9, 2, values=(0, 7)), V, RANGES, "has 7 in sequence 2", "keys, 5"),
+    WrongCall(
+        "negative", ranges(6, 9, 2, 2, values=(0, 5, -1, 2)), V, RANGES, "has -1 in sequence 0", "0 to .*keys, 7"
+    ),
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG_RANGES + WRONG_RANGE_VALUES, ids=str)
+def test_wrong_ranges_are_named(wrong: WrongCall, backend: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASH_ATTN_MINI_CHECK", "1")
+    call = valid_varlen_call(device)
+    wrong.change(call)
+    assert_named(wrong, lambda: check_forward(call, backend))
+    call = valid_backward_call(device)
+    wrong.change(call)
+    assert_named(wrong, lambda: check_backward(call, backend))
+
+
+def test_ranges_within_the_sequences_pass(backend: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = valid_varlen_call(device)
+    for wrong in WRONG_RANGE_VALUES:
+        wrong.change(call)
+        check_forward(call, backend)
+    monkeypatch.setenv("FLASH_ATTN_MINI_CHECK", "1")
+    ranges(1, 9, 2, 2, values=(0, 5, 5, 0))(call)
+    check_forward(call, backend)
+
+
+def test_ranges_with_pages_are_not_implemented(backend: str, device: str) -> None:
+    call = valid_paged_call(device)
+    ranges(1, 9, 2)(call)
+    with pytest.raises(NotImplementedError, match="key_ranges is given together with block_table; allowed: one"):
+        check_forward(call, backend)
 
 
 @pytest.mark.parametrize("wrong", WRONG_PAGES + WRONG_PAGE_NUMBERS, ids=str)

@@ -33,12 +33,14 @@ from flash_attn_mini import (
     use_backend,
 )
 from flash_attn_mini.backends import extension, reference
+from flash_attn_mini.backends.triton import ops
 from flash_attn_mini.flash_attn_interface import (
     _flash_attn_backward,
     _flash_attn_forward,
     _flash_attn_varlen_backward,
     _flash_attn_varlen_forward,
 )
+from flash_attn_mini.options import KvCache, Options
 from flash_attn_mini.reference import (
     attention_kvcache_reference,
     attention_reference,
@@ -84,7 +86,7 @@ def test_all_of_this_without_the_extension(name: str, backend: str, device: str,
     if name == "triton":
         pytest.importorskip("triton", minversion="3.4")
     expected = tmp_path / "expected.pt"
-    torch.save({"dropout": with_dropout(backend)}, expected)
+    torch.save({"dropout": with_dropout(backend), "key_ranges": about_key_ranges(backend)}, expected)
     run_without_extension(expected, name)
 
 
@@ -96,6 +98,42 @@ def with_dropout(backend: str | None) -> list[Tensor]:
     results = flash_attn_func(q, k, v, P, causal=True, return_attn_probs=True, backend=backend)
     dout = torch.randn(q.shape, generator=draw).to(q)
     return [x.detach().cpu() for x in (*results, *torch.autograd.grad(results[0], (q, k, v), dout))]
+
+
+def about_key_ranges(backend: str | None) -> list[str]:
+    """What wrong calls with key_ranges raise: type and text."""
+    q, k, lengths = torch.zeros(2, 9, 4, 16), torch.zeros(2, 13, 2, 16), torch.tensor([0, 4, 18], dtype=torch.int32)
+    shapes = [(9, 2), (1, 1, 9, 3), (1, 1, 9, 3, 2), (3, 1, 9, 2), (1, 2, 9, 2), (1, 1, 8, 2, 2), (1,) * 5 + (2,)]
+    of_equal = [torch.zeros(shape, dtype=torch.int32) for shape in shapes]
+    of_equal += [torch.zeros(1, 1, 9, 2), torch.tensor([-5, 3]).expand(1, 1, 9, 2).int()]
+    of_equal += [torch.tensor([[0, 3], [4, 14]]).expand(2, 4, 9, 2, 2).int()]
+    of_varlen = [torch.zeros(shape, dtype=torch.int32) for shape in [(18, 2), (2, 18, 2), (1, 17, 2), (1, 1, 18, 2)]]
+    of_varlen += [torch.zeros(1, 18, 2, dtype=torch.int64), torch.tensor([0, 5]).expand(4, 18, 2).int()]
+    rows, keys = q.flatten(0, 1).to(DEVICE), torch.zeros(18, 2, 16, device=DEVICE)
+    table = torch.zeros(2, 18, dtype=torch.int32, device=DEVICE)
+    pages = torch.zeros(3, 1, 2, 16, device=DEVICE)
+    of_length = (lengths.to(DEVICE), lengths.to(DEVICE), 14, 14)
+
+    def equal(ranges: Tensor) -> object:
+        return flash_attn_func(q.to(DEVICE), k.to(DEVICE), k.to(DEVICE), key_ranges=ranges, backend=backend)
+
+    def varlen(ranges: Tensor) -> object:
+        return flash_attn_varlen_func(rows, keys, keys, *of_length, key_ranges=ranges, backend=backend)
+
+    def paged(ranges: Tensor) -> object:
+        options = {"block_table": table, "key_ranges": ranges, "backend": backend}
+        return flash_attn_varlen_func(rows, pages, pages, *of_length, **options)
+
+    said = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FLASH_ATTN_MINI_CHECK", "1")
+        for call, wrong in ((equal, of_equal), (varlen, of_varlen), (paged, of_varlen[-1:])):
+            for ranges in wrong:
+                with pytest.raises((TypeError, ValueError, NotImplementedError)) as raised:
+                    call(ranges.to(DEVICE))
+                said.append(f"{raised.type.__name__}: {raised.value}")
+    assert all("key_ranges" in text for text in said), said
+    return said
 
 
 def qkv(draw: torch.Generator, dtype: torch.dtype = torch.float16, headdim: int = 16) -> list[Tensor]:
@@ -278,6 +316,62 @@ def test_sequences_of_variable_length(paged: bool, draw: torch.Generator) -> Non
     weights[1] *= expected[1].isfinite()
     found = gradients(lambda *leaves: finite(run(*leaves)), [q, k, v], *weights)
     assert_close(found, gradients(lambda *leaves: finite(reference(*leaves)), [q, k, v], *weights))
+
+
+@here
+def test_wrong_key_ranges_are_named_as_by_the_extension() -> None:
+    assert about_key_ranges(BACKEND) == torch.load(os.environ[EXPECTED])["key_ranges"]
+
+
+@here
+def test_key_ranges_with_a_kv_cache_are_refused(draw: torch.Generator) -> None:
+    call = kvcache_call(draw)
+    tensors = [call[name] for name in ("q", "k_cache", "v_cache")]
+    cache = KvCache(None, None, None, None, None, 5, call["cache_batch_idx"], None, None, True, 0, 0)
+    options = Options(0.0, 0.25, False, -1, -1, 0.0, None, backend=BACKEND, key_ranges=some_ranges(draw, 1, 1, 3))
+    with pytest.raises(NotImplementedError, match=r"no backend implements key_ranges with a KV cache.*Available"):
+        ops.forward_kvcache(*tensors, cache, options)
+
+
+def some_ranges(draw: torch.Generator, *rows: int) -> Tensor:
+    """Two ranges of each row; some are empty, some end past the keys."""
+    return torch.randint(-2, 16, (*rows, 2, 2), generator=draw).to(DEVICE, torch.int32)
+
+
+@here
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 4)], ids=["shared", "each"])
+def test_key_ranges(sizes: tuple[int, int], draw: torch.Generator) -> None:
+    inputs = qkv(draw)
+    options = {"causal": True, "key_ranges": some_ranges(draw, *sizes, 9)}
+    expected = attention_reference(*inputs, **options)
+    assert_close(attend(*inputs, **options), expected)
+    weights = [torch.randn(x.shape, generator=draw).to(DEVICE) for x in expected]
+    weights[1] *= expected[1].isfinite()
+    found = gradients(lambda *leaves: finite(attend(*leaves, **options)), inputs, *weights)
+    assert_close(found, gradients(lambda *leaves: finite(attention_reference(*leaves, **options)), inputs, *weights))
+
+
+@here
+def test_key_ranges_of_sequences_of_variable_length(draw: torch.Generator) -> None:
+    lengths_q, lengths_k = [5, 0, 12, 1], [9, 3, 0, 17]
+    cu_q, cu_k = (torch.tensor([0, *n], device=DEVICE).cumsum(0, dtype=torch.int32) for n in (lengths_q, lengths_k))
+    inputs = [
+        torch.randn(rows, heads, 16, generator=draw).to(DEVICE, torch.float16)
+        for rows, heads in ((18, 4), (29, 2), (29, 2))
+    ]
+    ranges = some_ranges(draw, 4, 18)
+
+    def run(*leaves: Tensor) -> tuple[Tensor, Tensor]:
+        options = {"return_attn_probs": True, "key_ranges": ranges, "backend": BACKEND}
+        return finite(flash_attn_varlen_func(*leaves, cu_q, cu_k, 12, 17, **options)[:2])
+
+    def reference(*leaves: Tensor) -> tuple[Tensor, Tensor]:
+        return finite(attention_varlen_reference(*leaves, cu_q, cu_k, key_ranges=ranges))
+
+    expected = reference(*inputs)
+    assert_close(run(*inputs), expected)
+    weights = [torch.randn(x.shape, generator=draw).to(DEVICE) for x in expected]
+    assert_close(gradients(run, inputs, *weights), gradients(reference, inputs, *weights))
 
 
 def finite(results: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

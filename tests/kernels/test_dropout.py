@@ -25,6 +25,7 @@ from flash_attn_mini.reference import (
     dropout_masks_varlen,
     visible_keys,
 )
+from flash_attn_mini.reference.masks import in_key_ranges
 from flash_attn_mini.reference.philox import dropout_threshold, philox4x32, random_bits
 
 from ..support.gpu_calls import capture
@@ -185,6 +186,27 @@ def test_s_dmask_normalised_block_by_block_is_the_probabilities(backend: str, de
         blocks.insert(0, part.abs().double() * (largest - lse).exp()[..., None])
     probabilities = attention_probabilities(q, k, softmax_scale=0.25)
     torch.testing.assert_close(torch.cat(blocks, dim=-1), probabilities, rtol=2e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (2, 4)], ids=["shared", "each"])
+def test_s_dmask_is_0_outside_of_key_ranges(
+    shape: tuple[int, int], backend: str, device: str, draw: torch.Generator
+) -> None:
+    q, k, v = qkv(device, requires_grad=False)
+    ranges = torch.randint(-2, 16, (*shape, 9, 2, 2), generator=draw).int().to(device)
+    options = {"return_attn_probs": True, "backend": backend}
+    *_, s_dmask = flash_attn_func(q, k, v, 0.4, causal=True, key_ranges=ranges, **options)
+    visible = in_key_ranges(ranges, 13) & visible_keys(9, 13, causal=True, device=device)
+    assert torch.equal(s_dmask[..., :9, :13] != 0, visible.expand(2, 4, 9, 13))
+    assert not s_dmask[..., 9:, :].any()
+    assert not s_dmask[..., 13:].any()
+
+    cu_q, cu_k = (torch.tensor([0, n, n, 2 * n], dtype=torch.int32, device=device) for n in (9, 13))
+    of_rows = ranges.transpose(0, 1).expand(-1, 2, -1, -1, -1).flatten(1, 2)
+    rows = [x.flatten(0, 1) for x in (q, k, v)]
+    *_, s_dmask = flash_attn_varlen_func(*rows, cu_q, cu_k, 9, 13, 0.4, causal=True, key_ranges=of_rows, **options)
+    assert torch.equal(s_dmask[::2, :, :9, :13] != 0, visible.expand(2, 4, 9, 13))
+    assert not s_dmask[1].any()
 
 
 def test_s_dmask_comes_with_return_attn_probs_alone(backend: str, device: str) -> None:

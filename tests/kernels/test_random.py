@@ -19,6 +19,8 @@ from ..conftest import DTYPES
 from ..support.bounds import InaccurateError
 from ..support.cases import Case
 from ..support.feature_checks import check_dense, check_varlen
+from ..support.key_range_cases import KINDS, KeyRangeCase
+from ..support.key_range_checks import check_key_ranges
 from ..support.poison import LAYOUTS
 from ..support.random_loop import CHUNKS, check_random_cases, shrunk
 from ..support.varlen_cases import VarlenCase
@@ -27,7 +29,7 @@ COUNT = {"cpu": 500, "cuda": 2000, "triton": 80}  # triton compiles for each com
 LAYOUT_NAMES = [name for name in LAYOUTS if not name.startswith("far")]
 VARLEN_LAYOUTS = [name for name in LAYOUT_NAMES if name != "expanded"]
 
-AnyCase = Case | VarlenCase
+AnyCase = Case | VarlenCase | KeyRangeCase
 
 
 # ---- cases --------------------------------------------------------------------------------------------------------
@@ -92,11 +94,27 @@ def random_varlen(draw: random.Random) -> VarlenCase:
     )
 
 
+def with_key_ranges(draw: random.Random, of: Case | VarlenCase) -> KeyRangeCase:
+    return KeyRangeCase(
+        dataclasses.replace(of, page_size=0) if isinstance(of, VarlenCase) else of,
+        kind=draw.choice(list(KINDS)),
+        per_batch=draw.random() < 0.5,
+        per_head=draw.random() < 0.5,
+        sinks=draw.random() < 0.3,
+    )
+
+
 # ---- shrinking ----------------------------------------------------------------------------------------------------
 
 
 def simpler(case: AnyCase) -> Iterator[AnyCase]:
     """Cases that differ from this one in one simpler or smaller field."""
+    if isinstance(case, KeyRangeCase):
+        yield case.of
+        for name in ("sinks", "per_head", "per_batch"):
+            yield dataclasses.replace(case, **{name: False})
+        yield from (dataclasses.replace(case, of=of) for of in simpler(case.of))
+        return
     plain = {
         "window_size": (-1, -1),
         "softcap": 0.0,
@@ -154,7 +172,8 @@ def test_shrinking_finds_the_smallest_failing_case() -> None:
 
 
 def random_case(draw: random.Random) -> AnyCase:
-    return random_varlen(draw) if draw.random() < 0.5 else random_dense(draw)
+    case = random_varlen(draw) if draw.random() < 0.5 else random_dense(draw)
+    return with_key_ranges(draw, case) if draw.random() < 0.3 else case
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
@@ -162,7 +181,8 @@ def test_random_cases_are_as_accurate_as_pytorch(
     chunk: int, backend: str, device: str, seed: int, described_seed: str
 ) -> None:
     def check(case: AnyCase, dtype: torch.dtype, seed: int, described_seed: str) -> None:
-        check_case: Any = check_varlen if isinstance(case, VarlenCase) else check_dense
+        checks: dict[type, Any] = {KeyRangeCase: check_key_ranges, VarlenCase: check_varlen, Case: check_dense}
+        check_case = checks[type(case)]
         torch.manual_seed(seed)
         check_case(case, backend, device, dtype, seed, described_seed)
 

@@ -109,6 +109,13 @@ class Draw:
             slopes,
         )
 
+    def key_ranges(self, *rows: int) -> Tensor | None:
+        """One or two ranges of each row of ``[batch, heads, rows]`` or ``[heads, rows]``."""
+        if self.integer(3) > 0:
+            return None
+        shape = (*rows, *self.one_of(((2,), (2, 2))))
+        return torch.randint(-5, 40, shape, generator=self.generator).to(DEVICE, torch.int32)
+
     def sizes(self) -> tuple[int, int, int, int]:
         """batch, nheads, nheads_k, headdim."""
         nheads_k = self.one_of((1, 2))
@@ -130,6 +137,7 @@ def forward_call(draw: Draw) -> tuple[Any, ...]:
         if nheads == nheads_k and seqlen_q == seqlen_k and draw.integer(2):
             k = q  # one tensor in two places
         v = k if draw.integer(4) == 0 else draw.tensor(batch, seqlen_k, nheads_k, headdim)
+        options = options._replace(key_ranges=draw.key_ranges(batch, draw.one_of((1, nheads)), seqlen_q))
         return q, k, v, None, options, draw.rng_state(options)
     lengths_q, lengths_k = ([draw.one_of(LENGTHS) for _ in range(batch)] for _ in range(2))
     cu_q, cu_k = (
@@ -144,6 +152,8 @@ def forward_call(draw: Draw) -> tuple[Any, ...]:
         k, v = (draw.tensor(batch * pages, 16, nheads_k, headdim) for _ in range(2))
         block_table = torch.randperm(batch * pages, generator=draw.generator).view(batch, pages)
         block_table = block_table.to(DEVICE, torch.int32)
+    else:
+        options = options._replace(key_ranges=draw.key_ranges(draw.one_of((1, nheads)), sum(lengths_q)))
     sequences = Sequences(cu_q, cu_k, max(lengths_q), max(lengths_k), block_table)
     return q, k, v, sequences, options, draw.rng_state(options)
 
@@ -296,6 +306,23 @@ def test_one_tensor_in_three_places_is_not_taken_for_three(recordings: list[Any]
     for call in ((q, q, q, None, options, None), (q, k, v, None, options, None), (k, k, v, None, options, None)):
         assert_same_bits(forward(call), ordinary(recordings, forward, call))
     assert len(recordings[0]._kept) == 1
+
+
+@runs_triton
+@pytest.mark.parametrize("count", [1, 2])
+def test_calls_with_key_ranges_are_recorded(count: int, recordings: list[Any], draw: torch.Generator) -> None:
+    """A replay reads the ranges of its own call."""
+    q, k, v, dout = (torch.randn(1, 32, 2, 16, generator=draw).to(DEVICE, torch.float16) for _ in range(4))
+    for _ in range(3):
+        ranges = torch.randint(0, 33, (1, 2, 32, count, 2), generator=draw).to(DEVICE, torch.int32)
+        options = Options(0.0, 0.25, False, -1, -1, 0.0, None, key_ranges=ranges if count == 2 else ranges[..., 0, :])
+        call = (q, k, v, None, options, None)
+        out, lse = forward(call)
+        assert_same_bits([out, lse], ordinary(recordings, forward, call))
+        call = (dout, q, k, v, out, lse, None, None, options, None)
+        assert_same_bits(backward(call), ordinary(recordings, backward, call))
+    assert [len(every._kept) for every in recordings] == [1, 1, 0]
+    assert all(kept is not None for every in recordings for kept in every._kept.values())
 
 
 @runs_triton

@@ -74,6 +74,15 @@ def options(draw: random.Random, nheads: int, batch: int) -> Call:
     }
 
 
+def key_ranges(draw: random.Random, *leading: tuple[int, ...], keys: int) -> Tensor | None:
+    """One or two ranges, of which some values lie outside of the keys; each leading size is one of a choice."""
+    if draw.random() < 0.7:
+        return None
+    shape = (*(draw.choice(sizes) for sizes in leading), *draw.choice(((2,), (2, 2))))
+    ranges = torch.randint(-3, keys + 4, shape, dtype=torch.int32)
+    return torch.where(torch.rand(shape) < 0.1, integers([draw.choice(HOSTILE)]), ranges)
+
+
 def with_dropout(draw: random.Random, call: Call) -> Call:
     p = draw.choice((0.0, 0.0, 0.3)) if call["softcap"] == 0.0 else 0.0
     return {**call, "p_dropout": p}
@@ -94,6 +103,7 @@ def dense(draw: random.Random) -> Call:
     seqlen_k = length(draw)
     k, v = (tensor(draw, (batch, seqlen_k, nheads_k, headdim), dtype) for _ in range(2))
     call = with_dropout(draw, options(draw, nheads, batch))
+    call["key_ranges"] = key_ranges(draw, (1, batch), (1, nheads), (q.shape[1],), keys=seqlen_k)
     return {"q": q, "k": k, "v": v, "out": written(draw, q), **call, "return_softmax": draw.random() < 0.3}
 
 
@@ -113,6 +123,8 @@ def varlen(draw: random.Random) -> Call:
     call["k"], call["v"] = (tensor(draw, shape, dtype) for _ in range(2))
     call |= {"max_seqlen_q": max(lengths_q, default=0), "max_seqlen_k": max(lengths_k, default=0)}
     call |= with_dropout(draw, options(draw, nheads, batch))
+    if call["block_table"] is None:
+        call["key_ranges"] = key_ranges(draw, (1, nheads), (sum(lengths_q),), keys=call["max_seqlen_k"])
     return {**call, "zero_tensors": draw.random() < 0.1, "return_softmax": draw.random() < 0.3}
 
 

@@ -18,11 +18,25 @@ import torch
 from torch import Tensor
 
 from flash_attn_mini.reference import alibi_bias, attention_probabilities, attention_reference, visible_keys
+from flash_attn_mini.reference.masks import in_key_ranges
 
 TIMES_PYTORCH = 2.0
 TIMES_PYTORCH_GRADIENT = 3.0
 SMALLER = 2.0**-4  # times dout and dlse, where PyTorch's gradients in float16 are not finite
 FLOOR = {torch.float16: 1e-5, torch.bfloat16: 1e-5, torch.float32: 1e-5, torch.float64: 1e-12}
+
+
+def visible_pairs(
+    seqlen_q: int,
+    seqlen_k: int,
+    causal: bool,
+    window_size: tuple[int, int],
+    key_ranges: Tensor | None,
+    device: torch.device,
+) -> Tensor:
+    """bool ``[seqlen_q, seqlen_k]``; with key_ranges ``[1 or batch, 1 or nheads, seqlen_q, seqlen_k]``."""
+    visible = visible_keys(seqlen_q, seqlen_k, causal=causal, window_size=window_size, device=device)
+    return visible if key_ranges is None else visible & in_key_ranges(key_ranges, seqlen_k)
 
 
 def pytorch_attention(
@@ -38,6 +52,7 @@ def pytorch_attention(
     dropout_p: float = 0.0,
     dropout_mask: Tensor | None = None,
     sinks: Tensor | None = None,
+    key_ranges: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Plain PyTorch attention with every intermediate result in the dtype of q, and the lse in float32.
 
@@ -53,14 +68,14 @@ def pytorch_attention(
         scores = softcap * torch.tanh(scores / softcap)
     if alibi_slopes is not None:
         scores = scores + alibi_bias(alibi_slopes, seqlen_q, seqlen_k).to(scores.dtype)
-    visible = visible_keys(seqlen_q, seqlen_k, causal=causal, window_size=window_size, device=q.device)
+    visible = visible_pairs(seqlen_q, seqlen_k, causal, window_size, key_ranges, q.device)
     no_key = ~visible.any(dim=-1)
     # Rows without keys get finite scores, and their results are set to 0 afterwards, so that autograd meets no NaN.
-    scores = scores.masked_fill(~visible, -math.inf).masked_fill(no_key[:, None], 0.0)
+    scores = scores.masked_fill(~visible, -math.inf).masked_fill(no_key[..., None], 0.0)
     logits = scores
     if sinks is not None:
         logits = torch.cat([scores, sinks.to(scores.dtype)[..., None, None].expand(*scores.shape[:-1], 1)], dim=-1)
-    probabilities = torch.softmax(logits, dim=-1)[..., :seqlen_k].masked_fill(no_key[:, None], 0.0)
+    probabilities = torch.softmax(logits, dim=-1)[..., :seqlen_k].masked_fill(no_key[..., None], 0.0)
     if dropout_p > 0.0:
         assert dropout_mask is not None
         probabilities = probabilities * (dropout_mask / (1.0 - dropout_p)).to(probabilities.dtype)
@@ -79,7 +94,8 @@ Cumulative = tuple[Tensor, Tensor]  # cu_seqlens_q, cu_seqlens_k
 def by_sequence(attention: Attention, cu_seqlens: Cumulative | None) -> Attention:
     """A function that runs ``attention(q, k, v, *others, **options)`` on each sequence and concatenates the results.
 
-    Others have the layout of q. The dropout_mask is a list with one mask per sequence. Without cu_seqlens: `attention`.
+    Others have the layout of q. The dropout_mask is a list with one mask per sequence; key_ranges ``[1 or nheads,
+    total_q, ...]``. Without cu_seqlens: `attention`.
     """
     if cu_seqlens is None:
         return attention
@@ -91,12 +107,16 @@ def by_sequence(attention: Attention, cu_seqlens: Cumulative | None) -> Attentio
 
     def run(q: Tensor, k: Tensor, v: Tensor, *others: Tensor, **options: Any) -> tuple[Tensor, ...]:
         slopes, masks = options.pop("alibi_slopes", None), options.pop("dropout_mask", None)
+        ranges = options.pop("key_ranges", None)
         results: list[list[Tensor]] = [[] for _ in lengths]
         for (length_q, length_k), members in by_lengths.items():
 
             def rows(x: Tensor, starts: list[int], length: int, members: list[int] = members) -> Tensor:
                 return torch.stack([x[starts[b] : starts[b] + length] for b in members])
 
+            given = {}
+            if ranges is not None:
+                given["key_ranges"] = rows(ranges.transpose(0, 1), starts_q, length_q).transpose(1, 2)
             batch = attention(
                 rows(q, starts_q, length_q),
                 rows(k, starts_k, length_k),
@@ -104,6 +124,7 @@ def by_sequence(attention: Attention, cu_seqlens: Cumulative | None) -> Attentio
                 *(rows(x, starts_q, length_q) for x in others),
                 alibi_slopes=slopes[members] if slopes is not None and slopes.dim() == 2 else slopes,
                 dropout_mask=None if masks is None else torch.stack([masks[b] for b in members]),
+                **given,
                 **options,
             )
             for i, b in enumerate(members):
@@ -115,18 +136,28 @@ def by_sequence(attention: Attention, cu_seqlens: Cumulative | None) -> Attentio
 
 
 def rows_without_keys(
-    q: Tensor, k: Tensor, cu_seqlens: Cumulative | None, causal: bool, window_size: tuple[int, int]
+    q: Tensor,
+    k: Tensor,
+    cu_seqlens: Cumulative | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    key_ranges: Tensor | None = None,
 ) -> Tensor:
-    """bool ``[seqlen_q]``, varlen ``[total_q]``."""
+    """bool ``[seqlen_q]``, varlen ``[total_q]``; with key_ranges those of each head, ``[1 or batch, 1 or nheads,
+    seqlen_q]``, varlen ``[1 or nheads, total_q]``."""
 
-    def blind(seqlen_q: int, seqlen_k: int) -> Tensor:
-        visible = visible_keys(seqlen_q, seqlen_k, causal=causal, window_size=window_size, device=q.device)
-        return ~visible.any(dim=-1)
+    def blind(seqlen_q: int, seqlen_k: int, ranges: Tensor | None) -> Tensor:
+        return ~visible_pairs(seqlen_q, seqlen_k, causal, window_size, ranges, q.device).any(dim=-1)
 
     if cu_seqlens is None:
-        return blind(q.shape[1], k.shape[1])
-    lengths = zip(*(x.diff().tolist() for x in cu_seqlens), strict=True)
-    return torch.cat([q.new_zeros(0, dtype=torch.bool), *(blind(*pair) for pair in lengths)])
+        return blind(q.shape[1], k.shape[1], key_ranges)
+    lengths_q, lengths_k = (x.diff().tolist() for x in cu_seqlens)
+    if key_ranges is None:
+        parts = [blind(*pair, None) for pair in zip(lengths_q, lengths_k, strict=True)]
+    else:
+        of_sequence = key_ranges[None].split(lengths_q, dim=2)
+        parts = [blind(*x)[0] for x in zip(lengths_q, lengths_k, of_sequence, strict=True)]
+    return torch.cat(parts, dim=-1) if parts else q.new_zeros(0, dtype=torch.bool)
 
 
 @dataclass(frozen=True)
@@ -429,8 +460,10 @@ def assert_no_gradient_without_keys(
     *,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
+    key_ranges: Tensor | None = None,
     **_options: Any,
 ) -> None:
-    no_key = rows_without_keys(q, k, cu_seqlens, causal, window_size)
-    rows = dq[:, no_key] if cu_seqlens is None else dq[no_key]
-    assert not (rows != 0).any(), f"a row without keys has a dq other than 0\n  case {case}"
+    no_key = rows_without_keys(q, k, cu_seqlens, causal, window_size, key_ranges)
+    assert not ((dq.transpose(-2, -3) != 0) & no_key[..., None]).any(), (
+        f"a row without keys has a dq other than 0\n  case {case}"
+    )

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_attn_mini.reference import alibi_bias, attention_reference, visible_keys
+from flash_attn_mini.reference import alibi_bias, attention_reference
 
 from .bounds import (
     FLOOR,
@@ -27,6 +27,7 @@ from .bounds import (
     differentiate,
     gradients_accuracy,
     refuse,
+    visible_pairs,
 )
 
 
@@ -58,6 +59,7 @@ def flash_gradients(
     dropout_p: float = 0.0,
     dropout_mask: Tensor | None = None,
     sinks: Tensor | None = None,
+    key_ranges: Tensor | None = None,
     dlse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv in PyTorch as FlashAttention computes them (https://arxiv.org/abs/2205.14135, appendix B).
@@ -71,7 +73,7 @@ def flash_gradients(
     scale = 1.0 / math.sqrt(headdim) if softmax_scale is None else softmax_scale
     q, k, v, dout = (x.detach().to(wide).transpose(1, 2) for x in (q, k, v, dout))  # [batch, nheads, seqlen, headdim]
     k, v = (x.repeat_interleave(nheads // nheads_k, dim=1) for x in (k, v))
-    visible = visible_keys(seqlen_q, seqlen_k, causal=causal, window_size=window_size, device=q.device)
+    visible = visible_pairs(seqlen_q, seqlen_k, causal, window_size, key_ranges, q.device)
     scores = q @ k.mT * scale
     slope = torch.ones_like(scores)  # of the softcap
     if softcap > 0.0:

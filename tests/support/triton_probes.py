@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flash_attn_mini.backends.triton.key_ranges import blocks_of_ranges, load_ranges, rows_of_keys, store_ranges
 from flash_attn_mini.backends.triton.sequences import find_block
 from flash_attn_mini.backends.triton.splits import find_piece, find_split, piece_of
 from flash_attn_mini.backends.triton.visible import visible_keys, visible_queries
@@ -87,3 +88,48 @@ def find_piece_probe(
     tl.store(found + 6 * piece + 5, pieces)
     for i in range(size):
         tl.store(pieces_of + begin + i, piece_of(begin + i, total, pieces))
+
+
+@triton.jit
+def ranges_of_rows_probe(
+    blocks, row_ranges, unit_ranges, key_ranges, seqlen_q, seqlen_k, window_left, window_right,
+    CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS_OF_UNIT: tl.constexpr,
+    NUM_RANGES: tl.constexpr,
+):  # fmt: skip
+    """blocks [blocks of queries, 2, 4]: blocks_of_ranges. row_ranges, unit_ranges: as of store_ranges, of one head."""
+    m_block = tl.program_id(0)
+    start_m = m_block * BLOCK_M
+    rows = start_m + tl.arange(0, BLOCK_M)
+    first_key, last_key, _, _, _, _ = visible_keys(
+        start_m, rows, seqlen_q, seqlen_k, window_left, window_right, CAUSAL, BLOCK_M, BLOCK_N
+    )
+    ranges = load_ranges(
+        (key_ranges, 0, 0, 2 * NUM_RANGES), m_block, m_block, rows, seqlen_q, first_key, last_key,
+        window_left is not None, NUM_RANGES,
+    )  # fmt: skip
+    of_ranges = blocks_of_ranges(ranges, rows < seqlen_q, BLOCK_N)
+    for part in tl.static_range(2):
+        for i in tl.static_range(4):
+            tl.store(blocks + 8 * m_block + 4 * part + i, of_ranges[part][i])
+    num_rows = tl.num_programs(0) * BLOCK_M
+    units = unit_ranges + start_m // ROWS_OF_UNIT
+    store_ranges(
+        ranges, rows < seqlen_q, row_ranges + start_m, units, num_rows, BLOCK_M, ROWS_OF_UNIT, NUM_RANGES
+    )  # fmt: skip
+
+
+@triton.jit
+def rows_of_keys_probe(
+    ranges, unit_ranges, num_units, seqlen_q, seqlen_k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    ROWS_OF_UNIT: tl.constexpr, NUM_RANGES: tl.constexpr,
+):  # fmt: skip
+    """ranges [blocks of keys, 4]: what rows_of_keys returns."""
+    start_n = tl.program_id(0) * BLOCK_N
+    m_begin, full_begin, full_end, m_end = rows_of_keys(
+        start_n, tl.minimum(start_n + BLOCK_N, seqlen_k), unit_ranges, num_units, seqlen_q,
+        BLOCK_M, ROWS_OF_UNIT, NUM_RANGES,
+    )  # fmt: skip
+    tl.store(ranges + 4 * tl.program_id(0), m_begin)
+    tl.store(ranges + 4 * tl.program_id(0) + 1, full_begin)
+    tl.store(ranges + 4 * tl.program_id(0) + 2, full_end)
+    tl.store(ranges + 4 * tl.program_id(0) + 3, m_end)

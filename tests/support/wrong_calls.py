@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -134,6 +135,16 @@ def strided(argument: str) -> Callable[[Call], object]:
 
 def slopes(dtype: torch.dtype, *size: int) -> Callable[[Call], object]:
     return lambda call: call.update(alibi_slopes=torch.zeros(size, dtype=dtype, device=call["q"].device))
+
+
+def ranges(*size: int, values: tuple[int, ...] = (0,), dtype: torch.dtype = torch.int32) -> Callable[[Call], object]:
+    """key_ranges of this size, full of the values in turn."""
+
+    def change(call: Call) -> None:
+        numbers = torch.tensor(values, dtype=dtype, device=call["q"].device)
+        call["key_ranges"] = numbers[torch.arange(math.prod(size), device=numbers.device) % len(values)].view(size)
+
+    return change
 
 
 def numbers(argument: str, values: object) -> Callable[[Call], object]:

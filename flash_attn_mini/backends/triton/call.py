@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ...options import Options, Sequences
+from .key_ranges import num_ranges, range_arguments, readable
 from .recording import Recorder
 from .score_mod import modifies_scores, qk_scale, score_features, score_mod_of
 
@@ -31,6 +32,9 @@ class Call:
 
     def __post_init__(self) -> None:
         self.recorder: Recorder | None = None  # of the launches that follow
+        key_ranges = self.options.key_ranges
+        if key_ranges is not None:
+            self.options = self.options._replace(key_ranges=readable(key_ranges, self.is_varlen))
         seqlen_q, seqlen_k = self.longest(self.q, self.k)
         left, right = self.options.window_size_left, self.options.window_size_right
         if self.options.causal:
@@ -75,16 +79,29 @@ class Call:
 
     @property
     def begin_row(self) -> int:
-        """Equal lengths: the first row that sees a key."""
-        if not self.causal and self.window is None:
+        """Equal lengths: the first row that sees a key. 0 with key_ranges, which give the keys of each row."""
+        if self.num_ranges > 0 or (not self.causal and self.window is None):
             return 0
         right = 0 if self.window is None else self.window[1]
         return max(self.q.shape[1] - self.k.shape[1] - right, 0)
 
     @property
     def may_have_keyless_rows(self) -> bool:
-        """True if some row sees no key, or if the lengths are not known here."""
-        return (self.causal or self.window is not None) and (self.is_varlen or self.begin_row > 0)
+        """True if some row sees no key, or if the lengths are not known here; not with key_ranges."""
+        return (
+            self.num_ranges == 0 and (self.causal or self.window is not None) and (self.is_varlen or self.begin_row > 0)
+        )
+
+    @property
+    def has_bounds(self) -> bool:
+        """True if a window or key_ranges bound the keys of each query."""
+        return self.window is not None or self.options.key_ranges is not None
+
+    @property
+    def num_ranges(self) -> int:
+        """Ranges of keys of a query; 0 without key_ranges."""
+        key_ranges = self.options.key_ranges
+        return 0 if key_ranges is None else num_ranges(key_ranges, self.is_varlen)
 
     @property
     def modifies_scores(self) -> bool:
@@ -104,18 +121,25 @@ class Call:
     @property
     def features(self) -> str:
         """The features that the kernels compile in, except masks: "" or names."""
-        if self.sequences is None and not self.modifies_scores and self.options.dropout_p == 0:
+        options = self.options
+        if (
+            self.sequences is None
+            and not self.modifies_scores
+            and options.dropout_p == 0
+            and options.key_ranges is None
+        ):
             return ""
         used = {
             "varlen": self.is_varlen,
             "paged": self.sequences is not None and self.sequences.block_table is not None,
-            **score_features(self.options),
-            "dropout": self.options.dropout_p > 0,
+            **score_features(options),
+            "dropout": options.dropout_p > 0,
+            "key_ranges": options.key_ranges is not None,
         }
         return "+".join(name for name, is_used in used.items() if is_used)
 
     def feature_arguments(self) -> dict[str, Any]:
-        """The arguments of the features that this call uses, pages excepted."""
+        """The arguments of the features that this call uses, key_ranges and pages excepted."""
         if self.is_plain:
             return {}
         arguments: dict[str, Any] = {}
@@ -133,6 +157,11 @@ class Call:
             arguments["threshold"] = math.floor(self.options.dropout_p * 65536 + 0.5)
             arguments["keep_scale"] = 1.0 / (1.0 - self.options.dropout_p)
         return arguments
+
+    def range_arguments(self) -> dict[str, Any]:
+        """The arguments of the kernels that read key_ranges."""
+        key_ranges = self.options.key_ranges
+        return {} if key_ranges is None else range_arguments(key_ranges, self.is_varlen)
 
     def page_arguments(self) -> dict[str, Any]:
         """The arguments of the forward kernel for keys in pages."""

@@ -1,9 +1,10 @@
 """Every check of the arguments of a call, for environments without the compiled extension.
 
-With the extension csrc/api/checks.cpp and csrc/api/checks_kvcache.cpp check every call of every backend. The checks
-here are the same: in the same order, with the same exception types and texts. A failed check names the argument, what
-was given and what is allowed. cu_seqlens, block_table and the like are read on the CPU; on a GPU only with
-FLASH_ATTN_MINI_CHECK=1, as reading them waits for the GPU.
+With the extension csrc/api/checks.cpp, csrc/api/key_ranges.cpp and csrc/api/checks_kvcache.cpp check every call of
+every backend. The checks here are the same: in the same order, with the same exception types and texts. A failed check
+names the argument, what was given and what is allowed. cu_seqlens, block_table and the like are read on the CPU; on a
+GPU only with FLASH_ATTN_MINI_CHECK=1, as reading them waits for the GPU. key_ranges are read only with
+FLASH_ATTN_MINI_CHECK=1.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ MAX_ROWS = MAX_INT // 4  # rows of a tensor: no distance of two positions overfl
 def check_forward(
     q: Tensor, k: Tensor, v: Tensor, sequences: Sequences | None, options: Options, backend: str = "triton"
 ) -> None:
-    """Raise ValueError or TypeError unless the backend can run the forward."""
+    """Raise ValueError, TypeError or NotImplementedError unless the backend can run the forward."""
     _check_inputs(q, k, v, sequences, backend)
     _check_options(q, _batch_of(q, sequences), options)
+    _check_key_ranges(q, k, sequences, options.key_ranges)
 
 
 def check_backward(
@@ -66,6 +68,7 @@ def check_backward(
                 raise ValueError(f"{name} shares memory with {other_name}; allowed: memory of its own")
         read.append((name, given))  # gradients share no memory with each other
     _check_options(q, _batch_of(q, sequences), options)
+    _check_key_ranges(q, k, sequences, options.key_ranges)
     check_rng_state(rng_state, options.dropout_p, q)
 
 
@@ -285,6 +288,46 @@ def _check_scalars(options: Options) -> None:
         raise ValueError(f"softcap is {softcap:g} and dropout_p is {dropout_p:g}; allowed: one of the two, not both")
 
 
+def _check_key_ranges(q: Tensor, k: Tensor, sequences: Sequences | None, key_ranges: Tensor | None) -> None:
+    if key_ranges is None:
+        return
+    if sequences is not None and sequences.block_table is not None:
+        raise NotImplementedError(
+            "flash_attn_mini: key_ranges is given together with block_table; allowed: one of the two, not both"
+        )
+    _check_index("key_ranges", key_ranges, q)
+    *leading, rows, nheads, _ = q.shape
+    dims, shape = len(leading) + 2, _shape(key_ranges)
+    is_right = len(shape) == dims + 1 or (len(shape) == dims + 2 and shape[dims] == 2)
+    is_right = is_right and shape[-1] == 2 and shape[dims - 1] == rows and shape[dims - 2] in (1, nheads)
+    if not (is_right and all(shape[0] in (1, batch) for batch in leading)):
+        if sequences is not None:
+            allowed = "[1 or nheads, total_q, 2] or [1 or nheads, total_q, 2, 2] with "
+        else:
+            allowed = (
+                "[1 or batch, 1 or nheads, seqlen_q, 2] or [1 or batch, 1 or nheads, seqlen_q, 2, 2] with batch "
+                f"{leading[0]}, "
+            )
+        name = "total_q" if sequences is not None else "seqlen_q"
+        raise ValueError(f"key_ranges has shape {shape}; allowed: {allowed}nheads {nheads}, {name} {rows}")
+    if not _checks_values():
+        return
+    if sequences is None:
+        _check_range_values(key_ranges, k.shape[1], "")
+        return
+    spans = zip(pairwise(sequences.cu_seqlens_q.tolist()), sequences.cu_seqlens_k.diff().tolist(), strict=True)
+    for bidb, ((begin, end), keys) in enumerate(spans):
+        _check_range_values(key_ranges[:, begin:end], keys, f" in sequence {bidb}")
+
+
+def _check_range_values(key_ranges: Tensor, keys: int, where: str) -> None:
+    if key_ranges.numel() == 0:
+        return
+    low, high = int(key_ranges.min()), int(key_ranges.max())
+    if low < 0 or high > keys:
+        raise ValueError(f"key_ranges has {low if low < 0 else high}{where}; allowed: 0 to the number of keys, {keys}")
+
+
 # This range keeps every factor that a kernel derives from softmax_scale and softcap, and its products with q.k of
 # float16 inputs, inside float32.
 MIN_FACTOR, MAX_FACTOR = 1e-20, 1e20
@@ -300,7 +343,7 @@ def _is_in_range(x: float) -> bool:
 def check_kvcache(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, cache: KvCache, options: Options, backend: str = "triton"
 ) -> None:
-    """Raise ValueError or TypeError unless the backend can run the call of flash_attn_with_kvcache."""
+    """Raise ValueError, TypeError or NotImplementedError unless the backend can run flash_attn_with_kvcache."""
     _check_dtype("q", q, backend)
     batch = _check_cache_shapes(q, k_cache, v_cache, cache)
     _check_rows(q, k_cache, cache, batch)
@@ -309,6 +352,11 @@ def check_kvcache(
     _check_rotary(q, k_cache, cache, options)
     _check_splits(cache)
     _check_options(q, batch, options)
+    if options.key_ranges is not None:
+        raise NotImplementedError(
+            "flash_attn_mini: no backend implements key_ranges with a KV cache; backends that have it: none. "
+            "Available: flash_attn_func, or causal, window_size and cache_leftpad"
+        )
     if _seqlen_new(cache) > 0:
         _check_memory(q, k_cache, v_cache, cache, options)
     if _may_read(q):
@@ -741,4 +789,8 @@ def _shares_memory(x: Tensor, y: Tensor) -> bool:
 
 def _may_read(x: Tensor) -> bool:
     """True if values of x may be read on the host."""
-    return x.is_cpu or os.environ.get("FLASH_ATTN_MINI_CHECK", "0") not in ("", "0")
+    return x.is_cpu or _checks_values()
+
+
+def _checks_values() -> bool:
+    return os.environ.get("FLASH_ATTN_MINI_CHECK", "0") not in ("", "0")

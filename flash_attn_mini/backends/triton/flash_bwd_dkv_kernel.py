@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from .dropout import dropout_stream, keep_tile
+from .key_ranges import is_in, load_stored_ranges, rows_of_keys
 from .score_mod import head_slope, modified_logits
 from .sequences import find_block, sequence_rows
 from .tiles import assigned_block, from_row, load_rows, store_rows
@@ -74,11 +75,23 @@ def accumulate_dkv(
     WANT_DK: tl.constexpr,
     WANT_DV: tl.constexpr,
     USE_TMA: tl.constexpr,
+    keys=None,  # (BLOCK_N,) int32: the keys, with key_ranges
+    row_ranges=None,  # see load_stored_ranges, from the first row of the sequence and head on
+    num_rows=None,
+    NUM_RANGES: tl.constexpr = 0,  # 0: no key_ranges
 ):
     """Add the contributions of rows [m_begin, m_end), BLOCK_M at a time. MASKED: not all of them may see each key."""
     for m in tl.range(m_begin, m_end, BLOCK_M):
-        q_tile = load_rows(q, batch, head, m, seqlen_q, begin_row, HEAD_DIM, BLOCK_D, BLOCK_M, not EVEN_M, USE_TMA)
-        do_tile = load_rows(dout, batch, head, m, seqlen_q, begin_row, HEAD_DIM, BLOCK_D, BLOCK_M, not EVEN_M, USE_TMA)
+        sees = None
+        if MASKED and NUM_RANGES > 0:
+            begin_0, end_0, begin_1, end_1 = load_stored_ranges(row_ranges + m, num_rows, BLOCK_M, NUM_RANGES)
+            sees = end_0 > 0  # a row without keys may hold NaN: see below
+        q_tile = load_rows(
+            q, batch, head, m, seqlen_q, begin_row, HEAD_DIM, BLOCK_D, BLOCK_M, not EVEN_M, USE_TMA, sees
+        )  # fmt: skip
+        do_tile = load_rows(
+            dout, batch, head, m, seqlen_q, begin_row, HEAD_DIM, BLOCK_D, BLOCK_M, not EVEN_M, USE_TMA, sees
+        )  # fmt: skip
         lse_log2 = load_stat(row_stats, 1, batch_head, padded_begin + m, num_heads, padded_q, BLOCK_M, USE_TMA)
         scores_t = tl.dot(k_tile, q_tile.T, input_precision="ieee")
         if not SCORE_MOD:
@@ -87,10 +100,15 @@ def accumulate_dkv(
             logits_t, derivative_t = modified_logits(scores_t, qk_scale, score_mod, slope, position - m, BLOCK_M)
             p_t = tl.math.exp2(logits_t - lse_log2[None, :])
         if MASKED:
-            rows = m + tl.arange(0, BLOCK_M)
-            visible_t = rows[None, :] >= first_row[:, None]
-            if WINDOW:
-                visible_t = visible_t & (rows[None, :] <= last_row[:, None])
+            if NUM_RANGES == 0:
+                rows = m + tl.arange(0, BLOCK_M)
+                visible_t = rows[None, :] >= first_row[:, None]
+                if WINDOW:
+                    visible_t = visible_t & (rows[None, :] <= last_row[:, None])
+            else:
+                visible_t = is_in((begin_0[None, :], end_0[None, :]), keys[:, None])
+                if NUM_RANGES == 2:
+                    visible_t = visible_t | is_in((begin_1[None, :], end_1[None, :]), keys[:, None])
             p_t = tl.where(visible_t, p_t, 0.0)
         dropped_p_t = p_t
         if dropout is not None:
@@ -153,6 +171,10 @@ def flash_bwd_dkv_kernel(
     rng_state=None,
     threshold=None,
     keep_scale=None,
+    NUM_RANGES: tl.constexpr = 0,
+    row_ranges=None,  # see store_ranges
+    unit_ranges=None,
+    ROWS_OF_UNIT: tl.constexpr = 0,
 ):
     """Grid: cdiv(seqlen_k, BLOCK_N) * batch * nheads_k programs; variable length: see find_block, times nheads_k."""
     # The keys and the head of this program. Under the causal mask the first keys have the most rows.
@@ -216,25 +238,56 @@ def flash_bwd_dkv_kernel(
         if rng_state is not None:
             dropout = (dropout_stream(rng_state, sequence * nheads + head), threshold, start_n, keep_scale)
 
-        if CAUSAL or window_left is not None:
+        if NUM_RANGES == 0:
+            if CAUSAL or window_left is not None:
+                dk_acc, dv_acc = accumulate_dkv(
+                    dk_acc, dv_acc, k_tile, v_tile, row_stats, q, dout, batch, head, stats_head, num_heads,
+                    begin_row, first_row, last_row, m_begin, full_begin, seqlen_q, padded_q, padded_begin,
+                    qk_scale, score_mod, slope, position, dropout, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N,
+                    True, window_left is not None, SCORE_MOD, EVEN_M, dk is not None, dv is not None, USE_TMA,
+                )  # fmt: skip
             dk_acc, dv_acc = accumulate_dkv(
                 dk_acc, dv_acc, k_tile, v_tile, row_stats, q, dout, batch, head, stats_head, num_heads,
-                begin_row, first_row, last_row, m_begin, full_begin, seqlen_q, padded_q, padded_begin,
+                full_begin_row, first_row, last_row, full_begin, full_end, seqlen_q, padded_q, padded_begin,
                 qk_scale, score_mod, slope, position, dropout, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N,
-                True, window_left is not None, SCORE_MOD, EVEN_M, dk is not None, dv is not None, USE_TMA,
+                False, False, SCORE_MOD, EVEN_M, dk is not None, dv is not None, USE_TMA,
             )  # fmt: skip
-        dk_acc, dv_acc = accumulate_dkv(
-            dk_acc, dv_acc, k_tile, v_tile, row_stats, q, dout, batch, head, stats_head, num_heads,
-            full_begin_row, first_row, last_row, full_begin, full_end, seqlen_q, padded_q, padded_begin,
-            qk_scale, score_mod, slope, position, dropout, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N,
-            False, False, SCORE_MOD, EVEN_M, dk is not None, dv is not None, USE_TMA,
-        )  # fmt: skip
-        if window_left is not None:
+            if window_left is not None:
+                dk_acc, dv_acc = accumulate_dkv(
+                    dk_acc, dv_acc, k_tile, v_tile, row_stats, q, dout, batch, head, stats_head, num_heads,
+                    begin_row, first_row, last_row, full_end, m_end, seqlen_q, padded_q, padded_begin,
+                    qk_scale, score_mod, slope, position, dropout, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N,
+                    True, True, SCORE_MOD, EVEN_M, dk is not None, dv is not None, USE_TMA,
+                )  # fmt: skip
+        else:
+            num_rows = num_heads.to(tl.int64) * padded_q
+            before = stats_head.to(tl.int64) * padded_q + padded_begin
+            of_head = row_ranges + before
+            begin_m, begin_full, end_full, end_m = rows_of_keys(
+                start_n, tl.minimum(start_n + BLOCK_N, seqlen_k), unit_ranges + before // ROWS_OF_UNIT,
+                num_rows // ROWS_OF_UNIT, seqlen_q, BLOCK_M, ROWS_OF_UNIT, NUM_RANGES,
+            )  # fmt: skip
+            keys = start_n + tl.arange(0, BLOCK_N)
             dk_acc, dv_acc = accumulate_dkv(
                 dk_acc, dv_acc, k_tile, v_tile, row_stats, q, dout, batch, head, stats_head, num_heads,
-                begin_row, first_row, last_row, full_end, m_end, seqlen_q, padded_q, padded_begin,
+                None, first_row, last_row, begin_m, begin_full, seqlen_q, padded_q, padded_begin,
                 qk_scale, score_mod, slope, position, dropout, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N,
-                True, True, SCORE_MOD, EVEN_M, dk is not None, dv is not None, USE_TMA,
+                True, False, SCORE_MOD, EVEN_M, dk is not None, dv is not None, USE_TMA,
+                keys, of_head, num_rows, NUM_RANGES,
+            )  # fmt: skip
+            dk_acc, dv_acc = accumulate_dkv(
+                dk_acc, dv_acc, k_tile, v_tile, row_stats, q, dout, batch, head, stats_head, num_heads,
+                None, first_row, last_row, begin_full, end_full, seqlen_q, padded_q, padded_begin,
+                qk_scale, score_mod, slope, position, dropout, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N,
+                False, False, SCORE_MOD, EVEN_M, dk is not None, dv is not None, USE_TMA,
+                keys, of_head, num_rows, NUM_RANGES,
+            )  # fmt: skip
+            dk_acc, dv_acc = accumulate_dkv(
+                dk_acc, dv_acc, k_tile, v_tile, row_stats, q, dout, batch, head, stats_head, num_heads,
+                None, first_row, last_row, end_full, end_m, seqlen_q, padded_q, padded_begin,
+                qk_scale, score_mod, slope, position, dropout, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N,
+                True, False, SCORE_MOD, EVEN_M, dk is not None, dv is not None, USE_TMA,
+                keys, of_head, num_rows, NUM_RANGES,
             )  # fmt: skip
 
     if dk is not None:

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from .dropout import dropout_stream, keep_tile
+from .key_ranges import blocks_of_ranges, chosen_blocks, is_in, load_ranges, store_no_ranges, store_ranges
 from .score_mod import LOG2_E, head_slope, modified_logits
 from .sequences import find_block, sequence_rows
 from .tiles import assigned_block, from_row, load_rows, store_rows
@@ -45,6 +46,7 @@ def accumulate_dq(
     WINDOW: tl.constexpr,
     SCORE_MOD: tl.constexpr,
     USE_TMA: tl.constexpr,
+    second=None,  # as in attend_blocks
 ):
     """Add the contributions of keys [n_begin, n_end), BLOCK_N at a time. MASKED: some row may not see all of them."""
     for n in tl.range(n_begin, n_end, BLOCK_N):
@@ -62,6 +64,8 @@ def accumulate_dq(
             visible = keys[None, :] <= last_key[:, None]
             if WINDOW:
                 visible = visible & (keys[None, :] >= first_key[:, None])
+            if second is not None:
+                visible = visible | is_in((second[0][:, None], second[1][:, None]), keys[None, :])
             p = tl.where(visible, p, 0.0)
         if dropout is not None:
             stream, threshold, start_m, keep_scale = dropout
@@ -77,6 +81,7 @@ def accumulate_dq(
 NOT_SPECIALIZED = [
     "seqlen_q", "seqlen_k", "batch_heads", "nheads", "heads_per_kv", "heads_per_group",
     "num_sequences", "window_left", "window_right", "threshold",
+    "ranges_stride_b", "ranges_stride_h", "ranges_stride_s",
 ]  # fmt: skip
 
 
@@ -102,7 +107,7 @@ def flash_bwd_dq_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,  # HEAD_DIM rounded up to a power of two
     CAUSAL: tl.constexpr,
-    EVEN_N: tl.constexpr,  # without the causal mask: seqlen_k is a multiple of BLOCK_N
+    EVEN_N: tl.constexpr,  # as in flash_fwd_kernel
     ROW_STATS_MULTIPLE: tl.constexpr,
     USE_TMA: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -116,6 +121,14 @@ def flash_bwd_dq_kernel(
     rng_state=None,
     threshold=None,
     keep_scale=None,
+    key_ranges=None,
+    ranges_stride_b=None,
+    ranges_stride_h=None,
+    ranges_stride_s=None,
+    NUM_RANGES: tl.constexpr = 0,
+    row_ranges=None,  # see store_ranges
+    unit_ranges=None,
+    ROWS_OF_UNIT: tl.constexpr = 0,
 ):
     """Grid: padded_q / BLOCK_M * batch * nheads programs."""
     # The rows and the head of this program. padded_q is seqlen_q rounded up to ROW_STATS_MULTIPLE. Of variable length,
@@ -130,6 +143,12 @@ def flash_bwd_dq_kernel(
     head_k = head // heads_per_kv
     stats = row_stats + batch_head.to(tl.int64) * padded_q + m_block * BLOCK_M + tl.arange(0, BLOCK_M)
     lse_offset = batch_head.to(tl.int64) * seqlen_q
+    if NUM_RANGES > 0:
+        ranges = (key_ranges, ranges_stride_b, ranges_stride_h, ranges_stride_s)
+        num_rows = batch_heads.to(tl.int64) * padded_q
+        first_row = batch_head.to(tl.int64) * padded_q + m_block * BLOCK_M
+        row_ranges += first_row
+        unit_ranges += first_row // ROWS_OF_UNIT
     sequence = batch
     if cu_seqlens is not None:
         PER_UNIT: tl.constexpr = ROW_STATS_MULTIPLE // BLOCK_M
@@ -140,6 +159,8 @@ def flash_bwd_dq_kernel(
         if m_block * BLOCK_M >= seqlen_q:  # padding
             tl.store(stats, tl.zeros([BLOCK_M], tl.float32))
             tl.store(stats + batch_heads.to(tl.int64) * padded_q, tl.full([BLOCK_M], float("inf"), tl.float32))
+            if NUM_RANGES > 0:
+                store_no_ranges(row_ranges, unit_ranges, num_rows, BLOCK_M, ROWS_OF_UNIT, NUM_RANGES)
             return
         q = from_row(q, q_begin)
         dout = from_row(dout, q_begin)
@@ -149,8 +170,23 @@ def flash_bwd_dq_kernel(
         lse_offset += q_begin
         if dq is not None:
             dq = from_row(dq, q_begin)
+        if NUM_RANGES > 0:
+            ranges = from_row(ranges, q_begin)
     start_m = m_block * BLOCK_M
     rows = start_m + tl.arange(0, BLOCK_M)
+
+    # The ranges of keys, also for flash_bwd_dkv_kernel.
+    if NUM_RANGES > 0:
+        first_key, last_key, _, _, _, _ = visible_keys(
+            start_m, rows, seqlen_q, seqlen_k, window_left, window_right, CAUSAL, BLOCK_M, BLOCK_N
+        )
+        begin_0, end_0, begin_1, end_1 = load_ranges(
+            ranges, batch, head, rows, seqlen_q, first_key, last_key, window_left is not None, NUM_RANGES
+        )
+        store_ranges(
+            (begin_0, end_0, begin_1, end_1), rows < seqlen_q, row_ranges, unit_ranges, num_rows,
+            BLOCK_M, ROWS_OF_UNIT, NUM_RANGES,
+        )  # fmt: skip
 
     # delta, and the lse as exp2 wants it. A row without keys or beyond the last has lse * log2(e) = inf: its P is 0.
     do_tile = load_rows(dout, batch, head, start_m, seqlen_q, None, HEAD_DIM, BLOCK_D, BLOCK_M, True, USE_TMA)
@@ -162,6 +198,8 @@ def flash_bwd_dq_kernel(
         delta -= tl.load(dlse + row_offset, mask=in_range, other=0.0)
     row_lse = tl.load(lse + row_offset, mask=in_range, other=float("-inf"))
     sees_nothing = row_lse == float("-inf")
+    if NUM_RANGES > 0:  # the lse may be a sink
+        sees_nothing = sees_nothing | (end_0 == 0)
     delta = tl.where(sees_nothing, 0.0, delta)  # dout and dlse of such a row may be NaN
     lse_log2 = tl.where(sees_nothing, float("inf"), row_lse * LOG2_E)
     tl.store(stats, delta)
@@ -169,14 +207,15 @@ def flash_bwd_dq_kernel(
 
     if dq is not None:
         # The keys.
-        first_key, last_key, n_begin, full_begin, full_end, n_end = visible_keys(
-            start_m, rows, seqlen_q, seqlen_k, window_left, window_right, CAUSAL, BLOCK_M, BLOCK_N
-        )
-        if start_m >= seqlen_q:  # only here to fill row_stats
-            if window_left is not None:
-                full_begin = n_begin
-            full_end = full_begin
-            n_end = full_begin
+        if NUM_RANGES == 0:
+            first_key, last_key, n_begin, full_begin, full_end, n_end = visible_keys(
+                start_m, rows, seqlen_q, seqlen_k, window_left, window_right, CAUSAL, BLOCK_M, BLOCK_N
+            )
+            if start_m >= seqlen_q:  # only here to fill row_stats
+                if window_left is not None:
+                    full_begin = n_begin
+                full_end = full_begin
+                n_end = full_begin
 
         # Score modification and dropout.
         slope = head_slope(SCORE_MOD, score_mod, sequence, nheads, head)
@@ -187,23 +226,48 @@ def flash_bwd_dq_kernel(
 
         q_tile = load_rows(q, batch, head, start_m, seqlen_q, None, HEAD_DIM, BLOCK_D, BLOCK_M, True, USE_TMA)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        if window_left is not None:
+        if NUM_RANGES == 0:
+            if window_left is not None:
+                acc = accumulate_dq(
+                    acc, q_tile, do_tile, lse_log2, delta, k, v, batch, head_k, first_key, last_key,
+                    n_begin, full_begin, seqlen_k, qk_scale, score_mod, slope, position, dropout,
+                    HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, True, True, SCORE_MOD, USE_TMA,
+                )  # fmt: skip
             acc = accumulate_dq(
-                acc, q_tile, do_tile, lse_log2, delta, k, v, batch, head_k, first_key, last_key, n_begin, full_begin,
-                seqlen_k, qk_scale, score_mod, slope, position, dropout,
-                HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, True, True, SCORE_MOD, USE_TMA,
+                acc, q_tile, do_tile, lse_log2, delta, k, v, batch, head_k, first_key, last_key,
+                full_begin, full_end, seqlen_k, qk_scale, score_mod, slope, position, dropout,
+                HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, False, False, SCORE_MOD, USE_TMA,
             )  # fmt: skip
-        acc = accumulate_dq(
-            acc, q_tile, do_tile, lse_log2, delta, k, v, batch, head_k, first_key, last_key, full_begin, full_end,
-            seqlen_k, qk_scale, score_mod, slope, position, dropout,
-            HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, False, False, SCORE_MOD, USE_TMA,
-        )  # fmt: skip
-        if CAUSAL or not EVEN_N:
-            acc = accumulate_dq(
-                acc, q_tile, do_tile, lse_log2, delta, k, v, batch, head_k, first_key, last_key, full_end, n_end,
-                seqlen_k, qk_scale, score_mod, slope, position, dropout,
-                HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, True, window_left is not None, SCORE_MOD, USE_TMA,
-            )  # fmt: skip
+            if CAUSAL or not EVEN_N:
+                acc = accumulate_dq(
+                    acc, q_tile, do_tile, lse_log2, delta, k, v, batch, head_k, first_key, last_key,
+                    full_end, n_end, seqlen_k, qk_scale, score_mod, slope, position, dropout,
+                    HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, True, window_left is not None, SCORE_MOD, USE_TMA,
+                )  # fmt: skip
+        else:
+            first_key = begin_0
+            last_key = end_0 - 1
+            second = None
+            if NUM_RANGES == 2:
+                second = (begin_1, end_1)
+            blocks = blocks_of_ranges((begin_0, end_0, begin_1, end_1), rows < seqlen_q, BLOCK_N)
+            for part in range(NUM_RANGES):
+                n_begin, full_begin, full_end, n_end = chosen_blocks(blocks, part, NUM_RANGES)
+                acc = accumulate_dq(
+                    acc, q_tile, do_tile, lse_log2, delta, k, v, batch, head_k, first_key, last_key,
+                    n_begin, full_begin, seqlen_k, qk_scale, score_mod, slope, position, dropout,
+                    HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, True, True, SCORE_MOD, USE_TMA, second=second,
+                )  # fmt: skip
+                acc = accumulate_dq(
+                    acc, q_tile, do_tile, lse_log2, delta, k, v, batch, head_k, first_key, last_key,
+                    full_begin, full_end, seqlen_k, qk_scale, score_mod, slope, position, dropout,
+                    HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, False, False, SCORE_MOD, USE_TMA,
+                )  # fmt: skip
+                acc = accumulate_dq(
+                    acc, q_tile, do_tile, lse_log2, delta, k, v, batch, head_k, first_key, last_key,
+                    full_end, n_end, seqlen_k, qk_scale, score_mod, slope, position, dropout,
+                    HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, True, True, SCORE_MOD, USE_TMA, second=second,
+                )  # fmt: skip
         acc = acc * softmax_scale
         if CAUSAL or not EVEN_N:  # a row without keys: dout, K or V may have made acc NaN
             acc = tl.where(lse_log2[:, None] == float("inf"), 0.0, acc)

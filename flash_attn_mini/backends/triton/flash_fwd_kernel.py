@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from .dropout import dropout_stream, keep_tile
+from .key_ranges import blocks_of_ranges, chosen_blocks, is_in, load_ranges
 from .score_mod import head_slope, join_row_mod, modified_logits
 from .sequences import (
     cache_row,
@@ -55,6 +56,7 @@ def attend_blocks(
     SCORE_MOD: tl.constexpr,
     USE_TMA: tl.constexpr,
     TILES_IN_PAGES: tl.constexpr = False,  # no tile has keys of two pages
+    second=None,  # (begin, end), each (BLOCK_M,) int32: keys that each row sees, too; counts with MASKED
 ):
     """Attend to keys [n_begin, n_end), BLOCK_N at a time. MASKED: some row may not see all of them."""
     acc, row_sum, row_max = state
@@ -79,6 +81,8 @@ def attend_blocks(
             visible = keys[None, :] <= last_key[:, None]
             if WINDOW:
                 visible = visible & (keys[None, :] >= first_key[:, None])
+            if second is not None:
+                visible = visible | is_in((second[0][:, None], second[1][:, None]), keys[None, :])
             scores = tl.where(visible, scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1))
         shift = new_max
@@ -114,7 +118,7 @@ def attend_blocks(
 NOT_SPECIALIZED = [
     "seqlen_q", "seqlen_k", "batch_heads", "nheads", "heads_per_kv", "heads_per_group",
     "num_sequences", "max_pages", "num_pages", "page_size", "window_left", "window_right", "threshold",
-    "cache_seqlen", "seqlen_new", "batch_cache",
+    "cache_seqlen", "seqlen_new", "batch_cache", "ranges_stride_b", "ranges_stride_h", "ranges_stride_s",
 ]  # fmt: skip
 
 
@@ -135,7 +139,7 @@ def flash_fwd_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,  # HEAD_DIM rounded up to a power of two
     CAUSAL: tl.constexpr,
-    EVEN_N: tl.constexpr,  # without the causal mask: seqlen_k is a multiple of BLOCK_N
+    EVEN_N: tl.constexpr,  # without causal mask and key_ranges: seqlen_k is a multiple of BLOCK_N
     NEGATIVE_SCALE: tl.constexpr,
     USE_TMA: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -162,6 +166,11 @@ def flash_fwd_kernel(
     cache_batch_idx=None,
     batch_cache=None,
     row_mod=None,  # see score_mod.py
+    key_ranges=None,  # see load_ranges
+    ranges_stride_b=None,
+    ranges_stride_h=None,
+    ranges_stride_s=None,
+    NUM_RANGES: tl.constexpr = 0,  # of a query; 0: no key_ranges
 ):
     """Grid: cdiv(seqlen_q, BLOCK_M) * batch * nheads programs; variable length: see find_block, times nheads."""
     # The rows and the head of this program.
@@ -175,6 +184,8 @@ def flash_fwd_kernel(
     head_k = head // heads_per_kv
     sequence = batch
     pages = None
+    if NUM_RANGES > 0:
+        ranges = (key_ranges, ranges_stride_b, ranges_stride_h, ranges_stride_s)
     lse += batch_head.to(tl.int64) * seqlen_q
     if cu_seqlens is not None:
         sequence, m_block = find_block(cu_seqlens[0], num_sequences, seqlen_q, m_block, BLOCK_M)
@@ -184,6 +195,8 @@ def flash_fwd_kernel(
         q = from_row(q, q_begin)
         out = from_row(out, q_begin)
         lse += q_begin
+        if NUM_RANGES > 0:
+            ranges = from_row(ranges, q_begin)
         if block_table is None:
             k_begin, seqlen_k = sequence_rows(cu_seqlens[1], sequence, seqlen_k)
             k = from_row(k, k_begin)
@@ -223,26 +236,54 @@ def flash_fwd_kernel(
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     state = (acc, row_sum, row_max)
     q_tile = load_rows(q, batch, head, start_m, seqlen_q, None, HEAD_DIM, BLOCK_D, BLOCK_M, True, USE_TMA)
-    if window_left is not None:
+    if NUM_RANGES == 0:
+        if window_left is not None:
+            state = attend_blocks(
+                state, q_tile, k, v, pages, batch_k, head_k, first_key, last_key, n_begin, full_begin,
+                seqlen_k, qk_scale, score_mod, slope, position, dropout,
+                NEGATIVE_SCALE, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, True, True, SCORE_MOD, USE_TMA,
+            )  # fmt: skip
         state = attend_blocks(
-            state, q_tile, k, v, pages, batch_k, head_k, first_key, last_key, n_begin, full_begin,
+            state, q_tile, k, v, pages, batch_k, head_k, first_key, last_key, full_begin, full_end,
             seqlen_k, qk_scale, score_mod, slope, position, dropout,
-            NEGATIVE_SCALE, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, True, True, SCORE_MOD, USE_TMA,
+            NEGATIVE_SCALE, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, False, False, SCORE_MOD, USE_TMA,
         )  # fmt: skip
-    state = attend_blocks(
-        state, q_tile, k, v, pages, batch_k, head_k, first_key, last_key, full_begin, full_end,
-        seqlen_k, qk_scale, score_mod, slope, position, dropout,
-        NEGATIVE_SCALE, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, False, False, SCORE_MOD, USE_TMA,
-    )  # fmt: skip
-    if CAUSAL or not EVEN_N:
-        state = attend_blocks(
-            state, q_tile, k, v, pages, batch_k, head_k, first_key, last_key, full_end, n_end,
-            seqlen_k, qk_scale, score_mod, slope, position, dropout,
-            NEGATIVE_SCALE, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, True, window_left is not None, SCORE_MOD, USE_TMA,
-        )  # fmt: skip
+        if CAUSAL or not EVEN_N:
+            state = attend_blocks(
+                state, q_tile, k, v, pages, batch_k, head_k, first_key, last_key, full_end, n_end,
+                seqlen_k, qk_scale, score_mod, slope, position, dropout,
+                NEGATIVE_SCALE, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, True, window_left is not None, SCORE_MOD, USE_TMA,
+            )  # fmt: skip
+        acc, row_sum, row_max = state
+    else:
+        begin_0, end_0, begin_1, end_1 = load_ranges(
+            ranges, batch, head, rows, seqlen_q, first_key, last_key, window_left is not None, NUM_RANGES
+        )
+        first_key = begin_0
+        last_key = end_0 - 1
+        second = None
+        if NUM_RANGES == 2:
+            second = (begin_1, end_1)
+        blocks = blocks_of_ranges((begin_0, end_0, begin_1, end_1), rows < seqlen_q, BLOCK_N)
+        for part in range(NUM_RANGES):
+            n_begin, full_begin, full_end, n_end = chosen_blocks(blocks, part, NUM_RANGES)
+            acc, row_sum, row_max = attend_blocks(
+                (acc, row_sum, row_max), q_tile, k, v, pages, batch_k, head_k, first_key, last_key,
+                n_begin, full_begin, seqlen_k, qk_scale, score_mod, slope, position, dropout,
+                NEGATIVE_SCALE, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, True, True, SCORE_MOD, USE_TMA, second=second,
+            )  # fmt: skip
+            acc, row_sum, row_max = attend_blocks(
+                (acc, row_sum, row_max), q_tile, k, v, pages, batch_k, head_k, first_key, last_key,
+                full_begin, full_end, seqlen_k, qk_scale, score_mod, slope, position, dropout,
+                NEGATIVE_SCALE, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, False, False, SCORE_MOD, USE_TMA,
+            )  # fmt: skip
+            acc, row_sum, row_max = attend_blocks(
+                (acc, row_sum, row_max), q_tile, k, v, pages, batch_k, head_k, first_key, last_key,
+                full_end, n_end, seqlen_k, qk_scale, score_mod, slope, position, dropout,
+                NEGATIVE_SCALE, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, True, True, SCORE_MOD, USE_TMA, second=second,
+            )  # fmt: skip
 
     # A row without keys has out 0 and lse -inf.
-    acc, row_sum, row_max = state
     is_empty = row_sum == 0.0
     divisor = tl.where(is_empty, 1.0, row_sum)
     if rng_state is None:

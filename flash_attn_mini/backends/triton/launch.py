@@ -2,8 +2,8 @@
 
 The chain: backends.triton.forward -> forward (here) -> launch -> flash_fwd_kernel. The first plain call of a kind
 (dtype, head dim, causal, lengths rounded up to a power of two) tunes, and Triton's cache on disk keeps the choice.
-Calls with windows, score modifiers, dropout or variable lengths are never timed: they take the first configuration of
-the table that fits.
+Calls with windows, key_ranges, score modifiers, dropout or variable lengths are never timed: they take the first
+configuration of the table that fits.
 """
 
 from __future__ import annotations
@@ -130,12 +130,13 @@ def launch(call: ForwardCall, config: triton.Config) -> None:
             heads_per_kv,
             min(batch * nheads, heads_per_group(k, call) * heads_per_kv) if call.causal else 1,
             **call.feature_arguments(),
+            **call.range_arguments(),
             **call.page_arguments(),
             row_mod=row_mod_of(call.options),
             HEAD_DIM=head_dim,
             BLOCK_D=head_dim_block(head_dim),
             CAUSAL=call.causal,
-            EVEN_N=call.causal or (call.window is None and ends_with_block(call, k, block_n)),
+            EVEN_N=not call.has_bounds and (call.causal or ends_with_block(call, k, block_n)),
             NEGATIVE_SCALE=call.options.softmax_scale < 0 and not mods,
             **config.kwargs,
             **compiler_options(config),
@@ -149,7 +150,7 @@ def choose(
     block_d = head_dim_block(call.q.shape[3])
     if call.is_plain:
         return tuner.choose(call.q, call.k, block_d, call.causal, reached, INTERPRETED, launch_with, variant)
-    kind = (variant, call.features, call.causal, call.window is not None)
+    kind = (variant, call.features, call.causal, call.window is not None, call.num_ranges)
     return tuner.choose_untimed(call.q, block_d, kind, reached, INTERPRETED, launch_with)
 
 

@@ -25,6 +25,7 @@ from .configs import BACKWARD_DKV, BACKWARD_DQ
 from .flash_bwd_dkv_kernel import flash_bwd_dkv_kernel
 from .flash_bwd_dq_kernel import flash_bwd_dq_kernel
 from .interpreter import INTERPRETED
+from .key_ranges import ROWS_OF_UNIT
 from .launch import choose, compiler_options, ends_with_block, heads_per_group, num_blocks, trace_launch
 from .operands import (
     bind_context,
@@ -62,6 +63,8 @@ class BackwardCall(Call):
     dk: torch.Tensor | None  # like k
     dv: torch.Tensor | None  # like k
     row_stats: torch.Tensor  # float32 [2, batch, nheads, padded rows]: delta, then lse * log2(e)
+    row_ranges: torch.Tensor | None = None  # with key_ranges, as key_ranges.store_ranges writes them
+    unit_ranges: torch.Tensor | None = None
 
     @property
     def inputs(self) -> list[torch.Tensor]:
@@ -69,6 +72,17 @@ class BackwardCall(Call):
         q, k, v, *rest = super().inputs
         tensors = (self.dout, q, k, v, self.out, self.softmax_lse, self.dsoftmax_lse, *rest)
         return [x for x in tensors if x is not None]
+
+    def stored_ranges(self) -> dict[str, Any]:
+        """The arguments of both kernels for what the first one stores about key_ranges."""
+        if self.num_ranges == 0:
+            return {}
+        return {
+            "NUM_RANGES": self.num_ranges,
+            "row_ranges": self.row_ranges,
+            "unit_ranges": self.unit_ranges,
+            "ROWS_OF_UNIT": ROWS_OF_UNIT,
+        }
 
 
 def backward(
@@ -123,6 +137,7 @@ def backward(
                 made.append((gradient, gradient[0] if call.is_varlen else gradient))
             elif gradient is not None:
                 inputs.append(gradient)
+        made += [(x, x) for x in (call.row_ranges, call.unit_ranges) if x is not None]
         RECORDINGS.keep(recorder, recorder.recording(inputs, made))
     if not call.is_varlen:
         return *gradients, call.row_stats[0]
@@ -190,6 +205,11 @@ def prepare(
     )
     padded_q = num_blocks(call, q, ROWS_MULTIPLE) * ROWS_MULTIPLE
     call.row_stats = q.new_empty((2, q.shape[0], q.shape[2], padded_q), dtype=torch.float32)
+    if call.num_ranges > 0:
+        call.row_ranges, call.unit_ranges = (
+            q.new_empty((numbers * call.num_ranges, q.shape[0], q.shape[2], rows), dtype=torch.int32)
+            for numbers, rows in ((2, padded_q), (4, padded_q // ROWS_OF_UNIT))
+        )
     return call
 
 
@@ -257,10 +277,11 @@ def launch_dq(call: BackwardCall, config: triton.Config) -> None:
         heads_per_kv,
         min(batch * nheads, heads_per_group(k, call) * heads_per_kv) if call.causal else 1,
         **call.feature_arguments(),
+        **call.range_arguments() | call.stored_ranges(),
         HEAD_DIM=head_dim,
         BLOCK_D=head_dim_block(head_dim),
         CAUSAL=call.causal,
-        EVEN_N=call.causal or (call.window is None and ends_with_block(call, k, config.kwargs["BLOCK_N"])),
+        EVEN_N=not call.has_bounds and (call.causal or ends_with_block(call, k, config.kwargs["BLOCK_N"])),
         ROW_STATS_MULTIPLE=ROWS_MULTIPLE,
         **config.kwargs,
         **compiler_options(config),
@@ -292,6 +313,7 @@ def launch_dkv(call: BackwardCall, config: triton.Config, *, want_dk: bool = Tru
         heads_per_kv,
         min(batch * nheads_k, max(1, heads_per_group(q, call) // heads_per_kv)) if call.causal else 1,
         **call.feature_arguments(),
+        **call.stored_ranges(),
         HEAD_DIM=head_dim,
         BLOCK_D=head_dim_block(head_dim),
         CAUSAL=call.causal,

@@ -49,12 +49,15 @@ def load_rows(
     BLOCK_ROWS: tl.constexpr,
     CHECK_ROWS: tl.constexpr,
     USE_TMA: tl.constexpr,
+    is_read=None,  # (BLOCK_ROWS,) booleans: the other rows are zeros
 ):
     """Rows [start, start + BLOCK_ROWS) of src[batch, :, head, :]; zeros beyond row `end` and beyond HEAD_DIM."""
     if USE_TMA:
         if begin is not None:
             start -= begin
         tile = src.load([batch, head, start, 0]).reshape(BLOCK_ROWS, BLOCK_D)
+        if is_read is not None:
+            tile = tl.where(is_read[:, None], tile, 0.0)
     else:
         pointer, stride_b, stride_h, stride_s = src
         first = pointer + batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h
@@ -68,6 +71,8 @@ def load_rows(
         if begin is not None:
             is_after = rows[:, None] >= begin - start
             mask = is_after if mask is None else mask & is_after
+        if is_read is not None:
+            mask = is_read[:, None] if mask is None else mask & is_read[:, None]
         if HEAD_DIM != BLOCK_D:
             is_inside = cols[None, :] < HEAD_DIM
             mask = is_inside if mask is None else mask & is_inside
