@@ -51,6 +51,14 @@ def _folded_per_head(x: Tensor, dim: int | None, size: int, batch: int) -> Tenso
     return x.flatten(0, 1)
 
 
+def _folded_ranges(x: Tensor, dim: int | None, size: int, batch: int) -> Tensor:
+    """key_ranges ``[1 or batch, ...]`` as ``[size * batch, ...]``; as they are where all rows share them."""
+    if dim is None and x.shape[0] == 1:
+        return x
+    x = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+    return x.expand(size, batch, *x.shape[2:]).flatten(0, 1)
+
+
 class _Call:
     """The arguments of an op: tensors with a batch dimension, sequences, options, rng_state, and what follows."""
 
@@ -68,9 +76,10 @@ class _Call:
         for i in range(self.tensors):
             folded[i] = _folded(self.arguments[i], self.dims[i], size)
         batch = next(x.shape[0] for x in folded[: self.tensors] if x is not None) // size
-        for i in range(self.tensors + SEQUENCES, self.rng_state):
+        for i, name in enumerate(Options._fields, self.tensors + SEQUENCES):
             if isinstance(folded[i], Tensor):
-                folded[i] = _folded_per_head(folded[i], self.dims[i], size, batch)
+                fold = _folded_ranges if name == "key_ranges" else _folded_per_head
+                folded[i] = fold(folded[i], self.dims[i], size, batch)
         return folded
 
 
