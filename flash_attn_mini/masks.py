@@ -320,10 +320,9 @@ def intersection(first: Tensor, second: Tensor) -> Tensor:
 def _of_segments(segment_ids: Tensor) -> Tensor:
     seqlen = segment_ids.shape[1]
     place = _positions(seqlen, segment_ids.device)
-    begins = F.pad(segment_ids[:, 1:] != segment_ids[:, :-1], (1, 0), value=True)[:, :seqlen]
-    ends = F.pad(begins[:, 1:], (0, 1), value=True)[:, :seqlen]
-    begin = torch.where(begins, place, 0).cummax(1).values if seqlen else begins.to(torch.int32)
-    end = torch.where(ends, place + 1, seqlen).flip(1).cummin(1).values.flip(1) if seqlen else begin
+    begins = (segment_ids != segment_ids.roll(1, 1)) | (place == 0)
+    begin = torch.where(begins, place, 0).cummax(1).values
+    end = torch.where(begins.roll(-1, 1), place + 1, seqlen).flip(1).cummin(1).values.flip(1)
     return torch.stack((begin, end), dim=-1)[:, None].to(torch.int32)
 
 
