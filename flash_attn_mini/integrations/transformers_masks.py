@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..masks import documents, intersection, runs_of
-from ..reference.masks import in_key_ranges
+from ..reference import in_key_ranges
 from .transformers_op import checked, sequences_of
 
 # Functions of transformers that make the parts of a mask for packed rows.
