@@ -316,7 +316,7 @@ def attention_mask(
         **place,
         **kwargs,
     )
-    return layout_of_drawn(drawn, drawn.shape[-2], kv_length) or drawn
+    return layout_of_drawn(drawn, batch_size, drawn.shape[-2], kv_length) or drawn
 
 
 def _layout_of_known(mask: Mask, device: torch.device | str) -> Layout | None:
@@ -406,7 +406,7 @@ def _layout_of_tensor(mask: Tensor, q: Tensor, kv_length: int) -> Layout:
             kept = checked(kept, ~has_average, AVERAGE)
         elif bool(has_average):
             raise NotImplementedError(AVERAGE)
-    layout = layout_of_drawn(kept, q_length, kv_length)
+    layout = layout_of_drawn(kept, batch, q_length, kv_length)
     if layout is None:
         raise _lacking(f"{shape}: {MORE_RUNS}")
     return layout

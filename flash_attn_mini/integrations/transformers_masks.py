@@ -90,7 +90,8 @@ class Mask(NamedTuple):
 class Layout:
     """A mask as arguments of one of the functions of this package, chosen by `lengths` and `is_decoding`.
 
-    With `key_ranges` it is `flash_attn_func`.
+    With `key_ranges` it is `flash_attn_func`, or `flash_attn_with_kvcache` if `cache_leftpad` and `cache_seqlens` give
+    the same range.
 
     transformers passes it to each layer in place of a mask tensor. A layer that uses it as a tensor computes attention
     itself, and never calls this package.
@@ -147,7 +148,9 @@ class Layout:
         return None if lengths is None else lengths[0].device
 
     def packed(self, batch: int) -> Layout:
-        """The same mask for `flash_attn_varlen_func`, which has dropout and gradients. Waits for the device."""
+        """The same mask for a function that has dropout and gradients: with `lengths` or key_ranges. May wait."""
+        if self.key_ranges is not None:
+            return replace(self, is_decoding=False, cache_seqlens=None, cache_leftpad=None)
         kv_end = self.kv_end if self.cache_seqlens is None else int(self.cache_seqlens[0])
         padding = None
         if self.cache_leftpad is not None:
@@ -473,14 +476,15 @@ def ranged_layout_of(mask: Mask, device: torch.device | str) -> Layout | None:
             if of_mask is None:
                 return None
             ranges = of_mask
-    return Layout(q_length, kv_length, kv_length, -1, -1, key_ranges=ranges)
+    return _with_ranges(ranges, batch, q_length, kv_length)
 
 
-def layout_of_drawn(kept: Tensor, q_length: int, kv_length: int) -> Layout | None:
+def layout_of_drawn(kept: Tensor, batch: int, q_length: int, kv_length: int) -> Layout | None:
     """The layout of a mask tensor; None if a query sees more than two runs of keys. Waits for the device.
 
     Args:
         kept: bool ``[1 or batch, 1 or nheads, 1 or q_length, 1 or kv_length]``, True where a query sees a key.
+        batch: The number of rows.
         q_length: The number of queries.
         kv_length: The number of keys.
     """
@@ -492,7 +496,16 @@ def layout_of_drawn(kept: Tensor, q_length: int, kv_length: int) -> Layout | Non
         if bool((kept == causal).all()):
             return Layout(q_length, kv_length, kv_length, -1, 0)
     ranges = _ranges_of(kept)
-    return None if ranges is None else Layout(q_length, kv_length, kv_length, -1, -1, key_ranges=ranges)
+    return None if ranges is None else _with_ranges(ranges, batch, q_length, kv_length)
+
+
+def _with_ranges(ranges: Tensor, batch: int, q_length: int, kv_length: int) -> Layout:
+    """The layout of key_ranges. One query for each row that sees one run of keys reads them as a cache."""
+    layout = Layout(q_length, kv_length, kv_length, -1, -1, key_ranges=ranges)
+    if q_length != 1 or ranges.ndim != 4 or ranges.shape[1] != 1:
+        return layout
+    begin, end = ranges[:, 0, 0].expand(batch, 2).unbind(1)
+    return replace(layout, is_decoding=True, cache_seqlens=end.contiguous(), cache_leftpad=begin.contiguous())
 
 
 def _ranges_of(kept: Tensor) -> Tensor | None:

@@ -16,6 +16,7 @@ transformers = pytest.importorskip("transformers", minversion="5")
 from transformers import masking_utils  # noqa: E402
 
 from flash_attn_mini.integrations import transformers as integration  # noqa: E402
+from flash_attn_mini.integrations import transformers_masks  # noqa: E402
 from flash_attn_mini.integrations.transformers_masks import Layout  # noqa: E402
 from flash_attn_mini.reference.masks import in_key_ranges  # noqa: E402
 
@@ -154,6 +155,26 @@ def test_one_query_in_a_chunk_reads_the_cache(draw: torch.Generator) -> None:
             assert layout.is_decoding
             found, _ = integration.attention(torch.nn.Module(), q, k, v, layout)
             torch.testing.assert_close(found, out.transpose(1, 2), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_one_query_under_any_mask_reads_the_cache(rows: int, draw: torch.Generator) -> None:
+    """One run of keys; with two runs, or gradients, the call has key_ranges."""
+    q, k, v = (torch.randn(3, heads, n, 8, generator=draw) for heads, n in ((4, 1), (2, LENGTH), (2, LENGTH)))
+    for runs in (1, 2):
+        edges = torch.randint(0, LENGTH + 1, (rows, runs, 2), generator=draw).sort(-1).values
+        edges[0] = torch.tensor([[2, 4], [7, 9]])[:runs]
+        place = torch.arange(LENGTH)
+        mask = ((place >= edges[..., :1]) & (place < edges[..., 1:])).any(1)[:, None, None]
+        expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        layout = transformers_masks.layout_of_drawn(mask, 3, 1, LENGTH)
+        assert layout is not None
+        assert layout.is_decoding == (runs == 1)
+        for needs_gradients in (False, True):
+            k.requires_grad_(needs_gradients)
+            found, _ = integration.attention(torch.nn.Module(), q, k, v, layout)
+            torch.testing.assert_close(found, expected.transpose(1, 2), rtol=1e-4, atol=1e-5)
+            assert found.requires_grad == needs_gradients
 
 
 def test_a_mask_of_three_runs_is_refused() -> None:
