@@ -68,9 +68,9 @@ def register(name: str = ATTENTION_NAME) -> str:
 
     Any other mask runs if each query sees one or two runs of neighbouring keys: chunks (Llama 4), a prefix that sees
     itself (PaliGemma), blocks of image tokens (Gemma 3), padding with holes under a window, documents in a mask tensor
-    ``[batch, 1, seqlen_q, seqlen_k]``. The kernels then skip the keys that no query sees. Chunks and padding form no
-    seqlen_q x seqlen_k tensor. For unknown patterns transformers draws its mask, once per forward, and this function
-    converts it to key_ranges. A mask tensor that the caller gives is converted in every layer.
+    ``[batch, 1, seqlen_q, seqlen_k]``. Such a mask becomes the option key_ranges of `flash_attn_func`, which skips keys
+    that no query sees. Chunks and padding form no seqlen_q x seqlen_k tensor. For other patterns transformers draws its
+    mask, which is converted once per forward. A mask tensor that the caller gives is converted in every layer.
 
     Generation uses transformers' caches. After the prompt, each step runs `flash_attn_with_kvcache` on the cache as it
     is, without a copy, also for batches padded on the left. A static cache gives its length as a tensor, so that no
