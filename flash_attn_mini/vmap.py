@@ -52,7 +52,7 @@ def _folded_per_head(x: Tensor, dim: int | None, size: int, batch: int) -> Tenso
 
 
 def _folded_ranges(x: Tensor, dim: int | None, size: int, batch: int) -> Tensor:
-    """key_ranges ``[1 or batch, ...]`` as ``[size * batch, ...]``; as they are where all rows share them."""
+    """key_ranges ``[1 or batch, ...]`` as ``[size * batch, ...]``; as they are where all share them."""
     if dim is None and x.shape[0] == 1:
         return x
     x = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
