@@ -1,5 +1,6 @@
 """flash_attn_mini: exact attention with FlashAttention-2's API and call chain, on CUDA, Triton and the CPU."""
 
+from . import masks as masks  # builders of the option key_ranges
 from . import sdpa as sdpa  # lists this package in PyTorch's registry of implementations; activates nothing
 from . import vmap as vmap  # registers the kernels that torch.vmap needs
 from .backends import available_backends, use_backend

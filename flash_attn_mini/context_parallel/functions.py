@@ -38,6 +38,7 @@ class Arguments(NamedTuple):
     deterministic: Any
     return_attn_probs: Any
     learnable_sink: Any
+    key_ranges: Any
 
 
 def cp_flash_attn_func(
@@ -55,6 +56,7 @@ def cp_flash_attn_func(
     *,
     strategy: str = "auto",
     learnable_sink: torch.Tensor | None = None,
+    key_ranges: None = None,
     backend: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`flash_attn_func` on a sequence whose tokens are spread over the ranks of a group.
@@ -84,6 +86,7 @@ def cp_flash_attn_func(
             messages, else the strategy that sends less. ``FLASH_ATTN_MINI_TRACE=1`` prints the choice and its reason.
         learnable_sink: ``[nheads]`` or ``[batch, nheads]``, the same on every rank; see `flash_attn_func`. It joins the
             merged result once. A rank's gradient is that of its own rows: the sum over the ranks is the whole gradient.
+        key_ranges: None: the option of `flash_attn_func` is not supported here.
         backend: As in `flash_attn_func`.
 
     Returns:
@@ -94,7 +97,7 @@ def cp_flash_attn_func(
         TypeError: For an argument of a wrong type or dtype.
         ValueError: For a wrong shape, device, stride or value; for tensors without the tokens of this rank; with
             FLASH_ATTN_MINI_CHECK=1 on every rank if the ranks' shapes, options or shards differ.
-        NotImplementedError: Under torch.func (grad, vmap, jvp and others), and for a batch of gradients.
+        NotImplementedError: For key_ranges, under torch.func (grad, vmap, jvp and others), for a batch of gradients.
         RuntimeError: When the machine lacks what a backend needs, and when communication fails.
 
     Example:
@@ -108,7 +111,15 @@ def cp_flash_attn_func(
         >>> dist.destroy_process_group()
     """
     arguments = Arguments(
-        softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs, learnable_sink
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+        learnable_sink,
+        key_ranges,
     )
     result: Result = _call("cp_flash_attn_func", False, q, k, v, shards, arguments, strategy, backend)
     return result
@@ -129,6 +140,7 @@ def cp_flash_attn_varlen_func(
     *,
     strategy: str = "auto",
     learnable_sink: torch.Tensor | None = None,
+    key_ranges: None = None,
     backend: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`flash_attn_varlen_func` on packed documents whose tokens are spread over the ranks of a group.
@@ -160,7 +172,15 @@ def cp_flash_attn_varlen_func(
         >>> dist.destroy_process_group()
     """
     arguments = Arguments(
-        softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs, learnable_sink
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+        learnable_sink,
+        key_ranges,
     )
     result: Result = _call("cp_flash_attn_varlen_func", True, q, k, v, shards, arguments, strategy, backend)
     return result
@@ -267,6 +287,11 @@ def _checked(
             )
     named = arguments._asdict()
     as_flag("return_attn_probs", named.pop("return_attn_probs"))
+    if named["key_ranges"] is not None:
+        raise NotImplementedError(
+            f"flash_attn_mini: {name} does not implement key_ranges; allowed: None. Available: documents as "
+            "packed_shards with cp_flash_attn_varlen_func, causal, window_size, flash_attn_func on the whole sequence"
+        )
     options = checked_options(q, k, v, 0.0, **named, backend=backend)
     chosen = select_backend(q.device, options.backend)
     options = options._replace(backend=None if chosen is REFERENCE else chosen.name)  # no call can name the reference

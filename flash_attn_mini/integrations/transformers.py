@@ -22,21 +22,24 @@ from ..flash_attn_interface import flash_attn_func, flash_attn_varlen_func
 from ..kvcache import flash_attn_with_kvcache
 from ..namespace import NAMESPACE
 from .transformers_masks import (
+    AVERAGE,
     CLOSURES_ARE_TRACED,
-    HOLES_UNDER_A_WINDOW,
-    UNKNOWN_PATTERN,
+    MORE_RUNS,
     Layout,
     Mask,
     Seen,
     decoding_layout_of,
     kept_by,
     layout_of,
+    layout_of_drawn,
     padding_of,
+    ranged_layout_of,
     seen_of,
     traced_mask,
     unsupported,
+    without_idle_chunks,
 )
-from .transformers_op import attend_to_sequences
+from .transformers_op import attend_to_sequences, checked
 
 try:
     from transformers.utils.output_capturing import _active_collector
@@ -59,9 +62,15 @@ def register(name: str = ATTENTION_NAME) -> str:
 
     Models keep their device and dtype. The backend is chosen as for any call (`flash_attn_mini.use_backend`,
     `FLASH_ATTN_MINI_BACKEND`, else by device). Batches may be padded on either side, or hold several sequences in a row
-    (`position_ids` that start again, or `cu_seq_lens_q`). Grouped heads, sliding windows, softcap and attention dropout
-    come from the model's configuration; softcap with dropout is an error.
+    (`position_ids` that start again, or `cu_seq_lens_q`). Grouped heads, sliding windows, chunks, softcap and attention
+    dropout come from the model's configuration; softcap with dropout is an error.
     Under a causal mask or a window, the attention output of padding is 0 and is not computed.
+
+    Any other mask runs if each query sees one or two runs of neighbouring keys: chunks (Llama 4), a prefix that sees
+    itself (PaliGemma), blocks of image tokens (Gemma 3), padding with holes under a window, documents in a mask tensor
+    ``[batch, 1, seqlen_q, seqlen_k]``. Such a mask becomes the option key_ranges of `flash_attn_func`, which skips keys
+    that no query sees. Chunks and padding form no seqlen_q x seqlen_k tensor. For other patterns transformers draws its
+    mask, which is converted once per forward. A mask tensor that the caller gives is converted in every layer.
 
     Generation uses transformers' caches. After the prompt, each step runs `flash_attn_with_kvcache` on the cache as it
     is, without a copy, also for batches padded on the left. A static cache gives its length as a tensor, so that no
@@ -71,12 +80,12 @@ def register(name: str = ATTENTION_NAME) -> str:
     `torch.compile(model, fullgraph=True)` works without a cache, also for training and for padded or packed batches. A
     padded batch is then sorted, not packed: nothing waits for the GPU. A model without a padding mask may hold packed
     rows, so each forward waits once. Masks that only their values show to be unsupported (padding with holes under a
-    sliding window, before PyTorch 2.14 also unknown patterns) raise NotImplementedError when the program runs, and end
-    in a device-side assertion on a GPU.
+    sliding window, more than two runs of keys, before PyTorch 2.14 also unknown patterns except chunks) raise
+    NotImplementedError when the program runs, and end in a device-side assertion on a GPU.
 
     Attention sinks (`s_aux`, gpt-oss) get their gradient. The model's forward raises NotImplementedError for position
-    biases, masks of any other pattern, and `output_attentions=True`. Before transformers 5, some models (GPT-2) do not
-    pass `output_attentions` on: they return None for each layer instead.
+    biases, masks in which a query sees more than two runs of keys, and `output_attentions=True`. Before transformers 5,
+    some models (GPT-2) do not pass `output_attentions` on: they return None for each layer instead.
 
     Some models compute attention in their own code and take no attention implementation. Bloom's forward raises
     NotImplementedError. For Falcon transformers raises KeyError when the model is made.
@@ -144,10 +153,11 @@ def attention(
         query: ``[batch, nheads, seqlen_q, headdim]``.
         key: ``[batch, nheads_k, seqlen_k, headdim]``.
         value: ``[batch, nheads_k, seqlen_k, headdim_v]``, headdim_v at most headdim.
-        attention_mask: The result of `attention_mask`, a padding mask ``[batch, seqlen_k]``, a causal or full mask
-            ``[batch, 1, seqlen_q, seqlen_k]``, or None. A bool mask is true where a key counts. A floating mask is
-            added to the scores: it holds 0, and -inf or the smallest number of its dtype. A padding mask may also hold
-            the integers 0 and 1, 1 for the tokens that count.
+        attention_mask: The result of `attention_mask`, a padding mask ``[batch, seqlen_k]``, a mask ``[1 or batch, 1 or
+            nheads, 1 or seqlen_q, 1 or seqlen_k]`` in which each query sees at most two runs of keys, or None. A bool
+            mask is true where a key counts. A floating mask is added to the scores: it holds 0, and -inf or the
+            smallest number of its dtype. A padding mask may also hold the integers 0 and 1, 1 for the tokens that
+            count.
         dropout: The probability of dropping an attention probability.
         scaling: The factor on the scores; default ``1 / sqrt(headdim)``.
         sliding_window: The number of keys that a query sees, its own included, to each side (causal: to the left).
@@ -223,6 +233,8 @@ def attention(
             raise _lacking("cu_seq_lens_q without cu_seq_lens_k, or the other way round")
         if layout.indices_q is not None or layout.indices_k is not None:
             raise _lacking("cu_seq_lens_q together with padding")
+        if layout.key_ranges is not None:
+            raise _lacking("cu_seq_lens_q together with a mask that is neither causal, nor full, nor a window")
         lengths = _given_lengths(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
     batch, q_length = q.shape[:2]
     if lengths is None and layout.packed_rows is not None:
@@ -231,6 +243,8 @@ def attention(
         out = attend_to_sequences(q, k, v, layout.packed_rows, of_call)
         return out.view(batch, q_length, *out.shape[1:]), None
     if lengths is None:
+        if layout.key_ranges is not None:
+            options["key_ranges"] = layout.key_ranges
         return cast(Tensor, flash_attn_func(q, k, v, **options)), None
 
     k, v = _packed(k, layout.indices_k), _packed(v, layout.indices_k)
@@ -268,8 +282,8 @@ def attention_mask(
         kwargs: Other arguments of transformers.
 
     Returns:
-        A `Layout`; for a mask function that is not known here a bool mask ``[batch, 1, seqlen_q, seqlen_k]``, which
-        `attention` accepts if it is causal or full.
+        A `Layout`; for a mask in which a query sees more than two runs of keys a bool mask ``[batch, 1, seqlen_q,
+        seqlen_k]``, which `attention` refuses.
     """
     from transformers.masking_utils import causal_mask_function, sdpa_mask  # torch 2.11 cannot trace `transformers`
 
@@ -289,7 +303,7 @@ def attention_mask(
     mask = Mask(seen or Seen(), batch_size, q_length or 0, kv_length, q_offset, kv_offset, attention_mask)
     known = mask if seen is not None else _with_traced(mask, mask_function, kwargs)
     if known is not None:
-        layout = decoding_layout_of(known) or layout_of(known)
+        layout = _layout_of_known(known, kwargs.get("device", "cpu"))
         if layout is not None:
             return layout
     kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
@@ -302,7 +316,13 @@ def attention_mask(
         **place,
         **kwargs,
     )
-    return drawn
+    return layout_of_drawn(drawn, batch_size, drawn.shape[-2], kv_length) or drawn
+
+
+def _layout_of_known(mask: Mask, device: torch.device | str) -> Layout | None:
+    """The layout whose function is the fastest; None if a query sees more than two runs of keys."""
+    mask = without_idle_chunks(mask)
+    return decoding_layout_of(mask) or layout_of(mask) or ranged_layout_of(mask, device)
 
 
 def _with_traced(mask: Mask, mask_function: Callable[..., Any], kwargs: dict[str, Any]) -> Mask | None:
@@ -344,14 +364,14 @@ def _layout(mask: Tensor | None, q: Tensor, k: Tensor, causal: bool, sliding_win
     batch, q_length = q.shape[:2]
     kv_length = k.shape[1]
     if mask is not None and mask.ndim != 2:
-        return Layout(q_length, kv_length, kv_length, -1, 0 if _causal_of(mask, q, kv_length) else -1)
+        return _layout_of_tensor(mask, q, kv_length)
     window = -1 if sliding_window is None else sliding_window - 1  # keys in addition to the query's own
     seen = Seen(left=window, right=0 if causal else window)
     padding = None if mask is None else padding_of(mask, batch)
     padded = Mask(seen, batch, q_length, kv_length, kv_length - q_length, 0, padding)
-    layout = decoding_layout_of(padded) or layout_of(padded)
+    layout = _layout_of_known(padded, q.device)
     if layout is None:
-        raise NotImplementedError(HOLES_UNDER_A_WINDOW)
+        raise _lacking(f"a padding mask with holes in a layer with a sliding window where {MORE_RUNS}")
     return layout
 
 
@@ -372,20 +392,24 @@ def _given_lengths(
     return cu_seq_lens_q.to(torch.int32), cu_seq_lens_k.to(torch.int32), int(max_length_q), int(max_length_k)
 
 
-def _causal_of(mask: Tensor, q: Tensor, seqlen_k: int) -> bool:
-    """True for a causal mask tensor, False for a mask that hides no key; any other raises NotImplementedError."""
-    batch, seqlen_q, nheads, _ = q.shape
+def _layout_of_tensor(mask: Tensor, q: Tensor, kv_length: int) -> Layout:
+    """The layout of a mask tensor that is no padding mask."""
+    batch, q_length, nheads, _ = q.shape
     kept = kept_by(mask)
-    sizes = (batch, nheads, seqlen_q, seqlen_k)
-    if mask.ndim == 4 and all(size in (1, whole) for size, whole in zip(mask.shape, sizes, strict=True)):
-        if bool(kept.all()):
-            return False
-        causal = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=mask.device).tril(seqlen_k - seqlen_q)
-        if mask.shape[-2:] == causal.shape and bool((kept == causal).all()):
-            if seqlen_q > seqlen_k and mask.is_floating_point() and bool(mask[..., 0, :].isfinite().any()):
-                raise _lacking("a query whose keys are all hidden by finite numbers; its output is an average")
-            return True
-    raise _lacking(f"this attention mask, of shape {tuple(mask.shape)}: {UNKNOWN_PATTERN}")
+    shape = f"this attention mask, of shape {tuple(mask.shape)}"
+    sizes = (batch, nheads, q_length, kv_length)
+    if mask.ndim != 4 or not all(size in (1, whole) for size, whole in zip(mask.shape, sizes, strict=True)):
+        raise _lacking(f"{shape}; allowed: {sizes}, or 1 in place of a size")
+    if mask.is_floating_point():
+        has_average = (~kept.any(dim=-1) & mask.isfinite().any(dim=-1)).any()
+        if torch.compiler.is_compiling():
+            kept = checked(kept, ~has_average, AVERAGE)
+        elif bool(has_average):
+            raise NotImplementedError(AVERAGE)
+    layout = layout_of_drawn(kept, batch, q_length, kv_length)
+    if layout is None:
+        raise _lacking(f"{shape}: {MORE_RUNS}")
+    return layout
 
 
 def _lacking(feature: str) -> NotImplementedError:

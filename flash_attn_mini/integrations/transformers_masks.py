@@ -1,8 +1,9 @@
 """Translates a transformers mask for the kernels: the tokens that take part, and the keys that each query sees.
 
 transformers describes a mask by a function of (batch, head, query, key) and a padding mask. `seen_of` recognises the
-functions that stand for an interval of keys around each query. `layout_of` finds the tokens. Both run once per forward,
-for all layers, and form no seqlen_q x seqlen_k tensor.
+functions that stand for an interval of keys around each query, or for chunks. `layout_of` finds the tokens. Both run
+once per forward, for all layers, and form no seqlen_q x seqlen_k tensor. `ranged_layout_of` and `layout_of_drawn` make
+the option key_ranges for other masks.
 
 While torch.compile traces, no value is known. Tensors then have sizes for every value (`_sorted_layout`, `_packed`),
 and PyTorch before 2.14 cannot look into a mask function: `traced_mask` guesses, and the program checks the guess.
@@ -21,6 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..masks import documents, intersection, runs_of
+from ..reference import in_key_ranges
 from .transformers_op import checked, sequences_of
 
 # Functions of transformers that make the parts of a mask for packed rows.
@@ -40,19 +43,25 @@ UNKNOWN_PATTERN = (
 )
 UNKNOWN_MASK = unsupported(f"this model's mask: {UNKNOWN_PATTERN}")
 HOLES_UNDER_A_WINDOW = unsupported("a padding mask with holes in a layer with a sliding window")
+MORE_RUNS = "a query sees more than two runs of neighbouring keys"
+AVERAGE = unsupported("a query whose keys are all hidden by finite numbers; its output is an average")
 
 
 @dataclass(frozen=True)
 class Seen:
-    """A query at position p sees the keys p - left .. p + right of its own segment; -1 for unbounded."""
+    """A query at position p sees the keys p - left .. p + right of its own segment and chunk; -1 for unbounded."""
 
     left: int = -1
     right: int = -1
     segments: Tensor | None = None  # [batch, seqlen], a rising number for each sequence of a row; None for one sequence
+    chunk: int = 0  # the number of tokens of a chunk; 0 for no chunks
+    chunks_begin: Tensor | None = None  # [batch], the position at which a chunk of each row begins; None without chunks
 
     def __and__(self, other: Seen) -> Seen:
+        """At most one of the two has chunks."""
         segments = self.segments if other.segments is None else other.segments
-        return Seen(tighter(self.left, other.left), tighter(self.right, other.right), segments)
+        chunks = (other.chunk, other.chunks_begin) if other.chunk else (self.chunk, self.chunks_begin)
+        return Seen(tighter(self.left, other.left), tighter(self.right, other.right), segments, *chunks)
 
 
 class Mask(NamedTuple):
@@ -81,6 +90,9 @@ class Mask(NamedTuple):
 class Layout:
     """A mask as arguments of one of the functions of this package, chosen by `lengths` and `is_decoding`.
 
+    With `key_ranges` it is `flash_attn_func`, or `flash_attn_with_kvcache` if `cache_leftpad` and `cache_seqlens` give
+    the same range.
+
     transformers passes it to each layer in place of a mask tensor. A layer that uses it as a tensor computes attention
     itself, and never calls this package.
     """
@@ -96,7 +108,8 @@ class Layout:
     packed_rows: tuple[Tensor, Tensor] | None = None  # in place of lengths, in a traced program: `sequences_of`
     is_decoding: bool = False  # causal queries behind cached keys: flash_attn_with_kvcache
     cache_seqlens: Tensor | None = None  # int32 [batch], keys of each row; None: kv_end
-    cache_leftpad: Tensor | None = None  # int32 [batch], padding before the first key of each row; None: none
+    cache_leftpad: Tensor | None = None  # int32 [batch], keys of each row before the first that is seen; None: none
+    key_ranges: Tensor | None = None  # int32 [1 or batch, 1 or nheads, q_length, 2], or [..., 2, 2]; None: all keys
 
     ndim = 4  # as the mask tensor [batch, 1, seqlen_q, seqlen_k]: transformers reads it
 
@@ -118,7 +131,7 @@ class Layout:
 
     def to(self, device: torch.device | str, **options: Any) -> Layout:
         """A copy on another device, for models that span several devices."""
-        names = ("indices_q", "indices_k", "cache_seqlens", "cache_leftpad")
+        names = ("indices_q", "indices_k", "cache_seqlens", "cache_leftpad", "key_ranges")
         tensors = {name: getattr(self, name) for name in names}
         moved = {name: tensor.to(device, **options) for name, tensor in tensors.items() if tensor is not None}
         lengths = self.lengths and (self.lengths[0].to(device), self.lengths[1].to(device), *self.lengths[2:])
@@ -128,14 +141,16 @@ class Layout:
     @property
     def device(self) -> torch.device | None:
         """The device of its tensors; None without any."""
-        for tensor in (self.cache_seqlens, self.cache_leftpad):
+        for tensor in (self.cache_seqlens, self.cache_leftpad, self.key_ranges):
             if tensor is not None:
                 return tensor.device
         lengths = self.lengths or self.packed_rows
         return None if lengths is None else lengths[0].device
 
     def packed(self, batch: int) -> Layout:
-        """The same mask for `flash_attn_varlen_func`, which has dropout and gradients. Waits for the device."""
+        """The same mask for a function that has dropout and gradients: with `lengths` or key_ranges. May wait."""
+        if self.key_ranges is not None:
+            return replace(self, is_decoding=False, cache_seqlens=None, cache_leftpad=None)
         kv_end = self.kv_end if self.cache_seqlens is None else int(self.cache_seqlens[0])
         padding = None
         if self.cache_leftpad is not None:
@@ -169,6 +184,8 @@ def seen_of(mask_function: Callable[..., Any]) -> Seen | None:
         return Seen(left=made_of["sliding_window"] - 1)
     if made_by == "sliding_window_bidirectional_overlay":
         return Seen(left=made_of["sliding_window"], right=made_of["sliding_window"])
+    if made_by == "chunked_overlay" and "left_padding" in made_of:  # not in the first versions
+        return Seen(chunk=made_of["chunk_size"], chunks_begin=made_of["left_padding"])
     if made_by == "and_masks":
         return _intersection(made_of["mask_functions"])
     return None
@@ -237,7 +254,8 @@ def _intersection(mask_functions: tuple[Callable[..., Any], ...]) -> Seen | None
     """The intersection.
 
     For packed rows it holds "same segment" and a mask function of positions in the row or in the segment; their order
-    differs between versions of transformers. Within a segment both kinds of position have the same distances.
+    differs between versions of transformers. Within a segment both kinds of position have the same distances, but not
+    the same chunks.
     """
     makers = [_maker(function) for function in mask_functions]
     together = Seen()
@@ -247,9 +265,11 @@ def _intersection(mask_functions: tuple[Callable[..., Any], ...]) -> Seen | None
             part = Seen(segments=_closure(function)["packed_sequence_mask"])
         elif maker == POSITIONS_IN_SEGMENT and PACKED in makers:
             part = seen_of(_closure(function)["mask_function"])
+            if part is not None and part.chunk:
+                return None
         else:
             part = seen_of(function)
-        if part is None:
+        if part is None or (part.chunk and together.chunk):
             return None
         together = together & part
     return together
@@ -309,15 +329,35 @@ def _columns(padding: Tensor, first: int, columns: int) -> Tensor:
     return padding if (first, end) == (0, padding.shape[1]) else padding[:, first:end]
 
 
+def without_idle_chunks(mask: Mask) -> Mask:
+    """`mask` without chunks if all tokens that are no padding are in the first one. Waits for the device.
+
+    The length of a static cache is not read.
+    """
+    seen = mask.seen
+    end = mask.kv_offset + mask.kv_length
+    if seen.chunks_begin is None or end > seen.chunk or isinstance(mask.q_offset, Tensor):
+        return mask
+    if torch.compiler.is_compiling():
+        return mask
+    place = torch.arange(end, device=seen.chunks_begin.device)
+    is_first = (place - seen.chunks_begin[:, None]) // seen.chunk == 0
+    if mask.padding is not None:
+        is_first = is_first | ~_columns(mask.padding, 0, end)
+    return mask._replace(seen=replace(seen, chunk=0, chunks_begin=None)) if bool(is_first.all()) else mask
+
+
 def decoding_layout_of(mask: Mask) -> Layout | None:
     """The layout of causal queries behind cached keys; None where there are none, and for padding between the keys.
+
+    Chunks hide the first keys of the cache from one query for each row; for more queries there is no such layout.
 
     For one query, the values of a tensor q_offset and of the padding stay on a GPU; padding between the keys then ends
     in a device-side assertion.
     """
     seen, batch, q_length, kv_length, q_offset, kv_offset, padding = mask
     waits = q_length > 1 or not isinstance(q_offset, Tensor)
-    if seen.right != 0 or seen.segments is not None:
+    if seen.right != 0 or seen.segments is not None or (seen.chunk and q_length > 1):
         return None
     kv_end = (int(q_offset) if waits else q_offset) + q_length - kv_offset
     if waits and not q_length < kv_end <= kv_length:
@@ -340,6 +380,10 @@ def decoding_layout_of(mask: Mask) -> Layout | None:
         else:
             torch._assert_async(in_a_row, "a static cache on a GPU allows padding on the left only")
         leftpad = before.to(torch.int32)
+    if seen.chunks_begin is not None:
+        chunk = q_offset - (q_offset - seen.chunks_begin) % seen.chunk - kv_offset
+        chunk = chunk.clamp(min=0).to(torch.int32)
+        leftpad = chunk if leftpad is None else torch.maximum(leftpad.to(torch.int32), chunk)
     left, lengths = seen.left, None
     if isinstance(kv_end, Tensor):
         lengths = kv_end.to(torch.int32).expand(batch).contiguous()
@@ -350,13 +394,15 @@ def decoding_layout_of(mask: Mask) -> Layout | None:
 
 
 def layout_of(mask: Mask) -> Layout | None:
-    """The tokens that take part in attention; None if the kernels cannot express the mask.
+    """The tokens that take part in attention; None where this needs key_ranges, as chunks do.
 
     Under a causal mask or a window, queries and keys are the same tokens. Padding is dropped from both, and its rows of
     the output become 0. Otherwise the padding mask describes only the keys, and all queries are computed: those of a
     cross-attention are other tokens.
     """
     seen, batch, q_length, kv_length, q_offset, kv_offset, padding = mask
+    if seen.chunk:
+        return None
     kv_end, q_end = kv_length, int(q_offset) + q_length
     if seen.right == 0:
         kv_end = min(kv_end, q_end - kv_offset)
@@ -400,6 +446,78 @@ def layout_of(mask: Mask) -> Layout | None:
         None if indices_q.shape[0] == queries.numel() else indices_q,
         None if indices_k.shape[0] == keys.numel() else indices_k,
     )
+
+
+def ranged_layout_of(mask: Mask, device: torch.device | str) -> Layout | None:
+    """The layout with key_ranges, on `device`; None if a query sees more than two runs of keys."""
+    seen, batch, q_length, kv_length, q_offset, kv_offset, padding = mask
+    if seen.segments is not None and (seen.segments.shape != (batch, q_length) or kv_length != q_length):
+        return None
+    place = torch.arange(q_length, device=device)[None] + q_offset
+    begin, end = torch.zeros_like(place), torch.full_like(place, kv_offset + kv_length)
+    if seen.left >= 0:
+        begin = torch.maximum(begin, place - seen.left)
+    if seen.right >= 0:
+        end = torch.minimum(end, place + seen.right + 1)
+    if seen.chunks_begin is not None:
+        chunk = place - (place - seen.chunks_begin[:, None]) % seen.chunk
+        begin, end = torch.maximum(begin, chunk), torch.minimum(end, chunk + seen.chunk)
+    ranges = (torch.stack((begin, end), dim=-1) - kv_offset).clamp(0, kv_length).to(torch.int32)[:, None]
+    if seen.segments is not None:
+        ranges = intersection(ranges, documents(segment_ids=seen.segments))
+    if padding is not None:
+        keys = _columns(padding, kv_offset, kv_length)[:, None, None]
+        of_padding = None if torch.compiler.is_compiling() else _ranges_of(keys)
+        if of_padding is not None:
+            rows = [-1, -1, q_length, *of_padding.shape[3:]]
+            ranges = intersection(ranges, of_padding.expand(rows))
+        else:
+            of_mask = _ranges_of(in_key_ranges(ranges, kv_length) & keys)
+            if of_mask is None:
+                return None
+            ranges = of_mask
+    return _with_ranges(ranges, batch, q_length, kv_length)
+
+
+def layout_of_drawn(kept: Tensor, batch: int, q_length: int, kv_length: int) -> Layout | None:
+    """The layout of a mask tensor; None if a query sees more than two runs of keys. Waits for the device.
+
+    Args:
+        kept: bool ``[1 or batch, 1 or nheads, 1 or q_length, 1 or kv_length]``, True where a query sees a key.
+        batch: The number of rows.
+        q_length: The number of queries.
+        kv_length: The number of keys.
+    """
+    kept = kept.expand(-1, -1, q_length, kv_length)
+    if not torch.compiler.is_compiling():
+        if bool(kept.all()):
+            return Layout(q_length, kv_length, kv_length, -1, -1)
+        causal = torch.ones(q_length, kv_length, dtype=torch.bool, device=kept.device).tril(kv_length - q_length)
+        if bool((kept == causal).all()):
+            return Layout(q_length, kv_length, kv_length, -1, 0)
+    ranges = _ranges_of(kept)
+    return None if ranges is None else _with_ranges(ranges, batch, q_length, kv_length)
+
+
+def _with_ranges(ranges: Tensor, batch: int, q_length: int, kv_length: int) -> Layout:
+    """The layout of key_ranges. One query for each row that sees one run of keys reads them as a cache."""
+    layout = Layout(q_length, kv_length, kv_length, -1, -1, key_ranges=ranges)
+    if q_length != 1 or ranges.ndim != 4 or ranges.shape[1] != 1:
+        return layout
+    begin, end = ranges[:, 0, 0].expand(batch, 2).unbind(1)
+    return replace(layout, is_decoding=True, cache_seqlens=end.contiguous(), cache_leftpad=begin.contiguous())
+
+
+def _ranges_of(kept: Tensor) -> Tensor | None:
+    """The key_ranges of a bool mask; None if a query sees more than two runs, an error when a traced program runs."""
+    first, last, has_more = runs_of(kept)
+    if torch.compiler.is_compiling():
+        return checked(
+            torch.stack((first, last), dim=-2), ~has_more.any(), unsupported(f"this model's mask: {MORE_RUNS}")
+        )
+    if bool(has_more.any()):
+        return None
+    return torch.stack((first, last), dim=-2) if bool((last[..., 1] > 0).any()) else first
 
 
 def _sorted_layout(

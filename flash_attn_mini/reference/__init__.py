@@ -7,7 +7,7 @@ the sequence length. They import only torch, run on CPU and CUDA, and are differ
 from .attention import attention_probabilities, attention_reference, attention_scores, softmax_with_lse
 from .backward import attention_reference_backward
 from .kvcache import attention_kvcache_reference
-from .masks import alibi_bias, visible_keys
+from .masks import alibi_bias, in_key_ranges, visible_keys
 from .packed import (
     attention_kvpacked_reference,
     attention_qkvpacked_reference,
@@ -34,6 +34,7 @@ __all__ = [
     "attention_varlen_reference",
     "dropout_mask",
     "dropout_masks_varlen",
+    "in_key_ranges",
     "page_slots",
     "read_pages",
     "softmax_with_lse",

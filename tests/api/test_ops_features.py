@@ -9,7 +9,7 @@ import torch
 import torch._dynamo.testing
 from torch import Tensor, nn
 
-from flash_attn_mini import flash_attn_varlen_func
+from flash_attn_mini import flash_attn_func, flash_attn_varlen_func, masks
 from flash_attn_mini.options import Sequences
 
 from ..support.cases import make_inputs, options_of
@@ -80,6 +80,80 @@ def test_opcheck_of_packed_with_features(name: str, backend: str, device: str, s
     options["rng_state"] = rng_state
     for mask in ([True, False], [False, True]):
         opcheck(PACKED_BWD, packed_bwd_arguments(torch.randn_like(out), *results, output_mask=mask, **options))
+
+
+def drawn_ranges(*shape: int, keys: int, device: str, draw: torch.Generator) -> Tensor:
+    return torch.randint(0, keys + 1, shape, generator=draw, dtype=torch.int32).sort(-1).values.to(device)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 21, 2), (2, 4, 21, 2, 2)], ids=str)
+def test_opcheck_with_key_ranges(shape: tuple[int, ...], backend: str, device: str, draw: torch.Generator) -> None:
+    q, k, v = (torch.randn(2, 21, heads, 32, generator=draw).to(device, torch.float16) for heads in (4, 2, 2))
+    key_ranges = drawn_ranges(*shape, keys=21, device=device, draw=draw)
+    options: dict[str, Any] = {"causal": True, "deterministic": True, "key_ranges": key_ranges, "backend": backend}
+    packed = torch.stack([k, v], dim=2)
+    opcheck(FWD, fwd_arguments(wanting(q), wanting(k), wanting(v), **options))
+    opcheck(PACKED_FWD, packed_fwd_arguments(wanting(q), wanting(packed), **options))
+    out, lse, _ = FWD(*fwd_arguments(q, k, v, **options))
+    opcheck(BWD, bwd_arguments(torch.randn_like(out), q, k, v, out, lse, **options))
+    opcheck(PACKED_BWD, packed_bwd_arguments(torch.randn_like(out), q, packed, out, lse, **options))
+
+
+@pytest.mark.parametrize("shape", [(1, 21, 2), (4, 21, 2, 2)], ids=str)
+def test_opcheck_of_varlen_with_key_ranges(
+    shape: tuple[int, ...], backend: str, device: str, draw: torch.Generator
+) -> None:
+    q, k, v = (torch.randn(21, heads, 32, generator=draw).to(device, torch.float16) for heads in (4, 2, 2))
+    lengths = torch.tensor([0, 5, 5, 21], dtype=torch.int32, device=device)
+    key_ranges = drawn_ranges(*shape, keys=5, device=device, draw=draw)
+    options: dict[str, Any] = {"sequences": Sequences(lengths, lengths, 16, 16), "key_ranges": key_ranges}
+    options.update(deterministic=True, backend=backend)
+    opcheck(FWD, fwd_arguments(wanting(q), wanting(k), wanting(v), **options))
+    out, lse, _ = FWD(*fwd_arguments(q, k, v, **options))
+    opcheck(BWD, bwd_arguments(torch.randn_like(out), q, k, v, out, lse, **options))
+
+
+class OfDocuments(nn.Module):
+    """Attention within documents, whose ranges are built in the program."""
+
+    def __init__(self, backend: str) -> None:
+        super().__init__()
+        self.backend = backend
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Tensor) -> Tensor:
+        key_ranges = masks.documents(segment_ids=segments)
+        return flash_attn_func(q, k, v, causal=True, deterministic=True, key_ranges=key_ranges, backend=self.backend)
+
+
+def of_documents(seqlen: int, backend: str, device: str, draw: torch.Generator) -> tuple[list[Tensor], Tensor]:
+    dtype = torch.float32 if backend == "cpu" else torch.float16
+    inputs = [torch.randn(3, seqlen, n, 40, generator=draw).to(device, dtype) for n in (4, 2, 2)]
+    return inputs, torch.randint(0, 2, (3, seqlen), generator=draw).to(device)
+
+
+def test_key_ranges_compile_without_graph_breaks(backend: str, device: str, draw: torch.Generator) -> None:
+    torch._dynamo.reset()
+    layer = OfDocuments(backend)
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter)
+    counts = []
+    for seqlen in (20, 37, 51):
+        inputs, segments = of_documents(seqlen, backend, device, draw)
+        leaves = [wanting(x) for x in inputs]
+        results = [torch.autograd.grad(step(*leaves, segments).square().sum(), leaves) for step in (compiled, layer)]
+        for a, b in zip(*results, strict=True):
+            torch.testing.assert_close(a, b)
+        counts.append(counter.frame_count)
+    assert counts == counts[:1] * 3, "compiled again for another length"
+
+
+def test_key_ranges_are_exported(backend: str, device: str, draw: torch.Generator) -> None:
+    layer = OfDocuments(backend)
+    inputs, segments = of_documents(20, backend, device, draw)
+    dynamic = [{1: torch.export.Dim("seqlen", min=2, max=4096)}] * 4
+    program = torch.export.export(layer, (*inputs, segments), dynamic_shapes=tuple(dynamic))
+    inputs, segments = of_documents(37, backend, device, draw)
+    torch.testing.assert_close(program.module()(*inputs, segments), layer(*inputs, segments))
 
 
 @pytest.mark.parametrize("name", [*VARLEN_NAMES, "pages_16"])

@@ -1,4 +1,6 @@
-"""torch.vmap and dropout: `randomness` decides which samples share a mask, as for PyTorch's own dropout."""
+"""torch.vmap of options: key_ranges of samples, and dropout, where `randomness` decides which samples share a mask, as
+for PyTorch's own dropout.
+"""
 
 from __future__ import annotations
 
@@ -180,3 +182,61 @@ def test_error_holds_for_a_compiled_call(backend: str, device: str, draw: torch.
         texts.append(str(error).replace("\\'", "'"))  # a compiler may quote it
         error = error.__cause__ or error.__context__
     assert any("randomness='error'" in text for text in texts)
+
+
+# ---- key_ranges ------------------------------------------------------------------------------------------------------
+
+
+def drawn_ranges(shape: tuple[int, ...], keys: int, draw: torch.Generator) -> Tensor:
+    return torch.randint(0, keys + 1, shape, generator=draw, dtype=torch.int32).sort(-1).values
+
+
+@pytest.mark.parametrize("mapped", ["all", "ranges", "inputs"])
+@pytest.mark.parametrize(
+    "of_sample",
+    [(1, 1, 9, 2), (2, 1, 9, 2), (1, 4, 9, 2), (2, 4, 9, 2), (1, 1, 9, 2, 2), (2, 4, 9, 2, 2)],
+    ids=str,
+)
+def test_key_ranges_belong_to_their_sample(
+    of_sample: tuple[int, ...], mapped: str, backend: str, device: str, draw: torch.Generator
+) -> None:
+    """Results and gradients are those of a call for each sample. The vmap dimension of the ranges is the third."""
+    q, k, v = (torch.randn(SAMPLES, 2, n, h, 16, generator=draw).half() for n, h in ((9, 4), (17, 2), (17, 2)))
+    key_ranges = drawn_ranges((SAMPLES, *of_sample), 17, draw)
+    q, k, v, key_ranges = (x.to(device) for x in (q, k, v, key_ranges))
+    of_inputs, of_ranges = (None if mapped == "ranges" else 0), (None if mapped == "inputs" else 2)
+
+    def results(q: Tensor, k: Tensor, v: Tensor, key_ranges: Tensor) -> tuple[Any, Tensor]:
+        def loss(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            options: dict[str, Any] = {"causal": True, "deterministic": True, "backend": backend}
+            out = flash_attn_func(q, k, v, **options, key_ranges=key_ranges)
+            return out.float().square().sum(), out
+
+        return torch.func.grad(loss, argnums=(0, 1, 2), has_aux=True)(q, k, v)
+
+    arguments = [x if of_inputs == 0 else x[0] for x in (q, k, v)]
+    arguments.append(key_ranges[0] if of_ranges is None else key_ranges.movedim(0, 2))
+    found = torch.vmap(results, (of_inputs, of_inputs, of_inputs, of_ranges))(*arguments)
+    for i in range(SAMPLES):
+        n, m = (0 if dim is None else i for dim in (of_inputs, of_ranges))
+        gradients, out = results(q[n], k[n], v[n], key_ranges[m])
+        for one, expected in zip((*found[0], found[1]), (*gradients, out), strict=True):
+            torch.testing.assert_close(one[i], expected, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("mapped", ["all", "ranges", "inputs"])
+def test_key_ranges_of_varlen_samples(mapped: str, backend: str, device: str, draw: torch.Generator) -> None:
+    x = torch.stack([sample(device, draw) for _ in range(SAMPLES)])
+    key_ranges = drawn_ranges((SAMPLES, 2, 33, 2), 20, draw).to(device)
+    cu_seqlens = torch.tensor([0, 20, 33], dtype=torch.int32, device=device)
+
+    def attend(x: Tensor, key_ranges: Tensor) -> Tensor:
+        lengths = (cu_seqlens, cu_seqlens, 20, 20)
+        return flash_attn_varlen_func(x, x, x, *lengths, key_ranges=key_ranges, backend=backend)
+
+    of_x, of_ranges = (None if mapped == "ranges" else 0), (None if mapped == "inputs" else 0)
+    arguments = (x[0] if of_x is None else x, key_ranges[0] if of_ranges is None else key_ranges)
+    found = torch.vmap(attend, (of_x, of_ranges))(*arguments)
+    for i in range(SAMPLES):
+        n, m = (0 if dim is None else i for dim in (of_x, of_ranges))
+        assert torch.equal(found[i], attend(x[n], key_ranges[m]))

@@ -263,6 +263,11 @@ WRONG_ON_ALL = [
     ({"options": {"alibi_slopes": torch.rand(3)}}, "ValueError", "alibi_slopes"),
     ({"options": {"dropout_p": 0.1}}, "TypeError", "dropout_p"),
     ({"options": {"window_size": (1, 2, 3)}}, "TypeError", "window_size"),
+    (
+        {"options": {"key_ranges": torch.zeros(1, 1, 8, 2, dtype=torch.int32)}},
+        "NotImplementedError",
+        "cp_flash_attn_func does not implement key_ranges; allowed: None. Available: documents as packed_shards",
+    ),
     ({"tokens": 1}, "ValueError", "q has 9 tokens; allowed: those of this rank, 8"),
     ({"heads": 3}, "ValueError", "nheads"),
     ({"dtype": torch.int32}, "TypeError", "dtype"),

@@ -197,7 +197,9 @@ def test_help_lists_every_task_of_the_makefile() -> None:
     assert {line.split()[0] for line in listed.splitlines()} == set(phony[1].split()) - {"build"}
 
 
-@pytest.mark.parametrize("script", ["draw_masks.py", "draw_pipeline.py", "draw_pipeline_backward.py"])
+@pytest.mark.parametrize(
+    "script", ["draw_masks.py", "draw_key_ranges.py", "draw_pipeline.py", "draw_pipeline_backward.py"]
+)
 def test_pictures_are_current(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
     drawing = runpy.run_path(str(ROOT / "docs" / script))

@@ -17,6 +17,7 @@ PUBLIC = {
     "flash_attn_interface": 1,
     "integrations.transformers": 1,
     "kvcache": 1,
+    "masks": 7,
     "layers.rotary": 4,
     "packed": 4,
     "reference.attention": 1,

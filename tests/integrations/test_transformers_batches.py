@@ -1,8 +1,8 @@
 """Padded and packed batches in transformers' models, compared with transformers' eager attention in float64.
 
 Small randomly initialised models: Llama (grouped heads), Gemma 2 (softcap, a sliding window in every other layer,
-grouped heads), Mistral (a window in every layer), BERT (padding only), ModernBERT (windows to both sides), BART
-(cross-attention).
+grouped heads), Mistral (a window in every layer), Llama 4 (chunks in every other layer), BERT (padding only),
+ModernBERT (windows to both sides), BART (cross-attention). test_transformers_ranges.py has masks of other patterns.
 """
 
 from __future__ import annotations
@@ -34,6 +34,18 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**DECODER, "head_dim": 16, "attn_logit_softcapping": 2.0, "sliding_window": 4, "query_pre_attn_scalar": 4},
     ),
     "mistral": ("MistralConfig", "AutoModelForCausalLM", {**DECODER, "sliding_window": 4}),
+    "llama4": (
+        "Llama4TextConfig",
+        "AutoModelForCausalLM",
+        {
+            **DECODER,
+            "head_dim": 16,
+            "intermediate_size_mlp": 96,
+            "moe_layers": [],
+            "attention_chunk_size": 4,
+            "layer_types": ["chunked_attention", "full_attention"],
+        },
+    ),
     "bert": ("BertConfig", "AutoModel", SMALL),
     "modernbert": (
         "ModernBertConfig",
@@ -41,7 +53,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**SMALL, "local_attention": 6, "global_attn_every_n_layers": 2, "pad_token_id": 0},
     ),
 }
-DECODERS = ("llama", "gemma2", "mistral")
+DECODERS = ("llama", "gemma2", "mistral", "llama4")
 
 each_side = pytest.mark.parametrize("side", ["left", "right"])
 
@@ -115,11 +127,17 @@ def test_holes_in_a_mask(name: str) -> None:
     assert_like_eager(name, mask, tokens(), attention_mask=mask)
 
 
-@pytest.mark.parametrize("name", ["mistral", "modernbert"])
-def test_holes_in_a_mask_under_a_window_are_refused(name: str) -> None:
+@pytest.mark.parametrize("name", ["mistral", "modernbert", "llama4"])
+def test_holes_in_a_mask_under_a_window(name: str) -> None:
+    """Each query sees at most two runs of keys, also where the mask of the row has three."""
+    mask = torch.tensor([[1, 1, 0, 1, 1, 1, 1, 1, 1, 1, 0, 0, 1], [1] * 6 + [0] + [1] * 6])
+    assert_like_eager(name, mask, tokens(2), attention_mask=mask)
+
+
+def test_more_than_two_runs_of_keys_under_a_window_are_refused() -> None:
     mask = torch.tensor([[1, 1, 0, 1, 0, 1, 1, 1, 1, 1, 1, 1, 1]])
-    with pytest.raises(NotImplementedError, match="attention mask"):
-        make(name)(tokens(1), attention_mask=mask)
+    with pytest.raises(NotImplementedError, match=r"attention mask, of shape .* a query sees more than two runs of"):
+        make("modernbert")(tokens(1), attention_mask=mask)
 
 
 @pytest.mark.parametrize("name", ["llama", "bert", "gemma2"])
@@ -361,8 +379,15 @@ def test_padding_mask_that_a_model_passes_on_as_it_is() -> None:
             torch.testing.assert_close(out[row, kept], alone[0])
     mask = torch.ones(3, LENGTH, dtype=torch.long)
     mask[1, 5] = 0
-    with pytest.raises(NotImplementedError, match="holes"):
-        integration.attention(torch.nn.Module(), q, k, v, mask, sliding_window=3)
+    out, _ = integration.attention(torch.nn.Module(), q, k, v, mask, sliding_window=3)
+    band = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril().triu(-2)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=band & mask[:, None, None].bool())
+    torch.testing.assert_close(out, expected.transpose(1, 2), rtol=1e-4, atol=1e-5)
+    mask[1, 3:9:2] = 0
+    with pytest.raises(
+        NotImplementedError, match="holes in a layer with a sliding window where a query sees more than"
+    ):
+        integration.attention(torch.nn.Module(), q, k, v, mask, sliding_window=7)
 
 
 def test_mask_that_moves_to_another_device() -> None:
@@ -404,7 +429,10 @@ def test_mask_functions_of_other_patterns_are_unknown() -> None:
     assert known(masks.causal_mask_function) == transformers_masks.Seen(right=0)
     assert known(masks.sliding_window_causal_mask_function(5)) == transformers_masks.Seen(left=4, right=0)
     assert known(masks.sliding_window_bidirectional_mask_function(5)) == transformers_masks.Seen(left=5, right=5)
-    assert known(masks.chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.int))) is None
+    chunks_begin = torch.zeros(1, dtype=torch.int)
+    chunked = masks.chunked_causal_mask_function(4, chunks_begin)
+    assert known(chunked) == transformers_masks.Seen(right=0, chunk=4, chunks_begin=chunks_begin)
+    assert known(masks.and_masks(chunked, masks.chunked_overlay(3, chunks_begin))) is None
     assert known(masks.or_masks(masks.causal_mask_function, masks.sliding_window_overlay(3))) is None
     assert known(masks.and_masks(masks.causal_mask_function, lambda b, h, q, k: k > 2)) is None
     assert known(lambda b, h, q, k: k <= q) is None

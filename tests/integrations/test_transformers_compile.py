@@ -60,6 +60,9 @@ def outputs(model: Any, call: Any, ids: Tensor, weights: Tensor, options: dict[s
         pytest.param("llama", "aot_eager", {}, id="llama"),
         pytest.param("gemma2", "eager", {}, id="gemma2"),
         pytest.param("modernbert", "eager", {}, id="modernbert"),
+        pytest.param("llama4", "aot_eager", {}, id="llama4"),
+        pytest.param("llama4", "eager", {"attention_mask": PADDED}, id="llama4-padded"),
+        pytest.param("llama4", "eager", {"position_ids": POSITIONS}, id="llama4-packed"),
         pytest.param("llama", "eager", {"position_ids": POSITIONS}, id="llama-packed"),
         pytest.param("mistral", "eager", {"position_ids": POSITIONS}, id="mistral-packed"),
         pytest.param("llama", "aot_eager", {"attention_mask": PADDED}, id="llama-padded"),
@@ -75,9 +78,9 @@ def test_compiled_training_gives_the_results_of_the_model(
     name: str, compiler: str, options: dict[str, Any], draw: torch.Generator
 ) -> None:
     torch._dynamo.reset()
-    if name in ("llama", "gemma2", "mistral"):
+    if name in ("llama", "gemma2", "mistral", "llama4"):
         options = {"use_cache": False, **options}
-    model = make(name, **({} if name in ("gemma2", "modernbert") else {"num_hidden_layers": 1}))
+    model = make(name, **({} if name in ("gemma2", "modernbert", "llama4") else {"num_hidden_layers": 1}))
     ids = torch.randint(1, 99, (3, LENGTH), generator=draw)
     weights = torch.randn(3, LENGTH, 99, generator=draw)
     compiled = torch.compile(model, backend=compiler, fullgraph=True)
