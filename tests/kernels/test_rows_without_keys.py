@@ -14,6 +14,8 @@ from ..support.cases import Case, make_inputs
 from ..support.rows_without_keys import CASES, check_rows_without_keys
 from ..support.varlen_cases import VarlenCase
 
+WITH_SINKS = ("causal", "headdim_128", "groups", "window", "softcap", "dropout", "varlen", "varlen_no_keys")
+
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_bad_values_in_rows_without_keys_and_in_keys(
@@ -30,6 +32,14 @@ def test_bad_values_without_deterministic(
 ) -> None:
     """dq is summed by other code."""
     check_rows_without_keys(case, backend, device, dtype, seed, described_seed, deterministic=False)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.name in WITH_SINKS], ids=str)
+def test_bad_values_with_sinks(
+    case: Case | VarlenCase, backend: str, device: str, dtype: torch.dtype, seed: int, described_seed: str
+) -> None:
+    """softmax_lse of a row without keys is then a finite number."""
+    check_rows_without_keys(case, backend, device, dtype, seed, described_seed, has_sinks=True)
 
 
 def test_a_normalised_output_trains(backend: str, device: str, dtype: torch.dtype, seed: int) -> None:

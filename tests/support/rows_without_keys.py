@@ -16,6 +16,7 @@ from flash_attn_mini import flash_attn_func, flash_attn_varlen_func
 
 from .bounds import rows_without_keys
 from .cases import Case, make_dlse, make_dout, make_inputs, options_of
+from .sink_checks import draw_sinks
 from .varlen_cases import VarlenCase, make_batch
 
 _CAUSAL = Case("causal", "31 rows without keys: every size of tile mixes rows", 2, 4, 2, 130, 99, 64, causal=True)
@@ -48,15 +49,16 @@ def check_bad_values(
     same: Compare = lambda _name, got, clean: torch.equal(got, clean),
     values: tuple[float, ...] = (math.nan, math.inf, -math.inf),
     strides: tuple[int, ...] = (1, 7),
+    sinks: Tensor | None = None,
 ) -> None:
     """Bad values in q, dout or dlse of rows without keys change no result. Bad keys leave their out, dq and lse.
 
-    Tensors are dense or varlen. keyless: bool ``[seqlen_q]`` or ``[total_q]``, true for rows without keys. strides: the
+    sinks: ``[nheads]``, those of the call. Tensors are dense or varlen. keyless: bool ``[seqlen_q]`` or ``[total_q]``, true for rows without keys. strides: the
     distances of bad keys from each other.
     """
     assert keyless.any()
     clean = compute(inputs)
-    _assert_no_result(clean, keyless, where)
+    _assert_no_result(clean, keyless, where, sinks)
     for value in values:
         for name in ("q", "dout", "dlse"):
             if name in inputs:
@@ -69,14 +71,15 @@ def check_bad_values(
                 spoiled = inputs[name].clone()
                 spoiled[..., ::stride, :, :] = value
                 described = f"{value} in rows of {name} at distances of {stride}, {where}"
-                _assert_no_result(compute({**inputs, name: spoiled}), keyless, described)
+                _assert_no_result(compute({**inputs, name: spoiled}), keyless, described, sinks)
 
 
-def _assert_no_result(results: dict[str, Tensor], keyless: Tensor, where: str) -> None:
+def _assert_no_result(results: dict[str, Tensor], keyless: Tensor, where: str, sinks: Tensor | None) -> None:
     for name in ("out", "dq"):
         count = int((results[name][..., keyless, :, :] != 0).sum())  # NaN != 0
         assert count == 0, f"{count} elements of {name} are not 0 in rows without keys, {where}"
-    assert (results["lse"][..., keyless] == -math.inf).all(), f"softmax_lse of a row without keys is not -inf, {where}"
+    lse, expected = results["lse"][..., keyless], -math.inf if sinks is None else sinks[:, None]
+    assert (lse == expected).all(), f"softmax_lse of a row without keys is not {expected}, {where}"
 
 
 def check_rows_without_keys(
@@ -87,9 +90,12 @@ def check_rows_without_keys(
     seed: int,
     described_seed: str,
     deterministic: bool = True,
+    has_sinks: bool = False,
 ) -> None:
-    """`check_bad_values` of a case. Results are compared bit by bit, but a dq that is not deterministic is not."""
+    """`check_bad_values` of a case, with or without sinks. Results are compared bit by bit, but a dq that is not deterministic is not."""
     options = {**options_of(case, device), "deterministic": deterministic, "return_attn_probs": True}
+    sinks = draw_sinks((case.nheads,), torch.float32, device, seed) if has_sinks else None
+    options["learnable_sink"] = sinks
     cu_seqlens = None
     if isinstance(case, VarlenCase):
         batch = make_batch(case, dtype, device, seed)
@@ -118,4 +124,4 @@ def check_rows_without_keys(
 
     keyless = rows_without_keys(q, k, cu_seqlens, case.causal, case.window_size)
     where = f"{case}: {case.shape} {dtype} {backend} deterministic={deterministic}\n  {described_seed}"
-    check_bad_values(compute, {"q": q, "k": k, "v": v, "dout": dout, "dlse": dlse}, keyless, where, same)
+    check_bad_values(compute, {"q": q, "k": k, "v": v, "dout": dout, "dlse": dlse}, keyless, where, same, sinks=sinks)
