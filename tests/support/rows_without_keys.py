@@ -53,8 +53,8 @@ def check_bad_values(
 ) -> None:
     """Bad values in q, dout or dlse of rows without keys change no result. Bad keys leave their out, dq and lse.
 
-    sinks: ``[nheads]``, those of the call. Tensors are dense or varlen. keyless: bool ``[seqlen_q]`` or ``[total_q]``, true for rows without keys. strides: the
-    distances of bad keys from each other.
+    sinks: ``[nheads]``, those of the call. Tensors are dense or varlen. keyless: bool ``[seqlen_q]`` or ``[total_q]``,
+    true for rows without keys. strides: the distances of bad keys from each other.
     """
     assert keyless.any()
     clean = compute(inputs)
@@ -92,7 +92,10 @@ def check_rows_without_keys(
     deterministic: bool = True,
     has_sinks: bool = False,
 ) -> None:
-    """`check_bad_values` of a case, with or without sinks. Results are compared bit by bit, but a dq that is not deterministic is not."""
+    """`check_bad_values` of a case, with or without sinks.
+
+    Results are compared bit by bit, but a dq that is not deterministic is not.
+    """
     options = {**options_of(case, device), "deterministic": deterministic, "return_attn_probs": True}
     sinks = draw_sinks((case.nheads,), torch.float32, device, seed) if has_sinks else None
     options["learnable_sink"] = sinks
