@@ -21,6 +21,7 @@ from ..support.cases import Case, make_dout, make_inputs
 from ..support.interpreter import run_in_the_interpreter, starts_the_interpreter
 from ..support.poison import Guard, PoisonIntact, poisoned
 from ..support.rows_without_keys import check_bad_values
+from ..support.sink_checks import draw_sinks
 from ..support.triton_calls import DEVICE, HAS_GPU, backward, forward, make_options, runs_triton
 
 TOTAL = 101
@@ -151,28 +152,42 @@ def all_results(inputs: Any, dout: Tensor, use_tma: bool, **options: Any) -> dic
 @runs_triton
 @pytest.mark.parametrize("use_tma", [False, True], ids=["plain", "tma"])
 @pytest.mark.parametrize(
-    ("dtype", "mask"), [(torch.float16, "causal"), (torch.float16, "window"), (torch.float32, "causal")], ids=str
+    ("dtype", "mask", "has_sinks"),
+    [
+        (torch.float16, "causal", False),
+        (torch.float16, "causal", True),
+        (torch.float16, "window", True),
+        (torch.float32, "causal", False),
+    ],
+    ids=str,
 )
 def test_bad_values_in_rows_without_keys_and_in_keys(
-    mask: str, dtype: torch.dtype, use_tma: bool, seed: int, described_seed: str
+    mask: str, dtype: torch.dtype, has_sinks: bool, use_tma: bool, seed: int, described_seed: str
 ) -> None:
     """test_rows_without_keys.py for one configuration, with and without TMA."""
+    sinks = draw_sinks((KEYLESS.nheads,), torch.float32, DEVICE, seed) if has_sinks else None
     (q, k, v), dout = make_inputs(KEYLESS, dtype, DEVICE, seed), make_dout(KEYLESS, dtype, DEVICE, seed)
 
     def compute(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        return all_results([inputs[name] for name in "qkv"], inputs["dout"], use_tma, **MASKS[mask])
+        qkv = [inputs[name] for name in "qkv"]
+        return all_results(qkv, inputs["dout"], use_tma, learnable_sink=sinks, **MASKS[mask])
 
     keyless = rows_without_keys(q, k, None, **MASKS[mask])
-    where = f"{mask} {dtype} use_tma={use_tma}\n  {described_seed}"
-    check_bad_values(compute, {"q": q, "k": k, "v": v, "dout": dout}, keyless, where, **BAD)
+    where = f"{mask} {dtype} has_sinks={has_sinks} use_tma={use_tma}\n  {described_seed}"
+    check_bad_values(compute, {"q": q, "k": k, "v": v, "dout": dout}, keyless, where, sinks=sinks, **BAD)
 
 
 @runs_triton
-def test_bad_values_in_rows_without_keys_of_one_sequence(draw: torch.Generator, described_seed: str) -> None:
+@pytest.mark.parametrize("has_sinks", [False, True], ids=["plain", "sinks"])
+def test_bad_values_in_rows_without_keys_of_one_sequence(
+    has_sinks: bool, draw: torch.Generator, described_seed: str
+) -> None:
+    sinks = torch.randn(2, generator=draw).to(DEVICE) if has_sinks else None
     q, dout = (filled((170, 2, 32), torch.float16, draw) for _ in range(2))
     k, v = (filled((140, 2, 32), torch.float16, draw) for _ in range(2))
     cu_seqlens = [torch.tensor(cu, dtype=torch.int32, device=DEVICE) for cu in ([0, 130, 170], [0, 100, 140])]
     options = {"sequences": Sequences(*cu_seqlens, 130, 100), "softmax_scale": 0.2, "causal": True}
+    options["learnable_sink"] = sinks
 
     def compute(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         qkv = [inputs[name] for name in "qkv"]
@@ -181,7 +196,7 @@ def test_bad_values_in_rows_without_keys_of_one_sequence(draw: torch.Generator, 
         return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
 
     keyless = rows_without_keys(q, k, tuple(cu_seqlens), causal=True, window_size=(-1, -1))
-    check_bad_values(compute, {"q": q, "k": k, "v": v, "dout": dout}, keyless, described_seed, **BAD)
+    check_bad_values(compute, {"q": q, "k": k, "v": v, "dout": dout}, keyless, described_seed, sinks=sinks, **BAD)
 
 
 @runs_triton

@@ -30,8 +30,10 @@ def make_options(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     dropout_p: float = 0.0,
+    learnable_sink: Tensor | None = None,
 ) -> Options:
-    return Options(dropout_p, softmax_scale, causal, *window_size, softcap, alibi_slopes)
+    options = Options(dropout_p, softmax_scale, causal, *window_size, softcap, alibi_slopes)
+    return options._replace(learnable_sink=learnable_sink)
 
 
 def softmax_scale(case: Case) -> float:

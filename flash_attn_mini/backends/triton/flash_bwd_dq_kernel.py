@@ -14,7 +14,7 @@ from .key_ranges import blocks_of_ranges, chosen_blocks, is_in, load_ranges, sto
 from .score_mod import LOG2_E, head_slope, modified_logits
 from .sequences import find_block, sequence_rows
 from .tiles import assigned_block, from_row, load_rows, store_rows
-from .visible import visible_keys
+from .visible import first_seeing_row, visible_keys
 
 
 @triton.jit
@@ -198,8 +198,11 @@ def flash_bwd_dq_kernel(
         delta -= tl.load(dlse + row_offset, mask=in_range, other=0.0)
     row_lse = tl.load(lse + row_offset, mask=in_range, other=float("-inf"))
     sees_nothing = row_lse == float("-inf")
-    if NUM_RANGES > 0:  # the lse may be a sink
+    # The lse of such a row may be a sink.
+    if NUM_RANGES > 0:
         sees_nothing = sees_nothing | (end_0 == 0)
+    elif CAUSAL or window_left is not None:
+        sees_nothing = sees_nothing | (rows < first_seeing_row(seqlen_q, seqlen_k, window_left, window_right))
     delta = tl.where(sees_nothing, 0.0, delta)  # dout and dlse of such a row may be NaN
     lse_log2 = tl.where(sees_nothing, float("inf"), row_lse * LOG2_E)
     tl.store(stats, delta)
