@@ -116,7 +116,14 @@ WRONG_CALLS = [
     WrongCall("alibi_rank", slopes(torch.float32, 1, 2, 6), V, "alibi_slopes", r"\[1, 2, 6\]", r"nheads.*6"),
     WrongCall("alibi_dtype", slopes(torch.float16, 6), T, "alibi_slopes", "(?i)half|float16", "float32"),
     WrongCall("alibi_list", given(alibi_slopes=[0.5]), T, "alibi_slopes", r"\[0.5\].*list", "float32"),
-    # key_ranges
+    # the rest of the signature
+    WrongCall("backend_number", given(backend=3), T, "backend", "3.*int", "name"),
+    WrongCall("return_attn_probs_text", given(return_attn_probs="no"), T, "return_attn_probs", "'no'", "True or False"),
+    WrongCall("deterministic_text", given(deterministic="no"), T, "deterministic", "'no'", "True or False"),
+]  # fmt: skip
+
+
+WRONG_KEY_RANGES = [
     WrongCall("ranges_rank", ranges(5, 2), V, RANGES, r"\[5, 2\]", r"1 or batch, 1 or nheads, seqlen_q, 2\]"),
     WrongCall("ranges_rank_6", ranges(1, 1, 1, 5, 2, 2), V, RANGES, r"\[1, 1, 1, 5, 2, 2\]", "seqlen_q, 2, 2"),
     WrongCall("ranges_batch", ranges(3, 1, 5, 2), V, RANGES, r"\[3, 1, 5, 2\]", r"1 or batch.*batch 2"),
@@ -128,10 +135,6 @@ WRONG_CALLS = [
     WrongCall("ranges_float", ranges(1, 1, 5, 2, dtype=torch.float32), T, f"{RANGES}.*dtype", "(?i)float", "int32"),
     WrongCall("ranges_elsewhere", elsewhere(ranges(1, 1, 5, 2), RANGES), V, RANGES, "meta", "device of q"),
     WrongCall("ranges_list", given(key_ranges=[[0, 1]]), T, RANGES, r"\[\[0, 1\]\].*list", "int32"),
-    # the rest of the signature
-    WrongCall("backend_number", given(backend=3), T, "backend", "3.*int", "name"),
-    WrongCall("return_attn_probs_text", given(return_attn_probs="no"), T, "return_attn_probs", "'no'", "True or False"),
-    WrongCall("deterministic_text", given(deterministic="no"), T, "deterministic", "'no'", "True or False"),
 ]  # fmt: skip
 
 
@@ -139,7 +142,7 @@ def test_the_valid_call_is_valid(backend: str, device: str) -> None:
     assert flash_attn_func(**valid_call(device), backend=backend).shape == (BATCH, SEQLEN_Q, NHEADS, HEADDIM)
 
 
-@pytest.mark.parametrize("wrong", WRONG_CALLS, ids=str)
+@pytest.mark.parametrize("wrong", WRONG_CALLS + WRONG_KEY_RANGES, ids=str)
 def test_wrong_call_is_named(wrong: WrongCall, backend: str, device: str) -> None:
     call = valid_call(device)
     wrong.change(call)
