@@ -88,6 +88,8 @@ def options_of(call: Call, names: tuple[str, str, str] = ("q", "k", "v")) -> Opt
         call.get("alibi_slopes"),
         call.get("deterministic", False),
         call.get("backend"),
+        call.get("learnable_sink"),
+        call.get("key_ranges"),
         names=names,
     )
 
@@ -171,12 +173,20 @@ def numbers_of(*values: int) -> torch.Tensor:
 
 Table = tuple[str, Callable[[str], Call], Callable[[Call], Arguments], list[WrongCall]]
 TABLES: list[Table] = [
-    ("forward", valid_call, forward_arguments, test_errors.WRONG_CALLS + MORE_WRONG_CALLS),
+    (
+        "forward",
+        valid_call,
+        forward_arguments,
+        test_errors.WRONG_CALLS + test_errors.WRONG_KEY_RANGES + MORE_WRONG_CALLS,
+    ),
     (
         "forward",
         valid_varlen_call,
         forward_arguments,
-        test_varlen_errors.WRONG_SHAPES + test_varlen_errors.WRONG_SEQLENS + test_varlen_errors.PUBLIC,
+        test_varlen_errors.WRONG_SHAPES
+        + test_varlen_errors.WRONG_SEQLENS
+        + test_varlen_errors.WRONG_RANGES
+        + test_varlen_errors.PUBLIC,
     ),
     (
         "forward",
