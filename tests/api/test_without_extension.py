@@ -11,8 +11,6 @@ import math
 import os
 import re
 import runpy
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -46,6 +44,7 @@ from flash_attn_mini.reference import (
     dropout_mask,
 )
 
+from ..support.new_process import run_python
 from ..support.no_extension import NAME
 
 USES_REFERENCE = "TESTS_THE_REFERENCE"  # set in the process that tests the reference
@@ -68,9 +67,7 @@ def run_without_extension(expected: Path, name: str) -> None:
         environment[USES_REFERENCE] = "1"
     elif not HAS_GPU:
         environment["TRITON_INTERPRET"] = "1"
-    root = Path(__file__).resolve().parents[2]
-    command = [sys.executable, "-m", "pytest", __file__, *options]
-    result = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    result = run_python("-m", "pytest", __file__, *options, environment=environment)
     assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]
 
 
