@@ -31,7 +31,8 @@ LINT := $(VENV)/.lint
 WHEEL := $(VENV)/.wheel
 export PATH := $(BIN):$(PATH)
 endif
-PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
+# Most of the installed modules are never imported, so pip compiles none.
+PIP = PIP_COMPILE=0 $(VENV)/bin/python -m pip --disable-pip-version-check
 # auditwheel names the oldest Linux that a wheel runs on. The libraries come with torch and with the wheel of kernels. A
 # wheel without the extension runs on any, and stays as it is.
 LIBRARIES_OF_OTHERS := libtorch*.so* libc10*.so* libgomp.so* libcudart.so* libflash_attn_mini_kernels.so
