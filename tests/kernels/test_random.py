@@ -20,7 +20,7 @@ from ..support.bounds import InaccurateError
 from ..support.cases import Case
 from ..support.feature_checks import check_dense, check_varlen
 from ..support.poison import LAYOUTS
-from ..support.random_loop import CHUNKS, check_random_cases, shrunk
+from ..support.random_loop import CHUNKS, check_random_cases, each_chunk, shrunk
 from ..support.varlen_cases import VarlenCase
 
 COUNT = {"cpu": 500, "cuda": 2000, "triton": 80}  # triton compiles for each combination of features
@@ -157,7 +157,7 @@ def random_case(draw: random.Random) -> AnyCase:
     return random_varlen(draw) if draw.random() < 0.5 else random_dense(draw)
 
 
-@pytest.mark.parametrize("chunk", range(CHUNKS))
+@each_chunk
 def test_random_cases_are_as_accurate_as_pytorch(
     chunk: int, backend: str, device: str, seed: int, described_seed: str
 ) -> None:

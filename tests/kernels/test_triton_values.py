@@ -61,7 +61,7 @@ def clamped_ranges(cu_seqlens: list[int]) -> list[tuple[int, int]]:
 
 
 @runs_triton
-@pytest.mark.parametrize("side", ["q", "k", "both"])
+@pytest.mark.parametrize("side", [*(pytest.param(x, marks=pytest.mark.thorough) for x in "qk"), "both"])
 @pytest.mark.parametrize("wild", WILD_LENGTHS.values(), ids=WILD_LENGTHS.keys())
 def test_wild_lengths_stay_inside_the_tensors(wild: list[int], side: str, draw: torch.Generator) -> None:
     from flash_attn_mini.backends.triton import launch, launch_bwd
@@ -151,7 +151,13 @@ def all_results(inputs: Any, dout: Tensor, use_tma: bool, **options: Any) -> dic
 @runs_triton
 @pytest.mark.parametrize("use_tma", [False, True], ids=["plain", "tma"])
 @pytest.mark.parametrize(
-    ("dtype", "mask"), [(torch.float16, "causal"), (torch.float16, "window"), (torch.float32, "causal")], ids=str
+    ("dtype", "mask"),
+    [
+        pytest.param(torch.float16, "causal", marks=pytest.mark.thorough),
+        (torch.float16, "window"),
+        (torch.float32, "causal"),
+    ],
+    ids=str,
 )
 def test_bad_values_in_rows_without_keys_and_in_keys(
     mask: str, dtype: torch.dtype, use_tma: bool, seed: int, described_seed: str

@@ -9,7 +9,7 @@ import torch
 
 from flash_attn_mini.backends.triton import missing_reason
 
-from .new_process import run_python
+from .new_process import run_pytest
 
 TRITON_IS_MISSING = missing_reason()
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -27,6 +27,4 @@ def run_in_the_interpreter(file: str) -> None:
     pytest.importorskip("triton")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": ""}
     environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # no plugin is needed; to import them takes as long as torch
-    options = ["-q", "--tb=short", "-p", "no:cacheprovider"]
-    result = run_python("-m", "pytest", file, *options, environment=environment)
-    assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]
+    run_pytest(file, environment=environment)

@@ -18,6 +18,7 @@ import types
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+WITHOUT_THOROUGH = "TESTS_WITHOUT_THOROUGH"  # set by conftest.py if the session leaves out what is marked thorough
 INTERPRET = "TRITON_INTERPRET"  # Triton reads it when it is imported
 
 
@@ -43,6 +44,14 @@ def run_python(
         server.stdin.flush()
         status = int(server.stdout.readline())
         return subprocess.CompletedProcess(arguments, status, *(Path(file).read_text() for file in files))
+
+
+def run_pytest(file: str, *options: str, environment: dict[str, str]) -> None:
+    """Run the tests of a file, without those marked thorough if this session leaves them out."""
+    marks = ("-m", "not thorough") if WITHOUT_THOROUGH in os.environ else ()
+    options = ("-q", "--tb=short", "-p", "no:cacheprovider", *marks, *options)
+    result = run_python("-m", "pytest", file, *options, environment=environment)
+    assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]
 
 
 def _run(arguments: list[str], environment: dict[str, str], cwd: str, files: list[str]) -> None:
