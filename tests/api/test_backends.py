@@ -5,11 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +15,8 @@ import flash_attn_mini
 from flash_attn_mini import available_backends, backends, flash_attn_func, use_backend
 from flash_attn_mini.backends import BACKENDS, extension, select_backend
 
-ROOT = Path(__file__).resolve().parents[2]
+from ..support.new_process import run_python
+
 CPU = torch.device("cpu")
 VARIABLE = "FLASH_ATTN_MINI_BACKEND"
 
@@ -200,7 +198,7 @@ def test_the_import_takes_neither_the_compiler_nor_triton() -> None:
         "import sys, torch; before = set(sys.modules); import flash_attn_mini;"
         " print({'torch._dynamo', 'triton'} & (set(sys.modules) - before))"
     )
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT)
+    run = run_python("-c", script)
     assert run.stdout == "set()\n"
 
 

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from ..support.new_process import ROOT, run_python
 
 
 def run(code: str, *folders: Path) -> subprocess.CompletedProcess[str]:
     """Runs `code` in a new process that can import this package and the contents of `folders`."""
     path = os.pathsep.join(str(folder) for folder in (*folders, ROOT))
     environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-c", textwrap.dedent(code)]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    result = run_python("-c", textwrap.dedent(code), environment=environment)
     assert result.returncode == 0, result.stderr
     return result
 

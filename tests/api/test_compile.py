@@ -37,6 +37,11 @@ def kind_of_trace(case: Case) -> tuple[Any, ...]:
 
 TRACED = {kind_of_trace(case): case for case in reversed(CASES)}.values()  # the first case of each kind
 
+FIRST = {(c.layout, c.causal, 0 in (c.seqlen_q, c.seqlen_k)): c for c in reversed(CASES)}.values()
+each_case = pytest.mark.parametrize(
+    "case", [case if case in FIRST else pytest.param(case, marks=pytest.mark.thorough) for case in CASES], ids=str
+)
+
 
 def opcheck(operator: Any, arguments: tuple[Any, ...], case: Case) -> None:
     """torch.library.opcheck. Its trace with symbolic sizes takes half a second, so one case of each kind has it."""
@@ -55,13 +60,13 @@ def backward_arguments(
     return bwd_arguments(dout, q, k, v, out, lse, dsoftmax_lse=dlse, output_mask=mask, **options)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@each_case
 def test_opcheck_of_a_forward_that_needs_gradients(case: Case, backend: str, device: str, seed: int) -> None:
     inputs = [x.detach().requires_grad_() for x in make_inputs(case, torch.float16, device, seed)]
     opcheck(FWD, fwd_arguments(*inputs, causal=case.causal, deterministic=True, backend=backend), case)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@each_case
 def test_opcheck_of_the_backward(case: Case, backend: str, device: str, seed: int) -> None:
     mask = [case.seqlen_q % 2 == 0, True, case.seqlen_k % 2 == 0]
     arguments = backward_arguments(case, torch.float16, device, seed, backend, case.causal, mask)
@@ -289,7 +294,7 @@ def test_lengths_that_a_tensor_holds_are_compiled(form: str, backend: str, devic
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["dense", "varlen", "packed"])
+@pytest.mark.parametrize("form", ["dense", "varlen", pytest.param("packed", marks=pytest.mark.thorough)])
 def test_compiled_autograd_gives_the_gradients_of_eager_autograd(form: str, backend: str, device: str) -> None:
     """The backward is compiled from the nodes of the graph. Calls that differ in an option are not the same program."""
     torch._dynamo.reset()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
 
 from flash_attn_mini import flash_attn_func
+
+from ..support.new_process import run_python
 
 SCRIPT = """
 import torch
@@ -49,7 +49,7 @@ FIELDS = {
 def test_trace_prints_each_link_in_order(backend: str, device: str) -> None:
     environment = {**os.environ, "FLASH_ATTN_MINI_TRACE": "1"}
     script = SCRIPT.format(device=device, backend=backend)
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+    done = run_python("-c", script, environment=environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout == ""
     lines = [line.split() for line in done.stderr.splitlines() if line.startswith("[flash_attn_mini]")]

@@ -11,8 +11,6 @@ import math
 import os
 import re
 import runpy
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -48,6 +46,7 @@ from flash_attn_mini.reference import (
     dropout_mask,
 )
 
+from ..support.new_process import run_pytest
 from ..support.no_extension import NAME
 
 USES_REFERENCE = "TESTS_THE_REFERENCE"  # set in the process that tests the reference
@@ -63,17 +62,13 @@ P = 0.3
 
 
 def run_without_extension(expected: Path, name: str) -> None:
-    options = ["-q", "--tb=short", "-p", "no:cacheprovider", "-p", "tests.support.no_extension"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": "", EXPECTED: str(expected)}
     environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # no plugin is needed; to import them takes as long as torch
     if name == "reference":
         environment[USES_REFERENCE] = "1"
     elif not HAS_GPU:
         environment["TRITON_INTERPRET"] = "1"
-    root = Path(__file__).resolve().parents[2]
-    command = [sys.executable, "-m", "pytest", __file__, *options]
-    result = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]
+    run_pytest(__file__, "-p", "tests.support.no_extension", environment=environment)
 
 
 @pytest.mark.slow
@@ -591,7 +586,7 @@ def test_randomness_of_vmap(draw: torch.Generator) -> None:
 
 
 @here
-@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("dropout_p", [0.0, P])
 def test_compiled_training(compiler: str, dropout_p: float, draw: torch.Generator) -> None:
     """One graph, and the bits of eager code, dropout too: the seed is drawn by PyTorch's generator."""

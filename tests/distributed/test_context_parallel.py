@@ -48,6 +48,7 @@ class Case:
 
 
 DOCUMENTS = (7, 0, 40, 1, 64, 13)
+FAR_KEYS = Case("ALiBi, far keys", TWO, 1700, alibi="heads", batch=1, heads=(2, 2))
 CASES = [
     Case("full, two ranks", TWO, 38, heads=(4, 2)),
     Case("causal, ranks 1 and 3 of four", APART, 64, {"causal": True}, heads=(4, 2)),
@@ -64,7 +65,7 @@ CASES = [
     Case("ALiBi, causal", THREE, 50, {"causal": True}, alibi="heads"),
     Case("ALiBi, full, slopes for each sequence", FOUR, 53, alibi="batch"),
     Case("ALiBi, window, softcap", TWO, 47, {"window_size": (20, 9), "softcap": 3.0}, alibi="heads"),
-    Case("ALiBi, far keys", TWO, 1700, alibi="heads", batch=1, heads=(2, 2)),
+    FAR_KEYS,
     Case("documents, ALiBi, far keys", TWO, (1500, 90), {"causal": True}, "heads", heads=(2, 2)),
     Case("documents, causal", FOUR, DOCUMENTS, {"causal": True}, heads=(8, 4)),
     Case("documents, full", THREE, DOCUMENTS, heads=(6, 3)),
@@ -109,7 +110,11 @@ def check(case: Case, strategy: str, described: str, tensors: Any, options: Any,
     assert_gradients_accurate(q, k, v, dout, tuple(gradients), dlse=dlse, **settings)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" ", "-"))
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=pytest.mark.thorough) if case is FAR_KEYS else case for case in CASES],
+    ids=lambda case: case.name.replace(" ", "-"),
+)
 def test_results_and_gradients_are_those_of_one_gpu(case: Case, ranks: Ranks, seed: int, described_seed: str) -> None:
     tensors, options = tensors_and_options(case, seed)
     heads_divide = all(heads % len(case.members) == 0 for heads in case.heads)

@@ -7,14 +7,14 @@ import re
 import runpy
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from benchmarks import results, tables
 
-ROOT = Path(__file__).resolve().parents[2]
+from ..support.new_process import ROOT, run_python
+
 OF_LEARN = sorted((ROOT / "learn").glob("*.md"))
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *OF_LEARN, ROOT / "third_party" / "README.md"]
 SNIPPET = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -48,7 +48,7 @@ def test_snippets_run_one_after_the_other(document: Path, tmp_path: Path) -> Non
     script = tmp_path / "snippets.py"
     script.write_text("\n".join(SNIPPET.findall(document.read_text())))
     environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    result = subprocess.run([sys.executable, script], env=environment, cwd=tmp_path, capture_output=True, text=True)
+    result = run_python(str(script), environment=environment, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
 
 

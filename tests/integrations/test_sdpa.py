@@ -10,7 +10,6 @@ import contextlib
 import math
 import os
 import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -27,6 +26,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from flash_attn_mini import sdpa
 from flash_attn_mini.backends import extension
 
+from ..support.new_process import ROOT, run_python
 from ..support.one_thread import one_thread  # noqa: F401
 from ..support.sdpa_cases import CASES, CPU_HAS_GROUPED_HEADS, SdpaCase, assert_accurate, differentiated
 from ..support.sdpa_counts import ours_and_pytorchs
@@ -413,14 +413,14 @@ def test_an_unknown_backend_in_the_environment_is_an_error(monkeypatch: pytest.M
     assert not sdpa.is_active()
 
 
-def run_python(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2]), "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run([sys.executable, *arguments], env=environment, cwd=cwd, capture_output=True, text=True)
+def run_here(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    return run_python(*arguments, environment=environment, cwd=cwd)
 
 
 def test_importing_the_package_activates_nothing(tmp_path: Path) -> None:
     program = "import flash_attn_mini; print(flash_attn_mini.sdpa.is_active())"
-    assert run_python("-c", program, cwd=tmp_path).stdout == "False\n"
+    assert run_here("-c", program, cwd=tmp_path).stdout == "False\n"
 
 
 def test_the_command_runs_a_script_and_counts(tmp_path: Path) -> None:
@@ -434,12 +434,12 @@ def test_the_command_runs_a_script_and_counts(tmp_path: Path) -> None:
         "print(__name__, sys.argv[1:])\n"
         "sys.exit(3)\n"
     )
-    result = run_python("-m", "flash_attn_mini", "--sdpa", str(script), "--flag", "x", cwd=tmp_path)
+    result = run_here("-m", "flash_attn_mini", "--sdpa", str(script), "--flag", "x", cwd=tmp_path)
     assert (result.returncode, result.stdout) == (3, "__main__ ['--flag', 'x']\n"), result.stderr
     op = "_scaled_dot_product_flash_attention_for_cpu"
     assert f"{op}: 1 calls on flash_attn_mini, 1 on PyTorch" in result.stderr
     assert f"{op}_backward: 1 calls on flash_attn_mini, 0 on PyTorch" in result.stderr
-    result = run_python("-m", "flash_attn_mini", "--sdpa", cwd=tmp_path)
+    result = run_here("-m", "flash_attn_mini", "--sdpa", cwd=tmp_path)
     assert result.returncode == 2
     assert "--sdpa needs a script" in result.stderr
 

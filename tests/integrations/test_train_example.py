@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,9 +17,9 @@ pytest.importorskip("tqdm")
 
 from examples import train_char_gpt as example
 
+from ..support.new_process import run_python
 from ..support.one_thread import one_thread  # noqa: F401
 
-ROOT = Path(__file__).resolve().parents[2]
 TIMES_PYTORCH = 3.0
 SMALL = replace(example.SIZES["cpu"], layers=1, width=64, heads=2, context=64, batch=3)
 
@@ -92,8 +90,7 @@ runpy.run_module("examples.{example}", run_name="__main__", alter_sys=True)
     [("train_char_gpt", "tqdm"), ("semantic_search", "transformers"), ("generate_char_gpt", "tabulate")],
 )
 def test_a_missing_package_is_named_with_the_command_to_run(example: str, missing: str) -> None:
-    command = [sys.executable, "-c", MISSING.format(example=example, missing=missing)]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    result = run_python("-c", MISSING.format(example=example, missing=missing))
     assert result.returncode == 1
     assert "Traceback" not in result.stderr
     assert missing in result.stderr

@@ -27,6 +27,7 @@ from ..support.versions import TORCH  # noqa: E402
 from .test_transformers_batches import make, result  # noqa: E402
 
 # PyTorch 2.6 cannot trace transformers 5: SDPA does not compile either.
+thorough = pytest.mark.thorough
 needs_traceable_transformers = pytest.mark.skipif(TORCH < (2, 13), reason="not tested before PyTorch 2.13")
 
 ONES = torch.ones(3, LENGTH, dtype=torch.long)
@@ -58,20 +59,20 @@ def outputs(model: Any, call: Any, ids: Tensor, weights: Tensor, options: dict[s
     ("name", "compiler", "options"),
     [
         pytest.param("llama", "aot_eager", {}, id="llama"),
-        pytest.param("gemma2", "eager", {}, id="gemma2"),
+        pytest.param("gemma2", "eager", {}, id="gemma2", marks=thorough),
         pytest.param("modernbert", "eager", {}, id="modernbert"),
         pytest.param("llama4", "aot_eager", {}, id="llama4"),
         pytest.param("llama4", "eager", {"attention_mask": PADDED}, id="llama4-padded"),
         pytest.param("llama4", "eager", {"position_ids": POSITIONS}, id="llama4-packed"),
         pytest.param("llama", "eager", {"position_ids": POSITIONS}, id="llama-packed"),
-        pytest.param("mistral", "eager", {"position_ids": POSITIONS}, id="mistral-packed"),
+        pytest.param("mistral", "eager", {"position_ids": POSITIONS}, id="mistral-packed", marks=thorough),
         pytest.param("llama", "aot_eager", {"attention_mask": PADDED}, id="llama-padded"),
-        pytest.param("llama", "eager", {"attention_mask": PADDED, "use_cache": True}, id="llama-cache"),
-        pytest.param("llama", "eager", {"attention_mask": EMPTY_ROW}, id="llama-empty-row"),
-        pytest.param("gemma2", "eager", {"attention_mask": PADDED}, id="gemma2-padded"),
-        pytest.param("mistral", "eager", {"attention_mask": ONES}, id="mistral-ones"),
+        pytest.param("llama", "eager", {"attention_mask": PADDED, "use_cache": True}, id="llama-cache", marks=thorough),
+        pytest.param("llama", "eager", {"attention_mask": EMPTY_ROW}, id="llama-empty-row", marks=thorough),
+        pytest.param("gemma2", "eager", {"attention_mask": PADDED}, id="gemma2-padded", marks=thorough),
+        pytest.param("mistral", "eager", {"attention_mask": ONES}, id="mistral-ones", marks=thorough),
         pytest.param("bert", "eager", {"attention_mask": HOLES}, id="bert-holes"),
-        pytest.param("modernbert", "eager", {"attention_mask": PADDED}, id="modernbert-padded"),
+        pytest.param("modernbert", "eager", {"attention_mask": PADDED}, id="modernbert-padded", marks=thorough),
     ],
 )
 def test_compiled_training_gives_the_results_of_the_model(
@@ -105,7 +106,7 @@ def test_compiled_program_serves_other_masks(draw: torch.Generator) -> None:
 
 
 @needs_traceable_transformers
-@pytest.mark.parametrize("name", ["mistral", "modernbert"])
+@pytest.mark.parametrize("name", ["mistral", pytest.param("modernbert", marks=thorough)])
 def test_holes_under_a_window_are_refused_when_the_program_runs(name: str) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(make(name), backend="aot_eager", fullgraph=True)  # it removes what has no effect

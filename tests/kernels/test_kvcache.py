@@ -28,7 +28,7 @@ from ..support.kvcache_cases import (
 from ..support.kvcache_checks import bits, check_kvcache, copied, of_rows, run, varlen_results
 from ..support.poison import memory_shortage
 from ..support.random_kvcache import TMA_LAYOUTS, random_kvcache, simpler_kvcache
-from ..support.random_loop import CHUNKS, check_random_cases
+from ..support.random_loop import check_random_cases, each_chunk
 
 COUNT = {"cpu": 600, "cuda": 2000, "triton": 200}  # triton compiles for each combination of options
 
@@ -60,7 +60,7 @@ def test_kvcache_offsets_beyond_31_bits(
 # ---- random cases ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("chunk", range(CHUNKS))
+@each_chunk
 def test_random_kvcache_cases(chunk: int, backend: str, device: str, seed: int, described_seed: str) -> None:
     def check(case: KvCacheCase, dtype: torch.dtype, seed: int, described_seed: str) -> None:
         call, results = check_kvcache(case, backend, device, dtype, seed, described_seed)

@@ -22,7 +22,7 @@ from ..support.feature_checks import check_dense, check_varlen
 from ..support.key_range_cases import KINDS, KeyRangeCase
 from ..support.key_range_checks import check_key_ranges
 from ..support.poison import LAYOUTS
-from ..support.random_loop import CHUNKS, check_random_cases, shrunk
+from ..support.random_loop import CHUNKS, check_random_cases, each_chunk, shrunk
 from ..support.varlen_cases import VarlenCase
 
 COUNT = {"cpu": 500, "cuda": 2000, "triton": 80}  # triton compiles for each combination of features
@@ -176,7 +176,7 @@ def random_case(draw: random.Random) -> AnyCase:
     return with_key_ranges(draw, case) if draw.random() < 0.3 else case
 
 
-@pytest.mark.parametrize("chunk", range(CHUNKS))
+@each_chunk
 def test_random_cases_are_as_accurate_as_pytorch(
     chunk: int, backend: str, device: str, seed: int, described_seed: str
 ) -> None:

@@ -39,8 +39,15 @@ def that_differ(configs: list[Any]) -> list[Any]:
 
 
 def cases_and_dtypes() -> list[Any]:
+    """Head dims without a mask are thorough: each has a causal case, which has masked tiles and others."""
+    names = {case.name for case in SMALL_FORWARD_CASES}
     return [
-        pytest.param(case, dtype, id=f"{case}-{str(dtype).removeprefix('torch.')}")
+        pytest.param(
+            case,
+            dtype,
+            id=f"{case}-{str(dtype).removeprefix('torch.')}",
+            marks=[pytest.mark.thorough] * (case.name.startswith("headdim") and f"{case.name}_causal" in names),
+        )
         for dtype in (torch.float16, torch.bfloat16, torch.float32)
         for case in SMALL_FORWARD_CASES
         if HAS_GPU or dtype == torch.float16 or case.name in OTHER_DTYPES_FOR

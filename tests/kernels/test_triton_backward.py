@@ -139,7 +139,9 @@ def test_gradients_of_a_small_case_are_as_accurate_as_pytorch(
 
 
 @runs_triton
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(
+    "causal", [pytest.param(False, id="full", marks=pytest.mark.thorough), pytest.param(True, id="causal")]
+)
 @pytest.mark.parametrize(("kernel", "table", "head_dim", "config"), tile_configs())
 def test_every_configuration_is_right(
     kernel: str, table: str, head_dim: int, config: Any, causal: bool, seed: int, described_seed: str

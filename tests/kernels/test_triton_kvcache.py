@@ -38,6 +38,7 @@ IN_THE_INTERPRETER = (
 )
 IN_BFLOAT16 = ("rotary", "together")
 PAGE_SIZES = (1, 3, 50)
+thorough = pytest.mark.thorough
 
 
 @pytest.mark.slow
@@ -149,8 +150,12 @@ def test_a_row_with_split_keys_does_not_depend_on_the_batch(name: str, seed: int
 @runs_triton
 @pytest.mark.parametrize(
     ("headdim", "page_size"),
-    [(64, 7), (64, 128), (128, 16), (128, 32)],
-    ids=["page_per_key", "tiles_in_pages", "page_per_key_d128", "tiles_in_pages_d128"],
+    [
+        pytest.param(64, 7, id="page_per_key"),
+        pytest.param(64, 128, id="tiles_in_pages", marks=thorough),
+        pytest.param(128, 16, id="page_per_key_d128", marks=thorough),
+        pytest.param(128, 32, id="tiles_in_pages_d128"),
+    ],
 )
 def test_pages_give_the_bits_of_a_cache_without_pages(headdim: int, page_size: int, seed: int) -> None:
     """A tile has 128 keys at head dim 64, and 32 keys at 128."""
@@ -213,7 +218,7 @@ def test_splits_cover_every_key_once(
 
 
 @runs_triton
-@pytest.mark.parametrize("window_left", [None, 500], ids=["all", "window"])
+@pytest.mark.parametrize("window_left", [pytest.param(None, id="all", marks=thorough), pytest.param(500, id="window")])
 @pytest.mark.parametrize(
     ("batch", "at_once", "most_pieces"),
     [(38, 64, 50), (38, 16, 50), (38, 16, 1), (20, 32, 1000)],
@@ -256,7 +261,11 @@ def test_pieces_cover_every_unit_once(
 
 @runs_triton
 @pytest.mark.parametrize(
-    "name", ["decode", "more_queries", "leftpad_all", "pages_7", "pages_64", "window", "batch_idx_leftpad"]
+    "name",
+    [
+        *("more_queries", "leftpad_all", "pages_7"),
+        *(pytest.param(name, marks=thorough) for name in ("decode", "pages_64", "window", "batch_idx_leftpad")),
+    ],
 )
 def test_pieces_of_any_number_give_the_results_of_one_split(
     name: str, seed: int, monkeypatch: pytest.MonkeyPatch

@@ -62,7 +62,7 @@ def clamped_ranges(cu_seqlens: list[int]) -> list[tuple[int, int]]:
 
 
 @runs_triton
-@pytest.mark.parametrize("side", ["q", "k", "both"])
+@pytest.mark.parametrize("side", [*(pytest.param(x, marks=pytest.mark.thorough) for x in "qk"), "both"])
 @pytest.mark.parametrize("wild", WILD_LENGTHS.values(), ids=WILD_LENGTHS.keys())
 def test_wild_lengths_stay_inside_the_tensors(wild: list[int], side: str, draw: torch.Generator) -> None:
     from flash_attn_mini.backends.triton import launch, launch_bwd
@@ -154,7 +154,7 @@ def all_results(inputs: Any, dout: Tensor, use_tma: bool, **options: Any) -> dic
 @pytest.mark.parametrize(
     ("dtype", "mask", "has_sinks"),
     [
-        (torch.float16, "causal", False),
+        pytest.param(torch.float16, "causal", False, marks=pytest.mark.thorough),
         (torch.float16, "causal", True),
         (torch.float16, "window", True),
         (torch.float32, "causal", False),

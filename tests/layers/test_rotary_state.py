@@ -422,6 +422,11 @@ def test_a_stream_reads_no_tables_that_another_stream_may_not_have_written(draw:
 # ---- torch.compile and export ---------------------------------------------------------------------------------------
 
 COMPILERS = ["aot_eager", pytest.param("inductor", marks=[pytest.mark.gpu, pytest.mark.slow])]
+DYNAMIC = [
+    pytest.param(None, id="default"),
+    pytest.param(True, id="dynamic", marks=pytest.mark.thorough),
+    pytest.param(False, id="static", marks=pytest.mark.thorough),
+]
 each_compiler = pytest.mark.parametrize("compiler", [*COMPILERS, "overwriting"])
 
 
@@ -432,7 +437,7 @@ def compiled_by(compiler: str, module: nn.Module, **options: Any) -> Callable[..
 
 
 @each_compiler
-@pytest.mark.parametrize("dynamic", [None, True, False], ids=["default", "dynamic", "static"])
+@pytest.mark.parametrize("dynamic", DYNAMIC)
 @with_and_without_scales
 def test_compiled_calls_of_other_lengths(
     scale_base: float | None, dynamic: bool | None, compiler: str, draw: torch.Generator
@@ -582,7 +587,7 @@ def assert_runs_and_trains_as_eager(
     compare_forward(37)
 
 
-each_packed = pytest.mark.parametrize("packed", ["qkv", "kv"])
+each_packed = pytest.mark.parametrize("packed", ["qkv", pytest.param("kv", marks=pytest.mark.thorough)])
 
 
 @pytest.mark.slow

@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,9 +19,9 @@ from learn import rungs
 from learn.bench import __main__ as bench
 from learn.bench import choices, grid, ladder, negative, plots, report, roofline
 
+from ..support.new_process import ROOT, run_python
 from ..support.one_thread import one_thread  # noqa: F401
 
-ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "learn" / f"{name}.md" for name in ("tutorial", "roofline", "negative_results")]
 BLOCK = re.compile(r"^```sh\n(.*?)^```", re.MULTILINE | re.DOTALL)
 TRACE = re.compile(r"^```\n(\[flash_attn_mini\].*?)^```", re.MULTILINE | re.DOTALL)
@@ -79,7 +78,8 @@ def test_the_trace_of_the_tutorial_is_that_of_its_command() -> None:
     (shown,) = TRACE.findall(tutorial)
     variable, _, _, script = shlex.split(block)
     environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", **dict([variable.split("=")])}
-    run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    run = run_python("-c", script, environment=environment)
+    assert run.returncode == 0, run.stderr
     pattern = r"isa=\w+|(?:row|key)_block=\d+|blocks=\d+|threads=\d+"  # of the machine
     assert re.sub(pattern, "", run.stderr) == re.sub(pattern, "", shown)
     links = {line.split()[1] for line in shown.splitlines()}

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import torch
 
 from ..conftest import SEED_VARIABLE
+from .new_process import run_python
 
 LEVELS = ["DEFAULT", "AVX2", "AVX512"]
 MACHINE = torch.backends.cpu.get_cpu_capability().replace("NO AVX", "DEFAULT")  # PyTorch 2.6 says "NO AVX"
@@ -28,13 +26,7 @@ torch.set_num_threads(1)
 
 def run_on(level: str, script: str) -> None:
     """Run a script with the variables `level` and `seed`; it must print "checked" at its end."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROLOGUE + script, level, os.environ[SEED_VARIABLE]],
-        env={**os.environ, "ATEN_CPU_CAPABILITY": level.lower(), "FLASH_ATTN_MINI_NO_AMX": "1"},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": level.lower(), "FLASH_ATTN_MINI_NO_AMX": "1"}
+    done = run_python("-c", PROLOGUE + script, level, os.environ[SEED_VARIABLE], environment=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.startswith("checked")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from flash_attn_mini.backends.triton import missing_reason
+
+from .new_process import run_pytest
 
 TRITON_IS_MISSING = missing_reason()
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -26,9 +25,6 @@ needs_triton = pytest.mark.skipif(TRITON_IS_MISSING is not None, reason=str(TRIT
 def run_in_the_interpreter(file: str) -> None:
     """Run the tests of a file in a new process."""
     pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", file, "-q", "--tb=short", "-p", "no:cacheprovider"]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": ""}
     environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # no plugin is needed; to import them takes as long as torch
-    root = Path(__file__).resolve().parents[2]
-    result = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]
+    run_pytest(file, environment=environment)

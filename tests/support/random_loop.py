@@ -15,6 +15,9 @@ import torch
 from .bounds import InaccurateError
 
 CHUNKS = 20  # tests that share the cases, so that several processes can run them
+each_chunk = pytest.mark.parametrize(
+    "chunk", [n if n < CHUNKS // 4 else pytest.param(n, marks=pytest.mark.thorough) for n in range(CHUNKS)]
+)
 # PyTorch's error may be small by chance, above all where it has one in few elements. So an error fails at once only if
 # it is so many times the bound, and else if it occurs with so many values, one after the other.
 OF_FEW, OF_MANY = (100.0, 8), (4.0, 3)
