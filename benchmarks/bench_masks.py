@@ -105,7 +105,7 @@ def masks_of(shape: Shape) -> list[Mask]:
             "global and window, causal",
             masks.global_and_window(seqlen, seqlen, shape.num_global, shape.window, device=device),
             True,
-            lambda b, h, i, j: ((j < shape.num_global) | (i - j < shape.window)) & (j <= i),
+            lambda b, h, i, j: ((j < shape.num_global) | (i - j <= shape.window)) & (j <= i),
         ),
     ]
 
@@ -193,25 +193,25 @@ def main(argv: list[str] | None = None) -> None:
     timings = interleave(calls, timer_for(device), rounds=arguments.rounds, rep_ms=rep_ms)
 
     data: list[dict[str, Any]] = []
+    speeds: dict[tuple[str, str], float] = {}  # TFLOP/s of ours
     for mask in all_masks:
         flops = 4.0 * visible_pairs(mask, shape) * nheads * headdim
-        forward_ms, both_ms = (timings[names[mask.name, "ours", backward]].ms for backward in (False, True))
-        row = {
+        row: dict[str, Any] = {
             "mask": mask.name,
             "seqlen": shape.seqlen,
             "nheads": nheads,
             "headdim": headdim,
             "dtype": str(shape.dtype).removeprefix("torch."),
-            "forward_ms": round(forward_ms, 4),
-            "both_ms": round(both_ms, 4),
-            "forward_tflops": round(flops / forward_ms / 1e9, 1),
-            "both_tflops": round(flops * (1.0 + BACKWARD_WORK) / both_ms / 1e9, 1),
         }
-        for direction in ("forward", "both"):
-            base = data[0] if data else row
-            row[f"{direction}_to_causal"] = round(row[f"{direction}_tflops"] / base[f"{direction}_tflops"], 3)
-            name = names.get((mask.name, FLEX, direction == "both"))
-            row[f"{direction}_to_flex"] = round(timings[name].ms / row[f"{direction}_ms"], 3) if name else None
+        for direction, backward in (("forward", False), ("both", True)):
+            ms = timings[names[mask.name, "ours", backward]].ms
+            speed = flops * (1.0 + BACKWARD_WORK * backward) / ms / 1e9
+            speeds[mask.name, direction] = speed
+            flex = names.get((mask.name, FLEX, backward))
+            row[f"{direction}_ms"] = round(ms, 4)
+            row[f"{direction}_tflops"] = float(f"{speed:.4g}")
+            row[f"{direction}_to_causal"] = round(speed / speeds[CAUSAL, direction], 3)
+            row[f"{direction}_to_flex"] = round(timings[flex].ms / ms, 3) if flex else None
         data.append(row)
     results.finish(
         f"masks_{shape.backend}_d{headdim}",
