@@ -47,7 +47,7 @@ struct KvCache {
 };
 
 // The keys that each query sees by key_ranges: the ranges [begin, end), in any order, as far as the mask and the
-// lengths let it see them. Values are any: common/key_ranges.h clamps them where it loads them.
+// lengths let it see them. Values may be anything: common/key_ranges.cu and cpu/visible_keys.h clamp them.
 struct KeyRanges {
     const int *ptr = nullptr;  // [b, h, seqlen_q, count, 2], varlen [h, total_q, count, 2]; null: the call has none
     int64_t batch_stride = 0;  // elements; 0: all sequences have the same, and varlen
@@ -56,16 +56,17 @@ struct KeyRanges {
     int count = 0;             // ranges of a query: 1 or 2
 
     // Scratch of the CUDA kernels (common/key_ranges.h), for each batch and head whose ranges differ. Each sequence
-    // begins at a multiple of kRowsRounded padded rows, as in Flash_bwd_params, and at a column of its own.
+    // begins at a multiple of kRowsRounded padded rows, as in Flash_bwd_params. A column has kKeysPerColumn keys. No
+    // two sequences share a column.
     int *rows = nullptr;               // [padded rows, 4]
     int *blocks = nullptr;             // [padded rows / kRowsPerBlock, 8]
     int *columns = nullptr;            // [columns, 2]; backward: zeros before the kernel that writes them; else null
-    int64_t rows_batch_stride = 0;     // padded rows; 0 as batch_stride
-    int64_t rows_head_stride = 0;      // padded rows; 0 as head_stride
-    int64_t columns_batch_stride = 0;  // columns; 0 as batch_stride
-    int64_t columns_head_stride = 0;   // columns; 0 as head_stride
-    bool has_wide_columns = false;     // deterministic backward: the rows of kRowsRounded visit the same columns, all
-                                       // from the first to the last that one of them sees
+    int64_t rows_batch_stride = 0;     // padded rows; 0 if batch_stride is 0
+    int64_t rows_head_stride = 0;      // padded rows; 0 if head_stride is 0
+    int64_t columns_batch_stride = 0;  // columns; 0 if batch_stride is 0
+    int64_t columns_head_stride = 0;   // columns; 0 if head_stride is 0
+    bool has_wide_columns = false;     // deterministic backward: all rows of a group of kRowsRounded visit every column
+                                       // between the first and the last key that one of them sees
     int64_t columns_bytes = 0;         // of all columns
     static constexpr int kRowsPerBlock = 32;
     static constexpr int kKeysPerColumn = 64;

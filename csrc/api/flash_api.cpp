@@ -188,8 +188,9 @@ BwdResults backward(const BwdArgs &args, std::array<bool, 3> output_mask, bool z
         const std::optional<CudaScratch> scratch =
             q.is_cuda() ? std::optional<CudaScratch>(std::in_place, params, softmax_d, forward.sequences)
                         : std::nullopt;
-        const at::Tensor ranges =
-            q.is_cuda() ? key_ranges_scratch(params, q, /*is_backward=*/true, options.deterministic) : at::Tensor();
+        const at::Tensor ranges = q.is_cuda() ? key_ranges_scratch(params, q, /*is_backward=*/true,
+                                                                   options.deterministic && dq.written.defined())
+                                              : at::Tensor();
         run_mha_bwd(params, q.device());
     }
     dq.store();

@@ -12,7 +12,7 @@
 namespace flash {
 namespace {
 
-// Dimensions of key_ranges before those of a query: batch (only equal lengths), heads, queries.
+// Dimensions before the pairs of a query: batch (equal lengths only), heads, queries.
 int64_t leading_dims(const FwdArgs &args) {
     return args.is_varlen() ? 2 : 3;
 }
@@ -21,7 +21,7 @@ bool has_two_ranges(const at::Tensor &key_ranges, const FwdArgs &args) {
     return key_ranges.dim() == leading_dims(args) + 2;
 }
 
-// Every bound is one of 0 to the keys of the query's sequence.
+// Checks that every bound lies in [0, keys of the query's sequence].
 void check_values(const at::Tensor &key_ranges, const FwdArgs &args) {
     const at::Tensor on_cpu = key_ranges.cpu();
     const auto check = [](const at::Tensor &ranges, int64_t keys, const std::string &where) {

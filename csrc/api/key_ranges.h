@@ -11,7 +11,7 @@ namespace flash {
 // args: with checked q, k, v and sequences.
 void check_key_ranges(const FwdArgs &args);
 
-// The tensor with the pairs of a query one after the other in memory, as kernels read it.
+// Returns key_ranges, copied if the pairs of a query are not contiguous.
 at::Tensor readable_key_ranges(const at::Tensor &key_ranges);
 
 // args: with readable options.

@@ -33,9 +33,10 @@ __device__ __forceinline__ VisibleKeys visible_keys(const int *pairs, int count,
     return {first.x, first.y, second.x, second.y};
 }
 
-// A block of keys is visited by the rows [first_row, end_row). Blocks of keys from `begin` on, up to `end`.
-__device__ __forceinline__ void add_to_columns(int *columns, int begin, int end, int first_row, int end_row) {
-    for (int column = begin + threadIdx.x % 32; column < end; column += 32) {
+// Records that the rows [first_row, end_row) visit the columns [begin, end). `threads` threads share the columns.
+__device__ __forceinline__ void add_to_columns(int *columns, int begin, int end, int first_row, int end_row,
+                                               int threads) {
+    for (int column = begin + static_cast<int>(threadIdx.x) % threads; column < end; column += threads) {
         atomicMax(&columns[2 * column], kNoKey - first_row);
         atomicMax(&columns[2 * column + 1], end_row);
     }
@@ -79,7 +80,7 @@ __global__ void __launch_bounds__(kRows)
     if (ranges.columns == nullptr) {
         return;
     }
-    int first_row = row - lane, rows = KeyRanges::kRowsPerBlock;
+    int first_row = row - lane, rows = KeyRanges::kRowsPerBlock;  // of the columns; a thread for each row writes them
     if (ranges.has_wide_columns) {
         __shared__ int begin_of_warps[kRows / 32], end_of_warps[kRows / 32];
         if (lane == 0) {
@@ -105,9 +106,9 @@ __global__ void __launch_bounds__(kRows)
             ranges.columns + 2 * (bidb * ranges.columns_batch_stride + bidh * ranges.columns_head_stride + of_sequence);
         const int end_row = min(first_row + rows, seq.seqlen_q);
         const int end = (hulls.y + kKeys - 1) / kKeys;
-        add_to_columns(columns, hulls.x / kKeys, end, first_row, end_row);
+        add_to_columns(columns, hulls.x / kKeys, end, first_row, end_row, rows);
         if (hulls.w > 0) {
-            add_to_columns(columns, max(hulls.z / kKeys, end), (hulls.w + kKeys - 1) / kKeys, first_row, end_row);
+            add_to_columns(columns, max(hulls.z / kKeys, end), (hulls.w + kKeys - 1) / kKeys, first_row, end_row, rows);
         }
     }
 }

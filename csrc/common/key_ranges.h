@@ -10,10 +10,10 @@
 
 namespace flash {
 
-constexpr int kNoKey = INT32_MAX;  // the begin of nothing
+constexpr int kNoKey = INT32_MAX;  // the begin of an empty range, where the smallest begin is searched
 
-// The keys that a row sees: [begin0, end0) and [begin1, end1), where begin0 < end0 < begin1 < end1. Fewer ranges have
-// zeros in the place of the others.
+// The keys that a row sees: [begin0, end0) and [begin1, end1), where begin0 < end0 < begin1 < end1. A missing range is
+// [0, 0).
 struct VisibleKeys {
     int begin0, end0, begin1, end1;
 
@@ -54,6 +54,7 @@ class RangesOfHead {
     const int4 *blocks_;  // hulls, then full
 
 public:
+    RangesOfHead() = default;  // of no head
     __device__ __forceinline__ RangesOfHead(const Flash_fwd_params &params, int bidb, int bidh) {
         const KeyRanges &ranges = params.key_ranges;
         const int64_t first =
@@ -68,7 +69,8 @@ public:
         return {keys.x, keys.y, keys.z, keys.w};
     }
 
-    // Brings row() of `rows` rows into L1. Called by a whole warp, for at most 256 rows. first_row: a multiple of 8.
+    // Prefetches the ranges of `rows` rows, at most 256, into L1. Called by a whole warp. first_row: a multiple of 8,
+    // the rows of a cache line.
     __device__ __forceinline__ void prefetch(int first_row, int rows, int seqlen_q) const {
         constexpr int kRowsOfLine = 128 / sizeof(int4);
         const int row = first_row + static_cast<int>(threadIdx.x) % 32 * kRowsOfLine;
@@ -108,12 +110,13 @@ struct RangedBlockInfo : Sequence {
         : Sequence(sequence),
           ranges(params, bidb, bidh),
           keys(ranges.block<kBlockM>(m_block * kBlockM, sequence.seqlen_q)) {
-        const auto end_block = [](int end) { return (end + kBlockN - 1) / kBlockN; };
+        // With a wrong cu_seqlens_q another sequence, with more keys, may have written the rows.
+        const auto end_block = [&](int end) { return (min(end, seqlen_k) + kBlockN - 1) / kBlockN; };
         const bool has_second = keys.begin1 < keys.end1;
-        n_block_min = keys.end0 == 0 ? 0 : keys.begin0 / kBlockN;
         gap_begin = end_block(keys.end0);
-        gap_end = has_second ? max(keys.begin1 / kBlockN, gap_begin) : gap_begin;
+        n_block_min = keys.end0 == 0 ? 0 : min(keys.begin0 / kBlockN, gap_begin);
         n_block_max = has_second ? max(end_block(keys.end1), gap_begin) : gap_begin;
+        gap_end = has_second ? clamp_to(keys.begin1 / kBlockN, gap_begin, n_block_max) : gap_begin;
     }
 
     __device__ __forceinline__ bool needs_mask(int n_block) const {
@@ -152,16 +155,17 @@ struct RangedColumnBlockInfo : Sequence {
                 }
             }
         }
+        // With a wrong cu_seqlens_k another sequence may have written the columns.
+        end_row = min(end_row, seqlen_q);
         m_block_min = end_row == 0 ? 0 : (kNoKey - before_first) / kBlockM;
         m_block_max = (end_row + kBlockM - 1) / kBlockM;
     }
 
-    __device__ __forceinline__ int num_m_blocks() const { return m_block_max - m_block_min; }
+    __device__ __forceinline__ int num_m_blocks() const { return max(m_block_max - m_block_min, 0); }
 
     // Deterministic dQ: how many key blocks add to the rows of `first_row`, of one head, before this one. The last key
-    // blocks add first, as in ColumnBlockInfo::order_in. kDoesNotAdd: this one only visits them, and adds zeros. The
-    // rows of kRowsRounded count together, because all of them visit the key blocks that one of them visits
-    // (KeyRanges::has_wide_columns).
+    // blocks add first, as in ColumnBlockInfo::order_in. kDoesNotAdd: no row of the group sees this key block; it adds
+    // zeros, so its order does not matter. A group has kRowsRounded rows (KeyRanges::has_wide_columns).
     static constexpr int kDoesNotAdd = -1;
     __device__ __forceinline__ int order_in(const Flash_fwd_params &params, int bidb, int bidh, int first_row) const {
         constexpr int kRows = Flash_bwd_params::kRowsRounded;

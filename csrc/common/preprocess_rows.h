@@ -21,8 +21,9 @@ struct PaddedRow {
 };
 
 // A warp does kRows padded rows from `first` on, of one head and one sequence. kLanes lanes share a row. Each lane
-// reads 16 bytes of it. Returns, in every lane, whether a row has a large log-sum-exp.
-template <typename Element, int kHeadDim, int kRows>
+// reads 16 bytes of it. kHasRanges: the call has key_ranges. Returns, in every lane, whether a row has a large
+// log-sum-exp.
+template <typename Element, int kHeadDim, int kRows, bool kHasRanges>
 __device__ __forceinline__ bool preprocess_rows(const Flash_bwd_params &params, const PaddedRow &first) {
     constexpr int kVector = 16 / sizeof(Element);
     constexpr int kVectors = kHeadDim / kVector;
@@ -44,11 +45,18 @@ __device__ __forceinline__ bool preprocess_rows(const Flash_bwd_params &params, 
     const auto *all_lse = static_cast<const float *>(params.softmax_lse) + lse_begin;
     const auto *all_dlse = static_cast<const float *>(params.dsoftmax_lse);
     const KeyRange<true> mask(params, first.seq.seqlen_q, first.seq.seqlen_k);
+    const int first_seeing = params.is_local() ? mask.begin_row() - first.row : 0,
+              end_seeing = params.is_local() ? mask.end_row() - first.row : rows;
+    const RangesOfHead ranges = [&] {
+        if constexpr (kHasRanges) {
+            return RangesOfHead(params, first.bidb, first.bidh);
+        } else {
+            return RangesOfHead();
+        }
+    }();
     const auto sees_keys = [&](int row) {
-        const int in_sequence = first.row + row;
-        return in_sequence >= mask.begin_row() && in_sequence < mask.end_row() &&
-               (!params.key_ranges.is_used() ||
-                !RangesOfHead(params, first.bidb, first.bidh).row(in_sequence).is_empty());
+        const bool is_seeing = row >= first_seeing && row < end_seeing;
+        return is_seeing && (!kHasRanges || !ranges.row(first.row + row).is_empty());
     };
     bool is_large = false;
     CUTE_UNROLL
@@ -94,8 +102,8 @@ __device__ __forceinline__ bool preprocess_rows(const Flash_bwd_params &params, 
                 dot += __shfl_xor_sync(0xffffffffu, dot, offset);
             }
             if (lane == 0) {
-                // A row without a key has no gradient, whatever dO holds, also where its lse is that of a sink. P =
-                // exp(s - inf) = 0 there and past the end.
+                // A row without a key has no gradient, even if dO is NaN or its lse is the sink. Its stored lse is
+                // +inf, so P = exp(s - inf) = 0.
                 const int row = begin + i * kStride + row_of_lane;
                 const int64_t padded_row = first.padded_row + row;
                 const bool has_keys = lse[i] != -INFINITY && sees_keys(row);

@@ -140,7 +140,8 @@ void trace_arch(const char *function, const char *reason, int headdim, Kind kind
     }
 }
 
-// A counter of a varlen forward, 0. It must live until the kernel is launched.
+// The work tile counter of a forward with variable lengths or key_ranges, set to 0. It must live until the kernel is
+// launched.
 at::Tensor zero_counter(cudaStream_t stream) {
     const at::TensorOptions options(c10::Device(at::kCUDA, current_device()));
     const at::Tensor counter = at::empty({1}, options.dtype(at::kInt));

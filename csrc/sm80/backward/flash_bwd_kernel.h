@@ -17,7 +17,7 @@ namespace flash::sm80 {
 constexpr int kPreprocessRows = Flash_bwd_params::kRowsPerFlag;  // padded query rows of a CTA
 constexpr int kPreprocessThreads = 256;
 
-template <typename Element, int kHeadDim>
+template <typename Element, int kHeadDim, bool kHasRanges>
 __global__ void __launch_bounds__(kPreprocessThreads)
     flash_bwd_dot_do_o(const __grid_constant__ Flash_bwd_params params) {
     constexpr int kRounded = Flash_bwd_params::kRowsRounded, kRowsOfWarp = kPreprocessRows / (kPreprocessThreads / 32);
@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(kPreprocessThreads)
     const int in_cta = threadIdx.x / 32 * kRowsOfWarp;
     const PaddedRow first{padded_row + in_cta, bidb, bidh, sequence(params, bidb),
                           block * kRounded + static_cast<int>(padded_row % kRounded) + in_cta};
-    const bool is_large = __syncthreads_or(preprocess_rows<Element, kHeadDim, kRowsOfWarp>(params, first));
+    const bool is_large = __syncthreads_or(preprocess_rows<Element, kHeadDim, kRowsOfWarp, kHasRanges>(params, first));
     if (threadIdx.x == 0) {
         params.large_rows[blockIdx.x] = is_large;
     }

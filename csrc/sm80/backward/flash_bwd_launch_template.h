@@ -37,7 +37,7 @@ void launch_flash_bwd(Flash_bwd_params params, cudaStream_t stream) {
         trace("flash_bwd_kernel", "kBlockM=%d kBlockN=%d grid=%lld threads=%d smem=%d", Traits::kBlockM,
               Traits::kBlockN, static_cast<long long>(grid), Traits::kNThreads, Traits::kSmemSize);
     }
-    flash_bwd_dot_do_o<typename Traits::Element, kHeadDim>
+    flash_bwd_dot_do_o<typename Traits::Element, kHeadDim, has_ranges(kKind)>
         <<<static_cast<unsigned>(preprocess_grid), kPreprocessThreads, 0, stream>>>(params);
     check_cuda(cudaGetLastError(), "launching flash_bwd_dot_do_o");
 

@@ -429,8 +429,7 @@ private:
         return m_block % kPerPass == kPerPass - 1 || m_block + 1 == info.m_block_max;
     }
 
-    // This warp's, in the place of the group's first row block; none: any order. The last row block of the group sees
-    // the last keys, so its order counts all key blocks.
+    // This warp's, in the place of the group's first row block; none: any order.
     __device__ __forceinline__ DqSemaphore<Traits::kStagedDQ> semaphore_of(const Step &step) const {
         if (kMode == BwdMode::deterministic || (kDecidesAtRunTime && shared.is_in_order)) {
             const int row_block = padded_row_block(step) - step.m_block % kPerPass;
@@ -439,6 +438,7 @@ private:
                 const int order = info.order_in(params, bidb, bidh + step.head, step.m_block * kBlockM);
                 return {order == Info::kDoesNotAdd ? DqSemaphore<Traits::kStagedDQ>::kNone : index, order};
             } else {
+                // The last row block of the group sees the last keys, so its order counts all key blocks.
                 return {index, info.order_in(step.m_block - step.m_block % kPerPass + kPerPass - 1)};
             }
         }

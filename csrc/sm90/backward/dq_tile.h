@@ -83,8 +83,7 @@ class DqOrder {
 
     __device__ __forceinline__ bool is_in_order() const { return params.dq_semaphore != nullptr; }
 
-    // The semaphore has the index of the group's first row. The last row block of the group sees the last keys, so its
-    // order counts all key blocks.
+    // The semaphore has the index of the group's first row.
     __device__ __forceinline__ DqSemaphore<kCopyEngine> semaphore(const Step &step) const {
         const int in_group = step.m_block % kRowBlocksPerPass, first = step.m_block - in_group;
         const int row = step.padded_row(params, block) - in_group * Traits::kBlockM;
@@ -93,6 +92,7 @@ class DqOrder {
             const int order = block.order_in(params, block.bidb, block.bidh + step.head, first * Traits::kBlockM);
             return {order == Block::kDoesNotAdd ? DqSemaphore<kCopyEngine>::kNone : index, order};
         } else {
+            // The last row block of the group sees the last keys, so its order counts all key blocks.
             return {index, block.order_in(first + kRowBlocksPerPass - 1)};
         }
     }

@@ -66,8 +66,8 @@ int interleaved_heads(const Flash_bwd_params &params, const RowBlocks &key_block
         ctas = is_short ? sms / 2 : sms;
     } else {
         // Kind full: CTAs that fill the SMs once. Other kinds, whose key blocks may differ in work: twice, long ones
-        // first, so that all end together. With key_ranges they may differ more: keys that all queries see, such as
-        // those of a prefix, come first in each head.
+        // first, so that all end together. With key_ranges they may differ more: the key blocks of a shared prefix are
+        // the longest, and come first in each head.
         ctas = has_ranges(kKind) ? 8 * sms : is_local(kKind) ? 2 * sms : sms;
     }
     return clamp_to(ctas / std::max(per_head, 1), 1, std::max(key_blocks.all_heads(), 1));

@@ -12,8 +12,8 @@ namespace flash::sm90 {
 // statistics come with them.
 //
 // Rows of Q and dO that belong to another sequence, or see no key, are out of bounds. They become zeros before a
-// consumer reads them, because NaN times 0 is NaN. Only the kinds varlen and general have them: where lengths are
-// equal, TMA fills rows past the end with zeros, and calls with rows that see no key are of kind varlen
+// consumer reads them, because NaN times 0 is NaN. Only the kinds varlen, general and ranged have them: where lengths
+// are equal, TMA fills rows past the end with zeros, and calls with rows that see no key are of kind varlen
 // (choose_kernel.h).
 
 // Warp 0 of the producer warpgroup.
@@ -141,9 +141,9 @@ private:
     }
 
     // The copies of a step with rows out of bounds complete oob_copy_barrier. When they have come, the load warp writes
-    // the zeros, and only then are the stages of Q and dO full. Few steps have such rows: the last ones of a sequence,
-    // and the first ones if their queries see no key. They are loaded while the consumers work on the step
-    // before.
+    // the zeros, and only then are the stages of Q and dO full. Without key_ranges few steps have such rows: the last
+    // ones of a sequence, and the first ones if their queries see no key. They are loaded while the consumers work on
+    // the step before.
     __device__ __forceinline__ void clear_oob_rows() {
         constexpr int kVectors = Traits::kHeadDim / 8, kTile = kBlockM * Traits::kHeadDim;
         const typename Traits::PlacesInQ places;

@@ -241,8 +241,8 @@ private:
         bool is_large = false;
         if (lane_of_row < kSteps) {  // the lane has the sum of a row
             const int row = lane_of_row * kStride + row_of_lane;
-            // A row without a key has no gradient, whatever dO holds, also where its lse is that of a sink. P = exp(s -
-            // inf) = 0 there and past the end.
+            // A row without a key has no gradient, even if dO is NaN or its lse is the sink. Its stored lse is +inf, so
+            // P = exp(s - inf) = 0.
             const float lse = part.lse[row], dlse = params.dsoftmax_lse == nullptr ? 0.0f : part.dlse[row];
             const bool has_keys = lse != -INFINITY;
             static_cast<float *>(params.dsoftmax_sum)[padded_row + row] = has_keys ? dot_of_own - dlse : 0.0f;

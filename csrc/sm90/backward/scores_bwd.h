@@ -112,7 +112,7 @@ public:
     }
 
     // key_ranges: whether the step needs a mask, and a bit for each score of a thread: whether the query sees the key.
-    // The words are undefined if the step needs none. They are loaded before products are issued, too.
+    // The words are not read if the step needs none. They are loaded before products are issued, too.
     struct VisibleScores {
         bool is_masked;
         uint32_t words[has_ranges(kKind) ? Traits::kBlockM / 64 : 1];

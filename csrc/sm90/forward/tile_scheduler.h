@@ -67,8 +67,8 @@ struct WorkTileOrder {
 };
 
 // The work tiles of one CTA. Equal lengths: a static snake schedule, in which CTA i of n takes unit i in even rounds
-// and unit n - 1 - i in odd rounds, so that no CTA always gets the longest tile. Varlen: the host does not know the
-// lengths, so a CTA takes the next work tile from the counter when it has an empty stage for it.
+// and unit n - 1 - i in odd rounds, so that no CTA always gets the longest tile. Varlen and key_ranges: the host does
+// not know the work of a tile, so a CTA takes the next one from the counter when it has an empty stage for it.
 template <Kind kKind, int kBlockM, int kBlockN>
 class TileScheduler {
 public:
@@ -205,7 +205,7 @@ struct KeyBlocks {
     }
 };
 
-// With key_ranges: what KeyBlocks lacks for a second range.
+// key_ranges: the gap between the two hulls, and the fully visible blocks of the second range.
 struct SecondRange {
     int gap_begin, gap_end;        // no row of the work tile sees the key blocks in between
     int n_full_begin, n_full_end;  // like those of KeyBlocks

@@ -354,8 +354,8 @@ def check_kvcache(
     _check_options(q, batch, options)
     if options.key_ranges is not None:
         raise NotImplementedError(
-            "flash_attn_mini: no backend implements key_ranges with a KV cache; backends that have it: none. "
-            "Available: flash_attn_func, or causal, window_size and cache_leftpad"
+            "flash_attn_mini: key_ranges is not supported with a KV cache; available: flash_attn_func, or causal, "
+            "window_size and cache_leftpad"
         )
     if _seqlen_new(cache) > 0:
         _check_memory(q, k_cache, v_cache, cache, options)
