@@ -225,6 +225,44 @@ def test_wrong_lengths_stay_inside_the_tensors(
         assert_gradients_accurate(*inputs, dout[FIRST][None], gradients_of_first, case=case, causal=causal)
 
 
+@pytest.mark.sanitize
+@pytest.mark.backends("cuda", "triton")
+@pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "deterministic"])
+def test_ranges_of_sequences_that_share_keys(
+    deterministic: bool, backend: str, dtype: torch.dtype, described_seed: str
+) -> None:
+    """cu_seqlens_k falls: the last sequence has 64 queries, and blocks of keys that the 640 of the first one see."""
+    cu_q, cu_k = [0, 640, 640, 704], [0, 255, 0, 255]
+
+    def filled(rows: int) -> Tensor:
+        x = poisoned((rows, NHEADS, 64), dtype, "cuda")
+        return x.copy_(torch.randn(x.shape, device="cuda"))
+
+    leaves, dout = [filled(count).requires_grad_() for count in (704, 255, 255)], filled(704)
+    ranges = on_gpu([0, 255]).expand(1, 704, 2)
+
+    def dq(rows: int, cu_q: list[int], cu_k: list[int]) -> Tensor:
+        out = flash_attn_varlen_func(
+            leaves[0][:rows],
+            *leaves[1:],
+            on_gpu(cu_q),
+            on_gpu(cu_k),
+            640,
+            255,
+            deterministic=deterministic,
+            key_ranges=ranges[:, :rows],
+            backend=backend,
+        )
+        return torch.autograd.grad(out, leaves, dout[:rows])[0]
+
+    expected = dq(640, cu_q[:2], cu_k[:2])[:640]
+    guards = Guards(704 * NHEADS * 64 * dout.element_size())
+    got = dq(704, cu_q, cu_k)[:640]
+    guards.check()
+    bound = 8 * torch.finfo(dtype).eps
+    torch.testing.assert_close(got, expected, rtol=bound, atol=bound, msg=lambda text: f"{text}\n  {described_seed}")
+
+
 def paged_call(wrong: str) -> tuple[list[Tensor], dict[str, Any]]:
     """q and a pool of 8 pages of 16 keys; the first sequence's pages are right."""
     pages, cu_k, _ = WRONG_TABLES[wrong]
