@@ -66,7 +66,7 @@ def test_tables_of_resources_name_fp16_first(order: tuple[str, str]) -> None:
 def test_resources_of_the_forward_are_listed_by_kind() -> None:
     rows, kinds = [], [kind for kind in bench_build.KINDS if kind != "split"]  # of sm80
     for (k, kind), (t, dtype) in itertools.product(enumerate(kinds), enumerate(("fp16", "bf16"))):
-        tile = f"sm80::TileSizesFwd<64, {'true' if kind in ('general', 'paged') else 'false'}>"
+        tile = f"sm80::TileSizesFwd<64, {'true' if kind in ('general', 'ranged', 'paged') else 'false'}>"
         kernel = f"sm80::flash_fwd_kernel<sm80::Flash_fwd_kernel_traits<(DType){t}, 64, {tile} >, (Kind){k}>"
         fields = bench_build.fields_of(kernel, "sm_90a")
         assert fields == {"headdim": 64, "family": "sm80", "kind": kind}
@@ -77,7 +77,7 @@ def test_resources_of_the_forward_are_listed_by_kind() -> None:
     names = ["head", "dim", "kernels", "of", "arch", *sorted(kinds)]
     assert headers.replace("|", " ").split() == names
     assert cells_of(table) == [
-        ["64", "sm80", "sm_90a", "100", "130 / 133", "110 (8) / 111 (8)", "140 / 144", "120 / 122"],
+        ["64", "sm80", "sm_90a", "100", "130 / 133", "110 (8) / 111 (8)", "150 / 155", "140 / 144", "120 / 122"],
     ]
 
 
