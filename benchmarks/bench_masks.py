@@ -146,6 +146,7 @@ def of_flex(shape: Shape, mask: Mask) -> Callable[..., Tensor]:
     """FlexAttention, compiled, with the mask as a block mask."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+    torch._dynamo.config.recompile_limit = 64  # each mask compiles the same functions again
     blocks = torch.compile(create_block_mask)(mask.visible, None, None, shape.seqlen, shape.seqlen, device=shape.device)
     compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
