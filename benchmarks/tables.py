@@ -241,27 +241,22 @@ def feature_tables(data: Rows) -> list[str]:
 
 
 def mask_tables(data: Rows) -> list[str]:
-    """Mask down; for a forward, and for a forward with its backward, TFLOP/s and the two ratios."""
+    """Mask down; for a forward, and for a forward with its backward, TFLOP/s and the ratios that were measured."""
+    figures = [("tflops", "TFLOP/s", "{:.0f}"), ("to_causal", "÷ causal", "{:.2f}")]
+    if any(row["both_to_flex"] is not None for row in data):
+        figures.append(("to_flex", "÷ FlexAttention", "{:.2f}"))
     cells: dict[tuple[str], dict[str, str]] = {}
     columns = []
     for direction, label in (("forward", "forward"), ("both", "forward and backward")):
-        names = [f"{label}, TFLOP/s", "÷ causal", "÷ FlexAttention"]
-        columns += names if direction == "forward" else [names[0], *(f"{name} " for name in names[1:])]
-        for row in data:
-            to_flex = row[f"{direction}_to_flex"]
-            values = (
-                f"{row[f'{direction}_tflops']:.0f}",
-                f"{row[f'{direction}_to_causal']:.2f}",
-                _ratio_or_dash(to_flex),
-            )
-            cells.setdefault((row["mask"],), {}).update(zip(columns[-3:], values, strict=True))
+        for key, caption, style in figures:
+            column = f"{label}, {caption}"
+            columns.append(column)
+            for row in data:
+                value = row[f"{direction}_{key}"]
+                cells.setdefault((row["mask"],), {})[column] = "–" if value is None else style.format(value)
     first = data[0]
     where = f"{first['seqlen']} tokens, {first['nheads']} heads of {first['headdim']}, {first['dtype']}."
     return [f"{where} TFLOP/s of the pairs that the mask shows:\n\n{pivot(['mask'], cells, columns)}"]
-
-
-def _ratio_or_dash(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2f}"
 
 
 def value_tables(data: Rows) -> list[str]:
