@@ -1,6 +1,7 @@
 """Time of calls with key_ranges, compared with causal=True and with FlexAttention on the same mask in the same run.
 
 TFLOP/s       of the pairs that the mask shows: 4 FLOPs for each pair and feature in a forward, 10 in a backward
+packed        without key_ranges: the same tokens as packed sequences, by flash_attn_varlen_func
 ÷ causal      TFLOP/s ÷ those of causal=True
 ÷ FlexAttention   its time ÷ ours, for forward and backward together; compiled, with its own block mask
 
@@ -36,7 +37,7 @@ from benchmarks.methods import (
     timer_for,
 )
 from benchmarks.rivals import Call, Rival, as_sdpa_takes_them, upstream_gradient
-from flash_attn_mini import flash_attn_func, masks
+from flash_attn_mini import flash_attn_func, flash_attn_varlen_func, masks
 
 CAUSAL = "causal"
 FLEX = "FlexAttention"
@@ -64,12 +65,16 @@ GRIDS = {
 
 
 class Mask(NamedTuple):
-    """A mask as key_ranges with or without causal, and as the function that FlexAttention takes."""
+    """A mask as key_ranges with or without causal, and as the function that FlexAttention takes.
+
+    With cu_seqlens in place of key_ranges it is one of packed sequences.
+    """
 
     name: str
     key_ranges: Tensor | None
     causal: bool
     visible: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # of batch, head, query and key
+    cu_seqlens: Tensor | None = None
 
 
 def draw_documents(shape: Shape) -> list[int]:
@@ -85,22 +90,31 @@ def masks_of(shape: Shape) -> list[Mask]:
     begins = torch.tensor(draw_documents(shape), dtype=torch.int32, device=device)
     document = torch.bucketize(torch.arange(seqlen, device=device), begins[1:], right=True)
     of_documents = masks.documents(cu_seqlens=begins, seqlen=seqlen)
+    chunks = torch.arange(0, seqlen + 1, shape.chunk, dtype=torch.int32, device=device)
+
+    def same_document(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return document[i] == document[j]
+
+    def earlier_in_document(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (document[i] == document[j]) & (j <= i)
+
+    def earlier_in_chunk(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (i // shape.chunk == j // shape.chunk) & (j <= i)
+
     return [
         Mask(CAUSAL, None, True, lambda b, h, i, j: j <= i),
-        Mask("documents", of_documents, False, lambda b, h, i, j: document[i] == document[j]),
-        Mask("documents, causal", of_documents, True, lambda b, h, i, j: (document[i] == document[j]) & (j <= i)),
+        Mask("documents", of_documents, False, same_document),
+        Mask("documents, packed", None, False, same_document, begins),
+        Mask("documents, causal", of_documents, True, earlier_in_document),
+        Mask("documents, causal, packed", None, True, earlier_in_document, begins),
         Mask(
             "prefix-LM",
             masks.prefix_lm(torch.tensor([prefix], device=device), seqlen),
             False,
             lambda b, h, i, j: (j < prefix) | (j <= i),
         ),
-        Mask(
-            "chunks, causal",
-            masks.chunked(seqlen, shape.chunk, device=device),
-            True,
-            lambda b, h, i, j: (i // shape.chunk == j // shape.chunk) & (j <= i),
-        ),
+        Mask("chunks, causal", masks.chunked(seqlen, shape.chunk, device=device), True, earlier_in_chunk),
+        Mask("chunks, causal, packed", None, True, earlier_in_chunk, chunks),
         Mask(
             "global and window, causal",
             masks.global_and_window(seqlen, seqlen, shape.num_global, shape.window, device=device),
@@ -139,7 +153,16 @@ class Masked(Rival):
 
 def ours(shape: Shape, mask: Mask) -> Callable[..., Tensor]:
     """Our forward with the mask."""
-    return partial(flash_attn_func, causal=mask.causal, key_ranges=mask.key_ranges, backend=shape.backend)
+    if mask.cu_seqlens is None:
+        return partial(flash_attn_func, causal=mask.causal, key_ranges=mask.key_ranges, backend=shape.backend)
+    cu_seqlens, longest = mask.cu_seqlens, int(mask.cu_seqlens.diff().max())
+
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        lengths = (cu_seqlens, cu_seqlens, longest, longest)
+        out: Tensor = flash_attn_varlen_func(q[0], k[0], v[0], *lengths, causal=mask.causal, backend=shape.backend)
+        return out[None]
+
+    return forward
 
 
 def of_flex(shape: Shape, mask: Mask) -> Callable[..., Tensor]:
@@ -147,7 +170,7 @@ def of_flex(shape: Shape, mask: Mask) -> Callable[..., Tensor]:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     torch._dynamo.config.recompile_limit = 64  # each mask compiles the same functions again
-    blocks = torch.compile(create_block_mask)(mask.visible, None, None, shape.seqlen, shape.seqlen, device=shape.device)
+    blocks = create_block_mask(mask.visible, None, None, shape.seqlen, shape.seqlen, device=shape.device)
     compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
     def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -21,6 +21,9 @@ def test_the_function_of_a_mask_says_what_its_ranges_say(mask: bench_masks.Mask)
     expected = visible_keys(TINY.seqlen, TINY.seqlen, causal=mask.causal)
     if mask.key_ranges is not None:
         expected = expected & in_key_ranges(mask.key_ranges, TINY.seqlen)[0, 0]
+    if mask.cu_seqlens is not None:
+        sequence = torch.bucketize(positions, mask.cu_seqlens, right=True)
+        expected = expected & (sequence[:, None] == sequence)
     visible = mask.visible(zero, zero, positions[:, None], positions[None, :])
     assert torch.equal(visible, expected)
     assert bench_masks.visible_pairs(mask, TINY) == expected.sum()
@@ -31,9 +34,12 @@ def test_the_masks_are_those_of_the_documents() -> None:
     assert [mask.name for mask in MASKS] == [
         bench_masks.CAUSAL,
         "documents",
+        "documents, packed",
         "documents, causal",
+        "documents, causal, packed",
         "prefix-LM",
         "chunks, causal",
+        "chunks, causal, packed",
         "global and window, causal",
     ]
     perf = bench_masks.GRIDS["perf"]

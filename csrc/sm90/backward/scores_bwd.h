@@ -117,28 +117,48 @@ public:
         bool is_masked;
         uint32_t words[has_ranges(kKind) ? Traits::kBlockM / 64 : 1];
 
-        __device__ __forceinline__ bool has(int i) const { return (words[i / 32] >> (i % 32) & 1u) != 0; }
+        // Bits 8 j to 8 j + 3 of a word are the scores 4 j to 4 j + 3 of the first 32 queries, bits 8 j + 4 to 8 j + 7
+        // those of the next 32.
+        __device__ __forceinline__ bool has(int i) const {
+            const int bit = i / 4 % 4 * 8 + i / 16 % 2 * 4 + i % 4;
+            return (words[i / 32] >> bit & 1u) != 0;
+        }
     };
-    // is_masked: from the load warp.
+    // is_masked: from the load warp. A warp has 16 keys: each lane finds which of them a query sees, and a ballot for
+    // each key turns these words around.
     __device__ __forceinline__ VisibleScores load_visible(const Step &step, const int &is_masked) const {
         VisibleScores visible{};
         if constexpr (has_ranges(kKind)) {
             visible.is_masked = uniform(is_masked) != 0;
             if (visible.is_masked) {
+                constexpr int kGroups = Traits::kBlockM / 32;  // of queries
                 const RangesOfHead ranges(params, block.bidb, block.bidh + step.head);
-                const int first_query = step.m_block * Traits::kBlockM + threadIdx.x % 4 * 2;
-                const int key = first_key + first_row_of_thread();
+                const int lane = threadIdx.x % 32;
+                const int first_key_of_warp = first_key + static_cast<int>(threadIdx.x) % 128 / 32 * 16;
+                VisibleKeys keys[kGroups];
                 CUTE_UNROLL
-                for (int w = 0; w < Traits::kBlockM / 64; ++w) {
-#pragma unroll 4
-                    for (int j = 0; j < 8; ++j) {
-                        CUTE_UNROLL
-                        for (int c = 0; c < 2; ++c) {
-                            const VisibleKeys keys = ranges.row(first_query + 64 * w + 8 * j + c);
-                            visible.words[w] |= (uint32_t{keys.contains(key)} | uint32_t{keys.contains(key + 8)} << 2)
-                                                << (4 * j + c);
-                        }
+                for (int group = 0; group < kGroups; ++group) {
+                    keys[group] = ranges.row(step.m_block * Traits::kBlockM + 32 * group + lane);
+                }
+                const auto bits_of = [&](int begin, int end) {
+                    return bits_between(max(begin - first_key_of_warp, 0), max(end - first_key_of_warp, 0));
+                };
+                CUTE_UNROLL
+                for (int group = 0; group < kGroups; ++group) {
+                    const uint32_t of_query = bits_of(keys[group].begin0, keys[group].end0) |
+                                              bits_of(keys[group].begin1, keys[group].end1);
+                    uint32_t of_key = 0, of_key_8_on = 0;  // of this thread: a bit for each query
+                    CUTE_UNROLL
+                    for (int key = 0; key < 8; ++key) {
+                        const uint32_t queries = __ballot_sync(0xffffffffu, (of_query & (1u << key)) != 0);
+                        const uint32_t queries_8_on = __ballot_sync(0xffffffffu, (of_query & (256u << key)) != 0);
+                        of_key = lane / 4 == key ? queries : of_key;
+                        of_key_8_on = lane / 4 == key ? queries_8_on : of_key_8_on;
                     }
+                    constexpr uint32_t kPairs = 0x03030303u;  // of every 8 queries, a thread has two
+                    const int shift = lane % 4 * 2;
+                    const uint32_t word = (of_key >> shift & kPairs) | (of_key_8_on >> shift & kPairs) << 2;
+                    visible.words[group / 2] |= word << (group % 2 * 4);
                 }
             }
         }
