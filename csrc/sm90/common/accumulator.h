@@ -62,23 +62,19 @@ __device__ __forceinline__ void apply_mask(TensorS &scores, const Begin &begin_k
     }
 }
 
-// This thread's columns of a tile that begins at first_key, as bits: whether a row with these VisibleKeys sees the key.
-template <typename Keys>
-__device__ __forceinline__ uint32_t visible_columns(const Keys &keys, int first_key) {
-    return bits_between(columns_before(keys.begin0 - first_key), columns_before(keys.end0 - first_key)) |
-           bits_between(columns_before(keys.begin1 - first_key), columns_before(keys.end1 - first_key));
-}
-
-// The mask of scores (row, col). visible[i]: visible_columns() of row i.
-template <typename TensorS, int kRows>
-__device__ __forceinline__ void apply_visible(TensorS &scores, const uint32_t (&visible)[kRows]) {
+// The same for a tile that begins at first_key. keys_of(i): the VisibleKeys of row i.
+template <typename TensorS, typename KeysOf>
+__device__ __forceinline__ void apply_ranges(TensorS &scores, int first_key, const KeysOf &keys_of) {
     static_assert(decltype(size<1>(scores))::value <= 32, "one bit per column");
-    static_assert(decltype(size<0>(scores))::value == kRows);
     CUTE_UNROLL
-    for (int row = 0; row < kRows; ++row) {
+    for (int row = 0; row < size<0>(scores); ++row) {
+        const auto keys = keys_of(row);
+        const uint32_t visible =
+            bits_between(columns_before(keys.begin0 - first_key), columns_before(keys.end0 - first_key)) |
+            bits_between(columns_before(keys.begin1 - first_key), columns_before(keys.end1 - first_key));
         CUTE_UNROLL
         for (int col = 0; col < size<1>(scores); ++col) {
-            scores(row, col) = visible[row] & (1u << col) ? scores(row, col) : -INFINITY;
+            scores(row, col) = visible & (1u << col) ? scores(row, col) : -INFINITY;
         }
     }
 }

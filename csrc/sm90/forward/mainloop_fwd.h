@@ -67,9 +67,8 @@ public:
         ping_pong.wait();
         issue_S(acc_s);
         ping_pong.signal_next();
-        Visible visible = load_visible(step);
         wait_for<0>(acc_s);
-        softmax_step</*kIsFirst=*/true>(step, visible, acc_s, softmax);
+        softmax_step</*kIsFirst=*/true>(step, acc_s, softmax);
         release_after_S(step);
         skip_V(step.blocks.has(KeyBlocks::skips_first));
         round_P(step, acc_s, tOrP);
@@ -80,9 +79,8 @@ public:
                 issue_S_and_O(step, accumulates, acc_s, tOrP, acc_o);
                 step.advance();
                 accumulates = true;
-                visible = load_visible(step);
                 wait_for<1>(acc_s);
-                const auto rescale = softmax_step</*kIsFirst=*/false>(step, visible, acc_s, softmax);
+                const auto rescale = softmax_step</*kIsFirst=*/false>(step, acc_s, softmax);
                 release_after_S(step);
                 wait_for<0>(acc_o);
                 release_V();
@@ -105,9 +103,8 @@ public:
             issue_S_and_O(step, accumulates, acc_s, tOrP, acc_o);
             const SoftmaxState finished = softmax;
             softmax = SoftmaxState(softmax.scale_log2);
-            visible = load_visible(next);
             wait_for<1>(acc_s);
-            softmax_step</*kIsFirst=*/true>(next, visible, acc_s, softmax);
+            softmax_step</*kIsFirst=*/true>(next, acc_s, softmax);
             release_after_S(next);
             wait_for<0>(acc_o);
             release_V();
@@ -240,43 +237,20 @@ private:
 
     // ---- scores and probabilities -----------------------------------------------------------------------------------
 
-    // key_ranges: the columns that the rows of a thread see in a step with a mask, computed while the products of the
-    // step run.
-    struct Visible {
-        uint32_t columns[2];
-    };
-    __device__ __forceinline__ Visible load_visible(const Step &step) const {
-        Visible visible{};
-        if constexpr (has_ranges(kKind)) {
-            if (step.needs_mask()) {
-                const WorkTile &tile = tiles[step.tile];
-                const RangesOfHead ranges(params, tile.place.bidb, tile.place.bidh);
-                const int first_query = first_row(step.tile) + first_row_of_thread();
-                CUTE_UNROLL
-                for (int row = 0; row < 2; ++row) {
-                    const VisibleKeys keys = ranges.row(min(first_query + row * 8, tile.sequence.seqlen_q - 1));
-                    visible.columns[row] = visible_columns(keys, step.n_block * kBlockN);
-                }
-            }
-        }
-        return visible;
-    }
-
     // Scores become probabilities. Returns the factors for O.
     template <bool kIsFirst, typename TensorS>
-    __device__ __forceinline__ auto softmax_step(const Step &step, const Visible &visible, TensorS &acc_s,
-                                                 SoftmaxState &softmax) const {
+    __device__ __forceinline__ auto softmax_step(const Step &step, TensorS &acc_s, SoftmaxState &softmax) const {
         Tensor scores = make_tensor(acc_s.data(), rowcol_layout(acc_s.layout()));  // (row, col)
         const bool needs_mask = step.needs_mask();
         modify(step, scores);
-        mask(needs_mask, step, visible, scores);
+        mask(needs_mask, step, scores);
         const bool may_see_few = kIsFirst && needs_mask && step.blocks.has(KeyBlocks::may_see_few);
         const bool may_rise = kIsGeneral && !kIsSplit && step.blocks.has(KeyBlocks::has_alibi) &&
                               (kIsFirst || step.n_block >= step.blocks.n_rising_begin);
         return softmax.template step<kIsFirst>(scores, may_see_few || may_rise, [&](auto &scores) {
             recompute_S(scores);
             modify(step, scores);
-            mask(needs_mask, step, visible, scores);
+            mask(needs_mask, step, scores);
         });
     }
 
@@ -291,11 +265,15 @@ private:
     }
 
     template <typename TensorS>
-    __device__ __forceinline__ void mask(bool needs_mask, const Step &step, const Visible &visible,
-                                         TensorS &scores) const {
+    __device__ __forceinline__ void mask(bool needs_mask, const Step &step, TensorS &scores) const {
         if constexpr (has_ranges(kKind)) {
             if (needs_mask) {
-                apply_visible(scores, visible.columns);
+                const WorkTile &tile = tiles[step.tile];
+                const RangesOfHead ranges(params, tile.place.bidb, tile.place.bidh);
+                apply_ranges(scores, step.n_block * kBlockN, [&](int row) {
+                    const int query = first_row(step.tile) + first_row_of_thread() + row * 8;
+                    return ranges.row(min(query, tile.sequence.seqlen_q - 1));
+                });
             }
         } else if (needs_mask) {
             const Sequence &sequence = tiles[step.tile].sequence;
