@@ -318,7 +318,7 @@ private:
             to_exponents_with_care(scores, coords, lse, params.scale_softmax, [&](int query) {
                 if constexpr (has_ranges(kKind)) {
                     const RangesOfHead ranges(params, bidb, bidh + step.head);
-                    return KeysOfTile<VisibleKeys>{ranges.row(first_query + query), first_key};
+                    return KeysOfTile{ranges.row(first_query + query), first_key};
                 } else {
                     return KeySpan{Info::Is_local ? info.begin_key(first_query + query) - first_key : 0,
                                    info.end_key(first_query + query) - first_key};

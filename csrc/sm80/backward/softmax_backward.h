@@ -8,6 +8,7 @@
 #include <cute/tensor.hpp>
 
 #include "common/dropout.h"
+#include "common/key_ranges.h"
 #include "common/softmax.h"
 
 namespace flash::sm80 {
@@ -37,10 +38,9 @@ struct KeySpan {
     __device__ __forceinline__ bool contains(int key) const { return key >= begin && key < end; }
 };
 
-// Keys of the sequence as those of the tile that begins at first_key.
-template <typename Keys>
+// The keys of a tile that begins at first_key, by key_ranges.
 struct KeysOfTile {
-    Keys keys;
+    VisibleKeys keys;  // of the sequence
     int first_key;
 
     __device__ __forceinline__ bool contains(int key) const { return keys.contains(first_key + key); }

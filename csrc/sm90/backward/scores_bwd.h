@@ -145,8 +145,8 @@ public:
                 };
                 CUTE_UNROLL
                 for (int group = 0; group < kGroups; ++group) {
-                    const uint32_t of_query = bits_of(keys[group].begin0, keys[group].end0) |
-                                              bits_of(keys[group].begin1, keys[group].end1);
+                    const uint32_t of_query =
+                        bits_of(keys[group].begin0, keys[group].end0) | bits_of(keys[group].begin1, keys[group].end1);
                     uint32_t of_key = 0, of_key_8_on = 0;  // of this thread: a bit for each query
                     CUTE_UNROLL
                     for (int key = 0; key < 8; ++key) {

@@ -43,7 +43,7 @@ struct WorkTileOrder {
     int paired_heads = 0;       // heads of all sequences that are worked on in pairs; 0 if there are few blocks
     int pairs, middles, units;  // pairs, blocks between them, and all units of work; a CTA takes a unit at a time
     cutlass::FastDivmod by_blocks, by_pairs, by_heads, by_heads_left;  // per head, per head, per sequence, in all
-    int *counter;                                                      // varlen, key_ranges: work tiles taken so far
+    int *counter;         // varlen, key_ranges: work tiles taken so far; else null
     bool ends_by_length;  // varlen: the blocks of the last head go from long to short
 
     WorkTileOrder(const RowBlocks &blocks, bool is_local, int sms, int *counter)
