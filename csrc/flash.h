@@ -74,6 +74,20 @@ struct KeyRanges {
     constexpr bool is_used() const { return ptr != nullptr; }
 };
 
+// What is added to the score of query i and key j after the scale and the softcap; of type boolean: whether query i sees
+// key j. Equal lengths only.
+struct AttnBias {
+    enum class Type : int8_t { dtype_of_q, float32, boolean };
+    const void *ptr = nullptr;  // [b, h, seqlen_q, seqlen_k]; null: the call has none
+    int64_t batch_stride = 0;   // elements; 0: all sequences have the same
+    int64_t head_stride = 0;    // elements; 0: all heads have the same
+    int64_t row_stride = 0;     // elements; 0: all queries have the same
+    int64_t key_stride = 0;     // elements; 0: all keys have the same
+    Type type = Type::dtype_of_q;
+
+    constexpr bool is_used() const { return ptr != nullptr; }
+};
+
 // A batch holds b sequences. Equal lengths: q is [b, seqlen_q, h, d]. Variable lengths (varlen): the sequences are
 // concatenated in tensors [total, heads, headdim] with batch stride 0, and cu_seqlens holds the first row of each.
 // common/sequence.h returns the rows of a sequence in both cases.
@@ -139,6 +153,7 @@ struct Flash_fwd_params {
     int window_size_right = -1;  // keys
 
     KeyRanges key_ranges;
+    AttnBias attn_bias;
 
     int reserved_sms = 0;  // SMs that the persistent grid of the sm90 forward leaves to kernels of other streams
 
@@ -181,6 +196,19 @@ struct Flash_bwd_params : Flash_fwd_params {
     static constexpr int kRowsRounded = 128;
     static constexpr int kRowsPerFlag = 64;
     static constexpr int kRowsPerSemaphore = 4;  // at most one semaphore per warp of a row block
+};
+
+// The gradient of attn_bias reads what the backward has read, and the row statistics that it has written
+// (dsoftmax_sum). The pairs of a sequence and a head that share a bias are divided into `parts` of consecutive pairs
+// (pair = bidb * h + bidh, among those that share it), and the sums of each part are stored: the caller adds the parts.
+// Every sum has a fixed order.
+struct Flash_bias_bwd_params : Flash_bwd_params {
+    void *dbias = nullptr;    // [parts, bias_batch, bias_heads, bias_rows, seqlen_k], contiguous
+    int parts = 1;            // at most the number of pairs that share a bias
+    int bias_batch = 1;       // 1 or b
+    int bias_heads = 1;       // 1 or h
+    int bias_rows = 1;        // 1 or seqlen_q: 1 sums over the queries
+    bool is_float32 = false;  // dbias is float32; else it has the dtype of q. float64 calls: float64
 };
 
 }  // namespace flash
