@@ -180,7 +180,8 @@ void run_mha_fwd_cuda(Flash_fwd_params &params) {
                 if constexpr (kHasKernelSm90) {
                     if (reason == nullptr) {
                         const std::vector<at::Tensor> copies = copy_for_tma(params);  // live until the launch
-                        const bool has_counter = params.cu_seqlens_q != nullptr || params.key_ranges.is_used();
+                        const bool has_counter = params.cu_seqlens_q != nullptr || params.key_ranges.is_used() ||
+                                                 (has_bias(kKind) && params.is_local());
                         const at::Tensor counter = has_counter ? zero_counter(stream) : at::Tensor();
                         int *tile_counter = counter.defined() ? counter.data_ptr<int>() : nullptr;
                         sm90::run_flash_fwd<kDType, kHeadDim, kind_of_sm90_fwd(kKind)>(params, tile_counter, stream);
