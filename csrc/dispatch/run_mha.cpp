@@ -19,6 +19,7 @@
 
 #include "api/allocation.h"
 #include "api/current_stream.h"
+#include "api/key_ranges.h"
 #include "choose_kernel.h"
 #include "dispatch/device.h"
 #include "kvcache/splitkv.h"
@@ -265,8 +266,18 @@ void run_mha_bwd_cuda(Flash_bwd_params &params) {
 
 void run_mha_bias_bwd_cuda(Flash_bias_bwd_params &params) {
     check_built(params);
-    FLASH_CHECK_NOT_IMPLEMENTED(false,
-                                "flash_attn_mini: the cuda backend does not implement the gradient of attn_bias");
+    const cudaStream_t stream = current_stream();
+    const at::TensorOptions options(c10::Device(at::kCUDA, current_device()));
+    const at::Tensor ranges = key_ranges_scratch(params, at::empty({0}, options), /*is_backward=*/false);
+    prepare_key_ranges(params, stream);
+    FP16_SWITCH(params.dtype, [&] {
+        HEADDIM_SWITCH(params.d, [&] {
+            if (trace_enabled()) {
+                trace("run_mha_bias_bwd", "device=cuda kHeadDim=%d", kHeadDim);
+            }
+            sm80::run_bias_gradient<kDType, kHeadDim>(params, stream);
+        });
+    });
 }
 
 }  // namespace
