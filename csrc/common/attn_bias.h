@@ -73,6 +73,13 @@ struct BiasOfHead {
         }
     }
 
+    // The same for type float32.
+    template <typename TensorS, typename TensorC>
+    __device__ __forceinline__ void add_float32_to(TensorS &scores, const TensorC &coords, float scale, int first_query,
+                                                   int first_key) const {
+        add</*kTransposed=*/false, float>(scores, coords, scale, first_query, first_key, [](float x) { return x; });
+    }
+
     // One value. Past the ends it is that of the last query or key.
     __device__ __forceinline__ float at(int query, int key) const {
         const int64_t offset = min(key, seqlen_k - 1) * key_stride;

@@ -50,41 +50,26 @@ struct BiasTile {
     // Starts to fill the tile with the values from first_query and first_key on; keys past the end are hidden. Called by
     // a whole warp, when all lanes have read the values before. wait() ends it. A bias with one row fills one row.
     __device__ __forceinline__ void start(const BiasOfHead<Element> &bias, int first_query, int first_key) const {
-        const int lane = threadIdx.x % 32, rows = bias.row_stride == 0 ? 1 : kQueries;
-        const bool is_inside = first_key + kKeys <= bias.seqlen_k && bias.has_vectors(16);
-        if (bias.type == AttnBias::Type::dtype_of_q && is_inside) {
+        const int rows = bias.row_stride == 0 ? 1 : kQueries;
+        const bool has_whole_pieces = bias.seqlen_k % 8 == 0;
+        if (bias.type == AttnBias::Type::float32) {
+            return;
+        }
+        if (bias.type == AttnBias::Type::boolean && has_whole_pieces && bias.has_vectors(8)) {
+            start_boolean(bias, first_query, first_key, rows);
+        } else if (bias.type == AttnBias::Type::dtype_of_q && has_whole_pieces && bias.has_vectors(16)) {
             CUTE_NO_UNROLL
-            for (int i = lane; i < rows * kPieces; i += 32) {
-                const int query = i / kPieces, piece = i % kPieces;
-                kvcache::cp_async_16(cast_smem_ptr_to_uint(at(query, piece)),
-                                     bias.template row<Element>(first_query + query) + first_key + piece * 8,
-                                     /*is_in_range=*/true);
-            }
-        } else if (bias.type == AttnBias::Type::boolean && is_inside) {
-#pragma unroll 4
-            for (int i = lane; i < rows * (kPieces / 2); i += 32) {
-                const int query = i / (kPieces / 2), piece = i % (kPieces / 2) * 2;
-                const uint4 bytes =
-                    *reinterpret_cast<const uint4 *>(bias.template row<uint8_t>(first_query + query) + first_key +
-                                                     piece * 8);
-                *reinterpret_cast<uint4 *>(at(query, piece)) = hidden(bytes.x, bytes.y);
-                *reinterpret_cast<uint4 *>(at(query, piece + 1)) = hidden(bytes.z, bytes.w);
-            }
-        } else if (bias.type != AttnBias::Type::float32) {
-#pragma unroll 4
-            for (int i = lane; i < rows * kKeys; i += 32) {
-                const int query = i / kKeys, key = i % kKeys;
-                Element value(-INFINITY);
-                if (first_key + key < bias.seqlen_k) {
-                    const int64_t offset = (first_key + key) * bias.key_stride;
-                    if (bias.type == AttnBias::Type::boolean) {
-                        value = Element(bias.template row<uint8_t>(first_query + query)[offset] != 0 ? 0.0f : -INFINITY);
-                    } else {
-                        value = bias.template row<Element>(first_query + query)[offset];
-                    }
+            for (int i = threadIdx.x % 32; i < rows * kPieces; i += 32) {
+                const int query = i / kPieces, piece = i % kPieces, key = first_key + piece * 8;
+                if (key < bias.seqlen_k) {
+                    kvcache::cp_async_16(cast_smem_ptr_to_uint(at(query, piece)),
+                                         bias.template row<Element>(first_query + query) + key, /*is_in_range=*/true);
+                } else {
+                    *reinterpret_cast<uint4 *>(at(query, piece)) = hidden({0, 0});
                 }
-                at(query, key / 8)[key % 8] = value;
             }
+        } else {
+            start_values(bias, first_query, first_key, rows);
         }
         kvcache::cp_async_commit();
     }
@@ -96,12 +81,53 @@ struct BiasTile {
     }
 
 private:
+    // A few loads of each lane wait together.
+    __device__ __forceinline__ void start_boolean(const BiasOfHead<Element> &bias, int first_query, int first_key,
+                                                  int rows) const {
+        constexpr int kTogether = 4;
+        CUTE_NO_UNROLL
+        for (int first = threadIdx.x % 32; first < rows * kPieces; first += 32 * kTogether) {
+            uint2 keys[kTogether];
+            CUTE_UNROLL
+            for (int i = 0; i < kTogether; ++i) {
+                const int index = first + 32 * i, key = first_key + index % kPieces * 8;
+                keys[i] = {0, 0};
+                if (index < rows * kPieces && key < bias.seqlen_k) {
+                    keys[i] = *reinterpret_cast<const uint2 *>(
+                        bias.template row<uint8_t>(first_query + index / kPieces) + key);
+                }
+            }
+            CUTE_UNROLL
+            for (int i = 0; i < kTogether; ++i) {
+                const int index = first + 32 * i;
+                if (index < rows * kPieces) {
+                    *reinterpret_cast<uint4 *>(at(index / kPieces, index % kPieces)) = hidden(keys[i]);
+                }
+            }
+        }
+    }
+
+    // Any strides: value by value.
+    __device__ __forceinline__ void start_values(const BiasOfHead<Element> &bias, int first_query, int first_key,
+                                                 int rows) const {
+#pragma unroll 4
+        for (int i = threadIdx.x % 32; i < rows * kKeys; i += 32) {
+            const int query = i / kKeys, key = i % kKeys;
+            const int64_t offset = min(first_key + key, bias.seqlen_k - 1) * bias.key_stride;
+            Element value = bias.type == AttnBias::Type::boolean
+                                ? Element(bias.template row<uint8_t>(first_query + query)[offset] != 0 ? 0.0f : -INFINITY)
+                                : bias.template row<Element>(first_query + query)[offset];
+            value = first_key + key < bias.seqlen_k ? value : Element(-INFINITY);
+            at(query, key / 8)[key % 8] = value;
+        }
+    }
+
     // 8 keys as values: those whose byte is 0 are -inf.
-    __device__ __forceinline__ static uint4 hidden(uint32_t low, uint32_t high) {
+    __device__ __forceinline__ static uint4 hidden(const uint2 &keys) {
         constexpr uint32_t kInfinities = std::is_same_v<Element, cutlass::half_t> ? 0xfc00fc00u : 0xff80ff80u;
-        const uint32_t of_low = __vcmpeq4(low, 0), of_high = __vcmpeq4(high, 0);
-        return {__byte_perm(of_low, 0, 0x1100) & kInfinities, __byte_perm(of_low, 0, 0x3322) & kInfinities,
-                __byte_perm(of_high, 0, 0x1100) & kInfinities, __byte_perm(of_high, 0, 0x3322) & kInfinities};
+        const uint32_t low = __vcmpeq4(keys.x, 0), high = __vcmpeq4(keys.y, 0);
+        return {__byte_perm(low, 0, 0x1100) & kInfinities, __byte_perm(low, 0, 0x3322) & kInfinities,
+                __byte_perm(high, 0, 0x1100) & kInfinities, __byte_perm(high, 0, 0x3322) & kInfinities};
     }
 };
 

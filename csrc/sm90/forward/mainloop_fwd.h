@@ -281,9 +281,9 @@ private:
         }
         if constexpr (has_bias(kKind)) {
             if (params.attn_bias.type == AttnBias::Type::float32) {
-                bias_of_head(step.tile).template add_to</*kTransposed=*/false>(
-                    scores, coords_of_scores(threadIdx.x % 128), params.scale_softmax, first_row(step.tile),
-                    step.n_block * kBlockN);
+                bias_of_head(step.tile)
+                    .add_float32_to(scores, coords_of_scores(threadIdx.x % 128), params.scale_softmax,
+                                    first_row(step.tile), step.n_block * kBlockN);
             } else {
                 CUTE_UNROLL
                 for (int row = 0; row < size<0>(scores); ++row) {
