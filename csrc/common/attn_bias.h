@@ -73,11 +73,15 @@ struct BiasOfHead {
         }
     }
 
-    // The same for type float32.
+    // The same for type float32. The stride is hidden from the compiler, which would compute multiples of it before the
+    // loops around, and keep them.
     template <typename TensorS, typename TensorC>
     __device__ __forceinline__ void add_float32_to(TensorS &scores, const TensorC &coords, float scale, int first_query,
                                                    int first_key) const {
-        add</*kTransposed=*/false, float>(scores, coords, scale, first_query, first_key, [](float x) { return x; });
+        BiasOfHead bias = *this;
+        asm volatile("" : "+l"(bias.key_stride));
+        bias.template add</*kTransposed=*/false, float>(scores, coords, scale, first_query, first_key,
+                                                        [](float x) { return x; });
     }
 
     // One value. Past the ends it is that of the last query or key.

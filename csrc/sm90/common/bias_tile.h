@@ -110,7 +110,7 @@ private:
     // Any strides: value by value.
     __device__ __forceinline__ void start_values(const BiasOfHead<Element> &bias, int first_query, int first_key,
                                                  int rows) const {
-#pragma unroll 4
+#pragma unroll 2
         for (int i = threadIdx.x % 32; i < rows * kKeys; i += 32) {
             const int query = i / kKeys, key = i % kKeys;
             const int64_t offset = min(first_key + key, bias.seqlen_k - 1) * bias.key_stride;
