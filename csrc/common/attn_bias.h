@@ -21,8 +21,8 @@ using namespace cute;
 // The bias of one head of one sequence.
 template <typename Element>
 struct BiasOfHead {
-    const char *base;                 // of query 0 and key 0
-    int64_t row_stride, key_stride;   // elements
+    const char *base;                // of query 0 and key 0
+    int64_t row_stride, key_stride;  // elements
     int seqlen_q, seqlen_k;
     AttnBias::Type type;
 

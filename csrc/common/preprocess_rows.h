@@ -30,8 +30,8 @@ struct PaddedRow {
 };
 
 // A warp does kRows padded rows from `first` on, of one head and one sequence. kLanes lanes share a row. Each lane
-// reads 16 bytes of it. kHasRanges: the call has key_ranges; kHasBias: attn_bias. Returns, in every lane, whether a row has a large
-// log-sum-exp.
+// reads 16 bytes of it. kHasRanges: the call has key_ranges; kHasBias: attn_bias. Returns, in every lane, whether a row
+// has a large log-sum-exp.
 template <typename Element, int kHeadDim, int kRows, bool kHasRanges, bool kHasBias = false>
 __device__ __forceinline__ bool preprocess_rows(const Flash_bwd_params &params, const PaddedRow &first) {
     constexpr int kVector = 16 / sizeof(Element);

@@ -72,8 +72,8 @@ struct Softmax {
 
     // After the last step: acc_o becomes the output times out_factor, and lse the log-sum-exp of each row (natural
     // log). A row without a key gets output 0, even if V holds NaN or infinity. The product of score and scale is
-    // rounded as in the backward, so that the probability of a very large score is exactly 1 there. kHasBias: scores are
-    // logits (attn_bias.h).
+    // rounded as in the backward, so that the probability of a very large score is exactly 1 there. kHasBias: scores
+    // are logits (attn_bias.h).
     template <bool kHasBias = false, typename TensorO>
     __device__ __forceinline__ void finalize(TensorO &acc_o, float softmax_scale, float out_factor,
                                              const RowMod<float> &row_mod, float (&lse)[kNRows]) {

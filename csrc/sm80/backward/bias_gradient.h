@@ -141,10 +141,10 @@ private:
         auto of_thread = copies.get_thread_slice(threadIdx.x);
         Tensor gX = local_tile(head_tensor<Element>(x, bidb, bidh, 0, seqlen, params.d), tile, make_coord(block, 0));
         Tensor coords = of_thread.partition_S(make_identity_tensor(tile));  // (CPY, CPY_M, CPY_K)
-        copy_tile_async(copies, of_thread.partition_S(gX),
-                        of_thread.partition_D(make_tensor(make_smem_ptr(smem), Layout{})), coords,
-                        [&](int col) { return get<1>(coords(0, 0, col)) < params.d; },
-                        RowRange<false>{0, seqlen - block * int(size<0>(tile))});
+        copy_tile_async(
+            copies, of_thread.partition_S(gX), of_thread.partition_D(make_tensor(make_smem_ptr(smem), Layout{})),
+            coords, [&](int col) { return get<1>(coords(0, 0, col)) < params.d; },
+            RowRange<false>{0, seqlen - block * int(size<0>(tile))});
     }
     __device__ __forceinline__ void load_rows(const TensorRef &x, const Step &step, Element *smem) const {
         load(x, bidb_of(step), bidh_of(step), seq.seqlen_q, step.m_block, typename Traits::SmemLayoutQ{},
@@ -203,8 +203,8 @@ private:
             const int query = min(first_query + get<0>(coords(row, 0)), seq.seqlen_q - 1);
             lse[row] = static_cast<const float *>(
                 params.softmax_lse)[bidb * params.lse_batch_stride + bidh * params.lse_head_stride + query];
-            delta[row] = static_cast<const float *>(params.dsoftmax_sum)[bidb * params.padded_batch_stride +
-                                                                          bidh * params.padded_head_stride + query];
+            delta[row] = static_cast<const float *>(
+                params.dsoftmax_sum)[bidb * params.padded_batch_stride + bidh * params.padded_head_stride + query];
         }
         Accumulator acc_s;
         clear(acc_s);

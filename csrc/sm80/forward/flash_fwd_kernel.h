@@ -82,8 +82,7 @@ __device__ __forceinline__ void compute_attn_1rowblock(const Flash_fwd_params &p
     Tensor acc_o = partition_fragment_C(typename Traits::TiledMma{},
                                         Shape<Int<Traits::kBlockM>, Int<Traits::kHeadDim>>{});  // (MMA, MMA_M, MMA_K)
     clear(acc_o);
-    Softmax<2 * decltype(size<1>(acc_o))::value> softmax(
-        has_bias(kKind) ? float(kLog2e) : params.scale_softmax_log2);
+    Softmax<2 * decltype(size<1>(acc_o))::value> softmax(has_bias(kKind) ? float(kLog2e) : params.scale_softmax_log2);
     if (info.n_block_max > info.n_block_min) {
         mainloop_fwd<Traits, kKind>(params, info, shared, bidb, bidh, m_block, acc_o, softmax);
     }

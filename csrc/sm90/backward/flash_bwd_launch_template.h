@@ -100,7 +100,8 @@ void run_flash_bwd(const Flash_bwd_params &params, cudaStream_t stream) {
     };
     if constexpr (has_bias(kKind)) {
         if (has_kernel_per_factors(kHeadDim) && params.rng_state == nullptr && params.cap_scale == 0.0f) {
-            launch(constant<Factors, has_kernel_per_factors(kHeadDim) ? Factors::bias : Factors::bias_cap_or_dropout>{});
+            launch(
+                constant<Factors, has_kernel_per_factors(kHeadDim) ? Factors::bias : Factors::bias_cap_or_dropout>{});
         } else {
             launch(constant<Factors, Factors::bias_cap_or_dropout>{});
         }

@@ -124,8 +124,8 @@ struct Flash_bwd_kernel_traits {
     static constexpr Factors kFactors = kFactors_;
     static constexpr bool kHasBias = kFactors == Factors::bias || kFactors == Factors::bias_cap_or_dropout;
     static constexpr bool kHasFactors = kFactors != Factors::none && kFactors != Factors::bias;
-    static constexpr bool kMayDrop = kFactors == Factors::dropout || kFactors == Factors::cap_or_dropout ||
-                                     kFactors == Factors::bias_cap_or_dropout;
+    static constexpr bool kMayDrop =
+        kFactors == Factors::dropout || kFactors == Factors::cap_or_dropout || kFactors == Factors::bias_cap_or_dropout;
     static constexpr int kBlockM = TileSize::kBlockM;
     static constexpr int kRowsPerTile = TileSize::kRowsPerTile;
     // At head dim 64 a tile of the bias takes the place of a stage.
@@ -243,7 +243,8 @@ struct Flash_bwd_kernel_traits {
     };
     using SharedStorage = std::conditional_t<kStagesBias, SharedStorageWithBias, SharedStorageWithoutBias>;
     static constexpr int kSmemSize = sizeof(SharedStorage);
-    static constexpr int kSmemForRows = offsetof(SharedStorageWithoutBias, lse);  // bytes, for the phases preprocess and convert
+    static constexpr int kSmemForRows =
+        offsetof(SharedStorageWithoutBias, lse);  // bytes, for the phases preprocess and convert
     static_assert(kSmemSize <= 227 * 1024, "more shared memory than a thread block may have");
 };
 

@@ -86,7 +86,7 @@ private:
     Step step;
     int steps_left, bidb_q;
     uint32_t oob_phase = 0;
-    VisibleBlock visible;  // key_ranges: of the step
+    VisibleBlock visible;               // key_ranges: of the step
     bool has_rows_without_key = false;  // attn_bias: the step
     PipelineState<Traits::kStagesQ> q_state;
     PipelineState<Traits::kStagesdO> dout_state;

@@ -247,8 +247,7 @@ public:
     // bool, or true_type or false_type where it is known when compiled. A call with dropout has no cap
     // (check_tensors.cpp).
     __device__ __forceinline__ auto is_capped() const {
-        if constexpr (Traits::kFactors == Factors::cap_or_dropout ||
-                      Traits::kFactors == Factors::bias_cap_or_dropout) {
+        if constexpr (Traits::kFactors == Factors::cap_or_dropout || Traits::kFactors == Factors::bias_cap_or_dropout) {
             return params.cap_scale != 0.0f;
         } else {
             return bool_constant<Traits::kFactors == Factors::cap>{};

@@ -1,6 +1,6 @@
-// A tile of attn_bias in shared memory, as 16-bit values. Every warp of the consumers has its own, which it fills a step
-// ahead: no other warp waits for it. Of type boolean the values are 0 and -inf. A bias in float32 does not fit; it is
-// read from global memory.
+// A tile of attn_bias in shared memory, as 16-bit values. Every warp of the consumers has its own, which it fills a
+// step ahead: no other warp waits for it. Of type boolean the values are 0 and -inf. A bias in float32 does not fit; it
+// is read from global memory.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -47,8 +47,8 @@ struct BiasTile {
 
     __device__ __forceinline__ Element *at(int query, int piece) const { return smem + Places::place(query, piece); }
 
-    // Starts to fill the tile with the values from first_query and first_key on; keys past the end are hidden. Called by
-    // a whole warp, when all lanes have read the values before. wait() ends it. A bias with one row fills one row.
+    // Starts to fill the tile with the values from first_query and first_key on; keys past the end are hidden. Called
+    // by a whole warp, when all lanes have read the values before. wait() ends it. A bias with one row fills one row.
     __device__ __forceinline__ void start(const BiasOfHead<Element> &bias, int first_query, int first_key) const {
         const int rows = bias.row_stride == 0 ? 1 : kQueries;
         const bool has_whole_pieces = bias.seqlen_k % 8 == 0;
@@ -114,9 +114,10 @@ private:
         for (int i = threadIdx.x % 32; i < rows * kKeys; i += 32) {
             const int query = i / kKeys, key = i % kKeys;
             const int64_t offset = min(first_key + key, bias.seqlen_k - 1) * bias.key_stride;
-            Element value = bias.type == AttnBias::Type::boolean
-                                ? Element(bias.template row<uint8_t>(first_query + query)[offset] != 0 ? 0.0f : -INFINITY)
-                                : bias.template row<Element>(first_query + query)[offset];
+            Element value =
+                bias.type == AttnBias::Type::boolean
+                    ? Element(bias.template row<uint8_t>(first_query + query)[offset] != 0 ? 0.0f : -INFINITY)
+                    : bias.template row<Element>(first_query + query)[offset];
             value = first_key + key < bias.seqlen_k ? value : Element(-INFINITY);
             at(query, key / 8)[key % 8] = value;
         }

@@ -281,9 +281,9 @@ private:
         }
         if constexpr (has_bias(kKind)) {
             if (params.attn_bias.type == AttnBias::Type::float32) {
-                bias_of_head(step.tile)
-                    .add_float32_to(scores, coords_of_scores(threadIdx.x % 128), params.scale_softmax,
-                                    first_row(step.tile), step.n_block * kBlockN);
+                bias_of_head(step.tile).add_float32_to(scores, coords_of_scores(threadIdx.x % 128),
+                                                       params.scale_softmax, first_row(step.tile),
+                                                       step.n_block * kBlockN);
             } else {
                 CUTE_UNROLL
                 for (int row = 0; row < size<0>(scores); ++row) {
@@ -315,8 +315,8 @@ private:
         }
     }
 
-    // The bias of a step that start_bias has loaded, before any product of the step is issued. Starts to load that of the
-    // work tile's next step.
+    // The bias of a step that start_bias has loaded, before any product of the step is issued. Starts to load that of
+    // the work tile's next step.
     __device__ __forceinline__ BiasWords bias_of(const Step &step) const {
         BiasWords bias;
         if constexpr (has_bias(kKind)) {
