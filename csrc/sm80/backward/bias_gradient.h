@@ -200,11 +200,13 @@ private:
         float lse[kRows], delta[kRows];
         CUTE_UNROLL
         for (int row = 0; row < kRows; ++row) {
-            const int query = min(first_query + get<0>(coords(row, 0)), seq.seqlen_q - 1);
-            lse[row] = static_cast<const float *>(
-                params.softmax_lse)[bidb * params.lse_batch_stride + bidh * params.lse_head_stride + query];
+            const int query = first_query + get<0>(coords(row, 0)), last = min(query, seq.seqlen_q - 1);
+            const float lse_of_row = static_cast<const float *>(
+                params.softmax_lse)[bidb * params.lse_batch_stride + bidh * params.lse_head_stride + last];
+            // +inf, so that P is 0: rows without a key, and past the end of the sequence.
+            lse[row] = query != last || lse_of_row == -INFINITY ? INFINITY : lse_of_row;
             delta[row] = static_cast<const float *>(
-                params.dsoftmax_sum)[bidb * params.padded_batch_stride + bidh * params.padded_head_stride + query];
+                params.dsoftmax_sum)[bidb * params.padded_batch_stride + bidh * params.padded_head_stride + last];
         }
         Accumulator acc_s;
         clear(acc_s);
@@ -225,10 +227,9 @@ private:
         CUTE_UNROLL
         for (int row = 0; row < kRows; ++row) {
             const float factor = exponent_factor(lse[row]);
-            const float lse_of_row = lse[row] == -INFINITY ? INFINITY : lse[row];  // a row without a key
             CUTE_UNROLL
             for (int col = 0; col < size<1>(p); ++col) {
-                p(row, col) = exp2_approx((p(row, col) - lse_of_row) * (lse[row] == -INFINITY ? 1.0f : factor));
+                p(row, col) = exp2_approx((p(row, col) - lse[row]) * factor);
             }
         }
 

@@ -454,7 +454,11 @@ private:
                 result.values[i / 2][i % 2][1] = pair.y;
             }
         } else {
-            const BiasOfHead<Element> bias = bias_of(step);
+            BiasOfHead<Element> bias = bias_of(step);
+            if constexpr (Traits::kStagesBias) {
+                bias.type = AttnBias::Type::float32;
+            }
+            asm volatile("" : "+l"(bias.key_stride));  // else multiples of it would be kept over the loop
             const int first_query = step.m_block * Traits::kBlockM + threadIdx.x % 4 * 2 + 8 * j;
             CUTE_UNROLL
             for (int i = 0; i < 4; ++i) {

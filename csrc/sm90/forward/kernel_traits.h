@@ -79,7 +79,7 @@ struct TileSizesFwdBiased;
 template <>
 struct TileSizesFwdBiased<64> : TileFwdBiased<2, 128, 4, 2, true> {};
 template <>
-struct TileSizesFwdBiased<96> : TileFwdBiased<2, 128, 2, 2, true> {};
+struct TileSizesFwdBiased<96> : TileFwdBiased<2, 128, 3, 2, true> {};
 template <>
 struct TileSizesFwdBiased<128> : TileFwdBiased<2, 128, 2, 2, true> {};
 template <>
