@@ -107,8 +107,8 @@ _BACKWARD_SM90 = re.compile(
     r"\([\w:]*Kind\)(?P<kind>\d)>"
 )
 KINDS = kernels.read_kinds().all  # by enumerator
-# Calls of kind general that a kernel takes, by enum Factors of csrc/sm90/kernel_traits_bwd.h.
-CALLS_BY_FACTORS = (" with ALiBi alone", " with softcap", " with dropout", "")
+# Calls of the kinds general and biased that a kernel takes, by enum Factors of csrc/sm90/kernel_traits_bwd.h.
+CALLS_BY_FACTORS = (" with ALiBi alone", " with softcap", " with dropout", "", "", " with softcap or dropout")
 BACKWARD_MODES = ("all", "deterministic", "general")  # enum BwdMode, csrc/sm80/tile_sizes_bwd.h
 BULK_REDUCE_SINCE = 90  # least compute capability whose copy engine adds to global memory (dQ)
 
@@ -156,7 +156,7 @@ def fields_of(name: str, arch: str) -> dict[str, Any] | None:
     hopper = _BACKWARD_SM90.search(name)
     if hopper is not None:
         kind = KINDS[int(hopper["kind"])]
-        if kind == "general":
+        if kind in ("general", "biased"):
             kind += CALLS_BY_FACTORS[int(hopper["factors"])]
         return {"headdim": int(hopper["headdim"]), "kind": kind, "tile": "sm90", "mode": BACKWARD_MODES[0]}
     found = _BACKWARD.search(name)

@@ -259,6 +259,32 @@ def mask_tables(data: Rows) -> list[str]:
     return [f"{where} TFLOP/s of the pairs that the mask shows:\n\n{pivot(['mask'], cells, columns)}"]
 
 
+def bias_tables(data: Rows) -> list[str]:
+    """Bias down; for a forward, and for a forward with its backward, TFLOP/s and the ratios that were measured."""
+    figures = [
+        ("tflops", "TFLOP/s", "{:.0f}"),
+        ("to_efficient", "÷ EFFICIENT_ATTENTION", "{:.2f}"),
+        ("to_flex", "÷ FlexAttention", "{:.2f}"),
+        ("to_no_bias", "time ÷ without", "{:.2f}"),
+    ]
+    cells: dict[tuple[str], dict[str, str]] = {}
+    columns = []
+    for direction, label in (("forward", "forward"), ("both", "forward and backward")):
+        for key, caption, style in figures:
+            if all(row[f"{direction}_{key}"] is None for row in data):
+                continue
+            column = f"{label}, {caption}"
+            columns.append(column)
+            for row in data:
+                value = row[f"{direction}_{key}"]
+                cells.setdefault((row["bias"],), {})[column] = "–" if value is None else style.format(value)
+    first = data[0]
+    where = (
+        f"{first['batch']} x {first['seqlen']} tokens, {first['nheads']} heads of {first['headdim']}, {first['dtype']}."
+    )
+    return [f"{where}\n\n{pivot(['bias'], cells, columns)}"]
+
+
 def value_tables(data: Rows) -> list[str]:
     """Head dim, mask and length down, values across: our speed ÷ the rival's, and that ÷ the first values' ratio."""
     cells: dict[tuple[str, str], dict[str, str]] = {}
@@ -395,6 +421,7 @@ VIEWS: dict[str, Callable[[Rows], list[str]]] = {
     "bench_features": feature_tables,
     "bench_kvcache": kvcache_tables,
     "bench_masks": mask_tables,
+    "bench_bias": bias_tables,
     "bench_models": models_tables,
     "bench_context_parallel": context_parallel_tables,
     "accuracy": accuracy_tables,

@@ -32,6 +32,7 @@ DEFAULT_ARCHS = ("80", "90a", "120")
 # What the library exports, as the linker demangles it: names in quotes are exact; in others ? stands for a space.
 _EXPORTS = (
     "void?flash::sm80::run_flash_*",
+    "void?flash::sm80::run_bias_gradient*",
     "void?flash::sm90::run_flash_*",
     "long?flash::sm90::split_scratch_floats*",
     "long?flash::splitkv_scratch_floats*",

@@ -40,7 +40,7 @@ NVCC_VARIABLES = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")  # nvcc adds their 
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 _KINDS = re.compile(r"#define FLASH_KINDS\(X\)((?:\s*\\\n\s*X\(\w+(?:, [01]){4}\))+)\n")
 _KIND = re.compile(r"X\((\w+), ([01]), ([01]), ([01]), ([01])\)")
-_SEPARATE_FORWARDS = ("ranged",)  # kinds whose forward has an sm90 kernel, and object files of its own
+_SEPARATE_FORWARDS = ("ranged", "biased")  # kinds whose forward has an sm90 kernel, and object files of its own
 _MIN_HEADDIM_SM90 = re.compile(r"constexpr int kMinHeadDimSm90 = (\d+);")
 
 
@@ -121,6 +121,7 @@ def kernel_objects(selection: Selection) -> list[KernelObject]:
             if not is_in_sm90 or kind in _SEPARATE_FORWARDS:
                 archs = archs_of_sm80(is_for_sm90 and is_in_sm90)
                 add(f"flash_fwd_{name}_{kind}_sm80", source, (*defines, f"-DFLASH_KIND={kind}"), archs)
+        add(f"bias_gradient_{name}", "sm80/backward/bias_gradient_instantiation.cu", defines, others)
         add(f"flash_fwd_{name}_splitkv", "kvcache/splitkv_instantiation.cu", defines, others)
     for dtype in selection.dtypes:
         add(f"append_kv_{dtype}", "kvcache/append_instantiation.cu", (f"-DFLASH_DTYPE={ALL_DTYPES[dtype]}",), others)

@@ -8,9 +8,18 @@
 #include <cmath>
 
 #include "key_ranges.h"
+#include "row_mod.h"
 #include "softmax.h"
 
 namespace flash {
+
+// attn_bias: the rows of a tile that see a key, when their log-sum-exp is written.
+struct RowsByLse {
+    const float *lse_padded;  // of the tile
+
+    // row: of the tile.
+    __device__ __forceinline__ bool contains(int row) const { return lse_padded[row] != INFINITY; }
+};
 
 // A padded query row of one head.
 struct PaddedRow {
@@ -21,9 +30,9 @@ struct PaddedRow {
 };
 
 // A warp does kRows padded rows from `first` on, of one head and one sequence. kLanes lanes share a row. Each lane
-// reads 16 bytes of it. kHasRanges: the call has key_ranges. Returns, in every lane, whether a row has a large
-// log-sum-exp.
-template <typename Element, int kHeadDim, int kRows, bool kHasRanges>
+// reads 16 bytes of it. kHasRanges: the call has key_ranges; kHasBias: attn_bias. Returns, in every lane, whether a row
+// has a large log-sum-exp.
+template <typename Element, int kHeadDim, int kRows, bool kHasRanges, bool kHasBias = false>
 __device__ __forceinline__ bool preprocess_rows(const Flash_bwd_params &params, const PaddedRow &first) {
     constexpr int kVector = 16 / sizeof(Element);
     constexpr int kVectors = kHeadDim / kVector;
@@ -58,6 +67,7 @@ __device__ __forceinline__ bool preprocess_rows(const Flash_bwd_params &params, 
         const bool is_seeing = row >= first_seeing && row < end_seeing;
         return is_seeing && (!kHasRanges || !ranges.row(first.row + row).is_empty());
     };
+    const float logit = kHasBias ? RowMod<float>(params, first.bidb, first.bidh).logit() : -INFINITY;
     bool is_large = false;
     CUTE_UNROLL
     for (int begin = 0; begin < kRows; begin += kStride * kTogether) {
@@ -101,12 +111,20 @@ __device__ __forceinline__ bool preprocess_rows(const Flash_bwd_params &params, 
             for (int offset = kLanes / 2; offset > 0; offset /= 2) {
                 dot += __shfl_xor_sync(0xffffffffu, dot, offset);
             }
+            [[maybe_unused]] bool is_zero = false;  // attn_bias: out
+            if constexpr (kHasBias) {
+                const unsigned nonzero =
+                    __ballot_sync(0xffffffffu, ((out[i].x | out[i].y | out[i].z | out[i].w) & 0x7fff7fffu) != 0);
+                is_zero = (nonzero >> (row_of_lane * kLanes) & (0xffffffffu >> (32 - kLanes))) == 0;
+            }
             if (lane == 0) {
                 // A row without a key has no gradient, even if dO is NaN or its lse is the sink. Its stored lse is
                 // +inf, so P = exp(s - inf) = 0.
                 const int row = begin + i * kStride + row_of_lane;
                 const int64_t padded_row = first.padded_row + row;
-                const bool has_keys = lse[i] != -INFINITY && sees_keys(row);
+                // With attn_bias it is known by its log-sum-exp: the sink, if there is one.
+                const bool has_keys =
+                    lse[i] != -INFINITY && sees_keys(row) && !(kHasBias && lse[i] == logit && is_zero);
                 static_cast<float *>(params.dsoftmax_sum)[padded_row] = has_keys ? dot - dlse[i] : 0.0f;
                 params.lse_padded[padded_row] = has_keys ? lse[i] : INFINITY;
                 is_large |= has_keys && fabsf(lse[i]) > kLargeExponent;

@@ -4,6 +4,7 @@
 
 #include <cute/tensor.hpp>
 
+#include "attn_bias.h"
 #include "row_mod.h"
 
 namespace flash {
@@ -71,8 +72,9 @@ struct Softmax {
 
     // After the last step: acc_o becomes the output times out_factor, and lse the log-sum-exp of each row (natural
     // log). A row without a key gets output 0, even if V holds NaN or infinity. The product of score and scale is
-    // rounded as in the backward, so that the probability of a very large score is exactly 1 there.
-    template <typename TensorO>
+    // rounded as in the backward, so that the probability of a very large score is exactly 1 there. kHasBias: scores
+    // are logits (attn_bias.h).
+    template <bool kHasBias = false, typename TensorO>
     __device__ __forceinline__ void finalize(TensorO &acc_o, float softmax_scale, float out_factor,
                                              const RowMod<float> &row_mod, float (&lse)[kNRows]) {
         float factor[kNRows], total[kNRows], reference[kNRows], weight[kNRows];  // factor: 0 for a row without a key
@@ -91,7 +93,11 @@ struct Softmax {
         CUTE_UNROLL
         for (int row = 0; row < kNRows; ++row) {
             factor[row] = total[row] == 0.0f ? 0.0f : out_factor / total[row] * weight[row];
-            lse[row] = total[row] == 0.0f ? -INFINITY : reference[row] + logf(total[row]);
+            if constexpr (kHasBias) {
+                lse[row] = total[row] == 0.0f ? -INFINITY : lse_with_bias(reference[row], total[row]);
+            } else {
+                lse[row] = total[row] == 0.0f ? -INFINITY : reference[row] + logf(total[row]);
+            }
         }
         CUTE_UNROLL
         for (int row = 0; row < kNRows; ++row) {

@@ -22,6 +22,9 @@ inline Kind kind_of(const Flash_fwd_params &params) {
     if (params.block_table != nullptr) {
         return Kind::paged;
     }
+    if (params.attn_bias.is_used()) {
+        return Kind::biased;
+    }
     if (params.key_ranges.is_used()) {
         return Kind::ranged;
     }

@@ -13,7 +13,8 @@ namespace flash {
     X(general, 1, 1, 1, 1) \
     X(ranged, 1, 1, 1, 1)  \
     X(paged, 1, 0, 0, 0)   \
-    X(split, 0, 0, 1, 0)
+    X(split, 0, 0, 1, 0)   \
+    X(biased, 1, 1, 1, 1)
 
 enum class Kind {
     full,     // equal lengths; every query sees every key
@@ -23,6 +24,7 @@ enum class Kind {
     ranged,   // general, with key_ranges
     paged,    // general, with keys in pages
     split,    // a cache: the query heads of a group in one tile, keys split over the CTAs; score modifiers at run time
+    biased,   // general, with attn_bias, and with key_ranges or without
 };
 
 // True if the keys that a query sees may depend on the query.
@@ -32,7 +34,8 @@ constexpr bool is_local(Kind kind) {
 
 // True if score modifiers are decided at run time, and dropout too, except for split.
 constexpr bool is_general(Kind kind) {
-    return kind == Kind::general || kind == Kind::ranged || kind == Kind::paged || kind == Kind::split;
+    return kind == Kind::general || kind == Kind::ranged || kind == Kind::biased || kind == Kind::paged ||
+           kind == Kind::split;
 }
 
 constexpr bool may_be_varlen(Kind kind) {
@@ -42,6 +45,12 @@ constexpr bool may_be_varlen(Kind kind) {
 // True if the keys that a query sees come from key_ranges (common/key_ranges.h).
 constexpr bool has_ranges(Kind kind) {
     return kind == Kind::ranged;
+}
+
+// True if scores get a bias (common/attn_bias.h). Such calls may have key_ranges too: the kernel decides at run time,
+// and applies them to each score.
+constexpr bool has_bias(Kind kind) {
+    return kind == Kind::biased;
 }
 
 constexpr const char *name_of(Kind kind) {

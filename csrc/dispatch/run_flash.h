@@ -48,12 +48,16 @@ void run_flash_bwd(const Flash_bwd_params &params, cudaStream_t stream);
 template <DType kDType, int kHeadDim>
 void run_flash_bwd_general(const Flash_bwd_params &params, cudaStream_t stream);
 
+// Computes params.dbias from what the backward has read and written. Throws std::runtime_error if the launch fails.
+template <DType kDType, int kHeadDim>
+void run_bias_gradient(const Flash_bias_bwd_params &params, cudaStream_t stream);
+
 }  // namespace sm80
 
 namespace sm90 {
 
-// tile_counter: with variable lengths or key_ranges a zero in GPU memory, from which CTAs take the number of their next
-// work tile; else null. Throws std::runtime_error if the launch fails.
+// tile_counter: with variable lengths, with key_ranges, or with attn_bias and a mask a zero in GPU memory, from which
+// CTAs take the number of their next work tile; else null. Throws std::runtime_error if the launch fails.
 template <DType kDType, int kHeadDim, Kind kKind>
 void run_flash_fwd(const Flash_fwd_params &params, int *tile_counter, cudaStream_t stream);
 

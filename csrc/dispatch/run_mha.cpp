@@ -19,6 +19,7 @@
 
 #include "api/allocation.h"
 #include "api/current_stream.h"
+#include "api/key_ranges.h"
 #include "choose_kernel.h"
 #include "dispatch/device.h"
 #include "kvcache/splitkv.h"
@@ -180,7 +181,8 @@ void run_mha_fwd_cuda(Flash_fwd_params &params) {
                 if constexpr (kHasKernelSm90) {
                     if (reason == nullptr) {
                         const std::vector<at::Tensor> copies = copy_for_tma(params);  // live until the launch
-                        const bool has_counter = params.cu_seqlens_q != nullptr || params.key_ranges.is_used();
+                        const bool has_counter = params.cu_seqlens_q != nullptr || params.key_ranges.is_used() ||
+                                                 (has_bias(kKind) && params.is_local());
                         const at::Tensor counter = has_counter ? zero_counter(stream) : at::Tensor();
                         int *tile_counter = counter.defined() ? counter.data_ptr<int>() : nullptr;
                         sm90::run_flash_fwd<kDType, kHeadDim, kind_of_sm90_fwd(kKind)>(params, tile_counter, stream);
@@ -264,8 +266,18 @@ void run_mha_bwd_cuda(Flash_bwd_params &params) {
 
 void run_mha_bias_bwd_cuda(Flash_bias_bwd_params &params) {
     check_built(params);
-    FLASH_CHECK_NOT_IMPLEMENTED(false,
-                                "flash_attn_mini: the cuda backend does not implement the gradient of attn_bias");
+    const cudaStream_t stream = current_stream();
+    const at::TensorOptions options(c10::Device(at::kCUDA, current_device()));
+    const at::Tensor ranges = key_ranges_scratch(params, at::empty({0}, options), /*is_backward=*/false);
+    prepare_key_ranges(params, stream);
+    FP16_SWITCH(params.dtype, [&] {
+        HEADDIM_SWITCH(params.d, [&] {
+            if (trace_enabled()) {
+                trace("run_mha_bias_bwd", "device=cuda kHeadDim=%d", kHeadDim);
+            }
+            sm80::run_bias_gradient<kDType, kHeadDim>(params, stream);
+        });
+    });
 }
 
 }  // namespace

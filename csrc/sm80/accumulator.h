@@ -59,20 +59,26 @@ __device__ __forceinline__ void apply_mask(TensorS &scores, const TensorC &coord
 }
 
 // The same with key_ranges.
-template <int kBlockM, int kBlockN, typename TensorS, typename TensorC>
-__device__ __forceinline__ void apply_mask(TensorS &scores, const TensorC &coords,
-                                           const RangedBlockInfo<kBlockM, kBlockN> &info, int m_block, int n_block) {
+template <int kBlockM, typename TensorS, typename TensorC>
+__device__ __forceinline__ void apply_mask(TensorS &scores, const TensorC &coords, const RangesOfHead &ranges,
+                                           int seqlen_q, int m_block, int first_key) {
     CUTE_UNROLL
     for (int row = 0; row < size<0>(scores); ++row) {
         const int query = m_block * kBlockM + get<0>(coords(row, 0));
-        const VisibleKeys keys = info.ranges.row(min(query, info.seqlen_q - 1));
+        const VisibleKeys keys = ranges.row(min(query, seqlen_q - 1));
         CUTE_UNROLL
         for (int col = 0; col < size<1>(scores); ++col) {
-            if (!keys.contains(n_block * kBlockN + get<1>(coords(row, col)))) {
+            if (!keys.contains(first_key + get<1>(coords(row, col)))) {
                 scores(row, col) = -INFINITY;
             }
         }
     }
+}
+
+template <int kBlockM, int kBlockN, typename TensorS, typename TensorC>
+__device__ __forceinline__ void apply_mask(TensorS &scores, const TensorC &coords,
+                                           const RangedBlockInfo<kBlockM, kBlockN> &info, int m_block, int n_block) {
+    apply_mask<kBlockM>(scores, coords, info.ranges, info.seqlen_q, m_block, n_block * kBlockN);
 }
 
 }  // namespace flash

@@ -193,7 +193,8 @@ def archs_by_object(*archs: str, hdims: tuple[int, ...] = (32, 128)) -> dict[str
 
 def test_kernels_of_hopper_are_compiled_for_it_alone() -> None:
     archs = archs_by_object("80", "90a")
-    forward = {f"flash_fwd_hdim128_bf16_{kernel}": ("90a",) for kernel in ("sm90", "ranged_sm90", "split_sm90")}
+    kinds = ("sm90", "ranged_sm90", "biased_sm90", "split_sm90")
+    forward = {f"flash_fwd_hdim128_bf16_{kernel}": ("90a",) for kernel in kinds}
     assert forward == {name: of for name, of in archs.items() if re.fullmatch("flash_fwd_.*_sm90", name)}
     backward = {f"flash_bwd_hdim128_bf16_{kind}_sm90": ("90a",) for kind in kernels.read_kinds().backward_sm90}
     assert backward == {name: of for name, of in archs.items() if re.fullmatch("flash_bwd_.*_sm90", name)}
@@ -204,15 +205,17 @@ def test_kernels_of_hopper_are_compiled_for_it_alone() -> None:
 # Kernels of any GPU, and those of sm80 for calls that have no kernel of Hopper's own: head dim 32, and pages.
 WITHOUT_SM90 = {
     *(f"flash_bwd_hdim32_bf16_{kind}_sm80" for kind in ("any", *kernels.read_kinds().backward)),
-    *(f"flash_fwd_hdim32_bf16_{kernel}" for kernel in ("sm80", "ranged_sm80", "paged_sm80")),
+    *(f"flash_fwd_hdim32_bf16_{kernel}" for kernel in ("sm80", "ranged_sm80", "biased_sm80", "paged_sm80")),
     "flash_fwd_hdim128_bf16_paged_sm80",
     *("flash_fwd_hdim32_bf16_splitkv", "flash_fwd_hdim128_bf16_splitkv", "append_kv_bf16", "device"),
+    *("bias_gradient_hdim32_bf16", "bias_gradient_hdim128_bf16"),
     "row_mod_gradient",
     "key_ranges",
 }
 WITH_SM90 = {
     "flash_fwd_hdim128_bf16_sm80",
     "flash_fwd_hdim128_bf16_ranged_sm80",
+    "flash_fwd_hdim128_bf16_biased_sm80",
     *(f"flash_bwd_hdim128_bf16_{kind}_sm80" for kind in ("any", *kernels.read_kinds().backward)),
 }
 

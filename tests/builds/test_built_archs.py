@@ -67,7 +67,9 @@ def test_a_build_calls_the_kernels_that_it_compiles_and_no_other(
     name, kinds = f"hdim{headdim}_bf16", kernels.read_kinds()
     lines = []
     for kind in kinds.all:
-        own = f"_{kind}" if kind in ("ranged", "paged", "split") else ""  # the forward has an object of its own
+        own = (
+            f"_{kind}" if kind in ("ranged", "paged", "split", "biased") else ""
+        )  # the forward has an object of its own
         sm80_fwd = objects.get(f"flash_fwd_{name}{own}_sm80")
         sm80_bwd = objects.get(f"flash_bwd_{name}_{kind}_sm80")
         has_sm90_fwd = kind in kinds.forward_sm90 and f"flash_fwd_{name}{own}_sm90" in objects

@@ -17,9 +17,8 @@ namespace flash::sm80 {
 constexpr int kPreprocessRows = Flash_bwd_params::kRowsPerFlag;  // padded query rows of a CTA
 constexpr int kPreprocessThreads = 256;
 
-template <typename Element, int kHeadDim, bool kHasRanges>
-__global__ void __launch_bounds__(kPreprocessThreads)
-    flash_bwd_dot_do_o(const __grid_constant__ Flash_bwd_params params) {
+template <typename Element, int kHeadDim, bool kHasRanges, bool kHasBias>
+__device__ __forceinline__ void dot_do_o(const Flash_bwd_params &params) {
     constexpr int kRounded = Flash_bwd_params::kRowsRounded, kRowsOfWarp = kPreprocessRows / (kPreprocessThreads / 32);
     const int64_t padded_row = int64_t(blockIdx.x) * kPreprocessRows;
     const auto [bidb, bidh, block] =
@@ -27,7 +26,8 @@ __global__ void __launch_bounds__(kPreprocessThreads)
     const int in_cta = threadIdx.x / 32 * kRowsOfWarp;
     const PaddedRow first{padded_row + in_cta, bidb, bidh, sequence(params, bidb),
                           block * kRounded + static_cast<int>(padded_row % kRounded) + in_cta};
-    const bool is_large = __syncthreads_or(preprocess_rows<Element, kHeadDim, kRowsOfWarp, kHasRanges>(params, first));
+    const bool is_large =
+        __syncthreads_or(preprocess_rows<Element, kHeadDim, kRowsOfWarp, kHasRanges, kHasBias>(params, first));
     if (threadIdx.x == 0) {
         params.large_rows[blockIdx.x] = is_large;
     }
@@ -38,6 +38,19 @@ __global__ void __launch_bounds__(kPreprocessThreads)
             accum[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         }
     }
+}
+
+template <typename Element, int kHeadDim, bool kHasRanges>
+__global__ void __launch_bounds__(kPreprocessThreads)
+    flash_bwd_dot_do_o(const __grid_constant__ Flash_bwd_params params) {
+    dot_do_o<Element, kHeadDim, kHasRanges, /*kHasBias=*/false>(params);
+}
+
+// The same for a call with attn_bias.
+template <typename Element, int kHeadDim>
+__global__ void __launch_bounds__(kPreprocessThreads)
+    flash_bwd_dot_do_o_biased(const __grid_constant__ Flash_bwd_params params) {
+    dot_do_o<Element, kHeadDim, /*kHasRanges=*/false, /*kHasBias=*/true>(params);
 }
 
 // ---- the epilogue of the backward kernel: scales dK and dV, converts them, stages them in shared memory, stores 16
@@ -209,6 +222,9 @@ __global__ void __launch_bounds__(Traits::kNThreads)
     const auto rows = [&, bidb = bidb, bidh = bidh] {
         if constexpr (has_ranges(Traits::kKind)) {
             return RowsWithKeys{RangesOfHead(params, bidb, bidh), first_row, seq.seqlen_q};
+        } else if constexpr (has_bias(Traits::kKind)) {
+            return RowsByLse{params.lse_padded + bidb * params.padded_batch_stride + bidh * params.padded_head_stride +
+                             first_row};
         } else {
             return rows_with_key(KeyRange<is_local(Traits::kKind)>(params, seq.seqlen_q, seq.seqlen_k), first_row);
         }

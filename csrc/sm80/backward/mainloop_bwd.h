@@ -4,9 +4,11 @@
 // S^T = K Q^T and dP^T = V dO^T have keys as rows, the layout that dV = P^T dO and dK = dS^T Q need.
 #pragma once
 
+#include "common/attn_bias.h"
 #include "common/block_info.h"
 #include "common/dropout.h"
 #include "common/key_ranges.h"
+#include "common/preprocess_rows.h"
 #include "common/score_mod.h"
 #include "kernel_traits_bwd.h"
 #include "reduce_dq.h"
@@ -190,6 +192,9 @@ private:
             if constexpr (has_ranges(kKind)) {
                 return RowsWithKeys{RangesOfHead(params, bidb, bidh + next_head), next_m_block * kBlockM,
                                     info.seqlen_q};
+            } else if constexpr (has_bias(kKind)) {
+                return RowsByLse{params.lse_padded + padded_row + next_head * int(params.padded_head_stride) +
+                                 next_m_block * kBlockM};
             } else {
                 return rows_with_key(info, next_m_block * kBlockM);
             }
@@ -314,7 +319,15 @@ private:
         if (kIsGeneral && ScoreMod::is_on(params)) {
             apply_score_mod(step, slice, scores, coords, first_query);
         }
-        if (step.is_large || needs_mask(step)) {
+        if constexpr (has_bias(kKind)) {
+            BiasOfHead<Element>(params, bidb, bidh + step.head)
+                .template add_to</*kTransposed=*/true>(scores, coords, params.scale_softmax, first_query, first_key);
+            if (step.is_large || params.key_ranges.is_used() || needs_mask(step)) {
+                exponents_of_logits(step, scores, coords, lse, first_query, first_key);
+            } else {
+                to_exponents(scores, coords, lse, float(kLog2e));
+            }
+        } else if (step.is_large || needs_mask(step)) {
             to_exponents_with_care(scores, coords, lse, params.scale_softmax, [&](int query) {
                 if constexpr (has_ranges(kKind)) {
                     const RangesOfHead ranges(params, bidb, bidh + step.head);
@@ -331,6 +344,23 @@ private:
         if (has_dropout()) {
             const DropoutStream stream(params.rng_state, bidb, params.h, bidh + step.head);
             mark_dropped(scores, coords, stream, params.dropout_threshold, first_query, first_key);
+        }
+    }
+
+    // attn_bias: to_exponents_with_care.
+    template <typename TensorS, typename TensorC>
+    __device__ __forceinline__ void exponents_of_logits(const Step &step, TensorS &logits, const TensorC &coords,
+                                                        const float *lse, int first_query, int first_key) const {
+        if (params.key_ranges.is_used()) {
+            const RangesOfHead ranges(params, bidb, bidh + step.head);
+            to_exponents_with_care</*kHasBias=*/true>(logits, coords, lse, 1.0f, [&](int query) {
+                return KeysOfTile<VisibleKeys>{ranges.row(first_query + query), first_key};
+            });
+        } else {
+            to_exponents_with_care</*kHasBias=*/true>(logits, coords, lse, 1.0f, [&](int query) {
+                return KeySpan{info.begin_key(first_query + query) - first_key,
+                               info.end_key(first_query + query) - first_key};
+            });
         }
     }
 

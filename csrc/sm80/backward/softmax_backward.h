@@ -48,8 +48,8 @@ struct KeysOfTile {
 
 // The same with a mask, and for scores so large that a float32 is coarser than 1: the product of score and scale is
 // rounded as in the forward, so that the difference to lse is right. keys_of(i): the keys of the tile that query i of
-// the tile sees, a KeySpan or KeysOfTile.
-template <typename TensorS, typename TensorC, typename KeysOf>
+// the tile sees, a KeySpan or KeysOfTile. kHasBias: the scores are logits (common/attn_bias.h).
+template <bool kHasBias = false, typename TensorS, typename TensorC, typename KeysOf>
 __device__ __forceinline__ void to_exponents_with_care(TensorS &scores, const TensorC &coords, const float *lse,
                                                        float scale, const KeysOf &keys_of) {
     CUTE_UNROLL
@@ -61,7 +61,8 @@ __device__ __forceinline__ void to_exponents_with_care(TensorS &scores, const Te
         for (int row = 0; row < size<0>(scores); ++row) {
             const int key = get<0>(coords(row, col));
             const float exponent = __fmul_rn(scores(row, col), scale) - lse_query;
-            scores(row, col) = keys.contains(key) ? exponent * float(kLog2e) : -INFINITY;
+            const float factor = kHasBias ? exponent_factor(lse_query) : float(kLog2e);
+            scores(row, col) = keys.contains(key) ? exponent * factor : -INFINITY;
         }
     }
 }

@@ -23,7 +23,8 @@ __device__ __forceinline__ void epilogue_fwd(const Flash_fwd_params &params, con
     Tensor acc_o_rowcol = make_tensor(acc_o.data(), rowcol_layout(acc_o.layout()));
     float lse[decltype(size<0>(acc_o_rowcol))::value];
     const float rp_dropout = is_general(kKind) ? params.rp_dropout : 1.0f;
-    softmax.finalize(acc_o_rowcol, params.scale_softmax, rp_dropout, RowMod<float>(params, bidb, bidh), lse);
+    softmax.template finalize<has_bias(kKind)>(acc_o_rowcol, has_bias(kKind) ? 1.0f : params.scale_softmax, rp_dropout,
+                                               RowMod<float>(params, bidb, bidh), lse);
     typename Traits::TiledMma tiled_mma;
     Tensor tOcO =
         tiled_mma.get_thread_slice(tidx).partition_C(make_identity_tensor(Shape<Int<kBlockM>, Int<kHeadDim>>{}));
@@ -81,7 +82,7 @@ __device__ __forceinline__ void compute_attn_1rowblock(const Flash_fwd_params &p
     Tensor acc_o = partition_fragment_C(typename Traits::TiledMma{},
                                         Shape<Int<Traits::kBlockM>, Int<Traits::kHeadDim>>{});  // (MMA, MMA_M, MMA_K)
     clear(acc_o);
-    Softmax<2 * decltype(size<1>(acc_o))::value> softmax(params.scale_softmax_log2);
+    Softmax<2 * decltype(size<1>(acc_o))::value> softmax(has_bias(kKind) ? float(kLog2e) : params.scale_softmax_log2);
     if (info.n_block_max > info.n_block_min) {
         mainloop_fwd<Traits, kKind>(params, info, shared, bidb, bidh, m_block, acc_o, softmax);
     }

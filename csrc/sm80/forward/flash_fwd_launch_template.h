@@ -25,7 +25,8 @@ void launch_flash_fwd(const Flash_fwd_params &params, cudaStream_t stream) {
 
 template <DType kDType, int kHeadDim, Kind kKind>
 void run_flash_fwd(const Flash_fwd_params &params, cudaStream_t stream) {
-    using TileSize = TileSizesFwd<kHeadDim, is_general(kKind)>;
+    using TileSize =
+        std::conditional_t<has_bias(kKind), TileSizesFwdBiased<kHeadDim>, TileSizesFwd<kHeadDim, is_general(kKind)>>;
     launch_flash_fwd<kDType, kHeadDim, kKind, TileSize>(params, stream);
 }
 

@@ -46,6 +46,12 @@ struct TileSizesFwd<256, false> : TileFwd<64, 64, 4, 2, false, 8> {};
 template <>
 struct TileSizesFwd<256, true> : TileFwd<64, 64, 4, 2, false, 6> {};
 
+// Kind biased: loads of the bias in flight need registers.
+template <int kHeadDim>
+struct TileSizesFwdBiased : TileSizesFwd<kHeadDim, true> {};
+template <>
+struct TileSizesFwdBiased<64> : TileFwd<64, 128, 4, 2> {};
+
 // ---- types
 
 using namespace cute;

@@ -2,6 +2,7 @@
 // loads K and V one product ahead. Called by compute_attn_1rowblock; leaves O in registers.
 #pragma once
 
+#include "common/attn_bias.h"
 #include "common/block_info.h"
 #include "common/dropout.h"
 #include "common/key_ranges.h"
@@ -30,6 +31,16 @@ __device__ __forceinline__ void modify_and_mask(const Flash_fwd_params &params, 
         const ScoreMod mod(params, bidb, bidh, info.seqlen_k - info.seqlen_q);
         mod.apply</*kTransposed=*/false>(scores, coords_of_scores<Traits>(thread_index<true>()),
                                          coords_of_scores<Traits>(0), m_block * kBlockM, n_block * kBlockN, NoOp{});
+    }
+    if constexpr (has_bias(kKind)) {
+        BiasOfHead<typename Traits::Element>(params, bidb, bidh)
+            .template add_to</*kTransposed=*/false>(scores, coords_of_scores<Traits>(thread_index<true>()),
+                                                    params.scale_softmax, m_block * kBlockM, n_block * kBlockN);
+        if (params.key_ranges.is_used()) {
+            apply_mask<kBlockM>(scores, coords_of_scores<Traits>(thread_index<true>()),
+                                RangesOfHead(params, bidb, bidh), info.seqlen_q, m_block, n_block * kBlockN);
+            return;
+        }
     }
     if (info.needs_mask(n_block)) {
         apply_mask<kBlockM, kBlockN>(scores, coords_of_scores<Traits>(thread_index<true>()), info, m_block, n_block);

@@ -53,11 +53,19 @@ public:
           block(block),
           warpgroup(warpgroup),
           key_offset(Traits::kSplitsKeys ? warpgroup * kKeys : 0),
-          scores(params, block, block.first_key() + key_offset),
+          scores(params, block, block.first_key() + key_offset, bias_of(shared)),
           step(block),
           steps_left(block.num_steps()) {}
 
 protected:
+    __device__ __forceinline__ static Element *bias_of(typename Traits::SharedStorage &shared) {
+        if constexpr (Traits::kStagesBias) {
+            return shared.bias[0];
+        } else {
+            return nullptr;
+        }
+    }
+
     // The stages of Q or dO (BLK_M, HD, stage), and the same as (HD, BLK_M, stage).
     template <int kStages>
     __device__ __forceinline__ static auto tiles(Element *smem) {

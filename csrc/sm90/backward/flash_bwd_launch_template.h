@@ -98,7 +98,14 @@ void run_flash_bwd(const Flash_bwd_params &params, cudaStream_t stream) {
     const auto launch = [&](auto factors) {
         launch_flash_bwd<Flash_bwd_kernel_traits<kDType, kHeadDim, factors.value>, kKind>(params, stream);
     };
-    if constexpr (!is_general(kKind)) {
+    if constexpr (has_bias(kKind)) {
+        if (has_kernel_per_factors(kHeadDim) && params.rng_state == nullptr && params.cap_scale == 0.0f) {
+            launch(
+                constant<Factors, has_kernel_per_factors(kHeadDim) ? Factors::bias : Factors::bias_cap_or_dropout>{});
+        } else {
+            launch(constant<Factors, Factors::bias_cap_or_dropout>{});
+        }
+    } else if constexpr (!is_general(kKind)) {
         launch(constant<Factors, Factors::none>{});
     } else if constexpr (!has_kernel_per_factors(kHeadDim)) {
         launch(constant<Factors, Factors::cap_or_dropout>{});

@@ -8,6 +8,7 @@
 
 #include "dispatch/kind.h"
 #include "flash.h"
+#include "sm90/common/bias_tile.h"
 #include "sm90/common/pipeline.h"
 #include "sm90/common/tma.h"
 #include "work_tiles_bwd.h"
@@ -109,6 +110,8 @@ enum class Factors {
     cap,
     dropout,
     cap_or_dropout,  // decided at run time: cap, dropout or neither
+    bias,            // a bias, which scales nothing, without a cap and dropout
+    bias_cap_or_dropout,
 };
 
 template <DType kDType, int kHeadDim_, Factors kFactors_>
@@ -119,11 +122,15 @@ struct Flash_bwd_kernel_traits {
     using TileSize = TileSizesBwd<kHeadDim_>;
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr Factors kFactors = kFactors_;
-    static constexpr bool kHasFactors = kFactors != Factors::none;
-    static constexpr bool kMayDrop = kFactors == Factors::dropout || kFactors == Factors::cap_or_dropout;
+    static constexpr bool kHasBias = kFactors == Factors::bias || kFactors == Factors::bias_cap_or_dropout;
+    static constexpr bool kHasFactors = kFactors != Factors::none && kFactors != Factors::bias;
+    static constexpr bool kMayDrop =
+        kFactors == Factors::dropout || kFactors == Factors::cap_or_dropout || kFactors == Factors::bias_cap_or_dropout;
     static constexpr int kBlockM = TileSize::kBlockM;
     static constexpr int kRowsPerTile = TileSize::kRowsPerTile;
-    static constexpr int kStagesQ = TileSize::kStagesQ, kStagesdO = TileSize::kStagesdO;
+    // At head dim 64 a tile of the bias takes the place of a stage.
+    static constexpr int kStagesQ = kHasBias && kHeadDim == 64 ? 2 : TileSize::kStagesQ;
+    static constexpr int kStagesdO = TileSize::kStagesdO;
     static constexpr int kStagesdS = TileSize::kStagesdS;
     static constexpr bool kSplitsKeys = TileSize::kSplit == BwdSplit::keys;
     static constexpr bool kConsumersComputeDq = TileSize::kDqBy == DqBy::consumers;
@@ -206,7 +213,10 @@ struct Flash_bwd_kernel_traits {
     static constexpr int kWordsOfScores = kKeys * kBlockM / 2;
     static constexpr int kWordsOfDropoutBits = kKeys * kBlockM / 128 / 32;  // of a thread
     using DropoutBitsOfCta = uint32_t[kWordsOfDropoutBits][kHasDropoutWarpgroup ? kConsumers * 128 : 1];
-    struct SharedStorage {
+    // attn_bias in shared memory, for each warp that computes S; else it is read from global memory.
+    using BiasTile = sm90::BiasTile<Element, PlacesOfKeys<kBlockM>>;
+    static constexpr bool kStagesBias = kHasBias && kHeadDim != 256;
+    struct SharedStorageWithoutBias {
         alignas(kAlignment) Element k[kBlockN * kHeadDim];
         alignas(kAlignment) Element v[kBlockN * kHeadDim];
         alignas(kAlignment) Element q[kStagesQ * kBlockM * kHeadDim];
@@ -228,8 +238,13 @@ struct Flash_bwd_kernel_traits {
             oob_copy_barrier;                 // Q and dO of a step with rows out of bounds (producer_bwd.h)
         int is_masked[kStagesQ][kConsumers];  // key_ranges: whether some query of Q does not see some of the keys
     };
+    struct SharedStorageWithBias : SharedStorageWithoutBias {
+        alignas(16) Element bias[kSplitsKeys ? 4 * kConsumers : 4][BiasTile::kSize];
+    };
+    using SharedStorage = std::conditional_t<kStagesBias, SharedStorageWithBias, SharedStorageWithoutBias>;
     static constexpr int kSmemSize = sizeof(SharedStorage);
-    static constexpr int kSmemForRows = offsetof(SharedStorage, lse);  // bytes, for the phases preprocess and convert
+    static constexpr int kSmemForRows =
+        offsetof(SharedStorageWithoutBias, lse);  // bytes, for the phases preprocess and convert
     static_assert(kSmemSize <= 227 * 1024, "more shared memory than a thread block may have");
 };
 

@@ -43,6 +43,7 @@ public:
             clear(acc_dv);
             return;
         }
+        scores.start_bias(step);
         this->wait_for_KV(shared.k_barriers, shared.k);
         this->wait_for_Q();
         const auto inputs = scores.load_inputs(step);
@@ -352,6 +353,7 @@ public:
             clear(acc_dv);
             return;
         }
+        scores.start_bias(step);
         this->wait_for_KV(shared.k_barriers, shared.k);
         this->wait_for_Q();
         const auto rng_state = scores.load_rng_state();

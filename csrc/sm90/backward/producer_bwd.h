@@ -14,7 +14,7 @@ namespace flash::sm90 {
 // Rows of Q and dO that belong to another sequence, or see no key, are out of bounds. They become zeros before a
 // consumer reads them, because NaN times 0 is NaN. Only the kinds varlen, general and ranged have them: where lengths
 // are equal, TMA fills rows past the end with zeros, and calls with rows that see no key are of kind varlen
-// (choose_kernel.h).
+// (choose_kernel.h). With attn_bias, preprocess finds the rows that see no key.
 
 // Warp 0 of the producer warpgroup.
 template <typename Traits, Kind kKind>
@@ -33,12 +33,17 @@ public:
         if (steps_left == 0) {  // nobody would wait for the copies, and a CTA must not end before they do
             return;
         }
+        if (has_bias(kKind)) {  // they tell which rows see no key
+            wait_for_statistics();
+        }
         load_KV(copies.k, shared.k, shared.k_barriers);
         read_visible_keys();
         copy_Q();
         load_KV(copies.v, shared.v, shared.v_barriers);
         copy_dO();
-        wait_for_statistics();
+        if (!has_bias(kKind)) {
+            wait_for_statistics();
+        }
         copy_lse();
         copy_delta();
         complete_step();
@@ -81,7 +86,8 @@ private:
     Step step;
     int steps_left, bidb_q;
     uint32_t oob_phase = 0;
-    VisibleBlock visible;  // key_ranges: of the step
+    VisibleBlock visible;               // key_ranges: of the step
+    bool has_rows_without_key = false;  // attn_bias: the step
     PipelineState<Traits::kStagesQ> q_state;
     PipelineState<Traits::kStagesdO> dout_state;
 
@@ -115,6 +121,9 @@ private:
             visible = ranges.template block<kBlockM>(first_row, block.seqlen_q);
             ranges.prefetch(first_row, kBlockM, block.seqlen_q);  // for the consumers
         }
+        if constexpr (has_bias(kKind)) {
+            has_rows_without_key = (params.large_rows[step.padded_row(params, block) / kBlockM] & kRowsWithoutKey) != 0;
+        }
     }
 
     // key_ranges: tells each consumer whether the step needs a mask. The arrival of the same lane comes after it.
@@ -132,6 +141,8 @@ private:
         const int first_row = step.m_block * kBlockM;
         if constexpr (has_ranges(kKind)) {
             return visible.has_row_without_key() || first_row + kBlockM > block.seqlen_q;
+        } else if constexpr (has_bias(kKind)) {
+            return has_rows_without_key;
         } else {
             return has_oob_rows_of_mask(first_row);
         }
@@ -162,6 +173,14 @@ private:
             CUTE_NO_UNROLL
             for (int i = threadIdx.x % 32; i < kBlockM * kVectors; i += 32) {
                 if (!rows.contains(i / kVectors)) {
+                    clear(i / kVectors, i % kVectors);
+                }
+            }
+        } else if constexpr (has_bias(kKind)) {
+            const float *lse = params.lse_padded + step.padded_row(params, block);
+            CUTE_NO_UNROLL
+            for (int i = threadIdx.x % 32; i < kBlockM * kVectors; i += 32) {
+                if (lse[i / kVectors] == INFINITY) {
                     clear(i / kVectors, i % kVectors);
                 }
             }

@@ -101,7 +101,7 @@ struct RowsOfMask {
     __device__ __forceinline__ bool contains(int row) const { return row >= begin && row < end; }
 };
 
-// row: of the head and the sequence.
+// row: of the head and the sequence. With attn_bias these are the rows that may see a key.
 template <Kind kKind>
 __device__ __forceinline__ auto rows_with_keys(const Flash_bwd_params &params, const PaddedRow &row) {
     if constexpr (has_ranges(kKind)) {
@@ -166,7 +166,14 @@ public:
             rows.count / kRows, [&](int stage, int part) { load(stages[stage], rows.at(params, part * kRows)); },
             [&] { start_zeros(shared.by_warps); },
             [&](int stage, int part) {
-                if (finish(stages[stage], rows.begin + part * kRows)) {
+                if constexpr (has_bias(kKind)) {
+                    const PaddedRow first = rows.at(params, part * kRows);
+                    const int flags = finish(stages[stage], first.padded_row, logit_of(first));
+                    has_large_rows |= flags % 2 != 0;
+                    if (lane == 0) {
+                        atomicOr(&shared.by_warps.large_rows[part * kRows / kFlagRows], flags);
+                    }
+                } else if (finish(stages[stage], rows.begin + part * kRows, -INFINITY)) {
                     has_large_rows = true;
                     if (lane == 0) {
                         shared.by_warps.large_rows[part * kRows / kFlagRows] = 1;
@@ -220,9 +227,16 @@ private:
         }
     }
 
-    // Returns, in every lane, whether a row has a large log-sum-exp.
-    __device__ __forceinline__ bool finish(const Part &part, int64_t padded_row) const {
+    // What joins a row's softmax: with attn_bias it is the log-sum-exp of rows that see no key.
+    __device__ __forceinline__ float logit_of(const PaddedRow &row) const {
+        return RowMod<float>(params, row.bidb, row.bidh).logit();
+    }
+
+    // Returns, in every lane, whether a row has a large log-sum-exp; with attn_bias also whether one sees no key
+    // (kRowsWithoutKey).
+    __device__ __forceinline__ int finish(const Part &part, int64_t padded_row, float logit) const {
         float dot_of_own = 0.0f;
+        [[maybe_unused]] bool is_zero = false;  // attn_bias: out of the own row
         CUTE_UNROLL
         for (int step = 0; step < kSteps; ++step) {
             const int row = step * kStride + row_of_lane;
@@ -237,18 +251,32 @@ private:
                 dot += __shfl_xor_sync(0xffffffffu, dot, offset);
             }
             dot_of_own = lane_of_row == step ? dot : dot_of_own;
+            if constexpr (has_bias(kKind)) {
+                const uint4 &bits = part.out[row][lane_of_row];
+                const unsigned nonzero =
+                    __ballot_sync(0xffffffffu, ((bits.x | bits.y | bits.z | bits.w) & 0x7fff7fffu) != 0);
+                const unsigned of_row = nonzero >> (row_of_lane * kLanes) & (0xffffffffu >> (32 - kLanes));
+                is_zero = lane_of_row == step ? of_row == 0 : is_zero;
+            }
         }
         bool is_large = false;
+        [[maybe_unused]] bool is_without_key = false;
         if (lane_of_row < kSteps) {  // the lane has the sum of a row
             const int row = lane_of_row * kStride + row_of_lane;
             // A row without a key has no gradient, even if dO is NaN or its lse is the sink. Its stored lse is +inf, so
             // P = exp(s - inf) = 0.
             const float lse = part.lse[row], dlse = params.dsoftmax_lse == nullptr ? 0.0f : part.dlse[row];
-            const bool has_keys = lse != -INFINITY;
+            // With a sink, the row of a key whose probability is lost beside it has no gradient either.
+            const bool has_keys = lse != -INFINITY && !(has_bias(kKind) && lse == logit && is_zero);
+            is_without_key = !has_keys;
             static_cast<float *>(params.dsoftmax_sum)[padded_row + row] = has_keys ? dot_of_own - dlse : 0.0f;
             const float stored_lse = kLseInBase2 ? lse * float(kLog2e) : lse;
             params.lse_padded[padded_row + row] = has_keys ? stored_lse : INFINITY;
             is_large = has_keys && fabsf(lse) > kLargeExponent;
+        }
+        if constexpr (has_bias(kKind)) {
+            return (__any_sync(0xffffffffu, is_large) != 0 ? 1 : 0) |
+                   (__any_sync(0xffffffffu, is_without_key) != 0 ? kRowsWithoutKey : 0);
         }
         return __any_sync(0xffffffffu, is_large);
     }
@@ -258,13 +286,14 @@ private:
     __device__ __forceinline__ void store_large_lse(const SharedByWarps &shared) const {
         CUTE_NO_UNROLL
         for (int i = threadIdx.x / 32 * 32; i < rows.count; i += Traits::kNThreads) {
-            if (shared.large_rows[i / kFlagRows] == 0) {
+            if (has_bias(kKind) ? shared.large_rows[i / kFlagRows] % 2 == 0 : shared.large_rows[i / kFlagRows] == 0) {
                 continue;
             }
             const PaddedRow first = rows.at(params, i);
             const int row = first.row + lane;
             float lse = -INFINITY;
-            if (rows_with_keys<kKind>(params, first).contains(row)) {
+            if (has_bias(kKind) ? params.lse_padded[first.padded_row + lane] != INFINITY
+                                : rows_with_keys<kKind>(params, first).contains(row)) {
                 lse = static_cast<const float *>(
                     params.softmax_lse)[first.bidb * params.lse_batch_stride + first.bidh * params.lse_head_stride +
                                         first.seq.q_begin + row];
@@ -368,7 +397,13 @@ private:
     // Rows without a key get 0: the accumulator of such a row holds NaN if one of its tiles has an infinite key.
     __device__ __forceinline__ void store(const Part &part, const PaddedRow &first, int first_vector) const {
         const Sequence &seq = first.seq;
-        const auto rows = rows_with_keys<kKind>(params, first);
+        const auto rows = [&] {
+            if constexpr (has_bias(kKind)) {
+                return RowsByLse{params.lse_padded + first.padded_row - first.row};
+            } else {
+                return rows_with_keys<kKind>(params, first);
+            }
+        }();
         const int row_of_lane = lane % 8, row = first.row + row_of_lane;
         auto *target = static_cast<Element *>(params.dq.ptr) + first.bidb * params.dq.batch_stride +
                        first.bidh * params.dq.head_stride + int64_t(seq.q_begin + row) * params.dq.row_stride;

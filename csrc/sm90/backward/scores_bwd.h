@@ -6,6 +6,7 @@
 
 #include <type_traits>
 
+#include "common/attn_bias.h"
 #include "common/score_mod.h"
 #include "common/softmax.h"
 #include "dropout_bwd.h"
@@ -25,18 +26,22 @@ template <typename Traits, Kind kKind>
 class ScoresBwd {
     using Element = typename Traits::Element;
     static constexpr bool kIsGeneral = is_general(kKind), kHasFactors = Traits::kHasFactors;
+    static constexpr bool kMayHaveRanges = has_ranges(kKind) || has_bias(kKind);
     static_assert(kIsGeneral || !kHasFactors);
+    static_assert(has_bias(kKind) == Traits::kHasBias);
 
 public:
     using Accumulator = decltype(partition_fragment_C(typename Traits::TiledMmaSdP{}, typename Traits::TileS{}));
     using Operand = decltype(make_tensor<Element>(operand_A_layout(Accumulator{}.layout())));  // (MMA, MMA_M, MMA_K)
 
-    // first_key: of the consumer, in the sequence.
-    __device__ ScoresBwd(const Flash_bwd_params &params, const ColumnBlock<Traits, kKind> &block, int first_key)
+    // first_key: of the consumer, in the sequence. bias: kStagesBias: of the CTA's first warp of consumers.
+    __device__ ScoresBwd(const Flash_bwd_params &params, const ColumnBlock<Traits, kKind> &block, int first_key,
+                         Element *bias = nullptr)
         : thread(Traits::kHeadDim <= 64 ? thread_of_warpgroup() : int(threadIdx.x % 128)),
           params(params),
           block(block),
-          first_key(first_key) {
+          first_key(first_key),
+          bias_smem(bias) {
         if constexpr (is_local(kKind) && !has_ranges(kKind)) {
             constexpr int kBlockM = Traits::kBlockM;
             const int last_key = first_key + Traits::kKeys - 1, after_last_block = 1 << 30;
@@ -79,7 +84,8 @@ public:
         float alibi_slope;  // kind general: of the head
     };
     __device__ __forceinline__ Inputs load_inputs(const Step &step) const {
-        Inputs inputs{params.large_rows[step.padded_row(params, block) / Traits::kBlockM] != 0, 0.0f};
+        const int flags = params.large_rows[step.padded_row(params, block) / Traits::kBlockM];
+        Inputs inputs{has_bias(kKind) ? flags % 2 != 0 : flags != 0, 0.0f};
         if (has_alibi()) {
             inputs.alibi_slope =
                 params.alibi_slopes[block.bidb * params.alibi_slopes_batch_stride + block.bidh + step.head];
@@ -115,7 +121,7 @@ public:
     // The words are not read if the step needs none. They are loaded before products are issued, too.
     struct VisibleScores {
         bool is_masked;
-        uint32_t words[has_ranges(kKind) ? Traits::kBlockM / 64 : 1];
+        uint32_t words[kMayHaveRanges ? Traits::kBlockM / 64 : 1];
 
         // Bits 8 j to 8 j + 3 of a word are the scores 4 j to 4 j + 3 of the first 32 queries, bits 8 j + 4 to 8 j + 7
         // those of the next 32.
@@ -128,8 +134,8 @@ public:
     // each key turns these words around.
     __device__ __forceinline__ VisibleScores load_visible(const Step &step, const int &is_masked) const {
         VisibleScores visible{};
-        if constexpr (has_ranges(kKind)) {
-            visible.is_masked = uniform(is_masked) != 0;
+        if constexpr (kMayHaveRanges) {
+            visible.is_masked = has_ranges(kKind) ? uniform(is_masked) != 0 : params.key_ranges.is_used();
             if (visible.is_masked) {
                 constexpr int kGroups = Traits::kBlockM / 32;  // of queries
                 const RangesOfHead ranges(params, block.bidb, block.bidh + step.head);
@@ -186,20 +192,23 @@ public:
                                                        QueryStatistics lse) const {
         Probabilities p;
         const int first_query = step.m_block * Traits::kBlockM;
-        const bool is_masked = has_ranges(kKind) ? visible.is_masked : needs_mask(step.m_block);
+        const bool is_masked =
+            has_ranges(kKind) ? visible.is_masked : (has_bias(kKind) && visible.is_masked) || needs_mask(step.m_block);
+        if constexpr (Traits::kStagesBias) {
+            BiasTile::wait();
+        }
         const bool use_exact_scaling = inputs.is_large || is_masked;
         const Scaling scaling = inputs.is_large ? natural_scaling() : stored_scaling();
         if constexpr (kIsGeneral) {
             const float slope = ScoreMod::slope_of(params, inputs.alibi_slope);
             if (use_exact_scaling || (is_capped() && has_alibi())) {
-                round_p<true>(first_query, acc_s, scaling, lse, visible, slope, is_capped(), has_alibi(), p);
+                round_p<true>(step, acc_s, scaling, lse, visible, slope, is_capped(), has_alibi(), p);
             } else if (is_capped()) {
-                round_p<false>(first_query, acc_s, stored_scaling(), lse, visible, slope, true_type{}, false_type{}, p);
+                round_p<false>(step, acc_s, stored_scaling(), lse, visible, slope, true_type{}, false_type{}, p);
             } else if (has_alibi()) {
-                round_p<false>(first_query, acc_s, stored_scaling(), lse, visible, slope, false_type{}, true_type{}, p);
+                round_p<false>(step, acc_s, stored_scaling(), lse, visible, slope, false_type{}, true_type{}, p);
             } else {
-                round_p<false>(first_query, acc_s, stored_scaling(), lse, visible, slope, false_type{}, false_type{},
-                               p);
+                round_p<false>(step, acc_s, stored_scaling(), lse, visible, slope, false_type{}, false_type{}, p);
             }
             if constexpr (Traits::kMayDrop) {
                 mark_dropped(dropout_bits, p);
@@ -213,13 +222,26 @@ public:
             if (is_masked) {
                 mask(first_query, /*hidden=*/of_scores.product < 0.0f ? INFINITY : -INFINITY, acc_s);
             }
-            round_p<false>(first_query, acc_s, of_scores, lse, visible, 0.0f, false_type{}, false_type{}, p);
+            round_p<false>(step, acc_s, of_scores, lse, visible, 0.0f, false_type{}, false_type{}, p);
         } else if (use_exact_scaling) {
-            round_p<true>(first_query, acc_s, scaling, lse, visible, 0.0f, false_type{}, false_type{}, p);
+            round_p<true>(step, acc_s, scaling, lse, visible, 0.0f, false_type{}, false_type{}, p);
         } else {
-            round_p<false>(first_query, acc_s, stored_scaling(), lse, visible, 0.0f, false_type{}, false_type{}, p);
+            round_p<false>(step, acc_s, stored_scaling(), lse, visible, 0.0f, false_type{}, false_type{}, p);
+        }
+        if constexpr (Traits::kStagesBias) {
+            __syncwarp();  // all lanes have read the bias
+            start_bias(step.next(block));
         }
         return p;
+    }
+
+    // The warp starts to load the bias of a step, if there is such a step.
+    __device__ __forceinline__ void start_bias(const Step &step) const {
+        if constexpr (Traits::kStagesBias) {
+            if (step.head < block.heads) {
+                bias_tile().start(bias_of(step), step.m_block * Traits::kBlockM, first_key_of_warp());
+            }
+        }
     }
 
     // dP^T becomes dS^T = P^T (dP^T - delta), rounded to the A operand of dK. pair_of(i): elements 2 i and 2 i + 1 of
@@ -245,7 +267,7 @@ public:
     // bool, or true_type or false_type where it is known when compiled. A call with dropout has no cap
     // (check_tensors.cpp).
     __device__ __forceinline__ auto is_capped() const {
-        if constexpr (Traits::kFactors == Factors::cap_or_dropout) {
+        if constexpr (Traits::kFactors == Factors::cap_or_dropout || Traits::kFactors == Factors::bias_cap_or_dropout) {
             return params.cap_scale != 0.0f;
         } else {
             return bool_constant<Traits::kFactors == Factors::cap>{};
@@ -293,6 +315,7 @@ private:
     const Flash_bwd_params &params;
     const ColumnBlock<Traits, kKind> &block;
     const int first_key;
+    Element *const bias_smem;
     int unmasked_begin, unmasked_end;  // except kind full: row blocks in which every query sees all of its keys
 
     // P = 2^((S * scale - lse) * to_base_2), where lse is the stored one: times log2(e) or as it is (natural_scaling);
@@ -301,10 +324,14 @@ private:
         float scale, to_base_2, product;
     };
     __device__ __forceinline__ Scaling natural_scaling() const {
+        if (has_bias(kKind)) {  // scores are logits
+            return {1.0f, float(kLog2e), float(kLog2e)};
+        }
         return {params.scale_softmax, float(kLog2e), params.scale_softmax_log2};
     }
     __device__ __forceinline__ Scaling stored_scaling() const {
-        return stores_lse_in_base_2<Traits, kKind>()
+        return stores_lse_in_base_2<Traits, kKind>() && has_bias(kKind) ? Scaling{float(kLog2e), 1.0f, float(kLog2e)}
+               : stores_lse_in_base_2<Traits, kKind>()
                    ? Scaling{params.scale_softmax_log2, 1.0f, params.scale_softmax_log2}
                    : natural_scaling();
     }
@@ -343,21 +370,29 @@ private:
     // kExactScaling: with a mask, and for scores so large that a float32 is coarser than 1: the product is rounded as
     // in the forward. is_capped, has_alibi: bool, or true_type or false_type where it is known when compiled.
     template <bool kExactScaling, typename IsCapped, typename HasAlibi, typename TensorS>
-    __device__ __forceinline__ void round_p(int first_query, const TensorS &acc_s, const Scaling &scaling,
+    __device__ __forceinline__ void round_p(const Step &step, const TensorS &acc_s, const Scaling &scaling,
                                             const QueryStatistics &lse, const VisibleScores &visible, float slope,
                                             IsCapped is_capped, HasAlibi has_alibi, Probabilities &rounded_p) const {
+        const int first_query = step.m_block * Traits::kBlockM;
         const int of_thread = threadIdx.x % 4 * 2, first_row = first_row_of_thread() + first_key;
         // Key minus query of the thread's first score, on the diagonal of ALiBi. float32 holds these integers exactly.
         const float first_distance =
             kIsGeneral ? float(first_row - of_thread - first_query - (block.seqlen_k - block.seqlen_q)) : 0.0f;
+        [[maybe_unused]] BiasOfTwo bias;
         CUTE_UNROLL
         for (int j = 0; j < size(acc_s) / 4; ++j) {
+            if (has_bias(kKind) && j % 2 == 0) {
+                bias = load_bias(step, j);
+            }
             const int query = of_thread + 8 * j;
             const float2 of_pair = lse[j];
             float p[4], factors[4];
             CUTE_UNROLL
             for (int c = 0; c < 2; ++c) {
                 const float lse_query = c == 0 ? of_pair.x : of_pair.y;
+                const float to_base_2 = has_bias(kKind) && kExactScaling && scaling.scale == 1.0f
+                                            ? exponent_factor(lse_query)
+                                            : scaling.to_base_2;
                 int begin = 0, end = 0;
                 if constexpr (kExactScaling && !has_ranges(kKind)) {
                     begin = is_local(kKind) ? block.begin_key(first_query + query + c) : 0;
@@ -378,12 +413,16 @@ private:
                             x -= slope * fabsf(first_distance + float(8 * row - 8 * j - c));
                         }
                     }
+                    if constexpr (has_bias(kKind)) {
+                        x = __fmaf_rn(x, params.scale_softmax, bias.values[j % 2][row][c]);
+                    }
                     if (kExactScaling) {
                         const int key = first_row + 8 * row;
-                        const float exponent = (__fmul_rn(x, scaling.scale) - lse_query) * scaling.to_base_2;
-                        const bool is_visible = has_ranges(kKind)
-                                                    ? !visible.is_masked || visible.has(4 * j + 2 * row + c)
-                                                    : key >= begin && key < end;
+                        const float exponent = (__fmul_rn(x, scaling.scale) - lse_query) * to_base_2;
+                        const bool is_visible =
+                            has_ranges(kKind) ? !visible.is_masked || visible.has(4 * j + 2 * row + c)
+                            : has_bias(kKind) && visible.is_masked ? visible.has(4 * j + 2 * row + c)
+                                                                   : key >= begin && key < end;
                         x = exp2_approx(is_visible ? exponent : -INFINITY);
                     } else {
                         x = exp2_approx(x * scaling.product - lse_query * scaling.to_base_2);
@@ -403,6 +442,54 @@ private:
                 }
             }
         }
+    }
+
+    // ---- attn_bias
+
+    using BiasTile = typename Traits::BiasTile;
+    __device__ __forceinline__ BiasTile bias_tile() const {
+        return {bias_smem + (threadIdx.x / 32 - 4) * BiasTile::kSize};  // without the producer's four warps
+    }
+    __device__ __forceinline__ BiasOfHead<Element> bias_of(const Step &step) const {
+        return BiasOfHead<Element>(params, block.bidb, block.bidh + step.head);
+    }
+    __device__ __forceinline__ int first_key_of_warp() const { return first_key + threadIdx.x % 128 / 32 * 16; }
+
+    // The bias of the scores 4 j to 4 j + 7 of a thread: [j % 2][key][query].
+    struct BiasOfTwo {
+        float values[2][2][2];
+    };
+    __device__ __forceinline__ BiasOfTwo load_bias(const Step &step, int j) const {
+        BiasOfTwo result;
+        if (Traits::kStagesBias && params.attn_bias.type != AttnBias::Type::float32) {
+            // Lane l has the address of query l % 8 of piece l / 8: two pieces along the keys, two along the queries.
+            const int lane = threadIdx.x % 32, query = 8 * j + lane / 16 * 8 + lane % 8;
+            uint32_t words[4];
+            kvcache::ldmatrix_x4_transposed(words, cast_smem_ptr_to_uint(bias_tile().at(
+                                                       params.attn_bias.row_stride == 0 ? 0 : query, lane / 8 % 2)));
+            CUTE_UNROLL
+            for (int i = 0; i < 4; ++i) {
+                const float2 pair = BiasOfHead<Element>::unpack(words[i]);
+                result.values[i / 2][i % 2][0] = pair.x;
+                result.values[i / 2][i % 2][1] = pair.y;
+            }
+        } else {
+            BiasOfHead<Element> bias = bias_of(step);
+            if constexpr (Traits::kStagesBias) {
+                bias.type = AttnBias::Type::float32;
+            }
+            asm volatile("" : "+l"(bias.key_stride));  // else multiples of it would be kept over the loop
+            const int first_query = step.m_block * Traits::kBlockM + threadIdx.x % 4 * 2 + 8 * j;
+            CUTE_UNROLL
+            for (int i = 0; i < 4; ++i) {
+                CUTE_UNROLL
+                for (int row = 0; row < 2; ++row) {
+                    result.values[i / 2][row][i % 2] =
+                        bias.at(first_query + i / 2 * 8 + i % 2, first_key + first_row_of_thread() + 8 * row);
+                }
+            }
+        }
+        return result;
     }
 
     template <bool kHasDropout, typename PairOf, typename TensorD>

@@ -77,6 +77,9 @@ struct Step {
     }
 };
 
+// attn_bias: a bit of Flash_bwd_params::large_rows. A row of the step sees no key, or lies past the end.
+constexpr int kRowsWithoutKey = 2;
+
 // ---- how work tiles of one phase of the backward wait for those of the phase before: counts in global memory, one for
 // each head of dK and dV and each phase. A work tile that is done counts with a release. One that waits takes an
 // acquire.

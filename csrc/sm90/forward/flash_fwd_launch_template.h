@@ -34,7 +34,10 @@ void launch(const Flash_fwd_params &params, int *tile_counter, cudaStream_t stre
     const RowBlocks blocks = row_blocks<is_general(kKind)>(params, Traits::kBlockM);
     const int sms = std::max(device_properties().sm_count - params.reserved_sms, 1);
     check_grid(blocks.count() + sms, "batch * nheads * blocks of query rows");  // CTAs count past the end
-    const WorkTileOrder order(blocks, params.is_local(), sms, tile_counter);
+    WorkTileOrder order(blocks, params.is_local(), sms, tile_counter);
+    if (has_bias(kKind) && params.attn_bias.batch_stride == 0) {
+        order.share_among_sequences(params.b);
+    }
     const int grid = std::min(order.units, sms);
     reserve_smem(kernel, Traits::kSmemSize);
     if (trace_enabled()) {
@@ -58,6 +61,11 @@ bool fills_better_in_short_tiles(const Flash_fwd_params &params) {
 
 template <DType kDType, int kHeadDim, Kind kKind>
 void run_flash_fwd(const Flash_fwd_params &params, int *tile_counter, cudaStream_t stream) {
+    if constexpr (has_bias(kKind)) {
+        launch<Flash_fwd_kernel_traits<kDType, kHeadDim, TileSizesFwdBiased<kHeadDim>>, kKind>(params, tile_counter,
+                                                                                               stream);
+        return;
+    }
     using TileSize = TileSizesFwd<kHeadDim, is_local(kKind)>;
     using Short = TileSizesFwdShort<kHeadDim>;
     if constexpr (!is_general(kKind) && Short::kBlockM != TileSize::kBlockM) {
@@ -68,7 +76,9 @@ void run_flash_fwd(const Flash_fwd_params &params, int *tile_counter, cudaStream
             return;
         }
     }
-    launch<Flash_fwd_kernel_traits<kDType, kHeadDim, TileSize>, kKind>(params, tile_counter, stream);
+    if constexpr (!has_bias(kKind)) {
+        launch<Flash_fwd_kernel_traits<kDType, kHeadDim, TileSize>, kKind>(params, tile_counter, stream);
+    }
 }
 
 }  // namespace flash::sm90

@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "flash.h"
+#include "sm90/common/bias_tile.h"
 #include "sm90/common/pipeline.h"
 #include "sm90/common/tma.h"
 #include "tile_scheduler.h"
@@ -27,6 +28,7 @@ struct TileFwd {
     // setmaxnreg: the registers that the producer gives up go to the consumers.
     static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kConsumers == 2 ? 40 : 56;
     static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kConsumers == 2 ? 232 : 256;
+    static constexpr bool kHasBias = false;  // shared memory has a tile of attn_bias
 };
 
 template <int kHeadDim, bool kIsLocal>
@@ -66,6 +68,24 @@ template <>
 struct TileSizesSplit<192, true> : TileFwd<1, 112, 2, 2, false> {};
 template <>
 struct TileSizesSplit<256, true> : TileFwd<1, 80, 2, 2, false> {};
+
+// Tiles of the kernel with attn_bias, whose values take as many registers as P.
+template <int kConsumers, int kBlockN, int kStages, int kQStages, bool kPingPong>
+struct TileFwdBiased : TileFwd<kConsumers, kBlockN, kStages, kQStages, kPingPong> {
+    static constexpr bool kHasBias = true;
+};
+template <int kHeadDim>
+struct TileSizesFwdBiased;
+template <>
+struct TileSizesFwdBiased<64> : TileFwdBiased<2, 128, 4, 2, true> {};
+template <>
+struct TileSizesFwdBiased<96> : TileFwdBiased<2, 128, 3, 2, true> {};
+template <>
+struct TileSizesFwdBiased<128> : TileFwdBiased<2, 128, 2, 2, true> {};
+template <>
+struct TileSizesFwdBiased<192> : TileFwdBiased<2, 96, 2, 1, false> {};
+template <>
+struct TileSizesFwdBiased<256> : TileFwdBiased<2, 64, 2, 1, false> {};
 
 // ---- types: wgmma, shared memory layouts and TMA copies
 
@@ -118,8 +138,10 @@ struct Flash_fwd_kernel_traits {
         TmaKV k, v;
     };
 
+    using BiasTile = sm90::BiasTile<Element, PlacesOfQueries<kBlockN>>;  // of a warp
+
     static constexpr int kAlignment = 1024;  // bytes: of the swizzled layouts
-    struct SharedStorage {
+    struct SharedStorageWithoutBias {
         alignas(kAlignment) Element q[cosize_v<SmemLayoutQ>];
         alignas(kAlignment) Element k[cosize_v<SmemLayoutKV>];
         alignas(kAlignment) Element v[cosize_v<SmemLayoutKV>];
@@ -127,6 +149,10 @@ struct Flash_fwd_kernel_traits {
         PipelineBarriers<kStages> k_barriers, v_barriers;
         typename WorkTileRing<kConsumers>::SharedStorage tiles;
     };
+    struct SharedStorageWithBias : SharedStorageWithoutBias {
+        alignas(16) Element bias[4 * kConsumers][BiasTile::kSize];  // of each warp of the consumers
+    };
+    using SharedStorage = std::conditional_t<TileSize::kHasBias, SharedStorageWithBias, SharedStorageWithoutBias>;
     static constexpr int kSmemSize = sizeof(SharedStorage);
 
     struct PipelineStates {

@@ -25,6 +25,11 @@ class Consumer {
     static constexpr bool kIsGeneral = is_general(kKind), kIsSplit = kKind == Kind::split;
     using SoftmaxState = Softmax<Element, 2, /*kMayOffset=*/!kIsSplit>;
 
+    // attn_bias of a thread's scores: words of two neighbouring keys.
+    struct BiasWords {
+        uint32_t words[has_bias(kKind) ? 2 : 1][has_bias(kKind) ? kBlockN / 8 : 1];
+    };
+
     // One key block of one work tile.
     struct Step {
         int tile;  // stage of the work tile in the ring
@@ -34,6 +39,11 @@ class Consumer {
 
         __device__ __forceinline__ bool is_last() const { return n_block == blocks.n_block_min; }
         __device__ __forceinline__ void advance() { n_block = second.before(n_block); }
+        __device__ __forceinline__ Step next() const {
+            Step step = *this;
+            step.advance();
+            return step;
+        }
         __device__ __forceinline__ bool needs_mask() const {
             return blocks.needs_mask(n_block) && !(has_ranges(kKind) && second.is_full(n_block));
         }
@@ -59,16 +69,18 @@ public:
         if (step.blocks.has(KeyBlocks::is_end)) {
             return;
         }
-        SoftmaxState softmax(params.scale_softmax_log2);
+        SoftmaxState softmax(has_bias(kKind) ? float(kLog2e) : params.scale_softmax_log2);
 
         // The first step of all has no product for O.
         begin_tile(step);
+        start_bias(step);
+        BiasWords bias = bias_of(step);
         wait_for_K();
         ping_pong.wait();
         issue_S(acc_s);
         ping_pong.signal_next();
         wait_for<0>(acc_s);
-        softmax_step</*kIsFirst=*/true>(step, acc_s, softmax);
+        softmax_step</*kIsFirst=*/true>(step, bias, acc_s, softmax);
         release_after_S(step);
         skip_V(step.blocks.has(KeyBlocks::skips_first));
         round_P(step, acc_s, tOrP);
@@ -76,11 +88,12 @@ public:
         for (bool accumulates = false;; accumulates = false) {
             // Steady state: S of the next key block, O of this one.
             while (!step.is_last()) {
+                bias = bias_of(step.next());
                 issue_S_and_O(step, accumulates, acc_s, tOrP, acc_o);
                 step.advance();
                 accumulates = true;
                 wait_for<1>(acc_s);
-                const auto rescale = softmax_step</*kIsFirst=*/false>(step, acc_s, softmax);
+                const auto rescale = softmax_step</*kIsFirst=*/false>(step, bias, acc_s, softmax);
                 release_after_S(step);
                 wait_for<0>(acc_o);
                 release_V();
@@ -100,11 +113,13 @@ public:
                 return;
             }
             begin_tile(next);
+            start_bias(next);
+            bias = bias_of(next);
             issue_S_and_O(step, accumulates, acc_s, tOrP, acc_o);
             const SoftmaxState finished = softmax;
             softmax = SoftmaxState(softmax.scale_log2);
             wait_for<1>(acc_s);
-            softmax_step</*kIsFirst=*/true>(next, acc_s, softmax);
+            softmax_step</*kIsFirst=*/true>(next, bias, acc_s, softmax);
             release_after_S(next);
             wait_for<0>(acc_o);
             release_V();
@@ -239,42 +254,109 @@ private:
 
     // Scores become probabilities. Returns the factors for O.
     template <bool kIsFirst, typename TensorS>
-    __device__ __forceinline__ auto softmax_step(const Step &step, TensorS &acc_s, SoftmaxState &softmax) const {
+    __device__ __forceinline__ auto softmax_step(const Step &step, const BiasWords &bias, TensorS &acc_s,
+                                                 SoftmaxState &softmax) const {
         Tensor scores = make_tensor(acc_s.data(), rowcol_layout(acc_s.layout()));  // (row, col)
         const bool needs_mask = step.needs_mask();
-        modify(step, scores);
+        modify(step, bias, scores);
         mask(needs_mask, step, scores);
-        const bool may_see_few = kIsFirst && needs_mask && step.blocks.has(KeyBlocks::may_see_few);
+        const bool may_see_few =
+            kIsFirst && (has_bias(kKind) || (needs_mask && step.blocks.has(KeyBlocks::may_see_few)));
         const bool may_rise = kIsGeneral && !kIsSplit && step.blocks.has(KeyBlocks::has_alibi) &&
                               (kIsFirst || step.n_block >= step.blocks.n_rising_begin);
         return softmax.template step<kIsFirst>(scores, may_see_few || may_rise, [&](auto &scores) {
             recompute_S(scores);
-            modify(step, scores);
+            modify(step, bias, scores);
             mask(needs_mask, step, scores);
         });
     }
 
-    // Score modifiers.
+    // Score modifiers. With a bias scores become logits.
     template <typename TensorS>
-    __device__ __forceinline__ void modify(const Step &step, TensorS &scores) const {
+    __device__ __forceinline__ void modify(const Step &step, const BiasWords &bias, TensorS &scores) const {
         if (kIsGeneral && step.blocks.has(KeyBlocks::has_score_mod)) {
             tiles.score_mod(step.tile).template apply</*kTransposed=*/false>(
                 scores, coords_of_scores(threadIdx.x % 128), coords_of_scores(0), first_row(step.tile),
                 step.n_block * kBlockN, [](int, int, float) {});
         }
+        if constexpr (has_bias(kKind)) {
+            if (params.attn_bias.type == AttnBias::Type::float32) {
+                bias_of_head(step.tile).add_float32_to(scores, coords_of_scores(threadIdx.x % 128),
+                                                       params.scale_softmax, first_row(step.tile),
+                                                       step.n_block * kBlockN);
+            } else {
+                CUTE_UNROLL
+                for (int row = 0; row < size<0>(scores); ++row) {
+                    CUTE_UNROLL
+                    for (int i = 0; i < size<1>(scores) / 2; ++i) {
+                        const float2 pair = BiasOfHead<Element>::unpack(bias.words[row][i]);
+                        scores(row, 2 * i) = __fmaf_rn(scores(row, 2 * i), params.scale_softmax, pair.x);
+                        scores(row, 2 * i + 1) = __fmaf_rn(scores(row, 2 * i + 1), params.scale_softmax, pair.y);
+                    }
+                }
+            }
+        }
+    }
+
+    // ---- attn_bias --------------------------------------------------------------------------------------------------
+
+    __device__ __forceinline__ auto bias_tile() const {
+        return typename Traits::BiasTile{shared.bias[threadIdx.x / 32 - 4]};  // without the producer's four warps
+    }
+    __device__ __forceinline__ auto bias_of_head(int tile) const {
+        return BiasOfHead<Element>(params, tiles[tile].place.bidb, tiles[tile].place.bidh);
+    }
+
+    // The warp starts to load the bias of a step.
+    __device__ __forceinline__ void start_bias(const Step &step) const {
+        if constexpr (has_bias(kKind)) {
+            bias_tile().start(bias_of_head(step.tile), first_row(step.tile) + threadIdx.x % 128 / 32 * 16,
+                              step.n_block * kBlockN);
+        }
+    }
+
+    // The bias of a step that start_bias has loaded, before any product of the step is issued. Starts to load that of
+    // the work tile's next step.
+    __device__ __forceinline__ BiasWords bias_of(const Step &step) const {
+        BiasWords bias;
+        if constexpr (has_bias(kKind)) {
+            const auto tile = bias_tile();
+            const int lane = threadIdx.x % 32, query = lane / 4, second = params.attn_bias.row_stride == 0 ? 0 : 8;
+            tile.wait();
+            CUTE_UNROLL
+            for (int row = 0; row < 2; ++row) {
+                CUTE_UNROLL
+                for (int i = 0; i < kBlockN / 8; ++i) {
+                    const auto *piece = tile.at((second == 0 ? 0 : query) + row * second, i);
+                    bias.words[row][i] = reinterpret_cast<const uint32_t *>(piece)[lane % 4];
+                }
+            }
+            __syncwarp();  // all lanes have read
+            if (!step.is_last()) {
+                start_bias(step.next());
+            }
+        }
+        return bias;
+    }
+
+    template <typename TensorS>
+    __device__ __forceinline__ void mask_ranges(const Step &step, TensorS &scores) const {
+        const WorkTile &tile = tiles[step.tile];
+        const RangesOfHead ranges(params, tile.place.bidb, tile.place.bidh);
+        apply_ranges(scores, step.n_block * kBlockN, [&](int row) {
+            const int query = first_row(step.tile) + first_row_of_thread() + row * 8;
+            return ranges.row(min(query, tile.sequence.seqlen_q - 1));
+        });
     }
 
     template <typename TensorS>
     __device__ __forceinline__ void mask(bool needs_mask, const Step &step, TensorS &scores) const {
         if constexpr (has_ranges(kKind)) {
             if (needs_mask) {
-                const WorkTile &tile = tiles[step.tile];
-                const RangesOfHead ranges(params, tile.place.bidb, tile.place.bidh);
-                apply_ranges(scores, step.n_block * kBlockN, [&](int row) {
-                    const int query = first_row(step.tile) + first_row_of_thread() + row * 8;
-                    return ranges.row(min(query, tile.sequence.seqlen_q - 1));
-                });
+                mask_ranges(step, scores);
             }
+        } else if (has_bias(kKind) && params.key_ranges.is_used()) {
+            mask_ranges(step, scores);
         } else if (needs_mask) {
             const Sequence &sequence = tiles[step.tile].sequence;
             const KeyRange<is_local(kKind)> range(params, sequence.seqlen_q, sequence.seqlen_k);

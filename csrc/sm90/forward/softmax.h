@@ -143,8 +143,8 @@ struct Softmax {
 
     // After the last step: the log-sum-exp of each row (natural log), and the factor that normalises its output and
     // includes out_factor; 0 for a row without a key.
-    // row_mod_of(row): the RowMod of a row's head.
-    template <typename RowModOf>
+    // row_mod_of(row): the RowMod of a row's head. kHasBias: scores are logits (common/attn_bias.h).
+    template <bool kHasBias = false, typename RowModOf>
     __device__ __forceinline__ void finalize(const Flash_fwd_params &params, float out_factor,
                                              const RowModOf &row_mod_of, float (&lse)[kNRows],
                                              float (&factor)[kNRows]) const {
@@ -152,7 +152,7 @@ struct Softmax {
         CUTE_UNROLL
         for (int row = 0; row < kNRows; ++row) {
             total[row] = quad_allreduce(row_sum[row], [](float a, float b) { return a + b; });
-            reference[row] = __fmul_rn(row_max[row], params.scale_softmax);
+            reference[row] = kHasBias ? row_max[row] : __fmul_rn(row_max[row], params.scale_softmax);
             weight[row] = 1.0f;
         }
         if (RowMod<float>::is_on(params)) {
@@ -164,7 +164,11 @@ struct Softmax {
         CUTE_UNROLL
         for (int row = 0; row < kNRows; ++row) {
             factor[row] = total[row] == 0.0f ? 0.0f : __fdividef(out_factor, total[row]) * weight[row];
-            lse[row] = total[row] == 0.0f ? -INFINITY : reference[row] + __logf(total[row] / kOne);
+            if constexpr (kHasBias) {
+                lse[row] = total[row] == 0.0f ? -INFINITY : lse_with_bias(reference[row], total[row] / kOne);
+            } else {
+                lse[row] = total[row] == 0.0f ? -INFINITY : reference[row] + __logf(total[row] / kOne);
+            }
         }
     }
 

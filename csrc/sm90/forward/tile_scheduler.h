@@ -34,7 +34,7 @@ struct WorkTile {
 // Full: head by head, so that CTAs share K and V in L2.
 // Local: pairs of a long and a short block, which together take equal time, for as many whole heads as fill rounds of
 // the SMs; then the blocks of the remaining heads from long to short, so that the last round ends early. Varlen and
-// key_ranges: head by head; a counter in GPU memory hands out the work tiles.
+// key_ranges: head by head; a counter in GPU memory hands out the work tiles. The same with attn_bias and a mask.
 struct WorkTileOrder {
     static constexpr int kMaxSorted = 128;  // sequences; reading the lengths of more takes too long
 
@@ -64,6 +64,9 @@ struct WorkTileOrder {
         by_pairs = cutlass::FastDivmod(std::max(per_head_in_pairs, 1));
         by_heads_left = cutlass::FastDivmod(std::max(heads - paired_heads, 1));
     }
+
+    // Head by head: a block of all `batch` sequences, then the next one, because they read the same attn_bias.
+    void share_among_sequences(int batch) { by_heads = cutlass::FastDivmod(batch); }
 };
 
 // The work tiles of one CTA. Equal lengths: a static snake schedule, in which CTA i of n takes unit i in even rounds
@@ -138,6 +141,12 @@ private:
 
     __device__ RowBlocks::Place place(const Unit &unit) const {
         int head, block;
+        if (has_bias(kKind) && params.attn_bias.batch_stride == 0) {
+            int bidb;
+            order.by_heads(block, bidb, unit.index);
+            order.by_blocks(head, block, block);
+            return {bidb, head, order.per_head - 1 - block};
+        }
         if (order.is_head_by_head) {
             order.by_blocks(head, block, unit.index);
             block = order.per_head - 1 - block;  // varlen and causal: short blocks come last
