@@ -61,6 +61,16 @@ class Tables:
         return int(rows * block_d * itemsize) + 2048
 
 
+@dataclass(frozen=True)
+class StreamingTables(Tables):
+    """The configurations of a kernel that keeps no tile of an operand: it loops over pairs of a sequence and a head."""
+
+    def shared_memory(self, config: triton.Config, block_d: int, itemsize: int) -> int:
+        """Bytes of all stages of Q, dO, K and V, and 2 KiB for the compiler."""
+        rows = 2 * config.num_stages * (config.kwargs["BLOCK_M"] + config.kwargs["BLOCK_N"])
+        return int(rows * block_d * itemsize) + 2048
+
+
 # Split-KV, by head dim: keys of a step. K and V of a step are 32 KB.
 SPLITKV_STEP = {64: 128, 128: 64, 256: 32}
 # By rows of a tile: stages, and the most registers of a thread; three CTAs fit into an SM with up to 16 rows.
@@ -284,4 +294,25 @@ BACKWARD_DKV = Tables(
     },
     resident="BLOCK_N",
     resident_tiles=2,  # K and V
+)
+
+_BIAS: ByHeadDim = {
+    64: [tile(128, 64, 8, 3, tma=False), tile(64, 64, 4, 2, tma=False), tile(64, 32, 4, 1, tma=False)],
+    128: [tile(128, 64, 8, 2, tma=False), tile(64, 64, 4, 2, tma=False), tile(64, 32, 4, 1, tma=False)],
+    256: [tile(64, 64, 4, 2, tma=False), tile(64, 64, 4, 1, tma=False), tile(32, 32, 4, 1, tma=False)],
+}
+
+# The gradient of attn_bias. Its calls are never timed.
+BACKWARD_BIAS = StreamingTables(
+    hopper=_BIAS,
+    plain=_BIAS,
+    float32={
+        64: [tile(32, 32, 4, 2, tma=False)],
+        128: [tile(32, 32, 4, 1, tma=False)],
+        256: [tile(16, 16, 4, 1, tma=False)],
+    },
+    untimed_hopper=_BIAS,
+    untimed_plain=_BIAS,
+    resident="BLOCK_M",
+    resident_tiles=0,
 )
