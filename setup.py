@@ -25,7 +25,10 @@ HOST_SOURCES = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/*/
 # headers, so it is compiled alone.
 GROUPS = {
     "with_autograd": ("autograd", "backend_choice", "bindings", "check_tensors", "checks", "checks_kvcache"),
-    "with_ops": ("allocation", "flash_api", "memory_overlap", "ops", "score_mod", "sdpa", "set_params"),
+    "with_ops": (
+        *("allocation", "attn_bias", "flash_api", "kernel_inputs", "memory_overlap", "ops", "score_mod", "sdpa"),
+        "set_params",
+    ),
 }
 
 # FLASH_ATTN_MINI_SANITIZE=1 (tests/sanitize/sanitize_cpu.py). vptr would need the type information of torch's classes.

@@ -39,6 +39,7 @@ def checked_options(
     backend: Any,
     learnable_sink: Any = None,
     key_ranges: Any = None,
+    attn_bias: Any = None,
     names: tuple[str, str, str] = ("q", "k", "v"),
 ) -> Options:
     """Check and convert the arguments that all public functions take. Reading a CUDA tensor synchronises.
@@ -68,6 +69,7 @@ def checked_options(
         and backend is None
         and learnable_sink is None
         and key_ranges is None
+        and attn_bias is None
     ):
         _check_qkv((q, k, v), names)
         dropout_p = as_float("dropout_p", dropout_p, "a number in [0, 1 - 2^-17)")
@@ -82,6 +84,8 @@ def checked_options(
             check_tensor("learnable_sink", learnable_sink, ", float32 or in the dtype of q, or None")
         if key_ranges is not None:
             check_tensor("key_ranges", key_ranges, ", int32, or None")
+        if attn_bias is not None:
+            check_tensor("attn_bias", attn_bias, ", bool, float32 or in the dtype of q, or None")
         deterministic = as_flag("deterministic", deterministic)
         if backend is not None:
             if not isinstance(backend, str):
@@ -102,6 +106,7 @@ def checked_options(
         backend_argument(q.device, backend),
         learnable_sink,
         key_ranges,
+        attn_bias,
     )
 
 

@@ -57,6 +57,7 @@ def flash_attn_func(
     *,
     learnable_sink: torch.Tensor | None = None,
     key_ranges: torch.Tensor | None = None,
+    attn_bias: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Exact attention, ``softmax(softmax_scale * q @ k.T + mask) @ v``, in O(seqlen) memory, forward and backward.
@@ -102,6 +103,11 @@ def flash_attn_func(
             any order. Values are clamped to 0 and seqlen_k; with FLASH_ATTN_MINI_CHECK=1 a value out of range is an
             error. Blocks of keys that no query of a block sees take no time. `flash_attn_mini.masks` builds
             key_ranges for documents, prefixes, chunks and padding. They have no gradient.
+        attn_bias: ``[1 or batch, 1 or nheads, 1 or seqlen_q, seqlen_k]``, any strides; it is never copied, and a
+            dimension that `expand` made takes no memory. In the dtype of q or float32 (float64 for a float64 q): added
+            to the scores after the scale and softcap; -inf hides a key. It has a gradient, summed in float32 over the
+            dimensions of size 1 and always bitwise repeatable. Or bool: query i sees key j where it is True. A query
+            that sees no key has out 0, as without any key.
         backend: ``"cuda"``, ``"triton"`` or ``"cpu"``. Default: ``use_backend``, else FLASH_ATTN_MINI_BACKEND, else by
             the device of q.
 
@@ -159,6 +165,7 @@ def flash_attn_func(
                     backend,
                     learnable_sink,
                     key_ranges,
+                    attn_bias,
                 )
                 if not return_attn_probs:
                     return out  # type: ignore[no-any-return]
@@ -179,6 +186,7 @@ def flash_attn_func(
         backend,
         learnable_sink,
         key_ranges,
+        attn_bias,
     )
     return_attn_probs = as_flag("return_attn_probs", return_attn_probs)
     if tracing.enabled():

@@ -1,4 +1,4 @@
-"""The custom ops ``flash_attn_mini::fwd``, ``bwd``, ``packed_fwd``, ``packed_bwd`` and ``fwd_kvcache``, from Python.
+"""The custom ops ``flash_attn_mini::fwd``, ``bwd``, their packed forms, ``attn_bias_bwd`` and ``fwd_kvcache``.
 
 csrc/api/ops.cpp defines the ops with their kernels, autograd and autocast. This file calls them and has their fake
 implementations, which give the shapes for tracing; vmap.py has their vmap rules. Eager code enters an op through the
@@ -194,6 +194,15 @@ def _packed_backward_fake(*arguments: Any) -> tuple[torch.Tensor | None, torch.T
     return dq, dpacked, _empty_softmax_d(out, cu_seqlens_q)
 
 
+_BIAS_BACKWARD = ("dout", *_QKV, "softmax_lse", "softmax_d", *Options._fields, "rng_state")
+
+
+def _attn_bias_backward_fake(*arguments: Any) -> torch.Tensor:
+    _check_devices(_BIAS_BACKWARD, arguments)
+    attn_bias: torch.Tensor = arguments[_BIAS_BACKWARD.index("attn_bias")]
+    return attn_bias.new_empty(attn_bias.shape)
+
+
 def _empty_softmax_d(q: torch.Tensor, cu_seqlens_q: torch.Tensor | None) -> torch.Tensor:
     *batch, rows, nheads, _ = q.shape
     if cu_seqlens_q is None:
@@ -218,6 +227,7 @@ if extension.MODULE is not None:
         "bwd": _backward_fake,
         "packed_fwd": _packed_forward_fake,
         "packed_bwd": _packed_backward_fake,
+        "attn_bias_bwd": _attn_bias_backward_fake,
         "fwd_kvcache": _forward_kvcache_fake,
         "fwd_kvcache_backward": _forward_kvcache_backward_fake,
     }.items():

@@ -30,6 +30,7 @@ def flash_attn_qkvpacked_func(
     *,
     learnable_sink: torch.Tensor | None = None,
     key_ranges: torch.Tensor | None = None,
+    attn_bias: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> Result:
     """`flash_attn_func` of q, k and v in one tensor. Its gradient is one tensor of the same shape.
@@ -61,6 +62,7 @@ def flash_attn_qkvpacked_func(
         backend,
         learnable_sink,
         key_ranges,
+        attn_bias,
     )
     if tracing.enabled():
         tracing.trace("flash_attn_qkvpacked_func", qkv=qkv, causal=causal)
@@ -81,6 +83,7 @@ def flash_attn_kvpacked_func(
     *,
     learnable_sink: torch.Tensor | None = None,
     key_ranges: torch.Tensor | None = None,
+    attn_bias: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> Result:
     """`flash_attn_func` of q, and of k and v in one tensor. The gradient of kv is one tensor of the same shape.
@@ -112,6 +115,7 @@ def flash_attn_kvpacked_func(
         backend,
         learnable_sink,
         key_ranges,
+        attn_bias,
     )
     if tracing.enabled():
         tracing.trace("flash_attn_kvpacked_func", q=q, kv=kv, causal=causal)

@@ -37,6 +37,10 @@ BACKWARD = (
     "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor? dsoftmax_lse, "
     f"{SEQUENCES}, {OPTIONS}, Tensor? rng_state, bool[3] output_mask)"
 )
+ATTN_BIAS_BACKWARD = (
+    "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor softmax_lse, Tensor softmax_d, "
+    f"{OPTIONS}, Tensor? rng_state) -> Tensor"
+)
 KVCACHE_FORWARD = f"(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, {KV_CACHE}, {OPTIONS})"
 
 GRADIENTS = " -> (Tensor dq, Tensor dk, Tensor dv, Tensor softmax_d)"  # None for a gradient that is not wanted

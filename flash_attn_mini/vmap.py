@@ -1,4 +1,5 @@
-"""The vmap rules of the ops. Samples of equal length become one batch; other calls run once for each sample.
+"""The vmap rules of the ops. Samples of equal length become one batch; other calls run once for each sample, and so do
+calls whose attn_bias would have to be copied for that.
 
 Dropout follows the argument ``randomness`` of torch.vmap: with "same" each sample is a call with the same rng_state,
 with "different" each call draws one. csrc/api/ops.cpp gives a call with dropout an rng_state without elements. With
@@ -62,24 +63,56 @@ def _folded_ranges(x: Tensor, dim: int | None, size: int, batch: int) -> Tensor:
 class _Call:
     """The arguments of an op: tensors with a batch dimension, sequences, options, rng_state, and what follows."""
 
-    def __init__(self, tensors: int, in_dims: Any, arguments: tuple[Any, ...]) -> None:
+    def __init__(
+        self, tensors: int, in_dims: Any, arguments: tuple[Any, ...], sequences: int = SEQUENCES, *, sums: bool = False
+    ) -> None:
+        """``sums``: the result is a gradient of attn_bias, which no two samples share."""
         self.arguments = list(arguments)
         self.dims = list(in_dims)
         self.tensors = tensors
-        self.rng_state = tensors + SEQUENCES + OPTIONS
-        self.is_varlen = arguments[tensors] is not None
-        self.drops = arguments[tensors + SEQUENCES] > 0
+        self.options = tensors + sequences
+        self.rng_state = self.options + OPTIONS
+        self.sums = sums
+        self.is_varlen = sequences > 0 and arguments[tensors] is not None
+        self.drops = arguments[self.options] > 0
+        self.is_foldable = not self.is_varlen and self._can_fold_bias()
+
+    def _sizes_of_sample(self, i: int) -> list[int]:
+        sizes, dim = list(self.arguments[i].shape), self.dims[i]
+        if dim is not None:
+            del sizes[dim]
+        return sizes
+
+    def _batch(self) -> int:
+        first = next(i for i in range(self.tensors) if self.arguments[i] is not None)
+        return self._sizes_of_sample(first)[0]
+
+    def _can_fold_bias(self) -> bool:
+        """Whether a view of attn_bias has a batch dimension for all samples."""
+        i = self.options + Options._fields.index("attn_bias")
+        if self.arguments[i] is None:
+            return True
+        own, batch = self._sizes_of_sample(i)[0], self._batch()
+        if self.dims[i] is None:  # all samples have the same
+            return own == 1 and (batch == 1 or not self.sums)
+        return own == batch
 
     def folded(self, size: int) -> list[Any]:
         """The arguments of one call for all samples of equal length."""
         folded = list(self.arguments)
         for i in range(self.tensors):
             folded[i] = _folded(self.arguments[i], self.dims[i], size)
-        batch = next(x.shape[0] for x in folded[: self.tensors] if x is not None) // size
-        for i, name in enumerate(Options._fields, self.tensors + SEQUENCES):
-            if isinstance(folded[i], Tensor):
-                fold = _folded_ranges if name == "key_ranges" else _folded_per_head
-                folded[i] = fold(folded[i], self.dims[i], size, batch)
+        batch = self._batch()
+        for i, name in enumerate(Options._fields, self.options):
+            x = folded[i]
+            if not isinstance(x, Tensor):
+                continue
+            if name == "attn_bias" and (self.sums or self.dims[i] is not None):
+                folded[i] = _folded(x, self.dims[i], size)
+            elif name == "key_ranges":
+                folded[i] = _folded_ranges(x, self.dims[i], size, batch)
+            elif name != "attn_bias":
+                folded[i] = _folded_per_head(x, self.dims[i], size, batch)
         return folded
 
 
@@ -99,7 +132,7 @@ def _forward(operator: Callable[..., Any], tensors: int) -> Callable[..., Any]:
             call.arguments[call.rng_state], call.dims[call.rng_state] = rng_state, None
             results, dims = _per_sample(operator, info.batch_size, call.dims, tuple(call.arguments))
             return (*results[:-1], rng_state.clone()), (*dims[:-1], None)
-        if call.drops or call.is_varlen:
+        if call.drops or not call.is_foldable:
             return _per_sample(operator, info.batch_size, in_dims, arguments)
         return _unfolded(operator(*call.folded(info.batch_size)), info.batch_size)
 
@@ -109,9 +142,25 @@ def _forward(operator: Callable[..., Any], tensors: int) -> Callable[..., Any]:
 def _backward(operator: Callable[..., Any], tensors: int) -> Callable[..., Any]:
     def rule(info: Any, in_dims: Any, *arguments: Any) -> Any:
         call = _Call(tensors, in_dims, arguments)
-        if call.drops or call.is_varlen:
+        if call.drops or not call.is_foldable:
             return _per_sample(operator, info.batch_size, in_dims, arguments)
         return _unfolded(operator(*call.folded(info.batch_size)), info.batch_size)
+
+    return rule
+
+
+def _attn_bias_backward(operator: Callable[..., Tensor]) -> Callable[..., Any]:
+    def rule(info: Any, in_dims: Any, *arguments: Any) -> Any:
+        call = _Call(6, in_dims, arguments, sequences=0, sums=True)
+
+        def run(*arguments: Any) -> tuple[Tensor]:
+            return (operator(*arguments),)
+
+        if call.drops or not call.is_foldable:
+            results, dims = _per_sample(run, info.batch_size, in_dims, arguments)
+        else:
+            results, dims = _unfolded(run(*call.folded(info.batch_size)), info.batch_size)
+        return results[0], dims[0]
 
     return rule
 
@@ -129,6 +178,7 @@ if extension.MODULE is not None:
         "bwd": _backward(CUSTOM_OPS.bwd, 7),
         "packed_fwd": _forward(CUSTOM_OPS.packed_fwd, 2),
         "packed_bwd": _backward(CUSTOM_OPS.packed_bwd, 6),
+        "attn_bias_bwd": _attn_bias_backward(CUSTOM_OPS.attn_bias_bwd),
         "fwd_kvcache": _refuse_kvcache,
     }.items():
         torch.library.register_vmap(qualified(_name), _rule)

@@ -133,6 +133,7 @@ class FlashAttnBackward : public Node {
     using Fields = SavedFields<Tie<Forward, SymInt>>;
     using BackwardCall = typename Backward::template Call<SymInt>;
     static constexpr size_t kInputs = Call::Inputs::kCount;  // then the tensors among the options
+    static constexpr char kAttnBias[] = "attn_bias";         // its gradient has an op, that of others option_gradient
 
 public:
     void save(const Call &call, const FwdResult &results) {
@@ -154,8 +155,8 @@ public:
         }
         const Call call = Fields::template load<Call>(fields_);
         size_t input = kInputs;
-        for_each_tensor(call.options, [&](const char *name, const Optional &) {
-            FLASH_CHECK_NOT_IMPLEMENTED(!task_should_compute_output(input++) || has_gradient(name),
+        for_each_tensor(call.options, [&](const std::string &name, const Optional &) {
+            FLASH_CHECK_NOT_IMPLEMENTED(!task_should_compute_output(input++) || name == kAttnBias || has_gradient(name),
                                         "flash_attn_mini: ", name,
                                         " requires a gradient, which is not supported; backends that have it: none. "
                                         "Allowed: one that requires none, for example ",
@@ -177,8 +178,12 @@ public:
         const auto computed = ops::call<Backward, SymInt>(backward);
         take(computed, backward.output_mask, results, std::make_index_sequence<kInputs>());
         input = kInputs;
-        for_each_tensor(call.options, [&](const char *name, const Optional &x) {
-            if (task_should_compute_output(input)) {
+        for_each_tensor(call.options, [&](const std::string &name, const Optional &x) {
+            if (task_should_compute_output(input) && name == kAttnBias) {
+                results[input] =
+                    ops::call<BiasBwd, SymInt>({backward.dout, separate(call.inputs), backward.softmax_lse,
+                                                std::get<kInputs>(computed), call.options, backward.rng_state});
+            } else if (task_should_compute_output(input)) {
                 results[input] = option_gradient(name, *x, backward.softmax_lse, std::get<kInputs>(computed),
                                                  backward.dsoftmax_lse, call.sequences.cu_seqlens_q);
             }
@@ -288,21 +293,39 @@ struct FlashAttnDoubleBackward : Node {
     }
 };
 
-template <typename Backward>
-typename Backward::Result backward(c10::DispatchKeySet keys, const typename Backward::template Call<SymInt> &call) {
-    Inputs inputs = inputs_of(call.inputs.tensors(), call.options);
-    inputs.append({call.dout, call.out, call.softmax_lse, or_undefined(call.dsoftmax_lse)});
+// Runs an op that has no derivative. inputs: the tensors that it reads and that may require a gradient.
+template <typename Op>
+typename Op::Result without_derivative(c10::DispatchKeySet keys, const typename Op::template Call<SymInt> &call,
+                                       const Inputs &inputs) {
     refuse_forward_mode(inputs);
     auto results = [&] {
         const at::AutoDispatchBelowADInplaceOrView guard;
-        return redispatch<Backward>(keys & c10::after_autograd_keyset, call);
+        return redispatch<Op>(keys & c10::after_autograd_keyset, call);
     }();
     if (torch::autograd::compute_requires_grad(at::TensorList(inputs))) {
         const auto node = make_node<FlashAttnDoubleBackward>();
         node->set_next_edges(torch::autograd::collect_next_edges(at::TensorList(inputs)));
-        std::apply([&](auto &...x) { ((x.defined() ? torch::autograd::set_history(x, node) : void()), ...); }, results);
+        const auto record = [&](Tensor &x) { x.defined() ? torch::autograd::set_history(x, node) : void(); };
+        if constexpr (std::is_same_v<typename Op::Result, Tensor>) {
+            record(results);
+        } else {
+            for_each(record, results);
+        }
     }
     return results;
+}
+
+template <typename Backward>
+typename Backward::Result backward(c10::DispatchKeySet keys, const typename Backward::template Call<SymInt> &call) {
+    Inputs inputs = inputs_of(call.inputs.tensors(), call.options);
+    inputs.append({call.dout, call.out, call.softmax_lse, or_undefined(call.dsoftmax_lse)});
+    return without_derivative<Backward>(keys, call, inputs);
+}
+
+Tensor backward_of_attn_bias(c10::DispatchKeySet keys, const BiasBwd::Call<SymInt> &call) {
+    Inputs inputs = inputs_of(call.inputs.tensors(), call.options);
+    inputs.append({call.dout, call.softmax_lse, call.softmax_d});
+    return without_derivative<BiasBwd>(keys, call, inputs);
 }
 
 // The backward of a call with a KV cache. It calls an op that raises: a compiled program may contain the backward, and
@@ -372,6 +395,7 @@ void register_autograd(torch::Library &library) {
     library.impl("bwd", kAutograd, &Kernel<Bwd, SymInt, backward<Bwd>>::run_with_keys);
     library.impl("packed_fwd", kAutograd, &Kernel<PackedFwd, SymInt, forward<PackedFwd, PackedBwd>>::run_with_keys);
     library.impl("packed_bwd", kAutograd, &Kernel<PackedBwd, SymInt, backward<PackedBwd>>::run_with_keys);
+    library.impl("attn_bias_bwd", kAutograd, &Kernel<BiasBwd, SymInt, backward_of_attn_bias>::run_with_keys);
     library.impl("fwd_kvcache", kAutograd, &Kernel<KvCache, SymInt, forward_kvcache>::run_with_keys);
     library.impl("fwd_kvcache", c10::DispatchKey::ADInplaceOrView,
                  &Kernel<KvCache, SymInt, mark_as_written>::run_with_keys);

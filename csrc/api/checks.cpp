@@ -3,6 +3,7 @@
 
 #include <vector>
 
+#include "api/attn_bias.h"
 #include "api/check_tensors.h"
 #include "api/key_ranges.h"
 #include "common/message.h"
@@ -183,6 +184,7 @@ void check_fwd(const FwdArgs &args, const std::string &backend) {
     check_inputs(args, backend);
     check_options(args.options, args.q, args.batch());
     check_key_ranges(args);
+    check_attn_bias(args);
     if (args.out.has_value()) {
         check_written({"out", *args.out}, {"q", args.q}, args.q);
         check_no_overlap({"out", *args.out}, inputs_of(args));
@@ -203,6 +205,7 @@ void check_bwd(const BwdArgs &args, const std::string &backend) {
     }
     check_options(forward.options, q, forward.batch());
     check_key_ranges(forward);
+    check_attn_bias(forward);
     check_rng_state(args.rng_state, forward.options.dropout_p, q);
     if (args.dq.has_value() || args.dk.has_value() || args.dv.has_value()) {
         check_given_gradients(args);

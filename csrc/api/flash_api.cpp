@@ -1,11 +1,8 @@
 // The functions of flash_api.h.
 #include "api/flash_api.h"
 
-#include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/neg.h>
-#include <ATen/ops/zeros.h>
 #include <c10/core/DeviceGuard.h>
 
 #include <optional>
@@ -15,6 +12,7 @@
 
 #include "api/allocation.h"
 #include "api/checks.h"
+#include "api/kernel_inputs.h"
 #include "api/key_ranges.h"
 #include "api/options.h"
 #include "api/score_mod.h"
@@ -30,36 +28,6 @@
 namespace flash {
 namespace {
 
-// ---- what the entries share: the backend's name, and the q and scale that kernels read
-
-// "cpu" or "cuda".
-std::string backend_of(const at::Tensor &q) {
-    FLASH_CHECK_NOT_IMPLEMENTED(q.is_cpu() || q.is_cuda(), "q is on ", q.device(), "; allowed: cpu and cuda devices");
-    return q.is_cpu() ? "cpu" : "cuda";
-}
-
-// A q and a scale that give the same scores.
-struct ScaledQuery {
-    at::Tensor q;
-    double softmax_scale;
-};
-
-// The kernels divide by the scale, so it must not be 0. A scale of 0 gives equal weights to all visible keys; so does
-// q = 0.
-ScaledQuery with_nonzero_scale(const at::Tensor &q, double softmax_scale) {
-    return softmax_scale == 0.0 ? ScaledQuery{at::zeros(q.sizes(), q.options()), 1.0} : ScaledQuery{q, softmax_scale};
-}
-
-// The forward kernels find the largest score before they scale it, so the scale must be positive. The sign moves into
-// q.
-ScaledQuery with_positive_scale(const at::Tensor &q, double softmax_scale) {
-    if (softmax_scale >= 0.0) {
-        return with_nonzero_scale(q, softmax_scale);
-    }
-    at::Tensor negative = empty_contiguous_last(q);
-    return {at::neg_out(negative, q), -softmax_scale};
-}
-
 // ---- forward and backward
 
 void trace_entry(const char *link, const FwdArgs &args, const std::string &backend) {
@@ -69,19 +37,6 @@ void trace_entry(const char *link, const FwdArgs &args, const std::string &backe
     const auto rows = [&](const at::Tensor &x) { return x.dim() > 2 ? long(x.size(-3)) : -1L; };
     const char *format = args.is_varlen() ? "backend=%s rows_q=%ld rows_k=%ld" : "backend=%s seqlen_q=%ld seqlen_k=%ld";
     trace(link, format, backend.c_str(), rows(args.q), rows(args.k));
-}
-
-// ---- head dims that are no multiple of 8, on CUDA -------------------------------------------------------------------
-
-// The kernels move 16 bytes at a time. Zeros change no score, and they are sliced off the results.
-constexpr int64_t kHeadDimMultiple = 8;
-
-bool needs_padding(const at::Tensor &q) {
-    return q.is_cuda() && q.size(-1) % kHeadDimMultiple != 0;
-}
-
-at::Tensor padded(const at::Tensor &x) {
-    return at::constant_pad_nd(x, {0, kHeadDimMultiple - x.size(-1) % kHeadDimMultiple});
 }
 
 // ---- forward and backward of checked arguments ----------------------------------------------------------------------

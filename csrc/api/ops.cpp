@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "api/allocation.h"
+#include "api/attn_bias.h"
 #include "api/backend_choice.h"
 #include "api/checks.h"
 #include "api/flash_api.h"
@@ -21,12 +22,23 @@
 #include "common/trace.h"
 
 namespace flash::ops {
-namespace {
-
-using c10::SymInt;
 
 constexpr int64_t kPackedDim =
     -3;  // of q, k, v in [..., 3, nheads, headdim], and of k, v in [..., 2, nheads_k, headdim]
+
+SeparateInputs separate(const SeparateInputs &inputs) {
+    return inputs;
+}
+
+SeparateInputs separate(const PackedInputs &inputs) {
+    const std::vector<Tensor> parts = inputs.packed.unbind(kPackedDim);
+    return inputs.q.has_value() ? SeparateInputs{*inputs.q, parts[0], parts[1]}
+                                : SeparateInputs{parts[0], parts[1], parts[2]};
+}
+
+namespace {
+
+using c10::SymInt;
 
 // "float16[2,33,4,64]@cpu", as flash_attn_mini/tracing.py writes it.
 std::string text_of(const Tensor &x) {
@@ -54,12 +66,6 @@ void trace_op(const char *name, Backend backend, std::initializer_list<std::pair
     trace(name, "%sbackend=%s%s", fields.c_str(), name_of(backend), more.c_str());
 }
 
-SeparateInputs unpacked(const PackedInputs &inputs) {
-    const std::vector<Tensor> parts = inputs.packed.unbind(kPackedDim);
-    return inputs.q.has_value() ? SeparateInputs{*inputs.q, parts[0], parts[1]}
-                                : SeparateInputs{parts[0], parts[1], parts[2]};
-}
-
 // ---- the kernels for CPU and CUDA tensors ---------------------------------------------------------------------------
 
 FwdResult forward(const FwdCall<SeparateInputs, int64_t> &call) {
@@ -83,7 +89,7 @@ FwdResult forward(const FwdCall<SeparateInputs, int64_t> &call) {
 }
 
 FwdResult packed_forward(const FwdCall<PackedInputs, int64_t> &call) {
-    return forward({unpacked(call.inputs), call.sequences, call.options, call.rng_state});
+    return forward({separate(call.inputs), call.sequences, call.options, call.rng_state});
 }
 
 SeparateInputs::Gradients separate_backward(const BwdCall<SeparateInputs, int64_t> &call) {
@@ -103,7 +109,7 @@ PackedInputs::Gradients packed_backward(const BwdCall<PackedInputs, int64_t> &ca
     }
     const auto [dq, dk, dv, softmax_d] =
         backward({call.dout,
-                  unpacked(call.inputs),
+                  separate(call.inputs),
                   call.out,
                   call.softmax_lse,
                   call.dsoftmax_lse,
@@ -113,6 +119,19 @@ PackedInputs::Gradients packed_backward(const BwdCall<PackedInputs, int64_t> &ca
                   {q.has_value() ? needs_q : needs_packed, needs_packed, needs_packed}},
                  parts[0], parts[1], parts[2]);
     return {q.has_value() ? dq : Tensor(), dpacked, softmax_d};
+}
+
+Tensor attn_bias_backward(const BiasBwdCall<int64_t> &call) {
+    const auto &[q, k, v] = call.inputs;
+    const Backend backend = choose_backend(call.options.backend, q);
+    trace_op(BiasBwd::kName, backend, {{"dout", call.dout}, {"q", q}, {"k", k}});
+    const BiasBwdArgs args{
+        {q, k, v, std::nullopt, {}, call.options}, call.dout, call.softmax_lse, call.softmax_d, call.rng_state};
+    if (backend != Backend::triton) {
+        return mha_attn_bias_bwd(args);
+    }
+    check_attn_bias_bwd(args, name_of(backend));
+    return ops::call<TritonBiasBwd, int64_t>(call);
 }
 
 TwoTensors forward_kvcache(const KvCacheCall<int64_t> &call) {
@@ -160,6 +179,9 @@ FwdResult autocast_forward(typename Op::template Call<SymInt> call) {
     } else {
         cast(call.inputs.q);
         cast(call.inputs.packed);
+    }
+    if (call.options.attn_bias.has_value() && call.options.attn_bias->scalar_type() != at::kFloat) {
+        cast(*call.options.attn_bias);
     }
     return ops::call<Op, SymInt>(call);
 }
@@ -220,6 +242,7 @@ void define_and_implement(torch::Library &library) {
     define<Bwd>(library, SeparateInputs::kGradients, tags);
     define<PackedFwd>(library, kForward, forward_tags);
     define<PackedBwd>(library, PackedInputs::kGradients, tags);
+    define<BiasBwd>(library, "Tensor", tags);
     define<KvCache>(library, "(Tensor out, Tensor softmax_lse)", tags);
     library.def("fwd_kvcache_backward(Tensor dout, SymInt[] size) -> Tensor", tags);
     library.def(
@@ -231,6 +254,7 @@ void define_and_implement(torch::Library &library) {
     implement<Bwd, separate_backward>(library);
     implement<PackedFwd, packed_forward>(library);
     implement<PackedBwd, packed_backward>(library);
+    implement<BiasBwd, attn_bias_backward>(library);
     implement<KvCache, forward_kvcache>(library);
     for (const auto key : {c10::DispatchKey::CPU, c10::DispatchKey::CUDA}) {
         library.impl("fwd_kvcache_backward", key, forward_kvcache_backward);
@@ -240,7 +264,8 @@ void define_and_implement(torch::Library &library) {
         library.impl(kOptionGradient, key, option_gradient_by<flash::option_gradient>);
     }
     library.impl(kOptionGradient, c10::DispatchKey::CUDA, option_gradient_by<option_gradient_cuda>);
-    for (const char *name : {Fwd::kName, Bwd::kName, PackedFwd::kName, PackedBwd::kName, KvCache::kName}) {
+    for (const char *name :
+         {Fwd::kName, Bwd::kName, PackedFwd::kName, PackedBwd::kName, BiasBwd::kName, KvCache::kName}) {
         fall_through_negation(library, name);
     }
     implement_modes<Fwd>(library);

@@ -1,5 +1,5 @@
-// The custom ops flash_attn_mini::fwd, bwd, packed_fwd, packed_bwd and fwd_kvcache, as C++ calls through the
-// dispatcher. A call is one struct. Its fields, in the order of the schema, come from the lists of options.h.
+// The custom ops flash_attn_mini::fwd, bwd, packed_fwd, packed_bwd, attn_bias_bwd and fwd_kvcache, as C++ calls through
+// the dispatcher. A call is one struct. Its fields, in the order of the schema, come from the lists of options.h.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -81,6 +81,25 @@ struct BwdCall {
     }
 };
 
+// The gradient of the option attn_bias, after the backward. Equal lengths.
+template <typename Int>
+struct BiasBwdCall {
+    static std::string schema() {
+        return "Tensor dout, Tensor q, Tensor k, Tensor v, Tensor softmax_lse, Tensor softmax_d" FLASH_OPTIONS(
+            FLASH_SCHEMA) ", Tensor? rng_state";
+    }
+
+    Tensor dout;
+    SeparateInputs inputs;
+    Tensor softmax_lse, softmax_d;  // as the forward and the backward returned them
+    OptionsOf<Int> options;
+    Optional rng_state;  // as the forward returned it
+    auto tie() const {
+        return std::tuple_cat(std::tie(dout), inputs.tie(), std::tie(softmax_lse, softmax_d), options.tie(),
+                              std::tie(rng_state));
+    }
+};
+
 template <typename Int>
 struct KvCacheCall {
     static std::string schema() {
@@ -125,6 +144,12 @@ struct PackedBwd {
     using Call = BwdCall<PackedInputs, Int>;
     using Result = PackedInputs::Gradients;
 };
+struct BiasBwd {
+    static constexpr char kName[] = "flash_attn_mini::attn_bias_bwd";
+    template <typename Int>
+    using Call = BiasBwdCall<Int>;
+    using Result = Tensor;
+};
 struct KvCache {
     static constexpr char kName[] = "flash_attn_mini::fwd_kvcache";
     template <typename Int>
@@ -141,6 +166,9 @@ struct TritonFwd {
 };
 struct TritonBwd : Bwd {
     static constexpr char kName[] = "flash_attn_mini::triton_bwd";
+};
+struct TritonBiasBwd : BiasBwd {
+    static constexpr char kName[] = "flash_attn_mini::triton_attn_bias_bwd";
 };
 struct TritonKvCache : KvCache {
     static constexpr char kName[] = "flash_attn_mini::triton_fwd_kvcache";
@@ -198,6 +226,10 @@ void register_library();
 // The kernel of the op bwd. dq, dk, dv: tensors that receive the gradients, none for new ones.
 SeparateInputs::Gradients backward(const BwdCall<SeparateInputs, int64_t> &call, const Optional &dq, const Optional &dk,
                                    const Optional &dv, bool zero_tensors = false);
+
+// q, k and v as separate tensors: views.
+SeparateInputs separate(const SeparateInputs &inputs);
+SeparateInputs separate(const PackedInputs &inputs);
 
 // The gradient of an option (score_mod.h) for the graph node of a forward: through the dispatcher, or where the graph
 // of the gradient itself is recorded, by differentiable operators.

@@ -4,6 +4,7 @@
 
 #include <optional>
 
+#include "api/attn_bias.h"
 #include "api/key_ranges.h"
 #include "api/score_mod.h"
 #include "common/message.h"
@@ -109,6 +110,7 @@ Flash_fwd_params set_params_fprop(const FpropTensors &tensors, const FwdArgs &ar
 
     set_options(params, options, softmax_scale, sizes.rows_q + sizes.rows_k);
     set_key_ranges(params, args);
+    set_attn_bias(params, args);
     if (options.dropout_p > 0.0) {
         params.p_dropout = options.dropout_p;
         params.rp_dropout = static_cast<float>(1.0 / (1.0 - options.dropout_p));
@@ -117,11 +119,12 @@ Flash_fwd_params set_params_fprop(const FpropTensors &tensors, const FwdArgs &ar
     }
     if (trace_enabled()) {
         trace("set_params_fprop",
-              "b=%d seqlen_q=%d seqlen_k=%d h=%d h_k=%d d=%d %s window=(%d,%d) key_ranges=%d p_dropout=%g varlen=%s "
-              "page_size=%d",
+              "b=%d seqlen_q=%d seqlen_k=%d h=%d h_k=%d d=%d %s window=(%d,%d) key_ranges=%d attn_bias=%s "
+              "p_dropout=%g varlen=%s page_size=%d",
               params.b, params.seqlen_q, params.seqlen_k, params.h, params.h_k, params.d,
               describe_score_mod(params).c_str(), params.window_size_left, params.window_size_right,
-              params.key_ranges.count, params.p_dropout, name_of(params.cu_seqlens_q != nullptr), params.page_size);
+              params.key_ranges.count, name_of(params.attn_bias.is_used()), params.p_dropout,
+              name_of(params.cu_seqlens_q != nullptr), params.page_size);
     }
     return params;
 }

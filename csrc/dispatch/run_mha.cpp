@@ -262,6 +262,12 @@ void run_mha_bwd_cuda(Flash_bwd_params &params) {
     });
 }
 
+void run_mha_bias_bwd_cuda(Flash_bias_bwd_params &params) {
+    check_built(params);
+    FLASH_CHECK_NOT_IMPLEMENTED(false,
+                                "flash_attn_mini: the cuda backend does not implement the gradient of attn_bias");
+}
+
 }  // namespace
 
 bool run_row_mod_gradient(const Flash_bwd_params &params, void *gradient) {
@@ -369,6 +375,21 @@ void run_mha_bwd(Flash_bwd_params &params, c10::Device device) {
     }
 #ifdef FLASH_WITH_CUDA
     run_mha_bwd_cuda(params);
+#else
+    FLASH_CHECK(false, kNoCuda, "pip install .");
+#endif
+}
+
+void run_mha_bias_bwd(Flash_bias_bwd_params &params, c10::Device device) {
+    if (device.is_cpu()) {
+        if (trace_enabled()) {
+            trace("run_mha_bias_bwd", "device=cpu d=%d is_causal=%s", params.d, name_of(params.is_causal));
+        }
+        run_mha_bias_bwd_cpu(params);
+        return;
+    }
+#ifdef FLASH_WITH_CUDA
+    run_mha_bias_bwd_cuda(params);
 #else
     FLASH_CHECK(false, kNoCuda, "pip install .");
 #endif

@@ -15,6 +15,9 @@ namespace flash {
 void run_mha_fwd(Flash_fwd_params &params, c10::Device device);
 void run_mha_bwd(Flash_bwd_params &params, c10::Device device);
 
+// The gradient of attn_bias, after the backward. Writes every element of params.dbias.
+void run_mha_bias_bwd(Flash_bias_bwd_params &params, c10::Device device);
+
 // Appends the new keys of params.cache, then attends to the cache.
 void run_mha_fwd_kvcache(Flash_fwd_params &params, c10::Device device);
 
