@@ -119,6 +119,12 @@ class Call:
         return qk_scale(self.options)
 
     @property
+    def pair_bytes(self) -> int:
+        """Bytes that the kernels load for each pair of a row and a key. The same for all dtypes of attn_bias, so that
+        equal numbers in another dtype have the same configuration, and give the same bits."""
+        return 0 if self.options.attn_bias is None else 4
+
+    @property
     def is_plain(self) -> bool:
         """True if the kernels compile no feature in, except the causal mask."""
         return self.window is None and not self.features

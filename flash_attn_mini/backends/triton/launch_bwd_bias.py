@@ -1,7 +1,7 @@
 """The launcher of the Triton kernel for the gradient of attn_bias: operands, the grid, the parts of the sums.
 
-The chain: backends.triton.ops.attn_bias_backward -> bias_backward (here) -> launch -> flash_bwd_bias_kernel. It takes
-the first configuration of its table that fits.
+The chain: backends.triton.ops.attn_bias_backward -> bias_backward (here) -> launch -> flash_bwd_bias_kernel. A call
+takes the first configuration of the table that fits.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from .operands import bind_context, head_dim_block, pointer_and_strides, with_ro
 from .recording import Recorder, Recordings
 from .tuner import Tuner
 
+NUM_TENSORS = 6  # dout to softmax_d
+
 PROGRAMS_PER_SM = 2  # parts make this many, where one program for each block of the bias is fewer
 INTERPRETED_SMS = 4
 
@@ -48,6 +50,12 @@ class BiasBackwardCall(Call):
         q, k, v, *rest = super().inputs
         return [self.dout, q, k, v, self.softmax_lse, self.softmax_d, *rest]
 
+    @property
+    def pair_bytes(self) -> int:
+        """Bytes of a number of the bias."""
+        assert self.options.attn_bias is not None
+        return self.options.attn_bias.element_size()
+
 
 def bias_backward(
     dout: torch.Tensor,
@@ -64,9 +72,9 @@ def bias_backward(
         floats: list[Any] = [contiguous_float(x) for x in (dout, q, k, v)]
         return bias_backward(*floats, softmax_lse, softmax_d, options, rng_state)
     tensors: list[Any] = [dout, q, k, v, softmax_lse, softmax_d]
-    replayed, recorder = RECORDINGS.replay((*tensors, *options, rng_state), q.device)
+    replayed, recorder = replay((*tensors, *options, rng_state))
     if replayed is not None:
-        return total(replayed[0], options)
+        return replayed
     if recorder is not None:
         *tensors, options, rng_state = recorder.distinct(*tensors, options, rng_state)
     call = prepare(*tensors, options, rng_state)
@@ -77,6 +85,14 @@ def bias_backward(
     if recorder is not None:
         RECORDINGS.keep(recorder, recorder.recording(call.inputs, [(call.sums, call.sums)]))
     return total(call.sums, options)
+
+
+def replay(arguments: tuple[Any, ...]) -> tuple[torch.Tensor | None, Recorder | None]:
+    """`Recordings.replay` of a call, with its result. arguments: those of the op."""
+    replayed, recorder = RECORDINGS.replay(arguments, arguments[0].device)
+    if replayed is None:
+        return None, recorder
+    return total(replayed[0], Options(*arguments[NUM_TENSORS:-1])), None
 
 
 def total(sums: torch.Tensor, options: Options) -> torch.Tensor:
@@ -174,7 +190,7 @@ def num_parts(call: BiasBackwardCall) -> int:
     batch, _, nheads, head_dim = call.q.shape
     pairs = batch // bias.shape[0] * (nheads // bias.shape[1])
     block_d, itemsize = head_dim_block(head_dim), call.q.element_size()
-    largest = BACKWARD_BIAS.candidates(block_d, itemsize, False, 1 << 30, timed=False)[0]
+    largest = BACKWARD_BIAS.candidates(block_d, itemsize, tma_reaches=False, shared_memory_limit=1 << 30)[0]
     wanted = PROGRAMS_PER_SM * num_sms(call.q.device) // num_blocks(call, largest)
     parts = max(1, min(pairs, wanted))
     return -(-pairs // -(-pairs // parts))  # none of them empty
