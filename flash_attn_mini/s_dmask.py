@@ -88,7 +88,14 @@ def _signed_probabilities(
         slopes = options.alibi_slopes.detach().to(wide).view(-1, nheads, 1, 1)
         distance = (indices.query + indices.seqlen_k - indices.seqlen_q - indices.key).abs().to(wide)
         logits = logits - slopes * distance
-    hidden = ~indices.is_visible(options)
+    visible = indices.is_visible(options)
+    if options.attn_bias is not None:
+        bias = _padded_bias(options.attn_bias.detach(), rows, keys)
+        if bias.dtype == torch.bool:
+            visible = visible & bias
+        else:
+            logits, visible = logits + bias.to(wide), visible & (bias != -math.inf)
+    hidden = ~visible
     largest = logits.masked_fill(hidden, -math.inf).amax(-1, keepdim=True)
     probability = (logits - largest).exp()
     if options.dropout_p > 0:
@@ -96,6 +103,14 @@ def _signed_probabilities(
         dropped = _random_bits(rng_state, batch, nheads, rows, keys) < dropout_threshold(options.dropout_p)
         probability = torch.where(dropped, -probability, probability)
     return probability.masked_fill(hidden, 0.0).to(q.dtype)
+
+
+def _padded_bias(attn_bias: Tensor, rows: int, keys: int) -> Tensor:
+    """attn_bias of the rows and keys of S_dmask; any values past the end of the sequences."""
+    index = [torch.arange(n, device=attn_bias.device) for n in (rows, keys)]
+    of_rows = attn_bias.index_select(2, index[0].clamp(max=attn_bias.shape[2] - 1))
+    padded: Tensor = of_rows.index_select(3, index[1].clamp(max=attn_bias.shape[3] - 1))
+    return padded
 
 
 def round_up(length: int) -> int:

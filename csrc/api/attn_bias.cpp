@@ -27,21 +27,36 @@
 namespace flash {
 namespace {
 
-// Parts into which the CUDA kernel divides the pairs of a sequence and a head that share a bias: enough CTAs of a tile
-// for every SM.
-int parts_of(const Flash_bias_bwd_params &params, [[maybe_unused]] c10::Device device) {
+// Tiles of dbias that keep the device busy. On the CPU the number is fixed, as the sums depend on it.
+int64_t tiles_wanted([[maybe_unused]] c10::Device device) {
 #ifdef FLASH_WITH_CUDA
     if (device.is_cuda()) {
-        constexpr int64_t kRowsPerTile = 128, kKeysPerTile = 128, kCtasPerSm = 2;
-        const int64_t tiles = (params.bias_rows + kRowsPerTile - 1) / kRowsPerTile *
-                              ((params.seqlen_k + kKeysPerTile - 1) / kKeysPerTile) * params.bias_batch *
-                              params.bias_heads,
-                      pairs = int64_t(params.b / params.bias_batch) * (params.h / params.bias_heads);
-        return static_cast<int>(
-            std::clamp<int64_t>(kCtasPerSm * device_properties().sm_count / tiles, 1, std::max<int64_t>(pairs, 1)));
+        constexpr int64_t kCtasPerSm = 2;
+        return kCtasPerSm * device_properties().sm_count;
     }
 #endif
-    return 1;
+    return 64;
+}
+
+// Parts into which the pairs of a sequence and a head that share a bias are divided.
+int parts_of(const Flash_bias_bwd_params &params, c10::Device device) {
+    constexpr int64_t kRowsPerTile = 128, kKeysPerTile = 128;
+    const int64_t tiles = (params.bias_rows + kRowsPerTile - 1) / kRowsPerTile *
+                          ((params.seqlen_k + kKeysPerTile - 1) / kKeysPerTile) * params.bias_batch * params.bias_heads,
+                  pairs = int64_t(params.b / params.bias_batch) * (params.h / params.bias_heads);
+    return static_cast<int>(std::clamp<int64_t>(tiles_wanted(device) / tiles, 1, pairs));
+}
+
+// The sum over the first dimension. On the CPU its order does not depend on the number of threads.
+at::Tensor sum_of_parts(const at::Tensor &parts) {
+    if (!parts.is_cpu()) {
+        return at::sum(parts, 0);
+    }
+    at::Tensor sum = parts[0];
+    for (int64_t i = 1; i < parts.size(0); ++i) {
+        sum.add_(parts[i]);
+    }
+    return sum.clone();
 }
 
 }  // namespace
@@ -160,7 +175,7 @@ at::Tensor mha_attn_bias_bwd(const BiasBwdArgs &args) {
               params.bias_rows, params.seqlen_k);
     }
     run_mha_bias_bwd(params, q.device());
-    return params.parts == 1 ? dbias.squeeze(0) : at::sum(dbias, 0).to(bias.scalar_type());
+    return params.parts == 1 ? dbias.squeeze(0) : sum_of_parts(dbias).to(bias.scalar_type());
 }
 
 }  // namespace flash

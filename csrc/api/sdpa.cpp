@@ -26,6 +26,7 @@
 #include <optional>
 #include <utility>
 
+#include "api/attn_bias.h"
 #include "api/backend_choice.h"
 #include "api/flash_api.h"
 #include "api/ops.h"
@@ -145,6 +146,42 @@ std::optional<Plan> plan_of(const Tensor &q, const Tensor &k, const Tensor &v, d
     return Plan{options_of(q, scale, true, -1, 0), seqlen_q, false};
 }
 
+// The attn_mask of an op, broadcastable to [batch, nheads, seqlen_q, seqlen_k], as the option attn_bias: a view. None
+// if our kernels cannot read it.
+Optional attn_bias_of(const Tensor &mask, const Tensor &q, const Tensor &k) {
+    const at::ScalarType dtype = mask.scalar_type();
+    const bool is_known =
+        dtype == at::kBool || dtype == q.scalar_type() || (dtype == at::kFloat && q.scalar_type() != at::kDouble);
+    if (!is_known || mask.layout() != at::kStrided || mask.is_nested() || mask.device() != q.device() ||
+        mask.dim() > 4) {
+        return std::nullopt;
+    }
+    Tensor bias = mask;
+    while (bias.dim() < 4) {
+        bias = bias.unsqueeze(0);
+    }
+    const std::array<int64_t, 4> sizes{q.size(0), q.size(1), q.size(2), k.size(2)};
+    for (int64_t dim = 0; dim < 4; ++dim) {
+        if (bias.size(dim) != 1 && bias.size(dim) != sizes[dim]) {
+            return std::nullopt;
+        }
+    }
+    return bias.expand({-1, -1, -1, k.size(2)});
+}
+
+// The plan with the op's mask, if one is given.
+std::optional<Plan> with_mask(std::optional<Plan> plan, const IValue &mask, const Tensor &q, const Tensor &k) {
+    if (!is_given(mask) || !plan.has_value()) {
+        return plan;
+    }
+    const Optional bias = attn_bias_of(mask.toTensor(), q, k);
+    if (!bias.has_value() || plan->seqlen_k == 0) {
+        return std::nullopt;
+    }
+    plan->options.attn_bias = bias->narrow(3, 0, plan->seqlen_k);
+    return plan;
+}
+
 // ---- layouts --------------------------------------------------------------------------------------------------------
 
 Tensor with_contiguous_last(const Tensor &x) {
@@ -182,6 +219,12 @@ Tensor with_our_empty_rows(const Tensor &lse) {
     return lse.masked_fill(lse.eq(kInfinity), -kInfinity);
 }
 
+// That of a row from which a mask hides all keys is 0 in PyTorch's efficient and CPU kernels, whose result is 0 too.
+// Our backward takes either: the scores of such a row are -inf.
+Tensor with_pytorchs_hidden_rows(const Tensor &lse) {
+    return lse.masked_fill(lse.eq(-kInfinity), 0.0);
+}
+
 // Where the results of an op with tensors [batch, nheads, seqlen, headdim] are rows first: their strides are those of a
 // contiguous [batch, seqlen, nheads, ...]. Else out has the strides of empty_like(query) and the log-sum-exp is
 // contiguous.
@@ -199,7 +242,8 @@ Forward forward(const Plan &plan, const Tensor &q, const Tensor &k, const Tensor
                  kernel_v = rows_first(v, plan.seqlen_k);
     const Optional given = strides == Strides::rows_first ? Optional(empty_rows_first(q)) : std::nullopt;
     Tensor out, lse;
-    if (q.is_cuda() && q.size(2) <= kMaxQueriesOfDecoding && q.numel() > 0 && plan.seqlen_k > 0) {
+    const bool has_mask = plan.options.attn_bias.has_value();
+    if (q.is_cuda() && q.size(2) <= kMaxQueriesOfDecoding && q.numel() > 0 && plan.seqlen_k > 0 && !has_mask) {
         KvCacheOptions whole{};
         whole.cache_seqlen = -1;
         std::tie(out, lse) = mha_fwd_kvcache({whole, kernel_q, kernel_k, kernel_v, given, plan.options});
@@ -209,18 +253,23 @@ Forward forward(const Plan &plan, const Tensor &q, const Tensor &k, const Tensor
         lse = std::move(results.softmax_lse);
     }
     return {strides == Strides::rows_first ? out.transpose(1, 2) : like(q, out.transpose(1, 2)),
-            plan.has_empty_rows ? with_pytorchs_empty_rows(lse) : lse};
+            has_mask              ? with_pytorchs_hidden_rows(lse)
+            : plan.has_empty_rows ? with_pytorchs_empty_rows(lse)
+                                  : lse};
 }
 
 bool fits(const Tensor &grad_out, const Tensor &q, const Tensor &out) {
     return grad_out.sizes() == q.sizes() && out.sizes() == q.sizes() && grad_out.scalar_type() == q.scalar_type();
 }
 
-// dq, dk and dv.
-using Gradients = std::array<Tensor, 3>;
+struct Gradients {
+    Tensor dq, dk, dv;
+    Tensor dbias;  // undefined where it is not wanted
+};
 
 Gradients backward(const Plan &plan, const Tensor &grad_out, const Tensor &q, const Tensor &k, const Tensor &v,
-                   const Tensor &out, const Tensor &lse, Strides strides = Strides::like_inputs) {
+                   const Tensor &out, const Tensor &lse, Strides strides = Strides::like_inputs,
+                   bool wants_dbias = false) {
     const bool is_rows_first = strides == Strides::rows_first;
     const Tensor kernel_q = rows_first(q, q.size(2)), kernel_k = rows_first(k, plan.seqlen_k),
                  kernel_v = rows_first(v, plan.seqlen_k);
@@ -247,7 +296,15 @@ Gradients backward(const Plan &plan, const Tensor &grad_out, const Tensor &q, co
         whole.narrow(2, plan.seqlen_k, x.size(2) - plan.seqlen_k).zero_();  // no query sees these keys
         return whole;
     };
-    return {finished(q, dq), finished(k, dk), finished(v, dv)};
+    Tensor dbias;
+    if (wants_dbias) {
+        dbias = mha_attn_bias_bwd({{kernel_q, kernel_k, kernel_v, std::nullopt, {}, plan.options},
+                                   grad_out.transpose(1, 2),
+                                   lse,
+                                   softmax_d,
+                                   std::nullopt});
+    }
+    return {finished(q, dq), finished(k, dk), finished(v, dv), dbias};
 }
 
 // A call with flash-attn's layout and masks, dense or varlen.
@@ -320,7 +377,7 @@ Results flash_backward(Arguments args) {
     if (is_varlen || !plan.has_value() || !fits(grad_out, q, out)) {
         return std::nullopt;
     }
-    const auto [dq, dk, dv] = backward(*plan, grad_out, q, k, v, out, lse);
+    const auto [dq, dk, dv, _] = backward(*plan, grad_out, q, k, v, out, lse);
     if (promises.flash_out_is_rows_first) {
         return Results({rows_first_like(q, dq), rows_first_like(k, dk), rows_first_like(v, dv)});
     }
@@ -350,7 +407,7 @@ Results cudnn_backward(Arguments args) {
     if (has_bias || is_varlen || !plan.has_value() || !fits(grad_out, q, out)) {
         return std::nullopt;
     }
-    const auto [dq, dk, dv] = backward(*plan, grad_out, q, k, v, out, lse.dim() == 3 ? lse : lse.squeeze(-1));
+    const auto [dq, dk, dv, _] = backward(*plan, grad_out, q, k, v, out, lse.dim() == 3 ? lse : lse.squeeze(-1));
     return Results({dq, dk, dv});
 }
 
@@ -358,9 +415,10 @@ Results cudnn_backward(Arguments args) {
 Results efficient_forward(Arguments args) {
     constexpr int64_t kMultipleOfRows = 32;
     const Tensor &q = args[0].toTensor(), &k = args[1].toTensor(), &v = args[2].toTensor();
-    const bool has_bias = is_given(args[3]), returns_lse = args[4].toBool();
-    const auto plan = plan_of(q, k, v, args[5].toDouble(), args[6].toBool(), scale_at(args[7]), Diagonal::top_left);
-    if (has_bias || !plan.has_value()) {
+    const bool returns_lse = args[4].toBool();
+    const auto plan = with_mask(
+        plan_of(q, k, v, args[5].toDouble(), args[6].toBool(), scale_at(args[7]), Diagonal::top_left), args[3], q, k);
+    if (!plan.has_value()) {
         return std::nullopt;
     }
     auto [out, lse] = forward(*plan, q, k, v, Strides::rows_first);
@@ -374,6 +432,18 @@ Results efficient_forward(Arguments args) {
     return Results({out, lse, seed, offset});
 }
 
+// The gradient of a bias in memory as the op promises: rows of a multiple of 16 numbers.
+Tensor with_padded_rows(const Tensor &dbias) {
+    constexpr int64_t kMultiple = 16;
+    std::vector<int64_t> sizes = dbias.sizes().vec();
+    const int64_t keys = sizes.back();
+    if (keys % kMultiple == 0) {
+        return dbias;
+    }
+    sizes.back() = (keys + kMultiple - 1) / kMultiple * kMultiple;
+    return at::empty(sizes, dbias.options()).narrow(-1, 0, keys).copy_(dbias);
+}
+
 // (grad_query, grad_key, grad_value, grad_attn_bias)
 Results efficient_backward(Arguments args) {
     if (!is_given(args[0])) {
@@ -381,22 +451,26 @@ Results efficient_backward(Arguments args) {
     }
     const Tensor &grad_out = args[0].toTensor(), &q = args[1].toTensor(), &k = args[2].toTensor(),
                  &v = args[3].toTensor(), &out = args[5].toTensor(), &lse = args[6].toTensor();
-    const bool has_bias = is_given(args[4]);
-    const auto plan = plan_of(q, k, v, args[9].toDouble(), args[11].toBool(), scale_at(args[12]), Diagonal::top_left);
-    if (has_bias || !plan.has_value() || !fits(grad_out, q, out) || lse.size(-1) < q.size(2)) {
+    const auto plan = with_mask(
+        plan_of(q, k, v, args[9].toDouble(), args[11].toBool(), scale_at(args[12]), Diagonal::top_left), args[4], q, k);
+    if (!plan.has_value() || !fits(grad_out, q, out) || lse.size(-1) < q.size(2)) {
         return std::nullopt;
     }
-    const auto [dq, dk, dv] =
-        backward(*plan, grad_out, q, k, v, out, lse.narrow(-1, 0, q.size(2)), Strides::rows_first);
-    return Results({dq, dk, dv, Tensor()});
+    const bool wants_dbias = is_given(args[4]) && args[10].toBoolList().get(3);
+    if (wants_dbias && plan->options.attn_bias->sizes() != args[4].toTensor().sizes()) {
+        return std::nullopt;
+    }
+    const auto [dq, dk, dv, dbias] =
+        backward(*plan, grad_out, q, k, v, out, lse.narrow(-1, 0, q.size(2)), Strides::rows_first, wants_dbias);
+    return Results({dq, dk, dv, wants_dbias ? with_padded_rows(dbias) : dbias});
 }
 
 // (output, logsumexp)
 Results cpu_forward(Arguments args) {
     const Tensor &q = args[0].toTensor(), &k = args[1].toTensor(), &v = args[2].toTensor();
-    const bool has_mask = is_given(args[5]);
-    const auto plan = plan_of(q, k, v, args[3].toDouble(), args[4].toBool(), scale_at(args[6]), Diagonal::top_left);
-    if (has_mask || !plan.has_value()) {
+    const auto plan = with_mask(
+        plan_of(q, k, v, args[3].toDouble(), args[4].toBool(), scale_at(args[6]), Diagonal::top_left), args[5], q, k);
+    if (!plan.has_value()) {
         return std::nullopt;
     }
     const auto [out, lse] = forward(*plan, q, k, v);
@@ -406,12 +480,12 @@ Results cpu_forward(Arguments args) {
 Results cpu_backward(Arguments args) {
     const Tensor &grad_out = args[0].toTensor(), &q = args[1].toTensor(), &k = args[2].toTensor(),
                  &v = args[3].toTensor(), &out = args[4].toTensor(), &lse = args[5].toTensor();
-    const bool has_mask = is_given(args[8]);
-    const auto plan = plan_of(q, k, v, args[6].toDouble(), args[7].toBool(), scale_at(args[9]), Diagonal::top_left);
-    if (has_mask || !plan.has_value() || !fits(grad_out, q, out)) {
+    const auto plan = with_mask(
+        plan_of(q, k, v, args[6].toDouble(), args[7].toBool(), scale_at(args[9]), Diagonal::top_left), args[8], q, k);
+    if (!plan.has_value() || !fits(grad_out, q, out)) {
         return std::nullopt;
     }
-    const auto [dq, dk, dv] = backward(*plan, grad_out, q, k, v, out, lse, Strides::rows_first);
+    const auto [dq, dk, dv, _] = backward(*plan, grad_out, q, k, v, out, lse, Strides::rows_first);
     return Results({dq, dk, dv});
 }
 

@@ -217,10 +217,14 @@ protected:
         return !masked ? Mask::none : keys_.has_gaps() ? Mask::outside_and_gap : Mask::outside;
     }
 
-    // True if the panel's row i sees at least one key of the sequence. load_rows puts zeros in the place of the others,
+    // True if the panel's row i sees at least one key of the sequence (attn_bias hides all keys of a row whose lse is
+    // -inf). load_rows puts zeros in the place of the others,
     // because 0 * NaN would carry a NaN or an infinity of theirs into dk and dv. store_dq leaves out the others,
     // because compute_dot_do_o stores their dq.
-    bool has_keys(int i) const { return keys_.lo[i] < keys_.hi[i]; }
+    bool has_keys(int i) const {
+        return keys_.lo[i] < keys_.hi[i] &&
+               !(score_mod_.hides_keys() && lse_[i] == std::numeric_limits<Acc>::infinity());
+    }
 
     // Marks the keys of the block that a row sees. load_kv puts zeros in the place of the others, because 0 * NaN would
     // carry a NaN or an infinity of theirs into dq.
@@ -244,6 +248,12 @@ protected:
     bool is_seen(int key) const {
         if (is_seen_ != nullptr) return is_seen_[key - block_.n_begin] != 0;
         return QueryRange(params_, group_.seq, key, key + 1).size() > 0;
+    }
+    // True if a loaded key must be zeros: it has an infinity or a NaN, and attn_bias hides it from every row.
+    template <typename Number>
+    bool is_hidden(int key, const Number *k, const Number *v) const {
+        return score_mod_.hides_keys() && (has_special(k, d_) || has_special(v, d_)) &&
+               score_mod_.is_hidden(group_, key);
     }
 
     struct Range {  // [begin, end)
@@ -325,7 +335,10 @@ private:
         Acc *const sums = sums_of_head(params, bidb, bidh);
         for (int64_t query = begin; query < end; ++query) {
             const int64_t row = query * ratio + bidh % ratio;
-            if (group.keys_seen(row).is_empty()) {
+            const bool is_hidden =
+                params.attn_bias.is_used() && static_cast<const Acc *>(params.softmax_lse)[group.lse_index(row)] ==
+                                                  -std::numeric_limits<Acc>::infinity();
+            if (is_hidden || group.keys_seen(row).is_empty()) {
                 sums[query] = 0;
                 if (params.dq.ptr != nullptr)
                     std::memset(group.row_ptr(params.dq, row), 0, sizeof(Element) * size_t(params.d));

@@ -50,6 +50,9 @@ private:
             const int64_t at = int64_t(n - block_.n_begin) * d_padded_;
             std::memcpy(k_ + at, group_.key_ptr(params_.k, n), sizeof(BFloat16) * size_t(d_));
             std::memcpy(v_ + at, group_.key_ptr(params_.v, n), sizeof(BFloat16) * size_t(d_));
+            if (is_hidden(n, k_ + at, v_ + at)) {
+                for (BFloat16 *x : {k_, v_}) std::memset(x + at, 0, sizeof(BFloat16) * size_t(d_));
+            }
         }
         if (!want_dq_) return;
         for (int n = 0; n < n_end_ - block_.n_begin; n += kAmxBlock) {
@@ -136,8 +139,10 @@ private:
                                      kAmxBlock);
         const int used_keys = std::min(kAmxBlock, keys - n), target = n * kPanel + row;
         constexpr int kVecsOfBlock = kAmxBlock / kLanes<float>;
-        if (score_mod_.is_on())
+        if (score_mod_.is_on()) {
             score_mod_.apply<kAmxBlock>(s_, derivative_, n_begin + n, kAmxBlock, row, 0, kVecsOfBlock);
+            score_mod_.clear_hidden_keys<kAmxBlock>(s_, dp_, derivative_, kAmxBlock, 0, kVecsOfBlock);
+        }
         if (dropout_.is_on && want_ds())
             drop<float, kAmxBlock, kPanel>(dp_, float(dropout_.scale), dropout_.keep(n) + row, used_keys, kVecsOfBlock);
         const bool is_capped = score_mod_.is_capped;

@@ -50,6 +50,9 @@ private:
             }
             this->load_row(group_.key_ptr(params_.k, block_.n_begin + n), k_ + n * d_padded_, d_, d_padded_);
             this->load_row(group_.key_ptr(params_.v, block_.n_begin + n), v_ + n * d_padded_, d_, d_padded_);
+            if (this->is_hidden(block_.n_begin + n, k_ + n * d_padded_, v_ + n * d_padded_)) {
+                for (Acc *x : {k_, v_}) std::fill_n(x + n * d_padded_, d_padded_, Acc(0));
+            }
         }
         const int64_t missing = int64_t(round_up(keys, kTile) - keys) * d_padded_;
         for (Acc *x : {k_, v_}) std::fill_n(x + int64_t(keys) * d_padded_, missing, Acc(0));
@@ -172,6 +175,7 @@ private:
             drop<Acc, kPanel, kPanel>(x + lane, Acc(factor), this->dropout_.keep(n) + lane, keys, vecs);
         };
         this->score_mod_.template apply<kPanel>(s, derivative_, n_begin + n, keys, 0, lane, vecs);
+        this->score_mod_.template clear_hidden_keys<kPanel>(s, dp, derivative_, keys, lane, vecs);
         if (this->dropout_.is_on && this->want_ds()) drop_some(dp, this->dropout_.scale);
         softmax(s, dp, n_begin + n, keys, lane, vecs, masked);
         if (this->dropout_.is_on) drop_some(s, 1);

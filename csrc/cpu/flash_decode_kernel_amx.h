@@ -325,10 +325,13 @@ private:
     // The same for one row of a masked step. Keys that it does not see add nothing, even if their v is infinite or NaN.
     FLASH_NOINLINE void output_of_row_masked(const Panel &panel, float alpha, int row, int n_first, int from,
                                              int keys) const {
+        const BFloat16 *const p_of_row = shared_.p + row * kBlockN;
         const auto v_of = [&](int n) {
-            return n < keys && panel.keys.is_seen(row, n_first + n) ? values_[from + n] : kZeros;
+            const bool is_seen =
+                n < keys && panel.keys.is_seen(row, n_first + n) && !(score_mod_.hides_keys() && p_of_row[n].bits == 0);
+            return is_seen ? values_[from + n] : kZeros;
         };
-        const auto *const p = reinterpret_cast<const int32_t *>(shared_.p + row * kBlockN);
+        const auto *const p = reinterpret_cast<const int32_t *>(p_of_row);
         for (int c = 0; c < d_; c += kColumns) {
             Float acc[1][1][2] = {};
             for (int n = 0; n < keys; n += 2) {

@@ -23,6 +23,7 @@
 
 #define FLASH_CPU_ISA 2
 #define FLASH_CPU_NAMESPACE avx2
+#include "flash_bias_bwd_kernel_fma.h"
 #include "flash_bwd_kernel_fma.h"
 #include "flash_fwd_kernel_fma.h"
 

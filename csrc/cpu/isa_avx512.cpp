@@ -26,6 +26,7 @@
 
 #define FLASH_CPU_ISA 3
 #define FLASH_CPU_NAMESPACE avx512
+#include "flash_bias_bwd_kernel_fma.h"
 #include "flash_bwd_kernel_fma.h"
 #include "flash_fwd_kernel_fma.h"
 

@@ -11,5 +11,6 @@
 
 #define FLASH_CPU_ISA 0
 #define FLASH_CPU_NAMESPACE baseline
+#include "flash_bias_bwd_kernel_fma.h"
 #include "flash_bwd_kernel_fma.h"
 #include "flash_fwd_kernel_fma.h"

@@ -1,5 +1,6 @@
-// The interface between scheduling (flash_fwd_cpu.cpp, flash_bwd_cpu.cpp, kvcache_cpu.cpp) and the kernels, which are
-// compiled once per instruction set (isa_*.cpp): blocks of rows and of keys, and the functions that compute them.
+// The interface between scheduling (flash_fwd_cpu.cpp, flash_bwd_cpu.cpp, flash_bias_bwd_cpu.cpp, kvcache_cpu.cpp) and
+// the kernels, which are compiled once per instruction set (isa_*.cpp): blocks of rows and of keys, and the functions
+// that compute them.
 #pragma once
 
 #include <atomic>
@@ -102,22 +103,41 @@ struct BackwardKernel {
     void (*compute_dq_dk_dv_1colblock)(const Flash_bwd_params &, const ColBlock &, void *scratch) = nullptr;
 };
 
+// A tile of the gradient of attn_bias: queries and keys, and the pairs of a sequence and a head that it sums.
+struct BiasTile {
+    int part = 0, bias_batch = 0, bias_head = 0;  // of Flash_bias_bwd_params::dbias
+    int64_t pair_begin = 0, pair_end = 0;         // among the pairs that share the bias
+    int row_begin = 0, row_end = 0;               // queries: a panel, or all where bias_rows is 1
+    int n_begin = 0;                              // first key, a multiple of step_keys
+};
+
+// One dtype's gradient of attn_bias, compiled for one instruction set.
+struct BiasBackwardKernel {
+    int panel_rows = 0;  // queries of a tile
+    int step_keys = 0;   // keys of a tile
+    size_t (*scratch_bytes)(const Flash_bias_bwd_params &) = nullptr;
+    void (*compute_dbias_1tile)(const Flash_bias_bwd_params &, const BiasTile &, void *scratch) = nullptr;
+};
+
 // The kernels of every instruction set. Each namespace is one isa_*.cpp, which includes the same kernel headers.
 
 namespace baseline {
 ForwardKernel forward_kernel(DType dtype);
 BackwardKernel backward_kernel(DType dtype);
+BiasBackwardKernel bias_backward_kernel(DType dtype);
 }  // namespace baseline
 
 #ifdef FLASH_CPU_HAS_AVX
 namespace avx2 {
 ForwardKernel forward_kernel(DType dtype);
 BackwardKernel backward_kernel(DType dtype);
+BiasBackwardKernel bias_backward_kernel(DType dtype);
 }  // namespace avx2
 
 namespace avx512 {
 ForwardKernel forward_kernel(DType dtype);
 BackwardKernel backward_kernel(DType dtype);
+BiasBackwardKernel bias_backward_kernel(DType dtype);
 }  // namespace avx512
 #endif
 

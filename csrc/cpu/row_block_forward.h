@@ -145,7 +145,7 @@ protected:
     }
 
     // One block of keys against one panel: product, softmax, product. Keys that no query of the panel sees are left
-    // out. The step is masked if some query does not see all keys that are left. The derived class rounds the step to
+    // out. The step is masked if some query may not see all keys that are left. The derived class rounds the step to
     // multiples of kKeyStep keys, counted from n_begin.
     void step(const Panel &p, int n_begin, int n_end) {
         const PanelKeys &seen = panel_keys_[p.index];
@@ -153,7 +153,7 @@ protected:
         n_first -= (n_first - n_begin) % Self::kKeyStep;
         const int n_last = seen.end_in(n_end);
         if (n_first >= n_last) return;
-        const bool masked = !common_keys_[p.index].contain(n_first, n_last);
+        const bool masked = score_mod_.hides_keys() || !common_keys_[p.index].contain(n_first, n_last);
         prefetch_row_ = 2 * kBlockN * p.index / panels_;
         prefetch_end_ = 2 * kBlockN * (p.index + 1) / panels_;
         self().step_vecs(p, (p.rows + kLanes<Acc> - 1) / kLanes<Acc>, n_begin, n_first, n_last, masked);

@@ -1,7 +1,8 @@
-// Softcap and ALiBi: turn scores q . k into the logits of the softmax. Forward and backward use the same arithmetic on
-// the same scores. Layout as in softmax.h: [key][row], each lane a row.
+// Softcap, ALiBi and attn_bias: turn scores q . k into the logits of the softmax. Forward and backward use the same
+// arithmetic on the same scores. Layout as in softmax.h: [key][row], each lane a row.
 #pragma once
 
+#include "attn_bias.h"
 #include "rows.h"
 #include "simd.h"
 
@@ -70,25 +71,31 @@ class ScoreMod {
 public:
     explicit ScoreMod(const Flash_fwd_params &params)
         : is_capped(params.softcap > 0),
-          is_biased(params.alibi_slopes != nullptr),
+          has_alibi(params.alibi_slopes != nullptr),
           scale_(T(params.softmax_scale)),
           cap_(T(params.softcap)),
-          tanh_factor_(is_capped ? T(2 * kLog2e * params.softmax_scale / params.softcap) : T(0)) {}
+          tanh_factor_(is_capped ? T(2 * kLog2e * params.softmax_scale / params.softcap) : T(0)),
+          bias_(params) {}
 
-    bool is_on() const { return is_capped || is_biased; }
+    bool is_on() const { return is_capped || has_alibi || bias_.is_used; }
 
-    // The factor by which the softmax multiplies: 1 where softcap or ALiBi have scaled the scores.
+    // True if a key that the mask lets a row see may get a score of -inf.
+    bool hides_keys() const { return bias_.is_used; }
+
+    // The factor by which the softmax multiplies: 1 where the modifiers have scaled the scores.
     T scale_left() const { return is_on() ? T(1) : scale_; }
 
     void take(Scratch &scratch, int64_t rows) {
-        scratch.take(slope_, is_biased ? rows : 0);
-        scratch.take(position_, is_biased ? rows : 0);
+        scratch.take(slope_, has_alibi ? rows : 0);
+        scratch.take(position_, has_alibi ? rows : 0);
+        bias_.take(scratch, rows);
     }
 
     // Lane `i` holds row `row` of the group.
     template <typename Element>
     void set_row(const Group<Element> &group, int64_t row, int64_t i) {
-        if (!is_biased) return;
+        bias_.set_row(group, row, i);
+        if (!has_alibi) return;
         const Flash_fwd_params &params = group.params;
         slope_[i] = T(params.alibi_slopes[group.bidb * params.alibi_slopes_batch_stride + group.head(row)]);
         position_[i] = typename Simd<T>::Int(group.query(row) + group.seq.seqlen_k - group.seq.seqlen_q);
@@ -102,18 +109,36 @@ public:
             derivative == nullptr ? cap_scores<T, kStride, false>(s, nullptr, keys, cap_, tanh_factor_, lane, vecs)
                                   : cap_scores<T, kStride, true>(s, derivative, keys, cap_, tanh_factor_, lane, vecs);
         }
-        if (is_biased) {
+        if (has_alibi) {
             add_alibi<T, kStride>(s, n_begin, keys, is_capped ? T(1) : scale_, slope_ + first, position_ + first, lane,
                                   vecs);
         }
+        if (bias_.is_used) {
+            bias_.template add<kStride>(s, n_begin, keys, is_capped || has_alibi ? T(1) : scale_, first, lane, vecs);
+        }
     }
 
-    const bool is_capped, is_biased;
+    // After `apply`: dp = 0, and the derivative if it is not null, for keys that attn_bias hides.
+    template <int kStride>
+    void clear_hidden_keys(const T *s, T *dp, T *derivative, int keys, int lane, int vecs) const {
+        if (!hides_keys()) return;
+        clear_hidden<T, kStride>(s, dp, keys, lane, vecs);
+        if (derivative != nullptr) clear_hidden<T, kStride>(s, derivative, keys, lane, vecs);
+    }
+
+    // True if attn_bias hides the key from every row of the group.
+    template <typename Element>
+    bool is_hidden(const Group<Element> &group, int64_t key) const {
+        return bias_.is_used && bias_.hides_from_all(group, key);
+    }
+
+    const bool is_capped, has_alibi;
 
 private:
     const T scale_, cap_, tanh_factor_;
     T *slope_ = nullptr;                         // of each row
     typename Simd<T>::Int *position_ = nullptr;  // of each row: the key at the query's own position
+    BiasRows<T> bias_;
 };
 
 }  // namespace flash::cpu::FLASH_CPU_NAMESPACE

@@ -56,22 +56,23 @@ inline Isa select_isa([[maybe_unused]] DType dtype) {
 struct Kernels {
     ForwardKernel (*forward)(DType);
     BackwardKernel (*backward)(DType);
+    BiasBackwardKernel (*bias_backward)(DType);
 };
 
 inline Kernels kernels_of(Isa isa) {
     switch (isa) {
 #ifdef FLASH_CPU_HAS_AMX
         case Isa::amx:
-            return {amx::forward_kernel, amx::backward_kernel};
+            return {amx::forward_kernel, amx::backward_kernel, avx512::bias_backward_kernel};
 #endif
 #ifdef FLASH_CPU_HAS_AVX
         case Isa::avx512:
-            return {avx512::forward_kernel, avx512::backward_kernel};
+            return {avx512::forward_kernel, avx512::backward_kernel, avx512::bias_backward_kernel};
         case Isa::avx2:
-            return {avx2::forward_kernel, avx2::backward_kernel};
+            return {avx2::forward_kernel, avx2::backward_kernel, avx2::bias_backward_kernel};
 #endif
         default:
-            return {baseline::forward_kernel, baseline::backward_kernel};
+            return {baseline::forward_kernel, baseline::backward_kernel, baseline::bias_backward_kernel};
     }
 }
 

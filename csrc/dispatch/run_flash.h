@@ -22,7 +22,7 @@ void run_mha_fwd_cpu(const Flash_fwd_params &params);
 void run_mha_bwd_cpu(const Flash_bwd_params &params);
 
 // Computes params.dbias on the calling thread's at::parallel_for pool, bitwise the same for every number of threads.
-// params.parts is 1. Throws std::bad_alloc for lack of memory.
+// Throws std::bad_alloc for lack of memory.
 void run_mha_bias_bwd_cpu(const Flash_bias_bwd_params &params);
 
 // Appends the new keys to the cache, rotates them and the queries, then computes params.o and params.softmax_lse. Runs

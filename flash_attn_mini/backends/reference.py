@@ -106,6 +106,25 @@ def backward(
     return dq, dk, dv, softmax_d
 
 
+def bias_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_lse: Tensor,
+    softmax_d: Tensor,
+    options: Options,
+    rng_state: Tensor | None = None,
+) -> Tensor:
+    """The gradient of attn_bias of checked arguments."""
+    attn_bias = options.attn_bias
+    assert attn_bias is not None
+    (part,) = _parts(q, k, v, None, options, rng_state)
+    delta = softmax_d[..., : q.shape[1]]
+    found = reference.attn_bias_reference_backward(dout, q, part.k, part.v, softmax_lse, delta, **part.options)
+    return found.to(attn_bias.dtype)
+
+
 def forward_kvcache(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, cache: KvCache, options: Options
 ) -> tuple[Tensor, Tensor]:
@@ -135,7 +154,7 @@ def _parts(
     of_reference, p, nheads = _options_of(options, q), options.dropout_p, q.shape[-2]
     key_ranges = options.key_ranges
     if sequences is None:
-        of_reference["key_ranges"] = key_ranges
+        of_reference.update(key_ranges=key_ranges, attn_bias=options.attn_bias)
         if rng_state is not None and p > 0:
             mask = reference.dropout_mask(rng_state, p, q.shape[0], nheads, q.shape[1], k.shape[1])
             of_reference["dropout_mask"] = mask

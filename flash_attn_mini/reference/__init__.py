@@ -5,7 +5,7 @@ the sequence length. They import only torch, run on CPU and CUDA, and are differ
 """
 
 from .attention import attention_probabilities, attention_reference, attention_scores, softmax_with_lse
-from .backward import attention_reference_backward
+from .backward import attention_reference_backward, attn_bias_reference_backward
 from .kvcache import attention_kvcache_reference
 from .masks import alibi_bias, in_key_ranges, visible_keys
 from .packed import (
@@ -32,6 +32,7 @@ __all__ = [
     "attention_varlen_kvpacked_reference",
     "attention_varlen_qkvpacked_reference",
     "attention_varlen_reference",
+    "attn_bias_reference_backward",
     "dropout_mask",
     "dropout_masks_varlen",
     "in_key_ranges",

@@ -63,9 +63,13 @@ def attention_scores(
         scores = softcap * torch.tanh(scores / softcap)
     if alibi_slopes is not None:
         scores = scores + alibi_bias(alibi_slopes.to(dtype), seqlen_q, seqlen_k)
-    if attn_bias is not None:
-        scores = scores + attn_bias.to(dtype)
     visible = visible_keys(seqlen_q, seqlen_k, causal=causal, window_size=window_size, device=q.device)
+    if attn_bias is not None:
+        if attn_bias.dtype == torch.bool:
+            visible = visible & attn_bias
+        else:
+            scores = scores + attn_bias.to(dtype)
+            visible = visible & (attn_bias != -math.inf)
     if key_ranges is not None:
         visible = visible & in_key_ranges(key_ranges, seqlen_k)
     return scores.masked_fill(~visible, -math.inf)
@@ -148,7 +152,8 @@ def attention_reference(
         window_size: ``(left, right)`` keys around the query's position, -1 = unbounded; see `visible_keys`.
         softcap: if positive, a scaled score s becomes ``softcap * tanh(s / softcap)`` (Gemma 2, arXiv 2408.00118).
         alibi_slopes: ``[nheads]`` or ``[batch, nheads]``; see `alibi_bias`.
-        attn_bias: added after softcap; broadcasts to ``[batch, nheads, seqlen_q, seqlen_k]``; may hold -inf.
+        attn_bias: broadcasts to ``[batch, nheads, seqlen_q, seqlen_k]``. Floating: added after softcap and ALiBi; -inf
+            hides a key. bool: True where the query sees the key.
         key_ranges: ``[1 or batch, 1 or nheads, seqlen_q, 2]`` or ``[..., 2, 2]``; see `in_key_ranges`.
         sinks: ``[nheads]`` or ``[batch, nheads]`` logits without values; see `softmax_with_lse`.
         dropout_p: probability of dropping, in [0, 1); kept probabilities are scaled by ``1 / (1 - dropout_p)``.

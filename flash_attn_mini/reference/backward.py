@@ -54,27 +54,73 @@ def attention_reference_backward(
     nheads, headdim = q.shape[2:]
     scale = 1.0 / math.sqrt(headdim) if softmax_scale is None else softmax_scale
     q, k, v, out, lse, dout = (x.to(dtype) for x in (q, k, v, out, lse, dout))
-    k_of_head, v_of_head = expand_heads(k, nheads), expand_heads(v, nheads)
-
-    scores = attention_scores(q, k, softmax_scale=scale, dtype=dtype, **score_options)
-    no_key = (lse == -math.inf)[..., None]
-    probabilities = torch.exp(scores - lse[..., None].masked_fill(no_key, 0.0))  # exp(-inf) = 0 in rows without keys
     delta = torch.einsum("bihd,bihd->bhi", dout, out)
     if dlse is not None:
         delta = delta - dlse.to(dtype)
-
-    kept = probabilities  # the factors of the values, after dropout
-    dprobabilities = torch.einsum("bihd,bjhd->bhij", dout, v_of_head)
-    if dropout_p > 0.0 and dropout_mask is not None:
-        factor = dropout_mask.to(dtype) / (1.0 - dropout_p)
-        kept, dprobabilities = kept * factor, dprobabilities * factor
-    # delta is sum(P dP) with dropout too: a dropped element is in neither dP nor out.
-    dscores = probabilities * (dprobabilities - delta[..., None])  # before the scale
+    kept, dscores = _probabilities_and_gradient(
+        *(dout, q, k, v, lse, delta), scale, dropout_p, dropout_mask, dtype, **score_options
+    )
+    k_of_head = expand_heads(k, nheads)
     dscores = dscores * score_derivative(q, k, softmax_scale=scale, dtype=dtype, **score_options)
     dq = scale * torch.einsum("bhij,bjhd->bihd", dscores, k_of_head)
     dk = scale * torch.einsum("bhij,bihd->bjhd", dscores, q)
     dv = torch.einsum("bhij,bihd->bjhd", kept, dout)
     return dq, _sum_groups(dk, k.shape[2]), _sum_groups(dv, k.shape[2])
+
+
+def attn_bias_reference_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    *,
+    attn_bias: Tensor,
+    softmax_scale: float | None = None,
+    dropout_p: float = 0.0,
+    dropout_mask: Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
+    **score_options: Any,
+) -> Tensor:
+    """The gradient of attn_bias ``[1 or batch, 1 or nheads, 1 or seqlen_q, seqlen_k]``, in its shape and `dtype`.
+
+    Args: as in `attention_reference_backward`.
+        delta: ``[batch, nheads, seqlen_q]``, the sum over headdim of ``dout * out``, minus the gradient of lse.
+    """
+    scale = 1.0 / math.sqrt(q.shape[3]) if softmax_scale is None else softmax_scale
+    q, k, v, lse, dout, delta = (x.to(dtype) for x in (q, k, v, lse, dout, delta))
+    options = {"attn_bias": attn_bias, **score_options}
+    _, dscores = _probabilities_and_gradient(
+        *(dout, q, k, v, lse, delta), scale, dropout_p, dropout_mask, dtype, **options
+    )
+    return dscores.sum_to_size(attn_bias.shape)
+
+
+def _probabilities_and_gradient(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    scale: float,
+    dropout_p: float,
+    dropout_mask: Tensor | None,
+    dtype: torch.dtype,
+    **score_options: Any,
+) -> tuple[Tensor, Tensor]:
+    """The factors of the values, after dropout, and the gradient of the logits of `attention_scores`."""
+    scores = attention_scores(q, k, softmax_scale=scale, dtype=dtype, **score_options)
+    no_key = (lse == -math.inf)[..., None]
+    probabilities = torch.exp(scores - lse[..., None].masked_fill(no_key, 0.0))  # exp(-inf) = 0 in rows without keys
+    kept = probabilities
+    dprobabilities = torch.einsum("bihd,bjhd->bhij", dout, expand_heads(v, q.shape[2]))
+    if dropout_p > 0.0 and dropout_mask is not None:
+        factor = dropout_mask.to(dtype) / (1.0 - dropout_p)
+        kept, dprobabilities = kept * factor, dprobabilities * factor
+    # delta is sum(P dP) with dropout too: a dropped element is in neither dP nor out.
+    return kept, probabilities * (dprobabilities - delta[..., None])
 
 
 def _sum_groups(gradient: Tensor, nheads_k: int) -> Tensor:

@@ -175,3 +175,20 @@ def test_mixed_precision_training_follows_sdpa_on_the_cpu() -> None:
     theirs = losses(lambda q, k, v: sdpa(q, k, v, is_causal=True))
     assert ours[-1] < ours[0]
     assert ours == pytest.approx(theirs, rel=1e-2)
+
+
+@pytest.mark.parametrize("to", AUTOCAST_DTYPES, ids=str)
+@pytest.mark.parametrize("given", [torch.float32, torch.float16, torch.bfloat16, torch.bool], ids=str)
+def test_autocast_leaves_a_bias_of_float32(given: torch.dtype, to: torch.dtype, backend: str, device: str) -> None:
+    """Others are cast as q is."""
+    q, k, v = qkv(device, torch.float32, requires_grad=False)
+    draw = torch.Generator().manual_seed(1)
+    bias = torch.randn(1, q.shape[2], q.shape[1], k.shape[1], generator=draw).to(device, given)
+    leaf = bias.requires_grad_() if given.is_floating_point else bias
+    with torch.autocast(device, dtype=to):
+        out = flash_attn_func(q, k, v, attn_bias=leaf, backend=backend)
+    used = bias.detach() if given in (torch.float32, torch.bool) else bias.detach().to(to)
+    assert torch.equal(out, flash_attn_func(q.to(to), k.to(to), v.to(to), attn_bias=used, backend=backend))
+    if given.is_floating_point:
+        (gradient,) = torch.autograd.grad(out.float().sum(), leaf)
+        assert gradient.dtype == given

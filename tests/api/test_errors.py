@@ -25,6 +25,7 @@ from ..support.wrong_calls import (
     V,
     WrongCall,
     assert_says,
+    bias,
     cast,
     given,
     meta,
@@ -36,7 +37,7 @@ from ..support.wrong_calls import (
     valid_call,
 )
 
-RANGES = "key_ranges"
+RANGES, BIAS = "key_ranges", "attn_bias"
 
 
 def elsewhere(make: Callable[[Call], object], argument: str) -> Callable[[Call], object]:
@@ -138,11 +139,27 @@ WRONG_KEY_RANGES = [
 ]  # fmt: skip
 
 
+WRONG_BIASES = [
+    WrongCall("bias_rank", bias(5, 7), V, BIAS, r"\[5, 7\]", r"1 or batch, 1 or nheads, 1 or seqlen_q, seqlen_k\]"),
+    WrongCall("bias_rank_5", bias(1, 1, 1, 5, 7), V, BIAS, r"\[1, 1, 1, 5, 7\]", "seqlen_q, seqlen_k"),
+    WrongCall("bias_batch", bias(3, 1, 5, 7), V, BIAS, r"\[3, 1, 5, 7\]", r"1 or batch.*batch 2"),
+    WrongCall("bias_heads", bias(1, 3, 5, 7), V, BIAS, r"\[1, 3, 5, 7\]", r"1 or nheads.*nheads 6"),
+    WrongCall("bias_queries", bias(1, 1, 7, 7), V, BIAS, r"\[1, 1, 7, 7\]", "seqlen_q 5"),
+    WrongCall("bias_keys", bias(2, 6, 5, 5), V, BIAS, r"\[2, 6, 5, 5\]", "seqlen_k 7"),
+    WrongCall("bias_one_key", bias(2, 6, 5, 1), V, BIAS, r"\[2, 6, 5, 1\]", "seqlen_k 7"),
+    WrongCall("bias_int", bias(1, 1, 5, 7, dtype=torch.int32), T, f"{BIAS}.*dtype", "(?i)int", "bool.*float32"),
+    WrongCall("bias_double", bias(1, 1, 5, 7, dtype=torch.float64), T, f"{BIAS}.*dtype", "(?i)double", "(?i)half"),
+    WrongCall("bias_bfloat16", bias(1, 1, 5, 7, dtype=torch.bfloat16), T, f"{BIAS}.*dtype", "(?i)bfloat16", "(?i)half"),
+    WrongCall("bias_elsewhere", elsewhere(bias(1, 1, 5, 7), BIAS), V, BIAS, "meta", "device of q"),
+    WrongCall("bias_list", given(attn_bias=[[0.5]]), T, BIAS, r"\[\[0.5\]\].*list", "bool, float32"),
+]  # fmt: skip
+
+
 def test_the_valid_call_is_valid(backend: str, device: str) -> None:
     assert flash_attn_func(**valid_call(device), backend=backend).shape == (BATCH, SEQLEN_Q, NHEADS, HEADDIM)
 
 
-@pytest.mark.parametrize("wrong", WRONG_CALLS + WRONG_KEY_RANGES, ids=str)
+@pytest.mark.parametrize("wrong", WRONG_CALLS + WRONG_KEY_RANGES + WRONG_BIASES, ids=str)
 def test_wrong_call_is_named(wrong: WrongCall, backend: str, device: str) -> None:
     call = valid_call(device)
     wrong.change(call)

@@ -28,6 +28,7 @@ from ..support.wrong_calls import (
     V,
     WrongCall,
     assert_says,
+    bias,
     cast,
     given,
     meta,
@@ -292,6 +293,15 @@ def test_key_ranges_are_not_implemented(backend: str, device: str) -> None:
     tensors = [call.pop(name) for name in ("q", *CACHES)]
     arguments = kvcache_arguments(*tensors, **call, backend=backend)
     with pytest.raises(NotImplementedError, match=r"key_ranges is not supported with a KV cache.*available"):
+        check_call(FWD_KVCACHE, arguments)
+
+
+def test_attn_bias_is_not_implemented(backend: str, device: str) -> None:
+    call = valid_kvcache_call(device)
+    bias(1, 1, SEQLEN_Q, 20)(call)
+    tensors = [call.pop(name) for name in ("q", *CACHES)]
+    arguments = kvcache_arguments(*tensors, **call, backend=backend)
+    with pytest.raises(NotImplementedError, match=r"attn_bias is not supported with a KV cache.*available"):
         check_call(FWD_KVCACHE, arguments)
 
 

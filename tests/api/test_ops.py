@@ -70,7 +70,7 @@ def test_the_fields_in_the_schemas_are_stable() -> None:
     assert LENGTHS_AND_OPTIONS == [
         "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "block_table", "dropout_p", "softmax_scale",
         "causal", "window_size_left", "window_size_right", "softcap", "alibi_slopes", "deterministic", "backend",
-        "learnable_sink", "key_ranges",
+        "learnable_sink", "key_ranges", "attn_bias",
     ]  # fmt: skip
 
 

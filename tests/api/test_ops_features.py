@@ -15,12 +15,14 @@ from flash_attn_mini.options import Sequences
 from ..support.cases import make_inputs, options_of
 from ..support.feature_cases import FEATURE_CASES
 from ..support.op_calls import (
+    ATTN_BIAS_BWD,
     BWD,
     FWD,
     PACKED_BWD,
     PACKED_FWD,
     Arguments,
     assert_fake_is_like_real,
+    attn_bias_bwd_arguments,
     bwd_arguments,
     fwd_arguments,
     options_of_case,
@@ -97,6 +99,87 @@ def test_opcheck_with_key_ranges(shape: tuple[int, ...], backend: str, device: s
     out, lse, _ = FWD(*fwd_arguments(q, k, v, **options))
     opcheck(BWD, bwd_arguments(torch.randn_like(out), q, k, v, out, lse, **options))
     opcheck(PACKED_BWD, packed_bwd_arguments(torch.randn_like(out), q, packed, out, lse, **options))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.bool], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1, 1, 21), (2, 4, 21, 21), (1, 4, 21, 21)], ids=str)
+def test_opcheck_with_attn_bias(
+    shape: tuple[int, ...], dtype: torch.dtype, backend: str, device: str, draw: torch.Generator
+) -> None:
+    q, k, v = (torch.randn(2, 21, heads, 32, generator=draw).to(device, torch.float16) for heads in (4, 2, 2))
+    bias = torch.randn(shape, generator=draw).to(device)
+    bias = bias > 0 if dtype == torch.bool else bias.to(dtype)
+    options: dict[str, Any] = {"causal": True, "deterministic": True, "backend": backend}
+    own = bias if dtype == torch.bool else wanting(bias)
+    packed = torch.stack([k, v], dim=2)
+    opcheck(FWD, fwd_arguments(wanting(q), wanting(k), wanting(v), **options, attn_bias=own))
+    opcheck(PACKED_FWD, packed_fwd_arguments(wanting(q), wanting(packed), **options, attn_bias=own))
+    options["attn_bias"] = bias
+    out, lse, _ = FWD(*fwd_arguments(q, k, v, **options))
+    dout = torch.randn_like(out)
+    opcheck(BWD, bwd_arguments(dout, q, k, v, out, lse, **options))
+    opcheck(PACKED_BWD, packed_bwd_arguments(dout, q, packed, out, lse, **options))
+    if dtype != torch.bool:
+        *_, softmax_d = BWD(*bwd_arguments(dout, q, k, v, out, lse, **options))
+        opcheck(ATTN_BIAS_BWD, attn_bias_bwd_arguments(dout, q, k, v, lse, softmax_d, **options))
+
+
+class Biased(nn.Module):
+    """Attention with a learned table of relative positions, as in T5, and a mask of padding."""
+
+    def __init__(self, backend: str, heads: int = 4) -> None:
+        super().__init__()
+        self.backend = backend
+        self.table = nn.Parameter(torch.randn(heads, 32, generator=torch.Generator().manual_seed(1)))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Tensor) -> Tensor:
+        row, key = torch.arange(q.shape[1], device=q.device), torch.arange(k.shape[1], device=q.device)
+        bias = self.table[:, (key - row[:, None]).clamp(-16, 15) + 16][None]
+        hidden = torch.zeros(segments.shape, device=q.device).masked_fill(segments == 0, -torch.inf)
+        options: dict[str, Any] = {"causal": True, "deterministic": True, "backend": self.backend}
+        return flash_attn_func(q, k, v, attn_bias=bias + hidden[:, None, None], **options)
+
+
+def test_attn_bias_compiles_without_graph_breaks(backend: str, device: str, draw: torch.Generator) -> None:
+    torch._dynamo.reset()
+    layer = Biased(backend).to(device)
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter)
+    counts = []
+    for seqlen in (20, 37, 51):
+        inputs, segments = of_documents(seqlen, backend, device, draw)
+        leaves = [*(wanting(x) for x in inputs), layer.table]
+        results = [
+            torch.autograd.grad(step(*leaves[:3], segments).square().sum(), leaves) for step in (compiled, layer)
+        ]
+        for a, b in zip(*results, strict=True):
+            torch.testing.assert_close(a, b)
+        counts.append(counter.frame_count)
+    assert counts == counts[:1] * 3, "compiled again for another length"
+
+
+def test_compiled_autograd_of_attn_bias(backend: str, device: str, draw: torch.Generator) -> None:
+    torch._dynamo.reset()
+    layer = Biased(backend).to(device)
+    inputs, segments = of_documents(20, backend, device, draw)
+    leaves = [*(wanting(x) for x in inputs), layer.table]
+    layer(*leaves[:3], segments).square().sum().backward()
+    expected = [x.grad.clone() for x in leaves]
+    for x in leaves:
+        x.grad = None
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):
+        layer(*leaves[:3], segments).square().sum().backward()
+    for x, gradient in zip(leaves, expected, strict=True):
+        torch.testing.assert_close(x.grad, gradient)
+
+
+def test_attn_bias_is_exported(backend: str, device: str, draw: torch.Generator) -> None:
+    layer = Biased(backend).to(device)
+    inputs, segments = of_documents(20, backend, device, draw)
+    dynamic = [{1: torch.export.Dim("seqlen", min=2, max=4096)}] * 4
+    program = torch.export.export(layer, (*inputs, segments), dynamic_shapes=tuple(dynamic))
+    inputs, segments = of_documents(37, backend, device, draw)
+    torch.testing.assert_close(program.module()(*inputs, segments), layer(*inputs, segments))
 
 
 @pytest.mark.parametrize("shape", [(1, 21, 2), (4, 21, 2, 2)], ids=str)

@@ -90,6 +90,7 @@ def options_of(call: Call, names: tuple[str, str, str] = ("q", "k", "v")) -> Opt
         call.get("backend"),
         call.get("learnable_sink"),
         call.get("key_ranges"),
+        call.get("attn_bias"),
         names=names,
     )
 
@@ -177,7 +178,7 @@ TABLES: list[Table] = [
         "forward",
         valid_call,
         forward_arguments,
-        test_errors.WRONG_CALLS + test_errors.WRONG_KEY_RANGES + MORE_WRONG_CALLS,
+        test_errors.WRONG_CALLS + test_errors.WRONG_KEY_RANGES + test_errors.WRONG_BIASES + MORE_WRONG_CALLS,
     ),
     (
         "forward",

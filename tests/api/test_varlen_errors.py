@@ -27,6 +27,7 @@ from ..support.wrong_calls import (
     V,
     WrongCall,
     assert_says,
+    bias,
     cast,
     given,
     meta,
@@ -70,6 +71,7 @@ def op_options(call: Call, backend: str) -> Call:
         "window_size": (call["window_size_left"], call["window_size_right"]),
         **{name: call[renamed.get(name, name)] for name in (*renamed, *same)},
         "key_ranges": call.get(RANGES),
+        "attn_bias": call.get("attn_bias"),
         "backend": backend,
     }
 
@@ -271,6 +273,13 @@ def test_ranges_with_pages_are_not_implemented(backend: str, device: str) -> Non
     call = valid_paged_call(device)
     ranges(1, 9, 2)(call)
     with pytest.raises(NotImplementedError, match="key_ranges is given together with block_table; allowed: one"):
+        check_forward(call, backend)
+
+
+def test_attn_bias_with_sequences_is_not_implemented(backend: str, device: str) -> None:
+    call = valid_varlen_call(device)
+    bias(1, 6, 9, 14)(call)
+    with pytest.raises(NotImplementedError, match=r"attn_bias is not supported with sequences.*available.*key_ranges"):
         check_forward(call, backend)
 
 

@@ -1,5 +1,5 @@
-"""torch.vmap of options: key_ranges of samples, and dropout, where `randomness` decides which samples share a mask, as
-for PyTorch's own dropout.
+"""torch.vmap of options: key_ranges and attn_bias of samples, and dropout, where `randomness` decides which samples
+share a mask, as for PyTorch's own dropout.
 """
 
 from __future__ import annotations
@@ -240,3 +240,50 @@ def test_key_ranges_of_varlen_samples(mapped: str, backend: str, device: str, dr
     for i in range(SAMPLES):
         n, m = (0 if dim is None else i for dim in (of_x, of_ranges))
         assert torch.equal(found[i], attend(x[n], key_ranges[m]))
+
+
+# ---- attn_bias -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mapped", ["all", "bias", "inputs"])
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("of_sample", [(1, 1, 9), (1, 4, 9), (1, 4, 1), (2, 1, 9), (2, 4, 1)], ids=str)
+def test_biases_belong_to_their_sample(
+    of_sample: tuple[int, int, int], batch: int, mapped: str, backend: str, device: str, draw: torch.Generator
+) -> None:
+    """Results and gradients are those of a call for each sample. The vmap dimension of the bias is the third."""
+    if of_sample[0] > batch:
+        pytest.skip("no bias has this shape")
+    q, k, v = (torch.randn(SAMPLES, batch, n, h, 16, generator=draw).half() for n, h in ((9, 4), (17, 2), (17, 2)))
+    bias = torch.randn(SAMPLES, *of_sample, 17, generator=draw).to(device)
+    q, k, v = (x.to(device) for x in (q, k, v))
+    of_inputs, of_bias = (None if mapped == "bias" else 0), (None if mapped == "inputs" else 2)
+
+    def results(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Any, Tensor]:
+        def loss(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+            options: dict[str, Any] = {"causal": True, "deterministic": True, "backend": backend}
+            out = flash_attn_func(q, k, v, **options, attn_bias=bias)
+            return out.float().square().sum(), out
+
+        return torch.func.grad(loss, argnums=(0, 1, 2, 3), has_aux=True)(q, k, v, bias)
+
+    arguments = [x if of_inputs == 0 else x[0] for x in (q, k, v)]
+    arguments.append(bias[0] if of_bias is None else bias.movedim(0, 2))
+    found = torch.vmap(results, (of_inputs, of_inputs, of_inputs, of_bias))(*arguments)
+    for i in range(SAMPLES):
+        n, m = (0 if dim is None else i for dim in (of_inputs, of_bias))
+        gradients, out = results(q[n], k[n], v[n], bias[m])
+        for one, expected in zip((*found[0], found[1]), (*gradients, out), strict=True):
+            torch.testing.assert_close(one[i], expected, rtol=1e-2, atol=1e-3)
+
+
+def test_masks_of_samples(backend: str, device: str, draw: torch.Generator) -> None:
+    x = torch.randn(SAMPLES, 2, 20, 4, 16, generator=draw).to(device).half()
+    mask = (torch.rand(SAMPLES, 2, 1, 1, 20, generator=draw) < 0.5).to(device)
+
+    def attend(x: Tensor, mask: Tensor) -> Tensor:
+        return flash_attn_func(x, x, x, attn_bias=mask, backend=backend)
+
+    found = torch.vmap(attend)(x, mask)
+    for i in range(SAMPLES):
+        torch.testing.assert_close(found[i], attend(x[i], mask[i]), rtol=1e-2, atol=1e-3)

@@ -104,10 +104,36 @@ def test_arguments(
     assert_accurate(f"{case}, {described_seed}", got, tuple(tensors), grad_out, **options)
     if case.nheads != case.nheads_k and device == "cpu" and not CPU_HAS_GROUPED_HEADS:
         assert (ours, pytorchs) == (0, 0)
+    elif case.mask and selected == SDPBackend.CUDNN_ATTENTION:
+        assert ours == 0
     elif case.is_ours:
         assert (ours, pytorchs) == (2, 0), "the forward and the backward"
     elif case.rank == 4:
         assert ours == 0
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 40, 33), (2, 4, 40, 33), (40, 33), (2, 1, 1, 33)], ids=str)
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_gradient_of_a_mask(
+    shape: tuple[int, ...], device: str, draw: torch.Generator, described_seed: str
+) -> None:
+    """PyTorch's CPU kernel has none: it selects math there."""
+    q, k, v, grad_out = (torch.randn(2, 4, n, 32, generator=draw).to(device, torch.bfloat16) for n in (40, 33, 33, 40))
+    mask = torch.randn(shape, generator=draw).to(device, torch.bfloat16)
+
+    def results() -> tuple[torch.Tensor, ...]:
+        leaves = [x.detach().requires_grad_() for x in (q, k, v, mask)]
+        out = scaled_dot_product_attention(*leaves[:3], attn_mask=leaves[3])
+        return out, *torch.autograd.grad(out, leaves, grad_out)
+
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = results()
+    with sdpa.sdpa(), sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+        got, ours, pytorchs = ours_and_pytorchs(results)
+    assert (ours, pytorchs) == (2, 0)
+    scale = max(1.0, expected[-1].abs().max().item())
+    assert_close(got[:4], expected[:4])
+    torch.testing.assert_close(got[4] / scale, expected[4] / scale, atol=3e-2, rtol=3e-2, msg=described_seed)
 
 
 @devices

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from flash_attn_mini import flash_attn_func, flash_attn_varlen_func, sdpa
@@ -266,3 +267,78 @@ def test_a_call_that_neither_can_do_gets_pytorchs_error() -> None:
         aten._scaled_dot_product_flash_attention(q, q, q, 0.5)
     with pytest.raises(NotImplementedError, match="CPU"):
         aten._scaled_dot_product_efficient_attention(q, q, q, torch.zeros(2, 3, 5, 5), True)
+
+
+# ---- masks ----------------------------------------------------------------------------------------------------------
+
+
+def efficient(*arguments: Any) -> Any:
+    return aten._scaled_dot_product_efficient_attention(*arguments)
+
+
+def efficient_backward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, results: Any) -> Any:
+    wanted = [True, True, True, True]
+    return aten._scaled_dot_product_efficient_attention_backward(
+        grad_out, q, k, v, bias, *results[:2], *results[2:4], 0.0, wanted, False
+    )
+
+
+@pytest.mark.parametrize("seqlen_k", [48, 37])
+@devices
+def test_a_bias_of_the_efficient_op(seqlen_k: int, device: str, draw: torch.Generator, described_seed: str) -> None:
+    """Results, gradients and layouts. Rows without a key have a log-sum-exp of 0, as in PyTorch's kernel."""
+    q, k, v, grad_out = (
+        torch.randn(2, 4, n, 32, generator=draw).to(device, torch.bfloat16) for n in (21, seqlen_k, seqlen_k, 21)
+    )
+    bias = torch.randn(2, 1, 21, seqlen_k, generator=draw).to(device, torch.bfloat16)
+    bias[:, :, ::5] = -math.inf
+    bias = bias.expand(2, 4, -1, -1)
+    got, ours, _ = ours_and_pytorchs(efficient, q, k, v, bias, True, 0.0, False)
+    assert ours == 1
+    assert not got[0][:, :, ::5].any()
+    assert not got[1][:, :, :21:5].any()
+    gradients, ours, _ = ours_and_pytorchs(efficient_backward, grad_out, q, k, v, bias, got)
+    assert ours == 1
+    leaves = [x.detach().requires_grad_() for x in (q, k, v, bias)]
+    with sdpa_kernel(SDPBackend.MATH):
+        out = torch.nn.functional.scaled_dot_product_attention(*leaves[:3], attn_mask=leaves[3])
+        expected = (out, *torch.autograd.grad(out, leaves, grad_out))
+    for x, true in zip((got[0], *gradients), expected, strict=True):
+        torch.testing.assert_close(x, true, atol=5e-2, rtol=5e-2, msg=lambda text: f"{text}\n{described_seed}")
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(x) for x in (q, k, v, bias)]
+        promised = efficient(*fakes, True, 0.0, False)
+        fake_results = tuple(mode.from_tensor(x) for x in got)
+        promised_gradients = efficient_backward(mode.from_tensor(grad_out), *fakes, fake_results)
+    assert [layout_of(x) for x in got] == [layout_of(x) for x in promised]
+    assert [layout_of(x) for x in gradients] == [layout_of(x) for x in promised_gradients]
+
+
+@pytest.mark.parametrize("first_is_ours", [True, False])
+def test_a_masked_backward_runs_on_the_other_kernel(
+    first_is_ours: bool, draw: torch.Generator, described_seed: str
+) -> None:
+    """Rows without keys too. The CPU op takes masks of two and of four dimensions."""
+    q, k, v, grad_out = (torch.randn(2, 4, n, 32, generator=draw) for n in (21, 37, 37, 21))
+    for shape in ((21, 37), (2, 1, 1, 37), (1, 4, 21, 37)):
+        mask = torch.randn(shape, generator=draw)
+        mask[..., ::2, :] = -math.inf if shape[-2] > 1 else 0.0
+
+        def run(mask: Tensor, is_mixed: bool) -> Any:
+            name = "_scaled_dot_product_flash_attention_for_cpu"
+            results = []
+            for step in range(2):
+                (sdpa.activate if (step == 0) == first_is_ours or not is_mixed else sdpa.restore)()
+                if step == 0:
+                    results += getattr(aten, name)(q, k, v, attn_mask=mask)
+                else:
+                    results += getattr(aten, f"{name}_backward")(
+                        grad_out, q, k, v, *results, 0.0, False, attn_mask=mask
+                    )
+            sdpa.activate()
+            return results
+
+        for got, expected in zip(run(mask, True), run(mask, False), strict=True):
+            torch.testing.assert_close(
+                got, expected, atol=1e-4, rtol=1e-4, msg=lambda text: f"{text}\n{described_seed}"
+            )

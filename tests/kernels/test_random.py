@@ -16,6 +16,10 @@ import pytest
 import torch
 
 from ..conftest import DTYPES
+from ..support.attn_bias_cases import KINDS as BIAS_KINDS
+from ..support.attn_bias_cases import LAYOUTS as BIAS_LAYOUTS
+from ..support.attn_bias_cases import AttnBiasCase
+from ..support.attn_bias_checks import check_attn_bias
 from ..support.bounds import InaccurateError
 from ..support.cases import Case
 from ..support.feature_checks import check_dense, check_varlen
@@ -29,7 +33,7 @@ COUNT = {"cpu": 500, "cuda": 2000, "triton": 80}  # triton compiles for each com
 LAYOUT_NAMES = [name for name in LAYOUTS if not name.startswith("far")]
 VARLEN_LAYOUTS = [name for name in LAYOUT_NAMES if name != "expanded"]
 
-AnyCase = Case | VarlenCase | KeyRangeCase
+AnyCase = Case | VarlenCase | KeyRangeCase | AttnBiasCase
 
 
 # ---- cases --------------------------------------------------------------------------------------------------------
@@ -104,6 +108,21 @@ def with_key_ranges(draw: random.Random, of: Case | VarlenCase) -> KeyRangeCase:
     )
 
 
+def with_attn_bias(draw: random.Random, of: Case) -> AttnBiasCase:
+    return AttnBiasCase(
+        of,
+        kind=draw.choice(list(BIAS_KINDS)),
+        per_batch=draw.random() < 0.5,
+        per_head=draw.random() < 0.5,
+        per_row=draw.random() < 0.7,
+        is_wide=draw.random() < 0.3,
+        layout=draw.choice(list(BIAS_LAYOUTS)),
+        expands=draw.random() < 0.2,
+        sinks=draw.random() < 0.3,
+        key_ranges=draw.choice(list(KINDS)) if draw.random() < 0.2 else None,
+    )
+
+
 # ---- shrinking ----------------------------------------------------------------------------------------------------
 
 
@@ -113,6 +132,15 @@ def simpler(case: AnyCase) -> Iterator[AnyCase]:
         yield case.of
         for name in ("sinks", "per_head", "per_batch"):
             yield dataclasses.replace(case, **{name: False})
+        yield from (dataclasses.replace(case, of=of) for of in simpler(case.of))
+        return
+    if isinstance(case, AttnBiasCase):
+        yield case.of
+        plain = {"sinks": False, "key_ranges": None, "expands": False, "layout": "contiguous", "is_wide": False}
+        own = {"per_batch": False, "per_head": False, "per_row": True}
+        for name, value in {**plain, **own}.items():
+            if getattr(case, name) != value:
+                yield dataclasses.replace(case, **{name: value})
         yield from (dataclasses.replace(case, of=of) for of in simpler(case.of))
         return
     plain = {
@@ -172,6 +200,8 @@ def test_shrinking_finds_the_smallest_failing_case() -> None:
 
 
 def random_case(draw: random.Random) -> AnyCase:
+    if draw.random() < 0.2:
+        return with_attn_bias(draw, random_dense(draw))
     case = random_varlen(draw) if draw.random() < 0.5 else random_dense(draw)
     return with_key_ranges(draw, case) if draw.random() < 0.3 else case
 
@@ -181,7 +211,12 @@ def test_random_cases_are_as_accurate_as_pytorch(
     chunk: int, backend: str, device: str, seed: int, described_seed: str
 ) -> None:
     def check(case: AnyCase, dtype: torch.dtype, seed: int, described_seed: str) -> None:
-        checks: dict[type, Any] = {KeyRangeCase: check_key_ranges, VarlenCase: check_varlen, Case: check_dense}
+        checks: dict[type, Any] = {
+            AttnBiasCase: check_attn_bias,
+            KeyRangeCase: check_key_ranges,
+            VarlenCase: check_varlen,
+            Case: check_dense,
+        }
         check_case = checks[type(case)]
         torch.manual_seed(seed)
         check_case(case, backend, device, dtype, seed, described_seed)

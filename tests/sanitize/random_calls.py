@@ -83,6 +83,16 @@ def key_ranges(draw: random.Random, *leading: tuple[int, ...], keys: int) -> Ten
     return torch.where(torch.rand(shape) < 0.1, integers([draw.choice(HOSTILE)]), ranges)
 
 
+def attn_bias(draw: random.Random, dtype: torch.dtype, *full: int) -> Tensor | None:
+    """Numbers or bools of any strides; each size but the last is 1 or that of `full`."""
+    if draw.random() < 0.7:
+        return None
+    shape = (*(draw.choice((1, n)) for n in full[:-1]), full[-1])
+    wide = torch.promote_types(dtype, torch.float32)
+    bias = tensor(draw, shape, draw.choice((dtype, wide, torch.bool)))
+    return tensor(draw, (*shape, 2), bias.dtype)[..., 1] if draw.random() < 0.2 else bias
+
+
 def with_dropout(draw: random.Random, call: Call) -> Call:
     p = draw.choice((0.0, 0.0, 0.3)) if call["softcap"] == 0.0 else 0.0
     return {**call, "p_dropout": p}
@@ -104,6 +114,7 @@ def dense(draw: random.Random) -> Call:
     k, v = (tensor(draw, (batch, seqlen_k, nheads_k, headdim), dtype) for _ in range(2))
     call = with_dropout(draw, options(draw, nheads, batch))
     call["key_ranges"] = key_ranges(draw, (1, batch), (1, nheads), (q.shape[1],), keys=seqlen_k)
+    call["attn_bias"] = attn_bias(draw, dtype, batch, nheads, q.shape[1], seqlen_k)
     return {"q": q, "k": k, "v": v, "out": written(draw, q), **call, "return_softmax": draw.random() < 0.3}
 
 
@@ -244,7 +255,15 @@ OFFICIAL: dict[str, Call] = {
 
 
 def invoke(function: str, call: Call) -> Any:
-    return getattr(_C, function)(**OFFICIAL[function], **call)
+    results = getattr(_C, function)(**OFFICIAL[function], **call)
+    bias = call.get("attn_bias")
+    if function == "bwd" and bias is not None and bias.is_floating_point():
+        tensors = [call[name] for name in ("dout", "q", "k", "v", "softmax_lse")]
+        names = ("p_dropout", "softmax_scale", "is_causal", "window_size_left", "window_size_right", "softcap")
+        options = [call[name] for name in (*names, "alibi_slopes", "deterministic")]
+        own = (None, None, call["key_ranges"], bias)  # backend, learnable_sink
+        torch.ops.flash_attn_mini.attn_bias_bwd(*tensors, results[3], *options, *own, call["rng_state"])
+    return results
 
 
 def random_call(draw: random.Random) -> tuple[str, Call]:

@@ -33,9 +33,12 @@ def visible_pairs(
     window_size: tuple[int, int],
     key_ranges: Tensor | None,
     device: torch.device,
+    attn_bias: Tensor | None = None,
 ) -> Tensor:
-    """bool ``[seqlen_q, seqlen_k]``; with key_ranges ``[1 or batch, 1 or nheads, seqlen_q, seqlen_k]``."""
+    """bool ``[seqlen_q, seqlen_k]``; with key_ranges or attn_bias ``[1 or batch, 1 or nheads, seqlen_q, seqlen_k]``."""
     visible = visible_keys(seqlen_q, seqlen_k, causal=causal, window_size=window_size, device=device)
+    if attn_bias is not None:
+        visible = visible & (attn_bias if attn_bias.dtype == torch.bool else attn_bias != -math.inf)
     return visible if key_ranges is None else visible & in_key_ranges(key_ranges, seqlen_k)
 
 
@@ -53,6 +56,7 @@ def pytorch_attention(
     dropout_mask: Tensor | None = None,
     sinks: Tensor | None = None,
     key_ranges: Tensor | None = None,
+    attn_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Plain PyTorch attention with every intermediate result in the dtype of q, and the lse in float32.
 
@@ -68,7 +72,9 @@ def pytorch_attention(
         scores = softcap * torch.tanh(scores / softcap)
     if alibi_slopes is not None:
         scores = scores + alibi_bias(alibi_slopes, seqlen_q, seqlen_k).to(scores.dtype)
-    visible = visible_pairs(seqlen_q, seqlen_k, causal, window_size, key_ranges, q.device)
+    if attn_bias is not None and attn_bias.dtype != torch.bool:
+        scores = scores + attn_bias.to(scores.dtype)
+    visible = visible_pairs(seqlen_q, seqlen_k, causal, window_size, key_ranges, q.device, attn_bias)
     no_key = ~visible.any(dim=-1)
     # Rows without keys get finite scores, and their results are set to 0 afterwards, so that autograd meets no NaN.
     scores = scores.masked_fill(~visible, -math.inf).masked_fill(no_key[..., None], 0.0)
@@ -142,12 +148,13 @@ def rows_without_keys(
     causal: bool,
     window_size: tuple[int, int],
     key_ranges: Tensor | None = None,
+    attn_bias: Tensor | None = None,
 ) -> Tensor:
-    """bool ``[seqlen_q]``, varlen ``[total_q]``; with key_ranges those of each head, ``[1 or batch, 1 or nheads,
-    seqlen_q]``, varlen ``[1 or nheads, total_q]``."""
+    """bool ``[seqlen_q]``, varlen ``[total_q]``; with key_ranges or attn_bias those of each head, ``[1 or batch, 1 or
+    nheads, seqlen_q]``, varlen ``[1 or nheads, total_q]``."""
 
     def blind(seqlen_q: int, seqlen_k: int, ranges: Tensor | None) -> Tensor:
-        return ~visible_pairs(seqlen_q, seqlen_k, causal, window_size, ranges, q.device).any(dim=-1)
+        return ~visible_pairs(seqlen_q, seqlen_k, causal, window_size, ranges, q.device, attn_bias).any(dim=-1)
 
     if cu_seqlens is None:
         return blind(q.shape[1], k.shape[1], key_ranges)
@@ -461,9 +468,10 @@ def assert_no_gradient_without_keys(
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
     key_ranges: Tensor | None = None,
+    attn_bias: Tensor | None = None,
     **_options: Any,
 ) -> None:
-    no_key = rows_without_keys(q, k, cu_seqlens, causal, window_size, key_ranges)
+    no_key = rows_without_keys(q, k, cu_seqlens, causal, window_size, key_ranges, attn_bias)
     assert not ((dq.transpose(-2, -3) != 0) & no_key[..., None]).any(), (
         f"a row without keys has a dq other than 0\n  case {case}"
     )

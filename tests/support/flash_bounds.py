@@ -45,7 +45,22 @@ def rounded_delta(dout: Tensor, exact: Tensor, rounded: Tensor, eps: float) -> T
     return truth + torch.where(error < 0, -1.0, 1.0) * torch.maximum(error.abs(), deviation)
 
 
-def flash_gradients(
+def flash_gradients(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv in PyTorch as FlashAttention computes them (https://arxiv.org/abs/2205.14135, appendix B).
+
+    P comes from the lse, delta from the rounded O (`rounded_delta`). P and dS are rounded to the dtype of q for the
+    products; sums and elementwise arithmetic are float32.
+    """
+    return _gradients(q, k, v, dout, **options)[:3]
+
+
+def flash_bias_gradient(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *, attn_bias: Tensor, **options: Any) -> Tensor:
+    """The gradient of attn_bias in the same way, summed in float32 and rounded to its dtype."""
+    ds = _gradients(q, k, v, dout, attn_bias=attn_bias, **options)[3]
+    return ds.sum_to_size(attn_bias.shape).to(attn_bias.dtype)
+
+
+def _gradients(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -60,20 +75,17 @@ def flash_gradients(
     dropout_mask: Tensor | None = None,
     sinks: Tensor | None = None,
     key_ranges: Tensor | None = None,
+    attn_bias: Tensor | None = None,
     dlse: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv in PyTorch as FlashAttention computes them (https://arxiv.org/abs/2205.14135, appendix B).
-
-    P comes from the lse, delta from the rounded O (`rounded_delta`). P and dS are rounded to the dtype of q for the
-    products; sums and elementwise arithmetic are float32.
-    """
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk and dv, and the gradient of the logits."""
     seqlen_q, nheads, headdim = q.shape[1:]
     seqlen_k, nheads_k = k.shape[1], k.shape[2]
     dtype, wide = q.dtype, torch.float64 if q.dtype == torch.float64 else torch.float32
     scale = 1.0 / math.sqrt(headdim) if softmax_scale is None else softmax_scale
     q, k, v, dout = (x.detach().to(wide).transpose(1, 2) for x in (q, k, v, dout))  # [batch, nheads, seqlen, headdim]
     k, v = (x.repeat_interleave(nheads // nheads_k, dim=1) for x in (k, v))
-    visible = visible_pairs(seqlen_q, seqlen_k, causal, window_size, key_ranges, q.device)
+    visible = visible_pairs(seqlen_q, seqlen_k, causal, window_size, key_ranges, q.device, attn_bias)
     scores = q @ k.mT * scale
     slope = torch.ones_like(scores)  # of the softcap
     if softcap > 0.0:
@@ -81,6 +93,8 @@ def flash_gradients(
         scores, slope = softcap * tanh, 1.0 - tanh.square()
     if alibi_slopes is not None:
         scores = scores + alibi_bias(alibi_slopes, seqlen_q, seqlen_k)
+    if attn_bias is not None and attn_bias.dtype != torch.bool:
+        scores = scores + attn_bias.to(wide)
     scores = scores.masked_fill(~visible, -math.inf)
     lse = torch.logsumexp(scores, dim=-1, keepdim=True)
     if sinks is not None:
@@ -91,10 +105,11 @@ def flash_gradients(
     delta = rounded_delta(dout, (p * kept) @ v, (p_kept @ v).to(dtype).to(wide), torch.finfo(dtype).eps)
     if dlse is not None:
         delta = delta - dlse.to(wide)[..., None]
-    ds = (p * (kept * (dout @ v.mT) - delta) * slope).to(dtype).to(wide)
+    dlogits = p * (kept * (dout @ v.mT) - delta)
+    ds = (dlogits * slope).to(dtype).to(wide)
     dq = scale * (ds @ k)
     dk, dv = (x.unflatten(1, (nheads_k, -1)).sum(dim=2) for x in (scale * (ds.mT @ q), p_kept.mT @ dout))
-    return dq.to(dtype).transpose(1, 2), dk.to(dtype).transpose(1, 2), dv.to(dtype).transpose(1, 2)
+    return dq.to(dtype).transpose(1, 2), dk.to(dtype).transpose(1, 2), dv.to(dtype).transpose(1, 2), dlogits
 
 
 def assert_gradients_accurate_beside_flash(

@@ -20,6 +20,7 @@ FWD = torch.ops.flash_attn_mini.fwd.default
 BWD = torch.ops.flash_attn_mini.bwd.default
 PACKED_FWD = torch.ops.flash_attn_mini.packed_fwd.default
 PACKED_BWD = torch.ops.flash_attn_mini.packed_bwd.default
+ATTN_BIAS_BWD = torch.ops.flash_attn_mini.attn_bias_bwd.default
 FWD_KVCACHE = torch.ops.flash_attn_mini.fwd_kvcache.default
 
 Arguments = tuple[Any, ...]
@@ -58,6 +59,11 @@ def bwd_arguments(
     """Arguments of BWD; ``tensors``: dout, q, k, v, out and softmax_lse."""
     lengths = sequences or EQUAL_LENGTHS
     return (*tensors, dsoftmax_lse, *lengths, *make_options(**options), rng_state, list(output_mask))
+
+
+def attn_bias_bwd_arguments(*tensors: Tensor, rng_state: Tensor | None = None, **options: Any) -> Arguments:
+    """Arguments of ATTN_BIAS_BWD; ``tensors``: dout, q, k, v, softmax_lse and softmax_d."""
+    return (*tensors, *make_options(**options), rng_state)
 
 
 def packed_fwd_arguments(

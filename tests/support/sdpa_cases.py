@@ -33,7 +33,7 @@ class SdpaCase:
     headdim_v: int = 0  # 0: that of q
     is_causal: bool = False
     scale: float | None = None
-    mask: str = ""  # bool, float, broadcast, gradient
+    mask: str = ""  # bool, hidden (rows without a key), float, broadcast, keys (one row), minus_inf
     layout: str = "bhsd"  # bhsd, bshd, packed, expanded, last (strided last dimension)
     rank: int = 4
     is_ours: bool = True  # on every device where PyTorch selects a fused op
@@ -67,12 +67,18 @@ class SdpaCase:
         if self.nheads != self.nheads_k:
             options["enable_gqa"] = True
         if self.mask:
-            shape = (
-                (self.seqlen_q, self.seqlen_k) if self.mask == "broadcast" else (BATCH, 1, self.seqlen_q, self.seqlen_k)
-            )
-            mask = torch.randn(shape, generator=draw).to(device)
-            options["attn_mask"] = mask > -0.5 if self.mask == "bool" else mask.to(dtype)
+            options["attn_mask"] = self.make_mask(draw, dtype).to(device)
         return options
+
+    def make_mask(self, draw: torch.Generator, dtype: torch.dtype) -> Tensor:
+        shapes = {"broadcast": (self.seqlen_q, self.seqlen_k), "keys": (BATCH, 1, 1, self.seqlen_k)}
+        mask = torch.randn(shapes.get(self.mask, (BATCH, 1, self.seqlen_q, self.seqlen_k)), generator=draw)
+        visible = mask > -0.5
+        if self.mask in ("hidden", "minus_inf"):
+            visible[..., ::4, :] = False
+        if self.mask == "minus_inf":
+            return mask.masked_fill(~visible, -math.inf).to(dtype)
+        return visible if self.mask in ("bool", "hidden", "keys") else mask.to(dtype)
 
 
 CASES = [
@@ -99,9 +105,16 @@ CASES = [
     SdpaCase("expanded, causal, more keys than queries", 21, 50, layout="expanded", is_causal=True),
     SdpaCase("strided last dimension", layout="last", is_ours=False),  # PyTorch selects math
     SdpaCase("three dimensions", rank=3, is_ours=False),  # math on the CPU
-    SdpaCase("bool mask", mask="bool", is_ours=False),
-    SdpaCase("float mask", mask="float", is_ours=False),
-    SdpaCase("mask for all heads and samples", mask="broadcast", is_ours=False),
+    SdpaCase("bool mask", mask="bool"),
+    SdpaCase("bool mask, rows without keys", 50, 64, mask="hidden"),
+    SdpaCase("bool mask of keys, one query", 1, 40, mask="keys"),
+    SdpaCase("bool mask of keys, grouped heads", 33, 70, nheads=6, nheads_k=2, mask="keys"),
+    SdpaCase("float mask", mask="float"),
+    SdpaCase("float mask, rows without keys", 40, 33, mask="minus_inf"),
+    SdpaCase("mask for all heads and samples", mask="broadcast"),
+    SdpaCase("mask, scale 0", mask="float", scale=0.0),
+    SdpaCase("mask, rows before heads", mask="float", layout="bshd"),
+    SdpaCase("mask, head dim 264", 20, 20, headdim=264, mask="float", is_ours=False),
     SdpaCase("head dim 264", 20, 20, headdim=264, is_ours=False),
     SdpaCase("other head dim of v", headdim_v=16, is_ours=False),
     SdpaCase("scale NaN", scale=math.nan, is_ours=False),

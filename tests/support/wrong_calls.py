@@ -147,6 +147,11 @@ def ranges(*size: int, values: tuple[int, ...] = (0,), dtype: torch.dtype = torc
     return change
 
 
+def bias(*size: int, dtype: torch.dtype = torch.float16) -> Callable[[Call], object]:
+    """attn_bias of this size."""
+    return lambda call: call.update(attn_bias=torch.zeros(size, dtype=dtype, device=call["q"].device))
+
+
 def numbers(argument: str, values: object) -> Callable[[Call], object]:
     """Replaces the values of a tensor; dtype and device stay."""
     return lambda call: call.update({argument: call[argument].new_tensor(values)})
