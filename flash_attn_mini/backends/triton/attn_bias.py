@@ -7,14 +7,11 @@ hidden key has the logit -inf, whatever q and k hold.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
 from .score_mod import LOG2_E
-
 
 # ---- on the host ----------------------------------------------------------------------------------------------------
 
