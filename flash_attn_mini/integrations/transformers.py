@@ -10,6 +10,7 @@ transformers 5.23.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -24,14 +25,15 @@ from ..namespace import NAMESPACE
 from .transformers_masks import (
     AVERAGE,
     CLOSURES_ARE_TRACED,
-    MORE_RUNS,
     Layout,
     Mask,
     Seen,
     decoding_layout_of,
+    has_ranges,
     kept_by,
     layout_of,
     layout_of_drawn,
+    only_hides,
     padding_of,
     ranged_layout_of,
     seen_of,
@@ -51,7 +53,6 @@ ATTENTION_NAME = NAMESPACE.replace("flash", "").lstrip("_")  # "attn_mini" for t
 # Arguments of transformers for features that this version lacks, and the names of those in error messages. Other
 # arguments (position_ids, use_cache, ...) do not change the result.
 _UNSUPPORTED = {
-    "position_bias": "an additive position bias",
     "head_mask": "a head mask",
     "cache": "a paged cache (continuous batching)",
 }
@@ -70,7 +71,11 @@ def register(name: str = ATTENTION_NAME) -> str:
     itself (PaliGemma), blocks of image tokens (Gemma 3), padding with holes under a window, documents in a mask tensor
     ``[batch, 1, seqlen_q, seqlen_k]``. Such a mask becomes the option key_ranges of `flash_attn_func`, which skips keys
     that no query sees. Chunks and padding form no seqlen_q x seqlen_k tensor. For other patterns transformers draws its
-    mask, which is converted once per forward. A mask tensor that the caller gives is converted in every layer.
+    mask, which is converted once per forward. A mask tensor that the caller gives is converted in every layer. If a
+    query sees more runs, or a floating mask adds other numbers, the mask tensor becomes the option attn_bias.
+
+    Position biases (T5) become attn_bias too, with their gradient. The batch is then not packed: padding becomes
+    key_ranges, and its queries are computed.
 
     Generation uses transformers' caches. After the prompt, each step runs `flash_attn_with_kvcache` on the cache as it
     is, without a copy, also for batches padded on the left. A static cache gives its length as a tensor, so that no
@@ -79,13 +84,14 @@ def register(name: str = ATTENTION_NAME) -> str:
 
     `torch.compile(model, fullgraph=True)` works without a cache, also for training and for padded or packed batches. A
     padded batch is then sorted, not packed: nothing waits for the GPU. A model without a padding mask may hold packed
-    rows, so each forward waits once. Masks that only their values show to be unsupported (padding with holes under a
-    sliding window, more than two runs of keys, before PyTorch 2.14 also unknown patterns except chunks) raise
-    NotImplementedError when the program runs, and end in a device-side assertion on a GPU.
+    rows, so each forward waits once. A compiled program takes masks for key_ranges. Masks that only their values show
+    to be others (padding with holes under a sliding window, more than two runs of keys, other numbers in a floating
+    mask, before PyTorch 2.14 also unknown patterns except chunks) raise NotImplementedError when the program runs, and
+    end in a device-side assertion on a GPU.
 
-    Attention sinks (`s_aux`, gpt-oss) get their gradient. The model's forward raises NotImplementedError for position
-    biases, masks in which a query sees more than two runs of keys, and `output_attentions=True`. Before transformers 5,
-    some models (GPT-2) do not pass `output_attentions` on: they return None for each layer instead.
+    Attention sinks (`s_aux`, gpt-oss) get their gradient. The model's forward raises NotImplementedError for
+    `output_attentions=True`. Before transformers 5, some models (GPT-2) do not pass `output_attentions` on: they return
+    None for each layer instead.
 
     Some models compute attention in their own code and take no attention implementation. Bloom's forward raises
     NotImplementedError. For Falcon transformers raises KeyError when the model is made.
@@ -140,6 +146,7 @@ def attention(
     max_length_q: int | None = None,
     max_length_k: int | None = None,
     s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention of one layer, as transformers' AttentionInterface calls it.
@@ -154,10 +161,9 @@ def attention(
         key: ``[batch, nheads_k, seqlen_k, headdim]``.
         value: ``[batch, nheads_k, seqlen_k, headdim_v]``, headdim_v at most headdim.
         attention_mask: The result of `attention_mask`, a padding mask ``[batch, seqlen_k]``, a mask ``[1 or batch, 1 or
-            nheads, 1 or seqlen_q, 1 or seqlen_k]`` in which each query sees at most two runs of keys, or None. A bool
-            mask is true where a key counts. A floating mask is added to the scores: it holds 0, and -inf or the
-            smallest number of its dtype. A padding mask may also hold the integers 0 and 1, 1 for the tokens that
-            count.
+            nheads, 1 or seqlen_q, 1 or seqlen_k]``, or None. A bool mask is true where a key counts. A floating mask is
+            added to the scores, with a gradient; a padding mask of floats holds 0, and -inf or the smallest number of
+            its dtype. A padding mask may also hold the integers 0 and 1, 1 for the tokens that count.
         dropout: The probability of dropping an attention probability.
         scaling: The factor on the scores; default ``1 / sqrt(headdim)``.
         sliding_window: The number of keys that a query sees, its own included, to each side (causal: to the left).
@@ -168,6 +174,7 @@ def attention(
         max_length_q: The longest sequence of cu_seq_lens_q.
         max_length_k: The longest sequence of cu_seq_lens_k.
         s_aux: ``[nheads]``, attention sinks: see learnable_sink of `flash_attn_func`.
+        position_bias: Added to the scores, with a gradient; broadcasts to ``[batch, nheads, seqlen_q, seqlen_k]``.
         kwargs: Other arguments of transformers.
 
     Returns:
@@ -188,7 +195,7 @@ def attention(
         out, _ = attention(
             module, query, key, F.pad(value, (0, query.shape[-1] - v_headdim)), attention_mask, dropout, scaling,
             sliding_window, softcap, is_causal, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, s_aux,
-            **kwargs,
+            position_bias, **kwargs,
         )  # fmt: skip
         return out[..., :v_headdim], None
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
@@ -198,6 +205,12 @@ def attention(
         causal = bool(is_causal if is_causal is not None else getattr(module, "is_causal", True))
         layout = _layout(attention_mask, q, k, causal, sliding_window)
     is_packed = cu_seq_lens_q is not None or cu_seq_lens_k is not None
+    attn_bias = None
+    if position_bias is not None or layout.attn_bias is not None:
+        if is_packed:
+            raise _lacking("cu_seq_lens_q together with a position bias, or with a mask that is added to the scores")
+        layout = layout.unpacked(q.device)
+        attn_bias = _attn_bias(position_bias, layout, q)
     if layout.is_decoding and (is_packed or dropout or (torch.is_grad_enabled() and _records_gradients(q, k, v))):
         layout = layout.packed(q.shape[0])
     if layout.kv_end < layout.kv_length:
@@ -245,6 +258,8 @@ def attention(
     if lengths is None:
         if layout.key_ranges is not None:
             options["key_ranges"] = layout.key_ranges
+        if attn_bias is not None:
+            options["attn_bias"] = attn_bias
         return cast(Tensor, flash_attn_func(q, k, v, **options)), None
 
     k, v = _packed(k, layout.indices_k), _packed(v, layout.indices_k)
@@ -264,7 +279,7 @@ def attention_mask(
     attention_mask: Layout | Tensor | None = None,
     cache_position: Tensor | None = None,
     **kwargs: Any,
-) -> Layout | Tensor:
+) -> Layout:
     """The mask of all layers, as transformers' AttentionMaskInterface calls it.
 
     A padding mask is read on the host, once per forward, which synchronises with the GPU; not so for one query for each
@@ -282,8 +297,7 @@ def attention_mask(
         kwargs: Other arguments of transformers.
 
     Returns:
-        A `Layout`; for a mask in which a query sees more than two runs of keys a bool mask ``[batch, 1, seqlen_q,
-        seqlen_k]``, which `attention` refuses.
+        A `Layout`.
     """
     from transformers.masking_utils import causal_mask_function, sdpa_mask  # torch 2.11 cannot trace `transformers`
 
@@ -316,13 +330,18 @@ def attention_mask(
         **place,
         **kwargs,
     )
-    return layout_of_drawn(drawn, batch_size, drawn.shape[-2], kv_length) or drawn
+    return layout_of_drawn(drawn, batch_size, drawn.shape[-2], kv_length)
 
 
 def _layout_of_known(mask: Mask, device: torch.device | str) -> Layout | None:
-    """The layout whose function is the fastest; None if a query sees more than two runs of keys."""
+    """The layout whose function is the fastest; None for packed rows behind cached keys."""
     mask = without_idle_chunks(mask)
-    return decoding_layout_of(mask) or layout_of(mask) or ranged_layout_of(mask, device)
+    layout = decoding_layout_of(mask) or layout_of(mask)
+    if layout is not None:
+        if isinstance(mask.q_offset, Tensor):  # a layer raises it in place when it writes to a static cache
+            mask = mask._replace(q_offset=mask.q_offset.clone())
+        return replace(layout, source=mask)
+    return ranged_layout_of(mask, device) if has_ranges(mask) else None
 
 
 def _with_traced(mask: Mask, mask_function: Callable[..., Any], kwargs: dict[str, Any]) -> Mask | None:
@@ -345,6 +364,10 @@ def _records_attentions() -> bool:
 
 def _records_gradients(*tensors: Tensor) -> bool:
     return any(tensor.requires_grad for tensor in tensors)
+
+
+def _needs_gradient(mask: Tensor) -> bool:
+    return torch.is_grad_enabled() and mask.requires_grad
 
 
 def _fitting(layout: Layout, q: Tensor, k: Tensor) -> Layout:
@@ -370,9 +393,32 @@ def _layout(mask: Tensor | None, q: Tensor, k: Tensor, causal: bool, sliding_win
     padding = None if mask is None else padding_of(mask, batch)
     padded = Mask(seen, batch, q_length, kv_length, kv_length - q_length, 0, padding)
     layout = _layout_of_known(padded, q.device)
-    if layout is None:
-        raise _lacking(f"a padding mask with holes in a layer with a sliding window where {MORE_RUNS}")
+    assert layout is not None  # it has no packed rows
     return layout
+
+
+def _attn_bias(position_bias: Tensor | None, layout: Layout, q: Tensor) -> Tensor:
+    """The option attn_bias: the position bias, the mask of a layout, or their sum."""
+    bias = layout.attn_bias
+    if position_bias is not None:
+        sizes = (q.shape[0], q.shape[2], layout.q_length, layout.kv_length)
+        shape = tuple(position_bias.shape)
+        position_bias = position_bias[(None,) * (4 - len(shape))]
+        if position_bias.ndim != 4 or any(
+            n not in (1, whole) for n, whole in zip(position_bias.shape, sizes, strict=True)
+        ):
+            raise _lacking(f"a position bias of shape {shape}; allowed: {sizes}, or 1 in place of a size")
+        position_bias = position_bias.expand(-1, -1, -1, layout.kv_length)[..., : layout.kv_end]
+        if bias is None:
+            bias = position_bias
+        elif bias.dtype == torch.bool:
+            bias = position_bias.masked_fill(~bias, -torch.inf)
+        else:
+            bias = position_bias + bias
+    assert bias is not None
+    if bias.dtype in (torch.bool, q.dtype) or (bias.dtype == torch.float32 and q.dtype != torch.float64):
+        return bias
+    return bias.to(torch.promote_types(q.dtype, torch.float32))
 
 
 def _packed(states: Tensor, indices: Tensor | None) -> Tensor:
@@ -395,21 +441,18 @@ def _given_lengths(
 def _layout_of_tensor(mask: Tensor, q: Tensor, kv_length: int) -> Layout:
     """The layout of a mask tensor that is no padding mask."""
     batch, q_length, nheads, _ = q.shape
-    kept = kept_by(mask)
     shape = f"this attention mask, of shape {tuple(mask.shape)}"
     sizes = (batch, nheads, q_length, kv_length)
     if mask.ndim != 4 or not all(size in (1, whole) for size, whole in zip(mask.shape, sizes, strict=True)):
         raise _lacking(f"{shape}; allowed: {sizes}, or 1 in place of a size")
-    if mask.is_floating_point():
+    added = Layout(q_length, kv_length, kv_length, -1, -1, attn_bias=mask.expand(-1, -1, -1, kv_length))
+    if _needs_gradient(mask) or not (torch.compiler.is_compiling() or only_hides(mask)):
+        return added
+    kept = kept_by(mask)
+    if mask.is_floating_point() and torch.compiler.is_compiling():
         has_average = (~kept.any(dim=-1) & mask.isfinite().any(dim=-1)).any()
-        if torch.compiler.is_compiling():
-            kept = checked(kept, ~has_average, AVERAGE)
-        elif bool(has_average):
-            raise NotImplementedError(AVERAGE)
-    layout = layout_of_drawn(kept, batch, q_length, kv_length)
-    if layout is None:
-        raise _lacking(f"{shape}: {MORE_RUNS}")
-    return layout
+        kept = checked(kept, ~has_average, AVERAGE)
+    return layout_of_drawn(kept, batch, q_length, kv_length)
 
 
 def _lacking(feature: str) -> NotImplementedError:

@@ -3,7 +3,7 @@
 transformers describes a mask by a function of (batch, head, query, key) and a padding mask. `seen_of` recognises the
 functions that stand for an interval of keys around each query, or for chunks. `layout_of` finds the tokens. Both run
 once per forward, for all layers, and form no seqlen_q x seqlen_k tensor. `ranged_layout_of` and `layout_of_drawn` make
-the option key_ranges for other masks.
+the option key_ranges for other masks, or attn_bias if a query sees more than two runs of keys.
 
 While torch.compile traces, no value is known. Tensors then have sizes for every value (`_sorted_layout`, `_packed`),
 and PyTorch before 2.14 cannot look into a mask function: `traced_mask` guesses, and the program checks the guess.
@@ -15,7 +15,7 @@ length is a tensor: one query for each row takes it to the kernel without waitin
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -85,13 +85,20 @@ class Mask(NamedTuple):
     kv_offset: int
     padding: Tensor | None
 
+    def to(self, device: torch.device | str) -> Mask:
+        """A copy on another device."""
+        seen = self.seen
+        segments, begin = (x if x is None else x.to(device) for x in (seen.segments, seen.chunks_begin))
+        padding = self.padding if self.padding is None else self.padding.to(device)
+        return self._replace(seen=replace(seen, segments=segments, chunks_begin=begin), padding=padding)
+
 
 @dataclass(frozen=True)
 class Layout:
     """A mask as arguments of one of the functions of this package, chosen by `lengths` and `is_decoding`.
 
     With `key_ranges` it is `flash_attn_func`, or `flash_attn_with_kvcache` if `cache_leftpad` and `cache_seqlens` give
-    the same range.
+    the same range. With `attn_bias` it is `flash_attn_func`.
 
     transformers passes it to each layer in place of a mask tensor. A layer that uses it as a tensor computes attention
     itself, and never calls this package.
@@ -110,6 +117,9 @@ class Layout:
     cache_seqlens: Tensor | None = None  # int32 [batch], keys of each row; None: kv_end
     cache_leftpad: Tensor | None = None  # int32 [batch], keys of each row before the first that is seen; None: none
     key_ranges: Tensor | None = None  # int32 [1 or batch, 1 or nheads, q_length, 2], or [..., 2, 2]; None: all keys
+    attn_bias: Tensor | None = None  # bool or floating [1 or batch, 1 or nheads, 1 or q_length, kv_length]; None: none
+    source: Mask | None = None  # what `lengths`, `packed_rows` and `is_decoding` were made from
+    made: dict[str, Layout] = field(init=False, repr=False, compare=False, default_factory=dict)  # by `unpacked`
 
     ndim = 4  # as the mask tensor [batch, 1, seqlen_q, seqlen_k]: transformers reads it
 
@@ -131,17 +141,18 @@ class Layout:
 
     def to(self, device: torch.device | str, **options: Any) -> Layout:
         """A copy on another device, for models that span several devices."""
-        names = ("indices_q", "indices_k", "cache_seqlens", "cache_leftpad", "key_ranges")
+        names = ("indices_q", "indices_k", "cache_seqlens", "cache_leftpad", "key_ranges", "attn_bias")
         tensors = {name: getattr(self, name) for name in names}
         moved = {name: tensor.to(device, **options) for name, tensor in tensors.items() if tensor is not None}
         lengths = self.lengths and (self.lengths[0].to(device), self.lengths[1].to(device), *self.lengths[2:])
         packed_rows = self.packed_rows and (self.packed_rows[0].to(device), self.packed_rows[1])
-        return replace(self, lengths=lengths, packed_rows=packed_rows, **moved)
+        source = self.source and self.source.to(device)
+        return replace(self, lengths=lengths, packed_rows=packed_rows, source=source, **moved)
 
     @property
     def device(self) -> torch.device | None:
         """The device of its tensors; None without any."""
-        for tensor in (self.cache_seqlens, self.cache_leftpad, self.key_ranges):
+        for tensor in (self.cache_seqlens, self.cache_leftpad, self.key_ranges, self.attn_bias):
             if tensor is not None:
                 return tensor.device
         lengths = self.lengths or self.packed_rows
@@ -159,6 +170,27 @@ class Layout:
         layout = layout_of(mask)
         assert layout is not None  # its keys are in a row
         return replace(layout, kv_length=self.kv_length)
+
+    def unpacked(self, device: torch.device) -> Layout:
+        """The same mask for `flash_attn_func`: with key_ranges or attn_bias, if it is more than causal or a window.
+
+        Waits for the device once for all layers, if there is padding. Padding of queries is computed.
+        """
+        has_tensors = any(
+            x is not None for x in (self.lengths, self.packed_rows, self.cache_seqlens, self.cache_leftpad)
+        )
+        if not has_tensors:
+            return replace(self, is_decoding=False) if self.is_decoding else self
+        if self.key_ranges is not None:
+            return replace(self, is_decoding=False, cache_seqlens=None, cache_leftpad=None)
+        if "unpacked" in self.made:
+            return self.made["unpacked"]
+        assert self.source is not None
+        layout = ranged_layout_of(self.source, device)
+        layout = replace(layout, is_decoding=False, cache_seqlens=None, cache_leftpad=None)
+        if not torch.compiler.is_compiling():
+            self.made["unpacked"] = layout
+        return layout
 
 
 def tighter(first: int, second: int) -> int:
@@ -275,6 +307,19 @@ def _intersection(mask_functions: tuple[Callable[..., Any], ...]) -> Seen | None
     return together
 
 
+def only_hides(mask: Tensor) -> bool:
+    """True unless a floating mask has other numbers than 0 and those that hide (see `kept_by`). Waits for the device.
+
+    False too if such numbers are finite and hide all keys of a query, whose output is then an average.
+    """
+    if not mask.is_floating_point():
+        return True
+    is_lowest = mask == torch.finfo(mask.dtype).min
+    kept = mask == 0
+    averages = (is_lowest.any(dim=-1) & ~kept.any(dim=-1)).any()
+    return bool((kept | is_lowest | (mask == -torch.inf)).all() & ~averages)
+
+
 def kept_by(mask: Tensor) -> Tensor:
     """A mask tensor as bool: where the score of a key counts.
 
@@ -282,7 +327,7 @@ def kept_by(mask: Tensor) -> Tensor:
     smallest number of its dtype, where it hides.
 
     Raises:
-        NotImplementedError: For other numbers in a floating mask: the kernels add no bias.
+        NotImplementedError: For other numbers in a floating mask.
         ValueError: For integers that are not a padding mask ``[batch, n]`` of 0 and 1.
     """
     if mask.dtype == torch.bool:
@@ -448,11 +493,15 @@ def layout_of(mask: Mask) -> Layout | None:
     )
 
 
-def ranged_layout_of(mask: Mask, device: torch.device | str) -> Layout | None:
-    """The layout with key_ranges, on `device`; None if a query sees more than two runs of keys."""
+def has_ranges(mask: Mask) -> bool:
+    """True if `ranged_layout_of` knows the mask: packed rows have no other keys than those of the queries."""
+    segments = mask.seen.segments
+    return segments is None or (segments.shape == (mask.batch, mask.q_length) and mask.kv_length == mask.q_length)
+
+
+def ranged_layout_of(mask: Mask, device: torch.device | str) -> Layout:
+    """The layout with key_ranges, on `device`; with attn_bias if a query sees more than two runs of keys."""
     seen, batch, q_length, kv_length, q_offset, kv_offset, padding = mask
-    if seen.segments is not None and (seen.segments.shape != (batch, q_length) or kv_length != q_length):
-        return None
     place = torch.arange(q_length, device=device)[None] + q_offset
     begin, end = torch.zeros_like(place), torch.full_like(place, kv_offset + kv_length)
     if seen.left >= 0:
@@ -472,15 +521,16 @@ def ranged_layout_of(mask: Mask, device: torch.device | str) -> Layout | None:
             rows = [-1, -1, q_length, *of_padding.shape[3:]]
             ranges = intersection(ranges, of_padding.expand(rows))
         else:
-            of_mask = _ranges_of(in_key_ranges(ranges, kv_length) & keys)
+            kept = in_key_ranges(ranges, kv_length) & keys
+            of_mask = _ranges_of(kept)
             if of_mask is None:
-                return None
+                return Layout(q_length, kv_length, kv_length, -1, -1, attn_bias=kept)
             ranges = of_mask
     return _with_ranges(ranges, batch, q_length, kv_length)
 
 
-def layout_of_drawn(kept: Tensor, batch: int, q_length: int, kv_length: int) -> Layout | None:
-    """The layout of a mask tensor; None if a query sees more than two runs of keys. Waits for the device.
+def layout_of_drawn(kept: Tensor, batch: int, q_length: int, kv_length: int) -> Layout:
+    """The layout of a mask tensor; with attn_bias if a query sees more than two runs of keys. Waits for the device.
 
     Args:
         kept: bool ``[1 or batch, 1 or nheads, 1 or q_length, 1 or kv_length]``, True where a query sees a key.
@@ -496,7 +546,9 @@ def layout_of_drawn(kept: Tensor, batch: int, q_length: int, kv_length: int) -> 
         if bool((kept == causal).all()):
             return Layout(q_length, kv_length, kv_length, -1, 0)
     ranges = _ranges_of(kept)
-    return None if ranges is None else _with_ranges(ranges, batch, q_length, kv_length)
+    if ranges is None:
+        return Layout(q_length, kv_length, kv_length, -1, -1, attn_bias=kept)
+    return _with_ranges(ranges, batch, q_length, kv_length)
 
 
 def _with_ranges(ranges: Tensor, batch: int, q_length: int, kv_length: int) -> Layout:

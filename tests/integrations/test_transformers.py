@@ -1,6 +1,7 @@
 """flash_attn_mini in transformers' models: as accurate as PyTorch's SDPA; unsupported masks and features raise.
 
-test_transformers_batches.py tests padded and packed batches, windows, and generation.
+test_transformers_batches.py tests padded and packed batches, windows, and generation; test_transformers_bias.py tests
+position biases.
 """
 
 from __future__ import annotations
@@ -161,8 +162,8 @@ def test_masks_that_add_zero_or_hide_give_the_result_of_sdpa(
 
 
 @FLOATS
-def test_soft_mask_is_refused(dtype: torch.dtype, draw: torch.Generator) -> None:
-    """Of any shape and size, also where a causal or padding mask would hide, and whatever the other elements are."""
+def test_soft_masks(dtype: torch.dtype, draw: torch.Generator) -> None:
+    """Added to the scores, also where a causal or padding mask would hide. A soft padding mask is refused."""
     q, k, v = heads(draw)
     above = torch.ones(5, 5, dtype=torch.bool).triu(1)
     bias = -(10 ** (6 * torch.rand((), generator=draw) - 2))  # -0.01 to -10,000
@@ -170,7 +171,11 @@ def test_soft_mask_is_refused(dtype: torch.dtype, draw: torch.Generator) -> None
     hidden = torch.zeros(5, 5, dtype=dtype).masked_fill(above, -torch.inf)
     hidden[4, 1] = float(bias)
     below = torch.zeros(5, 5, dtype=dtype).masked_fill(above, -torch.inf).masked_fill(~above, 1.0)
-    for mask in (causal[None, None], hidden.expand(2, 1, 5, 5), below[None, None], causal[:2], hidden[3:], below[:2]):
+    for mask in (causal[None, None], hidden.expand(2, 1, 5, 5), below[None, None], causal[None, None, 4:]):
+        for is_causal in (True, False):
+            out, _ = integration.attention(torch.nn.Module(), q, k, v, mask, is_causal=is_causal)
+            torch.testing.assert_close(out, sdpa(q, k, v, mask))
+    for mask in (causal[:2], hidden[3:], below[:2]):
         for is_causal in (True, False):
             with pytest.raises(NotImplementedError, match=r"attention_mask holds .*; allowed: 0, -inf and -.* added"):
                 integration.attention(torch.nn.Module(), q, k, v, mask, is_causal=is_causal)
@@ -210,29 +215,35 @@ def test_masks_of_other_shapes_are_refused(draw: torch.Generator) -> None:
 
 @HIDDEN
 def test_queries_without_a_key(hidden: str, draw: torch.Generator) -> None:
-    """Hidden by -inf, their output is 0. Hidden by finite numbers, it is the average of the values: an error."""
+    """Hidden by -inf, their output is 0. Hidden by finite numbers, it is the average of the values."""
     q, k, v = heads(draw, 5, 3)
     above = ~torch.ones(5, 3, dtype=torch.bool).tril(-2)
     mask = torch.zeros(5, 3).masked_fill(above, number_that_hides(hidden, torch.float32))[None, None]
-    if hidden == "lowest":
-        with pytest.raises(NotImplementedError, match="all hidden by finite numbers"):
-            integration.attention(torch.nn.Module(), q, k, v, mask)
-        return
     out, _ = integration.attention(torch.nn.Module(), q, k, v, mask)
+    if hidden == "lowest":
+        assert out[:, :2].any()
+        torch.testing.assert_close(out, sdpa(q, k, v, mask))
+        return
     assert not out[:, :2].any()
     torch.testing.assert_close(out, sdpa(q, k, v, ~above))
 
 
-def test_custom_mask_is_refused() -> None:
+def test_a_mask_of_any_pattern_matches_sdpa() -> None:
     mask = torch.rand(3, 1, LENGTH, LENGTH, generator=torch.Generator().manual_seed(0)) > 0.5
-    with pytest.raises(NotImplementedError, match="attention mask"):
-        causal_lm("Llama")(tokens(), attention_mask=mask)
+    mask = mask | torch.eye(LENGTH, dtype=torch.bool)
+    added = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
+    assert_as_accurate_as_sdpa(
+        lambda name: causal_lm("Llama", name), lambda model: model(tokens(), attention_mask=added).logits
+    )
 
 
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ({"position_bias": torch.zeros(1, 4, 5, 5)}, "position bias"),
+        (
+            {"position_bias": torch.zeros(1, 3, 5, 5)},
+            r"a position bias of shape \(1, 3, 5, 5\); allowed: \(1, 4, 5, 5\)",
+        ),
         ({"head_mask": torch.ones(4)}, "head mask"),
         ({"cu_seq_lens_q": torch.tensor([0, 5])}, "without cu_seq_lens_k"),
         ({"output_attentions": True}, "output_attentions"),

@@ -48,7 +48,7 @@ def _registered() -> None:
     integration.register()
 
 
-def dense(layout: Layout | Tensor) -> Tensor:
+def dense(layout: Layout) -> Tensor:
     """bool [batch, 1, q_length, kv_length] of a layout that has key_ranges."""
     assert isinstance(layout, Layout)
     assert layout.key_ranges is not None
@@ -168,7 +168,6 @@ def test_one_query_under_any_mask_reads_the_cache(rows: int, draw: torch.Generat
         mask = ((place >= edges[..., :1]) & (place < edges[..., 1:])).any(1)[:, None, None]
         expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
         layout = transformers_masks.layout_of_drawn(mask, 3, 1, LENGTH)
-        assert layout is not None
         assert layout.is_decoding == (runs == 1)
         for needs_gradients in (False, True):
             k.requires_grad_(needs_gradients)
@@ -177,19 +176,34 @@ def test_one_query_under_any_mask_reads_the_cache(rows: int, draw: torch.Generat
             assert found.requires_grad == needs_gradients
 
 
-def test_a_mask_of_three_runs_is_refused() -> None:
+@pytest.mark.parametrize("form", ["function", "bool", "float"])
+def test_a_mask_of_three_runs_takes_attn_bias(form: str, draw: torch.Generator) -> None:
     function = masking_utils.and_masks(masking_utils.causal_mask_function, lambda b, h, q, k: k % 3 > 0)
-    mask = integration.attention_mask(3, LENGTH, LENGTH, mask_function=function)
-    assert isinstance(mask, Tensor)
-    q = torch.randn(3, 2, LENGTH, 8)
-    with pytest.raises(NotImplementedError, match=r"attention mask, of shape .* a query sees more than two runs of"):
-        integration.attention(torch.nn.Module(), q, q, q, mask)
+    layout = integration.attention_mask(3, LENGTH, LENGTH, mask_function=function)
+    assert (layout.key_ranges, layout.lengths, layout.is_decoding) == (None, None, False)
+    expected = drawn(function, LENGTH, LENGTH, 0, 0, None)
+    assert torch.equal(layout.attn_bias, expected)
+    mask = {
+        "function": layout,
+        "bool": expected,
+        "float": torch.zeros(expected.shape).masked_fill(~expected, -torch.inf),
+    }
+    q, k, v = (torch.randn(3, heads, LENGTH, 8, generator=draw) for heads in (4, 2, 2))
+    out, _ = integration.attention(torch.nn.Module(), q, k, v, mask[form])
+    exact = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=expected, enable_gqa=True)
+    torch.testing.assert_close(out, exact.transpose(1, 2), rtol=1e-4, atol=1e-5)
+    with pytest.raises(NotImplementedError, match="cu_seq_lens_q together with a position bias, or with a mask that"):
+        integration.attention(torch.nn.Module(), q, k, v, mask[form], cu_seq_lens_q=torch.tensor([0, LENGTH]))
 
 
-def test_ranges_move_to_another_device() -> None:
+@pytest.mark.parametrize("name", ["key_ranges", "attn_bias"])
+def test_masks_move_to_another_device(name: str) -> None:
     function = masking_utils.chunked_causal_mask_function(4, torch.zeros(3, dtype=torch.long))
+    if name == "attn_bias":
+        function = masking_utils.and_masks(function, lambda b, h, q, k: k % 2 > 0, lambda b, h, q, k: k != q - q % 3)
+        function = masking_utils.or_masks(function, lambda b, h, q, k: k % 3 == 0)
     moved = integration.attention_mask(3, LENGTH, LENGTH, mask_function=function).to("meta")
-    assert moved.device == moved.key_ranges.device == torch.device("meta")
+    assert moved.device == getattr(moved, name).device == torch.device("meta")
 
 
 # ---- mask tensors ----------------------------------------------------------------------------------------------------
@@ -241,14 +255,14 @@ def test_sizes_of_1_in_a_mask_tensor(shape: tuple[int, ...], draw: torch.Generat
 
 @pytest.mark.parametrize("hidden", ["-inf", "lowest"])
 def test_queries_without_a_key_in_a_mask_tensor(hidden: str, draw: torch.Generator) -> None:
-    """Hidden by -inf, their output is 0, also for NaN in q. Hidden by finite numbers, it is an average: an error."""
+    """Hidden by -inf, their output is 0, also for NaN in q. Hidden by finite numbers, it is an average."""
     q, k, v = (torch.randn(2, 2, 5, 8, generator=draw) for _ in range(3))
     kept = torch.ones(5, 5, dtype=torch.bool).triu(1)[None, None]  # the last query sees nothing
     mask = torch.zeros(1, 1, 5, 5)
     mask[~kept] = -torch.inf if hidden == "-inf" else torch.finfo(torch.float32).min
     if hidden == "lowest":
-        with pytest.raises(NotImplementedError, match="all hidden by finite numbers; its output is an average"):
-            integration.attention(torch.nn.Module(), q, k, v, mask)
+        out, _ = integration.attention(torch.nn.Module(), q, k, v, mask)
+        torch.testing.assert_close(out[:, 4], v.mean(2), rtol=1e-4, atol=1e-5)
         return
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=kept).transpose(1, 2)
     q[:, :, 4] = torch.nan

@@ -35,12 +35,12 @@ def test_all_of_this_in_the_interpreter() -> None:
 @pytest.fixture
 def recordings(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """The recordings of all kinds of calls, empty. In the interpreter its functions are the compiled kernels."""
-    from flash_attn_mini.backends.triton import kvcache, launch, launch_bwd, recording
+    from flash_attn_mini.backends.triton import kvcache, launch, launch_bwd, launch_bwd_bias, recording
 
     if INTERPRETED:
         monkeypatch.setattr(recording, "can_record", lambda: True)
         monkeypatch.setattr(recording, "runner_of", lambda kernel, compiled, grid: kernel[grid])
-    every = [module.RECORDINGS for module in (launch, launch_bwd, kvcache)]
+    every = [module.RECORDINGS for module in (launch, launch_bwd, kvcache, launch_bwd_bias)]
     for kept in every:
         kept.forget()
     yield every
@@ -182,6 +182,12 @@ def backward(call: tuple[Any, ...]) -> list[Tensor]:
     from flash_attn_mini.backends.triton import launch_bwd
 
     return [x.clone() for x in launch_bwd.backward(*call) if x is not None]
+
+
+def bias_backward(call: tuple[Any, ...]) -> list[Tensor]:
+    from flash_attn_mini.backends.triton import launch_bwd_bias
+
+    return [launch_bwd_bias.bias_backward(*call)]
 
 
 def kvcache_call(draw: Draw) -> tuple[Any, ...]:
@@ -326,7 +332,32 @@ def test_calls_with_key_ranges_are_recorded(count: int, recordings: list[Any], d
         assert_same_bits([out, lse], ordinary(recordings, forward, call))
         call = (dout, q, k, v, out, lse, None, None, options, None)
         assert_same_bits(backward(call), ordinary(recordings, backward, call))
-    assert [len(every._kept) for every in recordings] == [1, 1, 0]
+    assert [len(every._kept) for every in recordings] == [1, 1, 0, 0]
+    assert all(kept is not None for every in recordings for kept in every._kept.values())
+
+
+@runs_triton
+@pytest.mark.parametrize("shape", [(2, 4, 32, 32), (1, 1, 1, 32)], ids=["full", "in_parts"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.bool], ids=str)
+def test_calls_with_attn_bias_are_recorded(
+    shape: tuple[int, ...], dtype: torch.dtype, recordings: list[Any], draw: torch.Generator
+) -> None:
+    """A replay reads the bias of its own call, and adds the parts of its gradient."""
+    q, k, v, dout = (torch.randn(2, 32, 4, 16, generator=draw).to(DEVICE, torch.float16) for _ in range(4))
+    for _ in range(3):
+        bias = torch.randn(shape, generator=draw)
+        bias = (bias > 0 if dtype == torch.bool else bias).to(DEVICE, dtype)
+        options = Options(0.0, 0.25, False, -1, -1, 0.0, None, attn_bias=bias)
+        call = (q, k, v, None, options, None)
+        out, lse = forward(call)
+        assert_same_bits([out, lse], ordinary(recordings, forward, call))
+        call = (dout, q, k, v, out, lse, None, None, options, None)
+        *gradients, softmax_d = backward(call)
+        assert_same_bits([*gradients, softmax_d], ordinary(recordings, backward, call))
+        if dtype != torch.bool:
+            call = (dout, q, k, v, lse, softmax_d, options, None)
+            assert_same_bits(bias_backward(call), ordinary(recordings, bias_backward, call))
+    assert [len(every._kept) for every in recordings] == [1, 1, 0, int(dtype != torch.bool)]
     assert all(kept is not None for every in recordings for kept in every._kept.values())
 
 

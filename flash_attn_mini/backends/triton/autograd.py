@@ -23,6 +23,8 @@ PACKED_DIM = -3  # of q, k, v in qkv [..., 3, nheads, headdim], and of k, v in k
 NUM_TENSORS = 3  # q, k and v, before the other inputs of FlashAttnFunc
 OPTIONS = NUM_TENSORS + len(Sequences._fields)  # before the options among these inputs
 
+ATTN_BIAS = "attn_bias"  # its gradient has an op; score_mod.GRADIENTS has those of other options
+
 NO_DOUBLE_BACKWARD = (
     "flash_attn_mini: no backend implements the derivative of the backward (double backward); backends that have it: "
     "none. Where second derivatives are needed, compute attention with PyTorch's own operators "
@@ -36,6 +38,9 @@ def forward(
     """(out, softmax_lse, rng_state) with the gradient of q, k and v. rng_state is None without dropout."""
     refuse_forward_mode((q, k, v))
     q, k, v = autocast(q), autocast(k), autocast(v)
+    attn_bias = options.attn_bias
+    if attn_bias is not None and attn_bias.dtype != torch.float32:
+        options = options._replace(attn_bias=autocast(attn_bias))
     rng_state = draw_in_program(q, k, v) if options.dropout_p > 0 else None
     arguments = (q, k, v, *(sequences or schemas.EQUAL_LENGTHS), *options, rng_state)
     if torch.compiler.is_compiling():  # the compiler takes no Function that has one tensor twice
@@ -97,7 +102,7 @@ class FlashAttnFunc(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dsoftmax_lse: Tensor | None) -> tuple[Any, ...]:
         """dout or dsoftmax_lse is None if no gradient reaches that output."""
-        return _gradients(FlashAttnBackwardFunc.apply, ctx, dout, dsoftmax_lse)
+        return _gradients(FlashAttnBackwardFunc.apply, AttnBiasBackwardFunc.apply, ctx, dout, dsoftmax_lse)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -110,12 +115,16 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _gradients(
-    run: Callable[..., tuple[Tensor | None, ...]], ctx: Any, dout: Tensor | None, dsoftmax_lse: Tensor | None
+    run: Callable[..., tuple[Tensor | None, ...]],
+    run_attn_bias: Callable[..., Tensor],
+    ctx: Any,
+    dout: Tensor | None,
+    dsoftmax_lse: Tensor | None,
 ) -> tuple[Any, ...]:
-    """The gradients of the inputs, from a backward with the inputs of FlashAttnBackwardFunc."""
+    """The gradients of the inputs, from backwards with the inputs of FlashAttnBackwardFunc and AttnBiasBackwardFunc."""
     wanted = {name: OPTIONS + i for i, name in enumerate(Options._fields) if ctx.needs_input_grad[OPTIONS + i]}
     for name in wanted:
-        if name not in GRADIENTS:
+        if name not in GRADIENTS and name != ATTN_BIAS:
             raise NotImplementedError(
                 f"flash_attn_mini: {name} requires a gradient, which is not supported; backends that have it: none. "
                 f"Allowed: one that requires none, for example {name}.detach()"
@@ -133,6 +142,9 @@ def _gradients(
     gradients: list[Tensor | None] = [dq, dk, dv, *(None for _ in rest)]
     for name, place in wanted.items():
         assert softmax_d is not None
+        if name == ATTN_BIAS:
+            gradients[place] = run_attn_bias(dout, *qkv, softmax_lse, softmax_d, *inputs[OPTIONS:])
+            continue
         gradients[place] = GRADIENTS[name](inputs[place], softmax_lse, softmax_d, dsoftmax_lse, inputs[NUM_TENSORS])
     return tuple(gradients)
 
@@ -155,6 +167,27 @@ class FlashAttnBackwardFunc(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> NoReturn:
+        """Refuse: a silent zero would be worse."""
+        raise NotImplementedError(NO_DOUBLE_BACKWARD)
+
+
+class AttnBiasBackwardFunc(torch.autograd.Function):
+    """The gradient of attn_bias, without a derivative. Inputs: those of the op ``triton_attn_bias_bwd``."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*inputs: Any) -> Tensor:
+        """Run the backward."""
+        gradient: Tensor = ops.ATTN_BIAS_BACKWARD(*inputs)
+        return gradient
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Save nothing."""
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> NoReturn:
         """Refuse: a silent zero would be worse."""
         raise NotImplementedError(NO_DOUBLE_BACKWARD)
 
@@ -196,7 +229,7 @@ def _no_backward_fake(dout: Tensor, size: Sequence[int]) -> Tensor:
 
 
 def _compiled_backward(ctx: Any, dout: Tensor | None, dsoftmax_lse: Tensor | None) -> tuple[Any, ...]:
-    return _gradients(FlashAttnBackwardFunc.forward, ctx, dout, dsoftmax_lse)
+    return _gradients(FlashAttnBackwardFunc.forward, AttnBiasBackwardFunc.forward, ctx, dout, dsoftmax_lse)
 
 
 # `triton_fwd` with its gradient in compiled code.

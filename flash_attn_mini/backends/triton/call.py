@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ...options import Options, Sequences
+from .attn_bias import as_numbers, bias_of_call
 from .key_ranges import num_ranges, range_arguments, readable
 from .recording import Recorder
 from .score_mod import modifies_scores, qk_scale, score_features, score_mod_of
@@ -35,6 +36,9 @@ class Call:
         key_ranges = self.options.key_ranges
         if key_ranges is not None:
             self.options = self.options._replace(key_ranges=readable(key_ranges, self.is_varlen))
+        attn_bias = self.options.attn_bias
+        if attn_bias is not None:
+            self.options = self.options._replace(attn_bias=as_numbers(attn_bias))
         seqlen_q, seqlen_k = self.longest(self.q, self.k)
         left, right = self.options.window_size_left, self.options.window_size_right
         if self.options.causal:
@@ -94,8 +98,9 @@ class Call:
 
     @property
     def has_bounds(self) -> bool:
-        """True if a window or key_ranges bound the keys of each query."""
-        return self.window is not None or self.options.key_ranges is not None
+        """True if a window, key_ranges or attn_bias bound the keys of each query."""
+        options = self.options
+        return self.window is not None or options.key_ranges is not None or options.attn_bias is not None
 
     @property
     def num_ranges(self) -> int:
@@ -112,6 +117,12 @@ class Call:
     def qk_scale(self) -> float:
         """The kernels' factor on products of q and k."""
         return qk_scale(self.options)
+
+    @property
+    def pair_bytes(self) -> int:
+        """Bytes that the kernels load for each pair of a row and a key. The same for all dtypes of attn_bias, so that
+        equal numbers in another dtype have the same configuration, and give the same bits."""
+        return 0 if self.options.attn_bias is None else 4
 
     @property
     def is_plain(self) -> bool:
@@ -151,6 +162,8 @@ class Call:
             arguments["window_left"], arguments["window_right"] = self.window
         if self.modifies_scores:
             arguments["SCORE_MOD"], arguments["score_mod"] = True, score_mod_of(self.options)
+        if self.options.attn_bias is not None:
+            arguments["attn_bias"] = bias_of_call(self.options.attn_bias)
         if self.options.dropout_p > 0:
             assert self.rng_state is not None, "dropout needs rng_state"
             arguments["rng_state"] = self.rng_state.contiguous()

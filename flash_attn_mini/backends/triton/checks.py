@@ -1,10 +1,10 @@
 """Every check of the arguments of a call, for environments without the compiled extension.
 
-With the extension csrc/api/checks.cpp, csrc/api/key_ranges.cpp and csrc/api/checks_kvcache.cpp check every call of
-every backend. The checks here are the same: in the same order, with the same exception types and texts. A failed check
-names the argument, what was given and what is allowed. cu_seqlens, block_table and the like are read on the CPU; on a
-GPU only with FLASH_ATTN_MINI_CHECK=1, as reading them waits for the GPU. key_ranges are read only with
-FLASH_ATTN_MINI_CHECK=1.
+With the extension csrc/api/checks.cpp, csrc/api/key_ranges.cpp, csrc/api/attn_bias.cpp and csrc/api/checks_kvcache.cpp
+check every call of every backend. The checks here are the same: in the same order, with the same exception types and
+texts. A failed check names the argument, what was given and what is allowed. cu_seqlens, block_table and the like are
+read on the CPU; on a GPU only with FLASH_ATTN_MINI_CHECK=1, as reading them waits for the GPU. key_ranges are read only
+with FLASH_ATTN_MINI_CHECK=1.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...allocation import lse_dtype
-from ...options import KvCache, Options, Sequences
+from ...options import ROWS_MULTIPLE, KvCache, Options, Sequences
 
 DTYPES = {
     "triton": (torch.float16, torch.bfloat16, torch.float32),
@@ -34,6 +34,7 @@ def check_forward(
     _check_inputs(q, k, v, sequences, backend)
     _check_options(q, _batch_of(q, sequences), options)
     _check_key_ranges(q, k, sequences, options.key_ranges)
+    _check_attn_bias(q, k, sequences, options.attn_bias)
 
 
 def check_backward(
@@ -69,6 +70,37 @@ def check_backward(
         read.append((name, given))  # gradients share no memory with each other
     _check_options(q, _batch_of(q, sequences), options)
     _check_key_ranges(q, k, sequences, options.key_ranges)
+    _check_attn_bias(q, k, sequences, options.attn_bias)
+    check_rng_state(rng_state, options.dropout_p, q)
+
+
+def check_attn_bias_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_lse: Tensor,
+    softmax_d: Tensor,
+    options: Options,
+    rng_state: Tensor | None,
+    backend: str = "triton",
+) -> None:
+    """The same for the gradient of attn_bias."""
+    check_forward(q, k, v, None, options, backend)
+    if options.attn_bias is None:
+        raise ValueError("attn_bias is None; allowed: a tensor")
+    if not options.attn_bias.is_floating_point():
+        raise TypeError(
+            f"attn_bias has dtype {_dtype(options.attn_bias)}; allowed where its gradient is wanted: a floating dtype"
+        )
+    _check_same_kind("dout", dout, q)
+    _check_same_shape("dout", dout, "q", q)
+    batch, rows, nheads, _ = q.shape
+    padded = (rows + ROWS_MULTIPLE - 1) // ROWS_MULTIPLE * ROWS_MULTIPLE
+    for name, x, size in (("softmax_lse", softmax_lse, rows), ("softmax_d", softmax_d, padded)):
+        _check_lse_dtype(name, x, q)
+        if _shape(x) != [batch, nheads, size]:
+            raise ValueError(f"{name} has shape {_shape(x)}; allowed: {[batch, nheads, size]}")
     check_rng_state(rng_state, options.dropout_p, q)
 
 
@@ -155,11 +187,15 @@ def _check_heads(q: Tensor, k_name: str, k: Tensor, v_name: str, v: Tensor) -> N
     _check_at_most("q", q, -2, MAX_INT, "heads")
 
 
-def _check_lse(name: str, x: Tensor, q: Tensor, sequences: Sequences | None) -> None:
+def _check_lse_dtype(name: str, x: Tensor, q: Tensor) -> None:
     if x.dtype != lse_dtype(q):
         allowed = "Double" if q.dtype == torch.float64 else "Float"
         raise TypeError(f"{name} has dtype {_dtype(x)}; allowed: {allowed} for inputs of {_dtype(q)}")
     _check_same_device(name, x, q)
+
+
+def _check_lse(name: str, x: Tensor, q: Tensor, sequences: Sequences | None) -> None:
+    _check_lse_dtype(name, x, q)
     if sequences is None:
         form, shape = "[batch, nheads, seqlen_q]", [q.shape[0], q.shape[2], q.shape[1]]
     else:
@@ -328,6 +364,31 @@ def _check_range_values(key_ranges: Tensor, keys: int, where: str) -> None:
         raise ValueError(f"key_ranges has {low if low < 0 else high}{where}; allowed: 0 to the number of keys, {keys}")
 
 
+def _check_attn_bias(q: Tensor, k: Tensor, sequences: Sequences | None, attn_bias: Tensor | None) -> None:
+    if attn_bias is None:
+        return
+    if sequences is not None:
+        raise NotImplementedError(
+            "flash_attn_mini: attn_bias is not supported with sequences of different lengths (cu_seqlens); available: "
+            "flash_attn_func with padded sequences, or key_ranges, causal, window_size and alibi_slopes"
+        )
+    is_wide = q.dtype == torch.float64
+    if attn_bias.dtype not in (torch.bool, q.dtype) and (is_wide or attn_bias.dtype != torch.float32):
+        raise TypeError(
+            f"attn_bias has dtype {_dtype(attn_bias)}; allowed: bool, {'' if is_wide else 'float32, '}or that of q, "
+            f"{_dtype(q)}"
+        )
+    _check_same_device("attn_bias", attn_bias, q)
+    batch, seqlen_q, nheads, _ = q.shape
+    seqlen_k, shape = k.shape[1], _shape(attn_bias)
+    is_right = len(shape) == 4 and shape[3] == seqlen_k
+    if not (is_right and all(n in (1, whole) for n, whole in zip(shape, (batch, nheads, seqlen_q), strict=False))):
+        raise ValueError(
+            f"attn_bias has shape {shape}; allowed: [1 or batch, 1 or nheads, 1 or seqlen_q, seqlen_k] with batch "
+            f"{batch}, nheads {nheads}, seqlen_q {seqlen_q}, seqlen_k {seqlen_k}"
+        )
+
+
 # This range keeps every factor that a kernel derives from softmax_scale and softcap, and its products with q.k of
 # float16 inputs, inside float32.
 MIN_FACTOR, MAX_FACTOR = 1e-20, 1e20
@@ -356,6 +417,11 @@ def check_kvcache(
         raise NotImplementedError(
             "flash_attn_mini: key_ranges is not supported with a KV cache; available: flash_attn_func, or causal, "
             "window_size and cache_leftpad"
+        )
+    if options.attn_bias is not None:
+        raise NotImplementedError(
+            "flash_attn_mini: attn_bias is not supported with a KV cache; available: flash_attn_func, or causal, "
+            "window_size, alibi_slopes and cache_leftpad"
         )
     if _seqlen_new(cache) > 0:
         _check_memory(q, k_cache, v_cache, cache, options)

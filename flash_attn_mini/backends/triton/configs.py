@@ -22,6 +22,11 @@ def tile(
     return triton.Config(kwargs, num_warps=num_warps, num_stages=num_stages, maxnreg=maxnreg)
 
 
+def bytes_of_pairs(config: triton.Config, pair_bytes: int) -> int:
+    """Bytes of the pairs of a row and a key in all stages."""
+    return int(config.num_stages * config.kwargs["BLOCK_M"] * config.kwargs["BLOCK_N"] * pair_bytes)
+
+
 @dataclass(frozen=True)
 class Tables:
     """The configurations of one kernel."""
@@ -39,26 +44,48 @@ class Tables:
         return [c for table in (self.hopper, self.plain, self.float32) for configs in table.values() for c in configs]
 
     def candidates(
-        self, block_d: int, itemsize: int, tma_reaches: bool, shared_memory_limit: int, *, timed: bool = True
+        self,
+        block_d: int,
+        itemsize: int,
+        tma_reaches: bool,
+        shared_memory_limit: int,
+        *,
+        timed: bool = True,
+        pair_bytes: int = 0,
     ) -> list[triton.Config]:
         """The configurations to try, the most likely first: those that fit in shared memory, or the smallest.
 
-        Without timing, the others serve GPUs on which the first runs out of resources.
+        Without timing, the others serve GPUs on which the first runs out of resources. pair_bytes: see shared_memory.
         """
         hopper, plain = (self.hopper, self.plain) if timed else (self.untimed_hopper, self.untimed_plain)
         tables = [self.float32] if itemsize == 4 else [hopper, plain] if tma_reaches else [plain]
         for table in tables:  # a GPU with TMA may have less shared memory than Hopper
             configs = table[min(max(block_d, 64), 256)]
-            fitting = [c for c in configs if self.shared_memory(c, block_d, itemsize) <= shared_memory_limit]
+            fitting = [
+                c for c in configs if self.shared_memory(c, block_d, itemsize, pair_bytes) <= shared_memory_limit
+            ]
             if fitting:
                 return fitting
-        return [min(configs, key=lambda c: self.shared_memory(c, block_d, itemsize))]
+        return [min(configs, key=lambda c: self.shared_memory(c, block_d, itemsize, pair_bytes))]
 
-    def shared_memory(self, config: triton.Config, block_d: int, itemsize: int) -> int:
-        """Bytes of the resident tiles and of all stages of the others, and 2 KiB for the compiler."""
+    def shared_memory(self, config: triton.Config, block_d: int, itemsize: int, pair_bytes: int = 0) -> int:
+        """Bytes of the resident tiles and of all stages of the others, and 2 KiB for the compiler.
+
+        pair_bytes: of each pair of a row and a key, which a call with attn_bias loads in the same stages.
+        """
         streamed = "BLOCK_N" if self.resident == "BLOCK_M" else "BLOCK_M"
         rows = self.resident_tiles * config.kwargs[self.resident] + 2 * config.num_stages * config.kwargs[streamed]
-        return int(rows * block_d * itemsize) + 2048
+        return int(rows * block_d * itemsize + bytes_of_pairs(config, pair_bytes)) + 2048
+
+
+@dataclass(frozen=True)
+class StreamingTables(Tables):
+    """The configurations of a kernel that keeps no tile of an operand: it loops over pairs of a sequence and a head."""
+
+    def shared_memory(self, config: triton.Config, block_d: int, itemsize: int, pair_bytes: int = 0) -> int:
+        """Bytes of all stages of Q, dO, K, V and the bias, and 2 KiB for the compiler."""
+        rows = 2 * config.num_stages * (config.kwargs["BLOCK_M"] + config.kwargs["BLOCK_N"])
+        return int(rows * block_d * itemsize + bytes_of_pairs(config, pair_bytes)) + 2048
 
 
 # Split-KV, by head dim: keys of a step. K and V of a step are 32 KB.
@@ -224,7 +251,7 @@ BACKWARD_DQ = Tables(
     },
     untimed_hopper={
         64: [tile(64, 64, 4, 3), tile(64, 64, 4, 2)],
-        128: [tile(128, 64, 8, 3), tile(64, 64, 4, 2)],
+        128: [tile(128, 64, 8, 3), tile(128, 64, 8, 2), tile(64, 64, 4, 2)],
         256: [tile(64, 32, 4, 3), tile(64, 32, 4, 2)],
     },
     untimed_plain={
@@ -284,4 +311,25 @@ BACKWARD_DKV = Tables(
     },
     resident="BLOCK_N",
     resident_tiles=2,  # K and V
+)
+
+_BIAS: ByHeadDim = {
+    64: [tile(128, 64, 8, 3, tma=False), tile(128, 64, 8, 2, tma=False), tile(64, 64, 4, 1, tma=False)],
+    128: [tile(128, 64, 8, 2, tma=False), tile(64, 64, 4, 2, tma=False), tile(64, 32, 4, 1, tma=False)],
+    256: [tile(64, 32, 4, 2, tma=False), tile(32, 32, 4, 1, tma=False)],
+}
+
+# The gradient of attn_bias. Its calls are never timed.
+BACKWARD_BIAS = StreamingTables(
+    hopper=_BIAS,
+    plain=_BIAS,
+    float32={
+        64: [tile(32, 32, 4, 2, tma=False)],
+        128: [tile(32, 32, 4, 1, tma=False)],
+        256: [tile(16, 16, 4, 1, tma=False)],
+    },
+    untimed_hopper=_BIAS,
+    untimed_plain=_BIAS,
+    resident="BLOCK_M",
+    resident_tiles=0,
 )

@@ -10,9 +10,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .attn_bias import bias_of_keys, probabilities, with_bias
 from .dropout import dropout_stream, keep_tile
 from .key_ranges import is_in, load_stored_ranges, rows_of_keys
-from .score_mod import head_slope, modified_logits
+from .score_mod import LN_2, head_slope, modified_logits
 from .sequences import find_block, sequence_rows
 from .tiles import assigned_block, from_row, load_rows, store_rows
 from .visible import first_seeing_row, visible_queries
@@ -79,6 +80,7 @@ def accumulate_dkv(
     row_ranges=None,  # see load_stored_ranges, from the first row of the sequence and head on
     num_rows=None,
     NUM_RANGES: tl.constexpr = 0,  # 0: no key_ranges
+    bias=None,  # of bias_of_keys
 ):
     """Add the contributions of rows [m_begin, m_end), BLOCK_M at a time. MASKED: not all of them may see each key."""
     for m in tl.range(m_begin, m_end, BLOCK_M):
@@ -86,19 +88,26 @@ def accumulate_dkv(
         if MASKED and NUM_RANGES > 0:
             begin_0, end_0, begin_1, end_1 = load_stored_ranges(row_ranges + m, num_rows, BLOCK_M, NUM_RANGES)
             sees = end_0 > 0  # a row without keys may hold NaN: see below
+        if bias is not None:
+            lse_log2 = load_stat(row_stats, 1, batch_head, padded_begin + m, num_heads, padded_q, BLOCK_M, USE_TMA)
+            sees = lse_log2 < float("inf")
         q_tile = load_rows(
             q, batch, head, m, seqlen_q, begin_row, HEAD_DIM, BLOCK_D, BLOCK_M, not EVEN_M, USE_TMA, sees
         )  # fmt: skip
         do_tile = load_rows(
             dout, batch, head, m, seqlen_q, begin_row, HEAD_DIM, BLOCK_D, BLOCK_M, not EVEN_M, USE_TMA, sees
         )  # fmt: skip
-        lse_log2 = load_stat(row_stats, 1, batch_head, padded_begin + m, num_heads, padded_q, BLOCK_M, USE_TMA)
+        if bias is None:
+            lse_log2 = load_stat(row_stats, 1, batch_head, padded_begin + m, num_heads, padded_q, BLOCK_M, USE_TMA)
         scores_t = tl.dot(k_tile, q_tile.T, input_precision="ieee")
         if not SCORE_MOD:
             p_t = tl.math.exp2(scores_t * qk_scale - lse_log2[None, :])
         else:
             logits_t, derivative_t = modified_logits(scores_t, qk_scale, score_mod, slope, position - m, BLOCK_M)
-            p_t = tl.math.exp2(logits_t - lse_log2[None, :])
+            if bias is not None:
+                p_t = probabilities(with_bias(logits_t, bias, m, BLOCK_M), lse_log2[None, :])
+            else:
+                p_t = tl.math.exp2(logits_t - lse_log2[None, :])
         if MASKED:
             if NUM_RANGES == 0:
                 rows = m + tl.arange(0, BLOCK_M)
@@ -175,6 +184,7 @@ def flash_bwd_dkv_kernel(
     row_ranges=None,  # see store_ranges
     unit_ranges=None,
     ROWS_OF_UNIT: tl.constexpr = 0,
+    attn_bias=None,
 ):
     """Grid: cdiv(seqlen_k, BLOCK_N) * batch * nheads_k programs; variable length: see find_block, times nheads_k."""
     # The keys and the head of this program. Under the causal mask the first keys have the most rows.
@@ -237,6 +247,10 @@ def flash_bwd_dkv_kernel(
         dropout = None
         if rng_state is not None:
             dropout = (dropout_stream(rng_state, sequence * nheads + head), threshold, start_n, keep_scale)
+        bias = None
+        if attn_bias is not None:
+            slope *= LN_2
+            bias = bias_of_keys(attn_bias, batch, head, start_n + tl.arange(0, BLOCK_N), seqlen_q)
 
         if NUM_RANGES == 0:
             if CAUSAL or window_left is not None:
@@ -245,12 +259,14 @@ def flash_bwd_dkv_kernel(
                     begin_row, first_row, last_row, m_begin, full_begin, seqlen_q, padded_q, padded_begin,
                     qk_scale, score_mod, slope, position, dropout, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N,
                     True, window_left is not None, SCORE_MOD, EVEN_M, dk is not None, dv is not None, USE_TMA,
+                    bias=bias,
                 )  # fmt: skip
             dk_acc, dv_acc = accumulate_dkv(
                 dk_acc, dv_acc, k_tile, v_tile, row_stats, q, dout, batch, head, stats_head, num_heads,
                 full_begin_row, first_row, last_row, full_begin, full_end, seqlen_q, padded_q, padded_begin,
                 qk_scale, score_mod, slope, position, dropout, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N,
                 False, False, SCORE_MOD, EVEN_M, dk is not None, dv is not None, USE_TMA,
+                bias=bias,
             )  # fmt: skip
             if window_left is not None:
                 dk_acc, dv_acc = accumulate_dkv(
@@ -258,6 +274,7 @@ def flash_bwd_dkv_kernel(
                     begin_row, first_row, last_row, full_end, m_end, seqlen_q, padded_q, padded_begin,
                     qk_scale, score_mod, slope, position, dropout, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N,
                     True, True, SCORE_MOD, EVEN_M, dk is not None, dv is not None, USE_TMA,
+                    bias=bias,
                 )  # fmt: skip
         else:
             num_rows = num_heads.to(tl.int64) * padded_q
@@ -273,21 +290,21 @@ def flash_bwd_dkv_kernel(
                 None, first_row, last_row, begin_m, begin_full, seqlen_q, padded_q, padded_begin,
                 qk_scale, score_mod, slope, position, dropout, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N,
                 True, False, SCORE_MOD, EVEN_M, dk is not None, dv is not None, USE_TMA,
-                keys, of_head, num_rows, NUM_RANGES,
+                keys, of_head, num_rows, NUM_RANGES, bias,
             )  # fmt: skip
             dk_acc, dv_acc = accumulate_dkv(
                 dk_acc, dv_acc, k_tile, v_tile, row_stats, q, dout, batch, head, stats_head, num_heads,
                 None, first_row, last_row, begin_full, end_full, seqlen_q, padded_q, padded_begin,
                 qk_scale, score_mod, slope, position, dropout, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N,
                 False, False, SCORE_MOD, EVEN_M, dk is not None, dv is not None, USE_TMA,
-                keys, of_head, num_rows, NUM_RANGES,
+                keys, of_head, num_rows, NUM_RANGES, bias,
             )  # fmt: skip
             dk_acc, dv_acc = accumulate_dkv(
                 dk_acc, dv_acc, k_tile, v_tile, row_stats, q, dout, batch, head, stats_head, num_heads,
                 None, first_row, last_row, end_full, end_m, seqlen_q, padded_q, padded_begin,
                 qk_scale, score_mod, slope, position, dropout, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N,
                 True, False, SCORE_MOD, EVEN_M, dk is not None, dv is not None, USE_TMA,
-                keys, of_head, num_rows, NUM_RANGES,
+                keys, of_head, num_rows, NUM_RANGES, bias,
             )  # fmt: skip
 
     if dk is not None:

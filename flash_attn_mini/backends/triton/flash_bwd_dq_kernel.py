@@ -9,9 +9,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .attn_bias import bias_of_rows, probabilities, with_bias
 from .dropout import dropout_stream, keep_tile
 from .key_ranges import blocks_of_ranges, chosen_blocks, is_in, load_ranges, store_no_ranges, store_ranges
-from .score_mod import LOG2_E, head_slope, modified_logits
+from .score_mod import LN_2, LOG2_E, head_slope, modified_logits, row_sink
 from .sequences import find_block, sequence_rows
 from .tiles import assigned_block, from_row, load_rows, store_rows
 from .visible import first_seeing_row, visible_keys
@@ -22,7 +23,7 @@ def accumulate_dq(
     acc,  # (BLOCK_M, BLOCK_D) float32: dQ so far, before the scale
     q_tile,  # (BLOCK_M, BLOCK_D)
     do_tile,  # (BLOCK_M, BLOCK_D)
-    lse_log2,  # (BLOCK_M,) float32
+    lse_log2,  # (BLOCK_M,) float32; with a bias natural
     delta,  # (BLOCK_M,) float32
     k,
     v,
@@ -47,6 +48,7 @@ def accumulate_dq(
     SCORE_MOD: tl.constexpr,
     USE_TMA: tl.constexpr,
     second=None,  # as in attend_blocks
+    bias=None,  # of bias_of_rows
 ):
     """Add the contributions of keys [n_begin, n_end), BLOCK_N at a time. MASKED: some row may not see all of them."""
     for n in tl.range(n_begin, n_end, BLOCK_N):
@@ -58,7 +60,10 @@ def accumulate_dq(
             p = tl.math.exp2(scores * qk_scale - lse_log2[:, None])
         else:
             logits, derivative = modified_logits(scores, qk_scale, score_mod, slope, position - n, BLOCK_N)
-            p = tl.math.exp2(logits - lse_log2[:, None])
+            if bias is not None:
+                p = probabilities(with_bias(logits, bias, n, BLOCK_N), lse_log2[:, None])
+            else:
+                p = tl.math.exp2(logits - lse_log2[:, None])
         if MASKED:
             keys = n + tl.arange(0, BLOCK_N)
             visible = keys[None, :] <= last_key[:, None]
@@ -95,7 +100,7 @@ def flash_bwd_dq_kernel(
     dq,  # [batch, seqlen_q, nheads, headdim]: a tuple; None: dQ is not wanted
     lse,  # [batch, nheads, seqlen_q] float32, contiguous
     dlse,  # like lse, or None: zeros
-    row_stats,  # [2, batch, nheads, padded_q] float32: delta, and lse * log2(e)
+    row_stats,  # [2, batch, nheads, padded_q] float32: delta, and lse * log2(e), or with attn_bias lse
     softmax_scale,
     qk_scale,  # softmax_scale * log2(e); with score_mod see modified_logits
     seqlen_q,  # variable length: the rows of all sequences, and the tensors have one batch entry
@@ -129,6 +134,8 @@ def flash_bwd_dq_kernel(
     row_ranges=None,  # see store_ranges
     unit_ranges=None,
     ROWS_OF_UNIT: tl.constexpr = 0,
+    attn_bias=None,
+    row_mod=None,  # with attn_bias, which may leave a row without keys
 ):
     """Grid: padded_q / BLOCK_M * batch * nheads programs."""
     # The rows and the head of this program. padded_q is seqlen_q rounded up to ROW_STATS_MULTIPLE. Of variable length,
@@ -203,8 +210,13 @@ def flash_bwd_dq_kernel(
         sees_nothing = sees_nothing | (end_0 == 0)
     elif CAUSAL or window_left is not None:
         sees_nothing = sees_nothing | (rows < first_seeing_row(seqlen_q, seqlen_k, window_left, window_right))
+    if row_mod is not None:
+        sees_nothing = sees_nothing | (row_lse == row_sink(row_mod, sequence, head))
     delta = tl.where(sees_nothing, 0.0, delta)  # dout and dlse of such a row may be NaN
-    lse_log2 = tl.where(sees_nothing, float("inf"), row_lse * LOG2_E)
+    if attn_bias is None:
+        lse_log2 = tl.where(sees_nothing, float("inf"), row_lse * LOG2_E)
+    else:
+        lse_log2 = tl.where(sees_nothing, float("inf"), row_lse)
     tl.store(stats, delta)
     tl.store(stats + batch_heads.to(tl.int64) * padded_q, lse_log2)
 
@@ -226,6 +238,10 @@ def flash_bwd_dq_kernel(
         dropout = None
         if rng_state is not None:
             dropout = (dropout_stream(rng_state, sequence * nheads + head), threshold, start_m, keep_scale)
+        bias = None
+        if attn_bias is not None:
+            slope *= LN_2
+            bias = bias_of_rows(attn_bias, batch, head, rows, seqlen_q)
 
         q_tile = load_rows(q, batch, head, start_m, seqlen_q, None, HEAD_DIM, BLOCK_D, BLOCK_M, True, USE_TMA)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -234,18 +250,18 @@ def flash_bwd_dq_kernel(
                 acc = accumulate_dq(
                     acc, q_tile, do_tile, lse_log2, delta, k, v, batch, head_k, first_key, last_key,
                     n_begin, full_begin, seqlen_k, qk_scale, score_mod, slope, position, dropout,
-                    HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, True, True, SCORE_MOD, USE_TMA,
+                    HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, True, True, SCORE_MOD, USE_TMA, bias=bias,
                 )  # fmt: skip
             acc = accumulate_dq(
                 acc, q_tile, do_tile, lse_log2, delta, k, v, batch, head_k, first_key, last_key,
                 full_begin, full_end, seqlen_k, qk_scale, score_mod, slope, position, dropout,
-                HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, False, False, SCORE_MOD, USE_TMA,
+                HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, False, False, SCORE_MOD, USE_TMA, bias=bias,
             )  # fmt: skip
             if CAUSAL or not EVEN_N:
                 acc = accumulate_dq(
                     acc, q_tile, do_tile, lse_log2, delta, k, v, batch, head_k, first_key, last_key,
                     full_end, n_end, seqlen_k, qk_scale, score_mod, slope, position, dropout,
-                    HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, True, window_left is not None, SCORE_MOD, USE_TMA,
+                    HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, True, window_left is not None, SCORE_MOD, USE_TMA, bias=bias,
                 )  # fmt: skip
         else:
             first_key = begin_0
@@ -259,17 +275,17 @@ def flash_bwd_dq_kernel(
                 acc = accumulate_dq(
                     acc, q_tile, do_tile, lse_log2, delta, k, v, batch, head_k, first_key, last_key,
                     n_begin, full_begin, seqlen_k, qk_scale, score_mod, slope, position, dropout,
-                    HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, True, True, SCORE_MOD, USE_TMA, second=second,
+                    HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, True, True, SCORE_MOD, USE_TMA, second=second, bias=bias,
                 )  # fmt: skip
                 acc = accumulate_dq(
                     acc, q_tile, do_tile, lse_log2, delta, k, v, batch, head_k, first_key, last_key,
                     full_begin, full_end, seqlen_k, qk_scale, score_mod, slope, position, dropout,
-                    HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, False, False, SCORE_MOD, USE_TMA,
+                    HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, False, False, SCORE_MOD, USE_TMA, bias=bias,
                 )  # fmt: skip
                 acc = accumulate_dq(
                     acc, q_tile, do_tile, lse_log2, delta, k, v, batch, head_k, first_key, last_key,
                     full_end, n_end, seqlen_k, qk_scale, score_mod, slope, position, dropout,
-                    HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, True, True, SCORE_MOD, USE_TMA, second=second,
+                    HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, True, True, SCORE_MOD, USE_TMA, second=second, bias=bias,
                 )  # fmt: skip
         acc = acc * softmax_scale
         if CAUSAL or not EVEN_N:  # a row without keys: dout, K or V may have made acc NaN

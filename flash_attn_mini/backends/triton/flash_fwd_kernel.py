@@ -10,9 +10,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .attn_bias import bias_of_rows, with_bias
 from .dropout import dropout_stream, keep_tile
 from .key_ranges import blocks_of_ranges, chosen_blocks, is_in, load_ranges
-from .score_mod import head_slope, join_row_mod, modified_logits
+from .score_mod import LN_2, LOG2_E, head_slope, join_row_mod, modified_logits
 from .sequences import (
     cache_row,
     cached_keys,
@@ -57,6 +58,7 @@ def attend_blocks(
     USE_TMA: tl.constexpr,
     TILES_IN_PAGES: tl.constexpr = False,  # no tile has keys of two pages
     second=None,  # (begin, end), each (BLOCK_M,) int32: keys that each row sees, too; counts with MASKED
+    bias=None,  # of bias_of_rows; row_max is then natural
 ):
     """Attend to keys [n_begin, n_end), BLOCK_N at a time. MASKED: some row may not see all of them."""
     acc, row_sum, row_max = state
@@ -76,6 +78,8 @@ def attend_blocks(
             scores, _ = modified_logits(scores, qk_scale, score_mod, slope, position - n, BLOCK_N)
         elif NEGATIVE_SCALE:
             scores = -scores
+        if bias is not None:
+            scores = with_bias(scores, bias, n, BLOCK_N)
         if MASKED:
             keys = n + tl.arange(0, BLOCK_N)
             visible = keys[None, :] <= last_key[:, None]
@@ -86,9 +90,12 @@ def attend_blocks(
             scores = tl.where(visible, scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1))
         shift = new_max
-        if MASKED:  # a row that has seen no key yet: -inf - -inf would make its probabilities NaN
+        if MASKED or bias is not None:  # a row that has seen no key yet: -inf - -inf would make its probabilities NaN
             shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        if not SCORE_MOD:
+        if bias is not None:
+            p = tl.math.exp2((scores - shift[:, None]) * LOG2_E)
+            alpha = tl.math.exp2((row_max - shift) * LOG2_E)
+        elif not SCORE_MOD:
             # Not scores * qk_scale - shift * qk_scale: one FFMA, but 2^-24 of a score of 1e9 is an exponent of 60.
             p = tl.math.exp2((scores - shift[:, None]) * qk_scale)
             alpha = tl.math.exp2((row_max - shift) * qk_scale)
@@ -171,6 +178,7 @@ def flash_fwd_kernel(
     ranges_stride_h=None,
     ranges_stride_s=None,
     NUM_RANGES: tl.constexpr = 0,  # of a query; 0: no key_ranges
+    attn_bias=None,  # [batch, nheads, seqlen_q, seqlen_k]: see attn_bias.py
 ):
     """Grid: cdiv(seqlen_q, BLOCK_M) * batch * nheads programs; variable length: see find_block, times nheads."""
     # The rows and the head of this program.
@@ -230,6 +238,10 @@ def flash_fwd_kernel(
     dropout = None
     if rng_state is not None:
         dropout = (dropout_stream(rng_state, sequence * nheads + head), threshold, start_m)
+    bias = None
+    if attn_bias is not None:
+        slope *= LN_2
+        bias = bias_of_rows(attn_bias, batch, head, rows, seqlen_q)
 
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -241,18 +253,19 @@ def flash_fwd_kernel(
             state = attend_blocks(
                 state, q_tile, k, v, pages, batch_k, head_k, first_key, last_key, n_begin, full_begin,
                 seqlen_k, qk_scale, score_mod, slope, position, dropout,
-                NEGATIVE_SCALE, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, True, True, SCORE_MOD, USE_TMA,
+                NEGATIVE_SCALE, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, True, True, SCORE_MOD, USE_TMA, bias=bias,
             )  # fmt: skip
         state = attend_blocks(
             state, q_tile, k, v, pages, batch_k, head_k, first_key, last_key, full_begin, full_end,
             seqlen_k, qk_scale, score_mod, slope, position, dropout,
-            NEGATIVE_SCALE, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, False, False, SCORE_MOD, USE_TMA,
+            NEGATIVE_SCALE, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, False, False, SCORE_MOD, USE_TMA, bias=bias,
         )  # fmt: skip
         if CAUSAL or not EVEN_N:
             state = attend_blocks(
                 state, q_tile, k, v, pages, batch_k, head_k, first_key, last_key, full_end, n_end,
                 seqlen_k, qk_scale, score_mod, slope, position, dropout,
                 NEGATIVE_SCALE, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, True, window_left is not None, SCORE_MOD, USE_TMA,
+                bias=bias,
             )  # fmt: skip
         acc, row_sum, row_max = state
     else:
@@ -271,16 +284,18 @@ def flash_fwd_kernel(
                 (acc, row_sum, row_max), q_tile, k, v, pages, batch_k, head_k, first_key, last_key,
                 n_begin, full_begin, seqlen_k, qk_scale, score_mod, slope, position, dropout,
                 NEGATIVE_SCALE, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, True, True, SCORE_MOD, USE_TMA, second=second,
+                bias=bias,
             )  # fmt: skip
             acc, row_sum, row_max = attend_blocks(
                 (acc, row_sum, row_max), q_tile, k, v, pages, batch_k, head_k, first_key, last_key,
                 full_begin, full_end, seqlen_k, qk_scale, score_mod, slope, position, dropout,
-                NEGATIVE_SCALE, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, False, False, SCORE_MOD, USE_TMA,
+                NEGATIVE_SCALE, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, False, False, SCORE_MOD, USE_TMA, bias=bias,
             )  # fmt: skip
             acc, row_sum, row_max = attend_blocks(
                 (acc, row_sum, row_max), q_tile, k, v, pages, batch_k, head_k, first_key, last_key,
                 full_end, n_end, seqlen_k, qk_scale, score_mod, slope, position, dropout,
                 NEGATIVE_SCALE, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, True, True, SCORE_MOD, USE_TMA, second=second,
+                bias=bias,
             )  # fmt: skip
 
     # A row without keys has out 0 and lse -inf.
@@ -292,9 +307,12 @@ def flash_fwd_kernel(
         acc = acc * (keep_scale / divisor)[:, None]
     if CAUSAL or not EVEN_N:  # NaN or infinity in V may have made acc NaN
         acc = tl.where(is_empty[:, None], 0.0, acc)
-    if not SCORE_MOD:
-        row_max = row_max * qk_scale
-    row_lse = (row_max + tl.math.log2(divisor)) * 0.6931471805599453
+    if attn_bias is not None:
+        row_lse = row_max + tl.math.log2(divisor) * LN_2
+    else:
+        if not SCORE_MOD:
+            row_max = row_max * qk_scale
+        row_lse = (row_max + tl.math.log2(divisor)) * 0.6931471805599453
     if row_mod is not None:
         row_lse, factor = join_row_mod(row_mod, sequence, head, row_lse)
         acc = acc * factor[:, None]

@@ -151,7 +151,7 @@ def choose(
     if call.is_plain:
         return tuner.choose(call.q, call.k, block_d, call.causal, reached, INTERPRETED, launch_with, variant)
     kind = (variant, call.features, call.causal, call.window is not None, call.num_ranges)
-    return tuner.choose_untimed(call.q, block_d, kind, reached, INTERPRETED, launch_with)
+    return tuner.choose_untimed(call.q, block_d, kind, reached, INTERPRETED, launch_with, call.pair_bytes)
 
 
 def trace_launch(name: str, call: Call, config: triton.Config, grid: tuple[int], **wanted: bool) -> None:

@@ -37,6 +37,7 @@ from .operands import (
     with_rows_apart,
 )
 from .recording import Recorder, Recordings
+from .score_mod import row_mod_of
 from .tuner import Tuner
 
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
@@ -278,6 +279,7 @@ def launch_dq(call: BackwardCall, config: triton.Config) -> None:
         min(batch * nheads, heads_per_group(k, call) * heads_per_kv) if call.causal else 1,
         **call.feature_arguments(),
         **call.range_arguments() | call.stored_ranges(),
+        **({} if call.options.attn_bias is None else {"row_mod": row_mod_of(call.options)}),
         HEAD_DIM=head_dim,
         BLOCK_D=head_dim_block(head_dim),
         CAUSAL=call.causal,

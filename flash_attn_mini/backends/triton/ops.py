@@ -1,8 +1,9 @@
-"""The Triton backend's ops ``flash_attn_mini::triton_fwd``, ``triton_bwd`` and ``triton_fwd_kvcache``.
+"""The Triton backend's ops ``flash_attn_mini::triton_fwd``, ``triton_bwd``, ``triton_attn_bias_bwd`` and
+``triton_fwd_kvcache``.
 
 With the compiled extension its ops call them, and have checked the arguments. Without it autograd.py calls them, and
-they check the arguments themselves (checks.py). The chain continues in launch.py, launch_bwd.py and kvcache.py. CPU
-calls without the extension continue in backends/reference.py instead, unless they ask for Triton.
+they check the arguments themselves (checks.py). The chain continues in launch.py, launch_bwd.py, launch_bwd_bias.py and
+kvcache.py. CPU calls without the extension continue in backends/reference.py instead, unless they ask for Triton.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ from . import checks, unavailable_reason
 library = torch.library.Library(NAMESPACE, "FRAGMENT")
 _tags = (torch.Tag.pt2_compliant_tag,)
 library.define(f"triton_bwd{schemas.BACKWARD}{schemas.GRADIENTS}", tags=_tags)
+library.define(f"triton_attn_bias_bwd{schemas.ATTN_BIAS_BACKWARD}", tags=_tags)
 library.define(f"triton_fwd_kvcache{schemas.KVCACHE_FORWARD}{schemas.OUT_AND_LSE}", tags=_tags)
 
 BACKWARD = CUSTOM_OPS.triton_bwd.default
+ATTN_BIAS_BACKWARD = CUSTOM_OPS.triton_attn_bias_bwd.default
 KVCACHE_FORWARD = CUSTOM_OPS.triton_fwd_kvcache.default
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -61,6 +64,15 @@ def _backward(dout: Tensor, q: Tensor, *arguments: Any) -> GradientsAndSums:
     return backward(*tensors, sequences, options, rng_state, output_mask)
 
 
+def _attn_bias_backward(*arguments: Any) -> Tensor:
+    dout, q, k, v, softmax_lse, softmax_d, *options, rng_state = arguments
+    if _may_replay(q):
+        replayed: Tensor | None = _launchers().bias.replay(arguments)[0]
+        if replayed is not None:
+            return replayed
+    return attn_bias_backward(dout, q, k, v, softmax_lse, softmax_d, Options(*options), rng_state)
+
+
 def _kvcache_forward(q: Tensor, k_cache: Tensor, v_cache: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     if _may_replay(q):
         replayed, _ = _launchers().kvcache.RECORDINGS.replay((q, k_cache, v_cache, *arguments), q.device)
@@ -77,18 +89,19 @@ def _may_replay(q: Tensor) -> bool:
 class _Launchers(NamedTuple):
     forward: Any
     backward: Any
+    bias: Any
     kvcache: Any
 
 
 @functools.cache
 def _launchers() -> _Launchers:
     """The modules that launch the kernels, imported at the first call. They import Triton."""
-    from . import kvcache, launch, launch_bwd
+    from . import kvcache, launch, launch_bwd, launch_bwd_bias
 
-    return _Launchers(launch, launch_bwd, kvcache)
+    return _Launchers(launch, launch_bwd, launch_bwd_bias, kvcache)
 
 
-_REFERENCE = _Launchers(*[reference_backend] * 3)
+_REFERENCE = _Launchers(*[reference_backend] * 4)
 
 
 def _implement(name: str, function: Callable[..., Any]) -> None:
@@ -99,6 +112,7 @@ def _implement(name: str, function: Callable[..., Any]) -> None:
 
 
 _implement("triton_bwd", _backward)
+_implement("triton_attn_bias_bwd", _attn_bias_backward)
 _implement("triton_fwd_kvcache", _kvcache_forward)
 
 
@@ -169,6 +183,28 @@ def backward_into(*arguments: Any) -> GradientsAndSums:
         if x is not None and not x.is_inference():
             torch.autograd.graph.increment_version(x)
     return results
+
+
+def attn_bias_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_lse: Tensor,
+    softmax_d: Tensor,
+    options: Options,
+    rng_state: Tensor | None,
+) -> Tensor:
+    """The gradient of attn_bias, contiguous, in its shape and dtype: the sums of dS of `backward` in float32.
+
+    Equal inputs give equal bits. softmax_lse and softmax_d: as `forward` and `backward` returned them.
+    """
+    backend, launchers = _chosen_launchers(options, "attn_bias_bwd", dout=dout, q=q, k=k)
+    tensors = (dout, q, k, v, softmax_lse, softmax_d)
+    if extension.missing_reason() is not None:
+        checks.check_attn_bias_backward(*tensors, options, rng_state, backend)
+    gradient: Tensor = launchers.bias.bias_backward(*map(without_neg, tensors), _readable(options), rng_state)
+    return gradient
 
 
 def forward_kvcache(
@@ -253,6 +289,14 @@ def _backward_fake(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *arguments: An
     return dq, dk, dv, q.new_empty((*batch, nheads, rows), dtype=lse_dtype(q))
 
 
+_ATTN_BIAS = 6 + Options._fields.index("attn_bias")  # among the arguments of triton_attn_bias_bwd
+
+
+def _attn_bias_backward_fake(*arguments: Any) -> Tensor:
+    attn_bias: Tensor = arguments[_ATTN_BIAS]
+    return attn_bias.new_empty(attn_bias.shape)
+
+
 def _refuse_vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
     raise NotImplementedError(
         "flash_attn_mini: torch.vmap does not map flash_attn_with_kvcache, which writes to its caches. Available: one "
@@ -262,6 +306,7 @@ def _refuse_vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
 
 _register_fake: Callable[..., Any] = torch.library.register_fake
 _register_fake(qualified("triton_bwd"), _backward_fake, lib=library)
+_register_fake(qualified("triton_attn_bias_bwd"), _attn_bias_backward_fake, lib=library)
 _register_fake(qualified("triton_fwd_kvcache"), _forward_fake, lib=library)
 torch.library.register_vmap(qualified("triton_fwd_kvcache"), _refuse_vmap, lib=library)
 

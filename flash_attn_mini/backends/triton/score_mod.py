@@ -3,7 +3,8 @@
 
 The kernels pass ``score_mod`` on whole: (softcap * log2(e) or None, slopes or None, 1 if the slopes are [batch, nheads]
 or None). SCORE_MOD is False for plain attention, which folds its scale into exp2. It is a separate flag because Triton
-3.6 cannot compare a tuple that holds None with None. Logits are in units of log 2, for exp2.
+3.6 cannot compare a tuple that holds None with None. Logits are in units of log 2, for exp2; with attn_bias, which
+attn_bias.py adds, they are natural: the factors log2(e) are then 1.
 
 ``row_mod`` is what joins the softmax of a row in the epilogue of the forward kernels: (sinks, their stride from
 sequence to sequence), or None.
@@ -20,6 +21,7 @@ import triton.language as tl
 from ...options import Options
 
 LOG2_E = tl.constexpr(math.log2(math.e))
+LN_2 = tl.constexpr(math.log(2))
 
 
 # ---- on the host ----------------------------------------------------------------------------------------------------
@@ -27,23 +29,33 @@ LOG2_E = tl.constexpr(math.log2(math.e))
 
 def score_features(options: Options) -> dict[str, bool]:
     """Whether a call uses each score modifier."""
-    return {"softcap": options.softcap > 0, "alibi": options.alibi_slopes is not None}
+    return {
+        "softcap": options.softcap > 0,
+        "alibi": options.alibi_slopes is not None,
+        "attn_bias": options.attn_bias is not None,
+    }
 
 
 def modifies_scores(options: Options) -> bool:
     """True if the logits are more than scaled products of q and k."""
-    return options.softcap > 0 or options.alibi_slopes is not None
+    return options.softcap > 0 or options.alibi_slopes is not None or options.attn_bias is not None
+
+
+def logit_unit(options: Options) -> float:
+    """The kernels' factor on natural logits."""
+    return math.log2(math.e) if options.attn_bias is None else 1.0
 
 
 def qk_scale(options: Options) -> float:
-    """The kernels' factor on products of q and k: logits in units of log 2, with softcap the exponent of tanh."""
-    scale = options.softmax_scale * math.log2(math.e)
-    return 2 * scale / options.softcap if options.softcap > 0 else scale
+    """The kernels' factor on products of q and k: logits, with softcap the exponent of tanh for exp2."""
+    if options.softcap > 0:
+        return 2 * (options.softmax_scale * math.log2(math.e)) / options.softcap
+    return options.softmax_scale * logit_unit(options)
 
 
 def score_mod_of(options: Options) -> tuple[float | None, torch.Tensor | None, int | None]:
     """``score_mod`` of a call, as the kernels take it."""
-    softcap = options.softcap * math.log2(math.e) if options.softcap > 0 else None
+    softcap = options.softcap * logit_unit(options) if options.softcap > 0 else None
     slopes = options.alibi_slopes
     if slopes is None:
         return softcap, None, None
@@ -73,12 +85,18 @@ def head_slope(SCORE_MOD: tl.constexpr, score_mod, sequence, nheads, head):
 
 
 @triton.jit
+def row_sink(row_mod, sequence, head):
+    """The sink of rows; head: of all rows, or of each."""
+    return tl.load(row_mod[0] + sequence.to(tl.int64) * row_mod[1] + head)
+
+
+@triton.jit
 def join_row_mod(row_mod, sequence, head, lse):
     """(lse, factor): the log-sum-exp of rows after the sink has joined them, and the factor on their output.
 
     head: of all rows, or of each. lse: -inf for rows without keys.
     """
-    logit = tl.load(row_mod[0] + sequence.to(tl.int64) * row_mod[1] + head)
+    logit = row_sink(row_mod, sequence, head)
     largest = tl.maximum(lse, logit)
     shift = tl.where(largest == float("-inf"), 0.0, largest)
     of_keys = tl.exp(lse - shift)
@@ -89,7 +107,7 @@ def join_row_mod(row_mod, sequence, head, lse):
 @triton.jit
 def modified_logits(
     products,  # (ROWS, COLS): q.k
-    scale,  # softmax_scale * log2(e); with softcap 2 * softmax_scale / softcap * log2(e)
+    scale,  # of `qk_scale`
     score_mod,
     slope,
     distance,  # (ROWS,) int32: distance of each row from the first column; its sign does not matter

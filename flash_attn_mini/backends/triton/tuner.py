@@ -129,6 +129,7 @@ class Tuner:
         tma_reaches: bool,
         interpreted: bool,
         launch_with: Callable[[triton.Config], None],
+        pair_bytes: int = 0,
     ) -> triton.Config:
         """The first configuration of the table that the GPU has the resources for, without timing.
 
@@ -136,12 +137,15 @@ class Tuner:
 
         Args:
             kind: Names the features of the compiled kernel.
+            pair_bytes: Bytes that the kernel loads for each pair of a row and a key.
         """
-        key = (q.device, q.dtype, q.shape[3], kind, tma_reaches)
+        key = (q.device, q.dtype, q.shape[3], kind, tma_reaches, pair_bytes)
         config = self.chosen.get(key)
         if config is None:
             limit = INTERPRETER_SHARED_MEMORY if interpreted else shared_memory_limit(q.device)
-            candidates = self.tables.candidates(block_d, q.element_size(), tma_reaches, limit, timed=False)
+            candidates = self.tables.candidates(
+                block_d, q.element_size(), tma_reaches, limit, timed=False, pair_bytes=pair_bytes
+            )
             config = candidates[0] if interpreted else first_that_launches(candidates, launch_with)
             self.chosen[key] = config
         return config
