@@ -186,7 +186,9 @@ Options readable(Options options, const at::Tensor &softmax_lse) {
 }
 
 Options readable_by_backward(Options options, const at::Tensor &softmax_lse) {
-    options.learnable_sink.reset();
+    if (!options.attn_bias.has_value()) {  // with a bias, a row without a key is known by the sink (preprocess_rows.h)
+        options.learnable_sink.reset();
+    }
     return readable(std::move(options), softmax_lse);
 }
 
