@@ -14,6 +14,7 @@ from flash_attn_mini.integrations import transformers as integration  # noqa: E4
 
 from ..support.one_thread import one_thread  # noqa: E402, F401
 from ..support.tiny_transformers import tokens  # noqa: E402
+from ..support.versions import TORCH  # noqa: E402
 
 SIZES: dict[str, Any] = {
     "vocab_size": 99,
@@ -85,6 +86,7 @@ def test_generation(cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(sinks is not None for sinks in steps)
 
 
+@pytest.mark.skipif(TORCH < (2, 13), reason="PyTorch 2.6 cannot trace transformers 5, others are untested")
 def test_compiled_training_of_packed_rows() -> None:
     """The program cannot know the sequences: the sinks join after its op for packed rows."""
     ids = tokens(2, 12)

@@ -23,6 +23,9 @@ PACKED_DIM = -3  # of q, k, v in qkv [..., 3, nheads, headdim], and of k, v in k
 NUM_TENSORS = 3  # q, k and v, before the other inputs of FlashAttnFunc
 OPTIONS = NUM_TENSORS + len(Sequences._fields)  # before the options among these inputs
 
+# Whether torch.vmap passes None as the gradient of an unused output: 2.6 does not, 2.11 does.
+VMAP_PASSES_NONE = tuple(int(number) for number in torch.__version__.split(".")[:2]) >= (2, 11)
+
 ATTN_BIAS = "attn_bias"  # its gradient has an op; score_mod.GRADIENTS has those of other options
 
 NO_DOUBLE_BACKWARD = (
@@ -111,7 +114,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.others = [None if saved else x for x, saved in zip(inputs, is_tensor, strict=True)]
     ctx.places = [place for place, saved in enumerate(is_tensor) if saved]
     ctx.save_for_backward(*output, *(inputs[place] for place in ctx.places))
-    ctx.set_materialize_grads(False)
+    ctx.set_materialize_grads(not VMAP_PASSES_NONE)
 
 
 def _gradients(
