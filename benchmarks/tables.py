@@ -279,10 +279,8 @@ def bias_tables(data: Rows) -> list[str]:
                 value = row[f"{direction}_{key}"]
                 cells.setdefault((row["bias"],), {})[column] = "–" if value is None else style.format(value)
     first = data[0]
-    where = (
-        f"{first['batch']} x {first['seqlen']} tokens, {first['nheads']} heads of {first['headdim']}, {first['dtype']}."
-    )
-    return [f"{where}\n\n{pivot(['bias'], cells, columns)}"]
+    tokens, heads = f"{first['batch']} x {first['seqlen']} tokens", f"{first['nheads']} heads of {first['headdim']}"
+    return [f"{tokens}, {heads}, {first['dtype']}.\n\n{pivot(['bias'], cells, columns)}"]
 
 
 def value_tables(data: Rows) -> list[str]:

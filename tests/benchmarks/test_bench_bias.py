@@ -12,8 +12,10 @@ def test_it_runs_end_to_end(tmp_path: Path) -> None:
     result = results.load(tmp_path / "bias_cpu_d16.json")
     assert [row["bias"] for row in result["data"]] == [bench_bias.FULL, bench_bias.NO_BIAS, *bench_bias.PADDING]
     full, without, *padding = result["data"]
-    assert full["forward_to_efficient"] > 0 and full["both_to_efficient"] > 0
+    assert full["forward_to_efficient"] > 0
+    assert full["both_to_efficient"] > 0
     assert without["both_to_no_bias"] == 1.0
     assert all(row["both_to_efficient"] is None and row["forward_tflops"] > 0 for row in padding)
     (table,) = tables.bias_tables(result["data"])
-    assert bench_bias.PADDING[1] in table and "FlexAttention" not in table
+    assert bench_bias.PADDING[1] in table
+    assert "FlexAttention" not in table

@@ -25,11 +25,6 @@ class Consumer {
     static constexpr bool kIsGeneral = is_general(kKind), kIsSplit = kKind == Kind::split;
     using SoftmaxState = Softmax<Element, 2, /*kMayOffset=*/!kIsSplit>;
 
-    // attn_bias of a thread's scores: words of two neighbouring keys.
-    struct BiasWords {
-        uint32_t words[has_bias(kKind) ? 2 : 1][has_bias(kKind) ? kBlockN / 8 : 1];
-    };
-
     // One key block of one work tile.
     struct Step {
         int tile;  // stage of the work tile in the ring
@@ -74,13 +69,13 @@ public:
         // The first step of all has no product for O.
         begin_tile(step);
         start_bias(step);
-        BiasWords bias = bias_of(step);
         wait_for_K();
         ping_pong.wait();
         issue_S(acc_s);
         ping_pong.signal_next();
         wait_for<0>(acc_s);
-        softmax_step</*kIsFirst=*/true>(step, bias, acc_s, softmax);
+        softmax_step</*kIsFirst=*/true>(step, acc_s, softmax);
+        start_next_bias(step);
         release_after_S(step);
         skip_V(step.blocks.has(KeyBlocks::skips_first));
         round_P(step, acc_s, tOrP);
@@ -88,12 +83,12 @@ public:
         for (bool accumulates = false;; accumulates = false) {
             // Steady state: S of the next key block, O of this one.
             while (!step.is_last()) {
-                bias = bias_of(step.next());
                 issue_S_and_O(step, accumulates, acc_s, tOrP, acc_o);
                 step.advance();
                 accumulates = true;
                 wait_for<1>(acc_s);
-                const auto rescale = softmax_step</*kIsFirst=*/false>(step, bias, acc_s, softmax);
+                const auto rescale = softmax_step</*kIsFirst=*/false>(step, acc_s, softmax);
+                start_next_bias(step);
                 release_after_S(step);
                 wait_for<0>(acc_o);
                 release_V();
@@ -114,12 +109,12 @@ public:
             }
             begin_tile(next);
             start_bias(next);
-            bias = bias_of(next);
             issue_S_and_O(step, accumulates, acc_s, tOrP, acc_o);
             const SoftmaxState finished = softmax;
             softmax = SoftmaxState(softmax.scale_log2);
             wait_for<1>(acc_s);
-            softmax_step</*kIsFirst=*/true>(next, bias, acc_s, softmax);
+            softmax_step</*kIsFirst=*/true>(next, acc_s, softmax);
+            start_next_bias(next);
             release_after_S(next);
             wait_for<0>(acc_o);
             release_V();
@@ -254,11 +249,10 @@ private:
 
     // Scores become probabilities. Returns the factors for O.
     template <bool kIsFirst, typename TensorS>
-    __device__ __forceinline__ auto softmax_step(const Step &step, const BiasWords &bias, TensorS &acc_s,
-                                                 SoftmaxState &softmax) const {
+    __device__ __forceinline__ auto softmax_step(const Step &step, TensorS &acc_s, SoftmaxState &softmax) const {
         Tensor scores = make_tensor(acc_s.data(), rowcol_layout(acc_s.layout()));  // (row, col)
         const bool needs_mask = step.needs_mask();
-        modify(step, bias, scores);
+        modify(step, scores);
         mask(needs_mask, step, scores);
         const bool may_see_few =
             kIsFirst && (has_bias(kKind) || (needs_mask && step.blocks.has(KeyBlocks::may_see_few)));
@@ -266,14 +260,14 @@ private:
                               (kIsFirst || step.n_block >= step.blocks.n_rising_begin);
         return softmax.template step<kIsFirst>(scores, may_see_few || may_rise, [&](auto &scores) {
             recompute_S(scores);
-            modify(step, bias, scores);
+            modify(step, scores);
             mask(needs_mask, step, scores);
         });
     }
 
     // Score modifiers. With a bias scores become logits.
     template <typename TensorS>
-    __device__ __forceinline__ void modify(const Step &step, const BiasWords &bias, TensorS &scores) const {
+    __device__ __forceinline__ void modify(const Step &step, TensorS &scores) const {
         if (kIsGeneral && step.blocks.has(KeyBlocks::has_score_mod)) {
             tiles.score_mod(step.tile).template apply</*kTransposed=*/false>(
                 scores, coords_of_scores(threadIdx.x % 128), coords_of_scores(0), first_row(step.tile),
@@ -285,15 +279,7 @@ private:
                                                        params.scale_softmax, first_row(step.tile),
                                                        step.n_block * kBlockN);
             } else {
-                CUTE_UNROLL
-                for (int row = 0; row < size<0>(scores); ++row) {
-                    CUTE_UNROLL
-                    for (int i = 0; i < size<1>(scores) / 2; ++i) {
-                        const float2 pair = BiasOfHead<Element>::unpack(bias.words[row][i]);
-                        scores(row, 2 * i) = __fmaf_rn(scores(row, 2 * i), params.scale_softmax, pair.x);
-                        scores(row, 2 * i + 1) = __fmaf_rn(scores(row, 2 * i + 1), params.scale_softmax, pair.y);
-                    }
-                }
+                add_bias(scores);
             }
         }
     }
@@ -314,29 +300,34 @@ private:
                               step.n_block * kBlockN);
         }
     }
-
-    // The bias of a step that start_bias has loaded, before any product of the step is issued. Starts to load that of
-    // the work tile's next step.
-    __device__ __forceinline__ BiasWords bias_of(const Step &step) const {
-        BiasWords bias;
+    // The same for the step after this one in the work tile, when the scores of this one are done.
+    __device__ __forceinline__ void start_next_bias(const Step &step) const {
         if constexpr (has_bias(kKind)) {
-            const auto tile = bias_tile();
-            const int lane = threadIdx.x % 32, query = lane / 4, second = params.attn_bias.row_stride == 0 ? 0 : 8;
-            tile.wait();
-            CUTE_UNROLL
-            for (int row = 0; row < 2; ++row) {
-                CUTE_UNROLL
-                for (int i = 0; i < kBlockN / 8; ++i) {
-                    const auto *piece = tile.at((second == 0 ? 0 : query) + row * second, i);
-                    bias.words[row][i] = reinterpret_cast<const uint32_t *>(piece)[lane % 4];
-                }
-            }
             __syncwarp();  // all lanes have read
             if (!step.is_last()) {
                 start_bias(step.next());
             }
         }
-        return bias;
+    }
+
+    // scores (row, col) become logits, with the bias that start_bias has loaded.
+    template <typename TensorS>
+    __device__ __forceinline__ void add_bias(TensorS &scores) const {
+        const auto tile = bias_tile();
+        const int lane = threadIdx.x % 32;
+        const bool has_one_row = params.attn_bias.row_stride == 0;
+        tile.wait();
+        CUTE_UNROLL
+        for (int row = 0; row < size<0>(scores); ++row) {
+            const int query = has_one_row ? 0 : lane / 4 + 8 * row;
+            CUTE_UNROLL
+            for (int i = 0; i < kBlockN / 8; ++i) {  // two neighbouring keys in a word
+                const float2 pair =
+                    BiasOfHead<Element>::unpack(reinterpret_cast<const uint32_t *>(tile.at(query, i))[lane % 4]);
+                scores(row, 2 * i) = __fmaf_rn(scores(row, 2 * i), params.scale_softmax, pair.x);
+                scores(row, 2 * i + 1) = __fmaf_rn(scores(row, 2 * i + 1), params.scale_softmax, pair.y);
+            }
+        }
     }
 
     template <typename TensorS>
