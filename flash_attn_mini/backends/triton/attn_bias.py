@@ -16,11 +16,6 @@ from .score_mod import LOG2_E
 # ---- on the host ----------------------------------------------------------------------------------------------------
 
 
-def as_numbers(attn_bias: torch.Tensor) -> torch.Tensor:
-    """The tensor as the kernels read it: booleans as uint8."""
-    return attn_bias.view(torch.uint8) if attn_bias.dtype == torch.bool else attn_bias
-
-
 def bias_of_call(attn_bias: torch.Tensor) -> tuple[torch.Tensor, int, int, int, int, int]:
     """``attn_bias`` as the kernels take it: the tensor, its strides, and the number of keys.
 
@@ -63,8 +58,8 @@ def with_bias(
     columns = tl.multiple_of(start, 16) + tl.arange(0, N)
     pointers = pointers[:, None] + (columns.to(tl.int64) * stride)[None, :]
     is_inside = is_inside[:, None] & (columns < end)[None, :]
-    if pointers.dtype.element_ty == tl.uint8:
-        result = tl.where(tl.load(pointers, mask=is_inside, other=0) != 0, logits, float("-inf"))
+    if pointers.dtype.element_ty == tl.int1:
+        result = tl.where(tl.load(pointers, mask=is_inside, other=False), logits, float("-inf"))
     else:
         added = tl.load(pointers, mask=is_inside, other=float("-inf")).to(tl.float32)
         # Not only logits + added: a row without keys may have NaN in q.

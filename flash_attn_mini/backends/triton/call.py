@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ...options import Options, Sequences
-from .attn_bias import as_numbers, bias_of_call
+from .attn_bias import bias_of_call
 from .key_ranges import num_ranges, range_arguments, readable
 from .recording import Recorder
 from .score_mod import modifies_scores, qk_scale, score_features, score_mod_of
@@ -36,9 +36,6 @@ class Call:
         key_ranges = self.options.key_ranges
         if key_ranges is not None:
             self.options = self.options._replace(key_ranges=readable(key_ranges, self.is_varlen))
-        attn_bias = self.options.attn_bias
-        if attn_bias is not None:
-            self.options = self.options._replace(attn_bias=as_numbers(attn_bias))
         seqlen_q, seqlen_k = self.longest(self.q, self.k)
         left, right = self.options.window_size_left, self.options.window_size_right
         if self.options.causal:
