@@ -39,6 +39,7 @@ def checked_options(
     backend: Any,
     learnable_sink: Any = None,
     key_ranges: Any = None,
+    return_max_logits: Any = False,
     names: tuple[str, str, str] = ("q", "k", "v"),
 ) -> Options:
     """Check and convert the arguments that all public functions take. Reading a CUDA tensor synchronises.
@@ -68,6 +69,7 @@ def checked_options(
         and backend is None
         and learnable_sink is None
         and key_ranges is None
+        and type(return_max_logits) is bool
     ):
         _check_qkv((q, k, v), names)
         dropout_p = as_float("dropout_p", dropout_p, "a number in [0, 1 - 2^-17)")
@@ -83,6 +85,7 @@ def checked_options(
         if key_ranges is not None:
             check_tensor("key_ranges", key_ranges, ", int32, or None")
         deterministic = as_flag("deterministic", deterministic)
+        return_max_logits = as_flag("return_max_logits", return_max_logits)
         if backend is not None:
             if not isinstance(backend, str):
                 raise wrong_type("backend", backend, "the name of a backend, or None")
@@ -102,6 +105,7 @@ def checked_options(
         backend_argument(q.device, backend),
         learnable_sink,
         key_ranges,
+        return_max_logits,
     )
 
 

@@ -32,6 +32,7 @@ class Options(NamedTuple):
         learnable_sink: ``[nheads]``, equal lengths also ``[batch, nheads]``, or None. It has a gradient.
         key_ranges: int32 ``[1 or batch, 1 or nheads, seqlen_q, 2]`` or ``[..., 2, 2]``, varlen ``[1 or nheads, total_q,
             2]`` or ``[..., 2, 2]``: one or two ranges of keys ``[begin, end)`` that each query sees; or None.
+        return_max_logits: The forward also returns the largest logit of each head. The backward ignores it.
     """
 
     dropout_p: float
@@ -45,6 +46,7 @@ class Options(NamedTuple):
     backend: str | None = None
     learnable_sink: torch.Tensor | None = None
     key_ranges: torch.Tensor | None = None
+    return_max_logits: bool = False
 
 
 TENSOR_OPTIONS = [name for name, type_ in get_type_hints(Options).items() if type_ == torch.Tensor | None]
