@@ -260,7 +260,7 @@ def check_tail(backend: str, feature: Feature, q: Tensor, k: Tensor, v: Tensor, 
     scale, right = q.shape[-1] ** -0.5, 0 if causal else right
     options = Options(feature.dropout_p, scale, causal, left, right, feature.softcap, feature.slopes(q), False, backend)
     with torch.no_grad():
-        out, _, rng_state = ops.forward(q, k, v, None, options)
+        out, _, rng_state, _ = ops.forward(q, k, v, None, options)
         expected = reference_tail(feature, q, k, v, causal, rng_state)
         got = out[0, -expected.shape[0] :, 0].to(expected.dtype)
     check_close(f"{backend} with {feature.name} and the reference", [got], [expected], allowed)

@@ -193,7 +193,7 @@ class Mini(Rival):
         )
         ops = torch.ops.flash_attn_mini
         with torch.no_grad():
-            out, lse, rng_state = ops.fwd.default(q, k, v, *lengths, *options, None)
+            out, lse, rng_state, _ = ops.fwd.default(q, k, v, *lengths, *options, None)
         tensors = (dout, q, k, v, out, lse, None)
         return partial(ops.bwd.default, *tensors, *lengths, *options, rng_state, [True, True, True])
 

@@ -155,6 +155,10 @@ struct Flash_fwd_params {
     KeyRanges key_ranges;
     AttnBias attn_bias;
 
+    void *max_logits = nullptr;           // [b, h], varlen [h]; -inf before the kernel: gets the largest score of each
+                                          // head that a query sees; dtype of softmax_lse; null: not wanted
+    int64_t max_logits_batch_stride = 0;  // elements; varlen 0
+
     int reserved_sms = 0;  // SMs that the persistent grid of the sm90 forward leaves to kernels of other streams
 
     constexpr bool has_alibi() const { return alibi_slopes != nullptr; }

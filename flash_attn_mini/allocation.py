@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from .options import Options
+
 
 def empty_contiguous_last(like: torch.Tensor) -> torch.Tensor:
     """Uninitialised memory for an output or a gradient. The last dimension is contiguous, as the kernels require.
@@ -19,6 +21,14 @@ def empty_contiguous_last(like: torch.Tensor) -> torch.Tensor:
 def lse_dtype(q: torch.Tensor) -> torch.dtype:
     """The dtype of softmax_lse."""
     return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def empty_max_logits(q: torch.Tensor, options: Options) -> torch.Tensor | None:
+    """Uninitialised memory for max_logits, ``[batch, nheads]``, varlen ``[nheads]``; None if they are not wanted."""
+    if not options.return_max_logits:
+        return None
+    *batch, _, nheads, _ = q.shape
+    return q.new_empty((*batch, nheads), dtype=lse_dtype(q))
 
 
 def without_neg(x: torch.Tensor) -> torch.Tensor:

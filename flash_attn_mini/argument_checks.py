@@ -40,6 +40,7 @@ def checked_options(
     learnable_sink: Any = None,
     key_ranges: Any = None,
     attn_bias: Any = None,
+    return_max_logits: Any = False,
     names: tuple[str, str, str] = ("q", "k", "v"),
 ) -> Options:
     """Check and convert the arguments that all public functions take. Reading a CUDA tensor synchronises.
@@ -70,6 +71,7 @@ def checked_options(
         and learnable_sink is None
         and key_ranges is None
         and attn_bias is None
+        and type(return_max_logits) is bool
     ):
         _check_qkv((q, k, v), names)
         dropout_p = as_float("dropout_p", dropout_p, "a number in [0, 1 - 2^-17)")
@@ -87,6 +89,7 @@ def checked_options(
         if attn_bias is not None:
             check_tensor("attn_bias", attn_bias, ", bool, float32 or in the dtype of q, or None")
         deterministic = as_flag("deterministic", deterministic)
+        return_max_logits = as_flag("return_max_logits", return_max_logits)
         if backend is not None:
             if not isinstance(backend, str):
                 raise wrong_type("backend", backend, "the name of a backend, or None")
@@ -107,6 +110,7 @@ def checked_options(
         learnable_sink,
         key_ranges,
         attn_bias,
+        return_max_logits,
     )
 
 

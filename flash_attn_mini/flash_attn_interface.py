@@ -15,7 +15,7 @@ from . import ops, tracing
 from .argument_checks import WindowSize, as_flag, as_float, check_backward_tensors, checked_options
 from .backends import chosen_backend, extension
 from .kvcache import flash_attn_with_kvcache
-from .official import backward_into, empty_rng_state
+from .official import backward_into, empty_rng_state, results_of
 from .packed import (
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
@@ -59,7 +59,8 @@ def flash_attn_func(
     key_ranges: torch.Tensor | None = None,
     attn_bias: torch.Tensor | None = None,
     backend: str | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return_max_logits: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Exact attention, ``softmax(softmax_scale * q @ k.T + mask) @ v``, in O(seqlen) memory, forward and backward.
 
     Follows "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning" (Dao, 2023).
@@ -110,6 +111,8 @@ def flash_attn_func(
             that sees no key has out 0, as without any key.
         backend: ``"cuda"``, ``"triton"`` or ``"cpu"``. Default: ``use_backend``, else FLASH_ATTN_MINI_BACKEND, else by
             the device of q.
+        return_max_logits: Return max_logits too, as the last of a tuple: the largest logit of each head, for QK-clip
+            and monitoring.
 
     Returns:
         out, shaped like q in its dtype; or with ``return_attn_probs`` also softmax_lse, the natural logarithm of each
@@ -117,7 +120,10 @@ def flash_attn_func(
         S_dmask is for tests: with dropout the probabilities before dropout, divided by the largest of their row,
         ``[batch, nheads, seqlen_q, seqlen_k]``, both lengths rounded up to a multiple of 128, with the sign bit set
         where dropped; without dropout it is empty. A query without a key has out 0 and softmax_lse -inf (with a sink:
-        the sink), and gets no gradient.
+        the sink), and gets no gradient. With ``return_max_logits`` the last result is max_logits, in the dtype of
+        softmax_lse, ``[batch, nheads]``: the largest score after softmax_scale, softcap and ALiBi of a query and a key
+        that it sees; -inf for a head without such a pair. A sink, dropout and scores that are NaN do not count. It has
+        no gradient.
 
     Raises:
         TypeError: For an argument of a wrong type or dtype.
@@ -147,7 +153,7 @@ def flash_attn_func(
         try:
             left, right = window_size
             if type(left) is type(right) is int:
-                out, softmax_lse, S_dmask, _ = extension.MODULE.fwd(
+                out, softmax_lse, S_dmask, _, *max_logits = extension.MODULE.fwd(
                     q,
                     k,
                     v,
@@ -166,10 +172,11 @@ def flash_attn_func(
                     learnable_sink,
                     key_ranges,
                     attn_bias,
+                    return_max_logits,
                 )
                 if not return_attn_probs:
-                    return out  # type: ignore[no-any-return]
-                return out, softmax_lse, q.new_empty((0,)) if S_dmask is None else S_dmask
+                    return (out, *max_logits) if max_logits else out
+                return out, softmax_lse, q.new_empty((0,)) if S_dmask is None else S_dmask, *max_logits
         except TypeError:  # raised again below, unless the conversion changes an argument
             pass
     options = checked_options(
@@ -187,12 +194,14 @@ def flash_attn_func(
         learnable_sink,
         key_ranges,
         attn_bias,
+        return_max_logits,
     )
     return_attn_probs = as_flag("return_attn_probs", return_attn_probs)
     if tracing.enabled():
         tracing.trace("flash_attn_func", q=q, k=k, v=v, causal=causal, softmax_scale=options.softmax_scale)
-    out, softmax_lse, rng_state = ops.forward(q, k, v, None, options)
-    return (out, softmax_lse, s_dmask_or_empty(q, k, rng_state, None, options)) if return_attn_probs else out
+    out, softmax_lse, rng_state, max_logits = ops.forward(q, k, v, None, options)
+    probs = (softmax_lse, s_dmask_or_empty(q, k, rng_state, None, options)) if return_attn_probs else None
+    return results_of(out, probs, max_logits)
 
 
 def _get_block_size_n(device: Any, head_dim: int, is_dropout: bool, is_causal: bool) -> int:
@@ -231,7 +240,7 @@ def _flash_attn_forward(
     options = checked_options(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, False, None
     )
-    out, softmax_lse, rng_state = ops.forward(q, k, v, None, options)
+    out, softmax_lse, rng_state, _ = ops.forward(q, k, v, None, options)
     S_dmask = s_dmask_or_empty(q, k, rng_state if return_softmax else None, None, options)
     return out, softmax_lse, S_dmask, empty_rng_state(q) if rng_state is None else rng_state
 

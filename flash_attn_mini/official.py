@@ -1,4 +1,4 @@
-"""Helpers of the functions with the official signatures, whose backward writes to tensors of the caller."""
+"""Helpers of the functions with the official signatures, some of which have a backward that writes to given tensors."""
 
 from __future__ import annotations
 
@@ -26,6 +26,14 @@ def backward_into(
     wanted = tuple(x is not None for x in gradients)
     tensors = (dout, q, k, v, out, softmax_lse)
     return ops.backward(*tensors, None, sequences, options, rng_state, wanted, gradients)[3]
+
+
+def results_of(
+    out: torch.Tensor, probs: tuple[torch.Tensor, torch.Tensor] | None, max_logits: torch.Tensor | None
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """What a public function returns. probs: softmax_lse and S_dmask, with return_attn_probs."""
+    results = (out, *(probs or ()), *(() if max_logits is None else (max_logits,)))
+    return out if len(results) == 1 else results
 
 
 def empty_rng_state(q: torch.Tensor) -> torch.Tensor:

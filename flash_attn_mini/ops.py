@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.overrides import has_torch_function
 
-from .allocation import empty_contiguous_last, lse_dtype
+from .allocation import empty_contiguous_last, empty_max_logits, lse_dtype
 from .backends import extension
 from .backends.extension import Gradients
 from .backends.triton import ops as triton_ops
@@ -24,7 +24,8 @@ from .rng_state import draw_in_program
 from .schemas import EQUAL_LENGTHS
 
 TwoTensors = tuple[torch.Tensor, torch.Tensor]
-ForwardResults = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # out, softmax_lse, rng_state
+# out, softmax_lse, rng_state, max_logits
+ForwardResults = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 BackwardResults = tuple[Any, Any, Any, torch.Tensor]  # dq, dk and dv, None where not wanted; softmax_d
 
 PACKED_DIM = -3  # of q, k, v in qkv [..., 3, nheads, headdim], and of k, v in kv [..., 2, nheads_k, headdim]
@@ -43,7 +44,7 @@ def is_traced(*tensors: torch.Tensor | None) -> bool:
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences | None, options: Options
 ) -> ForwardResults:
-    """Attention with its gradient: out, softmax_lse and, with dropout, rng_state."""
+    """Attention with its gradient: out, softmax_lse, with dropout rng_state, and if wanted max_logits."""
     if extension.MODULE is None:
         from .backends.triton import autograd
 
@@ -170,7 +171,7 @@ def _packed_forward_fake(q: torch.Tensor | None, packed: torch.Tensor, *argument
 def _forward_results(q: torch.Tensor, *arguments: Any) -> ForwardResults:
     options = Options(*arguments[len(EQUAL_LENGTHS) : -1])
     rng_state = q.new_empty((2,), dtype=torch.int64) if options.dropout_p > 0 else None
-    return empty_contiguous_last(q), _empty_lse(q), rng_state
+    return empty_contiguous_last(q), _empty_lse(q), rng_state, empty_max_logits(q, options)
 
 
 def _empty_lse(q: torch.Tensor) -> torch.Tensor:

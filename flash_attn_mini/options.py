@@ -34,6 +34,7 @@ class Options(NamedTuple):
             2]`` or ``[..., 2, 2]``: one or two ranges of keys ``[begin, end)`` that each query sees; or None.
         attn_bias: ``[1 or batch, 1 or nheads, 1 or seqlen_q, seqlen_k]``: floating, added to the scores, with a
             gradient; or bool, True where the query sees the key; or None. Equal lengths only.
+        return_max_logits: The forward also returns the largest logit of each head. The backward ignores it.
     """
 
     dropout_p: float
@@ -48,6 +49,7 @@ class Options(NamedTuple):
     learnable_sink: torch.Tensor | None = None
     key_ranges: torch.Tensor | None = None
     attn_bias: torch.Tensor | None = None
+    return_max_logits: bool = False
 
 
 TENSOR_OPTIONS = [name for name, type_ in get_type_hints(Options).items() if type_ == torch.Tensor | None]

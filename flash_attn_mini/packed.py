@@ -11,10 +11,11 @@ import torch
 
 from . import ops, tracing
 from .argument_checks import WindowSize, as_flag, as_length, as_sequences, check_packed, check_tensor, checked_options
+from .official import results_of
 from .options import Options, Sequences
 from .s_dmask import s_dmask_or_empty
 
-Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Result = torch.Tensor | tuple[torch.Tensor, ...]
 
 
 def flash_attn_qkvpacked_func(
@@ -32,6 +33,7 @@ def flash_attn_qkvpacked_func(
     key_ranges: torch.Tensor | None = None,
     attn_bias: torch.Tensor | None = None,
     backend: str | None = None,
+    return_max_logits: bool = False,
 ) -> Result:
     """`flash_attn_func` of q, k and v in one tensor. Its gradient is one tensor of the same shape.
 
@@ -63,6 +65,7 @@ def flash_attn_qkvpacked_func(
         learnable_sink,
         key_ranges,
         attn_bias,
+        return_max_logits,
     )
     if tracing.enabled():
         tracing.trace("flash_attn_qkvpacked_func", qkv=qkv, causal=causal)
@@ -85,6 +88,7 @@ def flash_attn_kvpacked_func(
     key_ranges: torch.Tensor | None = None,
     attn_bias: torch.Tensor | None = None,
     backend: str | None = None,
+    return_max_logits: bool = False,
 ) -> Result:
     """`flash_attn_func` of q, and of k and v in one tensor. The gradient of kv is one tensor of the same shape.
 
@@ -116,6 +120,7 @@ def flash_attn_kvpacked_func(
         learnable_sink,
         key_ranges,
         attn_bias,
+        return_max_logits,
     )
     if tracing.enabled():
         tracing.trace("flash_attn_kvpacked_func", q=q, kv=kv, causal=causal)
@@ -138,6 +143,7 @@ def flash_attn_varlen_qkvpacked_func(
     learnable_sink: torch.Tensor | None = None,
     key_ranges: torch.Tensor | None = None,
     backend: str | None = None,
+    return_max_logits: bool = False,
 ) -> Result:
     """`flash_attn_varlen_func` of q, k and v in one tensor. Its gradient is one tensor of the same shape.
 
@@ -171,6 +177,7 @@ def flash_attn_varlen_qkvpacked_func(
         backend,
         learnable_sink,
         key_ranges,
+        return_max_logits,
     )
     check_tensor("cu_seqlens", cu_seqlens)
     max_seqlen = as_length("max_seqlen", max_seqlen)
@@ -199,6 +206,7 @@ def flash_attn_varlen_kvpacked_func(
     learnable_sink: torch.Tensor | None = None,
     key_ranges: torch.Tensor | None = None,
     backend: str | None = None,
+    return_max_logits: bool = False,
 ) -> Result:
     """`flash_attn_varlen_func` of q, and of k and v in one tensor. The gradient of kv is one tensor of the same shape.
 
@@ -231,6 +239,7 @@ def flash_attn_varlen_kvpacked_func(
         backend,
         learnable_sink,
         key_ranges,
+        return_max_logits,
     )
     sequences = as_sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     if tracing.enabled():
@@ -246,9 +255,9 @@ def _attend(
     return_attn_probs: Any,
 ) -> Result:
     return_attn_probs = as_flag("return_attn_probs", return_attn_probs)
-    out, softmax_lse, rng_state = ops.packed_forward(q, packed, sequences, options)
+    out, softmax_lse, rng_state, max_logits = ops.packed_forward(q, packed, sequences, options)
     if not return_attn_probs:
-        return out
+        return results_of(out, None, max_logits)
     first, second, *_ = packed.unbind(ops.PACKED_DIM)
     q, k = (first, second) if q is None else (q, first)
-    return out, softmax_lse, s_dmask_or_empty(q, k, rng_state, sequences, options)
+    return results_of(out, (softmax_lse, s_dmask_or_empty(q, k, rng_state, sequences, options)), max_logits)

@@ -45,6 +45,7 @@ KVCACHE_FORWARD = f"(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, {KV_CACHE
 
 GRADIENTS = " -> (Tensor dq, Tensor dk, Tensor dv, Tensor softmax_d)"  # None for a gradient that is not wanted
 OUT_AND_LSE = " -> (Tensor out, Tensor softmax_lse)"
+FORWARD_RESULTS = " -> (Tensor out, Tensor softmax_lse, Tensor max_logits)"  # None for max_logits that are not wanted
 
 
 def sequences_and_options(arguments: Sequence[Any]) -> tuple[Sequences | None, Options, Sequence[Any]]:

@@ -13,7 +13,7 @@ from .argument_checks import (
     check_backward_tensors,
     checked_options,
 )
-from .official import backward_into, empty_rng_state
+from .official import backward_into, empty_rng_state, results_of
 from .s_dmask import s_dmask_or_empty
 
 
@@ -38,7 +38,8 @@ def flash_attn_varlen_func(
     learnable_sink: torch.Tensor | None = None,
     key_ranges: torch.Tensor | None = None,
     backend: str | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return_max_logits: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """`flash_attn_func` within each sequence of a batch whose sequences have different lengths, without padding.
 
     Sequence b is rows ``cu_seqlens[b] .. cu_seqlens[b + 1] - 1``. Masks and ALiBi are aligned to the end of each
@@ -69,7 +70,8 @@ def flash_attn_varlen_func(
 
     Returns:
         out, shaped like q; or with ``return_attn_probs`` also softmax_lse ``[nheads, total_q]`` and S_dmask ``[batch,
-        nheads, max_seqlen_q, max_seqlen_k]``, both lengths rounded up to a multiple of 128.
+        nheads, max_seqlen_q, max_seqlen_k]``, both lengths rounded up to a multiple of 128. With ``return_max_logits``
+        the last result is max_logits ``[nheads]``, of all sequences together.
 
     Example:
         >>> import torch
@@ -93,13 +95,15 @@ def flash_attn_varlen_func(
         backend,
         learnable_sink,
         key_ranges,
+        return_max_logits,
     )
     return_attn_probs = as_flag("return_attn_probs", return_attn_probs)
     sequences = as_sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table)
     if tracing.enabled():
         tracing.trace("flash_attn_varlen_func", q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, causal=causal)
-    out, softmax_lse, rng_state = ops.forward(q, k, v, sequences, options)
-    return (out, softmax_lse, s_dmask_or_empty(q, k, rng_state, sequences, options)) if return_attn_probs else out
+    out, softmax_lse, rng_state, max_logits = ops.forward(q, k, v, sequences, options)
+    probs = (softmax_lse, s_dmask_or_empty(q, k, rng_state, sequences, options)) if return_attn_probs else None
+    return results_of(out, probs, max_logits)
 
 
 def _flash_attn_varlen_forward(
@@ -145,7 +149,7 @@ def _flash_attn_varlen_forward(
     options = checked_options(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, False, None
     )
-    out, softmax_lse, rng_state = ops.forward(q, k, v, sequences, options)
+    out, softmax_lse, rng_state, _ = ops.forward(q, k, v, sequences, options)
     S_dmask = s_dmask_or_empty(q, k, rng_state if return_softmax else None, sequences, options)
     return out, softmax_lse, S_dmask, empty_rng_state(q) if rng_state is None else rng_state
 

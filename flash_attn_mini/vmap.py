@@ -131,7 +131,8 @@ def _forward(operator: Callable[..., Any], tensors: int) -> Callable[..., Any]:
                 rng_state = draw_in_program(*inputs)  # an enclosing vmap sees the op
             call.arguments[call.rng_state], call.dims[call.rng_state] = rng_state, None
             results, dims = _per_sample(operator, info.batch_size, call.dims, tuple(call.arguments))
-            return (*results[:-1], rng_state.clone()), (*dims[:-1], None)
+            out, softmax_lse, _, max_logits = results
+            return (out, softmax_lse, rng_state.clone(), max_logits), (*dims[:2], None, dims[3])
         if call.drops or not call.is_foldable:
             return _per_sample(operator, info.batch_size, in_dims, arguments)
         return _unfolded(operator(*call.folded(info.batch_size)), info.batch_size)

@@ -138,10 +138,9 @@ class FlashAttnBackward : public Node {
 public:
     void save(const Call &call, const FwdResult &results) {
         fields_ = Fields::save(call.tie());
-        const auto &[out, softmax_lse, rng_state] = results;
-        out_ = SavedVariable(out, /*is_output=*/true);
-        softmax_lse_ = SavedVariable(softmax_lse, /*is_output=*/true);
-        rng_state_ = SavedVariable(rng_state, /*is_output=*/false);
+        out_ = SavedVariable(std::get<0>(results), /*is_output=*/true);
+        softmax_lse_ = SavedVariable(std::get<1>(results), /*is_output=*/true);
+        rng_state_ = SavedVariable(std::get<2>(results), /*is_output=*/false);
     }
 
     std::string name() const override { return "FlashAttnBackward"; }

@@ -96,20 +96,20 @@ std::vector<Tensor> forward(const Tensor &q, const Tensor &k, const Tensor &v, c
     check_strided({{"q", q}, {"k", k}, {"v", v}});
     check_strided_options(options);
     const bool is_dropping = options.dropout_p > 0.0;
-    std::vector<Tensor> results(4);  // out, softmax_lse, S_dmask, rng_state
+    std::vector<Tensor> results(5);  // out, softmax_lse, S_dmask, rng_state, max_logits
     {
         const LongCallWithoutGil guard(q, k);
         if (out.has_value() || zero_tensors) {
             const at::AutoDispatchBelowADInplaceOrView below_autograd;
             const FwdResults given =
                 mha_fwd({q, k, v, out, sequences, options}, {}, std::move(generator), zero_tensors);
-            results = {given.out, given.softmax_lse, Tensor(), given.rng_state};
+            results = {given.out, given.softmax_lse, Tensor(), given.rng_state, given.max_logits};
         } else {
             Optional rng_state;
             if (is_dropping && generator.has_value()) {
                 rng_state = draw_rng_state(q, std::move(generator));
             }
-            std::tie(results[0], results[1], results[3]) =
+            std::tie(results[0], results[1], results[3], results[4]) =
                 ops::call<ops::Fwd, int64_t>({{q, k, v}, sequences, options, rng_state});
         }
     }
@@ -117,6 +117,9 @@ std::vector<Tensor> forward(const Tensor &q, const Tensor &k, const Tensor &v, c
         results[2] = py::module_::import("flash_attn_mini.s_dmask")
                          .attr("s_dmask_of_call")(q, k, results[3], sequences.tie(), options.tie())
                          .cast<Tensor>();
+    }
+    if (!options.return_max_logits) {
+        results.pop_back();
     }
     return results;
 }
@@ -288,10 +291,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     flash::ops::register_library();
     module.doc() = "flash_attn_mini: names and argument order of the official flash_attn_2_cuda";
     module.def("fwd", torch::wrap_pybind_function(flash::fwd),
-               "Forward: returns [out, softmax_lse, S_dmask, rng_state]", arg("q"), arg("k"), arg("v"), arg("out"),
-               arg("alibi_slopes"), arg("p_dropout"), arg("softmax_scale"), arg("is_causal"), arg("window_size_left"),
-               arg("window_size_right"), arg("softcap"), arg("return_softmax"), arg("generator"),
-               arg("deterministic") = false OWN_KEYWORDS);
+               "Forward: returns out, softmax_lse, S_dmask, rng_state, max_logits", arg("q"), arg("k"), arg("v"),
+               arg("out"), arg("alibi_slopes"), arg("p_dropout"), arg("softmax_scale"), arg("is_causal"),
+               arg("window_size_left"), arg("window_size_right"), arg("softcap"), arg("return_softmax"),
+               arg("generator"), arg("deterministic") = false OWN_KEYWORDS);
     module.def("bwd", torch::wrap_pybind_function(flash::bwd), "Backward: returns [dq, dk, dv, softmax_d]", arg("dout"),
                arg("q"), arg("k"), arg("v"), arg("out"), arg("softmax_lse"), arg("dq"), arg("dk"), arg("dv"),
                arg("alibi_slopes"), arg("p_dropout"), arg("softmax_scale"), arg("is_causal"), arg("window_size_left"),
@@ -299,10 +302,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
                arg("dsoftmax_lse") = py::none(),
                arg("output_mask") = std::array<bool, 3>{true, true, true} OWN_KEYWORDS);
     module.def("varlen_fwd", torch::wrap_pybind_function(flash::varlen_fwd),
-               "Forward of packed sequences: returns [out, softmax_lse, S_dmask, rng_state]", arg("q"), arg("k"),
-               arg("v"), arg("out"), arg("cu_seqlens_q"), arg("cu_seqlens_k"), arg("seqused_k"), arg("leftpad_k"),
-               arg("block_table"), arg("alibi_slopes"), arg("max_seqlen_q"), arg("max_seqlen_k"), arg("p_dropout"),
-               arg("softmax_scale"), arg("zero_tensors"), arg("is_causal"), arg("window_size_left"),
+               "Forward of packed sequences: returns [out, softmax_lse, S_dmask, rng_state], and max_logits if wanted",
+               arg("q"), arg("k"), arg("v"), arg("out"), arg("cu_seqlens_q"), arg("cu_seqlens_k"), arg("seqused_k"),
+               arg("leftpad_k"), arg("block_table"), arg("alibi_slopes"), arg("max_seqlen_q"), arg("max_seqlen_k"),
+               arg("p_dropout"), arg("softmax_scale"), arg("zero_tensors"), arg("is_causal"), arg("window_size_left"),
                arg("window_size_right"), arg("softcap"), arg("return_softmax"), arg("generator"),
                arg("deterministic") = false OWN_KEYWORDS);
     module.def("varlen_bwd", torch::wrap_pybind_function(flash::varlen_bwd),
@@ -321,7 +324,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
                arg("is_rotary_interleaved"), arg("num_splits"), arg("split_keys") = 0,
                arg("cache_seqlen") = -1 OWN_KEYWORDS);
     module.def("packed_fwd", torch::wrap_pybind_function(flash::Entry<flash::ops::PackedFwd>::run),
-               "The op packed_fwd: returns out, softmax_lse and rng_state");
+               "The op packed_fwd: returns out, softmax_lse, rng_state and max_logits");
     module.def("check_fwd", torch::wrap_pybind_function(flash::CheckEntry<>::run),
                "The checks of the op fwd for the backend that its options name");
     module.def(

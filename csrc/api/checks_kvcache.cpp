@@ -306,6 +306,9 @@ void check_kvcache(const KvCacheArgs &args, const std::string &backend) {
     FLASH_CHECK_NOT_IMPLEMENTED(!args.options.attn_bias.has_value(),
                                 "flash_attn_mini: attn_bias is not supported with a KV cache; available: "
                                 "flash_attn_func, or causal, window_size, alibi_slopes and cache_leftpad");
+    FLASH_CHECK_NOT_IMPLEMENTED(!args.options.return_max_logits,
+                                "flash_attn_mini: no backend implements return_max_logits with a KV cache; backends "
+                                "that have it: none. Available: flash_attn_func");
     check_memory(args);
     if (may_read(args.q)) {
         const std::vector<Keys> keys = check_length_values(args);

@@ -3,12 +3,15 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/full.h>
 #include <c10/core/DeviceGuard.h>
 
+#include <limits>
 #include <optional>
 #include <string>
 #include <tuple>
 #include <utility>
+#include <vector>
 
 #include "api/allocation.h"
 #include "api/checks.h"
@@ -61,6 +64,12 @@ FwdResults forward(const FwdArgs &args, const Optional &given_rng_state, std::op
                                                     : at::empty({sizes.batch, sizes.nheads, sizes.rows_q}, lse_options);
     const at::Tensor rng_state =
         options.dropout_p > 0.0 ? rng_state_of_call(q, given_rng_state, std::move(generator)) : at::Tensor();
+    at::Tensor max_logits;
+    if (options.return_max_logits) {
+        const std::vector<int64_t> shape =
+            args.is_varlen() ? std::vector<int64_t>{sizes.nheads} : std::vector<int64_t>{sizes.batch, sizes.nheads};
+        max_logits = at::full(shape, -std::numeric_limits<double>::infinity(), lse_options);
+    }
     if (!sizes.has_keys || zero_tensors) {
         out.zero_();
         fill_lse_without_keys(softmax_lse, options);
@@ -74,13 +83,14 @@ FwdResults forward(const FwdArgs &args, const Optional &given_rng_state, std::op
                          kernel_v = readable_by_kernel(args.v, "v");
         Flash_fwd_params params = set_params_fprop({kernel_q, kernel_k, kernel_v, kernel_out, softmax_lse, rng_state},
                                                    readable_args, scaled.softmax_scale);
+        set_max_logits(params, max_logits);
         const at::Tensor ranges = q.is_cuda() ? key_ranges_scratch(params, q, /*is_backward=*/false) : at::Tensor();
         run_mha_fwd(params, q.device());
         if (!writes_in_place) {
             out.copy_(kernel_out);
         }
     }
-    return {out, softmax_lse, rng_state};
+    return {out, softmax_lse, rng_state, max_logits};
 }
 
 BwdResults backward(const BwdArgs &args, std::array<bool, 3> output_mask, bool zero_tensors) {

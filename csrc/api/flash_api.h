@@ -14,7 +14,8 @@ namespace flash {
 
 struct FwdResults {
     at::Tensor out, softmax_lse;
-    at::Tensor rng_state;  // int64 [2]; undefined without dropout
+    at::Tensor rng_state;   // int64 [2]; undefined without dropout
+    at::Tensor max_logits;  // [batch, nheads], varlen [nheads], dtype of softmax_lse; undefined unless wanted
 };
 
 // rng_state: the seed and offset of dropout, or none: drawn from the generator, by default torch's of the device.

@@ -75,7 +75,7 @@ FwdResult forward(const FwdCall<SeparateInputs, int64_t> &call) {
     const FwdArgs args{q, k, v, std::nullopt, call.sequences, call.options};
     if (backend != Backend::triton) {
         const FwdResults results = mha_fwd(args, call.rng_state);
-        return {results.out, results.softmax_lse, results.rng_state};
+        return {results.out, results.softmax_lse, results.rng_state, results.max_logits};
     }
     check_fwd(args, name_of(backend));
     FwdCall<SeparateInputs, int64_t> triton = call;
@@ -84,8 +84,8 @@ FwdResult forward(const FwdCall<SeparateInputs, int64_t> &call) {
         rng_state = rng_state_of_call(q, call.rng_state);
         triton.rng_state = rng_state;
     }
-    auto [out, softmax_lse] = ops::call<TritonFwd, int64_t>(triton);
-    return {std::move(out), std::move(softmax_lse), std::move(rng_state)};
+    auto [out, softmax_lse, max_logits] = ops::call<TritonFwd, int64_t>(triton);
+    return {std::move(out), std::move(softmax_lse), std::move(rng_state), std::move(max_logits)};
 }
 
 FwdResult packed_forward(const FwdCall<PackedInputs, int64_t> &call) {
@@ -237,7 +237,7 @@ void define_and_implement(torch::Library &library) {
     // The mask of dropout comes from torch's generators: no two calls are the same call.
     const std::vector<at::Tag> forward_tags{at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded},
         tags{at::Tag::pt2_compliant_tag};
-    constexpr char kForward[] = "(Tensor out, Tensor softmax_lse, Tensor rng_state)";
+    constexpr char kForward[] = "(Tensor out, Tensor softmax_lse, Tensor rng_state, Tensor max_logits)";
     define<Fwd>(library, kForward, forward_tags);
     define<Bwd>(library, SeparateInputs::kGradients, tags);
     define<PackedFwd>(library, kForward, forward_tags);

@@ -115,8 +115,8 @@ struct KvCacheCall {
 
 // ---- the ops --------------------------------------------------------------------------------------------------------
 
-// out, softmax_lse and rng_state, which is undefined without dropout.
-using FwdResult = std::tuple<Tensor, Tensor, Tensor>;
+// out, softmax_lse, rng_state, which is undefined without dropout, and max_logits, which is undefined unless wanted.
+using FwdResult = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 // out and softmax_lse.
 using TwoTensors = std::tuple<Tensor, Tensor>;
 
@@ -162,7 +162,7 @@ struct TritonFwd {
     static constexpr char kName[] = "flash_attn_mini::triton_fwd";
     template <typename Int>
     using Call = FwdCall<SeparateInputs, Int>;
-    using Result = TwoTensors;
+    using Result = std::tuple<Tensor, Tensor, Tensor>;  // out, softmax_lse, max_logits
 };
 struct TritonBwd : Bwd {
     static constexpr char kName[] = "flash_attn_mini::triton_bwd";

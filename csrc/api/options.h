@@ -27,12 +27,13 @@ using Optional = std::optional<at::Tensor>;
     X("Tensor?", Optional, block_table) /* int32 [batch, max_pages] */
 
 // Options that the official functions do not have. They come last in those of the extension (api/bindings.cpp), None by
-// default.
-#define FLASH_OWN_OPTIONS(X)                                                                                    \
-    X("str?", std::optional<c10::string_view>, backend) /* none: the backend of the device */                   \
-    X("Tensor?", Optional, learnable_sink)              /* [nheads], equal lengths also [batch, nheads] */      \
-    X("Tensor?", Optional, key_ranges)                  /* int32 [1 or batch, 1 or nheads, seqlen_q, (2,) 2] */ \
-    X("Tensor?", Optional, attn_bias)                   /* [1 or batch, 1 or nheads, 1 or seqlen_q, seqlen_k] */
+// default, which is false for a bool.
+#define FLASH_OWN_OPTIONS(X)                                                                                     \
+    X("str?", std::optional<c10::string_view>, backend) /* none: the backend of the device */                    \
+    X("Tensor?", Optional, learnable_sink)              /* [nheads], equal lengths also [batch, nheads] */       \
+    X("Tensor?", Optional, key_ranges)                  /* int32 [1 or batch, 1 or nheads, seqlen_q, (2,) 2] */  \
+    X("Tensor?", Optional, attn_bias)                   /* [1 or batch, 1 or nheads, 1 or seqlen_q, seqlen_k] */ \
+    X("bool", bool, return_max_logits)                  /* only the forward reads it */
 
 #define FLASH_OPTIONS(X)                                                           \
     X("float", double, dropout_p)                                                  \

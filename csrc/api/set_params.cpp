@@ -129,6 +129,13 @@ Flash_fwd_params set_params_fprop(const FpropTensors &tensors, const FwdArgs &ar
     return params;
 }
 
+void set_max_logits(Flash_fwd_params &params, const at::Tensor &max_logits) {
+    if (max_logits.defined()) {
+        params.max_logits = max_logits.data_ptr();
+        params.max_logits_batch_stride = max_logits.dim() == 2 ? max_logits.size(1) : 0;
+    }
+}
+
 Flash_fwd_params set_params_kvcache(const KvCacheTensors &tensors, const KvCacheArgs &args, double softmax_scale) {
     Flash_fwd_params params;
     const int64_t capacity = args.capacity();

@@ -27,6 +27,9 @@ struct FpropTensors {
 // scores of args.
 Flash_fwd_params set_params_fprop(const FpropTensors &tensors, const FwdArgs &args, double softmax_scale);
 
+// max_logits: [batch, nheads], varlen [nheads]; contiguous, filled with -inf; undefined: not wanted.
+void set_max_logits(Flash_fwd_params &params, const at::Tensor &max_logits);
+
 // The tensors of a call with a KV cache. An undefined one is not used.
 struct KvCacheTensors {
     const at::Tensor &q;            // [batch, seqlen_q, nheads, headdim]

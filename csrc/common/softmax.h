@@ -47,16 +47,21 @@ struct Softmax {
         }
     }
 
+    struct NoOp {
+        __device__ void operator()(int, float) const {}
+    };
+
     // One step over a key block: scores (row, col) become probabilities relative to row_max; acc_o (row, col) and
-    // row_sum follow when row_max moves.
-    template <typename TensorS, typename TensorO>
-    __device__ __forceinline__ void step(TensorS &scores, TensorO &acc_o) {
+    // row_sum follow when row_max moves. on_maximum(row, largest score of the row so far), unscaled.
+    template <typename TensorS, typename TensorO, typename OnMaximum = NoOp>
+    __device__ __forceinline__ void step(TensorS &scores, TensorO &acc_o, const OnMaximum &on_maximum = {}) {
         static_assert(decltype(size<0>(scores))::value == kNRows);
         float new_max[kNRows];
         bool must_rescale = false;
         CUTE_UNROLL
         for (int row = 0; row < kNRows; ++row) {
             new_max[row] = fmaxf(row_max[row], maximum_of(scores, row));
+            on_maximum(row, new_max[row]);
             must_rescale |= (new_max[row] - row_max[row]) * scale_log2 > kRescaleThreshold;
         }
         if (__any_sync(0xffffffffu, must_rescale)) {

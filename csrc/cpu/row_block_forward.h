@@ -183,6 +183,7 @@ protected:
         for (int i = 0; i < p.rows; ++i) {
             Acc reference = p.state.m[i] * scale_, sum = p.state.l[i];
             const int64_t row = block_.row_begin + p.row + i;
+            if (params_.max_logits != nullptr) add_max_logit(row, reference);
             const Acc weight = RowMod<Acc>::is_on(params_)
                                    ? RowMod<Acc>(params_, group_.bidb, group_.head(row)).join(reference, sum)
                                    : Acc(1);
@@ -197,6 +198,17 @@ protected:
         self().scale_rows(p, rows);
         if constexpr (kConvert) {
             for (int i = 0; i < p.rows; ++i) convert_row(rows[i], row_ptr(params_.o, p.row + i), d_);
+        }
+    }
+
+    // logit: the largest of a row. Other threads may have rows of its head.
+    void add_max_logit(int64_t row, Acc logit) const {
+        Acc *to =
+            static_cast<Acc *>(params_.max_logits) + group_.bidb * params_.max_logits_batch_stride + group_.head(row);
+        Acc largest;
+        __atomic_load(to, &largest, __ATOMIC_RELAXED);
+        while (logit > largest &&
+               !__atomic_compare_exchange(to, &largest, &logit, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
         }
     }
 

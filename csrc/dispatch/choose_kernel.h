@@ -28,7 +28,7 @@ inline Kind kind_of(const Flash_fwd_params &params) {
     if (params.key_ranges.is_used()) {
         return Kind::ranged;
     }
-    if (params.has_score_mod() || params.rng_state != nullptr) {
+    if (params.has_score_mod() || params.rng_state != nullptr || params.max_logits != nullptr) {
         return Kind::general;
     }
     const bool may_differ = params.cu_seqlens_q != nullptr || params.cache.is_used();  // the lengths of sequences

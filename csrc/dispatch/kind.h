@@ -20,7 +20,7 @@ enum class Kind {
     full,     // equal lengths; every query sees every key
     local,    // equal lengths; causal or windowed; sm90 backward: every query sees a key
     varlen,   // any lengths and mask
-    general,  // any lengths and mask; score modifiers and dropout are decided at run time
+    general,  // any lengths and mask; score modifiers, dropout and max_logits are decided at run time
     ranged,   // general, with key_ranges
     paged,    // general, with keys in pages
     split,    // a cache: the query heads of a group in one tile, keys split over the CTAs; score modifiers at run time

@@ -85,8 +85,8 @@ def _scalars(options: Options, *zero_tensors: bool) -> tuple[Any, ...]:
 
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences | None, options: Options
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """``_C.fwd``, or ``_C.varlen_fwd`` with sequences: out, softmax_lse and, with dropout, rng_state."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """``_C.fwd``, or ``_C.varlen_fwd`` with sequences: out, softmax_lse, rng_state and max_logits, or None for them."""
     out = seqused_k = leftpad_k = generator = None
     return_softmax = False
     end = (return_softmax, generator, options.deterministic, *options[NUM_OFFICIAL_OPTIONS:])
@@ -100,7 +100,7 @@ def forward(
         results = load().varlen_fwd(
             q, k, v, out, *lengths, options.alibi_slopes, *longest, *_scalars(options, zero_tensors), *end
         )
-    return results[0], results[1], results[3]
+    return results[0], results[1], results[3], results[4] if options.return_max_logits else None
 
 
 def check_forward(

@@ -7,6 +7,7 @@ them. They run in PyTorch's operators and form the whole score matrix.
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..allocation import empty_contiguous_last, lse_dtype
+from ..allocation import empty_contiguous_last, empty_max_logits, lse_dtype
 from ..options import ROWS_MULTIPLE, KvCache, Options, Sequences
 from . import extension
 
@@ -51,16 +52,22 @@ def forward(
     sequences: Sequences | None,
     options: Options,
     rng_state: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """(out, softmax_lse) of checked arguments."""
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(out, softmax_lse, max_logits or None) of checked arguments."""
     warn_once()
-    out, softmax_lse = empty_contiguous_last(q), _empty_rows(q, q.shape[-3])
+    out, softmax_lse, max_logits = empty_contiguous_last(q), _empty_rows(q, q.shape[-3]), empty_max_logits(q, options)
     of_q, of_out, of_lse = (_as_batch(x, sequences) for x in (q, out, softmax_lse))
+    if max_logits is not None:
+        max_logits.fill_(-math.inf)
     for part in _parts(q, k, v, sequences, options, rng_state):
         of_out[:, part.rows], of_lse[..., part.rows] = reference.attention_reference(
             of_q[:, part.rows], part.k, part.v, sinks=options.learnable_sink, **part.options
         )
-    return out, softmax_lse
+        if max_logits is not None:
+            of_scores = {name: x for name, x in part.options.items() if not name.startswith("dropout")}
+            of_part = reference.attention_max_logits(of_q[:, part.rows], part.k, **of_scores)
+            torch.maximum(max_logits, of_part.view_as(max_logits).to(max_logits.dtype), out=max_logits)
+    return out, softmax_lse, max_logits
 
 
 def backward(

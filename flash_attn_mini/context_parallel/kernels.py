@@ -88,10 +88,10 @@ def forward(
             q_part, k_part, v_part = q_part.double(), k_part.double(), v_part.double()
         options = _options_of(attention, call, q)
         if attention.is_packed and len(call.rectangles) > 1:
-            out, lse, _ = ops.forward(q_part, k_part, v_part, call.sequences(q.device)[0], options)
+            out, lse, *_ = ops.forward(q_part, k_part, v_part, call.sequences(q.device)[0], options)
         else:
             q_part, k_part, v_part = (_stacked(attention, call, x) for x in (q_part, k_part, v_part))
-            out, lse, _ = ops.forward(q_part, k_part, v_part, None, options)
+            out, lse, *_ = ops.forward(q_part, k_part, v_part, None, options)
             out, lse = _unstacked(attention, call, out), _unstacked_statistic(attention, call, lse)
         offset = _offset_of(attention, call, q)
         to.add(call.q[0], out, lse if offset is None else (lse - offset).to(sums_dtype(q)))

@@ -55,7 +55,7 @@ def forward(
     for group, message in enumerate(arriving):
         tensors = _split_heads(_arrived(attention, message), [x[group].shape[-2] for x in qkv])
         options, sequences = _options_of(attention, group, groups, q), _sequences(attention, q)
-        out, lse, _ = ops.forward(*tensors, sequences, options)
+        out, lse, *_ = ops.forward(*tensors, sequences, options)
         saved += [*tensors, out, lse]
         results = [tokens_first(out)]
         if returns_lse:

@@ -4,7 +4,13 @@ The tests compare each backend with these functions. They form the whole score m
 the sequence length. They import only torch, run on CPU and CUDA, and are differentiable.
 """
 
-from .attention import attention_probabilities, attention_reference, attention_scores, softmax_with_lse
+from .attention import (
+    attention_max_logits,
+    attention_probabilities,
+    attention_reference,
+    attention_scores,
+    softmax_with_lse,
+)
 from .backward import attention_reference_backward, attn_bias_reference_backward
 from .kvcache import attention_kvcache_reference
 from .masks import alibi_bias, in_key_ranges, visible_keys
@@ -24,6 +30,7 @@ __all__ = [
     "apply_rotary_reference",
     "attention_kvcache_reference",
     "attention_kvpacked_reference",
+    "attention_max_logits",
     "attention_probabilities",
     "attention_qkvpacked_reference",
     "attention_reference",

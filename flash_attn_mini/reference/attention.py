@@ -75,6 +75,16 @@ def attention_scores(
     return scores.masked_fill(~visible, -math.inf)
 
 
+def attention_max_logits(q: Tensor, k: Tensor, **score_options: Any) -> Tensor:
+    """The largest logit of each head among the pairs of a query and a key that it sees, ``[batch, nheads]``.
+
+    -inf for a head that has no such pair. NaN does not count. Options as in `attention_scores`.
+    """
+    scores = attention_scores(q, k, **score_options).detach().flatten(2)
+    nothing = scores.new_full((*scores.shape[:2], 1), -math.inf)  # so that there is a maximum
+    return torch.cat([scores.masked_fill(scores.isnan(), -math.inf), nothing], -1).amax(-1)
+
+
 def score_derivative(
     q: Tensor,
     k: Tensor,

@@ -235,7 +235,7 @@ def test_raw_operators_are_differentiable_once(backend: str, device: str) -> Non
     q, k, v = qkv(device)
     expected = torch.autograd.grad(flash_attn_func(q, k, v, deterministic=True, backend=backend).sum(), (q, k, v))
     options: dict[str, Any] = {"softmax_scale": 0.25, "deterministic": True, "backend": backend}
-    out, lse, _ = FWD(*fwd_arguments(q, k, v, **options))
+    out, lse, *_ = FWD(*fwd_arguments(q, k, v, **options))
     for a, b in zip(torch.autograd.grad(out.sum(), (q, k, v)), expected, strict=True):
         assert torch.equal(a, b)
     tensors = (torch.ones_like(q), q, k, v, out.detach(), lse.detach())

@@ -54,7 +54,7 @@ def backward_arguments(
 ) -> tuple[Any, ...]:
     q, k, v = make_inputs(case, dtype, device, seed)
     options: dict[str, Any] = {"causal": case.causal, "deterministic": True, "backend": backend}
-    out, lse, _ = FWD(*fwd_arguments(q, k, v, **options))
+    out, lse, *_ = FWD(*fwd_arguments(q, k, v, **options))
     dlse = make_dlse(case, dtype, device, seed) if with_lse else None
     dout = make_dout(case, dtype, device, seed)
     return bwd_arguments(dout, q, k, v, out, lse, dsoftmax_lse=dlse, output_mask=mask, **options)

@@ -60,7 +60,7 @@ def test_opcheck_with_features(name: str, backend: str, device: str, seed: int) 
     inputs = [wanting(x.clone()) for x in make_inputs(case, torch.float16, device, seed)]
     arguments = fwd_arguments(*inputs, **options)
     opcheck(FWD, arguments, case.dropout_p > 0)
-    out, lse, rng_state = FWD(*arguments)
+    out, lse, rng_state, _ = FWD(*arguments)
     assert (rng_state is not None) == (case.dropout_p > 0)
     if rng_state is not None:  # a call that is given its state is not random
         opcheck(FWD, fwd_arguments(*inputs, rng_state=rng_state, **options))
@@ -77,7 +77,7 @@ def test_opcheck_of_packed_with_features(name: str, backend: str, device: str, s
     inputs = [wanting(q.clone()), wanting(torch.stack([k, v], dim=2))]
     arguments = packed_fwd_arguments(*inputs, **options)
     opcheck(PACKED_FWD, arguments, case.dropout_p > 0)
-    out, lse, rng_state = PACKED_FWD(*arguments)
+    out, lse, rng_state, _ = PACKED_FWD(*arguments)
     results = [x.detach() for x in (*inputs, out, lse)]
     options["rng_state"] = rng_state
     for mask in ([True, False], [False, True]):
@@ -96,7 +96,7 @@ def test_opcheck_with_key_ranges(shape: tuple[int, ...], backend: str, device: s
     packed = torch.stack([k, v], dim=2)
     opcheck(FWD, fwd_arguments(wanting(q), wanting(k), wanting(v), **options))
     opcheck(PACKED_FWD, packed_fwd_arguments(wanting(q), wanting(packed), **options))
-    out, lse, _ = FWD(*fwd_arguments(q, k, v, **options))
+    out, lse, *_ = FWD(*fwd_arguments(q, k, v, **options))
     opcheck(BWD, bwd_arguments(torch.randn_like(out), q, k, v, out, lse, **options))
     opcheck(PACKED_BWD, packed_bwd_arguments(torch.randn_like(out), q, packed, out, lse, **options))
 
@@ -192,7 +192,7 @@ def test_opcheck_of_varlen_with_key_ranges(
     options: dict[str, Any] = {"sequences": Sequences(lengths, lengths, 16, 16), "key_ranges": key_ranges}
     options.update(deterministic=True, backend=backend)
     opcheck(FWD, fwd_arguments(wanting(q), wanting(k), wanting(v), **options))
-    out, lse, _ = FWD(*fwd_arguments(q, k, v, **options))
+    out, lse, *_ = FWD(*fwd_arguments(q, k, v, **options))
     opcheck(BWD, bwd_arguments(torch.randn_like(out), q, k, v, out, lse, **options))
 
 
@@ -249,7 +249,7 @@ def test_opcheck_of_varlen(name: str, backend: str, device: str, seed: int) -> N
     opcheck(FWD, arguments, case.dropout_p > 0)
     if case.page_size:
         return
-    out, lse, rng_state = FWD(*arguments)
+    out, lse, rng_state, _ = FWD(*arguments)
     options_of_backward = {**options, "rng_state": rng_state, "output_mask": [True, True, False]}
     opcheck(BWD, bwd_arguments(batch.dout, *inputs, out, lse, **options_of_backward))
     opcheck(FWD, fwd_arguments(*(wanting(x) for x in inputs), **options), case.dropout_p > 0)
@@ -263,7 +263,7 @@ def test_opcheck_of_packed_varlen(name: str, backend: str, device: str, seed: in
     inputs = [wanting(batch.q), wanting(torch.stack([batch.k, batch.v], dim=1))]
     arguments = packed_fwd_arguments(*inputs, **options)
     opcheck(PACKED_FWD, arguments, case.dropout_p > 0)
-    out, lse, rng_state = PACKED_FWD(*arguments)
+    out, lse, rng_state, _ = PACKED_FWD(*arguments)
     results = [x.detach() for x in (*inputs, out, lse)]
     opcheck(PACKED_BWD, packed_bwd_arguments(batch.dout, *results, rng_state=rng_state, **options))
 
@@ -277,7 +277,7 @@ def test_fake_varlen_results_look_like_real_ones(
     batch = make_batch(case, dtype, device, seed)
     options = varlen_options(case, batch, backend, device)
     inputs = (batch.q, batch.k, batch.v)
-    out, lse, rng_state = assert_fake_is_like_real(FWD, fwd_arguments(*inputs, **options))
+    out, lse, rng_state, _ = assert_fake_is_like_real(FWD, fwd_arguments(*inputs, **options))
     if case.page_size:
         return
     options.update(rng_state=rng_state, output_mask=mask)
@@ -309,7 +309,7 @@ def test_fake_packed_results_look_like_real_ones(
 
     inputs = (None, spread(3, 4)) if form == "qkv" else (spread(4), spread(2, 2))
     options: dict[str, Any] = {"sequences": sequences, "dropout_p": 0.5, "backend": backend}
-    out, lse, rng_state = assert_fake_is_like_real(PACKED_FWD, packed_fwd_arguments(*inputs, **options))
+    out, lse, rng_state, _ = assert_fake_is_like_real(PACKED_FWD, packed_fwd_arguments(*inputs, **options))
     options.update(rng_state=rng_state, output_mask=mask)
     assert_fake_is_like_real(PACKED_BWD, packed_bwd_arguments(torch.ones_like(out), *inputs, out, lse, **options))
 

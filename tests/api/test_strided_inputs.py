@@ -149,7 +149,7 @@ def test_the_fake_implementations_have_these_strides(backend: str, device: str, 
         caches = [torch.zeros(*k.shape[:1], 60, *k.shape[2:], dtype=k.dtype, device=device) for _ in range(2)]
 
         def both(q: Tensor, k: Tensor, v: Tensor, *caches: Tensor) -> list[Tensor]:
-            out, lse, _ = FWD(*fwd_arguments(q, k, v, backend=backend))
+            out, lse, *_ = FWD(*fwd_arguments(q, k, v, backend=backend))
             gradients = BWD(*bwd_arguments(out, q, k, v, out, lse, deterministic=True, backend=backend))
             of_cache = FWD_KVCACHE(*kvcache_arguments(q, *caches, k=k, v=v, cache_seqlen=3, backend=backend))
             return [out, *gradients[:3], of_cache[0]]

@@ -46,6 +46,7 @@ from flash_attn_mini.reference import (
     dropout_mask,
 )
 
+from ..support.max_logit_checks import check_max_logits
 from ..support.new_process import run_pytest
 from ..support.no_extension import NAME
 
@@ -246,6 +247,50 @@ def test_sinks_have_a_gradient(is_varlen: bool, compiled: bool, draw: torch.Gene
     assert_close(attend(*inputs, sinks), expected)
     found = gradients(attend, [*inputs, sinks], *weights)
     assert_close(found, gradients(reference, [*inputs, sinks], *weights))
+
+
+@here
+@pytest.mark.parametrize("is_varlen", [False, True], ids=["equal", "varlen"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_max_logits(is_varlen: bool, compiled: bool, draw: torch.Generator) -> None:
+    """Beside the gradient of out, and without one."""
+    inputs = qkv(draw, torch.float32)
+    lengths = [torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([0, 5, 5, 18], [0, 20, 22, 26])]
+    options: dict[str, Any] = {"causal": True, "backend": BACKEND}
+    if is_varlen:
+        inputs = [x.flatten(0, 1) for x in inputs]
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        if is_varlen:
+            return flash_attn_varlen_func(q, k, v, *lengths, 13, 20, **options, return_max_logits=True)
+        return flash_attn_func(q, k, v, **options, return_max_logits=True)
+
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    out, max_logits = (torch.compile(run, fullgraph=True, backend="aot_eager") if compiled else run)(*leaves)
+    out.sum().backward()
+    assert all(x.grad is not None for x in leaves)
+    known = {"cu_seqlens": tuple(lengths)} if is_varlen else {}
+    check_max_logits(max_logits, *inputs[:2], "without the extension", causal=True, **known)
+
+
+@here
+def test_max_logits_under_vmap(draw: torch.Generator) -> None:
+    q, k, v = qkv(draw, torch.float32)
+
+    def run(q: Tensor) -> Tensor:
+        return flash_attn_func(q, k, v, backend=BACKEND, return_max_logits=True)[1]  # type: ignore[return-value]
+
+    torch.testing.assert_close(torch.vmap(run)(torch.stack([q, -3 * q])), torch.stack([run(q), run(-3 * q)]))
+
+
+@here
+def test_max_logits_with_a_kv_cache_are_refused(draw: torch.Generator) -> None:
+    call = kvcache_call(draw)
+    tensors = [call[name] for name in ("q", "k_cache", "v_cache")]
+    cache = KvCache(None, None, None, None, None, 5, call["cache_batch_idx"], None, None, True, 0, 0)
+    options = Options(0.0, 0.25, False, -1, -1, 0.0, None, backend=BACKEND, return_max_logits=True)
+    with pytest.raises(NotImplementedError, match="no backend implements return_max_logits with a KV cache"):
+        ops.forward_kvcache(*tensors, cache, options)
 
 
 @here
@@ -695,17 +740,19 @@ def test_wrong_calls_are_named(draw: torch.Generator) -> None:
 
 
 @here
-def test_operators_pass_the_checks_of_pytorch(draw: torch.Generator) -> None:
+@pytest.mark.parametrize("return_max_logits", [False, True])
+def test_operators_pass_the_checks_of_pytorch(return_max_logits: bool, draw: torch.Generator) -> None:
     """opcheck: schema, fakes, and compiled with dynamic shapes."""
     from flash_attn_mini import schemas
     from flash_attn_mini.backends.triton import ops
     from flash_attn_mini.options import Options
 
     q, k, v = qkv(draw)
-    fields = (*schemas.EQUAL_LENGTHS, *Options(0.0, 0.25, True, -1, 0, 0.0, None, backend=BACKEND), None)
+    options = Options(0.0, 0.25, True, -1, 0, 0.0, None, backend=BACKEND, return_max_logits=return_max_logits)
+    fields = (*schemas.EQUAL_LENGTHS, *options, None)
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(ops.FORWARD, (q, k, v, *fields), test_utils=tests)
-    out, lse = ops.FORWARD(q, k, v, *fields)
+    out, lse, _ = ops.FORWARD(q, k, v, *fields)
     for mask in ([True, True, True], [False, True, False]):
         torch.library.opcheck(ops.BACKWARD, (out, q, k, v, out, lse, None, *fields, mask), test_utils=tests)
 

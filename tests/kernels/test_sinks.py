@@ -139,7 +139,7 @@ def test_equal_lengths(
 
     def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
         chosen = checked_options(q, k, v, **options, deterministic=False, backend=kernels, learnable_sink=sinks)
-        out, lse, rng_state = ops.forward(q, k, v, None, chosen)
+        out, lse, rng_state, _ = ops.forward(q, k, v, None, chosen)
         if case.dropout_p > 0:
             sizes = (case.batch, case.nheads, case.seqlen_q, case.seqlen_k)
             masks["dropout_mask"] = dropout_mask(rng_state, case.dropout_p, *sizes, device=device)

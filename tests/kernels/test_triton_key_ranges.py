@@ -211,7 +211,7 @@ def test_nan_in_skipped_blocks_reaches_nothing(dtype: torch.dtype, draw: torch.G
     ends = torch.where(rows < 512, 512, 1024)
     ranges = torch.stack([torch.stack([ends - 20, ends], -1), torch.stack([ends - 512, ends - 493], -1)], -2)
     options = Options(0.0, 0.25, False, -1, -1, 0.0, None, key_ranges=ranges[None, None].int().to(DEVICE))
-    out, lse = launch.forward(q, k, v, None, options)
+    out, lse, _ = launch.forward(q, k, v, None, options)
     expected = launch_bwd.backward(dout, q, k, v, out, lse, None, None, options)
     bad_k, bad_v = k.clone(), v.clone()
     for begin in (0, 512):
@@ -247,7 +247,7 @@ def test_some_gradients_have_the_bits_of_all(seed: int) -> None:
 
     call = make_ranged_call(BY_NAME["per_head"], torch.float16, DEVICE, seed)
     options = Options(0.0, 0.125, False, -1, -1, 0.0, None, key_ranges=call.key_ranges)
-    out, lse = launch.forward(call.q, call.k, call.v, None, options)
+    out, lse, _ = launch.forward(call.q, call.k, call.v, None, options)
     tensors = (call.dout, call.q, call.k, call.v, out, lse, None, None, options, None)
     expected = launch_bwd.backward(*tensors)
     for wanted in itertools.product((False, True), repeat=3):
@@ -276,7 +276,7 @@ def test_no_length_or_stride_compiles_another_kernel() -> None:
         q = torch.randn(2, rows, 4, 64, dtype=torch.float16, device="cuda")
         ranges = torch.zeros(2, heads, rows, 2, 2, dtype=torch.int32, device="cuda")
         options = Options(0.0, 0.1, True, -1, 0, 0.0, None, key_ranges=ranges)
-        out, lse = launch.forward(q, q, q, None, options)
+        out, lse, _ = launch.forward(q, q, q, None, options)
         launch_bwd.backward(q, q, q, q, out, lse, None, None, options)
         return sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())
 
@@ -293,7 +293,7 @@ def test_capture_in_a_cuda_graph(seed: int) -> None:
     options = Options(0.0, 0.125, True, -1, 0, 0.0, None, key_ranges=call.key_ranges)
 
     def run() -> list[Tensor]:
-        out, lse = launch.forward(call.q, call.k, call.v, call.sequences, options)
+        out, lse, _ = launch.forward(call.q, call.k, call.v, call.sequences, options)
         return [out, *launch_bwd.backward(call.dout, call.q, call.k, call.v, out, lse, None, call.sequences, options)]
 
     assert_captures_first_call(run)

@@ -44,7 +44,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *, sequences: Any = None, rng_state
     """(out, lse) of the Triton kernel."""
     from flash_attn_mini.backends.triton import launch
 
-    return launch.forward(q, k, v, sequences, make_options(**options), rng_state)
+    return launch.forward(q, k, v, sequences, make_options(**options), rng_state)[:2]
 
 
 def backward(

@@ -6,6 +6,7 @@
 #include "common/block_info.h"
 #include "common/dropout.h"
 #include "common/key_ranges.h"
+#include "common/max_logits.h"
 #include "common/score_mod.h"
 #include "common/softmax.h"
 #include "kernel_traits.h"
@@ -154,6 +155,9 @@ __device__ __forceinline__ void mainloop_fwd(const Flash_fwd_params &params, con
         load_key_block<Traits, kKind>(params, info, bidb, bidh_k, n_block, x, gX, sX, cK, column_in_range);
     };
 
+    const bool tracks_maximum = is_general(kKind) && MaxLogit::is_on(params);
+    MaxLogit max_logit;
+
     // One key block. On entry K(n_block) is on its way and no thread reads the buffer of V any more.
     auto step = [&](int n_block) {
         cp_async_wait<0>();
@@ -172,7 +176,12 @@ __device__ __forceinline__ void mainloop_fwd(const Flash_fwd_params &params, con
 
         Tensor scores = make_tensor(acc_s.data(), rowcol_layout(acc_s.layout()));  // (row, col)
         modify_and_mask<Traits, kKind>(params, info, bidb, bidh, m_block, n_block, scores);
-        softmax.step(scores, acc_o_rowcol);
+        const Tensor coords = coords_of_scores<Traits>(thread_index<true>());
+        softmax.step(scores, acc_o_rowcol, [&](int row, float maximum) {
+            if (tracks_maximum && get<0>(coords(row, 0)) < info.seqlen_q - m_block * kBlockM) {
+                max_logit.add(maximum);
+            }
+        });
         drop_probabilities<Traits, kKind>(params, bidb, bidh, m_block, n_block, scores);
 
         Tensor rP = convert_type<Element>(acc_s);                             // (MMA, MMA_M, MMA_N)
@@ -191,6 +200,9 @@ __device__ __forceinline__ void mainloop_fwd(const Flash_fwd_params &params, con
     // Main loop, from the last key block down: the steps with a mask come first.
     for (; n_block >= info.n_block_min; n_block = info.before(n_block)) {
         step(n_block);
+    }
+    if (tracks_maximum) {
+        max_logit.store(params, bidb, bidh, has_bias(kKind) ? 1.0f : params.scale_softmax);
     }
 }
 

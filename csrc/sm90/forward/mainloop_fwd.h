@@ -4,6 +4,7 @@
 #include <cutlass/numeric_conversion.h>
 
 #include "common/dropout.h"
+#include "common/max_logits.h"
 #include "common/score_mod.h"
 #include "dispatch/kind.h"
 #include "kernel_traits.h"
@@ -137,6 +138,7 @@ private:
     WorkTileRing<Traits::kConsumers> tiles;
     const PingPong<Traits::kConsumers, Traits::TileSize::kPingPong> ping_pong;
     typename Traits::PipelineStates states;
+    MaxLogit max_logit;  // of the work tile
 
     // ---- work tiles -------------------------------------------------------------------------------------------------
 
@@ -249,11 +251,12 @@ private:
 
     // Scores become probabilities. Returns the factors for O.
     template <bool kIsFirst, typename TensorS>
-    __device__ __forceinline__ auto softmax_step(const Step &step, TensorS &acc_s, SoftmaxState &softmax) const {
+    __device__ __forceinline__ auto softmax_step(const Step &step, TensorS &acc_s, SoftmaxState &softmax) {
         Tensor scores = make_tensor(acc_s.data(), rowcol_layout(acc_s.layout()));  // (row, col)
         const bool needs_mask = step.needs_mask();
         modify(step, scores);
         mask(needs_mask, step, scores);
+        track_maximum(step, scores);
         const bool may_see_few =
             kIsFirst && (has_bias(kKind) || (needs_mask && step.blocks.has(KeyBlocks::may_see_few)));
         const bool may_rise = kIsGeneral && !kIsSplit && step.blocks.has(KeyBlocks::has_alibi) &&
@@ -358,6 +361,20 @@ private:
             apply_mask(
                 scores, [&](int row) { return range.begin_key(query(row)) - first_key; },
                 [&](int row) { return range.end_key(query(row)) - first_key; });
+        }
+    }
+
+    // The option return_max_logits.
+    template <typename TensorS>
+    __device__ __forceinline__ void track_maximum(const Step &step, const TensorS &scores) {
+        if (kIsGeneral && !kIsSplit && MaxLogit::is_on(params)) {
+            const WorkTile &tile = tiles[step.tile];
+            const int queries = tile.sequence.seqlen_q - first_row(step.tile) - first_row_of_thread();
+            max_logit.add(scores, [&](int row) { return row * 8 < queries; });
+            if (step.is_last()) {
+                max_logit.store(params, tile.place.bidb, tile.place.bidh,
+                                has_bias(kKind) ? 1.0f : params.scale_softmax);
+            }
         }
     }
 

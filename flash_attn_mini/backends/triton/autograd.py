@@ -19,6 +19,8 @@ from ...score_mod import GRADIENTS
 from ...transforms import autocast, refuse_forward_mode
 from . import checks, ops
 
+Results = tuple[Tensor, Tensor, Tensor | None, Tensor | None]  # out, softmax_lse, rng_state, max_logits
+
 PACKED_DIM = -3  # of q, k, v in qkv [..., 3, nheads, headdim], and of k, v in kv [..., 2, nheads_k, headdim]
 NUM_TENSORS = 3  # q, k and v, before the other inputs of FlashAttnFunc
 OPTIONS = NUM_TENSORS + len(Sequences._fields)  # before the options among these inputs
@@ -35,10 +37,11 @@ NO_DOUBLE_BACKWARD = (
 )
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, sequences: Sequences | None, options: Options
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(out, softmax_lse, rng_state) with the gradient of q, k and v. rng_state is None without dropout."""
+def forward(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences | None, options: Options) -> Results:
+    """(out, softmax_lse, rng_state, max_logits) with the gradient of q, k and v.
+
+    rng_state is None without dropout, max_logits unless the options ask for them.
+    """
     refuse_forward_mode((q, k, v))
     q, k, v = autocast(q), autocast(k), autocast(v)
     attn_bias = options.attn_bias
@@ -47,17 +50,15 @@ def forward(
     rng_state = draw_in_program(q, k, v) if options.dropout_p > 0 else None
     arguments = (q, k, v, *(sequences or schemas.EQUAL_LENGTHS), *options, rng_state)
     if torch.compiler.is_compiling():  # the compiler takes no Function that has one tensor twice
-        out, softmax_lse = ATTENTION(*arguments)
+        out, softmax_lse, max_logits = ATTENTION(*arguments)
     elif torch.is_grad_enabled():  # whether a tensor requires a gradient or not: torch.vmap may hide it
-        out, softmax_lse = FlashAttnFunc.apply(*arguments)
+        out, softmax_lse, max_logits = FlashAttnFunc.apply(*arguments)
     else:
-        out, softmax_lse = ops.FORWARD(*arguments)
-    return out, softmax_lse, rng_state
+        out, softmax_lse, max_logits = ops.FORWARD(*arguments)
+    return out, softmax_lse, rng_state, max_logits
 
 
-def packed_forward(
-    q: Tensor | None, packed: Tensor, sequences: Sequences | None, options: Options
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def packed_forward(q: Tensor | None, packed: Tensor, sequences: Sequences | None, options: Options) -> Results:
     """`forward` of a packed qkv (q is None), or of q and a packed kv."""
     parts = packed.unbind(PACKED_DIM)
     q, k, v = parts if q is None else (q, *parts)
@@ -92,28 +93,31 @@ class FlashAttnFunc(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(*inputs: Any) -> tuple[Tensor, Tensor]:
+    def forward(*inputs: Any) -> ops.ForwardResults:
         """Run the forward."""
-        out, softmax_lse = ops.FORWARD(*inputs)
-        return out, softmax_lse
+        results: ops.ForwardResults = ops.FORWARD(*inputs)
+        return results
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: ops.ForwardResults) -> None:
         """Save what the backward reads."""
         _save(ctx, inputs, output)
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dsoftmax_lse: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, dout: Tensor | None, dsoftmax_lse: Tensor | None, _: None) -> tuple[Any, ...]:
         """dout or dsoftmax_lse is None if no gradient reaches that output."""
         return _gradients(FlashAttnBackwardFunc.apply, AttnBiasBackwardFunc.apply, ctx, dout, dsoftmax_lse)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: ops.ForwardResults) -> None:
     """Save what `_gradients` reads: all tensors through save_for_backward."""
     is_tensor = [isinstance(x, Tensor) for x in inputs]
     ctx.others = [None if saved else x for x, saved in zip(inputs, is_tensor, strict=True)]
     ctx.places = [place for place, saved in enumerate(is_tensor) if saved]
-    ctx.save_for_backward(*output, *(inputs[place] for place in ctx.places))
+    out, softmax_lse, max_logits = output
+    if max_logits is not None:
+        ctx.mark_non_differentiable(max_logits)
+    ctx.save_for_backward(out, softmax_lse, *(inputs[place] for place in ctx.places))
     ctx.set_materialize_grads(not VMAP_PASSES_NONE)
 
 
@@ -231,7 +235,7 @@ def _no_backward_fake(dout: Tensor, size: Sequence[int]) -> Tensor:
     return dout.new_empty(size)
 
 
-def _compiled_backward(ctx: Any, dout: Tensor | None, dsoftmax_lse: Tensor | None) -> tuple[Any, ...]:
+def _compiled_backward(ctx: Any, dout: Tensor | None, dsoftmax_lse: Tensor | None, _: None) -> tuple[Any, ...]:
     return _gradients(FlashAttnBackwardFunc.forward, AttnBiasBackwardFunc.forward, ctx, dout, dsoftmax_lse)
 
 

@@ -413,6 +413,11 @@ def check_kvcache(
     _check_rotary(q, k_cache, cache, options)
     _check_splits(cache)
     _check_options(q, batch, options)
+    if options.return_max_logits:
+        raise NotImplementedError(
+            "flash_attn_mini: no backend implements return_max_logits with a KV cache; backends that have it: none. "
+            "Available: flash_attn_func"
+        )
     if options.key_ranges is not None:
         raise NotImplementedError(
             "flash_attn_mini: key_ranges is not supported with a KV cache; available: flash_attn_func, or causal, "

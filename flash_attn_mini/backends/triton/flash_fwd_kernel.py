@@ -179,6 +179,7 @@ def flash_fwd_kernel(
     ranges_stride_s=None,
     NUM_RANGES: tl.constexpr = 0,  # of a query; 0: no key_ranges
     attn_bias=None,  # [batch, nheads, seqlen_q, seqlen_k]: see attn_bias.py
+    max_logits=None,  # [batch, nheads] float32, contiguous, filled with -inf; None: not wanted
 ):
     """Grid: cdiv(seqlen_q, BLOCK_M) * batch * nheads programs; variable length: see find_block, times nheads."""
     # The rows and the head of this program.
@@ -307,11 +308,16 @@ def flash_fwd_kernel(
         acc = acc * (keep_scale / divisor)[:, None]
     if CAUSAL or not EVEN_N:  # NaN or infinity in V may have made acc NaN
         acc = tl.where(is_empty[:, None], 0.0, acc)
+    if attn_bias is None and not SCORE_MOD:
+        row_max = row_max * qk_scale
+    if max_logits is not None:
+        largest = tl.max(tl.where(rows < seqlen_q, row_max, float("-inf")), 0)
+        if attn_bias is None:
+            largest = largest * 0.6931471805599453
+        tl.atomic_max(max_logits + batch_head, largest, sem="relaxed")
     if attn_bias is not None:
         row_lse = row_max + tl.math.log2(divisor) * LN_2
     else:
-        if not SCORE_MOD:
-            row_max = row_max * qk_scale
         row_lse = (row_max + tl.math.log2(divisor)) * 0.6931471805599453
     if row_mod is not None:
         row_lse, factor = join_row_mod(row_mod, sequence, head, row_lse)

@@ -164,7 +164,7 @@ def forward_kvcache(
         q, k_cache, v_cache, cache, options = recorder.distinct(q, k_cache, v_cache, cache, options)
     batch, seqlen_q, nheads, _ = q.shape
     lse = torch.empty((batch, nheads, seqlen_q), dtype=torch.float32, device=q.device)
-    call = CacheCall(q, k_cache, v_cache, None, options, None, empty_contiguous_last(q), lse, cache)
+    call = CacheCall(q, k_cache, v_cache, None, options, None, empty_contiguous_last(q), lse, None, cache)
     call.recorder = recorder
     with torch.cuda.device_of(q):
         if cache.k is not None:

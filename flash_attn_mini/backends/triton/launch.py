@@ -8,6 +8,7 @@ configuration of the table that fits.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -15,7 +16,7 @@ from functools import cache, partial
 import torch
 import triton
 
-from ...allocation import contiguous_float, empty_contiguous_last
+from ...allocation import contiguous_float, empty_contiguous_last, empty_max_logits
 from ...options import Options, Sequences
 from ...schemas import EQUAL_LENGTHS
 from ...score_mod import fill_lse_without_keys
@@ -43,6 +44,7 @@ class ForwardCall(Call):
 
     out: torch.Tensor  # like q
     lse: torch.Tensor  # float32 [batch, nheads, seqlen_q], contiguous
+    max_logits: torch.Tensor | None  # float32 [batch, nheads], contiguous, filled with -inf; None: not wanted
 
 
 def forward(
@@ -52,17 +54,19 @@ def forward(
     sequences: Sequences | None,
     options: Options,
     rng_state: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, softmax_lse) of checked arguments. rng_state: int64 ``[2]``, seed and offset of dropout."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """(out, softmax_lse, max_logits or None) of checked arguments. rng_state: int64 ``[2]``, seed and offset."""
     if INTERPRETED and q.dtype == torch.bfloat16:  # the interpreter's dot product misreads bfloat16
         wide_q, wide_k, wide_v = (contiguous_float(x) for x in (q, k, v))
-        out, lse = forward(wide_q, wide_k, wide_v, sequences, options, rng_state)
-        return empty_contiguous_last(q).copy_(out), lse
+        out, lse, max_logits = forward(wide_q, wide_k, wide_v, sequences, options, rng_state)
+        return empty_contiguous_last(q).copy_(out), lse, max_logits
     arguments = (q, k, v, *(sequences or EQUAL_LENGTHS), *options, rng_state)
     replayed, recorder = RECORDINGS.replay(arguments, q.device)
     if replayed is not None:
         out, lse = replayed
-        return out, lse
+        return out, lse, None
+    if options.return_max_logits:  # a replay does not fill max_logits
+        recorder = None
     if recorder is not None:
         q, k, v, sequences, options, rng_state = recorder.distinct(q, k, v, sequences, options, rng_state)
     call = prepare(q, k, v, options, sequences, rng_state)
@@ -74,7 +78,8 @@ def forward(
     out, lse = (call.out[0], call.lse[0]) if call.is_varlen else (call.out, call.lse)
     if recorder is not None:
         RECORDINGS.keep(recorder, recorder.recording(call.inputs, [(call.out, out), (call.lse, lse)]))
-    return out, lse
+    max_logits = call.max_logits
+    return out, lse, max_logits[0] if max_logits is not None and call.is_varlen else max_logits
 
 
 def prepare(
@@ -85,13 +90,16 @@ def prepare(
     sequences: Sequences | None = None,
     rng_state: torch.Tensor | None = None,
 ) -> ForwardCall:
-    """The arguments as the kernel takes them, with uninitialised memory for its outputs."""
+    """The arguments as the kernel takes them, with memory for its outputs."""
     q, k, v = as_batch(q), as_batch(k), as_batch(v)
     batch, seqlen_q, nheads, _ = q.shape
     out = empty_contiguous_last(q)
     lse = torch.empty((batch, nheads, seqlen_q), dtype=torch.float32, device=q.device)
     q, k, v = with_rows_apart(q), with_rows_apart(k), with_rows_apart(v)
-    return ForwardCall(q, k, v, sequences, options, rng_state, out, lse)
+    max_logits = empty_max_logits(q, options)
+    if max_logits is not None:
+        max_logits.fill_(-math.inf)
+    return ForwardCall(q, k, v, sequences, options, rng_state, out, lse, max_logits)
 
 
 def run(call: ForwardCall, recorder: Recorder | None = None) -> None:
@@ -133,6 +141,7 @@ def launch(call: ForwardCall, config: triton.Config) -> None:
             **call.range_arguments(),
             **call.page_arguments(),
             row_mod=row_mod_of(call.options),
+            max_logits=call.max_logits,
             HEAD_DIM=head_dim,
             BLOCK_D=head_dim_block(head_dim),
             CAUSAL=call.causal,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ... import schemas, tracing
-from ...allocation import empty_contiguous_last, lse_dtype, without_neg
+from ...allocation import empty_contiguous_last, empty_max_logits, lse_dtype, without_neg
 from ...namespace import CUSTOM_OPS, NAMESPACE, qualified
 from ...options import ROWS_MULTIPLE, KvCache, Options, Sequences
 from .. import extension
@@ -34,6 +34,7 @@ ATTN_BIAS_BACKWARD = CUSTOM_OPS.triton_attn_bias_bwd.default
 KVCACHE_FORWARD = CUSTOM_OPS.triton_fwd_kvcache.default
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+ForwardResults = tuple[Tensor, Tensor, Tensor | None]  # out, softmax_lse, max_logits
 GradientsAndSums = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor]
 
 _usable_devices: set[torch.device] = set()
@@ -42,12 +43,12 @@ _usable_devices: set[torch.device] = set()
 # ---- the kernels ----------------------------------------------------------------------------------------------------
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> ForwardResults:
     if _may_replay(q):
         replayed, _ = _launchers().forward.RECORDINGS.replay((q, k, v, *arguments), q.device)
         if replayed is not None:
             out, softmax_lse = replayed
-            return out, softmax_lse
+            return out, softmax_lse, None
     sequences, options, (rng_state,) = schemas.sequences_and_options(arguments)
     return forward(q, k, v, sequences, options, rng_state)
 
@@ -118,14 +119,17 @@ _implement("triton_fwd_kvcache", _kvcache_forward)
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, sequences: Sequences | None, options: Options, rng_state: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """(out, softmax_lse); out has the strides of ``empty_contiguous_last(q)``. Nothing waits for the GPU."""
+) -> ForwardResults:
+    """(out, softmax_lse, max_logits or None); out has the strides of ``empty_contiguous_last(q)``.
+
+    Nothing waits for the GPU.
+    """
     backend, launchers = _chosen_launchers(options, "fwd", q=q, k=k, v=v)
     if extension.missing_reason() is not None:
         checks.check_forward(q, k, v, sequences, options, backend)
         checks.check_rng_state(rng_state, options.dropout_p, q)
     q, k, v = without_neg(q), without_neg(k), without_neg(v)
-    results: tuple[Tensor, Tensor] = launchers.forward.forward(q, k, v, sequences, _readable(options), rng_state)
+    results: ForwardResults = launchers.forward.forward(q, k, v, sequences, _readable(options), rng_state)
     return results
 
 
@@ -271,9 +275,14 @@ def _check_device(device: torch.device) -> None:
 # ---- shapes for tracing ---------------------------------------------------------------------------------------------
 
 
-def _forward_fake(q: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+def _kvcache_fake(q: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     *batch, rows, nheads, _ = q.shape
     return empty_contiguous_last(q), q.new_empty((*batch, nheads, rows), dtype=lse_dtype(q))
+
+
+def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> ForwardResults:
+    _, options, _ = schemas.sequences_and_options(arguments)
+    return *_kvcache_fake(q), empty_max_logits(q, options)
 
 
 def _backward_fake(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> GradientsAndSums:
@@ -307,13 +316,13 @@ def _refuse_vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
 _register_fake: Callable[..., Any] = torch.library.register_fake
 _register_fake(qualified("triton_bwd"), _backward_fake, lib=library)
 _register_fake(qualified("triton_attn_bias_bwd"), _attn_bias_backward_fake, lib=library)
-_register_fake(qualified("triton_fwd_kvcache"), _forward_fake, lib=library)
+_register_fake(qualified("triton_fwd_kvcache"), _kvcache_fake, lib=library)
 torch.library.register_vmap(qualified("triton_fwd_kvcache"), _refuse_vmap, lib=library)
 
 
 def define_forward(name: str) -> None:
     """Define an op that is the forward."""
-    library.define(f"{name}{schemas.FORWARD}{schemas.OUT_AND_LSE}", tags=_tags)
+    library.define(f"{name}{schemas.FORWARD}{schemas.FORWARD_RESULTS}", tags=_tags)
     _implement(name, _forward)
     _register_fake(qualified(name), _forward_fake, lib=library)
 
