@@ -177,6 +177,7 @@ def flash_attn_varlen_qkvpacked_func(
         backend,
         learnable_sink,
         key_ranges,
+        None,  # attn_bias
         return_max_logits,
     )
     check_tensor("cu_seqlens", cu_seqlens)
@@ -239,6 +240,7 @@ def flash_attn_varlen_kvpacked_func(
         backend,
         learnable_sink,
         key_ranges,
+        None,  # attn_bias
         return_max_logits,
     )
     sequences = as_sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)

@@ -95,6 +95,7 @@ def flash_attn_varlen_func(
         backend,
         learnable_sink,
         key_ranges,
+        None,  # attn_bias
         return_max_logits,
     )
     return_attn_probs = as_flag("return_attn_probs", return_attn_probs)

@@ -100,7 +100,7 @@ def gradient_of_bias(call: Any) -> Tensor:
     from flash_attn_mini.backends.triton import launch, launch_bwd, launch_bwd_bias
 
     options = Options(0.0, 0.125, False, -1, -1, 0.0, None, attn_bias=call.attn_bias)
-    out, lse = launch.forward(call.q, call.k, call.v, None, options)
+    out, lse, _ = launch.forward(call.q, call.k, call.v, None, options)
     *_, softmax_d = launch_bwd.backward(call.dout, call.q, call.k, call.v, out, lse, None, None, options)
     return launch_bwd_bias.bias_backward(call.dout, call.q, call.k, call.v, lse, softmax_d, options)
 
@@ -180,7 +180,7 @@ def test_some_gradients_have_the_bits_of_all(seed: int) -> None:
 
     call = make_biased_call(next(x for x in ATTN_BIAS_CASES if str(x) == "few_queries"), torch.float16, DEVICE, seed)
     options = Options(0.0, 0.125, False, -1, -1, 0.0, None, attn_bias=call.attn_bias)
-    out, lse = launch.forward(call.q, call.k, call.v, None, options)
+    out, lse, _ = launch.forward(call.q, call.k, call.v, None, options)
     tensors = (call.dout, call.q, call.k, call.v, out, lse, None, None, options, None)
     expected = launch_bwd.backward(*tensors)
     for wanted in itertools.product((False, True), repeat=3):
@@ -201,7 +201,7 @@ def test_only_alignment_compiles_another_kernel() -> None:
         q, k = (torch.randn(2, n, 4, 64, dtype=torch.float16, device="cuda") for n in (rows, keys))
         bias = torch.zeros(2, heads, rows, keys, dtype=torch.float16, device="cuda")
         options = Options(0.0, 0.1, True, -1, 0, 0.0, None, attn_bias=bias)
-        out, lse = launch.forward(q, k, k, None, options)
+        out, lse, _ = launch.forward(q, k, k, None, options)
         *_, softmax_d = launch_bwd.backward(q, q, k, k, out, lse, None, None, options)
         launch_bwd_bias.bias_backward(q, q, k, k, lse, softmax_d, options)
         return sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())

@@ -47,7 +47,7 @@ class BiasedCall:
         options = checked_options(
             *(leaves[x] for x in "qkv"), backend=backend, learnable_sink=leaves.get("sinks"), attn_bias=bias, **given
         )
-        out, lse, rng_state = ops.forward(leaves["q"], leaves["k"], leaves["v"], None, options)
+        out, lse, rng_state, _ = ops.forward(leaves["q"], leaves["k"], leaves["v"], None, options)
         gradients = torch.autograd.grad(out, list(leaves.values()), dout)
         results = {"out": out.detach(), "lse": lse.detach()}
         results.update({f"d{name}": x for name, x in zip(leaves, gradients, strict=True)})

@@ -354,7 +354,7 @@ private:
         if (params.key_ranges.is_used()) {
             const RangesOfHead ranges(params, bidb, bidh + step.head);
             to_exponents_with_care</*kHasBias=*/true>(logits, coords, lse, 1.0f, [&](int query) {
-                return KeysOfTile<VisibleKeys>{ranges.row(first_query + query), first_key};
+                return KeysOfTile{ranges.row(first_query + query), first_key};
             });
         } else {
             to_exponents_with_care</*kHasBias=*/true>(logits, coords, lse, 1.0f, [&](int query) {
