@@ -118,12 +118,12 @@ public:
         }
     }
 
-    // After `apply`: dp = 0, and the derivative if it is not null, for keys that attn_bias hides.
+    // After `apply` with the same derivative: dp = 0 for keys that attn_bias hides, and the softcap's derivative.
     template <int kStride>
     void clear_hidden_keys(const T *s, T *dp, T *derivative, int keys, int lane, int vecs) const {
         if (!hides_keys()) return;
         clear_hidden<T, kStride>(s, dp, keys, lane, vecs);
-        if (derivative != nullptr) clear_hidden<T, kStride>(s, derivative, keys, lane, vecs);
+        if (is_capped && derivative != nullptr) clear_hidden<T, kStride>(s, derivative, keys, lane, vecs);
     }
 
     // True if attn_bias hides the key from every row of the group.

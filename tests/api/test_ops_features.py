@@ -101,16 +101,16 @@ def test_opcheck_with_key_ranges(shape: tuple[int, ...], backend: str, device: s
     opcheck(PACKED_BWD, packed_bwd_arguments(torch.randn_like(out), q, packed, out, lse, **options))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.bool], ids=str)
+@pytest.mark.parametrize("of_bias", [torch.float16, torch.float32, torch.bool], ids=str)
 @pytest.mark.parametrize("shape", [(1, 1, 1, 21), (2, 4, 21, 21), (1, 4, 21, 21)], ids=str)
 def test_opcheck_with_attn_bias(
-    shape: tuple[int, ...], dtype: torch.dtype, backend: str, device: str, draw: torch.Generator
+    shape: tuple[int, ...], of_bias: torch.dtype, backend: str, device: str, draw: torch.Generator
 ) -> None:
     q, k, v = (torch.randn(2, 21, heads, 32, generator=draw).to(device, torch.float16) for heads in (4, 2, 2))
     bias = torch.randn(shape, generator=draw).to(device)
-    bias = bias > 0 if dtype == torch.bool else bias.to(dtype)
+    bias = bias > 0 if of_bias == torch.bool else bias.to(of_bias)
     options: dict[str, Any] = {"causal": True, "deterministic": True, "backend": backend}
-    own = bias if dtype == torch.bool else wanting(bias)
+    own = bias if of_bias == torch.bool else wanting(bias)
     packed = torch.stack([k, v], dim=2)
     opcheck(FWD, fwd_arguments(wanting(q), wanting(k), wanting(v), **options, attn_bias=own))
     opcheck(PACKED_FWD, packed_fwd_arguments(wanting(q), wanting(packed), **options, attn_bias=own))
@@ -119,7 +119,7 @@ def test_opcheck_with_attn_bias(
     dout = torch.randn_like(out)
     opcheck(BWD, bwd_arguments(dout, q, k, v, out, lse, **options))
     opcheck(PACKED_BWD, packed_bwd_arguments(dout, q, packed, out, lse, **options))
-    if dtype != torch.bool:
+    if of_bias != torch.bool:
         *_, softmax_d = BWD(*bwd_arguments(dout, q, k, v, out, lse, **options))
         opcheck(ATTN_BIAS_BWD, attn_bias_bwd_arguments(dout, q, k, v, lse, softmax_d, **options))
 

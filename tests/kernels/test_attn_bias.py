@@ -237,6 +237,15 @@ def test_the_gradient_through_the_lse(backend: str, device: str, draw: torch.Gen
     torch.testing.assert_close(got.double(), scores.softmax(-1), rtol=2e-3, atol=1e-5)
 
 
+def test_second_derivative_raises(backend: str, device: str, draw: torch.Generator) -> None:
+    q, k, v = (torch.randn(1, 9, 2, 16, generator=draw).to(device).half().requires_grad_() for _ in range(3))
+    bias = torch.randn(1, 2, 9, 9, generator=draw).to(device).requires_grad_()
+    out = flash_attn_func(q, k, v, attn_bias=bias, backend=backend)
+    (gradient,) = torch.autograd.grad(out.float().sum(), bias, create_graph=True)
+    with pytest.raises(NotImplementedError, match="double backward"):
+        gradient.sum().backward()
+
+
 # ---- threads, instruction sets --------------------------------------------------------------------------------------
 
 

@@ -209,6 +209,22 @@ def test_s_dmask_is_0_outside_of_key_ranges(
     assert not s_dmask[1].any()
 
 
+@pytest.mark.parametrize("is_mask", [True, False], ids=["bool", "float"])
+@pytest.mark.parametrize("rows", [1, 9])
+def test_s_dmask_with_attn_bias(rows: int, is_mask: bool, backend: str, device: str, draw: torch.Generator) -> None:
+    """The probabilities before dropout, 0 where the bias hides a key."""
+    q, k, v = qkv(device, requires_grad=False)
+    bias = torch.randn(2, 1, rows, 13, generator=draw).to(device)
+    bias = bias > 0 if is_mask else bias.masked_fill(bias < -0.5, -math.inf)
+    options = {"softmax_scale": 0.25, "attn_bias": bias}
+    *_, s_dmask = flash_attn_func(q, k, v, 0.4, **options, return_attn_probs=True, backend=backend)
+    probabilities = attention_probabilities(q, k, **options)
+    found = s_dmask[..., :9, :13].abs().double() * probabilities.amax(-1, keepdim=True)
+    torch.testing.assert_close(found, probabilities, rtol=4e-3, atol=1e-4)
+    assert not s_dmask[..., 9:, :].any()
+    assert not s_dmask[..., 13:].any()
+
+
 def test_s_dmask_comes_with_return_attn_probs_alone(backend: str, device: str) -> None:
     q, k, v = qkv(device)
     _out, _lse, s_dmask = flash_attn_func(q, k, v, dropout_p=0.5, return_attn_probs=True, backend=backend)
