@@ -69,7 +69,7 @@ def _minus_inf(draw: Draw, shape: Shape, dtype: torch.dtype) -> Tensor:
 def _lowest(draw: Draw, shape: Shape, dtype: torch.dtype) -> Tensor:
     """The lowest finite number in many places, and not in all of a row."""
     hidden = torch.rand(shape, generator=draw) < 0.5
-    hidden[..., 0] = False
+    hidden[..., :1] = False
     return _normal(draw, shape, dtype).masked_fill(hidden, torch.finfo(dtype).min)
 
 
