@@ -69,15 +69,15 @@ def bias_backward(
 ) -> torch.Tensor:
     """The gradient of attn_bias of checked arguments, contiguous, in its shape and dtype."""
     if INTERPRETED and q.dtype == torch.bfloat16:  # the interpreter's dot product misreads bfloat16
-        floats: list[Any] = [contiguous_float(x) for x in (dout, q, k, v)]
-        return bias_backward(*floats, softmax_lse, softmax_d, options, rng_state)
-    tensors: list[Any] = [dout, q, k, v, softmax_lse, softmax_d]
+        dout, q, k, v = (contiguous_float(x) for x in (dout, q, k, v))
+    tensors: Any = (dout, q, k, v, softmax_lse, softmax_d)
     replayed, recorder = replay((*tensors, *options, rng_state))
     if replayed is not None:
         return replayed
     if recorder is not None:
-        *tensors, options, rng_state = recorder.distinct(*tensors, options, rng_state)
-    call = prepare(*tensors, options, rng_state)
+        tensors, options, rng_state = recorder.distinct(tensors, options, rng_state)
+    dout, q, k, v, softmax_lse, softmax_d = tensors
+    call = prepare(dout, q, k, v, softmax_lse, softmax_d, options, rng_state)
     if call.q.numel() == 0 or call.k.numel() == 0:
         call.sums.zero_()
     else:
