@@ -266,7 +266,7 @@ def test_a_call_that_neither_can_do_gets_pytorchs_error() -> None:
     with pytest.raises(NotImplementedError, match="CPU"):
         aten._scaled_dot_product_flash_attention(q, q, q, 0.5)
     with pytest.raises(NotImplementedError, match="CPU"):
-        aten._scaled_dot_product_efficient_attention(q, q, q, torch.zeros(2, 3, 5, 5), True)
+        aten._scaled_dot_product_efficient_attention(q, q, q, torch.zeros(2, 3, 5, 5), True, 0.5)
 
 
 # ---- masks ----------------------------------------------------------------------------------------------------------
