@@ -74,8 +74,8 @@ struct KeyRanges {
     constexpr bool is_used() const { return ptr != nullptr; }
 };
 
-// What is added to the score of query i and key j after the scale and the softcap; of type boolean: whether query i sees
-// key j. Equal lengths only.
+// What is added to the score of query i and key j after the scale and the softcap; of type boolean: whether query i
+// sees key j. Equal lengths only.
 struct AttnBias {
     enum class Type : int8_t { dtype_of_q, float32, boolean };
     const void *ptr = nullptr;  // [b, h, seqlen_q, seqlen_k]; null: the call has none

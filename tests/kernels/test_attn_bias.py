@@ -48,6 +48,18 @@ def test_results_and_gradients(
 # ---- calls that say the same ----------------------------------------------------------------------------------------
 
 
+def assert_same_results(got: dict[str, Tensor], expected: dict[str, Tensor], backend: str, where: str) -> None:
+    """The same bits. Triton compiles each layout and dtype of a bias apart, and on a GPU adds in another order."""
+    if backend != "triton" or expected["out"].device.type == "cpu":
+        assert_same_bits(got, expected, where)
+        return
+    for name, x in expected.items():
+        bound = 8 * torch.finfo(x.dtype).eps if name == "lse" else 40 * torch.finfo(x.dtype).eps
+        torch.testing.assert_close(
+            got[name], x, rtol=bound, atol=bound, msg=lambda text, name=name: f"{name} {where} {text}"
+        )
+
+
 def results_of(call: BiasedCall, backend: str, seed: int, **changes: Any) -> dict[str, Tensor]:
     torch.manual_seed(seed)
     return call.run(backend, **changes)
@@ -77,21 +89,21 @@ def test_bools_and_minus_inf_are_one_mask(
         numbers = torch.zeros(call.attn_bias.shape, dtype=wide, device=device).masked_fill(~call.attn_bias, -math.inf)
         results = results_of(call, backend, seed, attn_bias=numbers)
         del results["dbias"]
-        assert_same_bits(results, expected, f"{wide}, {case.shape} {described_seed}")
+        assert_same_results(results, expected, backend, f"{wide}, {case.shape} {described_seed}")
 
 
 @named("full", "one_row_shared", "mask", "softcap", "decode", "headdim_33")
 def test_layouts_of_one_bias(
     case: AttnBiasCase, backend: str, device: str, dtype: torch.dtype, seed: int, described_seed: str
 ) -> None:
-    """The same bits, and the gradient is contiguous."""
+    """The same results, and the gradient is contiguous."""
     call = make_biased_call(case, dtype, device, seed)
     expected = results_of(call, backend, seed)
     for layout, make in LAYOUTS.items():
         bias = make(lambda size: call.attn_bias.new_empty(size), tuple(call.attn_bias.shape))
         bias.copy_(call.attn_bias)
         results = results_of(call, backend, seed, attn_bias=bias)
-        assert_same_bits(results, expected, f"{layout}, {case.shape} {described_seed}")
+        assert_same_results(results, expected, backend, f"{layout}, {case.shape} {described_seed}")
         assert "dbias" not in results or results["dbias"].is_contiguous()
 
 

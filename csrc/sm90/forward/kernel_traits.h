@@ -69,7 +69,8 @@ struct TileSizesSplit<192, true> : TileFwd<1, 112, 2, 2, false> {};
 template <>
 struct TileSizesSplit<256, true> : TileFwd<1, 80, 2, 2, false> {};
 
-// Tiles of the kernel with attn_bias, which takes shared memory. Three consumers at head dim 64 would spill 1,244 bytes.
+// Tiles of the kernel with attn_bias, which takes shared memory. Three consumers at head dim 64 would spill 1,244
+// bytes.
 template <int kConsumers, int kBlockN, int kStages, int kQStages, bool kPingPong>
 struct TileFwdBiased : TileFwd<kConsumers, kBlockN, kStages, kQStages, kPingPong> {
     static constexpr bool kHasBias = true;
