@@ -265,7 +265,7 @@ class Cache(Ours):
             block_table=table, rotary_interleaved=True, num_splits=0, split_keys=0,
         )  # fmt: skip
         options = plain_options(point.headdim, point.causal)
-        call = kvcache.CacheCall(q, k, v, None, options, None, torch.full_like(q, math.nan), lse, cache)
+        call = kvcache.CacheCall(q, k, v, None, options, None, torch.full_like(q, math.nan), lse, None, cache)
         page_per_key = table is not None and not kvcache.has_tiles_in_pages(call, self.tile.block_n)
         stages = 2 * self.tile.num_stages - 1 if page_per_key else self.tile.num_stages
         config = self.tile.config(block_m=kvcache.tile_rows(call), num_stages=stages)
