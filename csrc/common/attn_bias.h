@@ -96,7 +96,8 @@ struct BiasOfHead {
     // Two values of 16 bits.
     __device__ __forceinline__ static float2 unpack(uint32_t pair) {
         if constexpr (std::is_same_v<Element, cutlass::bfloat16_t>) {
-            return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)};
+            const uint32_t first = pair << 16, second = pair & 0xffff0000u;
+            return {reinterpret_cast<const float &>(first), reinterpret_cast<const float &>(second)};
         } else {
             return __half22float2(reinterpret_cast<const __half2 &>(pair));
         }
@@ -150,7 +151,11 @@ __device__ __forceinline__ float lse_with_bias(float reference, float sum) {
 
 // The factor of logit - lse that gives the exponent in base 2.
 __device__ __forceinline__ float exponent_factor(float lse) {
+#ifdef __CUDA_ARCH__
     return lse < kLowest ? __fdiv_rn(1.0f / kLowestUnit, -lse) : float(kLog2e);
+#else
+    return lse < kLowest ? 1.0f / kLowestUnit / -lse : float(kLog2e);
+#endif
 }
 
 }  // namespace flash

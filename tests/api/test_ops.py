@@ -70,14 +70,14 @@ def test_the_fields_in_the_schemas_are_stable() -> None:
     assert LENGTHS_AND_OPTIONS == [
         "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "block_table", "dropout_p", "softmax_scale",
         "causal", "window_size_left", "window_size_right", "softcap", "alibi_slopes", "deterministic", "backend",
-        "learnable_sink", "key_ranges", "attn_bias",
+        "learnable_sink", "key_ranges", "attn_bias", "return_max_logits",
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("op", "inputs"), [(FWD, ["q", "k", "v"]), (PACKED_FWD, ["q", "packed"])], ids=str)
 def test_forward_signature_is_stable(op: Any, inputs: list[str]) -> None:
     assert argument_names(op) == [*inputs, *LENGTHS_AND_OPTIONS, "rng_state"]
-    assert result_names(op) == ["out", "softmax_lse", "rng_state"]
+    assert result_names(op) == ["out", "softmax_lse", "rng_state", "max_logits"]
     assert not op._schema.is_mutable
 
 

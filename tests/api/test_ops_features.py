@@ -115,7 +115,7 @@ def test_opcheck_with_attn_bias(
     opcheck(FWD, fwd_arguments(wanting(q), wanting(k), wanting(v), **options, attn_bias=own))
     opcheck(PACKED_FWD, packed_fwd_arguments(wanting(q), wanting(packed), **options, attn_bias=own))
     options["attn_bias"] = bias
-    out, lse, _ = FWD(*fwd_arguments(q, k, v, **options))
+    out, lse, *_ = FWD(*fwd_arguments(q, k, v, **options))
     dout = torch.randn_like(out)
     opcheck(BWD, bwd_arguments(dout, q, k, v, out, lse, **options))
     opcheck(PACKED_BWD, packed_bwd_arguments(dout, q, packed, out, lse, **options))

@@ -12,6 +12,8 @@ from torch import Tensor
 from flash_attn_mini import flash_attn_func, flash_attn_varlen_func
 from flash_attn_mini.reference import attention_max_logits
 
+from .attn_bias_cases import AttnBiasCase
+from .attn_bias_checks import make_biased_call
 from .cases import Case, make_inputs, options_of
 from .key_range_cases import KeyRangeCase
 from .key_range_checks import make_ranged_call
@@ -27,6 +29,7 @@ def check_max_logits(
     cu_seqlens: tuple[Tensor, Tensor] | None = None,
     key_ranges: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    attn_bias: Tensor | None = None,
     softcap: float = 0.0,
     **options: Any,
 ) -> None:
@@ -40,7 +43,7 @@ def check_max_logits(
     scale = options.pop("softmax_scale", None)
     scale = headdim**-0.5 if scale is None else scale
     of_sums = {"softmax_scale": abs(scale), **options}
-    options.update(softmax_scale=scale, softcap=softcap)
+    options.update(softmax_scale=scale, softcap=softcap, attn_bias=attn_bias)
     expected = torch.full((nheads,) if is_varlen else (q.shape[0], nheads), -math.inf, dtype=torch.float64)
     expected = expected.to(q.device)
     largest_sum = expected.clone()  # of |q| |k| scale over the head dim
@@ -75,7 +78,7 @@ def check_max_logits(
 
 
 def check_case(
-    case: Case | VarlenCase | KeyRangeCase,
+    case: Case | VarlenCase | KeyRangeCase | AttnBiasCase,
     kernels: str,
     dtype: torch.dtype,
     device: str,
@@ -99,11 +102,16 @@ def check_case(
         batch = make_batch(case, dtype, device, seed)
         q, k, v, of_k, features = batch.q, batch.k, batch.v, batch.rows(batch.k), options_of(case, device)
         lengths, known["cu_seqlens"], options["block_table"] = batch.lengths, batch.cu_seqlens, batch.block_table
+    elif isinstance(case, AttnBiasCase):
+        biased = make_biased_call(case, dtype, device, seed)
+        q, k, v, of_k, features = biased.q, biased.k, biased.v, biased.k, dict(biased.options)
+        known = {"attn_bias": biased.attn_bias, "key_ranges": features.pop("key_ranges", None)}
+        options["learnable_sink"] = biased.sinks
     else:
         q, k, v = make_inputs(case, dtype, device, seed)
         of_k, features = k, options_of(case, device)
-    ranges = {"key_ranges": known["key_ranges"]} if "key_ranges" in known else {}
+    masks = {name: known[name] for name in ("key_ranges", "attn_bias") if name in known}
     function: Any = flash_attn_varlen_func if lengths else flash_attn_func
-    _, max_logits = function(q, k, v, *lengths, **features, **ranges, **options)
+    _, max_logits = function(q, k, v, *lengths, **features, **masks, **options)
     del features["dropout_p"]
     check_max_logits(max_logits, q, of_k, where, **features, **known)
