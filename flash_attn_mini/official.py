@@ -1,4 +1,4 @@
-"""Helpers of the functions with the official signatures, some of which have a backward that writes to given tensors."""
+"""Helpers of the functions that have the official signatures. Some of them write gradients to given tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-// Host side of the option attn_bias: checks, params and its gradient. The kernels' side: cpu/attn_bias.h on the CPU.
+// Host side of the option attn_bias: checks, params and its gradient. The kernels' side: common/attn_bias.h,
+// cpu/attn_bias.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -16,7 +16,8 @@ void check_score_mod(const Options &options, const at::Tensor &q, int64_t batch)
 
 // The options with tensors that kernels can read. They must live until the kernels are launched.
 Options readable(Options options, const at::Tensor &softmax_lse);
-// The same for the kernels of the backward. softmax_lse includes what joined the rows.
+// The same for the kernels of the backward. softmax_lse includes what joined the rows: only with attn_bias do they read
+// the sink, to know the rows without a key.
 Options readable_by_backward(Options options, const at::Tensor &softmax_lse);
 
 // options: readable. softmax_scale: as for set_params_fprop.

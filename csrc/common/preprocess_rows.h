@@ -13,6 +13,14 @@
 
 namespace flash {
 
+// Whether the 16-bit elements of a row are zeros, of either sign. part: those of a lane; kLanes lanes share a row,
+// which is row_of_lane of the warp's rows. Called by a whole warp.
+template <int kLanes>
+__device__ __forceinline__ bool is_row_of_zeros(const uint4 &part, int row_of_lane) {
+    const unsigned nonzero = __ballot_sync(0xffffffffu, ((part.x | part.y | part.z | part.w) & 0x7fff7fffu) != 0);
+    return (nonzero >> (row_of_lane * kLanes) & (0xffffffffu >> (32 - kLanes))) == 0;
+}
+
 // attn_bias: the rows of a tile that see a key, when their log-sum-exp is written.
 struct RowsByLse {
     const float *lse_padded;  // of the tile
@@ -111,12 +119,7 @@ __device__ __forceinline__ bool preprocess_rows(const Flash_bwd_params &params, 
             for (int offset = kLanes / 2; offset > 0; offset /= 2) {
                 dot += __shfl_xor_sync(0xffffffffu, dot, offset);
             }
-            [[maybe_unused]] bool is_zero = false;  // attn_bias: out
-            if constexpr (kHasBias) {
-                const unsigned nonzero =
-                    __ballot_sync(0xffffffffu, ((out[i].x | out[i].y | out[i].z | out[i].w) & 0x7fff7fffu) != 0);
-                is_zero = (nonzero >> (row_of_lane * kLanes) & (0xffffffffu >> (32 - kLanes))) == 0;
-            }
+            const bool is_zero = kHasBias && is_row_of_zeros<kLanes>(out[i], row_of_lane);
             if (lane == 0) {
                 // A row without a key has no gradient, even if dO is NaN or its lse is the sink. Its stored lse is
                 // +inf, so P = exp(s - inf) = 0.

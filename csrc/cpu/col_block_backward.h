@@ -7,6 +7,7 @@
 #include <cmath>
 #include <type_traits>
 
+#include "common/row_mod.h"
 #include "dropout.h"
 #include "kernels.h"
 #include "rows.h"
@@ -200,7 +201,8 @@ protected:
             keys_.set(i, keys);
             score_mod_.set_row(group_, row, i);
             const Acc row_lse = lse[group_.lse_index(row)];
-            const bool has_lse = i < p.rows && row_lse != -std::numeric_limits<Acc>::infinity();
+            const bool has_lse = i < p.rows && row_lse != -std::numeric_limits<Acc>::infinity() &&
+                                 !bias_hides_all_keys(params_, group_, row);
             lse_[i] = has_lse ? row_lse : std::numeric_limits<Acc>::infinity();
             delta_[i] = has_lse ? sums_of_head(params_, group_.bidb, group_.head(row))[group_.query(row)] : Acc(0);
         }
@@ -217,8 +219,7 @@ protected:
         return !masked ? Mask::none : keys_.has_gaps() ? Mask::outside_and_gap : Mask::outside;
     }
 
-    // True if the panel's row i sees at least one key of the sequence (attn_bias hides all keys of a row whose lse is
-    // -inf). load_rows puts zeros in the place of the others,
+    // True if the panel's row i sees at least one key of the sequence. load_rows puts zeros in the place of the others,
     // because 0 * NaN would carry a NaN or an infinity of theirs into dk and dv. store_dq leaves out the others,
     // because compute_dot_do_o stores their dq.
     bool has_keys(int i) const {
@@ -326,6 +327,17 @@ private:
         return keys;
     }
 
+    // attn_bias: such a row has the log-sum-exp of a row without keys, -inf or the sink, and the output 0.
+    static bool bias_hides_all_keys(const Flash_bwd_params &params, const Group<Element> &group, int64_t row) {
+        if (!params.attn_bias.is_used()) return false;
+        const Acc lse = static_cast<const Acc *>(params.softmax_lse)[group.lse_index(row)];
+        if (lse != RowMod<Acc>(params, group.bidb, group.head(row)).logit()) return false;
+        constexpr int kRowSize = round_up(kMaxHeadDim, kLanes<Acc>);
+        alignas(64) Acc out[kRowSize];
+        load_row(group.row_ptr(params.o, row), out, params.d, round_up(params.d, kLanes<Acc>));
+        return std::all_of(out, out + params.d, [](Acc x) { return x == Acc(0); });
+    }
+
     static void compute_dot_do_o(const Flash_bwd_params &params, int bidb, int bidh, int64_t begin, int64_t end) {
         constexpr int kRowSize = round_up(kMaxHeadDim, kLanes<Acc>);
         alignas(64) Acc dout[kRowSize], out[kRowSize];
@@ -335,10 +347,7 @@ private:
         Acc *const sums = sums_of_head(params, bidb, bidh);
         for (int64_t query = begin; query < end; ++query) {
             const int64_t row = query * ratio + bidh % ratio;
-            const bool is_hidden =
-                params.attn_bias.is_used() && static_cast<const Acc *>(params.softmax_lse)[group.lse_index(row)] ==
-                                                  -std::numeric_limits<Acc>::infinity();
-            if (is_hidden || group.keys_seen(row).is_empty()) {
+            if (group.keys_seen(row).is_empty() || bias_hides_all_keys(params, group, row)) {
                 sums[query] = 0;
                 if (params.dq.ptr != nullptr)
                     std::memset(group.row_ptr(params.dq, row), 0, sizeof(Element) * size_t(params.d));

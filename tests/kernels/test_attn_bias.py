@@ -168,22 +168,25 @@ def test_rows_of_the_lowest_number_weigh_all_keys_alike(
 
 
 @pytest.mark.backends("cpu")
+@pytest.mark.parametrize("has_sink", [False, True])
 @pytest.mark.parametrize("form", ["bool", "float"])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_keys_that_no_query_sees_reach_nothing(
-    bad: float, form: str, backend: str, device: str, dtype: torch.dtype, draw: torch.Generator
+    bad: float, form: str, has_sink: bool, backend: str, device: str, dtype: torch.dtype, draw: torch.Generator
 ) -> None:
     """The padding of a batch, keys and queries."""
     q, k, v, dout = (torch.randn(2, 150, 2, 64, generator=draw, dtype=torch.float64).to(dtype) for _ in range(4))
     seen = torch.rand(2, 150, generator=draw) < 0.7
     mask = (seen[:, None, :, None] & seen[:, None, None]).to(device)
     bias = mask if form == "bool" else torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, -math.inf)
+    sink = torch.randn(2, generator=draw) if has_sink else None
 
     def results(*tensors: Tensor) -> dict[str, Tensor]:
         leaves = [x.detach().requires_grad_() for x in tensors[:3]]
         if form == "float":
             leaves.append(bias.detach().requires_grad_())
-        out = flash_attn_func(*leaves[:3], attn_bias=leaves[3] if form == "float" else bias, backend=backend)
+        mask = leaves[3] if form == "float" else bias
+        out = flash_attn_func(*leaves[:3], attn_bias=mask, learnable_sink=sink, backend=backend)
         names = ("out", "dq", "dk", "dv", "dbias")
         return dict(zip(names, (out.detach(), *torch.autograd.grad(out, leaves, tensors[3])), strict=False))
 

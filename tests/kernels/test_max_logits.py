@@ -29,12 +29,13 @@ from ..conftest import CPU_DTYPES, GPU_DTYPES
 from ..support.cases import FORWARD_CASES, Case
 from ..support.feature_cases import FEATURE_CASES
 from ..support.instruction_sets import LESSER, run_on
-from ..support.interpreter import INTERPRETED, run_in_the_interpreter, starts_the_interpreter
+from ..support.interpreter import run_in_the_interpreter, starts_the_interpreter
 from ..support.key_range_cases import KEY_RANGE_CASES, KeyRangeCase
 from ..support.max_logit_checks import check_case, check_max_logits
+from ..support.on_backends import gpu, here, on_backends
 from ..support.op_calls import FWD, FWD_KVCACHE, PACKED_FWD, fwd_arguments, kvcache_arguments, packed_fwd_arguments
 from ..support.random_loop import CHUNKS, each_chunk
-from ..support.triton_calls import HAS_GPU, runs_triton
+from ..support.triton_calls import HAS_GPU
 from ..support.varlen_cases import VARLEN_CASES, VarlenCase
 from .test_random import random_case
 
@@ -50,21 +51,6 @@ RANGES = [
     *KEY_RANGE_CASES,
     KeyRangeCase(Case("ranges_small", "two ranges", 2, 2, 1, 20, 33, 16, causal=True), "shared_prefix", sinks=True),
 ]
-
-here = pytest.mark.skipif(INTERPRETED, reason="this process runs the Triton backend")
-gpu = pytest.mark.gpu
-
-
-def on_backends(cases: list[Any]) -> Any:
-    """Each case on each backend and dtype; in Triton's interpreter, a few cases."""
-    params = [pytest.param(case, "cpu", dtype, marks=here) for case in cases for dtype in CPU_DTYPES]
-    params += [pytest.param(case, "cuda", dtype, marks=gpu) for case in cases for dtype in GPU_DTYPES]
-    if HAS_GPU:
-        params += [pytest.param(case, "triton", dtype, marks=gpu) for case in cases for dtype in GPU_DTYPES]
-    else:
-        few = [case for case in cases if str(case) in SMALL]
-        params += [pytest.param(case, "triton", torch.float16, marks=runs_triton) for case in few]
-    return pytest.mark.parametrize(("case", "kernels", "dtype"), params, ids=str)
 
 
 @pytest.fixture
@@ -85,21 +71,21 @@ def test_triton_in_the_interpreter() -> None:
 # ---- values ---------------------------------------------------------------------------------------------------------
 
 
-@on_backends(DENSE)
+@on_backends(DENSE, SMALL)
 def test_equal_lengths(
     case: Case, kernels: str, device: str, dtype: torch.dtype, seed: int, described_seed: str
 ) -> None:
     check_case(case, kernels, dtype, device, seed, described_seed)
 
 
-@on_backends(VARLEN)
+@on_backends(VARLEN, SMALL)
 def test_variable_length(
     case: VarlenCase, kernels: str, device: str, dtype: torch.dtype, seed: int, described_seed: str
 ) -> None:
     check_case(case, kernels, dtype, device, seed, described_seed)
 
 
-@on_backends(RANGES)
+@on_backends(RANGES, SMALL)
 def test_key_ranges(
     case: KeyRangeCase, kernels: str, device: str, dtype: torch.dtype, seed: int, described_seed: str
 ) -> None:
@@ -125,7 +111,7 @@ EXPONENTS = (-100, -40, -10, 0, 10, 40)
 
 @pytest.mark.parametrize("sign", [-1.0, 1.0])
 @pytest.mark.parametrize("seqlens", [(1, 1), (70, 300), (300, 70)], ids=str)
-@on_backends([64, 128])
+@on_backends([64, 128], SMALL)
 def test_heads_of_very_different_scores(
     case: int, kernels: str, device: str, dtype: torch.dtype, seqlens: tuple[int, int], sign: float, draw: Any
 ) -> None:
@@ -146,7 +132,7 @@ def test_heads_of_very_different_scores(
     check_max_logits(max_logits, q[0], k[0], "varlen", cu_seqlens=lengths[:2])
 
 
-@on_backends([64])
+@on_backends([64], SMALL)
 def test_zeros_nan_and_infinity(case: int, kernels: str, device: str, dtype: torch.dtype) -> None:
     """Zeros of either sign are more than -inf; a NaN does not count; infinity does."""
     q = torch.zeros(1, 5, 4, case, device=device, dtype=dtype)
@@ -161,7 +147,7 @@ def test_zeros_nan_and_infinity(case: int, kernels: str, device: str, dtype: tor
     assert max_logits[0].tolist() == [0.0, -2.0, math.inf, -math.inf]
 
 
-@on_backends([64])
+@on_backends([64], SMALL)
 def test_a_call_without_keys_or_queries(case: int, kernels: str, device: str, dtype: torch.dtype) -> None:
     for seqlen_q, seqlen_k in ((5, 0), (0, 5), (0, 0)):
         q = torch.ones(2, seqlen_q, 4, case, device=device, dtype=dtype)
@@ -173,7 +159,7 @@ def test_a_call_without_keys_or_queries(case: int, kernels: str, device: str, dt
 # ---- what does not count, and what does not change ------------------------------------------------------------------
 
 
-@on_backends([64])
+@on_backends([64], SMALL)
 def test_sinks_and_dropout_do_not_count(
     case: int, kernels: str, device: str, dtype: torch.dtype, draw: torch.Generator
 ) -> None:
@@ -186,7 +172,7 @@ def test_sinks_and_dropout_do_not_count(
         assert torch.equal(got, expected), more
 
 
-@on_backends([64])
+@on_backends([64], SMALL)
 def test_other_results_and_gradients_stay(
     case: int, kernels: str, device: str, dtype: torch.dtype, draw: torch.Generator
 ) -> None:
@@ -211,7 +197,7 @@ def test_other_results_and_gradients_stay(
             assert torch.equal(a, b)
 
 
-@on_backends([16])
+@on_backends([16], SMALL)
 @pytest.mark.parametrize("form", ["qkv", "kv", "varlen_qkv", "varlen_kv"])
 def test_packed(form: str, case: int, kernels: str, device: str, dtype: torch.dtype, draw: torch.Generator) -> None:
     packed = torch.randn(2, 33, 3, 4, case, generator=draw).to(device, dtype)

@@ -28,11 +28,11 @@ from flash_attn_mini.argument_checks import checked_options
 from flash_attn_mini.reference import attention_kvcache_reference, attention_reference, dropout_mask
 from flash_attn_mini.score_mod import sink_gradient
 
-from ..conftest import CPU_DTYPES, GPU_DTYPES
 from ..support.bounds import assert_forward_accurate
 from ..support.cases import Case, make_dlse, make_dout, make_inputs, options_of
-from ..support.interpreter import INTERPRETED, run_in_the_interpreter, starts_the_interpreter
+from ..support.interpreter import run_in_the_interpreter, starts_the_interpreter
 from ..support.kvcache_cases import KvCacheCase, make_call
+from ..support.on_backends import gpu, here, on_backends
 from ..support.poison import Guard
 from ..support.sink_checks import check_forward_and_gradients, check_sink_gradient, draw_sinks
 from ..support.triton_calls import HAS_GPU, runs_triton
@@ -90,21 +90,6 @@ WITHOUT_KEYS = [case for case in CASES if case.name in ("sinks_rows_without_keys
 OF_OTHERS = [case for case in CASES if case.name == "sinks_small"]
 CAUSAL = [case for case in CASES if case.name in ("sinks_causal", "sinks_33")]
 
-here = pytest.mark.skipif(INTERPRETED, reason="this process runs the Triton backend")
-gpu = pytest.mark.gpu
-
-
-def on_backends(cases: list[Any]) -> Any:
-    """Each case on each backend and dtype; in Triton's interpreter, a few cases."""
-    params = [pytest.param(case, "cpu", dtype, marks=here) for case in cases for dtype in CPU_DTYPES]
-    params += [pytest.param(case, "cuda", dtype, marks=gpu) for case in cases for dtype in GPU_DTYPES]
-    if HAS_GPU:
-        params += [pytest.param(case, "triton", dtype, marks=gpu) for case in cases for dtype in GPU_DTYPES]
-    else:
-        few = [case for case in cases if case.name in SMALL]
-        params += [pytest.param(case, "triton", torch.float16, marks=runs_triton) for case in few]
-    return pytest.mark.parametrize(("case", "kernels", "dtype"), params, ids=str)
-
 
 @pytest.fixture
 def device(kernels: str) -> str:
@@ -124,7 +109,7 @@ def where_of(case: Any, dtype: torch.dtype, kernels: str, described_seed: str) -
 # ---- equal lengths --------------------------------------------------------------------------------------------------
 
 
-@on_backends([*CASES, DROPOUT])
+@on_backends([*CASES, DROPOUT], SMALL)
 def test_equal_lengths(
     case: Case, kernels: str, device: str, dtype: torch.dtype, seed: int, described_seed: str
 ) -> None:
@@ -159,7 +144,7 @@ def test_equal_lengths(
     guard.check()
 
 
-@on_backends(OF_OTHERS)
+@on_backends(OF_OTHERS, SMALL)
 def test_sinks_of_each_sequence(
     case: Case, kernels: str, device: str, dtype: torch.dtype, seed: int, described_seed: str
 ) -> None:
@@ -172,7 +157,7 @@ def test_sinks_of_each_sequence(
     check_forward_and_gradients(attend, inputs, sinks, dout, None, where_of(case, dtype, kernels, described_seed))
 
 
-@on_backends(CAUSAL)
+@on_backends(CAUSAL, SMALL)
 def test_only_the_gradient_of_the_sinks(
     case: Case, kernels: str, device: str, dtype: torch.dtype, seed: int, described_seed: str
 ) -> None:
@@ -184,7 +169,7 @@ def test_only_the_gradient_of_the_sinks(
     check_sink_gradient(got, inputs, sinks, dout, None, where, causal=True)
 
 
-@on_backends(OF_OTHERS)
+@on_backends(OF_OTHERS, SMALL)
 @pytest.mark.parametrize("logit", [-math.inf, -200.0, 200.0])
 def test_extreme_sinks(case: Case, kernels: str, device: str, dtype: torch.dtype, logit: float, seed: int) -> None:
     """-inf is no sink; a sink far below all logits changes nothing that a dtype holds; one far above takes all."""
@@ -203,7 +188,7 @@ def test_extreme_sinks(case: Case, kernels: str, device: str, dtype: torch.dtype
         torch.testing.assert_close(lse, torch.full_like(lse, logit))
 
 
-@on_backends(WITHOUT_KEYS)
+@on_backends(WITHOUT_KEYS, SMALL)
 def test_gradient_of_a_sink_of_minus_infinity(
     case: Case, kernels: str, device: str, dtype: torch.dtype, seed: int, described_seed: str
 ) -> None:
@@ -237,7 +222,7 @@ def test_gradcheck(draw: torch.Generator) -> None:
 # ---- variable length, packed ----------------------------------------------------------------------------------------
 
 
-@on_backends(VARLEN)
+@on_backends(VARLEN, SMALL)
 def test_variable_length(
     case: VarlenCase, kernels: str, device: str, dtype: torch.dtype, seed: int, described_seed: str
 ) -> None:
@@ -274,7 +259,7 @@ def test_rows_of_no_sequence_give_no_gradient(draw: torch.Generator) -> None:
     torch.testing.assert_close(sink_gradient(sink, lse, softmax_d, None, cu_seqlens), expected)
 
 
-@on_backends(OF_OTHERS)
+@on_backends(OF_OTHERS, SMALL)
 @pytest.mark.parametrize("form", ["qkv", "kv", "varlen_qkv", "varlen_kv"])
 def test_packed(form: str, case: Case, kernels: str, device: str, dtype: torch.dtype, draw: torch.Generator) -> None:
     """Equal to the functions of separate tensors, and the same gradient."""
@@ -447,7 +432,7 @@ def test_gradient_in_a_cuda_graph(seed: int) -> None:
 # ---- KV cache -------------------------------------------------------------------------------------------------------
 
 
-@on_backends(CACHES)
+@on_backends(CACHES, SMALL)
 def test_kvcache(
     case: KvCacheCase, kernels: str, device: str, dtype: torch.dtype, seed: int, described_seed: str
 ) -> None:

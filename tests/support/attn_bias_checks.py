@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_attn_mini import ops
 from flash_attn_mini.argument_checks import checked_options
 from flash_attn_mini.reference import attention_reference, dropout_mask
 
@@ -17,6 +16,7 @@ from .bounds import FLOOR, TIMES_PYTORCH_GRADIENT, accuracy, assert_forward_accu
 from .cases import make_dout, make_inputs, options_of
 from .flash_bounds import assert_gradients_accurate_beside_flash, flash_bias_gradient
 from .key_range_cases import KeyRangeCase, make_key_ranges
+from .key_range_checks import results_and_gradients
 from .poison import Guard
 from .sink_checks import check_sink_gradient, draw_sinks
 
@@ -47,13 +47,7 @@ class BiasedCall:
         options = checked_options(
             *(leaves[x] for x in "qkv"), backend=backend, learnable_sink=leaves.get("sinks"), attn_bias=bias, **given
         )
-        out, lse, rng_state, _ = ops.forward(leaves["q"], leaves["k"], leaves["v"], None, options)
-        gradients = torch.autograd.grad(out, list(leaves.values()), dout)
-        results = {"out": out.detach(), "lse": lse.detach()}
-        results.update({f"d{name}": x for name, x in zip(leaves, gradients, strict=True)})
-        if self.options["dropout_p"] > 0:
-            results["rng_state"] = rng_state
-        return results
+        return results_and_gradients(leaves, dout, None, options)
 
     def expectation(self, rng_state: Tensor | None) -> dict[str, Any]:
         """Options of bounds.py but for the sink and attn_bias."""

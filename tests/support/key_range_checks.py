@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flash_attn_mini import ops
 from flash_attn_mini.argument_checks import checked_options
-from flash_attn_mini.options import Sequences
+from flash_attn_mini.options import Options, Sequences
 from flash_attn_mini.reference import dropout_mask, dropout_masks_varlen
 
 from .bounds import assert_forward_accurate, rows_without_keys
@@ -24,6 +24,19 @@ from .key_range_cases import KeyRangeCase, make_key_ranges
 from .poison import Guard
 from .sink_checks import check_sink_gradient, draw_sinks
 from .varlen_cases import VarlenCase, make_batch
+
+
+def results_and_gradients(
+    leaves: dict[str, Tensor], dout: Tensor, sequences: Sequences | None, options: Options
+) -> dict[str, Tensor]:
+    """out, lse, rng_state with dropout, and the gradient of each leaf: "dq" of "q". The options hold other leaves."""
+    out, lse, rng_state, _ = ops.forward(leaves["q"], leaves["k"], leaves["v"], sequences, options)
+    gradients = torch.autograd.grad(out, list(leaves.values()), dout)
+    results = {"out": out.detach(), "lse": lse.detach()}
+    results.update({f"d{name}": x for name, x in zip(leaves, gradients, strict=True)})
+    if rng_state is not None and options.dropout_p > 0:
+        results["rng_state"] = rng_state
+    return results
 
 
 @dataclass
@@ -59,13 +72,7 @@ class RangedCall:
         options = checked_options(
             *(leaves[x] for x in "qkv"), backend=backend, learnable_sink=leaves.get("sinks"), **given
         )
-        out, lse, rng_state, _ = ops.forward(leaves["q"], leaves["k"], leaves["v"], self.sequences, options)
-        gradients = torch.autograd.grad(out, list(leaves.values()), dout)
-        results = {"out": out.detach(), "lse": lse.detach()}
-        results.update({f"d{name}": x for name, x in zip(leaves, gradients, strict=True)})
-        if self.options["dropout_p"] > 0:
-            results["rng_state"] = rng_state
-        return results
+        return results_and_gradients(leaves, dout, self.sequences, options)
 
     def expectation(self, rng_state: Tensor | None) -> dict[str, Any]:
         """Options of bounds.py but for the sink."""

@@ -68,7 +68,7 @@ def check_max_logits(
     has_pair = expected != -math.inf
     assert torch.equal(got == -math.inf, ~has_pair), f"{got} and {expected}, {where}"
     magnitude = largest_sum + expected.abs()
-    bound = torch.finfo(dtype).eps * (headdim + 32) * magnitude + 1e-36  # Triton takes a scale of 0 as a tiny one
+    bound = torch.finfo(dtype).eps * (headdim + 32) * magnitude + torch.finfo(torch.float32).tiny
     if softcap > 0:
         tanh = 2.0**-11 if q.is_cuda else 1e-6  # relative
         bound = bound + (tanh if dtype == torch.float32 else 0.0) * softcap

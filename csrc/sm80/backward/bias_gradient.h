@@ -191,7 +191,7 @@ private:
         return make_tensor(coords.data(), rowcol_layout(coords.layout()));
     }
 
-    // Adds dS of the step, whose copies are under way, and starts those of the next step.
+    // Adds dS of the step, whose copies have been started, and starts those of the next step.
     __device__ __forceinline__ void add(const Step &step, const Step &next, Accumulator &acc) const {
         const int bidb = bidb_of(step), bidh = bidh_of(step);
         const int first_query = step.m_block * kBlockM, first_key = place.n_block * kBlockN;

@@ -18,7 +18,8 @@ constexpr int kPreprocessRows = Flash_bwd_params::kRowsPerFlag;  // padded query
 constexpr int kPreprocessThreads = 256;
 
 template <typename Element, int kHeadDim, bool kHasRanges, bool kHasBias>
-__device__ __forceinline__ void dot_do_o(const Flash_bwd_params &params) {
+__global__ void __launch_bounds__(kPreprocessThreads)
+    flash_bwd_dot_do_o(const __grid_constant__ Flash_bwd_params params) {
     constexpr int kRounded = Flash_bwd_params::kRowsRounded, kRowsOfWarp = kPreprocessRows / (kPreprocessThreads / 32);
     const int64_t padded_row = int64_t(blockIdx.x) * kPreprocessRows;
     const auto [bidb, bidh, block] =
@@ -38,19 +39,6 @@ __device__ __forceinline__ void dot_do_o(const Flash_bwd_params &params) {
             accum[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         }
     }
-}
-
-template <typename Element, int kHeadDim, bool kHasRanges>
-__global__ void __launch_bounds__(kPreprocessThreads)
-    flash_bwd_dot_do_o(const __grid_constant__ Flash_bwd_params params) {
-    dot_do_o<Element, kHeadDim, kHasRanges, /*kHasBias=*/false>(params);
-}
-
-// The same for a call with attn_bias.
-template <typename Element, int kHeadDim>
-__global__ void __launch_bounds__(kPreprocessThreads)
-    flash_bwd_dot_do_o_biased(const __grid_constant__ Flash_bwd_params params) {
-    dot_do_o<Element, kHeadDim, /*kHasRanges=*/false, /*kHasBias=*/true>(params);
 }
 
 // ---- the epilogue of the backward kernel: scales dK and dV, converts them, stages them in shared memory, stores 16

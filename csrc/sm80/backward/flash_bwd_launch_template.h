@@ -37,14 +37,8 @@ void launch_flash_bwd(Flash_bwd_params params, cudaStream_t stream) {
         trace("flash_bwd_kernel", "kBlockM=%d kBlockN=%d grid=%lld threads=%d smem=%d", Traits::kBlockM,
               Traits::kBlockN, static_cast<long long>(grid), Traits::kNThreads, Traits::kSmemSize);
     }
-    const auto preprocess = [] {
-        if constexpr (has_bias(kKind)) {
-            return &flash_bwd_dot_do_o_biased<typename Traits::Element, kHeadDim>;
-        } else {
-            return &flash_bwd_dot_do_o<typename Traits::Element, kHeadDim, has_ranges(kKind)>;
-        }
-    }();
-    preprocess<<<static_cast<unsigned>(preprocess_grid), kPreprocessThreads, 0, stream>>>(params);
+    flash_bwd_dot_do_o<typename Traits::Element, kHeadDim, has_ranges(kKind), has_bias(kKind)>
+        <<<static_cast<unsigned>(preprocess_grid), kPreprocessThreads, 0, stream>>>(params);
     check_cuda(cudaGetLastError(), "launching flash_bwd_dot_do_o");
 
     auto kernel = &flash_bwd_kernel<Traits, kKind, kMode>;

@@ -252,11 +252,8 @@ private:
             }
             dot_of_own = lane_of_row == step ? dot : dot_of_own;
             if constexpr (has_bias(kKind)) {
-                const uint4 &bits = part.out[row][lane_of_row];
-                const unsigned nonzero =
-                    __ballot_sync(0xffffffffu, ((bits.x | bits.y | bits.z | bits.w) & 0x7fff7fffu) != 0);
-                const unsigned of_row = nonzero >> (row_of_lane * kLanes) & (0xffffffffu >> (32 - kLanes));
-                is_zero = lane_of_row == step ? of_row == 0 : is_zero;
+                const bool of_step = is_row_of_zeros<kLanes>(part.out[row][lane_of_row], row_of_lane);
+                is_zero = lane_of_row == step ? of_step : is_zero;
             }
         }
         bool is_large = false;
@@ -266,7 +263,7 @@ private:
             // A row without a key has no gradient, even if dO is NaN or its lse is the sink. Its stored lse is +inf, so
             // P = exp(s - inf) = 0.
             const float lse = part.lse[row], dlse = params.dsoftmax_lse == nullptr ? 0.0f : part.dlse[row];
-            // With a sink, the row of a key whose probability is lost beside it has no gradient either.
+            // With a sink, a row has none either if the probabilities of its keys are rounded to 0.
             const bool has_keys = lse != -INFINITY && !(has_bias(kKind) && lse == logit && is_zero);
             is_without_key = !has_keys;
             static_cast<float *>(params.dsoftmax_sum)[padded_row + row] = has_keys ? dot_of_own - dlse : 0.0f;

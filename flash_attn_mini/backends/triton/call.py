@@ -117,8 +117,8 @@ class Call:
 
     @property
     def pair_bytes(self) -> int:
-        """Bytes that the kernels load for each pair of a row and a key. The same for all dtypes of attn_bias, so that
-        equal numbers in another dtype have the same configuration, and give the same bits."""
+        """Bytes that the kernels load for each pair of a row and a key, at most: all dtypes of attn_bias have one
+        configuration."""
         return 0 if self.options.attn_bias is None else 4
 
     @property

@@ -75,6 +75,8 @@ def forward(
         fill_lse_without_keys(call.lse, options)
     elif call.q.numel() > 0:
         run(call, recorder)
+        if call.max_logits is not None and options.softmax_scale == 0 and not call.modifies_scores:
+            call.max_logits.masked_fill_(call.max_logits > -math.inf, 0.0)  # the kernel had MIN_SCALE
     out, lse = (call.out[0], call.lse[0]) if call.is_varlen else (call.out, call.lse)
     if recorder is not None:
         RECORDINGS.keep(recorder, recorder.recording(call.inputs, [(call.out, out), (call.lse, lse)]))
