@@ -20,7 +20,7 @@ from flash_attn_mini.argument_checks import (
     checked_options,
 )
 from flash_attn_mini.backends import extension
-from flash_attn_mini.backends.triton import checks
+from flash_attn_mini.backends.triton import checks, checks_kvcache
 from flash_attn_mini.ops import EQUAL_LENGTHS
 from flash_attn_mini.options import KvCache, Options, Sequences
 
@@ -68,7 +68,7 @@ def for_triton(options: Options) -> Options:
 CHECKERS: dict[str, tuple[Checker, Checker]] = {
     "forward": (in_cpp_forward, checks.check_forward),
     "backward": (in_cpp_backward, checks.check_backward),
-    "kvcache": (in_cpp_kvcache, checks.check_kvcache),
+    "kvcache": (in_cpp_kvcache, checks_kvcache.check_kvcache),
 }
 
 

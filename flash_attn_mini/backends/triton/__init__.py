@@ -4,7 +4,7 @@ The chains begin with the ops of ops.py: triton_fwd -> launch.forward -> flash_f
 launch_bwd.backward -> flash_bwd_dq_kernel, then flash_bwd_dkv_kernel; triton_attn_bias_bwd ->
 launch_bwd_bias.bias_backward -> flash_bwd_bias_kernel; triton_fwd_kvcache -> kvcache.py. The launchers and kernels need
 only torch and Triton, which is imported at the first call. Without the compiled extension, autograd.py has the
-gradients and checks.py the checks.
+gradients, checks.py and checks_kvcache.py the checks.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from ...options import KvCache, Options, Sequences
 from ...rng_state import draw_in_program
 from ...score_mod import GRADIENTS
 from ...transforms import autocast, refuse_forward_mode
-from . import checks, ops
+from . import checks_kvcache, ops
 
 Results = tuple[Tensor, Tensor, Tensor | None, Tensor | None]  # out, softmax_lse, rng_state, max_logits
 
@@ -69,7 +69,7 @@ def forward_kvcache(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, cache: KvCache, options: Options
 ) -> tuple[Tensor, Tensor]:
     """(out, softmax_lse) of flash_attn_with_kvcache. Inputs may require a gradient; the backward then raises."""
-    checks.check_no_gradient(k_cache, v_cache)
+    checks_kvcache.check_no_gradient(k_cache, v_cache)
     inputs = (q, cache.k, cache.v, cache.rotary_cos, cache.rotary_sin)
     refuse_forward_mode(inputs)
     fields = dict(zip(KvCache._fields, cache, strict=True))

@@ -20,7 +20,7 @@ import triton.language as tl
 
 ROWS_OF_UNIT = 16  # divides every BLOCK_M of flash_bwd_dq_kernel
 
-NOWHERE = tl.constexpr(2**30)  # after every key: MAX_ROWS of checks.py is 2^29
+NOWHERE = tl.constexpr(2**30)  # after every key: MAX_ROWS of check_tensors.py is 2^29
 UNITS_AT_ONCE = tl.constexpr(512)  # that flash_bwd_dkv_kernel reads
 NO_UNIT = tl.constexpr(2**26)  # after every unit, and no number of its rows overflows
 

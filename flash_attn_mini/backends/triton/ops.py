@@ -21,7 +21,7 @@ from ...namespace import CUSTOM_OPS, NAMESPACE, qualified
 from ...options import ROWS_MULTIPLE, KvCache, Options, Sequences
 from .. import extension
 from .. import reference as reference_backend
-from . import checks, unavailable_reason
+from . import checks, checks_kvcache, unavailable_reason
 
 library = torch.library.Library(NAMESPACE, "FRAGMENT")
 _tags = (torch.Tag.pt2_compliant_tag,)
@@ -222,7 +222,7 @@ def forward_kvcache(
     backend, launchers = _chosen_launchers(options, "fwd_kvcache", q=q, k_cache=k_cache, v_cache=v_cache)
     checks_here = extension.missing_reason() is not None
     if checks_here:
-        checks.check_kvcache(q, k_cache, v_cache, cache, options, backend)
+        checks_kvcache.check_kvcache(q, k_cache, v_cache, cache, options, backend)
     readable: list[Any] = [without_neg(x) if isinstance(x, Tensor) else x for x in cache]
     results: tuple[Tensor, Tensor] = launchers.kvcache.forward_kvcache(
         without_neg(q), k_cache, v_cache, KvCache(*readable), _readable(options)
