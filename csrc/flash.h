@@ -8,7 +8,8 @@ namespace flash {
 
 enum class DType : int8_t { float16, bfloat16, float32, float64 };
 
-constexpr int kMaxHeadDim = 256;
+constexpr int kMaxHeadDim = 512;      // of the CPU kernels
+constexpr int kMaxHeadDimCuda = 256;  // of the CUDA kernels, which need d_v == d
 constexpr double kLog2e = 1.4426950408889634074;
 
 // A [batch, seqlen, heads, headdim] tensor whose last dimension is contiguous. Strides count elements.
@@ -30,7 +31,7 @@ struct KvCache {
     const int *leftpad = nullptr;    // [b]: the first valid key; null: 0
     const int *batch_idx = nullptr;  // [b]: the cache row of each sequence; null: its own number
     TensorRef k_new;                 // [b, seqlen_new, h_k, d], written to the cache; null pointer: nothing is appended
-    TensorRef v_new;                 // like k_new
+    TensorRef v_new;                 // like k_new, with d_v columns
     int seqlen_new = 0;
     const void *rotary_cos = nullptr;   // [rotary_seqlen, rotary_dim / 2], contiguous, dtype of q; null: no rotation
     const void *rotary_sin = nullptr;   // like rotary_cos
@@ -94,8 +95,8 @@ struct AttnBias {
 struct Flash_fwd_params {
     TensorRef q;                   // [b, seqlen_q, h, d]; varlen [total_q, h, d]
     TensorRef k;                   // [b, seqlen_k, h_k, d]; varlen [total_k, h_k, d]; paged [pages, page_size, h_k, d]
-    TensorRef v;                   // like k
-    TensorRef o;                   // like q
+    TensorRef v;                   // like k, with d_v columns
+    TensorRef o;                   // like q, with d_v columns
     void *softmax_lse = nullptr;   // [b, h, seqlen_q], varlen [h, total_q]; contiguous, natural log; float32 (float64
                                    // for DType::float64)
     int64_t lse_batch_stride = 0;  // elements; varlen 0
@@ -109,7 +110,8 @@ struct Flash_fwd_params {
     int h_h_k_ratio = 1;                // h / h_k: query heads that share one key/value head
     int seqlen_q = 0;                   // queries per sequence; varlen: of the longest
     int seqlen_k = 0;                   // keys per sequence; varlen: of the longest
-    int d = 0;                          // head dim, at most kMaxHeadDim
+    int d = 0;                          // head dim of q and k, at most kMaxHeadDim
+    int d_v = 0;                        // head dim of v and o, at most kMaxHeadDim
 
     const int *cu_seqlens_q = nullptr;     // varlen: [b + 1] rows of q before each sequence; null: equal lengths
     const int *cu_seqlens_k = nullptr;     // varlen: [b + 1] the same for k and v; paged: only its differences count
@@ -170,11 +172,11 @@ struct Flash_fwd_params {
 
 // The backward reads the tensors of the forward (q, k, v, o, softmax_lse) and overwrites the gradients.
 struct Flash_bwd_params : Flash_fwd_params {
-    TensorRef dout;                      // like q: gradient of o
+    TensorRef dout;                      // like o: gradient of o
     const void *dsoftmax_lse = nullptr;  // like softmax_lse: gradient of softmax_lse; null: zeros
     TensorRef dq;                        // like q; null pointer: not wanted
     TensorRef dk;                        // like k, with h / heads_per_dkv heads; null pointer: not wanted
-    TensorRef dv;                        // like k, with h / heads_per_dkv heads; null pointer: not wanted
+    TensorRef dv;                        // like v, with h / heads_per_dkv heads; null pointer: not wanted
     // Row statistics are padded: each sequence begins at a multiple of kRowsRounded rows. [b, h, seqlen_q_rounded];
     // varlen [h, total_q_rounded], where sequence i begins at (cu_seqlens_q[i] / kRowsRounded + i) * kRowsRounded.
     void *dsoftmax_sum = nullptr;     // delta = rowsum(dO * O) - dLSE, padded, dtype of softmax_lse
