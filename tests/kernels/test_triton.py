@@ -14,12 +14,14 @@ import pytest
 import torch
 
 from flash_attn_mini.backends import triton as backend
+from flash_attn_mini.options import KvCache
 
 from ..support.bounds import assert_forward_accurate
 from ..support.cases import SMALL_FORWARD_CASES, Case, make_inputs
 from ..support.gpu_calls import assert_captures_first_call
-from ..support.interpreter import needs_triton, run_in_the_interpreter, starts_the_interpreter
+from ..support.interpreter import INTERPRETED, needs_triton, run_in_the_interpreter, starts_the_interpreter
 from ..support.triton_calls import DEVICE, HAS_GPU, forward, gpu, make_options, runs_triton, softmax_scale
+from ..support.triton_compiler import SHARED_MEMORY, compiled_kernels
 
 # The interpreter computes bfloat16 in float32, and float32 as it does float16: a few cases each are enough there.
 OTHER_DTYPES_FOR = ("square_65_causal", "masked_rows", "headdim_100", "layout_expanded", "scale_zero", "gqa_3_causal")
@@ -104,7 +106,7 @@ def test_every_configuration_is_right(
         from flash_attn_mini.backends.triton.configs import FORWARD
         from flash_attn_mini.backends.triton.tuner import shared_memory_limit
 
-        if FORWARD.shared_memory(config, head_dim, q.element_size()) > shared_memory_limit(q.device):
+        if FORWARD.shared_memory(config, head_dim, head_dim, q.element_size()) > shared_memory_limit(q.device):
             pytest.skip("this GPU has too little shared memory")
     call = launch.prepare(q, k, v, make_options(softmax_scale(case), causal))
     call.out.fill_(math.nan)
@@ -164,17 +166,31 @@ def test_configurations_that_need_too_much_shared_memory_are_left_out() -> None:
     from flash_attn_mini.backends.triton import configs
 
     for tables in (configs.FORWARD, configs.BACKWARD_DQ, configs.BACKWARD_DKV):
-        everything = tables.candidates(128, 2, True, 1 << 30)
+        everything = tables.candidates(128, 128, 2, True, 1 << 30)
         assert everything == tables.hopper[128]
-        fitting = tables.candidates(128, 2, True, 120 * 1024)
+        fitting = tables.candidates(128, 128, 2, True, 120 * 1024)
         assert fitting
-        assert all(tables.shared_memory(config, 128, 2) <= 120 * 1024 for config in fitting)
-        assert len(tables.candidates(128, 2, True, 1024)) == 1, "at least one candidate must remain"
-        for head_dim in (64, 128, 256):  # consumer Blackwell has TMA and 99 KiB
-            for timed in (True, False):
-                fitting = tables.candidates(head_dim, 2, True, 99 * 1024, timed=timed)
-                assert all(tables.shared_memory(config, head_dim, 2) <= 99 * 1024 for config in fitting)
-        assert not any(config.kwargs["USE_TMA"] for config in tables.candidates(128, 2, False, 1 << 30))
+        assert all(tables.shared_memory(config, 128, 128, 2) <= 120 * 1024 for config in fitting)
+        assert len(tables.candidates(128, 128, 2, True, 1024)) == 1, "at least one candidate must remain"
+        assert not any(config.kwargs["USE_TMA"] for config in tables.candidates(128, 128, 2, False, 1 << 30))
+
+
+@runs_triton
+@pytest.mark.parametrize("timed", [True, False], ids=["timed", "untimed"])
+@pytest.mark.parametrize("limit", [227, 163, 99], ids=str)  # KiB of Hopper, of Ampere, and of consumer GPUs
+def test_every_head_dim_has_a_configuration_that_fits(limit: int, timed: bool) -> None:
+    from flash_attn_mini.backends.triton import configs
+
+    dims = [(d, d) for d in (16, 64, 128, 256, 512)] + [(256, 128), (64, 128), (16, 512), (512, 16), (512, 256)]
+    for block_d, block_dv in dims:
+        both = max(block_d, block_dv)
+        of_dkv = [configs.BACKWARD_DKV, *([configs.BACKWARD_DV] if both in configs.BACKWARD_DV.plain else [])]
+        for tables in (configs.FORWARD, configs.BACKWARD_DQ, *of_dkv):
+            for reached in (True, False):  # consumer Blackwell has TMA and 99 KiB
+                fitting = tables.candidates(block_d, block_dv, 2, reached, limit * 1024, timed=timed)
+                assert fitting
+                for config in fitting:
+                    assert tables.shared_memory(config, block_d, block_dv, 2) <= limit * 1024, (block_d, block_dv)
 
 
 @gpu
@@ -215,3 +231,32 @@ def test_without_gpu_and_interpreter_the_reason_says_what_to_do(monkeypatch: pyt
 def test_interpreter_is_available_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert backend.unavailable_reason(torch.device("cpu")) is None
+
+
+# ---- without a GPU and the interpreter: the compiler ----------------------------------------------------------------
+
+
+@pytest.mark.slow
+@needs_triton
+@pytest.mark.skipif(INTERPRETED, reason="needs the compiler")
+@pytest.mark.parametrize(("headdim", "headdim_v", "capability"), [(192, 128, 90), (512, 512, 90), (512, 512, 80)])
+def test_kernels_compile_without_a_gpu_and_fit(
+    headdim: int, headdim_v: int, capability: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward, backward and KV cache, with the configurations that a GPU takes without timing."""
+    from flash_attn_mini.backends.triton import kvcache, launch, launch_bwd
+
+    q = torch.zeros(2, 256, 4, headdim, dtype=torch.bfloat16)
+    k, v = torch.zeros_like(q[:, :, :2]), torch.zeros(2, 256, 2, headdim_v, dtype=torch.bfloat16)
+    options = make_options(headdim**-0.5, causal=True)
+    cache = KvCache(*[None] * 5, -1, None, None, None, False, 0, 0)
+    with compiled_kernels(capability, monkeypatch) as compiled:
+        out, lse, _ = launch.forward(q, k, v, None, options)
+        launch_bwd.backward(out, q, k, v, out, lse, None, None, options)
+        assert out.shape == (2, 256, 4, headdim_v)
+        kvcache.forward_kvcache(q[:, :1], k, v, cache, options)
+    names = {name for name, _ in compiled}
+    assert {"flash_fwd_kernel", "flash_bwd_dq_kernel", "flash_bwd_dkv_kernel", "flash_fwd_splitkv_kernel"} <= names
+    for name, kernel in compiled:
+        assert f".target sm_{capability}" in kernel.asm["ptx"], name
+        assert kernel.metadata.shared <= SHARED_MEMORY[capability], name

@@ -108,7 +108,7 @@ def tile_configs() -> list[Any]:
 
     return [
         pytest.param(kernel, name, head_dim, config, id=f"{kernel}-{name}-d{head_dim}-{n}")
-        for kernel, tables in (("dq", configs.BACKWARD_DQ), ("dkv", configs.BACKWARD_DKV))
+        for kernel, tables in (("dq", configs.BACKWARD_DQ), ("dkv", configs.BACKWARD_DKV), ("dv", configs.BACKWARD_DV))
         for name in ("hopper", "plain", "float32")
         for head_dim, listed in getattr(tables, name).items()
         for n, config in enumerate(that_differ(listed))
@@ -150,13 +150,15 @@ def test_every_configuration_is_right(
     dtype = torch.float32 if table == "float32" else torch.float16
     case = tile_case(config, head_dim, causal)
     problem = Problem.make(case, dtype, seed)
-    tuner = launch_bwd.DQ_TUNER if kernel == "dq" else launch_bwd.DKV_TUNER
+    tuner = {"dq": launch_bwd.DQ_TUNER, "dkv": launch_bwd.DKV_TUNER, "dv": launch_bwd.DV_TUNER}[kernel]
     if HAS_GPU:
         from flash_attn_mini.backends.triton.tuner import shared_memory_limit
 
         if config.kwargs["USE_TMA"] and not launch_bwd.tma_reaches(*problem.inputs, problem.dout):
             pytest.skip("no TMA on this GPU")
-        if tuner.tables.shared_memory(config, head_dim, dtype.itemsize) > shared_memory_limit(problem.dout.device):
+        if tuner.tables.shared_memory(config, head_dim, head_dim, dtype.itemsize) > shared_memory_limit(
+            problem.dout.device
+        ):
             pytest.skip("this GPU has too little shared memory")
     options = make_options(softmax_scale(case), causal)
     arguments = (problem.dout, *problem.inputs, problem.out, problem.lse, None, options)
@@ -169,8 +171,9 @@ def test_every_configuration_is_right(
     else:
         launch_bwd.launch_dq(call, launch_bwd.DQ_TUNER.tables.plain[head_dim][0] if dtype.itemsize == 2 else config)
         for want_dk, want_dv in launch_bwd.dkv_launches(call):
-            launch_bwd.launch_dkv(call, config, want_dk=want_dk, want_dv=want_dv)
-        gradients = (None, call.dk, call.dv)
+            if kernel == "dkv" or not want_dk:
+                launch_bwd.launch_dkv(call, config, want_dk=want_dk, want_dv=want_dv)
+        gradients = (None, call.dk if kernel == "dkv" else None, call.dv)
     assert not call.row_stats.isnan().any()
     problem.assert_accurate(gradients, f"{config}\n  {described_seed}")
 
@@ -259,7 +262,7 @@ def test_a_gradient_of_stride_zero_is_taken(seed: int) -> None:
 @runs_triton
 def test_every_block_divides_the_padding_of_row_stats() -> None:
     launch_bwd = launcher()
-    for tuner in (launch_bwd.DQ_TUNER, launch_bwd.DKV_TUNER):
+    for tuner in (launch_bwd.DQ_TUNER, launch_bwd.DKV_TUNER, launch_bwd.DV_TUNER):
         untimed = (tuner.tables.untimed_hopper, tuner.tables.untimed_plain)
         listed = (config for table in untimed for configs in table.values() for config in configs)
         for config in (*tuner.tables.every_config(), *listed):

@@ -290,11 +290,14 @@ def test_pieces_of_any_number_give_the_results_of_one_split(
 @pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "unaligned"])
 def test_every_first_configuration_has_the_step_of_its_tile(aligned: bool) -> None:
     """The launcher decides by splitkv_step whether the tiles of a kernel lie in pages."""
-    from flash_attn_mini.backends.triton.configs import splitkv_configs, splitkv_step
+    from flash_attn_mini.backends.triton.configs import most_splitkv_rows, splitkv_configs, splitkv_step
 
-    for block_m, block_d, page_per_key in itertools.product((16, 32, 64, 128), (16, 64, 128, 256), (True, False)):
-        first, *_ = splitkv_configs(block_m, block_d, 2, 232448, page_per_key=page_per_key, aligned=aligned)
-        assert first.kwargs["BLOCK_N"] == splitkv_step(block_m, block_d, aligned=aligned), (block_m, block_d)
+    dims = [(d, d) for d in (16, 64, 128, 256, 512)] + [(256, 128), (16, 512), (512, 256)]
+    for block_m, blocks, page_per_key in itertools.product((16, 32, 64, 128), dims, (True, False)):
+        if block_m > most_splitkv_rows(*blocks):
+            continue
+        first, *_ = splitkv_configs(block_m, *blocks, 2, 232448, page_per_key=page_per_key, aligned=aligned)
+        assert first.kwargs["BLOCK_N"] == splitkv_step(block_m, *blocks, aligned=aligned), (block_m, blocks)
 
 
 @runs_triton

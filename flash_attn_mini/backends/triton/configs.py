@@ -145,7 +145,7 @@ def splitkv_configs(
     wanted, maxnreg = SPLITKV_STAGES[block_m]
     if has_small_steps(block_m, block_d, block_dv):
         maxnreg = 128
-    elif page_per_key:
+    elif page_per_key or table_key(block_d, block_dv) > 256:
         maxnreg = None
     # Of n stages n - 1 have a buffer. A row block of S takes less than one of Q.
     extra = 2 * block_m * table_key(block_d, block_dv) * itemsize + 4096
@@ -172,7 +172,7 @@ def combine_splits(block_m: int, block_dv: int) -> int:
 
 def most_splitkv_rows(block_d: int, block_dv: int) -> int:
     """The most rows of a tile. Above head dim 256 the sums of more do not fit into the registers."""
-    return 128 if table_key(block_d, block_dv) <= 256 else 64
+    return 128 if table_key(block_d, block_dv) <= 256 else 32
 
 
 def most_programs_per_sm(block_m: int) -> int:
@@ -199,6 +199,7 @@ FORWARD = Tables(
             tile(128, 64, 8, 2, tma=False),
             tile(64, 32, 4, 2),
         ],
+        512: [tile(64, 32, 8, 2), tile(64, 64, 8, 1), tile(32, 32, 8, 3, tma=False)],
     },
     plain={
         64: [
@@ -219,22 +220,32 @@ FORWARD = Tables(
             tile(128, 32, 8, 2, tma=False),
             tile(64, 32, 4, 2, tma=False),
         ],
+        512: [
+            tile(64, 32, 8, 2, tma=False),
+            tile(32, 32, 8, 3, tma=False),
+            tile(64, 16, 8, 2, tma=False),
+            tile(32, 32, 8, 2, tma=False),
+            tile(32, 16, 8, 2, tma=False),
+        ],
     },
     # No tensor core keeps float32's precision: small tiles, as the operands of the products sit in registers.
     float32={
         64: [tile(64, 32, 4, 2, tma=False)],
         128: [tile(32, 32, 4, 2, tma=False)],
         256: [tile(32, 16, 4, 1, tma=False)],
+        512: [tile(16, 16, 4, 1, tma=False)],
     },
     untimed_hopper={
         64: [tile(128, 64, 8, 3, tma=False), tile(64, 64, 4, 2)],
         128: [tile(64, 64, 4, 3), tile(64, 64, 4, 2), tile(64, 32, 4, 2)],
         256: [tile(128, 32, 8, 3), tile(64, 32, 4, 2)],
+        512: [tile(64, 32, 8, 2), tile(64, 16, 8, 2)],
     },
     untimed_plain={
         64: [tile(128, 64, 8, 3, tma=False), tile(64, 64, 4, 2, tma=False)],
         128: [tile(128, 64, 8, 3, tma=False), tile(128, 32, 8, 3, tma=False), tile(64, 32, 4, 2, tma=False)],
         256: [tile(128, 64, 8, 2, tma=False), tile(128, 32, 8, 2, tma=False), tile(64, 32, 4, 2, tma=False)],
+        512: [tile(64, 32, 8, 2, tma=False), tile(64, 16, 8, 2, tma=False), tile(32, 16, 8, 2, tma=False)],
     },
     resident="BLOCK_M",
     keeps="q",
@@ -253,6 +264,7 @@ BACKWARD_DQ = Tables(
             tile(64, 64, 4, 2),
         ],
         256: [tile(64, 32, 4, 3)],
+        512: [tile(64, 16, 8, 2), tile(64, 32, 8, 1), tile(32, 32, 8, 2, tma=False)],
     },
     plain={
         64: [
@@ -270,21 +282,30 @@ BACKWARD_DQ = Tables(
             tile(128, 32, 8, 2, tma=False),
             tile(32, 32, 4, 1, tma=False),
         ],
+        512: [
+            tile(32, 32, 8, 2, tma=False),
+            tile(32, 32, 8, 1, tma=False),
+            tile(32, 16, 8, 2, tma=False),
+            tile(32, 16, 8, 1, tma=False),
+        ],
     },
     float32={
         64: [tile(32, 32, 4, 2, tma=False)],
         128: [tile(32, 32, 8, 1, tma=False)],
         256: [tile(16, 16, 4, 1, tma=False)],
+        512: [tile(16, 16, 8, 1, tma=False)],
     },
     untimed_hopper={
         64: [tile(64, 64, 4, 3), tile(64, 64, 4, 2)],
         128: [tile(128, 64, 8, 3), tile(128, 64, 8, 2), tile(64, 64, 4, 2)],
         256: [tile(64, 32, 4, 3), tile(64, 32, 4, 2)],
+        512: [tile(32, 32, 8, 2, tma=False), tile(32, 16, 8, 2, tma=False)],
     },
     untimed_plain={
         64: [tile(128, 64, 8, 2, tma=False), tile(64, 32, 4, 2, tma=False)],
         128: [tile(128, 64, 8, 2, tma=False), tile(64, 32, 4, 2, tma=False)],
         256: [tile(64, 32, 8, 2, tma=False), tile(32, 32, 4, 1, tma=False)],
+        512: [tile(32, 32, 8, 2, tma=False), tile(32, 32, 8, 1, tma=False), tile(32, 16, 8, 1, tma=False)],
     },
     resident="BLOCK_M",
     keeps="q dout",
@@ -303,6 +324,7 @@ BACKWARD_DKV = Tables(
             tile(32, 64, 4, 3),
             tile(32, 128, 8, 2),
         ],
+        512: [tile(16, 64, 8, 2), tile(32, 64, 8, 1), tile(32, 32, 8, 2, tma=False)],
     },
     plain={
         64: [
@@ -320,30 +342,53 @@ BACKWARD_DKV = Tables(
             tile(32, 128, 8, 2, tma=False),
             tile(32, 32, 4, 1, tma=False),
         ],
+        512: [
+            tile(32, 32, 8, 2, tma=False),
+            tile(32, 32, 8, 1, tma=False),
+            tile(16, 32, 8, 2, tma=False),
+            tile(16, 32, 8, 1, tma=False),
+        ],
     },
     float32={
         64: [tile(32, 32, 8, 2, tma=False)],
         128: [tile(32, 32, 4, 1, tma=False)],
         256: [tile(16, 16, 4, 1, tma=False)],
+        512: [tile(16, 16, 8, 1, tma=False)],
     },
     untimed_hopper={
         64: [tile(32, 128, 8, 3), tile(32, 64, 4, 2)],
         128: [tile(32, 128, 8, 2), tile(32, 64, 4, 2)],
         256: [tile(32, 128, 8, 2), tile(32, 64, 4, 2)],
+        512: [tile(32, 32, 8, 2, tma=False), tile(16, 32, 8, 2, tma=False)],
     },
     untimed_plain={
         64: [tile(32, 128, 8, 2, tma=False), tile(32, 64, 4, 2, tma=False)],
         128: [tile(32, 64, 8, 2, tma=False), tile(32, 32, 4, 1, tma=False)],
         256: [tile(32, 64, 8, 2, tma=False), tile(32, 32, 4, 1, tma=False)],
+        512: [tile(32, 32, 8, 2, tma=False), tile(32, 32, 8, 1, tma=False), tile(16, 32, 8, 1, tma=False)],
     },
     resident="BLOCK_N",
     keeps="k v",
+)
+
+# dV alone above head dim 256, without V.
+BACKWARD_DV = Tables(
+    hopper={512: [tile(32, 64, 8, 2), tile(16, 64, 8, 2), tile(32, 32, 8, 2, tma=False)]},
+    plain={
+        512: [tile(32, 32, 8, 2, tma=False), tile(32, 32, 8, 1, tma=False), tile(16, 32, 8, 2, tma=False)],
+    },
+    float32={512: [tile(16, 16, 8, 1, tma=False)]},
+    untimed_hopper={512: [tile(16, 64, 8, 2), tile(32, 32, 8, 2, tma=False)]},
+    untimed_plain={512: [tile(32, 32, 8, 2, tma=False), tile(32, 32, 8, 1, tma=False)]},
+    resident="BLOCK_N",
+    keeps="k",
 )
 
 _BIAS: ByHeadDim = {
     64: [tile(128, 64, 8, 3, tma=False), tile(128, 64, 8, 2, tma=False), tile(64, 64, 4, 1, tma=False)],
     128: [tile(128, 64, 8, 2, tma=False), tile(64, 64, 4, 2, tma=False), tile(64, 32, 4, 1, tma=False)],
     256: [tile(64, 32, 4, 2, tma=False), tile(32, 32, 4, 1, tma=False)],
+    512: [tile(64, 32, 8, 1, tma=False), tile(32, 16, 4, 1, tma=False), tile(16, 16, 4, 1, tma=False)],
 }
 
 # The gradient of attn_bias. Its calls are never timed.
@@ -354,6 +399,7 @@ BACKWARD_BIAS = StreamingTables(
         64: [tile(32, 32, 4, 2, tma=False)],
         128: [tile(32, 32, 4, 1, tma=False)],
         256: [tile(16, 16, 4, 1, tma=False)],
+        512: [tile(16, 16, 8, 1, tma=False)],
     },
     untimed_hopper=_BIAS,
     untimed_plain=_BIAS,

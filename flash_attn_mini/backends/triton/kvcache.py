@@ -300,7 +300,7 @@ def head_dim_blocks(call: CacheCall) -> tuple[int, int]:
 
 
 def tile_rows(call: CacheCall) -> int:
-    """Rows of a tile: queries times the heads of a group, rounded up to a power of two from 16 to 128 or 64."""
+    """Rows of a tile: queries times the heads of a group, rounded up to a power of two from 16 to 128 or 32."""
     rows = call.q.shape[1] * (call.q.shape[2] // call.k.shape[2])
     return min(max(16, 1 << (rows - 1).bit_length()), most_splitkv_rows(*head_dim_blocks(call)))
 

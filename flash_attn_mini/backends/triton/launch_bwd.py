@@ -21,7 +21,7 @@ from ...schemas import EQUAL_LENGTHS
 from ...tracing import enabled as tracing_enabled
 from . import recording
 from .call import Call, as_batch
-from .configs import BACKWARD_DKV, BACKWARD_DQ
+from .configs import BACKWARD_DKV, BACKWARD_DQ, BACKWARD_DV, table_key
 from .flash_bwd_dkv_kernel import flash_bwd_dkv_kernel
 from .flash_bwd_dq_kernel import flash_bwd_dq_kernel
 from .interpreter import INTERPRETED
@@ -49,6 +49,7 @@ MAX_SHARED_BLOCK_D = 128  # beyond it the sums of dK and dV do not fit into the 
 
 DQ_TUNER = Tuner(flash_bwd_dq_kernel, BACKWARD_DQ)
 DKV_TUNER = Tuner(flash_bwd_dkv_kernel, BACKWARD_DKV)
+DV_TUNER = Tuner(flash_bwd_dkv_kernel, BACKWARD_DV)
 RECORDINGS = Recordings()  # by the arguments of the op, and ``into``
 
 
@@ -236,7 +237,7 @@ def run(call: BackwardCall, recorder: Recorder | None = None) -> None:
         for want_dk, want_dv in dkv_launches(call):
             launch = partial(launch_dkv, call, want_dk=want_dk, want_dv=want_dv)
             call.recorder = None  # the choice may launch, too
-            config = choose(DKV_TUNER, call, launch, reached, "dk" * want_dk + "dv" * want_dv)
+            config = choose(dkv_tuner(call, want_dk), call, launch, reached, "dk" * want_dk + "dv" * want_dv)
             if is_traced:
                 trace_launch("flash_bwd_dkv_kernel", call, config, dkv_grid(call, config), dk=want_dk, dv=want_dv)
             call.recorder = recorder
@@ -249,6 +250,12 @@ def dkv_launches(call: BackwardCall) -> list[tuple[bool, bool]]:
     if all(wanted) and head_dim_block(max(call.q.shape[3], call.v.shape[3])) > MAX_SHARED_BLOCK_D:
         return [(True, False), (False, True)]
     return [wanted] if any(wanted) else []
+
+
+def dkv_tuner(call: BackwardCall, want_dk: bool) -> Tuner:
+    """The tuner of a launch of the second kernel, which computes dV, dK or both."""
+    blocks = head_dim_block(call.q.shape[3]), head_dim_block(call.v.shape[3])
+    return DKV_TUNER if want_dk or table_key(*blocks) not in BACKWARD_DV.plain else DV_TUNER
 
 
 def launch_dq(call: BackwardCall, config: triton.Config) -> None:
