@@ -100,10 +100,10 @@ def flash_attn_with_kvcache(
     Numbers and flags are accepted as in `flash_attn_func`. torch.autocast casts nothing here.
 
     Returns:
-        out, ``[batch, seqlen_q, nheads, headdim_v]`` in the dtype of q; or with ``return_softmax_lse`` also softmax_lse, the natural logarithm of each
-        row's sum of exponentials, float32 (float64 for float64 inputs) ``[batch, nheads, seqlen_q]``. A query without a
-        key has out 0 and softmax_lse -inf. There is no gradient: q, k and v may require one, and the backward then
-        raises NotImplementedError.
+        out, ``[batch, seqlen_q, nheads, headdim_v]`` in the dtype of q; or with ``return_softmax_lse`` also
+        softmax_lse, the natural logarithm of each row's sum of exponentials, float32 (float64 for float64 inputs)
+        ``[batch, nheads, seqlen_q]``. A query without a key has out 0 and softmax_lse -inf. There is no gradient: q, k
+        and v may require one, and the backward then raises NotImplementedError.
 
     Raises:
         TypeError: For an argument of a wrong type or dtype.

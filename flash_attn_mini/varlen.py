@@ -70,8 +70,8 @@ def flash_attn_varlen_func(
 
     Returns:
         out, ``[total_q, nheads, headdim_v]``; or with ``return_attn_probs`` also softmax_lse ``[nheads, total_q]`` and
-        S_dmask ``[batch, nheads, max_seqlen_q, max_seqlen_k]``, both lengths rounded up to a multiple of 128. With ``return_max_logits``
-        the last result is max_logits ``[nheads]``, of all sequences together.
+        S_dmask ``[batch, nheads, max_seqlen_q, max_seqlen_k]``, both lengths rounded up to a multiple of 128. With
+        ``return_max_logits`` the last result is max_logits ``[nheads]``, of all sequences together.
 
     Example:
         >>> import torch
