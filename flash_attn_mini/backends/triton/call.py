@@ -14,6 +14,7 @@ import torch
 from ...options import Options, Sequences
 from .attn_bias import bias_of_call
 from .key_ranges import num_ranges, range_arguments, readable
+from .operands import head_dim_block
 from .recording import Recorder
 from .score_mod import modifies_scores, qk_scale, score_features, score_mod_of
 
@@ -26,7 +27,7 @@ class Call:
 
     q: torch.Tensor  # [batch, seqlen_q, nheads, headdim]
     k: torch.Tensor  # [batch, seqlen_k, nheads_k, headdim]; paged: [num_pages, page_size, nheads_k, headdim]
-    v: torch.Tensor  # like k
+    v: torch.Tensor  # like k, with its own head dim
     sequences: Sequences | None
     options: Options
     rng_state: torch.Tensor | None  # int64 [2], with dropout: seed and offset
@@ -57,6 +58,16 @@ class Call:
         """The tensors of the arguments: q, k, v, sequences, options, rng_state."""
         arguments = (self.q, self.k, self.v, *(self.sequences or ()), *self.options, self.rng_state)
         return [x for x in arguments if isinstance(x, torch.Tensor)]
+
+    def head_dim_arguments(self) -> dict[str, int]:
+        """The arguments of the kernels for the head dims of q and k, and of v."""
+        head_dim, head_dim_v = self.q.shape[3], self.v.shape[3]
+        return {
+            "HEAD_DIM": head_dim,
+            "BLOCK_D": head_dim_block(head_dim),
+            "HEAD_DIM_V": head_dim_v,
+            "BLOCK_DV": head_dim_block(head_dim_v),
+        }
 
     @property
     def has_no_sequence(self) -> bool:

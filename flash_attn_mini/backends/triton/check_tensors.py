@@ -81,6 +81,13 @@ def check_same_shape(name: str, x: Tensor, like_name: str, like: Tensor) -> None
         raise ValueError(f"{name} has shape {shape_of(x)}; allowed: the shape of {like_name}, {shape_of(like)}")
 
 
+def check_shape_of_out(name: str, x: Tensor, q: Tensor, v: Tensor) -> None:
+    """Raise ValueError unless x, which is out or its gradient, has the shape of q with the head dim of v."""
+    shape = [*q.shape[:-1], v.shape[-1]]
+    if shape_of(x) != shape:
+        raise ValueError(f"{name} has shape {shape_of(x)}; allowed: the shape of q with the headdim of v, {shape}")
+
+
 def check_at_most(name: str, x: Tensor, dim: int, most: int, dim_name: str) -> None:
     """Raise ValueError if a dimension of x is larger than `most`."""
     if x.shape[dim] > most:
@@ -138,10 +145,9 @@ def check_page(page: int, bidb: int, column: int, num_pages: int) -> None:
         raise ValueError(f"block_table has page {page} at [{bidb}, {column}]; allowed: {pages}")
 
 
-def check_written(name: str, x: Tensor, like_name: str, like: Tensor, q: Tensor) -> None:
-    """A tensor that a kernel writes."""
+def check_written(name: str, x: Tensor, q: Tensor) -> None:
+    """A tensor that a kernel writes, of a checked shape."""
     check_same_kind(name, x, q)
-    check_same_shape(name, x, like_name, like)
     check_last_dim_contiguous(name, x)
     if x.numel() > 0 and any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True)):
         raise ValueError(

@@ -31,6 +31,7 @@ from .check_tensors import (
     check_same_kind,
     check_same_shape,
     check_same_size,
+    check_shape_of_out,
     check_written,
     checks_values,
     dtype_of,
@@ -39,7 +40,7 @@ from .check_tensors import (
     shares_memory,
 )
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 
 
 def check_forward(
@@ -70,7 +71,7 @@ def check_backward(
     _check_inputs(q, k, v, sequences, backend)
     for name, x in (("dout", dout), ("out", out)):
         check_same_kind(name, x, q)
-        check_same_shape(name, x, "q", q)
+        check_shape_of_out(name, x, q, v)
     _check_lse("softmax_lse", softmax_lse, q, sequences)
     if dsoftmax_lse is not None:
         _check_lse("dsoftmax_lse", dsoftmax_lse, q, sequences)
@@ -78,7 +79,8 @@ def check_backward(
     for name, given, (like_name, like) in zip(("dq", "dk", "dv"), into, read, strict=False):
         if given is None:
             continue
-        check_written(name, given, like_name, like, q)
+        check_same_shape(name, given, like_name, like)
+        check_written(name, given, q)
         for other_name, other in read:
             if shares_memory(given, other):
                 raise ValueError(f"{name} shares memory with {other_name}; allowed: memory of its own")
@@ -109,7 +111,7 @@ def check_attn_bias_backward(
             f"attn_bias has dtype {dtype_of(options.attn_bias)}; allowed where its gradient is wanted: a floating dtype"
         )
     check_same_kind("dout", dout, q)
-    check_same_shape("dout", dout, "q", q)
+    check_shape_of_out("dout", dout, q, v)
     batch, rows, nheads, _ = q.shape
     padded = (rows + ROWS_MULTIPLE - 1) // ROWS_MULTIPLE * ROWS_MULTIPLE
     for name, x, size in (("softmax_lse", softmax_lse, rows), ("softmax_d", softmax_d, padded)):
@@ -182,12 +184,12 @@ def _check_varlen_shapes(q: Tensor, k: Tensor, v: Tensor, *, is_paged: bool) -> 
 
 def check_heads(q: Tensor, k_name: str, k: Tensor, v_name: str, v: Tensor) -> None:
     """Raise ValueError unless heads and head dims of q, k and v fit."""
-    nheads, headdim = q.shape[-2:]
-    nheads_k = k.shape[-2]
-    if not 1 <= headdim <= MAX_HEAD_DIM:
-        raise ValueError(f"q has headdim {headdim} (shape {shape_of(q)}); allowed: 1 to {MAX_HEAD_DIM}")
+    nheads, nheads_k = q.shape[-2], k.shape[-2]
+    for name, x in (("q", q), (v_name, v)):
+        headdim = x.shape[-1]
+        if not 1 <= headdim <= MAX_HEAD_DIM:
+            raise ValueError(f"{name} has headdim {headdim} (shape {shape_of(x)}); allowed: 1 to {MAX_HEAD_DIM}")
     check_same_size(k_name, k, "q", q, -1, "headdim")
-    check_same_size(v_name, v, "q", q, -1, "headdim")
     if v.shape[-2] != nheads_k:
         raise ValueError(
             f"{v_name} has {v.shape[-2]} heads (shape {shape_of(v)}); allowed: the heads of {k_name}, {nheads_k}"

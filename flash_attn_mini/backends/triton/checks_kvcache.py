@@ -39,7 +39,7 @@ def check_kvcache(
     check_dtype("q", q, backend)
     batch = _check_cache_shapes(q, k_cache, v_cache, cache)
     _check_rows(q, k_cache, cache, batch)
-    _check_new_keys(q, k_cache, cache)
+    _check_new_keys(q, k_cache, v_cache, cache)
     _check_lengths(q, k_cache, cache, batch)
     _check_rotary(q, k_cache, cache, options)
     _check_splits(cache)
@@ -147,19 +147,19 @@ def _check_rows(q: Tensor, k_cache: Tensor, cache: KvCache, batch: int) -> None:
         )
 
 
-def _check_new_keys(q: Tensor, k_cache: Tensor, cache: KvCache) -> None:
+def _check_new_keys(q: Tensor, k_cache: Tensor, v_cache: Tensor, cache: KvCache) -> None:
     k, v = cache.k, cache.v
     if (k is None) != (v is None):
         missing, present = ("k", "v") if k is None else ("v", "k")
         raise ValueError(f"{missing} is None and {present} is given; allowed: both or neither")
     if k is None or v is None:
         return
-    for name, x in (("k", k), ("v", v)):
+    for name, x, cache_name, like in (("k", k, "k_cache", k_cache), ("v", v, "v_cache", v_cache)):
         check_same_kind(name, x, q)
         check_rank(name, x, 4, "[batch, seqlen_new, nheads_k, headdim]")
         check_same_size(name, x, "q", q, 0, "batch")
-        check_same_size(name, x, "k_cache", k_cache, 2, "heads")
-        check_same_size(name, x, "k_cache", k_cache, 3, "headdim")
+        check_same_size(name, x, cache_name, like, 2, "heads")
+        check_same_size(name, x, cache_name, like, 3, "headdim")
         check_last_dim_contiguous(name, x)
     check_same_size("v", v, "k", k, 1, "seqlen_new")
 
@@ -252,7 +252,7 @@ def _check_memory(q: Tensor, k_cache: Tensor, v_cache: Tensor, cache: KvCache, o
         "alibi_slopes": options.alibi_slopes,
     }
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
-        check_written(name, x, "k_cache", k_cache, q)
+        check_written(name, x, q)
         for other_name, other in read.items():
             if other is not None and overlap(x, other):
                 raise ValueError(f"{name} shares memory with {other_name}; allowed: memory of its own")
@@ -268,22 +268,24 @@ def _caches_overlap(k_cache: Tensor, v_cache: Tensor) -> bool:
     if k_cache.stride() != v_cache.stride():
         return distance == 0
     itemsize = k_cache.element_size()
-    dims = [(size, stride * itemsize) for size, stride in zip(k_cache.shape, k_cache.stride(), strict=True)]
-    return _is_reached(sorted(dims, key=lambda dim: -dim[1]), distance)
+    dims = zip(k_cache.shape, v_cache.shape, k_cache.stride(), strict=True)
+    in_bytes = [(size_k, size_v, stride * itemsize) for size_k, size_v, stride in dims]
+    return _is_reached(sorted(in_bytes, key=lambda dim: -dim[2]), distance)
 
 
-def _is_reached(size_and_stride: list[tuple[int, int]], distance: int) -> bool:
-    """True if a sum over dims of i * stride is ``distance`` for some \\|i\\| < size.
+def _is_reached(dims: list[tuple[int, int, int]], distance: int) -> bool:
+    """True if a sum over dims (size_k, size_v, stride) of i * stride is ``distance`` for some -size_v < i < size_k.
 
     Exact if every stride is at least the extent of the dims after it, as in views of one contiguous tensor.
     """
-    if not size_and_stride:
+    if not dims:
         return distance == 0
-    (size, stride), *rest = size_and_stride
+    (size_k, size_v, stride), *rest = dims
     if stride == 0:
         return _is_reached(rest, distance)
     nearest = distance // stride if distance >= 0 else -(-distance // stride)
-    return any(_is_reached(rest, distance - i * stride) for i in range(nearest - 1, nearest + 2) if abs(i) < size)
+    near = range(nearest - 1, nearest + 2)
+    return any(_is_reached(rest, distance - i * stride) for i in near if -size_v < i < size_k)
 
 
 # ---- values in tensors of the KV cache ------------------------------------------------------------------------------

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import triton
 
-# By head dim, rounded up to a power of two. The first of a list is used where nothing is timed.
+# By the larger of the head dims of q and v, rounded up to a power of two. The first of a list is used where nothing is
+# timed.
 ByHeadDim = dict[int, list[triton.Config]]
 
 
@@ -20,6 +21,11 @@ def tile(
     """One configuration; ``maxnreg`` caps the registers of a thread so that more blocks fit on a multiprocessor."""
     kwargs = {"BLOCK_M": block_m, "BLOCK_N": block_n, "USE_TMA": tma}
     return triton.Config(kwargs, num_warps=num_warps, num_stages=num_stages, maxnreg=maxnreg)
+
+
+def table_key(block_d: int, block_dv: int) -> int:
+    """The key of the tables."""
+    return max(block_d, block_dv, 64)
 
 
 def bytes_of_pairs(config: triton.Config, pair_bytes: int) -> int:
@@ -37,7 +43,7 @@ class Tables:
     untimed_hopper: ByHeadDim  # for windows, score modifiers and dropout, which need registers
     untimed_plain: ByHeadDim  # the same without TMA, and sequences of variable length
     resident: str  # the rows that a program keeps: BLOCK_M or BLOCK_N; it loops over the others
-    resident_tiles: int  # number of tensors that it keeps; it loops over two
+    keeps: str  # the tensors that it keeps: "q", "q dout" or "k v"; it loops over two, one of each head dim
 
     def every_config(self) -> list[triton.Config]:
         """The configurations that are timed."""
@@ -46,6 +52,7 @@ class Tables:
     def candidates(
         self,
         block_d: int,
+        block_dv: int,
         itemsize: int,
         tma_reaches: bool,
         shared_memory_limit: int,
@@ -60,74 +67,89 @@ class Tables:
         hopper, plain = (self.hopper, self.plain) if timed else (self.untimed_hopper, self.untimed_plain)
         tables = [self.float32] if itemsize == 4 else [hopper, plain] if tma_reaches else [plain]
         for table in tables:  # a GPU with TMA may have less shared memory than Hopper
-            configs = table[min(max(block_d, 64), 256)]
+            configs = table[table_key(block_d, block_dv)]
             fitting = [
-                c for c in configs if self.shared_memory(c, block_d, itemsize, pair_bytes) <= shared_memory_limit
+                c
+                for c in configs
+                if self.shared_memory(c, block_d, block_dv, itemsize, pair_bytes) <= shared_memory_limit
             ]
             if fitting:
                 return fitting
-        return [min(configs, key=lambda c: self.shared_memory(c, block_d, itemsize, pair_bytes))]
+        return [min(configs, key=lambda c: self.shared_memory(c, block_d, block_dv, itemsize, pair_bytes))]
 
-    def shared_memory(self, config: triton.Config, block_d: int, itemsize: int, pair_bytes: int = 0) -> int:
+    def shared_memory(
+        self, config: triton.Config, block_d: int, block_dv: int, itemsize: int, pair_bytes: int = 0
+    ) -> int:
         """Bytes of the resident tiles and of all stages of the others, and 2 KiB for the compiler.
 
         pair_bytes: of each pair of a row and a key, which a call with attn_bias loads in the same stages.
         """
         streamed = "BLOCK_N" if self.resident == "BLOCK_M" else "BLOCK_M"
-        rows = self.resident_tiles * config.kwargs[self.resident] + 2 * config.num_stages * config.kwargs[streamed]
-        return int(rows * block_d * itemsize + bytes_of_pairs(config, pair_bytes)) + 2048
+        kept = sum(block_d if name in "qk" else block_dv for name in self.keeps.split())
+        elements = kept * config.kwargs[self.resident]
+        elements += config.num_stages * config.kwargs[streamed] * (block_d + block_dv)
+        return int(elements * itemsize + bytes_of_pairs(config, pair_bytes)) + 2048
 
 
 @dataclass(frozen=True)
 class StreamingTables(Tables):
     """The configurations of a kernel that keeps no tile of an operand: it loops over pairs of a sequence and a head."""
 
-    def shared_memory(self, config: triton.Config, block_d: int, itemsize: int, pair_bytes: int = 0) -> int:
+    def shared_memory(
+        self, config: triton.Config, block_d: int, block_dv: int, itemsize: int, pair_bytes: int = 0
+    ) -> int:
         """Bytes of all stages of Q, dO, K, V and the bias, and 2 KiB for the compiler."""
-        rows = 2 * config.num_stages * (config.kwargs["BLOCK_M"] + config.kwargs["BLOCK_N"])
-        return int(rows * block_d * itemsize + bytes_of_pairs(config, pair_bytes)) + 2048
+        rows = config.num_stages * (config.kwargs["BLOCK_M"] + config.kwargs["BLOCK_N"])
+        return int(rows * (block_d + block_dv) * itemsize + bytes_of_pairs(config, pair_bytes)) + 2048
 
 
 # Split-KV, by head dim: keys of a step. K and V of a step are 32 KB.
-SPLITKV_STEP = {64: 128, 128: 64, 256: 32}
+SPLITKV_STEP = {64: 128, 128: 64, 256: 32, 512: 32}
 # By rows of a tile: stages, and the most registers of a thread; three CTAs fit into an SM with up to 16 rows.
 SPLITKV_STAGES = {16: (3, 168), 32: (4, None), 64: (3, None), 128: (3, None)}
 COMBINE_ELEMENTS = 4096  # float32 elements of partial results that the combine kernel reads at once
 
 
-def has_small_steps(block_m: int, block_d: int) -> bool:
+def has_small_steps(block_m: int, block_d: int, block_dv: int) -> bool:
     """True for up to 16 rows at head dim 128: 32 keys a step and at most 128 registers. Four CTAs fit into an SM.
 
     On an H200, 64 x 4k keys take 251 us, and 259 us with three CTAs; in pages of 64 keys 251 and 264 us.
     """
-    return block_m == 16 and block_d == 128
+    return block_m == 16 and table_key(block_d, block_dv) == 128
 
 
-def splitkv_step(block_m: int, block_d: int, *, aligned: bool) -> int:
+def splitkv_step(block_m: int, block_d: int, block_dv: int, *, aligned: bool) -> int:
     """Keys of a step. Keys that are not aligned to 16 bytes have no asynchronous loads, and large steps would spill."""
-    if has_small_steps(block_m, block_d) or not aligned:
+    if has_small_steps(block_m, block_d, block_dv) or not aligned:
         return 32
-    return SPLITKV_STEP[min(max(block_d, 64), 256)]
+    return SPLITKV_STEP[table_key(block_d, block_dv)]
 
 
 def splitkv_configs(
-    block_m: int, block_d: int, itemsize: int, shared_memory_limit: int, *, page_per_key: bool, aligned: bool
+    block_m: int,
+    block_d: int,
+    block_dv: int,
+    itemsize: int,
+    shared_memory_limit: int,
+    *,
+    page_per_key: bool,
+    aligned: bool,
 ) -> list[triton.Config]:
     """The configurations of the split-KV kernel for a tile of ``block_m`` rows, the most likely first.
 
     page_per_key: each key's page is looked up in the step that loads the key. The compiler gives half of the stages to
     the lookups.
     """
-    block_n = splitkv_step(block_m, block_d, aligned=aligned)
-    num_warps = 8 if block_m == 128 else 4
+    block_n = splitkv_step(block_m, block_d, block_dv, aligned=aligned)
+    num_warps = 8 if block_m == 128 or table_key(block_d, block_dv) > 256 else 4
     wanted, maxnreg = SPLITKV_STAGES[block_m]
-    if has_small_steps(block_m, block_d):
+    if has_small_steps(block_m, block_d, block_dv):
         maxnreg = 128
     elif page_per_key:
         maxnreg = None
     # Of n stages n - 1 have a buffer. A row block of S takes less than one of Q.
-    extra = 2 * block_m * block_d * itemsize + 4096
-    most = 1 + (shared_memory_limit - extra) // (2 * block_n * block_d * itemsize)
+    extra = 2 * block_m * table_key(block_d, block_dv) * itemsize + 4096
+    most = 1 + (shared_memory_limit - extra) // (block_n * (block_d + block_dv) * itemsize)
     stages = max(1, min(wanted, most))
     if itemsize == 4 or not aligned:
         maxnreg = None
@@ -138,14 +160,19 @@ def splitkv_configs(
     ]
 
 
-def combine_splits(block_m: int, block_d: int) -> int:
+def combine_splits(block_m: int, block_dv: int) -> int:
     """Splits that the combine kernel reads at once.
 
     On an H200, 8 x 16k keys of one key/value head are 33 splits a sequence: 26.9 us with 64 at once, 28.7 us with 32.
     """
-    if block_m == 32 and block_d == 128:
+    if block_m == 32 and block_dv == 128:
         return 64
-    return min(64, COMBINE_ELEMENTS // block_d)
+    return min(64, COMBINE_ELEMENTS // block_dv)
+
+
+def most_splitkv_rows(block_d: int, block_dv: int) -> int:
+    """The most rows of a tile. Above head dim 256 the sums of more do not fit into the registers."""
+    return 128 if table_key(block_d, block_dv) <= 256 else 64
 
 
 def most_programs_per_sm(block_m: int) -> int:
@@ -210,7 +237,7 @@ FORWARD = Tables(
         256: [tile(128, 64, 8, 2, tma=False), tile(128, 32, 8, 2, tma=False), tile(64, 32, 4, 2, tma=False)],
     },
     resident="BLOCK_M",
-    resident_tiles=1,  # Q
+    keeps="q",
 )
 
 # BLOCK_M divides options.ROWS_MULTIPLE in both backward tables.
@@ -260,7 +287,7 @@ BACKWARD_DQ = Tables(
         256: [tile(64, 32, 8, 2, tma=False), tile(32, 32, 4, 1, tma=False)],
     },
     resident="BLOCK_M",
-    resident_tiles=2,  # Q and dO
+    keeps="q dout",
 )
 
 BACKWARD_DKV = Tables(
@@ -310,7 +337,7 @@ BACKWARD_DKV = Tables(
         256: [tile(32, 64, 8, 2, tma=False), tile(32, 32, 4, 1, tma=False)],
     },
     resident="BLOCK_N",
-    resident_tiles=2,  # K and V
+    keeps="k v",
 )
 
 _BIAS: ByHeadDim = {
@@ -331,5 +358,5 @@ BACKWARD_BIAS = StreamingTables(
     untimed_hopper=_BIAS,
     untimed_plain=_BIAS,
     resident="BLOCK_M",
-    resident_tiles=0,
+    keeps="",
 )

@@ -44,6 +44,8 @@ def ds_of_tile(
     ranges,  # as in load_ranges, or None
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
     CAUSAL: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -55,8 +57,8 @@ def ds_of_tile(
     head_k = head // heads_per_kv
     q_tile = load_rows(q, batch, head, start_m, seqlen_q, None, HEAD_DIM, BLOCK_D, BLOCK_M, True, False)
     k_tile = load_rows(k, batch, head_k, start_n, seqlen_k, None, HEAD_DIM, BLOCK_D, BLOCK_N, True, False)
-    do_tile = load_rows(dout, batch, head, start_m, seqlen_q, None, HEAD_DIM, BLOCK_D, BLOCK_M, True, False)
-    v_tile = load_rows(v, batch, head_k, start_n, seqlen_k, None, HEAD_DIM, BLOCK_D, BLOCK_N, True, False)
+    do_tile = load_rows(dout, batch, head, start_m, seqlen_q, None, HEAD_DIM_V, BLOCK_DV, BLOCK_M, True, False)
+    v_tile = load_rows(v, batch, head_k, start_n, seqlen_k, None, HEAD_DIM_V, BLOCK_DV, BLOCK_N, True, False)
     scores = tl.dot(q_tile, k_tile.T, input_precision="ieee")
     dp = tl.dot(do_tile, v_tile.T, input_precision="ieee")
 
@@ -104,8 +106,8 @@ NOT_SPECIALIZED = [
 def flash_bwd_bias_kernel(
     q,  # [batch, seqlen_q, nheads, headdim]: a tuple, see tiles.py
     k,  # [batch, seqlen_k, nheads_k, headdim], like q
-    v,  # [batch, seqlen_k, nheads_k, headdim], like q
-    dout,  # [batch, seqlen_q, nheads, headdim], like q
+    v,  # [batch, seqlen_k, nheads_k, headdim of v], like q
+    dout,  # [batch, seqlen_q, nheads, headdim of v], like q
     dbias,  # [parts, bias_batch, bias_heads, SUM_ROWS ? 1 : seqlen_q, seqlen_k], contiguous
     lse,  # [batch, nheads, seqlen_q] float32, contiguous
     delta,  # [batch, nheads, padded_q] float32, contiguous
@@ -121,6 +123,8 @@ def flash_bwd_bias_kernel(
     parts,  # the pairs of a sequence and a head that share a bias are divided into
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,  # HEAD_DIM rounded up to a power of two
+    HEAD_DIM_V: tl.constexpr,  # of v and dout
+    BLOCK_DV: tl.constexpr,
     CAUSAL: tl.constexpr,
     SUM_ROWS: tl.constexpr,  # all rows share the bias
     USE_TMA: tl.constexpr,  # False
@@ -190,7 +194,7 @@ def flash_bwd_bias_kernel(
             q, k, v, dout, attn_bias, lse, delta, padded_q,
             bias_sequence + pair // shared_heads, bias_head + pair % shared_heads, nheads, heads_per_kv,
             start_m, start_n, seqlen_q, seqlen_k, qk_scale, window_left, window_right, score_mod, dropout, ranges,
-            HEAD_DIM, BLOCK_D, CAUSAL, BLOCK_M, BLOCK_N, NUM_RANGES,
+            HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV, CAUSAL, BLOCK_M, BLOCK_N, NUM_RANGES,
         )  # fmt: skip
         if SUM_ROWS:
             acc += tl.sum(ds, 0)

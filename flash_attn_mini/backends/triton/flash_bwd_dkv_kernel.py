@@ -42,9 +42,9 @@ def load_stat(
 @triton.jit
 def accumulate_dkv(
     dk_acc,  # (BLOCK_N, BLOCK_D) float32: dK so far, before the scale
-    dv_acc,  # (BLOCK_N, BLOCK_D) float32: dV so far
+    dv_acc,  # (BLOCK_N, BLOCK_DV) float32: dV so far
     k_tile,  # (BLOCK_N, BLOCK_D)
-    v_tile,  # (BLOCK_N, BLOCK_D)
+    v_tile,  # (BLOCK_N, BLOCK_DV)
     row_stats,
     q,
     dout,
@@ -67,6 +67,8 @@ def accumulate_dkv(
     dropout,  # (stream, threshold, start_n, keep_scale), or None
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
@@ -95,7 +97,7 @@ def accumulate_dkv(
             q, batch, head, m, seqlen_q, begin_row, HEAD_DIM, BLOCK_D, BLOCK_M, not EVEN_M, USE_TMA, sees
         )  # fmt: skip
         do_tile = load_rows(
-            dout, batch, head, m, seqlen_q, begin_row, HEAD_DIM, BLOCK_D, BLOCK_M, not EVEN_M, USE_TMA, sees
+            dout, batch, head, m, seqlen_q, begin_row, HEAD_DIM_V, BLOCK_DV, BLOCK_M, not EVEN_M, USE_TMA, sees
         )  # fmt: skip
         if bias is None:
             lse_log2 = load_stat(row_stats, 1, batch_head, padded_begin + m, num_heads, padded_q, BLOCK_M, USE_TMA)
@@ -149,10 +151,10 @@ NOT_SPECIALIZED = [
 def flash_bwd_dkv_kernel(
     q,  # [batch, seqlen_q, nheads, headdim]: a tuple or a descriptor, see tiles.py
     k,  # [batch, seqlen_k, nheads_k, headdim], like q
-    v,  # [batch, seqlen_k, nheads_k, headdim], like q
-    dout,  # [batch, seqlen_q, nheads, headdim], like q
+    v,  # [batch, seqlen_k, nheads_k, headdim of v], like q
+    dout,  # [batch, seqlen_q, nheads, headdim of v], like q
     dk,  # [batch, seqlen_k, nheads_k, headdim]: a tuple; None: dK is not wanted
-    dv,  # [batch, seqlen_k, nheads_k, headdim]: a tuple; None: dV is not wanted
+    dv,  # [batch, seqlen_k, nheads_k, headdim of v]: a tuple; None: dV is not wanted
     row_stats,  # [2, batch * nheads, padded_q] float32, written by flash_bwd_dq_kernel: see load_stat
     softmax_scale,
     qk_scale,  # softmax_scale * log2(e); with score_mod see modified_logits
@@ -164,6 +166,8 @@ def flash_bwd_dkv_kernel(
     heads_per_group,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,  # HEAD_DIM rounded up to a power of two
+    HEAD_DIM_V: tl.constexpr,  # of v and dout
+    BLOCK_DV: tl.constexpr,
     CAUSAL: tl.constexpr,
     EVEN_M: tl.constexpr,  # seqlen_q is a multiple of BLOCK_M, or TMA reads zeros past the end
     KEYLESS_ROWS: tl.constexpr,  # some row may see no key
@@ -232,9 +236,9 @@ def flash_bwd_dkv_kernel(
     k_tile = load_rows(k, batch, head_k, start_n, seqlen_k, None, HEAD_DIM, BLOCK_D, BLOCK_N, True, USE_TMA)
     v_tile = k_tile
     if dk is not None:
-        v_tile = load_rows(v, batch, head_k, start_n, seqlen_k, None, HEAD_DIM, BLOCK_D, BLOCK_N, True, USE_TMA)
+        v_tile = load_rows(v, batch, head_k, start_n, seqlen_k, None, HEAD_DIM_V, BLOCK_DV, BLOCK_N, True, USE_TMA)
     dk_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    dv_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv_acc = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     num_heads = batch_heads * heads_per_kv
     position = start_n + tl.arange(0, BLOCK_N) - (seqlen_k - seqlen_q)
     for group_head in range(heads_per_kv):
@@ -257,14 +261,16 @@ def flash_bwd_dkv_kernel(
                 dk_acc, dv_acc = accumulate_dkv(
                     dk_acc, dv_acc, k_tile, v_tile, row_stats, q, dout, batch, head, stats_head, num_heads,
                     begin_row, first_row, last_row, m_begin, full_begin, seqlen_q, padded_q, padded_begin,
-                    qk_scale, score_mod, slope, position, dropout, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N,
+                    qk_scale, score_mod, slope, position, dropout,
+                    HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_M, BLOCK_N,
                     True, window_left is not None, SCORE_MOD, EVEN_M, dk is not None, dv is not None, USE_TMA,
                     bias=bias,
                 )  # fmt: skip
             dk_acc, dv_acc = accumulate_dkv(
                 dk_acc, dv_acc, k_tile, v_tile, row_stats, q, dout, batch, head, stats_head, num_heads,
                 full_begin_row, first_row, last_row, full_begin, full_end, seqlen_q, padded_q, padded_begin,
-                qk_scale, score_mod, slope, position, dropout, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N,
+                qk_scale, score_mod, slope, position, dropout,
+                HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_M, BLOCK_N,
                 False, False, SCORE_MOD, EVEN_M, dk is not None, dv is not None, USE_TMA,
                 bias=bias,
             )  # fmt: skip
@@ -272,7 +278,8 @@ def flash_bwd_dkv_kernel(
                 dk_acc, dv_acc = accumulate_dkv(
                     dk_acc, dv_acc, k_tile, v_tile, row_stats, q, dout, batch, head, stats_head, num_heads,
                     begin_row, first_row, last_row, full_end, m_end, seqlen_q, padded_q, padded_begin,
-                    qk_scale, score_mod, slope, position, dropout, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N,
+                    qk_scale, score_mod, slope, position, dropout,
+                    HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_M, BLOCK_N,
                     True, True, SCORE_MOD, EVEN_M, dk is not None, dv is not None, USE_TMA,
                     bias=bias,
                 )  # fmt: skip
@@ -288,21 +295,24 @@ def flash_bwd_dkv_kernel(
             dk_acc, dv_acc = accumulate_dkv(
                 dk_acc, dv_acc, k_tile, v_tile, row_stats, q, dout, batch, head, stats_head, num_heads,
                 None, first_row, last_row, begin_m, begin_full, seqlen_q, padded_q, padded_begin,
-                qk_scale, score_mod, slope, position, dropout, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N,
+                qk_scale, score_mod, slope, position, dropout,
+                HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_M, BLOCK_N,
                 True, False, SCORE_MOD, EVEN_M, dk is not None, dv is not None, USE_TMA,
                 keys, of_head, num_rows, NUM_RANGES, bias,
             )  # fmt: skip
             dk_acc, dv_acc = accumulate_dkv(
                 dk_acc, dv_acc, k_tile, v_tile, row_stats, q, dout, batch, head, stats_head, num_heads,
                 None, first_row, last_row, begin_full, end_full, seqlen_q, padded_q, padded_begin,
-                qk_scale, score_mod, slope, position, dropout, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N,
+                qk_scale, score_mod, slope, position, dropout,
+                HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_M, BLOCK_N,
                 False, False, SCORE_MOD, EVEN_M, dk is not None, dv is not None, USE_TMA,
                 keys, of_head, num_rows, NUM_RANGES, bias,
             )  # fmt: skip
             dk_acc, dv_acc = accumulate_dkv(
                 dk_acc, dv_acc, k_tile, v_tile, row_stats, q, dout, batch, head, stats_head, num_heads,
                 None, first_row, last_row, end_full, end_m, seqlen_q, padded_q, padded_begin,
-                qk_scale, score_mod, slope, position, dropout, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N,
+                qk_scale, score_mod, slope, position, dropout,
+                HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_M, BLOCK_N,
                 True, False, SCORE_MOD, EVEN_M, dk is not None, dv is not None, USE_TMA,
                 keys, of_head, num_rows, NUM_RANGES, bias,
             )  # fmt: skip
@@ -312,4 +322,4 @@ def flash_bwd_dkv_kernel(
     if dv is not None:
         if rng_state is not None:
             dv_acc = dv_acc * keep_scale
-        store_rows(dv, dv_acc, batch, head_k, start_n, seqlen_k, HEAD_DIM, BLOCK_D, BLOCK_N)
+        store_rows(dv, dv_acc, batch, head_k, start_n, seqlen_k, HEAD_DIM_V, BLOCK_DV, BLOCK_N)

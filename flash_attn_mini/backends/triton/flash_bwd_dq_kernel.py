@@ -22,7 +22,7 @@ from .visible import first_seeing_row, visible_keys
 def accumulate_dq(
     acc,  # (BLOCK_M, BLOCK_D) float32: dQ so far, before the scale
     q_tile,  # (BLOCK_M, BLOCK_D)
-    do_tile,  # (BLOCK_M, BLOCK_D)
+    do_tile,  # (BLOCK_M, BLOCK_DV)
     lse_log2,  # (BLOCK_M,) float32; with a bias natural
     delta,  # (BLOCK_M,) float32
     k,
@@ -41,6 +41,8 @@ def accumulate_dq(
     dropout,  # (stream, threshold, start_m, keep_scale), or None
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
@@ -53,7 +55,7 @@ def accumulate_dq(
     """Add the contributions of keys [n_begin, n_end), BLOCK_N at a time. MASKED: some row may not see all of them."""
     for n in tl.range(n_begin, n_end, BLOCK_N):
         k_tile = load_rows(k, batch, head_k, n, seqlen_k, None, HEAD_DIM, BLOCK_D, BLOCK_N, MASKED, USE_TMA)
-        v_tile = load_rows(v, batch, head_k, n, seqlen_k, None, HEAD_DIM, BLOCK_D, BLOCK_N, MASKED, USE_TMA)
+        v_tile = load_rows(v, batch, head_k, n, seqlen_k, None, HEAD_DIM_V, BLOCK_DV, BLOCK_N, MASKED, USE_TMA)
         scores = tl.dot(q_tile, k_tile.T, input_precision="ieee")
         dp = tl.dot(do_tile, v_tile.T, input_precision="ieee")
         if not SCORE_MOD:
@@ -94,9 +96,9 @@ NOT_SPECIALIZED = [
 def flash_bwd_dq_kernel(
     q,  # [batch, seqlen_q, nheads, headdim]: a tuple or a descriptor, see tiles.py
     k,  # [batch, seqlen_k, nheads_k, headdim], like q
-    v,  # [batch, seqlen_k, nheads_k, headdim], like q
-    dout,  # [batch, seqlen_q, nheads, headdim], like q
-    out,  # [batch, seqlen_q, nheads, headdim]: a tuple
+    v,  # [batch, seqlen_k, nheads_k, headdim of v], like q
+    dout,  # [batch, seqlen_q, nheads, headdim of v], like q
+    out,  # [batch, seqlen_q, nheads, headdim of v]: a tuple
     dq,  # [batch, seqlen_q, nheads, headdim]: a tuple; None: dQ is not wanted
     lse,  # [batch, nheads, seqlen_q] float32, contiguous
     dlse,  # like lse, or None: zeros
@@ -111,6 +113,8 @@ def flash_bwd_dq_kernel(
     heads_per_group,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,  # HEAD_DIM rounded up to a power of two
+    HEAD_DIM_V: tl.constexpr,  # of v, dout and out
+    BLOCK_DV: tl.constexpr,
     CAUSAL: tl.constexpr,
     EVEN_N: tl.constexpr,  # as in flash_fwd_kernel
     ROW_STATS_MULTIPLE: tl.constexpr,
@@ -196,8 +200,8 @@ def flash_bwd_dq_kernel(
         )  # fmt: skip
 
     # delta, and the lse as exp2 wants it. A row without keys or beyond the last has lse * log2(e) = inf: its P is 0.
-    do_tile = load_rows(dout, batch, head, start_m, seqlen_q, None, HEAD_DIM, BLOCK_D, BLOCK_M, True, USE_TMA)
-    o_tile = load_rows(out, batch, head, start_m, seqlen_q, None, HEAD_DIM, BLOCK_D, BLOCK_M, True, False)
+    do_tile = load_rows(dout, batch, head, start_m, seqlen_q, None, HEAD_DIM_V, BLOCK_DV, BLOCK_M, True, USE_TMA)
+    o_tile = load_rows(out, batch, head, start_m, seqlen_q, None, HEAD_DIM_V, BLOCK_DV, BLOCK_M, True, False)
     in_range = rows < seqlen_q
     row_offset = lse_offset + rows
     delta = tl.sum(do_tile.to(tl.float32) * o_tile.to(tl.float32), 1)
@@ -250,18 +254,20 @@ def flash_bwd_dq_kernel(
                 acc = accumulate_dq(
                     acc, q_tile, do_tile, lse_log2, delta, k, v, batch, head_k, first_key, last_key,
                     n_begin, full_begin, seqlen_k, qk_scale, score_mod, slope, position, dropout,
-                    HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, True, True, SCORE_MOD, USE_TMA, bias=bias,
+                    HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_M, BLOCK_N,
+                    True, True, SCORE_MOD, USE_TMA, bias=bias,
                 )  # fmt: skip
             acc = accumulate_dq(
                 acc, q_tile, do_tile, lse_log2, delta, k, v, batch, head_k, first_key, last_key,
                 full_begin, full_end, seqlen_k, qk_scale, score_mod, slope, position, dropout,
-                HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, False, False, SCORE_MOD, USE_TMA, bias=bias,
+                HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_M, BLOCK_N, False, False, SCORE_MOD, USE_TMA, bias=bias,
             )  # fmt: skip
             if CAUSAL or not EVEN_N:
                 acc = accumulate_dq(
                     acc, q_tile, do_tile, lse_log2, delta, k, v, batch, head_k, first_key, last_key,
                     full_end, n_end, seqlen_k, qk_scale, score_mod, slope, position, dropout,
-                    HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, True, window_left is not None, SCORE_MOD, USE_TMA, bias=bias,
+                    HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_M, BLOCK_N,
+                    True, window_left is not None, SCORE_MOD, USE_TMA, bias=bias,
                 )  # fmt: skip
         else:
             first_key = begin_0
@@ -275,17 +281,20 @@ def flash_bwd_dq_kernel(
                 acc = accumulate_dq(
                     acc, q_tile, do_tile, lse_log2, delta, k, v, batch, head_k, first_key, last_key,
                     n_begin, full_begin, seqlen_k, qk_scale, score_mod, slope, position, dropout,
-                    HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, True, True, SCORE_MOD, USE_TMA, second=second, bias=bias,
+                    HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_M, BLOCK_N,
+                    True, True, SCORE_MOD, USE_TMA, second=second, bias=bias,
                 )  # fmt: skip
                 acc = accumulate_dq(
                     acc, q_tile, do_tile, lse_log2, delta, k, v, batch, head_k, first_key, last_key,
                     full_begin, full_end, seqlen_k, qk_scale, score_mod, slope, position, dropout,
-                    HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, False, False, SCORE_MOD, USE_TMA, bias=bias,
+                    HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_M, BLOCK_N,
+                    False, False, SCORE_MOD, USE_TMA, bias=bias,
                 )  # fmt: skip
                 acc = accumulate_dq(
                     acc, q_tile, do_tile, lse_log2, delta, k, v, batch, head_k, first_key, last_key,
                     full_end, n_end, seqlen_k, qk_scale, score_mod, slope, position, dropout,
-                    HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, True, True, SCORE_MOD, USE_TMA, second=second, bias=bias,
+                    HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_M, BLOCK_N,
+                    True, True, SCORE_MOD, USE_TMA, second=second, bias=bias,
                 )  # fmt: skip
         acc = acc * softmax_scale
         if CAUSAL or not EVEN_N:  # a row without keys: dout, K or V may have made acc NaN

@@ -30,7 +30,7 @@ from .visible import visible_keys
 
 @triton.jit
 def attend_blocks(
-    state,  # acc (BLOCK_M, BLOCK_D): the output before the division; row_sum (BLOCK_M,); row_max (BLOCK_M,), unscaled
+    state,  # acc (BLOCK_M, BLOCK_DV): the output before the division; row_sum (BLOCK_M,); row_max (BLOCK_M,), unscaled
     q_tile,  # (BLOCK_M, BLOCK_D)
     k,
     v,
@@ -50,6 +50,8 @@ def attend_blocks(
     NEGATIVE_SCALE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
@@ -105,11 +107,11 @@ def attend_blocks(
         acc = acc * alpha[:, None]
         if TILES_IN_PAGES:
             v_tile = load_keys_of_page(
-                v, pages, page, head_k, n, seqlen_k, HEAD_DIM, BLOCK_D, BLOCK_N, MASKED
+                v, pages, page, head_k, n, seqlen_k, HEAD_DIM_V, BLOCK_DV, BLOCK_N, MASKED
             )  # fmt: skip
             page = next_page
         else:
-            v_tile = load_keys(v, pages, batch, head_k, n, seqlen_k, HEAD_DIM, BLOCK_D, BLOCK_N, MASKED, USE_TMA)
+            v_tile = load_keys(v, pages, batch, head_k, n, seqlen_k, HEAD_DIM_V, BLOCK_DV, BLOCK_N, MASKED, USE_TMA)
         block_sum = tl.sum(p, 1)
         if dropout is not None:  # only for the product with V: the sum of the softmax counts dropped probabilities
             stream, threshold, start_m = dropout
@@ -133,8 +135,8 @@ NOT_SPECIALIZED = [
 def flash_fwd_kernel(
     q,  # [batch, seqlen_q, nheads, headdim]: a tuple or a descriptor, see tiles.py
     k,  # [batch, seqlen_k, nheads_k, headdim], like q; paged: the tuple of [num_pages, page_size, nheads_k, headdim]
-    v,  # like k
-    out,  # [batch, seqlen_q, nheads, headdim]: a tuple
+    v,  # like k, with its own head dim
+    out,  # [batch, seqlen_q, nheads, headdim of v]: a tuple
     lse,  # [batch, nheads, seqlen_q] float32, contiguous
     qk_scale,  # |softmax_scale| * log2(e); with score_mod see modified_logits
     seqlen_q,  # variable length: the rows of all sequences, and the tensors have one batch entry
@@ -145,6 +147,8 @@ def flash_fwd_kernel(
     heads_per_group,  # heads that run together, so that their K and V stay in the L2 cache
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,  # HEAD_DIM rounded up to a power of two
+    HEAD_DIM_V: tl.constexpr,  # of v and out
+    BLOCK_DV: tl.constexpr,
     CAUSAL: tl.constexpr,
     EVEN_N: tl.constexpr,  # without causal mask and key_ranges: seqlen_k is a multiple of BLOCK_N
     NEGATIVE_SCALE: tl.constexpr,
@@ -244,7 +248,7 @@ def flash_fwd_kernel(
         slope *= LN_2
         bias = bias_of_rows(attn_bias, batch, head, rows, seqlen_q)
 
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     state = (acc, row_sum, row_max)
@@ -254,19 +258,21 @@ def flash_fwd_kernel(
             state = attend_blocks(
                 state, q_tile, k, v, pages, batch_k, head_k, first_key, last_key, n_begin, full_begin,
                 seqlen_k, qk_scale, score_mod, slope, position, dropout,
-                NEGATIVE_SCALE, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, True, True, SCORE_MOD, USE_TMA, bias=bias,
+                NEGATIVE_SCALE, HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_M, BLOCK_N,
+                True, True, SCORE_MOD, USE_TMA, bias=bias,
             )  # fmt: skip
         state = attend_blocks(
             state, q_tile, k, v, pages, batch_k, head_k, first_key, last_key, full_begin, full_end,
             seqlen_k, qk_scale, score_mod, slope, position, dropout,
-            NEGATIVE_SCALE, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, False, False, SCORE_MOD, USE_TMA, bias=bias,
+            NEGATIVE_SCALE, HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_M, BLOCK_N,
+            False, False, SCORE_MOD, USE_TMA, bias=bias,
         )  # fmt: skip
         if CAUSAL or not EVEN_N:
             state = attend_blocks(
                 state, q_tile, k, v, pages, batch_k, head_k, first_key, last_key, full_end, n_end,
                 seqlen_k, qk_scale, score_mod, slope, position, dropout,
-                NEGATIVE_SCALE, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, True, window_left is not None, SCORE_MOD, USE_TMA,
-                bias=bias,
+                NEGATIVE_SCALE, HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_M, BLOCK_N,
+                True, window_left is not None, SCORE_MOD, USE_TMA, bias=bias,
             )  # fmt: skip
         acc, row_sum, row_max = state
     else:
@@ -284,19 +290,20 @@ def flash_fwd_kernel(
             acc, row_sum, row_max = attend_blocks(
                 (acc, row_sum, row_max), q_tile, k, v, pages, batch_k, head_k, first_key, last_key,
                 n_begin, full_begin, seqlen_k, qk_scale, score_mod, slope, position, dropout,
-                NEGATIVE_SCALE, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, True, True, SCORE_MOD, USE_TMA, second=second,
-                bias=bias,
+                NEGATIVE_SCALE, HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_M, BLOCK_N,
+                True, True, SCORE_MOD, USE_TMA, second=second, bias=bias,
             )  # fmt: skip
             acc, row_sum, row_max = attend_blocks(
                 (acc, row_sum, row_max), q_tile, k, v, pages, batch_k, head_k, first_key, last_key,
                 full_begin, full_end, seqlen_k, qk_scale, score_mod, slope, position, dropout,
-                NEGATIVE_SCALE, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, False, False, SCORE_MOD, USE_TMA, bias=bias,
+                NEGATIVE_SCALE, HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_M, BLOCK_N,
+                False, False, SCORE_MOD, USE_TMA, bias=bias,
             )  # fmt: skip
             acc, row_sum, row_max = attend_blocks(
                 (acc, row_sum, row_max), q_tile, k, v, pages, batch_k, head_k, first_key, last_key,
                 full_end, n_end, seqlen_k, qk_scale, score_mod, slope, position, dropout,
-                NEGATIVE_SCALE, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, True, True, SCORE_MOD, USE_TMA, second=second,
-                bias=bias,
+                NEGATIVE_SCALE, HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_M, BLOCK_N,
+                True, True, SCORE_MOD, USE_TMA, second=second, bias=bias,
             )  # fmt: skip
 
     # A row without keys has out 0 and lse -inf.
@@ -323,4 +330,4 @@ def flash_fwd_kernel(
         row_lse, factor = join_row_mod(row_mod, sequence, head, row_lse)
         acc = acc * factor[:, None]
     tl.store(lse + rows, row_lse, mask=rows < seqlen_q)
-    store_rows(out, acc, batch, head, start_m, seqlen_q, HEAD_DIM, BLOCK_D, BLOCK_M)
+    store_rows(out, acc, batch, head, start_m, seqlen_q, HEAD_DIM_V, BLOCK_DV, BLOCK_M)

@@ -31,8 +31,8 @@ def flash_fwd_splitkv_combine_kernel(
     nheads_k,
     heads_per_kv,
     slot_stride,  # slots from one split to the next; without FIXED_UNITS the slots of splits.py
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,  # splits that are read at once
     FIXED_UNITS: tl.constexpr,
     PROGRAMMATIC: tl.constexpr,  # as in flash_fwd_splitkv_kernel
@@ -49,9 +49,9 @@ def flash_fwd_splitkv_combine_kernel(
     planned = tl.load(plan + 2 * sequence_head + 1)
     if num_splits <= 1:
         return
-    cols = tl.arange(0, BLOCK_D)
+    cols = tl.arange(0, BLOCK_DV)
 
-    acc = tl.zeros([BLOCK_SPLITS, BLOCK_D], tl.float32)
+    acc = tl.zeros([BLOCK_SPLITS, BLOCK_DV], tl.float32)
     sums = tl.zeros([BLOCK_SPLITS], tl.float32)
     row_max = tl.cast(float("-inf"), tl.float32)
     for start in tl.range(0, num_splits, BLOCK_SPLITS, num_stages=1):
@@ -63,11 +63,11 @@ def flash_fwd_splitkv_combine_kernel(
         in_range = splits < num_splits
         row_at = slots.to(tl.int64) * num_rows + row
         mask = in_range[:, None]
-        if HEAD_DIM != BLOCK_D:
-            mask = mask & (cols[None, :] < HEAD_DIM)
+        if HEAD_DIM_V != BLOCK_DV:
+            mask = mask & (cols[None, :] < HEAD_DIM_V)
         split_max = tl.load(statistics + 2 * row_at, mask=in_range, other=float("-inf"))
         split_sum = tl.load(statistics + 2 * row_at + 1, mask=in_range, other=0.0)
-        split_out = tl.load(partial_out + row_at[:, None] * HEAD_DIM + cols[None, :], mask=mask, other=0.0)
+        split_out = tl.load(partial_out + row_at[:, None] * HEAD_DIM_V + cols[None, :], mask=mask, other=0.0)
         new_max = tl.maximum(row_max, tl.max(split_max, 0))
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
         weights = tl.math.exp2((split_max - shift) * max_scale)
@@ -89,4 +89,4 @@ def flash_fwd_splitkv_combine_kernel(
     tl.store(lse + (sequence.to(tl.int64) * nheads + head) * seqlen_q + query, row_lse)
     pointer, stride_b, stride_h, stride_s = out
     pointer += sequence.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h + query.to(tl.int64) * stride_s
-    tl.store(pointer + cols, result.to(pointer.dtype.element_ty), mask=cols < HEAD_DIM)
+    tl.store(pointer + cols, result.to(pointer.dtype.element_ty), mask=cols < HEAD_DIM_V)

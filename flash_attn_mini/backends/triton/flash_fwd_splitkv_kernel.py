@@ -62,6 +62,8 @@ def attend_split(
     end,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
     CAUSAL: tl.constexpr,
     NEGATIVE_SCALE: tl.constexpr,
     SCORE_MOD: tl.constexpr,
@@ -108,7 +110,7 @@ def attend_split(
     q_rows += queries.to(tl.int64)[:, None] * q_stride_s + heads.to(tl.int64)[:, None] * q_stride_h
     q_tile = tl.load(q_rows + cols[None, :], mask=in_tile, other=0.0)
 
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     state = (acc, row_sum, row_max)
@@ -116,26 +118,28 @@ def attend_split(
         return attend_blocks(
             state, q_tile, k, v, pages_k, batch_k, head_k, first_key, last_key, n_begin, n_end,
             end, qk_scale, score_mod, slope, position, None,
-            NEGATIVE_SCALE, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, True, window_left is not None, SCORE_MOD, USE_TMA,
-            TILES_IN_PAGES,
+            NEGATIVE_SCALE, HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_M, BLOCK_N,
+            True, window_left is not None, SCORE_MOD, USE_TMA, TILES_IN_PAGES,
         )  # fmt: skip
     else:  # noqa: RET505 (only one of the branches is compiled)
         if window_left is not None:
             state = attend_blocks(
                 state, q_tile, k, v, pages_k, batch_k, head_k, first_key, last_key, n_begin, full_begin,
                 end, qk_scale, score_mod, slope, position, None,
-                NEGATIVE_SCALE, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, True, True, SCORE_MOD, USE_TMA, TILES_IN_PAGES,
+                NEGATIVE_SCALE, HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_M, BLOCK_N,
+                True, True, SCORE_MOD, USE_TMA, TILES_IN_PAGES,
             )  # fmt: skip
         state = attend_blocks(
             state, q_tile, k, v, pages_k, batch_k, head_k, first_key, last_key, full_begin, full_end,
             end, qk_scale, score_mod, slope, position, None,
-            NEGATIVE_SCALE, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, False, False, SCORE_MOD, USE_TMA, TILES_IN_PAGES,
+            NEGATIVE_SCALE, HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_M, BLOCK_N,
+            False, False, SCORE_MOD, USE_TMA, TILES_IN_PAGES,
         )  # fmt: skip
         return attend_blocks(
             state, q_tile, k, v, pages_k, batch_k, head_k, first_key, last_key, full_end, n_end,
             end, qk_scale, score_mod, slope, position, None,
-            NEGATIVE_SCALE, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, True, window_left is not None, SCORE_MOD, USE_TMA,
-            TILES_IN_PAGES,
+            NEGATIVE_SCALE, HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_M, BLOCK_N,
+            True, window_left is not None, SCORE_MOD, USE_TMA, TILES_IN_PAGES,
         )  # fmt: skip
 
 
@@ -143,10 +147,10 @@ def attend_split(
 def flash_fwd_splitkv_kernel(
     q,  # [batch, seqlen_q, nheads, headdim]: tuples, see tiles.py
     k,  # [batch_cache, capacity, nheads_k, headdim]; paged: [num_pages, page_size, nheads_k, headdim]
-    v,  # like k
-    out,  # [batch, seqlen_q, nheads, headdim]
+    v,  # like k, with its own head dim
+    out,  # [batch, seqlen_q, nheads, headdim of v]
     lse,  # [batch, nheads, seqlen_q] float32, contiguous
-    partial_out,  # [slots, seqlen_q * heads_per_kv, headdim] float32, contiguous; None: no head has two splits
+    partial_out,  # [slots, seqlen_q * heads_per_kv, headdim of v] float32, contiguous; None: no head has two splits
     statistics,  # [slots, seqlen_q * heads_per_kv, 2] float32, contiguous: as row_max and row_sum below
     plan,  # [batch * nheads_k, 2] int32: number of splits and first slot (with pieces: first piece) of each head
     qk_scale,  # |softmax_scale| * log2(e); with score_mod see modified_logits
@@ -175,6 +179,8 @@ def flash_fwd_splitkv_kernel(
     most_pieces,  # see find_piece
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,  # HEAD_DIM rounded up to a power of two
+    HEAD_DIM_V: tl.constexpr,  # of v and out
+    BLOCK_DV: tl.constexpr,
     CAUSAL: tl.constexpr,
     NEGATIVE_SCALE: tl.constexpr,
     SCORE_MOD: tl.constexpr,
@@ -247,18 +253,19 @@ def flash_fwd_splitkv_kernel(
         state = attend_split(
             q, k, v, qk_scale, nheads, heads_per_kv, seqlen_q, cache, (cache_batch_idx, batch_cache), pages,
             (window_left, window_right), score_mod, batch, sequence, head_k, m_block, begin, end,
-            HEAD_DIM, BLOCK_D, CAUSAL, NEGATIVE_SCALE, SCORE_MOD, TILES_IN_PAGES, ONE_LOOP, BLOCK_M, BLOCK_N, USE_TMA,
+            HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV, CAUSAL, NEGATIVE_SCALE, SCORE_MOD, TILES_IN_PAGES, ONE_LOOP,
+            BLOCK_M, BLOCK_N, USE_TMA,
         )  # fmt: skip
         acc, row_sum, row_max = state
         is_empty = row_sum == 0.0
         acc = tl.where(is_empty[:, None], 0.0, acc)  # NaN in V may have made it NaN
 
         rows = m_block * BLOCK_M + tl.arange(0, BLOCK_M)
-        cols = tl.arange(0, BLOCK_D)
+        cols = tl.arange(0, BLOCK_DV)
         in_range = rows < num_rows
         in_tile = in_range[:, None]
-        if HEAD_DIM != BLOCK_D:
-            in_tile = in_tile & (cols[None, :] < HEAD_DIM)
+        if HEAD_DIM_V != BLOCK_DV:
+            in_tile = in_tile & (cols[None, :] < HEAD_DIM_V)
         if partial_out is not None:
             if begins_head & (m_block == 0):
                 if not FIXED_UNITS:
@@ -269,7 +276,7 @@ def flash_fwd_splitkv_kernel(
                 slot_rows = slot.to(tl.int64) * num_rows + rows
                 tl.store(statistics + 2 * slot_rows, row_max, mask=in_range)
                 tl.store(statistics + 2 * slot_rows + 1, row_sum, mask=in_range)
-                tl.store(partial_out + slot_rows[:, None] * HEAD_DIM + cols[None, :], acc, mask=in_tile)
+                tl.store(partial_out + slot_rows[:, None] * HEAD_DIM_V + cols[None, :], acc, mask=in_tile)
         if is_whole:
             # A row without keys has out 0 and lse -inf.
             queries = rows // heads_per_kv

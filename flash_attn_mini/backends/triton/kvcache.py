@@ -22,13 +22,14 @@ from ...score_mod import fill_lse_without_keys
 from ...tracing import enabled as tracing_enabled
 from ...tracing import trace
 from . import recording
-from .configs import combine_splits, most_programs_per_sm, splitkv_configs, splitkv_step
+from .configs import combine_splits, most_programs_per_sm, most_splitkv_rows, splitkv_configs, splitkv_step
 from .flash_fwd_splitkv_combine_kernel import flash_fwd_splitkv_combine_kernel
 from .flash_fwd_splitkv_kernel import flash_fwd_splitkv_kernel
 from .interpreter import INTERPRETED
 from .kvcache_append_kernel import kvcache_append_kernel
 from .launch import MIN_SCALE, ForwardCall, compiler_options, run
 from .operands import head_dim_block, pointer_and_strides, with_rows_apart
+from .outputs import empty_out
 from .recording import Recorder, Recordings
 from .score_mod import row_mod_of, score_features, score_mod_of
 from .splits import MIN_PIECE_UNITS
@@ -164,7 +165,7 @@ def forward_kvcache(
         q, k_cache, v_cache, cache, options = recorder.distinct(q, k_cache, v_cache, cache, options)
     batch, seqlen_q, nheads, _ = q.shape
     lse = torch.empty((batch, nheads, seqlen_q), dtype=torch.float32, device=q.device)
-    call = CacheCall(q, k_cache, v_cache, None, options, None, empty_contiguous_last(q), lse, None, cache)
+    call = CacheCall(q, k_cache, v_cache, None, options, None, empty_out(q, v_cache), lse, None, cache)
     call.recorder = recorder
     with torch.cuda.device_of(q):
         if cache.k is not None:
@@ -191,8 +192,7 @@ def append(call: CacheCall) -> torch.Tensor:
     nheads_k = cache.k.shape[2]
     cos, sin = cache.rotary_cos, cache.rotary_sin
     rotated = q if cos is None else empty_contiguous_last(q)
-    block_d = head_dim_block(head_dim)
-    block_rows = max(1, APPEND_ELEMENTS // block_d)
+    block_rows = max(1, APPEND_ELEMENTS // head_dim_block(max(head_dim, cache.v.shape[3])))
     blocks = 2 * triton.cdiv(call.seqlen_new * nheads_k, block_rows)
     if cos is not None:
         blocks += triton.cdiv(seqlen_q * nheads, block_rows)
@@ -221,8 +221,7 @@ def append(call: CacheCall) -> torch.Tensor:
         **call.length_arguments(),
         **call.row_arguments(),
         **pages,
-        HEAD_DIM=head_dim,
-        BLOCK_D=block_d,
+        **call.head_dim_arguments(),
         ROTARY_DIM=0 if cos is None else 2 * cos.shape[1],
         INTERLEAVED=cache.rotary_interleaved,
         BLOCK_ROWS=block_rows,
@@ -259,10 +258,10 @@ def chosen_for(call: CacheCall) -> Chosen:
     """The configuration of the split kernel: remembered for calls of this kind, or chosen now."""
     q = call.q
     block_m, aligned = tile_rows(call), is_aligned(call.k, call.v)
-    step = splitkv_step(block_m, head_dim_block(q.shape[3]), aligned=aligned)
+    step = splitkv_step(block_m, *head_dim_blocks(call), aligned=aligned)
     page_per_key = call.cache.block_table is not None and not has_tiles_in_pages(call, step)
     kind = (block_m, aligned, page_per_key, call.has_fixed_splits)
-    key = (q.device, q.dtype, q.shape[3], kind, call.features, call.causal, call.window is not None)
+    key = (q.device, q.dtype, q.shape[3], call.v.shape[3], kind, call.features, call.causal, call.window is not None)
     chosen = _chosen.get(key)
     if chosen is None:
         chosen = _chosen[key] = choose_splitkv(call, block_m, page_per_key=page_per_key, aligned=aligned)
@@ -274,7 +273,7 @@ def choose_splitkv(call: CacheCall, block_m: int, *, page_per_key: bool, aligned
     q = call.q
     limit = INTERPRETER_SHARED_MEMORY if INTERPRETED else shared_memory_limit(q.device)
     candidates = splitkv_configs(
-        block_m, head_dim_block(q.shape[3]), q.element_size(), limit, page_per_key=page_per_key, aligned=aligned
+        block_m, *head_dim_blocks(call), q.element_size(), limit, page_per_key=page_per_key, aligned=aligned
     )
     if INTERPRETED:
         return Chosen(candidates[0], INTERPRETER_PROGRAMS)
@@ -295,10 +294,15 @@ def programs_per_sm(kernel: Any, config: triton.Config, device: torch.device) ->
     return int(max(1, min(by_registers, by_memory, MOST_PROGRAMS)))
 
 
+def head_dim_blocks(call: CacheCall) -> tuple[int, int]:
+    """The head dims of q and v, rounded up to powers of two."""
+    return head_dim_block(call.q.shape[3]), head_dim_block(call.v.shape[3])
+
+
 def tile_rows(call: CacheCall) -> int:
-    """Rows of a tile: queries times the heads of a group, rounded up to a power of two from 16 to 128."""
+    """Rows of a tile: queries times the heads of a group, rounded up to a power of two from 16 to 128 or 64."""
     rows = call.q.shape[1] * (call.q.shape[2] // call.k.shape[2])
-    return min(max(16, 1 << (rows - 1).bit_length()), 128)
+    return min(max(16, 1 << (rows - 1).bit_length()), most_splitkv_rows(*head_dim_blocks(call)))
 
 
 def is_aligned(*caches: torch.Tensor) -> bool:
@@ -310,15 +314,15 @@ def launch_splitkv(call: CacheCall, chosen: Chosen) -> Any:
     """Run both kernels with one configuration of the first. Returns the compiled kernel."""
     q, k, config = call.q, call.k, chosen.config
     batch, seqlen_q, nheads, head_dim = q.shape
-    nheads_k = k.shape[2]
+    nheads_k, head_dim_v = k.shape[2], call.v.shape[3]
     heads_per_kv = nheads // nheads_k
     rows = seqlen_q * heads_per_kv
-    block_d, block_m, block_n = head_dim_block(head_dim), config.kwargs["BLOCK_M"], config.kwargs["BLOCK_N"]
+    block_m, block_n = config.kwargs["BLOCK_M"], config.kwargs["BLOCK_N"]
     units = plan_units(call, chosen)
     is_fixed = units.per_sequence > 0
     partial_out = statistics = plan = None
     if units.slots > 0:
-        partial_out = q.new_empty((units.slots, rows, head_dim), dtype=torch.float32)
+        partial_out = q.new_empty((units.slots, rows, head_dim_v), dtype=torch.float32)
         statistics = q.new_empty((units.slots, rows, 2), dtype=torch.float32)
         plan = q.new_empty((batch * nheads_k, 2), dtype=torch.int32)
         call.scratch = [partial_out, statistics, plan]
@@ -336,6 +340,7 @@ def launch_splitkv(call: CacheCall, chosen: Chosen) -> Any:
             "triton.flash_fwd_splitkv_kernel",
             dtype=q.dtype,
             headdim=head_dim,
+            **({} if head_dim_v == head_dim else {"headdim_v": head_dim_v}),
             features=call.features,
             **config.all_kwargs(),
             grid=grid,
@@ -367,8 +372,7 @@ def launch_splitkv(call: CacheCall, chosen: Chosen) -> Any:
         units_per_sequence=units.per_sequence,
         split_keys=units.split_keys,
         most_pieces=units.count,
-        HEAD_DIM=head_dim,
-        BLOCK_D=block_d,
+        **call.head_dim_arguments(),
         CAUSAL=call.causal and seqlen_q > 1,  # the last query sees every key
         NEGATIVE_SCALE=call.options.softmax_scale < 0 and not mods,
         SCORE_MOD=mods,
@@ -385,6 +389,7 @@ def launch_splitkv(call: CacheCall, chosen: Chosen) -> Any:
         **pdl,
     )
     if units.slots > 0:
+        block_dv = head_dim_block(head_dim_v)
         grid = (batch * nheads * seqlen_q,)
         if tracing_enabled():
             trace("triton.flash_fwd_splitkv_combine_kernel", grid=grid, interpreted=INTERPRETED)
@@ -404,9 +409,9 @@ def launch_splitkv(call: CacheCall, chosen: Chosen) -> Any:
             nheads_k,
             heads_per_kv,
             nheads_k,
-            HEAD_DIM=head_dim,
-            BLOCK_D=block_d,
-            BLOCK_SPLITS=combine_splits(block_m, block_d),
+            HEAD_DIM_V=head_dim_v,
+            BLOCK_DV=block_dv,
+            BLOCK_SPLITS=combine_splits(block_m, block_dv),
             FIXED_UNITS=is_fixed,
             PROGRAMMATIC=is_programmatic,
             **pdl,

@@ -89,7 +89,7 @@ def kvcache_append_kernel(
     q,  # [batch, seqlen_q, nheads, headdim]: tuples, see tiles.py
     q_rotated,  # like q; read and written only with ROTARY_DIM
     k_new,  # [batch, seqlen_new, nheads_k, headdim]
-    v_new,
+    v_new,  # like k_new, with its own head dim
     k_cache,
     v_cache,
     rotary_cos,
@@ -112,6 +112,8 @@ def kvcache_append_kernel(
     page_size,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,  # a row is one head of one token
@@ -164,6 +166,6 @@ def kvcache_append_kernel(
     else:
         x = load_rotated(
             v_new, sequence, tokens, heads, in_range, positions,
-            rotary_cos, rotary_sin, rotary_rows, HEAD_DIM, BLOCK_D, 0, INTERLEAVED,
+            rotary_cos, rotary_sin, rotary_rows, HEAD_DIM_V, BLOCK_DV, 0, INTERLEAVED,
         )  # fmt: skip
-        store_in_cache(v_cache, x, places, slots, heads, in_range, HEAD_DIM, BLOCK_D)
+        store_in_cache(v_cache, x, places, slots, heads, in_range, HEAD_DIM_V, BLOCK_DV)

@@ -16,7 +16,7 @@ from functools import cache, partial
 import torch
 import triton
 
-from ...allocation import contiguous_float, empty_contiguous_last, empty_max_logits
+from ...allocation import contiguous_float, empty_max_logits
 from ...options import Options, Sequences
 from ...schemas import EQUAL_LENGTHS
 from ...score_mod import fill_lse_without_keys
@@ -27,7 +27,8 @@ from .call import Call, as_batch
 from .configs import FORWARD
 from .flash_fwd_kernel import flash_fwd_kernel
 from .interpreter import INTERPRETED
-from .operands import bind_context, head_dim_block, operand, pointer_and_strides, tma_reaches, with_rows_apart
+from .operands import bind_context, operand, pointer_and_strides, tma_reaches, with_rows_apart
+from .outputs import empty_out
 from .recording import Recorder, Recordings
 from .score_mod import row_mod_of
 from .tuner import Tuner
@@ -42,7 +43,7 @@ RECORDINGS = Recordings()  # by the arguments of the op
 class ForwardCall(Call):
     """A forward call with its outputs."""
 
-    out: torch.Tensor  # like q
+    out: torch.Tensor  # [batch, seqlen_q, nheads, headdim of v]
     lse: torch.Tensor  # float32 [batch, nheads, seqlen_q], contiguous
     max_logits: torch.Tensor | None  # float32 [batch, nheads], contiguous, filled with -inf; None: not wanted
 
@@ -59,7 +60,7 @@ def forward(
     if INTERPRETED and q.dtype == torch.bfloat16:  # the interpreter's dot product misreads bfloat16
         wide_q, wide_k, wide_v = (contiguous_float(x) for x in (q, k, v))
         out, lse, max_logits = forward(wide_q, wide_k, wide_v, sequences, options, rng_state)
-        return empty_contiguous_last(q).copy_(out), lse, max_logits
+        return empty_out(q, v).copy_(out), lse, max_logits
     arguments = (q, k, v, *(sequences or EQUAL_LENGTHS), *options, rng_state)
     replayed, recorder = RECORDINGS.replay(arguments, q.device)
     if replayed is not None:
@@ -95,7 +96,7 @@ def prepare(
     """The arguments as the kernel takes them, with memory for its outputs."""
     q, k, v = as_batch(q), as_batch(k), as_batch(v)
     batch, seqlen_q, nheads, _ = q.shape
-    out = empty_contiguous_last(q)
+    out = empty_out(q, v)
     lse = torch.empty((batch, nheads, seqlen_q), dtype=torch.float32, device=q.device)
     q, k, v = with_rows_apart(q), with_rows_apart(k), with_rows_apart(v)
     max_logits = empty_max_logits(q, options)
@@ -118,7 +119,7 @@ def run(call: ForwardCall, recorder: Recorder | None = None) -> None:
 def launch(call: ForwardCall, config: triton.Config) -> None:
     """Run the kernel with one configuration."""
     q, k = call.q, call.k
-    batch, seqlen_q, nheads, head_dim = q.shape
+    batch, seqlen_q, nheads, _ = q.shape
     heads_per_kv = nheads // k.shape[2]
     block_m, block_n, use_tma = config.kwargs["BLOCK_M"], config.kwargs["BLOCK_N"], config.kwargs["USE_TMA"]
     mods = call.modifies_scores
@@ -138,14 +139,13 @@ def launch(call: ForwardCall, config: triton.Config) -> None:
             batch * nheads,
             nheads,
             heads_per_kv,
-            min(batch * nheads, heads_per_group(k, call) * heads_per_kv) if call.causal else 1,
+            min(batch * nheads, heads_per_group(call, k, call.v) * heads_per_kv) if call.causal else 1,
             **call.feature_arguments(),
             **call.range_arguments(),
             **call.page_arguments(),
             row_mod=row_mod_of(call.options),
             max_logits=call.max_logits,
-            HEAD_DIM=head_dim,
-            BLOCK_D=head_dim_block(head_dim),
+            **call.head_dim_arguments(),
             CAUSAL=call.causal,
             EVEN_N=not call.has_bounds and (call.causal or ends_with_block(call, k, block_n)),
             NEGATIVE_SCALE=call.options.softmax_scale < 0 and not mods,
@@ -158,11 +158,10 @@ def choose(
     tuner: Tuner, call: Call, launch_with: Callable[[triton.Config], None], reached: bool, variant: str = ""
 ) -> triton.Config:
     """The configuration of a forward or backward call. reached: it may load by TMA."""
-    block_d = head_dim_block(call.q.shape[3])
     if call.is_plain:
-        return tuner.choose(call.q, call.k, block_d, call.causal, reached, INTERPRETED, launch_with, variant)
+        return tuner.choose(call.q, call.k, call.v, call.causal, reached, INTERPRETED, launch_with, variant)
     kind = (variant, call.features, call.causal, call.window is not None, call.num_ranges)
-    return tuner.choose_untimed(call.q, block_d, kind, reached, INTERPRETED, launch_with, call.pair_bytes)
+    return tuner.choose_untimed(call.q, call.v, kind, reached, INTERPRETED, launch_with, call.pair_bytes)
 
 
 def trace_launch(name: str, call: Call, config: triton.Config, grid: tuple[int], **wanted: bool) -> None:
@@ -173,6 +172,7 @@ def trace_launch(name: str, call: Call, config: triton.Config, grid: tuple[int],
         f"triton.{name}",
         dtype=call.q.dtype,
         headdim=call.q.shape[3],
+        **({} if call.v.shape[3] == call.q.shape[3] else {"headdim_v": call.v.shape[3]}),
         causal=call.causal,
         **({} if call.window is None else {"window": window}),
         **({"features": features} if features else {}),
@@ -210,10 +210,10 @@ def num_blocks(call: Call, tensor: torch.Tensor, block: int) -> int:
     return rows // block + call.sequences.cu_seqlens_q.numel() - 1
 
 
-def heads_per_group(tensor: torch.Tensor, call: Call) -> int:
-    """Heads for which one sequence of ``tensor`` and of another like it fill half of the L2 cache; at least one."""
+def heads_per_group(call: Call, tensor: torch.Tensor, other: torch.Tensor) -> int:
+    """Heads for which one sequence of two tensors of equal length fills half of the L2 cache; at least one."""
     rows = max(1, *call.longest(tensor, tensor))
-    bytes_per_head = 2 * rows * tensor.shape[3] * tensor.element_size()
+    bytes_per_head = rows * (tensor.shape[3] + other.shape[3]) * tensor.element_size()
     return max(1, l2_cache_size(tensor.device) // 2 // bytes_per_head)
 
 

@@ -56,13 +56,13 @@ RECORDINGS = Recordings()  # by the arguments of the op, and ``into``
 class BackwardCall(Call):
     """A backward call with its outputs."""
 
-    dout: torch.Tensor  # like q
-    out: torch.Tensor  # like q
+    dout: torch.Tensor  # [batch, seqlen_q, nheads, headdim of v]
+    out: torch.Tensor  # like dout
     softmax_lse: torch.Tensor  # float32 [batch, nheads, seqlen_q], contiguous
     dsoftmax_lse: torch.Tensor | None  # like softmax_lse
     dq: torch.Tensor | None  # like q
     dk: torch.Tensor | None  # like k
-    dv: torch.Tensor | None  # like k
+    dv: torch.Tensor | None  # like v
     row_stats: torch.Tensor  # float32 [2, batch, nheads, padded rows]: delta, then lse * log2(e)
     row_ranges: torch.Tensor | None = None  # with key_ranges, as key_ranges.store_ranges writes them
     unit_ranges: torch.Tensor | None = None
@@ -246,7 +246,7 @@ def run(call: BackwardCall, recorder: Recorder | None = None) -> None:
 def dkv_launches(call: BackwardCall) -> list[tuple[bool, bool]]:
     """(dK, dV) of each launch of the second kernel: the gradients that it computes together."""
     wanted = (call.dk is not None, call.dv is not None)
-    if all(wanted) and head_dim_block(call.q.shape[3]) > MAX_SHARED_BLOCK_D:
+    if all(wanted) and head_dim_block(max(call.q.shape[3], call.v.shape[3])) > MAX_SHARED_BLOCK_D:
         return [(True, False), (False, True)]
     return [wanted] if any(wanted) else []
 
@@ -257,7 +257,7 @@ def launch_dq(call: BackwardCall, config: triton.Config) -> None:
     The device of q is the current one, here and in launch_dkv.
     """
     q, k = call.q, call.k
-    batch, seqlen_q, nheads, head_dim = q.shape
+    batch, seqlen_q, nheads, _ = q.shape
     heads_per_kv = nheads // k.shape[2]
     recording.launch(
         call.recorder,
@@ -276,12 +276,11 @@ def launch_dq(call: BackwardCall, config: triton.Config) -> None:
         batch * nheads,
         nheads,
         heads_per_kv,
-        min(batch * nheads, heads_per_group(k, call) * heads_per_kv) if call.causal else 1,
+        min(batch * nheads, heads_per_group(call, k, call.v) * heads_per_kv) if call.causal else 1,
         **call.feature_arguments(),
         **call.range_arguments() | call.stored_ranges(),
         **({} if call.options.attn_bias is None else {"row_mod": row_mod_of(call.options)}),
-        HEAD_DIM=head_dim,
-        BLOCK_D=head_dim_block(head_dim),
+        **call.head_dim_arguments(),
         CAUSAL=call.causal,
         EVEN_N=not call.has_bounds and (call.causal or ends_with_block(call, k, config.kwargs["BLOCK_N"])),
         ROW_STATS_MULTIPLE=ROWS_MULTIPLE,
@@ -293,7 +292,7 @@ def launch_dq(call: BackwardCall, config: triton.Config) -> None:
 def launch_dkv(call: BackwardCall, config: triton.Config, *, want_dk: bool = True, want_dv: bool = True) -> None:
     """Run the kernel of dK and dV, or of one of them, with one configuration, after launch_dq."""
     q = call.q
-    batch, seqlen_q, nheads, head_dim = q.shape
+    batch, seqlen_q, nheads, _ = q.shape
     seqlen_k, nheads_k = call.k.shape[1], call.k.shape[2]
     heads_per_kv = nheads // nheads_k
     block_m, use_tma = config.kwargs["BLOCK_M"], config.kwargs["USE_TMA"]
@@ -313,11 +312,10 @@ def launch_dkv(call: BackwardCall, config: triton.Config, *, want_dk: bool = Tru
         batch * nheads_k,
         nheads_k,
         heads_per_kv,
-        min(batch * nheads_k, max(1, heads_per_group(q, call) // heads_per_kv)) if call.causal else 1,
+        min(batch * nheads_k, max(1, heads_per_group(call, q, call.dout) // heads_per_kv)) if call.causal else 1,
         **call.feature_arguments(),
         **call.stored_ranges(),
-        HEAD_DIM=head_dim,
-        BLOCK_D=head_dim_block(head_dim),
+        **call.head_dim_arguments(),
         CAUSAL=call.causal,
         EVEN_M=use_tma or ends_with_block(call, q, block_m),
         KEYLESS_ROWS=call.may_have_keyless_rows,

@@ -39,7 +39,7 @@ RECORDINGS = Recordings()  # by the arguments of the op
 class BiasBackwardCall(Call):
     """A call with the tensors that the forward and the backward returned, and its output."""
 
-    dout: torch.Tensor  # like q
+    dout: torch.Tensor  # [batch, seqlen_q, nheads, headdim of v]
     softmax_lse: torch.Tensor  # float32 [batch, nheads, seqlen_q], contiguous
     softmax_d: torch.Tensor  # float32 [batch, nheads, seqlen_q rounded up to ROWS_MULTIPLE], contiguous
     sums: torch.Tensor  # [parts, ...] with the shape of the bias, contiguous; float32 if there are parts
@@ -137,7 +137,7 @@ def run(call: BiasBackwardCall, recorder: Recorder | None = None) -> None:
 def launch(call: BiasBackwardCall, config: triton.Config) -> None:
     """Run the kernel with one configuration."""
     q, sums = call.q, call.sums
-    batch, seqlen_q, nheads, head_dim = q.shape
+    batch, seqlen_q, nheads, _ = q.shape
     _, bias_batch, bias_heads, bias_rows, seqlen_k = sums.shape
     with torch.cuda.device_of(q):
         recording.launch(
@@ -160,8 +160,7 @@ def launch(call: BiasBackwardCall, config: triton.Config) -> None:
             sums.shape[0],
             **call.feature_arguments(),
             **call.range_arguments(),
-            HEAD_DIM=head_dim,
-            BLOCK_D=head_dim_block(head_dim),
+            **call.head_dim_arguments(),
             CAUSAL=call.causal,
             SUM_ROWS=bias_rows == 1 and seqlen_q > 1,
             **config.kwargs,
@@ -189,8 +188,9 @@ def num_parts(call: BiasBackwardCall) -> int:
     assert bias is not None
     batch, _, nheads, head_dim = call.q.shape
     pairs = batch // bias.shape[0] * (nheads // bias.shape[1])
-    block_d, itemsize = head_dim_block(head_dim), call.q.element_size()
-    largest = BACKWARD_BIAS.candidates(block_d, itemsize, tma_reaches=False, shared_memory_limit=1 << 30)[0]
+    blocks = head_dim_block(head_dim), head_dim_block(call.v.shape[3])
+    itemsize = call.q.element_size()
+    largest = BACKWARD_BIAS.candidates(*blocks, itemsize, tma_reaches=False, shared_memory_limit=1 << 30)[0]
     wanted = PROGRAMS_PER_SM * num_sms(call.q.device) // num_blocks(call, largest)
     parts = max(1, min(pairs, wanted))
     return -(-pairs // -(-pairs // parts))  # none of them empty

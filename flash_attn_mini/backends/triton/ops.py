@@ -22,6 +22,7 @@ from ...options import ROWS_MULTIPLE, KvCache, Options, Sequences
 from .. import extension
 from .. import reference as reference_backend
 from . import checks, checks_kvcache, unavailable_reason
+from .outputs import empty_out
 
 library = torch.library.Library(NAMESPACE, "FRAGMENT")
 _tags = (torch.Tag.pt2_compliant_tag,)
@@ -120,7 +121,7 @@ _implement("triton_fwd_kvcache", _kvcache_forward)
 def forward(
     q: Tensor, k: Tensor, v: Tensor, sequences: Sequences | None, options: Options, rng_state: Tensor | None
 ) -> ForwardResults:
-    """(out, softmax_lse, max_logits or None); out has the strides of ``empty_contiguous_last(q)``.
+    """(out, softmax_lse, max_logits or None); out has the strides of ``empty_out``.
 
     Nothing waits for the GPU.
     """
@@ -216,8 +217,8 @@ def forward_kvcache(
 ) -> tuple[Tensor, Tensor]:
     """(out, softmax_lse); appends the new keys and values to the caches in place. Nothing waits for the GPU.
 
-    out has the strides of ``empty_contiguous_last(q)``. The scratch for partial results grows with the capacity of the
-    cache only with split_keys.
+    out has the strides of ``empty_out``. The scratch for partial results grows with the capacity of the cache only with
+    split_keys.
     """
     backend, launchers = _chosen_launchers(options, "fwd_kvcache", q=q, k_cache=k_cache, v_cache=v_cache)
     checks_here = extension.missing_reason() is not None
@@ -275,14 +276,14 @@ def _check_device(device: torch.device) -> None:
 # ---- shapes for tracing ---------------------------------------------------------------------------------------------
 
 
-def _kvcache_fake(q: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+def _kvcache_fake(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     *batch, rows, nheads, _ = q.shape
-    return empty_contiguous_last(q), q.new_empty((*batch, nheads, rows), dtype=lse_dtype(q))
+    return empty_out(q, v), q.new_empty((*batch, nheads, rows), dtype=lse_dtype(q))
 
 
 def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> ForwardResults:
     _, options, _ = schemas.sequences_and_options(arguments)
-    return *_kvcache_fake(q), empty_max_logits(q, options)
+    return *_kvcache_fake(q, k, v), empty_max_logits(q, options)
 
 
 def _backward_fake(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> GradientsAndSums:

@@ -16,6 +16,7 @@ import torch
 import triton
 
 from .configs import Tables
+from .operands import head_dim_block
 
 # With fewer operations (20 microseconds of an H200) the table is as good, and the call does not wait for the compiler.
 MIN_TUNED_FLOPS = 1 << 33
@@ -24,7 +25,8 @@ INTERPRETER_SHARED_MEMORY = 1 << 30  # every configuration fits
 
 ENVIRONMENT_VARIABLE = "FLASH_ATTN_MINI_TRITON_AUTOTUNE"
 
-KEY = ["device_name", "dtype", "head_dim", "block_d", "causal", "variant", "tma_reaches", "length_q", "length_k"]
+HEAD_DIMS = ["head_dim", "head_dim_v", "block_d", "block_dv"]
+KEY = ["device_name", "dtype", *HEAD_DIMS, "causal", "variant", "tma_reaches", "length_q", "length_k"]
 
 _tuning = threading.Lock()
 
@@ -59,25 +61,26 @@ class Tuner:
         """The candidates of this dtype, head dim and kind of loads that fit in shared memory."""
         itemsize = 4 if arguments["dtype"] == "torch.float32" else 2
         limit = arguments["shared_memory_limit"]
-        return self.tables.candidates(arguments["block_d"], itemsize, arguments["tma_reaches"], limit)
+        blocks = arguments["block_d"], arguments["block_dv"]
+        return self.tables.candidates(*blocks, itemsize, arguments["tma_reaches"], limit)
 
     def choose(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
-        block_d: int,
+        v: torch.Tensor,
         causal: bool,
         tma_reaches: bool,
         interpreted: bool,
         launch_with: Callable[[triton.Config], None],
         variant: str = "",
     ) -> triton.Config:
-        """The configuration for attention of ``q`` to ``k``.
+        """The configuration for attention of ``q`` to ``k`` and ``v``.
 
         Args:
             q: ``[batch, seqlen_q, nheads, headdim]``.
             k: ``[batch, seqlen_k, nheads_k, headdim]``.
-            block_d: The head dim rounded up to a power of two.
+            v: Like k, with its own head dim.
             causal: Whether the mask is causal.
             tma_reaches: Whether TMA can address all tensors, on this GPU.
             interpreted: Whether the kernel runs in the interpreter, where nothing can be timed.
@@ -85,17 +88,18 @@ class Tuner:
             variant: Names other differences of the compiled kernel.
         """
         batch, seqlen_q, nheads, head_dim = q.shape
-        seqlen_k = k.shape[1]
-        flops = 4 * batch * nheads * seqlen_q * seqlen_k * head_dim
+        seqlen_k, head_dim_v = k.shape[1], v.shape[3]
+        flops = 2 * batch * nheads * seqlen_q * seqlen_k * (head_dim + head_dim_v)
         tunes = flops >= MIN_TUNED_FLOPS and os.environ.get(ENVIRONMENT_VARIABLE, "1") != "0"
         lengths = length_bucket(seqlen_q), length_bucket(seqlen_k)
         # `tunes` is part of the key, so that a small call keeps its configuration when a larger one has tuned.
-        key = (q.device, q.dtype, head_dim, causal, variant, tma_reaches, *lengths, tunes)
+        key = (q.device, q.dtype, head_dim, head_dim_v, causal, variant, tma_reaches, *lengths, tunes)
         config = self.chosen.get(key)
         if config is not None:
             return config
         limit = INTERPRETER_SHARED_MEMORY if interpreted else shared_memory_limit(q.device)
-        candidates = self.tables.candidates(block_d, q.element_size(), tma_reaches, limit)
+        blocks = head_dim_block(head_dim), head_dim_block(head_dim_v)
+        candidates = self.tables.candidates(*blocks, q.element_size(), tma_reaches, limit)
         if interpreted or not tunes or len(candidates) == 1:
             self.chosen[key] = candidates[0]
             return candidates[0]
@@ -108,7 +112,8 @@ class Tuner:
                     torch.cuda.get_device_name(q.device),
                     str(q.dtype),
                     head_dim,
-                    block_d,
+                    head_dim_v,
+                    *blocks,
                     causal,
                     variant,
                     tma_reaches,
@@ -124,7 +129,7 @@ class Tuner:
     def choose_untimed(
         self,
         q: torch.Tensor,
-        block_d: int,
+        v: torch.Tensor,
         kind: tuple[Any, ...],
         tma_reaches: bool,
         interpreted: bool,
@@ -139,12 +144,13 @@ class Tuner:
             kind: Names the features of the compiled kernel.
             pair_bytes: Bytes that the kernel loads for each pair of a row and a key.
         """
-        key = (q.device, q.dtype, q.shape[3], kind, tma_reaches, pair_bytes)
+        key = (q.device, q.dtype, q.shape[3], v.shape[3], kind, tma_reaches, pair_bytes)
         config = self.chosen.get(key)
         if config is None:
             limit = INTERPRETER_SHARED_MEMORY if interpreted else shared_memory_limit(q.device)
+            blocks = head_dim_block(q.shape[3]), head_dim_block(v.shape[3])
             candidates = self.tables.candidates(
-                block_d, q.element_size(), tma_reaches, limit, timed=False, pair_bytes=pair_bytes
+                *blocks, q.element_size(), tma_reaches, limit, timed=False, pair_bytes=pair_bytes
             )
             config = candidates[0] if interpreted else first_that_launches(candidates, launch_with)
             self.chosen[key] = config
