@@ -71,15 +71,15 @@ void check_at_most(const Named &x, int64_t dim, int64_t most, const char *dim_na
                       " up to ", most);
 }
 
-void check_heads(const Named &q, const Named &k, const Named &v, const std::string &backend) {
+void check_heads(const Named &q, const Named &k, const Named &v, const std::string &backend, int64_t most) {
     const int64_t nheads = q.tensor.size(-2), nheads_k = k.tensor.size(-2);
-    for (const Named &x : {q, v}) {
+    for (const auto &[x, largest] : {std::pair{q, most}, std::pair{v, int64_t(kMaxHeadDim)}}) {
         const int64_t headdim = x.tensor.size(-1);
-        FLASH_CHECK_VALUE(headdim >= 1 && headdim <= kMaxHeadDim, x.name, " has headdim ", headdim, " (shape ",
-                          x.tensor.sizes(), "); allowed: 1 to ", kMaxHeadDim);
+        FLASH_CHECK_VALUE(headdim >= 1 && headdim <= largest, x.name, " has headdim ", headdim, " (shape ",
+                          x.tensor.sizes(), "); allowed: 1 to ", largest);
         FLASH_CHECK_NOT_IMPLEMENTED(headdim <= kMaxHeadDimCuda || backend != "cuda", x.name, " has headdim ", headdim,
                                     " (shape ", x.tensor.sizes(), "); allowed on the cuda backend: 1 to ",
-                                    kMaxHeadDimCuda, "; available: the triton backend, up to ", kMaxHeadDim);
+                                    kMaxHeadDimCuda, "; available: the triton backend, up to ", largest);
     }
     check_same_size(k, q, -1, "headdim");
     FLASH_CHECK_VALUE(v.tensor.size(-2) == nheads_k, v.name, " has ", v.tensor.size(-2), " heads (shape ",

@@ -35,8 +35,8 @@ void check_shape_of_out(const Named &x, const Named &q, const Named &v);
 void check_at_most(const Named &x, int64_t dim, int64_t most, const char *dim_name);
 void check_last_dim_contiguous(const Named &x);
 
-// Head dims and heads of q, k and v.
-void check_heads(const Named &q, const Named &k, const Named &v, const std::string &backend);
+// Head dims and heads of q, k and v. most: the largest head dim of q and k.
+void check_heads(const Named &q, const Named &k, const Named &v, const std::string &backend, int64_t most);
 
 // A tensor that a kernel writes, of a checked shape: the dtype and the device of q.
 void check_written(const Named &x, const at::Tensor &q);

@@ -33,7 +33,7 @@ void check_shapes(const FwdArgs &args, const std::string &backend) {
     check_same_size(v, k, -3, rows_of_k);
     check_at_most(q, -3, kMaxRows, is_dense ? "seqlen" : "total_q");
     check_at_most(k, -3, kMaxRows, rows_of_k);
-    check_heads(q, k, v, backend);
+    check_heads(q, k, v, backend, kMaxHeadDim);
 }
 
 // softmax_lse or its gradient.

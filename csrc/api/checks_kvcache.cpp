@@ -32,7 +32,7 @@ void check_shapes(const KvCacheArgs &args, const std::string &backend) {
             x, 4,
             is_paged ? "[num_pages, page_size, nheads_k, headdim]" : "[batch_cache, capacity, nheads_k, headdim]");
     }
-    check_heads(q, k_cache, v_cache, backend);
+    check_heads(q, k_cache, v_cache, backend, kMaxHeadDimOfCache);
     FLASH_CHECK_NOT_IMPLEMENTED(backend != "cuda" || args.v_cache.size(3) == args.q.size(3), "v_cache has headdim ",
                                 args.v_cache.size(3), " (shape ", args.v_cache.sizes(),
                                 "); allowed on the cuda backend: the headdim of q, ", args.q.size(3),

@@ -205,7 +205,10 @@ def test_extension_checks_the_backward_without_python(backend: str, device: str)
     tensors = [call[name] for name in ("dout", "q", "k", "v", "out", "softmax_lse", "dq", "dk", "dv")]
     scalars = (None, 0.0, 0.25, False, -1, -1, 0.0, False, None, None)
     assert len(_C.bwd(*tensors, *scalars)) == 4
-    with pytest.raises(ValueError, match=r"dout has shape \[1, 5, 6, 16\]; allowed: the shape of q with the headdim of v, \[2, 5, 6, 16\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"dout has shape \[1, 5, 6, 16\]; allowed: the shape of q with the headdim of v, \[2, 5, 6, 16\]",
+    ):
         _C.bwd(tensors[0][:1], *tensors[1:], *scalars)
     with pytest.raises(TypeError, match="incompatible"):
         _C.bwd(*tensors, *scalars, None, [True, False])  # output_mask of two

@@ -75,7 +75,7 @@ WRONG_CALLS = [
     WrongCall("q_rank", shape("q", 3, 4, 32), V, "q has shape", r"\[3, 4, 32\]", "4 dimensions"),
     WrongCall("k_cache_rank", shape("k_cache", 3, 4, 32), V, "k_cache", r"\[3, 4, 32\]", "capacity, nheads_k, headdim"),
     WrongCall("k_rank", shape("k", 3, 4, 32), V, r"\bk has shape", r"\[3, 4, 32\]", "batch, seqlen_new"),
-    WrongCall("headdim_513", shape("q", 3, 2, 4, 513), V, "q has headdim", "513", "1 to 512"),
+    WrongCall("headdim_577", shape("q", 3, 2, 4, 577), V, "q has headdim", "577", "1 to 576"),
     WrongCall("headdim_cache", shape("k_cache", 3, 20, 2, 16), V, "k_cache has headdim 16", "16", "headdim of q, 32"),
     WrongCall("headdim_v", shape("v", 3, 2, 2, 16), V, "v has headdim 16", "16", "headdim of v_cache, 32"),
     WrongCall("heads", shape("q", 3, 2, 5, 32), V, "q has 5 heads", "k_cache has 2", "multiple"),

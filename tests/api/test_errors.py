@@ -219,8 +219,18 @@ def test_tensors_on_cpu_and_gpu_together_are_refused(argument: str, backend: str
 # ---- the extension's own entry ------------------------------------------------------------------------------------
 
 WRONG_OUTS = {
-    "shape": (lambda q: q.new_zeros(2, 5, 6, 8), ValueError, r"\[2, 5, 6, 8\]", r"shape of q with the headdim of v, \[2, 5, 6, 16\]"),
-    "rank": (lambda q: q.new_zeros(5, 6, 16), ValueError, r"\[5, 6, 16\]", r"shape of q with the headdim of v, \[2, 5, 6, 16\]"),
+    "shape": (
+        lambda q: q.new_zeros(2, 5, 6, 8),
+        ValueError,
+        r"\[2, 5, 6, 8\]",
+        r"shape of q with the headdim of v, \[2, 5, 6, 16\]",
+    ),
+    "rank": (
+        lambda q: q.new_zeros(5, 6, 16),
+        ValueError,
+        r"\[5, 6, 16\]",
+        r"shape of q with the headdim of v, \[2, 5, 6, 16\]",
+    ),
     "dtype": (lambda q: q.float(), TypeError, "(?i)float", "that of q"),
     "strided": (lambda q: q.repeat_interleave(2, -1)[..., ::2], ValueError, r", 2\]", "contiguous last dimension"),
     "elsewhere": (lambda q: q.to("meta"), ValueError, "meta", "device of q"),

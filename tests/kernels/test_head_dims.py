@@ -219,8 +219,10 @@ DECODE: dict[str, Any] = {"seqlen_new": 1, "causal": True}
 CACHES = [
     kvcache(192, 128, "one query", **DECODE),
     kvcache(128, 192, "one query", nheads=8, **DECODE),
-    kvcache(512, 512, "the largest head dim", nheads=16, nheads_k=1, **DECODE),
-    kvcache(512, 448, "16 heads on one, pages", nheads=16, nheads_k=1, page_size=16, **DECODE),
+    kvcache(512, 512, "the largest head dim of v", nheads=16, nheads_k=1, **DECODE),
+    kvcache(576, 512, "DeepSeek's decoding: 16 heads on one, pages", nheads=16, nheads_k=1, page_size=16, **DECODE),
+    kvcache(576, 512, "the same, splits", nheads=16, nheads_k=1, num_splits=3, **DECODE),
+    kvcache(530, 40, "rows past the largest power of two", seqlen_q=3, seqlen_new=3, rotary_dim=16, causal=True),
     kvcache(64, 32, "a prompt", lengths=(0, 3), seqlen_q=70, seqlen_new=70, causal=True),
     kvcache(192, 128, "rotary, a chunk", seqlen_q=5, seqlen_new=5, rotary_dim=64, causal=True),
     kvcache(40, 72, "pages and splits", page_size=7, num_splits=3, **DECODE),
@@ -242,12 +244,12 @@ def test_kvcache(
 
 @pytest.mark.parametrize("kernels", [pytest.param("cpu", marks=here), pytest.param("triton", marks=gpu)])
 def test_v_in_the_columns_of_k(kernels: str, device: str, draw: torch.Generator) -> None:
-    """One latent head, as in DeepSeek's decoding: v_cache is a view of k_cache."""
+    """One latent head, as in DeepSeek's decoding: v_cache is a view of the first columns of k_cache."""
     dtype = torch.float32 if kernels == "cpu" else torch.bfloat16
-    q = torch.randn(3, 1, 16, 512, generator=draw).to(device, dtype)
-    k_cache = torch.randn(3, 100, 1, 512, generator=draw).to(device, dtype)
+    q = torch.randn(3, 1, 16, 576, generator=draw).to(device, dtype)
+    k_cache = torch.randn(3, 100, 1, 576, generator=draw).to(device, dtype)
     lengths = torch.tensor([100, 1, 37], dtype=torch.int32, device=device)
-    v_cache = k_cache[..., :448]
+    v_cache = k_cache[..., :512]
     results = flash_attn_with_kvcache(
         q, k_cache, v_cache, cache_seqlens=lengths, return_softmax_lse=True, backend=kernels
     )
@@ -295,7 +297,7 @@ def qkv(device: str, headdim: int, headdim_v: int, dtype: torch.dtype = torch.fl
     ("headdim", "headdim_v", "message"),
     [
         (513, 64, r"q has headdim 513 \(shape .*; allowed: 1 to 512"),
-        (64, 513, r"v has headdim 513 \(shape .*; allowed: 1 to 512"),
+        (64, 576, r"v has headdim 576 \(shape .*; allowed: 1 to 512"),
         (64, 0, r"v has headdim 0 \(shape .*; allowed: 1 to 512"),
     ],
 )
