@@ -8,8 +8,9 @@ namespace flash {
 
 enum class DType : int8_t { float16, bfloat16, float32, float64 };
 
-constexpr int kMaxHeadDim = 512;      // of the CPU kernels
-constexpr int kMaxHeadDimCuda = 256;  // of the CUDA kernels, which need d_v == d
+constexpr int kMaxHeadDim = 512;
+constexpr int kMaxHeadDimOfCache = 576;  // of q and k in a call with a KV cache
+constexpr int kMaxHeadDimCuda = 256;     // of the CUDA kernels, which need d_v == d
 constexpr double kLog2e = 1.4426950408889634074;
 
 // A [batch, seqlen, heads, headdim] tensor whose last dimension is contiguous. Strides count elements.
@@ -110,7 +111,7 @@ struct Flash_fwd_params {
     int h_h_k_ratio = 1;                // h / h_k: query heads that share one key/value head
     int seqlen_q = 0;                   // queries per sequence; varlen: of the longest
     int seqlen_k = 0;                   // keys per sequence; varlen: of the longest
-    int d = 0;                          // head dim of q and k, at most kMaxHeadDim
+    int d = 0;                          // head dim of q and k, at most kMaxHeadDim, with a cache kMaxHeadDimOfCache
     int d_v = 0;                        // head dim of v and o, at most kMaxHeadDim
 
     const int *cu_seqlens_q = nullptr;     // varlen: [b + 1] rows of q before each sequence; null: equal lengths

@@ -18,6 +18,13 @@ def empty_contiguous_last(like: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 and x.shape[-1] != 1 else like.new_empty(like.shape)
 
 
+def empty_out(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Uninitialised memory for out: `empty_contiguous_last` of q, contiguous where v has another head dim."""
+    if v.shape[-1] == q.shape[-1]:
+        return empty_contiguous_last(q)
+    return q.new_empty((*q.shape[:-1], v.shape[-1]))
+
+
 def lse_dtype(q: torch.Tensor) -> torch.dtype:
     """The dtype of softmax_lse."""
     return torch.float64 if q.dtype == torch.float64 else torch.float32

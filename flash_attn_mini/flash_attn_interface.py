@@ -73,11 +73,13 @@ def flash_attn_func(
     value with a truth value, such as 1, ``numpy.bool_`` or a one-element tensor.
 
     Args:
-        q: Queries, ``[batch, seqlen_q, nheads, headdim]``; headdim 1 to 256; the last dimension contiguous. float16 or
-            bfloat16; on the ``triton`` backend also float32, on ``cpu`` also float32 and float64.
+        q: Queries, ``[batch, seqlen_q, nheads, headdim]``; headdim 1 to 512; the last dimension contiguous. float16 or
+            bfloat16; on the ``triton`` backend also float32, on ``cpu`` also float32 and float64. The ``cuda`` backend
+            has head dims up to 256: above, CUDA tensors take ``triton`` by default.
         k: Keys, ``[batch, seqlen_k, nheads_k, headdim]``, dtype and device of q. nheads is a multiple of nheads_k:
             query head h reads key head ``h // (nheads / nheads_k)`` (GQA; MQA when nheads_k is 1).
-        v: Values, shaped like k.
+        v: Values, ``[batch, seqlen_k, nheads_k, headdim_v]``; headdim_v 1 to 512. Where it differs from headdim, or
+            where one of them is no multiple of 8, the ``cuda`` backend works on copies padded with zeros.
         dropout_p: Probability of dropping an attention probability after the softmax, in [0, 1 - 2^-17), rounded to a
             multiple of 2^-16. The others are scaled by ``1 / (1 - dropout_p)``. torch's generator of q's device draws a
             seed and an offset (``rng_state``), which determine the mask on every backend: ``torch.manual_seed`` repeats
@@ -115,8 +117,9 @@ def flash_attn_func(
             and monitoring.
 
     Returns:
-        out, shaped like q in its dtype; or with ``return_attn_probs`` also softmax_lse, the natural logarithm of each
-        row's sum of exponentials, float32 (float64 for float64 inputs) ``[batch, nheads, seqlen_q]``, and S_dmask.
+        out, ``[batch, seqlen_q, nheads, headdim_v]`` in the dtype of q; or with ``return_attn_probs`` also softmax_lse,
+        the natural logarithm of each row's sum of exponentials, float32 (float64 for float64 inputs)
+        ``[batch, nheads, seqlen_q]``, and S_dmask.
         S_dmask is for tests: with dropout the probabilities before dropout, divided by the largest of their row,
         ``[batch, nheads, seqlen_q, seqlen_k]``, both lengths rounded up to a multiple of 128, with the sign bit set
         where dropped; without dropout it is empty. A query without a key has out 0 and softmax_lse -inf (with a sink:

@@ -53,15 +53,17 @@ def flash_attn_with_kvcache(
     tensors: new keys that do not fit are dropped.
 
     Args:
-        q: Queries, ``[batch, seqlen_q, nheads, headdim]``; headdim 1 to 256; the last dimension contiguous. float16 or
-            bfloat16; on the ``triton`` backend also float32, on ``cpu`` also float32 and float64.
+        q: Queries, ``[batch, seqlen_q, nheads, headdim]``; headdim 1 to 576; the last dimension contiguous. float16 or
+            bfloat16; on the ``triton`` backend also float32, on ``cpu`` also float32 and float64. The ``cuda`` backend
+            has head dims up to 256.
         k_cache: ``[batch_cache, capacity, nheads_k, headdim]``, or with a block_table ``[num_pages, page_size,
             nheads_k, headdim]``; dtype and device of q, any strides with a contiguous last dimension. nheads is a
             multiple of nheads_k. Never copied.
-        v_cache: Like k_cache.
+        v_cache: Like k_cache, with a head dim of its own, headdim_v, 1 to 512. The ``cuda`` backend needs that of q:
+            with another one, CUDA tensors take ``triton`` by default.
         k: New keys, ``[batch, seqlen_new, nheads_k, headdim]``, which need v and cache_seqlens. Key i of sequence b is
             written at ``cache_seqlens[b] + i`` of its cache row. Default None: the cache is only read.
-        v: New values, shaped like k.
+        v: New values, shaped like k, with the head dim of v_cache.
         rotary_cos: ``[positions, rotary_dim / 2]``, in the dtype of q, for at least the capacity of positions;
             rotary_dim is a multiple of 16 up to headdim. Rotates key i of sequence b at position
             ``cache_seqlens[b] + i``; and query i at ``cache_seqlens[b] + i`` if causal or with a window, else at
@@ -98,10 +100,10 @@ def flash_attn_with_kvcache(
     Numbers and flags are accepted as in `flash_attn_func`. torch.autocast casts nothing here.
 
     Returns:
-        out, shaped like q in its dtype; or with ``return_softmax_lse`` also softmax_lse, the natural logarithm of each
-        row's sum of exponentials, float32 (float64 for float64 inputs) ``[batch, nheads, seqlen_q]``. A query without a
-        key has out 0 and softmax_lse -inf. There is no gradient: q, k and v may require one, and the backward then
-        raises NotImplementedError.
+        out, ``[batch, seqlen_q, nheads, headdim_v]`` in the dtype of q; or with ``return_softmax_lse`` also
+        softmax_lse, the natural logarithm of each row's sum of exponentials, float32 (float64 for float64 inputs)
+        ``[batch, nheads, seqlen_q]``. A query without a key has out 0 and softmax_lse -inf. There is no gradient: q, k
+        and v may require one, and the backward then raises NotImplementedError.
 
     Raises:
         TypeError: For an argument of a wrong type or dtype.

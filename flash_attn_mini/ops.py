@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.overrides import has_torch_function
 
-from .allocation import empty_contiguous_last, empty_max_logits, lse_dtype
+from .allocation import empty_contiguous_last, empty_max_logits, empty_out, lse_dtype
 from .backends import extension
 from .backends.extension import Gradients
 from .backends.triton import ops as triton_ops
@@ -160,18 +160,20 @@ _RESULTS = ("out", "softmax_lse", "dsoftmax_lse")
 
 def _forward_fake(*arguments: Any) -> ForwardResults:
     _check_devices((*_QKV, *_FORWARD_END), arguments)
-    return _forward_results(arguments[0], *arguments[3:])
+    q, _, v, *others = arguments
+    return _forward_results(q, v, *others)
 
 
 def _packed_forward_fake(q: torch.Tensor | None, packed: torch.Tensor, *arguments: Any) -> ForwardResults:
     _check_devices(("q", "packed", *_FORWARD_END), (q, packed, *arguments))
-    return _forward_results(packed.unbind(PACKED_DIM)[0] if q is None else q, *arguments)
+    parts = packed.unbind(PACKED_DIM)
+    return _forward_results(parts[0] if q is None else q, parts[-1], *arguments)
 
 
-def _forward_results(q: torch.Tensor, *arguments: Any) -> ForwardResults:
+def _forward_results(q: torch.Tensor, v: torch.Tensor, *arguments: Any) -> ForwardResults:
     options = Options(*arguments[len(EQUAL_LENGTHS) : -1])
     rng_state = q.new_empty((2,), dtype=torch.int64) if options.dropout_p > 0 else None
-    return empty_contiguous_last(q), _empty_lse(q), rng_state, empty_max_logits(q, options)
+    return empty_out(q, v), _empty_lse(q), rng_state, empty_max_logits(q, options)
 
 
 def _empty_lse(q: torch.Tensor) -> torch.Tensor:
@@ -213,9 +215,10 @@ def _empty_softmax_d(q: torch.Tensor, cu_seqlens_q: torch.Tensor | None) -> torc
     return q.new_empty((*batch, nheads, rows), dtype=lse_dtype(q))
 
 
-def _forward_kvcache_fake(q: torch.Tensor, *arguments: Any) -> TwoTensors:
-    _check_devices(("q", "k_cache", "v_cache", *KvCache._fields, *Options._fields), (q, *arguments))
-    return empty_contiguous_last(q), _empty_lse(q)
+def _forward_kvcache_fake(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *arguments: Any) -> TwoTensors:
+    names = ("q", "k_cache", "v_cache", *KvCache._fields, *Options._fields)
+    _check_devices(names, (q, k_cache, v_cache, *arguments))
+    return empty_out(q, v_cache), _empty_lse(q)
 
 
 def _forward_kvcache_backward_fake(dout: torch.Tensor, size: Sequence[int]) -> torch.Tensor:

@@ -50,7 +50,7 @@ def flash_attn_varlen_func(
     Args:
         q: Queries, ``[total_q, nheads, headdim]``.
         k: Keys, ``[total_k, nheads_k, headdim]``; with a block_table ``[num_pages, page_size, nheads_k, headdim]``.
-        v: Values, shaped like k.
+        v: Values, shaped like k but for their head dim, which may be another one.
         cu_seqlens_q: int32 ``[batch + 1]`` on the device of q: the first row of each sequence in q, from 0, and
             total_q as the end of the last.
         cu_seqlens_k: int32 ``[batch + 1]``, the same for k and v. With a block_table only its differences count: the
@@ -69,9 +69,9 @@ def flash_attn_varlen_func(
     The other arguments, their defaults and the errors are those of `flash_attn_func`.
 
     Returns:
-        out, shaped like q; or with ``return_attn_probs`` also softmax_lse ``[nheads, total_q]`` and S_dmask ``[batch,
-        nheads, max_seqlen_q, max_seqlen_k]``, both lengths rounded up to a multiple of 128. With ``return_max_logits``
-        the last result is max_logits ``[nheads]``, of all sequences together.
+        out, ``[total_q, nheads, headdim_v]``; or with ``return_attn_probs`` also softmax_lse ``[nheads, total_q]`` and
+        S_dmask ``[batch, nheads, max_seqlen_q, max_seqlen_k]``, both lengths rounded up to a multiple of 128. With
+        ``return_max_logits`` the last result is max_logits ``[nheads]``, of all sequences together.
 
     Example:
         >>> import torch

@@ -91,6 +91,15 @@ at::Tensor empty_contiguous_last(const at::Tensor &like) {
     return x.stride(-1) == 1 && x.size(-1) != 1 ? x : at::empty(like.sizes(), like.options());
 }
 
+at::Tensor empty_out(const at::Tensor &q, const at::Tensor &v) {
+    if (v.size(-1) == q.size(-1)) {
+        return empty_contiguous_last(q);
+    }
+    std::vector<int64_t> sizes = q.sizes().vec();
+    sizes.back() = v.size(-1);
+    return at::empty(sizes, q.options());
+}
+
 at::Tensor without_neg(const at::Tensor &x) {
     return x.is_neg() ? x.clone(at::MemoryFormat::Contiguous) : x;
 }

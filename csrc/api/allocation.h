@@ -18,6 +18,9 @@ namespace flash {
 // rule.
 at::Tensor empty_contiguous_last(const at::Tensor &like);
 
+// Unset memory for out: empty_contiguous_last(q), contiguous where v has another head dim.
+at::Tensor empty_out(const at::Tensor &q, const at::Tensor &v);
+
 // x, or a contiguous copy if x is a lazily negated view: kernels read memory as it is.
 at::Tensor without_neg(const at::Tensor &x);
 

@@ -111,7 +111,7 @@ void check_attn_bias_bwd(const BiasBwdArgs &args, const std::string &backend) {
     FLASH_CHECK_TYPE(bias.tensor.is_floating_point(), "attn_bias has dtype ", bias.tensor.scalar_type(),
                      "; allowed where its gradient is wanted: a floating dtype");
     check_same_kind({"dout", args.dout}, q);
-    check_same_shape({"dout", args.dout}, {"q", q});
+    check_shape_of_out({"dout", args.dout}, {"q", q}, {"v", forward.v});
     constexpr int64_t kRows = Flash_bwd_params::kRowsRounded;
     const int64_t rows = q.size(1);
     const auto check_statistic = [&](const Named &x, int64_t size) {
@@ -131,9 +131,9 @@ at::Tensor mha_attn_bias_bwd(const BiasBwdArgs &args) {
     const FwdArgs &forward = args.forward;
     const at::Tensor &q = forward.q;
     check_attn_bias_bwd(args, backend_of(q));
-    if (needs_padding(q)) {
-        const at::Tensor padded_q = padded(q), padded_k = padded(forward.k), padded_v = padded(forward.v),
-                         padded_dout = padded(args.dout);
+    if (const int64_t headdim = padded_headdim(q, forward.v); headdim != 0) {
+        const at::Tensor padded_q = padded(q, headdim), padded_k = padded(forward.k, headdim),
+                         padded_v = padded(forward.v, headdim), padded_dout = padded(args.dout, headdim);
         return mha_attn_bias_bwd({{padded_q, padded_k, padded_v, std::nullopt, {}, forward.options},
                                   padded_dout,
                                   args.softmax_lse,
@@ -156,7 +156,7 @@ at::Tensor mha_attn_bias_bwd(const BiasBwdArgs &args) {
     const at::Tensor none;
     Flash_bias_bwd_params params;
     static_cast<Flash_bwd_params &>(params) =
-        set_params_dgrad(set_params_fprop({kernel_q, kernel_k, kernel_v, /*out=*/kernel_q, lse, rng_state},
+        set_params_dgrad(set_params_fprop({kernel_q, kernel_k, kernel_v, /*out=*/kernel_dout, lse, rng_state},
                                           readable_args, scaled.softmax_scale),
                          {kernel_dout, none, none, none, none, softmax_d}, /*heads_per_dkv=*/1, forward.options);
     params.bias_batch = static_cast<int>(bias.size(0));

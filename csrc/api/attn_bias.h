@@ -20,7 +20,7 @@ void set_attn_bias(Flash_fwd_params &params, const FwdArgs &args);
 // The arguments of the gradient of attn_bias. forward.out is none.
 struct BiasBwdArgs {
     FwdArgs forward;
-    const at::Tensor &dout;         // like q
+    const at::Tensor &dout;         // like out
     const at::Tensor &softmax_lse;  // [batch, nheads, seqlen_q]
     const at::Tensor &softmax_d;    // [batch, nheads, seqlen_q rounded up], as the backward returned it
     const Optional &rng_state;      // int64 [2]: as the forward returned it; read only with dropout

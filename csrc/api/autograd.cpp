@@ -263,7 +263,9 @@ FwdResult forward(c10::DispatchKeySet keys, typename Forward::template Call<SymI
     refuse_forward_mode(inputs);
     const bool needs_grad = torch::autograd::compute_requires_grad(at::TensorList(inputs));
     if (needs_grad) {
-        call.options.backend = backend_of_gradient(call.options.backend, call.inputs.tensors().back());
+        const auto tensors = call.inputs.tensors();  // packed: the first may be undefined; all have one head dim
+        const Tensor &first = tensors[0].defined() ? tensors[0] : tensors.back();
+        call.options.backend = backend_of_gradient(call.options.backend, first, tensors.back());
     }
     FwdResult results = [&] {
         const at::AutoDispatchBelowADInplaceOrView guard;

@@ -7,7 +7,9 @@
 #include <string>
 
 #include "common/message.h"
+#include "common/trace.h"
 #include "dispatch/run_mha.h"
+#include "flash.h"
 
 #ifdef FLASH_WITH_CUDA
 #include "dispatch/device.h"
@@ -29,6 +31,22 @@ std::string reason_against_cuda(const at::Tensor &q) {
 #endif
 }
 
+// Whether the CUDA kernels have the head dims of q and v. Tensors without dimensions, which the checks refuse, count as
+// such that they have. Traced tensors may have symbolic sizes.
+bool has_cuda_head_dims(const at::Tensor &q, const at::Tensor &v, CallOf kind) {
+    if (q.dim() == 0 || v.dim() == 0) {
+        return true;
+    }
+    const c10::SymInt headdim = q.sym_size(-1), headdim_v = v.sym_size(-1);
+    const bool has = headdim <= kMaxHeadDimCuda && headdim_v <= kMaxHeadDimCuda &&
+                     (kind == CallOf::attention || headdim == headdim_v);
+    if (!has && trace_enabled()) {
+        trace("choose_backend", "triton, because the CUDA kernels lack headdim %s with headdim %s of v",
+              c10::str(headdim).c_str(), c10::str(headdim_v).c_str());
+    }
+    return has;
+}
+
 }  // namespace
 
 const char *name_of(Backend backend) {
@@ -43,19 +61,23 @@ std::optional<c10::string_view> backend_asked_for(std::optional<c10::string_view
     return value == nullptr || *value == '\0' ? std::nullopt : std::optional<c10::string_view>(value);
 }
 
-std::optional<c10::string_view> backend_of_gradient(std::optional<c10::string_view> argument, const at::Tensor &q) {
+std::optional<c10::string_view> backend_of_gradient(std::optional<c10::string_view> argument, const at::Tensor &q,
+                                                    const at::Tensor &v) {
     const std::optional<c10::string_view> asked = backend_asked_for(argument);
     if (asked.has_value() || !(q.is_cpu() || (q.is_cuda() && at::globalContext().hasCUDA()))) {
         return asked;
     }
-    return name_of(choose_backend(std::nullopt, q));
+    return name_of(choose_backend(std::nullopt, q, v));
 }
 
-Backend choose_backend(std::optional<c10::string_view> argument, const at::Tensor &q) {
+Backend choose_backend(std::optional<c10::string_view> argument, const at::Tensor &q, const at::Tensor &v,
+                       CallOf kind) {
     FLASH_CHECK_NOT_IMPLEMENTED(q.is_cpu() || q.is_cuda(), "q is on ", q.device(), "; allowed: cpu and cuda devices");
     const std::optional<c10::string_view> asked = backend_asked_for(argument);
     if (!asked.has_value()) {
-        return q.is_cpu() ? Backend::cpu : reason_against_cuda(q).empty() ? Backend::cuda : Backend::triton;
+        return q.is_cpu()                                                         ? Backend::cpu
+               : reason_against_cuda(q).empty() && has_cuda_head_dims(q, v, kind) ? Backend::cuda
+                                                                                  : Backend::triton;
     }
     const std::string name(*asked), source = argument.has_value() ? "the backend argument" : kEnvironmentVariable;
     if (name == "triton") {

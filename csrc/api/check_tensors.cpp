@@ -71,12 +71,17 @@ void check_at_most(const Named &x, int64_t dim, int64_t most, const char *dim_na
                       " up to ", most);
 }
 
-void check_heads(const Named &q, const Named &k, const Named &v) {
-    const int64_t headdim = q.tensor.size(-1), nheads = q.tensor.size(-2), nheads_k = k.tensor.size(-2);
-    FLASH_CHECK_VALUE(headdim >= 1 && headdim <= kMaxHeadDim, "q has headdim ", headdim, " (shape ", q.tensor.sizes(),
-                      "); allowed: 1 to ", kMaxHeadDim);
+void check_heads(const Named &q, const Named &k, const Named &v, const std::string &backend, int64_t most) {
+    const int64_t nheads = q.tensor.size(-2), nheads_k = k.tensor.size(-2);
+    for (const auto &[x, largest] : {std::pair{q, most}, std::pair{v, int64_t(kMaxHeadDim)}}) {
+        const int64_t headdim = x.tensor.size(-1);
+        FLASH_CHECK_VALUE(headdim >= 1 && headdim <= largest, x.name, " has headdim ", headdim, " (shape ",
+                          x.tensor.sizes(), "); allowed: 1 to ", largest);
+        FLASH_CHECK_NOT_IMPLEMENTED(headdim <= kMaxHeadDimCuda || backend != "cuda", x.name, " has headdim ", headdim,
+                                    " (shape ", x.tensor.sizes(), "); allowed on the cuda backend: 1 to ",
+                                    kMaxHeadDimCuda, "; available: the triton backend, up to ", largest);
+    }
     check_same_size(k, q, -1, "headdim");
-    check_same_size(v, q, -1, "headdim");
     FLASH_CHECK_VALUE(v.tensor.size(-2) == nheads_k, v.name, " has ", v.tensor.size(-2), " heads (shape ",
                       v.tensor.sizes(), "); allowed: the heads of ", k.name, ", ", nheads_k);
     FLASH_CHECK_VALUE(nheads >= 1, "q has 0 heads (shape ", q.tensor.sizes(), "); allowed: at least 1");
@@ -91,9 +96,15 @@ void check_same_shape(const Named &x, const Named &like) {
                       "; allowed: the shape of ", like.name, ", ", like.tensor.sizes());
 }
 
-void check_written(const Named &x, const Named &like, const at::Tensor &q) {
+void check_shape_of_out(const Named &x, const Named &q, const Named &v) {
+    std::vector<int64_t> shape = q.tensor.sizes().vec();
+    shape.back() = v.tensor.size(-1);
+    FLASH_CHECK_VALUE(x.tensor.sizes() == shape, x.name, " has shape ", x.tensor.sizes(), "; allowed: the shape of ",
+                      q.name, " with the headdim of ", v.name, ", ", list_of(shape));
+}
+
+void check_written(const Named &x, const at::Tensor &q) {
     check_same_kind(x, q);
-    check_same_shape(x, like);
     check_last_dim_contiguous(x);
     FLASH_CHECK_VALUE(!has_internal_overlap(x.tensor), x.name, " has strides ", x.tensor.strides(), " (shape ",
                       x.tensor.sizes(), "); allowed: every element in memory of its own");

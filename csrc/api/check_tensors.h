@@ -30,14 +30,16 @@ void check_same_device(const Named &x, const at::Tensor &q);
 void check_same_kind(const Named &x, const at::Tensor &q);
 void check_same_size(const Named &x, const Named &like, int64_t dim, const char *dim_name);
 void check_same_shape(const Named &x, const Named &like);
+// out or its gradient: the shape of q with the head dim of v.
+void check_shape_of_out(const Named &x, const Named &q, const Named &v);
 void check_at_most(const Named &x, int64_t dim, int64_t most, const char *dim_name);
 void check_last_dim_contiguous(const Named &x);
 
-// Head dim and heads of q, k and v.
-void check_heads(const Named &q, const Named &k, const Named &v);
+// Head dims and heads of q, k and v. most: the largest head dim of q and k.
+void check_heads(const Named &q, const Named &k, const Named &v, const std::string &backend, int64_t most);
 
-// A tensor that a kernel writes: the shape of `like`, the dtype and the device of q.
-void check_written(const Named &x, const Named &like, const at::Tensor &q);
+// A tensor that a kernel writes, of a checked shape: the dtype and the device of q.
+void check_written(const Named &x, const at::Tensor &q);
 // What a call writes shares no memory with the other tensors that it reads or writes.
 void check_no_overlap(const Named &written, const NamedList &others);
 void add_given(NamedList &list, const char *name, const std::optional<at::Tensor> &given);

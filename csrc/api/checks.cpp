@@ -12,7 +12,7 @@
 namespace flash {
 namespace {
 
-void check_shapes(const FwdArgs &args) {
+void check_shapes(const FwdArgs &args, const std::string &backend) {
     const Named q{"q", args.q}, k{"k", args.k}, v{"v", args.v};
     const bool is_dense = !args.is_varlen(), is_paged = args.is_paged();
     check_rank(q, is_dense ? 4 : 3, is_dense ? "[batch, seqlen_q, nheads, headdim]" : "[total_q, nheads, headdim]");
@@ -33,7 +33,7 @@ void check_shapes(const FwdArgs &args) {
     check_same_size(v, k, -3, rows_of_k);
     check_at_most(q, -3, kMaxRows, is_dense ? "seqlen" : "total_q");
     check_at_most(k, -3, kMaxRows, rows_of_k);
-    check_heads(q, k, v);
+    check_heads(q, k, v, backend, kMaxHeadDim);
 }
 
 // softmax_lse or its gradient.
@@ -123,7 +123,7 @@ void check_inputs(const FwdArgs &args, const std::string &backend) {
     check_dtype({"q", args.q}, backend);
     check_same_kind({"k", args.k}, args.q);
     check_same_kind({"v", args.v}, args.q);
-    check_shapes(args);
+    check_shapes(args, backend);
     for (const Named &x : {Named{"q", args.q}, Named{"k", args.k}, Named{"v", args.v}}) {
         check_last_dim_contiguous(x);
     }
@@ -155,7 +155,8 @@ void check_given_gradients(const BwdArgs &args) {
     }
     const auto check_gradient = [&](const char *name, const std::optional<at::Tensor> &given, const Named &like) {
         if (given.has_value()) {
-            check_written({name, *given}, like, forward.q);
+            check_same_shape({name, *given}, like);
+            check_written({name, *given}, forward.q);
             check_no_overlap({name, *given}, others);
             others.push_back({name, *given});
         }
@@ -186,7 +187,8 @@ void check_fwd(const FwdArgs &args, const std::string &backend) {
     check_key_ranges(args);
     check_attn_bias(args);
     if (args.out.has_value()) {
-        check_written({"out", *args.out}, {"q", args.q}, args.q);
+        check_shape_of_out({"out", *args.out}, {"q", args.q}, {"v", args.v});
+        check_written({"out", *args.out}, args.q);
         check_no_overlap({"out", *args.out}, inputs_of(args));
     }
 }
@@ -197,7 +199,7 @@ void check_bwd(const BwdArgs &args, const std::string &backend) {
     check_inputs(forward, backend);
     for (const Named &x : {Named{"dout", args.dout}, Named{"out", out}}) {
         check_same_kind(x, q);
-        check_same_shape(x, {"q", q});
+        check_shape_of_out(x, {"q", q}, {"v", forward.v});
     }
     check_lse({"softmax_lse", args.softmax_lse}, forward);
     if (args.dsoftmax_lse.has_value()) {

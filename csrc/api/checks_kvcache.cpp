@@ -32,7 +32,11 @@ void check_shapes(const KvCacheArgs &args, const std::string &backend) {
             x, 4,
             is_paged ? "[num_pages, page_size, nheads_k, headdim]" : "[batch_cache, capacity, nheads_k, headdim]");
     }
-    check_heads(q, k_cache, v_cache);
+    check_heads(q, k_cache, v_cache, backend, kMaxHeadDimOfCache);
+    FLASH_CHECK_NOT_IMPLEMENTED(backend != "cuda" || args.v_cache.size(3) == args.q.size(3), "v_cache has headdim ",
+                                args.v_cache.size(3), " (shape ", args.v_cache.sizes(),
+                                "); allowed on the cuda backend: the headdim of q, ", args.q.size(3),
+                                "; available: the triton backend");
     check_same_size(v_cache, k_cache, 0, is_paged ? "num_pages" : "batch_cache");
     check_same_size(v_cache, k_cache, 1, is_paged ? "page_size" : "capacity");
     check_at_most(q, 0, kMaxInt, "batch");
@@ -100,13 +104,14 @@ void check_new_keys(const KvCacheArgs &args) {
     if (!args.k.has_value()) {
         return;
     }
-    const Named q{"q", args.q}, k_cache{"k_cache", args.k_cache}, k{"k", *args.k}, v{"v", *args.v};
-    for (const Named &x : {k, v}) {
+    const Named q{"q", args.q}, k{"k", *args.k}, v{"v", *args.v};
+    const Named k_cache{"k_cache", args.k_cache}, v_cache{"v_cache", args.v_cache};
+    for (const auto &[x, cache] : {std::pair{k, k_cache}, std::pair{v, v_cache}}) {
         check_same_kind(x, args.q);
         check_rank(x, 4, "[batch, seqlen_new, nheads_k, headdim]");
         check_same_size(x, q, 0, "batch");
-        check_same_size(x, k_cache, 2, "heads");
-        check_same_size(x, k_cache, 3, "headdim");
+        check_same_size(x, cache, 2, "heads");
+        check_same_size(x, cache, 3, "headdim");
         check_last_dim_contiguous(x);
     }
     check_same_size(v, k, 1, "seqlen_new");
@@ -177,13 +182,14 @@ void check_memory(const KvCacheArgs &args) {
     for_each_tensor(args.options, add);
     if (args.out.has_value()) {
         const Named out{"out", *args.out};
-        check_written(out, q, args.q);
+        check_shape_of_out(out, q, v_cache);
+        check_written(out, args.q);
         check_no_overlap(out, read);
         check_no_overlap(out, {k_cache, v_cache});
     }
     if (appends) {
         for (const Named &cache : {k_cache, v_cache}) {
-            check_written(cache, k_cache, args.q);
+            check_written(cache, args.q);
             check_no_overlap(cache, read);
         }
         check_no_overlap(k_cache, {v_cache});

@@ -48,17 +48,18 @@ FwdResults forward(const FwdArgs &args, const Optional &given_rng_state, std::op
                    bool zero_tensors) {
     const at::Tensor &q = args.q, &k = args.k;
     const Options &options = args.options;
-    if (needs_padding(q)) {
-        const at::Tensor padded_q = padded(q), padded_k = padded(k), padded_v = padded(args.v);
+    if (const int64_t headdim = padded_headdim(q, args.v); headdim != 0) {
+        const at::Tensor padded_q = padded(q, headdim), padded_k = padded(k, headdim),
+                         padded_v = padded(args.v, headdim);
         FwdResults results = forward({padded_q, padded_k, padded_v, std::nullopt, args.sequences, options},
                                      given_rng_state, std::move(generator), zero_tensors);
-        const at::Tensor out = args.out.has_value() ? *args.out : empty_contiguous_last(q);
-        results.out = out.copy_(results.out.narrow(-1, 0, q.size(-1)));
+        const at::Tensor out = args.out.has_value() ? *args.out : empty_out(q, args.v);
+        results.out = out.copy_(results.out.narrow(-1, 0, out.size(-1)));
         return results;
     }
     const c10::OptionalDeviceGuard device_guard(q.device());
     const Sizes sizes(args);
-    const at::Tensor out = args.out.has_value() ? *args.out : empty_contiguous_last(q);
+    const at::Tensor out = args.out.has_value() ? *args.out : empty_out(q, args.v);
     const at::TensorOptions lse_options = q.options().dtype(lse_dtype(q));
     const at::Tensor softmax_lse = args.is_varlen() ? at::empty({sizes.nheads, sizes.rows_q}, lse_options)
                                                     : at::empty({sizes.batch, sizes.nheads, sizes.rows_q}, lse_options);
@@ -97,20 +98,19 @@ BwdResults backward(const BwdArgs &args, std::array<bool, 3> output_mask, bool z
     const FwdArgs &forward = args.forward;
     const Options &options = forward.options;
     const at::Tensor &q = forward.q, &k = forward.k, &v = forward.v;
-    if (needs_padding(q)) {
-        const at::Tensor padded_q = padded(q), padded_k = padded(k), padded_v = padded(v),
-                         padded_dout = padded(args.dout);
+    if (const int64_t headdim = padded_headdim(q, v); headdim != 0) {
+        const at::Tensor padded_q = padded(q, headdim), padded_k = padded(k, headdim), padded_v = padded(v, headdim),
+                         padded_out = padded(*forward.out, headdim), padded_dout = padded(args.dout, headdim);
         const Optional none;
-        const BwdResults results =
-            backward({{padded_q, padded_k, padded_v, padded(*forward.out), forward.sequences, options},
-                      padded_dout,
-                      args.softmax_lse,
-                      args.dsoftmax_lse,
-                      none,
-                      none,
-                      none,
-                      args.rng_state},
-                     output_mask, zero_tensors);
+        const BwdResults results = backward({{padded_q, padded_k, padded_v, padded_out, forward.sequences, options},
+                                             padded_dout,
+                                             args.softmax_lse,
+                                             args.dsoftmax_lse,
+                                             none,
+                                             none,
+                                             none,
+                                             args.rng_state},
+                                            output_mask, zero_tensors);
         const auto stored = [&](const at::Tensor &x, const at::Tensor &like, const Optional &given) {
             if (!x.defined()) {
                 return x;
@@ -225,7 +225,7 @@ std::tuple<at::Tensor, at::Tensor> mha_fwd_kvcache(const KvCacheArgs &args) {
     check_kvcache(args, backend);
 
     const c10::OptionalDeviceGuard device_guard(q.device());
-    const at::Tensor out = args.out.has_value() ? *args.out : empty_contiguous_last(q);
+    const at::Tensor out = args.out.has_value() ? *args.out : empty_out(q, args.v_cache);
     const at::Tensor softmax_lse = at::empty({args.batch(), q.size(2), q.size(1)}, q.options().dtype(lse_dtype(q)));
     if (!args.has_keys()) {
         out.zero_();

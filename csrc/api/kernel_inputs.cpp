@@ -5,6 +5,8 @@
 #include <ATen/ops/neg.h>
 #include <ATen/ops/zeros.h>
 
+#include <algorithm>
+
 #include "api/allocation.h"
 #include "common/message.h"
 
@@ -32,12 +34,14 @@ ScaledQuery with_positive_scale(const at::Tensor &q, double softmax_scale) {
     return {at::neg_out(negative, q), -softmax_scale};
 }
 
-bool needs_padding(const at::Tensor &q) {
-    return q.is_cuda() && q.size(-1) % kHeadDimMultiple != 0;
+int64_t padded_headdim(const at::Tensor &q, const at::Tensor &v) {
+    const int64_t largest = std::max(q.size(-1), v.size(-1));
+    const int64_t headdim = (largest + kHeadDimMultiple - 1) / kHeadDimMultiple * kHeadDimMultiple;
+    return q.is_cuda() && (q.size(-1) != headdim || v.size(-1) != headdim) ? headdim : 0;
 }
 
-at::Tensor padded(const at::Tensor &x) {
-    return at::constant_pad_nd(x, {0, kHeadDimMultiple - x.size(-1) % kHeadDimMultiple});
+at::Tensor padded(const at::Tensor &x, int64_t headdim) {
+    return x.size(-1) == headdim ? x : at::constant_pad_nd(x, {0, headdim - x.size(-1)});
 }
 
 }  // namespace flash

@@ -24,9 +24,10 @@ ScaledQuery with_nonzero_scale(const at::Tensor &q, double softmax_scale);
 // q.
 ScaledQuery with_positive_scale(const at::Tensor &q, double softmax_scale);
 
-// Head dims that are no multiple of 8, on CUDA: the kernels move 16 bytes at a time. `padded` appends zeros, which
-// change no score; they are sliced off the results.
-bool needs_padding(const at::Tensor &q);
-at::Tensor padded(const at::Tensor &x);
+// The head dim that q, k and v of a call on CUDA get, 0 if they have it: the kernels need one head dim, a multiple of
+// 8, because they move 16 bytes at a time. `padded` appends zeros, which change no score; they are sliced off the
+// results.
+int64_t padded_headdim(const at::Tensor &q, const at::Tensor &v);
+at::Tensor padded(const at::Tensor &x, int64_t headdim);
 
 }  // namespace flash

@@ -70,7 +70,7 @@ void trace_op(const char *name, Backend backend, std::initializer_list<std::pair
 
 FwdResult forward(const FwdCall<SeparateInputs, int64_t> &call) {
     const auto &[q, k, v] = call.inputs;
-    const Backend backend = choose_backend(call.options.backend, q);
+    const Backend backend = choose_backend(call.options.backend, q, v);
     trace_op(Fwd::kName, backend, {{"q", q}, {"k", k}, {"v", v}});
     const FwdArgs args{q, k, v, std::nullopt, call.sequences, call.options};
     if (backend != Backend::triton) {
@@ -123,7 +123,7 @@ PackedInputs::Gradients packed_backward(const BwdCall<PackedInputs, int64_t> &ca
 
 Tensor attn_bias_backward(const BiasBwdCall<int64_t> &call) {
     const auto &[q, k, v] = call.inputs;
-    const Backend backend = choose_backend(call.options.backend, q);
+    const Backend backend = choose_backend(call.options.backend, q, v);
     trace_op(BiasBwd::kName, backend, {{"dout", call.dout}, {"q", q}, {"k", k}});
     const BiasBwdArgs args{
         {q, k, v, std::nullopt, {}, call.options}, call.dout, call.softmax_lse, call.softmax_d, call.rng_state};
@@ -135,7 +135,7 @@ Tensor attn_bias_backward(const BiasBwdCall<int64_t> &call) {
 }
 
 TwoTensors forward_kvcache(const KvCacheCall<int64_t> &call) {
-    const Backend backend = choose_backend(call.options.backend, call.q);
+    const Backend backend = choose_backend(call.options.backend, call.q, call.v_cache, CallOf::kvcache);
     trace_op(KvCache::kName, backend, {{"q", call.q}, {"k_cache", call.k_cache}, {"v_cache", call.v_cache}});
     const KvCacheArgs args{call.cache, call.q, call.k_cache, call.v_cache, std::nullopt, call.options};
     if (backend != Backend::triton) {
@@ -278,7 +278,7 @@ void define_and_implement(torch::Library &library) {
 SeparateInputs::Gradients backward(const BwdCall<SeparateInputs, int64_t> &call, const Optional &dq, const Optional &dk,
                                    const Optional &dv, bool zero_tensors) {
     const auto &[q, k, v] = call.inputs;
-    const Backend backend = choose_backend(call.options.backend, q);
+    const Backend backend = choose_backend(call.options.backend, q, v);
     const auto wanted = [&](int i) { return call.output_mask[i] ? "True" : "False"; };
     trace_op(Bwd::kName, backend, {{"dout", call.dout}, {"q", q}, {"k", k}},
              message(" output_mask=(", wanted(0), ",", wanted(1), ",", wanted(2), ")"));

@@ -49,7 +49,7 @@ using Optional = std::optional<at::Tensor>;
 // flash_attn_with_kvcache. Lengths count from the start of a cache row, its left padding included.
 #define FLASH_KV_CACHE(X)                                                                                           \
     X("Tensor?", Optional, k)               /* [batch, seqlen_new, nheads_k, headdim]; none: nothing is appended */ \
-    X("Tensor?", Optional, v)               /* like k */                                                            \
+    X("Tensor?", Optional, v)               /* like k, with the columns of v_cache */                               \
     X("Tensor?", Optional, rotary_cos)      /* [positions, rotary_dim / 2] */                                       \
     X("Tensor?", Optional, rotary_sin)      /* like rotary_cos */                                                   \
     X("Tensor?", Optional, cache_seqlens)   /* int32 [batch]: keys before the call */                               \
@@ -106,13 +106,13 @@ using Sequences = SequencesOf<int64_t>;
 using Options = OptionsOf<int64_t>;
 using KvCacheOptions = KvCacheOptionsOf<int64_t>;
 
-// The arguments of a forward. Varlen: q and out are [total_q, nheads, headdim]; k and v are [total_k, nheads_k,
-// headdim] or, paged, [num_pages, page_size, nheads_k, headdim].
+// The arguments of a forward. Varlen: q is [total_q, nheads, headdim]; k is [total_k, nheads_k, headdim] or, paged,
+// [num_pages, page_size, nheads_k, headdim]. v may have a head dim of its own, headdim_v.
 struct FwdArgs {
     const at::Tensor &q;  // [batch, seqlen_q, nheads, headdim]
     const at::Tensor &k;  // [batch, seqlen_k, nheads_k, headdim]
-    const at::Tensor &v;  // like k
-    Optional out;         // like q
+    const at::Tensor &v;  // like k, with headdim_v columns
+    Optional out;         // like q, with headdim_v columns
     Sequences sequences;
     Options options;
 
@@ -126,8 +126,8 @@ struct KvCacheArgs : KvCacheOptions {
     const at::Tensor &q;        // [batch, seqlen_q, nheads, headdim]
     const at::Tensor &k_cache;  // [batch_cache, capacity, nheads_k, headdim]; paged [num_pages, page_size, nheads_k,
                                 // headdim]
-    const at::Tensor &v_cache;  // like k_cache
-    const Optional &out;        // like q
+    const at::Tensor &v_cache;  // like k_cache, with headdim_v columns
+    const Optional &out;        // like q, with headdim_v columns
     Options options;
 
     // For tensors with the right number of dimensions.
@@ -142,7 +142,7 @@ struct KvCacheArgs : KvCacheOptions {
 // The arguments of a backward. forward.out is the result of the forward.
 struct BwdArgs {
     FwdArgs forward;
-    const at::Tensor &dout;         // like q
+    const at::Tensor &dout;         // like out
     const at::Tensor &softmax_lse;  // [batch, nheads, seqlen_q], varlen [nheads, total_q]
     const Optional &dsoftmax_lse;   // like softmax_lse
     const Optional &dq;             // like q
@@ -154,13 +154,18 @@ struct BwdArgs {
 // The sizes of a call whose tensors have the right number of dimensions.
 struct Sizes {
     int64_t batch;  // sequences
-    int64_t nheads, nheads_k, headdim;
+    int64_t nheads, nheads_k;
+    int64_t headdim, headdim_v;  // of q and k; of v and out
     int64_t rows_q, rows_k;  // equal lengths: of one sequence; varlen: of the tensor; paged: keys in max_pages pages
     int64_t seqlen_q, seqlen_k;  // of the longest sequence
     bool has_keys;
 
     explicit Sizes(const FwdArgs &args)
-        : nheads(args.q.size(-2)), nheads_k(args.k.size(-2)), headdim(args.q.size(-1)), rows_q(args.q.size(-3)) {
+        : nheads(args.q.size(-2)),
+          nheads_k(args.k.size(-2)),
+          headdim(args.q.size(-1)),
+          headdim_v(args.v.size(-1)),
+          rows_q(args.q.size(-3)) {
         const Sequences &sequences = args.sequences;
         batch = args.batch();
         rows_k = args.is_paged() ? sequences.block_table->size(1) * args.k.size(1) : args.k.size(-3);

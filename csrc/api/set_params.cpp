@@ -35,11 +35,12 @@ void set_options(Flash_fwd_params &params, const Options &options, double softma
     params.reserved_sms = reserved_sms();
 }
 
-void set_heads(Flash_fwd_params &params, int64_t nheads, int64_t nheads_k, int64_t headdim) {
+void set_heads(Flash_fwd_params &params, int64_t nheads, int64_t nheads_k, int64_t headdim, int64_t headdim_v) {
     params.h = static_cast<int>(nheads);
     params.h_k = static_cast<int>(nheads_k);
     params.h_h_k_ratio = params.h / params.h_k;
     params.d = static_cast<int>(headdim);
+    params.d_v = static_cast<int>(headdim_v);
 }
 
 // table: [batch, max_pages]; pages: [num_pages, page_size, ...].
@@ -94,7 +95,7 @@ Flash_fwd_params set_params_fprop(const FpropTensors &tensors, const FwdArgs &ar
     set_lse(params, tensors.softmax_lse);
     params.dtype = dtype_of(tensors.q);
     params.b = static_cast<int>(sizes.batch);
-    set_heads(params, sizes.nheads, sizes.nheads_k, sizes.headdim);
+    set_heads(params, sizes.nheads, sizes.nheads_k, sizes.headdim, sizes.headdim_v);
     params.seqlen_q = static_cast<int>(sizes.seqlen_q);
     params.seqlen_k = static_cast<int>(sizes.seqlen_k);
 
@@ -119,9 +120,9 @@ Flash_fwd_params set_params_fprop(const FpropTensors &tensors, const FwdArgs &ar
     }
     if (trace_enabled()) {
         trace("set_params_fprop",
-              "b=%d seqlen_q=%d seqlen_k=%d h=%d h_k=%d d=%d %s window=(%d,%d) key_ranges=%d attn_bias=%s "
+              "b=%d seqlen_q=%d seqlen_k=%d h=%d h_k=%d d=%d d_v=%d %s window=(%d,%d) key_ranges=%d attn_bias=%s "
               "p_dropout=%g varlen=%s page_size=%d",
-              params.b, params.seqlen_q, params.seqlen_k, params.h, params.h_k, params.d,
+              params.b, params.seqlen_q, params.seqlen_k, params.h, params.h_k, params.d, params.d_v,
               describe_score_mod(params).c_str(), params.window_size_left, params.window_size_right,
               params.key_ranges.count, name_of(params.attn_bias.is_used()), params.p_dropout,
               name_of(params.cu_seqlens_q != nullptr), params.page_size);
@@ -148,7 +149,7 @@ Flash_fwd_params set_params_kvcache(const KvCacheTensors &tensors, const KvCache
 
     params.dtype = dtype_of(args.q);
     params.b = static_cast<int>(args.batch());
-    set_heads(params, args.q.size(2), args.k_cache.size(2), args.q.size(3));
+    set_heads(params, args.q.size(2), args.k_cache.size(2), args.q.size(3), args.v_cache.size(3));
     params.seqlen_q = static_cast<int>(args.q.size(1));
     params.seqlen_k = static_cast<int>(capacity);
     set_options(params, args.options, softmax_scale, args.q.size(1) + capacity);
@@ -183,13 +184,13 @@ Flash_fwd_params set_params_kvcache(const KvCacheTensors &tensors, const KvCache
     cache.num_splits = static_cast<int>(args.num_splits);
     cache.split_keys = static_cast<int>(args.split_keys);
     if (trace_enabled()) {
-        trace(
-            "set_params_kvcache",
-            "b=%d seqlen_q=%d capacity=%d seqlen_new=%d h=%d h_k=%d d=%d %s window=(%d,%d) rotary_dim=%d page_size=%d "
-            "num_splits=%d split_keys=%d",
-            params.b, params.seqlen_q, cache.capacity, cache.seqlen_new, params.h, params.h_k, params.d,
-            describe_score_mod(params).c_str(), params.window_size_left, params.window_size_right, cache.rotary_dim,
-            params.page_size, cache.num_splits, cache.split_keys);
+        trace("set_params_kvcache",
+              "b=%d seqlen_q=%d capacity=%d seqlen_new=%d h=%d h_k=%d d=%d d_v=%d %s window=(%d,%d) rotary_dim=%d "
+              "page_size=%d "
+              "num_splits=%d split_keys=%d",
+              params.b, params.seqlen_q, cache.capacity, cache.seqlen_new, params.h, params.h_k, params.d, params.d_v,
+              describe_score_mod(params).c_str(), params.window_size_left, params.window_size_right, cache.rotary_dim,
+              params.page_size, cache.num_splits, cache.split_keys);
     }
     return params;
 }
@@ -215,8 +216,9 @@ Flash_bwd_params set_params_dgrad(const Flash_fwd_params &forward, const DgradTe
         params.qk_scale = 0.0f;
     }
     if (trace_enabled()) {
-        trace("set_params_dgrad", "b=%d seqlen_q=%d seqlen_k=%d h=%d h_k=%d d=%d heads_per_dkv=%d deterministic=%s",
-              params.b, params.seqlen_q, params.seqlen_k, params.h, params.h_k, params.d, heads_per_dkv,
+        trace("set_params_dgrad",
+              "b=%d seqlen_q=%d seqlen_k=%d h=%d h_k=%d d=%d d_v=%d heads_per_dkv=%d deterministic=%s", params.b,
+              params.seqlen_q, params.seqlen_k, params.h, params.h_k, params.d, params.d_v, heads_per_dkv,
               name_of(options.deterministic));
     }
     return params;

@@ -18,7 +18,7 @@ struct FpropTensors {
     const at::Tensor &q;
     const at::Tensor &k;
     const at::Tensor &v;
-    const at::Tensor &out;          // like q
+    const at::Tensor &out;          // like q, with the columns of v
     const at::Tensor &softmax_lse;  // [batch, nheads, seqlen_q], varlen [nheads, total_q]; contiguous
     const at::Tensor &rng_state;    // int64 [2], contiguous; read only with dropout
 };
@@ -35,8 +35,8 @@ struct KvCacheTensors {
     const at::Tensor &q;            // [batch, seqlen_q, nheads, headdim]
     const at::Tensor &q_rotated;    // like q, contiguous: scratch; undefined without rotary
     const at::Tensor &k;            // [batch, seqlen_new, nheads_k, headdim]
-    const at::Tensor &v;            // like k
-    const at::Tensor &out;          // like q
+    const at::Tensor &v;            // like k, with the columns of v_cache
+    const at::Tensor &out;          // like q, with the columns of v
     const at::Tensor &softmax_lse;  // [batch, nheads, seqlen_q], contiguous
     const at::Tensor &rotary_cos;
     const at::Tensor &rotary_sin;
@@ -51,7 +51,7 @@ struct DgradTensors {
     const at::Tensor &dsoftmax_lse;  // undefined: zeros
     const at::Tensor &dq;
     const at::Tensor &dk;         // like k, with nheads / heads_per_dkv heads
-    const at::Tensor &dv;         // like dk
+    const at::Tensor &dv;         // like v, with nheads / heads_per_dkv heads
     const at::Tensor &softmax_d;  // [batch, nheads, seqlen_q_rounded], varlen [nheads, total_q_rounded]
 };
 

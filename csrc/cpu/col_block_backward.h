@@ -99,23 +99,24 @@ public:
     }
 
     static BackwardKernel kernel() {
-        return {
-            kPanel,
-            kStep,
-            [](const Flash_bwd_params &p) { return round_up(std::max(Self::kBlockNumbers / d_padded(p), 1), kStep); },
-            [](const Flash_bwd_params &p, int64_t rows) {
-                return sizeof(Acc) * size_t(dq_rows(rows)) * size_t(d_padded(p));
-            },
-            [](const Flash_bwd_params &p, int block_keys) {
-                ColBlock block;
-                block.block_keys = block_keys;
-                return Self(p, block, nullptr).scratch_.bytes();
-            },
-            panel_keys,
-            compute_dot_do_o,
-            [](const Flash_bwd_params &p, const ColBlock &block, void *scratch) {
-                Self(p, block, static_cast<char *>(scratch)).compute();
-            }};
+        return {kPanel,
+                kStep,
+                [](const Flash_bwd_params &p) {
+                    return round_up(std::max(2 * Self::kBlockNumbers / (d_padded(p) + d_v_padded(p)), 1), kStep);
+                },
+                [](const Flash_bwd_params &p, int64_t rows) {
+                    return sizeof(Acc) * size_t(dq_rows(rows)) * size_t(d_padded(p));
+                },
+                [](const Flash_bwd_params &p, int block_keys) {
+                    ColBlock block;
+                    block.block_keys = block_keys;
+                    return Self(p, block, nullptr).scratch_.bytes();
+                },
+                panel_keys,
+                compute_dot_do_o,
+                [](const Flash_bwd_params &p, const ColBlock &block, void *scratch) {
+                    Self(p, block, static_cast<char *>(scratch)).compute();
+                }};
     }
 
 protected:
@@ -131,7 +132,9 @@ protected:
           block_(block),
           group_{params, block.bidb, block.bidh_k},
           d_(params.d),
+          d_v_(params.d_v),
           d_padded_(d_padded(params)),
+          d_v_padded_(d_v_padded(params)),
           n_end_(int(std::min<int64_t>(int64_t(block.n_begin) + block.block_keys, group_.seq.seqlen_k))),
           scale_(Acc(params.softmax_scale)),
           score_mod_(params),
@@ -156,6 +159,7 @@ protected:
     }
 
     static int d_padded(const Flash_bwd_params &params) { return round_up(params.d, Self::kColumns); }
+    static int d_v_padded(const Flash_bwd_params &params) { return round_up(params.d_v, Self::kColumns); }
     static int64_t dq_rows(int64_t rows) { return (rows + Self::kDqRows - 1) / Self::kDqRows * Self::kDqRows; }
     Acc *dq_accum(const Panel &p) const {
         if (block_.blocks_done == nullptr) return own_dq_;
@@ -253,7 +257,7 @@ protected:
     // True if a loaded key must be zeros: it has an infinity or a NaN, and attn_bias hides it from every row.
     template <typename Number>
     bool is_hidden(int key, const Number *k, const Number *v) const {
-        return score_mod_.hides_keys() && (has_special(k, d_) || has_special(v, d_)) &&
+        return score_mod_.hides_keys() && (has_special(k, d_) || has_special(v, d_v_)) &&
                score_mod_.is_hidden(group_, key);
     }
 
@@ -279,24 +283,24 @@ protected:
         return {std::max(int(lo) - n_begin, 0), std::min(int(hi) - n_begin, keys)};
     }
 
-    // to[0 .. d) = factor * from.
-    void store_row(const Acc *from, Acc factor, Element *to) const {
+    // to[0 .. headdim) = factor * from.
+    static void store_row(const Acc *from, Acc factor, Element *to, int headdim) {
         if constexpr (std::is_same_v<Element, Acc>) {
-            for (int c = 0; c < d_; ++c) to[c] = factor * from[c];
+            for (int c = 0; c < headdim; ++c) to[c] = factor * from[c];
         } else {
             Acc row[kMaxHeadDim];
-            for (int c = 0; c < d_; ++c) row[c] = factor * from[c];
-            convert_row(row, to, d_);
+            for (int c = 0; c < headdim; ++c) row[c] = factor * from[c];
+            convert_row(row, to, headdim);
         }
     }
 
-    // to[0 .. d) = from, then zeros up to d_padded.
-    static void load_row(const Element *from, Acc *to, int d, int d_padded) {
+    // to[0 .. headdim) = from, then zeros up to headdim_padded.
+    static void load_row(const Element *from, Acc *to, int headdim, int headdim_padded) {
         if constexpr (std::is_same_v<Element, Acc>)
-            std::memcpy(to, from, sizeof(Acc) * size_t(d));
+            std::memcpy(to, from, sizeof(Acc) * size_t(headdim));
         else
-            convert_row(from, to, d);
-        std::fill(to + d, to + d_padded, Acc(0));
+            convert_row(from, to, headdim);
+        std::fill(to + headdim, to + headdim_padded, Acc(0));
     }
 
     Self &self() { return static_cast<Self &>(*this); }
@@ -304,7 +308,7 @@ protected:
     const Flash_bwd_params &params_;
     const ColBlock block_;
     const Group<Element> group_;
-    const int d_, d_padded_;
+    const int d_, d_v_, d_padded_, d_v_padded_;
     const int n_end_;  // of the block's keys
     const Acc scale_;
     ScoreMod<Acc> score_mod_;
@@ -334,14 +338,14 @@ private:
         if (lse != RowMod<Acc>(params, group.bidb, group.head(row)).logit()) return false;
         constexpr int kRowSize = round_up(kMaxHeadDim, kLanes<Acc>);
         alignas(64) Acc out[kRowSize];
-        load_row(group.row_ptr(params.o, row), out, params.d, round_up(params.d, kLanes<Acc>));
-        return std::all_of(out, out + params.d, [](Acc x) { return x == Acc(0); });
+        load_row(group.row_ptr(params.o, row), out, params.d_v, round_up(params.d_v, kLanes<Acc>));
+        return std::all_of(out, out + params.d_v, [](Acc x) { return x == Acc(0); });
     }
 
     static void compute_dot_do_o(const Flash_bwd_params &params, int bidb, int bidh, int64_t begin, int64_t end) {
         constexpr int kRowSize = round_up(kMaxHeadDim, kLanes<Acc>);
         alignas(64) Acc dout[kRowSize], out[kRowSize];
-        const int d_padded = round_up(params.d, kLanes<Acc>);
+        const int d_v = params.d_v, columns = round_up(d_v, kLanes<Acc>);
         const int64_t ratio = params.h_h_k_ratio;
         const Group<Element> group{params, bidb, bidh / ratio};
         Acc *const sums = sums_of_head(params, bidb, bidh);
@@ -353,10 +357,10 @@ private:
                     std::memset(group.row_ptr(params.dq, row), 0, sizeof(Element) * size_t(params.d));
                 continue;
             }
-            load_row(group.row_ptr(params.dout, row), dout, params.d, d_padded);
-            load_row(group.row_ptr(params.o, row), out, params.d, d_padded);
+            load_row(group.row_ptr(params.dout, row), dout, d_v, columns);
+            load_row(group.row_ptr(params.o, row), out, d_v, columns);
             Vec<Acc> products{};
-            for (int c = 0; c < d_padded; c += kLanes<Acc>)
+            for (int c = 0; c < columns; c += kLanes<Acc>)
                 products = fma<Acc>(load<Acc>(dout + c), load<Acc>(out + c), products);
             Acc delta = 0;
             for (int j = 0; j < kLanes<Acc>; ++j) delta += products[j];

@@ -26,14 +26,19 @@ private:
         : params_(params),
           tile_(tile),
           d_(params.d),
+          d_v_(params.d_v),
           d_padded_(round_up(params.d, kLanes<Acc>)),
+          d_v_padded_(round_up(params.d_v, kLanes<Acc>)),
           keys_(std::min(kStep, params.seqlen_k - tile.n_begin)),
           score_mod_(params),
           dropout_(params),
           scratch_(scratch) {
         for (Acc **x : {&s_, &dp_, &sums_}) scratch_.take(*x, kStep * kPanel);
-        for (Acc **x : {&q_panel_, &dout_panel_, &rows_}) scratch_.take(*x, kPanel * d_padded_);
-        for (Acc **x : {&k_, &v_}) scratch_.take(*x, kStep * d_padded_);
+        scratch_.take(q_panel_, kPanel * d_padded_);
+        scratch_.take(dout_panel_, kPanel * d_v_padded_);
+        scratch_.take(rows_, kPanel * std::max(d_padded_, d_v_padded_));
+        scratch_.take(k_, kStep * d_padded_);
+        scratch_.take(v_, kStep * d_v_padded_);
         for (Acc **x : {&lse_, &delta_}) scratch_.take(*x, kPanel);
         keys_of_rows_.take(scratch_, params, kPanel);
         score_mod_.take(scratch_, kPanel);
@@ -69,8 +74,8 @@ private:
             if (!set_rows(group, row, rows)) continue;
             if (!is_loaded) load_kv(group);
             is_loaded = true;
-            load_rows(group, params.q, row, rows, q_panel_);
-            load_rows(group, params_.dout, row, rows, dout_panel_);
+            load_rows(group, params.q, d_, row, rows, q_panel_);
+            load_rows(group, params_.dout, d_v_, row, rows, dout_panel_);
             if (dropout_.is_on) dropout_.draw(group, row, rows, tile_.n_begin, keys_);
             for (int lane = 0; lane < rows; lane += kSubpanel)
                 add_ds(lane, std::min(kVecs, (rows - lane + kLanes<Acc> - 1) / kLanes<Acc>));
@@ -110,35 +115,37 @@ private:
     void load_kv(const Group<Element> &group) {
         for (int n = 0; n < round_up(keys_, kTile); ++n) {
             if (n < keys_) {
-                load_row(group.key_ptr(group.params.k, tile_.n_begin + n), k_ + n * d_padded_);
-                load_row(group.key_ptr(group.params.v, tile_.n_begin + n), v_ + n * d_padded_);
+                load_row(group.key_ptr(group.params.k, tile_.n_begin + n), d_, k_ + n * d_padded_);
+                load_row(group.key_ptr(group.params.v, tile_.n_begin + n), d_v_, v_ + n * d_v_padded_);
             } else {
-                for (Acc *x : {k_, v_}) std::fill_n(x + n * d_padded_, d_padded_, Acc(0));
+                std::fill_n(k_ + n * d_padded_, d_padded_, Acc(0));
+                std::fill_n(v_ + n * d_v_padded_, d_v_padded_, Acc(0));
             }
         }
     }
 
-    void load_rows(const Group<Element> &group, const TensorRef &t, int row, int rows, Acc *panel) {
+    void load_rows(const Group<Element> &group, const TensorRef &t, int headdim, int row, int rows, Acc *panel) {
+        const int stride = std::max(d_padded_, d_v_padded_);
         const Acc *row_ptrs[kPanel];
         for (int i = 0; i < rows; ++i) {
-            load_row(group.row_ptr(t, row + i), rows_ + i * d_padded_);
-            row_ptrs[i] = rows_ + i * d_padded_;
+            load_row(group.row_ptr(t, row + i), headdim, rows_ + i * stride);
+            row_ptrs[i] = rows_ + i * stride;
         }
         for (int i = 0; i < rows; i += kSubpanel)
-            rows_to_panel<Acc, kSubpanel>(row_ptrs + i, std::min(kSubpanel, rows - i), d_, panel + i * d_);
+            rows_to_panel<Acc, kSubpanel>(row_ptrs + i, std::min(kSubpanel, rows - i), headdim, panel + i * headdim);
     }
 
-    void load_row(const Element *from, Acc *to) const {
+    static void load_row(const Element *from, int headdim, Acc *to) {
         if constexpr (std::is_same_v<Element, Acc>)
-            std::memcpy(to, from, sizeof(Acc) * size_t(d_));
+            std::memcpy(to, from, sizeof(Acc) * size_t(headdim));
         else
-            convert_row(from, to, d_);
+            convert_row(from, to, headdim);
     }
 
     // Adds dS = P * (dP - delta) of `vecs` vectors of rows from `lane` on to the sums.
     void add_ds(int lane, int vecs) {
-        scores(k_, q_panel_ + lane * d_, lane, vecs, s_);
-        scores(v_, dout_panel_ + lane * d_, lane, vecs, dp_);
+        scores(k_, d_, d_padded_, q_panel_ + lane * d_, lane, vecs, s_);
+        scores(v_, d_v_, d_v_padded_, dout_panel_ + lane * d_v_, lane, vecs, dp_);
         score_mod_.template apply<kPanel>(s_, nullptr, tile_.n_begin, keys_, 0, lane, vecs);
         score_mod_.template clear_hidden_keys<kPanel>(s_, dp_, nullptr, keys_, lane, vecs);
         if (dropout_.is_on)
@@ -161,16 +168,17 @@ private:
         }
     }
 
-    // out[key][row] = keys . panel, with the partial sums of the forward.
-    void scores(const Acc *key_rows, const Acc *panel, int lane, int vecs, Acc *out) const {
+    // out[key][row] = keys . panel, with the partial sums of the forward. The rows of the keys are key_stride apart.
+    void scores(const Acc *key_rows, int headdim, int key_stride, const Acc *panel, int lane, int vecs,
+                Acc *out) const {
         for (int n = 0; n < keys_; n += kTile) {
-            const BroadcastOperand<Acc> a{key_rows + n * d_padded_, d_padded_, 1};
+            const BroadcastOperand<Acc> a{key_rows + n * key_stride, key_stride, 1};
             const VectorRows<Acc> sums{out + n * kPanel + lane, kPanel};
-            product_columns<Acc, kTile, kVecs, false>(vecs, a, {panel, kSubpanel}, std::min(d_, kDotSteps), sums);
-            for (int c = kDotSteps; c < d_; c += kDotSteps)
+            product_columns<Acc, kTile, kVecs, false>(vecs, a, {panel, kSubpanel}, std::min(headdim, kDotSteps), sums);
+            for (int c = kDotSteps; c < headdim; c += kDotSteps)
                 product_columns<Acc, kTile, kVecs, true>(vecs, {a.ptr + c, a.row_stride, a.step_stride},
                                                          {panel + c * kSubpanel, kSubpanel},
-                                                         std::min(d_ - c, kDotSteps), sums);
+                                                         std::min(headdim - c, kDotSteps), sums);
         }
     }
 
@@ -215,7 +223,7 @@ private:
 
     const Flash_bias_bwd_params &params_;
     const BiasTile tile_;
-    const int d_, d_padded_;
+    const int d_, d_v_, d_padded_, d_v_padded_;
     const int keys_;  // of the tile
     ScoreMod<Acc> score_mod_;
     Dropout<kPanel> dropout_;
@@ -224,10 +232,10 @@ private:
     KeysOfRows<Acc> keys_of_rows_;                    // [kPanel]
     Acc *s_ = nullptr, *dp_ = nullptr;                // [kStep][kPanel]: scores, then P; dP, then dS
     Acc *sums_ = nullptr;                             // [kStep][kPanel]: of dS; with one row of bias, of its lanes
-    Acc *q_panel_ = nullptr, *dout_panel_ = nullptr;  // [kPanel / kSubpanel][d][kSubpanel]
-    Acc *rows_ = nullptr;                             // [kPanel][d_padded]: rows of q or dout
-    Acc *k_ = nullptr, *v_ = nullptr;                 // [kStep][d_padded]
-    Acc *lse_ = nullptr, *delta_ = nullptr;           // [kPanel]
+    Acc *q_panel_ = nullptr, *dout_panel_ = nullptr;  // [kPanel / kSubpanel][d or d_v][kSubpanel]
+    Acc *rows_ = nullptr;                    // [kPanel][the larger of d_padded and d_v_padded]: rows of q or dout
+    Acc *k_ = nullptr, *v_ = nullptr;        // [kStep][d_padded], [kStep][d_v_padded]
+    Acc *lse_ = nullptr, *delta_ = nullptr;  // [kPanel]
 };
 
 BiasBackwardKernel bias_backward_kernel(DType dtype) {

@@ -19,7 +19,7 @@ void compute_dot_do_o(const Flash_bwd_params &params, const BackwardKernel &kern
     const bool is_varlen = params.cu_seqlens_q != nullptr;
     const int64_t queries = is_varlen ? params.total_q : int64_t(params.b) * params.seqlen_q;
     // Index of a row: sequence by sequence, in each sequence head by head.
-    at::parallel_for(0, queries * params.h, std::max<int64_t>(1, kGrain / params.d), [&](int64_t begin, int64_t end) {
+    at::parallel_for(0, queries * params.h, std::max<int64_t>(1, kGrain / params.d_v), [&](int64_t begin, int64_t end) {
         int64_t first = 0;  // of the sequence
         for (int bidb = 0; bidb < params.b && first < end; ++bidb) {
             const int64_t seqlen_q = sequence(params, bidb).seqlen_q, last = first + seqlen_q * params.h;

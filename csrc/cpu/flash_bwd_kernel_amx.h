@@ -21,20 +21,24 @@ class AmxBackward : public ColBlockBackward<AmxBackward, BFloat16, kAmxBackwardP
 public:
     AmxBackward(const Flash_bwd_params &params, const ColBlock &block, char *scratch)
         : Base(params, block, scratch), keys_padded_(block.block_keys) {
-        const int64_t key_numbers = int64_t(keys_padded_) * d_padded_;
+        const int64_t k_numbers = int64_t(keys_padded_) * d_padded_, v_numbers = int64_t(keys_padded_) * d_v_padded_;
         for (float **x : {&s_, &dp_}) scratch_.take(*x, kAmxBlock * kAmxBlock);
         scratch_.take(derivative_, score_mod_.is_capped ? kAmxBlock * kAmxBlock : 0);
         for (BFloat16 **x : {&p_rows_, &ds_rows_}) scratch_.take(*x, kStep * kPanel);
         scratch_.take(ds_pairs_, kStep / 2 * kPanel);
-        scratch_.take(rows_, kPanel * d_padded_);
+        scratch_.take(rows_, kPanel * std::max(d_padded_, d_v_padded_));
         scratch_.take(out_rows_, kAmxBlock * d_padded_);
-        for (uint32_t **x : {&q_panel_, &dout_panel_, &q_pairs_, &dout_pairs_})
-            scratch_.take(*x, kPanel * d_padded_ / 2);
-        for (BFloat16 **x : {&k_, &v_, &k_columns_}) scratch_.take(*x, key_numbers);
-        for (float **x : {&dk_, &dv_}) scratch_.take(*x, key_numbers);
+        for (uint32_t **x : {&q_panel_, &q_pairs_}) scratch_.take(*x, kPanel * d_padded_ / 2);
+        for (uint32_t **x : {&dout_panel_, &dout_pairs_}) scratch_.take(*x, kPanel * d_v_padded_ / 2);
+        for (BFloat16 **x : {&k_, &k_columns_}) scratch_.take(*x, k_numbers);
+        scratch_.take(v_, v_numbers);
+        scratch_.take(dk_, k_numbers);
+        scratch_.take(dv_, v_numbers);
         if (scratch_.is_counting()) return;
-        for (BFloat16 *x : {k_, v_}) std::memset(x, 0, sizeof(BFloat16) * size_t(key_numbers));
-        for (float *x : {dk_, dv_}) std::fill_n(x, key_numbers, 0.0f);
+        std::memset(k_, 0, sizeof(BFloat16) * size_t(k_numbers));
+        std::memset(v_, 0, sizeof(BFloat16) * size_t(v_numbers));
+        std::fill_n(dk_, k_numbers, 0.0f);
+        std::fill_n(dv_, v_numbers, 0.0f);
     }
 
     void compute() {
@@ -47,11 +51,14 @@ private:
     void load_kv() {
         for (int n = block_.n_begin; n < n_end_; ++n) {
             if (!is_seen(n)) continue;
-            const int64_t at = int64_t(n - block_.n_begin) * d_padded_;
-            std::memcpy(k_ + at, group_.key_ptr(params_.k, n), sizeof(BFloat16) * size_t(d_));
-            std::memcpy(v_ + at, group_.key_ptr(params_.v, n), sizeof(BFloat16) * size_t(d_));
-            if (is_hidden(n, k_ + at, v_ + at)) {
-                for (BFloat16 *x : {k_, v_}) std::memset(x + at, 0, sizeof(BFloat16) * size_t(d_));
+            const int64_t from = n - block_.n_begin;
+            BFloat16 *const k = k_ + from * d_padded_, *const v = v_ + from * d_v_padded_;
+            const size_t k_bytes = sizeof(BFloat16) * size_t(d_), v_bytes = sizeof(BFloat16) * size_t(d_v_);
+            std::memcpy(k, group_.key_ptr(params_.k, n), k_bytes);
+            std::memcpy(v, group_.key_ptr(params_.v, n), v_bytes);
+            if (is_hidden(n, k, v)) {
+                std::memset(k, 0, k_bytes);
+                std::memset(v, 0, v_bytes);
             }
         }
         if (!want_dq_) return;
@@ -65,22 +72,23 @@ private:
     }
 
     void load_rows(const Panel &p) {
-        load_rows(p, params_.q, q_panel_, q_pairs_);
-        load_rows(p, params_.dout, dout_panel_, dout_pairs_);
+        load_rows(p, params_.q, d_, d_padded_, q_panel_, q_pairs_);
+        load_rows(p, params_.dout, d_v_, d_v_padded_, dout_panel_, dout_pairs_);
     }
-    void load_rows(const Panel &p, const TensorRef &t, uint32_t *panel, uint32_t *pairs) {
+    void load_rows(const Panel &p, const TensorRef &t, int headdim, int headdim_padded, uint32_t *panel,
+                   uint32_t *pairs) {
         const float *row_ptrs[kPanel];  // a pair of bfloat16 is moved as one float
-        std::memset(rows_, 0, sizeof(BFloat16) * size_t(kPanel) * d_padded_);
+        std::memset(rows_, 0, sizeof(BFloat16) * size_t(kPanel) * headdim_padded);
         for (int i = 0; i < p.rows; ++i) {
-            BFloat16 *row = rows_ + i * d_padded_;
+            BFloat16 *row = rows_ + i * headdim_padded;
             row_ptrs[i] = reinterpret_cast<const float *>(row);
-            if (has_keys(i)) std::memcpy(row, group_.row_ptr(t, p.row + i), sizeof(BFloat16) * size_t(d_));
+            if (has_keys(i)) std::memcpy(row, group_.row_ptr(t, p.row + i), sizeof(BFloat16) * size_t(headdim));
         }
         for (int i = 0; i < p.rows; i += kAmxBlock)
-            rows_to_panel<float, kAmxBlock>(row_ptrs + i, std::min(kAmxBlock, p.rows - i), d_padded_ / 2,
-                                            reinterpret_cast<float *>(panel + i * d_padded_ / 2));
+            rows_to_panel<float, kAmxBlock>(row_ptrs + i, std::min(kAmxBlock, p.rows - i), headdim_padded / 2,
+                                            reinterpret_cast<float *>(panel + i * headdim_padded / 2));
         for (int i = 0; i < round_up(p.rows, kAmxBlock); i += 2)
-            pair_rows(rows_ + i * d_padded_, d_padded_, pairs + i / 2 * d_padded_);
+            pair_rows(rows_ + i * headdim_padded, headdim_padded, pairs + i / 2 * headdim_padded);
     }
 
     void step(const Panel &p, int n_begin, int keys) {
@@ -90,18 +98,19 @@ private:
             const Range rows = rows_block(p, n_begin + n, masked);
             if (rows.is_empty()) continue;
             for (int i = rows.begin; i < rows.end; i += kAmxBlock) probabilities(n_begin, n, keys, i, masked);
-            const int64_t at = int64_t(n_begin - block_.n_begin + n) * d_padded_;
-            if (want_dv_) add_to_keys(n, rows, p_rows_, dout_pairs_, dv_ + at);
-            if (want_dk_) add_to_keys(n, rows, ds_rows_, q_pairs_, dk_ + at);
+            const int64_t from = n_begin - block_.n_begin + n;
+            if (want_dv_) add_to_keys(n, rows, p_rows_, dout_pairs_, d_v_padded_, dv_ + from * d_v_padded_);
+            if (want_dk_) add_to_keys(n, rows, ds_rows_, q_pairs_, d_padded_, dk_ + from * d_padded_);
         }
         if (want_dq_) add_to_rows(p, n_begin, keys, masked);
     }
 
-    // out[key] += sum over rows of weights[key][row] * x[row] for kAmxBlock keys from n on: dV = P^T dO, dK = dS^T Q.
-    void add_to_keys(int n, Range rows, const BFloat16 *weights, const uint32_t *x, float *out) const {
-        for (int c = 0; c < d_padded_; c += kAmxBlock)
-            multiply_block<2, true>(weights + n * kPanel + rows.begin, kPanel, x + rows.begin / 2 * d_padded_ + c,
-                                    d_padded_, rows.end - rows.begin, out + c, d_padded_);
+    // out[key] += sum over rows of weights[key][row] * x[row] for kAmxBlock keys from n on: dV = P^T dO, dK = dS^T Q. x
+    // and out have `columns` columns, d_padded or d_v_padded.
+    void add_to_keys(int n, Range rows, const BFloat16 *weights, const uint32_t *x, int columns, float *out) const {
+        for (int c = 0; c < columns; c += kAmxBlock)
+            multiply_block<2, true>(weights + n * kPanel + rows.begin, kPanel, x + rows.begin / 2 * columns + c,
+                                    columns, rows.end - rows.begin, out + c, columns);
     }
 
     // dq_accum[row] += sum over keys of dS[key][row] * K[key].
@@ -131,12 +140,12 @@ private:
     // P (0 where dropped) and dS of the kAmxBlock keys from n_begin + n on and the kAmxBlock rows from `row` on. Both
     // are 0 in keys past n_begin + keys.
     void probabilities(int n_begin, int n, int keys, int row, bool masked) {
-        const int64_t at = int64_t(n_begin - block_.n_begin + n) * d_padded_;
-        multiply_block<2, false>(k_ + at, d_padded_, q_panel_ + row * d_padded_ / 2, kAmxBlock, d_padded_, s_,
-                                 kAmxBlock);
+        const int64_t from = n_begin - block_.n_begin + n;
+        multiply_block<2, false>(k_ + from * d_padded_, d_padded_, q_panel_ + row * d_padded_ / 2, kAmxBlock, d_padded_,
+                                 s_, kAmxBlock);
         if (want_ds())
-            multiply_block<2, false>(v_ + at, d_padded_, dout_panel_ + row * d_padded_ / 2, kAmxBlock, d_padded_, dp_,
-                                     kAmxBlock);
+            multiply_block<2, false>(v_ + from * d_v_padded_, d_v_padded_, dout_panel_ + row * d_v_padded_ / 2,
+                                     kAmxBlock, d_v_padded_, dp_, kAmxBlock);
         const int used_keys = std::min(kAmxBlock, keys - n), target = n * kPanel + row;
         constexpr int kVecsOfBlock = kAmxBlock / kLanes<float>;
         if (score_mod_.is_on()) {
@@ -216,9 +225,10 @@ private:
 
     void store_dk_dv() const {
         for (int n = block_.n_begin; n < n_end_; ++n) {
-            const int64_t at = int64_t(n - block_.n_begin) * d_padded_;
-            if (want_dk_) store_row(dk_ + at, scale_, group_.key_ptr(params_.dk, n));
-            if (want_dv_) store_row(dv_ + at, float(dropout_.scale), group_.key_ptr(params_.dv, n));
+            const int64_t from = n - block_.n_begin;
+            if (want_dk_) store_row(dk_ + from * d_padded_, scale_, group_.key_ptr(params_.dk, n), d_);
+            if (want_dv_)
+                store_row(dv_ + from * d_v_padded_, float(dropout_.scale), group_.key_ptr(params_.dv, n), d_v_);
         }
     }
 
@@ -227,16 +237,15 @@ private:
     float *derivative_ = nullptr;                      // [kAmxBlock keys][kAmxBlock rows]: of the score modifier
     BFloat16 *p_rows_ = nullptr, *ds_rows_ = nullptr;  // [kStep][kPanel]
     uint32_t *ds_pairs_ = nullptr;                     // [kStep / 2][kPanel] pairs of keys
-    BFloat16 *rows_ = nullptr;                         // [kPanel][d_padded]: rows of q or dout
+    BFloat16 *rows_ = nullptr;                         // [kPanel][d_padded or d_v_padded]: rows of q or dout
     float *out_rows_ = nullptr;                        // [kAmxBlock][d_padded]
-    uint32_t *q_panel_ = nullptr,
-             *dout_panel_ = nullptr;  // [kPanel / kAmxBlock][d_padded / 2][kAmxBlock] pairs
-    uint32_t *q_pairs_ = nullptr,
-             *dout_pairs_ = nullptr;        // [kPanel / 2][d_padded] pairs of rows
-    BFloat16 *k_ = nullptr, *v_ = nullptr;  // [keys_padded][d_padded]
-    BFloat16 *k_columns_ = nullptr;         // [d_padded][keys_padded]
-    float *dk_ = nullptr,
-          *dv_ = nullptr;  // [keys_padded][d_padded], before they are scaled
+    uint32_t *q_panel_ = nullptr;                      // [kPanel / kAmxBlock][d_padded / 2][kAmxBlock] pairs
+    uint32_t *dout_panel_ = nullptr;                   // the same with d_v_padded
+    uint32_t *q_pairs_ = nullptr;                      // [kPanel / 2][d_padded] pairs of rows
+    uint32_t *dout_pairs_ = nullptr;                   // the same with d_v_padded
+    BFloat16 *k_ = nullptr, *v_ = nullptr;             // [keys_padded][d_padded], [keys_padded][d_v_padded]
+    BFloat16 *k_columns_ = nullptr;                    // [d_padded][keys_padded]
+    float *dk_ = nullptr, *dv_ = nullptr;              // like k_ and v_, before they are scaled
 };
 
 BackwardKernel backward_kernel(DType) {

@@ -44,17 +44,19 @@ private:
         BFloat16 *p = nullptr;      // [kMaxGroupRows][kBlockN]: probabilities
         BFloat16 *k = nullptr;      // [16][d_padded]: a copy of K, where the tiles can't read it in place
 
-        Shared(Scratch &memory, int d) : Base::Shared(memory, d) {
+        Shared(Scratch &memory, const Flash_fwd_params &params) : Base::Shared(memory, params) {
             memory.take(s, kBlockN * kPanel);
             memory.take(s_of_row, kMaxGroupRows * kBlockN);
             memory.take(p, kMaxGroupRows * kBlockN);
-            memory.take(k, int64_t(kTileRows) * round_up(d, kColumns));
+            memory.take(k, int64_t(kTileRows) * round_up(params.d, kColumns));
         }
     };
 
     AmxDecode(const Flash_fwd_params &params, const RowBlock &block, char *scratch, const Shared &shared,
               int64_t next_head)
-        : Base(params, block, scratch, shared, next_head, round_up(params.d, kColumns)), shared_(shared) {
+        : Base(params, block, scratch, shared, next_head, round_up(params.d_v, kColumns)),
+          d_padded_(round_up(params.d, kColumns)),
+          shared_(shared) {
         scratch_.take(q_, int64_t(d_padded_ / kColumns) * kPairsOfTile);
     }
 
@@ -250,14 +252,14 @@ private:
         int c = 0;
         const auto add = [&](auto tiles) {
             constexpr int kTiles = decltype(tiles)::value;
-            for (; c + kTiles * kColumns <= d_; c += kTiles * kColumns) {
+            for (; c + kTiles * kColumns <= d_v_; c += kTiles * kColumns) {
                 add_values<kRows, kTiles, false>(alpha, row, c, n_first, from, keys);
             }
         };
         if constexpr (kRows <= 2) add(std::integral_constant<int, 4>());
         add(std::integral_constant<int, 2>());
         add(std::integral_constant<int, 1>());
-        if (c < d_) add_values<kRows, 1, true>(alpha, row, c, n_first, from, keys);
+        if (c < d_v_) add_values<kRows, 1, true>(alpha, row, c, n_first, from, keys);
     }
 
     template <int kRows, int kTiles, bool kIsPartial>
@@ -277,9 +279,9 @@ private:
                 prefetch_after_value(n + kAhead, n_first, from, keys);
                 prefetch_after_value(n + 1 + kAhead, n_first, from, keys);
             }
-            add_pair<kRows, kTiles, kIsPartial>(v[n] + c, v[n + 1] + c, d_ - c, p + n / 2, acc);
+            add_pair<kRows, kTiles, kIsPartial>(v[n] + c, v[n + 1] + c, d_v_ - c, p + n / 2, acc);
         }
-        if (n < keys) add_pair<kRows, kTiles, kIsPartial>(v[n] + c, kZeros + c, d_ - c, p + n / 2, acc);
+        if (n < keys) add_pair<kRows, kTiles, kIsPartial>(v[n] + c, kZeros + c, d_v_ - c, p + n / 2, acc);
 #pragma GCC unroll 4
         for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
@@ -316,7 +318,7 @@ private:
     FLASH_INLINE void add_to_o(int row, int c, float alpha, const Float (&acc)[2]) const {
         const __m512i first = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);
         const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
-        float *const o = o_ + row * d_padded_ + c;
+        float *const o = o_ + row * d_v_padded_ + c;
         const Float factor = broadcast(alpha);
         store<float>(o, fma<float>(factor, load<float>(o), _mm512_permutex2var_ps(acc[0], first, acc[1])));
         store<float>(o + 16, fma<float>(factor, load<float>(o + 16), _mm512_permutex2var_ps(acc[0], second, acc[1])));
@@ -332,10 +334,10 @@ private:
             return is_seen ? values_[from + n] : kZeros;
         };
         const auto *const p = reinterpret_cast<const int32_t *>(p_of_row);
-        for (int c = 0; c < d_; c += kColumns) {
+        for (int c = 0; c < d_v_; c += kColumns) {
             Float acc[1][1][2] = {};
             for (int n = 0; n < keys; n += 2) {
-                add_pair<1, 1, true>(v_of(n) + c, v_of(n + 1) + c, std::min(d_ - c, kColumns), p + n / 2, acc);
+                add_pair<1, 1, true>(v_of(n) + c, v_of(n + 1) + c, std::min(d_v_ - c, kColumns), p + n / 2, acc);
             }
             add_to_o(row, c, alpha, acc[0][0]);
         }
@@ -343,6 +345,7 @@ private:
 
     static constexpr BFloat16 kZeros[kMaxHeadDim] = {};
 
+    const int d_padded_;
     const Shared &shared_;
     uint32_t *q_ = nullptr;  // [d_padded / 32][16][kMaxGroupRows]: pairs of head dims of q
 };

@@ -15,7 +15,7 @@ class FmaDecode : public RowBlockDecode<FmaDecode<Element>, Element, kFmaBlockN>
     using Base = RowBlockDecode<FmaDecode<Element>, Element, kFmaBlockN>;
     friend Base;
     friend typename Base::RowBlockBase;
-    using Base::d_, Base::d_padded_, Base::params_, Base::kAhead, Base::kConvert, Base::kPanel;
+    using Base::d_, Base::d_v_, Base::d_v_padded_, Base::params_, Base::kAhead, Base::kConvert, Base::kPanel;
     using Base::o_, Base::stream_, Base::values_;
     using typename Base::Acc;
     using typename Base::Panel;
@@ -34,7 +34,9 @@ class FmaDecode : public RowBlockDecode<FmaDecode<Element>, Element, kFmaBlockN>
     struct Shared : Base::Shared {
         Acc *s = nullptr;  // [kBlockN][kPanel] or [row][kBlockN]: scores, then probabilities
 
-        Shared(Scratch &memory, int d) : Base::Shared(memory, d) { memory.take(s, kBlockN * kPanel); }
+        Shared(Scratch &memory, const Flash_fwd_params &params) : Base::Shared(memory, params) {
+            memory.take(s, kBlockN * kPanel);
+        }
     };
 
 public:
@@ -49,7 +51,7 @@ private:
 
     FmaDecode(const Flash_fwd_params &params, const RowBlock &block, char *scratch, const Shared &shared,
               int64_t next_head)
-        : Base(params, block, scratch, shared, next_head, round_up(params.d, kPanel)), s_(shared.s) {
+        : Base(params, block, scratch, shared, next_head, round_up(params.d_v, kPanel)), s_(shared.s) {
         this->scratch_.take(q_, int64_t(kMaxRows) * d_);
     }
 
@@ -221,9 +223,9 @@ private:
             add_values<kRows, decltype(vecs)::value, kSkipZeros>(p, alpha, row, c, width, n_first, from, keys);
             c += decltype(vecs)::value * kPanel;
         };
-        while (c + kMaxVectors * kPanel <= d_) add(std::integral_constant<int, kMaxVectors>(), kPanel);
-        while (c + kHalfVectors * kPanel <= d_) add(std::integral_constant<int, kHalfVectors>(), kPanel);
-        while (c < d_) add(std::integral_constant<int, 1>(), std::min(d_ - c, kPanel));
+        while (c + kMaxVectors * kPanel <= d_v_) add(std::integral_constant<int, kMaxVectors>(), kPanel);
+        while (c + kHalfVectors * kPanel <= d_v_) add(std::integral_constant<int, kHalfVectors>(), kPanel);
+        while (c < d_v_) add(std::integral_constant<int, 1>(), std::min(d_v_ - c, kPanel));
     }
 
     // The same for kVecs vectors of columns from c on; the last one has `width` columns. kSkipZeros: keys that the row
@@ -259,7 +261,7 @@ private:
         for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 8
             for (int j = 0; j < kVecs; ++j) {
-                Acc *const o = o_ + (row + r) * d_padded_ + c + j * kPanel;
+                Acc *const o = o_ + (row + r) * d_v_padded_ + c + j * kPanel;
                 store<Acc>(o, fma<Acc>(broadcast<Acc>(alpha[row + r]), load<Acc>(o), acc[r][j]));
             }
         }

@@ -43,14 +43,16 @@ class AmxForward : public RowBlockForward<AmxForward, BFloat16, kAmxPanel, kAmxB
 
 public:
     AmxForward(const Flash_fwd_params &params, const RowBlock &block, char *scratch)
-        : Base(params, block, scratch), d_padded_(round_up(params.d, kAmxBlock)) {
+        : Base(params, block, scratch),
+          d_padded_(round_up(params.d, kAmxBlock)),
+          d_v_padded_(round_up(params.d_v, kAmxBlock)) {
         scratch_.take(s_, kBlockN * kPanel);
         scratch_.take(p_, kBlockN * kPanel / 2);
         scratch_.take(k_, int64_t(kBlockN) * d_padded_);
-        scratch_.take(v_, int64_t(kBlockN) * d_padded_);
-        scratch_.take(rows_, int64_t(kPanel) * d_padded_);
+        scratch_.take(v_, int64_t(kBlockN) * d_v_padded_);
+        scratch_.take(rows_, int64_t(kPanel) * std::max(d_padded_, d_v_padded_));
         scratch_.take(q_, int64_t(panels_) * kPanel * d_padded_ / 2);
-        scratch_.take(o_, int64_t(panels_) * kPanel * d_padded_);
+        scratch_.take(o_, int64_t(panels_) * kPanel * d_v_padded_);
         if (scratch_.is_counting()) return;
         const int keys = std::min(kBlockN, round_up(group_.seq.seqlen_k, kAmxBlock));
         std::memset(k_, 0, sizeof(BFloat16) * size_t(keys) * d_padded_);
@@ -62,7 +64,7 @@ public:
     }
 
 private:
-    float *out(const Panel &p) const { return o_ + p.row * d_padded_; }
+    float *out(const Panel &p) const { return o_ + p.row * d_v_padded_; }
     float *out_rows() const { return rows_; }
 
     void load_q(const Panel &p) {
@@ -78,7 +80,7 @@ private:
         // A pair of bfloat16 is moved as one float.
         rows_to_panel<float, kPanel>(pairs, p.rows, d_padded_ / 2,
                                      reinterpret_cast<float *>(q_ + p.row * d_padded_ / 2));
-        std::fill_n(out(p), size_t(d_padded_) * kPanel, 0.0f);
+        std::fill_n(out(p), size_t(d_v_padded_) * kPanel, 0.0f);
     }
 
     void load_kv(int n_begin, int n_end) {
@@ -90,8 +92,8 @@ private:
         for (int n = n_begin; n < n_end; n += kAmxBlock) {
             const BFloat16 *rows[kAmxBlock];
             for (int i = 0; i < kAmxBlock; ++i) rows[i] = n + i < n_end ? key_ptr(params_.v, n + i) : kZeros;
-            for (int c = 0; c < d_padded_; c += kTileRows) {
-                v_special_ |= transpose_values(rows, c, std::clamp(d_ - c, 0, kTileRows),
+            for (int c = 0; c < d_v_padded_; c += kTileRows) {
+                v_special_ |= transpose_values(rows, c, std::clamp(d_v_ - c, 0, kTileRows),
                                                v_ + c * kBlockN + n - n_begin, kBlockN);
             }
         }
@@ -124,7 +126,7 @@ private:
         if (dropout_.is_on) drop_probabilities(p, n_first, keys);
         rescale<kUsedVecs>(out(p), alpha);
         const bool has_unseen_keys = masked || keys < keys_padded;
-        for (int c = 0; c < d_padded_; c += kAmxBlock) {
+        for (int c = 0; c < d_v_padded_; c += kAmxBlock) {
             const BFloat16 *v = v_ + c * kBlockN + n_first - n_begin;
             float *o = out(p) + c * kPanel;
             if (has_unseen_keys && v_special_)
@@ -154,7 +156,7 @@ private:
         bool grown = false;
         for (int j = 0; j < kUsedVecs; ++j) grown |= _mm512_cmpneq_ps_mask(alpha[j], broadcast(1.0f)) != 0;
         if (!grown) return;
-        for (int c = 0; c < d_padded_; ++c) {
+        for (int c = 0; c < d_v_padded_; ++c) {
             for (int j = 0; j < kUsedVecs; ++j) {
                 float *o_j = o + c * kPanel + j * kLanes<float>;
                 store<float>(o_j, load<float>(o_j) * alpha[j]);
@@ -162,15 +164,15 @@ private:
         }
     }
 
-    const int d_padded_;
+    const int d_padded_, d_v_padded_;
     bool v_special_ = false;  // V of the current keys holds an infinity or a NaN
     float *s_ = nullptr;      // [kBlockN][kPanel]: scores of one panel
     uint32_t *p_ = nullptr;   // [kBlockN / 2][kPanel] pairs: probabilities of one panel
     BFloat16 *k_ = nullptr;   // [kBlockN][d_padded]: K of the current keys
-    BFloat16 *v_ = nullptr;   // [d_padded][kBlockN]: V of the current keys
-    float *rows_ = nullptr;   // [kPanel][d_padded]: rows of q and o
+    BFloat16 *v_ = nullptr;   // [d_v_padded][kBlockN]: V of the current keys
+    float *rows_ = nullptr;   // [kPanel][d_padded or d_v_padded]: rows of q or o
     uint32_t *q_ = nullptr;   // [panels][d_padded / 2][kPanel] pairs
-    float *o_ = nullptr;      // [panels][d_padded][kPanel]
+    float *o_ = nullptr;      // [panels][d_v_padded][kPanel]
 };
 
 // Groups of few rows run on AmxDecode, which reads V in place, and K where its tiles lie evenly in memory.

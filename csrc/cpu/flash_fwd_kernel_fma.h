@@ -13,7 +13,7 @@ class FmaForward
     : public RowBlockForward<FmaForward<Element>, Element, kFmaPanel<typename AccOf<Element>::type>, kFmaBlockN> {
     using Base = RowBlockForward<FmaForward<Element>, Element, kFmaPanel<typename AccOf<Element>::type>, kFmaBlockN>;
     friend Base;
-    using Base::d_, Base::params_, Base::panels_, Base::kConvert;
+    using Base::d_, Base::d_v_, Base::params_, Base::panels_, Base::kConvert;
     using typename Base::Acc;
     using typename Base::Panel;
     static constexpr int kPanel = kFmaPanel<Acc>;
@@ -23,17 +23,18 @@ class FmaForward
 public:
     FmaForward(const Flash_fwd_params &params, const RowBlock &block, char *scratch)
         : Base(params, block, scratch),
-          d_padded_(round_up(params.d, kTile)),
+          d_v_padded_(round_up(params.d_v, kTile)),
           copies_k_(kConvert || params.block_table != nullptr) {
         this->scratch_.take(s_, kBlockN * kPanel);
-        this->scratch_.take(v_, int64_t(kBlockN) * d_padded_);
-        this->scratch_.take(rows_, copies_k_ ? int64_t(std::max(kBlockN, kPanel)) * d_ : 0);
+        this->scratch_.take(v_, int64_t(kBlockN) * d_v_padded_);
+        this->scratch_.take(rows_,
+                            copies_k_ ? std::max(int64_t(kBlockN) * d_, int64_t(kPanel) * std::max(d_, d_v_)) : 0);
         this->scratch_.take(q_, int64_t(panels_) * kPanel * d_);
-        this->scratch_.take(o_, int64_t(panels_) * kPanel * d_padded_);
+        this->scratch_.take(o_, int64_t(panels_) * kPanel * d_v_padded_);
     }
 
 private:
-    Acc *out(const Panel &p) const { return o_ + p.row * d_padded_; }
+    Acc *out(const Panel &p) const { return o_ + p.row * d_v_padded_; }
     Acc *out_rows() const { return rows_; }
 
     void load_q(const Panel &p) {
@@ -48,7 +49,7 @@ private:
             }
         }
         rows_to_panel<Acc, kPanel>(rows, p.rows, d_, q_ + p.row * d_);
-        std::fill_n(out(p), size_t(d_padded_) * kPanel, Acc(0));
+        std::fill_n(out(p), size_t(d_v_padded_) * kPanel, Acc(0));
     }
 
     void load_kv(int n_begin, int n_end) {
@@ -58,12 +59,12 @@ private:
             if constexpr (kConvert) {
                 convert_row(this->key_ptr(params_.k, n), rows_ + (n - n_begin) * d_, d_);
                 Acc row[kMaxHeadDim];
-                convert_row(this->key_ptr(params_.v, n), row, d_);
-                row_to_strips<Acc>(row, d_, kBlockN * kTile, strips, check);
+                convert_row(this->key_ptr(params_.v, n), row, d_v_);
+                row_to_strips<Acc>(row, d_v_, kBlockN * kTile, strips, check);
             } else {
                 if (copies_k_)
                     std::memcpy(rows_ + (n - n_begin) * d_, this->key_ptr(params_.k, n), sizeof(Acc) * size_t(d_));
-                row_to_strips<Acc>(this->key_ptr(params_.v, n), d_, kBlockN * kTile, strips, check);
+                row_to_strips<Acc>(this->key_ptr(params_.v, n), d_v_, kBlockN * kTile, strips, check);
             }
         }
         v_special_ = false;
@@ -143,20 +144,20 @@ private:
         }
         const Acc *v = v_ + (n_first - n_begin) * kTile;
         Acc *o = out(p) + vec * kLanes<Acc>;
-        for (int c = 0; c < d_; c += kTile) {
+        for (int c = 0; c < d_v_; c += kTile) {
             output_tile<Acc, kUsedVecs, kSkipZeros>(s_ + vec * kLanes<Acc>, v + c * kBlockN, seen, alpha,
                                                     o + c * kPanel);
         }
     }
 
-    const int d_padded_;
+    const int d_v_padded_;
     const bool copies_k_;     // the products read K from rows_, not from the tensor
     bool v_special_ = false;  // V of the current keys holds an infinity or a NaN
     Acc *s_ = nullptr;        // [kBlockN][kPanel]: scores, then probabilities, of one panel
-    Acc *v_ = nullptr;        // [d_padded / kTile][kBlockN][kTile]: V of the current keys
-    Acc *rows_ = nullptr;     // [kBlockN or kPanel][d]: K of the current keys, or converted rows of q and o
+    Acc *v_ = nullptr;        // [d_v_padded / kTile][kBlockN][kTile]: V of the current keys
+    Acc *rows_ = nullptr;     // [kBlockN][d]: K of the current keys; or [kPanel][d or d_v]: converted rows of q or o
     Acc *q_ = nullptr;        // [panels][d][kPanel]
-    Acc *o_ = nullptr;        // [panels][d_padded][kPanel]
+    Acc *o_ = nullptr;        // [panels][d_v_padded][kPanel]
 };
 
 // Blocks of few rows run on FmaDecode, which has no dropout.

@@ -28,7 +28,7 @@ namespace flash::cpu {
 // The state of a row after some of its keys: the output is o / l, the log-sum-exp is softmax_scale * m + log(l).
 // Elements are of the kernel's arithmetic: double for DType::float64, else float.
 struct PartialRows {
-    void *o = nullptr;  // [rows][d], not divided by l
+    void *o = nullptr;  // [rows][d_v], not divided by l
     void *m = nullptr;  // [rows]: the largest score; with a score modifier the largest logit, and a scale of 1
     void *l = nullptr;  // [rows]
 };
@@ -56,7 +56,7 @@ inline RowBlock block_of_head(const Flash_fwd_params &params, RowBlock block, in
     const auto offset = [&](void *x, int64_t columns) {
         return x == nullptr ? nullptr : static_cast<char *>(x) + rows * columns * bytes;
     };
-    block.partial = {offset(block.partial.o, params.d), offset(block.partial.m, 1), offset(block.partial.l, 1)};
+    block.partial = {offset(block.partial.o, params.d_v), offset(block.partial.m, 1), offset(block.partial.l, 1)};
     block.bidh_k += head;
     block.heads = 1;
     return block;

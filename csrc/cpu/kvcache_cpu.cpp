@@ -62,13 +62,10 @@ private:
             row_in_page = place % params_.page_size;
         }
         for (int head = 0; head < params_.h_k; ++head) {
-            const auto copy = [&](const TensorRef &from, const TensorRef &to, bool is_rotated) {
-                const Element *src = at(from, bidb, token, head);
-                Element *dst = at(to, row, row_in_page, head);
-                is_rotated ? rotate(src, dst, place) : copy_row(src, dst);
-            };
-            copy(cache_.k_new, params_.k, cache_.rotary_cos != nullptr);
-            copy(cache_.v_new, params_.v, false);
+            const Element *k_new = at(cache_.k_new, bidb, token, head), *v_new = at(cache_.v_new, bidb, token, head);
+            Element *k = at(params_.k, row, row_in_page, head), *v = at(params_.v, row, row_in_page, head);
+            cache_.rotary_cos != nullptr ? rotate(k_new, k, place) : copy_row(k_new, k, params_.d);
+            copy_row(v_new, v, params_.d_v);
         }
     }
 
@@ -83,13 +80,13 @@ private:
         return static_cast<Element *>(t.ptr) + batch * t.batch_stride + row * t.row_stride + head * t.head_stride;
     }
 
-    void copy_row(const Element *src, Element *dst) const {
-        std::memcpy(dst, src, sizeof(Element) * size_t(params_.d));
+    static void copy_row(const Element *src, Element *dst, int headdim) {
+        std::memcpy(dst, src, sizeof(Element) * size_t(headdim));
     }
 
     // Pairs (a, b) become (a cos - b sin, a sin + b cos). A position past the table is not rotated.
     void rotate(const Element *src, Element *dst, int64_t position) const {
-        copy_row(src, dst);
+        copy_row(src, dst, params_.d);
         if (position >= cache_.rotary_seqlen) return;
         const int pairs = cache_.rotary_dim / 2;
         const auto *cos = static_cast<const Element *>(cache_.rotary_cos) + position * pairs;
@@ -124,7 +121,7 @@ void append_kv(const Flash_fwd_params &params) {
 
 // ---- combine: the states of rows after each split over keys become one
 
-// One row of d columns.
+// One row of d_v columns.
 template <typename Acc>
 struct PartialRow {
     Acc *o, *m, *l;
@@ -132,30 +129,30 @@ struct PartialRow {
     explicit PartialRow(const PartialRows &rows)
         : o(static_cast<Acc *>(rows.o)), m(static_cast<Acc *>(rows.m)), l(static_cast<Acc *>(rows.l)) {}
 
-    void clear(int d) const {
-        std::fill_n(o, d, Acc(0));
+    void clear(int d_v) const {
+        std::fill_n(o, d_v, Acc(0));
         *m = -std::numeric_limits<Acc>::infinity();
         *l = 0;
     }
 
     // Adds the keys of `next`. scale: of m. The order of calls decides the last bits.
-    void add(const PartialRow &next, int d, double scale) const {
+    void add(const PartialRow &next, int d_v, double scale) const {
         const Acc m_new = std::max(*m, *next.m), safe_m = std::isinf(m_new) && m_new < 0 ? Acc(0) : m_new;
         const Acc scale_log2 = Acc(scale * kLog2e);
         const Acc alpha = std::exp2((*m - safe_m) * scale_log2), beta = std::exp2((*next.m - safe_m) * scale_log2);
         *m = m_new;
         *l = alpha * *l + beta * *next.l;
-        for (int c = 0; c < d; ++c) o[c] = alpha * o[c] + beta * next.o[c];
+        for (int c = 0; c < d_v; ++c) o[c] = alpha * o[c] + beta * next.o[c];
     }
 
     template <typename Element>
-    void store(Element *out, Acc *lse, int d, double scale, const RowMod<Acc> &row_mod) const {
+    void store(Element *out, Acc *lse, int d_v, double scale, const RowMod<Acc> &row_mod) const {
         Acc reference = *m * Acc(scale), sum = *l;
         const Acc weight =
             row_mod.logit() > -std::numeric_limits<Acc>::infinity() ? row_mod.join(reference, sum) : Acc(1);
         *lse = sum == 0 ? -std::numeric_limits<Acc>::infinity() : reference + std::log(sum);
         const Acc factor = sum == 0 ? Acc(0) : weight / sum;
-        for (int c = 0; c < d; ++c) out[c] = Element(o[c] * factor);
+        for (int c = 0; c < d_v; ++c) out[c] = Element(o[c] * factor);
     }
 };
 
@@ -223,15 +220,15 @@ public:
 
     PartialRows at(int64_t slot, int64_t row) const {
         char *const o = static_cast<char *>(memory_.get()) + size_t(slot) * slot_bytes();
-        char *const m = o + rows_ * params_.d * acc_bytes_, *const l = m + rows_ * acc_bytes_;
-        return {o + row * params_.d * acc_bytes_, m + row * acc_bytes_, l + row * acc_bytes_};
+        char *const m = o + rows_ * params_.d_v * acc_bytes_, *const l = m + rows_ * acc_bytes_;
+        return {o + row * params_.d_v * acc_bytes_, m + row * acc_bytes_, l + row * acc_bytes_};
     }
     int64_t first_row(int64_t bidb, int64_t bidh_k) const { return (bidb * params_.h_k + bidh_k) * group_rows_; }
     int64_t group_rows() const { return group_rows_; }
     int64_t rows() const { return rows_; }
 
 private:
-    size_t slot_bytes() const { return size_t(rows_) * (params_.d + 2) * acc_bytes_; }
+    size_t slot_bytes() const { return size_t(rows_) * (params_.d_v + 2) * acc_bytes_; }
 
     const Flash_fwd_params &params_;
     const int64_t acc_bytes_, group_rows_, rows_;
@@ -332,18 +329,18 @@ private:
     void combine_rows(const Partials &partials, int64_t first, int64_t wave) const {
         constexpr int64_t kThreadWork = 1 << 17;  // elements that are worth a thread
         const double scale = params_.has_score_mod() ? 1.0 : params_.softmax_scale;
-        const int d = params_.d, ratio = params_.h_h_k_ratio;
-        const int64_t grain = std::max<int64_t>(kThreadWork / (d * wave), 1);
+        const int d_v = params_.d_v, ratio = params_.h_h_k_ratio;
+        const int64_t grain = std::max<int64_t>(kThreadWork / (d_v * wave), 1);
         at::parallel_for(0, partials.rows(), grain, [&](int64_t begin, int64_t end) {
             for (int64_t row = begin; row < end; ++row) {
                 const int64_t group = row / partials.group_rows(), group_row = row % partials.group_rows();
                 const int64_t bidb = group / params_.h_k, count = splits_[size_t(bidb)].count();
                 if (count <= 1 || first >= count) continue;
                 const PartialRow<Acc> state(partials.at(wave, row));
-                if (first == 0) state.clear(d);
+                if (first == 0) state.clear(d_v);
                 const int64_t last = std::min(first + wave, count);
                 for (int64_t split = first; split < last; ++split) {
-                    state.add(PartialRow<Acc>(partials.at(split - first, row)), d, scale);
+                    state.add(PartialRow<Acc>(partials.at(split - first, row)), d_v, scale);
                 }
                 if (last < count) continue;
                 const int64_t head = group % params_.h_k * ratio + group_row % ratio, query = group_row / ratio;
@@ -352,7 +349,7 @@ private:
                     static_cast<Element *>(o.ptr) + bidb * o.batch_stride + query * o.row_stride + head * o.head_stride,
                     static_cast<Acc *>(params_.softmax_lse) + bidb * params_.lse_batch_stride +
                         head * params_.lse_head_stride + query,
-                    d, scale, RowMod<Acc>(params_, bidb, head));
+                    d_v, scale, RowMod<Acc>(params_, bidb, head));
             }
         });
     }

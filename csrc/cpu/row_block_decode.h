@@ -15,7 +15,7 @@ class RowBlockDecode : public RowBlockForward<Self, Element, kLanes<typename Acc
 
 protected:
     using RowBlockBase = Base;
-    using Base::d_, Base::params_;
+    using Base::d_, Base::d_v_, Base::params_;
     using typename Base::Acc;
     using typename Base::Panel;
     static constexpr int kPanel = kLanes<Acc>;
@@ -24,11 +24,11 @@ protected:
 
     // Memory that the heads of a block use in turn.
     struct Shared {
-        Acc *o = nullptr;                  // [kMaxRows][d]: rows of o, for their conversion
+        Acc *o = nullptr;                  // [kMaxRows][d_v]: rows of o, for their conversion
         const Element **stream = nullptr;  // [2 * kBlockN + kAhead + kPanel]: rows of K, then of V
 
-        Shared(Scratch &memory, int d) {
-            memory.take(o, int64_t(kMaxRows) * d);
+        Shared(Scratch &memory, const Flash_fwd_params &params) {
+            memory.take(o, int64_t(kMaxRows) * params.d_v);
             memory.take(stream, 2 * kBlockN + kAhead + kPanel);
         }
     };
@@ -39,7 +39,7 @@ public:
     // For all heads of the largest block.
     static size_t scratch_bytes(const Flash_fwd_params &params) {
         Scratch memory(nullptr);
-        const typename Self::Shared shared(memory, params.d);
+        const typename Self::Shared shared(memory, params);
         Self *heads = nullptr;
         memory.take(heads, params.h_k);
         const Self one(params, {0, 0, 0, kMaxRows}, nullptr, shared, 0);
@@ -50,7 +50,7 @@ public:
     // heads, headdim].
     static void run(const Flash_fwd_params &params, const RowBlock &block, void *scratch) {
         Scratch memory(static_cast<char *>(scratch));
-        const typename Self::Shared shared(memory, params.d);
+        const typename Self::Shared shared(memory, params);
         Self *heads = nullptr;
         memory.take(heads, block.heads);
         char *own = static_cast<char *>(scratch) + memory.bytes();
@@ -73,16 +73,16 @@ public:
     }
 
 protected:
-    // next_head: distance to the head that computes after this one. d_padded: columns of o_.
+    // next_head: distance to the head that computes after this one. d_v_padded: columns of o_.
     RowBlockDecode(const Flash_fwd_params &params, const RowBlock &block, char *scratch, const Shared &shared,
-                   int64_t next_head, int d_padded)
+                   int64_t next_head, int d_v_padded)
         : Base(params, block, scratch),
-          d_padded_(d_padded),
+          d_v_padded_(d_v_padded),
           stream_(shared.stream),
           next_head_(next_head),
           out_rows_(shared.o) {
-        this->scratch_.take(o_, int64_t(kMaxRows) * d_padded_);
-        if (!this->scratch_.is_counting()) std::fill_n(o_, block.rows * d_padded_, Acc(0));
+        this->scratch_.take(o_, int64_t(kMaxRows) * d_v_padded_);
+        if (!this->scratch_.is_counting()) std::fill_n(o_, block.rows * d_v_padded_, Acc(0));
     }
 
     Acc *out_rows() const { return out_rows_; }
@@ -90,7 +90,7 @@ protected:
     // rows[i] = l[i] * row i of o.
     void scale_rows(const Panel &p, Acc *const *rows) const {
         for (int i = 0; i < p.rows; ++i) {
-            for (int c = 0; c < d_; ++c) rows[i][c] = o_[i * d_padded_ + c] * p.state.l[i];
+            for (int c = 0; c < d_v_; ++c) rows[i][c] = o_[i * d_v_padded_ + c] * p.state.l[i];
         }
     }
 
@@ -116,21 +116,21 @@ protected:
 
     // Prefetches what is used after the n-th value of a step: values, then keys of the next head, key block or split.
     FLASH_INLINE void prefetch_after_value(int n, int n_first, int from, int keys) const {
-        const bool is_array = is_dense(params_.v);
-        if (is_array) prefetch<kToL2>(values_[from + std::min(n, keys - 1)] + kBlockN * d_);
+        const bool is_array = is_dense(params_.v, d_v_);
+        if (is_array) prefetch<kToL2>(values_[from + std::min(n, keys - 1)] + kBlockN * d_v_, d_v_);
         if (n < keys) {
-            if (!is_array) prefetch(values_[from + n]);
+            if (!is_array) prefetch(values_[from + n], d_v_);
         } else if (next_head_ > 0) {
-            prefetch(stream_[from + std::min(n - keys, keys - 1)] + next_head_ * params_.k.head_stride);
+            prefetch(stream_[from + std::min(n - keys, keys - 1)] + next_head_ * params_.k.head_stride, d_);
         } else if (n_first + n < this->group_.seq.seqlen_k) {
-            prefetch(this->key_ptr(params_.k, n_first + n) + next_head_ * params_.k.head_stride);
+            prefetch(this->key_ptr(params_.k, n_first + n) + next_head_ * params_.k.head_stride, d_);
         }
     }
 
     // Prefetches kPanel cache lines of the kPanel keys, for the columns from c on. If the keys are one array, the calls
     // for all columns prefetch it in order. Otherwise a call prefetches one line of each key.
     FLASH_INLINE void prefetch_lines(const Element *const *keys, int c) const {
-        if (is_dense(params_.k)) {
+        if (is_dense(params_.k, d_)) {
             const Element *const lines = keys[0] + c * kPanel;
             for (int i = 0; i < kPanel; ++i) {
                 __builtin_prefetch(lines + i * kElementsOfLine + kBlockN * d_, 0, kToL2);
@@ -143,20 +143,22 @@ protected:
 
     // True if the rows of one head are one array. Then those of the next step are prefetched into L2; with several
     // heads they would not fit. The hardware prefetches values from there.
-    bool is_dense(const TensorRef &t) const { return params_.block_table == nullptr && t.row_stride == d_; }
+    bool is_dense(const TensorRef &t, int headdim) const {
+        return params_.block_table == nullptr && t.row_stride == headdim;
+    }
 
     static constexpr int kToL2 = 2, kToL1 = 3;  // the locality of __builtin_prefetch
     template <int kTo = kToL1>
-    void prefetch(const Element *row) const {
-        for (size_t i = 0; i < sizeof(Element) * size_t(d_); i += 64) {
+    static void prefetch(const Element *row, int headdim) {
+        for (size_t i = 0; i < sizeof(Element) * size_t(headdim); i += 64) {
             __builtin_prefetch(reinterpret_cast<const char *>(row) + i, 0, kTo);
         }
     }
 
-    const int d_padded_;
+    const int d_v_padded_;
     const Element **const stream_;      // rows of K of the current keys, then of V
     const Element **values_ = nullptr;  // those of V
-    Acc *o_ = nullptr;                  // [kMaxRows][d_padded]
+    Acc *o_ = nullptr;                  // [kMaxRows][d_v_padded]
 
 private:
     const int64_t next_head_;

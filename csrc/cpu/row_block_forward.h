@@ -58,6 +58,7 @@ protected:
           block_(block),
           group_{params, block.bidb, block.bidh_k},
           d_(params.d),
+          d_v_(params.d_v),
           panels_(round_up(block.rows, kPanel) / kPanel),
           score_mod_(params),
           dropout_(params),
@@ -173,8 +174,10 @@ protected:
         for (; count > 0 && prefetch_row_ < prefetch_end_; --count, ++prefetch_row_) {
             const int key = n_begin + kBlockN + prefetch_row_ / 2;
             if (key >= n_max_) return;
-            const auto *row = reinterpret_cast<const char *>(key_ptr(prefetch_row_ % 2 ? params_.v : params_.k, key));
-            for (size_t i = 0; i < sizeof(Element) * size_t(d_); i += 64) __builtin_prefetch(row + i, 0, 2);
+            const bool is_value = prefetch_row_ % 2 != 0;
+            const auto *row = reinterpret_cast<const char *>(key_ptr(is_value ? params_.v : params_.k, key));
+            const size_t bytes = sizeof(Element) * size_t(is_value ? d_v_ : d_);
+            for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(row + i, 0, 2);
         }
     }
 
@@ -191,13 +194,13 @@ protected:
                 sum == 0 ? -std::numeric_limits<Acc>::infinity() : reference + std::log(sum);
             p.state.l[i] = sum == 0 ? Acc(0) : weight * Acc(dropout_.scale) / sum;
             if constexpr (kConvert)
-                rows[i] = self().out_rows() + i * d_;
+                rows[i] = self().out_rows() + i * d_v_;
             else
                 rows[i] = row_ptr(params_.o, p.row + i);
         }
         self().scale_rows(p, rows);
         if constexpr (kConvert) {
-            for (int i = 0; i < p.rows; ++i) convert_row(rows[i], row_ptr(params_.o, p.row + i), d_);
+            for (int i = 0; i < p.rows; ++i) convert_row(rows[i], row_ptr(params_.o, p.row + i), d_v_);
         }
     }
 
@@ -214,17 +217,17 @@ protected:
 
     void store_partial(const Panel &p) {
         const int64_t first = p.row;
-        Acc *rows[kPanel], *o = static_cast<Acc *>(block_.partial.o) + first * d_;
+        Acc *rows[kPanel], *o = static_cast<Acc *>(block_.partial.o) + first * d_v_;
         std::copy_n(p.state.m, p.rows, static_cast<Acc *>(block_.partial.m) + first);
         std::copy_n(p.state.l, p.rows, static_cast<Acc *>(block_.partial.l) + first);
-        for (int i = 0; i < p.rows; ++i) rows[i] = o + int64_t(i) * d_;
+        for (int i = 0; i < p.rows; ++i) rows[i] = o + int64_t(i) * d_v_;
         std::fill_n(p.state.l, kPanel, Acc(1));
         self().scale_rows(p, rows);
     }
 
     // rows[i] = l[i] * row i of o.
     void scale_rows(const Panel &p, Acc *const *rows) const {
-        panel_to_rows<Acc, kPanel>(self().out(p), p.state.l, p.rows, d_, rows);
+        panel_to_rows<Acc, kPanel>(self().out(p), p.state.l, p.rows, d_v_, rows);
     }
 
     Self &self() { return static_cast<Self &>(*this); }
@@ -233,7 +236,7 @@ protected:
     const Flash_fwd_params &params_;
     const RowBlock block_;
     const Group<Element> group_;
-    const int d_, panels_;
+    const int d_, d_v_, panels_;
     int n_min_ = 0, n_max_ = 0;
     int prefetch_row_ = 0, prefetch_end_ = 0;  // of the next key block: row 2 i is row i of K, row 2 i + 1 of V
     ScoreMod<Acc> score_mod_;

@@ -95,12 +95,13 @@ def available_backends(device: torch.device | str) -> list[str]:
     return [name for name, backend in BACKENDS.items() if backend.unavailable_reason(torch.device(device)) is None]
 
 
-def select_backend(device: torch.device, requested: str | None = None) -> Backend:
+def select_backend(device: torch.device, requested: str | None = None, headdim: int = 0) -> Backend:
     """The backend that a call with tensors on ``device`` takes.
 
     Args:
         device: Where q, k and v live.
         requested: The call's ``backend=`` argument.
+        headdim: The larger of the head dims of q and v. By device, no call takes a backend that lacks it.
 
     Raises:
         ValueError: If a requested name is not that of a backend.
@@ -111,7 +112,7 @@ def select_backend(device: torch.device, requested: str | None = None) -> Backen
         name, source = chosen_backend(), "use_backend()"
     if name is None:
         name, source = os.environ.get(ENVIRONMENT_VARIABLE) or None, ENVIRONMENT_VARIABLE
-    return _resolve(device, name, source)
+    return _resolve(device, name, source, headdim > cuda.MAX_HEADDIM)
 
 
 def backend_argument(device: torch.device, requested: str | None) -> str | None:
@@ -128,7 +129,7 @@ def backend_argument(device: torch.device, requested: str | None) -> str | None:
 
 
 @functools.cache  # what a device can run does not change while the process lives
-def _resolve(device: torch.device, name: str | None, source: str) -> Backend:
+def _resolve(device: torch.device, name: str | None, source: str, is_wide: bool) -> Backend:
     if name is not None:
         backend = _known(name, source)
         reason = backend.unavailable_reason(device)
@@ -139,7 +140,7 @@ def _resolve(device: torch.device, name: str | None, source: str) -> Backend:
         return backend
 
     # A CPU tensor takes the cpu backend even where Triton's interpreter could run.
-    candidates = ("cpu",) if device.type == "cpu" else ("cuda", "triton")
+    candidates = ("cpu",) if device.type == "cpu" else ("triton",) if is_wide else ("cuda", "triton")
     reasons = []
     for candidate in candidates:
         reason = BACKENDS[candidate].unavailable_reason(device)

@@ -8,6 +8,7 @@ import torch
 
 from . import extension
 
+MAX_HEADDIM = 256  # kMaxHeadDimCuda of csrc/flash.h
 ARCH_VARIABLE = "FLASH_ATTN_MINI_ARCH"  # 80 keeps calls on the kernels of sm80
 
 

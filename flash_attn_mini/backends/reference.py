@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..allocation import empty_contiguous_last, empty_max_logits, lse_dtype
+from ..allocation import empty_contiguous_last, empty_max_logits, empty_out, lse_dtype
 from ..options import ROWS_MULTIPLE, KvCache, Options, Sequences
 from . import extension
 
@@ -55,7 +55,7 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(out, softmax_lse, max_logits or None) of checked arguments."""
     warn_once()
-    out, softmax_lse, max_logits = empty_contiguous_last(q), _empty_rows(q, q.shape[-3]), empty_max_logits(q, options)
+    out, softmax_lse, max_logits = empty_out(q, v), _empty_rows(q, q.shape[-3]), empty_max_logits(q, options)
     of_q, of_out, of_lse = (_as_batch(x, sequences) for x in (q, out, softmax_lse))
     if max_logits is not None:
         max_logits.fill_(-math.inf)
@@ -152,7 +152,7 @@ def forward_kvcache(
         sinks=options.learnable_sink,
         **of_reference,
     )
-    return empty_contiguous_last(q).copy_(out), softmax_lse.to(lse_dtype(q))
+    return empty_out(q, v_cache).copy_(out), softmax_lse.to(lse_dtype(q))
 
 
 def _parts(

@@ -77,7 +77,8 @@ def cp_flash_attn_func(
         q: Local queries, ``[batch, tokens_local, nheads, headdim]``; dtypes, head dims and heads as in
             `flash_attn_func`.
         k: Local keys of the same tokens, ``[batch, tokens_local, nheads_k, headdim]``.
-        v: Local values, shaped like k.
+        v: Local values, shaped like k but for their head dim. With another one, tensors are copied to the larger of the
+            two.
         shards: Who owns which tokens, from `zigzag_shards`.
         softmax_scale: As in `flash_attn_func`, and so are causal, window_size, softcap and alibi_slopes.
         deterministic: Make the gradients bitwise repeatable.
@@ -90,8 +91,8 @@ def cp_flash_attn_func(
         backend: As in `flash_attn_func`.
 
     Returns:
-        out, shaped like q; or with ``return_attn_probs`` also softmax_lse, ``[batch, nheads, tokens_local]``, and an
-        empty S_dmask.
+        out, ``[batch, tokens_local, nheads, headdim_v]``; or with ``return_attn_probs`` also softmax_lse, ``[batch,
+        nheads, tokens_local]``, and an empty S_dmask.
 
     Raises:
         TypeError: For an argument of a wrong type or dtype.
@@ -151,15 +152,15 @@ def cp_flash_attn_varlen_func(
     Args:
         q: Local queries, ``[tokens_local, nheads, headdim]``.
         k: Local keys of the same tokens, ``[tokens_local, nheads_k, headdim]``.
-        v: Local values, shaped like k.
+        v: Local values, shaped like k but for their head dim.
         shards: Who owns which tokens, from `packed_shards` (or `zigzag_shards`: one document).
         alibi_slopes: float32 ``[nheads]``, or ``[documents, nheads]``.
 
     The other arguments and the errors are those of `cp_flash_attn_func`.
 
     Returns:
-        out, shaped like q; or with ``return_attn_probs`` also softmax_lse, ``[nheads, tokens_local]``, and an empty
-        S_dmask.
+        out, ``[tokens_local, nheads, headdim_v]``; or with ``return_attn_probs`` also softmax_lse, ``[nheads,
+        tokens_local]``, and an empty S_dmask.
 
     Example:
         >>> import torch, torch.distributed as dist
@@ -247,6 +248,8 @@ def _call(
     q, k, v = (autocast(x) for x in (q, k, v))
     if checks.compares_ranks():
         checks.compare_ranks(name, shards.group, _description(attention, q, k, v, arguments, strategy))
+    headdim_v, headdim = v.shape[-1], max(q.shape[-1], v.shape[-1])
+    q, k, v = (_with_headdim(x, headdim) for x in (q, k, v))  # K and V travel in one tensor
     choice = Choice(strategy, "asked for")
     if strategy == "auto":
         choice = choose_strategy(attention, q.shape[-2], k.shape[-2])
@@ -262,7 +265,13 @@ def _call(
         return out, softmax_lse
 
     out, softmax_lse = with_modified_rows(forward, attention.options)
+    out = out if headdim == headdim_v else out[..., :headdim_v]
     return (out, softmax_lse, q.new_empty(0)) if returns_lse else out
+
+
+def _with_headdim(x: torch.Tensor, headdim: int) -> torch.Tensor:
+    """x with zeros appended to its last dimension; they change no score."""
+    return x if x.shape[-1] == headdim else torch.nn.functional.pad(x, (0, headdim - x.shape[-1]))
 
 
 def _checked(
@@ -293,7 +302,7 @@ def _checked(
             "packed_shards with cp_flash_attn_varlen_func, causal, window_size, flash_attn_func on the whole sequence"
         )
     options = checked_options(q, k, v, 0.0, **named, backend=backend)
-    chosen = select_backend(q.device, options.backend)
+    chosen = select_backend(q.device, options.backend, max(x.shape[-1] if x.ndim else 0 for x in (q, v)))
     options = options._replace(backend=None if chosen is REFERENCE else chosen.name)  # no call can name the reference
     slopes = options.alibi_slopes
     if is_packed:
@@ -348,13 +357,14 @@ def _description(
 ) -> dict[str, str]:
     """What has to be the same on every rank, in words."""
     rows_dim = q.ndim - 3
-    shapes = [[*x.shape[:rows_dim], "tokens", *x.shape[rows_dim + 1 :]] for x in (q, k)]
+    shapes = [[*x.shape[:rows_dim], "tokens", *x.shape[rows_dim + 1 :]] for x in (q, k, v)]
     needs = [name for name, x in zip("qkv", (q, k, v), strict=True) if torch.is_grad_enabled() and x.requires_grad]
     options = attention.options._asdict()
     tensors = {name: options.pop(name) for name in list(options) if name in TENSOR_OPTIONS}
     return {
         "shape of q": str(shapes[0]),
         "shape of k": str(shapes[1]),
+        "shape of v": str(shapes[2]),
         "dtype": str(q.dtype),
         "device": q.device.type,
         "strategy": strategy,

@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..argument_checks import checked_options
@@ -159,7 +158,7 @@ def attention(
         module: The attention layer.
         query: ``[batch, nheads, seqlen_q, headdim]``.
         key: ``[batch, nheads_k, seqlen_k, headdim]``.
-        value: ``[batch, nheads_k, seqlen_k, headdim_v]``, headdim_v at most headdim.
+        value: ``[batch, nheads_k, seqlen_k, headdim_v]``.
         attention_mask: The result of `attention_mask`, a padding mask ``[batch, seqlen_k]``, a mask ``[1 or batch, 1 or
             nheads, 1 or seqlen_q, 1 or seqlen_k]``, or None. A bool mask is true where a key counts. A floating mask is
             added to the scores, with a gradient; a padding mask of floats holds 0, and -inf or the smallest number of
@@ -190,14 +189,6 @@ def attention(
         if argument in _UNSUPPORTED and kwargs[argument] is not None:
             raise _lacking(_UNSUPPORTED[argument])
 
-    v_headdim = value.shape[-1]
-    if v_headdim < query.shape[-1]:  # q, k and v of the kernels share one head dim
-        out, _ = attention(
-            module, query, key, F.pad(value, (0, query.shape[-1] - v_headdim)), attention_mask, dropout, scaling,
-            sliding_window, softcap, is_causal, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, s_aux,
-            position_bias, **kwargs,
-        )  # fmt: skip
-        return out[..., :v_headdim], None
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     if isinstance(attention_mask, Layout):
         layout = _fitting(attention_mask, q, k)

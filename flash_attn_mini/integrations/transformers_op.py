@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import ops, schemas
-from ..allocation import empty_contiguous_last, lse_dtype
+from ..allocation import empty_contiguous_last, empty_out, lse_dtype
 from ..namespace import CUSTOM_OPS, NAMESPACE, qualified
 from ..options import Options, Sequences
 from ..rng_state import draw_in_program
@@ -149,7 +149,7 @@ def _sequences_of_rows_fake(begins: Tensor) -> tuple[Tensor, Tensor]:
 
 def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     total, nheads, _ = q.shape
-    return empty_contiguous_last(q), q.new_empty((nheads, total), dtype=lse_dtype(q))
+    return empty_out(q, v), q.new_empty((nheads, total), dtype=lse_dtype(q))
 
 
 def _backward_fake(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, ...]:

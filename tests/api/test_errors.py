@@ -60,16 +60,16 @@ WRONG_CALLS = [
     WrongCall("v_batch", shape("v", 3, 7, 3, 16), V, r"\bv\b.*batch", "3", "batch of q, 2"),
     WrongCall("v_seqlen", shape("v", 2, 8, 3, 16), V, r"\bv\b.*seqlen", "8", "seqlen of k, 7"),
     WrongCall("k_headdim", shape("k", 2, 7, 3, 8), V, r"\bk\b.*headdim", "8", "headdim of q, 16"),
-    WrongCall("v_headdim", shape("v", 2, 7, 3, 8), V, r"\bv\b.*headdim", "8", "headdim of q, 16"),
+    WrongCall("v_headdim", shape("v", 2, 7, 3, 513), V, r"\bv\b.*headdim", "513", "1 to 512"),
     WrongCall("v_heads", shape("v", 2, 7, 6, 16), V, r"\bv\b.*heads", "6", "heads of k, 3"),
     WrongCall("heads_no_multiple", shape("q", 2, 5, 7, 16), V, r"\bq\b.*7 heads", r"\bk\b.*\b3\b", "multiple"),
     WrongCall("more_key_heads", shape("q", 2, 5, 1, 16), V, r"\bq\b.*1 heads", r"\bk\b.*\b3\b", "multiple"),
     WrongCall("q_no_heads", shape("q", 2, 5, 0, 16), V, r"\bq\b", "0 heads", "at least 1"),
     WrongCall("k_no_heads", shapes((2, 5, 6, 16), (2, 7, 0, 16)), V, r"\bk\b", "0 heads", "at least 1"),
-    WrongCall("headdim_0", shapes((2, 5, 6, 0), (2, 7, 3, 0)), V, r"\bq\b.*headdim", "0", "1 to 256"),
-    WrongCall("headdim_257", shapes((2, 5, 6, 257), (2, 7, 3, 257)), V, r"\bq\b.*headdim", "257", "1 to 256"),
-    WrongCall("headdim_264", shapes((2, 5, 6, 264), (2, 7, 3, 264)), V, r"\bq\b.*headdim", "264", "1 to 256"),
-    WrongCall("headdim_512_empty", shapes((0, 5, 6, 512), (0, 7, 3, 512)), V, r"\bq\b.*headdim", "512", "1 to 256"),
+    WrongCall("headdim_0", shapes((2, 5, 6, 0), (2, 7, 3, 0)), V, r"\bq\b.*headdim", "0", "1 to 512"),
+    WrongCall("headdim_513", shapes((2, 5, 6, 513), (2, 7, 3, 513)), V, r"\bq\b.*headdim", "513", "1 to 512"),
+    WrongCall("headdim_520", shapes((2, 5, 6, 520), (2, 7, 3, 520)), V, r"\bq\b.*headdim", "520", "1 to 512"),
+    WrongCall("headdim_576_empty", shapes((0, 5, 6, 576), (0, 7, 3, 576)), V, r"\bq\b.*headdim", "576", "1 to 512"),
     # layout
     WrongCall("q_strided", strided("q"), V, r"\bq\b.*strides", r"\[960, 192, 32, 2\]", "contiguous last dimension"),
     WrongCall("k_strided", strided("k"), V, r"\bk\b.*strides", r", 2\]", "contiguous last dimension"),
@@ -219,8 +219,18 @@ def test_tensors_on_cpu_and_gpu_together_are_refused(argument: str, backend: str
 # ---- the extension's own entry ------------------------------------------------------------------------------------
 
 WRONG_OUTS = {
-    "shape": (lambda q: q.new_zeros(2, 5, 6, 8), ValueError, r"\[2, 5, 6, 8\]", r"shape of q, \[2, 5, 6, 16\]"),
-    "rank": (lambda q: q.new_zeros(5, 6, 16), ValueError, r"\[5, 6, 16\]", r"shape of q, \[2, 5, 6, 16\]"),
+    "shape": (
+        lambda q: q.new_zeros(2, 5, 6, 8),
+        ValueError,
+        r"\[2, 5, 6, 8\]",
+        r"shape of q with the headdim of v, \[2, 5, 6, 16\]",
+    ),
+    "rank": (
+        lambda q: q.new_zeros(5, 6, 16),
+        ValueError,
+        r"\[5, 6, 16\]",
+        r"shape of q with the headdim of v, \[2, 5, 6, 16\]",
+    ),
     "dtype": (lambda q: q.float(), TypeError, "(?i)float", "that of q"),
     "strided": (lambda q: q.repeat_interleave(2, -1)[..., ::2], ValueError, r", 2\]", "contiguous last dimension"),
     "elsewhere": (lambda q: q.to("meta"), ValueError, "meta", "device of q"),

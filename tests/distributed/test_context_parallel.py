@@ -45,6 +45,7 @@ class Case:
     headdim: int = 8
     dtype: torch.dtype = torch.float32
     sinks: str = "heads"
+    headdim_v: int | None = None  # None: headdim
 
 
 DOCUMENTS = (7, 0, 40, 1, 64, 13)
@@ -80,11 +81,13 @@ CASES = [
     Case("bfloat16, ALiBi", THREE, 150, {"causal": True}, "heads", 1, (3, 3), 32, torch.bfloat16),
     Case("float64, ALiBi", THREE, 41, {"window_size": (20, 6)}, alibi="heads", dtype=torch.float64),
     Case("odd head dim, MQA", TWO, 33, {"causal": True}, heads=(4, 1), headdim=5),
+    Case("few columns of v", TWO, 44, {"causal": True, "softmax_scale": 0.3}, heads=(4, 2), headdim=24, headdim_v=16),
+    Case("many columns of v", THREE, DOCUMENTS, {"causal": True}, heads=(6, 3), headdim=16, headdim_v=40),
 ]
 
 
 def tensors_and_options(case: Case, seed: int) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
-    tensors = calls.draw(case.lengths, case.batch, case.heads, case.headdim, case.dtype, seed)
+    tensors = calls.draw(case.lengths, case.batch, case.heads, case.headdim, case.dtype, seed, case.headdim_v)
     options = dict(case.options)
     if case.alibi is not None:
         generator = torch.Generator().manual_seed(seed)

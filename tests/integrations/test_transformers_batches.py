@@ -47,13 +47,27 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         },
     ),
     "bert": ("BertConfig", "AutoModel", SMALL),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        "AutoModelForCausalLM",
+        {
+            **DECODER,
+            "num_key_value_heads": 4,
+            "q_lora_rank": 24,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 12,
+            "first_k_dense_replace": 2,  # no layer has experts
+        },
+    ),
     "modernbert": (
         "ModernBertConfig",
         "AutoModel",
         {**SMALL, "local_attention": 6, "global_attn_every_n_layers": 2, "pad_token_id": 0},
     ),
 }
-DECODERS = ("llama", "gemma2", "mistral", "llama4")
+DECODERS = ("llama", "gemma2", "mistral", "llama4", "deepseek_v3")
 
 each_side = pytest.mark.parametrize("side", ["left", "right"])
 
@@ -195,15 +209,16 @@ def test_generation_with_a_static_cache(name: str) -> None:
     assert torch.equal(*outputs)
 
 
-def test_values_of_a_smaller_head_dim() -> None:
-    """As in DeepSeek's models. The kernels have one head dim for q, k and v."""
-    q, k, v = torch.randn(2, 4, 5, 24), torch.randn(2, 4, 5, 24), torch.randn(2, 4, 5, 16)
+@pytest.mark.parametrize("headdim_v", [16, 32])
+def test_values_of_another_head_dim(headdim_v: int) -> None:
+    """With 16, as in DeepSeek's models."""
+    q, k, v = torch.randn(2, 4, 5, 24), torch.randn(2, 4, 5, 24), torch.randn(2, 4, 5, headdim_v)
     mask = integration.attention_mask(2, 5, 5, attention_mask=torch.tensor([[0, 1, 1, 1, 1], [1] * 5]).bool())
     for layout in (None, mask):
         out, _ = integration.attention(torch.nn.Module(), q, k, v, layout)
         expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
         torch.testing.assert_close(out[1], expected[1], rtol=1e-4, atol=1e-5)
-        assert out.shape == (2, 5, 4, 16)
+        assert out.shape == (2, 5, 4, headdim_v)
 
 
 @pytest.mark.parametrize("name", DECODERS)

@@ -67,7 +67,7 @@ def test_random_kvcache_cases(chunk: int, backend: str, device: str, seed: int, 
         if case.num_splits == 1 and not case.rotary_dim and not why_bits_may_differ(call, backend):
             assert_bits_of_varlen(call, results, backend)
 
-    drawn = partial(random_kvcache, is_long=backend != "cpu")
+    drawn = partial(random_kvcache, is_long=backend != "cpu", is_square=backend == "cuda")
     check_random_cases(drawn, simpler_kvcache, check, DTYPES[backend], COUNT[backend], seed, described_seed)
 
 

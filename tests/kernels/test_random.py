@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import random
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from ..support.poison import LAYOUTS
 from ..support.random_loop import CHUNKS, check_random_cases, each_chunk, shrunk
 from ..support.varlen_cases import VarlenCase
 
+MOST_HEADDIM = {"cpu": 512, "cuda": 256, "triton": 512}
 COUNT = {"cpu": 500, "cuda": 2000, "triton": 80}  # triton compiles for each combination of features
 LAYOUT_NAMES = [name for name in LAYOUTS if not name.startswith("far")]
 VARLEN_LAYOUTS = [name for name in LAYOUT_NAMES if name != "expanded"]
@@ -98,6 +100,13 @@ def random_varlen(draw: random.Random) -> VarlenCase:
     )
 
 
+def with_head_dims(draw: random.Random, case: Any, most: int) -> Any:
+    """v has a head dim of its own in a quarter of the cases. Where `most` allows it, some q have more than 256."""
+    own = draw.choice((8 * draw.randint(1, 32), draw.randint(1, 256))) if draw.random() < 0.25 else None
+    is_wide = most > 256 and draw.random() < 0.1
+    return dataclasses.replace(case, own_headdim_v=own, headdim=draw.randint(257, most) if is_wide else case.headdim)
+
+
 def with_key_ranges(draw: random.Random, of: Case | VarlenCase) -> KeyRangeCase:
     return KeyRangeCase(
         dataclasses.replace(of, page_size=0) if isinstance(of, VarlenCase) else of,
@@ -153,6 +162,7 @@ def simpler(case: AnyCase) -> Iterator[AnyCase]:
         "causal": False,
         "slack": 0,
         "page_size": 0,
+        "own_headdim_v": None,
     }
     for name, value in plain.items():
         if getattr(case, name, value) != value:
@@ -199,10 +209,10 @@ def test_shrinking_finds_the_smallest_failing_case() -> None:
 # ---- the tests ----------------------------------------------------------------------------------------------------
 
 
-def random_case(draw: random.Random) -> AnyCase:
+def random_case(draw: random.Random, most_headdim: int = 256) -> AnyCase:
     if draw.random() < 0.2:
-        return with_attn_bias(draw, random_dense(draw))
-    case = random_varlen(draw) if draw.random() < 0.5 else random_dense(draw)
+        return with_attn_bias(draw, with_head_dims(draw, random_dense(draw), most_headdim))
+    case = with_head_dims(draw, random_varlen(draw) if draw.random() < 0.5 else random_dense(draw), most_headdim)
     return with_key_ranges(draw, case) if draw.random() < 0.3 else case
 
 
@@ -221,7 +231,8 @@ def test_random_cases_are_as_accurate_as_pytorch(
         torch.manual_seed(seed)
         check_case(case, backend, device, dtype, seed, described_seed)
 
-    check_random_cases(random_case, simpler, check, DTYPES[backend], COUNT[backend], seed, described_seed)
+    drawn = partial(random_case, most_headdim=MOST_HEADDIM[backend])
+    check_random_cases(drawn, simpler, check, DTYPES[backend], COUNT[backend], seed, described_seed)
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def pytorch_attention(
 ) -> tuple[Tensor, Tensor]:
     """Plain PyTorch attention with every intermediate result in the dtype of q, and the lse in float32.
 
-    Returns out ``[batch, seqlen_q, nheads, headdim]`` and lse ``[batch, nheads, seqlen_q]``.
+    Returns out ``[batch, seqlen_q, nheads, headdim_v]`` and lse ``[batch, nheads, seqlen_q]``.
     """
     seqlen_q, nheads, headdim = q.shape[1:]
     seqlen_k, nheads_k = k.shape[1], k.shape[2]
@@ -314,7 +314,8 @@ def assert_forward_accurate(
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     lse_shape = (*q.shape[:-3], q.shape[-2], q.shape[-3])
     shown = f"\n  case {case}"
-    assert out.shape == q.shape, f"out has shape {list(out.shape)}, q {list(q.shape)}{shown}"
+    out_shape = (*q.shape[:-1], v.shape[-1])
+    assert out.shape == out_shape, f"out has shape {list(out.shape)}, not {list(out_shape)}{shown}"
     assert out.dtype == q.dtype, f"out has dtype {out.dtype}, q {q.dtype}{shown}"
     assert out.device == q.device, f"out is on {out.device}, q on {q.device}{shown}"
     assert lse.shape == lse_shape, f"softmax_lse has shape {list(lse.shape)}{shown}"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .poison import LAYOUTS, poisoned
+from .poison import LAYOUTS, laid_out, poisoned
 
 
 @dataclass(frozen=True)
@@ -35,17 +35,22 @@ class Case:
     softcap: float = 0.0
     alibi: str | None = None  # "heads": slopes [nheads]; "batch": [batch, nheads]
     dropout_p: float = 0.0
+    own_headdim_v: int | None = None  # of v and out; None: headdim
 
     def __str__(self) -> str:
         return self.name
 
     @property
+    def headdim_v(self) -> int:
+        return self.headdim if self.own_headdim_v is None else self.own_headdim_v
+
+    @property
     def shape(self) -> str:
         return (
             f"batch={self.batch} nheads={self.nheads} nheads_k={self.nheads_k} seqlen_q={self.seqlen_q} "
-            f"seqlen_k={self.seqlen_k} headdim={self.headdim} causal={self.causal} layout={self.layout} "
-            f"values={self.values} softmax_scale={self.softmax_scale} window_size={self.window_size} "
-            f"softcap={self.softcap} alibi={self.alibi} dropout_p={self.dropout_p}"
+            f"seqlen_k={self.seqlen_k} headdim={self.headdim} own_headdim_v={self.own_headdim_v} causal={self.causal} "
+            f"layout={self.layout} values={self.values} softmax_scale={self.softmax_scale} "
+            f"window_size={self.window_size} softcap={self.softcap} alibi={self.alibi} dropout_p={self.dropout_p}"
         )
 
 
@@ -181,6 +186,8 @@ def _draw(case: Case, generator: torch.Generator, dtype: torch.dtype) -> tuple[T
     shape_k = (case.batch, case.seqlen_k, case.nheads_k, case.headdim)
     q = torch.randn(shape_q, generator=generator, dtype=dtype)
     k, v = torch.randn((2, *shape_k), generator=generator, dtype=dtype).unbind()
+    if case.own_headdim_v is not None:
+        v = torch.randn((*shape_k[:3], case.headdim_v), generator=generator, dtype=dtype)
     if case.values == "zeros":
         q = torch.zeros_like(q)
     elif case.values in ("rising", "falling"):
@@ -192,13 +199,13 @@ def _draw(case: Case, generator: torch.Generator, dtype: torch.dtype) -> tuple[T
         magnitude = math.sqrt(1000.0 / math.sqrt(case.headdim))
         q, k = magnitude + 0.01 * q, -magnitude + 0.01 * k
     elif case.values == "v_1e4":
-        v = (torch.rand(shape_k, generator=generator, dtype=dtype) * 2 - 1) * 1e4
+        v = (torch.rand(v.shape, generator=generator, dtype=dtype) * 2 - 1) * 1e4
     elif case.values in ("scores_1e4", "all_1e4"):
         q, k = _planted(case, generator, dtype)
         magnitude = 1e4 if case.values == "all_1e4" else math.sqrt(1e4 / math.sqrt(case.headdim))
         q, k = q * magnitude, k * magnitude
         # Multiples of 1/64, and signs: with a dout of signs (make_dout), their sums are exact in any order.
-        v = (v * 64).round() / 64 if case.values == "scores_1e4" else _signs(shape_k, generator, dtype) * 1e4
+        v = (v * 64).round() / 64 if case.values == "scores_1e4" else _signs(tuple(v.shape), generator, dtype) * 1e4
     else:
         assert case.values == "normal", case.values
     return q, k, v
@@ -245,10 +252,12 @@ def make_inputs(case: Case, dtype: torch.dtype, device: str, seed: int) -> tuple
     """q, k, v of a case, inside buffers poisoned with `case.poison`. The same seed gives the same values everywhere."""
     generator = torch.Generator().manual_seed(seed)
     values = _draw(case, generator, dtype)
-    tensors = LAYOUTS[case.layout](
+    tensors = laid_out(
+        case.layout,
         lambda shape: poisoned(shape, dtype, device, case.poison),
         (case.batch, case.seqlen_q, case.nheads, case.headdim),
         (case.batch, case.seqlen_k, case.nheads_k, case.headdim),
+        case.headdim_v,
     )
     for tensor, value in zip(tensors, values, strict=True):
         store(tensor, value)
@@ -264,14 +273,14 @@ def store(tensor: Tensor, value: Tensor) -> None:
 
 
 def make_dout(case: Case, dtype: torch.dtype, device: str, seed: int) -> Tensor:
-    """The gradient of out, with the layout of q, in a separate poisoned buffer.
+    """The gradient of out, with the layout of the inputs, in a separate poisoned buffer.
 
     Where one key has probability 1, dP - delta is a difference of two equal sums, computed in different orders. There
     dout is +-1, so that both sums are exact and the difference is 0. PyTorch subtracts one such sum from itself.
     """
     generator = torch.Generator().manual_seed(seed + 1)
-    shape_q = (case.batch, case.seqlen_q, case.nheads, case.headdim)
-    shape_k = (case.batch, case.seqlen_k, case.nheads_k, case.headdim)
+    shape_q = (case.batch, case.seqlen_q, case.nheads, case.headdim_v)
+    shape_k = (case.batch, case.seqlen_k, case.nheads_k, case.headdim_v)
     dout = LAYOUTS[case.layout](lambda shape: poisoned(shape, dtype, device, case.poison), shape_q, shape_k)[0]
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     if case.values in ("scores_1e4", "all_1e4"):

@@ -46,16 +46,27 @@ def shards_of(lengths: Lengths, group: Any) -> Shards:
 
 
 def draw(
-    lengths: Lengths, batch: int, heads: tuple[int, int], headdim: int, dtype: torch.dtype, seed: int
+    lengths: Lengths,
+    batch: int,
+    heads: tuple[int, int],
+    headdim: int,
+    dtype: torch.dtype,
+    seed: int,
+    headdim_v: int | None = None,
 ) -> tuple[Tensor, ...]:
-    """q, k, v, dout and the gradient of the log-sum-exp: global tensors, packed if the lengths are."""
+    """q, k, v, dout and the gradient of the log-sum-exp: global tensors, packed if the lengths are.
+
+    headdim_v: of v and dout; None: headdim.
+    """
     generator = torch.Generator().manual_seed(seed)
     before = (batch, lengths) if isinstance(lengths, int) else (sum(lengths),)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
 
-    q, k, v, dout = (normal(*before, count, headdim) for count in (heads[0], heads[1], heads[1], heads[0]))
+    columns = headdim if headdim_v is None else headdim_v
+    q, k = (normal(*before, count, headdim) for count in heads)
+    v, dout = (normal(*before, count, columns) for count in (heads[1], heads[0]))
     lse_shape = (batch, heads[0], lengths) if isinstance(lengths, int) else (heads[0], sum(lengths))
     dlse = torch.randn(lse_shape, generator=generator, dtype=torch.float64)
     return q, k, v, dout, dlse.to(torch.float64 if dtype == torch.float64 else torch.float32)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .cases import make_slopes, store
-from .poison import LAYOUTS, poisoned
+from .poison import laid_out, poisoned
 
 POOL_FACTOR = 3  # pages in the pool for each page in use
 NO_PAGE = 1 << 30  # what block tables hold past the last page of a sequence
@@ -47,6 +47,7 @@ class KvCacheCase:
     layout: str = "bshd"  # of q, k and v, and of the caches; a key of poison.LAYOUTS
     cache_layout: str | None = None  # of the caches; None: layout
     memory_gib: float = 0.0  # of the caches in a 16-bit dtype, if a laptop may not have it
+    own_headdim_v: int | None = None  # of v and out; None: headdim
 
     def __str__(self) -> str:
         return self.name
@@ -54,6 +55,10 @@ class KvCacheCase:
     @property
     def batch(self) -> int:
         return len(self.lengths)
+
+    @property
+    def headdim_v(self) -> int:
+        return self.headdim if self.own_headdim_v is None else self.own_headdim_v
 
     @property
     def max_pages(self) -> int:
@@ -391,10 +396,10 @@ def make_call(case: KvCacheCase, dtype: torch.dtype, device: str, seed: int) -> 
     def random_(*shape: int) -> Tensor:
         return torch.randn(shape, generator=draw, dtype=wide).to(device, dtype)
 
-    per_key, layout = (case.nheads_k, case.headdim), LAYOUTS[case.cache_layout or case.layout]
-    near = LAYOUTS["bshd" if case.layout.startswith("far") else case.layout]
+    per_key = (case.nheads_k, case.headdim)
+    near = "bshd" if case.layout.startswith("far") else case.layout
     q_shape = (case.batch, case.seqlen_q, case.nheads, case.headdim)
-    q, k, v = near(alloc, q_shape, (case.batch, case.seqlen_new or 0, *per_key))
+    q, k, v = laid_out(near, alloc, q_shape, (case.batch, case.seqlen_new or 0, *per_key), case.headdim_v)
     for x in (q, k, v):
         store(x, random_(*x.shape))
 
@@ -406,7 +411,8 @@ def make_call(case: KvCacheCase, dtype: torch.dtype, device: str, seed: int) -> 
         rows += case.spare_rows
         batch_idx = integers(torch.randperm(rows, generator=draw)[: case.batch].tolist(), device)
     no_q = (rows, case.page_size or case.keys, 1, 1) if case.layout.startswith("far") else (1, 0, 1, 1)
-    _, k_cache, v_cache = layout(alloc, no_q, (rows, case.page_size or case.keys, *per_key))
+    cache_shape = (rows, case.page_size or case.keys, *per_key)
+    _, k_cache, v_cache = laid_out(case.cache_layout or case.layout, alloc, no_q, cache_shape, case.headdim_v)
 
     cos = sin = None
     if case.rotary_dim:
@@ -431,5 +437,5 @@ def make_call(case: KvCacheCase, dtype: torch.dtype, device: str, seed: int) -> 
         start = 0 if case.leftpad is None else min(case.leftpad[b], case.lengths[b])
         slots = call.slots(b, start, case.lengths[b])
         for cache in (k_cache, v_cache):
-            cache[slots] = random_(case.lengths[b] - start, *per_key)
+            cache[slots] = random_(case.lengths[b] - start, *cache.shape[2:])
     return call

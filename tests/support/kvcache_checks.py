@@ -66,7 +66,8 @@ def check_results(call: CacheCall, before: list[Tensor], results: Results, where
     case, (out, lse), dtype = call.case, results, call.q.dtype
     shown = f"\n  case {where}"
     lse_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-    assert (out.shape, out.dtype, out.device) == (call.q.shape, dtype, call.q.device), f"out is wrong{shown}"
+    shape = (*call.q.shape[:3], case.headdim_v)
+    assert (out.shape, out.dtype, out.device) == (shape, dtype, call.q.device), f"out is wrong{shown}"
     assert (lse.shape, lse.dtype) == ((case.batch, case.nheads, case.seqlen_q), lse_dtype), f"lse is wrong{shown}"
 
     pytorch_out, pytorch_lse, pytorch_k = pytorch_kvcache(call, before)
@@ -183,7 +184,7 @@ def varlen_results(call: CacheCall, backend: str, paged: bool) -> Results:
         block_table=table,
         backend=backend,
     )
-    return out.view(call.q.shape), lse.view(case.nheads, case.batch, case.seqlen_q).transpose(0, 1)
+    return out.view(*call.q.shape[:3], case.headdim_v), lse.view(case.nheads, case.batch, case.seqlen_q).transpose(0, 1)
 
 
 def of_rows(call: CacheCall, rows: list[int]) -> CacheCall:

@@ -143,6 +143,14 @@ LAYOUTS: dict[str, Callable[[Alloc, Shape, Shape], tuple[Tensor, Tensor, Tensor]
 }
 
 
+def laid_out(layout: str, alloc: Alloc, q: Shape, k: Shape, headdim_v: int) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v in a layout. A v with a head dim of its own has a buffer of its own."""
+    made = LAYOUTS[layout](alloc, q, k)
+    if headdim_v == k[3]:
+        return made
+    return *made[:2], LAYOUTS[layout](alloc, (*q[:3], headdim_v), (*k[:3], headdim_v))[2]
+
+
 def memory_shortage(gib: float, device: str) -> str | None:
     """A message if the device has less than `gib` GiB, else None. On a CPU: of physical memory in all."""
     if device == "cuda":

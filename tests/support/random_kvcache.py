@@ -13,8 +13,9 @@ LAYOUT_NAMES = [name for name in LAYOUTS if not name.startswith(("far", "expande
 TMA_LAYOUTS = [name for name in LAYOUT_NAMES if name not in ("misaligned", "odd_start")]  # head dims: multiples of 8
 
 
-def random_kvcache(draw: random.Random, is_long: bool = True) -> KvCacheCase:
+def random_kvcache(draw: random.Random, is_long: bool = True, is_square: bool = True) -> KvCacheCase:
     """A case with any of the options; each is on in a third of the cases or so. `is_long`: up to 3,000 keys.
+    `is_square`: v always has the head dim of k.
 
     A quarter of the cases suit Hopper's kernel for many rows, and a few its clusters and wide CTAs.
     """
@@ -83,6 +84,7 @@ def random_kvcache(draw: random.Random, is_long: bool = True) -> KvCacheCase:
         split_keys=split_keys if is_any else 0,
         layout=draw.choice(layouts),
         cache_layout=draw.choice((None, draw.choice(layouts))),
+        own_headdim_v=None if is_square or draw.random() < 0.75 else draw.randint(1, min(2 * headdim, 512)),
     )
 
 

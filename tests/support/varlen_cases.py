@@ -12,7 +12,7 @@ from torch import Tensor
 from flash_attn_mini.reference import dropout_masks_varlen, read_pages
 
 from .cases import options_of, store
-from .poison import LAYOUTS, poisoned
+from .poison import LAYOUTS, laid_out, poisoned
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class VarlenCase:
     dropout_p: float = 0.0
     page_size: int = 0  # rows of a page of keys and values; 0: no pages
     slack: int = 0  # max_seqlen minus the length of the longest sequence
+    own_headdim_v: int | None = None  # of v and out; None: headdim
 
     def __str__(self) -> str:
         return self.name
@@ -43,12 +44,16 @@ class VarlenCase:
         return len(self.lengths_q)
 
     @property
+    def headdim_v(self) -> int:
+        return self.headdim if self.own_headdim_v is None else self.own_headdim_v
+
+    @property
     def shape(self) -> str:
         return (
             f"lengths_q={self.lengths_q} lengths_k={self.lengths_k} nheads={self.nheads} nheads_k={self.nheads_k} "
             f"headdim={self.headdim} causal={self.causal} layout={self.layout} softmax_scale={self.softmax_scale} "
             f"window_size={self.window_size} softcap={self.softcap} alibi={self.alibi} dropout_p={self.dropout_p} "
-            f"page_size={self.page_size} slack={self.slack}"
+            f"page_size={self.page_size} slack={self.slack} own_headdim_v={self.own_headdim_v}"
         )
 
 
@@ -219,14 +224,16 @@ def make_batch(case: VarlenCase, dtype: torch.dtype, device: str, seed: int) -> 
     shape_k = (1, sum(case.lengths_k), case.nheads_k, case.headdim)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
 
-    def tensors() -> list[Tensor]:
-        made = LAYOUTS[case.layout](lambda shape: poisoned(shape, dtype, device, math.nan), shape_q, shape_k)
-        for x in made:
-            store(x, torch.randn(x.shape, generator=draw, dtype=wide))
-        return [x[0] for x in made]
+    def alloc(shape: tuple[int, ...]) -> Tensor:
+        return poisoned(shape, dtype, device, math.nan)
 
-    q, k, v = tensors()
-    dout = tensors()[0]
+    def drawn(tensors: tuple[Tensor, Tensor, Tensor]) -> list[Tensor]:
+        for x in tensors:
+            store(x, torch.randn(x.shape, generator=draw, dtype=wide))
+        return [x[0] for x in tensors]
+
+    q, k, v = drawn(laid_out(case.layout, alloc, shape_q, shape_k, case.headdim_v))
+    dout = drawn(LAYOUTS[case.layout](alloc, (*shape_q[:3], case.headdim_v), (*shape_k[:3], case.headdim_v)))[0]
     table = None
     if case.page_size:
         k, v, table = _paged(case, k, v, draw)
