@@ -16,7 +16,7 @@ import torch
 import triton
 from triton.language.extra import cuda
 
-from ...allocation import contiguous_float, empty_contiguous_last
+from ...allocation import contiguous_float, empty_contiguous_last, empty_out
 from ...options import KvCache, Options
 from ...score_mod import fill_lse_without_keys
 from ...tracing import enabled as tracing_enabled
@@ -29,7 +29,6 @@ from .interpreter import INTERPRETED
 from .kvcache_append_kernel import kvcache_append_kernel
 from .launch import MIN_SCALE, ForwardCall, compiler_options, run
 from .operands import head_dim_block, pointer_and_strides, with_rows_apart
-from .outputs import empty_out
 from .recording import Recorder, Recordings
 from .score_mod import row_mod_of, score_features, score_mod_of
 from .splits import MIN_PIECE_UNITS

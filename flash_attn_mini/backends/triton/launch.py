@@ -16,7 +16,7 @@ from functools import cache, partial
 import torch
 import triton
 
-from ...allocation import contiguous_float, empty_max_logits
+from ...allocation import contiguous_float, empty_max_logits, empty_out
 from ...options import Options, Sequences
 from ...schemas import EQUAL_LENGTHS
 from ...score_mod import fill_lse_without_keys
@@ -28,7 +28,6 @@ from .configs import FORWARD
 from .flash_fwd_kernel import flash_fwd_kernel
 from .interpreter import INTERPRETED
 from .operands import bind_context, operand, pointer_and_strides, tma_reaches, with_rows_apart
-from .outputs import empty_out
 from .recording import Recorder, Recordings
 from .score_mod import row_mod_of
 from .tuner import Tuner

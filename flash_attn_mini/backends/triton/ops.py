@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 
 from ... import schemas, tracing
-from ...allocation import empty_contiguous_last, empty_max_logits, lse_dtype, without_neg
+from ...allocation import empty_contiguous_last, empty_max_logits, empty_out, lse_dtype, without_neg
 from ...namespace import CUSTOM_OPS, NAMESPACE, qualified
 from ...options import ROWS_MULTIPLE, KvCache, Options, Sequences
 from .. import extension
 from .. import reference as reference_backend
 from . import checks, checks_kvcache, unavailable_reason
-from .outputs import empty_out
 
 library = torch.library.Library(NAMESPACE, "FRAGMENT")
 _tags = (torch.Tag.pt2_compliant_tag,)
