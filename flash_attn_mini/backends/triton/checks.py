@@ -41,6 +41,7 @@ from .check_tensors import (
 )
 
 MAX_HEAD_DIM = 512
+MAX_HEAD_DIM_OF_CACHE = 576  # of q and k in a call with a KV cache
 
 
 def check_forward(
@@ -150,7 +151,7 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences | None, 
         _check_dense_shapes(q, k, v)
     else:
         _check_varlen_shapes(q, k, v, is_paged=sequences.block_table is not None)
-    check_heads(q, "k", k, "v", v)
+    check_heads(q, "k", k, "v", v, MAX_HEAD_DIM)
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_last_dim_contiguous(name, x)
     if sequences is not None:
@@ -182,13 +183,13 @@ def _check_varlen_shapes(q: Tensor, k: Tensor, v: Tensor, *, is_paged: bool) -> 
     check_at_most("k", k, -3, MAX_ROWS, rows)
 
 
-def check_heads(q: Tensor, k_name: str, k: Tensor, v_name: str, v: Tensor) -> None:
-    """Raise ValueError unless heads and head dims of q, k and v fit."""
+def check_heads(q: Tensor, k_name: str, k: Tensor, v_name: str, v: Tensor, most: int) -> None:
+    """Raise ValueError unless heads and head dims of q, k and v fit. most: the largest head dim of q and k."""
     nheads, nheads_k = q.shape[-2], k.shape[-2]
-    for name, x in (("q", q), (v_name, v)):
+    for name, x, largest in (("q", q, most), (v_name, v, MAX_HEAD_DIM)):
         headdim = x.shape[-1]
-        if not 1 <= headdim <= MAX_HEAD_DIM:
-            raise ValueError(f"{name} has headdim {headdim} (shape {shape_of(x)}); allowed: 1 to {MAX_HEAD_DIM}")
+        if not 1 <= headdim <= largest:
+            raise ValueError(f"{name} has headdim {headdim} (shape {shape_of(x)}); allowed: 1 to {largest}")
     check_same_size(k_name, k, "q", q, -1, "headdim")
     if v.shape[-2] != nheads_k:
         raise ValueError(

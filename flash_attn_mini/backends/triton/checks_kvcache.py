@@ -29,7 +29,7 @@ from .check_tensors import (
     overlap,
     shape_of,
 )
-from .checks import check_heads, check_options
+from .checks import MAX_HEAD_DIM_OF_CACHE, check_heads, check_options
 
 
 def check_kvcache(
@@ -107,7 +107,7 @@ def _check_cache_shapes(q: Tensor, k_cache: Tensor, v_cache: Tensor, cache: KvCa
     for name, x in caches:
         check_same_kind(name, x, q)
         check_rank(name, x, 4, f"[{rows}, {keys}, nheads_k, headdim]")
-    check_heads(q, "k_cache", k_cache, "v_cache", v_cache)
+    check_heads(q, "k_cache", k_cache, "v_cache", v_cache, MAX_HEAD_DIM_OF_CACHE)
     check_same_size("v_cache", v_cache, "k_cache", k_cache, 0, rows)
     check_same_size("v_cache", v_cache, "k_cache", k_cache, 1, keys)
     check_at_most("q", q, 0, MAX_INT, "batch")

@@ -25,7 +25,7 @@ def tile(
 
 def table_key(block_d: int, block_dv: int) -> int:
     """The key of the tables."""
-    return max(block_d, block_dv, 64)
+    return min(max(block_d, block_dv, 64), 512)
 
 
 def bytes_of_pairs(config: triton.Config, pair_bytes: int) -> int:

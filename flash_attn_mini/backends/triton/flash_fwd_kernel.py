@@ -24,7 +24,7 @@ from .sequences import (
     paged_length,
     sequence_rows,
 )
-from .tiles import assigned_block, from_row, load_rows, store_rows
+from .tiles import assigned_block, from_column, from_row, load_rows, store_rows
 from .visible import visible_keys
 
 
@@ -61,6 +61,8 @@ def attend_blocks(
     TILES_IN_PAGES: tl.constexpr = False,  # no tile has keys of two pages
     second=None,  # (begin, end), each (BLOCK_M,) int32: keys that each row sees, too; counts with MASKED
     bias=None,  # of bias_of_rows; row_max is then natural
+    q_rest=None,  # (BLOCK_M, BLOCK_REST): the columns of q past BLOCK_D; without TMA
+    BLOCK_REST: tl.constexpr = 0,
 ):
     """Attend to keys [n_begin, n_end), BLOCK_N at a time. MASKED: some row may not see all of them."""
     acc, row_sum, row_max = state
@@ -76,6 +78,17 @@ def attend_blocks(
         else:
             k_tile = load_keys(k, pages, batch, head_k, n, seqlen_k, HEAD_DIM, BLOCK_D, BLOCK_N, MASKED, USE_TMA)
         scores = tl.dot(q_tile, k_tile.T, input_precision="ieee")
+        if BLOCK_REST > 0:
+            k_rest = from_column(k, BLOCK_D)
+            if TILES_IN_PAGES:
+                rest = load_keys_of_page(
+                    k_rest, pages, page, head_k, n, seqlen_k, HEAD_DIM - BLOCK_D, BLOCK_REST, BLOCK_N, MASKED
+                )  # fmt: skip
+            else:
+                rest = load_keys(
+                    k_rest, pages, batch, head_k, n, seqlen_k, HEAD_DIM - BLOCK_D, BLOCK_REST, BLOCK_N, MASKED, USE_TMA
+                )  # fmt: skip
+            scores = tl.dot(q_rest, rest.T, scores, input_precision="ieee")
         if SCORE_MOD:
             scores, _ = modified_logits(scores, qk_scale, score_mod, slope, position - n, BLOCK_N)
         elif NEGATIVE_SCALE:
@@ -184,6 +197,7 @@ def flash_fwd_kernel(
     NUM_RANGES: tl.constexpr = 0,  # of a query; 0: no key_ranges
     attn_bias=None,  # [batch, nheads, seqlen_q, seqlen_k]: see attn_bias.py
     max_logits=None,  # [batch, nheads] float32, contiguous, filled with -inf; None: not wanted
+    BLOCK_REST: tl.constexpr = 0,  # with HAS_CACHE: HEAD_DIM - BLOCK_D rounded up to a power of two; 0: at most BLOCK_D
 ):
     """Grid: cdiv(seqlen_q, BLOCK_M) * batch * nheads programs; variable length: see find_block, times nheads."""
     # The rows and the head of this program.
@@ -253,26 +267,32 @@ def flash_fwd_kernel(
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     state = (acc, row_sum, row_max)
     q_tile = load_rows(q, batch, head, start_m, seqlen_q, None, HEAD_DIM, BLOCK_D, BLOCK_M, True, USE_TMA)
+    q_rest = None
+    if BLOCK_REST > 0:
+        q_rest = load_rows(
+            from_column(q, BLOCK_D), batch, head, start_m, seqlen_q, None,
+            HEAD_DIM - BLOCK_D, BLOCK_REST, BLOCK_M, True, USE_TMA,
+        )  # fmt: skip
     if NUM_RANGES == 0:
         if window_left is not None:
             state = attend_blocks(
                 state, q_tile, k, v, pages, batch_k, head_k, first_key, last_key, n_begin, full_begin,
                 seqlen_k, qk_scale, score_mod, slope, position, dropout,
                 NEGATIVE_SCALE, HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_M, BLOCK_N,
-                True, True, SCORE_MOD, USE_TMA, bias=bias,
+                True, True, SCORE_MOD, USE_TMA, bias=bias, q_rest=q_rest, BLOCK_REST=BLOCK_REST,
             )  # fmt: skip
         state = attend_blocks(
             state, q_tile, k, v, pages, batch_k, head_k, first_key, last_key, full_begin, full_end,
             seqlen_k, qk_scale, score_mod, slope, position, dropout,
             NEGATIVE_SCALE, HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_M, BLOCK_N,
-            False, False, SCORE_MOD, USE_TMA, bias=bias,
+            False, False, SCORE_MOD, USE_TMA, bias=bias, q_rest=q_rest, BLOCK_REST=BLOCK_REST,
         )  # fmt: skip
         if CAUSAL or not EVEN_N:
             state = attend_blocks(
                 state, q_tile, k, v, pages, batch_k, head_k, first_key, last_key, full_end, n_end,
                 seqlen_k, qk_scale, score_mod, slope, position, dropout,
                 NEGATIVE_SCALE, HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_M, BLOCK_N,
-                True, window_left is not None, SCORE_MOD, USE_TMA, bias=bias,
+                True, window_left is not None, SCORE_MOD, USE_TMA, bias=bias, q_rest=q_rest, BLOCK_REST=BLOCK_REST,
             )  # fmt: skip
         acc, row_sum, row_max = state
     else:

@@ -72,6 +72,7 @@ def attend_split(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     USE_TMA: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
 ):
     """The state of attend_blocks for a tile of rows of one head and keys [begin, end) of its sequence."""
     rows = m_block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -109,6 +110,11 @@ def attend_split(
     q_rows = q_pointer + sequence.to(tl.int64) * q_stride_b
     q_rows += queries.to(tl.int64)[:, None] * q_stride_s + heads.to(tl.int64)[:, None] * q_stride_h
     q_tile = tl.load(q_rows + cols[None, :], mask=in_tile, other=0.0)
+    q_rest = None
+    if BLOCK_REST > 0:
+        rest = BLOCK_D + tl.arange(0, BLOCK_REST)
+        mask = (rows < num_rows)[:, None] & (rest < HEAD_DIM)[None, :]
+        q_rest = tl.load(q_rows + rest[None, :], mask=mask, other=0.0)
 
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -119,7 +125,7 @@ def attend_split(
             state, q_tile, k, v, pages_k, batch_k, head_k, first_key, last_key, n_begin, n_end,
             end, qk_scale, score_mod, slope, position, None,
             NEGATIVE_SCALE, HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_M, BLOCK_N,
-            True, window_left is not None, SCORE_MOD, USE_TMA, TILES_IN_PAGES,
+            True, window_left is not None, SCORE_MOD, USE_TMA, TILES_IN_PAGES, q_rest=q_rest, BLOCK_REST=BLOCK_REST,
         )  # fmt: skip
     else:  # noqa: RET505 (only one of the branches is compiled)
         if window_left is not None:
@@ -127,19 +133,19 @@ def attend_split(
                 state, q_tile, k, v, pages_k, batch_k, head_k, first_key, last_key, n_begin, full_begin,
                 end, qk_scale, score_mod, slope, position, None,
                 NEGATIVE_SCALE, HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_M, BLOCK_N,
-                True, True, SCORE_MOD, USE_TMA, TILES_IN_PAGES,
+                True, True, SCORE_MOD, USE_TMA, TILES_IN_PAGES, q_rest=q_rest, BLOCK_REST=BLOCK_REST,
             )  # fmt: skip
         state = attend_blocks(
             state, q_tile, k, v, pages_k, batch_k, head_k, first_key, last_key, full_begin, full_end,
             end, qk_scale, score_mod, slope, position, None,
             NEGATIVE_SCALE, HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_M, BLOCK_N,
-            False, False, SCORE_MOD, USE_TMA, TILES_IN_PAGES,
+            False, False, SCORE_MOD, USE_TMA, TILES_IN_PAGES, q_rest=q_rest, BLOCK_REST=BLOCK_REST,
         )  # fmt: skip
         return attend_blocks(
             state, q_tile, k, v, pages_k, batch_k, head_k, first_key, last_key, full_end, n_end,
             end, qk_scale, score_mod, slope, position, None,
             NEGATIVE_SCALE, HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_M, BLOCK_N,
-            True, window_left is not None, SCORE_MOD, USE_TMA, TILES_IN_PAGES,
+            True, window_left is not None, SCORE_MOD, USE_TMA, TILES_IN_PAGES, q_rest=q_rest, BLOCK_REST=BLOCK_REST,
         )  # fmt: skip
 
 
@@ -195,6 +201,7 @@ def flash_fwd_splitkv_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     USE_TMA: tl.constexpr,
+    BLOCK_REST: tl.constexpr = 0,  # HEAD_DIM - BLOCK_D rounded up to a power of two; 0: at most BLOCK_D
 ):
     """Grid: pieces * tiles of rows; with FIXED_UNITS batch * units_per_sequence * nheads_k * tiles.
 
@@ -254,7 +261,7 @@ def flash_fwd_splitkv_kernel(
             q, k, v, qk_scale, nheads, heads_per_kv, seqlen_q, cache, (cache_batch_idx, batch_cache), pages,
             (window_left, window_right), score_mod, batch, sequence, head_k, m_block, begin, end,
             HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV, CAUSAL, NEGATIVE_SCALE, SCORE_MOD, TILES_IN_PAGES, ONE_LOOP,
-            BLOCK_M, BLOCK_N, USE_TMA,
+            BLOCK_M, BLOCK_N, USE_TMA, BLOCK_REST,
         )  # fmt: skip
         acc, row_sum, row_max = state
         is_empty = row_sum == 0.0

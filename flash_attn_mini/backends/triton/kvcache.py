@@ -37,6 +37,7 @@ from .tuner import INTERPRETER_SHARED_MEMORY, first_that_launches, shared_memory
 INTERPRETER_SMS = 2
 APPEND_ELEMENTS = 2048  # of a program of the append kernel
 MOST_PROGRAMS = 4  # of a multiprocessor at once
+MOST_COLUMNS = 512  # of a tile
 ONE_LOOP_ROWS = 32  # tiles with more are bound by arithmetic, and only some of their keys need a mask
 INTERPRETER_PROGRAMS = 2
 
@@ -70,6 +71,13 @@ class CacheCall(ForwardCall):
     def longest(self, q: torch.Tensor, k: torch.Tensor) -> tuple[int, int]:
         """Queries, and the most keys that a sequence may have."""
         return q.shape[1], self.capacity
+
+    def head_dim_arguments(self) -> dict[str, int]:
+        """As of `Call`. The columns of keys past the largest tile have a tile of their own."""
+        arguments, rest = super().head_dim_arguments(), self.q.shape[3] - MOST_COLUMNS
+        if rest > 0:
+            arguments.update(BLOCK_D=MOST_COLUMNS, BLOCK_REST=head_dim_block(rest))
+        return arguments
 
     @property
     def has_fixed_splits(self) -> bool:
@@ -191,7 +199,8 @@ def append(call: CacheCall) -> torch.Tensor:
     nheads_k = cache.k.shape[2]
     cos, sin = cache.rotary_cos, cache.rotary_sin
     rotated = q if cos is None else empty_contiguous_last(q)
-    block_rows = max(1, APPEND_ELEMENTS // head_dim_block(max(head_dim, cache.v.shape[3])))
+    head_dim_v = cache.v.shape[3]
+    block_rows = max(1, APPEND_ELEMENTS // head_dim_block(max(head_dim, head_dim_v)))
     blocks = 2 * triton.cdiv(call.seqlen_new * nheads_k, block_rows)
     if cos is not None:
         blocks += triton.cdiv(seqlen_q * nheads, block_rows)
@@ -220,7 +229,10 @@ def append(call: CacheCall) -> torch.Tensor:
         **call.length_arguments(),
         **call.row_arguments(),
         **pages,
-        **call.head_dim_arguments(),
+        HEAD_DIM=head_dim,
+        BLOCK_D=head_dim_block(head_dim),
+        HEAD_DIM_V=head_dim_v,
+        BLOCK_DV=head_dim_block(head_dim_v),
         ROTARY_DIM=0 if cos is None else 2 * cos.shape[1],
         INTERLEAVED=cache.rotary_interleaved,
         BLOCK_ROWS=block_rows,
@@ -294,8 +306,9 @@ def programs_per_sm(kernel: Any, config: triton.Config, device: torch.device) ->
 
 
 def head_dim_blocks(call: CacheCall) -> tuple[int, int]:
-    """The head dims of q and v, rounded up to powers of two."""
-    return head_dim_block(call.q.shape[3]), head_dim_block(call.v.shape[3])
+    """The columns of a tile of keys and of one of values."""
+    arguments = call.head_dim_arguments()
+    return arguments["BLOCK_D"] + arguments.get("BLOCK_REST", 0), arguments["BLOCK_DV"]
 
 
 def tile_rows(call: CacheCall) -> int:

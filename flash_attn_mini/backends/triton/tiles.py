@@ -37,6 +37,13 @@ def from_row(tensor, row):
 
 
 @triton.jit
+def from_column(tensor, COLUMN: tl.constexpr):
+    """The tuple of a tensor, from column ``COLUMN`` of the head dim on."""
+    pointer, stride_b, stride_h, stride_s = tensor
+    return pointer + COLUMN, stride_b, stride_h, stride_s
+
+
+@triton.jit
 def load_rows(
     src,
     batch,
