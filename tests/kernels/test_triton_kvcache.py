@@ -97,6 +97,18 @@ def test_kvcache_case_is_as_accurate_as_pytorch(
     check_results(call, before, results, described(case, dtype, "triton", described_seed))
 
 
+@runs_triton
+@pytest.mark.parametrize(
+    "changes", [{"num_splits": 1}, {"num_splits": 2}, {"page_size": 16}, {"page_size": 7, "split_keys": 16}], ids=str
+)
+def test_keys_of_more_columns_than_a_tile(changes: dict[str, Any], seed: int, described_seed: str) -> None:
+    """The columns past 512 have a tile of their own."""
+    case = dataclasses.replace(BY_NAME["speculative"], headdim=576, own_headdim_v=48, rotary_dim=16, **changes)
+    call = make_call(case, torch.float16, DEVICE, seed)
+    before = copied(call.k_cache, call.v_cache)
+    check_results(call, before, run(call), described(case, torch.float16, "triton", described_seed))
+
+
 # ---- bit for bit ----------------------------------------------------------------------------------------------------
 
 
