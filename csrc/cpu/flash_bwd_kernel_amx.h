@@ -16,7 +16,7 @@ class AmxBackward : public ColBlockBackward<AmxBackward, BFloat16, kAmxBackwardP
     friend Base;
     static constexpr int kPanel = kAmxBackwardPanel, kStep = kAmxBackwardStep;
     static constexpr int kColumns = kAmxBlock, kDqRows = kAmxBlock;
-    static constexpr int kBlockNumbers = 64 << 10;  // of each of K, V, K^T, dK and dV in a key block
+    static constexpr int kBlockNumbers = 64 << 10;  // of each of K, V, K^T, dK and dV in a key block, on average
 
 public:
     AmxBackward(const Flash_bwd_params &params, const ColBlock &block, char *scratch)

@@ -27,7 +27,8 @@ class FmaBackward : public ColBlockBackward<FmaBackward<Element>, Element,
     static constexpr int kPanel = kFmaBackwardPanel<Acc>, kSubpanel = kFmaPanel<Acc>, kStep = kFmaBackwardStep;
     static_assert(kPanel % kWideTile == 0 && kStep % kWideTile == 0 && kStep % kTile == 0);
     static constexpr int kColumns = kLanes<Acc>, kDqRows = kWideTile;
-    static constexpr int kBlockNumbers = (192 << 10) / sizeof(Acc);  // of each of K, V, dK and dV in a key block
+    static constexpr int kBlockNumbers =
+        (192 << 10) / sizeof(Acc);  // of each of K, V, dK and dV in a key block, on average
 
 public:
     FmaBackward(const Flash_bwd_params &params, const ColBlock &block, char *scratch) : Base(params, block, scratch) {
