@@ -119,7 +119,9 @@ def main(argv: list[str] | None = None) -> None:
     data = []
     for _, (threads, headdim, causal, seqlen) in budget.within(points, "cpu"):
         torch.set_num_threads(threads)
-        q, k, v = draw_inputs(Point(1, arguments.nheads, arguments.nheads, seqlen, headdim, causal), CPU, dtype)
+        q, k, v = draw_inputs(
+            Point(1, arguments.nheads, arguments.nheads, seqlen, headdim, causal, headdim), CPU, dtype
+        )
         data.append(measure_point(direction, q, k, v, causal, arguments.rounds))
     notes = [f"Medians of {arguments.rounds} interleaved rounds; the inputs are bshd in memory."]
     if data:

@@ -11,6 +11,9 @@ matrix products instead of two.
   python -m benchmarks.bench_speed --grid triton          either direction: the triton backend, fp16, batch 4, 8 heads
   python -m benchmarks.bench_speed --backward --grid headdims   head dims 32, 96 and 192
   python -m benchmarks.bench_speed --backward --grid gqa        grouped heads, 32 query heads of 128
+  python -m benchmarks.bench_speed --grid latent          either direction: the cuda backend, head dim 128, and 192 with
+                                                          128 of v, against FlexAttention, which is compiled
+  python -m benchmarks.bench_speed --grid wide            either direction: the triton backend at head dim 512, the same
   python -m benchmarks.bench_speed --grid tiny            either direction: the cpu backend on shapes that take no time
   python -m benchmarks.bench_speed --values --rounds 5 --seconds 240
 
@@ -71,6 +74,12 @@ class Point:
     seqlen: int
     headdim: int
     causal: bool
+    headdim_v: int
+
+    def mean_headdim(self, direction: Direction) -> float:
+        """Of the products: one of each head dim in a forward; in a backward three of headdim, two of headdim_v."""
+        weight = 0.5 if direction is FORWARD else 0.6
+        return weight * self.headdim + (1.0 - weight) * self.headdim_v
 
 
 @dataclass(frozen=True)
@@ -80,7 +89,7 @@ class Grid:
     title: str
     backends: tuple[str, ...]
     rivals: tuple[str, ...]
-    headdims: tuple[int, ...]
+    headdims: tuple[int | tuple[int, int], ...]  # a pair: of q and k, and of v
     seqlens: tuple[int, ...]
     shape_of: Callable[[int, int], tuple[int, int]]  # (seqlen, headdim) -> (batch, nheads)
     dtype: torch.dtype = torch.bfloat16
@@ -90,9 +99,10 @@ class Grid:
 
     def points(self, quick: bool) -> list[Point]:
         seqlens = self.seqlens[1::3] if quick and len(self.seqlens) > 3 else self.seqlens
+        pairs = [pair if isinstance(pair, tuple) else (pair, pair) for pair in self.headdims]
         return [
-            Point(*shape, nheads_k or shape[1], seqlen, headdim, causal)
-            for headdim in self.headdims
+            Point(*shape, nheads_k or shape[1], seqlen, headdim, causal, headdim_v)
+            for headdim, headdim_v in pairs
             for nheads_k in self.nheads_k or (None,)
             for causal in (False, True)
             for seqlen in seqlens
@@ -115,8 +125,8 @@ BACKWARD = Direction("backward", BACKWARD_RIVALS, BACKWARD_WORK)
 
 def draw_inputs(point: Point, device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
     """Random normal q, k, v as [batch, seqlen, heads, headdim]."""
-    heads = (point.nheads, point.nheads_k, point.nheads_k)
-    return [torch.randn(point.batch, point.seqlen, h, point.headdim, device=device).to(dtype) for h in heads]
+    sizes = ((point.nheads, point.headdim), (point.nheads_k, point.headdim), (point.nheads_k, point.headdim_v))
+    return [torch.randn(point.batch, point.seqlen, *size, device=device).to(dtype) for size in sizes]
 
 
 def measure_point(
@@ -164,9 +174,8 @@ def measure_point(
     if counter is not None and energy_seconds >= MIN_ENERGY_SECONDS:
         used = joules_per_call(calls, timings, counter, energy_seconds, torch.cuda.synchronize)
         joules = {"joules": {name: float(f"{value:.4g}") for name, value in used.items()}}
-    flops = direction.work * attention_flops(
-        point.batch, point.nheads, point.seqlen, point.seqlen, point.headdim, point.causal
-    )
+    sizes = (point.batch, point.nheads, point.seqlen, point.seqlen)
+    flops = direction.work * attention_flops(*sizes, point.mean_headdim(direction), point.causal)
     return {
         **asdict(point),
         "dtype": str(grid.dtype).removeprefix("torch."),
@@ -188,6 +197,10 @@ def of_8_heads(seqlen: int, headdim: int) -> tuple[int, int]:
     return 4, 8
 
 
+def of_16_heads(seqlen: int, headdim: int) -> tuple[int, int]:
+    return 16384 // seqlen, 16
+
+
 def of_32_heads(seqlen: int, headdim: int) -> tuple[int, int]:
     return 16384 // seqlen, 32
 
@@ -203,8 +216,13 @@ SHAPES = "bf16, 16,384 tokens a batch, nheads * headdim = 2048"
 def shared_grids(name: str) -> dict[str, Grid]:
     """The grids that both directions have."""
     triton, tiny = f"{name} of the Triton backend, fp16, batch 4, 8 heads", f"{name} on the CPU, float32, a trial run"
+    latent, lengths = f"{name} with 192 columns of q and k and 128 of v, and with 128 of all, bf16", (1024, 4096, 16384)
+    wide = f"{name} of the Triton backend at head dim 512, bf16, 16,384 tokens a batch, 4 heads"
+    flex = ("FlexAttention", "cuDNN")
     return {
         "triton": Grid(triton, ("triton",), FLASH_FIRST, **TRITON),
+        "latent": Grid(latent, ("cuda",), flex, (128, (192, 128)), lengths, of_16_heads, suffix="_latent"),
+        "wide": Grid(wide, ("triton",), flex, (512,), (1024, 4096), of_16384_tokens, suffix="_wide"),
         "tiny": Grid(tiny, ("cpu",), ("SDPA",), **TINY, device="cpu"),
     }
 

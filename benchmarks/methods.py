@@ -30,8 +30,11 @@ DISAGREEMENT = 2e-2  # largest difference between two contenders, as a share of 
 BACKWARD_WORK = 2.5  # FLOPs as a multiple of the forward's: five matrix products (S, dP, dV, dK, dQ) to two
 
 
-def attention_flops(batch: int, nheads: int, seqlen_q: int, seqlen_k: int, headdim: int, causal: bool) -> float:
-    """Floating-point operations of a forward: two matrix products, a multiply-add is two; causal counts half."""
+def attention_flops(batch: int, nheads: int, seqlen_q: int, seqlen_k: int, headdim: float, causal: bool) -> float:
+    """Floating-point operations of a forward: two matrix products, a multiply-add is two; causal counts half.
+
+    Where v has a head dim of its own, headdim is the mean of the products' head dims.
+    """
     return 4.0 * batch * nheads * seqlen_q * seqlen_k * headdim * (0.5 if causal else 1.0)
 
 

@@ -26,9 +26,11 @@ Call = partial[Any]  # a forward's first arguments are q, k and v as the impleme
 aten = torch.ops.aten
 
 
-def upstream_gradient(q: Tensor) -> Tensor:
-    """dO: random normal, laid out like q, the same for every rival."""
-    return torch.empty_like(q).normal_(generator=torch.Generator(q.device).manual_seed(0))
+def upstream_gradient(q: Tensor, v: Tensor | None = None) -> Tensor:
+    """dO: random normal, the same for every rival; laid out like q, contiguous where v has another head dim."""
+    is_square = v is None or v.shape[-1] == q.shape[-1]
+    dout = torch.empty_like(q) if is_square else q.new_empty((*q.shape[:-1], v.shape[-1]))
+    return dout.normal_(generator=torch.Generator(q.device).manual_seed(0))
 
 
 @dataclass(frozen=True)
@@ -174,7 +176,7 @@ class Mini(Rival):
         from flash_attn_mini.options import Options, Sequences
 
         feature = self.feature
-        dout = upstream_gradient(q)
+        dout = upstream_gradient(q, v)
         if feature.lengths:  # padding gets no gradient
             dout.mul_(feature.valid_rows(q)[..., None, None])
         dout, q, k, v = (feature.packed(x) for x in (dout, q, k, v))
@@ -242,7 +244,7 @@ class AtenBackward(Rival):
     def bind(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
         inputs = as_sdpa_takes_them(q, k, v, causal)
         with torch.no_grad():
-            return self.bind_op(upstream_gradient(q).transpose(1, 2), *inputs, causal)
+            return self.bind_op(upstream_gradient(q, v).transpose(1, 2), *inputs, causal)
 
     def bind_op(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
         """The backward op with the results of its forward op."""
@@ -296,7 +298,19 @@ class Flex(Rival):
     name = "FlexAttention"
     failures = (Exception,)  # torch.compile raises many kinds
 
+    def __init__(self, *, backward: bool = False) -> None:
+        self.backward = backward
+
     def bind(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
+        if not self.backward:
+            return self.bind_forward(q, k, v, causal)
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        with torch.enable_grad():
+            out = self.bind_forward(*leaves, causal)()
+        dout = upstream_gradient(q, v).transpose(1, 2)
+        return partial(torch.autograd.grad, out, leaves, dout, retain_graph=True)
+
+    def bind_forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
         q, k, v = as_sdpa_takes_them(q, k, v, causal)
@@ -310,7 +324,7 @@ class Flex(Rival):
         return partial(compiled, q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
 
     def outputs(self, result: Any) -> tuple[Tensor, ...]:
-        return (result.transpose(1, 2),)
+        return tuple(result) if self.backward else (result.transpose(1, 2),)
 
 
 class Official(Rival):
@@ -349,7 +363,8 @@ class Official(Rival):
         context = out.grad_fn  # the node of a Python autograd function is the context of its backward
         if not hasattr(context, "_forward_cls"):
             raise NotImplementedError(f"{self.name}: the backward of flash_attn_func is no Python autograd function")
-        return partial(self.call_backward, out, upstream_gradient(inputs[0].detach()), *[None for _ in others])
+        dout = upstream_gradient(inputs[0].detach(), inputs[2])
+        return partial(self.call_backward, out, dout, *[None for _ in others])
 
     @staticmethod
     def call_backward(out: Tensor, *gradients: Tensor | None) -> Any:
@@ -392,6 +407,7 @@ BACKWARD_RIVALS = _by_name(
     FlashAttention(),
     CuDnn(),
     CpuSdpa(),
+    Flex(backward=True),
     Official("FA3", FA3, backward=True),
     Official("FA4", FA4, backward=True),
 )

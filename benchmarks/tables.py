@@ -38,8 +38,10 @@ def pivot(corner: list[str], cells: Mapping[Any, Mapping[Any, str]], columns: It
 
 
 def kind_of(row: dict[str, Any]) -> str:
-    """Head dim and mask, and the heads where the keys have fewer."""
-    kind = f"d{row['headdim']} {'causal' if row['causal'] else 'full'}"
+    """Head dims and mask, and the heads where the keys have fewer."""
+    own = row.get("headdim_v", row["headdim"])
+    headdims = f"d{row['headdim']}" if own == row["headdim"] else f"d{row['headdim']}, v {own}"
+    kind = f"{headdims} {'causal' if row['causal'] else 'full'}"
     grouped = row.get("nheads_k", row.get("nheads")) != row.get("nheads")
     return f"{kind}, {row['nheads']} heads on {row['nheads_k']}" if grouped else kind
 

@@ -256,12 +256,23 @@ def test_a_backward_that_is_no_python_function_is_named(monkeypatch: pytest.Monk
     assert "no Python autograd function" in str(BACKWARD_RIVALS["FA4"].unsupported(x, x, x, False))
 
 
+@pytest.mark.parametrize("headdim_v", [16, 24])
 @pytest.mark.parametrize("causal", [False, True])
-def test_flex_attention_agrees(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flex_attention_agrees(causal: bool, headdim_v: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    x = [torch.randn(1, 40, 2, 16) for _ in range(3)]
+    q, k, v = (torch.randn(1, 40, 2, headdim) for headdim in (16, 16, headdim_v))
     contenders = select(["FlexAttention", "SDPA"])
-    bench_speed.check_agreement(contenders, {rival: rival.bind(*x, causal) for rival in contenders})
+    bench_speed.check_agreement(contenders, {rival: rival.bind(q, k, v, causal) for rival in contenders})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("headdim_v", [64, 32])
+def test_the_backward_of_flex_attention_agrees(headdim_v: int) -> None:
+    """FlexAttention has none on the CPU."""
+    headdims = (64, 64, headdim_v)
+    q, k, v = (torch.randn(1, 256, 2, headdim, device="cuda", dtype=torch.bfloat16) for headdim in headdims)
+    contenders = select(["FlexAttention", "cuda"], BACKWARD_RIVALS)
+    bench_speed.check_agreement(contenders, {rival: rival.bind(q, k, v, True) for rival in contenders})
 
 
 def test_unknown_rival_names_the_known_ones() -> None:
@@ -269,16 +280,16 @@ def test_unknown_rival_names_the_known_ones() -> None:
         select(["fa9"])
 
 
-@pytest.mark.parametrize("name", ["cpu", "SDPA"])
-def test_backward_rivals_return_the_gradients_of_autograd(name: str) -> None:
-    q, k, v = (torch.randn(2, 24, 3, 16, dtype=torch.float64) for _ in range(3))
+@pytest.mark.parametrize(("name", "headdim_v"), [("cpu", 16), ("cpu", 24), ("SDPA", 16)])
+def test_backward_rivals_return_the_gradients_of_autograd(name: str, headdim_v: int) -> None:
+    q, k, v = (torch.randn(2, 24, 3, headdim, dtype=torch.float64) for headdim in (16, 16, headdim_v))
     rival = BACKWARD_RIVALS[name]
     with rival.active():
         got = rival.outputs(rival.bind(q, k, v, True)())
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     q_, k_, v_ = (x.transpose(1, 2) for x in leaves)
     scores = (q_ @ k_.transpose(-1, -2) / 4).masked_fill(torch.ones(24, 24).triu(1).bool(), -torch.inf)
-    expected = torch.autograd.grad((scores.softmax(-1) @ v_).transpose(1, 2), leaves, upstream_gradient(q))
+    expected = torch.autograd.grad((scores.softmax(-1) @ v_).transpose(1, 2), leaves, upstream_gradient(q, v))
     for gradient, other in zip(got, expected, strict=True):
         torch.testing.assert_close(gradient, other, rtol=1e-6, atol=1e-8)
 
@@ -336,6 +347,14 @@ def test_forward_benchmark_runs_end_to_end(ours: str, tmp_path: Path, capsys: py
     assert f"({ours} ÷ SDPA, the median of the rounds' ratios)" in printed
     assert "d16 causal" in printed
     assert results.stale_results(tmp_path) == []
+
+
+@pytest.mark.parametrize(("direction", "work"), [(bench_speed.FORWARD, 1.0), (bench_speed.BACKWARD, 2.5)])
+def test_flops_of_a_pair_of_head_dims(direction: bench_speed.Direction, work: float) -> None:
+    """The products of a forward have 30 and 20 columns; those of a backward 30, 30, 30, 20 and 20."""
+    point = bench_speed.Point(1, 1, 1, 8, 30, False, 20)
+    columns = 50 if direction is bench_speed.FORWARD else 130
+    assert work * methods.attention_flops(1, 1, 8, 8, point.mean_headdim(direction), False) == 2 * 8 * 8 * columns
 
 
 def test_forward_benchmark_without_time_writes_nothing(tmp_path: Path) -> None:
