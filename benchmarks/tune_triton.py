@@ -113,11 +113,13 @@ TILES: dict[str, dict[int, list[Tile]]] = {
             "256x64w8s3 128x32w4s4 128x64w8s3p 128x64w8s4 64x64w4s4"
         ),
         256: tiles("128x64w8s2 128x64w8s2p 128x32w8s3 128x32w8s4 64x32w4s2 64x32w4s3"),
+        512: tiles("64x32w8s2 64x64w8s1 32x32w8s3p 64x16w8s2 64x16w8s3 64x32w8s2p"),
     },
     "dq": {
         64: tiles("64x64w4s2 64x64w4s3 128x64w4s2 128x64w4s3 128x64w8s3 64x128w4s2 128x128w8s2 128x64w8s3p 64x64w4s3p"),
         128: tiles("64x64w4s2 128x64w8s2 128x64w8s3 128x128w8s2 64x32w4s3 64x32w4s4 128x32w8s3 64x64w4s2p 128x64w8s2p"),
         256: tiles("128x32w8s2 64x32w4s2 64x32w4s3 128x32w8s2p"),
+        512: tiles("64x16w8s2 64x32w8s1 32x32w8s2p 32x32w8s1p 32x16w8s2p"),
     },
     "dkv": {
         64: tiles(
@@ -126,6 +128,7 @@ TILES: dict[str, dict[int, list[Tile]]] = {
         ),
         128: tiles("64x64w4s2 64x128w8s2 64x128w8s3 32x64w4s2 32x64w4s3 32x128w8s2 32x128w8s3 64x128w8s2p 64x64w4s2p"),
         256: tiles("32x128w8s2 64x64w4s2 64x128w8s2 32x64w4s2 32x64w4s3 32x128w8s2p"),
+        512: tiles("16x64w8s2 32x64w8s1 32x32w8s2p 32x32w8s1p 16x32w8s2p"),
     },
 }
 KERNELS = {"forward": ("forward",), "backward": ("dq", "dkv"), "kvcache": ("kvcache",)}  # of a direction
