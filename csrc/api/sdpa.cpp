@@ -32,6 +32,7 @@
 #include "api/ops.h"
 #include "common/message.h"
 #include "dispatch/built.h"
+#include "flash.h"
 
 #ifdef FLASH_WITH_CUDA
 #include "dispatch/device.h"
@@ -45,7 +46,6 @@ using at::Tensor;
 using c10::IValue;
 using Results = std::optional<std::vector<IValue>>;  // none: PyTorch's kernel must run the call
 
-constexpr int64_t kMaxHeadDim = 256;
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 // Forwards with at most this many queries run the kernels of a KV cache on a GPU, which split the keys.

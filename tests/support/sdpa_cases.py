@@ -37,6 +37,7 @@ class SdpaCase:
     layout: str = "bhsd"  # bhsd, bshd, packed, expanded, last (strided last dimension)
     rank: int = 4
     is_ours: bool = True  # on every device where PyTorch selects a fused op
+    is_ours_on_cpu: bool = False  # the same on a CPU
 
     def make(self, device: str, dtype: torch.dtype, draw: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """q, k, v and a gradient of out."""
@@ -114,8 +115,10 @@ CASES = [
     SdpaCase("mask for all heads and samples", mask="broadcast"),
     SdpaCase("mask, scale 0", mask="float", scale=0.0),
     SdpaCase("mask, rows before heads", mask="float", layout="bshd"),
-    SdpaCase("mask, head dim 264", 20, 20, headdim=264, mask="float", is_ours=False),
-    SdpaCase("head dim 264", 20, 20, headdim=264, is_ours=False),
+    SdpaCase("mask, head dim 264", 20, 20, headdim=264, mask="float", is_ours=False, is_ours_on_cpu=True),
+    SdpaCase("head dim 264", 20, 20, headdim=264, is_ours=False, is_ours_on_cpu=True),
+    SdpaCase("head dim 512, causal", 40, 40, headdim=512, is_causal=True, is_ours=False, is_ours_on_cpu=True),
+    SdpaCase("head dim 520", 20, 20, headdim=520, is_ours=False),
     SdpaCase("other head dim of v", headdim_v=16, is_ours=False),
     SdpaCase("scale NaN", scale=math.nan, is_ours=False),
 ]
