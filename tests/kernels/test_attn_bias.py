@@ -20,7 +20,7 @@ from ..support.attn_bias_checks import BiasedCall, check_attn_bias, make_biased_
 from ..support.bounds import assert_forward_accurate
 from ..support.cases import Case
 from ..support.flash_bounds import assert_gradients_accurate_beside_flash
-from ..support.instruction_sets import LESSER, run_on
+from ..support.instruction_sets import each_lesser_level, run_on
 from ..support.key_range_checks import assert_same_bits
 from ..support.threads import number_of_threads_kept
 
@@ -290,6 +290,6 @@ print("checked", len(SMALL_ATTN_BIAS_CASES))
 """
 
 
-@pytest.mark.parametrize("level", LESSER)
+@each_lesser_level
 def test_cases_on_a_lesser_instruction_set(level: str) -> None:
     run_on(level, SCRIPT)

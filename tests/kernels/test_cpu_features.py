@@ -17,7 +17,7 @@ from flash_attn_mini import _C, flash_attn_func
 from flash_attn_mini.reference import dropout_mask
 
 from ..conftest import CPU_DTYPES
-from ..support.instruction_sets import LESSER, run_on
+from ..support.instruction_sets import each_lesser_level, run_on
 from ..support.threads import number_of_threads_kept
 
 ROUNDS = 8
@@ -310,6 +310,6 @@ print("checked")
 """
 
 
-@pytest.mark.parametrize("level", LESSER)
+@each_lesser_level
 def test_features_on_a_lesser_instruction_set(level: str) -> None:
     run_on(level, SCRIPT)

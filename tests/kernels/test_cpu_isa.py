@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
-from ..support.instruction_sets import LESSER, run_on
+from ..support.instruction_sets import each_lesser_level, run_on
 
 SCRIPT = """
 from flash_attn_mini import flash_attn_func
@@ -37,11 +35,11 @@ print("checked", len(CASES))
 """
 
 
-@pytest.mark.parametrize("level", LESSER)
+@each_lesser_level
 def test_small_cases_on_a_lesser_instruction_set(level: str) -> None:
     run_on(level, SCRIPT)
 
 
-@pytest.mark.parametrize("level", LESSER)
+@each_lesser_level
 def test_rows_without_keys_on_a_lesser_instruction_set(level: str) -> None:
     run_on(level, ROWS_WITHOUT_KEYS)

@@ -12,7 +12,7 @@ from flash_attn_mini import _C
 
 from ..conftest import CPU_DTYPES
 from ..support.bounds import assert_forward_accurate
-from ..support.instruction_sets import LESSER, run_on
+from ..support.instruction_sets import each_lesser_level, run_on
 from ..support.kvcache_calls import Call, filled_call, forward
 from ..support.threads import number_of_threads_kept
 
@@ -185,7 +185,7 @@ print("checked", checked)
 """
 
 
-@pytest.mark.parametrize("level", LESSER)
+@each_lesser_level
 def test_splits_on_a_lesser_instruction_set(level: str) -> None:
     run_on(level, ISA_SCRIPT)
 

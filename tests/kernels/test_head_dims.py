@@ -22,7 +22,7 @@ from ..support.bounds import assert_forward_accurate
 from ..support.cases import Case, make_dout, make_inputs
 from ..support.feature_checks import check_dense, check_varlen, described
 from ..support.flash_bounds import assert_gradients_accurate_beside_flash
-from ..support.instruction_sets import LESSER, run_on
+from ..support.instruction_sets import each_lesser_level, run_on
 from ..support.interpreter import run_in_the_interpreter, starts_the_interpreter
 from ..support.key_range_cases import KeyRangeCase
 from ..support.key_range_checks import check_key_ranges
@@ -279,7 +279,7 @@ print("checked")
 
 
 @here
-@pytest.mark.parametrize("level", LESSER)
+@each_lesser_level
 def test_lesser_instruction_sets(level: str) -> None:
     run_on(level, SCRIPT)
 

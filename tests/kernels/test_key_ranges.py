@@ -17,7 +17,7 @@ from flash_attn_mini import flash_attn_func
 from ..support.bounds import assert_forward_accurate
 from ..support.cases import Case
 from ..support.flash_bounds import assert_gradients_accurate_beside_flash
-from ..support.instruction_sets import LESSER, run_on
+from ..support.instruction_sets import each_lesser_level, run_on
 from ..support.key_range_cases import KEY_RANGE_CASES, KINDS, KeyRangeCase
 from ..support.key_range_checks import assert_same_bits, check_key_ranges, make_ranged_call
 from ..support.threads import number_of_threads_kept
@@ -162,6 +162,6 @@ print("checked", len(SMALL_KEY_RANGE_CASES))
 """
 
 
-@pytest.mark.parametrize("level", LESSER)
+@each_lesser_level
 def test_cases_on_a_lesser_instruction_set(level: str) -> None:
     run_on(level, SCRIPT)

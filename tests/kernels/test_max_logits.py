@@ -28,7 +28,7 @@ from flash_attn_mini.argument_checks import checked_options
 from ..conftest import CPU_DTYPES, GPU_DTYPES
 from ..support.cases import FORWARD_CASES, Case
 from ..support.feature_cases import FEATURE_CASES
-from ..support.instruction_sets import LESSER, run_on
+from ..support.instruction_sets import each_lesser_level, run_on
 from ..support.interpreter import run_in_the_interpreter, starts_the_interpreter
 from ..support.key_range_cases import KEY_RANGE_CASES, KeyRangeCase
 from ..support.max_logit_checks import check_case, check_max_logits
@@ -231,7 +231,7 @@ print("checked")
 
 
 @here
-@pytest.mark.parametrize("level", LESSER)
+@each_lesser_level
 def test_lesser_instruction_sets(level: str) -> None:
     run_on(level, SCRIPT)
 

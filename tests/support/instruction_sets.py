@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import pytest
 import torch
 
 from ..conftest import SEED_VARIABLE
@@ -13,6 +14,9 @@ LEVELS = ["DEFAULT", "AVX2", "AVX512"]
 MACHINE = torch.backends.cpu.get_cpu_capability().replace("NO AVX", "DEFAULT")  # PyTorch 2.6 says "NO AVX"
 # AVX512 is without AMX. Architectures other than x86 have one kernel.
 LESSER = LEVELS[: LEVELS.index(MACHINE) + (MACHINE == "AVX512")] if MACHINE in LEVELS else []
+each_lesser_level = pytest.mark.parametrize(
+    "level", [level if level == LEVELS[0] else pytest.param(level, marks=pytest.mark.thorough) for level in LESSER]
+)
 
 PROLOGUE = """
 import sys
