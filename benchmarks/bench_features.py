@@ -288,7 +288,7 @@ def check(contenders: list[Contender], direction: str, inputs: list[Tensor]) -> 
 def measure_point(point: Point, grid: Grid, backend: str, rounds: int, rep_ms: float) -> list[dict[str, Any]]:
     """A row for each call of the group that is not plain."""
     group, device = point.group, torch.device(grid.device)
-    shape = Shape(group.batch, point.nheads, point.nheads, group.seqlen, point.headdim, False)
+    shape = Shape(group.batch, point.nheads, point.nheads, group.seqlen, point.headdim, False, point.headdim)
     inputs = draw_inputs(shape, device, grid.dtype)
     contenders = contenders_of(point, backend)
     check(contenders, point.direction, inputs)

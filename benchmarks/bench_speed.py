@@ -74,7 +74,7 @@ class Point:
     seqlen: int
     headdim: int
     causal: bool
-    headdim_v: int
+    headdim_v: int  # of v
 
     def mean_headdim(self, direction: Direction) -> float:
         """Of the products: one of each head dim in a forward; in a backward three of headdim, two of headdim_v."""

@@ -186,8 +186,7 @@ Flash_fwd_params set_params_kvcache(const KvCacheTensors &tensors, const KvCache
     if (trace_enabled()) {
         trace("set_params_kvcache",
               "b=%d seqlen_q=%d capacity=%d seqlen_new=%d h=%d h_k=%d d=%d d_v=%d %s window=(%d,%d) rotary_dim=%d "
-              "page_size=%d "
-              "num_splits=%d split_keys=%d",
+              "page_size=%d num_splits=%d split_keys=%d",
               params.b, params.seqlen_q, cache.capacity, cache.seqlen_new, params.h, params.h_k, params.d, params.d_v,
               describe_score_mod(params).c_str(), params.window_size_left, params.window_size_right, cache.rotary_dim,
               params.page_size, cache.num_splits, cache.split_keys);

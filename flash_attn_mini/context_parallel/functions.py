@@ -271,7 +271,9 @@ def _call(
 
 def _with_headdim(x: torch.Tensor, headdim: int) -> torch.Tensor:
     """x with zeros appended to its last dimension; they change no score."""
-    return x if x.shape[-1] == headdim else torch.nn.functional.pad(x, (0, headdim - x.shape[-1]))
+    if x.shape[-1] == headdim:
+        return x
+    return torch.nn.functional.pad(x, (0, headdim - x.shape[-1])).contiguous()  # pad keeps a channels_last format
 
 
 def _checked(

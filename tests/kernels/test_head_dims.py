@@ -12,7 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_attn_mini import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache, use_backend
+from flash_attn_mini import _C, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache, use_backend
+from flash_attn_mini.backends.triton.checks_kvcache import check_kvcache as check_kvcache_in_python
+from flash_attn_mini.options import KvCache, Options
 from flash_attn_mini.reference import attention_reference
 
 from ..conftest import CPU_DTYPES
@@ -44,8 +46,6 @@ from ..support.op_calls import (
 from ..support.triton_calls import HAS_GPU
 from ..support.varlen_cases import VarlenCase
 from ..support.versions import TORCH
-
-MOST = 512
 
 
 def dense(headdim: int, headdim_v: int, why: str, *sizes: int, **options: Any) -> Case:
@@ -206,9 +206,16 @@ def test_wide_attn_bias(
     check_attn_bias(case, kernels, device, dtype, seed, described_seed)
 
 
-@without_cuda([dense(192, 128, "pairs", causal=True), dense(512, 512, "wide"), *VARLEN[:1]], ())
+@on_backends([dense(192, 128, "pairs", causal=True), *VARLEN[:1]], ())
 def test_max_logits(
     case: Case | VarlenCase, kernels: str, device: str, dtype: torch.dtype, seed: int, described_seed: str
+) -> None:
+    check_case(case, kernels, dtype, device, seed, described_seed)
+
+
+@without_cuda([dense(512, 512, "wide")], ())
+def test_wide_max_logits(
+    case: Case, kernels: str, device: str, dtype: torch.dtype, seed: int, described_seed: str
 ) -> None:
     check_case(case, kernels, dtype, device, seed, described_seed)
 
@@ -315,6 +322,45 @@ def test_keys_of_another_head_dim_than_queries() -> None:
         flash_attn_with_kvcache(q, k, v, k[:, :1], k[:, :1], cache_seqlens=3)
 
 
+@here
+def test_out_and_gradients_have_the_columns_of_v() -> None:
+    q, k, v = qkv("cpu", 48, 32)
+    out, lse, *_ = FWD(*fwd_arguments(q, k, v))
+    message = r"{} has shape \[2, 9, 4, 48\]; allowed: the shape of q with the headdim of v, \[2, 9, 4, 32\]"
+    with pytest.raises(ValueError, match=message.format("dout")):
+        BWD(*bwd_arguments(q, q, k, v, out, lse))
+    with pytest.raises(ValueError, match=message.format("out")):
+        BWD(*bwd_arguments(out, q, k, v, q, lse))
+    with pytest.raises(ValueError, match=message.format("out")):
+        _C.fwd(q, k, v, torch.empty_like(q), None, 0.0, 0.25, False, -1, -1, 0.0, False, None)
+
+
+@here
+@pytest.mark.parametrize("checks_of", ["extension", "python"])
+@pytest.mark.parametrize("nheads_k", [1, 2])
+def test_caches_in_one_tensor(nheads_k: int, checks_of: str) -> None:
+    """v_cache is columns of k_cache: a call may read them, and append only where the two do not overlap."""
+    q = torch.randn(2, 1, 4, 48).half()
+    both = torch.randn(2, 7, nheads_k, 80).half()
+    k_cache, inside, outside = both[..., :48], both[..., 16:48], both[..., 48:]
+    new = {"k": torch.randn(2, 1, nheads_k, 48).half(), "v": torch.randn(2, 1, nheads_k, 32).half()}
+
+    def attend(v_cache: Tensor, **options: Any) -> None:
+        arguments = kvcache_arguments(q, k_cache, v_cache, **options)
+        if checks_of == "extension":
+            FWD_KVCACHE(*arguments)
+        else:
+            end = 3 + len(KvCache._fields)
+            check_kvcache_in_python(*arguments[:3], KvCache(*arguments[3:end]), Options(*arguments[end:]))
+
+    for v_cache in (inside, outside):
+        attend(v_cache)
+    attend(outside, cache_seqlen=3, **new)
+    for v_cache in (inside, inside.squeeze(2).unsqueeze(2) if nheads_k == 1 else inside):
+        with pytest.raises(ValueError, match="k_cache shares memory with v_cache; allowed: memory of its own"):
+            attend(v_cache, cache_seqlen=3, **new)
+
+
 @gpu
 @pytest.mark.parametrize(("headdim", "headdim_v"), [(320, 320), (64, 320), (512, 512)])
 def test_cuda_tensors_take_triton_above_256(
@@ -324,7 +370,7 @@ def test_cuda_tensors_take_triton_above_256(
     monkeypatch.setenv("FLASH_ATTN_MINI_TRACE", "1")
     flash_attn_func(*inputs, causal=True).sum().backward()
     traced = capfd.readouterr().err
-    assert "choose_backend: triton" in traced
+    assert "triton, because the CUDA kernels lack headdim" in traced
     assert "backend=cuda" not in traced
     assert traced.count("backend=triton") >= 2
     with use_backend("cuda"), pytest.raises(NotImplementedError, match=r"allowed on the cuda backend: 1 to 256"):
@@ -338,7 +384,7 @@ def test_a_cache_of_another_head_dim_takes_triton(
     q, k, v = qkv("cuda", 64, 32)
     monkeypatch.setenv("FLASH_ATTN_MINI_TRACE", "1")
     flash_attn_with_kvcache(q, k, v)
-    assert "choose_backend: triton" in capfd.readouterr().err
+    assert "triton, because the CUDA kernels lack headdim 64 with headdim 32 of v" in capfd.readouterr().err
     with pytest.raises(NotImplementedError, match="allowed on the cuda backend: the headdim of q, 64"):
         flash_attn_with_kvcache(q, k, v, backend="cuda")
 

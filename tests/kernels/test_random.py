@@ -102,7 +102,7 @@ def random_varlen(draw: random.Random) -> VarlenCase:
 
 def with_head_dims(draw: random.Random, case: Any, most: int) -> Any:
     """v has a head dim of its own in a quarter of the cases. Where `most` allows it, some q have more than 256."""
-    own = draw.choice((8 * draw.randint(1, 32), draw.randint(1, 256))) if draw.random() < 0.25 else None
+    own = draw.choice((8 * draw.randint(1, 32), draw.randint(1, most))) if draw.random() < 0.25 else None
     is_wide = most > 256 and draw.random() < 0.1
     return dataclasses.replace(case, own_headdim_v=own, headdim=draw.randint(257, most) if is_wide else case.headdim)
 

@@ -73,7 +73,9 @@ def pytorch_attention(
     if alibi_slopes is not None:
         scores = scores + alibi_bias(alibi_slopes, seqlen_q, seqlen_k).to(scores.dtype)
     if attn_bias is not None and attn_bias.dtype != torch.bool:
-        scores = scores + attn_bias.to(scores.dtype)
+        lowest = torch.finfo(scores.dtype).min  # a wider bias that is finite stays finite
+        narrow = attn_bias.clamp(lowest, -lowest).to(scores.dtype).masked_fill(attn_bias == -math.inf, -math.inf)
+        scores = (scores + narrow).clamp_min(lowest).masked_fill(attn_bias == -math.inf, -math.inf)
     visible = visible_pairs(seqlen_q, seqlen_k, causal, window_size, key_ranges, q.device, attn_bias)
     no_key = ~visible.any(dim=-1)
     # Rows without keys get finite scores, and their results are set to 0 afterwards, so that autograd meets no NaN.

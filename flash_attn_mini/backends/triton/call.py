@@ -69,6 +69,11 @@ class Call:
             "BLOCK_DV": head_dim_block(head_dim_v),
         }
 
+    def head_dim_blocks(self) -> tuple[int, int]:
+        """The columns of a tile of keys and of one of values."""
+        arguments = self.head_dim_arguments()
+        return arguments["BLOCK_D"] + arguments.get("BLOCK_REST", 0), arguments["BLOCK_DV"]
+
     @property
     def has_no_sequence(self) -> bool:
         """True for a batch of 0 sequences. q may still have rows, because the host does not read cu_seqlens."""

@@ -265,11 +265,12 @@ def _caches_overlap(k_cache: Tensor, v_cache: Tensor) -> bool:
     if not overlap(k_cache, v_cache):
         return False
     distance = v_cache.data_ptr() - k_cache.data_ptr()
-    if k_cache.stride() != v_cache.stride():
+    dims = zip(k_cache.shape, v_cache.shape, k_cache.stride(), v_cache.stride(), strict=True)
+    used = [dim for dim in dims if dim[:2] != (1, 1)]  # the stride of a dimension of size 1 has no effect
+    if any(stride_k != stride_v for *_, stride_k, stride_v in used):
         return distance == 0
     itemsize = k_cache.element_size()
-    dims = zip(k_cache.shape, v_cache.shape, k_cache.stride(), strict=True)
-    in_bytes = [(size_k, size_v, stride * itemsize) for size_k, size_v, stride in dims]
+    in_bytes = [(size_k, size_v, stride * itemsize) for size_k, size_v, stride, _ in used]
     return _is_reached(sorted(in_bytes, key=lambda dim: -dim[2]), distance)
 
 

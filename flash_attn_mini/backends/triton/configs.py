@@ -103,7 +103,7 @@ class StreamingTables(Tables):
         return int(rows * (block_d + block_dv) * itemsize + bytes_of_pairs(config, pair_bytes)) + 2048
 
 
-# Split-KV, by head dim: keys of a step. K and V of a step are 32 KB.
+# Split-KV, by head dim: keys of a step. K and V of a step are 32 KB, at 512 columns 64 KB.
 SPLITKV_STEP = {64: 128, 128: 64, 256: 32, 512: 32}
 # By rows of a tile: stages, and the most registers of a thread; three CTAs fit into an SM with up to 16 rows.
 SPLITKV_STAGES = {16: (3, 168), 32: (4, None), 64: (3, None), 128: (3, None)}
@@ -371,7 +371,7 @@ BACKWARD_DKV = Tables(
     keeps="k v",
 )
 
-# dV alone above head dim 256, without V.
+# dV without dK, above head dim 256: it does not read V.
 BACKWARD_DV = Tables(
     hopper={512: [tile(32, 64, 8, 2), tile(16, 64, 8, 2), tile(32, 32, 8, 2, tma=False)]},
     plain={

@@ -269,7 +269,7 @@ def chosen_for(call: CacheCall) -> Chosen:
     """The configuration of the split kernel: remembered for calls of this kind, or chosen now."""
     q = call.q
     block_m, aligned = tile_rows(call), is_aligned(call.k, call.v)
-    step = splitkv_step(block_m, *head_dim_blocks(call), aligned=aligned)
+    step = splitkv_step(block_m, *call.head_dim_blocks(), aligned=aligned)
     page_per_key = call.cache.block_table is not None and not has_tiles_in_pages(call, step)
     kind = (block_m, aligned, page_per_key, call.has_fixed_splits)
     key = (q.device, q.dtype, q.shape[3], call.v.shape[3], kind, call.features, call.causal, call.window is not None)
@@ -284,7 +284,7 @@ def choose_splitkv(call: CacheCall, block_m: int, *, page_per_key: bool, aligned
     q = call.q
     limit = INTERPRETER_SHARED_MEMORY if INTERPRETED else shared_memory_limit(q.device)
     candidates = splitkv_configs(
-        block_m, *head_dim_blocks(call), q.element_size(), limit, page_per_key=page_per_key, aligned=aligned
+        block_m, *call.head_dim_blocks(), q.element_size(), limit, page_per_key=page_per_key, aligned=aligned
     )
     if INTERPRETED:
         return Chosen(candidates[0], INTERPRETER_PROGRAMS)
@@ -305,16 +305,10 @@ def programs_per_sm(kernel: Any, config: triton.Config, device: torch.device) ->
     return int(max(1, min(by_registers, by_memory, MOST_PROGRAMS)))
 
 
-def head_dim_blocks(call: CacheCall) -> tuple[int, int]:
-    """The columns of a tile of keys and of one of values."""
-    arguments = call.head_dim_arguments()
-    return arguments["BLOCK_D"] + arguments.get("BLOCK_REST", 0), arguments["BLOCK_DV"]
-
-
 def tile_rows(call: CacheCall) -> int:
     """Rows of a tile: queries times the heads of a group, rounded up to a power of two from 16 to 128 or 32."""
     rows = call.q.shape[1] * (call.q.shape[2] // call.k.shape[2])
-    return min(max(16, 1 << (rows - 1).bit_length()), most_splitkv_rows(*head_dim_blocks(call)))
+    return min(max(16, 1 << (rows - 1).bit_length()), most_splitkv_rows(*call.head_dim_blocks()))
 
 
 def is_aligned(*caches: torch.Tensor) -> bool:

@@ -160,7 +160,9 @@ def choose(
     if call.is_plain:
         return tuner.choose(call.q, call.k, call.v, call.causal, reached, INTERPRETED, launch_with, variant)
     kind = (variant, call.features, call.causal, call.window is not None, call.num_ranges)
-    return tuner.choose_untimed(call.q, call.v, kind, reached, INTERPRETED, launch_with, call.pair_bytes)
+    return tuner.choose_untimed(
+        call.q, call.v, kind, reached, INTERPRETED, launch_with, call.pair_bytes, call.head_dim_blocks()
+    )
 
 
 def trace_launch(name: str, call: Call, config: triton.Config, grid: tuple[int], **wanted: bool) -> None:

@@ -100,11 +100,13 @@ class Tuner:
         limit = INTERPRETER_SHARED_MEMORY if interpreted else shared_memory_limit(q.device)
         blocks = head_dim_block(head_dim), head_dim_block(head_dim_v)
         candidates = self.tables.candidates(*blocks, q.element_size(), tma_reaches, limit)
+        # Above 256 columns the estimate of the shared memory is low for some pairs of head dims.
+        is_estimated = interpreted or max(blocks) <= 256
         if interpreted or not tunes or len(candidates) == 1:
-            self.chosen[key] = candidates[0]
-            return candidates[0]
+            self.chosen[key] = candidates[0] if is_estimated else first_that_launches(candidates, launch_with)
+            return self.chosen[key]
         if torch.cuda.is_current_stream_capturing():
-            return candidates[0]
+            return candidates[0] if is_estimated else first_that_launches(candidates, launch_with)
 
         with _tuning:  # triton.autotune keeps the state of a call on itself
             if key not in self.chosen:
@@ -134,7 +136,8 @@ class Tuner:
         tma_reaches: bool,
         interpreted: bool,
         launch_with: Callable[[triton.Config], None],
-        pair_bytes: int = 0,
+        pair_bytes: int,
+        blocks: tuple[int, int],
     ) -> triton.Config:
         """The first configuration of the table that the GPU has the resources for, without timing.
 
@@ -143,12 +146,12 @@ class Tuner:
         Args:
             kind: Names the features of the compiled kernel.
             pair_bytes: Bytes that the kernel loads for each pair of a row and a key.
+            blocks: The columns of a tile of keys and of one of values.
         """
         key = (q.device, q.dtype, q.shape[3], v.shape[3], kind, tma_reaches, pair_bytes)
         config = self.chosen.get(key)
         if config is None:
             limit = INTERPRETER_SHARED_MEMORY if interpreted else shared_memory_limit(q.device)
-            blocks = head_dim_block(q.shape[3]), head_dim_block(v.shape[3])
             candidates = self.tables.candidates(
                 *blocks, q.element_size(), tma_reaches, limit, timed=False, pair_bytes=pair_bytes
             )
