@@ -75,7 +75,7 @@ def flash_attn_func(
     Args:
         q: Queries, ``[batch, seqlen_q, nheads, headdim]``; headdim 1 to 512; the last dimension contiguous. float16 or
             bfloat16; on the ``triton`` backend also float32, on ``cpu`` also float32 and float64. The ``cuda`` backend
-            has head dims up to 256: above, CUDA tensors take ``triton`` by default.
+            has head dims up to 256. Above 256, CUDA tensors take ``triton`` by default.
         k: Keys, ``[batch, seqlen_k, nheads_k, headdim]``, dtype and device of q. nheads is a multiple of nheads_k:
             query head h reads key head ``h // (nheads / nheads_k)`` (GQA; MQA when nheads_k is 1).
         v: Values, ``[batch, seqlen_k, nheads_k, headdim_v]``; headdim_v 1 to 512. Where it differs from headdim, or

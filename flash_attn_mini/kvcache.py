@@ -59,8 +59,8 @@ def flash_attn_with_kvcache(
         k_cache: ``[batch_cache, capacity, nheads_k, headdim]``, or with a block_table ``[num_pages, page_size,
             nheads_k, headdim]``; dtype and device of q, any strides with a contiguous last dimension. nheads is a
             multiple of nheads_k. Never copied.
-        v_cache: Like k_cache, with a head dim of its own, headdim_v, 1 to 512. The ``cuda`` backend needs that of q:
-            with another one, CUDA tensors take ``triton`` by default.
+        v_cache: Like k_cache, with a head dim of its own, headdim_v, 1 to 512. The ``cuda`` backend needs that of q.
+            With another one, CUDA tensors take ``triton`` by default.
         k: New keys, ``[batch, seqlen_new, nheads_k, headdim]``, which need v and cache_seqlens. Key i of sequence b is
             written at ``cache_seqlens[b] + i`` of its cache row. Default None: the cache is only read.
         v: New values, shaped like k, with the head dim of v_cache.

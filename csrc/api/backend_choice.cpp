@@ -31,8 +31,8 @@ std::string reason_against_cuda(const at::Tensor &q) {
 #endif
 }
 
-// Whether the CUDA kernels have the head dims of q and v. Tensors without dimensions, which the checks refuse, count as
-// such that they have. Traced tensors may have symbolic sizes.
+// Whether the CUDA kernels have the head dims of q and v. True for tensors without dimensions: the checks refuse them.
+// Traced tensors may have symbolic sizes.
 bool has_cuda_head_dims(const at::Tensor &q, const at::Tensor &v, CallOf kind) {
     if (q.dim() == 0 || v.dim() == 0) {
         return true;
