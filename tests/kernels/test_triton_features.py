@@ -252,6 +252,26 @@ def test_an_untimed_kind_falls_back_where_resources_run_out() -> None:
     assert first_that_launches(candidates[2:], launch) is candidates[2]
 
 
+@runs_triton
+def test_a_small_call_with_wide_heads_takes_a_tile_that_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 99 KB of shared memory the first tile of (512, 64) needs more than its estimate."""
+    from triton.runtime.errors import OutOfResources
+
+    from flash_attn_mini.backends.triton import tuner
+    from flash_attn_mini.backends.triton.configs import BACKWARD_DQ
+    from flash_attn_mini.backends.triton.flash_bwd_dq_kernel import flash_bwd_dq_kernel
+
+    monkeypatch.setattr(tuner, "shared_memory_limit", lambda device: 99 * 1024)
+    q, v = torch.zeros(1, 8, 1, 512).half(), torch.zeros(1, 8, 1, 64).half()
+
+    def launch(config: Any) -> None:
+        if config.kwargs["BLOCK_N"] == 32:
+            raise OutOfResources(102_400, 101_376, "shared memory")
+
+    chosen = tuner.Tuner(flash_bwd_dq_kernel, BACKWARD_DQ).choose(q, q, v, False, False, False, launch)
+    assert chosen.kwargs["BLOCK_N"] == 16
+
+
 def untimed_configs() -> list[Any]:
     """(kernel, head dim, configuration) of every entry of the untimed tables."""
     pytest.importorskip("triton")
