@@ -49,6 +49,9 @@ public:
                 last_key < block.seqlen_k ? max(last_key - block.end_shift + kBlockM, 0) / kBlockM : after_last_block;
             unmasked_end = max(first_key - block.begin_shift + 1, 0) / kBlockM;
         }
+        if constexpr (has_bias(kKind)) {
+            has_zero_bias = finds_zero_bias();
+        }
     }
 
     // The log-sum-exp or delta of the queries of a thread's scores. Element j belongs to the scores 4 j to 4 j + 3: the
@@ -194,14 +197,17 @@ public:
         const int first_query = step.m_block * Traits::kBlockM;
         const bool is_masked =
             has_ranges(kKind) ? visible.is_masked : (has_bias(kKind) && visible.is_masked) || needs_mask(step.m_block);
-        if constexpr (Traits::kStagesBias) {
+        if (Traits::kStagesBias && !has_zero_bias) {
             BiasTile::wait();
         }
         const bool use_exact_scaling = inputs.is_large || is_masked;
         const Scaling scaling = inputs.is_large ? natural_scaling() : stored_scaling();
         if constexpr (kIsGeneral) {
             const float slope = ScoreMod::slope_of(params, inputs.alibi_slope);
-            if (use_exact_scaling || (is_capped() && has_alibi())) {
+            if (has_bias(kKind) && has_zero_bias && !use_exact_scaling && !is_capped() && !has_alibi()) {
+                round_p<false, /*kAddsBias=*/false>(step, acc_s, stored_scaling_of_scores(), lse, visible, slope,
+                                                    false_type{}, false_type{}, p);
+            } else if (use_exact_scaling || (is_capped() && has_alibi())) {
                 round_p<true>(step, acc_s, scaling, lse, visible, slope, is_capped(), has_alibi(), p);
             } else if (is_capped()) {
                 round_p<false>(step, acc_s, stored_scaling(), lse, visible, slope, true_type{}, false_type{}, p);
@@ -228,7 +234,7 @@ public:
         } else {
             round_p<false>(step, acc_s, stored_scaling(), lse, visible, 0.0f, false_type{}, false_type{}, p);
         }
-        if constexpr (Traits::kStagesBias) {
+        if (Traits::kStagesBias && !has_zero_bias) {
             __syncwarp();  // all lanes have read the bias
             start_bias(step.next(block));
         }
@@ -238,7 +244,7 @@ public:
     // The warp starts to load the bias of a step, if there is such a step.
     __device__ __forceinline__ void start_bias(const Step &step) const {
         if constexpr (Traits::kStagesBias) {
-            if (step.head < block.heads) {
+            if (step.head < block.heads && !has_zero_bias) {
                 bias_tile().start(bias_of(step), step.m_block * Traits::kBlockM, first_key_of_warp());
             }
         }
@@ -317,6 +323,7 @@ private:
     const int first_key;
     Element *const bias_smem;
     int unmasked_begin, unmasked_end;  // except kind full: row blocks in which every query sees all of its keys
+    bool has_zero_bias = false;  // the bias of the warp's keys is 0 for all queries and heads, as in a padding mask
 
     // P = 2^((S * scale - lse) * to_base_2), where lse is the stored one: times log2(e) or as it is (natural_scaling);
     // product = scale * to_base_2.
@@ -331,9 +338,12 @@ private:
     }
     __device__ __forceinline__ Scaling stored_scaling() const {
         return stores_lse_in_base_2<Traits, kKind>() && has_bias(kKind) ? Scaling{float(kLog2e), 1.0f, float(kLog2e)}
-               : stores_lse_in_base_2<Traits, kKind>()
+                                                                        : stored_scaling_of_scores();
+    }
+    __device__ __forceinline__ Scaling stored_scaling_of_scores() const {
+        return stores_lse_in_base_2<Traits, kKind>()
                    ? Scaling{params.scale_softmax_log2, 1.0f, params.scale_softmax_log2}
-                   : natural_scaling();
+                   : Scaling{params.scale_softmax, float(kLog2e), params.scale_softmax_log2};
     }
 
     // S^T becomes S^T * softmax_scale - lse, and lse 0. The product is rounded as in the forward.
@@ -369,7 +379,8 @@ private:
 
     // kExactScaling: with a mask, and for scores so large that a float32 is coarser than 1: the product is rounded as
     // in the forward. is_capped, has_alibi: bool, or true_type or false_type where it is known when compiled.
-    template <bool kExactScaling, typename IsCapped, typename HasAlibi, typename TensorS>
+    template <bool kExactScaling, bool kAddsBias = has_bias(kKind), typename IsCapped, typename HasAlibi,
+              typename TensorS>
     __device__ __forceinline__ void round_p(const Step &step, const TensorS &acc_s, const Scaling &scaling,
                                             const QueryStatistics &lse, const VisibleScores &visible, float slope,
                                             IsCapped is_capped, HasAlibi has_alibi, Probabilities &rounded_p) const {
@@ -381,7 +392,7 @@ private:
         [[maybe_unused]] BiasOfTwo bias;
         CUTE_UNROLL
         for (int j = 0; j < size(acc_s) / 4; ++j) {
-            if (has_bias(kKind) && j % 2 == 0) {
+            if (kAddsBias && j % 2 == 0) {
                 bias = load_bias(step, j);
             }
             const int query = of_thread + 8 * j;
@@ -413,7 +424,7 @@ private:
                             x -= slope * fabsf(first_distance + float(8 * row - 8 * j - c));
                         }
                     }
-                    if constexpr (has_bias(kKind)) {
+                    if constexpr (kAddsBias) {
                         x = __fmaf_rn(x, params.scale_softmax, bias.values[j % 2][row][c]);
                     }
                     if (kExactScaling) {
@@ -455,12 +466,26 @@ private:
     }
     __device__ __forceinline__ int first_key_of_warp() const { return first_key + threadIdx.x % 128 / 32 * 16; }
 
+    // Called by a whole warp.
+    __device__ __forceinline__ bool finds_zero_bias() const {
+        const AttnBias &bias = params.attn_bias;
+        if (bias.row_stride != 0 || bias.head_stride != 0) {
+            return false;
+        }
+        const int key = first_key_of_warp() + threadIdx.x % 16;
+        const float value = BiasOfHead<Element>(params, block.bidb, block.bidh).at(/*query=*/0, key);
+        return __all_sync(0xffffffffu, key < block.seqlen_k && value == 0.0f) != 0;
+    }
+
     // The bias of the scores 4 j to 4 j + 7 of a thread: [j % 2][key][query].
     struct BiasOfTwo {
         float values[2][2][2];
     };
     __device__ __forceinline__ BiasOfTwo load_bias(const Step &step, int j) const {
         BiasOfTwo result;
+        if (has_zero_bias) {
+            return {};
+        }
         if (Traits::kStagesBias && params.attn_bias.type != AttnBias::Type::float32) {
             // Lane l has the address of query l % 8 of piece l / 8: two pieces along the keys, two along the queries.
             const int lane = threadIdx.x % 32, query = 8 * j + lane / 16 * 8 + lane % 8;

@@ -78,7 +78,8 @@ private:
         float lse[kRowsOfThread], factor[kRowsOfThread];
         const auto row_of = [&](int i) { return first_row + first_row_of_thread() + i * 8; };
         softmax.finalize(
-            params, /*out_factor=*/1.0f, [&](int i) { return pointers_of(row_of(i)).row_mod; }, lse, factor);
+            params, params.scale_softmax, /*out_factor=*/1.0f, [&](int i) { return pointers_of(row_of(i)).row_mod; },
+            lse, factor);
         clear_rows_without_keys(factor, acc_o);
         CUTE_UNROLL
         for (int i = 0; i < kRowsOfThread; ++i) {

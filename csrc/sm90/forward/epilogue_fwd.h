@@ -72,7 +72,9 @@ __device__ __forceinline__ void store(const Flash_fwd_params &params, const Work
     const float rp_dropout = is_general(kKind) ? params.rp_dropout : 1.0f;
     float lse[kRowsOfThread], factor[kRowsOfThread];
     const RowMod<float> row_mod(params, tile.place.bidb, tile.place.bidh);
-    softmax.template finalize<has_bias(kKind)>(params, rp_dropout, [&](int) { return row_mod; }, lse, factor);
+    softmax.template finalize<has_bias(kKind)>(
+        params, holds_logits<kKind>(params) ? 1.0f : params.scale_softmax, rp_dropout, [&](int) { return row_mod; },
+        lse, factor);
     clear_rows_without_keys(factor, acc_o);
     CUTE_UNROLL
     for (int i = 0; i < kRowsOfThread; ++i) {

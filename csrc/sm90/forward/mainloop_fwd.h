@@ -8,6 +8,7 @@
 #include "common/score_mod.h"
 #include "dispatch/kind.h"
 #include "kernel_traits.h"
+#include "mask_of_keys.h"
 #include "sm90/common/accumulator.h"
 #include "sm90/common/mma.h"
 #include "sm90/common/pipeline.h"
@@ -65,7 +66,7 @@ public:
         if (step.blocks.has(KeyBlocks::is_end)) {
             return;
         }
-        SoftmaxState softmax(has_bias(kKind) ? float(kLog2e) : params.scale_softmax_log2);
+        SoftmaxState softmax(holds_logits<kKind>(params) ? float(kLog2e) : params.scale_softmax_log2);
 
         // The first step of all has no product for O.
         begin_tile(step);
@@ -138,7 +139,8 @@ private:
     WorkTileRing<Traits::kConsumers> tiles;
     const PingPong<Traits::kConsumers, Traits::TileSize::kPingPong> ping_pong;
     typename Traits::PipelineStates states;
-    MaxLogit max_logit;  // of the work tile
+    MaxLogit max_logit;                // of the work tile
+    MaskOfKeys<kBlockN> mask_of_keys;  // of the step, where all queries share a boolean attn_bias
 
     // ---- work tiles -------------------------------------------------------------------------------------------------
 
@@ -281,6 +283,8 @@ private:
                 bias_of_head(step.tile).add_float32_to(scores, coords_of_scores(threadIdx.x % 128),
                                                        params.scale_softmax, first_row(step.tile),
                                                        step.n_block * kBlockN);
+            } else if (is_mask_of_keys(params.attn_bias)) {
+                mask_of_keys.apply(scores);
             } else {
                 add_bias(scores);
             }
@@ -297,14 +301,18 @@ private:
     }
 
     // The warp starts to load the bias of a step.
-    __device__ __forceinline__ void start_bias(const Step &step) const {
+    __device__ __forceinline__ void start_bias(const Step &step) {
         if constexpr (has_bias(kKind)) {
+            if (is_mask_of_keys(params.attn_bias)) {
+                mask_of_keys.start(bias_of_head(step.tile), step.n_block * kBlockN);
+                return;
+            }
             bias_tile().start(bias_of_head(step.tile), first_row(step.tile) + threadIdx.x % 128 / 32 * 16,
                               step.n_block * kBlockN);
         }
     }
     // The same for the step after this one in the work tile, when the scores of this one are done.
-    __device__ __forceinline__ void start_next_bias(const Step &step) const {
+    __device__ __forceinline__ void start_next_bias(const Step &step) {
         if constexpr (has_bias(kKind)) {
             __syncwarp();  // all lanes have read
             if (!step.is_last()) {
@@ -313,13 +321,21 @@ private:
         }
     }
 
-    // scores (row, col) become logits, with the bias that start_bias has loaded.
+    // scores (row, col) become logits, with the bias that start_bias has loaded. A row of zeros, as where no key is
+    // padding, is only looked at.
     template <typename TensorS>
     __device__ __forceinline__ void add_bias(TensorS &scores) const {
         const auto tile = bias_tile();
         const int lane = threadIdx.x % 32;
         const bool has_one_row = params.attn_bias.row_stride == 0;
         tile.wait();
+        if (has_one_row && has_zeros_in_first_row(tile)) {
+            CUTE_UNROLL
+            for (int i = 0; i < size(scores); ++i) {
+                scores(i) *= params.scale_softmax;
+            }
+            return;
+        }
         CUTE_UNROLL
         for (int row = 0; row < size<0>(scores); ++row) {
             const int query = has_one_row ? 0 : lane / 4 + 8 * row;
@@ -331,6 +347,18 @@ private:
                 scores(row, 2 * i + 1) = __fmaf_rn(scores(row, 2 * i + 1), params.scale_softmax, pair.y);
             }
         }
+    }
+
+    // True in every lane if the values of a bias with one row are 0.
+    template <typename Tile>
+    __device__ __forceinline__ static bool has_zeros_in_first_row(const Tile &tile) {
+        constexpr int kValues = 4;  // of a lane
+        const int first = threadIdx.x % 32 * kValues;
+        uint2 words = {0, 0};
+        if (first < kBlockN) {
+            words = *reinterpret_cast<const uint2 *>(tile.at(0, first / 8) + first % 8);
+        }
+        return __all_sync(0xffffffffu, (words.x | words.y) == 0);
     }
 
     template <typename TensorS>
@@ -373,7 +401,7 @@ private:
             max_logit.add(scores, [&](int row) { return row * 8 < queries; });
             if (step.is_last()) {
                 max_logit.store(params, tile.place.bidb, tile.place.bidh,
-                                has_bias(kKind) ? 1.0f : params.scale_softmax);
+                                holds_logits<kKind>(params) ? 1.0f : params.scale_softmax);
             }
         }
     }

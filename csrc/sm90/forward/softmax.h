@@ -143,16 +143,17 @@ struct Softmax {
 
     // After the last step: the log-sum-exp of each row (natural log), and the factor that normalises its output and
     // includes out_factor; 0 for a row without a key.
-    // row_mod_of(row): the RowMod of a row's head. kHasBias: scores are logits (common/attn_bias.h).
+    // scale: the factor of a score. row_mod_of(row): the RowMod of a row's head. kHasBias: the backward holds logits
+    // (common/attn_bias.h).
     template <bool kHasBias = false, typename RowModOf>
-    __device__ __forceinline__ void finalize(const Flash_fwd_params &params, float out_factor,
+    __device__ __forceinline__ void finalize(const Flash_fwd_params &params, float scale, float out_factor,
                                              const RowModOf &row_mod_of, float (&lse)[kNRows],
                                              float (&factor)[kNRows]) const {
         float total[kNRows], reference[kNRows], weight[kNRows];
         CUTE_UNROLL
         for (int row = 0; row < kNRows; ++row) {
             total[row] = quad_allreduce(row_sum[row], [](float a, float b) { return a + b; });
-            reference[row] = kHasBias ? row_max[row] : __fmul_rn(row_max[row], params.scale_softmax);
+            reference[row] = __fmul_rn(row_max[row], scale);
             weight[row] = 1.0f;
         }
         if (RowMod<float>::is_on(params)) {
