@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,6 +56,12 @@ def _padding(draw: Draw, shape: Shape, _dtype: torch.dtype) -> Tensor:
     return torch.arange(shape[3]) < ends
 
 
+def _padding_float(draw: Draw, shape: Shape, dtype: torch.dtype) -> Tensor:
+    """The same as values: 0 and -inf."""
+    hidden = ~_padding(draw, shape, dtype)
+    return torch.zeros(shape, dtype=torch.float64).masked_fill(hidden, -math.inf)
+
+
 def _blocks(draw: Draw, shape: Shape, _dtype: torch.dtype) -> Tensor:
     """Blocks of 32 queries and 32 keys, half of them hidden."""
     *leading, rows, keys = shape
@@ -87,6 +94,7 @@ KINDS: dict[str, Kind] = {
     "offset": _offset,
     "mask": _mask,
     "padding": _padding,
+    "padding_float": _padding_float,
     "blocks": _blocks,
     "minus_inf": _minus_inf,
     "lowest": _lowest,
@@ -172,6 +180,11 @@ def make_attn_bias(case: AttnBiasCase, dtype: torch.dtype, device: str, seed: in
     return made.expand(full) if case.expands else made
 
 
+def _of_keys(case: Case, kind: str = "padding", **more: Any) -> AttnBiasCase:
+    """A bias with one row for each sequence."""
+    return AttnBiasCase(case, kind, per_batch=True, per_head=False, per_row=False, **more)
+
+
 _SQUARE = (1, 2, 2, 200, 200, 64)  # batch, nheads, nheads_k, seqlen_q, seqlen_k, headdim
 _RAGGED = (2, 4, 2, 113, 203, 64)
 
@@ -227,6 +240,28 @@ ATTN_BIAS_CASES: list[AttnBiasCase] = [
         per_batch=True,
         per_head=False,
         per_row=False,
+    ),
+    # Kernels look for key blocks whose keys are all visible, or whose values are all 0.
+    _of_keys(Case("keys_blocks", "hidden keys between visible ones", 4, 4, 2, 150, 500, 64), "blocks"),
+    _of_keys(Case("keys_mask", "about half of the keys", 4, 4, 2, 200, 300, 128, True), "mask"),
+    _of_keys(Case("keys_odd", "bytes that no vector load fits", 3, 4, 2, 113, 203, 64), "blocks", layout="odd"),
+    _of_keys(Case("keys_strided", "every second byte", 3, 4, 2, 113, 204, 64), "blocks", layout="strided"),
+    _of_keys(Case("keys_window", "with a window", 3, 2, 2, 300, 300, 64, window_size=(90, 60)), "blocks"),
+    _of_keys(Case("keys_softcap", "with a cap", 3, 4, 2, 150, 300, 64, softcap=2.0)),
+    _of_keys(Case("keys_alibi", "with ALiBi", 3, 4, 2, 150, 300, 64, True, alibi="heads")),
+    _of_keys(Case("keys_dropout", "with dropout", 3, 4, 2, 150, 300, 64, dropout_p=0.2)),
+    _of_keys(Case("keys_scale", "wide scores", 3, 4, 2, 150, 300, 128, softmax_scale=2.0)),
+    _of_keys(Case("keys_sinks", "rows that may see only the sink", 4, 4, 2, 150, 300, 64), sinks=True),
+    _of_keys(Case("keys_nothing", "no key is visible", 2, 2, 2, 150, 300, 64), "nothing", sinks=True),
+    _of_keys(Case("keys_ranges", "with key_ranges", 3, 2, 2, 150, 300, 64), key_ranges="disjoint"),
+    _of_keys(Case("padding_float", "0 and -inf", 4, 4, 2, 150, 300, 64), "padding_float"),
+    _of_keys(Case("padding_float_wide", "in float32", 4, 4, 2, 150, 300, 128), "padding_float", is_wide=True),
+    *(
+        _of_keys(Case(f"keys_headdim_{d}", f"head dim {d}", 3, 4, 2, 130, 260, d), kind)
+        for d, kind in ((96, "padding"), (128, "padding_float"), (192, "padding_float"), (256, "padding"))
+    ),
+    AttnBiasCase(
+        Case("keys_heads", "each head has its own row", 3, 4, 2, 150, 300, 64), "blocks", per_batch=True, per_row=False
     ),
     AttnBiasCase(Case("blocks", "tiles that nobody sees", 1, 2, 2, 300, 300, 64), "blocks"),
     AttnBiasCase(Case("minus_inf", "hidden keys get no gradient", *_RAGGED), "minus_inf", per_batch=True),
