@@ -10,7 +10,7 @@ enum class DType : int8_t { float16, bfloat16, float32, float64 };
 
 constexpr int kMaxHeadDim = 512;
 constexpr int kMaxHeadDimOfCache = 576;  // of q and k in a call with a KV cache
-constexpr int kMaxHeadDimCuda = 256;     // of the CUDA kernels, which need d_v == d
+constexpr int kMaxHeadDimCuda = 256;     // of the CUDA kernels; those of csrc/sm80 and csrc/kvcache need d_v == d
 constexpr double kLog2e = 1.4426950408889634074;
 
 // A [batch, seqlen, heads, headdim] tensor whose last dimension is contiguous. Strides count elements.

@@ -7,6 +7,7 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/sum.h>
 
+#include <algorithm>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -53,14 +54,14 @@ std::vector<at::Tensor> copies_for_tma(Params &params) {
     const c10::Device device(at::kCUDA, current_device());
     const at::ScalarType dtype = params.dtype == DType::float16 ? at::kHalf : at::kBFloat16;
     std::vector<at::Tensor> copies;
-    sm90::for_each_input(params, [&](const char *name, TensorRef &x, int64_t rows, int heads, int batch) {
+    sm90::for_each_input(params, [&](const char *name, TensorRef &x, int64_t rows, int heads, int batch, int columns) {
         if (sm90::can_describe(x, rows, heads, batch)) {
             return;
         }
         if (trace_enabled()) {
             trace("copy_for_tma", "copied %s because %s", name, sm90::kCannotDescribe);
         }
-        const at::Tensor given = at::for_blob(x.ptr, {batch, rows, heads, params.d})
+        const at::Tensor given = at::for_blob(x.ptr, {batch, rows, heads, columns})
                                      .strides({x.batch_stride, x.row_stride, x.head_stride, 1})
                                      .options(at::TensorOptions(dtype).device(device))
                                      .target_device(device)
@@ -198,7 +199,7 @@ CudaScratch::CudaScratch(Flash_bwd_params &params, const at::Tensor &softmax_d, 
     constexpr int64_t kAlignment = 256;  // bytes
     const auto aligned = [](int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; };
     const int64_t rows = softmax_d.numel();
-    params.d_rounded = built_headdim_for(params.d);
+    params.d_rounded = built_headdim_for(std::max(params.d, params.d_v));
     const bool is_varlen = sequences.cu_seqlens_q.has_value(), has_dq = params.dq.ptr != nullptr,
                has_semaphores = has_dq && params.deterministic;
     // The counters come first, then the semaphores and their counter: zero_scratch sets them to 0 at once.

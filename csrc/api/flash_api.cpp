@@ -42,13 +42,23 @@ void trace_entry(const char *link, const FwdArgs &args, const std::string &backe
     trace(link, format, backend.c_str(), rows(args.q), rows(args.k));
 }
 
+// The head dim that q, k and v get before a kernel reads them; 0: they stay as they are.
+int64_t padding_of(const FwdArgs &args) {
+    const int64_t headdim = padded_headdim(args.q, args.v);
+    if (headdim == 0 || args.is_paged()) {
+        return headdim;
+    }
+    const c10::OptionalDeviceGuard device_guard(args.q.device());
+    return takes_own_headdim_v(args.q.size(-1), args.v.size(-1)) ? 0 : headdim;
+}
+
 // ---- forward and backward of checked arguments ----------------------------------------------------------------------
 
 FwdResults forward(const FwdArgs &args, const Optional &given_rng_state, std::optional<at::Generator> generator,
                    bool zero_tensors) {
     const at::Tensor &q = args.q, &k = args.k;
     const Options &options = args.options;
-    if (const int64_t headdim = padded_headdim(q, args.v); headdim != 0) {
+    if (const int64_t headdim = padding_of(args); headdim != 0) {
         const at::Tensor padded_q = padded(q, headdim), padded_k = padded(k, headdim),
                          padded_v = padded(args.v, headdim);
         FwdResults results = forward({padded_q, padded_k, padded_v, std::nullopt, args.sequences, options},
@@ -98,7 +108,7 @@ BwdResults backward(const BwdArgs &args, std::array<bool, 3> output_mask, bool z
     const FwdArgs &forward = args.forward;
     const Options &options = forward.options;
     const at::Tensor &q = forward.q, &k = forward.k, &v = forward.v;
-    if (const int64_t headdim = padded_headdim(q, v); headdim != 0) {
+    if (const int64_t headdim = padding_of(forward); headdim != 0) {
         const at::Tensor padded_q = padded(q, headdim), padded_k = padded(k, headdim), padded_v = padded(v, headdim),
                          padded_out = padded(*forward.out, headdim), padded_dout = padded(args.dout, headdim);
         const Optional none;

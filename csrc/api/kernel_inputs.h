@@ -24,9 +24,9 @@ ScaledQuery with_nonzero_scale(const at::Tensor &q, double softmax_scale);
 // q.
 ScaledQuery with_positive_scale(const at::Tensor &q, double softmax_scale);
 
-// The head dim that q, k and v of a call on CUDA get, 0 if they have it: the kernels need one head dim, a multiple of
-// 8, because they move 16 bytes at a time. `padded` appends zeros, which change no score; they are sliced off the
-// results.
+// The head dim that q, k and v of a call on CUDA get, 0 if they have it: most kernels need one head dim
+// (takes_own_headdim_v of dispatch/run_mha.h), a multiple of 8, because they move 16 bytes at a time. `padded` appends
+// zeros, which change no score; they are sliced off the results.
 int64_t padded_headdim(const at::Tensor &q, const at::Tensor &v);
 at::Tensor padded(const at::Tensor &x, int64_t headdim);
 

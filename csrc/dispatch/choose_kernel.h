@@ -2,6 +2,7 @@
 // three attends. Only run_mha.cpp uses it.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdlib>
 #include <string>
@@ -16,6 +17,11 @@
 #include "sm90/common/tma_limits.h"
 
 namespace flash {
+
+// That of the kernel that a call needs. They differ only on sm90 kernels (takes_own_headdim_v).
+inline int largest_headdim(const Flash_fwd_params &params) {
+    return std::max(params.d, params.d_v);
+}
 
 // The kernel that a call needs.
 inline Kind kind_of(const Flash_fwd_params &params) {
@@ -83,7 +89,8 @@ const char *reason_against_sm90(const Params &params, bool has_sm90) {
     if (!has_sm90) {
         return "this build has no sm90 kernel for this call";
     }
-    return kHasSm80OnHopper ? sm90::reason_against(params) : nullptr;  // without it copy_for_tma makes copies
+    // Otherwise copy_for_tma makes copies.
+    return kHasSm80OnHopper && params.d_v == params.d ? sm90::reason_against(params) : nullptr;
 }
 
 // ---- which kernel attends over a KV cache; the numbers were measured on an H200: docs/tuning/kvcache.md

@@ -13,6 +13,7 @@
 #ifdef FLASH_WITH_CUDA
 #include <ATen/ops/empty.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <string>
 #include <vector>
@@ -128,8 +129,9 @@ void check_built(const Flash_fwd_params &params) {
     FLASH_CHECK(reason.empty(), reason);
     FLASH_CHECK(is_built(params.dtype), "no kernel was compiled for this dtype; build it with: ",
                 "FLASH_ATTN_MINI_DTYPES=\"fp16;bf16\" pip install .");
-    FLASH_CHECK(built_headdim_for(params.d) != 0, "no kernel was compiled for headdim ", params.d,
-                "; compiled: ", list_of(kBuiltHeadDims), "; build them all with: FLASH_ATTN_MINI_HDIMS= pip install .");
+    FLASH_CHECK(built_headdim_for(largest_headdim(params)) != 0, "no kernel was compiled for headdim ",
+                largest_headdim(params), "; compiled: ", list_of(kBuiltHeadDims),
+                "; build them all with: FLASH_ATTN_MINI_HDIMS= pip install .");
 }
 
 // reason: against sm90; null: none.
@@ -173,7 +175,7 @@ void run_mha_fwd_cuda(Flash_fwd_params &params) {
     const cudaStream_t stream = current_stream();
     prepare_key_ranges(params, stream);
     FP16_SWITCH(params.dtype, [&] {
-        HEADDIM_SWITCH(params.d, [&] {
+        HEADDIM_SWITCH(largest_headdim(params), [&] {
             KIND_SWITCH(kind_of(params), [&] {
                 constexpr bool kHasKernelSm90 = has_sm90_fwd(kHeadDim, kKind);
                 const char *reason = reason_against_sm90(params, kHasKernelSm90);
@@ -240,7 +242,7 @@ void run_mha_bwd_cuda(Flash_bwd_params &params) {
     const cudaStream_t stream = current_stream();
     prepare_key_ranges(params, stream);
     FP16_SWITCH(params.dtype, [&] {
-        HEADDIM_SWITCH(params.d, [&] {
+        HEADDIM_SWITCH(largest_headdim(params), [&] {
             KIND_SWITCH(kind_of(params), [&] {
                 constexpr bool kHasKernelSm90 = has_sm90_bwd(kHeadDim, kKind);
                 const char *reason = reason_against_sm90(params, kHasKernelSm90);
@@ -312,6 +314,13 @@ int64_t splitkv_scratch_floats(const Flash_fwd_params &params) {
     return floats;
 }
 
+bool takes_own_headdim_v(int64_t d, int64_t d_v) {
+    constexpr int kVector = 8;  // elements that kernels load and store together
+    const int headdim = built_headdim_for(static_cast<int>(std::max(d, d_v)));
+    return d % kVector == 0 && d_v % kVector == 0 && has_sm90_fwd(headdim, Kind::full) &&
+           device_properties().major == 9 && requested_arch() != 80;
+}
+
 std::string cuda_unavailable_reason(int major, int minor) {
     if (runs_on(major, minor)) {
         return {};
@@ -335,6 +344,10 @@ std::string sm80_unavailable_reason(int major, int minor) {
 }
 
 #else
+
+bool takes_own_headdim_v(int64_t, int64_t) {
+    return false;
+}
 
 constexpr char kNoCuda[] =
     "this build has no CUDA kernels; with a CUDA build of torch, and nvcc or the wheel flash_attn_mini_kernels, build "

@@ -30,6 +30,10 @@ bool run_row_mod_gradient(const Flash_bwd_params &params, void *gradient);
 int64_t splitkv_scratch_floats(const Flash_fwd_params &params);
 #endif
 
+// True if forward and backward on the current device take q and k of d columns with v of d_v, another number, as they
+// are, except in pages. False: the kernels need q, k and v with one head dim.
+bool takes_own_headdim_v(int64_t d, int64_t d_v);
+
 // Empty if a compiled kernel runs on compute capability major.minor; else why not, with the command that builds one.
 std::string cuda_unavailable_reason(int major, int minor);
 

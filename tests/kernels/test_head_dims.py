@@ -17,7 +17,7 @@ from flash_attn_mini.backends.triton.checks_kvcache import check_kvcache as chec
 from flash_attn_mini.options import KvCache, Options
 from flash_attn_mini.reference import attention_reference
 
-from ..conftest import CPU_DTYPES
+from ..conftest import CPU_DTYPES, IS_HOPPER
 from ..support.attn_bias_cases import AttnBiasCase
 from ..support.attn_bias_checks import check_attn_bias
 from ..support.bounds import assert_forward_accurate
@@ -72,6 +72,13 @@ WIDE_SMALL = ("16_300", "300_16_causal", "varlen_8_264")
 PAIRS = [
     dense(192, 128, "DeepSeek's training", causal=True),
     dense(192, 128, "several row and key tiles", 1, 4, 4, 300, 513),
+    dense(192, 128, "a window", 1, 4, 2, 300, 513, window_size=(100, 30)),
+    dense(192, 128, "rows without keys", 2, 2, 2, 300, 150, causal=True),
+    dense(192, 128, "rows of all are views of other strides", 2, 2, 1, 150, 170, layout="bhsd"),
+    dense(192, 128, "rows start at odd elements", 2, 2, 1, 150, 170, layout="misaligned"),
+    dense(192, 128, "all modifiers", 1, 4, 4, 200, 300, softcap=3.0, alibi="heads", dropout_p=0.2),
+    dense(160, 120, "scaled by a negative number", 2, 4, 4, 129, 260, causal=True, softmax_scale=-0.1),
+    dense(136, 8, "few columns of v", 1, 2, 2, 65, 200),
     dense(128, 192, "v is the wider one", causal=True),
     dense(40, 72, "neither is a kernel's head dim", 1, 2, 1, 33, 50),
     dense(72, 40, "the kernel's head dim is that of q", 1, 2, 1, 33, 50, causal=True),
@@ -375,6 +382,15 @@ def test_cuda_tensors_take_triton_above_256(
     assert traced.count("backend=triton") >= 2
     with use_backend("cuda"), pytest.raises(NotImplementedError, match=r"allowed on the cuda backend: 1 to 256"):
         flash_attn_func(*inputs)
+
+
+@gpu
+@pytest.mark.skipif(not IS_HOPPER, reason="the kernel is one of Hopper's")
+def test_latent_heads_are_not_padded(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    inputs = qkv("cuda", 192, 128)
+    monkeypatch.setenv("FLASH_ATTN_MINI_TRACE", "1")
+    flash_attn_func(*inputs, causal=True)
+    assert "d=192 d_v=128" in capfd.readouterr().err
 
 
 @gpu

@@ -17,7 +17,7 @@ __device__ __forceinline__ void clear_oob_keys(const ColumnBlock<Traits, kKind> 
     if (may_be_varlen(kKind) && rows < Traits::kKeys) {
         Tensor sK = make_tensor(make_smem_ptr(smem), take<0, 2>(typename Traits::SmemLayoutKV{}));  // (BLK_N, HD)
         Tensor sK_own = local_tile(sK, typename Traits::TiledKV{}, make_coord(key_offset / Traits::kKeys, 0));
-        clear_rows_from<Traits>(rows, sK_own, warpgroup);
+        clear_rows_from(rows, sK_own, warpgroup);
     }
 }
 

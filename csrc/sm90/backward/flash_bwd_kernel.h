@@ -25,11 +25,12 @@ struct TargetOfKeys {
     using Element = typename Traits::Element;
     Element *base;  // null: the gradient is not wanted
     int64_t stride;
-    int keys, d;  // keys of the sequence from the first one on
+    int keys;  // of the sequence, from the first one on
+    int columns;
 
     __device__ __forceinline__ TargetOfKeys(const Flash_bwd_params &params, const ColumnBlock<Traits, kKind> &block,
-                                            const TensorRef &target, int key_offset)
-        : stride(target.row_stride), keys(block.seqlen_k - block.first_key() - key_offset), d(params.d) {
+                                            const TensorRef &target, int columns, int key_offset)
+        : stride(target.row_stride), keys(block.seqlen_k - block.first_key() - key_offset), columns(columns) {
         const int bidh_dkv = block.bidh / block.heads;
         base = static_cast<Element *>(target.ptr);
         if (base != nullptr) {
@@ -39,7 +40,7 @@ struct TargetOfKeys {
     }
 
     __device__ __forceinline__ void store(int key, int col, const uint4 &vector) const {
-        if (key < keys && col < d) {
+        if (key < keys && col < columns) {
             *reinterpret_cast<uint4 *>(base + key * stride + col) = vector;
         }
     }
@@ -111,8 +112,8 @@ __device__ __forceinline__ void store_product(const TargetOfKeys<Traits, kKind> 
 template <typename Traits, Kind kKind, typename TensorKV>
 __device__ __forceinline__ void store_dkv(const Flash_bwd_params &params, typename Traits::SharedStorage &shared,
                                           const ColumnBlock<Traits, kKind> &block, const TensorRef &gradient,
-                                          const TensorKV &acc, float factor, int key_offset) {
-    const TargetOfKeys<Traits, kKind> target(params, block, gradient, key_offset);
+                                          int columns, const TensorKV &acc, float factor, int key_offset) {
+    const TargetOfKeys<Traits, kKind> target(params, block, gradient, columns, key_offset);
     if constexpr (Traits::kSplitsKeys) {
         store_keys(shared, target, acc, factor, key_offset);
     } else {
@@ -123,13 +124,14 @@ __device__ __forceinline__ void store_dkv(const Flash_bwd_params &params, typena
 template <typename Traits, Kind kKind, typename TensorKV>
 __device__ __forceinline__ void store_dk(const Flash_bwd_params &params, typename Traits::SharedStorage &shared,
                                          const ColumnBlock<Traits, kKind> &block, const TensorKV &acc, int key_offset) {
-    store_dkv(params, shared, block, params.dk, acc, params.qk_scale, key_offset);
+    store_dkv(params, shared, block, params.dk, params.d, acc, params.qk_scale, key_offset);
 }
 
 template <typename Traits, Kind kKind, typename TensorKV>
 __device__ __forceinline__ void store_dv(const Flash_bwd_params &params, typename Traits::SharedStorage &shared,
                                          const ColumnBlock<Traits, kKind> &block, const TensorKV &acc, int key_offset) {
-    store_dkv(params, shared, block, params.dv, acc, is_general(kKind) ? params.rp_dropout : 1.0f, key_offset);
+    store_dkv(params, shared, block, params.dv, params.d_v, acc, is_general(kKind) ? params.rp_dropout : 1.0f,
+              key_offset);
 }
 
 // ---- the kernel

@@ -17,15 +17,17 @@ typename Traits::Copies make_copies_bwd(const Flash_bwd_params &params) {
     const int64_t rows_q = is_varlen ? params.total_q : params.seqlen_q;
     const int64_t rows_k = is_varlen ? params.total_k : params.seqlen_k;
     const int batch = is_varlen ? 1 : params.b;
-    const auto of_Q = [&](const TensorRef &x) {
+    // TMA fills the columns of a tile past those of the tensor with zeros.
+    const auto of_Q = [&](const TensorRef &x, int columns) {
         return make_tma_load<Element, decltype(take<0, 2>(typename Traits::template SmemLayoutQ<1>{})),
-                             typename Traits::TileQ>(x, rows_q, params.d, params.h, batch);
+                             typename Traits::TileQ>(x, rows_q, columns, params.h, batch);
     };
-    const auto of_KV = [&](const TensorRef &x) {
+    const auto of_KV = [&](const TensorRef &x, int columns) {
         return make_tma_load<Element, decltype(take<0, 2>(typename Traits::SmemLayoutKV{})), typename Traits::TileKV>(
-            x, rows_k, params.d, params.h_k, batch);
+            x, rows_k, columns, params.h_k, batch);
     };
-    return {of_Q(params.q), of_Q(params.dout), of_KV(params.k), of_KV(params.v)};
+    return {of_Q(params.q, params.d), of_Q(params.dout, params.d_v), of_KV(params.k, params.d),
+            of_KV(params.v, params.d_v)};
 }
 
 // True if the rows of Q, K, V, O, dO and dQ's accumulator that `ctas` work with fit into the L2 cache. The estimate

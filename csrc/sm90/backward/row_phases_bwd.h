@@ -204,7 +204,7 @@ private:
                    int64_t(begin + row_of_lane) * x.row_stride + lane_of_row * kVector;
         };
         const Element *out = source(params.o), *dout = source(params.dout);
-        const bool has_columns = lane_of_row * kVector < params.d;
+        const bool has_columns = lane_of_row * kVector < params.d_v;
         CUTE_UNROLL
         for (int step = 0; step < kSteps; ++step) {
             const int row = step * kStride + row_of_lane;

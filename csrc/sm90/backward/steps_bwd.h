@@ -4,6 +4,7 @@
 
 #include <type_traits>
 
+#include "common/attn_bias.h"
 #include "common/block_info.h"
 #include "common/key_ranges.h"
 #include "dispatch/kind.h"
@@ -31,7 +32,29 @@ struct ColumnBlock : InfoOfColumnBlock<Traits, kKind> {
           bidh(bidh_dkv * params.heads_per_dkv),
           padded_row(static_cast<int>(bidb * params.padded_batch_stride + bidh * params.padded_head_stride +
                                       padded_begin<may_be_varlen(kKind)>(params, bidb))),
-          heads(params.heads_per_dkv) {}
+          heads(params.heads_per_dkv) {
+        if constexpr (has_bias(kKind)) {
+            if (hides_all_keys(params)) {
+                this->m_block_max = this->m_block_min;
+            }
+        }
+    }
+
+    // True if a bias that all queries and heads share hides the whole key block, which then adds nothing to dQ. In
+    // order (dq_semaphore), other key blocks wait for it. Called by whole warps.
+    __device__ __forceinline__ bool hides_all_keys(const Flash_bwd_params &params) const {
+        const AttnBias &bias = params.attn_bias;
+        if (bias.row_stride != 0 || bias.head_stride != 0 || params.dq_semaphore != nullptr) {
+            return false;
+        }
+        bool is_hidden = true;
+        CUTE_UNROLL
+        for (int i = 0; i < Traits::kBlockN; i += 32) {
+            const int key = first_key() + i + threadIdx.x % 32;
+            is_hidden &= BiasOfHead<typename Traits::Element>(params, bidb, bidh).at(/*query=*/0, key) == -INFINITY;
+        }
+        return __all_sync(0xffffffffu, is_hidden) != 0;
+    }
 
     __device__ __forceinline__ static Info info_of(const Flash_bwd_params &params, const Sequence &sequence,
                                                    [[maybe_unused]] int bidb, [[maybe_unused]] int bidh_dkv,

@@ -42,9 +42,9 @@ __device__ __forceinline__ void wait_for(TensorC &acc) {
 
 // Writes zeros to the rows of sX (rows, headdim) before `begin` and from `end` on. Every warpgroup writes them for
 // itself, so that none waits for another.
-template <typename Traits, typename TensorX>
+template <typename TensorX>
 __device__ __forceinline__ void clear_rows_outside(int begin, int end, TensorX &&sX, int warpgroup) {
-    constexpr int kRows = decltype(size<0>(sX))::value, kVectors = Traits::kHeadDim / 8;
+    constexpr int kRows = decltype(size<0>(sX))::value, kVectors = decltype(size<1>(sX))::value / 8;
     begin = min(max(begin, 0), kRows);
     end = max(end, begin);
     for (int i = threadIdx.x % 128; i < (begin + max(kRows - end, 0)) * kVectors; i += 128) {
@@ -56,9 +56,9 @@ __device__ __forceinline__ void clear_rows_outside(int begin, int end, TensorX &
 }
 
 // The same for the rows from `rows` on, which belong to another sequence.
-template <typename Traits, typename TensorX>
+template <typename TensorX>
 __device__ __forceinline__ void clear_rows_from(int rows, TensorX &&sX, int warpgroup) {
-    clear_rows_outside<Traits>(0, rows, sX, warpgroup);
+    clear_rows_outside(0, rows, sX, warpgroup);
 }
 
 // ---- a product of one warp by mma.sync. Unlike wgmma it needs no other warp, and may run while a wgmma is in flight

@@ -21,18 +21,18 @@ inline bool can_describe(const TensorRef &x, int64_t rows, int heads, int batch)
            is_taken(heads, x.head_stride) && is_taken(batch, x.batch_stride);
 }
 
-// Calls f(name, tensor, rows, heads, batch) for each tensor of a call that TMA reads.
+// Calls f(name, tensor, rows, heads, batch, columns) for each tensor of a call that TMA reads.
 template <typename Params, typename F>
 void for_each_input(Params &params, const F &f) {
     const bool is_varlen = params.cu_seqlens_q != nullptr;
     const int64_t rows_q = is_varlen ? params.total_q : params.seqlen_q;
     const int64_t rows_k = is_varlen ? params.total_k : params.seqlen_k;
     const int batch_q = is_varlen ? 1 : params.b, batch_k = params.cache.is_used() ? params.cache.batch_cache : batch_q;
-    f("q", params.q, rows_q, params.h, batch_q);
-    f("k", params.k, rows_k, params.h_k, batch_k);
-    f("v", params.v, rows_k, params.h_k, batch_k);
+    f("q", params.q, rows_q, params.h, batch_q, params.d);
+    f("k", params.k, rows_k, params.h_k, batch_k, params.d);
+    f("v", params.v, rows_k, params.h_k, batch_k, params.d_v);
     if constexpr (std::is_base_of_v<Flash_bwd_params, Params>) {
-        f("dout", params.dout, rows_q, params.h, batch_q);
+        f("dout", params.dout, rows_q, params.h, batch_q, params.d_v);
     }
 }
 
@@ -40,7 +40,7 @@ void for_each_input(Params &params, const F &f) {
 template <typename Params>
 const char *reason_against(const Params &params) {
     const char *reason = nullptr;
-    for_each_input(params, [&](const char *, const TensorRef &x, int64_t rows, int heads, int batch) {
+    for_each_input(params, [&](const char *, const TensorRef &x, int64_t rows, int heads, int batch, int) {
         reason = can_describe(x, rows, heads, batch) ? reason : kCannotDescribe;
     });
     return reason;

@@ -14,14 +14,14 @@ template <typename Traits>
 struct Output {
     using Element = typename Traits::Element;
     // Stores of 8 bytes need fewer exchanges between lanes; stores of 16 bytes are fewer, which pays for long rows.
-    using Vector = std::conditional_t<Traits::kHeadDim <= 64, uint2, uint4>;
+    using Vector = std::conditional_t<Traits::kHeadDimV <= 64, uint2, uint4>;
     static constexpr int kVector = sizeof(Vector) / sizeof(Element);
 
     float *lse;      // at the first row
     Element *o;      // at the first row
     int64_t stride;  // elements between rows of O
     int rows_left;   // from the first row to the end of the sequence
-    int d;
+    int d_v;
 
     __device__ Output(const Flash_fwd_params &params, const WorkTile &tile, int warpgroup)
         : stride(params.o.row_stride) {
@@ -33,7 +33,7 @@ struct Output {
         o = static_cast<Element *>(params.o.ptr) + bidb * params.o.batch_stride + bidh * params.o.head_stride +
             row * stride;
         rows_left = tile.sequence.seqlen_q - first_row;
-        d = params.d;
+        d_v = params.d_v;
     }
 
     __device__ __forceinline__ void store_lse(int row, float value) const {
@@ -42,7 +42,7 @@ struct Output {
         }
     }
     __device__ __forceinline__ void store(int row, int col, const Vector &vector) const {
-        if (row < rows_left && col < d) {
+        if (row < rows_left && col < d_v) {
             *reinterpret_cast<Vector *>(o + row * stride + col) = vector;
         }
     }
@@ -91,7 +91,7 @@ __device__ __forceinline__ void store(const Flash_fwd_params &params, const Work
 template <typename Traits>
 __device__ __forceinline__ void store_nothing(const Flash_fwd_params &params, const WorkTile &tile,
                                               const Output<Traits> &output) {
-    constexpr int kVector = Output<Traits>::kVector, kVectors = Traits::kHeadDim / kVector;
+    constexpr int kVector = Output<Traits>::kVector, kVectors = Traits::kHeadDimV / kVector;
     const int lane = threadIdx.x % 32;
     CUTE_NO_UNROLL
     for (int i = lane; i < Traits::kBlockM * kVectors; i += 32) {

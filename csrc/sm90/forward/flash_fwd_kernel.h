@@ -125,21 +125,46 @@ private:
         }
     }
 
-    template <typename Element>
-    __device__ __forceinline__ void load_KV(const typename Traits::TmaKV &tma, Element *smem,
-                                            PipelineState<Traits::kStages> &state,
-                                            PipelineBarriers<Traits::kStages> &barriers, const Source &tile,
-                                            int n_block) {
-        load_block(tma, typename Traits::TileKV{}, typename Traits::SmemLayoutKV{}, smem, state, barriers,
-                   tile.k_begin + n_block * Traits::kBlockN, tile.bidh_k, tile.k_bidb);
-    }
     __device__ __forceinline__ void load_K(const Source &tile, int n_block) {
-        load_KV(copies.k, shared.k, states.k, shared.k_barriers, tile, n_block);
+        load_block(copies.k, typename Traits::TileK{}, typename Traits::SmemLayoutK{}, shared.k, states.k,
+                   shared.k_barriers, tile.k_begin + n_block * Traits::kBlockN, tile.bidh_k, tile.k_bidb);
     }
     __device__ __forceinline__ void load_V(const Source &tile, int n_block) {
-        load_KV(copies.v, shared.v, states.v, shared.v_barriers, tile, n_block);
+        load_block(copies.v, typename Traits::TileV{}, typename Traits::SmemLayoutV{}, shared.v, states.v,
+                   shared.v_barriers, tile.k_begin + n_block * Traits::kBlockN, tile.bidh_k, tile.k_bidb);
     }
 };
+
+// A bias that all queries share: leaves out the key blocks before the first and after the last key that it shows.
+// Called by a whole warp.
+template <typename Traits>
+__device__ __forceinline__ void leave_out_hidden_blocks(const Flash_fwd_params &params, WorkTile &tile) {
+    constexpr int kBlockN = Traits::kBlockN, kLoads = 16, kKeys = 32 * kLoads;  // of a lane, of the warp
+    const BiasOfHead<typename Traits::Element> bias(params, tile.place.bidb, tile.place.bidh);
+    const int begin = tile.n_block_min * kBlockN, end = min(tile.n_block_max * kBlockN, tile.sequence.seqlen_k);
+    const int lane = threadIdx.x % 32;
+    int first = end, last = begin - 1;  // visible
+    CUTE_NO_UNROLL
+    for (int from = end - 1 - lane; last < begin && __any_sync(0xffffffffu, from >= begin); from -= kKeys) {
+        CUTE_UNROLL
+        for (int i = 0; i < kLoads; ++i) {
+            const int key = from - 32 * i;
+            last = max(last, key >= begin && bias.at(/*query=*/0, key) != -INFINITY ? key : begin - 1);
+        }
+        last = __reduce_max_sync(0xffffffffu, last);
+    }
+    CUTE_NO_UNROLL
+    for (int from = begin + lane; first == end && __any_sync(0xffffffffu, from <= last); from += kKeys) {
+        CUTE_UNROLL
+        for (int i = 0; i < kLoads; ++i) {
+            const int key = from + 32 * i;
+            first = min(first, key <= last && bias.at(/*query=*/0, key) != -INFINITY ? key : end);
+        }
+        first = __reduce_min_sync(0xffffffffu, first);
+    }
+    tile.n_block_max = last < begin ? tile.n_block_min : last / kBlockN + 1;
+    tile.n_block_min = last < begin ? tile.n_block_min : first / kBlockN;
+}
 
 // The scheduler warp. It hands out the work tiles, and passes those whose rows see no key to store_nothing(tile).
 template <typename Traits, Kind kKind, typename Scheduler, typename StoreNothing>
@@ -148,10 +173,16 @@ __device__ __forceinline__ void schedule_tiles(const Flash_fwd_params &params, t
     WorkTileRing<Traits::kConsumers> tiles{shared.tiles};
     for (;;) {
         tiles.acquire();  // before a tile is taken: with varlen, another CTA may have an empty stage earlier
-        WorkTile tile = scheduler.next();
-        while (!tile.is_end && !tile.has_keys()) {
-            store_nothing(tile);
+        WorkTile tile;
+        for (;;) {
             tile = scheduler.next();
+            if (has_bias(kKind) && params.attn_bias.row_stride == 0 && !tile.is_end && tile.has_keys()) {
+                leave_out_hidden_blocks<Traits>(params, tile);
+            }
+            if (tile.is_end || tile.has_keys()) {
+                break;
+            }
+            store_nothing(tile);
         }
         const ScoreMod score_mod(params, tile.place.bidb, tile.place.bidh,
                                  tile.sequence.seqlen_k - tile.sequence.seqlen_q);

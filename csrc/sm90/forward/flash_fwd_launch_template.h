@@ -17,13 +17,12 @@ typename Traits::Copies make_copies(const Flash_fwd_params &params) {
     const int64_t rows_q = is_varlen ? params.total_q : params.seqlen_q;
     const int64_t rows_k = is_varlen ? params.total_k : params.seqlen_k;
     const int batch_q = is_varlen ? 1 : params.b, batch_k = params.cache.is_used() ? params.cache.batch_cache : batch_q;
-    const auto of_KV = [&](const TensorRef &x) {
-        return make_tma_load<Element, decltype(take<0, 2>(typename Traits::SmemLayoutKV{})), typename Traits::TileKV>(
-            x, rows_k, params.d, params.h_k, batch_k);
-    };
     return {make_tma_load<Element, decltype(take<0, 2>(typename Traits::SmemLayoutQ{})), typename Traits::TileQ>(
                 params.q, rows_q, params.d, params.h, batch_q),
-            of_KV(params.k), of_KV(params.v)};
+            make_tma_load<Element, decltype(take<0, 2>(typename Traits::SmemLayoutK{})), typename Traits::TileK>(
+                params.k, rows_k, params.d, params.h_k, batch_k),
+            make_tma_load<Element, decltype(take<0, 2>(typename Traits::SmemLayoutV{})), typename Traits::TileV>(
+                params.v, rows_k, params.d_v, params.h_k, batch_k)};
 }
 
 template <typename Traits, Kind kKind>
@@ -65,6 +64,13 @@ void run_flash_fwd(const Flash_fwd_params &params, int *tile_counter, cudaStream
         launch<Flash_fwd_kernel_traits<kDType, kHeadDim, TileSizesFwdBiased<kHeadDim>>, kKind>(params, tile_counter,
                                                                                                stream);
         return;
+    }
+    if constexpr (has_latent_fwd(kHeadDim, kKind)) {
+        if (params.d_v <= kMaxHeadDimVLatent) {
+            launch<Flash_fwd_kernel_traits<kDType, kHeadDim, TileSizesFwdLatent, kMaxHeadDimVLatent>, kKind>(
+                params, tile_counter, stream);
+            return;
+        }
     }
     using TileSize = TileSizesFwd<kHeadDim, is_local(kKind)>;
     using Short = TileSizesFwdShort<kHeadDim>;

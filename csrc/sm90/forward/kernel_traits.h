@@ -45,6 +45,10 @@ struct TileSizesFwd<192, kIsLocal> : TileFwd<2, 112, 2, 1, false> {};
 template <bool kIsLocal>
 struct TileSizesFwd<256, kIsLocal> : TileFwd<2, 80, 2, 1, false> {};
 
+// Head dims of q and k up to 192 with head dims of v up to 128, as in multi-head latent attention, have a kernel of
+// their own (dispatch/kind.h).
+struct TileSizesFwdLatent : TileFwd<2, 128, 2, 1, true> {};
+
 // Tiles of fewer rows, for two cases. Local calls of up to kShortSeqlen queries: large tiles waste more under the mask
 // and at the end of the sequence than they gain. Full calls for which large tiles leave SMs idle; in a short tile a row
 // costs kCostOfShortTiles times as much.
@@ -92,13 +96,14 @@ struct TileSizesFwdBiased<256> : TileFwdBiased<2, 64, 2, 1, false> {};
 
 using namespace cute;
 
-template <DType kDType, int kHeadDim_, typename TileSize_>
+template <DType kDType, int kHeadDim_, typename TileSize_, int kHeadDimV_ = kHeadDim_>
 struct Flash_fwd_kernel_traits {
     static_assert(kDType == DType::float16 || kDType == DType::bfloat16, "tensor cores multiply 16-bit types here");
 
     using Element = std::conditional_t<kDType == DType::float16, cutlass::half_t, cutlass::bfloat16_t>;
     using TileSize = TileSize_;
-    static constexpr int kHeadDim = kHeadDim_;
+    static constexpr int kHeadDim = kHeadDim_;    // of Q and K
+    static constexpr int kHeadDimV = kHeadDimV_;  // of V and O
     static constexpr int kBlockM = TileSize::kBlockM;
     static constexpr int kBlockN = TileSize::kBlockN;
     static constexpr int kStages = TileSize::kStages;
@@ -113,30 +118,36 @@ struct Flash_fwd_kernel_traits {
 
     // S = Q K^T with both operands in shared memory; O += P V with P in registers and V transposed by wgmma.
     using TileQ = Shape<Int<kRows>, Int<kHeadDim>>;
-    using TileKV = Shape<Int<kBlockN>, Int<kHeadDim>>;
+    using TileK = Shape<Int<kBlockN>, Int<kHeadDim>>;
+    using TileV = Shape<Int<kBlockN>, Int<kHeadDimV>>;
+    using TileO = Shape<Int<kRows>, Int<kHeadDimV>>;
     using TileS = Shape<Int<kRows>, Int<kBlockN>>;
     using TiledMmaQK = decltype(make_tiled_mma(
         GMMA::ss_op_selector<Element, Element, float, Shape<Int<kRows>, Int<kBlockN>, Int<kHeadDim>>>()));
     using TiledMmaPV = decltype(make_tiled_mma(
-        GMMA::rs_op_selector<Element, Element, float, Shape<Int<kRows>, Int<kHeadDim>, Int<kBlockN>>, GMMA::Major::K,
+        GMMA::rs_op_selector<Element, Element, float, Shape<Int<kRows>, Int<kHeadDimV>, Int<kBlockN>>, GMMA::Major::K,
                              GMMA::Major::MN>()));
 
     // Rows of 128 bytes (64 bytes for head dims that are no multiple of 64), in the swizzle of wgmma and TMA.
     static constexpr int kSmemRow = kHeadDim % 64 == 0 ? 64 : 32;  // elements
+    static_assert(kHeadDimV % kSmemRow == 0);
     using SmemLayoutAtom =
         std::conditional_t<kSmemRow == 64, GMMA::Layout_K_SW128_Atom<Element>, GMMA::Layout_K_SW64_Atom<Element>>;
     using SmemLayoutQ =
         decltype(tile_to_shape(SmemLayoutAtom{}, Shape<Int<kRows>, Int<kHeadDim>, Int<kConsumers * kQStages>>{}));
-    using SmemLayoutKV = decltype(tile_to_shape(SmemLayoutAtom{}, Shape<Int<kBlockN>, Int<kHeadDim>, Int<kStages>>{}));
+    using SmemLayoutK = decltype(tile_to_shape(SmemLayoutAtom{}, Shape<Int<kBlockN>, Int<kHeadDim>, Int<kStages>>{}));
+    using SmemLayoutV = decltype(tile_to_shape(SmemLayoutAtom{}, Shape<Int<kBlockN>, Int<kHeadDimV>, Int<kStages>>{}));
     using SmemLayoutVt = decltype(composition(
-        SmemLayoutKV{}, make_layout(Shape<Int<kHeadDim>, Int<kBlockN>, Int<kStages>>{},
-                                    Stride<Int<kBlockN>, _1, Int<kBlockN * kHeadDim>>{})));  // (headdim, key, stage)
+        SmemLayoutV{}, make_layout(Shape<Int<kHeadDimV>, Int<kBlockN>, Int<kStages>>{},
+                                   Stride<Int<kBlockN>, _1, Int<kBlockN * kHeadDimV>>{})));  // (headdim, key, stage)
 
     using TmaQ = TmaLoad<Element, decltype(take<0, 2>(SmemLayoutQ{})), TileQ>;
-    using TmaKV = TmaLoad<Element, decltype(take<0, 2>(SmemLayoutKV{})), TileKV>;
+    using TmaK = TmaLoad<Element, decltype(take<0, 2>(SmemLayoutK{})), TileK>;
+    using TmaV = TmaLoad<Element, decltype(take<0, 2>(SmemLayoutV{})), TileV>;
     struct Copies {
         TmaQ q;
-        TmaKV k, v;
+        TmaK k;
+        TmaV v;
     };
 
     using BiasTile = sm90::BiasTile<Element, PlacesOfQueries<kBlockN>>;  // of a warp
@@ -144,8 +155,8 @@ struct Flash_fwd_kernel_traits {
     static constexpr int kAlignment = 1024;  // bytes: of the swizzled layouts
     struct SharedStorageWithoutBias {
         alignas(kAlignment) Element q[cosize_v<SmemLayoutQ>];
-        alignas(kAlignment) Element k[cosize_v<SmemLayoutKV>];
-        alignas(kAlignment) Element v[cosize_v<SmemLayoutKV>];
+        alignas(kAlignment) Element k[cosize_v<SmemLayoutK>];
+        alignas(kAlignment) Element v[cosize_v<SmemLayoutV>];
         PipelineBarriers<kConsumers * kQStages> q_barriers;  // stage 0 of all consumers, then stage 1
         PipelineBarriers<kStages> k_barriers, v_barriers;
         typename WorkTileRing<kConsumers>::SharedStorage tiles;

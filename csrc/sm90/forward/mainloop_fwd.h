@@ -58,7 +58,7 @@ public:
     template <typename Store>
     __device__ __forceinline__ void mma(const Store &store) {
         Tensor acc_s = partition_fragment_C(TiledMmaQK{}, typename Traits::TileS{});     // (MMA, MMA_M, MMA_N)
-        Tensor acc_o = partition_fragment_C(TiledMmaPV{}, typename Traits::TileQ{});     // (MMA, MMA_M, MMA_K)
+        Tensor acc_o = partition_fragment_C(TiledMmaPV{}, typename Traits::TileO{});     // (MMA, MMA_M, MMA_K)
         Tensor acc_o_rowcol = make_tensor(acc_o.data(), rowcol_layout(acc_o.layout()));  // (row, col)
         Tensor tOrP = make_tensor<Element>(operand_A_layout(acc_s.layout()));            // (MMA, MMA_M, MMA_K)
 
@@ -162,7 +162,7 @@ private:
             const int rows = uniform(tiles[step.tile].sequence.seqlen_q - first_row(step.tile));
             if (rows < kRows) {
                 Tensor sQ = make_tensor(make_smem_ptr(shared.q), typename Traits::SmemLayoutQ{});  // (64, HD, stage)
-                clear_rows_from<Traits>(rows, sQ(_, _, states.q.stage), warpgroup);
+                clear_rows_from(rows, sQ(_, _, states.q.stage), warpgroup);
             }
         }
         skip_K(step.blocks.has(KeyBlocks::skips_first));
@@ -187,8 +187,8 @@ private:
     // S = Q K^T, both operands in shared memory.
     template <typename TensorS>
     __device__ __forceinline__ void issue_S(TensorS &acc_s) const {
-        Tensor sQ = make_tensor(make_smem_ptr(shared.q), typename Traits::SmemLayoutQ{});   // (64, HD, stage)
-        Tensor sK = make_tensor(make_smem_ptr(shared.k), typename Traits::SmemLayoutKV{});  // (BLK_N, HD, stage)
+        Tensor sQ = make_tensor(make_smem_ptr(shared.q), typename Traits::SmemLayoutQ{});  // (64, HD, stage)
+        Tensor sK = make_tensor(make_smem_ptr(shared.k), typename Traits::SmemLayoutK{});  // (BLK_N, HD, stage)
         auto thr_mma = TiledMmaQK{}.get_slice(int(threadIdx.x % 128));
         Tensor tSrQ = thr_mma.make_fragment_A(thr_mma.partition_A(sQ))(_, _, _, states.q.stage);  // (MMA, MMA_M, MMA_K)
         Tensor tSrK = thr_mma.make_fragment_B(thr_mma.partition_B(sK))(_, _, _, states.k.stage);  // (MMA, MMA_N, MMA_K)
@@ -204,9 +204,9 @@ private:
             thr_mma.make_fragment_B(thr_mma.partition_B(sVt))(_, _, _, states.v.stage);  // (MMA, MMA_N, MMA_K)
         states.v.wait(shared.v_barriers);
         if (kIsGeneral && step.n_block >= step.blocks.n_ragged) {  // another sequence's NaN or infinity times 0 is NaN
-            Tensor sV = make_tensor(make_smem_ptr(shared.v), typename Traits::SmemLayoutKV{});  // (BLK_N, HD, stage)
+            Tensor sV = make_tensor(make_smem_ptr(shared.v), typename Traits::SmemLayoutV{});  // (BLK_N, HD, stage)
             const int rows = tiles[step.tile].sequence.seqlen_k - step.n_block * kBlockN;
-            clear_rows_from<Traits>(rows, sV(_, _, states.v.stage), warpgroup);
+            clear_rows_from(rows, sV(_, _, states.v.stage), warpgroup);
         }
         warpgroup_fence_operand(tOrP);
         issue<TiledMmaPV>(accumulates, tOrP, tOrVt, acc_o);
@@ -409,8 +409,8 @@ private:
     // Recomputes S for the softmax. The other warps take no part, and a wgmma for O is in flight.
     template <typename TensorS>
     __device__ __forceinline__ void recompute_S(TensorS &scores) const {
-        Tensor sQ = make_tensor(make_smem_ptr(shared.q), typename Traits::SmemLayoutQ{});   // (64, HD, stage)
-        Tensor sK = make_tensor(make_smem_ptr(shared.k), typename Traits::SmemLayoutKV{});  // (BLK_N, HD, stage)
+        Tensor sQ = make_tensor(make_smem_ptr(shared.q), typename Traits::SmemLayoutQ{});  // (64, HD, stage)
+        Tensor sK = make_tensor(make_smem_ptr(shared.k), typename Traits::SmemLayoutK{});  // (BLK_N, HD, stage)
         multiply_by_mma_sync<Traits>(sQ(_, _, states.q.stage), sK(_, _, states.k.stage), scores);
     }
 
