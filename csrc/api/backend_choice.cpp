@@ -41,8 +41,12 @@ bool has_cuda_head_dims(const at::Tensor &q, const at::Tensor &v, CallOf kind) {
     const bool has = headdim <= kMaxHeadDimCuda && headdim_v <= kMaxHeadDimCuda &&
                      (kind == CallOf::attention || headdim == headdim_v);
     if (!has && trace_enabled()) {
+        const auto text_of = [](const c10::SymInt &size) {
+            const std::optional<int64_t> known = size.maybe_as_int();
+            return known.has_value() ? std::to_string(*known) : std::string("unknown");
+        };
         trace("choose_backend", "triton, because the CUDA kernels lack headdim %s with headdim %s of v",
-              c10::str(headdim).c_str(), c10::str(headdim_v).c_str());
+              text_of(headdim).c_str(), text_of(headdim_v).c_str());
     }
     return has;
 }

@@ -97,8 +97,8 @@ void check() {
         wrong += int(acc_s.layout()(i)) != i;
     }
     wrong += int(cosize(operand_A_layout(acc_s.layout()))) != int(size(acc_s));
-    // SmemLayoutVt is the transpose of SmemLayoutKV.
-    const typename Traits::SmemLayoutKV v;
+    // SmemLayoutVt is the transpose of SmemLayoutV.
+    const typename Traits::SmemLayoutV v;
     const typename Traits::SmemLayoutVt vt;
     for (int stage = 0; stage < Traits::kStages; ++stage) {
         for (int key = 0; key < kBlockN; ++key) {

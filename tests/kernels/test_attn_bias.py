@@ -54,6 +54,9 @@ def assert_same_results(got: dict[str, Tensor], expected: dict[str, Tensor], bac
         assert_same_bits(got, expected, where)
         return
     for name, x in expected.items():
+        if not x.is_floating_point():  # rng_state
+            assert torch.equal(got[name], x), where
+            continue
         bound = 8 * torch.finfo(x.dtype).eps if name == "lse" else 40 * torch.finfo(x.dtype).eps
         torch.testing.assert_close(
             got[name], x, rtol=bound, atol=bound, msg=lambda text, name=name: f"{name} {where} {text}"
@@ -83,7 +86,9 @@ def test_a_causal_mask_as_bools(
 def test_bools_and_minus_inf_are_one_mask(
     case: AttnBiasCase, backend: str, device: str, dtype: torch.dtype, seed: int, described_seed: str
 ) -> None:
-    call = make_biased_call(dataclasses.replace(case, kind="mask"), dtype, device, seed)
+    # A power of two: the kernels that keep scores where a mask has one row round no product that the others do not.
+    exact = dataclasses.replace(case.of, softmax_scale=0.125)
+    call = make_biased_call(dataclasses.replace(case, of=exact, kind="mask"), dtype, device, seed)
     expected = results_of(call, backend, seed)
     for wide in (dtype, torch.promote_types(dtype, torch.float32)):
         numbers = torch.zeros(call.attn_bias.shape, dtype=wide, device=device).masked_fill(~call.attn_bias, -math.inf)

@@ -249,7 +249,7 @@ def test_kernels_compile_without_a_gpu_and_fit(
     q = torch.zeros(2, 256, 4, headdim, dtype=torch.bfloat16)
     k, v = torch.zeros_like(q[:, :, :2]), torch.zeros(2, 256, 2, headdim_v, dtype=torch.bfloat16)
     options = make_options(headdim**-0.5, causal=True)
-    cache = KvCache(*[None] * 5, -1, None, None, None, False, 0, 0)
+    cache = KvCache(q[:, :1, :2], v[:, :1], *[None] * 3, 128, None, None, None, False, 0, 0)
     with compiled_kernels(capability, monkeypatch) as compiled:
         out, lse, _ = launch.forward(q, k, v, None, options)
         launch_bwd.backward(out, q, k, v, out, lse, None, None, options)
@@ -257,6 +257,7 @@ def test_kernels_compile_without_a_gpu_and_fit(
         kvcache.forward_kvcache(q[:, :1], k, v, cache, options)
     names = {name for name, _ in compiled}
     assert {"flash_fwd_kernel", "flash_bwd_dq_kernel", "flash_bwd_dkv_kernel", "flash_fwd_splitkv_kernel"} <= names
+    assert "kvcache_append_kernel" in names
     for name, kernel in compiled:
         assert f".target sm_{capability}" in kernel.asm["ptx"], name
         assert kernel.metadata.shared <= SHARED_MEMORY[capability], name

@@ -337,8 +337,10 @@ private:
         return {params.scale_softmax, float(kLog2e), params.scale_softmax_log2};
     }
     __device__ __forceinline__ Scaling stored_scaling() const {
-        return stores_lse_in_base_2<Traits, kKind>() && has_bias(kKind) ? Scaling{float(kLog2e), 1.0f, float(kLog2e)}
-                                                                        : stored_scaling_of_scores();
+        if (!has_bias(kKind)) {
+            return stored_scaling_of_scores();
+        }
+        return stores_lse_in_base_2<Traits, kKind>() ? Scaling{float(kLog2e), 1.0f, float(kLog2e)} : natural_scaling();
     }
     __device__ __forceinline__ Scaling stored_scaling_of_scores() const {
         return stores_lse_in_base_2<Traits, kKind>()

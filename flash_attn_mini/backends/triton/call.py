@@ -14,7 +14,7 @@ import torch
 from ...options import Options, Sequences
 from .attn_bias import bias_of_call
 from .key_ranges import num_ranges, range_arguments, readable
-from .operands import head_dim_block
+from .operands import head_dim_block, value_block
 from .recording import Recorder
 from .score_mod import modifies_scores, qk_scale, score_features, score_mod_of
 
@@ -66,7 +66,7 @@ class Call:
             "HEAD_DIM": head_dim,
             "BLOCK_D": head_dim_block(head_dim),
             "HEAD_DIM_V": head_dim_v,
-            "BLOCK_DV": head_dim_block(head_dim_v),
+            "BLOCK_DV": value_block(head_dim, head_dim_v),
         }
 
     def head_dim_blocks(self) -> tuple[int, int]:

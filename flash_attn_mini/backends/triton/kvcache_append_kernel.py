@@ -158,14 +158,14 @@ def kvcache_append_kernel(
         in_range = in_range & (places >= 0) & (places < num_pages)
         slots = positions % page_size
     if block < new_blocks:
-        x = load_rotated(
+        keys = load_rotated(
             k_new, sequence, tokens, heads, in_range, positions,
             rotary_cos, rotary_sin, rotary_rows, HEAD_DIM, BLOCK_D, ROTARY_DIM, INTERLEAVED,
         )  # fmt: skip
-        store_in_cache(k_cache, x, places, slots, heads, in_range, HEAD_DIM, BLOCK_D)
+        store_in_cache(k_cache, keys, places, slots, heads, in_range, HEAD_DIM, BLOCK_D)
     else:
-        x = load_rotated(
+        values = load_rotated(
             v_new, sequence, tokens, heads, in_range, positions,
             rotary_cos, rotary_sin, rotary_rows, HEAD_DIM_V, BLOCK_DV, 0, INTERLEAVED,
         )  # fmt: skip
-        store_in_cache(v_cache, x, places, slots, heads, in_range, HEAD_DIM_V, BLOCK_DV)
+        store_in_cache(v_cache, values, places, slots, heads, in_range, HEAD_DIM_V, BLOCK_DV)

@@ -27,7 +27,7 @@ from .call import Call, as_batch
 from .configs import FORWARD
 from .flash_fwd_kernel import flash_fwd_kernel
 from .interpreter import INTERPRETED
-from .operands import bind_context, operand, pointer_and_strides, tma_reaches, with_rows_apart
+from .operands import bind_context, operand, pointer_and_strides, tma_reaches, value_block, with_rows_apart
 from .recording import Recorder, Recordings
 from .score_mod import row_mod_of
 from .tuner import Tuner
@@ -129,7 +129,7 @@ def launch(call: ForwardCall, config: triton.Config) -> None:
             launch_grid(call, config),
             operand(q, block_m, use_tma),
             operand(k, block_n, use_tma),
-            operand(call.v, block_n, use_tma),
+            operand(call.v, block_n, use_tma, block_columns=value_block(q.shape[3], call.v.shape[3])),
             pointer_and_strides(call.out),
             call.lse,
             call.qk_scale if mods else max(abs(call.qk_scale), MIN_SCALE),

@@ -34,6 +34,7 @@ from .operands import (
     pointer_and_strides,
     tma_reaches,
     unchecked_descriptor,
+    value_block,
     with_rows_apart,
 )
 from .recording import Recorder, Recordings
@@ -254,7 +255,7 @@ def dkv_launches(call: BackwardCall) -> list[tuple[bool, bool]]:
 
 def dkv_tuner(call: BackwardCall, want_dk: bool) -> Tuner:
     """The tuner of a launch of the second kernel, which computes dV, dK or both."""
-    blocks = head_dim_block(call.q.shape[3]), head_dim_block(call.v.shape[3])
+    blocks = call.head_dim_blocks()
     return DKV_TUNER if want_dk or table_key(*blocks) not in BACKWARD_DV.plain else DV_TUNER
 
 
@@ -335,11 +336,12 @@ def launch_dkv(call: BackwardCall, config: triton.Config, *, want_dk: bool = Tru
 def operands(call: BackwardCall, config: triton.Config, begin_row: int = 0) -> tuple[Any, Any, Any, Any]:
     """q, k, v and dout as the kernels take them; the descriptors of q and dout begin at ``begin_row``."""
     block_m, block_n, use_tma = config.kwargs["BLOCK_M"], config.kwargs["BLOCK_N"], config.kwargs["USE_TMA"]
+    columns_of_v = value_block(call.q.shape[3], call.v.shape[3])
     return (
         operand(call.q, block_m, use_tma, begin_row),
         operand(call.k, block_n, use_tma),
-        operand(call.v, block_n, use_tma),
-        operand(call.dout, block_m, use_tma, begin_row),
+        operand(call.v, block_n, use_tma, block_columns=columns_of_v),
+        operand(call.dout, block_m, use_tma, begin_row, columns_of_v),
     )
 
 

@@ -22,7 +22,7 @@ from .configs import BACKWARD_BIAS
 from .flash_bwd_bias_kernel import flash_bwd_bias_kernel
 from .interpreter import INTERPRETED
 from .launch import choose, compiler_options, trace_launch
-from .operands import bind_context, head_dim_block, pointer_and_strides, with_rows_apart
+from .operands import bind_context, pointer_and_strides, with_rows_apart
 from .recording import Recorder, Recordings
 from .tuner import Tuner
 
@@ -186,9 +186,9 @@ def num_parts(call: BiasBackwardCall) -> int:
     """Parts that the pairs of a sequence and a head that share a bias are divided into, so that all SMs have work."""
     bias = call.options.attn_bias
     assert bias is not None
-    batch, _, nheads, head_dim = call.q.shape
+    batch, _, nheads, _ = call.q.shape
     pairs = batch // bias.shape[0] * (nheads // bias.shape[1])
-    blocks = head_dim_block(head_dim), head_dim_block(call.v.shape[3])
+    blocks = call.head_dim_blocks()
     itemsize = call.q.element_size()
     largest = BACKWARD_BIAS.candidates(*blocks, itemsize, tma_reaches=False, shared_memory_limit=1 << 30)[0]
     wanted = PROGRAMS_PER_SM * num_sms(call.q.device) // num_blocks(call, largest)

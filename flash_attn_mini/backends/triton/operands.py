@@ -42,8 +42,12 @@ def with_rows_apart(tensor: torch.Tensor) -> torch.Tensor:
     return copy.copy_(tensor)
 
 
-def operand(tensor: torch.Tensor, block_rows: int, use_tma: bool, begin_row: int = 0) -> Any:
-    """A tensor that a kernel reads with tiles.load_rows in blocks of ``block_rows``.
+def operand(
+    tensor: torch.Tensor, block_rows: int, use_tma: bool, begin_row: int = 0, block_columns: int | None = None
+) -> Any:
+    """A tensor that a kernel reads with tiles.load_rows in blocks of ``block_rows`` and ``block_columns``.
+
+    The columns are those of `head_dim_block` if not given.
 
     The descriptor covers the rows from ``begin_row`` on as [batch, heads, rows, headdim]. Elements outside of it are
     read as zero.
@@ -55,9 +59,8 @@ def operand(tensor: torch.Tensor, block_rows: int, use_tma: bool, begin_row: int
     if begin_row > 0:
         base = tensor[:, begin_row:]
     shape = [batch, heads, seqlen - begin_row, head_dim]
-    return unchecked_descriptor(
-        base, shape, [stride_b, stride_h, stride_s, 1], [1, 1, block_rows, head_dim_block(head_dim)]
-    )
+    columns = head_dim_block(head_dim) if block_columns is None else block_columns
+    return unchecked_descriptor(base, shape, [stride_b, stride_h, stride_s, 1], [1, 1, block_rows, columns])
 
 
 def unchecked_descriptor(
@@ -72,6 +75,12 @@ def unchecked_descriptor(
 def head_dim_block(head_dim: int) -> int:
     """The head dim rounded up to a power of two, at least the 16 that a matrix product needs."""
     return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def value_block(head_dim: int, head_dim_v: int) -> int:
+    """The columns of a tile of v. A tile of up to 32 columns, next to wider ones of k, gave wrong sums on Hopper
+    (Triton 3.6, tiles loaded by pointers)."""
+    return max(head_dim_block(head_dim_v), min(head_dim_block(head_dim), 64))
 
 
 @cache

@@ -16,7 +16,7 @@ import torch
 import triton
 
 from .configs import Tables
-from .operands import head_dim_block
+from .operands import head_dim_block, value_block
 
 # With fewer operations (20 microseconds of an H200) the table is as good, and the call does not wait for the compiler.
 MIN_TUNED_FLOPS = 1 << 33
@@ -98,7 +98,7 @@ class Tuner:
         if config is not None:
             return config
         limit = INTERPRETER_SHARED_MEMORY if interpreted else shared_memory_limit(q.device)
-        blocks = head_dim_block(head_dim), head_dim_block(head_dim_v)
+        blocks = head_dim_block(head_dim), value_block(head_dim, head_dim_v)
         candidates = self.tables.candidates(*blocks, q.element_size(), tma_reaches, limit)
         # Above 256 columns the estimate of the shared memory is low for some pairs of head dims.
         is_estimated = interpreted or max(blocks) <= 256
