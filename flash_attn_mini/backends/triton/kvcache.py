@@ -77,7 +77,6 @@ class CacheCall(ForwardCall):
         arguments, rest = super().head_dim_arguments(), self.q.shape[3] - MOST_COLUMNS
         if rest > 0:
             arguments.update(BLOCK_D=MOST_COLUMNS, BLOCK_REST=head_dim_block(rest))
-        arguments["BLOCK_DV"] = head_dim_block(self.v.shape[3])
         return arguments
 
     @property
