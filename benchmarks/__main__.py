@@ -62,6 +62,8 @@ GPU_STEPS = (
     Step("accuracy", ("accuracy_backward",), ("--backward", "--backend", "cuda", "--backend", "triton"), 12.0),
     Step("bench_speed", ("backward_cuda_headdims",), ("--backward", "--grid", "headdims", "--rounds", "2"), 2.0),
     Step("bench_speed", ("backward_cuda_gqa",), ("--backward", "--grid", "gqa", "--rounds", "2"), 2.0),
+    Step("bench_speed", ("forward_cuda_latent",), ("--grid", "latent", "--rivals", "cuDNN"), 1.0),
+    Step("bench_speed", ("backward_cuda_latent",), ("--backward", "--grid", "latent", "--rivals", "cuDNN"), 1.0),
 )
 CPU_STEPS = (
     Step("bench_cpu", ("cpu_float32",)),
