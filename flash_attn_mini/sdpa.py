@@ -15,11 +15,11 @@ the other switches keep their meaning. The ops are
 ``attn_mask`` is the option attn_bias of our kernels. A query from which it hides all keys has an output of 0, as in the
 ops of PyTorch.
 
-PyTorch's kernels run all other calls: dropout (its random numbers depend on the kernel), masks on the cuDNN op, other
-dtypes, head dims above 256 (CPU: 512) or different for v, nested tensors, and GPUs for which no kernel was compiled.
-They also run the calls of a device whose backend is not the one that FLASH_ATTN_MINI_BACKEND names; ``use_backend`` has
-no effect here. Calls that PyTorch sends to its math implementation, for example with dropout or a mask that requires a
-gradient on the CPU, do not reach the ops.
+PyTorch's kernels run all other calls: dropout (its random numbers depend on the kernel), other dtypes, head dims above
+256 (CPU: 512) or different for v, nested tensors, and GPUs for which no kernel was compiled. They also run the calls of
+a device whose backend is not the one that FLASH_ATTN_MINI_BACKEND names; ``use_backend`` has no effect here. Calls that
+PyTorch sends to its math implementation, for example with dropout or a mask that requires a gradient on the CPU, do not
+reach the ops.
 
 csrc/api/sdpa.cpp has the kernels and registers them. Tested with PyTorch 2.6, 2.11, 2.13 and 2.14.
 """

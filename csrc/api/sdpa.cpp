@@ -387,9 +387,10 @@ Results flash_backward(Arguments args) {
 // As flash_forward, without its debug_attn_mask. The cuDNN op and the next ones align the causal mask to the top left.
 Results cudnn_forward(Arguments args) {
     const Tensor &q = args[0].toTensor(), &k = args[1].toTensor(), &v = args[2].toTensor();
-    const bool has_bias = is_given(args[3]), returns_debug_mask = args[7].toBool();
-    const auto plan = plan_of(q, k, v, args[5].toDouble(), args[6].toBool(), scale_at(args[8]), Diagonal::top_left);
-    if (!plan.has_value() || has_bias || returns_debug_mask) {
+    const bool returns_debug_mask = args[7].toBool();
+    const auto plan = with_mask(
+        plan_of(q, k, v, args[5].toDouble(), args[6].toBool(), scale_at(args[8]), Diagonal::top_left), args[3], q, k);
+    if (!plan.has_value() || returns_debug_mask) {
         return std::nullopt;
     }
     const auto [out, lse] = forward(*plan, q, k, v);
@@ -402,9 +403,11 @@ Results cudnn_forward(Arguments args) {
 Results cudnn_backward(Arguments args) {
     const Tensor &grad_out = args[0].toTensor(), &q = args[1].toTensor(), &k = args[2].toTensor(),
                  &v = args[3].toTensor(), &out = args[4].toTensor(), &lse = args[5].toTensor();
-    const bool has_bias = is_given(args[8]), is_varlen = is_given(args[9]);
-    const auto plan = plan_of(q, k, v, args[13].toDouble(), args[14].toBool(), scale_at(args[15]), Diagonal::top_left);
-    if (has_bias || is_varlen || !plan.has_value() || !fits(grad_out, q, out)) {
+    const bool is_varlen = is_given(args[9]);
+    const auto plan =
+        with_mask(plan_of(q, k, v, args[13].toDouble(), args[14].toBool(), scale_at(args[15]), Diagonal::top_left),
+                  args[8], q, k);
+    if (is_varlen || !plan.has_value() || !fits(grad_out, q, out)) {
         return std::nullopt;
     }
     const auto [dq, dk, dv, _] = backward(*plan, grad_out, q, k, v, out, lse.dim() == 3 ? lse : lse.squeeze(-1));

@@ -18,7 +18,7 @@
 
 namespace flash {
 
-// That of the kernel that a call needs. They differ only on sm90 kernels (takes_own_headdim_v).
+// The kernel of a call has at least this head dim. d and d_v differ only in calls of sm90 (takes_own_headdim_v).
 inline int largest_headdim(const Flash_fwd_params &params) {
     return std::max(params.d, params.d_v);
 }

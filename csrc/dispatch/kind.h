@@ -80,9 +80,9 @@ constexpr Kind kind_of_sm90_fwd(Kind kind) {
 // Smaller head dims run on the kernels of sm80.
 constexpr int kMinHeadDimSm90 = 64;
 
-// The sm90 kernels take another head dim of v as their own with zeros behind it, which cost products. For multi-head
-// latent attention, q and k of up to kHeadDimLatent columns with v of up to kMaxHeadDimVLatent, there are forward
-// kernels that do not have them.
+// The sm90 kernels compute with the larger head dim where q and v have different ones: TMA reads the missing columns as
+// zeros. Multi-head latent attention has forward kernels that compute only the columns of v: up to kHeadDimLatent
+// columns of q and k, up to kMaxHeadDimVLatent of v.
 constexpr int kHeadDimLatent = 192, kMaxHeadDimVLatent = 128;
 constexpr bool has_latent_fwd(int headdim, Kind kind) {
     return headdim == kHeadDimLatent && (kind == Kind::full || kind == Kind::local || kind == Kind::general);
