@@ -48,6 +48,7 @@ class Point:
     causal: bool = False
     shortest: int | None = None
     page_size: int = 0  # 0: a contiguous cache
+    headdim_v: int | None = None  # v is a view of the first columns of k; None: a tensor of its own
 
 
 @dataclass(frozen=True)
@@ -67,19 +68,23 @@ class Problem:
 
     @property
     def bytes(self) -> int:
-        """Of the keys and values that a call reads."""
-        return 2 * sum(self.lengths) * self.point.nheads_k * self.point.headdim * self.k.element_size()
+        """Of the keys and values that a call reads. Values that are columns of the keys do not count again."""
+        tensors = 2 if self.point.headdim_v is None else 1
+        return tensors * sum(self.lengths) * self.point.nheads_k * self.point.headdim * self.k.element_size()
 
     def pages(self, page_size: int) -> tuple[Tensor, Tensor, Tensor]:
         """k and v in pages in random order, and the block table."""
         number = self.point.batch * self.point.seqlen_k // page_size
         order = torch.randperm(number, device=self.k.device)
-        pools = []
-        for x in (self.k, self.v):
+
+        def pool_of(x: Tensor) -> Tensor:
             pool = torch.empty_like(x).view(number, page_size, *x.shape[2:])
             pool[order] = x.view_as(pool)
-            pools.append(pool)
-        return pools[0], pools[1], order.view(self.point.batch, -1).to(torch.int32)
+            return pool
+
+        k = pool_of(self.k)
+        v = pool_of(self.v) if self.point.headdim_v is None else k[..., : self.point.headdim_v]
+        return k, v, order.view(self.point.batch, -1).to(torch.int32)
 
 
 def draw(point: Point, device: torch.device, dtype: torch.dtype) -> Problem:
@@ -91,6 +96,8 @@ def draw(point: Point, device: torch.device, dtype: torch.dtype) -> Problem:
     shapes = [(b, point.seqlen_q, point.nheads), *[(b, n, point.nheads_k)] * 2]
     shapes += [(b, point.seqlen_q, point.nheads_k)] * 2
     tensors = [torch.randn(*shape, point.headdim, device=device, dtype=dtype) for shape in shapes]
+    if point.headdim_v is not None:
+        tensors[2], tensors[4] = tensors[1][..., : point.headdim_v], tensors[3][..., : point.headdim_v]
     frequencies = 1e4 ** -torch.linspace(0, 1, point.headdim // 2, device=device)
     angles = torch.outer(torch.arange(n, device=device), frequencies)
     seqlens = torch.tensor(lengths, dtype=torch.int32, device=device)
@@ -335,6 +342,10 @@ def with_new_keys(ours: Sequence[str], rivals: Sequence[Rival]) -> Sequence[Riva
     ]
 
 
+def with_pages(ours: Sequence[str], rivals: Sequence[Rival]) -> Sequence[Rival]:
+    return [Ours(backend, page_size) for backend in ours for page_size in (0, 64)]
+
+
 def first_backend(ours: Sequence[str], rivals: Sequence[Rival]) -> Sequence[Rival]:
     return [Ours(ours[0])]
 
@@ -347,6 +358,11 @@ HEADS = (  # head dims; one head of keys for each head of queries; one for all
     replace(MAIN, headdim=256),
     replace(MAIN, nheads_k=32),
     replace(MAIN, nheads_k=1),
+)
+LATENT = tuple(
+    replace(point, nheads=nheads, nheads_k=1, headdim=576, headdim_v=512)
+    for nheads in (16, 64, 128)
+    for point in (Point(64, 4 * K), MAIN, Point(1, 64 * K))
 )
 QUERIES = (*range(1, 37), *range(60, 69), *range(124, 133))
 FIGURES = {
@@ -375,6 +391,7 @@ FIGURES = {
         tuple(Point(batch, K << shift) for batch in (1, 16) for shift in range(8)),
         ours_and_rivals,
     ),
+    "latent": Figure("Decoding with one latent head", LATENT, with_pages),
     "cpu": Figure(
         "Decoding on the CPU",
         (

@@ -309,7 +309,12 @@ def cache_shape(row: dict[str, Any]) -> str:
 
 def kvcache_tables(data: Rows) -> list[str]:
     """The layout of each figure of bench_kvcache."""
-    layouts = {"append": kvcache_time_tables, "pages": kvcache_time_tables, "queries": kvcache_query_tables}
+    layouts = {
+        "append": kvcache_time_tables,
+        "pages": kvcache_time_tables,
+        "queries": kvcache_query_tables,
+        "latent": kvcache_latent_tables,
+    }
     return layouts.get(data[0]["figure"], kvcache_speed_tables)(data)
 
 
@@ -346,6 +351,24 @@ def kvcache_time_tables(data: Rows) -> list[str]:
             cells.setdefault(name, {})[cache_shape(row)] = f"{microseconds:.1f}{times}"
     body = [[name, *(by_shape.get(shape, "–") for shape in shapes)] for name, by_shape in cells.items()]
     return [f"µs, and (as a multiple of the first):\n\n{markdown_table(['', *shapes], body)}"]
+
+
+def kvcache_latent_tables(data: Rows) -> list[str]:
+    """Shape down, contender across: TB/s of the keys, as a share of the copy's where that was measured, and TFLOP/s."""
+    names = list(dict.fromkeys(name for row in data for name in row["us"]))
+    body = []
+    for row in data:
+        ceiling = row.get("ceiling_gbps")
+        columns = row["headdim"] + row["headdim_v"]
+        flops = 2 * row["batch"] * row["seqlen_k"] * row["seqlen_q"] * row["nheads"] * columns
+        cells = []
+        for name in names:
+            speed, microseconds = row["gbps"].get(name), row["us"].get(name)
+            share = f" ({speed / ceiling:.2f})" if ceiling and speed else ""
+            cells.append(f"{speed / 1e3:.2f}{share}, {flops / microseconds / 1e6:.0f}" if microseconds else "–")
+        body.append([f"{row['batch']} × {row['seqlen_k']} keys", str(row["nheads"]), *cells])
+    caption = "TB/s of the keys" + (" (÷ the copy's)" if data[0].get("ceiling_gbps") else "") + ", TFLOP/s"
+    return [f"{caption}:\n\n{markdown_table(['cache', 'heads', *names], body)}"]
 
 
 def kvcache_query_tables(data: Rows) -> list[str]:

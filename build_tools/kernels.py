@@ -42,6 +42,7 @@ _KINDS = re.compile(r"#define FLASH_KINDS\(X\)((?:\s*\\\n\s*X\(\w+(?:, [01]){4}\
 _KIND = re.compile(r"X\((\w+), ([01]), ([01]), ([01]), ([01])\)")
 _SEPARATE_FORWARDS = ("ranged", "biased")  # kinds whose forward has an sm90 kernel, and object files of its own
 _MIN_HEADDIM_SM90 = re.compile(r"constexpr int kMinHeadDimSm90 = (\d+);")
+_HEADDIM_LATENT = re.compile(r"constexpr int kHeadDimLatent = (\d+),")
 
 
 @dataclass(frozen=True)
@@ -62,22 +63,23 @@ class Kinds(NamedTuple):
     backward: tuple[str, ...]  # those with an sm80 backward kernel
     backward_sm90: tuple[str, ...]  # those with an sm90 backward kernel
     min_hdim_sm90: int
+    hdim_latent: int  # the kernel of a cache of latent vectors comes with those of this head dim
 
 
 def read_kinds(header: Path = CSRC / "dispatch" / "kind.h") -> Kinds:
-    """Reads FLASH_KINDS and kMinHeadDimSm90; ValueError where the header is not written as expected."""
+    """Reads FLASH_KINDS, kMinHeadDimSm90 and kHeadDimLatent; ValueError where the header is not written as expected."""
     text = header.read_text()
-    table, smallest = _KINDS.search(text), _MIN_HEADDIM_SM90.search(text)
-    if table is None or smallest is None:
+    table, smallest, latent = (pattern.search(text) for pattern in (_KINDS, _MIN_HEADDIM_SM90, _HEADDIM_LATENT))
+    if table is None or smallest is None or latent is None:
         raise ValueError(
-            f"{header} must define FLASH_KINDS(X) as lines X(name, 0 or 1, 0 or 1, 0 or 1, 0 or 1), and "
-            "constexpr int kMinHeadDimSm90"
+            f"{header} must define FLASH_KINDS(X) as lines X(name, 0 or 1, 0 or 1, 0 or 1, 0 or 1), "
+            "constexpr int kMinHeadDimSm90 and constexpr int kHeadDimLatent"
         )
     names, _, *columns = zip(*_KIND.findall(table[1]), strict=True)
     backward, forward_sm90, backward_sm90 = (
         tuple(name for name, value in zip(names, column, strict=True) if value == "1") for column in columns
     )
-    return Kinds(names, forward_sm90, backward, backward_sm90, int(smallest[1]))
+    return Kinds(names, forward_sm90, backward, backward_sm90, int(smallest[1]), int(latent[1]))
 
 
 def kernel_objects(selection: Selection) -> list[KernelObject]:
@@ -124,6 +126,9 @@ def kernel_objects(selection: Selection) -> list[KernelObject]:
         add(f"bias_gradient_{name}", "sm80/backward/bias_gradient_instantiation.cu", defines, others)
         add(f"flash_fwd_{name}_splitkv", "kvcache/splitkv_instantiation.cu", defines, others)
     for dtype in selection.dtypes:
+        if selection.has_sm90 and kinds.hdim_latent in selection.hdims:
+            source = "sm90/decode/flash_fwd_latent_instantiation.cu"
+            add(f"flash_fwd_latent_{dtype}_sm90", source, (f"-DFLASH_DTYPE={ALL_DTYPES[dtype]}",), ("90a",))
         add(f"append_kv_{dtype}", "kvcache/append_instantiation.cu", (f"-DFLASH_DTYPE={ALL_DTYPES[dtype]}",), others)
     add("row_mod_gradient", "common/row_mod_gradient.cu", (), others)
     add("key_ranges", "common/key_ranges.cu", (), others)

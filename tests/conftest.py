@@ -67,7 +67,24 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("backend", [param(backend) for backend in backends])
 
 
+def _mark_half_of_the_dtypes(items: list[pytest.Item]) -> None:
+    """Of the four dtypes of a case on the CPU two are thorough; which ones depends on the case."""
+    dtypes_of: dict[str, dict[torch.dtype, pytest.Item]] = {}
+    for item in items:
+        params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+        if params.get("dtype") in CPU_DTYPES and "cpu" in (params.get("backend"), params.get("kernels")):
+            name = str(params["dtype"]).removeprefix("torch.")
+            dtypes_of.setdefault(item.nodeid.replace(name, "", 1), {})[params["dtype"]] = item
+    for case, of_dtype in dtypes_of.items():
+        if len(of_dtype) == len(CPU_DTYPES):
+            turn = zlib.crc32(case.encode()) % len(CPU_DTYPES)
+            for dtype in (CPU_DTYPES * 2)[turn : turn + 2]:
+                of_dtype[dtype].add_marker("thorough")
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m leaves out what is thorough
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    _mark_half_of_the_dtypes(items)
     # Long tests first: a worker that has none left takes from the end of another's list, so no long test comes last.
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     for item in items:

@@ -34,7 +34,7 @@ std::string reason_against_cuda(const at::Tensor &q) {
 // Whether the CUDA kernels have the head dims of q and v. True for tensors without dimensions: the checks refuse them.
 // Traced tensors may have symbolic sizes.
 bool has_cuda_head_dims(const at::Tensor &q, const at::Tensor &v, CallOf kind) {
-    if (q.dim() == 0 || v.dim() == 0) {
+    if (q.dim() == 0 || v.dim() == 0 || kind == CallOf::latent_kvcache) {
         return true;
     }
     const c10::SymInt headdim = q.sym_size(-1), headdim_v = v.sym_size(-1);

@@ -21,7 +21,7 @@ std::optional<c10::string_view> backend_asked_for(std::optional<c10::string_view
 std::optional<c10::string_view> backend_of_gradient(std::optional<c10::string_view> argument, const at::Tensor &q,
                                                     const at::Tensor &v);
 
-enum class CallOf { attention, kvcache };
+enum class CallOf { attention, kvcache, latent_kvcache };  // latent_kvcache: the CUDA kernel of latent_cache.h takes it
 
 // The backend of a call with tensors on the device of q. CUDA tensors take Triton by default where the CUDA kernels
 // lack the GPU or the head dims of q and v. ValueError for an unknown name, RuntimeError if the backend asked for

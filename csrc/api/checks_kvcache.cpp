@@ -5,6 +5,7 @@
 
 #include "api/check_tensors.h"
 #include "api/checks.h"
+#include "api/latent_cache.h"
 #include "common/message.h"
 #include "flash.h"
 
@@ -32,9 +33,16 @@ void check_shapes(const KvCacheArgs &args, const std::string &backend) {
             x, 4,
             is_paged ? "[num_pages, page_size, nheads_k, headdim]" : "[batch_cache, capacity, nheads_k, headdim]");
     }
-    check_heads(q, k_cache, v_cache, backend, kMaxHeadDimOfCache);
-    FLASH_CHECK_NOT_IMPLEMENTED(backend != "cuda" || args.v_cache.size(3) == args.q.size(3), "v_cache has headdim ",
-                                args.v_cache.size(3), " (shape ", args.v_cache.sizes(),
+    const bool is_latent = backend == "cuda" && has_latent_head_dims(args);
+    if (is_latent) {
+        const std::string reason = reason_against_latent(args);
+        FLASH_CHECK_NOT_IMPLEMENTED(reason.empty(), "q has headdim ", args.q.size(3), " and v_cache ",
+                                    args.v_cache.size(3), "; the cuda backend does not take this call: ", reason,
+                                    "; available: the triton backend");
+    }
+    check_heads(q, k_cache, v_cache, is_latent ? "" : backend, kMaxHeadDimOfCache);
+    FLASH_CHECK_NOT_IMPLEMENTED(is_latent || backend != "cuda" || args.v_cache.size(3) == args.q.size(3),
+                                "v_cache has headdim ", args.v_cache.size(3), " (shape ", args.v_cache.sizes(),
                                 "); allowed on the cuda backend: the headdim of q, ", args.q.size(3),
                                 "; available: the triton backend");
     check_same_size(v_cache, k_cache, 0, is_paged ? "num_pages" : "batch_cache");

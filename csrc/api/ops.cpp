@@ -17,6 +17,7 @@
 #include "api/backend_choice.h"
 #include "api/checks.h"
 #include "api/flash_api.h"
+#include "api/latent_cache.h"
 #include "api/score_mod.h"
 #include "common/message.h"
 #include "common/trace.h"
@@ -134,10 +135,22 @@ Tensor attn_bias_backward(const BiasBwdCall<int64_t> &call) {
     return ops::call<TritonBiasBwd, int64_t>(call);
 }
 
+// Only the call of a latent cache that its kernel does not take has something to trace.
+CallOf kind_of_cache(const KvCacheArgs &args) {
+    if (!has_latent_head_dims(args)) {
+        return CallOf::kvcache;
+    }
+    const std::string reason = reason_against_latent(args);
+    if (!reason.empty() && trace_enabled()) {
+        trace("kind_of_cache", "the kernel of a latent cache does not take the call: %s", reason.c_str());
+    }
+    return reason.empty() ? CallOf::latent_kvcache : CallOf::kvcache;
+}
+
 TwoTensors forward_kvcache(const KvCacheCall<int64_t> &call) {
-    const Backend backend = choose_backend(call.options.backend, call.q, call.v_cache, CallOf::kvcache);
-    trace_op(KvCache::kName, backend, {{"q", call.q}, {"k_cache", call.k_cache}, {"v_cache", call.v_cache}});
     const KvCacheArgs args{call.cache, call.q, call.k_cache, call.v_cache, std::nullopt, call.options};
+    const Backend backend = choose_backend(call.options.backend, call.q, call.v_cache, kind_of_cache(args));
+    trace_op(KvCache::kName, backend, {{"q", call.q}, {"k_cache", call.k_cache}, {"v_cache", call.v_cache}});
     if (backend != Backend::triton) {
         return mha_fwd_kvcache(args);
     }

@@ -137,26 +137,20 @@ void set_max_logits(Flash_fwd_params &params, const at::Tensor &max_logits) {
     }
 }
 
-Flash_fwd_params set_params_kvcache(const KvCacheTensors &tensors, const KvCacheArgs &args, double softmax_scale) {
+Flash_fwd_params params_of_cache(const KvCacheArgs &args) {
     Flash_fwd_params params;
     const int64_t capacity = args.capacity();
-    const bool has_rotary = tensors.q_rotated.defined();
-    params.q = tensor_ref(has_rotary ? tensors.q_rotated : tensors.q);
+    params.q = tensor_ref(args.q);
     params.k = tensor_ref(args.k_cache);
     params.v = tensor_ref(args.v_cache);
-    params.o = tensor_ref(tensors.out);
-    set_lse(params, tensors.softmax_lse);
-
     params.dtype = dtype_of(args.q);
     params.b = static_cast<int>(args.batch());
     set_heads(params, args.q.size(2), args.k_cache.size(2), args.q.size(3), args.v_cache.size(3));
     params.seqlen_q = static_cast<int>(args.q.size(1));
     params.seqlen_k = static_cast<int>(capacity);
-    set_options(params, args.options, softmax_scale, args.q.size(1) + capacity);
     if (args.block_table.has_value()) {
         set_pages(params, *args.block_table, args.k_cache);
     }
-
     KvCache &cache = params.cache;
     cache.capacity = static_cast<int>(capacity);
     cache.batch_cache = static_cast<int>(args.block_table.has_value() ? args.batch() : args.k_cache.size(0));
@@ -165,6 +159,19 @@ Flash_fwd_params set_params_kvcache(const KvCacheTensors &tensors, const KvCache
     cache.leftpad = ints_of(args.cache_leftpad);
     cache.batch_idx = ints_of(args.cache_batch_idx);
     cache.seqlen_new = static_cast<int>(args.seqlen_new());
+    cache.num_splits = static_cast<int>(args.num_splits);
+    cache.split_keys = static_cast<int>(args.split_keys);
+    return params;
+}
+
+Flash_fwd_params set_params_kvcache(const KvCacheTensors &tensors, const KvCacheArgs &args, double softmax_scale) {
+    Flash_fwd_params params = params_of_cache(args);
+    const bool has_rotary = tensors.q_rotated.defined();
+    params.q = tensor_ref(has_rotary ? tensors.q_rotated : tensors.q);
+    params.o = tensor_ref(tensors.out);
+    set_lse(params, tensors.softmax_lse);
+    set_options(params, args.options, softmax_scale, args.q.size(1) + args.capacity());
+    KvCache &cache = params.cache;
     if (cache.seqlen_new > 0) {
         cache.k_new = tensor_ref(tensors.k);
         cache.v_new = tensor_ref(tensors.v);
@@ -181,8 +188,6 @@ Flash_fwd_params set_params_kvcache(const KvCacheTensors &tensors, const KvCache
             args.options.causal || args.options.window_size_left >= 0 || args.options.window_size_right >= 0;
         cache.q_input = tensor_ref(tensors.q);
     }
-    cache.num_splits = static_cast<int>(args.num_splits);
-    cache.split_keys = static_cast<int>(args.split_keys);
     if (trace_enabled()) {
         trace("set_params_kvcache",
               "b=%d seqlen_q=%d capacity=%d seqlen_new=%d h=%d h_k=%d d=%d d_v=%d %s window=(%d,%d) rotary_dim=%d "

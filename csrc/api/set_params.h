@@ -42,6 +42,9 @@ struct KvCacheTensors {
     const at::Tensor &rotary_sin;
 };
 
+// The part of set_params_kvcache that the arguments alone determine: q, caches, sizes, pages and splits.
+Flash_fwd_params params_of_cache(const KvCacheArgs &args);
+
 // softmax_scale: as for set_params_fprop. The cache has keys (KvCacheArgs::has_keys).
 Flash_fwd_params set_params_kvcache(const KvCacheTensors &tensors, const KvCacheArgs &args, double softmax_scale);
 

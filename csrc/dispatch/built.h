@@ -78,6 +78,12 @@ constexpr bool is_built(DType dtype) {
     return contains(kBuiltDTypes, dtype);
 }
 
+// The kernel of a cache of latent vectors (sm90/decode/flash_fwd_latent.h) comes with the kernels of head dim 192,
+// which the same models need for their prompts.
+constexpr bool has_latent_decode() {
+    return kHasSm90 && is_built(kHeadDimLatent);
+}
+
 // True if a kernel of this build runs on compute capability major.minor. Code without a suffix runs on the same major
 // version from its minor version up.
 constexpr bool runs_on(int major, int minor) {

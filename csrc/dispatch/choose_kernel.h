@@ -15,6 +15,7 @@
 #include "kvcache/splitkv.h"
 #include "run_mha.h"
 #include "sm90/common/tma_limits.h"
+#include "sm90/decode/flash_fwd_latent.h"
 
 namespace flash {
 
@@ -131,11 +132,21 @@ inline bool prefers_forward(const Flash_fwd_params &params) {
            tiles * kRowsOfTile < kSpeedup * rows;
 }
 
+// True if the kernels whose tiles have the rows of a group of heads take the queries of a call.
+inline bool can_pack_rows(const Flash_fwd_params &params) {
+    return !params.has_alibi() && packed_rows(params) <= INT32_MAX - kRowsOfTile;
+}
+
 // True if the build and the GPU have split_sm90, and it takes the call.
 inline bool runs_split_sm90(const Flash_fwd_params &params) {
     return device_properties().major == 9 && requested_arch() != 80 &&
-           has_sm90_fwd(built_headdim_for(params.d), Kind::split) && !params.has_alibi() &&
-           packed_rows(params) <= INT32_MAX - kRowsOfTile && sm90::can_split(params);
+           has_sm90_fwd(built_headdim_for(params.d), Kind::split) && can_pack_rows(params) && sm90::can_split(params);
+}
+
+// A cache of latent vectors: K of 576 columns, V of 512. On CUDA the calls of a cache have no other head dims above
+// kMaxHeadDimCuda (reason_against_latent).
+inline bool is_latent_cache(const Flash_fwd_params &params) {
+    return params.cache.is_used() && params.d == kHeadDimLatentCache && params.d_v == kHeadDimVLatentCache;
 }
 
 // True if split_sm90 takes less time than the kernels of the forward. It splits keys, so that all SMs end at once; they

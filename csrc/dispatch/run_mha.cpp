@@ -224,7 +224,20 @@ void run_mha_fwd_splitkv_dispatch(Flash_fwd_params &params, bool follows_append)
     });
 }
 
+void run_mha_fwd_latent(const Flash_fwd_params &params) {
+    if (trace_enabled()) {
+        trace("run_mha_fwd_kvcache", "device=cuda arch=sm90 kHeadDim=%d kHeadDimV=%d", params.d, params.d_v);
+    }
+    if constexpr (has_latent_decode()) {
+        FP16_SWITCH(params.dtype, [&] { sm90::run_flash_fwd_latent<kDType>(params, current_stream()); });
+    }
+}
+
 void run_mha_fwd_kvcache_cuda(Flash_fwd_params &params) {
+    if (is_latent_cache(params)) {
+        run_mha_fwd_latent(params);
+        return;
+    }
     check_built(params);
     const bool appends = params.cache.seqlen_new > 0 || params.cache.rotary_cos != nullptr;
     if (appends) {
@@ -294,12 +307,18 @@ bool run_row_mod_gradient(const Flash_bwd_params &params, void *gradient) {
 }
 
 int64_t splitkv_scratch_floats(const Flash_fwd_params &params) {
+    int64_t floats = 0;
+    if (is_latent_cache(params)) {
+        if constexpr (has_latent_decode()) {
+            FP16_SWITCH(params.dtype, [&] { floats = sm90::latent_scratch_floats<kDType>(params); });
+        }
+        return floats;
+    }
     check_built(params);
     const CacheKernel kernel = params.seqlen_q == 0 ? CacheKernel::forward : cache_kernel(params);
     if (kernel == CacheKernel::forward) {
         return 0;
     }
-    int64_t floats = 0;
     FP16_SWITCH(params.dtype, [&] {
         HEADDIM_SWITCH(params.d, [&] {
             if constexpr (has_sm90_fwd(kHeadDim, Kind::split)) {
@@ -312,6 +331,34 @@ int64_t splitkv_scratch_floats(const Flash_fwd_params &params) {
         });
     });
     return floats;
+}
+
+std::string reason_against_latent(const Flash_fwd_params &params) {
+    if (device_properties().major != 9 || requested_arch() == 80) {
+        return "its kernel needs a Hopper GPU, and FLASH_ATTN_MINI_ARCH other than 80";
+    }
+    if (!has_latent_decode() || !is_built(params.dtype)) {
+        return "this build lacks its kernel, which comes with those of headdim 192 for 90a";
+    }
+    const auto has_strides_of_k = [&](const TensorRef &x) {
+        return x.batch_stride == params.k.batch_stride && x.row_stride == params.k.row_stride &&
+               x.head_stride == params.k.head_stride;
+    };
+    if (params.v.ptr != params.k.ptr || !has_strides_of_k(params.v)) {
+        return "v_cache is not k_cache[..., :512]";
+    }
+    if (params.cache.num_splits != 0 || params.cache.split_keys != 0) {
+        return "num_splits or split_keys is given";
+    }
+    if (!can_pack_rows(params)) {
+        return "alibi_slopes is given, or there are more than 2^31 rows of queries and heads";
+    }
+    if (!is_aligned(params.q, params.d) || (params.o.ptr != nullptr && !is_aligned(params.o, params.d_v))) {
+        return "rows of q or out do not begin at multiples of 16 bytes";
+    }
+    return sm90::can_split(params) ? ""
+                                   : "TMA cannot read the cache: its strides, cache_leftpad with pages, or pages "
+                                     "whose keys are no multiple of 8";
 }
 
 bool takes_own_headdim_v(int64_t d, int64_t d_v) {
@@ -344,6 +391,10 @@ std::string sm80_unavailable_reason(int major, int minor) {
 }
 
 #else
+
+std::string reason_against_latent(const Flash_fwd_params &) {
+    return "this build has no CUDA kernels";
+}
 
 bool takes_own_headdim_v(int64_t, int64_t) {
     return false;

@@ -30,6 +30,10 @@ bool run_row_mod_gradient(const Flash_bwd_params &params, void *gradient);
 int64_t splitkv_scratch_floats(const Flash_fwd_params &params);
 #endif
 
+// Empty if the kernel of a cache of latent vectors (sm90/decode/flash_fwd_latent.h) takes a call on the current device,
+// else why not. params: of the call; the log-sum-exp and the options other than alibi_slopes are not read.
+std::string reason_against_latent(const Flash_fwd_params &params);
+
 // True if forward and backward on the current device take q and k of d columns with v of d_v, another number, as they
 // are, except in pages. False: the kernels need q, k and v with one head dim.
 bool takes_own_headdim_v(int64_t d, int64_t d_v);

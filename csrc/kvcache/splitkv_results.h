@@ -59,11 +59,11 @@ struct RowResult {
                                pack<Element>(o.z * inverse, o.w * inverse)};
         Element *target = static_cast<Element *>(params.o.ptr) + bidb * params.o.batch_stride +
                           query * params.o.row_stride + bidh * params.o.head_stride + column;
-        if (column + 4 <= params.d && reinterpret_cast<uintptr_t>(target) % 8 == 0) {
+        if (column + 4 <= params.d_v && reinterpret_cast<uintptr_t>(target) % 8 == 0) {
             *reinterpret_cast<uint2 *>(target) = rounded;
         } else {
 #pragma unroll 1
-            for (int i = 0; i < min(4, params.d - column); ++i) {
+            for (int i = 0; i < min(4, params.d_v - column); ++i) {
                 const uint32_t pair = i < 2 ? rounded.x : rounded.y;
                 reinterpret_cast<uint16_t *>(target)[i] = static_cast<uint16_t>(i % 2 == 0 ? pair : pair >> 16);
             }

@@ -29,6 +29,7 @@ TINY = {
     "append": (replace(SMALL, causal=True), replace(SMALL, seqlen_q=3)),
     "queries": tuple(replace(SMALL, seqlen_q=n, causal=True) for n in (1, 2, 3, 5)),
     "lengths": tuple(replace(SMALL, batch=batch, seqlen_k=n) for batch in (1, 2) for n in (32, 64)),
+    "latent": (replace(SMALL, nheads_k=1, headdim_v=8),),
     "cpu": (SMALL,),
 }
 
@@ -52,7 +53,8 @@ def test_figure_runs_end_to_end(figure: str, tmp_path: Path) -> None:
     assert len(rows) == len(TINY[figure])
     for row, point in zip(rows, TINY[figure], strict=True):
         if point.shortest is None:
-            size = 2 * point.batch * point.seqlen_k * point.nheads_k * point.headdim * 4
+            tensors = 1 if point.headdim_v else 2
+            size = tensors * point.batch * point.seqlen_k * point.nheads_k * point.headdim * 4
             for name, microseconds in row["us"].items():
                 assert row["gbps"][name] == pytest.approx(size / microseconds / 1e3, rel=1e-2)
         assert "cpu" in row["us"]
@@ -62,6 +64,8 @@ def test_figure_runs_end_to_end(figure: str, tmp_path: Path) -> None:
         assert "different lengths" in rows[1]["unsupported"]["SDPA"]
     if figure == "pages":
         assert [*rows[0]["us"]] == ["cpu", *(f"cpu, pages of {n}" for n in (1, 16, 64, 256))]
+    if figure == "latent":
+        assert [*rows[0]["us"]] == ["cpu", "cpu, pages of 64"]
     if figure == "append":
         assert [*rows[0]["ratio"]] == ["cpu", "cpu, append", "cpu, append, rotary"]
     assert path.with_suffix(".png").exists() == (figure in ("queries", "lengths"))

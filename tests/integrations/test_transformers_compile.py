@@ -58,11 +58,11 @@ def outputs(model: Any, call: Any, ids: Tensor, weights: Tensor, options: dict[s
 @pytest.mark.parametrize(
     ("name", "compiler", "options"),
     [
-        pytest.param("llama", "aot_eager", {}, id="llama"),
+        pytest.param("llama", "aot_eager", {}, id="llama", marks=thorough),
         pytest.param("gemma2", "eager", {}, id="gemma2", marks=thorough),
         pytest.param("modernbert", "eager", {}, id="modernbert"),
-        pytest.param("llama4", "aot_eager", {}, id="llama4"),
-        pytest.param("llama4", "eager", {"attention_mask": PADDED}, id="llama4-padded"),
+        pytest.param("llama4", "aot_eager", {}, id="llama4", marks=thorough),
+        pytest.param("llama4", "eager", {"attention_mask": PADDED}, id="llama4-padded", marks=thorough),
         pytest.param("llama4", "eager", {"position_ids": POSITIONS}, id="llama4-packed"),
         pytest.param("llama", "eager", {"position_ids": POSITIONS}, id="llama-packed"),
         pytest.param("mistral", "eager", {"position_ids": POSITIONS}, id="mistral-packed", marks=thorough),

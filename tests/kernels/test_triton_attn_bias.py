@@ -32,6 +32,12 @@ IN_THE_INTERPRETER = (
     *("expanded", "decode", "few_keys", "no_keys", "no_queries", "no_queries_one_row", "no_batch", "headdim_33"),
 )
 IN_FLOAT32 = ("minus_inf", "one_row_shared", "lowest")
+# Kinds, layouts and features that others of these cases have too.
+THOROUGH = (
+    *("per_batch", "shared", "one_row_shared", "causal_more_queries", "scale_negative", "alibi_softcap", "ranges"),
+    *("sinks_nothing", "wide_one_row", "offset", "lowest_wide", "nothing_sinks", "odd_mask", "expanded", "few_keys"),
+    *("no_queries_one_row", "no_batch"),
+)
 CASES = [case for case in ATTN_BIAS_CASES if HAS_GPU or str(case) in IN_THE_INTERPRETER + IN_FLOAT32]
 CASES += [
     AttnBiasCase(
@@ -51,7 +57,12 @@ BY_NAME = {str(case): case for case in CASES}
 
 def with_dtypes() -> list[Any]:
     return [
-        pytest.param(case, dtype, id=f"{case}-{str(dtype).removeprefix('torch.')}")
+        pytest.param(
+            case,
+            dtype,
+            id=f"{case}-{str(dtype).removeprefix('torch.')}",
+            marks=[pytest.mark.thorough] * (str(case) in THOROUGH),
+        )
         for dtype in (torch.float16, torch.bfloat16, torch.float32)
         for case in CASES
         if HAS_GPU

@@ -34,6 +34,11 @@ IN_THE_INTERPRETER = (
     *("varlen_causal", "varlen_features", "varlen_hostile", "varlen_padding", "varlen_all_empty"),
 )
 IN_FLOAT32 = ("overlapping", "varlen_features")
+# Masks and features that others of these cases have too.
+THOROUGH = (
+    *("chunks", "left_padding", "disjoint", "empty_window", "per_batch", "per_head", "few_keys", "hostile_window"),
+    *("no_keys", "varlen_causal", "varlen_hostile", "varlen_padding", "masked_rows_window"),
+)
 CASES = [
     *(case for case in KEY_RANGE_CASES if HAS_GPU or str(case) in IN_THE_INTERPRETER),
     KeyRangeCase(
@@ -50,7 +55,12 @@ BLOCK_M, BLOCK_N, ROWS_OF_UNIT = 64, 32, 16
 
 def with_dtypes() -> list[Any]:
     return [
-        pytest.param(case, dtype, id=f"{case}-{str(dtype).removeprefix('torch.')}")
+        pytest.param(
+            case,
+            dtype,
+            id=f"{case}-{str(dtype).removeprefix('torch.')}",
+            marks=[pytest.mark.thorough] * (str(case) in THOROUGH),
+        )
         for dtype in (torch.float16, torch.bfloat16, torch.float32)
         for case in CASES
         if HAS_GPU or dtype == torch.float16 or (dtype == torch.float32 and str(case) in IN_FLOAT32)

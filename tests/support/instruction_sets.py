@@ -15,6 +15,10 @@ MACHINE = torch.backends.cpu.get_cpu_capability().replace("NO AVX", "DEFAULT")  
 # AVX512 is without AMX. Architectures other than x86 have one kernel.
 LESSER = LEVELS[: LEVELS.index(MACHINE) + (MACHINE == "AVX512")] if MACHINE in LEVELS else []
 each_lesser_level = pytest.mark.parametrize(
+    "level", [pytest.param(level, marks=pytest.mark.thorough) for level in LESSER]
+)
+# The same, where the first level is not thorough.
+each_lesser_level_always = pytest.mark.parametrize(
     "level", [level if level == LEVELS[0] else pytest.param(level, marks=pytest.mark.thorough) for level in LESSER]
 )
 

@@ -48,6 +48,7 @@ class KvCacheCase:
     cache_layout: str | None = None  # of the caches; None: layout
     memory_gib: float = 0.0  # of the caches in a 16-bit dtype, if a laptop may not have it
     own_headdim_v: int | None = None  # of v and out; None: headdim
+    v_in_k: bool = False  # v_cache is a view of the first columns of k_cache
 
     def __str__(self) -> str:
         return self.name
@@ -413,6 +414,8 @@ def make_call(case: KvCacheCase, dtype: torch.dtype, device: str, seed: int) -> 
     no_q = (rows, case.page_size or case.keys, 1, 1) if case.layout.startswith("far") else (1, 0, 1, 1)
     cache_shape = (rows, case.page_size or case.keys, *per_key)
     _, k_cache, v_cache = laid_out(case.cache_layout or case.layout, alloc, no_q, cache_shape, case.headdim_v)
+    if case.v_in_k:
+        v_cache = k_cache[..., : case.headdim_v]
 
     cos = sin = None
     if case.rotary_dim:

@@ -20,6 +20,7 @@ namespace flash::sm90 {
 // A consumer warpgroup.
 template <typename Traits, Kind kKind>
 class Consumer {
+protected:
     using Element = typename Traits::Element;
     using TiledMmaQK = typename Traits::TiledMmaQK;
     using TiledMmaPV = typename Traits::TiledMmaPV;
@@ -132,7 +133,7 @@ public:
         }
     }
 
-private:
+protected:
     const Flash_fwd_params &params;
     typename Traits::SharedStorage &shared;
     const int warpgroup;
