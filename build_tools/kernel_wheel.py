@@ -34,7 +34,7 @@ _EXPORTS = (
     "void?flash::sm80::run_flash_*",
     "void?flash::sm80::run_bias_gradient*",
     "void?flash::sm90::run_flash_*",
-    "long?flash::sm90::split_scratch_floats*",
+    "long?flash::sm90::*_scratch_floats*",
     "long?flash::splitkv_scratch_floats*",
     "void?flash::run_flash_fwd_splitkv*",
     "void?flash::run_append_kv*",
