@@ -10,13 +10,13 @@ namespace flash::sm90 {
 
 // Keys past the end of the sequence belong to another one: they become zeros in K or V, because NaN times 0 is NaN.
 // Each consumer clears its own keys. dQ reads all keys of K: after dS of them, and so after they are cleared.
-template <typename Traits, Kind kKind>
+template <typename Tiles, typename Traits, Kind kKind>
 __device__ __forceinline__ void clear_oob_keys(const ColumnBlock<Traits, kKind> &block, typename Traits::Element *smem,
                                                int key_offset, int warpgroup) {
     const int rows = block.seqlen_k - block.first_key() - key_offset;
     if (may_be_varlen(kKind) && rows < Traits::kKeys) {
-        Tensor sK = make_tensor(make_smem_ptr(smem), take<0, 2>(typename Traits::SmemLayoutKV{}));  // (BLK_N, HD)
-        Tensor sK_own = local_tile(sK, typename Traits::TiledKV{}, make_coord(key_offset / Traits::kKeys, 0));
+        Tensor sK = make_tensor(make_smem_ptr(smem), take<0, 2>(typename Tiles::SmemLayoutKV{}));  // (BLK_N, HD)
+        Tensor sK_own = local_tile(sK, typename Tiles::TiledKV{}, make_coord(key_offset / Traits::kKeys, 0));
         clear_rows_from(rows, sK_own, warpgroup);
     }
 }
@@ -27,7 +27,8 @@ class ConsumerBwd {
 protected:
     using Element = typename Traits::Element;
     using TiledMmaSdP = typename Traits::TiledMmaSdP;
-    using TiledMmadKV = typename Traits::TiledMmadKV;
+    using TilesQK = typename Traits::TilesQK;
+    using TilesdOV = typename Traits::TilesdOV;
     using Scores = typename ScoresBwd<Traits, kKind>::Accumulator;  // (MMA, MMA_M, MMA_N)
     using Operand = typename ScoresBwd<Traits, kKind>::Operand;     // of 16 bits (MMA, MMA_M, MMA_K)
     using Probabilities = typename ScoresBwd<Traits, kKind>::Probabilities;
@@ -67,13 +68,13 @@ protected:
     }
 
     // The stages of Q or dO (BLK_M, HD, stage), and the same as (HD, BLK_M, stage).
-    template <int kStages>
+    template <typename Tiles, int kStages>
     __device__ __forceinline__ static auto tiles(Element *smem) {
-        return make_tensor(make_smem_ptr(smem), typename Traits::template SmemLayoutQ<kStages>{});
+        return make_tensor(make_smem_ptr(smem), typename Tiles::template SmemLayoutQ<kStages>{});
     }
-    template <int kStages>
+    template <typename Tiles, int kStages>
     __device__ __forceinline__ static auto transposed_tiles(Element *smem) {
-        return make_tensor(make_smem_ptr(smem), typename Traits::template SmemLayoutQt<kStages>{});
+        return make_tensor(make_smem_ptr(smem), typename Tiles::template SmemLayoutQt<kStages>{});
     }
 
     __device__ __forceinline__ void advance_step() {
@@ -83,13 +84,13 @@ protected:
     }
 
     // S^T = K Q^T, or dP^T = V dO^T. With TiledMmaMinusdP the product is subtracted from acc.
-    template <typename TiledMma = TiledMmaSdP, int kStages, typename TensorS>
+    template <typename Tiles, typename TiledMma = TiledMmaSdP, int kStages, typename TensorS>
     __device__ __forceinline__ void issue_scores(Element *smem_k, Element *smem_q, const PipelineState<kStages> &state,
                                                  TensorS &acc) const {
         constexpr bool kAccumulates = !std::is_same_v<TiledMma, TiledMmaSdP>;
-        Tensor sK = make_tensor(make_smem_ptr(smem_k), take<0, 2>(typename Traits::SmemLayoutKV{}));  // (BLK_N, HD)
-        Tensor sQ = tiles<kStages>(smem_q);
-        Tensor sK_own = local_tile(sK, typename Traits::TiledKV{}, make_coord(key_offset / kKeys, 0));  // (64, HD)
+        Tensor sK = make_tensor(make_smem_ptr(smem_k), take<0, 2>(typename Tiles::SmemLayoutKV{}));  // (BLK_N, HD)
+        Tensor sQ = tiles<Tiles, kStages>(smem_q);
+        Tensor sK_own = local_tile(sK, typename Tiles::TiledKV{}, make_coord(key_offset / kKeys, 0));  // (64, HD)
         auto thr_mma = TiledMma{}.get_slice(int(threadIdx.x % 128));
         Tensor tSrK = thr_mma.make_fragment_A(thr_mma.partition_A(sK_own));                    // (MMA, MMA_M, MMA_K)
         Tensor tSrQ = thr_mma.make_fragment_B(thr_mma.partition_B(sQ))(_, _, _, state.stage);  // (MMA, MMA_N, MMA_K)
@@ -102,9 +103,9 @@ protected:
     __device__ __forceinline__ void issue_dp(TensorS &acc) const {
         if constexpr (Traits::kDpStartsAtDelta) {
             scores.start_at_delta(shared.delta[dout_state.stage], acc);
-            issue_scores<typename Traits::TiledMmaMinusdP>(shared.v, shared.dout, dout_state, acc);
+            issue_scores<TilesdOV, typename Traits::TiledMmaMinusdP>(shared.v, shared.dout, dout_state, acc);
         } else {
-            issue_scores(shared.v, shared.dout, dout_state, acc);
+            issue_scores<TilesdOV>(shared.v, shared.dout, dout_state, acc);
         }
     }
 
@@ -112,8 +113,8 @@ protected:
     __device__ __forceinline__ auto load_V() const {
         using TiledMma = typename Traits::TiledMmadP;
         Tensor sV = as_position_independent_swizzle_tensor(
-            make_tensor(make_smem_ptr(shared.v), take<0, 2>(typename Traits::SmemLayoutKV{})));         // (BLK_N, HD)
-        Tensor sV_own = local_tile(sV, typename Traits::TiledKV{}, make_coord(key_offset / kKeys, 0));  // (64, HD)
+            make_tensor(make_smem_ptr(shared.v), take<0, 2>(typename TilesdOV::SmemLayoutKV{})));         // (BLK_N, HD)
+        Tensor sV_own = local_tile(sV, typename TilesdOV::TiledKV{}, make_coord(key_offset / kKeys, 0));  // (64, HD)
         auto rV = TiledMma{}.get_slice(scores.thread).partition_fragment_A(sV_own);
         auto copies = make_tiled_copy_A(Copy_Atom<SM75_U32x4_LDSM_N, Element>{}, TiledMma{});
         auto of_thread = copies.get_slice(scores.thread);
@@ -124,7 +125,7 @@ protected:
     // dP^T = V dO^T with V from load_V().
     template <typename TensorV, typename TensorS>
     __device__ __forceinline__ void issue_dp(const TensorV &rV, TensorS &acc) const {
-        Tensor sdO = tiles<Traits::kStagesdO>(shared.dout);
+        Tensor sdO = tiles<TilesdOV, Traits::kStagesdO>(shared.dout);
         auto thr_mma = typename Traits::TiledMmadP{}.get_slice(int(threadIdx.x % 128));
         Tensor tdPrdO =
             thr_mma.make_fragment_B(thr_mma.partition_B(sdO))(_, _, _, dout_state.stage);  // (MMA, MMA_N, MMA_K)
@@ -132,10 +133,11 @@ protected:
     }
 
     // dV = P^T dO, with P^T in registers, or dV += P^T dO if `accumulates`; or dK and dS^T Q.
-    template <int kStages, typename TensorP, typename TensorKV>
+    template <typename Tiles, int kStages, typename TensorP, typename TensorKV>
     __device__ __forceinline__ void issue_dkv(bool accumulates, TensorP &rP, Element *smem_dout,
                                               const PipelineState<kStages> &state, TensorKV &acc) const {
-        Tensor sdOt = transposed_tiles<kStages>(smem_dout);
+        using TiledMmadKV = typename Tiles::TiledMmadKV;
+        Tensor sdOt = transposed_tiles<Tiles, kStages>(smem_dout);
         auto thr_mma = TiledMmadKV{}.get_slice(int(threadIdx.x % 128));
         Tensor tdVrdOt =
             thr_mma.make_fragment_B(thr_mma.partition_B(sdOt))(_, _, _, state.stage);  // (MMA, MMA_N, MMA_K)
@@ -150,7 +152,7 @@ protected:
         using TiledMmadK = typename Traits::TiledMmadK;
         using TileDSt = Shape<Int<kKeys>, Int<kBlockM>>;
         Tensor sdSt = make_tensor(make_smem_ptr(shared.ds), typename Traits::SmemLayoutdSt{});  // (BLK_N, BLK_M, stage)
-        Tensor sQt = transposed_tiles<Traits::kStagesQ>(shared.q);
+        Tensor sQt = transposed_tiles<TilesQK, Traits::kStagesQ>(shared.q);
         Tensor sdSt_own = local_tile(sdSt(_, _, ds_stage), TileDSt{}, make_coord(key_offset / kKeys, _0{}));
         auto thr_mma = TiledMmadK{}.get_slice(int(threadIdx.x % 128));
         Tensor tdKrdSt = thr_mma.make_fragment_A(thr_mma.partition_A(sdSt_own));                  // (MMA, MMA_M, MMA_K)
@@ -203,10 +205,14 @@ protected:
     __device__ __forceinline__ void wait_for_Q() const { q_state.wait(shared.q_barriers); }
     __device__ __forceinline__ void wait_for_dO() const { dout_state.wait(shared.dout_barriers); }
 
-    // K or V.
-    __device__ __forceinline__ void wait_for_KV(PipelineBarriers<1> &barriers, Element *smem) const {
-        PipelineState<1>().wait(barriers);  // loaded once
-        clear_oob_keys<Traits, kKind>(block, smem, key_offset, warpgroup);
+    // Both are loaded once.
+    __device__ __forceinline__ void wait_for_K() const {
+        PipelineState<1>().wait(shared.k_barriers);
+        clear_oob_keys<TilesQK>(block, shared.k, key_offset, warpgroup);
+    }
+    __device__ __forceinline__ void wait_for_V() const {
+        PipelineState<1>().wait(shared.v_barriers);
+        clear_oob_keys<TilesdOV>(block, shared.v, key_offset, warpgroup);
     }
 };
 

@@ -12,12 +12,22 @@
 
 namespace flash::sm90 {
 
+// Rows whose sums a CTA passes on together, where CTAs add in order (DqOrder).
+template <bool kCopyEngine>
+constexpr int kRowsPerPass = kCopyEngine ? 128 : 64;
+
 template <typename Traits>
 struct DqTile {
     using TiledMma = typename Traits::TiledMmadQ;
     static constexpr int kColumns = Traits::TileSize::kDqColumns;
     static constexpr int kColumnTiles = Traits::kHeadDim / kColumns;
     static constexpr int kVectors = kColumns / 8;  // of a lane
+
+    // DqBy::consumers, with one tile more than consumers: the consumer that computes the last one. It changes from one
+    // group of rows of DqOrder to the next.
+    __device__ __forceinline__ static int consumer_in_turn(const Step &step) {
+        return step.m_block / (kRowsPerPass<true> / Traits::kBlockM) % Traits::kConsumers;
+    }
 
     // An accumulator (MMA, MMA_M, MMA_N).
     __device__ __forceinline__ static auto accumulator() {
@@ -75,7 +85,7 @@ struct DqTile {
 // pass, a CTA adds to those row blocks of the group that see its keys. Nothing is kept in registers between the two.
 template <typename Traits, bool kCopyEngine, typename Block>
 class DqOrder {
-    static constexpr int kRowsPerPass = kCopyEngine ? 128 : 64;
+    static constexpr int kRowsPerPass = sm90::kRowsPerPass<kCopyEngine>;
     static constexpr int kRowBlocksPerPass = kRowsPerPass / Traits::kBlockM;
     const Flash_bwd_params &params;
     const Block &block;

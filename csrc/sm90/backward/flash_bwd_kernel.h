@@ -46,20 +46,18 @@ struct TargetOfKeys {
     }
 };
 
-// BwdSplit::keys. Stores acc (MMA, MMA_M, MMA_N) times `factor`. The rows of a warp pass through shared memory, and a
-// loop stores whole rows from there: fewer instructions than shuffles among lanes.
+// BwdSplit::keys. Stores kVectors vectors of acc (MMA, MMA_M, MMA_N) times `factor`, from kFirst on. The rows of a warp
+// pass through shared memory, and a loop stores whole rows from there: fewer instructions than shuffles among lanes.
 //
 // They lie in the rows of V that have their keys, which no other warp reads or writes.
-template <typename Traits, Kind kKind, typename TensorKV>
-__device__ __forceinline__ void store_keys(typename Traits::SharedStorage &shared,
-                                           const TargetOfKeys<Traits, kKind> &target, const TensorKV &acc, float factor,
-                                           int key_offset) {
+template <int kFirst, int kVectors, typename Traits, Kind kKind, typename TensorKV>
+__device__ __forceinline__ void store_vectors(typename Traits::SharedStorage &shared,
+                                              const TargetOfKeys<Traits, kKind> &target, const TensorKV &acc,
+                                              float factor, int key_offset) {
     using Element = typename Traits::Element;
     constexpr int kPart = Traits::kSmemRow, kChunks = kPart / 8;  // elements and vectors of a row of 128 or 64 bytes
-    constexpr int kVectors = Traits::kHeadDim / 8, kRows = 16;    // of a row; of a warp
-    if (target.base == nullptr) {
-        return;
-    }
+    constexpr int kRows = 16;                                     // of a warp
+    static_assert(kVectors * 8 <= Traits::kHeadDimV);
     const int lane = threadIdx.x % 32, first = threadIdx.x % 128 / 32 * kRows;
     Element *own = shared.v + (key_offset + first) * kPart;
     const auto place = [&](int row, int vector) {  // permuted, so that there are no bank conflicts
@@ -74,7 +72,7 @@ __device__ __forceinline__ void store_keys(typename Traits::SharedStorage &share
         uint32_t words[4];
         CUTE_UNROLL
         for (int piece = 0; piece < 4; ++piece) {
-            const int col = (vector + piece / 2) * 2;
+            const int col = (kFirst + vector + piece / 2) * 2;
             words[piece] = kvcache::pack<Element>(rows(piece % 2, col) * factor, rows(piece % 2, col + 1) * factor);
         }
         SM90_U32x4_STSM_N::copy(words[0], words[1], words[2], words[3],
@@ -87,10 +85,25 @@ __device__ __forceinline__ void store_keys(typename Traits::SharedStorage &share
         CUTE_UNROLL
         for (int i = 0; i < 2; ++i) {
             const int index = (step + i) * 32 + lane, row = index / kVectors, vector = index % kVectors;
-            target.store(first + row, vector * 8, *reinterpret_cast<const uint4 *>(place(row, vector)));
+            target.store(first + row, (kFirst + vector) * 8, *reinterpret_cast<const uint4 *>(place(row, vector)));
         }
     }
     __syncwarp();  // all lanes have read
+}
+
+// BwdSplit::keys. Stores acc times `factor`, as many columns at once as V has.
+template <typename Traits, Kind kKind, typename TensorKV>
+__device__ __forceinline__ void store_keys(typename Traits::SharedStorage &shared,
+                                           const TargetOfKeys<Traits, kKind> &target, const TensorKV &acc, float factor,
+                                           int key_offset) {
+    constexpr int kVectors = decltype(size(acc))::value / 4, kAtOnce = cute::min(kVectors, Traits::kHeadDimV / 8);
+    if (target.base == nullptr) {
+        return;
+    }
+    store_vectors<0, kAtOnce>(shared, target, acc, factor, key_offset);
+    if constexpr (kAtOnce < kVectors) {
+        store_vectors<kAtOnce, kVectors - kAtOnce>(shared, target, acc, factor, key_offset);
+    }
 }
 
 // BwdSplit::products. All 64 keys of the key block, from registers.
@@ -145,18 +158,24 @@ template <typename Traits, Kind kKind>
 __device__ __forceinline__ void compute_dk_dv_1colblock(const Flash_bwd_params &params,
                                                         typename Traits::SharedStorage &shared,
                                                         const ColumnBlock<Traits, kKind> &block, int warpgroup) {
-    using Accumulator = decltype(partition_fragment_C(typename Traits::TiledMmadKV{}, typename Traits::TiledKV{}));
+    const auto accumulator = [](auto tiles) {  // (MMA, MMA_M, MMA_N)
+        using Tiles = decltype(tiles);
+        return partition_fragment_C(typename Tiles::TiledMmadKV{}, typename Tiles::TiledKV{});
+    };
+    using AccumulatorK = decltype(accumulator(typename Traits::TilesQK{}));
+    using AccumulatorV = decltype(accumulator(typename Traits::TilesdOV{}));
     if constexpr (Traits::kSplitsKeys) {
-        Accumulator acc_dk, acc_dv;  // (MMA, MMA_M, MMA_N)
+        AccumulatorK acc_dk;
+        AccumulatorV acc_dv;
         KeyConsumer<Traits, kKind>(params, shared, block, warpgroup).run(acc_dk, acc_dv);
         store_dk(params, shared, block, acc_dk, warpgroup * Traits::kKeys);
         store_dv(params, shared, block, acc_dv, warpgroup * Traits::kKeys);
     } else if (warpgroup == 0) {
-        Accumulator acc_dv;
+        AccumulatorV acc_dv;
         ProductConsumer<Traits, kKind>(params, shared, block, warpgroup).run_dv(acc_dv);
         store_dv(params, shared, block, acc_dv, 0);
     } else {
-        Accumulator acc_dk;
+        AccumulatorK acc_dk;
         ProductConsumer<Traits, kKind>(params, shared, block, warpgroup).run_dk(acc_dk);
         store_dk(params, shared, block, acc_dk, 0);
     }

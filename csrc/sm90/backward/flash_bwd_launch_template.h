@@ -18,16 +18,20 @@ typename Traits::Copies make_copies_bwd(const Flash_bwd_params &params) {
     const int64_t rows_k = is_varlen ? params.total_k : params.seqlen_k;
     const int batch = is_varlen ? 1 : params.b;
     // TMA fills the columns of a tile past those of the tensor with zeros.
-    const auto of_Q = [&](const TensorRef &x, int columns) {
-        return make_tma_load<Element, decltype(take<0, 2>(typename Traits::template SmemLayoutQ<1>{})),
-                             typename Traits::TileQ>(x, rows_q, columns, params.h, batch);
+    const auto of_Q = [&](auto tiles, const TensorRef &x, int columns) {
+        using Tiles = decltype(tiles);
+        return make_tma_load<Element, decltype(take<0, 2>(typename Tiles::template SmemLayoutQ<1>{})),
+                             typename Tiles::TileQ>(x, rows_q, columns, params.h, batch);
     };
-    const auto of_KV = [&](const TensorRef &x, int columns) {
-        return make_tma_load<Element, decltype(take<0, 2>(typename Traits::SmemLayoutKV{})), typename Traits::TileKV>(
+    const auto of_KV = [&](auto tiles, const TensorRef &x, int columns) {
+        using Tiles = decltype(tiles);
+        return make_tma_load<Element, decltype(take<0, 2>(typename Tiles::SmemLayoutKV{})), typename Tiles::TileKV>(
             x, rows_k, columns, params.h_k, batch);
     };
-    return {of_Q(params.q, params.d), of_Q(params.dout, params.d_v), of_KV(params.k, params.d),
-            of_KV(params.v, params.d_v)};
+    const typename Traits::TilesQK of_d;
+    const typename Traits::TilesdOV of_d_v;
+    return {of_Q(of_d, params.q, params.d), of_Q(of_d_v, params.dout, params.d_v), of_KV(of_d, params.k, params.d),
+            of_KV(of_d_v, params.v, params.d_v)};
 }
 
 // True if the rows of Q, K, V, O, dO and dQ's accumulator that `ctas` work with fit into the L2 cache. The estimate
@@ -97,6 +101,14 @@ void launch_flash_bwd(const Flash_bwd_params &given, cudaStream_t stream) {
 
 template <DType kDType, int kHeadDim, Kind kKind>
 void run_flash_bwd(const Flash_bwd_params &params, cudaStream_t stream) {
+    if constexpr (has_latent_bwd(kHeadDim, kKind)) {
+        if (params.d_v <= kMaxHeadDimVLatent) {
+            launch_flash_bwd<
+                Flash_bwd_kernel_traits<kDType, kHeadDim, Factors::none, kMaxHeadDimVLatent, TileSizesBwdLatent>,
+                kKind>(params, stream);
+            return;
+        }
+    }
     const auto launch = [&](auto factors) {
         launch_flash_bwd<Flash_bwd_kernel_traits<kDType, kHeadDim, factors.value>, kKind>(params, stream);
     };

@@ -93,6 +93,22 @@ struct TileSizesBwd<192> {
 template <>
 struct TileSizesBwd<256> : TileSizesBwd<192> {};
 
+// The kinds that have kernels for kHeadDimLatent columns of q and k with kMaxHeadDimVLatent columns of v. The others have
+// no registers for a cap, dropout, ranges or a bias.
+constexpr bool has_latent_bwd(int headdim, Kind kind) {
+    return headdim == kHeadDimLatent && (kind == Kind::full || kind == Kind::local || kind == Kind::varlen);
+}
+struct TileSizesBwdLatent {
+    static constexpr BwdSplit kSplit = BwdSplit::keys;
+    static constexpr DqBy kDqBy = DqBy::consumers;
+    static constexpr DsIn kDsIn = DsIn::shared_memory;
+    static constexpr int kBlockM = 64;
+    static constexpr int kStagesQ = 2, kStagesdO = 2, kStagesdS = 2;
+    static constexpr int kDqColumns = 64;
+    static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+    static constexpr int kRowsPerTile = 256;
+};
+
 // Head dims whose kind general has three kernels, for no factors, a cap and dropout (Factors): a kernel without a
 // feature needs fewer registers, and only the kernel with dropout has a warpgroup for it. The other head dims have one
 // kernel.
@@ -114,13 +130,15 @@ enum class Factors {
     bias_cap_or_dropout,
 };
 
-template <DType kDType, int kHeadDim_, Factors kFactors_>
+template <DType kDType, int kHeadDim_, Factors kFactors_, int kHeadDimV_ = kHeadDim_,
+          typename TileSize_ = TileSizesBwd<kHeadDim_>>
 struct Flash_bwd_kernel_traits {
     static_assert(kDType == DType::float16 || kDType == DType::bfloat16, "tensor cores multiply 16-bit types here");
 
     using Element = std::conditional_t<kDType == DType::float16, cutlass::half_t, cutlass::bfloat16_t>;
-    using TileSize = TileSizesBwd<kHeadDim_>;
-    static constexpr int kHeadDim = kHeadDim_;
+    using TileSize = TileSize_;
+    static constexpr int kHeadDim = kHeadDim_;    // of Q, K, dQ and dK
+    static constexpr int kHeadDimV = kHeadDimV_;  // of V, O, dO and dV
     static constexpr Factors kFactors = kFactors_;
     static constexpr bool kHasBias = kFactors == Factors::bias || kFactors == Factors::bias_cap_or_dropout;
     static constexpr bool kHasFactors = kFactors != Factors::none && kFactors != Factors::bias;
@@ -151,10 +169,7 @@ struct Flash_bwd_kernel_traits {
     // S^T = K Q^T and dP^T = V dO^T, keys as rows: both operands in shared memory, or V in registers. dV += P^T dO and
     // dK += dS^T Q: P and dS in registers, dO and Q transposed by wgmma. dQ = dS K: both in shared memory, K transposed
     // by wgmma.
-    using TileQ = Shape<Int<kBlockM>, Int<kHeadDim>>;
-    using TileKV = Shape<Int<kBlockN>, Int<kHeadDim>>;
-    using TileS = Shape<Int<kKeys>, Int<kBlockM>>;     // of a consumer
-    using TiledKV = Shape<Int<kKeys>, Int<kHeadDim>>;  // of a consumer
+    using TileS = Shape<Int<kKeys>, Int<kBlockM>>;  // of a consumer
     using TiledMmaSdP = decltype(make_tiled_mma(
         GMMA::ss_op_selector<Element, Element, float, Shape<Int<kKeys>, Int<kBlockM>, Int<kHeadDim>>>()));
     // delta - dP^T, where the accumulator starts at delta.
@@ -164,9 +179,6 @@ struct Flash_bwd_kernel_traits {
     using TiledMmadP = decltype(make_tiled_mma(
         GMMA::rs_op_selector<Element, Element, float,
                              Shape<Int<kKeys>, Int<kBlockM>, Int<kHeadDim>>>()));  // head dim 64: V in registers
-    using TiledMmadKV = decltype(make_tiled_mma(
-        GMMA::rs_op_selector<Element, Element, float, Shape<Int<kKeys>, Int<kHeadDim>, Int<kBlockM>>, GMMA::Major::K,
-                             GMMA::Major::MN>()));
     using TiledMmadK = decltype(make_tiled_mma(
         GMMA::ss_op_selector<Element, Element, float, Shape<Int<kKeys>, Int<kHeadDim>, Int<kBlockM>>, GMMA::Major::MN,
                              GMMA::Major::MN>()));  // BwdSplit::keys: dS in shared memory, to save registers
@@ -178,19 +190,36 @@ struct Flash_bwd_kernel_traits {
     static constexpr int kSmemRow = kHeadDim % 64 == 0 ? 64 : 32;  // elements
     using SmemLayoutAtom =
         std::conditional_t<kSmemRow == 64, GMMA::Layout_K_SW128_Atom<Element>, GMMA::Layout_K_SW64_Atom<Element>>;
-    template <int kStages>
-    using SmemLayoutQ = decltype(tile_to_shape(SmemLayoutAtom{}, Shape<Int<kBlockM>, Int<kHeadDim>, Int<kStages>>{}));
-    template <int kStages>
-    using SmemLayoutQt = decltype(composition(
-        SmemLayoutQ<kStages>{},
-        make_layout(Shape<Int<kHeadDim>, Int<kBlockM>, Int<kStages>>{},
-                    Stride<Int<kBlockM>, _1, Int<kBlockM * kHeadDim>>{})));  // (headdim, query, stage)
-    // Places of the elements of a tile of Q or dO (BLK_M, HD, 1), counted from its first one.
-    using PlacesInQ = decltype(as_position_independent_swizzle_layout(SmemLayoutQ<1>{}));
-    using SmemLayoutKV = decltype(tile_to_shape(SmemLayoutAtom{}, Shape<Int<kBlockN>, Int<kHeadDim>, _1>{}));
-    using SmemLayoutKt =
-        decltype(composition(take<0, 2>(SmemLayoutKV{}), make_layout(Shape<Int<kHeadDim>, Int<kBlockN>>{},
-                                                                     Stride<Int<kBlockN>, _1>{})));  // (headdim, key)
+    static_assert(kHeadDimV % kSmemRow == 0);
+    // Tiles of kColumns columns: of Q, or of dO, with those of K, or of V.
+    template <int kColumns_>
+    struct Tiles {
+        static constexpr int kColumns = kColumns_;
+        using TileQ = Shape<Int<kBlockM>, Int<kColumns>>;
+        using TileKV = Shape<Int<kBlockN>, Int<kColumns>>;
+        using TiledKV = Shape<Int<kKeys>, Int<kColumns>>;  // of a consumer
+        using TiledMmadKV = decltype(make_tiled_mma(
+            GMMA::rs_op_selector<Element, Element, float, Shape<Int<kKeys>, Int<kColumns>, Int<kBlockM>>,
+                                 GMMA::Major::K, GMMA::Major::MN>()));
+        template <int kStages>
+        using SmemLayoutQ =
+            decltype(tile_to_shape(SmemLayoutAtom{}, Shape<Int<kBlockM>, Int<kColumns>, Int<kStages>>{}));
+        template <int kStages>
+        using SmemLayoutQt = decltype(composition(
+            SmemLayoutQ<kStages>{},
+            make_layout(Shape<Int<kColumns>, Int<kBlockM>, Int<kStages>>{},
+                        Stride<Int<kBlockM>, _1, Int<kBlockM * kColumns>>{})));  // (column, query, stage)
+        // Places of the elements of a tile of Q or dO (BLK_M, HD, 1), counted from its first one.
+        using PlacesInQ = decltype(as_position_independent_swizzle_layout(SmemLayoutQ<1>{}));
+        using SmemLayoutKV = decltype(tile_to_shape(SmemLayoutAtom{}, Shape<Int<kBlockN>, Int<kColumns>, _1>{}));
+        using TmaQ = TmaLoad<Element, decltype(take<0, 2>(SmemLayoutQ<1>{})), TileQ>;
+        using TmaKV = TmaLoad<Element, decltype(take<0, 2>(SmemLayoutKV{})), TileKV>;
+    };
+    using TilesQK = Tiles<kHeadDim>;
+    using TilesdOV = Tiles<kHeadDimV>;
+    using SmemLayoutKt = decltype(composition(take<0, 2>(typename TilesQK::SmemLayoutKV{}),
+                                              make_layout(Shape<Int<kHeadDim>, Int<kBlockN>>{},
+                                                          Stride<Int<kBlockN>, _1>{})));  // (headdim, key)
     // dS [queries, keys]: each consumer's 64 keys are contiguous.
     using SmemLayoutdS = decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{},
                                                 Shape<Int<kBlockM>, Int<kBlockN>, Int<kStagesdS>>{}));
@@ -199,17 +228,18 @@ struct Flash_bwd_kernel_traits {
         SmemLayoutdS{}, make_layout(Shape<Int<kBlockN>, Int<kBlockM>, Int<kStagesdS>>{},
                                     Stride<Int<kBlockM>, _1, Int<kBlockM * kBlockN>>{})));  // (key, query, stage)
 
-    using TmaQ = TmaLoad<Element, decltype(take<0, 2>(SmemLayoutQ<1>{})), TileQ>;
-    using TmaKV = TmaLoad<Element, decltype(take<0, 2>(SmemLayoutKV{})), TileKV>;
     struct Copies {
-        TmaQ q, dout;
-        TmaKV k, v;
+        typename TilesQK::TmaQ q;
+        typename TilesdOV::TmaQ dout;
+        typename TilesQK::TmaKV k;
+        typename TilesdOV::TmaKV v;
     };
 
     static constexpr int kAlignment = 1024;                      // bytes: of the swizzled layouts
     static constexpr int kTileOfDq = 64 * TileSize::kDqColumns;  // elements
     static constexpr int kTilesOfDq = kBlockM * kHeadDim / kTileOfDq;
-    static_assert(!kConsumersComputeDq || kTilesOfDq == kConsumers);
+    // Each consumer has one tile of dQ in each step. A third tile is the consumers' by turns.
+    static_assert(!kConsumersComputeDq || kTilesOfDq == kConsumers || kTilesOfDq == kConsumers + 1);
     static constexpr int kWordsOfScores = kKeys * kBlockM / 2;
     static constexpr int kWordsOfDropoutBits = kKeys * kBlockM / 128 / 32;  // of a thread
     using DropoutBitsOfCta = uint32_t[kWordsOfDropoutBits][kHasDropoutWarpgroup ? kConsumers * 128 : 1];
@@ -218,9 +248,9 @@ struct Flash_bwd_kernel_traits {
     static constexpr bool kStagesBias = kHasBias && kHeadDim != 256;
     struct SharedStorageWithoutBias {
         alignas(kAlignment) Element k[kBlockN * kHeadDim];
-        alignas(kAlignment) Element v[kBlockN * kHeadDim];
+        alignas(kAlignment) Element v[kBlockN * kHeadDimV];
         alignas(kAlignment) Element q[kStagesQ * kBlockM * kHeadDim];
-        alignas(kAlignment) Element dout[kStagesdO * kBlockM * kHeadDim];
+        alignas(kAlignment) Element dout[kStagesdO * kBlockM * kHeadDimV];
         alignas(kAlignment) Element ds[cosize_v<SmemLayoutdS>];
         alignas(16) uint32_t p[kSplitsKeys ? 4 : kStagesdS * kWordsOfScores];  // P on its way between consumers
         alignas(128) float dq[kConsumersComputeDq ? kConsumers : 1][kConsumersComputeDq ? kTileOfDq : 4];
@@ -253,7 +283,7 @@ struct Flash_bwd_kernel_traits {
 template <typename Traits, Kind kKind>
 constexpr bool stores_lse_in_base_2() {
     return Traits::kHeadDim == 64 ? kKind == Kind::full || is_general(kKind)
-                                  : (Traits::kHeadDim == 96 || Traits::kHeadDim == 128) && !Traits::kHasFactors;
+                                  : Traits::kSplitsKeys && !Traits::kHasFactors;
 }
 
 // A mask and large log-sum-exps change the scores in place, before the arithmetic that all steps have.

@@ -15,7 +15,8 @@ class KeyConsumer : ConsumerBwd<Traits, kKind> {
     using Base = ConsumerBwd<Traits, kKind>;
     using Base::shared, Base::scores, Base::step, Base::steps_left, Base::q_state, Base::dout_state, Base::ds_state,
         Base::warpgroup;
-    using typename Base::Element, typename Base::Scores, typename Base::Operand, typename Base::Probabilities;
+    using typename Base::Element, typename Base::Scores, typename Base::Operand, typename Base::Probabilities,
+        typename Base::TilesQK, typename Base::TilesdOV;
     using DsState = PipelineState<Traits::kStagesdS>;
     using QState = PipelineState<Traits::kStagesQ>;
     // The schedule of a step. False: run_without_dq().
@@ -24,6 +25,8 @@ class KeyConsumer : ConsumerBwd<Traits, kKind> {
     static constexpr bool kDqJoinsDk = Traits::kHeadDim <= 64;
     // run_with_dq_after_dp(): dropout needs two P operands, which leave too few registers for run_with_dq().
     static constexpr bool kDpComesFirst = Traits::kHeadDim > 64 && Traits::kMayDrop;
+    // run_with_dq_in_turns(): there are more tiles of dQ than consumers.
+    static constexpr bool kDqComesInTurns = kComputesDq && Traits::kTilesOfDq > Traits::kConsumers;
     // dP reads V of the consumer's keys from 16 registers, which saves traffic of shared memory. Kind general has no
     // registers to spare.
     static constexpr bool kHoldsV = Traits::kHeadDim == 64 && !is_general(kKind);
@@ -36,27 +39,29 @@ public:
         : Base(params, shared, block, warpgroup) {}
 
     // acc_dk, acc_dv (MMA, MMA_M, MMA_N) get the sums over all steps. dK lacks the factor softmax_scale.
-    template <typename TensorKV>
-    __device__ __forceinline__ void run(TensorKV &acc_dk, TensorKV &acc_dv) {
+    template <typename TensorK, typename TensorV>
+    __device__ __forceinline__ void run(TensorK &acc_dk, TensorV &acc_dv) {
         if (steps_left == 0) {
             clear(acc_dk);
             clear(acc_dv);
             return;
         }
         scores.start_bias(step);
-        this->wait_for_KV(shared.k_barriers, shared.k);
+        this->wait_for_K();
         this->wait_for_Q();
         const auto inputs = scores.load_inputs(step);
         const auto lse = lse_of_step();
         const auto visible = this->visible_of_step();
         const auto dropout_bits = dropout_bits_of_step();
         Scores first_s;
-        this->issue_scores(shared.k, shared.q, q_state, first_s);
-        this->wait_for_KV(shared.v_barriers, shared.v);
+        this->template issue_scores<TilesQK>(shared.k, shared.q, q_state, first_s);
+        this->wait_for_V();
         wait_for<0>(first_s);
         Probabilities p = scores.rounded_p(step, inputs, visible, dropout_bits, first_s, lse);
         if constexpr (!kComputesDq) {
             run_without_dq(p, acc_dk, acc_dv);
+        } else if constexpr (kDqComesInTurns) {
+            run_with_dq_in_turns(p, acc_dk, acc_dv);
         } else if constexpr (kDpComesFirst) {
             run_with_dq_after_dp(p, acc_dk, acc_dv);
         } else {
@@ -99,7 +104,7 @@ private:
             const auto lse = lse_of_step();
             const auto visible = this->visible_of_step();
             const auto dropout_bits = dropout_bits_of_step();
-            this->issue_scores(shared.k, shared.q, q_state, next_s);
+            this->template issue_scores<TilesQK>(shared.k, shared.q, q_state, next_s);
             if constexpr (kDqJoinsDk) {
                 auto acc_dq = issue_dq(ds);
                 issue_dk(accumulates, ds, q, rdS, acc_dk);
@@ -166,7 +171,7 @@ private:
             wait_for<0>(acc_dv);  // the next products need the registers of P
             Base::release(dout, shared.dout_barriers);
             const auto dropout_bits = dropout_bits_of_step();
-            this->issue_scores(shared.k, shared.q, q_state, next_s);
+            this->template issue_scores<TilesQK>(shared.k, shared.q, q_state, next_s);
             auto acc_dq = issue_dq(ds);
             issue_dk(accumulates, ds, q, rdS, acc_dk);
             wait_for<2>(next_s);
@@ -190,6 +195,69 @@ private:
         wait_for<0>(acc_dv);
         Base::release(dout_state, shared.dout_barriers);
         compute_last_dk_and_dq(accumulates, ds, rdS, acc_dk);
+    }
+
+    // An iteration begins when dV of a step is complete and dS is sent. The registers hold dK and dV with one more tile:
+    // S of the next step, which is multiplied together with dK, then tiles of dQ, then dP together with dV.
+    template <typename TensorK, typename TensorV>
+    __device__ __forceinline__ void run_with_dq_in_turns(Probabilities &p, TensorK &acc_dk, TensorV &acc_dv) {
+        this->wait_for_dO();
+        auto ds = send_ds_of_step(/*accumulates=*/false, p, acc_dv);
+        bool accumulates = false;
+        for (; steps_left > 1; --steps_left, accumulates = true) {
+            const auto q = q_state;
+            const bool has_turn = has_turn_in(step);
+            this->advance_step();
+            const auto inputs = scores.load_inputs(step);
+            this->wait_for_Q();
+            const auto visible = this->visible_of_step();
+            Scores next_s;
+            this->template issue_scores<TilesQK>(shared.k, shared.q, q_state, next_s);
+            Base::issue_dk(accumulates, ds.stage, q, acc_dk);
+            wait_for<1>(next_s);
+            p = scores.rounded_p(step, inputs, visible, {}, next_s, lse_of_step());
+            multiply_dq(ds, warpgroup);
+            if (has_turn) {
+                multiply_dq(ds, Traits::kConsumers);
+            }
+            warpgroup_fence_operand(acc_dk);
+            Base::release(q, shared.q_barriers);
+            this->wait_for_dO();
+            ds = send_ds_of_step(/*accumulates=*/true, p, acc_dv);
+        }
+        Base::issue_dk(accumulates, ds.stage, q_state, acc_dk);
+        multiply_dq(ds, warpgroup);
+        if (has_turn_in(step)) {
+            multiply_dq(ds, Traits::kConsumers);
+        }
+    }
+
+    // dP, dV and dS of a step. Returns the stage of dS.
+    template <typename TensorV>
+    __device__ __forceinline__ DsState send_ds_of_step(bool accumulates, Probabilities &p, TensorV &acc_dv) {
+        Scores acc_ds;
+        issue_dp(acc_ds);
+        issue_dv(accumulates, p, acc_dv);
+        wait_for<1>(acc_ds);
+        const Operand rdS = scores.rounded_ds(p.for_ds(), acc_ds, delta_of_step());
+        const auto ds = this->send_ds(rdS);
+        wait_for<0>(acc_dv);
+        Base::release(dout_state, shared.dout_barriers);
+        return ds;
+    }
+
+    __device__ __forceinline__ bool has_turn_in(const Step &step) const {
+        return DqTile<Traits>::consumer_in_turn(step) == warpgroup;
+    }
+
+    // A tile of dQ, when both consumers have sent dS. All products are complete when this returns.
+    __device__ __forceinline__ void multiply_dq(const DsState &ds, int tile) {
+        auto acc_dq = DqTile<Traits>::accumulator();
+        ds.wait(shared.ds_barriers);
+        DqTile<Traits>::issue(shared, ds.stage, tile, acc_dq);
+        wait_for<0>(acc_dq);
+        store_dq(acc_dq);
+        complete_dq();
     }
 
     template <typename TensorKV>
@@ -217,7 +285,7 @@ private:
             const auto lse = lse_of_step();
             const auto visible = this->visible_of_step();
             const auto dropout_bits = dropout_bits_of_step();
-            this->issue_scores(shared.k, shared.q, q_state, next_s);
+            this->template issue_scores<TilesQK>(shared.k, shared.q, q_state, next_s);
             issue_dk(accumulates, ds, q, rdS, acc_dk);
             wait_for<1>(next_s);
             warpgroup_fence_operand(acc_dv);
@@ -282,7 +350,7 @@ private:
     // dV += P^T dO.
     template <typename TensorKV>
     __device__ __forceinline__ void issue_dv(bool accumulates, Probabilities &p, TensorKV &acc_dv) const {
-        this->issue_dkv(accumulates, p.for_dv, shared.dout, dout_state, acc_dv);
+        this->template issue_dkv<TilesdOV>(accumulates, p.for_dv, shared.dout, dout_state, acc_dv);
     }
 
     // dK += dS^T Q.
@@ -290,7 +358,7 @@ private:
     __device__ __forceinline__ void issue_dk(bool accumulates, const DsState &ds, const QState &q, TensorA &rdS,
                                              TensorKV &acc_dk) const {
         if constexpr (Traits::kDsIn == DsIn::registers) {
-            this->issue_dkv(accumulates, rdS, shared.q, q, acc_dk);
+            this->template issue_dkv<TilesQK>(accumulates, rdS, shared.q, q, acc_dk);
         } else {
             if constexpr (!kComputesDq) {  // else issue_dq has waited for all of dS
                 sync(Barrier::warpgroup, warpgroup, 128);
@@ -337,7 +405,8 @@ template <typename Traits, Kind kKind>
 class ProductConsumer : ConsumerBwd<Traits, kKind> {
     using Base = ConsumerBwd<Traits, kKind>;
     using Base::shared, Base::scores, Base::step, Base::steps_left, Base::q_state, Base::dout_state, Base::ds_state;
-    using typename Base::Element, typename Base::Scores, typename Base::Operand, typename Base::Probabilities;
+    using typename Base::Element, typename Base::Scores, typename Base::Operand, typename Base::Probabilities,
+        typename Base::TilesQK, typename Base::TilesdOV;
     using Inputs = typename ScoresBwd<Traits, kKind>::Inputs;
     using VisibleScores = typename ScoresBwd<Traits, kKind>::VisibleScores;
     PipelineState<Traits::kStagesdS> p_state;
@@ -354,19 +423,19 @@ public:
             return;
         }
         scores.start_bias(step);
-        this->wait_for_KV(shared.k_barriers, shared.k);
+        this->wait_for_K();
         this->wait_for_Q();
         const auto rng_state = scores.load_rng_state();
         auto inputs = scores.load_inputs(step);
         auto visible = this->visible_of_step();
         Scores first_s;
-        this->issue_scores(shared.k, shared.q, q_state, first_s);
+        this->template issue_scores<TilesQK>(shared.k, shared.q, q_state, first_s);
         const auto first_draws = scores.draw(step, rng_state);
         wait_for<0>(first_s);
         auto rP = send_p(inputs, visible, first_draws, first_s);
         for (bool accumulates = false;; accumulates = true) {
             this->wait_for_dO();
-            this->issue_dkv(accumulates, rP, shared.dout, dout_state, acc_dv);
+            this->template issue_dkv<TilesdOV>(accumulates, rP, shared.dout, dout_state, acc_dv);
             if (--steps_left == 0) {
                 break;
             }
@@ -376,7 +445,7 @@ public:
             Scores next_s;
             this->wait_for_Q();
             visible = this->visible_of_step();
-            this->issue_scores(shared.k, shared.q, q_state, next_s);
+            this->template issue_scores<TilesQK>(shared.k, shared.q, q_state, next_s);
             const auto dropout_bits = scores.draw(step, rng_state);
             wait_for<0>(next_s);
             warpgroup_fence_operand(acc_dv);
@@ -394,15 +463,15 @@ public:
             clear(acc_dk);
             return;
         }
-        this->wait_for_KV(shared.v_barriers, shared.v);
+        this->wait_for_V();
         this->wait_for_dO();
         Scores first_ds;
-        this->issue_scores(shared.v, shared.dout, dout_state, first_ds);
+        this->template issue_scores<TilesdOV>(shared.v, shared.dout, dout_state, first_ds);
         wait_for<0>(first_ds);
         auto rdS = send_ds(first_ds);
         for (bool accumulates = false;; accumulates = true) {
             this->wait_for_Q();
-            this->issue_dkv(accumulates, rdS, shared.q, q_state, acc_dk);
+            this->template issue_dkv<TilesQK>(accumulates, rdS, shared.q, q_state, acc_dk);
             if (--steps_left == 0) {
                 break;
             }
@@ -410,7 +479,7 @@ public:
             step.advance(this->block);
             Scores next_ds;
             this->wait_for_dO();
-            this->issue_scores(shared.v, shared.dout, dout_state, next_ds);
+            this->template issue_scores<TilesdOV>(shared.v, shared.dout, dout_state, next_ds);
             wait_for<0>(next_ds);
             warpgroup_fence_operand(acc_dk);
             Base::release(q_state, shared.q_barriers);

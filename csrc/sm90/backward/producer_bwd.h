@@ -36,10 +36,10 @@ public:
         if (has_bias(kKind)) {  // they tell which rows see no key
             wait_for_statistics();
         }
-        load_KV(copies.k, shared.k, shared.k_barriers);
+        load_KV<typename Traits::TilesQK>(copies.k, shared.k, shared.k_barriers);
         read_visible_keys();
         copy_Q();
-        load_KV(copies.v, shared.v, shared.v_barriers);
+        load_KV<typename Traits::TilesdOV>(copies.v, shared.v, shared.v_barriers);
         copy_dO();
         if (!has_bias(kKind)) {
             wait_for_statistics();
@@ -77,7 +77,6 @@ private:
     using Element = typename Traits::Element;
     using TransactionBarrier = cutlass::arch::ClusterTransactionBarrier;
     static constexpr int kBlockM = Traits::kBlockM;
-    static constexpr int kBytesOfTile = kBlockM * Traits::kHeadDim * sizeof(Element);
     static constexpr int kBytesOfRows = kBlockM * sizeof(float);
     const Flash_bwd_params &params;
     const typename Traits::Copies &copies;
@@ -102,12 +101,13 @@ private:
         --steps_left;
     }
 
-    __device__ __forceinline__ void load_KV(const typename Traits::TmaKV &tma, Element *smem,
+    template <typename Tiles>
+    __device__ __forceinline__ void load_KV(const typename Tiles::TmaKV &tma, Element *smem,
                                             PipelineBarriers<1> &barriers) {
-        constexpr int kBytes = Traits::kBlockN * Traits::kHeadDim * sizeof(Element);
+        constexpr int kBytes = Traits::kBlockN * Tiles::kColumns * sizeof(Element);
         if (cute::elect_one_sync()) {
             uint64_t &barrier = PipelineState<1>().expect(barriers, kBytes);
-            load_rows(tma, typename Traits::TileKV{}, make_tensor(make_smem_ptr(smem), typename Traits::SmemLayoutKV{}),
+            load_rows(tma, typename Tiles::TileKV{}, make_tensor(make_smem_ptr(smem), typename Tiles::SmemLayoutKV{}),
                       0, barrier, block.k_begin + block.first_key(), block.bidh / params.h_h_k_ratio,
                       may_be_varlen(kKind) ? block.k_bidb : block.bidb);
         }
@@ -156,14 +156,17 @@ private:
     // ones of a sequence, and the first ones if their queries see no key. They are loaded while the consumers work on
     // the step before.
     __device__ __forceinline__ void clear_oob_rows() {
-        constexpr int kVectors = Traits::kHeadDim / 8, kTile = kBlockM * Traits::kHeadDim;
-        const typename Traits::PlacesInQ places;
-        Element *smem_q = shared.q + q_state.stage * kTile, *smem_dout = shared.dout + dout_state.stage * kTile;
+        constexpr int kVectors = Traits::kHeadDim / 8;
+        const typename Traits::TilesQK::PlacesInQ places_in_Q;
+        const typename Traits::TilesdOV::PlacesInQ places_in_dO;
+        Element *smem_q = shared.q + q_state.stage * (kBlockM * Traits::kHeadDim);
+        Element *smem_dout = shared.dout + dout_state.stage * (kBlockM * Traits::kHeadDimV);
         const int first_row = step.m_block * kBlockM;
         const auto clear = [&](int row, int vector) {
-            const int place = places(row, vector * 8, 0);
-            *reinterpret_cast<uint4 *>(smem_q + place) = {};
-            *reinterpret_cast<uint4 *>(smem_dout + place) = {};
+            *reinterpret_cast<uint4 *>(smem_q + places_in_Q(row, vector * 8, 0)) = {};
+            if (vector * 8 < Traits::kHeadDimV) {
+                *reinterpret_cast<uint4 *>(smem_dout + places_in_dO(row, vector * 8, 0)) = {};
+            }
         };
         shared.oob_copy_barrier.wait(oob_phase);
         oob_phase ^= 1;
@@ -202,17 +205,17 @@ private:
     }
 
     __device__ __forceinline__ void copy_Q() {
-        copy_tile(q_state, copies.q, shared.q, barrier_of(q_state, shared.q_barriers));
+        copy_tile<typename Traits::TilesQK>(q_state, copies.q, shared.q, barrier_of(q_state, shared.q_barriers));
     }
     __device__ __forceinline__ void copy_lse() {
-        copy_rows(params.lse_padded, shared.lse[q_state.stage], barrier_of(q_state, shared.q_barriers),
+        copy_rows<typename Traits::TilesQK>(params.lse_padded, shared.lse[q_state.stage], barrier_of(q_state, shared.q_barriers),
                   [&] { store_is_masked(); });
     }
     __device__ __forceinline__ void copy_dO() {
-        copy_tile(dout_state, copies.dout, shared.dout, barrier_of(dout_state, shared.dout_barriers));
+        copy_tile<typename Traits::TilesdOV>(dout_state, copies.dout, shared.dout, barrier_of(dout_state, shared.dout_barriers));
     }
     __device__ __forceinline__ void copy_delta() {
-        copy_rows(static_cast<const float *>(params.dsoftmax_sum), shared.delta[dout_state.stage],
+        copy_rows<typename Traits::TilesdOV>(static_cast<const float *>(params.dsoftmax_sum), shared.delta[dout_state.stage],
                   barrier_of(dout_state, shared.dout_barriers), [] {});
     }
 
@@ -224,23 +227,24 @@ private:
     }
 
     // A tile of Q or dO. copy_rows() announces its bytes: the barrier completes when it has done so and all have come.
-    template <int kStages>
-    __device__ __forceinline__ void copy_tile(const PipelineState<kStages> &state, const typename Traits::TmaQ &tma,
+    template <typename Tiles, int kStages>
+    __device__ __forceinline__ void copy_tile(const PipelineState<kStages> &state, const typename Tiles::TmaQ &tma,
                                               Element *smem, TransactionBarrier &barrier) {
         if (cute::elect_one_sync()) {
-            load_rows(tma, typename Traits::TileQ{},
-                      make_tensor(make_smem_ptr(smem), typename Traits::template SmemLayoutQ<kStages>{}), state.stage,
+            load_rows(tma, typename Tiles::TileQ{},
+                      make_tensor(make_smem_ptr(smem), typename Tiles::template SmemLayoutQ<kStages>{}), state.stage,
                       reinterpret_cast<uint64_t &>(barrier), block.q_begin + step.m_block * kBlockM,
                       block.bidh + step.head, bidb_q);
         }
     }
 
     // The row statistic of the tile. One lane calls before_arrival() before it arrives at the barrier.
-    template <typename BeforeArrival>
+    template <typename Tiles, typename BeforeArrival>
     __device__ __forceinline__ void copy_rows(const float *statistic, float *smem_statistic,
                                               TransactionBarrier &barrier, const BeforeArrival &before_arrival) {
         if (cute::elect_one_sync()) {
             before_arrival();
+            constexpr int kBytesOfTile = kBlockM * Tiles::kColumns * sizeof(Element);
             barrier.arrive_and_expect_tx(kBytesOfTile + kBytesOfRows);
             SM90_BULK_COPY_G2S::copy(statistic + step.padded_row(params, block), &reinterpret_cast<uint64_t &>(barrier),
                                      smem_statistic, kBytesOfRows);
@@ -282,33 +286,46 @@ public:
     }
 
 private:
-    __device__ __forceinline__ void add(int tile) const {
-        const DqOrder<Traits, /*kCopyEngine=*/true, Block> order(params, block, tile);
+    // consumer: whose tiles the warp adds, in the order in which they come.
+    __device__ __forceinline__ void add(int consumer) const {
+        const DqOrder<Traits, /*kCopyEngine=*/true, Block> order(params, block, consumer),
+            order_of_last(params, block, Traits::kConsumers);
         Step step(block);
         PipelineState<1> state;
-        const uint32_t source = cute::cast_smem_ptr_to_uint(shared.dq[tile]);
         for (int steps_left = block.num_steps(); steps_left > 0; --steps_left) {
-            state.wait(shared.dq_barriers[tile]);
-            if (params.dq_accum != nullptr) {
-                order.wait(step);
-                if (threadIdx.x % 32 == 0) {
-                    fence_copies_from_global();  // preprocess has written zeros there
-                    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(
-                                     DqTile<Traits>::target(params, block, step, tile)),
-                                 "r"(source), "n"(Traits::kTileOfDq * sizeof(float))
-                                 : "memory");
-                    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-                    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");  // shared memory has been read
+            add_tile(consumer, state, step, consumer, order);
+            if constexpr (Traits::kTilesOfDq > Traits::kConsumers) {
+                if (DqTile<Traits>::consumer_in_turn(step) == consumer) {
+                    add_tile(consumer, state, step, Traits::kConsumers, order_of_last);
                 }
-                order.pass(step);
-                __syncwarp();
             }
-            if (threadIdx.x % 32 == 0) {
-                shared.dq_barriers[tile].empty[0].arrive();
-            }
-            state.advance();
             step.advance(block);
         }
+    }
+
+    template <typename Order>
+    __device__ __forceinline__ void add_tile(int consumer, PipelineState<1> &state, const Step &step, int tile,
+                                             const Order &order) const {
+        state.wait(shared.dq_barriers[consumer]);
+        if (params.dq_accum != nullptr) {
+            order.wait(step);
+            if (threadIdx.x % 32 == 0) {
+                fence_copies_from_global();  // preprocess has written zeros there
+                asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(
+                                 DqTile<Traits>::target(params, block, step, tile)),
+                             "r"(cute::cast_smem_ptr_to_uint(shared.dq[consumer])),
+                             "n"(Traits::kTileOfDq * sizeof(float))
+                             : "memory");
+                asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+                asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");  // shared memory has been read
+            }
+            order.pass(step);
+            __syncwarp();
+        }
+        if (threadIdx.x % 32 == 0) {
+            shared.dq_barriers[consumer].empty[0].arrive();
+        }
+        state.advance();
     }
 };
 
