@@ -93,8 +93,8 @@ struct TileSizesBwd<192> {
 template <>
 struct TileSizesBwd<256> : TileSizesBwd<192> {};
 
-// The kinds that have kernels for kHeadDimLatent columns of q and k with kMaxHeadDimVLatent columns of v. The others have
-// no registers for a cap, dropout, ranges or a bias.
+// The kinds that have a kernel for kHeadDimLatent columns of q and k with kMaxHeadDimVLatent columns of v. A cap,
+// dropout, ranges and a bias would take more registers than it has left.
 constexpr bool has_latent_bwd(int headdim, Kind kind) {
     return headdim == kHeadDimLatent && (kind == Kind::full || kind == Kind::local || kind == Kind::varlen);
 }
@@ -103,7 +103,7 @@ struct TileSizesBwdLatent {
     static constexpr DqBy kDqBy = DqBy::consumers;
     static constexpr DsIn kDsIn = DsIn::shared_memory;
     static constexpr int kBlockM = 64;
-    static constexpr int kStagesQ = 2, kStagesdO = 2, kStagesdS = 2;
+    static constexpr int kStagesQ = 2, kStagesdO = 1, kStagesdS = 2;
     static constexpr int kDqColumns = 64;
     static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
     static constexpr int kRowsPerTile = 256;
@@ -217,9 +217,9 @@ struct Flash_bwd_kernel_traits {
     };
     using TilesQK = Tiles<kHeadDim>;
     using TilesdOV = Tiles<kHeadDimV>;
-    using SmemLayoutKt = decltype(composition(take<0, 2>(typename TilesQK::SmemLayoutKV{}),
-                                              make_layout(Shape<Int<kHeadDim>, Int<kBlockN>>{},
-                                                          Stride<Int<kBlockN>, _1>{})));  // (headdim, key)
+    using SmemLayoutKt = decltype(composition(
+        take<0, 2>(typename TilesQK::SmemLayoutKV{}),
+        make_layout(Shape<Int<kHeadDim>, Int<kBlockN>>{}, Stride<Int<kBlockN>, _1>{})));  // (headdim, key)
     // dS [queries, keys]: each consumer's 64 keys are contiguous.
     using SmemLayoutdS = decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{},
                                                 Shape<Int<kBlockM>, Int<kBlockN>, Int<kStagesdS>>{}));
@@ -253,13 +253,13 @@ struct Flash_bwd_kernel_traits {
         alignas(kAlignment) Element dout[kStagesdO * kBlockM * kHeadDimV];
         alignas(kAlignment) Element ds[cosize_v<SmemLayoutdS>];
         alignas(16) uint32_t p[kSplitsKeys ? 4 : kStagesdS * kWordsOfScores];  // P on its way between consumers
-        alignas(128) float dq[kConsumersComputeDq ? kConsumers : 1][kConsumersComputeDq ? kTileOfDq : 4];
+        alignas(128) float dq[kConsumersComputeDq ? kTilesOfDq : 1][kConsumersComputeDq ? kTileOfDq : 4];
         alignas(16) float lse[kStagesQ][kBlockM];
         alignas(16) float delta[kStagesdO][kBlockM];
         DropoutBitsOfCta dropout_bits[kStagesQ];    // dropout: which probabilities drop
         PipelineBarriers<kStagesQ> q_barriers;      // Q with lse
         PipelineBarriers<kStagesdO> dout_barriers;  // dO with delta
-        PipelineBarriers<1> dq_barriers[kConsumers];
+        PipelineBarriers<1> dq_barriers[kConsumersComputeDq ? kTilesOfDq : kConsumers];
         PipelineBarriers<kStagesdS> ds_barriers, p_barriers;
         PipelineBarriers<1> k_barriers, v_barriers;
         cutlass::arch::ClusterBarrier dropout_bits_full[kStagesQ];  // the stage of Q has its bits

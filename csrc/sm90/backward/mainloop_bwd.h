@@ -197,8 +197,8 @@ private:
         compute_last_dk_and_dq(accumulates, ds, rdS, acc_dk);
     }
 
-    // An iteration begins when dV of a step is complete and dS is sent. The registers hold dK and dV with one more tile:
-    // S of the next step, which is multiplied together with dK, then tiles of dQ, then dP together with dV.
+    // An iteration begins when dV of a step is complete and dS is sent. The registers hold dK and dV with one more
+    // tile: S of the next step, which is multiplied together with dK, then tiles of dQ, then dP together with dV.
     template <typename TensorK, typename TensorV>
     __device__ __forceinline__ void run_with_dq_in_turns(Probabilities &p, TensorK &acc_dk, TensorV &acc_dv) {
         this->wait_for_dO();
@@ -216,20 +216,14 @@ private:
             Base::issue_dk(accumulates, ds.stage, q, acc_dk);
             wait_for<1>(next_s);
             p = scores.rounded_p(step, inputs, visible, {}, next_s, lse_of_step());
-            multiply_dq(ds, warpgroup);
-            if (has_turn) {
-                multiply_dq(ds, Traits::kConsumers);
-            }
+            multiply_dq(ds, has_turn);
             warpgroup_fence_operand(acc_dk);
             Base::release(q, shared.q_barriers);
             this->wait_for_dO();
             ds = send_ds_of_step(/*accumulates=*/true, p, acc_dv);
         }
         Base::issue_dk(accumulates, ds.stage, q_state, acc_dk);
-        multiply_dq(ds, warpgroup);
-        if (has_turn_in(step)) {
-            multiply_dq(ds, Traits::kConsumers);
-        }
+        multiply_dq(ds, has_turn_in(step));
     }
 
     // dP, dV and dS of a step. Returns the stage of dS.
@@ -250,14 +244,21 @@ private:
         return DqTile<Traits>::consumer_in_turn(step) == warpgroup;
     }
 
-    // A tile of dQ, when both consumers have sent dS. All products are complete when this returns.
-    __device__ __forceinline__ void multiply_dq(const DsState &ds, int tile) {
-        auto acc_dq = DqTile<Traits>::accumulator();
-        ds.wait(shared.ds_barriers);
-        DqTile<Traits>::issue(shared, ds.stage, tile, acc_dq);
+    // This consumer's tile of dQ, when both have sent dS, and the last one in turn. All products are complete when this
+    // returns.
+    __device__ __forceinline__ void multiply_dq(const DsState &ds, bool has_turn) {
+        auto acc_dq = issue_dq(ds);
         wait_for<0>(acc_dq);
-        store_dq(acc_dq);
-        complete_dq();
+        store_dq(acc_dq, warpgroup);
+        complete_dq(warpgroup);
+        if (has_turn) {
+            auto last_dq = DqTile<Traits>::accumulator();
+            DqTile<Traits>::issue(shared, ds.stage, Traits::kConsumers, last_dq);
+            wait_for<0>(last_dq);
+            store_dq(last_dq, Traits::kConsumers);
+            complete_dq(Traits::kConsumers);
+        }
+        dq_state.advance();  // of both tiles
     }
 
     template <typename TensorKV>
@@ -378,23 +379,34 @@ private:
     // dQ goes to the warp that adds it: stored, then sent behind a fence.
     template <typename TensorDq>
     __device__ __forceinline__ void store_dq(const TensorDq &acc) const {
-        dq_state.acquire(shared.dq_barriers[warpgroup]);
-        auto *target = reinterpret_cast<float4 *>(shared.dq[warpgroup]);
+        store_dq(acc, warpgroup);
+    }
+    template <typename TensorDq>
+    __device__ __forceinline__ void store_dq(const TensorDq &acc, int tile) const {
+        dq_state.acquire(shared.dq_barriers[tile]);
+        auto *target = reinterpret_cast<float4 *>(shared.dq[tile]);
         CUTE_UNROLL
         for (int i = 0; i < DqTile<Traits>::kVectors; ++i) {
             target[DqTile<Traits>::place(i, scores.thread)] = DqTile<Traits>::vector(acc, i);
         }
     }
     __device__ __forceinline__ void send_dq() {
-        if (cute::elect_one_sync()) {
-            shared.dq_barriers[warpgroup].full[0].arrive();
-        }
+        arrive_at_dq(warpgroup);
         dq_state.advance();
     }
+    __device__ __forceinline__ void arrive_at_dq(int tile) const {
+        if (cute::elect_one_sync()) {
+            shared.dq_barriers[tile].full[0].arrive();
+        }
+    }
     __device__ __forceinline__ void complete_dq() {
+        complete_dq(warpgroup);
+        dq_state.advance();
+    }
+    __device__ __forceinline__ void complete_dq(int tile) const {
         cutlass::arch::fence_view_async_shared();  // before the copy engine reads it
         __syncwarp();
-        send_dq();
+        arrive_at_dq(tile);
     }
 };
 

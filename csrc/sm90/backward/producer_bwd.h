@@ -208,15 +208,17 @@ private:
         copy_tile<typename Traits::TilesQK>(q_state, copies.q, shared.q, barrier_of(q_state, shared.q_barriers));
     }
     __device__ __forceinline__ void copy_lse() {
-        copy_rows<typename Traits::TilesQK>(params.lse_padded, shared.lse[q_state.stage], barrier_of(q_state, shared.q_barriers),
-                  [&] { store_is_masked(); });
+        copy_rows<typename Traits::TilesQK>(params.lse_padded, shared.lse[q_state.stage],
+                                            barrier_of(q_state, shared.q_barriers), [&] { store_is_masked(); });
     }
     __device__ __forceinline__ void copy_dO() {
-        copy_tile<typename Traits::TilesdOV>(dout_state, copies.dout, shared.dout, barrier_of(dout_state, shared.dout_barriers));
+        copy_tile<typename Traits::TilesdOV>(dout_state, copies.dout, shared.dout,
+                                             barrier_of(dout_state, shared.dout_barriers));
     }
     __device__ __forceinline__ void copy_delta() {
-        copy_rows<typename Traits::TilesdOV>(static_cast<const float *>(params.dsoftmax_sum), shared.delta[dout_state.stage],
-                  barrier_of(dout_state, shared.dout_barriers), [] {});
+        copy_rows<typename Traits::TilesdOV>(static_cast<const float *>(params.dsoftmax_sum),
+                                             shared.delta[dout_state.stage],
+                                             barrier_of(dout_state, shared.dout_barriers), [] {});
     }
 
     // The barrier that the copies of the step complete.
@@ -291,30 +293,30 @@ private:
         const DqOrder<Traits, /*kCopyEngine=*/true, Block> order(params, block, consumer),
             order_of_last(params, block, Traits::kConsumers);
         Step step(block);
-        PipelineState<1> state;
+        PipelineState<1> state;  // of both tiles
         for (int steps_left = block.num_steps(); steps_left > 0; --steps_left) {
-            add_tile(consumer, state, step, consumer, order);
+            add_tile(state, step, consumer, order);
             if constexpr (Traits::kTilesOfDq > Traits::kConsumers) {
                 if (DqTile<Traits>::consumer_in_turn(step) == consumer) {
-                    add_tile(consumer, state, step, Traits::kConsumers, order_of_last);
+                    add_tile(state, step, Traits::kConsumers, order_of_last);
                 }
             }
+            state.advance();
             step.advance(block);
         }
     }
 
     template <typename Order>
-    __device__ __forceinline__ void add_tile(int consumer, PipelineState<1> &state, const Step &step, int tile,
+    __device__ __forceinline__ void add_tile(const PipelineState<1> &state, const Step &step, int tile,
                                              const Order &order) const {
-        state.wait(shared.dq_barriers[consumer]);
+        state.wait(shared.dq_barriers[tile]);
         if (params.dq_accum != nullptr) {
             order.wait(step);
             if (threadIdx.x % 32 == 0) {
                 fence_copies_from_global();  // preprocess has written zeros there
                 asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(
                                  DqTile<Traits>::target(params, block, step, tile)),
-                             "r"(cute::cast_smem_ptr_to_uint(shared.dq[consumer])),
-                             "n"(Traits::kTileOfDq * sizeof(float))
+                             "r"(cute::cast_smem_ptr_to_uint(shared.dq[tile])), "n"(Traits::kTileOfDq * sizeof(float))
                              : "memory");
                 asm volatile("cp.async.bulk.commit_group;" ::: "memory");
                 asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");  // shared memory has been read
@@ -323,9 +325,8 @@ private:
             __syncwarp();
         }
         if (threadIdx.x % 32 == 0) {
-            shared.dq_barriers[consumer].empty[0].arrive();
+            shared.dq_barriers[tile].empty[0].arrive();
         }
-        state.advance();
     }
 };
 
