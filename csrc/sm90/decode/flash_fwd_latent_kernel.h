@@ -9,6 +9,7 @@
 
 #include "flash_fwd_latent.h"
 #include "flash_fwd_split_kernel.h"
+#include "sm90/common/unhoisted.h"
 
 namespace flash::sm90 {
 
@@ -60,7 +61,7 @@ __device__ __forceinline__ void issue_latent_O(typename Traits::SharedStorage &s
     using TileVt = Shape<Int<Traits::kHeadDimV>, Int<Traits::kBlockN>>;
     Tensor sP = make_tensor(make_smem_ptr(shared.p), typename Traits::SmemLayoutP{});    // (row, BLK_N)
     Tensor sVt = make_tensor(make_smem_ptr(shared.k), typename Traits::SmemLayoutVt{});  // (HD, BLK_N, stage)
-    Tensor sVt_own = local_tile(sVt(_, _, stage), TileVt{}, make_coord(warpgroup, _0{}));
+    Tensor sVt_own = local_tile(sVt(_, _, uniform(stage)), TileVt{}, make_coord(warpgroup, _0{}));
     auto thr_mma = TiledMma{}.get_slice(int(threadIdx.x % 128));
     Tensor tOrP = thr_mma.make_fragment_A(thr_mma.partition_A(sP));        // (MMA, MMA_M, MMA_K)
     Tensor tOrVt = thr_mma.make_fragment_B(thr_mma.partition_B(sVt_own));  // (MMA, MMA_N, MMA_K)
@@ -96,7 +97,7 @@ public:
             SoftmaxState softmax(params.scale_softmax_log2);
             this->begin_tile(step);
             wait_for_K(step);
-            this->issue_S(acc_s);
+            issue_S(acc_s);
             wait_for<0>(acc_s);
             Rescale rescale = this->template softmax_step</*kIsFirst=*/true>(step, acc_s, softmax);
             rescale.is_needed = false;  // there is no O yet
@@ -109,7 +110,7 @@ public:
                 states.k.advance();
                 step.advance();
                 wait_for_K(step);
-                this->issue_S(acc_s);
+                issue_S(acc_s);
                 wait_for<1>(acc_o);
                 k_of_O.release(shared.k_barriers);  // before S is complete, so that the next key block comes early
                 wait_for<0>(acc_s);
@@ -127,6 +128,22 @@ public:
     }
 
 private:
+    // The stages are constants or uniform: else each of the 36 wgmmas waits for moves of its descriptors to uniform
+    // registers, which take 2.5 times as long as the product.
+    template <typename TensorS>
+    __device__ __forceinline__ void issue_S(TensorS &acc_s) const {
+        using TiledMma = typename Traits::TiledMmaQK;
+        Tensor sQ =
+            make_tensor(make_smem_ptr(unhoisted(shared.q)), typename Traits::SmemLayoutQ{})(_, _, _0{});  // (64, HD)
+        Tensor sK =
+            make_tensor(make_smem_ptr(unhoisted(shared.k)), typename Traits::SmemLayoutK{});  // (BLK_N, HD, stage)
+        auto thr_mma = TiledMma{}.get_slice(int(threadIdx.x % 128));
+        Tensor tSrQ = thr_mma.make_fragment_A(thr_mma.partition_A(sQ));  // (MMA, MMA_M, MMA_K)
+        Tensor tSrK =
+            thr_mma.make_fragment_B(thr_mma.partition_B(sK(_, _, uniform(states.k.stage))));  // (MMA, MMA_N, MMA_K)
+        issue<TiledMma>(/*accumulates=*/false, tSrQ, tSrK, acc_s);
+    }
+
     // P of the step is in shared memory, from all warps of the warpgroup.
     template <typename TensorO>
     __device__ __forceinline__ void issue_O(bool accumulates, TensorO &acc_o) const {
@@ -271,8 +288,7 @@ __device__ __forceinline__ void compute_attn_latent(const Flash_fwd_params &para
                                                     typename Traits::SharedStorage &shared,
                                                     const kvcache::SplitkvPlan &plan) {
     using Output = SplitOutput<Traits, kHeadDimVLatentCache>;
-    const int role = uniform(threadIdx.x / 128);
-    if (role == 0) {  // producer
+    if (threadIdx.x / 128 == 0) {  // producer
         cutlass::arch::warpgroup_reg_dealloc<Traits::TileSize::kProducerRegisters>();
         if (threadIdx.x / 32 == 0) {
             BoxLoader<Traits>(params, shared, boxes.k, boxes.rows, shared.k, shared.k_barriers).load();
@@ -283,7 +299,7 @@ __device__ __forceinline__ void compute_attn_latent(const Flash_fwd_params &para
         } else if (threadIdx.x / 32 == 2) {
             QueryLoader<Traits>(params, plan.by_ratio, shared).load();
         }
-    } else if (role == 1) {
+    } else if (threadIdx.x / 128 == 1) {
         cutlass::arch::warpgroup_reg_alloc<Traits::TileSize::kScoreRegisters>();
         ScoreConsumer<Traits>(params, shared).mma([&](const WorkTile &tile, auto &acc_o, const auto &softmax) {
             const Output output(params, plan, tile, 0);
