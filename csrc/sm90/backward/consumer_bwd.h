@@ -3,6 +3,7 @@
 #pragma once
 
 #include "dispatch/kind.h"
+#include "dq_tile.h"
 #include "scores_bwd.h"
 #include "sm90/common/mma.h"
 
@@ -88,7 +89,8 @@ protected:
     __device__ __forceinline__ void issue_scores(Element *smem_k, Element *smem_q, const PipelineState<kStages> &state,
                                                  TensorS &acc) const {
         constexpr bool kAccumulates = !std::is_same_v<TiledMma, TiledMmaSdP>;
-        Tensor sK = make_tensor(make_smem_ptr(smem_k), take<0, 2>(typename Tiles::SmemLayoutKV{}));  // (BLK_N, HD)
+        Tensor sK = make_tensor(make_smem_ptr(operand_of_loop<Traits>(smem_k)),
+                                take<0, 2>(typename Tiles::SmemLayoutKV{}));  // (BLK_N, HD)
         Tensor sQ = tiles<Tiles, kStages>(smem_q);
         Tensor sK_own = local_tile(sK, typename Tiles::TiledKV{}, make_coord(key_offset / kKeys, 0));  // (64, HD)
         auto thr_mma = TiledMma{}.get_slice(int(threadIdx.x % 128));

@@ -8,6 +8,7 @@
 
 #include "common/dq_semaphore.h"
 #include "sm90/common/mma.h"
+#include "sm90/common/unhoisted.h"
 #include "steps_bwd.h"
 
 namespace flash::sm90 {
@@ -15,6 +16,16 @@ namespace flash::sm90 {
 // Rows whose sums a CTA passes on together, where CTAs add in order (DqOrder).
 template <bool kCopyEngine>
 constexpr int kRowsPerPass = kCopyEngine ? 128 : 64;
+
+// K or V of a key block, as operands of the products of every step.
+template <typename Traits>
+__device__ __forceinline__ typename Traits::Element *operand_of_loop(typename Traits::Element *smem) {
+    if constexpr (Traits::kHeadDim > 128) {  // whose tiles have more descriptors than there are uniform registers
+        return unhoisted(smem);
+    } else {
+        return smem;
+    }
+}
 
 template <typename Traits>
 struct DqTile {
@@ -26,7 +37,7 @@ struct DqTile {
     // DqBy::consumers, with one tile more than consumers: the consumer that computes the last one. It changes from one
     // group of rows of DqOrder to the next.
     __device__ __forceinline__ static int consumer_in_turn(const Step &step) {
-        return step.m_block / (kRowsPerPass<true> / Traits::kBlockM) % Traits::kConsumers;
+        return uniform(step.m_block / (kRowsPerPass<true> / Traits::kBlockM)) % Traits::kConsumers;
     }
 
     // An accumulator (MMA, MMA_M, MMA_N).
@@ -41,7 +52,8 @@ struct DqTile {
         using TileDS = Shape<_64, Int<Traits::kBlockN>>;
         using TileK = Shape<Int<kColumns>, Int<Traits::kBlockN>>;
         Tensor sdS = make_tensor(make_smem_ptr(shared.ds), typename Traits::SmemLayoutdS{});  // (BLK_M, BLK_N, stage)
-        Tensor sKt = make_tensor(make_smem_ptr(shared.k), typename Traits::SmemLayoutKt{});   // (HD, BLK_N)
+        auto *smem_k = operand_of_loop<Traits>(&shared.k[0]);
+        Tensor sKt = make_tensor(make_smem_ptr(smem_k), typename Traits::SmemLayoutKt{});  // (HD, BLK_N)
         Tensor sdS_rows = local_tile(sdS(_, _, ds_stage), TileDS{}, make_coord(tile / kColumnTiles, _0{}));
         Tensor sKt_columns = local_tile(sKt, TileK{}, make_coord(tile % kColumnTiles, _0{}));
         auto thr_mma = TiledMma{}.get_slice(int(threadIdx.x % 128));
