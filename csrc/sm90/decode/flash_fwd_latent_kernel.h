@@ -82,10 +82,10 @@ public:
     __device__ ScoreConsumer(const Flash_fwd_params &params, typename Traits::SharedStorage &shared)
         : Base(params, shared, kWarpgroup) {}
 
-    // store(tile, acc_o, softmax) stores the columns of a work tile, and returns what the other warpgroup needs to
-    // store its own (SplitOutput::Factors).
-    template <typename Store>
-    __device__ __forceinline__ void mma(const Store &store) {
+    // store_statistics(tile, softmax) stores the row statistics of a work tile, and returns the SplitOutput::Factors
+    // with which both warpgroups store their columns. store_columns(tile, acc_o, factors) stores those of this one.
+    template <typename StoreStatistics, typename StoreColumns>
+    __device__ __forceinline__ void mma(const StoreStatistics &store_statistics, const StoreColumns &store_columns) {
         Tensor acc_s = partition_fragment_C(typename Traits::TiledMmaQK{}, typename Traits::TileS{});
         Tensor acc_o = partition_fragment_C(typename Traits::TiledMmaPV{}, typename Traits::TileO{});
         Tensor acc_o_rowcol = make_tensor(acc_o.data(), rowcol_layout(acc_o.layout()));  // (row, col)
@@ -122,7 +122,9 @@ public:
             issue_O(accumulates, acc_o);
             wait_for<0>(acc_o);
             this->release_K();
-            send_factors(store(tiles[step.tile], acc_o_rowcol, softmax).of_row);
+            const auto factors = store_statistics(tiles[step.tile], softmax);
+            send_factors(factors.of_row);
+            store_columns(tiles[step.tile], acc_o_rowcol, factors);
             tiles.release(step.tile);
         }
     }
@@ -301,12 +303,12 @@ __device__ __forceinline__ void compute_attn_latent(const Flash_fwd_params &para
         }
     } else if (threadIdx.x / 128 == 1) {
         cutlass::arch::warpgroup_reg_alloc<Traits::TileSize::kScoreRegisters>();
-        ScoreConsumer<Traits>(params, shared).mma([&](const WorkTile &tile, auto &acc_o, const auto &softmax) {
-            const Output output(params, plan, tile, 0);
-            const auto factors = output.store_statistics(softmax);
-            output.store_columns(acc_o, factors, /*first_column=*/0);
-            return factors;
-        });
+        ScoreConsumer<Traits>(params, shared)
+            .mma([&](const WorkTile &tile,
+                     const auto &softmax) { return Output(params, plan, tile, 0).store_statistics(softmax); },
+                 [&](const WorkTile &tile, auto &acc_o, const auto &factors) {
+                     Output(params, plan, tile, 0).store_columns(acc_o, factors, /*first_column=*/0);
+                 });
     } else {
         cutlass::arch::warpgroup_reg_alloc<Traits::TileSize::kValueRegisters>();
         ValueConsumer<Traits>(shared).mma([&](const WorkTile &tile, auto &acc_o, const auto &factors) {
