@@ -17,10 +17,10 @@ namespace flash::sm90 {
 template <bool kCopyEngine>
 constexpr int kRowsPerPass = kCopyEngine ? 128 : 64;
 
-// K or V of a key block, as operands of the products of every step.
+// An operand of the products of every step, in shared memory.
 template <typename Traits>
 __device__ __forceinline__ typename Traits::Element *operand_of_loop(typename Traits::Element *smem) {
-    if constexpr (Traits::kHeadDim > 128) {  // whose tiles have more descriptors than there are uniform registers
+    if constexpr (Traits::kHasManyDescriptors) {
         return unhoisted(smem);
     } else {
         return smem;
@@ -51,7 +51,8 @@ struct DqTile {
                                                  TensorDq &acc) {
         using TileDS = Shape<_64, Int<Traits::kBlockN>>;
         using TileK = Shape<Int<kColumns>, Int<Traits::kBlockN>>;
-        Tensor sdS = make_tensor(make_smem_ptr(shared.ds), typename Traits::SmemLayoutdS{});  // (BLK_M, BLK_N, stage)
+        auto *smem_ds = operand_of_loop<Traits>(&shared.ds[0]);
+        Tensor sdS = make_tensor(make_smem_ptr(smem_ds), typename Traits::SmemLayoutdS{});  // (BLK_M, BLK_N, stage)
         auto *smem_k = operand_of_loop<Traits>(&shared.k[0]);
         Tensor sKt = make_tensor(make_smem_ptr(smem_k), typename Traits::SmemLayoutKt{});  // (HD, BLK_N)
         Tensor sdS_rows = local_tile(sdS(_, _, ds_stage), TileDS{}, make_coord(tile / kColumnTiles, _0{}));

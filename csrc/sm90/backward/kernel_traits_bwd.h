@@ -157,6 +157,8 @@ struct Flash_bwd_kernel_traits {
     static constexpr int kBlockN = kSplitsKeys ? kConsumers * kKeys : kKeys;    // keys of a CTA
     static constexpr bool kHasDropoutWarpgroup = kFactors == Factors::dropout;  // draws its bits
     static constexpr int kNThreads = 128 * (kConsumers + 1 + kHasDropoutWarpgroup);
+    // The descriptors of the operands that stay in shared memory are more than the uniform registers.
+    static constexpr bool kHasManyDescriptors = kHeadDim > 128;
     // Arguments of setmaxnreg. A launch of 512 threads gets 4 * 128 registers.
     static constexpr int kProducerRegisters = TileSize::kProducerRegisters;  // of the dropout warpgroup, too
     static_assert(kProducerRegisters + 2 * TileSize::kConsumerRegisters <= 3 * 168);

@@ -396,7 +396,11 @@ private:
         CUTE_NO_UNROLL
         for (int tile = 0; tile < Traits::kTilesOfDq; ++tile) {
             auto acc = Tile::accumulator();
-            Tile::issue(shared, state.stage, tile, acc);
+            if constexpr (Traits::kHasManyDescriptors) {
+                Tile::issue(shared, uniform(state.stage), uniform(tile), acc);
+            } else {
+                Tile::issue(shared, state.stage, tile, acc);
+            }
             wait_for<0>(acc);
             if (tile == Traits::kTilesOfDq - 1) {
                 state.release(shared.ds_barriers);
