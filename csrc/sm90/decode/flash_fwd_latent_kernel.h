@@ -87,7 +87,6 @@ public:
     template <typename StoreStatistics, typename StoreColumns>
     __device__ __forceinline__ void mma(const StoreStatistics &store_statistics, const StoreColumns &store_columns) {
         Tensor acc_s = partition_fragment_C(typename Traits::TiledMmaQK{}, typename Traits::TileS{});
-        Tensor other_s = partition_fragment_C(typename Traits::TiledMmaQK{}, typename Traits::TileS{});
         Tensor acc_o = partition_fragment_C(typename Traits::TiledMmaPV{}, typename Traits::TileO{});
         Tensor acc_o_rowcol = make_tensor(acc_o.data(), rowcol_layout(acc_o.layout()));  // (row, col)
         for (;;) {
@@ -98,8 +97,8 @@ public:
             SoftmaxState softmax(params.scale_softmax_log2);
             this->begin_tile(step);
             wait_for_K(step);
-            issue_S(acc_s, other_s);
-            wait_for_S(acc_s, other_s);
+            issue_S(acc_s);
+            wait_for<0>(acc_s);
             Rescale rescale = this->template softmax_step</*kIsFirst=*/true>(step, acc_s, softmax);
             rescale.is_needed = false;  // there is no O yet
             release_Q_after(step);
@@ -111,10 +110,10 @@ public:
                 states.k.advance();
                 step.advance();
                 wait_for_K(step);
-                issue_S(acc_s, other_s);
+                issue_S(acc_s);
                 wait_for<1>(acc_o);
                 k_of_O.release(shared.k_barriers);  // before S is complete, so that the next key block comes early
-                wait_for_S(acc_s, other_s);
+                wait_for<0>(acc_s);
                 rescale = this->template softmax_step</*kIsFirst=*/false>(step, acc_s, softmax);
                 release_Q_after(step);
                 send_P(step, acc_s, rescale);
@@ -131,38 +130,19 @@ public:
     }
 
 private:
-    // S = Q K^T in two sums, of every second 16 columns each: a product into an accumulator waits for the one before
-    // it. The stages are constants or uniform, and so are the descriptors.
+    // S = Q K^T. The stages are constants or uniform, so that the descriptors of 36 products are in uniform registers.
     template <typename TensorS>
-    __device__ __forceinline__ void issue_S(TensorS &acc_s, TensorS &other_s) const {
-        Tensor sQ = make_tensor(make_smem_ptr(unhoisted(shared.q)), typename Traits::SmemLayoutQ{});  // (64, HD, stage)
+    __device__ __forceinline__ void issue_S(TensorS &acc_s) const {
+        using TiledMma = typename Traits::TiledMmaQK;
+        Tensor sQ =
+            make_tensor(make_smem_ptr(unhoisted(shared.q)), typename Traits::SmemLayoutQ{})(_, _, _0{});  // (64, HD)
         Tensor sK =
             make_tensor(make_smem_ptr(unhoisted(shared.k)), typename Traits::SmemLayoutK{});  // (BLK_N, HD, stage)
-        typename Traits::TiledMmaQK tiled_mma;
-        auto thr_mma = tiled_mma.get_slice(int(threadIdx.x % 128));
-        Tensor tSrQ = thr_mma.make_fragment_A(thr_mma.partition_A(sQ(_, _, _0{})));  // (MMA, MMA_M, MMA_K)
-        Tensor tSrK = thr_mma.make_fragment_B(thr_mma.partition_B(sK(_, _, uniform(states.k.stage))));
-        warpgroup_fence_operand(acc_s);
-        warpgroup_fence_operand(other_s);
-        warpgroup_arrive();
-        CUTE_UNROLL
-        for (int k = 0; k < size<2>(tSrQ); k += 2) {
-            tiled_mma.accumulate_ = k == 0 ? GMMA::ScaleOut::Zero : GMMA::ScaleOut::One;
-            cute::gemm(tiled_mma, tSrQ(_, _, k), tSrK(_, _, k), acc_s);
-            cute::gemm(tiled_mma, tSrQ(_, _, k + 1), tSrK(_, _, k + 1), other_s);
-        }
-        warpgroup_commit_batch();
-    }
-
-    // All products are complete when this returns.
-    template <typename TensorS>
-    __device__ __forceinline__ static void wait_for_S(TensorS &acc_s, TensorS &other_s) {
-        wait_for<0>(acc_s);
-        warpgroup_fence_operand(other_s);
-        CUTE_UNROLL
-        for (int i = 0; i < size(acc_s); ++i) {
-            acc_s(i) += other_s(i);
-        }
+        auto thr_mma = TiledMma{}.get_slice(int(threadIdx.x % 128));
+        Tensor tSrQ = thr_mma.make_fragment_A(thr_mma.partition_A(sQ));  // (MMA, MMA_M, MMA_K)
+        Tensor tSrK =
+            thr_mma.make_fragment_B(thr_mma.partition_B(sK(_, _, uniform(states.k.stage))));  // (MMA, MMA_N, MMA_K)
+        issue<TiledMma>(/*accumulates=*/false, tSrQ, tSrK, acc_s);
     }
 
     // P of the step is in shared memory, from all warps of the warpgroup.
