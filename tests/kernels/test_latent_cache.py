@@ -16,7 +16,7 @@ from flash_attn_mini import flash_attn_with_kvcache
 
 from ..conftest import CPU_DTYPES, GPU_DTYPES, IS_HOPPER
 from ..support.gpu_calls import capture
-from ..support.kvcache_cases import KvCacheCase, make_call
+from ..support.kvcache_cases import SMALL_LATENT_CASES, KvCacheCase, make_call
 from ..support.kvcache_checks import bits, check_kvcache, check_results, copied, described, run
 from ..support.on_backends import gpu
 from ..support.triton_calls import HAS_GPU
@@ -51,6 +51,7 @@ CASES = [
     latent("full", "lengths from the cache", (96, 96), capacity=96, lengths_as="none"),
     latent("int", "one length", (70, 70), capacity=96, lengths_as="int"),
     latent("no_keys", "rows without a key", (0, 0, 3), capacity=64, seqlen_q=5, causal=True),
+    *SMALL_LATENT_CASES,
     latent("many", "more sequences than SMs", tuple(range(300)), capacity=300, nheads=4),
 ]  # fmt: skip
 ON_CUDA = [pytest.param(case, "cuda", dtype, marks=[gpu, hopper]) for case in CASES for dtype in GPU_DTYPES]

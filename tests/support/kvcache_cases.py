@@ -293,6 +293,14 @@ KVCACHE_CASES: list[KvCacheCase] = [
     *(case for case in MANY_ROWS if case.name in ("many_rows_tiles", "many_rows_gqa_3", "many_rows_pages_24")),
 ]
 BY_NAME = {case.name: case for case in (*KVCACHE_CASES, *MANY_ROWS, *PIECES, *CLUSTERS, *WIDE_CTAS)}
+# Calls of Hopper's kernel for a cache of latent vectors.
+_LATENT: dict[str, Any] = {"nheads": 16, "nheads_k": 1, "headdim": 576, "own_headdim_v": 512, "v_in_k": True}
+SMALL_LATENT_CASES = [
+    _case("latent", "v is in the columns of k", (250, 9, 0), 290, **_LATENT),
+    _case("latent_queries", "several queries", (250, 9, 70), 290, seqlen_q=5, causal=True, **_LATENT),
+    _case("latent_pages", "pages", (250, 9, 70), 288, page_size=16, **_LATENT),
+    _case("latent_leftpad", "left padding, other rows", (250, 9), 290, leftpad=(65, 9), spare_rows=2, **_LATENT),
+]
 SMALL_KVCACHE_CASES = [c for c in BY_NAME.values() if max(c.totals) <= 300 and c.seqlen_q <= 20]
 
 # Offsets of more than 31 bits: cache rows, or keys, so far apart that the last one begins past 2^31.
