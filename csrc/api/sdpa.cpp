@@ -15,6 +15,7 @@
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/full.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -385,11 +386,29 @@ Results flash_backward(Arguments args) {
 }
 
 // As flash_forward, without its debug_attn_mask. The cuDNN op and the next ones align the causal mask to the top left.
+// The mask of the cuDNN op. Up to PyTorch 2.11, SDPA gives cuDNN a bool mask as a bias of 0 and -65504, rounded to its
+// dtype. In a row that sees no key these are all equal, and the bias would hide nothing: they become -inf.
+IValue mask_of_cudnn(const IValue &mask) {
+    constexpr double kHidden = -65504.0;
+    if (!is_given(mask) || !mask.toTensor().is_floating_point()) {
+        return mask;
+    }
+    const Tensor bias = mask.toTensor();
+    Tensor values = bias;  // each once, where the mask is expanded
+    for (int64_t dim = 0; dim < bias.dim(); ++dim) {
+        if (bias.stride(dim) == 0 && bias.size(dim) > 1) {
+            values = values.narrow(dim, 0, 1);
+        }
+    }
+    return values.masked_fill(values <= at::full({}, kHidden, values.options()), -kInfinity).expand_as(bias);
+}
+
 Results cudnn_forward(Arguments args) {
     const Tensor &q = args[0].toTensor(), &k = args[1].toTensor(), &v = args[2].toTensor();
     const bool returns_debug_mask = args[7].toBool();
-    const auto plan = with_mask(
-        plan_of(q, k, v, args[5].toDouble(), args[6].toBool(), scale_at(args[8]), Diagonal::top_left), args[3], q, k);
+    const auto plan =
+        with_mask(plan_of(q, k, v, args[5].toDouble(), args[6].toBool(), scale_at(args[8]), Diagonal::top_left),
+                  mask_of_cudnn(args[3]), q, k);
     if (!plan.has_value() || returns_debug_mask) {
         return std::nullopt;
     }
@@ -406,7 +425,7 @@ Results cudnn_backward(Arguments args) {
     const bool is_varlen = is_given(args[9]);
     const auto plan =
         with_mask(plan_of(q, k, v, args[13].toDouble(), args[14].toBool(), scale_at(args[15]), Diagonal::top_left),
-                  args[8], q, k);
+                  mask_of_cudnn(args[8]), q, k);
     if (is_varlen || !plan.has_value() || !fits(grad_out, q, out)) {
         return std::nullopt;
     }

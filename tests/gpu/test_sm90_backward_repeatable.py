@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,10 +20,14 @@ from flash_attn_mini import flash_attn_func, flash_attn_varlen_func
 
 from ..conftest import GPU_DTYPES
 from ..kernels.test_random import AnyCase, random_case, simpler
+from ..support.attn_bias_cases import AttnBiasCase
+from ..support.attn_bias_checks import make_biased_call
 from ..support.cases import Case, options_of
 from ..support.feature_checks import described
 from ..support.flash_bounds import assert_gradients_accurate_beside_flash
 from ..support.gpu_calls import differing_runs, run_on_sm80, stress_runs
+from ..support.key_range_cases import KeyRangeCase
+from ..support.key_range_checks import make_ranged_call
 from ..support.random_loop import CHUNKS, check_random_cases
 from ..support.sm90_backward_calls import (
     OPTIONS,
@@ -41,6 +46,7 @@ from ..support.varlen_cases import VarlenCase
 
 pytestmark = on_hopper
 
+RandomCase = AnyCase | KeyRangeCase | AttnBiasCase
 RUNS = stress_runs(200)  # of each call, head dim and order
 SUBSETS = [wanted for wanted in itertools.product((False, True), repeat=3) if 0 < sum(wanted) < 3]
 
@@ -85,20 +91,41 @@ def test_backwards_repeat_bitwise_under_stress(call: str, deterministic: bool, h
     assert not any(differs), f"runs in which {('dq', 'dk', 'dv')[first:]} differ: {differs}"
 
 
-def differentiable_case(draw: random.Random) -> AnyCase:
+def differentiable_case(draw: random.Random) -> RandomCase:
     """Pages have no backward."""
     case = random_case(draw)
-    return dataclasses.replace(case, page_size=0) if isinstance(case, VarlenCase) else case
+    if isinstance(case, VarlenCase):
+        return dataclasses.replace(case, page_size=0)
+    if isinstance(case, KeyRangeCase) and isinstance(case.of, VarlenCase):
+        return dataclasses.replace(case, of=dataclasses.replace(case.of, page_size=0))
+    return case
 
 
-def check_order(case: AnyCase, dtype: torch.dtype, seed: int, described_seed: str) -> None:
-    """deterministic=True gives the same bits again, and the gradients of the other order up to rounding."""
+def backward_of(case: RandomCase, dtype: torch.dtype, seed: int) -> Callable[[bool], list[Tensor | None]]:
+    """A function of `deterministic` that returns dq, dk and dv."""
+    if isinstance(case, (KeyRangeCase, AttnBiasCase)):
+        make: Any = make_ranged_call if isinstance(case, KeyRangeCase) else make_biased_call
+        call = make(case, dtype, "cuda", seed)
+
+        def run(deterministic: bool) -> list[Tensor | None]:
+            torch.manual_seed(5)  # the dropout mask
+            results = call.run("cuda", deterministic=deterministic)
+            return [results["dq"], results["dk"], results["dv"]]
+
+        return run
     inputs, dout, lengths = made(case, dtype, seed)
-    ordered = gradients(case, inputs, dout, lengths, deterministic=True)
-    where = described(case, dtype, "cuda", described_seed)
-    assert_same_bits(gradients(case, inputs, dout, lengths, deterministic=True), ordered, where)
+    return lambda deterministic: gradients(case, inputs, dout, lengths, deterministic=deterministic)
+
+
+def check_order(case: RandomCase, dtype: torch.dtype, seed: int, described_seed: str) -> None:
+    """deterministic=True gives the same bits again, and the gradients of the other order up to rounding."""
+    backward = backward_of(case, dtype, seed)
+    ordered = backward(True)
+    of = case.of if isinstance(case, (KeyRangeCase, AttnBiasCase)) else case
+    where = described(of, dtype, "cuda", described_seed)
+    assert_same_bits(backward(True), ordered, where)
     eps = torch.finfo(dtype).eps
-    for name, got, other in zip("qkv", ordered, gradients(case, inputs, dout, lengths), strict=True):
+    for name, got, other in zip("qkv", ordered, backward(False), strict=True):
         assert got is not None
         assert other is not None
         largest = other.abs().max().item() if other.numel() else 0.0

@@ -316,14 +316,21 @@ def test_nested_tensors(draw: torch.Generator) -> None:
 # ---- activating -----------------------------------------------------------------------------------------------------
 
 
-def test_the_cudnn_op_takes_masks(draw: torch.Generator) -> None:
-    """On CPU tensors, for which PyTorch has no such kernel. Rows without a key are zeros."""
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("hidden", "shape"), [(-math.inf, (2, 4)), (-65504.0, (2, 4)), (-65504.0, (1, 1))], ids=str)
+def test_the_cudnn_op_takes_masks(
+    hidden: float, shape: tuple[int, int], dtype: torch.dtype, draw: torch.Generator
+) -> None:
+    """On CPU tensors, for which PyTorch has no such kernel. Rows without a key are zeros.
+
+    Up to 2.11 PyTorch writes -65504 where a bool mask hides a key, and gives the op the expanded bias.
+    """
     forward = torch.ops.aten._scaled_dot_product_cudnn_attention
     backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
-    q, k, v, grad_out = (torch.randn(2, 4, n, 32, generator=draw).bfloat16() for n in (50, 64, 64, 50))
-    mask = torch.rand(2, 4, 50, 64, generator=draw) < 0.5
+    q, k, v, grad_out = (torch.randn(2, 4, n, 32, generator=draw).to(dtype) for n in (50, 64, 64, 50))
+    mask = torch.rand(*shape, 50, 64, generator=draw) < 0.5
     mask[:, :, 3] = False
-    bias = torch.zeros(mask.shape, dtype=q.dtype).masked_fill(~mask, -math.inf)
+    bias = torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, hidden).expand(2, 4, 50, 64)
     with sdpa.sdpa():
         out, lse, _, _, *rest = results = forward(q, k, v, bias, True)
         gradients = backward(grad_out, q, k, v, out, lse, rest[2], rest[3], bias, *results[2:6], 0.0, False)
