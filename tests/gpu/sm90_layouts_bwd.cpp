@@ -25,26 +25,37 @@ using std::max, std::min;
 
 namespace flash::sm90 {
 
-// PlacesInQ, where the load warp writes zeros, are the places where TMA and wgmma find the elements.
-template <int kHeadDim>
-void check() {
-    using Traits = Flash_bwd_kernel_traits<DType::bfloat16, kHeadDim, Factors::none>;
-    static_assert(Traits::kRowsPerTile % Flash_bwd_params::kRowsRounded == 0, "tiles of whole padded row blocks");
-    static_assert(!has_kernel_per_factors(kHeadDim) || Traits::kConsumersComputeDq,
-                  "consumers of BwdSplit::products would not wait for a dropout warpgroup");
-    constexpr int kTile = Traits::kBlockM * kHeadDim;
-    alignas(Traits::kAlignment) static typename Traits::Element q[Traits::kStagesQ * kTile];
-    const Tensor sQ = make_tensor(make_smem_ptr(q), typename Traits::template SmemLayoutQ<Traits::kStagesQ>{});
-    const typename Traits::PlacesInQ places;
+// PlacesInQ, where the load warp writes zeros, are the places where TMA and wgmma find the elements of Q, or of dO.
+template <typename Traits, typename Tiles, int kStages>
+int wrong_places() {
+    constexpr int kTile = Traits::kBlockM * Tiles::kColumns;
+    alignas(Traits::kAlignment) static typename Traits::Element q[kStages * kTile];
+    const Tensor sQ = make_tensor(make_smem_ptr(q), typename Tiles::template SmemLayoutQ<kStages>{});
+    const typename Tiles::PlacesInQ places;
     int wrong = 0;
-    for (int stage = 0; stage < Traits::kStagesQ; ++stage) {
+    for (int stage = 0; stage < kStages; ++stage) {
         for (int row = 0; row < Traits::kBlockM; ++row) {
-            for (int column = 0; column < kHeadDim; column += 8) {  // 16 bytes
+            for (int column = 0; column < Tiles::kColumns; column += 8) {  // 16 bytes
                 wrong += &sQ(row, column, stage) != q + stage * kTile + places(row, column, 0);
             }
         }
     }
-    std::printf("headdim=%d wrong=%d\n", kHeadDim, wrong);
+    return wrong;
+}
+
+template <typename Traits>
+void check_traits() {
+    static_assert(Traits::kRowsPerTile % Flash_bwd_params::kRowsRounded == 0, "tiles of whole padded row blocks");
+    static_assert(!has_kernel_per_factors(Traits::kHeadDim) || Traits::kConsumersComputeDq,
+                  "consumers of BwdSplit::products would not wait for a dropout warpgroup");
+    const int wrong = wrong_places<Traits, typename Traits::TilesQK, Traits::kStagesQ>() +
+                      wrong_places<Traits, typename Traits::TilesdOV, Traits::kStagesdO>();
+    std::printf("headdim=%d wrong=%d\n", Traits::kHeadDim, wrong);
+}
+
+template <int kHeadDim>
+void check() {
+    check_traits<Flash_bwd_kernel_traits<DType::bfloat16, kHeadDim, Factors::none>>();
 }
 
 }  // namespace flash::sm90
@@ -55,4 +66,7 @@ int main() {
     flash::sm90::check<128>();
     flash::sm90::check<192>();
     flash::sm90::check<256>();
+    using namespace flash;
+    sm90::check_traits<sm90::Flash_bwd_kernel_traits<DType::bfloat16, kHeadDimLatent, sm90::Factors::none,
+                                                     kMaxHeadDimVLatent, sm90::TileSizesBwdLatent>>();
 }
