@@ -135,7 +135,7 @@ Tensor attn_bias_backward(const BiasBwdCall<int64_t> &call) {
     return ops::call<TritonBiasBwd, int64_t>(call);
 }
 
-// Only the call of a latent cache that its kernel does not take has something to trace.
+// Which kernels choose_backend considers for a call. Traces why a call of a latent cache takes another kernel.
 CallOf kind_of_cache(const KvCacheArgs &args) {
     if (!has_latent_head_dims(args)) {
         return CallOf::kvcache;

@@ -15,7 +15,6 @@
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/full.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -385,30 +384,34 @@ Results flash_backward(Arguments args) {
     return Results({dq, dk, dv});
 }
 
-// As flash_forward, without its debug_attn_mask. The cuDNN op and the next ones align the causal mask to the top left.
-// The mask of the cuDNN op. Up to PyTorch 2.11, SDPA gives cuDNN a bool mask as a bias of 0 and -65504, rounded to its
-// dtype. In a row that sees no key these are all equal, and the bias would hide nothing: they become -inf.
-IValue mask_of_cudnn(const IValue &mask) {
+// A bias with -inf for the values that hide a key. For cuDNN, SDPA of PyTorch 2.11 turns a bool mask into a bias of 0
+// and -65504, rounded to the dtype. In a row that sees no key they are all equal, so the row would see all keys.
+Tensor with_hidden_keys(const Tensor &bias) {
     constexpr double kHidden = -65504.0;
-    if (!is_given(mask) || !mask.toTensor().is_floating_point()) {
-        return mask;
-    }
-    const Tensor bias = mask.toTensor();
-    Tensor values = bias;  // each once, where the mask is expanded
+    Tensor values = bias;  // each once, where the bias is expanded
     for (int64_t dim = 0; dim < bias.dim(); ++dim) {
         if (bias.stride(dim) == 0 && bias.size(dim) > 1) {
             values = values.narrow(dim, 0, 1);
         }
     }
-    return values.masked_fill(values <= at::full({}, kHidden, values.options()), -kInfinity).expand_as(bias);
+    return values.masked_fill(values <= kHidden, -kInfinity).expand_as(bias);
 }
 
+// The plan of the cuDNN op with its mask.
+std::optional<Plan> with_mask_of_cudnn(std::optional<Plan> plan, const IValue &mask, const Tensor &q, const Tensor &k) {
+    plan = with_mask(std::move(plan), mask, q, k);
+    if (plan.has_value() && plan->options.attn_bias.has_value() && plan->options.attn_bias->is_floating_point()) {
+        plan->options.attn_bias = with_hidden_keys(*plan->options.attn_bias);
+    }
+    return plan;
+}
+
+// As flash_forward, without its debug_attn_mask. The cuDNN op and the next ones align the causal mask to the top left.
 Results cudnn_forward(Arguments args) {
     const Tensor &q = args[0].toTensor(), &k = args[1].toTensor(), &v = args[2].toTensor();
     const bool returns_debug_mask = args[7].toBool();
-    const auto plan =
-        with_mask(plan_of(q, k, v, args[5].toDouble(), args[6].toBool(), scale_at(args[8]), Diagonal::top_left),
-                  mask_of_cudnn(args[3]), q, k);
+    const auto plan = with_mask_of_cudnn(
+        plan_of(q, k, v, args[5].toDouble(), args[6].toBool(), scale_at(args[8]), Diagonal::top_left), args[3], q, k);
     if (!plan.has_value() || returns_debug_mask) {
         return std::nullopt;
     }
@@ -423,9 +426,9 @@ Results cudnn_backward(Arguments args) {
     const Tensor &grad_out = args[0].toTensor(), &q = args[1].toTensor(), &k = args[2].toTensor(),
                  &v = args[3].toTensor(), &out = args[4].toTensor(), &lse = args[5].toTensor();
     const bool is_varlen = is_given(args[9]);
-    const auto plan =
-        with_mask(plan_of(q, k, v, args[13].toDouble(), args[14].toBool(), scale_at(args[15]), Diagonal::top_left),
-                  mask_of_cudnn(args[8]), q, k);
+    const auto plan = with_mask_of_cudnn(
+        plan_of(q, k, v, args[13].toDouble(), args[14].toBool(), scale_at(args[15]), Diagonal::top_left), args[8], q,
+        k);
     if (is_varlen || !plan.has_value() || !fits(grad_out, q, out)) {
         return std::nullopt;
     }

@@ -81,11 +81,15 @@ constexpr Kind kind_of_sm90_fwd(Kind kind) {
 constexpr int kMinHeadDimSm90 = 64;
 
 // The sm90 kernels compute with the larger head dim where q and v have different ones: TMA reads the missing columns as
-// zeros. Multi-head latent attention has forward kernels that compute only the columns of v: up to kHeadDimLatent
-// columns of q and k, up to kMaxHeadDimVLatent of v.
+// zeros. Multi-head latent attention has kernels that compute only the columns of v: up to kHeadDimLatent columns of q
+// and k, up to kMaxHeadDimVLatent of v. In the backward a cap, dropout, ranges and a bias would take more registers
+// than such a kernel has left.
 constexpr int kHeadDimLatent = 192, kMaxHeadDimVLatent = 128;
 constexpr bool has_latent_fwd(int headdim, Kind kind) {
     return headdim == kHeadDimLatent && (kind == Kind::full || kind == Kind::local || kind == Kind::general);
+}
+constexpr bool has_latent_bwd(int headdim, Kind kind) {
+    return headdim == kHeadDimLatent && (kind == Kind::full || kind == Kind::local || kind == Kind::varlen);
 }
 
 }  // namespace flash

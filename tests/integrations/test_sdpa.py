@@ -323,7 +323,7 @@ def test_the_cudnn_op_takes_masks(
 ) -> None:
     """On CPU tensors, for which PyTorch has no such kernel. Rows without a key are zeros.
 
-    Up to 2.11 PyTorch writes -65504 where a bool mask hides a key, and gives the op the expanded bias.
+    PyTorch 2.11 writes -65504 where a bool mask hides a key, and gives the op the expanded bias.
     """
     forward = torch.ops.aten._scaled_dot_product_cudnn_attention
     backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward

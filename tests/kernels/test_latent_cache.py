@@ -78,7 +78,7 @@ def random_latent(draw: random.Random) -> KvCacheCase:
         lengths,
         capacity=capacity,
         seqlen_q=draw.choice((1, 1, 2, draw.randint(1, 40))),
-        nheads=nheads_k * draw.choice((1, 4, 16, 20, 64, 128)) // draw.choice((1, 1, 2)) or nheads_k,
+        nheads=nheads_k * draw.choice((1, 3, 4, 16, 20, 64, 128)),
         nheads_k=nheads_k,
         page_size=page_size,
         leftpad=None if page_size or draw.random() < 0.7 else tuple(draw.randint(0, n) for n in lengths),
@@ -96,8 +96,6 @@ def random_latent(draw: random.Random) -> KvCacheCase:
 @pytest.mark.parametrize("number", range(200))
 def test_random(number: int, seed: int, described_seed: str) -> None:
     case = random_latent(random.Random(seed))
-    if case.nheads % case.nheads_k:
-        case = dataclasses.replace(case, nheads=case.nheads * case.nheads_k)
     check_kvcache(case, "cuda", "cuda", GPU_DTYPES[number % 2], seed, described_seed)
 
 
@@ -154,7 +152,7 @@ def test_other_calls_take_triton(
     with pytest.raises(NotImplementedError, match=f"headdim 576 and v_cache 512.*{reason}.*the triton backend"):
         run(call, "cuda")
     monkeypatch.setenv("FLASH_ATTN_MINI_TRACE", "1")
-    run(call, "triton")
+    run(call, "triton")  # tunes, so that both calls have one configuration
     expected = run(call, "triton")
     capfd.readouterr()
     results = flash_attn_with_kvcache(*call.tensors, **call.arguments, return_softmax_lse=True)

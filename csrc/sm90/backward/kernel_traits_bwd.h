@@ -93,11 +93,7 @@ struct TileSizesBwd<192> {
 template <>
 struct TileSizesBwd<256> : TileSizesBwd<192> {};
 
-// The kinds that have a kernel for kHeadDimLatent columns of q and k with kMaxHeadDimVLatent columns of v. A cap,
-// dropout, ranges and a bias would take more registers than it has left.
-constexpr bool has_latent_bwd(int headdim, Kind kind) {
-    return headdim == kHeadDimLatent && (kind == Kind::full || kind == Kind::local || kind == Kind::varlen);
-}
+// Multi-head latent attention (has_latent_bwd).
 struct TileSizesBwdLatent {
     static constexpr BwdSplit kSplit = BwdSplit::keys;
     static constexpr DqBy kDqBy = DqBy::consumers;

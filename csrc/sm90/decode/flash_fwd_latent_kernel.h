@@ -25,8 +25,8 @@ struct Flash_fwd_latent_traits
     : Flash_fwd_kernel_traits<kDType, kHeadDimLatentCache, TileSizesLatent, kHeadDimVLatentCache / 2> {
     using Base = Flash_fwd_kernel_traits<kDType, kHeadDimLatentCache, TileSizesLatent, kHeadDimVLatentCache / 2>;
     using typename Base::Element;
-    static constexpr int kWarpgroups = 2;  // that multiply
-    static constexpr int kNThreads = 128 * (kWarpgroups + 1);
+    static constexpr int kWarpgroups = 2;                      // consumers: each has half of the columns of O
+    static constexpr int kNThreads = 128 * (kWarpgroups + 1);  // with the producer
 
     // K as the transposed operand V (headdim, key, stage), and P of all rows (row, key).
     using SmemLayoutVt =
@@ -68,7 +68,7 @@ __device__ __forceinline__ void issue_latent_O(typename Traits::SharedStorage &s
     issue<TiledMma>(accumulates, tOrP, tOrVt, acc_o);
 }
 
-// Warpgroup 0 of those that multiply: S, the softmax, and the first columns of O.
+// The first consumer warpgroup. It computes S, the softmax and the first half of the columns of O.
 template <typename Traits>
 class ScoreConsumer : Consumer<Traits, Kind::split> {
     using Base = Consumer<Traits, Kind::split>;
@@ -169,7 +169,8 @@ private:
         }
     }
 
-    // Rounded P goes to shared memory, with the factors of the rows of O.
+    // Rounded P goes to shared memory, with the factors of the rows of O. A warp writes the 16 rows of P that its part
+    // of the own product reads, when that part is complete. It waits for the other warpgroup, which reads them too.
     template <typename TensorS>
     __device__ __forceinline__ void send_P(const Step &step, TensorS &acc_s, const Rescale &rescale) {
         Tensor tOrP = make_tensor<Element>(operand_A_layout(acc_s.layout()));  // (MMA, MMA_M, MMA_K)
@@ -209,10 +210,11 @@ private:
     }
 };
 
-// Warpgroup 1 of those that multiply: the other columns of O.
+// The second consumer warpgroup. It computes the second half of the columns of O.
 template <typename Traits>
 class ValueConsumer {
-    using Element = typename Traits::Element;
+    using SoftmaxState = Softmax<typename Traits::Element, 2, /*kMayOffset=*/false>;
+    using Factors = typename SplitOutput<Traits, kHeadDimVLatentCache>::Factors;
     static constexpr int kWarpgroup = 1;
     typename Traits::SharedStorage &shared;
     WorkTileRing<Traits::kConsumers> tiles;
@@ -235,9 +237,9 @@ public:
             }
             CUTE_NO_UNROLL
             for (int n_block = blocks.n_block_max - 1; n_block >= blocks.n_block_min; --n_block) {
-                const auto factors = receive();
+                const Factors factors = receive();
                 if (n_block < blocks.n_block_max - 1) {
-                    rescale(factors, acc_o_rowcol);
+                    SoftmaxState::apply(rescale_by(factors), acc_o_rowcol);
                 }
                 k_state.wait(shared.k_barriers);
                 issue_latent_O<Traits>(shared, k_state.stage, kWarpgroup,
@@ -247,7 +249,7 @@ public:
                 k_state.release(shared.k_barriers);
                 k_state.advance();
             }
-            const auto factors = receive();
+            const Factors factors = receive();
             release_P();
             store(tiles[tile], acc_o_rowcol, factors);
             tiles.release(tile);
@@ -255,30 +257,19 @@ public:
     }
 
 private:
-    struct Factors {
-        float of_row[2];
-    };
+    // Waits for P and the factors.
     __device__ __forceinline__ Factors receive() const {
         p_state.wait(shared.p_barriers);
         return {{shared.factors[first_row_of_thread()], shared.factors[first_row_of_thread() + 8]}};
+    }
+    __device__ __forceinline__ static typename SoftmaxState::Rescale rescale_by(const Factors &factors) {
+        const auto &[first, second] = factors.of_row;
+        return {{first, second}, __any_sync(0xffffffffu, first != 1.0f || second != 1.0f) != 0};
     }
     __device__ __forceinline__ void release_P() {
         __syncwarp();  // all lanes have read the factors
         p_state.release(shared.p_barriers);
         p_state.advance();
-    }
-
-    template <typename TensorO>
-    __device__ __forceinline__ static void rescale(const Factors &factors, TensorO &acc_o) {
-        if (__any_sync(0xffffffffu, factors.of_row[0] != 1.0f || factors.of_row[1] != 1.0f)) {
-            CUTE_UNROLL
-            for (int row = 0; row < 2; ++row) {
-                CUTE_UNROLL
-                for (int col = 0; col < size<1>(acc_o); ++col) {
-                    acc_o(row, col) *= factors.of_row[row];
-                }
-            }
-        }
     }
 };
 
@@ -312,7 +303,7 @@ __device__ __forceinline__ void compute_attn_latent(const Flash_fwd_params &para
         cutlass::arch::warpgroup_reg_alloc<Traits::TileSize::kValueRegisters>();
         ValueConsumer<Traits>(shared).mma([&](const WorkTile &tile, auto &acc_o, const auto &factors) {
             Output(params, plan, tile, 0)
-                .store_columns(acc_o, {{factors.of_row[0], factors.of_row[1]}},
+                .store_columns(acc_o, factors,
                                /*first_column=*/Traits::kHeadDimV);
         });
     }
@@ -326,19 +317,15 @@ __global__ void __launch_bounds__(Traits::kNThreads, 1)
     static_assert(Traits::kAlignment == 1024);
     auto &shared = *reinterpret_cast<typename Traits::SharedStorage *>(smem);
     if (threadIdx.x == 0) {
-        constexpr int kWarps = 4,
-                      kOfWarpgroups = kWarps * Traits::kWarpgroups;  // of a warpgroup, of those that multiply
+        constexpr int kWarps = 4, kOfConsumers = kWarps * Traits::kWarpgroups;
         prefetch_tma_descriptor(&boxes.k);
         shared.q_barriers.init(kWarps, /*writers=*/QueryLoader<Traits>::kArrivals);
-        shared.k_barriers.init(kOfWarpgroups);
+        shared.k_barriers.init(kOfConsumers);
         shared.p_barriers.init(kWarps, /*writers=*/kWarps);
-        shared.tiles.barriers.init(kOfWarpgroups + 2, /*writers=*/1);  // + 2: load warps
+        shared.tiles.barriers.init(kOfConsumers + 2, /*writers=*/1);  // + 2: load warps
         cutlass::arch::fence_barrier_init();
     }
-    __syncthreads();                      // every thread sees the barriers
-    kvcache::wait_for_previous_kernel();  // it may write lengths, queries, keys and page numbers
-    kvcache::launch_dependents();
-    asm volatile("fence.proxy.async.global;" ::: "memory");  // TMA reads what that kernel stored
+    wait_for_inputs();
     compute_attn_latent<Traits>(params, boxes, shared, plan);
 }
 

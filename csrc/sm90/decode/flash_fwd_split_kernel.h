@@ -61,8 +61,13 @@ cute::TmaDescriptor describe_boxes(const Flash_fwd_params &params, const TensorR
 }
 
 template <typename Traits>
+int rows_of_box(const Flash_fwd_params &params) {
+    return params.block_table == nullptr ? Traits::kBlockN : std::gcd(params.page_size, Traits::kBlockN);
+}
+
+template <typename Traits>
 KeyBoxes make_key_boxes(const Flash_fwd_params &params) {
-    const int rows = params.block_table == nullptr ? Traits::kBlockN : std::gcd(params.page_size, Traits::kBlockN);
+    const int rows = rows_of_box<Traits>(params);
     return {describe_boxes<Traits>(params, params.k, rows), describe_boxes<Traits>(params, params.v, rows), rows};
 }
 
@@ -285,6 +290,14 @@ private:
 
 // ---- the kernel
 
+// Called by all threads when one has initialized the barriers.
+__device__ __forceinline__ void wait_for_inputs() {
+    __syncthreads();                      // every thread sees the barriers
+    kvcache::wait_for_previous_kernel();  // it may write lengths, queries, keys and page numbers
+    kvcache::launch_dependents();
+    asm volatile("fence.proxy.async.global;" ::: "memory");  // TMA reads what that kernel stored
+}
+
 template <typename Traits>
 __device__ __forceinline__ void compute_attn_split(const Flash_fwd_params &params, const KeyBoxes &boxes,
                                                    typename Traits::SharedStorage &shared,
@@ -329,10 +342,7 @@ __global__ void __launch_bounds__(Traits::kNThreads, 1)
         shared.tiles.barriers.init(kWarps * Traits::kConsumers + 3, /*writers=*/Traits::kConsumers);  // + 3: load warps
         cutlass::arch::fence_barrier_init();
     }
-    __syncthreads();                      // every thread sees the barriers
-    kvcache::wait_for_previous_kernel();  // it may write lengths, queries, keys and page numbers
-    kvcache::launch_dependents();
-    asm volatile("fence.proxy.async.global;" ::: "memory");  // TMA reads what that kernel stored
+    wait_for_inputs();
     compute_attn_split<Traits>(params, boxes, shared, plan);
 }
 

@@ -66,20 +66,26 @@ kvcache::SplitkvPlan split_plan(const Flash_fwd_params &params) {
     return plan;
 }
 
-template <typename Traits>
-void launch_split(const Flash_fwd_params &params, const kvcache::SplitkvPlan &plan, cudaStream_t stream) {
+// headdim_v: columns of a row of O.
+inline int64_t scratch_floats(const Flash_fwd_params &params, const kvcache::SplitkvPlan &plan, int headdim_v) {
+    const int64_t rows = std::min<int64_t>(plan.tile_rows, int64_t{params.seqlen_q} * params.h_h_k_ratio);
+    return plan.pieces > 1 ? plan.scratch_floats(params, rows, headdim_v) : 0;
+}
+
+// Launches `kernel`, which traces call `name`.
+template <typename Traits, typename Kernel>
+void launch_split(const Flash_fwd_params &params, const kvcache::SplitkvPlan &plan, const KeyBoxes &boxes,
+                  Kernel *kernel, const char *name, cudaStream_t stream) {
     static_assert(Traits::kSmemSize <= 227 * 1024, "more shared memory than a thread block may have");
     const int64_t grid = int64_t{plan.pieces} * plan.row_tiles;
     check_grid(grid, "blocks of query rows * pieces of the keys");
     if (trace_enabled()) {
-        trace("flash_fwd_split_kernel", "rows=%d row_tiles=%d pieces=%d kBlockN=%d stages=%d threads=%d smem=%d",
-              plan.tile_rows, plan.row_tiles, plan.pieces, Traits::kBlockN, Traits::kStages, Traits::kNThreads,
-              Traits::kSmemSize);
+        trace(name, "rows=%d row_tiles=%d pieces=%d kBlockN=%d stages=%d threads=%d smem=%d", plan.tile_rows,
+              plan.row_tiles, plan.pieces, Traits::kBlockN, Traits::kStages, Traits::kNThreads, Traits::kSmemSize);
     }
-    auto kernel = &flash_fwd_split_kernel<Traits>;
     reserve_smem(kernel, Traits::kSmemSize);
     ProgrammaticLaunch(dim3(static_cast<unsigned>(grid)), 1, Traits::kNThreads, Traits::kSmemSize, stream)
-        .run(kernel, "launching flash_fwd_split_kernel", params, make_key_boxes<Traits>(params), plan);
+        .run(kernel, "launching a kernel with split keys", params, boxes, plan);
 }
 
 // Calls function with the traits of the tiles that a call needs.
@@ -94,8 +100,7 @@ template <DType kDType, int kHeadDim>
 int64_t split_scratch_floats(const Flash_fwd_params &params) {
     const kvcache::SplitkvPlan plan = call_with_split_traits<kDType, kHeadDim>(
         params, [&](auto traits) { return split_plan<decltype(traits)>(params); });
-    const int64_t rows = std::min<int64_t>(plan.tile_rows, int64_t{params.seqlen_q} * params.h_h_k_ratio);
-    return plan.pieces > 1 ? plan.scratch_floats(params, rows, kHeadDim) : 0;
+    return scratch_floats(params, plan, kHeadDim);
 }
 
 template <DType kDType, int kHeadDim>
@@ -103,7 +108,8 @@ void run_flash_fwd_split(const Flash_fwd_params &params, cudaStream_t stream) {
     const kvcache::SplitkvPlan plan = call_with_split_traits<kDType, kHeadDim>(params, [&](auto traits) {
         using Traits = decltype(traits);
         const kvcache::SplitkvPlan plan = split_plan<Traits>(params);
-        launch_split<Traits>(params, plan, stream);
+        launch_split<Traits>(params, plan, make_key_boxes<Traits>(params), &flash_fwd_split_kernel<Traits>,
+                             "flash_fwd_split_kernel", stream);
         return plan;
     });
     if (plan.pieces > 1) {
