@@ -7,10 +7,17 @@
 namespace flash::kvcache {
 
 // Group g of n groups of threads reads the slots g, g + n, g + 2 n, ... Several groups hide the latency of the loads.
-constexpr int kCombineGroups = 4;  // one where a head has few slots
-constexpr int kCombineGroupThreads = 128;
 template <int kHeadDim>
-constexpr int kCombineRows = kCombineGroupThreads * 4 / kHeadDim;  // of a CTA: a thread has four columns of one row
+constexpr int kCombineGroups = kHeadDim <= 256 ? 4 : 16;  // one where a head has few slots
+
+// The rows and columns of a CTA. A thread of a group has four columns of one row.
+template <int kHeadDim, int kGroups>
+struct CombineTile {
+    static constexpr int kGroupThreads = kGroups <= 4 ? 128 : 512 / kGroups;
+    static constexpr int kColumns = kHeadDim < kGroupThreads * 4 ? kHeadDim : kGroupThreads * 4;
+    static constexpr int kRows = kGroupThreads * 4 / kColumns, kPartsOfRow = kHeadDim / kColumns;
+    static_assert(kHeadDim % kColumns == 0);
+};
 
 // The slots of one head: `first`, then `count - 1` slots from `second` on, `stride` apart.
 struct Slots {
@@ -18,14 +25,16 @@ struct Slots {
     int stride, count;
 };
 
-// blockIdx.x: kCombineRows rows of a row tile. blockIdx.y: the head; if combines_by_cta the CTA in which it begins.
+// blockIdx.x: a CombineTile of a row tile. blockIdx.y: the head; if combines_by_cta the CTA in which it begins.
 template <typename Element, int kHeadDim, int kGroups>
-__global__ void __launch_bounds__(kGroups *kCombineGroupThreads)
+__global__ void __launch_bounds__(kGroups *CombineTile<kHeadDim, kGroups>::kGroupThreads)
     flash_fwd_splitkv_combine_kernel(const __grid_constant__ Flash_fwd_params params,
                                      const __grid_constant__ SplitkvPlan plan) {
-    constexpr int kRows = kCombineRows<kHeadDim>;
+    using Tile = CombineTile<kHeadDim, kGroups>;
+    constexpr int kRows = Tile::kRows, kGroupThreads = Tile::kGroupThreads, kVectors = Tile::kColumns / 4;
     const int chunks = gridDim.x / plan.row_tiles;
-    const int row_tile = blockIdx.x / chunks, row_begin = blockIdx.x % chunks * kRows;
+    const int row_tile = blockIdx.x / chunks, chunk = blockIdx.x % chunks;
+    const int row_begin = chunk / Tile::kPartsOfRow * kRows, column_begin = chunk % Tile::kPartsOfRow * Tile::kColumns;
     const int rows = min(plan.tile_rows, params.seqlen_q * params.h_h_k_ratio - row_tile * plan.tile_rows);
     if (row_begin >= rows) {
         return;
@@ -50,8 +59,8 @@ __global__ void __launch_bounds__(kGroups *kCombineGroupThreads)
         return;
     }
 
-    const int group = threadIdx.x / kCombineGroupThreads, thread = threadIdx.x % kCombineGroupThreads;
-    const int row = row_begin + thread / (kHeadDim / 4), column = thread % (kHeadDim / 4) * 4;
+    const int group = threadIdx.x / kGroupThreads, thread = threadIdx.x % kGroupThreads;
+    const int row = row_begin + thread / kVectors, column = column_begin + thread % kVectors * 4;
     const bool is_in_range = row < min(row_begin + kRows, rows);
     const Slot first(params, plan, kHeadDim, slots.first, row_tile),
         second(params, plan, kHeadDim, slots.second, row_tile),
@@ -85,7 +94,7 @@ __global__ void __launch_bounds__(kGroups *kCombineGroupThreads)
         }
     }
     if constexpr (kGroups > 1) {
-        __shared__ RowResult of_groups[kGroups - 1][kCombineGroupThreads];
+        __shared__ RowResult of_groups[kGroups - 1][kGroupThreads];
         if (group > 0) {
             of_groups[group - 1][thread] = result;
         }

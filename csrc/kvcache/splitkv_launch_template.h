@@ -246,20 +246,21 @@ int64_t splitkv_scratch_floats(const Flash_fwd_params &params, int max_smem) {
 template <DType kDType, int kHeadDim>
 void run_combine_splits(const Flash_fwd_params &params, const kvcache::SplitkvPlan &plan, cudaStream_t stream) {
     using Element = std::conditional_t<kDType == DType::float16, cutlass::half_t, cutlass::bfloat16_t>;
-    constexpr int kRows = kvcache::kCombineRows<kHeadDim>;
     const int rows = std::min(plan.tile_rows, params.seqlen_q * params.h_h_k_ratio);
     const int64_t heads = plan.combines_by_cta(params) ? plan.ctas(params) : int64_t{params.b} * params.h_k;
-    const dim3 grid((rows + kRows - 1) / kRows * plan.row_tiles, static_cast<unsigned>(heads));
     const auto launch = [&](auto groups) {
         constexpr int kGroups = decltype(groups)::value;
+        using Tile = kvcache::CombineTile<kHeadDim, kGroups>;
+        const dim3 grid((rows + Tile::kRows - 1) / Tile::kRows * Tile::kPartsOfRow * plan.row_tiles,
+                        static_cast<unsigned>(heads));
         auto kernel = &kvcache::flash_fwd_splitkv_combine_kernel<Element, kHeadDim, kGroups>;
-        ProgrammaticLaunch(grid, 1, kGroups * kvcache::kCombineGroupThreads, 0, stream)
+        ProgrammaticLaunch(grid, 1, kGroups * Tile::kGroupThreads, 0, stream)
             .run(kernel, "launching flash_fwd_splitkv_combine_kernel", params, plan);
     };
     if (kvcache::has_few_slots(params, plan)) {
         launch(std::integral_constant<int, 1>());
     } else {
-        launch(std::integral_constant<int, kvcache::kCombineGroups>());
+        launch(std::integral_constant<int, kvcache::kCombineGroups<kHeadDim>>());
     }
 }
 

@@ -30,19 +30,25 @@ def latent(name: str, why: str, lengths: tuple[int, ...] = (700, 5, 0, 130, 64),
 
 
 CASES = [
-    latent("heads_16", "16 heads fill a quarter of a tile"),
+    latent("heads_16", "16 heads are a tile of the narrow kernel"),
+    latent("heads_17", "one row more than the narrow kernel takes", nheads=17),
     latent("heads_128", "two tiles of rows", nheads=128),
     latent("heads_5", "a number of heads that divides no tile", nheads=5),
     latent("heads_6_on_2", "two latent heads", nheads=6, nheads_k=2),
     latent("queries", "several queries", seqlen_q=3, causal=True),
     latent("rows_70", "the last tile of rows has six", nheads=10, seqlen_q=7, causal=True),
+    latent("rows_16", "four queries of four heads", nheads=4, seqlen_q=4, causal=True),
     latent("window", "keys at both ends are hidden", seqlen_q=9, window_size=(100, 3)),
+    latent("window_rows_15", "the same for few rows", nheads=3, seqlen_q=5, window_size=(100, 3)),
     latent("narrow", "windows of less than a key block", seqlen_q=5, window_size=(7, 0)),
+    latent("narrow_rows_15", "the same for few rows", nheads=3, seqlen_q=5, window_size=(7, 0)),
     latent("softcap", "a cap", softcap=3.0),
     latent("scale", "a negative scale", softmax_scale=-0.1),
     latent("wide", "logits far from 0", softmax_scale=1.5),
+    latent("wide_rows_64", "the same for many rows", softmax_scale=1.5, nheads=64),
     latent("pages_64", "a page is a key block", page_size=64),
     latent("pages_8", "eight pages in a key block", page_size=8, nheads=32),
+    latent("pages_8_rows_16", "four pages in a key block", page_size=8),
     latent("pages_200", "key blocks across pages", page_size=200, seqlen_q=2, causal=True),
     latent("leftpad", "left padding", leftpad=(3, 5, 0, 129, 0)),
     latent("batch_idx", "rows of the cache in another order", spare_rows=3),
@@ -122,8 +128,10 @@ def test_a_graph_replays_with_other_lengths(page_size: int, seed: int, described
 
 @gpu
 @hopper
-def test_repeated_calls_have_the_same_bits(seed: int) -> None:
-    call = make_call(latent("repeated", "all SMs", (3_000, 1_000, 17), capacity=3_000), torch.bfloat16, "cuda", seed)
+@pytest.mark.parametrize("nheads", [16, 64])
+def test_repeated_calls_have_the_same_bits(nheads: int, seed: int) -> None:
+    case = latent("repeated", "all SMs", (3_000, 1_000, 17), capacity=3_000, nheads=nheads)
+    call = make_call(case, torch.bfloat16, "cuda", seed)
     first = run(call, "cuda")
     for _ in range(10_000):
         again = run(call, "cuda")
@@ -156,14 +164,19 @@ def test_other_calls_take_triton(
     expected = run(call, "triton")
     capfd.readouterr()
     results = flash_attn_with_kvcache(*call.tensors, **call.arguments, return_softmax_lse=True)
-    assert "flash_fwd_latent_kernel" not in capfd.readouterr().err
+    assert "flash_fwd_latent" not in capfd.readouterr().err
     assert all(torch.equal(bits(x), bits(y)) for x, y in zip(results, expected, strict=True))
 
 
 @gpu
 @hopper
-def test_the_kernel_is_the_default(seed: int, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
-    call = make_call(latent("default", "no backend is named"), torch.bfloat16, "cuda", seed)
+@pytest.mark.parametrize(
+    ("nheads", "kernel"), [(16, "flash_fwd_latent_narrow_kernel"), (17, "flash_fwd_latent_kernel")]
+)
+def test_the_kernels_are_the_default(
+    nheads: int, kernel: str, seed: int, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    call = make_call(latent("default", "no backend is named", nheads=nheads), torch.bfloat16, "cuda", seed)
     monkeypatch.setenv("FLASH_ATTN_MINI_TRACE", "1")
     flash_attn_with_kvcache(*call.tensors, **call.arguments)
-    assert "flash_fwd_latent_kernel" in capfd.readouterr().err
+    assert kernel in capfd.readouterr().err

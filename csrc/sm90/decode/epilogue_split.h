@@ -7,7 +7,7 @@
 
 namespace flash::sm90 {
 
-// The rows that one consumer warpgroup stores. kHeadDimV: columns of a row of O.
+// Rows of a tile: those whose columns a thread holds. kHeadDimV: columns of a row of O.
 template <typename Traits, int kHeadDimV = Traits::kHeadDimV>
 class SplitOutput {
     using Element = typename Traits::Element;
@@ -20,9 +20,10 @@ public:
         float of_row[kRowsOfThread];
     };
 
+    // first_row: the first of this thread's rows in the tile; the other one is 8 rows further on.
     __device__ SplitOutput(const Flash_fwd_params &params, const kvcache::SplitkvPlan &plan, const WorkTile &tile,
-                           int warpgroup)
-        : params(params), plan(plan), tile(tile), first_row(warpgroup * Traits::kRows) {}
+                           int first_row)
+        : params(params), plan(plan), tile(tile), first_row(first_row) {}
 
     // acc_o: (row, col), not normalised.
     template <typename TensorO, typename SoftmaxState>
@@ -84,7 +85,7 @@ private:
     const Flash_fwd_params &params;
     const kvcache::SplitkvPlan &plan;
     const WorkTile &tile;
-    const int first_row;  // in the tile
+    const int first_row;
 
     struct RowPointers {
         Element *o;
@@ -104,7 +105,7 @@ private:
         return min(plan.tile_rows, params.seqlen_q * params.h_h_k_ratio - tile.place.block * Traits::kBlockM);
     }
 
-    __device__ __forceinline__ int row_of(int i) const { return first_row + first_row_of_thread() + i * 8; }
+    __device__ __forceinline__ int row_of(int i) const { return first_row + i * 8; }
 
     template <typename TensorO>
     __device__ __forceinline__ void store_finished(TensorO &acc_o, const Factors &factors, int first_column) const {

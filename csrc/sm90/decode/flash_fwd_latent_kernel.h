@@ -294,17 +294,18 @@ __device__ __forceinline__ void compute_attn_latent(const Flash_fwd_params &para
     } else if (threadIdx.x / 128 == 1) {
         cutlass::arch::warpgroup_reg_alloc<Traits::TileSize::kScoreRegisters>();
         ScoreConsumer<Traits>(params, shared)
-            .mma([&](const WorkTile &tile,
-                     const auto &softmax) { return Output(params, plan, tile, 0).store_statistics(softmax); },
-                 [&](const WorkTile &tile, auto &acc_o, const auto &factors) {
-                     Output(params, plan, tile, 0).store_columns(acc_o, factors, /*first_column=*/0);
-                 });
+            .mma(
+                [&](const WorkTile &tile, const auto &softmax) {
+                    return Output(params, plan, tile, first_row_of_thread()).store_statistics(softmax);
+                },
+                [&](const WorkTile &tile, auto &acc_o, const auto &factors) {
+                    Output(params, plan, tile, first_row_of_thread()).store_columns(acc_o, factors, /*first_column=*/0);
+                });
     } else {
         cutlass::arch::warpgroup_reg_alloc<Traits::TileSize::kValueRegisters>();
         ValueConsumer<Traits>(shared).mma([&](const WorkTile &tile, auto &acc_o, const auto &factors) {
-            Output(params, plan, tile, 0)
-                .store_columns(acc_o, factors,
-                               /*first_column=*/Traits::kHeadDimV);
+            Output(params, plan, tile, first_row_of_thread())
+                .store_columns(acc_o, factors, /*first_column=*/Traits::kHeadDimV);
         });
     }
 }

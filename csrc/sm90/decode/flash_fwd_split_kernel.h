@@ -320,7 +320,8 @@ __device__ __forceinline__ void compute_attn_split(const Flash_fwd_params &param
         const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0) - 1;
         Consumer<Traits, Kind::split>(params, shared, warpgroup)
             .mma([&](const WorkTile &tile, auto &acc_o, const auto &softmax) {
-                SplitOutput<Traits>(params, plan, tile, warpgroup).store(acc_o, softmax);
+                SplitOutput<Traits>(params, plan, tile, warpgroup * Traits::kRows + first_row_of_thread())
+                    .store(acc_o, softmax);
             });
     }
 }
