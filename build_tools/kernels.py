@@ -41,6 +41,9 @@ _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 _KINDS = re.compile(r"#define FLASH_KINDS\(X\)((?:\s*\\\n\s*X\(\w+(?:, [01]){4}\))+)\n")
 _KIND = re.compile(r"X\((\w+), ([01]), ([01]), ([01]), ([01])\)")
 _SEPARATE_FORWARDS = ("ranged", "biased")  # kinds whose forward has an sm90 kernel, and object files of its own
+# The kernels of csrc/sm90/backward/flash_bwd_dq.h.
+_MIN_HEADDIM_DQ_PASS = 192
+_DQ_PASS_KINDS = ("full", "local", "varlen")
 _MIN_HEADDIM_SM90 = re.compile(r"constexpr int kMinHeadDimSm90 = (\d+);")
 _HEADDIM_LATENT = re.compile(r"constexpr int kHeadDimLatent = (\d+),")
 
@@ -110,6 +113,9 @@ def kernel_objects(selection: Selection) -> list[KernelObject]:
             for kind in kinds.backward_sm90:
                 extra = (*defines, f"-DFLASH_KIND={kind}")
                 add(f"flash_bwd_{name}_{kind}_sm90", "sm90/backward/flash_bwd_instantiation.cu", extra, ("90a",))
+                if hdim >= _MIN_HEADDIM_DQ_PASS and kind in _DQ_PASS_KINDS:
+                    source = "sm90/backward/flash_bwd_dq_instantiation.cu"
+                    add(f"flash_bwd_dq_{name}_{kind}_sm90", source, extra, ("90a",))
         source = "sm80/backward/flash_bwd_instantiation.cu"
         takes_all = set(kinds.backward) <= set(kinds.backward_sm90)
         add(f"flash_bwd_{name}_any_sm80", source, defines, archs_of_sm80(is_for_sm90 and takes_all))

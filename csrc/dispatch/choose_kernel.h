@@ -51,6 +51,16 @@ inline int requested_arch() {
     return arch.empty() ? 0 : std::stoi(arch);
 }
 
+// FLASH_ATTN_MINI_BACKWARD_PASSES says in how many passes the backward of head dims 192 and 256 runs on Hopper, to
+// compare them: 1 or 2. 0: what takes less time.
+inline int requested_passes() {
+    const char *variable = std::getenv("FLASH_ATTN_MINI_BACKWARD_PASSES");
+    const std::string passes = variable == nullptr ? "" : variable;
+    FLASH_CHECK_VALUE(passes.empty() || passes == "1" || passes == "2", "FLASH_ATTN_MINI_BACKWARD_PASSES is '", passes,
+                      "'; allowed: 1, 2");
+    return passes.empty() ? 0 : std::stoi(passes);
+}
+
 // The kernel that a backward needs. Hopper's kernels of kind local assume that every query sees a key. Otherwise they
 // would have to write zeros over such rows in each step, because NaN times 0 is NaN. Calls without any key start no
 // kernel.

@@ -24,6 +24,7 @@
 #include "choose_kernel.h"
 #include "dispatch/device.h"
 #include "kvcache/splitkv.h"
+#include "sm90/backward/flash_bwd_dq.h"
 #endif
 
 // ---- switches: FP16_SWITCH, HEADDIM_SWITCH and KIND_SWITCH turn the dtype, head dim and kind of a call into template
@@ -265,6 +266,11 @@ void run_mha_bwd_cuda(Flash_bwd_params &params) {
                         const std::vector<at::Tensor> copies = copy_for_tma(params);  // live until the launch
                         zero_scratch(params, stream);
                         sm90::run_flash_bwd<kDType, kHeadDim, kKind>(params, stream);
+                        if constexpr (sm90::has_dq_pass(kHeadDim, kKind)) {
+                            if (params.dq.ptr != nullptr && params.dq_accum == nullptr) {
+                                sm90::run_flash_bwd_dq<kDType, kHeadDim, kKind>(params, stream);
+                            }
+                        }
                         return;
                     }
                 }
@@ -304,6 +310,21 @@ bool run_row_mod_gradient(const Flash_bwd_params &params, void *gradient) {
     }
     run_row_mod_gradient(params, gradient, current_stream());
     return true;
+}
+
+bool takes_dq_pass(const Flash_bwd_params &params) {
+    bool result = false;
+    HEADDIM_SWITCH(largest_headdim(params), [&] {
+        KIND_SWITCH(kind_of(params), [&] {
+            if constexpr (has_sm90_bwd(kHeadDim, kKind) && sm90::has_dq_pass(kHeadDim, kKind)) {
+                const bool is_latent = has_latent_bwd(kHeadDim, kKind) && params.d_v <= kMaxHeadDimVLatent;
+                const int passes = requested_passes();
+                result = (passes == 0 ? sm90::prefers_dq_pass(params) : passes == 2) && !is_latent &&
+                         reason_against_sm90(params, /*has_sm90=*/true) == nullptr;
+            }
+        });
+    });
+    return result;
 }
 
 int64_t splitkv_scratch_floats(const Flash_fwd_params &params) {
@@ -391,6 +412,10 @@ std::string sm80_unavailable_reason(int major, int minor) {
 }
 
 #else
+
+bool takes_dq_pass(const Flash_bwd_params &) {
+    return false;
+}
 
 std::string reason_against_latent(const Flash_fwd_params &) {
     return "this build has no CUDA kernels";

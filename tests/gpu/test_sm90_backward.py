@@ -47,6 +47,7 @@ from ..support.sm90_backward_calls import (
     kernel_of,
     made,
     made_on_gpu,
+    may_have_two_passes,
     on_hopper,
     trace,  # noqa: F401
 )
@@ -114,6 +115,45 @@ def test_sm80_takes_rows_without_keys_on_kind_local(
 
 
 @pytest.mark.usefixtures("trace")
+@pytest.mark.usefixtures("trace")
+@each_headdim
+@each_call
+@pytest.mark.parametrize(
+    ("passes", "seqlen_k", "deterministic", "has_two"),
+    [
+        ("", 512, False, True),
+        ("", 513, False, False),
+        ("", 513, True, True),
+        ("1", 130, True, False),
+        ("2", 900, False, True),
+    ],
+)
+def test_passes(
+    call: str,
+    headdim: int,
+    passes: str,
+    seqlen_k: int,
+    deterministic: bool,
+    has_two: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("FLASH_ATTN_MINI_BACKWARD_PASSES", passes)
+    case = Case("call", "any", 1, 2, 1, 100, seqlen_k, headdim, **OPTIONS[call])
+    inputs, dout, _ = made(case, torch.bfloat16, 0)
+    for wanted in ((True, True, True), (True, False, False), (False, True, True)):
+        gradients(case, inputs, dout, deterministic=deterministic, wanted=wanted)
+        expected = has_two and may_have_two_passes(call, headdim) and wanted[0]
+        assert ("flash_bwd_dq_kernel" in capfd.readouterr().err) == expected
+
+
+def test_another_number_of_passes_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASH_ATTN_MINI_BACKWARD_PASSES", "3")
+    case = Case("call", "any", 1, 1, 1, 5, 5, 256)
+    with pytest.raises(ValueError, match="FLASH_ATTN_MINI_BACKWARD_PASSES is '3'; allowed: 1, 2"):
+        gradients(case, *made(case, torch.bfloat16, 0))
+
+
 @pytest.mark.parametrize(("headdim", "compiled"), RUNS_IN.items())
 def test_other_head_dims_run_in_the_next_larger(headdim: int, compiled: int, capfd: pytest.CaptureFixture[str]) -> None:
     case = Case("call", "any", 2, 4, 2, 100, 130, headdim)
@@ -269,6 +309,25 @@ def test_every_head_dim_is_as_accurate_as_pytorch(
 def test_varlen_of_every_head_dim_is_as_accurate_as_pytorch(
     case: VarlenCase, dtype: torch.dtype, seed: int, described_seed: str
 ) -> None:
+    check_varlen(case, "cuda", "cuda", dtype, seed, described_seed)
+
+
+@each_dtype
+@pytest.mark.parametrize("case", [case for case in DENSE_CASES if case.headdim > 128], ids=str)
+def test_one_pass_is_as_accurate_as_pytorch(
+    case: Case, dtype: torch.dtype, seed: int, described_seed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """These cases are short, and two passes are their default."""
+    monkeypatch.setenv("FLASH_ATTN_MINI_BACKWARD_PASSES", "1")
+    check_dense(case, "cuda", "cuda", dtype, seed, described_seed)
+
+
+@each_dtype
+@pytest.mark.parametrize("case", [case for case in VARLEN_CASES_AT if case.headdim > 128], ids=str)
+def test_varlen_in_one_pass_is_as_accurate_as_pytorch(
+    case: VarlenCase, dtype: torch.dtype, seed: int, described_seed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASH_ATTN_MINI_BACKWARD_PASSES", "1")
     check_varlen(case, "cuda", "cuda", dtype, seed, described_seed)
 
 

@@ -70,6 +70,10 @@ def test_one_gradient_does_not_depend_on_the_others(call: str, headdim: int, dty
 @each_order
 @pytest.mark.parametrize("call", [*OPTIONS, "varlen"])
 def test_backwards_repeat_bitwise_under_stress(call: str, deterministic: bool, headdim: int, seed: int) -> None:
+    check_repeats_under_stress(call, deterministic, headdim, seed, with_dq=deterministic)
+
+
+def check_repeats_under_stress(call: str, deterministic: bool, headdim: int, seed: int, with_dq: bool) -> None:
     """dk and dv always, dq with deterministic=True. Many key blocks add to each row of dq; more CTAs than SMs."""
     if call == "varlen":
         lengths_q, lengths_k = (300, 0, 500, 100), (1500, 200, 900, 0)
@@ -82,13 +86,24 @@ def test_backwards_repeat_bitwise_under_stress(call: str, deterministic: bool, h
     attend: Any = flash_attn_varlen_func if lengths else flash_attn_func
     options = {**options_of(case, "cuda"), "deterministic": deterministic, "backend": "cuda"}
     out = attend(*leaves, *lengths, **options)
-    first = 0 if deterministic else 1
+    first = 0 if with_dq else 1
 
     def run(_i: int) -> tuple[Tensor, ...]:
         return torch.autograd.grad(out, leaves, dout, retain_graph=True)[first:]
 
     differs = differing_runs(run, [run(0)], RUNS)
     assert not any(differs), f"runs in which {('dq', 'dk', 'dv')[first:]} differ: {differs}"
+
+
+@pytest.mark.parametrize("passes", ["1", "2"])
+@pytest.mark.parametrize("headdim", [192, 256])
+@pytest.mark.parametrize("call", ["full", "causal", "varlen"])
+def test_both_numbers_of_passes_repeat_bitwise_under_stress(
+    call: str, headdim: int, passes: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """dq in order in one pass with deterministic=True; in two passes always."""
+    monkeypatch.setenv("FLASH_ATTN_MINI_BACKWARD_PASSES", passes)
+    check_repeats_under_stress(call, passes == "1", headdim, seed, with_dq=True)
 
 
 def differentiable_case(draw: random.Random) -> RandomCase:

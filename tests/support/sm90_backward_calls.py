@@ -51,6 +51,7 @@ def default_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     if "cuda" not in available_backends("cuda"):
         pytest.skip("the build has no CUDA kernels for this GPU")
     monkeypatch.delenv("FLASH_ATTN_MINI_ARCH", raising=False)
+    monkeypatch.delenv("FLASH_ATTN_MINI_BACKWARD_PASSES", raising=False)
 
 
 @pytest.fixture
@@ -105,6 +106,11 @@ def assert_same_bits(
     for name, a, b in zip(("dq", "dk", "dv"), got, expected, strict=True):
         if a is not None and b is not None and (with_dq or name != "dq"):
             assert torch.equal(a, b), f"{name} differs, by up to {(a - b).abs().max().item():.3g}\n  {where}"
+
+
+def may_have_two_passes(call: str, headdim: int) -> bool:
+    """True if a call of OPTIONS, or a varlen call without features, has a kernel for dq in a pass of its own."""
+    return headdim > 128 and call in ("full", "causal", "window", "varlen")
 
 
 def kernel_of(capfd: pytest.CaptureFixture[str]) -> tuple[str, int, str, str]:

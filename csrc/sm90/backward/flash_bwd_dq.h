@@ -1,0 +1,31 @@
+// The backward in two passes: dK and dV, then dQ (flash_bwd_dq_kernel.h). Host interface; no CUDA here.
+#pragma once
+
+#include "dispatch/kind.h"
+#include "flash.h"
+
+struct CUstream_st;
+typedef struct CUstream_st *cudaStream_t;
+
+namespace flash::sm90 {
+
+// The kernels of the second pass. build_tools/kernels.py has the same list.
+constexpr int kMinHeadDimDqPass = 192;
+constexpr bool has_dq_pass(int headdim, Kind kind) {
+    return headdim >= kMinHeadDimDqPass && (kind == Kind::full || kind == Kind::local || kind == Kind::varlen);
+}
+
+// True if two passes take less time. They multiply seven products instead of five, and spare the additions to dQ in
+// global memory, which wait for each other where they have an order, and for which short sequences clear and convert
+// memory. docs/tuning/sm90_backward.md has the times.
+inline bool prefers_dq_pass(const Flash_bwd_params &params) {
+    constexpr int kShortSeqlen = 512;
+    return params.deterministic || params.seqlen_k <= kShortSeqlen;
+}
+
+// The second pass. It reads the row statistics that run_flash_bwd leaves, whose params have no dq_accum, and writes
+// every row of params.dq. Throws std::runtime_error if the launch fails.
+template <DType kDType, int kHeadDim, Kind kKind>
+void run_flash_bwd_dq(const Flash_bwd_params &params, cudaStream_t stream);
+
+}  // namespace flash::sm90
