@@ -74,7 +74,9 @@ void run_flash_fwd(const Flash_fwd_params &params, int *tile_counter, cudaStream
     }
     using TileSize = TileSizesFwd<kHeadDim, is_local(kKind)>;
     using Short = TileSizesFwdShort<kHeadDim>;
-    if constexpr (!is_general(kKind) && Short::kBlockM != TileSize::kBlockM) {
+    constexpr bool kHasFewerRows = Short::kBlockM != TileSize::kBlockM,
+                   kHasFewerKeys = Short::kBlockN != TileSize::kBlockN;
+    if constexpr (kKind == Kind::local ? kHasFewerRows || kHasFewerKeys : kKind == Kind::full && kHasFewerRows) {
         const bool is_short = kKind == Kind::local ? params.seqlen_q <= kShortSeqlen
                                                    : fills_better_in_short_tiles<TileSize, Short>(params);
         if (is_short) {  // full attention runs as a window without ends

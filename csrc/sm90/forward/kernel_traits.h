@@ -49,19 +49,23 @@ struct TileSizesFwd<256, kIsLocal> : TileFwd<2, 80, 2, 1, false> {};
 // their own (dispatch/kind.h).
 struct TileSizesFwdLatent : TileFwd<2, 128, 2, 1, true> {};
 
-// Tiles of fewer rows, for two cases. Local calls of up to kShortSeqlen queries: large tiles waste more under the mask
-// and at the end of the sequence than they gain. Full calls for which large tiles leave SMs idle; in a short tile a row
-// costs kCostOfShortTiles times as much.
+// Tiles of fewer rows or keys, for two cases. Local calls of up to kShortSeqlen queries: large tiles waste more under
+// the mask and at the end of the sequence than they gain. Full calls for which tiles of many rows leave SMs idle; in a
+// tile of fewer a row costs kCostOfShortTiles times as much.
 constexpr int kShortSeqlen = 1024;
 constexpr double kCostOfShortTiles = 1.2;
 template <int kHeadDim>
 struct TileSizesFwdShort : TileSizesFwd<kHeadDim, true> {};
 template <>
 struct TileSizesFwdShort<64> : TileFwd<2, 128, 4, 2, true> {};
+template <>
+struct TileSizesFwdShort<256> : TileFwd<2, 64, 2, 1, false> {};
 
 // Tiles of the kernel with split keys, for more than 64 rows of a group of heads and for up to 64.
 template <int kHeadDim, bool kIsNarrow>
-struct TileSizesSplit : TileSizesFwdShort<kHeadDim> {};
+struct TileSizesSplit : TileSizesFwd<kHeadDim, true> {};
+template <>
+struct TileSizesSplit<64, false> : TileSizesFwdShort<64> {};
 template <>
 struct TileSizesSplit<64, true> : TileFwd<1, 128, 5, 2, false> {};
 template <>
