@@ -9,12 +9,15 @@
 
 #include <algorithm>
 #include <tuple>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
 #include "api/checks.h"
+#include "common/sequence.h"
 #include "common/trace.h"
 #include "dispatch/built.h"
+#include "dispatch/run_mha.h"
 
 #ifdef FLASH_WITH_CUDA
 #include <ATen/ops/from_blob.h>
@@ -85,6 +88,13 @@ at::Tensor never_falling(const at::Tensor &cu_seqlens, int64_t total) {
     return std::get<0>(at::cummax(at::clamp(cu_seqlens, 0, total), 0));
 }
 
+// The pointer `bytes` bytes further on; null stays null.
+template <typename T>
+T *moved(T *pointer, int64_t bytes) {
+    using Byte = std::conditional_t<std::is_const_v<T>, const char, char>;
+    return pointer == nullptr ? nullptr : reinterpret_cast<T *>(reinterpret_cast<Byte *>(pointer) + bytes);
+}
+
 }  // namespace
 
 at::Tensor empty_contiguous_last(const at::Tensor &like) {
@@ -125,15 +135,15 @@ bool is_writable_by_kernel(const at::Tensor &x) {
 }
 
 int heads_per_cta(const FwdArgs &args) {
-    constexpr int64_t kKeysPerBlock = 128;  // the usual tile
     // Enough CTAs per SM that all SMs finish at about the same time; causal CTAs differ in length and need more. Not
     // more than that: the sum over the parts of a group reads and writes dk and dv once more.
     const int64_t ctas_per_sm = args.options.causal ? 7 : 2;
     const int64_t ctas_wanted = ctas_per_sm * sm_count();
     const Sizes sizes(args);
     const int64_t group = sizes.nheads / sizes.nheads_k;
-    const int64_t blocks_per_head = args.is_varlen() ? sizes.rows_k / kKeysPerBlock + sizes.batch
-                                                     : (sizes.rows_k + kKeysPerBlock - 1) / kKeysPerBlock * sizes.batch;
+    const int64_t keys = std::min(args.q.size(-1), args.v.size(-1)) > 128 ? 64 : 128;  // of a CTA, as most kernels have
+    const int64_t blocks_per_head =
+        args.is_varlen() ? sizes.rows_k / keys + sizes.batch : (sizes.rows_k + keys - 1) / keys * sizes.batch;
     int64_t heads = group;
     for (int64_t parts = 1; parts <= group; ++parts) {
         if (group % parts == 0) {
@@ -195,22 +205,53 @@ std::vector<at::Tensor> copy_for_tma(Flash_bwd_params &params) {
 }
 #endif
 
-CudaScratch::CudaScratch(Flash_bwd_params &params, const at::Tensor &softmax_d, const Sequences &sequences) {
+int sequences_at_once(const Flash_bwd_params &params) {
+    constexpr int64_t kMinBytes = 64 << 20;  // of scratch, so that a part of the batch occupies the GPU
+    const int64_t of_sequence =
+        params.padded_batch_stride * built_headdim_for(std::max(params.d, params.d_v)) * int64_t(sizeof(float));
+    const int64_t of_q = int64_t{params.seqlen_q} * params.h * params.d * 2;
+    // The bits of dropout depend on the batch index.
+    const bool is_one_part = params.cu_seqlens_q != nullptr || params.rng_state != nullptr ||
+                             params.key_ranges.is_used() || params.attn_bias.is_used() || params.sink_batch_stride != 0;
+    if (is_one_part || params.dq.ptr == nullptr || of_sequence <= 3 * of_q || takes_dq_pass(params)) {
+        return params.b;
+    }
+    return static_cast<int>(
+        std::clamp<int64_t>(std::max(of_q * params.b, kMinBytes) / of_sequence, 1, int64_t{params.b}));
+}
+
+Flash_bwd_params part_of_batch(const Flash_bwd_params &params, int begin, int count) {
+    constexpr int64_t kElement = 2;  // bytes of the dtypes on CUDA
+    Flash_bwd_params part = params;
+    part.b = count;
+    for (TensorRef *x : {&part.q, &part.k, &part.v, &part.o, &part.dout, &part.dq, &part.dk, &part.dv}) {
+        x->ptr = moved(x->ptr, begin * x->batch_stride * kElement);
+    }
+    const int64_t of_lse = begin * params.lse_batch_stride * int64_t(sizeof(float));
+    part.softmax_lse = moved(part.softmax_lse, of_lse);
+    part.dsoftmax_lse = moved(part.dsoftmax_lse, of_lse);
+    part.dsoftmax_sum = moved(part.dsoftmax_sum, begin * params.padded_batch_stride * int64_t(sizeof(float)));
+    part.alibi_slopes = moved(part.alibi_slopes, begin * params.alibi_slopes_batch_stride * int64_t(sizeof(float)));
+    return part;
+}
+
+CudaScratch::CudaScratch(Flash_bwd_params &params, const at::Tensor &q, const Sequences &sequences) {
     constexpr int64_t kAlignment = 256;  // bytes
     const auto aligned = [](int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; };
-    const int64_t rows = softmax_d.numel();
+    const int64_t rows = padded_rows(params);
     params.d_rounded = built_headdim_for(std::max(params.d, params.d_v));
-    const bool is_varlen = sequences.cu_seqlens_q.has_value(), has_dq = params.dq.ptr != nullptr,
-               has_semaphores = has_dq && params.deterministic;
+    const bool is_varlen = sequences.cu_seqlens_q.has_value();
+    const bool has_sums = params.dq.ptr != nullptr && !takes_dq_pass(params);  // of dQ, in global memory
+    const bool has_semaphores = has_sums && params.deterministic;
     // The counters come first, then the semaphores and their counter: zero_scratch sets them to 0 at once.
     const int64_t heads = params.h / params.heads_per_dkv, semaphores = rows / Flash_bwd_params::kRowsPerSemaphore,
                   count_bytes = aligned((2 * (is_varlen ? 1 : params.b) * heads + 1) * sizeof(int)),
                   semaphore_bytes = has_semaphores ? aligned((semaphores + 1) * sizeof(int)) : 0,
                   lse_bytes = aligned(rows * sizeof(float)),
                   flag_bytes = aligned(rows / Flash_bwd_params::kRowsPerFlag * sizeof(int)),
-                  dq_bytes = has_dq ? rows * params.d_rounded * int64_t(sizeof(float)) : 0;
-    memory = at::empty({count_bytes + semaphore_bytes + lse_bytes + flag_bytes + dq_bytes},
-                       softmax_d.options().dtype(at::kByte));
+                  dq_bytes = has_sums ? rows * params.d_rounded * int64_t(sizeof(float)) : 0;
+    memory =
+        at::empty({count_bytes + semaphore_bytes + lse_bytes + flag_bytes + dq_bytes}, q.options().dtype(at::kByte));
     uint8_t *next = memory.data_ptr<uint8_t>();
     const auto take = [&next](int64_t bytes) { return std::exchange(next, next + bytes); };
     params.work_counts = reinterpret_cast<int *>(take(count_bytes));
@@ -220,7 +261,7 @@ CudaScratch::CudaScratch(Flash_bwd_params &params, const at::Tensor &softmax_d, 
     }
     params.lse_padded = reinterpret_cast<float *>(take(lse_bytes));
     params.large_rows = reinterpret_cast<int *>(take(flag_bytes));
-    if (has_dq) {
+    if (has_sums) {
         params.dq_accum = reinterpret_cast<float *>(take(dq_bytes));
     }
     if (has_semaphores && is_varlen) {

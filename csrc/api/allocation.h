@@ -60,14 +60,22 @@ std::vector<at::Tensor> copy_for_tma(Flash_fwd_params &params);
 std::vector<at::Tensor> copy_for_tma(Flash_bwd_params &params);
 #endif
 
+// The CUDA backward of short sequences would need many times their memory as scratch, because they are padded to
+// kRowsRounded rows. Parts of the batch then run one after the other and share the scratch. Returns the number of
+// sequences in a part.
+int sequences_at_once(const Flash_bwd_params &params);
+
+// The call for `count` sequences of the batch, from `begin` on.
+Flash_bwd_params part_of_batch(const Flash_bwd_params &params, int begin, int count);
+
 // Scratch memory of the CUDA backward in one allocation. It must live until the kernels are launched; the caching
 // allocator then keeps it for the stream. run_mha_bwd sets the counters and semaphores to 0.
 struct CudaScratch {
     at::Tensor memory;
     at::Tensor cu_seqlens_q, cu_seqlens_k;  // deterministic varlen: copies whose values never fall
 
-    // Allocates the memory and sets its pointers in params.
-    CudaScratch(Flash_bwd_params &params, const at::Tensor &softmax_d, const Sequences &sequences);
+    // Allocates the memory on the device of q and sets its pointers in params.
+    CudaScratch(Flash_bwd_params &params, const at::Tensor &q, const Sequences &sequences);
 };
 
 }  // namespace flash

@@ -6,6 +6,7 @@
 #include <ATen/ops/full.h>
 #include <c10/core/DeviceGuard.h>
 
+#include <algorithm>
 #include <limits>
 #include <optional>
 #include <string>
@@ -104,6 +105,16 @@ FwdResults forward(const FwdArgs &args, const Optional &given_rng_state, std::op
     return {out, softmax_lse, rng_state, max_logits};
 }
 
+// On CUDA. Parts of the batch share the scratch.
+void run_mha_bwd_in_parts(const Flash_bwd_params &params, const at::Tensor &q, const Sequences &sequences) {
+    const int at_once = sequences_at_once(params);
+    for (int begin = 0; begin < params.b; begin += at_once) {
+        Flash_bwd_params part = part_of_batch(params, begin, std::min(at_once, params.b - begin));
+        const CudaScratch scratch(part, q, sequences);
+        run_mha_bwd(part, q.device());
+    }
+}
+
 BwdResults backward(const BwdArgs &args, std::array<bool, 3> output_mask, bool zero_tensors) {
     const FwdArgs &forward = args.forward;
     const Options &options = forward.options;
@@ -160,13 +171,13 @@ BwdResults backward(const BwdArgs &args, std::array<bool, 3> output_mask, bool z
             set_params_fprop({kernel_q, kernel_k, kernel_v, kernel_out, lse, rng_state}, readable_args,
                              scaled.softmax_scale),
             {kernel_dout, dlse, dq.written, dk.written, dv.written, softmax_d}, heads_per_dkv, options);
-        const std::optional<CudaScratch> scratch =
-            q.is_cuda() ? std::optional<CudaScratch>(std::in_place, params, softmax_d, forward.sequences)
-                        : std::nullopt;
-        const at::Tensor ranges = q.is_cuda() ? key_ranges_scratch(params, q, /*is_backward=*/true,
-                                                                   options.deterministic && dq.written.defined())
-                                              : at::Tensor();
-        run_mha_bwd(params, q.device());
+        if (q.is_cuda()) {
+            const at::Tensor ranges =
+                key_ranges_scratch(params, q, /*is_backward=*/true, options.deterministic && dq.written.defined());
+            run_mha_bwd_in_parts(params, q, forward.sequences);
+        } else {
+            run_mha_bwd(params, q.device());
+        }
     }
     dq.store();
     dk.store();

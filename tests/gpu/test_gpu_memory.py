@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flash_attn_mini import flash_attn_func, flash_attn_varlen_func
 
+from ..conftest import IS_HOPPER
 from ..support.bounds import assert_forward_accurate, assert_gradients_accurate
 from ..support.gpu_calls import each_gpu_backend, gradients, inputs
 from ..support.poison import memory_shortage, poisoned
@@ -64,9 +65,9 @@ def test_outputs_beyond_31_bits(gpu_backend: str, described_seed: str) -> None:
         assert_forward_accurate(*rows, case=f"batch {b}, rows {at}\n  {described_seed}")
 
 
-def extra_bytes_of_backward(backend: str, seqlen: int, causal: bool, deterministic: bool) -> int:
+def extra_bytes_of_backward(backend: str, seqlen: int, causal: bool, deterministic: bool, headdim: int = 128) -> int:
     """Peak memory of a backward, minus the memory before it and the gradients."""
-    qkv = inputs(1, seqlen, 4, 128)
+    qkv = inputs(1, seqlen, 4, headdim)
     dout = torch.randn_like(qkv[0])
     gradients(qkv, dout, backend, causal, deterministic)  # compiles and tunes
     leaves = [x.detach().requires_grad_() for x in qkv]
@@ -87,6 +88,42 @@ def test_memory_of_backward_at_32k_is_linear(deterministic: bool, gpu_backend: s
     seqlen, nheads, headdim = 32768, 4, 128
     float32_dq, per_row = 4 * seqlen * nheads * headdim, 4 * seqlen * nheads
     assert extra_bytes_of_backward(gpu_backend, seqlen, True, deterministic) <= float32_dq + 4 * per_row + (1 << 20)
+
+
+@pytest.mark.skipif(not IS_HOPPER, reason="the kernels of two passes need a Hopper GPU")
+@pytest.mark.parametrize("headdim", [192, 256])
+def test_memory_of_a_backward_in_two_passes(headdim: int) -> None:
+    """Beyond the gradients: row statistics. A float32 dq would take 1 KB a row."""
+    seqlen, nheads = 8192, 4
+    extra = extra_bytes_of_backward("cuda", seqlen, causal=True, deterministic=True, headdim=headdim)
+    assert extra <= 16 * seqlen * nheads + (1 << 20)
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True, "deterministic": True}, {"softcap": 5.0}], ids=str)
+def test_short_sequences_share_scratch(options: dict[str, Any], seed: int) -> None:
+    """Padded to 128 rows each, their float32 dq would take 23 times the memory of q. Parts of the batch take turns."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    shape = 3000, 15, 16, 72
+    q, k, v, dout = (torch.randn(shape, device="cuda", generator=generator).bfloat16() for _ in range(4))
+    slopes = torch.rand(shape[0], shape[2], device="cuda", generator=generator)
+
+    def backward(part: slice) -> list[Tensor]:
+        leaves = [x[part].detach().requires_grad_() for x in (q, k, v)]
+        out = flash_attn_func(*leaves, alibi_slopes=slopes[part], backend="cuda", **options)
+        return [out.detach(), *torch.autograd.grad(out, leaves, dout[part])]
+
+    backward(slice(None))
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    complete = backward(slice(None))
+    torch.cuda.synchronize()
+    assert torch.cuda.max_memory_allocated() - before <= 8 * q.nbytes
+    for begin in (0, 130, 1500, 2997):
+        part = slice(begin, begin + 3)
+        for name, x, expected in zip(("out", "dq", "dk", "dv"), complete, backward(part), strict=True):
+            assert torch.equal(x[part], expected), f"{name} of sequences from {begin} on"
 
 
 @each_gpu_backend
