@@ -103,11 +103,17 @@ _BACKWARD = re.compile(
 )
 # Hopper's: one kernel for every mode, which is decided at run time.
 _BACKWARD_SM90 = re.compile(
-    r"sm90::flash_bwd_kernel<sm90::Flash_bwd_kernel_traits<[^<>]*?(?P<headdim>\d+), \([\w:]*Factors\)(?P<factors>\d)>, "
-    r"\([\w:]*Kind\)(?P<kind>\d)>"
+    r"sm90::flash_bwd_kernel<sm90::Flash_bwd_kernel_traits<[^<>]*?(?P<headdim>\d+), \([\w:]*Factors\)(?P<factors>\d), "
+    r"\d+, sm90::(?P<tile>TileSizesBwd\w*)(?:<[^<>]*>)? ?>, \([\w:]*Kind\)(?P<kind>\d)>"
 )
+# The second of two passes, for dQ.
+_BACKWARD_DQ = re.compile(
+    r"sm90::flash_bwd_dq_kernel<sm90::Flash_bwd_dq_traits<[^<>]*?(?P<headdim>\d+)>, \([\w:]*Kind\)(?P<kind>\d)>"
+)
+_HAS_FIELDS = re.compile(r"flash_(fwd|bwd)(_split|_dq|)_kernel<")
 KINDS = kernels.read_kinds().all  # by enumerator
 # Calls of the kinds general and biased that a kernel takes, by enum Factors of csrc/sm90/kernel_traits_bwd.h.
+LATENT = " of latent attention"
 CALLS_BY_FACTORS = (" with ALiBi alone", " with softcap", " with dropout", "", "", " with softcap or dropout")
 BACKWARD_MODES = ("all", "deterministic", "general")  # enum BwdMode, csrc/sm80/tile_sizes_bwd.h
 BULK_REDUCE_SINCE = 90  # least compute capability whose copy engine adds to global memory (dQ)
@@ -146,8 +152,9 @@ def fields_of(name: str, arch: str) -> dict[str, Any] | None:
     """
     forward = _FORWARD.search(name)
     if forward is not None:
-        is_short = forward["tile"].endswith("Short")
-        kind = KINDS[int(forward["kind"])] + (" of short sequences" if is_short else "")
+        tile = forward["tile"]
+        suffix = " of short sequences" if tile.endswith("Short") else LATENT if tile.endswith("Latent") else ""
+        kind = KINDS[int(forward["kind"])] + suffix
         return {"headdim": int(forward["headdim"]), "family": forward["family"], "kind": kind}
     split = _SPLIT_SM90.search(name)
     if split is not None:
@@ -158,7 +165,12 @@ def fields_of(name: str, arch: str) -> dict[str, Any] | None:
         kind = KINDS[int(hopper["kind"])]
         if kind in ("general", "biased"):
             kind += CALLS_BY_FACTORS[int(hopper["factors"])]
+        kind += LATENT if hopper["tile"] == "TileSizesBwdLatent" else ""
         return {"headdim": int(hopper["headdim"]), "kind": kind, "tile": "sm90", "mode": BACKWARD_MODES[0]}
+    of_dq = _BACKWARD_DQ.search(name)
+    if of_dq is not None:
+        kind = f"{KINDS[int(of_dq['kind'])]}, dQ"
+        return {"headdim": int(of_dq["headdim"]), "kind": kind, "tile": "sm90", "mode": BACKWARD_MODES[0]}
     found = _BACKWARD.search(name)
     if found is None:
         return {}
@@ -186,6 +198,8 @@ def measure_resources(arguments: argparse.Namespace) -> None:
     data = []
     for row, label in zip(compiled, readable([row["kernel"] for row in compiled]), strict=True):
         fields = fields_of(label, row["arch"])
+        if fields == {} and _HAS_FIELDS.search(label) is not None:
+            raise SystemExit(f"bench_build: fields_of does not know the name of the kernel {label}")
         if fields is not None:
             data.append({**row, "kernel": label, **fields})
     title = "Registers, spills and static shared memory of the compiled kernels"

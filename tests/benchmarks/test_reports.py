@@ -85,10 +85,17 @@ def test_resources_of_the_hopper_forward_name_the_kernels_of_short_sequences() -
         ("TileSizesFwd<64, true>", 1, "local"),
         ("TileSizesFwdShort<64>", 1, "local of short sequences"),
         ("TileSizesFwd<64, true>", 3, "general"),
+        ("TileSizesFwdLatent", 3, "general of latent attention"),
     ):
-        traits = f"sm90::Flash_fwd_kernel_traits<(DType)1, 64, sm90::{tile} >"
+        traits = f"sm90::Flash_fwd_kernel_traits<(DType)1, 64, sm90::{tile}, 64>"
         fields = bench_build.fields_of(f"sm90::flash_fwd_kernel<{traits}, (Kind){kind}>", "sm_90a")
         assert fields == {"headdim": 64, "family": "sm90", "kind": name}
+
+
+def test_the_second_pass_of_the_backward_has_fields() -> None:
+    name = "sm90::flash_bwd_dq_kernel<sm90::Flash_bwd_dq_traits<(DType)1, 256>, (Kind)2>"
+    fields = {"headdim": 256, "kind": "varlen, dQ", "tile": "sm90", "mode": "all"}
+    assert bench_build.fields_of(name, "sm_90a") == fields
 
 
 @pytest.mark.parametrize(("is_narrow", "kind"), [("true", "split, up to 64 rows"), ("false", "split")])
@@ -99,18 +106,19 @@ def test_hoppers_kernels_of_many_rows_have_fields(is_narrow: str, kind: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("factors", "number", "kind"),
+    ("factors", "tile", "number", "kind"),
     [
-        (3, 3, "general"),
-        (2, 3, "general with dropout"),
-        (1, 3, "general with softcap"),
-        (0, 3, "general with ALiBi alone"),
-        (0, 0, "full"),
-        (0, 1, "local"),
+        (3, "<96> ", 3, "general"),
+        (2, "<96> ", 3, "general with dropout"),
+        (1, "<96> ", 3, "general with softcap"),
+        (0, "<96> ", 3, "general with ALiBi alone"),
+        (0, "<96> ", 0, "full"),
+        (0, "<96> ", 1, "local"),
+        (0, "Latent", 0, "full of latent attention"),
     ],
 )
-def test_hoppers_backward_kernels_have_fields(factors: int, number: int, kind: str) -> None:
-    traits = f"sm90::Flash_bwd_kernel_traits<(DType)1, 96, (sm90::Factors){factors}>"
+def test_hoppers_backward_kernels_have_fields(factors: int, tile: str, number: int, kind: str) -> None:
+    traits = f"sm90::Flash_bwd_kernel_traits<(DType)1, 96, (sm90::Factors){factors}, 96, sm90::TileSizesBwd{tile}>"
     fields = bench_build.fields_of(f"void sm90::flash_bwd_kernel<{traits}, (Kind){number}>", "sm_90a")
     assert fields == {"headdim": 96, "kind": kind, "tile": "sm90", "mode": "all"}
 
