@@ -101,8 +101,15 @@ def test_opcheck_with_key_ranges(shape: tuple[int, ...], backend: str, device: s
     opcheck(PACKED_BWD, packed_bwd_arguments(torch.randn_like(out), q, packed, out, lse, **options))
 
 
-@pytest.mark.parametrize("of_bias", [torch.float16, torch.float32, torch.bool], ids=str)
-@pytest.mark.parametrize("shape", [(1, 1, 1, 21), (2, 4, 21, 21), (1, 4, 21, 21)], ids=str)
+@pytest.mark.parametrize(
+    ("of_bias", "shape"),
+    [  # each dtype with a shape of its own; the other pairs are thorough
+        pytest.param(of_bias, shape, marks=[pytest.mark.thorough] * (i != j))
+        for i, of_bias in enumerate((torch.float16, torch.float32, torch.bool))
+        for j, shape in enumerate(((1, 1, 1, 21), (2, 4, 21, 21), (1, 4, 21, 21)))
+    ],
+    ids=str,
+)
 def test_opcheck_with_attn_bias(
     shape: tuple[int, ...], of_bias: torch.dtype, backend: str, device: str, draw: torch.Generator
 ) -> None:

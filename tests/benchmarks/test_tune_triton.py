@@ -29,7 +29,7 @@ def test_in_the_interpreter() -> None:
 
 
 @runs_triton
-@pytest.mark.parametrize("kernel", ["forward", "dq", "dkv"])
+@pytest.mark.parametrize("kernel", ["forward", pytest.param("dq", marks=pytest.mark.thorough), "dkv"])
 def test_a_right_candidate_passes_and_a_wrong_one_is_named(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     point = Point(1, 1, headdim=64)
     assert tune_triton.check_one(kernel, point, SMALL, CHECKS) == ""
@@ -55,7 +55,9 @@ def test_a_candidate_for_a_kv_cache_is_checked(point: Point, monkeypatch: pytest
 
 
 @runs_triton
-@pytest.mark.parametrize("kernel", ["forward", "dq", "dkv", "kvcache"])
+@pytest.mark.parametrize(
+    "kernel", [*(pytest.param(x, marks=pytest.mark.thorough) for x in ("forward", "dkv")), "dq", "kvcache"]
+)
 def test_candidates_are_timed_and_what_fails_is_named(
     kernel: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -31,6 +31,7 @@ def tiles(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, int, str,
 
 
 @pytest.mark.slow
+@pytest.mark.thorough  # compiles the tiles of every kernel
 def test_every_gpu_has_tiles_that_fit(tiles: list[tuple[str, int, str, list[int]]]) -> None:
     """The forward has one tile, the backward a small one as well; splitkv ends with 64 rows."""
     assert {hdim for _, hdim, _, _ in tiles} == {0, *selection.ALL_HDIMS}

@@ -350,7 +350,9 @@ def test_the_check_passes_equal_calls(ranks: Ranks) -> None:
     ranks.run(THREE, calls.merge_with, {0: {"dim": -2}}, **CHECK)  # another name of the same dimension
 
 
-@pytest.mark.parametrize("members", [TWO, (1,)], ids=["every-rank", "one-rank"])
+@pytest.mark.parametrize(
+    "members", [pytest.param(TWO, marks=pytest.mark.thorough), (1,)], ids=["every-rank", "one-rank"]
+)
 @pytest.mark.parametrize("merges", [False, True], ids=["attention", "merge"])
 @pytest.mark.parametrize("transform", ["grad", "vmap", "jvp"])
 def test_torch_func_is_refused(transform: str, merges: bool, members: tuple[int, ...], ranks: Ranks) -> None:

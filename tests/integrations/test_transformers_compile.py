@@ -66,7 +66,7 @@ def outputs(model: Any, call: Any, ids: Tensor, weights: Tensor, options: dict[s
         pytest.param("llama4", "eager", {"position_ids": POSITIONS}, id="llama4-packed"),
         pytest.param("llama", "eager", {"position_ids": POSITIONS}, id="llama-packed"),
         pytest.param("mistral", "eager", {"position_ids": POSITIONS}, id="mistral-packed", marks=thorough),
-        pytest.param("llama", "aot_eager", {"attention_mask": PADDED}, id="llama-padded"),
+        pytest.param("llama", "aot_eager", {"attention_mask": PADDED}, id="llama-padded", marks=thorough),
         pytest.param("llama", "eager", {"attention_mask": PADDED, "use_cache": True}, id="llama-cache", marks=thorough),
         pytest.param("llama", "eager", {"attention_mask": EMPTY_ROW}, id="llama-empty-row", marks=thorough),
         pytest.param("gemma2", "eager", {"attention_mask": PADDED}, id="gemma2-padded", marks=thorough),

@@ -25,7 +25,9 @@ SAYS = "import os, sys; print(__name__, sys.argv[1:], os.getcwd(), os.environ.ge
         ("import module_of_the_test; print(module_of_the_test.x)", 0),
     ],
 )
-@pytest.mark.parametrize("kind", ["-c", "-m", "script"])
+@pytest.mark.parametrize(
+    "kind", ["-c", pytest.param("-m", marks=pytest.mark.thorough), pytest.param("script", marks=pytest.mark.thorough)]
+)
 def test_results_are_those_of_a_started_process(kind: str, code: str, status: int, tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
