@@ -7,8 +7,8 @@
 namespace flash::kvcache {
 
 // Group g of n groups of threads reads the slots g, g + n, g + 2 n, ... Several groups hide the latency of the loads.
-template <int kHeadDim>
-constexpr int kCombineGroups = kHeadDim <= 256 ? 4 : 16;  // one where a head has few slots
+constexpr int kCombineGroups = 4;       // one where a head has few slots
+constexpr int kManyCombineGroups = 16;  // rows of more than 256 columns, where a head has many slots
 
 // The rows and columns of a CTA. A thread of a group has four columns of one row.
 template <int kHeadDim, int kGroups>

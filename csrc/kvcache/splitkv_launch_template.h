@@ -257,10 +257,17 @@ void run_combine_splits(const Flash_fwd_params &params, const kvcache::SplitkvPl
         ProgrammaticLaunch(grid, 1, kGroups * Tile::kGroupThreads, 0, stream)
             .run(kernel, "launching flash_fwd_splitkv_combine_kernel", params, plan);
     };
+    if constexpr (kHeadDim > 256) {
+        constexpr int kManySlots = 32;  // of a head
+        if (plan.pieces > kManySlots * int64_t{params.b} * params.h_k) {
+            launch(std::integral_constant<int, kvcache::kManyCombineGroups>());
+            return;
+        }
+    }
     if (kvcache::has_few_slots(params, plan)) {
         launch(std::integral_constant<int, 1>());
     } else {
-        launch(std::integral_constant<int, kvcache::kCombineGroups<kHeadDim>>());
+        launch(std::integral_constant<int, kvcache::kCombineGroups>());
     }
 }
 

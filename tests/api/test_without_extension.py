@@ -98,16 +98,18 @@ def with_dropout(backend: str | None) -> list[Tensor]:
 
 def about_key_ranges(backend: str | None) -> list[str]:
     """What wrong calls with key_ranges raise: type and text."""
-    q, k, lengths = torch.zeros(2, 9, 4, 16), torch.zeros(2, 13, 2, 16), torch.tensor([0, 4, 18], dtype=torch.int32)
+    half = {"dtype": torch.float16}  # every backend takes it
+    q, k = torch.zeros(2, 9, 4, 16, **half), torch.zeros(2, 13, 2, 16, **half)
+    lengths = torch.tensor([0, 4, 18], dtype=torch.int32)
     shapes = [(9, 2), (1, 1, 9, 3), (1, 1, 9, 3, 2), (3, 1, 9, 2), (1, 2, 9, 2), (1, 1, 8, 2, 2), (1,) * 5 + (2,)]
     of_equal = [torch.zeros(shape, dtype=torch.int32) for shape in shapes]
     of_equal += [torch.zeros(1, 1, 9, 2), torch.tensor([-5, 3]).expand(1, 1, 9, 2).int()]
     of_equal += [torch.tensor([[0, 3], [4, 14]]).expand(2, 4, 9, 2, 2).int()]
     of_varlen = [torch.zeros(shape, dtype=torch.int32) for shape in [(18, 2), (2, 18, 2), (1, 17, 2), (1, 1, 18, 2)]]
     of_varlen += [torch.zeros(1, 18, 2, dtype=torch.int64), torch.tensor([0, 5]).expand(4, 18, 2).int()]
-    rows, keys = q.flatten(0, 1).to(DEVICE), torch.zeros(18, 2, 16, device=DEVICE)
+    rows, keys = q.flatten(0, 1).to(DEVICE), torch.zeros(18, 2, 16, device=DEVICE, **half)
     table = torch.zeros(2, 18, dtype=torch.int32, device=DEVICE)
-    pages = torch.zeros(3, 1, 2, 16, device=DEVICE)
+    pages = torch.zeros(3, 1, 2, 16, device=DEVICE, **half)
     of_length = (lengths.to(DEVICE), lengths.to(DEVICE), 14, 14)
 
     def equal(ranges: Tensor) -> object:

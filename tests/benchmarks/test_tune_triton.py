@@ -23,6 +23,7 @@ CHECKS = ((40, 70, 2, 1, True), (33, 20, 2, 2, False))
 CACHES = (Point(2, 64, 1, 4, 2, 64), Point(2, 64, 2, 4, 2, 64, causal=True, shortest=3, page_size=16))
 
 
+@pytest.mark.thorough
 @starts_the_interpreter
 def test_in_the_interpreter() -> None:
     run_in_the_interpreter(__file__)

@@ -42,6 +42,7 @@ def test_every_gpu_has_tiles_that_fit(tiles: list[tuple[str, int, str, list[int]
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_tile_that_some_gpu_lacks_memory_for_is_chosen_at_run_time(
     tiles: list[tuple[str, int, str, list[int]]],
 ) -> None:

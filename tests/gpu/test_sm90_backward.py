@@ -115,7 +115,6 @@ def test_sm80_takes_rows_without_keys_on_kind_local(
 
 
 @pytest.mark.usefixtures("trace")
-@pytest.mark.usefixtures("trace")
 @each_headdim
 @each_call
 @pytest.mark.parametrize(
@@ -154,6 +153,7 @@ def test_another_number_of_passes_is_an_error(monkeypatch: pytest.MonkeyPatch) -
         gradients(case, *made(case, torch.bfloat16, 0))
 
 
+@pytest.mark.usefixtures("trace")
 @pytest.mark.parametrize(("headdim", "compiled"), RUNS_IN.items())
 def test_other_head_dims_run_in_the_next_larger(headdim: int, compiled: int, capfd: pytest.CaptureFixture[str]) -> None:
     case = Case("call", "any", 2, 4, 2, 100, 130, headdim)

@@ -10,9 +10,10 @@ from ..support.host_program import output_of
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("source", "tiles"),
-    [pytest.param("sm90_layouts.cpp", 4, marks=pytest.mark.thorough), ("sm90_layouts_bwd.cpp", 6)],
+    [("sm90_layouts.cpp", 4), ("sm90_layouts_bwd.cpp", 6)],
 )
 def test_elements_agree_between_layouts(source: str, tiles: int, tmp_path: Path) -> None:
     result = output_of(Path(__file__).with_name(source), tmp_path)

@@ -50,6 +50,7 @@ def using(module: ModuleType, backend: str | None) -> Any:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @starts_the_interpreter
 def test_all_of_this_in_the_interpreter() -> None:
     run_in_the_interpreter(__file__)

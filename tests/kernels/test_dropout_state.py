@@ -331,7 +331,7 @@ def test_autocast_does_not_round_the_scores(draw: torch.Generator) -> None:
 
 
 @pytest.mark.parametrize(
-    "varlen", [pytest.param(False, id="dense", marks=pytest.mark.thorough), pytest.param(True, id="varlen")]
+    "varlen", [pytest.param(x, id=name, marks=pytest.mark.thorough) for x, name in ((False, "dense"), (True, "varlen"))]
 )
 def test_s_dmask_compiles_to_one_graph(varlen: bool, draw: torch.Generator) -> None:
     rng_state = torch.randint(-(2**62), 2**62, (2,), generator=draw)
