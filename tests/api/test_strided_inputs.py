@@ -28,6 +28,7 @@ DRAWS = 20  # of shapes and strides in a test
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @starts_the_interpreter
 def test_all_of_this_in_the_interpreter() -> None:
     run_in_the_interpreter(__file__)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..support.instruction_sets import each_lesser_level_always, run_on
+from ..support.instruction_sets import each_lesser_level, each_lesser_level_always, run_on
 
 SCRIPT = """
 from flash_attn_mini import flash_attn_func
@@ -40,6 +40,6 @@ def test_small_cases_on_a_lesser_instruction_set(level: str) -> None:
     run_on(level, SCRIPT)
 
 
-@each_lesser_level_always
+@each_lesser_level
 def test_rows_without_keys_on_a_lesser_instruction_set(level: str) -> None:
     run_on(level, ROWS_WITHOUT_KEYS)
