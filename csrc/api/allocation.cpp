@@ -141,7 +141,7 @@ int heads_per_cta(const FwdArgs &args) {
     const int64_t ctas_wanted = ctas_per_sm * sm_count();
     const Sizes sizes(args);
     const int64_t group = sizes.nheads / sizes.nheads_k;
-    const int64_t keys = std::min(args.q.size(-1), args.v.size(-1)) > 128 ? 64 : 128;  // of a CTA, as most kernels have
+    const int64_t keys = std::min(args.q.size(-1), args.v.size(-1)) > 128 ? 64 : 128;  // of a CTA in most kernels
     const int64_t blocks_per_head =
         args.is_varlen() ? sizes.rows_k / keys + sizes.batch : (sizes.rows_k + keys - 1) / keys * sizes.batch;
     int64_t heads = group;

@@ -42,23 +42,23 @@ inline Kind kind_of(const Flash_fwd_params &params) {
     return may_differ ? Kind::varlen : params.is_local() ? Kind::local : Kind::full;
 }
 
-// FLASH_ATTN_MINI_ARCH names the architecture whose kernels run, to compare them: 80 or 90. 0: the best one.
-inline int requested_arch() {
-    const char *variable = std::getenv("FLASH_ATTN_MINI_ARCH");
-    const std::string arch = variable == nullptr ? "" : variable;
-    FLASH_CHECK_VALUE(arch.empty() || arch == "80" || arch == "90", "FLASH_ATTN_MINI_ARCH is '", arch,
-                      "'; allowed: 80, 90");
-    return arch.empty() ? 0 : std::stoi(arch);
+// The number in an environment variable that may be `first` or `second`; 0 where it is not set. ValueError for others.
+inline int requested_number(const char *variable, int first, int second) {
+    const char *value = std::getenv(variable);
+    const std::string text = value == nullptr ? "" : value;
+    FLASH_CHECK_VALUE(text.empty() || text == std::to_string(first) || text == std::to_string(second), variable,
+                      " is '", text, "'; allowed: ", first, ", ", second);
+    return text.empty() ? 0 : std::stoi(text);
 }
 
-// FLASH_ATTN_MINI_BACKWARD_PASSES says in how many passes the backward of head dims 192 and 256 runs on Hopper, to
-// compare them: 1 or 2. 0: what takes less time.
+// The architecture whose kernels run, to compare them. 0: the best one.
+inline int requested_arch() {
+    return requested_number("FLASH_ATTN_MINI_ARCH", 80, 90);
+}
+
+// The passes of the backward of head dims 192 and 256 on Hopper, to compare them. 0: what takes less time.
 inline int requested_passes() {
-    const char *variable = std::getenv("FLASH_ATTN_MINI_BACKWARD_PASSES");
-    const std::string passes = variable == nullptr ? "" : variable;
-    FLASH_CHECK_VALUE(passes.empty() || passes == "1" || passes == "2", "FLASH_ATTN_MINI_BACKWARD_PASSES is '", passes,
-                      "'; allowed: 1, 2");
-    return passes.empty() ? 0 : std::stoi(passes);
+    return requested_number("FLASH_ATTN_MINI_BACKWARD_PASSES", 1, 2);
 }
 
 // The kernel that a backward needs. Hopper's kernels of kind local assume that every query sees a key. Otherwise they
