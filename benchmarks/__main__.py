@@ -51,6 +51,7 @@ GPU_STEPS = (
     Step("bench_masks", ("masks_cuda_d64",), ("--headdim", "64", "--no-flex"), 1.0),
     Step("bench_bias", ("bias_cuda_d128",), (), 1.0),
     Step("bench_bias", ("bias_cuda_d64",), ("--headdim", "64"), 1.0),
+    Step("bench_short", ("short_cuda",), (), 1.0),
     Step("bench_models", ("models_cuda",), (), 4.0),
     Step("bench_overhead", ("overhead_cuda",), (), 1.0),
     Step("bench_overhead", ("overhead_backward_cuda",), ("--backward",), 1.0),

@@ -36,7 +36,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 # an edit of the CPU kernel leaves the GPU's results fresh, for example.
 LAUNCH = ("csrc/flash.h", "csrc/api", "csrc/common", "csrc/dispatch")
 HOST = (*LAUNCH, "flash_attn_mini/*.py", "flash_attn_mini/backends/*.py")
-CUDA = (*LAUNCH, "csrc/kvcache", "csrc/sm80", "csrc/sm90")
+CUDA = (*LAUNCH, "csrc/kvcache", "csrc/single_tile", "csrc/sm80", "csrc/sm90")
 TRITON = ("flash_attn_mini/backends/triton",)
 CPU = (*LAUNCH, "csrc/cpu")
 SOURCES_OF_BACKEND = {"cuda": CUDA, "triton": TRITON, "cpu": CPU}

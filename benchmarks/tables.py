@@ -285,6 +285,23 @@ def bias_tables(data: Rows) -> list[str]:
     return [f"{tokens}, {heads}, {first['dtype']}.\n\n{pivot(['bias'], cells, columns)}"]
 
 
+def short_tables(data: Rows) -> list[str]:
+    """Shape and direction down; our time, and speed and memory beside those of each other contender."""
+    names = list(dict.fromkeys(name for row in data for name in row["ms"]))
+    ours, *others = names
+    directions = {"forward": "forward", "both": "forward and backward"}
+    has_memory = data[0]["peak"][ours] is not None
+    headers = ["", f"{ours}, ms", *(f"÷ {name}" for name in others), *["memory ÷ q"] * has_memory]
+    body = []
+    for row in data:
+        mask = ", causal" if row["causal"] else ""
+        shape = f"{row['batch']} × {row['seqlen']} tokens, {row['nheads']} heads of {row['headdim']}{mask}"
+        ratios = [f"{row['ratio'][name]:.2f}" if name in row["ratio"] else "–" for name in others]
+        peaks = [", ".join(f"{row['peak'][name]:.1f}" for name in names if name in row["peak"])] if has_memory else []
+        body.append([f"{shape}: {directions[row['direction']]}", f"{row['ms'][ours]:.3g}", *ratios, *peaks])
+    return [markdown_table(headers, body)]
+
+
 def value_tables(data: Rows) -> list[str]:
     """Head dim, mask and length down, values across: our speed ÷ the rival's, and that ÷ the first values' ratio."""
     cells: dict[tuple[str, str], dict[str, str]] = {}
@@ -445,6 +462,7 @@ VIEWS: dict[str, Callable[[Rows], list[str]]] = {
     "bench_kvcache": kvcache_tables,
     "bench_masks": mask_tables,
     "bench_bias": bias_tables,
+    "bench_short": short_tables,
     "bench_models": models_tables,
     "bench_context_parallel": context_parallel_tables,
     "accuracy": accuracy_tables,

@@ -38,6 +38,8 @@ _EXPORTS = (
     "long?flash::sm90::split_scratch_floats*",
     "long?flash::splitkv_scratch_floats*",
     "void?flash::run_flash_fwd_splitkv*",
+    "void?flash::run_flash_fwd_single_tile*",
+    "void?flash::run_flash_bwd_single_tile*",
     "void?flash::run_append_kv*",
     '"flash::run_row_mod_gradient(flash::Flash_bwd_params const&, void*, CUstream_st*)"',
     '"flash::run_prepare_key_ranges(flash::Flash_fwd_params const&, CUstream_st*)"',

@@ -45,6 +45,7 @@ _SEPARATE_FORWARDS = ("ranged", "biased")  # kinds whose forward has an sm90 ker
 _MIN_HEADDIM_DQ_PASS = 192
 _DQ_PASS_KINDS = ("full", "local", "varlen")
 _MIN_HEADDIM_SM90 = re.compile(r"constexpr int kMinHeadDimSm90 = (\d+);")
+_MAX_HEADDIM_SINGLE_TILE = re.compile(r"constexpr int kMaxHeadDimSingleTile = (\d+);")
 _HEADDIM_LATENT = re.compile(r"constexpr int kHeadDimLatent = (\d+),")
 
 
@@ -85,6 +86,14 @@ def read_kinds(header: Path = CSRC / "dispatch" / "kind.h") -> Kinds:
     return Kinds(names, forward_sm90, backward, backward_sm90, int(smallest[1]), int(latent[1]))
 
 
+def read_max_hdim_single_tile(header: Path = CSRC / "single_tile" / "single_tile.h") -> int:
+    """Reads kMaxHeadDimSingleTile; ValueError where the header is not written as expected."""
+    found = _MAX_HEADDIM_SINGLE_TILE.search(header.read_text())
+    if found is None:
+        raise ValueError(f"{header} must define constexpr int kMaxHeadDimSingleTile")
+    return int(found[1])
+
+
 def kernel_objects(selection: Selection) -> list[KernelObject]:
     """The objects of a selection, largest head dim first because its kernels compile longest.
 
@@ -92,6 +101,7 @@ def kernel_objects(selection: Selection) -> list[KernelObject]:
     """
     objects: list[KernelObject] = []
     kinds, others = read_kinds(), selection.archs_of_others
+    max_hdim_single_tile = read_max_hdim_single_tile()
 
     def archs_of_sm80(is_in_sm90: bool) -> tuple[str, ...]:
         return selection.archs_beside_sm90 if is_in_sm90 else others
@@ -131,6 +141,8 @@ def kernel_objects(selection: Selection) -> list[KernelObject]:
                 add(f"flash_fwd_{name}_{kind}_sm80", source, (*defines, f"-DFLASH_KIND={kind}"), archs)
         add(f"bias_gradient_{name}", "sm80/backward/bias_gradient_instantiation.cu", defines, others)
         add(f"flash_fwd_{name}_splitkv", "kvcache/splitkv_instantiation.cu", defines, others)
+        if hdim <= max_hdim_single_tile:
+            add(f"flash_single_tile_{name}", "single_tile/single_tile_instantiation.cu", defines, others)
     for dtype in selection.dtypes:
         if selection.has_sm90 and kinds.hdim_latent in selection.hdims:
             source = "sm90/decode/flash_fwd_latent_instantiation.cu"

@@ -107,6 +107,11 @@ FwdResults forward(const FwdArgs &args, const Optional &given_rng_state, std::op
 
 // On CUDA. Parts of the batch share the scratch.
 void run_mha_bwd_in_parts(const Flash_bwd_params &params, const at::Tensor &q, const Sequences &sequences) {
+    if (!needs_scratch(params)) {
+        Flash_bwd_params whole = params;
+        run_mha_bwd(whole, q.device());
+        return;
+    }
     const int at_once = sequences_at_once(params);
     for (int begin = 0; begin < params.b; begin += at_once) {
         Flash_bwd_params part = part_of_batch(params, begin, std::min(at_once, params.b - begin));

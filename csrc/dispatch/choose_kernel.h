@@ -14,6 +14,7 @@
 #include "kind.h"
 #include "kvcache/splitkv.h"
 #include "run_mha.h"
+#include "single_tile/single_tile.h"
 #include "sm90/common/tma_limits.h"
 #include "sm90/decode/flash_fwd_latent.h"
 
@@ -61,6 +62,15 @@ inline int requested_passes() {
     return requested_number("FLASH_ATTN_MINI_BACKWARD_PASSES", 1, 2);
 }
 
+// True if the backward takes less time in two passes. They multiply seven products instead of five, and spare the
+// additions to dQ in global memory, which wait for each other where they have an order, and for which short sequences
+// clear and convert memory. docs/tuning/sm90_backward.md has the times.
+inline bool prefers_dq_pass(const Flash_bwd_params &params) {
+    constexpr int kMaxHeadDimInOne = 192, kMaxSeqlenInTwo = 2048;
+    return params.deterministic || built_headdim_for(largest_headdim(params)) > kMaxHeadDimInOne || params.is_local() ||
+           params.seqlen_k <= kMaxSeqlenInTwo;
+}
+
 // The kernel that a backward needs. Hopper's kernels of kind local assume that every query sees a key. Otherwise they
 // would have to write zeros over such rows in each step, because NaN times 0 is NaN. Calls without any key start no
 // kernel.
@@ -72,6 +82,13 @@ inline Kind kind_of(const Flash_bwd_params &params) {
         return kind;
     }
     return device_properties().major == 9 && requested_arch() != 80 ? Kind::varlen : kind;
+}
+
+// True if the kernels of a single tile run. FLASH_ATTN_MINI_ARCH asks for the other ones.
+template <typename Params>
+bool takes_single_tile(const Params &params) {
+    const int headdim = built_headdim_for(largest_headdim(params));
+    return headdim != 0 && has_single_tile(headdim) && is_single_tile(params) && requested_arch() == 0;
 }
 
 // True if the call has an sm90 kernel, and its sm80 kernel is not compiled for this GPU. has_sm90: the build has one.

@@ -144,6 +144,12 @@ void trace_arch(const char *function, const char *reason, int headdim, Kind kind
     }
 }
 
+void trace_single_tile(const char *function, int headdim) {
+    if (trace_enabled()) {
+        trace(function, "device=cuda single_tile kHeadDim=%d", headdim);
+    }
+}
+
 // The work tile counter of a forward with variable lengths or key_ranges, set to 0. It must live until the kernel is
 // launched.
 at::Tensor zero_counter(cudaStream_t stream) {
@@ -177,6 +183,13 @@ void run_mha_fwd_cuda(Flash_fwd_params &params) {
     prepare_key_ranges(params, stream);
     FP16_SWITCH(params.dtype, [&] {
         HEADDIM_SWITCH(largest_headdim(params), [&] {
+            if constexpr (has_single_tile(kHeadDim)) {
+                if (takes_single_tile(params)) {
+                    trace_single_tile("run_mha_fwd", kHeadDim);
+                    run_flash_fwd_single_tile<kDType, kHeadDim>(params, stream);
+                    return;
+                }
+            }
             KIND_SWITCH(kind_of(params), [&] {
                 constexpr bool kHasKernelSm90 = has_sm90_fwd(kHeadDim, kKind);
                 const char *reason = reason_against_sm90(params, kHasKernelSm90);
@@ -257,6 +270,13 @@ void run_mha_bwd_cuda(Flash_bwd_params &params) {
     prepare_key_ranges(params, stream);
     FP16_SWITCH(params.dtype, [&] {
         HEADDIM_SWITCH(largest_headdim(params), [&] {
+            if constexpr (has_single_tile(kHeadDim)) {
+                if (takes_single_tile(params)) {
+                    trace_single_tile("run_mha_bwd", kHeadDim);
+                    run_flash_bwd_single_tile<kDType, kHeadDim>(params, stream);
+                    return;
+                }
+            }
             KIND_SWITCH(kind_of(params), [&] {
                 constexpr bool kHasKernelSm90 = has_sm90_bwd(kHeadDim, kKind);
                 const char *reason = reason_against_sm90(params, kHasKernelSm90);
@@ -312,6 +332,10 @@ bool run_row_mod_gradient(const Flash_bwd_params &params, void *gradient) {
     return true;
 }
 
+bool needs_scratch(const Flash_bwd_params &params) {
+    return !takes_single_tile(params);
+}
+
 bool takes_dq_pass(const Flash_bwd_params &params) {
     bool result = false;
     HEADDIM_SWITCH(largest_headdim(params), [&] {
@@ -319,7 +343,7 @@ bool takes_dq_pass(const Flash_bwd_params &params) {
             if constexpr (has_sm90_bwd(kHeadDim, kKind) && sm90::has_dq_pass(kHeadDim, kKind)) {
                 const bool is_latent = has_latent_bwd(kHeadDim, kKind) && params.d_v <= kMaxHeadDimVLatent;
                 const int passes = requested_passes();
-                result = (passes == 0 ? sm90::prefers_dq_pass(params) : passes == 2) && !is_latent &&
+                result = (passes == 0 ? prefers_dq_pass(params) : passes == 2) && !is_latent &&
                          reason_against_sm90(params, /*has_sm90=*/true) == nullptr;
             }
         });
@@ -412,6 +436,10 @@ std::string sm80_unavailable_reason(int major, int minor) {
 }
 
 #else
+
+bool needs_scratch(const Flash_bwd_params &) {
+    return false;
+}
 
 bool takes_dq_pass(const Flash_bwd_params &) {
     return false;

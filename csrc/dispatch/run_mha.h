@@ -30,6 +30,9 @@ bool run_row_mod_gradient(const Flash_bwd_params &params, void *gradient);
 int64_t splitkv_scratch_floats(const Flash_fwd_params &params);
 #endif
 
+// True if the backward of a CUDA call on the current device needs CudaScratch.
+bool needs_scratch(const Flash_bwd_params &params);
+
 // True if the backward of a CUDA call on the current device computes dQ in a pass of its own
 // (sm90/backward/flash_bwd_dq.h). It then needs neither dq_accum nor dq_semaphore.
 bool takes_dq_pass(const Flash_bwd_params &params);

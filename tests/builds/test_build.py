@@ -208,6 +208,7 @@ WITHOUT_SM90 = {
     *(f"flash_fwd_hdim32_bf16_{kernel}" for kernel in ("sm80", "ranged_sm80", "biased_sm80", "paged_sm80")),
     "flash_fwd_hdim128_bf16_paged_sm80",
     *("flash_fwd_hdim32_bf16_splitkv", "flash_fwd_hdim128_bf16_splitkv", "append_kv_bf16", "device"),
+    *("flash_single_tile_hdim32_bf16", "flash_single_tile_hdim128_bf16"),
     *("bias_gradient_hdim32_bf16", "bias_gradient_hdim128_bf16"),
     "row_mod_gradient",
     "key_ranges",

@@ -27,7 +27,7 @@ from learn import kernels as learning_kernels
 
 TOOLS: dict[str, tuple[str, ...]] = {
     "memcheck": ("--wrong-values",),
-    "racecheck": ("--per-headdim", "2", "64", "96", "128", "192", "256"),
+    "racecheck": ("--per-headdim", "2", "64", "96", "128", "192", "256", "576"),
 }
 CASES_OF = {"attention": "attention", "kvcache": "KV cache"}  # values of the driver's --of: their names in results
 SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: .* displayed \((\d+) errors?, (\d+) warning")

@@ -19,6 +19,8 @@ from .key_range_cases import KeyRangeCase
 from .key_range_checks import make_ranged_call
 from .varlen_cases import VarlenCase, make_batch
 
+MAX_LOGIT_ERROR = 4e-6  # on Hopper, beyond the rounding of scores (docs/semantics.md)
+
 
 def check_max_logits(
     got: Tensor,
@@ -36,7 +38,7 @@ def check_max_logits(
     """Assert shape, dtype and values; ``options``: those of `attention_scores`.
 
     The bound is that of a product of q and k in float32 (float64 for float64 inputs) with any order of its sum, and of
-    a few roundings of the logit. A CUDA kernel has an approximate tanh with a relative error of 2^-11.
+    a few roundings of the logit. On CUDA the bound has MAX_LOGIT_ERROR too, and tanh has a relative error of 2^-11.
     """
     is_varlen = cu_seqlens is not None
     nheads, headdim = q.shape[-2:]
@@ -69,6 +71,8 @@ def check_max_logits(
     assert torch.equal(got == -math.inf, ~has_pair), f"{got} and {expected}, {where}"
     magnitude = largest_sum + expected.abs()
     bound = torch.finfo(dtype).eps * (headdim + 32) * magnitude + torch.finfo(torch.float32).tiny
+    if q.is_cuda and dtype == torch.float32:  # Hopper reads most logits from probabilities
+        bound = bound + MAX_LOGIT_ERROR
     if softcap > 0:
         tanh = 2.0**-11 if q.is_cuda else 1e-6  # relative
         bound = bound + (tanh if dtype == torch.float32 else 0.0) * softcap

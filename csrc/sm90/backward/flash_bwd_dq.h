@@ -15,14 +15,6 @@ constexpr bool has_dq_pass(int headdim, Kind kind) {
     return headdim >= kMinHeadDimDqPass && (kind == Kind::full || kind == Kind::local || kind == Kind::varlen);
 }
 
-// True if two passes take less time. They multiply seven products instead of five, and spare the additions to dQ in
-// global memory, which wait for each other where they have an order, and for which short sequences clear and convert
-// memory. docs/tuning/sm90_backward.md has the times.
-inline bool prefers_dq_pass(const Flash_bwd_params &params) {
-    constexpr int kShortSeqlen = 512;
-    return params.deterministic || params.seqlen_k <= kShortSeqlen;
-}
-
 // The second pass. It reads the row statistics that run_flash_bwd leaves, whose params have no dq_accum, and writes
 // every row of params.dq. Throws std::runtime_error if the launch fails.
 template <DType kDType, int kHeadDim, Kind kKind>

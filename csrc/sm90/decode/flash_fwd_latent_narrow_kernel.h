@@ -20,6 +20,7 @@ struct Flash_fwd_latent_narrow_traits {
     static constexpr int kRows = 16, kBlockM = kRows;  // the m16 of mma.sync
     static constexpr int kBlockN = 32, kStages = 5;
     static constexpr int kConsumers = 1, kQStages = 1, kWarps = 4;
+    static constexpr bool kTracksLogits = false;
     static constexpr int kNThreads = 128 * (kConsumers + 1);  // with the producer
     static constexpr int kKeysOfWarp = kBlockN / kWarps, kColumnsOfWarp = kHeadDimV / kWarps;
     static_assert(kKeysOfWarp == 8, "the n8 of mma.sync");

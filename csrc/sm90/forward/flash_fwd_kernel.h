@@ -191,7 +191,8 @@ __device__ __forceinline__ void schedule_tiles(const Flash_fwd_params &params, t
             RangesOfHead(params, tile.place.bidb, tile.place.bidh)
                 .prefetch(tile.place.block * Traits::kBlockM, Traits::kBlockM, tile.sequence.seqlen_q);
         }
-        tiles.template push<kKind>(params, tile, score_mod, [&](int consumer, [[maybe_unused]] SecondRange &second) {
+        constexpr bool kTracksLogits = tracks_logits<Traits, kKind>();
+        const auto key_blocks_of = [&](int consumer, [[maybe_unused]] SecondRange &second) {
             const int first_row = tile.place.block * Traits::kBlockM + consumer * Traits::kRows;
             KeyBlocks blocks;
             if constexpr (has_ranges(kKind)) {
@@ -203,7 +204,8 @@ __device__ __forceinline__ void schedule_tiles(const Flash_fwd_params &params, t
             }
             blocks.flags |= tile.is_end ? KeyBlocks::is_end : 0;
             return blocks;
-        });
+        };
+        tiles.template push<kKind, kTracksLogits>(params, tile, score_mod, key_blocks_of);
         if (tile.is_end) {
             return;
         }

@@ -58,6 +58,12 @@ bool fills_better_in_short_tiles(const Flash_fwd_params &params) {
     return kCostOfShortTiles * rows_of_busiest(Short::kBlockM) < rows_of_busiest(TileSize::kBlockM);
 }
 
+// True if return_max_logits is the only option that the general kernel is needed for.
+inline bool has_only_max_logits(const Flash_fwd_params &params) {
+    return params.max_logits != nullptr && !params.has_score_mod() && params.rng_state == nullptr &&
+           params.cu_seqlens_q == nullptr && !params.cache.is_used();
+}
+
 template <DType kDType, int kHeadDim, Kind kKind>
 void run_flash_fwd(const Flash_fwd_params &params, int *tile_counter, cudaStream_t stream) {
     if constexpr (has_bias(kKind)) {
@@ -73,6 +79,13 @@ void run_flash_fwd(const Flash_fwd_params &params, int *tile_counter, cudaStream
         }
     }
     using TileSize = TileSizesFwd<kHeadDim, is_local(kKind)>;
+    if constexpr (kKind == Kind::general) {
+        if (has_only_max_logits(params)) {
+            launch<TracksLogits<Flash_fwd_kernel_traits<kDType, kHeadDim, TileSize>>, Kind::local>(params, tile_counter,
+                                                                                                   stream);
+            return;
+        }
+    }
     using Short = TileSizesFwdShort<kHeadDim>;
     constexpr bool kHasFewerRows = Short::kBlockM != TileSize::kBlockM,
                    kHasFewerKeys = Short::kBlockN != TileSize::kBlockN;

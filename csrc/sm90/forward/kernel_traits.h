@@ -156,6 +156,8 @@ struct Flash_fwd_kernel_traits {
 
     using BiasTile = sm90::BiasTile<Element, PlacesOfQueries<kBlockN>>;  // of a warp
 
+    static constexpr bool kTracksLogits = false;
+
     static constexpr int kAlignment = 1024;  // bytes: of the swizzled layouts
     struct SharedStorageWithoutBias {
         alignas(kAlignment) Element q[cosize_v<SmemLayoutQ>];
@@ -176,5 +178,16 @@ struct Flash_fwd_kernel_traits {
         PipelineState<kStages> k, v;
     };
 };
+
+// A kernel for calls whose only option is return_max_logits. The general kernels decide at run time.
+template <typename Traits>
+struct TracksLogits : Traits {
+    static constexpr bool kTracksLogits = true;
+};
+
+template <typename Traits, Kind kKind>
+constexpr bool tracks_logits() {
+    return Traits::kTracksLogits || (is_general(kKind) && kKind != Kind::split);
+}
 
 }  // namespace flash::sm90

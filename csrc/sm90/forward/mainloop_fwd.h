@@ -3,11 +3,13 @@
 
 #include <cutlass/numeric_conversion.h>
 
+#include <type_traits>
+
 #include "common/dropout.h"
-#include "common/max_logits.h"
 #include "common/score_mod.h"
 #include "dispatch/kind.h"
 #include "kernel_traits.h"
+#include "largest_logit.h"
 #include "mask_of_keys.h"
 #include "sm90/common/accumulator.h"
 #include "sm90/common/mma.h"
@@ -26,6 +28,7 @@ protected:
     using TiledMmaPV = typename Traits::TiledMmaPV;
     static constexpr int kBlockN = Traits::kBlockN, kRows = Traits::kRows;
     static constexpr bool kIsGeneral = is_general(kKind), kIsSplit = kKind == Kind::split;
+    static constexpr int kMinSeqlenOfLimits = 4096;
     using SoftmaxState = Softmax<Element, 2, /*kMayOffset=*/!kIsSplit>;
 
     // One key block of one work tile.
@@ -140,7 +143,11 @@ protected:
     WorkTileRing<Traits::kConsumers> tiles;
     const PingPong<Traits::kConsumers, Traits::TileSize::kPingPong> ping_pong;
     typename Traits::PipelineStates states;
-    MaxLogit max_logit;                // of the work tile
+    // Of the work tile. Most calls of the general kernels lack the option, so there it takes no register.
+    std::conditional_t<Traits::kTracksLogits, LargestLogit<2, /*kParts=*/4, /*kKeepsLimits=*/true>,
+                       std::conditional_t<tracks_logits<Traits, kKind>(),
+                                          LargestLogit<2, /*kParts=*/1, /*kKeepsLimits=*/false>, NoLargestLogit>>
+        largest_logit;
     MaskOfKeys<kBlockN> mask_of_keys;  // of the step, where all queries share a boolean attn_bias
 
     // ---- work tiles -------------------------------------------------------------------------------------------------
@@ -259,16 +266,20 @@ protected:
         const bool needs_mask = step.needs_mask();
         modify(step, scores);
         mask(needs_mask, step, scores);
-        track_maximum(step, scores);
         const bool may_see_few =
             kIsFirst && (has_bias(kKind) || (needs_mask && step.blocks.has(KeyBlocks::may_see_few)));
         const bool may_rise = kIsGeneral && !kIsSplit && step.blocks.has(KeyBlocks::has_alibi) &&
                               (kIsFirst || step.n_block >= step.blocks.n_rising_begin);
-        return softmax.template step<kIsFirst>(scores, may_see_few || may_rise, [&](auto &scores) {
+        const Head head{*this, step};
+        if constexpr (decltype(largest_logit)::kIsTracked) {
+            largest_logit.add_step(scores, softmax.scale_log2, head);
+        }
+        const auto recompute = [&](auto &scores) {
             recompute_S(scores);
             modify(step, scores);
             mask(needs_mask, step, scores);
-        });
+        };
+        return softmax.template step<kIsFirst>(scores, may_see_few || may_rise, recompute, largest_logit, head);
     }
 
     // Score modifiers. With a bias scores become logits.
@@ -393,19 +404,27 @@ protected:
         }
     }
 
-    // The option return_max_logits.
-    template <typename TensorS>
-    __device__ __forceinline__ void track_maximum(const Step &step, const TensorS &scores) {
-        if (kIsGeneral && !kIsSplit && MaxLogit::is_on(params)) {
-            const WorkTile &tile = tiles[step.tile];
-            const int queries = tile.sequence.seqlen_q - first_row(step.tile) - first_row_of_thread();
-            max_logit.add(scores, [&](int row) { return row * 8 < queries; });
-            if (step.is_last()) {
-                max_logit.store(params, tile.place.bidb, tile.place.bidh,
-                                holds_logits<kKind>(params) ? 1.0f : params.scale_softmax);
-            }
+    // The head of a step, for the option return_max_logits.
+    struct Head {
+        const Consumer &consumer;
+        const Step &step;
+
+        __device__ __forceinline__ bool is_on() const { return MaxLogit::is_on(consumer.params); }
+        // In short sequences few steps would know a large logit.
+        __device__ __forceinline__ bool compares_scores() const {
+            return is_on() && consumer.params.seqlen_k < kMinSeqlenOfLimits;
         }
-    }
+        __device__ __forceinline__ float known() const { return consumer.tiles.largest_logit(step.tile).value(); }
+        __device__ __forceinline__ float raise(float logit) const {
+            const auto &place = consumer.tiles[step.tile].place;
+            return consumer.tiles.largest_logit(step.tile).raise(
+                logit, MaxLogit::of_head(consumer.params, place.bidb, place.bidh));
+        }
+        __device__ __forceinline__ bool is_query(int row) const {
+            const int query = consumer.first_row(step.tile) + first_row_of_thread() + row * 8;
+            return query < consumer.tiles[step.tile].sequence.seqlen_q;
+        }
+    };
 
     // Recomputes S for the softmax. The other warps take no part, and a wgmma for O is in flight.
     template <typename TensorS>

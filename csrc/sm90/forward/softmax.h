@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #include "common/softmax.h"
+#include "largest_logit.h"
 
 namespace flash::sm90 {
 
@@ -26,7 +27,7 @@ struct Softmax {
     static constexpr float kHeadroom = kHasWideRange ? 40.0f : 0.0f, kOne = kHasWideRange ? 0x1p-40f : 1.0f;
     // The reference moves when a thread's share of a row's sum of one step is larger, or in the first step the row's
     // sum is smaller: Element holds probabilities in between with full precision.
-    static constexpr float kMaxSum = kHasWideRange ? 0x1p60f : 0x1p13f, kMinSum = 0x1p-60f;
+    static constexpr float kMaxSum = kHasWideRange ? 0x1p60f : 0x1p15f, kMinSum = 0x1p-60f;
     // The reference also moves when a step's sum exceeds `dominance` times the running sum. One key may then determine
     // the output, and its probability has to be kOne, not a rounded one. The running sum counts as at least this.
     static constexpr float kMinWeight = 0x1p7f * kOne;
@@ -74,9 +75,11 @@ struct Softmax {
 
     // One step over a key block: scores (row, col) become probabilities relative to row_max. kIsFirst: the first step
     // of a work tile. takes_maximum: take the row maximum, as in a first step whose rows may see few keys: a row that
-    // sees one key needs the probability 1, not a rounded one. recompute(scores) restores the scores.
-    template <bool kIsFirst, typename TensorS, typename Recompute>
-    __device__ __forceinline__ Rescale step(TensorS &scores, bool takes_maximum, const Recompute &recompute) {
+    // sees one key needs the probability 1, not a rounded one. recompute(scores) restores the scores. logits: a
+    // LargestLogit, which takes the scores of its `head`.
+    template <bool kIsFirst, typename TensorS, typename Recompute, typename Logits, typename Head>
+    __device__ __forceinline__ Rescale step(TensorS &scores, bool takes_maximum, const Recompute &recompute,
+                                            Logits &logits, const Head &head) {
         if (kIsFirst && kHasWideRange && !takes_maximum) {
             takes_maximum = __any_sync(kAllLanes, has_large_sample(scores));
         }
@@ -87,11 +90,19 @@ struct Softmax {
                     row_max[row] = 0.0f;
                 }
             }
-            float sums[kNRows];
-            exponentiate(scores, row_max, sums);
-            bool is_out_of_range = false;
+            float parts[kNRows][Logits::kParts], sums[kNRows];
+            exponentiate(scores, row_max, parts);
+            bool is_out_of_range = false, may_be_largest = false;
+            if constexpr (Logits::kIsTracked) {
+                may_be_largest = logits.template may_be_exceeded<kIsFirst>(parts, references(), head);
+            }
             CUTE_UNROLL
             for (int row = 0; row < kNRows; ++row) {
+                sums[row] = parts[row][0];
+                CUTE_UNROLL
+                for (int i = 1; i < Logits::kParts; ++i) {
+                    sums[row] += parts[row][i];
+                }
                 float others = row_sum[row];
                 if (kIsFirst) {
                     const float total = quad_allreduce(sums[row], [](float a, float b) { return a + b; });
@@ -100,18 +111,21 @@ struct Softmax {
                 }
                 is_out_of_range |= sums[row] > max_sum_in_range(others);
             }
-            if (!__any_sync(kAllLanes, is_out_of_range)) {
-                CUTE_UNROLL
-                for (int row = 0; row < kNRows; ++row) {
-                    row_sum[row] += sums[row];
-                }
-                needs_maximum = false;
-                Rescale rescale;
-                rescale.is_needed = false;
-                return rescale;
+            if (!__any_sync(kAllLanes, is_out_of_range || may_be_largest)) {
+                return keep_reference(sums);
             }
             if (!needs_recomputation<kIsFirst>(sums)) {
-                return move_reference<kIsFirst>(scores, sums);
+                if constexpr (Logits::kIsTracked) {
+                    logits.add_probabilities(scores, references(), kHeadroom, head);
+                    if (!__any_sync(kAllLanes, is_out_of_range)) {
+                        return keep_reference(sums);
+                    }
+                }
+                const Rescale rescale = move_reference<kIsFirst>(scores, sums);
+                if constexpr (Logits::kIsTracked) {
+                    logits.set_references(references(), head);
+                }
+                return rescale;
             }
             recompute(scores);
             if (kIsFirst) {
@@ -124,7 +138,11 @@ struct Softmax {
                 dominance = INFINITY;
             }
         }
-        return step_with_maximum<kIsFirst>(scores);
+        const Rescale rescale = step_with_maximum<kIsFirst>(scores, logits, head);
+        if constexpr (Logits::kIsTracked) {
+            logits.set_references(references(), head);
+        }
+        return rescale;
     }
 
     // acc_o: (row, col).
@@ -175,6 +193,26 @@ struct Softmax {
 
 private:
     static constexpr int kSamples = 4;
+
+    // A probability is 2^(score * scale_log2 - this).
+    __device__ __forceinline__ float scaled_reference(float reference) const {
+        return __fmaf_rn(reference, scale_log2, kHeadroom);
+    }
+
+    __device__ __forceinline__ auto references() const {
+        return [this](int row) { return scaled_reference(row_max[row]); };
+    }
+
+    __device__ __forceinline__ Rescale keep_reference(const float (&sums)[kNRows]) {
+        CUTE_UNROLL
+        for (int row = 0; row < kNRows; ++row) {
+            row_sum[row] += sums[row];
+        }
+        needs_maximum = false;
+        Rescale rescale;
+        rescale.is_needed = false;
+        return rescale;
+    }
 
     template <typename TensorS>
     __device__ __forceinline__ static constexpr int sample_stride(const TensorS &scores) {
@@ -261,13 +299,16 @@ private:
         return __any_sync(kAllLanes, result);
     }
 
-    template <bool kIsFirst, typename TensorS>
-    __device__ __forceinline__ Rescale step_with_maximum(TensorS &scores) {
+    template <bool kIsFirst, typename TensorS, typename Logits, typename Head>
+    __device__ __forceinline__ Rescale step_with_maximum(TensorS &scores, Logits &logits, const Head &head) {
         Rescale rescale;
         float maximum[kNRows];
         CUTE_UNROLL
         for (int row = 0; row < kNRows; ++row) {
             maximum[row] = maximum_of(scores, row);
+        }
+        if constexpr (Logits::kIsTracked) {
+            logits.add_maximum(maximum, scale_log2, head);
         }
         bool has_seen = false;
         CUTE_UNROLL
@@ -344,19 +385,13 @@ private:
                 reference[row] = 0.0f;
             }
         }
-        float sums[kNRows];
+        float sums[kNRows][1];
         exponentiate(scores, reference, sums);
         CUTE_UNROLL
         for (int row = 0; row < kNRows; ++row) {
-            row_sum[row] += sums[row];
+            row_sum[row] += sums[row][0];
         }
         return rescale;
-    }
-
-    // The largest of the lanes' values, compared as integers of the same order.
-    __device__ __forceinline__ static float warp_max(float value) {
-        const auto flip = [](int bits) { return bits ^ (bits < 0 ? 0x7fffffff : 0); };
-        return __int_as_float(flip(__reduce_max_sync(kAllLanes, flip(__float_as_int(value)))));
     }
 
     // The largest score of a row, in four chains so that few instructions wait for each other.
@@ -372,20 +407,24 @@ private:
                               [](float a, float b) { return fmaxf(a, b); });
     }
 
-    template <typename TensorS>
+    // sums: of the columns whose number has the same remainder.
+    template <int kParts, typename TensorS>
     __device__ __forceinline__ void exponentiate(TensorS &scores, const float (&reference)[kNRows],
-                                                 float (&sums)[kNRows]) const {
+                                                 float (&sums)[kNRows][kParts]) const {
         CUTE_UNROLL
         for (int row = 0; row < kNRows; ++row) {
-            sums[row] = 0.0f;
+            CUTE_UNROLL
+            for (int i = 0; i < kParts; ++i) {
+                sums[row][i] = 0.0f;
+            }
         }
         CUTE_UNROLL
         for (int col = 0; col < size<1>(scores); ++col) {
             CUTE_UNROLL
             for (int row = 0; row < kNRows; ++row) {
-                const float reference_scaled = __fmaf_rn(reference[row], scale_log2, kHeadroom);
+                const float reference_scaled = scaled_reference(reference[row]);
                 scores(row, col) = exp2_approx(__fmaf_rn(scores(row, col), scale_log2, -reference_scaled));
-                sums[row] += scores(row, col);
+                sums[row][col % kParts] += scores(row, col);
             }
         }
     }
@@ -405,14 +444,16 @@ private:
                 row_max[row] += __fdividef(rise, scale_log2);
             }
             const float reference = __fmul_rn(row_max[row], scale_log2);
-            const float half = exp2_approx(0.5f * (old_reference - reference));  // the factor itself may vanish
-            rescale.factor[row] = half * half;
-            row_sum[row] = (row_sum[row] + sums[row]) * half * half;
+            // The factor itself may vanish. Its parts are 1 and itself with float16, whose sums are below kOverflow.
+            const float half = kHasWideRange ? exp2_approx(0.5f * (old_reference - reference)) : 1.0f;
+            const float rest = kHasWideRange ? half : exp2_approx(old_reference - reference);
+            rescale.factor[row] = half * rest;
+            row_sum[row] = (row_sum[row] + sums[row]) * half * rest;
 
             large |= fabsf(reference) > kLargeExponent;
             CUTE_UNROLL
             for (int col = 0; col < size<1>(scores); ++col) {
-                scores(row, col) = scores(row, col) * half * half;
+                scores(row, col) = scores(row, col) * half * rest;
             }
         }
         rescale.is_needed = true;

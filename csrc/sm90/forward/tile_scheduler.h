@@ -12,6 +12,7 @@
 #include "common/philox.h"
 #include "common/score_mod.h"
 #include "dispatch/kind.h"
+#include "largest_logit.h"
 #include "sm90/common/find_block.h"
 #include "sm90/common/pipeline.h"
 
@@ -312,6 +313,7 @@ struct WorkTileRing {
         DropoutStream dropouts[kStages];  // general kernels
         PipelineBarriers<kStages> barriers;
         SecondRange second_ranges[kStages][kConsumers];  // kernels with key_ranges
+        SharedLogit largest_logits[kStages];             // kernels with return_max_logits
     };
     SharedStorage &shared;
     PipelineState<kStages> state = {};
@@ -320,8 +322,8 @@ struct WorkTileRing {
     __device__ __forceinline__ void acquire() const { state.acquire(shared.barriers); }
 
     // Scheduler warp: writes a work tile. key_blocks_of(consumer, second_range) returns the key blocks of one consumer,
-    // and writes its second range.
-    template <Kind kKind, typename KeyBlocksOf>
+    // and writes its second range. kTracksLogits: the kernel has the option return_max_logits.
+    template <Kind kKind, bool kTracksLogits, typename KeyBlocksOf>
     __device__ __forceinline__ void push(const Flash_fwd_params &params, const WorkTile &tile,
                                          const ScoreMod &score_mod, const KeyBlocksOf &key_blocks_of) {
         const int lane = threadIdx.x % 32, stage = state.stage;
@@ -329,6 +331,9 @@ struct WorkTileRing {
             shared.tiles[stage] = tile;
             if (is_general(kKind)) {
                 shared.score_mods[stage] = score_mod;
+            }
+            if (kTracksLogits && MaxLogit::is_on(params)) {
+                shared.largest_logits[stage].load(MaxLogit::of_head(params, tile.place.bidb, tile.place.bidh));
             }
         }
         if (is_general(kKind) && params.rng_state != nullptr) {
@@ -360,6 +365,7 @@ struct WorkTileRing {
     __device__ __forceinline__ const SecondRange &second_range(int stage, int consumer) const {
         return shared.second_ranges[stage][consumer];
     }
+    __device__ __forceinline__ SharedLogit &largest_logit(int stage) const { return shared.largest_logits[stage]; }
     __device__ __forceinline__ const ScoreMod &score_mod(int stage) const { return shared.score_mods[stage]; }
     __device__ __forceinline__ const DropoutStream &dropout(int stage) const { return shared.dropouts[stage]; }
 
