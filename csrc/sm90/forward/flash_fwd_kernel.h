@@ -191,7 +191,6 @@ __device__ __forceinline__ void schedule_tiles(const Flash_fwd_params &params, t
             RangesOfHead(params, tile.place.bidb, tile.place.bidh)
                 .prefetch(tile.place.block * Traits::kBlockM, Traits::kBlockM, tile.sequence.seqlen_q);
         }
-        constexpr bool kTracksLogits = tracks_logits<Traits, kKind>();
         const auto key_blocks_of = [&](int consumer, [[maybe_unused]] SecondRange &second) {
             const int first_row = tile.place.block * Traits::kBlockM + consumer * Traits::kRows;
             KeyBlocks blocks;
@@ -205,7 +204,12 @@ __device__ __forceinline__ void schedule_tiles(const Flash_fwd_params &params, t
             blocks.flags |= tile.is_end ? KeyBlocks::is_end : 0;
             return blocks;
         };
-        tiles.template push<kKind, kTracksLogits>(params, tile, score_mod, key_blocks_of);
+        const auto start_logit = [&](int &bits) {
+            if (Traits::kTracksLogits && MaxLogit::is_on(params)) {
+                SharedLogit(bits).load(MaxLogit::of_head(params, tile.place.bidb, tile.place.bidh));
+            }
+        };
+        tiles.template push<kKind>(params, tile, score_mod, key_blocks_of, start_logit);
         if (tile.is_end) {
             return;
         }

@@ -179,15 +179,10 @@ struct Flash_fwd_kernel_traits {
     };
 };
 
-// A kernel for calls whose only option is return_max_logits. The general kernels decide at run time.
+// A kernel for calls whose only option is return_max_logits (largest_logit.h). The general kernels decide at run time.
 template <typename Traits>
 struct TracksLogits : Traits {
     static constexpr bool kTracksLogits = true;
 };
-
-template <typename Traits, Kind kKind>
-constexpr bool tracks_logits() {
-    return Traits::kTracksLogits || (is_general(kKind) && kKind != Kind::split);
-}
 
 }  // namespace flash::sm90

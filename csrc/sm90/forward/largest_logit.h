@@ -1,7 +1,7 @@
-// The option return_max_logits in the softmax of Hopper, most of whose steps take no row maximum. The sum of some
-// probabilities bounds each of them. Only where a sum exceeds the probability of the largest logit known so far does
-// the warp compare probabilities. The warps of a work tile share the largest logit in shared memory; the scheduler warp
-// puts there what other work tiles of the head have found.
+// The option return_max_logits alone, in the softmax of Hopper, most of whose steps take no row maximum. The sum of
+// some probabilities bounds each of them. Only where a sum exceeds the probability of the largest logit known so far
+// does the warp compare probabilities. The warps of a work tile share the largest logit in shared memory; the scheduler
+// warp puts there what other work tiles of the head have found.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -15,11 +15,13 @@ using namespace cute;
 
 // A logit in shared memory, as an integer of the same order.
 class SharedLogit {
-    int bits;
+    int &bits;
 
     __device__ __forceinline__ static int flip(int bits) { return bits ^ (bits < 0 ? 0x7fffffff : 0); }
 
 public:
+    __device__ __forceinline__ explicit SharedLogit(int &bits) : bits(bits) {}
+
     // By one thread, before others read it. from: the value of the head in global memory, which others may raise.
     __device__ __forceinline__ void load(const float *from) {
         float value;
@@ -50,8 +52,8 @@ public:
 // Of one warp, in one work tile. Called by whole warps. References are those of the softmax, in base 2: a probability
 // is 2^(logit * log2(e) - reference(row)). head has is_on(), false without the option; known() and raise(logit), those
 // of the SharedLogit; is_query(row), false past the last query; and compares_scores(), true if every step compares its
-// scores. kParts: sums of a row in a thread. kKeepsLimits: in registers; else each step computes them.
-template <int kNRows, int kParts_, bool kKeepsLimits>
+// scores. kParts: sums of a row in a thread.
+template <int kNRows, int kParts_>
 class LargestLogit {
     float limit[kNRows];  // a step whose sums are at most this has no larger logit
 
@@ -71,7 +73,7 @@ public:
         if (head.compares_scores()) {
             return false;
         }
-        if (!kKeepsLimits || kIsFirst) {
+        if (kIsFirst) {
             if (!head.is_on()) {
                 return false;
             }
@@ -114,9 +116,7 @@ public:
             const float logit = warp_max(in_base_2([](float x) { return log2f(x); }) * kLn2);
             known = logit > known ? head.raise(logit) : known;
         }
-        if (kKeepsLimits) {
-            set_limits(reference, known);
-        }
+        set_limits(reference, known);
     }
 
     // scores: (row, col), -inf where hidden, before they become probabilities.
@@ -151,9 +151,7 @@ public:
     // The references of the next step.
     template <typename Reference, typename Head>
     __device__ __forceinline__ void set_references(const Reference &reference, const Head &head) {
-        if (kKeepsLimits) {
-            set_limits(reference, head.known());
-        }
+        set_limits(reference, head.known());
     }
 
 private:
@@ -209,15 +207,6 @@ private:
             return largest_float(scores, row);
         }
         return bits < 0 ? -INFINITY : __int_as_float(bits);
-    }
-
-    // max(x, the bits of a and of b). The conversions stay inside: otherwise the compiler keeps all probabilities as
-    // floats and as integers, and spills.
-    __device__ __forceinline__ static int max_of_bits(int x, float a, float b) {
-        asm("{\n.reg .b32 i, j;\nmov.b32 i, %1;\nmov.b32 j, %2;\nmax.s32 i, i, j;\nmax.s32 %0, %0, i;\n}"
-            : "+r"(x)
-            : "f"(a), "f"(b));
-        return x;
     }
 };
 

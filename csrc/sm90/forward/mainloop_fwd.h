@@ -143,11 +143,8 @@ protected:
     WorkTileRing<Traits::kConsumers> tiles;
     const PingPong<Traits::kConsumers, Traits::TileSize::kPingPong> ping_pong;
     typename Traits::PipelineStates states;
-    // Of the work tile. Most calls of the general kernels lack the option, so there it takes no register.
-    std::conditional_t<Traits::kTracksLogits, LargestLogit<2, /*kParts=*/4, /*kKeepsLimits=*/true>,
-                       std::conditional_t<tracks_logits<Traits, kKind>(),
-                                          LargestLogit<2, /*kParts=*/1, /*kKeepsLimits=*/false>, NoLargestLogit>>
-        largest_logit;
+    MaxLogit max_logit;  // of the work tile; general kernels
+    std::conditional_t<Traits::kTracksLogits, LargestLogit<2, /*kParts=*/4>, NoLargestLogit> largest_logit;
     MaskOfKeys<kBlockN> mask_of_keys;  // of the step, where all queries share a boolean attn_bias
 
     // ---- work tiles -------------------------------------------------------------------------------------------------
@@ -266,6 +263,7 @@ protected:
         const bool needs_mask = step.needs_mask();
         modify(step, scores);
         mask(needs_mask, step, scores);
+        track_maximum(step, scores);
         const bool may_see_few =
             kIsFirst && (has_bias(kKind) || (needs_mask && step.blocks.has(KeyBlocks::may_see_few)));
         const bool may_rise = kIsGeneral && !kIsSplit && step.blocks.has(KeyBlocks::has_alibi) &&
@@ -404,7 +402,21 @@ protected:
         }
     }
 
-    // The head of a step, for the option return_max_logits.
+    // The option return_max_logits in the general kernels.
+    template <typename TensorS>
+    __device__ __forceinline__ void track_maximum(const Step &step, const TensorS &scores) {
+        if (kIsGeneral && !kIsSplit && MaxLogit::is_on(params)) {
+            const WorkTile &tile = tiles[step.tile];
+            const int queries = tile.sequence.seqlen_q - first_row(step.tile) - first_row_of_thread();
+            max_logit.add(scores, [&](int row) { return row * 8 < queries; });
+            if (step.is_last()) {
+                max_logit.store(params, tile.place.bidb, tile.place.bidh,
+                                holds_logits<kKind>(params) ? 1.0f : params.scale_softmax);
+            }
+        }
+    }
+
+    // The head of a step, for the kernels with TracksLogits.
     struct Head {
         const Consumer &consumer;
         const Step &step;
@@ -414,11 +426,13 @@ protected:
         __device__ __forceinline__ bool compares_scores() const {
             return is_on() && consumer.params.seqlen_k < kMinSeqlenOfLimits;
         }
-        __device__ __forceinline__ float known() const { return consumer.tiles.largest_logit(step.tile).value(); }
+        __device__ __forceinline__ float known() const { return shared_logit().value(); }
         __device__ __forceinline__ float raise(float logit) const {
             const auto &place = consumer.tiles[step.tile].place;
-            return consumer.tiles.largest_logit(step.tile).raise(
-                logit, MaxLogit::of_head(consumer.params, place.bidb, place.bidh));
+            return shared_logit().raise(logit, MaxLogit::of_head(consumer.params, place.bidb, place.bidh));
+        }
+        __device__ __forceinline__ SharedLogit shared_logit() const {
+            return SharedLogit(consumer.tiles.largest_logit(step.tile));
         }
         __device__ __forceinline__ bool is_query(int row) const {
             const int query = consumer.first_row(step.tile) + first_row_of_thread() + row * 8;

@@ -12,7 +12,6 @@
 #include "common/philox.h"
 #include "common/score_mod.h"
 #include "dispatch/kind.h"
-#include "largest_logit.h"
 #include "sm90/common/find_block.h"
 #include "sm90/common/pipeline.h"
 
@@ -313,7 +312,7 @@ struct WorkTileRing {
         DropoutStream dropouts[kStages];  // general kernels
         PipelineBarriers<kStages> barriers;
         SecondRange second_ranges[kStages][kConsumers];  // kernels with key_ranges
-        SharedLogit largest_logits[kStages];             // kernels with return_max_logits
+        int largest_logits[kStages];                     // kernels with return_max_logits: of SharedLogit
     };
     SharedStorage &shared;
     PipelineState<kStages> state = {};
@@ -322,19 +321,18 @@ struct WorkTileRing {
     __device__ __forceinline__ void acquire() const { state.acquire(shared.barriers); }
 
     // Scheduler warp: writes a work tile. key_blocks_of(consumer, second_range) returns the key blocks of one consumer,
-    // and writes its second range. kTracksLogits: the kernel has the option return_max_logits.
-    template <Kind kKind, bool kTracksLogits, typename KeyBlocksOf>
+    // and writes its second range. start_logit(largest logit) is called by one lane.
+    template <Kind kKind, typename KeyBlocksOf, typename StartLogit>
     __device__ __forceinline__ void push(const Flash_fwd_params &params, const WorkTile &tile,
-                                         const ScoreMod &score_mod, const KeyBlocksOf &key_blocks_of) {
+                                         const ScoreMod &score_mod, const KeyBlocksOf &key_blocks_of,
+                                         const StartLogit &start_logit) {
         const int lane = threadIdx.x % 32, stage = state.stage;
         if (lane == 0) {
             shared.tiles[stage] = tile;
             if (is_general(kKind)) {
                 shared.score_mods[stage] = score_mod;
             }
-            if (kTracksLogits && MaxLogit::is_on(params)) {
-                shared.largest_logits[stage].load(MaxLogit::of_head(params, tile.place.bidb, tile.place.bidh));
-            }
+            start_logit(shared.largest_logits[stage]);
         }
         if (is_general(kKind) && params.rng_state != nullptr) {
             const DropoutStream dropout(params.rng_state, tile.place.bidb, params.h, tile.place.bidh);
@@ -365,7 +363,7 @@ struct WorkTileRing {
     __device__ __forceinline__ const SecondRange &second_range(int stage, int consumer) const {
         return shared.second_ranges[stage][consumer];
     }
-    __device__ __forceinline__ SharedLogit &largest_logit(int stage) const { return shared.largest_logits[stage]; }
+    __device__ __forceinline__ int &largest_logit(int stage) const { return shared.largest_logits[stage]; }
     __device__ __forceinline__ const ScoreMod &score_mod(int stage) const { return shared.score_mods[stage]; }
     __device__ __forceinline__ const DropoutStream &dropout(int stage) const { return shared.dropouts[stage]; }
 
