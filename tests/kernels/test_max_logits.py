@@ -132,6 +132,20 @@ def test_heads_of_very_different_scores(
     check_max_logits(max_logits, q[0], k[0], "varlen", cu_seqlens=lengths[:2])
 
 
+@pytest.mark.parametrize("spread", [0.3, 1.0, 8.0])
+@pytest.mark.parametrize("causal", [False, True])
+@on_backends([64, 128], SMALL)
+def test_long_sequences(
+    case: int, kernels: str, device: str, dtype: torch.dtype, causal: bool, spread: float, draw: Any
+) -> None:
+    """From 4,096 keys on Hopper reads logits from probabilities; the second call has lost none of the first's bits."""
+    q = torch.randn(1, 200, 2, case, generator=draw).mul(spread).to(device, dtype)
+    k, v = (torch.randn(1, 4100, 1, case, generator=draw).to(device, dtype) for _ in range(2))
+    found = [flash_attn_func(q, k, v, causal=causal, backend=kernels, return_max_logits=True)[1] for _ in range(2)]
+    check_max_logits(found[0], q, k, (case, causal, spread), causal=causal)
+    assert torch.equal(*found)
+
+
 @on_backends([64], SMALL)
 def test_zeros_nan_and_infinity(case: int, kernels: str, device: str, dtype: torch.dtype) -> None:
     """Zeros of either sign are more than -inf; a NaN does not count; infinity does."""

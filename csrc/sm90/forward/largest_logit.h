@@ -1,5 +1,5 @@
-// The option return_max_logits alone, in the softmax of Hopper, most of whose steps take no row maximum. The sum of
-// some probabilities bounds each of them. Only where a sum exceeds the probability of the largest logit known so far
+// return_max_logits without other options, in the softmax of Hopper, most of whose steps take no row maximum. The sum
+// of some probabilities bounds each of them. Only where a sum exceeds the probability of the largest logit known so far
 // does the warp compare probabilities. The warps of a work tile share the largest logit in shared memory; the scheduler
 // warp puts there what other work tiles of the head have found.
 #pragma once
