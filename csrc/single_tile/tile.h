@@ -7,9 +7,9 @@
 #include <type_traits>
 
 #include "common/block_info.h"
+#include "common/store_rows.h"
 #include "flash.h"
 #include "kvcache/instructions.h"
-#include "sm90/common/store_rows.h"
 
 namespace flash::single_tile {
 
@@ -287,7 +287,7 @@ struct Result {
         for (int i = 0; i < 2; ++i) {
             const int row = row_of_thread + i * 8;
             typename Traits::Element *const to = head + row * row_stride;
-            sm90::store_row<typename Traits::Element, uint2>(acc, i, factor(i), [&](int column, const uint2 &vector) {
+            store_row<typename Traits::Element, uint2>(acc, i, factor(i), [&](int column, const uint2 &vector) {
                 if (row < rows && column < d) {
                     *reinterpret_cast<uint2 *>(to + column) = vector;
                 }

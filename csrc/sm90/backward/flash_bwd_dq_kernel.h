@@ -11,11 +11,11 @@
 
 #include "common/block_info.h"
 #include "common/softmax.h"
+#include "common/store_rows.h"
 #include "dispatch/kind.h"
 #include "sm90/common/accumulator.h"
 #include "sm90/common/find_block.h"
 #include "sm90/common/mma.h"
-#include "sm90/common/store_rows.h"
 #include "sm90/common/tma.h"
 #include "sm90/common/unhoisted.h"
 

@@ -5,6 +5,7 @@
 
 #include <cutlass/arch/reg_reconfig.h>
 
+#include "common/store_rows.h"
 #include "dispatch/kind.h"
 #include "kvcache/instructions.h"
 #include "mainloop_bwd.h"
@@ -12,7 +13,6 @@
 #include "row_phases_bwd.h"
 #include "sm90/common/accumulator.h"
 #include "sm90/common/find_block.h"
-#include "sm90/common/store_rows.h"
 #include "steps_bwd.h"
 
 namespace flash::sm90 {

@@ -3,9 +3,9 @@
 // tile.
 #pragma once
 
+#include "common/store_rows.h"
 #include "mainloop_fwd.h"
 #include "sm90/common/accumulator.h"
-#include "sm90/common/store_rows.h"
 
 namespace flash::sm90 {
 

@@ -205,7 +205,7 @@ __device__ __forceinline__ void schedule_tiles(const Flash_fwd_params &params, t
             return blocks;
         };
         const auto start_logit = [&](int &bits) {
-            if (Traits::kTracksLogits && MaxLogit::is_on(params)) {
+            if (Traits::kTracksLogits) {
                 SharedLogit(bits).load(MaxLogit::of_head(params, tile.place.bidb, tile.place.bidh));
             }
         };

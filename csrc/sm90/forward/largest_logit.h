@@ -50,9 +50,9 @@ public:
 };
 
 // Of one warp, in one work tile. Called by whole warps. References are those of the softmax, in base 2: a probability
-// is 2^(logit * log2(e) - reference(row)). head has is_on(), false without the option; known() and raise(logit), those
-// of the SharedLogit; is_query(row), false past the last query; and compares_scores(), true if every step compares its
-// scores. kParts: sums of a row in a thread.
+// is 2^(logit * log2(e) - reference(row)). head has known() and raise(logit), those of the SharedLogit; is_query(row),
+// false past the last query; and compares_scores(), true if every step compares its scores. kParts: sums of a row in a
+// thread.
 template <int kNRows, int kParts_>
 class LargestLogit {
     float limit[kNRows];  // a step whose sums are at most this has no larger logit
@@ -74,9 +74,6 @@ public:
             return false;
         }
         if (kIsFirst) {
-            if (!head.is_on()) {
-                return false;
-            }
             set_limits(reference, head.known());
         }
         bool result = false;
@@ -94,7 +91,7 @@ public:
     template <typename TensorP, typename Reference, typename Head>
     __device__ __forceinline__ void add_probabilities(const TensorP &p, const Reference &reference, float headroom,
                                                       const Head &head) {
-        if (!head.is_on() || head.compares_scores()) {
+        if (head.compares_scores()) {
             return;
         }
         float largest[kNRows];
@@ -137,7 +134,7 @@ public:
     // maximum: the largest score of each row in a step.
     template <typename Head>
     __device__ __forceinline__ void add_maximum(const float (&maximum)[kNRows], float scale_log2, const Head &head) {
-        if (!head.is_on() || head.compares_scores()) {
+        if (head.compares_scores()) {
             return;
         }
         float score = -INFINITY;

@@ -421,10 +421,9 @@ protected:
         const Consumer &consumer;
         const Step &step;
 
-        __device__ __forceinline__ bool is_on() const { return MaxLogit::is_on(consumer.params); }
         // In short sequences few steps would know a large logit.
         __device__ __forceinline__ bool compares_scores() const {
-            return is_on() && consumer.params.seqlen_k < kMinSeqlenOfLimits;
+            return consumer.params.seqlen_k < kMinSeqlenOfLimits;
         }
         __device__ __forceinline__ float known() const { return shared_logit().value(); }
         __device__ __forceinline__ float raise(float logit) const {

@@ -1,5 +1,5 @@
-// Rows of a wgmma accumulator, from registers to global memory. A thread holds the columns 2 q and 2 q + 1 of every 8
-// columns of a row, where q is its lane in its quad.
+// Rows of an accumulator of wgmma or mma.sync, from registers to global memory. A thread holds the columns 2 q and
+// 2 q + 1 of every 8 columns of a row, where q is its lane in its quad.
 #pragma once
 
 #include <cutlass/numeric_conversion.h>
@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-namespace flash::sm90 {
+namespace flash {
 
 using namespace cute;
 
@@ -53,4 +53,4 @@ __device__ __forceinline__ void store_row(const TensorX &acc, int i, float facto
     }
 }
 
-}  // namespace flash::sm90
+}  // namespace flash
