@@ -1,5 +1,6 @@
 // The order of the work tiles of the sm90 backward, for random calls: every work tile has one number, and comes after
-// those that it waits for. Prints what is wrong and ends with 1. Argument: a seed.
+// those that it waits for; every key block is in one group. Prints what is wrong and ends with 1. Argument: a seed.
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <random>
@@ -10,6 +11,7 @@
 #include "sm90/backward/work_tiles_bwd.h"
 
 using namespace flash;
+using flash::sm90::KeyBlockGroups;
 using flash::sm90::Phase;
 using flash::sm90::WorkOrder;
 using flash::sm90::WorkTile;
@@ -17,7 +19,7 @@ using flash::sm90::WorkTile;
 namespace {
 
 const char *fault(const WorkOrder &order, int count, bool has_convert) {
-    const int limits[3] = {order.preprocess(), order.compute, has_convert ? order.preprocess() : 0};
+    const int limits[3] = {order.preprocess(), order.compute(), has_convert ? order.preprocess() : 0};
     std::vector<int> done[3];
     for (auto &of_phase : done) {
         of_phase.assign(order.heads(), 0);
@@ -38,6 +40,20 @@ const char *fault(const WorkOrder &order, int count, bool has_convert) {
         ++done[phase][tile.head];
     }
     return nullptr;  // as many different ones as there are
+}
+
+// Every key block is in one group.
+bool covers_all(const KeyBlockGroups &groups, int key_blocks) {
+    std::vector<int> seen(key_blocks);
+    for (int group = 0; group < groups.count; ++group) {
+        for (int i = 0; i < groups.size; ++i) {
+            const int block = groups.at(group, i);
+            if (block < 0 || (block < key_blocks && ++seen[block] > 1)) {
+                return false;
+            }
+        }
+    }
+    return std::count(seen.begin(), seen.end(), 1) == key_blocks;
 }
 
 }  // namespace
@@ -62,8 +78,13 @@ int main(int, char **arguments) {
         params.interleaved_heads = draw(1, params.b * heads);
         const RowBlocks blocks(nullptr, 0, params.seqlen_k, params.b, heads, draw(0, 1) == 0 ? 64 : 128);
         const int rows_per_tile = kRows << draw(0, 3);
-        const WorkOrder order(params, blocks, rows_per_tile, /*is_local=*/draw(0, 1) == 0);
-        const int count = static_cast<int>(WorkOrder::count(params, blocks, rows_per_tile));
+        const int group_size = draw(1, 4);
+        const WorkOrder order(params, blocks, rows_per_tile, /*is_local=*/draw(0, 1) == 0, group_size);
+        if (!covers_all(order.key_block_groups, blocks.per_head)) {
+            std::printf("%d key blocks in groups of %d\n", blocks.per_head, group_size);
+            return 1;
+        }
+        const int count = static_cast<int>(WorkOrder::count(params, blocks, rows_per_tile, group_size));
         if (const char *what = fault(order, count, params.dq_accum != nullptr)) {
             std::printf("%s: b=%d h=%d heads_per_dkv=%d seqlen_q=%d seqlen_k=%d group=%d rows_per_tile=%d\n", what,
                         params.b, params.h, params.heads_per_dkv, params.seqlen_q, params.seqlen_k,

@@ -21,7 +21,7 @@ import torch
 from flash_attn_mini.backends import extension
 from flash_attn_mini.backends.cuda import sm80_unavailable_reason
 
-from ..conftest import GPU_DTYPES
+from ..conftest import GPU_DTYPES, IS_HOPPER
 from ..kernels.test_random import AnyCase
 from ..kernels.test_scale_extremes import EXTREMES, ONE_HOT
 from ..support.bounds import assert_gradients_accurate
@@ -33,6 +33,7 @@ from ..support.gpu_calls import run_on_sm80
 from ..support.sm90_backward_calls import (
     HEADDIMS,
     HEADS,
+    KEY_BLOCKS,
     OPTIONS,
     RUNS_IN,
     TRACED,
@@ -54,6 +55,7 @@ from ..support.sm90_backward_calls import (
 from ..support.varlen_cases import VARLEN_CASES, VarlenCase
 
 pytestmark = on_hopper
+SMS = torch.cuda.get_device_properties("cuda").multi_processor_count if IS_HOPPER else 132
 
 DENSE = {case.name: case for case in (*FORWARD_CASES, *FEATURE_CASES)}
 VARLEN = {case.name: case for case in VARLEN_CASES}
@@ -393,6 +395,38 @@ def test_large_log_sum_exps_beside_small_ones(
     options = {**options_of(case, "cuda"), "cu_seqlens": lengths[:2] or None}
     where = described(case, dtype, "sm90", described_seed)
     assert_gradients_accurate_beside_flash(q, k, v, dout, computed, case=where, **options)
+
+
+# ---- key blocks of a CTA -------------------------------------------------------------------------------------------
+
+# At head dim 64 a CTA takes two key blocks if they have few steps and there are CTAs enough (key_blocks_of_cta in
+# csrc/sm90/backward/flash_bwd_launch_template.h). The curated cases are too small for that.
+# (options, batch, nheads, nheads_k, seqlen_q, seqlen_k)
+KEY_BLOCK_CASES: dict[str, tuple[dict[str, Any], int, int, int, int, int]] = {
+    "causal": ({"causal": True}, 24, 20, 20, 300, 300),
+    "causal, one block": ({"causal": True}, 36, 32, 32, 70, 100),
+    "causal, grouped heads": ({"causal": True}, 40, 30, 10, 300, 390),
+    "causal, many keys": ({"causal": True}, 16, 16, 16, 140, 700),
+    "window": ({"window_size": (90, 20)}, 24, 20, 20, 390, 390),
+    "window, key blocks without queries": ({"window_size": (90, 0)}, 16, 16, 16, 200, 900),
+    "long window": ({"window_size": (1023, 0)}, 4, 16, 16, 2300, 2300),
+}
+
+
+@pytest.mark.usefixtures("trace")
+@each_order
+@pytest.mark.parametrize("name", KEY_BLOCK_CASES)
+def test_a_cta_takes_two_key_blocks(
+    name: str, deterministic: bool, capfd: pytest.CaptureFixture[str], seed: int, described_seed: str
+) -> None:
+    options, *shape = KEY_BLOCK_CASES[name]
+    case = Case(name, "two key blocks of a CTA", *shape, 64, **options)
+    inputs, dout = made_on_gpu(case, seed)
+    computed = gradients(case, inputs, dout, deterministic=deterministic)
+    enough = case.batch * case.nheads_k * -(-case.seqlen_k // 128) >= 8 * SMS
+    assert KEY_BLOCKS.findall(capfd.readouterr().err) == ["2" if enough and not deterministic else "1"]
+    where = f"deterministic={deterministic} {described(case, dout.dtype, 'sm90', described_seed)}"
+    assert_gradients_accurate_beside_flash(*inputs, dout, computed, case=where, **options)
 
 
 # ---- query heads of a group ----------------------------------------------------------------------------------------

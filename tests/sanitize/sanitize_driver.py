@@ -55,9 +55,14 @@ LONG: list[AnyCase] = [
     VarlenCase(f"long_varlen_{headdim}", "the same in kind varlen", (1000, 33), (170, 90), 1, 1, headdim)
     for headdim in (64, 128)
 ]
-# CTAs enough for 132 SMs, so that each sums several heads of a group (heads_per_cta in csrc/api/allocation.cpp).
+# CTAs enough for 132 SMs, so that each sums several heads of a group (heads_per_cta in csrc/api/allocation.cpp), or has
+# two key blocks (key_blocks_of_cta in csrc/sm90/backward/flash_bwd_launch_template.h).
 GROUPS: list[AnyCase] = [
-    Case(f"groups_{headdim}", "a CTA sums the heads of a group", 1, 180, 90, 150, 300, headdim) for headdim in (64, 128)
+    *(
+        Case(f"groups_{headdim}", "a CTA sums the heads of a group", 1, 180, 90, 150, 300, headdim)
+        for headdim in (64, 128)
+    ),
+    Case("key_blocks", "a CTA has two key blocks", 4, 90, 90, 260, 260, 64, causal=True),
 ]
 CASES: dict[str, list[AnyCase]] = {
     "attention": [

@@ -43,6 +43,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 each_call = pytest.mark.parametrize("call", OPTIONS)
 
 TRACED = re.compile(r"run_mha_bwd +device=cuda arch=(\w+) kHeadDim=(\d+) kKind=(\w+)(?: because: (.*))?")
+KEY_BLOCKS = re.compile(r"flash_bwd_kernel .*key_blocks_of_cta=(\d+)")
 HEADS = re.compile(r"set_params_dgrad .*heads_per_dkv=(\d+)")
 
 

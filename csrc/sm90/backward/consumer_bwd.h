@@ -22,6 +22,15 @@ __device__ __forceinline__ void clear_oob_keys(const ColumnBlock<Traits, kKind> 
     }
 }
 
+// What a consumer has done in its work tile before a key block. Its positions in the pipelines follow from that.
+struct DoneBefore {
+    int key_blocks, steps;
+};
+template <int kStages>
+__device__ __forceinline__ PipelineState<kStages> position_after(int uses) {
+    return {uses % kStages, static_cast<uint32_t>(uses / kStages % 2)};
+}
+
 // A consumer warpgroup. It works on 64 of the CTA's keys.
 template <typename Traits, Kind kKind>
 class ConsumerBwd {
@@ -43,13 +52,14 @@ protected:
     const ScoresBwd<Traits, kKind> scores;
     Step step;
     int steps_left;
+    PipelineState<1> kv_state;
     PipelineState<Traits::kStagesQ> q_state;
     PipelineState<Traits::kStagesdO> dout_state;
     PipelineState<Traits::kStagesdS> ds_state;
 
 public:
     __device__ ConsumerBwd(const Flash_bwd_params &params, typename Traits::SharedStorage &shared,
-                           const ColumnBlock<Traits, kKind> &block, int warpgroup)
+                           const ColumnBlock<Traits, kKind> &block, int warpgroup, const DoneBefore &done)
         : params(params),
           shared(shared),
           block(block),
@@ -57,7 +67,11 @@ public:
           key_offset(Traits::kSplitsKeys ? warpgroup * kKeys : 0),
           scores(params, block, block.first_key() + key_offset, bias_of(shared)),
           step(block),
-          steps_left(block.num_steps()) {}
+          steps_left(block.num_steps()),
+          kv_state(position_after<1>(done.key_blocks)),
+          q_state(position_after<Traits::kStagesQ>(done.steps)),
+          dout_state(position_after<Traits::kStagesdO>(done.steps)),
+          ds_state(position_after<Traits::kStagesdS>(done.steps)) {}
 
 protected:
     __device__ __forceinline__ static Element *bias_of(typename Traits::SharedStorage &shared) {
@@ -207,13 +221,13 @@ protected:
     __device__ __forceinline__ void wait_for_Q() const { q_state.wait(shared.q_barriers); }
     __device__ __forceinline__ void wait_for_dO() const { dout_state.wait(shared.dout_barriers); }
 
-    // Both are loaded once.
+    // Both are loaded once for each key block.
     __device__ __forceinline__ void wait_for_K() const {
-        PipelineState<1>().wait(shared.k_barriers);
+        kv_state.wait(shared.k_barriers);
         clear_oob_keys<TilesQK>(block, shared.k, key_offset, warpgroup);
     }
     __device__ __forceinline__ void wait_for_V() const {
-        PipelineState<1>().wait(shared.v_barriers);
+        kv_state.wait(shared.v_barriers);
         clear_oob_keys<TilesdOV>(block, shared.v, key_offset, warpgroup);
     }
 };

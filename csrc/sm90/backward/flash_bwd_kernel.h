@@ -13,6 +13,7 @@
 #include "row_phases_bwd.h"
 #include "sm90/common/accumulator.h"
 #include "sm90/common/find_block.h"
+#include "sm90/common/unhoisted.h"
 #include "steps_bwd.h"
 
 namespace flash::sm90 {
@@ -31,7 +32,7 @@ struct TargetOfKeys {
     __device__ __forceinline__ TargetOfKeys(const Flash_bwd_params &params, const ColumnBlock<Traits, kKind> &block,
                                             const TensorRef &target, int columns, int key_offset)
         : stride(target.row_stride), keys(block.seqlen_k - block.first_key() - key_offset), columns(columns) {
-        const int bidh_dkv = block.bidh / block.heads;
+        const int bidh_dkv = block.heads == 1 ? block.bidh : block.bidh / block.heads;
         base = static_cast<Element *>(target.ptr);
         if (base != nullptr) {
             base += block.bidb * target.batch_stride + bidh_dkv * target.head_stride +
@@ -49,7 +50,8 @@ struct TargetOfKeys {
 // BwdSplit::keys. Stores kVectors vectors of acc (MMA, MMA_M, MMA_N) times `factor`, from kFirst on. The rows of a warp
 // pass through shared memory, and a loop stores whole rows from there: fewer instructions than shuffles among lanes.
 //
-// They lie in the rows of V that have their keys, which no other warp reads or writes.
+// They lie in the rows of V that have their keys, which no other warp reads or writes. TMA writes V of another key
+// block only when V is released.
 template <int kFirst, int kVectors, typename Traits, Kind kKind, typename TensorKV>
 __device__ __forceinline__ void store_vectors(typename Traits::SharedStorage &shared,
                                               const TargetOfKeys<Traits, kKind> &target, const TensorKV &acc,
@@ -157,7 +159,8 @@ using ProducerOf =
 template <typename Traits, Kind kKind>
 __device__ __forceinline__ void compute_dk_dv_1colblock(const Flash_bwd_params &params,
                                                         typename Traits::SharedStorage &shared,
-                                                        const ColumnBlock<Traits, kKind> &block, int warpgroup) {
+                                                        const ColumnBlock<Traits, kKind> &block, int warpgroup,
+                                                        const DoneBefore &done) {
     const auto accumulator = [](auto tiles) {  // (MMA, MMA_M, MMA_N)
         using Tiles = decltype(tiles);
         return partition_fragment_C(typename Tiles::TiledMmadKV{}, typename Tiles::TiledKV{});
@@ -167,16 +170,18 @@ __device__ __forceinline__ void compute_dk_dv_1colblock(const Flash_bwd_params &
     if constexpr (Traits::kSplitsKeys) {
         AccumulatorK acc_dk;
         AccumulatorV acc_dv;
-        KeyConsumer<Traits, kKind>(params, shared, block, warpgroup).run(acc_dk, acc_dv);
+        KeyConsumer<Traits, kKind> consumer(params, shared, block, warpgroup, done);
+        consumer.run(acc_dk, acc_dv);
         store_dk(params, shared, block, acc_dk, warpgroup * Traits::kKeys);
         store_dv(params, shared, block, acc_dv, warpgroup * Traits::kKeys);
+        consumer.release_V();
     } else if (warpgroup == 0) {
         AccumulatorV acc_dv;
-        ProductConsumer<Traits, kKind>(params, shared, block, warpgroup).run_dv(acc_dv);
+        ProductConsumer<Traits, kKind>(params, shared, block, warpgroup, done).run_dv(acc_dv);
         store_dv(params, shared, block, acc_dv, 0);
     } else {
         AccumulatorK acc_dk;
-        ProductConsumer<Traits, kKind>(params, shared, block, warpgroup).run_dk(acc_dk);
+        ProductConsumer<Traits, kKind>(params, shared, block, warpgroup, done).run_dk(acc_dk);
         store_dk(params, shared, block, acc_dk, 0);
     }
 }
@@ -186,8 +191,8 @@ __device__ __forceinline__ void init_barriers(typename Traits::SharedStorage &sh
     constexpr int kWarps = 4, kOfConsumers = kWarps * Traits::kConsumers;  // per warpgroup, of the consumers
     constexpr int kOfDq = Traits::kConsumersComputeDq ? 0 : kWarps;        // that read dS only for dQ
     constexpr int kOfProduct = Traits::kSplitsKeys ? kOfConsumers : kWarps;
-    shared.k_barriers.init(/*warps=*/1);  // K and V are loaded once
-    shared.v_barriers.init(/*warps=*/1);
+    shared.k_barriers.init(kOfConsumers);
+    shared.v_barriers.init(kOfConsumers);
     shared.q_barriers.init(kOfConsumers);
     shared.dout_barriers.init(kOfConsumers);
     if constexpr (may_be_varlen(kKind)) {
@@ -210,33 +215,39 @@ __device__ __forceinline__ void compute_dq_dk_dv(const Flash_bwd_params &params,
                                                  typename Traits::SharedStorage &shared, const WorkCounts &counts,
                                                  const WorkOrder &order, const WorkTile &tile) {
     using Producer = ProducerOf<Traits, kKind>;
-    int bidb, bidh_dkv, n_block = tile.index;
-    order.by_sequence(bidb, bidh_dkv, tile.head);
-    if (params.dq_semaphore != nullptr && is_local(kKind)) {
-        // In order and local: the last key blocks add first (ColumnBlockInfo::order_in), so they start first.
-        n_block = order.compute - 1 - n_block;
-    }
-    if (may_be_varlen(kKind) && params.cu_seqlens_k != nullptr) {
-        const SequenceBlock found =
-            find_block_by_warp(params.cu_seqlens_k, params.b, params.total_k, Traits::kBlockN, n_block);
-        bidb = found.bidb;
-        n_block = found.block;
-    }
-    const Sequence seq = sequence<may_be_varlen(kKind)>(params, bidb);
-    const int role = uniform(threadIdx.x / 128);
-    int *computed = params.dq_accum == nullptr ? nullptr : counts.computed(tile.head);
-    if (n_block * Traits::kBlockN >= seq.seqlen_k) {  // unused, with variable lengths
-        if (computed != nullptr && threadIdx.x == 0) {
-            counts.add(computed, Producer::kWarpsThatAdd);
+    constexpr bool kMayGroup = may_group_key_blocks<Traits, kKind>();
+    // The key blocks of the work tile. Every role of the CTA walks them.
+    const auto for_each_key_block = [&](const auto &work_on) {
+        CUTE_NO_UNROLL
+        for (int i = 0; i < (kMayGroup ? order.key_block_groups.size : 1); ++i) {
+            int bidb, bidh_dkv, n_block = order.key_block_groups.at(tile.index, i);
+            order.by_sequence(bidb, bidh_dkv, tile.head);
+            if (params.dq_semaphore != nullptr && is_local(kKind)) {
+                // In order and local: the last key blocks add first (ColumnBlockInfo::order_in), so they start first.
+                n_block = order.compute() - 1 - n_block;
+            }
+            if (may_be_varlen(kKind) && params.cu_seqlens_k != nullptr) {
+                const SequenceBlock found =
+                    find_block_by_warp(params.cu_seqlens_k, params.b, params.total_k, Traits::kBlockN, n_block);
+                bidb = found.bidb;
+                n_block = found.block;
+            }
+            const Sequence seq = sequence<may_be_varlen(kKind)>(params, bidb);
+            if (n_block * Traits::kBlockN < seq.seqlen_k) {  // else unused
+                ColumnBlock<Traits, kKind> block(params, seq, bidb, bidh_dkv, n_block);
+                if (!may_be_varlen(kKind)) {
+                    block.make_uniform();
+                }
+                work_on(block);
+            }
         }
-        return;
-    }
-    const ColumnBlock<Traits, kKind> block(params, seq, bidb, bidh_dkv, n_block);
+    };
+    const int role = uniform(threadIdx.x / 128);
     if (role == 0) {
         cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
-        LoaderBwd<Traits, kKind> loader(params, copies, shared, block);
+        int *computed = params.dq_accum == nullptr ? nullptr : counts.computed(tile.head);
         const auto wait_for_statistics = [&] {
-            if (threadIdx.x == 0) {
+            if (threadIdx.x % 32 == 0) {
                 counts.wait(counts.preprocessed(tile.head), order.preprocess());
             }
             __syncwarp();
@@ -247,13 +258,26 @@ __device__ __forceinline__ void compute_dq_dk_dv(const Flash_bwd_params &params,
                 counts.add(computed);
             }
         };
-        Producer(params, shared, block).run(loader, wait_for_statistics, done);
+        Producer(params, copies, shared).run(for_each_key_block, wait_for_statistics, done);
     } else if (role <= Traits::kConsumers) {
         cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
-        compute_dk_dv_1colblock(params, shared, block, role - 1);
+        DoneBefore done{0, 0};
+        for_each_key_block([&](const ColumnBlock<Traits, kKind> &block) {
+            if constexpr (kMayGroup) {
+                // unhoisted: addresses that all key blocks have in common would stay in registers over the steps.
+                compute_dk_dv_1colblock(params, *unhoisted(&shared), block, role - 1,
+                                        {uniform(done.key_blocks), uniform(done.steps)});
+                ++done.key_blocks;
+                done.steps += block.num_steps();
+            } else {
+                compute_dk_dv_1colblock(params, shared, block, role - 1, done);
+            }
+        });
     } else if constexpr (Traits::kHasDropoutWarpgroup) {
         cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
-        DropoutWarpgroup<Traits, kKind>(params, shared, block).run();
+        for_each_key_block([&](const ColumnBlock<Traits, kKind> &block) {
+            DropoutWarpgroup<Traits, kKind>(params, shared, block).run();
+        });
     }
 }
 
@@ -278,17 +302,22 @@ __global__ void __launch_bounds__(Traits::kNThreads, 1)
     if (threadIdx.x == 0) {
         shared.number = atomicAdd(counts.taken(), 1);
     }
-    __syncthreads();  // every thread sees the barriers and the number
-    const WorkTile tile = order.at(uniform(shared.number));
-    if (tile.phase == Phase::preprocess) {
+    __syncthreads();                          // every thread sees the barriers and the number
+    WorkTile tile = order.at(shared.number);  // the same in all lanes
+    const Phase phase = static_cast<Phase>(uniform(static_cast<int>(tile.phase)));
+    if (may_be_varlen(kKind)) {  // the load warp's registers are few
+        tile.head = uniform(tile.head);
+        tile.index = uniform(tile.index);
+    }
+    if (phase == Phase::preprocess) {
         using Preprocess = PreprocessBwd<Traits, kKind>;
         Preprocess(params, order, tile)
             .run(reinterpret_cast<typename Preprocess::SharedStorage &>(smem), counts, tile.head);
-    } else if (tile.phase == Phase::convert) {
+    } else if (phase == Phase::convert) {
         using Convert = ConvertDq<Traits, kKind>;
         Convert(params, order, tile)
             .run(reinterpret_cast<typename Convert::SharedStorage &>(smem), counts, tile.head,
-                 order.compute * ProducerOf<Traits, kKind>::kWarpsThatAdd);
+                 order.compute() * ProducerOf<Traits, kKind>::kWarpsThatAdd);
     } else {
         compute_dq_dk_dv<Traits, kKind>(params, copies, shared, counts, order, tile);
     }

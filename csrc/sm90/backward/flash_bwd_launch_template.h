@@ -47,9 +47,10 @@ bool fits_into_l2(int ctas) {
 
 // The heads whose work tiles come together.
 template <typename Traits, Kind kKind>
-int interleaved_heads(const Flash_bwd_params &params, const RowBlocks &key_blocks) {
+int interleaved_heads(const Flash_bwd_params &params, const RowBlocks &key_blocks, int group_size) {
     const bool is_in_order = params.dq_semaphore != nullptr;
-    const int per_head = is_in_order ? key_blocks.per_sequence() : key_blocks.per_head;
+    const int per_head =
+        is_in_order ? key_blocks.per_sequence() : KeyBlockGroups(key_blocks.per_head, group_size).count;
     const int sms = device_properties().sm_count;
     int ctas;  // of the heads, in phase compute
     if (is_in_order) {
@@ -79,23 +80,41 @@ int interleaved_heads(const Flash_bwd_params &params, const RowBlocks &key_block
     return clamp_to(ctas / std::max(per_head, 1), 1, std::max(key_blocks.all_heads(), 1));
 }
 
+// The key blocks of a CTA: two where they have few steps, if there are enough CTAs. In order (dq_semaphore) a CTA has
+// one, because its second one might wait for a CTA that waits for its first.
+template <typename Traits, Kind kKind>
+int key_blocks_of_cta(const Flash_bwd_params &params, const RowBlocks &key_blocks) {
+    constexpr int kFewSteps = 32, kRounds = 4;  // rounds: CTAs of each SM
+    if (!may_group_key_blocks<Traits, kKind>() || params.dq_semaphore != nullptr) {
+        return 1;
+    }
+    const bool has_window = params.window_size_left >= 0 && params.window_size_right >= 0;
+    const int64_t in_window = int64_t{params.window_size_left} + params.window_size_right + Traits::kBlockN;
+    const int64_t rows = has_window ? std::min<int64_t>(params.seqlen_q, in_window) : params.seqlen_q;
+    const bool has_few_steps = rows * params.heads_per_dkv <= kFewSteps * Traits::kBlockM;
+    return has_few_steps && key_blocks.count() >= int64_t{2 * kRounds} * device_properties().sm_count ? 2 : 1;
+}
+
 template <typename Traits, Kind kKind>
 void launch_flash_bwd(const Flash_bwd_params &given, cudaStream_t stream) {
     Flash_bwd_params params = given;
     const RowBlocks blocks = key_blocks(params, params.h / params.heads_per_dkv, Traits::kBlockN);
-    params.interleaved_heads = interleaved_heads<Traits, kKind>(params, blocks);
+    const int group_size = key_blocks_of_cta<Traits, kKind>(params, blocks);
+    params.interleaved_heads = interleaved_heads<Traits, kKind>(params, blocks, group_size);
     check_grid(padded_rows(params), "batch * nheads * query rows");
-    const int64_t grid = WorkOrder::count(params, blocks, Traits::kRowsPerTile);
+    const int64_t grid = WorkOrder::count(params, blocks, Traits::kRowsPerTile, group_size);
     check_grid(grid, "batch * nheads * (blocks of keys + blocks of query rows)");
     if (trace_enabled()) {
-        trace("flash_bwd_kernel", "kKind=%s kBlockM=%d kBlockN=%d stages=%d,%d grid=%lld threads=%d smem=%d",
-              name_of(kKind), Traits::kBlockM, Traits::kBlockN, Traits::kStagesQ, Traits::kStagesdO,
+        trace("flash_bwd_kernel",
+              "kKind=%s kBlockM=%d kBlockN=%d stages=%d,%d key_blocks_of_cta=%d grid=%lld threads=%d smem=%d",
+              name_of(kKind), Traits::kBlockM, Traits::kBlockN, Traits::kStagesQ, Traits::kStagesdO, group_size,
               static_cast<long long>(grid), Traits::kNThreads, Traits::kSmemSize);
     }
     auto kernel = &flash_bwd_kernel<Traits, kKind>;
     reserve_smem(kernel, Traits::kSmemSize);
     kernel<<<static_cast<unsigned>(grid), Traits::kNThreads, Traits::kSmemSize, stream>>>(
-        params, make_copies_bwd<Traits>(params), WorkOrder(params, blocks, Traits::kRowsPerTile, is_local(kKind)));
+        params, make_copies_bwd<Traits>(params),
+        WorkOrder(params, blocks, Traits::kRowsPerTile, is_local(kKind), group_size));
     check_cuda(cudaGetLastError(), "launching flash_bwd_kernel");
 }
 

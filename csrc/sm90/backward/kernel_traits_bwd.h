@@ -150,7 +150,7 @@ struct Flash_bwd_kernel_traits {
     static constexpr bool kConsumersComputeDq = TileSize::kDqBy == DqBy::consumers;
     static constexpr int kConsumers = 2;
     static constexpr int kKeys = 64;  // keys of a consumer warpgroup: the m64 of wgmma
-    static constexpr int kBlockN = kSplitsKeys ? kConsumers * kKeys : kKeys;    // keys of a CTA
+    static constexpr int kBlockN = kSplitsKeys ? kConsumers * kKeys : kKeys;    // keys of a key block
     static constexpr bool kHasDropoutWarpgroup = kFactors == Factors::dropout;  // draws its bits
     static constexpr int kNThreads = 128 * (kConsumers + 1 + kHasDropoutWarpgroup);
     // The descriptors of the operands that stay in shared memory are more than the uniform registers.
@@ -275,6 +275,12 @@ struct Flash_bwd_kernel_traits {
         offsetof(SharedStorageWithoutBias, lse);  // bytes, for the phases preprocess and convert
     static_assert(kSmemSize <= 227 * 1024, "more shared memory than a thread block may have");
 };
+
+// A work tile may have two key blocks: docs/tuning/sm90_backward.md, "Two key blocks a work tile".
+template <typename Traits, Kind kKind>
+constexpr bool may_group_key_blocks() {
+    return Traits::kHeadDim == 64 && kKind == Kind::local;
+}
 
 // Which arithmetic a step has, as measured: docs/tuning/sm90_backward.md, "The arithmetic of a step".
 // Preprocess stores the log-sum-exp times log2(e), except for steps with a large one.

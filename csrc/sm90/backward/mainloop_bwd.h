@@ -13,8 +13,8 @@ namespace flash::sm90 {
 template <typename Traits, Kind kKind>
 class KeyConsumer : ConsumerBwd<Traits, kKind> {
     using Base = ConsumerBwd<Traits, kKind>;
-    using Base::shared, Base::scores, Base::step, Base::steps_left, Base::q_state, Base::dout_state, Base::ds_state,
-        Base::warpgroup;
+    using Base::shared, Base::scores, Base::step, Base::steps_left, Base::kv_state, Base::q_state, Base::dout_state,
+        Base::ds_state, Base::warpgroup;
     using typename Base::Element, typename Base::Scores, typename Base::Operand, typename Base::Probabilities,
         typename Base::TilesQK, typename Base::TilesdOV;
     using DsState = PipelineState<Traits::kStagesdS>;
@@ -35,8 +35,8 @@ class KeyConsumer : ConsumerBwd<Traits, kKind> {
 
 public:
     __device__ KeyConsumer(const Flash_bwd_params &params, typename Traits::SharedStorage &shared,
-                           const ColumnBlock<Traits, kKind> &block, int warpgroup)
-        : Base(params, shared, block, warpgroup) {}
+                           const ColumnBlock<Traits, kKind> &block, int warpgroup, const DoneBefore &done)
+        : Base(params, shared, block, warpgroup, done), dq_state(position_after<1>(done.steps)) {}
 
     // acc_dk, acc_dv (MMA, MMA_M, MMA_N) get the sums over all steps. dK lacks the factor softmax_scale.
     template <typename TensorK, typename TensorV>
@@ -44,6 +44,11 @@ public:
         if (steps_left == 0) {
             clear(acc_dk);
             clear(acc_dv);
+            if constexpr (kHasNextBlock) {  // the loader has sent no bytes
+                kv_state.wait(shared.k_barriers);
+                kv_state.wait(shared.v_barriers);
+                release_key_block(shared.k_barriers);
+            }
             return;
         }
         scores.start_bias(step);
@@ -68,9 +73,26 @@ public:
             run_with_dq(p, acc_dk, acc_dv);
         }
         wait_for<0>(acc_dk);
+        if constexpr (kHasNextBlock) {
+            Base::release(q_state, shared.q_barriers);
+        }
     }
 
+    // Call it after the key block's last access to V. K is released before.
+    __device__ __forceinline__ void release_V() const { release_key_block(shared.v_barriers); }
+
 private:
+    static constexpr bool kHasNextBlock = may_group_key_blocks<Traits, kKind>();
+
+    // K or V of the next key block may be loaded: products have read this one's, and what threads have written there
+    // is ordered before what TMA will write.
+    __device__ __forceinline__ void release_key_block(PipelineBarriers<1> &barriers) const {
+        if constexpr (kHasNextBlock) {
+            cutlass::arch::fence_view_async_shared();
+            Base::release(kv_state, barriers);
+        }
+    }
+
     // No product is in flight at the head of a loop, because ptxas follows products within an iteration only. S, dP and
     // dQ are new variables in each iteration: wgmma would keep the old values until it overwrites them.
     //
@@ -306,6 +328,7 @@ private:
         auto acc_dq = issue_dq(ds);
         issue_dk(accumulates, ds, q_state, rdS, acc_dk);
         wait_for<1>(acc_dq);
+        release_key_block(shared.k_barriers);
         store_dq(acc_dq);
         complete_dq();
     }
@@ -425,8 +448,8 @@ class ProductConsumer : ConsumerBwd<Traits, kKind> {
 
 public:
     __device__ ProductConsumer(const Flash_bwd_params &params, typename Traits::SharedStorage &shared,
-                               const ColumnBlock<Traits, kKind> &block, int warpgroup)
-        : Base(params, shared, block, warpgroup) {}
+                               const ColumnBlock<Traits, kKind> &block, int warpgroup, const DoneBefore &done)
+        : Base(params, shared, block, warpgroup, done) {}
 
     template <typename TensorKV>
     __device__ __forceinline__ void run_dv(TensorKV &acc_dv) {

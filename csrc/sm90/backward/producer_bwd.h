@@ -8,7 +8,7 @@
 
 namespace flash::sm90 {
 
-// ---- loads. TMA copies K and V of a work tile once, and Q and dO of every step, into shared memory. The row
+// ---- loads. TMA copies K and V of a key block once, and Q and dO of every step, into shared memory. The row
 // statistics come with them.
 //
 // Rows of Q and dO that belong to another sequence, or see no key, are out of bounds. They become zeros before a
@@ -16,23 +16,66 @@ namespace flash::sm90 {
 // are equal, TMA fills rows past the end with zeros, and calls with rows that see no key are of kind varlen
 // (choose_kernel.h). With attn_bias, preprocess finds the rows that see no key.
 
-// Warp 0 of the producer warpgroup.
+// What the load warp keeps from one key block of its work tile to the next.
+template <typename Traits>
+struct LoaderStates {
+    PipelineState<1> kv;
+    PipelineState<Traits::kStagesQ> q;
+    PipelineState<Traits::kStagesdO> dout;
+    uint32_t oob_phase = 0;
+    bool has_statistics = false;  // a step was loaded, and so preprocess has written the row statistics
+};
+
+// Warp 0 of the producer warpgroup, and warp 3 for load_first_statistics().
 template <typename Traits, Kind kKind>
 class LoaderBwd {
 public:
+    // A warp of its own waits for the row statistics of the first step and copies them: the load warp would do so only
+    // behind the other copies.
+    static constexpr bool kHasStatisticsWarp =
+        Traits::kConsumersComputeDq && (kKind == Kind::full || kKind == Kind::local || kKind == Kind::varlen);
+
     __device__ LoaderBwd(const Flash_bwd_params &params, const typename Traits::Copies &copies,
-                         typename Traits::SharedStorage &shared, const ColumnBlock<Traits, kKind> &block)
-        : params(params), copies(copies), shared(shared), block(block), step(block), steps_left(block.num_steps()) {
+                         typename Traits::SharedStorage &shared, const ColumnBlock<Traits, kKind> &block,
+                         LoaderStates<Traits> &states)
+        : params(params),
+          copies(copies),
+          shared(shared),
+          block(block),
+          step(block),
+          steps_left(block.num_steps()),
+          states(states),
+          q_state(states.q),
+          dout_state(states.dout) {
         bidb_q = params.cu_seqlens_q != nullptr && may_be_varlen(kKind) ? 0 : block.bidb;
     }
 
-    // K and V, and the steps for which there are stages. S is multiplied first, so K and Q come first. The row
-    // statistics of the first step come last: wait_for_statistics() returns when preprocess has written them.
+    // All loads of the key block. Behind another one, Q and dO of the first step come first: K and V wait until the
+    // consumers have finished with those of the key block before.
+    template <typename Wait>
+    __device__ __forceinline__ void load(const Wait &wait_for_statistics) {
+        if (may_group_key_blocks<Traits, kKind>() && steps_left == 0) {
+            skip_KV();
+        } else if (may_group_key_blocks<Traits, kKind>() && states.has_statistics) {
+            load_next();
+            load_KV<typename Traits::TilesQK>(copies.k, shared.k, shared.k_barriers);
+            load_KV<typename Traits::TilesdOV>(copies.v, shared.v, shared.v_barriers);
+        } else {
+            load_first(wait_for_statistics);
+        }
+        load_rest();
+        states.kv.advance();
+    }
+
+    // K and V, and the steps for which there are stages. S is multiplied first, so K and Q come first. Without
+    // kHasStatisticsWarp the row statistics of the first step come last: wait_for_statistics() returns when preprocess
+    // has written them.
     template <typename Wait>
     __device__ __forceinline__ void load_first(const Wait &wait_for_statistics) {
         if (steps_left == 0) {  // nobody would wait for the copies, and a CTA must not end before they do
             return;
         }
+        states.has_statistics = true;
         if (has_bias(kKind)) {  // they tell which rows see no key
             wait_for_statistics();
         }
@@ -41,16 +84,33 @@ public:
         copy_Q();
         load_KV<typename Traits::TilesdOV>(copies.v, shared.v, shared.v_barriers);
         copy_dO();
-        if (!has_bias(kKind)) {
+        if (kHasStatisticsWarp) {
+            complete_step();
             wait_for_statistics();
+        } else {
+            if (!has_bias(kKind)) {
+                wait_for_statistics();
+            }
+            copy_lse();
+            copy_delta();
+            complete_step();
         }
-        copy_lse();
-        copy_delta();
-        complete_step();
         CUTE_NO_UNROLL
         for (int i = 1; i < cute::min(Traits::kStagesQ, Traits::kStagesdO) - 1; ++i) {
             load_next();
         }
+    }
+
+    // The row statistics of the first step. Returns false if the key block has no steps.
+    template <typename Wait>
+    __device__ __forceinline__ bool load_first_statistics(const Wait &wait_for_statistics) {
+        if (steps_left == 0) {
+            return false;
+        }
+        wait_for_statistics();
+        copy_lse();
+        copy_delta();
+        return true;
     }
 
     // One more step, if any is left. Waits for its stages.
@@ -84,11 +144,21 @@ private:
     const ColumnBlock<Traits, kKind> &block;
     Step step;
     int steps_left, bidb_q;
-    uint32_t oob_phase = 0;
+    LoaderStates<Traits> &states;
     VisibleBlock visible;               // key_ranges: of the step
     bool has_rows_without_key = false;  // attn_bias: the step
-    PipelineState<Traits::kStagesQ> q_state;
-    PipelineState<Traits::kStagesdO> dout_state;
+    PipelineState<Traits::kStagesQ> &q_state;
+    PipelineState<Traits::kStagesdO> &dout_state;
+
+    // A key block without steps: consumers find its K and V full, but read nothing.
+    __device__ __forceinline__ void skip_KV() {
+        states.kv.acquire(shared.k_barriers);
+        states.kv.acquire(shared.v_barriers);
+        if (cute::elect_one_sync()) {
+            shared.k_barriers.full[0].arrive();
+            shared.v_barriers.full[0].arrive();
+        }
+    }
 
     // All copies of the step are in flight.
     __device__ __forceinline__ void complete_step() {
@@ -105,10 +175,14 @@ private:
     __device__ __forceinline__ void load_KV(const typename Tiles::TmaKV &tma, Element *smem,
                                             PipelineBarriers<1> &barriers) {
         constexpr int kBytes = Traits::kBlockN * Tiles::kColumns * sizeof(Element);
+        const int head = params.h_h_k_ratio == 1 ? block.bidh : block.bidh / params.h_h_k_ratio;  // a division is slow
+        if (may_group_key_blocks<Traits, kKind>()) {
+            states.kv.acquire(barriers);
+        }
         if (cute::elect_one_sync()) {
-            uint64_t &barrier = PipelineState<1>().expect(barriers, kBytes);
+            uint64_t &barrier = states.kv.expect(barriers, kBytes);
             load_rows(tma, typename Tiles::TileKV{}, make_tensor(make_smem_ptr(smem), typename Tiles::SmemLayoutKV{}),
-                      0, barrier, block.k_begin + block.first_key(), block.bidh / params.h_h_k_ratio,
+                      0, barrier, block.k_begin + block.first_key(), head,
                       may_be_varlen(kKind) ? block.k_bidb : block.bidb);
         }
     }
@@ -168,8 +242,8 @@ private:
                 *reinterpret_cast<uint4 *>(smem_dout + places_in_dO(row, vector * 8, 0)) = {};
             }
         };
-        shared.oob_copy_barrier.wait(oob_phase);
-        oob_phase ^= 1;
+        shared.oob_copy_barrier.wait(states.oob_phase);
+        states.oob_phase ^= 1;
         if constexpr (has_ranges(kKind)) {
             const RowsWithKeys rows{RangesOfHead(params, block.bidb, block.bidh + step.head), first_row,
                                     block.seqlen_q};
@@ -261,44 +335,58 @@ template <typename Traits, Kind kKind>
 class CopyProducer {
     using Block = ColumnBlock<Traits, kKind>;
     const Flash_bwd_params &params;
+    const typename Traits::Copies &copies;
     typename Traits::SharedStorage &shared;
-    const Block &block;
 
 public:
     static constexpr int kWarpsThatAdd = Traits::kConsumers;
 
-    __device__ CopyProducer(const Flash_bwd_params &params, typename Traits::SharedStorage &shared, const Block &block)
-        : params(params), shared(shared), block(block) {}
+    __device__ CopyProducer(const Flash_bwd_params &params, const typename Traits::Copies &copies,
+                            typename Traits::SharedStorage &shared)
+        : params(params), copies(copies), shared(shared) {}
 
-    // Calls done() in one thread of each warp that adds, when its sums are written.
-    template <typename Loader, typename Wait, typename Done>
-    __device__ __forceinline__ void run(Loader &loader, const Wait &wait_for_statistics, const Done &done) const {
+    // for_each_key_block(f) calls f(block) for the key blocks of the work tile. Calls done() in one thread of each warp
+    // that adds, when its sums are written.
+    template <typename ForEach, typename Wait, typename Done>
+    __device__ __forceinline__ void run(const ForEach &for_each_key_block, const Wait &wait_for_statistics,
+                                        const Done &done) const {
         const int warp = uniform(threadIdx.x / 32);
         if (warp == 0) {
-            loader.load_first(wait_for_statistics);
-            loader.load_rest();
+            LoaderStates<Traits> states;
+            for_each_key_block([&](const Block &block) {
+                LoaderBwd<Traits, kKind>(params, copies, shared, block, states).load(wait_for_statistics);
+            });
         } else if (warp <= kWarpsThatAdd) {
-            add(warp - 1);
+            PipelineState<1> state;  // of all its tiles
+            for_each_key_block([&](const Block &block) { add(block, warp - 1, state); });
             if (threadIdx.x % 32 == 0) {
                 // Completion is a fence from the async proxy to the generic proxy.
                 asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
                 done();
             }
+        } else if constexpr (LoaderBwd<Traits, kKind>::kHasStatisticsWarp) {
+            LoaderStates<Traits> states;
+            bool is_done = false;
+            for_each_key_block([&](const Block &block) {
+                if (!is_done) {
+                    is_done = LoaderBwd<Traits, kKind>(params, copies, shared, block, states)
+                                  .load_first_statistics(wait_for_statistics);
+                }
+            });
         }
     }
 
 private:
     // consumer: whose tiles the warp adds, in the order in which they come.
-    __device__ __forceinline__ void add(int consumer) const {
+    __device__ __forceinline__ void add(const Block &block, int consumer, PipelineState<1> &state) const {
         const DqOrder<Traits, /*kCopyEngine=*/true, Block> order(params, block, consumer),
             order_of_last(params, block, Traits::kConsumers);
         Step step(block);
-        PipelineState<1> state;  // of both tiles
         for (int steps_left = block.num_steps(); steps_left > 0; --steps_left) {
-            add_tile(state, step, consumer, order);
+            add_tile(block, state, step, consumer, order);
             if constexpr (Traits::kTilesOfDq > Traits::kConsumers) {
                 if (DqTile<Traits>::consumer_in_turn(step) == consumer) {
-                    add_tile(state, step, Traits::kConsumers, order_of_last);
+                    add_tile(block, state, step, Traits::kConsumers, order_of_last);
                 }
             }
             state.advance();
@@ -307,8 +395,8 @@ private:
     }
 
     template <typename Order>
-    __device__ __forceinline__ void add_tile(const PipelineState<1> &state, const Step &step, int tile,
-                                             const Order &order) const {
+    __device__ __forceinline__ void add_tile(const Block &block, const PipelineState<1> &state, const Step &step,
+                                             int tile, const Order &order) const {
         state.wait(shared.dq_barriers[tile]);
         if (params.dq_accum != nullptr) {
             order.wait(step);
@@ -336,20 +424,34 @@ class DqProducer {
     using Block = ColumnBlock<Traits, kKind>;
     using Tile = DqTile<Traits>;
     const Flash_bwd_params &params;
+    const typename Traits::Copies &copies;
     typename Traits::SharedStorage &shared;
-    const Block &block;
     const int warp;
     PipelineState<Traits::kStagesdS> state;
 
 public:
     static constexpr int kWarpsThatAdd = 4;
 
-    __device__ DqProducer(const Flash_bwd_params &params, typename Traits::SharedStorage &shared, const Block &block)
-        : params(params), shared(shared), block(block), warp(uniform(threadIdx.x / 32)) {}
+    __device__ DqProducer(const Flash_bwd_params &params, const typename Traits::Copies &copies,
+                          typename Traits::SharedStorage &shared)
+        : params(params), copies(copies), shared(shared), warp(uniform(threadIdx.x / 32)) {}
 
     // The arguments are those of CopyProducer::run.
-    template <typename Loader, typename Wait, typename Done>
-    __device__ __forceinline__ void run(Loader &loader, const Wait &wait_for_statistics, const Done &done) {
+    template <typename ForEach, typename Wait, typename Done>
+    __device__ __forceinline__ void run(const ForEach &for_each_key_block, const Wait &wait_for_statistics,
+                                        const Done &done) {
+        for_each_key_block([&](const Block &block) { run(block, wait_for_statistics); });
+        __syncwarp();  // one lane's release covers what the others added
+        if (threadIdx.x % 32 == 0) {
+            done();
+        }
+    }
+
+private:
+    template <typename Wait>
+    __device__ __forceinline__ void run(const Block &block, const Wait &wait_for_statistics) {
+        LoaderStates<Traits> states;
+        LoaderBwd<Traits, kKind> loader(params, copies, shared, block, states);
         if (warp == 0) {
             loader.load_first(wait_for_statistics);
         }
@@ -373,7 +475,7 @@ public:
                 if (has_added) {
                     order.pass(added);
                 }
-                add(step);
+                add(block, step);
             } else {
                 state.release(shared.ds_barriers);
             }
@@ -384,14 +486,9 @@ public:
         if (params.dq_accum != nullptr && block.num_steps() > 0) {
             order.pass(added);
         }
-        __syncwarp();  // one lane's release covers what the others added
-        if (threadIdx.x % 32 == 0) {
-            done();
-        }
     }
 
-private:
-    __device__ __forceinline__ void add(const Step &step) const {
+    __device__ __forceinline__ void add(const Block &block, const Step &step) const {
         // The loop is not unrolled: its addresses would take more registers than the warpgroup has.
         CUTE_NO_UNROLL
         for (int tile = 0; tile < Traits::kTilesOfDq; ++tile) {

@@ -1,5 +1,5 @@
-// The steps of a CTA of the backward: its key block against every row block that sees it, of every query head that
-// shares the key block's head. Also the counts by which its phases wait for each other.
+// The steps of a CTA of the backward: each of its key blocks against every row block that sees it, of every query head
+// that shares the key block's head. Also the counts by which its phases wait for each other.
 #pragma once
 
 #include <type_traits>
@@ -64,6 +64,17 @@ struct ColumnBlock : InfoOfColumnBlock<Traits, kKind> {
         } else {
             return Info(params, sequence, n_block);
         }
+    }
+
+    // Moves what the steps need into uniform registers. It is the same in every lane, but was computed in ordinary
+    // ones, whose operations have a shorter latency.
+    __device__ __forceinline__ void make_uniform() {
+        this->n_block = uniform(this->n_block);
+        this->m_block_min = uniform(this->m_block_min);
+        this->m_block_max = uniform(this->m_block_max);
+        bidb = uniform(bidb);
+        bidh = uniform(bidh);
+        padded_row = uniform(padded_row);
     }
 
     __device__ __forceinline__ int first_key() const { return this->n_block * Traits::kBlockN; }

@@ -11,14 +11,29 @@ namespace flash::sm90 {
 
 enum class Phase : int {
     preprocess,  // delta, the padded log-sum-exp, zeros in the accumulator of dQ
-    compute,     // dK and dV of a key block; adds to dQ
+    compute,     // dK and dV of some key blocks; adds to dQ
     convert,     // the accumulator becomes dQ
 };
 
 struct WorkTile {
     Phase phase;
     int head;   // of dK and dV; equal lengths: of all sequences
-    int index;  // key block, or row tile: a block of padded query rows of the head
+    int index;  // group of key blocks, or row tile: a block of padded query rows of the head
+};
+
+// The key blocks of a head in groups, one for each work tile. Every other key block of a group counts from the end.
+// Under a causal mask with as many queries as keys, pairs then have the same number of steps, except the middle of an
+// odd number of key blocks.
+struct KeyBlockGroups {
+    int size;   // key blocks of a group
+    int count;  // groups
+
+    FLASH_HOST_DEVICE KeyBlockGroups(int key_blocks, int size) : size(size), count((key_blocks + size - 1) / size) {}
+
+    // Key block i of a group. It may lie past the last one.
+    FLASH_HOST_DEVICE int at(int group, int i) const {
+        return i % 2 == 0 ? i * count + group : (i + 1) * count - 1 - group;
+    }
 };
 
 // The order of all work tiles. Heads come in groups. First come the work tiles of preprocess of group 0. Then, for each
@@ -29,59 +44,95 @@ struct WorkTile {
 class WorkOrder {
     using Divisor = cutlass::FastDivmod;
     static constexpr int kLag = 2;  // in groups
-    int heads_, group, groups;
-    int preprocess_, convert;  // work tiles of a head
-    bool is_interleaved;       // compute: the first key block of each head of the group, then the second
-    // Steady state: a group that is neither among the first nor among the last. Its work tiles of compute, those of the
-    // other phases, and the distance at which the fewer are spread among the more.
-    int steady_compute, steady_others;
-    Divisor by_steady_count, by_steady_stride, by_group, by_rows, by_key_blocks, by_heads;
+    int heads_, group, groups;      // group: heads of a group
+    int preprocess_, convert;       // work tiles of a head
+    bool is_interleaved;            // compute: the first work tile of each head of the group, then the second
+    // Steady state: how many groups are neither among the first nor among the last, for each of them the work tiles of
+    // compute and of the other phases, and the number of their first work tile. by_steady_stride: the distance at which
+    // the fewer are spread among the more.
+    int steady_groups, steady_compute, steady_others, first_steady;
+    Divisor by_steady_count, by_steady_stride, by_heads_of_group, by_rows, by_key_block_groups, by_heads;
 
 public:
-    int compute;  // work tiles of a head
+    KeyBlockGroups key_block_groups;  // of a head: the work tiles of compute
 
     // Runs on the host. rows_per_tile: query rows of a row tile. is_local: the work tiles of a head are of different
-    // length.
-    WorkOrder(const Flash_bwd_params &params, const RowBlocks &key_blocks, int rows_per_tile, bool is_local)
+    // length. group_size: key blocks of a work tile.
+    WorkOrder(const Flash_bwd_params &params, const RowBlocks &key_blocks, int rows_per_tile, bool is_local,
+              int group_size)
         : heads_(key_blocks.all_heads()),
           group(params.interleaved_heads),
           groups((heads_ + group - 1) / group),
           preprocess_(row_tiles(params, rows_per_tile)),
           convert(params.dq_accum == nullptr ? 0 : preprocess_),
           is_interleaved(is_local || params.dq_semaphore != nullptr),
-          steady_compute(key_blocks.per_head * group),
+          steady_groups(groups - 2 - kLag > 0 ? groups - 2 - kLag : 0),
+          steady_compute(KeyBlockGroups(key_blocks.per_head, group_size).count * group),
           steady_others((preprocess_ + convert) * group),
           by_steady_count(steady_compute + steady_others),
           by_steady_stride(stride_of(steady_compute, steady_others)),
-          by_group(group),
+          by_heads_of_group(group),
           by_rows(preprocess_),
-          by_key_blocks(key_blocks.per_head > 0 ? key_blocks.per_head : 1),
+          by_key_block_groups(key_blocks.per_head > 0 ? KeyBlockGroups(key_blocks.per_head, group_size).count : 1),
           by_heads(params.cu_seqlens_q == nullptr ? key_blocks.heads : heads_),
-          compute(key_blocks.per_head) {}
+          key_block_groups(key_blocks.per_head, group_size) {
+        first_steady = begin(kLag);
+    }
 
     // Work tiles of a call. The class is for calls in which they fit into an int.
-    static int64_t count(const Flash_bwd_params &params, const RowBlocks &key_blocks, int rows_per_tile) {
+    static int64_t count(const Flash_bwd_params &params, const RowBlocks &key_blocks, int rows_per_tile,
+                         int group_size) {
         const int64_t of_rows = int64_t{row_tiles(params, rows_per_tile)} * (params.dq_accum == nullptr ? 1 : 2);
-        return (of_rows + key_blocks.per_head) * key_blocks.all_heads();
+        return (of_rows + KeyBlockGroups(key_blocks.per_head, group_size).count) * key_blocks.all_heads();
     }
 
     FLASH_HOST_DEVICE int heads() const { return heads_; }
     FLASH_HOST_DEVICE int preprocess() const { return preprocess_; }  // work tiles of a head
+    FLASH_HOST_DEVICE int compute() const { return key_block_groups.count; }
 
     // The place of a head of WorkTile: batch index (variable lengths: 0) and head of dK and dV.
     FLASH_HOST_DEVICE void by_sequence(int &bidb, int &bidh_dkv, int head) const { by_heads(bidb, bidh_dkv, head); }
 
-    // number: of a CTA.
+    // number: of a CTA. Every CTA begins with this, so the steady state takes few operations. In uniform registers,
+    // which have a longer latency, they would take three times as long.
     FLASH_HOST_DEVICE WorkTile at(int number) const {
+        const int after_first = number - first_steady;
+        if (after_first >= 0 && after_first < steady_groups * (steady_compute + steady_others)) {
+            int i, position, round, in_round;
+            by_steady_count(i, position, after_first);
+            by_steady_stride(round, in_round, position);
+            const Part part =
+                part_of(position, round, in_round, by_steady_stride.divisor, steady_compute, steady_others);
+            i += kLag;
+            if (part.is_compute) {
+                int head, block;
+                if (is_interleaved) {
+                    by_heads_of_group(block, head, part.position);
+                } else {
+                    by_key_block_groups(head, block, part.position);
+                }
+                return {Phase::compute, i * group + head, block};
+            }
+            const int prepared = preprocess_ * group;
+            return part.position < prepared
+                       ? of_rows(Phase::preprocess, (i + 1) * prepared + part.position)
+                       : of_rows(Phase::convert, (i - kLag) * convert * group + part.position - prepared);
+        }
+        return at_beginning_or_end(number);
+    }
+
+private:
+    // At the beginning, fewer work tiles of convert come with a group; at the end, fewer of preprocess.
+    FLASH_HOST_DEVICE WorkTile at_beginning_or_end(int number) const {
         if (number < begin(0)) {
             return of_rows(Phase::preprocess, number);
         }
         int i = by_steady_count.div(number - begin(0));
         i = i < groups ? i : groups;
-        while (i < groups && begin(i + 1) <= number) {  // fewer work tiles of convert come with the first groups
+        while (i < groups && begin(i + 1) <= number) {
             ++i;
         }
-        int position = number - begin(i);
+        const int position = number - begin(i);
         const int first_converted = convert * heads_before(i - kLag);
         if (i == groups) {
             return of_rows(Phase::convert, first_converted + position);
@@ -90,37 +141,30 @@ public:
         const int first_prepared = preprocess_ * heads_before(i + 1);
         const int prepared = preprocess_ * heads_before(i + 2) - first_prepared;
         const int converted = convert * heads_before(i + 1 - kLag) - first_converted;
-        const int computed = compute * heads_here, others = prepared + converted;
-        int round, in_round, stride;
-        if (computed == steady_compute && others == steady_others) {
-            stride = by_steady_stride.divisor;
-            by_steady_stride(round, in_round, position);
-        } else {
-            stride = stride_of(computed, others);
-            round = position / stride;
-            in_round = position - round * stride;
+        const int computed = compute() * heads_here, others = prepared + converted;
+        const int stride = stride_of(computed, others), round = position / stride;
+        const Part part = part_of(position, round, position - round * stride, stride, computed, others);
+        if (part.is_compute) {
+            const int by = is_interleaved ? heads_here : compute(), quotient = part.position / by,
+                      rest = part.position - quotient * by;
+            return is_interleaved ? WorkTile{Phase::compute, first_head + rest, quotient}
+                                  : WorkTile{Phase::compute, first_head + quotient, rest};
         }
-        const int fewer = others < computed ? others : computed;
-        const bool is_fewer = round < fewer && in_round == stride - 1;
-        const int of_fewer = round < fewer ? round : fewer;
-        position = is_fewer ? of_fewer : position - of_fewer;
-        if (is_fewer == (others < computed)) {
-            return position < prepared ? of_rows(Phase::preprocess, first_prepared + position)
-                                       : of_rows(Phase::convert, first_converted + position - prepared);
-        }
-        int head, block;
-        if (!is_interleaved) {
-            by_key_blocks(head, block, position);
-        } else if (heads_here == group) {
-            by_group(block, head, position);
-        } else {
-            block = position / heads_here;
-            head = position - block * heads_here;
-        }
-        return {Phase::compute, first_head + head, block};
+        return part.position < prepared ? of_rows(Phase::preprocess, first_prepared + part.position)
+                                        : of_rows(Phase::convert, first_converted + part.position - prepared);
     }
 
-private:
+    // A position among the work tiles of compute and the others of a group, of which the fewer end a round of `stride`
+    // work tiles: a position among one of these.
+    struct Part {
+        bool is_compute;
+        int position;
+    };
+    FLASH_HOST_DEVICE static Part part_of(int position, int round, int in_round, int stride, int computed, int others) {
+        const int fewer = others < computed ? others : computed, of_fewer = round < fewer ? round : fewer;
+        const bool is_fewer = round < fewer && in_round == stride - 1;
+        return {is_fewer != (others < computed), is_fewer ? of_fewer : position - of_fewer};
+    }
     static int row_tiles(const Flash_bwd_params &params, int rows_per_tile) {
         return static_cast<int>((params.padded_head_stride * params.heads_per_dkv + rows_per_tile - 1) / rows_per_tile);
     }
@@ -132,7 +176,7 @@ private:
     FLASH_HOST_DEVICE int heads_before(int i) const { return i <= 0 ? 0 : i < groups ? i * group : heads_; }
     // The number of the first work tile that comes with group i.
     FLASH_HOST_DEVICE int begin(int i) const {
-        return preprocess_ * heads_before(i + 1) + compute * heads_before(i) + convert * heads_before(i - kLag);
+        return preprocess_ * heads_before(i + 1) + compute() * heads_before(i) + convert * heads_before(i - kLag);
     }
     FLASH_HOST_DEVICE WorkTile of_rows(Phase phase, int number) const {
         WorkTile tile{phase, 0, 0};
