@@ -409,6 +409,7 @@ KEY_BLOCK_CASES: dict[str, tuple[dict[str, Any], int, int, int, int, int]] = {
     "causal, many keys": ({"causal": True}, 16, 16, 16, 140, 700),
     "window": ({"window_size": (90, 20)}, 24, 20, 20, 390, 390),
     "window, key blocks without queries": ({"window_size": (90, 0)}, 16, 16, 16, 200, 900),
+    "window, groups without queries": ({"window_size": (0, 0)}, 12, 12, 12, 100, 1000),
     "long window": ({"window_size": (1023, 0)}, 4, 16, 16, 2300, 2300),
 }
 
@@ -427,6 +428,31 @@ def test_a_cta_takes_two_key_blocks(
     assert KEY_BLOCKS.findall(capfd.readouterr().err) == ["2" if enough and not deterministic else "1"]
     where = f"deterministic={deterministic} {described(case, dout.dtype, 'sm90', described_seed)}"
     assert_gradients_accurate_beside_flash(*inputs, dout, computed, case=where, **options)
+
+
+@pytest.mark.usefixtures("trace")
+@pytest.mark.parametrize(
+    ("seqlen", "left", "count"), [(4096, -1, 2), (4097, -1, 1), (4097, 3967, 2), (4097, 3969, 1), (8192, 1023, 2)]
+)
+def test_key_blocks_with_few_steps_share_a_cta(
+    seqlen: int, left: int, count: int, capfd: pytest.CaptureFixture[str], seed: int
+) -> None:
+    case = Case("steps", "two key blocks of a CTA", 1, SMS // 4, SMS // 4, seqlen, seqlen, 64, window_size=(left, 0))
+    inputs, dout = made_on_gpu(case, seed)
+    gradients(case, inputs, dout)
+    assert KEY_BLOCKS.findall(capfd.readouterr().err) == [str(count)]
+
+
+@pytest.mark.parametrize("wanted", [(False, True, True), (True, False, True), (True, True, False)], ids=str)
+def test_unwanted_gradients_of_two_key_blocks(wanted: tuple[bool, ...], seed: int, described_seed: str) -> None:
+    options, *shape = KEY_BLOCK_CASES["causal"]
+    case = Case("causal", "two key blocks of a CTA", *shape, 64, **options)
+    inputs, dout = made_on_gpu(case, seed)
+    expected, got = gradients(case, inputs, dout), gradients(case, inputs, dout, wanted=wanted)
+    assert [x is not None for x in got] == list(wanted)
+    assert_same_bits(got, expected, described_seed, with_dq=False)
+    if wanted[0]:
+        torch.testing.assert_close(got[0], expected[0], rtol=0.02, atol=0.02)
 
 
 # ---- query heads of a group ----------------------------------------------------------------------------------------
