@@ -15,7 +15,7 @@ python -m benchmarks.bench_bias --grid tiny       the cpu backend on a shape tha
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,9 +29,6 @@ from benchmarks import results
 from benchmarks.methods import (
     BACKWARD_WORK,
     DISAGREEMENT,
-    MAX_REP_MS,
-    MEASURE_OVERHEAD_MS,
-    MIN_REP_MS,
     Budget,
     attention_flops,
     check_close,
@@ -39,14 +36,14 @@ from benchmarks.methods import (
     require_gpu,
     timer_for,
 )
-from benchmarks.rivals import Call, Rival, as_sdpa_takes_them, upstream_gradient
+from benchmarks.rivals import Call, ForwardOrBoth, Rival, as_sdpa_takes_them
 from flash_attn_mini import flash_attn_func
 
 OURS, EFFICIENT, FLEX = "ours", "EFFICIENT_ATTENTION", "FlexAttention"
 FULL, NO_BIAS = "full bias", "no bias"
 PADDING = ("padding mask", "bool padding mask")
 
-Forward = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+Forward = Callable[..., Tensor]  # q, k, v and bias
 
 
 @dataclass(frozen=True)
@@ -67,35 +64,6 @@ GRIDS = {
 }
 
 
-class Biased(Rival):
-    """A forward with a bias, or a forward and its backward with the gradient of the bias where it has one."""
-
-    def __init__(self, who: str, forward: Forward, name: str, bias: Tensor | None, backward: bool) -> None:
-        self.name = f"{who}, {name}, {'forward and backward' if backward else 'forward'}"
-        self.who = who
-        self.forward = forward
-        self.bias = bias
-        self.has_gradient = name == FULL
-        self.backward = backward
-
-    @contextlib.contextmanager
-    def active(self) -> Iterator[None]:
-        with contextlib.nullcontext() if self.backward else torch.no_grad():
-            yield
-
-    def bind(self, q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Call:
-        if not self.backward:
-            return partial(self.forward, q, k, v, self.bias)
-        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-        bias = self.bias.detach().requires_grad_() if self.has_gradient and self.bias is not None else self.bias
-        leaves = [*inputs, bias] if self.has_gradient and bias is not None else inputs
-        dout = upstream_gradient(q)
-        return partial(lambda: torch.autograd.grad(self.forward(*inputs, bias), leaves, dout))
-
-    def outputs(self, result: Any) -> tuple[Tensor, ...]:
-        return tuple(result) if self.backward else (result,)
-
-
 def ours(shape: Shape) -> Forward:
     """Our forward."""
     return lambda q, k, v, bias: flash_attn_func(q, k, v, attn_bias=bias, backend=shape.backend)
@@ -109,13 +77,13 @@ def efficient(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
     return out.transpose(1, 2)
 
 
-def of_flex(bias: Tensor) -> Forward:
+def of_flex() -> Forward:
     """FlexAttention, compiled, with the full bias."""
     from torch.nn.attention.flex_attention import flex_attention
 
     compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
-    def forward(q: Tensor, k: Tensor, v: Tensor, _: Tensor | None) -> Tensor:
+    def forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
         out: Tensor = compiled(
             *as_sdpa_takes_them(q, k, v, False), score_mod=lambda score, b, h, i, j: score + bias[0, h, i, j]
         )
@@ -157,12 +125,14 @@ def main(argv: list[str] | None = None) -> None:
         contenders: dict[str, Forward] = {OURS: ours(shape)}
         if name == FULL:
             contenders[EFFICIENT] = efficient
-            if arguments.flex and bias is not None:
-                contenders[FLEX] = of_flex(bias)
+            if arguments.flex:
+                contenders[FLEX] = of_flex()
         outputs: dict[tuple[str, bool], tuple[Tensor, ...]] = {}
         for who, forward in contenders.items():
             for backward in (False,) if who == FLEX else (False, True):
-                rival = Biased(who, forward, name, bias, backward)
+                given = bias.detach().requires_grad_() if backward and name == FULL and bias is not None else bias
+                others = [] if given is None else [given]
+                rival = ForwardOrBoth(f"{who}, {name}", partial(forward, bias=given), backward, others)
                 calls[rival] = rival.bind(q, k, v)
                 names[name, who, backward] = rival.name
                 with rival.active():
@@ -170,8 +140,7 @@ def main(argv: list[str] | None = None) -> None:
         for (who, backward), found in outputs.items():
             check_close(f"{who} and ours with {name}", found, outputs[OURS, backward], DISAGREEMENT)
         del outputs
-    rep_ms = budget.share(len(calls) * arguments.rounds) - MEASURE_OVERHEAD_MS
-    rep_ms = 1.0 if shape.device == "cpu" else min(MAX_REP_MS, max(MIN_REP_MS, rep_ms))
+    rep_ms = budget.rep_ms(len(calls) * arguments.rounds, shape.device)
     timings = interleave(calls, timer_for(device), rounds=arguments.rounds, rep_ms=rep_ms)
 
     data: list[dict[str, Any]] = []

@@ -28,9 +28,6 @@ from benchmarks.bench_speed import draw_inputs
 from benchmarks.methods import (
     DISAGREEMENT,
     GRAPHS,
-    MAX_REP_MS,
-    MEASURE_OVERHEAD_MS,
-    MIN_REP_MS,
     Budget,
     as_timed,
     attention_flops,
@@ -343,8 +340,7 @@ def main(argv: list[str] | None = None) -> None:
     measured = 0
     for number, point in budget.within(points, arguments.grid):
         calls = sum(len(later.group.calls) + len(later.group.plain) for later in points[number:])
-        rep_ms = budget.share(calls * arguments.rounds) - MEASURE_OVERHEAD_MS
-        rep_ms = 1.0 if grid.device == "cpu" else min(MAX_REP_MS, max(MIN_REP_MS, rep_ms))
+        rep_ms = budget.rep_ms(calls * arguments.rounds, grid.device)
         data += measure_point(point, grid, backend, arguments.rounds, rep_ms)
         measured = number + 1
     rounds = f"Medians of {arguments.rounds} interleaved rounds, each compared with the plain call of the same round."

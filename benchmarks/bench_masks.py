@@ -13,7 +13,6 @@ python -m benchmarks.bench_masks --grid tiny       the cpu backend on a shape th
 
 from __future__ import annotations
 
-import contextlib
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,16 +26,13 @@ from benchmarks import results
 from benchmarks.methods import (
     BACKWARD_WORK,
     DISAGREEMENT,
-    MAX_REP_MS,
-    MEASURE_OVERHEAD_MS,
-    MIN_REP_MS,
     Budget,
     check_close,
     interleave,
     require_gpu,
     timer_for,
 )
-from benchmarks.rivals import Call, Rival, as_sdpa_takes_them, upstream_gradient
+from benchmarks.rivals import Call, ForwardOrBoth, Rival, as_sdpa_takes_them
 from flash_attn_mini import flash_attn_func, flash_attn_varlen_func, masks
 
 CAUSAL = "causal"
@@ -133,24 +129,6 @@ def visible_pairs(mask: Mask, shape: Shape) -> int:
     return pairs
 
 
-class Masked(Rival):
-    """A forward with a mask, or a forward and its backward."""
-
-    def __init__(self, name: str, forward: Callable[..., Tensor], backward: bool) -> None:
-        self.name = f"{name}, {'forward and backward' if backward else 'forward'}"
-        self.forward = forward
-        self.backward = backward
-
-    def active(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self.backward else torch.no_grad()
-
-    def bind(self, q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Call:
-        if not self.backward:
-            return partial(self.forward, q, k, v)
-        leaves, dout = [x.detach().requires_grad_() for x in (q, k, v)], upstream_gradient(q)
-        return partial(lambda: torch.autograd.grad(self.forward(*leaves), leaves, dout))
-
-
 def ours(shape: Shape, mask: Mask) -> Callable[..., Tensor]:
     """Our forward with the mask."""
     if mask.cu_seqlens is None:
@@ -209,11 +187,10 @@ def main(argv: list[str] | None = None) -> None:
             check_close(f"{FLEX} and ours with the mask {mask.name}", [found], [expected], DISAGREEMENT)
         for who, forward in contenders.items():
             for backward in (False, True):
-                rival = Masked(f"{who}, {mask.name}", forward, backward)
+                rival = ForwardOrBoth(f"{who}, {mask.name}", forward, backward)
                 calls[rival] = rival.bind(q, k, v)
                 names[mask.name, who, backward] = rival.name
-    rep_ms = budget.share(len(calls) * arguments.rounds) - MEASURE_OVERHEAD_MS
-    rep_ms = 1.0 if shape.device == "cpu" else min(MAX_REP_MS, max(MIN_REP_MS, rep_ms))
+    rep_ms = budget.rep_ms(len(calls) * arguments.rounds, shape.device)
     timings = interleave(calls, timer_for(device), rounds=arguments.rounds, rep_ms=rep_ms)
 
     data: list[dict[str, Any]] = []

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,9 +23,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks import results
 from benchmarks.methods import (
     DISAGREEMENT,
-    MAX_REP_MS,
-    MEASURE_OVERHEAD_MS,
-    MIN_REP_MS,
     Budget,
     check_close,
     interleave,
@@ -34,7 +30,7 @@ from benchmarks.methods import (
     require_gpu,
     timer_for,
 )
-from benchmarks.rivals import Call, Rival, as_sdpa_takes_them, kernels_of, upstream_gradient
+from benchmarks.rivals import Call, ForwardOrBoth, as_sdpa_takes_them, kernels_of
 from flash_attn_mini import flash_attn_func
 
 OURS, GENERAL = "ours", "general kernels"
@@ -58,36 +54,31 @@ GRIDS = {
 }
 
 
-class Contender(Rival):
+class Contender(ForwardOrBoth):
     """An implementation, in one direction. kernel: of SDPA; None: ours. arch: of our general kernels."""
 
     def __init__(
         self, who: str, direction: str, backend: str, kernel: SDPBackend | None = None, arch: int | None = None
     ) -> None:
-        self.name = f"{who}, {direction}"
-        self.who, self.direction, self.backend, self.kernel, self.arch = who, direction, backend, kernel, arch
+        super().__init__(who, self.attend, direction == "both")
+        self.who, self.backend, self.kernel, self.arch, self.causal = who, backend, kernel, arch, False
         self.is_sdpa = who not in (OURS, GENERAL)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if not self.is_sdpa:
-            return flash_attn_func(q, k, v, causal=causal, backend=self.backend)
+            return flash_attn_func(q, k, v, causal=self.causal, backend=self.backend)
         with sdpa_kernel(self.kernel) if self.kernel is not None else contextlib.nullcontext():
-            out = F.scaled_dot_product_attention(*as_sdpa_takes_them(q, k, v, causal), is_causal=causal)
+            out = F.scaled_dot_product_attention(*as_sdpa_takes_them(q, k, v, self.causal), is_causal=self.causal)
         return out.transpose(1, 2)
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        with kernels_of(self.arch), torch.no_grad() if self.direction == "forward" else contextlib.nullcontext():
+        with kernels_of(self.arch), super().active():
             yield
 
-    def bind(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
-        if self.direction == "forward":
-            return partial(self.attend, q, k, v, causal)
-        leaves, dout = [x.detach().requires_grad_() for x in (q, k, v)], upstream_gradient(q)
-        return partial(lambda: torch.autograd.grad(self.attend(*leaves, causal), leaves, dout))
-
-    def outputs(self, result: Any) -> tuple[Tensor, ...]:
-        return (result,) if self.direction == "forward" else tuple(result)
+    def bind(self, q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Call:
+        self.causal = causal
+        return super().bind(q, k, v)
 
     def unsupported(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> str | None:
         if self.kernel == SDPBackend.FLASH_ATTENTION and q.shape[0] > MAX_BATCH_OF_FLASH:
@@ -128,7 +119,7 @@ def measure(shape: Shape, device: torch.device, dtype: torch.dtype, rounds: int,
     sizes = (shape.batch, shape.seqlen, shape.nheads, shape.headdim)
     q, k, v = (torch.randn(sizes, device=device, dtype=dtype) for _ in range(3))
     for direction in ("forward", "both"):
-        calls: dict[Rival, Call] = {}
+        calls: dict[Contender, Call] = {}
         peaks: dict[str, float | None] = {}
         expected: tuple[Tensor, ...] = ()
         left_out = {}
@@ -146,11 +137,10 @@ def measure(shape: Shape, device: torch.device, dtype: torch.dtype, rounds: int,
             del found
             calls[contender] = call
         del expected
-        share = budget.share(left * len(calls) * rounds) - MEASURE_OVERHEAD_MS
-        rep_ms = 1.0 if device.type == "cpu" else min(MAX_REP_MS, max(MIN_REP_MS, share))
+        rep_ms = budget.rep_ms(left * len(calls) * rounds, device.type)
         timings = interleave(calls, timer_for(device), rounds=rounds, rep_ms=rep_ms)
         left -= 1
-        mine = timings[f"{OURS}, {direction}"]
+        mine = next(timings[contender.name] for contender in calls if contender.who == OURS)
         yield {
             **asdict(shape),
             "dtype": str(dtype).removeprefix("torch."),

@@ -72,6 +72,12 @@ class Budget:
         """The time left divided into `parts`, in milliseconds."""
         return max(0.0, self.left()) * 1e3 / max(1, parts)
 
+    def rep_ms(self, parts: int, device: str) -> float:
+        """How long each of `parts` measurements repeats a call, in milliseconds: as the time left allows, within
+        limits. 1 on the CPU."""
+        share = self.share(parts) - MEASURE_OVERHEAD_MS
+        return 1.0 if device == "cpu" else min(MAX_REP_MS, max(MIN_REP_MS, share))
+
     def within(self, items: Sequence[T], label: str) -> Iterator[tuple[int, T]]:
         """The items with their numbers, while there is time, and with a progress bar."""
         for number, item in enumerate(progress(items, label)):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -113,6 +113,33 @@ class Rival:
         except self.failures as error:
             return first_line(error)
         return None
+
+
+class ForwardOrBoth(Rival):
+    """A forward, or a forward with its backward through autograd. forward(q, k, v) returns out; the tensors of
+    `others` that take gradients count among the inputs of the backward."""
+
+    def __init__(
+        self, name: str, forward: Callable[..., Tensor], backward: bool, others: Sequence[Tensor] = ()
+    ) -> None:
+        self.name = f"{name}, {'forward and backward' if backward else 'forward'}"
+        self.forward = forward
+        self.backward = backward
+        self.others = [x for x in others if x.requires_grad]
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        with contextlib.nullcontext() if self.backward else torch.no_grad():
+            yield
+
+    def bind(self, q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Call:
+        if not self.backward:
+            return partial(self.forward, q, k, v)
+        leaves, dout = [x.detach().requires_grad_() for x in (q, k, v)], upstream_gradient(q)
+        return partial(lambda: torch.autograd.grad(self.forward(*leaves), [*leaves, *self.others], dout))
+
+    def outputs(self, result: Any) -> tuple[Tensor, ...]:
+        return tuple(result) if self.backward else (result,)
 
 
 @contextlib.contextmanager
