@@ -88,28 +88,22 @@ def exact_lse(q: Tensor, k: Tensor, mask: Tensor, scale: float | None) -> Tensor
     return scores.masked_fill(~mask, -math.inf).logsumexp(-1).masked_fill(~mask.any(-1), math.inf)
 
 
-def from_rounded_out(
-    tensors: tuple[Tensor, ...], grad_out: Tensor, expected: Results, mask: Tensor, scale: float | None
+def without_rounding_of_out(
+    got: Results, tensors: tuple[Tensor, ...], grad_out: Tensor, mask: Tensor, scale: float | None
 ) -> Results:
-    """``expected`` in the dtype of q, with the dq and dk of a flash backward: delta comes from the rounded out.
+    """``got`` less what the rounding of its out adds to dq and dk, because a flash backward computes delta from out.
 
-    Where one key has nearly all of the probability, the rounding of out alone exceeds the error of the math backend.
+    That is computed in float64, so the bound holds for every other error. Where one key has most of the probability,
+    it alone can exceed three times the error of the math backend.
     """
     q, k, v, dout = (x.double() for x in (*tensors, grad_out))
     groups = (k.shape[1], q.shape[1] // k.shape[1])
     k_of_q, v_of_q = (x.repeat_interleave(groups[1], dim=1) for x in (k, v))
     factor = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     p = (q @ k_of_q.mT * factor).masked_fill(~mask, -math.inf).softmax(-1).nan_to_num()
-    delta = (dout * expected[0].to(tensors[0].dtype)).sum(-1, keepdim=True)
-    ds = p * (dout @ v_of_q.mT - delta) * factor
-    dk = (ds.mT @ q).unflatten(1, groups).sum(2)
-    return tuple(x.to(tensors[0].dtype) for x in (expected[0], ds @ k_of_q, dk, expected[3]))
-
-
-def less_accurate(x: Tensor, y: Tensor, expected: Tensor) -> Tensor:
-    """The one whose largest error is larger."""
-    errors = [(z.double() - expected).abs().max().item() if z.numel() else 0.0 for z in (x, y)]
-    return x if errors[0] >= errors[1] else y
+    ds = p * (dout * (p @ v_of_q - got[0].double())).sum(-1, keepdim=True) * factor
+    dq, dk = ds @ k_of_q, (ds.mT @ q).unflatten(1, groups).sum(2)
+    return got[0], (got[1].double() - dq).to(got[1].dtype), (got[2].double() - dk).to(got[2].dtype), got[3]
 
 
 @pytest.mark.parametrize("case", OURS, ids=lambda case: case.name)
@@ -131,8 +125,7 @@ def test_results(
     assert (ours, pytorchs) == (2, 0)
     options: dict[str, Any] = {"attn_mask": mask, "scale": case.scale, "enable_gqa": case.nheads != case.nheads_k}
     expected, pytorch = (run(tensors, grad_out, **options) for run in (exact, by_math))
-    flash = from_rounded_out(tensors, grad_out, expected, mask, case.scale)
-    pytorch = tuple(map(less_accurate, pytorch, flash, expected))
+    got = without_rounding_of_out(got, tensors, grad_out, mask, case.scale)
     assert_as_accurate(f"{case}, {described_seed}", got, expected, pytorch, type_)
     rows = lse[0].squeeze(-1) if lse[0].dim() == 4 else lse[0][..., : case.seqlen_q]
     torch.testing.assert_close(rows.double(), exact_lse(q, k, mask, case.scale), atol=1e-4, rtol=1e-4)

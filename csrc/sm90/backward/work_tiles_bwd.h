@@ -93,8 +93,8 @@ public:
     // The place of a head of WorkTile: batch index (variable lengths: 0) and head of dK and dV.
     FLASH_HOST_DEVICE void by_sequence(int &bidb, int &bidh_dkv, int head) const { by_heads(bidb, bidh_dkv, head); }
 
-    // number: of a CTA. Every CTA begins with this, so the steady state takes few operations. In uniform registers,
-    // which have a longer latency, they would take three times as long.
+    // number: of a CTA. Every CTA begins with this, so the steady state takes few operations. They run in ordinary
+    // registers, because uniform ones have a longer latency.
     FLASH_HOST_DEVICE WorkTile at(int number) const {
         const int after_first = number - first_steady;
         if (after_first >= 0 && after_first < steady_groups * (steady_compute + steady_others)) {
@@ -154,8 +154,8 @@ private:
                                         : of_rows(Phase::convert, first_converted + part.position - prepared);
     }
 
-    // A position among the work tiles of compute and the others of a group, of which the fewer end a round of `stride`
-    // work tiles: a position among one of these.
+    // The work tiles of a group come in rounds of `stride`. The last one of a round is of the kind that has fewer: of
+    // compute, or of the other phases. Part: the kind of a work tile, and its position among those of its kind.
     struct Part {
         bool is_compute;
         int position;
