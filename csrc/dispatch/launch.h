@@ -51,6 +51,26 @@ void reserve_smem(Kernel *kernel, int smem) {
     }
 }
 
+// A launch in clusters of `cluster` CTAs.
+template <typename... Parameters, typename... Args>
+void launch_in_clusters(void (*kernel)(Parameters...), unsigned grid, int cluster, int threads, int smem,
+                        cudaStream_t stream, const char *what, const Args &...args) {
+    cudaLaunchConfig_t config{};
+    cudaLaunchAttribute attribute{};
+    config.gridDim = dim3(grid);
+    config.blockDim = dim3(static_cast<unsigned>(threads));
+    config.dynamicSmemBytes = static_cast<size_t>(smem);
+    config.stream = stream;
+    if (cluster > 1) {
+        attribute.id = cudaLaunchAttributeClusterDimension;
+        attribute.val.clusterDim.x = static_cast<unsigned>(cluster);
+        attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+        config.attrs = &attribute;
+        config.numAttrs = 1;
+    }
+    check_cuda(cudaLaunchKernelEx(&config, kernel, args...), what);
+}
+
 // A launch in clusters of `cluster` CTAs along y. On Hopper and later the launch is programmatic: the kernel may be
 // scheduled before the kernel ahead of it in the stream has ended, and waits for it itself.
 struct ProgrammaticLaunch {

@@ -2,6 +2,7 @@
 // dS to shared memory.
 #pragma once
 
+#include "cta_pair_bwd.h"
 #include "dispatch/kind.h"
 #include "dq_tile.h"
 #include "scores_bwd.h"
@@ -16,8 +17,9 @@ __device__ __forceinline__ void clear_oob_keys(const ColumnBlock<Traits, kKind> 
                                                int key_offset, int warpgroup) {
     const int rows = block.seqlen_k - block.first_key() - key_offset;
     if (may_be_varlen(kKind) && rows < Traits::kKeys) {
-        Tensor sK = make_tensor(make_smem_ptr(smem), take<0, 2>(typename Tiles::SmemLayoutKV{}));  // (BLK_N, HD)
-        Tensor sK_own = local_tile(sK, typename Tiles::TiledKV{}, make_coord(key_offset / Traits::kKeys, 0));
+        Tensor sK = make_tensor(make_smem_ptr(smem), take<0, 2>(typename Tiles::SmemLayoutKV{}));  // (keys, HD)
+        Tensor sK_own =
+            local_tile(sK, typename Tiles::TiledKV{}, make_coord(Traits::kSplitsKeys ? warpgroup : 0, 0));
         clear_rows_from(rows, sK_own, warpgroup);
     }
 }
@@ -48,7 +50,7 @@ protected:
     typename Traits::SharedStorage &shared;
     const ColumnBlock<Traits, kKind> &block;
     const int warpgroup;   // of the consumers
-    const int key_offset;  // of the first of its keys in the CTA's
+    const int key_offset;  // of the first of its keys in the key block
     const ScoresBwd<Traits, kKind> scores;
     Step step;
     int steps_left;
@@ -64,7 +66,7 @@ public:
           shared(shared),
           block(block),
           warpgroup(warpgroup),
-          key_offset(Traits::kSplitsKeys ? warpgroup * kKeys : 0),
+          key_offset(first_key_of_consumer<Traits>(warpgroup)),
           scores(params, block, block.first_key() + key_offset, bias_of(shared)),
           step(block),
           steps_left(block.num_steps()),
@@ -92,6 +94,9 @@ protected:
         return make_tensor(make_smem_ptr(smem), typename Tiles::template SmemLayoutQt<kStages>{});
     }
 
+    // Of 64 keys, in the tiles of the CTA.
+    __device__ __forceinline__ int tile_of_cta() const { return Traits::kSplitsKeys ? warpgroup : 0; }
+
     __device__ __forceinline__ void advance_step() {
         q_state.advance();
         dout_state.advance();
@@ -104,9 +109,9 @@ protected:
                                                  TensorS &acc) const {
         constexpr bool kAccumulates = !std::is_same_v<TiledMma, TiledMmaSdP>;
         Tensor sK = make_tensor(make_smem_ptr(operand_of_loop<Traits>(smem_k)),
-                                take<0, 2>(typename Tiles::SmemLayoutKV{}));  // (BLK_N, HD)
+                                take<0, 2>(typename Tiles::SmemLayoutKV{}));  // (keys, HD)
         Tensor sQ = tiles<Tiles, kStages>(smem_q);
-        Tensor sK_own = local_tile(sK, typename Tiles::TiledKV{}, make_coord(key_offset / kKeys, 0));  // (64, HD)
+        Tensor sK_own = local_tile(sK, typename Tiles::TiledKV{}, make_coord(tile_of_cta(), 0));  // (64, HD)
         auto thr_mma = TiledMma{}.get_slice(int(threadIdx.x % 128));
         Tensor tSrK = thr_mma.make_fragment_A(thr_mma.partition_A(sK_own));                    // (MMA, MMA_M, MMA_K)
         Tensor tSrQ = thr_mma.make_fragment_B(thr_mma.partition_B(sQ))(_, _, _, state.stage);  // (MMA, MMA_N, MMA_K)
@@ -129,8 +134,8 @@ protected:
     __device__ __forceinline__ auto load_V() const {
         using TiledMma = typename Traits::TiledMmadP;
         Tensor sV = as_position_independent_swizzle_tensor(
-            make_tensor(make_smem_ptr(shared.v), take<0, 2>(typename TilesdOV::SmemLayoutKV{})));         // (BLK_N, HD)
-        Tensor sV_own = local_tile(sV, typename TilesdOV::TiledKV{}, make_coord(key_offset / kKeys, 0));  // (64, HD)
+            make_tensor(make_smem_ptr(shared.v), take<0, 2>(typename TilesdOV::SmemLayoutKV{})));    // (keys, HD)
+        Tensor sV_own = local_tile(sV, typename TilesdOV::TiledKV{}, make_coord(tile_of_cta(), 0));  // (64, HD)
         auto rV = TiledMma{}.get_slice(scores.thread).partition_fragment_A(sV_own);
         auto copies = make_tiled_copy_A(Copy_Atom<SM75_U32x4_LDSM_N, Element>{}, TiledMma{});
         auto of_thread = copies.get_slice(scores.thread);
@@ -169,33 +174,54 @@ protected:
         using TileDSt = Shape<Int<kKeys>, Int<kBlockM>>;
         Tensor sdSt = make_tensor(make_smem_ptr(shared.ds), typename Traits::SmemLayoutdSt{});  // (BLK_N, BLK_M, stage)
         Tensor sQt = transposed_tiles<TilesQK, Traits::kStagesQ>(shared.q);
-        Tensor sdSt_own = local_tile(sdSt(_, _, ds_stage), TileDSt{}, make_coord(key_offset / kKeys, _0{}));
+        Tensor sdSt_own = local_tile(sdSt(_, _, ds_stage), TileDSt{}, make_coord(tile_of_cta(), _0{}));
         auto thr_mma = TiledMmadK{}.get_slice(int(threadIdx.x % 128));
         Tensor tdKrdSt = thr_mma.make_fragment_A(thr_mma.partition_A(sdSt_own));                  // (MMA, MMA_M, MMA_K)
         Tensor tdKrQt = thr_mma.make_fragment_B(thr_mma.partition_B(sQt))(_, _, _, state.stage);  // (MMA, MMA_N, MMA_K)
         issue<TiledMmadK>(accumulates, tdKrdSt, tdKrQt, acc);
     }
 
-    // Rounded dS^T goes to shared memory as dS [queries, keys], in pieces of 8 x 8 that stmatrix transposes. Returns
-    // its stage. Consumers that compute dQ need not wait for an empty stage: each waits for the other's dS of the step
-    // before, and the other has sent that after it finished with the stage that is written here.
-    template <typename TensorD>
-    __device__ __forceinline__ auto send_ds(const TensorD &rdS) {
-        static_assert(Traits::kStagesdS >= 2);
-        if constexpr (!Traits::kConsumersComputeDq) {
-            ds_state.acquire(shared.ds_barriers);
-        }
+    // Rounded P^T or dS^T goes to the stage of dS as [queries, keys], in pieces of 8 x 8 that stmatrix transposes. Lane
+    // l holds the address of row l % 8 of piece l / 8. Two pieces lie along the keys, two along the queries.
+    static constexpr int kSixteenQueries = 16 * 64;  // elements: the swizzle repeats after 8 rows
+    __device__ __forceinline__ Element *place_of_lane() const {
         Tensor sdS = make_tensor(make_smem_ptr(shared.ds), typename Traits::SmemLayoutdS{});  // (BLK_M, BLK_N, stage)
-        const auto *words = reinterpret_cast<const uint32_t *>(rdS.data());
         const int lane = scores.thread % 32, warp = scores.thread / 32;
-        // Lane l holds the address of row l % 8 of piece l / 8. Two pieces lie along the keys, two along the queries.
-        Element *target = &sdS(lane / 16 * 8 + lane % 8, key_offset + warp * 16 + lane / 8 % 2 * 8, ds_state.stage);
-        constexpr int kEightQueries = 8 * 64;  // elements: the swizzle repeats after 8 rows
+        return &sdS(lane / 16 * 8 + lane % 8, key_offset + warp * 16 + lane / 8 % 2 * 8, ds_state.stage);
+    }
+    template <typename TensorD>
+    __device__ __forceinline__ void store_transposed(const TensorD &rdS) const {
+        const auto *words = reinterpret_cast<const uint32_t *>(rdS.data());
+        Element *target = place_of_lane();
         CUTE_UNROLL
         for (int i = 0; i < kBlockM / 16; ++i) {
             SM90_U16x8_STSM_T::copy(words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3],
-                                    *reinterpret_cast<uint128_t *>(target + i * 2 * kEightQueries));
+                                    *reinterpret_cast<uint128_t *>(target + i * kSixteenQueries));
         }
+    }
+
+    __device__ __forceinline__ Operand load_transposed() const {
+        Operand result;
+        auto *words = reinterpret_cast<uint32_t *>(result.data());
+        const Element *source = place_of_lane();
+        CUTE_UNROLL
+        for (int i = 0; i < kBlockM / 16; ++i) {
+            SM75_U16x8_LDSM_T::copy(*reinterpret_cast<const uint128_t *>(source + i * kSixteenQueries), words[4 * i],
+                                    words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]);
+        }
+        return result;
+    }
+
+    // Rounded dS^T goes to shared memory. Returns its stage. Consumers that compute dQ need not wait for an empty stage:
+    // each waits for the other's dS of the step before, and the other has sent that after it finished with the stage
+    // that is written here. In a pair of CTAs, consumer 0 has waited before it wrote P there.
+    template <typename TensorD>
+    __device__ __forceinline__ auto send_ds(const TensorD &rdS) {
+        static_assert(Traits::kStagesdS >= 2 || Traits::kCtas > 1);
+        if constexpr (!Traits::kConsumersComputeDq && Traits::kCtas == 1) {
+            ds_state.acquire(shared.ds_barriers);
+        }
+        store_transposed(rdS);
         cutlass::arch::fence_view_async_shared();  // before wgmma reads it
         __syncwarp();
         if (cute::elect_one_sync()) {

@@ -57,10 +57,28 @@ struct DqTile {
         Tensor sKt = make_tensor(make_smem_ptr(smem_k), typename Traits::SmemLayoutKt{});  // (HD, BLK_N)
         Tensor sdS_rows = local_tile(sdS(_, _, ds_stage), TileDS{}, make_coord(tile / kColumnTiles, _0{}));
         Tensor sKt_columns = local_tile(sKt, TileK{}, make_coord(tile % kColumnTiles, _0{}));
-        auto thr_mma = TiledMma{}.get_slice(int(threadIdx.x % 128));
-        Tensor tdQrdS = thr_mma.make_fragment_A(thr_mma.partition_A(sdS_rows));     // (MMA, MMA_M, MMA_K)
-        Tensor tdQrKt = thr_mma.make_fragment_B(thr_mma.partition_B(sKt_columns));  // (MMA, MMA_N, MMA_K)
-        sm90::issue<TiledMma>(/*accumulates=*/false, tdQrdS, tdQrKt, acc);
+        multiply(/*accumulates=*/false, sdS_rows, sKt_columns, acc);
+    }
+
+    // A pair of CTAs, each with a tile of a step. Issues its part of 64 keys: those of the CTA, or of the other one.
+    template <typename TensorDq>
+    __device__ __forceinline__ static void issue_part(bool of_peer, typename Traits::SharedStorage &shared,
+                                                      int ds_stage, int rank, TensorDq &acc) {
+        using TileDS = Shape<_64, Int<Traits::kKeysOfCta>>;
+        using TileK = Shape<Int<kColumns>, Int<Traits::kKeysOfCta>>;
+        static_assert(kColumns == Traits::kColumnsOfCta);
+        auto *smem_ds = operand_of_loop<Traits>(&shared.ds[0]);
+        Tensor sdS = make_tensor(make_smem_ptr(smem_ds), typename Traits::SmemLayoutdS{});  // (BLK_M, BLK_N, stage)
+        Tensor sdS_keys = local_tile(sdS(_, _, ds_stage), TileDS{}, make_coord(_0{}, of_peer ? 1 - rank : rank));
+        if (of_peer) {
+            auto *smem_k = operand_of_loop<Traits>(&shared.k_of_peer[0]);
+            multiply(/*accumulates=*/true, sdS_keys,
+                     make_tensor(make_smem_ptr(smem_k), typename Traits::SmemLayoutKtOfPeer{}), acc);
+        } else {
+            auto *smem_k = operand_of_loop<Traits>(&shared.k[0]);
+            Tensor sKt = make_tensor(make_smem_ptr(smem_k), typename Traits::SmemLayoutKt{});  // (HD, BLK_N)
+            multiply(/*accumulates=*/false, sdS_keys, local_tile(sKt, TileK{}, make_coord(rank, _0{})), acc);
+        }
     }
 
     // Tile `tile` of a step in the accumulator in global memory.
@@ -91,6 +109,17 @@ struct DqTile {
     template <typename TensorDq>
     __device__ __forceinline__ static float4 vector(const TensorDq &acc, int i) {
         return make_float4(acc(4 * i), acc(4 * i + 1), acc(4 * i + 2), acc(4 * i + 3));
+    }
+
+private:
+    // acc = dS K, or acc += dS K: dS (row, key) and K^T (column, key) in shared memory.
+    template <typename TensorDs, typename TensorKt, typename TensorDq>
+    __device__ __forceinline__ static void multiply(bool accumulates, const TensorDs &sdS, const TensorKt &sKt,
+                                                    TensorDq &acc) {
+        auto thr_mma = TiledMma{}.get_slice(int(threadIdx.x % 128));
+        Tensor tdQrdS = thr_mma.make_fragment_A(thr_mma.partition_A(sdS));  // (MMA, MMA_M, MMA_K)
+        Tensor tdQrKt = thr_mma.make_fragment_B(thr_mma.partition_B(sKt));  // (MMA, MMA_N, MMA_K)
+        sm90::issue<TiledMma>(accumulates, tdQrdS, tdQrKt, acc);
     }
 };
 

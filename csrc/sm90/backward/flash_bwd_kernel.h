@@ -152,8 +152,9 @@ __device__ __forceinline__ void store_dv(const Flash_bwd_params &params, typenam
 // ---- the kernel
 
 template <typename Traits, Kind kKind>
-using ProducerOf =
-    std::conditional_t<Traits::kConsumersComputeDq, CopyProducer<Traits, kKind>, DqProducer<Traits, kKind>>;
+using ProducerOf = std::conditional_t<
+    Traits::kConsumersComputeDq, CopyProducer<Traits, kKind>,
+    std::conditional_t<(Traits::kCtas > 1), PairProducer<Traits, kKind>, DqProducer<Traits, kKind>>>;
 
 // The part of a consumer in one block of keys of one head of dK and dV.
 template <typename Traits, Kind kKind>
@@ -172,17 +173,17 @@ __device__ __forceinline__ void compute_dk_dv_1colblock(const Flash_bwd_params &
         AccumulatorV acc_dv;
         KeyConsumer<Traits, kKind> consumer(params, shared, block, warpgroup, done);
         consumer.run(acc_dk, acc_dv);
-        store_dk(params, shared, block, acc_dk, warpgroup * Traits::kKeys);
-        store_dv(params, shared, block, acc_dv, warpgroup * Traits::kKeys);
+        store_dk(params, shared, block, acc_dk, first_key_of_consumer<Traits>(warpgroup));
+        store_dv(params, shared, block, acc_dv, first_key_of_consumer<Traits>(warpgroup));
         consumer.release_V();
     } else if (warpgroup == 0) {
         AccumulatorV acc_dv;
         ProductConsumer<Traits, kKind>(params, shared, block, warpgroup, done).run_dv(acc_dv);
-        store_dv(params, shared, block, acc_dv, 0);
+        store_dv(params, shared, block, acc_dv, first_key_of_consumer<Traits>(warpgroup));
     } else {
         AccumulatorK acc_dk;
         ProductConsumer<Traits, kKind>(params, shared, block, warpgroup, done).run_dk(acc_dk);
-        store_dk(params, shared, block, acc_dk, 0);
+        store_dk(params, shared, block, acc_dk, first_key_of_consumer<Traits>(warpgroup));
     }
 }
 
@@ -198,7 +199,13 @@ __device__ __forceinline__ void init_barriers(typename Traits::SharedStorage &sh
     if constexpr (may_be_varlen(kKind)) {
         shared.oob_copy_barrier.init(/*arrive_count=*/2);  // for Q with lse, and for dO with delta
     }
-    shared.ds_barriers.init(/*warps=*/kWarps, /*writers=*/kOfProduct);
+    shared.ds_barriers.init(/*warps=*/kWarps * Traits::kCtas, /*writers=*/kOfProduct);
+    if constexpr (Traits::kCtas > 1) {
+        shared.k_of_peer_barriers.init(/*warps=*/kWarps);
+        for (auto &full : shared.ds_of_peer_full) {
+            full.init(/*arrive_count=*/1);
+        }
+    }
     shared.p_barriers.init(/*warps=*/kWarps, /*writers=*/kWarps);
     for (auto &full : shared.dropout_bits_full) {
         full.init(kWarps);
@@ -248,7 +255,7 @@ __device__ __forceinline__ void compute_dq_dk_dv(const Flash_bwd_params &params,
         int *computed = params.dq_accum == nullptr ? nullptr : counts.computed(tile.head);
         const auto wait_for_statistics = [&] {
             if (threadIdx.x % 32 == 0) {
-                counts.wait(counts.preprocessed(tile.head), order.preprocess());
+                counts.wait(counts.preprocessed(tile.head), order.preprocess() * Traits::kCtas);
             }
             __syncwarp();
             fence_copies_from_global();
@@ -281,7 +288,7 @@ __device__ __forceinline__ void compute_dq_dk_dv(const Flash_bwd_params &params,
     }
 }
 
-// CTAs take the numbers of their work tiles when they start. A work tile waits only for smaller numbers, and their CTAs
+// CTAs, or clusters, take the numbers of their work tiles when they start. A work tile waits only for smaller numbers, and their CTAs
 // have started: in whichever order the GPU starts CTAs, none waits for one that cannot start (deadlock). Nothing but
 // the number passes between CTAs here, so the atomic is relaxed.
 template <typename Traits, Kind kKind>
@@ -299,11 +306,11 @@ __global__ void __launch_bounds__(Traits::kNThreads, 1)
         prefetch_tma_descriptor(copies.v.get_tma_descriptor());
         init_barriers<Traits, kKind>(shared);
     }
-    if (threadIdx.x == 0) {
+    if (threadIdx.x == 0 && rank_in_cluster<Traits>() == 0) {
         shared.number = atomicAdd(counts.taken(), 1);
     }
-    __syncthreads();                          // every thread sees the barriers and the number
-    WorkTile tile = order.at(shared.number);  // the same in all lanes
+    sync_ctas<Traits>();                                          // every thread sees the barriers and the number
+    WorkTile tile = order.at(of_first_cta<Traits>(shared.number));  // the same in all lanes
     const Phase phase = static_cast<Phase>(uniform(static_cast<int>(tile.phase)));
     if (may_be_varlen(kKind)) {  // the load warp's registers are few
         tile.head = uniform(tile.head);
@@ -317,9 +324,12 @@ __global__ void __launch_bounds__(Traits::kNThreads, 1)
         using Convert = ConvertDq<Traits, kKind>;
         Convert(params, order, tile)
             .run(reinterpret_cast<typename Convert::SharedStorage &>(smem), counts, tile.head,
-                 order.compute() * ProducerOf<Traits, kKind>::kWarpsThatAdd);
+                 order.compute() * ProducerOf<Traits, kKind>::kWarpsThatAdd * Traits::kCtas);
     } else {
         compute_dq_dk_dv<Traits, kKind>(params, copies, shared, counts, order, tile);
+    }
+    if constexpr (Traits::kCtas > 1) {
+        sync_ctas<Traits>();  // shared memory outlives the accesses of the other CTA
     }
 }
 

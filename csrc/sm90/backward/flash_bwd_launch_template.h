@@ -51,8 +51,8 @@ int interleaved_heads(const Flash_bwd_params &params, const RowBlocks &key_block
     const bool is_in_order = params.dq_semaphore != nullptr;
     const int per_head =
         is_in_order ? key_blocks.per_sequence() : KeyBlockGroups(key_blocks.per_head, group_size).count;
-    const int sms = device_properties().sm_count;
-    int ctas;  // of the heads, in phase compute
+    const int sms = device_properties().sm_count / Traits::kCtas;  // for clusters
+    int ctas;  // of the heads, in phase compute; or clusters
     if (is_in_order) {
         // As many as run at the same time: a CTA starts well after the one of the same sequence that it waits for.
         // Where the producer adds dQ and passes the order on a step later: twice as many for long sequences. Then half
@@ -102,7 +102,8 @@ void launch_flash_bwd(const Flash_bwd_params &given, cudaStream_t stream) {
     const int group_size = key_blocks_of_cta<Traits, kKind>(params, blocks);
     params.interleaved_heads = interleaved_heads<Traits, kKind>(params, blocks, group_size);
     check_grid(padded_rows(params), "batch * nheads * query rows");
-    const int64_t grid = WorkOrder::count(params, blocks, Traits::kRowsPerTile, group_size);
+    constexpr int kRowsPerTile = Traits::kCtas * Traits::kRowsPerTile;
+    const int64_t grid = Traits::kCtas * WorkOrder::count(params, blocks, kRowsPerTile, group_size);
     check_grid(grid, "batch * nheads * (blocks of keys + blocks of query rows)");
     if (trace_enabled()) {
         trace("flash_bwd_kernel",
@@ -112,10 +113,9 @@ void launch_flash_bwd(const Flash_bwd_params &given, cudaStream_t stream) {
     }
     auto kernel = &flash_bwd_kernel<Traits, kKind>;
     reserve_smem(kernel, Traits::kSmemSize);
-    kernel<<<static_cast<unsigned>(grid), Traits::kNThreads, Traits::kSmemSize, stream>>>(
-        params, make_copies_bwd<Traits>(params),
-        WorkOrder(params, blocks, Traits::kRowsPerTile, is_local(kKind), group_size));
-    check_cuda(cudaGetLastError(), "launching flash_bwd_kernel");
+    const WorkOrder order(params, blocks, kRowsPerTile, is_local(kKind), group_size);
+    launch_in_clusters(kernel, static_cast<unsigned>(grid), Traits::kCtas, Traits::kNThreads, Traits::kSmemSize, stream,
+                       "launching flash_bwd_kernel", params, make_copies_bwd<Traits>(params), order);
 }
 
 template <DType kDType, int kHeadDim, Kind kKind>
@@ -125,6 +125,13 @@ void run_flash_bwd(const Flash_bwd_params &params, cudaStream_t stream) {
             launch_flash_bwd<
                 Flash_bwd_kernel_traits<kDType, kHeadDim, Factors::none, kMaxHeadDimVLatent, TileSizesBwdLatent>,
                 kKind>(params, stream);
+            return;
+        }
+    }
+    if constexpr (has_cta_pair_bwd(kHeadDim, kKind)) {
+        if (params.dq_accum != nullptr && params.dq_semaphore == nullptr) {
+            launch_flash_bwd<Flash_bwd_kernel_traits<kDType, kHeadDim, Factors::none, kHeadDim, TileSizesBwdPair>,
+                             kKind>(params, stream);
             return;
         }
     }

@@ -35,15 +35,17 @@ enum class DsIn { registers, shared_memory };
 // kBlockM: query rows of a step.
 // kStagesQ, kStagesdO, kStagesdS: stages of the pipelines.
 // kDqColumns: dQ is multiplied in tiles of 64 rows and this many columns.
+// kCtas: CTAs of a cluster that share a key block (cta_pair_bwd.h).
 // kProducerRegisters, kConsumerRegisters: setmaxnreg, for the producer warpgroup and each of two consumers. A launch of
 // 384 threads gets 3 * 168 = 504; with more, the kernel would wait for ever. With a dropout warpgroup see
 // Flash_bwd_kernel_traits::kConsumerRegisters.
-// kRowsPerTile: query rows of a work tile of preprocess or convert.
+// kRowsPerTile: query rows of a CTA in preprocess or convert.
 template <int kHeadDim>
 struct TileSizesBwd;
 
 template <>
 struct TileSizesBwd<64> {
+    static constexpr int kCtas = 1;
     static constexpr BwdSplit kSplit = BwdSplit::keys;
     static constexpr DqBy kDqBy = DqBy::consumers;
     static constexpr DsIn kDsIn = DsIn::shared_memory;
@@ -56,6 +58,7 @@ struct TileSizesBwd<64> {
 
 template <>
 struct TileSizesBwd<96> {
+    static constexpr int kCtas = 1;
     static constexpr BwdSplit kSplit = BwdSplit::keys;
     static constexpr DqBy kDqBy = DqBy::producer;
     static constexpr DsIn kDsIn = DsIn::shared_memory;
@@ -68,6 +71,7 @@ struct TileSizesBwd<96> {
 
 template <>
 struct TileSizesBwd<128> {
+    static constexpr int kCtas = 1;
     static constexpr BwdSplit kSplit = BwdSplit::keys;
     static constexpr DqBy kDqBy = DqBy::consumers;
     static constexpr DsIn kDsIn = DsIn::registers;
@@ -80,6 +84,7 @@ struct TileSizesBwd<128> {
 
 template <>
 struct TileSizesBwd<192> {
+    static constexpr int kCtas = 1;
     static constexpr BwdSplit kSplit = BwdSplit::products;
     static constexpr DqBy kDqBy = DqBy::producer;
     static constexpr DsIn kDsIn = DsIn::registers;
@@ -93,8 +98,17 @@ struct TileSizesBwd<192> {
 template <>
 struct TileSizesBwd<256> : TileSizesBwd<192> {};
 
+// Two CTAs with 64 keys each, which exchange dS: each multiplies half of the columns of dQ (has_cta_pair_bwd).
+struct TileSizesBwdPair : TileSizesBwd<192> {
+    static constexpr int kCtas = 2;
+    static constexpr int kStagesdS = 1;
+    static constexpr int kDqColumns = 128;
+    static constexpr int kProducerRegisters = 104, kConsumerRegisters = 200;
+};
+
 // Multi-head latent attention (has_latent_bwd).
 struct TileSizesBwdLatent {
+    static constexpr int kCtas = 1;
     static constexpr BwdSplit kSplit = BwdSplit::keys;
     static constexpr DqBy kDqBy = DqBy::consumers;
     static constexpr DsIn kDsIn = DsIn::shared_memory;
@@ -104,6 +118,11 @@ struct TileSizesBwdLatent {
     static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
     static constexpr int kRowsPerTile = 256;
 };
+
+// Calls for which two CTAs share a key block, if dQ is added in no order (TileSizesBwdPair).
+constexpr bool has_cta_pair_bwd(int headdim, Kind kind) {
+    return headdim == 256 && (kind == Kind::full || kind == Kind::local || kind == Kind::varlen);
+}
 
 // Head dims whose kind general has three kernels, for no factors, a cap and dropout (Factors): a kernel without a
 // feature needs fewer registers, and only the kernel with dropout has a warpgroup for it. The other head dims have one
@@ -150,7 +169,9 @@ struct Flash_bwd_kernel_traits {
     static constexpr bool kConsumersComputeDq = TileSize::kDqBy == DqBy::consumers;
     static constexpr int kConsumers = 2;
     static constexpr int kKeys = 64;  // keys of a consumer warpgroup: the m64 of wgmma
-    static constexpr int kBlockN = kSplitsKeys ? kConsumers * kKeys : kKeys;    // keys of a key block
+    static constexpr int kCtas = TileSize::kCtas;
+    static constexpr int kKeysOfCta = kSplitsKeys ? kConsumers * kKeys : kKeys;
+    static constexpr int kBlockN = kCtas * kKeysOfCta;                          // keys of a key block
     static constexpr bool kHasDropoutWarpgroup = kFactors == Factors::dropout;  // draws its bits
     static constexpr int kNThreads = 128 * (kConsumers + 1 + kHasDropoutWarpgroup);
     // The descriptors of the operands that stay in shared memory are more than the uniform registers.
@@ -194,7 +215,7 @@ struct Flash_bwd_kernel_traits {
     struct Tiles {
         static constexpr int kColumns = kColumns_;
         using TileQ = Shape<Int<kBlockM>, Int<kColumns>>;
-        using TileKV = Shape<Int<kBlockN>, Int<kColumns>>;
+        using TileKV = Shape<Int<kKeysOfCta>, Int<kColumns>>;
         using TiledKV = Shape<Int<kKeys>, Int<kColumns>>;  // of a consumer
         using TiledMmadKV = decltype(make_tiled_mma(
             GMMA::rs_op_selector<Element, Element, float, Shape<Int<kKeys>, Int<kColumns>, Int<kBlockM>>,
@@ -209,7 +230,7 @@ struct Flash_bwd_kernel_traits {
                         Stride<Int<kBlockM>, _1, Int<kBlockM * kColumns>>{})));  // (column, query, stage)
         // Places of the elements of a tile of Q or dO (BLK_M, HD, 1), counted from its first one.
         using PlacesInQ = decltype(as_position_independent_swizzle_layout(SmemLayoutQ<1>{}));
-        using SmemLayoutKV = decltype(tile_to_shape(SmemLayoutAtom{}, Shape<Int<kBlockN>, Int<kColumns>, _1>{}));
+        using SmemLayoutKV = decltype(tile_to_shape(SmemLayoutAtom{}, Shape<Int<kKeysOfCta>, Int<kColumns>, _1>{}));
         using TmaQ = TmaLoad<Element, decltype(take<0, 2>(SmemLayoutQ<1>{})), TileQ>;
         using TmaKV = TmaLoad<Element, decltype(take<0, 2>(SmemLayoutKV{})), TileKV>;
     };
@@ -217,7 +238,15 @@ struct Flash_bwd_kernel_traits {
     using TilesdOV = Tiles<kHeadDimV>;
     using SmemLayoutKt = decltype(composition(
         take<0, 2>(typename TilesQK::SmemLayoutKV{}),
-        make_layout(Shape<Int<kHeadDim>, Int<kBlockN>>{}, Stride<Int<kBlockN>, _1>{})));  // (headdim, key)
+        make_layout(Shape<Int<kHeadDim>, Int<kKeysOfCta>>{}, Stride<Int<kKeysOfCta>, _1>{})));  // (headdim, key)
+    // A pair of CTAs: the columns of K that a CTA multiplies with dS, of the other one's keys.
+    static constexpr int kColumnsOfCta = kHeadDim / kCtas;
+    using TileKOfPeer = Shape<Int<kKeysOfCta>, Int<kColumnsOfCta>>;
+    using SmemLayoutKOfPeer =
+        decltype(tile_to_shape(SmemLayoutAtom{}, Shape<Int<kKeysOfCta>, Int<kColumnsOfCta>, _1>{}));
+    using SmemLayoutKtOfPeer = decltype(composition(
+        take<0, 2>(SmemLayoutKOfPeer{}),
+        make_layout(Shape<Int<kColumnsOfCta>, Int<kKeysOfCta>>{}, Stride<Int<kKeysOfCta>, _1>{})));  // (column, key)
     // dS [queries, keys]: each consumer's 64 keys are contiguous.
     using SmemLayoutdS = decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{},
                                                 Shape<Int<kBlockM>, Int<kBlockN>, Int<kStagesdS>>{}));
@@ -245,12 +274,13 @@ struct Flash_bwd_kernel_traits {
     using BiasTile = sm90::BiasTile<Element, PlacesOfKeys<kBlockM>>;
     static constexpr bool kStagesBias = kHasBias && kHeadDim != 256;
     struct SharedStorageWithoutBias {
-        alignas(kAlignment) Element k[kBlockN * kHeadDim];
-        alignas(kAlignment) Element v[kBlockN * kHeadDimV];
+        alignas(kAlignment) Element k[kKeysOfCta * kHeadDim];
+        alignas(kAlignment) Element v[kKeysOfCta * kHeadDimV];
         alignas(kAlignment) Element q[kStagesQ * kBlockM * kHeadDim];
         alignas(kAlignment) Element dout[kStagesdO * kBlockM * kHeadDimV];
         alignas(kAlignment) Element ds[cosize_v<SmemLayoutdS>];
-        alignas(16) uint32_t p[kSplitsKeys ? 4 : kStagesdS * kWordsOfScores];  // P on its way between consumers
+        // P on its way between consumers. In a pair of CTAs it goes through the place of dS.
+        alignas(16) uint32_t p[kSplitsKeys || kCtas > 1 ? 4 : kStagesdS * kWordsOfScores];
         alignas(128) float dq[kConsumersComputeDq ? kTilesOfDq : 1][kConsumersComputeDq ? kTileOfDq : 4];
         alignas(16) float lse[kStagesQ][kBlockM];
         alignas(16) float delta[kStagesdO][kBlockM];
@@ -269,7 +299,14 @@ struct Flash_bwd_kernel_traits {
     struct SharedStorageWithBias : SharedStorageWithoutBias {
         alignas(16) Element bias[kSplitsKeys ? 4 * kConsumers : 4][BiasTile::kSize];
     };
-    using SharedStorage = std::conditional_t<kStagesBias, SharedStorageWithBias, SharedStorageWithoutBias>;
+    struct SharedStorageOfPair : SharedStorageWithoutBias {
+        alignas(kAlignment) Element k_of_peer[cosize_v<SmemLayoutKOfPeer>];
+        PipelineBarriers<1> k_of_peer_barriers;
+        cutlass::arch::ClusterTransactionBarrier ds_of_peer_full[kStagesdS];
+    };
+    using SharedStorage =
+        std::conditional_t<(kCtas > 1), SharedStorageOfPair,
+                           std::conditional_t<kStagesBias, SharedStorageWithBias, SharedStorageWithoutBias>>;
     static constexpr int kSmemSize = sizeof(SharedStorage);
     static constexpr int kSmemForRows =
         offsetof(SharedStorageWithoutBias, lse);  // bytes, for the phases preprocess and convert

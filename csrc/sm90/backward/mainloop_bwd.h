@@ -526,17 +526,29 @@ public:
     }
 
 private:
+    // P lies where dS of the same keys will: each warp of consumer 1 reads the words that it overwrites. So it is empty
+    // when dS is.
+    static constexpr bool kPIsInDs = Traits::kCtas > 1;
+
     __device__ __forceinline__ uint32_t *p_words() const { return shared.p + p_state.stage * Traits::kWordsOfScores; }
 
     // S becomes P, the A operand of dV. Consumer 1 finds in shared memory what dS needs of it. Q is not read any more.
     __device__ __forceinline__ Operand send_p(const Inputs &inputs, const VisibleScores &visible,
                                               const DropoutBits<Traits> &dropout_bits, Scores &acc_s) {
-        p_state.acquire(shared.p_barriers);
+        if constexpr (!kPIsInDs) {
+            p_state.acquire(shared.p_barriers);
+        }
         const auto lse = scores.load_statistics(shared.lse[q_state.stage]);
         const Probabilities p = scores.rounded_p(step, inputs, visible, scores.exchanged(dropout_bits), acc_s, lse);
-        CUTE_UNROLL
-        for (int i = 0; i < size(p.for_ds()) / 2; ++i) {
-            scores.store_pair(p_words(), i, scores.pair_of(p.for_ds(), i));
+        if constexpr (kPIsInDs) {
+            ds_state.acquire(shared.ds_barriers);
+            Base::store_transposed(p.for_ds());
+            ds_state.advance();
+        } else {
+            CUTE_UNROLL
+            for (int i = 0; i < size(p.for_ds()) / 2; ++i) {
+                scores.store_pair(p_words(), i, scores.pair_of(p.for_ds(), i));
+            }
         }
         __syncwarp();  // every lane has written its words
         Base::release(q_state, shared.q_barriers);
@@ -550,10 +562,16 @@ private:
     // dP becomes dS, the A operand of dK, and goes to the dQ warpgroup. dO is not read any more.
     __device__ __forceinline__ auto send_ds(const Scores &acc_ds) {
         p_state.wait(shared.p_barriers);
-        const uint32_t *words = p_words();
-        Operand rdS = scores.rounded_ds([&](int i) { return scores.load_pair(words, i); }, acc_ds,
-                                        scores.load_statistics(shared.delta[dout_state.stage]));
-        Base::release(p_state, shared.p_barriers);
+        Operand rdS;
+        if constexpr (kPIsInDs) {
+            const Operand p = Base::load_transposed();
+            rdS = scores.rounded_ds(p, acc_ds, scores.load_statistics(shared.delta[dout_state.stage]));
+        } else {
+            const uint32_t *words = p_words();
+            rdS = scores.rounded_ds([&](int i) { return scores.load_pair(words, i); }, acc_ds,
+                                    scores.load_statistics(shared.delta[dout_state.stage]));
+            Base::release(p_state, shared.p_barriers);
+        }
         p_state.advance();
         Base::release(dout_state, shared.dout_barriers);
         Base::send_ds(rdS);

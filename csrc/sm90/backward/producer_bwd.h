@@ -2,6 +2,7 @@
 #pragma once
 
 #include "consumer_bwd.h"
+#include "cta_pair_bwd.h"
 #include "dq_tile.h"
 #include "kernel_traits_bwd.h"
 #include "steps_bwd.h"
@@ -127,6 +128,37 @@ public:
         }
     }
 
+    // Does not wait: loads Q or dO of one more step, if any is left and their stages are empty.
+    __device__ __forceinline__ void load_if_empty() {
+        if (steps_left == 0) {
+            return;
+        }
+        if (!has_loaded_Q && q_state.is_empty(shared.q_barriers)) {
+            read_visible_keys();
+            copy_Q();
+            copy_lse();
+            has_loaded_Q = true;
+        }
+        if (has_loaded_Q && dout_state.is_empty(shared.dout_barriers)) {
+            copy_dO();
+            copy_delta();
+            complete_step();
+            has_loaded_Q = false;
+        }
+    }
+
+    // A pair of CTAs: the columns of K that this one multiplies with dS, of the other one's keys.
+    __device__ __forceinline__ void load_K_of_peer(int rank) {
+        if (block.num_steps() > 0 && cute::elect_one_sync()) {
+            constexpr int kBytes = size(typename Traits::TileKOfPeer{}) * sizeof(Element);
+            load_rows(copies.k, typename Traits::TileKOfPeer{},
+                      make_tensor(make_smem_ptr(shared.k_of_peer), typename Traits::SmemLayoutKOfPeer{}), 0,
+                      PipelineState<1>().expect(shared.k_of_peer_barriers, kBytes),
+                      first_row_of_K() + (1 - rank) * Traits::kKeysOfCta, head_of_K(),
+                      may_be_varlen(kKind) ? block.k_bidb : block.bidb, rank * Traits::kColumnsOfCta);
+        }
+    }
+
     __device__ __forceinline__ void load_rest() {
         while (steps_left > 0) {
             load_next();
@@ -147,6 +179,7 @@ private:
     LoaderStates<Traits> &states;
     VisibleBlock visible;               // key_ranges: of the step
     bool has_rows_without_key = false;  // attn_bias: the step
+    bool has_loaded_Q = false;          // load_if_empty: Q of the step
     PipelineState<Traits::kStagesQ> &q_state;
     PipelineState<Traits::kStagesdO> &dout_state;
 
@@ -174,17 +207,21 @@ private:
     template <typename Tiles>
     __device__ __forceinline__ void load_KV(const typename Tiles::TmaKV &tma, Element *smem,
                                             PipelineBarriers<1> &barriers) {
-        constexpr int kBytes = Traits::kBlockN * Tiles::kColumns * sizeof(Element);
-        const int head = params.h_h_k_ratio == 1 ? block.bidh : block.bidh / params.h_h_k_ratio;  // a division is slow
+        constexpr int kBytes = Traits::kKeysOfCta * Tiles::kColumns * sizeof(Element);
+        const int head = head_of_K();
         if (may_group_key_blocks<Traits, kKind>()) {
             states.kv.acquire(barriers);
         }
         if (cute::elect_one_sync()) {
             uint64_t &barrier = states.kv.expect(barriers, kBytes);
             load_rows(tma, typename Tiles::TileKV{}, make_tensor(make_smem_ptr(smem), typename Tiles::SmemLayoutKV{}),
-                      0, barrier, block.k_begin + block.first_key(), head,
+                      0, barrier, first_row_of_K() + rank_in_cluster<Traits>() * Traits::kKeysOfCta, head,
                       may_be_varlen(kKind) ? block.k_bidb : block.bidb);
         }
+    }
+    __device__ __forceinline__ int first_row_of_K() const { return block.k_begin + block.first_key(); }
+    __device__ __forceinline__ int head_of_K() const {
+        return params.h_h_k_ratio == 1 ? block.bidh : block.bidh / params.h_h_k_ratio;  // a division is slow
     }
 
     // key_ranges: reads what the step's rows see, once for each step.
@@ -503,6 +540,93 @@ private:
                 state.release(shared.ds_barriers);
             }
             Tile::add(Tile::target(params, block, step, tile), acc);
+        }
+    }
+};
+
+// DqBy::producer in a pair of CTAs. All four warps multiply the CTA's columns of dQ, and add them from registers.
+template <typename Traits, Kind kKind>
+class PairProducer {
+    using Block = ColumnBlock<Traits, kKind>;
+    using Loader = LoaderBwd<Traits, kKind>;
+    using Tile = DqTile<Traits>;
+    const Flash_bwd_params &params;
+    const typename Traits::Copies &copies;
+    typename Traits::SharedStorage &shared;
+    const ExchangeOfDs<Traits> exchange;
+    const int warp;
+
+public:
+    static constexpr int kWarpsThatAdd = 4;
+
+    __device__ PairProducer(const Flash_bwd_params &params, const typename Traits::Copies &copies,
+                            typename Traits::SharedStorage &shared)
+        : params(params), copies(copies), shared(shared), exchange(shared), warp(uniform(threadIdx.x / 32)) {}
+
+    // The arguments are those of CopyProducer::run.
+    template <typename ForEach, typename Wait, typename Done>
+    __device__ __forceinline__ void run(const ForEach &for_each_key_block, const Wait &wait_for_statistics,
+                                        const Done &done) {
+        for_each_key_block([&](const Block &block) { run(block, wait_for_statistics); });
+        __syncwarp();  // one lane's release covers what the others added
+        if (threadIdx.x % 32 == 0) {
+            done();
+        }
+    }
+
+private:
+    template <typename Wait>
+    __device__ __forceinline__ void run(const Block &block, const Wait &wait_for_statistics) {
+        LoaderStates<Traits> states;
+        Loader loader(params, copies, shared, block, states);
+        if (warp == 0) {
+            loader.load_first(wait_for_statistics);
+            loader.load_K_of_peer(exchange.rank);
+        }
+        int steps_left = block.num_steps();
+        if (steps_left > 0) {
+            PipelineState<1>().wait(shared.k_barriers);
+            PipelineState<1>().wait(shared.k_of_peer_barriers);
+            clear_oob_keys_of_peer(block);
+        }
+        PipelineState<Traits::kStagesdS> state;
+        for (Step step(block); steps_left > 0; --steps_left) {
+            wait_loading(loader, shared.ds_barriers.full[state.stage], state.phase);
+            if (warp == 1) {
+                exchange.send(state);
+            }
+            auto acc = Tile::accumulator();
+            const int stage = uniform(state.stage);
+            Tile::issue_part(/*of_peer=*/false, shared, stage, exchange.rank, acc);
+            wait_loading(loader, shared.ds_of_peer_full[state.stage], state.phase);
+            Tile::issue_part(/*of_peer=*/true, shared, stage, exchange.rank, acc);
+            wait_for<0>(acc);
+            exchange.release(state);
+            Tile::add(Tile::target(params, block, step, exchange.rank), acc);
+            state.advance();
+            step.advance(block);
+        }
+    }
+
+    // The load warp loads what it can while it waits.
+    __device__ __forceinline__ void wait_loading(Loader &loader, const cutlass::arch::ClusterBarrier &barrier,
+                                                 uint32_t phase) const {
+        if (warp != 0) {
+            barrier.wait(phase);
+            return;
+        }
+        while (!__all_sync(0xffffffffu, barrier.test_wait(phase))) {
+            loader.load_if_empty();
+        }
+    }
+
+    // Like clear_oob_keys().
+    __device__ __forceinline__ void clear_oob_keys_of_peer(const Block &block) const {
+        const int rows = block.seqlen_k - block.first_key() - exchange.peer * Traits::kKeysOfCta;
+        if (may_be_varlen(kKind) && rows < Traits::kKeysOfCta) {
+            Tensor sK =
+                make_tensor(make_smem_ptr(shared.k_of_peer), take<0, 2>(typename Traits::SmemLayoutKOfPeer{}));
+            clear_rows_from(rows, sK, /*warpgroup=*/Traits::kConsumers);
         }
     }
 };

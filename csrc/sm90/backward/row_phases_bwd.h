@@ -8,6 +8,7 @@
 
 #include "common/key_ranges.h"
 #include "common/preprocess_rows.h"
+#include "cta_pair_bwd.h"
 #include "dispatch/kind.h"
 #include "dq_tile.h"
 #include "kvcache/instructions.h"
@@ -33,10 +34,12 @@ struct RowTile {
         int bidh_dkv;
         order.by_sequence(bidb, bidh_dkv, tile.head);
         bidh = bidh_dkv * params.heads_per_dkv;
-        in_heads = int64_t{tile.index} * Traits::kRowsPerTile;
+        in_heads = (int64_t{tile.index} * Traits::kCtas + rank_in_cluster<Traits>()) * Traits::kRowsPerTile;
         const int64_t of_head = params.padded_head_stride * params.heads_per_dkv;  // of dK and dV
         begin = tile.head * of_head + in_heads;
-        count = static_cast<int>(cute::min(of_head - in_heads, int64_t{Traits::kRowsPerTile}));
+        const int64_t left = of_head - in_heads;  // a pair of CTAs: the second one may have none
+        count = static_cast<int>(cute::min(Traits::kCtas > 1 ? cute::max(left, int64_t{0}) : left,
+                                           int64_t{Traits::kRowsPerTile}));
     }
 
     // offset: a row of the work tile, the same in all lanes of a warp.

@@ -82,6 +82,9 @@ struct PipelineState {
     __device__ __forceinline__ void acquire(PipelineBarriers<kStages> &barriers) const {
         barriers.empty[stage].wait(phase ^ 1);
     }
+    __device__ __forceinline__ bool is_empty(PipelineBarriers<kStages> &barriers) const {
+        return __all_sync(0xffffffffu, barriers.empty[stage].test_wait(phase ^ 1));
+    }
     __device__ __forceinline__ uint64_t &expect(PipelineBarriers<kStages> &barriers, int bytes) const {
         barriers.full[stage].arrive_and_expect_tx(bytes);
         return *reinterpret_cast<uint64_t *>(&barriers.full[stage]);

@@ -42,14 +42,14 @@ TmaLoad<Element, SmemLayout, Tile> make_tma_load(const TensorRef &x, int64_t row
     return tma;
 }
 
-// Loads the rows of one head from first_row on into stage `stage` of sX (row, HD, stage). One thread calls it; TMA
-// completes `barrier`.
+// Loads the rows of one head from first_row on, and their columns from first_column on, into stage `stage` of sX (row,
+// column, stage). One thread calls it; TMA completes `barrier`.
 template <typename TMA, typename Tile, typename TensorX>
 __device__ __forceinline__ void load_rows(const TMA &tma, Tile tile, const TensorX &sX, int stage, uint64_t &barrier,
-                                          int first_row, int bidh, int bidb) {
-    Tensor mX = tma.get_tma_tensor(append<4>(tile, _1{}));                            // coordinates
-    Tensor gX = domain_offset(make_coord(first_row, 0, bidh, bidb), mX)(_, _, 0, 0);  // (row, HD)
-    const auto of_X = tma_partition(tma, _0{}, cute::Layout<_1>{},                    // pairs of (TMA), (TMA, stage)
+                                          int first_row, int bidh, int bidb, int first_column = 0) {
+    Tensor mX = tma.get_tma_tensor(append<4>(tile, _1{}));                                       // coordinates
+    Tensor gX = domain_offset(make_coord(first_row, first_column, bidh, bidb), mX)(_, _, 0, 0);  // (row, column)
+    const auto of_X = tma_partition(tma, _0{}, cute::Layout<_1>{},  // pairs of (TMA), (TMA, stage)
                                     group_modes<0, 2>(sX), group_modes<0, 2>(gX));
     copy(tma.with(barrier), get<0>(of_X), get<1>(of_X)(_, stage));
 }
