@@ -18,8 +18,7 @@ __device__ __forceinline__ void clear_oob_keys(const ColumnBlock<Traits, kKind> 
     const int rows = block.seqlen_k - block.first_key() - key_offset;
     if (may_be_varlen(kKind) && rows < Traits::kKeys) {
         Tensor sK = make_tensor(make_smem_ptr(smem), take<0, 2>(typename Tiles::SmemLayoutKV{}));  // (keys, HD)
-        Tensor sK_own =
-            local_tile(sK, typename Tiles::TiledKV{}, make_coord(Traits::kSplitsKeys ? warpgroup : 0, 0));
+        Tensor sK_own = local_tile(sK, typename Tiles::TiledKV{}, make_coord(Traits::kSplitsKeys ? warpgroup : 0, 0));
         clear_rows_from(rows, sK_own, warpgroup);
     }
 }
@@ -28,10 +27,6 @@ __device__ __forceinline__ void clear_oob_keys(const ColumnBlock<Traits, kKind> 
 struct DoneBefore {
     int key_blocks, steps;
 };
-template <int kStages>
-__device__ __forceinline__ PipelineState<kStages> position_after(int uses) {
-    return {uses % kStages, static_cast<uint32_t>(uses / kStages % 2)};
-}
 
 // A consumer warpgroup. It works on 64 of the CTA's keys.
 template <typename Traits, Kind kKind>
@@ -212,9 +207,9 @@ protected:
         return result;
     }
 
-    // Rounded dS^T goes to shared memory. Returns its stage. Consumers that compute dQ need not wait for an empty stage:
-    // each waits for the other's dS of the step before, and the other has sent that after it finished with the stage
-    // that is written here. In a pair of CTAs, consumer 0 has waited before it wrote P there.
+    // Rounded dS^T goes to shared memory. Returns its stage. Consumers that compute dQ need not wait for an empty
+    // stage: each waits for the other's dS of the step before, and the other has sent that after it finished with the
+    // stage that is written here. In a pair of CTAs, consumer 0 has waited before it wrote P there.
     template <typename TensorD>
     __device__ __forceinline__ auto send_ds(const TensorD &rdS) {
         static_assert(Traits::kStagesdS >= 2 || Traits::kCtas > 1);
@@ -238,6 +233,18 @@ protected:
                                                    PipelineBarriers<kStages> &barriers) {
         __syncwarp();
         state.release(barriers);
+    }
+
+    // The same for a stage of Q or dO.
+    template <int kStages>
+    __device__ __forceinline__ static void release_rows(const PipelineState<kStages> &state,
+                                                        PipelineBarriers<kStages> &barriers) {
+        release(state, barriers);
+        if constexpr (multicasts<Traits, kKind>()) {  // the peer loads half of the next rows there
+            if (cute::elect_one_sync()) {
+                barriers.empty[state.stage].arrive(1 - rank_in_cluster<Traits>());
+            }
+        }
     }
 
     // Called when Q of the step has come.

@@ -1,6 +1,6 @@
 // Two CTAs of a cluster that share a key block of 128 keys at head dim 256 (TileSizesBwdPair). Each has 64 keys, and
-// computes their dK and dV as a CTA without a peer does. They send each other dS of every step, and each multiplies half
-// of the columns of dQ for all 128 keys. So a step adds half as many numbers to dQ in global memory.
+// computes their dK and dV as a CTA without a peer does. They send each other dS of every step, and each multiplies
+// half of the columns of dQ for all 128 keys. So a step adds half as many numbers to dQ in global memory.
 #pragma once
 
 #include <cute/arch/cluster_sm90.hpp>

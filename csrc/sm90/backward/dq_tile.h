@@ -90,11 +90,18 @@ struct DqTile {
 
     // Adds the thread's part of a tile. Where the loop over the tiles is not unrolled, ptxas turns atomicAdd of float4
     // into an operation that returns the old values: twice the traffic.
+    //
+    // kCyclesPerAdd: additions that follow each other closely fill the queue of the memory unit, and the consumers'
+    // accesses to shared memory wait behind them.
     template <typename TensorDq>
     __device__ __forceinline__ static void add(float *tile, const TensorDq &acc) {
+        constexpr unsigned kCyclesPerAdd = Traits::TileSize::kCyclesPerAdd;
         auto *first = reinterpret_cast<float4 *>(tile) + place(0);
+        const unsigned begin = kCyclesPerAdd > 0 ? static_cast<unsigned>(clock()) : 0;
         CUTE_UNROLL
         for (int i = 0; i < kVectors; ++i) {
+            while (kCyclesPerAdd > 0 && static_cast<unsigned>(clock()) - begin < i * kCyclesPerAdd) {
+            }
             const float4 x = vector(acc, i);
             asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(first + i * 32), "f"(x.x),
                          "f"(x.y), "f"(x.z), "f"(x.w)

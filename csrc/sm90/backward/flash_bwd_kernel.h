@@ -152,9 +152,9 @@ __device__ __forceinline__ void store_dv(const Flash_bwd_params &params, typenam
 // ---- the kernel
 
 template <typename Traits, Kind kKind>
-using ProducerOf = std::conditional_t<
-    Traits::kConsumersComputeDq, CopyProducer<Traits, kKind>,
-    std::conditional_t<(Traits::kCtas > 1), PairProducer<Traits, kKind>, DqProducer<Traits, kKind>>>;
+using ProducerOf =
+    std::conditional_t<Traits::kConsumersComputeDq, CopyProducer<Traits, kKind>,
+                       std::conditional_t<(Traits::kCtas > 1), PairProducer<Traits, kKind>, DqProducer<Traits, kKind>>>;
 
 // The part of a consumer in one block of keys of one head of dK and dV.
 template <typename Traits, Kind kKind>
@@ -194,8 +194,9 @@ __device__ __forceinline__ void init_barriers(typename Traits::SharedStorage &sh
     constexpr int kOfProduct = Traits::kSplitsKeys ? kOfConsumers : kWarps;
     shared.k_barriers.init(kOfConsumers);
     shared.v_barriers.init(kOfConsumers);
-    shared.q_barriers.init(kOfConsumers);
-    shared.dout_barriers.init(kOfConsumers);
+    constexpr int kOfRows = kOfConsumers * (multicasts<Traits, kKind>() ? Traits::kCtas : 1);
+    shared.q_barriers.init(kOfRows);
+    shared.dout_barriers.init(kOfRows);
     if constexpr (may_be_varlen(kKind)) {
         shared.oob_copy_barrier.init(/*arrive_count=*/2);  // for Q with lse, and for dO with delta
     }
@@ -288,9 +289,9 @@ __device__ __forceinline__ void compute_dq_dk_dv(const Flash_bwd_params &params,
     }
 }
 
-// CTAs, or clusters, take the numbers of their work tiles when they start. A work tile waits only for smaller numbers, and their CTAs
-// have started: in whichever order the GPU starts CTAs, none waits for one that cannot start (deadlock). Nothing but
-// the number passes between CTAs here, so the atomic is relaxed.
+// CTAs, or clusters, take the numbers of their work tiles when they start. A work tile waits only for smaller numbers,
+// and their CTAs have started: in whichever order the GPU starts CTAs, none waits for one that cannot start (deadlock).
+// Nothing but the number passes between CTAs here, so the atomic is relaxed.
 template <typename Traits, Kind kKind>
 __global__ void __launch_bounds__(Traits::kNThreads, 1)
     flash_bwd_kernel(const __grid_constant__ Flash_bwd_params params,
@@ -309,7 +310,7 @@ __global__ void __launch_bounds__(Traits::kNThreads, 1)
     if (threadIdx.x == 0 && rank_in_cluster<Traits>() == 0) {
         shared.number = atomicAdd(counts.taken(), 1);
     }
-    sync_ctas<Traits>();                                          // every thread sees the barriers and the number
+    sync_ctas<Traits>();                                            // every thread sees the barriers and the number
     WorkTile tile = order.at(of_first_cta<Traits>(shared.number));  // the same in all lanes
     const Phase phase = static_cast<Phase>(uniform(static_cast<int>(tile.phase)));
     if (may_be_varlen(kKind)) {  // the load warp's registers are few

@@ -21,7 +21,7 @@ typename Traits::Copies make_copies_bwd(const Flash_bwd_params &params) {
     const auto of_Q = [&](auto tiles, const TensorRef &x, int columns) {
         using Tiles = decltype(tiles);
         return make_tma_load<Element, decltype(take<0, 2>(typename Tiles::template SmemLayoutQ<1>{})),
-                             typename Tiles::TileQ>(x, rows_q, columns, params.h, batch);
+                             typename Tiles::TileQ, typename Tiles::TmaOpQ>(x, rows_q, columns, params.h, batch);
     };
     const auto of_KV = [&](auto tiles, const TensorRef &x, int columns) {
         using Tiles = decltype(tiles);
@@ -52,7 +52,7 @@ int interleaved_heads(const Flash_bwd_params &params, const RowBlocks &key_block
     const int per_head =
         is_in_order ? key_blocks.per_sequence() : KeyBlockGroups(key_blocks.per_head, group_size).count;
     const int sms = device_properties().sm_count / Traits::kCtas;  // for clusters
-    int ctas;  // of the heads, in phase compute; or clusters
+    int ctas;                                                      // of the heads, in phase compute; or clusters
     if (is_in_order) {
         // As many as run at the same time: a CTA starts well after the one of the same sequence that it waits for.
         // Where the producer adds dQ and passes the order on a step later: twice as many for long sequences. Then half

@@ -35,7 +35,6 @@ enum class DsIn { registers, shared_memory };
 // kBlockM: query rows of a step.
 // kStagesQ, kStagesdO, kStagesdS: stages of the pipelines.
 // kDqColumns: dQ is multiplied in tiles of 64 rows and this many columns.
-// kCtas: CTAs of a cluster that share a key block (cta_pair_bwd.h).
 // kProducerRegisters, kConsumerRegisters: setmaxnreg, for the producer warpgroup and each of two consumers. A launch of
 // 384 threads gets 3 * 168 = 504; with more, the kernel would wait for ever. With a dropout warpgroup see
 // Flash_bwd_kernel_traits::kConsumerRegisters.
@@ -43,9 +42,14 @@ enum class DsIn { registers, shared_memory };
 template <int kHeadDim>
 struct TileSizesBwd;
 
+// kCtas: CTAs of a cluster that share a key block (cta_pair_bwd.h).
+// kCyclesPerAdd: DqBy::producer: cycles from one addition of a warp to dQ to the next.
+struct OneCta {
+    static constexpr int kCtas = 1, kCyclesPerAdd = 0;
+};
+
 template <>
-struct TileSizesBwd<64> {
-    static constexpr int kCtas = 1;
+struct TileSizesBwd<64> : OneCta {
     static constexpr BwdSplit kSplit = BwdSplit::keys;
     static constexpr DqBy kDqBy = DqBy::consumers;
     static constexpr DsIn kDsIn = DsIn::shared_memory;
@@ -57,8 +61,7 @@ struct TileSizesBwd<64> {
 };
 
 template <>
-struct TileSizesBwd<96> {
-    static constexpr int kCtas = 1;
+struct TileSizesBwd<96> : OneCta {
     static constexpr BwdSplit kSplit = BwdSplit::keys;
     static constexpr DqBy kDqBy = DqBy::producer;
     static constexpr DsIn kDsIn = DsIn::shared_memory;
@@ -70,8 +73,7 @@ struct TileSizesBwd<96> {
 };
 
 template <>
-struct TileSizesBwd<128> {
-    static constexpr int kCtas = 1;
+struct TileSizesBwd<128> : OneCta {
     static constexpr BwdSplit kSplit = BwdSplit::keys;
     static constexpr DqBy kDqBy = DqBy::consumers;
     static constexpr DsIn kDsIn = DsIn::registers;
@@ -83,8 +85,7 @@ struct TileSizesBwd<128> {
 };
 
 template <>
-struct TileSizesBwd<192> {
-    static constexpr int kCtas = 1;
+struct TileSizesBwd<192> : OneCta {
     static constexpr BwdSplit kSplit = BwdSplit::products;
     static constexpr DqBy kDqBy = DqBy::producer;
     static constexpr DsIn kDsIn = DsIn::registers;
@@ -100,15 +101,14 @@ struct TileSizesBwd<256> : TileSizesBwd<192> {};
 
 // Two CTAs with 64 keys each, which exchange dS: each multiplies half of the columns of dQ (has_cta_pair_bwd).
 struct TileSizesBwdPair : TileSizesBwd<192> {
-    static constexpr int kCtas = 2;
+    static constexpr int kCtas = 2, kCyclesPerAdd = 80;
     static constexpr int kStagesdS = 1;
     static constexpr int kDqColumns = 128;
     static constexpr int kProducerRegisters = 104, kConsumerRegisters = 200;
 };
 
 // Multi-head latent attention (has_latent_bwd).
-struct TileSizesBwdLatent {
-    static constexpr int kCtas = 1;
+struct TileSizesBwdLatent : OneCta {
     static constexpr BwdSplit kSplit = BwdSplit::keys;
     static constexpr DqBy kDqBy = DqBy::consumers;
     static constexpr DsIn kDsIn = DsIn::shared_memory;
@@ -122,6 +122,13 @@ struct TileSizesBwdLatent {
 // Calls for which two CTAs share a key block, if dQ is added in no order (TileSizesBwdPair).
 constexpr bool has_cta_pair_bwd(int headdim, Kind kind) {
     return headdim == 256 && (kind == Kind::full || kind == Kind::local || kind == Kind::varlen);
+}
+
+// A pair of CTAs loads each half of Q and dO once, for both. Rows out of bounds are cleared when both halves have come,
+// and their barrier cannot tell the halves of two steps apart: kinds that have such rows load twice.
+template <typename Traits, Kind kKind>
+constexpr bool multicasts() {
+    return Traits::kCtas > 1 && !may_be_varlen(kKind);
 }
 
 // Head dims whose kind general has three kernels, for no factors, a cap and dropout (Factors): a kernel without a
@@ -231,7 +238,8 @@ struct Flash_bwd_kernel_traits {
         // Places of the elements of a tile of Q or dO (BLK_M, HD, 1), counted from its first one.
         using PlacesInQ = decltype(as_position_independent_swizzle_layout(SmemLayoutQ<1>{}));
         using SmemLayoutKV = decltype(tile_to_shape(SmemLayoutAtom{}, Shape<Int<kKeysOfCta>, Int<kColumns>, _1>{}));
-        using TmaQ = TmaLoad<Element, decltype(take<0, 2>(SmemLayoutQ<1>{})), TileQ>;
+        using TmaOpQ = std::conditional_t<(kCtas > 1), SM90_TMA_LOAD_MULTICAST, SM90_TMA_LOAD>;
+        using TmaQ = TmaLoad<Element, decltype(take<0, 2>(SmemLayoutQ<1>{})), TileQ, TmaOpQ>;
         using TmaKV = TmaLoad<Element, decltype(take<0, 2>(SmemLayoutKV{})), TileKV>;
     };
     using TilesQK = Tiles<kHeadDim>;
@@ -239,13 +247,14 @@ struct Flash_bwd_kernel_traits {
     using SmemLayoutKt = decltype(composition(
         take<0, 2>(typename TilesQK::SmemLayoutKV{}),
         make_layout(Shape<Int<kHeadDim>, Int<kKeysOfCta>>{}, Stride<Int<kKeysOfCta>, _1>{})));  // (headdim, key)
-    // A pair of CTAs: the columns of K that a CTA multiplies with dS, of the other one's keys.
+    // A pair of CTAs: half of the columns of 64 rows. Of Q and dO each CTA loads one half for both. Of K, it multiplies
+    // one half with dS of all keys, and so holds that of the other one's keys.
     static constexpr int kColumnsOfCta = kHeadDim / kCtas;
-    using TileKOfPeer = Shape<Int<kKeysOfCta>, Int<kColumnsOfCta>>;
-    using SmemLayoutKOfPeer =
-        decltype(tile_to_shape(SmemLayoutAtom{}, Shape<Int<kKeysOfCta>, Int<kColumnsOfCta>, _1>{}));
+    static_assert(kCtas == 1 || (kBlockM == kKeysOfCta && kHeadDim == kHeadDimV));
+    using TileOfHalf = Shape<Int<kKeysOfCta>, Int<kColumnsOfCta>>;
+    using SmemLayoutHalf = decltype(tile_to_shape(SmemLayoutAtom{}, Shape<Int<kKeysOfCta>, Int<kColumnsOfCta>, _1>{}));
     using SmemLayoutKtOfPeer = decltype(composition(
-        take<0, 2>(SmemLayoutKOfPeer{}),
+        take<0, 2>(SmemLayoutHalf{}),
         make_layout(Shape<Int<kColumnsOfCta>, Int<kKeysOfCta>>{}, Stride<Int<kKeysOfCta>, _1>{})));  // (column, key)
     // dS [queries, keys]: each consumer's 64 keys are contiguous.
     using SmemLayoutdS = decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{},
@@ -300,7 +309,7 @@ struct Flash_bwd_kernel_traits {
         alignas(16) Element bias[kSplitsKeys ? 4 * kConsumers : 4][BiasTile::kSize];
     };
     struct SharedStorageOfPair : SharedStorageWithoutBias {
-        alignas(kAlignment) Element k_of_peer[cosize_v<SmemLayoutKOfPeer>];
+        alignas(kAlignment) Element k_of_peer[cosize_v<SmemLayoutHalf>];
         PipelineBarriers<1> k_of_peer_barriers;
         cutlass::arch::ClusterTransactionBarrier ds_of_peer_full[kStagesdS];
     };

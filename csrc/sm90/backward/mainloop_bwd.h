@@ -484,12 +484,12 @@ public:
             const auto dropout_bits = scores.draw(step, rng_state);
             wait_for<0>(next_s);
             warpgroup_fence_operand(acc_dv);
-            Base::release(dout_state, shared.dout_barriers);
+            Base::release_rows(dout_state, shared.dout_barriers);
             dout_state.advance();
             rP = send_p(inputs, visible, dropout_bits, next_s);
         }
         wait_for<0>(acc_dv);
-        Base::release(dout_state, shared.dout_barriers);
+        Base::release_rows(dout_state, shared.dout_barriers);
     }
 
     template <typename TensorKV>
@@ -517,12 +517,12 @@ public:
             this->template issue_scores<TilesdOV>(shared.v, shared.dout, dout_state, next_ds);
             wait_for<0>(next_ds);
             warpgroup_fence_operand(acc_dk);
-            Base::release(q_state, shared.q_barriers);
+            Base::release_rows(q_state, shared.q_barriers);
             q_state.advance();
             rdS = send_ds(next_ds);
         }
         wait_for<0>(acc_dk);
-        Base::release(q_state, shared.q_barriers);
+        Base::release_rows(q_state, shared.q_barriers);
     }
 
 private:
@@ -551,7 +551,7 @@ private:
             }
         }
         __syncwarp();  // every lane has written its words
-        Base::release(q_state, shared.q_barriers);
+        Base::release_rows(q_state, shared.q_barriers);
         if (cute::elect_one_sync()) {
             shared.p_barriers.full[p_state.stage].arrive();
         }
@@ -573,7 +573,7 @@ private:
             Base::release(p_state, shared.p_barriers);
         }
         p_state.advance();
-        Base::release(dout_state, shared.dout_barriers);
+        Base::release_rows(dout_state, shared.dout_barriers);
         Base::send_ds(rdS);
         return rdS;
     }

@@ -150,9 +150,9 @@ public:
     // A pair of CTAs: the columns of K that this one multiplies with dS, of the other one's keys.
     __device__ __forceinline__ void load_K_of_peer(int rank) {
         if (block.num_steps() > 0 && cute::elect_one_sync()) {
-            constexpr int kBytes = size(typename Traits::TileKOfPeer{}) * sizeof(Element);
-            load_rows(copies.k, typename Traits::TileKOfPeer{},
-                      make_tensor(make_smem_ptr(shared.k_of_peer), typename Traits::SmemLayoutKOfPeer{}), 0,
+            constexpr int kBytes = size(typename Traits::TileOfHalf{}) * sizeof(Element);
+            load_rows(copies.k, typename Traits::TileOfHalf{},
+                      make_tensor(make_smem_ptr(shared.k_of_peer), typename Traits::SmemLayoutHalf{}), 0,
                       PipelineState<1>().expect(shared.k_of_peer_barriers, kBytes),
                       first_row_of_K() + (1 - rank) * Traits::kKeysOfCta, head_of_K(),
                       may_be_varlen(kKind) ? block.k_bidb : block.bidb, rank * Traits::kColumnsOfCta);
@@ -344,10 +344,20 @@ private:
     __device__ __forceinline__ void copy_tile(const PipelineState<kStages> &state, const typename Tiles::TmaQ &tma,
                                               Element *smem, TransactionBarrier &barrier) {
         if (cute::elect_one_sync()) {
-            load_rows(tma, typename Tiles::TileQ{},
-                      make_tensor(make_smem_ptr(smem), typename Tiles::template SmemLayoutQ<kStages>{}), state.stage,
-                      reinterpret_cast<uint64_t &>(barrier), block.q_begin + step.m_block * kBlockM,
-                      block.bidh + step.head, bidb_q);
+            const int first_row = block.q_begin + step.m_block * kBlockM;
+            auto &completed = reinterpret_cast<uint64_t &>(barrier);
+            if constexpr (multicasts<Traits, kKind>()) {
+                const int rank = rank_in_cluster<Traits>();
+                Element *half = smem + (state.stage * Traits::kCtas + rank) * size(typename Traits::TileOfHalf{});
+                load_rows(tma, typename Traits::TileOfHalf{},
+                          make_tensor(make_smem_ptr(half), typename Traits::SmemLayoutHalf{}), 0, completed, first_row,
+                          block.bidh + step.head, bidb_q, rank * Traits::kColumnsOfCta, /*ctas=*/0b11);
+            } else {
+                load_rows(tma, typename Tiles::TileQ{},
+                          make_tensor(make_smem_ptr(smem), typename Tiles::template SmemLayoutQ<kStages>{}),
+                          state.stage, completed, first_row, block.bidh + step.head, bidb_q, /*first_column=*/0,
+                          /*ctas=*/static_cast<uint16_t>(1 << rank_in_cluster<Traits>()));
+            }
         }
     }
 
@@ -624,8 +634,7 @@ private:
     __device__ __forceinline__ void clear_oob_keys_of_peer(const Block &block) const {
         const int rows = block.seqlen_k - block.first_key() - exchange.peer * Traits::kKeysOfCta;
         if (may_be_varlen(kKind) && rows < Traits::kKeysOfCta) {
-            Tensor sK =
-                make_tensor(make_smem_ptr(shared.k_of_peer), take<0, 2>(typename Traits::SmemLayoutKOfPeer{}));
+            Tensor sK = make_tensor(make_smem_ptr(shared.k_of_peer), take<0, 2>(typename Traits::SmemLayoutHalf{}));
             clear_rows_from(rows, sK, /*warpgroup=*/Traits::kConsumers);
         }
     }

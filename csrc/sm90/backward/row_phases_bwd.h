@@ -38,8 +38,8 @@ struct RowTile {
         const int64_t of_head = params.padded_head_stride * params.heads_per_dkv;  // of dK and dV
         begin = tile.head * of_head + in_heads;
         const int64_t left = of_head - in_heads;  // a pair of CTAs: the second one may have none
-        count = static_cast<int>(cute::min(Traits::kCtas > 1 ? cute::max(left, int64_t{0}) : left,
-                                           int64_t{Traits::kRowsPerTile}));
+        count = static_cast<int>(
+            cute::min(Traits::kCtas > 1 ? cute::max(left, int64_t{0}) : left, int64_t{Traits::kRowsPerTile}));
     }
 
     // offset: a row of the work tile, the same in all lanes of a warp.

@@ -101,4 +101,10 @@ struct PipelineState {
     }
 };
 
+// The position after `uses` stages.
+template <int kStages>
+__device__ __forceinline__ PipelineState<kStages> position_after(int uses) {
+    return {uses % kStages, static_cast<uint32_t>(uses / kStages % 2)};
+}
+
 }  // namespace flash::sm90
