@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <climits>
 #include <cstdint>
 #include <cstdlib>
 #include <string>
@@ -66,9 +67,12 @@ inline int requested_passes() {
 // additions to dQ in global memory, which wait for each other where they have an order, and for which short sequences
 // clear and convert memory. docs/tuning/sm90_backward.md has the times.
 inline bool prefers_dq_pass(const Flash_bwd_params &params) {
-    constexpr int kMaxHeadDimInOne = 192, kMaxSeqlenInTwo = 2048;
-    return params.deterministic || built_headdim_for(largest_headdim(params)) > kMaxHeadDimInOne || params.is_local() ||
-           params.seqlen_k <= kMaxSeqlenInTwo;
+    struct Lengths {
+        int full, local;
+    };
+    constexpr Lengths kLongest192{2048, INT_MAX}, kLongest256{512, 1024};  // keys of sequences with two passes
+    const Lengths longest = built_headdim_for(largest_headdim(params)) > 192 ? kLongest256 : kLongest192;
+    return params.deterministic || params.seqlen_k <= (params.is_local() ? longest.local : longest.full);
 }
 
 // The kernel that a backward needs. Hopper's kernels of kind local assume that every query sees a key. Otherwise they

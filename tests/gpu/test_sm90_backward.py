@@ -122,8 +122,7 @@ def test_sm80_takes_rows_without_keys_on_kind_local(
 @pytest.mark.parametrize(
     ("passes", "seqlen_k", "deterministic", "has_two"),
     [
-        ("", 2048, False, True),
-        ("", 2049, False, None),
+        *(("", longest + more, False, None) for longest in (512, 1024, 2048) for more in (0, 1)),
         ("", 2049, True, True),
         ("1", 130, True, False),
         ("2", 900, False, True),
@@ -140,8 +139,10 @@ def test_passes(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("FLASH_ATTN_MINI_BACKWARD_PASSES", passes)
-    if has_two is None:  # one pass where it takes less time
-        has_two = headdim == 256 or call in ("causal", "window")
+    if has_two is None:  # two passes where they take less time
+        has_mask = call in ("causal", "window")
+        longest = {256: 1024 if has_mask else 512, 192: seqlen_k if has_mask else 2048}.get(headdim, 0)
+        has_two = seqlen_k <= longest
     case = Case("call", "any", 1, 2, 1, 100, seqlen_k, headdim, **OPTIONS[call])
     inputs, dout, _ = made(case, torch.bfloat16, 0)
     for wanted in ((True, True, True), (True, False, False), (False, True, True)):
@@ -263,6 +264,19 @@ def test_lengths_around_tile_edges(
     inputs, dout, _ = made(case, dtype, seed)
     computed = gradients(case, inputs, dout, deterministic=deterministic)
     where = f"deterministic={deterministic} {described(case, dtype, 'sm90', described_seed)}"
+    assert_gradients_accurate_beside_flash(*inputs, dout, computed, case=where, causal=case.causal)
+
+
+@pytest.mark.parametrize("dtype", GPU_DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize("case", [case for case in EDGE_CASES if case.headdim > 128], ids=str)
+def test_lengths_around_tile_edges_in_one_pass(
+    case: Case, dtype: torch.dtype, seed: int, described_seed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At head dim 256 two thread blocks share 128 keys: the second one may have none."""
+    monkeypatch.setenv("FLASH_ATTN_MINI_BACKWARD_PASSES", "1")
+    inputs, dout, _ = made(case, dtype, seed)
+    computed = gradients(case, inputs, dout)
+    where = described(case, dtype, "sm90", described_seed)
     assert_gradients_accurate_beside_flash(*inputs, dout, computed, case=where, causal=case.causal)
 
 

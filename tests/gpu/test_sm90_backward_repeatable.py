@@ -106,6 +106,15 @@ def test_both_numbers_of_passes_repeat_bitwise_under_stress(
     check_repeats_under_stress(call, passes == "1", headdim, seed, with_dq=True)
 
 
+@pytest.mark.parametrize("headdim", [192, 256])
+@pytest.mark.parametrize("call", ["full", "causal", "window", "varlen"])
+def test_one_pass_repeats_dk_and_dv_bitwise_under_stress(
+    call: str, headdim: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASH_ATTN_MINI_BACKWARD_PASSES", "1")
+    check_repeats_under_stress(call, False, headdim, seed, with_dq=False)
+
+
 def differentiable_case(draw: random.Random) -> RandomCase:
     """Pages have no backward."""
     case = random_case(draw)
