@@ -38,6 +38,7 @@ NVCC_FLAGS = (
 )
 NVCC_VARIABLES = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")  # nvcc adds their flags to every command line
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
+_SERIALIZED = re.compile(r"\(C751\d\)[^\n]*serialized")  # of ptxas, once for each kernel
 _KINDS = re.compile(r"#define FLASH_KINDS\(X\)((?:\s*\\\n\s*X\(\w+(?:, [01]){4}\))+)\n")
 _KIND = re.compile(r"X\((\w+), ([01]), ([01]), ([01]), ([01])\)")
 _SEPARATE_FORWARDS = ("ranged", "biased")  # kinds whose forward has an sm90 kernel, and object files of its own
@@ -237,7 +238,9 @@ def _run_nvcc(command: list[str], name: str, path: Path) -> None:
             raise SystemExit(f"nvcc failed on {name}: {' '.join(command)}")
         path.with_suffix(".ptxas.txt").write_text(result.stdout)
         unfinished.replace(path)
-    print(f"kernels: {name} compiled in {time.monotonic() - start:.0f} s", flush=True)
+    serialized = len(_SERIALIZED.findall(result.stdout))
+    note = f"; ptxas serializes the products of {serialized} of its kernels" if serialized else ""
+    print(f"kernels: {name} compiled in {time.monotonic() - start:.0f} s{note}", flush=True)
 
 
 def _flags_of(kernel: KernelObject) -> list[str]:

@@ -65,12 +65,13 @@ inline int requested_passes() {
 
 // True if the backward takes less time in two passes. They multiply seven products instead of five, and spare the
 // additions to dQ in global memory, which wait for each other where they have an order, and for which short sequences
-// clear and convert memory. docs/tuning/sm90_backward.md has the times.
+// clear and convert memory. At head dim 256 one pass runs in pairs of CTAs, which add half as much.
+// docs/tuning/sm90_backward.md has the times.
 inline bool prefers_dq_pass(const Flash_bwd_params &params) {
     struct Lengths {
         int full, local;
     };
-    constexpr Lengths kLongest192{2048, INT_MAX}, kLongest256{512, 1024};  // keys of sequences with two passes
+    constexpr Lengths kLongest192{2048, INT_MAX}, kLongest256{512, 1024};  // sequences with two passes, in keys
     const Lengths longest = built_headdim_for(largest_headdim(params)) > 192 ? kLongest256 : kLongest192;
     return params.deterministic || params.seqlen_k <= (params.is_local() ? longest.local : longest.full);
 }

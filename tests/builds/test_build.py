@@ -279,6 +279,18 @@ def test_kinds_are_those_of_the_header(tmp_path: Path) -> None:
             kernels.read_kinds(tmp_path / "kind.h")
 
 
+def test_a_build_names_objects_whose_products_are_serialized(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """ptxas only informs, and the kernel is right but slow."""
+    info = "(C7512) Potential Performance Loss: wgmma.mma_async instructions are serialized due to registers"
+    for text, expected in (("ptxas info : Used 168 registers", ""), (info, "; ptxas serializes the products of 1")):
+        nvcc = program(tmp_path / "nvcc", f'echo "{text}"; touch "$2"')
+        kernels._run_nvcc([str(nvcc)], "some_kernel", tmp_path / "some_kernel.o")
+        (line,) = capsys.readouterr().out.splitlines()
+        assert re.fullmatch(rf"kernels: some_kernel compiled in \d+ s{expected}( of its kernels)?", line)
+
+
 def test_the_cache_key_covers_the_host_compiler_and_nvccs_own_flags(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

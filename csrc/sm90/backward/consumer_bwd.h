@@ -11,7 +11,8 @@
 namespace flash::sm90 {
 
 // Keys past the end of the sequence belong to another one: they become zeros in K or V, because NaN times 0 is NaN.
-// Each consumer clears its own keys. dQ reads all keys of K: after dS of them, and so after they are cleared.
+// Each consumer clears its own keys. dQ reads all keys of K: after dS of them, and so after they are cleared. The copy
+// of another CTA's keys is cleared by the warpgroup that multiplies it (PairProducer).
 template <typename Tiles, typename Traits, Kind kKind>
 __device__ __forceinline__ void clear_oob_keys(const ColumnBlock<Traits, kKind> &block, typename Traits::Element *smem,
                                                int key_offset, int warpgroup) {
@@ -89,8 +90,8 @@ protected:
         return make_tensor(make_smem_ptr(smem), typename Tiles::template SmemLayoutQt<kStages>{});
     }
 
-    // Of 64 keys, in the tiles of the CTA.
-    __device__ __forceinline__ int tile_of_cta() const { return Traits::kSplitsKeys ? warpgroup : 0; }
+    // The number of the consumer's 64 keys among those of the CTA.
+    __device__ __forceinline__ int tile_in_cta() const { return Traits::kSplitsKeys ? warpgroup : 0; }
 
     __device__ __forceinline__ void advance_step() {
         q_state.advance();
@@ -106,7 +107,7 @@ protected:
         Tensor sK = make_tensor(make_smem_ptr(operand_of_loop<Traits>(smem_k)),
                                 take<0, 2>(typename Tiles::SmemLayoutKV{}));  // (keys, HD)
         Tensor sQ = tiles<Tiles, kStages>(smem_q);
-        Tensor sK_own = local_tile(sK, typename Tiles::TiledKV{}, make_coord(tile_of_cta(), 0));  // (64, HD)
+        Tensor sK_own = local_tile(sK, typename Tiles::TiledKV{}, make_coord(tile_in_cta(), 0));  // (64, HD)
         auto thr_mma = TiledMma{}.get_slice(int(threadIdx.x % 128));
         Tensor tSrK = thr_mma.make_fragment_A(thr_mma.partition_A(sK_own));                    // (MMA, MMA_M, MMA_K)
         Tensor tSrQ = thr_mma.make_fragment_B(thr_mma.partition_B(sQ))(_, _, _, state.stage);  // (MMA, MMA_N, MMA_K)
@@ -130,7 +131,7 @@ protected:
         using TiledMma = typename Traits::TiledMmadP;
         Tensor sV = as_position_independent_swizzle_tensor(
             make_tensor(make_smem_ptr(shared.v), take<0, 2>(typename TilesdOV::SmemLayoutKV{})));    // (keys, HD)
-        Tensor sV_own = local_tile(sV, typename TilesdOV::TiledKV{}, make_coord(tile_of_cta(), 0));  // (64, HD)
+        Tensor sV_own = local_tile(sV, typename TilesdOV::TiledKV{}, make_coord(tile_in_cta(), 0));  // (64, HD)
         auto rV = TiledMma{}.get_slice(scores.thread).partition_fragment_A(sV_own);
         auto copies = make_tiled_copy_A(Copy_Atom<SM75_U32x4_LDSM_N, Element>{}, TiledMma{});
         auto of_thread = copies.get_slice(scores.thread);
@@ -169,7 +170,7 @@ protected:
         using TileDSt = Shape<Int<kKeys>, Int<kBlockM>>;
         Tensor sdSt = make_tensor(make_smem_ptr(shared.ds), typename Traits::SmemLayoutdSt{});  // (BLK_N, BLK_M, stage)
         Tensor sQt = transposed_tiles<TilesQK, Traits::kStagesQ>(shared.q);
-        Tensor sdSt_own = local_tile(sdSt(_, _, ds_stage), TileDSt{}, make_coord(tile_of_cta(), _0{}));
+        Tensor sdSt_own = local_tile(sdSt(_, _, ds_stage), TileDSt{}, make_coord(key_offset / kKeys, _0{}));
         auto thr_mma = TiledMmadK{}.get_slice(int(threadIdx.x % 128));
         Tensor tdKrdSt = thr_mma.make_fragment_A(thr_mma.partition_A(sdSt_own));                  // (MMA, MMA_M, MMA_K)
         Tensor tdKrQt = thr_mma.make_fragment_B(thr_mma.partition_B(sQt))(_, _, _, state.stage);  // (MMA, MMA_N, MMA_K)

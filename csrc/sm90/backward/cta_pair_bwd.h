@@ -24,7 +24,7 @@ __device__ __forceinline__ int rank_in_cluster() {
 // The first key of a consumer, counted from the first one of the key block.
 template <typename Traits>
 __device__ __forceinline__ int first_key_of_consumer(int warpgroup) {
-    return (Traits::kSplitsKeys ? warpgroup : rank_in_cluster<Traits>()) * Traits::kKeys;
+    return rank_in_cluster<Traits>() * Traits::kKeysOfCta + (Traits::kSplitsKeys ? warpgroup * Traits::kKeys : 0);
 }
 
 // Waits for all threads of the CTA, or of its cluster.
@@ -67,8 +67,8 @@ public:
     __device__ explicit ExchangeOfDs(typename Traits::SharedStorage &shared)
         : shared(shared), rank(uniform(rank_in_cluster<Traits>())), peer(1 - rank) {}
 
-    // Called by one warp when dS of the CTA is complete. The peer's stage is empty: the CTA would not have written its
-    // own before the peer had released both.
+    // Called by one warp when dS of the CTA is complete. The peer's stage is empty: consumer 0 wrote P to the CTA's own
+    // stage after both CTAs had released theirs.
     __device__ __forceinline__ void send(const State &state) const {
         if (cute::elect_one_sync()) {
             const Element *source = shared.ds + (state.stage * Traits::kCtas + rank) * kElements;

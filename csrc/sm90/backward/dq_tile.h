@@ -60,7 +60,8 @@ struct DqTile {
         multiply(/*accumulates=*/false, sdS_rows, sKt_columns, acc);
     }
 
-    // A pair of CTAs, each with a tile of a step. Issues its part of 64 keys: those of the CTA, or of the other one.
+    // A pair of CTAs, each with a tile of a step. Issues its part of 64 keys: first that of the CTA, which overwrites
+    // acc, then that of the other one.
     template <typename TensorDq>
     __device__ __forceinline__ static void issue_part(bool of_peer, typename Traits::SharedStorage &shared,
                                                       int ds_stage, int rank, TensorDq &acc) {

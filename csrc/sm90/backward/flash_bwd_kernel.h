@@ -1,6 +1,6 @@
-// The backward kernel. A CTA has one work tile (work_tiles_bwd.h). In the compute phase: flash_bwd_kernel ->
-// compute_dq_dk_dv -> compute_dk_dv_1colblock. One warpgroup is the producer, which loads and adds dQ (producer_bwd.h).
-// Two are consumers, which compute (mainloop_bwd.h). With dropout, a fourth draws (dropout_bwd.h).
+// The backward kernel. A CTA, or a cluster, has one work tile (work_tiles_bwd.h). In the compute phase:
+// flash_bwd_kernel -> compute_dq_dk_dv -> compute_dk_dv_1colblock. One warpgroup is the producer, which loads and adds
+// dQ (producer_bwd.h). Two are consumers, which compute (mainloop_bwd.h). With dropout, a fourth draws (dropout_bwd.h).
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -108,7 +108,7 @@ __device__ __forceinline__ void store_keys(typename Traits::SharedStorage &share
     }
 }
 
-// BwdSplit::products. All 64 keys of the key block, from registers.
+// BwdSplit::products. The CTA's 64 keys, from registers.
 template <typename Traits, Kind kKind, typename TensorKV>
 __device__ __forceinline__ void store_product(const TargetOfKeys<Traits, kKind> &target, const TensorKV &acc,
                                               float factor) {

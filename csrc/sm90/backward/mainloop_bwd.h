@@ -526,8 +526,8 @@ public:
     }
 
 private:
-    // P lies where dS of the same keys will: each warp of consumer 1 reads the words that it overwrites. So it is empty
-    // when dS is.
+    // P lies where dS of the same keys will: each warp of consumer 1 reads the words that it overwrites. P may be
+    // written when the stage of dS is empty.
     static constexpr bool kPIsInDs = Traits::kCtas > 1;
 
     __device__ __forceinline__ uint32_t *p_words() const { return shared.p + p_state.stage * Traits::kWordsOfScores; }

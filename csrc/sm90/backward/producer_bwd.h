@@ -128,7 +128,8 @@ public:
         }
     }
 
-    // Does not wait: loads Q or dO of one more step, if any is left and their stages are empty.
+    // Loads Q or dO of one more step, if any is left and their stages are empty. Does not wait for stages. Of a step
+    // with rows out of bounds it waits for the copies.
     __device__ __forceinline__ void load_if_empty() {
         if (steps_left == 0) {
             return;
@@ -242,7 +243,7 @@ private:
         if constexpr (has_ranges(kKind)) {
             CUTE_UNROLL
             for (int consumer = 0; consumer < Traits::kConsumers; ++consumer) {
-                const int begin = block.first_key() + (Traits::kSplitsKeys ? consumer * Traits::kKeys : 0);
+                const int begin = block.first_key() + first_key_of_consumer<Traits>(consumer);
                 shared.is_masked[q_state.stage][consumer] = !visible.sees_all(begin, begin + Traits::kKeys);
             }
         }
@@ -375,7 +376,8 @@ private:
     }
 };
 
-// ---- dQ, added to the float32 accumulator in global memory in one of two ways, one for each DqBy
+// ---- dQ, added to the float32 accumulator in global memory: by the copy engine for DqBy::consumers, else from the
+// registers of the producer warpgroup, in a CTA or in a pair of CTAs
 
 // DqBy::consumers. Warp 1 + c adds what consumer c puts into shared memory, by the copy engine.
 template <typename Traits, Kind kKind>

@@ -20,13 +20,13 @@ namespace flash::sm90 {
 
 // ---- the rows of a work tile, and how its warps divide them
 
-// A row tile: the padded query rows of a work tile. A part has a few of them, of one head and one sequence, or some of
-// their columns. Warp w of n works on parts w, w + n, w + 2 n, ...
+// A row tile: the padded query rows of a work tile, or a CTA's share of them in a cluster. A part has a few of them, of
+// one head and one sequence, or some of their columns. Warp w of n works on parts w, w + n, w + 2 n, ...
 template <typename Traits, Kind kKind>
 struct RowTile {
     static constexpr int kWarps = Traits::kNThreads / 32;
     int64_t begin;     // in the padded row statistics
-    int count;         // a multiple of 128
+    int count;         // a multiple of 128, or 0
     int bidb, bidh;    // bidh: of the first query head
     int64_t in_heads;  // the first row, counted from the first row of that head
 
