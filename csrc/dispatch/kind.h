@@ -89,7 +89,7 @@ constexpr bool has_latent_fwd(int headdim, Kind kind) {
     return headdim == kHeadDimLatent && (kind == Kind::full || kind == Kind::local || kind == Kind::general);
 }
 constexpr bool has_latent_bwd(int headdim, Kind kind) {
-    return headdim == kHeadDimLatent && (kind == Kind::full || kind == Kind::local || kind == Kind::varlen);
+    return headdim == kHeadDimLatent && !is_general(kind);
 }
 
 }  // namespace flash

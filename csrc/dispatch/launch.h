@@ -16,6 +16,7 @@ namespace flash {
 
 inline void check_cuda(cudaError_t error, const char *what) {
     if (error != cudaSuccess) {
+        cudaGetLastError();  // the exception reports it; the next check of a launch would report it again
         throw std::runtime_error(std::string("flash_attn_mini: ") + what + " failed: " + cudaGetErrorString(error));
     }
 }
@@ -52,52 +53,41 @@ void reserve_smem(Kernel *kernel, int smem) {
 }
 
 // A launch in clusters of `cluster` CTAs.
-template <typename... Parameters, typename... Args>
-void launch_in_clusters(void (*kernel)(Parameters...), unsigned grid, int cluster, int threads, int smem,
-                        cudaStream_t stream, const char *what, const Args &...args) {
-    cudaLaunchConfig_t config{};
-    cudaLaunchAttribute attribute{};
-    config.gridDim = dim3(grid);
-    config.blockDim = dim3(static_cast<unsigned>(threads));
-    config.dynamicSmemBytes = static_cast<size_t>(smem);
-    config.stream = stream;
-    if (cluster > 1) {
-        attribute.id = cudaLaunchAttributeClusterDimension;
-        attribute.val.clusterDim.x = static_cast<unsigned>(cluster);
-        attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-        config.attrs = &attribute;
-        config.numAttrs = 1;
-    }
-    check_cuda(cudaLaunchKernelEx(&config, kernel, args...), what);
-}
-
-// A launch in clusters of `cluster` CTAs along y. On Hopper and later the launch is programmatic: the kernel may be
-// scheduled before the kernel ahead of it in the stream has ended, and waits for it itself.
-struct ProgrammaticLaunch {
+struct ClusterLaunch {
     cudaLaunchConfig_t config{};
     cudaLaunchAttribute attributes[2] = {};
 
-    ProgrammaticLaunch(dim3 grid, int cluster, int threads, int smem, cudaStream_t stream) {
+    ClusterLaunch(dim3 grid, dim3 cluster, int threads, int smem, cudaStream_t stream) {
         config.gridDim = grid;
         config.blockDim = dim3(threads);
         config.dynamicSmemBytes = smem;
         config.stream = stream;
         config.attrs = attributes;
-        if (cluster > 1) {
+        if (cluster.x * cluster.y * cluster.z > 1) {
             attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
-            attributes[config.numAttrs].val.clusterDim.x = attributes[config.numAttrs].val.clusterDim.z = 1;
-            attributes[config.numAttrs++].val.clusterDim.y = static_cast<unsigned>(cluster);
-        }
-        if (device_properties().major >= 9) {
-            attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-            attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
+            auto &dimension = attributes[config.numAttrs++].val.clusterDim;
+            dimension.x = cluster.x;
+            dimension.y = cluster.y;
+            dimension.z = cluster.z;
         }
     }
-    ProgrammaticLaunch(const ProgrammaticLaunch &) = delete;  // config points to attributes
+    ClusterLaunch(const ClusterLaunch &) = delete;  // config points to attributes
 
     template <typename... Parameters, typename... Args>
     void run(void (*kernel)(Parameters...), const char *what, const Args &...args) const {
         check_cuda(cudaLaunchKernelEx(&config, kernel, args...), what);
+    }
+};
+
+// The same with clusters along y. On Hopper and later the launch is programmatic: the kernel may be scheduled before
+// the kernel ahead of it in the stream has ended, and waits for it itself.
+struct ProgrammaticLaunch : ClusterLaunch {
+    ProgrammaticLaunch(dim3 grid, int cluster, int threads, int smem, cudaStream_t stream)
+        : ClusterLaunch(grid, dim3(1, static_cast<unsigned>(cluster)), threads, smem, stream) {
+        if (device_properties().major >= 9) {
+            attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+            attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
+        }
     }
 };
 

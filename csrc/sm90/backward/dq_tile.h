@@ -92,8 +92,8 @@ struct DqTile {
     // Adds the thread's part of a tile. Where the loop over the tiles is not unrolled, ptxas turns atomicAdd of float4
     // into an operation that returns the old values: twice the traffic.
     //
-    // kCyclesPerAdd: additions that follow each other closely fill the queue of the memory unit, and the consumers'
-    // accesses to shared memory wait behind them.
+    // kCyclesPerAdd: a step takes longer when additions follow each other as fast as they can. Presumably the
+    // consumers' accesses to shared memory wait behind them.
     template <typename TensorDq>
     __device__ __forceinline__ static void add(float *tile, const TensorDq &acc) {
         constexpr unsigned kCyclesPerAdd = Traits::TileSize::kCyclesPerAdd;

@@ -12,7 +12,7 @@ namespace flash::sm90 {
 // The kernels of the second pass. build_tools/kernels.py has the same list.
 constexpr int kMinHeadDimDqPass = 192;
 constexpr bool has_dq_pass(int headdim, Kind kind) {
-    return headdim >= kMinHeadDimDqPass && (kind == Kind::full || kind == Kind::local || kind == Kind::varlen);
+    return headdim >= kMinHeadDimDqPass && !is_general(kind);
 }
 
 // The second pass. It reads the row statistics that run_flash_bwd leaves, whose params have no dq_accum, and writes

@@ -114,8 +114,8 @@ void launch_flash_bwd(const Flash_bwd_params &given, cudaStream_t stream) {
     auto kernel = &flash_bwd_kernel<Traits, kKind>;
     reserve_smem(kernel, Traits::kSmemSize);
     const WorkOrder order(params, blocks, kRowsPerTile, is_local(kKind), group_size);
-    launch_in_clusters(kernel, static_cast<unsigned>(grid), Traits::kCtas, Traits::kNThreads, Traits::kSmemSize, stream,
-                       "launching flash_bwd_kernel", params, make_copies_bwd<Traits>(params), order);
+    ClusterLaunch(dim3(static_cast<unsigned>(grid)), dim3(Traits::kCtas), Traits::kNThreads, Traits::kSmemSize, stream)
+        .run(kernel, "launching flash_bwd_kernel", params, make_copies_bwd<Traits>(params), order);
 }
 
 template <DType kDType, int kHeadDim, Kind kKind>

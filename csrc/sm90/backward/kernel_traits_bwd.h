@@ -100,7 +100,7 @@ template <>
 struct TileSizesBwd<256> : TileSizesBwd<192> {};
 
 // Two CTAs with 64 keys each, which exchange dS: each multiplies half of the columns of dQ (has_cta_pair_bwd).
-struct TileSizesBwdPair : TileSizesBwd<192> {
+struct TileSizesBwdPair : TileSizesBwd<256> {
     static constexpr int kCtas = 2, kCyclesPerAdd = 80;
     static constexpr int kStagesdS = 1;
     static constexpr int kDqColumns = 128;
@@ -121,7 +121,7 @@ struct TileSizesBwdLatent : OneCta {
 
 // Calls for which two CTAs share a key block, if dQ is added in no order (TileSizesBwdPair).
 constexpr bool has_cta_pair_bwd(int headdim, Kind kind) {
-    return headdim == 256 && (kind == Kind::full || kind == Kind::local || kind == Kind::varlen);
+    return headdim == 256 && !is_general(kind);
 }
 
 // A pair of CTAs loads each half of Q and dO once, for both. Rows out of bounds are cleared when both halves have come,
@@ -238,6 +238,7 @@ struct Flash_bwd_kernel_traits {
         // Places of the elements of a tile of Q or dO (BLK_M, HD, 1), counted from its first one.
         using PlacesInQ = decltype(as_position_independent_swizzle_layout(SmemLayoutQ<1>{}));
         using SmemLayoutKV = decltype(tile_to_shape(SmemLayoutAtom{}, Shape<Int<kKeysOfCta>, Int<kColumns>, _1>{}));
+        // Kind varlen, which has no multicast, loads with it into the own CTA.
         using TmaOpQ = std::conditional_t<(kCtas > 1), SM90_TMA_LOAD_MULTICAST, SM90_TMA_LOAD>;
         using TmaQ = TmaLoad<Element, decltype(take<0, 2>(SmemLayoutQ<1>{})), TileQ, TmaOpQ>;
         using TmaKV = TmaLoad<Element, decltype(take<0, 2>(SmemLayoutKV{})), TileKV>;

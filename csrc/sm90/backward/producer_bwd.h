@@ -33,8 +33,7 @@ class LoaderBwd {
 public:
     // A warp of its own waits for the row statistics of the first step and copies them: the load warp would do so only
     // behind the other copies.
-    static constexpr bool kHasStatisticsWarp =
-        Traits::kConsumersComputeDq && (kKind == Kind::full || kKind == Kind::local || kKind == Kind::varlen);
+    static constexpr bool kHasStatisticsWarp = Traits::kConsumersComputeDq && !is_general(kKind);
 
     __device__ LoaderBwd(const Flash_bwd_params &params, const typename Traits::Copies &copies,
                          typename Traits::SharedStorage &shared, const ColumnBlock<Traits, kKind> &block,
@@ -467,33 +466,52 @@ private:
     }
 };
 
-// DqBy::producer. All four warps compute dQ, and add it from registers.
+// DqBy::producer. All four warps multiply dQ, and add it from registers.
 template <typename Traits, Kind kKind>
-class DqProducer {
+class RegisterProducer {
+protected:
     using Block = ColumnBlock<Traits, kKind>;
     using Tile = DqTile<Traits>;
     const Flash_bwd_params &params;
     const typename Traits::Copies &copies;
     typename Traits::SharedStorage &shared;
     const int warp;
-    PipelineState<Traits::kStagesdS> state;
+
+    // Calls work_on(block) for the key blocks of the work tile, then done() in one thread of each warp.
+    template <typename ForEach, typename WorkOn, typename Done>
+    __device__ __forceinline__ static void run(const ForEach &for_each_key_block, const WorkOn &work_on,
+                                               const Done &done) {
+        for_each_key_block(work_on);
+        __syncwarp();  // one lane's release covers what the others added
+        if (threadIdx.x % 32 == 0) {
+            done();
+        }
+    }
 
 public:
     static constexpr int kWarpsThatAdd = 4;
 
-    __device__ DqProducer(const Flash_bwd_params &params, const typename Traits::Copies &copies,
-                          typename Traits::SharedStorage &shared)
+    __device__ RegisterProducer(const Flash_bwd_params &params, const typename Traits::Copies &copies,
+                                typename Traits::SharedStorage &shared)
         : params(params), copies(copies), shared(shared), warp(uniform(threadIdx.x / 32)) {}
+};
+
+// The producer of a CTA without a peer.
+template <typename Traits, Kind kKind>
+class DqProducer : RegisterProducer<Traits, kKind> {
+    using Base = RegisterProducer<Traits, kKind>;
+    using Base::params, Base::copies, Base::shared, Base::warp;
+    using typename Base::Block, typename Base::Tile;
+    PipelineState<Traits::kStagesdS> state;
+
+public:
+    using Base::Base, Base::kWarpsThatAdd;
 
     // The arguments are those of CopyProducer::run.
     template <typename ForEach, typename Wait, typename Done>
     __device__ __forceinline__ void run(const ForEach &for_each_key_block, const Wait &wait_for_statistics,
                                         const Done &done) {
-        for_each_key_block([&](const Block &block) { run(block, wait_for_statistics); });
-        __syncwarp();  // one lane's release covers what the others added
-        if (threadIdx.x % 32 == 0) {
-            done();
-        }
+        Base::run(for_each_key_block, [&](const Block &block) { run(block, wait_for_statistics); }, done);
     }
 
 private:
@@ -556,34 +574,23 @@ private:
     }
 };
 
-// DqBy::producer in a pair of CTAs. All four warps multiply the CTA's columns of dQ, and add them from registers.
+// The producer of a CTA of a pair, which multiplies the CTA's columns of dQ.
 template <typename Traits, Kind kKind>
-class PairProducer {
-    using Block = ColumnBlock<Traits, kKind>;
+class PairProducer : RegisterProducer<Traits, kKind> {
+    using Base = RegisterProducer<Traits, kKind>;
+    using Base::params, Base::copies, Base::shared, Base::warp;
+    using typename Base::Block, typename Base::Tile;
     using Loader = LoaderBwd<Traits, kKind>;
-    using Tile = DqTile<Traits>;
-    const Flash_bwd_params &params;
-    const typename Traits::Copies &copies;
-    typename Traits::SharedStorage &shared;
-    const ExchangeOfDs<Traits> exchange;
-    const int warp;
+    const ExchangeOfDs<Traits> exchange{shared};
 
 public:
-    static constexpr int kWarpsThatAdd = 4;
-
-    __device__ PairProducer(const Flash_bwd_params &params, const typename Traits::Copies &copies,
-                            typename Traits::SharedStorage &shared)
-        : params(params), copies(copies), shared(shared), exchange(shared), warp(uniform(threadIdx.x / 32)) {}
+    using Base::Base, Base::kWarpsThatAdd;
 
     // The arguments are those of CopyProducer::run.
     template <typename ForEach, typename Wait, typename Done>
     __device__ __forceinline__ void run(const ForEach &for_each_key_block, const Wait &wait_for_statistics,
                                         const Done &done) {
-        for_each_key_block([&](const Block &block) { run(block, wait_for_statistics); });
-        __syncwarp();  // one lane's release covers what the others added
-        if (threadIdx.x % 32 == 0) {
-            done();
-        }
+        Base::run(for_each_key_block, [&](const Block &block) { run(block, wait_for_statistics); }, done);
     }
 
 private:

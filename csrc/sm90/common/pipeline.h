@@ -82,6 +82,7 @@ struct PipelineState {
     __device__ __forceinline__ void acquire(PipelineBarriers<kStages> &barriers) const {
         barriers.empty[stage].wait(phase ^ 1);
     }
+    // The same without waiting. Called by a whole warp.
     __device__ __forceinline__ bool is_empty(PipelineBarriers<kStages> &barriers) const {
         return __all_sync(0xffffffffu, barriers.empty[stage].test_wait(phase ^ 1));
     }
