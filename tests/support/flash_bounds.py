@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_attn_mini.reference import alibi_bias, attention_reference
+from flash_attn_mini.reference import alibi_bias, attention_probabilities, attention_reference
 
 from .bounds import (
     FLOOR,
@@ -35,14 +35,17 @@ def rounded_delta(dout: Tensor, exact: Tensor, rounded: Tensor, eps: float) -> T
     """rowsum(dO * O) of the rounded O, at least one standard deviation of its rounding from that of the exact O.
 
     In a row with one key, dq and dk depend only on this error. It may be 0 by chance, in PyTorch or in the backend,
-    but its typical size is the same for both. Rounding to nearest changes an element of O by at most eps / 2, uniformly
-    distributed: a standard deviation of eps / 2 / sqrt(3).
+    but its typical size is the same for both.
     """
-    products = dout * exact
-    truth = products.sum(dim=-1, keepdim=True)
+    truth = (dout * exact).sum(dim=-1, keepdim=True)
     error = (dout * rounded).sum(dim=-1, keepdim=True) - truth
-    deviation = eps / 2 / math.sqrt(3) * products.square().sum(dim=-1, keepdim=True).sqrt()
-    return truth + torch.where(error < 0, -1.0, 1.0) * torch.maximum(error.abs(), deviation)
+    return truth + torch.where(error < 0, -1.0, 1.0) * torch.maximum(error.abs(), deviation_of_delta(dout, exact, eps))
+
+
+def deviation_of_delta(dout: Tensor, out: Tensor, eps: float) -> Tensor:
+    """The standard deviation of rowsum(dO * O) of the rounded O. Rounding to nearest changes an element of O by at most
+    eps / 2, uniformly distributed: a standard deviation of eps / 2 / sqrt(3)."""
+    return eps / 2 / math.sqrt(3) * (dout * out).square().sum(dim=-1, keepdim=True).sqrt()
 
 
 def flash_gradients(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -58,6 +61,21 @@ def flash_bias_gradient(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *, attn_b
     """The gradient of attn_bias in the same way, summed in float32 and rounded to its dtype."""
     ds = _gradients(q, k, v, dout, attn_bias=attn_bias, **options)[3]
     return ds.sum_to_size(attn_bias.shape).to(attn_bias.dtype)
+
+
+def deviation_of_bias_gradient(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *, attn_bias: Tensor, **options: Any
+) -> Tensor:
+    """The standard deviation that the rounding of O gives to the gradient of attn_bias, of its shape.
+
+    The errors of rows are independent. Where rows share a bias they add up, or cancel by chance.
+    """
+    doubles = (q.double(), k.double(), v.double())
+    out, _ = attention_reference(*doubles, attn_bias=attn_bias, **options)
+    of_rows = deviation_of_delta(dout.double(), out, torch.finfo(q.dtype).eps).transpose(1, 2)
+    without_dropout = {x: y for x, y in options.items() if not x.startswith("dropout")}
+    p = attention_probabilities(*doubles[:2], attn_bias=attn_bias, **without_dropout)
+    return (p * of_rows).square().sum_to_size(attn_bias.shape).sqrt()
 
 
 def _gradients(
