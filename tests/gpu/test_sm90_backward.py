@@ -35,14 +35,17 @@ from ..support.sm90_backward_calls import (
     HEADS,
     KEY_BLOCKS,
     OPTIONS,
+    PASSES,
     RUNS_IN,
     TRACED,
+    asked_passes,  # noqa: F401
     assert_same_bits,
     at,
     default_kernels,  # noqa: F401
     each_call,
     each_dtype,
     each_headdim,
+    each_kernel,
     each_order,
     gradients,
     kernel_of,
@@ -139,7 +142,7 @@ def test_passes(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setenv("FLASH_ATTN_MINI_BACKWARD_PASSES", passes)
+    monkeypatch.setenv(PASSES, passes)
     if has_two is None:  # two passes where they take less time
         has_mask = call in ("causal", "window")
         longest = {256: 1024 if has_mask else 512, 192: seqlen_k if has_mask else 2048}.get(headdim, 0)
@@ -157,7 +160,7 @@ def test_passes(
 
 
 def test_another_number_of_passes_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLASH_ATTN_MINI_BACKWARD_PASSES", "3")
+    monkeypatch.setenv(PASSES, "3")
     case = Case("call", "any", 1, 1, 1, 5, 5, 256)
     with pytest.raises(ValueError, match="FLASH_ATTN_MINI_BACKWARD_PASSES is '3'; allowed: 1, 2"):
         gradients(case, *made(case, torch.bfloat16, 0))
@@ -278,7 +281,7 @@ def test_lengths_around_tile_edges_in_one_pass(
     case: Case, dtype: torch.dtype, seed: int, described_seed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At head dim 256 two thread blocks share 128 keys: the second one may have none."""
-    monkeypatch.setenv("FLASH_ATTN_MINI_BACKWARD_PASSES", "1")
+    monkeypatch.setenv(PASSES, "1")
     inputs, dout, _ = made(case, dtype, seed)
     computed = gradients(case, inputs, dout)
     where = described(case, dtype, "sm90", described_seed)
@@ -341,7 +344,7 @@ def test_one_pass_is_as_accurate_as_pytorch(
     case: Case, dtype: torch.dtype, seed: int, described_seed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """These cases are short, and two passes are their default."""
-    monkeypatch.setenv("FLASH_ATTN_MINI_BACKWARD_PASSES", "1")
+    monkeypatch.setenv(PASSES, "1")
     check_dense(case, "cuda", "cuda", dtype, seed, described_seed)
 
 
@@ -350,7 +353,7 @@ def test_one_pass_is_as_accurate_as_pytorch(
 def test_varlen_in_one_pass_is_as_accurate_as_pytorch(
     case: VarlenCase, dtype: torch.dtype, seed: int, described_seed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("FLASH_ATTN_MINI_BACKWARD_PASSES", "1")
+    monkeypatch.setenv(PASSES, "1")
     check_varlen(case, "cuda", "cuda", dtype, seed, described_seed)
 
 
@@ -364,7 +367,7 @@ def test_many_sequences(count: int, seed: int, described_seed: str) -> None:
 
 
 @each_dtype
-@each_headdim
+@each_kernel
 @pytest.mark.parametrize(("scale", "softcap"), [pair for pair in EXTREMES if pair not in ONE_HOT])
 def test_extreme_scales(
     scale: float, softcap: float, headdim: int, dtype: torch.dtype, seed: int, described_seed: str
@@ -388,7 +391,7 @@ CASES_OF_KINDS: list[tuple[str, AnyCase]] = [
 
 @pytest.mark.usefixtures("trace")
 @each_dtype
-@each_headdim
+@each_kernel
 @pytest.mark.parametrize(("kind", "case"), CASES_OF_KINDS, ids=lambda x: getattr(x, "name", ""))
 def test_large_log_sum_exps_beside_small_ones(
     kind: str,
@@ -489,7 +492,7 @@ GROUPS: dict[str, tuple[dict[str, Any], int, int, int, int]] = {
 
 
 @pytest.mark.usefixtures("trace")
-@each_headdim
+@each_kernel
 @each_order
 @pytest.mark.parametrize("group", GROUPS)
 def test_a_cta_takes_several_heads_of_a_group(
@@ -509,7 +512,7 @@ def test_a_cta_takes_several_heads_of_a_group(
     assert_gradients_accurate_beside_flash(*inputs, dout, computed, case=where, **options)
 
 
-@each_headdim
+@each_kernel
 def test_a_cta_takes_several_heads_of_short_sequences(headdim: int, seed: int, described_seed: str) -> None:
     lengths = tuple(i * 37 % 300 * (i % 5 > 0) for i in range(40))
     case = VarlenCase("groups", "heads of a group in one CTA", lengths, lengths[::-1], 12, 4, headdim)

@@ -21,12 +21,13 @@ from ..support.sm90_backward_calls import (
     HEADS,
     OPTIONS,
     RUNS_IN,
+    asked_passes,  # noqa: F401
     assert_same_bits,
     at,
     default_kernels,  # noqa: F401
     each_call,
     each_dtype,
-    each_headdim,
+    each_kernel,
     each_order,
     gradients,
     made,
@@ -41,7 +42,7 @@ BAD_VALUES = (math.nan, math.inf, -math.inf)
 
 
 @each_dtype
-@each_headdim
+@each_kernel
 @each_call
 def test_bad_values_in_other_sequences(call: str, headdim: int, dtype: torch.dtype, seed: int) -> None:
     """Tiles reach into the sequences before and after: their rows must not change a bit of this one's gradients."""
@@ -69,7 +70,7 @@ def test_bad_values_in_other_sequences(call: str, headdim: int, dtype: torch.dty
 
 
 @pytest.mark.usefixtures("trace")
-@each_headdim
+@each_kernel
 @each_call
 def test_bad_values_between_many_short_sequences(
     call: str, headdim: int, capfd: pytest.CaptureFixture[str], seed: int

@@ -31,11 +31,14 @@ from ..support.key_range_checks import make_ranged_call
 from ..support.random_loop import CHUNKS, check_random_cases
 from ..support.sm90_backward_calls import (
     OPTIONS,
+    PASSES,
+    asked_passes,  # noqa: F401
     assert_same_bits,
     default_kernels,  # noqa: F401
     each_call,
     each_dtype,
     each_headdim,
+    each_kernel,
     each_order,
     gradients,
     made,
@@ -52,7 +55,7 @@ SUBSETS = [wanted for wanted in itertools.product((False, True), repeat=3) if 0 
 
 
 @each_dtype
-@each_headdim
+@each_kernel
 @each_call
 def test_one_gradient_does_not_depend_on_the_others(call: str, headdim: int, dtype: torch.dtype, seed: int) -> None:
     case = Case("subset", "any", 2, 4, 2, 200, 300, headdim, **OPTIONS[call])
@@ -102,7 +105,7 @@ def test_both_numbers_of_passes_repeat_bitwise_under_stress(
     call: str, headdim: int, passes: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """dq in order in one pass with deterministic=True; in two passes always."""
-    monkeypatch.setenv("FLASH_ATTN_MINI_BACKWARD_PASSES", passes)
+    monkeypatch.setenv(PASSES, passes)
     check_repeats_under_stress(call, passes == "1", headdim, seed, with_dq=True)
 
 
@@ -111,7 +114,7 @@ def test_both_numbers_of_passes_repeat_bitwise_under_stress(
 def test_one_pass_repeats_dk_and_dv_bitwise_under_stress(
     call: str, headdim: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("FLASH_ATTN_MINI_BACKWARD_PASSES", "1")
+    monkeypatch.setenv(PASSES, "1")
     check_repeats_under_stress(call, False, headdim, seed, with_dq=False)
 
 

@@ -64,6 +64,13 @@ GROUPS: list[AnyCase] = [
     ),
     Case("key_blocks", "a CTA has two key blocks", 4, 90, 90, 260, 260, 64, causal=True),
 ]
+# Keys enough for one pass of the backward (prefers_dq_pass in csrc/dispatch/choose_kernel.h). The second CTA of the
+# last pair has no key, or some.
+PAIRS: list[AnyCase] = [
+    Case("pairs_full", "two CTAs share 128 keys", 1, 1, 1, 420, 1090, 256),
+    Case("pairs_causal", "two CTAs share 128 keys", 1, 2, 1, 300, 1200, 256, causal=True),
+    VarlenCase("pairs_varlen", "two CTAs share 128 keys", (300, 33), (1100, 90), 1, 1, 256),
+]
 CASES: dict[str, list[AnyCase]] = {
     "attention": [
         *SMALL_FORWARD_CASES,
@@ -72,6 +79,7 @@ CASES: dict[str, list[AnyCase]] = {
         *VARLEN_FEATURES,
         *LONG,
         *GROUPS,
+        *PAIRS,
     ],
     "kvcache": [*SMALL_KVCACHE_CASES, *SMALL_LATENT_CASES],
 }

@@ -1,13 +1,14 @@
 """Calls of the backward kernels of csrc/sm90, for the tests of test_sm90_backward*.py.
 
-Two fixtures to import: `default_kernels` is for every test of the importing file, `trace` for those that name it.
+Fixtures to import: `default_kernels` is for every test of the importing file, `trace` for those that name it,
+`asked_passes` for those with `each_kernel`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import pytest
@@ -27,6 +28,7 @@ AnyCaseT = TypeVar("AnyCaseT", Case, VarlenCase)
 HEADDIMS = (64, 96, 128, 192, 256)
 RUNS_IN = {40: 64, 72: 96, 80: 96, 112: 128, 160: 192, 224: 256}  # head dims between the compiled ones
 EVERYTHING = (True, True, True)
+PASSES = "FLASH_ATTN_MINI_BACKWARD_PASSES"
 
 on_hopper = [pytest.mark.gpu, pytest.mark.skipif(not IS_HOPPER, reason="no Hopper GPU on this machine")]
 each_headdim = pytest.mark.parametrize("headdim", HEADDIMS)
@@ -52,7 +54,22 @@ def default_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     if "cuda" not in available_backends("cuda"):
         pytest.skip("the build has no CUDA kernels for this GPU")
     monkeypatch.setenv("FLASH_ATTN_MINI_ARCH", "90")  # without the kernels of a single tile
-    monkeypatch.delenv("FLASH_ATTN_MINI_BACKWARD_PASSES", raising=False)
+    monkeypatch.delenv(PASSES, raising=False)
+
+
+@pytest.fixture
+def asked_passes(request: pytest.FixtureRequest, default_kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of `each_kernel`."""
+    if request.param:
+        monkeypatch.setenv(PASSES, request.param)
+
+
+def each_kernel(test: Callable[..., None]) -> Callable[..., None]:
+    """Each headdim with the passes that a call takes by default; and one pass where short calls take two."""
+    kernels = [*((headdim, "") for headdim in HEADDIMS), (192, "1"), (256, "1")]
+    names = [f"{headdim}{'-one_pass' * bool(passes)}" for headdim, passes in kernels]
+    parametrized = pytest.mark.parametrize(("headdim", "asked_passes"), kernels, ids=names, indirect=["asked_passes"])
+    return pytest.mark.usefixtures("asked_passes")(parametrized(test))
 
 
 @pytest.fixture

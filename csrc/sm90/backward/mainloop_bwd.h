@@ -480,16 +480,19 @@ public:
             Scores next_s;
             this->wait_for_Q();
             visible = this->visible_of_step();
+            if constexpr (!kScoresOverlap) {
+                complete(acc_dv, dout_state, shared.dout_barriers);
+            }
             this->template issue_scores<TilesQK>(shared.k, shared.q, q_state, next_s);
             const auto dropout_bits = scores.draw(step, rng_state);
             wait_for<0>(next_s);
-            warpgroup_fence_operand(acc_dv);
-            Base::release_rows(dout_state, shared.dout_barriers);
+            if constexpr (kScoresOverlap) {
+                release_read(acc_dv, dout_state, shared.dout_barriers);
+            }
             dout_state.advance();
             rP = send_p(inputs, visible, dropout_bits, next_s);
         }
-        wait_for<0>(acc_dv);
-        Base::release_rows(dout_state, shared.dout_barriers);
+        complete(acc_dv, dout_state, shared.dout_barriers);
     }
 
     template <typename TensorKV>
@@ -514,18 +517,40 @@ public:
             step.advance(this->block);
             Scores next_ds;
             this->wait_for_dO();
+            if constexpr (!kScoresOverlap) {
+                complete(acc_dk, q_state, shared.q_barriers);
+            }
             this->template issue_scores<TilesdOV>(shared.v, shared.dout, dout_state, next_ds);
             wait_for<0>(next_ds);
-            warpgroup_fence_operand(acc_dk);
-            Base::release_rows(q_state, shared.q_barriers);
+            if constexpr (kScoresOverlap) {
+                release_read(acc_dk, q_state, shared.q_barriers);
+            }
             q_state.advance();
             rdS = send_ds(next_ds);
         }
-        wait_for<0>(acc_dk);
-        Base::release_rows(q_state, shared.q_barriers);
+        complete(acc_dk, q_state, shared.q_barriers);
     }
 
 private:
+    // S or dP of a step is multiplied together with dV or dK of the step before. A pair of CTAs has too few registers
+    // for both: ptxas would serialize all products.
+    static constexpr bool kScoresOverlap = Traits::kCtas == 1;
+
+    // Waits for the product into dV or dK, which has then read its stage of dO or Q.
+    template <typename TensorKV, int kStages>
+    __device__ __forceinline__ static void complete(TensorKV &acc, const PipelineState<kStages> &state,
+                                                    PipelineBarriers<kStages> &barriers) {
+        warpgroup_wait<0>();
+        release_read(acc, state, barriers);
+    }
+    // The same where no product is in flight.
+    template <typename TensorKV, int kStages>
+    __device__ __forceinline__ static void release_read(TensorKV &acc, const PipelineState<kStages> &state,
+                                                        PipelineBarriers<kStages> &barriers) {
+        warpgroup_fence_operand(acc);
+        Base::release_rows(state, barriers);
+    }
+
     // P lies where dS of the same keys will: each warp of consumer 1 reads the words that it overwrites. P may be
     // written when the stage of dS is empty.
     static constexpr bool kPIsInDs = Traits::kCtas > 1;
