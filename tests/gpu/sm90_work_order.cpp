@@ -6,6 +6,7 @@
 #include <random>
 #include <set>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "sm90/backward/work_tiles_bwd.h"
@@ -18,26 +19,39 @@ using flash::sm90::WorkTile;
 
 namespace {
 
-const char *fault(const WorkOrder &order, int count, bool has_convert) {
-    const int limits[3] = {order.preprocess(), order.compute(), has_convert ? order.preprocess() : 0};
+const char *fault(const WorkOrder &order, int count, int key_blocks, bool has_convert) {
+    const auto limit = [&](int phase, int head) {
+        return phase == 1 ? order.compute_of(head) : phase == 0 || has_convert ? order.preprocess() : 0;
+    };
     std::vector<int> done[3];
     for (auto &of_phase : done) {
         of_phase.assign(order.heads(), 0);
     }
     std::set<std::tuple<int, int, int>> seen;
+    std::set<std::pair<int, int>> blocks;  // of heads
     for (int number = 0; number < count; ++number) {
-        const WorkTile tile = order.at(number);
+        const WorkTile tile = order.key_block_groups.size == 1 && number % 2 == 0 ? order.at<false>(number)
+                                                                                   : order.at<true>(number);
         const int phase = static_cast<int>(tile.phase);
-        if (tile.head < 0 || tile.head >= order.heads() || tile.index < 0 || tile.index >= limits[phase]) {
+        if (tile.head < 0 || tile.head >= order.heads() || tile.index < 0 || tile.index >= limit(phase, tile.head)) {
             return "a work tile that does not exist";
         }
         if (!seen.insert({phase, tile.head, tile.index}).second) {
             return "a work tile has two numbers";
         }
-        if (phase > 0 && done[phase - 1][tile.head] < limits[phase - 1]) {
+        if (phase > 0 && done[phase - 1][tile.head] < limit(phase - 1, tile.head)) {
             return "a work tile comes before one that it waits for";
         }
+        for (int i = 0; phase == 1 && i < (tile.is_one ? 1 : order.key_block_groups.size); ++i) {
+            const int block = order.key_block(tile, i);
+            if (block < 0 || (block < key_blocks && !blocks.insert({tile.head, block}).second)) {
+                return "a key block in two work tiles";
+            }
+        }
         ++done[phase][tile.head];
+    }
+    if (static_cast<int>(blocks.size()) != order.heads() * key_blocks) {
+        return "a key block without a work tile";
     }
     return nullptr;  // as many different ones as there are
 }
@@ -78,14 +92,14 @@ int main(int, char **arguments) {
         params.interleaved_heads = draw(1, params.b * heads);
         const RowBlocks blocks(nullptr, 0, params.seqlen_k, params.b, heads, draw(0, 1) == 0 ? 64 : 128);
         const int rows_per_tile = kRows << draw(0, 3);
-        const int group_size = draw(1, 4);
-        const WorkOrder order(params, blocks, rows_per_tile, /*is_local=*/draw(0, 1) == 0, group_size);
+        const int group_size = draw(1, 4), ctas = draw(1, 150);
+        const WorkOrder order(params, blocks, rows_per_tile, /*is_local=*/draw(0, 1) == 0, group_size, ctas);
         if (!covers_all(order.key_block_groups, blocks.per_head)) {
             std::printf("%d key blocks in groups of %d\n", blocks.per_head, group_size);
             return 1;
         }
-        const int count = static_cast<int>(WorkOrder::count(params, blocks, rows_per_tile, group_size));
-        if (const char *what = fault(order, count, params.dq_accum != nullptr)) {
+        const int count = static_cast<int>(WorkOrder::count(params, blocks, rows_per_tile, group_size, ctas));
+        if (const char *what = fault(order, count, blocks.per_head, params.dq_accum != nullptr)) {
             std::printf("%s: b=%d h=%d heads_per_dkv=%d seqlen_q=%d seqlen_k=%d group=%d rows_per_tile=%d\n", what,
                         params.b, params.h, params.heads_per_dkv, params.seqlen_q, params.seqlen_k,
                         params.interleaved_heads, rows_per_tile);

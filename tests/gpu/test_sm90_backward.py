@@ -454,7 +454,7 @@ def test_a_cta_takes_two_key_blocks(
 
 @pytest.mark.usefixtures("trace")
 @pytest.mark.parametrize(
-    ("seqlen", "left", "count"), [(4096, -1, 2), (4097, -1, 1), (4097, 3967, 2), (4097, 3969, 1), (8192, 1023, 2)]
+    ("seqlen", "left", "count"), [(8192, -1, 2), (8193, -1, 1), (8193, 8063, 2), (8193, 8065, 1), (16384, 1023, 2)]
 )
 def test_key_blocks_with_few_steps_share_a_cta(
     seqlen: int, left: int, count: int, capfd: pytest.CaptureFixture[str], seed: int

@@ -227,8 +227,8 @@ __device__ __forceinline__ void compute_dq_dk_dv(const Flash_bwd_params &params,
     // The key blocks of the work tile. Every role of the CTA walks them.
     const auto for_each_key_block = [&](const auto &work_on) {
         CUTE_NO_UNROLL
-        for (int i = 0; i < (kMayGroup ? order.key_block_groups.size : 1); ++i) {
-            int bidb, bidh_dkv, n_block = order.key_block_groups.at(tile.index, i);
+        for (int i = 0; i < (kMayGroup && !tile.is_one ? order.key_block_groups.size : 1); ++i) {
+            int bidb, bidh_dkv, n_block = kMayGroup ? order.key_block(tile, i) : tile.index;
             order.by_sequence(bidb, bidh_dkv, tile.head);
             if (params.dq_semaphore != nullptr && is_local(kKind)) {
                 // In order and local: the last key blocks add first (ColumnBlockInfo::order_in), so they start first.
@@ -310,8 +310,9 @@ __global__ void __launch_bounds__(Traits::kNThreads, 1)
     if (threadIdx.x == 0 && rank_in_cluster<Traits>() == 0) {
         shared.number = atomicAdd(counts.taken(), 1);
     }
-    sync_ctas<Traits>();                                            // every thread sees the barriers and the number
-    WorkTile tile = order.at(of_first_cta<Traits>(shared.number));  // the same in all lanes
+    sync_ctas<Traits>();                                              // every thread sees the barriers and the number
+    WorkTile tile = order.at<may_group_key_blocks<Traits, kKind>()>(  // the same in all lanes
+        of_first_cta<Traits>(shared.number));
     const Phase phase = static_cast<Phase>(uniform(static_cast<int>(tile.phase)));
     if (may_be_varlen(kKind)) {  // the load warp's registers are few
         tile.head = uniform(tile.head);
@@ -325,7 +326,8 @@ __global__ void __launch_bounds__(Traits::kNThreads, 1)
         using Convert = ConvertDq<Traits, kKind>;
         Convert(params, order, tile)
             .run(reinterpret_cast<typename Convert::SharedStorage &>(smem), counts, tile.head,
-                 order.compute() * ProducerOf<Traits, kKind>::kWarpsThatAdd * Traits::kCtas);
+                 (may_group_key_blocks<Traits, kKind>() ? order.compute_of(tile.head) : order.compute()) *
+                     ProducerOf<Traits, kKind>::kWarpsThatAdd * Traits::kCtas);
     } else {
         compute_dq_dk_dv<Traits, kKind>(params, copies, shared, counts, order, tile);
     }

@@ -72,10 +72,10 @@ int interleaved_heads(const Flash_bwd_params &params, const RowBlocks &key_block
         const bool is_short = Traits::kConsumersComputeDq && per_head * params.heads_per_dkv <= 16;
         ctas = is_short ? sms / 2 : sms;
     } else {
-        // Kind full: CTAs that fill the SMs once. Other kinds, whose key blocks may differ in work: twice, long ones
-        // first, so that all end together. With key_ranges they may differ more: the key blocks of a shared prefix are
-        // the longest, and come first in each head.
-        ctas = has_ranges(kKind) ? 8 * sms : is_local(kKind) ? 2 * sms : sms;
+        // Kind full, and groups of key blocks: CTAs that fill the SMs once. Other kinds, whose key blocks may differ in
+        // work: twice, long ones first, so that all end together. With key_ranges they may differ more: the key blocks
+        // of a shared prefix are the longest, and come first in each head.
+        ctas = has_ranges(kKind) ? 8 * sms : is_local(kKind) && group_size == 1 ? 2 * sms : sms;
     }
     return clamp_to(ctas / std::max(per_head, 1), 1, std::max(key_blocks.all_heads(), 1));
 }
@@ -84,7 +84,7 @@ int interleaved_heads(const Flash_bwd_params &params, const RowBlocks &key_block
 // one, because its second one might wait for a CTA that waits for its first.
 template <typename Traits, Kind kKind>
 int key_blocks_of_cta(const Flash_bwd_params &params, const RowBlocks &key_blocks) {
-    constexpr int kFewSteps = 32, kRounds = 4;  // rounds: CTAs of each SM
+    constexpr int kFewSteps = 64, kRounds = 4;  // rounds: CTAs of each SM
     if (!may_group_key_blocks<Traits, kKind>() || params.dq_semaphore != nullptr) {
         return 1;
     }
@@ -103,7 +103,8 @@ void launch_flash_bwd(const Flash_bwd_params &given, cudaStream_t stream) {
     params.interleaved_heads = interleaved_heads<Traits, kKind>(params, blocks, group_size);
     check_grid(padded_rows(params), "batch * nheads * query rows");
     constexpr int kRowsPerTile = Traits::kCtas * Traits::kRowsPerTile;
-    const int64_t grid = Traits::kCtas * WorkOrder::count(params, blocks, kRowsPerTile, group_size);
+    const int ctas = device_properties().sm_count / Traits::kCtas;
+    const int64_t grid = Traits::kCtas * WorkOrder::count(params, blocks, kRowsPerTile, group_size, ctas);
     check_grid(grid, "batch * nheads * (blocks of keys + blocks of query rows)");
     if (trace_enabled()) {
         trace("flash_bwd_kernel",
@@ -113,7 +114,7 @@ void launch_flash_bwd(const Flash_bwd_params &given, cudaStream_t stream) {
     }
     auto kernel = &flash_bwd_kernel<Traits, kKind>;
     reserve_smem(kernel, Traits::kSmemSize);
-    const WorkOrder order(params, blocks, kRowsPerTile, is_local(kKind), group_size);
+    const WorkOrder order(params, blocks, kRowsPerTile, is_local(kKind), group_size, ctas);
     ClusterLaunch(dim3(static_cast<unsigned>(grid)), dim3(Traits::kCtas), Traits::kNThreads, Traits::kSmemSize, stream)
         .run(kernel, "launching flash_bwd_kernel", params, make_copies_bwd<Traits>(params), order);
 }

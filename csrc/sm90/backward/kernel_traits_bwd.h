@@ -67,6 +67,7 @@ struct TileSizesBwd<96> : OneCta {
     static constexpr DsIn kDsIn = DsIn::shared_memory;
     static constexpr int kBlockM = 64;
     static constexpr int kStagesQ = 3, kStagesdO = 3, kStagesdS = 2;
+    static constexpr int kCyclesPerAdd = 50;
     static constexpr int kDqColumns = 96;
     static constexpr int kProducerRegisters = 120, kConsumerRegisters = 192;
     static constexpr int kRowsPerTile = 1024;

@@ -17,8 +17,9 @@ enum class Phase : int {
 
 struct WorkTile {
     Phase phase;
-    int head;   // of dK and dV; equal lengths: of all sequences
-    int index;  // group of key blocks, or row tile: a block of padded query rows of the head
+    int head;            // of dK and dV; equal lengths: of all sequences
+    int index;           // group of key blocks, or row tile: a block of padded query rows of the head
+    bool is_one = true;  // phase compute: the group has one key block
 };
 
 // The key blocks of a head in groups, one for each work tile. Every other key block of a group counts from the end.
@@ -41,6 +42,9 @@ struct KeyBlockGroups {
 // group i - kLag. Last come those of convert of the last groups.
 //
 // A work tile waits only for work tiles with smaller numbers (WorkCounts).
+//
+// Where key blocks come in groups, the last heads have groups of one. Work tiles of phase compute then are shorter at
+// the end, and fewer SMs are idle while the last ones run.
 class WorkOrder {
     using Divisor = cutlass::FastDivmod;
     static constexpr int kLag = 2;  // in groups
@@ -54,12 +58,16 @@ class WorkOrder {
     Divisor by_steady_count, by_steady_stride, by_heads_of_group, by_rows, by_key_block_groups, by_heads;
 
 public:
-    KeyBlockGroups key_block_groups;  // of a head: the work tiles of compute
+    KeyBlockGroups key_block_groups;  // of a head: the work tiles of compute, but for the last heads
 
+private:
+    int key_blocks, first_ungrouped;  // of a head; the first one with a work tile for each key block
+
+public:
     // Runs on the host. rows_per_tile: query rows of a row tile. is_local: the work tiles of a head are of different
-    // length. group_size: key blocks of a work tile.
+    // length. group_size: key blocks of a work tile. ctas: that run at the same time.
     WorkOrder(const Flash_bwd_params &params, const RowBlocks &key_blocks, int rows_per_tile, bool is_local,
-              int group_size)
+              int group_size, int ctas)
         : heads_(key_blocks.all_heads()),
           group(params.interleaved_heads),
           groups((heads_ + group - 1) / group),
@@ -75,26 +83,37 @@ public:
           by_rows(preprocess_),
           by_key_block_groups(key_blocks.per_head > 0 ? KeyBlockGroups(key_blocks.per_head, group_size).count : 1),
           by_heads(params.cu_seqlens_q == nullptr ? key_blocks.heads : heads_),
-          key_block_groups(key_blocks.per_head, group_size) {
-        first_steady = begin(kLag);
+          key_block_groups(key_blocks.per_head, group_size),
+          key_blocks(key_blocks.per_head),
+          first_ungrouped(heads_ - ungrouped_heads(params, key_blocks, group_size, ctas)) {
+        first_steady = begin<true>(kLag);
     }
 
     // Work tiles of a call. The class is for calls in which they fit into an int.
-    static int64_t count(const Flash_bwd_params &params, const RowBlocks &key_blocks, int rows_per_tile,
-                         int group_size) {
+    static int64_t count(const Flash_bwd_params &params, const RowBlocks &key_blocks, int rows_per_tile, int group_size,
+                         int ctas) {
         const int64_t of_rows = int64_t{row_tiles(params, rows_per_tile)} * (params.dq_accum == nullptr ? 1 : 2);
-        return (of_rows + KeyBlockGroups(key_blocks.per_head, group_size).count) * key_blocks.all_heads();
+        const int grouped = KeyBlockGroups(key_blocks.per_head, group_size).count;
+        return (of_rows + grouped) * key_blocks.all_heads() +
+               int64_t{key_blocks.per_head - grouped} * ungrouped_heads(params, key_blocks, group_size, ctas);
     }
 
     FLASH_HOST_DEVICE int heads() const { return heads_; }
-    FLASH_HOST_DEVICE int preprocess() const { return preprocess_; }  // work tiles of a head
-    FLASH_HOST_DEVICE int compute() const { return key_block_groups.count; }
+    FLASH_HOST_DEVICE int preprocess() const { return preprocess_; }          // work tiles of a head
+    FLASH_HOST_DEVICE int compute() const { return key_block_groups.count; }  // of the first heads
+    FLASH_HOST_DEVICE int compute_of(int head) const { return head < first_ungrouped ? compute() : key_blocks; }
+
+    // Key block i of a work tile of phase compute. It may lie past the last one.
+    FLASH_HOST_DEVICE int key_block(const WorkTile &tile, int i) const {
+        return tile.is_one ? tile.index : key_block_groups.at(tile.index, i);
+    }
 
     // The place of a head of WorkTile: batch index (variable lengths: 0) and head of dK and dV.
     FLASH_HOST_DEVICE void by_sequence(int &bidb, int &bidh_dkv, int head) const { by_heads(bidb, bidh_dkv, head); }
 
     // number: of a CTA. Every CTA begins with this, so the steady state takes few operations. They run in ordinary
-    // registers, because uniform ones have a longer latency.
+    // registers, because uniform ones have a longer latency. kMayGroup: whether a group may have several key blocks.
+    template <bool kMayGroup>
     FLASH_HOST_DEVICE WorkTile at(int number) const {
         const int after_first = number - first_steady;
         if (after_first >= 0 && after_first < steady_groups * (steady_compute + steady_others)) {
@@ -111,28 +130,32 @@ public:
                 } else {
                     by_key_block_groups(head, block, part.position);
                 }
-                return {Phase::compute, i * group + head, block};
+                return {Phase::compute, i * group + head, block, key_block_groups.size == 1};
             }
             const int prepared = preprocess_ * group;
             return part.position < prepared
                        ? of_rows(Phase::preprocess, (i + 1) * prepared + part.position)
                        : of_rows(Phase::convert, (i - kLag) * convert * group + part.position - prepared);
         }
-        return at_beginning_or_end(number);
+        return at_beginning_or_end<kMayGroup>(number);
     }
 
 private:
     // At the beginning, fewer work tiles of convert come with a group; at the end, fewer of preprocess.
+    template <bool kMayGroup>
     FLASH_HOST_DEVICE WorkTile at_beginning_or_end(int number) const {
-        if (number < begin(0)) {
+        if (number < begin<kMayGroup>(0)) {
             return of_rows(Phase::preprocess, number);
         }
-        int i = by_steady_count.div(number - begin(0));
+        int i = by_steady_count.div(number - begin<kMayGroup>(0));
         i = i < groups ? i : groups;
-        while (i < groups && begin(i + 1) <= number) {
+        while (kMayGroup && begin<kMayGroup>(i) > number) {  // the last groups have more work tiles
+            --i;
+        }
+        while (i < groups && begin<kMayGroup>(i + 1) <= number) {
             ++i;
         }
-        const int position = number - begin(i);
+        const int position = number - begin<kMayGroup>(i);
         const int first_converted = convert * heads_before(i - kLag);
         if (i == groups) {
             return of_rows(Phase::convert, first_converted + position);
@@ -141,14 +164,16 @@ private:
         const int first_prepared = preprocess_ * heads_before(i + 1);
         const int prepared = preprocess_ * heads_before(i + 2) - first_prepared;
         const int converted = convert * heads_before(i + 1 - kLag) - first_converted;
-        const int computed = compute() * heads_here, others = prepared + converted;
+        const int of_head = kMayGroup ? compute_of(first_head) : compute(), computed = of_head * heads_here,
+                  others = prepared + converted;
         const int stride = stride_of(computed, others), round = position / stride;
         const Part part = part_of(position, round, position - round * stride, stride, computed, others);
         if (part.is_compute) {
-            const int by = is_interleaved ? heads_here : compute(), quotient = part.position / by,
+            const int by = is_interleaved ? heads_here : of_head, quotient = part.position / by,
                       rest = part.position - quotient * by;
-            return is_interleaved ? WorkTile{Phase::compute, first_head + rest, quotient}
-                                  : WorkTile{Phase::compute, first_head + quotient, rest};
+            const bool is_one = !kMayGroup || key_block_groups.size == 1 || first_head >= first_ungrouped;
+            return is_interleaved ? WorkTile{Phase::compute, first_head + rest, quotient, is_one}
+                                  : WorkTile{Phase::compute, first_head + quotient, rest, is_one};
         }
         return part.position < prepared ? of_rows(Phase::preprocess, first_prepared + part.position)
                                         : of_rows(Phase::convert, first_converted + part.position - prepared);
@@ -175,8 +200,23 @@ private:
     // Heads of the groups before group i.
     FLASH_HOST_DEVICE int heads_before(int i) const { return i <= 0 ? 0 : i < groups ? i * group : heads_; }
     // The number of the first work tile that comes with group i.
+    template <bool kMayGroup>
     FLASH_HOST_DEVICE int begin(int i) const {
-        return preprocess_ * heads_before(i + 1) + compute() * heads_before(i) + convert * heads_before(i - kLag);
+        const int grouped =
+            preprocess_ * heads_before(i + 1) + compute() * heads_before(i) + convert * heads_before(i - kLag);
+        const int ungrouped = heads_before(i) - first_ungrouped;
+        return kMayGroup && ungrouped > 0 ? grouped + (key_blocks - compute()) * ungrouped : grouped;
+    }
+    // The heads of the last groups of heads, none of them in the steady state, with about as many work tiles as CTAs.
+    static int ungrouped_heads(const Flash_bwd_params &params, const RowBlocks &key_blocks, int group_size, int ctas) {
+        const int heads = key_blocks.all_heads(), group = params.interleaved_heads;
+        const int groups = (heads + group - 1) / group;
+        if (group_size == 1 || groups <= 1) {
+            return 0;
+        }
+        const int of_last = heads - (groups - 1) * group;
+        const bool is_enough = of_last * KeyBlockGroups(key_blocks.per_head, group_size).count >= ctas || groups == 2;
+        return is_enough ? of_last : of_last + group;
     }
     FLASH_HOST_DEVICE WorkTile of_rows(Phase phase, int number) const {
         WorkTile tile{phase, 0, 0};
