@@ -50,6 +50,11 @@ const char *fault(const WorkOrder &order, int count, int key_blocks, bool has_co
         }
         ++done[phase][tile.head];
     }
+    for (int head = 0; head < order.heads(); ++head) {
+        if (done[2][head] != limit(2, head)) {
+            return "a row tile that is not converted";
+        }
+    }
     if (static_cast<int>(blocks.size()) != order.heads() * key_blocks) {
         return "a key block without a work tile";
     }

@@ -107,13 +107,17 @@ def check_bias_gradient(
     summed = inputs[0].shape[0] * inputs[0].shape[2] * inputs[0].shape[1] * attn_bias.shape[3] / attn_bias.numel()
     wide = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
     floor = FLOOR[dtype] + wide * summed * float(dout.abs().max()) * float(inputs[2].abs().max())
-    of_flash = floor
+    with_deviations = floor
     if summed > 1:  # rows share a bias
         deviation = deviation_of_bias_gradient(*inputs, dout, attn_bias=attn_bias, **options)
-        of_flash += DEVIATIONS * deviation.max().item()
+        with_deviations += DEVIATIONS * deviation.max().item()
     results = [
-        accuracy("dbias", got, expected, x.to(got.dtype), least, TIMES_PYTORCH_GRADIENT)
-        for x, least in ((pytorch, floor), (flash, of_flash))
+        accuracy("dbias", got, expected, x.to(got.dtype), least, times)
+        for x, least, times in (
+            (pytorch, floor, TIMES_PYTORCH_GRADIENT),
+            (flash, floor, TIMES_PYTORCH_GRADIENT),
+            (flash, with_deviations, 1.0),
+        )
     ]
     refuse([] if any(x.passed for x in results) else results, f"\n  case {where}")
     hidden = (attn_bias == -torch.inf).expand_as(got)

@@ -434,8 +434,8 @@ private:
 };
 
 // BwdSplit::products. Consumer 0 computes S, P and dV. Consumer 1 gets P from it through shared memory, and computes
-// dP, dS and dK. Each accumulates one tile of 64 keys, which is all that its registers hold. The products for dV and dK
-// overlap the arithmetic of the next step.
+// dP, dS and dK. Each accumulates one tile of 64 keys, which is all that its registers hold. Without a peer, dV and dK
+// are multiplied together with S and dP of the next step.
 template <typename Traits, Kind kKind>
 class ProductConsumer : ConsumerBwd<Traits, kKind> {
     using Base = ConsumerBwd<Traits, kKind>;

@@ -207,7 +207,8 @@ private:
         const int ungrouped = heads_before(i) - first_ungrouped;
         return kMayGroup && ungrouped > 0 ? grouped + (key_blocks - compute()) * ungrouped : grouped;
     }
-    // The heads of the last groups of heads, none of them in the steady state, with about as many work tiles as CTAs.
+    // The heads of the last group of heads, or of the last two if its groups of key blocks are fewer than the CTAs.
+    // None of them is in the steady state.
     static int ungrouped_heads(const Flash_bwd_params &params, const RowBlocks &key_blocks, int group_size, int ctas) {
         const int heads = key_blocks.all_heads(), group = params.interleaved_heads;
         const int groups = (heads + group - 1) / group;
