@@ -126,7 +126,7 @@ def test_sm80_takes_rows_without_keys_on_kind_local(
 @pytest.mark.parametrize(
     ("passes", "seqlen_k", "deterministic", "has_two"),
     [
-        *(("", longest + more, False, None) for longest in (256, 512, 2048) for more in (0, 1)),
+        *(("", longest + more, False, None) for longest in (512, 1024, 2048) for more in (0, 1)),
         ("", 2049, True, True),
         ("1", 130, True, False),
         ("2", 900, False, True),
@@ -145,7 +145,7 @@ def test_passes(
     monkeypatch.setenv(PASSES, passes)
     if has_two is None:  # two passes where they take less time
         has_mask = call in ("causal", "window")
-        longest = {256: 512 if has_mask else 256, 192: seqlen_k if has_mask else 2048}.get(headdim, 0)
+        longest = {256: 1024 if has_mask else 512, 192: seqlen_k if has_mask else 2048}.get(headdim, 0)
         has_two = seqlen_k <= longest
     case = Case("call", "any", 1, 2, 1, 100, seqlen_k, headdim, **OPTIONS[call])
     inputs, dout, _ = made(case, torch.bfloat16, 0)
