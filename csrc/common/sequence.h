@@ -154,14 +154,18 @@ FLASH_HOST_DEVICE RowBlocks key_blocks(const Flash_fwd_params &params, int heads
     return {kMayBeVarlen ? params.cu_seqlens_k : nullptr, params.total_k, params.seqlen_k, params.b, heads, kBlockN};
 }
 
-// The first padded row of a sequence within its head (Flash_bwd_params).
+// The first padded row of a sequence within its head (Flash_bwd_params). q_begin: Sequence::q_begin.
+template <bool kMayBeVarlen = true>
+FLASH_HOST_DEVICE int64_t padded_begin(const Flash_fwd_params &params, int bidb, int q_begin) {
+    constexpr int kRows = Flash_bwd_params::kRowsRounded;
+    return kMayBeVarlen && params.cu_seqlens_q != nullptr ? first_block(q_begin, bidb, kRows) * kRows : 0;
+}
+
+// The same where q_begin is not known.
 template <bool kMayBeVarlen = true>
 FLASH_HOST_DEVICE int64_t padded_begin(const Flash_fwd_params &params, int bidb) {
-    if (!kMayBeVarlen || params.cu_seqlens_q == nullptr) {
-        return 0;
-    }
-    constexpr int kRows = Flash_bwd_params::kRowsRounded;
-    return first_block(load_cu_seqlen(params.cu_seqlens_q, bidb, params.total_q), bidb, kRows) * kRows;
+    const bool is_varlen = kMayBeVarlen && params.cu_seqlens_q != nullptr;
+    return is_varlen ? padded_begin(params, bidb, load_cu_seqlen(params.cu_seqlens_q, bidb, params.total_q)) : 0;
 }
 
 // Padded rows of all heads and sequences.

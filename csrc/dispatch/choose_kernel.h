@@ -71,7 +71,7 @@ inline bool prefers_dq_pass(const Flash_bwd_params &params) {
     struct Lengths {
         int full, local;
     };
-    constexpr Lengths kLongest192{2048, INT_MAX}, kLongest256{512, 1024};  // sequences with two passes, in keys
+    constexpr Lengths kLongest192{2048, INT_MAX}, kLongest256{384, 1024};  // sequences with two passes, in keys
     const Lengths longest = built_headdim_for(largest_headdim(params)) > 192 ? kLongest256 : kLongest192;
     return params.deterministic || params.seqlen_k <= (params.is_local() ? longest.local : longest.full);
 }

@@ -104,8 +104,10 @@ protected:
     __device__ __forceinline__ void issue_scores(Element *smem_k, Element *smem_q, const PipelineState<kStages> &state,
                                                  TensorS &acc) const {
         constexpr bool kAccumulates = !std::is_same_v<TiledMma, TiledMmaSdP>;
-        Tensor sK = make_tensor(make_smem_ptr(operand_of_loop<Traits>(smem_k)),
-                                take<0, 2>(typename Tiles::SmemLayoutKV{}));  // (keys, HD)
+        if constexpr (computes_descriptors_in_step<Traits, kKind>()) {
+            smem_k = unhoisted(smem_k);
+        }
+        Tensor sK = make_tensor(make_smem_ptr(smem_k), take<0, 2>(typename Tiles::SmemLayoutKV{}));  // (keys, HD)
         Tensor sQ = tiles<Tiles, kStages>(smem_q);
         Tensor sK_own = local_tile(sK, typename Tiles::TiledKV{}, make_coord(tile_in_cta(), 0));  // (64, HD)
         auto thr_mma = TiledMma{}.get_slice(int(threadIdx.x % 128));

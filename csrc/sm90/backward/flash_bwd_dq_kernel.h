@@ -100,17 +100,18 @@ struct RowBlock {
         const RowBlocks blocks = row_blocks<kIsVarlen>(params, Traits::kBlockM);
         if (kIsVarlen && params.cu_seqlens_q != nullptr) {
             bidh = index / blocks.per_head;
-            const SequenceBlock found = find_block_by_warp(params.cu_seqlens_q, params.b, params.total_q,
-                                                           Traits::kBlockM, index - bidh * blocks.per_head);
+            const BlockOfSequence found =
+                find_block_by_warp</*kOfKeys=*/false>(params, Traits::kBlockM, index - bidh * blocks.per_head);
             bidb = found.bidb;
             m_block = found.block;
+            sequence = found.sequence;
         } else {
             const RowBlocks::Place place = blocks.place(index, /*is_reversed=*/kIsLocal);
             bidb = place.bidb;
             bidh = place.bidh;
             m_block = place.block;
+            sequence = flash::sequence</*kMayBeVarlen=*/false>(params, bidb);
         }
-        sequence = flash::sequence<kIsVarlen>(params, bidb);
     }
 
     __device__ __forceinline__ bool exists() const { return m_block * Traits::kBlockM < sequence.seqlen_q; }
@@ -215,7 +216,8 @@ public:
                              const RowBlock<Traits, kKind> &block, int warpgroup)
         : params(params), shared(shared), block(block), warpgroup(warpgroup) {
         const int64_t padded_row = block.bidb * params.padded_batch_stride + block.bidh * params.padded_head_stride +
-                                   padded_begin<may_be_varlen(kKind)>(params, block.bidb) + first_row();
+                                   padded_begin<may_be_varlen(kKind)>(params, block.bidb, block.sequence.q_begin) +
+                                   first_row();
         bool is_large = false;
         CUTE_UNROLL
         for (int i = 0; i < kRowsOfThread; ++i) {

@@ -234,13 +234,15 @@ __device__ __forceinline__ void compute_dq_dk_dv(const Flash_bwd_params &params,
                 // In order and local: the last key blocks add first (ColumnBlockInfo::order_in), so they start first.
                 n_block = order.compute() - 1 - n_block;
             }
+            Sequence seq;
             if (may_be_varlen(kKind) && params.cu_seqlens_k != nullptr) {
-                const SequenceBlock found =
-                    find_block_by_warp(params.cu_seqlens_k, params.b, params.total_k, Traits::kBlockN, n_block);
+                const BlockOfSequence found = find_block_by_warp</*kOfKeys=*/true>(params, Traits::kBlockN, n_block);
                 bidb = found.bidb;
                 n_block = found.block;
+                seq = found.sequence;
+            } else {
+                seq = sequence</*kMayBeVarlen=*/false>(params, bidb);
             }
-            const Sequence seq = sequence<may_be_varlen(kKind)>(params, bidb);
             if (n_block * Traits::kBlockN < seq.seqlen_k) {  // else unused
                 ColumnBlock<Traits, kKind> block(params, seq, bidb, bidh_dkv, n_block);
                 if (!may_be_varlen(kKind)) {

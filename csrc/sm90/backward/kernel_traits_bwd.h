@@ -341,7 +341,14 @@ constexpr bool stores_lse_in_base_2() {
 // A mask and large log-sum-exps change the scores in place, before the arithmetic that all steps have.
 template <typename Traits, Kind kKind>
 constexpr bool changes_scores_in_place() {
-    return Traits::kHeadDim == 128 && !may_be_varlen(kKind);
+    return Traits::kHeadDim == 128 && !is_general(kKind);
+}
+
+// S and dP: the descriptors of K and V are computed in each step (sm90/common/unhoisted.h). At head dim 128 the kinds
+// with more values of a key block in uniform registers have too few of them.
+template <typename Traits, Kind kKind>
+constexpr bool computes_descriptors_in_step() {
+    return Traits::kHasManyDescriptors || (Traits::kHeadDim == 128 && may_be_varlen(kKind));
 }
 
 }  // namespace flash::sm90

@@ -42,22 +42,40 @@ struct RowTile {
             cute::min(Traits::kCtas > 1 ? cute::max(left, int64_t{0}) : left, int64_t{Traits::kRowsPerTile}));
     }
 
-    // offset: a row of the work tile, the same in all lanes of a warp.
-    __device__ __forceinline__ PaddedRow at(const Flash_bwd_params &params, int offset) const {
-        constexpr int kRounded = Flash_bwd_params::kRowsRounded;
-        int64_t in_head = in_heads + offset;
-        int head = bidh;
-        if (params.heads_per_dkv > 1) {
-            head += static_cast<int>(in_head / params.padded_head_stride);
-            in_head %= params.padded_head_stride;
+    // Says to which sequence rows of the tile belong. It keeps the sequence of one row for the next.
+    class Places {
+        const Flash_bwd_params &params;
+        const RowTile &tile;
+        BlockOfSequence known{};
+        int64_t begin = 0, end = 0;  // the blocks of kRowsRounded rows of `known`, of all those of the head
+
+    public:
+        __device__ __forceinline__ Places(const Flash_bwd_params &params, const RowTile &tile)
+            : params(params), tile(tile) {}
+
+        // offset: a row of the tile, the same in all lanes of a warp.
+        __device__ __forceinline__ PaddedRow at(int offset) {
+            constexpr int kRounded = Flash_bwd_params::kRowsRounded;
+            int64_t in_head = tile.in_heads + offset;
+            int head = tile.bidh;
+            if (params.heads_per_dkv > 1) {
+                head += static_cast<int>(in_head / params.padded_head_stride);
+                in_head %= params.padded_head_stride;
+            }
+            if (!may_be_varlen(kKind) || params.cu_seqlens_q == nullptr) {
+                return {tile.begin + offset, tile.bidb, head, sequence</*kMayBeVarlen=*/false>(params, tile.bidb),
+                        int(in_head)};
+            }
+            const int64_t block = in_head / kRounded;
+            if (block < begin || block >= end) {
+                known = find_block_by_warp</*kOfKeys=*/false>(params, kRounded, block);
+                begin = block - known.block;
+                end = first_block(known.sequence.q_begin + known.sequence.seqlen_q, known.bidb + 1, kRounded);
+            }
+            return {tile.begin + offset, known.bidb, head, known.sequence,
+                    static_cast<int>(block - begin) * kRounded + int(in_head % kRounded)};
         }
-        if (!may_be_varlen(kKind) || params.cu_seqlens_q == nullptr) {
-            return {begin + offset, bidb, head, sequence<may_be_varlen(kKind)>(params, bidb), int(in_head)};
-        }
-        const auto [found, block] =
-            find_block_by_warp(params.cu_seqlens_q, params.b, params.total_q, kRounded, in_head / kRounded);
-        return {begin + offset, found, head, sequence(params, found), block * kRounded + int(in_head % kRounded)};
-    }
+    };
 
     // How many stages of `bytes` bytes each warp has: as many as fit into `capacity` bytes, at most one for each of its
     // parts. `parts`: of a work tile.
@@ -165,12 +183,14 @@ public:
     __device__ __forceinline__ void run(SharedStorage &shared, const WorkCounts &counts, int head) const {
         Part *stages = shared.parts[threadIdx.x / 32];
         bool has_large_rows = false;
+        typename Rows::Places loaded(params, rows);
+        [[maybe_unused]] typename Rows::Places finished(params, rows);
         rows.template for_each_part<kStages>(
-            rows.count / kRows, [&](int stage, int part) { load(stages[stage], rows.at(params, part * kRows)); },
+            rows.count / kRows, [&](int stage, int part) { load(stages[stage], loaded.at(part * kRows)); },
             [&] { start_zeros(shared.by_warps); },
             [&](int stage, int part) {
                 if constexpr (has_bias(kKind)) {
-                    const PaddedRow first = rows.at(params, part * kRows);
+                    const PaddedRow first = finished.at(part * kRows);
                     const int flags = finish(stages[stage], first.padded_row, logit_of(first));
                     has_large_rows |= flags % 2 != 0;
                     if (lane == 0) {
@@ -284,12 +304,13 @@ private:
     // Rows that share a flag with a large log-sum-exp keep it as it is: the error of a rounded product with log2(e)
     // would show in the probability. All threads.
     __device__ __forceinline__ void store_large_lse(const SharedByWarps &shared) const {
+        typename Rows::Places places(params, rows);
         CUTE_NO_UNROLL
         for (int i = threadIdx.x / 32 * 32; i < rows.count; i += Traits::kNThreads) {
             if (has_bias(kKind) ? shared.large_rows[i / kFlagRows] % 2 == 0 : shared.large_rows[i / kFlagRows] == 0) {
                 continue;
             }
-            const PaddedRow first = rows.at(params, i);
+            const PaddedRow first = places.at(i);
             const int row = first.row + lane;
             float lse = -INFINITY;
             if (has_bias(kKind) ? params.lse_padded[first.padded_row + lane] != INFINITY
@@ -375,11 +396,12 @@ public:
         }
         __syncthreads();
         Part *stages = shared.parts[threadIdx.x / 32];
+        typename Rows::Places places(params, rows);
         rows.template for_each_part<kStages>(
             rows.count / kRows * kColumnTiles, [&](int stage, int part) { load(stages[stage], part); }, [] {},
             [&](int stage, int part) {  // four parts of a tile, then the next columns, then the next 64 rows
                 const int first_row = part / (4 * kColumnTiles) * 64 + part % 4 * kRows;
-                store(stages[stage], rows.at(params, first_row), part / 4 % kColumnTiles * kVectors);
+                store(stages[stage], places.at(first_row), part / 4 % kColumnTiles * kVectors);
             });
     }
 

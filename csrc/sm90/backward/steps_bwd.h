@@ -31,7 +31,7 @@ struct ColumnBlock : InfoOfColumnBlock<Traits, kKind> {
           bidb(bidb),
           bidh(bidh_dkv * params.heads_per_dkv),
           padded_row(static_cast<int>(bidb * params.padded_batch_stride + bidh * params.padded_head_stride +
-                                      padded_begin<may_be_varlen(kKind)>(params, bidb))),
+                                      padded_begin<may_be_varlen(kKind)>(params, bidb, sequence.q_begin))),
           heads(params.heads_per_dkv) {
         if constexpr (has_bias(kKind)) {
             if (hides_all_keys(params)) {

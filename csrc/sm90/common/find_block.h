@@ -7,24 +7,44 @@
 
 namespace flash::sm90 {
 
-// find_block() of common/sequence.h, called by all lanes of a warp with the same arguments. Its binary search there
-// loads one value of cu_seqlens after the other, and waits for each. Here each lane loads a value of cu_seqlens: once
-// for up to 32 sequences, twice for up to 1024. Then all lanes load the value of the sequence found.
-__device__ __forceinline__ SequenceBlock find_block_by_warp(const int *cu_seqlens, int b, int64_t total, int kBlock,
-                                                            int64_t index) {
-    const int lane = threadIdx.x % 32;
-    int low = 0;  // the last sequence that begins at or before `index` is one of `count` from here on
-    for (int count = b; count > 1;) {
-        const int stride = (count + 31) / 32, bidb = low + lane * stride;
-        const bool begins_before =
-            lane * stride < count &&
-            (lane == 0 || first_block(load_cu_seqlen(cu_seqlens, bidb, total), bidb, kBlock) <= index);
-        const int last = 31 - __clz(static_cast<int>(__ballot_sync(0xffffffffu, begins_before)));
+// A block of rows: its sequence, and its number within it. It may lie past the end of the sequence.
+struct BlockOfSequence {
+    int bidb, block;
+    Sequence sequence;
+};
+
+// find_block() of common/sequence.h together with sequence() of what it finds. Called by all lanes of a warp with the
+// same arguments. The binary search there loads one value of cu_seqlens after the other, and waits for each. Here each
+// lane loads the values of one sequence: once for up to 32 sequences, and after one other load for up to 1024. kOfKeys:
+// the block has keys, not queries.
+template <bool kOfKeys>
+__device__ __forceinline__ BlockOfSequence find_block_by_warp(const Flash_fwd_params &params, int kBlock,
+                                                              int64_t index) {
+    constexpr int kLanes = 32;
+    constexpr unsigned kAllLanes = 0xffffffffu;
+    const int lane = threadIdx.x % kLanes;
+    // The last sequence that begins at or before `index` is one of `count` from `low` on.
+    int low = 0, count = params.b;
+    const auto last_lane = [&](bool is_one, int64_t row, int bidb) {
+        const bool begins_before = is_one && (lane == 0 || first_block(row, bidb, kBlock) <= index);
+        return 31 - __clz(static_cast<int>(__ballot_sync(kAllLanes, begins_before)));
+    };
+    while (count > kLanes) {
+        const int stride = (count + kLanes - 1) / kLanes, bidb = min(low + lane * stride, params.b - 1);
+        const int row = kOfKeys ? load_cu_seqlen(params.cu_seqlens_k, bidb, params.total_k)
+                                : load_cu_seqlen(params.cu_seqlens_q, bidb, params.total_q);
+        const int last = last_lane(lane * stride < count, row, bidb);
         low += last * stride;
         count = min(stride, count - last * stride);
     }
-    const int block = static_cast<int>(index - first_block(load_cu_seqlen(cu_seqlens, low, total), low, kBlock));
-    return {low, max(block, 0)};
+    const int bidb = low + min(lane, count - 1);
+    const Sequence own = sequence(params, bidb);
+    const int last = last_lane(lane < count, kOfKeys ? own.k_begin : own.q_begin, bidb);
+    const auto of_last = [&](int x) { return __shfl_sync(kAllLanes, x, last); };
+    const Sequence found{of_last(own.q_begin), of_last(own.k_begin), of_last(own.seqlen_q), of_last(own.seqlen_k), 0};
+    const int block =
+        static_cast<int>(index - first_block(kOfKeys ? found.k_begin : found.q_begin, low + last, kBlock));
+    return {low + last, max(block, 0), found};
 }
 
 // ---- the blocks of query rows of a head, sorted from long to short on the device, because the host does not know the
