@@ -61,6 +61,17 @@ const char *fault(const WorkOrder &order, int count, int key_blocks, bool has_co
     return nullptr;  // as many different ones as there are
 }
 
+// The heads at the end have enough work tiles of phase compute for 132 SMs, and no more than needed.
+bool last_heads_fill_gpu(const WorkOrder &order) {
+    constexpr int kSms = 132;
+    int last = 0;
+    for (int head = 0; head < order.heads(); ++head) {
+        last += order.is_one_of_last(head);
+    }
+    const bool is_end = last > 0 && order.is_one_of_last(order.heads() - 1);
+    return is_end && (last == order.heads() || last * order.compute() >= kSms) && (last - 1) * order.compute() < kSms;
+}
+
 // Every key block is in one group.
 bool covers_all(const KeyBlockGroups &groups, int key_blocks) {
     std::vector<int> seen(key_blocks);
@@ -101,6 +112,10 @@ int main(int, char **arguments) {
         const WorkOrder order(params, blocks, rows_per_tile, /*is_local=*/draw(0, 1) == 0, group_size, ctas);
         if (!covers_all(order.key_block_groups, blocks.per_head)) {
             std::printf("%d key blocks in groups of %d\n", blocks.per_head, group_size);
+            return 1;
+        }
+        if (!last_heads_fill_gpu(order)) {
+            std::printf("%d heads with %d work tiles: wrong last heads\n", order.heads(), order.compute());
             return 1;
         }
         const int count = static_cast<int>(WorkOrder::count(params, blocks, rows_per_tile, group_size, ctas));

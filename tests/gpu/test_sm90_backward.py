@@ -145,7 +145,7 @@ def test_passes(
     monkeypatch.setenv(PASSES, passes)
     if has_two is None:  # two passes where they take less time
         has_mask = call in ("causal", "window")
-        longest = {256: 1024 if has_mask else 512, 192: seqlen_k if has_mask else 2048}.get(headdim, 0)
+        longest = {256: 1024 if has_mask else 384, 192: seqlen_k if has_mask else 2048}.get(headdim, 0)
         has_two = seqlen_k <= longest
     case = Case("call", "any", 1, 2, 1, 100, seqlen_k, headdim, **OPTIONS[call])
     inputs, dout, _ = made(case, torch.bfloat16, 0)

@@ -217,6 +217,20 @@ __device__ __forceinline__ void init_barriers(typename Traits::SharedStorage &sh
     cutlass::arch::fence_barrier_init();
 }
 
+// Variable lengths: the key block with this index. is_sorted: those with the most keys behind them come first. Under a
+// causal mask they have the most steps.
+template <typename Traits>
+__device__ __forceinline__ BlockOfSequence key_block_with(const Flash_bwd_params &params, int index, bool is_sorted) {
+    if (!is_sorted) {
+        return find_block_by_warp</*kOfKeys=*/true>(params, Traits::kBlockN, index);
+    }
+    const SequenceBlock from_end =
+        find_block_by_length<Traits::kBlockN>(params.cu_seqlens_k, params.b, params.total_k, index);
+    const Sequence seq = sequence(params, from_end.bidb);
+    const int blocks = (seq.seqlen_k + Traits::kBlockN - 1) / Traits::kBlockN;
+    return {from_end.bidb, from_end.block < blocks ? blocks - 1 - from_end.block : blocks, seq};
+}
+
 // The compute phase.
 template <typename Traits, Kind kKind>
 __device__ __forceinline__ void compute_dq_dk_dv(const Flash_bwd_params &params, const typename Traits::Copies &copies,
@@ -236,7 +250,10 @@ __device__ __forceinline__ void compute_dq_dk_dv(const Flash_bwd_params &params,
             }
             Sequence seq;
             if (may_be_varlen(kKind) && params.cu_seqlens_k != nullptr) {
-                const BlockOfSequence found = find_block_by_warp</*kOfKeys=*/true>(params, Traits::kBlockN, n_block);
+                // The last heads: fewer SMs are idle while the last CTAs run.
+                const bool is_sorted =
+                    params.is_local() && params.dq_semaphore == nullptr && order.is_one_of_last(tile.head);
+                const BlockOfSequence found = key_block_with<Traits>(params, n_block, is_sorted);
                 bidb = found.bidb;
                 n_block = found.block;
                 seq = found.sequence;

@@ -103,6 +103,12 @@ public:
     FLASH_HOST_DEVICE int compute() const { return key_block_groups.count; }  // of the first heads
     FLASH_HOST_DEVICE int compute_of(int head) const { return head < first_ungrouped ? compute() : key_blocks; }
 
+    // Whether the head is one of the last, which have a work tile of phase compute for each SM of a GPU.
+    FLASH_HOST_DEVICE bool is_one_of_last(int head) const {
+        constexpr int kSms = 132;
+        return (heads_ - 1 - head) * compute() < kSms;
+    }
+
     // Key block i of a work tile of phase compute. It may lie past the last one.
     FLASH_HOST_DEVICE int key_block(const WorkTile &tile, int i) const {
         return tile.is_one ? tile.index : key_block_groups.at(tile.index, i);
