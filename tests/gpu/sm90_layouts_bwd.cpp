@@ -25,18 +25,18 @@ using std::max, std::min;
 
 namespace flash::sm90 {
 
-// PlacesInQ, where the load warp writes zeros, are the places where TMA and wgmma find the elements of Q, or of dO.
+// line_of_row(), where the load warp writes zeros, are the lines where TMA and wgmma find a row of Q, or of dO.
 template <typename Traits, typename Tiles, int kStages>
 int wrong_places() {
     constexpr int kTile = Traits::kBlockM * Tiles::kColumns;
     alignas(Traits::kAlignment) static typename Traits::Element q[kStages * kTile];
     const Tensor sQ = make_tensor(make_smem_ptr(q), typename Tiles::template SmemLayoutQ<kStages>{});
-    const typename Tiles::PlacesInQ places;
     int wrong = 0;
     for (int stage = 0; stage < kStages; ++stage) {
         for (int row = 0; row < Traits::kBlockM; ++row) {
             for (int column = 0; column < Tiles::kColumns; column += 8) {  // 16 bytes
-                wrong += &sQ(row, column, stage) != q + stage * kTile + places(row, column, 0);
+                const auto place = &sQ(row, column, stage) - (q + stage * kTile + Traits::line_of_row(row, column));
+                wrong += place < 0 || place >= Traits::kSmemRow;
             }
         }
     }

@@ -218,6 +218,11 @@ struct Flash_bwd_kernel_traits {
     using SmemLayoutAtom =
         std::conditional_t<kSmemRow == 64, GMMA::Layout_K_SW128_Atom<Element>, GMMA::Layout_K_SW64_Atom<Element>>;
     static_assert(kHeadDimV % kSmemRow == 0);
+    // Where a row of a tile of Q or dO begins, counted from the first element of the tile. Each block of kSmemRow
+    // columns has a line for it. The swizzle permutes 16-byte chunks within lines.
+    FLASH_HOST_DEVICE static constexpr int line_of_row(int row, int column) {
+        return (column / kSmemRow * kBlockM + row) * kSmemRow;
+    }
     // Tiles of kColumns columns: of Q, or of dO, with those of K, or of V.
     template <int kColumns_>
     struct Tiles {
@@ -236,8 +241,6 @@ struct Flash_bwd_kernel_traits {
             SmemLayoutQ<kStages>{},
             make_layout(Shape<Int<kColumns>, Int<kBlockM>, Int<kStages>>{},
                         Stride<Int<kBlockM>, _1, Int<kBlockM * kColumns>>{})));  // (column, query, stage)
-        // Places of the elements of a tile of Q or dO (BLK_M, HD, 1), counted from its first one.
-        using PlacesInQ = decltype(as_position_independent_swizzle_layout(SmemLayoutQ<1>{}));
         using SmemLayoutKV = decltype(tile_to_shape(SmemLayoutAtom{}, Shape<Int<kKeysOfCta>, Int<kColumns>, _1>{}));
         // Kind varlen, which has no multicast, loads with it into the own CTA.
         using TmaOpQ = std::conditional_t<(kCtas > 1), SM90_TMA_LOAD_MULTICAST, SM90_TMA_LOAD>;

@@ -267,51 +267,67 @@ private:
     // ones of a sequence, and the first ones if their queries see no key. They are loaded while the consumers work on
     // the step before.
     __device__ __forceinline__ void clear_oob_rows() {
-        constexpr int kVectors = Traits::kHeadDim / 8;
-        const typename Traits::TilesQK::PlacesInQ places_in_Q;
-        const typename Traits::TilesdOV::PlacesInQ places_in_dO;
-        Element *smem_q = shared.q + q_state.stage * (kBlockM * Traits::kHeadDim);
-        Element *smem_dout = shared.dout + dout_state.stage * (kBlockM * Traits::kHeadDimV);
         const int first_row = step.m_block * kBlockM;
-        const auto clear = [&](int row, int vector) {
-            *reinterpret_cast<uint4 *>(smem_q + places_in_Q(row, vector * 8, 0)) = {};
-            if (vector * 8 < Traits::kHeadDimV) {
-                *reinterpret_cast<uint4 *>(smem_dout + places_in_dO(row, vector * 8, 0)) = {};
-            }
-        };
         shared.oob_copy_barrier.wait(states.oob_phase);
         states.oob_phase ^= 1;
         if constexpr (has_ranges(kKind)) {
             const RowsWithKeys rows{RangesOfHead(params, block.bidb, block.bidh + step.head), first_row,
                                     block.seqlen_q};
-            CUTE_NO_UNROLL
-            for (int i = threadIdx.x % 32; i < kBlockM * kVectors; i += 32) {
-                if (!rows.contains(i / kVectors)) {
-                    clear(i / kVectors, i % kVectors);
-                }
-            }
+            clear_rows_unless([&](int row) { return rows.contains(row); });
         } else if constexpr (has_bias(kKind)) {
             const float *lse = params.lse_padded + step.padded_row(params, block);
-            CUTE_NO_UNROLL
-            for (int i = threadIdx.x % 32; i < kBlockM * kVectors; i += 32) {
-                if (lse[i / kVectors] == INFINITY) {
-                    clear(i / kVectors, i % kVectors);
-                }
-            }
+            clear_rows_unless([&](int row) { return lse[row] != INFINITY; });
         } else {
             const int begin = clamp_to(block.begin_row() - first_row, 0, kBlockM);
-            const int end = clamp_to(block.end_row() - first_row, begin, kBlockM);
-            CUTE_NO_UNROLL
-            for (int i = threadIdx.x % 32; i < (begin + kBlockM - end) * kVectors; i += 32) {
-                const int row = i / kVectors;
-                clear(row < begin ? row : row - begin + end, i % kVectors);
-            }
+            clear_rows(0, begin);
+            clear_rows(clamp_to(block.end_row() - first_row, begin, kBlockM), kBlockM);
         }
         cutlass::arch::fence_view_async_shared();  // before wgmma reads them
         __syncwarp();
         if (cute::elect_one_sync()) {
             shared.q_barriers.full[q_state.stage].arrive();
             shared.dout_barriers.full[dout_state.stage].arrive();
+        }
+    }
+
+    __device__ __forceinline__ Element *tile_of_Q() const {
+        return shared.q + q_state.stage * (kBlockM * Traits::kHeadDim);
+    }
+    __device__ __forceinline__ Element *tile_of_dO() const {
+        return shared.dout + dout_state.stage * (kBlockM * Traits::kHeadDimV);
+    }
+
+    // The rows [begin, end) of Q and dO become zeros.
+    __device__ __forceinline__ void clear_rows(int begin, int end) const {
+        constexpr int kVectors = Traits::kSmemRow / 8;  // of a line
+        const auto clear = [&](Element *tile, int columns) {
+            CUTE_UNROLL
+            for (int column = 0; column < columns; column += Traits::kSmemRow) {
+                auto *lines = reinterpret_cast<uint4 *>(tile + Traits::line_of_row(0, column));
+                CUTE_NO_UNROLL
+                for (int i = begin * kVectors + threadIdx.x % 32; i < end * kVectors; i += 32) {
+                    lines[i] = {};
+                }
+            }
+        };
+        clear(tile_of_Q(), Traits::kHeadDim);
+        clear(tile_of_dO(), Traits::kHeadDimV);
+    }
+
+    // The rows of Q and dO that keeps(row) does not keep become zeros.
+    template <typename Keeps>
+    __device__ __forceinline__ void clear_rows_unless(const Keeps &keeps) const {
+        constexpr int kVectors = Traits::kHeadDim / 8;
+        CUTE_NO_UNROLL
+        for (int i = threadIdx.x % 32; i < kBlockM * kVectors; i += 32) {
+            const int row = i / kVectors, column = i % kVectors * 8;
+            if (!keeps(row)) {
+                const int place = Traits::line_of_row(row, column) + column % Traits::kSmemRow;
+                *reinterpret_cast<uint4 *>(tile_of_Q() + place) = {};
+                if (column < Traits::kHeadDimV) {
+                    *reinterpret_cast<uint4 *>(tile_of_dO() + place) = {};
+                }
+            }
         }
     }
 
