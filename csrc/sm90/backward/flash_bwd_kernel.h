@@ -251,8 +251,8 @@ __device__ __forceinline__ void compute_dq_dk_dv(const Flash_bwd_params &params,
             Sequence seq;
             if (may_be_varlen(kKind) && params.cu_seqlens_k != nullptr) {
                 // The last heads: fewer SMs are idle while the last CTAs run.
-                const bool is_sorted =
-                    params.is_local() && params.dq_semaphore == nullptr && order.is_one_of_last(tile.head);
+                const bool is_sorted = params.is_local() && params.dq_semaphore == nullptr &&
+                                       params.b <= kMaxSortedSequences && order.is_one_of_last(tile.head);
                 const BlockOfSequence found = key_block_with<Traits>(params, n_block, is_sorted);
                 bidb = found.bidb;
                 n_block = found.block;

@@ -47,8 +47,10 @@ __device__ __forceinline__ BlockOfSequence find_block_by_warp(const Flash_fwd_pa
     return {low + last, max(block, 0), found};
 }
 
-// ---- the blocks of query rows of a head, sorted from long to short on the device, because the host does not know the
+// ---- the blocks of rows of a head, sorted from long to short on the device, because the host does not know the
 // lengths
+
+constexpr int kMaxSortedSequences = 128;  // reading the lengths of more takes too long
 
 // The blocks of b sequences are listed by their number within their sequence, the highest number first: under a causal
 // mask these take longest. Returns entry `index` of the list; past its end, a block that its sequence does not have.

@@ -36,8 +36,6 @@ struct WorkTile {
 // the SMs; then the blocks of the remaining heads from long to short, so that the last round ends early. Varlen and
 // key_ranges: head by head; a counter in GPU memory hands out the work tiles. The same with attn_bias and a mask.
 struct WorkTileOrder {
-    static constexpr int kMaxSorted = 128;  // sequences; reading the lengths of more takes too long
-
     bool is_head_by_head;       // else pairs, then block by block
     int per_head;               // blocks
     int paired_heads = 0;       // heads of all sequences that are worked on in pairs; 0 if there are few blocks
@@ -52,7 +50,7 @@ struct WorkTileOrder {
           by_blocks(per_head),
           by_heads(blocks.heads),
           counter(counter),
-          ends_by_length(counter != nullptr && is_local && blocks.b <= kMaxSorted) {
+          ends_by_length(counter != nullptr && is_local && blocks.b <= kMaxSortedSequences) {
         const int heads = static_cast<int>(blocks.count() / per_head), per_head_in_pairs = per_head / 2;
         if (!is_head_by_head && blocks.count() >= 6 * int64_t(sms) && per_head_in_pairs > 0) {
             const int rounds = heads * per_head_in_pairs / sms;
