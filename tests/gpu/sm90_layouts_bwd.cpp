@@ -25,7 +25,7 @@ using std::max, std::min;
 
 namespace flash::sm90 {
 
-// line_of_row(), where the load warp writes zeros, are the lines where TMA and wgmma find a row of Q, or of dO.
+// line_of_row() is the line where TMA and wgmma find a row of Q, or of dO. The load warp writes zeros there.
 template <typename Traits, typename Tiles, int kStages>
 int wrong_places() {
     constexpr int kTile = Traits::kBlockM * Tiles::kColumns;

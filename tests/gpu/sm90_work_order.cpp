@@ -106,7 +106,16 @@ int main(int, char **arguments) {
         params.dq_semaphore = draw(0, 1) == 0 ? nullptr : &semaphore;
         const int heads = params.h / params.heads_per_dkv;
         params.interleaved_heads = draw(1, params.b * heads);
-        const RowBlocks blocks(nullptr, 0, params.seqlen_k, params.b, heads, draw(0, 1) == 0 ? 64 : 128);
+        const bool is_packed = draw(0, 1) == 0;
+        int unread = 0;
+        params.total_q = int64_t{params.b} * params.seqlen_q;
+        if (is_packed) {
+            params.cu_seqlens_q = &unread;
+            params.padded_head_stride = (params.total_q / kRows + params.b) * kRows;
+            params.interleaved_heads = draw(1, heads);
+        }
+        const RowBlocks blocks(params.cu_seqlens_q, int64_t{params.b} * params.seqlen_k, params.seqlen_k, params.b,
+                               heads, draw(0, 1) == 0 ? 64 : 128);
         const int rows_per_tile = kRows << draw(0, 3);
         const int group_size = draw(1, 4), ctas = draw(1, 150);
         const WorkOrder order(params, blocks, rows_per_tile, /*is_local=*/draw(0, 1) == 0, group_size, ctas);

@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not IS_HOPPER, reason="no Hopp
 
 DTYPES = (torch.float16, torch.bfloat16)
 # Up to 299 tokens; a fifth of the sequences are empty. The blocks of the last head are sorted by length for up to 128
-# sequences (WorkTileOrder::kMaxSorted).
+# sequences (kMaxSortedSequences).
 LENGTHS = tuple(i * 37 % 300 * (i % 5 > 0) for i in range(129))
 SORTED = [
     VarlenCase(f"sequences_{count}", "blocks from long to short", LENGTHS[:count], LENGTHS[:count], causal=True)

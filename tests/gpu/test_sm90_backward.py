@@ -357,12 +357,21 @@ def test_varlen_in_one_pass_is_as_accurate_as_pytorch(
     check_varlen(case, "cuda", "cuda", dtype, seed, described_seed)
 
 
-@pytest.mark.parametrize("count", [31, 32, 33, 1023, 1024, 1025])
-def test_many_sequences(count: int, seed: int, described_seed: str) -> None:
-    """A warp searches among 32 sequences with one load each lane, and among 1,024 with two."""
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("count", [31, 32, 33, 128, 129, 1023, 1024, 1025])
+def test_many_sequences(count: int, causal: bool, seed: int, described_seed: str) -> None:
+    """A warp waits for one load with up to 32 sequences, for two with up to 1,024. Causal key blocks of up to 128
+    sequences are sorted."""
     draw = random.Random(seed)
     lengths_q, lengths_k = (tuple(draw.choice((0, 1, 5, 63, 130)) for _ in range(count)) for _ in range(2))
-    case = VarlenCase(f"{count} sequences", "any", lengths_q, lengths_k, 1, 1, 64, causal=True)
+    case = VarlenCase(f"{count} sequences", "any", lengths_q, lengths_k, 1, 1, 64, causal=causal)
+    check_varlen(case, "cuda", "cuda", torch.bfloat16, seed, described_seed)
+
+
+@pytest.mark.parametrize("headdim", [64, 128])
+def test_the_last_heads_take_key_blocks_by_length(headdim: int, seed: int, described_seed: str) -> None:
+    """60 heads have 660 CTAs: the first heads take key blocks in the order of the sequences, the last ones sorted."""
+    case = VarlenCase("many heads", "any", (300, 0, 517, 130), (260, 70, 517, 100), 60, 60, headdim, causal=True)
     check_varlen(case, "cuda", "cuda", torch.bfloat16, seed, described_seed)
 
 

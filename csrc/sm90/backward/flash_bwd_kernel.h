@@ -217,8 +217,8 @@ __device__ __forceinline__ void init_barriers(typename Traits::SharedStorage &sh
     cutlass::arch::fence_barrier_init();
 }
 
-// Variable lengths: the key block with this index. is_sorted: those with the most keys behind them come first. Under a
-// causal mask they have the most steps.
+// Variable lengths: the key block with this index among those of a head. is_sorted: those with the most keys behind
+// them come first. Under a causal mask they have the most steps.
 template <typename Traits>
 __device__ __forceinline__ BlockOfSequence key_block_with(const Flash_bwd_params &params, int index, bool is_sorted) {
     if (!is_sorted) {

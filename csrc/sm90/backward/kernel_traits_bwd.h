@@ -348,7 +348,7 @@ constexpr bool changes_scores_in_place() {
 }
 
 // S and dP: the descriptors of K and V are computed in each step (sm90/common/unhoisted.h). At head dim 128 the kinds
-// with more values of a key block in uniform registers have too few of them.
+// with variable lengths keep more values of a key block, and have too few uniform registers for the descriptors.
 template <typename Traits, Kind kKind>
 constexpr bool computes_descriptors_in_step() {
     return Traits::kHasManyDescriptors || (Traits::kHeadDim == 128 && may_be_varlen(kKind));

@@ -47,7 +47,7 @@ struct RowTile {
         const Flash_bwd_params &params;
         const RowTile &tile;
         BlockOfSequence known{};
-        int64_t begin = 0, end = 0;  // the blocks of kRowsRounded rows of `known`, of all those of the head
+        int64_t begin = 0, end = 0;  // the padded blocks of `known`, counted from the first one of the head
 
     public:
         __device__ __forceinline__ Places(const Flash_bwd_params &params, const RowTile &tile)

@@ -103,7 +103,8 @@ public:
     FLASH_HOST_DEVICE int compute() const { return key_block_groups.count; }  // of the first heads
     FLASH_HOST_DEVICE int compute_of(int head) const { return head < first_ungrouped ? compute() : key_blocks; }
 
-    // Whether the head is one of the last, which have a work tile of phase compute for each SM of a GPU.
+    // Whether the head is one of the last. They have at least one work tile of phase compute for each SM, if there are
+    // so many.
     FLASH_HOST_DEVICE bool is_one_of_last(int head) const {
         constexpr int kSms = 132;
         return (heads_ - 1 - head) * compute() < kSms;

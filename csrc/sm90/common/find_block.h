@@ -15,8 +15,8 @@ struct BlockOfSequence {
 
 // find_block() of common/sequence.h together with sequence() of what it finds. Called by all lanes of a warp with the
 // same arguments. The binary search there loads one value of cu_seqlens after the other, and waits for each. Here each
-// lane loads the values of one sequence: once for up to 32 sequences, and after one other load for up to 1024. kOfKeys:
-// the block has keys, not queries.
+// lane loads the bounds of one sequence. A warp waits for one load with up to 32 sequences, for two with up to 1,024.
+// kOfKeys: the block has keys, not queries.
 template <bool kOfKeys>
 __device__ __forceinline__ BlockOfSequence find_block_by_warp(const Flash_fwd_params &params, int kBlock,
                                                               int64_t index) {
@@ -52,8 +52,9 @@ __device__ __forceinline__ BlockOfSequence find_block_by_warp(const Flash_fwd_pa
 
 constexpr int kMaxSortedSequences = 128;  // reading the lengths of more takes too long
 
-// The blocks of b sequences are listed by their number within their sequence, the highest number first: under a causal
-// mask these take longest. Returns entry `index` of the list; past its end, a block that its sequence does not have.
+// The blocks of b sequences are listed by their number within their sequence, the highest number first. Under a causal
+// mask these take longest, if they are blocks of queries. Of blocks of keys the first ones take longest, so the caller
+// counts them from the end. Returns entry `index` of the list; past its end, a block that its sequence does not have.
 // Called by a whole warp; it reads every length several times.
 template <int kBlock>
 __device__ __forceinline__ SequenceBlock find_block_by_length(const int *cu_seqlens, int b, int64_t total, int index) {
