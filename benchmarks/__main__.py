@@ -8,7 +8,7 @@ NAME_partial. The others still run, and the exit status is 1. The extension must
 
   python -m benchmarks --seconds 600 --out-dir benchmarks/results
   python -m benchmarks --only backward --seconds 240
-  python -m benchmarks --stale                                  list what is older than the last commit of its kernels
+  python -m benchmarks --stale                                  list the results whose kernels have changed since
   python -m benchmarks --renew --seconds 900                    run what is missing or listed by --stale
 """
 

@@ -1,9 +1,11 @@
 """Speed and energy of the forward or the backward against PyTorch's kernels, FlashAttention-3 and FlashAttention-4.
 
-Ratios come from one run. A contender that cannot be imported or run is named with the reason. Joules are those of the
-whole GPU for one call, by NVML's counter over a second of calls; they need pynvml. The result is named after the
-direction and the first backend measured, such as forward_cuda. A backward counts 2.5 times the forward's FLOPs: five
-matrix products instead of two.
+Ratios come from one run. A contender that cannot be imported or run is named with the reason. The result is named after
+the direction and the first backend measured, such as forward_cuda. A backward counts 2.5 times the forward's FLOPs:
+five matrix products instead of two.
+
+--joules adds the energy that the whole GPU uses for a call at the longest sequences, by NVML's counter. It needs
+pynvml.
 
   python -m benchmarks.bench_speed                        the cuda backend, bf16, 16,384 tokens, nheads * headdim = 2048
   python -m benchmarks.bench_speed --backward             the same for the backward op
@@ -29,7 +31,7 @@ from __future__ import annotations
 import argparse
 import math
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -59,8 +61,7 @@ from benchmarks.methods import (
 )
 from benchmarks.rivals import BACKWARD_RIVALS, RIVALS, Rival, first_line, select
 
-MAX_ENERGY_SECONDS, MIN_ENERGY_SECONDS = 1.0, 0.25  # of load; NVML updates its counter every few 10 ms
-ENERGY_SHARE = 1 / 3  # of the time, at most
+MIN_JOULES_SECONDS = 2.0  # of load; NVML updates its counter about every 100 ms
 LEAST_RELATIVE_RATIO = 0.95  # of the ratio of speeds on some values ÷ that at standard deviation 1
 
 
@@ -129,19 +130,10 @@ def draw_inputs(point: Point, device: torch.device, dtype: torch.dtype) -> list[
     return [torch.randn(point.batch, point.seqlen, *size, device=device).to(dtype) for size in sizes]
 
 
-def measure_point(
-    direction: Direction,
-    point: Point,
-    grid: Grid,
-    ours: list[str],
-    theirs: list[str],
-    rounds: int,
-    rep_ms: float,
-    counter: Callable[[], float] | None = None,
-    energy_seconds: float = 0.0,
-) -> dict[str, Any]:
-    """One row of the result: times, TFLOP/s, joules where there is a counter, ratios, and the reasons of contenders
-    that could not run.
+def bound_calls(
+    direction: Direction, point: Point, grid: Grid, ours: list[str], theirs: list[str]
+) -> tuple[dict[Rival, Callable[[], Any]], dict[str, str | None]]:
+    """The calls of the contenders on random inputs, and for each contender the reason why it cannot run, or None.
 
     If one of ours differs from the first rival it is an error; a rival that differs is left out with that reason.
     """
@@ -169,11 +161,15 @@ def measure_point(
                 raise
             reasons[rival.name] = str(error)
             del calls[rival]
-    timings = interleave(calls, timer_for(device), rounds=rounds, rep_ms=rep_ms)
-    joules: dict[str, Any] = {}
-    if counter is not None and energy_seconds >= MIN_ENERGY_SECONDS:
-        used = joules_per_call(calls, timings, counter, energy_seconds, torch.cuda.synchronize)
-        joules = {"joules": {name: float(f"{value:.4g}") for name, value in used.items()}}
+    return calls, reasons
+
+
+def measure_point(
+    direction: Direction, point: Point, grid: Grid, ours: list[str], theirs: list[str], rounds: int, rep_ms: float
+) -> dict[str, Any]:
+    """One row of the result: times, TFLOP/s, ratios, and the reasons of contenders that could not run."""
+    calls, reasons = bound_calls(direction, point, grid, ours, theirs)
+    timings = interleave(calls, timer_for(torch.device(grid.device)), rounds=rounds, rep_ms=rep_ms)
     sizes = (point.batch, point.nheads, point.seqlen, point.seqlen)
     flops = direction.work * attention_flops(*sizes, point.mean_headdim(direction), point.causal)
     return {
@@ -182,8 +178,7 @@ def measure_point(
         "ms": {name: round(timing.ms, 5) for name, timing in timings.items()},
         "spread": {name: round(timing.spread, 3) for name, timing in timings.items()},
         "tflops": {name: float(f"{flops / timing.ms / 1e9:.4g}") for name, timing in timings.items()},
-        **joules,
-        "ratio": ratios(timings, [rival for rival in contenders if rival.name in ours], theirs),
+        "ratio": ratios(timings, select(ours, direction.rivals), theirs),
         "unsupported": {name: reason for name, reason in reasons.items() if reason is not None},
     }
 
@@ -280,6 +275,26 @@ GRIDS: dict[str, dict[str, Grid]] = {
 }
 
 
+def add_joules(
+    direction: Direction,
+    points: Sequence[Point],
+    grid: Grid,
+    ours: list[str],
+    theirs: list[str],
+    data: list[dict[str, Any]],
+    seconds: float,
+    counter: Callable[[], float],
+) -> None:
+    """Adds the joules of a call to the rows of the longest sequences, measured under `seconds` of load for each
+    contender. data: a row for each of the first points."""
+    longest = max(row["seqlen"] for row in data)
+    for point, row in zip(points, data, strict=False):
+        if point.seqlen == longest:
+            calls, _ = bound_calls(direction, point, grid, ours, theirs)
+            used = joules_per_call(calls, row["ms"], counter, seconds, torch.cuda.synchronize)
+            row["joules"] = {name: float(f"{value:.4g}") for name, value in used.items()}
+
+
 def absent(data: list[dict[str, Any]]) -> list[str]:
     """A sentence for each contender that did not run at some points, with the reason at the first of them."""
     reasons: dict[str, list[str]] = {}
@@ -297,32 +312,30 @@ def measure_grid(direction: Direction, grid_name: str, grid: Grid, arguments: ar
     ours = list(arguments.backend or grid.backends)
     theirs = list(arguments.rivals or grid.rivals)
     points = grid.points(arguments.quick)
+    try:
+        counter = energy_counter(torch.device(grid.device)) if arguments.joules else None
+    except RuntimeError as error:
+        raise SystemExit(f"bench_speed: --joules: {error}") from None
     budget = Budget(arguments.seconds)
     torch.manual_seed(0)
     notes = [f"Medians of {arguments.rounds} interleaved rounds."]
-    ceiling, counter = None, None
+    ceiling = None
     if on_gpu:
         notes = [f"{notes[0][:-1]} under sustained load, the L2 cache cleared between calls.", GRAPHS]
         ceiling = round(matmul_ceiling(torch.device(grid.device), grid.dtype))
         notes.append(f"In the same run an 8192³ matrix product of this dtype reached {ceiling} TFLOP/s.")
-        try:
-            counter = energy_counter(torch.device(grid.device))
-        except RuntimeError as error:
-            notes.append(f"Joules were not measured: {error}.")
     min_rep_ms, max_rep_ms, overhead_ms = (
         direction.work * time for time in (MIN_REP_MS, MAX_REP_MS, MEASURE_OVERHEAD_MS)
     )
     data: list[dict[str, Any]] = []
     for number, point in budget.within(points, grid_name):
         parts = (len(points) - number) * arguments.rounds * (len(ours) + len(theirs))
-        share = budget.share(parts) * (1.0 if counter is None else 1.0 - ENERGY_SHARE)
-        rep_ms = min(max_rep_ms, max(min_rep_ms, share - overhead_ms)) if on_gpu else 1.0
-        energy_seconds = budget.share(parts) / 1e3 * arguments.rounds * ENERGY_SHARE / 1.25  # with uncounted calls
-        energy_seconds = min(MAX_ENERGY_SECONDS, energy_seconds)
-        row = measure_point(direction, point, grid, ours, theirs, arguments.rounds, rep_ms, counter, energy_seconds)
+        rep_ms = min(max_rep_ms, max(min_rep_ms, budget.share(parts) - overhead_ms)) if on_gpu else 1.0
+        row = measure_point(direction, point, grid, ours, theirs, arguments.rounds, rep_ms)
         data.append(row if ceiling is None else {**row, "ceiling_tflops": ceiling})
-    if counter is not None and not all("joules" in row for row in data):
-        notes.append("Joules are missing where the time was not enough for them.")
+    if counter is not None and data:
+        add_joules(direction, points, grid, ours, theirs, data, arguments.joules, counter)
+        notes.append(f"Joules are of the whole GPU, under {arguments.joules:g} s of load for each contender.")
     notes += absent(data)
     missing = [name for name in ours if not any(name in row["ratio"] for row in data)]
     if missing:
@@ -451,7 +464,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--backend", action="append", help="ours, repeatable (default: the grid's)")
     parser.add_argument("--rivals", nargs="+", help="theirs; ratios in tables are against the first")
     parser.add_argument("--rounds", type=int, default=3, help="interleaved rounds at each point (default: %(default)s)")
+    parser.add_argument(
+        "--joules", type=float, default=0.0, metavar="SECONDS", help="measure energy too, so long for each contender"
+    )
     arguments = parser.parse_args(argv)
+    if arguments.joules and arguments.joules < MIN_JOULES_SECONDS:
+        parser.error(f"--joules {arguments.joules:g}: the counter needs at least {MIN_JOULES_SECONDS:g} seconds")
     direction = BACKWARD if arguments.backward else FORWARD
     if arguments.values and arguments.backward:
         parser.error("--values measures the forward; give --values or --backward")

@@ -236,19 +236,20 @@ def energy_counter(device: torch.device) -> Callable[[], float]:
 
 def joules_per_call(
     contenders: Mapping[Rival, Callable[[], Any]],
-    timings: Mapping[str, Timing],
+    ms: Mapping[str, float],
     counter: Callable[[], float],
     seconds: float,
     wait: Callable[[], Any],
 ) -> dict[str, float]:
     """Joules of the whole GPU for one call of each contender, by name, from calls back to back for `seconds`.
 
-    A quarter as many calls before them are not counted: they bring the GPU to the power that it keeps. `wait` returns
+    ms: milliseconds of a call. A quarter as many calls before them are not counted: they bring the GPU to the power
+    that it keeps. NVML updates the counter about every 100 ms, so the error is about 0.1 / `seconds`. `wait` returns
     when the GPU is done.
     """
     joules = dict.fromkeys((rival.name for rival in contenders), 0.0)
     for rival, call in random.Random(0).sample(list(contenders.items()), len(contenders)):
-        calls = max(1, round(seconds * 1e3 / timings[rival.name].ms))
+        calls = max(1, round(seconds * 1e3 / ms[rival.name]))
         with rival.active():
             for _ in range(-(-calls // 4)):
                 call()

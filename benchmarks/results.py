@@ -1,9 +1,9 @@
 """Results: JSON files with the machine, date and commit of the measurement, and the documents that show them.
 
-Every benchmark ends with `finish`. `python -m benchmarks --stale` lists the results that are older than the last commit
-of their kernels. The documents' blocks between `<!-- results:NAME begin -->` and `<!-- results:NAME end -->` are filled
-from the results, so that no figure is typed by hand. NAME is a file of the results, for its tables, FILE.summary, for
-one line of its figures, or FILE.plot, for its picture.
+Every benchmark ends with `finish`. `python -m benchmarks --stale` lists the results whose kernels have changed since.
+The documents' blocks between `<!-- results:NAME begin -->` and `<!-- results:NAME end -->` are filled from the results,
+so that no figure is typed by hand. NAME is a file of the results, for its tables, FILE.summary, for one line of its
+figures, or FILE.plot, for its picture.
 
   python -m benchmarks.results             rewrite the blocks
   python -m benchmarks.results --plots     draw the pictures of the results again, too
@@ -13,6 +13,7 @@ one line of its figures, or FILE.plot, for its picture.
 from __future__ import annotations
 
 import argparse
+import ast
 import datetime
 import importlib.metadata
 import json
@@ -44,6 +45,7 @@ DRIVER = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")  
 KERNELS = ("csrc", *TRITON)  # of a result that names no sources
 
 BLOCK = re.compile(r"(<!-- results:(?P<name>[\w.-]+) begin -->\n).*?(<!-- results:(?P=name) end -->)", re.DOTALL)
+CPP_TOKENS = re.compile(r'"(?:\\.|[^"\\\n])*"|(?P<comment>//[^\n]*|/\*.*?\*/)', re.DOTALL)  # strings and comments
 MARK = re.compile(r"<!-- results:[\w.-]+ (?:begin|end) -->")
 SUMMARY, PLOT = ".summary", ".plot"
 NOT_MEASURED = "Not measured yet."
@@ -170,8 +172,28 @@ def load(path: Path) -> Result:
     return result
 
 
+def _code(file: str, text: str) -> str:
+    """The text without comments, and of C++ without line breaks."""
+    if file.endswith(".py"):
+        return ast.unparse(ast.parse(text))
+    return " ".join(CPP_TOKENS.sub(lambda match: " " if match["comment"] else match[0], text).split())
+
+
+def _code_changed(commit: str, paths: Sequence[str], root: Path) -> bool | None:
+    """Whether the code of the files differs between a commit and HEAD; None if the commit is unknown."""
+    names = _git(["diff", "--name-only", "--no-renames", f"{commit}..HEAD", "--", *paths], root)
+    if names is None:
+        return None
+
+    def code(revision: str, file: str) -> str:
+        return _code(file, _git(["show", f"{revision}:{file}"], root) or "")
+
+    return any(code(commit, file) != code("HEAD", file) for file in names.splitlines())
+
+
 def last_change(path: Path, root: Path = ROOT) -> str | None:
-    """The last commit of the sources since a result was measured, with its date and subject; None if there is none.
+    """The last commit of the sources since a result was measured, with its date and subject; None if their code has not
+    changed. Comments are not code.
 
     A result of sources that were not committed counts from the commit that brought it, one that is not committed
     either, or of an unknown commit, from its date.
@@ -182,14 +204,14 @@ def last_change(path: Path, root: Path = ROOT) -> str | None:
         brought = _git(["log", "--format=%H", f"-S{date}", "--", str(path.resolve())], root)
         commit = brought.splitlines()[-1] if brought else commit.rstrip("+")
     show, paths = ["log", "-1", "--format=%h, %cs, %s"], _pathspecs(stamp.get("sources") or KERNELS)
-    found = _git([*show, f"{commit}..HEAD", "--", *paths], root) if commit else None
-    if found is None:
-        found = _git([*show, f"--since={date}", "--", *paths], root)
-    return found or None
+    changed = _code_changed(commit, paths, root) if commit else None
+    if changed is None:
+        return _git([*show, f"--since={date}", "--", *paths], root) or None
+    return _git([*show, f"{commit}..HEAD", "--", *paths], root) if changed else None
 
 
 def stale_results(results: Path = RESULTS, root: Path = ROOT) -> list[tuple[Path, str]]:
-    """The results that are older than the last commit of their kernels, each with the reason."""
+    """The results whose kernels have changed since, each with the reason."""
     stale = []
     for path in sorted(results.glob("*.json")):
         changed = last_change(path, root)

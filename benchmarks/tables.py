@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 Rows = list[dict[str, Any]]
 Drawing = Callable[[Any, Rows], Any]  # (matplotlib.pyplot, rows) -> figure
 
+FASTEST = "the fastest other"
 # Contenders as plots name them; tables have the names of the results.
 LABELS = {
     "cuda": "flash_attn_mini",
@@ -47,32 +48,48 @@ def kind_of(row: dict[str, Any]) -> str:
 
 
 def speed_tables(data: Rows) -> list[str]:
-    """Head dim and mask down, sequence length across, every contender in a cell."""
+    """Head dim and mask down, sequence length across, every contender in a cell; then the joules that were measured."""
     tables = []
     for ours in dict.fromkeys(name for row in data for name in row["ratio"]):
         rows = [row for row in data if ours in row["ratio"]]
         rivals = list(dict.fromkeys(name for row in rows for name in row["ratio"][ours]))
         if not rivals:
             continue
-        base, names = rivals[0], [ours, *rivals]
+        names = [ours, *rivals]
         lengths = sorted({row["seqlen"] for row in rows})
         cells: dict[tuple[str], dict[int, str]] = {}
         for row in rows:
             tflops = " / ".join(f"{row['tflops'][name]:.3g}" if name in row["tflops"] else "–" for name in names)
-            ratio = f" ({row['ratio'][ours][base]:.2f})" if base in row["ratio"][ours] else ""
-            used = row.get("joules", {})
-            joules = " / ".join(f"{used[name]:.3g}" if name in used else "–" for name in names)
-            cells.setdefault((kind_of(row),), {})[row["seqlen"]] = tflops + ratio + (f"; {joules}" if used else "")
+            ratios = row["ratio"][ours].values()
+            ratio = f" ({min(ratios):.2f})" if ratios else ""
+            cells.setdefault((kind_of(row),), {})[row["seqlen"]] = tflops + ratio
         summary = "; ".join(
             f"against {rival}: lowest {min(ratios):.2f}, median {statistics.median(ratios):.2f}"
-            for rival in rivals
-            if (ratios := [row["ratio"][ours][rival] for row in rows if rival in row["ratio"][ours]])
+            for rival, ratios in ratios_by_rival(rows, ours).items()
         )
-        ratio_text = f"({ours} ÷ {base}, the median of the rounds' ratios)"
-        energy = "; then joules a call" if any("joules" in row for row in rows) else ""
-        caption = f"{' / '.join(names)}, TFLOP/s, and {ratio_text}{energy}, by sequence length:"
+        fastest = rivals[0] if len(rivals) == 1 else FASTEST
+        ratio_text = f"({ours} ÷ {fastest}, the median of the rounds' ratios)"
+        caption = f"{' / '.join(names)}, TFLOP/s, and {ratio_text}, by sequence length:"
         tables.append(f"{caption}\n\n{pivot([''], cells, lengths)}\n\n{ours} {summary}.")
+        tables += joule_tables(rows, names)
     return tables
+
+
+def ratios_by_rival(rows: Rows, ours: str) -> dict[str, list[float]]:
+    """The ratios to the fastest other of each row, if there are several others, then to each of them."""
+    against = [row["ratio"][ours] for row in rows if row["ratio"].get(ours)]
+    by_rival = {name: [ratios[name] for ratios in against if name in ratios] for ratios in against for name in ratios}
+    return {FASTEST: [min(ratios.values()) for ratios in against], **by_rival} if len(by_rival) > 1 else by_rival
+
+
+def joule_tables(rows: Rows, names: Sequence[str]) -> list[str]:
+    """The joules of a call, one line for each shape that has them."""
+    body = [
+        [kind_of(row), str(row["seqlen"]), *(f"{used[name]:.3g}" if name in used else "–" for name in names)]
+        for row in rows
+        if (used := row.get("joules"))
+    ]
+    return [f"Joules a call:\n\n{markdown_table(['', 'sequence length', *names], body)}"] if body else []
 
 
 def overhead_tables(data: Rows) -> list[str]:
@@ -525,16 +542,12 @@ def models_summary(rows: Rows) -> str:
 
 
 def ratio_summary(rows: Rows) -> str:
-    """The first contender's ratio to each rival: median and lowest. Rows of bench_cpu have one ratio, to SDPA."""
+    """The first contender's ratio to the fastest other and to each: median, lowest. Rows of bench_cpu: to SDPA."""
     if not isinstance(rows[0]["ratio"], dict):
         ours, by_rival = "cpu", {"SDPA": [row["ratio"] for row in rows]}
     else:
         ours = next(name for row in rows for name in row["ratio"])
-        rivals = dict.fromkeys(name for row in rows for name in row["ratio"].get(ours, {}))
-        by_rival = {
-            rival: [row["ratio"][ours][rival] for row in rows if rival in row["ratio"].get(ours, {})]
-            for rival in rivals
-        }
+        by_rival = ratios_by_rival(rows, ours)
     return "; ".join(
         f"{ours} ÷ {rival}: median {statistics.median(values):.2f}, lowest {min(values):.2f}"
         for rival, values in by_rival.items()

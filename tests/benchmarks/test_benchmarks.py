@@ -136,8 +136,7 @@ def test_joules_are_those_of_the_counted_calls(nvml: FakeNvml) -> None:
         waiting.clear()
 
     contenders = {Fake(name): partial(call, name) for name in joules_of_call}
-    timings = {"a": methods.Timing([2.0]), "b": methods.Timing([10.0])}
-    got = methods.joules_per_call(contenders, timings, counter, 0.4, wait)
+    got = methods.joules_per_call(contenders, {"a": 2.0, "b": 10.0}, counter, 0.4, wait)
     assert got == pytest.approx(joules_of_call)
     assert list(got) == ["a", "b"]
     assert made == {"a": 200 + 50, "b": 40 + 10}
@@ -152,20 +151,49 @@ def test_without_nvml_the_reason_is_said(nvml: FakeNvml, monkeypatch: pytest.Mon
         methods.energy_counter(torch.device("cuda", 0))
 
 
-def test_joules_stand_beside_the_speed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_speed, "joules_per_call", lambda calls, *_: {rival.name: 0.51234 for rival in calls})
+def test_joules_are_those_of_the_longest_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def joules_per_call(
+        calls: dict[Fake, Any], ms: dict[str, float], _: Any, seconds: float, __: Any
+    ) -> dict[str, float]:
+        seen.append((list(ms), seconds))
+        return {rival.name: 0.51234 for rival in calls}
+
+    monkeypatch.setattr(bench_speed, "joules_per_call", joules_per_call)
     grid = FORWARD_GRIDS["tiny"]
     direction = bench_speed.Direction("forward", {name: Fake(name) for name in "ab"}, 1.0)
-    arguments = (direction, grid.points(False)[0], grid, ["a"], ["b"], 1, 1.0, lambda: 0.0)
-    row = bench_speed.measure_point(*arguments, bench_speed.MIN_ENERGY_SECONDS)
-    assert row["joules"] == {"a": 0.5123, "b": 0.5123}
+    points = grid.points(False)
+    rows = [bench_speed.measure_point(direction, point, grid, ["a"], ["b"], 1, 1.0) for point in points[:-1]]
+    bench_speed.add_joules(direction, points, grid, ["a"], ["b"], rows, 3.0, lambda: 0.0)
+    longest = max(row["seqlen"] for row in rows)
+    assert {row["seqlen"] == longest for row in rows} == {True, False}
+    assert all(row.get("joules") == ({"a": 0.5123, "b": 0.5123} if row["seqlen"] == longest else None) for row in rows)
+    assert seen == [(["a", "b"], 3.0)] * sum(row["seqlen"] == longest for row in rows)
+    speed, joules = tables.speed_tables(rows)
+    assert "0.512" not in speed
+    assert joules.startswith("Joules a call:")
+    assert re.search(rf"^\| d\d+ \w+ +\| {longest} +\| 0.512 +\| 0.512 +\|$", joules, re.MULTILINE)
+    assert len(tables.speed_tables([row for row in rows if row["seqlen"] < longest])) == 1
+
+
+def test_too_short_a_load_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bench_speed.main(["--grid", "tiny", "--joules", "1"])
+    assert "--joules 1: the counter needs at least 2 seconds" in capsys.readouterr().err
+
+
+def test_a_cell_has_the_ratio_to_the_fastest_other() -> None:
+    row = {
+        "headdim": 64, "causal": True, "seqlen": 512, "tflops": {"cuda": 3.0, "slow": 1.0, "fast": 4.0},
+        "ratio": {"cuda": {"slow": 3.0, "fast": 0.75}},
+    }  # fmt: skip
     (table,) = tables.speed_tables([row])
-    assert "then joules a call" in table
-    assert "; 0.512 / 0.512 |" in table
-    too_short = bench_speed.measure_point(*arguments, 0.9 * bench_speed.MIN_ENERGY_SECONDS)
-    assert "joules" not in too_short
-    (table,) = tables.speed_tables([too_short])
-    assert "joules" not in table
+    assert "(cuda ÷ the fastest other, " in table
+    assert "| 3 / 1 / 4 (0.75) |" in table
+    (table,) = tables.speed_tables([{**row, "ratio": {"cuda": {"slow": 3.0}}}])
+    assert "(cuda ÷ slow, " in table
+    assert "| 3 / 1 (3.00) |" in table
 
 
 class Official(torch.autograd.Function):

@@ -76,6 +76,23 @@ def test_a_result_outlives_commits_of_other_kernels(project: Path) -> None:
 
 
 @needs_git
+def test_a_result_outlives_changes_of_comments(project: Path) -> None:
+    commit(project, "csrc/sm80/host.py", "x = 1\n")
+    measured(project, ("csrc",))
+    commit(project, "csrc/sm80/kernel.cu", "// A tile.\nint tile() {\n    return /* of keys */ 64;\n}\n")
+    commit(project, "csrc/sm80/host.py", "# One.\nx = 1  # again\n")
+    assert stale(project) == []
+    commit(project, "csrc/sm80/kernel.cu", 'const char *tile() { return "// a"; }\n')
+    measured(project, ("csrc",))
+    commit(project, "csrc/sm80/kernel.cu", 'const char *tile() { return "// b"; }\n')
+    assert stale(project) == ["forward.json"]
+    measured(project, ("csrc",))
+    git(project, "mv", "csrc/sm80/kernel.cu", "csrc/sm80/moved.cu")
+    git(project, "commit", "-m", "move")
+    assert stale(project) == ["forward.json"]
+
+
+@needs_git
 def test_a_star_of_a_source_matches_one_folder(project: Path) -> None:
     measured(project, ("csrc/*.h",))
     commit(project, "csrc/sm80/more.h", "int more();\n")
