@@ -60,7 +60,7 @@ test: $(TEST) build  ## run the tests that need no GPU; THOROUGH=1 adds combinat
 test-gpu: $(TEST) build  ## run the tests that need a GPU
 	$(PY) -m pytest -m gpu $(PYTEST_ARGS)
 
-bench: $(TEST) build  ## compare the GPU, else the CPU, with PyTorch; write benchmarks/results and the documents' tables
+bench: $(TEST) $(DEMO) build  ## compare the GPU, else the CPU, with PyTorch; write benchmarks/results and the documents' tables
 	$(PY) -m benchmarks $(BENCH_ARGS)
 
 kernels: $(BASE)  ## compile only the CUDA kernels (needs no torch and no GPU)

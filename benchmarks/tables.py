@@ -509,49 +509,69 @@ def render(result: dict[str, Any]) -> str:
     return "\n\n".join([*parts, *result["notes"], f"Measured on {describe(result['stamp'])} ({source})."])
 
 
-def summarize(result: dict[str, Any]) -> str:
-    """One line: the first contender's ratio to each rival over all rows, and where the figures come from.
+def summarize(*several: dict[str, Any]) -> str:
+    """A table of the first contender's speed relative to each of the others, and where the figures come from.
 
-    Rows of a KV cache that have a rival are summarized in two groups: one query, and several. Of models: each
-    workload.
+    Several results have a line each, of all their rows. Rows of a KV cache that have a rival have two: one query, and
+    several. A result of models is summarized alone, with a line for each workload.
     """
+    if several[0]["benchmark"] == "bench_models":
+        return f"{models_summary(several[0]['data'])}\n\n{describe(several[0]['stamp'])}."
+    groups: dict[str, Rows] = {}
+    dates: dict[str, list[str]] = {}
+    for result in several:
+        name = "decoding" if result["benchmark"] == "bench_kvcache" else result["name"].partition("_")[0]
+        names = [name] if len(several) > 1 else []
+        groups |= {", ".join([*names, label]): rows for label, rows in groups_of(result).items()}
+        where, _, date = describe(result["stamp"]).rpartition("; ")
+        dates.setdefault(where, []).append(" ".join([*names, date]))
+    measured = "; ".join(f"{where}; {', '.join(of_place)}" for where, of_place in dates.items())
+    return f"{ratio_summary(groups)}\n\n{measured}."
+
+
+def groups_of(result: dict[str, Any]) -> dict[str, Rows]:
+    """The rows that a summary takes together."""
     data: Rows = result["data"]
-    if result["benchmark"] == "bench_models":
-        return f"{models_summary(data)} ({describe(result['stamp'])})."
-    groups = {"": data}
-    if result["benchmark"] == "bench_kvcache":
-        compared = [row for row in data if any(row["ratio"].values())]
-        several = [row for row in compared if row["seqlen_q"] > 1]
-        groups = {"1 query: ": [row for row in compared if row["seqlen_q"] == 1]}
-        if several:
-            numbers = [row["seqlen_q"] for row in several]
-            groups[f"{min(numbers)} to {max(numbers)} queries: "] = several
-    ratios = "; ".join(
-        f"**{name}{ratio_summary(rows)}** over {len(rows)} shapes" for name, rows in groups.items() if rows
-    )
-    return f"{ratios} ({describe(result['stamp'])})."
+    if result["benchmark"] != "bench_kvcache":
+        return {f"{len(data)} shapes": data}
+    compared = [row for row in data if any(row["ratio"].values())]
+    one = [row for row in compared if row["seqlen_q"] == 1]
+    several = [row for row in compared if row["seqlen_q"] > 1]
+    groups = {f"1 query, {len(one)} shapes": one}
+    if several:
+        numbers = [row["seqlen_q"] for row in several]
+        groups[f"{min(numbers)} to {max(numbers)} queries, {len(several)} shapes"] = several
+    return groups
 
 
 def models_summary(rows: Rows) -> str:
     """For each workload the speed of the first of ours relative to each of PyTorch's."""
-    parts = []
-    for row in rows:
-        ((mine, against), *_) = row["ratio"].items()
-        parts.append(f"{row['workload']}: **{mine} ÷ " + ", ÷ ".join(f"{k} {x:.2f}" for k, x in against.items()) + "**")
-    return "; ".join(parts)
+    ours = next(iter(rows[0]["ratio"]))
+    rivals = list(dict.fromkeys(name for row in rows for name in row["ratio"][ours]))
+    body = [
+        [row["workload"], *(f"{row['ratio'][ours][name]:.2f}" if name in row["ratio"][ours] else "" for name in rivals)]
+        for row in rows
+    ]
+    return markdown_table([f"{ours} ÷", *rivals], body)
 
 
-def ratio_summary(rows: Rows) -> str:
-    """The first contender's ratio to the fastest other and to each: median, lowest. Rows of bench_cpu: to SDPA."""
-    if not isinstance(rows[0]["ratio"], dict):
-        ours, by_rival = "cpu", {"SDPA": [row["ratio"] for row in rows]}
+def ratio_summary(groups: Mapping[str, Rows]) -> str:
+    """The median and the lowest of the first contender's ratios to the fastest other, and to each. Rows of bench_cpu
+    have one ratio, to SDPA."""
+    first = next(iter(groups.values()))
+    if isinstance(first[0]["ratio"], dict):
+        ours = next(name for row in first for name in row["ratio"])
+        by_group = {name: ratios_by_rival(rows, ours) for name, rows in groups.items()}
     else:
-        ours = next(name for row in rows for name in row["ratio"])
-        by_rival = ratios_by_rival(rows, ours)
-    return "; ".join(
-        f"{ours} ÷ {rival}: median {statistics.median(values):.2f}, lowest {min(values):.2f}"
-        for rival, values in by_rival.items()
-    )
+        ours, by_group = "cpu", {name: {"SDPA": [row["ratio"] for row in rows]} for name, rows in groups.items()}
+    rivals = dict.fromkeys(rival for by_rival in by_group.values() for rival in by_rival)
+    columns = [FASTEST, *(name for name in rivals if name != FASTEST)] if FASTEST in rivals else list(rivals)
+
+    def cell(ratios: list[float] | None) -> str:
+        return f"{statistics.median(ratios):.2f}, {min(ratios):.2f}" if ratios else ""
+
+    body = [[name, *(cell(by_rival.get(rival)) for rival in columns)] for name, by_rival in by_group.items()]
+    return markdown_table([f"{ours} ÷ ..., median and lowest", *columns], body)
 
 
 # ---- plots -----------------------------------------------------------------------------------------------------------

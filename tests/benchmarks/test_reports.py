@@ -331,6 +331,12 @@ def test_report_fills_blocks_and_filling_again_changes_nothing(tmp_path: Path) -
     assert results.fill(once, tmp_path) == once
 
 
+def cells(table: str) -> list[list[str]]:
+    """The cells of a Markdown table, the headers first."""
+    lines = [line for line in table.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
 def test_the_summary_of_models_has_the_first_of_ours() -> None:
     rows = [
         {
@@ -339,9 +345,8 @@ def test_the_summary_of_models_has_the_first_of_ours() -> None:
         },
         {"workload": "encoder", "ratio": {"activated": {"SDPA": 2.0}}},
     ]
-    assert tables.models_summary(rows) == (
-        "training: **activated ÷ SDPA 1.25, ÷ other 1.50**; encoder: **activated ÷ SDPA 2.00**"
-    )
+    expected = [["activated ÷", "SDPA", "other"], ["training", "1.25", "1.50"], ["encoder", "2.00", ""]]
+    assert cells(tables.models_summary(rows)) == expected
 
 
 def test_the_summary_of_a_kv_cache_has_one_query_and_several_apart(tmp_path: Path) -> None:
@@ -354,11 +359,31 @@ def test_the_summary_of_a_kv_cache_has_one_query_and_several_apart(tmp_path: Pat
     ]
     results.save("decode", benchmark="bench_kvcache", title="Speed", data=rows, sources=(), out_dir=tmp_path)
     result = results.load(tmp_path / "decode.json")
-    one = "**1 query: ours ÷ rival: median 1.00, lowest 0.50** over 2 shapes"
-    ratios = "ours ÷ rival: median 4.00, lowest 3.00; ours ÷ other: median 2.00, lowest 2.00"
-    ratios = f"ours ÷ the fastest other: median 3.50, lowest 2.00; {ratios}"
-    several = f"**4 to 16 queries: {ratios}** over 2 shapes"
-    assert tables.summarize(result) == f"{one}; {several} ({tables.describe(result['stamp'])})."
+    summary = tables.summarize(result)
+    assert cells(summary) == [
+        ["ours ÷ ..., median and lowest", "the fastest other", "rival", "other"],
+        ["1 query, 2 shapes", "", "1.00, 0.50", ""],
+        ["4 to 16 queries, 2 shapes", "3.50, 2.00", "4.00, 3.00", "2.00, 2.00"],
+    ]
+    assert summary.endswith(f"\n\n{tables.describe(result['stamp'])}.")
+
+
+def test_a_summary_of_several_results_has_a_line_for_each(tmp_path: Path) -> None:
+    for name, value in (("forward_x", 1.5), ("backward_x", 0.5)):
+        rows = [{"ratio": {"ours": {"rival": value}}}]
+        results.save(name, benchmark="bench_speed", title="Speed", data=rows, sources=(), out_dir=tmp_path)
+    mark = "<!-- results:forward_x+backward_x.summary {} -->\n"
+    filled = results.fill(mark.format("begin") + mark.format("end"), tmp_path)
+    assert cells(filled) == [
+        ["ours ÷ ..., median and lowest", "rival"],
+        ["forward, 1 shapes", "1.50, 1.50"],
+        ["backward, 1 shapes", "0.50, 0.50"],
+    ]
+    stamps = [results.load(tmp_path / f"{name}_x.json")["stamp"] for name in ("forward", "backward")]
+    where = tables.describe(stamps[0]).rpartition("; ")[0]
+    assert f"\n{where}; forward {stamps[0]['date']}, backward {stamps[1]['date']}.\n" in filled
+    (tmp_path / "backward_x.json").unlink()
+    assert results.NOT_MEASURED in results.fill(mark.format("begin") + mark.format("end"), tmp_path)
 
 
 def test_report_check_fails_until_the_blocks_are_filled(tmp_path: Path) -> None:
