@@ -12,7 +12,6 @@ import zlib
 import pytest
 import torch
 
-from .support.inaccurate import InaccurateError
 from .support.new_process import WITHOUT_THOROUGH
 
 SEED_VARIABLE = "FLASH_ATTN_MINI_SEED"
@@ -91,27 +90,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if not HAS_GPU and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="no CUDA GPU on this machine"))
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a test whose results are inaccurate by little again, with the values of the following seed."""
-    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
-    if "seed" not in arguments and "draw" not in arguments:
-        return None  # pytest calls it
-    failures = 0
-    while True:
-        try:
-            pyfuncitem.obj(**arguments)
-            return True
-        except InaccurateError as error:
-            failures += 1
-            if failures >= error.times_to_fail:
-                raise
-        if "seed" in arguments:
-            arguments["seed"] = (arguments["seed"] + 1) % 2**31
-        if "draw" in arguments:
-            arguments["draw"].manual_seed((arguments["draw"].initial_seed() + 1) % 2**31)
 
 
 @pytest.fixture

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import types
-
 import pytest
 import torch
 
-from ..conftest import pytest_pyfunc_call
 from ..support.bounds import accuracy, half_unit
-from ..support.inaccurate import InaccurateError
-
-SEEDS: list[int] = []
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
@@ -44,34 +38,3 @@ def test_an_exact_zero_allows_no_rounding() -> None:
     assert torch.equal(half_unit(zero, torch.float16), zero)
     expected, pytorch = torch.tensor([0.0, 2**-10], dtype=torch.float64), torch.tensor([1e-6, 2**-10]).half()
     assert not accuracy("dq", torch.tensor([1e-4, 2**-10]).half(), expected, pytorch, 1e-5).passed
-
-
-@pytest.mark.parametrize(
-    ("excess", "elements", "times"),
-    [(1.01, 20, 8), (99.0, 1, 8), (101.0, 20, 1), (1.01, 30, 3), (4.1, 30, 1), (1.01, 0, 3)],
-)
-def test_how_often_an_error_must_occur(excess: float, elements: int, times: int) -> None:
-    assert InaccurateError("inaccurate", excess, elements).times_to_fail == times
-
-
-def test_a_test_runs_again_with_other_values(seed: int, draw: torch.Generator) -> None:
-    SEEDS.append(seed)
-    assert draw.initial_seed() == seed
-    if len(SEEDS) < 8:
-        raise InaccurateError("inaccurate by chance", 2.0, 20)
-    assert list(range(seed - 7, seed + 1)) == SEEDS
-
-
-def test_a_test_fails_if_its_results_are_always_inaccurate() -> None:
-    seeds = []
-
-    def test(seed: int) -> None:
-        seeds.append(seed)
-        raise InaccurateError("inaccurate", 2.0, 20)
-
-    item = types.SimpleNamespace(
-        obj=test, funcargs={"seed": 7, "backend": "cpu"}, _fixtureinfo=types.SimpleNamespace(argnames=("seed",))
-    )
-    with pytest.raises(InaccurateError):
-        pytest_pyfunc_call(item)
-    assert seeds == list(range(7, 15))

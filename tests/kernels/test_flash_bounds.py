@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from ..support.bounds import assert_gradients_accurate
+from ..support.bounds import InaccurateError, assert_gradients_accurate
 from ..support.flash_bounds import assert_gradients_accurate_beside_flash, flash_gradients, rounded_delta
-from ..support.inaccurate import InaccurateError
 
 EPS = torch.finfo(torch.float16).eps
 

@@ -21,9 +21,9 @@ from ..support.attn_bias_cases import KINDS as BIAS_KINDS
 from ..support.attn_bias_cases import LAYOUTS as BIAS_LAYOUTS
 from ..support.attn_bias_cases import AttnBiasCase
 from ..support.attn_bias_checks import check_attn_bias
+from ..support.bounds import InaccurateError
 from ..support.cases import Case
 from ..support.feature_checks import check_dense, check_varlen
-from ..support.inaccurate import InaccurateError
 from ..support.key_range_cases import KINDS, KeyRangeCase
 from ..support.key_range_checks import check_key_ranges
 from ..support.poison import LAYOUTS

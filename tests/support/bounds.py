@@ -20,8 +20,6 @@ from torch import Tensor
 from flash_attn_mini.reference import alibi_bias, attention_probabilities, attention_reference, visible_keys
 from flash_attn_mini.reference.masks import in_key_ranges
 
-from .inaccurate import InaccurateError
-
 TIMES_PYTORCH = 2.0
 TIMES_PYTORCH_GRADIENT = 3.0
 SMALLER = 2.0**-4  # times dout and dlse, where PyTorch's gradients in float16 are not finite
@@ -197,6 +195,15 @@ class Accuracy:
             f"worst at {self.index}: "
             f"got {self.got:.9g}, expected {self.expected:.9g}"
         )
+
+
+class InaccurateError(AssertionError):
+    """A result whose error is above its bound; ``excess`` is error / bound, ``elements`` that of its Accuracy."""
+
+    def __init__(self, message: str, excess: float, elements: int) -> None:
+        super().__init__(message)
+        self.excess = excess
+        self.elements = elements
 
 
 def refuse(failed: list[Accuracy], shown: str) -> None:
