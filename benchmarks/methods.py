@@ -244,8 +244,7 @@ def joules_per_call(
     """Joules of the whole GPU for one call of each contender, by name, from calls back to back for `seconds`.
 
     ms: milliseconds of a call. A quarter as many calls before them are not counted: they bring the GPU to the power
-    that it keeps. NVML updates the counter about every 100 ms, so the error is about 0.1 / `seconds`. `wait` returns
-    when the GPU is done.
+    that it keeps. `wait` returns when the GPU is done.
     """
     joules = dict.fromkeys((rival.name for rival in contenders), 0.0)
     for rival, call in random.Random(0).sample(list(contenders.items()), len(contenders)):

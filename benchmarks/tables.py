@@ -523,7 +523,8 @@ def summarize(*several: dict[str, Any]) -> str:
         name = "decoding" if result["benchmark"] == "bench_kvcache" else result["name"].partition("_")[0]
         names = [name] if len(several) > 1 else []
         groups |= {", ".join([*names, label]): rows for label, rows in groups_of(result).items()}
-        where, _, date = describe(result["stamp"]).rpartition("; ")
+        date = result["stamp"]["date"]
+        where = describe(result["stamp"]).removesuffix(f"; {date}")
         dates.setdefault(where, []).append(" ".join([*names, date]))
     measured = "; ".join(f"{where}; {', '.join(of_place)}" for where, of_place in dates.items())
     return f"{ratio_summary(groups)}\n\n{measured}."

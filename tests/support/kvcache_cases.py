@@ -100,7 +100,7 @@ class KvCacheCase:
 _case = KvCacheCase
 _MIXED = (5, 0, 130, 64, 199)
 _DECODE: dict[str, Any] = {"seqlen_new": 1, "causal": True}
-# A row with one key, whose log-sum-exp has the rounding of a rotated query and key, in PyTorch and here. With few heads,
+# The log-sum-exp of a row with one key has the rounding of a rotated query and key, in PyTorch and here. With few heads
 # PyTorch's may be small by chance.
 _ROTARY_DECODE: dict[str, Any] = {"nheads": 16, "nheads_k": 8, "rotary_dim": 64, **_DECODE}
 

@@ -100,7 +100,7 @@ struct RowBlock {
         const RowBlocks blocks = row_blocks<kIsVarlen>(params, Traits::kBlockM);
         if (kIsVarlen && params.cu_seqlens_q != nullptr) {
             bidh = index / blocks.per_head;
-            const BlockOfSequence found =
+            const FoundBlock found =
                 find_block_by_warp</*kOfKeys=*/false>(params, Traits::kBlockM, index - bidh * blocks.per_head);
             bidb = found.bidb;
             m_block = found.block;

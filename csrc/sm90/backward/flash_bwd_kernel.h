@@ -220,7 +220,7 @@ __device__ __forceinline__ void init_barriers(typename Traits::SharedStorage &sh
 // Variable lengths: the key block with this index among those of a head. is_sorted: those with the most keys behind
 // them come first. Under a causal mask they have the most steps.
 template <typename Traits>
-__device__ __forceinline__ BlockOfSequence key_block_with(const Flash_bwd_params &params, int index, bool is_sorted) {
+__device__ __forceinline__ FoundBlock key_block_with(const Flash_bwd_params &params, int index, bool is_sorted) {
     if (!is_sorted) {
         return find_block_by_warp</*kOfKeys=*/true>(params, Traits::kBlockN, index);
     }
@@ -228,7 +228,7 @@ __device__ __forceinline__ BlockOfSequence key_block_with(const Flash_bwd_params
         find_block_by_length<Traits::kBlockN>(params.cu_seqlens_k, params.b, params.total_k, index);
     const Sequence seq = sequence(params, from_end.bidb);
     const int blocks = (seq.seqlen_k + Traits::kBlockN - 1) / Traits::kBlockN;
-    return {from_end.bidb, from_end.block < blocks ? blocks - 1 - from_end.block : blocks, seq};
+    return {{from_end.bidb, from_end.block < blocks ? blocks - 1 - from_end.block : blocks}, seq};
 }
 
 // The compute phase.
@@ -253,7 +253,7 @@ __device__ __forceinline__ void compute_dq_dk_dv(const Flash_bwd_params &params,
                 // The last heads: fewer SMs are idle while the last CTAs run.
                 const bool is_sorted = params.is_local() && params.dq_semaphore == nullptr &&
                                        params.b <= kMaxSortedSequences && order.is_one_of_last(tile.head);
-                const BlockOfSequence found = key_block_with<Traits>(params, n_block, is_sorted);
+                const FoundBlock found = key_block_with<Traits>(params, n_block, is_sorted);
                 bidb = found.bidb;
                 n_block = found.block;
                 seq = found.sequence;

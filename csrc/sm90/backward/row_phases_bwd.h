@@ -46,7 +46,7 @@ struct RowTile {
     class Places {
         const Flash_bwd_params &params;
         const RowTile &tile;
-        BlockOfSequence known{};
+        FoundBlock known{};
         int64_t begin = 0, end = 0;  // the padded blocks of `known`, counted from the first one of the head
 
     public:

@@ -7,9 +7,8 @@
 
 namespace flash::sm90 {
 
-// A block of rows: its sequence, and its number within it. It may lie past the end of the sequence.
-struct BlockOfSequence {
-    int bidb, block;
+// A block of rows that was found, with the bounds of its sequence. It may lie past the end of the sequence.
+struct FoundBlock : SequenceBlock {
     Sequence sequence;
 };
 
@@ -18,8 +17,7 @@ struct BlockOfSequence {
 // lane loads the bounds of one sequence. A warp waits for one load with up to 32 sequences, for two with up to 1,024.
 // kOfKeys: the block has keys, not queries.
 template <bool kOfKeys>
-__device__ __forceinline__ BlockOfSequence find_block_by_warp(const Flash_fwd_params &params, int kBlock,
-                                                              int64_t index) {
+__device__ __forceinline__ FoundBlock find_block_by_warp(const Flash_fwd_params &params, int kBlock, int64_t index) {
     constexpr int kLanes = 32;
     constexpr unsigned kAllLanes = 0xffffffffu;
     const int lane = threadIdx.x % kLanes;
@@ -44,7 +42,7 @@ __device__ __forceinline__ BlockOfSequence find_block_by_warp(const Flash_fwd_pa
     const Sequence found{of_last(own.q_begin), of_last(own.k_begin), of_last(own.seqlen_q), of_last(own.seqlen_k), 0};
     const int block =
         static_cast<int>(index - first_block(kOfKeys ? found.k_begin : found.q_begin, low + last, kBlock));
-    return {low + last, max(block, 0), found};
+    return {{low + last, max(block, 0)}, found};
 }
 
 // ---- the blocks of rows of a head, sorted from long to short on the device, because the host does not know the
