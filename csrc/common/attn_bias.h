@@ -149,10 +149,11 @@ __device__ __forceinline__ float lse_with_bias(float reference, float sum) {
     return reference < kLowest ? reference * (1.0f - log2f(sum) * kLowestUnit) : reference + logf(sum);
 }
 
-// The factor of logit - lse that gives the exponent in base 2.
+// The factor of logit - lse that gives the exponent in base 2. On the GPU it is within 2 ulp: the product by a power of
+// 2 is exact, and __fdividef divides without the slow path of large divisors.
 __device__ __forceinline__ float exponent_factor(float lse) {
 #ifdef __CUDA_ARCH__
-    return lse < kLowest ? __fdiv_rn(1.0f / kLowestUnit, -lse) : float(kLog2e);
+    return lse < kLowest ? __fdividef(1.0f, -lse * kLowestUnit) : float(kLog2e);
 #else
     return lse < kLowest ? 1.0f / kLowestUnit / -lse : float(kLog2e);
 #endif

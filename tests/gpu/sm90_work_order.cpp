@@ -43,7 +43,7 @@ const char *fault(const WorkOrder &order, int count, int key_blocks, bool has_co
             return "a work tile comes before one that it waits for";
         }
         for (int i = 0; phase == 1 && i < (tile.is_one ? 1 : order.key_block_groups.size); ++i) {
-            const int block = order.key_block(tile, i);
+            const int block = order.key_block_groups.at(tile.index, i);
             if (block < 0 || (block < key_blocks && !blocks.insert({tile.head, block}).second)) {
                 return "a key block in two work tiles";
             }
@@ -61,15 +61,14 @@ const char *fault(const WorkOrder &order, int count, int key_blocks, bool has_co
     return nullptr;  // as many different ones as there are
 }
 
-// The heads at the end have enough work tiles of phase compute for 132 SMs, and no more than needed.
-bool last_heads_fill_gpu(const WorkOrder &order) {
-    constexpr int kSms = 132;
+// The heads at the end have a work tile of phase compute for each of `ctas`, and are no more than needed.
+bool last_heads_fill_gpu(const WorkOrder &order, int ctas) {
     int last = 0;
     for (int head = 0; head < order.heads(); ++head) {
         last += order.is_one_of_last(head);
     }
     const bool is_end = last > 0 && order.is_one_of_last(order.heads() - 1);
-    return is_end && (last == order.heads() || last * order.compute() >= kSms) && (last - 1) * order.compute() < kSms;
+    return is_end && (last == order.heads() || last * order.compute() >= ctas) && (last - 1) * order.compute() < ctas;
 }
 
 // Every key block is in one group.
@@ -123,7 +122,7 @@ int main(int, char **arguments) {
             std::printf("%d key blocks in groups of %d\n", blocks.per_head, group_size);
             return 1;
         }
-        if (!last_heads_fill_gpu(order)) {
+        if (!last_heads_fill_gpu(order, ctas)) {
             std::printf("%d heads with %d work tiles: wrong last heads\n", order.heads(), order.compute());
             return 1;
         }

@@ -237,12 +237,15 @@ __device__ __forceinline__ void compute_dq_dk_dv(const Flash_bwd_params &params,
                                                  typename Traits::SharedStorage &shared, const WorkCounts &counts,
                                                  const WorkOrder &order, const WorkTile &tile) {
     using Producer = ProducerOf<Traits, kKind>;
+    using Block = ColumnBlock<Traits, kKind>;
     constexpr bool kMayGroup = may_group_key_blocks<Traits, kKind>();
-    // The key blocks of the work tile. Every role of the CTA walks them.
-    const auto for_each_key_block = [&](const auto &work_on) {
+    const int key_blocks = kMayGroup ? uniform(tile.is_one ? 1 : order.key_block_groups.size) : 1;
+    // The key blocks of the work tile. Every role of the CTA walks them. A function call would serialize all products
+    // of the kernel (C7510).
+    const auto for_each_key_block = [&](const auto &work_on) __attribute__((always_inline)) {
         CUTE_NO_UNROLL
-        for (int i = 0; i < (kMayGroup && !tile.is_one ? order.key_block_groups.size : 1); ++i) {
-            int bidb, bidh_dkv, n_block = kMayGroup ? order.key_block(tile, i) : tile.index;
+        for (int i = 0; i < key_blocks; ++i) {
+            int bidb, bidh_dkv, n_block = kMayGroup ? order.key_block_groups.at(tile.index, i) : tile.index;
             order.by_sequence(bidb, bidh_dkv, tile.head);
             if (params.dq_semaphore != nullptr && is_local(kKind)) {
                 // In order and local: the last key blocks add first (ColumnBlockInfo::order_in), so they start first.
@@ -251,8 +254,9 @@ __device__ __forceinline__ void compute_dq_dk_dv(const Flash_bwd_params &params,
             Sequence seq;
             if (may_be_varlen(kKind) && params.cu_seqlens_k != nullptr) {
                 // The last heads: fewer SMs are idle while the last CTAs run.
-                const bool is_sorted = params.is_local() && params.dq_semaphore == nullptr &&
-                                       params.b <= kMaxSortedSequences && order.is_one_of_last(tile.head);
+                const bool is_causal = params.is_local() && params.window_size_left < 0;
+                const bool is_sorted = is_causal && params.dq_semaphore == nullptr && params.b <= kMaxSortedSequences &&
+                                       order.is_one_of_last(tile.head);
                 const FoundBlock found = key_block_with<Traits>(params, n_block, is_sorted);
                 bidb = found.bidb;
                 n_block = found.block;
@@ -261,7 +265,7 @@ __device__ __forceinline__ void compute_dq_dk_dv(const Flash_bwd_params &params,
                 seq = sequence</*kMayBeVarlen=*/false>(params, bidb);
             }
             if (n_block * Traits::kBlockN < seq.seqlen_k) {  // else unused
-                ColumnBlock<Traits, kKind> block(params, seq, bidb, bidh_dkv, n_block);
+                Block block(params, seq, bidb, bidh_dkv, n_block);
                 if (!may_be_varlen(kKind)) {
                     block.make_uniform();
                 }
@@ -289,7 +293,7 @@ __device__ __forceinline__ void compute_dq_dk_dv(const Flash_bwd_params &params,
     } else if (role <= Traits::kConsumers) {
         cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
         DoneBefore done{0, 0};
-        for_each_key_block([&](const ColumnBlock<Traits, kKind> &block) {
+        const auto consume = [&](const Block &block) __attribute__((always_inline)) {
             if constexpr (kMayGroup) {
                 // unhoisted: addresses that all key blocks have in common would stay in registers over the steps.
                 compute_dk_dv_1colblock(params, *unhoisted(&shared), block, role - 1,
@@ -299,12 +303,15 @@ __device__ __forceinline__ void compute_dq_dk_dv(const Flash_bwd_params &params,
             } else {
                 compute_dk_dv_1colblock(params, shared, block, role - 1, done);
             }
-        });
+        };
+        if constexpr (inlines_consumers<Traits, kKind>()) {
+            for_each_key_block(consume);
+        } else {
+            for_each_key_block([&](const Block &block) { consume(block); });
+        }
     } else if constexpr (Traits::kHasDropoutWarpgroup) {
         cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
-        for_each_key_block([&](const ColumnBlock<Traits, kKind> &block) {
-            DropoutWarpgroup<Traits, kKind>(params, shared, block).run();
-        });
+        for_each_key_block([&](const Block &block) { DropoutWarpgroup<Traits, kKind>(params, shared, block).run(); });
     }
 }
 

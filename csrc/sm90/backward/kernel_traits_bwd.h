@@ -333,6 +333,13 @@ constexpr bool may_group_key_blocks() {
     return Traits::kHeadDim == 64 && kKind == Kind::local;
 }
 
+// Whether the compiler must inline a consumer's work into the loop over key blocks: docs/tuning/sm90_backward.md,
+// "Inlining".
+template <typename Traits, Kind kKind>
+constexpr bool inlines_consumers() {
+    return has_bias(kKind) || (Traits::kHeadDim == 64 && !Traits::kHasDropoutWarpgroup);
+}
+
 // Which arithmetic a step has, as measured: docs/tuning/sm90_backward.md, "The arithmetic of a step".
 // Preprocess stores the log-sum-exp times log2(e), except for steps with a large one.
 template <typename Traits, Kind kKind>

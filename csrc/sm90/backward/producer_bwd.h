@@ -527,7 +527,9 @@ public:
     template <typename ForEach, typename Wait, typename Done>
     __device__ __forceinline__ void run(const ForEach &for_each_key_block, const Wait &wait_for_statistics,
                                         const Done &done) {
-        Base::run(for_each_key_block, [&](const Block &block) { run(block, wait_for_statistics); }, done);
+        Base::run(
+            for_each_key_block,
+            [&](const Block &block) __attribute__((always_inline)) { run(block, wait_for_statistics); }, done);
     }
 
 private:
@@ -606,7 +608,9 @@ public:
     template <typename ForEach, typename Wait, typename Done>
     __device__ __forceinline__ void run(const ForEach &for_each_key_block, const Wait &wait_for_statistics,
                                         const Done &done) {
-        Base::run(for_each_key_block, [&](const Block &block) { run(block, wait_for_statistics); }, done);
+        Base::run(
+            for_each_key_block,
+            [&](const Block &block) __attribute__((always_inline)) { run(block, wait_for_statistics); }, done);
     }
 
 private:

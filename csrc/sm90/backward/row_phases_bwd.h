@@ -69,11 +69,11 @@ struct RowTile {
             const int64_t block = in_head / kRounded;
             if (block < begin || block >= end) {
                 known = find_block_by_warp</*kOfKeys=*/false>(params, kRounded, block);
-                begin = block - known.block;
+                begin = first_block(known.sequence.q_begin, known.bidb, kRounded);
                 end = first_block(known.sequence.q_begin + known.sequence.seqlen_q, known.bidb + 1, kRounded);
             }
             return {tile.begin + offset, known.bidb, head, known.sequence,
-                    static_cast<int>(block - begin) * kRounded + int(in_head % kRounded)};
+                    static_cast<int>(max(block - begin, int64_t{0})) * kRounded + int(in_head % kRounded)};
         }
     };
 
@@ -147,6 +147,7 @@ class PreprocessBwd {
     static constexpr int kFlagRows = Traits::kBlockM;                            // that share a flag
     static_assert(Flash_bwd_params::kRowsRounded % kFlagRows == 0 && kFlagRows % kRows == 0);
     static_assert(kFlagRows >= Flash_bwd_params::kRowsPerFlag, "large_rows has one flag per kRowsPerFlag rows");
+    static_assert(Traits::kRowsPerTile / kFlagRows <= 32, "a warp writes the flags of a work tile");
     static constexpr bool kLseInBase2 = stores_lse_in_base_2<Traits, kKind>();
     static constexpr int kThreadOfZeros = Traits::kNThreads - 32;  // of a warp that may have fewer parts
 
@@ -210,11 +211,14 @@ public:
             store_large_lse(shared.by_warps);
             __syncthreads();
         }
-        if (threadIdx.x == 0) {
-            for (int i = 0; i < rows.count / kFlagRows; ++i) {
-                params.large_rows[rows.begin / kFlagRows + i] = shared.by_warps.large_rows[i];
+        if (threadIdx.x < 32) {
+            if (lane < rows.count / kFlagRows) {
+                params.large_rows[rows.begin / kFlagRows + lane] = shared.by_warps.large_rows[lane];
             }
-            counts.add(counts.preprocessed(head));
+            __syncwarp();  // lane 0's release covers what the others have written
+            if (lane == 0) {
+                counts.add(counts.preprocessed(head));
+            }
         }
     }
 

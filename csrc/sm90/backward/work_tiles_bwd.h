@@ -50,6 +50,7 @@ class WorkOrder {
     static constexpr int kLag = 2;  // in groups
     int heads_, group, groups;      // group: heads of a group
     int preprocess_, convert;       // work tiles of a head
+    int ctas;                       // that run at the same time
     bool is_interleaved;            // compute: the first work tile of each head of the group, then the second
     // Steady state: how many groups are neither among the first nor among the last, for each of them the work tiles of
     // compute and of the other phases, and the number of their first work tile. by_steady_stride: the distance at which
@@ -73,6 +74,7 @@ public:
           groups((heads_ + group - 1) / group),
           preprocess_(row_tiles(params, rows_per_tile)),
           convert(params.dq_accum == nullptr ? 0 : preprocess_),
+          ctas(ctas),
           is_interleaved(is_local || params.dq_semaphore != nullptr),
           steady_groups(groups - 2 - kLag > 0 ? groups - 2 - kLag : 0),
           steady_compute(KeyBlockGroups(key_blocks.per_head, group_size).count * group),
@@ -103,17 +105,9 @@ public:
     FLASH_HOST_DEVICE int compute() const { return key_block_groups.count; }  // of the first heads
     FLASH_HOST_DEVICE int compute_of(int head) const { return head < first_ungrouped ? compute() : key_blocks; }
 
-    // Whether the head is one of the last. They have at least one work tile of phase compute for each SM, if there are
-    // so many.
-    FLASH_HOST_DEVICE bool is_one_of_last(int head) const {
-        constexpr int kSms = 132;
-        return (heads_ - 1 - head) * compute() < kSms;
-    }
-
-    // Key block i of a work tile of phase compute. It may lie past the last one.
-    FLASH_HOST_DEVICE int key_block(const WorkTile &tile, int i) const {
-        return tile.is_one ? tile.index : key_block_groups.at(tile.index, i);
-    }
+    // Whether the head is one of the last. They have at least one work tile of phase compute for each of the CTAs that
+    // run at the same time, if there are so many.
+    FLASH_HOST_DEVICE bool is_one_of_last(int head) const { return (heads_ - 1 - head) * compute() < ctas; }
 
     // The place of a head of WorkTile: batch index (variable lengths: 0) and head of dK and dV.
     FLASH_HOST_DEVICE void by_sequence(int &bidb, int &bidh_dkv, int head) const { by_heads(bidb, bidh_dkv, head); }
