@@ -266,6 +266,9 @@ ATTN_BIAS_CASES: list[AttnBiasCase] = [
     AttnBiasCase(Case("blocks", "tiles that nobody sees", 1, 2, 2, 300, 300, 64), "blocks"),
     AttnBiasCase(Case("minus_inf", "hidden keys get no gradient", *_RAGGED), "minus_inf", per_batch=True),
     AttnBiasCase(Case("lowest", "the lowest number overflows nowhere", *_RAGGED), "lowest"),
+    AttnBiasCase(
+        Case("lowest_window", "all keys of some rows have it", 2, 2, 2, 77, 90, 64, window_size=(0, 3)), "lowest"
+    ),
     AttnBiasCase(Case("lowest_wide", "that of float32", *_RAGGED), "lowest", is_wide=True, per_row=False),
     AttnBiasCase(Case("nothing", "no row sees a key", 2, 2, 2, 77, 90, 64), "nothing"),
     AttnBiasCase(Case("nothing_float", "all -inf", 2, 2, 2, 77, 90, 64), "nothing_float"),
