@@ -74,7 +74,7 @@ def _minus_inf(draw: Draw, shape: Shape, dtype: torch.dtype) -> Tensor:
 
 
 def _lowest(draw: Draw, shape: Shape, dtype: torch.dtype) -> Tensor:
-    """The lowest finite number in many places, and not in all of a row."""
+    """The lowest finite number in many places. A row has it everywhere only if a mask hides its first key."""
     hidden = torch.rand(shape, generator=draw) < 0.5
     hidden[..., :1] = False
     return _normal(draw, shape, dtype).masked_fill(hidden, torch.finfo(dtype).min)
