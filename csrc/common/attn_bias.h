@@ -149,8 +149,8 @@ __device__ __forceinline__ float lse_with_bias(float reference, float sum) {
     return reference < kLowest ? reference * (1.0f - log2f(sum) * kLowestUnit) : reference + logf(sum);
 }
 
-// The factor of logit - lse that gives the exponent in base 2. On Hopper it is within 2 ulp: the product by a power of 2
-// is exact, and __fdividef has no slow path, which would be a function call.
+// The factor of logit - lse that gives the exponent in base 2. On Hopper it is within 2 ulp: the product by a power of
+// 2 is exact, and __fdividef has no slow path, which would be a function call.
 __device__ __forceinline__ float exponent_factor(float lse) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     return lse < kLowest ? __fdividef(1.0f, -lse * kLowestUnit) : float(kLog2e);
