@@ -114,7 +114,7 @@ _HAS_FIELDS = re.compile(r"flash_(fwd|bwd)(_split|_dq|)_kernel<")
 KINDS = kernels.read_kinds().all  # by enumerator
 # Calls of the kinds general and biased that a kernel takes, by enum Factors of csrc/sm90/kernel_traits_bwd.h.
 LATENT = " of latent attention"
-CALLS_BY_FACTORS = (" with ALiBi alone", " with softcap", " with dropout", "", "", " with softcap or dropout")
+CALLS_BY_FACTORS = (" with ALiBi", " with softcap", " with dropout", "", "", " with softcap or dropout")
 BACKWARD_MODES = ("all", "deterministic", "general")  # enum BwdMode, csrc/sm80/tile_sizes_bwd.h
 BULK_REDUCE_SINCE = 90  # least compute capability whose copy engine adds to global memory (dQ)
 

@@ -7,7 +7,7 @@ bf16, head dim 128. Contenders: this library's strategies, and PyTorch's experim
 kernels, where it has the mask. Rounds interleave all contenders, one GPU included; a time is that of the slowest rank.
 Steps are timed back to back, so that the GPU has the clock that it keeps under load. They are timed twice: enqueued
 before the GPU starts them, as in a model whose other layers keep the GPU busy, and with an idle GPU that waits for the
-host. Messages alone are timed too, for the model. Writes context_parallel_N for N GPUs.
+host. Messages without attention are timed too, for the model. Writes context_parallel_N for N GPUs.
 
 The model derives the rate of each GPU from a FLOP rate and two bandwidths: causal attention on `zigzag_shards`, forward
 and backward. docs/context_parallel.md derives the formulas and compares them with measurements.
@@ -345,9 +345,9 @@ class Model:
         merged = MEAN * self.tokens * self.headdim * MERGE_BYTES / self.machine.memory
         forward_step = max(forward + merged * self.nheads, most)
         backward_step = backward + merged * (self.nheads + 2 * self.nheads_k)
-        # Nothing but the first keys travels before the first step, and nothing but gradients after the last one. Beside
-        # the first and the last step, keys or gradients travel, beside the others both: a rank that receives most of
-        # the keys receives fewest of the gradients, so their sum is 2 MEAN on average over the steps.
+        # Only the first keys travel before the first step, and only gradients after the last one. Keys or gradients
+        # travel during the first and the last step, both during the others: a rank that receives most of the keys
+        # receives fewest of the gradients, so their sum is 2 MEAN on average over the steps.
         ends = 2 * most + (backward_step if steps == 1 else 2 * max(backward_step, most))
         through_messages = ends + (steps - 2) * max(backward_step, 2 * MEAN * most) if steps > 1 else ends
         backward_of_all = max(backward + steps * backward_step, through_messages if steps else 0.0)
@@ -421,7 +421,7 @@ def main(argv: list[str] | None = None) -> None:
     if "RANK" not in os.environ:
         raise SystemExit("bench_context_parallel: start it with torchrun --nproc-per-node N")
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    # NCCL's kernels have to start beside kernels that fill the GPU. PyTorch's functions have a group of their own, with
+    # NCCL's kernels have to start while other kernels fill the GPU. PyTorch's functions have a separate group, with
     # NCCL's choice of CTAs.
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     dist.init_process_group("nccl", timeout=TIMEOUT, pg_options=options)

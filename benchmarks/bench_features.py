@@ -224,7 +224,7 @@ def contenders_of(point: Point, backend: str) -> list[Contender]:
 def reference_tail(feature: Feature, q: Tensor, k: Tensor, v: Tensor, causal: bool, rng_state: Tensor | None) -> Tensor:
     """The last queries of the first head of the first sequence, [queries, headdim], from the definition.
 
-    Masks and ALiBi count from the end of the sequence, so the last queries can be computed alone.
+    Masks and ALiBi count from the end of the sequence, so the last queries can be computed without the others.
     """
     from flash_attn_mini.reference import attention_reference
     from flash_attn_mini.reference.philox import dropout_mask

@@ -25,7 +25,7 @@ WARMUP_MS = 10.0
 # Milliseconds of one median of a forward; those of a backward are BACKWARD_WORK times as long.
 MIN_REP_MS, MAX_REP_MS = 20.0, 100.0
 MEASURE_OVERHEAD_MS = 40.0  # time of a do_bench besides its timed repetitions
-GRAPHS = "Calls are replayed as CUDA graphs: the time is the GPU's alone."
+GRAPHS = "Calls are replayed as CUDA graphs: times exclude the host."
 DISAGREEMENT = 2e-2  # largest difference between two contenders, as a share of the largest value: 16-bit rounding
 BACKWARD_WORK = 2.5  # FLOPs as a multiple of the forward's: five matrix products (S, dP, dV, dK, dQ) to two
 

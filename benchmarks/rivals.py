@@ -2,7 +2,7 @@
 official packages.
 
 A rival binds [batch, seqlen, heads, headdim] tensors to a call without arguments. A backward rival runs its forward in
-`bind`: the call is the backward op alone, with every kernel that it launches (delta, zeroing, the main kernel,
+`bind`: the call is only the backward op, with every kernel that it launches (delta, zeroing, the main kernel,
 conversion, sums over heads) and without autograd. Views and the choice of PyTorch's kernel are outside the call too.
 """
 

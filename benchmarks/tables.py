@@ -303,7 +303,7 @@ def bias_tables(data: Rows) -> list[str]:
 
 
 def short_tables(data: Rows) -> list[str]:
-    """Shape and direction down; our time, and speed and memory beside those of each other contender."""
+    """Shape and direction down; our time, and speed and memory relative to each other contender."""
     names = list(dict.fromkeys(name for row in data for name in row["ms"]))
     ours, *others = names
     directions = {"forward": "forward", "both": "forward and backward"}
@@ -422,7 +422,7 @@ def kvcache_query_tables(data: Rows) -> list[str]:
 
 
 def context_parallel_tables(data: Rows) -> list[str]:
-    """Mask, tokens and heads down, contenders across: TFLOP/s of each GPU, and relative to one GPU alone."""
+    """Mask, tokens and heads down, contenders across: TFLOP/s of each GPU, and relative to a single GPU."""
     from benchmarks.bench_context_parallel import predicted  # here, because that module needs this one
 
     names = list(dict.fromkeys(name for row in data for name in row["tflops"]))
@@ -513,7 +513,7 @@ def summarize(*several: dict[str, Any]) -> str:
     """A table of the first contender's speed relative to each of the others, and where the figures come from.
 
     Several results have a line each, of all their rows. Rows of a KV cache that have a rival have two: one query, and
-    several. A result of models is summarized alone, with a line for each workload.
+    several. A result of models has its own summary, with a line for each workload.
     """
     if several[0]["benchmark"] == "bench_models":
         return f"{models_summary(several[0]['data'])}\n\n{describe(several[0]['stamp'])}."

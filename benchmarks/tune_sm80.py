@@ -37,7 +37,7 @@ ROWS_ROUNDED = 128  # Flash_bwd_params::kRowsRounded
 SEQLENS = (1024, 4096)
 RIVAL = "FLASH_ATTENTION"
 
-# Candidates beside the tiles in csrc/sm80: arguments of TileFwd and TileBwd; trailing defaults may be left out.
+# Candidates in addition to the tiles in csrc/sm80: arguments of TileFwd and TileBwd; trailing defaults may be left out.
 FORWARD_TILES: dict[int, list[tuple[int, ...]]] = {
     32: [(128, 128, 4, 2), (128, 64, 4, 3), (128, 64, 4, 4, 1)],
     64: [(128, 128, 4, 2), (128, 112, 4, 2), (128, 96, 4, 2), (128, 64, 4, 2, 0, 4)],

@@ -4,7 +4,7 @@
   FLASH_ATTN_MINI_ARCHS=90a FLASH_ATTN_MINI_HDIMS=128 python -m build_tools.compare_ptx HEAD
 
 A tool for developers. It reads the same variables as the build, and needs nvcc and no GPU. ptxas makes the machine code
-from the PTX alone, so a kernel whose PTX is the same is the same kernel: its test results and figures hold. Files whose
+only from the PTX, so a kernel whose PTX is the same is the same kernel: its test results and figures hold. Files whose
 text is the same are not compiled. The exit status is 1 if the PTX of a kernel differs.
 """
 

@@ -32,7 +32,7 @@ NVCC_FLAGS = (
     "--expt-relaxed-constexpr",
     "--expt-extended-lambda",
     "-Xcompiler=-fPIC",
-    "-Xptxas=-v",  # registers and spills, kept beside each object
+    "-Xptxas=-v",  # registers and spills, kept next to each object
     "-lineinfo",
     "-DNDEBUG",
 )
@@ -187,7 +187,7 @@ def cuda_home() -> Path:
         return found
     raise SystemExit(
         "CUDA kernels are to be built, but there is no nvcc: install the CUDA toolkit or set CUDA_HOME, or build "
-        "the CPU backend alone with: FLASH_ATTN_MINI_ARCHS=none pip install ."
+        "only the CPU backend with: FLASH_ATTN_MINI_ARCHS=none pip install ."
     )
 
 

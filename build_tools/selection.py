@@ -50,7 +50,7 @@ class Selection:
 
     @property
     def exact_capabilities(self) -> tuple[int, ...]:
-        """Those compiled with 'a' alone: such code runs on its own capability and on no later minor version."""
+        """Those compiled only with 'a': such code runs on its own capability and on no later minor version."""
         return tuple(int(arch[:-1]) for arch in self.archs if arch[-1] == "a" and arch[:-1] not in self.archs)
 
 

@@ -2,7 +2,7 @@
 
     python docs/draw_masks.py
 
-The picture is a function of the reference alone, to the byte: tests/docs/test_docs.py draws it again and compares.
+The picture depends only on the reference, to the byte: tests/docs/test_docs.py draws it again and compares.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Trains a small character-level GPT with flash_attn_mini and with PyTorch's SDPA, and compares their loss curves.
 
-`python -m examples.train_char_gpt`: equal weights and batches, one step of each run after the other. Rounding alone
+`python -m examples.train_char_gpt`: equal weights and batches, one step of each run after the other. Rounding
 makes two runs diverge. Further SDPA runs measure this, with other kernels and each batch in reverse order.
 flash_attn_mini may differ from SDPA by FACTOR times as much as SDPA differs from itself. The text is the manual inside
 CPython (pydoc_data.topics, 460 kB of English); --text takes another.
@@ -62,7 +62,7 @@ NOISES: dict[str, dict[str, tuple[SDPBackend, bool]]] = {
 }
 # Measured on the CPU over 300 steps, three seeds: the differences of four SDPA runs with different rounding were within
 # a factor of 2; an error of 0.1 % in dk gave at least 31 times as much. This holds at the learning rates of SIZES. At
-# twice the rate the training is unstable: rounding alone gave a factor of 35.
+# twice the rate the training is unstable: rounding gave a factor of 35.
 FACTOR = 10.0
 LOSS_SPACING = 2.0**-21  # of float32 between 4 and 8: the rounding of the loss itself
 VALIDATION_BATCHES = 8

@@ -1,6 +1,6 @@
 """python -m learn: measure every rung that this machine can run, and compare it with float64.
 
-Needs PyTorch alone: no compiled extension, no other package, no GPU. Without a GPU the Triton rungs run in Triton's
+Needs only PyTorch: no compiled extension, no other package, no GPU. Without a GPU the Triton rungs run in Triton's
 interpreter, if Triton is installed.
 """
 

@@ -1,7 +1,7 @@
 // run_mha_fwd_kvcache_cpu: append, attention split over keys, combine.
 //
 // The keys of a sequence are cut into splits, whose states are combined in their order. Where the cuts lie depends on
-// the sequence and the call alone, neither on the rest of the batch nor on the number of threads.
+// the sequence and the call, neither on the rest of the batch nor on the number of threads.
 #include "dispatch/run_flash.h"
 
 #include <ATen/Parallel.h>

@@ -217,7 +217,7 @@ def choose_strategy(attention: Attention, nheads: int, nheads_k: int) -> Choice:
     if flops_of_a_byte >= enough:
         steps = len(blocks.steps_of_all_ranks(shards, attention.mask))
         travel = f"keys travel in {steps} of {shards.size - 1} steps of the ring"
-        return Choice(ring.NAME, f"{travel}, beside {flops_of_a_byte:,.0f} FLOPs for each byte; {enough:,.0f} hide it")
+        return Choice(ring.NAME, f"{travel}, with {flops_of_a_byte:,.0f} FLOPs for each byte; {enough:,.0f} hide it")
     by_ring = 6 * keys.mean * nheads_k  # K and V twice, dK and dV once
     by_ulysses = 2 * ulysses.travelling_elements(shards.starts[-1], shards.size, nheads, nheads_k)
     compared = (

@@ -1,5 +1,5 @@
 // The kernel to read second: the loop of flash_attn_minimal.cu with both products on tensor cores, in CuTe. Nothing
-// overlaps: a step loads K and V and waits for them, then computes. csrc/sm80 adds copies that run beside the products.
+// overlaps: a step loads K and V and waits for them, then computes. csrc/sm80 adds copies that overlap the products.
 // docs/algorithm.md explains CuTe's names (gQ, sQ, tSrQ) and the layout of a product in registers.
 #include "flash_attn_tensor_cores.h"
 

@@ -278,7 +278,7 @@ def test_modes_see_both_operators(backend: str, device: str) -> None:
         flash_attn_func(q.detach(), k.detach(), v.detach(), backend=backend)
     assert mode.count(FWD) == 1
     out = flash_attn_func(q, k, v, backend=backend)
-    with Recording() as mode:  # the backward alone
+    with Recording() as mode:  # only the backward
         out.sum().backward()
     assert mode.count(BWD) == 1
 

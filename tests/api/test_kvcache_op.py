@@ -298,7 +298,7 @@ def test_numbers_and_flags_of_other_types(form: str, backend: str, device: str, 
 def test_rows_and_pages_may_have_strides(
     name: str, argument: str, compiled: bool, backend: str, device: str, seed: int
 ) -> None:
-    """A column of a tensor, for example. The copy is of the numbers alone."""
+    """A column of a tensor, for example. Only the numbers are copied."""
     torch._dynamo.reset()
     call, other = (make_call(BY_NAME[name], torch.float16, device, seed) for _ in range(2))
     columns = torch.stack([getattr(other, argument)] * 3, dim=-1)

@@ -386,7 +386,7 @@ def test_a_batch_of_no_sequences_needs_no_memory(backend: str, device: str) -> N
 
 @pytest.mark.backends("cpu", "cuda")
 def test_an_s_dmask_beyond_all_memory_is_refused(backend: str, device: str) -> None:
-    """Before its indices, which alone would fill 16 GiB each."""
+    """Before its indices, which would fill 16 GiB each."""
     call = valid_varlen_call(device)
     call.update(max_seqlen_q=2**31 - 1, max_seqlen_k=2**31 - 1, p_dropout=0.5, return_softmax=True)
     refused = r"S_dmask has the shape .* 2147483648, 2147483648\].*; allowed: at most 2\^34"

@@ -111,7 +111,7 @@ def test_hoppers_kernels_of_many_rows_have_fields(is_narrow: str, kind: str) -> 
         (3, "<96> ", 3, "general"),
         (2, "<96> ", 3, "general with dropout"),
         (1, "<96> ", 3, "general with softcap"),
-        (0, "<96> ", 3, "general with ALiBi alone"),
+        (0, "<96> ", 3, "general with ALiBi"),
         (0, "<96> ", 0, "full"),
         (0, "<96> ", 1, "local"),
         (0, "Latent", 0, "full of latent attention"),

@@ -26,7 +26,7 @@ BUILDS = [
 def test_a_build_runs_on_its_architectures(
     archs: str, exact: str | None, runs: list[str], runs_not: list[str], tmp_path: Path
 ) -> None:
-    """An 'a' build runs on its own compute capability alone; any other also on later minor versions."""
+    """An 'a' build runs only on its own compute capability; any other also on later minor versions."""
     lines = [f"static_assert(flash::runs_on({one}));" for one in runs]
     lines += [f"static_assert(!flash::runs_on({one}));" for one in runs_not]
     compile_on_host(lines, archs, exact, [], tmp_path)

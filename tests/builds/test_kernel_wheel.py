@@ -116,7 +116,7 @@ def test_every_kernel_function_that_host_files_name_is_exported() -> None:
         text = re.sub(r"//[^\n]*|^#[^\n]*|inline [^\n]*\{.*?^\}", "", whole, flags=re.M | re.S)
         declared |= set(re.findall(r"^(?:void|int64_t|int|const DeviceProperties &)\s?(\w+)\(", text, re.MULTILINE))
     declared -= {name for name in declared if name.endswith("_cpu")}  # in host files
-    declared -= {"run_combine_splits"}  # called by kernel files alone
+    declared -= {"run_combine_splits"}  # called only by kernel files
     assert len(declared) > 8
     beginnings = [re.split(r"\W+", pattern[:-1])[-1] for pattern in kernel_wheel._EXPORTS if pattern.endswith("*")]
     for name in declared:

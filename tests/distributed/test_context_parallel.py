@@ -61,7 +61,7 @@ CASES = [
     Case("window inside a chunk", FOUR, 96, {"window_size": (5, 0)}),
     Case("window, two chunks in one call", THREE, 90, {"window_size": (8, 3)}, "batch", heads=(6, 3)),
     Case("window over several chunks, both sides", FOUR, 64, {"window_size": (25, 11)}),
-    Case("window to the right alone", THREE, 50, {"window_size": (-1, 6)}),
+    Case("window only to the right", THREE, 50, {"window_size": (-1, 6)}),
     Case("softcap and window", TWO, 44, {"softcap": 2.0, "window_size": (30, 0)}),
     Case("ALiBi, causal", THREE, 50, {"causal": True}, alibi="heads"),
     Case("ALiBi, full, slopes for each sequence", FOUR, 53, alibi="batch"),

@@ -437,7 +437,7 @@ def attention_of(shards: Shards, left: int = -1, causal: bool = True) -> Attenti
         pytest.param(8, 1000, 16, 16, 100, "ring", "receives", id="window"),
         pytest.param(4, 100, 32, 4, -1, "ring", "receives", id="few-key-heads"),
         pytest.param(
-            4, 8192, 16, 16, -1, "ring", "travel in 3 of 3 steps of the ring, beside 4,096 FLOPs", id="messages-hide"
+            4, 8192, 16, 16, -1, "ring", "travel in 3 of 3 steps of the ring, with 4,096 FLOPs", id="messages-hide"
         ),
         pytest.param(16, 8192, 16, 16, -1, "ulysses", "receives", id="two-machines"),
         pytest.param(4, 7500, 16, 16, -1, "ulysses", "receives", id="messages-do-not-quite-hide"),

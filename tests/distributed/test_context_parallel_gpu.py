@@ -93,7 +93,7 @@ def test_a_forward_leaves_sms_to_messages_of_known_size(ranks: Ranks, seed: int)
     tensors = calls.draw(4096 * len(MEMBERS), 1, (16, 16), 64, torch.bfloat16, seed)
     sms = torch.cuda.get_device_properties().multi_processor_count
     for grids, is_equal in ranks.run(MEMBERS, calls.attend_beside_messages, tensors):
-        assert grids == [sms - 8] * (len(MEMBERS) - 1) + [sms]  # nothing arrives beside the last step
+        assert grids == [sms - 8] * (len(MEMBERS) - 1) + [sms]  # nothing arrives during the last step
         assert is_equal
 
 
@@ -106,7 +106,7 @@ def test_a_rank_that_dies_ends_the_others_with_a_message_that_names_the_call(
 
 def test_memory_of_the_ring_is_that_of_two_blocks(ranks: Ranks) -> None:
     for extra, extra_of_backward, block in ranks.run(MEMBERS, calls.memory_of_a_ring):
-        assert extra <= 2.5 * block, f"{extra:.3e} bytes beside the results, K and V have {block:.3e}"
+        assert extra <= 2.5 * block, f"{extra:.3e} bytes in addition to the results, K and V have {block:.3e}"
         # Two blocks of K and V, the gradients of two; dQ of a step, and the float32 sums of dQ of two calls at a time.
-        of_backward = f"{extra_of_backward:.3e} bytes beside the gradients, K and V have {block:.3e}"
+        of_backward = f"{extra_of_backward:.3e} bytes in addition to the gradients, K and V have {block:.3e}"
         assert extra_of_backward <= (2 + 2 + 0.5 + 2 + 0.5) * block, of_backward

@@ -40,7 +40,7 @@ def test_all_of_this_in_the_interpreter() -> None:
 
 
 def part_of(shape: tuple[int, ...], row: int, rows: int, dtype: torch.dtype, draw: torch.Generator) -> Part:
-    """A part in poison, with strides of larger tensors; a quarter of its log-sum-exp is -inf, with NaN beside it."""
+    """A part in poison, with strides of larger tensors; a quarter of its log-sum-exp is -inf, with NaN around it."""
     batch, _, nheads, headdim = shape
     values = poisoned((batch, rows + 3, nheads + 1, headdim), dtype, DEVICE)[:, 2 : 2 + rows, :nheads]
     values.copy_(torch.randn(batch, rows, nheads, headdim, generator=draw))

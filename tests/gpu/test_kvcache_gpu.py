@@ -151,7 +151,7 @@ def test_the_cache_is_never_copied(page_size: int, headdim: int, gpu_backend: st
     torch.cuda.synchronize()
     taken = torch.cuda.max_memory_allocated() - start
     size = caches[0].nbytes
-    assert taken < size / 16, f"the call took {taken} bytes beside caches of {size} bytes each"
+    assert taken < size / 16, f"the call took {taken} bytes in addition to caches of {size} bytes each"
     assert torch.equal(bits(caches[0].view(-1, 1, headdim)[16000]), bits(k[0, 0]))
 
 

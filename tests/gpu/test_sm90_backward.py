@@ -1,6 +1,6 @@
 """The backward kernels of csrc/sm90: the calls that they take, and their accuracy.
 
-test_sm90_backward_repeatable.py has their repeatability. test_sm90_backward_bad_values.py has NaN and infinity beside
+test_sm90_backward_repeatable.py has their repeatability. test_sm90_backward_bad_values.py has NaN and infinity around
 the values of a call. test_sm90.py runs the kernels of sm80 on a Hopper GPU.
 
 On a Hopper GPU test_backward.py, test_features.py, test_varlen.py and test_random.py run on these kernels too. Nearly
@@ -231,7 +231,7 @@ def test_tensors_that_tma_cannot_describe(
 def test_a_dout_of_equal_rows(
     name: str, deterministic: bool, capfd: pytest.CaptureFixture[str], seed: int, described_seed: str
 ) -> None:
-    """Only dout has a stride of 0: it alone is copied, or the backward alone runs on sm80."""
+    """Only dout has a stride of 0: only it is copied, or only the backward runs on sm80."""
     case = DENSE[name]
     inputs, dout, _ = made(case, torch.bfloat16, seed)
     dout = dout[:, :1].expand(dout.shape)

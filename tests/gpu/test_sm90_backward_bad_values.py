@@ -1,4 +1,4 @@
-"""NaN and infinity beside the values of a call: they reach no gradient of the backward kernels of csrc/sm90.
+"""NaN and infinity around the values of a call: they reach no gradient of the backward kernels of csrc/sm90.
 
 They are in other sequences of a batch, in memory around the tensors, and in rows without keys.
 """

@@ -1,7 +1,7 @@
 """Repeatability of the backward kernels of csrc/sm90: the same call gives the same bits.
 
 dk and dv repeat always, dq with deterministic=True. The bits do not depend on which of the gradients are wanted.
-test_deterministic.py repeats calls of every backend, more often and beside other processes.
+test_deterministic.py repeats calls of every backend, more often and next to other processes.
 """
 
 from __future__ import annotations

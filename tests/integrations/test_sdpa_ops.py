@@ -1,6 +1,6 @@
 """The ops of aten with our kernels, called directly: results, log-sum-exp, and the layouts that PyTorch promises.
 
-On a machine without a GPU the CUDA ops run on CPU tensors, which PyTorch alone does not implement.
+On a machine without a GPU the CUDA ops run on CPU tensors, which PyTorch does not implement.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ def test_padded_batch(name: str, side: str) -> None:
 
 
 def test_padding_rows_of_an_encoder_match_eager() -> None:
-    """The mask describes the keys alone, so every query is computed."""
+    """The mask describes only the keys, so every query is computed."""
     assert_like_eager("bert", None, tokens(), attention_mask=padding("right"))
 
 

@@ -17,7 +17,7 @@ def test_half_a_unit_is_half_the_distance_to_the_next_number(dtype: torch.dtype,
 
 
 def test_rounding_is_allowed_where_pytorch_was_lucky() -> None:
-    """A float16 above 1 has an error of up to 4.9e-4 by rounding alone; here PyTorch's is 1e-4."""
+    """A float16 above 1 has an error of up to 4.9e-4 from rounding; here PyTorch's is 1e-4."""
     expected = torch.tensor([1.0001, 0.25], dtype=torch.float64)
     pytorch = torch.tensor([1.0, 0.25]).half()
     next_one = torch.tensor([1.0 + 2**-10, 0.25]).half()

@@ -105,7 +105,7 @@ def length(draw: random.Random) -> int:
 
 @each_dtype
 def test_keys_that_no_query_sees_reach_no_gradient(dtype: torch.dtype, draw: torch.Generator) -> None:
-    """Query i of 37 sees key i + 11 of 48 alone. The first keys lie in the same block as keys that are seen."""
+    """Query i of 37 sees only key i + 11 of 48. The first keys lie in the same block as keys that are seen."""
     q, k, v, dout = (torch.randn(1, n, 2, 64, generator=draw, dtype=torch.float64).to(dtype) for n in (37, 48, 48, 37))
 
     def gradients() -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Repeatability on a GPU: the same call gives the same bits, in many runs, beside other kernels and other processes.
+"""Repeatability on a GPU: the same call gives the same bits, in many runs, next to other kernels and other processes.
 
 test_forward.py, test_backward.py, test_features.py and test_varlen.py repeat a few calls on every backend.
 """

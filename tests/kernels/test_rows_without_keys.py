@@ -43,7 +43,7 @@ def test_bad_values_with_sinks(
 
 
 def test_a_normalised_output_trains(backend: str, device: str, dtype: torch.dtype, seed: int) -> None:
-    """0 / 0 in the rows without keys makes their dout NaN; the gradients are those of the other rows alone."""
+    """0 / 0 in the rows without keys makes their dout NaN; the gradients are those of the other rows."""
     case = CASES[0]
     assert isinstance(case, Case)
     first = case.seqlen_q - case.seqlen_k  # the first row with a key

@@ -2,7 +2,7 @@
 
 memcheck takes every small case: dense, varlen and KV cache, with and without features, and with `--wrong-values` calls
 with numbers out of range in GPU memory. racecheck is slow: `--per-headdim` limits the number of cases of each head dim,
-mask and feature. `--of kvcache` runs those of a KV cache alone. `--part 1 4` runs every fourth case, from the second
+mask and feature. `--of kvcache` runs only those of a KV cache. `--part 1 4` runs every fourth case, from the second
 on: four processes share the cases.
 
     compute-sanitizer --tool memcheck --error-exitcode 9 python -m tests.sanitize.sanitize_driver

@@ -103,7 +103,7 @@ _ALIBI = [
     Case("alibi_mqa", "all query heads share a key head, not a slope", 2, 6, 1, 65, 97, 64, True, alibi="batch"),
     Case("alibi_window", "a band", *_RAGGED, window_size=(31, 7), alibi="heads"),
     Case("alibi_softcap", "ALiBi is added after the cap", *_RAGGED, softcap=4.0, alibi="heads"),
-    Case("alibi_scale_zero", "the slopes alone weigh the keys", *_RAGGED, softmax_scale=0.0, alibi="heads"),
+    Case("alibi_scale_zero", "only the slopes weigh the keys", *_RAGGED, softmax_scale=0.0, alibi="heads"),
     Case(
         "alibi_scale_negative",
         "the sign of the scale does not reach the slope",
