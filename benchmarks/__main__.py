@@ -45,7 +45,7 @@ GPU_STEPS = (
     Step("bench_speed", ("forward_cuda",), ("--grid", "perf", "--rounds", "5"), 13.0),
     Step("bench_speed", ("forward_cuda_fp16",), ("--grid", "fp16"), 6.0),
     Step("bench_speed", ("backward_cuda",), ("--backward", "--grid", "perf"), 8.0),
-    Step("bench_kvcache", ("kvcache_[!c]*",), (), 5.0),
+    Step("bench_kvcache", ("kvcache_[!co]*",), (), 5.0),
     Step("bench_features", ("features_cuda",), (), 5.0),
     Step("bench_masks", ("masks_cuda_d128",), (), 3.0),
     Step("bench_masks", ("masks_cuda_d64",), ("--headdim", "64", "--no-flex"), 1.0),

@@ -7,6 +7,7 @@ replayed as CUDA graphs; lengths are in GPU memory. On the CPU, torch's threads 
   python -m benchmarks.bench_kvcache                            every figure of the GPU, bf16
   python -m benchmarks.bench_kvcache --figure decode --quick    the first shapes of one figure
   python -m benchmarks.bench_kvcache --backend cuda             without Triton, which compiles for a while
+  python -m benchmarks.bench_kvcache --figure official          against FlashAttention-3, which must be installed
   python -m benchmarks.bench_kvcache --device cpu               one query on full caches, float32
 """
 
@@ -26,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import results
 from benchmarks.methods import DISAGREEMENT, Budget, difference, interleave, ratios, require_gpu
-from benchmarks.rivals import Call, Rival, first_line, select
+from benchmarks.rivals import FA3, Call, Official, Rival, first_line, select
 
 CPU_CACHE = 2**25  # bytes; the caches in turn exceed it as they exceed a GPU's L2 cache
 TIMES_CACHE = 4
@@ -71,6 +72,10 @@ class Problem:
         """Of the keys and values that a call reads. Values that are columns of the keys do not count again."""
         tensors = 2 if self.point.headdim_v is None else 1
         return tensors * sum(self.lengths) * self.point.nheads_k * self.point.headdim * self.k.element_size()
+
+    def caches(self, page_size: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """k, v and the block table; page_size 0: contiguous caches and no block table."""
+        return self.pages(page_size) if page_size else (self.k, self.v, None)
 
     def pages(self, page_size: int) -> tuple[Tensor, Tensor, Tensor]:
         """k and v in pages in random order, and the block table."""
@@ -129,16 +134,25 @@ class Ours(Rival):
     def bind_problem(self, problem: Problem) -> Call:
         from flash_attn_mini import flash_attn_with_kvcache
 
-        k, v, options = problem.k, problem.v, self.options(problem)
-        page_size = problem.point.page_size if self.page_size is None else self.page_size
-        if page_size:
-            k, v, options["block_table"] = problem.pages(page_size)
-        return partial(flash_attn_with_kvcache, problem.q, k, v, **options, backend=self.backend)
+        k, v, block_table = problem.caches(problem.point.page_size if self.page_size is None else self.page_size)
+        options = {**self.options(problem), "block_table": block_table, "backend": self.backend}
+        return partial(flash_attn_with_kvcache, problem.q, k, v, **options)
+
+
+class OfficialCache(Rival):
+    """flash_attn_with_kvcache of FlashAttention-3."""
+
+    name = "FA3"
+
+    def bind_problem(self, problem: Problem) -> Call:
+        k, v, page_table = problem.caches(problem.point.page_size)
+        options = {"cache_seqlens": problem.seqlens, "page_table": page_table, "causal": problem.point.causal}
+        return partial(Official(self.name, FA3).function("flash_attn_with_kvcache"), problem.q, k, v, **options)
 
 
 def bind(rival: Rival, problem: Problem) -> Call:
     """A call of the rival on one cache. Raises NotImplementedError for what PyTorch lacks."""
-    if isinstance(rival, Ours):
+    if isinstance(rival, Ours | OfficialCache):
         return rival.bind_problem(problem)
     if problem.point.shortest is not None or problem.point.page_size:
         raise NotImplementedError("PyTorch has neither rows of different lengths nor pages")
@@ -290,7 +304,7 @@ def measure_point(
         try:
             turns = in_turn(rival, problems, device)
             check_result(rival, problems[-1], rival.outputs(turns.result[0])[0])
-        except (RuntimeError, NotImplementedError) as error:
+        except (RuntimeError, NotImplementedError, ImportError) as error:
             if isinstance(rival, Ours) and not isinstance(error, NotImplementedError):
                 raise
             unsupported[rival.name] = first_line(error)
@@ -346,6 +360,10 @@ def with_pages(ours: Sequence[str], rivals: Sequence[Rival]) -> Sequence[Rival]:
     return [Ours(backend, page_size) for backend in ours for page_size in (0, 64)]
 
 
+def first_backend_and_official(ours: Sequence[str], rivals: Sequence[Rival]) -> Sequence[Rival]:
+    return [Ours(ours[0]), OfficialCache()]
+
+
 def first_backend(ours: Sequence[str], rivals: Sequence[Rival]) -> Sequence[Rival]:
     return [Ours(ours[0])]
 
@@ -392,6 +410,17 @@ FIGURES = {
         ours_and_rivals,
     ),
     "latent": Figure("Decoding with one latent head", LATENT, with_pages),
+    "official": Figure(
+        "Decoding against FlashAttention-3",
+        (
+            *BATCHES,
+            UNIFORM,
+            Point(1, K),
+            *(replace(MAIN, page_size=n) for n in (16, 64)),
+            *(replace(MAIN, seqlen_q=n, causal=True) for n in (4, 33, 65, 128)),
+        ),
+        first_backend_and_official,
+    ),
     "cpu": Figure(
         "Decoding on the CPU",
         (
@@ -452,7 +481,7 @@ def measure_figure(
 def main(argv: list[str] | None = None) -> None:
     parser = results.parser_for(__doc__, seconds=100.0)
     parser.add_argument("--device", choices=sorted(REP_MS), default="cuda")
-    parser.add_argument("--figure", nargs="+", choices=list(FIGURES), help="default: all of the device")
+    parser.add_argument("--figure", nargs="+", choices=list(FIGURES), help="default: all of the device but official")
     parser.add_argument("--backend", nargs="+", choices=list(DEVICE_OF), help="ours (default: all of the device)")
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds at each point (default: %(default)s)")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="of the CPU (default: %(default)s)")
@@ -460,7 +489,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     on_gpu = arguments.device == "cuda"
     device = require_gpu("bench_kvcache") if on_gpu else torch.device("cpu")
-    figures = arguments.figure or [name for name in FIGURES if on_gpu == (name != "cpu")]
+    figures = arguments.figure or (["cpu"] if not on_gpu else [n for n in FIGURES if n not in ("cpu", "official")])
     arguments.backend = arguments.backend or [name for name, where in DEVICE_OF.items() if where == device.type]
     torch.manual_seed(0)
     budget = Budget(arguments.seconds)

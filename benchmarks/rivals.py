@@ -368,12 +368,12 @@ class Official(Rival):
         self.modules = modules
         self.backward = backward
 
-    def function(self) -> Any:
-        """The package's function. ImportError where no release is installed or it does not load."""
+    def function(self, name: str = "flash_attn_func") -> Any:
+        """A function of the package. ImportError where no release is installed or it does not load."""
         reasons = []
         for module in self.modules:
             try:
-                return importlib.import_module(module).flash_attn_func
+                return getattr(importlib.import_module(module), name)
             except (ImportError, OSError, AttributeError) as error:  # OSError: built for another torch
                 reasons.append(str(error).splitlines()[0])
         raise ImportError("; ".join(dict.fromkeys(reasons)))

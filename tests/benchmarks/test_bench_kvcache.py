@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 pytest.importorskip("tabulate")
 
 from benchmarks import bench_kvcache, results, tables
 from benchmarks.bench_kvcache import Ours, Point
-from benchmarks.rivals import RIVALS, Call, Rival, select
+from benchmarks.rivals import FA3, RIVALS, Call, Rival, select
+from flash_attn_mini import flash_attn_with_kvcache
 from flash_attn_mini.reference import attention_kvcache_reference
 
 from ..support.one_thread import one_thread  # noqa: F401
@@ -30,6 +34,7 @@ TINY = {
     "queries": tuple(replace(SMALL, seqlen_q=n, causal=True) for n in (1, 2, 3, 5)),
     "lengths": tuple(replace(SMALL, batch=batch, seqlen_k=n) for batch in (1, 2) for n in (32, 64)),
     "latent": (replace(SMALL, nheads_k=1, headdim_v=8),),
+    "official": (SMALL, RAGGED),
     "cpu": (SMALL,),
 }
 
@@ -90,6 +95,24 @@ def test_every_figure_out_of_time_is_named(tmp_path: Path, monkeypatch: pytest.M
     assert [path.name for path in tmp_path.iterdir()] == ["kvcache_append_partial.json"]
 
 
+def test_official_calls_get_the_arguments_of_flash_attention_3(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its names of the arguments; results agree with the reference, contiguous and in pages."""
+
+    def official(
+        q: Tensor, k_cache: Tensor, v_cache: Tensor, *, cache_seqlens: Tensor, page_table: Tensor | None, causal: bool
+    ) -> Tensor:
+        options = {"cache_seqlens": cache_seqlens, "block_table": page_table, "causal": causal}
+        return flash_attn_with_kvcache(q, k_cache, v_cache, **options, backend="cpu")
+
+    module = SimpleNamespace(flash_attn_with_kvcache=official)
+    monkeypatch.setitem(sys.modules, FA3[0], module)
+    contenders = bench_kvcache.FIGURES["official"].contenders(["cpu"], [])
+    for point in (SMALL, RAGGED, replace(SMALL, seqlen_q=3, causal=True)):
+        row = bench_kvcache.measure_point(point, contenders, CPU, torch.float32, rounds=1, rep_ms=0.1)
+        assert not row["unsupported"]
+        assert row["ratio"]["cpu"]["FA3"] > 0
+
+
 def test_figures_hold_the_shapes_of_the_documents() -> None:
     figures = bench_kvcache.FIGURES
     decode = set(figures["decode"].points)
@@ -136,7 +159,7 @@ class Wrong(Ours):
     def bind_problem(self, problem: bench_kvcache.Problem) -> Call:
         return partial(self.compute, problem)
 
-    def compute(self, problem: bench_kvcache.Problem) -> torch.Tensor:
+    def compute(self, problem: bench_kvcache.Problem) -> Tensor:
         caches = (problem.k, problem.v) if self.writes else (problem.k.clone(), problem.v.clone())
         out, _ = attention_kvcache_reference(problem.q, *caches, **self.options(problem))
         return out.float() * self.factor
