@@ -1,12 +1,13 @@
 """`make bench`: runs the benchmarks whose results the documents show within one time budget, each in its own process.
 
 On a machine with a GPU it runs those of the GPU, elsewhere those of the cpu backend. bench_build,
-bench_context_parallel and the forward on different values are run by hand (docs/measurements.md).
+bench_context_parallel, the forward on different values and decoding against FlashAttention-3 are run by hand
+(docs/measurements.md).
 
 A benchmark that fails leaves its earlier result as it was. One that is not done in its share of the time writes
 NAME_partial. The others still run, and the exit status is 1. The extension must be built already.
 
-  python -m benchmarks --seconds 600 --out-dir benchmarks/results
+  python -m benchmarks --seconds 900 --out-dir benchmarks/results
   python -m benchmarks --only backward --seconds 240
   python -m benchmarks --stale                                  list the results whose kernels have changed since
   python -m benchmarks --renew --seconds 900                    run what is missing or listed by --stale
@@ -33,7 +34,7 @@ class Step:
     module: str
     results: tuple[str, ...]
     arguments: tuple[str, ...] = ()
-    weight: float = 1.0  # relative to the other steps
+    weight: float = 1.0  # relative to the other steps: about the tens of seconds that it takes on an H200
 
     @property
     def label(self) -> str:
@@ -42,21 +43,21 @@ class Step:
 
 # The most important figures come first, because late steps may be cut. The Triton grids tune before they measure.
 GPU_STEPS = (
-    Step("bench_speed", ("forward_cuda",), ("--grid", "perf", "--rounds", "5"), 13.0),
-    Step("bench_speed", ("forward_cuda_fp16",), ("--grid", "fp16"), 6.0),
-    Step("bench_speed", ("backward_cuda",), ("--backward", "--grid", "perf"), 8.0),
-    Step("bench_kvcache", ("kvcache_[!co]*",), (), 5.0),
+    Step("bench_speed", ("forward_cuda",), ("--grid", "perf", "--rounds", "5"), 12.0),
+    Step("bench_speed", ("forward_cuda_fp16",), ("--grid", "fp16"), 5.0),
+    Step("bench_speed", ("backward_cuda",), ("--backward", "--grid", "perf"), 9.0),
+    Step("bench_kvcache", ("kvcache_[!co]*",), (), 7.0),
     Step("bench_features", ("features_cuda",), (), 5.0),
     Step("bench_masks", ("masks_cuda_d128",), (), 3.0),
-    Step("bench_masks", ("masks_cuda_d64",), ("--headdim", "64", "--no-flex"), 1.0),
-    Step("bench_bias", ("bias_cuda_d128",), (), 1.0),
-    Step("bench_bias", ("bias_cuda_d64",), ("--headdim", "64"), 1.0),
-    Step("bench_short", ("short_cuda",), (), 1.0),
-    Step("bench_models", ("models_cuda",), (), 4.0),
+    Step("bench_masks", ("masks_cuda_d64",), ("--headdim", "64", "--no-flex"), 1.5),
+    Step("bench_bias", ("bias_cuda_d128",), (), 1.5),
+    Step("bench_bias", ("bias_cuda_d64",), ("--headdim", "64"), 1.5),
+    Step("bench_short", ("short_cuda",), (), 3.0),
+    Step("bench_models", ("models_cuda",), (), 12.0),
     Step("bench_overhead", ("overhead_cuda",), (), 1.0),
-    Step("bench_overhead", ("overhead_backward_cuda",), ("--backward",), 1.0),
-    Step("bench_overhead", ("memory",), ("--memory",), 1.0),
-    Step("bench_overhead", ("memory_backward",), ("--memory", "--backward"), 1.0),
+    Step("bench_overhead", ("overhead_backward_cuda",), ("--backward",), 2.5),
+    Step("bench_overhead", ("memory",), ("--memory",), 1.5),
+    Step("bench_overhead", ("memory_backward",), ("--memory", "--backward"), 1.5),
     Step("bench_speed", ("forward_triton",), ("--grid", "triton"), 7.0),
     Step("bench_speed", ("backward_triton",), ("--backward", "--grid", "triton"), 10.0),
     Step("accuracy", ("accuracy",), (), 5.0),
@@ -102,7 +103,7 @@ def run_step(step: Step, seconds: float, limit: float, passed_on: list[str]) -> 
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = results.parser_for(__doc__, seconds=600.0)
+    parser = results.parser_for(__doc__, seconds=900.0)
     parser.add_argument("--only", help="run only the steps whose command line contains this")
     parser.add_argument("--stale", action="store_true", help="run nothing; list the stale results")
     parser.add_argument("--renew", action="store_true", help="run only the steps whose results are missing or stale")
