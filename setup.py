@@ -22,7 +22,7 @@ from build_tools import kernel_wheel, kernels, plan, selection, target_torch  # 
 HOST_SOURCES = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/*/*.cpp"))
 # The files of csrc/api are compiled as two, the longer first: most of their time goes to torch's headers.
 # So names in their anonymous namespaces must differ within a group. current_stream.cpp defines a macro for torch's
-# headers, so it is compiled in one job.
+# headers, so it is in neither group.
 GROUPS = {
     "with_autograd": ("autograd", "backend_choice", "bindings", "check_tensors", "checks", "checks_kvcache"),
     "with_ops": (

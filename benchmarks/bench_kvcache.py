@@ -139,15 +139,16 @@ class Ours(Rival):
         return partial(flash_attn_with_kvcache, problem.q, k, v, **options)
 
 
-class OfficialCache(Rival):
+class OfficialCache(Official):
     """flash_attn_with_kvcache of FlashAttention-3."""
 
-    name = "FA3"
+    def __init__(self) -> None:
+        super().__init__("FA3", FA3)
 
     def bind_problem(self, problem: Problem) -> Call:
         k, v, page_table = problem.caches(problem.point.page_size)
         options = {"cache_seqlens": problem.seqlens, "page_table": page_table, "causal": problem.point.causal}
-        return partial(Official(self.name, FA3).function("flash_attn_with_kvcache"), problem.q, k, v, **options)
+        return partial(self.function("flash_attn_with_kvcache"), problem.q, k, v, **options)
 
 
 def bind(rival: Rival, problem: Problem) -> Call:
@@ -304,7 +305,7 @@ def measure_point(
         try:
             turns = in_turn(rival, problems, device)
             check_result(rival, problems[-1], rival.outputs(turns.result[0])[0])
-        except (RuntimeError, NotImplementedError, ImportError) as error:
+        except rival.failures as error:
             if isinstance(rival, Ours) and not isinstance(error, NotImplementedError):
                 raise
             unsupported[rival.name] = first_line(error)
@@ -489,7 +490,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     on_gpu = arguments.device == "cuda"
     device = require_gpu("bench_kvcache") if on_gpu else torch.device("cpu")
-    figures = arguments.figure or (["cpu"] if not on_gpu else [n for n in FIGURES if n not in ("cpu", "official")])
+    figures = arguments.figure or ([name for name in FIGURES if name not in ("cpu", "official")] if on_gpu else ["cpu"])
     arguments.backend = arguments.backend or [name for name, where in DEVICE_OF.items() if where == device.type]
     torch.manual_seed(0)
     budget = Budget(arguments.seconds)

@@ -68,7 +68,7 @@ def _compiled() -> tuple[ModuleType | None, str | None]:
     from torch.utils import cpp_extension
 
     print("learn: compiling csrc/ with nvcc, if it has changed: a minute or two", file=sys.stderr, flush=True)
-    cpp_extension.CUDA_HOME = str(cuda_home())  # torch only looks for nvcc, which may be a link outside of the toolkit
+    cpp_extension.CUDA_HOME = str(cuda_home())  # torch looks only for nvcc, which may be a link outside of the toolkit
     # ninja is a program that pip puts next to the interpreter, which need not be on PATH.
     before = os.environ.get("PATH", "")
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), before])

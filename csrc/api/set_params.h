@@ -42,7 +42,7 @@ struct KvCacheTensors {
     const at::Tensor &rotary_sin;
 };
 
-// The part of set_params_kvcache that only the arguments determine: q, caches, sizes, pages and splits.
+// The part of set_params_kvcache that depends only on the arguments: q, caches, sizes, pages and splits.
 Flash_fwd_params params_of_cache(const KvCacheArgs &args);
 
 // softmax_scale: as for set_params_fprop. The cache has keys (KvCacheArgs::has_keys).

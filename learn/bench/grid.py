@@ -73,7 +73,7 @@ def function_of(name: str) -> Function:
 
 
 def calls_of(function: Function, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool) -> dict[str, Any]:
-    """A call for each pass. The call of only the backward holds a graph."""
+    """A call for each pass. The call that runs only the backward holds a graph."""
     leaves = [x.requires_grad_() for x in (q, k, v)]
     attend = partial(function, q, k, v, causal)
 

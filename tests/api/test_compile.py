@@ -229,7 +229,7 @@ def test_compiled_gradients_through_the_lse(wanted: tuple[bool, ...], backend: s
 @pytest.mark.filterwarnings("ignore:Error detected in FlashAttnBackward")
 @pytest.mark.parametrize("is_varlen", [False, True], ids=["dense", "varlen"])
 def test_a_gradient_of_the_slopes_is_refused(is_varlen: bool, backend: str, device: str) -> None:
-    """alibi_slopes have no gradient: to ask for it raises, eager or compiled. Asked for q, it returns its gradient."""
+    """alibi_slopes have no gradient: to ask for it raises, eager or compiled. To ask only for that of q does not."""
     torch._dynamo.reset()
     q, k, v = (x[:1] for x in qkv(device, requires_grad=False))
     slopes = torch.rand(4, device=device).requires_grad_()

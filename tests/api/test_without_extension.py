@@ -255,7 +255,7 @@ def test_sinks_have_a_gradient(is_varlen: bool, compiled: bool, draw: torch.Gene
 @pytest.mark.parametrize("is_varlen", [False, True], ids=["equal", "varlen"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_max_logits(is_varlen: bool, compiled: bool, draw: torch.Generator) -> None:
-    """With a gradient of out, and without one."""
+    """Together with the gradient of out, and without it."""
     inputs = qkv(draw, torch.float32)
     lengths = [torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([0, 5, 5, 18], [0, 20, 22, 26])]
     options: dict[str, Any] = {"causal": True, "backend": BACKEND}

@@ -96,7 +96,7 @@ def test_every_figure_out_of_time_is_named(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_official_calls_get_the_arguments_of_flash_attention_3(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its names of the arguments; results agree with the reference, contiguous and in pages."""
+    """They have its names. measure_point compares the results with the reference, contiguous and in pages."""
 
     def official(
         q: Tensor, k_cache: Tensor, v_cache: Tensor, *, cache_seqlens: Tensor, page_table: Tensor | None, causal: bool

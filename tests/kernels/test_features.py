@@ -1,4 +1,4 @@
-"""Windows, softcap, ALiBi and dropout, each and together: forward and gradients over the curated list."""
+"""Windows, softcap, ALiBi and dropout, one at a time and together: forward and gradients over the curated list."""
 
 from __future__ import annotations
 

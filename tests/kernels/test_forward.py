@@ -81,7 +81,7 @@ def test_forward_repeats_bitwise(case: Case, backend: str, device: str, dtype: t
 @pytest.mark.backends("cpu", "cuda")  # triton may be tuned to other tiles for another batch
 @pytest.mark.parametrize("case", REPEATED_CASES, ids=str)
 def test_batch_and_head_do_not_change_a_row(case: Case, backend: str, device: str, seed: int) -> None:
-    """A sequence gives the same bits without its batch."""
+    """A sequence gives the same bits in a batch of one."""
     q, k, v = make_inputs(case, torch.float16, device, seed)
     out, lse = forward(case, q, k, v, backend)
     last_out, last_lse = forward(case, q[-1:], k[-1:], v[-1:], backend)
