@@ -172,7 +172,8 @@ def without_rounding_of_out(
     """``got`` less what the rounding of its out adds to dq and dk, because a flash backward computes delta from out.
 
     That is computed in float64, so the bound holds for every other error, also for those of out that are larger than a
-    rounding. Where one key has most of the probability, that rounding can exceed three times the error of the math backend.
+    rounding. Where one key has most of the probability, that rounding can exceed three times the error of the math
+    backend.
     """
     q, k, v, dout = (x.double() for x in (*tensors, grad_out))
     groups = (k.shape[-3], q.shape[-3] // k.shape[-3] if enable_gqa else 1)
