@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import re
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
 from benchmarks import bench_build, results, tables, tune_sm80
 
 from ..sanitize import sanitize_driver, sanitize_gpu
 from ..support.cases import Case
-from ..support.kvcache_cases import KvCacheCase
+from ..support.kvcache_cases import CacheCall, KvCacheCase, make_call
 from ..support.varlen_cases import VarlenCase
 
 
@@ -219,6 +222,34 @@ def test_the_parts_of_the_sanitizer_have_every_case_once(monkeypatch: pytest.Mon
         for tool in ("memcheck", "racecheck")
         for of, shown in sanitize_gpu.CASES_OF.items()
     ]
+
+
+@pytest.mark.parametrize("has_sm80", [True, False])
+def test_the_sanitizer_runs_wrong_values_on_every_kernel_that_takes_the_case(
+    has_sm80: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after cases whose last one ran on the kernels of sm80."""
+    cases = {case.name: case for case in sanitize_driver.choose([], None, "kvcache") if isinstance(case, KvCacheCase)}
+    ran: dict[str, set[str]] = {name: set() for name in cases}
+
+    def run_call(call: CacheCall, _: str) -> tuple[Tensor, Tensor]:
+        ran[call.case.name].add(os.environ.get("FLASH_ATTN_MINI_ARCH", ""))
+        return call.q, call.q
+
+    monkeypatch.delenv("FLASH_ATTN_MINI_ARCH", raising=False)
+    monkeypatch.setattr(sanitize_driver, "make_call", lambda case, dtype, _, seed: make_call(case, dtype, "cpu", seed))
+    monkeypatch.setattr(sanitize_driver, "run_call", run_call)
+    monkeypatch.setattr(sanitize_driver, "sm80_unavailable_reason", lambda: None if has_sm80 else "not built")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    some = [next(case for case in cases.values() if case.v_in_k == latent) for latent in (True, False)]
+    for case in some:
+        sanitize_driver.run(case, torch.float16)
+        ran[case.name].clear()
+    sanitize_driver.run_wrong_cache_values(some)
+    assert ran[some[0].name] == {""}
+    assert ran[some[1].name] == ({"", "80"} if has_sm80 else {""})
+    assert "FLASH_ATTN_MINI_ARCH" not in os.environ
 
 
 @pytest.mark.parametrize("errors", [0, 3])

@@ -13,17 +13,18 @@ from __future__ import annotations
 
 import argparse
 import bisect
+import contextlib
 import dataclasses
 import itertools
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
 
 from flash_attn_mini import flash_attn_func, flash_attn_varlen_func
-from flash_attn_mini.backends.cuda import sm80_unavailable_reason
+from flash_attn_mini.backends.cuda import ARCH_VARIABLE, sm80_unavailable_reason
 from tests.api.test_kvcache_errors import HOSTILE
 from tests.gpu.test_gpu_memory import WRONG_LENGTHS
 from tests.support.cases import SMALL_FORWARD_CASES, Case, make_dlse, make_dout, make_inputs, options_of
@@ -125,23 +126,40 @@ def choose(headdims: list[int], per_headdim: int | None, of: str | None = None) 
     return chosen
 
 
+def archs_of(case: AnyCase | None = None) -> list[str]:
+    """Values of FLASH_ATTN_MINI_ARCH for the kernels that take the case, or any call of headdim 256 and less: "" for the
+    GPU's own kernels, and "80" if the build has those of sm80 for this GPU."""
+    if isinstance(case, KvCacheCase) and case.v_in_k:
+        return [""] if torch.cuda.get_device_capability()[0] == 9 else []
+    return [""] if sm80_unavailable_reason() else ["", "80"]
+
+
+@contextlib.contextmanager
+def on_arch(arch: str) -> Iterator[None]:
+    """Calls run on the kernels of `arch`, a value of FLASH_ATTN_MINI_ARCH."""
+    os.environ[ARCH_VARIABLE] = arch
+    try:
+        yield
+    finally:
+        del os.environ[ARCH_VARIABLE]
+
+
 def run(case: AnyCase, dtype: torch.dtype) -> None:
-    """Runs the GPU's kernels, and those of sm80 if the build has them for this GPU, each with the default backward and
-    with the deterministic one."""
-    has_backward = not isinstance(case, KvCacheCase)
-    is_latent = isinstance(case, KvCacheCase) and case.v_in_k
-    if is_latent and torch.cuda.get_device_capability()[0] != 9:
-        return  # no kernel of the cuda backend takes it
-    archs = ("", "80") if sm80_unavailable_reason() is None and not is_latent else ("",)
-    for arch, deterministic in itertools.product(archs, (False, True) if has_backward else (False,)):
-        os.environ["FLASH_ATTN_MINI_ARCH"] = arch
-        if isinstance(case, KvCacheCase):
-            results = [run_call(make_call(case, dtype, "cuda", seed=0), "cuda")[0]]
-        else:
-            results = (run_varlen if isinstance(case, VarlenCase) else run_dense)(case, dtype, deterministic)
-        for name, result in zip(("out", "dq", "dk", "dv"), results, strict=False):
-            if not bool(result.isfinite().all()):
-                raise SystemExit(f"{case.name}, {dtype}: {name} is not finite; {case.shape}")
+    """Runs every kernel that takes the case, with the default backward and with the deterministic one."""
+    for arch in archs_of(case):
+        with on_arch(arch):
+            if isinstance(case, KvCacheCase):
+                assert_finite(case, [run_call(make_call(case, dtype, "cuda", seed=0), "cuda")[0]])
+                continue
+            for deterministic in (False, True):
+                run_case = run_varlen if isinstance(case, VarlenCase) else run_dense
+                assert_finite(case, run_case(case, dtype, deterministic))
+
+
+def assert_finite(case: AnyCase, results: list[Tensor]) -> None:
+    for name, result in zip(("out", "dq", "dk", "dv"), results, strict=False):
+        if not bool(result.isfinite().all()):
+            raise SystemExit(f"{case.name}, {result.dtype}: {name} is not finite; {case.shape}")
 
 
 def run_dense(case: Case, dtype: torch.dtype, deterministic: bool) -> list[Tensor]:
@@ -171,26 +189,30 @@ def run_varlen(case: VarlenCase, dtype: torch.dtype, deterministic: bool) -> lis
 
 def run_wrong_lengths(names: Iterable[str]) -> None:
     """Runs calls whose cu_seqlens point outside of the tensors, which kernels must clamp."""
-    for name, headdim, deterministic in itertools.product(names, (64, 96, 128, 192, 256), (False, True)):
+    calls = itertools.product(names, (64, 96, 128, 192, 256), (False, True), archs_of())
+    for name, headdim, deterministic, arch in calls:
         lengths = [torch.tensor(x, dtype=torch.int32, device="cuda") for x in WRONG_LENGTHS[name][:2]]
         q, k, v, dout = (torch.randn(200, 2, headdim, device="cuda", dtype=torch.float16) for _ in range(4))
         leaves = [x.requires_grad_() for x in (q, k, v)]
-        out = flash_attn_varlen_func(
-            *leaves, *lengths, 100, 100, causal=True, deterministic=deterministic, backend="cuda"
-        )
-        torch.autograd.grad(out, leaves, dout)
+        with on_arch(arch):
+            out = flash_attn_varlen_func(
+                *leaves, *lengths, 100, 100, causal=True, deterministic=deterministic, backend="cuda"
+            )
+            torch.autograd.grad(out, leaves, dout)
     torch.cuda.synchronize()
 
 
 def run_wrong_cache_values(cases: Iterable[KvCacheCase]) -> None:
     """Runs calls whose last sequence has a wrong length, cache row, left padding or page."""
-    for case, value in itertools.product(cases, HOSTILE[:3]):
-        for argument in ("lengths", "cache_batch_idx", "cache_leftpad", "block_table"):
+    arguments = ("lengths", "cache_batch_idx", "cache_leftpad", "block_table")
+    for case, value, argument in itertools.product(cases, HOSTILE[:3], arguments):
+        for arch in archs_of(case):
             call = make_call(case, torch.float16, "cuda", seed=0)
             tensor = getattr(call, argument)
             if isinstance(tensor, Tensor):
                 tensor[-1] = value
-                run_call(call, "cuda")
+                with on_arch(arch):
+                    run_call(call, "cuda")
     torch.cuda.synchronize()
 
 
