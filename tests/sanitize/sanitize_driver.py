@@ -13,18 +13,18 @@ from __future__ import annotations
 
 import argparse
 import bisect
-import contextlib
 import dataclasses
 import itertools
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
+from benchmarks.rivals import kernels_of
 from flash_attn_mini import flash_attn_func, flash_attn_varlen_func
-from flash_attn_mini.backends.cuda import ARCH_VARIABLE, sm80_unavailable_reason
+from flash_attn_mini.backends.cuda import sm80_unavailable_reason
 from tests.api.test_kvcache_errors import HOSTILE
 from tests.gpu.test_gpu_memory import WRONG_LENGTHS
 from tests.support.cases import SMALL_FORWARD_CASES, Case, make_dlse, make_dout, make_inputs, options_of
@@ -126,28 +126,18 @@ def choose(headdims: list[int], per_headdim: int | None, of: str | None = None) 
     return chosen
 
 
-def archs_of(case: AnyCase | None = None) -> list[str]:
-    """Values of FLASH_ATTN_MINI_ARCH for the kernels that take the case, or any call of headdim 256 and less: "" for the
-    GPU's own kernels, and "80" if the build has those of sm80 for this GPU."""
+def archs_of(case: AnyCase | None = None) -> list[int | None]:
+    """Whose kernels take the case, or any call of headdim 256 and less: the GPU's own (None), and those of sm80 (80) if
+    the build has them for this GPU."""
     if isinstance(case, KvCacheCase) and case.v_in_k:
-        return [""] if torch.cuda.get_device_capability()[0] == 9 else []
-    return [""] if sm80_unavailable_reason() else ["", "80"]
-
-
-@contextlib.contextmanager
-def on_arch(arch: str) -> Iterator[None]:
-    """Calls run on the kernels of `arch`, a value of FLASH_ATTN_MINI_ARCH."""
-    os.environ[ARCH_VARIABLE] = arch
-    try:
-        yield
-    finally:
-        del os.environ[ARCH_VARIABLE]
+        return [None] if torch.cuda.get_device_capability()[0] == 9 else []
+    return [None] if sm80_unavailable_reason() else [None, 80]
 
 
 def run(case: AnyCase, dtype: torch.dtype) -> None:
     """Runs every kernel that takes the case, with the default backward and with the deterministic one."""
     for arch in archs_of(case):
-        with on_arch(arch):
+        with kernels_of(arch):
             if isinstance(case, KvCacheCase):
                 assert_finite(case, [run_call(make_call(case, dtype, "cuda", seed=0), "cuda")[0]])
                 continue
@@ -194,7 +184,7 @@ def run_wrong_lengths(names: Iterable[str]) -> None:
         lengths = [torch.tensor(x, dtype=torch.int32, device="cuda") for x in WRONG_LENGTHS[name][:2]]
         q, k, v, dout = (torch.randn(200, 2, headdim, device="cuda", dtype=torch.float16) for _ in range(4))
         leaves = [x.requires_grad_() for x in (q, k, v)]
-        with on_arch(arch):
+        with kernels_of(arch):
             out = flash_attn_varlen_func(
                 *leaves, *lengths, 100, 100, causal=True, deterministic=deterministic, backend="cuda"
             )
@@ -211,7 +201,7 @@ def run_wrong_cache_values(cases: Iterable[KvCacheCase]) -> None:
             tensor = getattr(call, argument)
             if isinstance(tensor, Tensor):
                 tensor[-1] = value
-                with on_arch(arch):
+                with kernels_of(arch):
                     run_call(call, "cuda")
     torch.cuda.synchronize()
 
