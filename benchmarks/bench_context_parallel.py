@@ -454,7 +454,7 @@ def run(arguments: argparse.Namespace, group: Any) -> None:
     if dist.get_rank() != 0:
         return
     size = dist.get_world_size()
-    sources = [*results.HOST, *results.CUDA, "flash_attn_mini/context_parallel"]
+    sources = [*results.HOST, *results.ATTENTION, "flash_attn_mini/context_parallel"]
     results.finish(
         f"context_parallel_{size}",
         "bench_context_parallel",

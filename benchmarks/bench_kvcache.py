@@ -473,7 +473,7 @@ def measure_figure(
         f"{figure.title}, {dtype_name}",
         data,
         arguments,
-        sources=[glob for backend in ours for glob in results.SOURCES_OF_BACKEND[backend]],
+        sources=[glob for backend in ours for glob in results.SOURCES_OF_CACHE[backend]],
         notes=notes,
         left_out=budget.left_out(len(data), len(tasks)),
     )

@@ -172,7 +172,7 @@ def main(argv: list[str] | None = None) -> None:
             break
         data.append(run(model, *shape, rounds))
     name, title = f"models_{arguments.device}", "Training, generation and encoding"
-    sources = [*results.HOST, *results.SOURCES_OF_BACKEND[arguments.device]]
+    sources = [*results.HOST, *results.SOURCES_OF_CACHE[arguments.device]]
     results.finish(name, "bench_models", title, data, arguments, sources=sources, notes=[note], left_out=left_out)
 
 

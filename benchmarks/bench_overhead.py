@@ -152,7 +152,7 @@ def measure_memory(arguments: argparse.Namespace) -> None:
             used = {"extra_bytes": extra_bytes(rival, q, k, v, causal), key: needed}
             data.append({"name": rival.name, **shape, **used, "score_matrix_bytes": BATCH * NHEADS * seqlen**2 * 2})
     title = f"Peak extra memory of a {direction.name}, bf16, {seqlen:,} tokens, {NHEADS} heads"
-    sources = [*results.HOST, *results.CUDA, *results.TRITON]
+    sources = [*results.HOST, *results.ATTENTION, *results.TRITON]
     results.finish(f"memory{'_backward' * arguments.backward}", "bench_memory", title, data, arguments, sources=sources)
     greedy = [
         f"{row['name']} ({'causal' if row['causal'] else 'full'}): {row['extra_bytes']:,}"

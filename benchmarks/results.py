@@ -37,15 +37,26 @@ RESULTS = ROOT / "benchmarks" / "results"
 # an edit of the CPU kernel leaves the GPU's results fresh, for example.
 LAUNCH = ("csrc/flash.h", "csrc/api", "csrc/common", "csrc/dispatch")
 HOST = (*LAUNCH, "flash_attn_mini/*.py", "flash_attn_mini/backends/*.py")
-CUDA = (*LAUNCH, "csrc/kvcache", "csrc/single_tile", "csrc/sm80", "csrc/sm90")
+ATTENTION = (  # of the cuda backend, without a KV cache
+    *LAUNCH,
+    "csrc/kvcache/instructions.h",
+    "csrc/single_tile",
+    "csrc/sm80",
+    *(f"csrc/sm90/{folder}" for folder in ("backward", "common", "forward")),
+)
+CUDA = (*ATTENTION, "csrc/kvcache", "csrc/sm90/decode")
 TRITON = ("flash_attn_mini/backends/triton",)
 CPU = (*LAUNCH, "csrc/cpu")
-SOURCES_OF_BACKEND = {"cuda": CUDA, "triton": TRITON, "cpu": CPU}
+SOURCES_OF_BACKEND = {"cuda": ATTENTION, "triton": TRITON, "cpu": CPU}
+SOURCES_OF_CACHE = {**SOURCES_OF_BACKEND, "cuda": CUDA}  # of calls with a KV cache
 DRIVER = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")  # prints a line for each GPU
 KERNELS = ("csrc", *TRITON)  # of a result that names no sources
 
 BLOCK = re.compile(r"(<!-- results:(?P<name>[\w.+-]+) begin -->\n).*?(<!-- results:(?P=name) end -->)", re.DOTALL)
-CPP_TOKENS = re.compile(r'"(?:\\.|[^"\\\n])*"|(?P<comment>//[^\n]*|/\*.*?\*/)', re.DOTALL)  # strings and comments
+CPP_STRING = r'"(?:\\.|[^"\\\n])*"'
+CPP_TOKENS = re.compile(
+    rf'{CPP_STRING}|(?P<no_code>//[^\n]*|/\*.*?\*/|\bstatic_assert\((?:[^;"]|{CPP_STRING})*;)', re.DOTALL
+)
 MARK = re.compile(r"<!-- results:[\w.+-]+ (?:begin|end) -->")
 SUMMARY, PLOT = ".summary", ".plot"
 NOT_MEASURED = "Not measured yet."
@@ -173,10 +184,10 @@ def load(path: Path) -> Result:
 
 
 def _code(file: str, text: str) -> str:
-    """The text without comments, and of C++ without line breaks."""
+    """The text without comments, and of C++ without static_assert and line breaks."""
     if file.endswith(".py"):
         return ast.unparse(ast.parse(text))
-    return " ".join(CPP_TOKENS.sub(lambda match: " " if match["comment"] else match[0], text).split())
+    return " ".join(CPP_TOKENS.sub(lambda match: " " if match["no_code"] else match[0], text).split())
 
 
 def _code_changed(commit: str, paths: Sequence[str], root: Path) -> bool | None:
@@ -193,7 +204,7 @@ def _code_changed(commit: str, paths: Sequence[str], root: Path) -> bool | None:
 
 def last_change(path: Path, root: Path = ROOT) -> str | None:
     """The last commit of the sources since a result was measured, with its date and subject; None if their code has not
-    changed. Comments are not code.
+    changed. Neither comments nor static_assert are code.
 
     A result of sources that were not committed counts from the commit that brought it, one that is not committed
     either, or of an unknown commit, from its date.

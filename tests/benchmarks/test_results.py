@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import results
+from build_tools import kernels
 
 needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
 needs_history = pytest.mark.skipif(
@@ -76,10 +77,12 @@ def test_a_result_outlives_commits_of_other_kernels(project: Path) -> None:
 
 
 @needs_git
-def test_a_result_outlives_changes_of_comments(project: Path) -> None:
+def test_a_result_outlives_changes_of_comments_and_static_asserts(project: Path) -> None:
     commit(project, "csrc/sm80/host.py", "x = 1\n")
     measured(project, ("csrc",))
     commit(project, "csrc/sm80/kernel.cu", "// A tile.\nint tile() {\n    return /* of keys */ 64;\n}\n")
+    check = 'static_assert(sizeof(int) == 4 &&\n              (true), "a; b");\n'
+    commit(project, "csrc/sm80/kernel.cu", f"{check}int tile() {{\n    {check}    return 64;\n}}\n")
     commit(project, "csrc/sm80/host.py", "# One.\nx = 1  # again\n")
     assert stale(project) == []
     commit(project, "csrc/sm80/kernel.cu", 'const char *tile() { return "// a"; }\n')
@@ -171,7 +174,7 @@ def test_host_time_goes_stale_with_every_module_between_the_call_and_the_backend
 
 @needs_history
 def test_every_source_of_the_benchmarks_exists() -> None:
-    backends = results.SOURCES_OF_BACKEND.values()
+    backends = (*results.SOURCES_OF_BACKEND.values(), *results.SOURCES_OF_CACHE.values())
     for group in (*backends, results.HOST, results.KERNELS):
         for source in group:
             assert files_of((source,)), source
@@ -179,9 +182,17 @@ def test_every_source_of_the_benchmarks_exists() -> None:
 
 @needs_history
 def test_every_kernel_is_a_source_of_a_backend() -> None:
-    of_backends = files_of(tuple(x for sources in results.SOURCES_OF_BACKEND.values() for x in sources))
+    of_backends = files_of(tuple(x for sources in results.SOURCES_OF_CACHE.values() for x in sources))
     left = files_of(results.KERNELS) - of_backends
     assert {path for path in left if path.suffix in {".cu", ".h", ".cpp", ".py"}} == set()
+
+
+@needs_history
+def test_kernels_without_a_cache_include_no_file_of_those_with_one() -> None:
+    csrc, of_attention = results.ROOT / "csrc", files_of(results.ATTENTION)
+    for source in csrc.glob("**/*.cu"):
+        if not {"kvcache", "decode"} & set(source.relative_to(csrc).parts):
+            assert set(kernels.included_files(source)) <= of_attention, source.name
 
 
 def test_a_failed_write_leaves_the_earlier_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
