@@ -9,7 +9,8 @@ NAME_partial. The others still run, and the exit status is 1. The extension must
 
   python -m benchmarks --seconds 900 --out-dir benchmarks/results
   python -m benchmarks --only backward --seconds 240
-  python -m benchmarks --stale                                  list the results whose kernels have changed since
+  python -m benchmarks --stale                                  list the results whose kernels have changed since, those
+                                                               of learn.bench too
   python -m benchmarks --renew --seconds 900                    run what is missing or listed by --stale
 """
 
@@ -110,6 +111,8 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     if arguments.stale:
         results.print_stale(arguments.out_dir)
+        if arguments.out_dir == results.RESULTS:
+            results.print_stale(results.LEARN_RESULTS)
         return
     import torch  # here, because --stale needs no other package
 

@@ -32,6 +32,7 @@ Result = dict[str, Any]  # as `save` writes it
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+LEARN_RESULTS = ROOT / "learn" / "results"
 
 # What a figure depends on, by concern: paths or globs relative to the repository root. A benchmark names its concerns:
 # an edit of the CPU kernel leaves the GPU's results fresh, for example.

@@ -43,6 +43,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     chosen = [name for name in here if arguments.only in (None, name)]
     passed_on = ["--out-dir", str(arguments.out_dir.resolve()), *(["--quick"] if arguments.quick else [])]
+    passed_on += ["--commit", arguments.commit] if arguments.commit else []
     budget = Budget(arguments.seconds)
     failed = []
     for number, name in enumerate(chosen):

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks import results
 from benchmarks.methods import Budget, require_gpu, time_cuda
 from learn.bench import report
 
@@ -198,6 +199,7 @@ def main(argv: list[str] | None = None) -> None:
                 title=f"{figure.title}: fp16, batch {BATCH}, {NHEADS} heads",
                 data=rows,
                 arguments=arguments,
+                sources=[*report.LEARN, *results.TRITON],
                 notes=[f"Medians of {ROUNDS} interleaved rounds."],
                 complete=len(rows) == figure.rows_of_point * len(wanted),
             )

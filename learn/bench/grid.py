@@ -167,6 +167,7 @@ def main(argv: list[str] | None = None) -> None:
         title=f"Batch {grid.batch}, {grid.nheads} heads, {str(grid.dtype).removeprefix('torch.')}",
         data=sorted(data, key=lambda row: (list(PASSES).index(row["pass"]), row["headdim"], row["causal"])),
         arguments=arguments,
+        sources=report.SOURCES[grid.device],
         notes=notes,
         left_out=budget.left_out(measured, len(points)),
     )

@@ -35,6 +35,7 @@ def main(argv: list[str] | None = None) -> None:
         title=f"The ladder, forward, full attention, {shape_on(device)}",
         data=rows,
         arguments=arguments,
+        sources=report.SOURCES[device.type],
         notes=[
             "GB/s counts the bytes that the loops read and write, repeated reads included; caches serve many of them."
         ],

@@ -19,7 +19,7 @@ from benchmarks.tables import Rows
 from learn.bench.plots import drawing_of
 
 ROOT = results.ROOT
-RESULTS = ROOT / "learn" / "results"
+RESULTS = results.LEARN_RESULTS
 
 
 def ladder_tables(data: Rows) -> list[str]:
@@ -85,8 +85,15 @@ def render(result: dict[str, Any]) -> str:
     return "\n\n".join([*parts, *result["notes"], f"Measured on {describe(result['stamp'])} ({source})."])
 
 
+# What a figure depends on, as in benchmarks/results.py: the code of learn/, and the library's kernels of a device.
+LEARN = ("learn/*.py", "learn/bench/*.py", "learn/csrc")
+SOURCES = {
+    "cuda": (*LEARN, *results.ATTENTION, *results.TRITON),
+    "cpu": (*LEARN, *results.CPU, *results.TRITON),
+}
+
 parser_for = partial(results.parser_for, out_dir=RESULTS)
-finish = partial(results.finish, sources=("learn",), render=render, drawing_of=drawing_of)
+finish = partial(results.finish, sources=LEARN, render=render, drawing_of=drawing_of)
 fill = partial(results.fill, render=render)
 
 

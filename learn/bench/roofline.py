@@ -186,7 +186,10 @@ def main(argv: list[str] | None = None) -> None:
     where = f"batch {BATCH}, {NHEADS} heads"
 
     def save(name: str, title: str, data: list[dict[str, Any]], *notes: str) -> None:
-        report.finish(name, benchmark="roofline", title=title, data=data, arguments=arguments, notes=notes)
+        sources = report.SOURCES[device.type]
+        report.finish(
+            name, benchmark="roofline", title=title, data=data, arguments=arguments, sources=sources, notes=notes
+        )
 
     cut = 2 if arguments.quick else None
     save(f"roofline_{device.type}", "The roofline and the rungs", rung_rows(peak, gbps, arguments.quick), limits)

@@ -53,7 +53,7 @@ def test_run_all_runs_what_was_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_pa
 def test_every_result_is_that_of_one_step_of_run_all_or_made_by_hand() -> None:
     steps = (*run_all.GPU_STEPS, *run_all.CPU_STEPS)
     for path in results.RESULTS.glob("*.json"):
-        name = path.stem.removesuffix("_partial").removesuffix("_h100")  # a copy of the result of another GPU
+        name = path.stem.removesuffix("_partial")
         made_by = [step.label for step in steps if any(fnmatch.fnmatch(name, x) for x in step.results)]
         assert len(made_by) == (name not in BY_HAND), f"{name}: {made_by}"
 
@@ -80,6 +80,16 @@ def test_run_all_finds_the_steps_whose_results_are_missing_or_stale(
     run_all.main(["--renew", "--out-dir", str(tmp_path)])
     assert seen == ["stale", "missing"]
     assert "stale: stale_2.json" in capsys.readouterr().out
+
+
+def test_stale_results_of_the_learning_path_are_listed_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results.save("ladder", benchmark="x", title="", data=[{}], out_dir=tmp_path)
+    monkeypatch.setattr(results, "LEARN_RESULTS", tmp_path)
+    monkeypatch.setattr(results, "last_change", lambda path, root: "abc" if path.parent == tmp_path else None)
+    run_all.main(["--stale"])
+    assert re.findall(r"stale: (\S+),.*changed since: abc", capsys.readouterr().out) == ["ladder.json"]
 
 
 def test_stale_results_are_listed_without_any_package() -> None:

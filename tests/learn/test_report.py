@@ -52,6 +52,11 @@ def test_the_machine_is_described_in_one_line() -> None:
     )
 
 
+def test_every_source_of_a_result_exists() -> None:
+    for source in {source for sources in (report.LEARN, *report.SOURCES.values()) for source in sources}:
+        assert list(report.ROOT.glob(source)), source
+
+
 def test_blocks_are_filled_and_filling_again_changes_nothing(tmp_path: Path) -> None:
     saved(tmp_path)
     once = report.fill(f"a\n{EMPTY}b\n", tmp_path)
