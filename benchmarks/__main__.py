@@ -9,8 +9,7 @@ NAME_partial. The others still run, and the exit status is 1. The extension must
 
   python -m benchmarks --seconds 1200 --out-dir benchmarks/results
   python -m benchmarks --only backward --seconds 240
-  python -m benchmarks --stale                                  list the results whose kernels have changed since, those
-                                                               of learn.bench too
+  python -m benchmarks --stale                                  list the results whose kernels have changed, learn's too
   python -m benchmarks --renew --seconds 1200                   run what is missing or listed by --stale
 """
 

@@ -85,8 +85,8 @@ def render(result: dict[str, Any]) -> str:
     return "\n\n".join([*parts, *result["notes"], f"Measured on {describe(result['stamp'])} ({source})."])
 
 
-# What a figure depends on, as in benchmarks/results.py: the code of learn/, and the library's kernels of a device.
-LEARN = ("learn/*.py", "learn/bench/*.py", "learn/csrc")
+# What a figure depends on, as in benchmarks/results.py: the kernels of learn/, and those of the library for a device.
+LEARN = ("learn/*.py", "learn/csrc", "learn/bench/negative_kernels.py")
 SOURCES = {
     "cuda": (*LEARN, *results.ATTENTION, *results.TRITON),
     "cpu": (*LEARN, *results.CPU, *results.TRITON),

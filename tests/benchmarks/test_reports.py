@@ -18,7 +18,7 @@ from benchmarks import bench_build, results, tables, tune_sm80
 
 from ..sanitize import sanitize_driver, sanitize_gpu
 from ..support.cases import Case
-from ..support.kvcache_cases import CacheCall, KvCacheCase, make_call
+from ..support.kvcache_cases import SMALL_KVCACHE_CASES, SMALL_LATENT_CASES, CacheCall, KvCacheCase, make_call
 from ..support.varlen_cases import VarlenCase
 
 
@@ -229,11 +229,11 @@ def test_the_sanitizer_runs_wrong_values_on_every_kernel_that_takes_the_case(
     has_sm80: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also after cases whose last one ran on the kernels of sm80."""
-    cases = {case.name: case for case in sanitize_driver.choose([], None, "kvcache") if isinstance(case, KvCacheCase)}
-    ran: dict[str, set[str]] = {name: set() for name in cases}
+    cases = [SMALL_LATENT_CASES[0], SMALL_KVCACHE_CASES[0]]
+    ran: set[tuple[str, str]] = set()
 
     def run_call(call: CacheCall, _: str) -> tuple[Tensor, Tensor]:
-        ran[call.case.name].add(os.environ.get("FLASH_ATTN_MINI_ARCH", ""))
+        ran.add((call.case.name, os.environ.get("FLASH_ATTN_MINI_ARCH", "")))
         return call.q, call.q
 
     monkeypatch.delenv("FLASH_ATTN_MINI_ARCH", raising=False)
@@ -242,13 +242,12 @@ def test_the_sanitizer_runs_wrong_values_on_every_kernel_that_takes_the_case(
     monkeypatch.setattr(sanitize_driver, "sm80_unavailable_reason", lambda: None if has_sm80 else "not built")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    some = [next(case for case in cases.values() if case.v_in_k == latent) for latent in (True, False)]
-    for case in some:
+    for case in cases:
         sanitize_driver.run(case, torch.float16)
-        ran[case.name].clear()
-    sanitize_driver.run_wrong_cache_values(some)
-    assert ran[some[0].name] == {""}
-    assert ran[some[1].name] == ({"", "80"} if has_sm80 else {""})
+    ran.clear()
+    sanitize_driver.run_wrong_cache_values(cases)
+    latent, plain = (case.name for case in cases)
+    assert ran == {(latent, ""), (plain, ""), *([(plain, "80")] if has_sm80 else [])}
     assert "FLASH_ATTN_MINI_ARCH" not in os.environ
 
 

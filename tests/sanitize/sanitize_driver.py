@@ -127,8 +127,8 @@ def choose(headdims: list[int], per_headdim: int | None, of: str | None = None) 
 
 
 def archs_of(case: AnyCase | None = None) -> list[int | None]:
-    """Whose kernels take the case, or any call of headdim 256 and less: the GPU's own (None), and those of sm80 (80) if
-    the build has them for this GPU."""
+    """The arguments of kernels_of for a case, or for any call up to head dim 256: None, and 80 if the build has the
+    kernels of sm80 for this GPU."""
     if isinstance(case, KvCacheCase) and case.v_in_k:
         return [None] if torch.cuda.get_device_capability()[0] == 9 else []
     return [None] if sm80_unavailable_reason() else [None, 80]
