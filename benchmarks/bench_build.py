@@ -93,8 +93,8 @@ _FORWARD = re.compile(
 )
 # Hopper's kernel for many rows of a KV cache.
 _SPLIT_SM90 = re.compile(
-    r"flash_fwd_split_kernel<sm90::Flash_fwd_kernel_traits<[^<>]*?(?P<headdim>\d+), sm90::TileSizesSplit<\d+, "
-    r"(?P<is_narrow>true|false)>"
+    r"flash_fwd_split_kernel<sm90::Flash_fwd_kernel_traits<[^<>]*?(?P<headdim>\d+), "
+    r"sm90::SplitTile<sm90::TileSizesSplit(?P<is_tall>Tall)?<\d+(?:, (?P<is_narrow>true|false))?>"
 )
 # flash_bwd_kernel, or flash_bwd_convert_dq, which has no mode.
 _BACKWARD = re.compile(
@@ -158,7 +158,8 @@ def fields_of(name: str, arch: str) -> dict[str, Any] | None:
         return {"headdim": int(forward["headdim"]), "family": forward["family"], "kind": kind}
     split = _SPLIT_SM90.search(name)
     if split is not None:
-        kind = "split, up to 64 rows" if split["is_narrow"] == "true" else "split"
+        rows = ", 192 rows" if split["is_tall"] else ", up to 64 rows" if split["is_narrow"] == "true" else ""
+        kind = f"split{rows}"
         return {"headdim": int(split["headdim"]), "family": "sm90", "kind": kind}
     hopper = _BACKWARD_SM90.search(name)
     if hopper is not None:

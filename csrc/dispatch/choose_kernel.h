@@ -141,7 +141,7 @@ enum class CacheKernel {
     forward,     // those of the forward
 };
 
-constexpr int kRowsOfTile = 128;  // of split_sm90 and of the forward, at most head dims
+constexpr int kRowsOfTile = 128;  // of the forward, at most head dims, and of split_sm90 without its tiles of 192 rows
 
 // Queries of all heads that share a key/value head: the rows that a tile of splitkv and split_sm90 holds.
 inline int64_t packed_rows(const Flash_fwd_params &params) {

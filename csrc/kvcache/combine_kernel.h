@@ -7,16 +7,19 @@
 namespace flash::kvcache {
 
 // Group g of n groups of threads reads the slots g, g + n, g + 2 n, ... Several groups hide the latency of the loads.
-constexpr int kCombineGroups = 4;       // one where a head has few slots
+constexpr int kCombineGroups = 4;  // one, of kFewSlotsThreads threads, where a head has few slots
+constexpr int kFewSlotsThreads = 256;
 constexpr int kManyCombineGroups = 16;  // rows of more than 256 columns, where a head has many slots
 
 // The rows and columns of a CTA. A thread of a group has four columns of one row.
 template <int kHeadDim, int kGroups>
 struct CombineTile {
-    static constexpr int kGroupThreads = kGroups <= 4 ? 128 : 512 / kGroups;
+    static constexpr int kGroupThreads = kGroups == 1 ? kFewSlotsThreads : kGroups <= 4 ? 128 : 512 / kGroups;
     static constexpr int kColumns = kHeadDim < kGroupThreads * 4 ? kHeadDim : kGroupThreads * 4;
     static constexpr int kRows = kGroupThreads * 4 / kColumns, kPartsOfRow = kHeadDim / kColumns;
     static_assert(kHeadDim % kColumns == 0);
+    static constexpr int kThreads = kGroups * kGroupThreads;
+    static constexpr int kCtasOfSM = kGroups <= kCombineGroups ? 1024 / kThreads : 1;  // leaves 64 registers a thread
 };
 
 // The slots of one head: `first`, then `count - 1` slots from `second` on, `stride` apart.
@@ -25,46 +28,35 @@ struct Slots {
     int stride, count;
 };
 
-// blockIdx.x: a CombineTile of a row tile. blockIdx.y: the head; if combines_by_cta the CTA in which it begins.
+// Where CombineTile `index` of the `tiles` of a head lies.
+template <typename Tile>
+struct CombinePlace {
+    int row_tile, rows;           // rows: of the row tile
+    int row_begin, column_begin;  // in it
+
+    __device__ CombinePlace(const Flash_fwd_params &params, const SplitkvPlan &plan, int index, int tiles) {
+        const int chunks = tiles / plan.row_tiles, chunk = index % chunks;
+        row_tile = index / chunks;
+        row_begin = chunk / Tile::kPartsOfRow * Tile::kRows;
+        column_begin = chunk % Tile::kPartsOfRow * Tile::kColumns;
+        rows = min(plan.tile_rows, params.seqlen_q * params.h_h_k_ratio - row_tile * plan.tile_rows);
+    }
+    __device__ bool is_empty() const { return row_begin >= rows; }
+};
+
+// Combines the slots of the rows of one CombineTile. Called by all threads of a CTA.
 template <typename Element, int kHeadDim, int kGroups>
-__global__ void __launch_bounds__(kGroups *CombineTile<kHeadDim, kGroups>::kGroupThreads)
-    flash_fwd_splitkv_combine_kernel(const __grid_constant__ Flash_fwd_params params,
-                                     const __grid_constant__ SplitkvPlan plan) {
+__device__ __forceinline__ void combine_tile(const Flash_fwd_params &params, const SplitkvPlan &plan,
+                                             const CombinePlace<CombineTile<kHeadDim, kGroups>> &place, int bidb,
+                                             int bidh_k, const Slots &slots) {
     using Tile = CombineTile<kHeadDim, kGroups>;
     constexpr int kRows = Tile::kRows, kGroupThreads = Tile::kGroupThreads, kVectors = Tile::kColumns / 4;
-    const int chunks = gridDim.x / plan.row_tiles;
-    const int row_tile = blockIdx.x / chunks, chunk = blockIdx.x % chunks;
-    const int row_begin = chunk / Tile::kPartsOfRow * kRows, column_begin = chunk % Tile::kPartsOfRow * Tile::kColumns;
-    const int rows = min(plan.tile_rows, params.seqlen_q * params.h_h_k_ratio - row_tile * plan.tile_rows);
-    if (row_begin >= rows) {
-        return;
-    }
-    wait_for_previous_kernel();  // also where nothing is combined: this grid must not end before that kernel
-    launch_dependents();
-    int bidb = blockIdx.y / params.h_k, bidh_k = blockIdx.y % params.h_k;
-    Slots slots{};
-    if (plan.max_splits > 0) {
-        const int64_t first = int64_t(blockIdx.y) * plan.max_splits;
-        slots = {first, first + 1, 1, Units(params, plan, cache_sequence(params, bidb)).count};
-    } else {
-        const int4 words = __ldcg(reinterpret_cast<const int4 *>(params.cache.scratch) + blockIdx.y);
-        const SharedHead head{words.x, words.y, words.z, words.w};
-        bidb = head.bidb;
-        bidh_k = head.bidh_k;
-        const int heads = plan.heads_of_piece(params), in_piece = plan.by_sequence ? bidh_k : 0;
-        slots = {int64_t{2 * head.piece + 1} * heads + in_piece, int64_t{2 * head.piece + 2} * heads + in_piece,
-                 2 * heads, head.pieces};
-    }
-    if (slots.count <= 1) {  // stored by the kernel before
-        return;
-    }
-
     const int group = threadIdx.x / kGroupThreads, thread = threadIdx.x % kGroupThreads;
-    const int row = row_begin + thread / kVectors, column = column_begin + thread % kVectors * 4;
-    const bool is_in_range = row < min(row_begin + kRows, rows);
-    const Slot first(params, plan, kHeadDim, slots.first, row_tile),
-        second(params, plan, kHeadDim, slots.second, row_tile),
-        third(params, plan, kHeadDim, slots.second + slots.stride, row_tile);
+    const int row = place.row_begin + thread / kVectors, column = place.column_begin + thread % kVectors * 4;
+    const bool is_in_range = row < min(place.row_begin + kRows, place.rows);
+    const Slot first(params, plan, kHeadDim, slots.first, place.row_tile),
+        second(params, plan, kHeadDim, slots.second, place.row_tile),
+        third(params, plan, kHeadDim, slots.second + slots.stride, place.row_tile);
     const int64_t o_stride = third.o - second.o, statistics_stride = third.statistics - second.statistics;
     const auto statistics_of = [&](int i) {
         const float *of_slot = i == 0 ? first.statistics : second.statistics + (i - 1) * statistics_stride;
@@ -112,8 +104,52 @@ __global__ void __launch_bounds__(kGroups *CombineTile<kHeadDim, kGroups>::kGrou
         return;
     }
     int query, head;
-    plan.by_ratio(query, head, row_tile * plan.tile_rows + row);
+    plan.by_ratio(query, head, place.row_tile * plan.tile_rows + row);
     result.store<Element>(params, bidb, bidh_k * params.h_h_k_ratio + head, query, column, plan.sum_factor);
+}
+
+// blockIdx.x: one of the `tiles` CombineTiles of a head; with one group also every gridDim.x-th after it.
+// blockIdx.y: the head; if combines_by_cta the CTA in which it begins.
+template <typename Element, int kHeadDim, int kGroups>
+__global__ void __launch_bounds__(CombineTile<kHeadDim, kGroups>::kThreads, CombineTile<kHeadDim, kGroups>::kCtasOfSM)
+    flash_fwd_splitkv_combine_kernel(const __grid_constant__ Flash_fwd_params params,
+                                     const __grid_constant__ SplitkvPlan plan, int tiles) {
+    using Place = CombinePlace<CombineTile<kHeadDim, kGroups>>;
+    Place place(params, plan, blockIdx.x, tiles);
+    if (kGroups > 1 && place.is_empty()) {
+        return;
+    }
+    wait_for_previous_kernel();  // also where nothing is combined: this grid must not end before that kernel
+    launch_dependents();
+    int bidb = blockIdx.y / params.h_k, bidh_k = blockIdx.y % params.h_k;
+    Slots slots{};
+    if (plan.max_splits > 0) {
+        const int64_t first = int64_t(blockIdx.y) * plan.max_splits;
+        slots = {first, first + 1, 1, Units(params, plan, cache_sequence(params, bidb)).count};
+    } else {
+        const int4 words = __ldcg(reinterpret_cast<const int4 *>(params.cache.scratch) + blockIdx.y);
+        const SharedHead head{words.x, words.y, words.z, words.w};
+        bidb = head.bidb;
+        bidh_k = head.bidh_k;
+        const int heads = plan.heads_of_piece(params), in_piece = plan.by_sequence ? bidh_k : 0;
+        slots = {int64_t{2 * head.piece + 1} * heads + in_piece, int64_t{2 * head.piece + 2} * heads + in_piece,
+                 2 * heads, head.pieces};
+    }
+    if (slots.count <= 1) {  // stored by the kernel before
+        return;
+    }
+
+    if constexpr (kGroups > 1) {
+        combine_tile<Element, kHeadDim, kGroups>(params, plan, place, bidb, bidh_k, slots);
+    } else {
+#pragma unroll 1
+        for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+            place = Place(params, plan, tile, tiles);
+            if (!place.is_empty()) {
+                combine_tile<Element, kHeadDim, kGroups>(params, plan, place, bidb, bidh_k, slots);
+            }
+        }
+    }
 }
 
 }  // namespace flash::kvcache

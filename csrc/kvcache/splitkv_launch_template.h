@@ -181,6 +181,9 @@ SplitkvPlan plan_of(const Flash_fwd_params &params, int max_smem) {
             plan.max_splits = static_cast<int>(split_keys > 0 ? (capacity + split_keys - 1) / split_keys
                                                               : std::min<int64_t>(params.cache.num_splits, units));
             plan.pieces = static_cast<int>(std::clamp<int64_t>(heads * plan.max_splits, 1, wanted));
+            if (split_keys > 0) {
+                plan.align_units(static_cast<int>(split_keys));
+            }
             return plan;
         }
         plan.by_sequence = tile_rows == kWarpRows && is_nearly_all_of(wanted / params.h_k * params.h_k, wanted);
@@ -192,12 +195,12 @@ SplitkvPlan plan_of(const Flash_fwd_params &params, int max_smem) {
     });
 }
 
-// True if one group of 128 threads combines a head. Only plans of Hopper's kernel with split keys have an aligned_unit:
-// after the split-KV kernel, CTAs of 128 threads would start before it ends, and make the call up to a fifth slower
-// (H200).
+// True if one group of threads combines a head. Only plans of Hopper's kernel with split keys have unit_keys without
+// fixed splits: after the split-KV kernel, small CTAs would start before it ends, and make the call up to a fifth
+// slower (H200).
 inline bool has_few_slots(const Flash_fwd_params &params, const SplitkvPlan &plan) {
     constexpr int kFewSlots = 8;
-    return plan.aligned_unit > 0 && plan.pieces <= kFewSlots * int64_t{params.b} * params.h_k;
+    return plan.max_splits == 0 && plan.unit_keys > 0 && plan.pieces <= kFewSlots * int64_t{params.b} * params.h_k;
 }
 
 // True if several CTAs may work on the keys of a head, so that their results have to be combined by another kernel.
@@ -251,11 +254,15 @@ void run_combine_splits(const Flash_fwd_params &params, const kvcache::SplitkvPl
     const auto launch = [&](auto groups) {
         constexpr int kGroups = decltype(groups)::value;
         using Tile = kvcache::CombineTile<kHeadDim, kGroups>;
-        const dim3 grid((rows + Tile::kRows - 1) / Tile::kRows * Tile::kPartsOfRow * plan.row_tiles,
-                        static_cast<unsigned>(heads));
+        const int tiles = (rows + Tile::kRows - 1) / Tile::kRows * Tile::kPartsOfRow * plan.row_tiles;
+        // Few CTAs, because often most heads have nothing to combine, and starting the CTAs takes longer than ending.
+        constexpr int64_t kCtasOfSM = 8;
+        const int64_t max_ctas = (kCtasOfSM * device_properties().sm_count + heads - 1) / heads;  // of a head
+        const int ctas = kGroups == 1 ? static_cast<int>(std::min<int64_t>(tiles, max_ctas)) : tiles;
+        const dim3 grid(static_cast<unsigned>(ctas), static_cast<unsigned>(heads));
         auto kernel = &kvcache::flash_fwd_splitkv_combine_kernel<Element, kHeadDim, kGroups>;
-        ProgrammaticLaunch(grid, 1, kGroups * Tile::kGroupThreads, 0, stream)
-            .run(kernel, "launching flash_fwd_splitkv_combine_kernel", params, plan);
+        ProgrammaticLaunch(grid, 1, Tile::kThreads, 0, stream)
+            .run(kernel, "launching flash_fwd_splitkv_combine_kernel", params, plan, tiles);
     };
     if constexpr (kHeadDim > 256) {
         constexpr int kManySlots = 32;  // of a head

@@ -31,11 +31,17 @@ struct SplitkvPlan {
     bool is_q_aligned;             // like is_aligned
     cutlass::FastDivmod by_ratio;  // by the query heads that share a key/value head
     bool follows_append = false;   // the kernel before it in the stream is append_kv_kernel
-    int aligned_unit = 0;          // keys of a unit; units begin at multiples of it. 0: log2_unit counts
+    int unit_keys = 0;             // keys of a unit; units begin at multiples of it. 0: log2_unit or num_splits counts
+    cutlass::FastDivmod by_unit;   // by unit_keys
     float sum_factor = 1.0f;       // turns the sums in the slots into sums of probabilities
     int aligned_pieces = 0;        // pieces if all heads have as many units; they begin or end with heads. 0: `pieces`
     bool by_sequence = false;      // a piece has the same keys of all heads of a sequence, and a CTA for each of them
 
+    // Units begin at multiples of `keys`.
+    void align_units(int keys) {
+        unit_keys = keys;
+        by_unit = cutlass::FastDivmod(keys);
+    }
     constexpr int heads_of_piece(const Flash_fwd_params &params) const { return by_sequence ? params.h_k : 1; }
     // The heads of a sequence that have separate units.
     constexpr int heads_with_units(const Flash_fwd_params &params) const { return by_sequence ? 1 : params.h_k; }
@@ -101,10 +107,12 @@ struct Units {
         origin = begin;
         length = 1 << plan.log2_unit;
         count = static_cast<int>((unsigned(end - begin) + (1u << plan.log2_unit) - 1) >> plan.log2_unit);
-        if (plan.max_splits > 0 || plan.aligned_unit > 0) {
-            const int split_keys = plan.aligned_unit > 0 ? plan.aligned_unit : params.cache.split_keys;
-            const Fixed fixed = fix(begin, end, count, split_keys, params.cache.num_splits, length);
-            origin = fixed.origin;
+        if (plan.unit_keys > 0) {
+            length = plan.unit_keys;
+            origin = plan.by_unit.div(begin) * length;
+            count = end > origin ? plan.by_unit.div(end - origin - 1) + 1 : 0;
+        } else if (plan.max_splits > 0) {
+            const Fixed fixed = fix(end - begin, count, params.cache.num_splits, length);
             length = fixed.length;
             count = fixed.count;
         }
@@ -118,13 +126,12 @@ struct Units {
 
 private:
     struct Fixed {
-        int origin, length, count;
+        int length, count;
     };
-    // Splits of fixed length or number. Not inlined: the divisions take much code, and the function is used often.
-    __device__ __noinline__ static Fixed fix(int begin, int end, int units, int split_keys, int num_splits, int unit) {
-        const int length = split_keys > 0 ? split_keys : max((units - 1) / num_splits + 1, 1) * unit;
-        const int origin = split_keys > 0 ? begin / length * length : begin;
-        return {origin, length, static_cast<int>((unsigned(end - origin) + unsigned(length) - 1) / unsigned(length))};
+    // A fixed number of splits. Not inlined: the divisions take much code, and the function is used often.
+    __device__ __noinline__ static Fixed fix(int keys, int units, int num_splits, int unit) {
+        const int length = max((units - 1) / num_splits + 1, 1) * unit;
+        return {length, static_cast<int>((unsigned(keys) + unsigned(length) - 1) / unsigned(length))};
     }
 };
 

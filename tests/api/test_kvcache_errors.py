@@ -349,6 +349,8 @@ HOSTILE_CASES = (
     "pages_leftpad",
     "many_rows_causal",
     "many_rows_pages_64",
+    "tall_small",
+    "tall_pages_16",
     "mqa_32",
     "wide_sequences",
 )

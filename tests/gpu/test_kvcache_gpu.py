@@ -15,7 +15,17 @@ from flash_attn_mini import flash_attn_with_kvcache
 
 from ..conftest import IS_HOPPER
 from ..support.gpu_calls import capture, each_gpu_backend
-from ..support.kvcache_cases import BY_NAME, CLUSTERS, MANY_ROWS, PIECES, WIDE_CTAS, CacheCall, KvCacheCase, make_call
+from ..support.kvcache_cases import (
+    BY_NAME,
+    CLUSTERS,
+    MANY_ROWS,
+    PIECES,
+    TALL_TILES,
+    WIDE_CTAS,
+    CacheCall,
+    KvCacheCase,
+    make_call,
+)
 from ..support.kvcache_checks import bits, check_kvcache, check_results, copied, described, run
 from .test_gpu import assert_does_not_wait
 
@@ -52,8 +62,8 @@ def with_lengths(case: KvCacheCase, draw: torch.Generator) -> KvCacheCase:
     "name",
     ["decode", "read_only", "chunk", "long", "mqa", "headdim_33", "batch_idx_leftpad", "pages_1", "pages_64",
      "pages_leftpad", "rotary_leftpad", "together", "split_keys", "many_rows", "many_rows_tiles",
-     "many_rows_batch_idx", "many_rows_pages_64", "pieces_whole_heads", "pieces_of_sequences",
-     "pieces_fewer_than_heads", "cluster", "wide_one_row", "wide_sequences"],
+     "many_rows_batch_idx", "many_rows_pages_64", "tall_260_128", "tall_pages_16", "pieces_whole_heads",
+     "pieces_of_sequences", "pieces_fewer_than_heads", "cluster", "wide_one_row", "wide_sequences"],
 )  # fmt: skip
 def test_a_graph_replays_with_other_lengths_rows_and_pages(
     name: str, num_splits: int, gpu_backend: str, seed: int, draw: torch.Generator, described_seed: str
@@ -78,7 +88,15 @@ def test_a_graph_replays_with_other_lengths_rows_and_pages(
 @each_gpu_backend
 @pytest.mark.parametrize(
     ("name", "num_splits"),
-    [("long", 4), ("long", 0), ("many_rows_long", 0), ("pieces_of_a_head", 0), ("cluster", 0), ("wide_one_row", 0)],
+    [
+        ("long", 4),
+        ("long", 0),
+        ("many_rows_long", 0),
+        ("tall_long", 0),
+        ("pieces_of_a_head", 0),
+        ("cluster", 0),
+        ("wide_one_row", 0),
+    ],
 )
 def test_two_graphs_share_nothing(name: str, num_splits: int, gpu_backend: str, seed: int) -> None:
     """Two captured calls replayed at the same time on two streams give the bits of one after the other."""
@@ -192,7 +210,10 @@ LONG_ROW = dataclasses.replace(
     BY_NAME["one_row"], name="long_row", lengths=(9001,), capacity=16000, nheads=32, nheads_k=8, headdim=128
 )
 SHORT_ROW = dataclasses.replace(LONG_ROW, name="short_row", lengths=(8003,), capacity=8192)
-CHAINED = [BY_NAME[name] for name in ("one_row", "long", "decode", "mqa_32", "rotary", "chunk", "many_rows_causal")]
+CHAINED = [
+    BY_NAME[name]
+    for name in ("one_row", "long", "decode", "mqa_32", "rotary", "chunk", "many_rows_causal", "tall_260_128")
+]
 
 
 @pytest.mark.parametrize("appends", [False, True])
@@ -268,6 +289,57 @@ def test_many_rows_run_on_the_kernel_of_hopper(
     case: KvCacheCase, dtype: torch.dtype, kernels_of: Callable[[KvCacheCase, torch.dtype], str]
 ) -> None:
     assert "flash_fwd_split_kernel" in kernels_of(case, dtype)
+
+
+@NEEDS_HOPPER
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", TALL_TILES, ids=str)
+def test_groups_that_need_fewer_tiles_of_192_rows_run_on_them(
+    case: KvCacheCase, dtype: torch.dtype, kernels_of: Callable[[KvCacheCase, torch.dtype], str]
+) -> None:
+    assert rows_of_tile(kernels_of(case, dtype)) == 192
+
+
+@NEEDS_HOPPER
+@pytest.mark.parametrize(
+    ("rows", "tile"),
+    [
+        (64, 64),
+        (128, 128),
+        (132, 192),
+        (192, 192),
+        (196, 128),
+        (256, 128),
+        (260, 192),
+        (384, 192),
+        (388, 128),
+        (512, 128),
+        (516, 192),
+        (576, 192),
+        (580, 128),
+        (640, 128),
+        (644, 192),
+        (768, 192),
+        (772, 128),
+    ],
+)
+def test_rows_of_a_tile(rows: int, tile: int, kernels_of: Callable[[KvCacheCase, torch.dtype], str]) -> None:
+    case = dataclasses.replace(BY_NAME["tall_132_128"], seqlen_q=rows // 4)
+    assert rows_of_tile(kernels_of(case, torch.bfloat16)) == tile
+
+
+@NEEDS_HOPPER
+def test_a_group_of_one_head_runs_on_tiles_of_128_rows(
+    kernels_of: Callable[[KvCacheCase, torch.dtype], str],
+) -> None:
+    """Queries of one tile of 192 rows would be too far apart."""
+    case = dataclasses.replace(BY_NAME["tall_132_128"], nheads=4, seqlen_q=132)
+    assert rows_of_tile(kernels_of(case, torch.bfloat16)) == 128
+
+
+def rows_of_tile(trace: str) -> int:
+    (rows,) = re.findall(r"flash_fwd_split_kernel +rows=(\d+) ", trace)
+    return int(rows)
 
 
 @each_gpu_backend

@@ -84,7 +84,7 @@ CASES: dict[str, list[AnyCase]] = {
     ],
     "kvcache": [*SMALL_KVCACHE_CASES, *SMALL_LATENT_CASES],
 }
-ROWS = (16, 32, 64)  # of a group, at most: few rows, warp pairs, one consumer warpgroup of Hopper; more: other tiles
+ROWS = (16, 32, 64, 128)  # of a group, at most: few rows, warp pairs, one and two consumer warpgroups of Hopper
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 

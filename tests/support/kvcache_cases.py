@@ -228,7 +228,7 @@ _LONGER = (300, 5, 0, 707, 64)
 MANY_ROWS = [
     _case("many_rows", "a group of four, one tile", _LONGER, 720, 16, **_GROUP),
     _case("many_rows_causal", "each query its own keys", _LONGER, 760, 20, 20, causal=True, **_GROUP),
-    _case("many_rows_tiles", "three tiles, the last with few rows", _LONGER, 720, 33, nheads=16, causal=True),
+    _case("many_rows_tiles", "four tiles, the last with few rows", _LONGER, 720, 49, nheads=16, causal=True),
     _case("many_rows_129", "one row more than a tile", _LONGER, 720, 129, nheads=2, causal=True),
     _case("many_rows_gqa_3", "a row block ends within a group", _LONGER, 720, 30, nheads=9, nheads_k=3, causal=True),
     _case("many_rows_mqa", "all heads in one tile", (900, 1), 1000, 3, 3, nheads=24, nheads_k=1, causal=True),
@@ -245,6 +245,10 @@ MANY_ROWS = [
     _case(f"many_rows_headdim_{d}", f"head dim {d}", (300, 9, 707), 720, 20, headdim=d, causal=True, **_GROUP)
     for d in (72, 96, 128, 192, 256)
 ] + [
+    _case(f"many_rows_{d}{name}", "two tiles, the last with few rows", _LONGER, 720, 40, headdim=d, **_GROUP, **options)
+    for d in (192, 256)
+    for name, options in (("_causal", {"causal": True}), ("_window", {"window_size": (150, 20)}))
+] + [
     _case(f"many_rows_pages_{size}", "boxes of a page", _LONGER, 760, 20, 20, page_size=size, headdim=d, causal=True,
           **_GROUP)
     for size, d in ((8, 64), (24, 128), (64, 128), (80, 256), (112, 192), (256, 96), (360, 128))
@@ -252,6 +256,34 @@ MANY_ROWS = [
     _case(f"many_rows_small_{d}_{size}", "short enough for a sanitizer", (250, 9, 0), 290, 20, 20, headdim=d,
           causal=True, window_size=(120, 0), page_size=size, **_GROUP)
     for size, d in ((8, 64), (24, 128), (8, 256), (0, 128))
+]  # fmt: skip
+
+# Rows of a group that need much fewer tiles of 192 rows than of 128. A tile has three consumer warpgroups.
+_TALL: dict[str, Any] = {"nheads": 16, "nheads_k": 4, "causal": True}
+TALL_TILES = [
+    _case(f"tall_{rows}_{d}", f"{consumers} of three consumers have rows of the last tile", _LONGER, 720, rows // 4,
+          headdim=d, **_TALL)
+    for d in (64, 96, 128)
+    for rows, consumers in ((132, 3), (192, 3), (260, 2), (576, 3))
+] + [
+    _case("tall_mqa", "all heads in one tile", _LONGER, 740, 9, 9, nheads=16, nheads_k=1, headdim=128, causal=True),
+    _case("tall_two_heads", "the most queries of a tile", _LONGER, 720, 96, nheads=4, headdim=128, causal=True),
+    _case("tall_gqa_3", "a consumer ends within a group", _LONGER, 720, 61, nheads=9, nheads_k=3, headdim=72,
+          causal=True),
+    _case("tall_window", "a band over several runs", _LONGER, 720, 33, headdim=128, window_size=(120, 20), nheads=8),
+    _case("tall_window_64", "the same", _LONGER, 720, 40, window_size=(150, 20), **_GROUP),
+    _case("tall_far_window", "consumers see different keys", (900, 400), 1000, 130, nheads=4, headdim=96,
+          window_size=(30, 0)),
+    _case("tall_softcap", "capped scores", _LONGER, 720, 33, softcap=3.0, headdim=128, **_TALL),
+    _case("tall_leftpad", "padding", (300, 9, 707), 720, 33, leftpad=(37, 9, 600), headdim=128, **_TALL),
+    _case("tall_long", "many splits", (4000, 37), 4096, 33, headdim=128, **_TALL),
+    _case("tall_small", "short enough for a sanitizer", (250, 9, 0), 290, 17, nheads=16, nheads_k=1, headdim=128,
+          causal=True, window_size=(120, 0)),
+    *(_case(f"tall_small_{d}", "the same", (250, 9, 0), 290, 17, nheads=16, nheads_k=1, headdim=d, causal=True)
+      for d in (64, 96)),
+] + [
+    _case(f"tall_pages_{size}", "boxes of a page", _LONGER, 760, 33, 33, page_size=size, headdim=d, **_TALL)
+    for size, d in ((8, 128), (16, 128), (24, 64), (64, 128), (96, 96), (256, 128), (360, 128))
 ]  # fmt: skip
 
 # How the split-KV kernel of CUDA cuts keys into pieces on 132 SMs, with few rows.
@@ -286,7 +318,7 @@ KVCACHE_CASES: list[KvCacheCase] = [
     *(*_LENGTHS, *_HEADS, *_ROWS, *_PAGES, *_FEATURES, *_SPLITS, *_LAYOUTS),
     *(case for case in MANY_ROWS if case.name in ("many_rows_tiles", "many_rows_gqa_3", "many_rows_pages_24")),
 ]
-BY_NAME = {case.name: case for case in (*KVCACHE_CASES, *MANY_ROWS, *PIECES, *CLUSTERS, *WIDE_CTAS)}
+BY_NAME = {case.name: case for case in (*KVCACHE_CASES, *MANY_ROWS, *TALL_TILES, *PIECES, *CLUSTERS, *WIDE_CTAS)}
 # Calls of Hopper's kernel for a cache of latent vectors.
 _LATENT: dict[str, Any] = {"nheads": 16, "nheads_k": 1, "headdim": 576, "own_headdim_v": 512, "v_in_k": True}
 SMALL_LATENT_CASES = [

@@ -337,15 +337,17 @@ __device__ __forceinline__ void compute_attn_latent_narrow(const Flash_fwd_param
                                                            typename Traits::SharedStorage &shared,
                                                            const kvcache::SplitkvPlan &plan) {
     using Output = SplitOutput<Traits>;
+    constexpr int kLoadWarps = 2;
     if (threadIdx.x / 128 == 0) {  // producer
         if (threadIdx.x / 32 == 0) {
-            BoxLoader<Traits>(params, shared, boxes.k, boxes.rows, shared.k, shared.k_barriers).load();
+            BoxLoader<Traits>(params, shared, boxes.k, boxes.rows, shared.k, shared.k_barriers, kLoadWarps)
+                .template load</*kIsFirst=*/true>();
         } else if (threadIdx.x / 32 == 1) {
             schedule_tiles<Traits, Kind::split>(
                 params, shared, RunScheduler<Traits::kBlockM, Traits::kBlockN>(params, plan),
                 [&](const WorkTile &tile) { Output(params, plan, tile, 0).store_nothing(); });
         } else if (threadIdx.x / 32 == 2) {
-            QueryLoader<Traits>(params, plan.by_ratio, shared).load();
+            QueryLoader<Traits>(params, plan.by_ratio, shared, kLoadWarps).load();
         }
     } else {
         NarrowConsumer<Traits>(params, shared)

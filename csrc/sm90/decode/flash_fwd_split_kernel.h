@@ -24,6 +24,41 @@
 
 namespace flash::sm90 {
 
+// ---- tiles of 192 rows, for calls that need much fewer of them than of 128 rows. Head dims above 128 have none: O
+// of three consumers does not fit into registers. The other tiles: TileSizesSplit in kernel_traits.h.
+
+template <int kHeadDim>
+struct TileSizesSplitTall;
+template <>
+struct TileSizesSplitTall<64> : TileFwd<3, 112, 5, 1, false> {};
+template <>
+struct TileSizesSplitTall<96> : TileFwd<3, 96, 4, 1, false> {};
+template <>
+struct TileSizesSplitTall<128> : TileFwd<3, 80, 4, 1, false> {};
+
+// The query heads of a group for which tiles are used, at least: queries of one tile are not too far apart.
+template <typename TileSize>
+constexpr int kMinRatio = 1;
+template <int kHeadDim>
+constexpr int kMinRatio<TileSizesSplitTall<kHeadDim>> = 2;
+
+// A tile size whose producer has more registers than in the forward: here the scheduler warp has more to compute, and
+// the call waits for its first work tile.
+template <typename TileSize>
+struct SplitTile : TileSize {
+    static constexpr int kConsumers = TileSize::kConsumers;
+    static constexpr int kProducerRegisters = kConsumers == 1 ? 128 : 56;
+    static constexpr int kConsumerRegisters = kConsumers == 3 ? 152 : kConsumers == 2 ? 224 : 256;
+
+private:
+    // With more than what the thread block gets at its start, setmaxnreg would wait forever.
+    static constexpr int kAllRegisters = 65536, kWarpgroups = kConsumers + 1;
+    static constexpr int kRegistersOfThread = kAllRegisters / (128 * kWarpgroups) / 8 * 8;
+    static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= kWarpgroups * kRegistersOfThread);
+};
+template <typename TileSize>
+constexpr int kMinRatio<SplitTile<TileSize>> = kMinRatio<TileSize>;
+
 // ---- K and V of a cache by TMA, in boxes of rows: a whole key block of a contiguous cache, or a part of it that lies
 // in one page. Host and device.
 
@@ -73,6 +108,32 @@ KeyBoxes make_key_boxes(const Flash_fwd_params &params) {
 
 // ---- the load warps
 
+// The order of the first loads. Q of the first work tile goes ahead of K and V, but for the first key block of K:
+// behind the key blocks that fill all stages, the copies of Q, and the machine code that starts them, would take
+// microseconds.
+struct QueriesFirst {
+    int load_warps;  // those of Q, K and, where it is loaded for itself, V
+    bool is_pending = true;
+
+    // The warp that loads Q, after each work tile.
+    __device__ __forceinline__ void signal() {
+        if (is_pending) {
+            asm volatile("bar.arrive %0, %1;" ::"n"(kBarrier), "r"(32 * load_warps) : "memory");
+            is_pending = false;
+        }
+    }
+    // The other load warps, before or after each key block.
+    __device__ __forceinline__ void wait() {
+        if (is_pending) {
+            asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "r"(32 * load_warps) : "memory");
+            is_pending = false;
+        }
+    }
+
+private:
+    static constexpr int kBarrier = 8;  // pipeline.h has the other named barriers
+};
+
 // The warp that loads K, or V, of each work tile from its last key block to its first.
 template <typename Traits>
 class BoxLoader {
@@ -81,11 +142,20 @@ class BoxLoader {
     using Barriers = PipelineBarriers<Traits::kStages>;
 
 public:
-    // descriptor: boxes of `rows` keys. smem: the stages.
+    // descriptor: boxes of `rows` keys. smem: the stages. load_warps: of QueriesFirst.
     __device__ BoxLoader(const Flash_fwd_params &params, typename Traits::SharedStorage &shared,
-                         const cute::TmaDescriptor &descriptor, int rows, Element *smem, Barriers &barriers)
-        : params(params), descriptor(descriptor), rows(rows), smem(smem), barriers(barriers), tiles{shared.tiles} {}
+                         const cute::TmaDescriptor &descriptor, int rows, Element *smem, Barriers &barriers,
+                         int load_warps)
+        : params(params),
+          descriptor(descriptor),
+          rows(rows),
+          smem(smem),
+          barriers(barriers),
+          queries_first{load_warps},
+          tiles{shared.tiles} {}
 
+    // kIsFirst: the first key block goes ahead of Q.
+    template <bool kIsFirst>
     __device__ __forceinline__ void load() {
         for (;;) {
             const int stage = tiles.take();
@@ -101,10 +171,16 @@ public:
             CUTE_NO_UNROLL
             for (int n_block = n_block_max - 1; n_block >= n_block_min; --n_block) {
                 const int first_key = k_begin + n_block * Traits::kBlockN;
+                if (!kIsFirst) {
+                    queries_first.wait();
+                }
                 if (params.block_table == nullptr) {
                     load_block(first_key, bidh_k, k_bidb);
                 } else {
                     load_pages(first_key, bidh_k, bidb);
+                }
+                if (kIsFirst) {
+                    queries_first.wait();
                 }
             }
         }
@@ -116,18 +192,20 @@ private:
     const int rows;
     Element *const smem;
     Barriers &barriers;
+    QueriesFirst queries_first;
     WorkTileRing<Traits::kConsumers> tiles;
     State state;
 
     // One thread: starts the copy of the box whose first key is `row` of a batch index or page. It lies `offset` rows
     // behind the first of the stage.
     __device__ __forceinline__ void copy_box(int offset, int row, int bidh_k, int batch) const {
-        constexpr uint64_t kDefaultHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
+        // Keys are replaced first in L2, so that machine code, lengths and block tables stay.
+        constexpr uint64_t kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST);
         Element *const to = smem + state.stage * Traits::kBlockN * Traits::kHeadDim + offset * Traits::kSmemRow;
         CUTE_UNROLL
         for (int col = 0; col < Traits::kHeadDim; col += Traits::kSmemRow) {
-            cute::SM90_TMA_LOAD_4D::copy(&descriptor, reinterpret_cast<uint64_t *>(&barriers.full[state.stage]),
-                                         kDefaultHint, to + col * Traits::kBlockN, col, row, bidh_k, batch);
+            cute::SM90_TMA_LOAD_4D::copy(&descriptor, reinterpret_cast<uint64_t *>(&barriers.full[state.stage]), kHint,
+                                         to + col * Traits::kBlockN, col, row, bidh_k, batch);
         }
     }
 
@@ -176,8 +254,8 @@ public:
     static constexpr int kArrivals = 32;  // at the barrier of a stage
 
     __device__ QueryLoader(const Flash_fwd_params &params, const cutlass::FastDivmod &by_ratio,
-                           typename Traits::SharedStorage &shared)
-        : params(params), by_ratio(by_ratio), shared(shared), tiles{shared.tiles} {}
+                           typename Traits::SharedStorage &shared, int load_warps)
+        : params(params), by_ratio(by_ratio), shared(shared), queries_first{load_warps}, tiles{shared.tiles} {}
 
     __device__ __forceinline__ void load() {
         for (;;) {
@@ -198,6 +276,7 @@ public:
                 asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
                 states.q.advance();
             }
+            queries_first.signal();
         }
     }
 
@@ -206,6 +285,7 @@ private:
     const Flash_fwd_params &params;
     const cutlass::FastDivmod &by_ratio;  // by the query heads that share a key/value head
     typename Traits::SharedStorage &shared;
+    QueriesFirst queries_first;
     WorkTileRing<Traits::kConsumers> tiles;
     typename Traits::PipelineStates states;
 
@@ -248,6 +328,7 @@ public:
     // Called by a whole warp.
     __device__ RunScheduler(const Flash_fwd_params &params, const kvcache::SplitkvPlan &plan)
         : params(params),
+          by_ratio(plan.by_ratio),
           row_tile(blockIdx.x % plan.row_tiles),
           is_writer(threadIdx.x % 32 == 0 && row_tile == 0),
           runs(params, plan, blockIdx.x / plan.row_tiles, 0) {
@@ -270,9 +351,8 @@ public:
         run = runs.next(tile.sequence);
         has_run = true;
         tile.place = {run.bidb, run.bidh_k * params.h_h_k_ratio, row_tile};
-        const BlockInfo<kBlockM, kBlockN, true> info(params, tile.sequence,
-                                                     query_of<Kind::split>(params, row_tile * kBlockM),
-                                                     query_of<Kind::split>(params, (row_tile + 1) * kBlockM - 1));
+        const BlockInfo<kBlockM, kBlockN, true> info(params, tile.sequence, query_of(row_tile * kBlockM),
+                                                     query_of((row_tile + 1) * kBlockM - 1));
         tile.n_block_min = max(info.n_block_min, run.first_key / kBlockN);
         tile.n_block_max = min(info.n_block_max, (run.end_key + kBlockN - 1) / kBlockN);
         tile.slot = static_cast<int>(run.slot);
@@ -281,11 +361,14 @@ public:
 
 private:
     const Flash_fwd_params &params;
+    const cutlass::FastDivmod &by_ratio;
     const int row_tile;
     const bool is_writer;
     kvcache::Runs runs;
     kvcache::Runs::Run run{};  // the last
     bool has_run = false;
+
+    __device__ int query_of(int row) const { return by_ratio.div(row); }
 };
 
 // ---- the kernel
@@ -302,18 +385,21 @@ template <typename Traits>
 __device__ __forceinline__ void compute_attn_split(const Flash_fwd_params &params, const KeyBoxes &boxes,
                                                    typename Traits::SharedStorage &shared,
                                                    const kvcache::SplitkvPlan &plan) {
+    constexpr int kLoadWarps = 3;
     if (threadIdx.x / 128 == 0) {  // producer
         cutlass::arch::warpgroup_reg_dealloc<Traits::TileSize::kProducerRegisters>();
         if (threadIdx.x / 32 == 0) {
-            BoxLoader<Traits>(params, shared, boxes.k, boxes.rows, shared.k, shared.k_barriers).load();
+            BoxLoader<Traits>(params, shared, boxes.k, boxes.rows, shared.k, shared.k_barriers, kLoadWarps)
+                .template load</*kIsFirst=*/true>();
         } else if (threadIdx.x / 32 == 1) {
             schedule_tiles<Traits, Kind::split>(
                 params, shared, RunScheduler<Traits::kBlockM, Traits::kBlockN>(params, plan),
                 [&](const WorkTile &tile) { SplitOutput<Traits>(params, plan, tile, 0).store_nothing(); });
         } else if (threadIdx.x / 32 == 2) {
-            BoxLoader<Traits>(params, shared, boxes.v, boxes.rows, shared.v, shared.v_barriers).load();
+            BoxLoader<Traits>(params, shared, boxes.v, boxes.rows, shared.v, shared.v_barriers, kLoadWarps)
+                .template load</*kIsFirst=*/false>();
         } else {
-            QueryLoader<Traits>(params, plan.by_ratio, shared).load();
+            QueryLoader<Traits>(params, plan.by_ratio, shared, kLoadWarps).load();
         }
     } else {  // consumer
         cutlass::arch::warpgroup_reg_alloc<Traits::TileSize::kConsumerRegisters>();
@@ -330,6 +416,8 @@ template <typename Traits>
 __global__ void __launch_bounds__(Traits::kNThreads, 1)
     flash_fwd_split_kernel(const __grid_constant__ Flash_fwd_params params, const __grid_constant__ KeyBoxes boxes,
                            const __grid_constant__ kvcache::SplitkvPlan plan) {
+    // As in the forward, a consumer skips at most one key block at either end of a run.
+    static_assert(Traits::kRows * (Traits::kConsumers - 1) <= Traits::kBlockN * kMinRatio<typename Traits::TileSize>);
     extern __shared__ __align__(1024) char smem[];
     static_assert(Traits::kAlignment == 1024);
     auto &shared = *reinterpret_cast<typename Traits::SharedStorage *>(smem);

@@ -12,6 +12,17 @@
 
 namespace flash::sm90 {
 
+constexpr bool has_tall_tiles(int headdim) {
+    return headdim <= 128;
+}
+
+// True if tiles of 192 rows take less time than tiles of 128, that is, if they are much fewer. rows: of a group.
+inline bool prefers_tall_tiles(int64_t rows) {
+    constexpr int kTallTime = 14, kTime = 10;                    // of a tile, for the same keys (H200, head dim 128)
+    constexpr int kTallRows = 192, kRows = 128, kMaxRows = 768;  // more were not measured
+    return rows <= kMaxRows && ((rows - 1) / kTallRows + 1) * kTallTime < ((rows - 1) / kRows + 1) * kTime;
+}
+
 // CTAs for each of row_tiles row tiles, for the keys of `heads` heads. Pieces that begin and end with heads need no
 // partial results, if lengths are equal. Times are counted in key blocks.
 inline int64_t pieces_for(int64_t heads, int64_t row_tiles, int64_t sms) {
@@ -60,7 +71,7 @@ kvcache::SplitkvPlan split_plan(const Flash_fwd_params &params) {
     plan.row_tiles = static_cast<int>(row_tiles);
     plan.pieces = static_cast<int>(std::clamp<int64_t>(heads * units / 2, 1, wanted));
     plan.aligned_pieces = heads % plan.pieces == 0 || plan.pieces % heads == 0 ? plan.pieces : 0;
-    plan.aligned_unit = static_cast<int>(unit);
+    plan.align_units(static_cast<int>(unit));
     plan.sum_factor = 1.0f / Softmax<typename Traits::Element, 2>::kOne;
     plan.by_ratio = cutlass::FastDivmod(params.h_h_k_ratio);
     return plan;
@@ -91,9 +102,17 @@ void launch_split(const Flash_fwd_params &params, const kvcache::SplitkvPlan &pl
 // Calls function with the traits of the tiles that a call needs.
 template <DType kDType, int kHeadDim, typename Function>
 auto call_with_split_traits(const Flash_fwd_params &params, const Function &function) {
-    const bool is_narrow = int64_t{params.seqlen_q} * params.h_h_k_ratio <= TileSizesSplit<kHeadDim, true>::kBlockM;
-    return is_narrow ? function(Flash_fwd_kernel_traits<kDType, kHeadDim, TileSizesSplit<kHeadDim, true>>{})
-                     : function(Flash_fwd_kernel_traits<kDType, kHeadDim, TileSizesSplit<kHeadDim, false>>{});
+    const int64_t rows = int64_t{params.seqlen_q} * params.h_h_k_ratio;
+    if (rows <= TileSizesSplit<kHeadDim, true>::kBlockM) {
+        return function(Flash_fwd_kernel_traits<kDType, kHeadDim, SplitTile<TileSizesSplit<kHeadDim, true>>>{});
+    }
+    if constexpr (has_tall_tiles(kHeadDim)) {
+        using Tall = SplitTile<TileSizesSplitTall<kHeadDim>>;
+        if (params.h_h_k_ratio >= kMinRatio<Tall> && prefers_tall_tiles(rows)) {
+            return function(Flash_fwd_kernel_traits<kDType, kHeadDim, Tall>{});
+        }
+    }
+    return function(Flash_fwd_kernel_traits<kDType, kHeadDim, SplitTile<TileSizesSplit<kHeadDim, false>>>{});
 }
 
 template <DType kDType, int kHeadDim>

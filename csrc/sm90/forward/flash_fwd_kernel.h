@@ -247,6 +247,9 @@ __global__ void __launch_bounds__(Traits::kNThreads, 1)
     flash_fwd_kernel(const __grid_constant__ Flash_fwd_params params,
                      const __grid_constant__ typename Traits::Copies copies,
                      const __grid_constant__ WorkTileOrder order) {
+    // A consumer skips at most one key block at either end of a work tile. With more it would wait for key blocks that
+    // find no empty stage.
+    static_assert(Traits::kRows * (Traits::kConsumers - 1) <= Traits::kBlockN);
     extern __shared__ __align__(1024) char smem[];
     static_assert(Traits::kAlignment == 1024);
     auto &shared = *reinterpret_cast<typename Traits::SharedStorage *>(smem);

