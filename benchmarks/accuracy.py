@@ -86,7 +86,7 @@ def worst_share(row: dict[str, Any]) -> float:
 def main(argv: list[str] | None = None) -> None:
     parser = results.parser_for(__doc__, seconds=120.0)
     parser.add_argument("--backward", action="store_true", help="the gradients")
-    parser.add_argument("--backend", action="append", choices=sorted(DEVICES), help="repeatable (default: all)")
+    parser.add_argument("--backend", action="extend", nargs="+", choices=sorted(DEVICES), help="default: all")
     arguments = parser.parse_args(argv)
     backends = arguments.backend or [
         name for name, device in DEVICES.items() if device == "cpu" or torch.cuda.is_available()

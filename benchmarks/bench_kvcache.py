@@ -482,8 +482,12 @@ def measure_figure(
 def main(argv: list[str] | None = None) -> None:
     parser = results.parser_for(__doc__, seconds=100.0)
     parser.add_argument("--device", choices=sorted(REP_MS), default="cuda")
-    parser.add_argument("--figure", nargs="+", choices=list(FIGURES), help="default: all of the device but official")
-    parser.add_argument("--backend", nargs="+", choices=list(DEVICE_OF), help="ours (default: all of the device)")
+    parser.add_argument(
+        "--figure", action="extend", nargs="+", choices=list(FIGURES), help="default: all of the device but official"
+    )
+    parser.add_argument(
+        "--backend", action="extend", nargs="+", choices=list(DEVICE_OF), help="ours (default: all of the device)"
+    )
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds at each point (default: %(default)s)")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="of the CPU (default: %(default)s)")
     parser.add_argument("--dtype", choices=list(DTYPES), default="float32", help="of the CPU (default: %(default)s)")

@@ -167,7 +167,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = results.parser_for(__doc__, seconds=60.0)
     parser.add_argument("--backward", action="store_true", help="measure a forward and its backward, through autograd")
     parser.add_argument("--device", choices=sorted(SHAPES), default="cuda")
-    parser.add_argument("--backend", action="append", help="contender, repeatable (default: all)")
+    parser.add_argument("--backend", action="extend", nargs="+", help="contenders (default: all)")
     parser.add_argument("--memory", action="store_true", help="measure the memory of a call on the GPU")
     arguments = parser.parse_args(argv)
     if arguments.memory:

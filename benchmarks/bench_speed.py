@@ -461,8 +461,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--backward", action="store_true", help="measure the backward op")
     parser.add_argument("--values", action="store_true", help="measure the forward on different values")
     parser.add_argument("--grid", choices=sorted({name for grids in GRIDS.values() for name in grids}), default="perf")
-    parser.add_argument("--backend", action="append", help="ours, repeatable (default: the grid's)")
-    parser.add_argument("--rivals", nargs="+", help="theirs; ratios in tables are against the first")
+    parser.add_argument("--backend", action="extend", nargs="+", help="ours (default: the grid's)")
+    parser.add_argument("--rivals", action="extend", nargs="+", help="theirs; ratios in tables are against the first")
     parser.add_argument("--rounds", type=int, default=3, help="interleaved rounds at each point (default: %(default)s)")
     parser.add_argument(
         "--joules", type=float, default=0.0, metavar="SECONDS", help="measure energy too, so long for each contender"

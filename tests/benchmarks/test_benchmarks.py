@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import math
@@ -21,6 +22,7 @@ from benchmarks import (
     accuracy,
     bench_build,
     bench_cpu,
+    bench_kvcache,
     bench_models,
     bench_overhead,
     bench_speed,
@@ -37,6 +39,28 @@ from flash_attn_mini import sdpa
 
 CPU_OP = "_scaled_dot_product_flash_attention_for_cpu"
 FORWARD_GRIDS, BACKWARD_GRIDS = bench_speed.GRIDS["forward"], bench_speed.GRIDS["backward"]
+
+
+class Parsed(Exception):
+    """Ends a benchmark when its arguments are parsed."""
+
+
+@pytest.mark.parametrize("benchmark", [accuracy, bench_kvcache, bench_overhead, bench_speed], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("arguments", [["--backend", "cuda", "triton"], ["--backend", "cuda", "--backend", "triton"]])
+def test_backends_may_be_listed_or_repeated(
+    benchmark: types.ModuleType, arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parse = argparse.ArgumentParser.parse_args
+    seen: list[argparse.Namespace] = []
+
+    def parse_and_stop(parser: argparse.ArgumentParser, argv: list[str]) -> None:
+        seen.append(parse(parser, argv))
+        raise Parsed
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
+    with pytest.raises(Parsed):
+        benchmark.main(arguments)
+    assert seen[0].backend == ["cuda", "triton"]
 
 
 def test_rounds_measure_all_contenders_in_random_order_and_ratios_cancel_drift() -> None:
