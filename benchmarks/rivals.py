@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-ARCH = "FLASH_ATTN_MINI_ARCH"
+from flash_attn_mini.backends.cuda import ARCH_VARIABLE
+
 Call = partial[Any]  # a forward's first arguments are q, k and v as the implementation takes them
 aten = torch.ops.aten
 
@@ -145,15 +146,15 @@ class ForwardOrBoth(Rival):
 @contextlib.contextmanager
 def kernels_of(arch: int | None) -> Iterator[None]:
     """FLASH_ATTN_MINI_ARCH set to an architecture, or unset."""
-    before = os.environ.pop(ARCH, None)
+    before = os.environ.pop(ARCH_VARIABLE, None)
     if arch is not None:
-        os.environ[ARCH] = str(arch)
+        os.environ[ARCH_VARIABLE] = str(arch)
     try:
         yield
     finally:
-        os.environ.pop(ARCH, None)
+        os.environ.pop(ARCH_VARIABLE, None)
         if before is not None:
-            os.environ[ARCH] = before
+            os.environ[ARCH_VARIABLE] = before
 
 
 class Mini(Rival):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
 
+from benchmarks.rivals import kernels_of
 from flash_attn_mini import flash_attn_func
 from flash_attn_mini.backends import BACKENDS, extension
-from flash_attn_mini.backends.cuda import ARCH_VARIABLE, sm80_unavailable_reason
+from flash_attn_mini.backends.cuda import sm80_unavailable_reason
 
 HEADDIM = 128  # of the rungs on a GPU
 
@@ -42,15 +42,7 @@ def library_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, backend: str, arch: int | None = None
 ) -> torch.Tensor:
     """flash_attn_func on ``[batch, heads, seqlen, headdim]``; ``arch`` 80 keeps a call on the kernels of sm80."""
-    before = os.environ.pop(ARCH_VARIABLE, None)
-    if arch is not None:
-        os.environ[ARCH_VARIABLE] = str(arch)
-    try:
-        with torch.no_grad():
-            out = flash_attn_func(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), backend=backend)
-        assert isinstance(out, torch.Tensor)
-        return out.transpose(1, 2)
-    finally:
-        os.environ.pop(ARCH_VARIABLE, None)
-        if before is not None:
-            os.environ[ARCH_VARIABLE] = before
+    with kernels_of(arch), torch.no_grad():
+        out = flash_attn_func(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), backend=backend)
+    assert isinstance(out, torch.Tensor)
+    return out.transpose(1, 2)
